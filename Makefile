@@ -1,0 +1,75 @@
+# Works with GNU make 3.81 and bash 3.2, which macOS ships: no .ONESHELL, and nothing newer in the shell lines.
+SHELL  := bash
+PYTHON ?= python3
+TORCH  ?= torch>=2.11,<2.14
+ARGS   ?=
+BIN    := .venv/bin
+READY  := .venv/ready
+
+.PHONY: help speedrun test export clean readme docs notebooks exported FORCE
+.NOTPARALLEL:
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo; echo 'Each makes .venv on its first run and installs what it needs there. Variables:'
+	@echo '  PYTHON=python3.12        the Python to make .venv from (3.10 or newer)'
+	@echo '  TORCH="torch==2.13.0"    the torch to install, any pip requirement'
+	@echo '  ARGS="--help"            arguments for speedrun_train'
+
+speedrun: $(READY) ## train a GPT with the best this machine has, and show what each step gains
+	@$(BIN)/speedrun_train $(ARGS)
+
+test: exported ## check that notebooks and package agree, then test every notebook, then run pytest
+	@bash tests/notebooks.sh
+	@$(BIN)/python -m pytest -q tests
+
+export: $(READY) ## write the package from the notebooks
+	@$(BIN)/nbdev_export
+
+clean: $(READY) ## take execution counts and stray metadata out of the notebooks
+	@$(BIN)/nbdev_clean
+
+readme: $(READY) ## write README.md from nbs/index.ipynb
+	@$(BIN)/python tests/make_readme.py
+
+# nbdev_docs writes its own README.md when ours is older than the index, so ours is written first.
+docs: ## build the docs site into _docs (needs Quarto)
+	@command -v quarto >/dev/null || { \
+	    echo 'make docs needs Quarto: get it from https://quarto.org/docs/get-started/ and run make docs again.'; exit 1; }
+	@$(MAKE) --no-print-directory readme
+	@$(BIN)/nbdev_docs
+
+notebooks: $(READY) ## run every notebook and keep its outputs (best on a GPU, takes some minutes)
+	@for nb in nbs/[0-9]*.ipynb nbs/index.ipynb; do \
+	    name=$$(basename "$$nb"); start=$$SECONDS; echo "running $$nb"; \
+	    (cd nbs && ../$(BIN)/exec_nb "$$name" --dest "$$name" --exc_stop) && $(BIN)/nbdev_clean --fname "$$nb" || { \
+	        echo "make notebooks stopped at $$nb: it is as it was before, and the notebooks after it have not been run."; exit 1; }; \
+	    echo "   done in $$((SECONDS - start)) s"; \
+	done
+	@$(MAKE) --no-print-directory readme
+
+# Fails when the package or a notebook is not what nbdev_export and nbdev_clean make of it. Compares checksums and asks git
+# nothing, so that it tells the truth among uncommitted changes too.
+CHECKSUMS = find nbs llm_speedrun -name .ipynb_checkpoints -prune -o \
+    -type f \( -name '*.ipynb' -o -name '*.py' \) -exec cksum {} + | sort -k 3
+exported: $(READY)
+	@before=$$($(CHECKSUMS)); $(BIN)/nbdev_export && $(BIN)/nbdev_clean || exit 1; after=$$($(CHECKSUMS)); \
+	changed=$$(diff <(echo "$$before") <(echo "$$after") | sed -n 's/^[<>] [0-9]* [0-9]* /  /p' | sort -u); \
+	if [ -n "$$changed" ]; then \
+	    echo 'These files were not what nbdev_export and nbdev_clean make of the notebooks:'; echo "$$changed"; \
+	    echo 'They have just been rewritten. Look at the difference and commit it; `make export clean` does the same without tests.'; \
+	    exit 1; fi
+
+$(READY): settings.ini setup.py .venv/torch
+	@test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.version_info < (3, 10) and \
+	    sys.exit("llm_speedrun needs Python 3.10 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])' \
+	    && $(PYTHON) -m venv .venv; }
+	@echo 'Installing llm_speedrun and $(TORCH) into .venv: some minutes the first time, seconds later.'
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@$(BIN)/python -m pip install -qq '$(TORCH)'
+	@$(BIN)/python -m pip install -qq -e '.[dev]'
+	@touch $@
+
+# Holds the torch asked for last, and is rewritten only when that changes: that is how make sees a new TORCH.
+.venv/torch: FORCE
+	@mkdir -p .venv; echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@

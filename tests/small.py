@@ -1,0 +1,33 @@
+"What the tests of the package share: a model that trains in milliseconds, and data for it."
+import numpy as np, pytest
+from llm_speedrun.model import WORKLOADS, GPTConfig
+from llm_speedrun.trainer import TrainConfig
+
+NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq=32, rope_theta=500.)
+VOCAB = 300     # of the data: the model has some rows to spare
+
+@pytest.fixture(scope="module", autouse=True)
+def nano():
+    "`nano` is a workload in the test modules that import this"
+    WORKLOADS["nano"] = NANO
+    yield NANO
+    del WORKLOADS["nano"]
+
+def fails(kind, *parts):
+    "The next block must raise `kind` with every part in its message"
+    return pytest.raises(kind, match="(?s)" + "".join(f"(?=.*{p})" for p in parts))
+
+def write_bins(folder, train=4097, val=1025):
+    "nanoGPT's `train.bin` and `val.bin` in `folder`, of tokens that a model can learn"
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, n in (("train", train), ("val", val)):
+        tokens = (np.cumsum(rng.integers(1, 4, n)) % VOCAB).astype("<u2")   # each is 1 to 3 after the one before
+        tokens.tofile(folder/f"{name}.bin")
+    return folder
+
+def options(folder, **kw):
+    "A `TrainConfig` of a few quick steps in `folder`"
+    if "data" not in kw: kw["data"] = str(write_bins(folder/"bins"))
+    return TrainConfig(**dict(workload="nano", rungs="naive", steps=6, batch=4, seq=16, vocab=VOCAB, evals=2, eval_batches=2,
+                              sample=4, name="run", out=str(folder/"runs")) | kw)

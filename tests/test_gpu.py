@@ -1,0 +1,154 @@
+"What only a GPU can show, at the real shapes: TF32's reach, the attention kernels' errors, memory, and no leaks."
+import gc, math, re
+from dataclasses import replace
+import numpy as np, pytest, torch
+from llm_speedrun.flash import BACKENDS, attend_with, why_not
+from llm_speedrun.measure import OpCounter, warm_up
+from llm_speedrun.model import (Run, Stepper, baseline, build, count_step, cross_entropy, matrix_params, naive_attention,
+                                reference_errors, step_of, train_flops, workload)
+from llm_speedrun.tf32 import tf32
+from llm_speedrun.trainer import TrainConfig, train
+from torch.nn.attention import sdpa_kernel
+from flags import changed, flags
+
+pytestmark = pytest.mark.cuda
+
+@pytest.fixture(autouse=True)
+def memory():
+    "Each test starts with the GPU's memory empty"
+    gc.collect(); torch.cuda.empty_cache()
+
+def rel(a, b): return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+# TF32
+
+def test_tf32_reaches_the_backward_pass():
+    "A weight's gradient is one product of the backward pass alone, whatever the forward pass did: TF32 rounds it, FP32 does not"
+    torch.manual_seed(0)
+    x, c = torch.randn(2, 4096, 1024, device="cuda")
+    run = Run(torch.nn.Linear(1024, 1024, bias=False, device="cuda"), loss=lambda m, x, y: (m(x)*y).sum(), optimizer=lambda m: None)
+    def grad(run):
+        run.model.weight.grad, step, kept = None, Stepper(run), []
+        step.update = lambda: kept.append(run.model.weight.grad)
+        step((x, c))
+        return kept[0]
+    exact = c.double().T @ x.double()
+    assert rel(grad(run), exact) < 1e-6 and 1e-5 < rel(grad(tf32(run)), exact) < 1e-2 and rel(grad(run), exact) < 1e-6
+
+def test_precision_at_124m():
+    "At 124m's shapes FP32's gradients are within 1e-4 of float64, TF32's between 1e-4 and 1e-2, with flash too"
+    c = workload("124m")
+    fp32, fast, flash = (reference_errors(c, r)[1] for r in ([], ["tf32"], ["flash"]))
+    assert fp32 < 1e-4 < fast < 1e-2 and flash < 1e-4
+    assert reference_errors(c, ["tf32", "bf16", "flash"])[1] < .05
+
+# Attention
+
+SHAPES = dict(mha=(2, 12, 12, 1024, 64), wide=(2, 16, 16, 2048, 128), gqa=(2, 12, 4, 1024, 64), odd=(1, 12, 4, 1000, 64), one=(3, 4, 2, 1, 64))
+
+def attention_errors(attend, q, k, v, do, exact):
+    "The largest errors of the output and of the three gradients against `exact`"
+    ins = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = attend(*ins)
+    out.backward(do)
+    return [(a.double() - b).abs().max().item() for a, b in zip([out] + [t.grad for t in ins], exact)]
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention(backend, shape, dtype):
+    "A kernel's output and gradients are at most twice as far from float64 as naive attention's in the same format"
+    B, H, K, T, D = SHAPES[shape]
+    if why := why_not(backend, B, H, K, T, D, dtype, "cuda"): pytest.skip(why)
+    torch.manual_seed(0)
+    q, do = torch.randn(2, B, H, T, D, device="cuda", dtype=dtype)
+    k, v = torch.randn(2, B, K, T, D, device="cuda", dtype=dtype)
+    ins = [t.double().requires_grad_() for t in (q, k, v)]
+    out = naive_attention(*ins)
+    out.backward(do.double())
+    exact = [out.detach()] + [t.grad for t in ins]
+    naive = attention_errors(naive_attention, q, k, v, do, exact)
+    with sdpa_kernel(BACKENDS[backend]): fused = attention_errors(attend_with(backend), q, k, v, do, exact)
+    eps = torch.finfo(dtype).eps        # a gradient that is zero, as with one token, may come out as a rounding
+    for name, a, b in zip(("output", "dq", "dk", "dv"), fused, naive): assert a <= 2*b + eps, (name, a, b)
+
+def test_a_kernel_runs_at_every_workload():
+    "In bfloat16 a fused kernel runs the shapes of every workload"
+    for name in ("tiny", "124m", "180m", "350m", "1b"):
+        c = workload(name)
+        assert not all(why_not(b, 8, c.heads, c.kv_heads, c.seq, c.head_dim, torch.bfloat16, "cuda") for b in BACKENDS), name
+
+def test_flash_saves_memory():
+    "Without the scores the 124m step's peak is lower by at least one layer's scores for every layer"
+    c, B = workload("124m"), 8
+    naive, flash = (warm_up(step_of(c, r, B))[1].peak_gib for r in (["bf16"], ["bf16", "flash"]))
+    scores = B * c.heads * c.seq**2 * 2 / 2**30     # GiB in bf16, one layer
+    assert naive - flash > c.layers * scores, (naive, flash)
+
+# The model
+
+def test_first_loss():
+    "The loss of 124m before the first step is within 5% of ln V, in every format"
+    c = workload("124m")
+    x, y = torch.randint(c.vocab, (2, 4, c.seq), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    for rungs in ([], ["tf32"], ["bf16", "flash"], ["fp16", "flash"]):
+        loss = Stepper(build(c, rungs)).evaluate([(x, y)])
+        assert abs(loss / math.log(50304) - 1) < .05, (rungs, loss)
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_nothing_leaks(half):
+    "Building and stepping 124m leaves every setting, also CUDA's, and the random states as they were"
+    c = workload("124m")
+    x = torch.randint(c.vocab, (2, c.seq), device="cuda")
+    was = flags()
+    step = Stepper(build(c, ["tf32", half, "flash"]))
+    for _ in range(3): loss = step((x, x))
+    step.evaluate([(x, x)])
+    assert loss.isfinite() and not changed(was)
+    def fault(model, x, y): cross_entropy(model, x, y); raise ArithmeticError
+    with pytest.raises(ArithmeticError): Stepper(replace(step.run, loss=fault))((x, x))
+    assert not changed(was)
+
+def test_counted_flops():
+    "A real naive step does as many FLOPs as are counted on fake tensors, and as many as the convention says"
+    c, B = workload("124m"), 2
+    step = step_of(c, [], B)()
+    step()
+    with OpCounter() as real: step()
+    flops = [sum(o.flops for o in ops) for ops in (real.ops, count_step(c, [], B))]
+    assert flops[0] == flops[1] == pytest.approx(train_flops(c) * B * c.seq, rel=1e-6)
+    fast = count_step(c, ["tf32", "bf16", "flash"], B)
+    matmul = sum(o.flops for o in fast if o.kind == "matrix products")
+    assert matmul == pytest.approx(6*matrix_params(c) * B * c.seq, rel=1e-6)
+    assert {o.fmt for o in fast if o.kind == "matrix products"} == {"bf16"}
+    # fused attention computes the scores again in the backward pass: 7 products for the convention's 6
+    assert sum(o.flops for o in fast if o.kind == "fused attention") == pytest.approx(7 * c.layers * c.width * c.seq**2 * B, rel=.01)
+
+def test_fp16_trains():
+    "With float16 and its scaler a small model's loss falls as with bfloat16"
+    c = replace(workload("tiny"), layers=2)
+    x = torch.randint(c.vocab, (8, c.seq), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    def last(half):
+        step = Stepper(build(c, ["tf32", half, "flash"]))
+        return [step((x[:, :-1], x[:, 1:])).item() for _ in range(40)][-1]
+    a, b = last("bf16"), last("fp16")
+    assert a < 7 and abs(a - b) < .3
+
+# Out of memory
+
+def test_out_of_memory_advice(tmp_path):
+    "A batch that can't fit is answered with one that does: training with it runs, under the same name, and nothing is left in between"
+    batch = int(8 * torch.cuda.get_device_properties(0).total_memory / 2**30)       # a 124m sequence takes over 0.4 GiB
+    data = tmp_path/"tokens.bin"
+    np.random.default_rng(0).integers(0, 50257, int(1.1 * batch * 1024), dtype=np.uint16).tofile(data)
+    def cfg(**kw):
+        return TrainConfig(**dict(data=str(data), workload="124m", rungs="tf32,bf16,flash", batch=batch, steps=2, evals=1, eval_batches=1, sample=2,
+                                  name="run", out=str(tmp_path/"runs")) | kw)
+    with pytest.raises(RuntimeError, match=rf"out of GPU memory with --batch {batch} of 1024 tokens") as e: train(cfg(), progress=False)
+    assert not (tmp_path/"runs/run").exists()
+    fits, more = map(int, re.search(r"--batch (\d+) --accumulate (\d+)", str(e.value)).groups())
+    assert 1 < fits < batch <= fits*more
+    del e
+    gc.collect(); torch.cuda.empty_cache()
+    _, res = train(cfg(batch=fits), progress=False)
+    assert res["steps"] == 2 and math.isfinite(res["val_loss"])

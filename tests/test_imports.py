@@ -1,0 +1,61 @@
+"The package imports where Triton, pyplot, the network and CUDA are missing, quickly, and changes nothing by it."
+import json, os, subprocess, sys
+from pathlib import Path
+import pytest
+import llm_speedrun
+
+HERE = Path(__file__).parent
+MODULES = sorted(p.stem for p in Path(llm_speedrun.__file__).parent.glob("*.py") if not p.stem.startswith("_"))
+
+# Runs in a process of its own: what is missing there is missing from the start.
+SCRIPT = """
+import importlib, json, socket, sys, time
+MISSING, tried = ("triton", "matplotlib.pyplot", "nvidia"), []
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == m or name.startswith(m + ".") for m in MISSING): raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Block())
+def no_network(*args, **kw): tried.append(str(args)); raise OSError("no network here")
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = no_network
+import torch
+from flags import flags, random_states
+settings = lambda: flags() | random_states()
+before, seen, t0 = settings(), set(sys.modules), time.process_time()
+for name in MODULES: importlib.import_module(f"llm_speedrun.{name}")
+seconds = time.process_time() - t0
+after, new = settings(), set(sys.modules) - seen
+from llm_speedrun.model import Stepper, build, workload
+from dataclasses import replace
+step = Stepper(build(replace(workload("tiny"), layers=1, seq=16), ["tf32", "bf16", "flash"]))
+x = torch.arange(16, device=step.run.device)[None]
+print(json.dumps(dict(changed=[k for k in before if before[k] != after[k]], seconds=seconds, new=sorted(new), tried=tried,
+                      loss=step((x, x)).item())))
+"""
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    "What the process above said"
+    folder = tmp_path_factory.mktemp("script")
+    (folder/"script.py").write_text(f"MODULES = {MODULES}\n{SCRIPT}", encoding="utf-8")
+    env = os.environ | dict(CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(map(str, (HERE.parent, HERE))))
+    res = subprocess.run([sys.executable, str(folder/"script.py")], capture_output=True, text=True, env=env, cwd=folder, timeout=120)
+    assert res.returncode == 0, res.stderr
+    return json.loads(res.stdout.splitlines()[-1])
+
+def test_every_module_imports(there):
+    "Every module imports without Triton, pyplot, network and CUDA, and a step with all rungs runs there"
+    assert {"measure", "data", "model", "tf32", "amp", "flash", "trainer", "speedrun"} <= set(MODULES)
+    assert {f"llm_speedrun.{m}" for m in MODULES} <= set(there["new"]) and 0 < there["loss"] < 20
+
+def test_importing_sets_nothing(there):
+    "Importing the package leaves every process-wide setting and the random states as they were"
+    assert there["changed"] == []
+
+def test_importing_asks_for_no_network(there):
+    "Importing opens no connection"
+    assert there["tried"] == []
+
+def test_importing_is_quick(there):
+    "Beyond torch, the imports take little time, and leave the slow packages for when they are needed"
+    slow = {"transformers", "datasets", "pandas", "pyarrow", "sklearn", "scipy", "IPython", "huggingface_hub", "triton", "matplotlib"}
+    assert not slow & set(there["new"]) and there["seconds"] < 5, f"{there['seconds']:.1f} s"

@@ -1,0 +1,188 @@
+"Rungs compose, refuse what doesn't go together or can't run here, and never touch the run that they are given."
+from dataclasses import replace
+import pytest, torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from llm_speedrun.amp import bf16, fp16, half_rung
+from llm_speedrun.flash import BACKENDS, attend_with, flash, sdpa, why_not
+from llm_speedrun.model import *
+from llm_speedrun.model import Attention
+from llm_speedrun.tf32 import tf32
+from llm_speedrun.trainer import parse_rungs, presets
+from small import NANO, fails
+
+@pytest.fixture(scope="module")
+def run(): return baseline(NANO)
+
+@pytest.fixture
+def card(monkeypatch):
+    "Make the machine one with the GPU that the test asks for; models go to the CPU all the same"
+    def be(name, *capability):
+        for k, v in dict(is_available=True, get_device_name=name, get_device_capability=capability).items():
+            monkeypatch.setattr(torch.cuda, k, lambda *args, v=v: v)
+    return be
+
+# Names
+
+@pytest.mark.parametrize("name,near", [("tf23", "tf32"), ("bf61", "bf16"), ("flsh", "flash"), ("fp8x", "fp16")])
+def test_unknown_rung(name, near):
+    "A misspelt rung is answered with the nearest names and all there are"
+    for f in (find_rung, lambda n: build(NANO, [n])):
+        with fails(ValueError, f"unknown rung '{name}'", f"Did you mean .*'{near}'", "There are: .*tf32"): f(name)
+
+@pytest.mark.parametrize("spec,wrong,near", [
+    ("fastst", "fastst", "fastest"), ("niave", "niave", "naive"), ("tf32,flsh", "flsh", "flash"), ("tf32, b16", "b16", "bf16"),
+    ("tf32 flash", "tf32 flash", "tf32")])
+def test_unknown_rung_or_preset(spec, wrong, near):
+    "In a list of rungs the wrong one is named, with the nearest of rungs and presets"
+    with fails(ValueError, f"unknown rung or preset '{wrong}'", f"Did you mean .*'{near}'", "naive, fastest"): parse_rungs(spec)
+
+@pytest.mark.parametrize("spec", ["fastest,flash", "naive,tf32", "auto,flash"])
+def test_preset_among_rungs(spec):
+    "A preset stands alone: in a list of rungs it is refused when the list is read, not minutes later"
+    with fails(ValueError, spec.split(",")[0]): parse_rungs(spec)
+
+@pytest.mark.parametrize("name,near", [("123m", "124m"), ("350", "350m"), ("tyni", "tiny"), ("1B", "1b")])
+def test_unknown_workload(name, near):
+    "A misspelt workload is answered with the nearest names and all there are"
+    with fails(ValueError, f"unknown workload '{name}'", f"'{near}'", "There are: tiny, 124m"): workload(name)
+
+def test_unknown_stage_and_backend(run):
+    "A rung's stage and an attention backend are looked up as kindly"
+    with fails(ValueError, "unknown stage 'precison'", "'precision'"): rung("precison")
+    with fails(ValueError, "unknown attention backend 'flashy'", "'flash'"): flash(run, backend="flashy")
+    assert parse_rungs(" tf32, flash ,") == ["tf32", "flash"] and parse_rungs("naive") == []
+
+# What this machine can't run
+
+def test_turing(card):
+    "A Turing card refuses TF32 and bfloat16, naming the card and what to do; its 16-bit rung is fp16"
+    card("Tesla T4", 7, 5)
+    for name, what in (("tf32", "TF32"), ("bf16", "bfloat16")):
+        with fails(RuntimeError, f"rung '{name}' cannot run here", f"{what} needs compute capability 8.0, and Tesla T4 has 7.5", "Leave it out"):
+            build(NANO, [name], device="cpu")
+    assert half_rung() == "fp16" and build(NANO, ["fp16"], device="cpu").fmt == "fp16"
+
+def test_presets_run_on_every_card(card):
+    "`fastest` and `auto` name only rungs that the machine can run"
+    for name, *capability in (("NVIDIA H200", 9, 0), ("NVIDIA A100", 8, 0), ("Tesla T4", 7, 5), ("Tesla V100", 7, 0), ("Tesla P100", 6, 0)):
+        card(name, *capability)
+        for spec in ("fastest", "auto"):
+            for r in parse_rungs(spec): assert not find_rung(r).needs(), f"{spec} on {name}"
+    card("NVIDIA H200", 9, 0)
+    assert presets()["fastest"] == ["tf32", "bf16", "flash"]
+
+def test_pascal(card):
+    "A card without tensor cores refuses float16 too; an Ampere card takes TF32 and bfloat16"
+    card("Tesla P100", 6, 0)
+    with fails(RuntimeError, "'fp16' cannot run here", "7.0, and Tesla P100 has 6.0"): check_rung(find_rung("fp16"), ())
+    card("NVIDIA A100", 8, 0)
+    for r in ("tf32", "bf16", "fp16"): check_rung(find_rung(r), ())
+    assert half_rung() == "bf16"
+
+# What doesn't go together
+
+def test_exclusion(run):
+    "Two formats for the same products exclude each other, in either order"
+    for f, g in ((bf16, fp16), (fp16, bf16)):
+        with fails(ValueError, "exclude each other: choose one", "'bf16'", "'fp16'"): g(f(run))
+    with fails(ValueError, "exclude each other"): build(NANO, ["fp16", "flash", "bf16"])
+
+def test_twice(run):
+    "A rung goes on once"
+    for f in (tf32, bf16, flash):
+        with fails(ValueError, f"'{f.__name__}' is applied twice: name it once"): f(f(run))
+    with fails(ValueError, "'tf32' is applied twice"): build(NANO, ["tf32", "flash", "tf32"])
+
+def test_order(run):
+    "By hand a rung of an earlier stage can't follow a later one; `build` sorts names given in any order"
+    for f in (tf32, bf16):
+        with fails(ValueError, f"'{f.__name__}' .precision. must come before 'flash' .ops.", "use `build`"): f(flash(run))
+    assert build(NANO, ["flash", "bf16", "tf32"]).rungs == ("bf16", "tf32", "flash")
+    assert flash(bf16(tf32(run))).rungs == ("tf32", "bf16", "flash")
+
+# The run before
+
+def test_the_run_before_is_untouched(run):
+    "A rung shares the weights and copies the tree around them, so that both runs go on working"
+    was, modules = vars(run).copy(), [id(m) for m in run.model.modules()]
+    fast = flash(bf16(tf32(run)))
+    assert vars(run) == was and [id(m) for m in run.model.modules()] == modules
+    assert not {id(m) for m in fast.model.modules()} & set(modules)
+    for a, b in ((run.model.parameters(), fast.model.parameters()), (run.model.buffers(), fast.model.buffers())):
+        assert [id(t) for t in a] == [id(t) for t in b]
+    def attends(r): return {m.attend for m in r.model.modules() if isinstance(m, Attention)}
+    assert attends(run) == {naive_attention} and attends(fast).isdisjoint(attends(run))
+    assert run.forward_contexts == run.step_contexts == run.rungs == () and run.fmt == "fp32" and fast.fmt == "bf16"
+
+def test_a_step_of_one_run_is_seen_by_the_other(run):
+    "Shared weights are shared: what one run learns the other knows"
+    mine = baseline(NANO)
+    fast, x = flash(mine), torch.arange(8, device=mine.device)[None]
+    before = mine.model(x)
+    Stepper(fast)((x, x))
+    assert not torch.equal(mine.model(x), before) and torch.allclose(mine.model(x), fast.model(x), atol=1e-5)
+
+# Shapes
+
+@pytest.mark.parametrize("shape,message", [
+    (dict(width=100, heads=3, kv_heads=3), "width 100 can't be divided among 3 heads"),
+    (dict(heads=4, kv_heads=3), "4 query heads can't share 3 KV heads evenly"),
+    (dict(heads=2, kv_heads=4), "2 query heads can't share 4 KV heads evenly"),
+    (dict(width=36, heads=4), "head dimension 9 .width 36 / 4 heads. is odd")])
+def test_bad_shape(shape, message):
+    "Numbers that don't fit together are refused, and named, before a model is built"
+    with fails(ValueError, message): replace(NANO, **shape)
+
+@pytest.mark.parametrize("shape", [dict(heads=0), dict(kv_heads=0), dict(heads=-4)], ids=str)
+def test_no_heads(shape):
+    "No heads at all is a `ValueError` that names it, not a division by zero"
+    with fails(ValueError, next(iter(shape))): replace(NANO, **shape)
+
+def test_sequence_longer_than_the_model(run):
+    "One token more than the model's is refused, with both numbers and what to do; exactly as many pass"
+    x = torch.zeros(1, NANO.seq + 1, dtype=torch.long, device=run.device)
+    for r in (run, flash(run)):
+        with fails(ValueError, "sequence of 33 tokens is longer than the model's 32", "seq=33"): r.model(x)
+        assert r.model(x[:, 1:]).shape == (1, NANO.seq, NANO.vocab)
+
+# Flash attention
+
+def kernels(f):
+    "The names of the attention operations that run in `f`"
+    with profile(activities=[ProfilerActivity.CPU]) as p: f()
+    return {e.key for e in p.key_averages() if "_scaled_dot_product" in e.key}
+
+MATH = "aten::_scaled_dot_product_attention_math"
+
+def test_the_math_path_is_never_taken(run):
+    "Every step and evaluation with flash runs a fused kernel and not the math path, which this test can see"
+    x = torch.randint(NANO.vocab, (2, NANO.seq), device=run.device)
+    for rungs in (["flash"], ["bf16", "flash"], ["tf32", "fp16", "flash"]):
+        step = Stepper(build(NANO, rungs))
+        seen = kernels(lambda: (step((x, x)), step.evaluate([(x, x)])))
+        assert seen and MATH not in seen, rungs
+    q = torch.randn(1, 4, 8, 8, device=run.device)
+    def math():
+        with sdpa_kernel(SDPBackend.MATH): sdpa(q, q, q)
+    assert MATH in kernels(math)
+
+def test_a_backend_that_cannot_run_is_an_error(run, monkeypatch):
+    "Asked for a backend that can't run, `flash` raises, says why, and doesn't take the math path instead"
+    missing = [b for b in BACKENDS if why_not(b, 8, 4, 2, 32, 8, torch.float32, run.device)]
+    assert missing, "every backend runs on this machine, and one that can't was expected"
+    for b in missing:
+        def ask():
+            with fails(RuntimeError, f"the '{b}' kernel cannot run here: .+", "backend='auto'"): flash(run, backend=b)
+        assert MATH not in kernels(ask)
+        with sdpa_kernel(BACKENDS[b]), pytest.raises(RuntimeError): attend_with(b)(*[torch.randn(1, 4, 8, 8, device=run.device)]*3)
+
+def test_no_backend_at_all(run, monkeypatch):
+    "Where no fused kernel runs, `flash` raises and says why"
+    monkeypatch.setattr("llm_speedrun.flash.why_not", lambda *args: "no kernel for this card")
+    with fails(RuntimeError, "rung 'flash'.*no kernel for this card"): flash(run)
+
+def test_flash_computes_the_same():
+    "Loss and gradients with flash are those of naive attention to FP32's rounding, also where heads share keys and values"
+    for c in (NANO, replace(NANO, kv_heads=4), replace(NANO, kv_heads=1), replace(NANO, seq=31)):
+        assert max(reference_errors(c, ["flash"])) < 1e-5

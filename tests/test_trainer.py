@@ -1,0 +1,295 @@
+"The trainer refuses bad options before it writes anything, loses nothing when it is stopped, and repeats itself exactly."
+import json, os, re, signal, subprocess, sys, time, weakref
+from pathlib import Path
+from types import SimpleNamespace
+import numpy as np, pytest, torch
+from safetensors.torch import load_file
+from llm_speedrun import trainer as module
+from llm_speedrun.measure import Measured
+from llm_speedrun.model import RUNGS, Stepper
+from llm_speedrun.trainer import *
+from small import NANO, VOCAB, fails, nano, options, write_bins
+
+FILES = {"config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png"}
+
+def rows(folder): return [json.loads(o) for o in (folder/"metrics.jsonl").read_text().splitlines()]
+def curve(trainer): return [r["loss"] for r in trainer.rows if "loss" in r]
+def weights(trainer): return {k: v.detach().clone() for k, v in trainer.run.model.state_dict().items()}
+def names(folder): return {p.name for p in folder.iterdir()}
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    "A run of 24 steps, its results and its folder's parent"
+    folder = tmp_path_factory.mktemp("finished")
+    return *train(options(folder, steps=24, evals=4, seed=3), progress=False), folder
+
+# Options
+
+@pytest.mark.parametrize("option,kind,message", [
+    (dict(batch=-1), ValueError, "batch must be at least 1, not -1"),
+    (dict(accumulate=0), ValueError, "accumulate must be at least 1, not 0"),
+    (dict(accumulate=-2), ValueError, "accumulate must be at least 1, not -2"),
+    (dict(evals=0), ValueError, "evals must be at least 1, not 0"),
+    (dict(eval_batches=-1), ValueError, "eval_batches must be at least 1, not -1"),
+    (dict(seq=-3), ValueError, "seq must be at least 1, not -3"),
+    (dict(seq=33), ValueError, "seq 33 is longer than the 32 tokens of 'nano': choose a smaller --seq"),
+    (dict(steps=-1), ValueError, "steps and minutes can't be negative"),
+    (dict(minutes=-.1), ValueError, "steps and minutes can't be negative"),
+    (dict(lr=-1.), ValueError, "(?i)learning rate.* -1"),
+    (dict(weight_decay=-1.), ValueError, "weight_decay.* -1"),
+    (dict(clip=-1.), ValueError, "clip"),
+    (dict(warmup=100.), ValueError, "warmup"),      # as if it were steps
+    (dict(seed=-1), ValueError, "seed"),
+    (dict(vocab=-1), ValueError, "vocab"),
+    (dict(workload="nanno"), ValueError, "unknown workload 'nanno'.*'nano'"),
+    (dict(rungs="flsh"), ValueError, "unknown rung or preset 'flsh'.*'flash'"),
+    (dict(rungs="bf16,fp16"), ValueError, "exclude each other"),
+    (dict(rungs="flash,flash"), ValueError, "applied twice"),
+    (dict(data="stdlb"), FileNotFoundError, "'stdlb' is neither a corpus .* Did you mean stdlib"),
+    (dict(batch=300), ValueError, "train.bin: 4,097 tokens are fewer than one batch of 300 x 16"),
+], ids=str)
+def test_bad_option(tmp_path, option, kind, message):
+    "An option that can't be is refused by name before anything is written"
+    with pytest.raises(kind, match=message): train(options(tmp_path, **option), progress=False)
+    assert names(tmp_path) <= {"bins"}
+
+def test_rung_that_cannot_run(tmp_path, monkeypatch):
+    "A rung that this machine can't run is refused with the reason before anything is written"
+    monkeypatch.setattr(RUNGS["tf32"], "needs", lambda: "TF32 needs another card")
+    with fails(RuntimeError, "'tf32' cannot run here: TF32 needs another card"): train(options(tmp_path, rungs="tf32"), progress=False)
+    assert names(tmp_path) == {"bins"}
+
+@pytest.mark.parametrize("split,n", [("val", 10), ("val", 0), ("train", 0)])
+def test_bad_bin(tmp_path, split, n):
+    "A token file that is empty, or shorter than a sequence, is named before anything is written"
+    np.zeros(n, "<u2").tofile(write_bins(tmp_path/"bins")/f"{split}.bin")
+    with fails(ValueError, f"{split}.bin"): train(options(tmp_path, data=str(tmp_path/"bins")), progress=False)
+    assert names(tmp_path) == {"bins"}
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_token_outside_the_vocabulary(tmp_path, split):
+    "A token that the model has no row for is named, in either file, before anything is written"
+    p = write_bins(tmp_path/"bins")/f"{split}.bin"
+    a = np.fromfile(p, "<u2"); a[1000] = 999; a.tofile(p)
+    with fails(ValueError, f"{split}.bin: token 999 at position 1000 is outside the vocabulary of {VOCAB}"):
+        train(options(tmp_path, data=str(tmp_path/"bins"), eval_batches=100, steps=100), progress=False)
+    assert names(tmp_path) == {"bins"}
+
+def test_existing_folder_is_left_alone(tmp_path):
+    "A run folder that exists is never written into unasked, and `overwrite` is how one asks"
+    run = tmp_path/"runs/run"
+    train(options(tmp_path), progress=False)
+    was = {p.name: p.read_bytes() for p in run.iterdir()}
+    with fails(FileExistsError, "run exists already and is left alone", "--name", "--overwrite"): train(options(tmp_path, seed=1), progress=False)
+    assert {p.name: p.read_bytes() for p in run.iterdir()} == was
+    train(options(tmp_path, seed=1, overwrite=True), progress=False)
+    assert names(run) == set(was) and (run/"model.safetensors").read_bytes() != was["model.safetensors"]
+    assert json.loads((run/"config.json").read_text())["seed"] == 1
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_unwritable_out(tmp_path, out, monkeypatch):
+    "An out folder that can't be made is named before the first step"
+    (tmp_path/"file").write_text("in the way")
+    monkeypatch.setattr(Stepper, "__call__", lambda *args: pytest.fail("a step was taken"))
+    with fails(OSError, re.escape(str(tmp_path/"file"))): train(options(tmp_path, out=str(tmp_path/out)), progress=False)
+    assert (tmp_path/"file").read_text() == "in the way"
+
+# What a run leaves
+
+def test_files(finished):
+    "A run leaves its files, whole: the options, one row a step and evaluation, the weights, the plot"
+    trainer, res, folder = finished
+    run = folder/"runs/run"
+    assert names(run) == FILES and (run/"loss.png").read_bytes().startswith(b"\x89PNG")
+    config = json.loads((run/"config.json").read_text())
+    assert config["seed"] == 3 and config["model"]["width"] == NANO.width and config["torch"] == torch.__version__
+    assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, 25))
+    assert [r["step"] for r in rows(run) if "val_loss" in r] == [6, 12, 18, 24] and rows(run) == trainer.rows
+    assert json.loads((run/"result.json").read_text())["val_loss"] == res["val_loss"] == rows(run)[-1]["val_loss"]
+    saved = load_file(run/"model.safetensors")
+    assert {f"model.{k}" for k in weights(trainer)} == set(saved)
+    assert all(v.cpu().equal(saved[f"model.{k}"]) for k, v in weights(trainer).items())
+
+def test_it_learns(finished, tmp_path):
+    "The loss starts at ln V and falls; a learning rate of next to nothing leaves it there, so this can fail"
+    trainer, res, _ = finished
+    assert abs(curve(trainer)[0] / np.log(NANO.vocab) - 1) < .05
+    still, _ = train(options(tmp_path, steps=24, seed=3, lr=1e-9), progress=False)
+    assert res["val_loss"] < curve(trainer)[0] - .1 < curve(still)[-1]
+
+def test_same_seed_same_curve(finished, tmp_path):
+    "The same seed gives the same losses and weights, bitwise on a CPU; another seed gives others"
+    trainer, *_ = finished
+    again, _ = train(options(tmp_path, steps=24, evals=4, seed=3), progress=False)
+    other, _ = train(options(tmp_path, steps=24, evals=4, seed=4, name="other"), progress=False)
+    if torch.cuda.is_available(): assert np.allclose(curve(again), curve(trainer), atol=1e-3)
+    else: assert curve(again) == curve(trainer) and all(v.equal(weights(again)[k]) for k, v in weights(trainer).items())
+    assert abs(np.subtract(curve(other), curve(trainer))).max() > 1e-2
+
+def test_evaluation_changes_nothing(finished, tmp_path):
+    "However often a run evaluates, its losses and weights are the same"
+    trainer, *_ = finished
+    seldom, _ = train(options(tmp_path, steps=24, evals=1, eval_batches=5, seed=3), progress=False)
+    assert np.allclose(curve(seldom), curve(trainer), atol=1e-3 if torch.cuda.is_available() else 0)
+    before = weights(seldom)
+    assert seldom.step.evaluate(seldom.val) == seldom.step.evaluate(seldom.val)
+    assert all(v.equal(before[k]) for k, v in weights(seldom).items())
+    assert all(p.grad is None for p in seldom.run.model.parameters())
+
+def test_accumulation(finished, tmp_path):
+    "Two micro-batches of four are one batch of eight: the same losses and the same weights, and not those of four alone"
+    def run(batch, accumulate): return train(options(tmp_path, batch=batch, accumulate=accumulate, seed=3, name=f"{batch}x{accumulate}"), progress=False)[0]
+    whole, parts, half = run(8, 1), run(4, 2), run(4, 1)
+    assert np.allclose(curve(whole), curve(parts), atol=1e-4) and not np.allclose(curve(whole), curve(half), atol=1e-3)
+    for k, v in weights(whole).items(): assert (v - weights(parts)[k]).norm() < 1e-3 * v.norm(), k
+
+def test_schedule():
+    "The rate rises over the warm-up, peaks, and falls to a tenth at the last step"
+    lrs = [lr_at(i, 100, 1., .1) for i in range(100)]
+    assert lrs[0] == .1 and max(lrs) == lrs[9] == lrs[10] == 1. and lrs[-1] == pytest.approx(.1)
+    assert lrs[:10] == sorted(lrs[:10]) and lrs[10:] == sorted(lrs[10:], reverse=True)
+
+# Stopped
+
+def interrupted(monkeypatch, at):
+    "Ctrl-C in the middle of step number `at`, 0 being the first"
+    backward, calls = Stepper.backward, []
+    def press(self, *args):
+        calls.append(1)
+        if len(calls) == at + 1: raise KeyboardInterrupt
+        return backward(self, *args)
+    monkeypatch.setattr(Stepper, "backward", press)
+
+@pytest.mark.parametrize("at", [0, 1, 13])
+def test_interrupted(tmp_path, monkeypatch, at):
+    "Ctrl-C at any step leaves everything that a whole run leaves, with the steps that were taken"
+    interrupted(monkeypatch, at)
+    trainer, res = train(options(tmp_path, steps=1000), progress=False)
+    assert res["interrupted"] and res["steps"] == at and names(tmp_path/"runs/run") == FILES
+    assert [r["step"] for r in rows(tmp_path/"runs/run") if "loss" in r] == list(range(1, at + 1))
+
+def test_plot_without_steps(finished):
+    "A run stopped before its first step is over still has a plot, with numbers on its axes"
+    fig = loss_plot([dict(step=0, val_loss=5.)], 4., "none")
+    assert not [t.get_text() for t in fig.axes[0].get_yticklabels() if t.get_text() == "-"]
+    assert "training" not in [t.get_text() for t in fig.axes[0].get_legend().get_texts()]
+
+COMMAND = Path(sys.executable).parent/"speedrun_train"
+
+def start(folder, rungs):
+    "The command in a process of its own, on data in `folder`, with more steps than it will ever take"
+    args = dict(data=write_bins(folder/"bins"), workload="tiny", rungs=rungs, steps=100_000, batch=8, seq=32, vocab=VOCAB, eval_batches=2,
+                sample=4, name="run", out=folder/"runs")
+    cmd = [str(COMMAND)] + [str(o) for k, v in args.items() for o in (f"--{k}", v)]
+    return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+def wait_for(p, ready, seconds=60):
+    "Wait until `ready()`, or the process is over"
+    end = time.time() + seconds
+    while not ready():
+        assert p.poll() is None and time.time() < end, p.communicate(timeout=5)
+        time.sleep(.05)
+
+needs_command = pytest.mark.skipif(not COMMAND.exists(), reason="the package is not installed: pip install -e .")
+posix = pytest.mark.skipif(os.name != "posix", reason="SIGINT can be sent to a process on POSIX alone")
+
+@needs_command
+@posix
+def test_ctrl_c_in_training(tmp_path):
+    "A real Ctrl-C in mid-training: everything is saved, the output says where, the exit code is 130"
+    run = tmp_path/"runs/run"
+    p = start(tmp_path, "naive")
+    wait_for(p, lambda: (run/"metrics.jsonl").exists() and (run/"metrics.jsonl").stat().st_size)
+    p.send_signal(signal.SIGINT)
+    out, err = p.communicate(timeout=60)
+    assert p.returncode == 130 and "Traceback" not in err, err
+    assert f"interrupted; what there is is in {run}/" in out and names(run) == FILES
+    steps = json.loads((run/"result.json").read_text())["steps"]
+    assert 10 <= steps == [r["step"] for r in rows(run) if "loss" in r][-1] and load_file(run/"model.safetensors")
+
+@needs_command
+@posix
+def test_ctrl_c_before_training(tmp_path):
+    "A real Ctrl-C while the rungs are measured: nothing is written, and the output says so"
+    p = start(tmp_path, "auto")
+    assert p.stdout.readline().startswith("measuring the rungs")
+    p.send_signal(signal.SIGINT)
+    out, err = p.communicate(timeout=60)
+    assert p.returncode == 130 and "interrupted before training began; nothing was written" in err and "Traceback" not in err
+    assert names(tmp_path) == {"bins"}
+
+def test_second_ctrl_c_does_not_lie(tmp_path, monkeypatch, capsys):
+    "Ctrl-C again while the results are saved: the weights are there by then, and nobody says that nothing was written"
+    interrupted(monkeypatch, 3)
+    def press(self): raise KeyboardInterrupt
+    monkeypatch.setattr(Trainer, "sample", press)
+    with pytest.raises(SystemExit): clean_errors(lambda: train(options(tmp_path), progress=False))
+    assert (tmp_path/"runs/run/model.safetensors").exists()
+    said = capsys.readouterr().err
+    assert "nothing was written" not in said and str(tmp_path/"runs/run") in said
+
+def test_loss_that_is_not_finite(tmp_path):
+    "A loss that blows up stops the run by step ten, says what to do, and the losses so far are on disk"
+    run = tmp_path/"runs/run"
+    with fails(RuntimeError, "the loss is (nan|inf) at step 10", "smaller --lr", re.escape(str(run/"metrics.jsonl"))):
+        train(options(tmp_path, steps=50, lr=1e30), progress=False)
+    assert [r["step"] for r in rows(run)] == list(range(1, 11)) and np.isfinite(rows(run)[0]["loss"])
+
+# Out of memory
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    "A GPU of 40 GiB on which a sequence takes 2 and the rest 1, and on which batches above 18 run out of memory"
+    said, backward = SimpleNamespace(models=[], alive=[], measured=[]), Stepper.backward
+    def out(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
+    def step(self, x, y, w):
+        said.models.append(weakref.ref(self.run.model))
+        return backward(self, x, y, w) if len(x) <= 18 else out()
+    def measure(b, steps=3):
+        said.alive += [r for r in said.models if r() is not None]
+        said.measured.append(b)
+        return None, Measured([], 1. + 2*b, 0.)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(total_memory=40 * 2**30))
+    monkeypatch.setattr(Stepper, "backward", step)
+    monkeypatch.setattr(module, "step_of", lambda config, rungs, batch: batch)
+    monkeypatch.setattr(module, "warm_up", measure)
+    said.out = out
+    return said
+
+def test_out_of_memory(tmp_path, small_gpu):
+    "Running out of memory names the batch and what would fit, frees the model before it measures, and leaves no half a run"
+    with fails(RuntimeError, "out of GPU memory with --batch 64 of 16 tokens. On this GPU 18 should fit: --batch 18 --accumulate 4"):
+        train(options(tmp_path, batch=64), progress=False)
+    assert small_gpu.measured == [1, 2] and small_gpu.models
+    assert not small_gpu.alive, "the model that ran out of memory was still there while small batches were measured"
+    assert not (tmp_path/"runs/run").exists()
+    train(options(tmp_path, batch=18, accumulate=4, steps=2), progress=False)       # what was advised, under the same name
+
+def test_out_of_memory_keeps_other_files(tmp_path, small_gpu):
+    "With `overwrite` a run that runs out of memory before its first step leaves the older run's weights alone"
+    train(options(tmp_path, batch=8), progress=False)
+    weights = (tmp_path/"runs/run/model.safetensors").read_bytes()
+    with fails(RuntimeError, "out of GPU memory"): train(options(tmp_path, batch=64, overwrite=True), progress=False)
+    assert (tmp_path/"runs/run/model.safetensors").read_bytes() == weights
+
+def test_out_of_memory_at_every_size(tmp_path, small_gpu, monkeypatch):
+    "Where two sequences don't fit either, the advice is a smaller model or shorter sequences"
+    monkeypatch.setattr(module, "warm_up", lambda *args: small_gpu.out())
+    with fails(RuntimeError, "two sequences don't fit either: choose a smaller --workload or --seq"): train(options(tmp_path, batch=64), progress=False)
+
+def test_out_of_memory_while_measuring(tmp_path, small_gpu, monkeypatch):
+    "The naive run may not fit where the rungs do: `auto` then trains all the same, or its advice works"
+    asked = []
+    def climb(config, batch, rungs):
+        asked.append(batch)
+        return (["flash"], []) if batch <= 4 else small_gpu.out()
+    monkeypatch.setattr(module, "climb", climb)
+    try: train(options(tmp_path, batch=16, rungs="auto"), progress=False)
+    except RuntimeError as e:
+        batch = int(re.search(r": --batch (\d+)", str(e))[1])
+        train(options(tmp_path, batch=batch, rungs="auto", name="advised"), progress=False)
+    assert asked[0] == 16
+
+def test_fitting_batch():
+    "The largest batch below 95% of the memory: none where even one sequence is too much"
+    assert fitting_batch(3, 5, 40) == 18 and fitting_batch(3, 5, 3) == 0 and fitting_batch(30, 60, 65) == 2
