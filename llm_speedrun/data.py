@@ -303,7 +303,7 @@ def __getitem__(self: Shards, s: slice):
     while (n := hi - lo - sum(map(len, out))): k += 1; out.append(self.arrays[k][:n])
     return out[0] if len(out) == 1 else np.concatenate(out)
 
-# %% ../nbs/01_data.ipynb #af98bf30
+# %% ../nbs/01_data.ipynb #0f70d398
 @patch
 def rows(self: Shards, starts, n):
     "Tokens `starts[i] : starts[i]+n` as an array (len(starts), n). ValueError if one is outside `vocab`."
@@ -315,6 +315,11 @@ def rows(self: Shards, starts, n):
                          f"{self.vocab} (0 to {self.vocab-1}). Was it made with another tokenizer, or in "
                          "another integer type? Give the right vocabulary, or tokenize the text again.")
     return w
+
+@patch
+def check(self: Shards, n=2**22):       # n: tokens to look at together
+    "Look at every token once. ValueError if one is outside `vocab`."
+    for lo in range(0, len(self), n): self.rows([lo], min(n, len(self) - lo))
 
 # %% ../nbs/01_data.ipynb #aaec8a52
 def _tail_cut(tokens, eot, frac=.05):
@@ -427,14 +432,13 @@ def _open_shards(path, vocab=None, name=None):
     name = name or (folder.name if path.is_dir() or path.name == "train.bin" else path.stem)
     return Corpus(name, train, val, vocab, tok, eot)
 
-# %% ../nbs/01_data.ipynb #3daabfc5
+# %% ../nbs/01_data.ipynb #68e82cbe
 def _prepared(name, docs, tokenizer, max_tokens, source, key):
     "Corpus from the cache; made first, with `write_shards(docs(), tokenizer(), ...)`, if it is not there"
     h = hashlib.blake2b(json.dumps([1, name, max_tokens, source, key]).encode(), digest_size=6).hexdigest()
     folder = cache_dir()/f"{name}-{h}"
     if not folder.exists():
-        where = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else folder
-        print(f"Tokenizing {source} into {where} (once)", flush=True)
+        print(f"Tokenizing {name} (once; kept in the cache as {folder.name})", flush=True)
         try: write_shards(docs(), tokenizer(), folder, max_tokens=max_tokens, source=source)
         except FileExistsError: pass        # another process was faster, with the same result
     return _open_shards(folder, name=name)

@@ -37,14 +37,14 @@ def attend_with(backend): # a key of `BACKENDS`
     "The attention function for a backend: only flash and cuDNN can share KV heads among query heads"
     return partial(sdpa, repeat=True) if backend == "efficient" else sdpa
 
-# %% ../nbs/05_flash.ipynb #a561e201
+# %% ../nbs/05_flash.ipynb #d3594b86
 def attention_step(backend, # a key of `BACKENDS`
                    B, H, K, T, D, # batch, query heads, KV heads, sequence, head dimension
                    dtype, device):
     "A function that runs attention forward and backward on random numbers with one backend"
-    q = torch.randn(B, H, T, D, dtype=dtype, device=device, requires_grad=True)
-    k, v = (torch.randn(B, K, T, D, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
-    do = torch.randn_like(q)
+    g = torch.Generator(device).manual_seed(0) # our own: the process-wide random state stays as it is
+    q, k, v, do = (torch.randn(B, h, T, D, dtype=dtype, device=device, generator=g) for h in (H, K, K, H))
+    for t in (q, k, v): t.requires_grad_()
     def step():
         with sdpa_kernel(BACKENDS[backend]): attend_with(backend)(q, k, v).backward(do)
     return step

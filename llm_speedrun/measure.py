@@ -12,9 +12,9 @@ __all__ = ['DTYPES', 'LOOKUPS', 'NO_KERNEL', 'MATMULS', 'DATASHEET_BF16', 'KEYS'
            'load_records', 'replace_file', 'save_records', 'publish', 'Table', 'table', 'fmt', 'ladder_table',
            'caption', 'ladder_chart']
 
-# %% ../nbs/00_measure.ipynb #733b884f
+# %% ../nbs/00_measure.ipynb #ecbd273c
 import difflib, importlib.metadata, json, os, re, statistics, subprocess, time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -100,12 +100,14 @@ def time_ms(f, # a function without arguments
     sample_ms(f, warmup)
     return summarize(sample_ms(f, reps))
 
-# %% ../nbs/00_measure.ipynb #a689cefc
+# %% ../nbs/00_measure.ipynb #31955861
 @contextmanager
 def matmul_precision(precision): # "highest" is plain FP32; "high" lets FP32 matrix products use TF32
     "Set PyTorch's FP32 matrix precision inside the `with`, and put back exactly what was there before"
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    old, olds = torch.get_float32_matmul_precision(), [b.fp32_precision for b in backends]
+    olds = [b.fp32_precision for b in backends]
+    try: old = torch.get_float32_matmul_precision()
+    except RuntimeError: old = "highest" # the user set the backends one by one
     torch.set_float32_matmul_precision(precision)
     try: yield
     finally:

@@ -9,20 +9,20 @@ __all__ = ['WORKLOADS', 'STAGES', 'RUNGS', 'GPTConfig', 'workload', 'RMSNorm', '
            'needs_capability', 'reference_errors', 'generate', 'bench', 'train_curve', 'curve_gap', 'curves_chart',
            'step_of', 'count_step', 'measure_run']
 
-# %% ../nbs/02_model.ipynb #1381222c
-import copy, importlib, math, pkgutil
+# %% ../nbs/02_model.ipynb #c6856196
+import copy, importlib, pkgutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, reduce, wraps
+from functools import reduce, wraps
 from itertools import chain
 from typing import Callable
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
-from .measure import (DTYPES, compare, count, default_device, flops_per_token, lookup,
+from .measure import (compare, count, default_device, flops_per_token, lookup,
                                   main_format, make_record, predict_ms, ratio, smoke)
 from .data import Batches, open_corpus, prefetch
 
-# %% ../nbs/02_model.ipynb #27f13d34
+# %% ../nbs/02_model.ipynb #9c3bcb0d
 @dataclass(frozen=True)
 class GPTConfig:
     "The shape of a `GPT`. Raises `ValueError` where the numbers don't fit together"
@@ -38,6 +38,8 @@ class GPTConfig:
     name: str = "custom" # the workload's name, for records
 
     def __post_init__(self):
+        for k in ("vocab", "layers", "width", "heads", "kv_heads", "hidden", "seq"):
+            if getattr(self, k) < 1: raise ValueError(f"{k} must be at least 1, not {getattr(self, k)}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} can't be divided among {self.heads} heads: "
                              "choose heads that divide it")
@@ -448,14 +450,16 @@ def curves_chart(curves): # name -> list of losses
     r.set(xlabel="step", ylabel=f"difference from {names[0]}"); r.legend()
     fig.tight_layout()
 
-# %% ../nbs/02_model.ipynb #72aa2845
+# %% ../nbs/02_model.ipynb #bcd8f708
 def step_of(config, # a `GPTConfig`
             rungs=(), # names
             batch=1): # sequences in a step
     "A builder for `count` and `compare`: builds a run, returns its step on one batch of random tokens"
     def build_step():
         step = Stepper(build(config, rungs))
-        x, y = torch.randint(config.vocab, (2, batch, config.seq), device=step.run.device)
+        device = step.run.device
+        g = torch.Generator(device).manual_seed(0)
+        x, y = torch.randint(config.vocab, (2, batch, config.seq), device=device, generator=g)
         return lambda: step((x, y))
     return build_step
 

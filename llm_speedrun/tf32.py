@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['tf32']
 
-# %% ../nbs/03_tf32.ipynb #ed07b86c
+# %% ../nbs/03_tf32.ipynb #a4c0c8a5
 from dataclasses import replace
 from functools import partial
-import torch
 from .measure import matmul_precision
 from .model import needs_capability, rung
 

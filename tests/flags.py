@@ -4,7 +4,8 @@ import numpy as np, torch
 
 FP32 = [(b, op) for b in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")] + [("generic", "all")]
 SDP = "flash mem_efficient math cudnn".split()
-MATMUL = "allow_tf32 allow_fp16_reduced_precision_reduction allow_bf16_reduced_precision_reduction allow_fp16_accumulation".split()
+MATMUL = ("allow_tf32 allow_fp16_reduced_precision_reduction allow_bf16_reduced_precision_reduction "
+          "allow_fp16_accumulation").split()
 
 def read(f):
     "What `f` returns, or that it refuses, as PyTorch's old names do once a new one has been set"
@@ -13,7 +14,7 @@ def read(f):
 
 def flags():
     "Every process-wide setting of PyTorch that a rung could leave changed, as a dict"
-    b, cuda = torch.backends, torch.cuda.is_available()
+    b = torch.backends
     res = {f"fp32_precision {o}": torch._C._get_fp32_precision_getter(*o) for o in FP32}
     res |= {f"sdp {o}": getattr(b.cuda, f"{o}_sdp_enabled")() for o in SDP}
     res |= {f"matmul {o}": read(lambda: getattr(b.cuda.matmul, o)) for o in MATMUL}

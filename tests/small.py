@@ -29,5 +29,5 @@ def write_bins(folder, train=4097, val=1025):
 def options(folder, **kw):
     "A `TrainConfig` of a few quick steps in `folder`"
     if "data" not in kw: kw["data"] = str(write_bins(folder/"bins"))
-    return TrainConfig(**dict(workload="nano", rungs="naive", steps=6, batch=4, seq=16, vocab=VOCAB, evals=2, eval_batches=2,
-                              sample=4, name="run", out=str(folder/"runs")) | kw)
+    return TrainConfig(**dict(workload="nano", rungs="naive", steps=6, batch=4, seq=16, vocab=VOCAB, evals=2,
+                              eval_batches=2, sample=4, name="run", out=str(folder/"runs")) | kw)

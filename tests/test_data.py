@@ -273,7 +273,7 @@ def test_nanogpt_bin(tmp_path):
 def test_stdlib_is_cached(cache, capsys, monkeypatch):
     monkeypatch.setattr(data, "stdlib_files", lambda files=stdlib_files()[:150]: files)
     c = open_corpus(vocab=300)
-    assert "standard library" in capsys.readouterr().out
+    assert "Tokenizing stdlib" in capsys.readouterr().out
     assert next(Batches(open_corpus("stdlib", 300).train, 2, 16))[0].equal(next(Batches(c.train, 2, 16))[0])
     assert capsys.readouterr().out == "" and len(list(cache.iterdir())) == 1
 

@@ -23,17 +23,19 @@ def rel(a, b): return ((a.double() - b.double()).norm() / b.double().norm()).ite
 # TF32
 
 def test_tf32_reaches_the_backward_pass():
-    "A weight's gradient is one product of the backward pass alone, whatever the forward pass did: TF32 rounds it, FP32 does not"
+    "A weight's gradient is here one product, of the backward pass alone: TF32 rounds it, FP32 does not"
     torch.manual_seed(0)
     x, c = torch.randn(2, 4096, 1024, device="cuda")
-    run = Run(torch.nn.Linear(1024, 1024, bias=False, device="cuda"), loss=lambda m, x, y: (m(x)*y).sum(), optimizer=lambda m: None)
+    linear = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
+    run = Run(linear, loss=lambda m, x, y: (m(x)*y).sum(), optimizer=lambda m: None)
     def grad(run):
         run.model.weight.grad, step, kept = None, Stepper(run), []
         step.update = lambda: kept.append(run.model.weight.grad)
         step((x, c))
         return kept[0]
     exact = c.double().T @ x.double()
-    assert rel(grad(run), exact) < 1e-6 and 1e-5 < rel(grad(tf32(run)), exact) < 1e-2 and rel(grad(run), exact) < 1e-6
+    before, fast, after = (rel(grad(r), exact) for r in (run, tf32(run), run))
+    assert before < 1e-6 and 1e-5 < fast < 1e-2 and after < 1e-6
 
 def test_precision_at_124m():
     "At 124m's shapes FP32's gradients are within 1e-4 of float64, TF32's between 1e-4 and 1e-2, with flash too"
@@ -44,7 +46,8 @@ def test_precision_at_124m():
 
 # Attention
 
-SHAPES = dict(mha=(2, 12, 12, 1024, 64), wide=(2, 16, 16, 2048, 128), gqa=(2, 12, 4, 1024, 64), odd=(1, 12, 4, 1000, 64), one=(3, 4, 2, 1, 64))
+SHAPES = dict(mha=(2, 12, 12, 1024, 64), wide=(2, 16, 16, 2048, 128), gqa=(2, 12, 4, 1024, 64),    # B H K T D
+              odd=(1, 12, 4, 1000, 64), one=(3, 4, 2, 1, 64))
 
 def attention_errors(attend, q, k, v, do, exact):
     "The largest errors of the output and of the three gradients against `exact`"
@@ -59,7 +62,9 @@ def attention_errors(attend, q, k, v, do, exact):
 def test_attention(backend, shape, dtype):
     "A kernel's output and gradients are at most twice as far from float64 as naive attention's in the same format"
     B, H, K, T, D = SHAPES[shape]
-    if why := why_not(backend, B, H, K, T, D, dtype, "cuda"): pytest.skip(why)
+    if why := why_not(backend, B, H, K, T, D, dtype, "cuda"):
+        assert backend == "cudnn" or torch.cuda.get_device_capability() < (8, 0), why   # the others run on every newer card
+        pytest.skip(why)
     torch.manual_seed(0)
     q, do = torch.randn(2, B, H, T, D, device="cuda", dtype=dtype)
     k, v = torch.randn(2, B, K, T, D, device="cuda", dtype=dtype)
@@ -76,7 +81,8 @@ def test_a_kernel_runs_at_every_workload():
     "In bfloat16 a fused kernel runs the shapes of every workload"
     for name in ("tiny", "124m", "180m", "350m", "1b"):
         c = workload(name)
-        assert not all(why_not(b, 8, c.heads, c.kv_heads, c.seq, c.head_dim, torch.bfloat16, "cuda") for b in BACKENDS), name
+        shape = 8, c.heads, c.kv_heads, c.seq, c.head_dim, torch.bfloat16, "cuda"
+        assert not all(why_not(b, *shape) for b in BACKENDS), name
 
 def test_flash_saves_memory():
     "Without the scores the 124m step's peak is lower by at least one layer's scores for every layer"
@@ -122,7 +128,8 @@ def test_counted_flops():
     assert matmul == pytest.approx(6*matrix_params(c) * B * c.seq, rel=1e-6)
     assert {o.fmt for o in fast if o.kind == "matrix products"} == {"bf16"}
     # fused attention computes the scores again in the backward pass: 7 products for the convention's 6
-    assert sum(o.flops for o in fast if o.kind == "fused attention") == pytest.approx(7 * c.layers * c.width * c.seq**2 * B, rel=.01)
+    fused = sum(o.flops for o in fast if o.kind == "fused attention")
+    assert fused == pytest.approx(7 * c.layers * c.width * c.seq**2 * B, rel=1e-6)
 
 def test_fp16_trains():
     "With float16 and its scaler a small model's loss falls as with bfloat16"
@@ -137,14 +144,15 @@ def test_fp16_trains():
 # Out of memory
 
 def test_out_of_memory_advice(tmp_path):
-    "A batch that can't fit is answered with one that does: training with it runs, under the same name, and nothing is left in between"
+    "A batch that can't fit is answered with one that does: training with it runs, under the same name"
     batch = int(8 * torch.cuda.get_device_properties(0).total_memory / 2**30)       # a 124m sequence takes over 0.4 GiB
     data = tmp_path/"tokens.bin"
     np.random.default_rng(0).integers(0, 50257, int(1.1 * batch * 1024), dtype=np.uint16).tofile(data)
     def cfg(**kw):
-        return TrainConfig(**dict(data=str(data), workload="124m", rungs="tf32,bf16,flash", batch=batch, steps=2, evals=1, eval_batches=1, sample=2,
-                                  name="run", out=str(tmp_path/"runs")) | kw)
-    with pytest.raises(RuntimeError, match=rf"out of GPU memory with --batch {batch} of 1024 tokens") as e: train(cfg(), progress=False)
+        return TrainConfig(**dict(data=str(data), workload="124m", rungs="tf32,bf16,flash", batch=batch, steps=2, evals=1,
+                                  eval_batches=1, sample=2, name="run", out=str(tmp_path/"runs")) | kw)
+    with pytest.raises(RuntimeError, match=f"out of GPU memory with --batch {batch} of 1024 tokens") as e:
+        train(cfg(), progress=False)
     assert not (tmp_path/"runs/run").exists()
     fits, more = map(int, re.search(r"--batch (\d+) --accumulate (\d+)", str(e.value)).groups())
     assert 1 < fits < batch <= fits*more

@@ -13,7 +13,8 @@ import importlib, json, socket, sys, time
 MISSING, tried = ("triton", "matplotlib.pyplot", "nvidia"), []
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if any(name == m or name.startswith(m + ".") for m in MISSING): raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if any(name == m or name.startswith(m + ".") for m in MISSING):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Block())
 def no_network(*args, **kw): tried.append(str(args)); raise OSError("no network here")
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = no_network
@@ -28,8 +29,8 @@ from llm_speedrun.model import Stepper, build, workload
 from dataclasses import replace
 step = Stepper(build(replace(workload("tiny"), layers=1, seq=16), ["tf32", "bf16", "flash"]))
 x = torch.arange(16, device=step.run.device)[None]
-print(json.dumps(dict(changed=[k for k in before if before[k] != after[k]], seconds=seconds, new=sorted(new), tried=tried,
-                      loss=step((x, x)).item())))
+changed = [k for k in before if before[k] != after[k]]
+print(json.dumps(dict(changed=changed, seconds=seconds, new=sorted(new), tried=tried, loss=step((x, x)).item())))
 """
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,8 @@ def there(tmp_path_factory):
     folder = tmp_path_factory.mktemp("script")
     (folder/"script.py").write_text(f"MODULES = {MODULES}\n{SCRIPT}", encoding="utf-8")
     env = os.environ | dict(CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(map(str, (HERE.parent, HERE))))
-    res = subprocess.run([sys.executable, str(folder/"script.py")], capture_output=True, text=True, env=env, cwd=folder, timeout=120)
+    cmd = [sys.executable, str(folder/"script.py")]
+    res = subprocess.run(cmd, capture_output=True, text=True, env=env, cwd=folder, timeout=120)
     assert res.returncode == 0, res.stderr
     return json.loads(res.stdout.splitlines()[-1])
 
@@ -57,5 +59,5 @@ def test_importing_asks_for_no_network(there):
 
 def test_importing_is_quick(there):
     "Beyond torch, the imports take little time, and leave the slow packages for when they are needed"
-    slow = {"transformers", "datasets", "pandas", "pyarrow", "sklearn", "scipy", "IPython", "huggingface_hub", "triton", "matplotlib"}
+    slow = set("transformers datasets pandas pyarrow sklearn scipy IPython huggingface_hub triton matplotlib".split())
     assert not slow & set(there["new"]) and there["seconds"] < 5, f"{there['seconds']:.1f} s"

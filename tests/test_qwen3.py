@@ -1,4 +1,4 @@
-"The model is Qwen3: transformers' own implementation computes the same from our weights, and reads the trainer's file."
+"The model is Qwen3: transformers' implementation computes the same from our weights, and opens the trainer's file."
 import pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun.model import GPT, cross_entropy
