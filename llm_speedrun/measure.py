@@ -458,10 +458,11 @@ def fmt(x, # a number or None
     "`x` formatted, a dash for None"
     return "-" if x is None else format(x, spec)
 
-# %% ../nbs/00_measure.ipynb #88342282
+# %% ../nbs/00_measure.ipynb #ad2a789d
 def ladder_table(records): # records in the ladder's order
     "The ladder as a `Table`, with the machine, the shapes and the date below it"
-    rows = [[r["rung"], fmt(r["tok_s"], ",.0f"), f"{r['ms']:.1f}", f"{r['ms_p20']:.1f} to {r['ms_p80']:.1f}",
+    name = lambda r: r["rung"] if r.get("kept", True) else f"{r['rung']} (left out)"
+    rows = [[name(r), fmt(r["tok_s"], ",.0f"), f"{r['ms']:.1f}", f"{r['ms_p20']:.1f} to {r['ms_p80']:.1f}",
              *([fmt(r["ratio"]) + "×", fmt(r["predicted_ratio"]) + "×"] if r["before"] else ["", ""]),
              fmt(r["mfu_full"], ".1%"), fmt(r["mfu_causal"], ".1%"),
              fmt(r["peak_gib"], ".1f"), fmt(r["warmup_s"], ".1f")] for r in records]
@@ -469,15 +470,15 @@ def ladder_table(records): # records in the ladder's order
             "MFU full", "MFU causal", "peak GiB", "warm-up s"]
     return Table(f"{table(head, rows)}\n\n{caption(records)}")
 
-# %% ../nbs/00_measure.ipynb #6713b88f
+# %% ../nbs/00_measure.ipynb #a78a5b69
 def caption(records): # records of one machine
     "One line that says on what, with what shapes and when `records` were measured"
-    r = records[0]
-    cpu = "A CPU: a smoke run, its numbers mean nothing"
+    r, left = records[0], any(not r.get("kept", True) for r in records)
+    cpu = "A CPU: a smoke run, its numbers say nothing about a GPU"
     where = cpu if r["gpu"] == "CPU" else f"{r['gpu']}, driver {r['driver']}"
     return (f"{where}; torch {r['torch']}, triton {r['triton']}; "
             f"`{r['workload']}`, batch {r['batch']} × {r['seq']} tokens; {r['date']}. "
-            "Each ratio is against the rung above, interleaved in one process.")
+            f"Each ratio is against the rung{'s kept' * left} above, interleaved in one process.")
 
 # %% ../nbs/00_measure.ipynb #441d480e
 def ladder_chart(records): # records in the ladder's order

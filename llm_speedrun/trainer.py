@@ -40,11 +40,11 @@ def parse_rungs(spec): # "auto", a preset's name, or names of rungs separated by
         except ValueError: lookup({**presets(), **RUNGS}, n, "rung or preset")
     return names
 
-# %% ../nbs/12_trainer.ipynb #bdf54385
+# %% ../nbs/12_trainer.ipynb #3553a331
 def climb(config, # a `GPTConfig`
           batch, # sequences in a step
           rungs, # names, in the ladder's order
-          least=1.02): # a rung has to gain at least this ratio to be kept
+          least=1.05): # a rung has to gain at least this ratio to be kept; less may be noise
     "Measure rung after rung, each against those kept. Returns the names kept, and records with a key `kept`"
     kept, records = [], []
     for r in rungs:
