@@ -233,5 +233,6 @@ d = { 'settings': { 'branch': 'main',
                                       'llm_speedrun.trainer.parse_rungs': ('trainer.html#parse_rungs', 'llm_speedrun/trainer.py'),
                                       'llm_speedrun.trainer.presets': ('trainer.html#presets', 'llm_speedrun/trainer.py'),
                                       'llm_speedrun.trainer.report': ('trainer.html#report', 'llm_speedrun/trainer.py'),
+                                      'llm_speedrun.trainer.runs': ('trainer.html#runs', 'llm_speedrun/trainer.py'),
                                       'llm_speedrun.trainer.speedrun_train': ('trainer.html#speedrun_train', 'llm_speedrun/trainer.py'),
                                       'llm_speedrun.trainer.train': ('trainer.html#train', 'llm_speedrun/trainer.py')}}}

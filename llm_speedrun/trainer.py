@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILES', 'presets', 'parse_rungs', 'climb', 'TrainConfig', 'lr_at', 'Trainer', 'loss_plot', 'fitting_batch',
-           'largest_batch', 'memory_advice', 'train', 'clean_errors', 'report', 'speedrun_train']
+           'largest_batch', 'runs', 'memory_advice', 'train', 'clean_errors', 'report', 'speedrun_train']
 
 # %% ../nbs/12_trainer.ipynb #c1800482
 import json, math, os, sys, time
@@ -54,15 +54,16 @@ def climb(config, # a `GPTConfig`
         if records[-1]["kept"]: kept = kept + [r]
     return kept, records
 
-# %% ../nbs/12_trainer.ipynb #8745b8e2
+# %% ../nbs/12_trainer.ipynb #b661d3f6
 @dataclass
 class TrainConfig:
     "The options of a training run"
     data: str = "stdlib" # what to train on: see `data.open_corpus`
     workload: str = "" # a key of `model.WORKLOADS`; by default 124m on a GPU and tiny on a CPU
     rungs: str = "auto" # "auto" measures and keeps what pays; or a preset, or names separated by commas
-    steps: int = 0 # optimizer steps; by default as many as fit into `minutes`
+    steps: int = 0 # optimizer steps; by default as many as fit into `minutes` and `epochs`
     minutes: float = 0. # time to train, where `steps` is not given; by default 3 on a GPU and 1.5 on a CPU
+    epochs: float = 6. # most passes over the text, where `steps` is not given
     batch: int = 0 # sequences in a micro-batch; by default 16, on a GPU of 60 GiB or more 32
     accumulate: int = 1 # micro-batches in a step
     seq: int = 0 # tokens in a sequence; by default the workload's
@@ -111,7 +112,7 @@ class Trainer:
     def say(self, *args):
         if self.progress: print(*args, flush=True)
 
-# %% ../nbs/12_trainer.ipynb #b3f1d023
+# %% ../nbs/12_trainer.ipynb #bdeaa430
 @patch
 def shape(self:Trainer):
     "The model's shape and the batch; raises `ValueError` for numbers that can't be"
@@ -126,6 +127,7 @@ def shape(self:Trainer):
     if c.steps < 0 or c.minutes < 0: raise ValueError("steps and minutes can't be negative")
     for k in ("lr", "weight_decay", "seed", "vocab", "sample"):
         if getattr(c, k) < 0: raise ValueError(f"{k} can't be negative: {getattr(c, k)}")
+    if c.epochs <= 0: raise ValueError(f"epochs must be above 0, not {c.epochs}")
     if c.clip <= 0: raise ValueError(f"clip must be above 0, not {c.clip}; a large number clips nothing")
     if not 0 <= c.warmup < 1: raise ValueError(f"warmup is a part of the steps, from 0 to 1, not {c.warmup}")
     if c.seq > self.config.seq:
@@ -170,7 +172,7 @@ def choose(self:Trainer, rungs):
     except torch.OutOfMemoryError: self.say("the naive run doesn't fit into memory: taking all rungs")
     return rungs
 
-# %% ../nbs/12_trainer.ipynb #ba3141fa
+# %% ../nbs/12_trainer.ipynb #435f820d
 @patch
 def plan(self:Trainer, rungs):
     "Fix the number of steps and the learning rate"
@@ -180,7 +182,9 @@ def plan(self:Trainer, rungs):
     step, _ = warm_up(step_of(self.config, rungs, c.batch), steps=2)
     if not c.steps:
         ms = sorted(sample_ms(step, 5))[2] * c.accumulate
-        c.steps = max(10, round(c.minutes*60e3 / ms))
+        in_time, in_text = c.minutes*60e3 / ms, c.epochs*self.batches.per_epoch / c.accumulate
+        c.steps = max(10, round(min(in_time, in_text)))
+        if in_text < in_time: self.say(f"{c.steps} steps are {c.epochs:g} passes over the text (--epochs)")
 
 # %% ../nbs/12_trainer.ipynb #6e4fc129
 FILES = ("config.json metrics.jsonl model.safetensors tokenizer.json ladder.json sample.txt "
@@ -314,14 +318,22 @@ def fitting_batch(at1, at2, # peak memory in GiB at batch 1 and 2
     each = max(at2 - at1, 1e-6)
     return max(0, int((.95*total - (at1 - each)) / each + 1e-9))
 
-# %% ../nbs/12_trainer.ipynb #2489b809
+# %% ../nbs/12_trainer.ipynb #43f9b29c
 def largest_batch(config, # a `GPTConfig`
                   rungs): # names
     "The largest batch that should fit on this GPU, by measuring batches of 1 and 2; 0 if those don't fit"
     total = torch.cuda.get_device_properties(0).total_memory / 2**30
     torch.cuda.empty_cache()
-    try: return fitting_batch(*(warm_up(step_of(config, rungs, b))[1].peak_gib for b in (1, 2)), total)
+    try: n = fitting_batch(*(warm_up(step_of(config, rungs, b))[1].peak_gib for b in (1, 2)), total)
     except torch.OutOfMemoryError: return 0
+    while n > 2 and not runs(config, rungs, n): n = int(.9*n)
+    return n
+
+def runs(config, rungs, batch): # as `largest_batch` takes them, and a batch
+    "Whether two steps of this batch fit into GPU memory"
+    torch.cuda.empty_cache()
+    try: return bool(warm_up(step_of(config, rungs, batch), steps=2))
+    except torch.OutOfMemoryError: return False
 
 def memory_advice(config, # a `GPTConfig`
                   rungs, # names
@@ -366,14 +378,15 @@ def report(trainer, # a `Trainer` after `fit`
           f"(a bigram model: {res['bigram_loss']:.3f})")
     print(f"{'interrupted; what there is' if res['interrupted'] else 'everything'} is in {folder}/")
 
-# %% ../nbs/12_trainer.ipynb #d0cf54d3
+# %% ../nbs/12_trainer.ipynb #0e214ada
 @call_parse
 def speedrun_train(
     data: str = "stdlib", # stdlib, fineweb-edu, openwebtext, or a path (.bin, text, JSONL, Parquet, folder)
     workload: str = "", # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU and tiny on a CPU
     rungs: str = "auto", # "auto" keeps what pays; or a preset (naive, fastest), or names separated by commas
-    steps: int = 0, # optimizer steps; by default as many as fit into --minutes
+    steps: int = 0, # optimizer steps; by default as many as fit into --minutes and --epochs
     minutes: float = 0., # time to train, where --steps is not given; by default 3 on a GPU and 1.5 on a CPU
+    epochs: float = 6., # most passes over the text, where --steps is not given
     batch: int = 0, # sequences in a micro-batch; by default 16, on a GPU of 60 GiB or more 32
     accumulate: int = 1, # micro-batches in a step
     seq: int = 0, # tokens in a sequence; by default the workload's

@@ -38,6 +38,7 @@ def finished(tmp_path_factory):
     (dict(lr=-1.), ValueError, "lr can't be negative: -1"),
     (dict(weight_decay=-1.), ValueError, "weight_decay.* -1"),
     (dict(clip=-1.), ValueError, "clip"),
+    (dict(epochs=0.), ValueError, "epochs must be above 0"),
     (dict(warmup=100.), ValueError, "warmup"),      # as if it were steps
     (dict(seed=-1), ValueError, "seed"),
     (dict(vocab=-1), ValueError, "vocab"),
@@ -154,6 +155,12 @@ def test_schedule():
     lrs = [lr_at(i, 100, 1., .1) for i in range(100)]
     assert lrs[0] == .1 and max(lrs) == lrs[9] == lrs[10] == 1. and lrs[-1] == pytest.approx(.1)
     assert lrs[:10] == sorted(lrs[:10]) and lrs[10:] == sorted(lrs[10:], reverse=True)
+
+def test_epochs(tmp_path, capsys):
+    "Without `steps`, the text ends a run where it is shorter than the time; time ends it otherwise"
+    t = Trainer(options(tmp_path, steps=0, minutes=60., epochs=2., accumulate=2))
+    assert t.cfg.steps == t.batches.per_epoch and "2 passes over the text" in capsys.readouterr().out
+    assert Trainer(options(tmp_path, steps=0, minutes=1e-3, epochs=1e9)).cfg.steps < 1e6
 
 # Stopped
 
