@@ -54,7 +54,7 @@ def climb(config, # a `GPTConfig`
         if records[-1]["kept"]: kept = kept + [r]
     return kept, records
 
-# %% ../nbs/12_trainer.ipynb #b661d3f6
+# %% ../nbs/12_trainer.ipynb #2e73023d
 @dataclass
 class TrainConfig:
     "The options of a training run"
@@ -62,7 +62,7 @@ class TrainConfig:
     workload: str = "" # a key of `model.WORKLOADS`; by default 124m on a GPU and tiny on a CPU
     rungs: str = "auto" # "auto" measures and keeps what pays; or a preset, or names separated by commas
     steps: int = 0 # optimizer steps; by default as many as fit into `minutes` and `epochs`
-    minutes: float = 0. # time to train, where `steps` is not given; by default 3 on a GPU and 1.5 on a CPU
+    minutes: float = 0. # time to train, where `steps` is not given; by default 3 on a GPU and 1.2 on a CPU
     epochs: float = 6. # most passes over the text, where `steps` is not given
     batch: int = 0 # sequences in a micro-batch; by default 16, on a GPU of 60 GiB or more 32
     accumulate: int = 1 # micro-batches in a step
@@ -112,7 +112,7 @@ class Trainer:
     def say(self, *args):
         if self.progress: print(*args, flush=True)
 
-# %% ../nbs/12_trainer.ipynb #bdeaa430
+# %% ../nbs/12_trainer.ipynb #b9a22e51
 @patch
 def shape(self:Trainer):
     "The model's shape and the batch; raises `ValueError` for numbers that can't be"
@@ -121,7 +121,7 @@ def shape(self:Trainer):
     c.workload = c.workload or ("124m" if gpu else "tiny")
     self.config = workload(c.workload)
     c.seq, c.batch = c.seq or self.config.seq, c.batch or (32 if big else 16)
-    c.minutes = c.minutes or (3. if gpu else 1.5)
+    c.minutes = c.minutes or (3. if gpu else 1.2)
     for k in ("batch", "accumulate", "seq", "evals", "eval_batches"):
         if getattr(c, k) < 1: raise ValueError(f"{k} must be at least 1, not {getattr(c, k)}")
     if c.steps < 0 or c.minutes < 0: raise ValueError("steps and minutes can't be negative")
@@ -378,14 +378,14 @@ def report(trainer, # a `Trainer` after `fit`
           f"(a bigram model: {res['bigram_loss']:.3f})")
     print(f"{'interrupted; what there is' if res['interrupted'] else 'everything'} is in {folder}/")
 
-# %% ../nbs/12_trainer.ipynb #0e214ada
+# %% ../nbs/12_trainer.ipynb #4b0ec183
 @call_parse
 def speedrun_train(
     data: str = "stdlib", # stdlib, fineweb-edu, openwebtext, or a path (.bin, text, JSONL, Parquet, folder)
     workload: str = "", # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU and tiny on a CPU
     rungs: str = "auto", # "auto" keeps what pays; or a preset (naive, fastest), or names separated by commas
     steps: int = 0, # optimizer steps; by default as many as fit into --minutes and --epochs
-    minutes: float = 0., # time to train, where --steps is not given; by default 3 on a GPU and 1.5 on a CPU
+    minutes: float = 0., # time to train, where --steps is not given; by default 3 on a GPU and 1.2 on a CPU
     epochs: float = 6., # most passes over the text, where --steps is not given
     batch: int = 0, # sequences in a micro-batch; by default 16, on a GPU of 60 GiB or more 32
     accumulate: int = 1, # micro-batches in a step
