@@ -9,7 +9,7 @@ __all__ = ['WORKLOADS', 'STAGES', 'RUNGS', 'GPTConfig', 'workload', 'RMSNorm', '
            'needs_capability', 'reference_errors', 'generate', 'bench', 'train_curve', 'curve_gap', 'curves_chart',
            'step_of', 'count_step', 'measure_run']
 
-# %% ../nbs/02_model.ipynb #c6856196
+# %% ../nbs/02_model.ipynb #45fc03f5
 import copy, importlib, pkgutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Callable
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
-from .measure import (compare, count, default_device, flops_per_token, lookup,
+from .measure import (compare, count, default_device, flops_per_token, gpu_gib, lookup,
                                   main_format, make_record, predict_ms, ratio, smoke)
 from .data import Batches, open_corpus, prefetch
 
@@ -407,11 +407,11 @@ def generate(run, # a `Run`; its forward contexts are entered
         x = torch.cat([x, i[torch.multinomial((v / temperature).softmax(-1), 1, generator=g)][None]], 1)
     return x[0].tolist()
 
-# %% ../nbs/02_model.ipynb #018d727b
+# %% ../nbs/02_model.ipynb #002e7754
 def bench(): # the configuration and the batch size
     "What the notebooks measure here: `124m` at batch 16 (4 below 60 GiB), a very small model on a smoke run"
     if smoke(): return WORKLOADS["tiny"], 4
-    return WORKLOADS["124m"], 16 if torch.cuda.get_device_properties(0).total_memory > 60 * 2**30 else 4
+    return WORKLOADS["124m"], 16 if gpu_gib() > 60 else 4
 
 # %% ../nbs/02_model.ipynb #2bca82d8
 def train_curve(rungs, # names

@@ -51,7 +51,7 @@ def new_ladder(config, # a `GPTConfig`
     save_ladder(records, folder)
     return records
 
-# %% ../nbs/14_speedrun.ipynb #da562a40
+# %% ../nbs/14_speedrun.ipynb #cbd5123b
 @call_parse
 def speedrun_ladder(
     workload: str = "", # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU, a very small model on a CPU
@@ -62,9 +62,8 @@ def speedrun_ladder(
     "Measure each rung against the one before on this machine, print the ladder, save records and chart"
     folder = Path(out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
     config, size = bench()
-    def climb_all():
+    def measure():
         chosen = find_workload(workload) if workload else config
-        records = new_ladder(chosen, batch or size, parse_rungs(rungs), folder)
-        print(ladder_table(records))
-    clean_errors(climb_all)
+        return new_ladder(chosen, batch or size, parse_rungs(rungs), folder)
+    print(ladder_table(clean_errors(measure)))
     print(f"\nsaved in {folder}/")

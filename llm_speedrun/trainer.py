@@ -6,7 +6,7 @@
 __all__ = ['FILES', 'presets', 'parse_rungs', 'climb', 'TrainConfig', 'lr_at', 'Trainer', 'loss_plot', 'fitting_batch',
            'largest_batch', 'runs', 'memory_advice', 'train', 'clean_errors', 'report', 'speedrun_train']
 
-# %% ../nbs/12_trainer.ipynb #c1800482
+# %% ../nbs/12_trainer.ipynb #b3211a10
 import json, math, os, sys, time
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from fastcore.script import call_parse
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
-from .measure import (default_device, ladder_table, lookup, machine, mfu, replace_file,
-                                  sample_ms, warm_up)
+from .measure import (default_device, gpu_gib, ladder_table, lookup, machine, mfu, replace_file,
+                                  sample_ms, summarize, warm_up)
 from .data import Batches, bigram_loss, open_corpus, prefetch, val_batches
 from .model import (RUNGS, Stepper, adamw, build, find_rung, generate, measure_run,
                                 step_of, train_flops, workload)
@@ -112,15 +112,14 @@ class Trainer:
     def say(self, *args):
         if self.progress: print(*args, flush=True)
 
-# %% ../nbs/12_trainer.ipynb #b9a22e51
+# %% ../nbs/12_trainer.ipynb #ba4c8fec
 @patch
 def shape(self:Trainer):
     "The model's shape and the batch; raises `ValueError` for numbers that can't be"
     c, gpu = self.cfg, self.device.type == "cuda"
-    big = gpu and torch.cuda.get_device_properties(0).total_memory > 60 * 2**30
     c.workload = c.workload or ("124m" if gpu else "tiny")
     self.config = workload(c.workload)
-    c.seq, c.batch = c.seq or self.config.seq, c.batch or (32 if big else 16)
+    c.seq, c.batch = c.seq or self.config.seq, c.batch or (32 if gpu and gpu_gib() > 60 else 16)
     c.minutes = c.minutes or (3. if gpu else 1.2)
     for k in ("batch", "accumulate", "seq", "evals", "eval_batches"):
         if getattr(c, k) < 1: raise ValueError(f"{k} must be at least 1, not {getattr(c, k)}")
@@ -172,7 +171,7 @@ def choose(self:Trainer, rungs):
     except torch.OutOfMemoryError: self.say("the naive run doesn't fit into memory: taking all rungs")
     return rungs
 
-# %% ../nbs/12_trainer.ipynb #435f820d
+# %% ../nbs/12_trainer.ipynb #5531c539
 @patch
 def plan(self:Trainer, rungs):
     "Fix the number of steps and the learning rate"
@@ -181,7 +180,7 @@ def plan(self:Trainer, rungs):
     c.lr = c.lr or .5 / self.config.width
     step, _ = warm_up(step_of(self.config, rungs, c.batch), steps=2)
     if not c.steps:
-        ms = sorted(sample_ms(step, 5))[2] * c.accumulate
+        ms = summarize(sample_ms(step, 5)).ms * c.accumulate
         in_time, in_text = c.minutes*60e3 / ms, c.epochs*self.batches.per_epoch / c.accumulate
         c.steps = max(10, round(min(in_time, in_text)))
         if in_text < in_time: self.say(f"{c.steps} steps are {c.epochs:g} passes over the text (--epochs)")
@@ -260,14 +259,14 @@ def log_eval(self:Trainer, bar):
     self.last = time.perf_counter() # evaluation doesn't count as training time
     return loss
 
-# %% ../nbs/12_trainer.ipynb #4e5c2948
+# %% ../nbs/12_trainer.ipynb #99b330eb
 @patch
 def save(self:Trainer):
     "Write the weights, the tokenizer, and the ladder if one was measured"
     tensors = {f"model.{k}": v.detach().cpu().contiguous() for k, v in self.run.model.state_dict().items()}
     tmp = self.folder/"model.safetensors.tmp"
     save_file(tensors, tmp, metadata=dict(format="pt")); tmp.replace(self.folder/"model.safetensors")
-    if self.corpus.tokenizer: self.corpus.tokenizer.save(str(self.folder/"tokenizer.json"))
+    if tok := self.corpus.tokenizer: replace_file(self.folder/"tokenizer.json", tok.to_str(pretty=True))
     if self.ladder: replace_file(self.folder/"ladder.json", json.dumps(self.ladder, indent=1))
 
 # %% ../nbs/12_trainer.ipynb #66d47f22
@@ -318,13 +317,12 @@ def fitting_batch(at1, at2, # peak memory in GiB at batch 1 and 2
     each = max(at2 - at1, 1e-6)
     return max(0, int((.95*total - (at1 - each)) / each + 1e-9))
 
-# %% ../nbs/12_trainer.ipynb #43f9b29c
+# %% ../nbs/12_trainer.ipynb #c21bcfee
 def largest_batch(config, # a `GPTConfig`
                   rungs): # names
     "The largest batch that should fit on this GPU, by measuring batches of 1 and 2; 0 if those don't fit"
-    total = torch.cuda.get_device_properties(0).total_memory / 2**30
     torch.cuda.empty_cache()
-    try: n = fitting_batch(*(warm_up(step_of(config, rungs, b))[1].peak_gib for b in (1, 2)), total)
+    try: n = fitting_batch(*(warm_up(step_of(config, rungs, b))[1].peak_gib for b in (1, 2)), gpu_gib())
     except torch.OutOfMemoryError: return 0
     while n > 2 and not runs(config, rungs, n): n = int(.9*n)
     return n
