@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['WORKLOADS', 'STAGES', 'RUNGS', 'GPTConfig', 'workload', 'RMSNorm', 'rope_table', 'rope', 'naive_attention', 'Linear',
-           'Embedding', 'Attention', 'MLP', 'Block', 'GPT', 'matrix_params', 'train_flops', 'cross_entropy', 'adamw',
-           'no_scaler', 'Run', 'entered', 'Stepper', 'rung', 'check_rung', 'find_rung', 'baseline', 'build',
-           'needs_capability', 'reference_errors', 'generate', 'bench', 'train_curve', 'curve_gap', 'curves_chart',
-           'step_of', 'count_step', 'measure_run']
+           'Embedding', 'Attention', 'MLP', 'Block', 'GPT', 'matrix_params', 'train_flops', 'cross_entropy',
+           'param_groups', 'adamw', 'no_scaler', 'Run', 'entered', 'Stepper', 'rung', 'check_rung', 'find_rung',
+           'baseline', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'generate', 'bench',
+           'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'count_step', 'measure_run']
 
 # %% ../nbs/02_model.ipynb #45fc03f5
 import copy, importlib, pkgutil
@@ -203,16 +203,20 @@ def cross_entropy(model, # maps B T tokens to B T V logits
     logits = model(x).flatten(0, 1)
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y.flatten())
 
-# %% ../nbs/02_model.ipynb #6b9abec0
+# %% ../nbs/02_model.ipynb #c3f33e70
+def param_groups(model, # the model to optimize
+                 weight_decay): # of the matrices
+    "The parameters in two groups, as optimizers take them: matrices with weight decay, vectors without"
+    ps = [p for p in model.parameters() if p.requires_grad]
+    return [dict(params=[p for p in ps if p.ndim >= 2], weight_decay=weight_decay),
+            dict(params=[p for p in ps if p.ndim < 2], weight_decay=0.)]
+
 def adamw(model, # the model to optimize
           lr=1e-3, # learning rate, may be changed in `param_groups` at each step
           betas=(.9, .95), # decay of the moments
           weight_decay=.1): # on matrices alone: norms' weights are not decayed
     "AdamW with weight decay on the matrices only (Loshchilov and Hutter, arXiv:1711.05101)"
-    ps = [p for p in model.parameters() if p.requires_grad]
-    groups = [dict(params=[p for p in ps if p.ndim >= 2], weight_decay=weight_decay),
-              dict(params=[p for p in ps if p.ndim < 2], weight_decay=0.)]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas)
+    return torch.optim.AdamW(param_groups(model, weight_decay), lr=lr, betas=betas)
 
 def no_scaler():
     "A gradient scaler that does nothing"
@@ -307,10 +311,11 @@ def evaluate(self:Stepper, batches): # pairs (x, y) on the run's device
 STAGES = "precision ops fp8 parallel checkpoint compile shard optimizer".split()
 RUNGS = {} # name -> rung
 
-# %% ../nbs/02_model.ipynb #f182ea22
+# %% ../nbs/02_model.ipynb #e490ca2a
 def rung(stage, # when it is applied, one of `STAGES`
          needs=lambda: "", # () -> why this machine can't run it, "" if it can
-         excludes=()): # names of the rungs that it doesn't go with
+         excludes=(), # names of the rungs that it doesn't go with
+         counts=lambda ops: ops): # [Op] -> [Op]: what it makes of the operations counted without a compiler
     "Decorator: make a function from `Run` to `Run` a rung. It checks each call, notes its name in the run"
     lookup(dict.fromkeys(STAGES), stage, "stage")
     def decorate(f):
@@ -318,7 +323,7 @@ def rung(stage, # when it is applied, one of `STAGES`
         def apply(run, **kwargs):
             check_rung(apply, run.rungs)
             return replace(f(run, **kwargs), rungs=run.rungs + (f.__name__,))
-        apply.stage, apply.needs, apply.excludes = stage, needs, excludes
+        apply.stage, apply.needs, apply.excludes, apply.counts = stage, needs, excludes, counts
         RUNGS[f.__name__] = apply
         return apply
     return decorate
@@ -389,7 +394,11 @@ def reference_errors(config, # a `GPTConfig`
     rel = lambda a, b: ((a - b).norm() / b.norm()).item()
     return rel(*losses), rel(grad(step), grad(ref))
 
-# %% ../nbs/02_model.ipynb #3c8b0171
+# %% ../nbs/02_model.ipynb #db93b805
+def uncompiled():
+    "A context manager in which compiled functions and modules run as plain Python"
+    return torch.compiler.set_stance("force_eager")
+
 @torch.no_grad()
 def generate(run, # a `Run`; its forward contexts are entered
              ids, # list of prompt tokens, not empty
@@ -402,7 +411,8 @@ def generate(run, # a `Run`; its forward contexts are entered
     g = torch.Generator(device).manual_seed(seed)
     x = torch.tensor([ids], device=device)
     for _ in range(n):
-        with entered(run.forward_contexts): logits = model(x[:, -model.config.seq:])[0, -1].float()
+        with uncompiled(), entered(run.forward_contexts):
+            logits = model(x[:, -model.config.seq:])[0, -1].float()
         v, i = logits.topk(min(top_k, len(logits)))
         x = torch.cat([x, i[torch.multinomial((v / temperature).softmax(-1), 1, generator=g)][None]], 1)
     return x[0].tolist()
@@ -413,14 +423,15 @@ def bench(): # the configuration and the batch size
     if smoke(): return WORKLOADS["tiny"], 4
     return WORKLOADS["124m"], 16 if gpu_gib() > 60 else 4
 
-# %% ../nbs/02_model.ipynb #2bca82d8
+# %% ../nbs/02_model.ipynb #21c67fca
 def train_curve(rungs, # names
                 data_seed=0, # of the order of the batches
                 lr=2e-4, # learning rate after the warm-up
-                warmup=100): # steps of linear warm-up
-    "Losses of 200 steps (20 on a smoke run) of the `bench` model on the offline corpus, a list"
+                warmup=100, # steps of linear warm-up
+                steps=200): # of the optimizer; always 20 on a smoke run
+    "Losses of some steps of the `bench` model on the offline corpus, a list"
     corpus, (config, _) = open_corpus(), bench()
-    steps, batch = (20, 4) if smoke() else (200, 8)
+    steps, batch = (20, 4) if smoke() else (steps, 8)
     step, losses = Stepper(build(replace(config, vocab=corpus.vocab), rungs)), []
     batches = prefetch(Batches(corpus.train, batch, config.seq, seed=data_seed), step.run.device)
     for i, b in zip(range(steps), batches):
@@ -463,12 +474,13 @@ def step_of(config, # a `GPTConfig`
         return lambda: step((x, y))
     return build_step
 
-# %% ../nbs/02_model.ipynb #c757e721
+# %% ../nbs/02_model.ipynb #e104b7ba
 def count_step(config, # a `GPTConfig`
                rungs=(), # names
                batch=1): # sequences in a step
     "The operations of one steady training step, counted without running it: a list of `measure.Op`"
-    return count(step_of(config, rungs, batch))
+    with uncompiled(): ops = count(step_of(config, rungs, batch))
+    return reduce(lambda ops, r: r.counts(ops), map(find_rung, rungs), ops)
 
 # %% ../nbs/02_model.ipynb #3cc46726
 def measure_run(config, # a `GPTConfig`
