@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LINEAR', 'MemoryCounter', 'Memory', 'pass_memory', 'prepared', 'count_memory', 'saved_bytes', 'recomputed',
-           'recompute', 'checkpoint', 'answer', 'op_name', 'keep_products', 'until_attention', 'spread',
+           'recompute', 'checkpoint', 'answer', 'op_name', 'keep_products', 'keep_by_price', 'spread',
            'selective_checkpoint', 'GPUMeter', 'measure_memory', 'largest', 'fits_in']
 
 # %% ../nbs/10_checkpointing.ipynb #847822f6
@@ -19,9 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from .measure import gpu_gib, op_kind, tensors
 from .model import Stepper, build, entered, rung
 
-# %% ../nbs/10_checkpointing.ipynb #e319bf39
+# %% ../nbs/10_checkpointing.ipynb #3a1ff34d
 class MemoryCounter(TorchDispatchMode):
-    "Counts the bytes of all tensors made inside the `with`: alive `now`, at the `peak`, and over time (`trace`)"
+    "Counts bytes of tensors made inside the `with`: alive `now`, at the `peak`, over time (`trace`)"
     def __init__(self): super().__init__(); self.now, self.peak, self.trace, self.alive = 0, 0, [], set()
     def reset(self): self.peak, self.trace = self.now, []
     def free(self, key, n): self.alive.discard(key); self.now -= n
@@ -38,10 +38,10 @@ class MemoryCounter(TorchDispatchMode):
         self.alive.add(storage._cdata); self.now += storage.nbytes()
         weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
 
-# %% ../nbs/10_checkpointing.ipynb #c4a99ab9
+# %% ../nbs/10_checkpointing.ipynb #407365b9
 @dataclass(frozen=True)
 class Memory:
-    "Bytes: before the step (weights, gradients, optimizer), saved by the forward pass, and the peak above `static`"
+    "Bytes: weights, gradients, optimizer; saved by the forward pass; the peak above the static ones"
     static: int
     saved: int
     peak: int
@@ -58,13 +58,14 @@ def pass_memory(step, # a `Stepper` whose gradients and optimizer state exist
         step.scaler.scale(loss).backward()
     return Memory(static, saved, meter.peak - static)
 
-# %% ../nbs/10_checkpointing.ipynb #da166843
+# %% ../nbs/10_checkpointing.ipynb #5786c579
 def prepared(make, # () -> `Run`
              batch): # sequences
     "A `Stepper` with gradients and optimizer state, and a batch of random tokens"
     step = Stepper(make())
     device, c = step.run.device, step.run.model.config
-    x, y = torch.randint(c.vocab, (2, batch, c.seq), device=device, generator=torch.Generator(device).manual_seed(0))
+    g = torch.Generator(device).manual_seed(0)
+    x, y = torch.randint(c.vocab, (2, batch, c.seq), device=device, generator=g)
     for p in step.params: p.grad = torch.zeros_like(p)
     step.opt.step()
     return step, x, y
@@ -80,23 +81,25 @@ def saved_bytes(config, # a `GPTConfig`
     "Bytes that the forward pass keeps for the backward pass, each storage once, weights left out"
     return count_memory(partial(build, config, rungs), batch)[0].saved
 
-# %% ../nbs/10_checkpointing.ipynb #e9b6b7fd
+# %% ../nbs/10_checkpointing.ipynb #e6e67e47
 @lru_cache
-def recomputed(cls, # a module's class
+def recomputed(cls, # a block's class
                contexts=None): # () -> two contexts, for the first and the second run; none by default
     "A subclass of `cls` whose backward pass runs `forward` again instead of having stored what it made"
-    how = dict(use_reentrant=False, preserve_rng_state=False) | (dict(context_fn=contexts) if contexts else {})
+    how = dict(use_reentrant=False, preserve_rng_state=False)
+    if contexts: how["context_fn"] = contexts
     class Recomputed(cls):
-        def forward(self, *args):
-            if not torch.is_grad_enabled(): return super().forward(*args)
-            return tc.checkpoint(super().forward, *args, **how)
+        def forward(self, h, cos, sin): # h: B T d, or a pair of such
+            if not torch.is_grad_enabled(): return super().forward(h, cos, sin)
+            if isinstance(h, tuple): h = torch.add(*h)
+            return tc.checkpoint(super().forward, h, cos, sin, **how)
     Recomputed.__name__ = f"Recomputed{cls.__name__}"
     return Recomputed
 
-def recompute(module, # changed in place
+def recompute(block, # changed in place
               contexts=None): # as `recomputed` takes them
-    "Let `module` forget in its forward pass and run it again in the backward pass"
-    module.__class__ = recomputed(type(module), contexts)
+    "Let `block` forget in its forward pass and run it again in the backward pass"
+    block.__class__ = recomputed(type(block), contexts)
 
 # %% ../nbs/10_checkpointing.ipynb #fd4738ca
 @rung("checkpoint", excludes=["selective_checkpoint"])
@@ -108,8 +111,8 @@ def checkpoint(run, # a `Run`
         for b in model.layers[:-1:every]: recompute(b)
     return run.with_model(change)
 
-# %% ../nbs/10_checkpointing.ipynb #cb6a7247
-LINEAR = "mm", "addmm", "_scaled_mm" # products with a weight; a bmm's output would be naive attention's scores
+# %% ../nbs/10_checkpointing.ipynb #94b40e07
+LINEAR = "mm", "_scaled_mm" # products with a weight; a bmm's output would be naive attention's scores
 
 def answer(keep): # a bool
     "A policy's answer"
@@ -123,18 +126,17 @@ def keep_products(ctx, op, *args, **kwargs): # as `create_selective_checkpoint_c
     "The textbook's policy: keep attention and the products with weights"
     return answer(op_name(op) in LINEAR or op_kind(op_name(op)) == "fused attention")
 
-# %% ../nbs/10_checkpointing.ipynb #27607631
-def until_attention():
-    "Contexts for the attention sublayer: keep attention and the products before it, not the one after it"
-    done = set() # the runs, first or second, in which attention is past
-    def policy(ctx, op, *args, **kwargs):
-        attention = op_kind(op_name(op)) == "fused attention"
-        keep = attention or op_name(op) in LINEAR and ctx.is_recompute not in done
-        if attention: done.add(ctx.is_recompute)
-        return answer(keep)
-    return create_selective_checkpoint_contexts(policy)
+# %% ../nbs/10_checkpointing.ipynb #a1e17b91
+def keep_by_price(ctx, op, *args,
+                  hidden, # size inside the MLP
+                  mlp, # recompute gate and up too
+                  **kwargs):
+    "A policy: keep attention and the products, but not the one out of the MLP and, with `mlp`, those into it"
+    if op_name(op) not in LINEAR: return answer(op_kind(op_name(op)) == "fused attention")
+    K, N = args[0].shape[-1], args[1].shape[-1] # of a product M K by K N
+    return answer(K != hidden and not (mlp and N in (hidden, 2*hidden)))
 
-# %% ../nbs/10_checkpointing.ipynb #2152ab08
+# %% ../nbs/10_checkpointing.ipynb #c0f9d5e6
 def spread(n, part): # how many there are, the part of them to take, from 0 to 1
     "Indices of that part of `n` things, evenly spread"
     upto = lambda i: math.ceil(i*part - 1e-9)
@@ -142,13 +144,16 @@ def spread(n, part): # how many there are, the part of them to take, from 0 to 1
 
 @rung("checkpoint", excludes=["checkpoint"])
 def selective_checkpoint(run, # a `Run`
-                         mlp=.75): # the part of the blocks whose MLP is recomputed, from 0 to 1
-    "Recompute what is cheap for its size: in attention all but attention and its products, and the MLPs"
-    if not 0 <= mlp <= 1: raise ValueError(f"rung 'selective_checkpoint': mlp is a part, from 0 to 1, not {mlp}")
+                         mlp=.4): # the part of the blocks that recompute gate and up too, from 0 to 1
+    "Keep attention and products, recompute the rest; in a part of the blocks the MLP's products too"
+    if not 0 <= mlp <= 1:
+        raise ValueError(f"rung 'selective_checkpoint': mlp is a part, from 0 to 1, not {mlp}")
+    policies = (partial(keep_by_price, hidden=run.model.config.hidden, mlp=m) for m in (False, True))
+    some, more = (partial(create_selective_checkpoint_contexts, p) for p in policies)
     def change(model):
         blocks = model.layers[:-1]
-        for b in blocks: recompute(b.self_attn, until_attention)
-        for i in spread(len(blocks), mlp): recompute(blocks[i].mlp)
+        chosen = spread(len(blocks), mlp)
+        for i, b in enumerate(blocks): recompute(b, more if i in chosen else some)
     return run.with_model(change)
 
 # %% ../nbs/10_checkpointing.ipynb #f9629c68

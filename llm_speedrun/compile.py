@@ -42,7 +42,7 @@ def compiled_loss(loss, # (model, x, y) -> mean loss
     fast = torch.compile(own_code(whole), **how)
     return lambda model, x, y: fast(model, x, y).clone() # a CUDA graph writes its next result over this one
 
-# %% ../nbs/09_compile.ipynb #40e87aad
+# %% ../nbs/09_compile.ipynb #d84a02f3
 MODES = "default reduce-overhead max-autotune max-autotune-no-cudagraphs".split()
 
 def needs_inductor():
@@ -60,12 +60,13 @@ def compile(run, # a `Run`
     Raises `ValueError` for a mode that doesn't exist"""
     lookup(dict.fromkeys(MODES), mode, "mode of torch.compile")
     backend = backend or ("inductor" if run.device.type == "cuda" else "aot_eager")
-    how = dict(backend=backend, fullgraph=True, dynamic=False) | (dict(mode=mode) if backend == "inductor" else {})
+    how = dict(backend=backend, fullgraph=True, dynamic=False)
+    if backend == "inductor": how["mode"] = mode
     if whole: return replace(run, loss=compiled_loss(run.loss, how))
     loss = compiled_head(how) if run.loss is cross_entropy else run.loss
     return replace(run.with_model(lambda m: compile_blocks(m, how)), loss=loss)
 
-# %% ../nbs/09_compile.ipynb #c6579ff9
+# %% ../nbs/09_compile.ipynb #9d9afd75
 FIRST_STEP = """
 import sys, time, torch
 from llm_speedrun.model import step_of, workload
@@ -80,12 +81,12 @@ print(time.perf_counter() - t0)
 def restart_seconds(name, # a workload
                     rungs, # names
                     batch): # sequences in a step
-    "Seconds of the first step in a fresh process: with an empty cache on disk, and once more with what it left"
+    "Seconds of the first step in a fresh process, with an empty cache on disk and with what that one left"
     with tempfile.TemporaryDirectory() as tmp:
         env = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=f"{tmp}/inductor", TRITON_CACHE_DIR=f"{tmp}/triton")
         cmd = [sys.executable, "-c", FIRST_STEP, name, str(batch), *rungs]
-        run = lambda: subprocess.run(cmd, env=env, capture_output=True, text=True, check=True).stdout.split()[-1]
-        return float(run()), float(run())
+        run = lambda: subprocess.run(cmd, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+        return tuple(float(run().split()[-1]) for _ in range(2))
 
 # %% ../nbs/09_compile.ipynb #335e07d5
 def capturable_adamw(model, # the model to optimize
@@ -94,15 +95,15 @@ def capturable_adamw(model, # the model to optimize
     lr = torch.tensor(lr, device=next(model.parameters()).device)
     return torch.optim.AdamW(param_groups(model, .1), lr=lr, betas=(.9, .95), capturable=True, fused=True)
 
-# %% ../nbs/09_compile.ipynb #8b7cd1dc
+# %% ../nbs/09_compile.ipynb #5a580b95
 def check_graphed(step): # a `Stepper`
     "Raise `ValueError` for a step that a CUDA graph can't record, `RuntimeError` without a GPU"
     if step.scaler.is_enabled():
-        raise ValueError("a gradient scaler reads from the GPU in each step, which a CUDA graph can't: use bf16")
+        raise ValueError("a gradient scaler reads from the GPU in each step, which no CUDA graph can: use bf16")
     if not all(g.get("capturable") for g in step.opt.param_groups):
         raise ValueError("this optimizer counts its steps in Python, which a CUDA graph would do once: "
                          "use capturable_adamw")
-    if step.run.device.type != "cuda": raise RuntimeError("CUDA graphs need a GPU, and this model is on a CPU")
+    if step.run.device.type != "cuda": raise RuntimeError("CUDA graphs need a GPU: this model is on a CPU")
 
 # %% ../nbs/09_compile.ipynb #a414e9cb
 def graphed(step, # a `Stepper`, which takes three steps on the example

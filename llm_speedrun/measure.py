@@ -250,7 +250,7 @@ def op_kind(name): # an ATen name, such as "mm" or "_foreach_add_"
     if name in ("_to_copy", "copy_", "clone", "cat", "to"): return "copies and casts"
     return "pointwise and reductions"
 
-# %% ../nbs/00_measure.ipynb #668b360c
+# %% ../nbs/00_measure.ipynb #fc1373b4
 @dataclass(frozen=True)
 class Op:
     "One counted operation: its ATen name, its kind, the format of its products, FLOPs and bytes"
@@ -259,8 +259,8 @@ class Op:
     fmt: str
     flops: float
     bytes: float
-    reads: dict = field(default_factory=dict, repr=False) # (storage, offset) -> bytes
-    writes: dict = field(default_factory=dict, repr=False) # the same
+    reads: dict = field(default_factory=dict, repr=False, compare=False) # (storage, offset) -> bytes
+    writes: dict = field(default_factory=dict, repr=False, compare=False) # the same
     backward: bool = field(default=False, repr=False) # ran in a backward pass
     aten: bool = field(default=True, repr=False) # PyTorch's own, and no custom operation
 
@@ -647,7 +647,7 @@ def caption(records): # records of one machine
             f"`{r['workload']}`, batch {r['batch']} × {r['seq']} tokens; {r['date']}. "
             f"Each ratio is against the rung{'s kept' * left} above, interleaved in one process.")
 
-# %% ../nbs/00_measure.ipynb #441d480e
+# %% ../nbs/00_measure.ipynb #b083bdb1
 def ladder_chart(records): # records in the ladder's order
     "Tokens per second of each rung as bars, with a mark at the predicted speed"
     import matplotlib.pyplot as plt
@@ -655,9 +655,11 @@ def ladder_chart(records): # records in the ladder's order
     names, speed = [r["rung"] for r in records], [r["tok_s"]/1e3 for r in records]
     ax.barh(names, speed, .62, color="C0", label="measured")
     for i, r in enumerate(records):
-        ax.text(speed[i] - max(speed)*.01, i, f"{speed[i]:,.1f} K", color="w", ha="right", va="center")
+        x = r["tok_s"] / r["ratio"] * r["predicted_ratio"] / 1e3 # predicted
+        inside, gap = speed[i] > .2*max(speed), .01*max(speed) # the text stands in the bar if that is long
+        at = dict(x=speed[i] - gap, color="w", ha="right") if inside else dict(x=max(speed[i], x) + gap, ha="left")
+        ax.text(y=i, s=f"{speed[i]:,.1f} K", va="center", **at)
         if not r["before"]: continue
-        x = r["tok_s"] / r["ratio"] * r["predicted_ratio"] / 1e3
         ax.plot([x, x], [i - .38, i + .38], color="C1", lw=2.5, label="predicted" if i == 1 else None)
     ax.invert_yaxis(); ax.legend(loc="upper right"); ax.grid(axis="x", alpha=.3)
     r = records[0]

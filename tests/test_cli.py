@@ -7,7 +7,7 @@ import numpy as np, pytest
 from fastcore.docments import docments
 from llm_speedrun.model import RUNGS
 from llm_speedrun.speedrun import speedrun_ladder
-from llm_speedrun.trainer import TrainConfig, speedrun_train
+from llm_speedrun.trainer import TrainConfig, presets, speedrun_train
 from small import VOCAB, nano, options, write_bins
 
 BIN = Path(sys.executable).parent
@@ -32,6 +32,7 @@ def test_help(command, tmp_path):
     assert res.returncode == 0 and f.__doc__ in said and not (tmp_path/"cache").exists()
     for name, help in docments(f, returns=False).items():
         assert help and re.search(rf"--{name}\b[^-]* {re.escape(help)}", said), name
+    for preset in presets(): assert re.search(rf"--rungs\b[^-]*\b{preset}\b", said), preset
 
 def test_command_and_config_agree():
     "`speedrun_train` has the options of `TrainConfig`: their names, order, defaults and types"
@@ -105,6 +106,9 @@ def test_error(there, capsys, option, message):
 @pytest.mark.parametrize("option,message", [
     (dict(batch=-1), "batch must be at least 1, not -1"), (dict(workload="124n"), "unknown workload '124n'"),
     (dict(rungs="flsh"), "unknown rung or preset 'flsh'"),
+    (dict(rungs="tf32,flash", only="flsh"), "unknown rung of this ladder 'flsh'. Did you mean 'flash'"),
+    (dict(rungs="fp8,fused_ops"), "rung 'fp8' .* add the rungs bf16 and fused_ops"),
+    (dict(rungs="flash,checkpoint,selective_checkpoint"), "exclude each other"),
     (dict(rungs="bf16"), "'bf16' cannot run here"), (dict(out="a.json"), "a.json")], ids=str)
 def test_ladder_error(there, capsys, option, message):
     "The same for `speedrun_ladder`"
@@ -133,3 +137,20 @@ def test_ladder(there, capsys, monkeypatch):
     assert [(r["rung"], r["before"]) for r in records] == [("fp32", None), ("bf16", "fp32"), ("flash", "bf16")]
     assert (folder/"ladder.md").read_text(encoding="utf-8") in said
     assert (folder/"ladder.png").read_bytes().startswith(b"\x89PNG")
+
+@pytest.mark.parametrize("only,rungs", [
+    ("flash", [("bf16", None), ("flash", "bf16")]), ("bf16, flash", [("fp32", None), ("bf16", "fp32"), ("flash", "bf16")]),
+    ("bf16,fused_adamw", [("fp32", None), ("bf16", "fp32"), ("flash", None), ("fused_adamw", "flash")])])
+def test_ladder_only(there, capsys, monkeypatch, only, rungs):
+    "`--only` measures some rungs, each against the whole ladder below it"
+    monkeypatch.setattr(RUNGS["bf16"], "needs", lambda: "")
+    speedrun_ladder(workload="nano", rungs="bf16,flash,fused_adamw", only=only, batch=1, out="ladder")
+    records = json.loads((there/"ladder/ladder.json").read_text())
+    assert [(r["rung"], r["before"]) for r in records] == rungs and all(r["kept"] for r in records)
+    assert records[-1]["rungs"] == ["bf16", "flash", "fused_adamw"][:len(records[-1]["rungs"])]
+
+def test_ladder_of_a_preset(there, capsys):
+    "A preset is a ladder; what can't run here is not in it"
+    speedrun_ladder(workload="nano", rungs="safe", batch=1, out="ladder")
+    records = json.loads((there/"ladder/ladder.json").read_text())
+    assert [r["rung"] for r in records] == ["fp32", *presets()["safe"]] and "bf16" not in presets()["safe"]

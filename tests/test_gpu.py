@@ -1,13 +1,16 @@
-"What only a GPU can show, at the real shapes: TF32's reach, the attention kernels' errors, memory, and no leaks."
+"What only a GPU can show, at the real shapes: TF32's reach, the kernels' errors, determinism, memory, and no leaks."
 import gc, math, re
 from dataclasses import replace
-import numpy as np, pytest, torch
+import numpy as np, pytest, torch, torch.nn.functional as F
+from llm_speedrun.chunked_ce import linear_cross_entropy
 from llm_speedrun.flash import BACKENDS, attend_with, why_not
+from llm_speedrun.fp8 import E4M3, E5M2, Scaling, formats, sqnr, to_fp8
+from llm_speedrun.fused_ops import AddRMSNorm, QKRope, SwiGLUDown, fused_ops
 from llm_speedrun.measure import OpCounter, warm_up
 from llm_speedrun.model import (Run, Stepper, baseline, build, count_step, cross_entropy, matrix_params, naive_attention,
-                                reference_errors, step_of, train_flops, workload)
+                                reference_errors, rope, rope_table, step_of, train_flops, workload)
 from llm_speedrun.tf32 import tf32
-from llm_speedrun.trainer import TrainConfig, train
+from llm_speedrun.trainer import TrainConfig, parse_rungs, presets, train
 from torch.nn.attention import sdpa_kernel
 from flags import changed, flags
 
@@ -91,7 +94,138 @@ def test_flash_saves_memory():
     scores = B * c.heads * c.seq**2 * 2 / 2**30     # GiB in bf16, one layer
     assert naive - flash > c.layers * scores, (naive, flash)
 
+# Our kernels, in bfloat16, with sizes of which no block is a divisor
+
+N = 4096 + 3    # rows
+SIZES = ["124m", "1b"]
+
+def outputs_and_gradients(f, ins):
+    "What `f` returns and the gradients of all of `ins`, from a fixed random mix of the outputs"
+    ins, g = [t.detach().clone().requires_grad_() for t in ins], torch.Generator("cuda").manual_seed(1)
+    out = f(*ins)
+    out = out if isinstance(out, tuple) else (out,)
+    ups = [torch.randn(o.shape, device="cuda", generator=g).to(o.dtype) for o in out]
+    return [o.detach() for o in out] + list(torch.autograd.grad(out, ins, ups))
+
+def rand(*shape, dtype=torch.bfloat16): return torch.randn(*shape, device="cuda").to(dtype)
+
+def norm_case(c):
+    def plain(x, y, w): h = x + y; return h, F.rms_norm(h.to(w.dtype), (c.width,), w, 1e-6).to(x.dtype)
+    return lambda x, y, w: AddRMSNorm.apply(x, y, w, 1e-6), plain, (rand(N, c.width), rand(N, c.width), rand(c.width, dtype=torch.float32))
+
+def lone_norm_case(c):
+    def plain(x, w): return F.rms_norm(x.to(w.dtype), (c.width,), w, 1e-6).to(x.dtype)
+    return lambda x, w: AddRMSNorm.apply(x, None, w, 1e-6), plain, (rand(N, c.width), rand(c.width, dtype=torch.float32))
+
+def mlp_case(c):
+    def plain(ab, w): a, b = ab.chunk(2, -1); return (F.silu(a)*b) @ w.T
+    return SwiGLUDown.apply, plain, (rand(N, 2*c.hidden), rand(c.width, c.hidden))
+
+def heads_case(c, kv_heads=None):
+    H, K, D, T = c.heads, kv_heads or c.kv_heads, c.head_dim, N // 3    # 4099 is a prime: here 3 sequences of 1366
+    cos, sin = (t.cuda() for t in rope_table(T, D, 1e4))
+    def plain(qkv, wq, wk):
+        q, k, v = qkv.split([H, K, K], 2)
+        def turn(t, w): return rope(F.rms_norm(t.to(w.dtype), (D,), w, 1e-6).to(t.dtype).transpose(1, 2), cos, sin).transpose(1, 2)
+        return turn(q, wq), turn(k, wk), v
+    ins = rand(3, T, H + 2*K, D), rand(D, dtype=torch.float32), rand(D, dtype=torch.float32)
+    return lambda *ts: QKRope.apply(*ts, cos, sin, H, 1e-6), plain, ins
+
+def loss_case(c):
+    y = torch.randint(c.vocab, (N,), device="cuda")
+    y[::5] = -100
+    def auto(f):
+        def loss(h, w):
+            with torch.autocast("cuda", torch.bfloat16, enabled=h.dtype != torch.float64): return f(h, w)
+        return loss
+    def plain(h, w):
+        x = F.linear(h, w)
+        return F.cross_entropy(x.to(torch.promote_types(x.dtype, torch.float32)), y)
+    budget = 1000*2*c.vocab     # several chunks
+    return auto(lambda h, w: linear_cross_entropy(h, w, y, budget=budget)), auto(plain), (rand(N, c.width), .02*rand(c.vocab, c.width, dtype=torch.float32))
+
+CASES = dict(norm=norm_case, lone_norm=lone_norm_case, mlp=mlp_case, heads=heads_case, gqa=lambda c: heads_case(c, c.heads//4),
+             loss=loss_case)
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_kernel(case, name):
+    "A kernel's outputs and gradients are at most twice as far from float64 as PyTorch's in the same format"
+    torch.manual_seed(0)
+    ours, plain, ins = CASES[case](workload(name))
+    got, theirs, exact = (outputs_and_gradients(f, i) for f, i in ((ours, ins), (plain, ins), (plain, [t.double() for t in ins])))
+    for i, (a, b, e) in enumerate(zip(got, theirs, exact)):
+        assert a.dtype == b.dtype and a.shape == b.shape, i
+        assert rel(a, e) <= 2*rel(b, e) + 1e-5, (i, rel(a, e), rel(b, e))
+        largest = [(o.double() - e).abs().max().item() for o in (a, b)]
+        assert largest[0] <= 2*largest[1] + 1e-5*e.abs().max().item(), (i, largest)
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_repeats_itself(case, name):
+    "Twenty times the same, bitwise, forward and backward"
+    torch.manual_seed(0)
+    ours, _, ins = CASES[case](workload(name))
+    first = outputs_and_gradients(ours, ins)
+    for _ in range(19): assert all(a.equal(b) for a, b in zip(outputs_and_gradients(ours, ins), first))
+
+# FP8
+
+def layer(c, parts, grad=E5M2):
+    "What one fused layer computes on the same random numbers: a dict of its output and gradients, with `parts` in FP8"
+    run, scaling = fused_ops(baseline(replace(c, layers=1, vocab=64))), Scaling(formats(2, grad), "cuda")
+    for m in run.model.modules():
+        if hasattr(m, "attend"): m.attend = attend_with("flash")
+    if parts: to_fp8(run.model, parts, scaling, grad)
+    g, m = torch.Generator("cuda").manual_seed(0), run.model.layers[0]
+    x, dx, dm = (torch.randn(4, c.seq, c.width, device="cuda", generator=g).bfloat16() for _ in range(3))
+    for _ in range(2):      # the second time with delayed scales
+        x.grad = None; run.model.zero_grad(); x.requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16), scaling.step(): out = m((x, x), run.model.cos, run.model.sin)
+        torch.autograd.backward(out, (1e-3*dx, 1e-3*dm))
+    return dict(out=out[1].detach(), dx=x.grad, **{k: p.grad for k, p in m.named_parameters()})
+
+fp8_gpu = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no FP8")
+
+@fp8_gpu
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("grad", [E5M2, E4M3], ids=str)
+def test_fp8_layer(grad, name):
+    "A layer in FP8 is within 18 dB of bf16's output and 17 dB of its gradients, also of the matrices' weights"
+    exact, got = (layer(workload(name), parts, grad) for parts in ((), ("heads", "out", "mlp")))
+    assert sqnr(exact["out"], got["out"]) >= 18
+    for k, v in exact.items(): assert v.ndim < 2 or sqnr(v, got[k]) >= 17, (k, sqnr(v, got[k]))
+
+@fp8_gpu
+@pytest.mark.parametrize("name", SIZES)
+def test_fp8_layer_repeats_itself(name):
+    "Twenty times the same, bitwise, with all parts in FP8"
+    first = layer(workload(name), ("heads", "out", "mlp"))
+    for _ in range(19):
+        again = layer(workload(name), ("heads", "out", "mlp"))
+        assert all(v.equal(first[k]) for k, v in again.items())
+
 # The model
+
+@pytest.mark.parametrize("preset", presets())
+def test_preset_trains(preset):
+    "Every preset trains 124m: on one batch seen again, three finite losses fall"
+    rungs = parse_rungs(preset)
+    step, g = Stepper(build(workload("124m"), rungs)), torch.Generator("cuda").manual_seed(0)
+    x = torch.randint(50304, (4, 1025), device="cuda", generator=g)
+    losses = [step((x[:, :-1], x[:, 1:])).item() for _ in range(3)]
+    assert all(map(math.isfinite, losses)) and losses[0] > losses[1] > losses[2], losses
+    assert abs(losses[0] / math.log(50304) - 1) < .05
+    assert math.isfinite(step.evaluate([(x[:, :-1], x[:, 1:])]))
+
+def test_presets_of_an_h200():
+    "On Hopper, `fastest` has everything; `smallest` needs less memory than `fastest`, and that less than `safe`"
+    if torch.cuda.get_device_capability() < (9, 0): pytest.skip("this GPU is older")
+    assert presets()["fastest"] == "tf32 bf16 flash fused_ops chunked_ce fp8 compile fused_adamw".split()
+    c, gib = workload("124m"), {}
+    for k in ("smallest", "fastest", "safe"):
+        for _ in range(2): gib[k] = warm_up(step_of(c, presets()[k], 16))[1].peak_gib      # the first time kernels are chosen
+    assert gib["smallest"] < gib["fastest"] < gib["safe"], gib
 
 def test_first_loss():
     "The loss of 124m before the first step is within 5% of ln V, in every format"

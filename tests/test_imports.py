@@ -1,4 +1,4 @@
-"The package imports where Triton, pyplot, the network and CUDA are missing, quickly, and changes nothing by it."
+"The package imports where Triton, torchao, Liger, pyplot, the network and CUDA are missing, quickly, and changes nothing by it."
 import json, os, subprocess, sys
 from pathlib import Path
 import pytest
@@ -7,10 +7,12 @@ import llm_speedrun
 HERE = Path(__file__).parent
 MODULES = sorted(p.stem for p in Path(llm_speedrun.__file__).parent.glob("*.py") if not p.stem.startswith("_"))
 
+RUNGS = "tf32 bf16 flash fused_ops chunked_ce fp8 selective_checkpoint fused_adamw".split()
+
 # Runs in a process of its own: what is missing there is missing from the start.
 SCRIPT = """
 import importlib, json, socket, sys, time
-MISSING, tried = ("triton", "matplotlib.pyplot", "nvidia"), []
+MISSING, tried = ("triton", "torchao", "liger_kernel", "bitsandbytes", "matplotlib.pyplot", "nvidia"), []
 class Block:
     def find_spec(self, name, path=None, target=None):
         if any(name == m or name.startswith(m + ".") for m in MISSING):
@@ -27,7 +29,7 @@ seconds = time.process_time() - t0
 after, new = settings(), set(sys.modules) - seen
 from llm_speedrun.model import Stepper, build, workload
 from dataclasses import replace
-step = Stepper(build(replace(workload("tiny"), layers=1, seq=16), ["tf32", "bf16", "flash"]))
+step = Stepper(build(replace(workload("tiny"), layers=1, seq=16), RUNGS))
 x = torch.arange(16, device=step.run.device)[None]
 changed = [k for k in before if before[k] != after[k]]
 print(json.dumps(dict(changed=changed, seconds=seconds, new=sorted(new), tried=tried, loss=step((x, x)).item())))
@@ -37,7 +39,7 @@ print(json.dumps(dict(changed=changed, seconds=seconds, new=sorted(new), tried=t
 def there(tmp_path_factory):
     "What the process above said"
     folder = tmp_path_factory.mktemp("script")
-    (folder/"script.py").write_text(f"MODULES = {MODULES}\n{SCRIPT}", encoding="utf-8")
+    (folder/"script.py").write_text(f"MODULES = {MODULES}\nRUNGS = {RUNGS}\n{SCRIPT}", encoding="utf-8")
     env = os.environ | dict(CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(map(str, (HERE.parent, HERE))))
     cmd = [sys.executable, str(folder/"script.py")]
     res = subprocess.run(cmd, capture_output=True, text=True, env=env, cwd=folder, timeout=120)
@@ -45,8 +47,9 @@ def there(tmp_path_factory):
     return json.loads(res.stdout.splitlines()[-1])
 
 def test_every_module_imports(there):
-    "Every module imports without Triton, pyplot, network and CUDA, and a step with all rungs runs there"
-    assert {"measure", "data", "model", "tf32", "amp", "flash", "trainer", "speedrun"} <= set(MODULES)
+    "Every module imports without Triton, torchao, Liger, pyplot, network and CUDA, and a step with all rungs runs there"
+    assert {"measure", "data", "model", "tf32", "amp", "flash", "fused_ops", "chunked_ce", "fp8", "compile",
+            "checkpointing", "optim", "trainer", "speedrun"} <= set(MODULES)
     assert {f"llm_speedrun.{m}" for m in MODULES} <= set(there["new"]) and 0 < there["loss"] < 20
 
 def test_importing_sets_nothing(there):
@@ -59,5 +62,5 @@ def test_importing_asks_for_no_network(there):
 
 def test_importing_is_quick(there):
     "Beyond torch, the imports take little time, and leave the slow packages for when they are needed"
-    slow = set("transformers datasets pandas pyarrow sklearn scipy IPython huggingface_hub triton matplotlib".split())
+    slow = set("transformers datasets pandas pyarrow sklearn scipy IPython huggingface_hub triton torchao liger_kernel matplotlib".split())
     assert not slow & set(there["new"]) and there["seconds"] < 5, f"{there['seconds']:.1f} s"

@@ -3,7 +3,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 import pytest, torch
 from llm_speedrun.measure import matmul_precision
-from llm_speedrun.model import Stepper, build, count_step, cross_entropy, generate, reference_errors
+from llm_speedrun.model import Stepper, build, count_step, cross_entropy, find_rung, generate, reference_errors
 from llm_speedrun import amp, flash, tf32
 from llm_speedrun.trainer import train
 from flags import changed, flags, random_states
@@ -67,7 +67,27 @@ def test_nothing_leaks(before, half, batch):
         generate(step.run, [1, 2], 3)
         assert not changed(was)
 
-RUNGS = ["tf32", "bf16", "fp16", "flash", "tf32,bf16,flash", "tf32,fp16,flash"]
+# Those of the later notebooks that run on a CPU, alone where that is possible, and together
+LATER = ["fused_ops", "chunked_ce", "bf16,fused_ops,fp8", "bf16,fused_ops,chunked_ce,fp8", "compile", "checkpoint",
+         "selective_checkpoint", "fused_adamw", "adamw8bit", "bf16,bf16_weights",
+         "tf32,bf16,flash,fused_ops,chunked_ce,fp8,checkpoint,fused_adamw"]
+
+@pytest.mark.parametrize("rungs", LATER)
+def test_later_rungs_leak_nothing(rungs, batch):
+    "Building, stepping, evaluating and generating leave every setting and the random states as they were"
+    rungs = rungs.split(",")
+    if why := next(filter(None, (find_rung(r).needs() for r in rungs)), ""): pytest.skip(why)
+    was, states = flags(), random_states()
+    step = Stepper(build(NANO, rungs))
+    assert not changed(was) and random_states() == states, "build"
+    for _ in range(2): assert step(*batch).isfinite()
+    assert not changed(was) and random_states() == states, "step"
+    step.evaluate(batch)
+    generate(step.run, [1, 2], 3)
+    assert not changed(was) and random_states() == states, "evaluate, generate"
+
+RUNGS = ["tf32", "bf16", "fp16", "flash", "tf32,bf16,flash", "tf32,fp16,flash", "fused_ops",
+         "bf16,fused_ops,chunked_ce,fp8", "checkpoint", "selective_checkpoint"]
 
 @pytest.mark.parametrize("rungs", RUNGS)
 @pytest.mark.parametrize("loss", [fault_forward, fault_backward])

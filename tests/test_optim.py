@@ -1,19 +1,21 @@
 "The optimizers: stochastic rounding, the fused update of bf16 weights, 8-bit moments, and the three rungs."
-import copy, os
+import copy, gc, os
 import pytest, torch
 if not torch.cuda.is_available(): os.environ.setdefault("TRITON_INTERPRET", "1")     # before triton is imported
 from torch import nn
+from llm_speedrun import amp, checkpointing, chunked_ce, flash, tf32    # their rungs
 from llm_speedrun.fused_ops import runs_kernel
 from llm_speedrun.measure import measure_ceilings, time_ms, version_of
-from llm_speedrun.model import Run, Stepper, adamw, baseline, build, check_rung, count_step, find_rung, workload
-from llm_speedrun.optim import (BLOCK, Bf16AdamW, adamw8bit, adamw_maths, adamw_scalars, bf16_matrices, bf16_weights,
-                                fused_adamw, join_fp32, make_8bit, make_bf16, philox, random_bits, split_fp32, state_bytes,
-                                stochastic_round, update_torch, update_triton)
+from llm_speedrun.model import Stepper, adamw, baseline, build, check_rung, count_step, find_rung, workload
+from llm_speedrun.optim import (BLOCK, Bf16AdamW, adamw8bit, adamw_scalars, bf16_matrices, bf16_weights, join_fp32,
+                                make_8bit, make_bf16, philox, random_bits, split_fp32, state_bytes, stochastic_round,
+                                update_torch, update_triton)
 from flags import changed, flags, random_states
 from small import NANO, fails
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-needs_kernel = pytest.mark.skipif(not runs_kernel(torch.zeros(1, device=DEVICE)), reason="needs Triton, on a GPU or interpreted")
+needs_kernel = pytest.mark.skipif(not runs_kernel(torch.zeros(1, device=DEVICE)),
+                                  reason="needs Triton, on a GPU or interpreted")
 needs_torchao = pytest.mark.skipif(not version_of("torchao"), reason="needs torchao")
 ROUNDINGS = ["stochastic", "nearest", "master", "none"]
 KEY = (5 << 33) + 7
@@ -37,7 +39,7 @@ def updated(update, lists, rounding, key=KEY, scalars=adamw_scalars(.01, (.9, .9
 
 def same_rounding(p, q):
     "All but a few are equal, and those are neighbours"
-    return p.ne(q).float().mean() < 2e-3 and ((p - q).abs() <= q.abs()/64 + 1e-30).all()
+    return p.ne(q).float().mean() < 2e-3 and ((p - q).abs() <= q.abs()/64 + 1e-5).all()
 
 # Rounding
 
@@ -65,7 +67,7 @@ def test_what_bf16_holds_stays():
     nan = every.isnan()
     assert torch.equal(out[~nan].float(), every[~nan]) and out[nan].isnan().all()
     largest = torch.tensor([torch.finfo(torch.float32).max])
-    assert stochastic_round(largest, torch.tensor([2**16 - 1])).isinf() and stochastic_round(largest, torch.tensor([0])).isfinite()
+    assert [stochastic_round(largest, torch.tensor([r])).isinf().item() for r in (0, 2**16 - 1)] == [False, True]
 
 def test_split_and_join():
     "A bf16 number and the lower half are the FP32 number again, to the bit"
@@ -79,17 +81,18 @@ def test_split_and_join():
 
 def test_philox():
     "The published answers for Philox 4x32-10"
-    assert philox(0, torch.zeros(1, dtype=torch.int64))[:, 0].tolist() == [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]
+    zeros = torch.zeros(1, dtype=torch.int64)
+    assert philox(0, zeros)[:, 0].tolist() == [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]
     words = philox((3 << 33) + 1, torch.arange(100_000))
-    for k in range(32): assert abs((words >> k & 1).double().mean() - .5) < 5*.5/400_000**.5      # each bit is fair
+    for k in range(32): assert abs((words >> k & 1).double().mean() - .5) < 5*.5/400_000**.5    # each bit is fair
     assert words.min() >= 0 and words.max() < 2**32
 
 def test_random_bits_differ():
     "Another key, another program, another chunk: other bits"
-    bits = [random_bits(k, 4*BLOCK, f, DEVICE) for k, f in ((KEY, 0), (KEY + 2, 0), (KEY, 1), (KEY + (1 << 33), 0))]
-    bits += list(bits[0].view(4, BLOCK))
+    bits = [random_bits(k, BLOCK, f, DEVICE) for k, f in ((KEY + 2, 0), (KEY, 1), (KEY + (1 << 33), 0))]
+    bits += list(random_bits(KEY, 4*BLOCK, 0, DEVICE).view(4, BLOCK))
     for i, a in enumerate(bits):
-        for b in bits[:i]: assert a[:BLOCK].eq(b[:BLOCK]).float().mean() < .02 or a.data_ptr() == b.data_ptr()
+        for b in bits[:i]: assert a.eq(b).float().mean() < .02
 
 # The kernel
 
@@ -134,12 +137,12 @@ def test_an_update_of_nothing(update, rounding):
 @needs_kernel
 @pytest.mark.parametrize("update", [update_torch, update_triton])
 def test_a_small_update_moves_the_mean(update):
-    "An update of an eighth of the spacing leaves bf16 weights alone if rounded to the nearest, and moves their mean if not"
+    "An update of an eighth of the spacing: to the nearest no weight moves, at random their mean does"
     n = 20_000
     ones = torch.ones(n, device=DEVICE)
     def after(rounding):
         lists = [[ones.bfloat16()], [ones.bfloat16()*0], [-ones], [ones.clone()], [None]]
-        return updated(update, lists, rounding, scalars=(1., .001, 0., 0., 1., 0.))[0].double()
+        return updated(update, lists, rounding, scalars=(1., .001, 0., 0., 1., 1e-8))[0].double()
     assert (after("nearest") == 1).all()
     p = after("stochastic")
     assert abs(p.mean() - 1.001) < 5*p.std()/n**.5 and set(p.tolist()) == {1., 1 + 2**-7}
@@ -149,7 +152,8 @@ def test_kernel_is_repeatable():
     "The same key gives the same bits 50 times, another key other roundings"
     lists = case([5000, 64], "stochastic")
     first, _ = updated(update_triton, lists, "stochastic")
-    for _ in range(50 if DEVICE.type == "cuda" else 3): assert torch.equal(updated(update_triton, lists, "stochastic")[0], first)
+    for _ in range(50 if DEVICE.type == "cuda" else 3):
+        assert torch.equal(updated(update_triton, lists, "stochastic")[0], first)
     assert not torch.equal(updated(update_triton, lists, "stochastic", key=KEY + 2)[0], first)
 
 # The optimizer
@@ -170,11 +174,25 @@ def train(opt, ps, steps, start=0):
     return [p.detach().clone() for p in ps]
 
 def test_update_is_adamw():
-    "FP32 weights go where PyTorch's AdamW takes them, bf16 ones with a master too, where the gradients are the same"
+    "FP32 weights go where PyTorch's AdamW takes them"
     ps, groups = two_groups(torch.float32)
     ref = copy.deepcopy(ps)
-    theirs = train(torch.optim.AdamW([dict(params=[p], weight_decay=g["weight_decay"]) for p, g in zip(ref, groups)], betas=(.9, .95)), ref, 10)
-    for a, b in zip(train(Bf16AdamW(groups), ps, 10), theirs): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    opt = torch.optim.AdamW([dict(g, params=[p]) for p, g in zip(ref, groups)], betas=(.9, .95))
+    for a, b in zip(train(Bf16AdamW(groups), ps, 10), train(opt, ref, 10)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+def test_a_master_is_adamw():
+    "With a master, bf16 weights are FP32's AdamW rounded, and their masters are its weights"
+    ps, groups = two_groups()
+    ref = [nn.Parameter(p.detach().float()) for p in ps]
+    theirs = torch.optim.AdamW([dict(params=[p], weight_decay=w) for p, w in zip(ref, (.1, 0.))], betas=(.9, .95))
+    ours = Bf16AdamW(groups, rounding="master")
+    for i in range(10):
+        for p, r in zip(ps, ref):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(p)
+            r.grad = p.grad.float()
+        ours.step(); theirs.step()
+    torch.testing.assert_close(join_fp32(ps[0].detach(), ours.state[ps[0]]["low"]), ref[0].detach(), rtol=1e-5, atol=1e-6)
 
 @pytest.mark.parametrize("rounding", ROUNDINGS[:3])
 def test_resuming_is_exact(rounding):
@@ -185,7 +203,7 @@ def test_resuming_is_exact(rounding):
     opt = Bf16AdamW(groups, rounding=rounding)
     train(opt, ps, 5)
     saved = copy.deepcopy(opt.state_dict())
-    again = Bf16AdamW([dict(params=[p], weight_decay=g["weight_decay"]) for p, g in zip(ps, groups)], rounding=rounding)
+    again = Bf16AdamW([dict(params=[p]) for p in ps], rounding=rounding)    # the decay comes with the state
     again.load_state_dict(saved)
     assert {t.dtype for s in again.state.values() for t in s.values()} <= {torch.float32, torch.int16}
     for a, b in zip(train(again, ps, 5, start=5), whole): assert torch.equal(a, b)
@@ -208,8 +226,9 @@ def test_optimizer_errors():
     "Unknown roundings, mixed or other types, and weights that aren't contiguous are refused, and named"
     p = nn.Parameter(torch.zeros(4, 6))
     with fails(ValueError, "unknown rounding 'stochatic'", "'stochastic'"): Bf16AdamW([p], rounding="stochatic")
-    with fails(ValueError, "torch.bfloat16 and torch.float32", "make a group for each"): Bf16AdamW([p, nn.Parameter(p.bfloat16())])
-    with fails(ValueError, "torch.float16"): Bf16AdamW([nn.Parameter(p.half())])
+    with fails(ValueError, "torch.bfloat16 and torch.float32", "make a group for each"):
+        Bf16AdamW([p, nn.Parameter(p.detach().bfloat16())])
+    with fails(ValueError, "torch.float16"): Bf16AdamW([nn.Parameter(p.detach().half())])
     with fails(ValueError, "contiguous"): Bf16AdamW([nn.Parameter(p.detach().t())])
 
 def test_scaler_skips_an_overflow():
@@ -276,7 +295,8 @@ def test_bf16_weights(batch):
     assert {(p.ndim > 1, p.dtype) for p in run.model.parameters()} == {(True, torch.bfloat16), (False, torch.float32)}
     assert not {p.data_ptr() for p in run.model.parameters()} & {p.data_ptr() for p in before.model.parameters()}
     a, b = losses(run, batch), losses(bf16_weights(before), batch)
-    assert a == b and all(torch.equal(t, was[k]) for k, t in before.model.state_dict().items()) and random_states() == states
+    assert a == b and random_states() == states
+    assert all(torch.equal(t, was[k]) for k, t in before.model.state_dict().items())
     assert max(abs(x - y) for x, y in zip(a, losses(before, batch))) < .05 and a[-1] < a[0]
 
 def test_bf16_weights_keep_ties():
@@ -286,9 +306,10 @@ def test_bf16_weights_keep_ties():
     bf16_matrices(m)
     assert m[0].weight is m[1].weight and m[0].weight.dtype == torch.bfloat16
 
-@pytest.mark.parametrize("rungs", [["fused_ops"], ["chunked_ce"], ["fused_ops", "chunked_ce", "checkpoint"]], ids=",".join)
-def test_bf16_weights_go_with(rungs, batch):
+@pytest.mark.parametrize("rungs", [["fused_ops"], ["chunked_ce"], ["fused_ops", "chunked_ce", "checkpoint"]], ids=str)
+def test_bf16_weights_go_with(rungs, batch, monkeypatch):
     "Bf16 weights train beneath the other rungs, named in any order"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")     # PyTorch's maths is quicker, and their kernels have their own tests
     res = losses(build(NANO, ["bf16_weights", *rungs, "flash", "bf16"]), batch, 4)
     assert res[-1] < res[0]
 
@@ -396,7 +417,7 @@ def test_8bit_at_124m():
 def test_memory_of_bf16_weights():
     "Weights, gradients and state of 124m: 12 bytes a weight, 14 with a master, 16 in FP32"
     def held(make, dtype):
-        torch.cuda.empty_cache()
+        gc.collect(); torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         opt = big_update(make, dtype); opt.step(); torch.cuda.synchronize()
         return (torch.cuda.memory_allocated() - before)/sum(p.numel() for g in opt.param_groups for p in g["params"])

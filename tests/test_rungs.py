@@ -24,21 +24,23 @@ def card(monkeypatch):
 
 # Names
 
-@pytest.mark.parametrize("name,near", [("tf23", "tf32"), ("bf61", "bf16"), ("flsh", "flash"), ("fp8x", "fp16")])
+@pytest.mark.parametrize("name,near", [
+    ("tf23", "tf32"), ("bf61", "bf16"), ("flsh", "flash"), ("fp8x", "fp8"), ("checkpiont", "checkpoint"),
+    ("adamw8", "adamw8bit"), ("fused_op", "fused_ops"), ("chunked", "chunked_ce"), ("compiled", "compile")])
 def test_unknown_rung(name, near):
     "A misspelt rung is answered with the nearest names and all there are"
     for f in (find_rung, lambda n: build(NANO, [n])):
         with fails(ValueError, f"unknown rung '{name}'", f"Did you mean .*'{near}'", "There are: .*tf32"): f(name)
 
 @pytest.mark.parametrize("spec,wrong,near", [
-    ("fastst", "fastst", "fastest"), ("niave", "niave", "naive"), ("tf32,flsh", "flsh", "flash"),
+    ("fastst", "fastst", "fastest"), ("smalest", "smalest", "smallest"), ("save", "save", "safe"), ("niave", "niave", "naive"), ("tf32,flsh", "flsh", "flash"),
     ("tf32, b16", "b16", "bf16"), ("tf32 flash", "tf32 flash", "tf32")])
 def test_unknown_rung_or_preset(spec, wrong, near):
     "In a list of rungs the wrong one is named, with the nearest of rungs and presets"
-    with fails(ValueError, f"unknown rung or preset '{wrong}'", f"Did you mean .*'{near}'", "naive, fastest"):
+    with fails(ValueError, f"unknown rung or preset '{wrong}'", f"Did you mean .*'{near}'", "naive, fastest, smallest, safe"):
         parse_rungs(spec)
 
-@pytest.mark.parametrize("spec", ["fastest,flash", "naive,tf32", "auto,flash"])
+@pytest.mark.parametrize("spec", ["fastest,flash", "naive,tf32", "safe,fused_ops", "auto,flash"])
 def test_preset_among_rungs(spec):
     "A preset stands alone: in a list of rungs it is refused when the list is read, not minutes later"
     with fails(ValueError, spec.split(",")[0]): parse_rungs(spec)
@@ -69,10 +71,34 @@ def test_presets_run_on_every_card(card):
     "`fastest` and `auto` name only rungs that the machine can run"
     for name, *capability in (("H200", 9, 0), ("A100", 8, 0), ("T4", 7, 5), ("V100", 7, 0), ("P100", 6, 0)):
         card(name, *capability)
-        for spec in ("fastest", "auto"):
-            for r in parse_rungs(spec): assert not find_rung(r).needs(), f"{spec} on {name}"
+        for spec in ("fastest", "smallest", "safe", "auto"):
+            rungs = [find_rung(r) for r in parse_rungs(spec)]
+            for r in rungs: assert not r.needs() and not {o.__name__ for o in rungs} & set(r.excludes), f"{spec} on {name}"
+        assert not {"fp8", "compile"} & set(presets()["safe"])
+
+def test_presets_of_a_card(card, monkeypatch):
+    "An H200 takes every rung; an A100 no FP8; a T4 float16; and without Triton no rung that builds on its kernels"
+    for r, ok in (("fused_ops", True), ("compile", True), ("adamw8bit", True)): monkeypatch.setattr(RUNGS[r], "needs", lambda: "")
     card("NVIDIA H200", 9, 0)
-    assert presets()["fastest"] == ["tf32", "bf16", "flash"]
+    most = "tf32 bf16 flash fused_ops chunked_ce".split()
+    assert presets() == dict(naive=[], fastest=[*most, "fp8", "compile", "fused_adamw"],
+                             smallest=[*most, "checkpoint", "adamw8bit"], safe=["tf32", "bf16", "flash", "fused_adamw"])
+    card("NVIDIA A100", 8, 0)
+    assert presets()["fastest"] == [*most, "compile", "fused_adamw"]
+    card("Tesla T4", 7, 5)
+    assert presets()["safe"] == ["fp16", "flash", "fused_adamw"]
+    card("NVIDIA H200", 9, 0)
+    monkeypatch.setattr(RUNGS["fused_ops"], "needs", lambda: "no Triton")
+    assert presets()["fastest"] == "tf32 bf16 flash chunked_ce compile fused_adamw".split()
+
+@pytest.mark.parametrize("preset", presets())
+def test_presets_step_here(preset):
+    "Each preset builds and steps on this machine; on a CPU without what would only take time"
+    rungs = parse_rungs(preset)
+    step = Stepper(build(NANO, rungs))
+    x = torch.arange(NANO.seq, device=step.run.device)[None]
+    assert step((x, x)).item() < 20
+    if not torch.cuda.is_available(): assert not {"fp8", "compile"} & set(rungs)
 
 def test_pascal(card):
     "A card without tensor cores refuses float16 too; an Ampere card takes TF32 and bfloat16"
@@ -89,6 +115,15 @@ def test_exclusion(run):
     for f, g in ((bf16, fp16), (fp16, bf16)):
         with fails(ValueError, "exclude each other: choose one", "'bf16'", "'fp16'"): g(f(run))
     with fails(ValueError, "exclude each other"): build(NANO, ["fp16", "flash", "bf16"])
+    for a, b in (("checkpoint", "selective_checkpoint"), ("fused_adamw", "adamw8bit"), ("fused_adamw", "bf16_weights")):
+        with fails(ValueError, "exclude each other", f"'{a}'", f"'{b}'"): build(NANO, ["bf16", a, b])
+
+@pytest.mark.parametrize("rungs,missing", [
+    ("fp8", "bf16 and fused_ops"), ("fp8,bf16", "bf16 and fused_ops"), ("fp8,fused_ops", "bf16 and fused_ops"),
+    ("bf16_weights", "bf16")])
+def test_a_rung_that_builds_on_another(rungs, missing):
+    "A rung whose foundation is missing names it"
+    with fails(ValueError, f"rung '{rungs.split(',')[0]}'", missing): build(NANO, rungs.split(","))
 
 def test_twice(run):
     "A rung goes on once"

@@ -162,6 +162,65 @@ def test_epochs(tmp_path, capsys):
     assert t.cfg.steps == t.batches.per_epoch and "2 passes over the text" in capsys.readouterr().out
     assert Trainer(options(tmp_path, steps=0, minutes=1e-3, epochs=1e9)).cfg.steps < 1e6
 
+# Rungs
+
+@pytest.mark.parametrize("rungs,kind", [
+    ("naive", "AdamW"), ("fused_adamw", "AdamW"), ("bf16,bf16_weights", "Bf16AdamW"), ("adamw8bit", "AdamW8bit")])
+def test_a_rung_keeps_its_optimizer(tmp_path, rungs, kind):
+    "The optimizer is the rung's, with the trainer's learning rates and weight decay, and its weights are saved as they are"
+    if rungs == "adamw8bit": pytest.importorskip("torchao")
+    trainer, res = train(options(tmp_path, rungs=rungs, lr=1e-2, weight_decay=.05), progress=False)
+    opt = trainer.step.opt
+    assert type(opt).__name__ == kind and bool(opt.defaults.get("fused")) == (rungs == "fused_adamw")
+    assert [g["weight_decay"] for g in opt.param_groups] == [.05, 0.] and curve(trainer)[-1] < curve(trainer)[0]
+    assert all(abs(float(g["lr"]) - 1e-3) < 1e-9 for g in opt.param_groups)     # the schedule's last
+    saved = load_file(tmp_path/"runs/run/model.safetensors")
+    for k, v in weights(trainer).items(): assert v.cpu().equal(saved[f"model.{k}"]) and v.dtype == saved[f"model.{k}"].dtype
+    assert (torch.bfloat16 in {v.dtype for v in saved.values()}) == (kind == "Bf16AdamW")
+    assert res["sample"] and res["val_loss"] < 10
+
+@pytest.mark.parametrize("rungs", [
+    "fused_ops", "chunked_ce", "bf16,flash,fused_ops,chunked_ce,fp8", "compile", "bf16,fused_ops,chunked_ce,compile",
+    "checkpoint", "selective_checkpoint"])
+def test_trains_with_every_rung(tmp_path, rungs):
+    "A whole run, with evaluation, sample and weights, works under every rung and gives nearly the naive losses"
+    trainer, res = train(options(tmp_path, rungs=rungs), progress=False)
+    naive, _ = train(options(tmp_path, name="naive"), progress=False)
+    assert names(tmp_path/"runs/run") == FILES and np.allclose(curve(trainer), curve(naive), atol=.1)
+    assert abs(res["val_loss"] - naive.rows[-1]["val_loss"]) < .1
+    assert set(load_file(tmp_path/"runs/run/model.safetensors")) == {f"model.{k}" for k in weights(naive)}
+
+def test_auto_leaves_out_what_fails(tmp_path, monkeypatch, capsys):
+    "A rung that fails here is left out of `auto`, which says so; named by the user it is an error"
+    monkeypatch.setattr(module, "presets", lambda: dict(naive=[], fastest=["flash", "chunked_ce", "bf16_weights"]))
+    trainer, res = train(options(tmp_path, rungs="auto"))
+    left = [r for r in trainer.ladder if "why" in r]
+    assert [(r["rung"], r["kept"]) for r in left] == [("bf16_weights", False)]
+    assert "bf16_weights" not in trainer.run.rungs and "left out 'bf16_weights': rung 'bf16_weights' needs" in capsys.readouterr().out
+    assert json.loads((tmp_path/"runs/run/ladder.json").read_text()) == trainer.ladder
+    report(trainer, res)
+    assert "| flash" in capsys.readouterr().out
+    with fails(ValueError, "needs the rung 'bf16' beside it"): train(options(tmp_path, rungs="bf16_weights", name="b"), progress=False)
+
+def test_climb_keeps_what_pays(monkeypatch):
+    "With `least` a rung is kept for its gain, and measured against those kept; without, every rung is"
+    gains = dict(tf32=1.5, bf16=.9, flash=2.)
+    def measure(config, rungs, before, batch):
+        name = lambda r: r[-1] if r else "fp32"
+        return [dict(rung=name(before), before=None), dict(rung=rungs[-1], before=name(before), ratio=gains[rungs[-1]])]
+    monkeypatch.setattr(module, "measure_run", measure)
+    kept, records = climb(NANO, 1, list(gains), least=1.05)
+    assert kept == ["tf32", "flash"] and [r["kept"] for r in records] == [True, True, False, True]
+    assert [r["before"] for r in records] == [None, "fp32", "tf32", "tf32"]
+    kept, records = climb(NANO, 1, list(gains))
+    assert kept == list(gains) and all(r["kept"] for r in records) and records[-1]["before"] == "bf16"
+
+def test_climb_out_of_memory(monkeypatch):
+    "Running out of memory is no reason to leave a rung out: it is raised"
+    def measure(*args, **kw): raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(module, "measure_run", measure)
+    with pytest.raises(torch.OutOfMemoryError): climb(NANO, 1, ["flash"], least=1.05)
+
 # Stopped
 
 def interrupted(monkeypatch, at):
@@ -280,6 +339,13 @@ def test_out_of_memory(tmp_path, small_gpu):
     assert small_gpu.measured == [1, 2] and not (tmp_path/"runs/run").exists()
     train(options(tmp_path, batch=18, accumulate=4, steps=2), progress=False)   # as advised, under the same name
 
+def test_out_of_memory_with_a_larger_vocabulary(tmp_path, small_gpu, monkeypatch):
+    "The advice is for the model that ran out: with the data's vocabulary and its rungs"
+    seen = []
+    monkeypatch.setattr(module, "largest_batch", lambda config, rungs: seen.append((config.vocab, rungs)) or 9)
+    with fails(RuntimeError, "--batch 9"): train(options(tmp_path, batch=64, vocab=1000, rungs="flash"), progress=False)
+    assert seen == [(1024, ["flash"])]
+
 def test_out_of_memory_in_training(tmp_path, small_gpu):
     "Out of memory after a trial that fitted: the model is gone before small batches are measured"
     small_gpu.trial = False
@@ -303,7 +369,7 @@ def test_out_of_memory_at_every_size(tmp_path, small_gpu, monkeypatch):
 def test_out_of_memory_while_measuring(tmp_path, small_gpu, monkeypatch):
     "The naive run may not fit where the rungs do: `auto` then trains all the same, or its advice works"
     asked = []
-    def climb(config, batch, rungs):
+    def climb(config, batch, rungs, least):
         asked.append(batch)
         return (["flash"], []) if batch <= 4 else small_gpu.out()
     monkeypatch.setattr(module, "climb", climb)
