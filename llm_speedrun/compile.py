@@ -95,11 +95,11 @@ def capturable_adamw(model, # the model to optimize
     lr = torch.tensor(lr, device=next(model.parameters()).device)
     return torch.optim.AdamW(param_groups(model, .1), lr=lr, betas=(.9, .95), capturable=True, fused=True)
 
-# %% ../nbs/09_compile.ipynb #5a580b95
+# %% ../nbs/09_compile.ipynb #cb6fc29e
 def check_graphed(step): # a `Stepper`
     "Raise `ValueError` for a step that a CUDA graph can't record, `RuntimeError` without a GPU"
     if step.scaler.is_enabled():
-        raise ValueError("a gradient scaler reads from the GPU in each step, which no CUDA graph can: use bf16")
+        raise ValueError("a gradient scaler reads from the GPU in each step, as no CUDA graph can: use bf16")
     if not all(g.get("capturable") for g in step.opt.param_groups):
         raise ValueError("this optimizer counts its steps in Python, which a CUDA graph would do once: "
                          "use capturable_adamw")

@@ -49,12 +49,12 @@ def attention_step(backend, # a key of `BACKENDS`
         with sdpa_kernel(BACKENDS[backend]): attend_with(backend)(q, k, v).backward(do)
     return step
 
-# %% ../nbs/05_flash.ipynb #49fb4468
+# %% ../nbs/05_flash.ipynb #e02cf35b
 @lru_cache
 def why_not(backend, # a key of `BACKENDS`
             *shape): # as `attention_step` takes it: B H K T D dtype device
     "Why attention of this shape can't run with `backend` here, in PyTorch's words; \"\" if it can"
-    with warnings.catch_warnings(record=True) as said, _disable_current_modes(): # real tensors, whoever counts
+    with warnings.catch_warnings(record=True) as said, _disable_current_modes(): # on real tensors
         warnings.simplefilter("always")
         try: attention_step(backend, *shape)()
         except RuntimeError as e:

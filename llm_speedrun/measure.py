@@ -647,7 +647,7 @@ def caption(records): # records of one machine
             f"`{r['workload']}`, batch {r['batch']} × {r['seq']} tokens; {r['date']}. "
             f"Each ratio is against the rung{'s kept' * left} above, interleaved in one process.")
 
-# %% ../nbs/00_measure.ipynb #b083bdb1
+# %% ../nbs/00_measure.ipynb #7c9a97ed
 def ladder_chart(records): # records in the ladder's order
     "Tokens per second of each rung as bars, with a mark at the predicted speed"
     import matplotlib.pyplot as plt
@@ -657,8 +657,8 @@ def ladder_chart(records): # records in the ladder's order
     for i, r in enumerate(records):
         x = r["tok_s"] / r["ratio"] * r["predicted_ratio"] / 1e3 # predicted
         inside, gap = speed[i] > .2*max(speed), .01*max(speed) # the text stands in the bar if that is long
-        at = dict(x=speed[i] - gap, color="w", ha="right") if inside else dict(x=max(speed[i], x) + gap, ha="left")
-        ax.text(y=i, s=f"{speed[i]:,.1f} K", va="center", **at)
+        at, color, side = (speed[i] - gap, "w", "right") if inside else (max(speed[i], x) + gap, "k", "left")
+        ax.text(at, i, f"{speed[i]:,.1f} K", color=color, ha=side, va="center")
         if not r["before"]: continue
         ax.plot([x, x], [i - .38, i + .38], color="C1", lw=2.5, label="predicted" if i == 1 else None)
     ax.invert_yaxis(); ax.legend(loc="upper right"); ax.grid(axis="x", alpha=.3)

@@ -1,4 +1,4 @@
-"Compiled runs compute the same, compile once, don't meddle with each other, and can be counted; and what a GPU's profile adds up to."
+"Compiled runs compute the same, compile once, leave each other alone and can be counted; a profile adds up."
 import gc, subprocess, sys, weakref
 from dataclasses import replace
 from functools import partial

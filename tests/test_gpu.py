@@ -6,7 +6,7 @@ from llm_speedrun.chunked_ce import linear_cross_entropy
 from llm_speedrun.flash import BACKENDS, attend_with, why_not
 from llm_speedrun.fp8 import E4M3, E5M2, Scaling, formats, sqnr, to_fp8
 from llm_speedrun.fused_ops import AddRMSNorm, QKRope, SwiGLUDown, fused_ops
-from llm_speedrun.measure import OpCounter, warm_up
+from llm_speedrun.measure import OpCounter, has_fp8, warm_up
 from llm_speedrun.model import (Run, Stepper, baseline, build, count_step, cross_entropy, matrix_params, naive_attention,
                                 reference_errors, rope, rope_table, step_of, train_flops, workload)
 from llm_speedrun.tf32 import tf32
@@ -111,7 +111,8 @@ def rand(*shape, dtype=torch.bfloat16): return torch.randn(*shape, device="cuda"
 
 def norm_case(c):
     def plain(x, y, w): h = x + y; return h, F.rms_norm(h.to(w.dtype), (c.width,), w, 1e-6).to(x.dtype)
-    return lambda x, y, w: AddRMSNorm.apply(x, y, w, 1e-6), plain, (rand(N, c.width), rand(N, c.width), rand(c.width, dtype=torch.float32))
+    ins = rand(N, c.width), rand(N, c.width), rand(c.width, dtype=torch.float32)
+    return lambda x, y, w: AddRMSNorm.apply(x, y, w, 1e-6), plain, ins
 
 def lone_norm_case(c):
     def plain(x, w): return F.rms_norm(x.to(w.dtype), (c.width,), w, 1e-6).to(x.dtype)
@@ -126,7 +127,8 @@ def heads_case(c, kv_heads=None):
     cos, sin = (t.cuda() for t in rope_table(T, D, 1e4))
     def plain(qkv, wq, wk):
         q, k, v = qkv.split([H, K, K], 2)
-        def turn(t, w): return rope(F.rms_norm(t.to(w.dtype), (D,), w, 1e-6).to(t.dtype).transpose(1, 2), cos, sin).transpose(1, 2)
+        def norm(t, w): return F.rms_norm(t.to(w.dtype), (D,), w, 1e-6).to(t.dtype)
+        def turn(t, w): return rope(norm(t, w).transpose(1, 2), cos, sin).transpose(1, 2)
         return turn(q, wq), turn(k, wk), v
     ins = rand(3, T, H + 2*K, D), rand(D, dtype=torch.float32), rand(D, dtype=torch.float32)
     return lambda *ts: QKRope.apply(*ts, cos, sin, H, 1e-6), plain, ins
@@ -142,7 +144,8 @@ def loss_case(c):
         x = F.linear(h, w)
         return F.cross_entropy(x.to(torch.promote_types(x.dtype, torch.float32)), y)
     budget = 1000*2*c.vocab     # several chunks
-    return auto(lambda h, w: linear_cross_entropy(h, w, y, budget=budget)), auto(plain), (rand(N, c.width), .02*rand(c.vocab, c.width, dtype=torch.float32))
+    ins = rand(N, c.width), .02*rand(c.vocab, c.width, dtype=torch.float32)
+    return auto(lambda h, w: linear_cross_entropy(h, w, y, budget=budget)), auto(plain), ins
 
 CASES = dict(norm=norm_case, lone_norm=lone_norm_case, mlp=mlp_case, heads=heads_case, gqa=lambda c: heads_case(c, c.heads//4),
              loss=loss_case)
@@ -156,9 +159,10 @@ def test_kernel(case, name):
     got, theirs, exact = (outputs_and_gradients(f, i) for f, i in ((ours, ins), (plain, ins), (plain, [t.double() for t in ins])))
     for i, (a, b, e) in enumerate(zip(got, theirs, exact)):
         assert a.dtype == b.dtype and a.shape == b.shape, i
-        assert rel(a, e) <= 2*rel(b, e) + 1e-5, (i, rel(a, e), rel(b, e))
+        slack = 1e-5 if e.ndim else 1e-4    # errors of one number, the mean loss, may cancel by chance
+        assert rel(a, e) <= 2*rel(b, e) + slack, (i, rel(a, e), rel(b, e))
         largest = [(o.double() - e).abs().max().item() for o in (a, b)]
-        assert largest[0] <= 2*largest[1] + 1e-5*e.abs().max().item(), (i, largest)
+        assert largest[0] <= 2*largest[1] + slack*e.abs().max().item(), (i, largest)
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("case", CASES)
@@ -185,7 +189,7 @@ def layer(c, parts, grad=E5M2):
         torch.autograd.backward(out, (1e-3*dx, 1e-3*dm))
     return dict(out=out[1].detach(), dx=x.grad, **{k: p.grad for k, p in m.named_parameters()})
 
-fp8_gpu = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no FP8")
+fp8_gpu = pytest.mark.skipif(not has_fp8(), reason="this GPU has no FP8")
 
 @fp8_gpu
 @pytest.mark.parametrize("name", SIZES)

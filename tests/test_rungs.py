@@ -33,7 +33,8 @@ def test_unknown_rung(name, near):
         with fails(ValueError, f"unknown rung '{name}'", f"Did you mean .*'{near}'", "There are: .*tf32"): f(name)
 
 @pytest.mark.parametrize("spec,wrong,near", [
-    ("fastst", "fastst", "fastest"), ("smalest", "smalest", "smallest"), ("save", "save", "safe"), ("niave", "niave", "naive"), ("tf32,flsh", "flsh", "flash"),
+    ("fastst", "fastst", "fastest"),
+    ("smalest", "smalest", "smallest"), ("save", "save", "safe"), ("niave", "niave", "naive"), ("tf32,flsh", "flsh", "flash"),
     ("tf32, b16", "b16", "bf16"), ("tf32 flash", "tf32 flash", "tf32")])
 def test_unknown_rung_or_preset(spec, wrong, near):
     "In a list of rungs the wrong one is named, with the nearest of rungs and presets"
