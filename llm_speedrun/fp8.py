@@ -12,22 +12,23 @@ __all__ = ['E4M3', 'E5M2', 'LARGEST', 'NAMES', 'TILE', 'PARTS', 'HALF_MOST', 'GR
            'logits_quantize_kernel', 'loss_lse', 'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step',
            'part_gains', 'fp8', 'float8_config', 'to_float8', 'linear_gain', 'torchao_fp8']
 
-# %% ../nbs/08_fp8.ipynb #4e102492
+# %% ../nbs/08_fp8.ipynb #4e6a1241
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 import torch, torch._dynamo, torch.nn as nn, torch.nn.functional as F
+from fastcore.basics import patch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from .measure import lookup, time_ms
-from fastcore.basics import patch
 from .model import baseline, needs_capability, rung, uncompiled
 from .flash import sdpa, set_attention
-from .fused_ops import (FusedBlock, add_norm_maths, blocks, compute_dtype, fused_ops, graph_ms, jit, kernel_op,
-                                    launch, pow2, qk_rope, qk_rope_backward_maths, rms_norm_backward,
-                                    runs_kernel, swiglu_backward_maths, swiglu_maths, tl)
-from .chunked_ce import ChunkedCE, chunk_size, linear_cross_entropy, loss_tile, read_logits, row_lse, sms
+from .fused_ops import (FusedBlock, add_norm_maths, blocks, compute_dtype, fused_ops, graph_ms,
+                                    jit, kernel_op, launch, qk_rope, qk_rope_backward_maths,
+                                    rms_norm_backward, runs_kernel, swiglu_backward_maths, swiglu_maths, tl)
+from .chunked_ce import (ChunkedCE, chunk_size, linear_cross_entropy, loss_tile, read_logits,
+                                     row_lse, sms)
 
 # %% ../nbs/08_fp8.ipynb #c360ada7
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -39,7 +40,7 @@ def sqnr(exact, rounded): # two tensors
     e = exact.double()
     return (20*torch.log10(e.norm() / (rounded.double() - e).norm())).item()
 
-# %% ../nbs/08_fp8.ipynb #010bfd02
+# %% ../nbs/08_fp8.ipynb #42ce8033
 NAMES = "n1 wqkv o wo n2 wab h wdown dqkv da dab dm".split() # a layer's inputs, weights and gradients
 NAMES += "hidden head".split() # input and weight of the output projection, which no layer has
 
@@ -53,8 +54,9 @@ class Scaling:
                  delayed=True): # False computes every scale just in time
         n, self.delayed, self.jit = len(NAMES), delayed, True # the first step has nothing to look back to
         self.most = torch.tensor([LARGEST[grad if k[0] == "d" else E4M3] for k in NAMES], device=device)
-        self.past, self.scale = torch.zeros(history, layers, n, device=device), torch.ones(layers, n, device=device)
-        self.inverse = torch.ones(layers, n, 4, device=device)[..., 0] # cuBLAS wants each at a multiple of 16 bytes
+        self.past = torch.zeros(history, layers, n, device=device)
+        self.scale = torch.ones(layers, n, device=device)
+        self.inverse = torch.ones(layers, n, 4, device=device)[..., 0] # at multiples of 16 bytes, for cuBLAS
         self.fore, self.back = ([torch.zeros(n, device=device) for _ in range(layers)] for _ in range(2))
 
     def __deepcopy__(self, memo): return self # a rung's copy of the model shares it, as it shares the weights
@@ -84,24 +86,26 @@ def update(self:Scaling):
     self.scale.copy_(torch.where(amax > 0, self.most / amax, 1.))
     self.inverse.copy_(1/self.scale)
 
-# %% ../nbs/08_fp8.ipynb #b66824e4
+# %% ../nbs/08_fp8.ipynb #05285bda
 @jit
 def store_both(q_ptr, t_ptr, x, scale, rows, cols, N, C, q_stride, t_stride, MOST: tl.constexpr):
     "Round a tile, and store what lies within N C in `q_ptr`, and transposed in `t_ptr`"
-    # by way of fp16, which is finer than both formats: Triton 3.6 casts FP32 wrongly in a tile that is transposed
-    h = tl.minimum(tl.maximum(x*scale, -MOST), MOST).to(tl.float16)
-    q, t = h.to(q_ptr.dtype.element_ty), tl.trans(h).to(t_ptr.dtype.element_ty)
+    dt: tl.constexpr = q_ptr.dtype.element_ty
+    # There and back by way of fp16, which holds every 8-bit number: ptxas 12.9 mixes up the bytes of a tile
+    # that is stored both as it is and transposed straight from the cast (triton issue 11111)
+    h = tl.minimum(tl.maximum(x*scale, -MOST), MOST).to(dt).to(tl.float16)
+    q, t = h.to(dt), tl.trans(h).to(dt)
     r, c = rows.to(tl.int64), cols.to(tl.int64)
     tl.store(q_ptr + r[:, None]*q_stride + c[None, :], q, (rows < N)[:, None] & (cols < C)[None, :])
     tl.store(t_ptr + c[:, None]*t_stride + r[None, :], t, (cols < C)[:, None] & (rows < N)[None, :])
 
 @jit
 def note_amax(amax_ptr, x):
-    "Raise the slot's maximum to that of |x|; mostly it is there already, and a look costs less than an atomic"
+    "Raise the slot's maximum to that of |x|; mostly it's there already, and a look costs less than an atomic"
     m = tl.max(tl.max(tl.abs(x), 1), 0)
     if m > tl.load(amax_ptr): tl.atomic_max(amax_ptr, m)
 
-# %% ../nbs/08_fp8.ipynb #c30ea7d8
+# %% ../nbs/08_fp8.ipynb #87e01786
 def both(x, scale, amax, dt): # N C
     "`x` rounded to `dt` with `scale`, and its transpose; raises `amax` to the largest magnitude"
     amax.copy_(torch.maximum(amax, x.abs().amax().float()))
@@ -111,7 +115,7 @@ def both(x, scale, amax, dt): # N C
 @jit
 def quantize_kernel(x_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, start, n, N, C, MOST: tl.constexpr,
                     ROWS: tl.constexpr, COLS: tl.constexpr):
-    # x has n rows, which are those from `start` on of the N rows of q
+    "`x` rounded and transposed, ROWS COLS at a time; its n rows are those from `start` on of the N of q"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
     there = (rows < n)[:, None] & (cols < C)[None, :]
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None]*C + cols[None, :], there, 0.).to(tl.float32)
@@ -119,10 +123,12 @@ def quantize_kernel(x_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, start, n, N, C, MO
     q_ptr, t_ptr = q_ptr + start*C, t_ptr + start
     store_both(q_ptr, t_ptr, x, tl.load(scale_ptr), rows, cols, n, C, C, N, MOST)
 
-# %% ../nbs/08_fp8.ipynb #1f372b4d
+# %% ../nbs/08_fp8.ipynb #c8abf774
 TILE = dict(ROWS=32, COLS=128, num_warps=4)
 
-def tile_grid(N, C): return blocks(N, TILE["ROWS"]), blocks(C, TILE["COLS"])
+def tile_grid(N, C):
+    "How many tiles of the size `TILE` cover a matrix N C, down and across"
+    return blocks(N, TILE["ROWS"]), blocks(C, TILE["COLS"])
 
 def pair(x, N, C, dt):
     "Uninitialised 8-bit matrices N C and C N on the device of `x`"
@@ -137,11 +143,12 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
     launch(quantize_kernel, tile_grid(N, C), x, scale, amax, q, t, 0, N, N, C, LARGEST[dt], **TILE)
     return q, t
 
-# %% ../nbs/08_fp8.ipynb #b3595a7e
+# %% ../nbs/08_fp8.ipynb #c10b5b60
 @jit
 def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_ptr, amax_ptr, N,
                          d: tl.constexpr, eps: tl.constexpr, ADD: tl.constexpr, MOST: tl.constexpr,
                          ROWS: tl.constexpr, COLS: tl.constexpr):
+    "The sum of `x` and `y`, its 1/rms, and its norm, rounded and transposed; tiles of ROWS COLS"
     rows, scale = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.load(scale_ptr)
     at = rows.to(tl.int64)[:, None]*d
     squares = tl.zeros((ROWS, COLS), tl.float32)
@@ -163,7 +170,7 @@ def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_
         note_amax(amax_ptr, n)
         store_both(q_ptr, t_ptr, n, scale, rows, cols, N, d, d, N, MOST)
 
-# %% ../nbs/08_fp8.ipynb #ba4d76ad
+# %% ../nbs/08_fp8.ipynb #6d4e83a1
 @kernel_op(mutates=("amax",))
 def norm_quantize(x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, eps: float, scale: torch.Tensor,
                   amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -173,14 +180,15 @@ def norm_quantize(x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, eps:
         return h.clone(), r, *both(n, scale, amax, E4M3)
     (N, d), h, (q, t) = x.shape, torch.empty_like(x), pair(x, *x.shape, E4M3)
     r = x.new_empty(N, dtype=torch.float32)
-    launch(norm_quantize_kernel, (blocks(N, 32),), x, x if y is None else y, w, h, q, t, r, scale, amax, N, d, eps,
-           y is not None, LARGEST[E4M3], ROWS=32, COLS=256, num_warps=8)
+    launch(norm_quantize_kernel, (blocks(N, 32),), x, x if y is None else y, w, h, q, t, r, scale, amax, N, d,
+           eps, y is not None, LARGEST[E4M3], ROWS=32, COLS=256, num_warps=8)
     return h, r, q, t
 
-# %% ../nbs/08_fp8.ipynb #dc02d27d
+# %% ../nbs/08_fp8.ipynb #63cdb9c9
 @jit
 def swiglu_quantize_kernel(ab_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, F: tl.constexpr, MOST: tl.constexpr,
                            ROWS: tl.constexpr, COLS: tl.constexpr):
+    "silu(a) * b of rows (a, b), rounded and transposed, ROWS COLS of the product at a time"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
     there, at = (rows < N)[:, None] & (cols < F)[None, :], rows.to(tl.int64)[:, None]*2*F + cols[None, :]
     a = tl.load(ab_ptr + at, there, 0.).to(tl.float32)
@@ -192,6 +200,7 @@ def swiglu_quantize_kernel(ab_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, F: tl.c
 @jit
 def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, F: tl.constexpr,
                                     MOST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    "The gradients of a and b, rounded and transposed, ROWS COLS of each at a time"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
     there, at = (rows < N)[:, None] & (cols < F)[None, :], rows.to(tl.int64)[:, None]*2*F + cols[None, :]
     a = tl.load(ab_ptr + at, there, 0.).to(tl.float32)
@@ -224,9 +233,10 @@ def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Te
            LARGEST[dt], **TILE)
     return q, t
 
-# %% ../nbs/08_fp8.ipynb #7e37ef26
+# %% ../nbs/08_fp8.ipynb #92ca9bf2
 @jit
 def halves(ptr, at, there, HALF: tl.constexpr):
+    "A head's first half and its second in FP32, a tile of tokens by HALF each"
     return tl.load(ptr + at, there, 0.).to(tl.float32), tl.load(ptr + at + HALF, there, 0.).to(tl.float32)
 
 @jit
@@ -241,11 +251,12 @@ def head_backward(da, db, a, b, w_ptr, c, s, dw_ptr, i, eps: tl.constexpr, HALF:
     mean = (tl.sum(da*a + db*b, 1)/(2*HALF))[:, None]
     return r*(da - a*mean), r*(db - b*mean)
 
-# %% ../nbs/08_fp8.ipynb #d1ebe28b
+# %% ../nbs/08_fp8.ipynb #520d8562
 @jit
 def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, scale_ptr,
                           amax_ptr, q_ptr, t_ptr, dw_ptr, N, T, H: tl.constexpr, K: tl.constexpr,
                           HALF: tl.constexpr, eps: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
+    "The gradient of qkv, rounded and transposed, and sums for the norms' weights; a head's tile: ROWS D"
     D: tl.constexpr = 2*HALF
     C: tl.constexpr = (H + 2*K)*D
     head, rows, i = tl.program_id(0), tl.program_id(1)*ROWS + tl.arange(0, ROWS), tl.arange(0, HALF)
@@ -265,19 +276,19 @@ def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_p
     store_both(q_ptr, t_ptr, da, scale, rows, to, N, C, C, N, MOST)
     store_both(q_ptr, t_ptr, db, scale, rows, to + HALF, N, C, C, N, MOST)
 
-# %% ../nbs/08_fp8.ipynb #155745ab
+# %% ../nbs/08_fp8.ipynb #3bb4412e
 @kernel_op(mutates=("amax",))
 def heads_quantize(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: torch.Tensor, wq: torch.Tensor,
                    wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, scale: torch.Tensor,
                    amax: torch.Tensor, dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "As `fused_ops.qk_rope_backward`: the weights' gradients (2 D), and that of qkv (N C) in `dt` and transposed"
+    "As `fused_ops.qk_rope_backward`: gradients of the weights (2 D), and of qkv (N C) in `dt` and transposed"
     if not runs_kernel(qkv):
         dqkv, dw = qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
         return dw.clone(), *both(dqkv.flatten(0, 1).flatten(1), scale, amax, dt)
     (B, T, H, D), K, N = dq.shape, dk.shape[2], dq.shape[0]*dq.shape[1]
     (q, t), dw = pair(qkv, N, (H + 2*K)*D, dt), qkv.new_empty(blocks(N, 64), H + K, D, dtype=torch.float32)
-    launch(heads_quantize_kernel, (H + 2*K, blocks(N, 64)), dq, dk, dv, qkv, wq, wk, cos, sin, scale, amax, q, t, dw, N, T,
-           H, K, D//2, eps, LARGEST[dt], ROWS=64, num_warps=4)
+    launch(heads_quantize_kernel, (H + 2*K, blocks(N, 64)), dq, dk, dv, qkv, wq, wk, cos, sin, scale, amax,
+           q, t, dw, N, T, H, K, D//2, eps, LARGEST[dt], ROWS=64, num_warps=4)
     dw = dw.sum(0)
     return torch.stack([dw[:H].sum(0), dw[H:].sum(0)]), q, t
 
@@ -421,7 +432,7 @@ class Fp8MLP(torch.autograd.Function):
         dx = dx.view(dh.shape)
         return dx, dx, dw, dwg, dwu, dwd, None, *[None]*6
 
-# %% ../nbs/08_fp8.ipynb #9703e292
+# %% ../nbs/08_fp8.ipynb #b3d63b13
 class Fp8HeadsPart:
     "The norm and the product for Q, K and V in FP8"
     def heads(self, h, cos, sin):
@@ -438,10 +449,11 @@ class Fp8MLPPart:
     "Norm and MLP in FP8"
     def feed(self, h):
         m, norm = self.mlp, self.post_attention_layernorm
-        return Fp8MLP.apply(*h, norm.weight, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight, norm.eps, *self.scales())
+        weights = m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
+        return Fp8MLP.apply(*h, norm.weight, *weights, norm.eps, *self.scales())
 
-# %% ../nbs/08_fp8.ipynb #bac2e2b0
-PARTS = dict(heads=Fp8HeadsPart, out=Fp8OutPart, mlp=Fp8MLPPart, head=None) # `head` is the model's, in the loss
+# %% ../nbs/08_fp8.ipynb #6a138964
+PARTS = dict(heads=Fp8HeadsPart, out=Fp8OutPart, mlp=Fp8MLPPart, head=None) # the model's head, in the loss
 
 @lru_cache
 def fp8_block(parts): # a tuple of keys of `PARTS`
@@ -453,10 +465,11 @@ def to_fp8(model, parts, scaling, grad): # a model of fused blocks, changed in p
     for i, b in enumerate(model.layers):
         b.__class__, b.scales = fp8_block(parts), LayerScales(scaling, i, grad)
 
-# %% ../nbs/08_fp8.ipynb #d815af99
+# %% ../nbs/08_fp8.ipynb #9aef424e
 @jit
 def loss_lse_kernel(x_ptr, y_ptr, loss_ptr, lse_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
                     z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
+    "A row's loss and its log-sum-exp, a block of BLOCK/8 8 logits at a time"
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + row)
     at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
@@ -466,10 +479,12 @@ def loss_lse_kernel(x_ptr, y_ptr, loss_ptr, lse_ptr, V: tl.constexpr, ignore_ind
     tl.store(loss_ptr + row, tl.where(y == ignore_index, 0., loss))
     tl.store(lse_ptr + row, lse)
 
+# %% ../nbs/08_fp8.ipynb #585026cd
 @jit
-def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, V: tl.constexpr, ignore_index: tl.constexpr,
-                           z_loss: tl.constexpr, softcap: tl.constexpr, SCALE: tl.constexpr, MOST: tl.constexpr,
-                           ROWS: tl.constexpr, COLS: tl.constexpr):
+def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, V: tl.constexpr,
+                           ignore_index: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
+                           SCALE: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    "The logits' gradients, rounded with SCALE and transposed, ROWS COLS at a time"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
     there = (rows < N)[:, None] & (cols < V)[None, :]
     x = read_logits(x_ptr + rows.to(tl.int64)[:, None]*V + cols[None, :], there, softcap, False)
@@ -502,7 +517,7 @@ def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: f
     launch(loss_lse_kernel, (N,), logits, y, loss, lse, V, ignore_index, z_loss, softcap, **loss_tile(V))
     return loss.clone(), lse.clone()
 
-# %% ../nbs/08_fp8.ipynb #99b7376d
+# %% ../nbs/08_fp8.ipynb #236314f3
 @kernel_op
 def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ignore_index: int,
                     z_loss: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -512,19 +527,21 @@ def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ig
         x = softcap*t if softcap else logits.float()
         counts, hot = y != ignore_index, F.one_hot(y.clamp(min=0), logits.shape[1])
         g = ((1 + 2*z_loss*lse)[:, None]*(x - lse[:, None]).exp() - hot)*(1 - t*t)
-        return both(g.where(counts[:, None], 0), torch.tensor(HALF_MOST, device=g.device), torch.zeros((), device=g.device), E5M2)
+        scale, amax = torch.tensor(HALF_MOST, device=g.device), torch.zeros((), device=g.device)
+        return both(g.where(counts[:, None], 0), scale, amax, E5M2)
     (N, V), (q, t) = logits.shape, pair(logits, *logits.shape, E5M2)
     launch(logits_quantize_kernel, tile_grid(N, V), logits, y, lse, q, t, N, V, ignore_index, z_loss,
            softcap, HALF_MOST, LARGEST[E5M2], **TILE)
     return q, t
 
-# %% ../nbs/08_fp8.ipynb #076342f9
+# %% ../nbs/08_fp8.ipynb #e9c709c4
 class Fp8LinearCE(torch.autograd.Function):
     "Mean loss of h @ w.T as `chunked_ce.LinearCrossEntropy`, its products in FP8; h: N d, w: V d, y: N"
     @staticmethod
     def forward(ctx, h, w, y, ce, wanted, *slots):
         s, options = Slots(*slots), (ce.ignore_index, ce.z_loss, ce.softcap)
-        (h8, h8t), (w8, w8t) = rounded(s, "hidden", quantize, h, dt=E4M3), rounded(s, "head", quantize_weights, [w])
+        h8, h8t = rounded(s, "hidden", quantize, h, dt=E4M3)
+        w8, w8t = rounded(s, "head", quantize_weights, [w])
         dh, dw, losses = torch.empty_like(h) if wanted else None, None, []
         unscale = torch.full((1,), 1/HALF_MOST, device=h.device)
         for part in h8.split(chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h))):
@@ -559,17 +576,18 @@ class Fp8CE(ChunkedCE):
         wanted = torch.is_grad_enabled() and h.requires_grad
         return Fp8LinearCE.apply(h, w, y.flatten().contiguous(), self, wanted, *self.scales())
 
-# %% ../nbs/08_fp8.ipynb #ca6eb224
+# %% ../nbs/08_fp8.ipynb #23a63cc6
 def layer_step(c, parts, device): # a `GPTConfig`, a tuple of keys of `PARTS`
     "A function that runs one fused layer forward and backward on random tokens, with `parts` in FP8"
     run, scaling = fused_ops(baseline(replace(c, layers=1, vocab=64), device)), Scaling(1, E5M2, device)
     set_attention(run.model, sdpa)
     if parts: to_fp8(run.model, parts, scaling, E5M2)
-    g = torch.Generator(device).manual_seed(0)
-    x = torch.randn(max(1, 2**15//c.seq), c.seq, c.width, device=device, generator=g).bfloat16().requires_grad_()
+    g, B = torch.Generator(device).manual_seed(0), max(1, 2**15//c.seq)
+    x = torch.randn(B, c.seq, c.width, device=device, generator=g).bfloat16().requires_grad_()
     def step():
         with torch.autocast(device.type, torch.bfloat16), scaling.step():
-            torch.autograd.backward(run.model.layers[0]((x, x), run.model.cos, run.model.sin), (x.detach(),)*2)
+            out = run.model.layers[0]((x, x), run.model.cos, run.model.sin)
+            torch.autograd.backward(out, (x.detach(),)*2)
     return step
 
 def head_step(c, fp8, device): # a `GPTConfig`, whether in FP8
@@ -593,7 +611,7 @@ def part_gains(c, device): # a `GPTConfig`
         gains = {p: ms(layer_step, ())/ms(layer_step, (p,)) for p in PARTS if PARTS[p]}
         return gains | dict(head=ms(head_step, False)/ms(head_step, True))
 
-# %% ../nbs/08_fp8.ipynb #a68a4956
+# %% ../nbs/08_fp8.ipynb #7ce785e7
 GRADIENTS = dict(e5m2=E5M2, e4m3=E4M3)
 
 @rung("fp8", needs=needs_capability(8, 9, "FP8"), excludes=["fp16"])
@@ -601,24 +619,27 @@ def fp8(run, # a `Run` with bf16 and fused_ops
         parts="auto", # "auto" for those that gain here by measuring (all on a CPU), or names from `PARTS`
         grad="e5m2", # the gradients' format, a key of `GRADIENTS`
         delayed=True): # scales from the steps before; False finds each just in time
-    """Matrix products in FP8, rounded in the kernels that hold the data; the output projection's with `chunked_ce`.
-    Raises `ValueError` without bf16 and fused_ops, and for names that there aren't"""
+    """Matrix products in FP8, rounded in the kernels that hold the data; the output projection's with
+    `chunked_ce`. Raises `ValueError` without bf16 and fused_ops, and for names that there aren't"""
     if run.fmt != "bf16" or not isinstance(run.model.layers[0], FusedBlock):
-        raise ValueError("rung 'fp8' rounds inside of the fused kernels, from bf16: add the rungs bf16 and fused_ops")
+        raise ValueError("rung 'fp8' rounds inside of the fused kernels, from bf16: "
+                         "add the rungs bf16 and fused_ops")
     c, chunked = replace(run.model.config, layers=1, name=""), isinstance(run.loss, ChunkedCE)
     if parts == "auto":
-        parts = list(PARTS) if run.device.type == "cpu" else [p for p, r in part_gains(c, run.device).items() if r > 1]
+        if run.device.type == "cpu": parts = list(PARTS)
+        else: parts = [p for p, r in part_gains(c, run.device).items() if r > 1]
         if not chunked: parts = [p for p in parts if p != "head"]
     for p in parts: lookup(PARTS, p, "part of a model")
     if "head" in parts and not chunked:
         raise ValueError("rung 'fp8': the head in FP8 is a form of the chunked loss: add the rung chunked_ce")
     dt, L = lookup(GRADIENTS, grad, "format of gradients"), run.model.config.layers
     scaling = Scaling(L + 1, dt, run.device, delayed=delayed)
-    run = run.with_model(partial(to_fp8, parts=tuple(parts), scaling=scaling, grad=dt)).in_forward(scaling.step)
+    convert = partial(to_fp8, parts=tuple(parts), scaling=scaling, grad=dt)
+    run = run.with_model(convert).in_forward(scaling.step)
     if "head" not in parts: return run
     return replace(run, loss=Fp8CE(**vars(run.loss), scales=LayerScales(scaling, L, dt)))
 
-# %% ../nbs/08_fp8.ipynb #73703619
+# %% ../nbs/08_fp8.ipynb #5d0fb0c9
 RECIPES = ("tensorwise", "rowwise")
 
 def float8_config(recipe, device): # one of `RECIPES`
@@ -629,10 +650,13 @@ def float8_config(recipe, device): # one of `RECIPES`
 def to_float8(model, recipe, wanted): # a module, changed in place; wanted: (inputs, outputs) -> bool
     "Convert the linear layers of `model` whose sizes are `wanted` and multiples of 16"
     from torchao.float8 import convert_to_float8_training
-    takes = lambda m, name: not (m.in_features % 16 or m.out_features % 16) and wanted(m.in_features, m.out_features)
-    convert_to_float8_training(model, module_filter_fn=takes, config=float8_config(recipe, next(model.parameters()).device))
+    def takes(m, name):
+        C, O = m.in_features, m.out_features
+        return not (C % 16 or O % 16) and wanted(C, O)
+    config = float8_config(recipe, next(model.parameters()).device)
+    convert_to_float8_training(model, module_filter_fn=takes, config=config)
 
-# %% ../nbs/08_fp8.ipynb #02ef1b20
+# %% ../nbs/08_fp8.ipynb #093dfeae
 @lru_cache
 def linear_gain(recipe, C, O, device): # one of `RECIPES`, inputs, outputs
     "How many times faster a compiled linear layer on 32 K tokens is in FP8, forward and backward"
@@ -645,7 +669,7 @@ def linear_gain(recipe, C, O, device): # one of `RECIPES`, inputs, outputs
         def step():
             with torch.autocast(device.type, torch.bfloat16): f(x).backward(up)
         return time_ms(step).ms
-    with _disable_current_modes(), torch._dynamo.config.patch(recompile_limit=64): # the same code for each size
+    with _disable_current_modes(), torch._dynamo.config.patch(recompile_limit=64): # same code for each size
         return layer_ms(False) / layer_ms(True)
 
 # %% ../nbs/08_fp8.ipynb #78f47cf9

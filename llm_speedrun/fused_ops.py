@@ -7,7 +7,7 @@ __all__ = ['runs_kernel', 'blocks', 'pow2', 'traced', 'launch', 'kernel_op', 'ad
            'run_norm', 'rms_norm', 'add_rms_norm', 'norm_backward_maths', 'norm_backward_kernel', 'programs',
            'rms_norm_backward', 'AddRMSNorm', 'swiglu_maths', 'swiglu_backward_maths', 'swiglu_kernel',
            'swiglu_backward_kernel', 'swiglu_tile', 'swiglu', 'swiglu_backward', 'SwiGLUDown', 'qk_rope_maths',
-           'head_weights', 'qk_rope_kernel', 'qk_rope', 'qk_rope_backward_maths', 'head_grad',
+           'head_weights', 'qk_rope_kernel', 'qk_rope', 'qk_rope_backward_maths', 'head_grad', 'store_head_sums',
            'qk_rope_backward_kernel', 'qk_rope_backward', 'QKRope', 'FusedRMSNorm', 'FusedLastNorm', 'compute_dtype',
            'joined', 'FusedBlock', 'fuse', 'needs_triton', 'fused_ops', 'graph_ms']
 
@@ -70,10 +70,11 @@ def add_norm_maths(x, y, w, eps): # N d, N d or None, d
     r = torch.rsqrt(h.to(wide).pow(2).mean(-1) + eps)
     return h, (h.to(wide) * r[:, None] * w).to(x.dtype), r
 
-# %% ../nbs/06_fused_ops.ipynb #0089faab
+# %% ../nbs/06_fused_ops.ipynb #6435be2f
 @jit
 def norm_kernel(x_ptr, y_ptr, w_ptr, h_ptr, n_ptr, r_ptr, N, d: tl.constexpr, eps: tl.constexpr,
                 ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    "A tile of rows: their sum with `y`, its RMSNorm, and 1/rms"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     there = (rows < N)[:, None] & (cols < d)[None, :]
     at = rows.to(tl.int64)[:, None]*d + cols[None, :] # ROWS BLOCK; 64 bits: there may be over 2**31 elements
@@ -122,10 +123,11 @@ def norm_backward_maths(dn, dh, h, w, r): # N d, N d or None, N d, d, N
     dx = r[:, None] * (g - xh * (g*xh).mean(-1, keepdim=True))
     return (dx if dh is None else dx + dh).to(h.dtype), (dn * xh).sum(0)
 
-# %% ../nbs/06_fused_ops.ipynb #eefe0135
+# %% ../nbs/06_fused_ops.ipynb #c55a76c7
 @jit
 def norm_backward_kernel(dn_ptr, dh_ptr, h_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, N, d: tl.constexpr,
                          ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    "Gradients of a share of the rows, and this program's part of the weight's"
     cols = tl.arange(0, BLOCK)
     w = tl.load(w_ptr + cols, cols < d, 0.).to(tl.float32)[None, :]
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -197,9 +199,10 @@ def swiglu_backward_maths(ab, dh): # N 2F, N F
     dh.copy_(a*s*b)
     return dab.to(ab.dtype)
 
-# %% ../nbs/06_fused_ops.ipynb #bdb4e1d7
+# %% ../nbs/06_fused_ops.ipynb #5000d7de
 @jit
 def swiglu_kernel(ab_ptr, h_ptr, N, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    "silu(a) * b on a tile"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
     there = (rows < N)[:, None] & (cols < F)[None, :]
     rows = rows.to(tl.int64)[:, None]
@@ -210,6 +213,7 @@ def swiglu_kernel(ab_ptr, h_ptr, N, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: 
 @jit
 def swiglu_backward_kernel(ab_ptr, dh_ptr, dab_ptr, N, F: tl.constexpr, ROWS: tl.constexpr,
                            BLOCK: tl.constexpr):
+    "The gradients of a and b on a tile; h takes the place of its own"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
     there = (rows < N)[:, None] & (cols < F)[None, :]
     rows = rows.to(tl.int64)[:, None]
@@ -270,14 +274,16 @@ def qk_rope_maths(qkv, wq, wk, cos, sin, H, eps): # B T H+2K D; D; D; T D/2; T D
     y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
     return rope(y.transpose(1, 2), cos, sin).transpose(1, 2).to(qkv.dtype)
 
-# %% ../nbs/06_fused_ops.ipynb #b23aa97b
+# %% ../nbs/06_fused_ops.ipynb #d36e3be2
 @jit
-def head_weights(wq_ptr, wk_ptr, is_q, i): # the weight of each head's row: HEADS D/2
+def head_weights(wq_ptr, wk_ptr, is_q, i):
+    "The norm's weights for each head's row, of queries or of keys: HEADS D/2"
     return tl.where(is_q, tl.load(wq_ptr + i).to(tl.float32), tl.load(wk_ptr + i).to(tl.float32))
 
 @jit
 def qk_rope_kernel(qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, N, T, H: tl.constexpr, K: tl.constexpr,
                    HALF: tl.constexpr, eps: tl.constexpr, HEADS: tl.constexpr):
+    "One token: its query and key heads normed and turned; a, b are the halves of each head"
     n, D = tl.program_id(0).to(tl.int64), 2*HALF # a token
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     there, at = (head < H + K) & (i < HALF), n*(H + 2*K)*D + head*D + i # HEADS HALF
@@ -292,7 +298,7 @@ def qk_rope_kernel(qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, N, T, H: tl
     tl.store(o_ptr + to, a*c - b*s, there)
     tl.store(o_ptr + to + HALF, b*c + a*s, there)
 
-# %% ../nbs/06_fused_ops.ipynb #092d8def
+# %% ../nbs/06_fused_ops.ipynb #32c5827f
 @kernel_op
 def qk_rope(qkv: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
             H: int, eps: float) -> torch.Tensor:
@@ -302,7 +308,8 @@ def qk_rope(qkv: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, cos: torch.Te
     B, T, heads, D = qkv.shape
     K = (heads - H)//2
     out = qkv.new_empty(B, T, H + K, D)
-    launch(qk_rope_kernel, (B*T,), qkv, wq, wk, cos, sin, out, B*T, T, H, K, D//2, eps, HEADS=pow2(H + K), num_warps=4)
+    launch(qk_rope_kernel, (B*T,), qkv, wq, wk, cos, sin, out, B*T, T, H, K, D//2, eps,
+           HEADS=pow2(H + K), num_warps=4)
     return out
 
 # %% ../nbs/06_fused_ops.ipynb #98e7f465
@@ -317,19 +324,27 @@ def qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps): # B T H D, B
     dw = (dy*xh).sum((0, 1)) # H+K D
     return torch.cat([dx.to(qkv.dtype), dv], 2), torch.stack([dw[:H].sum(0), dw[H:].sum(0)])
 
-# %% ../nbs/06_fused_ops.ipynb #5f189ca0
+# %% ../nbs/06_fused_ops.ipynb #b41c2716
 @jit
 def head_grad(dq_ptr, dk_ptr, n, head, i, there, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr):
-    # a token's gradients of queries and keys as one tile, from two tensors
+    "A token's gradients of queries and keys as one tile, from two tensors"
     dq = tl.load(dq_ptr + n*H*D + head*D + i, there & (head < H), 0.)
     dk = tl.load(dk_ptr + n*K*D + (head - H)*D + i, there & (head >= H), 0.)
     return tl.where(head < H, dq, dk).to(tl.float32)
 
-# %% ../nbs/06_fused_ops.ipynb #efdba485
+@jit
+def store_head_sums(dw_ptr, dw, head, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    "One half of the weights' sums over heads: of the queries, and D further on of the keys"
+    i = tl.arange(0, HALF)
+    tl.store(dw_ptr + i, tl.sum(tl.where(head < H, dw, 0.), 0))
+    tl.store(dw_ptr + D + i, tl.sum(tl.where(head < H, 0., dw), 0))
+
+# %% ../nbs/06_fused_ops.ipynb #97693680
 @jit
 def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, dw_ptr,
                             N, T, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, eps: tl.constexpr,
                             HEADS: tl.constexpr, VHEADS: tl.constexpr):
+    "A share of the tokens: the gradient of qkv, and this program's part of the two weights'"
     D: tl.constexpr = 2*HALF
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     wa, wb = head_weights(wq_ptr, wk_ptr, head < H, i), head_weights(wq_ptr, wk_ptr, head < H, i + HALF)
@@ -342,8 +357,7 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
         da = head_grad(dq_ptr, dk_ptr, n, head, i, there, H, K, D)
         db = head_grad(dq_ptr, dk_ptr, n, head, i + HALF, there, H, K, D)
         v = tl.load(dv_ptr + n*K*D + vhead*D + j, vhead < K)
-        c = tl.load(cos_ptr + (n % T)*HALF + i)
-        s = tl.load(sin_ptr + (n % T)*HALF + i)
+        c, s = tl.load(cos_ptr + (n % T)*HALF + i), tl.load(sin_ptr + (n % T)*HALF + i)
         da, db = da*c + db*s, db*c - da*s # turned back
         r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
         a, b = a*r, b*r
@@ -353,11 +367,8 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
         tl.store(o_ptr + at, r*(da - a*mean), there)
         tl.store(o_ptr + at + HALF, r*(db - b*mean), there)
         tl.store(o_ptr + n*(H + 2*K)*D + (H + K + vhead)*D + j, v, vhead < K)
-    half, dw_ptr = tl.arange(0, HALF), dw_ptr + tl.program_id(0)*2*D # a program's sums: for q, for k
-    tl.store(dw_ptr + half, tl.sum(tl.where(head < H, dwa, 0.), 0))
-    tl.store(dw_ptr + HALF + half, tl.sum(tl.where(head < H, dwb, 0.), 0))
-    tl.store(dw_ptr + D + half, tl.sum(tl.where(head < H, 0., dwa), 0))
-    tl.store(dw_ptr + D + HALF + half, tl.sum(tl.where(head < H, 0., dwb), 0))
+    store_head_sums(dw_ptr + tl.program_id(0)*2*D, dwa, head, H, D, HALF)
+    store_head_sums(dw_ptr + tl.program_id(0)*2*D + HALF, dwb, head, H, D, HALF)
 
 # %% ../nbs/06_fused_ops.ipynb #724487d2
 @kernel_op
@@ -448,11 +459,11 @@ def fuse(model): # a `GPT`, changed in place
         b.input_layernorm.__class__ = b.post_attention_layernorm.__class__ = FusedRMSNorm
     model.norm.__class__ = FusedLastNorm
 
-# %% ../nbs/06_fused_ops.ipynb #10690ceb
+# %% ../nbs/06_fused_ops.ipynb #27f4d77e
 def needs_triton():
     "A rung's `needs`: Triton where there is a GPU. A CPU passes, for smoke runs"
-    if triton is None and torch.cuda.is_available(): return "it needs Triton, which is not installed: pip install triton"
-    return ""
+    missing = triton is None and torch.cuda.is_available()
+    return "it needs Triton, which is not installed: pip install triton" if missing else ""
 
 @rung("ops", needs=needs_triton)
 def fused_ops(run): # a `Run`

@@ -2,6 +2,13 @@ import os
 os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files here, never to a window
 import pytest, torch
 
+if not torch.cuda.is_available():
+    # Kernels must be made for Triton's interpreter, before any test imports them. Whether they are used is asked at each
+    # call: tests of kernels set this to 1, whole models would take the interpreter minutes.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import llm_speedrun.fp8, llm_speedrun.optim
+    os.environ["TRITON_INTERPRET"] = "0"
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU, skipped where there is none")
 
