@@ -10,9 +10,10 @@ __all__ = ['E4M3', 'E5M2', 'LARGEST', 'NAMES', 'TILE', 'PARTS', 'HALF_MOST', 'GR
            'heads_quantize', 'mm8', 'Slots', 'LayerScales', 'one', 'rounded', 'product', 'quantize_weights', 'Fp8Heads',
            'Fp8Linear', 'Fp8MLP', 'Fp8HeadsPart', 'Fp8OutPart', 'Fp8MLPPart', 'fp8_block', 'to_fp8', 'loss_lse_kernel',
            'logits_quantize_kernel', 'loss_lse', 'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step',
-           'part_gains', 'fp8', 'float8_config', 'to_float8', 'linear_gain', 'torchao_fp8']
+           'part_gains', 'rounding_cases', 'misrounded', 'needs_fp8', 'fp8', 'float8_config', 'to_float8',
+           'linear_gain', 'torchao_fp8']
 
-# %% ../nbs/08_fp8.ipynb #4e6a1241
+# %% ../nbs/08_fp8.ipynb #8a9e0783
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -21,11 +22,12 @@ import torch, torch._dynamo, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
-from .measure import lookup, time_ms
+from torch.utils._pytree import tree_map
+from .measure import default_device, lookup, time_ms
 from .model import baseline, needs_capability, rung, uncompiled
 from .flash import sdpa, set_attention
 from .fused_ops import (FusedBlock, add_norm_maths, blocks, compute_dtype, fused_ops, graph_ms,
-                                    jit, kernel_op, launch, qk_rope, qk_rope_backward_maths,
+                                    jit, kernel_op, launch, needs_triton, qk_rope, qk_rope_backward_maths,
                                     rms_norm_backward, runs_kernel, swiglu_backward_maths, swiglu_maths, tl)
 from .chunked_ce import (ChunkedCE, chunk_size, linear_cross_entropy, loss_tile, read_logits,
                                      row_lse, sms)
@@ -611,10 +613,45 @@ def part_gains(c, device): # a `GPTConfig`
         gains = {p: ms(layer_step, ())/ms(layer_step, (p,)) for p in PARTS if PARTS[p]}
         return gains | dict(head=ms(head_step, False)/ms(head_step, True))
 
-# %% ../nbs/08_fp8.ipynb #7ce785e7
+# %% ../nbs/08_fp8.ipynb #518d161e
+def rounding_cases():
+    "Each rounding operation by name: a function that ends in a scale and a maximum, and its other arguments"
+    g = torch.Generator().manual_seed(0)
+    rand = lambda *shape, dt=torch.bfloat16: torch.randn(*shape, generator=g).to(dt)
+    x, wide, D = rand(256, 192), partial(rand, dt=torch.float32), 32
+    heads = *(rand(2, 128, 2, D) for _ in range(3)), rand(2, 128, 6, D), wide(D), wide(D)
+    turn, y = [wide(128, D//2).clamp(-1, 1) for _ in range(2)], torch.randint(384, (256,), generator=g)
+    return dict(quantize=(lambda *t: quantize(*t, E5M2), [x]),
+        quantize_weights=(quantize_weights, [[wide(64, 192), wide(128, 192)]]),
+        norm_quantize=(lambda x, y, w, *t: norm_quantize(x, y, w, 1e-6, *t), [x, rand(256, 192), wide(192)]),
+        swiglu_quantize=(swiglu_quantize, [rand(256, 384)]),
+        swiglu_backward_quantize=(lambda *t: swiglu_backward_quantize(*t, E5M2), [rand(256, 384), x]),
+        heads_quantize=(lambda *t: heads_quantize(*t[:8], 1e-6, *t[8:], E5M2), [*heads, *turn]),
+        logits_quantize=(lambda x, y, lse, *_: logits_quantize(x, y, lse, -100, 0., 0.),
+                         [rand(256, 384), y, wide(256) + 8]))
+
+@lru_cache
+def misrounded(device):
+    "Names of the rounding operations whose two copies on `device` are not those of the CPU"
+    def copies(f, ins, where):
+        ins = tree_map(lambda t: t.to(where), [*ins, torch.full((1,), 16.), torch.zeros(1)])
+        return [t.float().cpu() for t in f(*ins)[-2:]]
+    def wrong(*case):
+        return any(sqnr(c, d) < 30 for c, d in zip(copies(*case, "cpu"), copies(*case, device)))
+    with _disable_current_modes(), torch.no_grad():
+        return [name for name, case in rounding_cases().items() if wrong(*case)]
+
+# %% ../nbs/08_fp8.ipynb #22b25cf6
+def needs_fp8():
+    "A rung's `needs`: a GPU that has FP8, and a compiler that gets it right. A CPU passes, for smoke runs"
+    if why := needs_capability(8, 9, "FP8")() or needs_triton(): return why
+    bad = misrounded(default_device()) if torch.cuda.is_available() else []
+    return f"Triton's compiler here makes {', '.join(bad)} round wrongly (try a newer ptxas)" if bad else ""
+
+# %% ../nbs/08_fp8.ipynb #9f592d28
 GRADIENTS = dict(e5m2=E5M2, e4m3=E4M3)
 
-@rung("fp8", needs=needs_capability(8, 9, "FP8"), excludes=["fp16"])
+@rung("fp8", needs=needs_fp8, excludes=["fp16"])
 def fp8(run, # a `Run` with bf16 and fused_ops
         parts="auto", # "auto" for those that gain here by measuring (all on a CPU), or names from `PARTS`
         grad="e5m2", # the gradients' format, a key of `GRADIENTS`

@@ -9,11 +9,11 @@ __all__ = ['WORKLOADS', 'STAGES', 'RUNGS', 'GPTConfig', 'workload', 'RMSNorm', '
            'baseline', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'generate', 'bench',
            'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'count_step', 'measure_run']
 
-# %% ../nbs/02_model.ipynb #45fc03f5
+# %% ../nbs/02_model.ipynb #b7471259
 import copy, importlib, pkgutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from itertools import chain
 from typing import Callable
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -461,25 +461,27 @@ def curves_chart(curves): # name -> list of losses
     r.set(xlabel="step", ylabel=f"difference from {names[0]}"); r.legend()
     fig.tight_layout()
 
-# %% ../nbs/02_model.ipynb #bcd8f708
+# %% ../nbs/02_model.ipynb #9eda74cf
 def step_of(config, # a `GPTConfig`
             rungs=(), # names
-            batch=1): # sequences in a step
+            batch=1, # sequences in a step
+            change=lambda run: run): # a last change to the run
     "A builder for `count` and `compare`: builds a run, returns its step on one batch of random tokens"
     def build_step():
-        step = Stepper(build(config, rungs))
+        step = Stepper(change(build(config, rungs)))
         device = step.run.device
         g = torch.Generator(device).manual_seed(0)
         x, y = torch.randint(config.vocab, (2, batch, config.seq), device=device, generator=g)
         return lambda: step((x, y))
     return build_step
 
-# %% ../nbs/02_model.ipynb #e104b7ba
+# %% ../nbs/02_model.ipynb #0bd8ebc0
 def count_step(config, # a `GPTConfig`
                rungs=(), # names
                batch=1): # sequences in a step
     "The operations of one steady training step, counted without running it: a list of `measure.Op`"
-    with uncompiled(): ops = count(step_of(config, rungs, batch))
+    without_scaler = partial(replace, scaler=no_scaler)
+    with uncompiled(): ops = count(step_of(config, rungs, batch, without_scaler))
     return reduce(lambda ops, r: r.counts(ops), map(find_rung, rungs), ops)
 
 # %% ../nbs/02_model.ipynb #3cc46726

@@ -1,6 +1,7 @@
 "Rungs compose, refuse what doesn't go together or can't run here, and never touch the run that they are given."
 from dataclasses import replace
 import pytest, torch
+import llm_speedrun.fp8 as fp8_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from llm_speedrun.amp import bf16, fp16, half_rung
@@ -20,6 +21,7 @@ def card(monkeypatch):
     def be(name, *capability):
         for k, v in dict(is_available=True, get_device_name=name, get_device_capability=capability).items():
             monkeypatch.setattr(torch.cuda, k, lambda *args, v=v: v)
+        monkeypatch.setattr(fp8_module, "misrounded", lambda device: [])       # there is no card to try kernels on
     return be
 
 # Names
@@ -225,3 +227,14 @@ def test_flash_computes_the_same():
     "Loss and gradients with flash are those of float64 to FP32's rounding, also where heads share keys and values"
     for c in (NANO, replace(NANO, kv_heads=4), replace(NANO, kv_heads=1), replace(NANO, seq=31)):
         assert max(reference_errors(c, ["flash"])) < 1e-5
+
+def test_fp16_is_counted():
+    "A run with a gradient scaler can be counted on fake tensors, products in float16"
+    assert "fp16" in {o.fmt for o in count_step(NANO, ["fp16", "flash"])}
+
+def test_fp8_refuses_a_wrong_compiler(card, monkeypatch):
+    "Where the rounding kernels come out wrong the rung can't run and says which, and `fastest` does without it"
+    card("NVIDIA H200", 9, 0)
+    assert not find_rung("fp8").needs()
+    monkeypatch.setattr(fp8_module, "misrounded", lambda device: ["heads_quantize"])
+    assert "heads_quantize round wrongly" in find_rung("fp8").needs() and "fp8" not in presets()["fastest"]
