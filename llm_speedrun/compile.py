@@ -4,13 +4,16 @@
 
 # %% auto #0
 __all__ = ['MODES', 'FIRST_STEP', 'own_code', 'compile_blocks', 'compiled_head', 'compiled_loss', 'needs_inductor', 'compile',
-           'restart_seconds', 'capturable_adamw', 'check_graphed', 'graphed', 'copy_same']
+           'restart_seconds', 'capturable_adamw', 'check_graphed', 'graphed', 'copy_same', 'RecordedPass', 'Replayed',
+           'RecordedLoss', 'cuda_graphs']
 
-# %% ../nbs/09_compile.ipynb #76a828da
+# %% ../nbs/09_compile.ipynb #78a5849f
 import os, subprocess, sys, tempfile, time
 from dataclasses import replace
 from types import FunctionType
+from weakref import WeakKeyDictionary
 import torch, torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from .measure import fused, lookup, version_of
 from .model import cross_entropy, needs_capability, param_groups, rung
 
@@ -131,3 +134,65 @@ def copy_same(to, # where the graph reads
         raise ValueError(f"this CUDA graph was recorded for {tuple(to.shape)} and got {tuple(new.shape)}: "
                          "record one for each shape")
     to.copy_(new)
+
+# %% ../nbs/09_compile.ipynb #6587a01f
+class RecordedPass:
+    "The forward and backward pass of a loss on one shape of batch, as a CUDA graph"
+    def __init__(self, loss, # (model, x, y) -> mean loss
+                 model, # a `GPT`
+                 x, y): # B T tokens, B T tokens that follow
+        self.batch, self.replays = (x.clone(), y.clone()), 0
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.graph = torch.cuda.CUDAGraph()
+        torch.clear_autocast_cache()
+        with torch.cuda.graph(self.graph):
+            loss = loss(model, *self.batch)
+            self.grads = torch.autograd.grad(loss, self.params)
+        self.loss = loss.detach()
+        torch.clear_autocast_cache() # its casts are the graph's
+
+    def __call__(self, x, y): # of the recorded shape
+        "The loss of a batch; its backward pass gives the weights their gradients"
+        for to, new in zip(self.batch, (x, y)): copy_same(to, new)
+        return Replayed.apply(self, *self.params)
+
+# %% ../nbs/09_compile.ipynb #1d6190db
+class Replayed(torch.autograd.Function):
+    "(a `RecordedPass`, its weights) -> its loss"
+    @staticmethod
+    def forward(ctx, recorded, *params):
+        recorded.graph.replay()
+        recorded.replays += 1
+        ctx.recorded, ctx.replay = recorded, recorded.replays
+        return recorded.loss.clone() # the next replay writes over it
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        if ctx.replay != ctx.recorded.replays:
+            raise RuntimeError("another pass has been replayed before this one's backward(), and its gradients "
+                               "are gone: call backward() after each forward pass, or leave out cuda_graphs")
+        return None, *torch._foreach_mul(ctx.recorded.grads, g) # new tensors: autograd may keep them
+
+# %% ../nbs/09_compile.ipynb #0fba295a
+class RecordedLoss:
+    "A loss that records its forward and backward pass for each model and shape, at the third one of each"
+    def __init__(self, loss, # (model, x, y) -> mean loss
+                 plain=2): # passes before the recording
+        self.loss, self.plain, self.passes = loss, plain, WeakKeyDictionary()
+
+    def __call__(self, model, x, y): # a `GPT`, B T tokens and the B T that follow
+        if not (x.is_cuda and torch.is_grad_enabled()): return self.loss(model, x, y)
+        of_model = self.passes.setdefault(model, {})
+        p = of_model.get(x.shape, 0) # how many there were, or the recorded one
+        if p == self.plain: p = of_model[x.shape] = RecordedPass(self.loss, model, x, y)
+        if isinstance(p, RecordedPass): return p(x, y)
+        of_model[x.shape] = p + 1
+        return self.loss(model, x, y)
+
+# %% ../nbs/09_compile.ipynb #029b8905
+@rung("record", needs=needs_capability(7, 0, "a CUDA graph of the step"),
+      excludes=["fp16", "checkpoint", "selective_checkpoint"])
+def cuda_graphs(run): # a `Run`
+    "Forward and backward pass as one CUDA graph for each shape of batch; on a CPU, as they were"
+    return replace(run, loss=RecordedLoss(run.loss))

@@ -307,8 +307,8 @@ def evaluate(self:Stepper, batches): # pairs (x, y) on the run's device
     with entered(self.run.step_contexts + self.run.forward_contexts):
         return torch.stack([self.run.loss(self.run.model, x, y) for x, y in batches]).mean().item()
 
-# %% ../nbs/02_model.ipynb #447488a7
-STAGES = "precision ops fp8 parallel checkpoint compile shard optimizer".split()
+# %% ../nbs/02_model.ipynb #0de4574a
+STAGES = "precision ops fp8 parallel checkpoint compile shard record optimizer".split()
 RUNGS = {} # name -> rung
 
 # %% ../nbs/02_model.ipynb #e490ca2a
