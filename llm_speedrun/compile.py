@@ -190,9 +190,8 @@ class RecordedLoss:
         of_model[x.shape] = p + 1
         return self.loss(model, x, y)
 
-# %% ../nbs/09_compile.ipynb #029b8905
-@rung("record", needs=needs_capability(7, 0, "a CUDA graph of the step"),
-      excludes=["fp16", "checkpoint", "selective_checkpoint"])
+# %% ../nbs/09_compile.ipynb #8d599ce3
+@rung("record", needs=needs_capability(7, 0, "a CUDA graph of the step"), excludes=["fp16"])
 def cuda_graphs(run): # a `Run`
     "Forward and backward pass as one CUDA graph for each shape of batch; on a CPU, as they were"
     return replace(run, loss=RecordedLoss(run.loss))

@@ -6,7 +6,7 @@
 __all__ = ['E4M3', 'E5M2', 'LARGEST', 'NAMES', 'TILE', 'PARTS', 'HALF_MOST', 'GRADIENTS', 'RECIPES', 'sqnr', 'Scaling',
            'store_both', 'note_amax', 'both', 'quantize_kernel', 'tile_grid', 'pair', 'quantize',
            'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel', 'swiglu_backward_quantize_kernel',
-           'swiglu_quantize', 'swiglu_backward_quantize', 'halves', 'head_backward', 'heads_quantize_kernel',
+           'swiglu_quantize', 'swiglu_backward_quantize', 'wide_load', 'head_backward', 'heads_quantize_kernel',
            'heads_quantize', 'mm8', 'Slots', 'LayerScales', 'one', 'rounded', 'product', 'quantize_weights', 'Fp8Heads',
            'Fp8Linear', 'Fp8MLP', 'Fp8HeadsPart', 'Fp8OutPart', 'Fp8MLPPart', 'fp8_block', 'to_fp8', 'loss_lse_kernel',
            'logits_quantize_kernel', 'loss_lse', 'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step',
@@ -88,7 +88,7 @@ def update(self:Scaling):
     self.scale.copy_(torch.where(amax > 0, self.most / amax, 1.))
     self.inverse.copy_(1/self.scale)
 
-# %% ../nbs/08_fp8.ipynb #05285bda
+# %% ../nbs/08_fp8.ipynb #071110f9
 @jit
 def store_both(q_ptr, t_ptr, x, scale, rows, cols, N, C, q_stride, t_stride, MOST: tl.constexpr):
     "Round a tile, and store what lies within N C in `q_ptr`, and transposed in `t_ptr`"
@@ -102,12 +102,12 @@ def store_both(q_ptr, t_ptr, x, scale, rows, cols, N, C, q_stride, t_stride, MOS
     tl.store(t_ptr + c[:, None]*t_stride + r[None, :], t, (cols < C)[:, None] & (rows < N)[None, :])
 
 @jit
-def note_amax(amax_ptr, x):
-    "Raise the slot's maximum to that of |x|; mostly it's there already, and a look costs less than an atomic"
+def note_amax(amax_ptr, x, seen):
+    "Raise the slot's maximum to that of |x|. Mostly it's there already: what was `seen` early saves an atomic"
     m = tl.max(tl.max(tl.abs(x), 1), 0)
-    if m > tl.load(amax_ptr): tl.atomic_max(amax_ptr, m)
+    if m > seen: tl.atomic_max(amax_ptr, m)
 
-# %% ../nbs/08_fp8.ipynb #87e01786
+# %% ../nbs/08_fp8.ipynb #58bd5c08
 def both(x, scale, amax, dt): # N C
     "`x` rounded to `dt` with `scale`, and its transpose; raises `amax` to the largest magnitude"
     amax.copy_(torch.maximum(amax, x.abs().amax().float()))
@@ -119,11 +119,10 @@ def quantize_kernel(x_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, start, n, N, C, MO
                     ROWS: tl.constexpr, COLS: tl.constexpr):
     "`x` rounded and transposed, ROWS COLS at a time; its n rows are those from `start` on of the N of q"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
-    there = (rows < n)[:, None] & (cols < C)[None, :]
+    there, scale, seen = (rows < n)[:, None] & (cols < C)[None, :], tl.load(scale_ptr), tl.load(amax_ptr)
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None]*C + cols[None, :], there, 0.).to(tl.float32)
-    note_amax(amax_ptr, x)
-    q_ptr, t_ptr = q_ptr + start*C, t_ptr + start
-    store_both(q_ptr, t_ptr, x, tl.load(scale_ptr), rows, cols, n, C, C, N, MOST)
+    store_both(q_ptr + start*C, t_ptr + start, x, scale, rows, cols, n, C, C, N, MOST)
+    note_amax(amax_ptr, x, seen)
 
 # %% ../nbs/08_fp8.ipynb #c8abf774
 TILE = dict(ROWS=32, COLS=128, num_warps=4)
@@ -145,15 +144,15 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
     launch(quantize_kernel, tile_grid(N, C), x, scale, amax, q, t, 0, N, N, C, LARGEST[dt], **TILE)
     return q, t
 
-# %% ../nbs/08_fp8.ipynb #c10b5b60
+# %% ../nbs/08_fp8.ipynb #49da12e8
 @jit
 def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_ptr, amax_ptr, N,
                          d: tl.constexpr, eps: tl.constexpr, ADD: tl.constexpr, MOST: tl.constexpr,
                          ROWS: tl.constexpr, COLS: tl.constexpr):
     "The sum of `x` and `y`, its 1/rms, and its norm, rounded and transposed; tiles of ROWS COLS"
-    rows, scale = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.load(scale_ptr)
+    rows, scale, seen = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.load(scale_ptr), tl.load(amax_ptr)
     at = rows.to(tl.int64)[:, None]*d
-    squares = tl.zeros((ROWS, COLS), tl.float32)
+    squares, most = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     for c in range(0, d, COLS):
         cols = c + tl.arange(0, COLS)
         there = (rows < N)[:, None] & (cols < d)[None, :]
@@ -169,8 +168,9 @@ def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_
         there = (rows < N)[:, None] & (cols < d)[None, :]
         n = tl.load(h_ptr + at + cols[None, :], there, 0.).to(tl.float32) * r[:, None]
         n *= tl.load(w_ptr + cols, cols < d, 0.).to(tl.float32)[None, :]
-        note_amax(amax_ptr, n)
         store_both(q_ptr, t_ptr, n, scale, rows, cols, N, d, d, N, MOST)
+        most = tl.maximum(most, tl.abs(n))
+    note_amax(amax_ptr, most, seen)
 
 # %% ../nbs/08_fp8.ipynb #6d4e83a1
 @kernel_op(mutates=("amax",))
@@ -186,18 +186,19 @@ def norm_quantize(x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, eps:
            eps, y is not None, LARGEST[E4M3], ROWS=32, COLS=256, num_warps=8)
     return h, r, q, t
 
-# %% ../nbs/08_fp8.ipynb #63cdb9c9
+# %% ../nbs/08_fp8.ipynb #1b177b9b
 @jit
 def swiglu_quantize_kernel(ab_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, F: tl.constexpr, MOST: tl.constexpr,
                            ROWS: tl.constexpr, COLS: tl.constexpr):
     "silu(a) * b of rows (a, b), rounded and transposed, ROWS COLS of the product at a time"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
     there, at = (rows < N)[:, None] & (cols < F)[None, :], rows.to(tl.int64)[:, None]*2*F + cols[None, :]
+    scale, seen = tl.load(scale_ptr), tl.load(amax_ptr)
     a = tl.load(ab_ptr + at, there, 0.).to(tl.float32)
     b = tl.load(ab_ptr + at + F, there, 0.).to(tl.float32)
     h = a*tl.sigmoid(a)*b
-    note_amax(amax_ptr, h)
-    store_both(q_ptr, t_ptr, h, tl.load(scale_ptr), rows, cols, N, F, F, N, MOST)
+    store_both(q_ptr, t_ptr, h, scale, rows, cols, N, F, F, N, MOST)
+    note_amax(amax_ptr, h, seen)
 
 @jit
 def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, F: tl.constexpr,
@@ -205,14 +206,15 @@ def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, 
     "The gradients of a and b, rounded and transposed, ROWS COLS of each at a time"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
     there, at = (rows < N)[:, None] & (cols < F)[None, :], rows.to(tl.int64)[:, None]*2*F + cols[None, :]
+    scale, seen = tl.load(scale_ptr), tl.load(amax_ptr)
     a = tl.load(ab_ptr + at, there, 0.).to(tl.float32)
     b = tl.load(ab_ptr + at + F, there, 0.).to(tl.float32)
     dh = tl.load(dh_ptr + rows.to(tl.int64)[:, None]*F + cols[None, :], there, 0.).to(tl.float32)
-    s, scale = tl.sigmoid(a), tl.load(scale_ptr)
+    s = tl.sigmoid(a)
     da, db = dh*b*s*(1 + a*(1 - s)), dh*a*s
-    note_amax(amax_ptr, tl.maximum(tl.abs(da), tl.abs(db)))
     store_both(q_ptr, t_ptr, da, scale, rows, cols, N, F, 2*F, N, MOST)
     store_both(q_ptr + F, t_ptr + tl.full((), F, tl.int64)*N, db, scale, rows, cols, N, F, 2*F, N, MOST)
+    note_amax(amax_ptr, tl.maximum(tl.abs(da), tl.abs(db)), seen)
 
 # %% ../nbs/08_fp8.ipynb #2e837ff1
 @kernel_op(mutates=("amax",))
@@ -235,25 +237,22 @@ def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Te
            LARGEST[dt], **TILE)
     return q, t
 
-# %% ../nbs/08_fp8.ipynb #92ca9bf2
+# %% ../nbs/08_fp8.ipynb #932897ad
 @jit
-def halves(ptr, at, there, HALF: tl.constexpr):
-    "A head's first half and its second in FP32, a tile of tokens by HALF each"
-    return tl.load(ptr + at, there, 0.).to(tl.float32), tl.load(ptr + at + HALF, there, 0.).to(tl.float32)
+def wide_load(ptr, there):
+    "What is there, in FP32, and zeros elsewhere"
+    return tl.load(ptr, there, 0.).to(tl.float32)
 
 @jit
-def head_backward(da, db, a, b, w_ptr, c, s, dw_ptr, i, eps: tl.constexpr, HALF: tl.constexpr):
-    "A head's gradients through RoPE and norm, its halves apart; stores the weight's sums over these tokens"
-    da, db = da*c + db*s, db*c - da*s
-    r = tl.rsqrt(tl.sum(a*a + b*b, 1)/(2*HALF) + eps)[:, None]
-    a, b = a*r, b*r
-    tl.store(dw_ptr + i, tl.sum(da*a, 0)); tl.store(dw_ptr + HALF + i, tl.sum(db*b, 0))
-    da *= tl.load(w_ptr + i).to(tl.float32)[None, :]
-    db *= tl.load(w_ptr + HALF + i).to(tl.float32)[None, :]
-    mean = (tl.sum(da*a + db*b, 1)/(2*HALF))[:, None]
-    return r*(da - a*mean), r*(db - b*mean)
+def head_backward(g, x, w_ptr, dw_ptr, i, D: tl.constexpr, eps: tl.constexpr):
+    "The gradient of heads `x` (ROWS D) from `g`, that of their norm; stores the weight's sums over the tokens"
+    r = tl.rsqrt(tl.sum(x*x, 1)/D + eps)[:, None]
+    x *= r
+    tl.store(dw_ptr + i, tl.sum(g*x, 0))
+    g *= tl.load(w_ptr + i).to(tl.float32)[None, :]
+    return r*(g - x*(tl.sum(g*x, 1)/D)[:, None])
 
-# %% ../nbs/08_fp8.ipynb #520d8562
+# %% ../nbs/08_fp8.ipynb #a5a65a59
 @jit
 def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, scale_ptr,
                           amax_ptr, q_ptr, t_ptr, dw_ptr, N, T, H: tl.constexpr, K: tl.constexpr,
@@ -261,22 +260,26 @@ def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_p
     "The gradient of qkv, rounded and transposed, and sums for the norms' weights; a head's tile: ROWS D"
     D: tl.constexpr = 2*HALF
     C: tl.constexpr = (H + 2*K)*D
-    head, rows, i = tl.program_id(0), tl.program_id(1)*ROWS + tl.arange(0, ROWS), tl.arange(0, HALF)
-    n, there = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < HALF)[None, :]
-    if head >= H + K: da, db = halves(dv_ptr + (head - H - K)*D, n*K*D + i[None, :], there, HALF)
+    head, rows, i = tl.program_id(0), tl.program_id(1)*ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    scale, seen = tl.load(scale_ptr), tl.load(amax_ptr)
+    n, there = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < D)[None, :]
+    if head >= H + K: g = wide_load(dv_ptr + (head - H - K)*D + n*K*D + i[None, :], there)
     else:
-        if head < H: da, db = halves(dq_ptr + head*D, n*H*D + i[None, :], there, HALF)
-        else: da, db = halves(dk_ptr + (head - H)*D, n*K*D + i[None, :], there, HALF)
-        a, b = halves(qkv_ptr + head*D, n*C + i[None, :], there, HALF)
-        turn = (rows % T)[:, None]*HALF + i[None, :]
+        at, turn = n*C + head*D + i[None, :], (rows % T)[:, None]*HALF + (i % HALF)[None, :]
         c, s = tl.load(cos_ptr + turn, there, 0.), tl.load(sin_ptr + turn, there, 0.)
+        s, j = tl.where(i < HALF, 1., -1.)[None, :]*s, ((i + HALF) % D)[None, :]
         dw_ptr += (tl.program_id(1)*(H + K) + head)*D
-        if head < H: da, db = head_backward(da, db, a, b, wq_ptr, c, s, dw_ptr, i, eps, HALF)
-        else: da, db = head_backward(da, db, a, b, wk_ptr, c, s, dw_ptr, i, eps, HALF)
-    note_amax(amax_ptr, tl.maximum(tl.abs(da), tl.abs(db)))
-    scale, to = tl.load(scale_ptr), head*D + tl.arange(0, HALF)
-    store_both(q_ptr, t_ptr, da, scale, rows, to, N, C, C, N, MOST)
-    store_both(q_ptr, t_ptr, db, scale, rows, to + HALF, N, C, C, N, MOST)
+        x = wide_load(qkv_ptr + at, there)
+        if head < H:
+            d_ptr = dq_ptr + head*D + n*H*D
+            g = wide_load(d_ptr + i[None, :], there)*c + wide_load(d_ptr + j, there)*s
+            g = head_backward(g, x, wq_ptr, dw_ptr, i, D, eps)
+        else:
+            d_ptr = dk_ptr + (head - H)*D + n*K*D
+            g = wide_load(d_ptr + i[None, :], there)*c + wide_load(d_ptr + j, there)*s
+            g = head_backward(g, x, wk_ptr, dw_ptr, i, D, eps)
+    store_both(q_ptr, t_ptr, g, scale, rows, head*D + i, N, C, C, N, MOST)
+    note_amax(amax_ptr, g, seen)
 
 # %% ../nbs/08_fp8.ipynb #3bb4412e
 @kernel_op(mutates=("amax",))

@@ -423,7 +423,7 @@ def joined(dtype, *linears): # layers with the same input
     "Their weights as one matrix of type `dtype`"
     return torch.cat([l.weight.to(dtype) for l in linears])
 
-# %% ../nbs/06_fused_ops.ipynb #ba6602da
+# %% ../nbs/06_fused_ops.ipynb #97654102
 class FusedBlock(Block):
     "A layer that takes and returns the stream and what is yet to be added to it"
     def forward(self, h, cos, sin): # h: B T d, or a pair of such
@@ -446,7 +446,9 @@ class FusedBlock(Block):
         "The stream after the attention, and the MLP's output"
         (x, n), m = self.post_attention_layernorm(h), self.mlp
         ab = F.linear(n, joined(n.dtype, m.gate_proj, m.up_proj)).flatten(0, -2) # N 2F
-        return x, SwiGLUDown.apply(ab, m.down_proj.weight.to(ab.dtype)).view(x.shape)
+        return x, self.down(ab, m.down_proj.weight.to(ab.dtype)).view(x.shape)
+
+    def down(self, ab, w): return SwiGLUDown.apply(ab, w)
 
 # %% ../nbs/06_fused_ops.ipynb #c216e708
 def fuse(model): # a `GPT`, changed in place

@@ -25,11 +25,11 @@ from .model import (RUNGS, Stepper, build, find_rung, generate, measure_run,
                                 step_of, train_flops, workload)
 from .amp import half_rung
 
-# %% ../nbs/12_trainer.ipynb #801d9747
-PRESETS = dict(naive="", fastest="tf32 half flash fused_ops chunked_ce fp8 compile fused_adamw",
+# %% ../nbs/12_trainer.ipynb #4ee0c4e4
+PRESETS = dict(naive="", fastest="tf32 half flash fused_ops chunked_ce cuda_graphs fp8 fused_adamw",
                smallest="tf32 half flash fused_ops chunked_ce checkpoint adamw8bit",
                safe="tf32 half flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
-ON_GPUS = "fp8", "compile" # on a CPU they run too, as a smoke run, and only take time
+ON_GPUS = "fp8", "cuda_graphs" # on a CPU they run too, as a smoke run, and gain nothing
 BESIDE = dict(fp8="fused_ops") # what a rung builds on
 
 # %% ../nbs/12_trainer.ipynb #c1304a98
@@ -207,14 +207,14 @@ def choose(self:Trainer, rungs):
         if "why" in r: self.say(f"left out {r['rung']!r}: {r['why']}")
     return rungs
 
-# %% ../nbs/12_trainer.ipynb #5531c539
+# %% ../nbs/12_trainer.ipynb #251d5e0b
 @patch
 def plan(self:Trainer, rungs):
     "Fix the number of steps and the learning rate"
     c = self.cfg
     c.rungs = ",".join(rungs)
     c.lr = c.lr or .5 / self.config.width
-    step, _ = warm_up(step_of(self.config, rungs, c.batch), steps=2)
+    step, _ = warm_up(step_of(self.config, rungs, c.batch), steps=4) # two plain ones, a recording, a replay
     if not c.steps:
         ms = summarize(sample_ms(step, 5)).ms * c.accumulate
         in_time, in_text = c.minutes*60e3 / ms, c.epochs*self.batches.per_epoch / c.accumulate
@@ -353,7 +353,7 @@ def fitting_batch(at1, at2, # peak memory in GiB at batch 1 and 2
     each = max(at2 - at1, 1e-6)
     return max(0, int((.95*total - (at1 - each)) / each + 1e-9))
 
-# %% ../nbs/12_trainer.ipynb #c21bcfee
+# %% ../nbs/12_trainer.ipynb #a5978962
 def largest_batch(config, # a `GPTConfig`
                   rungs): # names
     "The largest batch that should fit on this GPU, by measuring batches of 1 and 2; 0 if those don't fit"
@@ -366,7 +366,7 @@ def largest_batch(config, # a `GPTConfig`
 def runs(config, rungs, batch): # as `largest_batch` takes them, and a batch
     "Whether two steps of this batch fit into GPU memory"
     torch.cuda.empty_cache()
-    try: return bool(warm_up(step_of(config, rungs, batch), steps=2))
+    try: return bool(warm_up(step_of(config, rungs, batch), steps=4))
     except torch.OutOfMemoryError: return False
 
 def memory_advice(config, # a `GPTConfig`

@@ -2,6 +2,7 @@
 import gc, subprocess, sys, weakref
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 import pytest, torch
 from llm_speedrun.compile import *
 from llm_speedrun.measure import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, measure_ceilings, profile_kinds,
@@ -135,6 +136,23 @@ def test_a_step_that_no_graph_can_record():
     run = replace(build(NANO, [], **on), optimizer=capturable_adamw)
     with fails(RuntimeError, "need a GPU"): graphed(Stepper(run), batch())
 
+def test_replayed_gradients():
+    "They are scaled by what comes from above, are new tensors each time, and aren't handed out once overwritten"
+    w = torch.ones(3, requires_grad=True)
+    stub = SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), grads=[torch.arange(3.)], loss=torch.tensor(2.), replays=0)
+    for _ in range(2): (Replayed.apply(stub, w) * .5).backward()
+    assert w.grad.tolist() == [0, 1, 2] and stub.grads[0].tolist() == [0, 1, 2]
+    first, second = (Replayed.apply(stub, w) for _ in range(2))
+    with fails(RuntimeError, "another pass has been replayed"): first.backward()
+    second.backward()
+
+def test_cuda_graphs_on_a_cpu():
+    "Nothing is recorded, and the run before is untouched"
+    base = build(NANO, OURS)
+    run = RUNGS["cuda_graphs"](base)
+    assert losses(Stepper(run), batch()) == losses(Stepper(build(NANO, OURS)), batch())
+    assert isinstance(run.loss, RecordedLoss) and run.loss.loss is base.loss and not len(run.loss.passes)
+
 def test_tensors_made_of_tensors_are_counted_inside():
     "An operation on a tensor subclass counts as what it does with the tensors in it"
     TwoTensor = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
@@ -213,6 +231,34 @@ def test_a_recorded_step(compiled):
     replay = graphed(Stepper(run()), b)
     assert [replay(d).item() for d in (b, c, b, c)] == pytest.approx(eager, abs=5e-3)
     with fails(ValueError, "recorded for .2, 1024. and got .1, 1024."): replay(tuple(t[:1] for t in b))
+
+RECORDED = [[], OURS[:3], OURS, OURS + ["fp8"], OURS + ["checkpoint"], OURS + ["selective_checkpoint"], OURS + ["compile"],
+            OURS + ["fp8", "compile"], OURS + ["bf16_weights"], OURS + ["adamw8bit"]]
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rungs", RECORDED, ids=lambda r: "+".join(r[-1:]) or "naive")
+def test_cuda_graphs(rungs):
+    "Recorded or not: the same losses over micro-batches, another shape, evaluations, and with a learning rate that changes"
+    if "fp8" in rungs and not has_fp8(): pytest.skip("this GPU has no FP8")
+    b, c = batch(2, BIG.seq, BIG), tuple(t.flip(0).contiguous() for t in batch(2, BIG.seq, BIG))
+    def go(rungs):
+        step, res = Stepper(build(BIG, rungs)), []
+        for i in range(8):
+            for g in step.opt.param_groups: g["lr"] = 1e-3/(i + 1)
+            res.append((step(b, c) if i % 4 < 3 else step(tuple(t[:1] for t in c))).item())
+        return res + [step.evaluate([b, c]), step(c).item()]
+    assert go(rungs + ["cuda_graphs"]) == pytest.approx(go(rungs), abs=2e-2)
+
+@pytest.mark.cuda
+def test_cuda_graphs_are_freed():
+    "With the run goes what it recorded: its memory can be used again"
+    def go():
+        step = Stepper(build(BIG, OURS + ["cuda_graphs"]))
+        for _ in range(4): step(batch(8, BIG.seq, BIG))
+        return weakref.ref(step.run.model)
+    def reserved(): gc.collect(); torch.cuda.empty_cache(); return torch.cuda.memory_reserved()
+    go(); before = reserved()
+    assert go()() is None and reserved() <= before + 2**25
 
 READS = """
 import torch

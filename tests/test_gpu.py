@@ -213,19 +213,19 @@ def test_fp8_layer_repeats_itself(name):
 
 @pytest.mark.parametrize("preset", presets())
 def test_preset_trains(preset):
-    "Every preset trains 124m: on one batch seen again, three finite losses fall"
+    "Every preset trains 124m: on one batch seen again, five finite losses fall"
     rungs = parse_rungs(preset)
     step, g = Stepper(build(workload("124m"), rungs)), torch.Generator("cuda").manual_seed(0)
     x = torch.randint(50304, (4, 1025), device="cuda", generator=g)
-    losses = [step((x[:, :-1], x[:, 1:])).item() for _ in range(3)]
-    assert all(map(math.isfinite, losses)) and losses[0] > losses[1] > losses[2], losses
+    losses = [step((x[:, :-1], x[:, 1:])).item() for _ in range(5)]     # the third is recorded, where a rung does that
+    assert all(map(math.isfinite, losses)) and losses == sorted(losses, reverse=True), losses
     assert abs(losses[0] / math.log(50304) - 1) < .05
     assert math.isfinite(step.evaluate([(x[:, :-1], x[:, 1:])]))
 
 def test_presets_of_an_h200():
     "On Hopper, `fastest` has everything; `smallest` needs less memory than `fastest`, and that less than `safe`"
     if torch.cuda.get_device_capability() < (9, 0): pytest.skip("this GPU is older")
-    assert presets()["fastest"] == "tf32 bf16 flash fused_ops chunked_ce fp8 compile fused_adamw".split()
+    assert presets()["fastest"] == "tf32 bf16 flash fused_ops chunked_ce cuda_graphs fp8 fused_adamw".split()
     c, gib = workload("124m"), {}
     for k in ("smallest", "fastest", "safe"):
         for _ in range(2): gib[k] = warm_up(step_of(c, presets()[k], 16))[1].peak_gib      # the first time kernels are chosen

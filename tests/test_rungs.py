@@ -81,18 +81,18 @@ def test_presets_run_on_every_card(card):
 
 def test_presets_of_a_card(card, monkeypatch):
     "An H200 takes every rung; an A100 no FP8; a T4 float16; and without Triton no rung that builds on its kernels"
-    for r, ok in (("fused_ops", True), ("compile", True), ("adamw8bit", True)): monkeypatch.setattr(RUNGS[r], "needs", lambda: "")
+    for r in ("fused_ops", "adamw8bit"): monkeypatch.setattr(RUNGS[r], "needs", lambda: "")
     card("NVIDIA H200", 9, 0)
     most = "tf32 bf16 flash fused_ops chunked_ce".split()
-    assert presets() == dict(naive=[], fastest=[*most, "fp8", "compile", "fused_adamw"],
+    assert presets() == dict(naive=[], fastest=[*most, "cuda_graphs", "fp8", "fused_adamw"],
                              smallest=[*most, "checkpoint", "adamw8bit"], safe=["tf32", "bf16", "flash", "fused_adamw"])
     card("NVIDIA A100", 8, 0)
-    assert presets()["fastest"] == [*most, "compile", "fused_adamw"]
+    assert presets()["fastest"] == [*most, "cuda_graphs", "fused_adamw"]
     card("Tesla T4", 7, 5)
     assert presets()["safe"] == ["fp16", "flash", "fused_adamw"]
     card("NVIDIA H200", 9, 0)
     monkeypatch.setattr(RUNGS["fused_ops"], "needs", lambda: "no Triton")
-    assert presets()["fastest"] == "tf32 bf16 flash chunked_ce compile fused_adamw".split()
+    assert presets()["fastest"] == "tf32 bf16 flash chunked_ce cuda_graphs fused_adamw".split()
 
 @pytest.mark.parametrize("preset", presets())
 def test_presets_step_here(preset):
