@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['E4M3', 'E5M2', 'LARGEST', 'NAMES', 'TILE', 'LARGE_TILE', 'PARTS', 'HALF_MOST', 'GRADIENTS', 'RECIPES', 'sqnr',
-           'Scaling', 'store_both', 'note_amax', 'both', 'quantize_kernel', 'tile_grid', 'pair', 'quantize',
-           'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel', 'swiglu_backward_quantize_kernel',
-           'swiglu_quantize', 'swiglu_backward_quantize', 'wide_load', 'head_backward', 'heads_quantize_kernel',
-           'heads_quantize', 'mm8', 'Slots', 'LayerScales', 'one', 'rounded', 'product', 'quantize_weights', 'Fp8Heads',
-           'Fp8Linear', 'Fp8MLP', 'Fp8HeadsPart', 'Fp8OutPart', 'Fp8MLPPart', 'fp8_block', 'to_fp8', 'loss_lse_kernel',
-           'logits_quantize_kernel', 'loss_lse', 'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step',
-           'part_gains', 'rounding_cases', 'misrounded', 'needs_fp8', 'fp8', 'float8_config', 'to_float8',
-           'linear_gain', 'torchao_fp8']
+           'Scaling', 'store_both', 'note_amax', 'both', 'quantize_kernel', 'tile_grid', 'by_kernel', 'pair',
+           'quantize', 'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel',
+           'swiglu_backward_quantize_kernel', 'swiglu_quantize', 'swiglu_backward_quantize', 'wide_load',
+           'head_backward', 'heads_quantize_kernel', 'heads_quantize', 'mm8', 'Slots', 'LayerScales', 'one', 'rounded',
+           'product', 'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP', 'Fp8HeadsPart', 'Fp8OutPart', 'Fp8MLPPart',
+           'fp8_block', 'to_fp8', 'loss_lse_kernel', 'logits_quantize_kernel', 'loss_lse', 'logits_quantize',
+           'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step', 'part_gains', 'rounding_cases', 'misrounded', 'needs_fp8',
+           'fp8', 'float8_config', 'to_float8', 'linear_gain', 'torchao_fp8']
 
 # %% ../nbs/08_fp8.ipynb #8a9e0783
 from contextlib import contextmanager, nullcontext
@@ -124,13 +124,17 @@ def quantize_kernel(x_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, start, n, N, C, MO
     note_amax(amax_ptr, x, seen)
     store_both(q_ptr + start*C, t_ptr + start, x, scale, rows, cols, n, C, C, N, MOST)
 
-# %% ../nbs/08_fp8.ipynb #6b75407a
+# %% ../nbs/08_fp8.ipynb #83623ba5
 TILE = dict(ROWS=32, COLS=128, num_warps=4)
 LARGE_TILE = dict(ROWS=64, COLS=128, num_warps=8) # for a kernel that does nothing but round
 
 def tile_grid(N, C, tile=TILE):
     "How many tiles cover a matrix N C, down and across"
     return blocks(N, tile["ROWS"]), blocks(C, tile["COLS"])
+
+def by_kernel(x, *sizes): # of the matrix to round
+    "Whether a kernel rounds it: where one can run, and like the tensor cores only for multiples of 16"
+    return runs_kernel(x) and not any(n % 16 for n in sizes)
 
 def pair(x, N, C, dt):
     "Uninitialised 8-bit matrices N C and C N on the device of `x`"
@@ -140,7 +144,7 @@ def pair(x, N, C, dt):
 def quantize(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
              dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     "`x` (N C, contiguous) rounded to `dt`, and its transpose; `scale`, `amax`: one number each"
-    if not runs_kernel(x): return both(x, scale, amax, dt)
+    if not by_kernel(x, *x.shape): return both(x, scale, amax, dt)
     (N, C), (q, t) = x.shape, pair(x, *x.shape, dt)
     launch(quantize_kernel, tile_grid(N, C, LARGE_TILE), x, scale, amax, q, t, 0, N, N, C, LARGEST[dt],
            **LARGE_TILE)
@@ -173,12 +177,12 @@ def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_
         note_amax(amax_ptr, n, seen)
         store_both(q_ptr, t_ptr, n, scale, rows, cols, N, d, d, N, MOST)
 
-# %% ../nbs/08_fp8.ipynb #6d4e83a1
+# %% ../nbs/08_fp8.ipynb #73b0b1ac
 @kernel_op(mutates=("amax",))
 def norm_quantize(x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, eps: float, scale: torch.Tensor,
                   amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     "x + y (N d), 1/rms (N), and the norm of the sum in E4M3 and transposed; `y` may be None"
-    if not runs_kernel(x):
+    if not by_kernel(x, *x.shape):
         h, n, r = add_norm_maths(x, y, w, eps)
         return h.clone(), r, *both(n, scale, amax, E4M3)
     (N, d), h, (q, t) = x.shape, torch.empty_like(x), pair(x, *x.shape, E4M3)
@@ -217,13 +221,13 @@ def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, 
     store_both(q_ptr, t_ptr, da, scale, rows, cols, N, F, 2*F, N, MOST)
     store_both(q_ptr + F, t_ptr + tl.full((), F, tl.int64)*N, db, scale, rows, cols, N, F, 2*F, N, MOST)
 
-# %% ../nbs/08_fp8.ipynb #2e837ff1
+# %% ../nbs/08_fp8.ipynb #a814c2dc
 @kernel_op(mutates=("amax",))
 def swiglu_quantize(ab: torch.Tensor, scale: torch.Tensor,
                     amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     "silu(a) * b of rows (a, b), N 2F, in E4M3 and transposed"
-    if not runs_kernel(ab): return both(swiglu_maths(ab), scale, amax, E4M3)
     N, F = ab.shape[0], ab.shape[1]//2
+    if not by_kernel(ab, N, F): return both(swiglu_maths(ab), scale, amax, E4M3)
     q, t = pair(ab, N, F, E4M3)
     launch(swiglu_quantize_kernel, tile_grid(N, F), ab, scale, amax, q, t, N, F, LARGEST[E4M3], **TILE)
     return q, t
@@ -232,7 +236,7 @@ def swiglu_quantize(ab: torch.Tensor, scale: torch.Tensor,
 def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
                              dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     "The gradient of `ab` (N 2F) from that of h (N F), in `dt` and transposed"
-    if not runs_kernel(ab): return both(swiglu_backward_maths(ab, dh.clone()), scale, amax, dt)
+    if not by_kernel(ab, *dh.shape): return both(swiglu_backward_maths(ab, dh.clone()), scale, amax, dt)
     (N, F), (q, t) = dh.shape, pair(ab, *ab.shape, dt)
     launch(swiglu_backward_quantize_kernel, tile_grid(N, F), ab, dh, scale, amax, q, t, N, F,
            LARGEST[dt], **TILE)
@@ -282,16 +286,16 @@ def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_p
     note_amax(amax_ptr, g, seen)
     store_both(q_ptr, t_ptr, g, scale, rows, head*D + i, N, C, C, N, MOST)
 
-# %% ../nbs/08_fp8.ipynb #888886f1
+# %% ../nbs/08_fp8.ipynb #b6e6f0f2
 @kernel_op(mutates=("amax",))
 def heads_quantize(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: torch.Tensor, wq: torch.Tensor,
                    wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, scale: torch.Tensor,
                    amax: torch.Tensor, dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "As `fused_ops.qk_rope_backward`: gradients of the weights (2 D), and of qkv (N C) in `dt` and transposed"
-    if not runs_kernel(qkv):
+    (B, T, H, D), K, N = dq.shape, dk.shape[2], dq.shape[0]*dq.shape[1]
+    if not by_kernel(qkv, N, D):
         dqkv, dw = qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
         return dw.clone(), *both(dqkv.flatten(0, 1).flatten(1), scale, amax, dt)
-    (B, T, H, D), K, N = dq.shape, dk.shape[2], dq.shape[0]*dq.shape[1]
     (q, t), dw = pair(qkv, N, (H + 2*K)*D, dt), qkv.new_empty(blocks(N, 32), H + K, D, dtype=torch.float32)
     launch(heads_quantize_kernel, (H + 2*K, blocks(N, 32)), dq, dk, dv, qkv, wq, wk, cos, sin, scale, amax,
            q, t, dw, N, T, H, K, D//2, eps, LARGEST[dt], ROWS=32, num_warps=2)
@@ -346,13 +350,13 @@ def product(slots, a, b, name_a, name_b, **kwargs): # 8-bit matrices and the nam
     "`mm8` with the scales of two slots"
     return mm8(a, b, one(slots.inverse, name_a), one(slots.inverse, name_b), **kwargs)
 
-# %% ../nbs/08_fp8.ipynb #bba0c30f
+# %% ../nbs/08_fp8.ipynb #5c970518
 @kernel_op(mutates=("amax",))
 def quantize_weights(ws: list[torch.Tensor], scale: torch.Tensor,
                      amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     "Weights (each O C, contiguous) one below the other in E4M3 (all O, C), and transposed"
     C, O = ws[0].shape[1], sum(w.shape[0] for w in ws)
-    if not runs_kernel(ws[0]): return both(torch.cat(ws), scale, amax, E4M3)
+    if not by_kernel(ws[0], C, *(len(w) for w in ws)): return both(torch.cat(ws), scale, amax, E4M3)
     (q, t), at = pair(ws[0], O, C, E4M3), 0
     for w in ws:
         launch(quantize_kernel, tile_grid(w.shape[0], C, LARGE_TILE), w, scale, amax, q, t, at, w.shape[0],
@@ -523,12 +527,12 @@ def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: f
     launch(loss_lse_kernel, (N,), logits, y, loss, lse, V, ignore_index, z_loss, softcap, **loss_tile(V))
     return loss.clone(), lse.clone()
 
-# %% ../nbs/08_fp8.ipynb #236314f3
+# %% ../nbs/08_fp8.ipynb #b9f51bf1
 @kernel_op
 def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ignore_index: int,
                     z_loss: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
     "The logits' gradients (N V) in E5M2 with scale `HALF_MOST`, and transposed"
-    if not runs_kernel(logits):
+    if not by_kernel(logits, *logits.shape):
         t = torch.tanh(logits.float()/softcap) if softcap else logits.float()*0
         x = softcap*t if softcap else logits.float()
         counts, hot = y != ignore_index, F.one_hot(y.clamp(min=0), logits.shape[1])

@@ -9,6 +9,11 @@ if not torch.cuda.is_available():
     import llm_speedrun.fp8, llm_speedrun.optim
     os.environ["TRITON_INTERPRET"] = "0"
 
+@pytest.fixture
+def kernels(monkeypatch):
+    "Kernels run in the interpreter where there is no GPU (and by PyTorch where there is no Triton)"
+    if not torch.cuda.is_available(): monkeypatch.setenv("TRITON_INTERPRET", "1")
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU, skipped where there is none")
 

@@ -1,16 +1,12 @@
 "The chunked loss: its kernel and its gradients against float64, odd shapes, ignored tokens, the compiler, and no leaks."
-import os
-import torch
-if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = "1"     # before triton is imported
 import gc, math
 from dataclasses import replace
-import pytest, torch.nn.functional as F
+import pytest, torch, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from llm_speedrun.chunked_ce import *
 from llm_speedrun.measure import OpCounter, by_kind, count, warm_up
 from llm_speedrun.model import Stepper, baseline, build, count_step, cross_entropy, matrix_params, reference_errors, workload
 from small import NANO, fails
-os.environ["TRITON_INTERPRET"] = "0"    # the whole models of other tests would take the interpreter minutes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = dict(plain=(-100, 0., 0.), ignored=(3, 0., 0.), z_loss=(-100, .01, 0.), softcap=(-100, 0., 5.), all=(3, .01, 5.))
@@ -18,11 +14,6 @@ cuda = pytest.mark.cuda
 
 @pytest.fixture(autouse=True)
 def seed(): torch.manual_seed(0)
-
-@pytest.fixture
-def kernels(monkeypatch):
-    "Kernels run in the interpreter where there is no GPU (and by PyTorch where there is no Triton)"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 def by_autograd(logits, y, ignore_index, z_loss, softcap):
     "What the losses' sum is, in PyTorch's own operations and the type of `logits`"
