@@ -647,7 +647,7 @@ def caption(records): # records of one machine
             f"`{r['workload']}`, batch {r['batch']} × {r['seq']} tokens; {r['date']}. "
             f"Each ratio is against the rung{'s kept' * left} above, interleaved in one process.")
 
-# %% ../nbs/00_measure.ipynb #7c9a97ed
+# %% ../nbs/00_measure.ipynb #61b9b366
 def ladder_chart(records): # records in the ladder's order
     "Tokens per second of each rung as bars, with a mark at the predicted speed"
     import matplotlib.pyplot as plt
@@ -656,9 +656,9 @@ def ladder_chart(records): # records in the ladder's order
     ax.barh(names, speed, .62, color="C0", label="measured")
     for i, r in enumerate(records):
         x = r["tok_s"] / r["ratio"] * r["predicted_ratio"] / 1e3 # predicted
-        inside, gap = speed[i] > .2*max(speed), .01*max(speed) # the text stands in the bar if that is long
-        at, color, side = (speed[i] - gap, "w", "right") if inside else (max(speed[i], x) + gap, "k", "left")
-        ax.text(at, i, f"{speed[i]:,.1f} K", color=color, ha=side, va="center")
+        inside, gap = min(speed[i], x) > .2*max(speed), .01*max(speed) # the text stands in the bar if that is long
+        at, color = (gap, "w") if inside else (max(speed[i], x) + gap, "k")
+        ax.text(at, i, f"{speed[i]:,.1f} K", color=color, va="center")
         if not r["before"]: continue
         ax.plot([x, x], [i - .38, i + .38], color="C1", lw=2.5, label="predicted" if i == 1 else None)
     ax.invert_yaxis(); ax.legend(loc="upper right"); ax.grid(axis="x", alpha=.3)
