@@ -97,7 +97,7 @@ class Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy): return dy, None, None
 
-# %% ../nbs/10_checkpointing.ipynb #22a8fe68
+# %% ../nbs/10_checkpointing.ipynb #87d70cba
 @lru_cache
 def recomputed(cls, # a block's class
                contexts=None): # () -> two contexts, for the first and the second run; none by default
@@ -109,7 +109,8 @@ def recomputed(cls, # a block's class
             if not torch.is_grad_enabled(): return super().forward(h, cos, sin)
             if isinstance(h, tuple): h = torch.add(*h)
             return tc.checkpoint(super().forward, h, cos, sin, **how)
-        def down(self, ab, w): return Kept.apply(Promised.apply(ab, w), ab.detach(), w.detach()) # fused blocks
+        def down(self, ab, w): # of a fused block
+            return Kept.apply(Promised.apply(ab, w), ab.detach(), w.detach())
     Recomputed.__name__ = f"Recomputed{cls.__name__}"
     return Recomputed
 

@@ -156,7 +156,7 @@ class RecordedPass:
         for to, new in zip(self.batch, (x, y)): copy_same(to, new)
         return Replayed.apply(self, *self.params)
 
-# %% ../nbs/09_compile.ipynb #1d6190db
+# %% ../nbs/09_compile.ipynb #22fbd067
 class Replayed(torch.autograd.Function):
     "(a `RecordedPass`, its weights) -> its loss"
     @staticmethod
@@ -170,8 +170,9 @@ class Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         if ctx.replay != ctx.recorded.replays:
-            raise RuntimeError("another pass has been replayed before this one's backward(), and its gradients "
-                               "are gone: call backward() after each forward pass, or leave out cuda_graphs")
+            raise RuntimeError("another pass has been replayed before this one's backward(), and its "
+                               "gradients are gone: call backward() after each forward pass, or leave out "
+                               "cuda_graphs")
         return None, *torch._foreach_mul(ctx.recorded.grads, g) # new tensors: autograd may keep them
 
 # %% ../nbs/09_compile.ipynb #0fba295a

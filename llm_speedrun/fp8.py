@@ -88,7 +88,7 @@ def update(self:Scaling):
     self.scale.copy_(torch.where(amax > 0, self.most / amax, 1.))
     self.inverse.copy_(1/self.scale)
 
-# %% ../nbs/08_fp8.ipynb #071110f9
+# %% ../nbs/08_fp8.ipynb #a5a9c33e
 @jit
 def store_both(q_ptr, t_ptr, x, scale, rows, cols, N, C, q_stride, t_stride, MOST: tl.constexpr):
     "Round a tile, and store what lies within N C in `q_ptr`, and transposed in `t_ptr`"
@@ -103,7 +103,7 @@ def store_both(q_ptr, t_ptr, x, scale, rows, cols, N, C, q_stride, t_stride, MOS
 
 @jit
 def note_amax(amax_ptr, x, seen):
-    "Raise the slot's maximum to that of |x|. Mostly it's there already: what was `seen` early saves an atomic"
+    "Raise the slot's maximum to that of |x|. Mostly it's there already, as was `seen` early: no atomic then"
     m = tl.max(tl.max(tl.abs(x), 1), 0)
     if m > seen: tl.atomic_max(amax_ptr, m)
 
@@ -242,7 +242,7 @@ def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Te
            LARGEST[dt], **TILE)
     return q, t
 
-# %% ../nbs/08_fp8.ipynb #932897ad
+# %% ../nbs/08_fp8.ipynb #b151c12c
 @jit
 def wide_load(ptr, there):
     "What is there, in FP32, and zeros elsewhere"
@@ -250,7 +250,7 @@ def wide_load(ptr, there):
 
 @jit
 def head_backward(g, x, w_ptr, dw_ptr, i, D: tl.constexpr, eps: tl.constexpr):
-    "The gradient of heads `x` (ROWS D) from `g`, that of their norm; stores the weight's sums over the tokens"
+    "The gradient of heads `x` (ROWS D) from `g`, that of their norm; stores the weight's sums over tokens"
     r = tl.rsqrt(tl.sum(x*x, 1)/D + eps)[:, None]
     x *= r
     tl.store(dw_ptr + i, tl.sum(g*x, 0))

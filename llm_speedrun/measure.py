@@ -647,7 +647,7 @@ def caption(records): # records of one machine
             f"`{r['workload']}`, batch {r['batch']} × {r['seq']} tokens; {r['date']}. "
             f"Each ratio is against the rung{'s kept' * left} above, interleaved in one process.")
 
-# %% ../nbs/00_measure.ipynb #61b9b366
+# %% ../nbs/00_measure.ipynb #d45cf702
 def ladder_chart(records): # records in the ladder's order
     "Tokens per second of each rung as bars, with a mark at the predicted speed"
     import matplotlib.pyplot as plt
@@ -656,7 +656,7 @@ def ladder_chart(records): # records in the ladder's order
     ax.barh(names, speed, .62, color="C0", label="measured")
     for i, r in enumerate(records):
         x = r["tok_s"] / r["ratio"] * r["predicted_ratio"] / 1e3 # predicted
-        inside, gap = min(speed[i], x) > .2*max(speed), .01*max(speed) # the text stands in the bar if that is long
+        inside, gap = min(speed[i], x) > .2*max(speed), .01*max(speed) # the text's place, if the bar is long
         at, color = (gap, "w") if inside else (max(speed[i], x) + gap, "k")
         ax.text(at, i, f"{speed[i]:,.1f} K", color=color, va="center")
         if not r["before"]: continue

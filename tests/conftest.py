@@ -1,5 +1,8 @@
 import os
 os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files here, never to a window
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the cores, and so do the programs that they start
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 import pytest, torch
 
 if not torch.cuda.is_available():
@@ -13,6 +16,10 @@ if not torch.cuda.is_available():
 def kernels(monkeypatch):
     "Kernels run in the interpreter where there is no GPU (and by PyTorch where there is no Triton)"
     if not torch.cuda.is_available(): monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+def pytest_xdist_auto_num_workers():
+    "For `-n auto`: with a GPU no workers, since tests time things there and fill its memory"
+    return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU, skipped where there is none")
