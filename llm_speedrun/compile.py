@@ -108,7 +108,7 @@ def check_graphed(step): # a `Stepper`
                          "use capturable_adamw")
     if step.run.device.type != "cuda": raise RuntimeError("CUDA graphs need a GPU: this model is on a CPU")
 
-# %% ../nbs/09_compile.ipynb #a414e9cb
+# %% ../nbs/09_compile.ipynb #9a6e436e
 def graphed(step, # a `Stepper`, which takes three steps on the example
             batch): # an example (x, y), B T each
     "The whole step as one CUDA graph: a function from a batch of the example's shape to the loss"
@@ -125,6 +125,7 @@ def graphed(step, # a `Stepper`, which takes three steps on the example
         for to, new in zip(static, batch): copy_same(to, new)
         graph.replay()
         return loss.clone() # the next replay writes over `loss`
+    replay.step = step # a recording knows addresses, and doesn't keep alive the weights that lie there
     return replay
 
 def copy_same(to, # where the graph reads

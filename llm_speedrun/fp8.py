@@ -7,11 +7,11 @@ __all__ = ['E4M3', 'E5M2', 'LARGEST', 'NAMES', 'TILE', 'LARGE_TILE', 'PARTS', 'H
            'Scaling', 'store_both', 'note_amax', 'both', 'quantize_kernel', 'tile_grid', 'by_kernel', 'pair',
            'quantize', 'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel',
            'swiglu_backward_quantize_kernel', 'swiglu_quantize', 'swiglu_backward_quantize', 'wide_load',
-           'head_backward', 'heads_quantize_kernel', 'heads_quantize', 'mm8', 'Slots', 'LayerScales', 'one', 'rounded',
-           'product', 'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP', 'Fp8HeadsPart', 'Fp8OutPart', 'Fp8MLPPart',
-           'fp8_block', 'to_fp8', 'loss_lse_kernel', 'logits_quantize_kernel', 'loss_lse', 'logits_quantize',
-           'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step', 'part_gains', 'rounding_cases', 'misrounded', 'needs_fp8',
-           'fp8', 'float8_config', 'to_float8', 'linear_gain', 'torchao_fp8']
+           'turned_heads', 'value_heads', 'heads_quantize_kernel', 'heads_quantize', 'mm8', 'Slots', 'LayerScales',
+           'one', 'rounded', 'product', 'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP', 'Fp8HeadsPart',
+           'Fp8OutPart', 'Fp8MLPPart', 'fp8_block', 'to_fp8', 'loss_lse_kernel', 'logits_quantize_kernel', 'loss_lse',
+           'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step', 'part_gains', 'rounding_cases',
+           'misrounded', 'needs_fp8', 'fp8', 'float8_config', 'to_float8', 'linear_gain', 'torchao_fp8']
 
 # %% ../nbs/08_fp8.ipynb #8a9e0783
 from contextlib import contextmanager, nullcontext
@@ -63,7 +63,7 @@ class Scaling:
 
     def __deepcopy__(self, memo): return self # a rung's copy of the model shares it, as it shares the weights
 
-# %% ../nbs/08_fp8.ipynb #d25537d9
+# %% ../nbs/08_fp8.ipynb #0ef1d2a9
 @patch
 @contextmanager
 def step(self:Scaling):
@@ -87,6 +87,20 @@ def update(self:Scaling):
     amax = self.past.amax(0)
     self.scale.copy_(torch.where(amax > 0, self.most / amax, 1.))
     self.inverse.copy_(1/self.scale)
+
+@patch
+def state_dict(self:Scaling):
+    "What a checkpoint needs to go on with the same scales: a dict of tensors and a flag"
+    tensors = dict(past=self.past, scale=self.scale, inverse=self.inverse)
+    return tensors | dict(fore=torch.stack(self.fore), back=torch.stack(self.back), seen=self.seen)
+
+@patch
+def load_state_dict(self:Scaling, state): # from `state_dict`
+    "Take over the scales; the tensors stay the ones that the layers know"
+    for k in ("past", "scale", "inverse"): getattr(self, k).copy_(state[k])
+    for mine, theirs in ((self.fore, state["fore"]), (self.back, state["back"])):
+        torch._foreach_copy_(mine, list(theirs.to(mine[0].device).unbind()))
+    self.seen = state["seen"]
 
 # %% ../nbs/08_fp8.ipynb #a5a9c33e
 @jit
@@ -242,51 +256,78 @@ def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Te
            LARGEST[dt], **TILE)
     return q, t
 
-# %% ../nbs/08_fp8.ipynb #b151c12c
+# %% ../nbs/08_fp8.ipynb #7843afd9
 @jit
 def wide_load(ptr, there):
     "What is there, in FP32, and zeros elsewhere"
     return tl.load(ptr, there, 0.).to(tl.float32)
 
 @jit
-def head_backward(g, x, w_ptr, dw_ptr, i, D: tl.constexpr, eps: tl.constexpr):
-    "The gradient of heads `x` (ROWS D) from `g`, that of their norm; stores the weight's sums over tokens"
-    r = tl.rsqrt(tl.sum(x*x, 1)/D + eps)[:, None]
-    x *= r
-    tl.store(dw_ptr + i, tl.sum(g*x, 0))
-    g *= tl.load(w_ptr + i).to(tl.float32)[None, :]
-    return r*(g - x*(tl.sum(g*x, 1)/D)[:, None])
+def turned_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N, HEADS: tl.constexpr,
+                 FIRST: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, eps: tl.constexpr,
+                 MOST: tl.constexpr, ROWS: tl.constexpr):
+    "Queries or keys, `HEADS` from `FIRST` on: rounded gradient, sums for their weight; returns amax, ROWS"
+    D: tl.constexpr = 2*HALF
+    i = tl.arange(0, HALF)
+    n, there = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < HALF)[None, :]
+    wa, wb = tl.load(w_ptr + i).to(tl.float32)[None, :], tl.load(w_ptr + HALF + i).to(tl.float32)[None, :]
+    dwa, dwb = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
+    amax = tl.zeros((ROWS,), tl.float32)
+    for h in tl.range(0, HEADS, num_stages=3):
+        d, x = d_ptr + n*(HEADS*D) + h*D + i[None, :], x_ptr + n*C + (FIRST + h)*D + i[None, :]
+        da, db = wide_load(d, there), wide_load(d + HALF, there)
+        a, b = wide_load(x, there), wide_load(x + HALF, there)
+        da, db = da*c + db*s, db*c - da*s
+        r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
+        a, b = a*r, b*r
+        dwa += da*a; dwb += db*b
+        da, db = da*wa, db*wb
+        mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
+        da, db = r*(da - a*mean), r*(db - b*mean)
+        amax = tl.maximum(amax, tl.max(tl.maximum(tl.abs(da), tl.abs(db)), 1))
+        to = (FIRST + h)*D + i
+        store_both(q_ptr, t_ptr, da, scale, rows, to, N, C, C, N, MOST)
+        store_both(q_ptr, t_ptr, db, scale, rows, to + HALF, N, C, C, N, MOST)
+    tl.store(dw_ptr + i, tl.sum(dwa, 0)); tl.store(dw_ptr + HALF + i, tl.sum(dwb, 0))
+    return amax
 
-# %% ../nbs/08_fp8.ipynb #e87afd5c
+@jit
+def value_heads(d_ptr, scale, q_ptr, t_ptr, rows, N, HEADS: tl.constexpr, FIRST: tl.constexpr,
+                C: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
+    "The same for values, whose gradient is only rounded"
+    i, amax = tl.arange(0, D), tl.zeros((ROWS,), tl.float32)
+    n, there = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < D)[None, :]
+    for h in tl.range(0, HEADS, num_stages=3):
+        g = wide_load(d_ptr + n*(HEADS*D) + h*D + i[None, :], there)
+        amax = tl.maximum(amax, tl.max(tl.abs(g), 1))
+        store_both(q_ptr, t_ptr, g, scale, rows, (FIRST + h)*D + i, N, C, C, N, MOST)
+    return amax
+
+# %% ../nbs/08_fp8.ipynb #f630abfd
 @jit
 def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, scale_ptr,
                           amax_ptr, q_ptr, t_ptr, dw_ptr, N, T, H: tl.constexpr, K: tl.constexpr,
                           HALF: tl.constexpr, eps: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
-    "The gradient of qkv, rounded and transposed, and sums for the norms' weights; a head's tile: ROWS D"
+    "The gradient of qkv, rounded and transposed, and sums for the norms' weights: a kind of head, ROWS tokens"
     D: tl.constexpr = 2*HALF
     C: tl.constexpr = (H + 2*K)*D
-    head, rows, i = tl.program_id(0), tl.program_id(1)*ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    kind, rows, i = tl.program_id(0), tl.program_id(1)*ROWS + tl.arange(0, ROWS), tl.arange(0, HALF)
     scale, seen = tl.load(scale_ptr), tl.load(amax_ptr)
-    n, there = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < D)[None, :]
-    if head >= H + K: g = wide_load(dv_ptr + (head - H - K)*D + n*K*D + i[None, :], there)
+    there, turn = (rows < N)[:, None] & (i < HALF)[None, :], (rows % T)[:, None]*HALF + i[None, :]
+    dw_ptr += tl.program_id(1)*2*D
+    if kind == 2: amax = value_heads(dv_ptr, scale, q_ptr, t_ptr, rows, N, K, H + K, C, D, MOST, ROWS)
     else:
-        at, turn = n*C + head*D + i[None, :], (rows % T)[:, None]*HALF + (i % HALF)[None, :]
         c, s = tl.load(cos_ptr + turn, there, 0.), tl.load(sin_ptr + turn, there, 0.)
-        s, j = tl.where(i < HALF, 1., -1.)[None, :]*s, ((i + HALF) % D)[None, :]
-        dw_ptr += (tl.program_id(1)*(H + K) + head)*D
-        x = wide_load(qkv_ptr + at, there)
-        if head < H:
-            d_ptr = dq_ptr + head*D + n*H*D
-            g = wide_load(d_ptr + i[None, :], there)*c + wide_load(d_ptr + j, there)*s
-            g = head_backward(g, x, wq_ptr, dw_ptr, i, D, eps)
+        if kind == 0:
+            amax = turned_heads(dq_ptr, qkv_ptr, wq_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N,
+                                H, 0, C, HALF, eps, MOST, ROWS)
         else:
-            d_ptr = dk_ptr + (head - H)*D + n*K*D
-            g = wide_load(d_ptr + i[None, :], there)*c + wide_load(d_ptr + j, there)*s
-            g = head_backward(g, x, wk_ptr, dw_ptr, i, D, eps)
-    note_amax(amax_ptr, g, seen)
-    store_both(q_ptr, t_ptr, g, scale, rows, head*D + i, N, C, C, N, MOST)
+            amax = turned_heads(dk_ptr, qkv_ptr, wk_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr + D, rows, N,
+                                K, H, C, HALF, eps, MOST, ROWS)
+    amax = tl.max(amax, 0)
+    if amax > seen: tl.atomic_max(amax_ptr, amax)
 
-# %% ../nbs/08_fp8.ipynb #b6e6f0f2
+# %% ../nbs/08_fp8.ipynb #f2b5513c
 @kernel_op(mutates=("amax",))
 def heads_quantize(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: torch.Tensor, wq: torch.Tensor,
                    wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, scale: torch.Tensor,
@@ -296,11 +337,10 @@ def heads_quantize(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: to
     if not by_kernel(qkv, N, D):
         dqkv, dw = qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
         return dw.clone(), *both(dqkv.flatten(0, 1).flatten(1), scale, amax, dt)
-    (q, t), dw = pair(qkv, N, (H + 2*K)*D, dt), qkv.new_empty(blocks(N, 32), H + K, D, dtype=torch.float32)
-    launch(heads_quantize_kernel, (H + 2*K, blocks(N, 32)), dq, dk, dv, qkv, wq, wk, cos, sin, scale, amax,
-           q, t, dw, N, T, H, K, D//2, eps, LARGEST[dt], ROWS=32, num_warps=2)
-    dw = dw.sum(0)
-    return torch.stack([dw[:H].sum(0), dw[H:].sum(0)]), q, t
+    (q, t), dw = pair(qkv, N, (H + 2*K)*D, dt), qkv.new_empty(blocks(N, 32), 2, D, dtype=torch.float32)
+    launch(heads_quantize_kernel, (3, blocks(N, 32)), dq, dk, dv, qkv, wq, wk, cos, sin, scale, amax,
+           q, t, dw, N, T, H, K, D//2, eps, LARGEST[dt], ROWS=32, num_warps=4)
+    return dw.sum(0), q, t
 
 # %% ../nbs/08_fp8.ipynb #321b5372
 def mm8(a, b, inverse_a, inverse_b, # M K; N K, both contiguous; one number each
@@ -656,7 +696,7 @@ def needs_fp8():
     bad = misrounded(default_device()) if torch.cuda.is_available() else []
     return f"Triton's compiler here makes {', '.join(bad)} round wrongly (try a newer ptxas)" if bad else ""
 
-# %% ../nbs/08_fp8.ipynb #9f592d28
+# %% ../nbs/08_fp8.ipynb #4853f50a
 GRADIENTS = dict(e5m2=E5M2, e4m3=E4M3)
 
 @rung("fp8", needs=needs_fp8, excludes=["fp16"])
@@ -681,6 +721,7 @@ def fp8(run, # a `Run` with bf16 and fused_ops
     scaling = Scaling(L + 1, dt, run.device, delayed=delayed)
     convert = partial(to_fp8, parts=tuple(parts), scaling=scaling, grad=dt)
     run = run.with_model(convert).in_forward(scaling.step)
+    run = replace(run, stateful=run.stateful + (("fp8", scaling),))
     if "head" not in parts: return run
     return replace(run, loss=Fp8CE(**vars(run.loss), scales=LayerScales(scaling, L, dt)))
 

@@ -339,7 +339,7 @@ def store_head_sums(dw_ptr, dw, head, H: tl.constexpr, D: tl.constexpr, HALF: tl
     tl.store(dw_ptr + i, tl.sum(tl.where(head < H, dw, 0.), 0))
     tl.store(dw_ptr + D + i, tl.sum(tl.where(head < H, 0., dw), 0))
 
-# %% ../nbs/06_fused_ops.ipynb #97693680
+# %% ../nbs/06_fused_ops.ipynb #b8502922
 @jit
 def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, dw_ptr,
                             N, T, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, eps: tl.constexpr,
@@ -350,7 +350,7 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
     wa, wb = head_weights(wq_ptr, wk_ptr, head < H, i), head_weights(wq_ptr, wk_ptr, head < H, i + HALF)
     there, vhead, j = (head < H + K) & (i < HALF), tl.arange(0, VHEADS)[:, None], tl.arange(0, D)[None, :]
     dwa, dwb = tl.zeros((HEADS, HALF), tl.float32), tl.zeros((HEADS, HALF), tl.float32)
-    for n in range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0)):
+    for n in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=3):
         at = n*(H + 2*K)*D + head*D + i # HEADS HALF
         a = tl.load(qkv_ptr + at, there, 0.).to(tl.float32)
         b = tl.load(qkv_ptr + at + HALF, there, 0.).to(tl.float32)
@@ -370,7 +370,7 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
     store_head_sums(dw_ptr + tl.program_id(0)*2*D, dwa, head, H, D, HALF)
     store_head_sums(dw_ptr + tl.program_id(0)*2*D + HALF, dwb, head, H, D, HALF)
 
-# %% ../nbs/06_fused_ops.ipynb #724487d2
+# %% ../nbs/06_fused_ops.ipynb #8f841a02
 @kernel_op
 def qk_rope_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: torch.Tensor,
                      wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
@@ -378,10 +378,10 @@ def qk_rope_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: 
     "Gradients of qkv (B T H+2K D) and of the two norms' weights (2 D, FP32); all contiguous"
     if not runs_kernel(qkv): return qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
     (B, T, H, D), K = dq.shape, dk.shape[2]
-    P = programs(qkv, 4, B*T)
+    P, heads = programs(qkv, 16, B*T), pow2(H + K)
     out, dw = torch.empty_like(qkv), qkv.new_empty(P, 2, D, dtype=torch.float32)
     launch(qk_rope_backward_kernel, (P,), dq, dk, dv, qkv, wq, wk, cos, sin, out, dw, B*T, T, H, K, D//2, eps,
-           HEADS=pow2(H + K), VHEADS=pow2(K), num_warps=8)
+           HEADS=heads, VHEADS=pow2(K), num_warps=2 if heads*D <= 2048 else 4)
     return out, dw.sum(0)
 
 # %% ../nbs/06_fused_ops.ipynb #b8d45a64

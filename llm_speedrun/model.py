@@ -222,7 +222,7 @@ def no_scaler():
     "A gradient scaler that does nothing"
     return torch.amp.GradScaler("cpu", enabled=False)
 
-# %% ../nbs/02_model.ipynb #2ba0eb49
+# %% ../nbs/02_model.ipynb #97cb0648
 @dataclass(frozen=True)
 class Run:
     "What one optimizer step needs. Rungs take one and return another; none is ever changed in place"
@@ -233,6 +233,7 @@ class Run:
     fmt: str = "fp32" # the number format of the matrix products, a key of `measure.DTYPES`
     step_contexts: tuple = () # entered around forward, backward and optimizer: process-wide settings
     forward_contexts: tuple = () # entered around the forward pass alone: autocast
+    stateful: tuple = () # pairs of a name and an object with a state that a checkpoint needs
     rungs: tuple = () # the names of the rungs applied so far
 
     @property

