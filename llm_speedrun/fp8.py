@@ -6,12 +6,12 @@
 __all__ = ['E4M3', 'E5M2', 'LARGEST', 'NAMES', 'TILE', 'LARGE_TILE', 'PARTS', 'HALF_MOST', 'GRADIENTS', 'RECIPES', 'sqnr',
            'Scaling', 'store_both', 'note_amax', 'both', 'quantize_kernel', 'tile_grid', 'by_kernel', 'pair',
            'quantize', 'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel',
-           'swiglu_backward_quantize_kernel', 'swiglu_quantize', 'swiglu_backward_quantize', 'wide_load',
-           'turned_heads', 'value_heads', 'heads_quantize_kernel', 'heads_quantize', 'mm8', 'Slots', 'LayerScales',
-           'one', 'rounded', 'product', 'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP', 'Fp8HeadsPart',
-           'Fp8OutPart', 'Fp8MLPPart', 'fp8_block', 'to_fp8', 'loss_lse_kernel', 'logits_quantize_kernel', 'loss_lse',
-           'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step', 'part_gains', 'rounding_cases',
-           'misrounded', 'needs_fp8', 'fp8', 'float8_config', 'to_float8', 'linear_gain', 'torchao_fp8']
+           'swiglu_backward_quantize_kernel', 'swiglu_quantize', 'swiglu_backward_quantize', 'wide_load', 'value_heads',
+           'turned_heads', 'heads_quantize_kernel', 'heads_quantize', 'mm8', 'Slots', 'LayerScales', 'one', 'rounded',
+           'product', 'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP', 'Fp8HeadsPart', 'Fp8OutPart', 'Fp8MLPPart',
+           'fp8_block', 'to_fp8', 'loss_lse_kernel', 'logits_quantize_kernel', 'loss_lse', 'logits_quantize',
+           'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step', 'part_gains', 'rounding_cases', 'misrounded', 'needs_fp8',
+           'fp8', 'float8_config', 'to_float8', 'linear_gain', 'torchao_fp8']
 
 # %% ../nbs/08_fp8.ipynb #8a9e0783
 from contextlib import contextmanager, nullcontext
@@ -63,7 +63,7 @@ class Scaling:
 
     def __deepcopy__(self, memo): return self # a rung's copy of the model shares it, as it shares the weights
 
-# %% ../nbs/08_fp8.ipynb #0ef1d2a9
+# %% ../nbs/08_fp8.ipynb #d25537d9
 @patch
 @contextmanager
 def step(self:Scaling):
@@ -88,6 +88,7 @@ def update(self:Scaling):
     self.scale.copy_(torch.where(amax > 0, self.most / amax, 1.))
     self.inverse.copy_(1/self.scale)
 
+# %% ../nbs/08_fp8.ipynb #d0e3ba96
 @patch
 def state_dict(self:Scaling):
     "What a checkpoint needs to go on with the same scales: a dict of tensors and a flag"
@@ -256,12 +257,25 @@ def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Te
            LARGEST[dt], **TILE)
     return q, t
 
-# %% ../nbs/08_fp8.ipynb #7843afd9
+# %% ../nbs/08_fp8.ipynb #6d13915c
 @jit
 def wide_load(ptr, there):
     "What is there, in FP32, and zeros elsewhere"
     return tl.load(ptr, there, 0.).to(tl.float32)
 
+@jit
+def value_heads(d_ptr, scale, q_ptr, t_ptr, rows, N, HEADS: tl.constexpr, FIRST: tl.constexpr,
+                C: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
+    "Values, whose gradient is only rounded, `HEADS` of them from `FIRST` on; returns amax, ROWS"
+    i, amax = tl.arange(0, D), tl.zeros((ROWS,), tl.float32)
+    n, there = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < D)[None, :]
+    for h in tl.range(0, HEADS, num_stages=3):
+        g = wide_load(d_ptr + n*(HEADS*D) + h*D + i[None, :], there)
+        amax = tl.maximum(amax, tl.max(tl.abs(g), 1))
+        store_both(q_ptr, t_ptr, g, scale, rows, (FIRST + h)*D + i, N, C, C, N, MOST)
+    return amax
+
+# %% ../nbs/08_fp8.ipynb #7187b908
 @jit
 def turned_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N, HEADS: tl.constexpr,
                  FIRST: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, eps: tl.constexpr,
@@ -291,24 +305,12 @@ def turned_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N
     tl.store(dw_ptr + i, tl.sum(dwa, 0)); tl.store(dw_ptr + HALF + i, tl.sum(dwb, 0))
     return amax
 
-@jit
-def value_heads(d_ptr, scale, q_ptr, t_ptr, rows, N, HEADS: tl.constexpr, FIRST: tl.constexpr,
-                C: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
-    "The same for values, whose gradient is only rounded"
-    i, amax = tl.arange(0, D), tl.zeros((ROWS,), tl.float32)
-    n, there = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < D)[None, :]
-    for h in tl.range(0, HEADS, num_stages=3):
-        g = wide_load(d_ptr + n*(HEADS*D) + h*D + i[None, :], there)
-        amax = tl.maximum(amax, tl.max(tl.abs(g), 1))
-        store_both(q_ptr, t_ptr, g, scale, rows, (FIRST + h)*D + i, N, C, C, N, MOST)
-    return amax
-
-# %% ../nbs/08_fp8.ipynb #f630abfd
+# %% ../nbs/08_fp8.ipynb #d3863378
 @jit
 def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, scale_ptr,
                           amax_ptr, q_ptr, t_ptr, dw_ptr, N, T, H: tl.constexpr, K: tl.constexpr,
                           HALF: tl.constexpr, eps: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
-    "The gradient of qkv, rounded and transposed, and sums for the norms' weights: a kind of head, ROWS tokens"
+    "The gradient of qkv, rounded and transposed, sums for the norms' weights; one kind of head, ROWS tokens"
     D: tl.constexpr = 2*HALF
     C: tl.constexpr = (H + 2*K)*D
     kind, rows, i = tl.program_id(0), tl.program_id(1)*ROWS + tl.arange(0, ROWS), tl.arange(0, HALF)

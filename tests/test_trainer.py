@@ -10,7 +10,7 @@ from llm_speedrun.model import RUNGS, Stepper
 from llm_speedrun.trainer import *
 from small import NANO, VOCAB, fails, nano, options, write_bins
 
-FILES = {"config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png"}
+FILES = {"checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png"}
 
 def rows(folder): return [json.loads(o) for o in (folder/"metrics.jsonl").read_text().splitlines()]
 def curve(trainer): return [r["loss"] for r in trainer.rows if "loss" in r]
@@ -81,12 +81,12 @@ def test_existing_folder_is_left_alone(tmp_path):
     "A run folder that exists is never written into unasked, and `overwrite` is how one asks"
     run = tmp_path/"runs/run"
     train(options(tmp_path), progress=False)
-    was = {p.name: p.read_bytes() for p in run.iterdir()}
+    was = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
     with fails(FileExistsError, "run exists already and is left alone", "--name", "--overwrite"):
         train(options(tmp_path, seed=1), progress=False)
-    assert {p.name: p.read_bytes() for p in run.iterdir()} == was
+    assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == was
     train(options(tmp_path, seed=1, overwrite=True), progress=False)
-    assert names(run) == set(was) and (run/"model.safetensors").read_bytes() != was["model.safetensors"]
+    assert names(run) == {*was, "checkpoints"} and (run/"model.safetensors").read_bytes() != was["model.safetensors"]
     assert json.loads((run/"config.json").read_text())["seed"] == 1
 
 @pytest.mark.parametrize("out", ["file", "file/below"])
@@ -159,7 +159,7 @@ def test_schedule():
 def test_epochs(tmp_path, capsys):
     "Without `steps`, the text ends a run where it is shorter than the time; time ends it otherwise"
     t = Trainer(options(tmp_path, steps=0, minutes=60., epochs=2., accumulate=2))
-    assert t.cfg.steps == t.batches.per_epoch and "2 passes over the text" in capsys.readouterr().out
+    assert t.cfg.steps == 2*t.batches.per_epoch and "2 passes over the text" in capsys.readouterr().out
     assert Trainer(options(tmp_path, steps=0, minutes=1e-3, epochs=1e9)).cfg.steps < 1e6
 
 # Rungs
@@ -239,7 +239,7 @@ def test_interrupted(tmp_path, monkeypatch, at):
     "Ctrl-C at any step leaves everything that a whole run leaves, with the steps that were taken"
     interrupted(monkeypatch, at)
     trainer, res = train(options(tmp_path, steps=1000), progress=False)
-    assert res["interrupted"] and res["steps"] == at and names(tmp_path/"runs/run") == FILES
+    assert res["interrupted"] and res["steps"] == at and names(tmp_path/"runs/run") == FILES - {"checkpoints"}
     assert [r["step"] for r in rows(tmp_path/"runs/run") if "loss" in r] == list(range(1, at + 1))
 
 def test_plot_without_steps(finished):

@@ -1,0 +1,216 @@
+"Stopped and resumed: the same bits, whatever stops a run and whenever; broken checkpoints are passed over, and say so."
+import json, os, random, re, shutil, signal, subprocess, sys, time
+from dataclasses import fields
+from pathlib import Path
+import pytest, torch
+from safetensors.torch import load_file
+from llm_speedrun import saving
+from llm_speedrun.measure import version_of
+from llm_speedrun.model import Stepper
+from llm_speedrun.saving import *
+from llm_speedrun.trainer import *
+from small import NANO, VOCAB, fails, nano, options, write_bins
+from test_trainer import COMMAND, curve, names, needs_command, posix, rows, start, wait_for
+
+FULL = "bf16,flash,fused_ops,chunked_ce"
+
+def stop_at(monkeypatch, step, number=signal.SIGINT):
+    "The signal arrives while the step after `step` others is under way"
+    call, count = Stepper.__call__, [0]
+    def pressed(self, *batches):
+        count[0] += 1
+        if count[0] == step: os.kill(os.getpid(), number)
+        return call(self, *batches)
+    monkeypatch.setattr(Stepper, "__call__", pressed)
+
+def go(folder, **kw): return train(options(folder, **kw), progress=False)
+def resume(folder, **kw): return train(TrainConfig(resume=str(folder/"runs/run"), **kw), progress=False)
+def state(trainer):
+    tensors = {}
+    taken_apart(dict(model=trainer.run.model.state_dict(), state=trainer.state()), tensors)
+    return {k: t.clone() for k, t in tensors.items()}
+
+# The same bits
+
+@posix
+@pytest.mark.parametrize("rungs", ["naive", "flash,fused_adamw", FULL, f"{FULL},fp8", "bf16,bf16_weights", f"{FULL},fp8,fused_adamw",
+                                   pytest.param("adamw8bit", marks=pytest.mark.skipif(not version_of("torchao"), reason="needs torchao"))])
+def test_the_same_bits(tmp_path, monkeypatch, rungs):
+    "Twelve steps of two micro-batches at once, and five and seven: weights, moments, scales, losses"
+    how = dict(rungs=rungs, steps=12, accumulate=2, evals=3)
+    whole, res = go(tmp_path/"whole", **how)
+    with monkeypatch.context() as m:
+        stop_at(m, 4 + 5)     # the trial before a run takes four
+        half, stopped = go(tmp_path/"parts", **how)
+    assert stopped["interrupted"] and stopped["steps"] == 5 and stopped["val_loss"]
+    rest, end = resume(tmp_path/"parts")
+    assert end["val_loss"] == res["val_loss"] and not end["interrupted"]
+    want, got = state(whole), state(rest)
+    assert set(want) == set(got)
+    for k in want: assert torch.equal(want[k], got[k]), k
+    losses = [r["loss"] for r in rows(tmp_path/"parts/runs/run") if "loss" in r]
+    assert losses == curve(whole) == curve(rest)
+
+@posix
+def test_another_micro_batch(tmp_path, monkeypatch):
+    "Tokens of a step are held: the same windows in the same order, and losses to the last digits"
+    seen, call = [], Stepper.__call__
+    def look(self, *batches):
+        seen.append(torch.cat([x for x, _ in batches]))
+        return call(self, *batches)
+    monkeypatch.setattr(Stepper, "__call__", look)
+    whole, _ = go(tmp_path/"whole", steps=8)
+    windows = seen[4:]; seen.clear()
+    with monkeypatch.context() as m:
+        stop_at(m, 4 + 3)
+        go(tmp_path/"parts", steps=8)
+    first = seen[4:]; seen.clear()
+    rest, _ = resume(tmp_path/"parts", batch=1)
+    assert (rest.cfg.batch, rest.cfg.accumulate) == (1, 4)
+    assert all(map(torch.equal, windows, first + seen[4:]))
+    assert curve(rest) == pytest.approx(curve(whole), rel=1e-4)
+
+# Signals
+
+@needs_command
+@posix
+def test_sigterm(tmp_path):
+    "The command stops within ten seconds with code 143, says how to go on, and does"
+    p, run = start(tmp_path, "naive"), tmp_path/"runs/run"
+    wait_for(p, lambda: (run/"metrics.jsonl").exists() and (run/"metrics.jsonl").stat().st_size)
+    t0 = time.time(); p.send_signal(signal.SIGTERM)
+    out, err = p.communicate(timeout=60)
+    assert p.returncode == 143 and time.time() - t0 < 10 and "Traceback" not in err, err
+    steps = json.loads((run/"result.json").read_text())["steps"]
+    assert f"stopped after step {steps}; --resume {run}" in out and load_file(run/"model.safetensors")
+    cmd = [str(COMMAND), "--resume", str(run), "--steps", str(steps + 3)]
+    done = subprocess.run(cmd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, steps + 4))
+
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from llm_speedrun.model import WORKLOADS
+from llm_speedrun.saving import checkpoints, newest
+from llm_speedrun.trainer import TrainConfig, train
+from small import NANO, options
+WORKLOADS["nano"] = NANO
+folder, rng, STEPS = Path(sys.argv[1]), random.Random(0), int(sys.argv[3])
+run = folder/"runs/run"
+def child():
+    "Train, from the beginning or from where it stopped, in a process of its own; returns its number"
+    pid = os.fork()
+    if pid: return pid
+    there = newest(run/"checkpoints", say=lambda *a: None)
+    cfg = TrainConfig(resume=str(run)) if there else options(folder, steps=STEPS, save_minutes=0., overwrite=True, sample=1)
+    try: train(cfg, progress=False)
+    except BaseException as e: print("FAILED", type(e).__name__, e, flush=True)
+    finally: os._exit(0)
+def last(): return int(c[-1].name[5:]) if (c := checkpoints(run/"checkpoints")) else 0
+kills = 0
+while last() < STEPS and kills < 60:
+    at, goal, pid = last(), rng.randint(1, 2), child()
+    end = time.time() + 60
+    while time.time() < end and last() < min(STEPS, at + goal): time.sleep(.002)
+    if last() >= STEPS: os.waitpid(pid, 0); break
+    time.sleep(rng.random()*.02)
+    os.kill(pid, signal.SIGKILL); os.waitpid(pid, 0); kills += 1
+if not (run/"result.json").exists(): os.waitpid(child(), 0)
+print("kills", kills)
+"""
+
+@posix
+def test_killed_again_and_again(tmp_path, steps=24):
+    "kill -9 at random moments, most of them while a checkpoint is written: every run resumes, and the curve is that of no kill"
+    whole, _ = go(tmp_path/"whole", steps=steps)
+    cmd = [sys.executable, "-c", KILLS, str(tmp_path), str(Path(__file__).parent), str(steps)]
+    env = os.environ | dict(OMP_NUM_THREADS="1")
+    out = subprocess.run(cmd, capture_output=True, text=True, timeout=280, env=env)
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert int(re.search(r"kills (\d+)", out.stdout)[1]) >= steps // 4 and "FAILED" not in out.stdout, out.stdout
+    got = [r for r in rows(tmp_path/"runs/run") if "loss" in r]
+    assert [r["step"] for r in got] == list(range(1, steps + 1))
+    assert [r["loss"] for r in got] == pytest.approx(curve(whole), rel=1e-4)
+    assert not list((tmp_path/"runs/run/checkpoints").glob("*.tmp")) and len(checkpoints(tmp_path/"runs/run/checkpoints")) <= 3
+
+# Broken checkpoints and full disks
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    "A run that has checkpoints of its steps 4, 5 and 6, and was to take 12"
+    with monkeypatch.context() as m:
+        stop_at(m, 4 + 6)
+        go(tmp_path, steps=12, save_minutes=0., keep_last=3)
+    assert [c.name for c in checkpoints(tmp_path/"runs/run/checkpoints")] == [f"step-{i:08}" for i in (4, 5, 6)]
+    return tmp_path
+
+def damage(kind, c):
+    if kind == "torn": os.truncate(c/"state.safetensors", 1000)
+    if kind == "tampered": (c/"about.json").write_text((c/"about.json").read_text().replace("step", "stop"))
+    if kind == "bit": b = bytearray((c/"model.safetensors").read_bytes()); b[-7] ^= 4; (c/"model.safetensors").write_bytes(b)
+    if kind == "missing": (c/"state.safetensors").unlink()
+    if kind == "no manifest": (c/"manifest.json").unlink()
+    if kind == "nonsense": (c/"manifest.json").write_text("[1, 2")
+    if kind == "empty": shutil.rmtree(c); c.mkdir()
+
+@posix
+@pytest.mark.parametrize("kind", ["torn", "tampered", "bit", "missing", "no manifest", "nonsense", "empty"])
+def test_a_broken_checkpoint_is_passed_over(stopped, capsys, kind):
+    "The newest is broken: it is named with the reason, the one before is taken, and the run ends as it should"
+    damage(kind, stopped/"runs/run/checkpoints/step-00000006")
+    trainer = Trainer(TrainConfig(resume=str(stopped/"runs/run")))
+    said = capsys.readouterr().out
+    assert re.search(r"passing over \S+step-00000006: \w+", said) and "going on from" in said and trainer.done == 5
+    trainer.fit()
+    assert [r["step"] for r in rows(stopped/"runs/run") if "loss" in r] == list(range(1, 13))
+
+@posix
+def test_nothing_to_go_on_from(stopped):
+    "All are broken: said so, and nothing is touched"
+    for c in checkpoints(stopped/"runs/run/checkpoints"): damage("torn", c)
+    was = (stopped/"runs/run/metrics.jsonl").read_bytes()
+    with fails(FileNotFoundError, "has no whole checkpoint to go on from"): resume(stopped)
+    assert (stopped/"runs/run/metrics.jsonl").read_bytes() == was
+
+def test_a_full_disk(tmp_path, monkeypatch, capsys):
+    "Checkpoints that can't be written are told, training goes on, and the ones from before stay"
+    real, full = saving.save_file, [False]
+    def save_file(*args, **kw):
+        if full[0]: raise OSError(28, "No space left on device")
+        return real(*args, **kw)
+    monkeypatch.setattr(saving, "save_file", save_file)
+    call = Stepper.__call__
+    def step(self, *batches):
+        full[0] = len(done) >= 4 + 4
+        done.append(1)
+        return call(self, *batches)
+    done = []
+    monkeypatch.setattr(Stepper, "__call__", step)
+    with fails(OSError, "No space left"): train(options(tmp_path, steps=8, save_minutes=0.))
+    run = tmp_path/"runs/run"
+    assert "could not be written: [Errno 28] No space left on device" in capsys.readouterr().out
+    assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, 9)) and load_file(run/"model.safetensors")
+    assert not broken(newest(run/"checkpoints")) and not list((run/"checkpoints").glob("*.tmp"))
+
+# Options
+
+@pytest.mark.parametrize("option, kind, message", [
+    (dict(seed=1), ValueError, "keeps its options: leave out seed"), (dict(lr=.1, rungs="flash"), ValueError, "leave out lr, rungs"),
+    (dict(batch=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(batch=-1), ValueError, "don't divide"),
+    (dict(steps=6), ValueError, "has taken its 6 steps: choose more --steps"), (dict(keep_last=0), ValueError, "keep_last must be at least 1")], ids=str)
+@posix
+def test_bad_option(stopped, option, kind, message):
+    was = {p: p.read_bytes() for p in (stopped/"runs/run").rglob("*") if p.is_file()}
+    with fails(kind, message): resume(stopped, **option)
+    assert {p: p.read_bytes() for p in (stopped/"runs/run").rglob("*") if p.is_file()} == was
+
+def test_resuming_no_run(tmp_path):
+    with fails(FileNotFoundError, "is not the folder of a run: it has no config.json"): resume(tmp_path)
+
+def test_the_options():
+    "All options of a run: one more or less is a decision, and this is where it's made"
+    assert [f.name for f in fields(TrainConfig)] == (
+        "data workload rungs steps minutes epochs batch accumulate seq vocab lr warmup weight_decay clip evals eval_batches sample seed "
+        "name out overwrite save_minutes keep_last resume").split()
