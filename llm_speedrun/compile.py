@@ -176,7 +176,7 @@ class Replayed(torch.autograd.Function):
                                "cuda_graphs")
         return None, *torch._foreach_mul(ctx.recorded.grads, g) # new tensors: autograd may keep them
 
-# %% ../nbs/09_compile.ipynb #0fba295a
+# %% ../nbs/09_compile.ipynb #32ba712a
 class RecordedLoss:
     "A loss that records its forward and backward pass for each model and shape, at the third one of each"
     def __init__(self, loss, # (model, x, y) -> mean loss
@@ -191,6 +191,8 @@ class RecordedLoss:
         if isinstance(p, RecordedPass): return p(x, y)
         of_model[x.shape] = p + 1
         return self.loss(model, x, y)
+
+    def forget(self): "Drop what was recorded, and its memory"; self.passes.clear()
 
 # %% ../nbs/09_compile.ipynb #8d599ce3
 @rung("record", needs=needs_capability(7, 0, "a CUDA graph of the step"), excludes=["fp16"])

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # %% auto #0
 __all__ = ['HUB', 'EOT', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'HUB_TOKENS', 'cache_dir', 'stdlib_files', 'read_documents',
-           'hub_documents', 'train_tokenizer', 'gpt2_tokenizer', 'Shards', 'write_shards', 'Corpus', 'open_corpus',
-           'Batches', 'prefetch', 'val_batches', 'unigram_loss', 'bigram_loss']
+           'hub_documents', 'train_tokenizer', 'gpt2_tokenizer', 'tokenizer_of', 'Shards', 'write_shards', 'Corpus',
+           'open_corpus', 'Batches', 'prefetch', 'val_batches', 'unigram_loss', 'bigram_loss']
 
 # %% ../nbs/01_data.ipynb #2a4b7358
 def cache_dir() -> Path:   # the folder, made if it was not there
@@ -201,6 +201,14 @@ def gpt2_tokenizer() -> Tokenizer:
         _need_hub("GPT-2's tokenizer")
         tok = _plain(Tokenizer.from_pretrained("gpt2"))
     return tok
+
+# %% ../nbs/01_data.ipynb #b79fc7b8
+def tokenizer_of(
+    folder,                     # of tokens, of a run, or of a model
+) -> Tokenizer | None:          # None if the folder has no `tokenizer.json`
+    "The tokenizer that lies in a folder."
+    path = Path(folder)/"tokenizer.json"
+    return _plain(Tokenizer.from_file(str(path))) if path.is_file() else None
 
 # %% ../nbs/01_data.ipynb #03aa5f3e
 def _is_val(text, frac):
@@ -413,7 +421,7 @@ class Corpus:
     tokenizer: Tokenizer | None = field(default=None, repr=False)   # None if not known (a bare .bin)
     eot: int | None = None          # the token that starts a document
 
-# %% ../nbs/01_data.ipynb #86ea03d2
+# %% ../nbs/01_data.ipynb #84cf17ea
 def _open_shards(path, vocab=None, name=None):
     "Corpus of a folder of `.bin` files, or of one file and the validation file beside it"
     path = Path(path)
@@ -426,9 +434,7 @@ def _open_shards(path, vocab=None, name=None):
     train = Shards(trains, dtype, vocab)
     if vals: val = Shards(vals, dtype, vocab)
     else: cut = _tail_cut(train, eot); train, val = train.part(0, cut), train.part(cut, len(train))
-    saved = folder/"tokenizer.json"
-    if saved.is_file(): tok = _plain(Tokenizer.from_file(str(saved)))
-    else: tok = _cached_gpt2() if eot == GPT2_EOT else None
+    tok = tokenizer_of(folder) or (_cached_gpt2() if eot == GPT2_EOT else None)
     name = name or (folder.name if path.is_dir() or path.name == "train.bin" else path.stem)
     return Corpus(name, train, val, vocab, tok, eot)
 

@@ -63,7 +63,7 @@ class Scaling:
 
     def __deepcopy__(self, memo): return self # a rung's copy of the model shares it, as it shares the weights
 
-# %% ../nbs/08_fp8.ipynb #d25537d9
+# %% ../nbs/08_fp8.ipynb #e8f2cd7f
 @patch
 @contextmanager
 def step(self:Scaling):
@@ -81,7 +81,7 @@ def step(self:Scaling):
 @patch
 def update(self:Scaling):
     "Take in the last step's maxima, make the scales anew; a slot that saw nothing has scale 1"
-    amax = torch.maximum(torch.stack(self.fore), torch.stack(self.back))
+    amax = torch.maximum(torch.stack(self.fore), torch.stack(self.back)).nan_to_num(0., 0., 0.) # bad steps
     torch._foreach_zero_(self.fore + self.back)
     self.past.copy_(torch.cat([amax[None], self.past[:-1]]))
     amax = self.past.amax(0)

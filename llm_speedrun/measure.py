@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'LOOKUPS', 'NO_KERNEL', 'OVERWRITES', 'MATMULS', 'FUSIBLE', 'DATASHEET_BF16', 'KEYS', 'default_device',
-           'gpu_gib', 'version_of', 'driver_version', 'machine', 'smoke', 'lookup', 'Table', 'table', 'fmt', 'Times',
-           'summarize', 'sample_ms', 'time_ms', 'matmul_precision', 'has_fp8', 'matmul_rate', 'copy_rate', 'Ceilings',
-           'measure_ceilings', 'nbytes', 'read_bytes', 'op_bytes', 'tensors', 'reads_writes', 'attention_flops',
-           'op_kind', 'Op', 'product_format', 'OpCounter', 'causal_arg', 'count', 'op_ms', 'predict_ms', 'by_kind',
-           'main_format', 'fusion_groups', 'fuse', 'fused', 'kernel_kind', 'launches', 'launch_kind', 'profiled',
-           'profile_rows', 'profile_kinds', 'profile_table', 'kinds_chart', 'flops_per_token', 'datasheet_flops', 'mfu',
-           'Measured', 'ratio', 'warm_up', 'compare', 'make_record', 'measurements_dir', 'records_path', 'load_records',
-           'replace_file', 'save_records', 'publish', 'ladder_table', 'caption', 'ladder_chart']
+           'gpu_gib', 'version_of', 'driver_version', 'machine', 'smoke', 'lookup', 'clean_errors', 'Table', 'table',
+           'fmt', 'Times', 'summarize', 'sample_ms', 'time_ms', 'matmul_precision', 'has_fp8', 'matmul_rate',
+           'copy_rate', 'Ceilings', 'measure_ceilings', 'nbytes', 'read_bytes', 'op_bytes', 'tensors', 'reads_writes',
+           'attention_flops', 'op_kind', 'Op', 'product_format', 'OpCounter', 'causal_arg', 'count', 'op_ms',
+           'predict_ms', 'by_kind', 'main_format', 'fusion_groups', 'fuse', 'fused', 'kernel_kind', 'launches',
+           'launch_kind', 'profiled', 'profile_rows', 'profile_kinds', 'profile_table', 'kinds_chart',
+           'flops_per_token', 'datasheet_flops', 'mfu', 'Measured', 'ratio', 'warm_up', 'compare', 'make_record',
+           'measurements_dir', 'records_path', 'load_records', 'replace_file', 'save_records', 'publish',
+           'ladder_table', 'caption', 'ladder_chart']
 
-# %% ../nbs/00_measure.ipynb #989c7522
-import difflib, importlib.metadata, json, os, re, statistics, subprocess, time
+# %% ../nbs/00_measure.ipynb #0db3b81b
+import difflib, importlib.metadata, json, os, re, statistics, subprocess, sys, time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
@@ -70,6 +71,14 @@ def lookup(table, # a dict from names to things
     near = difflib.get_close_matches(str(name), list(table), n=3, cutoff=0.4)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     raise ValueError(f"unknown {kind} {name!r}.{hint} There are: {', '.join(table)}.")
+
+# %% ../nbs/00_measure.ipynb #a25b4852
+def clean_errors(f, # a function without arguments
+                 stopped="interrupted before anything was written"): # what to say after Ctrl-C
+    "Call `f`. An error that the user can mend ends the program with its message and code 2, Ctrl-C with 130"
+    try: return f()
+    except (ValueError, OSError, RuntimeError) as e: print(f"error: {e}", file=sys.stderr); sys.exit(2)
+    except KeyboardInterrupt as e: print(f"\n{str(e) or stopped}", file=sys.stderr); sys.exit(130)
 
 # %% ../nbs/00_measure.ipynb #0428281d
 class Table(str):

@@ -267,7 +267,7 @@ def entered(contexts): # functions without arguments that return context manager
         for c in contexts: stack.enter_context(c())
         yield
 
-# %% ../nbs/02_model.ipynb #a45cf8a3
+# %% ../nbs/02_model.ipynb #b9c9aa3f
 class Stepper:
     "Takes the optimizer steps of a `Run`"
     def __init__(self, run, # a `Run`
@@ -281,15 +281,20 @@ class Stepper:
         with entered(self.run.step_contexts):
             loss = sum(self.backward(x, y, 1/len(batches)) for x, y in batches)
             self.update()
+            self.mark("optimizer")
         return loss
 
-# %% ../nbs/02_model.ipynb #bae48f20
+    def mark(self, name): "Called after each phase of a step; somebody who measures them puts a function here"
+
+# %% ../nbs/02_model.ipynb #32ef9237
 @patch
 def backward(self:Stepper, x, y, # B T tokens, B T tokens that follow
              weight): # of this micro-batch in the step
     "Forward and backward of one micro-batch. Returns its weighted loss"
     with entered(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y) * weight
+    self.mark("forward")
     self.scaler.scale(loss).backward()
+    self.mark("backward")
     return loss.detach()
 
 @patch
@@ -297,8 +302,13 @@ def update(self:Stepper):
     "Clip the gradients, step the optimizer, forget the gradients"
     self.scaler.unscale_(self.opt)
     self.norm = nn.utils.clip_grad_norm_(self.params, self.clip)
-    self.scaler.step(self.opt); self.scaler.update()
+    self.apply()
     self.opt.zero_grad(set_to_none=True)
+
+@patch
+def apply(self:Stepper):
+    "Let the optimizer take its step"
+    self.scaler.step(self.opt); self.scaler.update()
 
 # %% ../nbs/02_model.ipynb #3be828d6
 @patch

@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['save_ladder', 'new_ladder', 'speedrun_ladder']
 
-# %% ../nbs/14_speedrun.ipynb #d3763239
+# %% ../nbs/14_speedrun.ipynb #984985f4
 import json
 from datetime import datetime
 from pathlib import Path
 import torch
 from fastcore.script import call_parse
-from .measure import ladder_chart, ladder_table, lookup, replace_file
+from .measure import clean_errors, ladder_chart, ladder_table, lookup, replace_file
 from .model import bench, workload as find_workload
-from .trainer import clean_errors, climb, memory_advice, parse_rungs
+from .hardware import climb, memory_advice, parse_rungs
 
 # %% ../nbs/14_speedrun.ipynb #ddb99a89
 def save_ladder(records, # of one ladder

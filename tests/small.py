@@ -26,8 +26,15 @@ def write_bins(folder, train=4097, val=1025):
         tokens.tofile(folder/f"{name}.bin")
     return folder
 
+def texts(folder):
+    "A folder of short documents that a model can learn"
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(40):
+        (folder/f"{i}.txt").write_text("".join(f"{(i*j) % 97} times {j} is not {j*j + i}.\n" for j in range(60)), encoding="utf-8")
+    return folder
+
 def options(folder, **kw):
     "A `TrainConfig` of a few quick steps in `folder`"
     if "data" not in kw: kw["data"] = str(write_bins(folder/"bins"))
     return TrainConfig(**dict(workload="nano", rungs="naive", steps=6, batch=4, seq=16, vocab=VOCAB, evals=2,
-                              eval_batches=2, sample=4, name="run", out=str(folder/"runs")) | kw)
+                              eval_tokens=128, sample=4, name="run", out=str(folder/"runs")) | kw)

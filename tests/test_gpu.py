@@ -10,7 +10,8 @@ from llm_speedrun.measure import OpCounter, has_fp8, warm_up
 from llm_speedrun.model import (Run, Stepper, baseline, build, count_step, cross_entropy, matrix_params, naive_attention,
                                 reference_errors, rope, rope_table, step_of, train_flops, workload)
 from llm_speedrun.tf32 import tf32
-from llm_speedrun.trainer import TrainConfig, parse_rungs, presets, train
+from llm_speedrun.hardware import parse_rungs, presets
+from llm_speedrun.trainer import TrainConfig, train
 from torch.nn.attention import sdpa_kernel
 from flags import changed, flags
 
@@ -288,7 +289,7 @@ def test_out_of_memory_advice(tmp_path):
     np.random.default_rng(0).integers(0, 50257, int(1.1 * batch * 1024), dtype=np.uint16).tofile(data)
     def cfg(**kw):
         return TrainConfig(**dict(data=str(data), workload="124m", rungs="tf32,bf16,flash", batch=batch, steps=2, evals=1,
-                                  eval_batches=1, sample=2, name="run", out=str(tmp_path/"runs")) | kw)
+                                  eval_tokens=1024, sample=2, name="run", out=str(tmp_path/"runs")) | kw)
     with pytest.raises(RuntimeError, match=f"out of GPU memory with --batch {batch} of 1024 tokens") as e:
         train(cfg(), progress=False)
     assert not (tmp_path/"runs/run").exists()

@@ -9,7 +9,7 @@ from llm_speedrun.measure import version_of
 from llm_speedrun.model import Stepper
 from llm_speedrun.saving import *
 from llm_speedrun.trainer import *
-from small import NANO, VOCAB, fails, nano, options, write_bins
+from small import NANO, VOCAB, fails, nano, options, texts, write_bins
 from test_trainer import COMMAND, curve, names, needs_command, posix, rows, start, wait_for
 
 FULL = "bf16,flash,fused_ops,chunked_ce"
@@ -32,12 +32,14 @@ def state(trainer):
 
 # The same bits
 
+DATA = dict(stream=dict(stream=True), mixture=dict(data="mixture"), average=dict(ema=.9, schedule="wsd"), documents=dict(documents=True))
+
 @posix
 @pytest.mark.parametrize("rungs", ["naive", "flash,fused_adamw", FULL, f"{FULL},fp8", "bf16,bf16_weights", f"{FULL},fp8,fused_adamw",
                                    pytest.param("adamw8bit", marks=pytest.mark.skipif(not version_of("torchao"), reason="needs torchao"))])
-def test_the_same_bits(tmp_path, monkeypatch, rungs):
+def test_the_same_bits(tmp_path, monkeypatch, rungs, **more):
     "Twelve steps of two micro-batches at once, and five and seven: weights, moments, scales, losses"
-    how = dict(rungs=rungs, steps=12, accumulate=2, evals=3)
+    how = dict(rungs=rungs, steps=12, accumulate=2, evals=3) | more
     whole, res = go(tmp_path/"whole", **how)
     with monkeypatch.context() as m:
         stop_at(m, 4 + 5)     # the trial before a run takes four
@@ -50,6 +52,14 @@ def test_the_same_bits(tmp_path, monkeypatch, rungs):
     for k in want: assert torch.equal(want[k], got[k]), k
     losses = [r["loss"] for r in rows(tmp_path/"parts/runs/run") if "loss" in r]
     assert losses == curve(whole) == curve(rest)
+
+@posix
+@pytest.mark.parametrize("kind", DATA)
+def test_the_same_bits_with(tmp_path, monkeypatch, kind):
+    "The same with a stream, a mixture, an average of the weights, and attention within documents"
+    how = DATA[kind] | (dict(data=f"{write_bins(tmp_path/'a')}:2,{write_bins(tmp_path/'b')}:1") if kind == "mixture" else {})
+    if kind in ("stream", "documents"): how["data"] = str(texts(tmp_path/"texts"))
+    test_the_same_bits(tmp_path, monkeypatch, "naive", **how)
 
 @posix
 def test_another_micro_batch(tmp_path, monkeypatch):
@@ -212,5 +222,5 @@ def test_resuming_no_run(tmp_path):
 def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
-        "data workload rungs steps minutes epochs batch accumulate seq vocab lr warmup weight_decay clip evals eval_batches sample seed "
-        "name out overwrite save_minutes keep_last resume").split()
+        "data stream documents init workload hardware rungs steps minutes epochs tokens batch accumulate seq vocab lr schedule warmup weight_decay clip "
+        "ema evals eval_tokens target sample samples track profile seed name out overwrite save_minutes keep_last resume").split()

@@ -9,7 +9,7 @@ from llm_speedrun.flash import BACKENDS, attend_with, flash, sdpa, why_not
 from llm_speedrun.model import *
 from llm_speedrun.model import Attention
 from llm_speedrun.tf32 import tf32
-from llm_speedrun.trainer import parse_rungs, presets
+from llm_speedrun.hardware import parse_rungs, presets
 from small import NANO, fails
 
 @pytest.fixture(scope="module")

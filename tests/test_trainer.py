@@ -1,16 +1,20 @@
 "The trainer refuses bad options before it writes anything, loses nothing when stopped, and repeats itself exactly."
-import json, os, re, signal, subprocess, sys, time, weakref
+import json, os, re, signal, subprocess, sys, time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
-from llm_speedrun import trainer as module
-from llm_speedrun.measure import Measured
+from llm_speedrun import hardware as hardware_module, trainer as module
 from llm_speedrun.model import RUNGS, Stepper
+from llm_speedrun.hardware import *
+from llm_speedrun.measure import clean_errors
+from llm_speedrun.recipe import lr_at
+from llm_speedrun.report import loss_chart
 from llm_speedrun.trainer import *
-from small import NANO, VOCAB, fails, nano, options, write_bins
+from small import NANO, VOCAB, fails, nano, options, texts, write_bins
 
-FILES = {"checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png"}
+FILES = {"checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png", "report.html"}
 
 def rows(folder): return [json.loads(o) for o in (folder/"metrics.jsonl").read_text().splitlines()]
 def curve(trainer): return [r["loss"] for r in trainer.rows if "loss" in r]
@@ -26,15 +30,21 @@ def finished(tmp_path_factory):
 # Options
 
 @pytest.mark.parametrize("option,kind,message", [
-    (dict(batch=-1), ValueError, "batch must be at least 1, not -1"),
-    (dict(accumulate=0), ValueError, "accumulate must be at least 1, not 0"),
-    (dict(accumulate=-2), ValueError, "accumulate must be at least 1, not -2"),
+    (dict(batch=-1), ValueError, "batch can't be negative: -1"),
+    (dict(accumulate=3, batch=0, tokens=64), ValueError, "4 sequences, which accumulate 3 doesn't divide"),
+    (dict(tokens=100), ValueError, "tokens 100 are no whole number of sequences of 16"),
+    (dict(tokens=128, accumulate=1), ValueError, "1 batches of 4 sequences are not the 8 sequences of 128"),
+    (dict(hardware="h10"), ValueError, "unknown kind of hardware 'h10'.*'h100'"),
+    (dict(schedule="cosin"), ValueError, "unknown schedule 'cosin'.*'cosine'"),
+    (dict(ema=1.), ValueError, "ema is a decay from 0 .* to below 1, not 1"),
+    (dict(target=-1.), ValueError, "target can't be negative"),
+    (dict(accumulate=-2), ValueError, "accumulate can't be negative: -2"),
     (dict(evals=0), ValueError, "evals must be at least 1, not 0"),
-    (dict(eval_batches=-1), ValueError, "eval_batches must be at least 1, not -1"),
+    (dict(eval_tokens=-1), ValueError, "eval_tokens must be at least 1, not -1"),
     (dict(seq=-3), ValueError, "seq must be at least 1, not -3"),
     (dict(seq=33), ValueError, "seq 33 is longer than the 32 tokens of 'nano': choose a smaller --seq"),
-    (dict(steps=-1), ValueError, "steps and minutes can't be negative"),
-    (dict(minutes=-.1), ValueError, "steps and minutes can't be negative"),
+    (dict(steps=-1), ValueError, "steps can't be negative: -1"),
+    (dict(minutes=-.1), ValueError, "minutes can't be negative"),
     (dict(lr=-1.), ValueError, "lr can't be negative: -1"),
     (dict(weight_decay=-1.), ValueError, "weight_decay.* -1"),
     (dict(clip=-1.), ValueError, "clip"),
@@ -74,7 +84,7 @@ def test_token_outside_the_vocabulary(tmp_path, split):
     p = write_bins(tmp_path/"bins")/f"{split}.bin"
     a = np.fromfile(p, "<u2"); a[1000] = 999; a.tofile(p)
     with fails(ValueError, f"{split}.bin: token 999 at position 1000 is outside the vocabulary of {VOCAB}"):
-        train(options(tmp_path, data=str(tmp_path/"bins"), eval_batches=100, steps=100), progress=False)
+        train(options(tmp_path, data=str(tmp_path/"bins"), eval_tokens=10**6, steps=100), progress=False)
     assert names(tmp_path) == {"bins"}
 
 def test_existing_folder_is_left_alone(tmp_path):
@@ -134,10 +144,10 @@ def test_same_seed_same_curve(finished, tmp_path):
 def test_evaluation_changes_nothing(finished, tmp_path):
     "However often a run evaluates, its losses and weights are the same"
     trainer, *_ = finished
-    seldom, _ = train(options(tmp_path, steps=24, evals=1, eval_batches=5, seed=3), progress=False)
+    seldom, _ = train(options(tmp_path, steps=24, evals=1, eval_tokens=320, seed=3), progress=False)
     assert np.allclose(curve(seldom), curve(trainer), atol=1e-3 if torch.cuda.is_available() else 0)
     before = weights(seldom)
-    assert seldom.step.evaluate(seldom.val) == seldom.step.evaluate(seldom.val)
+    assert seldom.step.evaluate([seldom.val]) == seldom.step.evaluate([seldom.val])
     assert all(v.equal(before[k]) for k, v in weights(seldom).items())
     assert all(p.grad is None for p in seldom.run.model.parameters())
 
@@ -192,7 +202,7 @@ def test_trains_with_every_rung(tmp_path, rungs):
 
 def test_auto_leaves_out_what_fails(tmp_path, monkeypatch, capsys):
     "A rung that fails here is left out of `auto`, which says so; named by the user it is an error"
-    monkeypatch.setattr(module, "presets", lambda: dict(naive=[], fastest=["flash", "chunked_ce", "bf16_weights"]))
+    monkeypatch.setattr(hardware_module, "presets", lambda lacks=(): dict(naive=[], fastest=["flash", "chunked_ce", "bf16_weights"]))
     trainer, res = train(options(tmp_path, rungs="auto"))
     left = [r for r in trainer.ladder if "why" in r]
     assert [(r["rung"], r["kept"]) for r in left] == [("bf16_weights", False)]
@@ -210,7 +220,7 @@ def test_climb_keeps_what_pays(monkeypatch):
     def measure(config, rungs, before, batch):
         name = lambda r: r[-1] if r else "fp32"
         return [dict(rung=name(before), before=None), dict(rung=rungs[-1], before=name(before), ratio=gains[rungs[-1]])]
-    monkeypatch.setattr(module, "measure_run", measure)
+    monkeypatch.setattr(hardware_module, "measure_run", measure)
     kept, records = climb(NANO, 1, list(gains), least=1.05)
     assert kept == ["tf32", "flash"] and [r["kept"] for r in records] == [True, True, False, True]
     assert [r["before"] for r in records] == [None, "fp32", "tf32", "tf32"]
@@ -220,7 +230,7 @@ def test_climb_keeps_what_pays(monkeypatch):
 def test_climb_out_of_memory(monkeypatch):
     "Running out of memory is no reason to leave a rung out: it is raised"
     def measure(*args, **kw): raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(module, "measure_run", measure)
+    monkeypatch.setattr(hardware_module, "measure_run", measure)
     with pytest.raises(torch.OutOfMemoryError): climb(NANO, 1, ["flash"], least=1.05)
 
 # Stopped
@@ -244,7 +254,7 @@ def test_interrupted(tmp_path, monkeypatch, at):
 
 def test_plot_without_steps(finished):
     "A run stopped before its first step is over still has a plot, with numbers on its axes"
-    fig = loss_plot([dict(step=0, val_loss=5.)], 4., "none")
+    fig = loss_chart([dict(step=0, val_loss=5.)], 4., "none")
     assert not [t.get_text() for t in fig.axes[0].get_yticklabels() if t.get_text() == "-"]
     assert "training" not in [t.get_text() for t in fig.axes[0].get_legend().get_texts()]
 
@@ -253,7 +263,7 @@ COMMAND = Path(sys.executable).parent/"speedrun_train"
 def start(folder, rungs):
     "The command in a process of its own, on data in `folder`, with more steps than it will ever take"
     args = dict(data=write_bins(folder/"bins"), workload="tiny", rungs=rungs, steps=100_000, batch=8, seq=32,
-                vocab=VOCAB, eval_batches=2, sample=4, name="run", out=folder/"runs")
+                vocab=VOCAB, eval_tokens=128, sample=4, name="run", out=folder/"runs")
     cmd = [str(COMMAND)] + [str(o) for k, v in args.items() for o in (f"--{k}", v)]
     def heed(): signal.signal(signal.SIGINT, signal.SIG_DFL)     # jobs in a shell's background start out ignoring it
     return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
@@ -305,82 +315,155 @@ def test_second_ctrl_c_does_not_lie(tmp_path, monkeypatch, capsys):
     assert "nothing was written" not in said and str(tmp_path/"runs/run") in said
 
 def test_loss_that_is_not_finite(tmp_path):
-    "A loss that blows up stops the run by step ten, says what to do, and the losses so far are on disk"
+    "A loss that blows up stops the run, says what to do; the losses, a batch and weights that are finite are on disk"
     run = tmp_path/"runs/run"
-    with fails(RuntimeError, "the loss is (nan|inf) at step 10", "smaller --lr", re.escape(str(run/"metrics.jsonl"))):
+    with fails(RuntimeError, "5 steps in a row", "smaller --lr", re.escape(str(run/"bad_batch.safetensors"))):
         train(options(tmp_path, steps=50, lr=1e30), progress=False)
-    assert [r["step"] for r in rows(run)] == list(range(1, 11)) and np.isfinite(rows(run)[0]["loss"])
+    losses = [r["loss"] for r in rows(run)]
+    assert np.isfinite(losses[0]) and len(losses) <= 10
+    assert load_file(run/"bad_batch.safetensors")["x"].shape == (4, 16)
+    assert all(w.isfinite().all() for w in load_file(run/"model.safetensors").values())
+
+@pytest.mark.parametrize("rungs", ["naive", "fused_adamw", "bf16,bf16_weights", "adamw8bit", "bf16,flash,fused_ops,chunked_ce,fp8"])
+def test_bad_steps_are_skipped(tmp_path, rungs):
+    "Steps with gradients that aren't finite change no weight, under any optimizer, and the run goes on"
+    if rungs == "adamw8bit": pytest.importorskip("torchao")
+    trainer, was = Trainer(options(tmp_path, rungs=rungs, steps=8), progress=False), {}
+    bad = lambda: trainer.done + 1 in (3, 4)
+    trainer.step.params[0].register_hook(lambda g: g*float("inf") if bad() else g)
+    apply = trainer.step.apply
+    def watched():
+        if bad(): before = [p.detach().clone() for p in trainer.step.params]
+        apply()
+        if bad(): was[trainer.done + 1] = all(a.equal(b) for a, b in zip(before, trainer.step.params))
+    trainer.step.apply = watched
+    trainer.fit()
+    assert was == {3: True, 4: True} and [r["step"] for r in trainer.rows if "event" in r] == [3, 4]
+    assert np.isfinite(curve(trainer)).all() and curve(trainer)[-1] < curve(trainer)[0]
+
+# Data
+
+def test_mixture(tmp_path):
+    "Two corpora by weight: the batches are those of the mixture, and a corpus of another vocabulary is refused"
+    for name in "ab": write_bins(tmp_path/name)
+    spec = f"{tmp_path/'a'}:2,{tmp_path/'b'}:1"
+    trainer, res = train(options(tmp_path, data=spec, steps=12), progress=False)
+    assert type(trainer.batches).__name__ == "MixedBatches" and curve(trainer)[-1] < curve(trainer)[0]
+    assert len(trainer.val[0]) == 8 and res["bigram_loss"]
+
+def test_stream(tmp_path):
+    "Documents tokenized while training: no bigram model to compare with, and the loss falls"
+    trainer, res = train(options(tmp_path, data=str(texts(tmp_path/"texts")), stream=True, steps=30, lr=1e-2), progress=False)
+    assert res["bigram_loss"] is None and curve(trainer)[-1] < curve(trainer)[0] - .5
+    assert (tmp_path/"runs/run/tokenizer.json").exists() and (tmp_path/"runs/run/report.html").exists()
+
+@pytest.mark.parametrize("rungs", ["naive", "flash", "bf16,flash,fused_ops,chunked_ce"])
+def test_documents_apart(tmp_path, rungs):
+    "With `documents` what comes before a document doesn't change what the model says of it"
+    trainer = Trainer(options(tmp_path, data=str(texts(tmp_path/"texts")), documents=True, rungs=rungs, seq=32), progress=False)
+    eot, model = trainer.corpus.eot, trainer.run.model
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(1, 257, (1, 32), generator=g).to(trainer.device) for _ in range(2))
+    a[0, 12] = b[0, 12] = eot
+    b[0, 12:] = a[0, 12:]
+    with torch.no_grad(): x, y = (model.hidden(t)[0, 12:] for t in (a, b))
+    torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+    assert trainer.fit()["steps"] == 6
+
+def test_init(tmp_path):
+    "A run that starts from another's weights starts at its loss; data with other tokens and a workload beside it are refused"
+    data = str(texts(tmp_path/"texts"))
+    first, res = train(options(tmp_path, data=data, steps=30, lr=1e-2), progress=False)
+    how = dict(data=data, init=str(tmp_path/"runs/run"), workload="", name="second")
+    second = Trainer(options(tmp_path, **how), progress=False)
+    assert second.evaluate() == pytest.approx(res["val_loss"], abs=1e-4) and second.config.width == NANO.width
+    second.fit()
+    with fails(ValueError, "leave out --workload"): Trainer(options(tmp_path, **how | dict(workload="nano")), progress=False)
+    with fails(ValueError, "texts was tokenized otherwise than .*run: tokenize it with speedrun_data"):
+        Trainer(options(tmp_path, **how | dict(vocab=280, name="c")), progress=False)
+
+# Schedules, averages, targets
+
+def test_average(tmp_path):
+    "Evaluation and weights are the average's, and the training is what it is without one"
+    plain, _ = train(options(tmp_path, steps=24, name="plain"), progress=False)
+    trainer, res = train(options(tmp_path, steps=24, ema=.9), progress=False)
+    assert curve(trainer) == curve(plain) and res["val_loss"] != plain.rows[-1]["val_loss"]
+    saved = load_file(tmp_path/"runs/run/model.safetensors")
+    mean = dict(zip((k for k, _ in trainer.run.model.named_parameters()), trainer.average.mean))
+    for k, v in mean.items(): assert torch.equal(saved[f"model.{k}"], v.cpu())
+    assert not torch.equal(trainer.step.params[0], trainer.average.mean[0])
+
+def test_target(tmp_path):
+    "A run stops at the first evaluation that reaches the target, and says so"
+    whole, _ = train(options(tmp_path, steps=40, evals=8, name="whole"), progress=False)
+    losses = [(r["step"], r["val_loss"]) for r in whole.rows if "val_loss" in r]
+    target = losses[3][1]
+    trainer, res = train(options(tmp_path, steps=40, evals=8, target=target), progress=False)
+    assert res["reached"] and res["steps"] == next(n for n, l in losses if l <= target) and not res["interrupted"]
+
+def test_evaluations_compare(tmp_path):
+    "The tokens of an evaluation don't depend on the micro-batch"
+    vals = [Trainer(options(tmp_path, batch=b, name=str(b)), progress=False).val for b in (1, 3, 8)]
+    assert all(a[0].equal(b[0]) and a[1].equal(b[1]) for a, b in zip(vals, vals[1:]))
 
 # Out of memory
 
 @pytest.fixture
-def small_gpu(monkeypatch):
-    """A GPU of 40 GiB on which a sequence takes 2 and the rest 1, and on which batches above 18 run out of memory:
-    in the trial before training or, with `trial` off, in the first step"""
-    said, backward = SimpleNamespace(models=[], alive=[], measured=[], trial=True), Stepper.backward
-    def out(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
+def crowded(monkeypatch):
+    "A GPU on which micro-batches above `most` run out of memory, from the call number `after` on"
+    said, backward = SimpleNamespace(most=18, after=0, sizes=[]), Stepper.backward
     def step(self, x, y, w):
-        said.models.append(weakref.ref(self.run.model))
-        return backward(self, x, y, w) if len(x) <= 18 else out()
-    def measure(b, steps=3):
-        if steps == 4: return out() if said.trial and b > 18 else (None, None)
-        said.alive += [r for r in said.models if r() is not None]
-        said.measured.append(b)
-        return None, Measured([], 1. + 2*b, 0.)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(total_memory=40 * 2**30))
+        said.sizes.append(len(x))
+        if len(said.sizes) > said.after and len(x) > said.most: raise torch.OutOfMemoryError("CUDA out of memory")
+        return backward(self, x, y, w)
     monkeypatch.setattr(Stepper, "backward", step)
-    monkeypatch.setattr(module, "step_of", lambda config, rungs, batch: batch)
-    monkeypatch.setattr(module, "warm_up", measure)
-    said.out = out
     return said
 
-def test_out_of_memory(tmp_path, small_gpu):
-    "Out of memory: names the batch and what would fit, frees the model before measuring, leaves no half a run"
-    with fails(RuntimeError, "out of GPU memory with --batch 64 of 16 tokens",
-               "On this GPU 18 should fit: --batch 18 --accumulate 4"):
-        train(options(tmp_path, batch=64), progress=False)
-    assert small_gpu.measured == [1, 2] and not (tmp_path/"runs/run").exists()
-    train(options(tmp_path, batch=18, accumulate=4, steps=2), progress=False)   # as advised, under the same name
+@pytest.mark.parametrize("after", [0, 10])
+def test_out_of_memory(tmp_path, crowded, after):
+    "In the trial or in the middle: micro-batches are halved, the tokens of a step stay, and so do the losses"
+    crowded.most = 64
+    whole, _ = train(options(tmp_path, batch=64, steps=8, name="whole"), progress=False)
+    crowded.most, crowded.after, crowded.sizes = 18, after, []
+    trainer, _ = train(options(tmp_path, batch=64, steps=8), progress=False)
+    assert (trainer.cfg.batch, trainer.cfg.accumulate, trainer.cfg.tokens) == (16, 4, 1024)
+    assert np.allclose(curve(trainer), curve(whole), atol=1e-4)
+    assert [r["event"] for r in trainer.rows if "event" in r] == [f"out of memory: micro-batches of {b}" for b in (32, 16)][:after]
+    config = json.loads((tmp_path/"runs/run/config.json").read_text())
+    assert (config["batch"], config["accumulate"]) == (16, 4)
 
-def test_out_of_memory_with_a_larger_vocabulary(tmp_path, small_gpu, monkeypatch):
-    "The advice is for the model that ran out: with the data's vocabulary and its rungs"
-    seen = []
-    monkeypatch.setattr(module, "largest_batch", lambda config, rungs: seen.append((config.vocab, rungs)) or 9)
-    with fails(RuntimeError, "--batch 9"): train(options(tmp_path, batch=64, vocab=1000, rungs="flash"), progress=False)
-    assert seen == [(1024, ["flash"])]
+def test_out_of_memory_at_every_size(tmp_path, crowded):
+    "Where one sequence doesn't fit either, the run stops with advice, and an older run's files are left alone"
+    train(options(tmp_path), progress=False)
+    was = (tmp_path/"runs/run/model.safetensors").read_bytes()
+    crowded.most = 0
+    with fails(RuntimeError, "out of GPU memory with one sequence of 16 tokens", "--rungs smallest", "--workload or --seq"):
+        train(options(tmp_path, batch=64, overwrite=True), progress=False)
+    assert (tmp_path/"runs/run/model.safetensors").read_bytes() == was
 
-def test_out_of_memory_in_training(tmp_path, small_gpu):
-    "Out of memory after a trial that fitted: the model is gone before small batches are measured"
-    small_gpu.trial = False
-    with fails(RuntimeError, "On this GPU 18 should fit"): train(options(tmp_path, batch=64), progress=False)
-    assert small_gpu.measured == [1, 2] and small_gpu.models
-    assert not small_gpu.alive, "the model that ran out of memory was still there while small batches were measured"
+def test_micro_batch(monkeypatch):
+    "The largest divisor that fits: on 40 GiB where a sequence takes 2 and the rest 1, and where the estimate is too high"
+    tried, most = [], 18
+    def peak(config, rungs, batch): tried.append(batch); return 1. + 2*batch if batch <= most else None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hardware_module, "memory_limit", lambda gib: nullcontext())
+    monkeypatch.setattr(hardware_module, "gpu_gib", lambda: 40.)
+    monkeypatch.setattr(hardware_module, "peak_gib", peak)
+    assert [micro_batch(NANO, [], n) for n in (64, 12, 17)] == [16, 12, 17] and tried[:3] == [1, 2, 18]
+    assert micro_batch(NANO, [], 64, gib=12) == 4
+    most = 10
+    assert micro_batch(NANO, [], 64) == 8
+    most = 0
+    assert micro_batch(NANO, [], 64) == 0
 
-def test_out_of_memory_keeps_other_files(tmp_path, small_gpu):
-    "With `overwrite` a run that runs out of memory before its first step leaves the older run's weights alone"
-    train(options(tmp_path, batch=8), progress=False)
-    weights = (tmp_path/"runs/run/model.safetensors").read_bytes()
-    with fails(RuntimeError, "out of GPU memory"): train(options(tmp_path, batch=64, overwrite=True), progress=False)
-    assert (tmp_path/"runs/run/model.safetensors").read_bytes() == weights
-
-def test_out_of_memory_at_every_size(tmp_path, small_gpu, monkeypatch):
-    "Where two sequences don't fit either, the advice is a smaller model or shorter sequences"
-    monkeypatch.setattr(module, "warm_up", lambda *args, **kwargs: small_gpu.out())
-    with fails(RuntimeError, "two sequences don't fit either: choose a smaller --workload or --seq"):
-        train(options(tmp_path, batch=64), progress=False)
-
-def test_out_of_memory_while_measuring(tmp_path, small_gpu, monkeypatch):
-    "The naive run may not fit where the rungs do: `auto` then trains all the same, or its advice works"
-    asked = []
-    def climb(config, batch, rungs, least):
-        asked.append(batch)
-        return (["flash"], []) if batch <= 4 else small_gpu.out()
+def test_out_of_memory_while_measuring(tmp_path, monkeypatch, capsys):
+    "The naive run may not fit where the rungs do: `auto` then takes all rungs and trains all the same"
+    def climb(config, batch, rungs, least): raise torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(module, "climb", climb)
-    try: train(options(tmp_path, batch=16, rungs="auto"), progress=False)
-    except RuntimeError as e:
-        batch = int(re.search(r": --batch (\d+)", str(e))[1])
-        train(options(tmp_path, batch=batch, rungs="auto", name="advised"), progress=False)
-    assert asked[0] == 16
+    monkeypatch.setattr(hardware_module, "presets", lambda lacks=(): dict(naive=[], fastest=["flash"]))
+    trainer, _ = train(options(tmp_path, rungs="auto"))
+    assert trainer.run.rungs == ("flash",) and "the naive run doesn't fit into memory" in capsys.readouterr().out
 
 def test_fitting_batch():
     "The largest batch below 95% of the memory: none where even one sequence is too much"
