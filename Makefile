@@ -21,7 +21,7 @@ speedrun: $(READY) ## train a GPT with the best this machine has, and show what 
 
 test: exported ## check that notebooks and package agree, then test every notebook, then run pytest
 	@bash tests/notebooks.sh
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile tests
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal tests
 
 export: $(READY) ## write the package from the notebooks
 	@$(BIN)/nbdev_export

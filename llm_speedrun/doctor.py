@@ -177,14 +177,17 @@ def lost_tokens(corpus): # a `Corpus`
     meta = json.loads((folder/"meta.json").read_text(encoding="utf-8"))
     return max(0, meta.get("train_tokens", 0) + meta.get("val_tokens", 0) - sum(files.values()))
 
-# %% ../nbs/13_doctor.ipynb #4ff43bff
+# %% ../nbs/13_doctor.ipynb #7e951fff
 def check_data(trainer): # a `Trainer`
     "Findings about the data: what there is, and whether it suits the model"
     c, V = trainer.corpus, trainer.config.vocab
-    yield Finding("ok", "data", f"{c.name}: {len(c.train):,} tokens to train on, {len(c.val):,} to validate")
-    if lost := lost_tokens(c):
-        yield Finding("problem", "data", f"{c.train.paths[0].parent} has {lost:,} tokens fewer than its "
-                      "meta.json says, so a file was cut short: copy it, or tokenize the text, again")
+    if not trainer.corpora: yield Finding("ok", "data", f"{c.name}: a stream, its tokens aren't counted")
+    for o in trainer.corpora:
+        sizes = f"{len(o.train):,} tokens to train on, {len(o.val):,} to validate"
+        yield Finding("ok", "data", f"{o.name}: {sizes}")
+        if lost := lost_tokens(o):
+            yield Finding("problem", "data", f"{o.train.paths[0].parent} has {lost:,} tokens fewer than its "
+                          "meta.json says, so a file was cut short: copy it, or tokenize the text, again")
     if V > 2*c.vocab:
         yield Finding("note", "data", f"its vocabulary is {c.vocab:,} and the model's {V:,}, so "
                       f"{1 - c.vocab/V:.0%} of the embedding stands for nothing: a larger --vocab or a "
@@ -202,11 +205,11 @@ def check_loader(t): # a `Trial`
     else: yield Finding("note", "loader", f"{text}, so training may wait for its data: put it on a faster "
                         "disk, or stop what else runs on these cores")
 
-# %% ../nbs/13_doctor.ipynb #537467eb
+# %% ../nbs/13_doctor.ipynb #fa86486a
 def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
     "Bytes of the weights, and of a whole checkpoint"
     tensors = {}
-    taken_apart(trainer.state(), tensors)
+    taken_apart(trainer.step_state(), tensors)
     weights = sum(w.nbytes for w in trainer.run.model.state_dict().values())
     return weights, weights + sum(s.nbytes for s in tensors.values())
 
@@ -240,18 +243,19 @@ def lasting(seconds): # of a run
         if seconds >= 2*n: return f"{seconds/n:.1f} {unit}"
     return f"{seconds:.0f} seconds"
 
-# %% ../nbs/13_doctor.ipynb #86d80503
+# %% ../nbs/13_doctor.ipynb #aa527cf4
 def check_time(trainer, # a `Trainer`
                t): # its `Trial`
     "Findings about the steps that are to be taken: their time, their tokens, and passes over the data"
     c, n = trainer.cfg, trainer.cfg.steps - trainer.done
     step_s = max(t.ms, t.loader_ms) / 1e3
     tokens, per_s = n*t.tokens, t.tokens/step_s
-    passes = c.steps*t.tokens / len(trainer.corpus.train)
     after = f" after the {trainer.done:,} that were taken" if trainer.done else ""
     last = lasting(n*step_s + c.evals*t.eval_s)
     yield Finding("ok", "time", f"{n:,} steps{after}, {tokens:,} tokens: about {last} at {per_s:,.0f} "
                   f"tokens/s, with {c.evals} evaluations")
+    if c.stream: return
+    passes = c.steps / trainer.batches.per_epoch
     times = f"{passes:,.1f}" if passes >= 1 else f"{passes:.1g}"
     text = f"by its end the run has passed over the data {times} times"
     if passes <= max(1, 1.05*c.epochs): yield Finding("ok", "time", text)

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'ON_GPUS', 'BESIDE', 'HARDWARE', 'MOST', 'fitting', 'presets', 'parse_rungs', 'climb', 'measured',
-           'Hardware', 'hardware', 'memory_limit', 'divisors', 'smaller', 'fitting_batch', 'peak_gib', 'largest_batch',
-           'memory_advice', 'micro_batch']
+           'Hardware', 'hardware', 'memory_limit', 'growing_segments', 'divisors', 'smaller', 'fitting_batch',
+           'peak_gib', 'largest_batch', 'memory_advice', 'micro_batch']
 
-# %% ../nbs/12_hardware.ipynb #106c4a60
-import gc
+# %% ../nbs/12_hardware.ipynb #10ba5e5f
+import gc, os, sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 import torch
@@ -106,6 +106,11 @@ def memory_limit(gib): # GPU memory to use, in GiB
     torch.cuda.set_per_process_memory_fraction(min(1., gib/gpu_gib()))
     try: yield
     finally: torch.cuda.set_per_process_memory_fraction(1.)
+
+# %% ../nbs/12_hardware.ipynb #21467122
+def growing_segments():
+    "Ask PyTorch's allocator for segments that grow, unless the environment has settings of its own"
+    if sys.platform == "linux": os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 # %% ../nbs/12_hardware.ipynb #038cce3b
 def divisors(n): # a positive integer

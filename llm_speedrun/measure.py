@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'LOOKUPS', 'NO_KERNEL', 'OVERWRITES', 'MATMULS', 'FUSIBLE', 'DATASHEET_BF16', 'KEYS', 'default_device',
-           'gpu_gib', 'version_of', 'driver_version', 'machine', 'smoke', 'lookup', 'clean_errors', 'Table', 'table',
-           'fmt', 'Times', 'summarize', 'sample_ms', 'time_ms', 'matmul_precision', 'has_fp8', 'matmul_rate',
+           'gpu_gib', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'lookup', 'clean_errors', 'Table',
+           'table', 'fmt', 'Times', 'summarize', 'sample_ms', 'time_ms', 'matmul_precision', 'has_fp8', 'matmul_rate',
            'copy_rate', 'Ceilings', 'measure_ceilings', 'nbytes', 'read_bytes', 'op_bytes', 'tensors', 'reads_writes',
            'attention_flops', 'op_kind', 'Op', 'product_format', 'OpCounter', 'causal_arg', 'count', 'op_ms',
            'predict_ms', 'by_kind', 'main_format', 'fusion_groups', 'fuse', 'fused', 'kernel_kind', 'launches',
@@ -57,10 +57,14 @@ def machine():
     return dict(gpu=gpu, driver=driver_version(), torch=torch.__version__, triton=version_of("triton"),
                 date=date.today().isoformat())
 
-# %% ../nbs/00_measure.ipynb #5361a27f
+# %% ../nbs/00_measure.ipynb #bd0a34e6
 def smoke(): # a bool
     "True where this is a smoke run: no GPU, or a notebook executed as a test by `nbdev_test`"
-    return not torch.cuda.is_available() or bool(os.environ.get("IN_TEST"))
+    return not torch.cuda.is_available() or in_test()
+
+def in_test(): # a bool
+    "True in a notebook that `nbdev_test` executes: it must work, and needs few repetitions for that"
+    return bool(os.environ.get("IN_TEST"))
 
 # %% ../nbs/00_measure.ipynb #f0129e4c
 def lookup(table, # a dict from names to things
@@ -129,11 +133,12 @@ def sample_ms(f, # a function without arguments that does some work
     marks[-1].synchronize()
     return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
 
-# %% ../nbs/00_measure.ipynb #05cc79a8
+# %% ../nbs/00_measure.ipynb #5e4f5552
 def time_ms(f, # a function without arguments
             reps=10, # timed runs
             warmup=3): # runs before them, not timed
     "The `Times` of `f` in milliseconds, after a warm-up"
+    if in_test(): reps, warmup = min(reps, 2), min(warmup, 1)
     sample_ms(f, warmup)
     return summarize(sample_ms(f, reps))
 
@@ -558,12 +563,13 @@ def warm_up(build, # builds a version: returns its step, a function without argu
     seconds = time.perf_counter() - t0
     return step, Measured([], (torch.cuda.max_memory_allocated() - held) / 2**30 if gpu else None, seconds)
 
-# %% ../nbs/00_measure.ipynb #0bc84d76
+# %% ../nbs/00_measure.ipynb #ff5186ad
 def compare(builders, # a dict from name to a function that builds a version and returns its step
             rounds=5, # how often each has its turn
             reps=4, # timed steps in a turn
             warmup=3): # steps before the first turn
     "Measure several versions of a step in turn, A B A B. A dict from name to `Measured`"
+    if in_test(): rounds, reps, warmup = min(rounds, 2), 1, 1
     steps, res = {}, {}
     for name, build in builders.items(): steps[name], res[name] = warm_up(build, warmup)
     for _ in range(rounds):

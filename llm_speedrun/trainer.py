@@ -7,7 +7,7 @@ __all__ = ['CHANGEABLE', 'FILES', 'FOLDERS', 'BAD_STEPS', 'TrainConfig', 'Traine
            'with_room', 'resumed', 'rng_states', 'set_rng_states', 'Signals', 'finite', 'train', 'report', 'options_of',
            'speedrun_train']
 
-# %% ../nbs/12_trainer.ipynb #18c067f0
+# %% ../nbs/12_trainer.ipynb #bc3ffcb7
 import gc, inspect, json, math, os, shutil, signal, sys, threading, time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,8 +26,8 @@ from .pipeline import (MixedBatches, StreamBatches, document_source, one_side, o
                                    stream_tokenizer, within_documents)
 from .model import GPTConfig, build, generate, step_of, train_flops, workload
 from .export import import_folder
-from .hardware import (climb, divisors, hardware, measured, memory_limit, micro_batch,
-                                   parse_rungs, presets, smaller)
+from .hardware import (climb, divisors, growing_segments, hardware, measured, memory_limit,
+                                   micro_batch, parse_rungs, presets, smaller)
 from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
                                  open_trackers, parse_trackers, read_rows)
 from .recipe import SCHEDULES, Average, GuardedStepper, lr_at
@@ -170,7 +170,7 @@ def check_folder(self:Trainer):
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise NotADirectoryError(f"{there} is no folder that one can write into: choose another --out")
 
-# %% ../nbs/12_trainer.ipynb #ca2ca0a8
+# %% ../nbs/12_trainer.ipynb #b14ac3ce
 @patch
 def open_data(self:Trainer):
     "Open the corpus and the fixed validation batches; both raise clear errors for bad input"
@@ -185,7 +185,8 @@ def open_tokens(self:Trainer):
     "Open tokens on disk, one corpus or a mixture; returns sequences to validate on"
     c, parts = self.cfg, open_mix(self.cfg.data, self.cfg.vocab or None)
     for corpus, _ in parts: corpus.train.check(); corpus.val.check()
-    self.corpus = parts[0][0]
+    self.corpora = [corpus for corpus, _ in parts]
+    self.corpus = self.corpora[0]
     if len(parts) == 1:
         self.batches = Batches(self.corpus.train, self.sequences, c.seq, seed=c.seed)
         return evaluation(self.corpus.val, c.eval_tokens, c.seq)
@@ -193,13 +194,14 @@ def open_tokens(self:Trainer):
     self.batches = MixedBatches(sides[0], self.sequences, c.seq, seed=c.seed)
     return MixedBatches(sides[1], max(1, c.eval_tokens//c.seq), c.seq)[0]
 
-# %% ../nbs/12_trainer.ipynb #ef54dffc
+# %% ../nbs/12_trainer.ipynb #2fa7bd09
 @patch
 def open_stream(self:Trainer):
     "Open documents that are tokenized as they come; returns sequences to validate on"
     c, source = self.cfg, document_source(self.cfg.data)
     tok = c.resume and tokenizer_of(c.resume) or stream_tokenizer(c.data, source, c.vocab)
     self.corpus = Corpus(Path(c.data).stem, None, None, tok.get_vocab_size(), tok, tok.token_to_id(EOT))
+    self.corpora = []
     self.batches = StreamBatches(one_side(source, False), tok, self.sequences, c.seq, seed=c.seed)
     return next(StreamBatches(one_side(source, True), tok, max(1, c.eval_tokens//c.seq), c.seq))
 
@@ -308,14 +310,19 @@ def set_rng_states(states): # from `rng_states`, perhaps of a machine with more 
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for i, t in enumerate(states["gpus"][:n]): torch.cuda.set_rng_state(t.cpu(), i)
 
-# %% ../nbs/12_trainer.ipynb #05a6a241
+# %% ../nbs/12_trainer.ipynb #d6d8010d
+@patch
+def step_state(self:Trainer):
+    "What the next step depends on, weights and data aside"
+    s = self.step
+    return dict(optimizer=s.opt.state_dict(), scaler=s.scaler.state_dict(), rng=rng_states(),
+                **{k: o.state_dict() for k, o in self.stateful()})
+
 @patch
 def state(self:Trainer):
-    "What the next step depends on, the weights aside: a tree for `Saver.save`"
-    s = self.step
+    "That, and the place in a stream: a tree for `Saver.save`"
     stream = dict(stream=self.batches.state_dict(self.done)) if self.cfg.stream else {}
-    return dict(optimizer=s.opt.state_dict(), scaler=s.scaler.state_dict(), rng=rng_states(), **stream,
-                **{k: o.state_dict() for k, o in self.stateful()})
+    return self.step_state() | stream
 
 @patch
 def stateful(self:Trainer):
@@ -379,7 +386,7 @@ def fit(self:Trainer):
     try: return self.finish()
     except KeyboardInterrupt as e: raise KeyboardInterrupt(f"interrupted again; see {self.folder}") from e
 
-# %% ../nbs/12_trainer.ipynb #4ace0da5
+# %% ../nbs/12_trainer.ipynb #de21ee66
 @patch
 def prepare(self:Trainer):
     "Make the run's folder, or take it over, and open its files"
@@ -393,6 +400,7 @@ def prepare(self:Trainer):
     replace_file(self.folder/"metrics.jsonl", "".join(json.dumps(finite(r)) + "\n" for r in self.rows))
     self.metrics = open(self.folder/"metrics.jsonl", "a", encoding="utf-8")
     self.saver = Saver(self.folder/"checkpoints", c.keep_last)
+    self.saver.reserve(self.step.params*3) # the weights and about as much twice for the moments
     self.trackers = open_trackers(c.track, self.folder, asdict(c), step=self.done, say=self.say)
     self.profiler = StepProfile(self.folder, c.profile, say=self.say) if c.profile else None
     self.clock = self.step.mark = Breakdown(self.device)
@@ -612,7 +620,7 @@ def report(trainer, # a `Trainer` after `fit`
     print(f"validation loss {res['val_loss']:.3f} nats per token after {steps} steps{bigram}")
     print(f"{'interrupted; what there is' if res['interrupted'] else 'everything'} is in {folder}/")
 
-# %% ../nbs/12_trainer.ipynb #8d0bcf73
+# %% ../nbs/12_trainer.ipynb #a5801a95
 def options_of(config): # a dataclass
     "Decorator: a function of keyword arguments gets `config`'s fields as its signature, comments included"
     def decorate(f):
@@ -624,6 +632,7 @@ def options_of(config): # a dataclass
 @options_of(TrainConfig)
 def speedrun_train(**options):
     "Train a GPT and leave config, metrics, loss curve, sample and weights in runs/<name>/"
+    growing_segments()
     trainer, res = clean_errors(lambda: train(TrainConfig(**options)),
                                 "interrupted before training began; nothing was written")
     if trainer.signal == signal.SIGTERM: print(f"stopped after step {res['steps']}; --resume {res['folder']}")
