@@ -7,8 +7,8 @@ __all__ = ['MODES', 'FIRST_STEP', 'own_code', 'compile_blocks', 'compiled_head',
            'restart_seconds', 'capturable_adamw', 'check_graphed', 'graphed', 'copy_same', 'RecordedPass', 'Replayed',
            'RecordedLoss', 'cuda_graphs']
 
-# %% ../nbs/09_compile.ipynb #78a5849f
-import os, subprocess, sys, tempfile, time
+# %% ../nbs/09_compile.ipynb #9c1f6884
+import os, subprocess, sys, tempfile
 from dataclasses import replace
 from types import FunctionType
 from weakref import WeakKeyDictionary

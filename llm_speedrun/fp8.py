@@ -329,13 +329,13 @@ def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_p
     amax = tl.max(amax, 0)
     if amax > seen: tl.atomic_max(amax_ptr, amax)
 
-# %% ../nbs/08_fp8.ipynb #f2b5513c
+# %% ../nbs/08_fp8.ipynb #fdb832c6
 @kernel_op(mutates=("amax",))
 def heads_quantize(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: torch.Tensor, wq: torch.Tensor,
                    wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, scale: torch.Tensor,
                    amax: torch.Tensor, dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "As `fused_ops.qk_rope_backward`: gradients of the weights (2 D), and of qkv (N C) in `dt` and transposed"
-    (B, T, H, D), K, N = dq.shape, dk.shape[2], dq.shape[0]*dq.shape[1]
+    (_, T, H, D), K, N = dq.shape, dk.shape[2], dq.shape[0]*dq.shape[1]
     if not by_kernel(qkv, N, D):
         dqkv, dw = qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
         return dw.clone(), *both(dqkv.flatten(0, 1).flatten(1), scale, amax, dt)

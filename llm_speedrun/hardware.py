@@ -7,13 +7,13 @@ __all__ = ['PRESETS', 'ON_GPUS', 'BESIDE', 'HARDWARE', 'MOST', 'fitting', 'prese
            'Hardware', 'hardware', 'memory_limit', 'growing_segments', 'divisors', 'smaller', 'fitting_batch',
            'peak_gib', 'largest_batch', 'memory_advice', 'micro_batch']
 
-# %% ../nbs/12_hardware.ipynb #10ba5e5f
+# %% ../nbs/12_hardware.ipynb #904aa4ee
 import gc, os, sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 import torch
-from .measure import gpu_gib, has_fp8, lookup, warm_up
-from .model import RUNGS, find_rung, measure_run, step_of, workload
+from .measure import gpu_gib, lookup, warm_up
+from .model import RUNGS, find_rung, measure_run, step_of
 from .amp import half_rung
 
 # %% ../nbs/12_hardware.ipynb #4ee0c4e4
@@ -76,7 +76,7 @@ def measured(records): # of `climb`
     "The records that have a measurement"
     return [r for r in records if "why" not in r]
 
-# %% ../nbs/12_hardware.ipynb #0bbaac9a
+# %% ../nbs/12_hardware.ipynb #c29e3249
 @dataclass(frozen=True)
 class Hardware:
     "What a run may use of a machine"
@@ -87,11 +87,12 @@ HARDWARE = {"h100": Hardware(80), "a100-80g": Hardware(80, ("fp8",)), "a100-40g"
             "24g": Hardware(24), "16g": Hardware(16), "12g": Hardware(12), "cpu": Hardware(0)}
 
 def hardware(name=""): # a key of `HARDWARE`, by default what is there
-    """The `Hardware` of that name. Raises `ValueError` for one that there isn't, and for one that has more
-    memory than this machine"""
+    """The `Hardware` of that name. Raises `ValueError` for one that there isn't, for one that has more memory
+    than this machine, and for a CPU where there is a GPU"""
     here = gpu_gib() if torch.cuda.is_available() else 0
     if not name: return Hardware(here)
     res = lookup(HARDWARE, name, "kind of hardware")
+    if here and not res.gib: raise ValueError("to train on the CPU, hide the GPU: CUDA_VISIBLE_DEVICES=-1")
     if res.gib > 1.1*here: # 80 GiB on the box are a little less
         have = f"a GPU of {here:.0f} GiB" if here else "no GPU"
         raise ValueError(f"hardware {name!r} has {res.gib} GiB, and this machine has {have}: choose a "

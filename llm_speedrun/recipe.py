@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['SCHEDULES', 'cosine', 'wsd', 'lr_at', 'Average', 'GuardedStepper']
 
-# %% ../nbs/12_recipe.ipynb #1aa2eef4
+# %% ../nbs/12_recipe.ipynb #58c1afe6
 import math
 from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
-from .measure import lookup
 from .model import Stepper
 
 # %% ../nbs/12_recipe.ipynb #3d0b49e3

@@ -151,7 +151,7 @@ def val_loss(checkpoint): # a checkpoint's folder
     try: return read_about(checkpoint).get("val_loss")
     except (OSError, ValueError): return None # a broken one
 
-# %% ../nbs/12_saving.ipynb #3729cda5
+# %% ../nbs/12_saving.ipynb #b62f1a69
 def to_host(t): # a tensor
     "A copy in main memory: pinned, and still to come, where `t` is on a GPU"
     if not t.is_cuda: return t.detach().clone(memory_format=torch.contiguous_format)
@@ -168,7 +168,8 @@ class Saver:
 
     def reserve(self, tensors): # of the shapes and types that will be saved
         "Have memory ready for copies of them, so that the first `save` needn't wait for it"
-        blocks = [to_host(t) for t in tensors if t.is_cuda] # all at once; then PyTorch's to reuse
+        blocks = [to_host(t) for t in tensors if t.is_cuda] # all at once
+        del blocks # now they are PyTorch's to reuse
 
     def wait(self):
         "Until what is being written is on the disk. Raises what went wrong there"

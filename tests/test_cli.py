@@ -11,7 +11,8 @@ from llm_speedrun.model import RUNGS
 from llm_speedrun.pipeline import speedrun_data
 from llm_speedrun.report import speedrun_report
 from llm_speedrun.speedrun import speedrun_ladder
-from llm_speedrun.trainer import TrainConfig, presets, speedrun_train
+from llm_speedrun.hardware import presets
+from llm_speedrun.trainer import TrainConfig, speedrun_train
 from small import VOCAB, nano, options, write_bins
 
 BIN = Path(sys.executable).parent

@@ -139,6 +139,7 @@ def test_killed_again_and_again(tmp_path, steps=int(os.environ.get("KILLED_STEPS
     env = os.environ | dict(OMP_NUM_THREADS="1")
     out = subprocess.run(cmd, capture_output=True, text=True, timeout=60 + 10*steps, env=env)
     assert out.returncode == 0, out.stderr[-2000:]
+    print(out.stdout)
     assert int(re.search(r"kills (\d+)", out.stdout)[1]) >= steps // 4 and "FAILED" not in out.stdout, out.stdout
     got = [r for r in rows(tmp_path/"runs/run") if "loss" in r]
     assert [r["step"] for r in got] == list(range(1, steps + 1))
