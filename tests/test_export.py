@@ -8,7 +8,8 @@ from llm_speedrun import export
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import *
 from llm_speedrun.model import GPT, RUNGS, WORKLOADS, Run, Stepper, build, generate
-from llm_speedrun.trainer import presets, train
+from llm_speedrun.hardware import presets
+from llm_speedrun.trainer import train
 from small import NANO, fails, nano, options
 
 def names(folder): return {p.name for p in folder.iterdir()}
