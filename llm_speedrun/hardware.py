@@ -130,7 +130,7 @@ def fitting_batch(at1, at2, # peak memory in GiB at batch 1 and 2
     each = max(at2 - at1, 1e-6)
     return max(0, int((.95*total - (at1 - each)) / each + 1e-9))
 
-# %% ../nbs/12_hardware.ipynb #f4ac354e
+# %% ../nbs/12_hardware.ipynb #9eaf56ba
 def peak_gib(config, rungs, batch): # as `largest_batch` takes them, and a batch
     "Peak memory of four steps, the third of which a rung may record; None if they don't fit"
     gc.collect(); torch.cuda.empty_cache()
@@ -151,15 +151,12 @@ def largest_batch(config, # a `GPTConfig`
 
 def memory_advice(config, # a `GPTConfig`
                   rungs, # names
-                  batch, # the batch that didn't fit
-                  accumulate=None): # micro-batches in a step; None where there is no such option
+                  batch): # the batch that didn't fit
     "What to do after running out of GPU memory"
     said = f"out of GPU memory with --batch {batch} of {config.seq} tokens"
     fits = min(largest_batch(config, rungs), batch - 1)
     if not fits: return f"{said}, and one sequence doesn't fit either: choose a smaller --workload or --seq"
-    said = f"{said}. On this GPU {fits} should fit: --batch {fits}"
-    if accumulate is None: return said
-    return f"{said} --accumulate {-(-batch*accumulate // fits)} has as many tokens a step"
+    return f"{said}. On this GPU {fits} should fit: --batch {fits}"
 
 # %% ../nbs/12_hardware.ipynb #ff9f84eb
 MOST = 64 # sequences in a micro-batch

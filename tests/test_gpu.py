@@ -10,7 +10,7 @@ from llm_speedrun.measure import OpCounter, has_fp8, warm_up
 from llm_speedrun.model import (Run, Stepper, baseline, build, count_step, cross_entropy, matrix_params, naive_attention,
                                 reference_errors, rope, rope_table, step_of, train_flops, workload)
 from llm_speedrun.tf32 import tf32
-from llm_speedrun.hardware import parse_rungs, presets
+from llm_speedrun.hardware import memory_advice, parse_rungs, peak_gib, presets
 from llm_speedrun.trainer import TrainConfig, train
 from torch.nn.attention import sdpa_kernel
 from flags import changed, flags
@@ -282,20 +282,21 @@ def test_fp16_trains():
 
 # Out of memory
 
-def test_out_of_memory_advice(tmp_path):
-    "A batch that can't fit is answered with one that does: training with it runs, under the same name"
-    batch = int(8 * torch.cuda.get_device_properties(0).total_memory / 2**30)       # a 124m sequence takes over 0.4 GiB
+def test_out_of_memory(tmp_path):
+    "A micro-batch that can't fit is halved until it does, and one that is left open is found: the step's tokens stay"
+    rows = int(8 * torch.cuda.get_device_properties(0).total_memory / 2**30)       # a 124m sequence takes over 0.4 GiB
     data = tmp_path/"tokens.bin"
-    np.random.default_rng(0).integers(0, 50257, int(1.1 * batch * 1024), dtype=np.uint16).tofile(data)
-    def cfg(**kw):
-        return TrainConfig(**dict(data=str(data), workload="124m", rungs="tf32,bf16,flash", batch=batch, steps=2, evals=1,
-                                  eval_tokens=1024, sample=2, name="run", out=str(tmp_path/"runs")) | kw)
-    with pytest.raises(RuntimeError, match=f"out of GPU memory with --batch {batch} of 1024 tokens") as e:
-        train(cfg(), progress=False)
-    assert not (tmp_path/"runs/run").exists()
-    fits, more = map(int, re.search(r"--batch (\d+) --accumulate (\d+)", str(e.value)).groups())
-    assert 1 < fits < batch <= fits*more
-    del e
-    gc.collect(); torch.cuda.empty_cache()
-    _, res = train(cfg(batch=fits), progress=False)
-    assert res["steps"] == 2 and math.isfinite(res["val_loss"])
+    np.random.default_rng(0).integers(0, 50257, int(1.1 * rows * 1024), dtype=np.uint16).tofile(data)
+    for batch in (rows, 0):
+        cfg = TrainConfig(data=str(data), workload="124m", rungs="tf32,bf16,flash", tokens=rows*1024, batch=batch, steps=2, evals=1,
+                          eval_tokens=1024, sample=2, name=f"run{batch}", out=str(tmp_path/"runs"))
+        trainer, res = train(cfg, progress=False)
+        assert 1 < trainer.cfg.batch < rows == trainer.cfg.batch*trainer.cfg.accumulate
+        assert res["steps"] == 2 and math.isfinite(res["val_loss"])
+        del trainer; gc.collect(); torch.cuda.empty_cache()
+
+def test_memory_advice():
+    "The batch that is advised for one that is too large runs"
+    c, rungs = workload("124m"), ["tf32", "bf16", "flash"]
+    fits = int(re.search(r"--batch (\d+)$", memory_advice(c, rungs, 10**4))[1])
+    assert fits > 1 and peak_gib(c, rungs, fits)
