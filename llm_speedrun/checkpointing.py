@@ -7,7 +7,7 @@ __all__ = ['LINEAR', 'MemoryCounter', 'Memory', 'pass_memory', 'prepared', 'coun
            'recomputed', 'recompute', 'checkpoint', 'answer', 'op_name', 'keep_products', 'keep_by_price', 'spread',
            'selective_checkpoint', 'GPUMeter', 'measure_memory', 'largest', 'fits_in']
 
-# %% ../nbs/10_checkpointing.ipynb #ed7cc0d8
+# %% ../nbs/10_checkpointing.ipynb #d0ebed4e
 import gc, math, weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import torch, torch.utils.checkpoint as tc
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from .measure import gpu_gib, op_kind, tensors
+from .measure import memory_limit, op_kind, tensors
 from .model import Stepper, build, entered, rung
 from .fused_ops import SwiGLUDown, swiglu
 
@@ -200,16 +200,15 @@ def largest(a, b, # two measurements: pairs of a size and its bytes
     each = (b[1] - a[1]) / (b[0] - a[0])
     return max(0, int(a[0] + (budget - a[1])/each + 1e-9))
 
-# %% ../nbs/10_checkpointing.ipynb #bbfc4a9c
+# %% ../nbs/10_checkpointing.ipynb #23bc8ee0
 def fits_in(make, # () -> `Run`
             batch, # sequences
             gib): # memory to use, in GiB
     "Whether a step of `batch` sequences runs in `gib` of this GPU's memory"
     gc.collect(); torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(1., gib/gpu_gib()))
     try:
-        step, x, y = prepared(make, batch)
-        step((x, y)); torch.cuda.synchronize()
-        return True
+        with memory_limit(gib):
+            step, x, y = prepared(make, batch)
+            step((x, y)); torch.cuda.synchronize()
+            return True
     except torch.OutOfMemoryError: return False
-    finally: torch.cuda.set_per_process_memory_fraction(1.)

@@ -225,19 +225,27 @@ def _pieces(text, size=250_000):
         lo = hi
     yield text[lo:]
 
-# %% ../nbs/01_data.ipynb #44c1a989
-def _encoded(docs, tokenizer, eot, val_frac, chars=1_000_000):
-    "Yield (is validation, token ids) of each piece of each document, encoding about `chars` at a time"
-    def encode(batch):
-        out = tokenizer.encode_batch([p for _,_,p in batch], add_special_tokens=False)
-        for (val,first,_),o in zip(batch, out): yield val, [eot]*first + o.ids
-    batch, n = [], 0
+# %% ../nbs/01_data.ipynb #543346c5
+def _marked_pieces(docs, val_frac):
+    "Yield (text, is the first of its document, is held out) for each piece of each document"
     for text in docs:
-        val = _is_val(text, val_frac)
-        for i,p in enumerate(_pieces(text)):
-            batch.append((val, i == 0, p)); n += len(p)
-            if n >= chars: yield from encode(batch); batch, n = [], 0
-    yield from encode(batch)
+        held = _is_val(text, val_frac)
+        for i,p in enumerate(_pieces(text)): yield p, i == 0, held
+
+def _parcels(pieces, chars=1_000_000):
+    "Lists of pieces, about `chars` characters in each"
+    parcel, n = [], 0
+    for p in pieces:
+        parcel.append(p); n += len(p[0])
+        if n >= chars: yield parcel; parcel, n = [], 0
+    if parcel: yield parcel
+
+# %% ../nbs/01_data.ipynb #9543ca35
+def _encoded(docs, tokenizer, eot, val_frac):
+    "Yield (is validation, token ids) of each piece of each document"
+    for parcel in _parcels(_marked_pieces(docs, val_frac)):
+        out = tokenizer.encode_batch([p for p,_,_ in parcel], add_special_tokens=False)
+        for (_,first,held),o in zip(parcel, out): yield held, [eot]*first + o.ids
 
 # %% ../nbs/01_data.ipynb #bff3488c
 class _Writer:
@@ -370,22 +378,44 @@ def _new_folder(folder):
         except OSError as e: raise (exists if folder.exists() else e) from None
     finally: shutil.rmtree(tmp, ignore_errors=True)
 
-# %% ../nbs/01_data.ipynb #d54f5726
+# %% ../nbs/01_data.ipynb #5183a466
+def _eot_of(tokenizer):
+    "The token that begins a document. ValueError if the tokenizer has none"
+    if (eot := tokenizer.token_to_id(EOT)) is not None: return eot
+    raise ValueError(f"the tokenizer has no {EOT} token, which marks where a document starts; add it")
+
+def _dtype_of(tokenizer):
+    "The type of a token on disk"
+    return np.dtype("<u2" if tokenizer.get_vocab_size() <= 2**16 else "<u4")
+
+def _split_of(train, val, val_frac):
+    "How to split: by document, or the tail where that leaves a side too small. ValueError if all is empty"
+    if not (total := train.n + val.n): raise ValueError("no documents, so no tokens: nothing was written")
+    return "document" if val.n > val_frac*total/5 and train.n > total/2 else "tail"
+
+# %% ../nbs/01_data.ipynb #5c465e6f
 def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_tokens):
     "Encode `docs` into `folder`; returns the two closed writers and how the split was made"
-    vocab = tokenizer.get_vocab_size()
-    dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
-    train, val = [_Writer(folder, o, dtype, shard_tokens) for o in ("train", "val")]
+    train, val = [_Writer(folder, o, _dtype_of(tokenizer), shard_tokens) for o in ("train", "val")]
     left = max_tokens or float("inf")
     for is_val,ids in _encoded(docs, tokenizer, eot, val_frac):
         (val if is_val else train).write(ids[:min(left, len(ids))])
         if (left := left - len(ids)) <= 0: break
     train.close(); val.close()
-    if not (total := train.n + val.n): raise ValueError("no documents, so no tokens: nothing was written")
-    if val.n > val_frac*total/5 and train.n > total/2: return train, val, "document"
-    return *_hold_out_tail(folder, (train, val), eot, val_frac, vocab), "tail"
+    split = _split_of(train, val, val_frac)
+    if split == "document": return train, val, split
+    return *_hold_out_tail(folder, (train, val), eot, val_frac, tokenizer.get_vocab_size()), split
 
-# %% ../nbs/01_data.ipynb #1dbd7118
+# %% ../nbs/01_data.ipynb #6ba5ecfd
+def _describe(folder, tokenizer, eot, train, val, split, source):
+    "Write `meta.json` and `tokenizer.json` beside the tokens of two writers. Returns what `meta.json` says"
+    meta = dict(vocab=tokenizer.get_vocab_size(), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
+                val_tokens=val.n, split=split, source=source,
+                date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    (folder/"meta.json").write_text(json.dumps(meta, indent=1))
+    tokenizer.save(str(folder/"tokenizer.json"))
+    return meta
+
 def write_shards(
     docs: Iterable[str],        # documents
     tokenizer: Tokenizer,       # must know `<|endoftext|>`
@@ -398,17 +428,10 @@ def write_shards(
     """Encode `docs` into `train_000.bin`, `val_000.bin`, ..., with `meta.json` and `tokenizer.json` beside.
     Raw little-endian uint16 (uint32 for a vocabulary above 65536), each document after an end-of-text token.
     Raises FileExistsError, or ValueError when there are no tokens."""
-    if (eot := tokenizer.token_to_id(EOT)) is None:
-        raise ValueError(f"the tokenizer has no {EOT} token, which marks where a document starts; add it")
+    eot, tok = _eot_of(tokenizer), _plain(tokenizer)
     with _new_folder(folder) as tmp:
-        tok = _plain(tokenizer)
         train, val, split = _write_tokens(docs, tok, eot, tmp, val_frac, shard_tokens, max_tokens)
-        meta = dict(vocab=tok.get_vocab_size(), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
-                    val_tokens=val.n, split=split, source=source,
-                    date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-        (tmp/"meta.json").write_text(json.dumps(meta, indent=1))
-        tok.save(str(tmp/"tokenizer.json"))
-    return meta
+        return _describe(tmp, tok, eot, train, val, split, source)
 
 # %% ../nbs/01_data.ipynb #ee5b2f50
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ __all__ = ['EXPORT_DTYPES', 'SHAPE', 'FIXED', 'STATED', 'qwen3_config', 'shapes'
            'check_new', 'written_whole', 'write_folder', 'export_folder', 'check_plain', 'rope_base', 'gpt_config',
            'read_config', 'weight_files', 'import_folder', 'from_pretrained', 'speedrun_export']
 
-# %% ../nbs/16_export.ipynb #26f3ec1b
+# %% ../nbs/16_export.ipynb #6cd49ee8
 import json, os
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .measure import clean_errors, lookup
 from .data import EOT
 from .model import GPT, GPTConfig, baseline
-from .saving import checkpoints, synced
+from .saving import check_writable, checkpoints, synced
 
 # %% ../nbs/16_export.ipynb #b0a3ee44
 EXPORT_DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
@@ -142,14 +142,12 @@ def tokenizer_files(path, # of a `tokenizer.json`
                  clean_up_tokenization_spaces=False, **ends)
     return {"tokenizer.json": data, "tokenizer_config.json": json_bytes(about)}, eot
 
-# %% ../nbs/16_export.ipynb #c6515fac
+# %% ../nbs/16_export.ipynb #51a92dd3
 def check_new(out): # the folder to write
     "Raise `FileExistsError` if `out` exists, `NotADirectoryError` where no folder can be made"
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already and is left alone: choose another --out, or remove it")
-    there = next(p for p in Path(out).absolute().parents if p.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise NotADirectoryError(f"{there} is no folder that one can write into: choose another --out")
+    check_writable(out)
 
 @contextmanager
 def written_whole(out): # the folder to write

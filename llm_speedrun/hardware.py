@@ -4,15 +4,14 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'ON_GPUS', 'BESIDE', 'HARDWARE', 'MOST', 'fitting', 'presets', 'parse_rungs', 'climb', 'measured',
-           'Hardware', 'hardware', 'memory_limit', 'growing_segments', 'divisors', 'smaller', 'fitting_batch',
-           'peak_gib', 'largest_batch', 'memory_advice', 'micro_batch']
+           'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller', 'fitting_batch', 'peak_gib',
+           'largest_batch', 'memory_advice', 'micro_batch']
 
-# %% ../nbs/12_hardware.ipynb #904aa4ee
+# %% ../nbs/12_hardware.ipynb #aa93a6f3
 import gc, os, sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 import torch
-from .measure import gpu_gib, lookup, warm_up
+from .measure import gpu_gib, lookup, memory_limit, warm_up
 from .model import RUNGS, find_rung, measure_run, step_of
 from .amp import half_rung
 
@@ -98,15 +97,6 @@ def hardware(name=""): # a key of `HARDWARE`, by default what is there
         raise ValueError(f"hardware {name!r} has {res.gib} GiB, and this machine has {have}: choose a "
                          "smaller one, or leave it out")
     return res
-
-# %% ../nbs/12_hardware.ipynb #a860dc2f
-@contextmanager
-def memory_limit(gib): # GPU memory to use, in GiB
-    "Inside, this process gets no more GPU memory than that; nothing on a CPU"
-    if not torch.cuda.is_available(): yield; return
-    torch.cuda.set_per_process_memory_fraction(min(1., gib/gpu_gib()))
-    try: yield
-    finally: torch.cuda.set_per_process_memory_fraction(1.)
 
 # %% ../nbs/12_hardware.ipynb #21467122
 def growing_segments():

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'LOOKUPS', 'NO_KERNEL', 'OVERWRITES', 'MATMULS', 'FUSIBLE', 'DATASHEET_BF16', 'KEYS', 'default_device',
-           'gpu_gib', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'lookup', 'clean_errors', 'Table',
-           'table', 'fmt', 'Times', 'summarize', 'sample_ms', 'time_ms', 'matmul_precision', 'has_fp8', 'matmul_rate',
-           'copy_rate', 'Ceilings', 'measure_ceilings', 'nbytes', 'read_bytes', 'op_bytes', 'tensors', 'reads_writes',
-           'attention_flops', 'op_kind', 'Op', 'product_format', 'OpCounter', 'causal_arg', 'count', 'op_ms',
-           'predict_ms', 'by_kind', 'main_format', 'fusion_groups', 'fuse', 'fused', 'kernel_kind', 'launches',
-           'launch_kind', 'profiled', 'profile_rows', 'profile_kinds', 'profile_table', 'kinds_chart',
+           'gpu_gib', 'memory_limit', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'lookup',
+           'clean_errors', 'Table', 'table', 'fmt', 'Times', 'summarize', 'sample_ms', 'time_ms', 'matmul_precision',
+           'has_fp8', 'matmul_rate', 'copy_rate', 'Ceilings', 'measure_ceilings', 'nbytes', 'read_bytes', 'op_bytes',
+           'tensors', 'reads_writes', 'attention_flops', 'op_kind', 'Op', 'product_format', 'OpCounter', 'causal_arg',
+           'count', 'op_ms', 'predict_ms', 'by_kind', 'main_format', 'fusion_groups', 'fuse', 'fused', 'kernel_kind',
+           'launches', 'launch_kind', 'profiled', 'profile_rows', 'profile_kinds', 'profile_table', 'kinds_chart',
            'flops_per_token', 'datasheet_flops', 'mfu', 'Measured', 'ratio', 'warm_up', 'compare', 'make_record',
            'measurements_dir', 'records_path', 'load_records', 'replace_file', 'save_records', 'publish',
            'ladder_table', 'caption', 'ladder_chart']
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# %% ../nbs/00_measure.ipynb #fa033fa6
+# %% ../nbs/00_measure.ipynb #e300ee05
 def default_device():
     "The GPU if there is one, else the CPU, as a `torch.device`"
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,6 +37,14 @@ def default_device():
 def gpu_gib():
     "Memory of the GPU in GiB; there must be one"
     return torch.cuda.get_device_properties(0).total_memory / 2**30
+
+@contextmanager
+def memory_limit(gib): # GPU memory to use, in GiB
+    "Inside, this process gets no more GPU memory than that; nothing on a CPU"
+    if not torch.cuda.is_available(): yield; return
+    torch.cuda.set_per_process_memory_fraction(min(1., gib/gpu_gib()))
+    try: yield
+    finally: torch.cuda.set_per_process_memory_fraction(1.)
 
 def version_of(package): # the package's name, such as "triton"
     "The installed version of `package`, or None where it is not installed (macOS has no Triton)"

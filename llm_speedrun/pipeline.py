@@ -7,12 +7,11 @@ __all__ = ['cores', 'tokenize_corpus', 'document_source', 'stream_tokenizer', 's
            'mixed_row', 'MixedBatches', 'joined', 'parse_mix', 'open_mix', 'shuffled', 'one_side', 'StreamBatches',
            'document_ids', 'document_positions', 'document_mask', 'document_borders', 'within_documents', 'loader_wait']
 
-# %% ../nbs/01_pipeline.ipynb #363cc3e6
+# %% ../nbs/01_pipeline.ipynb #1c456f23
 import hashlib, json, math, os, shutil, time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from fractions import Fraction
 from functools import partial
 from itertools import islice
@@ -28,23 +27,9 @@ from .measure import clean_errors, replace_file
 from .words import Encoder, Worker
 from .data import (EOT, HUB, OFFLINE_VOCAB, Batches, Shards, gpt2_tokenizer, hub_documents,
                                open_corpus, prefetch, read_documents, stdlib_files, train_tokenizer)
-from .data import (_PACKED, _Writer, _bins, _decode, _files, _hold_out_tail, _is_val, _kind,
-                               _pieces, _plain, _sample, _unknown)
-
-# %% ../nbs/01_pipeline.ipynb #64fbf59c
-def _marked_pieces(docs, val_frac):
-    "Yield (text, is the first of its document, is held out) for each piece of each document"
-    for text in docs:
-        held = _is_val(text, val_frac)
-        for i, p in enumerate(_pieces(text)): yield p, i == 0, held
-
-def _parcels(pieces, chars=1_000_000):
-    "Lists of pieces, about `chars` characters in each"
-    parcel, n = [], 0
-    for p in pieces:
-        parcel.append(p); n += len(p[0])
-        if n >= chars: yield parcel; parcel, n = [], 0
-    if parcel: yield parcel
+from .data import (_PACKED, _Writer, _bins, _decode, _describe, _dtype_of, _eot_of, _files,
+                               _hold_out_tail, _is_val, _kind, _marked_pieces, _parcels, _pieces, _plain,
+                               _sample, _split_of, _unknown)
 
 # %% ../nbs/01_pipeline.ipynb #869ac81d
 def _assembled(parcel, encoded, eot, dtype):
@@ -180,21 +165,16 @@ def _encode_all(unfinished, docs, tokenizer, eot, val_frac, max_tokens, workers,
                 if len(tokens) >= n and max_tokens: break
         finally: unfinished.sync()
 
-# %% ../nbs/01_pipeline.ipynb #96b3a322
+# %% ../nbs/01_pipeline.ipynb #8f822aba
 def _finish(unfinished, out, tokenizer, eot, val_frac, source):
     "Describe the tokens and move them to `out`. Returns what `meta.json` says"
-    (train, val), vocab, folder = unfinished.writers, tokenizer.get_vocab_size(), unfinished.tokens
+    (train, val), folder = unfinished.writers, unfinished.tokens
     for w in (train, val): w.close()
-    if not (total := train.n + val.n): raise ValueError("no documents, so no tokens: nothing was written")
-    split = "document" if val.n > val_frac*total/5 and train.n > total/2 else "tail"
-    if split == "tail":
+    if (split := _split_of(train, val, val_frac)) == "tail":
         folder = unfinished.folder/"tail"
         shutil.rmtree(folder, ignore_errors=True); shutil.copytree(unfinished.tokens, folder)
-        train, val = _hold_out_tail(folder, (train, val), eot, val_frac, vocab)
-    meta = dict(vocab=vocab, dtype=train.dtype.name, eot=eot, train_tokens=train.n, val_tokens=val.n,
-                split=split, source=source, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    (folder/"meta.json").write_text(json.dumps(meta, indent=1))
-    tokenizer.save(str(folder/"tokenizer.json"))
+        train, val = _hold_out_tail(folder, (train, val), eot, val_frac, tokenizer.get_vocab_size())
+    meta = _describe(folder, tokenizer, eot, train, val, split, source)
     folder.rename(out)
     unfinished.close()
     shutil.rmtree(unfinished.folder)
@@ -205,7 +185,7 @@ def cores() -> int: # at least 1
     "How many processors this process may use"
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-# %% ../nbs/01_pipeline.ipynb #ba3f2df4
+# %% ../nbs/01_pipeline.ipynb #830d6ee7
 def tokenize_corpus(
     docs,                       # an iterable of documents, the same ones in the same order when it goes on
     tokenizer: Tokenizer,       # must know `<|endoftext|>`
@@ -220,14 +200,12 @@ def tokenize_corpus(
     """What `data.write_shards` writes, token for token, encoded by `workers` processes in flat memory.
     Interrupted or killed, the same call goes on. Raises FileExistsError, ValueError (no text, remains of
     another job), RuntimeError (a process died), and whatever reading `docs` raises."""
-    if (eot := tokenizer.token_to_id(EOT)) is None:
-        raise ValueError(f"the tokenizer has no {EOT} token, which marks where a document starts; add it")
-    out, tok = Path(folder).expanduser().absolute(), _plain(tokenizer)
+    eot, out, tok = _eot_of(tokenizer), Path(folder).expanduser().absolute(), _plain(tokenizer)
     if out.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another")
     text = tok.to_str()
     job = dict(source=source, tokenizer=hashlib.sha256(text.encode()).hexdigest(), val_frac=val_frac,
                shard_tokens=shard_tokens, max_tokens=max_tokens)
-    unfinished = _Unfinished(out, job, np.dtype("<u2" if tok.get_vocab_size() <= 2**16 else "<u4"))
+    unfinished = _Unfinished(out, job, _dtype_of(tok))
     try:
         replace_file(unfinished.folder/"tokenizer.json", text)
         bar = bar if bar is not None else tqdm(disable=True)
@@ -476,7 +454,7 @@ def rows(self:_Share, share, epoch, docs, pieces, left):
         epoch, docs, pieces, ids = next(more)
         left = np.concatenate([left, ids])
 
-# %% ../nbs/01_pipeline.ipynb #eb376d0f
+# %% ../nbs/01_pipeline.ipynb #738bfe6b
 class StreamBatches:
     """Never-ending batches `(x, y)` as `data.Batches` has them, from documents tokenized as they come.
     RuntimeError if a worker dies; what reading the source raises."""
@@ -494,9 +472,7 @@ class StreamBatches:
         self.source, self.tokenizer, self.batch, self.seq, self.seed = source, tokenizer, batch, seq, seed
         self.buffer, self.rank, self.world, self.workers = buffer, rank, world, workers
         self.n = max(1, workers)        # consumers
-        if (eot := tokenizer.token_to_id(EOT)) is None:
-            raise ValueError(f"the tokenizer has no {EOT} token, which marks where a document starts; add it")
-        self.eot, self.dtype = eot, "<u2" if tokenizer.get_vocab_size() <= 2**16 else "<u4"
+        self.eot, self.dtype = _eot_of(tokenizer), _dtype_of(tokenizer)
         self.place(0, [dict(epoch=0, docs=0, pieces=0, left=[])] * self.n)
 
     def place(self, i, states):

@@ -13,7 +13,7 @@ __all__ = ['PHASES', 'GPU_STATS', 'TRACKERS', 'BLUE', 'ORANGE', 'GREEN', 'PURPLE
            'gpu_part', 'ladder_part', 'events_part', 'sample_part', 'options_part', 'page_head', 'html_report',
            'speedrun_report']
 
-# %% ../nbs/12_report.ipynb #48720113
+# %% ../nbs/12_report.ipynb #c8bd237d
 import importlib, io, json, math, re, statistics, sys, time, uuid
 from dataclasses import fields
 from pathlib import Path
@@ -23,7 +23,7 @@ from fastcore.script import call_parse
 from fastcore.xml import (Body, Dd, Div, Dl, Dt, Figure, Footer, H1, H2, Head, Header, Html, Meta, P, Pre,
                           Safe, Section, Span, Style, Tbody, Td, Th, Thead, Title, Tr, to_xml)
 from fastcore.xml import Table as HtmlTable
-from .measure import kernel_kind, lookup, mfu, op_kind, replace_file, table
+from .measure import clean_errors, kernel_kind, lookup, mfu, op_kind, replace_file, table
 from .model import GPTConfig, matrix_params, train_flops
 
 # %% ../nbs/12_report.ipynb #eb7971f2
@@ -723,11 +723,10 @@ def html_report(folder): # of a run, finished or not
     replace_file(path, page)
     return path
 
-# %% ../nbs/12_report.ipynb #578d7d95
+# %% ../nbs/12_report.ipynb #ffd77fc4
 @call_parse
 def speedrun_report(
     folder: str, # of a run: runs/<name>
 ):
     "Write a one-page report of a run, finished or not, into its folder: report.html"
-    try: print(html_report(folder))
-    except OSError as e: print(f"error: {e}", file=sys.stderr); sys.exit(2)
+    print(clean_errors(lambda: html_report(folder)))

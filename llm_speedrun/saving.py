@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MADE_OF_TENSORS', 'PLAIN', 'MANIFEST', 'taken_apart', 'put_together', 'digest', 'synced', 'listed', 'sum_of',
-           'write_checkpoint', 'broken', 'checkpoints', 'newest', 'read_about', 'prune', 'val_loss', 'to_host', 'Saver',
-           'read_checkpoint']
+           'check_writable', 'write_checkpoint', 'broken', 'checkpoints', 'newest', 'read_about', 'prune', 'val_loss',
+           'to_host', 'pinned', 'Saver', 'read_checkpoint']
 
 # %% ../nbs/12_saving.ipynb #14e78b0a
 import hashlib, importlib, json, os, shutil
@@ -82,6 +82,13 @@ def sum_of(files): # from `listed`
     "SHA-256 of the list itself"
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
+# %% ../nbs/12_saving.ipynb #61d6f40c
+def check_writable(out): # a path that may not be there yet
+    "Raise `NotADirectoryError` where no folder can be made or written into"
+    there = next(p for p in (Path(out), *Path(out).absolute().parents) if p.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise NotADirectoryError(f"{there} is no folder that one can write into: choose another --out")
+
 # %% ../nbs/12_saving.ipynb #ed974539
 def write_checkpoint(folder, # where it will be; it must not exist
                      tensors, # file name without suffix -> dict of CPU tensors
@@ -151,12 +158,17 @@ def val_loss(checkpoint): # a checkpoint's folder
     try: return read_about(checkpoint).get("val_loss")
     except (OSError, ValueError): return None # a broken one
 
-# %% ../nbs/12_saving.ipynb #b62f1a69
+# %% ../nbs/12_saving.ipynb #74afea9b
 def to_host(t): # a tensor
     "A copy in main memory: pinned, and still to come, where `t` is on a GPU"
     if not t.is_cuda: return t.detach().clone(memory_format=torch.contiguous_format)
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+    return pinned(t).copy_(t, non_blocking=True)
 
+def pinned(t): # a tensor
+    "Pinned memory for a copy of it"
+    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+
+# %% ../nbs/12_saving.ipynb #980d6175
 class Saver:
     "Writes checkpoints into a folder in the background, and prunes them"
     def __init__(self, folder, # of the checkpoints
@@ -168,7 +180,7 @@ class Saver:
 
     def reserve(self, tensors): # of the shapes and types that will be saved
         "Have memory ready for copies of them, so that the first `save` needn't wait for it"
-        blocks = [to_host(t) for t in tensors if t.is_cuda] # all at once
+        blocks = [pinned(t) for t in tensors if t.is_cuda] # all at once
         del blocks # now they are PyTorch's to reuse
 
     def wait(self):

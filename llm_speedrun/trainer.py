@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['CHANGEABLE', 'FILES', 'FOLDERS', 'BAD_STEPS', 'TrainConfig', 'Trainer', 'divide', 'check_tokens', 'evaluation',
-           'with_room', 'resumed', 'rng_states', 'set_rng_states', 'Signals', 'json_line', 'train', 'report',
-           'options_of', 'speedrun_train']
+           'with_room', 'read_record', 'resumed', 'rng_states', 'set_rng_states', 'Signals', 'json_line', 'train',
+           'report', 'options_of', 'speedrun_train']
 
-# %% ../nbs/12_trainer.ipynb #7b852e7d
-import gc, inspect, json, math, os, shutil, signal, sys, threading, time
+# %% ../nbs/12_trainer.ipynb #1e779695
+import gc, inspect, json, math, shutil, signal, sys, threading, time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
@@ -31,7 +31,7 @@ from .hardware import (climb, divisors, growing_segments, hardware, measured, me
 from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
                                  open_trackers, parse_trackers, read_rows)
 from .recipe import SCHEDULES, Average, GuardedStepper, lr_at
-from .saving import Saver, newest, read_checkpoint
+from .saving import Saver, check_writable, newest, read_checkpoint
 
 # %% ../nbs/12_trainer.ipynb #c14bb23d
 @dataclass
@@ -124,12 +124,12 @@ def shape(self:Trainer):
     self.config = replace(self.config, seq=c.seq)
     self.sequences = divide(c, 32 if gpu else 16)
 
-# %% ../nbs/12_trainer.ipynb #5f9996b0
+# %% ../nbs/12_trainer.ipynb #2252c886
 @patch
 def start_from(self:Trainer):
     "The model's `GPTConfig`, and weights to begin with or None: a resumed run has its own in the checkpoint"
     c = self.cfg
-    if c.resume: return GPTConfig(**json.loads((Path(c.resume)/"config.json").read_text())["model"]), None
+    if c.resume: return GPTConfig(**read_record(c.resume)["model"]), None
     if not c.init:
         c.workload = c.workload or ("124m" if self.device.type == "cuda" else "tiny")
         return workload(c.workload), None
@@ -156,7 +156,7 @@ def divide(c, # a `TrainConfig`; gets `tokens`, and `accumulate` or `batch` wher
     c.tokens = n*c.seq
     return n
 
-# %% ../nbs/12_trainer.ipynb #7bb8d745
+# %% ../nbs/12_trainer.ipynb #2f5ac1db
 @patch
 def check_folder(self:Trainer):
     "The run's folder, which must not exist yet unless `overwrite` is set"
@@ -166,9 +166,7 @@ def check_folder(self:Trainer):
     if self.folder.exists() and not (c.overwrite or c.resume):
         raise FileExistsError(f"{self.folder} exists already and is left alone: choose another --name, or "
                               f"pass --overwrite; or go on with it: --resume {self.folder}")
-    there = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise NotADirectoryError(f"{there} is no folder that one can write into: choose another --out")
+    check_writable(self.folder)
 
 # %% ../nbs/12_trainer.ipynb #b14ac3ce
 @patch
@@ -276,8 +274,12 @@ def shrink(self:Trainer):
     self.say(f"out of GPU memory with {was} sequences in a micro-batch: going on with {c.accumulate} x {new}")
     gc.collect(); torch.cuda.empty_cache()
 
-# %% ../nbs/12_trainer.ipynb #1fa2755b
+# %% ../nbs/12_trainer.ipynb #f585fcf2
 CHANGEABLE = "hardware batch steps target save_minutes keep_last".split() # what `resume` goes together with
+
+def read_record(folder): # of a run
+    "What its `config.json` says: the options, the model's shape and the machine"
+    return json.loads((Path(folder)/"config.json").read_text(encoding="utf-8"))
 
 def resumed(cfg): # a `TrainConfig` with `resume`
     "The options of the run to go on with. Raises `FileNotFoundError`, and `ValueError` for what can't change"
@@ -288,7 +290,7 @@ def resumed(cfg): # a `TrainConfig` with `resume`
     if wrong := given - {*CHANGEABLE}:
         raise ValueError(f"a resumed run keeps its options: leave out {', '.join(sorted(wrong))}. "
                          f"These can change: {', '.join(CHANGEABLE)}")
-    old = json.loads((folder/"config.json").read_text(encoding="utf-8"))
+    old = read_record(folder)
     old = {f.name: old[f.name] for f in fields(cfg) if f.name in old}
     rows = old["tokens"]//old["seq"]
     res = TrainConfig(**old | {k: new[k] for k in given} | dict(resume=cfg.resume, overwrite=False,
