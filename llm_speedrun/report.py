@@ -244,7 +244,7 @@ def notebook_display():
     from IPython.display import display
     return display
 
-# %% ../nbs/12_report.ipynb #a69b1460
+# %% ../nbs/12_report.ipynb #e1f0734e
 class LivePlot:
     "A loss curve below a notebook's cell, drawn anew during training; nothing outside of a notebook"
     def __init__(self, title="", # above the chart
@@ -254,11 +254,11 @@ class LivePlot:
         self.title, self.yard, self.every = title, yard, every
         self.display, self.handle, self.next = display or notebook_display(), None, 0.
 
-    def update(self, rows, # of `metrics.jsonl`, all so far
+    def update(self, read, # () -> the rows of `metrics.jsonl`; called when there is something to draw
                last=False): # draw, however short the last drawing is ago
         "Draw the curve if it's time to"
         t = time.perf_counter()
-        if not self.display or not points(rows, "loss") or t < self.next and not last: return
+        if not self.display or t < self.next and not last or not points(rows := read(), "loss"): return
         from IPython.display import Image
         png = io.BytesIO()
         loss_chart(rows, self.yard, self.title).savefig(png, dpi=90, format="png")

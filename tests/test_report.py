@@ -167,15 +167,15 @@ def test_live_plot_draws_seldom(monkeypatch):
     handle = types.SimpleNamespace(update=shown.append)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     live = LivePlot(display=lambda image, display_id: shown.append(image) or handle, every=3.)
-    live.update([])                             # nothing to draw yet
+    live.update(list)                           # nothing to draw yet
     rows = [dict(step=1, loss=1.)]
-    for _ in range(80): live.update(rows); now[0] += .1
+    for _ in range(80): live.update(lambda: rows); now[0] += .1
     assert len(shown) == 3                      # at 0, 3 and 6 seconds
-    live.update(rows, last=True)
+    live.update(lambda: rows, last=True)
     assert len(shown) == 4
 
 def test_live_plot_is_silent_outside_of_a_notebook(capsys):
-    LivePlot().update([dict(step=1, loss=1.)], last=True)
+    LivePlot().update(lambda: [dict(step=1, loss=1.)], last=True)
     assert capsys.readouterr().out == ""
 
 def test_live_plot_in_a_notebook(monkeypatch):

@@ -39,7 +39,7 @@ DATA = dict(stream=dict(stream=True), mixture=dict(data="mixture"), average=dict
                                    pytest.param("adamw8bit", marks=pytest.mark.skipif(not version_of("torchao"), reason="needs torchao"))])
 def test_the_same_bits(tmp_path, monkeypatch, rungs, **more):
     "Twelve steps of two micro-batches at once, and five and seven: weights, moments, scales, losses"
-    how = dict(rungs=rungs, steps=12, accumulate=2, evals=3) | more
+    how = dict(rungs=rungs, steps=12, accumulate=2, evals=3, deterministic=True) | more
     whole, res = go(tmp_path/"whole", **how)
     with monkeypatch.context() as m:
         stop_at(m, 4 + 5)     # the trial before a run takes four
@@ -224,4 +224,4 @@ def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
         "data stream documents init workload hardware rungs steps minutes epochs tokens batch accumulate seq vocab lr schedule warmup weight_decay clip "
-        "ema evals eval_tokens target sample samples track profile seed name out overwrite save_minutes keep_last resume").split()
+        "ema evals eval_tokens target sample samples track profile seed deterministic name out overwrite save_minutes keep_last resume").split()

@@ -17,7 +17,7 @@ from small import NANO, VOCAB, fails, nano, options, texts, write_bins
 FILES = {"checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png", "report.html"}
 
 def rows(folder): return [json.loads(o) for o in (folder/"metrics.jsonl").read_text().splitlines()]
-def curve(trainer): return [r["loss"] for r in trainer.rows if "loss" in r]
+def curve(trainer): return [r["loss"] for r in trainer.rows() if "loss" in r]
 def weights(trainer): return {k: v.detach().clone() for k, v in trainer.run.model.state_dict().items()}
 def names(folder): return {p.name for p in folder.iterdir()}
 
@@ -117,7 +117,7 @@ def test_files(finished):
     config = json.loads((run/"config.json").read_text())
     assert config["seed"] == 3 and config["model"]["width"] == NANO.width and config["torch"] == torch.__version__
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, 25))
-    assert [r["step"] for r in rows(run) if "val_loss" in r] == [6, 12, 18, 24] and rows(run) == trainer.rows
+    assert [r["step"] for r in rows(run) if "val_loss" in r] == [6, 12, 18, 24] and rows(run) == trainer.rows()
     assert json.loads((run/"result.json").read_text())["val_loss"] == res["val_loss"] == rows(run)[-1]["val_loss"]
     saved = load_file(run/"model.safetensors")
     assert {f"model.{k}" for k in weights(trainer)} == set(saved)
@@ -197,7 +197,7 @@ def test_trains_with_every_rung(tmp_path, rungs):
     trainer, res = train(options(tmp_path, rungs=rungs), progress=False)
     naive, _ = train(options(tmp_path, name="naive"), progress=False)
     assert names(tmp_path/"runs/run") == FILES and np.allclose(curve(trainer), curve(naive), atol=.1)
-    assert abs(res["val_loss"] - naive.rows[-1]["val_loss"]) < .1
+    assert abs(res["val_loss"] - naive.rows()[-1]["val_loss"]) < .1
     assert set(load_file(tmp_path/"runs/run/model.safetensors")) == {f"model.{k}" for k in weights(naive)}
 
 def test_auto_leaves_out_what_fails(tmp_path, monkeypatch, capsys):
@@ -338,7 +338,7 @@ def test_bad_steps_are_skipped(tmp_path, rungs):
         if bad(): was[trainer.done + 1] = all(a.equal(b) for a, b in zip(before, trainer.step.params))
     trainer.step.apply = watched
     trainer.fit()
-    assert was == {3: True, 4: True} and [r["step"] for r in trainer.rows if "event" in r] == [3, 4]
+    assert was == {3: True, 4: True} and [r["step"] for r in trainer.rows() if "event" in r] == [3, 4]
     assert np.isfinite(curve(trainer)).all() and curve(trainer)[-1] < curve(trainer)[0]
 
 # Data
@@ -390,7 +390,7 @@ def test_average(tmp_path):
     "Evaluation and weights are the average's, and the training is what it is without one"
     plain, _ = train(options(tmp_path, steps=24, name="plain"), progress=False)
     trainer, res = train(options(tmp_path, steps=24, ema=.9), progress=False)
-    assert curve(trainer) == curve(plain) and res["val_loss"] != plain.rows[-1]["val_loss"]
+    assert curve(trainer) == curve(plain) and res["val_loss"] != plain.rows()[-1]["val_loss"]
     saved = load_file(tmp_path/"runs/run/model.safetensors")
     mean = dict(zip((k for k, _ in trainer.run.model.named_parameters()), trainer.average.mean))
     for k, v in mean.items(): assert torch.equal(saved[f"model.{k}"], v.cpu())
@@ -399,7 +399,7 @@ def test_average(tmp_path):
 def test_target(tmp_path):
     "A run stops at the first evaluation that reaches the target, and says so"
     whole, _ = train(options(tmp_path, steps=40, evals=8, name="whole"), progress=False)
-    losses = [(r["step"], r["val_loss"]) for r in whole.rows if "val_loss" in r]
+    losses = [(r["step"], r["val_loss"]) for r in whole.rows() if "val_loss" in r]
     target = losses[3][1]
     trainer, res = train(options(tmp_path, steps=40, evals=8, target=target), progress=False)
     assert res["reached"] and res["steps"] == next(n for n, l in losses if l <= target) and not res["interrupted"]
@@ -431,7 +431,7 @@ def test_out_of_memory(tmp_path, crowded, after):
     trainer, _ = train(options(tmp_path, batch=64, steps=8), progress=False)
     assert (trainer.cfg.batch, trainer.cfg.accumulate, trainer.cfg.tokens) == (16, 4, 1024)
     assert np.allclose(curve(trainer), curve(whole), atol=1e-4)
-    assert [r["event"] for r in trainer.rows if "event" in r] == [f"out of memory: micro-batches of {b}" for b in (32, 16)][:after]
+    assert [r["event"] for r in trainer.rows() if "event" in r] == [f"out of memory: micro-batches of {b}" for b in (32, 16)][:after]
     config = json.loads((tmp_path/"runs/run/config.json").read_text())
     assert (config["batch"], config["accumulate"]) == (16, 4)
 
