@@ -26,7 +26,7 @@ from fastcore.xml import Table as HtmlTable
 from .measure import clean_errors, kernel_kind, lookup, mfu, op_kind, replace_file, table
 from .model import GPTConfig, matrix_params, train_flops
 
-# %% ../nbs/12_report.ipynb #eb7971f2
+# %% ../nbs/12_report.ipynb #d2bdfd16
 PHASES = "data", "forward", "backward", "optimizer" # of a step; the last one ends it
 
 class Breakdown:
@@ -45,12 +45,16 @@ class Breakdown:
         event.record()
         return event
 
+    def ms(self, a, b): # two of what `now` returned, the second of which the GPU has passed
+        "Milliseconds from one to the other"
+        return a.elapsed_time(b) if self.gpu else 1e3*(b - a)
+
     def __call__(self, name): # of the phase that ends here, one of `PHASES`
         if not self.on: return
         self.marks.append((name, self.now()))
         self.on = name != PHASES[-1]
 
-# %% ../nbs/12_report.ipynb #7529da84
+# %% ../nbs/12_report.ipynb #ec2c059d
 @patch
 def read(self:Breakdown):
     """Milliseconds by phase as keys of a row, `ms_data` and so on; an empty dict if no step was measured.
@@ -59,8 +63,7 @@ def read(self:Breakdown):
     marks, self.marks, res = self.marks, [], {}
     if self.gpu: marks[-1][1].synchronize()
     for (_, a), (name, b) in zip(marks, marks[1:]):
-        ms = a.elapsed_time(b) if self.gpu else 1e3*(b - a)
-        res[f"ms_{name}"] = res.get(f"ms_{name}", 0) + ms
+        res[f"ms_{name}"] = res.get(f"ms_{name}", 0) + self.ms(a, b)
     return res
 
 # %% ../nbs/12_report.ipynb #da220f19

@@ -168,7 +168,7 @@ def pinned(t): # a tensor
     "Pinned memory for a copy of it"
     return torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
 
-# %% ../nbs/12_saving.ipynb #980d6175
+# %% ../nbs/12_saving.ipynb #31a52a3b
 class Saver:
     "Writes checkpoints into a folder in the background, and prunes them"
     def __init__(self, folder, # of the checkpoints
@@ -182,6 +182,10 @@ class Saver:
         "Have memory ready for copies of them, so that the first `save` needn't wait for it"
         blocks = [pinned(t) for t in tensors if t.is_cuda] # all at once
         del blocks # now they are PyTorch's to reuse
+
+    def busy(self):
+        "Whether a checkpoint is still being written"
+        return bool(self.writing) and not self.writing.done()
 
     def wait(self):
         "Until what is being written is on the disk. Raises what went wrong there"
@@ -213,10 +217,9 @@ def save(self:Saver, step, # its number
         prune(self.folder, self.keep)
     self.writing = self.pool.submit(write)
 
-# %% ../nbs/12_saving.ipynb #ee796ca0
-def read_checkpoint(folder, # of a checkpoint
-                    device="cpu"): # where the tensors go
-    "The weights by name, the tree of the state, and what was said about it: what `Saver.save` was given"
-    model, tensors = (load_file(folder/f"{n}.safetensors", device=str(device)) for n in ("model", "state"))
+# %% ../nbs/12_saving.ipynb #1599364a
+def read_checkpoint(folder): # of a checkpoint
+    "The weights by name, the tree of the state, and what was said about it: what `Saver.save` was given, on the CPU"
+    model, tensors = (load_file(folder/f"{n}.safetensors") for n in ("model", "state"))
     about = read_about(folder)
     return model, put_together(about.pop("state"), tensors), about

@@ -7,10 +7,11 @@ __all__ = ['CHANGEABLE', 'FILES', 'FOLDERS', 'BAD_STEPS', 'TrainConfig', 'Traine
            'with_room', 'read_record', 'resumed', 'rng_states', 'set_rng_states', 'deterministic', 'Signals',
            'json_line', 'train', 'report', 'options_of', 'speedrun_train']
 
-# %% ../nbs/12_trainer.ipynb #9389a9dd
+# %% ../nbs/12_trainer.ipynb #12d5480b
 import gc, inspect, json, math, os, shutil, signal, sys, threading, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from collections import deque
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from .hardware import (climb, divisors, growing_segments, hardware, measured, me
 from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
                                  open_trackers, parse_trackers, read_rows)
 from .recipe import SCHEDULES, Average, GuardedStepper, lr_at
-from .saving import Saver, check_writable, newest, read_checkpoint
+from .saving import Saver, check_writable, newest, read_checkpoint, to_host
 
 # %% ../nbs/12_trainer.ipynb #16342ad0
 @dataclass
@@ -342,13 +343,13 @@ def stateful(self:Trainer):
     "Pairs of a name and an object with a state: what the rungs bring, and the average"
     return self.run.stateful + ((("average", self.average),) if self.average else ())
 
-# %% ../nbs/12_trainer.ipynb #6bed4dc4
+# %% ../nbs/12_trainer.ipynb #e26e2a82
 @patch
 def load(self:Trainer):
     "Take over the newest whole checkpoint of the run's folder"
     found = newest(self.folder/"checkpoints", say=self.say)
     if not found: raise FileNotFoundError(f"{self.folder} has no whole checkpoint to go on from")
-    weights, state, about = read_checkpoint(found, self.device)
+    weights, state, about = read_checkpoint(found)
     if about["step"] >= self.cfg.steps and (self.folder/"result.json").exists():
         raise ValueError(f"{self.folder} has taken its {about['step']} steps: choose more --steps to go on")
     self.run.model.load_state_dict(weights)
@@ -397,13 +398,13 @@ class Signals:
     def __exit__(self, *args):
         for s, handler in self.old.items(): signal.signal(s, handler)
 
-# %% ../nbs/12_trainer.ipynb #05db153e
+# %% ../nbs/12_trainer.ipynb #ecbc4608
 @patch
 def fit(self:Trainer):
     "Train, then save. Returns a dict of results. A signal ends the training early, with everything saved"
     self.prepare()
-    self.interrupted, self.pending, self.signal, self.in_step, self.val_loss = False, [], None, False, None
-    self.bad, self.reached = 0, False
+    self.interrupted, self.signal, self.in_step, self.val_loss = False, None, False, None
+    self.pending, self.tens, self.bad, self.reached = [], deque(), 0, False
     bar = tqdm(total=self.cfg.steps, initial=self.done, disable=not self.progress, unit="step",
                dynamic_ncols=True)
     with Signals() as signals, memory_limit(self.hardware.gib), deterministic(self.cfg.deterministic):
@@ -447,13 +448,13 @@ def write_config(self:Trainer):
     record = asdict(self.cfg) | dict(model=asdict(self.config), **machine())
     replace_file(self.folder/"config.json", json.dumps(record, indent=1))
 
-# %% ../nbs/12_trainer.ipynb #e0a27a53
+# %% ../nbs/12_trainer.ipynb #5ac64997
 @patch
 def loop(self:Trainer, batches, bar, signals):
     "Take the steps, note their losses, evaluate and save from time to time"
     c = self.cfg
     every = max(1, c.steps // c.evals)
-    self.last = self.saved_at = time.perf_counter()
+    self.last, self.saved_at = self.clock.now(), time.perf_counter()
     while self.done < c.steps and not signals.got and not self.reached:
         lr = lr_at(self.done, c.steps, c.lr, c.warmup, c.schedule)
         for g in self.step.opt.param_groups: g["lr"] = lr
@@ -466,10 +467,12 @@ def loop(self:Trainer, batches, bar, signals):
         self.done, self.in_step = self.done + 1, False
         self.pending.append((self.done, lr, loss, self.step.norm, x, y))
         if self.profiler: self.profiler.step()
-        if self.done % 10 == 0 or self.done == c.steps: self.flush(bar)
+        if self.done % 10 == 0: self.flush(bar, later=self.device.type == "cuda")
         if self.done % every == 0 and self.done < c.steps: self.log_eval(bar)
         if c.samples and self.done % max(1, c.steps//c.samples) == 0: self.log_sample(bar)
-        if time.perf_counter() - self.saved_at >= 60*c.save_minutes: self.checkpoint(bar)
+        due = time.perf_counter() - self.saved_at >= 60*c.save_minutes
+        if due and not (c.save_minutes and self.saver.busy()): self.checkpoint(bar)
+    self.flush(bar)
 
 # %% ../nbs/12_trainer.ipynb #c255246b
 @patch
@@ -493,25 +496,33 @@ def checkpoint(self:Trainer, bar):
     else: self.saved = self.done
     self.saved_at = time.perf_counter()
 
-# %% ../nbs/12_trainer.ipynb #5f868e57
+# %% ../nbs/12_trainer.ipynb #8df0b593
 @patch
-def flush(self:Trainer, bar):
-    "Read the pending losses, write them to `metrics.jsonl`, show progress"
-    if not self.pending: return
-    losses, norms = (torch.stack([p[i].float() for p in self.pending]).tolist() for i in (2, 3)) # waits
-    now, pending = time.perf_counter(), self.pending
-    tok_s = len(losses)*self.cfg.tokens / (now - self.last)
-    self.last, self.pending = now, []
-    for (step, lr, _, _, x, y), loss, norm in zip(pending, losses, norms):
+def flush(self:Trainer, bar, later=False): # True leaves the newest losses for the next time
+    "Note the steps whose losses are there; all steps, unless `later`"
+    if self.pending:
+        two = to_host(torch.stack([torch.stack([p[i].float() for p in self.pending]) for i in (2, 3)]))
+        self.tens.append((self.pending, two, self.clock, self.clock.now()))
+        self.pending, self.clock = [], Breakdown(self.device)
+        self.step.mark = self.clock
+    while len(self.tens) > later: self.note(bar, *self.tens.popleft())
+
+@patch
+def note(self:Trainer, bar, steps, two, clock, end): # what `loop` and `flush` put together
+    "Write what is known of some steps, and show progress"
+    if clock.gpu: end.synchronize() # now the losses are there
+    tok_s = len(steps)*self.cfg.tokens / clock.ms(self.last, end) * 1e3
+    self.last = end
+    for (step, lr, _, _, x, y), loss, norm in zip(steps, *two.tolist()):
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
-        if step == self.done: row |= self.clock.read() | gpu_stats(self.device)
+        if step == steps[-1][0]: row |= clock.read() | gpu_stats(self.device)
         fine = math.isfinite(loss if self.step.scaler.is_enabled() else norm)
         self.write(row if fine else row | dict(event="skipped: the gradients aren't finite"))
         self.bad = 0 if fine else self.bad + 1
-        if self.bad >= BAD_STEPS: self.give_up(step, x, y)
+        if self.bad == BAD_STEPS: self.give_up(step, x, y)
     used = mfu(train_flops(self.config, causal=True), tok_s)
-    bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tok_s:,.0f} tok/s" + (f", MFU {used:.1%}" if used else ""))
-    bar.update(self.done - bar.n)
+    bar.set_postfix_str(f"loss {loss:.3f}, {tok_s:,.0f} tok/s" + (f", MFU {used:.1%}" if used else ""))
+    bar.update(step - bar.n)
     if self.progress: self.plot.update(self.rows)
 
 # %% ../nbs/12_trainer.ipynb #d060773f
@@ -541,7 +552,7 @@ def json_line(row): # a dict of numbers and texts
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     return json.dumps(finite) + "\n"
 
-# %% ../nbs/12_trainer.ipynb #77255559
+# %% ../nbs/12_trainer.ipynb #b41bd942
 @patch
 def log_eval(self:Trainer, bar):
     "Evaluate on the fixed validation batches and note the loss"
@@ -549,7 +560,7 @@ def log_eval(self:Trainer, bar):
     loss = self.val_loss = self.evaluate()
     self.write(dict(step=self.done, val_loss=loss))
     self.reached = bool(self.cfg.target) and loss <= self.cfg.target
-    self.last = time.perf_counter() # evaluation doesn't count as training time
+    self.last = self.clock.now() # evaluation doesn't count as training time
     return loss
 
 @patch
@@ -564,7 +575,7 @@ def log_sample(self:Trainer, bar):
     self.flush(bar)
     with self.averaged(): row = dict(step=self.done, text=self.sample())
     with open(self.folder/"samples.jsonl", "a", encoding="utf-8") as f: f.write(json_line(row))
-    self.last = time.perf_counter()
+    self.last = self.clock.now()
 
 @patch
 def averaged(self:Trainer):
