@@ -8,7 +8,7 @@ __all__ = ['TAKE_A_MASK', 'cores', 'tokenize_corpus', 'document_source', 'stream
            'StreamBatches', 'document_ids', 'document_positions', 'document_mask', 'document_borders',
            'within_documents', 'loader_wait']
 
-# %% ../nbs/01_pipeline.ipynb #37c7c5a0
+# %% ../nbs/01_pipeline.ipynb #d49fe5c7
 import hashlib, json, math, os, shutil, time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
-from .measure import clean_errors, replace_file
+from .measure import clean_errors, replace_file, sample_ms, summarize
 from .words import Encoder, Worker
 from .data import (EOT, HUB, OFFLINE_VOCAB, Batches, Shards, gpt2_tokenizer, hub_documents,
                                open_corpus, prefetch, read_documents, stdlib_files, train_tokenizer)
@@ -550,8 +550,9 @@ def document_borders(x, eot): # B T tokens, the token that begins a document
     cu = torch.cat([begins.flatten().nonzero().flatten(), ends]).int()
     return cu, int(cu.diff().max())
 
-# %% ../nbs/01_pipeline.ipynb #65465a8e
-TAKE_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] # the second on CPUs
+# %% ../nbs/01_pipeline.ipynb #de74f22a
+# the second one takes a mask on CPUs alone
+TAKE_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 def within_documents(run, eot): # a `model.Run`, the token that begins a document
     "The run with attention that doesn't cross documents instead of the attention it has"
@@ -565,7 +566,24 @@ def within_documents(run, eot): # a `model.Run`, the token that begins a documen
         for layer in model.layers: layer.self_attn.attend = attend
     return run.with_model(change)
 
-# %% ../nbs/01_pipeline.ipynb #937c1b63
+# %% ../nbs/01_pipeline.ipynb #5c745b82
+def _busy(seconds, gpu):
+    "A function that keeps the GPU working for so long, or sleeps"
+    if not gpu: return lambda: time.sleep(seconds)
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    n = max(1, round(seconds*1e3 / summarize(sample_ms(lambda: x @ x)).ms))
+    def work():
+        for _ in range(n): x @ x
+    return work
+
+def _mark(gpu):
+    "A moment: on the GPU, when it has done what was queued before"
+    if not gpu: return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+# %% ../nbs/01_pipeline.ipynb #5fb8060e
 def loader_wait(
     batches,        # an iterator of batches, as `data.prefetch` takes it
     device,         # where they go
@@ -573,13 +591,16 @@ def loader_wait(
     steps=20,       # to measure
 ) -> dict:          # seconds a step waits for its data (mean), and as a share of the step
     "Wait of a training loop with steps of `step_s` seconds for batches that are prefetched to `device`"
-    sync = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
-    ahead, waits = prefetch(batches, device), []
-    for _ in range(steps + 2):
-        t0 = time.perf_counter()
-        next(ahead); sync()
-        waits.append(time.perf_counter() - t0)
-        time.sleep(step_s)
+    gpu = torch.device(device).type == "cuda"
+    work, ahead, marks = _busy(step_s, gpu), prefetch(batches, device), []
+    for i in range(steps + 2):
+        before = _mark(gpu)
+        next(ahead)
+        marks.append((before, _mark(gpu)))
+        work()
+        if gpu and i > 1: marks[i - 2][1].synchronize()      # no further ahead
     ahead.close()
+    if gpu: torch.cuda.synchronize()
+    waits = [a.elapsed_time(b)/1e3 if gpu else b - a for a, b in marks]
     wait = float(np.mean(waits[2:]))         # the first two come before anything could be prefetched
     return dict(wait_s=wait, share=wait/step_s)

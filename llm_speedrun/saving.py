@@ -168,20 +168,19 @@ def pinned(t): # a tensor
     "Pinned memory for a copy of it"
     return torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
 
-# %% ../nbs/12_saving.ipynb #31a52a3b
+# %% ../nbs/12_saving.ipynb #4dc3f967
 class Saver:
     "Writes checkpoints into a folder in the background, and prunes them"
     def __init__(self, folder, # of the checkpoints
                  keep=2): # how many of the newest to keep, at least 1
         if keep < 1: raise ValueError(f"keep must be at least 1, not {keep}: the last checkpoint is the run")
         self.folder, self.keep = Path(folder), keep
-        self.pool, self.writing = ThreadPoolExecutor(1, "saver"), None
+        self.pool, self.writing, self.reserved = ThreadPoolExecutor(1, "saver"), None, []
         for p in self.folder.glob("step-*.tmp"): shutil.rmtree(p) # of a process that was killed
 
     def reserve(self, tensors): # of the shapes and types that will be saved
         "Have memory ready for copies of them, so that the first `save` needn't wait for it"
-        blocks = [pinned(t) for t in tensors if t.is_cuda] # all at once
-        del blocks # now they are PyTorch's to reuse
+        self.reserved = [pinned(t) for t in tensors if t.is_cuda]
 
     def busy(self):
         "Whether a checkpoint is still being written"
@@ -197,7 +196,7 @@ class Saver:
         try: self.wait()
         finally: self.pool.shutdown()
 
-# %% ../nbs/12_saving.ipynb #dd0b881d
+# %% ../nbs/12_saving.ipynb #db04b5cf
 @patch
 def save(self:Saver, step, # its number
          model, # dict of tensors: the weights by their names
@@ -205,6 +204,7 @@ def save(self:Saver, step, # its number
          **about): # plain values to find again in `about.json`
     "Copy the state and write it in the background. Raises what went wrong with the checkpoint before"
     self.wait()
+    self.reserved = [] # PyTorch's to reuse now; earlier, the recording of a CUDA graph would have freed it
     tensors = {}
     about = dict(step=step, state=taken_apart(state, tensors), **about)
     host = {n: {k: to_host(t) for k, t in ts.items()} for n, ts in dict(model=model, state=tensors).items()}
@@ -217,9 +217,9 @@ def save(self:Saver, step, # its number
         prune(self.folder, self.keep)
     self.writing = self.pool.submit(write)
 
-# %% ../nbs/12_saving.ipynb #1599364a
+# %% ../nbs/12_saving.ipynb #4503ceeb
 def read_checkpoint(folder): # of a checkpoint
-    "The weights by name, the tree of the state, and what was said about it: what `Saver.save` was given, on the CPU"
+    "What `Saver.save` was given, on the CPU: the weights by name, the state, and what was said about it"
     model, tensors = (load_file(folder/f"{n}.safetensors") for n in ("model", "state"))
     about = read_about(folder)
     return model, put_together(about.pop("state"), tensors), about

@@ -496,7 +496,7 @@ def checkpoint(self:Trainer, bar):
     else: self.saved = self.done
     self.saved_at = time.perf_counter()
 
-# %% ../nbs/12_trainer.ipynb #8df0b593
+# %% ../nbs/12_trainer.ipynb #26b6a5af
 @patch
 def flush(self:Trainer, bar, later=False): # True leaves the newest losses for the next time
     "Note the steps whose losses are there; all steps, unless `later`"
@@ -507,6 +507,7 @@ def flush(self:Trainer, bar, later=False): # True leaves the newest losses for t
         self.step.mark = self.clock
     while len(self.tens) > later: self.note(bar, *self.tens.popleft())
 
+# %% ../nbs/12_trainer.ipynb #de07ac03
 @patch
 def note(self:Trainer, bar, steps, two, clock, end): # what `loop` and `flush` put together
     "Write what is known of some steps, and show progress"
