@@ -76,7 +76,7 @@ class TrainConfig:
     keep_last: int = 2 # newest checkpoints to keep, besides the one with the lowest validation loss
     resume: str = "" # a run's folder: go on from its newest whole checkpoint, with its options
 
-# %% ../nbs/12_trainer.ipynb #348b2d2d
+# %% ../nbs/12_trainer.ipynb #1bc039b8
 class Trainer:
     "One training run. Making it checks the options, opens the data and measures; `fit` trains"
     def __init__(self, cfg, # a `TrainConfig`
@@ -87,30 +87,32 @@ class Trainer:
         self.hardware = hardware(cfg.hardware)
         with deterministic(cfg.deterministic): self.make()
 
-    def make(self):
-        "What making a trainer does, in its order"
-        cfg = self.cfg
-        rungs = parse_rungs(cfg.rungs, self.hardware.lacks)
-        self.shape()
-        self.check_folder()
-        self.open_data()
-        if cfg.rungs == "auto": rungs = self.choose(rungs)
-        self.plan(rungs)
-        run = build(self.config, rungs, seed=cfg.seed)
-        if self.weights: run.model.load_state_dict(self.weights)
-        if cfg.documents: run = within_documents(run, self.corpus.eot)
-        optimizer = partial(run.optimizer, lr=cfg.lr, weight_decay=cfg.weight_decay) # whichever a rung chose
-        self.run = replace(run, optimizer=optimizer)
-        self.step = GuardedStepper(self.run, clip=cfg.clip)
-        self.average = Average(self.step.params, cfg.ema) if cfg.ema else None
-        if cfg.resume: self.load()
-
     def say(self, *args):
         if self.progress: print(*args, flush=True)
 
     def rows(self):
         "What `metrics.jsonl` says so far: after a week too much to keep in memory"
         return read_rows(self.folder/"metrics.jsonl")
+
+# %% ../nbs/12_trainer.ipynb #d4c0f6ac
+@patch
+def make(self:Trainer):
+    "What making a trainer does, in its order"
+    cfg = self.cfg
+    rungs = parse_rungs(cfg.rungs, self.hardware.lacks)
+    self.shape()
+    self.check_folder()
+    self.open_data()
+    if cfg.rungs == "auto": rungs = self.choose(rungs)
+    self.plan(rungs)
+    run = build(self.config, rungs, seed=cfg.seed)
+    if self.weights: run.model.load_state_dict(self.weights)
+    if cfg.documents: run = within_documents(run, self.corpus.eot)
+    optimizer = partial(run.optimizer, lr=cfg.lr, weight_decay=cfg.weight_decay) # whichever a rung chose
+    self.run = replace(run, optimizer=optimizer)
+    self.step = GuardedStepper(self.run, clip=cfg.clip)
+    self.average = Average(self.step.params, cfg.ema) if cfg.ema else None
+    if cfg.resume: self.load()
 
 # %% ../nbs/12_trainer.ipynb #bb21a373
 @patch
