@@ -8,7 +8,7 @@ __all__ = ['PACKAGES', 'Finding', 'of_error', 'guarded', 'wrong_versions', 'chec
            'checkpoint_bytes', 'size', 'check_disk', 'lasting', 'check_time', 'check_resume', 'check_run', 'examine',
            'checkup', 'tell', 'speedrun_doctor']
 
-# %% ../nbs/13_doctor.ipynb #8f3874aa
+# %% ../nbs/13_doctor.ipynb #4885a0ac
 import json, math, platform, shutil, sys, tempfile, textwrap, time
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from fastcore.script import call_parse
 from packaging.requirements import Requirement
-from .measure import clean_errors, driver_version, gpu_gib, sample_ms, summarize, version_of
+from .measure import (clean_errors, driver_version, memory_limit, sample_ms, summarize,
+                                  version_of)
 from .model import RUNGS
 from .saving import newest, taken_apart
 from .hardware import presets
@@ -262,7 +263,7 @@ def check_time(trainer, # a `Trainer`
     else: yield Finding("note", "time", f"{text}, and from some pass on it learns it by heart: take fewer "
                         "--steps, or more text")
 
-# %% ../nbs/13_doctor.ipynb #72fa5f1b
+# %% ../nbs/13_doctor.ipynb #91b9cfa4
 def check_resume(cfg): # a `TrainConfig`
     "Findings about the checkpoints of a run to go on with"
     passed = []
@@ -277,7 +278,8 @@ def check_run(cfg): # a `TrainConfig`
     yield from check_data(trainer)
     if cfg.overwrite and trainer.folder.exists():
         yield Finding("note", "run", f"{trainer.folder} exists, and --overwrite will replace what is in it")
-    t, gib = trial(trainer), gpu_gib() if trainer.device.type == "cuda" else None
+    gib = trainer.hardware.gib if trainer.device.type == "cuda" else None
+    with memory_limit(gib): t = trial(trainer)
     for found in (check_trial(trainer, t), check_memory(t, gib), check_loader(t), check_disk(trainer),
                   check_time(trainer, t)): yield from found
 

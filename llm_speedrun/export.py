@@ -8,7 +8,7 @@ __all__ = ['EXPORT_DTYPES', 'SHAPE', 'FIXED', 'STATED', 'qwen3_config', 'shapes'
            'check_new', 'written_whole', 'write_folder', 'export_folder', 'check_plain', 'rope_base', 'gpt_config',
            'read_config', 'weight_files', 'import_folder', 'from_pretrained', 'speedrun_export']
 
-# %% ../nbs/16_export.ipynb #6cd49ee8
+# %% ../nbs/16_export.ipynb #b7c5327e
 import json, os
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +16,13 @@ from tempfile import TemporaryDirectory
 import torch
 from fastcore.script import call_parse
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from .measure import clean_errors, lookup
 from .data import EOT
 from .model import GPT, GPTConfig, baseline
-from .saving import check_writable, checkpoints, synced
+from .saving import check_writable, checkpoints, synced, write_tensors
 
 # %% ../nbs/16_export.ipynb #b0a3ee44
 EXPORT_DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
@@ -115,13 +115,15 @@ def no_weights(folder): # of a run
     return ("only checkpoints, so it is going on, or was killed. Let it finish, or go on with it: "
             f"speedrun_train --resume {folder} (a Ctrl-C there saves the weights, too)")
 
-# %% ../nbs/16_export.ipynb #1f5be1d0
+# %% ../nbs/16_export.ipynb #1dcdf00d
 def unfinished(folder): # of a run
-    "What to say of a run that hasn't taken all its steps; an empty string if it has"
+    "What to say of a run that hasn't taken all its steps; an empty string if it has, or reached its target"
     if not (Path(folder)/"result.json").is_file():
         return "the run has no result.json, so it failed or is going on; these weights are the last it saved"
-    n, steps = (read_json(Path(folder)/f"{f}.json").get("steps", 0) for f in ("result", "config"))
-    return f"the run was interrupted: it has taken {n:,} of its {steps:,} steps" if n < steps else ""
+    res, c = (read_json(Path(folder)/f"{f}.json") for f in ("result", "config"))
+    n, steps = res.get("steps", 0), c.get("steps", 0)
+    if n >= steps or res.get("reached"): return ""
+    return f"the run was interrupted: it has taken {n:,} of its {steps:,} steps"
 
 # %% ../nbs/16_export.ipynb #a9406334
 def json_bytes(d): # a dict
@@ -162,7 +164,7 @@ def written_whole(out): # the folder to write
         new.rename(out)
     synced(out.parent)
 
-# %% ../nbs/16_export.ipynb #7510d81c
+# %% ../nbs/16_export.ipynb #05644fb3
 def write_folder(out, # the folder to write, which must not exist
                  config, # a `GPTConfig`
                  state, # of a `GPT`, name -> tensor
@@ -177,8 +179,8 @@ def write_folder(out, # the folder to write, which must not exist
     tensors = {f"model.{k}": v.detach().cpu().to(EXPORT_DTYPES[dtype]).contiguous() for k, v in state.items()}
     with written_whole(out) as new:
         for name, data in files.items(): (new/name).write_bytes(data)
-        try: save_file(tensors, new/"model.safetensors", metadata=dict(format="pt"))
-        except SafetensorError as e: raise OSError(f"{out} was not written, nothing is left: {e}") from None
+        try: write_tensors(tensors, new/"model.safetensors")
+        except OSError as e: raise OSError(f"{out} was not written, nothing is left: {e}") from None
 
 # %% ../nbs/16_export.ipynb #bbb36bec
 def export_folder(run_folder, # of a finished run

@@ -50,7 +50,7 @@ def parse_rungs(spec, # "auto", a preset's name, or names of rungs separated by 
         except ValueError: lookup({**presets(), **RUNGS}, n, "rung or preset")
     return names
 
-# %% ../nbs/12_hardware.ipynb #231c903b
+# %% ../nbs/12_hardware.ipynb #2f716fa0
 def climb(config, # a `GPTConfig`
           batch, # sequences in a step
           rungs, # names, in the order to climb
@@ -69,7 +69,7 @@ def climb(config, # a `GPTConfig`
         if before["rung"] not in [o["rung"] for o in records]: records.append(before | dict(kept=True))
         records.append(after | dict(kept=least is None or after["ratio"] >= least))
         if records[-1]["kept"]: kept = kept + [r]
-    return kept, records or measure_run(config, [], batch=batch)
+    return kept, records or [r | dict(kept=True) for r in measure_run(config, [], batch=batch)]
 
 def measured(records): # of `climb`
     "The records that have a measurement"
@@ -148,14 +148,14 @@ def memory_advice(config, # a `GPTConfig`
     if not fits: return f"{said}, and one sequence doesn't fit either: choose a smaller --workload or --seq"
     return f"{said}. On this GPU {fits} should fit: --batch {fits}"
 
-# %% ../nbs/12_hardware.ipynb #ff9f84eb
+# %% ../nbs/12_hardware.ipynb #4c0e893f
 MOST = 64 # sequences in a micro-batch
 
 def micro_batch(config, # a `GPTConfig`
                 rungs, # names
                 rows, # sequences in a step
                 gib=0): # GPU memory to use; by default all there is
-    "The largest micro-batch of at most `MOST` that divides `rows` and fits; 0 if not even one sequence does"
+    "The largest micro-batch of at most `MOST`, on a CPU 16, that divides `rows` and fits; 0 if none does"
     if not torch.cuda.is_available(): return next(d for d in divisors(rows) if d <= 16)
     fits = min(largest_batch(config, rungs, gib), MOST)
     return next((d for d in divisors(rows) if d <= fits), 0)

@@ -313,19 +313,20 @@ class StepProfile:
         self.prof.step()
         if self.done == self.skip + self.steps: self.close()
 
-# %% ../nbs/12_report.ipynb #9cfc2dfe
+# %% ../nbs/12_report.ipynb #6f37fe31
 @patch
 def close(self:StepProfile):
     "Stop profiling. Steps seen so far are written; without any, that is said"
     prof, self.prof = self.prof, None
     if prof: prof.stop()
-    if prof and self.done < self.skip:
+    if prof and self.done <= self.skip:
         self.say(f"no profile: the run ended after {self.done} of the {self.skip} steps before it")
 
 @patch
 def write(self:StepProfile, prof): # that has stopped
     "Write the trace and the table. A failure is told: the run goes on without its profile"
-    trace, seen = self.folder/"profile.json.gz", max(1, self.done - self.skip)
+    trace, seen = self.folder/"profile.json.gz", self.done - self.skip
+    if seen < 1: return # nothing to write
     try:
         prof.export_chrome_trace(str(trace))
         text = f"{top_ops(prof, seen)}\n\ncalls and ms a step, means over {seen}\n"

@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['MADE_OF_TENSORS', 'PLAIN', 'MANIFEST', 'taken_apart', 'put_together', 'digest', 'synced', 'listed', 'sum_of',
-           'check_writable', 'write_checkpoint', 'broken', 'checkpoints', 'newest', 'read_about', 'prune', 'val_loss',
-           'to_host', 'pinned', 'Saver', 'read_checkpoint']
+           'check_writable', 'write_tensors', 'write_checkpoint', 'broken', 'checkpoints', 'newest', 'read_about',
+           'prune', 'val_loss', 'to_host', 'pinned', 'Saver', 'read_checkpoint']
 
-# %% ../nbs/12_saving.ipynb #14e78b0a
+# %% ../nbs/12_saving.ipynb #731e1a2a
 import hashlib, importlib, json, os, shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import torch
 from fastcore.basics import patch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from .measure import lookup
 
@@ -89,7 +90,20 @@ def check_writable(out): # a path that may not be there yet
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise NotADirectoryError(f"{there} is no folder that one can write into: choose another --out")
 
-# %% ../nbs/12_saving.ipynb #ed974539
+# %% ../nbs/12_saving.ipynb #595712bd
+def write_tensors(tensors, # name -> CPU tensor
+                  path): # of the file
+    "Write a safetensors file. Raises `OSError` where it can't be written"
+    path = Path(path)
+    path.touch()
+    mode = path.stat().st_mode # as any new file has it
+    try: save_file(tensors, path, metadata=dict(format="pt"))
+    except SafetensorError as e:
+        path.unlink()
+        raise OSError(f"{path} can't be written: {e}") from None
+    path.chmod(mode)
+
+# %% ../nbs/12_saving.ipynb #28d7bef6
 def write_checkpoint(folder, # where it will be; it must not exist
                      tensors, # file name without suffix -> dict of CPU tensors
                      about): # a dict for `about.json`
@@ -99,7 +113,7 @@ def write_checkpoint(folder, # where it will be; it must not exist
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     try:
-        for name, ts in tensors.items(): save_file(ts, tmp/f"{name}.safetensors", metadata=dict(format="pt"))
+        for name, ts in tensors.items(): write_tensors(ts, tmp/f"{name}.safetensors")
         (tmp/"about.json").write_text(json.dumps(about), encoding="utf-8")
         files = listed(tmp)
         (tmp/MANIFEST).write_text(json.dumps(dict(files=files, sum=sum_of(files))), encoding="utf-8")

@@ -7,7 +7,7 @@ __all__ = ['CHANGEABLE', 'FILES', 'FOLDERS', 'BAD_STEPS', 'TrainConfig', 'Traine
            'with_room', 'read_record', 'resumed', 'rng_states', 'set_rng_states', 'deterministic', 'Signals',
            'json_line', 'train', 'report', 'options_of', 'speedrun_train']
 
-# %% ../nbs/12_trainer.ipynb #12d5480b
+# %% ../nbs/12_trainer.ipynb #5ac0362f
 import gc, inspect, json, math, os, shutil, signal, sys, threading, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 from fastcore.script import call_parse
-from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from .measure import (clean_errors, default_device, ladder_table, lookup, machine, mfu,
                                   replace_file, sample_ms, summarize, warm_up)
@@ -33,7 +32,7 @@ from .hardware import (climb, divisors, growing_segments, hardware, measured, me
 from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
                                  open_trackers, parse_trackers, read_rows)
 from .recipe import SCHEDULES, Average, GuardedStepper, lr_at
-from .saving import Saver, check_writable, newest, read_checkpoint, to_host
+from .saving import Saver, check_writable, newest, read_checkpoint, to_host, write_tensors
 
 # %% ../nbs/12_trainer.ipynb #16342ad0
 @dataclass
@@ -382,7 +381,7 @@ def deterministic(on): # False changes nothing
         fill.fill_uninitialized_memory = old[1]; ask_again()
         if env is None: del os.environ[cublas]
 
-# %% ../nbs/12_trainer.ipynb #c80b4ecc
+# %% ../nbs/12_trainer.ipynb #8b8df15f
 FILES = ("config.json metrics.jsonl model.safetensors tokenizer.json ladder.json sample.txt samples.jsonl "
          "result.json loss.png report.html profile.json.gz profile.md bad_batch.safetensors").split()
 FOLDERS = "checkpoints", "tensorboard", "wandb"
@@ -396,11 +395,11 @@ class Signals:
         return self
     def note(self, number, frame):
         if number == self.got == signal.SIGINT: raise KeyboardInterrupt
-        self.got = number
+        if self.got != signal.SIGTERM: self.got = number # which leaves no time: nothing takes its place
     def __exit__(self, *args):
         for s, handler in self.old.items(): signal.signal(s, handler)
 
-# %% ../nbs/12_trainer.ipynb #ecbc4608
+# %% ../nbs/12_trainer.ipynb #2b597454
 @patch
 def fit(self:Trainer):
     "Train, then save. Returns a dict of results. A signal ends the training early, with everything saved"
@@ -418,7 +417,9 @@ def fit(self:Trainer):
         self.interrupted |= bool(signals.got)
         if signals.got == signal.SIGTERM: return self.hurry()
     try: return self.finish()
-    except KeyboardInterrupt as e: raise KeyboardInterrupt(f"interrupted again; see {self.folder}") from e
+    except KeyboardInterrupt as e:
+        self.close()
+        raise KeyboardInterrupt(f"interrupted again; see {self.folder}") from e
 
 # %% ../nbs/12_trainer.ipynb #a9ce2833
 @patch
@@ -476,27 +477,31 @@ def loop(self:Trainer, batches, bar, signals):
         if due and not (c.save_minutes and self.saver.busy()): self.checkpoint(bar)
     self.flush(bar)
 
-# %% ../nbs/12_trainer.ipynb #c255246b
+# %% ../nbs/12_trainer.ipynb #353c801e
 @patch
 def take(self:Trainer, x, y): # all sequences of a step
     "Take a step in micro-batches, smaller ones where memory runs out. Returns its loss, on the device"
     while True:
         try: return self.step(*zip(x.split(self.cfg.batch), y.split(self.cfg.batch)))
         except torch.OutOfMemoryError: pass
+        if self.step.applying:
+            raise RuntimeError("out of GPU memory in the middle of an update. Make room, and go on with "
+                               f"--resume {self.folder}")
         self.step.opt.zero_grad(set_to_none=True)
         if hasattr(self.run.loss, "forget"): self.run.loss.forget()
         self.shrink()
         self.write_config()
+        self.flush(tqdm(disable=True)) # the rows of the steps before
         self.write(dict(step=self.done, event=f"out of memory: micro-batches of {self.cfg.batch}"))
 
 @patch
 def checkpoint(self:Trainer, bar):
     "Save the state in the background. A failure is told, and the run goes on: the next one may fare better"
-    self.flush(bar) # a state with a loss that isn't finite is not saved, and no row is older than its state
-    try: self.saver.save(self.done, self.run.model.state_dict(), self.state(), val_loss=self.val_loss)
+    self.flush(bar) # every step of the state has its row, and too many bad ones have ended the run
+    try: self.saver.wait()
     except OSError as e: self.say(f"the checkpoint before step {self.done} could not be written: {e}")
-    else: self.saved = self.done
-    self.saved_at = time.perf_counter()
+    self.saver.save(self.done, self.run.model.state_dict(), self.state(), val_loss=self.val_loss)
+    self.saved, self.saved_at = self.done, time.perf_counter()
 
 # %% ../nbs/12_trainer.ipynb #26b6a5af
 @patch
@@ -509,33 +514,34 @@ def flush(self:Trainer, bar, later=False): # True leaves the newest losses for t
         self.step.mark = self.clock
     while len(self.tens) > later: self.note(bar, *self.tens.popleft())
 
-# %% ../nbs/12_trainer.ipynb #de07ac03
+# %% ../nbs/12_trainer.ipynb #82860220
 @patch
 def note(self:Trainer, bar, steps, two, clock, end): # what `loop` and `flush` put together
     "Write what is known of some steps, and show progress"
     if clock.gpu: end.synchronize() # now the losses are there
     tok_s = len(steps)*self.cfg.tokens / clock.ms(self.last, end) * 1e3
-    self.last = end
+    self.last, over = end, None
     for (step, lr, _, _, x, y), loss, norm in zip(steps, *two.tolist()):
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
         if step == steps[-1][0]: row |= clock.read() | gpu_stats(self.device)
         fine = math.isfinite(loss if self.step.scaler.is_enabled() else norm)
         self.write(row if fine else row | dict(event="skipped: the gradients aren't finite"))
         self.bad = 0 if fine else self.bad + 1
-        if self.bad == BAD_STEPS: self.give_up(step, x, y)
+        if self.bad == BAD_STEPS: over = step, x, y
     used = mfu(train_flops(self.config, causal=True), tok_s)
     bar.set_postfix_str(f"loss {loss:.3f}, {tok_s:,.0f} tok/s" + (f", MFU {used:.1%}" if used else ""))
     bar.update(step - bar.n)
     if self.progress: self.plot.update(self.rows)
+    if over: self.give_up(*over)
 
-# %% ../nbs/12_trainer.ipynb #d060773f
+# %% ../nbs/12_trainer.ipynb #4c9cc334
 BAD_STEPS = 5 # in a row, before the run stops
 
 @patch
 def give_up(self:Trainer, step, x, y): # number of the last bad step, its sequences
     "Save the batch and raise `RuntimeError`"
     path = self.folder/"bad_batch.safetensors"
-    save_file(dict(x=x.cpu().contiguous(), y=y.cpu().contiguous()), path)
+    write_tensors(dict(x=x.cpu().contiguous(), y=y.cpu().contiguous()), path)
     raise RuntimeError(f"{BAD_STEPS} steps in a row, the last of them step {step}, had gradients that aren't "
                        f"finite. None of them was taken. The last one's batch is {path}: look at it, or try "
                        "a smaller --lr")
@@ -585,14 +591,14 @@ def averaged(self:Trainer):
     "A context in which the weights are their average, if there is one"
     return self.average.used() if self.average else nullcontext()
 
-# %% ../nbs/12_trainer.ipynb #fe21b88a
+# %% ../nbs/12_trainer.ipynb #3abc35ee
 @patch
 def save(self:Trainer):
     "Write the weights, and the ladder if one was measured"
     def host(v): return v.detach().cpu().clone(memory_format=torch.contiguous_format)
     with self.averaged(): tensors = {f"model.{k}": host(v) for k, v in self.run.model.state_dict().items()}
     tmp = self.folder/"model.safetensors.tmp"
-    save_file(tensors, tmp, metadata=dict(format="pt")); tmp.replace(self.folder/"model.safetensors")
+    write_tensors(tensors, tmp); tmp.replace(self.folder/"model.safetensors")
     if self.ladder: replace_file(self.folder/"ladder.json", json.dumps(self.ladder, indent=1))
 
 # %% ../nbs/12_trainer.ipynb #fa8391ee
@@ -621,13 +627,13 @@ def hurry(self:Trainer):
     replace_file(self.folder/"result.json", json.dumps(res, indent=1))
     return res
 
-# %% ../nbs/12_trainer.ipynb #7d85e1b4
+# %% ../nbs/12_trainer.ipynb #eb3a6299
 @patch
 def finish(self:Trainer):
     "Save the weights first, then evaluate, sample, plot and sum up; a dict of results"
     self.save()
-    loss = self.log_eval(tqdm(disable=True))
-    self.leave()
+    try: loss = self.log_eval(tqdm(disable=True))
+    finally: self.leave() # also when a second Ctrl-C ends the evaluation
     with self.averaged(): text = self.sample()
     replace_file(self.folder/"sample.txt", text)
     yard = None if self.cfg.stream else bigram_loss(self.corpus, [tuple(t.cpu() for t in self.val)])

@@ -88,7 +88,7 @@ def test_without_transformers_and_killed(trained, tmp_path):
     "Neither export nor import needs transformers; `kill -9` in the middle leaves no folder of that name, and the next export succeeds"
     script = ("import os, sys; sys.modules['transformers'] = None\nfrom llm_speedrun import export\nrun, a, b = sys.argv[1:]\n"
               "export.export_folder(run, a); export.from_pretrained(a, 'cpu')\n"
-              "export.save_file = lambda *a, **k: os._exit(9)\nexport.export_folder(run, b)")
+              "export.write_tensors = lambda *a, **k: os._exit(9)\nexport.export_folder(run, b)")
     res = subprocess.run([sys.executable, "-c", script, *map(str, (trained[1], tmp_path/"a", tmp_path/"b"))], timeout=120)
     assert res.returncode == 9 and (tmp_path/"a").exists() and not (tmp_path/"b").exists()
     import_folder(export_folder(trained[1], tmp_path/"b"))
@@ -133,7 +133,7 @@ def test_workloads(name):
     assert there == {f"model.{k}": v for k, v in shapes(config).items()}
     assert theirs.model.rotary_emb.config.max_position_embeddings == config.seq
 
-NEEDED = dict(bf16_weights=["bf16"], fp8=["bf16", "fused_ops"], torchao_fp8=["bf16"])
+NEEDED = dict(bf16_weights=["bf16"], bf16_master=["bf16"], fp8=["bf16", "fused_ops"], torchao_fp8=["bf16"])
 
 def test_rungs_keep_the_names(nano):
     "Whichever rung changes the model, its weights keep the names and shapes that are exported"
@@ -351,7 +351,7 @@ def test_interrupted_export_leaves_nothing(trained, tmp_path, monkeypatch, error
     def half(tensors, path, metadata):
         path.write_bytes(b"half"); raise error
     with monkeypatch.context() as m:
-        m.setattr(export, "save_file", half)
+        m.setattr("llm_speedrun.saving.save_file", half)
         with pytest.raises((KeyboardInterrupt, OSError)): export_folder(trained[1], tmp_path/"out")
     assert names(tmp_path) == set()
     import_folder(export_folder(trained[1], tmp_path/"out"))

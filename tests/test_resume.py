@@ -3,6 +3,7 @@ import json, os, random, re, shutil, signal, subprocess, sys, time
 from dataclasses import fields
 from pathlib import Path
 import pytest, torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from llm_speedrun import saving
 from llm_speedrun.measure import version_of
@@ -189,7 +190,7 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
     "Checkpoints that can't be written are told, training goes on, and the ones from before stay"
     real, full = saving.save_file, [False]
     def save_file(*args, **kw):
-        if full[0]: raise OSError(28, "No space left on device")
+        if full[0] and "checkpoints" in str(args[1]): raise SafetensorError("I/O error: No space left on device")
         return real(*args, **kw)
     monkeypatch.setattr(saving, "save_file", save_file)
     call = Stepper.__call__
@@ -201,9 +202,49 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Stepper, "__call__", step)
     with fails(OSError, "No space left"): train(options(tmp_path, steps=8, save_minutes=0.))
     run = tmp_path/"runs/run"
-    assert "could not be written: [Errno 28] No space left on device" in capsys.readouterr().out
+    assert "can't be written: I/O error: No space left on device" in capsys.readouterr().out
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, 9)) and load_file(run/"model.safetensors")
     assert not broken(newest(run/"checkpoints")) and not list((run/"checkpoints").glob("*.tmp"))
+
+@posix
+def test_others_may_read_it(tmp_path):
+    "A checkpoint's files and the weights have the mode of any new file"
+    go(tmp_path)
+    run = tmp_path/"runs/run"
+    files = [run/"model.safetensors", *newest(run/"checkpoints").iterdir()]
+    assert len(files) > 3 and {f.stat().st_mode for f in files} == {(run/"config.json").stat().st_mode}
+
+@posix
+def test_a_checkpoint_after_one_that_failed(tmp_path, monkeypatch, capsys):
+    "One that couldn't be written costs none of those after it: SIGTERM in the next step leaves one"
+    real, n = saving.save_file, [0]
+    def save_file(*args, **kw):
+        n[0] += 1
+        if n[0] == 1: raise SafetensorError("I/O error: No space left on device")
+        return real(*args, **kw)
+    monkeypatch.setattr(saving, "save_file", save_file)
+    stop_at(monkeypatch, 4 + 2, signal.SIGTERM)
+    train(options(tmp_path, steps=8, save_minutes=0.))
+    assert "before step 2 could not be written" in capsys.readouterr().out
+    assert newest(tmp_path/"runs/run/checkpoints").name == "step-00000002"
+
+@posix
+def test_a_second_interruption(tmp_path, monkeypatch):
+    "Ctrl-C in a step and again in the last evaluation: the checkpoint is there, and the run goes on from it"
+    stop_at(monkeypatch, 4 + 3)
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, "evaluate", lambda self: os.kill(os.getpid(), signal.SIGINT) or time.sleep(5))
+        with fails(KeyboardInterrupt, "interrupted again"): train(options(tmp_path), progress=False)
+    monkeypatch.undo()
+    trainer, res = resume(tmp_path)
+    assert res["steps"] == 6 and [r["step"] for r in rows(tmp_path/"runs/run") if "loss" in r] == list(range(1, 7))
+
+def test_sigterm_is_not_forgotten():
+    "SIGINT after SIGTERM changes nothing; SIGTERM after SIGINT does"
+    for numbers, got in (((15, 2), 15), ((2, 15), 15), ((2,), 2)):
+        s = Signals(); s.got = None
+        for n in numbers: s.note(n, None)
+        assert s.got == got
 
 # Options
 

@@ -12,6 +12,7 @@ from llm_speedrun.measure import clean_errors
 from llm_speedrun.recipe import lr_at
 from llm_speedrun.report import loss_chart
 from llm_speedrun.trainer import *
+from llm_speedrun.saving import newest
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins
 
 FILES = {"checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png", "report.html"}
@@ -324,6 +325,15 @@ def test_loss_that_is_not_finite(tmp_path):
     assert load_file(run/"bad_batch.safetensors")["x"].shape == (4, 16)
     assert all(w.isfinite().all() for w in load_file(run/"model.safetensors").values())
 
+def test_rows_when_it_is_given_up(tmp_path):
+    "All steps that were taken have their row, also those after the fifth bad one, and the checkpoint is no newer"
+    trainer = Trainer(options(tmp_path, steps=20), progress=False)
+    trainer.step.params[0].register_hook(lambda g: g*float("inf") if trainer.done >= 2 else g)
+    with fails(RuntimeError, "the last of them step 7"): trainer.fit()
+    run = tmp_path/"runs/run"
+    steps = [r["step"] for r in rows(run) if "loss" in r]
+    assert steps == list(range(1, len(steps) + 1)) and newest(run/"checkpoints").name == f"step-{steps[-1]:08}"
+
 @pytest.mark.parametrize("rungs", ["naive", "fused_adamw", "bf16,bf16_weights", "adamw8bit", "bf16,flash,fused_ops,chunked_ce,fp8"])
 def test_bad_steps_are_skipped(tmp_path, rungs):
     "Steps with gradients that aren't finite change no weight, under any optimizer, and the run goes on"
@@ -434,6 +444,18 @@ def test_out_of_memory(tmp_path, crowded, after):
     assert [r["event"] for r in trainer.rows() if "event" in r] == [f"out of memory: micro-batches of {b}" for b in (32, 16)][:after]
     config = json.loads((tmp_path/"runs/run/config.json").read_text())
     assert (config["batch"], config["accumulate"]) == (16, 4)
+    steps = [r["step"] for r in trainer.rows()]
+    assert steps == sorted(steps)
+
+def test_out_of_memory_in_the_update(tmp_path):
+    "Where some weights may have been updated the step is not taken again: the run ends, and says how to go on"
+    trainer = Trainer(options(tmp_path), progress=False)
+    def step(closure=None):
+        if trainer.done == 3: raise torch.OutOfMemoryError("CUDA out of memory")
+        return real()
+    real, trainer.step.opt.step = trainer.step.opt.step, step
+    with fails(RuntimeError, "in the middle of an update", "--resume"): trainer.fit()
+    assert trainer.done == 3 and trainer.cfg.accumulate == 1
 
 def test_out_of_memory_at_every_size(tmp_path, crowded):
     "Where one sequence doesn't fit either, the run stops with advice, and an older run's files are left alone"
