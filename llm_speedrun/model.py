@@ -286,7 +286,7 @@ class Stepper:
 
     def mark(self, name): "Called after each phase of a step; somebody who measures them puts a function here"
 
-# %% ../nbs/02_model.ipynb #e98b1df7
+# %% ../nbs/02_model.ipynb #32ef9237
 @patch
 def backward(self:Stepper, x, y, # B T tokens, B T tokens that follow
              weight): # of this micro-batch in the step
@@ -301,8 +301,7 @@ def backward(self:Stepper, x, y, # B T tokens, B T tokens that follow
 def update(self:Stepper):
     "Clip the gradients, step the optimizer, forget the gradients"
     self.scaler.unscale_(self.opt)
-    clip = getattr(self.opt, "clip_grads", nn.utils.clip_grad_norm_) # an optimizer may do it on the way
-    self.norm = clip(self.params, self.clip)
+    self.norm = nn.utils.clip_grad_norm_(self.params, self.clip)
     self.apply()
     self.opt.zero_grad(set_to_none=True)
 

@@ -73,15 +73,14 @@ def load_state_dict(self:Average, state): # from `state_dict`
     self.n = state["n"]
     torch._foreach_copy_(self.mean, list(state["mean"]))
 
-# %% ../nbs/12_recipe.ipynb #f02c2ab4
+# %% ../nbs/12_recipe.ipynb #9c0bd6d9
 class GuardedStepper(Stepper):
     "A `Stepper` that doesn't take steps whose gradients aren't finite. After such a step `norm` isn't either"
     applying = False # whether an update has begun, and not ended
     def apply(self):
         fused = all(g.get("fused") for g in self.opt.param_groups)
         if fused: self.opt.found_inf = (~self.norm.isfinite()).float()
-        sees = fused or self.scaler.is_enabled() or hasattr(self.opt, "clip_grads")
-        if not (sees or self.norm.isfinite()): return
+        if not (fused or self.scaler.is_enabled() or self.norm.isfinite()): return
         self.applying = True
         super().apply()
         self.applying = False
