@@ -210,6 +210,14 @@ class Saver:
         try: self.wait()
         finally: self.pool.shutdown()
 
+# %% ../nbs/12_saving.ipynb #e1856462
+@patch
+def go_on(self:Saver, step): # of the checkpoint that was read
+    "Remove those of later steps, which couldn't be read, and those that are too many"
+    for c in checkpoints(self.folder):
+        if int(c.name[5:]) > step: shutil.rmtree(c)
+    prune(self.folder, self.keep)
+
 # %% ../nbs/12_saving.ipynb #db04b5cf
 @patch
 def save(self:Saver, step, # its number

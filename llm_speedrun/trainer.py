@@ -421,7 +421,7 @@ def fit(self:Trainer):
         self.close()
         raise KeyboardInterrupt(f"interrupted again; see {self.folder}") from e
 
-# %% ../nbs/12_trainer.ipynb #a9ce2833
+# %% ../nbs/12_trainer.ipynb #0b467797
 @patch
 def prepare(self:Trainer):
     "Make the run's folder, or take it over, and open its files"
@@ -437,6 +437,7 @@ def prepare(self:Trainer):
         if past or name == "metrics.jsonl": replace_file(self.folder/name, "".join(map(json_line, past)))
     self.metrics = open(self.folder/"metrics.jsonl", "a", encoding="utf-8")
     self.saver = Saver(self.folder/"checkpoints", c.keep_last)
+    if c.resume: self.saver.go_on(self.done)
     self.saver.reserve(self.step.params*3) # the weights and about as much twice for the moments
     self.trackers = open_trackers(c.track, self.folder, asdict(c), step=self.done, say=self.say)
     self.profiler = StepProfile(self.folder, c.profile, say=self.say) if c.profile else None

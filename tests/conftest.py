@@ -6,6 +6,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the cores, and so
 import pytest, torch
 
 if not torch.cuda.is_available():
+    os.environ["IN_TEST"] = "1"     # few repetitions, where nothing is worth measuring
     # Kernels must be made for Triton's interpreter, before any test imports them. Whether they are used is asked at each
     # call: tests of kernels set this to 1, whole models would take the interpreter minutes.
     os.environ["TRITON_INTERPRET"] = "1"

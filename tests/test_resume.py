@@ -133,7 +133,7 @@ print("kills", kills)
 """
 
 @posix
-def test_killed_again_and_again(tmp_path, steps=int(os.environ.get("KILLED_STEPS", 10))):
+def test_killed_again_and_again(tmp_path, steps=int(os.environ.get("KILLED_STEPS", 6))):
     "kill -9 at random moments, most of them while a checkpoint is written: every run resumes, on the curve of no kill (more with KILLED_STEPS)"
     whole, _ = go(tmp_path/"whole", steps=steps)
     cmd = [sys.executable, "-c", KILLS, str(tmp_path), str(Path(__file__).parent), str(steps)]
@@ -238,6 +238,18 @@ def test_a_second_interruption(tmp_path, monkeypatch):
     monkeypatch.undo()
     trainer, res = resume(tmp_path)
     assert res["steps"] == 6 and [r["step"] for r in rows(tmp_path/"runs/run") if "loss" in r] == list(range(1, 7))
+
+@posix
+def test_going_on_from_an_older_checkpoint(tmp_path, monkeypatch):
+    "Checkpoints that couldn't be read go when the run goes on: they'd count as the newest, and push out those that are made now"
+    go(tmp_path, steps=8, save_minutes=0., keep_last=4)
+    run = tmp_path/"runs/run"
+    for c in checkpoints(run/"checkpoints")[-2:]: (c/"about.json").write_text("{}")
+    (run/"result.json").unlink()
+    stop_at(monkeypatch, 4 + 1)
+    _, res = resume(tmp_path, keep_last=3)
+    names = [c.name for c in checkpoints(run/"checkpoints")]
+    assert res["steps"] == 7 and f"step-{7:08}" in names and not any(broken(run/"checkpoints"/n) for n in names) and len(names) <= 4
 
 def test_sigterm_is_not_forgotten():
     "SIGINT after SIGTERM changes nothing; SIGTERM after SIGINT does"
