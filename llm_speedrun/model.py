@@ -9,7 +9,7 @@ __all__ = ['WORKLOADS', 'STAGES', 'RUNGS', 'GPTConfig', 'workload', 'RMSNorm', '
            'baseline', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'generate', 'bench',
            'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'count_step', 'measure_run']
 
-# %% ../nbs/02_model.ipynb #4295a1ae
+# %% ../nbs/02_model.ipynb #b7471259
 import copy, importlib, pkgutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Callable
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
-from .measure import (compare, count, default_device, flops_per_token, gpu_gib, in_test, lookup,
+from .measure import (compare, count, default_device, flops_per_token, gpu_gib, lookup,
                                   main_format, make_record, predict_ms, ratio, smoke)
 from .data import Batches, open_corpus, prefetch
 
@@ -434,15 +434,15 @@ def bench(): # the configuration and the batch size
     if smoke(): return WORKLOADS["tiny"], 4
     return WORKLOADS["124m"], 16 if gpu_gib() > 60 else 4
 
-# %% ../nbs/02_model.ipynb #ab2a83aa
+# %% ../nbs/02_model.ipynb #21c67fca
 def train_curve(rungs, # names
                 data_seed=0, # of the order of the batches
                 lr=2e-4, # learning rate after the warm-up
                 warmup=100, # steps of linear warm-up
-                steps=200): # of the optimizer; always 20 on a smoke run, and 8 in a test
+                steps=200): # of the optimizer; always 20 on a smoke run
     "Losses of some steps of the `bench` model on the offline corpus, a list"
     corpus, (config, _) = open_corpus(), bench()
-    steps, batch = (8 if in_test() else 20, 4) if smoke() else (steps, 8)
+    steps, batch = (20, 4) if smoke() else (steps, 8)
     step, losses = Stepper(build(replace(config, vocab=corpus.vocab), rungs)), []
     batches = prefetch(Batches(corpus.train, batch, config.seq, seed=data_seed), step.run.device)
     for i, b in zip(range(steps), batches):

@@ -239,13 +239,12 @@ def test_a_block_more_keeps_its_input():
 
 def test_memory_falls_in_order():
     "The more is recomputed, the less is saved; leaving out the last block costs next to nothing at the peak"
-    run = partial(cpu, replace(NANO, layers=5), ["flash"])
+    run = partial(cpu, replace(NANO, layers=4), ["flash"])
     def memory(change): return count_memory(lambda: no_logits(change(run())), 4)[0]
-    order = [lambda r: r, partial(selective_checkpoint, mlp=0), partial(selective_checkpoint, mlp=.5),
-             partial(selective_checkpoint, mlp=1), checkpoint]
+    order = [lambda r: r, partial(selective_checkpoint, mlp=0), partial(selective_checkpoint, mlp=1), checkpoint]
     saved = [memory(f).saved for f in order]
     assert saved == sorted(saved, reverse=True) and len(set(saved)) == len(saved)
-    every = [memory(partial(checkpoint, every=n)) for n in (1, 2, 4)]
+    every = [memory(partial(checkpoint, every=n)) for n in (1, 2)]
     assert [m.saved for m in every] == sorted(m.saved for m in every)
     def all_blocks(model):
         for b in model.layers: recompute(b)
