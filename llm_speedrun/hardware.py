@@ -7,12 +7,12 @@ __all__ = ['PRESETS', 'ON_GPUS', 'BESIDE', 'HARDWARE', 'MOST', 'fitting', 'prese
            'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller', 'fitting_batch', 'peak_gib',
            'largest_batch', 'memory_advice', 'micro_batch']
 
-# %% ../nbs/12_hardware.ipynb #1f4bbc87
+# %% ../nbs/12_hardware.ipynb #352dd416
 import gc, os, sys
 from dataclasses import dataclass
 import torch
 from .measure import gpu_gib, lookup, memory_limit, warm_up
-from .model import RUNGS, STAGES, check_rung, find_rung, measure_run, step_of
+from .model import RUNGS, check_rung, find_rung, in_order, measure_run, step_of
 from .amp import half_rung
 
 # %% ../nbs/12_hardware.ipynb #4ee0c4e4
@@ -50,7 +50,7 @@ def parse_rungs(spec, # "auto", a preset's name, or names of rungs separated by 
         except ValueError: lookup({**presets(), **RUNGS}, n, "rung or preset")
     return names
 
-# %% ../nbs/12_hardware.ipynb #768277f7
+# %% ../nbs/12_hardware.ipynb #044e0d8c
 def climb(config, # a `GPTConfig`
           batch, # sequences in a step
           rungs, # names, in the order to climb
@@ -60,8 +60,8 @@ def climb(config, # a `GPTConfig`
     With `least`, a rung that can't be measured has a record of `rung`, `kept` and `why` alone; without, what
     doesn't go together is an error before anything is measured"""
     if least is None:
-        names = sorted(rungs, key=lambda r: STAGES.index(find_rung(r).stage))
-        for i, r in enumerate(names): check_rung(find_rung(r), names[:i])
+        applied = []
+        for r in in_order(rungs): check_rung(r, applied); applied.append(r.__name__)
     kept, records = [], []
     for r in rungs:
         if only and r not in only: kept = kept + [r]; continue

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['DTYPES', 'LOOKUPS', 'NO_KERNEL', 'OVERWRITES', 'MATMULS', 'FUSIBLE', 'DATASHEET_BF16', 'KEYS', 'default_device',
            'gpu_gib', 'memory_limit', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'lookup',
-           'clean_errors', 'Table', 'table', 'fmt', 'Times', 'summarize', 'sample_ms', 'time_ms', 'matmul_precision',
-           'has_fp8', 'matmul_rate', 'copy_rate', 'Ceilings', 'measure_ceilings', 'nbytes', 'read_bytes', 'op_bytes',
-           'tensors', 'reads_writes', 'attention_flops', 'op_kind', 'Op', 'product_format', 'OpCounter', 'causal_arg',
-           'count', 'op_ms', 'predict_ms', 'by_kind', 'main_format', 'fusion_groups', 'fuse', 'fused', 'kernel_kind',
-           'launches', 'launch_kind', 'profiled', 'profile_rows', 'profile_kinds', 'profile_table', 'kinds_chart',
-           'flops_per_token', 'datasheet_flops', 'mfu', 'Measured', 'ratio', 'warm_up', 'compare', 'make_record',
-           'measurements_dir', 'records_path', 'load_records', 'replace_file', 'save_records', 'publish',
-           'ladder_table', 'caption', 'ladder_chart']
+           'clean_errors', 'Table', 'table', 'fmt', 'Times', 'summarize', 'moment', 'ms_between', 'sample_ms',
+           'time_ms', 'matmul_precision', 'has_fp8', 'matmul_rate', 'copy_rate', 'Ceilings', 'measure_ceilings',
+           'nbytes', 'read_bytes', 'op_bytes', 'tensors', 'reads_writes', 'attention_flops', 'op_kind', 'Op',
+           'product_format', 'OpCounter', 'causal_arg', 'count', 'op_ms', 'predict_ms', 'by_kind', 'main_format',
+           'fusion_groups', 'fuse', 'fused', 'kernel_kind', 'launches', 'launch_kind', 'profiled', 'profile_rows',
+           'profile_kinds', 'profile_table', 'kinds_chart', 'flops_per_token', 'datasheet_flops', 'mfu', 'Measured',
+           'ratio', 'warm_up', 'compare', 'make_record', 'measurements_dir', 'records_path', 'load_records',
+           'replace_file', 'save_records', 'publish', 'ladder_table', 'caption', 'ladder_chart']
 
 # %% ../nbs/00_measure.ipynb #0db3b81b
 import difflib, importlib.metadata, json, os, re, statistics, subprocess, sys, time
@@ -126,6 +126,18 @@ def summarize(samples): # a list of milliseconds
     s = sorted(samples)
     at = lambda q: s[min(len(s) - 1, int(q * len(s)))]
     return Times(statistics.median(s), at(.2), at(.8))
+
+# %% ../nbs/00_measure.ipynb #81b8618f
+def moment(gpu): # whether to mark the GPU's time
+    "A mark in time, for `ms_between`"
+    if not gpu: return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+def ms_between(a, b): # two of `moment`, the second of which the GPU has passed
+    "Milliseconds from one to the other"
+    return 1e3*(b - a) if isinstance(a, float) else a.elapsed_time(b)
 
 # %% ../nbs/00_measure.ipynb #755d1624
 def sample_ms(f, # a function without arguments that does some work

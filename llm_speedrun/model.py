@@ -6,7 +6,7 @@
 __all__ = ['WORKLOADS', 'STAGES', 'RUNGS', 'GPTConfig', 'workload', 'RMSNorm', 'rope_table', 'rope', 'naive_attention', 'Linear',
            'Embedding', 'Attention', 'MLP', 'Block', 'GPT', 'matrix_params', 'train_flops', 'cross_entropy',
            'param_groups', 'adamw', 'no_scaler', 'Run', 'entered', 'Stepper', 'rung', 'check_rung', 'find_rung',
-           'baseline', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'generate', 'bench',
+           'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'generate', 'bench',
            'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'count_step', 'measure_run']
 
 # %% ../nbs/02_model.ipynb #b7471259
@@ -364,20 +364,23 @@ def find_rung(name): # a rung's name
             importlib.import_module(f"llm_speedrun.{m.name}")
     return lookup(RUNGS, name, "rung")
 
-# %% ../nbs/02_model.ipynb #c8a8a61d
+# %% ../nbs/02_model.ipynb #d993021a
 def baseline(config, # a `GPTConfig`
              device=None, # the GPU if there is one, by default
              seed=0): # of the initial weights
     "The naive FP32 `Run` that every ladder starts from"
     with torch.device(device or default_device()): return Run(GPT(config, seed))
 
+def in_order(rungs): # names
+    "The rungs, sorted by their stages"
+    return sorted(map(find_rung, rungs), key=lambda r: STAGES.index(r.stage))
+
 def build(config, # a `GPTConfig`
           rungs=(), # names, in any order
           device=None, # the GPU if there is one, by default
           seed=0): # of the initial weights
     "A `Run` with `rungs` applied, each at its stage. Raises as `find_rung` and `check_rung` do"
-    rungs = sorted(map(find_rung, rungs), key=lambda r: STAGES.index(r.stage))
-    return reduce(lambda run, r: r(run), rungs, baseline(config, device, seed))
+    return reduce(lambda run, r: r(run), in_order(rungs), baseline(config, device, seed))
 
 # %% ../nbs/02_model.ipynb #b1670b1f
 def needs_capability(major, minor, # smallest compute capability

@@ -8,7 +8,7 @@ __all__ = ['TAKE_A_MASK', 'cores', 'tokenize_corpus', 'document_source', 'stream
            'StreamBatches', 'document_ids', 'document_positions', 'document_mask', 'document_borders',
            'within_documents', 'loader_wait']
 
-# %% ../nbs/01_pipeline.ipynb #d49fe5c7
+# %% ../nbs/01_pipeline.ipynb #2bf2250b
 import hashlib, json, math, os, shutil, time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
-from .measure import clean_errors, replace_file, sample_ms, summarize
+from .measure import clean_errors, moment, ms_between, replace_file, sample_ms, summarize
 from .words import Encoder, Worker
 from .data import (EOT, HUB, OFFLINE_VOCAB, Batches, Shards, gpt2_tokenizer, hub_documents,
                                open_corpus, prefetch, read_documents, stdlib_files, train_tokenizer)
@@ -550,7 +550,7 @@ def document_borders(x, eot): # B T tokens, the token that begins a document
     cu = torch.cat([begins.flatten().nonzero().flatten(), ends]).int()
     return cu, int(cu.diff().max())
 
-# %% ../nbs/01_pipeline.ipynb #de74f22a
+# %% ../nbs/01_pipeline.ipynb #ca9209d8
 # the second one takes a mask on CPUs alone
 TAKE_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
@@ -559,14 +559,15 @@ def within_documents(run, eot): # a `model.Run`, the token that begins a documen
     now = {}
     def note(module, args): now["mask"] = document_mask(args[0], eot)
     def attend(q, k, v): # B H T D, B K T D twice
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        n = q.shape[1] // k.shape[1] # query heads that share a KV head
+        if n > 1: k, v = (t.repeat_interleave(n, 1) for t in (k, v))
         with sdpa_kernel(TAKE_A_MASK): return F.scaled_dot_product_attention(q, k, v, attn_mask=now["mask"])
     def change(model):
         model.embed_tokens.register_forward_pre_hook(note)
         for layer in model.layers: layer.self_attn.attend = attend
     return run.with_model(change)
 
-# %% ../nbs/01_pipeline.ipynb #5c745b82
+# %% ../nbs/01_pipeline.ipynb #88e57dbd
 def _busy(seconds, gpu):
     "A function that keeps the GPU working for so long, or sleeps"
     if not gpu: return lambda: time.sleep(seconds)
@@ -576,14 +577,7 @@ def _busy(seconds, gpu):
         for _ in range(n): x @ x
     return work
 
-def _mark(gpu):
-    "A moment: on the GPU, when it has done what was queued before"
-    if not gpu: return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-# %% ../nbs/01_pipeline.ipynb #5fb8060e
+# %% ../nbs/01_pipeline.ipynb #92f67238
 def loader_wait(
     batches,        # an iterator of batches, as `data.prefetch` takes it
     device,         # where they go
@@ -594,13 +588,13 @@ def loader_wait(
     gpu = torch.device(device).type == "cuda"
     work, ahead, marks = _busy(step_s, gpu), prefetch(batches, device), []
     for i in range(steps + 2):
-        before = _mark(gpu)
+        before = moment(gpu)
         next(ahead)
-        marks.append((before, _mark(gpu)))
+        marks.append((before, moment(gpu)))
         work()
         if gpu and i > 1: marks[i - 2][1].synchronize()      # no further ahead
     ahead.close()
     if gpu: torch.cuda.synchronize()
-    waits = [a.elapsed_time(b)/1e3 if gpu else b - a for a, b in marks]
+    waits = [ms_between(*m)/1e3 for m in marks]
     wait = float(np.mean(waits[2:]))         # the first two come before anything could be prefetched
     return dict(wait_s=wait, share=wait/step_s)

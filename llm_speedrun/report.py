@@ -13,7 +13,7 @@ __all__ = ['PHASES', 'GPU_STATS', 'TRACKERS', 'BLUE', 'ORANGE', 'GREEN', 'PURPLE
            'gpu_part', 'ladder_part', 'events_part', 'sample_part', 'options_part', 'page_head', 'html_report',
            'speedrun_report']
 
-# %% ../nbs/12_report.ipynb #c8bd237d
+# %% ../nbs/12_report.ipynb #d4c7d114
 import importlib, io, json, math, re, statistics, sys, time, uuid
 from dataclasses import fields
 from pathlib import Path
@@ -23,10 +23,11 @@ from fastcore.script import call_parse
 from fastcore.xml import (Body, Dd, Div, Dl, Dt, Figure, Footer, H1, H2, Head, Header, Html, Meta, P, Pre,
                           Safe, Section, Span, Style, Tbody, Td, Th, Thead, Title, Tr, to_xml)
 from fastcore.xml import Table as HtmlTable
-from .measure import clean_errors, kernel_kind, lookup, mfu, op_kind, replace_file, table
+from .measure import (clean_errors, kernel_kind, lookup, mfu, moment, ms_between, op_kind,
+                                  replace_file, table)
 from .model import GPTConfig, matrix_params, train_flops
 
-# %% ../nbs/12_report.ipynb #d2bdfd16
+# %% ../nbs/12_report.ipynb #2d96929c
 PHASES = "data", "forward", "backward", "optimizer" # of a step; the last one ends it
 
 class Breakdown:
@@ -39,22 +40,14 @@ class Breakdown:
         "Measure the step that begins here, up to its mark `optimizer`. Others cost nothing"
         self.marks, self.on = [("start", self.now())], True
 
-    def now(self):
-        if not self.gpu: return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, a, b): # two of what `now` returned, the second of which the GPU has passed
-        "Milliseconds from one to the other"
-        return a.elapsed_time(b) if self.gpu else 1e3*(b - a)
+    def now(self): return moment(self.gpu)
 
     def __call__(self, name): # of the phase that ends here, one of `PHASES`
         if not self.on: return
         self.marks.append((name, self.now()))
         self.on = name != PHASES[-1]
 
-# %% ../nbs/12_report.ipynb #ec2c059d
+# %% ../nbs/12_report.ipynb #bbf3237d
 @patch
 def read(self:Breakdown):
     """Milliseconds by phase as keys of a row, `ms_data` and so on; an empty dict if no step was measured.
@@ -63,7 +56,7 @@ def read(self:Breakdown):
     marks, self.marks, res = self.marks, [], {}
     if self.gpu: marks[-1][1].synchronize()
     for (_, a), (name, b) in zip(marks, marks[1:]):
-        res[f"ms_{name}"] = res.get(f"ms_{name}", 0) + self.ms(a, b)
+        res[f"ms_{name}"] = res.get(f"ms_{name}", 0) + ms_between(a, b)
     return res
 
 # %% ../nbs/12_report.ipynb #da220f19

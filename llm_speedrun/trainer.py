@@ -7,7 +7,7 @@ __all__ = ['CHANGEABLE', 'FILES', 'FOLDERS', 'BAD_STEPS', 'TrainConfig', 'Traine
            'with_room', 'read_record', 'resumed', 'rng_states', 'set_rng_states', 'deterministic', 'Signals',
            'json_line', 'train', 'report', 'options_of', 'speedrun_train']
 
-# %% ../nbs/12_trainer.ipynb #5ac0362f
+# %% ../nbs/12_trainer.ipynb #2f28269e
 import gc, inspect, json, math, os, shutil, signal, sys, threading, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from fastcore.script import call_parse
 from tqdm.auto import tqdm
 from .measure import (clean_errors, default_device, ladder_table, lookup, machine, mfu,
-                                  replace_file, sample_ms, summarize, warm_up)
+                                  ms_between, replace_file, sample_ms, summarize, warm_up)
 from .data import EOT, Batches, Corpus, bigram_loss, prefetch, tokenizer_of, val_batches
 from .pipeline import (MixedBatches, StreamBatches, document_source, one_side, open_mix,
                                    stream_tokenizer, within_documents)
@@ -515,12 +515,12 @@ def flush(self:Trainer, bar, later=False): # True leaves the newest losses for t
         self.step.mark = self.clock
     while len(self.tens) > later: self.note(bar, *self.tens.popleft())
 
-# %% ../nbs/12_trainer.ipynb #82860220
+# %% ../nbs/12_trainer.ipynb #56378cbf
 @patch
 def note(self:Trainer, bar, steps, two, clock, end): # what `loop` and `flush` put together
     "Write what is known of some steps, and show progress"
     if clock.gpu: end.synchronize() # now the losses are there
-    tok_s = len(steps)*self.cfg.tokens / clock.ms(self.last, end) * 1e3
+    tok_s = len(steps)*self.cfg.tokens / ms_between(self.last, end) * 1e3
     self.last, over = end, None
     for (step, lr, _, _, x, y), loss, norm in zip(steps, *two.tolist()):
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
@@ -628,7 +628,7 @@ def hurry(self:Trainer):
     replace_file(self.folder/"result.json", json.dumps(res, indent=1))
     return res
 
-# %% ../nbs/12_trainer.ipynb #eb3a6299
+# %% ../nbs/12_trainer.ipynb #fbe298c1
 @patch
 def finish(self:Trainer):
     "Save the weights first, then evaluate, sample, plot and sum up; a dict of results"
@@ -641,8 +641,9 @@ def finish(self:Trainer):
     res = dict(steps=self.done, val_loss=loss, bigram_loss=yard, interrupted=self.interrupted,
                reached=self.reached, folder=str(self.folder))
     replace_file(self.folder/"result.json", json.dumps(res, indent=1))
-    loss_chart(self.rows(), yard, self.cfg.name).savefig(self.folder/"loss.png", dpi=110)
-    self.plot.update(self.rows, last=True)
+    rows = self.rows()
+    loss_chart(rows, yard, self.cfg.name).savefig(self.folder/"loss.png", dpi=110)
+    self.plot.update(lambda: rows, last=True)
     self.close()
     html_report(self.folder)
     return res | dict(sample=text)

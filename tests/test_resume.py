@@ -231,6 +231,7 @@ def test_a_checkpoint_after_one_that_failed(tmp_path, monkeypatch, capsys):
 @posix
 def test_a_second_interruption(tmp_path, monkeypatch):
     "Ctrl-C in a step and again in the last evaluation: the checkpoint is there, and the run goes on from it"
+    signal.signal(signal.SIGINT, signal.default_int_handler)     # jobs in a shell's background start out ignoring it
     stop_at(monkeypatch, 4 + 3)
     with monkeypatch.context() as m:
         m.setattr(Trainer, "evaluate", lambda self: os.kill(os.getpid(), signal.SIGINT) or time.sleep(5))
