@@ -123,11 +123,11 @@ def norm_backward_maths(dn, dh, h, w, r): # N d, N d or None, N d, d, N
     dx = r[:, None] * (g - xh * (g*xh).mean(-1, keepdim=True))
     return (dx if dh is None else dx + dh).to(h.dtype), (dn * xh).sum(0)
 
-# %% ../nbs/06_fused_ops.ipynb #c55a76c7
+# %% ../nbs/06_fused_ops.ipynb #ff1ab16c
 @jit
-def norm_backward_kernel(dn_ptr, dh_ptr, h_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, N, d: tl.constexpr,
-                         ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    "Gradients of a share of the rows, and this program's part of the weight's"
+def norm_backward_kernel(dn_ptr, dh_ptr, h_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, n_ptr, N, d: tl.constexpr,
+                         ADD: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    "Gradients of a share of the rows, and this program's part of the weight's; AGAIN stores the norm, too"
     cols = tl.arange(0, BLOCK)
     w = tl.load(w_ptr + cols, cols < d, 0.).to(tl.float32)[None, :]
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -142,10 +142,11 @@ def norm_backward_kernel(dn_ptr, dh_ptr, h_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, N,
         dx = r * (g - xh * (tl.sum(g*xh, 1)/d)[:, None])
         if ADD: dx += tl.load(dh_ptr + at, there, 0.).to(tl.float32)
         tl.store(dx_ptr + at, dx, there)
+        if AGAIN: tl.store(n_ptr + at, xh*w, there)
         dw += dn*xh
     tl.store(dw_ptr + tl.program_id(0)*d + cols, tl.sum(dw, 0), cols < d)
 
-# %% ../nbs/06_fused_ops.ipynb #55433428
+# %% ../nbs/06_fused_ops.ipynb #f46c0172
 def programs(x, per_sm, # programs for each multiprocessor
              most): # no more than this
     "How many programs to start where each takes a share of the work"
@@ -160,7 +161,7 @@ def rms_norm_backward(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor
     (N, d), tile = h.shape, norm_tile(h.shape[1], 4096)
     P = programs(h, 2, blocks(N, tile["ROWS"]))
     dx, dw = torch.empty_like(h), h.new_empty(P, d, dtype=torch.float32)
-    launch(norm_backward_kernel, (P,), dn, dh, h, w, r, dx, dw, N, d, dh is not None, **tile)
+    launch(norm_backward_kernel, (P,), dn, dh, h, w, r, dx, dw, None, N, d, dh is not None, False, **tile)
     return dx, dw.sum(0)
 
 # %% ../nbs/06_fused_ops.ipynb #518234d9

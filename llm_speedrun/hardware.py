@@ -15,11 +15,11 @@ from .measure import gpu_gib, lookup, memory_limit, warm_up
 from .model import RUNGS, check_rung, find_rung, in_order, measure_run, step_of
 from .amp import half_rung
 
-# %% ../nbs/12_hardware.ipynb #4ee0c4e4
-PRESETS = dict(naive="", fastest="tf32 half flash fused_ops chunked_ce cuda_graphs fp8 fused_adamw",
+# %% ../nbs/12_hardware.ipynb #65ed883e
+PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops chunked_ce cuda_graphs fp8 fused_adamw",
                smallest="tf32 half flash fused_ops chunked_ce checkpoint adamw8bit",
                safe="tf32 half flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
-ON_GPUS = "fp8", "cuda_graphs" # on a CPU they run too, as a smoke run, and gain nothing
+ON_GPUS = "fp8", "cuda_graphs", "flash4" # on a CPU they run too, as a smoke run, and gain nothing
 BESIDE = dict(fp8="fused_ops") # what a rung builds on
 
 # %% ../nbs/12_hardware.ipynb #72f54c9e

@@ -93,6 +93,8 @@ def test_presets_of_a_card(card, monkeypatch):
     card("NVIDIA H200", 9, 0)
     monkeypatch.setattr(RUNGS["fused_ops"], "needs", lambda: "no Triton")
     assert presets()["fastest"] == "tf32 bf16 flash chunked_ce cuda_graphs fused_adamw".split()
+    monkeypatch.setattr(RUNGS["flash4"], "needs", lambda: "")      # FlashAttention-4 is installed
+    assert presets()["fastest"] == "tf32 bf16 flash flash4 chunked_ce cuda_graphs fused_adamw".split()
 
 @pytest.mark.parametrize("preset", presets())
 def test_presets_step_here(preset):

@@ -1,0 +1,146 @@
+"The rungs of notebook 15: attention's other backward pass, attention in FP8, less kept."
+from dataclasses import replace
+import pytest, torch, torch.nn.functional as F
+from llm_speedrun.fastest import *
+from llm_speedrun.fp8 import E4M3, sqnr
+from llm_speedrun.fused_ops import add_norm_maths, norm_backward_maths, swiglu_backward_maths, swiglu_maths
+from llm_speedrun.model import Stepper, baseline, build, naive_attention, workload
+from small import NANO, fails
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16     # the interpreter cuts off bits of bf16
+RUNGS = ["bf16", "flash", "fused_ops", "chunked_ce"]
+def rand(*shape, dt=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dt)
+def rel(a, b): return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+# Attention
+
+@pytest.mark.parametrize("B, H, K, T, D", [(2, 4, 4, 64, 16), (1, 4, 2, 33, 64), (2, 3, 1, 100, 32), (1, 2, 2, 128, 128)])
+def test_attention(B, H, K, T, D):
+    "Output and gradients are as near to float64 as PyTorch's in the same type"
+    if DEVICE.type == "cuda" and (D < 64 or flash4_missing()): pytest.skip("FlashAttention-4 can't run this here")
+    ts = [rand(B, T, h, D, dt=torch.bfloat16, seed=i).transpose(1, 2) for i, h in enumerate((H, K, K))]
+    do = rand(B, H, T, D, dt=torch.bfloat16, seed=9)
+    def run(f, dt):
+        ins = [t.to(dt).requires_grad_() for t in ts]
+        o = f(*ins)
+        return [o, *torch.autograd.grad(o, ins, do.to(dt))]
+    exact, theirs = run(naive_attention, torch.float64), run(lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=H != K), torch.bfloat16)
+    for a, b, x in zip(run(MixedAttention.apply, torch.bfloat16), theirs, exact): assert rel(a, x) < 2*rel(b, x) + 1e-3
+
+def test_attention_is_counted():
+    "The counter sees both directions as attention, with half of the square's FLOPs"
+    from llm_speedrun.measure import count
+    def step():
+        ts = [torch.empty(2, 4, 32, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        return lambda: MixedAttention.apply(*ts).sum().backward()
+    ops = [o for o in count(step) if o.kind == "fused attention"]
+    assert [o.flops for o in ops] == [2*2*2*4*32*32*16/2, 5*2*2*4*32*32*16/2]
+
+def test_attention_compiles():
+    "A compiler looks into it, without a break"
+    ts = [rand(2, 2, 64, 64, dt=torch.bfloat16, seed=i) for i in range(3)]
+    if DEVICE.type == "cuda" and flash4_missing(): pytest.skip(flash4_missing())
+    f = torch.compile(mixed_attention, backend="aot_eager", fullgraph=True)
+    def grads(f):
+        ins = [t.clone().requires_grad_() for t in ts]
+        return torch.autograd.grad(f(*ins).square().sum(), ins)
+    for a, b in zip(grads(f), grads(mixed_attention)): torch.testing.assert_close(a, b, rtol=.02, atol=.02)
+
+@pytest.mark.cuda
+def test_attention_repeats():
+    "With deterministic algorithms the gradients are the same to the bit"
+    if flash4_missing(): pytest.skip(flash4_missing())
+    ts, do = [rand(4, 1024, 12, 64, dt=torch.bfloat16, seed=i).transpose(1, 2) for i in range(3)], rand(4, 12, 1024, 64, dt=torch.bfloat16)
+    o, lse = attention_forward(*ts)
+    torch.use_deterministic_algorithms(True)
+    try: a, *others = [flash4_attention_backward(do, *ts, o, lse, True) for _ in range(5)]
+    finally: torch.use_deterministic_algorithms(False)
+    for b in others: assert all(map(torch.equal, a, b))
+
+def test_heads_that_dont_fit():
+    "Are refused when the run is built"
+    with fails(ValueError, "multiple of 8 up to 128, not 4"):
+        build(replace(workload("tiny"), width=16, heads=4), ["bf16", "flash4"])
+
+# Attention in FP8
+
+@pytest.mark.parametrize("B, H, K, T, D", [(2, 2, 1, 70, 32), (1, 2, 2, 128, 64), (1, 1, 1, 1, 64)])
+def test_attention8(kernels, B, H, K, T, D):
+    "The kernel's output and log-sum-exp are those of the rounded numbers; what is rounded has its scale"
+    ts = [rand(B, T, h, D, dt=HALF, seed=i).transpose(1, 2) for i, h in enumerate((H, K, K))]
+    (q, iq), (k, ik), (v, iv) = (heads_round(t, turn) for t, turn in zip(ts, (False, False, True)))
+    back = [q.float()*iq, k.float()*ik, v.mT.float()*iv]
+    for t, b in zip(ts, back): assert sqnr(t, b) > (28 if DEVICE.type == "cuda" else 20)
+    o, lse = attention8(q, k, v, iq, ik, iv, True)
+    wide = [t.repeat_interleave(H//K, 1) if i else t for i, t in enumerate(back)]
+    scores = (wide[0] @ wide[1].mT / D**.5).masked_fill(torch.ones(T, T, dtype=torch.bool, device=DEVICE).triu(1), -torch.inf)
+    assert o.shape == (B, H, T, D) and sqnr(scores.softmax(-1) @ wide[2], o.float()) > (25 if DEVICE.type == "cuda" else 18)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-3, atol=5e-3)
+
+# Less kept
+
+@pytest.mark.parametrize("N, n", [(8, 32), (5, 100), (3, 33)])
+def test_kept_swiglu(kernels, N, n):
+    "h is exact, a and b are kept within E4M3's rounding of the row, and gradients are those of what was kept"
+    ab, dh = rand(N, 2*n, dt=HALF), rand(N, n, dt=HALF, seed=1)
+    h, q, inverse = swiglu_keep(ab)
+    back = q.float()*inverse
+    assert rel(h, swiglu_maths(ab.double())) < 4e-3 and sqnr(ab.float(), back) > (28 if DEVICE.type == "cuda" else 20)
+    assert back.abs().amax(1).allclose(ab.float().abs().amax(1), rtol=.1)
+    g, w = dh.clone(), dh.double()
+    got, want = swiglu_kept_backward(q, inverse, g), swiglu_backward_maths(back.double(), w)
+    assert rel(got, want) < 5e-3 and rel(g, w) < 5e-3
+
+def test_a_row_of_zeros(kernels):
+    "Has nothing to be scaled by, and is kept as zeros"
+    h, q, inverse = swiglu_keep(torch.zeros(2, 64, device=DEVICE, dtype=HALF))
+    assert not h.any() and not q.float().any() and inverse.isfinite().all()
+
+@pytest.mark.parametrize("add", [True, False])
+def test_norm_again(kernels, add):
+    "The gradients are those of the norm, and the norm is that of the forward pass"
+    h, dn, dh, w = rand(37, 96), rand(37, 96, seed=1), rand(37, 96, seed=2) if add else None, rand(96, seed=3)
+    _, n, r = add_norm_maths(h, None, w, 1e-6)
+    dx, dw, again = norm_backward_again(dn, dh, h, w, r)
+    for a, b in zip((dx, dw, again), (*norm_backward_maths(dn, dh, h, w, r), n)): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+# The rungs
+
+@pytest.mark.parametrize("rung, least", [("flash4", 40), ("fp8_attention", 15), ("lean", 20)])
+def test_gradients(rung, least):
+    "Of the whole model, beside those of the run without the rung, in dB; weights after a step are near"
+    if rung != "lean" and flash4_missing(): pytest.skip(flash4_missing())
+    def grads(rungs):
+        step = Stepper(build(replace(workload("tiny"), layers=2), rungs))
+        step.update = lambda: None
+        x, y = torch.randint(1024, (2, 2, 33), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+        step((x, y))
+        return {k: p.grad.float() for k, p in step.run.model.named_parameters()}
+    a, b = grads(RUNGS), grads(RUNGS + [rung])
+    for k in a: assert sqnr(a[k], b[k]) > least, (k, sqnr(a[k], b[k]))
+
+def test_what_is_kept():
+    "`lean` keeps no norm, and gate and up in 8 bits"
+    def kept(rungs):
+        saved, run = [], build(replace(workload("tiny"), layers=1), rungs)
+        x = torch.randint(1024, (2, 64), device=DEVICE)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t): Stepper(run)((x, x))
+        wide = [t.dtype for t in saved if t.shape == (128, 2*run.model.config.hidden)]
+        return wide, sum(t.nbytes for t in {t.data_ptr(): t for t in saved}.values())
+    (wide, n), (less, m) = kept(RUNGS), kept(RUNGS + ["lean"])
+    assert E4M3 not in wide and E4M3 in less and m < n - 128*128*2*2
+
+def test_they_go_together():
+    "All of them in one run, which trains"
+    step = Stepper(build(replace(workload("tiny"), layers=2), RUNGS + ["lean"] + ["flash4"]*(not flash4_missing())))
+    x, y = torch.randint(1024, (2, 4, 64), device=DEVICE)
+    losses = [step((x, y)).item() for _ in range(8)]
+    assert losses[-1] < losses[0] - .1
+
+@pytest.mark.parametrize("rungs, why", [(["flash4"], "add the rung bf16"), (["fp8_attention"], "add the rung bf16"),
+                                        (["bf16", "lean"], "needs the rung fused_ops"), (["bf16", "fused_ops", "lean", "fp8"], "lean")])
+def test_errors(rungs, why):
+    with fails(ValueError, why): build(NANO, rungs)
