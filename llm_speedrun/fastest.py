@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['flash4_missing', 'attention_forward', 'attention_backward_maths', 'flash4_attention_backward', 'MixedAttention',
-           'mixed_attention', 'flash4', 'heads_round_kernel', 'heads_round', 'attention8_kernel', 'attention8',
-           'Fp8Attention', 'needs_fp8_attention', 'fp8_attention', 'swiglu_keep_kernel', 'swiglu_kept_backward_kernel',
-           'kept_maths', 'row_tile', 'swiglu_keep', 'swiglu_kept_backward', 'LeanSwiGLUDown', 'norm_backward_again',
-           'NormProduct', 'LeanBlock', 'make_lean', 'lean']
+           'mixed_attention', 'flash4_error', 'flash4', 'heads_round_kernel', 'heads_round', 'attention8_kernel',
+           'attention8', 'Fp8Attention', 'needs_fp8_attention', 'fp8_attention', 'swiglu_keep_kernel',
+           'swiglu_kept_backward_kernel', 'kept_maths', 'row_tile', 'swiglu_keep', 'swiglu_kept_backward',
+           'LeanSwiGLUDown', 'norm_backward_again', 'NormProduct', 'LeanBlock', 'make_lean', 'lean']
 
-# %% ../nbs/15_fastest.ipynb #173626b4
-from functools import partial
+# %% ../nbs/15_fastest.ipynb #65941eeb
+from functools import lru_cache, partial
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from .measure import version_of
+from torch.utils._python_dispatch import _disable_current_modes
+from .measure import DTYPES, version_of
 from .model import rung
 from .flash import set_attention
 from .fused_ops import (FusedBlock, QKRope, add_rms_norm, blocks, compute_dtype, jit, joined,
@@ -61,7 +62,7 @@ def flash4_attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor
 def _(do, q, k, v, o, lse, is_causal):
     return [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in (q, k, v)]
 
-# %% ../nbs/15_fastest.ipynb #8a13e4c4
+# %% ../nbs/15_fastest.ipynb #bbdf713b
 class MixedAttention(torch.autograd.Function):
     "(q, k, v) -> causal attention, forward by cuDNN and backward by FlashAttention-4; B H T D, B K T D twice"
     @staticmethod
@@ -80,14 +81,29 @@ def mixed_attention(q, k, v): # B H T D; B K T D twice
     "`MixedAttention`, as a function that a compiler can look into"
     return MixedAttention.apply(q, k, v)
 
-@rung("ops", needs=flash4_missing)
+@lru_cache
+def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device
+    "What goes wrong with heads like these, if anything does: the kernels are compiled at their first call"
+    H, K, D, dtype, device = shape
+    with _disable_current_modes(), torch.enable_grad(): # on real tensors
+        new = partial(torch.zeros, dtype=dtype, device=device, requires_grad=True)
+        q, k, v = (new(1, h, 128, D) for h in (H, K, K))
+        try: mixed_attention(q, k, v).sum().backward()
+        except Exception as e: return f"{type(e).__name__}: {e}"
+    return ""
+
+# %% ../nbs/15_fastest.ipynb #bf99f1f0
+@rung("fp8", needs=flash4_missing) # after the stage "ops", in which `flash` sets its attention
 def flash4(run): # a `Run` in 16 bits
-    "Attention with FlashAttention-4's backward pass. Raises `ValueError` for FP32 and odd sizes of heads"
-    D = run.model.config.head_dim
+    """Attention with FlashAttention-4's backward pass. Raises `ValueError` for FP32 and odd sizes of heads,
+    `RuntimeError` where its kernels don't run"""
+    c = run.model.config
     if run.fmt not in ("bf16", "fp16"): raise ValueError("rung 'flash4' needs 16 bits: add the rung bf16")
-    if D % 8 or D > 128:
-        raise ValueError(f"rung 'flash4': its kernels need heads of a multiple of 8 up to 128, not {D}: "
-                         "leave it out")
+    if c.head_dim % 8 or c.head_dim > 128:
+        raise ValueError("rung 'flash4': its kernels need heads of a multiple of 8 up to 128, not "
+                         f"{c.head_dim}: leave it out")
+    if why := flash4_error(c.heads, c.kv_heads, c.head_dim, DTYPES[run.fmt], run.device):
+        raise RuntimeError(f"rung 'flash4': FlashAttention-4 can't run here: {why}. Leave the rung out")
     return run.with_model(partial(set_attention, attend=mixed_attention))
 
 # %% ../nbs/15_fastest.ipynb #279437d6
@@ -166,7 +182,7 @@ def attention8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, iq: torch.Tens
            D**-.5*1.4426950408889634, D, M=64, N=64, num_warps=4, num_stages=3)
     return o.transpose(1, 2), lse
 
-# %% ../nbs/15_fastest.ipynb #dc843890
+# %% ../nbs/15_fastest.ipynb #96801a65
 class Fp8Attention(torch.autograd.Function):
     "(q, k, v) -> causal attention with products in FP8; the backward pass is FlashAttention-4's in 16 bits"
     @staticmethod
@@ -182,7 +198,7 @@ def needs_fp8_attention():
     "A rung's `needs`: FP8, and FlashAttention-4 for the way back"
     return needs_fp8() or flash4_missing()
 
-@rung("ops", needs=needs_fp8_attention)
+@rung("fp8", needs=needs_fp8_attention, excludes=["flash4"])
 def fp8_attention(run): # a `Run` in bf16
     "Attention's forward products in FP8. Raises `ValueError` without bf16"
     if run.fmt != "bf16": raise ValueError("rung 'fp8_attention' rounds from bf16: add the rung bf16")
@@ -296,7 +312,7 @@ class NormProduct(torch.autograd.Function):
         dx = dx.view(ctx.shape)
         return dx, dx if ctx.add else None, dw, None, dz.T @ n
 
-# %% ../nbs/15_fastest.ipynb #b9d800bb
+# %% ../nbs/15_fastest.ipynb #e75c7fd5
 class LeanBlock(FusedBlock):
     "A fused layer that keeps less: its norms are made again on the way back, gate and up are kept in 8 bits"
     def heads(self, h, cos, sin):
@@ -317,7 +333,7 @@ def make_lean(model): # changed in place
     "Swap the fused blocks of `model` for lean ones"
     for b in model.layers: b.__class__ = LeanBlock
 
-@rung("ops", needs=needs_fp8, excludes=["fp8"])
+@rung("fp8", needs=needs_fp8, excludes=["fp8"])
 def lean(run): # a `Run` with fused_ops
     "Less kept for the backward pass, gate and up in 8 bits. Raises `ValueError` without fused_ops"
     if type(run.model.layers[0]) is not FusedBlock: raise ValueError("rung 'lean' needs the rung fused_ops")

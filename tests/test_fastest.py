@@ -60,6 +60,16 @@ def test_attention_repeats():
     finally: torch.use_deterministic_algorithms(False)
     for b in others: assert all(map(torch.equal, a, b))
 
+def test_kernels_that_fail(monkeypatch):
+    "What goes wrong with FlashAttention-4 is said when the run is built, and not in the middle of a step"
+    if flash4_missing(): pytest.skip(flash4_missing())
+    def broken(*args): raise ImportError("libcudart.so.14: cannot open shared object file")
+    monkeypatch.setattr(flash4_attention_backward, "_init_fn", broken)
+    flash4_error.cache_clear()
+    try:
+        with fails(RuntimeError, "rung 'flash4'", "libcudart.so.14", "Leave the rung out"): build(workload("tiny"), ["bf16", "flash4"])
+    finally: flash4_error.cache_clear()
+
 def test_heads_that_dont_fit():
     "Are refused when the run is built"
     with fails(ValueError, "multiple of 8 up to 128, not 4"):
@@ -132,6 +142,13 @@ def test_what_is_kept():
         return wide, sum(t.nbytes for t in {t.data_ptr(): t for t in saved}.values())
     (wide, n), (less, m) = kept(RUNGS), kept(RUNGS + ["lean"])
     assert E4M3 not in wide and E4M3 in less and m < n - 128*128*2*2
+
+@pytest.mark.parametrize("rungs", [["lean", "bf16", "fused_ops"], ["flash4", "bf16", "flash"]])
+def test_any_order(rungs):
+    "They come after what they change, wherever they stand in the list"
+    if "flash4" in rungs and flash4_missing(): pytest.skip(flash4_missing())
+    layer = build(NANO, rungs).model.layers[0]
+    assert isinstance(layer, LeanBlock) or layer.self_attn.attend is mixed_attention
 
 def test_they_go_together():
     "All of them in one run, which trains"
