@@ -437,15 +437,15 @@ def bench(): # the configuration and the batch size
     if smoke(): return WORKLOADS["tiny"], 4
     return WORKLOADS["124m"], 16 if gpu_gib() > 60 else 4
 
-# %% ../nbs/02_model.ipynb #1bee57bb
+# %% ../nbs/02_model.ipynb #21c67fca
 def train_curve(rungs, # names
                 data_seed=0, # of the order of the batches
                 lr=2e-4, # learning rate after the warm-up
                 warmup=100, # steps of linear warm-up
-                steps=200): # of the optimizer; always 10 on a smoke run
+                steps=200): # of the optimizer; always 20 on a smoke run
     "Losses of some steps of the `bench` model on the offline corpus, a list"
     corpus, (config, _) = open_corpus(), bench()
-    steps, batch = (10, 4) if smoke() else (steps, 8)
+    steps, batch = (20, 4) if smoke() else (steps, 8)
     step, losses = Stepper(build(replace(config, vocab=corpus.vocab), rungs)), []
     batches = prefetch(Batches(corpus.train, batch, config.seq, seed=data_seed), step.run.device)
     for i, b in zip(range(steps), batches):

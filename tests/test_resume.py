@@ -149,12 +149,18 @@ def test_killed_again_and_again(tmp_path, steps=int(os.environ.get("KILLED_STEPS
 
 # Broken checkpoints and full disks
 
-@pytest.fixture
-def stopped(tmp_path, monkeypatch):
-    "A run that has checkpoints of its steps 4, 5 and 6, and was to take 12"
-    with monkeypatch.context() as m:
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory, nano):
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as m:
         stop_at(m, 4 + 6)
-        go(tmp_path, steps=12, save_minutes=0., keep_last=3)
+        go(folder, steps=12, save_minutes=0., keep_last=3)
+    return folder
+
+@pytest.fixture
+def stopped(stopped_once, tmp_path):
+    "A run that has checkpoints of its steps 4, 5 and 6, and was to take 12"
+    shutil.copytree(stopped_once, tmp_path, dirs_exist_ok=True)
     assert [c.name for c in checkpoints(tmp_path/"runs/run/checkpoints")] == [f"step-{i:08}" for i in (4, 5, 6)]
     return tmp_path
 
