@@ -4,26 +4,26 @@
 
 # %% auto #0
 __all__ = ['flash4_missing', 'attention_forward', 'attention_backward_maths', 'flash4_attention_backward', 'MixedAttention',
-           'mixed_attention', 'flash4_error', 'flash4', 'heads_round_kernel', 'heads_round', 'attention8_kernel',
-           'attention8', 'Fp8Attention', 'needs_fp8_attention', 'fp8_attention', 'swiglu_keep_kernel',
-           'swiglu_kept_backward_kernel', 'kept_maths', 'row_tile', 'swiglu_keep', 'swiglu_kept_backward',
+           'mixed_attention', 'flash4_error', 'flash4', 'heads_round_kernel', 'scaled_e4m3', 'heads_round',
+           'attention8_kernel', 'attention8', 'Fp8Attention', 'needs_fp8_attention', 'fp8_attention',
+           'swiglu_keep_kernel', 'swiglu_kept_backward_kernel', 'row_tile', 'swiglu_keep', 'swiglu_kept_backward',
            'LeanSwiGLUDown', 'norm_backward_again', 'NormProduct', 'LeanBlock', 'make_lean', 'lean']
 
-# %% ../nbs/15_fastest.ipynb #65941eeb
+# %% ../nbs/15_fastest.ipynb #aebcdaad
 from functools import lru_cache, partial
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from .measure import DTYPES, version_of
 from .model import rung
-from .flash import set_attention
-from .fused_ops import (FusedBlock, QKRope, add_rms_norm, blocks, compute_dtype, jit, joined,
-                                    kernel_op, launch, norm_backward_kernel, norm_backward_maths, norm_tile,
-                                    pow2, programs, rms_norm, runs_kernel, swiglu_backward_maths,
-                                    swiglu_maths, tl, traced)
+from .flash import repeat_heads, set_attention
+from .fused_ops import (FusedBlock, add_rms_norm, blocks, compute_dtype, jit, joined, kernel_op,
+                                    launch, norm_backward_maths, pow2, rms_norm, run_norm_backward,
+                                    runs_kernel, swiglu_backward_maths, swiglu_grads, swiglu_maths, tl,
+                                    traced)
 from .fp8 import E4M3, LARGEST, needs_fp8
 
-# %% ../nbs/15_fastest.ipynb #e79efff3
+# %% ../nbs/15_fastest.ipynb #866ac2e1
 def flash4_missing():
     "Why the rung `flash4` can't run here, or \"\". A CPU passes, for smoke runs"
     if not torch.cuda.is_available(): return ""
@@ -35,24 +35,20 @@ def attention_forward(q, k, v): # B H T D; B K T D twice
     "Causal attention by cuDNN, and the log-sum-exp of each row of scores: B H T D, B H T in FP32"
     ops = torch.ops.aten
     if q.is_cuda: o, lse = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0., True)[:2]
-    else:
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-        o, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0., True)
+    else: o, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, *repeat_heads(q, k, v), 0., True)
     return o, lse.view(q.shape[:3])
 
-# %% ../nbs/15_fastest.ipynb #f665ecb1
+# %% ../nbs/15_fastest.ipynb #850c5ac0
 def attention_backward_maths(do, q, k, v, o, lse):
     "The gradients by PyTorch, where there is no GPU"
-    K, n = k.shape[1], q.shape[1] // k.shape[1]
-    wide = [t.repeat_interleave(n, 1) for t in (k, v)]
     f = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = f(do, q, *wide, o, lse, 0., True)
-    return [dq, *(t.unflatten(1, (K, n)).sum(2) for t in (dk, dv))]
+    dq, dk, dv = f(do, q, *repeat_heads(q, k, v), o, lse, 0., True)
+    return [dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))]
 
 @torch.library.custom_op("llm_speedrun::flash4_attention_backward", mutates_args=())
 def flash4_attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                               o: torch.Tensor, lse: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
-    "Gradients of q (B H T D), k and v (B K T D) from those of attention's output"
+    "Gradients of q (B H T D), k and v (B K T D) from that of the output; the flag is for counters"
     if not q.is_cuda: return attention_backward_maths(do, q, k, v, o, lse)
     from flash_attn.cute.interface import _flash_attn_bwd
     rows, same = (t.transpose(1, 2) for t in (q, k, v, o, do)), torch.are_deterministic_algorithms_enabled()
@@ -129,14 +125,19 @@ def heads_round_kernel(x_ptr, q_ptr, inverse_ptr, H, T, b_stride, h_stride, t_st
             tl.store(q_ptr + to, tl.trans(x).to(q_ptr.dtype.element_ty), (rows < T)[None, :])
         else: tl.store(q_ptr + rows[:, None]*D + i, x.to(q_ptr.dtype.element_ty), (rows < T)[:, None])
 
-# %% ../nbs/15_fastest.ipynb #abea892a
+# %% ../nbs/15_fastest.ipynb #71491917
+def scaled_e4m3(x, dims): # which dimensions share a scale
+    "`x` in E4M3, and the inverse scales, of size 1 in `dims`"
+    most = LARGEST[E4M3]
+    inverse = x.abs().amax(dims, keepdim=True).float().clamp(min=1e-30) / most
+    return (x/inverse).clamp(-most, most).to(E4M3), inverse
+
 @kernel_op
 def heads_round(x: torch.Tensor, turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
     "`x` (B H T D, strided) in E4M3, as B H T D or with `turn` B H D T, and its inverse scales, B H 1 1"
     B, H, T, D = x.shape
     if not runs_kernel(x):
-        inverse = x.abs().amax((2, 3), keepdim=True).float().clamp(min=1e-30) / LARGEST[E4M3]
-        q = (x/inverse).clamp(-LARGEST[E4M3], LARGEST[E4M3]).to(E4M3)
+        q, inverse = scaled_e4m3(x, (2, 3))
         return (q.mT if turn else q).contiguous(), inverse
     q = x.new_empty(*((B, H, D, T) if turn else (B, H, T, D)), dtype=E4M3)
     inverse = x.new_empty(B, H, 1, 1, dtype=torch.float32)
@@ -168,11 +169,11 @@ def attention8_kernel(q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, iv_ptr, o_ptr, lse_pt
     tl.store(o_ptr + at, o*(tl.load(iv_ptr + kv)/256/l)[:, None], (rows < T)[:, None])
     tl.store(lse_ptr + n.to(tl.int64)*T + rows, (m + tl.log2(l))*0.6931471805599453, rows < T)
 
-# %% ../nbs/15_fastest.ipynb #694f8ca6
+# %% ../nbs/15_fastest.ipynb #d02f29d8
 @kernel_op
 def attention8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, iq: torch.Tensor, ik: torch.Tensor,
                iv: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    "Causal attention of 8-bit heads with their inverse scales; v: B K D T. B H T D in bf16, B H T"
+    "Causal attention of 8-bit heads; v: B K D T. B H T D in bf16, B H T. The flag is for counters"
     B, H, T, D = q.shape
     if not runs_kernel(q):
         o, lse = attention_forward(*((t.float()*i).bfloat16() for t, i in ((q, iq), (k, ik), (v.mT, iv))))
@@ -204,7 +205,7 @@ def fp8_attention(run): # a `Run` in bf16
     if run.fmt != "bf16": raise ValueError("rung 'fp8_attention' rounds from bf16: add the rung bf16")
     return run.with_model(partial(set_attention, attend=lambda q, k, v: Fp8Attention.apply(q, k, v)))
 
-# %% ../nbs/15_fastest.ipynb #40a00d9e
+# %% ../nbs/15_fastest.ipynb #e0f0e442
 @jit
 def swiglu_keep_kernel(ab_ptr, h_ptr, q_ptr, inverse_ptr, F: tl.constexpr, MOST: tl.constexpr,
                        BLOCK: tl.constexpr):
@@ -226,18 +227,12 @@ def swiglu_kept_backward_kernel(q_ptr, inverse_ptr, dh_ptr, dab_ptr, F: tl.const
     at, there, inverse = n*2*F + cols, cols < F, tl.load(inverse_ptr + n)
     a = tl.load(q_ptr + at, there, 0.).to(tl.float32)*inverse
     b = tl.load(q_ptr + at + F, there, 0.).to(tl.float32)*inverse
-    dh, s = tl.load(dh_ptr + n*F + cols, there, 0.).to(tl.float32), tl.sigmoid(a)
-    tl.store(dab_ptr + at, dh*b*s*(1 + a*(1 - s)), there)
-    tl.store(dab_ptr + at + F, dh*a*s, there)
-    tl.store(dh_ptr + n*F + cols, a*s*b, there)
+    da, db, h = swiglu_grads(a, b, tl.load(dh_ptr + n*F + cols, there, 0.).to(tl.float32))
+    tl.store(dab_ptr + at, da, there)
+    tl.store(dab_ptr + at + F, db, there)
+    tl.store(dh_ptr + n*F + cols, h, there)
 
-# %% ../nbs/15_fastest.ipynb #005ee75d
-def kept_maths(ab): # N 2F
-    "`ab` in E4M3, and the inverse of each row's scale, N 1"
-    most = LARGEST[E4M3]
-    inverse = ab.abs().amax(1, keepdim=True).float().clamp(min=1e-30) / most
-    return (ab/inverse).clamp(-most, most).to(E4M3), inverse
-
+# %% ../nbs/15_fastest.ipynb #65983958
 def row_tile(F): # columns
     "The tile of a program that takes a whole row, and its warps"
     block = max(64, pow2(F))
@@ -246,7 +241,7 @@ def row_tile(F): # columns
 @kernel_op
 def swiglu_keep(ab: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "silu(a) * b for rows (a, b), N 2F to N F; `ab` in E4M3, and the inverse of each row's scale, N 1"
-    if not runs_kernel(ab): return swiglu_maths(ab), *kept_maths(ab)
+    if not runs_kernel(ab): return swiglu_maths(ab), *scaled_e4m3(ab, 1)
     N, F = ab.shape[0], ab.shape[1]//2
     h, q = ab.new_empty(N, F), torch.empty_like(ab, dtype=E4M3)
     inverse = ab.new_empty(N, 1, dtype=torch.float32)
@@ -278,17 +273,13 @@ class LeanSwiGLUDown(torch.autograd.Function):
         dab = swiglu_kept_backward(*kept, h)
         return dab, dy.T @ h
 
-# %% ../nbs/15_fastest.ipynb #f6706127
+# %% ../nbs/15_fastest.ipynb #c30ba4b8
 @kernel_op
 def norm_backward_again(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
                         r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "As `fused_ops.rms_norm_backward`, and the norm once more (N d)"
     if not runs_kernel(h): return *norm_backward_maths(dn, dh, h, w, r), (h*r[:, None]*w).to(h.dtype)
-    (N, d), tile = h.shape, norm_tile(h.shape[1], 4096)
-    P = programs(h, 2, blocks(N, tile["ROWS"]))
-    dx, n, dw = torch.empty_like(h), torch.empty_like(h), h.new_empty(P, d, dtype=torch.float32)
-    launch(norm_backward_kernel, (P,), dn, dh, h, w, r, dx, dw, n, N, d, dh is not None, True, **tile)
-    return dx, dw.sum(0), n
+    return run_norm_backward(dn, dh, h, w, r, True)
 
 # %% ../nbs/15_fastest.ipynb #d59f6347
 class NormProduct(torch.autograd.Function):
@@ -312,20 +303,12 @@ class NormProduct(torch.autograd.Function):
         dx = dx.view(ctx.shape)
         return dx, dx if ctx.add else None, dw, None, dz.T @ n
 
-# %% ../nbs/15_fastest.ipynb #e75c7fd5
+# %% ../nbs/15_fastest.ipynb #6611281b
 class LeanBlock(FusedBlock):
     "A fused layer that keeps less: its norms are made again on the way back, gate and up are kept in 8 bits"
-    def heads(self, h, cos, sin):
-        a, norm = self.self_attn, self.input_layernorm
+    def normed(self, norm, h, *linears):
         x, y = h if isinstance(h, tuple) else (h.to(compute_dtype(h)), None)
-        x, qkv = NormProduct.apply(x, y, norm.weight, norm.eps, joined(x.dtype, a.q_proj, a.k_proj, a.v_proj))
-        qkv, H = qkv.unflatten(-1, (-1, a.head_dim)), a.q_proj.out_features // a.head_dim
-        return x, *QKRope.apply(qkv, a.q_norm.weight, a.k_norm.weight, cos, sin, H, a.q_norm.eps)
-
-    def feed(self, h):
-        (x, y), m, norm = h, self.mlp, self.post_attention_layernorm
-        x, ab = NormProduct.apply(x, y, norm.weight, norm.eps, joined(x.dtype, m.gate_proj, m.up_proj))
-        return x, self.down(ab.flatten(0, -2), m.down_proj.weight.to(ab.dtype)).view(x.shape)
+        return NormProduct.apply(x, y, norm.weight, norm.eps, joined(x.dtype, *linears))
 
     def down(self, ab, w): return LeanSwiGLUDown.apply(ab, w)
 

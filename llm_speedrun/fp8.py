@@ -14,7 +14,7 @@ __all__ = ['E4M3', 'E5M2', 'LARGEST', 'NAMES', 'TILE', 'LARGE_TILE', 'SQUARE_TIL
            'part_gains', 'rounding_cases', 'misrounded', 'needs_fp8', 'fp8', 'float8_config', 'to_float8',
            'linear_gain', 'torchao_fp8']
 
-# %% ../nbs/08_fp8.ipynb #8a9e0783
+# %% ../nbs/08_fp8.ipynb #148e4050
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -29,7 +29,8 @@ from .model import baseline, needs_capability, rung, uncompiled
 from .flash import sdpa, set_attention
 from .fused_ops import (FusedBlock, add_norm_maths, blocks, compute_dtype, fused_ops, graph_ms,
                                     jit, kernel_op, launch, needs_triton, qk_rope, qk_rope_backward_maths,
-                                    rms_norm_backward, runs_kernel, swiglu_backward_maths, swiglu_maths, tl)
+                                    rms_norm_backward, runs_kernel, swiglu_backward_maths, swiglu_grads,
+                                    swiglu_maths, tl)
 from .chunked_ce import (ChunkedCE, chunk_size, linear_cross_entropy, loss_tile, read_logits,
                                      row_lse, sms)
 
@@ -208,7 +209,7 @@ def norm_quantize(x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, eps:
            eps, y is not None, LARGEST[E4M3], ROWS=32, COLS=256, num_warps=8)
     return h, r, q, t
 
-# %% ../nbs/08_fp8.ipynb #60928b17
+# %% ../nbs/08_fp8.ipynb #012b7f2c
 @jit
 def swiglu_quantize_kernel(ab_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, F: tl.constexpr, MOST: tl.constexpr,
                            ROWS: tl.constexpr, COLS: tl.constexpr):
@@ -232,8 +233,7 @@ def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, 
     a = tl.load(ab_ptr + at, there, 0.).to(tl.float32)
     b = tl.load(ab_ptr + at + F, there, 0.).to(tl.float32)
     dh = tl.load(dh_ptr + rows.to(tl.int64)[:, None]*F + cols[None, :], there, 0.).to(tl.float32)
-    s = tl.sigmoid(a)
-    da, db = dh*b*s*(1 + a*(1 - s)), dh*a*s
+    da, db, _ = swiglu_grads(a, b, dh)
     note_amax(amax_ptr, tl.maximum(tl.abs(da), tl.abs(db)), seen)
     store_both(q_ptr, t_ptr, da, scale, rows, cols, N, F, 2*F, N, MOST)
     store_both(q_ptr + F, t_ptr + tl.full((), F, tl.int64)*N, db, scale, rows, cols, N, F, 2*F, N, MOST)

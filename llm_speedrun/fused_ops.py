@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['runs_kernel', 'blocks', 'pow2', 'traced', 'launch', 'kernel_op', 'add_norm_maths', 'norm_kernel', 'norm_tile',
            'run_norm', 'rms_norm', 'add_rms_norm', 'norm_backward_maths', 'norm_backward_kernel', 'programs',
-           'rms_norm_backward', 'AddRMSNorm', 'swiglu_maths', 'swiglu_backward_maths', 'swiglu_kernel',
-           'swiglu_backward_kernel', 'swiglu_tile', 'swiglu', 'swiglu_backward', 'SwiGLUDown', 'qk_rope_maths',
-           'head_weights', 'qk_rope_kernel', 'qk_rope', 'qk_rope_backward_maths', 'head_grad', 'store_head_sums',
-           'qk_rope_backward_kernel', 'qk_rope_backward', 'QKRope', 'FusedRMSNorm', 'FusedLastNorm', 'compute_dtype',
-           'joined', 'FusedBlock', 'fuse', 'needs_triton', 'fused_ops', 'graph_ms']
+           'run_norm_backward', 'rms_norm_backward', 'AddRMSNorm', 'swiglu_maths', 'swiglu_backward_maths',
+           'swiglu_kernel', 'swiglu_grads', 'swiglu_backward_kernel', 'swiglu_tile', 'swiglu', 'swiglu_backward',
+           'SwiGLUDown', 'qk_rope_maths', 'head_weights', 'qk_rope_kernel', 'qk_rope', 'qk_rope_backward_maths',
+           'head_grad', 'store_head_sums', 'qk_rope_backward_kernel', 'qk_rope_backward', 'QKRope', 'FusedRMSNorm',
+           'FusedLastNorm', 'compute_dtype', 'joined', 'FusedBlock', 'fuse', 'needs_triton', 'fused_ops', 'graph_ms']
 
 # %% ../nbs/06_fused_ops.ipynb #de73e066
 import os
@@ -146,23 +146,28 @@ def norm_backward_kernel(dn_ptr, dh_ptr, h_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, n_
         dw += dn*xh
     tl.store(dw_ptr + tl.program_id(0)*d + cols, tl.sum(dw, 0), cols < d)
 
-# %% ../nbs/06_fused_ops.ipynb #f46c0172
+# %% ../nbs/06_fused_ops.ipynb #2cc888fb
 def programs(x, per_sm, # programs for each multiprocessor
              most): # no more than this
     "How many programs to start where each takes a share of the work"
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     return min(per_sm*sms, most)
 
+def run_norm_backward(dn, dh, h, w, r, again):
+    "Launch `norm_backward_kernel` on rows N d: gradients of h and of w, and with `again` the norm once more"
+    (N, d), tile = h.shape, norm_tile(h.shape[1], 4096)
+    P = programs(h, 2, blocks(N, tile["ROWS"]))
+    dx, dw = torch.empty_like(h), h.new_empty(P, d, dtype=torch.float32)
+    n = torch.empty_like(h) if again else None
+    launch(norm_backward_kernel, (P,), dn, dh, h, w, r, dx, dw, n, N, d, dh is not None, again, **tile)
+    return dx, dw.sum(0), n
+
 @kernel_op
 def rms_norm_backward(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
                       r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     "Gradients of the normed rows `h` (N d, contiguous, as all are) and of the weight (d, FP32)"
     if not runs_kernel(h): return norm_backward_maths(dn, dh, h, w, r)
-    (N, d), tile = h.shape, norm_tile(h.shape[1], 4096)
-    P = programs(h, 2, blocks(N, tile["ROWS"]))
-    dx, dw = torch.empty_like(h), h.new_empty(P, d, dtype=torch.float32)
-    launch(norm_backward_kernel, (P,), dn, dh, h, w, r, dx, dw, None, N, d, dh is not None, False, **tile)
-    return dx, dw.sum(0)
+    return run_norm_backward(dn, dh, h, w, r, False)[:2]
 
 # %% ../nbs/06_fused_ops.ipynb #518234d9
 class AddRMSNorm(torch.autograd.Function):
@@ -200,7 +205,7 @@ def swiglu_backward_maths(ab, dh): # N 2F, N F
     dh.copy_(a*s*b)
     return dab.to(ab.dtype)
 
-# %% ../nbs/06_fused_ops.ipynb #5000d7de
+# %% ../nbs/06_fused_ops.ipynb #bcde17a8
 @jit
 def swiglu_kernel(ab_ptr, h_ptr, N, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     "silu(a) * b on a tile"
@@ -212,6 +217,12 @@ def swiglu_kernel(ab_ptr, h_ptr, N, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: 
     tl.store(h_ptr + rows*F + cols[None, :], a*tl.sigmoid(a)*b, there)
 
 @jit
+def swiglu_grads(a, b, dh):
+    "The gradients of a and b from that of h, and h"
+    s = tl.sigmoid(a)
+    return dh*b*s*(1 + a*(1 - s)), dh*a*s, a*s*b
+
+@jit
 def swiglu_backward_kernel(ab_ptr, dh_ptr, dab_ptr, N, F: tl.constexpr, ROWS: tl.constexpr,
                            BLOCK: tl.constexpr):
     "The gradients of a and b on a tile; h takes the place of its own"
@@ -221,10 +232,10 @@ def swiglu_backward_kernel(ab_ptr, dh_ptr, dab_ptr, N, F: tl.constexpr, ROWS: tl
     a = tl.load(ab_ptr + rows*2*F + cols[None, :], there, 0.).to(tl.float32)
     b = tl.load(ab_ptr + rows*2*F + F + cols[None, :], there, 0.).to(tl.float32)
     dh = tl.load(dh_ptr + rows*F + cols[None, :], there, 0.).to(tl.float32)
-    s = tl.sigmoid(a)
-    tl.store(dab_ptr + rows*2*F + cols[None, :], dh*b*s*(1 + a*(1 - s)), there)
-    tl.store(dab_ptr + rows*2*F + F + cols[None, :], dh*a*s, there)
-    tl.store(dh_ptr + rows*F + cols[None, :], a*s*b, there)
+    da, db, h = swiglu_grads(a, b, dh)
+    tl.store(dab_ptr + rows*2*F + cols[None, :], da, there)
+    tl.store(dab_ptr + rows*2*F + F + cols[None, :], db, there)
+    tl.store(dh_ptr + rows*F + cols[None, :], h, there)
 
 # %% ../nbs/06_fused_ops.ipynb #fb9eea40
 def swiglu_tile(F): # columns
@@ -424,7 +435,7 @@ def joined(dtype, *linears): # layers with the same input
     "Their weights as one matrix of type `dtype`"
     return torch.cat([l.weight.to(dtype) for l in linears])
 
-# %% ../nbs/06_fused_ops.ipynb #97654102
+# %% ../nbs/06_fused_ops.ipynb #792c8203
 class FusedBlock(Block):
     "A layer that takes and returns the stream and what is yet to be added to it"
     def forward(self, h, cos, sin): # h: B T d, or a pair of such
@@ -432,11 +443,16 @@ class FusedBlock(Block):
         o = self.self_attn.attend(*(t.transpose(1, 2) for t in qkv)) # B H T D
         return self.feed((x, self.project(o.transpose(1, 2).flatten(2))))
 
+    def normed(self, norm, h, *linears): # a norm, what it takes, layers with the same input
+        "The stream, and the product of its norm with all their weights"
+        x, n = norm(h)
+        return x, F.linear(n, joined(n.dtype, *linears))
+
     def heads(self, h, cos, sin):
         "The stream, and queries, keys and values: B T heads D"
-        (x, n), a = self.input_layernorm(h), self.self_attn
-        qkv = F.linear(n, joined(n.dtype, a.q_proj, a.k_proj, a.v_proj)).unflatten(-1, (-1, a.head_dim))
-        H = a.q_proj.out_features // a.head_dim
+        a = self.self_attn
+        x, qkv = self.normed(self.input_layernorm, h, a.q_proj, a.k_proj, a.v_proj)
+        qkv, H = qkv.unflatten(-1, (-1, a.head_dim)), a.q_proj.out_features // a.head_dim
         return x, *QKRope.apply(qkv, a.q_norm.weight, a.k_norm.weight, cos, sin, H, a.q_norm.eps)
 
     def project(self, o): # B T d
@@ -445,9 +461,9 @@ class FusedBlock(Block):
 
     def feed(self, h): # a pair of the stream and the attention's output
         "The stream after the attention, and the MLP's output"
-        (x, n), m = self.post_attention_layernorm(h), self.mlp
-        ab = F.linear(n, joined(n.dtype, m.gate_proj, m.up_proj)).flatten(0, -2) # N 2F
-        return x, self.down(ab, m.down_proj.weight.to(ab.dtype)).view(x.shape)
+        m = self.mlp
+        x, ab = self.normed(self.post_attention_layernorm, h, m.gate_proj, m.up_proj)
+        return x, self.down(ab.flatten(0, -2), m.down_proj.weight.to(ab.dtype)).view(x.shape) # ab: N 2F
 
     def down(self, ab, w): return SwiGLUDown.apply(ab, w)
 

@@ -42,11 +42,11 @@ def presets(lacks=()): # as for `preset`
     "All presets: a dict from name to list"
     return {k: preset(k, lacks) for k in PRESETS}
 
-# %% ../nbs/12_hardware.ipynb #833f5dcf
+# %% ../nbs/12_hardware.ipynb #1ac1011b
 def parse_rungs(spec, # "auto", a preset's name, or names of rungs separated by commas
                 lacks=()): # rungs that presets leave out
     "The rungs that `spec` asks for, each checked to exist. \"auto\" is `fastest`, still to be measured"
-    if spec == "auto": return presets(lacks)["fastest"]
+    if spec == "auto": spec = "fastest"
     if spec in PRESETS: return preset(spec, lacks)
     names = [n.strip() for n in spec.split(",") if n.strip()]
     for n in names:
