@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run every notebook's tests, each notebook in a process of its own, and say how each went.
 #   tests/notebooks.sh                       all of nbs/*.ipynb
-#   tests/notebooks.sh nbs/02_model.ipynb    one of them
+#   tests/notebooks.sh nbs/04_model.ipynb    one of them
 # On a CPU two run at a time. With a GPU they run one at a time, since they time things and fill its memory, and
 # the cells marked `#| cuda` run as well.
 set -u

@@ -1,7 +1,7 @@
 "What the tests of the package share: a model that trains in milliseconds, and data for it."
 import numpy as np, pytest
 from llm_speedrun.model import WORKLOADS, GPTConfig
-from llm_speedrun.trainer import TrainConfig
+from llm_speedrun.train.trainer import TrainConfig
 
 NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq=32, rope_theta=500.)
 VOCAB = 300     # of the data: the model has some rows to spare

@@ -2,7 +2,7 @@
 from dataclasses import replace
 from functools import partial
 import pytest, torch
-from llm_speedrun.checkpointing import *
+from llm_speedrun.rungs.checkpointing import *
 from llm_speedrun.measure import OpCounter
 from llm_speedrun.model import *
 from small import NANO, fails, nano

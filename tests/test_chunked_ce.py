@@ -3,7 +3,7 @@ import gc, math
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from llm_speedrun.chunked_ce import *
+from llm_speedrun.rungs.chunked_ce import *
 from llm_speedrun.measure import OpCounter, by_kind, count, warm_up
 from llm_speedrun.model import Stepper, baseline, build, count_step, cross_entropy, matrix_params, reference_errors, workload
 from small import NANO, fails

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np, pytest
 from fastcore.docments import docments
 from fastcore.script import anno_parser
-from llm_speedrun.doctor import speedrun_doctor
+from llm_speedrun.train.doctor import speedrun_doctor
 from llm_speedrun.export import speedrun_export
 from llm_speedrun.model import RUNGS
-from llm_speedrun.pipeline import speedrun_data
-from llm_speedrun.report import speedrun_report
-from llm_speedrun.speedrun import speedrun_ladder
-from llm_speedrun.hardware import presets
-from llm_speedrun.trainer import TrainConfig, speedrun_train
+from llm_speedrun.train.corpora import speedrun_data
+from llm_speedrun.train.report import speedrun_report
+from llm_speedrun.ladder import speedrun_ladder
+from llm_speedrun.train.hardware import presets
+from llm_speedrun.train.trainer import TrainConfig, speedrun_train
 from small import VOCAB, nano, options, write_bins
 
 BIN = Path(sys.executable).parent

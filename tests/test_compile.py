@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 import pytest, torch
-from llm_speedrun.compile import *
+from llm_speedrun.rungs.compile import *
 from llm_speedrun.measure import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, measure_ceilings, profile_kinds,
                                   profiled)
 from llm_speedrun.model import *
@@ -107,7 +107,7 @@ def test_what_the_rung_refuses(monkeypatch):
     with fails(ValueError, "unknown mode of torch.compile 'max'", "max-autotune"): compile(run, mode="max")
     with fails(ValueError, "'compile' is applied twice"): compile(compile(run))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("llm_speedrun.compile.version_of", lambda name: None)
+    monkeypatch.setattr("llm_speedrun.rungs.compile.version_of", lambda name: None)
     with fails(RuntimeError, "rung 'compile' cannot run here: .*Triton is not installed"): compile(run)
 
 def test_a_break_is_an_error():
@@ -118,7 +118,7 @@ def test_a_break_is_an_error():
 
 def test_first_step_of_a_fresh_process(monkeypatch):
     "What is read from two processes, one after the other"
-    monkeypatch.setattr("llm_speedrun.compile.FIRST_STEP", "print('noise'); print(1.5)")
+    monkeypatch.setattr("llm_speedrun.rungs.compile.FIRST_STEP", "print('noise'); print(1.5)")
     assert restart_seconds("tiny", [], 1) == (1.5, 1.5)
 
 def test_the_program_of_a_fresh_process(monkeypatch, capsys):
@@ -193,7 +193,7 @@ def attention_kernels(rungs):
 def test_the_attention_kernel_is_kept(backend, monkeypatch):
     "What the flash rung chose runs in the compiled blocks too (PyTorch's cache on disk doesn't know what was chosen)"
     monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
-    monkeypatch.setattr("llm_speedrun.flash.fastest_backend", lambda *shape: backend)
+    monkeypatch.setattr("llm_speedrun.rungs.flash.fastest_backend", lambda *shape: backend)
     eager, fast = (attention_kernels(r) for r in (OURS[:3], OURS[:3] + ["compile"]))
     assert eager and eager == fast
 

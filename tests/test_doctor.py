@@ -5,12 +5,12 @@ from dataclasses import fields, replace
 import numpy as np, pytest, torch
 from fastcore.docments import docments
 from fastcore.script import anno_parser
-from llm_speedrun import doctor
+from llm_speedrun.train import doctor
 from llm_speedrun.data import Batches, train_tokenizer, write_shards
-from llm_speedrun.doctor import *
+from llm_speedrun.train.doctor import *
 from llm_speedrun.measure import version_of
 from llm_speedrun.model import RUNGS, Stepper
-from llm_speedrun.trainer import TrainConfig, train
+from llm_speedrun.train.trainer import TrainConfig, train
 from small import nano, options
 
 def problems(found): return [f.text for f in found if f.level == "problem"]
@@ -219,7 +219,7 @@ def test_command(tmp_path, capsys):
 
 def test_command_in_a_process(tmp_path):
     "Exit code 1, words on stdout alone, and nothing written"
-    script = "import sys\nfrom llm_speedrun.doctor import speedrun_doctor\nsys.exit(speedrun_doctor())\n"
+    script = "import sys\nfrom llm_speedrun.train.doctor import speedrun_doctor\nsys.exit(speedrun_doctor())\n"
     (tmp_path/"command.py").write_text(script)
     res = subprocess.run([sys.executable, "command.py", "--data", "nowhere.txt", "--workload", "tiny"], cwd=tmp_path,
                          capture_output=True, text=True, encoding="utf-8", timeout=120,

@@ -8,8 +8,8 @@ from llm_speedrun import export
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import *
 from llm_speedrun.model import GPT, RUNGS, WORKLOADS, Run, Stepper, build, generate
-from llm_speedrun.hardware import presets
-from llm_speedrun.trainer import train
+from llm_speedrun.train.hardware import presets
+from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options
 
 def names(folder): return {p.name for p in folder.iterdir()}
@@ -352,7 +352,7 @@ def test_interrupted_export_leaves_nothing(trained, tmp_path, monkeypatch, error
     def half(tensors, path, metadata):
         path.write_bytes(b"half"); raise error
     with monkeypatch.context() as m:
-        m.setattr("llm_speedrun.saving.save_file", half)
+        m.setattr("llm_speedrun.train.saving.save_file", half)
         with pytest.raises((KeyboardInterrupt, OSError)): export_folder(trained[1], tmp_path/"out")
     assert names(tmp_path) == set()
     import_folder(export_folder(trained[1], tmp_path/"out"))

@@ -1,9 +1,9 @@
-"The rungs of notebook 15: attention's other backward pass, attention in FP8, less kept."
+"The rungs of notebook 23: attention's other backward pass, attention in FP8, less kept."
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
-from llm_speedrun.fastest import *
-from llm_speedrun.fp8 import E4M3, sqnr
-from llm_speedrun.fused_ops import add_norm_maths, norm_backward_maths, swiglu_backward_maths, swiglu_maths
+from llm_speedrun.rungs.fastest import *
+from llm_speedrun.rungs.fp8 import E4M3, sqnr
+from llm_speedrun.rungs.fused_ops import add_norm_maths, norm_backward_maths, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.model import Stepper, baseline, build, naive_attention, workload
 from small import NANO, fails
 

@@ -5,7 +5,8 @@ import pytest
 import llm_speedrun
 
 HERE = Path(__file__).parent
-MODULES = sorted(p.stem for p in Path(llm_speedrun.__file__).parent.glob("*.py") if not p.stem.startswith("_"))
+PACKAGE = Path(llm_speedrun.__file__).parent
+MODULES = sorted(".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in PACKAGE.rglob("*.py") if not p.stem.startswith("_"))
 
 RUNGS = "tf32 bf16 flash fused_ops chunked_ce fp8 selective_checkpoint fused_adamw".split()
 
@@ -48,8 +49,8 @@ def there(tmp_path_factory):
 
 def test_every_module_imports(there):
     "Every module imports without Triton, torchao, Liger, pyplot, network and CUDA, and a step with all rungs runs there"
-    assert {"measure", "data", "model", "tf32", "amp", "flash", "fused_ops", "chunked_ce", "fp8", "compile",
-            "checkpointing", "optim", "trainer", "speedrun"} <= set(MODULES)
+    assert {"measure", "data", "model", "rungs.tf32", "rungs.amp", "rungs.flash", "rungs.fused_ops", "rungs.chunked_ce", "rungs.fp8",
+            "rungs.compile", "rungs.checkpointing", "rungs.optim", "train.trainer", "ladder"} <= set(MODULES)
     assert {f"llm_speedrun.{m}" for m in MODULES} <= set(there["new"]) and 0 < there["loss"] < 20
 
 def test_importing_sets_nothing(there):

@@ -2,10 +2,10 @@
 import copy, gc
 import pytest, torch
 from torch import nn
-from llm_speedrun import amp, checkpointing, chunked_ce, flash, tf32    # their rungs
+from llm_speedrun.rungs import amp, checkpointing, chunked_ce, flash, tf32    # their rungs
 from llm_speedrun.measure import measure_ceilings, sample_ms, summarize, version_of
 from llm_speedrun.model import Stepper, adamw, baseline, build, check_rung, count_step, find_rung, workload
-from llm_speedrun.optim import (BLOCK, Bf16AdamW, adamw8bit, adamw_scalars, bf16_matrices, bf16_weights, join_fp32,
+from llm_speedrun.rungs.optim import (BLOCK, Bf16AdamW, adamw8bit, adamw_scalars, bf16_matrices, bf16_weights, join_fp32,
                                 make_8bit, make_bf16, philox, random_bits, split_fp32, state_bytes, stochastic_round,
                                 update_torch, update_triton)
 from flags import changed, flags, random_states
@@ -268,7 +268,7 @@ def test_exclusion():
 
 def test_without_torchao(monkeypatch):
     "Without torchao its rung says what to install"
-    monkeypatch.setattr("llm_speedrun.optim.version_of", lambda name: None)
+    monkeypatch.setattr("llm_speedrun.rungs.optim.version_of", lambda name: None)
     with fails(RuntimeError, "'adamw8bit' cannot run here", "pip install torchao"): adamw8bit(baseline(NANO))
 
 @pytest.mark.parametrize("half", [[], ["bf16"], ["fp16"]], ids=str)
@@ -379,7 +379,7 @@ def test_kernel_at_124m(rounding):
 @pytest.mark.cuda
 def test_compiled_once():
     "Steps, learning rates and seeds don't make Triton compile the kernel again"
-    from llm_speedrun.optim import adamw_kernel
+    from llm_speedrun.rungs.optim import adamw_kernel
     opt = big_update(make_bf16, torch.bfloat16, "tiny")
     opt.step()
     kernels = adamw_kernel.device_caches[torch.cuda.current_device()][0]

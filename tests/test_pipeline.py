@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 import numpy as np, pytest, torch
 from tokenizers import Tokenizer
-from llm_speedrun import pipeline
+from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.data import Batches, open_corpus, read_documents, stdlib_files, train_tokenizer, write_shards
-from llm_speedrun.pipeline import *
-from llm_speedrun.words import Encoder
+from llm_speedrun.train.corpora import *
+from llm_speedrun.train.words import Encoder
 
 posix = pytest.mark.skipif(os.name != "posix", reason="kills processes by signals")
 
@@ -49,7 +49,7 @@ def assert_same(a, b):
 
 SLOW = """
 import sys, time
-from llm_speedrun import pipeline
+from llm_speedrun.train import corpora as pipeline
 pipeline._parcels.__defaults__ = (100_000,)             # many small parcels
 monotonic = time.monotonic
 pipeline.time.monotonic = lambda: 100*monotonic()       # the journal is written a hundred times as often
@@ -172,7 +172,7 @@ def test_at_least_as_fast_as_encode_batch(tok, tmp_path):
 MEMORY = """
 import resource, sys
 from llm_speedrun.data import train_tokenizer
-from llm_speedrun import pipeline
+from llm_speedrun.train import corpora as pipeline
 pipeline._parcels.__defaults__ = (100_000,)
 rng, words = __import__("numpy").random.default_rng(0), [f"w{i}" for i in range(5000)]
 pool = [" ".join(rng.choice(words, 4000)) for _ in range(20)]

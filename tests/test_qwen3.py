@@ -2,7 +2,7 @@
 import pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun.model import GPT, cross_entropy
-from llm_speedrun.trainer import train
+from llm_speedrun.train.trainer import train
 from small import NANO, nano, options
 
 def qwen3_config(c):

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 import pytest, torch
 from small import NANO, fails, nano, options
 from llm_speedrun.model import Stepper, baseline
-from llm_speedrun.report import (PHASES, VERSIONS, Breakdown, LivePlot, StepProfile, gpu_stats, html_report,
+from llm_speedrun.train.report import (PHASES, VERSIONS, Breakdown, LivePlot, StepProfile, gpu_stats, html_report,
                                  loss_chart, notebook_display, open_trackers, parse_trackers, points, read_run,
                                  running_mean, speedrun_report, thinned)
 
@@ -229,7 +229,7 @@ def checked(folder):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, nano):
     "The folder of a real run"
-    from llm_speedrun.trainer import train
+    from llm_speedrun.train.trainer import train
     trainer, res = train(options(tmp_path_factory.mktemp("runs"), steps=12), progress=False)
     return trainer.folder
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest, torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from llm_speedrun import saving
+from llm_speedrun.train import saving
 from llm_speedrun.measure import version_of
 from llm_speedrun.model import Stepper
-from llm_speedrun.saving import *
-from llm_speedrun.trainer import *
+from llm_speedrun.train.saving import *
+from llm_speedrun.train.trainer import *
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins
 from test_trainer import COMMAND, curve, names, needs_command, posix, rows, start, wait_for
 
@@ -104,8 +104,8 @@ import os, random, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from llm_speedrun.model import WORKLOADS
-from llm_speedrun.saving import checkpoints, newest
-from llm_speedrun.trainer import TrainConfig, train
+from llm_speedrun.train.saving import checkpoints, newest
+from llm_speedrun.train.trainer import TrainConfig, train
 from small import NANO, options
 WORKLOADS["nano"] = NANO
 folder, rng, STEPS = Path(sys.argv[1]), random.Random(0), int(sys.argv[3])

@@ -1,15 +1,15 @@
 "Rungs compose, refuse what doesn't go together or can't run here, and never touch the run that they are given."
 from dataclasses import replace
 import pytest, torch
-import llm_speedrun.fp8 as fp8_module
+import llm_speedrun.rungs.fp8 as fp8_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from llm_speedrun.amp import bf16, fp16, half_rung
-from llm_speedrun.flash import BACKENDS, attend_with, flash, sdpa, why_not
+from llm_speedrun.rungs.amp import bf16, fp16, half_rung
+from llm_speedrun.rungs.flash import BACKENDS, attend_with, flash, sdpa, why_not
 from llm_speedrun.model import *
 from llm_speedrun.model import Attention
-from llm_speedrun.tf32 import tf32
-from llm_speedrun.hardware import parse_rungs, presets
+from llm_speedrun.rungs.tf32 import tf32
+from llm_speedrun.train.hardware import parse_rungs, presets
 from small import NANO, fails
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_a_backend_that_cannot_run_is_an_error(run, monkeypatch):
 
 def test_no_backend_at_all(run, monkeypatch):
     "Where no fused kernel runs, `flash` raises and says why"
-    monkeypatch.setattr("llm_speedrun.flash.why_not", lambda *args: "no kernel for this card")
+    monkeypatch.setattr("llm_speedrun.rungs.flash.why_not", lambda *args: "no kernel for this card")
     with fails(RuntimeError, "rung 'flash'.*no kernel for this card"): flash(run)
 
 def test_flash_computes_the_same():

@@ -5,14 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
-from llm_speedrun import hardware as hardware_module, trainer as module
+from llm_speedrun.train import hardware as hardware_module, trainer as module
 from llm_speedrun.model import RUNGS, Stepper
-from llm_speedrun.hardware import *
+from llm_speedrun.train.hardware import *
 from llm_speedrun.measure import clean_errors
-from llm_speedrun.recipe import lr_at
-from llm_speedrun.report import loss_chart
-from llm_speedrun.trainer import *
-from llm_speedrun.saving import newest
+from llm_speedrun.train.schedules import lr_at
+from llm_speedrun.train.report import loss_chart
+from llm_speedrun.train.trainer import *
+from llm_speedrun.train.saving import newest
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins
 
 FILES = {"checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png", "report.html"}
