@@ -463,7 +463,7 @@ class FusedBlock(Block):
     def feed(self, h): # a pair of the stream and the attention's output
         "The stream after the attention, and the MLP's output"
         x, ab = self.normed(self.post_attention_layernorm, h, self.mlp.gate_proj, self.mlp.up_proj)
-        return x, self.down(ab.flatten(0, -2), self.mlp.down_proj.weight.to(ab.dtype)).view(x.shape) # ab: N 2F
+        return x, self.down(ab.flatten(0, -2), self.mlp.down_proj.weight.to(ab.dtype)).view(x.shape)
 
     def down(self, ab, w): return SwiGLUDown.apply(ab, w)
 
