@@ -16,6 +16,7 @@ import fsspec, numpy as np, torch
 from fastcore.basics import patch
 from fastcore.xdg import xdg_cache_home
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from .files import InputError
 
 # %% auto #0
 __all__ = ['HUB', 'EOT', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'HUB_TOKENS', 'cache_dir', 'stdlib_files', 'read_documents',
@@ -78,20 +79,20 @@ def _decode(b, where):
     "UTF-8 bytes to text without a byte-order mark"
     try: return b.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as e:
-        raise ValueError(f"{where} is not UTF-8 text: byte 0x{b[e.start]:02x} at offset {e.start} "
+        raise InputError(f"{where} is not UTF-8 text: byte 0x{b[e.start]:02x} at offset {e.start} "
                          f"({e.reason}). Convert it (say `iconv -f LATIN1 -t UTF-8`) or take it out.") from e
 
 # %% ../nbs/03_data.ipynb #002457a3
 def _json_text(line, where, key):
     "The text under `key` in one line of JSON"
     try: d = json.loads(_decode(line, where))
-    except json.JSONDecodeError as e: raise ValueError(f"{where} is not JSON: {e}; mend or delete it") from e
-    if not isinstance(d, dict): raise ValueError(f"{where} is a {type(d).__name__}, not an object: {{...}}")
-    if key not in d: raise ValueError(f"{where} has no key {key!r}, only {', '.join(d)}; set text_key")
+    except json.JSONDecodeError as e: raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
+    if not isinstance(d, dict): raise InputError(f"{where} is a {type(d).__name__}, not an object: {{...}}")
+    if key not in d: raise InputError(f"{where} has no key {key!r}, only {', '.join(d)}; set text_key")
     text = d[key]
-    if not isinstance(text, str): raise ValueError(f"{where}: {key!r} is a {type(text).__name__}, not text")
+    if not isinstance(text, str): raise InputError(f"{where}: {key!r} is a {type(text).__name__}, not text")
     try: text.encode()
-    except UnicodeEncodeError as e: raise ValueError(f"{where} is not Unicode: {e}; mend or delete it") from e
+    except UnicodeEncodeError as e: raise InputError(f"{where} is not Unicode: {e}; mend or delete it") from e
     return text
 
 # %% ../nbs/03_data.ipynb #6046c729
@@ -109,9 +110,9 @@ def _read_parquet(path, key):
     except (OSError, pa.ArrowInvalid) as e: raise OSError(f"cannot read {path}: {e}; is it whole?") from e
     cols = {o.name: o.type for o in f.schema_arrow}
     if key not in cols:
-        raise ValueError(f"{path} has no column {key!r}, only {', '.join(cols)}; name one with text_key")
+        raise InputError(f"{path} has no column {key!r}, only {', '.join(cols)}; name one with text_key")
     if not (pa.types.is_string(cols[key]) or pa.types.is_large_string(cols[key])):
-        raise ValueError(f"{path}: column {key!r} holds {cols[key]}, not text; name another with text_key")
+        raise InputError(f"{path}: column {key!r} holds {cols[key]}, not text; name another with text_key")
     for rows in f.iter_batches(256, columns=[key]): yield from (o for o in rows.column(0).to_pylist() if o)
 
 # %% ../nbs/03_data.ipynb #ce7b29fd
@@ -125,13 +126,13 @@ def read_documents(
     Raises FileNotFoundError, OSError (unreadable) or ValueError (no text, not UTF-8, bad JSON, no key)."""
     files = _files(path)
     if _kind(files[0] if files else Path()) == ".json":
-        raise ValueError(f"{path} is one JSON document; write it as .jsonl, one object a line, or as text")
+        raise InputError(f"{path} is one JSON document; write it as .jsonl, one object a line, or as text")
     def docs():
         found = False
         for p in files:
             for text in _READERS.get(_kind(p), _read_text)(p, text_key):
                 if text: found = True; yield text
-        if not found: raise ValueError(f"{path} has no text in it ({len(files)} files); name one with text")
+        if not found: raise InputError(f"{path} has no text in it ({len(files)} files); name one with text")
     return docs()
 
 # %% ../nbs/03_data.ipynb #5d89195d
@@ -154,7 +155,7 @@ def hub_documents(
     name,               # a preset of `HUB`
 ) -> Iterator[str]:     # documents, streamed
     "Documents of a Hub dataset, streamed. Raises ValueError (no such preset), ConnectionError (no network)."
-    if name not in HUB: raise ValueError(f"unknown preset {name!r}; there are {', '.join(HUB)}")
+    if name not in HUB: raise InputError(f"unknown preset {name!r}; there are {', '.join(HUB)}")
     if "/" in HUB[name]["path"]: _need_hub(name)
     from datasets import load_dataset      # slow to import, so only here
     def docs():
@@ -178,8 +179,8 @@ def train_tokenizer(
     vocab=OFFLINE_VOCAB,    # vocabulary size; small corpora may end below it
 ) -> Tokenizer:
     "Byte-level BPE as GPT-2's, with `<|endoftext|>` as token 0. Encodes any text, and decodes it exactly."
-    if vocab < 257: raise ValueError(f"a vocabulary of {vocab} is too small: 256 bytes and {EOT} make 257")
-    if vocab > 2**32: raise ValueError(f"a vocabulary of {vocab} does not fit into 32-bit tokens")
+    if vocab < 257: raise InputError(f"a vocabulary of {vocab} is too small: 256 bytes and {EOT} make 257")
+    if vocab > 2**32: raise InputError(f"a vocabulary of {vocab} does not fit into 32-bit tokens")
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()        # all 256, so that no byte lacks a token
@@ -271,9 +272,9 @@ def _open_bin(path, dtype):
     path, dtype = Path(path), np.dtype(dtype).newbyteorder("<")
     if not path.is_file(): raise FileNotFoundError(f"{path}: no such token file")
     size = path.stat().st_size
-    if size == 0: raise ValueError(f"{path} is empty: 0 bytes, so no tokens; write it again")
+    if size == 0: raise InputError(f"{path} is empty: 0 bytes, so no tokens; write it again")
     if size % dtype.itemsize:
-        raise ValueError(f"{path} has {size} bytes, no multiple of a {dtype.name} token's {dtype.itemsize}:"
+        raise InputError(f"{path} has {size} bytes, no multiple of a {dtype.name} token's {dtype.itemsize}:"
                          " it is truncated, or no raw token file; copy or write it again")
     try: a = np.asarray(np.memmap(path, dtype, "r"))
     except OSError as e: raise OSError(f"cannot read {path}: {e}; check its permissions") from e
@@ -289,7 +290,7 @@ class Shards:
         vocab=GPT2_VOCAB,   # every token must be below it
     ):
         paths = [paths] if isinstance(paths, (str, Path)) else paths
-        if not paths: raise ValueError("Shards needs at least one .bin file, and was given none")
+        if not paths: raise InputError("Shards needs at least one .bin file, and was given none")
         self.paths, self.vocab = [Path(p) for p in paths], vocab
         self.arrays = [_open_bin(p, dtype) for p in self.paths]
         self.ends = np.cumsum([len(a) for a in self.arrays])
@@ -327,7 +328,7 @@ def rows(self: Shards, starts, n):
     if w.max() >= self.vocab:
         r, c = np.argwhere(w >= self.vocab)[0]
         k, pos = self.locate(int(starts[r]) + int(c))
-        raise ValueError(f"{self.paths[k]}: token {w[r,c]} at position {pos} is outside the vocabulary of "
+        raise InputError(f"{self.paths[k]}: token {w[r,c]} at position {pos} is outside the vocabulary of "
                          f"{self.vocab} (0 to {self.vocab-1}). Was it made with another tokenizer, or in "
                          "another integer type? Give the right vocabulary, or tokenize the text again.")
     return w
@@ -382,7 +383,7 @@ def _new_folder(folder):
 def _eot_of(tokenizer):
     "The token that begins a document. ValueError if the tokenizer has none"
     if (eot := tokenizer.token_to_id(EOT)) is not None: return eot
-    raise ValueError(f"the tokenizer has no {EOT} token, which marks where a document starts; add it")
+    raise InputError(f"the tokenizer has no {EOT} token, which marks where a document starts; add it")
 
 def _dtype_of(tokenizer):
     "The type of a token on disk"
@@ -390,7 +391,7 @@ def _dtype_of(tokenizer):
 
 def _split_of(train, val, val_frac):
     "How to split: by document, or the tail where that leaves a side too small. ValueError if all is empty"
-    if not (total := train.n + val.n): raise ValueError("no documents, so no tokens: nothing was written")
+    if not (total := train.n + val.n): raise InputError("no documents, so no tokens: nothing was written")
     return "document" if val.n > val_frac*total/5 and train.n > total/2 else "tail"
 
 # %% ../nbs/03_data.ipynb #5c465e6f
@@ -547,7 +548,7 @@ class Batches:
         self.i, self.epoch = start, None
         self.per_epoch = (len(shards) - 1) // seq // batch
         if self.per_epoch < 1:
-            raise ValueError(f"{shards.paths[0]}: {len(shards):,} tokens are fewer than one batch of {batch} "
+            raise InputError(f"{shards.paths[0]}: {len(shards):,} tokens are fewer than one batch of {batch} "
                              f"x {seq} (and one more for the last target) = {batch*seq + 1:,}; take a "
                              "smaller batch or seq, or more text")
     def __iter__(self): return self
@@ -611,7 +612,7 @@ def val_batches(
     "Fixed validation batches, evenly spread over `shards`. Raises ValueError if there is not one window."
     windows = (len(shards) - 1) // seq
     if windows < 1:
-        raise ValueError(f"{shards.paths[0]}: {len(shards):,} validation tokens are fewer than one window of "
+        raise InputError(f"{shards.paths[0]}: {len(shards):,} validation tokens are fewer than one window of "
                          f"{seq} (and one more for the last target); take a smaller seq, or more text")
     batch = min(batch, windows)
     n = min(n, windows // batch)

@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
-from .measure import clean_errors, lookup
+from .files import InputError, check_writable, clean_errors, lookup, synced
 from .data import EOT
 from .model import GPT, GPTConfig, baseline
-from .train.saving import check_writable, checkpoints, synced, write_tensors
+from .train.saving import checkpoints, write_tensors
 
 # %% ../nbs/62_export.ipynb #b0a3ee44
 EXPORT_DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
@@ -55,14 +55,14 @@ def fitted(tensors, # name -> tensor, under Qwen3's names
     want = {f"model.{k}": s for k, s in shapes(config).items()}
     head, embed = (tensors.get(k) for k in ("lm_head.weight", "model.embed_tokens.weight"))
     if not (head is None or embed is None or torch.equal(head, embed)):
-        raise ValueError(f"{where}: lm_head.weight is not model.embed_tokens.weight. A head of its own can't "
+        raise InputError(f"{where}: lm_head.weight is not model.embed_tokens.weight. A head of its own can't "
                          "be expressed here: our GPT uses one matrix for both")
     missing = [k for k in want if k not in tensors]
     extra = [k for k in tensors if k not in want and k != "lm_head.weight"]
     wrong = [f"{k} {list(tensors[k].shape)} instead of {list(want[k])}"
              for k in want if k in tensors and tensors[k].shape != want[k]]
     for names, what in ((missing, "missing"), (extra, "unknown"), (wrong, "of another shape")):
-        if names: raise ValueError(f"{where} doesn't fit its config.json; {what}: {', '.join(names[:3])}"
+        if names: raise InputError(f"{where} doesn't fit its config.json; {what}: {', '.join(names[:3])}"
                                    + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
     return {k.removeprefix("model."): as_fp32(tensors[k], f"{where}: {k}") for k in want}
 
@@ -70,9 +70,9 @@ def as_fp32(t, # a tensor
             what): # it is, for errors
     "The tensor in FP32. A `ValueError` if it is of a type that isn't read, or has numbers that aren't finite"
     if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{what} is {t.dtype}, and only fp32, bf16 and fp16 are read")
+        raise InputError(f"{what} is {t.dtype}, and only fp32, bf16 and fp16 are read")
     if not t.isfinite().all():
-        raise ValueError(f"{what} has numbers that aren't finite, so its training had failed: train again "
+        raise InputError(f"{what} has numbers that aren't finite, so its training had failed: train again "
                          "with a smaller --lr")
     return t.float()
 
@@ -80,14 +80,14 @@ def as_fp32(t, # a tensor
 def read_json(path): # of the file
     "The dict in a JSON file; a `ValueError` if there is none"
     try: d = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as e: raise ValueError(f"{path} is not JSON ({e}): was it cut short?") from None
-    if not isinstance(d, dict): raise ValueError(f"{path} holds a {type(d).__name__}, and not a JSON object")
+    except ValueError as e: raise InputError(f"{path} is not JSON ({e}): was it cut short?") from None
+    if not isinstance(d, dict): raise InputError(f"{path} holds a {type(d).__name__}, and not a JSON object")
     return d
 
 def read_tensors(path): # of the file
     "The tensors of a safetensors file, by name; a `ValueError` if it can't be read"
     try: return load_file(path)
-    except SafetensorError as e: raise ValueError(f"{path} is no whole safetensors file: {e}") from None
+    except SafetensorError as e: raise InputError(f"{path} is no whole safetensors file: {e}") from None
 
 # %% ../nbs/62_export.ipynb #bae5fea5
 def file_of(folder, # of a run or a model
@@ -104,7 +104,7 @@ def read_run(folder): # of a run
     path = file_of(folder, "config.json", "it is not the folder of a run")
     try: config = GPTConfig(**read_json(path)["model"])
     except (KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"{path} doesn't describe a run's model ({e}): it is not of this trainer") from None
+        raise InputError(f"{path} doesn't describe a run's model ({e}): it is not of this trainer") from None
     weights = file_of(folder, "model.safetensors", no_weights(folder))
     return config, fitted(read_tensors(weights), config, weights)
 
@@ -135,9 +135,9 @@ def tokenizer_files(path, # of a `tokenizer.json`
     "The exported tokenizer, file name -> bytes, and the id of `<|endoftext|>` (None if it has none)"
     data = Path(path).read_bytes()
     try: tok = Tokenizer.from_buffer(data)
-    except Exception as e: raise ValueError(f"{path} is no tokenizer ({e})") from None # of no narrower class
+    except Exception as e: raise InputError(f"{path} is no tokenizer ({e})") from None # of no narrower class
     if (n := tok.get_vocab_size()) > config.vocab:
-        raise ValueError(f"{path} has {n} tokens, and the model knows {config.vocab}: it is another model's")
+        raise InputError(f"{path} has {n} tokens, and the model knows {config.vocab}: it is another model's")
     eot = tok.token_to_id(EOT)
     ends = {} if eot is None else dict(bos_token=EOT, eos_token=EOT)
     about = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.seq,
@@ -209,7 +209,7 @@ def check_plain(d, # of a `config.json`
     kinds = d.get("layer_types") or []
     has["layer_types"] = kinds, ["full_attention"] * len(kinds)
     for k, (value, plain) in has.items():
-        if value != plain: raise ValueError(f"{where}: {k} is {json.dumps(value)}, and our GPT can "
+        if value != plain: raise InputError(f"{where}: {k} is {json.dumps(value)}, and our GPT can "
                                             f"express only {json.dumps(plain)}")
 
 # %% ../nbs/62_export.ipynb #744167d9
@@ -222,8 +222,8 @@ def rope_base(d, # of a `config.json`
         for k, v in (d.get(name) or {}).items():
             if k == "rope_theta": bases.add(v)
             elif v != plain.get(k):
-                raise ValueError(f"{where}: {name} has {k} {json.dumps(v)}; our GPT knows only plain RoPE")
-    if len(bases) > 1: raise ValueError(f"{where}: rope_theta is given as {' and as '.join(map(str, bases))}")
+                raise InputError(f"{where}: {name} has {k} {json.dumps(v)}; our GPT knows only plain RoPE")
+    if len(bases) > 1: raise InputError(f"{where}: rope_theta is given as {' and as '.join(map(str, bases))}")
     return float(bases.pop() if bases else 10_000) # transformers' default
 
 # %% ../nbs/62_export.ipynb #1a7046d2
@@ -233,12 +233,12 @@ def gpt_config(d, # of a `config.json`
     "The `GPTConfig` of a Qwen3 config; a `ValueError` for what a `GPT` can't express"
     check_plain(d, where)
     for k, n in ((k, d.get(k)) for k in SHAPE.values()):
-        if type(n) is not int: raise ValueError(f"{where}: {k} is no whole number: {json.dumps(n)}")
+        if type(n) is not int: raise InputError(f"{where}: {k} is no whole number: {json.dumps(n)}")
     base, eps = rope_base(d, where), d.get("rms_norm_eps", 1e-6)
     try: c = GPTConfig(**{k: d[v] for k, v in SHAPE.items()}, rope_theta=base, eps=float(eps), name=name)
-    except ValueError as e: raise ValueError(f"{where}: {e}") from None
+    except ValueError as e: raise InputError(f"{where}: {e}") from None
     if (got := d.get("head_dim", 128)) != c.head_dim: # 128 is transformers' default
-        raise ValueError(f"{where}: head_dim is {got}, and our GPT's is hidden_size / num_attention_heads, "
+        raise InputError(f"{where}: head_dim is {got}, and our GPT's is hidden_size / num_attention_heads, "
                          f"{c.head_dim} here")
     return c
 
@@ -247,7 +247,7 @@ def read_config(path): # of a Qwen3 model's `config.json`
     "Its `GPTConfig`, named after the folder. Whatever else the file holds is a `ValueError`"
     try: return gpt_config(read_json(path), path, name=path.parent.name)
     except (TypeError, AttributeError) as e: # a list where a dict should be, null for a number
-        raise ValueError(f"{path} doesn't describe a Qwen3 model: {e}") from None
+        raise InputError(f"{path} doesn't describe a Qwen3 model: {e}") from None
 
 # %% ../nbs/62_export.ipynb #d2b74a83
 def weight_files(folder): # of a model
@@ -259,9 +259,9 @@ def weight_files(folder): # of a model
                                 "files are not read: save them again with transformers' save_pretrained")
     shards = read_json(index).get("weight_map")
     names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
-    if not names: raise ValueError(f"{index} has no weight_map, which says where the weights are")
+    if not names: raise InputError(f"{index} has no weight_map, which says where the weights are")
     for n in names:
-        if Path(n).name != n: raise ValueError(f"{index} names {n!r}, which is not a file beside it")
+        if Path(n).name != n: raise InputError(f"{index} names {n!r}, which is not a file beside it")
         if not (Path(folder)/n).exists():
             raise FileNotFoundError(f"{index} names {n}, which is not there: copy the whole folder again")
     return [Path(folder)/n for n in names]

@@ -11,7 +11,8 @@ from datetime import datetime
 from pathlib import Path
 import torch
 from fastcore.script import call_parse
-from .measure import clean_errors, ladder_chart, ladder_table, lookup, replace_file
+from .files import InputError, RunError, clean_errors, lookup, replace_file
+from .measure import ladder_chart, ladder_table
 from .model import bench, workload as find_workload
 from .train.hardware import climb, memory_advice, parse_rungs
 
@@ -32,14 +33,14 @@ def new_ladder(config, # a `GPTConfig`
                folder, # to write into; it must not hold a ladder yet
                only=()): # names of those to measure, all by default
     "Measure a ladder and save it. Raises `ValueError`, `FileExistsError`, and `RuntimeError` out of memory"
-    if batch < 1: raise ValueError(f"batch must be at least 1, not {batch}")
+    if batch < 1: raise InputError(f"batch must be at least 1, not {batch}")
     for name in only: lookup(dict.fromkeys(rungs), name, "rung of this ladder")
     if (folder/"ladder.json").exists():
         raise FileExistsError(f"{folder} holds a ladder already, which is left alone: choose another --out")
     try: kept, records = climb(config, batch, rungs, only=only)
     except torch.OutOfMemoryError: records = None # the models are gone only after this block
     lowest = rungs[:min(map(rungs.index, only), default=0)] # the run that needs the most
-    if records is None: raise RuntimeError(memory_advice(config, lowest, batch))
+    if records is None: raise RunError(memory_advice(config, lowest, batch))
     save_ladder(records, folder)
     return records
 

@@ -4,18 +4,18 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'LOOKUPS', 'NO_KERNEL', 'OVERWRITES', 'MATMULS', 'FUSIBLE', 'DATASHEET_BF16', 'KEYS', 'default_device',
-           'gpu_gib', 'memory_limit', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'lookup',
-           'clean_errors', 'Table', 'table', 'fmt', 'Times', 'summarize', 'moment', 'ms_between', 'sample_ms',
-           'time_ms', 'matmul_precision', 'has_fp8', 'matmul_rate', 'copy_rate', 'Ceilings', 'measure_ceilings',
-           'nbytes', 'read_bytes', 'op_bytes', 'tensors', 'reads_writes', 'attention_flops', 'op_kind', 'Op',
-           'product_format', 'OpCounter', 'causal_arg', 'count', 'op_ms', 'predict_ms', 'by_kind', 'main_format',
-           'fusion_groups', 'fuse', 'fused', 'kernel_kind', 'launches', 'launch_kind', 'profiled', 'profile_rows',
-           'profile_kinds', 'profile_table', 'kinds_chart', 'flops_per_token', 'datasheet_flops', 'mfu', 'Measured',
-           'ratio', 'warm_up', 'compare', 'make_record', 'measurements_dir', 'records_path', 'load_records',
-           'replace_file', 'save_records', 'publish', 'ladder_table', 'caption', 'ladder_chart']
+           'gpu_gib', 'memory_limit', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'Table', 'table',
+           'fmt', 'Times', 'summarize', 'moment', 'ms_between', 'sample_ms', 'time_ms', 'matmul_precision', 'has_fp8',
+           'matmul_rate', 'copy_rate', 'Ceilings', 'measure_ceilings', 'nbytes', 'read_bytes', 'op_bytes', 'tensors',
+           'reads_writes', 'attention_flops', 'op_kind', 'Op', 'product_format', 'OpCounter', 'causal_arg', 'count',
+           'op_ms', 'predict_ms', 'by_kind', 'main_format', 'fusion_groups', 'fuse', 'fused', 'kernel_kind', 'launches',
+           'launch_kind', 'profiled', 'profile_rows', 'profile_kinds', 'profile_table', 'kinds_chart',
+           'flops_per_token', 'datasheet_flops', 'mfu', 'Measured', 'ratio', 'warm_up', 'compare', 'make_record',
+           'measurements_dir', 'records_path', 'load_records', 'save_records', 'publish', 'ladder_table', 'caption',
+           'ladder_chart']
 
 # %% ../nbs/01_measure.ipynb #0db3b81b
-import difflib, importlib.metadata, json, os, re, statistics, subprocess, sys, time
+import importlib.metadata, json, os, re, statistics, subprocess, time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from .files import replace_file
 
 # %% ../nbs/01_measure.ipynb #e300ee05
 def default_device():
@@ -73,24 +74,6 @@ def smoke(): # a bool
 def in_test(): # a bool
     "True in a notebook that `nbdev_test` executes: it must work, and needs few repetitions for that"
     return bool(os.environ.get("IN_TEST"))
-
-# %% ../nbs/01_measure.ipynb #f0129e4c
-def lookup(table, # a dict from names to things
-           name, # the name asked for
-           kind): # what the table holds, for the error: "rung", "workload", ...
-    "`table[name]`, or a `ValueError` that names the nearest names and all there are"
-    if name in table: return table[name]
-    near = difflib.get_close_matches(str(name), list(table), n=3, cutoff=0.4)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise ValueError(f"unknown {kind} {name!r}.{hint} There are: {', '.join(table)}.")
-
-# %% ../nbs/01_measure.ipynb #a25b4852
-def clean_errors(f, # a function without arguments
-                 stopped="interrupted before anything was written"): # what to say after Ctrl-C
-    "Call `f`. An error that the user can mend ends the program with its message and code 2, Ctrl-C with 130"
-    try: return f()
-    except (ValueError, OSError, RuntimeError) as e: print(f"error: {e}", file=sys.stderr); sys.exit(2)
-    except KeyboardInterrupt as e: print(f"\n{str(e) or stopped}", file=sys.stderr); sys.exit(130)
 
 # %% ../nbs/01_measure.ipynb #0428281d
 class Table(str):
@@ -632,16 +615,6 @@ def records_path(gpu=None): # the GPU's name, this machine's by default
 def load_records(path): # a JSON file of records
     "The records in `path`, an empty list where there is no such file"
     return json.loads(Path(path).read_text(encoding="utf-8")) if Path(path).exists() else []
-
-# %% ../nbs/01_measure.ipynb #c3e89589
-def replace_file(path, # the file to write
-                 text): # its new content
-    "Write `text` beside `path` and rename, so that a reader finds the old content or the new, never half"
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(path.name + ".tmp")
-    tmp.write_text(text, encoding="utf-8")
-    tmp.replace(path)
 
 # %% ../nbs/01_measure.ipynb #a4278b5b
 def save_records(records, # new records

@@ -18,8 +18,9 @@ from itertools import chain
 from typing import Callable
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
-from .measure import (compare, count, default_device, flops_per_token, gpu_gib, lookup,
-                                  main_format, make_record, predict_ms, ratio, smoke)
+from .files import InputError, RunError, lookup
+from .measure import (compare, count, default_device, flops_per_token, gpu_gib, main_format,
+                                  make_record, predict_ms, ratio, smoke)
 from .data import Batches, open_corpus, prefetch
 
 # %% ../nbs/04_model.ipynb #9c3bcb0d
@@ -39,15 +40,15 @@ class GPTConfig:
 
     def __post_init__(self):
         for k in ("vocab", "layers", "width", "heads", "kv_heads", "hidden", "seq"):
-            if getattr(self, k) < 1: raise ValueError(f"{k} must be at least 1, not {getattr(self, k)}")
+            if getattr(self, k) < 1: raise InputError(f"{k} must be at least 1, not {getattr(self, k)}")
         if self.width % self.heads:
-            raise ValueError(f"width {self.width} can't be divided among {self.heads} heads: "
+            raise InputError(f"width {self.width} can't be divided among {self.heads} heads: "
                              "choose heads that divide it")
         if self.head_dim % 2:
-            raise ValueError(f"head dimension {self.head_dim} (width {self.width} / {self.heads} heads) "
+            raise InputError(f"head dimension {self.head_dim} (width {self.width} / {self.heads} heads) "
                              "is odd; RoPE needs pairs")
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads can't share {self.kv_heads} KV heads evenly: "
+            raise InputError(f"{self.heads} query heads can't share {self.kv_heads} KV heads evenly: "
                              "kv_heads must divide heads")
     @property
     def head_dim(self): return self.width // self.heads
@@ -177,7 +178,7 @@ def hidden(self:GPT, x): # x: B T, integer tokens
     "The last hidden state, B T d. Raises `ValueError` for a sequence longer than the model's"
     T = x.shape[1]
     if T > self.config.seq:
-        raise ValueError(f"a sequence of {T} tokens is longer than the model's {self.config.seq}: "
+        raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq}: "
                          f"shorten it, or build the model with seq={T}")
     h, cos, sin = self.embed_tokens(x), self.cos[:T], self.sin[:T]
     for layer in self.layers: h = layer(h, cos, sin)
@@ -345,14 +346,14 @@ def check_rung(r, # a rung
     "Raise `RuntimeError` if `r` can't run here, `ValueError` if it doesn't go with or after `applied`"
     name = r.__name__
     if why := r.needs():
-        raise RuntimeError(f"rung {name!r} cannot run here: {why}. Leave it out of the list of rungs")
+        raise RunError(f"rung {name!r} cannot run here: {why}. Leave it out of the list of rungs")
     for other in applied:
         o = RUNGS[other]
-        if name == other: raise ValueError(f"rung {name!r} is applied twice: name it once")
+        if name == other: raise InputError(f"rung {name!r} is applied twice: name it once")
         if other in r.excludes or name in o.excludes:
-            raise ValueError(f"rungs {other!r} and {name!r} exclude each other: choose one")
+            raise InputError(f"rungs {other!r} and {name!r} exclude each other: choose one")
         if STAGES.index(o.stage) > STAGES.index(r.stage):
-            raise ValueError(f"rung {name!r} ({r.stage}) must come before {other!r} ({o.stage}): "
+            raise InputError(f"rung {name!r} ({r.stage}) must come before {other!r} ({o.stage}): "
                              "use `build`, which sorts them")
 
 # %% ../nbs/04_model.ipynb #a31d6907

@@ -16,6 +16,7 @@ import torch, torch.utils.checkpoint as tc
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from ..files import InputError
 from ..measure import memory_limit, op_kind, tensors
 from ..model import Stepper, build, entered, rung
 from .fused_ops import SwiGLUDown, swiglu
@@ -124,7 +125,7 @@ def recompute(block, # changed in place
 def checkpoint(run, # a `Run`
                every=1): # recompute every n-th block
     "Keep the inputs of every n-th block alone and run it again in the backward pass. Never the last block"
-    if every < 1: raise ValueError(f"rung 'checkpoint': every must be at least 1, not {every}")
+    if every < 1: raise InputError(f"rung 'checkpoint': every must be at least 1, not {every}")
     def change(model):
         for b in model.layers[:-1:every]: recompute(b)
     return run.with_model(change)
@@ -165,7 +166,7 @@ def selective_checkpoint(run, # a `Run`
                          mlp=.4): # the part of the blocks that recompute gate and up too, from 0 to 1
     "Keep attention and products, recompute the rest; in a part of the blocks the MLP's products too"
     if not 0 <= mlp <= 1:
-        raise ValueError(f"rung 'selective_checkpoint': mlp is a part, from 0 to 1, not {mlp}")
+        raise InputError(f"rung 'selective_checkpoint': mlp is a part, from 0 to 1, not {mlp}")
     policies = (partial(keep_by_price, hidden=run.model.config.hidden, mlp=m) for m in (False, True))
     some, more = (partial(create_selective_checkpoint_contexts, p) for p in policies)
     def change(model):

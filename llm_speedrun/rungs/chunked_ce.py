@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from ..files import InputError
 from .fused_ops import (blocks, compute_dtype, jit, kernel_op, launch, pow2, runs_kernel,
                             tl, traced)
 from ..model import rung
@@ -229,7 +230,7 @@ def linear_cross_entropy(h, # hidden states, N d or B T d
     and `y` differ in length; on a GPU, a target outside of the vocabulary gives NaN"""
     h, y = h.flatten(0, -2), y.flatten().contiguous()
     if len(h) != len(y):
-        raise ValueError(f"{len(h)} hidden states and {len(y)} targets: give each hidden state one target")
+        raise InputError(f"{len(h)} hidden states and {len(y)} targets: give each hidden state one target")
     on = torch.is_grad_enabled()
     return LinearCrossEntropy.apply(h, w, y, on and h.requires_grad, on and w.requires_grad,
                                     budget, ignore_index, z_loss, softcap)

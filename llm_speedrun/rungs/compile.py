@@ -14,7 +14,8 @@ from types import FunctionType
 from weakref import WeakKeyDictionary
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from ..measure import fused, lookup, version_of
+from ..files import InputError, RunError, lookup
+from ..measure import fused, version_of
 from ..model import cross_entropy, needs_capability, param_groups, rung
 
 # %% ../../nbs/18_compile.ipynb #1863f340
@@ -118,11 +119,11 @@ def capturable_adamw(model, # the model to optimize
 def check_graphed(step): # a `Stepper`
     "Raise `ValueError` for a step that a CUDA graph can't record, `RuntimeError` without a GPU"
     if step.scaler.is_enabled():
-        raise ValueError("a gradient scaler reads from the GPU in each step, as no CUDA graph can: use bf16")
+        raise InputError("a gradient scaler reads from the GPU in each step, as no CUDA graph can: use bf16")
     if not all(g.get("capturable") for g in step.opt.param_groups):
-        raise ValueError("this optimizer counts its steps in Python, which a CUDA graph would do once: "
+        raise InputError("this optimizer counts its steps in Python, which a CUDA graph would do once: "
                          "use capturable_adamw")
-    if step.run.device.type != "cuda": raise RuntimeError("CUDA graphs need a GPU: this model is on a CPU")
+    if step.run.device.type != "cuda": raise RunError("CUDA graphs need a GPU: this model is on a CPU")
 
 # %% ../../nbs/18_compile.ipynb #9a6e436e
 def graphed(step, # a `Stepper`, which takes three steps on the example
@@ -148,7 +149,7 @@ def copy_same(to, # where the graph reads
               new): # of the same shape
     "Copy a tensor; one of another shape is a `ValueError`, where `copy_` would stretch it to fit"
     if to.shape != new.shape:
-        raise ValueError(f"this CUDA graph was recorded for {tuple(to.shape)} and got {tuple(new.shape)}: "
+        raise InputError(f"this CUDA graph was recorded for {tuple(to.shape)} and got {tuple(new.shape)}: "
                          "record one for each shape")
     to.copy_(new)
 
@@ -187,7 +188,7 @@ class Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         if ctx.replay != ctx.recorded.replays:
-            raise RuntimeError("another pass has been replayed before this one's backward(), and its "
+            raise RunError("another pass has been replayed before this one's backward(), and its "
                                "gradients are gone: call backward() after each forward pass, or leave out "
                                "cuda_graphs")
         return None, *torch._foreach_mul(ctx.recorded.grads, g) # new tensors: autograd may keep them

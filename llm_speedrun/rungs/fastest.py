@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
+from ..files import InputError, RunError
 from ..measure import DTYPES, version_of
 from ..model import rung
 from .flash import repeat_heads, set_attention
@@ -93,12 +94,12 @@ def flash4(run): # a `Run` in 16 bits
     """Attention with FlashAttention-4's backward pass. Raises `ValueError` for FP32 and odd sizes of heads,
     `RuntimeError` where its kernels don't run"""
     c = run.model.config
-    if run.fmt not in ("bf16", "fp16"): raise ValueError("rung 'flash4' needs 16 bits: add the rung bf16")
+    if run.fmt not in ("bf16", "fp16"): raise InputError("rung 'flash4' needs 16 bits: add the rung bf16")
     if c.head_dim % 8 or c.head_dim > 128:
-        raise ValueError("rung 'flash4': its kernels need heads of a multiple of 8 up to 128, not "
+        raise InputError("rung 'flash4': its kernels need heads of a multiple of 8 up to 128, not "
                          f"{c.head_dim}: leave it out")
     if why := flash4_error(c.heads, c.kv_heads, c.head_dim, DTYPES[run.fmt], run.device):
-        raise RuntimeError(f"rung 'flash4': FlashAttention-4 can't run here: {why}. Leave the rung out")
+        raise RunError(f"rung 'flash4': FlashAttention-4 can't run here: {why}. Leave the rung out")
     return run.with_model(partial(set_attention, attend=mixed_attention))
 
 # %% ../../nbs/23_fastest.ipynb #279437d6
@@ -201,7 +202,7 @@ def needs_fp8_attention():
 @rung("fp8", needs=needs_fp8_attention, excludes=["flash4"])
 def fp8_attention(run): # a `Run` in bf16
     "Attention's forward products in FP8. Raises `ValueError` without bf16"
-    if run.fmt != "bf16": raise ValueError("rung 'fp8_attention' rounds from bf16: add the rung bf16")
+    if run.fmt != "bf16": raise InputError("rung 'fp8_attention' rounds from bf16: add the rung bf16")
     return run.with_model(partial(set_attention, attend=lambda q, k, v: Fp8Attention.apply(q, k, v)))
 
 # %% ../../nbs/23_fastest.ipynb #e0f0e442
@@ -318,5 +319,5 @@ def make_lean(model): # changed in place
 @rung("fp8", needs=needs_fp8, excludes=["fp8"])
 def lean(run): # a `Run` with fused_ops
     "Less kept for the backward pass, gate and up in 8 bits. Raises `ValueError` without fused_ops"
-    if type(run.model.layers[0]) is not FusedBlock: raise ValueError("rung 'lean' needs the rung fused_ops")
+    if type(run.model.layers[0]) is not FusedBlock: raise InputError("rung 'lean' needs the rung fused_ops")
     return run.with_model(make_lean)

@@ -12,7 +12,8 @@ from functools import lru_cache, partial
 import torch, torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
-from ..measure import DTYPES, lookup, time_ms
+from ..files import RunError, lookup
+from ..measure import DTYPES, time_ms
 from ..model import Attention, rung
 
 # %% ../../nbs/12_flash.ipynb #ed38836d
@@ -91,6 +92,6 @@ def flash(run, # a `Run`
     lookup(BACKENDS, backend, "attention backend")
     with _disable_current_modes(): why = why_not(backend, 1, *shape)
     if why:
-        raise RuntimeError(f"rung 'flash': the {backend!r} kernel cannot run here: {why}. Use backend='auto'")
+        raise RunError(f"rung 'flash': the {backend!r} kernel cannot run here: {why}. Use backend='auto'")
     run = run.with_model(partial(set_attention, attend=attend_with(backend)))
     return run.in_step(partial(sdpa_kernel, BACKENDS[backend]))

@@ -24,7 +24,8 @@ from fastcore.basics import patch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
-from ..measure import default_device, lookup, time_ms
+from ..files import InputError, lookup
+from ..measure import default_device, time_ms
 from ..model import baseline, needs_capability, rung, uncompiled
 from .flash import sdpa, set_attention
 from .fused_ops import (FusedBlock, add_norm_maths, blocks, compute_dtype, fused_ops,
@@ -712,7 +713,7 @@ def fp8(run, # a `Run` with bf16 and fused_ops
     """Matrix products in FP8, rounded in the kernels that hold the data; the output projection's with
     `chunked_ce`. Raises `ValueError` without bf16 and fused_ops, and for names that there aren't"""
     if run.fmt != "bf16" or not isinstance(run.model.layers[0], FusedBlock):
-        raise ValueError("rung 'fp8' rounds inside of the fused kernels, from bf16: "
+        raise InputError("rung 'fp8' rounds inside of the fused kernels, from bf16: "
                          "add the rungs bf16 and fused_ops")
     c, chunked = replace(run.model.config, layers=1, name=""), isinstance(run.loss, ChunkedCE)
     if parts == "auto":
@@ -721,7 +722,7 @@ def fp8(run, # a `Run` with bf16 and fused_ops
         if not chunked: parts = [p for p in parts if p != "head"]
     for p in parts: lookup(PARTS, p, "part of a model")
     if "head" in parts and not chunked:
-        raise ValueError("rung 'fp8': the head in FP8 is a form of the chunked loss: add the rung chunked_ce")
+        raise InputError("rung 'fp8': the head in FP8 is a form of the chunked loss: add the rung chunked_ce")
     dt, L = lookup(GRADIENTS, grad, "format of gradients"), run.model.config.layers
     scaling = Scaling(L + 1, dt, run.device, delayed=delayed)
     convert = partial(to_fp8, parts=tuple(parts), scaling=scaling, grad=dt)

@@ -16,6 +16,7 @@ import os
 from functools import partial, wraps
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from ..files import InputError
 from ..measure import time_ms
 from ..model import Block, RMSNorm, rope, rung
 
@@ -471,7 +472,7 @@ class FusedBlock(Block):
 def fuse(model): # a `GPT`, changed in place
     "Swap the parts of `model` for fused ones. Raises `ValueError` for a head that the kernel can't turn"
     if (D := model.config.head_dim) & (D - 1):
-        raise ValueError(f"rung 'fused_ops': head dimension {D} is no power of two, which its kernel needs: "
+        raise InputError(f"rung 'fused_ops': head dimension {D} is no power of two, which its kernel needs: "
                          "choose other heads, or leave the rung out")
     for b in model.layers:
         b.__class__ = FusedBlock

@@ -17,8 +17,9 @@ import torch, torch.nn as nn
 from fastcore.basics import patch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from ..files import InputError, lookup
 from .fused_ops import blocks, jit, tl, triton
-from ..measure import lookup, version_of
+from ..measure import version_of
 from ..model import param_groups, rung, uncompiled
 
 # %% ../../nbs/21_optim.ipynb #c1d2270c
@@ -274,10 +275,10 @@ def check_group(ps): # the weights of a group
     "Raise `ValueError` where the kernel can't update them all in one go"
     dtypes = {p.dtype for p in ps}
     if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float32}:
-        raise ValueError("a group of weights must be all bf16 or all FP32, and one has "
+        raise InputError("a group of weights must be all bf16 or all FP32, and one has "
                          f"{' and '.join(sorted(map(str, dtypes)))}: make a group for each type")
     if not all(p.is_contiguous() for p in ps):
-        raise ValueError("Bf16AdamW updates contiguous weights, and one is not: make it so by `contiguous()`")
+        raise InputError("Bf16AdamW updates contiguous weights, and one is not: make it so by `contiguous()`")
 
 # %% ../../nbs/21_optim.ipynb #7640a4e2
 @patch
@@ -322,6 +323,6 @@ def bf16_weights(run, # a `Run`
                  rounding="stochastic"): # as for `Bf16AdamW`
     "Matrices kept in bf16, and gradients with them. Raises `ValueError` for a run without the `bf16` rung"
     if run.fmt != "bf16":
-        raise ValueError("rung 'bf16_weights' needs the rung 'bf16' beside it: autocast is what keeps a "
+        raise InputError("rung 'bf16_weights' needs the rung 'bf16' beside it: autocast is what keeps a "
                          "softmax out of bf16. Add it to the list")
     return replace(run.with_model(bf16_matrices), optimizer=partial(make_bf16, rounding=rounding))

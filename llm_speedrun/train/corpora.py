@@ -25,7 +25,8 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
-from ..measure import clean_errors, moment, ms_between, replace_file, sample_ms, summarize
+from ..files import InputError, RunError, clean_errors, replace_file
+from ..measure import moment, ms_between, sample_ms, summarize
 from .words import Encoder, Worker
 from ..data import (EOT, HUB, OFFLINE_VOCAB, Batches, Shards, gpt2_tokenizer, hub_documents,
                                open_corpus, prefetch, read_documents, stdlib_files, train_tokenizer)
@@ -51,7 +52,7 @@ def _reopened(folder, split, dtype, shard_tokens, n):
         keep = min(n - i*shard_tokens, shard_tokens) * dtype.itemsize
         if keep <= 0: p.unlink(); continue
         if p.stat().st_size < keep:
-            raise ValueError(f"{p} has {p.stat().st_size:,} bytes and the journal says {keep:,}; somebody "
+            raise InputError(f"{p} has {p.stat().st_size:,} bytes and the journal says {keep:,}; somebody "
                              f"has changed it. Delete {folder.parent} and start again")
         os.truncate(p, keep)
         if keep < shard_tokens*dtype.itemsize: w.file = open(p, "ab")
@@ -75,7 +76,7 @@ class _Unfinished:
         empty = dict(job=job, pieces=0, train=0, val=0, digest=_digest().hexdigest())
         self.state = json.loads(self.journal.read_text("utf-8")) if self.journal.exists() else empty
         if changed := [k for k in job if job[k] != self.state["job"][k]]:
-            raise ValueError(f"{self.folder} was begun with another {' and '.join(changed)}: start with the "
+            raise InputError(f"{self.folder} was begun with another {' and '.join(changed)}: start with the "
                              "same to go on, or delete it to begin anew")
         self.writers = [_reopened(self.tokens, o, self.dtype, job["shard_tokens"], self.state[o])
                         for o in ("train", "val")]
@@ -90,7 +91,7 @@ def skip(self:_Unfinished, pieces):
     self.digest, chars = _digest(), 0
     for p in islice(pieces, self.state["pieces"]): self.digest.update(_marked(p)); chars += len(p[0])
     if self.digest.hexdigest() != self.state["digest"]:
-        raise ValueError("the documents have changed since this began: give the same ones in the same order "
+        raise InputError("the documents have changed since this began: give the same ones in the same order "
                          f"to go on, or delete {self.folder} to begin anew")
     return chars
 
@@ -292,9 +293,9 @@ class RankBatches(Batches):
         rank=0,             # 0 to world-1
         world=1,            # how many share a batch; must divide its rows
     ):
-        if not 0 <= rank < world: raise ValueError(f"rank {rank} is not one of {world}, 0 to {world-1}")
+        if not 0 <= rank < world: raise InputError(f"rank {rank} is not one of {world}, 0 to {world-1}")
         if batches.batch % world:
-            raise ValueError(f"a batch of {batches.batch} rows can't be shared by {world} ranks: choose a "
+            raise InputError(f"a batch of {batches.batch} rows can't be shared by {world} ranks: choose a "
                              f"multiple of {world}")
         self.whole, self.shards, self.seq, self.i = batches, batches.shards, batches.seq, batches.i
         self.batch, self.per_epoch, self.rank = batches.batch // world, batches.per_epoch, rank
@@ -359,7 +360,7 @@ def _weighted(name, weight):
     try: w = Fraction(weight)
     except (ValueError, ZeroDivisionError): return f"{name}:{weight}" if name else weight, Fraction(1)
     if name and w > 0: return name, w
-    raise ValueError(f"'{name}:{weight}' is no corpus with a weight above 0; write say code:0.7,prose:0.3")
+    raise InputError(f"'{name}:{weight}' is no corpus with a weight above 0; write say code:0.7,prose:0.3")
 
 # %% ../../nbs/38_corpora.ipynb #5532cab5
 def open_mix(
@@ -373,7 +374,7 @@ def open_mix(
     for c, _ in res[1:]:
         text = [o.tokenizer.to_str() if o.tokenizer else None for o in (first, c)]
         if (c.vocab, c.eot) != (first.vocab, first.eot) or None not in text and text[0] != text[1]:
-            raise ValueError(f"{first.name} and {c.name} have different tokenizers, so the same number means "
+            raise InputError(f"{first.name} and {c.name} have different tokenizers, so the same number means "
                              "different text: tokenize one with the other's (speedrun_data --tokenizer)")
     return res
 
@@ -437,7 +438,7 @@ def encoded(self:_Share, share, epoch, docs, pieces):
             pieces, count = 0, count + 1
         if not count:
             n = self.o["world"]*self.o["n"]
-            raise ValueError(f"the source has no document for consumer {share} of {n}: take fewer workers, "
+            raise InputError(f"the source has no document for consumer {share} of {n}: take fewer workers, "
                              "or more documents")
         epoch, docs = epoch + 1, 0
 
@@ -470,7 +471,7 @@ class StreamBatches:
         rank=0, world=1,    # which of how many processes that train
         workers=0,          # processes that tokenize for this rank; 0 tokenizes in this one
     ):
-        if not 0 <= rank < world: raise ValueError(f"rank {rank} is not one of {world}, 0 to {world-1}")
+        if not 0 <= rank < world: raise InputError(f"rank {rank} is not one of {world}, 0 to {world-1}")
         self.source, self.tokenizer, self.batch, self.seq, self.seed = source, tokenizer, batch, seq, seed
         self.buffer, self.rank, self.world, self.workers = buffer, rank, world, workers
         self.n = max(1, workers)        # consumers
@@ -498,7 +499,7 @@ def __next__(self:StreamBatches):
     try: item = next(self.loader)
     except RuntimeError as e:
         if "DataLoader worker" not in str(e): raise
-        raise RuntimeError(f"a process that tokenizes for the stream died: {e} Go on from the last "
+        raise RunError(f"a process that tokenizes for the stream died: {e} Go on from the last "
                            "checkpoint; if memory ran out, with fewer workers or a smaller buffer") from e
     if isinstance(item, Exception): raise item
     rows, state = item
@@ -514,7 +515,7 @@ def state_dict(self:StreamBatches, i=None): # batches used; by default all that 
     "The position after `i` batches, one of the last few: a small dict of plain values"
     past = dict(self.past.copy())
     i = self.i if i is None else i
-    if i not in past: raise ValueError(f"the stream remembers batches {min(past)} to {max(past)}, not {i}")
+    if i not in past: raise InputError(f"the stream remembers batches {min(past)} to {max(past)}, not {i}")
     return dict(i=i, states=past[i], **{k: getattr(self, k) for k in _FIXED})
 
 @patch
@@ -522,7 +523,7 @@ def load_state_dict(self:StreamBatches, state): # from `state_dict`
     "Go to a position. ValueError if it is one of a stream with other settings"
     if changed := [f"{'workers' if k == 'n' else k} {state[k]}, not {getattr(self, k)}" for k in _FIXED
                    if state[k] != getattr(self, k)]:
-        raise ValueError(f"this position is of a stream with {', '.join(changed)}: take the same; what is to "
+        raise InputError(f"this position is of a stream with {', '.join(changed)}: take the same; what is to "
                          "go on with other numbers must be tokenized beforehand (speedrun_data)")
     self.place(state["i"], state["states"])
 

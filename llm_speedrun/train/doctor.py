@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from fastcore.script import call_parse
 from packaging.requirements import Requirement
-from ..measure import (clean_errors, driver_version, memory_limit, sample_ms, summarize,
-                                  version_of)
+from ..files import clean_errors
+from ..measure import driver_version, memory_limit, sample_ms, summarize, version_of
 from ..model import RUNGS
 from .saving import newest, taken_apart
 from .hardware import presets

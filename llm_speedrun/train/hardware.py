@@ -11,7 +11,8 @@ __all__ = ['PRESETS', 'ON_GPUS', 'BESIDE', 'HARDWARE', 'MOST', 'fitting', 'prese
 import gc, os, sys
 from dataclasses import dataclass
 import torch
-from ..measure import gpu_gib, lookup, memory_limit, warm_up
+from ..files import InputError, lookup
+from ..measure import gpu_gib, memory_limit, warm_up
 from ..model import RUNGS, check_rung, find_rung, in_order, measure_run, step_of
 from ..rungs.amp import half_rung
 
@@ -50,7 +51,7 @@ def parse_rungs(spec, # "auto", a preset's name, or names of rungs separated by 
     if spec in PRESETS: return preset(spec, lacks)
     names = [n.strip() for n in spec.split(",") if n.strip()]
     for n in names:
-        if n in (*PRESETS, "auto"): raise ValueError(f"preset {n!r} stands alone: drop the other names")
+        if n in (*PRESETS, "auto"): raise InputError(f"preset {n!r} stands alone: drop the other names")
         try: find_rung(n)
         except ValueError: lookup({**PRESETS, **RUNGS}, n, "rung or preset")
     return names
@@ -100,10 +101,10 @@ def hardware(name=""): # a key of `HARDWARE`, by default what is there
     here = gpu_gib() if torch.cuda.is_available() else 0
     if not name: return Hardware(here)
     res = lookup(HARDWARE, name, "kind of hardware")
-    if here and not res.gib: raise ValueError("to train on the CPU, hide the GPU: CUDA_VISIBLE_DEVICES=-1")
+    if here and not res.gib: raise InputError("to train on the CPU, hide the GPU: CUDA_VISIBLE_DEVICES=-1")
     if res.gib > 1.1*here: # 80 GiB on the box are a little less
         have = f"a GPU of {here:.0f} GiB" if here else "no GPU"
-        raise ValueError(f"hardware {name!r} has {res.gib} GiB, and this machine has {have}: choose a "
+        raise InputError(f"hardware {name!r} has {res.gib} GiB, and this machine has {have}: choose a "
                          "smaller one, or leave it out")
     return res
 

@@ -23,8 +23,8 @@ from fastcore.script import call_parse
 from fastcore.xml import (Body, Dd, Div, Dl, Dt, Figure, Footer, H1, H2, Head, Header, Html, Meta, P, Pre,
                           Safe, Section, Span, Style, Tbody, Td, Th, Thead, Title, Tr, to_xml)
 from fastcore.xml import Table as HtmlTable
-from ..measure import (clean_errors, kernel_kind, lookup, mfu, moment, ms_between, op_kind,
-                                  replace_file, table)
+from ..files import InputError, RunError, clean_errors, lookup, replace_file
+from ..measure import kernel_kind, mfu, moment, ms_between, op_kind, table
 from ..model import GPTConfig, matrix_params, train_flops
 
 # %% ../../nbs/35_report.ipynb #2d96929c
@@ -85,7 +85,7 @@ def parse_trackers(spec): # names separated by commas, of `TRACKERS`
         module, package = lookup(TRACKERS, n, "tracker")
         try: importlib.import_module(module)
         except ImportError as e:
-            raise ValueError(f"tracker {n!r} can't be used here ({e}): pip install {package}, or leave it "
+            raise InputError(f"tracker {n!r} can't be used here ({e}): pip install {package}, or leave it "
                              "out") from e
     return names
 
@@ -161,7 +161,7 @@ def open_trackers(spec, # names separated by commas, of `TRACKERS`
         except Exception as e:
             res.close()
             hint = ": log in (wandb login), or keep it here (WANDB_MODE=offline)" if n == "wandb" else ""
-            raise RuntimeError(f"tracker {n!r} could not be opened{hint}; {type(e).__name__}: {e}") from e
+            raise RunError(f"tracker {n!r} could not be opened{hint}; {type(e).__name__}: {e}") from e
     return res
 
 # %% ../../nbs/35_report.ipynb #0b9352ba
@@ -289,7 +289,7 @@ class StepProfile:
                  skip=10, # before them, at least 1
                  say=print): # is told where the profile is
         if steps < 1 or skip < 1:
-            raise ValueError(f"a profile takes at least one step after at least one other, not {steps} after "
+            raise InputError(f"a profile takes at least one step after at least one other, not {steps} after "
                              f"{skip}")
         from torch.profiler import ProfilerActivity, profile, schedule
         self.folder, self.steps, self.skip, self.say = Path(folder), steps, skip, say

@@ -10,6 +10,7 @@ import math
 from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
+from ..files import InputError
 from ..model import Stepper
 
 # %% ../../nbs/33_schedules.ipynb #3d0b49e3
@@ -40,7 +41,7 @@ class Average:
     "An exponential moving average of parameters, in FP32 (or wider, where they are)"
     def __init__(self, params, # tensors
                  decay): # close to 1: the average is over the last 1/(1 - decay) updates
-        if not 0 < decay < 1: raise ValueError(f"the decay of an average is between 0 and 1, not {decay}")
+        if not 0 < decay < 1: raise InputError(f"the decay of an average is between 0 and 1, not {decay}")
         self.params, self.decay, self.n = list(params), decay, 0
         wide = lambda p: torch.promote_types(p.dtype, torch.float32)
         self.mean = [p.detach().to(wide(p), copy=True) for p in self.params]

@@ -19,8 +19,9 @@ import torch
 from fastcore.basics import patch
 from fastcore.script import call_parse
 from tqdm.auto import tqdm
-from ..measure import (clean_errors, default_device, ladder_table, lookup, machine, mfu,
-                                  ms_between, replace_file, sample_ms, summarize, warm_up)
+from ..files import InputError, RunError, check_writable, clean_errors, lookup, replace_file
+from ..measure import (default_device, ladder_table, machine, mfu, ms_between, sample_ms,
+                                  summarize, warm_up)
 from ..data import EOT, Batches, Corpus, bigram_loss, prefetch, tokenizer_of, val_batches
 from .corpora import (MixedBatches, StreamBatches, document_source, one_side, open_mix,
                                    stream_tokenizer, within_documents)
@@ -32,7 +33,7 @@ from .hardware import (climb, divisors, growing_segments, hardware, measured, me
 from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
                                  open_trackers, parse_trackers, read_rows)
 from .schedules import SCHEDULES, Average, GuardedStepper, lr_at
-from .saving import Saver, check_writable, newest, read_checkpoint, to_host, write_tensors
+from .saving import Saver, newest, read_checkpoint, to_host, write_tensors
 
 # %% ../../nbs/30_trainer.ipynb #16342ad0
 @dataclass
@@ -122,17 +123,17 @@ def shape(self:Trainer):
     c.seq, c.minutes = c.seq or self.config.seq, c.minutes or (3. if gpu else 1.2)
     c.eval_tokens = c.eval_tokens or (2**18 if gpu else 2**14)
     for k in ("seq", "evals", "eval_tokens", "keep_last"):
-        if getattr(c, k) < 1: raise ValueError(f"{k} must be at least 1, not {getattr(c, k)}")
+        if getattr(c, k) < 1: raise InputError(f"{k} must be at least 1, not {getattr(c, k)}")
     for k in ("batch accumulate tokens steps minutes lr weight_decay seed vocab sample samples profile "
               "save_minutes target").split():
-        if getattr(c, k) < 0: raise ValueError(f"{k} can't be negative: {getattr(c, k)}")
+        if getattr(c, k) < 0: raise InputError(f"{k} can't be negative: {getattr(c, k)}")
     lookup(SCHEDULES, c.schedule, "schedule"); parse_trackers(c.track)
-    if not 0 <= c.ema < 1: raise ValueError(f"ema is a decay from 0 (none) to below 1, not {c.ema}")
-    if c.epochs <= 0: raise ValueError(f"epochs must be above 0, not {c.epochs}")
-    if c.clip <= 0: raise ValueError(f"clip must be above 0, not {c.clip}; a large number clips nothing")
-    if not 0 <= c.warmup < 1: raise ValueError(f"warmup is a part of the steps, from 0 to 1, not {c.warmup}")
+    if not 0 <= c.ema < 1: raise InputError(f"ema is a decay from 0 (none) to below 1, not {c.ema}")
+    if c.epochs <= 0: raise InputError(f"epochs must be above 0, not {c.epochs}")
+    if c.clip <= 0: raise InputError(f"clip must be above 0, not {c.clip}; a large number clips nothing")
+    if not 0 <= c.warmup < 1: raise InputError(f"warmup is a part of the steps, from 0 to 1, not {c.warmup}")
     if c.seq > self.config.seq:
-        raise ValueError(f"seq {c.seq} is longer than the {self.config.seq} tokens of {c.workload!r}: "
+        raise InputError(f"seq {c.seq} is longer than the {self.config.seq} tokens of {c.workload!r}: "
                          "choose a smaller --seq")
     self.config = replace(self.config, seq=c.seq)
     self.sequences = divide(c, 32 if gpu else 16)
@@ -146,7 +147,7 @@ def start_from(self:Trainer):
     if not c.init:
         c.workload = c.workload or ("124m" if self.device.type == "cuda" else "tiny")
         return workload(c.workload), None
-    if c.workload: raise ValueError(f"{c.init} brings a shape of its own: leave out --workload")
+    if c.workload: raise InputError(f"{c.init} brings a shape of its own: leave out --workload")
     config, weights = import_folder(c.init)
     c.workload = config.name
     return config, weights
@@ -156,13 +157,13 @@ def divide(c, # a `TrainConfig`; gets `tokens`, and `accumulate` or `batch` wher
            default): # sequences in a step where nothing says how many
     "Sequences in a step. Raises `ValueError` where the options contradict each other"
     if c.tokens % c.seq:
-        raise ValueError(f"tokens {c.tokens} are no whole number of sequences of {c.seq}: choose a multiple")
+        raise InputError(f"tokens {c.tokens} are no whole number of sequences of {c.seq}: choose a multiple")
     n = c.tokens//c.seq or (c.batch or default)*(c.accumulate or 1)
     for k in ("batch", "accumulate"):
         if (v := getattr(c, k)) and n % v:
-            raise ValueError(f"a step has {n} sequences, which {k} {v} doesn't divide: choose a divisor")
+            raise InputError(f"a step has {n} sequences, which {k} {v} doesn't divide: choose a divisor")
     if c.batch and c.accumulate and c.batch*c.accumulate != n:
-        raise ValueError(f"{c.accumulate} batches of {c.batch} sequences are not the {n} sequences of "
+        raise InputError(f"{c.accumulate} batches of {c.batch} sequences are not the {n} sequences of "
                          f"{c.tokens} tokens: leave out one of the three")
     if c.batch: c.accumulate = n//c.batch
     elif c.accumulate: c.batch = n//c.accumulate
@@ -220,11 +221,11 @@ def open_stream(self:Trainer):
 def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where that comes from
     "Raise `ValueError` for a corpus whose tokens mean something else to the model of that folder"
     if corpus.vocab > config.vocab:
-        raise ValueError(f"{corpus.name} has {corpus.vocab} tokens, and the model of {folder} knows "
+        raise InputError(f"{corpus.name} has {corpus.vocab} tokens, and the model of {folder} knows "
                          f"{config.vocab}: take data that was tokenized for it")
     theirs = tokenizer_of(folder)
     if theirs and corpus.tokenizer and theirs.get_vocab() != corpus.tokenizer.get_vocab():
-        raise ValueError(f"{corpus.name} was tokenized otherwise than {folder}: tokenize it with "
+        raise InputError(f"{corpus.name} was tokenized otherwise than {folder}: tokenize it with "
                          f"speedrun_data --tokenizer {folder}, and train on what that makes")
 
 # %% ../../nbs/30_trainer.ipynb #87463c49
@@ -281,7 +282,7 @@ def shrink(self:Trainer):
     "Halve the micro-batch. Raises `RuntimeError` where it is one sequence already"
     c, was = self.cfg, self.cfg.batch
     if not (new := smaller(self.sequences, was)):
-        raise RuntimeError(f"out of GPU memory with one sequence of {c.seq} tokens: try --rungs smallest, or "
+        raise RunError(f"out of GPU memory with one sequence of {c.seq} tokens: try --rungs smallest, or "
                            "a smaller --workload or --seq")
     c.batch, c.accumulate = new, self.sequences//new
     self.say(f"out of GPU memory with {was} sequences in a micro-batch: going on with {c.accumulate} x {new}")
@@ -301,7 +302,7 @@ def resumed(cfg): # a `TrainConfig` with `resume`
     if not (folder/"config.json").is_file():
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json")
     if wrong := given - {*CHANGEABLE}:
-        raise ValueError(f"a resumed run keeps its options: leave out {', '.join(sorted(wrong))}. "
+        raise InputError(f"a resumed run keeps its options: leave out {', '.join(sorted(wrong))}. "
                          f"These can change: {', '.join(CHANGEABLE)}")
     old = read_record(folder)
     old = {f.name: old[f.name] for f in fields(cfg) if f.name in old}
@@ -309,7 +310,7 @@ def resumed(cfg): # a `TrainConfig` with `resume`
     res = TrainConfig(**old | {k: new[k] for k in given} | dict(resume=cfg.resume, overwrite=False,
                                                                 name=folder.name, out=str(folder.parent)))
     if res.batch < 1 or rows % res.batch:
-        raise ValueError(f"a step of this run has {rows} sequences, which batches of {res.batch} don't "
+        raise InputError(f"a step of this run has {rows} sequences, which batches of {res.batch} don't "
                          "divide: choose a divisor")
     return replace(res, accumulate=rows//res.batch)
 
@@ -352,7 +353,7 @@ def load(self:Trainer):
     if not found: raise FileNotFoundError(f"{self.folder} has no whole checkpoint to go on from")
     weights, state, about = read_checkpoint(found)
     if about["step"] >= self.cfg.steps and (self.folder/"result.json").exists():
-        raise ValueError(f"{self.folder} has taken its {about['step']} steps: choose more --steps to go on")
+        raise InputError(f"{self.folder} has taken its {about['step']} steps: choose more --steps to go on")
     self.run.model.load_state_dict(weights)
     self.step.opt.load_state_dict(state["optimizer"]); self.step.scaler.load_state_dict(state["scaler"])
     for k, o in self.stateful(): o.load_state_dict(state[k])
@@ -486,7 +487,7 @@ def take(self:Trainer, x, y): # all sequences of a step
         try: return self.step(*zip(x.split(self.cfg.batch), y.split(self.cfg.batch)))
         except torch.OutOfMemoryError: pass
         if self.step.applying:
-            raise RuntimeError("out of GPU memory in the middle of an update. Make room, and go on with "
+            raise RunError("out of GPU memory in the middle of an update. Make room, and go on with "
                                f"--resume {self.folder}")
         self.step.opt.zero_grad(set_to_none=True)
         if hasattr(self.run.loss, "forget"): self.run.loss.forget()
@@ -543,7 +544,7 @@ def give_up(self:Trainer, step, x, y): # number of the last bad step, its sequen
     "Save the batch and raise `RuntimeError`"
     path = self.folder/"bad_batch.safetensors"
     write_tensors(dict(x=x.cpu().contiguous(), y=y.cpu().contiguous()), path)
-    raise RuntimeError(f"{BAD_STEPS} steps in a row, the last of them step {step}, had gradients that aren't "
+    raise RunError(f"{BAD_STEPS} steps in a row, the last of them step {step}, had gradients that aren't "
                        f"finite. None of them was taken. The last one's batch is {path}: look at it, or try "
                        "a smaller --lr")
 

@@ -10,6 +10,7 @@ import json, os, pickle, re, signal, subprocess, sys
 import numpy as np
 from fastcore.basics import patch
 from tokenizers import Tokenizer
+from ..files import RunError
 
 # %% ../../nbs/37_words.ipynb #fba15a3e
 _WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.A)
@@ -95,7 +96,7 @@ class Worker:
             if self.hello: self.send(self.hello); self.hello = None
             self.send(texts)
             return pickle.load(self.process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError) as e: raise RuntimeError(self.obituary()) from e
+        except (OSError, EOFError, pickle.UnpicklingError) as e: raise RunError(self.obituary()) from e
 
 # %% ../../nbs/37_words.ipynb #b76939e8
 @patch
