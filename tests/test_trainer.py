@@ -9,7 +9,7 @@ from llm_speedrun.train import hardware as hardware_module, trainer as module
 from llm_speedrun.model import RUNGS, Stepper
 from llm_speedrun.train.hardware import *
 from llm_speedrun.files import clean_errors
-from llm_speedrun.train.schedules import lr_at
+from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.report import loss_chart
 from llm_speedrun.train.trainer import *
 from llm_speedrun.train.saving import newest

@@ -32,7 +32,7 @@ from .hardware import (climb, divisors, growing_segments, hardware, measured, me
                                    micro_batch, parse_rungs, smaller)
 from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
                                  open_trackers, parse_trackers, read_rows)
-from .schedules import SCHEDULES, Average, GuardedStepper, lr_at
+from ..recipes.schedules import SCHEDULES, Average, GuardedStepper, lr_at
 from .saving import Saver, newest, read_checkpoint, to_host, write_tensors
 
 # %% ../../nbs/30_trainer.ipynb #16342ad0
