@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from .files import InputError, check_writable, clean_errors, lookup, synced
 from .data import EOT
-from .model import GPT, GPTConfig, baseline
+from .model import GPT, GPTConfig
+from .runs import baseline
 from .train.saving import checkpoints, write_tensors
 
 # %% ../nbs/62_export.ipynb #b0a3ee44

@@ -13,7 +13,8 @@ import torch
 from fastcore.script import call_parse
 from .files import InputError, RunError, clean_errors, lookup, replace_file
 from .measure import ladder_chart, ladder_table
-from .model import bench, workload as find_workload
+from .model import workload as find_workload
+from .runs import bench
 from .train.hardware import climb, memory_advice, parse_rungs
 
 # %% ../nbs/22_ladder.ipynb #ddb99a89

@@ -5,6 +5,7 @@ import pytest, torch
 from llm_speedrun.rungs.checkpointing import *
 from llm_speedrun.measure import OpCounter
 from llm_speedrun.model import *
+from llm_speedrun.runs import *
 from small import NANO, fails, nano
 
 FOUR = replace(NANO, layers=4)

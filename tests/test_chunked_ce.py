@@ -5,7 +5,8 @@ import pytest, torch, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from llm_speedrun.rungs.chunked_ce import *
 from llm_speedrun.measure import OpCounter, by_kind, count, warm_up
-from llm_speedrun.model import Stepper, baseline, build, count_step, cross_entropy, matrix_params, reference_errors, workload
+from llm_speedrun.model import cross_entropy, matrix_params, workload
+from llm_speedrun.runs import Stepper, baseline, build, count_step, reference_errors
 from small import NANO, fails
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

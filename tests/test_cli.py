@@ -8,7 +8,7 @@ from fastcore.docments import docments
 from fastcore.script import anno_parser
 from llm_speedrun.train.doctor import speedrun_doctor
 from llm_speedrun.export import speedrun_export
-from llm_speedrun.model import RUNGS
+from llm_speedrun.runs import RUNGS
 from llm_speedrun.train.corpora import speedrun_data
 from llm_speedrun.train.report import speedrun_report
 from llm_speedrun.ladder import speedrun_ladder

@@ -8,6 +8,7 @@ from llm_speedrun.rungs.compile import *
 from llm_speedrun.measure import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, measure_ceilings, profile_kinds,
                                   profiled)
 from llm_speedrun.model import *
+from llm_speedrun.runs import *
 from flags import changed, flags
 from small import NANO, fails
 

@@ -9,7 +9,7 @@ from llm_speedrun.train import doctor
 from llm_speedrun.data import Batches, train_tokenizer, write_shards
 from llm_speedrun.train.doctor import *
 from llm_speedrun.measure import version_of
-from llm_speedrun.model import RUNGS, Stepper
+from llm_speedrun.runs import RUNGS, Stepper
 from llm_speedrun.train.trainer import TrainConfig, train
 from small import nano, options
 

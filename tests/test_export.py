@@ -7,7 +7,8 @@ from safetensors.torch import load_file, save_file
 from llm_speedrun import export
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import *
-from llm_speedrun.model import GPT, RUNGS, WORKLOADS, Run, Stepper, build, generate
+from llm_speedrun.model import GPT, WORKLOADS
+from llm_speedrun.runs import RUNGS, Run, Stepper, build, generate
 from llm_speedrun.train.hardware import presets
 from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options

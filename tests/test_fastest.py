@@ -4,7 +4,8 @@ import pytest, torch, torch.nn.functional as F
 from llm_speedrun.rungs.fastest import *
 from llm_speedrun.rungs.fp8 import E4M3, sqnr
 from llm_speedrun.rungs.fused_ops import add_norm_maths, norm_backward_maths, swiglu_backward_maths, swiglu_maths
-from llm_speedrun.model import Stepper, baseline, build, naive_attention, workload
+from llm_speedrun.model import naive_attention, workload
+from llm_speedrun.runs import Stepper, baseline, build
 from small import NANO, fails
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,7 +6,8 @@ from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import *
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.measure import has_fp8
-from llm_speedrun.model import RUNGS, Stepper, build, rope_table, workload
+from llm_speedrun.model import rope_table, workload
+from llm_speedrun.runs import RUNGS, Stepper, build
 from small import NANO, fails
 
 GPU = torch.cuda.is_available()

@@ -28,7 +28,8 @@ before, seen, t0 = settings(), set(sys.modules), time.process_time()
 for name in MODULES: importlib.import_module(f"llm_speedrun.{name}")
 seconds = time.process_time() - t0
 after, new = settings(), set(sys.modules) - seen
-from llm_speedrun.model import Stepper, build, workload
+from llm_speedrun.model import workload
+from llm_speedrun.runs import Stepper, build
 from dataclasses import replace
 step = Stepper(build(replace(workload("tiny"), layers=1, seq=16), RUNGS))
 x = torch.arange(16, device=step.run.device)[None]

@@ -4,7 +4,8 @@ import pytest, torch
 from torch import nn
 from llm_speedrun.rungs import amp, checkpointing, chunked_ce, flash, tf32    # their rungs
 from llm_speedrun.measure import measure_ceilings, sample_ms, summarize, version_of
-from llm_speedrun.model import Stepper, adamw, baseline, build, check_rung, count_step, find_rung, workload
+from llm_speedrun.model import workload
+from llm_speedrun.runs import Stepper, adamw, baseline, build, check_rung, count_step, find_rung
 from llm_speedrun.rungs.optim import (BLOCK, Bf16AdamW, adamw8bit, adamw_scalars, bf16_matrices, bf16_weights, join_fp32,
                                 make_8bit, make_bf16, philox, random_bits, split_fp32, state_bytes, stochastic_round,
                                 update_torch, update_triton)

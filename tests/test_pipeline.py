@@ -260,7 +260,8 @@ def test_stream_gives_every_document_once(tok):
 def test_logits_do_not_depend_on_documents_before(rungs):
     "With `within_documents`, a document's logits are those it has alone in its window"
     from dataclasses import replace
-    from llm_speedrun.model import build, workload
+    from llm_speedrun.model import workload
+    from llm_speedrun.runs import build
     eot, run = 0, build(replace(workload("tiny"), seq=48), rungs, device="cpu")
     inside = within_documents(run, eot)
     x = torch.randint(1, 1000, (2, 48), generator=torch.Generator().manual_seed(0))

@@ -3,7 +3,7 @@ import gzip, json, re, sys, time, types
 from html.parser import HTMLParser
 import pytest, torch
 from small import NANO, fails, nano, options
-from llm_speedrun.model import Stepper, baseline
+from llm_speedrun.runs import Stepper, baseline
 from llm_speedrun.train.report import (PHASES, VERSIONS, Breakdown, LivePlot, StepProfile, gpu_stats, html_report,
                                  loss_chart, notebook_display, open_trackers, parse_trackers, points, read_run,
                                  running_mean, speedrun_report, thinned)

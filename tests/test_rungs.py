@@ -7,6 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 from llm_speedrun.rungs.amp import bf16, fp16, half_rung
 from llm_speedrun.rungs.flash import BACKENDS, attend_with, flash, sdpa, why_not
 from llm_speedrun.model import *
+from llm_speedrun.runs import *
 from llm_speedrun.model import Attention
 from llm_speedrun.rungs.tf32 import tf32
 from llm_speedrun.train.hardware import parse_rungs, presets

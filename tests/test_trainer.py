@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun.train import hardware as hardware_module, trainer as module
-from llm_speedrun.model import RUNGS, Stepper
+from llm_speedrun.runs import RUNGS, Stepper
 from llm_speedrun.train.hardware import *
 from llm_speedrun.files import clean_errors
 from llm_speedrun.recipes.schedules import lr_at

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 from ..files import InputError
-from ..model import Stepper
+from ..runs import Stepper
 
 # %% ../../nbs/40_schedules.ipynb #3d0b49e3
 def cosine(t): # part of the time after the warm-up that is over, 0 to 1

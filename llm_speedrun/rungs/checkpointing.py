@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from ..files import InputError
 from ..measure import memory_limit, op_kind, tensors
-from ..model import Stepper, build, entered, rung
+from ..runs import Stepper, build, entered, rung
 from .fused_ops import SwiGLUDown, swiglu
 
 # %% ../../nbs/20_checkpointing.ipynb #3a1ff34d

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..files import InputError
 from .fused_ops import (blocks, compute_dtype, jit, kernel_op, launch, pow2, runs_kernel,
                             tl, traced)
-from ..model import rung
+from ..runs import rung
 
 # %% ../../nbs/15_chunked_ce.ipynb #95250d9c
 def chunked_cross_entropy(h, # hidden states, N d or B T d

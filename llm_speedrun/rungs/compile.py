@@ -16,7 +16,8 @@ import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from ..files import InputError, RunError, lookup
 from ..measure import fused, version_of
-from ..model import cross_entropy, needs_capability, param_groups, rung
+from ..model import cross_entropy
+from ..runs import needs_capability, param_groups, rung
 
 # %% ../../nbs/18_compile.ipynb #1863f340
 def own_code(f): # a function
@@ -89,7 +90,8 @@ def compile(run, # a `Run`
 # %% ../../nbs/18_compile.ipynb #9d9afd75
 FIRST_STEP = """
 import sys, time, torch
-from llm_speedrun.model import step_of, workload
+from llm_speedrun.model import workload
+from llm_speedrun.runs import step_of
 name, batch, *rungs = sys.argv[1:]
 step = step_of(workload(name), rungs, int(batch))()
 t0 = time.perf_counter()

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from ..files import InputError, RunError
 from ..measure import DTYPES, version_of
-from ..model import rung
+from ..runs import rung
 from .flash import repeat_heads, set_attention
 from .fused_ops import (FusedBlock, add_rms_norm, blocks, compute_dtype, jit, joined,
                             kernel_op, launch, norm_backward_maths, pow2, rms_norm, run_norm_backward,

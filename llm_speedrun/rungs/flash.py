@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 from ..files import RunError, lookup
 from ..measure import DTYPES, time_ms
-from ..model import Attention, rung
+from ..model import Attention
+from ..runs import rung
 
 # %% ../../nbs/12_flash.ipynb #ed38836d
 def repeat_heads(q, k, v): # B H T D; B K T D twice, K divides H

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from ..files import InputError, lookup
 from ..measure import default_device, time_ms
-from ..model import baseline, needs_capability, rung, uncompiled
+from ..runs import baseline, needs_capability, rung, uncompiled
 from .flash import sdpa, set_attention
 from .fused_ops import (FusedBlock, add_norm_maths, blocks, compute_dtype, fused_ops,
                             graph_ms, jit, kernel_op, launch, needs_triton, qk_rope, qk_rope_backward_maths,

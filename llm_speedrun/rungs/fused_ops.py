@@ -18,7 +18,8 @@ import torch, torch.nn as nn, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from ..files import InputError
 from ..measure import time_ms
-from ..model import Block, RMSNorm, rope, rung
+from ..model import Block, RMSNorm, rope
+from ..runs import rung
 
 # %% ../../nbs/14_fused_ops.ipynb #6e933a79
 try:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..files import InputError, lookup
 from .fused_ops import blocks, jit, tl, triton
 from ..measure import version_of
-from ..model import param_groups, rung, uncompiled
+from ..runs import param_groups, rung, uncompiled
 
 # %% ../../nbs/21_optim.ipynb #c1d2270c
 def adamw_scalars(lr, betas, eps, weight_decay, # as in `torch.optim.AdamW`

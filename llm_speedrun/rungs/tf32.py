@@ -9,7 +9,7 @@ __all__ = ['tf32']
 from dataclasses import replace
 from functools import partial
 from ..measure import matmul_precision
-from ..model import needs_capability, rung
+from ..runs import needs_capability, rung
 
 # %% ../../nbs/10_tf32.ipynb #be1110b2
 @rung("precision", needs=needs_capability(8, 0, "TF32"))

@@ -18,7 +18,7 @@ from fastcore.script import call_parse
 from packaging.requirements import Requirement
 from ..files import clean_errors
 from ..measure import driver_version, memory_limit, sample_ms, summarize, version_of
-from ..model import RUNGS
+from ..runs import RUNGS
 from .saving import newest, taken_apart
 from .hardware import presets
 from .trainer import TrainConfig, Trainer, options_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from ..files import InputError, lookup
 from ..measure import gpu_gib, memory_limit, warm_up
-from ..model import RUNGS, check_rung, find_rung, in_order, measure_run, step_of
+from ..runs import RUNGS, check_rung, find_rung, in_order, measure_run, step_of
 from ..rungs.amp import half_rung
 
 # %% ../../nbs/32_hardware.ipynb #65ed883e

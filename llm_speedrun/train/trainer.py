@@ -25,7 +25,8 @@ from ..measure import (default_device, ladder_table, machine, mfu, ms_between, s
 from ..data import EOT, Batches, Corpus, bigram_loss, prefetch, tokenizer_of, val_batches
 from .corpora import (MixedBatches, StreamBatches, document_source, one_side, open_mix,
                                    stream_tokenizer, within_documents)
-from ..model import GPTConfig, build, generate, step_of, train_flops, workload
+from ..model import GPTConfig, train_flops, workload
+from ..runs import build, generate, step_of
 from ..export import import_folder
 from ..rungs.flash import backend_ms, why_not
 from .hardware import (climb, divisors, growing_segments, hardware, measured, memory_limit,
