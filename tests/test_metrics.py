@@ -1,10 +1,10 @@
 "What a run measures of itself: the breakdown of a step, the GPU, trackers, a profile."
-import gzip, json, re, sys, time, types
+import gzip, json, os, re, sys, time, types
 import pytest, torch
 from small import NANO, fails
 from llm_speedrun.runs import Stepper, baseline
 from llm_speedrun.train.metrics import (PHASES, Breakdown, StepProfile, gpu_stats, open_trackers,
-                                        parse_trackers)
+                                        parse_trackers, read_rows)
 
 # --- breakdown ---
 
@@ -115,7 +115,8 @@ def test_a_tracker_that_cannot_be_opened_is_an_error_and_closes_the_others(fakes
 
 def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fakes, tmp_path, monkeypatch):
     class Run:
-        def log(self, row, step): raise OSError("no space left")
+        def define_metric(self, name, step_metric=None): pass
+        def log(self, row): raise OSError("no space left")
         def finish(self): raise AssertionError("it was dropped")
     monkeypatch.setattr(sys.modules["wandb"], "init", lambda **kw: Run())
     said = []
@@ -124,6 +125,28 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fakes, tmp_path,
     t.close()
     assert said == ["tracker 'wandb' failed and gets no more rows: OSError: no space left"]
     assert len(FakeWriter.made[0].log) == 4
+
+class Server:
+    "Weights & Biases as it keeps runs: its own count of steps only grows, and a row of an earlier step is dropped"
+    def __init__(self): self.runs = {}
+    def init(self, id, **kw):
+        kept = self.runs.setdefault(id, types.SimpleNamespace(at=-1, rows=[], axis={}))
+        def log(row, step=None):
+            if step is not None and step < kept.at: return
+            kept.at = kept.at + 1 if step is None else step
+            kept.rows.append(row)
+        define = lambda name, step_metric=None: kept.axis.update({name: step_metric})
+        return types.SimpleNamespace(log=log, define_metric=define, finish=lambda: None)
+
+def test_wandb_keeps_the_rows_of_a_resumed_run(fakes, tmp_path, monkeypatch):
+    server = Server()
+    monkeypatch.setattr(sys.modules["wandb"], "init", server.init)
+    for start, end in ((0, 9), (5, 12)):    # killed after step 9, the last checkpoint was of step 5
+        t = open_trackers("wandb", tmp_path, {}, step=start)
+        for i in range(start + 1, end + 1): t.log(dict(step=i, loss=1/i)); t.log(dict(step=i, val_loss=None))
+    kept, = server.runs.values()
+    assert [r["step"] for r in kept.rows if "loss" in r] == [*range(1, 10), *range(6, 13)]
+    assert kept.axis == {"step": None, "*": "step"}     # and they are drawn over our step
 
 def test_tracker_names(monkeypatch, fakes):
     assert parse_trackers(" wandb,tensorboard, wandb") == ["wandb", "tensorboard"]
@@ -135,18 +158,22 @@ def test_tracker_names(monkeypatch, fakes):
 def test_real_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    t = open_trackers("tensorboard", tmp_path, {})
-    for i in range(3): t.log(dict(step=i, loss=1/(i + 1)))
-    t.close()
+    for start, end in ((0, 4), (2, 5)):     # the resumed run takes steps 3 and 4 again
+        t = open_trackers("tensorboard", tmp_path, {}, step=start)
+        for i in range(start + 1, end + 1): t.log(dict(step=i, loss=start + 1/i))
+        t.close()
     read = EventAccumulator(str(tmp_path/"tensorboard")); read.Reload()
-    assert [(e.step, e.value) for e in read.Scalars("loss")] == [(i, pytest.approx(1/(i + 1))) for i in range(3)]
+    expected = [(i, pytest.approx((2 if i > 2 else 0) + 1/i)) for i in range(1, 6)]
+    assert [(e.step, e.value) for e in read.Scalars("loss")] == expected
 
-def test_real_wandb_offline(tmp_path, monkeypatch):
+def test_real_wandb_offline(tmp_path, monkeypatch, capfd):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     t = open_trackers("wandb", tmp_path, dict(lr=.1))
-    t.log(dict(step=1, loss=1.)); t.close()
+    for i in (1, 5, 3): t.log(dict(step=i, loss=1.))    # back to 3, as a resumed run goes
+    t.close()
     assert list((tmp_path/"wandb").glob("offline-run-*"))
+    assert "will be ignored" not in capfd.readouterr().err
 
 # --- profile ---
 
@@ -167,3 +194,14 @@ def test_profile_that_cannot_be_written_is_told(tmp_path):
     p = StepProfile(tmp_path/"missing", steps=1, skip=1, say=said.append)
     for _ in range(3): work(); p.step()
     assert len(said) == 1 and "could not be written" in said[0]
+
+# --- rows ---
+
+def test_rows_are_read_from_files_alone(tmp_path):
+    path, said = tmp_path/"metrics.jsonl", []
+    os.mkfifo(path)
+    with fails(ValueError, "is no regular file", str(path)): read_rows(path)
+    path.unlink()
+    path.write_bytes(b'{"step": 1}\n\xff\n{"step": 2, "event": "a\xe2\x80\xa8b"}\n{"step": true}\n{"step": 3}')
+    assert [r["step"] for r in read_rows(path, said.append)] == [1, 2, 3]
+    assert len(said) == 1 and "passed over: 2; the first: line 2" in said[0]
