@@ -29,10 +29,10 @@ from ..measure import default_device, time_ms
 from ..runs import baseline, needs_capability, rung, uncompiled
 from ..model import set_parts
 from .flash import sdpa
-from .fused_ops import (add_norm_maths, blocks, fused_ops,
-                            graph_ms, jit, kernel_op, launch, needs_triton, qk_rope, qk_rope_backward_maths,
-                            rms_norm_backward, runs_kernel, stream_pair, swiglu_backward_maths, swiglu_grads,
-                            swiglu_maths, tl)
+from .fused_ops import (fused_ops, needs_triton, qk_rope, qk_rope_backward_maths,
+                                          stream_pair, swiglu_backward_maths, swiglu_grads, swiglu_maths)
+from .triton import (add_norm_maths, blocks, graph_ms, jit, kernel_op, launch,
+                                       rms_norm_backward, runs_kernel, tl)
 from .chunked_ce import (ChunkedCE, chunk_size, linear_cross_entropy, loss_tile,
                             read_logits, row_lse, sms)
 
