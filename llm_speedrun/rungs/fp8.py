@@ -712,6 +712,7 @@ def choose_parts(run, # the `Run` to which the rung will be applied
     return (dict(parts=[p for p in can if gains[p] > BREAK_EVEN]),
             ", ".join(f"{p} {gains[p]:.2f}x" for p in can))
 
+# %% ../../nbs/16_fp8.ipynb #992b846a
 @rung("parts", needs=needs_fp8, requires=["bf16", "fused_ops"], follows=["flash", "flash4", "chunked_ce"],
       excludes=["fp16"], gpu_only=True, choose=choose_parts)
 def fp8(run, # a `Run`

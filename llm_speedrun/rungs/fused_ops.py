@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from ..files import InputError
 from ..model import rope, set_parts
 from ..runs import rung
-from .triton import (AddRMSNorm, blocks, jit, kernel_op, launch, pow2, programs, runs_kernel, tl,
-                                       triton)
+from .triton import (AddRMSNorm, blocks, jit, kernel_op, launch, pow2, programs,
+                                       runs_kernel, tl, triton)
 
 # %% ../../nbs/14_fused_ops.ipynb #2ceb2a17
 def swiglu_maths(ab): # N 2F
