@@ -133,7 +133,7 @@ Options = dict[str, Value | list[Leaf] | dict[str, Leaf]] # what `config.json` i
 
 class Result(msgspec.Struct):
     "What the page shows of `result.json`"
-    steps: Number | None = None
+    steps: Number
     val_loss: Number | None = None
     bigram_loss: Number | None = None # of a bigram model, in nats per token
     interrupted: bool = False
@@ -165,7 +165,7 @@ def read_run(folder): # of a run, finished or not
     json_of = lambda kind: lambda path: read_json(path, kind)
     rows_of = lambda path: read_rows(path, notes.append)
     run = dict(name=folder.resolve().name, config=load("config.json", {}, json_of(Options)),
-               result=load("result.json", Result(), json_of(Result)), over=(folder/"result.json").exists(),
+               result=load("result.json", Result(steps=0), json_of(Result)), over=(folder/"result.json").exists(),
                rows=load("metrics.jsonl", [], rows_of), samples=load("samples.jsonl", [], rows_of),
                ladder=load("ladder.json", [], json_of(list[Rung])),
                sample=load("sample.txt", "", lambda path: read_bytes_of(path).decode(errors="replace")))
@@ -220,8 +220,8 @@ def short_number(n): # a number
 def key_figures(run): # from `read_run`
     "Triples of a value, what it is, and what to compare it with, as text"
     c, res, rows = run["config"], run["result"], run["rows"]
-    val, yard = points(rows, "val_loss"), res.bigram_loss
-    loss = val[-1][1] if res.val_loss is None and val else res.val_loss
+    val, yard, loss = points(rows, "val_loss"), res.bigram_loss, number(res.val_loss)
+    if loss is None and val: loss = val[-1][1]
     done, planned, each = steps_done(run), number(c.get("steps")), step_tokens(c)
     speeds = [v for _, v in points(rows, "tok_s") if v > 0]
     if loss is not None: yield f"{loss:.3f}", "validation loss", f"a bigram model: {yard:.3f}" if yard else ""
