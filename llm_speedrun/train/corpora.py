@@ -13,7 +13,7 @@ import hashlib, math, os, re, shutil, time
 from collections import deque
 from fractions import Fraction
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated
 import msgspec, numpy as np, torch, torch.nn.functional as F
@@ -46,14 +46,14 @@ def _assembled(parcel, encoded, eot, dtype):
 def _reopened(folder, split, dtype, shard_tokens, n):
     "A `TokenWriter` that goes on after the first `n` tokens of its files; what comes after them is cut off"
     w = TokenWriter(folder, split, dtype, shard_tokens)
-    w.n, files = n, [w.path(i) for i in range(min(-(-n//shard_tokens), 10**6))]
-    for p in {*token_files(folder, split)} - {*files}: p.unlink()
-    for i, p in enumerate(files):
-        keep, have = min(n - i*shard_tokens, shard_tokens)*dtype.itemsize, p.stat().st_size if p.exists() else 0
-        if have < keep:
+    w.n, files = n, []
+    for i in range(-(-n//shard_tokens)):
+        keep, p = min(n - i*shard_tokens, shard_tokens)*dtype.itemsize, w.path(i)
+        if (have := p.stat().st_size if p.exists() else 0) < keep:
             raise InputError(f"{p} has {have:,} bytes and the journal says {keep:,}; somebody has changed it. "
                              f"Delete {folder.parent} and start again")
-        os.truncate(p, keep)
+        os.truncate(p, keep); files.append(p)
+    for p in {*token_files(folder, split)} - {*files}: p.unlink()
     if n % shard_tokens: w.file = open(files[-1], "ab")
     return w
 
@@ -480,15 +480,16 @@ def encoded(self:StreamBatches, pieces): # from `pieces`
 def rows(self:StreamBatches, at, docs, digest): # as for `pieces`
     "Yield the rows of batch after batch (B T+1, as stored), and the position after each"
     T, rows, left, i = self.seq, [], np.array(at["left"], self.dtype), at["i"]
-    for parcel, tokens in self.encoded(self.pieces(at, docs, digest)):
-        for (_, begins, after), b in zip(parcel, tokens):
-            left = np.concatenate([left, np.array([self.eot]*begins, self.dtype), np.frombuffer(b, self.dtype)])
-            while len(left) > T:
-                rows.append(left[:T+1]); left = left[T:]
-                if len(rows) < self.batch: continue
-                i += 1
-                yield np.stack(rows), after | dict(i=i, left=left.tolist())
-                rows = []
+    encoded = self.encoded(self.pieces(at, docs, digest))
+    more = ((*p[1:], b) for parcel, tokens in encoded for p, b in zip(parcel, tokens))
+    for begins, after, b in chain([(False, at, b"")], more):        # first what is left already
+        left = np.concatenate([left, np.array([self.eot]*begins, self.dtype), np.frombuffer(b, self.dtype)])
+        while len(left) > T:
+            rows.append(left[:T+1]); left = left[T:]
+            if len(rows) < self.batch: continue
+            i += 1
+            yield np.stack(rows), after | dict(i=i, left=left.tolist())
+            rows = []
 
 # %% ../../nbs/38_corpora.ipynb #1b84f9ff
 @patch
