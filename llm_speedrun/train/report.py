@@ -165,7 +165,8 @@ def read_run(folder): # of a run, finished or not
     json_of = lambda kind: lambda path: read_json(path, kind)
     rows_of = lambda path: read_rows(path, notes.append)
     run = dict(name=folder.resolve().name, config=load("config.json", {}, json_of(Options)),
-               result=load("result.json", Result(steps=0), json_of(Result)), over=(folder/"result.json").exists(),
+               result=load("result.json", Result(steps=0), json_of(Result)),
+               over=(folder/"result.json").exists(),
                rows=load("metrics.jsonl", [], rows_of), samples=load("samples.jsonl", [], rows_of),
                ladder=load("ladder.json", [], json_of(list[Rung])),
                sample=load("sample.txt", "", lambda path: read_bytes_of(path).decode(errors="replace")))
