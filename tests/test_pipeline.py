@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from tokenizers import Tokenizer
 from llm_speedrun.train import corpora as pipeline
+from llm_speedrun.train.options import speedrun_data
 from llm_speedrun.data import Batches, open_corpus, read_documents, stdlib_files, train_tokenizer, write_shards
 from llm_speedrun.train.corpora import *
 from llm_speedrun.train.words import Encoder
@@ -50,10 +51,11 @@ def assert_same(a, b):
 SLOW = """
 import sys, time
 from llm_speedrun.train import corpora as pipeline
+from llm_speedrun.train.options import speedrun_data
 pipeline._parcels.__defaults__ = (100_000,)             # many small parcels
 monotonic = time.monotonic
 pipeline.time.monotonic = lambda: 100*monotonic()       # the journal is written a hundred times as often
-pipeline.speedrun_data(sys.argv[1], sys.argv[2], tokenizer=sys.argv[3], workers=2)
+speedrun_data(["--data", sys.argv[1], "--out", sys.argv[2], "--tokenizer", sys.argv[3], "--workers", "2"])
 """
 
 def start(texts, out, expected):
@@ -279,5 +281,6 @@ def test_command(tmp_path, capsys):
     "What a user can get wrong is one line"
     for args, said in (((tmp_path/"nope", tmp_path/"o"), "neither a corpus"), (("stdlib", tmp_path), "exists already"),
                        (("stdlib", tmp_path/"o", tmp_path/"no.json"), "no.json: no tokenizer.json")):
-        with pytest.raises(SystemExit) as e: speedrun_data(*map(str, args), workers=1)
+        given = [f"--{k}={v}" for k, v in zip(("data", "out", "tokenizer"), args)]
+        with pytest.raises(SystemExit) as e: speedrun_data([*given, "--workers=1"])
         assert e.value.code == 2 and said in capsys.readouterr().err

@@ -6,7 +6,8 @@ from small import NANO, fails, nano, options
 from llm_speedrun.runs import Stepper, baseline
 from llm_speedrun.train.report import (PHASES, VERSIONS, Breakdown, LivePlot, StepProfile, gpu_stats, html_report,
                                  loss_chart, notebook_display, open_trackers, parse_trackers, points, read_run,
-                                 running_mean, speedrun_report, thinned)
+                                 running_mean, thinned)
+from llm_speedrun.train.options import speedrun_report
 
 # --- breakdown ---
 
@@ -326,12 +327,12 @@ def test_report_of_a_long_run_is_small(copy):
 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
     with fails(FileNotFoundError, "is not the folder of a run", "config.json"): html_report(tmp_path)
-    with pytest.raises(SystemExit) as e: speedrun_report(str(tmp_path))
+    with pytest.raises(SystemExit) as e: speedrun_report([str(tmp_path)])
     assert e.value.code == 2 and "is not the folder of a run" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 def test_command_prints_the_path(copy, capsys):
-    speedrun_report(str(copy))
+    speedrun_report([str(copy)])
     assert capsys.readouterr().out == f"{copy/'report.html'}\n" and (copy/"report.html").is_file()
 
 def test_a_loss_that_rises_stays_in_the_picture():

@@ -10,8 +10,7 @@ __all__ = ['PHASES', 'GPU_STATS', 'TRACKERS', 'BLUE', 'ORANGE', 'GREEN', 'PURPLE
            'read_rows', 'read_run', 'number', 'step_tokens', 'model_config', 'mfu_at', 'phase_ms', 'spoken',
            'short_number', 'key_figures', 'steps_done', 'svg', 'curve', 'breakdown_chart', 'part', 'two_columns',
            'pairs', 'html_table', 'about_part', 'loss_part', 'speed_part', 'breakdown_part', 'training_part',
-           'gpu_part', 'ladder_part', 'events_part', 'sample_part', 'options_part', 'page_head', 'html_report',
-           'speedrun_report']
+           'gpu_part', 'ladder_part', 'events_part', 'sample_part', 'options_part', 'page_head', 'html_report']
 
 # %% ../../nbs/35_report.ipynb #d4c7d114
 import importlib, io, json, math, re, statistics, sys, time, uuid
@@ -19,11 +18,10 @@ from dataclasses import fields
 from pathlib import Path
 import numpy as np, torch
 from fastcore.basics import patch
-from fastcore.script import call_parse
 from fastcore.xml import (Body, Dd, Div, Dl, Dt, Figure, Footer, H1, H2, Head, Header, Html, Meta, P, Pre,
                           Safe, Section, Span, Style, Tbody, Td, Th, Thead, Title, Tr, to_xml)
 from fastcore.xml import Table as HtmlTable
-from ..files import InputError, RunError, clean_errors, lookup, replace_file
+from ..files import InputError, RunError, lookup, replace_file
 from ..measure import kernel_kind, mfu, moment, ms_between, op_kind, table
 from ..model import GPTConfig, matrix_params, train_flops
 
@@ -719,11 +717,3 @@ def html_report(folder): # of a run, finished or not
     path = Path(folder)/"report.html"
     replace_file(path, page)
     return path
-
-# %% ../../nbs/35_report.ipynb #ffd77fc4
-@call_parse
-def speedrun_report(
-    folder: str, # of a run: runs/<name>
-):
-    "Write a one-page report of a run, finished or not, into its folder: report.html"
-    print(clean_errors(lambda: html_report(folder)))

@@ -21,6 +21,8 @@ from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
 from tqdm.auto import tqdm
+
+# %% ../../nbs/30_trainer.ipynb #9b3a31e8
 from ..files import (InputError, RunError, check_writable, hold, lookup, read_json,
                           replace_file)
 from ..measure import (default_device, ladder_table, machine, mfu, ms_between, sample_ms,
@@ -38,8 +40,8 @@ from .options import TrainConfig, agree
 from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
                                  notebook_display, open_trackers, parse_trackers)
 from ..recipes.schedules import SCHEDULES, Average, GuardedStepper, lr_at, warmup_steps
-from .saving import (Saver, check_size, checkpoints, converted, load_named_state, named_state,
-                                 newest, read_checkpoint, read_record, read_result, read_rows, to_host,
+from .saving import (Saver, check_size, checkpoints, converted, load_named_state,
+                                 named_state, newest, read_checkpoint, read_record, read_result, read_rows, to_host,
                                  write_tensors)
 
 # %% ../../nbs/30_trainer.ipynb #1bc039b8
@@ -464,6 +466,7 @@ def load_optimizer(self:Trainer, state): # from `named_state`
     if kind == now: load_named_state(self.run.model, self.step.opt, state)
     else: self.say(f"the optimizer is {now}, and was {kind}: its moments begin anew")
 
+# %% ../../nbs/30_trainer.ipynb #bbfa5797
 @patch
 def load_rungs(self:Trainer, states): # rung -> its state
     "Give the rungs their states. Those of rungs that are gone are dropped, new rungs begin anew"
