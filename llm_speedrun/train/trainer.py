@@ -41,8 +41,8 @@ from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, l
                                  notebook_display, open_trackers, parse_trackers)
 from ..recipes.schedules import SCHEDULES, Average, GuardedStepper, lr_at, warmup_steps
 from .saving import (Saver, check_size, checkpoints, converted, load_named_state,
-                                 named_state, newest, read_checkpoint, read_record, read_result, read_rows, to_host,
-                                 write_tensors)
+                                 named_state, newest, read_checkpoint, read_record, read_result,
+                                 read_rows, to_host, write_tensors)
 
 # %% ../../nbs/30_trainer.ipynb #1bc039b8
 class Trainer:
