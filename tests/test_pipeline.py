@@ -4,6 +4,8 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 import numpy as np, pytest, torch
+from llm_speedrun import data
+from llm_speedrun.files import InputError
 from tokenizers import Tokenizer
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.train.options import speedrun_data
@@ -52,7 +54,7 @@ SLOW = """
 import sys, time
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.train.options import speedrun_data
-pipeline._parcels.__defaults__ = (100_000,)             # many small parcels
+pipeline.parcels.__defaults__ = (100_000,)             # many small parcels
 monotonic = time.monotonic
 pipeline.time.monotonic = lambda: 100*monotonic()       # the journal is written a hundred times as often
 speedrun_data(["--data", sys.argv[1], "--out", sys.argv[2], "--tokenizer", sys.argv[3], "--workers", "2"])
@@ -109,7 +111,7 @@ def test_corrupt_document(texts, tok, expected, tmp_path, monkeypatch):
     (folder/"a.jsonl").write_text("".join(lines[0]))
     (folder/"b.jsonl").write_text("".join(lines[1][:5] + ['{"text": 3}\n']))
     call = lambda **kw: tokenize_corpus(read_documents(folder), tok, tmp_path/"out", workers=1, **kw)
-    monkeypatch.setattr(pipeline._parcels, "__defaults__", (100_000,))
+    monkeypatch.setattr(pipeline.parcels, "__defaults__", (100_000,))
     with pytest.raises(ValueError, match=r"b.jsonl line 6: 'text' is a int"): call()
     assert pieces_done(tmp_path/"out") > 0
     (folder/"b.jsonl").write_text("".join(lines[1]))
@@ -140,14 +142,14 @@ def test_killed_at_the_end(tok, tmp_path, monkeypatch, moment):
 def test_full_disk(texts, tok, expected, tmp_path, monkeypatch):
     "A disk that fills up is an OSError; with room again, the same call goes on"
     call, n = lambda: tokenize_corpus(read_documents(texts), tok, tmp_path/"out", workers=1), [0]
-    monkeypatch.setattr(pipeline._parcels, "__defaults__", (100_000,))
-    write = pipeline._Writer.write
+    monkeypatch.setattr(pipeline.parcels, "__defaults__", (100_000,))
+    write = pipeline.TokenWriter.write
     def full(self, ids):
         n[0] += 1
         if n[0] > 4: raise OSError(28, "No space left on device")
         write(self, ids)
     with monkeypatch.context() as m:
-        m.setattr(pipeline._Writer, "write", full)
+        m.setattr(pipeline.TokenWriter, "write", full)
         with pytest.raises(OSError, match="No space left"): call()
     call()
     assert_same(tmp_path/"out", expected)
@@ -175,7 +177,7 @@ MEMORY = """
 import resource, sys
 from llm_speedrun.data import train_tokenizer
 from llm_speedrun.train import corpora as pipeline
-pipeline._parcels.__defaults__ = (100_000,)
+pipeline.parcels.__defaults__ = (100_000,)
 rng, words = __import__("numpy").random.default_rng(0), [f"w{i}" for i in range(5000)]
 pool = [" ".join(rng.choice(words, 4000)) for _ in range(20)]
 docs = (f"{i} {pool[i % 20]}" for i in range(int(sys.argv[2])))
@@ -221,24 +223,57 @@ def test_corrupt_shard_is_named(expected, tmp_path):
 def make_stream(texts, tok, **kw):
     return StreamBatches(partial(read_documents, texts), tok, **dict(batch=2, seq=64, buffer=5, seed=1) | kw)
 
-def test_stream_with_workers_resumes(texts, tok):
-    "Two consumers in processes of their own, from a position after an odd number of batches, give what two in this one give"
-    here = [make_stream(texts, tok, rank=r, world=2) for r in (0, 1)]
-    for i in range(23): next(here[i % 2])
-    there = make_stream(texts, tok, workers=2)
-    start = there.state_dict() | dict(i=23, states=[s.states[0] for s in here])
-    there.load_state_dict(json.loads(json.dumps(start)))
-    for i in range(23, 42): assert next(there)[0].equal(next(here[i % 2])[0])
-    assert there.state_dict()["states"] == [s.states[0] for s in here] and there.i == 42
+def test_stream_resumes_with_other_workers(texts, tok):
+    "From a position after an odd number of batches, two processes that encode give what none gives, and the same positions"
+    here, there = make_stream(texts, tok, workers=0), make_stream(texts, tok, workers=2)
+    for i in range(23): next(here)
+    there.load_state_dict(json.loads(json.dumps(here.state_dict())))
+    for i in range(23, 60): assert next(there)[0].equal(next(here)[0])
+    assert there.state_dict() == here.state_dict() and there.i == 60
+    there.close()
+
+@posix
+def test_stream_encodes_in_another_process(texts, tok):
+    "As the trainer makes it, a stream has a process that encodes; it is gone when the stream is closed"
+    before = set(children(os.getpid()))
+    s = StreamBatches(partial(read_documents, texts), tok, 2, 64)
+    next(s)
+    new = set(children(os.getpid())) - before
+    assert len(new) == 1
+    s.close()
+    assert not set(children(os.getpid())) & new
 
 @posix
 def test_dead_stream_worker(texts, tok):
-    "A worker that is killed is an error that says what died"
-    s = make_stream(texts, tok, workers=1)
+    "A process that is killed is an error that says what died"
+    before = set(children(os.getpid()))
+    s = make_stream(texts, tok)
     next(s)
-    os.kill(s.loader._workers[0].pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="process that tokenizes for the stream died.*DataLoader worker"):
-        for _ in range(1000): next(s)
+    os.kill(*set(children(os.getpid())) - before, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="was killed by signal 9.*it made the tokens of the stream"):
+        for _ in range(100_000): next(s)
+
+def test_stream_of_other_documents(texts, tok, tmp_path):
+    "A document that was passed and has changed since, or has another before it, is an error; one that comes later isn't seen"
+    lines = [(texts/f"{n}.jsonl").read_text().splitlines(True) for n in "ab"]
+    def source(*files):
+        for name, f in zip("ab", files): (tmp_path/f"{name}.jsonl").write_text("".join(f))
+        return make_stream(tmp_path, tok, workers=0, buffer=2)
+    s = source(*lines)
+    while s.state_dict()["docs"] < 3: next(s)
+    at = json.loads(json.dumps(s.state_dict()))
+    for changed in (lines[0][1:], lines[1][:1] + lines[0]):
+        with pytest.raises(InputError, match="the documents have changed: the first 3 of pass 1"): source(changed, lines[1]).load_state_dict(at)
+    expected = next(s)[0]
+    s = source(lines[0], lines[1] + lines[0][:1])
+    s.load_state_dict(at)
+    assert next(s)[0].equal(expected)
+
+@pytest.mark.parametrize("change", [dict(docs=-1), dict(left="abc"), dict(left=[2**40]), dict(left=[60_000]), dict(documents=None), dict(world=0)])
+def test_tampered_position(texts, tok, change):
+    "A position that can't be is refused before anything is read"
+    with pytest.raises(InputError): make_stream(texts, tok).load_state_dict(make_stream(texts, tok).state_dict() | change)
+    with pytest.raises(InputError, match="no position"): make_stream(texts, tok).load_state_dict([change])
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stream_names_a_broken_file(tok, tmp_path, workers):
@@ -251,7 +286,7 @@ def test_stream_gives_every_document_once(tok):
     docs = [f"this is document {i}" for i in range(300)]
     seen = []
     for rank in range(3):
-        s = StreamBatches(lambda: iter(docs), tok, 1, 16, buffer=20, rank=rank, world=3)
+        s = StreamBatches(lambda: iter(docs), tok, 1, 16, buffer=20, rank=rank, world=3, workers=0)
         ids = [s.eot] + [t for _ in range(90) for t in next(s)[1].flatten().tolist()]
         seen += tok.decode(ids, skip_special_tokens=False).split("<|endoftext|>")[1:101]
     assert sorted(seen) == sorted(docs)
