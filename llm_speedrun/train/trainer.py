@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['CHANGEABLE', 'FILES', 'FOLDERS', 'AT_ONCE', 'BAD_STEPS', 'Trainer', 'tell', 'divide', 'taken', 'given_back',
-           'unused_names', 'fingerprint', 'check_tokens', 'evaluation', 'with_room', 'run_folder', 'read_options',
-           'resumed', 'rng_states', 'set_rng_states', 'State', 'fitting_state', 'deterministic', 'clear', 'Signals',
-           'Progress', 'json_line', 'train', 'report', 'train_and_tell']
+           'unused_names', 'check_tokens', 'evaluation', 'with_room', 'run_folder', 'read_options', 'resumed',
+           'rng_states', 'set_rng_states', 'State', 'fitting_state', 'deterministic', 'clear', 'Signals', 'Progress',
+           'json_line', 'train', 'report', 'train_and_tell']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
-import gc, hashlib, json, math, os, shutil, signal, sys, threading, time, uuid, weakref
-from contextlib import contextmanager, nullcontext
+import gc, json, math, os, shutil, signal, sys, threading, time, uuid, weakref
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from collections import deque
 from datetime import datetime
@@ -27,9 +27,10 @@ from ..files import (InputError, RunError, check_writable, hold, lookup, read_js
                           replace_file)
 from ..measure import (default_device, ladder_table, machine, mfu, ms_between, sample_ms,
                                   summarize, warm_up)
-from ..data import EOT, Batches, Corpus, bigram_loss, prefetch, tokenizer_of, val_batches
-from .corpora import (MixedBatches, StreamBatches, document_source, one_side, open_mix,
-                                   stream_tokenizer, within_documents)
+from ..data import (EOT, Batches, Corpus, bigram_loss, differences, prefetch, tokenizer_of,
+                               val_batches)
+from .corpora import (MixedBatches, StreamBatches, document_source, mix_fingerprint,
+                                   one_side, open_mix, stream_tokenizer, within_documents)
 from ..model import GPTConfig, train_flops, workload
 from ..runs import build, generate, step_of
 from ..export import import_folder
@@ -221,18 +222,18 @@ def open_data(self:Trainer):
     if c.documents and self.corpus.eot is None:
         raise InputError(f"{self.corpus.name} doesn't say which token begins a document: leave out "
                          "--documents, or tokenize its text with speedrun_data")
-    self.prints = [fingerprint(o) for o in self.corpora or [self.corpus]]
-    if c.resume: self.check_corpora()
+    if c.resume: self.check_corpus()
     if not c.init: self.config = with_room(self.config, self.corpus.vocab)
     else: check_tokens(self.corpus, self.config, c.init)
 
 @patch
 def open_tokens(self:Trainer):
     "Open tokens on disk, one corpus or a mixture; returns sequences to validate on"
-    c, parts = self.cfg, open_mix(self.cfg.data, self.cfg.vocab or None)
+    c = self.cfg
+    own = tokenizer_of(c.resume) if c.resume else None # new text doesn't change the tokens of a run
+    self.parts = parts = open_mix(c.data, c.vocab or None, tokenizer=own)
     for corpus, _ in parts: corpus.train.check(); corpus.val.check()
-    self.corpora = [corpus for corpus, _ in parts]
-    self.corpus = self.corpora[0]
+    self.corpus, self.print = parts[0][0], mix_fingerprint(parts)
     if len(parts) == 1:
         self.batches = Batches(self.corpus.train, self.sequences, c.seq, seed=c.seed)
         return evaluation(self.corpus.val, c.eval_tokens, c.seq)
@@ -247,32 +248,19 @@ def open_stream(self:Trainer):
     c, source = self.cfg, document_source(self.cfg.data)
     tok = c.resume and tokenizer_of(c.resume) or stream_tokenizer(c.data, source, c.vocab)
     self.corpus = Corpus(Path(c.data).stem, None, None, tok.get_vocab_size(), tok, tok.token_to_id(EOT))
-    self.corpora = []
+    self.print = self.corpus.fingerprint()
     self.batches = StreamBatches(one_side(source, False), tok, self.sequences, c.seq, seed=c.seed)
     return next(StreamBatches(one_side(source, True), tok, max(1, c.eval_tokens//c.seq), c.seq))
 
 # %% ../../nbs/30_trainer.ipynb #920b635a
-def fingerprint(corpus): # a `Corpus`
-    "What tells this corpus from others, a dict of plain values"
-    tok = corpus.tokenizer
-    res = dict(vocab=corpus.vocab, tokenizer=tok and hashlib.sha256(tok.to_str().encode()).hexdigest()[:16])
-    for side in ("train", "val"):
-        if (shards := getattr(corpus, side)) is None: continue # a stream's
-        h = hashlib.sha256()
-        for k in range(64): lo = len(shards)*k // 64; h.update(shards[lo:lo + 1024].tobytes())
-        res |= {f"{side}_tokens": len(shards), f"{side}_sample": h.hexdigest()[:16]}
-    return res
-
 @patch
-def check_corpora(self:Trainer):
+def check_corpus(self:Trainer):
     "Raise `InputError` where the tokens aren't those that the run was trained on"
-    was = converted(self.found[3].facts.get("corpora"), list[dict[str, Any]], f"{self.found[0]}: corpora")
-    diff = [f"{k} {now.get(k)}, not {old.get(k)}" for now, old in zip(self.prints, was)
-            for k in {**now, **old} if now.get(k) != old.get(k)]
-    if len(was) != len(self.prints): diff = [f"{len(self.prints)} corpora, not {len(was)}"]
-    if diff:
-        raise InputError(f"{self.cfg.data} is not what this run was trained on ({'; '.join(diff)}): bring "
-                         f"back what was there, or begin a run with these weights: --init {self.folder}")
+    found, about = self.found[0], self.found[3]
+    was = converted(about.facts.get("corpus"), dict[str, Any], f"{found}: corpus")
+    if diff := differences(was, self.print):
+        raise InputError(f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was "
+                         f"there, or begin a run with these weights: --init {self.folder}")
 
 # %% ../../nbs/30_trainer.ipynb #3d40a1bf
 def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where that comes from
@@ -585,8 +573,8 @@ def work(self:Trainer):
     self.pending, self.tens = [], deque()
     self.bar = Progress(self.cfg.steps, self.done, on=self.progress)
     try:
-        with memory_limit(self.hardware.gib), deterministic(self.cfg.deterministic):
-            self.loop(prefetch(self.batches, self.device))
+        with (memory_limit(self.hardware.gib), deterministic(self.cfg.deterministic),
+              closing(prefetch(self.batches, self.device)) as batches): self.loop(batches)
     except KeyboardInterrupt: self.interrupted = True
     except Exception: self.rescue(); raise
     finally: self.bar.close()
@@ -686,7 +674,7 @@ def checkpoint(self:Trainer):
     self.flush() # every step of the state has its row, and too many bad ones have ended the run
     try: self.saver.wait()
     except OSError as e: self.say(f"the checkpoint before step {self.done} could not be written: {e}")
-    self.saver.save(self.done, self.run.model.state_dict(), self.state(), corpora=self.prints)
+    self.saver.save(self.done, self.run.model.state_dict(), self.state(), corpus=self.print)
     self.saved, self.saved_at = self.done, time.perf_counter()
 
 # %% ../../nbs/30_trainer.ipynb #26b6a5af
@@ -812,6 +800,7 @@ def close(self:Trainer):
     "Close what is open, and wait for the checkpoint that is being written"
     if self.profiler: self.profiler.close()
     self.trackers.close(); self.metrics.close(); self.saver.close()
+    if self.cfg.stream: self.batches.close()
 
 @patch
 def rescue(self:Trainer):
@@ -848,7 +837,9 @@ def finish(self:Trainer):
 @patch
 def yardstick(self:Trainer):
     "A bigram model's loss on the validation sequences; None for a stream, whose tokens nobody has counted"
-    return None if self.cfg.stream else bigram_loss(self.corpus, [tuple(t.cpu() for t in self.val)])
+    if self.cfg.stream: return None
+    whole = self.corpus if len(self.parts) == 1 else self.parts # of a mixture, every corpus counts
+    return bigram_loss(whole, [tuple(t.cpu() for t in self.val)])
 
 # %% ../../nbs/30_trainer.ipynb #ad8e6103
 @patch
