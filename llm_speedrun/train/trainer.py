@@ -194,7 +194,7 @@ def given_back(lock, # on a run's folder
 def take_folder(self:Trainer):
     "Make the run's folder, or take one that may be taken, and hold it until the run is over"
     c = self.cfg
-    if c.name and (Path(c.name).name != c.name or c.name == ".."):
+    if c.name and (Path(c.name).name != c.name or c.name == ".." or "\0" in c.name):
         raise InputError(f"name {c.name!r} must be the name of one folder: say where it is by --out")
     names = [c.name] if c.name else unused_names(f"{c.workload}-{Path(c.data).stem}-"
                                                  f"{datetime.now():%Y%m%d-%H%M%S}")
@@ -202,8 +202,8 @@ def take_folder(self:Trainer):
         self.folder = Path(c.out)/c.name
         new = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
         try: self.lock = hold(self.folder, "this run") if c.resume else taken(self.folder, c.overwrite)
-        except FileExistsError:
-            if names == [c.name]: raise
+        except (FileExistsError, RunError):
+            if names == [c.name]: raise # else another one began in the same second
         else: break
     self.let_go = weakref.finalize(self, given_back, self.lock, new)
 
