@@ -3,8 +3,9 @@ import io, json, os, re, time, types
 from html.parser import HTMLParser
 import pytest, torch
 from small import fails, nano, options
+from llm_speedrun.train.options import speedrun_report
 from llm_speedrun.train.report import (VERSIONS, LivePlot, html_report, loss_chart, notebook_display,
-                                       points, read_run, running_mean, speedrun_report, thinned)
+                                       points, read_run, running_mean, thinned)
 
 # --- the loss curve ---
 
@@ -183,7 +184,7 @@ def test_a_run_is_over_where_its_result_cannot_be_read(copy):
 
 def test_command_with_files_that_are_no_files(tmp_path, capsys):
     os.mkfifo(tmp_path/"config.json")
-    speedrun_report(str(tmp_path))
+    speedrun_report([str(tmp_path)])
     assert capsys.readouterr().out == f"{tmp_path/'report.html'}\n"
 
 @pytest.mark.filterwarnings("ignore:Glyph")    # in the picture's font
@@ -224,12 +225,12 @@ def test_report_of_a_long_run_is_small(copy):
 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
     with fails(FileNotFoundError, "is not the folder of a run", "config.json"): html_report(tmp_path)
-    with pytest.raises(SystemExit) as e: speedrun_report(str(tmp_path))
+    with pytest.raises(SystemExit) as e: speedrun_report([str(tmp_path)])
     assert e.value.code == 2 and "is not the folder of a run" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 def test_command_prints_the_path(copy, capsys):
-    speedrun_report(str(copy))
+    speedrun_report([str(copy)])
     assert capsys.readouterr().out == f"{copy/'report.html'}\n" and (copy/"report.html").is_file()
 
 def test_a_loss_that_rises_stays_in_the_picture():

@@ -5,21 +5,21 @@
 # %% auto #0
 __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'GREY', 'STYLE', 'Leaf', 'Options', 'PHASE_COLORS', 'TEMPLATES', 'VERSIONS',
            'MACHINE', 'CURVES', 'PAGE_CSS', 'PARTS_CSS', 'TEXT_CSS', 'PARTS', 'points', 'thinned', 'running_mean',
-           'styled', 'one_line', 'axes', 'loss_chart', 'notebook_display', 'LivePlot', 'Result', 'Rung', 'read_run',
-           'number', 'step_tokens', 'model_config', 'mfu_at', 'phase_ms', 'spoken', 'short_number', 'key_figures',
-           'steps_done', 'svg', 'curve', 'breakdown_chart', 'part', 'about_part', 'loss_part', 'drawn', 'speed_part',
+           'styled', 'one_line', 'axes', 'loss_chart', 'notebook_display', 'LivePlot', 'Rung', 'read_run', 'number',
+           'step_tokens', 'model_config', 'mfu_at', 'phase_ms', 'spoken', 'short_number', 'key_figures', 'steps_done',
+           'svg', 'curve', 'breakdown_chart', 'part', 'about_part', 'loss_part', 'drawn', 'speed_part',
            'breakdown_part', 'training_part', 'gpu_part', 'ladder_part', 'events_part', 'sample_part', 'options_part',
-           'page_of', 'html_report', 'speedrun_report']
+           'page_of', 'html_report']
 
 # %% ../../nbs/35_report.ipynb #d4c7d114
 import io, json, math, re, statistics, sys, time
 from pathlib import Path
 import msgspec, numpy as np
-from fastcore.script import call_parse
-from ..files import InputError, clean_errors, read_bytes_of, read_json, replace_file
+from ..files import InputError, read_bytes_of, read_json, replace_file
 from ..measure import fmt, mfu
 from ..model import GPTConfig, matrix_params, train_flops
 from .metrics import PHASES, Number, Value, read_rows
+from .saving import Result
 
 # %% ../../nbs/35_report.ipynb #0b9352ba
 def points(rows, # of `metrics.jsonl`
@@ -130,13 +130,6 @@ class LivePlot:
 # %% ../../nbs/35_report.ipynb #8f163955
 Leaf = Value | list[Value] | dict[str, Value]
 Options = dict[str, Value | list[Leaf] | dict[str, Leaf]] # what `config.json` is
-
-class Result(msgspec.Struct):
-    "What the page shows of `result.json`"
-    steps: Number
-    val_loss: Number | None = None
-    bigram_loss: Number | None = None # of a bigram model, in nats per token
-    interrupted: bool = False
 
 class Rung(msgspec.Struct):
     "What the page shows of an entry of `ladder.json`"
@@ -545,11 +538,3 @@ def html_report(folder): # of a run, finished or not
     path = Path(folder)/"report.html"
     replace_file(path, page_of(read_run(folder)))
     return path
-
-# %% ../../nbs/35_report.ipynb #ffd77fc4
-@call_parse
-def speedrun_report(
-    folder: str, # of a run: runs/<name>
-):
-    "Write a one-page report of a run, finished or not, into its folder: report.html"
-    print(clean_errors(lambda: html_report(folder)))
