@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MOMENT_BLOCK', 'SMALL', 'BLOCK', 'adamw_scalars', 'adamw_maths', 'make_fused', 'fused_adamw', 'in_blocks',
            'encode_moments', 'decode_moments', 'stochastic_round', 'philox', 'random_bits', 'split_fp32', 'join_fp32',
-           'update_torch', 'adamw_block', 'round_block', 'join_block', 'low_block', 'load_moments', 'largest', 'share',
+           'update_torch', 'adamw_block', 'round_block', 'join_block', 'low_block', 'load_moments', 'largest',
            'store_moments', 'one_minus_exp', 'adamw_pointers', 'adamw_kernel', 'to_device', 'address_table',
            'update_triton', 'MultiTensorAdamW', 'check_group', 'fake_update', 'Bf16AdamW', 'AdamW8bit', 'make_8bit',
            'adamw8bit', 'bf16_matrices', 'make_bf16', 'bf16_weights']
@@ -58,17 +58,17 @@ def in_blocks(x): # of any shape
 def encode_moments(m, v): # FP32, of one shape
     "Codes of `m` (int8) and of `v` (uint8), of their shape, and their scales, FP32 (2, blocks)"
     a, b = in_blocks(m), in_blocks(v)
-    scales = torch.stack((a.abs().amax(1), b.amax(1)))
-    share = lambda x, s: torch.where(x*(1/s[:, None]) <= 2, x*(1/s[:, None]), 0) # 0 for 0/0 and NaN
-    c = (share(a.abs(), scales[0]).sqrt()*127 + .5).int() * a.sign().int()
-    d = (share(b, scales[1]).sqrt().sqrt()*255 + .5).int().maximum((b > 0).int()) # never from above 0 to 0
+    s, r = scales = torch.stack((a.abs().amax(1), b.amax(1)))
+    s, r = (x[:, None].clamp(min=1e-33) for x in (s, r)) # a block of zeros is divided by something
+    c = ((a.abs()*(127**2/s)).sqrt() + .5).int() * a.sign().int()
+    d = ((b.sqrt()*(255**2/r.sqrt())).sqrt() + .5).int().clamp(min=1)
     as_given = lambda x, dtype: x.flatten()[:m.numel()].view_as(m).to(dtype)
     return as_given(c, torch.int8), as_given(d, torch.uint8), scales
 
 def decode_moments(c, d, scales): # from `encode_moments`
     "The moments, FP32"
-    y, z = in_blocks(c).float()*(1/127), in_blocks(d).float()*(1/255)
-    m, v = y*y.abs()*scales[0, :, None], z*z*(z*z)*scales[1, :, None]
+    y, z, (s, r) = in_blocks(c).float(), in_blocks(d).float(), scales[:, :, None]
+    m, v = y*y.abs()*(s*127**-2), z*z*(z*z)*(r*255**-4)
     return m.flatten()[:c.numel()].view_as(c), v.flatten()[:c.numel()].view_as(c)
 
 # %% ../../nbs/21_optim.ipynb #4845845b
@@ -99,11 +99,12 @@ BLOCK = 512 # counters of a program, which updates four times as many weights
 def random_bits(key, # 64 bits
                 n, # how many
                 first, # number of the first program among those of all tensors
-                device): # where
+                device, # where
+                block=BLOCK): # counters of a program
     "Random integers from 0 to 65535, in the order in which the kernel uses them"
-    programs = blocks(n, 4*BLOCK)
-    words = philox(key, first*BLOCK + torch.arange(programs*BLOCK, device=device))
-    return (words.view(4, programs, BLOCK).transpose(0, 1).flatten() & 0xFFFF)[:n]
+    programs = blocks(n, 4*block)
+    words = philox(key, first*block + torch.arange(programs*block, device=device))
+    return (words.view(4, programs, block).transpose(0, 1).flatten() & 0xFFFF)[:n]
 
 # %% ../../nbs/21_optim.ipynb #130957b4
 def split_fp32(x): # FP32
@@ -128,6 +129,7 @@ def update_torch(tensors, # for each weight (p, g, m, v, low, scales): see `upda
     lr, betas, eps, weight_decay, t = (group[k] for k in ("lr", "betas", "eps", "weight_decay", "t"))
     scalars, first = adamw_scalars(lr, betas, eps, weight_decay, t - skipped.item()), 0
     for p, g, m, v, low, scales in tensors:
+        block = BLOCK if scales is None else MOMENT_BLOCK
         x = join_fp32(p, low) if rounding == "master" else p.float()
         M, V = (m, v) if scales is None else decode_moments(m, v, scales)
         x = adamw_maths(x, g.float(), M, V, *scalars)
@@ -135,17 +137,18 @@ def update_torch(tensors, # for each weight (p, g, m, v, low, scales): see `upda
             for old, new in zip((m, v, scales), encode_moments(M, V)): old.copy_(new)
         if rounding == "master": x, low[:] = split_fp32(x)
         if rounding == "stochastic":
-            x = stochastic_round(x, random_bits(key, x.numel(), first, x.device).view_as(x))
+            x = stochastic_round(x, random_bits(key, x.numel(), first, x.device, block).view_as(x))
         p.copy_(x) # which rounds to the nearest, where x is FP32 still
-        first += blocks(p.numel(), 4*BLOCK)
+        first += blocks(p.numel(), 4*block)
 
 # %% ../../nbs/21_optim.ipynb #804c018f
 @jit
 def adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps):
-    "As `adamw_maths`, but it returns the moments too"
+    "As `adamw_maths`, but it returns the moments too, and the root of the second"
     m += w1*(g - m)
     v += w2*(g*g - v)
-    return decay*x - step*m / (tl.sqrt(v)*scale + eps), m, v
+    root = tl.sqrt(v)
+    return decay*x - step*m / (root*scale + eps), m, v, root
 
 @jit
 def round_block(x, r, ROUNDING: tl.constexpr):
@@ -168,34 +171,28 @@ def low_block(x, y):
 
 # %% ../../nbs/21_optim.ipynb #77235234
 @jit
-def load_moments(m_ptr, v_ptr, scale_ptr, i, there, row, rows):
-    "As `decode_moments`, of a tile with a block in each row"
-    y = tl.load(m_ptr + i, there, 0).to(tl.float32) * (1/127)
-    z = tl.load(v_ptr + i, there, 0).to(tl.float32) * (1/255)
-    s, r = tl.load(scale_ptr + row, row < rows, 0.), tl.load(scale_ptr + rows + row, row < rows, 0.)
-    return y*tl.abs(y)*s, z*z*(z*z)*r
+def load_moments(m_ptr, v_ptr, scale_ptr, i, there, block, n_blocks):
+    "As `decode_moments`, of one block"
+    y, z = tl.load(m_ptr + i, there, 0).to(tl.float32), tl.load(v_ptr + i, there, 0).to(tl.float32)
+    s = tl.load(scale_ptr + block, block < n_blocks, 0.)
+    r = tl.load(scale_ptr + n_blocks + block, block < n_blocks, 0.)
+    return y*tl.abs(y)*(s*127**-2), z*z*(z*z)*(r*255**-4)
 
 @jit
 def largest(x):
-    "The largest magnitude in each row of a tile; NaN where there is one"
-    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
+    "The largest magnitude; NaN where there is one"
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
 
 @jit
-def share(x, s):
-    "x/s, and 0 for 0/0 and NaN"
-    y = x*(1/s)
-    return tl.where(y <= 2, y, 0.)
-
-@jit
-def store_moments(m, v, m_ptr, v_ptr, scale_ptr, i, kept, row, rows, kept_rows):
-    "As `encode_moments`"
+def store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks, kept_block):
+    "As `encode_moments`, of one block; `root` is that of v"
     s, r = largest(m), largest(v)
-    c = (tl.sqrt(share(tl.abs(m), s))*127 + .5).to(tl.int32)
-    d = tl.maximum((tl.sqrt(tl.sqrt(share(v, r)))*255 + .5).to(tl.int32), (v > 0).to(tl.int32))
+    a, b = 127**2/tl.maximum(s, 1e-33), 255**2/tl.sqrt(tl.maximum(r, 1e-33))
+    c, d = (tl.sqrt(tl.abs(m)*a) + .5).to(tl.int32), (tl.sqrt(root*b) + .5).to(tl.int32)
     tl.store(m_ptr + i, tl.where(m < 0, -c, c).to(tl.int8), kept)
-    tl.store(v_ptr + i, d.to(tl.uint8), kept)
-    tl.store(scale_ptr + row, s, kept_rows)
-    tl.store(scale_ptr + rows + row, r, kept_rows)
+    tl.store(v_ptr + i, tl.maximum(d, 1).to(tl.uint8), kept)
+    tl.store(scale_ptr + block, s, kept_block)
+    tl.store(scale_ptr + n_blocks + block, r, kept_block)
 
 # %% ../../nbs/21_optim.ipynb #07b60ddb
 @jit
@@ -223,10 +220,9 @@ def adamw_pointers(row, DTYPE: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.con
 @jit
 def adamw_kernel(table_ptr, owner_ptr, key, skipped_ptr, found_ptr, decay, lr, w1, w2, log1, log2, eps, t,
                  DTYPE: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr,
-                 BLOCK: tl.constexpr, SHARED: tl.constexpr):
+                 BLOCK: tl.constexpr):
     "`update_torch`, four blocks of one tensor in each program"
     program, j = tl.program_id(0), tl.arange(0, BLOCK)
-    if BITS == 8: j = tl.arange(0, BLOCK//SHARED)[:, None]*SHARED + tl.arange(0, SHARED)[None, :]
     row = table_ptr + 8*tl.load(owner_ptr + program)
     p_ptr, g_ptr, m_ptr, v_ptr, low_ptr, scale_ptr, n = adamw_pointers(row, DTYPE, BITS, ALIGNED)
     start = (program - tl.load(row + 7))*4*BLOCK
@@ -239,15 +235,16 @@ def adamw_kernel(table_ptr, owner_ptr, key, skipped_ptr, found_ptr, decay, lr, w
         x, g = tl.load(p_ptr + i, there, 0.), tl.load(g_ptr + i, there, 0.).to(tl.float32)
         if ROUNDING == "master": x = join_block(x, tl.load(low_ptr + i, there))
         if BITS == 8:
-            q, rows = (start + k*BLOCK)//SHARED + tl.arange(0, BLOCK//SHARED)[:, None], tl.cdiv(n, SHARED)
-            m, v = load_moments(m_ptr, v_ptr, scale_ptr, i, there, q, rows)
+            block, n_blocks = start//BLOCK + k, tl.cdiv(n, BLOCK)
+            m, v = load_moments(m_ptr, v_ptr, scale_ptr, i, there, block, n_blocks)
         else: m, v = tl.load(m_ptr + i, there), tl.load(v_ptr + i, there)
-        x, m, v = adamw_block(x.to(tl.float32), g, m, v, decay, step, w1, w2, scale, eps)
+        x, m, v, root = adamw_block(x.to(tl.float32), g, m, v, decay, step, w1, w2, scale, eps)
         y, kept = x, i < end
         if ROUNDING != "none": y = round_block(x, r[k], ROUNDING)
         tl.store(p_ptr + i, y, kept)
         if ROUNDING == "master": tl.store(low_ptr + i, low_block(x, y), kept)
-        if BITS == 8: store_moments(m, v, m_ptr, v_ptr, scale_ptr, i, kept, q, rows, q*SHARED < end)
+        if BITS == 8:
+            store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks, block*BLOCK < end)
         else: tl.store(m_ptr + i, m, kept); tl.store(v_ptr + i, v, kept)
 
 # %% ../../nbs/21_optim.ipynb #db3c8032
@@ -258,9 +255,10 @@ def to_device(rows, # nested lists of integers
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 def address_table(rows, # for each tensor the addresses p, g, m, v, low, scales, and its size
+                  block, # numbers in a fourth of a program
                   device): # where the kernel reads it
     "The rows with each tensor's first program added, each program's tensor, and whether all is aligned"
-    counts = [blocks(r[6], 4*BLOCK) for r in rows]
+    counts = [blocks(r[6], 4*block) for r in rows]
     table = [(*r, sum(counts[:i])) for i, r in enumerate(rows)]
     owners = [i for i, n in enumerate(counts) for _ in range(n)]
     aligned = all(x % 16 == 0 for r in rows for x in r)
@@ -275,16 +273,17 @@ def update_triton(tensors, # (p, g, m, v, low, scales) for each weight: itself, 
     tensors = [(p, g.contiguous(), *rest) for p, g, *rest in tensors]
     address = lambda t: 0 if t is None else t.data_ptr()
     rows = tuple((*map(address, ts), ts[0].numel()) for ts in tensors)
+    bits, block = (32, BLOCK) if tensors[0][5] is None else (8, MOMENT_BLOCK)
     if rows not in tables:
         if len(tables) == 32: tables.clear()
-        tables[rows] = address_table(rows, skipped.device)
+        tables[rows] = address_table(rows, block, skipped.device)
     table, owners, aligned = tables[rows]
-    lr, log, bits = float(group["lr"]), lambda b: math.log(max(b, 1e-30)), 32 if tensors[0][5] is None else 8
+    lr, log = float(group["lr"]), lambda b: math.log(max(b, 1e-30))
     numbers = 1 - lr*group["weight_decay"], lr, *(1 - b for b in group["betas"]), *map(log, group["betas"])
     adamw_kernel[(len(owners),)](
         table, owners, key, skipped, found_inf, *numbers, float(group["eps"]), float(group["t"]),
         DTYPE=tl.float32 if rounding == "none" else tl.bfloat16, ROUNDING=rounding, BITS=bits,
-        ALIGNED=aligned, BLOCK=BLOCK, SHARED=MOMENT_BLOCK, num_warps=4)
+        ALIGNED=aligned, BLOCK=block, num_warps=block//128)
 
 # %% ../../nbs/21_optim.ipynb #9fbba06d
 class MultiTensorAdamW(torch.optim.Optimizer):
