@@ -190,10 +190,11 @@ def test_kernel_is_repeatable():
 def test_bias_corrections(t, skipped, b2):
     "The kernel knows how many steps were taken, and corrects the means as PyTorch does, from the first to the millionth"
     tensors, group = case([300], "none"), dict(GROUP, t=t, betas=(.9, b2))
+    tensors[0][0].zero_()       # so that the weights after it are the update, to its last digits
     was, now = (f(tensors, "none", group=group, skipped=NO + skipped)[0] for f in (reference, kernel))
     fresh = reference(tensors, "none", group=dict(group, t=t - skipped))[0]
     assert torch.equal(was, fresh)
-    torch.testing.assert_close(now - tensors[0][0], fresh - tensors[0][0], rtol=3e-5, atol=1e-6)
+    torch.testing.assert_close(now, fresh, rtol=3e-6, atol=1e-8)
 
 # Steps not taken, and numbers that are none
 
@@ -243,6 +244,18 @@ def test_codes_of_zeros():
     n, w = decode_moments(*encode_moments(m, v))
     assert torch.equal(n, m) and w[300] == pytest.approx(1.) and not w[:256].any()
     assert 0 < w[301] < 1e-9 and (w[256:512] > 0).all()
+
+@needs_kernel
+def test_kernel_keeps_small_codes():
+    "As in PyTorch, a v far below its block's others is not 0 in the kernel either, nor does one of zeros become more"
+    v = torch.tensor([1., 1e-20] + [.5]*254 + [0.]*256, device=DEVICE)
+    zeros, g = torch.zeros(2, 512, device=DEVICE)
+    g[0] = 100.     # all others of its block are a hundred times smaller beside it
+    for update in (update_torch, lambda *how: update_triton(*how, {})):
+        tensors = [(zeros.clone(), g, *encode_moments(zeros, v)[:2], None, encode_moments(zeros, v)[2])]
+        update(tensors, GROUP, "none", KEY, NO, NO)
+        m, w = decode_moments(*tensors[0][2:4], tensors[0][5])
+        assert not m[1:].any() and 0 < w[1] < 1e-6 and not w[256:].any() and w[0] == pytest.approx(500.95)
 
 def test_no_update_takes_off():
     "With gradients that differ a million times within a block the update stays bounded for hundreds of steps"
@@ -323,6 +336,16 @@ def test_resuming_is_exact(rounding, moments):
     assert (torch.uint8 in {t.dtype for t in again.state[ps[0]].values()}) == (moments == "8bit")
     for a, b in zip(train(again, ps, 5, start=5), whole): assert torch.equal(a, b)
 
+def test_loading_makes_no_wide_copies(monkeypatch):
+    "Codes are loaded as codes: where they fill memory, FP32 copies of them would not fit"
+    ps, groups = two_groups(torch.float32, (90, 60))
+    opt = AdamW8bit(groups)
+    train(opt, ps, 1)
+    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", None)
+    saved = opt.state_dict()
+    opt.load_state_dict(saved)
+    assert all(opt.state[p]["exp_avg"] is not saved["state"][i]["exp_avg"] for i, p in enumerate(ps))
+
 def test_seeds():
     "The same seed repeats, to the bit; another one rounds differently and ends near"
     def run(seed): ps, groups = two_groups(); return train(Bf16AdamW(groups, seed=seed), ps, 10)[0]
@@ -362,7 +385,7 @@ def test_scaler_skips_an_overflow(kind):
 
 @pytest.mark.parametrize("kind", OURS)
 def test_scaler_may_leave_unscaling_to_the_step(kind):
-    "Scaled gradients that nobody unscaled make the same step"
+    "Scaled gradients that nobody unscaled make the same step, and the same moments"
     def go(unscale):
         ps, groups = two_groups(torch.float32, (90, 60))
         opt, scaler = kind(groups), torch.amp.GradScaler(DEVICE.type, init_scale=2.**10)
@@ -371,7 +394,7 @@ def test_scaler_may_leave_unscaling_to_the_step(kind):
             scaler.scale(sum((p.float()**2).sum() for p in ps)).backward()
             if unscale: scaler.unscale_(opt)
             scaler.step(opt); scaler.update()
-        return ps
+        return ps + [t.float() for s in opt.state.values() for t in s.values()]
     for a, b in zip(go(True), go(False)): torch.testing.assert_close(a, b)
 
 @pytest.mark.parametrize("kind", OURS)

@@ -198,7 +198,7 @@ def store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks,
 @jit
 def one_minus_exp(y):
     "1 - exp(y) for y up to 0, to FP32's last digits"
-    near = -y*(1 + y/2*(1 + y/3*(1 + y/4*(1 + y/5*(1 + y/6*(1 + y/7))))))
+    near = -y*(1 + y*(1/2)*(1 + y*(1/3)*(1 + y*(1/4)*(1 + y*(1/5)*(1 + y*(1/6)*(1 + y*(1/7)))))))
     return tl.where(y > -.5, near, 1 - tl.exp(y))
 
 # %% ../../nbs/21_optim.ipynb #71cc00c0
