@@ -67,7 +67,7 @@ def driver_version():
 def machine():
     "What a measurement was taken on: GPU, driver, versions of PyTorch and Triton, date"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return dict(gpu=gpu, driver=driver_version(), torch=torch.__version__, triton=version_of("triton"),
+    return dict(gpu=gpu, driver=driver_version(), torch=str(torch.__version__), triton=version_of("triton"),
                 date=date.today().isoformat())
 
 # %% ../nbs/01_measure.ipynb #bd0a34e6
@@ -728,7 +728,7 @@ def code_version():
 
 def choosing_machine():
     "What a choice depends on wherever it is made: `machine` without the date, the CPU and the code"
-    here = {k: v and str(v) for k, v in machine().items() if k != "date"} # PyTorch's version is no plain text
+    here = {k: v for k, v in machine().items() if k != "date"}
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     return here | dict(cpu=cpu, code=code_version())
 

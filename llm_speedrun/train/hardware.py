@@ -118,8 +118,8 @@ class Trial:
     warmup_s: float # seconds before it was warm: building, kernels to compile, four steps
 
 def free_memory():
-    "Give back what nobody holds any more, cycles of Python's included"
-    gc.collect(); torch.cuda.empty_cache()
+    "Give the GPU's memory back that nobody holds any more, cycles of Python's included"
+    if torch.cuda.is_available(): gc.collect(); torch.cuda.empty_cache()
 
 def attempt(config, # a `GPTConfig`
             rungs, # names

@@ -8,7 +8,7 @@ __all__ = ['CHANGEABLE', 'FILES', 'FOLDERS', 'BAD_STEPS', 'TrainConfig', 'Traine
            'json_line', 'train', 'report', 'options_of', 'speedrun_train']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
-import gc, inspect, json, math, os, shutil, signal, sys, threading, time
+import inspect, json, math, os, shutil, signal, sys, threading, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from collections import deque
@@ -20,16 +20,17 @@ from fastcore.basics import patch
 from fastcore.script import call_parse
 from tqdm.auto import tqdm
 from ..files import InputError, RunError, check_writable, clean_errors, lookup, replace_file
-from ..measure import (default_device, ladder_table, machine, mfu, ms_between, sample_ms,
-                                  summarize, warm_up)
+from ..measure import (Choices, Timings, default_device, ladder_table, machine, mfu, ms_between,
+                                  process_start)
 from ..data import EOT, Batches, Corpus, bigram_loss, prefetch, tokenizer_of, val_batches
 from .corpora import (MixedBatches, StreamBatches, document_source, one_side, open_mix,
                                    stream_tokenizer, within_documents)
-from ..model import GPTConfig, build, generate, step_of, train_flops, workload
+from ..model import GPTConfig, build, generate, train_flops, workload
 from ..export import import_folder
 from ..rungs.flash import backend_ms, why_not
-from .hardware import (climb, divisors, growing_segments, hardware, measured, memory_limit,
-                                   micro_batch, parse_rungs, smaller)
+from ..ladder import choose_rungs, measured
+from .hardware import (divisors, free_memory, growing_segments, hardware, memory_limit,
+                                         parse_rungs, smaller, trial)
 from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
                                  open_trackers, parse_trackers, read_rows)
 from ..recipes.schedules import SCHEDULES, Average, GuardedStepper, lr_at
@@ -45,7 +46,7 @@ class TrainConfig:
     init: str = "" # a folder to take weights and shape from: of a run, or one that transformers wrote
     workload: str = "" # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU and tiny on a CPU
     hardware: str = "" # h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu: its limits; by default what is there
-    rungs: str = "auto" # "auto" keeps what pays; or naive, safe, smallest, fastest; or names with commas
+    rungs: str = "auto" # "auto" keeps what pays; naive, safe, smallest, fastest16, fastest; or names, commas
     steps: int = 0 # optimizer steps; by default as many as fit into `minutes` and `epochs`
     minutes: float = 0. # time to train, where `steps` is not given; by default 3 on a GPU and 1.2 on a CPU
     epochs: float = 6. # most passes over the text, where `steps` is not given
@@ -75,13 +76,17 @@ class TrainConfig:
     save_minutes: float = 10. # time between checkpoints; 0 saves after every step
     keep_last: int = 2 # newest checkpoints to keep, besides the one with the lowest validation loss
     resume: str = "" # a run's folder: go on from its newest whole checkpoint, with its options
+    measure: bool = False # measure again what was chosen on this machine before
+    timings: bool = False # print how long it took until the first step, by phases
 
 # %% ../../nbs/30_trainer.ipynb #1bc039b8
 class Trainer:
     "One training run. Making it checks the options, opens the data and measures; `fit` trains"
     def __init__(self, cfg, # a `TrainConfig`
-                 progress=True): # show a progress bar and what is being done
+                 progress=True, # show a progress bar and what is being done
+                 timings=None): # `Timings` of the start; by default from here on
         self.progress, self.ladder, self.done = progress, [], 0
+        self.timings = timings or Timings()
         self.cfg = cfg = resumed(cfg) if cfg.resume else cfg
         self.device = default_device()
         self.hardware = hardware(cfg.hardware)
@@ -98,21 +103,28 @@ class Trainer:
 @patch
 def make(self:Trainer):
     "What making a trainer does, in its order"
-    cfg = self.cfg
-    rungs = parse_rungs(cfg.rungs, self.hardware.lacks)
+    cfg, phase = self.cfg, self.timings
+    with phase("find the rungs"): rungs = parse_rungs(cfg.rungs, self.hardware.lacks)
     self.shape()
     self.check_folder()
-    self.open_data()
-    if cfg.rungs == "auto": rungs = self.choose(rungs)
-    self.plan(rungs)
-    run = build(self.config, rungs, seed=cfg.seed)
+    with phase("open the data"): self.open_data()
+    if cfg.rungs == "auto":
+        with phase("choose rungs"): rungs = self.choose(rungs)
+    with phase("try the micro-batch"): self.plan(rungs)
+    with phase("build the model"): self.assemble(rungs)
+    if cfg.resume:
+        with phase("read the checkpoint"): self.load()
+
+@patch
+def assemble(self:Trainer, rungs):
+    "Build the run and what takes its steps"
+    cfg, run = self.cfg, build(self.config, rungs, seed=self.cfg.seed)
     if self.weights: run.model.load_state_dict(self.weights)
     if cfg.documents: run = within_documents(run, self.corpus.eot)
     optimizer = partial(run.optimizer, lr=cfg.lr, weight_decay=cfg.weight_decay) # whichever a rung chose
     self.run = replace(run, optimizer=optimizer)
     self.step = GuardedStepper(self.run, clip=cfg.clip)
     self.average = Average(self.step.params, cfg.ema) if cfg.ema else None
-    if cfg.resume: self.load()
 
 # %% ../../nbs/30_trainer.ipynb #bb21a373
 @patch
@@ -243,14 +255,13 @@ def with_room(config, # a `GPTConfig`
 # %% ../../nbs/30_trainer.ipynb #d3da2420
 @patch
 def choose(self:Trainer, rungs):
-    "Measure `rungs` on this machine and return those that pay; `ladder` keeps the records"
-    self.say("measuring the rungs on this machine...")
+    "Those of `rungs` that pay on this machine; `ladder` keeps the records"
     batch = min(self.sequences, 16) # the naive run needs several times the memory of the others
-    try: rungs, self.ladder = climb(self.config, batch, rungs, least=1.03) # less may be noise
-    except torch.OutOfMemoryError: self.say("the naive run doesn't fit into memory: taking all rungs")
+    chosen = choose_rungs(self.config, batch, rungs, Choices(again=self.cfg.measure, say=self.say))
+    self.ladder = chosen.records
     for r in self.ladder:
         if "why" in r: self.say(f"left out {r['rung']!r}: {r['why']}")
-    return rungs
+    return chosen.rungs
 
 # %% ../../nbs/30_trainer.ipynb #b82413ec
 @patch
@@ -258,38 +269,34 @@ def plan(self:Trainer, rungs):
     "Fix the micro-batch, the number of steps and the learning rate"
     c = self.cfg
     c.rungs, c.lr = ",".join(rungs), c.lr or .5 / self.config.width
-    c.batch = c.batch or micro_batch(self.config, rungs, self.sequences, self.hardware.gib) or 1
-    c.accumulate = self.sequences // c.batch
-    step = self.trial(rungs)
+    t = trial(self.config, rungs, self.sequences, self.hardware.gib, c.batch)
+    self.take_batch(t.batch)
     if not c.steps:
-        ms = summarize(sample_ms(step, 5)).ms * c.accumulate
-        in_time = c.minutes*60e3 / ms
+        in_time = c.minutes*60e3 / (t.ms*c.accumulate)
         in_text = math.inf if c.stream else c.epochs*self.batches.per_epoch
         c.steps = max(10, round(min(in_time, in_text)))
         if in_text < in_time: self.say(f"{c.steps} steps are {c.epochs:g} passes over the text (--epochs)")
 
-@patch
-def trial(self:Trainer, rungs):
-    "A step that has been taken four times: two plain ones, a recording, a replay. With less where it must"
-    while True:
-        try: return warm_up(step_of(self.config, rungs, self.cfg.batch), steps=4)[0]
-        except torch.OutOfMemoryError: pass # as long as it is handled, its traceback holds every tensor
-        self.shrink()
-
 # %% ../../nbs/30_trainer.ipynb #d64ab491
+@patch
+def take_batch(self:Trainer, batch): # sequences
+    "Go on with micro-batches of `batch` sequences, and say so if more were wanted"
+    c, was = self.cfg, self.cfg.batch
+    c.batch, c.accumulate = batch, self.sequences//batch
+    if batch < was: self.say(f"out of GPU memory with {was} sequences in a micro-batch: going on with "
+                             f"{c.accumulate} x {batch}")
+
 @patch
 def shrink(self:Trainer):
     "Halve the micro-batch. Raises `RuntimeError` where it is one sequence already"
-    c, was = self.cfg, self.cfg.batch
-    if not (new := smaller(self.sequences, was)):
-        raise RunError(f"out of GPU memory with one sequence of {c.seq} tokens: try --rungs smallest, or "
-                           "a smaller --workload or --seq")
-    c.batch, c.accumulate = new, self.sequences//new
-    self.say(f"out of GPU memory with {was} sequences in a micro-batch: going on with {c.accumulate} x {new}")
-    gc.collect(); torch.cuda.empty_cache()
+    if not (new := smaller(self.sequences, self.cfg.batch)):
+        raise RunError(f"out of GPU memory with one sequence of {self.cfg.seq} tokens: try --rungs smallest, "
+                       "or a smaller --workload or --seq")
+    self.take_batch(new)
+    free_memory()
 
 # %% ../../nbs/30_trainer.ipynb #f585fcf2
-CHANGEABLE = "hardware batch steps target save_minutes keep_last".split() # what `resume` goes together with
+CHANGEABLE = "hardware batch steps target save_minutes keep_last timings".split() # together with `resume`
 
 def read_record(folder): # of a run
     "What its `config.json` says: the options, the model's shape and the machine"
@@ -404,7 +411,7 @@ class Signals:
 @patch
 def fit(self:Trainer):
     "Train, then save. Returns a dict of results. A signal ends the training early, with everything saved"
-    self.prepare()
+    with self.timings("open the run's folder"): self.prepare()
     self.interrupted, self.signal, self.in_step, self.val_loss = False, None, False, None
     self.pending, self.tens, self.bad, self.reached = [], deque(), 0, False
     bar = tqdm(total=self.cfg.steps, initial=self.done, disable=not self.progress, unit="step",
@@ -467,7 +474,7 @@ def loop(self:Trainer, batches, bar, signals):
         x, y = next(batches)
         self.clock("data")
         self.in_step = True
-        loss = self.take(x, y)
+        loss = self.take(x, y) if self.timings.total else self.first(x, y)
         if self.average: self.average.update()
         self.done, self.in_step = self.done + 1, False
         self.pending.append((self.done, lr, loss, self.step.norm, x, y))
@@ -504,6 +511,17 @@ def checkpoint(self:Trainer, bar):
     except OSError as e: self.say(f"the checkpoint before step {self.done} could not be written: {e}")
     self.saver.save(self.done, self.run.model.state_dict(), self.state(), val_loss=self.val_loss)
     self.saved, self.saved_at = self.done, time.perf_counter()
+
+# %% ../../nbs/30_trainer.ipynb #d8f96117
+@patch
+def first(self:Trainer, x, y): # as for `take`
+    "Take the first step, wait for it, and say how long it took to get there"
+    with self.timings("the first step"):
+        loss = self.take(x, y)
+        loss.item()
+    self.timings.stop()
+    if self.cfg.timings: self.say(f"\n{self.timings}")
+    return loss
 
 # %% ../../nbs/30_trainer.ipynb #26b6a5af
 @patch
@@ -640,7 +658,7 @@ def finish(self:Trainer):
     replace_file(self.folder/"sample.txt", text)
     yard = None if self.cfg.stream else bigram_loss(self.corpus, [tuple(t.cpu() for t in self.val)])
     res = dict(steps=self.done, val_loss=loss, bigram_loss=yard, interrupted=self.interrupted,
-               reached=self.reached, folder=str(self.folder))
+               reached=self.reached, folder=str(self.folder), start=self.timings.record())
     replace_file(self.folder/"result.json", json.dumps(res, indent=1))
     rows = self.rows()
     loss_chart(rows, yard, self.cfg.name).savefig(self.folder/"loss.png", dpi=110)
@@ -661,9 +679,10 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
 
 # %% ../../nbs/30_trainer.ipynb #a4bb1750
 def train(cfg, # a `TrainConfig`
-          progress=True): # show a progress bar and what is being done
+          progress=True, # show a progress bar and what is being done
+          timings=None): # `Timings` of the start
     "A fitted `Trainer` and its results"
-    trainer = Trainer(cfg, progress)
+    trainer = Trainer(cfg, progress, timings)
     return trainer, trainer.fit()
 
 # %% ../../nbs/30_trainer.ipynb #eff711a2
@@ -690,7 +709,7 @@ def options_of(config): # a dataclass
 def speedrun_train(**options):
     "Train a GPT and leave config, metrics, loss curve, sample and weights in runs/<name>/"
     growing_segments()
-    trainer, res = clean_errors(lambda: train(TrainConfig(**options)),
+    trainer, res = clean_errors(lambda: train(TrainConfig(**options), timings=Timings(process_start())),
                                 "interrupted before training began; nothing was written")
     if trainer.signal == signal.SIGTERM: print(f"stopped after step {res['steps']}; --resume {res['folder']}")
     else: report(trainer, res)
