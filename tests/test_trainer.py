@@ -219,11 +219,11 @@ def test_auto_leaves_out_what_fails(tmp_path, monkeypatch, capsys):
 # Stopped
 
 def interrupted(monkeypatch, at):
-    "Ctrl-C in the middle of step number `at`, 0 being the first after the nine that are taken for trial"
+    "Ctrl-C in the middle of step number `at`, 0 being the first after the four that are taken for trial"
     backward, calls = Stepper.backward, []
     def press(self, *args):
         calls.append(1)
-        if len(calls) == 9 + at + 1: raise KeyboardInterrupt
+        if len(calls) == 4 + at + 1: raise KeyboardInterrupt
         return backward(self, *args)
     monkeypatch.setattr(Stepper, "backward", press)
 

@@ -113,7 +113,7 @@ def micro_batches(rows, # sequences in a step
 class Trial:
     "How some steps of `batch` sequences went"
     batch: int # sequences in the micro-batch
-    ms: float # of a step of one micro-batch, once it is warm
+    ms: float | None # of a step of one micro-batch, once it is warm; None if it wasn't timed
     peak_gib: float | None # GPU memory that the steps needed; None on a CPU
     warmup_s: float # seconds before it was warm: building, kernels to compile, four steps
 
@@ -123,32 +123,36 @@ def free_memory():
 
 def attempt(config, # a `GPTConfig`
             rungs, # names
-            batch): # sequences
-    "Four steps, the third of which a rung may record, then five to time: a `Trial`. None if they don't fit"
+            batch, # sequences
+            timed=5): # steps to time
+    "Four steps, the third of which a rung may record, then those to time: a `Trial`. None if they don't fit"
     free_memory()
     try:
         step, m = warm_up(step_of(config, rungs, batch), steps=4)
-        return Trial(batch, summarize(sample_ms(step, 5)).ms, m.peak_gib, m.warmup_s)
+        ms = summarize(sample_ms(step, timed)).ms if timed else None
+        return Trial(batch, ms, m.peak_gib, m.warmup_s)
     except torch.OutOfMemoryError: return None # the traceback, which holds every tensor, goes with it
 
 # %% ../../nbs/32_hardware.ipynb #3e75d8f7
 ROOM = .95 # of the memory for the trial: a run also evaluates, and loses some to gaps between blocks
 
 def first_that_fits(config, rungs, sizes, # a `GPTConfig`, names, batches in the order to try
-                    gib): # GPU memory to use
+                    gib, # GPU memory to use
+                    timed=0): # steps to time
     "The `Trial` of the first of `sizes` that fits, None if none does"
     with memory_limit(gib):
-        try: return next(filter(None, (attempt(config, rungs, n) for n in sizes)), None)
+        try: return next(filter(None, (attempt(config, rungs, n, timed) for n in sizes)), None)
         finally: free_memory()
 
 def trial(config, # a `GPTConfig`
           rungs, # names
           rows, # sequences in a step
           gib=0, # GPU memory to use; by default all there is
-          batch=0): # sequences in a micro-batch to begin with; by default as `micro_batches` says
+          batch=0, # sequences in a micro-batch to begin with; by default as `micro_batches` says
+          timed=5): # steps to time
     "The `Trial` of the first micro-batch that fits. Raises `RunError` where one sequence doesn't"
     gib = gib or (gpu_gib() if torch.cuda.is_available() else 0)
-    t = first_that_fits(config, rungs, micro_batches(rows, batch), gib if batch else ROOM*gib)
+    t = first_that_fits(config, rungs, micro_batches(rows, batch), gib if batch else ROOM*gib, timed)
     if t is None:
         raise RunError(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs smallest, "
                        "or a smaller --workload or --seq")

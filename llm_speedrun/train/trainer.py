@@ -269,7 +269,7 @@ def plan(self:Trainer, rungs):
     "Fix the micro-batch, the number of steps and the learning rate"
     c = self.cfg
     c.rungs, c.lr = ",".join(rungs), c.lr or .5 / self.config.width
-    t = trial(self.config, rungs, self.sequences, self.hardware.gib, c.batch)
+    t = trial(self.config, rungs, self.sequences, self.hardware.gib, c.batch, timed=0 if c.steps else 5)
     self.take_batch(t.batch)
     if not c.steps:
         in_time = c.minutes*60e3 / (t.ms*c.accumulate)
