@@ -6,8 +6,8 @@
 __all__ = ['DTYPES', 'ceilings', 'LOOKUPS', 'NO_KERNEL', 'OVERWRITES', 'MATMULS', 'FUSIBLE', 'DATASHEET_BF16', 'KEYS',
            'MOST_CHOICES', 'default_device', 'gpu_gib', 'memory_limit', 'version_of', 'driver_version', 'machine',
            'smoke', 'in_test', 'Table', 'table', 'fmt', 'Times', 'summarize', 'moment', 'ms_between', 'sample_ms',
-           'time_ms', 'process_start', 'Timings', 'matmul_precision', 'has_fp8', 'matmul_rate', 'copy_rate', 'Ceilings',
-           'measure_ceilings', 'for_real', 'Known', 'nbytes', 'read_bytes', 'op_bytes', 'tensors', 'reads_writes',
+           'time_ms', 'process_start', 'Timings', 'for_real', 'Known', 'matmul_precision', 'has_fp8', 'matmul_rate',
+           'copy_rate', 'Ceilings', 'measure_ceilings', 'nbytes', 'read_bytes', 'op_bytes', 'tensors', 'reads_writes',
            'attention_flops', 'op_kind', 'Op', 'product_format', 'OpCounter', 'causal_arg', 'count', 'op_ms',
            'predict_ms', 'by_kind', 'main_format', 'fusion_groups', 'fuse', 'fused', 'kernel_kind', 'launches',
            'launch_kind', 'profiled', 'profile_rows', 'profile_kinds', 'profile_table', 'kinds_chart',
@@ -194,6 +194,27 @@ def __str__(self:Timings):
         rows += [["the rest", f"{rest:.2f}"], ["from the start to the first step", f"{self.total:.2f}"]]
     return str(table(["phase", "seconds"], rows))
 
+# %% ../nbs/01_measure.ipynb #ef86e170
+@contextmanager
+def for_real():
+    "Inside, work is done and compiled functions are compiled, also while somebody counts or takes them apart"
+    with _disable_current_modes(), torch.compiler.set_stance("default"): yield
+
+class Known:
+    "What is measured when it's first asked for, and then known; `when` says since when"
+    def __init__(self, measure): # () -> what is to be known
+        self.measure = measure
+        self.forget()
+
+    def __call__(self): # what is known, measured now if it wasn't
+        "What is known, measured now if it wasn't"
+        if self.when is None:
+            with for_real(): self.set(self.measure())
+        return self.value
+
+    def set(self, value): "Know `value` from now on"; self.value, self.when = value, time.time()
+    def forget(self): "Measure again when next asked"; self.value, self.when = None, None
+
 # %% ../nbs/01_measure.ipynb #31955861
 @contextmanager
 def matmul_precision(precision): # "highest" is plain FP32; "high" lets FP32 matrix products use TF32
@@ -252,27 +273,7 @@ def measure_ceilings(n=None, # matrix size; by default 8192 on a GPU and 512 on 
     formats = [k for k in DTYPES if k != "fp8" or has_fp8()]
     return Ceilings({k: matmul_rate(k, n, device) for k in formats}, copy_rate(nbytes, device))
 
-# %% ../nbs/01_measure.ipynb #ef86e170
-@contextmanager
-def for_real():
-    "Inside, work is done and compiled functions are compiled, also while somebody counts or takes them apart"
-    with _disable_current_modes(), torch.compiler.set_stance("default"): yield
-
-class Known:
-    "What is measured when it's first asked for, and then known; `when` says since when"
-    def __init__(self, measure): # () -> what is to be known
-        self.measure = measure
-        self.forget()
-
-    def __call__(self): # what is known, measured now if it wasn't
-        "What is known, measured now if it wasn't"
-        if self.when is None:
-            with for_real(): self.set(self.measure())
-        return self.value
-
-    def set(self, value): "Know `value` from now on"; self.value, self.when = value, time.time()
-    def forget(self): "Measure again when next asked"; self.value, self.when = None, None
-
+# %% ../nbs/01_measure.ipynb #df4b65c4
 ceilings = Known(measure_ceilings) # this machine's
 
 # %% ../nbs/01_measure.ipynb #f0b074b5
