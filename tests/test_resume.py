@@ -284,4 +284,5 @@ def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
         "data stream documents init workload hardware rungs steps minutes epochs tokens batch accumulate seq vocab lr schedule warmup weight_decay clip "
-        "ema evals eval_tokens target sample samples track profile seed deterministic name out overwrite save_minutes keep_last resume").split()
+        "ema evals eval_tokens target sample samples track profile seed deterministic name out overwrite save_minutes keep_last resume "
+        "measure timings").split()
