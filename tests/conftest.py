@@ -18,6 +18,13 @@ def kernels(monkeypatch):
     "Kernels run in the interpreter where there is no GPU (and by PyTorch where there is no Triton)"
     if not torch.cuda.is_available(): monkeypatch.setenv("TRITON_INTERPRET", "1")
 
+@pytest.fixture(autouse=True)
+def choices(tmp_path_factory, monkeypatch):
+    "What a test measures is remembered in a file of its own"
+    path = tmp_path_factory.mktemp("choices")/"choices.json"
+    monkeypatch.setattr("llm_speedrun.measure.choices_path", lambda: path)
+    return path
+
 def pytest_xdist_auto_num_workers():
     "For `-n auto`: with a GPU no workers, since tests time things there and fill its memory"
     return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)

@@ -11,7 +11,7 @@ from llm_speedrun.measure import OpCounter, has_fp8, version_of, warm_up
 from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
 from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, reference_errors, step_of
 from llm_speedrun.rungs.tf32 import tf32
-from llm_speedrun.train.hardware import memory_advice, parse_rungs, peak_gib, presets
+from llm_speedrun.train.hardware import attempt, memory_advice, parse_rungs, presets
 from llm_speedrun.train.trainer import TrainConfig, train
 from torch.nn.attention import sdpa_kernel
 from flags import changed, flags
@@ -300,4 +300,4 @@ def test_memory_advice():
     "The batch that is advised for one that is too large runs"
     c, rungs = workload("124m"), ["tf32", "bf16", "flash"]
     fits = int(re.search(r"--batch (\d+)$", memory_advice(c, rungs, 10**4))[1])
-    assert fits > 1 and peak_gib(c, rungs, fits)
+    assert fits > 1 and attempt(c, rungs, fits)
