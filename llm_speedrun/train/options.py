@@ -365,10 +365,10 @@ def speedrun_sample(c, given):
 def rung_lines(r): # a rung
     "What `--rungs list` says of it, its options below it"
     from fastcore.docments import docments
-    why = r.needs()
-    yield f"{r.__name__:<22}{inspect.getdoc(r).splitlines()[0]}" + (f" (not here: {why})" if why else "")
+    why, first = r.needs(), " ".join(inspect.getdoc(r).split()).split(". ")[0]
+    yield f"{r.__name__:<22}{first}" + (f" (not here: {why})" if why else "")
     help, (_, *params) = docments(r, returns=False), inspect.signature(r).parameters.values()
-    for p in params:
+    for p in (p for p in params if p.kind != p.VAR_KEYWORD):
         default = "" if p.default is p.empty else p.default
         yield f"  {r.__name__}:{p.name}={default}".ljust(40) + (help.get(p.name) or "")
 
