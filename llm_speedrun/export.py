@@ -106,7 +106,7 @@ def as_fp32(t, # a tensor
         raise InputError(f"{what} is {t.dtype}, and only fp32, bf16 and fp16 are read")
     if not t.isfinite().all():
         raise InputError(f"{what} has numbers that aren't finite, so its training had failed: train again "
-                         "with a smaller --lr")
+                         "with a smaller learning rate (speedrun_train --lr)")
     return t.float()
 
 # %% ../nbs/62_export.ipynb #2589ac49
@@ -157,7 +157,7 @@ def unfinished(folder): # of a run
     if not (Path(folder)/"result.json").is_file():
         return "the run has no result.json, so it failed or is going on; these weights are the last it saved"
     res = read_json(Path(folder)/"result.json", Result)
-    steps = read_json(Path(folder)/"config.json", Record).steps
+    steps = read_json(file_of(folder, "config.json", "it is not the folder of a run"), Record).steps
     if res.steps >= steps or res.reached: return ""
     return f"the run was interrupted: it has taken {res.steps:,} of its {steps:,} steps"
 
@@ -184,7 +184,8 @@ def tokenizer_files(path, # of a `tokenizer.json`
 def check_new(out): # the folder to write
     "Raise `FileExistsError` if `out` exists, `NotADirectoryError` where no folder can be made"
     if os.path.lexists(out):
-        raise FileExistsError(f"{out} exists already and is left alone: choose another --out, or remove it")
+        raise FileExistsError(f"{out} exists already and is left alone: choose another folder (speedrun_export "
+                              "--out), or remove it")
     check_writable(out)
 
 @contextmanager
@@ -323,7 +324,7 @@ def from_pretrained(folder, # a run's, written by us or by transformers' `save_p
 # %% ../nbs/62_export.ipynb #5e976217
 def export_and_tell(c): # an `ExportOptions`
     "What `speedrun_export` does"
-    folder, note = export_folder(c.run, c.out, c.dtype), unfinished(c.run)
+    note, folder = unfinished(c.run), export_folder(c.run, c.out, c.dtype)
     mib = (folder/"model.safetensors").stat().st_size / 2**20
     tok = (folder/"tokenizer.json").exists()
     has = "with its tokenizer" if tok else "without a tokenizer: its data came without one"

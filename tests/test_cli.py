@@ -9,6 +9,7 @@ from llm_speedrun.runs import RUNGS
 from llm_speedrun.train import options as commands
 from llm_speedrun.train.hardware import presets
 from llm_speedrun.train.options import *
+from llm_speedrun.train.trainer import train
 from small import VOCAB, fails, nano, options, words, write_bins
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,6 +185,29 @@ def test_advice_names_options_that_exist():
 def test_wrong_advice_is_found():
     assert [*wrong_advice("take fewer --workers", "train.trainer")] and [*wrong_advice("speedrun_train --text_key", "train.corpora")]
     assert not [*wrong_advice("tokenize with speedrun_data --tokenizer {}", "train.trainer")]
+
+@pytest.mark.skipif(os.name != "posix", reason="asks POSIX for permissions")
+def test_a_resumed_run_stays_where_it_is(tmp_path, monkeypatch):
+    "Where its folder can't be written into, `--out` is no advice: it can't change"
+    train(options(tmp_path), progress=False)
+    monkeypatch.setattr("llm_speedrun.files.os.access", lambda *a: False)
+    with fails(OSError, "look at its permissions"): train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=9), progress=False)
+    with fails(OSError, "choose another --out"): train(options(tmp_path, name="new"), progress=False)
+
+@pytest.mark.parametrize("given", [{"steps", "target"}, {"steps"}], ids=str)
+def test_given_on_resume(tmp_path, given):
+    "A target that is given as 0 is cleared, though that is the default; one that isn't given stays"
+    train(options(tmp_path, target=1e-9), progress=False)
+    trainer, _ = train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=8), progress=False, given=given | {"resume"})
+    assert trainer.cfg.target == (0. if "target" in given else 1e-9)
+
+def test_total_tokens(tmp_path):
+    "A budget of tokens is as many whole steps as it pays for"
+    trainer, _ = train(options(tmp_path, steps=0, total_tokens=64*5 + 63), progress=False)
+    assert (trainer.cfg.step_tokens, trainer.done) == (64, 5)
+    cfg = options(tmp_path, name="other")
+    with fails(InputError, "total_tokens"): train(TrainConfig(**vars(cfg) | dict(total_tokens=640)), progress=False)
+    assert (cfg.step_tokens, cfg.accumulate) == (0, 0) # the caller's options stay as they are
 
 # Runs
 
