@@ -155,7 +155,7 @@ def memory_advice(config, # a `GPTConfig`
     "What to do after running out of GPU memory"
     said = f"out of GPU memory with --batch {batch} of {config.seq} tokens"
     fits = min(largest_batch(config, rungs), batch - 1)
-    if not fits: return f"{said}, and one sequence doesn't fit either: choose a smaller --workload or --seq"
+    if not fits: return f"{said}, and one sequence doesn't fit either: choose a smaller --workload"
     return f"{said}. On this GPU {fits} should fit: --batch {fits}"
 
 # %% ../../nbs/32_hardware.ipynb #4c0e893f
