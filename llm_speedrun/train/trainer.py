@@ -137,7 +137,7 @@ def check_folder(self:Trainer):
     if self.folder.exists() and not (c.overwrite or c.resume):
         raise FileExistsError(f"{self.folder} exists already and is left alone: choose another --name, or "
                               f"pass --overwrite; or go on with it: --resume {self.folder}")
-    check_writable(self.folder)
+    check_writable(self.folder, "look at its permissions" if c.resume else "choose another --out")
 
 # %% ../../nbs/30_trainer.ipynb #b14ac3ce
 @patch
