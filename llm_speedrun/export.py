@@ -47,7 +47,10 @@ def qwen3_config(config, # a `GPTConfig`
         sliding_window=None, torch_dtype=str(dtype).removeprefix("torch."), **ends)
 
 # %% ../nbs/62_export.ipynb #8d179ea0
-def up_to(most): return Annotated[int, Meta(ge=1, le=most)]
+def up_to(most): # this many
+    "The type of a whole number from 1"
+    return Annotated[int, Meta(ge=1, le=most)]
+
 Rope = dict[str, float | str | bool | None]
 
 class Qwen3(msgspec.Struct):
@@ -99,6 +102,7 @@ def fitted(tensors, # name -> tensor, under Qwen3's names
                                    + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
     return {k.removeprefix("model."): as_fp32(tensors[k], f"{where}: {k}") for k in want}
 
+# %% ../nbs/62_export.ipynb #b3406a3c
 def as_fp32(t, # a tensor
             what): # it is, for errors
     "The tensor in FP32. A `ValueError` if it is of a type that isn't read, or has numbers that aren't finite"
@@ -184,8 +188,8 @@ def tokenizer_files(path, # of a `tokenizer.json`
 def check_new(out): # the folder to write
     "Raise `FileExistsError` if `out` exists, `NotADirectoryError` where no folder can be made"
     if os.path.lexists(out):
-        raise FileExistsError(f"{out} exists already and is left alone: choose another folder (speedrun_export "
-                              "--out), or remove it")
+        raise FileExistsError(f"{out} exists already and is left alone: choose another folder "
+                              "(speedrun_export --out), or remove it")
     check_writable(out)
 
 @contextmanager

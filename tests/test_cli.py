@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 import numpy as np, pytest
 from llm_speedrun.files import InputError, decoded
-from llm_speedrun.runs import RUNGS
+from llm_speedrun.runs import RUNGS, find_rung
 from llm_speedrun.train import options as commands
 from llm_speedrun.train.hardware import presets
 from llm_speedrun.train.options import *
@@ -147,7 +147,8 @@ def test_rungs_list(capsys):
 # What messages advise
 
 ALL = "train doctor"
-CAN_PRINT = { # module -> the commands that can print its messages; others: `ALL` and the ladder
+CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
+    ("train.corpora", "--documents"): ALL,
     "export": "export sample train doctor", "sample": "sample", "ladder": "ladder", "train.report": "report train doctor",
     "train.trainer": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
     "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}"}
@@ -166,24 +167,22 @@ def messages(tree):
 
 def wrong_advice(text, module):
     "Options in a message that not every command which can print it has, nor the command named before them"
-    for m in re.finditer(r"--([a-z]\w*)", text):
-        named = re.findall(r"speedrun_(\w+)", text[:m.start()])
-        for c in named[-1:] or CAN_PRINT.get(module, f"{ALL} ladder").split():
-            if m[0] not in has(c) | ELSEWHERE: yield f"speedrun_{c} has no {m[0]}"
+    for m in re.finditer(r"--[a-z]\w*|(?<=\bset )\w+_\w+|(?<=\bwith )\w+_\w+", text):
+        named, option = re.findall(r"speedrun_(\w+)", text[:m.start()]), f"--{m[0].lstrip('-')}"
+        for c in named[-1:] or CAN_PRINT.get((module, option), CAN_PRINT.get(module, f"{ALL} ladder")).split():
+            if option not in has(c) | ELSEWHERE: yield f"speedrun_{c} has no {option}"
 
 def test_advice_names_options_that_exist():
     "In messages of the whole package"
-    known = {o.name for f in COMMANDS.values() for o in listed(f.config) if "_" in o.name}
     for path in (ROOT/"llm_speedrun").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT/"llm_speedrun").with_suffix("").parts)
         if module in ("_modidx", "train.options"): continue
         for text in messages(ast.parse(path.read_text(encoding="utf-8"))):
-            assert not [*wrong_advice(text, module)], (module, text, [*wrong_advice(text, module)])
-            bare = known & {*re.findall(r"(?<!-)\b[a-z]+_[a-z_]+\b", text)} if text.count(" ") > 3 else () # a message
-            assert not [k for k in bare for c in CAN_PRINT.get(module, f"{ALL} ladder").split() if f"--{k}" not in has(c)], (module, text)
+            assert not [*wrong_advice(text, module)], (module, text)
 
 def test_wrong_advice_is_found():
-    assert [*wrong_advice("take fewer --workers", "train.trainer")] and [*wrong_advice("speedrun_train --text_key", "train.corpora")]
+    for text in ("take fewer --workers", "{} has no key; set text_key"): assert [*wrong_advice(text, "train.trainer")]
+    assert [*wrong_advice("speedrun_train --text_key", "train.corpora")]
     assert not [*wrong_advice("tokenize with speedrun_data --tokenizer {}", "train.trainer")]
 
 @pytest.mark.skipif(os.name != "posix", reason="asks POSIX for permissions")
@@ -258,7 +257,7 @@ def there(tmp_path, monkeypatch):
     "A folder of bad inputs, as the current one; bf16 can't run"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(tmp_path/"cache"))
-    monkeypatch.setattr(RUNGS["bf16"], "needs", lambda: "it is an old card")
+    monkeypatch.setattr(find_rung("bf16"), "needs", lambda: "it is an old card")
     bad = {"empty.txt": b"", "latin.txt": b"caf\xe9", "odd.bin": bytes(4097), "a.json": b"{}", "bad.jsonl": b"{\n"}
     for name, b in bad.items(): (tmp_path/name).write_bytes(b)
     for name, n, high in (("short.bin", 50, 9), ("high.bin", 5000, 999)): np.full(n, high, "<u2").tofile(tmp_path/name)
@@ -298,7 +297,7 @@ def test_ladder_overwrites_nothing(there, capsys):
 
 def test_ladder(there, capsys, monkeypatch):
     "`speedrun_ladder` prints its table, with the machine below it, and writes records, table and chart"
-    monkeypatch.setattr(RUNGS["bf16"], "needs", lambda: "")
+    monkeypatch.setattr(find_rung("bf16"), "needs", lambda: "")
     speedrun_ladder(words(LADDER, rungs="bf16,flash"))
     said = capsys.readouterr().out
     assert "saved in ladder/" in said and re.search(r"\| fp32 .*\n\| bf16 .*×.*\n\| flash .*×", said)
@@ -315,7 +314,7 @@ def test_ladder(there, capsys, monkeypatch):
     ("bf16,fused_adamw", [("fp32", None), ("bf16", "fp32"), ("flash", None), ("fused_adamw", "flash")])])
 def test_ladder_only(there, capsys, monkeypatch, only, rungs):
     "`--only` measures some rungs, each against the whole ladder below it"
-    monkeypatch.setattr(RUNGS["bf16"], "needs", lambda: "")
+    monkeypatch.setattr(find_rung("bf16"), "needs", lambda: "")
     speedrun_ladder(words(LADDER, rungs="bf16,flash,fused_adamw", only=only))
     records = json.loads((there/"ladder/ladder.json").read_text())
     assert [(r["rung"], r["before"]) for r in records] == rungs and all(r["kept"] for r in records)
@@ -323,8 +322,8 @@ def test_ladder_only(there, capsys, monkeypatch, only, rungs):
 
 def test_ladder_of_a_preset(there, capsys, monkeypatch):
     "A preset is a ladder; what can't run here is not in it"
-    monkeypatch.setattr(RUNGS["bf16"], "needs", lambda: "")
-    monkeypatch.setattr(RUNGS["tf32"], "needs", lambda: "it is an old card")
+    monkeypatch.setattr(find_rung("bf16"), "needs", lambda: "")
+    monkeypatch.setattr(find_rung("tf32"), "needs", lambda: "it is an old card")
     speedrun_ladder(words(LADDER, rungs="safe"))
     records = json.loads((there/"ladder/ladder.json").read_text())
     assert [r["rung"] for r in records] == ["fp32", "bf16", "flash", "fused_adamw"]

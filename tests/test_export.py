@@ -8,7 +8,8 @@ from llm_speedrun import export
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import *
 from llm_speedrun.model import GPT, WORKLOADS
-from llm_speedrun.runs import RUNGS, Run, Stepper, build, generate
+from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
+from llm_speedrun.sample import generate
 from llm_speedrun.train.hardware import presets
 from llm_speedrun.train.options import speedrun_export
 from llm_speedrun.train.trainer import train
@@ -182,7 +183,7 @@ def test_from_pretrained_goes_on(trained, exported):
     "The loss is the one that training ended with, and goes on falling, with rungs too"
     trainer = trained[0]
     run = from_pretrained(exported, "cpu")
-    step, val = Stepper(RUNGS["flash"](run)), validation(trainer)
+    step, val = Stepper(find_rung("flash")(run)), validation(trainer)
     start = step.evaluate(val)
     assert run.rungs == () and abs(start - Stepper(Run(trainer.run.model)).evaluate(val)) < 1e-5
     for _ in range(5): step(*val)

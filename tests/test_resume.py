@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from llm_speedrun.train import saving
 from llm_speedrun.measure import version_of
 from llm_speedrun.runs import Stepper
+from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import *
 from llm_speedrun.train.trainer import *
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins

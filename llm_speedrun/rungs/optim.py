@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..files import InputError, lookup
-from .fused_ops import blocks, jit, tl, triton
+from .triton import blocks, jit, tl, triton
 from ..measure import version_of
 from ..runs import param_groups, rung, uncompiled
 
@@ -318,7 +318,7 @@ def make_bf16(model, lr=1e-3, betas=(.9, .95), weight_decay=.1, # as for `make_f
     "`Bf16AdamW` in the usual two groups"
     return Bf16AdamW(param_groups(model, weight_decay), lr=lr, betas=betas, rounding=rounding, seed=seed)
 
-@rung("ops", excludes=("fused_adamw", "adamw8bit", "fp16"))
+@rung("parts", excludes=("fused_adamw", "adamw8bit", "fp16"))
 def bf16_weights(run, # a `Run`
                  rounding="stochastic"): # as for `Bf16AdamW`
     "Matrices kept in bf16, and gradients with them. Raises `ValueError` for a run without the `bf16` rung"

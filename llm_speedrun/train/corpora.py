@@ -32,6 +32,7 @@ from ..data import (EOT, HUB, OFFLINE_VOCAB, Batches, Shards, gpt2_tokenizer, hu
 from ..data import (_PACKED, _Writer, _bins, _decode, _describe, _dtype_of, _eot_of, _files,
                                _hold_out_tail, _is_val, _kind, _marked_pieces, _parcels, _pieces, _plain,
                                _sample, _split_of, _unknown)
+from ..model import set_parts
 
 # %% ../../nbs/38_corpora.ipynb #869ac81d
 def _assembled(parcel, encoded, eot, dtype):
@@ -265,7 +266,8 @@ def make_corpus(c): # a `DataOptions`
     tok = _tokenizer_for(c.tokenizer, c.data, source, c.vocab, out)
     name = f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or c.vocab or 'default'}"
     options = dict(val_frac=c.val_frac, max_tokens=c.max_tokens or None, workers=c.workers or None)
-    with tqdm(total=_characters(c.data), unit="char", unit_scale=True, dynamic_ncols=True, desc="tokenizing") as bar:
+    total = _characters(c.data)
+    with tqdm(total=total, unit="char", unit_scale=True, dynamic_ncols=True, desc="tokenizing") as bar:
         meta = tokenize_corpus(source(), tok, out, source=name, bar=bar, **options)
     print(f"{meta['train_tokens']:,} tokens to train on and {meta['val_tokens']:,} held out are in {c.out}/")
 
@@ -549,7 +551,7 @@ def within_documents(run, eot): # a `model.Run`, the token that begins a documen
         with sdpa_kernel(TAKE_A_MASK): return F.scaled_dot_product_attention(q, k, v, attn_mask=now["mask"])
     def change(model):
         model.embed_tokens.register_forward_pre_hook(note)
-        for layer in model.layers: layer.self_attn.attend = attend
+        set_parts(model, attend=attend)
     return run.with_model(change)
 
 # %% ../../nbs/38_corpora.ipynb #88e57dbd

@@ -27,12 +27,12 @@ from .corpora import (MixedBatches, StreamBatches, document_source, one_side, op
 from ..model import GPTConfig, train_flops, workload
 from ..runs import build, generate, step_of
 from ..export import import_folder
-from ..rungs.flash import backend_ms, why_not
 from .hardware import (climb, divisors, growing_segments, hardware, measured, memory_limit,
                                    micro_batch, parse_rungs, smaller)
 from .options import TrainConfig, agree
-from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
-                                 open_trackers, parse_trackers, read_rows)
+from .metrics import (Breakdown, StepProfile, gpu_stats, open_trackers, parse_trackers,
+                                        read_rows)
+from .report import LivePlot, html_report, loss_chart
 from ..recipes.schedules import SCHEDULES, Average, GuardedStepper, lr_at
 from .saving import Saver, newest, read_checkpoint, to_host, write_tensors
 
@@ -41,7 +41,7 @@ class Trainer:
     "One training run. Making it checks the options, opens the data and measures; `fit` trains"
     def __init__(self, cfg, # a `TrainConfig`
                  progress=True, # show a progress bar and what is being done
-                 given=None): # names of the options that were given; by default those that differ from the defaults
+                 given=None): # names of the options that were given; by default those that differ
         self.progress, self.ladder, self.done = progress, [], 0
         agree(cfg, given or ())
         self.cfg = cfg = resumed(cfg, given) if cfg.resume else replace(cfg) # the caller's stays as it is
@@ -254,7 +254,7 @@ def read_record(folder): # of a run
     return json.loads((Path(folder)/"config.json").read_text(encoding="utf-8"))
 
 def resumed(cfg, # a `TrainConfig` with `resume`
-            given=None): # names of the options that were given; by default those that differ from the defaults
+            given=None): # names of the options that were given; by default those that differ
     "The options of the run to go on with. Raises `FileNotFoundError`, and `ValueError` for what can't change"
     folder, new = Path(cfg.resume), {f.name: getattr(cfg, f.name) for f in fields(cfg)}
     if given is None: given = {f.name for f in fields(cfg) if new[f.name] != f.default}
@@ -333,13 +333,11 @@ def deterministic(on): # False changes nothing
     warn, cublas = torch.is_deterministic_algorithms_warn_only_enabled(), "CUBLAS_WORKSPACE_CONFIG"
     env = os.environ.get(cublas)
     os.environ[cublas] = env or ":4096:8" # without it PyTorch refuses products
-    def ask_again():
-        for f in (why_not, backend_ms): f.cache_clear()
-    torch.use_deterministic_algorithms(True); fill.fill_uninitialized_memory = False; ask_again()
+    torch.use_deterministic_algorithms(True); fill.fill_uninitialized_memory = False
     try: yield
     finally:
         torch.use_deterministic_algorithms(old[0], warn_only=warn)
-        fill.fill_uninitialized_memory = old[1]; ask_again()
+        fill.fill_uninitialized_memory = old[1]
         if env is None: del os.environ[cublas]
 
 # %% ../../nbs/30_trainer.ipynb #8b8df15f
@@ -450,7 +448,7 @@ def take(self:Trainer, x, y): # all sequences of a step
             raise RunError("out of GPU memory in the middle of an update. Make room, and go on with "
                                f"--resume {self.folder}")
         self.step.opt.zero_grad(set_to_none=True)
-        if hasattr(self.run.loss, "forget"): self.run.loss.forget()
+        self.run.release()
         self.shrink()
         self.write_config()
         self.flush(tqdm(disable=True)) # the rows of the steps before
