@@ -152,6 +152,7 @@ CAN_PRINT = { # module, or one of its options -> the commands that can print its
     "export": "export sample train doctor", "sample": "sample", "ladder": "ladder", "train.report": "report train doctor",
     "train.trainer": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
     "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}"}
+EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
 ELSEWHERE = {"--pre", "--query", "--format"} # of pip and nvidia-smi
 
 def has(name): return {f"--{o.name}" for o in listed(COMMANDS[f"speedrun_{name}"].config)} | {"--debug", "--help"}
@@ -168,6 +169,7 @@ def messages(tree):
 def wrong_advice(text, module):
     "Options in a message that not every command which can print it has, nor the command named before them"
     for m in re.finditer(r"--[a-z]\w*|(?<=\bset )\w+_\w+|(?<=\bwith )\w+_\w+", text):
+        if "_" in m[0] and not m[0].startswith("-") and not any(f"--{m[0]}" in has(c) for c in EVERY): continue # no option
         named, option = re.findall(r"speedrun_(\w+)", text[:m.start()]), f"--{m[0].lstrip('-')}"
         for c in named[-1:] or CAN_PRINT.get((module, option), CAN_PRINT.get(module, f"{ALL} ladder")).split():
             if option not in has(c) | ELSEWHERE: yield f"speedrun_{c} has no {option}"

@@ -270,7 +270,7 @@ def test_sigterm_is_not_forgotten():
 
 @pytest.mark.parametrize("option, kind, message", [
     (dict(seed=1), ValueError, "keeps its options: leave out seed"), (dict(lr=.1, rungs="flash"), ValueError, "leave out lr, rungs"),
-    (dict(batch=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(batch=-1), ValueError, "don't divide"),
+    (dict(batch=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(batch=-1), ValueError, "batch must be a whole number from 0"),
     (dict(steps=6), ValueError, "has taken its 6 steps: choose more --steps"), (dict(keep_last=0), ValueError, "keep_last must be a whole number from 1")], ids=str)
 @posix
 def test_bad_option(stopped, option, kind, message):
@@ -284,5 +284,6 @@ def test_resuming_no_run(tmp_path):
 def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
-        "data stream documents init workload hardware rungs steps minutes epochs tokens batch accumulate seq vocab lr schedule warmup weight_decay clip "
-        "ema evals eval_tokens target sample samples track profile seed deterministic name out overwrite save_minutes keep_last resume").split()
+        "data stream documents vocab workload seq init rungs batch accumulate hardware deterministic steps total_tokens minutes epochs target "
+        "step_tokens lr schedule warmup weight_decay clip ema seed evals eval_tokens sample samples name out overwrite track profile timings "
+        "save_minutes keep_last resume").split()

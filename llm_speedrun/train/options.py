@@ -369,8 +369,10 @@ def speedrun_sample(c, given):
 def rung_lines(r): # a rung
     "What `--rungs list` says of it, its options below it"
     from fastcore.docments import docments
-    why, first = r.needs(), " ".join(inspect.getdoc(r).split()).split(". ")[0]
-    yield f"{r.__name__:<22}{first}" + (f" (not here: {why})" if why else "")
+    first = " ".join(inspect.getdoc(r).split()).split(". ")[0]
+    told = {"needs ": ", ".join(r.requires), "not with ": ", ".join(r.excludes), "not here: ": r.needs()}
+    told = "; ".join(k + v for k, v in told.items() if v)
+    yield f"{r.__name__:<22}{first}" + (f" ({told})" if told else "")
     help, (_, *params) = docments(r, returns=False), inspect.signature(r).parameters.values()
     for p in (p for p in params if p.kind != p.VAR_KEYWORD):
         default = "" if p.default is p.empty else p.default
