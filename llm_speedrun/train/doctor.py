@@ -232,7 +232,8 @@ def check_disk(trainer): # a `Trainer` that has taken a step
     try:
         with tempfile.TemporaryFile(dir=there) as f: f.write(b"written")
     except OSError as e:
-        yield Finding("problem", "disk", f"{there}/ can't be written into ({e}): choose another --out")
+        advice = "look at its permissions" if trainer.cfg.resume else "choose another --out"
+        yield Finding("problem", "disk", f"{there}/ can't be written into ({e}): {advice}")
         return
     weights, whole = checkpoint_bytes(trainer)
     kept, keep = [*(trainer.folder/"checkpoints").rglob("*.safetensors")], trainer.cfg.keep_last
@@ -241,8 +242,8 @@ def check_disk(trainer): # a `Trainer` that has taken a step
     text = (f"{size(free)} are free in {there}/, and a run needs {size(need)}: {keep + 2} checkpoints of "
             f"{size(whole)} (--keep_last {keep}, the best, and one being written), and its weights")
     if free > need: yield Finding("ok", "disk", text)
-    else: yield Finding("problem", "disk", f"{text}. Make room, or choose another --out or a smaller "
-                        "--keep_last")
+    else: yield Finding("problem", "disk", f"{text}. Make room, or choose a smaller --keep_last"
+                        + ("" if trainer.cfg.resume else " or another --out"))
 
 # %% ../../nbs/36_doctor.ipynb #db9cf2c5
 def check_start(trainer): # a `Trainer` that has taken a step

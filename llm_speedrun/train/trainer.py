@@ -104,12 +104,12 @@ def assemble(self:Trainer, rungs): # as parsed
     if cfg.rungs == "auto":
         with phase("choose rungs"): rungs = self.choose(rungs)
     with phase("try the micro-batch"): self.plan(rungs)
-    with phase("build the model"): self.build()
+    with phase("build the model"): self.build_run()
     if cfg.resume: self.load()
 
 # %% ../../nbs/30_trainer.ipynb #8932fa57
 @patch
-def build(self:Trainer):
+def build_run(self:Trainer):
     "The run, its optimizer with our learning rate, the stepper, and an average of the weights if there is one"
     cfg = self.cfg
     run = build(self.config, cfg.rungs.split(",") if cfg.rungs else [], seed=cfg.seed)
@@ -780,7 +780,7 @@ def evaluate(self:Trainer):
                            f"room: --resume {self.folder}")
         self.eval_batch = size
         self.say(f"out of GPU memory in an evaluation: going on with batches of {size}")
-        gc.collect(); torch.cuda.empty_cache()
+        free_memory()
 
 # %% ../../nbs/30_trainer.ipynb #131f3859
 @patch
