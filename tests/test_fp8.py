@@ -123,9 +123,9 @@ def test_a_scale_follows_its_history():
     s = Scaling(1, E5M2, DEVICE, history=3)
     seen = []
     for amax in (1., 8., 2., 1., 1., 0.):
-        with s.step(): s.fore[0][0] = amax
+        with s.in_step(), s.in_pass(): s.forward_max[0][0] = amax
         seen.append(s.scale[0, 0].item())
-    with s.step(): pass
+    with s.in_step(), s.in_pass(): pass
     assert seen + [s.scale[0, 0].item()] == [1., 448., 56., 56., 56., 224., 448.]
 
 def test_an_evaluation_leaves_no_trace():
@@ -134,7 +134,7 @@ def test_an_evaluation_leaves_no_trace():
     b = tokens()
     for _ in range(3): step(b)
     s = step.run.model.layers[0].scales.scaling
-    def state(): return [t.clone() for t in (s.scale, s.past, *s.fore, *s.back)]
+    def state(): return [t.clone() for t in (s.scale, s.past, *s.forward_max, *s.backward_max)]
     before, first = state(), step.evaluate([b])
     assert step.evaluate([b]) == first and all(map(torch.equal, state(), before))
 

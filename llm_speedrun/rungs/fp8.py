@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['E4M3', 'E5M2', 'LARGEST', 'NAMES', 'TILE', 'LARGE_TILE', 'SQUARE_TILE', 'PARTS', 'HALF_MOST', 'GRADIENTS',
-           'BREAK_EVEN', 'RECIPES', 'sqnr', 'Scaling', 'store_both', 'note_amax', 'both', 'quantize_kernel',
-           'tile_grid', 'by_kernel', 'pair', 'quantize', 'norm_quantize_kernel', 'norm_quantize',
-           'swiglu_quantize_kernel', 'swiglu_backward_quantize_kernel', 'swiglu_quantize', 'swiglu_backward_quantize',
-           'wide_load', 'value_heads', 'turned_heads', 'heads_quantize_kernel', 'heads_quantize', 'mm8', 'Slots',
-           'LayerScales', 'one', 'rounded', 'product', 'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP',
-           'Fp8HeadsPart', 'Fp8OutPart', 'Fp8MLPPart', 'fp8_block', 'to_fp8', 'loss_lse_kernel',
-           'logits_quantize_kernel', 'loss_lse', 'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step',
-           'part_gains', 'rounding_cases', 'misrounded', 'needs_fp8', 'fp8', 'float8_config', 'to_float8',
-           'linear_gain', 'torchao_fp8']
+           'BREAK_EVEN', 'RECIPES', 'sqnr', 'Scaling', 'fitting_scale', 'store_both', 'magnitude', 'raise_amax',
+           'note_amax', 'sixteens', 'round_and_transpose', 'quantize_kernel', 'tile_grid', 'by_kernel', 'empty_pair',
+           'quantize', 'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel',
+           'swiglu_backward_quantize_kernel', 'swiglu_quantize', 'swiglu_backward_quantize', 'wide_load', 'value_heads',
+           'turned_heads', 'heads_quantize_kernel', 'heads_quantize', 'mm8', 'Slots', 'LayerScales', 'slot',
+           'with_slot', 'product', 'in_rows', 'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP', 'Fp8HeadsPart',
+           'Fp8OutPart', 'Fp8MLPPart', 'fp8_block', 'to_fp8', 'loss_lse_kernel', 'logits_quantize_kernel', 'loss_lse',
+           'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step', 'part_gains', 'rounding_cases',
+           'misrounded', 'needs_fp8', 'fp8', 'float8_config', 'to_float8', 'linear_gain', 'torchao_fp8']
 
 # %% ../../nbs/16_fp8.ipynb #148e4050
 from contextlib import contextmanager, nullcontext
@@ -51,59 +51,84 @@ NAMES += "hidden head".split() # input and weight of the output projection, whic
 
 class Scaling:
     "Scales of a model's 8-bit tensors, from the largest magnitudes of the last steps"
-    seen = False # whether a step with gradients has begun
+    seen = False # whether there are scales: a pass with gradients has ended
+    jit = True # whether the pass that runs finds its scales just in time
     def __init__(self, layers, # how many sets of slots
                  grad, # format of the gradients: `E5M2` or `E4M3`
                  device,
                  history=16, # how many steps to look back
                  delayed=True): # False computes every scale just in time
-        n, self.delayed, self.jit = len(NAMES), delayed, True # the first step has nothing to look back to
-        self.most = torch.tensor([LARGEST[grad if k[0] == "d" else E4M3] for k in NAMES], device=device)
+        n, self.delayed = len(NAMES), delayed
+        self.largest = torch.tensor([LARGEST[grad if k[0] == "d" else E4M3] for k in NAMES], device=device)
         self.past = torch.zeros(history, layers, n, device=device)
         self.scale = torch.ones(layers, n, device=device)
         self.inverse = torch.ones(layers, n, 4, device=device)[..., 0] # at multiples of 16 bytes, for cuBLAS
-        self.fore, self.back = ([torch.zeros(n, device=device) for _ in range(layers)] for _ in range(2))
+        zeros = lambda: [torch.zeros(n, device=device) for _ in range(layers)]
+        self.forward_max, self.backward_max = zeros(), zeros()
 
     def __deepcopy__(self, memo): return self # a rung's copy of the model shares it, as it shares the weights
+
+# %% ../../nbs/16_fp8.ipynb #7474eb90
+def fitting_scale(amax, largest): # tensors: the largest magnitude, and what to make it
+    "The scale that makes `amax` the format's largest number; 1 where nothing was seen, or nothing finite"
+    return torch.where((amax > 0) & amax.isfinite(), (largest/amax).clamp(max=2.**100), 1.)
+
+@patch
+def maxima(self:Scaling):
+    "The largest magnitudes of the step so far, layers by slots"
+    return torch.maximum(torch.stack(self.forward_max), torch.stack(self.backward_max))
+
+@patch
+def bad(self:Scaling):
+    "Whether one of the step's maxima isn't finite: a bool on the device"
+    return ~self.maxima().isfinite().all()
+
+@patch
+def update(self:Scaling):
+    "Take in the last step's maxima, make the scales anew, and forget it. A bad step leaves all as it was"
+    amax = self.maxima()
+    good = amax.isfinite().all()
+    torch._foreach_zero_(self.forward_max + self.backward_max)
+    past = torch.cat([amax[None], self.past[:-1]])
+    for old, new in ((self.past, past), (self.scale, fitting_scale(past.amax(0), self.largest))):
+        old.copy_(torch.where(good, new, old))
+    self.inverse.copy_(1/self.scale)
 
 # %% ../../nbs/16_fp8.ipynb #e8f2cd7f
 @patch
 @contextmanager
-def step(self:Scaling):
-    "Entered around each forward pass. One without gradients leaves no trace; one just in time isn't compiled"
-    kept = None if torch.is_grad_enabled() else [t.clone() for t in self.fore]
-    if kept is None:
-        self.jit = not (self.delayed and self.seen)
-        if self.seen: self.update()
-        self.seen = True
-    try:
-        with uncompiled() if self.jit else nullcontext(): yield
-    finally:
-        if kept is not None: torch._foreach_copy_(self.fore, kept)
+def in_step(self:Scaling):
+    "Entered around each optimizer step (new scales), and around evaluations (none)"
+    if torch.is_grad_enabled() and self.seen: self.update()
+    yield
 
 @patch
-def update(self:Scaling):
-    "Take in the last step's maxima, make the scales anew; a slot that saw nothing has scale 1"
-    amax = torch.maximum(torch.stack(self.fore), torch.stack(self.back)).nan_to_num(0., 0., 0.) # bad steps
-    torch._foreach_zero_(self.fore + self.back)
-    self.past.copy_(torch.cat([amax[None], self.past[:-1]]))
-    amax = self.past.amax(0)
-    self.scale.copy_(torch.where(amax > 0, self.most / amax, 1.))
-    self.inverse.copy_(1/self.scale)
+@contextmanager
+def in_pass(self:Scaling):
+    "Entered around each forward pass. One without gradients leaves no trace; one just in time isn't compiled"
+    self.jit, trains = not (self.delayed and self.seen), torch.is_grad_enabled()
+    kept = None if trains else [t.clone() for t in self.forward_max]
+    try:
+        with uncompiled() if self.jit else nullcontext(): yield
+        self.seen |= trains
+    finally:
+        if kept is not None: torch._foreach_copy_(self.forward_max, kept)
 
 # %% ../../nbs/16_fp8.ipynb #d0e3ba96
 @patch
 def state_dict(self:Scaling):
     "What a checkpoint needs to go on with the same scales: a dict of tensors and a flag"
-    tensors = dict(past=self.past, scale=self.scale, inverse=self.inverse)
-    return tensors | dict(fore=torch.stack(self.fore), back=torch.stack(self.back), seen=self.seen)
+    tensors = {k: getattr(self, k) for k in ("past", "scale", "inverse")}
+    maxima = {k: torch.stack(getattr(self, k)) for k in ("forward_max", "backward_max")}
+    return tensors | maxima | dict(seen=self.seen)
 
 @patch
 def load_state_dict(self:Scaling, state): # from `state_dict`
     "Take over the scales; the tensors stay the ones that the layers know"
     for k in ("past", "scale", "inverse"): getattr(self, k).copy_(state[k])
-    for mine, theirs in ((self.fore, state["fore"]), (self.back, state["back"])):
-        torch._foreach_copy_(mine, list(theirs.to(mine[0].device).unbind()))
+    for k in ("forward_max", "backward_max"):
+        mine = getattr(self, k)
+        torch._foreach_copy_(mine, list(state[k].to(mine[0].device).unbind()))
     self.seen = state["seen"]
 
 # %% ../../nbs/16_fp8.ipynb #a5a9c33e
@@ -113,34 +138,49 @@ def store_both(q_ptr, t_ptr, x, scale, rows, cols, N, C, q_stride, t_stride, MOS
     dt: tl.constexpr = q_ptr.dtype.element_ty
     # There and back by way of fp16, which holds every 8-bit number: ptxas 12.9 mixes up the bytes of a tile
     # that is stored both as it is and transposed straight from the cast (triton issue 11111)
-    h = tl.minimum(tl.maximum(x*scale, -MOST), MOST).to(dt).to(tl.float16)
+    h = tl.clamp(x*scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(dt).to(tl.float16)
     q, t = h.to(dt), tl.trans(h).to(dt)
     r, c = rows.to(tl.int64), cols.to(tl.int64)
     tl.store(q_ptr + r[:, None]*q_stride + c[None, :], q, (rows < N)[:, None] & (cols < C)[None, :])
     tl.store(t_ptr + c[:, None]*t_stride + r[None, :], t, (cols < C)[:, None] & (rows < N)[None, :])
 
 @jit
+def magnitude(x):
+    "The bits of |x| as an integer: of the same order, with infinity and then NaN at the end"
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+@jit
+def raise_amax(amax_ptr, m, seen):
+    "Raise the slot to magnitude `m`. Mostly it's there already, as was `seen` early: no atomic then"
+    if m > magnitude(seen): tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), m)
+
+@jit
 def note_amax(amax_ptr, x, seen):
-    "Raise the slot's maximum to that of |x|. Mostly it's there already, as was `seen` early: no atomic then"
-    m = tl.max(tl.max(tl.abs(x), 1), 0)
-    if m > seen: tl.atomic_max(amax_ptr, m)
+    "Raise the slot's maximum to that of |x|"
+    raise_amax(amax_ptr, tl.max(tl.max(magnitude(x), 1), 0), seen)
 
 # %% ../../nbs/16_fp8.ipynb #3c14ae53
-def both(x, scale, amax, dt): # N C
-    "`x` rounded to `dt` with `scale`, and its transpose; raises `amax` to the largest magnitude"
+def sixteens(n):
+    "`n` rounded up to a multiple of 16"
+    return blocks(n, 16)*16
+
+def round_and_transpose(x, scale, amax, dt, rows=None): # N C; how many rows to return, a multiple of 16
+    """`x` rounded to `dt` with `scale`, zeros below it, and the transpose of that; raises `amax` to the
+    largest magnitude"""
     amax.copy_(torch.maximum(amax, x.abs().amax().float()))
+    x = F.pad(x, (0, 0, 0, (rows or sixteens(len(x))) - len(x)))
     q = (x.float()*scale).clamp(-LARGEST[dt], LARGEST[dt]).to(dt)
     return q, q.T.contiguous()
 
 @jit
-def quantize_kernel(x_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, start, n, N, C, MOST: tl.constexpr,
+def quantize_kernel(x_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, start, n, filled, N, C, MOST: tl.constexpr,
                     ROWS: tl.constexpr, COLS: tl.constexpr):
-    "`x` rounded and transposed, ROWS COLS at a time; its n rows are those from `start` on of the N of q"
+    "`x` (n C), and zeros to `filled` rows, rounded and transposed into rows from `start` on of the N of q"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
-    there, scale, seen = (rows < n)[:, None] & (cols < C)[None, :], tl.load(scale_ptr), tl.load(amax_ptr)
-    x = tl.load(x_ptr + rows.to(tl.int64)[:, None]*C + cols[None, :], there, 0.).to(tl.float32)
+    inside, scale, seen = (rows < n)[:, None] & (cols < C)[None, :], tl.load(scale_ptr), tl.load(amax_ptr)
+    x = tl.load(x_ptr + rows.to(tl.int64)[:, None]*C + cols[None, :], inside, 0.).to(tl.float32)
     note_amax(amax_ptr, x, seen)
-    store_both(q_ptr + start*C, t_ptr + start, x, scale, rows, cols, n, C, C, N, MOST)
+    store_both(q_ptr + start*C, t_ptr + start, x, scale, rows, cols, filled, C, C, N, MOST)
 
 # %% ../../nbs/16_fp8.ipynb #5f920ad2
 TILE = dict(ROWS=32, COLS=128, num_warps=4)
@@ -151,149 +191,156 @@ def tile_grid(N, C, tile=TILE):
     "How many tiles cover a matrix N C, down and across"
     return blocks(N, tile["ROWS"]), blocks(C, tile["COLS"])
 
-def by_kernel(x, *sizes): # of the matrix to round
-    "Whether a kernel rounds it: where one can run, and like the tensor cores only for multiples of 16"
+def by_kernel(x, *sizes): # of its columns
+    "Whether a kernel rounds `x`: where one can run, and like the tensor cores only multiples of 16"
     return runs_kernel(x) and not any(n % 16 for n in sizes)
 
-def pair(x, N, C, dt):
+def empty_pair(x, N, C, dt):
     "Uninitialised 8-bit matrices N C and C N on the device of `x`"
     return x.new_empty(N, C, dtype=dt), x.new_empty(C, N, dtype=dt)
 
 @kernel_op(mutates=("amax",))
 def quantize(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
              dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    "`x` (N C, contiguous) rounded to `dt`, and its transpose; `scale`, `amax`: one number each"
-    if not by_kernel(x, *x.shape): return both(x, scale, amax, dt)
-    (N, C), (q, t) = x.shape, pair(x, *x.shape, dt)
-    launch(quantize_kernel, tile_grid(N, C, LARGE_TILE), x, scale, amax, q, t, 0, N, N, C, LARGEST[dt],
-           **LARGE_TILE)
+    """`x` (N C) rounded to `dt`, with rows of zeros up to a multiple of 16, and that transposed; `scale`,
+    `amax`: one number each"""
+    if not by_kernel(x, x.shape[1]): return round_and_transpose(x, scale, amax, dt)
+    (N, C), filled = x.shape, sixteens(len(x))
+    q, t = empty_pair(x, filled, C, dt)
+    launch(quantize_kernel, tile_grid(N, C, LARGE_TILE), x.contiguous(), scale, amax, q, t, 0, N, filled,
+           filled, C, LARGEST[dt], **LARGE_TILE)
     return q, t
 
 # %% ../../nbs/16_fp8.ipynb #6306d5dc
 @jit
 def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_ptr, amax_ptr, N,
-                         d: tl.constexpr, eps: tl.constexpr, ADD: tl.constexpr, MOST: tl.constexpr,
+                         filled, d: tl.constexpr, eps: tl.constexpr, ADD: tl.constexpr, MOST: tl.constexpr,
                          ROWS: tl.constexpr, COLS: tl.constexpr):
-    "The sum of `x` and `y`, its 1/rms, and its norm, rounded and transposed; tiles of ROWS COLS"
+    "The sum of `x` and `y`, its 1/rms, and its norm, rounded and transposed, `filled` rows; ROWS COLS a tile"
     rows, scale, seen = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.load(scale_ptr), tl.load(amax_ptr)
     at = rows.to(tl.int64)[:, None]*d
     squares = tl.zeros((ROWS, COLS), tl.float32)
     for c in range(0, d, COLS):
         cols = c + tl.arange(0, COLS)
-        there = (rows < N)[:, None] & (cols < d)[None, :]
-        h = tl.load(x_ptr + at + cols[None, :], there, 0.).to(tl.float32)
-        if ADD: h += tl.load(y_ptr + at + cols[None, :], there, 0.).to(tl.float32)
+        inside = (rows < N)[:, None] & (cols < d)[None, :]
+        h = tl.load(x_ptr + at + cols[None, :], inside, 0.).to(tl.float32)
+        if ADD: h += tl.load(y_ptr + at + cols[None, :], inside, 0.).to(tl.float32)
         h = h.to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + at + cols[None, :], h, there)
+        tl.store(h_ptr + at + cols[None, :], h, inside)
         squares += h.to(tl.float32)*h.to(tl.float32)
     r = tl.rsqrt(tl.sum(squares, 1)/d + eps)
     tl.store(r_ptr + rows, r, rows < N)
     for c in range(0, d, COLS):
         cols = c + tl.arange(0, COLS)
-        there = (rows < N)[:, None] & (cols < d)[None, :]
-        n = tl.load(h_ptr + at + cols[None, :], there, 0.).to(tl.float32) * r[:, None]
+        inside = (rows < N)[:, None] & (cols < d)[None, :]
+        n = tl.load(h_ptr + at + cols[None, :], inside, 0.).to(tl.float32) * r[:, None]
         n *= tl.load(w_ptr + cols, cols < d, 0.).to(tl.float32)[None, :]
         note_amax(amax_ptr, n, seen)
-        store_both(q_ptr, t_ptr, n, scale, rows, cols, N, d, d, N, MOST)
+        store_both(q_ptr, t_ptr, n, scale, rows, cols, filled, d, d, filled, MOST)
 
 # %% ../../nbs/16_fp8.ipynb #73b0b1ac
 @kernel_op(mutates=("amax",))
 def norm_quantize(x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, eps: float, scale: torch.Tensor,
                   amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    "x + y (N d), 1/rms (N), and the norm of the sum in E4M3 and transposed; `y` may be None"
-    if not by_kernel(x, *x.shape):
+    "x + y (N d), 1/rms (N), and the norm of the sum in E4M3 and transposed, as `quantize`; `y` may be None"
+    if not by_kernel(x, x.shape[1]):
         h, n, r = add_norm_maths(x, y, w, eps)
-        return h.clone(), r, *both(n, scale, amax, E4M3)
-    (N, d), h, (q, t) = x.shape, torch.empty_like(x), pair(x, *x.shape, E4M3)
-    r = x.new_empty(N, dtype=torch.float32)
-    launch(norm_quantize_kernel, (blocks(N, 32),), x, x if y is None else y, w, h, q, t, r, scale, amax, N, d,
-           eps, y is not None, LARGEST[E4M3], ROWS=32, COLS=256, num_warps=8)
+        return h.clone(), r, *round_and_transpose(n, scale, amax, E4M3)
+    (N, d), filled, x = x.shape, sixteens(len(x)), x.contiguous()
+    h, r, (q, t) = torch.empty_like(x), x.new_empty(N, dtype=torch.float32), empty_pair(x, filled, d, E4M3)
+    launch(norm_quantize_kernel, (blocks(N, 32),), x, x if y is None else y.contiguous(), w.contiguous(), h,
+           q, t, r, scale, amax, N, filled, d, eps, y is not None, LARGEST[E4M3], ROWS=32, COLS=256, num_warps=8)
     return h, r, q, t
 
 # %% ../../nbs/16_fp8.ipynb #012b7f2c
 @jit
-def swiglu_quantize_kernel(ab_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, F: tl.constexpr, MOST: tl.constexpr,
-                           ROWS: tl.constexpr, COLS: tl.constexpr):
+def swiglu_quantize_kernel(ab_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, filled, F: tl.constexpr,
+                           MOST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     "silu(a) * b of rows (a, b), rounded and transposed, ROWS COLS of the product at a time"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
-    there, at = (rows < N)[:, None] & (cols < F)[None, :], rows.to(tl.int64)[:, None]*2*F + cols[None, :]
+    inside, at = (rows < N)[:, None] & (cols < F)[None, :], rows.to(tl.int64)[:, None]*2*F + cols[None, :]
     scale, seen = tl.load(scale_ptr), tl.load(amax_ptr)
-    a = tl.load(ab_ptr + at, there, 0.).to(tl.float32)
-    b = tl.load(ab_ptr + at + F, there, 0.).to(tl.float32)
+    a = tl.load(ab_ptr + at, inside, 0.).to(tl.float32)
+    b = tl.load(ab_ptr + at + F, inside, 0.).to(tl.float32)
     h = a*tl.sigmoid(a)*b
     note_amax(amax_ptr, h, seen)
-    store_both(q_ptr, t_ptr, h, scale, rows, cols, N, F, F, N, MOST)
+    store_both(q_ptr, t_ptr, h, scale, rows, cols, filled, F, F, filled, MOST)
 
 @jit
-def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, F: tl.constexpr,
-                                    MOST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, filled,
+                                    F: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+                                    COLS: tl.constexpr):
     "The gradients of a and b, rounded and transposed, ROWS COLS of each at a time"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
-    there, at = (rows < N)[:, None] & (cols < F)[None, :], rows.to(tl.int64)[:, None]*2*F + cols[None, :]
+    inside, at = (rows < N)[:, None] & (cols < F)[None, :], rows.to(tl.int64)[:, None]*2*F + cols[None, :]
     scale, seen = tl.load(scale_ptr), tl.load(amax_ptr)
-    a = tl.load(ab_ptr + at, there, 0.).to(tl.float32)
-    b = tl.load(ab_ptr + at + F, there, 0.).to(tl.float32)
-    dh = tl.load(dh_ptr + rows.to(tl.int64)[:, None]*F + cols[None, :], there, 0.).to(tl.float32)
+    a = tl.load(ab_ptr + at, inside, 0.).to(tl.float32)
+    b = tl.load(ab_ptr + at + F, inside, 0.).to(tl.float32)
+    dh = tl.load(dh_ptr + rows.to(tl.int64)[:, None]*F + cols[None, :], inside, 0.).to(tl.float32)
     da, db, _ = swiglu_grads(a, b, dh)
-    note_amax(amax_ptr, tl.maximum(tl.abs(da), tl.abs(db)), seen)
-    store_both(q_ptr, t_ptr, da, scale, rows, cols, N, F, 2*F, N, MOST)
-    store_both(q_ptr + F, t_ptr + tl.full((), F, tl.int64)*N, db, scale, rows, cols, N, F, 2*F, N, MOST)
+    raise_amax(amax_ptr, tl.max(tl.max(tl.maximum(magnitude(da), magnitude(db)), 1), 0), seen)
+    store_both(q_ptr, t_ptr, da, scale, rows, cols, filled, F, 2*F, filled, MOST)
+    q_ptr, t_ptr = q_ptr + F, t_ptr + tl.full((), F, tl.int64)*filled
+    store_both(q_ptr, t_ptr, db, scale, rows, cols, filled, F, 2*F, filled, MOST)
 
 # %% ../../nbs/16_fp8.ipynb #a814c2dc
 @kernel_op(mutates=("amax",))
 def swiglu_quantize(ab: torch.Tensor, scale: torch.Tensor,
                     amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    "silu(a) * b of rows (a, b), N 2F, in E4M3 and transposed"
-    N, F = ab.shape[0], ab.shape[1]//2
-    if not by_kernel(ab, N, F): return both(swiglu_maths(ab), scale, amax, E4M3)
-    q, t = pair(ab, N, F, E4M3)
-    launch(swiglu_quantize_kernel, tile_grid(N, F), ab, scale, amax, q, t, N, F, LARGEST[E4M3], **TILE)
+    "silu(a) * b of rows (a, b), N 2F, in E4M3 and transposed, as `quantize`"
+    N, F, filled = ab.shape[0], ab.shape[1]//2, sixteens(len(ab))
+    if not by_kernel(ab, F): return round_and_transpose(swiglu_maths(ab), scale, amax, E4M3)
+    q, t = empty_pair(ab, filled, F, E4M3)
+    launch(swiglu_quantize_kernel, tile_grid(N, F), ab.contiguous(), scale, amax, q, t, N, filled, F,
+           LARGEST[E4M3], **TILE)
     return q, t
 
 @kernel_op(mutates=("amax",))
 def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
                              dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    "The gradient of `ab` (N 2F) from that of h (N F), in `dt` and transposed"
-    if not by_kernel(ab, *dh.shape): return both(swiglu_backward_maths(ab, dh.clone()), scale, amax, dt)
-    (N, F), (q, t) = dh.shape, pair(ab, *ab.shape, dt)
-    launch(swiglu_backward_quantize_kernel, tile_grid(N, F), ab, dh, scale, amax, q, t, N, F,
-           LARGEST[dt], **TILE)
+    "The gradient of `ab` (N 2F) from that of h (N F), in `dt` and transposed, as `quantize`"
+    (N, F), filled = dh.shape, sixteens(len(dh))
+    if not by_kernel(ab, F):
+        return round_and_transpose(swiglu_backward_maths(ab, dh.clone()), scale, amax, dt)
+    q, t = empty_pair(ab, filled, 2*F, dt)
+    launch(swiglu_backward_quantize_kernel, tile_grid(N, F), ab.contiguous(), dh.contiguous(), scale, amax,
+           q, t, N, filled, F, LARGEST[dt], **TILE)
     return q, t
 
 # %% ../../nbs/16_fp8.ipynb #6d13915c
 @jit
-def wide_load(ptr, there):
-    "What is there, in FP32, and zeros elsewhere"
-    return tl.load(ptr, there, 0.).to(tl.float32)
+def wide_load(ptr, inside):
+    "What is inside, in FP32, and zeros elsewhere"
+    return tl.load(ptr, inside, 0.).to(tl.float32)
 
 @jit
-def value_heads(d_ptr, scale, q_ptr, t_ptr, rows, N, HEADS: tl.constexpr, FIRST: tl.constexpr,
+def value_heads(d_ptr, scale, q_ptr, t_ptr, rows, N, filled, HEADS: tl.constexpr, FIRST: tl.constexpr,
                 C: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
-    "Values, whose gradient is only rounded, `HEADS` of them from `FIRST` on; returns amax, ROWS"
-    i, amax = tl.arange(0, D), tl.zeros((ROWS,), tl.float32)
-    n, there = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < D)[None, :]
+    "Values, whose gradient is only rounded, `HEADS` of them from `FIRST` on; returns magnitudes, ROWS"
+    i, amax = tl.arange(0, D), tl.zeros((ROWS,), tl.int32)
+    n, inside = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < D)[None, :]
     for h in tl.range(0, HEADS, num_stages=3):
-        g = wide_load(d_ptr + n*(HEADS*D) + h*D + i[None, :], there)
-        amax = tl.maximum(amax, tl.max(tl.abs(g), 1))
-        store_both(q_ptr, t_ptr, g, scale, rows, (FIRST + h)*D + i, N, C, C, N, MOST)
+        g = wide_load(d_ptr + n*(HEADS*D) + h*D + i[None, :], inside)
+        amax = tl.maximum(amax, tl.max(magnitude(g), 1))
+        store_both(q_ptr, t_ptr, g, scale, rows, (FIRST + h)*D + i, filled, C, C, filled, MOST)
     return amax
 
 # %% ../../nbs/16_fp8.ipynb #7187b908
 @jit
-def turned_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N, HEADS: tl.constexpr,
-                 FIRST: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, eps: tl.constexpr,
-                 MOST: tl.constexpr, ROWS: tl.constexpr):
-    "Queries or keys, `HEADS` from `FIRST` on: rounded gradient, sums for their weight; returns amax, ROWS"
+def turned_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N, filled,
+                 HEADS: tl.constexpr, FIRST: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
+                 eps: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
+    "Queries or keys, `HEADS` from `FIRST` on: rounded, sums for their weight; returns magnitudes, ROWS"
     D: tl.constexpr = 2*HALF
     i = tl.arange(0, HALF)
-    n, there = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < HALF)[None, :]
+    n, inside = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (i < HALF)[None, :]
     wa, wb = tl.load(w_ptr + i).to(tl.float32)[None, :], tl.load(w_ptr + HALF + i).to(tl.float32)[None, :]
     dwa, dwb = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
-    amax = tl.zeros((ROWS,), tl.float32)
+    amax = tl.zeros((ROWS,), tl.int32)
     for h in tl.range(0, HEADS, num_stages=3):
         d, x = d_ptr + n*(HEADS*D) + h*D + i[None, :], x_ptr + n*C + (FIRST + h)*D + i[None, :]
-        da, db = wide_load(d, there), wide_load(d + HALF, there)
-        a, b = wide_load(x, there), wide_load(x + HALF, there)
+        da, db = wide_load(d, inside), wide_load(d + HALF, inside)
+        a, b = wide_load(x, inside), wide_load(x + HALF, inside)
         da, db = da*c + db*s, db*c - da*s
         r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
         a, b = a*r, b*r
@@ -301,36 +348,36 @@ def turned_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N
         da, db = da*wa, db*wb
         mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
         da, db = r*(da - a*mean), r*(db - b*mean)
-        amax = tl.maximum(amax, tl.max(tl.maximum(tl.abs(da), tl.abs(db)), 1))
+        amax = tl.maximum(amax, tl.max(tl.maximum(magnitude(da), magnitude(db)), 1))
         to = (FIRST + h)*D + i
-        store_both(q_ptr, t_ptr, da, scale, rows, to, N, C, C, N, MOST)
-        store_both(q_ptr, t_ptr, db, scale, rows, to + HALF, N, C, C, N, MOST)
+        store_both(q_ptr, t_ptr, da, scale, rows, to, filled, C, C, filled, MOST)
+        store_both(q_ptr, t_ptr, db, scale, rows, to + HALF, filled, C, C, filled, MOST)
     tl.store(dw_ptr + i, tl.sum(dwa, 0)); tl.store(dw_ptr + HALF + i, tl.sum(dwb, 0))
     return amax
 
 # %% ../../nbs/16_fp8.ipynb #d3863378
 @jit
 def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, scale_ptr,
-                          amax_ptr, q_ptr, t_ptr, dw_ptr, N, T, H: tl.constexpr, K: tl.constexpr,
+                          amax_ptr, q_ptr, t_ptr, dw_ptr, N, filled, T, H: tl.constexpr, K: tl.constexpr,
                           HALF: tl.constexpr, eps: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
     "The gradient of qkv, rounded and transposed, sums for the norms' weights; one kind of head, ROWS tokens"
     D: tl.constexpr = 2*HALF
     C: tl.constexpr = (H + 2*K)*D
     kind, rows, i = tl.program_id(0), tl.program_id(1)*ROWS + tl.arange(0, ROWS), tl.arange(0, HALF)
     scale, seen = tl.load(scale_ptr), tl.load(amax_ptr)
-    there, turn = (rows < N)[:, None] & (i < HALF)[None, :], (rows % T)[:, None]*HALF + i[None, :]
+    inside, turn = (rows < N)[:, None] & (i < HALF)[None, :], (rows % T)[:, None]*HALF + i[None, :]
     dw_ptr += tl.program_id(1)*2*D
-    if kind == 2: amax = value_heads(dv_ptr, scale, q_ptr, t_ptr, rows, N, K, H + K, C, D, MOST, ROWS)
+    if kind == 2:
+        amax = value_heads(dv_ptr, scale, q_ptr, t_ptr, rows, N, filled, K, H + K, C, D, MOST, ROWS)
     else:
-        c, s = tl.load(cos_ptr + turn, there, 0.), tl.load(sin_ptr + turn, there, 0.)
+        c, s = tl.load(cos_ptr + turn, inside, 0.), tl.load(sin_ptr + turn, inside, 0.)
         if kind == 0:
             amax = turned_heads(dq_ptr, qkv_ptr, wq_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N,
-                                H, 0, C, HALF, eps, MOST, ROWS)
+                                filled, H, 0, C, HALF, eps, MOST, ROWS)
         else:
             amax = turned_heads(dk_ptr, qkv_ptr, wk_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr + D, rows, N,
-                                K, H, C, HALF, eps, MOST, ROWS)
-    amax = tl.max(amax, 0)
-    if amax > seen: tl.atomic_max(amax_ptr, amax)
+                                filled, K, H, C, HALF, eps, MOST, ROWS)
+    raise_amax(amax_ptr, tl.max(amax, 0), seen)
 
 # %% ../../nbs/16_fp8.ipynb #fdb832c6
 @kernel_op(mutates=("amax",))
@@ -339,12 +386,13 @@ def heads_quantize(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: to
                    amax: torch.Tensor, dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "As `fused_ops.qk_rope_backward`: gradients of the weights (2 D), and of qkv (N C) in `dt` and transposed"
     (_, T, H, D), K, N = dq.shape, dk.shape[2], dq.shape[0]*dq.shape[1]
-    if not by_kernel(qkv, N, D):
+    if not by_kernel(qkv, D):
         dqkv, dw = qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
-        return dw.clone(), *both(dqkv.flatten(0, 1).flatten(1), scale, amax, dt)
-    (q, t), dw = pair(qkv, N, (H + 2*K)*D, dt), qkv.new_empty(blocks(N, 32), 2, D, dtype=torch.float32)
-    launch(heads_quantize_kernel, (3, blocks(N, 32)), dq, dk, dv, qkv, wq, wk, cos, sin, scale, amax,
-           q, t, dw, N, T, H, K, D//2, eps, LARGEST[dt], ROWS=32, num_warps=4)
+        return dw.clone(), *round_and_transpose(dqkv.flatten(0, 1).flatten(1), scale, amax, dt)
+    q, t = empty_pair(qkv, sixteens(N), (H + 2*K)*D, dt)
+    dw, tensors = qkv.new_empty(blocks(N, 32), 2, D, dtype=torch.float32), (dq, dk, dv, qkv, wq, wk, cos, sin)
+    launch(heads_quantize_kernel, (3, blocks(N, 32)), *(x.contiguous() for x in tensors), scale, amax,
+           q, t, dw, N, sixteens(N), T, H, K, D//2, eps, LARGEST[dt], ROWS=32, num_warps=4)
     return dw.sum(0), q, t
 
 # %% ../../nbs/16_fp8.ipynb #321b5372
@@ -360,8 +408,8 @@ class Slots(NamedTuple):
     "A layer's scales during one pass: tensors with a number for each of `NAMES`"
     scale: torch.Tensor
     inverse: torch.Tensor
-    fore: torch.Tensor # largest magnitudes in the forward pass
-    back: torch.Tensor # and in the backward pass
+    forward_max: torch.Tensor # largest magnitudes in the forward pass
+    backward_max: torch.Tensor # and in the backward pass
     grad: torch.dtype # `E5M2` or `E4M3`, the format of gradients
     jit: bool # whether to find each scale just in time
 
@@ -370,43 +418,51 @@ class LayerScales(nn.Module):
     def __init__(self, scaling, layer, grad): # a `Scaling`, which of its layers, format of the gradients
         super().__init__()
         self.scaling, self.grad = scaling, grad
-        for k in ("scale", "inverse", "fore", "back"):
+        for k in ("scale", "inverse", "forward_max", "backward_max"):
             self.register_buffer(k, getattr(scaling, k)[layer], persistent=False)
     def forward(self):
-        return Slots(self.scale, self.inverse, self.fore, self.back, self.grad, self.scaling.jit)
+        maxima = self.forward_max, self.backward_max
+        return Slots(self.scale, self.inverse, *maxima, self.grad, self.scaling.jit)
 
 # %% ../../nbs/16_fp8.ipynb #02cdd04b
-def one(t, name): # a tensor of `Slots`, one of `NAMES`
+def slot(t, name): # a tensor of `Slots`, one of `NAMES`
     "The slot's number, as a tensor of one"
     i = NAMES.index(name)
     return t[i:i + 1]
 
-def rounded(slots, name, op, *args, dt=None): # an operation that rounds; its arguments before the scale
+def with_slot(slots, name, op, *args, dt=None): # an operation that rounds; its arguments before the scale
     "What `op` makes with the slot `name`. Just in time, a first run finds the maximum and a second rounds"
-    scale, amax = one(slots.scale, name), one(slots.back if name[0] == "d" else slots.fore, name)
+    maxima = slots.backward_max if name[0] == "d" else slots.forward_max
+    scale, amax = slot(slots.scale, name), slot(maxima, name)
     more = () if dt is None else (dt,)
     if slots.jit:
         op(*args, scale, amax, *more)
-        scale.copy_(torch.where(amax > 0, LARGEST[dt or E4M3] / amax, 1.))
-        one(slots.inverse, name).copy_(1/scale)
+        scale.copy_(fitting_scale(amax, LARGEST[dt or E4M3]))
+        slot(slots.inverse, name).copy_(1/scale)
     return op(*args, scale, amax, *more)
 
 def product(slots, a, b, name_a, name_b, **kwargs): # 8-bit matrices and the names of their slots
     "`mm8` with the scales of two slots"
-    return mm8(a, b, one(slots.inverse, name_a), one(slots.inverse, name_b), **kwargs)
+    return mm8(a, b, slot(slots.inverse, name_a), slot(slots.inverse, name_b), **kwargs)
+
+def in_rows(y, x): # at least B*T rows, B T d
+    "The first rows of `y` in the form of `x`, B T and their own width"
+    return y[:x.shape[0]*x.shape[1]].view(*x.shape[:2], -1)
 
 # %% ../../nbs/16_fp8.ipynb #5c970518
 @kernel_op(mutates=("amax",))
 def quantize_weights(ws: list[torch.Tensor], scale: torch.Tensor,
                      amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    "Weights (each O C, contiguous) one below the other in E4M3 (all O, C), and transposed"
+    "Weights (each O C) one below the other in E4M3 (all O, C), and transposed"
     C, O = ws[0].shape[1], sum(w.shape[0] for w in ws)
-    if not by_kernel(ws[0], C, *(len(w) for w in ws)): return both(torch.cat(ws), scale, amax, E4M3)
-    (q, t), at = pair(ws[0], O, C, E4M3), 0
+    if not by_kernel(ws[0], C, *(len(w) for w in ws)):
+        return round_and_transpose(torch.cat(ws), scale, amax, E4M3, rows=O)
+    (q, t), at = empty_pair(ws[0], O, C, E4M3), 0
     for w in ws:
-        launch(quantize_kernel, tile_grid(w.shape[0], C, LARGE_TILE), w, scale, amax, q, t, at, w.shape[0],
-               O, C, LARGEST[E4M3], **LARGE_TILE)
-        at += w.shape[0]
+        n = len(w)
+        launch(quantize_kernel, tile_grid(n, C, LARGE_TILE), w.contiguous(), scale, amax, q, t, at, n, n, O,
+               C, LARGEST[E4M3], **LARGE_TILE)
+        at += n
     return q, t
 
 # %% ../../nbs/16_fp8.ipynb #eba1fa15
@@ -416,9 +472,9 @@ class Fp8Heads(torch.autograd.Function):
     def forward(ctx, x, y, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
         s, D = Slots(*slots), qn.shape[0]
         flat = lambda t: None if t is None else t.flatten(0, 1)
-        h, r, n8, n8t = rounded(s, "n1", norm_quantize, flat(x), flat(y), w, eps)
-        w8, w8t = rounded(s, "wqkv", quantize_weights, [wq, wk, wv])
-        qkv = product(s, n8, w8, "n1", "wqkv", out=x.dtype, fast=True).view(*x.shape[:2], -1, D)
+        h, r, n8, n8t = with_slot(s, "n1", norm_quantize, flat(x), flat(y), w, eps)
+        w8, w8t = with_slot(s, "wqkv", quantize_weights, [wq, wk, wv])
+        qkv = product(s, n8, w8, "n1", "wqkv", out=x.dtype, fast=True)[:len(h)].view(*x.shape[:2], -1, D)
         qk = qk_rope(qkv, qn, kn, cos, sin, wq.shape[0]//D, eps)
         ctx.save_for_backward(h, r, n8t, w8t, qkv, w, qn, kn, cos, sin)
         ctx.eps, ctx.slots, ctx.add, ctx.sizes = eps, slots, y is not None, [t.shape[0] for t in (wq, wk, wv)]
@@ -430,11 +486,11 @@ class Fp8Heads(torch.autograd.Function):
     def backward(ctx, dh, dq, dk, dv):
         h, r, n8t, w8t, qkv, w, qn, kn, cos, sin = ctx.saved_tensors
         s = Slots(*ctx.slots)
-        dqkv = [d.contiguous() for d in (dq, dk, dv)]
-        dw2, g8, g8t = rounded(s, "dqkv", heads_quantize, *dqkv, qkv, qn, kn, cos, sin, ctx.eps, dt=s.grad)
-        dn = product(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)
+        turned = dq, dk, dv, qkv, qn, kn, cos, sin
+        dw2, g8, g8t = with_slot(s, "dqkv", heads_quantize, *turned, ctx.eps, dt=s.grad)
+        dn = product(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
         dws = product(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
-        dx, dw = rms_norm_backward(dn, dh.flatten(0, 1), h, w, r)
+        dx, dw = rms_norm_backward(dn, dh.contiguous().view_as(h), h, w, r)
         dx = dx.view(dh.shape)
         return dx, dx if ctx.add else None, dw, *dws, *dw2, None, None, None, *[None]*6
 
@@ -444,19 +500,19 @@ class Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, *slots):
         s = Slots(*slots)
-        x8, x8t = rounded(s, "o", quantize, x.contiguous().flatten(0, 1), dt=E4M3)
-        w8, w8t = rounded(s, "wo", quantize_weights, [w])
+        x8, x8t = with_slot(s, "o", quantize, x.flatten(0, 1), dt=E4M3)
+        w8, w8t = with_slot(s, "wo", quantize_weights, [w])
         ctx.save_for_backward(x8t, w8t)
         ctx.slots, ctx.dtype = slots, w.dtype
-        return product(s, x8, w8, "o", "wo", out=x.dtype, fast=True).view(*x.shape[:2], -1)
+        return in_rows(product(s, x8, w8, "o", "wo", out=x.dtype, fast=True), x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (x8t, w8t), s = ctx.saved_tensors, Slots(*ctx.slots)
-        g8, g8t = rounded(s, "da", quantize, dy.contiguous().flatten(0, 1), dt=s.grad)
-        dx = product(s, g8, w8t, "da", "wo", out=dy.dtype)
-        return dx.view(*dy.shape[:2], -1), product(s, g8t, x8t, "da", "o", out=ctx.dtype), *[None]*6
+        g8, g8t = with_slot(s, "da", quantize, dy.flatten(0, 1), dt=s.grad)
+        dx = in_rows(product(s, g8, w8t, "da", "wo", out=dy.dtype), dy)
+        return dx, product(s, g8t, x8t, "da", "o", out=ctx.dtype), *[None]*6
 
 # %% ../../nbs/16_fp8.ipynb #fc356914
 class Fp8MLP(torch.autograd.Function):
@@ -464,26 +520,26 @@ class Fp8MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, w, wg, wu, wd, eps, *slots):
         s = Slots(*slots)
-        h, r, n8, n8t = rounded(s, "n2", norm_quantize, x.flatten(0, 1), y.flatten(0, 1), w, eps)
-        w8, w8t = rounded(s, "wab", quantize_weights, [wg, wu])
-        ab = product(s, n8, w8, "n2", "wab", out=x.dtype, fast=True)
-        h8, h8t = rounded(s, "h", swiglu_quantize, ab)
-        d8, d8t = rounded(s, "wdown", quantize_weights, [wd])
+        h, r, n8, n8t = with_slot(s, "n2", norm_quantize, x.flatten(0, 1), y.flatten(0, 1), w, eps)
+        w8, w8t = with_slot(s, "wab", quantize_weights, [wg, wu])
+        ab = product(s, n8, w8, "n2", "wab", out=x.dtype, fast=True)[:len(h)]
+        h8, h8t = with_slot(s, "h", swiglu_quantize, ab)
+        d8, d8t = with_slot(s, "wdown", quantize_weights, [wd])
         ctx.save_for_backward(h, r, n8t, w8t, ab, h8t, d8t, w)
         ctx.slots = slots
-        return h.view(x.shape), product(s, h8, d8, "h", "wdown", out=x.dtype, fast=True).view(x.shape)
+        return h.view(x.shape), in_rows(product(s, h8, d8, "h", "wdown", out=x.dtype, fast=True), x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dh, dm):
         (h, r, n8t, w8t, ab, h8t, d8t, w), s = ctx.saved_tensors, Slots(*ctx.slots)
-        g8, g8t = rounded(s, "dm", quantize, dm.contiguous().flatten(0, 1), dt=s.grad)
-        up = product(s, g8, d8t, "dm", "wdown", out=h.dtype)
+        g8, g8t = with_slot(s, "dm", quantize, dm.flatten(0, 1), dt=s.grad)
+        up = product(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
         dwd = product(s, g8t, h8t, "dm", "h", out=w.dtype)
-        g8, g8t = rounded(s, "dab", swiglu_backward_quantize, ab, up, dt=s.grad)
-        dn = product(s, g8, w8t, "dab", "wab", out=h.dtype)
+        g8, g8t = with_slot(s, "dab", swiglu_backward_quantize, ab, up, dt=s.grad)
+        dn = product(s, g8, w8t, "dab", "wab", out=h.dtype)[:len(h)]
         dwg, dwu = product(s, g8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
-        dx, dw = rms_norm_backward(dn, dh.flatten(0, 1), h, w, r)
+        dx, dw = rms_norm_backward(dn, dh.contiguous().view_as(h), h, w, r)
         dx = dx.view(dh.shape)
         return dx, dx, dw, dwg, dwu, dwd, None, *[None]*6
 
@@ -536,14 +592,14 @@ def loss_lse_kernel(x_ptr, y_ptr, loss_ptr, lse_ptr, V: tl.constexpr, ignore_ind
 
 # %% ../../nbs/16_fp8.ipynb #585026cd
 @jit
-def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, V: tl.constexpr,
+def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl.constexpr,
                            ignore_index: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
                            SCALE: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     "The logits' gradients, rounded with SCALE and transposed, ROWS COLS at a time"
     rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
-    there = (rows < N)[:, None] & (cols < V)[None, :]
-    x = read_logits(x_ptr + rows.to(tl.int64)[:, None]*V + cols[None, :], there, softcap, False)
-    y = tl.load(y_ptr + rows, rows < N, 0).to(tl.int32)
+    inside = (rows < N)[:, None] & (cols < V)[None, :]
+    x = read_logits(x_ptr + rows.to(tl.int64)[:, None]*V + cols[None, :], inside, softcap, False)
+    y = tl.load(y_ptr + rows, rows < N, ignore_index).to(tl.int32)
     lse = tl.load(lse_ptr + rows, rows < N, 0.)
     shift = tl.where(y == ignore_index, float("inf"), lse*1.4426950408889634) # an ignored row's e^x are 0
     g = tl.exp2(x*1.4426950408889634 - shift[:, None])
@@ -553,7 +609,7 @@ def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, V: tl.constex
     if softcap != 0:
         t = tl.maximum(x*(1/softcap), -1.) # the tanh; beyond the end x is minus infinity
         g *= 1 - t*t
-    store_both(q_ptr, t_ptr, g, SCALE, rows, cols, N, V, V, N, MOST)
+    store_both(q_ptr, t_ptr, g, SCALE, rows, cols, filled, V, V, filled, MOST)
 
 # %% ../../nbs/16_fp8.ipynb #3a9f3252
 HALF_MOST = LARGEST[E5M2]/2 # the scale of a logit's gradient: twice the 1 that it can reach, for z-loss
@@ -561,7 +617,7 @@ HALF_MOST = LARGEST[E5M2]/2 # the scale of a logit's gradient: twice the 1 that 
 @kernel_op
 def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: float,
              softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    "Loss (0 where ignored) and log-sum-exp of each row of logits (N V, contiguous)"
+    "Loss (0 where ignored) and log-sum-exp of each row of logits (N V)"
     if not runs_kernel(logits):
         x = logits.float() if not softcap else softcap*torch.tanh(logits.float()/softcap)
         counts, lse = y != ignore_index, x.logsumexp(1)
@@ -569,24 +625,26 @@ def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: f
         return loss.where(counts, 0), lse
     N, V = logits.shape
     loss, lse = logits.new_empty(2, N, dtype=torch.float32).unbind()
-    launch(loss_lse_kernel, (N,), logits, y, loss, lse, V, ignore_index, z_loss, softcap, **loss_tile(V))
+    launch(loss_lse_kernel, (N,), logits.contiguous(), y.contiguous(), loss, lse, V, ignore_index, z_loss,
+           softcap, **loss_tile(V))
     return loss.clone(), lse.clone()
 
 # %% ../../nbs/16_fp8.ipynb #653d87f0
 @kernel_op
 def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ignore_index: int,
                     z_loss: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    "The logits' gradients (N V) in E5M2 with scale `HALF_MOST`, and transposed"
-    if not by_kernel(logits, *logits.shape):
+    "The logits' gradients (N V) in E5M2 with scale `HALF_MOST`, and transposed, as `quantize`"
+    if not by_kernel(logits, logits.shape[1]):
         t = torch.tanh(logits.float()/softcap) if softcap else logits.float()*0
         x = softcap*t if softcap else logits.float()
         counts, hot = y != ignore_index, F.one_hot(y.clamp(min=0), logits.shape[1])
         g = ((1 + 2*z_loss*lse)[:, None]*(x - lse[:, None]).exp() - hot)*(1 - t*t)
         scale, amax = torch.tensor(HALF_MOST, device=g.device), torch.zeros((), device=g.device)
-        return both(g.where(counts[:, None], 0), scale, amax, E5M2)
-    (N, V), (q, t) = logits.shape, pair(logits, *logits.shape, E5M2)
-    launch(logits_quantize_kernel, tile_grid(N, V, SQUARE_TILE), logits, y, lse, q, t, N, V, ignore_index,
-           z_loss, softcap, HALF_MOST, LARGEST[E5M2], **SQUARE_TILE)
+        return round_and_transpose(g.where(counts[:, None], 0), scale, amax, E5M2)
+    (N, V), filled, rows = logits.shape, sixteens(len(logits)), (logits, y, lse)
+    q, t = empty_pair(logits, filled, V, E5M2)
+    launch(logits_quantize_kernel, tile_grid(N, V, SQUARE_TILE), *(x.contiguous() for x in rows), q, t, N,
+           filled, V, ignore_index, z_loss, softcap, HALF_MOST, LARGEST[E5M2], **SQUARE_TILE)
     return q, t
 
 # %% ../../nbs/16_fp8.ipynb #e9c709c4
@@ -595,19 +653,21 @@ class Fp8LinearCE(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, y, ce, wanted, *slots):
         s, options = Slots(*slots), (ce.ignore_index, ce.z_loss, ce.softcap)
-        h8, h8t = rounded(s, "hidden", quantize, h, dt=E4M3)
-        w8, w8t = rounded(s, "head", quantize_weights, [w])
+        h8, h8t = with_slot(s, "hidden", quantize, h, dt=E4M3)
+        w8, w8t = with_slot(s, "head", quantize_weights, [w])
         dh, dw, losses = torch.empty_like(h) if wanted else None, None, []
         unscale = torch.full((1,), 1/HALF_MOST, device=h.device)
-        for part in h8.split(chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h))):
-            i, n = sum(map(len, losses)), len(part)
-            logits = product(s, part, w8, "hidden", "head", out=h.dtype, fast=True)
+        size = chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h))
+        for i in range(0, len(h), size):
+            part = h8[i:i + size] # the last one with rows of zeros
+            n = min(len(h) - i, len(part))
+            logits = product(s, part, w8, "hidden", "head", out=h.dtype, fast=True)[:n]
             loss, lse = loss_lse(logits, y[i:i + n], *options)
             losses.append(loss)
             if not wanted: continue
             g8, g8t = logits_quantize(logits, y[i:i + n], lse, *options)
-            dh[i:i + n] = mm8(g8, w8t, unscale, one(s.inverse, "head"), out=h.dtype)
-            more = mm8(g8t, h8t[:, i:i + n], unscale, one(s.inverse, "hidden"), out=torch.float32)
+            dh[i:i + n] = mm8(g8, w8t, unscale, slot(s.inverse, "head"), out=h.dtype)[:n]
+            more = mm8(g8t, h8t[:, i:i + len(part)], unscale, slot(s.inverse, "hidden"), out=torch.float32)
             dw = more if dw is None else dw.add_(more)
         n = (y != ce.ignore_index).sum().clamp(min=1)
         ctx.save_for_backward(dh, dw, n)
@@ -640,7 +700,7 @@ def layer_step(c, parts, device): # a `GPTConfig`, a tuple of keys of `PARTS`
     g, B = torch.Generator(device).manual_seed(0), max(1, 2**15//c.seq)
     x = torch.randn(B, c.seq, c.width, device=device, generator=g).bfloat16().requires_grad_()
     def step():
-        with torch.autocast(device.type, torch.bfloat16), scaling.step():
+        with torch.autocast(device.type, torch.bfloat16), scaling.in_step(), scaling.in_pass():
             out = run.model.layers[0]((x, x), run.model.cos, run.model.sin)
             torch.autograd.backward(out, (x.detach(),)*2)
     return step
@@ -652,7 +712,7 @@ def head_step(c, fp8, device): # a `GPTConfig`, whether in FP8
     w = torch.randn(c.vocab, c.width, device=device, generator=g).mul_(.02).requires_grad_()
     y, scales = torch.randint(c.vocab, (2**15,), device=device, generator=g), LayerScales(scaling, 0, E5M2)
     def step():
-        with torch.autocast(device.type, torch.bfloat16), scaling.step():
+        with torch.autocast(device.type, torch.bfloat16), scaling.in_step(), scaling.in_pass():
             if fp8: Fp8LinearCE.apply(h, w, y, ChunkedCE(), True, *scales()).backward()
             else: linear_cross_entropy(h, w, y).backward()
     return step
@@ -726,7 +786,7 @@ def fp8(run, # a `Run` with bf16 and fused_ops
     dt, L = lookup(GRADIENTS, grad, "format of gradients"), run.model.config.layers
     scaling = Scaling(L + 1, dt, run.device, delayed=delayed)
     convert = partial(to_fp8, parts=tuple(parts), scaling=scaling, grad=dt)
-    run = run.with_model(convert).in_forward(scaling.step)
+    run = run.with_model(convert).in_step(scaling.in_step).in_forward(scaling.in_pass)
     run = replace(run, stateful=run.stateful + (("fp8", scaling),))
     if "head" not in parts: return run
     return replace(run, loss=Fp8CE(**vars(run.loss), scales=LayerScales(scaling, L, dt)))
