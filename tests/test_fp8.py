@@ -1,12 +1,17 @@
-"FP8: each rounding kernel against PyTorch, what is clipped, scales and their history, whole runs, and the GPU at real shapes."
+"""FP8: each rounding kernel against PyTorch, what is clipped and what isn't finite, scales and their history, gradients
+against float64 and what must not pass there, whole runs, and the GPU at real shapes."""
+import warnings
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-import pytest, torch
+import numpy as np, pytest, torch, torch.nn as nn, torch.nn.functional as F
+import llm_speedrun.rungs.fp8 as module
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import *
-from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, swiglu_backward_maths, swiglu_maths
+from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, runs_kernel, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.measure import has_fp8
 from llm_speedrun.model import rope_table, workload
+from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import RUNGS, Stepper, build
 from small import NANO, fails
 
@@ -57,7 +62,8 @@ def right(case, scale=4.):
     q, t = op(s, a, *more)[-2:]
     assert q.dtype == t.dtype == dt and q.is_contiguous() and t.is_contiguous()
     assert torch.equal(q.view(torch.uint8).T, t.view(torch.uint8))
-    exact = (want*scale).clamp(-LARGEST[dt], LARGEST[dt])
+    assert not q[len(want):].float().any()
+    q, exact = q[:len(want)], (want*scale).clamp(-LARGEST[dt], LARGEST[dt])
     off, near = (q.float() - exact).abs(), exact.to(dt)
     fine = off <= (.51 if GPU else 1.02)*spacing(near) + (2**-8 if GPU else 2**-6)*exact.abs()     # what was bf16 before
     if not GPU: fine |= (2*q.float() - exact).abs() <= 1.1*spacing(near)     # the interpreter loses the carry into the exponent
@@ -73,12 +79,40 @@ OPS = list(cases(16, 16))
 def test_rounding(op, N, C): right(cases(N, C)[op])
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("N, C", [(1, 1), (33, 70), (64, 70), (1, 16), (130, 24)])
+@pytest.mark.parametrize("N, C", [(1, 1), (33, 70), (64, 70), (130, 24)])
 @pytest.mark.parametrize("op", OPS)
-def test_odd_sizes(op, N, C):
+def test_odd_widths(op, N, C):
     "What the tensor cores couldn't multiply anyway is rounded too, by PyTorch"
-    assert not by_kernel(rand(N, C), N, C)
+    assert not by_kernel(rand(N, C), C)
     right(cases(N, C)[op])
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("N, C", [(1, 16), (33, 80), (130, 48)])
+@pytest.mark.parametrize("op", OPS)
+def test_any_number_of_rows(op, N, C):
+    "Kernels fill up with rows of zeros to a multiple of 16, weights apart, whose number of rows is the model's"
+    if op == "weights": N = sixteens(N)
+    assert by_kernel(rand(N, C), C) or not runs_kernel(rand(1))
+    case = cases(N, C)[op]
+    right(case)
+    assert len(case[0](*slot(), *case[1])[-2]) % 16 == 0
+
+def strided(x): return torch.stack([x, x + 1], -1)[..., 0]
+def transposed(x): return x.mT.contiguous().mT
+def expanded(x): return x[:1].expand_as(x)
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("form", [strided, transposed, expanded])
+@pytest.mark.parametrize("name", rounding_cases())
+def test_any_strides(name, form):
+    "Each operation rounds a tensor of any strides as it does its contiguous copy"
+    f, ins = rounding_cases()[name]
+    ins = [t.to(DEVICE) if torch.is_tensor(t) else [w.to(DEVICE) for w in t] for t in ins]
+    def rounded(change):
+        new = [change(t) if torch.is_tensor(t) and t.ndim > 1 else [change(w) for w in t] if isinstance(t, list) else t for t in ins]
+        (scale, amax) = slot()
+        return [t.float() for t in f(*new, scale, amax)] + [amax]
+    for a, b in zip(rounded(form), rounded(lambda t: form(t).contiguous())): torch.testing.assert_close(a, b)
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("B, T, H, K, D", [(2, 24, 4, 2, 16), (1, 80, 2, 2, 32), (1, 48, 3, 1, 64), (1, 7, 3, 1, 8), (2, 8, 2, 2, 4)])
@@ -92,6 +126,68 @@ def test_too_large_is_clipped(dt):
     s, a = slot(1e4)
     q, t = quantize(x, s, a, dt)
     assert q.float().abs().max() == t.float().abs().max() == LARGEST[dt] and a[0] == x.float().abs().max()
+
+# What is not finite
+
+@pytest.fixture
+def gpu_casts(kernels, monkeypatch):
+    """Kernels that treat NaN as a GPU does. The interpreter's cast to E4M3 makes 384 of it; and where its maximum keeps NaN,
+    PTX's drops it"""
+    if GPU: return
+    triton = pytest.importorskip("triton.runtime.interpreter")
+    convert, e4m3 = triton._convert_float, triton.tl.float8e4nv
+    def cast(x, source, to, rounding):
+        out = convert(x, source, to, rounding)
+        if to == e4m3: out[np.isnan(x.view(f"f{x.itemsize}"))] = 0x7f
+        if source == e4m3: out[(x.view(np.uint8) & 0x7f) == 0x7f] = 0x7e00
+        return out
+    monkeypatch.setattr(triton, "_convert_float", cast)
+    for name, f in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+        monkeypatch.setattr(triton.InterpreterBuilder, name, lambda self, a, b, f=f: self.binary_op(a, b, f))
+
+NAN, INF = float("nan"), float("inf")
+
+def poisoned(ins):
+    "For each floating-point tensor among `ins`, also in lists: `ins` on the device with this tensor's 37th number set"
+    flat, spec = torch.utils._pytree.tree_flatten(ins)
+    for i, t in enumerate(flat):
+        if not t.is_floating_point(): continue
+        def put(value, i=i, flat=flat):
+            new = [t.clone() for t in flat]
+            new[i].view(-1)[min(37, new[i].numel() - 1)] = value
+            return torch.utils._pytree.tree_unflatten(new, spec)
+        yield put
+
+@pytest.mark.usefixtures("gpu_casts")
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", [n for n in rounding_cases() if n != "logits_quantize"])
+def test_what_is_not_finite_shows(name, value, monkeypatch):
+    "NaN stays NaN in both copies, just where PyTorch has it, and no maximum of what isn't finite is finite"
+    f, ins = rounding_cases()[name]
+    def results(ins, device):
+        ins = torch.utils._pytree.tree_map(lambda t: t.to(device), ins)
+        scale, amax = torch.full((1,), 16., device=device), torch.zeros(1, device=device)
+        return *(t.float().cpu().isnan() for t in f(*ins, scale, amax)[-2:]), amax.cpu()
+    for put in poisoned(ins):
+        q, t, amax = results(put(value), DEVICE)
+        with monkeypatch.context() as m:
+            m.setenv("TRITON_INTERPRET", "0")
+            want_q, _, want_amax = results(put(value), "cpu")
+        assert q.equal(want_q) and t.equal(q.T) and not amax.isfinite() and not want_amax.isfinite()
+        assert q.any() or value == value
+
+@pytest.mark.usefixtures("gpu_casts")
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("options", [(-100, 0., 0.), (-100, .01, 0.), (-100, 0., 5.)], ids=str)
+def test_logits_that_are_not_finite_show(options, value):
+    "The row's loss isn't finite and its gradient NaN; other rows are as they were. A soft cap makes infinity finite"
+    if options[2] and value == INF: pytest.skip("the cap is its value")
+    x, y = rand(48, 80), torch.arange(48, device=DEVICE)
+    x[5, 7] = value
+    loss, lse = loss_lse(x, y, *options)
+    q, t = logits_quantize(x, y, lse, *options)
+    bad = q.float().isnan().any(1)
+    assert not loss[5].isfinite() and loss.isfinite().sum() == 47 and bad[5] and bad.sum() == 1 and t.float().isnan().T.equal(q.float().isnan())
 
 @pytest.mark.usefixtures("kernels")
 def test_a_maximum_only_rises():
@@ -138,6 +234,81 @@ def test_an_evaluation_leaves_no_trace():
     before, first = state(), step.evaluate([b])
     assert step.evaluate([b]) == first and all(map(torch.equal, state(), before))
 
+def scaling_of(run): return dict(run.stateful)["fp8"]
+
+def test_a_history_of_steps():
+    "Scales are made once an optimizer step, however many micro-batches it has, and from all of them"
+    step = Stepper(build(NANO, BASE + ["fp8"]))
+    scaling, scales = scaling_of(step.run), []
+    scaling.update = lambda: (type(scaling).update(scaling), scales.append(scaling.scale.clone()))
+    batches = [tokens(seed=i) for i in range(4)]
+    for _ in range(3): step(*batches)
+    assert len(scales) == 2 and (scaling.past.amax((1, 2)) > 0).sum() == 2
+    first = []
+    for b in batches:
+        alone = Stepper(build(NANO, BASE + ["fp8"]))
+        alone(b); first.append(scaling_of(alone.run).maxima())
+    assert torch.equal(torch.stack(first).amax(0)[:, :2], scaling.past[1][:, :2])   # of the first layers' inputs and weights
+
+def test_the_first_step_finds_its_scales_once():
+    "Its first micro-batch just in time; the next ones, which may be recorded or compiled, take these scales"
+    step, jit = Stepper(build(NANO, BASE + ["fp8"])), []
+    scaling, loss = scaling_of(step.run), step.run.loss
+    step.run = replace(step.run, loss=lambda *args: jit.append(scaling.jit) or loss(*args))
+    for _ in range(2): step(tokens(), tokens(), tokens())
+    assert jit == [True] + [False]*5
+
+def test_an_evaluation_after_a_resume():
+    "It has the scales that were saved, not some of its own: the same loss to the bit"
+    step, b = Stepper(build(NANO, BASE + ["fp8"])), tokens()
+    for i in range(3): step(tokens(seed=i))
+    again = build(NANO, BASE + ["fp8"])
+    again.model.load_state_dict(step.run.model.state_dict())
+    scaling_of(again).load_state_dict(scaling_of(step.run).state_dict())
+    assert Stepper(again).evaluate([b]) == step.evaluate([b])
+
+@pytest.mark.parametrize("amax", [1e-45, 1e-38, 1e-30, 0., 1e30, 3e38])
+def test_a_scale_is_finite(amax):
+    "Also for the smallest numbers: 0 times infinity would be NaN"
+    s = Scaling(1, E5M2, DEVICE)
+    s.seen = True; s.forward_max[0].fill_(amax); s.update()
+    assert s.scale.isfinite().all() and s.inverse.isfinite().all() and (s.scale*amax <= 57344*1.001).all()
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_bad_step_leaves_no_trace(value):
+    "Neither its maximum that isn't finite nor the others that came with it are in the history"
+    s = Scaling(2, E5M2, DEVICE, history=3)
+    def step(a, b):
+        with s.in_step(), s.in_pass(): s.forward_max[0][0], s.backward_max[1][3] = a, b
+        return s.bad().item()
+    assert not step(2., 3.) and not step(1., 1.)
+    assert step(1e6, value) and step(value, 1e6) and not step(4., 4.)
+    with s.in_step(): pass
+    assert s.past[:, 0, 0].tolist() == [4., 1., 2.] and s.past[:, 1, 3].tolist() == [4., 1., 3.]
+
+# A whole step with a number that is not finite
+
+HEADS = replace(NANO, vocab=64, layers=1, width=32, heads=2, kv_heads=1, hidden=32, seq=16)     # kernels take all of its sizes
+WEIGHTS = ["embed_tokens.weight", "layers.0.self_attn.k_proj.weight", "layers.0.self_attn.o_proj.weight",
+           "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight"]
+
+@pytest.mark.usefixtures("gpu_casts")
+@pytest.mark.parametrize("value, name, delayed", [(v, n, True) for v in (NAN, INF) for n in WEIGHTS] + [(-INF, WEIGHTS[3], False)])
+def test_a_step_with_a_bad_weight_is_not_taken(name, value, delayed):
+    "By no tensor, and nothing of it goes into the history"
+    step = GuardedStepper(RUNGS["fp8"](build(HEADS, BASE), delayed=delayed))
+    b = tokens(1, HEADS)
+    step(b)
+    step.run.model.get_parameter(name).data.view(-1)[5] = value
+    weights = [p.detach().clone() for p in step.params]
+    step(b)
+    assert not step.norm.isfinite()
+    assert all(torch.equal(p, w) for p, w in zip(step.params, weights) if w.isfinite().all())
+    scaling = scaling_of(step.run)
+    past = scaling.past.clone()
+    scaling.update()
+    assert scaling.past.equal(past)
+
 def test_runs_share_no_scales():
     base = build(NANO, BASE)
     a, b = (RUNGS["fp8"](base) for _ in range(2))
@@ -146,8 +317,8 @@ def test_runs_share_no_scales():
 
 # Runs
 
-def tokens(n=2, config=NANO):
-    g = torch.Generator(DEVICE).manual_seed(0)
+def tokens(n=2, config=NANO, seed=0):
+    g = torch.Generator(DEVICE).manual_seed(seed)
     return tuple(torch.randint(config.vocab, (2, n, config.seq), device=DEVICE, generator=g))
 
 def losses(run, n=4):
@@ -178,7 +349,7 @@ def test_the_head_against_bf16():
         h.grad = w.grad = None
         loss.backward()
         return loss.detach(), h.grad.float(), w.grad.float()
-    with scaling.step(): got = grads(Fp8LinearCE.apply(h, w, y, ce, True, *scales()))
+    with scaling.in_step(), scaling.in_pass(): got = grads(Fp8LinearCE.apply(h, w, y, ce, True, *scales()))
     want = grads(linear_cross_entropy(h, w, y))
     assert got[0] == pytest.approx(want[0].item(), rel=5e-3)
     for a, b in zip(want[1:], got[1:]): assert sqnr(a, b) > 17
