@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['WORKLOADS', 'GPTConfig', 'workload', 'RMSNorm', 'rope_table', 'rope', 'naive_attention', 'Linear', 'Embedding',
-           'Attention', 'MLP', 'Block', 'GPT', 'matrix_params', 'train_flops', 'cross_entropy']
+           'Attention', 'MLP', 'naive_heads', 'naive_project', 'naive_feed', 'naive_layer', 'Block', 'naive_last_norm',
+           'cross_entropy', 'GPT', 'set_parts', 'matrix_params', 'train_flops']
 
 # %% ../nbs/04_model.ipynb #b7471259
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ def workload(name): # a key of `WORKLOADS`
 # %% ../nbs/04_model.ipynb #5cc0c9d0
 class RMSNorm(nn.Module):
     "Root-mean-square norm over the last dimension, computed in FP32 at least"
+    role = "vector" # of its weight
     def __init__(self, n, eps): # n: size of the last dimension
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(n)), eps
@@ -91,28 +93,24 @@ def naive_attention(q, # B H T D
 # %% ../nbs/04_model.ipynb #8562a9fa
 class Linear(nn.Linear):
     "A linear layer without a bias, initialised by the model that holds it"
+    role = "matrix" # of its weight
     def __init__(self, d_in, d_out): super().__init__(d_in, d_out, bias=False) # sizes
     def reset_parameters(self): pass
 
 class Embedding(nn.Embedding):
     "An embedding initialised by the model that holds it"
+    role = "embed" # of its weight
     def reset_parameters(self): pass
 
 # %% ../nbs/04_model.ipynb #48d7dbdd
 class Attention(nn.Module):
-    "Causal self-attention with QK-norm, RoPE and grouped queries"
+    "The weights of self-attention with QK-norm and grouped queries"
     def __init__(self, c): # a `GPTConfig`
         super().__init__()
-        self.head_dim, self.attend = c.head_dim, naive_attention
+        self.head_dim = c.head_dim
         self.q_proj, self.o_proj = Linear(c.width, c.width), Linear(c.width, c.width)
         self.k_proj, self.v_proj = (Linear(c.width, c.kv_heads*c.head_dim) for _ in range(2))
         self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.eps), RMSNorm(c.head_dim, c.eps)
-
-    def forward(self, x, cos, sin): # x: B T d
-        heads = lambda t: t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) # B H T D
-        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
-        q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
-        return self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 # %% ../nbs/04_model.ipynb #13e81481
 class MLP(nn.Module):
@@ -123,16 +121,49 @@ class MLP(nn.Module):
         self.down_proj = Linear(c.hidden, c.width)
     def forward(self, x): return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
-# %% ../nbs/04_model.ipynb #1e1727c5
+# %% ../nbs/04_model.ipynb #7f6d3aa6
+def naive_heads(block, h, cos, sin): # h: B T d
+    "The stream, and queries, keys and values of its norm: B H T D, B K T D twice"
+    a, x = block.self_attn, block.input_layernorm(h)
+    split = lambda t: t.unflatten(-1, (-1, a.head_dim)).transpose(1, 2) # B H T D
+    q, k, v = split(a.q_proj(x)), split(a.k_proj(x)), split(a.v_proj(x))
+    return h, rope(a.q_norm(q), cos, sin), rope(a.k_norm(k), cos, sin), v
+
+def naive_project(block, h, o): # B T d, B H T D
+    "The stream after the attention, whose output is `o`"
+    return h + block.self_attn.o_proj(o.transpose(1, 2).flatten(2))
+
+def naive_feed(block, h): # B T d
+    "The stream after the MLP"
+    return h + block.mlp(block.post_attention_layernorm(h))
+
+# %% ../nbs/04_model.ipynb #d28145fe
+def naive_layer(block, h, cos, sin):
+    "The four parts, one after the other"
+    h, q, k, v = block.heads(block, h, cos, sin)
+    return block.feed(block, block.project(block, h, block.attend(q, k, v)))
+
 class Block(nn.Module):
-    "One layer: attention and MLP, each behind a norm and beside a residual"
+    "One layer: its weights, and the parts that use them, each a function that a rung may replace"
     def __init__(self, c): # a `GPTConfig`
         super().__init__()
         self.self_attn, self.mlp = Attention(c), MLP(c)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(c.width, c.eps), RMSNorm(c.width, c.eps)
-    def forward(self, x, cos, sin): # x: B T d
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        self.layer, self.heads, self.attend = naive_layer, naive_heads, naive_attention
+        self.project, self.feed = naive_project, naive_feed
+    def forward(self, h, cos, sin): return self.layer(self, h, cos, sin) # h: the stream
+
+# %% ../nbs/04_model.ipynb #d5aefecb
+def naive_last_norm(model, h): # h: the stream that leaves the last block
+    "The norm of the last hidden state, B T d"
+    return model.norm(h)
+
+def cross_entropy(h, # B T d, hidden states
+                  w, # V d, the output projection
+                  y): # B T, tokens that follow
+    "Mean cross-entropy in nats per token, in FP32 at least"
+    logits = F.linear(h, w).flatten(0, 1)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y.flatten())
 
 # %% ../nbs/04_model.ipynb #0d2d8da9
 class GPT(nn.Module):
@@ -144,13 +175,15 @@ class GPT(nn.Module):
         self.embed_tokens = Embedding(c.vocab, c.width)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = RMSNorm(c.width, c.eps)
+        self.last_norm, self.loss = naive_last_norm, cross_entropy # parts: see below
         for n, t in zip(("cos", "sin"), rope_table(c.seq, c.head_dim, c.rope_theta)):
             self.register_buffer(n, t, persistent=False)
         self.init_weights(seed)
 
-    def forward(self, x): # x: B T, integer tokens
-        "The logits, B T V"
-        return F.linear(self.hidden(x), self.embed_tokens.weight)
+    def forward(self, x, y=None): # B T tokens, B T tokens that follow
+        "The logits, B T V; with `y` their mean loss, a scalar"
+        h, w = self.hidden(x), self.embed_tokens.weight
+        return F.linear(h, w) if y is None else self.loss(h, w, y)
 
 # %% ../nbs/04_model.ipynb #3abf2932
 @patch
@@ -165,14 +198,29 @@ def init_weights(self:GPT, seed): # of a generator of our own: the process-wide 
 # %% ../nbs/04_model.ipynb #d1e04f45
 @patch
 def hidden(self:GPT, x): # x: B T, integer tokens
-    "The last hidden state, B T d. Raises `ValueError` for a sequence longer than the model's"
+    "The last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"
     T = x.shape[1]
     if T > self.config.seq:
         raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq}: "
                          f"shorten it, or build the model with seq={T}")
     h, cos, sin = self.embed_tokens(x), self.cos[:T], self.sin[:T]
     for layer in self.layers: h = layer(h, cos, sin)
-    return self.norm(h)
+    return self.last_norm(self, h)
+
+# %% ../nbs/04_model.ipynb #d71912ca
+@patch
+def roles(self:GPT):
+    "The role of each parameter, by name: \"embed\", \"matrix\" or \"vector\""
+    return {f"{n}.{k}": m.role for n, m in self.named_modules() for k, _ in m.named_parameters(recurse=False)}
+
+def set_parts(model, # a `GPT`, changed in place
+              blocks=None, # which of its layers; by default all
+              **parts): # functions by the name of the part: heads, attend, project, feed, layer
+    "Replace parts in the blocks of `model`. Raises `InputError` for a part that there isn't"
+    for b in model.layers if blocks is None else blocks:
+        for name, f in parts.items():
+            lookup(dict.fromkeys("heads attend project feed layer".split()), name, "part of a block")
+            setattr(b, name, f)
 
 # %% ../nbs/04_model.ipynb #e50c6fd0
 def matrix_params(config): # a `GPTConfig`
@@ -186,10 +234,3 @@ def train_flops(config, # a `GPTConfig`
                 causal=False): # count only the unmasked half of attention
     "Training FLOPs per token of a `GPT`"
     return flops_per_token(matrix_params(config), config.layers, config.width, seq or config.seq, causal)
-
-# %% ../nbs/04_model.ipynb #56ed55ca
-def cross_entropy(model, # maps B T tokens to B T V logits
-                  x, y): # B T tokens and the B T tokens that follow
-    "Mean cross-entropy in nats per token, in FP32 at least"
-    logits = model(x).flatten(0, 1)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y.flatten())

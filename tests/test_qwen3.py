@@ -1,7 +1,7 @@
 "The model is Qwen3: transformers' implementation computes the same from our weights, and opens the trainer's file."
 import pytest, torch
 from safetensors.torch import load_file
-from llm_speedrun.model import GPT, cross_entropy
+from llm_speedrun.model import GPT
 from llm_speedrun.train.trainer import train
 from small import NANO, nano, options
 
@@ -50,7 +50,7 @@ def test_logits(both):
 def test_loss_and_gradients(both):
     "The loss that transformers computes from shifted labels is ours, and so is every gradient"
     ours, theirs, x, _ = both
-    loss, theirs_loss = cross_entropy(ours, x[:, :-1], x[:, 1:]), theirs(x, labels=x).loss
+    loss, theirs_loss = ours(x[:, :-1], x[:, 1:]), theirs(x, labels=x).loss
     assert abs(loss - theirs_loss) < 1e-5
     loss.backward(); theirs_loss.backward()
     grads = {k: p.grad for k, p in theirs.named_parameters()}

@@ -8,7 +8,7 @@ __all__ = ['BUDGET', 'linear_loss_op', 'chunked_cross_entropy', 'loss_maths', 'r
            'loss_results', 'linear_loss', 'LinearCrossEntropy', 'linear_cross_entropy', 'ChunkedCE', 'chunked_ce']
 
 # %% ../../nbs/15_chunked_ce.ipynb #081a7432
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -238,18 +238,22 @@ def linear_cross_entropy(h, # hidden states, N d or B T d
 # %% ../../nbs/15_chunked_ce.ipynb #de5ebc70
 @dataclass(frozen=True)
 class ChunkedCE:
-    "A `Run`'s loss by `linear_cross_entropy`, whose options these are. With z-loss, that is part of the loss"
+    "A model's loss by `linear_cross_entropy`, whose options these are. With z-loss, that is part of the loss"
     ignore_index: int = -100 # a target that doesn't count
     z_loss: float = 0. # adds z_loss * lse² to each token's loss
     softcap: float = 0. # bends the logits of the loss; a model's own output stays unbent
     budget: int = BUDGET # bytes of logits at a time
+    own_kernels = True # nothing for a compiler to do
 
-    def __call__(self, model, x, y): # a `GPT`, B T tokens and the B T that follow
-        return linear_cross_entropy(model.hidden(x), model.embed_tokens.weight, y, self.ignore_index,
-                                    self.z_loss, self.softcap, self.budget)
+    def __call__(self, h, w, y): # B T d, V d, B T: hidden states, output projection, tokens that follow
+        return linear_cross_entropy(h, w, y, self.ignore_index, self.z_loss, self.softcap, self.budget)
 
-@rung("ops")
+@rung("parts")
 def chunked_ce(run, # a `Run`
-               **options): # fields of `ChunkedCE`
+               ignore_index=-100, # a target that doesn't count
+               z_loss=0., # adds z_loss * lse² to each token's loss
+               softcap=0., # bends the logits of the loss
+               budget=BUDGET // 2**20): # MiB of logits at a time
     "The loss a chunk of tokens at a time, its gradient made in the forward pass: never all logits at once"
-    return replace(run, loss=ChunkedCE(**options))
+    loss = ChunkedCE(ignore_index, z_loss, softcap, budget * 2**20)
+    return run.with_model(lambda model: setattr(model, "loss", loss))

@@ -7,20 +7,22 @@ __all__ = ['flash4_missing', 'attention_forward', 'attention_backward_maths', 'f
            'mixed_attention', 'flash4_error', 'flash4', 'heads_round_kernel', 'scaled_e4m3', 'heads_round',
            'attention8_kernel', 'attention8', 'Fp8Attention', 'needs_fp8_attention', 'fp8_attention',
            'swiglu_keep_kernel', 'swiglu_kept_backward_kernel', 'row_tile', 'swiglu_keep', 'swiglu_kept_backward',
-           'LeanSwiGLUDown', 'norm_backward_again', 'NormProduct', 'LeanBlock', 'make_lean', 'lean']
+           'LeanSwiGLUDown', 'norm_backward_again', 'NormProduct', 'norm_product', 'lean_heads', 'lean_feed', 'lean']
 
 # %% ../../nbs/23_fastest.ipynb #aebcdaad
 from functools import lru_cache, partial
-import torch, torch.nn.functional as F
+import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from ..files import InputError, RunError
 from ..measure import DTYPES, version_of
+from ..model import set_parts
 from ..runs import rung
-from .flash import repeat_heads, set_attention
-from .fused_ops import (FusedBlock, add_rms_norm, blocks, compute_dtype, jit, joined,
-                            kernel_op, launch, norm_backward_maths, pow2, rms_norm, run_norm_backward,
-                            runs_kernel, swiglu_backward_maths, swiglu_grads, swiglu_maths, tl, traced)
+from .flash import repeat_heads
+from .fused_ops import (add_rms_norm, blocks, jit, joined, kernel_op, launch,
+                                          norm_backward_maths, pow2, rms_norm, rotated, run_norm_backward,
+                                          runs_kernel, stream_pair, swiglu_backward_maths, swiglu_grads,
+                                          swiglu_maths, tl, traced)
 from .fp8 import E4M3, LARGEST, needs_fp8
 
 # %% ../../nbs/23_fastest.ipynb #866ac2e1
@@ -89,10 +91,10 @@ def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device
     return ""
 
 # %% ../../nbs/23_fastest.ipynb #bf99f1f0
-@rung("fp8", needs=flash4_missing) # after the stage "ops", in which `flash` sets its attention
+@rung("parts", needs=flash4_missing, follows=["flash"], gpu_only=True)
 def flash4(run): # a `Run` in 16 bits
-    """Attention with FlashAttention-4's backward pass. Raises `ValueError` for FP32 and odd sizes of heads,
-    `RuntimeError` where its kernels don't run"""
+    """Attention with FlashAttention-4's backward pass. Raises `InputError` for FP32 and odd sizes of heads,
+    `RunError` where its kernels don't run"""
     c = run.model.config
     if run.fmt not in ("bf16", "fp16"): raise InputError("rung 'flash4' needs 16 bits: add the rung bf16")
     if c.head_dim % 8 or c.head_dim > 128:
@@ -100,7 +102,7 @@ def flash4(run): # a `Run` in 16 bits
                          f"{c.head_dim}: leave it out")
     if why := flash4_error(c.heads, c.kv_heads, c.head_dim, DTYPES[run.fmt], run.device):
         raise RunError(f"rung 'flash4': FlashAttention-4 can't run here: {why}. Leave the rung out")
-    return run.with_model(partial(set_attention, attend=mixed_attention))
+    return run.with_model(partial(set_parts, attend=mixed_attention))
 
 # %% ../../nbs/23_fastest.ipynb #279437d6
 @jit
@@ -199,11 +201,10 @@ def needs_fp8_attention():
     "A rung's `needs`: FP8, and FlashAttention-4 for the way back"
     return needs_fp8() or flash4_missing()
 
-@rung("fp8", needs=needs_fp8_attention, excludes=["flash4"])
-def fp8_attention(run): # a `Run` in bf16
-    "Attention's forward products in FP8. Raises `ValueError` without bf16"
-    if run.fmt != "bf16": raise InputError("rung 'fp8_attention' rounds from bf16: add the rung bf16")
-    return run.with_model(partial(set_attention, attend=lambda q, k, v: Fp8Attention.apply(q, k, v)))
+@rung("parts", needs=needs_fp8_attention, requires=["bf16"], follows=["flash"], excludes=["flash4"])
+def fp8_attention(run): # a `Run`
+    "Attention's forward products in FP8"
+    return run.with_model(partial(set_parts, attend=lambda q, k, v: Fp8Attention.apply(q, k, v)))
 
 # %% ../../nbs/23_fastest.ipynb #e0f0e442
 @jit
@@ -304,20 +305,24 @@ class NormProduct(torch.autograd.Function):
         return dx, dx if ctx.add else None, dw, None, dz.T @ n
 
 # %% ../../nbs/23_fastest.ipynb #6611281b
-class LeanBlock(FusedBlock):
-    "A fused layer that keeps less: its norms are made again on the way back, gate and up are kept in 8 bits"
-    def normed(self, norm, h, *linears):
-        x, y = h if isinstance(h, tuple) else (h.to(compute_dtype(h)), None)
-        return NormProduct.apply(x, y, norm.weight, norm.eps, joined(x.dtype, *linears))
+def norm_product(norm, h, *linears): # a norm, the stream or a pair, layers with the same input
+    "The stream, and the product of its norm with all their weights, keeping the stream alone"
+    x, y = stream_pair(h)
+    return NormProduct.apply(x, y, norm.weight, norm.eps, joined(x.dtype, *linears))
 
-    def down(self, ab, w): return LeanSwiGLUDown.apply(ab, w)
+def lean_heads(block, h, cos, sin): # h: the stream or a pair
+    "The part `heads`, its norm made again on the way back"
+    a = block.self_attn
+    h, qkv = norm_product(block.input_layernorm, h, a.q_proj, a.k_proj, a.v_proj)
+    return h, *rotated(a, qkv, cos, sin)
 
-def make_lean(model): # changed in place
-    "Swap the fused blocks of `model` for lean ones"
-    for b in model.layers: b.__class__ = LeanBlock
+def lean_feed(block, h): # a pair
+    "The part `feed`: its norm is made again on the way back, gate and up are kept in 8 bits"
+    m = block.mlp
+    h, ab = norm_product(block.post_attention_layernorm, h, m.gate_proj, m.up_proj)
+    return h, LeanSwiGLUDown.apply(ab.flatten(0, -2), m.down_proj.weight.to(ab.dtype)).view(h.shape)
 
-@rung("fp8", needs=needs_fp8, excludes=["fp8"])
-def lean(run): # a `Run` with fused_ops
-    "Less kept for the backward pass, gate and up in 8 bits. Raises `ValueError` without fused_ops"
-    if type(run.model.layers[0]) is not FusedBlock: raise InputError("rung 'lean' needs the rung fused_ops")
-    return run.with_model(make_lean)
+@rung("parts", needs=needs_fp8, requires=["fused_ops"], excludes=["fp8"])
+def lean(run): # a `Run`
+    "Less kept for the backward pass: norms are made again, gate and up are kept in 8 bits (E4M3, by rows)"
+    return run.with_model(partial(set_parts, heads=lean_heads, feed=lean_feed))

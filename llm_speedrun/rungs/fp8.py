@@ -9,10 +9,11 @@ __all__ = ['E4M3', 'E5M2', 'LARGEST', 'NAMES', 'TILE', 'LARGE_TILE', 'SQUARE_TIL
            'quantize', 'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel',
            'swiglu_backward_quantize_kernel', 'swiglu_quantize', 'swiglu_backward_quantize', 'wide_load', 'value_heads',
            'turned_heads', 'heads_quantize_kernel', 'heads_quantize', 'mm8', 'Slots', 'LayerScales', 'slot',
-           'with_slot', 'product', 'in_rows', 'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP', 'Fp8HeadsPart',
-           'Fp8OutPart', 'Fp8MLPPart', 'fp8_block', 'to_fp8', 'loss_lse_kernel', 'logits_quantize_kernel', 'loss_lse',
-           'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'layer_step', 'head_step', 'part_gains', 'rounding_cases',
-           'misrounded', 'needs_fp8', 'fp8', 'float8_config', 'to_float8', 'linear_gain', 'torchao_fp8']
+           'with_slot', 'product', 'in_rows', 'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP', 'fp8_heads',
+           'fp8_project', 'fp8_feed', 'to_fp8', 'loss_lse_kernel', 'logits_quantize_kernel', 'loss_lse',
+           'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'head_to_fp8', 'layer_step', 'head_step', 'part_gains',
+           'rounding_cases', 'misrounded', 'needs_fp8', 'choose_parts', 'fp8', 'float8_config', 'to_float8',
+           'linear_gain', 'torchao_fp8']
 
 # %% ../../nbs/16_fp8.ipynb #148e4050
 from contextlib import contextmanager, nullcontext
@@ -27,10 +28,11 @@ from torch.utils._pytree import tree_map
 from ..files import InputError, lookup
 from ..measure import default_device, time_ms
 from ..runs import baseline, needs_capability, rung, uncompiled
-from .flash import sdpa, set_attention
-from .fused_ops import (FusedBlock, add_norm_maths, blocks, compute_dtype, fused_ops,
+from ..model import set_parts
+from .flash import sdpa
+from .fused_ops import (add_norm_maths, blocks, fused_ops,
                             graph_ms, jit, kernel_op, launch, needs_triton, qk_rope, qk_rope_backward_maths,
-                            rms_norm_backward, runs_kernel, swiglu_backward_maths, swiglu_grads,
+                            rms_norm_backward, runs_kernel, stream_pair, swiglu_backward_maths, swiglu_grads,
                             swiglu_maths, tl)
 from .chunked_ce import (ChunkedCE, chunk_size, linear_cross_entropy, loss_tile,
                             read_logits, row_lse, sms)
@@ -544,37 +546,31 @@ class Fp8MLP(torch.autograd.Function):
         return dx, dx, dw, dwg, dwu, dwd, None, *[None]*6
 
 # %% ../../nbs/16_fp8.ipynb #b3d63b13
-class Fp8HeadsPart:
-    "The norm and the product for Q, K and V in FP8"
-    def heads(self, h, cos, sin):
-        a, norm = self.self_attn, self.input_layernorm
-        x, y = h if isinstance(h, tuple) else (h.to(compute_dtype(h)), None)
-        return Fp8Heads.apply(x, y, norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight,
-                              a.q_norm.weight, a.k_norm.weight, cos, sin, norm.eps, *self.scales())
+def fp8_heads(block, h, cos, sin): # h: the stream B T d, or a pair of it and what is to be added
+    "The part `heads`: the norm and the product for Q, K and V in FP8"
+    a, norm = block.self_attn, block.input_layernorm
+    h, *qkv = Fp8Heads.apply(*stream_pair(h), norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight,
+                             a.q_norm.weight, a.k_norm.weight, cos, sin, norm.eps, *block.scales())
+    return h, *(t.transpose(1, 2) for t in qkv)
 
-class Fp8OutPart:
-    "The attention's output projection in FP8"
-    def project(self, o): return Fp8Linear.apply(o, self.self_attn.o_proj.weight, *self.scales())
+def fp8_project(block, h, o): # B T d, B H T D
+    "The part `project`: the attention's output projection in FP8"
+    return h, Fp8Linear.apply(o.transpose(1, 2).flatten(2), block.self_attn.o_proj.weight, *block.scales())
 
-class Fp8MLPPart:
-    "Norm and MLP in FP8"
-    def feed(self, h):
-        m, norm = self.mlp, self.post_attention_layernorm
-        weights = m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
-        return Fp8MLP.apply(*h, norm.weight, *weights, norm.eps, *self.scales())
+def fp8_feed(block, h): # a pair
+    "The part `feed`: norm and MLP in FP8"
+    m, norm = block.mlp, block.post_attention_layernorm
+    weights = m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
+    return Fp8MLP.apply(*h, norm.weight, *weights, norm.eps, *block.scales())
 
 # %% ../../nbs/16_fp8.ipynb #6a138964
-PARTS = dict(heads=Fp8HeadsPart, out=Fp8OutPart, mlp=Fp8MLPPart, head=None) # the model's head, in the loss
+PARTS = dict(heads=dict(heads=fp8_heads), out=dict(project=fp8_project), mlp=dict(feed=fp8_feed),
+             head={}) # the model's head, in the loss
 
-@lru_cache
-def fp8_block(parts): # a tuple of keys of `PARTS`
-    "The class of a `FusedBlock` with these parts in FP8"
-    return type("Fp8Block", (*(PARTS[p] for p in parts if PARTS[p]), FusedBlock), {})
-
-def to_fp8(model, parts, scaling, grad): # a model of fused blocks, changed in place; tuple; `Scaling`; format
+def to_fp8(model, parts, scaling, grad): # a model of fused blocks, changed in place; keys; `Scaling`; format
     "Put `parts` of all blocks into FP8"
-    for i, b in enumerate(model.layers):
-        b.__class__, b.scales = fp8_block(parts), LayerScales(scaling, i, grad)
+    for i, b in enumerate(model.layers): b.scales = LayerScales(scaling, i, grad)
+    for p in parts: set_parts(model, **PARTS[p])
 
 # %% ../../nbs/16_fp8.ipynb #9aef424e
 @jit
@@ -686,16 +682,20 @@ class Fp8CE(ChunkedCE):
     "`ChunkedCE` with the output projection in FP8"
     scales: nn.Module = None # the projection's `LayerScales`
 
-    def __call__(self, model, x, y): # a `GPT`, B T tokens and the B T that follow
-        h, w = model.hidden(x).flatten(0, 1), model.embed_tokens.weight
-        wanted = torch.is_grad_enabled() and h.requires_grad
+    def __call__(self, h, w, y): # B T d, V d, B T: hidden states, output projection, tokens that follow
+        h, wanted = h.flatten(0, 1), torch.is_grad_enabled() and h.requires_grad
         return Fp8LinearCE.apply(h, w, y.flatten().contiguous(), self, wanted, *self.scales())
+
+def head_to_fp8(model, scales): # a model with a chunked loss, changed in place; a `LayerScales`
+    "Put the output projection into FP8"
+    model.head_scales = scales # a module like any other: copies of the model share its numbers
+    model.loss = Fp8CE(**vars(model.loss), scales=scales)
 
 # %% ../../nbs/16_fp8.ipynb #23a63cc6
 def layer_step(c, parts, device): # a `GPTConfig`, a tuple of keys of `PARTS`
     "A function that runs one fused layer forward and backward on random tokens, with `parts` in FP8"
     run, scaling = fused_ops(baseline(replace(c, layers=1, vocab=64), device)), Scaling(1, E5M2, device)
-    set_attention(run.model, sdpa)
+    set_parts(run.model, attend=sdpa)
     if parts: to_fp8(run.model, parts, scaling, E5M2)
     g, B = torch.Generator(device).manual_seed(0), max(1, 2**15//c.seq)
     x = torch.randn(B, c.seq, c.width, device=device, generator=g).bfloat16().requires_grad_()
@@ -718,13 +718,12 @@ def head_step(c, fp8, device): # a `GPTConfig`, whether in FP8
     return step
 
 # %% ../../nbs/16_fp8.ipynb #f3d2655d
-@lru_cache
 def part_gains(c, device): # a `GPTConfig`
     "How many times faster each part is in FP8, as a part of its layer: a dict from part to ratio"
-    with _disable_current_modes(): # time real kernels, also while somebody counts on fake tensors
-        ms = lambda step, *args: graph_ms(partial(step, c, *args, device), calls=3) # launches don't count
-        gains = {p: ms(layer_step, ())/ms(layer_step, (p,)) for p in PARTS if PARTS[p]}
-        return gains | dict(head=ms(head_step, False)/ms(head_step, True))
+    ms = lambda step, *args: graph_ms(partial(step, c, *args, device), calls=3) # launches don't count
+    plain, layer_parts = ms(layer_step, ()), [p for p in PARTS if p != "head"]
+    gains = {p: plain/ms(layer_step, (p,)) for p in layer_parts}
+    return gains | dict(head=ms(head_step, False)/ms(head_step, True))
 
 # %% ../../nbs/16_fp8.ipynb #518d161e
 def rounding_cases():
@@ -765,31 +764,34 @@ def needs_fp8():
 GRADIENTS = dict(e5m2=E5M2, e4m3=E4M3)
 BREAK_EVEN = .97 # a part that is as fast in FP8 alone makes the whole step faster: see notebook 23
 
-@rung("fp8", needs=needs_fp8, excludes=["fp16"])
-def fp8(run, # a `Run` with bf16 and fused_ops
-        parts="auto", # "auto": those that break even here by measuring (all on a CPU); or keys of `PARTS`
-        grad="e5m2", # the gradients' format, a key of `GRADIENTS`
+def choose_parts(run, # the `Run` to which the rung will be applied
+                 parts, **options): # "auto"
+    "The parts that break even here by measuring, all on a CPU; the head only with the chunked loss"
+    can = [p for p in PARTS if p != "head" or "chunked_ce" in run.rungs]
+    if run.device.type == "cpu": return dict(parts=can), ""
+    gains = part_gains(run.model.config, run.device)
+    return (dict(parts=[p for p in can if gains[p] > BREAK_EVEN]),
+            ", ".join(f"{p} {gains[p]:.2f}x" for p in can))
+
+@rung("parts", needs=needs_fp8, requires=["bf16", "fused_ops"], follows=["flash", "flash4", "chunked_ce"],
+      excludes=["fp16"], gpu_only=True, choose=choose_parts)
+def fp8(run, # a `Run`
+        parts="auto", # "auto": those that break even here by measuring; or some of heads, out, mlp, head
+        grad="e5m2", # the gradients' format, e5m2 or e4m3
         delayed=True): # scales from the steps before; False finds each just in time
     """Matrix products in FP8, rounded in the kernels that hold the data; the output projection's with
-    `chunked_ce`. Raises `ValueError` without bf16 and fused_ops, and for names that there aren't"""
-    if run.fmt != "bf16" or not isinstance(run.model.layers[0], FusedBlock):
-        raise InputError("rung 'fp8' rounds inside of the fused kernels, from bf16: "
-                         "add the rungs bf16 and fused_ops")
-    c, chunked = replace(run.model.config, layers=1, name=""), isinstance(run.loss, ChunkedCE)
-    if parts == "auto":
-        if run.device.type == "cpu": parts = list(PARTS)
-        else: parts = [p for p, r in part_gains(c, run.device).items() if r > BREAK_EVEN]
-        if not chunked: parts = [p for p in parts if p != "head"]
+    `chunked_ce`. Raises `InputError` for parts and formats that there aren't"""
+    parts = [parts] if isinstance(parts, str) else parts
     for p in parts: lookup(PARTS, p, "part of a model")
-    if "head" in parts and not chunked:
+    if "head" in parts and "chunked_ce" not in run.rungs:
         raise InputError("rung 'fp8': the head in FP8 is a form of the chunked loss: add the rung chunked_ce")
     dt, L = lookup(GRADIENTS, grad, "format of gradients"), run.model.config.layers
     scaling = Scaling(L + 1, dt, run.device, delayed=delayed)
-    convert = partial(to_fp8, parts=tuple(parts), scaling=scaling, grad=dt)
-    run = run.with_model(convert).in_step(scaling.in_step).in_forward(scaling.in_pass)
-    run = replace(run, stateful=run.stateful + (("fp8", scaling),))
-    if "head" not in parts: return run
-    return replace(run, loss=Fp8CE(**vars(run.loss), scales=LayerScales(scaling, L, dt)))
+    def change(model):
+        to_fp8(model, parts, scaling, dt)
+        if "head" in parts: head_to_fp8(model, LayerScales(scaling, L, dt))
+    run = run.with_model(change).in_step(scaling.in_step).in_forward(scaling.in_pass)
+    return replace(run, checks=run.checks + (scaling.bad,), stateful=run.stateful + (("fp8", scaling),))
 
 # %% ../../nbs/16_fp8.ipynb #5d0fb0c9
 RECIPES = ("tensorwise", "rowwise")
@@ -825,7 +827,7 @@ def linear_gain(recipe, C, O, device): # one of `RECIPES`, inputs, outputs
         return layer_ms(False) / layer_ms(True)
 
 # %% ../../nbs/16_fp8.ipynb #78f47cf9
-@rung("fp8", needs=needs_capability(8, 9, "FP8"), excludes=["fp8", "fp16", "fused_ops"])
+@rung("parts", needs=needs_capability(8, 9, "FP8"), requires=["bf16"], excludes=["fp8", "fp16", "fused_ops"])
 def torchao_fp8(run, # a `Run` with bf16
                 recipe="tensorwise", # one of `RECIPES`
                 layers="auto"): # "auto" for those that gain here by measuring, or "all"

@@ -7,9 +7,10 @@ __all__ = ['runs_kernel', 'blocks', 'pow2', 'traced', 'launch', 'kernel_op', 'ad
            'run_norm', 'rms_norm', 'add_rms_norm', 'norm_backward_maths', 'norm_backward_kernel', 'programs',
            'run_norm_backward', 'rms_norm_backward', 'AddRMSNorm', 'swiglu_maths', 'swiglu_backward_maths',
            'swiglu_kernel', 'swiglu_grads', 'swiglu_backward_kernel', 'swiglu_tile', 'swiglu', 'swiglu_backward',
-           'SwiGLUDown', 'qk_rope_maths', 'head_weights', 'qk_rope_kernel', 'qk_rope', 'qk_rope_backward_maths',
-           'head_grad', 'store_head_sums', 'qk_rope_backward_kernel', 'qk_rope_backward', 'QKRope', 'FusedRMSNorm',
-           'FusedLastNorm', 'compute_dtype', 'joined', 'FusedBlock', 'fuse', 'needs_triton', 'fused_ops', 'graph_ms']
+           'SwiGLUDown', 'Promised', 'Kept', 'swiglu_down', 'qk_rope_maths', 'head_weights', 'qk_rope_kernel',
+           'qk_rope', 'qk_rope_backward_maths', 'head_grad', 'store_head_sums', 'qk_rope_backward_kernel',
+           'qk_rope_backward', 'QKRope', 'compute_dtype', 'stream_pair', 'add_norm', 'joined', 'rotated', 'fused_heads',
+           'fused_project', 'fused_feed', 'fused_last_norm', 'fuse', 'needs_triton', 'fused_ops', 'graph_ms']
 
 # %% ../../nbs/14_fused_ops.ipynb #de73e066
 import os
@@ -18,7 +19,7 @@ import torch, torch.nn as nn, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from ..files import InputError
 from ..measure import time_ms
-from ..model import Block, RMSNorm, rope
+from ..model import rope, set_parts
 from ..runs import rung
 
 # %% ../../nbs/14_fused_ops.ipynb #6e933a79
@@ -280,6 +281,25 @@ class SwiGLUDown(torch.autograd.Function):
         dab = swiglu_backward(ab, h)
         return dab, dy.T @ h
 
+# %% ../../nbs/14_fused_ops.ipynb #e75e7ec4
+class Promised(SwiGLUDown):
+    "(ab, w) -> a tensor of the shape of `SwiGLUDown`'s output and of one number, with its backward pass"
+    @staticmethod
+    def forward(ctx, ab, w):
+        ctx.save_for_backward(ab, w)
+        return w.new_empty(1).expand(len(ab), len(w))
+
+class Kept(torch.autograd.Function):
+    "(promise, ab, w) -> swiglu(ab) @ w.T, whose gradient is the promise's"
+    @staticmethod
+    def forward(ctx, promise, ab, w): return swiglu(ab) @ w.T
+    @staticmethod
+    def backward(ctx, dy): return dy, None, None
+
+def swiglu_down(ab, w): # N 2F, d F
+    "`SwiGLUDown`, which a second run of the layer needn't run again. Returns N d"
+    return Kept.apply(Promised.apply(ab, w), ab.detach(), w.detach())
+
 # %% ../../nbs/14_fused_ops.ipynb #14093dc0
 def qk_rope_maths(qkv, wq, wk, cos, sin, H, eps): # B T H+2K D; D; D; T D/2; T D/2
     "Normed and turned queries and keys, B T H+K D, in the type of `qkv`"
@@ -416,22 +436,20 @@ class QKRope(torch.autograd.Function):
         return dqkv, *dw, None, None, None, None
 
 # %% ../../nbs/14_fused_ops.ipynb #8d565404
-class FusedRMSNorm(RMSNorm):
-    "The norm with the addition before it"
-    def forward(self, h): # a stream B T d, or a pair of it and what is to be added
-        "The stream after the addition, and its norm"
-        if isinstance(h, tuple): return AddRMSNorm.apply(*h, self.weight, self.eps)
-        h = h.to(compute_dtype(h))
-        return h, AddRMSNorm.apply(h, None, self.weight, self.eps)
-
-class FusedLastNorm(FusedRMSNorm):
-    "The last norm of a model, which needs the stream no more"
-    def forward(self, h): return super().forward(h)[1]
-
 def compute_dtype(x): # a tensor
     "The type that products of `x` run in: autocast's where it is on, else that of `x`"
     on = torch.is_autocast_enabled(x.device.type)
     return torch.get_autocast_dtype(x.device.type) if on else x.dtype
+
+def stream_pair(h): # the stream B T d, or a pair of it and what is to be added
+    "Both as a pair, the second None where there is nothing to add; alone it gets the products' type"
+    return h if isinstance(h, tuple) else (h.to(compute_dtype(h)), None)
+
+def add_norm(norm, h): # a `model.RMSNorm`, and the stream or a pair
+    "The stream after the addition, and its norm, B T d each"
+    x, y = stream_pair(h)
+    n = AddRMSNorm.apply(x, y, norm.weight, norm.eps)
+    return (x, n) if y is None else n
 
 # %% ../../nbs/14_fused_ops.ipynb #3cd22cbc
 def joined(dtype, *linears): # layers with the same input
@@ -439,46 +457,39 @@ def joined(dtype, *linears): # layers with the same input
     return torch.cat([l.weight.to(dtype) for l in linears])
 
 # %% ../../nbs/14_fused_ops.ipynb #792c8203
-class FusedBlock(Block):
-    "A layer that takes and returns the stream and what is yet to be added to it"
-    def forward(self, h, cos, sin): # h: B T d, or a pair of such
-        x, *qkv = self.heads(h, cos, sin)
-        o = self.self_attn.attend(*(t.transpose(1, 2) for t in qkv)) # B H T D
-        return self.feed((x, self.project(o.transpose(1, 2).flatten(2))))
+def rotated(a, qkv, cos, sin): # a `model.Attention`, B T (H + 2K)D
+    "Queries, keys and values from their product: normed, turned, as views B H T D, B K T D twice"
+    qkv, H = qkv.unflatten(-1, (-1, a.head_dim)), a.q_proj.out_features // a.head_dim
+    qkv = QKRope.apply(qkv, a.q_norm.weight, a.k_norm.weight, cos, sin, H, a.q_norm.eps)
+    return [t.transpose(1, 2) for t in qkv]
 
-    def normed(self, norm, h, *linears): # a norm, what it takes, layers with the same input
-        "The stream, and the product of its norm with all their weights"
-        x, n = norm(h)
-        return x, F.linear(n, joined(n.dtype, *linears))
+def fused_heads(block, h, cos, sin): # h: the stream or a pair
+    "The part `heads`"
+    a, (h, n) = block.self_attn, add_norm(block.input_layernorm, h)
+    return h, *rotated(a, F.linear(n, joined(n.dtype, a.q_proj, a.k_proj, a.v_proj)), cos, sin)
 
-    def heads(self, h, cos, sin):
-        "The stream, and queries, keys and values: B T heads D"
-        a = self.self_attn
-        x, qkv = self.normed(self.input_layernorm, h, a.q_proj, a.k_proj, a.v_proj)
-        qkv, H = qkv.unflatten(-1, (-1, a.head_dim)), a.q_proj.out_features // a.head_dim
-        return x, *QKRope.apply(qkv, a.q_norm.weight, a.k_norm.weight, cos, sin, H, a.q_norm.eps)
+def fused_project(block, h, o): # B T d, B H T D
+    "The part `project`: the stream, and what the attention has yet to add to it"
+    return h, block.self_attn.o_proj(o.transpose(1, 2).flatten(2))
 
-    def project(self, o): # B T d
-        "The attention's output projection"
-        return self.self_attn.o_proj(o)
+def fused_feed(block, h): # a pair
+    "The part `feed`: the stream, and what the MLP has yet to add to it"
+    m, (h, n) = block.mlp, add_norm(block.post_attention_layernorm, h)
+    ab = F.linear(n, joined(n.dtype, m.gate_proj, m.up_proj)).flatten(0, -2) # N 2F
+    return h, swiglu_down(ab, m.down_proj.weight.to(ab.dtype)).view(h.shape)
 
-    def feed(self, h): # a pair of the stream and the attention's output
-        "The stream after the attention, and the MLP's output"
-        x, ab = self.normed(self.post_attention_layernorm, h, self.mlp.gate_proj, self.mlp.up_proj)
-        return x, self.down(ab.flatten(0, -2), self.mlp.down_proj.weight.to(ab.dtype)).view(x.shape)
-
-    def down(self, ab, w): return SwiGLUDown.apply(ab, w)
+def fused_last_norm(model, h): # a pair
+    "The model's last norm, after the last addition"
+    return add_norm(model.norm, h)[1]
 
 # %% ../../nbs/14_fused_ops.ipynb #c216e708
 def fuse(model): # a `GPT`, changed in place
-    "Swap the parts of `model` for fused ones. Raises `ValueError` for a head that the kernel can't turn"
+    "Swap the parts of `model` for fused ones. Raises `InputError` for a head that the kernel can't turn"
     if (D := model.config.head_dim) & (D - 1):
         raise InputError(f"rung 'fused_ops': head dimension {D} is no power of two, which its kernel needs: "
                          "choose other heads, or leave the rung out")
-    for b in model.layers:
-        b.__class__ = FusedBlock
-        b.input_layernorm.__class__ = b.post_attention_layernorm.__class__ = FusedRMSNorm
-    model.norm.__class__ = FusedLastNorm
+    set_parts(model, heads=fused_heads, project=fused_project, feed=fused_feed)
+    model.last_norm = fused_last_norm
 
 # %% ../../nbs/14_fused_ops.ipynb #27f4d77e
 def needs_triton():
@@ -486,7 +497,7 @@ def needs_triton():
     missing = triton is None and torch.cuda.is_available()
     return "it needs Triton, which is not installed: pip install triton" if missing else ""
 
-@rung("ops", needs=needs_triton)
+@rung("parts", needs=needs_triton)
 def fused_ops(run): # a `Run`
     "RMSNorm with the addition before it, SwiGLU, and QK-norm with RoPE as one Triton kernel each, both ways"
     return run.with_model(fuse)

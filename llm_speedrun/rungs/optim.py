@@ -318,7 +318,7 @@ def make_bf16(model, lr=1e-3, betas=(.9, .95), weight_decay=.1, # as for `make_f
     "`Bf16AdamW` in the usual two groups"
     return Bf16AdamW(param_groups(model, weight_decay), lr=lr, betas=betas, rounding=rounding, seed=seed)
 
-@rung("ops", excludes=("fused_adamw", "adamw8bit", "fp16"))
+@rung("parts", excludes=("fused_adamw", "adamw8bit", "fp16"))
 def bf16_weights(run, # a `Run`
                  rounding="stochastic"): # as for `Bf16AdamW`
     "Matrices kept in bf16, and gradients with them. Raises `ValueError` for a run without the `bf16` rung"

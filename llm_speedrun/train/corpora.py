@@ -33,6 +33,7 @@ from ..data import (EOT, HUB, OFFLINE_VOCAB, Batches, Shards, gpt2_tokenizer, hu
 from ..data import (_PACKED, _Writer, _bins, _decode, _describe, _dtype_of, _eot_of, _files,
                                _hold_out_tail, _is_val, _kind, _marked_pieces, _parcels, _pieces, _plain,
                                _sample, _split_of, _unknown)
+from ..model import set_parts
 
 # %% ../../nbs/38_corpora.ipynb #869ac81d
 def _assembled(parcel, encoded, eot, dtype):
@@ -565,7 +566,7 @@ def within_documents(run, eot): # a `model.Run`, the token that begins a documen
         with sdpa_kernel(TAKE_A_MASK): return F.scaled_dot_product_attention(q, k, v, attn_mask=now["mask"])
     def change(model):
         model.embed_tokens.register_forward_pre_hook(note)
-        for layer in model.layers: layer.self_attn.attend = attend
+        set_parts(model, attend=attend)
     return run.with_model(change)
 
 # %% ../../nbs/38_corpora.ipynb #88e57dbd

@@ -28,7 +28,6 @@ from .corpora import (MixedBatches, StreamBatches, document_source, one_side, op
 from ..model import GPTConfig, train_flops, workload
 from ..runs import build, generate, step_of
 from ..export import import_folder
-from ..rungs.flash import backend_ms, why_not
 from .hardware import (climb, divisors, growing_segments, hardware, measured, memory_limit,
                                    micro_batch, parse_rungs, smaller)
 from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
@@ -374,13 +373,11 @@ def deterministic(on): # False changes nothing
     warn, cublas = torch.is_deterministic_algorithms_warn_only_enabled(), "CUBLAS_WORKSPACE_CONFIG"
     env = os.environ.get(cublas)
     os.environ[cublas] = env or ":4096:8" # without it PyTorch refuses products
-    def ask_again():
-        for f in (why_not, backend_ms): f.cache_clear()
-    torch.use_deterministic_algorithms(True); fill.fill_uninitialized_memory = False; ask_again()
+    torch.use_deterministic_algorithms(True); fill.fill_uninitialized_memory = False
     try: yield
     finally:
         torch.use_deterministic_algorithms(old[0], warn_only=warn)
-        fill.fill_uninitialized_memory = old[1]; ask_again()
+        fill.fill_uninitialized_memory = old[1]
         if env is None: del os.environ[cublas]
 
 # %% ../../nbs/30_trainer.ipynb #8b8df15f
@@ -491,7 +488,7 @@ def take(self:Trainer, x, y): # all sequences of a step
             raise RunError("out of GPU memory in the middle of an update. Make room, and go on with "
                                f"--resume {self.folder}")
         self.step.opt.zero_grad(set_to_none=True)
-        if hasattr(self.run.loss, "forget"): self.run.loss.forget()
+        self.run.release()
         self.shrink()
         self.write_config()
         self.flush(tqdm(disable=True)) # the rows of the steps before
