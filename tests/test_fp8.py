@@ -10,9 +10,9 @@ from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import *
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, runs_kernel, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.measure import has_fp8
-from llm_speedrun.model import rope_table, workload
+from llm_speedrun.model import rope, rope_table, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import RUNGS, Stepper, build
+from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build
 from small import NANO, fails
 
 GPU = torch.cuda.is_available()
@@ -314,6 +314,144 @@ def test_runs_share_no_scales():
     a, b = (RUNGS["fp8"](base) for _ in range(2))
     assert a.model.layers[0].scales.scaling is not b.model.layers[0].scales.scaling
     assert a.with_model(lambda m: None).model.layers[0].scales.scaling is a.model.layers[0].scales.scaling
+
+# Gradients against float64, each branch alone and the whole model
+
+BARS = dict(output=18, gradient=17)     # dB of signal to noise
+SMALL = replace(NANO, vocab=512, layers=2, width=128, heads=4, kv_heads=2, hidden=256, seq=64)
+N_D = 4, SMALL.seq, SMALL.width
+
+def weights(*shapes): return [(rand(*s, dt=torch.float32, seed=10 + i)*.05).requires_grad_() for i, s in enumerate(shapes)]
+def norm_weight(n): return (1 + .1*rand(n, dt=torch.float32, seed=9)).requires_grad_()
+def rms(h, w): return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+
+def exact_mlp(x, y, w, wg, wu, wd):
+    n = rms(x + y, w)
+    return x + y, (F.silu(n @ wg.T) * (n @ wu.T)) @ wd.T
+
+def exact_heads(x, y, w, wq, wk, wv, qn, kn):
+    cos, sin = (t.to(DEVICE).double() for t in rope_table(SMALL.seq, SMALL.head_dim, 1e4))
+    n, split = rms(x + y, w), lambda t: t.unflatten(-1, (-1, SMALL.head_dim)).transpose(1, 2)
+    q, k = (rope(rms(split(n @ a.T), b), cos, sin).transpose(1, 2) for a, b in ((wq, qn), (wk, kn)))
+    return x + y, q, k, split(n @ wv.T).transpose(1, 2)
+
+def branch_cases():
+    "Name -> a function in FP8 of its inputs and its slots, the same in float64, the inputs"
+    d, H, K, D, F_ = SMALL.width, SMALL.heads, SMALL.kv_heads, SMALL.head_dim, SMALL.hidden
+    x, y = (rand(*N_D, seed=i).requires_grad_() for i in range(2))
+    turn = [t.to(DEVICE) for t in rope_table(SMALL.seq, D, 1e4)]
+    return dict(mlp=(lambda *t: module.Fp8MLP.apply(*t[:6], 1e-6, *t[6:]), exact_mlp,
+                     [x, y, norm_weight(d), *weights((F_, d), (F_, d), (d, F_))]),
+                heads=(lambda *t: module.Fp8Heads.apply(*t[:8], *turn, 1e-6, *t[8:]), exact_heads,
+                       [x, y, norm_weight(d), *weights((H*D, d), (K*D, d), (K*D, d)), norm_weight(D), norm_weight(D)]),
+                out=(module.Fp8Linear.apply, lambda x, w: x @ w.T, [x, *weights((d, d))]),
+                head=(lambda h, w, *s: module.Fp8LinearCE.apply(h.flatten(0, 1), w, targets(), ChunkedCE(), True, *s),
+                      lambda h, w: F.cross_entropy((h @ w.T).flatten(0, 1), targets()), [x, *weights((SMALL.vocab, d))]))
+
+def targets(): return torch.randint(SMALL.vocab, (N_D[0]*N_D[1],), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+def gradients(f, ins, stream):
+    "Outputs and gradients, where the stream's own gradient is `stream` times one of the others' size"
+    out = f(*ins)
+    out = out if isinstance(out, tuple) else (out,)
+    ups = [rand(*o.shape, dt=torch.float32, seed=20 + i).to(o.dtype) if o.ndim else torch.ones_like(o) for i, o in enumerate(out)]
+    if len(out) > 1: ups[0] = ups[0]*stream
+    return [*(o.detach() for o in out), *torch.autograd.grad(out, ins, ups)]
+
+def branch_results(name, stream=0.):
+    "What a part of the model computes with delayed scales, and what it should: pairs of a bar's name and two tensors"
+    f, exact, ins = branch_cases()[name]
+    scaling = Scaling(1, E5M2, DEVICE)
+    scales = LayerScales(scaling, 0, E5M2)
+    for _ in range(2):
+        with scaling.in_step(), scaling.in_pass(), torch.autocast(DEVICE.type, torch.bfloat16):
+            got = gradients(lambda *t: f(*t, *scales()), ins, stream)
+    want = gradients(exact, [t.detach().double().requires_grad_() for t in ins], stream)
+    n = len(got) - len(ins)
+    return [("output" if i < n else "gradient", a.double(), b) for i, (a, b) in enumerate(zip(got, want))]
+
+def check(kind, got, want, off=.02):
+    "Signal to noise, direction, and size along that direction"
+    assert sqnr(want, got) >= BARS[kind], (kind, sqnr(want, got))
+    assert abs((got*want).sum() / (want*want).sum() - 1) < off, (kind, (got*want).sum() / (want*want).sum())
+
+def check_branch(name):
+    for r in branch_results(name): check(*r)
+
+BRANCHES = ["mlp", "heads", "out", "head"]
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_each_branch_against_float64(name):
+    "Output, and gradients of inputs and weights without what the stream passes on, within the bars, and of the right size"
+    check_branch(name)
+
+@pytest.mark.parametrize("name", ["mlp", "heads"])
+def test_the_stream_passes_on_its_gradient(name):
+    "Beside the branch's: the difference between a large gradient of the stream and none is that gradient, for both summands"
+    with_stream, without = (branch_results(name, s) for s in (8., 0.))
+    for i in (-6, -5) if name == "mlp" else (-8, -7):
+        got, want = (with_stream[i][j] - without[i][j] for j in (1, 2))
+        assert sqnr(want, got) > 40
+
+def model_gradients(run, b, warm=1):
+    "Parameter -> gradient of a step on `b`, after steps that settle the scales and change no weight"
+    step, grads = Stepper(run, clip=float("inf")), {}
+    step.apply = lambda: grads.update({n: p.grad.double() for n, p in run.model.named_parameters()})
+    for _ in range(warm + 1): step(b)
+    return grads
+
+def check_model(parts=list(PARTS), how={}):
+    "Each parameter's gradient in a whole model. The embedding's is that of the head, too"
+    config, b = SMALL, tokens(4, SMALL)
+    exact = model_gradients(Run(baseline(config).model.double()), b, 0)
+    got = model_gradients(RUNGS["fp8"](build(config, BASE), parts=parts, **how), b)
+    cosine = lambda a, b: ((a*b).sum() / (a.norm()*b.norm())).item()
+    for n, g in exact.items():
+        assert cosine(got[n], g) > .98, (n, cosine(got[n], g))
+        assert abs(got[n].norm() / g.norm() - 1) < .04, (n, got[n].norm() / g.norm())
+
+@pytest.mark.parametrize("how", [{}, dict(grad="e4m3"), dict(delayed=False)], ids=str)
+def test_each_parameter_against_float64(how): check_model(how=how)
+
+def dropped(y): return torch.zeros_like(y)
+def swapped(y): return y.roll(len(y)//2, 0)
+def doubled(y): return 2*y
+def negated(y): return -y
+def off(y): return 1.05*y       # as a wrong scale makes it
+
+DX, DW = dict(mlp=("dab", "wab"), heads=("dqkv", "wqkv"), out=("da", "wo")), dict(mlp=("dab", "n2"), heads=("dqkv", "n1"), out=("da", "o"))
+MUTATIONS = [(p, DX[p], f) for p in DX for f in (dropped, doubled, negated, off)]
+MUTATIONS += [(p, DW[p], f) for p in DW for f in (dropped, swapped, doubled, negated, off)]
+MUTATIONS += [("mlp", ("dm", k), f) for k in ("wdown", "h") for f in (dropped, doubled, negated, off)]
+WHOLE = [(p, which[p], f) for p in ("mlp", "heads") for which, f in ((DX, dropped), (DX, negated), (DW, swapped), (DW, doubled), (DW, negated))]
+mutation_id = lambda v: "-".join(v) if isinstance(v, tuple) else getattr(v, "__name__", v)
+
+@contextmanager
+def mutated(slots, change):
+    "The product of these two slots comes out changed"
+    product = module.product
+    def wrong(s, a, b, name_a, name_b, **kwargs):
+        y = product(s, a, b, name_a, name_b, **kwargs)
+        return change(y) if (name_a, name_b) == slots else y
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(module, "product", wrong)
+        yield
+
+@pytest.mark.parametrize("name, slots, change", MUTATIONS, ids=mutation_id)
+def test_a_wrong_branch_is_found(name, slots, change):
+    "Dropped, swapped, doubled, negated, 5% off: the check above fails"
+    with mutated(slots, change), pytest.raises(AssertionError): check_branch(name)
+
+@pytest.mark.parametrize("name, slots, change", WHOLE, ids=mutation_id)
+def test_a_wrong_branch_is_found_in_the_model(name, slots, change):
+    with mutated(slots, change), pytest.raises(AssertionError): check_model()
+
+def test_wrong_gradients_of_the_head_are_found(monkeypatch):
+    "Twice its gradients, or 5% more"
+    right = module.mm8
+    for factor in (2, 1.05):
+        monkeypatch.setattr(module, "mm8", lambda *args, **kw: right(*args, **kw) * (factor if args[0].dtype == E5M2 else 1))
+        with pytest.raises(AssertionError): check_branch("head")
 
 # Runs
 
