@@ -12,7 +12,7 @@ from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, runs_kernel, sw
 from llm_speedrun.measure import has_fp8
 from llm_speedrun.model import rope, rope_table, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build
+from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build, entered
 from small import NANO, fails
 
 GPU = torch.cuda.is_available()
@@ -452,6 +452,56 @@ def test_wrong_gradients_of_the_head_are_found(monkeypatch):
     for factor in (2, 1.05):
         monkeypatch.setattr(module, "mm8", lambda *args, **kw: right(*args, **kw) * (factor if args[0].dtype == E5M2 else 1))
         with pytest.raises(AssertionError): check_branch("head")
+
+# Accumulation
+
+class RecordedLike(torch.autograd.Function):
+    "As a recorded pass: gradients with a seed of 1, made in the forward pass, and multiplied by what comes"
+    @staticmethod
+    def forward(ctx, loss, model, x, y, *params):
+        with torch.enable_grad(): value = loss(model, x, y)
+        ctx.grads = torch.autograd.grad(value, params)
+        return value.detach()
+    @staticmethod
+    def backward(ctx, g): return None, None, None, None, *torch._foreach_mul(ctx.grads, g)
+
+def recorded_later(loss, plain=2):
+    "A loss whose first passes are plain, as `cuda_graphs` makes one"
+    passes = []
+    def of(model, x, y):
+        passes.append(1)
+        if len(passes) <= plain: return loss(model, x, y)
+        return RecordedLike.apply(loss, model, x, y, *[p for p in model.parameters() if p.requires_grad])
+    return of
+
+def matrix_error(n, recorded, steps=3):
+    "How far the matrices' gradients of each of the first steps over `n` micro-batches are from bf16's: the worst, dB"
+    x, y = tokens(8, SMALL)
+    def gradients(run):
+        if recorded: run = replace(run, loss=recorded_later(run.loss))
+        step, found = Stepper(run, clip=float("inf")), []
+        step.apply = lambda: found.append(torch.cat([p.grad.flatten() for p in step.params if p.ndim == 2][1:]))
+        for _ in range(steps): step(*zip(x.chunk(n), y.chunk(n)))
+        return found
+    base = build(SMALL, BASE)
+    return min(map(sqnr, gradients(base), gradients(RUNGS["fp8"](build(SMALL, BASE)))))
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_gradients_do_not_depend_on_accumulation(recorded):
+    "One, four or eight micro-batches, plain passes or recorded ones after plain ones: the same distance to bf16's"
+    errors = [matrix_error(n, recorded) for n in (1, 4, 8)]
+    assert min(errors) > 17 and max(errors) - min(errors) < 1.5, errors
+
+def test_a_weighted_backward_pass_would_be_found(monkeypatch):
+    "With 1/n sent through the backward pass, a recorded pass clips what plain ones have learned"
+    update = Stepper.update
+    def weighted(self, x, y):
+        with entered(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y) / 8
+        loss.backward()
+        return loss.detach()*8
+    monkeypatch.setattr(Stepper, "backward", weighted)
+    monkeypatch.setattr(Stepper, "update", lambda self, n: update(self))
+    assert matrix_error(8, False) > 17 and matrix_error(8, True) < 10
 
 # Runs
 
