@@ -4,22 +4,23 @@
 
 # %% auto #0
 __all__ = ['E4M3', 'E5M2', 'LARGEST', 'NAMES', 'TILE', 'LARGE_TILE', 'SQUARE_TILE', 'PARTS', 'HALF_MOST', 'GRADIENTS',
-           'BREAK_EVEN', 'RECIPES', 'sqnr', 'Scaling', 'fitting_scale', 'store_both', 'magnitude', 'raise_amax',
-           'note_amax', 'sixteens', 'round_and_transpose', 'quantize_kernel', 'tile_grid', 'by_kernel', 'empty_pair',
-           'quantize', 'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel',
+           'BREAK_EVEN', 'SIZES', 'RECIPES', 'sqnr', 'Scaling', 'fitting_scale', 'store_both', 'magnitude',
+           'raise_amax', 'note_amax', 'sixteens', 'round_and_transpose', 'quantize_kernel', 'tile_grid', 'by_kernel',
+           'empty_pair', 'quantize', 'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel',
            'swiglu_backward_quantize_kernel', 'swiglu_quantize', 'swiglu_backward_quantize', 'wide_load', 'value_heads',
            'turned_heads', 'heads_quantize_kernel', 'heads_quantize', 'mm8', 'Slots', 'LayerScales', 'slot',
            'with_slot', 'product', 'in_rows', 'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP', 'fp8_heads',
            'fp8_project', 'fp8_feed', 'to_fp8', 'loss_lse_kernel', 'logits_quantize_kernel', 'loss_lse',
            'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'head_to_fp8', 'layer_step', 'head_step', 'part_gains',
-           'rounding_cases', 'misrounded', 'needs_fp8', 'choose_parts', 'fp8', 'float8_config', 'to_float8',
-           'linear_gain', 'torchao_fp8']
+           'rounding_cases', 'misrounded', 'needs_fp8', 'as_list', 'choose_parts', 'odd_sizes', 'fp8', 'float8_config',
+           'linear_sizes', 'to_float8', 'converted', 'linear_gain', 'choose_layers', 'torchao_fp8']
 
 # %% ../../nbs/16_fp8.ipynb #148e4050
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
+from warnings import warn
 import torch, torch._dynamo, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
 from torch.autograd.function import once_differentiable
@@ -764,8 +765,12 @@ def needs_fp8():
 GRADIENTS = dict(e5m2=E5M2, e4m3=E4M3)
 BREAK_EVEN = .97 # a part that is as fast in FP8 alone makes the whole step faster: see notebook 23
 
+def as_list(option): # as it is given: a list, or a text
+    "A text alone is a list of one, and an empty one a list of none"
+    return [option] if option and isinstance(option, str) else list(option)
+
 def choose_parts(run, # the `Run` to which the rung will be applied
-                 parts, **options): # "auto"
+                 **options): # of the rung
     "The parts that break even here by measuring, all on a CPU; the head only with the chunked loss"
     can = [p for p in PARTS if p != "head" or "chunked_ce" in run.rungs]
     if run.device.type == "cpu": return dict(parts=can), ""
@@ -773,6 +778,15 @@ def choose_parts(run, # the `Run` to which the rung will be applied
     return (dict(parts=[p for p in can if gains[p] > BREAK_EVEN]),
             ", ".join(f"{p} {gains[p]:.2f}x" for p in can))
 
+SIZES = dict(heads=("width", "kv_width"), out=("width",), mlp=("width", "hidden"), head=("width", "vocab"))
+
+def odd_sizes(c, # a `GPTConfig`
+              parts): # keys of `PARTS`
+    "The sizes of these parts' matrices that are no multiples of 16: name -> size"
+    sizes = vars(c) | dict(kv_width=c.kv_heads*c.head_dim)
+    return {k: sizes[k] for p in parts for k in SIZES[p] if sizes[k] % 16}
+
+# %% ../../nbs/16_fp8.ipynb #9af1cfb8
 @rung("parts", needs=needs_fp8, requires=["bf16", "fused_ops"], follows=["flash", "flash4", "chunked_ce"],
       excludes=["fp16"], gpu_only=True, choose=choose_parts)
 def fp8(run, # a `Run`
@@ -781,10 +795,12 @@ def fp8(run, # a `Run`
         delayed=True): # scales from the steps before; False finds each just in time
     """Matrix products in FP8, rounded in the kernels that hold the data; the output projection's with
     `chunked_ce`. Raises `InputError` for parts and formats that there aren't"""
-    parts = [parts] if isinstance(parts, str) else parts
+    parts = as_list(parts)
     for p in parts: lookup(PARTS, p, "part of a model")
     if "head" in parts and "chunked_ce" not in run.rungs:
         raise InputError("rung 'fp8': the head in FP8 is a form of the chunked loss: add the rung chunked_ce")
+    if odd := odd_sizes(run.model.config, parts):
+        warn(f"rung 'fp8': sizes that aren't multiples of 16 are multiplied in FP32, slowly: {odd}")
     dt, L = lookup(GRADIENTS, grad, "format of gradients"), run.model.config.layers
     scaling = Scaling(L + 1, dt, run.device, delayed=delayed)
     def change(model):
@@ -799,40 +815,58 @@ RECIPES = ("tensorwise", "rowwise")
 def float8_config(recipe, device): # one of `RECIPES`
     "torchao's settings; on a CPU it only acts as if"
     from torchao.float8 import Float8LinearConfig
+    lookup(dict.fromkeys(RECIPES), recipe, "recipe")
     return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type == "cpu")
 
-def to_float8(model, recipe, wanted): # a module, changed in place; wanted: (inputs, outputs) -> bool
-    "Convert the linear layers of `model` whose sizes are `wanted` and multiples of 16"
+def linear_sizes(model):
+    "Inputs and outputs of its linear layers, each size once as \"768x2048\", where both are multiples of 16"
+    sizes = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)}
+    return [f"{C}x{O}" for C, O in sorted(sizes) if not (C % 16 or O % 16)]
+
+def to_float8(model, recipe, sizes): # a module, changed in place; some of its `linear_sizes`
+    "Convert the linear layers of `model` that have one of the `sizes`"
     from torchao.float8 import convert_to_float8_training
-    def takes(m, name):
-        C, O = m.in_features, m.out_features
-        return not (C % 16 or O % 16) and wanted(C, O)
+    def takes(m, name): return f"{m.in_features}x{m.out_features}" in sizes
     config = float8_config(recipe, next(model.parameters()).device)
     convert_to_float8_training(model, module_filter_fn=takes, config=config)
 
+def converted(model):
+    "The names of its layers in torchao's FP8"
+    return [name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"]
+
 # %% ../../nbs/16_fp8.ipynb #093dfeae
-@lru_cache
 def linear_gain(recipe, C, O, device): # one of `RECIPES`, inputs, outputs
     "How many times faster a compiled linear layer on 32 K tokens is in FP8, forward and backward"
     def layer_ms(fp8):
         with torch.device(device): layers = nn.Sequential(nn.Linear(C, O, bias=False))
-        if fp8: to_float8(layers, recipe, lambda *size: True)
+        if fp8: to_float8(layers, recipe, linear_sizes(layers))
         f, g = torch.compile(layers, dynamic=False), torch.Generator(device).manual_seed(0)
         x = torch.randn(2**15, C, device=device, generator=g).bfloat16().requires_grad_()
         up = torch.randn(2**15, O, device=device, generator=g).bfloat16()
         def step():
             with torch.autocast(device.type, torch.bfloat16): f(x).backward(up)
         return time_ms(step).ms
-    with _disable_current_modes(), torch._dynamo.config.patch(recompile_limit=64): # same code for each size
+    with torch._dynamo.config.patch(recompile_limit=64): # same code for each size
         return layer_ms(False) / layer_ms(True)
 
+def choose_layers(run, # the `Run` to which the rung will be applied
+                  recipe, **options): # of the rung
+    "The sizes of linear layers that gain here by measuring, all on a CPU"
+    sizes = linear_sizes(run.model)
+    if run.device.type == "cpu": return dict(layers=sizes), ""
+    gains = {s: linear_gain(recipe, *map(int, s.split("x")), run.device) for s in sizes}
+    why = ", ".join(f"{s} {gain:.2f}x" for s, gain in gains.items())
+    return dict(layers=[s for s in sizes if gains[s] > 1]), why
+
 # %% ../../nbs/16_fp8.ipynb #78f47cf9
-@rung("parts", needs=needs_capability(8, 9, "FP8"), requires=["bf16"], excludes=["fp8", "fp16", "fused_ops"])
+@rung("parts", needs=needs_capability(8, 9, "FP8"), requires=["bf16"], excludes=["fp8", "fp16", "fused_ops"],
+      choose=choose_layers)
 def torchao_fp8(run, # a `Run` with bf16
-                recipe="tensorwise", # one of `RECIPES`
-                layers="auto"): # "auto" for those that gain here by measuring, or "all"
-    "Linear layers in FP8 by torchao. Needs torchao, and gains only together with the rung compile"
-    lookup(dict.fromkeys(RECIPES), recipe, "recipe")
-    measured = layers == "auto" and run.device.type == "cuda"
-    wanted = lambda C, O: not measured or linear_gain(recipe, C, O, run.device) > 1
-    return run.with_model(partial(to_float8, recipe=recipe, wanted=wanted))
+                recipe="tensorwise", # one scale for a tensor; or rowwise, one for each row
+                layers="auto"): # "auto" for those that gain here by measuring, "all", or sizes as 768x2048
+    """Linear layers in FP8 by torchao. Needs torchao, and gains only together with the rung compile. Raises
+    `InputError` for recipes and sizes that there aren't"""
+    sizes = linear_sizes(run.model)
+    layers = sizes if layers == "all" else as_list(layers)
+    for s in layers: lookup(dict.fromkeys(sizes), s, "size of a linear layer")
+    return run.with_model(partial(to_float8, recipe=recipe, sizes=layers))
