@@ -20,8 +20,8 @@ from fastcore.basics import patch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from .files import InputError, RunError, lookup
-from .measure import (compare, count, default_device, gpu_gib, main_format, make_record, predict_ms,
-                                  ratio, smoke)
+from .measure import (compare, count, default_device, gpu_gib, main_format, make_record,
+                                  predict_ms, ratio, smoke)
 from .data import Batches, open_corpus, prefetch
 from .model import GPT, WORKLOADS, train_flops
 
@@ -116,8 +116,8 @@ class Stepper:
         self.params = [p for p in run.model.parameters() if p.requires_grad]
 
     def __call__(self, *batches): # micro-batches (x, y), each B T
-        """One step over `batches`. Returns their mean loss, on the device. Notes it as `loss`, and the gradients'
-        norm as `norm`: infinite where a check of the run says that the step must not be taken"""
+        """One step over `batches`. Returns their mean loss, on the device. Notes it as `loss`, and the norm of
+        the gradients as `norm`: infinite where a check of the run says that the step must not be taken"""
         with entered(self.run.step_contexts):
             self.loss = sum(self.backward(x, y) for x, y in batches) / len(batches)
             self.update(len(batches))

@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 import pytest, torch
 from llm_speedrun.rungs.compile import *
+from llm_speedrun.rungs.cuda_graphs import *
 from llm_speedrun.measure import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, measure_ceilings, profile_kinds,
                                   profiled)
 from llm_speedrun.model import *

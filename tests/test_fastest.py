@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from llm_speedrun.rungs.fastest import *
 from llm_speedrun.rungs.fp8 import E4M3, sqnr
-from llm_speedrun.rungs.fused_ops import add_norm_maths, norm_backward_maths, swiglu_backward_maths, swiglu_maths
+from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
+from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths
 from llm_speedrun.model import naive_attention, workload
 from llm_speedrun.runs import Stepper, baseline, build
 from small import NANO, fails

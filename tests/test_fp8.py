@@ -9,10 +9,10 @@ import llm_speedrun.rungs.fp8 as module
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import *
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, runs_kernel, swiglu_backward_maths, swiglu_maths
-from llm_speedrun.measure import has_fp8
+from llm_speedrun.measure import has_fp8, main_format, version_of
 from llm_speedrun.model import rope, rope_table, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build, entered
+from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build, count_step, entered
 from small import NANO, fails
 
 GPU = torch.cuda.is_available()
@@ -542,6 +542,111 @@ def test_the_head_against_bf16():
     assert got[0] == pytest.approx(want[0].item(), rel=5e-3)
     for a, b in zip(want[1:], got[1:]): assert sqnr(a, b) > 17
     assert not got[1][::5].any()
+
+@pytest.mark.parametrize("B, T", [(1, 31), (3, 7), (1, 1)])
+def test_any_number_of_tokens(B, T, monkeypatch):
+    "Every product gets multiples of 16, which the tensor cores take, and loss and gradients are those of bf16"
+    product, sizes = module.mm8, []
+    def watched(a, b, *args, **kwargs):
+        sizes.append((*a.shape, len(b)))
+        return product(a, b, *args, **kwargs)
+    monkeypatch.setattr(module, "mm8", watched)
+    x, y = (t[:B, :T] for t in tokens(4, SMALL))
+    base, fast = (model_gradients(run, (x, y)) for run in (build(SMALL, BASE), RUNGS["fp8"](build(SMALL, BASE))))
+    assert sizes and not [s for s in sizes if any(n % 16 for n in s)]
+    norms = lambda g: torch.cat([v.flatten() for v in g.values()])
+    assert sqnr(norms(base), norms(fast)) > 14
+
+def test_a_chunk_that_is_no_multiple_of_16(monkeypatch):
+    "The last chunk of the head's tokens, also where it has few rows"
+    h, w = rand(261, 48).requires_grad_(), (rand(80, 48, dt=torch.float32, seed=1)*.1).requires_grad_()
+    y, scaling = torch.randint(80, (261,), device=DEVICE), Scaling(1, E5M2, DEVICE)
+    scales = LayerScales(scaling, 0, E5M2)
+    def gradients(ce):
+        with scaling.in_step(), scaling.in_pass(): loss = Fp8LinearCE.apply(h, w, y, ce, True, *scales())
+        return loss, *torch.autograd.grad(loss, (h, w))
+    for a, b in zip(gradients(ChunkedCE()), gradients(ChunkedCE(budget=1))): torch.testing.assert_close(a, b, rtol=.01, atol=1e-5)
+
+def test_widths_that_the_tensor_cores_do_not_take():
+    "They work, in FP32, and the rung says so, once, with the sizes"
+    odd = replace(NANO, vocab=321, hidden=40)
+    with pytest.warns(UserWarning, match="FP32.*hidden.*40.*vocab.*321") as said: run = RUNGS["fp8"](build(odd, BASE))
+    assert len(said) == 1 and Stepper(run)(tokens(2, odd)).isfinite()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RUNGS["fp8"](build(NANO, BASE)); RUNGS["fp8"](build(odd, BASE), parts=["out"])
+
+# What is chosen with a stopwatch
+
+class Elsewhere:
+    "As much of a run on a GPU as a choice looks at"
+    rungs, device, model = ("bf16", "fused_ops", "chunked_ce"), torch.device("cuda"), baseline(NANO, "cpu").model
+
+def test_parts_that_break_even_are_chosen(monkeypatch):
+    "Those, in their order, with the measurements in words; the head only where there is a chunked loss"
+    gains = dict(heads=1.1, out=.9, mlp=1.3, head=.99)
+    monkeypatch.setattr(module, "part_gains", lambda c, device: gains)
+    assert choose_parts(Elsewhere) == (dict(parts=["heads", "mlp", "head"]), "heads 1.10x, out 0.90x, mlp 1.30x, head 0.99x")
+    monkeypatch.setattr(Elsewhere, "rungs", ("bf16", "fused_ops"))
+    assert choose_parts(Elsewhere)[0] == dict(parts=["heads", "mlp"])
+
+def test_layers_that_gain_are_chosen(monkeypatch):
+    monkeypatch.setattr(module, "linear_gain", lambda recipe, C, O, device: C/O + (recipe == "rowwise"))
+    assert choose_layers(Elsewhere, recipe="tensorwise")[0] == dict(layers=["32x16", "48x32"])
+    assert choose_layers(Elsewhere, recipe="rowwise")[0] == dict(layers=["32x16", "32x32", "32x48", "48x32"])
+
+def test_no_answer_is_kept_from_a_mode(monkeypatch):
+    "Each choice is measured anew, outside of modes: a count on fake tensors can't decide what a real run gets"
+    asked = []
+    def choose(run, **options):
+        asked.append((torch._C._len_torch_dispatch_stack(), torch.compiler.is_compiling(), torch._dynamo.eval_frame._stance.stance))
+        return dict(parts=["mlp"]), "measured"
+    monkeypatch.setattr(RUNGS["fp8"], "choose", choose)
+    count_step(NANO, BASE + ["fp8"])
+    run = build(NANO, BASE + ["fp8"])
+    assert len(asked) == 2 and set(asked) == {(0, False, "default")}
+    assert run.specs()[-1] == "fp8:parts=mlp" and run.why["fp8"] == "measured"
+
+@pytest.mark.parametrize("parts", [[], ["mlp"], ["heads", "head"]], ids=str)
+def test_chosen_parts_are_taken_back(parts):
+    "As a run says them, also none at all"
+    run = RUNGS["fp8"](build(NANO, BASE), parts=parts)
+    again = build(NANO, run.specs())
+    assert losses(again) == losses(run) and again.specs() == run.specs()
+
+torchao = pytest.mark.skipif(not version_of("torchao"), reason="torchao is not installed")
+
+@torchao
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torchao_is_applied(recipe):
+    "The layers asked for are converted, and losses are bf16's within 1%"
+    run = build(NANO, ["bf16", f"torchao_fp8:recipe={recipe}"])
+    assert len(converted(run.model)) == 7*NANO.layers
+    assert losses(run) == pytest.approx(losses(build(NANO, ["bf16"])), rel=.01)
+
+@torchao
+@fp8_gpu
+@pytest.mark.cuda
+def test_torchao_multiplies_in_fp8():
+    "A compiled step of a large layer, on the GPU: its products are in FP8, not only asked for"
+    c = replace(workload("1b"), layers=1, vocab=64)
+    ops = count_step(c, ["bf16", "flash", "compile", "torchao_fp8:layers=all"], 4)
+    assert main_format(ops) == "fp8"
+
+@fp8_gpu
+@pytest.mark.cuda
+def test_the_kernels_in_a_bad_step():
+    "124m's layers with one NaN, then one infinity, among their weights: no tensor takes the step, recorded or not"
+    c = replace(workload("124m"), layers=2)
+    for more in ([], ["cuda_graphs"]):
+        for value in (NAN, INF):
+            step, b = GuardedStepper(build(c, BASE + ["fp8:parts=heads+out+mlp+head", *more])), tokens(4, c)
+            for _ in range(4): step(b)
+            step.run.model.layers[1].mlp.gate_proj.weight.data[3, 5] = value
+            before = [p.detach().clone() for p in step.params]
+            step(b)
+            assert not step.norm.isfinite()
+            assert all(torch.equal(p.nan_to_num(), w.nan_to_num()) for p, w in zip(step.params, before))
 
 # The GPU at real shapes
 

@@ -5,7 +5,8 @@ import numpy as np, pytest, torch, torch.nn.functional as F
 from llm_speedrun.rungs.chunked_ce import linear_cross_entropy
 from llm_speedrun.rungs.flash import BACKENDS, attend_with, why_not
 from llm_speedrun.rungs.fp8 import E4M3, E5M2, Scaling, sqnr, to_fp8
-from llm_speedrun.rungs.fused_ops import AddRMSNorm, QKRope, SwiGLUDown, fused_ops
+from llm_speedrun.rungs.fused_ops import QKRope, SwiGLUDown, fused_ops
+from llm_speedrun.rungs.triton import AddRMSNorm
 from llm_speedrun.measure import OpCounter, has_fp8, version_of, warm_up
 from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
 from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, reference_errors, step_of

@@ -13,8 +13,8 @@ import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from ..files import InputError
-from .fused_ops import (blocks, compute_dtype, jit, kernel_op, launch, pow2, runs_kernel,
-                            tl, traced)
+from .fused_ops import compute_dtype
+from .triton import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, traced
 from ..runs import rung
 
 # %% ../../nbs/15_chunked_ce.ipynb #95250d9c

@@ -4,19 +4,17 @@
 
 # %% auto #0
 __all__ = ['MODES', 'FIRST_STEP', 'own_code', 'compile_layers', 'compiled_head', 'compiled_loss', 'HandedOut', 'whole_pass',
-           'needs_inductor', 'compile', 'restart_seconds', 'capturable_adamw', 'check_graphed', 'graphed', 'copy_same',
-           'RecordedPass', 'Replayed', 'RecordedLoss', 'cuda_graphs']
+           'needs_inductor', 'compile', 'restart_seconds']
 
 # %% ../../nbs/18_compile.ipynb #9c1f6884
 import os, subprocess, sys, tempfile
 from dataclasses import replace
 from types import FunctionType
-from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.function import once_differentiable
-from ..files import InputError, RunError, lookup
+from ..files import lookup
 from ..measure import fused, version_of
-from ..runs import needs_capability, param_groups, rung
+from ..runs import needs_capability, rung
 
 # %% ../../nbs/18_compile.ipynb #1863f340
 def own_code(f): # a function
@@ -115,113 +113,3 @@ def restart_seconds(name, # a workload
         cmd = [sys.executable, "-c", FIRST_STEP, name, str(batch), *rungs]
         run = lambda: subprocess.run(cmd, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
         return tuple(float(run().split()[-1]) for _ in range(2))
-
-# %% ../../nbs/18_compile.ipynb #335e07d5
-def capturable_adamw(model, # the model to optimize
-                     lr=1e-3): # learning rate, changed by `group["lr"].fill_(lr)`
-    "AdamW that a CUDA graph can record: its learning rate and its count of steps are tensors on the GPU"
-    lr = torch.tensor(lr, device=next(model.parameters()).device)
-    return torch.optim.AdamW(param_groups(model, .1), lr=lr, betas=(.9, .95), capturable=True, fused=True)
-
-# %% ../../nbs/18_compile.ipynb #cb6fc29e
-def check_graphed(step): # a `Stepper`
-    "Raise `ValueError` for a step that a CUDA graph can't record, `RuntimeError` without a GPU"
-    if step.scaler.is_enabled():
-        raise InputError("a gradient scaler reads from the GPU in each step, as no CUDA graph can: use bf16")
-    if not all(g.get("capturable") for g in step.opt.param_groups):
-        raise InputError("this optimizer counts its steps in Python, which a CUDA graph would do once: "
-                         "use capturable_adamw")
-    if step.run.device.type != "cuda": raise RunError("CUDA graphs need a GPU: this model is on a CPU")
-
-# %% ../../nbs/18_compile.ipynb #9a6e436e
-def graphed(step, # a `Stepper`, which takes three steps on the example
-            batch): # an example (x, y), B T each
-    "The whole step as one CUDA graph: a function from a batch of the example's shape to the loss"
-    check_graphed(step)
-    x, y = static = [t.clone() for t in batch]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3): step((x, y))
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph): loss = step((x, y))
-    def replay(batch):
-        for to, new in zip(static, batch): copy_same(to, new)
-        graph.replay()
-        return loss.clone() # the next replay writes over `loss`
-    replay.step = step # a recording knows addresses, and doesn't keep alive the weights that lie there
-    return replay
-
-def copy_same(to, # where the graph reads
-              new): # of the same shape
-    "Copy a tensor; one of another shape is a `ValueError`, where `copy_` would stretch it to fit"
-    if to.shape != new.shape:
-        raise InputError(f"this CUDA graph was recorded for {tuple(to.shape)} and got {tuple(new.shape)}: "
-                         "record one for each shape")
-    to.copy_(new)
-
-# %% ../../nbs/18_compile.ipynb #6587a01f
-class RecordedPass:
-    "The forward and backward pass of a loss on one shape of batch, as a CUDA graph"
-    def __init__(self, loss, # (model, x, y) -> mean loss
-                 model, # a `GPT`
-                 x, y): # B T tokens, B T tokens that follow
-        self.batch, self.replays = (x.clone(), y.clone()), 0
-        self.params = [p for p in model.parameters() if p.requires_grad]
-        self.graph = torch.cuda.CUDAGraph()
-        torch.clear_autocast_cache()
-        with torch.cuda.graph(self.graph):
-            loss = loss(model, *self.batch)
-            self.grads = torch.autograd.grad(loss, self.params)
-        self.loss = loss.detach()
-        torch.clear_autocast_cache() # its casts are the graph's
-
-    def __call__(self, x, y): # of the recorded shape
-        "The loss of a batch; its backward pass gives the weights their gradients"
-        for to, new in zip(self.batch, (x, y)): copy_same(to, new)
-        return Replayed.apply(self, *self.params)
-
-# %% ../../nbs/18_compile.ipynb #22fbd067
-class Replayed(torch.autograd.Function):
-    "(a `RecordedPass`, its weights) -> its loss"
-    @staticmethod
-    def forward(ctx, recorded, *params):
-        recorded.graph.replay()
-        recorded.replays += 1
-        ctx.recorded, ctx.replay = recorded, recorded.replays
-        return recorded.loss.clone() # the next replay writes over it
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        if ctx.replay != ctx.recorded.replays:
-            raise RunError("another pass has been replayed before this one's backward(), and its "
-                               "gradients are gone: call backward() after each forward pass, or leave out "
-                               "cuda_graphs")
-        return None, *torch._foreach_mul(ctx.recorded.grads, g) # new tensors: autograd may keep them
-
-# %% ../../nbs/18_compile.ipynb #32ba712a
-class RecordedLoss:
-    "A loss that records its forward and backward pass for each model and shape, at the third one of each"
-    def __init__(self, loss, # (model, x, y) -> mean loss
-                 plain=2): # passes before the recording
-        self.loss, self.plain, self.passes = loss, plain, WeakKeyDictionary()
-
-    def __call__(self, model, x, y): # a `GPT`, B T tokens and the B T that follow
-        if not (x.is_cuda and torch.is_grad_enabled()): return self.loss(model, x, y)
-        of_model = self.passes.setdefault(model, {})
-        p = of_model.get(x.shape, 0) # how many there were, or the recorded one
-        if p == self.plain: p = of_model[x.shape] = RecordedPass(self.loss, model, x, y)
-        if isinstance(p, RecordedPass): return p(x, y)
-        of_model[x.shape] = p + 1
-        return self.loss(model, x, y)
-
-    def forget(self): "Drop what was recorded, and its memory"; self.passes.clear()
-
-# %% ../../nbs/18_compile.ipynb #8d599ce3
-@rung("record", needs=needs_capability(7, 0, "a CUDA graph of the step"), excludes=["fp16"], gpu_only=True)
-def cuda_graphs(run): # a `Run`
-    "Forward and backward pass as one CUDA graph for each shape of batch; on a CPU, as they were"
-    loss = RecordedLoss(run.loss)
-    return replace(run, loss=loss, releases=run.releases + (loss.forget,))

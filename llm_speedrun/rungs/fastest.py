@@ -19,10 +19,10 @@ from ..measure import DTYPES, version_of
 from ..model import set_parts
 from ..runs import rung
 from .flash import repeat_heads
-from .fused_ops import (add_rms_norm, blocks, jit, joined, kernel_op, launch,
-                                          norm_backward_maths, pow2, rms_norm, rotated, run_norm_backward,
-                                          runs_kernel, stream_pair, swiglu_backward_maths, swiglu_grads,
-                                          swiglu_maths, tl, traced)
+from .fused_ops import (joined, rotated, stream_pair, swiglu_backward_maths, swiglu_grads,
+                                          swiglu_maths)
+from .triton import (add_rms_norm, blocks, jit, kernel_op, launch, norm_backward_maths,
+                                       pow2, rms_norm, run_norm_backward, runs_kernel, tl, traced)
 from .fp8 import E4M3, LARGEST, needs_fp8
 
 # %% ../../nbs/23_fastest.ipynb #866ac2e1

@@ -31,10 +31,10 @@ from ..measure import default_device, time_ms
 from ..runs import baseline, needs_capability, rung, uncompiled
 from ..model import set_parts
 from .flash import sdpa
-from .fused_ops import (add_norm_maths, blocks, fused_ops,
-                            graph_ms, jit, kernel_op, launch, needs_triton, qk_rope, qk_rope_backward_maths,
-                            rms_norm_backward, runs_kernel, stream_pair, swiglu_backward_maths, swiglu_grads,
-                            swiglu_maths, tl)
+from .fused_ops import (fused_ops, needs_triton, qk_rope, qk_rope_backward_maths,
+                                          stream_pair, swiglu_backward_maths, swiglu_grads, swiglu_maths)
+from .triton import (add_norm_maths, blocks, graph_ms, jit, kernel_op, launch,
+                                       rms_norm_backward, runs_kernel, tl)
 from .chunked_ce import (ChunkedCE, chunk_size, linear_cross_entropy, loss_tile,
                             read_logits, row_lse, sms)
 
@@ -654,7 +654,7 @@ class Fp8LinearCE(torch.autograd.Function):
         w8, w8t = with_slot(s, "head", quantize_weights, [w])
         dh, dw, losses = torch.empty_like(h) if wanted else None, None, []
         unscale = torch.full((1,), 1/HALF_MOST, device=h.device)
-        size = chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h))
+        size = sixteens(chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h)))
         for i in range(0, len(h), size):
             part = h8[i:i + size] # the last one with rows of zeros
             n = min(len(h) - i, len(part))
@@ -829,6 +829,7 @@ def to_float8(model, recipe, sizes): # a module, changed in place; some of its `
     def takes(m, name): return f"{m.in_features}x{m.out_features}" in sizes
     config = float8_config(recipe, next(model.parameters()).device)
     convert_to_float8_training(model, module_filter_fn=takes, config=config)
+    for name in converted(model): model.get_submodule(name).role = "matrix" # for optimizers, as it was
 
 def converted(model):
     "The names of its layers in torchao's FP8"

@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..files import InputError, lookup
-from .fused_ops import blocks, jit, tl, triton
+from .triton import blocks, jit, tl, triton
 from ..measure import version_of
 from ..runs import param_groups, rung, uncompiled
 
