@@ -99,7 +99,7 @@ def test_any_number_of_rows(op, N, C):
 
 def strided(x): return torch.stack([x, x + 1], -1)[..., 0]
 def transposed(x): return x.mT.contiguous().mT
-def expanded(x): return x[:1].expand_as(x)
+def expanded(x): return x.flatten()[:1].expand(x.shape)     # as the gradient of a sum
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("form", [strided, transposed, expanded])
@@ -342,10 +342,10 @@ def branch_cases():
     turn = [t.to(DEVICE) for t in rope_table(SMALL.seq, D, 1e4)]
     return dict(mlp=(lambda *t: module.Fp8MLP.apply(*t[:6], 1e-6, *t[6:]), exact_mlp,
                      [x, y, norm_weight(d), *weights((F_, d), (F_, d), (d, F_))]),
-                heads=(lambda *t: module.Fp8Heads.apply(*t[:8], *turn, 1e-6, *t[8:]), exact_heads,
+                heads=(lambda *t: module.Fp8Heads.apply(*t[:8], *(c[:t[0].shape[1]] for c in turn), 1e-6, *t[8:]), exact_heads,
                        [x, y, norm_weight(d), *weights((H*D, d), (K*D, d), (K*D, d)), norm_weight(D), norm_weight(D)]),
                 out=(module.Fp8Linear.apply, lambda x, w: x @ w.T, [x, *weights((d, d))]),
-                head=(lambda h, w, *s: module.Fp8LinearCE.apply(h.flatten(0, 1), w, targets(), ChunkedCE(), True, *s),
+                head=(lambda h, w, *s: module.Fp8LinearCE.apply(h.flatten(0, 1), w, targets()[:h[..., 0].numel()], ChunkedCE(), True, *s),
                       lambda h, w: F.cross_entropy((h @ w.T).flatten(0, 1), targets()), [x, *weights((SMALL.vocab, d))]))
 
 def targets(): return torch.randint(SMALL.vocab, (N_D[0]*N_D[1],), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -379,6 +379,21 @@ def check_branch(name):
     for r in branch_results(name): check(*r)
 
 BRANCHES = ["mlp", "heads", "out", "head"]
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("form", [strided, transposed, expanded])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_takes_any_strides(name, form):
+    "As outputs' gradients and as inputs: the same as with contiguous copies of them"
+    f, _, ins = branch_cases()[name]
+    ins = [t.detach()[:, :4] if t.ndim == 3 else t.detach() for t in ins]
+    def results(change):
+        new, scaling = [change(t).requires_grad_() if t.ndim == 3 else t.clone().requires_grad_() for t in ins], Scaling(1, E5M2, DEVICE)
+        with scaling.in_pass(), torch.autocast(DEVICE.type, torch.bfloat16): out = f(*new, *LayerScales(scaling, 0, E5M2)())
+        out = out if isinstance(out, tuple) else (out,)
+        ups = [change(rand(*o.shape, dt=torch.float32, seed=30 + i).to(o.dtype)) if o.ndim else o.detach() for i, o in enumerate(out)]
+        return [*out, *torch.autograd.grad(out, new, ups)]
+    for a, b in zip(results(form), results(lambda t: form(t).contiguous())): torch.testing.assert_close(a, b)
 
 @pytest.mark.parametrize("name", BRANCHES)
 def test_each_branch_against_float64(name):
