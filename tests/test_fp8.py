@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 import numpy as np, pytest, torch, torch.nn as nn, torch.nn.functional as F
-import llm_speedrun.rungs.fp8 as module
+import llm_speedrun.rungs.fp8 as plain, llm_speedrun.rungs.fused_fp8 as module
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import *
+from llm_speedrun.rungs.fused_fp8 import *
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, runs_kernel, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.measure import has_fp8, main_format, version_of
 from llm_speedrun.model import rope, rope_table, workload
@@ -606,7 +607,7 @@ def test_parts_that_break_even_are_chosen(monkeypatch):
     assert choose_parts(Elsewhere)[0] == dict(parts=["heads", "mlp"])
 
 def test_layers_that_gain_are_chosen(monkeypatch):
-    monkeypatch.setattr(module, "linear_gain", lambda recipe, C, O, device: C/O + (recipe == "rowwise"))
+    monkeypatch.setattr(plain, "linear_gain", lambda recipe, C, O, device: C/O + (recipe == "rowwise"))
     assert choose_layers(Elsewhere, recipe="tensorwise")[0] == dict(layers=["32x16", "48x32"])
     assert choose_layers(Elsewhere, recipe="rowwise")[0] == dict(layers=["32x16", "32x32", "32x48", "48x32"])
 
