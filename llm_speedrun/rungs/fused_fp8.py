@@ -240,8 +240,9 @@ def norm_quantize(x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, eps:
         return h.clone(), r, *round_and_transpose(n, scale, amax, E4M3)
     (N, d), filled, x = x.shape, sixteens(len(x)), x.contiguous()
     h, r, (q, t) = torch.empty_like(x), x.new_empty(N, dtype=torch.float32), empty_pair(x, filled, d, E4M3)
-    launch(norm_quantize_kernel, (blocks(N, 32),), x, x if y is None else y.contiguous(), w.contiguous(), h,
-           q, t, r, scale, amax, N, filled, d, eps, y is not None, LARGEST[E4M3], ROWS=32, COLS=256, num_warps=8)
+    add, tile = y is not None, dict(ROWS=32, COLS=256, num_warps=8)
+    launch(norm_quantize_kernel, (blocks(N, 32),), x, y.contiguous() if add else x, w.contiguous(), h, q, t,
+           r, scale, amax, N, filled, d, eps, add, LARGEST[E4M3], **tile)
     return h, r, q, t
 
 # %% ../../nbs/17_fused_fp8.ipynb #012b7f2c
@@ -630,15 +631,13 @@ class Fp8LinearCE(torch.autograd.Function):
     "Mean loss of h @ w.T as `chunked_ce.LinearCrossEntropy`, its products in FP8; h: N d, w: V d, y: N"
     @staticmethod
     def forward(ctx, h, w, y, ce, wanted, *slots):
-        s, options = Slots(*slots), (ce.ignore_index, ce.z_loss, ce.softcap)
+        s, options, losses, dw = Slots(*slots), (ce.ignore_index, ce.z_loss, ce.softcap), [], None
         h8, h8t = with_slot(s, "hidden", quantize, h, dt=E4M3)
         w8, w8t = with_slot(s, "head", quantize_weights, [w])
-        dh, dw, losses = torch.empty_like(h) if wanted else None, None, []
-        unscale = torch.full((1,), 1/HALF_MOST, device=h.device)
+        dh, unscale = torch.empty_like(h) if wanted else None, torch.full((1,), 1/HALF_MOST, device=h.device)
         size = sixteens(chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h)))
         for i in range(0, len(h), size):
-            part = h8[i:i + size] # the last one with rows of zeros
-            n = min(len(h) - i, len(part))
+            part, n = h8[i:i + size], min(size, len(h) - i) # rows of zeros may follow the last ones
             logits = product(s, part, w8, "hidden", "head", out=h.dtype, fast=True)[:n]
             loss, lse = loss_lse(logits, y[i:i + n], *options)
             losses.append(loss)
