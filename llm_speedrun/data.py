@@ -4,24 +4,29 @@
 
 # %% ../nbs/03_data.ipynb #ddd84065
 from __future__ import annotations
-import difflib, hashlib, json, lzma, os, platform, shutil, sysconfig, uuid, zlib
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import codecs, difflib, hashlib, json, lzma, os, platform, re, shutil, sysconfig, threading, uuid, zlib
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Iterable, Iterator
-import fsspec, numpy as np, torch
+from queue import Empty, SimpleQueue
+from typing import Annotated, Iterable, Iterator, Literal
+import fsspec, msgspec, numpy as np, torch
 from fastcore.basics import patch
 from fastcore.xdg import xdg_cache_home
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from .files import InputError
+from .files import InputError, RunError, hold, read_bytes_of, read_json, replace_file, synced
 
 # %% auto #0
-__all__ = ['HUB', 'EOT', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'HUB_TOKENS', 'cache_dir', 'stdlib_files', 'read_documents',
-           'hub_documents', 'train_tokenizer', 'gpt2_tokenizer', 'tokenizer_of', 'Shards', 'write_shards', 'Corpus',
-           'open_corpus', 'Batches', 'prefetch', 'val_batches', 'unigram_loss', 'bigram_loss']
+__all__ = ['PACKED', 'EOT', 'HUB', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'LONGEST', 'Vocabulary', 'Tokens', 'HUB_TOKENS',
+           'cache_dir', 'stdlib_files', 'file_kind', 'document_files', 'seems', 'utf8_text', 'text_pieces', 'Continued',
+           'read_documents', 'hub_documents', 'special_as_text', 'train_tokenizer', 'gpt2_tokenizer', 'read_tokenizer',
+           'tokenizer_of', 'is_held_out', 'marked_pieces', 'parcels', 'text_digest', 'digest_pieces', 'TokenWriter',
+           'Shards', 'token_files', 'hold_out_tail', 'end_token', 'token_dtype', 'split_kind', 'check_sizes', 'Meta',
+           'describe_tokens', 'write_shards', 'Corpus', 'tokenizer_hash', 'first_characters', 'stdlib_documents',
+           'unknown_corpus', 'open_corpus', 'differences', 'Batches', 'prefetch', 'val_batches', 'unigram_loss',
+           'bigram_loss']
 
 # %% ../nbs/03_data.ipynb #2a4b7358
 def cache_dir() -> Path:   # the folder, made if it was not there
@@ -43,62 +48,129 @@ def stdlib_files() -> list[Path]:   # sorted
     return sorted(files)
 
 # %% ../nbs/03_data.ipynb #7744a523
-_PACKED = {".gz", ".xz", ".bz2", ".zst"}
+PACKED = {".gz", ".xz", ".bz2", ".zst"}     # suffixes of compressed files
 
-def _kind(path):
-    "The suffix that says how to read `path`, compression aside"
+def file_kind(path): # a `Path`
+    "The suffix that says how to read it, compression aside: .txt, .jsonl, ..."
     s = [o.lower() for o in path.suffixes]
-    if s and s[-1] in _PACKED: s.pop()
+    if s and s[-1] in PACKED: s.pop()
     return s[-1] if s else ""
 
 # %% ../nbs/03_data.ipynb #885cc683
-def _files(path):
+def document_files(path): # a file or a folder
     "The document files at `path`: itself, or all below it, sorted"
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder; check the path (this is {Path.cwd()})")
     if path.is_file(): return [path]
+    if not path.is_dir():
+        raise InputError(f"{path} is neither a file nor a folder, and text is read more than once: write what "
+                         "comes out of it to a file, and give that")
     def wanted(p):
         parts = p.relative_to(path).parts
         hidden = any(o.startswith(".") or o == "__pycache__" for o in parts)
-        return p.is_file() and not hidden and _kind(p) not in (".json", ".bin")
+        return p.is_file() and not hidden and file_kind(p) not in (".json", ".bin")
     return sorted(filter(wanted, path.rglob("*")))
 
 # %% ../nbs/03_data.ipynb #390d36c5
 @contextmanager
 def _reading(path):
     "An open binary file, uncompressed; every failure to read it becomes an OSError that names it"
+    if path.suffix.lower() == ".zst" and "zstd" not in fsspec.available_compressions():
+        raise InputError(f"{path}: reading .zst takes the package zstandard, which isn't installed; install it "
+                         "(pip install zstandard), or unpack the file")
     try:
         with fsspec.open(str(path), "rb", compression="infer") as f: yield f
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
         raise OSError(f"cannot read {path}: {e}; check its permissions, and that it is whole and what its "
                       "name says") from e
 
+# %% ../nbs/03_data.ipynb #05833096
+_BEGINNINGS = {rb"\x28\xb5\x2f\xfd": "packed by zstd", rb"\x1f\x8b\x08[\x00\x08]": "packed by gzip",
+               rb"\xfd7zXZ\x00": "packed by xz", rb"BZh[1-9]1AY&SY": "packed by bzip2", rb"PAR1": "Parquet",
+               rb"PK\x03\x04": "a zip archive", rb"\x93NUMPY": "a numpy array", rb"%PDF-": "PDF"}
+
+def seems(path): # of a file
+    "What it seems to be by its first bytes, in words, or None: packed, Parquet, an archive, text"
+    with open(path, "rb") as f: head = f.read(4096)
+    for begins, what in _BEGINNINGS.items():
+        if re.match(begins, head): return what
+    try: text = codecs.getincrementaldecoder("utf-8")().decode(head)     # it may end within a character
+    except UnicodeDecodeError: return None
+    return "text" if len(head) > 16 and all(c.isprintable() or c in "\t\n\r\f" for c in text) else None
+
 # %% ../nbs/03_data.ipynb #ef7f8f9a
-def _decode(b, where):
+def _not_utf8(where, error, before=0): # the bytes that came before those of the `error`
+    "The `InputError` for bytes that aren't UTF-8"
+    instead = seems(where) if isinstance(where, Path) and where.suffix.lower() not in PACKED else None
+    what = f"it seems to be {instead}" if instead else "convert it (say `iconv -f LATIN1 -t UTF-8`)"
+    return InputError(f"{where} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
+                      f"{before + error.start:,} ({error.reason}); {what}, or take it out")
+
+def utf8_text(b, where): # bytes, and the path (or the path and the line, as text) that they are from
     "UTF-8 bytes to text without a byte-order mark"
     try: return b.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as e:
-        raise InputError(f"{where} is not UTF-8 text: byte 0x{b[e.start]:02x} at offset {e.start} "
-                         f"({e.reason}). Convert it (say `iconv -f LATIN1 -t UTF-8`) or take it out.") from e
+    except UnicodeDecodeError as e: raise _not_utf8(where, e) from e
 
 # %% ../nbs/03_data.ipynb #002457a3
+_NAME_IT = "name the right one to speedrun_data with --text_key"
+
 def _json_text(line, where, key):
     "The text under `key` in one line of JSON"
-    try: d = json.loads(_decode(line, where))
-    except json.JSONDecodeError as e: raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
+    try: d = json.loads(utf8_text(line, where))
+    except InputError: raise
+    except (ValueError, RecursionError) as e: raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
     if not isinstance(d, dict): raise InputError(f"{where} is a {type(d).__name__}, not an object: {{...}}")
-    if key not in d: raise InputError(f"{where} has no key {key!r}, only {', '.join(d)}; set text_key")
+    if key not in d: raise InputError(f"{where} has no key {key!r}, only {', '.join(d)}; {_NAME_IT}")
     text = d[key]
     if not isinstance(text, str): raise InputError(f"{where}: {key!r} is a {type(text).__name__}, not text")
     try: text.encode()
     except UnicodeEncodeError as e: raise InputError(f"{where} is not Unicode: {e}; mend or delete it") from e
     return text
 
-# %% ../nbs/03_data.ipynb #6046c729
-def _read_text(path, key):
-    with _reading(path) as f: yield _decode(f.read(), path)
+# %% ../nbs/03_data.ipynb #0e217e6d
+def text_pieces(text, size=250_000): # a document, the most characters in a piece
+    "Cut `text` into pieces, after a newline where there is one. The first pieces don't depend on the last"
+    lo = 0
+    while len(text) - lo > size:
+        hi = text.rfind("\n", lo, lo+size) + 1 or lo + size
+        yield text[lo:hi]
+        lo = hi
+    yield text[lo:]
 
+# %% ../nbs/03_data.ipynb #01151170
+def _blocks(path, size):
+    "The text of a file, `size` bytes at a time, without a byte-order mark"
+    decoder, n = codecs.getincrementaldecoder("utf-8")(), 0
+    with _reading(path) as f:
+        while True:
+            block = f.read(size)
+            n += len(block)
+            try: text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as e: raise _not_utf8(path, e, n - len(e.object)) from e
+            yield text.removeprefix("\ufeff") if n == len(block) else text
+            if not block: return
+
+# %% ../nbs/03_data.ipynb #baeda068
+EOT = "<|endoftext|>"       # stands before every document
+
+class Continued(str):
+    "A further part of the document that came before it"
+
+def _after_separator(text): return re.sub(r"\A\r?\n", "", text)
+
+def _read_text(path, key, size=2**23):
+    "Documents of a text file, long ones in parts of about `size` characters"
+    text, kind = "", str         # what was read and not given yet; what makes a document (or a part) of it
+    for block in _blocks(path, size):
+        *done, text = (text + block).split(EOT) if file_kind(path) == ".txt" else [text + block]
+        for t in done: yield kind(t); kind = _after_separator
+        if len(text) > size:
+            *sure, _ = text_pieces(text[:-len(EOT)])    # the end may be the beginning of a separator
+            if n := sum(map(len, sure)): yield kind(text[:n]); text, kind = text[n:], Continued
+    yield kind(text)
+
+# %% ../nbs/03_data.ipynb #6046c729
 def _read_jsonl(path, key):
     with _reading(path) as f:
         for i,line in enumerate(f, 1):
@@ -106,14 +178,15 @@ def _read_jsonl(path, key):
 
 def _read_parquet(path, key):
     import pyarrow as pa, pyarrow.parquet as pq
-    try: f = pq.ParquetFile(path)
-    except (OSError, pa.ArrowInvalid) as e: raise OSError(f"cannot read {path}: {e}; is it whole?") from e
-    cols = {o.name: o.type for o in f.schema_arrow}
-    if key not in cols:
-        raise InputError(f"{path} has no column {key!r}, only {', '.join(cols)}; name one with text_key")
-    if not (pa.types.is_string(cols[key]) or pa.types.is_large_string(cols[key])):
-        raise InputError(f"{path}: column {key!r} holds {cols[key]}, not text; name another with text_key")
-    for rows in f.iter_batches(256, columns=[key]): yield from (o for o in rows.column(0).to_pylist() if o)
+    try:
+        f = pq.ParquetFile(path)
+        cols = {o.name: o.type for o in f.schema_arrow}
+        if key not in cols:
+            raise InputError(f"{path} has no column {key!r}, only {', '.join(cols)}; {_NAME_IT}")
+        if not (pa.types.is_string(cols[key]) or pa.types.is_large_string(cols[key])):
+            raise InputError(f"{path}: column {key!r} holds {cols[key]}, not text; {_NAME_IT}")
+        for rows in f.iter_batches(256, columns=[key]): yield from (o for o in rows.column(0).to_pylist() if o)
+    except (OSError, pa.ArrowException) as e: raise OSError(f"cannot read {path}: {e}; is it whole?") from e
 
 # %% ../nbs/03_data.ipynb #ce7b29fd
 _READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_parquet}
@@ -121,16 +194,19 @@ _READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_par
 def read_documents(
     path,               # a file, or a folder that is read whole, in sorted order, hidden files left out
     text_key="text",    # the key (JSON lines) or column (Parquet) that holds the text
-) -> Iterator[str]:     # documents, empty ones left out
-    """Documents from text (one file, one document), JSON lines or Parquet, also compressed (.gz .xz .bz2).
+) -> Iterator[str]:     # documents, empty ones left out; of a long one, parts: the further ones are `Continued`
+    """Documents from text (a file is one, or a .txt has several with `<|endoftext|>` between them), JSON lines or
+    Parquet, also compressed (.gz .xz .bz2, and .zst with zstandard).
     Raises FileNotFoundError, OSError (unreadable) or ValueError (no text, not UTF-8, bad JSON, no key)."""
-    files = _files(path)
-    if _kind(files[0] if files else Path()) == ".json":
-        raise InputError(f"{path} is one JSON document; write it as .jsonl, one object a line, or as text")
+    files = document_files(path)
+    if (kind := file_kind(files[0]) if files else "") in (".json", ".bin"):
+        instead = {".json": "is one JSON document; write it as .jsonl, one object a line, or as text",
+                   ".bin": "is called .bin, and tokens can't be read as text, nor while they are packed"}
+        raise InputError(f"{path} {instead[kind]}")
     def docs():
         found = False
         for p in files:
-            for text in _READERS.get(_kind(p), _read_text)(p, text_key):
+            for text in _READERS.get(file_kind(p), _read_text)(p, text_key):
                 if text: found = True; yield text
         if not found: raise InputError(f"{path} has no text in it ({len(files)} files); name one with text")
     return docs()
@@ -164,16 +240,17 @@ def hub_documents(
     return docs()
 
 # %% ../nbs/03_data.ipynb #bb89ee65
-EOT = "<|endoftext|>"       # stands before every document
 GPT2_VOCAB, GPT2_EOT = 50257, 50256
 OFFLINE_VOCAB = 1024        # vocabulary of the tokenizers that we train ourselves, unless told otherwise
 
-def _plain(tokenizer):
-    "Have `tokenizer` read a literal <|endoftext|> in a document as ordinary text: only we may end a document"
+def special_as_text(tokenizer): # changed, and returned
+    "Have it read a literal <|endoftext|> in a document as ordinary text: only we may end a document"
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 # %% ../nbs/03_data.ipynb #c8b7748b
+LONGEST = 1000              # characters of a word that a tokenizer learns from
+
 def train_tokenizer(
     docs: Iterable[str],    # the text to learn from; reads it once, in flat memory
     vocab=OFFLINE_VOCAB,    # vocabulary size; small corpora may end below it
@@ -181,59 +258,59 @@ def train_tokenizer(
     "Byte-level BPE as GPT-2's, with `<|endoftext|>` as token 0. Encodes any text, and decodes it exactly."
     if vocab < 257: raise InputError(f"a vocabulary of {vocab} is too small: 256 bytes and {EOT} make 257")
     if vocab > 2**32: raise InputError(f"a vocabulary of {vocab} does not fit into 32-bit tokens")
-    tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tok, words = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()        # all 256, so that no byte lacks a token
     trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[EOT], initial_alphabet=alphabet,
                                   show_progress=False)
+    tok.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST)])
     tok.train_from_iterator(docs, trainer)
-    return _plain(tok)
+    tok.pre_tokenizer, tok.decoder = words, decoders.ByteLevel()
+    return special_as_text(tok)
 
 # %% ../nbs/03_data.ipynb #77d8b1b8
 def _cached_gpt2():
     "GPT-2's tokenizer if it is already on this machine, else None"
-    from huggingface_hub import hf_hub_download
-    try: return _plain(Tokenizer.from_file(hf_hub_download("gpt2", "tokenizer.json", local_files_only=True)))
-    except OSError: return None
+    from huggingface_hub import try_to_load_from_cache      # hf_hub_download asks the Hub for more than files
+    path = try_to_load_from_cache("gpt2", "tokenizer.json")
+    return read_tokenizer(path) if isinstance(path, str) else None
 
 def gpt2_tokenizer() -> Tokenizer:
     "GPT-2's tokenizer (50257 tokens), from the local cache or the Hub. ConnectionError if neither has it."
     if (tok := _cached_gpt2()) is None:
         _need_hub("GPT-2's tokenizer")
-        tok = _plain(Tokenizer.from_pretrained("gpt2"))
+        tok = special_as_text(Tokenizer.from_pretrained("gpt2"))
     return tok
 
 # %% ../nbs/03_data.ipynb #b79fc7b8
+def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
+    "The tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file that holds none"
+    text = utf8_text(read_bytes_of(path, most=2**28), path)
+    try: return special_as_text(Tokenizer.from_str(text))
+    except Exception as e:      # the library raises no other class
+        raise InputError(f"{path} holds no tokenizer that can be read: {e}") from None
+
 def tokenizer_of(
     folder,                     # of tokens, of a run, or of a model
 ) -> Tokenizer | None:          # None if the folder has no `tokenizer.json`
     "The tokenizer that lies in a folder."
     path = Path(folder)/"tokenizer.json"
-    return _plain(Tokenizer.from_file(str(path))) if path.is_file() else None
+    return read_tokenizer(path) if path.exists() else None
 
 # %% ../nbs/03_data.ipynb #03aa5f3e
-def _is_val(text, frac):
+def is_held_out(text, frac):
     "Whether a document is held out: a fixed pseudo-random `frac` of all texts"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") < frac * 2**64
 
-# %% ../nbs/03_data.ipynb #0e217e6d
-def _pieces(text, size=250_000):
-    "Cut `text` into pieces of at most `size` characters, after a newline where there is one"
-    lo = 0
-    while len(text) - lo > size:
-        hi = text.rfind("\n", lo, lo+size) + 1 or lo + size
-        yield text[lo:hi]
-        lo = hi
-    yield text[lo:]
-
 # %% ../nbs/03_data.ipynb #543346c5
-def _marked_pieces(docs, val_frac):
+def marked_pieces(docs, val_frac): # documents as `read_documents` has them, share held out
     "Yield (text, is the first of its document, is held out) for each piece of each document"
+    held = False
     for text in docs:
-        held = _is_val(text, val_frac)
-        for i,p in enumerate(_pieces(text)): yield p, i == 0, held
+        begins = not isinstance(text, Continued)
+        if begins: held = is_held_out(text, val_frac)
+        for i,p in enumerate(text_pieces(text)): yield p, begins and i == 0, held
 
-def _parcels(pieces, chars=1_000_000):
+def parcels(pieces, chars=1_000_000): # from `marked_pieces`
     "Lists of pieces, about `chars` characters in each"
     parcel, n = [], 0
     for p in pieces:
@@ -242,26 +319,40 @@ def _parcels(pieces, chars=1_000_000):
     if parcel: yield parcel
 
 # %% ../nbs/03_data.ipynb #9543ca35
-def _encoded(docs, tokenizer, eot, val_frac):
+def text_digest():
+    "A running digest of documents, for `digest_pieces`"
+    return hashlib.blake2b(digest_size=16)
+
+def digest_pieces(digest, parcel): # from `text_digest` (changed), from `parcels`
+    "Take a parcel into the digest: what the pieces say, and where documents begin"
+    for text, first, _ in parcel: digest.update((EOT*first + text).encode())
+
+def _encoded(docs, tokenizer, eot, val_frac, digest):
     "Yield (is validation, token ids) of each piece of each document"
-    for parcel in _parcels(_marked_pieces(docs, val_frac)):
+    for parcel in parcels(marked_pieces(docs, val_frac)):
+        digest_pieces(digest, parcel)
         out = tokenizer.encode_batch([p for p,_,_ in parcel], add_special_tokens=False)
         for (_,first,held),o in zip(parcel, out): yield held, [eot]*first + o.ids
 
 # %% ../nbs/03_data.ipynb #bff3488c
-class _Writer:
+class TokenWriter:
     "Appends tokens to `folder/split_000.bin`, `_001.bin` and so on, `shard_tokens` in each"
     def __init__(self, folder, split, dtype, shard_tokens):
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
         self.n, self.file = 0, None
+    def path(self, shard): return self.folder/f"{self.split}_{shard:03d}.bin"
     def write(self, ids):
         a = np.asarray(ids, self.dtype)
         while len(a):
             shard, used = divmod(self.n, self.shard_tokens)
-            if not used: self.close(); self.file = open(self.folder/f"{self.split}_{shard:03d}.bin", "wb")
+            if not used: self.close(); self.file = open(self.path(shard), "wb")
             k = min(len(a), self.shard_tokens - used)
             self.file.write(a[:k].tobytes()); self.n += k; a = a[k:]
+    def sync(self):
+        "Wait until what was written is on the disk"
+        if self.file and not self.file.closed: self.file.flush(); os.fsync(self.file.fileno())
     def close(self):
+        self.sync()
         if self.file: self.file.close()
 
 # %% ../nbs/03_data.ipynb #19fc13b0
@@ -273,6 +364,9 @@ def _open_bin(path, dtype):
     if not path.is_file(): raise FileNotFoundError(f"{path}: no such token file")
     size = path.stat().st_size
     if size == 0: raise InputError(f"{path} is empty: 0 bytes, so no tokens; write it again")
+    if what := seems(path):
+        raise InputError(f"{path} is called .bin, and seems to be {what}, not tokens: unpack it, or give it the "
+                         "suffix of what it is")
     if size % dtype.itemsize:
         raise InputError(f"{path} has {size} bytes, no multiple of a {dtype.name} token's {dtype.itemsize}:"
                          " it is truncated, or no raw token file; copy or write it again")
@@ -333,10 +427,24 @@ def rows(self: Shards, starts, n):
                          "another integer type? Give the right vocabulary, or tokenize the text again.")
     return w
 
+# %% ../nbs/03_data.ipynb #c94d2a15
+def _marker(path, array, vocab):
+    "The file in the cache that is there when the tokens of `path` were looked at"
+    s = path.stat()
+    key = [str(path.resolve()), s.st_size, s.st_mtime_ns, array.dtype.name, vocab]
+    return cache_dir()/"checked"/hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
+
 @patch
 def check(self: Shards, n=2**22):       # n: tokens to look at together
-    "Look at every token once. ValueError if one is outside `vocab`."
-    for lo in range(0, len(self), n): self.rows([lo], min(n, len(self) - lo))
+    "Look at every token of the files once in their life. ValueError if one is outside `vocab`."
+    whole = copy(self)
+    whole.lo, whole.hi = 0, int(self.ends[-1])
+    for path, a, end in zip(self.paths, self.arrays, self.ends.tolist()):
+        if end <= self.lo or end - len(a) >= self.hi: continue           # nothing of it belongs to this part
+        if (marker := _marker(path, a, self.vocab)).exists(): continue
+        for lo in range(end - len(a), end, n): whole.rows([lo], min(n, end - lo))
+        with suppress(OSError):                                         # a cache that can't be written costs time
+            marker.parent.mkdir(exist_ok=True); marker.touch()
 
 # %% ../nbs/03_data.ipynb #aaec8a52
 def _tail_cut(tokens, eot, frac=.05):
@@ -348,75 +456,123 @@ def _tail_cut(tokens, eot, frac=.05):
     return cut - r + int(near[np.abs(near-r).argmin()]) if len(near) else cut
 
 # %% ../nbs/03_data.ipynb #841e985f
-def _hold_out_tail(folder, writers, eot, frac, vocab):
+def token_files(folder, split): # "train" or "val"
+    "Token files of a split in order: `train_000.bin`, nanoGPT's `train.bin`, or `fineweb_train_000001.bin`"
+    named = re.compile(rf"(.+_)?{split}(_\d+)?\.bin")
+    return sorted((p for p in Path(folder).glob("*.bin") if named.fullmatch(p.name)),
+                  key=lambda p: (len(p.name), p.name))
+
+def hold_out_tail(folder, writers, eot, frac, vocab):
     "Join what was written and split it again by position; returns new writers, closed"
-    old = [p.rename(folder/f"old_{p.name}") for s in ("train", "val") for p in _bins(folder, s)]
+    old = [p.rename(folder/f"old_{p.name}") for s in ("train", "val") for p in token_files(folder, s)]
     all_ = Shards(old, writers[0].dtype, vocab)
     cut, step = _tail_cut(all_, eot, frac), 1_000_000
-    new = [_Writer(folder, w.split, w.dtype, w.shard_tokens) for w in writers]
+    new = [TokenWriter(folder, w.split, w.dtype, w.shard_tokens) for w in writers]
     for w,part in zip(new, (all_.part(0, cut), all_.part(cut, len(all_)))):
         for i in range(0, len(part), step): w.write(part[i:i+step])
         w.close()
     for p in old: p.unlink()
     return new
 
-def _bins(folder, split):
-    "Token files of a split in order: `train_000.bin`, nanoGPT's `train.bin`, or `fineweb_train_000001.bin`"
-    return sorted(Path(folder).glob(f"*{split}*.bin"), key=lambda p: (len(p.name), p.name))
-
 # %% ../nbs/03_data.ipynb #6612c157
+def _sweep(folder):
+    "Remove what processes that are no more have left unfinished in `folder`"
+    for part in [p.parent for p in folder.glob(".*.part/.lock")]:
+        with suppress(RunError):        # its process lives
+            lock = hold(part, "this corpus")
+            shutil.rmtree(part, ignore_errors=True); lock.release()
+
 @contextmanager
 def _new_folder(folder):
     "A temporary sibling that becomes `folder` when the block ends well, and vanishes when it does not"
     folder = Path(folder).expanduser()
     exists = FileExistsError(f"{folder} exists already and is left as it is; name another, or delete it")
     if folder.exists(): raise exists
-    tmp = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-    tmp.mkdir(parents=True)
+    _sweep(folder.parent)
+    tmp = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
+    lock = hold(tmp, "this corpus")
     try:
         yield tmp
+        lock.release(); (tmp/".lock").unlink(missing_ok=True)
         try: tmp.rename(folder)
         except OSError as e: raise (exists if folder.exists() else e) from None
-    finally: shutil.rmtree(tmp, ignore_errors=True)
+        synced(folder.parent)
+    finally: lock.release(); shutil.rmtree(tmp, ignore_errors=True)
 
 # %% ../nbs/03_data.ipynb #5183a466
-def _eot_of(tokenizer):
+def end_token(tokenizer):
     "The token that begins a document. ValueError if the tokenizer has none"
     if (eot := tokenizer.token_to_id(EOT)) is not None: return eot
     raise InputError(f"the tokenizer has no {EOT} token, which marks where a document starts; add it")
 
-def _dtype_of(tokenizer):
+def token_dtype(tokenizer):
     "The type of a token on disk"
     return np.dtype("<u2" if tokenizer.get_vocab_size() <= 2**16 else "<u4")
 
-def _split_of(train, val, val_frac):
+def split_kind(train, val, val_frac): # two writers, the share to hold out
     "How to split: by document, or the tail where that leaves a side too small. ValueError if all is empty"
     if not (total := train.n + val.n): raise InputError("no documents, so no tokens: nothing was written")
     return "document" if val.n > val_frac*total/5 and train.n > total/2 else "tail"
 
+def check_sizes(val_frac, shard_tokens, max_tokens):
+    "Raise `InputError` for a share to hold out, or numbers of tokens, that can't be"
+    if not 0 < val_frac < 1:
+        raise InputError(f"val_frac is a share of the documents, above 0 and below 1, not {val_frac}")
+    if shard_tokens < 1: raise InputError(f"shard_tokens must be at least 1, not {shard_tokens}")
+    if (max_tokens or 1) < 1: raise InputError(f"max_tokens must be at least 1, not {max_tokens}")
+
 # %% ../nbs/03_data.ipynb #5c465e6f
-def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_tokens):
+def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_tokens, digest):
     "Encode `docs` into `folder`; returns the two closed writers and how the split was made"
-    train, val = [_Writer(folder, o, _dtype_of(tokenizer), shard_tokens) for o in ("train", "val")]
+    train, val = [TokenWriter(folder, o, token_dtype(tokenizer), shard_tokens) for o in ("train", "val")]
     left = max_tokens or float("inf")
-    for is_val,ids in _encoded(docs, tokenizer, eot, val_frac):
+    for is_val,ids in _encoded(docs, tokenizer, eot, val_frac, digest):
         (val if is_val else train).write(ids[:min(left, len(ids))])
         if (left := left - len(ids)) <= 0: break
     train.close(); val.close()
-    split = _split_of(train, val, val_frac)
+    split = split_kind(train, val, val_frac)
     if split == "document": return train, val, split
-    return *_hold_out_tail(folder, (train, val), eot, val_frac, tokenizer.get_vocab_size()), split
+    return *hold_out_tail(folder, (train, val), eot, val_frac, tokenizer.get_vocab_size()), split
 
 # %% ../nbs/03_data.ipynb #6ba5ecfd
-def _describe(folder, tokenizer, eot, train, val, split, source):
-    "Write `meta.json` and `tokenizer.json` beside the tokens of two writers. Returns what `meta.json` says"
-    meta = dict(vocab=tokenizer.get_vocab_size(), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
-                val_tokens=val.n, split=split, source=source,
-                date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    (folder/"meta.json").write_text(json.dumps(meta, indent=1))
-    tokenizer.save(str(folder/"tokenizer.json"))
-    return meta
+Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**32)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 
+class Meta(msgspec.Struct):
+    "What `meta.json` says of the token files beside it"
+    vocab: Vocabulary | None = None                 # every token is below it
+    dtype: Literal["uint16", "uint32"] = "uint16"   # of a token on disk
+    eot: Tokens | None | msgspec.UnsetType = msgspec.UNSET  # the token that begins a document; null: there is none
+    train_tokens: Tokens | None = None
+    val_tokens: Tokens | None = None
+    files: dict[str, Tokens] = {}                   # tokens in each file
+    split: str = ""                                 # how documents were held out: "document" or "tail"
+    source: str = ""                                # where the text comes from
+    documents: str | None = None                    # digest of the text
+    date: str = ""
+
+    def __post_init__(self):
+        if self.vocab and self.eot not in (None, msgspec.UNSET) and self.eot >= self.vocab:
+            raise ValueError(f"`eot` {self.eot} is outside the vocabulary of {self.vocab}")
+
+# %% ../nbs/03_data.ipynb #e46c9fcf
+def describe_tokens(
+    folder, tokenizer, eot, # where the tokens are, and how they were made
+    train, val,         # the two writers, closed
+    split, source,      # how documents were held out; where the text comes from
+    digest,             # of the text, from `text_digest`
+) -> dict:              # what `meta.json` says
+    "Write `meta.json` and `tokenizer.json` beside the tokens"
+    size = train.dtype.itemsize
+    files = {p.name: p.stat().st_size//size for o in ("train", "val") for p in token_files(folder, o)}
+    meta = Meta(vocab=tokenizer.get_vocab_size(), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
+                val_tokens=val.n, files=files, split=split, source=source, documents=digest.hexdigest(),
+                date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    replace_file(folder/"meta.json", msgspec.json.format(msgspec.json.encode(meta)).decode(), sync=True)
+    replace_file(folder/"tokenizer.json", tokenizer.to_str(pretty=True), sync=True)
+    return msgspec.to_builtins(meta)
+
+# %% ../nbs/03_data.ipynb #ed831180
 def write_shards(
     docs: Iterable[str],        # documents
     tokenizer: Tokenizer,       # must know `<|endoftext|>`
@@ -429,10 +585,11 @@ def write_shards(
     """Encode `docs` into `train_000.bin`, `val_000.bin`, ..., with `meta.json` and `tokenizer.json` beside.
     Raw little-endian uint16 (uint32 for a vocabulary above 65536), each document after an end-of-text token.
     Raises FileExistsError, or ValueError when there are no tokens."""
-    eot, tok = _eot_of(tokenizer), _plain(tokenizer)
+    check_sizes(val_frac, shard_tokens, max_tokens)
+    eot, tok, digest = end_token(tokenizer), special_as_text(tokenizer), text_digest()
     with _new_folder(folder) as tmp:
-        train, val, split = _write_tokens(docs, tok, eot, tmp, val_frac, shard_tokens, max_tokens)
-        return _describe(tmp, tok, eot, train, val, split, source)
+        train, val, split = _write_tokens(docs, tok, eot, tmp, val_frac, shard_tokens, max_tokens, digest)
+        return describe_tokens(tmp, tok, eot, train, val, split, source, digest)
 
 # %% ../nbs/03_data.ipynb #ee5b2f50
 @dataclass(frozen=True)
@@ -444,37 +601,85 @@ class Corpus:
     vocab: int                      # all tokens are below it
     tokenizer: Tokenizer | None = field(default=None, repr=False)   # None if not known (a bare .bin)
     eot: int | None = None          # the token that starts a document
+    documents: str | None = field(default=None, repr=False)         # digest of the text, where it is known
+
+# %% ../nbs/03_data.ipynb #fe867072
+def _holds_tokens(folder):
+    "Whether a folder is a tokenized corpus; `InputError` where it could be one, or texts"
+    bins = sorted(folder.glob("*.bin"))
+    if token_files(folder, "train") or all((folder/o).exists() for o in ("meta.json", "tokenizer.json")): return True
+    if not bins or not (texts := document_files(folder)): return bool(bins)
+    raise InputError(f"{folder} has text ({texts[0].name}, ...) and {bins[0].name}: if that holds tokens, name it "
+                     "(or call it train.bin); if not, move it elsewhere")
+
+# %% ../nbs/03_data.ipynb #afa997f9
+def _check_counts(folder, meta, split, shards):
+    "Raise `InputError` where the files of a split don't have the tokens that `meta.json` says"
+    sizes = dict(zip((p.name for p in shards.paths), map(len, shards.arrays)))
+    for name, n in sizes.items():
+        if name in meta.files and n != meta.files[name]:
+            raise InputError(f"{folder/name} has {n:,} tokens, and {meta.files[name]:,} were written: it was cut "
+                             "off or changed; copy or write it again")
+    said, have = getattr(meta, f"{split}_tokens"), sum(sizes.values())
+    if said is not None and said != have:
+        raise InputError(f"{folder} has {have:,} tokens in its {split} files, and meta.json says {said:,}: a file "
+                         "is missing, cut off or not one of them; copy or write them again")
+
+def _check_tokenizer(where, tokenizer, vocab, eot, exact):
+    "Raise `InputError` for a tokenizer that isn't the one the tokens are from"
+    n, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOT)
+    if n > vocab or exact and n != vocab or eot is not None and end != eot:
+        raise InputError(f"{where}: the tokenizer has {n:,} tokens, of which {EOT} is {end}, and the data is said "
+                         f"to have {vocab:,} and {eot}: they don't belong together")
 
 # %% ../nbs/03_data.ipynb #84cf17ea
+def _said_of(folder, vocab):
+    "What `meta.json` and `tokenizer.json` say: a `Meta` with vocabulary and end token, and the tokenizer or None"
+    meta = read_json(folder/"meta.json", Meta) if (folder/"meta.json").exists() else Meta()
+    tok, exact, vocab = tokenizer_of(folder), meta.vocab is not None, meta.vocab or vocab
+    meta.vocab = vocab or (tok.get_vocab_size() if tok else GPT2_VOCAB)
+    if meta.eot is msgspec.UNSET:
+        meta.eot = tok.token_to_id(EOT) if tok else GPT2_EOT if meta.vocab >= GPT2_VOCAB else None
+    if tok: _check_tokenizer(folder, tok, meta.vocab, meta.eot, exact)
+    return meta, tok or (_cached_gpt2() if meta.eot == GPT2_EOT else None)
+
 def _open_shards(path, vocab=None, name=None):
     "Corpus of a folder of `.bin` files, or of one file and the validation file beside it"
     path = Path(path)
     folder = path if path.is_dir() else path.parent
-    meta = json.loads((folder/"meta.json").read_text()) if (folder/"meta.json").is_file() else {}
-    dtype, vocab = meta.get("dtype", "uint16"), meta.get("vocab") or vocab or GPT2_VOCAB
-    eot = meta.get("eot", GPT2_EOT if vocab >= GPT2_VOCAB else None)
-    vals = _bins(folder, "val") if path.is_dir() or path.name == "train.bin" else []
-    trains = _bins(path, "train") or sorted({*path.glob("*.bin")} - {*vals}) if path.is_dir() else [path]
-    train = Shards(trains, dtype, vocab)
-    if vals: val = Shards(vals, dtype, vocab)
-    else: cut = _tail_cut(train, eot); train, val = train.part(0, cut), train.part(cut, len(train))
-    tok = tokenizer_of(folder) or (_cached_gpt2() if eot == GPT2_EOT else None)
-    name = name or (folder.name if path.is_dir() or path.name == "train.bin" else path.stem)
-    return Corpus(name, train, val, vocab, tok, eot)
+    meta, tok = _said_of(folder, vocab)
+    both = path.is_dir() or path.name == "train.bin"
+    vals = token_files(folder, "val") if both else []
+    trains = token_files(path, "train") or sorted({*path.glob("*.bin")} - {*vals}) if path.is_dir() else [path]
+    train = Shards(trains, meta.dtype, meta.vocab)
+    if both: _check_counts(folder, meta, "train", train)
+    if vals: val = Shards(vals, meta.dtype, meta.vocab); _check_counts(folder, meta, "val", val)
+    elif both and meta.val_tokens: raise InputError(f"{folder} has no val file, and meta.json says there is one")
+    else: cut = _tail_cut(train, meta.eot); train, val = train.part(0, cut), train.part(cut, len(train))
+    name = name or (folder.name if both else path.stem)
+    return Corpus(name, train, val, meta.vocab, tok, meta.eot, meta.documents)
 
 # %% ../nbs/03_data.ipynb #68e82cbe
-def _prepared(name, docs, tokenizer, max_tokens, source, key):
-    "Corpus from the cache; made first, with `write_shards(docs(), tokenizer(), ...)`, if it is not there"
-    h = hashlib.blake2b(json.dumps([1, name, max_tokens, source, key]).encode(), digest_size=6).hexdigest()
-    folder = cache_dir()/f"{name}-{h}"
+def tokenizer_hash(tokenizer):
+    "A short hash of the vocabulary"
+    words = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    return hashlib.blake2b(words, digest_size=8).hexdigest()
+
+def _prepared(name, docs, train, max_tokens, source, key, given):
+    "Corpus from the cache. If it is not there it is made of `docs()`, with the tokenizer `given` or else `train()`"
+    def of(*key):
+        h = hashlib.blake2b(json.dumps([2, name, max_tokens, source, *key]).encode(), digest_size=6).hexdigest()
+        return cache_dir()/f"{name}-{h}"
+    folder, mine = of(key), given and tokenizer_hash(given)
+    if given and not (folder.exists() and tokenizer_hash(tokenizer_of(folder)) == mine): folder = of(key, mine)
     if not folder.exists():
         print(f"Tokenizing {name} (once; kept in the cache as {folder.name})", flush=True)
-        try: write_shards(docs(), tokenizer(), folder, max_tokens=max_tokens, source=source)
+        try: write_shards(docs(), given or train(), folder, max_tokens=max_tokens, source=source)
         except FileExistsError: pass        # another process was faster, with the same result
     return _open_shards(folder, name=name)
 
 # %% ../nbs/03_data.ipynb #9718e30f
-def _sample(docs, chars=50_000_000):
+def first_characters(docs, chars=50_000_000):
     "The first documents, up to about `chars` characters"
     for text in docs:
         yield text[:chars]
@@ -483,30 +688,35 @@ def _sample(docs, chars=50_000_000):
 # %% ../nbs/03_data.ipynb #b0761394
 HUB_TOKENS = 100_000_000    # how much of a preset is tokenized unless told otherwise
 
-def _open_stdlib(vocab, max_tokens):
+def stdlib_documents():
+    "The sources of the standard library, each as a text"
+    return (utf8_text(p.read_bytes(), p) for p in stdlib_files())
+
+def _open_stdlib(vocab, max_tokens, tokenizer):
     files, py = stdlib_files(), platform.python_version()
     if not files:
         raise FileNotFoundError(f"no standard library sources below {sysconfig.get_path('stdlib')}: this "
                                 "Python has them compiled or packed; give a file or folder of text")
-    def docs(): return (_decode(p.read_bytes(), p) for p in files)
-    return _prepared(f"stdlib-{py}-v{vocab}", docs, lambda: train_tokenizer(docs(), vocab), max_tokens,
-                     f"the standard library of Python {py}", [[str(p), p.stat().st_size] for p in files])
+    return _prepared(f"stdlib-{py}-v{vocab}", stdlib_documents, lambda: train_tokenizer(stdlib_documents(), vocab),
+                     max_tokens, f"the standard library of Python {py}",
+                     [[str(p), p.stat().st_size] for p in files], tokenizer)
 
-def _open_hub(name, vocab, max_tokens):
+def _open_hub(name, vocab, max_tokens, tokenizer):
     def docs(): return hub_documents(name)
-    def tokenizer(): return train_tokenizer(_sample(docs()), vocab) if vocab else gpt2_tokenizer()
+    def train(): return train_tokenizer(first_characters(docs()), vocab) if vocab else gpt2_tokenizer()
     key = [vocab, str(HUB[name])]
-    return _prepared(name, docs, tokenizer, max_tokens or HUB_TOKENS, f"{name} from the Hub", key)
+    return _prepared(name, docs, train, max_tokens or HUB_TOKENS, f"{name} from the Hub", key, tokenizer)
 
-def _open_text(path, vocab, max_tokens):
-    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in _files(path)]
+def _open_text(path, vocab, max_tokens, tokenizer):
+    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in document_files(path)]
     def docs(): return read_documents(path)
-    def tokenizer(): return train_tokenizer(_sample(docs()), vocab)
-    return _prepared(path.stem, docs, tokenizer, max_tokens, str(path), [vocab, stats])
+    def train(): return train_tokenizer(first_characters(docs()), vocab)
+    return _prepared(path.stem, docs, train, max_tokens, str(path), [vocab, stats], tokenizer)
 
 # %% ../nbs/03_data.ipynb #10640b94
-def _unknown(data):
+def unknown_corpus(data):
     "The error for a corpus that is neither a preset nor a path"
+    if not data.strip(): return InputError("data is empty: name a corpus, a file or a folder; this one is .")
     names = ["stdlib", *HUB]
     near = difflib.get_close_matches(data, names, cutoff=.4)
     beside = [p.name for p in Path(data).parent.iterdir()] if Path(data).parent.is_dir() else []
@@ -520,18 +730,48 @@ def open_corpus(
     data=None,          # "stdlib" (default), a preset of `HUB`, `.bin` (file, folder), or text (file, folder)
     vocab=None,         # of the tokenizer we train (default `OFFLINE_VOCAB`), or of a bare `.bin` (GPT-2's)
     max_tokens=None,    # use no more tokens than this (default: all; `HUB_TOKENS` of a preset)
+    tokenizer=None,     # encode text with this one, and train none; tokens must have been made with it
 ) -> Corpus:
     """Open a corpus; text is tokenized into `cache_dir()` the first time, and a line printed that says so.
     A `.bin` is nanoGPT's format: `train.bin` takes the `val.bin` beside it, any other holds out its last 5%.
     Raises FileNotFoundError, OSError, ValueError or ConnectionError, saying what to do."""
-    if data is None or str(data) == "stdlib": return _open_stdlib(vocab or OFFLINE_VOCAB, max_tokens)
-    if str(data) in HUB: return _open_hub(str(data), vocab, max_tokens)
+    if max_tokens is not None and max_tokens < 1: raise InputError(f"max_tokens must be at least 1, not {max_tokens}")
+    how = vocab or OFFLINE_VOCAB, max_tokens, tokenizer
+    if data is None or str(data) == "stdlib": return _open_stdlib(*how)
+    if str(data) in HUB: return _open_hub(str(data), vocab, *how[1:])
     path = Path(data).expanduser().absolute()
-    if not path.exists(): raise _unknown(str(data))
-    if path.suffix != ".bin" and not (path.is_dir() and any(path.glob("*.bin"))):
-        return _open_text(path, vocab or OFFLINE_VOCAB, max_tokens)
+    if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
+    if not (_holds_tokens(path) if path.is_dir() else path.suffix == ".bin"): return _open_text(path, *how)
     c = _open_shards(path, vocab)
+    if tokenizer: c = _with_tokenizer(c, tokenizer, path)
     return replace(c, train=c.train.part(0, max_tokens)) if max_tokens else c
+
+def _with_tokenizer(corpus, tokenizer, path):
+    "The corpus with that tokenizer. `InputError` if it has another"
+    if not corpus.tokenizer: _check_tokenizer(path, tokenizer, corpus.vocab, corpus.eot, False)
+    elif tokenizer_hash(tokenizer) != tokenizer_hash(corpus.tokenizer):
+        raise InputError(f"{path} was tokenized with another tokenizer: the same numbers mean other text")
+    return replace(corpus, tokenizer=tokenizer)
+
+# %% ../nbs/03_data.ipynb #4bf1d75f
+def _samples(shards, n=64, size=256):
+    "A hash of `n` windows of `size` tokens, evenly spread"
+    starts = np.linspace(0, max(0, len(shards) - size), n).astype(int).tolist()
+    return hashlib.blake2b(b"".join(shards[s:s+size].tobytes() for s in starts), digest_size=8).hexdigest()
+
+@patch
+def fingerprint(self: Corpus):
+    "What tells these tokens from others: a dict of plain values, for `differences`"
+    tok = self.tokenizer and tokenizer_hash(self.tokenizer)
+    res = {"vocabulary": self.vocab, "end token": self.eot, "tokenizer": tok, "documents": self.documents}
+    for name, s in (("training", self.train), ("validation", self.val)):
+        if s is not None: res |= {f"{name} tokens": len(s), f"{name} samples": _samples(s)}
+    return res
+
+def differences(old, new): # two fingerprints
+    "What differs, in words: `training tokens 1,000 -> 2,000, ...`; empty if nothing does"
+    def said(x): return f"{x:,}" if isinstance(x, int) else str(x)
+    return ", ".join(f"{k} {said(old.get(k))} -> {said(new.get(k))}" for k in old | new if old.get(k) != new.get(k))
 
 # %% ../nbs/03_data.ipynb #02586755
 class Batches:
@@ -575,10 +815,32 @@ def __getitem__(self: Batches, i):
     w = self.shards.rows(self.starts(i), self.seq + 1)      # B T+1
     return tuple(torch.from_numpy(o.astype(np.int64)) for o in (w[:, :-1], w[:, 1:]))
 
+# %% ../nbs/03_data.ipynb #d433ae50
+@contextmanager
+def _one_ahead(f, stopped):
+    "An endless iterator of what `f` returns, called in a thread and one call ahead, until `stopped()`"
+    asked, ready = SimpleQueue(), SimpleQueue()
+    def work():
+        while asked.get():
+            try: ready.put((f(), None))
+            except BaseException as e: ready.put((None, e))
+    def results():
+        while not stopped():
+            try: res, error = ready.get(timeout=.1)
+            except Empty: continue
+            if error: raise error
+            asked.put(True)
+            yield res
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start(); asked.put(True)
+    try: yield results()
+    finally: asked.put(False); thread.join(1)
+
 # %% ../nbs/03_data.ipynb #3160047a
 def prefetch(
     batches: Iterable,      # of tuples of CPU tensors
     device,                 # where they are wanted
+    stopped=lambda: False,  # asked while it waits for a batch; once it says True, the batches end
 ) -> Iterator:              # the same tuples, on `device`
     """Batches on `device`, the next one assembled and copied in the background while this one trains.
     An error in the background surfaces at the batch it belongs to; closing the generator ends the thread."""
@@ -591,11 +853,9 @@ def prefetch(
         if not cuda: return tuple(t.to(device) for t in b), None
         with torch.cuda.stream(side):       # also makes `device` this thread's current one
             return tuple(t.pin_memory().to(device, non_blocking=True) for t in b), side.record_event()
-    with ThreadPoolExecutor(1, "prefetch") as pool:
-        coming = pool.submit(load)
-        while (res := coming.result())[0] is not None:
-            b, copied = res
-            coming = pool.submit(load)
+    with _one_ahead(load, stopped) as results:
+        for b, copied in results:
+            if b is None: return
             if cuda:
                 main = torch.cuda.current_stream(device)
                 main.wait_event(copied)
@@ -621,13 +881,23 @@ def val_batches(
     return [(w[:, :-1].contiguous(), w[:, 1:].contiguous()) for w in rows]
 
 # %% ../nbs/03_data.ipynb #45b48876
+def _counted(corpus, n): # a `Corpus` or pairs of corpus and weight, training tokens to count
+    "Yield tokens, and how often each counts, of each source: together at most `n`"
+    parts = [(corpus, 1)] if isinstance(corpus, Corpus) else corpus
+    total = sum(w for _, w in parts)
+    n = min(n, max(float(len(c.train) * total/w) for c, w in parts))     # until every source was read once
+    for c, w in parts:
+        t = c.train[:round(n * float(w/total))].astype(np.int64)
+        yield t, n * float(w/total) / len(t)
+
 def _unigram(corpus, n):
     "Probability of each token (V), counted on `n` training tokens, each counted once more than it occurs"
-    c = np.bincount(corpus.train[:n], minlength=corpus.vocab) + 1.
+    vocab = corpus.vocab if isinstance(corpus, Corpus) else corpus[0][0].vocab
+    c = sum(np.bincount(t, minlength=vocab)*often for t, often in _counted(corpus, n)) + 1.
     return c / c.sum()
 
 def unigram_loss(
-    corpus: Corpus,     # its training tokens are counted
+    corpus,             # a `Corpus` whose training tokens are counted, or a mixture: pairs of corpus and weight
     batches,            # validation batches (x, y)
     n=10_000_000,       # training tokens to count
 ) -> float:             # nats per token
@@ -636,17 +906,24 @@ def unigram_loss(
     return float(-np.log(_unigram(corpus, n))[y].mean())
 
 # %% ../nbs/03_data.ipynb #9221deeb
+def _pair_counts(corpus, n, x, y, V): # tokens, and those that follow them
+    "How often each pair (x, y) occurs in what is counted, and how often each x does before any token"
+    both = before = 0.
+    for t, often in _counted(corpus, n):
+        pairs, seen = np.unique(t[:-1]*V + t[1:], return_counts=True)
+        i = np.searchsorted(pairs, x*V + y).clip(max=len(pairs) - 1)
+        both = both + often*np.where(pairs[i] == x*V + y, seen[i], 0)
+        before = before + often*np.bincount(t[:-1], minlength=V)[x]
+    return both, before
+
 def bigram_loss(
-    corpus: Corpus,     # its training tokens are counted
+    corpus,             # a `Corpus` whose training tokens are counted, or a mixture: pairs of corpus and weight
     batches,            # validation batches (x, y)
     n=10_000_000,       # training tokens to count
     k=50.,              # strength of the fall-back on the unigram, in occurrences
 ) -> float:             # nats per token
     "Loss of a smoothed bigram table: what there is to learn from the token before alone."
-    t, V, p1 = corpus.train[:n].astype(np.int64), corpus.vocab, _unigram(corpus, n)
-    pairs, seen = np.unique(t[:-1]*V + t[1:], return_counts=True)
-    before = np.bincount(t[:-1], minlength=V)
+    p1 = _unigram(corpus, n)
     x, y = (torch.cat([b[j].flatten() for b in batches]).numpy() for j in (0, 1))
-    i = np.searchsorted(pairs, x*V + y).clip(max=len(pairs) - 1)
-    nab = np.where(pairs[i] == x*V + y, seen[i], 0)
-    return float(-np.log((nab + k*p1[y]) / (before[x] + k)).mean())
+    nab, na = _pair_counts(corpus, n, x, y, len(p1))
+    return float(-np.log((nab + k*p1[y]) / (na + k)).mean())

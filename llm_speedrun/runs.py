@@ -116,8 +116,8 @@ class Stepper:
         self.params = [p for p in run.model.parameters() if p.requires_grad]
 
     def __call__(self, *batches): # micro-batches (x, y), each B T
-        """One step over `batches`. Returns their mean loss, on the device. Notes it as `loss`, and the norm of
-        the gradients as `norm`: infinite where a check of the run says that the step must not be taken"""
+        """One step over `batches`. Returns their mean loss, on the device. Notes it as `loss`, and the norm
+        of the gradients as `norm`: infinite where a check of the run says that the step must not be taken"""
         with entered(self.run.step_contexts):
             self.loss = sum(self.backward(x, y) for x, y in batches) / len(batches)
             self.update(len(batches))

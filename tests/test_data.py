@@ -1,9 +1,12 @@
 "Bad input to the data pipeline gets an error that names it and says what to do, and nothing is lost."
-import bz2, gzip, json, lzma, threading
+import bz2, gzip, io, json, lzma, os, signal, subprocess, sys, threading, time, tracemalloc
 import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from tokenizers import Tokenizer
 from llm_speedrun import data
 from llm_speedrun.data import *
+from llm_speedrun.files import InputError
+
+posix = pytest.mark.skipif(os.name != "posix", reason="signals and pipes")
 
 TEXT = "the quick brown fox jumps over the lazy dog, again and again.\n" * 200
 
@@ -73,7 +76,7 @@ def test_byte_order_mark(tmp_path):
 
 @pytest.mark.parametrize("line,message", [
     ('{"text": "a"', "line 2 is not JSON"),
-    ('{"body": "a"}', "line 2 has no key 'text', only body; set text_key"),
+    ('{"body": "a"}', "line 2 has no key 'text', only body; name the right one to speedrun_data with --text_key"),
     ('[1]', "line 2 is a list, not an object"), ('{"text": 3}', "line 2: 'text' is a int, not text"),
     ('{"text": "\\ud800"}', "line 2 is not Unicode")])
 def test_bad_json_line(tmp_path, line, message):
@@ -99,6 +102,63 @@ def test_bad_parquet(tmp_path):
     p.write_bytes(b"PAR1 but not really")
     with fails(OSError, "cannot read .*a.parquet", "whole"): list(read_documents(p))
 
+@pytest.mark.parametrize("line", ['{"text": ' + "["*100_000, '{"n": ' + "9"*5000 + "}"])
+def test_json_that_python_refuses(tmp_path, line):
+    "Nested thousands deep, numbers of thousands of digits: an error with the file and the line"
+    (tmp_path/"a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with fails(InputError, "a.jsonl line 2 is not JSON"): list(read_documents(tmp_path/"a.jsonl"))
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ""])
+def test_documents_of_one_file(tmp_path, suffix):
+    "A literal <|endoftext|> in a .txt ends a document, also in a large one; nowhere else"
+    docs = [f"document {i}\nof many.\n" for i in range(100_000)]
+    text = "<|endoftext|>\n".join(docs).encode()
+    (tmp_path/f"a{suffix}").write_bytes(gzip.compress(text, 1) if suffix.endswith("gz") else text)
+    got = list(read_documents(tmp_path/f"a{suffix}"))
+    if suffix: assert got == docs
+    else: assert "".join(got).encode() == text and not any(type(o) is str for o in got[1:])
+
+def test_bad_byte_in_a_large_file(tmp_path):
+    "The place of a bad byte is counted from the start of the file, across blocks and characters that they cut in two"
+    text = "\ufeff" + "é"*6_000_000
+    (tmp_path/"a.txt").write_bytes(text.encode() + b"\xff")
+    with fails(InputError, "0xff at offset 12,000,003"): list(read_documents(tmp_path/"a.txt"))
+
+def test_large_file_in_little_memory(tmp_path):
+    "A text file is read in blocks: five times the text takes no more memory"
+    line, peaks = "a line of an endless text, with some words in it\n", []
+    for n in (60, 300):
+        with open(tmp_path/"a.txt", "w") as f:
+            for _ in range(n): f.write(line*10_000)
+        tracemalloc.start()
+        n_read = sum(len(p[0]) for p in marked_pieces(read_documents(tmp_path/"a.txt"), .05))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert n_read == n*10_000*len(line)
+    assert peaks[1] < 1.2*peaks[0] < 120e6, peaks
+
+@pytest.mark.parametrize("name, pack", [("a.txt", gzip.compress), ("a.txt", lzma.compress), ("a", bz2.compress),
+                                        ("a.txt", lambda b: b"\x28\xb5\x2f\xfd" + b)])
+def test_packed_text_without_the_suffix(tmp_path, name, pack):
+    (tmp_path/name).write_bytes(pack(TEXT.encode()))
+    with fails(InputError, f"{name} is not UTF-8", "seems to be packed by"): list(read_documents(tmp_path/name))
+
+def test_zst_needs_a_package(tmp_path, monkeypatch):
+    "Without the package zstandard a .zst isn't read as if it were text"
+    (tmp_path/"a.txt.zst").write_bytes(TEXT.encode())
+    monkeypatch.setattr(data.fsspec, "available_compressions", lambda: ["gzip"])
+    with fails(InputError, "a.txt.zst: reading .zst takes the package zstandard", "unpack"): open_corpus(tmp_path/"a.txt.zst")
+
+# What isn't a file
+
+@posix
+@pytest.mark.parametrize("name", ["data.txt", "data.bin", "c/meta.json", "c/tokenizer.json", "c/train_000.bin"])
+def test_a_pipe_does_not_hang(tmp_path, name):
+    write_shards([f"{i} {TEXT}" for i in range(40)], train_tokenizer([TEXT], 300), tmp_path/"c")
+    (tmp_path/name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path/name)
+    with fails((InputError, FileNotFoundError), os.path.basename(name)): open_corpus(tmp_path/("c" if name[:2] == "c/" else name))
+
 # The Hub
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])
@@ -119,6 +179,35 @@ def test_hub_offline(offline):
         open_corpus("fineweb-edu")
     with fails(ConnectionError, "GPT-2's tokenizer needs the network"): gpt2_tokenizer()
 
+NO_NETWORK = """
+import socket, sys
+def no(*args, **kw): print("ASKED", args); raise OSError("no network")
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = no
+from llm_speedrun.data import open_corpus
+print(open_corpus(sys.argv[1]).tokenizer)
+"""
+
+def test_opening_tokens_asks_nobody(tmp_path):
+    "A bare .bin of GPT-2's tokens takes the tokenizer that the Hub's client has left on this machine, and asks for nothing"
+    write_bin(tmp_path/"train.bin")
+    home = tmp_path/"hf"
+    env = os.environ | dict(HF_HOME=str(home), AI_AGENT="x", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE"): env.pop(name, None)
+    def said(): return subprocess.run([sys.executable, "-c", NO_NETWORK, str(tmp_path/"train.bin")], env=env, capture_output=True, text=True)
+    assert said().stdout == "None\n"
+    there = home/"hub/models--gpt2/snapshots/0123"
+    there.mkdir(parents=True); (there.parents[1]/"refs").mkdir()
+    (there.parents[1]/"refs/main").write_text("0123")
+    write_gpt2(there/"tokenizer.json")
+    res = said()
+    assert res.stdout.startswith("Tokenizer("), res.stdout + res.stderr
+
+def write_gpt2(path):
+    "A tokenizer with GPT-2's numbers: 50,257 tokens, the last one ends a text"
+    from tokenizers import models
+    tok = Tokenizer(models.WordLevel({**{f"w{i}": i for i in range(50256)}, EOT: 50256}, unk_token="w0"))
+    tok.save(str(path))
+
 def test_unknown_preset():
     with fails(ValueError, "unknown preset 'wikitext'", "fineweb-edu, openwebtext"): hub_documents("wikitext")
 
@@ -126,6 +215,92 @@ def test_unknown_preset():
 
 def test_vocabulary_too_small():
     with fails(ValueError, "vocabulary of 256 is too small", "257"): train_tokenizer([TEXT], 256)
+
+def test_text_without_spaces():
+    "DNA, or one letter over and over, takes a tokenizer a moment to learn and not minutes"
+    rng, t0 = np.random.default_rng(0), time.monotonic()
+    for text in ("".join(rng.choice(list("acgt"), 400_000)), "a"*400_000, " "*400_000):
+        tok = train_tokenizer([text], 400)
+        assert tok.decode(tok.encode(text[:5000]).ids) == text[:5000] and len(tok.encode(text[:5000]).ids) < 3000
+    assert time.monotonic() - t0 < 20
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", "not JSON", '{"model": {"type": "BPE"}}', "\udcff"])
+def test_garbage_for_a_tokenizer(tmp_path, text):
+    write_shards([f"{i} {TEXT}" for i in range(40)], train_tokenizer([TEXT], 300), tmp_path/"c")
+    (tmp_path/"c/tokenizer.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with fails(InputError, "tokenizer.json"): open_corpus(tmp_path/"c")
+
+def test_another_tokenizer_beside_the_tokens(tmp_path):
+    "Tokens with another vocabulary, or another end of text, than the tokenizer beside them are refused"
+    write_shards([f"{i} {TEXT}" for i in range(40)], train_tokenizer([TEXT], 300), tmp_path/"c")
+    for other in (train_tokenizer([TEXT*2 + "More, and more."], 310), train_tokenizer([TEXT], 270)):
+        other.save(str(tmp_path/"c/tokenizer.json"))
+        with fails(InputError, "c: the tokenizer has", "296", "don't belong together"): open_corpus(tmp_path/"c")
+    write_bin(tmp_path/"train.bin", high=200)
+    other.save(str(tmp_path/"tokenizer.json"))
+    c = open_corpus(tmp_path)                               # nobody says otherwise
+    assert (c.vocab, c.eot) == (270, 0)
+    with fails(InputError, "another tokenizer"): open_corpus(tmp_path, tokenizer=train_tokenizer([TEXT], 280))
+
+@pytest.mark.parametrize("change", [
+    dict(dtype="float32"), dict(dtype=3), dict(vocab=0), dict(vocab="300"), dict(vocab=2**40), dict(eot="<|endoftext|>"), dict(eot=-1),
+    dict(eot=300), dict(train_tokens=None, files=[]), dict(train_tokens="many"), dict(val_tokens=1.5), dict(files=dict(a="b")),
+    "[]", "null", "", "{", '"text"', "[" * 100_000])
+def test_bad_meta(tmp_path, change):
+    "Whatever is wrong in meta.json is told, with its name, when the corpus is opened"
+    meta = write_shards([f"{i} {TEXT}" for i in range(40)], train_tokenizer([TEXT], 300), tmp_path/"c")
+    (tmp_path/"c/meta.json").write_text(change if isinstance(change, str) else json.dumps(meta | change))
+    with fails(InputError, "meta.json"): open_corpus(tmp_path/"c")
+
+def test_shards_that_are_not_whole(tmp_path):
+    "A file that is cut off, missing, swapped or not one of them is an error at every start, and so for corpora that list no files"
+    tok, docs = train_tokenizer([TEXT], 300), [f"{i} {TEXT}" for i in range(200)]
+    for listed in (True, False):
+        folder = tmp_path/f"{listed}"
+        meta = write_shards(docs, tok, folder, shard_tokens=20_000)
+        if not listed: (folder/"meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "files"}))
+        path = folder/"train_001.bin"
+        whole = path.read_bytes()
+        assert len(open_corpus(folder).train) == meta["train_tokens"]
+        path.write_bytes(whole[:-200])
+        with fails(InputError, "train_001.bin has 19,900 tokens, and 20,000 were written" if listed else "tokens in its train files", "copy"):
+            open_corpus(folder)
+        path.unlink()
+        with fails(InputError, "tokens in its train files, and meta.json says"): open_corpus(folder)
+        path.write_bytes(whole)
+        (folder/"train_099.bin").write_bytes(whole)
+        with fails(InputError, "not one of them"): open_corpus(folder)
+        (folder/"train_099.bin").unlink(); open_corpus(folder)
+        for p in folder.glob("val*.bin"): p.unlink()
+        with fails(InputError, "no val file"): open_corpus(folder)
+
+def test_names_of_shards(tmp_path):
+    "A file is validation because it is called so, not because its name has these letters in it"
+    for i, name in enumerate(("retrieval_train_000", "retrieval_train_001", "retrieval_val_000", "interval", "trainer_notes")):
+        write_bin(tmp_path/f"{name}.bin", 1000*(i + 1))
+    c = open_corpus(tmp_path)
+    assert (len(c.train), len(c.val)) == (3000, 3000)
+
+def test_text_folder_with_a_bin(tmp_path):
+    "Nobody trains on the zeros of some .bin that lies among texts"
+    for i in range(20): (tmp_path/f"{i}.txt").write_text(f"document {i}: {TEXT[:500]}")
+    (tmp_path/"model.bin").write_bytes(bytes(10_000))
+    with fails(InputError, "has text .0.txt", "model.bin", "move it elsewhere"): open_corpus(tmp_path)
+    (tmp_path/"model.bin").unlink()
+    (tmp_path/"meta.json").write_text('{"license": "free"}')        # whatever that is, it's no corpus of ours
+    assert open_corpus(tmp_path, vocab=300).vocab == 300
+
+@pytest.mark.parametrize("content, what", [
+    (TEXT.encode(), "text"), (gzip.compress(TEXT.encode()), "packed by gzip"), (lzma.compress(TEXT.encode()), "packed by xz"),
+    (b"\x28\xb5\x2f\xfd" + bytes(range(100)), "packed by zstd"), (b"PAR1" + bytes(100), "Parquet")])
+def test_bin_that_holds_no_tokens(tmp_path, content, what):
+    (tmp_path/"train.bin").write_bytes(content + b"x"*(len(content) % 2))
+    for path in (tmp_path, tmp_path/"train.bin"):
+        with fails(InputError, f"train.bin is called .bin, and seems to be {what}"): open_corpus(path)
+
+def test_packed_bin(tmp_path):
+    (tmp_path/"train.bin.gz").write_bytes(gzip.compress(bytes(1000)))
+    with fails(InputError, "train.bin.gz is called .bin", "packed"): open_corpus(tmp_path/"train.bin.gz")
 
 def test_any_text_survives():
     tok = train_tokenizer([TEXT], 300)
@@ -270,6 +445,65 @@ def test_nanogpt_bin(tmp_path):
     assert [len(open_corpus(p).val) for p in (tmp_path, tmp_path/"train.bin")] == [300, 300]
     assert open_corpus(tmp_path, vocab=50304).vocab == 50304
 
+KILLED = """
+import sys
+from llm_speedrun import data
+def docs(path):
+    yield "some text"
+    print("begun", flush=True)
+    sys.stdin.read()
+data.read_documents = docs
+data.train_tokenizer = lambda *args, train=data.train_tokenizer: train(["some text"], 300)
+data.open_corpus(sys.argv[1])
+"""
+
+@posix
+def test_a_killed_process_leaves_nothing_for_ever(tmp_path, cache):
+    "What a process that was ended by a signal has left in the cache is gone after the next start; that of one which lives isn't"
+    (tmp_path/"a.txt").write_text(TEXT)
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    def start():
+        p = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path/"a.txt")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        while p.stdout.readline() != b"begun\n": assert p.poll() is None
+        return p
+    dead, alive = start(), start()
+    dead.send_signal(signal.SIGTERM); dead.wait()
+    parts = {p.name for p in cache.glob(".*.part")}
+    assert len(parts) == 2
+    open_corpus(tmp_path/"a.txt", vocab=300)
+    assert len({p.name for p in cache.glob(".*.part")} & parts) == 1
+    alive.communicate()
+    assert alive.returncode == 0 and not list(cache.glob(".*.part"))
+
+def test_fingerprints(tmp_path):
+    "A fingerprint is plain values, the same whenever the same corpus is opened, and tells what has changed, wherever that is"
+    tok, docs = train_tokenizer([TEXT], 300), [f"{i} {TEXT}" for i in range(100)]
+    def of(name, docs=docs, **kw): write_shards(docs, tok, tmp_path/name, **kw); return open_corpus(tmp_path/name).fingerprint()
+    a = of("a")
+    assert json.loads(json.dumps(a)) == a and differences(a, of("b", shard_tokens=10_000)) == ""
+    changed = of("c", docs[:50] + [docs[50].replace("fox", "dog")] + docs[51:])
+    assert "documents" in differences(a, changed) and "vocabulary" not in differences(a, changed)
+    write_bin(tmp_path/"train.bin", 100_000)
+    b = open_corpus(tmp_path/"train.bin").fingerprint()
+    tokens = np.fromfile(tmp_path/"train.bin", "<u2")
+    tokens[:50_000] = tokens[50_000:]
+    tokens.tofile(tmp_path/"train.bin")
+    assert differences(b, open_corpus(tmp_path/"train.bin").fingerprint()).startswith("training samples ")
+    tokens[:-1000].tofile(tmp_path/"train.bin")
+    assert "training tokens 95,000 -> 94,050" in differences(b, open_corpus(tmp_path/"train.bin").fingerprint())
+
+def test_tokenizer_of_a_run_that_goes_on(tmp_path, cache, monkeypatch):
+    "With its own tokenizer given, text to which files were added trains none, and isn't tokenized again where nothing changed"
+    for i in range(60): (tmp_path/f"{i}.txt").write_text(f"document {i}: {TEXT[:500]}")
+    first = open_corpus(tmp_path, vocab=300)
+    monkeypatch.setattr(data, "train_tokenizer", None)
+    assert open_corpus(tmp_path, tokenizer=first.tokenizer, vocab=300).fingerprint() == first.fingerprint() and len(list(cache.iterdir())) == 1
+    (tmp_path/"new.txt").write_text("entirely other words, and many more of them")
+    again = open_corpus(tmp_path, tokenizer=first.tokenizer, vocab=300)
+    assert again.vocab == 300 and again.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    assert f"training tokens {len(first.train):,} -> {len(again.train):,}" in differences(first.fingerprint(), again.fingerprint()) \
+        or len(again.val) > len(first.val)
+
 def test_stdlib_is_cached(cache, capsys, monkeypatch):
     monkeypatch.setattr(data, "stdlib_files", lambda files=stdlib_files()[:150]: files)
     c = open_corpus(vocab=300)
@@ -317,6 +551,40 @@ def test_prefetch_ends_its_thread(tmp_path):
     g.close()
     assert not running()
 
+STALLED = """
+import signal, sys, threading, time, torch
+from llm_speedrun.data import prefetch
+def stalls():
+    yield torch.zeros(1),
+    print("stalled", flush=True)
+    while True: time.sleep(60)
+batches = prefetch(stalls(), "cpu")
+for b in batches: pass
+"""
+
+@posix
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_the_source_stalls(times):
+    "Ctrl-C, once or twice, ends a program whose source has stalled; nobody waits for the thread"
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    p = subprocess.Popen([sys.executable, "-c", STALLED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    assert p.stdout.readline() == b"stalled\n"
+    t0 = time.monotonic()
+    for _ in range(times): p.send_signal(signal.SIGINT); time.sleep(.2)
+    p.communicate(timeout=20)
+    assert time.monotonic() - t0 < 10 and p.returncode != 0
+
+def test_prefetch_stops_when_told():
+    "`stopped` ends the batches while the source stalls, and `close` waits a second for its thread at most"
+    wait, stop, t0 = threading.Event(), [], time.monotonic()
+    def stalls(): yield torch.zeros(1),; wait.wait(60)
+    threading.Timer(.5, stop.append, [True]).start()
+    assert len(list(prefetch(stalls(), "cpu", stopped=lambda: stop))) == 1
+    g = prefetch(stalls(), "cpu")
+    next(g); time.sleep(.05); g.close()
+    assert time.monotonic() - t0 < 10
+    wait.set()
+
 @pytest.mark.cuda
 def test_prefetch_cuda(tmp_path):
     "Batches stay right while the main stream is far behind, and however soon Python lets go of them"
@@ -340,3 +608,24 @@ def test_prefetch_cuda_side_streams(tmp_path):
     with torch.cuda.stream(stream):
         for _ in range(50): assert torch.stack(next(ahead)).cpu().equal(torch.stack(next(plain)))
     ahead.close()
+
+# The yardstick
+
+def test_bigram_of_a_mixture(tmp_path):
+    "Two corpora by weight against the dense table of both, where the smaller one is read more than once"
+    rng, V = np.random.default_rng(0), 20
+    def walk(step, n): return (np.cumsum(rng.integers(1, step, n)) % V).astype("<u2")
+    sources = []
+    for name, step, n, w in (("a", 3, 30_000, 3), ("b", 9, 2000, 1)):
+        walk(step, n).tofile(tmp_path/f"{name}.bin")
+        s = Shards(tmp_path/f"{name}.bin", vocab=V)
+        sources.append((Corpus(name, s, s, V), w))
+    batches = val_batches(Shards(tmp_path/"b.bin", vocab=V), 4, 64, 5)
+    counts, n2 = np.ones(V), np.zeros((V, V))
+    for (c, w), times in zip(sources, (1., 5.)):            # 30,000 of a go with 10,000 of b, which has 2,000
+        t = c.train[:].astype(int)
+        counts += times*np.bincount(t, minlength=V); np.add.at(n2, (t[:-1], t[1:]), times)
+    p2 = (n2 + 50*counts/counts.sum()) / (n2.sum(1, keepdims=True) + 50)
+    expected = np.mean([-np.log(p2[x, y]).mean() for x, y in batches])
+    assert abs(bigram_loss(sources, batches) - expected) < 1e-9
+    assert bigram_loss(sources[0][0], batches) > expected + .3 > bigram_loss(sources[1][0], batches)

@@ -36,7 +36,7 @@ def test_tf32_reaches_the_backward_pass():
     run = Run(linear, loss=lambda m, x, y: (m(x)*y).sum(), optimizer=lambda m: None)
     def grad(run):
         run.model.weight.grad, step, kept = None, Stepper(run), []
-        step.update = lambda: kept.append(run.model.weight.grad)
+        step.update = lambda n: kept.append(run.model.weight.grad)
         step((x, c))
         return kept[0]
     exact = c.double().T @ x.double()

@@ -1,14 +1,16 @@
 "Tokenizing that is killed goes on to the same bytes; streams, mixtures and shares neither skip nor repeat; workers' deaths are told."
-import itertools, json, os, random, re, signal, subprocess, sys, time
+import itertools, json, os, random, re, signal, subprocess, sys, threading, time
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 import numpy as np, pytest, torch
+from llm_speedrun import data
+from llm_speedrun.files import InputError
 from tokenizers import Tokenizer
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.data import Batches, open_corpus, read_documents, stdlib_files, train_tokenizer, write_shards
 from llm_speedrun.train.corpora import *
-from llm_speedrun.train.words import Encoder
+from llm_speedrun.train.words import in_order
 
 posix = pytest.mark.skipif(os.name != "posix", reason="kills processes by signals")
 
@@ -50,7 +52,7 @@ def assert_same(a, b):
 SLOW = """
 import sys, time
 from llm_speedrun.train import corpora as pipeline
-pipeline._parcels.__defaults__ = (100_000,)             # many small parcels
+pipeline.parcels.__defaults__ = (100_000,)             # many small parcels
 monotonic = time.monotonic
 pipeline.time.monotonic = lambda: 100*monotonic()       # the journal is written a hundred times as often
 pipeline.speedrun_data(sys.argv[1], sys.argv[2], tokenizer=sys.argv[3], workers=2)
@@ -107,7 +109,7 @@ def test_corrupt_document(texts, tok, expected, tmp_path, monkeypatch):
     (folder/"a.jsonl").write_text("".join(lines[0]))
     (folder/"b.jsonl").write_text("".join(lines[1][:5] + ['{"text": 3}\n']))
     call = lambda **kw: tokenize_corpus(read_documents(folder), tok, tmp_path/"out", workers=1, **kw)
-    monkeypatch.setattr(pipeline._parcels, "__defaults__", (100_000,))
+    monkeypatch.setattr(pipeline.parcels, "__defaults__", (100_000,))
     with pytest.raises(ValueError, match=r"b.jsonl line 6: 'text' is a int"): call()
     assert pieces_done(tmp_path/"out") > 0
     (folder/"b.jsonl").write_text("".join(lines[1]))
@@ -138,17 +140,83 @@ def test_killed_at_the_end(tok, tmp_path, monkeypatch, moment):
 def test_full_disk(texts, tok, expected, tmp_path, monkeypatch):
     "A disk that fills up is an OSError; with room again, the same call goes on"
     call, n = lambda: tokenize_corpus(read_documents(texts), tok, tmp_path/"out", workers=1), [0]
-    monkeypatch.setattr(pipeline._parcels, "__defaults__", (100_000,))
-    write = pipeline._Writer.write
+    monkeypatch.setattr(pipeline.parcels, "__defaults__", (100_000,))
+    write = pipeline.TokenWriter.write
     def full(self, ids):
         n[0] += 1
         if n[0] > 4: raise OSError(28, "No space left on device")
         write(self, ids)
     with monkeypatch.context() as m:
-        m.setattr(pipeline._Writer, "write", full)
+        m.setattr(pipeline.TokenWriter, "write", full)
         with pytest.raises(OSError, match="No space left"): call()
     call()
     assert_same(tmp_path/"out", expected)
+
+class Interrupt:
+    "Inside its `with`, Ctrl-C comes before line number `at` of those that the functions execute"
+    def __init__(self, at, *functions): self.left, self.codes = at, {f.__code__ for f in functions}
+    def __call__(self, frame, event, arg):
+        if frame.f_code not in self.codes: return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0: raise KeyboardInterrupt
+        return self
+    def __enter__(self): sys.settrace(self); return self
+    def __exit__(self, *args): sys.settrace(None)
+
+def test_interrupted_between_any_two_writes(tmp_path, monkeypatch):
+    """Ctrl-C before each line that writes tokens, counts or the journal, one after the other. What the journal then says is
+    whole parcels, and going on makes the files of a run that nobody stopped"""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    rng = np.random.default_rng(0)
+    parcels = [[(f"text {i}", True, False), (f"more {i}", False, False)] for i in range(3)]
+    tokens = [(rng.integers(0, 999, 17).astype("<u2"), rng.random(17) < .3) for _ in parcels]
+    writes = (pipeline._Unfinished.add, pipeline._Unfinished.sync, data.TokenWriter.write, data.TokenWriter.sync,
+              data.TokenWriter.close, data.digest_pieces, data.replace_file)
+    def work(out, at=0): # True if it was interrupted
+        u = pipeline._Unfinished(out, dict(shard_tokens=8), np.dtype("<u2"))
+        try:
+            u.skip(p for parcel in parcels for p in parcel)
+            first, odd = divmod(u.done.pieces, 2)
+            assert not odd and u.done.train + u.done.val == 17*first
+            try:
+                with Interrupt(at, *writes):
+                    for parcel, (t, held) in list(zip(parcels, tokens))[first:]: u.add(parcel, t, held); u.sync()
+            finally: u.sync()
+        except KeyboardInterrupt: return True
+        finally: u.close()
+        return False
+    content = lambda out: {p.name: p.read_bytes() for p in out.with_name(f".{out.name}.unfinished").glob("tokens/*")}
+    assert not work(tmp_path/"expected")
+    expected, at = content(tmp_path/"expected"), 1
+    assert sum(map(len, expected.values())) == 3*17*2
+    while work(tmp_path/f"{at}", at):
+        assert not work(tmp_path/f"{at}") and content(tmp_path/f"{at}") == expected, f"interrupted before line {at}"
+        at += 1
+    assert at > 100
+
+def test_everything_is_on_the_disk(texts, tok, tmp_path, monkeypatch):
+    "Each file of a corpus was synced, also those that were full long before the end"
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), fsync(fd)))
+    tokenize_corpus(read_documents(texts), tok, tmp_path/"out", workers=1, shard_tokens=50_000)
+    files = list((tmp_path/"out").iterdir())
+    assert len(files) > 6 and {p.stat().st_ino for p in files} <= synced
+
+@pytest.mark.parametrize("journal", ["[]", "null", "{}", '{"job": []}', '{"job": {}, "pieces": "3"}', '{"job": {}, "train": -1}', "x", "pipe",
+                                     '{"job": JOB, "train": 1000000000000000}', '{"job": JOB, "documents": "0"}'])
+def test_tampered_journal(texts, tok, tmp_path, journal):
+    "A journal that can't be is refused by its name, and quickly"
+    call = lambda: tokenize_corpus(["a document"]*9, tok, tmp_path/"out", workers=1)
+    with pytest.raises(ValueError, match="no more"): tokenize_corpus(failing(), tok, tmp_path/"out", workers=1)
+    path = tmp_path/".out.unfinished/journal.json"
+    job = json.dumps(json.loads(path.read_text())["job"])
+    path.unlink()
+    if journal == "pipe": os.mkfifo(path)
+    else: path.write_text(journal.replace("JOB", job))
+    with pytest.raises(InputError, match="unfinished"): call()
+
+def failing(): yield "a document"; raise ValueError("no more")
 
 def test_added_tokens_and_wide_vocabulary(tmp_path):
     "A tokenizer that isn't of GPT-2's kind, with 32-bit tokens, gives the same as `write_shards` too"
@@ -173,7 +241,7 @@ MEMORY = """
 import resource, sys
 from llm_speedrun.data import train_tokenizer
 from llm_speedrun.train import corpora as pipeline
-pipeline._parcels.__defaults__ = (100_000,)
+pipeline.parcels.__defaults__ = (100_000,)
 rng, words = __import__("numpy").random.default_rng(0), [f"w{i}" for i in range(5000)]
 pool = [" ".join(rng.choice(words, 4000)) for _ in range(20)]
 docs = (f"{i} {pool[i % 20]}" for i in range(int(sys.argv[2])))
@@ -219,24 +287,57 @@ def test_corrupt_shard_is_named(expected, tmp_path):
 def make_stream(texts, tok, **kw):
     return StreamBatches(partial(read_documents, texts), tok, **dict(batch=2, seq=64, buffer=5, seed=1) | kw)
 
-def test_stream_with_workers_resumes(texts, tok):
-    "Two consumers in processes of their own, from a position after an odd number of batches, give what two in this one give"
-    here = [make_stream(texts, tok, rank=r, world=2) for r in (0, 1)]
-    for i in range(23): next(here[i % 2])
-    there = make_stream(texts, tok, workers=2)
-    start = there.state_dict() | dict(i=23, states=[s.states[0] for s in here])
-    there.load_state_dict(json.loads(json.dumps(start)))
-    for i in range(23, 42): assert next(there)[0].equal(next(here[i % 2])[0])
-    assert there.state_dict()["states"] == [s.states[0] for s in here] and there.i == 42
+def test_stream_resumes_with_other_workers(texts, tok):
+    "From a position after an odd number of batches, two processes that encode give what none gives, and the same positions"
+    here, there = make_stream(texts, tok, workers=0), make_stream(texts, tok, workers=2)
+    for i in range(23): next(here)
+    there.load_state_dict(json.loads(json.dumps(here.state_dict())))
+    for i in range(23, 60): assert next(there)[0].equal(next(here)[0])
+    assert there.state_dict() == here.state_dict() and there.i == 60
+    there.close()
+
+@posix
+def test_stream_encodes_in_another_process(texts, tok):
+    "As the trainer makes it, a stream has a process that encodes; it is gone when the stream is closed"
+    before = set(children(os.getpid()))
+    s = StreamBatches(partial(read_documents, texts), tok, 2, 64)
+    next(s)
+    new = set(children(os.getpid())) - before
+    assert len(new) == 1
+    s.close()
+    assert not set(children(os.getpid())) & new
 
 @posix
 def test_dead_stream_worker(texts, tok):
-    "A worker that is killed is an error that says what died"
-    s = make_stream(texts, tok, workers=1)
+    "A process that is killed is an error that says what died"
+    before = set(children(os.getpid()))
+    s = make_stream(texts, tok)
     next(s)
-    os.kill(s.loader._workers[0].pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="process that tokenizes for the stream died.*DataLoader worker"):
-        for _ in range(1000): next(s)
+    os.kill(*set(children(os.getpid())) - before, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="was killed by signal 9.*it made the tokens of the stream"):
+        for _ in range(100_000): next(s)
+
+def test_stream_of_other_documents(texts, tok, tmp_path):
+    "A document that was passed and has changed since, or has another before it, is an error; one that comes later isn't seen"
+    lines = [(texts/f"{n}.jsonl").read_text().splitlines(True) for n in "ab"]
+    def source(*files):
+        for name, f in zip("ab", files): (tmp_path/f"{name}.jsonl").write_text("".join(f))
+        return make_stream(tmp_path, tok, workers=0, buffer=2)
+    s = source(*lines)
+    while s.state_dict()["docs"] < 3: next(s)
+    at = json.loads(json.dumps(s.state_dict()))
+    for changed in (lines[0][1:], lines[1][:1] + lines[0]):
+        with pytest.raises(InputError, match="the documents have changed: the first 3 of pass 1"): source(changed, lines[1]).load_state_dict(at)
+    expected = next(s)[0]
+    s = source(lines[0], lines[1] + lines[0][:1])
+    s.load_state_dict(at)
+    assert next(s)[0].equal(expected)
+
+@pytest.mark.parametrize("change", [dict(docs=-1), dict(left="abc"), dict(left=[2**40]), dict(left=[60_000]), dict(documents=None), dict(world=0)])
+def test_tampered_position(texts, tok, change):
+    "A position that can't be is refused before anything is read"
+    with pytest.raises(InputError): make_stream(texts, tok).load_state_dict(make_stream(texts, tok).state_dict() | change)
+    with pytest.raises(InputError, match="no position"): make_stream(texts, tok).load_state_dict([change])
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stream_names_a_broken_file(tok, tmp_path, workers):
@@ -249,7 +350,7 @@ def test_stream_gives_every_document_once(tok):
     docs = [f"this is document {i}" for i in range(300)]
     seen = []
     for rank in range(3):
-        s = StreamBatches(lambda: iter(docs), tok, 1, 16, buffer=20, rank=rank, world=3)
+        s = StreamBatches(lambda: iter(docs), tok, 1, 16, buffer=20, rank=rank, world=3, workers=0)
         ids = [s.eot] + [t for _ in range(90) for t in next(s)[1].flatten().tolist()]
         seen += tok.decode(ids, skip_special_tokens=False).split("<|endoftext|>")[1:101]
     assert sorted(seen) == sorted(docs)
@@ -273,7 +374,81 @@ def test_logits_do_not_depend_on_documents_before(rungs):
     assert torch.equal(a[:, 17:], b[:, 17:])
     torch.testing.assert_close(a[:, 30:], alone, atol=1e-5, rtol=1e-4)
 
+# Isolation, and ends
+
+@posix
+def test_modules_of_the_current_folder_are_not_run(tmp_path):
+    "A `json.py` where the command is given is a file like others, to it and to the processes that it starts"
+    here = tmp_path/"here"
+    here.mkdir()
+    for name in ("json", "numpy", "llm_speedrun", "signal"): (here/f"{name}.py").write_text("open('was_run', 'w')")
+    (tmp_path/"command.py").write_text("from llm_speedrun.train.corpora import speedrun_data\n"
+                                       "speedrun_data('a.txt', 'out', vocab=300, workers=1)\n")
+    (here/"a.txt").write_text("the cat sat on the mat. "*500)
+    res = subprocess.run([sys.executable, str(tmp_path/"command.py")], cwd=here, capture_output=True, text=True)
+    assert res.returncode == 0, res.stderr
+    assert not (here/"was_run").exists() and (here/"out/meta.json").exists()
+
+@posix
+def test_nobody_waits_for_a_stalled_process(tok, tmp_path):
+    "Ctrl-C while a process that encodes has stalled ends the command at once, with the journal written"
+    script = tmp_path/"stalled.py"
+    script.write_text(f"""
+import itertools, os, signal, threading
+from llm_speedrun.data import train_tokenizer
+from llm_speedrun.train import corpora, words
+timer = threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT))
+class Stalled(words.Worker):
+    def __call__(self, texts):
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try: timer.start()
+        except RuntimeError: pass       # the other one did
+        return super().__call__(texts)
+words.Worker = Stalled
+corpora.parcels.__defaults__ = (10_000,)
+tok = train_tokenizer(["some text"], 300)
+corpora.tokenize_corpus(("some text "*9000 for _ in itertools.count()), tok, {str(tmp_path/'out')!r}, workers=2)
+""")
+    t0 = time.monotonic()
+    res = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert "KeyboardInterrupt" in res.stderr and time.monotonic() - t0 < 20, res.stderr
+    assert (tmp_path/".out.unfinished/journal.json").exists()
+
+def test_in_order_waits_for_nobody():
+    "Whoever takes the results may stop while the threads are busy"
+    wait, t0 = threading.Event(), time.monotonic()
+    results = in_order(lambda x: x and wait.wait(30), range(10), 2, 4)
+    next(results)
+    results.close()
+    assert time.monotonic() - t0 < 5
+    wait.set()
+
 # The command
+
+@pytest.mark.parametrize("options, said", [
+    (dict(val_frac=1.), "val_frac is a share of the documents, above 0 and below 1, not 1"), (dict(val_frac=2.), "not 2.0"),
+    (dict(val_frac=-1.), "not -1.0"), (dict(val_frac=float("nan")), "not nan"), (dict(val_frac=0.), "not 0.0"),
+    (dict(vocab=-5), "--vocab can't be negative"), (dict(vocab=100), "vocabulary of 100 is too small"),
+    (dict(max_tokens=-1), "--max_tokens can't be negative"), (dict(workers=-1), "--workers can't be negative"),
+    (dict(data=""), "data is empty"), (dict(data=" "), "data is empty"), (dict(out=""), "--out is empty"),
+    (dict(tokenizer="gpt2", vocab=300), "leave out --vocab"), (dict(data="BIN"), "is called .bin"),
+    (dict(text_key="body"), "a.jsonl line 1 has no key 'body', only text; name the right one to speedrun_data with --text_key"),
+    (dict(tokenizer="BIN"), "tokens.bin holds no tokenizer|is not UTF-8")])
+def test_options(tmp_path, capsys, options, said):
+    "Options that can't be are refused in one line, before anything is made"
+    (tmp_path/"a.jsonl").write_text('{"text": "some text"}\n')
+    np.full(999, 60_000, "<u2").tofile(tmp_path/"tokens.bin")
+    options = {k: str(tmp_path/"tokens.bin") if v == "BIN" else v for k, v in options.items()}
+    with pytest.raises(SystemExit) as e: speedrun_data(**dict(data=str(tmp_path/"a.jsonl"), out=str(tmp_path/"out"), workers=1) | options)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and re.search(said, err) and err.count("error:") == 1, err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "tokens.bin"]
+
+def test_documents_need_an_end_token(tmp_path):
+    "A corpus that doesn't say where documents begin is refused before there is a run"
+    np.ones(5000, "<u2").tofile(tmp_path/"train.bin")
+    with pytest.raises(InputError, match="doesn't say which token begins a document.*--documents"): check_documents(open_corpus(tmp_path, vocab=300))
+    check_documents(open_corpus(tmp_path))
 
 def test_command(tmp_path, capsys):
     "What a user can get wrong is one line"

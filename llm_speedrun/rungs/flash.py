@@ -7,7 +7,7 @@ __all__ = ['BACKENDS', 'repeat_heads', 'sdpa', 'attend_with', 'attention_step', 
            'flash']
 
 # %% ../../nbs/12_flash.ipynb #9f4c3a31
-import warnings
+import statistics, warnings
 from functools import partial
 import torch, torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -64,7 +64,9 @@ def why_not(backend, # a key of `BACKENDS`
 def backend_ms(B, H, K, T, D, dtype, device): # as `attention_step` takes them
     "Milliseconds of attention, forward and backward, with each backend that can run this shape: a dict"
     shape = B, H, K, T, D, dtype, device
-    return {b: time_ms(attention_step(b, *shape)).ms for b in BACKENDS if not why_not(b, *shape)}
+    steps = {b: attention_step(b, *shape) for b in BACKENDS if not why_not(b, *shape)}
+    rounds = [{b: time_ms(f, reps=5).ms for b, f in steps.items()} for _ in range(3)] # in turn
+    return {b: statistics.median(r[b] for r in rounds) for b in steps}
 
 def choose_backend(run, # the `Run` to which the rung will be applied
                    backend): # "auto"

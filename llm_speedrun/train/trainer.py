@@ -30,8 +30,9 @@ from ..runs import build, generate, step_of
 from ..export import import_folder
 from .hardware import (climb, divisors, growing_segments, hardware, measured, memory_limit,
                                    micro_batch, parse_rungs, smaller)
-from .report import (Breakdown, LivePlot, StepProfile, gpu_stats, html_report, loss_chart,
-                                 open_trackers, parse_trackers, read_rows)
+from .metrics import (Breakdown, StepProfile, gpu_stats, open_trackers, parse_trackers,
+                                        read_rows)
+from .report import LivePlot, html_report, loss_chart
 from ..recipes.schedules import SCHEDULES, Average, GuardedStepper, lr_at
 from .saving import Saver, newest, read_checkpoint, to_host, write_tensors
 
