@@ -1,7 +1,8 @@
 "What the tests of the package share: a model that trains in milliseconds, and data for it."
+from dataclasses import fields
 import numpy as np, pytest
 from llm_speedrun.model import WORKLOADS, GPTConfig
-from llm_speedrun.train.trainer import TrainConfig
+from llm_speedrun.train.options import TrainConfig
 
 NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq=32, rope_theta=500.)
 VOCAB = 300     # of the data: the model has some rows to spare
@@ -38,3 +39,8 @@ def options(folder, **kw):
     if "data" not in kw: kw["data"] = str(write_bins(folder/"bins"))
     return TrainConfig(**dict(workload="nano", rungs="naive", steps=6, batch=4, seq=16, vocab=VOCAB, evals=2,
                               eval_tokens=128, sample=4, name="run", out=str(folder/"runs")) | kw)
+
+def words(cfg, **kw):
+    "Options that aren't the default, and those in `kw`, as a command line has them"
+    given = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != f.default} | kw
+    return [f"--{k}" if v is True else f"--no-{k}" if v is False else f"--{k}={v}" for k, v in given.items()]

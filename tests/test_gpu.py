@@ -291,7 +291,7 @@ def test_out_of_memory(tmp_path):
     data = tmp_path/"tokens.bin"
     np.random.default_rng(0).integers(0, 50257, int(1.1 * rows * 1024), dtype=np.uint16).tofile(data)
     for batch in (rows, 0):
-        cfg = TrainConfig(data=str(data), workload="124m", rungs="tf32,bf16,flash", tokens=rows*1024, batch=batch, steps=2, evals=1,
+        cfg = TrainConfig(data=str(data), workload="124m", rungs="tf32,bf16,flash", step_tokens=rows*1024, batch=batch, steps=2, evals=1,
                           eval_tokens=1024, sample=2, name=f"run{batch}", out=str(tmp_path/"runs"))
         trainer, res = train(cfg, progress=False)
         assert 1 < trainer.cfg.batch < rows == trainer.cfg.batch*trainer.cfg.accumulate

@@ -52,6 +52,15 @@ def no_absolute_paths(nb):
     for s in [source(c) for c in nb["cells"]] + [s for o in outputs(nb) for s in output_text(o)]:
         for m in ABSOLUTE.finditer(s): yield f"a path of the machine it ran on: {m[0]}"
 
+# A traceback, also a printed one; a CUDA error that was caught; a progress bar that stopped on its way; a result that says so
+STOPPED = re.compile(r"Traceback \(most recent call last\)|KeyboardInterrupt|CUDA error|Segmentation fault"
+                     r"|(?<!\d)\d{1,2}%\||['\"]interrupted['\"]: ?[Tt]rue")
+
+@rule
+def no_stopped_runs(nb):
+    for s in (s for o in outputs(nb) for s in output_text(o)):
+        for m in STOPPED.finditer(s): yield f"an output of a run that failed or was interrupted: {m[0]}"
+
 @rule
 def links_resolve(nb):
     md = [source(c) for c in of_kind(nb, "markdown")]
@@ -84,7 +93,7 @@ def py(source, *outputs): return dict(cell_type="code", source=source, outputs=l
 def printed(text): return dict(output_type="stream", name="stdout", text=text)
 GOOD = [md("# A title\n\n> What it is."), md("See [the licence](../LICENSE) and `[this](nowhere.md)`."),
         py("#| export\ndef double(x):\n    'Twice `x`.'\n    return 2*x"),
-        py("double(2)", printed("4 tokens/work, runs/home"))]
+        py("double(2)", printed("4 tokens/work, runs/home\n100%|##| 2/2 {'interrupted': False}"))]
 BROKEN = [
     ("title_and_one_line", md("# A title\n\nWhat it is."), 0),
     ("title_and_one_line", py("1"), 0),
@@ -94,6 +103,9 @@ BROKEN = [
     ("no_absolute_paths", py("open('/tmp/a')"), 2),
     ("no_absolute_paths", md("It is in /home/me/data."), 2),
     ("no_absolute_paths", py("1", printed("/opt/env/site-packages/torch/x.py:1: UserWarning")), 2),
+    ("no_stopped_runs", py("1", printed("Traceback (most recent call last):\n  ...")), 2),
+    ("no_stopped_runs", py("1", printed("training:  45%|####5     | 45/100")), 2),
+    ("no_stopped_runs", py("1", printed("{'steps': 3, 'interrupted': True}")), 2),
     ("links_resolve", md("[here](nowhere.ipynb)"), 2),
     ("links_resolve", md("![a chart](images/nowhere.png)"), 2),
     ("exports_have_docstrings", py("#| export\ndef half(x): return x/2"), 2),

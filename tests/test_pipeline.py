@@ -8,6 +8,7 @@ from llm_speedrun import data
 from llm_speedrun.files import InputError
 from tokenizers import Tokenizer
 from llm_speedrun.train import corpora as pipeline
+from llm_speedrun.train.options import speedrun_data
 from llm_speedrun.data import Batches, open_corpus, read_documents, stdlib_files, train_tokenizer, write_shards
 from llm_speedrun.train.corpora import *
 from llm_speedrun.train.words import in_order
@@ -52,10 +53,11 @@ def assert_same(a, b):
 SLOW = """
 import sys, time
 from llm_speedrun.train import corpora as pipeline
+from llm_speedrun.train.options import speedrun_data
 pipeline.parcels.__defaults__ = (100_000,)             # many small parcels
 monotonic = time.monotonic
 pipeline.time.monotonic = lambda: 100*monotonic()       # the journal is written a hundred times as often
-pipeline.speedrun_data(sys.argv[1], sys.argv[2], tokenizer=sys.argv[3], workers=2)
+speedrun_data(["--data", sys.argv[1], "--out", sys.argv[2], "--tokenizer", sys.argv[3], "--workers", "2"])
 """
 
 def start(texts, out, expected):
@@ -454,5 +456,6 @@ def test_command(tmp_path, capsys):
     "What a user can get wrong is one line"
     for args, said in (((tmp_path/"nope", tmp_path/"o"), "neither a corpus"), (("stdlib", tmp_path), "exists already"),
                        (("stdlib", tmp_path/"o", tmp_path/"no.json"), "no.json: no tokenizer.json")):
-        with pytest.raises(SystemExit) as e: speedrun_data(*map(str, args), workers=1)
+        given = [f"--{k}={v}" for k, v in zip(("data", "out", "tokenizer"), args)]
+        with pytest.raises(SystemExit) as e: speedrun_data([*given, "--workers=1"])
         assert e.value.code == 2 and said in capsys.readouterr().err

@@ -1,10 +1,11 @@
 "What a run shows: the loss curve, the live plot, and the report of whole, torn and hostile folders."
-import json, re, time, types
+import io, json, os, re, time, types
 from html.parser import HTMLParser
 import pytest, torch
 from small import fails, nano, options
+from llm_speedrun.train.options import speedrun_report
 from llm_speedrun.train.report import (VERSIONS, LivePlot, html_report, loss_chart, notebook_display,
-                                       points, read_run, running_mean, speedrun_report, thinned)
+                                       points, read_run, running_mean, thinned)
 
 # --- the loss curve ---
 
@@ -80,7 +81,7 @@ def test_report_of_a_real_run(run):
     text, res = checked(run), json.loads((run/"result.json").read_text())
     assert "finished" in text and f"{res['val_loss']:.3f}" in text and f"{res['bigram_loss']:.3f}" in text
     for part in ("The run", "Loss", "Speed", "Optimization", "What it writes", "Options"): assert part in text
-    assert "The ladder" not in text and "can't be read" not in text
+    assert "The ladder" not in text and "left out" not in text
     for option in json.loads((run/"config.json").read_text()).keys() - {"model", "gpu", *VERSIONS, "date"}:
         assert option in text, option
     assert torch.__version__ in text
@@ -109,7 +110,7 @@ def test_files_cut_anywhere_are_tolerated(copy):
         whole = f.read_bytes()
         for n in range(0, len(whole), 1 + len(whole)//40): f.write_bytes(whole[:n]); read_run(copy)
         f.write_bytes(whole[:len(whole)//2])
-    assert "config.json can't be read and is left out" in checked(copy)
+    assert re.search(r"config\.json is no JSON: .*\. It is left out", checked(copy))
 
 @pytest.mark.parametrize("junk", ["null", "[]", "3", '{"model": 7, "batch": "x", "gpu": 5, "steps": null, "rungs": 3}', "\x00\xff"])
 def test_files_of_the_wrong_kind_are_tolerated(copy, junk):
@@ -117,21 +118,83 @@ def test_files_of_the_wrong_kind_are_tolerated(copy, junk):
     with (copy/"metrics.jsonl").open("a") as f: f.write(f'\n3\n[]\n"x"\n{{"step": "a", "loss": "b"}}\n{{"loss": 1}}\n')
     checked(copy)
 
-HOSTILE = "</pre><script>alert('x')</script> & \"quoted\" \x00\x1b[31m ünïcödé \U0001f600"
+HOSTILE = "</pre></style></title><script>alert('x')</script> & \"quoted\" \x00\x1b[31m ünïcödé \U0001f600"
 
 @pytest.mark.filterwarnings("ignore:Glyph")    # in the picture's font
 def test_what_a_run_says_is_shown_and_never_obeyed(copy):
     config = json.loads((copy/"config.json").read_text())
-    config |= dict(data=HOSTILE, workload=HOSTILE, lr="\ud800", gpu=HOSTILE, rungs="cuda_graphs", name="<b>")
+    config |= dict(data=HOSTILE, workload=HOSTILE, name="</style>", gpu=HOSTILE, rungs="cuda_graphs")
     (copy/"config.json").write_text(json.dumps(config))
     (copy/"sample.txt").write_text(HOSTILE, encoding="utf-8")
-    (copy/"samples.jsonl").write_text(json.dumps(dict(step="<i>", text=HOSTILE)))
+    (copy/"samples.jsonl").write_text(json.dumps(dict(step=2, text=HOSTILE)))
     (copy/"ladder.json").write_text(json.dumps([dict(rung=HOSTILE, kept=False, why=HOSTILE)]))
     row = dict(step=3, event=HOSTILE, why=HOSTILE) | {f"ms_{HOSTILE}": 2.}
     with (copy/"metrics.jsonl").open("a") as f: f.write(json.dumps(row) + "\n")
     hostile = copy.rename(copy.with_name("a $run$ <b> & more"))
     text = checked(hostile)
-    assert text.count("alert('x')") >= 7 and "ünïcödé \U0001f600" in text and "a $run$ <b> & more" in text
+    assert text.count("alert('x')") >= 14 and "</style>" in text and "ünïcödé \U0001f600" in text and "a $run$ <b> & more" in text
+
+FILES = "config.json metrics.jsonl result.json ladder.json samples.jsonl sample.txt".split()
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_place_of_a_file_is_no_file(copy, name):
+    (copy/name).unlink(missing_ok=True)
+    os.mkfifo(copy/name)
+    assert f"{name} is no regular file. It is left out" in read_run(copy)["notes"]    # and nobody waits for a writer
+
+@pytest.mark.parametrize("name", FILES[2:4] + FILES[:1])
+@pytest.mark.parametrize("junk, why", [
+    ("["*100_000, "nested too deeply|Expected"), ('{"steps": ' + "["*5000 + "]"*5000 + "}", "nested too deeply|Expected"),
+    ('[{"tok_s": %s}]' % ("9"*400), "out of range|Expected"), ('{"steps": %s}' % ("9"*400), "out of range|Expected"),
+    ("null", "Expected"), ('{"a": 1', "truncated|Expected"), ("\xff", "is no JSON|utf-8"), (" "*2**25, "bytes, and such a file has at most")],
+    ids=["deep", "deep value", "long number in a list", "long number", "null", "cut off", "no text", "large"])
+def test_a_file_that_is_not_of_its_type_is_named(copy, name, junk, why):
+    (copy/name).write_text(junk, encoding="latin-1")
+    run = read_run(copy)
+    assert re.match(rf"{re.escape(name)} .*({why})", run["notes"][0]) and "\n" not in run["notes"][0]
+    assert len(run["rows"]) > 12 and (run["config"] or name == "config.json")    # the rest is there
+
+def test_rows_of_the_wrong_kind_are_passed_over_and_told(copy):
+    good, bad = '{"step": 3, "loss": 1.25}\n', ["3", "null", "[]", '{"loss": 1}', '{"step": null}', '{"step": "4"}', "["*10_000,
+                                               '{"step": %s}' % ("4"*400), '{"step": 1, "loss": {}}', '{"step": 1, "lo']
+    (copy/"metrics.jsonl").write_text(good + "".join(b + "\n" for b in bad) + good + bad[-1])
+    assert [r["loss"] for r in read_run(copy)["rows"]] == [1.25, 1.25]
+    assert f"lines of metrics.jsonl passed over: {len(bad)}; the first: line 2 of metrics.jsonl" in checked(copy)
+
+KEYS = "loss val_loss lr grad_norm tok_s gpu_mem_gib gpu_peak_gib gpu_util gpu_power_w gpu_temp_c ms_data ms_forward".split()
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("values", [[None], [0], [0.], [-1], [1e300, -1e300], [1e300], [5e-324, 1], [2**53], [True, "3"], [1, None, -1, 0]],
+                         ids=str)
+def test_rows_with_any_values_have_a_page(copy, values):
+    rows = [{"step": i} | {k: values[(i + j) % len(values)] for j, k in enumerate(KEYS)} for i in range(1, 250)]
+    (copy/"metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (copy/"result.json").write_text(json.dumps(dict(steps=values[0] if isinstance(values[0], int) else None, val_loss=None)))
+    assert "Options" in checked(copy)
+
+def test_a_lone_surrogate_is_told(copy):
+    "From a path that isn't UTF-8, say: Python writes one into JSON, where none may be"
+    (copy/"config.json").write_text(json.dumps(dict(data="\ud800")))
+    assert "config.json is no JSON" in checked(copy)
+
+def test_a_run_is_over_where_its_result_cannot_be_read(copy):
+    (copy/"result.json").write_text('{"steps": 12, "val_loss": NaN}')
+    text = checked(copy)
+    assert "result.json is no JSON" in text and "not finished" not in text
+
+def test_command_with_files_that_are_no_files(tmp_path, capsys):
+    os.mkfifo(tmp_path/"config.json")
+    speedrun_report([str(tmp_path)])
+    assert capsys.readouterr().out == f"{tmp_path/'report.html'}\n"
+
+@pytest.mark.filterwarnings("ignore:Glyph")    # in the picture's font
+@pytest.mark.parametrize("name", ["$", "$x", "costs $5 and $6", r"$\frac$", "two\nlines", "tab\t\x00\x1b\ud800", "名前", "n"*5000, ""], ids=ascii)
+def test_a_run_of_any_name_has_a_loss_chart(name):
+    fig = loss_chart([dict(step=i, loss=1/i) for i in range(1, 9)], title=name)
+    fig.savefig(io.BytesIO(), format="png")
+    title = fig.axes[0].get_title(loc="left")
+    assert len(title) <= 80 and title.isprintable() and not fig.axes[0].get_title(loc="center")
+    assert fig.axes[0].bbox.width > 500     # the chart isn't squeezed by its title
 
 def test_events_breakdown_and_gpu_are_shown(copy):
     rows = [dict(step=s, ms_data=1., ms_forward=2., ms_backward=4., ms_optimizer=1., gpu_mem_gib=3., gpu_peak_gib=2.5,
@@ -162,12 +225,12 @@ def test_report_of_a_long_run_is_small(copy):
 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
     with fails(FileNotFoundError, "is not the folder of a run", "config.json"): html_report(tmp_path)
-    with pytest.raises(SystemExit) as e: speedrun_report(str(tmp_path))
+    with pytest.raises(SystemExit) as e: speedrun_report([str(tmp_path)])
     assert e.value.code == 2 and "is not the folder of a run" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 def test_command_prints_the_path(copy, capsys):
-    speedrun_report(str(copy))
+    speedrun_report([str(copy)])
     assert capsys.readouterr().out == f"{copy/'report.html'}\n" and (copy/"report.html").is_file()
 
 def test_a_loss_that_rises_stays_in_the_picture():

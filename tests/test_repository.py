@@ -1,5 +1,6 @@
 "The files around the notebooks agree with them and with each other."
 import json, re
+from collections import Counter
 from importlib import import_module
 import pytest, yaml
 from nbdev.config import get_config
@@ -63,9 +64,34 @@ def test_sidebar_lists_every_notebook():
     notebooks = [f.name for f in (ROOT/"nbs").glob("*.ipynb")]
     assert sorted(pages) == sorted(notebooks), "nbs/sidebar.yml and nbs/ differ"
 
+def numbers(names): return [int(n[:2]) for n in names if n != "index.ipynb"]
+
+def test_one_number_a_notebook():
+    names = [f.name for f in (ROOT/"nbs").glob("*.ipynb")]
+    odd = [n for n in names if not re.fullmatch(r"\d\d_\w+\.ipynb|index\.ipynb", n)]
+    twice = [n for n, k in Counter(numbers(names)).items() if k > 1]
+    assert not odd and not twice, f"without a number: {odd}; two notebooks with a number: {twice}"
+
+def test_sidebar_and_index_are_in_reading_order():
+    pages = list(sidebar_pages(read_yaml(ROOT/"nbs/sidebar.yml")["website"]["sidebar"]["contents"]))
+    assert pages[0] == "index.ipynb" and numbers(pages) == sorted(numbers(pages)), "nbs/sidebar.yml isn't in numeric order"
+    index = (ROOT/"nbs/index.ipynb").read_text(encoding="utf-8")
+    listed = re.findall(r"\| \[\w+\]\((\w+\.ipynb)\) \|", index)
+    assert listed == pages[1:], "the table in nbs/index.ipynb and the sidebar differ"
+
+PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 6: ""}    # tens -> folder of the modules
+ABOUT_ALL = {"22_ladder"}    # stands among the rungs and is none
+
+def test_a_module_is_in_the_folder_of_its_part():
+    for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):
+        module = re.search(r"#\| default_exp ([\w.]+)", f.read_text(encoding="utf-8"))[1]
+        folder = "" if f.stem in ABOUT_ALL else PARTS[int(f.name[0])]
+        assert module == ".".join(filter(None, [folder, f.stem[3:]])), f"{f.name} exports {module}"
+
 def test_site_files_exist():
     for f in read_yaml(ROOT/"nbs/_quarto.yml")["metadata-files"]: assert (ROOT/"nbs"/f).exists(), f
     site = read_yaml(ROOT/"_quarto.yml")
     assert "metadata-files" not in site and (ROOT/"nbs"/site["format"]["html"]["css"]).exists()
+    assert list(site["format"]) == ["html"], "each format draws every figure once more"
     web = read_yaml(ROOT/"nbs/nbdev.yml")["website"]
     for k in ("title", "description"): assert web[k] == config()[k], f"{k}: nbs/nbdev.yml and settings.ini differ"

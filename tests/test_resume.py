@@ -1,17 +1,22 @@
 "Stopped and resumed: the same bits, whatever stops a run and whenever; broken checkpoints are passed over, and say so."
 import json, os, random, re, shutil, signal, subprocess, sys, time
 from dataclasses import fields
+from datetime import datetime
 from pathlib import Path
-import pytest, torch
+import numpy as np, pytest, torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from llm_speedrun.train import saving
+from llm_speedrun.train import saving, trainer as module
+from llm_speedrun.data import Batches
+from llm_speedrun.files import InputError, RunError
+from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.measure import version_of
 from llm_speedrun.runs import Stepper
+from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import *
 from llm_speedrun.train.trainer import *
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins
-from test_trainer import COMMAND, curve, names, needs_command, posix, rows, start, wait_for
+from test_trainer import COMMAND, curve, names, posix, rows, start, wait_for
 
 FULL = "bf16,flash,fused_ops,chunked_ce"
 
@@ -83,7 +88,6 @@ def test_another_micro_batch(tmp_path, monkeypatch):
 
 # Signals
 
-@needs_command
 @posix
 def test_sigterm(tmp_path):
     "The command stops within ten seconds with code 143, says how to go on, and does"
@@ -94,7 +98,7 @@ def test_sigterm(tmp_path):
     assert p.returncode == 143 and time.time() - t0 < 10 and "Traceback" not in err, err
     steps = json.loads((run/"result.json").read_text())["steps"]
     assert f"stopped after step {steps}; --resume {run}" in out and load_file(run/"model.safetensors")
-    cmd = [str(COMMAND), "--resume", str(run), "--steps", str(steps + 3)]
+    cmd = [*COMMAND, "--resume", str(run), "--steps", str(steps + 3)]
     done = subprocess.run(cmd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, steps + 4))
@@ -105,7 +109,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.train.saving import checkpoints, newest
-from llm_speedrun.train.trainer import TrainConfig, train
+from llm_speedrun.train.options import TrainConfig
+from llm_speedrun.train.trainer import train
 from small import NANO, options
 WORKLOADS["nano"] = NANO
 folder, rng, STEPS = Path(sys.argv[1]), random.Random(0), int(sys.argv[3])
@@ -180,7 +185,7 @@ def test_a_broken_checkpoint_is_passed_over(stopped, capsys, kind):
     damage(kind, stopped/"runs/run/checkpoints/step-00000006")
     trainer = Trainer(TrainConfig(resume=str(stopped/"runs/run")))
     said = capsys.readouterr().out
-    assert re.search(r"passing over \S+step-00000006: \w+", said) and "going on from" in said and trainer.done == 5
+    assert re.search(r"passing over \S+step-00000006: \S+", said) and "going on from" in said and trainer.done == 5
     trainer.fit()
     assert [r["step"] for r in rows(stopped/"runs/run") if "loss" in r] == list(range(1, 13))
 
@@ -240,7 +245,7 @@ def test_a_second_interruption(tmp_path, monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)     # jobs in a shell's background start out ignoring it
     stop_at(monkeypatch, 4 + 3)
     with monkeypatch.context() as m:
-        m.setattr(Trainer, "evaluate", lambda self: os.kill(os.getpid(), signal.SIGINT) or time.sleep(5))
+        m.setattr(Stepper, "evaluate", lambda self, batches: os.kill(os.getpid(), signal.SIGINT) or time.sleep(5))
         with fails(KeyboardInterrupt, "interrupted again"): train(options(tmp_path), progress=False)
     monkeypatch.undo()
     trainer, res = resume(tmp_path)
@@ -268,9 +273,9 @@ def test_sigterm_is_not_forgotten():
 # Options
 
 @pytest.mark.parametrize("option, kind, message", [
-    (dict(seed=1), ValueError, "keeps its options: leave out seed"), (dict(lr=.1, rungs="flash"), ValueError, "leave out lr, rungs"),
-    (dict(batch=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(batch=-1), ValueError, "don't divide"),
-    (dict(steps=6), ValueError, "has taken its 6 steps: choose more --steps"), (dict(keep_last=0), ValueError, "keep_last must be at least 1")], ids=str)
+    (dict(seed=1), ValueError, "keeps its options: leave out seed"), (dict(lr=.1, seq=8), ValueError, "leave out lr, seq"),
+    (dict(batch=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(batch=-1), ValueError, "batch must be a whole number from 0"),
+    (dict(steps=6), ValueError, "has taken its 6 steps: choose more --steps"), (dict(keep_last=0), ValueError, "keep_last must be a whole number from 1")], ids=str)
 @posix
 def test_bad_option(stopped, option, kind, message):
     was = {p: p.read_bytes() for p in (stopped/"runs/run").rglob("*") if p.is_file()}
@@ -283,5 +288,328 @@ def test_resuming_no_run(tmp_path):
 def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
-        "data stream documents init workload hardware rungs steps minutes epochs tokens batch accumulate seq vocab lr schedule warmup weight_decay clip "
-        "ema evals eval_tokens target sample samples track profile seed deterministic name out overwrite save_minutes keep_last resume").split()
+        "data stream documents vocab workload seq init rungs batch accumulate hardware deterministic steps total_tokens minutes epochs target "
+        "step_tokens lr schedule warmup weight_decay clip ema seed evals eval_tokens sample samples name out overwrite track profile timings "
+        "save_minutes keep_last resume").split()
+
+# Other tokens
+
+@posix
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_tokens(tmp_path, monkeypatch, stream):
+    "Text that changed between stop and resume: an error says what, and the run's tokenizer stays; as it was, the run goes on"
+    folder = texts(tmp_path/"texts")
+    stop_at(monkeypatch, 4 + 3)
+    go(tmp_path, data=str(folder), stream=stream, steps=8, batch=16, seq=32)
+    run = tmp_path/"runs/run"
+    tok, was = (run/"tokenizer.json").read_bytes(), {p: p.read_text() for p in folder.iterdir()}
+    for p, text in was.items(): p.write_text(text + "Something else altogether. "*20)
+    with fails(InputError, "isn't what this run was trained on .*training tokens" if not stream else "the documents have changed"):
+        resume(tmp_path)
+    assert (run/"tokenizer.json").read_bytes() == tok and not (run/"tokenizer.json.tmp").exists()
+    for p, text in was.items(): p.write_text(text)
+    assert resume(tmp_path)[1]["steps"] == 8 and (run/"tokenizer.json").read_bytes() == tok
+
+@posix
+def test_new_text_trains_no_tokenizer(stopped_text, monkeypatch):
+    "The text is opened with the run's own tokenizer; another one in its place is told"
+    from llm_speedrun import data
+    run = stopped_text/"runs/run"
+    monkeypatch.setattr(data, "train_tokenizer", lambda *args, **kw: pytest.fail("a tokenizer was trained"))
+    Trainer(TrainConfig(resume=str(run)), progress=False).let_go()
+    other = json.loads((run/"tokenizer.json").read_text())
+    other["model"]["merges"].pop(); other["model"]["vocab"].popitem()
+    (run/"tokenizer.json").write_text(json.dumps(other))
+    with fails(InputError, "isn't what this run was trained on .*tokenizer"): Trainer(TrainConfig(resume=str(run)), progress=False)
+
+@pytest.fixture(scope="module")
+def stopped_text_once(tmp_path_factory, nano):
+    folder = tmp_path_factory.mktemp("text")
+    with pytest.MonkeyPatch.context() as m:
+        stop_at(m, 4 + 3)
+        go(folder, data=str(texts(folder/"texts")), steps=8, seq=32)
+    return folder
+
+@pytest.fixture
+def stopped_text(stopped_text_once, tmp_path):
+    "A run on a folder of text, stopped after three steps of eight"
+    shutil.copytree(stopped_text_once/"runs", tmp_path/"runs")
+    return tmp_path
+
+# One process a folder
+
+def test_two_trainers_of_one_name(tmp_path):
+    "The second is refused while the first is at work, also with `overwrite` and on resume; afterwards the folder is free"
+    first = Trainer(options(tmp_path), progress=False)
+    for cfg in (options(tmp_path), options(tmp_path, overwrite=True)):
+        with fails(RunError, "another process is writing this run"): Trainer(cfg, progress=False)
+    first.fit()
+    kept = sorted(p.name for p in (tmp_path/"runs/run/checkpoints").iterdir())
+    with fails(FileExistsError, "exists already"): Trainer(options(tmp_path), progress=False)
+    assert sorted(p.name for p in (tmp_path/"runs/run/checkpoints").iterdir()) == kept
+    second = Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), steps=8), progress=False)
+    with fails(RunError, "another process is writing this run"): Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), steps=8))
+    second.fit()
+
+def test_default_names_differ(tmp_path, monkeypatch):
+    "Runs that begin in the same second have folders of their own"
+    class Then(datetime):
+        @classmethod
+        def now(cls): return cls(2026, 1, 2, 3, 4, 5)
+    monkeypatch.setattr(module, "datetime", Then)
+    trainers = [Trainer(options(tmp_path, name=""), progress=False) for _ in range(3)]
+    assert [t.folder.name for t in trainers] == [f"nano-bins-20260102-030405{s}" for s in ("", "-2", "-3")]
+    for t in trainers: t.fit()
+    assert all((t.folder/"model.safetensors").exists() for t in trainers)
+
+def test_a_trainer_that_is_not_used_leaves_nothing(tmp_path):
+    "Neither one that is let go nor one that fails to be made; and a folder whose process died before it trained is free"
+    Trainer(options(tmp_path), progress=False).let_go()
+    with fails(ValueError, "tokens are fewer"): Trainer(options(tmp_path, batch=300), progress=False)
+    assert not (tmp_path/"runs").exists()
+    (tmp_path/"runs/run").mkdir(parents=True); (tmp_path/"runs/run/.lock").touch()
+    assert go(tmp_path)[1]["steps"] == 6
+
+# Overwriting
+
+@pytest.mark.parametrize("name", ["..", ".", "/etc", "a/b", "a\0b"])
+def test_a_name_is_one_folder(tmp_path, name):
+    with fails((InputError, ValueError), "name"): Trainer(options(tmp_path, name=name, overwrite=True), progress=False)
+    assert names(tmp_path) <= {"bins"}
+
+@pytest.mark.parametrize("config", [None, "[]", "{}", '{"model": "mine"}'])
+def test_overwrite_takes_only_a_run(tmp_path, config):
+    "A folder that is no run is left alone, whatever its files are called"
+    folder = tmp_path/"runs/run"
+    (folder/"checkpoints").mkdir(parents=True); (folder/"checkpoints/photo").write_text("mine"); (folder/"tokenizer.json").write_text("{}")
+    if config: (folder/"config.json").write_text(config)
+    was = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    with fails(InputError, "is not overwritten, as it is no run", "--name"): Trainer(options(tmp_path, overwrite=True), progress=False)
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == was
+
+@posix
+def test_overwrite_behind_a_link(tmp_path):
+    "Checkpoints of the older run go where they really are, and what isn't a run's stays"
+    go(tmp_path)
+    run, far = tmp_path/"runs/run", tmp_path/"far"
+    (run/"checkpoints").rename(far); (run/"checkpoints").symlink_to(far); (run/"notes.txt").write_text("mine")
+    go(tmp_path, seed=1, steps=4, overwrite=True)
+    assert not list(far.glob("step-*")) and (run/"notes.txt").read_text() == "mine"
+    assert [c.name for c in checkpoints(run/"checkpoints")] == ["step-00000002", "step-00000004"]
+
+@posix
+def test_a_checkpoint_of_another_run(stopped, capsys):
+    "It is passed over, and said so"
+    run = stopped/"runs/run"
+    go(stopped, name="other", steps=9)
+    shutil.copytree(run.parent/"other/checkpoints/step-00000009", run/"checkpoints/step-00000009")
+    trainer = Trainer(TrainConfig(resume=str(run)))
+    assert trainer.done == 6 and "step-00000009: it is of another run" in capsys.readouterr().out
+
+# Best
+
+@pytest.mark.parametrize("losses,best", [([3., 1., 2., 2.5, 2.4, 2.3], 2), ([3., 1., float("nan"), 2., 2., 2.], 2), ([float("nan")]*5 + [1.], 6)])
+def test_the_best_is_kept(tmp_path, monkeypatch, losses, best):
+    "The checkpoint of the step with the lowest loss stays, though none was due there; a NaN doesn't win"
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: losses[self.done//2 - 1])
+    go(tmp_path, steps=12, evals=6, save_minutes=1000., keep_last=1)
+    kept = [int(c.name[5:]) for c in checkpoints(tmp_path/"runs/run/checkpoints")]
+    assert 2*best in kept and 12 in kept
+
+def test_a_loss_is_of_its_own_step(tmp_path, monkeypatch):
+    "A checkpoint between two evaluations has no loss, so it isn't kept for that of the one before"
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: {4: 1., 8: 2., 12: 3.}[self.done])
+    trainer, _ = go(tmp_path, steps=12, evals=3, save_minutes=0., keep_last=1)
+    assert [int(c.name[5:]) for c in checkpoints(tmp_path/"runs/run/checkpoints")][-2:] == [4, 12] and trainer.saver.losses == {4: 1., 8: 2., 12: 3.}
+
+# What can change
+
+@posix
+def test_given(stopped):
+    "An option that is given counts, also with its default's value"
+    run = stopped/"runs/run"
+    config = json.loads((run/"config.json").read_text())
+    (run/"config.json").write_text(json.dumps(config | dict(target=.5)))
+    assert resumed(TrainConfig(resume=str(run))).target == .5
+    assert resumed(TrainConfig(resume=str(run)), given={"resume", "target"}).target == 0
+    with fails(InputError, "leave out seed"): resumed(TrainConfig(resume=str(run)), given={"seed"})
+    with fails(InputError, "resume must be"): Trainer(TrainConfig(), progress=False, given={"resume"})
+
+@posix
+def test_the_current_folder(stopped, monkeypatch):
+    "`--resume .` goes on with the run in the current folder"
+    monkeypatch.chdir(stopped/"runs/run")
+    trainer = Trainer(TrainConfig(resume="."), progress=False)
+    assert trainer.folder.samefile(stopped/"runs/run") and trainer.done == 6
+
+@posix
+def test_more_steps(stopped, capsys):
+    "The learning rate follows the new length, doesn't rise a second time, and that is said"
+    run = stopped/"runs/run"
+    rise = json.loads((run/"config.json").read_text())["warmup_steps"]
+    trainer = Trainer(TrainConfig(resume=str(run), steps=400))
+    assert re.search("400 steps in place of 12: the learning rate follows the new length, .* without another warm-up", capsys.readouterr().out)
+    assert trainer.warmup == rise == 1      # 20 of 400 steps would rise
+    trainer.cfg.steps = 8; trainer.fit()
+    lrs = [r["lr"] for r in rows(run) if "lr" in r]
+    assert lrs[6] == lr_at(6, 8, trainer.cfg.lr, rise)
+
+@posix
+@pytest.mark.parametrize("before, after, said", [
+    ("bf16,flash,fused_ops,chunked_ce,fp8", "bf16,flash", "without the rung 'fp8' its state is dropped"),
+    ("bf16,flash,fused_ops,chunked_ce", "bf16,flash,fused_ops,chunked_ce,fp8", "the rung 'fp8' has no state in this checkpoint"),
+    ("naive", "fused_adamw", ""), ("bf16", "bf16,bf16_weights", "the optimizer is Bf16AdamW, and was AdamW: its moments begin anew")])
+def test_other_rungs(tmp_path, monkeypatch, capsys, before, after, said):
+    "A run goes on with other rungs; what has no place any more is dropped, what is new begins anew, and both are said"
+    with monkeypatch.context() as m:
+        stop_at(m, 4 + 3)
+        go(tmp_path, rungs=before, steps=6)
+    trainer = Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), rungs=after))
+    assert said in capsys.readouterr().out and trainer.done == 3
+    assert trainer.fit()["steps"] == 6 and all(map(np.isfinite, curve(trainer))) and max(curve(trainer)) < 6.5
+    config = json.loads((tmp_path/"runs/run/config.json").read_text())
+    assert [r.partition(":")[0] for r in config["rungs"].split(",")] == list(trainer.run.rungs) or after == "fused_adamw"
+
+# Files that are read back
+
+def nested(n): return '{"a":'*n + "1" + "}"*n
+def patched(path, **kw): path.write_text(json.dumps(json.loads(path.read_text()) | kw))
+def pipe(path): path.unlink(); os.mkfifo(path)
+
+CONFIGS = {
+    "a list": lambda p: p.write_text("[]"), "null": lambda p: p.write_text("null"), "no JSON": lambda p: p.write_text("{"),
+    "no model": lambda p: patched(p, model=None), "nothing": lambda p: p.write_text("{}"), "not UTF-8": lambda p: p.write_bytes(b'{"a": "\xe9"}'),
+    "text for a number": lambda p: patched(p, steps="12"), "a list for a number": lambda p: patched(p, batch=[4]),
+    "a float for a number": lambda p: patched(p, batch=1.5), "nothing for a text": lambda p: patched(p, data=None),
+    "no sequence": lambda p: patched(p, seq=0), "no tokens": lambda p: patched(p, step_tokens=0), "no batch": lambda p: patched(p, batch=0),
+    "no learning rate": lambda p: patched(p, lr=0.), "a warm-up of text": lambda p: patched(p, warmup_steps="5"),
+    "layers without end": lambda p: patched(p, model=json.loads(p.read_text())["model"] | dict(layers=10**9)),
+    "more layers": lambda p: patched(p, model=json.loads(p.read_text())["model"] | dict(layers=4000)),
+    "a negative width": lambda p: patched(p, model=json.loads(p.read_text())["model"] | dict(width=-32)),
+    "another width": lambda p: patched(p, model=json.loads(p.read_text())["model"] | dict(width=64)),
+    "a digit too many": lambda p: p.write_text(p.read_text().replace('"steps": 12', '"steps": 1' + "0"*400)),
+    "nested": lambda p: p.write_text(nested(100_000)), "a pipe": pipe}
+
+@posix
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_that_is_wrong(stopped, kind):
+    "A line that names the file, before anything is built"
+    run = stopped/"runs/run"
+    CONFIGS[kind](run/"config.json")
+    t0 = time.time()
+    with fails((InputError, FileNotFoundError), "config.json|checkpoints") as e: resume(stopped)
+    assert time.time() - t0 < 10 and len(str(e.value).splitlines()) == 1
+
+def rewrite(c, change=lambda about: about, tensors=lambda ts: ts):
+    "A checkpoint with something else in it, whose sums are right"
+    about, model, state = read_about(c), load_file(c/"model.safetensors"), load_file(c/"state.safetensors")
+    about = change(json.loads((c/"about.json").read_text()))
+    shutil.rmtree(c)
+    write_checkpoint(c, dict(model=model, state=tensors(state)), about)
+
+def entry(about, *path):
+    "The node at `path` in a state that was taken apart"
+    node = about["state"]
+    for k in path: node = dict(map(tuple, node["dict"]))[k] if "dict" in node else node["list"][k]
+    return node
+
+def without(about, *path): node = entry(about, *path[:-1])["dict"]; node[:] = [p for p in node if p[0] != path[-1]]; return about
+def with_value(about, v, *path):
+    node = entry(about, *path); node.clear(); node.update(v)
+    return about
+
+NORM = "layers.0.input_layernorm.weight"
+STATES = {
+    "a list": lambda a: a | dict(state=[1]), "null": lambda a: a | dict(state=None), "a text": lambda a: a | dict(state=dict(value="x")),
+    "no optimizer": lambda a: without(a, "optimizer"), "no random state": lambda a: without(a, "rng", "cpu"),
+    "no state of a weight": lambda a: without(a, "optimizer", "state", NORM), "no moment": lambda a: without(a, "optimizer", "state", NORM, "exp_avg"),
+    "another moment": lambda a: with_value(a, entry(a, "optimizer", "state", "norm.weight", "exp_avg") | {}, "optimizer", "state", "embed_tokens.weight", "exp_avg"),
+    "a number for a moment": lambda a: with_value(a, dict(value=3), "optimizer", "state", NORM, "exp_avg"),
+    "a text for the groups": lambda a: with_value(a, dict(value="x"), "optimizer", "groups"),
+    "a random state of text": lambda a: with_value(a, dict(value="x"), "rng", "cpu"),
+    "a tensor that isn't there": lambda a: with_value(a, dict(tensor="nowhere"), "rng", "cpu"),
+    "8 bits of nothing": lambda a: with_value(a, dict(made_of="OptimState8bit", parts=[], attrs=[]), "optimizer", "state", NORM, "exp_avg"),
+    "by number": lambda a: {k: v for k, v in a.items() if k != "version"}, "from the future": lambda a: a | dict(version=99),
+    "no corpus": lambda a: a | dict(facts={}), "nested": lambda a: json.loads('{"list": ['*400 + "]}"*400) and a | dict(state=json.loads('{"list": ['*400 + "]}"*400))}
+
+@posix
+@pytest.mark.parametrize("kind", STATES)
+def test_a_state_that_is_wrong(stopped, kind):
+    "Well-formed, with its sums, and wrong: a line that names the checkpoint, and nothing is changed"
+    run = stopped/"runs/run"
+    rewrite(run/"checkpoints/step-00000006", STATES[kind])
+    was = (run/"metrics.jsonl").read_bytes()
+    with fails(InputError, "step-00000006") as e: resume(stopped)
+    assert len(str(e.value).splitlines()) == 1 and (run/"metrics.jsonl").read_bytes() == was
+
+@posix
+def test_a_tensor_that_is_missing(stopped):
+    c = stopped/"runs/run/checkpoints/step-00000006"
+    rewrite(c, tensors=lambda ts: dict(list(ts.items())[1:]))
+    with fails(InputError, "step-00000006", "has no tensor"): resume(stopped)
+
+@posix
+@pytest.mark.parametrize("step", [10**12, -1, "6", None])
+def test_a_step_that_is_wrong(stopped, capsys, step):
+    "The checkpoint's step isn't that of its name: it is passed over, and the one before is taken"
+    rewrite(stopped/"runs/run/checkpoints/step-00000006", lambda a: a | dict(step=step))
+    assert Trainer(TrainConfig(resume=str(stopped/"runs/run"))).done == 5
+    assert "step-00000006" in capsys.readouterr().out
+
+@posix
+@pytest.mark.parametrize("name, text, error", [
+    ("metrics.jsonl", '{"loss": 1}\n[1]\nnull\n{"step": "x"}\n{"step": 1, "loss": ' + "9"*400 + "}\n" + nested(1000) + "\n" + '{"step": 2, "loss": 3.5}\n', ""),
+    ("metrics.jsonl", None, "metrics.jsonl is no regular file"), ("result.json", "[]", "result.json can't be used"),
+    ("result.json", '{"steps": "6"}', "result.json can't be used"), ("result.json", None, "result.json is no regular file")])
+def test_other_files_that_are_wrong(stopped, name, text, error):
+    "Rows that are none are left out; whatever else is wrong is named, and a pipe isn't waited for"
+    path = stopped/"runs/run"/name
+    path.unlink()
+    if text is None: os.mkfifo(path)
+    else: path.write_text(text)
+    if error:
+        with fails(InputError, error): resume(stopped)
+    else:
+        assert resume(stopped)[1]["steps"] == 12
+        assert [r["step"] for r in rows(stopped/"runs/run") if "loss" in r] == [2, *range(7, 13)]
+
+# Signals
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT])
+def test_a_loader_that_stalls(tmp_path, monkeypatch, number):
+    "A signal doesn't wait for it: the run is saved within seconds, and goes on from there"
+    starts = Batches.starts
+    def stall(self, i):
+        if i == 5: os.kill(os.getpid(), number); time.sleep(20)
+        return starts(self, i)
+    with monkeypatch.context() as m:
+        m.setattr(Batches, "starts", stall)
+        trainer = Trainer(options(tmp_path, steps=8), progress=False)
+        t0 = time.time(); res = trainer.fit()
+    assert time.time() - t0 < 8 and res["interrupted"] and 4 <= res["steps"] <= 5 and trainer.signal == number
+    assert ("val_loss" in res) == (number == signal.SIGINT)
+    assert resume(tmp_path)[1]["steps"] == 8
+
+@posix
+@pytest.mark.parametrize("where", ["evaluate", "generate"])
+def test_sigterm_at_the_end(tmp_path, monkeypatch, where):
+    "SIGTERM in the last evaluation or sample: the checkpoint of the last step is there, and resuming finishes the run"
+    def stopped(*args, **kw): os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)
+    with monkeypatch.context() as m:
+        if where == "evaluate": m.setattr(Stepper, "evaluate", stopped)
+        else: m.setattr(module, "generate", stopped)
+        trainer = Trainer(options(tmp_path, evals=1), progress=False)
+        t0 = time.time(); res = trainer.fit()
+    assert time.time() - t0 < 8 and res["interrupted"] and "val_loss" not in res and trainer.signal == signal.SIGTERM
+    assert newest(tmp_path/"runs/run/checkpoints").name == "step-00000006"
+    assert resume(tmp_path)[1]["val_loss"] and (tmp_path/"runs/run/report.html").exists()
+
+@posix
+def test_nohup(monkeypatch):
+    "Who asked for SIGHUP to be ignored, as nohup does, meant it"
+    was = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as s: signal.raise_signal(signal.SIGHUP)
+        assert s.got is None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally: signal.signal(signal.SIGHUP, was)

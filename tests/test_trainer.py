@@ -1,5 +1,5 @@
 "The trainer refuses bad options before it writes anything, loses nothing when stopped, and repeats itself exactly."
-import json, os, re, signal, subprocess, sys, time
+import dataclasses, itertools, json, os, re, shlex, signal, subprocess, sys, time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +8,10 @@ from safetensors.torch import load_file
 from llm_speedrun.train import hardware as hardware_module, trainer as module
 from llm_speedrun.runs import RUNGS, Stepper
 from llm_speedrun.train.hardware import *
-from llm_speedrun.files import clean_errors
+from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.report import loss_chart
+from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.trainer import *
 from llm_speedrun.train.saving import newest
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins
@@ -20,7 +21,7 @@ FILES = {"checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "sa
 def rows(folder): return [json.loads(o) for o in (folder/"metrics.jsonl").read_text().splitlines()]
 def curve(trainer): return [r["loss"] for r in trainer.rows() if "loss" in r]
 def weights(trainer): return {k: v.detach().clone() for k, v in trainer.run.model.state_dict().items()}
-def names(folder): return {p.name for p in folder.iterdir()}
+def names(folder): return {p.name for p in folder.iterdir()} - {".lock"}
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
@@ -31,25 +32,25 @@ def finished(tmp_path_factory):
 # Options
 
 @pytest.mark.parametrize("option,kind,message", [
-    (dict(batch=-1), ValueError, "batch can't be negative: -1"),
-    (dict(accumulate=3, batch=0, tokens=64), ValueError, "4 sequences, which accumulate 3 doesn't divide"),
-    (dict(tokens=100), ValueError, "tokens 100 are no whole number of sequences of 16"),
-    (dict(tokens=128, accumulate=1), ValueError, "1 batches of 4 sequences are not the 8 sequences of 128"),
+    (dict(batch=-1), ValueError, "batch must be a whole number from 0 .*not -1"),
+    (dict(accumulate=3, batch=0, step_tokens=64), ValueError, "4 sequences, which accumulate 3 doesn't divide"),
+    (dict(step_tokens=100), ValueError, "step_tokens 100 are no whole number of sequences of 16"),
+    (dict(step_tokens=128, accumulate=1), ValueError, "1 batches of 4 sequences are not the 8 sequences of 128"),
     (dict(hardware="h10"), ValueError, "unknown kind of hardware 'h10'.*'h100'"),
     (dict(schedule="cosin"), ValueError, "unknown schedule 'cosin'.*'cosine'"),
-    (dict(ema=1.), ValueError, "ema is a decay from 0 .* to below 1, not 1"),
-    (dict(target=-1.), ValueError, "target can't be negative"),
-    (dict(accumulate=-2), ValueError, "accumulate can't be negative: -2"),
-    (dict(evals=0), ValueError, "evals must be at least 1, not 0"),
-    (dict(eval_tokens=-1), ValueError, "eval_tokens must be at least 1, not -1"),
-    (dict(seq=-3), ValueError, "seq must be at least 1, not -3"),
+    (dict(ema=1.), ValueError, "ema must be a number from 0 to below 1, not 1"),
+    (dict(target=-1.), ValueError, "target must be a number from 0"),
+    (dict(accumulate=-2), ValueError, "accumulate must be .* not -2"),
+    (dict(evals=0), ValueError, "evals must be a whole number from 1 .*not 0"),
+    (dict(eval_tokens=-1), ValueError, "eval_tokens must be .*not -1"),
+    (dict(seq=-3), ValueError, "seq must be .*not -3"),
     (dict(seq=33), ValueError, "seq 33 is longer than the 32 tokens of 'nano': choose a smaller --seq"),
-    (dict(steps=-1), ValueError, "steps can't be negative: -1"),
-    (dict(minutes=-.1), ValueError, "minutes can't be negative"),
-    (dict(lr=-1.), ValueError, "lr can't be negative: -1"),
+    (dict(steps=-1), ValueError, "steps must be .*not -1"),
+    (dict(minutes=-.1), ValueError, "minutes must be a number from 0"),
+    (dict(lr=-1.), ValueError, "lr must be a number from 0, and finite, not -1"),
     (dict(weight_decay=-1.), ValueError, "weight_decay.* -1"),
     (dict(clip=-1.), ValueError, "clip"),
-    (dict(epochs=0.), ValueError, "epochs must be above 0"),
+    (dict(epochs=0.), ValueError, "epochs must be a number above 0"),
     (dict(warmup=100.), ValueError, "warmup"),      # as if it were steps
     (dict(seed=-1), ValueError, "seed"),
     (dict(vocab=-1), ValueError, "vocab"),
@@ -97,7 +98,7 @@ def test_existing_folder_is_left_alone(tmp_path):
         train(options(tmp_path, seed=1), progress=False)
     assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == was
     train(options(tmp_path, seed=1, overwrite=True), progress=False)
-    assert names(run) == {*was, "checkpoints"} and (run/"model.safetensors").read_bytes() != was["model.safetensors"]
+    assert names(run) == {*was, "checkpoints"} - {".lock"} and (run/"model.safetensors").read_bytes() != was["model.safetensors"]
     assert json.loads((run/"config.json").read_text())["seed"] == 1
 
 @pytest.mark.parametrize("out", ["file", "file/below"])
@@ -163,7 +164,7 @@ def test_accumulation(finished, tmp_path):
 
 def test_schedule():
     "The rate rises over the warm-up, peaks, and falls to a tenth at the last step"
-    lrs = [lr_at(i, 100, 1., .1) for i in range(100)]
+    lrs = [lr_at(i, 100, 1., 10) for i in range(100)]
     assert lrs[0] == .1 and max(lrs) == lrs[9] == lrs[10] == 1. and lrs[-1] == pytest.approx(.1)
     assert lrs[:10] == sorted(lrs[:10]) and lrs[10:] == sorted(lrs[10:], reverse=True)
 
@@ -171,7 +172,7 @@ def test_epochs(tmp_path, capsys):
     "Without `steps`, the text ends a run where it is shorter than the time; time ends it otherwise"
     t = Trainer(options(tmp_path, steps=0, minutes=60., epochs=2., accumulate=2))
     assert t.cfg.steps == 2*t.batches.per_epoch and "2 passes over the text" in capsys.readouterr().out
-    assert Trainer(options(tmp_path, steps=0, minutes=1e-3, epochs=1e9)).cfg.steps < 1e6
+    assert Trainer(options(tmp_path, steps=0, minutes=1e-3, epochs=1e9, name="b")).cfg.steps < 1e6
 
 # Rungs
 
@@ -259,13 +260,13 @@ def test_plot_without_steps(finished):
     assert not [t.get_text() for t in fig.axes[0].get_yticklabels() if t.get_text() == "-"]
     assert "training" not in [t.get_text() for t in fig.axes[0].get_legend().get_texts()]
 
-COMMAND = Path(sys.executable).parent/"speedrun_train"
+COMMAND = [sys.executable, "-c", "from llm_speedrun.train.options import speedrun_train; speedrun_train()"]
 
 def start(folder, rungs):
     "The command in a process of its own, on data in `folder`, with more steps than it will ever take"
     args = dict(data=write_bins(folder/"bins"), workload="tiny", rungs=rungs, steps=100_000, batch=8, seq=32,
                 vocab=VOCAB, eval_tokens=128, sample=4, name="run", out=folder/"runs")
-    cmd = [str(COMMAND)] + [str(o) for k, v in args.items() for o in (f"--{k}", v)]
+    cmd = COMMAND + [str(o) for k, v in args.items() for o in (f"--{k}", v)]
     def heed(): signal.signal(signal.SIGINT, signal.SIG_DFL)     # jobs in a shell's background start out ignoring it
     return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
@@ -276,10 +277,8 @@ def wait_for(p, ready, seconds=60):
         assert p.poll() is None and time.time() < end, p.communicate(timeout=5)
         time.sleep(.05)
 
-needs_command = pytest.mark.skipif(not COMMAND.exists(), reason="the package is not installed: pip install -e .")
 posix = pytest.mark.skipif(os.name != "posix", reason="SIGINT can be sent to a process on POSIX alone")
 
-@needs_command
 @posix
 def test_ctrl_c_in_training(tmp_path):
     "A real Ctrl-C in mid-training: everything is saved, the output says where, the exit code is 130"
@@ -293,7 +292,6 @@ def test_ctrl_c_in_training(tmp_path):
     steps = json.loads((run/"result.json").read_text())["steps"]
     assert 10 <= steps == [r["step"] for r in rows(run) if "loss" in r][-1] and load_file(run/"model.safetensors")
 
-@needs_command
 @posix
 def test_ctrl_c_before_training(tmp_path):
     "A real Ctrl-C while the rungs are measured: nothing is written, and the output says so"
@@ -439,7 +437,7 @@ def test_out_of_memory(tmp_path, crowded, after):
     whole, _ = train(options(tmp_path, batch=64, steps=8, name="whole"), progress=False)
     crowded.most, crowded.after, crowded.sizes = 18, after, []
     trainer, _ = train(options(tmp_path, batch=64, steps=8), progress=False)
-    assert (trainer.cfg.batch, trainer.cfg.accumulate, trainer.cfg.tokens) == (16, 4, 1024)
+    assert (trainer.cfg.batch, trainer.cfg.accumulate, trainer.cfg.step_tokens) == (16, 4, 1024)
     assert np.allclose(curve(trainer), curve(whole), atol=1e-4)
     assert [r["event"] for r in trainer.rows() if "event" in r] == [f"out of memory: micro-batches of {b}" for b in (32, 16)][:after]
     config = json.loads((tmp_path/"runs/run/config.json").read_text())
@@ -492,3 +490,151 @@ def test_out_of_memory_while_measuring(tmp_path, monkeypatch, capsys):
 def test_fitting_batch():
     "The largest batch below 95% of the memory: none where even one sequence is too much"
     assert fitting_batch(3, 5, 40) == 18 and fitting_batch(3, 5, 3) == 0 and fitting_batch(30, 60, 65) == 2
+
+# Bad options and bad targets
+
+@pytest.mark.parametrize("k", "minutes epochs lr weight_decay clip ema warmup target save_minutes".split())
+@pytest.mark.parametrize("v", [float("nan"), float("inf")])
+def test_no_number(tmp_path, k, v):
+    "NaN and infinity are refused for every option that is a number"
+    with fails(InputError, f"{k} must be"): Trainer(options(tmp_path, **{k: v}), progress=False)
+    assert names(tmp_path) <= {"bins"}
+
+@pytest.mark.parametrize("rungs", ["naive", "fused_adamw", "bf16,bf16_weights"])
+def test_a_loss_that_is_no_number(tmp_path, rungs):
+    "A step whose loss is NaN over gradients that are finite, as of a target that is no token, is not taken, and is told"
+    trainer = Trainer(options(tmp_path, rungs=rungs, steps=8), progress=False)
+    class Masked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss): return loss*float("nan")
+        @staticmethod
+        def backward(ctx, g): return torch.zeros_like(g)
+    bad, loss, kept = lambda: trainer.done + 1 in (3, 4), trainer.run.loss, {}
+    trainer.step.run = dataclasses.replace(trainer.run, loss=lambda *a: Masked.apply(loss(*a)) if torch.is_grad_enabled() and bad() else loss(*a))
+    apply = trainer.step.apply
+    def watched():
+        before = [p.detach().clone() for p in trainer.step.params]
+        apply()
+        kept[trainer.done + 1] = all(map(torch.equal, before, trainer.step.params))
+    trainer.step.apply = watched
+    trainer.fit()
+    assert [n for n, same in kept.items() if same] == [3, 4]
+    assert [(r["step"], r["event"]) for r in trainer.rows() if "event" in r] == [(n, "skipped: the loss isn't finite") for n in (3, 4)]
+
+def test_documents_without_an_end_token(tmp_path):
+    "Said before there is a folder"
+    with fails(InputError, "doesn't say which token begins a document: leave out --documents"):
+        Trainer(options(tmp_path, documents=True), progress=False)
+    assert names(tmp_path) == {"bins"}
+
+def test_bigram_of_a_mixture(tmp_path):
+    "Every corpus of a mixture counts, as it does in the batches"
+    for name, seed in (("a", 0), ("b", 1)):
+        write_bins(tmp_path/name)
+        rng = np.random.default_rng(seed)
+        for split, n in (("train", 4097), ("val", 1025)):
+            step = rng.integers(1, 4, n) if name == "a" else rng.integers(50, 54, n)     # other pairs in each
+            (np.cumsum(step) % VOCAB).astype("<u2").tofile(tmp_path/name/f"{split}.bin")
+    one, _ = train(options(tmp_path, data=str(tmp_path/"b"), name="one"), progress=False)
+    mix = Trainer(options(tmp_path, data=f"{tmp_path/'a'}:1,{tmp_path/'b'}:1"), progress=False)
+    alone = module.bigram_loss(mix.corpus, [tuple(t.cpu() for t in mix.val)])
+    assert mix.yardstick() < alone - .5
+
+# Memory for what isn't training
+
+def test_out_of_memory_in_an_evaluation(tmp_path, monkeypatch, capsys):
+    "Its batches are halved, the loss is the same, and the run goes on; where one sequence doesn't fit, it says how"
+    whole, res = train(options(tmp_path, name="whole"), progress=False)
+    evaluate, most = Stepper.evaluate, [2]
+    def crowded(self, batches):
+        batches = list(batches)
+        if len(batches[0][0]) > most[0]: raise torch.OutOfMemoryError("CUDA out of memory")
+        return evaluate(self, batches)
+    monkeypatch.setattr(Stepper, "evaluate", crowded)
+    trainer, less = train(options(tmp_path))
+    assert less["val_loss"] == pytest.approx(res["val_loss"], abs=1e-5) and trainer.eval_batch == 2
+    assert capsys.readouterr().out.count("in an evaluation: going on with batches of 2") == 1
+    most[0] = 0
+    with fails(RunError, "evaluation of one sequence", "--resume"): train(options(tmp_path, name="b"), progress=False)
+
+def test_out_of_memory_for_an_average(tmp_path, monkeypatch):
+    "While the average is used, the weights wait in main memory where the GPU has no room; where there is none at all, it's said"
+    from llm_speedrun.recipes import schedules
+    plain, res = train(options(tmp_path, ema=.9, name="plain"), progress=False)
+    monkeypatch.setattr(schedules, "copies", lambda params: [p.detach().to("cpu", copy=True) for p in params])
+    assert train(options(tmp_path, ema=.9), progress=False)[1]["val_loss"] == res["val_loss"]
+    def full(*args): raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(module, "Average", full)
+    with fails(RunError, "no GPU memory for an average", "--ema"): Trainer(options(tmp_path, ema=.9, name="b"), progress=False)
+
+# Nobody looks on
+
+SCRIPT = "import sys; from llm_speedrun.train.options import speedrun_train; speedrun_train()"
+
+def command(folder, *more):
+    args = dict(data=write_bins(folder/"bins"), workload="tiny", rungs="naive", steps=12, batch=4, seq=32, vocab=VOCAB, eval_tokens=128,
+                sample=4, name="run", out=folder/"runs")
+    return [sys.executable, "-c", SCRIPT, *(str(o) for k, v in args.items() for o in (f"--{k}", v)), *more]
+
+@posix
+@pytest.mark.parametrize("how", ["| head -c 0", ">&-", "> /dev/full", "2>&1 | head -c 0", "2>&-"])
+def test_a_broken_log(tmp_path, how):
+    "A pipe that breaks, a stream that is closed, a full disk below the log: the run ends well, with everything there"
+    line = " ".join(map(shlex.quote, command(tmp_path))) + f" {how}; exit ${{PIPESTATUS[0]}}"
+    res = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+    assert res.returncode == 0 and "Traceback" not in res.stderr and "Exception" not in res.stderr, res.stderr
+    assert names(tmp_path/"runs/run") == FILES
+
+def test_a_log_of_another_encoding(tmp_path):
+    "Letters that the log doesn't know are replaced"
+    data = texts(tmp_path/"texts")
+    for p in data.iterdir(): p.write_text("\u4e2d\u6587 \u00d7 caf\u00e9 "*200, encoding="utf-8")
+    env = os.environ | dict(PYTHONIOENCODING="ascii", LLM_SPEEDRUN_CACHE=str(tmp_path/"cache"))
+    res = subprocess.run(command(tmp_path, "--data", str(data), "--vocab", "300", "--sample", "60"), capture_output=True, text=True, timeout=120, env=env)
+    assert res.returncode == 0 and "everything is in" in res.stdout, res.stderr
+
+def test_log_lines(tmp_path, monkeypatch, capsys):
+    "Where no terminal looks on there is a line from time to time in place of a bar"
+    monkeypatch.setattr(module.Progress.__init__, "__defaults__", (True, 0.))
+    train(options(tmp_path, steps=20))
+    err = capsys.readouterr().err
+    assert re.search(r"^step 10 of 20 \(50%\): loss \d\.\d+, [\d,]+ tok/s", err, re.M) and "\r" not in err
+
+# Speed
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [32, 64])
+def test_the_loop_keeps_up(tmp_path, rows):
+    """At least 98% of the bare step's speed, with loader, guard and log in it; measured in turns, on the same batches. What
+    each part costs is printed: `pytest -s -k keeps_up`"""
+    from llm_speedrun.recipes.schedules import GuardedStepper
+    from llm_speedrun.runs import build
+    block, rounds = 40, 6
+    cfg = TrainConfig(workload="124m", rungs="fastest", batch=rows, step_tokens=rows*1024, steps=2*block*(rounds + 1), evals=1, eval_tokens=2**15,
+                      sample=1, save_minutes=1000., name="run", out=str(tmp_path/"runs"))
+    times = {}
+    def timed(name, f):
+        torch.cuda.synchronize(); t0 = time.perf_counter()
+        for _ in range(block): f()
+        torch.cuda.synchronize(); times.setdefault(name, []).append((time.perf_counter() - t0)/block*1e3)
+    class Measured(Trainer):
+        def loop(self, batches):
+            run = build(self.config, self.cfg.rungs.split(","), seed=1)
+            bare, kept = Stepper(run), [tuple(t.clone() for t in next(batches)) for _ in range(block)]
+            noise = tuple(torch.randint(self.config.vocab, kept[0][0].shape, device=self.device) for _ in range(2))
+            guarded = GuardedStepper(build(self.config, self.cfg.rungs.split(","), seed=1))
+            turn = lambda step, data: lambda: step(next(data))
+            for r in range(rounds + 1):
+                timed("bare step, one batch of noise", lambda: bare(noise))
+                timed("bare step, text", turn(bare, itertools.cycle(kept)))
+                timed("guarded step, text", turn(guarded, itertools.cycle(kept)))
+                timed("bare step, the loader", turn(bare, batches))
+                torch.cuda.synchronize(); t0 = time.perf_counter()
+                self.cfg.steps = self.done + block
+                super().loop(batches)
+                torch.cuda.synchronize(); times.setdefault("the trainer", []).append((time.perf_counter() - t0)/block*1e3)
+            self.cfg.steps = self.done
+    Measured(cfg, progress=False).fit()
+    median = {k: float(np.median(v[1:])) for k, v in times.items()}      # the first round warms up
+    for k, ms in median.items(): print(f"{rows} x 1024, {k}: {ms:.2f} ms, {rows*1024/ms*1e3:,.0f} tokens/s")
+    assert median["bare step, text"] / median["the trainer"] >= .98, median

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Number', 'Count', 'TAKE_A_MASK', 'Journal', 'cores', 'tokenize_corpus', 'document_source', 'stream_tokenizer',
-           'speedrun_data', 'RankBatches', 'shares', 'mixed_row', 'MixedBatches', 'joined', 'parse_mix', 'open_mix',
+           'make_corpus', 'RankBatches', 'shares', 'mixed_row', 'MixedBatches', 'joined', 'parse_mix', 'open_mix',
            'mix_fingerprint', 'shuffled', 'one_side', 'Position', 'StreamBatches', 'document_ids', 'document_positions',
            'document_mask', 'document_borders', 'check_documents', 'within_documents', 'loader_wait']
 
@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Annotated
 import msgspec, numpy as np, torch, torch.nn.functional as F
 from fastcore.basics import patch
-from fastcore.script import call_parse
 from tokenizers import Tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
-from ..files import InputError, RunError, clean_errors, hold, read_json, replace_file, synced
+from ..files import InputError, RunError, hold, read_json, replace_file, synced
 from ..measure import moment, ms_between, sample_ms, summarize
 from .words import Encoder, encoders, in_order
 from ..data import (HUB, OFFLINE_VOCAB, PACKED, Batches, Shards, TokenWriter, Tokens, check_sizes,
@@ -229,38 +228,20 @@ def stream_tokenizer(
     return train_tokenizer(first_characters(source()), vocab or OFFLINE_VOCAB)
 
 # %% ../../nbs/38_corpora.ipynb #a1bab75d
-@call_parse
-def speedrun_data(
-    data: str = "stdlib", # stdlib, fineweb-edu, openwebtext, or a path (text, JSONL, Parquet, folder)
-    out: str = "tokens", # the folder to make; an interrupted command goes on when it is given again
-    tokenizer: str = "", # gpt2, a tokenizer.json, or a tokenized corpus; by default trained (presets: gpt2)
-    vocab: int = 0, # vocabulary of a tokenizer trained here; by default 1024
-    text_key: str = "text", # the key (JSONL) or column (Parquet) that holds the text
-    max_tokens: int = 0, # stop after so many; by default all there are
-    val_frac: float = .05, # share of the documents held out for validation
-    workers: int = 0, # processes; by default one for each core
-):
-    "Tokenize a corpus on all cores, in flat memory, into a folder of shards"
-    meta = clean_errors(lambda: _tokenize(data, out, tokenizer, vocab, text_key, val_frac, max_tokens, workers),
-                        "interrupted: the same command goes on from here")
-    print(f"{meta['train_tokens']:,} tokens to train on and {meta['val_tokens']:,} held out are in {out}/")
-
-def _tokenize(data, out, tokenizer, vocab, text_key, val_frac, max_tokens, workers):
-    "What the command does"
-    if not out.strip(): raise InputError("--out is empty: name a folder to make")
-    path = Path(out).expanduser().absolute()
-    if path.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another --out")
-    if tokenizer and vocab: raise InputError(f"{tokenizer} has a vocabulary of its own: leave out --vocab")
-    for k, v in dict(vocab=vocab, max_tokens=max_tokens, workers=workers).items():
-        if v < 0: raise InputError(f"--{k} can't be negative: {v}")
-    options = dict(val_frac=val_frac, max_tokens=max_tokens or None, workers=workers or None)
-    check_sizes(val_frac, 1, None)
-    source = document_source(data, text_key)
-    tok = _tokenizer_for(tokenizer, data, source, vocab, path)
-    name = f"{data} ({text_key}), tokenizer {tokenizer or vocab or 'default'}"
-    total = _characters(data)
+def make_corpus(c): # a `DataOptions`
+    "What `speedrun_data` does"
+    path = Path(c.out).expanduser().absolute()
+    if path.exists(): raise FileExistsError(f"{c.out} exists already and is left as it is; name another --out")
+    if c.tokenizer and c.vocab:
+        raise InputError(f"{c.tokenizer} has a vocabulary of its own: leave out --vocab")
+    options = dict(val_frac=c.val_frac, max_tokens=c.max_tokens or None, workers=c.workers or None)
+    check_sizes(c.val_frac, 1, None)
+    source = document_source(c.data, c.text_key)
+    tok = _tokenizer_for(c.tokenizer, c.data, source, c.vocab, path)
+    name, total = f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or c.vocab or 'default'}", _characters(c.data)
     with tqdm(total=total, unit="char", unit_scale=True, dynamic_ncols=True, desc="tokenizing") as bar:
-        return tokenize_corpus(source(), tok, path, source=name, bar=bar, **options)
+        meta = tokenize_corpus(source(), tok, path, source=name, bar=bar, **options)
+    print(f"{meta['train_tokens']:,} tokens to train on and {meta['val_tokens']:,} held out are in {c.out}/")
 
 # %% ../../nbs/38_corpora.ipynb #7cc04bf3
 class RankBatches(Batches):

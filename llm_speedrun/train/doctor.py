@@ -6,7 +6,7 @@
 __all__ = ['PACKAGES', 'Finding', 'of_error', 'guarded', 'wrong_versions', 'check_versions', 'check_gpu', 'check_rungs', 'Trial',
            'one_step', 'wall_ms', 'trial', 'check_trial', 'check_memory', 'lost_tokens', 'check_data', 'check_loader',
            'checkpoint_bytes', 'size', 'check_disk', 'lasting', 'check_time', 'check_resume', 'check_run', 'examine',
-           'checkup', 'tell', 'speedrun_doctor']
+           'checkup', 'tell', 'examine_and_tell']
 
 # %% ../../nbs/36_doctor.ipynb #4885a0ac
 import json, math, platform, shutil, sys, tempfile, textwrap, time
@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 import torch
-from fastcore.script import call_parse
 from packaging.requirements import Requirement
-from ..files import clean_errors
 from ..measure import driver_version, memory_limit, sample_ms, summarize, version_of
 from ..runs import RUNGS
 from .saving import newest, taken_apart
 from .hardware import presets
-from .trainer import TrainConfig, Trainer, options_of
+from .trainer import Trainer
 
 # %% ../../nbs/36_doctor.ipynb #2291ddd3
 @dataclass(frozen=True)
@@ -271,10 +269,11 @@ def check_resume(cfg): # a `TrainConfig`
     for text in passed: yield Finding("note", "resume", f"{text}. The one before it is taken")
     if found: yield Finding("ok", "resume", f"goes on from {found}")
 
-def check_run(cfg): # a `TrainConfig`
+def check_run(cfg, # a `TrainConfig`
+              given=None): # names of the options that were given, as for `Trainer`
     "Findings about a run with these options. Raises what making its `Trainer` raises"
     if cfg.resume: yield from check_resume(cfg)
-    trainer = Trainer(replace(cfg), progress=False) # it fills its options in: the caller's stay as they are
+    trainer = Trainer(cfg, progress=False, given=given)
     yield from check_data(trainer)
     if cfg.overwrite and trainer.folder.exists():
         yield Finding("note", "run", f"{trainer.folder} exists, and --overwrite will replace what is in it")
@@ -284,10 +283,11 @@ def check_run(cfg): # a `TrainConfig`
                   check_time(trainer, t)): yield from found
 
 # %% ../../nbs/36_doctor.ipynb #e2c49c76
-def examine(cfg): # a `TrainConfig`
+def examine(cfg, # a `TrainConfig`
+            given=None): # names of the options that were given, as for `Trainer`
     "The findings about a run with these options, one by one as they are made"
     for about, found in (("software", check_versions()), ("GPU", check_gpu()), ("rungs", check_rungs()),
-                         ("run", check_run(cfg))):
+                         ("run", check_run(cfg, given))):
         yield from guarded(found, about)
 
 def checkup(cfg): # a `TrainConfig`, the options of the run
@@ -305,10 +305,8 @@ def tell(findings): # an iterator of `Finding`
     else: print("\ntraining would work")
     return problems
 
-@call_parse
-@options_of(TrainConfig)
-def speedrun_doctor(**options):
-    """Check what `speedrun_train` would do with the same options, in a minute or two, and train nothing.
-    Exit code 0 if training would work, 1 if not"""
+def examine_and_tell(cfg, # a `TrainConfig`
+                     given): # names of the options that were given
+    "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
     print("Trying what speedrun_train would do; to measure the rungs (--rungs auto) takes a while\n")
-    if clean_errors(lambda: tell(examine(TrainConfig(**options)))): sys.exit(1)
+    if tell(examine(cfg, given)): sys.exit(1)

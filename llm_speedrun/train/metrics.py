@@ -71,7 +71,7 @@ def row_of(line, # bytes of JSON
            where): # to name in an error
     "The row as a dict. Raises `InputError` for anything else, and for a row without a step"
     row = decoded(line, dict[str, Value], where)
-    if type(row.get("step")) is not int: raise InputError(f"{where} has no step")
+    if type(row.get("step")) is not int or row["step"] < 0: raise InputError(f"{where} has no step")
     return row
 
 # %% ../../nbs/34_metrics.ipynb #c355e2d9
