@@ -50,8 +50,8 @@ def _reopened(folder, split, dtype, shard_tokens, n):
     for i in range(-(-n//shard_tokens)):
         keep, p = min(n - i*shard_tokens, shard_tokens)*dtype.itemsize, w.path(i)
         if (have := p.stat().st_size if p.exists() else 0) < keep:
-            raise InputError(f"{p} has {have:,} bytes and the journal says {keep:,}; somebody has changed it. "
-                             f"Delete {folder.parent} and start again")
+            raise InputError(f"{p} has {have:,} bytes and the journal says {keep:,}; somebody has changed "
+                             f"it: delete {folder.parent} and start again")
         os.truncate(p, keep); files.append(p)
     for p in {*token_files(folder, split)} - {*files}: p.unlink()
     if n % shard_tokens: w.file = open(files[-1], "ab")
@@ -227,6 +227,24 @@ def stream_tokenizer(
     if data in HUB and not vocab: return gpt2_tokenizer()
     return train_tokenizer(first_characters(source()), vocab or OFFLINE_VOCAB)
 
+# %% ../../nbs/38_corpora.ipynb #bc44e362
+def _tokenize(data, out, tokenizer, vocab, text_key, val_frac, max_tokens, workers):
+    "What the command does"
+    if not out.strip(): raise InputError("--out is empty: name a folder to make")
+    path = Path(out).expanduser().absolute()
+    if path.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another --out")
+    if tokenizer and vocab: raise InputError(f"{tokenizer} has a vocabulary of its own: leave out --vocab")
+    for k, v in dict(vocab=vocab, max_tokens=max_tokens, workers=workers).items():
+        if v < 0: raise InputError(f"--{k} can't be negative: {v}")
+    options = dict(val_frac=val_frac, max_tokens=max_tokens or None, workers=workers or None)
+    check_sizes(val_frac)
+    source = document_source(data, text_key)
+    tok = _tokenizer_for(tokenizer, data, source, vocab, path)
+    name = f"{data} ({text_key}), tokenizer {tokenizer or vocab or 'default'}"
+    total = _characters(data)
+    with tqdm(total=total, unit="char", unit_scale=True, dynamic_ncols=True, desc="tokenizing") as bar:
+        return tokenize_corpus(source(), tok, path, source=name, bar=bar, **options)
+
 # %% ../../nbs/38_corpora.ipynb #a1bab75d
 @call_parse
 def speedrun_data(
@@ -240,26 +258,10 @@ def speedrun_data(
     workers: int = 0, # processes; by default one for each core
 ):
     "Tokenize a corpus on all cores, in flat memory, into a folder of shards"
-    meta = clean_errors(lambda: _tokenize(data, out, tokenizer, vocab, text_key, val_frac, max_tokens, workers),
+    options = val_frac, max_tokens, workers
+    meta = clean_errors(lambda: _tokenize(data, out, tokenizer, vocab, text_key, *options),
                         "interrupted: the same command goes on from here")
     print(f"{meta['train_tokens']:,} tokens to train on and {meta['val_tokens']:,} held out are in {out}/")
-
-def _tokenize(data, out, tokenizer, vocab, text_key, val_frac, max_tokens, workers):
-    "What the command does"
-    if not out.strip(): raise InputError("--out is empty: name a folder to make")
-    path = Path(out).expanduser().absolute()
-    if path.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another --out")
-    if tokenizer and vocab: raise InputError(f"{tokenizer} has a vocabulary of its own: leave out --vocab")
-    for k, v in dict(vocab=vocab, max_tokens=max_tokens, workers=workers).items():
-        if v < 0: raise InputError(f"--{k} can't be negative: {v}")
-    options = dict(val_frac=val_frac, max_tokens=max_tokens or None, workers=workers or None)
-    check_sizes(val_frac, 1, None)
-    source = document_source(data, text_key)
-    tok = _tokenizer_for(tokenizer, data, source, vocab, path)
-    name = f"{data} ({text_key}), tokenizer {tokenizer or vocab or 'default'}"
-    total = _characters(data)
-    with tqdm(total=total, unit="char", unit_scale=True, dynamic_ncols=True, desc="tokenizing") as bar:
-        return tokenize_corpus(source(), tok, path, source=name, bar=bar, **options)
 
 # %% ../../nbs/38_corpora.ipynb #7cc04bf3
 class RankBatches(Batches):
@@ -333,7 +335,7 @@ def parse_mix(spec): # "name" or "name:weight,name:weight"
     return [_weighted(head, tail) for head, _, tail in parts]
 
 def _weighted(name, weight):
-    short = re.fullmatch(r"[-+]?[\d.]{1,20}(e[-+]?\d{1,2}|/\d{1,20})?", weight)   # 1e999999999 would take all memory
+    short = re.fullmatch(r"[-+]?[\d.]{1,20}(e[-+]?\d{1,2}|/\d{1,20})?", weight)   # 1e999999999 takes for ever
     try: w = Fraction(weight if short else "")
     except (ValueError, ZeroDivisionError): return f"{name}:{weight}" if name else weight, Fraction(1)
     if name and w > 0: return name, w
@@ -384,7 +386,8 @@ def one_side(
     "The source with the documents of one side only, by the rule of `data.write_shards`"
     return partial(_one_side, source, held_out, val_frac)
 
-def _one_side(source, held_out, val_frac): return (t for t in source() if is_held_out(t, val_frac) == held_out)
+def _one_side(source, held_out, val_frac):
+    return (t for t in source() if is_held_out(t, val_frac) == held_out)
 
 # %% ../../nbs/38_corpora.ipynb #07f4ec23
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -438,12 +441,12 @@ class StreamBatches:
 # %% ../../nbs/38_corpora.ipynb #f501378c
 @patch
 def passed(self:StreamBatches, at): # a position
-    "The documents of its epoch that are still to come, and a digest of those before. `InputError` if they differ"
+    "The documents of its epoch still to come, and a digest of those before. `InputError` if it differs"
     docs, digest = self.documents(at["epoch"]), text_digest()
     for text in islice(docs, at["docs"]): digest_pieces(digest, [(text, True, False)])
     if digest.hexdigest() != at["documents"]:
-        raise InputError(f"the documents have changed: the first {at['docs']:,} of pass {at['epoch'] + 1} are not "
-                         "those that were trained on. Give the same ones in the same order to go on")
+        raise InputError(f"the documents have changed: the first {at['docs']:,} of pass {at['epoch'] + 1} "
+                         "are not those that were trained on. Give the same ones in the same order to go on")
     return docs, digest
 
 @patch
@@ -459,8 +462,8 @@ def pieces(self:StreamBatches, at, docs, digest): # a position, and what `passed
                                              documents=digest.hexdigest())
             done = 0
         if not count:
-            raise InputError(f"the source has no document for rank {self.rank} of {self.world}: more documents are "
-                             "needed")
+            raise InputError(f"the source has no document for rank {self.rank} of {self.world}: take more "
+                             "documents")
         epoch, count, docs, digest = epoch + 1, 0, self.documents(epoch + 1), text_digest()
 
 # %% ../../nbs/38_corpora.ipynb #9c0002b0
@@ -505,7 +508,8 @@ def __next__(self:StreamBatches):
     "The next batch"
     if self.batches is None: self.begin()
     try: rows, position = next(self.batches)
-    except RunError as e: raise RunError(f"{e}: it made the tokens of the stream; go on from a checkpoint") from e
+    except RunError as e:
+        raise RunError(f"{e}: it made the tokens of the stream; go on from a checkpoint") from e
     self.past.append(position)
     rows = torch.from_numpy(rows.astype(np.int64))
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -569,8 +573,8 @@ TAKE_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBa
 def check_documents(corpus): # a `data.Corpus`
     "Raise `InputError` if nobody knows where its documents begin, before there is a run"
     if corpus.eot is None:
-        raise InputError(f"{corpus.name} doesn't say which token begins a document, which --documents needs: leave "
-                         "that out, or tokenize the text with speedrun_data")
+        raise InputError(f"{corpus.name} doesn't say which token begins a document, which --documents needs: "
+                         "leave that out, or tokenize the text with speedrun_data")
 
 def within_documents(run, eot): # a `model.Run`, the token that begins a document
     "The run with attention that doesn't cross documents instead of the attention it has"
