@@ -196,8 +196,8 @@ def read_documents(
     path,               # a file, or a folder that is read whole, in sorted order, hidden files left out
     text_key="text",    # the key (JSON lines) or column (Parquet) that holds the text
 ) -> Iterator[str]:     # documents, empty ones left out; long ones in parts, the further ones `Continued`
-    """Documents from text (a file is one; a .txt may have several with `<|endoftext|>` between), JSON lines or
-    Parquet, also compressed (.gz .xz .bz2, and .zst with zstandard).
+    """Documents from text (a file is one; a .txt may have several, with `<|endoftext|>` between), JSON lines
+    or Parquet, also compressed (.gz .xz .bz2, and .zst with zstandard).
     Raises FileNotFoundError, OSError (unreadable) or ValueError (no text, not UTF-8, bad JSON, no key)."""
     files = document_files(path)
     if (kind := file_kind(files[0]) if files else "") in (".json", ".bin"):
