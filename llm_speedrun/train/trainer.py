@@ -23,8 +23,9 @@ from ..files import InputError, RunError, check_writable, clean_errors, lookup, 
 from ..measure import (default_device, ladder_table, machine, mfu, ms_between, sample_ms,
                                   summarize, warm_up)
 from ..data import EOT, Batches, Corpus, bigram_loss, prefetch, tokenizer_of, val_batches
-from .corpora import (MixedBatches, StreamBatches, document_source, one_side, open_mix,
-                                   stream_tokenizer, within_documents)
+from .corpora import document_source, open_mix, stream_tokenizer
+from .loader import MixedBatches, StreamBatches, one_side
+from ..rungs.documents import within_documents
 from ..model import GPTConfig, build, generate, step_of, train_flops, workload
 from ..export import import_folder
 from ..rungs.flash import backend_ms, why_not
