@@ -536,7 +536,7 @@ def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_toke
     return *hold_out_tail(folder, (train, val), eot, val_frac, tokenizer.get_vocab_size()), split
 
 # %% ../nbs/03_data.ipynb #6ba5ecfd
-Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**32)]
+Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 
 class Meta(msgspec.Struct):
@@ -553,6 +553,8 @@ class Meta(msgspec.Struct):
     date: str = ""
 
     def __post_init__(self):
+        if self.dtype == "uint16" and (self.vocab or 0) > 2**16:
+            raise ValueError(f"`vocab` {self.vocab} doesn't fit into a `dtype` of uint16")
         if self.vocab and self.eot not in (None, msgspec.UNSET) and self.eot >= self.vocab:
             raise ValueError(f"`eot` {self.eot} is outside the vocabulary of {self.vocab}")
 
