@@ -29,8 +29,9 @@ from ..measure import (Choices, Timings, default_device, ladder_table, machine, 
                                   process_start)
 from ..data import (EOT, Batches, Corpus, bigram_loss, differences, prefetch, tokenizer_of,
                                val_batches)
-from .corpora import (MixedBatches, StreamBatches, document_source, mix_fingerprint,
-                                   one_side, open_mix, stream_tokenizer, within_documents)
+from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
+from .loader import MixedBatches, StreamBatches, one_side
+from ..rungs.documents import within_documents
 from ..model import GPTConfig, train_flops, workload
 from ..runs import build, generate, settled
 from ..ladder import choose_rungs, measured
