@@ -102,9 +102,9 @@ class GuardedStepper(Stepper):
     applying = False # whether an update has begun, and not ended
     def apply(self):
         scaled = self.scaler.is_enabled() # a scaler looks at the gradients itself
-        good = self.loss.isfinite() if scaled else self.loss.isfinite() & self.norm.isfinite()
-        if takes_found_inf(self.opt) and not scaled: self.opt.found_inf = (~good).float()
-        elif not good: return self.scaler.update()
+        both = self.loss if scaled else self.loss + self.norm
+        if takes_found_inf(self.opt) and not scaled: self.opt.found_inf = (both - both != 0).float()
+        elif not both.isfinite(): return self.scaler.update()
         self.applying = True
         super().apply()
         self.applying = False
