@@ -93,7 +93,7 @@ def load_state_dict(self:Average, state): # from `state_dict`
 
 # %% ../../nbs/40_schedules.ipynb #9c0bd6d9
 def takes_found_inf(opt): # a `torch.optim.Optimizer`
-    "Whether its kernel leaves all as it is where the tensor `found_inf` is 1, so that nobody has to wait for it"
+    "Whether its kernel leaves all as it is where the tensor `found_inf` is 1, so that nobody has to wait"
     return getattr(opt, "_step_supports_amp_scaling", False) # PyTorch's own word for it
 
 class GuardedStepper(Stepper):
@@ -102,9 +102,9 @@ class GuardedStepper(Stepper):
     applying = False # whether an update has begun, and not ended
     def apply(self):
         scaled = self.scaler.is_enabled() # a scaler looks at the gradients itself
-        good = self.loss.isfinite() if scaled else self.loss.isfinite() & self.norm.isfinite()
-        if takes_found_inf(self.opt) and not scaled: self.opt.found_inf = (~good).float()
-        elif not good: return self.scaler.update()
+        both = self.loss if scaled else self.loss + self.norm
+        if takes_found_inf(self.opt) and not scaled: self.opt.found_inf = (both - both != 0).float()
+        elif not both.isfinite(): return self.scaler.update()
         self.applying = True
         super().apply()
         self.applying = False

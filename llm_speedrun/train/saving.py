@@ -114,7 +114,7 @@ def load_named_state(model, # whose parameters are updated
     of = {n: g for g, names in zip(saved.groups, lists) for n in names}
     if other := {*order} ^ {*of} or saved.state and {*order} ^ {*saved.state}:
         raise InputError(f"an optimizer's state is of other parameters: {', '.join(sorted(other)[:3])}")
-    check_moments(saved.state, params, lists)
+    check_moments(opt, saved.state, params, lists)
     def settled(g): # a group as it is now, with the settings that were saved
         old = of[order[g["params"][0]]] if g["params"] else {}
         return g | {k: v for k, v in old.items() if k in g and k not in (*HOW, "params")}
@@ -122,17 +122,19 @@ def load_named_state(model, # whose parameters are updated
     opt.load_state_dict(dict(state=state, param_groups=[settled(g) for g in now["param_groups"]]))
 
 # %% ../../nbs/31_saving.ipynb #695f3527
-def check_moments(state, # parameter -> what is kept for it
+def check_moments(opt, # an optimizer
+                  state, # parameter -> what is kept for it
                   params, # name -> parameter
                   groups): # lists of names
-    "Raise `InputError` where the moments of a parameter are missing, or of another shape"
-    for names in groups:
-        kinds = {n: sorted(state[n]) for n in names if n in state}
-        usual = [*kinds.values()][0] if kinds else []
-        for n, kept in kinds.items():
-            bad = [k for k in kept if k.startswith("exp_avg")
-                   and getattr(state[n][k], "shape", None) != params[n].shape]
-            if kept != usual or bad: raise InputError(f"an optimizer's state doesn't fit the parameter {n}")
+    "Raise `InputError` where the moments of a parameter are missing, or of another shape or type"
+    form = lambda t: (getattr(t, "shape", None), getattr(t, "dtype", None))
+    for names in groups if state else ():
+        for n in names:
+            p, kept = params[n], {k: form(t) for k, t in state[n].items()}
+            if hasattr(opt, "new_state"): good = kept == {k: form(t) for k, t in opt.new_state(p).items()}
+            else: good = kept.keys() == state[names[0]].keys() and all(
+                shape == p.shape for k, (shape, _) in kept.items() if k.startswith("exp_avg"))
+            if not good: raise InputError(f"an optimizer's state doesn't fit the parameter {n}")
 
 # %% ../../nbs/31_saving.ipynb #985085cc
 def converted(x, # a tree of plain values

@@ -245,7 +245,8 @@ def open_tokens(self:Trainer):
     own = tokenizer_of(c.resume) if c.resume else None # new text doesn't change the tokens of a run
     self.parts = parts = open_mix(c.data, c.vocab or None, tokenizer=own)
     for corpus, _ in parts: corpus.train.check(); corpus.val.check()
-    self.corpus, self.print = parts[0][0], mix_fingerprint(parts)
+    self.corpora, self.print = [corpus for corpus, _ in parts], mix_fingerprint(parts)
+    self.corpus = self.corpora[0]
     if len(parts) == 1:
         self.batches = Batches(self.corpus.train, self.sequences, c.seq, seed=c.seed)
         return evaluation(self.corpus.val, c.eval_tokens, c.seq)
@@ -260,7 +261,7 @@ def open_stream(self:Trainer):
     c, source = self.cfg, document_source(self.cfg.data)
     tok = c.resume and tokenizer_of(c.resume) or stream_tokenizer(c.data, source, c.vocab)
     self.corpus = Corpus(Path(c.data).stem, None, None, tok.get_vocab_size(), tok, tok.token_to_id(EOT))
-    self.print = self.corpus.fingerprint()
+    self.corpora, self.print = [], self.corpus.fingerprint()
     self.batches = StreamBatches(one_side(source, False), tok, self.sequences, c.seq, seed=c.seed)
     return next(StreamBatches(one_side(source, True), tok, max(1, c.eval_tokens//c.seq), c.seq))
 
