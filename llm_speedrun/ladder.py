@@ -17,7 +17,7 @@ from .files import InputError, RunError, check_writable, lookup, replace_file
 from .measure import ladder_chart, ladder_table, make_record, ratio, take_turns, warm_up
 from .model import train_flops
 from .model import workload as find_workload
-from .runs import bench, check_rung, in_order, measure_run, step_of
+from .runs import bench, check_rung, in_order, measure_run, rung_name, settled, step_of
 from .train.hardware import free_memory, memory_advice, parse_rungs
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
@@ -28,10 +28,10 @@ def climb(config, # a `GPTConfig`
     """Measure each rung against those below it. Returns records, the lowest run's first, with a key `kept`.
     What doesn't go together is an error before anything is measured"""
     applied = []
-    for r in in_order(rungs): check_rung(r, applied); applied.append(r.__name__)
+    for r, _ in in_order(rungs): check_rung(r, applied); applied.append(r.__name__)
     below, records = [], []
     for r in rungs:
-        if not only or r in only:
+        if not only or rung_name(r) in only:
             before, after = measure_run(config, below + [r], before=below, batch=batch)
             if before["rung"] not in [o["rung"] for o in records]: records.append(before)
             records.append(after)
@@ -43,15 +43,16 @@ def climb(config, # a `GPTConfig`
 class Warm:
     "A warm step of a run with some rungs"
     config: object # a `GPTConfig`
-    rungs: list # names
+    rungs: list # with the options that were chosen for them
     batch: int # sequences in a step
 
     def __post_init__(self):
         def note(run): self.fmt = run.fmt; return run
+        self.rungs = settled(self.config, self.rungs)
         self.step, self.measured = warm_up(step_of(self.config, self.rungs, self.batch, note))
 
     @property
-    def name(self): return self.rungs[-1] if self.rungs else "fp32"
+    def name(self): return rung_name(self.rungs[-1]) if self.rungs else "fp32"
 
 @patch
 def record(self:Warm, **more): # what it was compared with
@@ -93,7 +94,7 @@ def paying(config, # a `GPTConfig`
 # %% ../nbs/22_ladder.ipynb #b23020a1
 class Chosen(msgspec.Struct):
     "What was chosen by measuring"
-    rungs: list[str] # names, in their order
+    rungs: list[str] # in their order, with the options that were chosen for them
     records: list[dict] # of `paying`
 
 def choose_rungs(config, batch, rungs, # as for `paying`
@@ -131,13 +132,14 @@ def new_ladder(config, # a `GPTConfig`
                only=()): # names of those to measure, all by default
     "Measure a ladder and save it. Raises `ValueError`, `FileExistsError`, and `RuntimeError` out of memory"
     if batch < 1: raise InputError(f"batch must be at least 1, not {batch}")
-    for name in only: lookup(dict.fromkeys(rungs), name, "rung of this ladder")
+    names = list(map(rung_name, rungs))
+    for name in only: lookup(dict.fromkeys(names), name, "rung of this ladder")
     check_writable(folder)
     if (folder/"ladder.json").exists():
         raise FileExistsError(f"{folder} holds a ladder already, which is left alone: choose another --out")
     try: records = climb(config, batch, rungs, only=only)
     except torch.OutOfMemoryError: records = None # the models are gone only after this block
-    lowest = rungs[:min(map(rungs.index, only), default=0)] # the run that needs the most
+    lowest = rungs[:min(map(names.index, only), default=0)] # the run that needs the most
     if records is None: raise RunError(memory_advice(config, lowest, batch))
     save_ladder(records, folder)
     return records

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'RUNGS', 'param_groups', 'adamw', 'no_scaler', 'model_loss', 'Run', 'entered', 'Stepper', 'average_and_clip',
-           'rung', 'check_rung', 'rung_options', 'option_value', 'parsed', 'option_text', 'chosen', 'find_rung',
-           'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'generate', 'bench',
-           'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'settled', 'count_step', 'measure_run']
+           'rung', 'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name', 'option_text', 'chosen',
+           'find_rung', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled',
+           'generate', 'bench', 'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'settled', 'count_step',
+           'measure_run']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, importlib, inspect, pkgutil
@@ -243,6 +244,10 @@ def parsed(spec): # such as "fp8:grad=e4m3:parts=heads+mlp"
             raise InputError(f"rung {name!r}: {key}{sep}{text} can't be used, it takes {kind}") from None
     return r, options
 
+def rung_name(spec): # with or without options
+    "The name of the rung that a text names"
+    return spec.split(":")[0].strip()
+
 # %% ../nbs/05_runs.ipynb #c185c997
 def option_text(v): # a value
     "As `option_value` reads it"
@@ -436,7 +441,7 @@ def measure_run(config, # a `GPTConfig`
     ops = {k: count_step(config, r, batch) for k, r in variants.items()}
     ms = {k: predict_ms(o) for k, o in ops.items()}
     res = compare({k: step_of(config, r, batch) for k, r in variants.items()})
-    name = lambda r: r[-1].split(":")[0] if r else "fp32"
+    name = lambda r: rung_name(r[-1]) if r else "fp32"
     def record(k, **kw):
         return make_record(name(variants[k]), res[k], batch=batch, seq=config.seq, workload=config.name,
                            rungs=variants[k], dtype=main_format(ops[k]), predicted_ms=ms[k],

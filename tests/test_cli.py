@@ -195,7 +195,7 @@ def test_a_resumed_run_stays_where_it_is(tmp_path, monkeypatch):
     with fails(OSError, "look at its permissions"): train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=9), progress=False)
     with fails(OSError, "choose another --out"): train(options(tmp_path, name="new"), progress=False)
 
-@pytest.mark.parametrize("given", [{"steps", "target"}, {"steps"}], ids=str)
+@pytest.mark.parametrize("given", [{"steps", "target"}, {"steps"}], ids=["two", "one"])
 def test_given_on_resume(tmp_path, given):
     "A target that is given as 0 is cleared, though that is the default; one that isn't given stays"
     train(options(tmp_path, target=1e-9), progress=False)

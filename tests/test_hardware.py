@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest, torch
 import llm_speedrun.model as model_module
 from llm_speedrun import ladder, measure
-from llm_speedrun.ladder import Chosen, choose_rungs, climb, paying, speedrun_ladder
+from llm_speedrun.ladder import Chosen, choose_rungs, climb, paying
+from llm_speedrun.train.options import speedrun_ladder
 from llm_speedrun.measure import Choices, Timings, process_start
 from llm_speedrun.runs import find_rung
 from llm_speedrun.train import hardware

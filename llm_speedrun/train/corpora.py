@@ -241,14 +241,16 @@ def _tokenize(data, out, tokenizer, vocab, text_key, val_frac, max_tokens, worke
 def make_corpus(c): # a `DataOptions`
     "What `speedrun_data` does"
     path = Path(c.out).expanduser().absolute()
-    if path.exists(): raise FileExistsError(f"{c.out} exists already and is left as it is; name another --out")
+    if path.exists():
+        raise FileExistsError(f"{c.out} exists already and is left as it is; name another --out")
     if c.tokenizer and c.vocab:
         raise InputError(f"{c.tokenizer} has a vocabulary of its own: leave out --vocab")
     options = dict(val_frac=c.val_frac, max_tokens=c.max_tokens or None, workers=c.workers or None)
     check_sizes(c.val_frac, 1, None)
     source = document_source(c.data, c.text_key)
     tok = _tokenizer_for(c.tokenizer, c.data, source, c.vocab, path)
-    name, total = f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or c.vocab or 'default'}", _characters(c.data)
+    name = f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or c.vocab or 'default'}"
+    total = _characters(c.data)
     with tqdm(total=total, unit="char", unit_scale=True, dynamic_ncols=True, desc="tokenizing") as bar:
         meta = tokenize_corpus(source(), tok, path, source=name, bar=bar, **options)
     print(f"{meta['train_tokens']:,} tokens to train on and {meta['val_tokens']:,} held out are in {c.out}/")
