@@ -64,8 +64,8 @@ def document_files(path): # a file or a folder
         raise FileNotFoundError(f"{path}: no such file or folder; check the path (this is {Path.cwd()})")
     if path.is_file(): return [path]
     if not path.is_dir():
-        raise InputError(f"{path} is neither a file nor a folder, and text is read more than once: write what "
-                         "comes out of it to a file, and give that")
+        raise InputError(f"{path} is neither a file nor a folder, and text is read more than once: write "
+                         "what comes out of it to a file, and give that")
     def wanted(p):
         parts = p.relative_to(path).parts
         hidden = any(o.startswith(".") or o == "__pycache__" for o in parts)
@@ -77,8 +77,8 @@ def document_files(path): # a file or a folder
 def _reading(path):
     "An open binary file, uncompressed; every failure to read it becomes an OSError that names it"
     if path.suffix.lower() == ".zst" and "zstd" not in fsspec.available_compressions():
-        raise InputError(f"{path}: reading .zst takes the package zstandard, which isn't installed; install it "
-                         "(pip install zstandard), or unpack the file")
+        raise InputError(f"{path}: reading .zst takes the package zstandard, which isn't installed; install "
+                         "it (pip install zstandard), or unpack the file")
     try:
         with fsspec.open(str(path), "rb", compression="infer") as f: yield f
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
@@ -119,7 +119,8 @@ def _json_text(line, where, key):
     "The text under `key` in one line of JSON"
     try: d = json.loads(utf8_text(line, where))
     except InputError: raise
-    except (ValueError, RecursionError) as e: raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
     if not isinstance(d, dict): raise InputError(f"{where} is a {type(d).__name__}, not an object: {{...}}")
     if key not in d: raise InputError(f"{where} has no key {key!r}, only {', '.join(d)}; {_NAME_IT}")
     text = d[key]
@@ -185,7 +186,7 @@ def _read_parquet(path, key):
             raise InputError(f"{path} has no column {key!r}, only {', '.join(cols)}; {_NAME_IT}")
         if not (pa.types.is_string(cols[key]) or pa.types.is_large_string(cols[key])):
             raise InputError(f"{path}: column {key!r} holds {cols[key]}, not text; {_NAME_IT}")
-        for rows in f.iter_batches(256, columns=[key]): yield from (o for o in rows.column(0).to_pylist() if o)
+        for rows in f.iter_batches(256, columns=[key]): yield from filter(None, rows.column(0).to_pylist())
     except (OSError, pa.ArrowException) as e: raise OSError(f"cannot read {path}: {e}; is it whole?") from e
 
 # %% ../nbs/03_data.ipynb #ce7b29fd
@@ -194,9 +195,9 @@ _READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_par
 def read_documents(
     path,               # a file, or a folder that is read whole, in sorted order, hidden files left out
     text_key="text",    # the key (JSON lines) or column (Parquet) that holds the text
-) -> Iterator[str]:     # documents, empty ones left out; of a long one, parts: the further ones are `Continued`
-    """Documents from text (a file is one, or a .txt has several with `<|endoftext|>` between them), JSON lines or
-    Parquet, also compressed (.gz .xz .bz2, and .zst with zstandard).
+) -> Iterator[str]:     # documents, empty ones left out; long ones in parts, the further ones `Continued`
+    """Documents from text (a file is one; a .txt may have several, with `<|endoftext|>` between), JSON lines
+    or Parquet, also compressed (.gz .xz .bz2, and .zst with zstandard).
     Raises FileNotFoundError, OSError (unreadable) or ValueError (no text, not UTF-8, bad JSON, no key)."""
     files = document_files(path)
     if (kind := file_kind(files[0]) if files else "") in (".json", ".bin"):
@@ -365,8 +366,8 @@ def _open_bin(path, dtype):
     size = path.stat().st_size
     if size == 0: raise InputError(f"{path} is empty: 0 bytes, so no tokens; write it again")
     if what := seems(path):
-        raise InputError(f"{path} is called .bin, and seems to be {what}, not tokens: unpack it, or give it the "
-                         "suffix of what it is")
+        raise InputError(f"{path} is called .bin, and seems to be {what}, not tokens: unpack it, or give it "
+                         "the suffix of what it is")
     if size % dtype.itemsize:
         raise InputError(f"{path} has {size} bytes, no multiple of a {dtype.name} token's {dtype.itemsize}:"
                          " it is truncated, or no raw token file; copy or write it again")
@@ -443,7 +444,7 @@ def check(self: Shards, n=2**22):       # n: tokens to look at together
         if end <= self.lo or end - len(a) >= self.hi: continue           # nothing of it belongs to this part
         if (marker := _marker(path, a, self.vocab)).exists(): continue
         for lo in range(end - len(a), end, n): whole.rows([lo], min(n, end - lo))
-        with suppress(OSError):                                         # a cache that can't be written costs time
+        with suppress(OSError):                 # a cache that can't be written costs time, and nothing else
             marker.parent.mkdir(exist_ok=True); marker.touch()
 
 # %% ../nbs/03_data.ipynb #aaec8a52
@@ -514,12 +515,12 @@ def split_kind(train, val, val_frac): # two writers, the share to hold out
     if not (total := train.n + val.n): raise InputError("no documents, so no tokens: nothing was written")
     return "document" if val.n > val_frac*total/5 and train.n > total/2 else "tail"
 
-def check_sizes(val_frac, shard_tokens, max_tokens):
+def check_sizes(val_frac=.05, shard_tokens=1, max_tokens=None):
     "Raise `InputError` for a share to hold out, or numbers of tokens, that can't be"
     if not 0 < val_frac < 1:
         raise InputError(f"val_frac is a share of the documents, above 0 and below 1, not {val_frac}")
-    if shard_tokens < 1: raise InputError(f"shard_tokens must be at least 1, not {shard_tokens}")
-    if (max_tokens or 1) < 1: raise InputError(f"max_tokens must be at least 1, not {max_tokens}")
+    for k, n in dict(shard_tokens=shard_tokens, max_tokens=max_tokens).items():
+        if n is not None and n < 1: raise InputError(f"{k} must be at least 1, not {n}")
 
 # %% ../nbs/03_data.ipynb #5c465e6f
 def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_tokens, digest):
@@ -535,14 +536,14 @@ def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_toke
     return *hold_out_tail(folder, (train, val), eot, val_frac, tokenizer.get_vocab_size()), split
 
 # %% ../nbs/03_data.ipynb #6ba5ecfd
-Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**32)]
+Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 
 class Meta(msgspec.Struct):
     "What `meta.json` says of the token files beside it"
     vocab: Vocabulary | None = None                 # every token is below it
     dtype: Literal["uint16", "uint32"] = "uint16"   # of a token on disk
-    eot: Tokens | None | msgspec.UnsetType = msgspec.UNSET  # the token that begins a document; null: there is none
+    eot: Tokens | None | msgspec.UnsetType = msgspec.UNSET  # the token that begins a document; null: none
     train_tokens: Tokens | None = None
     val_tokens: Tokens | None = None
     files: dict[str, Tokens] = {}                   # tokens in each file
@@ -552,6 +553,8 @@ class Meta(msgspec.Struct):
     date: str = ""
 
     def __post_init__(self):
+        if self.dtype == "uint16" and (self.vocab or 0) > 2**16:
+            raise ValueError(f"`vocab` {self.vocab} doesn't fit into a `dtype` of uint16")
         if self.vocab and self.eot not in (None, msgspec.UNSET) and self.eot >= self.vocab:
             raise ValueError(f"`eot` {self.eot} is outside the vocabulary of {self.vocab}")
 
@@ -606,11 +609,11 @@ class Corpus:
 # %% ../nbs/03_data.ipynb #fe867072
 def _holds_tokens(folder):
     "Whether a folder is a tokenized corpus; `InputError` where it could be one, or texts"
-    bins = sorted(folder.glob("*.bin"))
-    if token_files(folder, "train") or all((folder/o).exists() for o in ("meta.json", "tokenizer.json")): return True
+    bins, described = sorted(folder.glob("*.bin")), (folder/"meta.json", folder/"tokenizer.json")
+    if token_files(folder, "train") or all(p.exists() for p in described): return True
     if not bins or not (texts := document_files(folder)): return bool(bins)
-    raise InputError(f"{folder} has text ({texts[0].name}, ...) and {bins[0].name}: if that holds tokens, name it "
-                     "(or call it train.bin); if not, move it elsewhere")
+    raise InputError(f"{folder} has text ({texts[0].name}, ...) and {bins[0].name}: if that holds tokens, "
+                     "name it (or call it train.bin); if not, move it elsewhere")
 
 # %% ../nbs/03_data.ipynb #afa997f9
 def _check_counts(folder, meta, split, shards):
@@ -618,23 +621,23 @@ def _check_counts(folder, meta, split, shards):
     sizes = dict(zip((p.name for p in shards.paths), map(len, shards.arrays)))
     for name, n in sizes.items():
         if name in meta.files and n != meta.files[name]:
-            raise InputError(f"{folder/name} has {n:,} tokens, and {meta.files[name]:,} were written: it was cut "
-                             "off or changed; copy or write it again")
+            raise InputError(f"{folder/name} has {n:,} tokens, and {meta.files[name]:,} were written: it was "
+                             "cut off or changed; copy or write it again")
     said, have = getattr(meta, f"{split}_tokens"), sum(sizes.values())
     if said is not None and said != have:
-        raise InputError(f"{folder} has {have:,} tokens in its {split} files, and meta.json says {said:,}: a file "
-                         "is missing, cut off or not one of them; copy or write them again")
+        raise InputError(f"{folder} has {have:,} tokens in its {split} files, and meta.json says {said:,}: a "
+                         "file is missing, cut off or not one of them; copy or write them again")
 
 def _check_tokenizer(where, tokenizer, vocab, eot, exact):
     "Raise `InputError` for a tokenizer that isn't the one the tokens are from"
     n, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOT)
     if n > vocab or exact and n != vocab or eot is not None and end != eot:
-        raise InputError(f"{where}: the tokenizer has {n:,} tokens, of which {EOT} is {end}, and the data is said "
-                         f"to have {vocab:,} and {eot}: they don't belong together")
+        raise InputError(f"{where}: the tokenizer has {n:,} tokens, of which {EOT} is {end}, and the data is "
+                         f"said to have {vocab:,} and {eot}: they don't belong together")
 
 # %% ../nbs/03_data.ipynb #84cf17ea
 def _said_of(folder, vocab):
-    "What `meta.json` and `tokenizer.json` say: a `Meta` with vocabulary and end token, and the tokenizer or None"
+    "What `meta.json` and `tokenizer.json` say: a `Meta` with vocabulary and end token, the tokenizer or None"
     meta = read_json(folder/"meta.json", Meta) if (folder/"meta.json").exists() else Meta()
     tok, exact, vocab = tokenizer_of(folder), meta.vocab is not None, meta.vocab or vocab
     meta.vocab = vocab or (tok.get_vocab_size() if tok else GPT2_VOCAB)
@@ -649,12 +652,12 @@ def _open_shards(path, vocab=None, name=None):
     folder = path if path.is_dir() else path.parent
     meta, tok = _said_of(folder, vocab)
     both = path.is_dir() or path.name == "train.bin"
-    vals = token_files(folder, "val") if both else []
-    trains = token_files(path, "train") or sorted({*path.glob("*.bin")} - {*vals}) if path.is_dir() else [path]
+    vals, trains = token_files(folder, "val") if both else [], [path]
+    if path.is_dir(): trains = token_files(path, "train") or sorted({*path.glob("*.bin")} - {*vals})
     train = Shards(trains, meta.dtype, meta.vocab)
     if both: _check_counts(folder, meta, "train", train)
     if vals: val = Shards(vals, meta.dtype, meta.vocab); _check_counts(folder, meta, "val", val)
-    elif both and meta.val_tokens: raise InputError(f"{folder} has no val file, and meta.json says there is one")
+    elif both and meta.val_tokens: raise InputError(f"{folder} has no val file, and meta.json speaks of one")
     else: cut = _tail_cut(train, meta.eot); train, val = train.part(0, cut), train.part(cut, len(train))
     name = name or (folder.name if both else path.stem)
     return Corpus(name, train, val, meta.vocab, tok, meta.eot, meta.documents)
@@ -666,12 +669,13 @@ def tokenizer_hash(tokenizer):
     return hashlib.blake2b(words, digest_size=8).hexdigest()
 
 def _prepared(name, docs, train, max_tokens, source, key, given):
-    "Corpus from the cache. If it is not there it is made of `docs()`, with the tokenizer `given` or else `train()`"
+    "Corpus from the cache. If it isn't there it is made of `docs()`, with the tokenizer `given` or `train()`"
     def of(*key):
-        h = hashlib.blake2b(json.dumps([2, name, max_tokens, source, *key]).encode(), digest_size=6).hexdigest()
-        return cache_dir()/f"{name}-{h}"
-    folder, mine = of(key), given and tokenizer_hash(given)
-    if given and not (folder.exists() and tokenizer_hash(tokenizer_of(folder)) == mine): folder = of(key, mine)
+        key = json.dumps([2, name, max_tokens, source, *key]).encode()
+        return cache_dir()/f"{name}-{hashlib.blake2b(key, digest_size=6).hexdigest()}"
+    folder = of(key)
+    if given and not (folder.exists() and tokenizer_hash(tokenizer_of(folder)) == tokenizer_hash(given)):
+        folder = of(key, tokenizer_hash(given))
     if not folder.exists():
         print(f"Tokenizing {name} (once; kept in the cache as {folder.name})", flush=True)
         try: write_shards(docs(), given or train(), folder, max_tokens=max_tokens, source=source)
@@ -697,9 +701,10 @@ def _open_stdlib(vocab, max_tokens, tokenizer):
     if not files:
         raise FileNotFoundError(f"no standard library sources below {sysconfig.get_path('stdlib')}: this "
                                 "Python has them compiled or packed; give a file or folder of text")
-    return _prepared(f"stdlib-{py}-v{vocab}", stdlib_documents, lambda: train_tokenizer(stdlib_documents(), vocab),
-                     max_tokens, f"the standard library of Python {py}",
-                     [[str(p), p.stat().st_size] for p in files], tokenizer)
+    def train(): return train_tokenizer(stdlib_documents(), vocab)
+    return _prepared(f"stdlib-{py}-v{vocab}", stdlib_documents, train, max_tokens,
+                     f"the standard library of Python {py}", [[str(p), p.stat().st_size] for p in files],
+                     tokenizer)
 
 def _open_hub(name, vocab, max_tokens, tokenizer):
     def docs(): return hub_documents(name)
@@ -735,7 +740,7 @@ def open_corpus(
     """Open a corpus; text is tokenized into `cache_dir()` the first time, and a line printed that says so.
     A `.bin` is nanoGPT's format: `train.bin` takes the `val.bin` beside it, any other holds out its last 5%.
     Raises FileNotFoundError, OSError, ValueError or ConnectionError, saying what to do."""
-    if max_tokens is not None and max_tokens < 1: raise InputError(f"max_tokens must be at least 1, not {max_tokens}")
+    check_sizes(max_tokens=max_tokens)
     how = vocab or OFFLINE_VOCAB, max_tokens, tokenizer
     if data is None or str(data) == "stdlib": return _open_stdlib(*how)
     if str(data) in HUB: return _open_hub(str(data), vocab, *how[1:])
@@ -771,7 +776,8 @@ def fingerprint(self: Corpus):
 def differences(old, new): # two fingerprints
     "What differs, in words: `training tokens 1,000 -> 2,000, ...`; empty if nothing does"
     def said(x): return f"{x:,}" if isinstance(x, int) else str(x)
-    return ", ".join(f"{k} {said(old.get(k))} -> {said(new.get(k))}" for k in old | new if old.get(k) != new.get(k))
+    changed = [k for k in old | new if old.get(k) != new.get(k)]
+    return ", ".join(f"{k} {said(old.get(k))} -> {said(new.get(k))}" for k in changed)
 
 # %% ../nbs/03_data.ipynb #02586755
 class Batches:
@@ -897,7 +903,7 @@ def _unigram(corpus, n):
     return c / c.sum()
 
 def unigram_loss(
-    corpus,             # a `Corpus` whose training tokens are counted, or a mixture: pairs of corpus and weight
+    corpus,             # its training tokens are counted; or a mixture: pairs of corpus and weight
     batches,            # validation batches (x, y)
     n=10_000_000,       # training tokens to count
 ) -> float:             # nats per token
@@ -917,7 +923,7 @@ def _pair_counts(corpus, n, x, y, V): # tokens, and those that follow them
     return both, before
 
 def bigram_loss(
-    corpus,             # a `Corpus` whose training tokens are counted, or a mixture: pairs of corpus and weight
+    corpus,             # its training tokens are counted; or a mixture: pairs of corpus and weight
     batches,            # validation batches (x, y)
     n=10_000_000,       # training tokens to count
     k=50.,              # strength of the fall-back on the unigram, in occurrences

@@ -47,7 +47,10 @@ def qwen3_config(config, # a `GPTConfig`
         sliding_window=None, torch_dtype=str(dtype).removeprefix("torch."), **ends)
 
 # %% ../nbs/62_export.ipynb #8d179ea0
-def up_to(most): return Annotated[int, Meta(ge=1, le=most)]
+def up_to(most): # this many
+    "The type of a whole number from 1"
+    return Annotated[int, Meta(ge=1, le=most)]
+
 Rope = dict[str, float | str | bool | None]
 
 class Qwen3(msgspec.Struct):
@@ -99,6 +102,7 @@ def fitted(tensors, # name -> tensor, under Qwen3's names
                                    + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
     return {k.removeprefix("model."): as_fp32(tensors[k], f"{where}: {k}") for k in want}
 
+# %% ../nbs/62_export.ipynb #b3406a3c
 def as_fp32(t, # a tensor
             what): # it is, for errors
     "The tensor in FP32. A `ValueError` if it is of a type that isn't read, or has numbers that aren't finite"
@@ -106,7 +110,7 @@ def as_fp32(t, # a tensor
         raise InputError(f"{what} is {t.dtype}, and only fp32, bf16 and fp16 are read")
     if not t.isfinite().all():
         raise InputError(f"{what} has numbers that aren't finite, so its training had failed: train again "
-                         "with a smaller --lr")
+                         "with a smaller learning rate (speedrun_train --lr)")
     return t.float()
 
 # %% ../nbs/62_export.ipynb #2589ac49
@@ -157,7 +161,7 @@ def unfinished(folder): # of a run
     if not (Path(folder)/"result.json").is_file():
         return "the run has no result.json, so it failed or is going on; these weights are the last it saved"
     res = read_json(Path(folder)/"result.json", Result)
-    steps = read_json(Path(folder)/"config.json", Record).steps
+    steps = read_json(file_of(folder, "config.json", "it is not the folder of a run"), Record).steps
     if res.steps >= steps or res.reached: return ""
     return f"the run was interrupted: it has taken {res.steps:,} of its {steps:,} steps"
 
@@ -184,7 +188,8 @@ def tokenizer_files(path, # of a `tokenizer.json`
 def check_new(out): # the folder to write
     "Raise `FileExistsError` if `out` exists, `NotADirectoryError` where no folder can be made"
     if os.path.lexists(out):
-        raise FileExistsError(f"{out} exists already and is left alone: choose another --out, or remove it")
+        raise FileExistsError(f"{out} exists already and is left alone: choose another folder "
+                              "(speedrun_export --out), or remove it")
     check_writable(out)
 
 @contextmanager
@@ -323,7 +328,7 @@ def from_pretrained(folder, # a run's, written by us or by transformers' `save_p
 # %% ../nbs/62_export.ipynb #5e976217
 def export_and_tell(c): # an `ExportOptions`
     "What `speedrun_export` does"
-    folder, note = export_folder(c.run, c.out, c.dtype), unfinished(c.run)
+    note, folder = unfinished(c.run), export_folder(c.run, c.out, c.dtype)
     mib = (folder/"model.safetensors").stat().st_size / 2**20
     tok = (folder/"tokenizer.json").exists()
     has = "with its tokenizer" if tok else "without a tokenizer: its data came without one"

@@ -64,11 +64,12 @@ def replace_file(path, # the file to write
     if sync: synced(path.parent)
 
 # %% ../nbs/06_files.ipynb #457bc39a
-def check_writable(out): # a path that may not be there yet
+def check_writable(out, # a path that may not be there yet
+                   advice="choose another --out"): # what to do where it can't be
     "Raise `NotADirectoryError` where no folder can be made or written into"
     there = next(p for p in (Path(out), *Path(out).absolute().parents) if p.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise NotADirectoryError(f"{there} is no folder that one can write into: choose another --out")
+        raise NotADirectoryError(f"{there} is no folder that one can write into: {advice}")
 
 # %% ../nbs/06_files.ipynb #2485e0d6
 def read_bytes_of(path, # of a file

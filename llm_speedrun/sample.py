@@ -36,14 +36,14 @@ def continued(folder, # a run's, or one that transformers wrote
               prompt="", # text to go on from; empty for a new document
               n=200, # most tokens to add
               **kw): # for `generate`
-    "The prompt and what the model of that folder writes after it. Raises `InputError` where it has no words for it"
+    "The prompt and what the model of that folder writes after it. Raises `InputError` where it knows no text"
     run, tok = from_pretrained(folder), tokenizer_of(folder)
-    if not tok: raise InputError(f"{folder} has no tokenizer.json, since its data came without one: it knows no text")
-    if (size := tok.get_vocab_size()) > run.model.config.vocab:
-        raise InputError(f"{folder}/tokenizer.json has {size} tokens, and the model {run.model.config.vocab}: it is another's")
+    if not tok: raise InputError(f"{folder} has no tokenizer.json: it knows tokens, and no text")
+    if (size := tok.get_vocab_size()) > (vocab := run.model.config.vocab):
+        raise InputError(f"{folder}/tokenizer.json has {size} tokens, and the model {vocab}: it is another's")
     eot = tok.token_to_id(EOT)
     ids = tok.encode(prompt).ids or ([] if eot is None else [eot])
-    if not ids: raise InputError(f"{folder}: its tokenizer has no {EOT}, so a text can't begin from nothing: give a --prompt")
+    if not ids: raise InputError(f"{folder}: without {EOT} a text can't begin from nothing: give a --prompt")
     new = generate(run, ids, n, **kw)[len(ids):]
     return prompt + tok.decode(new[:new.index(eot)] if eot in new else new)
 

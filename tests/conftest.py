@@ -10,13 +10,20 @@ if not torch.cuda.is_available():
     # Kernels must be made for Triton's interpreter, before any test imports them. Whether they are used is asked at each
     # call: tests of kernels set this to 1, whole models would take the interpreter minutes.
     os.environ["TRITON_INTERPRET"] = "1"
-    import llm_speedrun.rungs.fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.fastest
+    import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.fastest
     os.environ["TRITON_INTERPRET"] = "0"
 
 @pytest.fixture
 def kernels(monkeypatch):
     "Kernels run in the interpreter where there is no GPU (and by PyTorch where there is no Triton)"
     if not torch.cuda.is_available(): monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+@pytest.fixture(autouse=True)
+def choices(tmp_path_factory, monkeypatch):
+    "What a test measures is remembered in a file of its own"
+    path = tmp_path_factory.mktemp("choices")/"choices.json"
+    monkeypatch.setattr("llm_speedrun.measure.choices_path", lambda: path)
+    return path
 
 def pytest_xdist_auto_num_workers():
     "For `-n auto`: with a GPU no workers, since tests time things there and fill its memory"

@@ -1,58 +1,217 @@
-"The installed commands: complete help, both kinds of data, and one line for each error that a user can make."
-import json, os, re, subprocess, sys
+"The installed commands: help at once, options checked before PyTorch is there, both kinds of data, one line for each error."
+import ast, inspect, json, math, os, re, subprocess, sys
+from configparser import ConfigParser
 from dataclasses import fields
-from inspect import signature
 from pathlib import Path
 import numpy as np, pytest
-from fastcore.docments import docments
-from fastcore.script import anno_parser
-from llm_speedrun.train.doctor import speedrun_doctor
-from llm_speedrun.export import speedrun_export
-from llm_speedrun.runs import RUNGS
-from llm_speedrun.train.corpora import speedrun_data
-from llm_speedrun.train.report import speedrun_report
-from llm_speedrun.ladder import speedrun_ladder
+from llm_speedrun.files import InputError, decoded
+from llm_speedrun.runs import RUNGS, find_rung
+from llm_speedrun.train import options as commands
 from llm_speedrun.train.hardware import presets
-from llm_speedrun.train.trainer import TrainConfig, speedrun_train
-from small import VOCAB, nano, options, write_bins
+from llm_speedrun.train.options import *
+from llm_speedrun.train.trainer import train
+from small import VOCAB, fails, nano, options, words, write_bins
 
-BIN = Path(sys.executable).parent
-COMMANDS = dict(speedrun_train=speedrun_train, speedrun_ladder=speedrun_ladder, speedrun_data=speedrun_data, speedrun_doctor=speedrun_doctor,
-                speedrun_export=speedrun_export, speedrun_report=speedrun_report)
-installed = pytest.mark.skipif(not all((BIN/c).exists() for c in COMMANDS),
-                               reason="the package is not installed: pip install -e .")
+ROOT = Path(__file__).resolve().parent.parent
+ini = ConfigParser()
+ini.read(ROOT/"settings.ini", encoding="utf-8")
+SCRIPTS = dict(re.fullmatch(r"(\w+)=(.+):\w+", s).groups() for s in ini["DEFAULT"]["console_scripts"].split())
+COMMANDS = {name: getattr(commands, name) for name in SCRIPTS}
 
-def run(folder, *args):
-    "Run a command in `folder`, with a cache of its own; what it said, on stdout and stderr"
+def run(folder, name, *args, say="pass"):
+    "Run a command in `folder` as its console script does, with a cache of its own; what it said, on stdout and stderr"
     env = os.environ | dict(LLM_SPEEDRUN_CACHE=str(folder/"cache"), COLUMNS="300", PYTHONIOENCODING="utf-8")
-    return subprocess.run([str(BIN/args[0]), *map(str, args[1:])], cwd=folder, env=env, capture_output=True,
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    script = f"import sys; from {SCRIPTS[name]} import {name} as f\ntry: sys.exit(f())\nfinally: {say}"
+    return subprocess.run([sys.executable, "-c", script, *map(str, args)], cwd=folder, env=env, capture_output=True,
                           text=True, encoding="utf-8", timeout=120)
 
 QUICK = "--workload tiny --rungs naive --steps 12 --batch 4 --seq 32 --eval_tokens 256 --evals 2 --sample 20".split()
 
-@installed
-def test_help_in_a_process(tmp_path):
-    "`--help` is printed, and touches no data"
-    res = run(tmp_path, "speedrun_train", "--help")
-    assert res.returncode == 0 and "--workload" in res.stdout and not (tmp_path/"cache").exists()
+# Help
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help(command, monkeypatch):
-    "It lists every option with what it does"
-    monkeypatch.setenv("COLUMNS", "300")
-    f = COMMANDS[command]
-    said = re.sub(r"\s+", " ", anno_parser(f.__wrapped__).format_help())
+HEAVY = "torch numpy datasets matplotlib tokenizers tqdm".split()
+SAY = f"import time; print([m for m in {HEAVY} if m in sys.modules], time.process_time(), file=sys.stderr)"
+
+@pytest.mark.parametrize("args", [["--help"], ["--no-such-option"]], ids=" ".join)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_says_at_once(tmp_path, name, args):
+    "Help, and a mistake, take a fraction of a second of CPU, load nothing heavy and touch no data"
+    res = run(tmp_path, name, *args, say=SAY)
+    loaded, seconds = res.stderr.splitlines()[-1].rsplit(" ", 1)
+    assert (res.returncode, loaded) == (0 if args == ["--help"] else 2, "[]") and float(seconds) < 3 # 0.1 s on one core
+    assert not [*tmp_path.iterdir()]
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(name):
+    "It lists every option with what it does, in groups"
+    f = COMMANDS[name]
+    said = re.sub(r"\s+", " ", parser_of(f.config, name, f.__doc__).format_help())
     assert " ".join(f.__doc__.split()) in said
-    for name, help in docments(f, returns=False).items():
-        assert help and re.search(rf"\b{name}\b[^-]* {re.escape(help)}", said), name
+    assert [o.name for o in listed(f.config)] == [o.name for o in fields(f.config)] # each line of the dataclass was read
+    for o in listed(f.config): assert re.search(rf"(--| ){o.name}\b(, --no-\w+)?( \w+)? {re.escape(o.help)}", said), o.name
+    for group in {o.group for o in listed(f.config)}: assert f" {group}: " in said
     for preset in presets() if "--rungs" in said else []: assert re.search(rf"--rungs\b[^-]*\b{preset}\b", said), preset
 
-def test_command_and_config_agree():
-    "`speedrun_train` has the options of `TrainConfig`: their names, order, defaults and types"
-    f = signature(speedrun_train).parameters.values()
-    assert [(p.name, p.default, p.annotation) for p in f] == [(o.name, o.default, o.type) for o in fields(TrainConfig)]
+def test_groups():
+    groups = dict.fromkeys(o.group.split(" (")[0] for o in listed(TrainConfig))
+    assert [*groups] == "Data Model Rungs Length Recipe Evaluation Output Resuming".split()
 
-@installed
+# What is understood
+
+def told(*args, config=TrainConfig): return resolved(config, words_of(parser_of(config, "speedrun_x", ""), args))
+
+def test_every_option_comes_through():
+    "Each option, its name in both spellings, is set and known as given; a boolean also in its negative form"
+    for o in listed(TrainConfig):
+        if o.base is bool:
+            assert told(f"--no-{o.name}") == (TrainConfig(), {o.name})
+            c, given = told(f"--{o.name}")
+            assert getattr(c, o.name) and given == {o.name}
+            continue
+        value = {str: "ab", int: 3, float: .25}[o.base]
+        for name in (o.name, o.name.replace("_", "-")):
+            c, given = told(f"--{name}", str(value))
+            assert getattr(c, o.name) == value and given == {o.name}
+
+NASTY = ['a "b" \\ c', "tab\tand\nline", "\x7f\x01", "naïve 漢字 🙂", "# '", "'" * 3, "--x"]
+
+@pytest.mark.parametrize("text", NASTY, ids=ascii)
+def test_toml_round_trip(tmp_path, capsys, text):
+    "What --print_config prints, --config takes: any text, the smallest and the largest numbers"
+    cfg = TrainConfig(data=text, name=text, lr=5e-324, clip=1.7976931348623157e308, minutes=1/3, stream=True, epochs=2/3)
+    speedrun_train([*words(cfg), "--print_config"])
+    (tmp_path/"a.toml").write_text(capsys.readouterr().out, encoding="utf-8")
+    assert told("--config", str(tmp_path/"a.toml")) == (cfg, {"data", "name", "lr", "clip", "minutes", "stream", "epochs"})
+
+def test_command_line_wins(tmp_path):
+    "Over the file's value; a length over any of the file's; a value equal to the default is given all the same"
+    (tmp_path/"a.toml").write_text("steps = 7\nlr = 0.5\ntarget = 3\nstream = true\nseed = 0\n")
+    c, given = told("--config", str(tmp_path/"a.toml"), "--minutes", "2", "--target=0", "--no-stream")
+    assert (c.steps, c.minutes, c.lr, c.target, c.stream) == (0, 2., .5, 0., False)
+    assert given == {"minutes", "lr", "target", "stream"}
+
+@pytest.mark.parametrize("text,message", [
+    ("stpes = 3", "unknown option stpes, did you mean steps"), ("steps = '3'", "steps must be a whole number"), ("steps = 3.5", "steps must"),
+    ("steps = true", "steps must"), ("lr = nan", "lr must"), ("lr = inf", "lr must"), ("data = 3", "data must be a text"), ("[data]\na = 1", "data must"),
+    ("steps = " + "9"*5000, "a.toml"), ("x", "is no TOML"), ("a = " + "["*5000, "is no TOML"), ("stream = 1", "stream must be true or false")], ids=lambda s: s[:20])
+def test_bad_file(tmp_path, text, message):
+    "Names the file and what is wrong in it"
+    (tmp_path/"a.toml").write_text(text)
+    with fails(InputError, "a.toml", message): told("--config", str(tmp_path/"a.toml"))
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes have names on POSIX alone")
+def test_pipe_in_place_of_a_file(tmp_path):
+    os.mkfifo(tmp_path/"pipe")
+    with fails(InputError, "pipe is no regular file"): told("--config", str(tmp_path/"pipe"))
+
+@pytest.mark.parametrize("args,message", [
+    ("--lr nan", "lr must be a number from 0, and finite, not 'nan'"), ("--minutes inf", "minutes must"), ("--epochs nan", "epochs must"),
+    ("--target -inf", "target must"), ("--save_minutes nan", "save_minutes must"), ("--clip nan", "clip must"), ("--weight_decay nan", "weight_decay must"),
+    ("--lr -1e-4", "lr must"), ("--ema 1", "ema must be a number from 0 to below 1"), ("--warmup 1", "warmup must"), ("--steps 1.5", "steps must be a whole"),
+    ("--steps x", "steps must"), ("--steps=", "steps must"), ("--steps 1e30", "steps must"), ("--keep_last 0", "keep_last must"), ("--data=", "data must be a text that isn't empty"),
+    ("--out=", "out must"), ("--resume=", "resume must be the folder of a run"), ("--steps 3 --minutes 1", "steps and minutes each say how long"),
+    ("--steps 3 --total_tokens 9", "steps and total_tokens each"), ("--minutes 3 --total_tokens 9", "total_tokens and minutes each"),
+    ("--epochs 2 --steps 3", "epochs shortens a run of minutes, not one of steps"), ("--total_tokens 9 --step_tokens 10", "fewer than the 10 of one step"),
+    ("--tokens 9", "unknown option --tokens, did you mean .*--step_tokens"), ("--ste 9", "unknown option --ste"), ("--lr", "expected one argument"),
+    ("there", "no option takes there"), ("--stream=yes", "ignored explicit argument")], ids=str)
+def test_refused(args, message):
+    with fails(InputError, message): told(*args.split())
+
+@pytest.mark.parametrize("value", ["0", "1", "2", "-1", "nan"])
+def test_val_frac(value):
+    with fails(InputError, "val_frac must be a number above 0 to below 1"): told("--val_frac", value, config=DataOptions)
+
+def test_a_config_that_is_read_back_is_checked():
+    "By the bounds of the command line; and so is one that is made in Python"
+    for bad in ('{"lr": -1}', '{"steps": "3"}', '{"warmup": 2}', '{"data": ""}', '[]', 'null', '{"lr": 1e999}'):
+        with fails(InputError, "config.json"): decoded(bad.encode(), TrainConfig, "config.json")
+    for bad in (dict(lr=math.nan), dict(steps=1.5), dict(data=None), dict(warmup=math.inf)):
+        with fails(InputError, [*bad][0]): TrainConfig(**bad)
+
+def test_debug_shows_where(tmp_path):
+    "With --debug an error has its traceback, whatever the command; without, it is one line"
+    for name, args in dict(speedrun_report=["nowhere"], speedrun_train=["--no-such-option"]).items():
+        plain, debug = (run(tmp_path, name, *args, *more) for more in ([], ["--debug"]))
+        assert plain.returncode == 2 and plain.stderr.count("\n") == 1 and plain.stderr.startswith("error: ")
+        assert debug.returncode == 1 and "Traceback" in debug.stderr
+
+def test_rungs_list(capsys):
+    "Every rung with what it does and its options, whichever command is asked"
+    for f in (speedrun_train, speedrun_ladder, speedrun_doctor):
+        f(["--rungs", "list"])
+        said = capsys.readouterr().out
+        for name, r in RUNGS.items(): assert re.search(rf"^{name} +{re.escape(inspect.getdoc(r)[:20])}", said, re.M), name
+        assert re.search(r"^  fp8:grad=e5m2 +the gradients' format", said, re.M)
+
+# What messages advise
+
+ALL = "train doctor"
+CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
+    ("train.corpora", "--documents"): ALL,
+    "export": "export sample train doctor", "sample": "sample", "ladder": "ladder", "train.report": "report train doctor",
+    "train.trainer": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
+    "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}"}
+EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
+ELSEWHERE = {"--pre", "--query", "--format"} # of pip and nvidia-smi
+
+def has(name): return {f"--{o.name}" for o in listed(COMMANDS[f"speedrun_{name}"].config)} | {"--debug", "--help"}
+
+def messages(tree):
+    "A module's texts that aren't docstrings, an f-string with its braces emptied"
+    inside = {id(v) for o in ast.walk(tree) if isinstance(o, ast.JoinedStr) for v in ast.walk(o) if v is not o}
+    docs = {id(o.value) for o in ast.walk(tree) if isinstance(o, ast.Expr)}
+    for o in ast.walk(tree):
+        if id(o) in inside | docs: continue
+        if isinstance(o, ast.JoinedStr): yield "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in o.values)
+        if isinstance(o, ast.Constant) and isinstance(o.value, str): yield o.value
+
+def wrong_advice(text, module):
+    "Options in a message that not every command which can print it has, nor the command named before them"
+    for m in re.finditer(r"--[a-z]\w*|(?<=\bset )\w+_\w+|(?<=\bwith )\w+_\w+", text):
+        if "_" in m[0] and not m[0].startswith("-") and not any(f"--{m[0]}" in has(c) for c in EVERY): continue # no option
+        named, option = re.findall(r"speedrun_(\w+)", text[:m.start()]), f"--{m[0].lstrip('-')}"
+        for c in named[-1:] or CAN_PRINT.get((module, option), CAN_PRINT.get(module, f"{ALL} ladder")).split():
+            if option not in has(c) | ELSEWHERE: yield f"speedrun_{c} has no {option}"
+
+def test_advice_names_options_that_exist():
+    "In messages of the whole package"
+    for path in (ROOT/"llm_speedrun").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT/"llm_speedrun").with_suffix("").parts)
+        if module in ("_modidx", "train.options"): continue
+        for text in messages(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not [*wrong_advice(text, module)], (module, text)
+
+def test_wrong_advice_is_found():
+    for text in ("take fewer --workers", "{} has no key; set text_key"): assert [*wrong_advice(text, "train.trainer")]
+    assert [*wrong_advice("speedrun_train --text_key", "train.corpora")]
+    assert not [*wrong_advice("tokenize with speedrun_data --tokenizer {}", "train.trainer")]
+
+@pytest.mark.skipif(os.name != "posix", reason="asks POSIX for permissions")
+def test_a_resumed_run_stays_where_it_is(tmp_path, monkeypatch):
+    "Where its folder can't be written into, `--out` is no advice: it can't change"
+    train(options(tmp_path), progress=False)
+    monkeypatch.setattr("llm_speedrun.files.os.access", lambda *a: False)
+    with fails(OSError, "look at its permissions"): train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=9), progress=False)
+    with fails(OSError, "choose another --out"): train(options(tmp_path, name="new"), progress=False)
+
+@pytest.mark.parametrize("given", [{"steps", "target"}, {"steps"}], ids=str)
+def test_given_on_resume(tmp_path, given):
+    "A target that is given as 0 is cleared, though that is the default; one that isn't given stays"
+    train(options(tmp_path, target=1e-9), progress=False)
+    trainer, _ = train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=8), progress=False, given=given | {"resume"})
+    assert trainer.cfg.target == (0. if "target" in given else 1e-9)
+
+def test_total_tokens(tmp_path):
+    "A budget of tokens is as many whole steps as it pays for"
+    trainer, _ = train(options(tmp_path, steps=0, total_tokens=64*5 + 63), progress=False)
+    assert (trainer.cfg.step_tokens, trainer.done) == (64, 5)
+    cfg = options(tmp_path, name="other")
+    with fails(InputError, "total_tokens"): train(TrainConfig(**vars(cfg) | dict(total_tokens=640)), progress=False)
+    assert (cfg.step_tokens, cfg.accumulate) == (0, 0) # the caller's options stay as they are
+
+# Runs
+
 def test_trains_on_a_folder_of_text(tmp_path):
     "`--data <folder of .txt>` tokenizes, trains, prints a sample and where everything is"
     texts = tmp_path/"texts"
@@ -64,7 +223,6 @@ def test_trains_on_a_folder_of_text(tmp_path):
     for name in ("model.safetensors", "metrics.jsonl", "loss.png", "tokenizer.json"): assert (tmp_path/"mine/a"/name).exists()
     assert not (tmp_path/"runs").exists() and len(list((tmp_path/"cache").iterdir())) == 1
 
-@installed
 def test_trains_on_a_nanogpt_bin(tmp_path):
     "`--data` takes nanoGPT's train.bin, with the val.bin beside it; the run's folder has a name by default"
     write_bins(tmp_path/"bins")
@@ -74,7 +232,6 @@ def test_trains_on_a_nanogpt_bin(tmp_path):
     assert folder.name.startswith("tiny-") and f"everything is in runs/{folder.name}/" in res.stdout
     assert (folder/"model.safetensors").exists()
 
-@installed
 def test_error_in_a_process(tmp_path):
     "An error that a user can make ends the command with one line and exit code 2"
     res = run(tmp_path, "speedrun_train", "--data", "nowhere.txt", *QUICK)
@@ -91,8 +248,9 @@ ERRORS = [
     (dict(rungs="fastets"), "unknown rung or preset 'fastets'. Did you mean 'fastest'"),
     (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
     (dict(rungs="bf16"), "'bf16' cannot run here: it is an old card"),
-    (dict(seq=64), "seq 64 is longer"), (dict(batch=-4), "batch can't be negative"),
-    (dict(tokens=-1), "tokens can't be negative"),
+    (dict(seq=64), "seq 64 is longer"), (dict(batch=-4), "batch must be a whole number from 0"),
+    (dict(step_tokens=-1), "step_tokens must be"), (dict(step_tokens=40), "step_tokens 40 are no whole number"),
+    (dict(steps=0, total_tokens=63), "total_tokens 63 are fewer than the 64 of one step"),
     (dict(out="a.json"), "a.json"), (dict(name="there"), "there exists already"),
     (dict(lr=1e30, steps=20), "5 steps in a row")]
 
@@ -101,7 +259,7 @@ def there(tmp_path, monkeypatch):
     "A folder of bad inputs, as the current one; bf16 can't run"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(tmp_path/"cache"))
-    monkeypatch.setattr(RUNGS["bf16"], "needs", lambda: "it is an old card")
+    monkeypatch.setattr(find_rung("bf16"), "needs", lambda: "it is an old card")
     bad = {"empty.txt": b"", "latin.txt": b"caf\xe9", "odd.bin": bytes(4097), "a.json": b"{}", "bad.jsonl": b"{\n"}
     for name, b in bad.items(): (tmp_path/name).write_bytes(b)
     for name, n, high in (("short.bin", 50, 9), ("high.bin", 5000, 999)): np.full(n, high, "<u2").tofile(tmp_path/name)
@@ -111,13 +269,15 @@ def there(tmp_path, monkeypatch):
 @pytest.mark.parametrize("option,message", ERRORS, ids=str)
 def test_error(there, capsys, option, message):
     "Each error that a user can make: exit code 2, one line that names the thing, nothing in the folder that exists"
-    with pytest.raises(SystemExit) as e: speedrun_train(**vars(options(there, out="runs")) | option)
+    with pytest.raises(SystemExit) as e: speedrun_train(words(options(there, out="runs"), **option))
     lines = [o for o in capsys.readouterr().err.splitlines() if "step/s" not in o and o.strip()]
     assert e.value.code == 2 and len(lines) == 1 and re.match(f"error: .*{message}", lines[0]), lines
     assert not list((there/"runs/there").iterdir())
 
+LADDER = LadderOptions(workload="nano", rungs="naive", batch=1, out="ladder")
+
 @pytest.mark.parametrize("option,message", [
-    (dict(batch=-1), "batch must be at least 1, not -1"), (dict(workload="124n"), "unknown workload '124n'"),
+    (dict(batch=-1), "batch must be a whole number from 0 .*, not '-1'"), (dict(workload="124n"), "unknown workload '124n'"),
     (dict(rungs="flsh"), "unknown rung or preset 'flsh'"),
     (dict(rungs="tf32,flash", only="flsh"), "unknown rung of this ladder 'flsh'. Did you mean 'flash'"),
     (dict(rungs="fp8,fused_ops"), "rung 'fp8' .* add the rungs bf16 and fused_ops"),
@@ -125,7 +285,7 @@ def test_error(there, capsys, option, message):
     (dict(rungs="bf16"), "'bf16' cannot run here"), (dict(out="a.json"), "a.json")], ids=str)
 def test_ladder_error(there, capsys, option, message):
     "The same for `speedrun_ladder`"
-    with pytest.raises(SystemExit) as e: speedrun_ladder(**dict(workload="nano", rungs="naive", batch=1, out="ladder") | option)
+    with pytest.raises(SystemExit) as e: speedrun_ladder(words(LADDER, **option))
     lines = capsys.readouterr().err.splitlines()
     assert e.value.code == 2 and len(lines) == 1 and re.match(f"error: .*{message}", lines[0]), lines
     assert not (there/"ladder").exists()
@@ -134,13 +294,13 @@ def test_ladder_overwrites_nothing(there, capsys):
     "A folder that holds a ladder is not written into unasked"
     (there/"ladder").mkdir()
     (there/"ladder/ladder.json").write_text("mine")
-    with pytest.raises(SystemExit): speedrun_ladder(workload="nano", rungs="naive", batch=1, out="ladder")
+    with pytest.raises(SystemExit): speedrun_ladder(words(LADDER))
     assert (there/"ladder/ladder.json").read_text() == "mine" and "ladder" in capsys.readouterr().err
 
 def test_ladder(there, capsys, monkeypatch):
     "`speedrun_ladder` prints its table, with the machine below it, and writes records, table and chart"
-    monkeypatch.setattr(RUNGS["bf16"], "needs", lambda: "")
-    speedrun_ladder(workload="nano", rungs="bf16,flash", batch=1, out="ladder")
+    monkeypatch.setattr(find_rung("bf16"), "needs", lambda: "")
+    speedrun_ladder(words(LADDER, rungs="bf16,flash"))
     said = capsys.readouterr().out
     assert "saved in ladder/" in said and re.search(r"\| fp32 .*\n\| bf16 .*×.*\n\| flash .*×", said)
     assert "smoke run" in said or "driver" in said
@@ -156,16 +316,16 @@ def test_ladder(there, capsys, monkeypatch):
     ("bf16,fused_adamw", [("fp32", None), ("bf16", "fp32"), ("flash", None), ("fused_adamw", "flash")])])
 def test_ladder_only(there, capsys, monkeypatch, only, rungs):
     "`--only` measures some rungs, each against the whole ladder below it"
-    monkeypatch.setattr(RUNGS["bf16"], "needs", lambda: "")
-    speedrun_ladder(workload="nano", rungs="bf16,flash,fused_adamw", only=only, batch=1, out="ladder")
+    monkeypatch.setattr(find_rung("bf16"), "needs", lambda: "")
+    speedrun_ladder(words(LADDER, rungs="bf16,flash,fused_adamw", only=only))
     records = json.loads((there/"ladder/ladder.json").read_text())
     assert [(r["rung"], r["before"]) for r in records] == rungs and all(r["kept"] for r in records)
     assert records[-1]["rungs"] == ["bf16", "flash", "fused_adamw"][:len(records[-1]["rungs"])]
 
 def test_ladder_of_a_preset(there, capsys, monkeypatch):
     "A preset is a ladder; what can't run here is not in it"
-    monkeypatch.setattr(RUNGS["bf16"], "needs", lambda: "")
-    monkeypatch.setattr(RUNGS["tf32"], "needs", lambda: "it is an old card")
-    speedrun_ladder(workload="nano", rungs="safe", batch=1, out="ladder")
+    monkeypatch.setattr(find_rung("bf16"), "needs", lambda: "")
+    monkeypatch.setattr(find_rung("tf32"), "needs", lambda: "it is an old card")
+    speedrun_ladder(words(LADDER, rungs="safe"))
     records = json.loads((there/"ladder/ladder.json").read_text())
     assert [r["rung"] for r in records] == ["fp32", "bf16", "flash", "fused_adamw"]

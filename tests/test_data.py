@@ -243,7 +243,7 @@ def test_another_tokenizer_beside_the_tokens(tmp_path):
     with fails(InputError, "another tokenizer"): open_corpus(tmp_path, tokenizer=train_tokenizer([TEXT], 280))
 
 @pytest.mark.parametrize("change", [
-    dict(dtype="float32"), dict(dtype=3), dict(vocab=0), dict(vocab="300"), dict(vocab=2**40), dict(eot="<|endoftext|>"), dict(eot=-1),
+    dict(dtype="float32"), dict(dtype=3), dict(vocab=0), dict(vocab=70_000), dict(vocab="300"), dict(vocab=2**40), dict(eot="<|endoftext|>"), dict(eot=-1),
     dict(eot=300), dict(train_tokens=None, files=[]), dict(train_tokens="many"), dict(val_tokens=1.5), dict(files=dict(a="b")),
     "[]", "null", "", "{", '"text"', "[" * 100_000])
 def test_bad_meta(tmp_path, change):

@@ -24,10 +24,11 @@ def test_all_is_well(tmp_path):
     before, was, state = tree(tmp_path), replace(cfg), torch.get_rng_state()
     found = checkup(cfg)
     assert not problems(found) and (tree(tmp_path), cfg) == (before, was) and torch.equal(torch.get_rng_state(), state)
-    assert {f.about for f in found} >= {"software", "GPU", "rungs", "data", "run", "trial", "loader", "disk", "time"}
+    assert {f.about for f in found} >= {"software", "GPU", "rungs", "data", "run", "trial", "loader", "disk", "start", "time"}
     said = {f.about: f.text for f in found if f.level == "ok"}
     assert f"torch {version_of('torch')}" in said["software"] and "flash" in said["rungs"]
     assert any("40 steps, 2,560 tokens" in f.text for f in found if f.about == "time")
+    assert re.search(r"the first step was done after [\d.]+ seconds", said["start"])
     assert any("bins: 4,097 tokens to train on, 1,025 to validate" in f.text for f in found)
     assert notes(found, "data") == ["it came without a tokenizer, so samples will be numbers and an export has none: "
                                     "put its tokenizer.json beside the .bin"]
@@ -36,7 +37,7 @@ def test_what_it_says_of_time_and_disk_is_so(tmp_path):
     "A run takes the steps, tokens and bytes that were foretold"
     cfg = options(tmp_path, steps=6, keep_last=1, save_minutes=0.)
     doc = doctor.Trainer(replace(cfg), progress=False)
-    t = trial(doc)
+    t = first_steps(doc)
     weights, whole = checkpoint_bytes(doc)
     trainer, res = train(replace(cfg), progress=False)
     sizes = [sum(p.stat().st_size for p in c.glob("*.safetensors")) for c in (trainer.folder/"checkpoints").iterdir()]
@@ -128,7 +129,7 @@ def test_failure(tmp_path, monkeypatch, capsys, what):
     said = problems(found)
     assert len(said) == 1 and re.search(FAILURES[what], said[0]), said
     assert tree(tmp_path) == before
-    monkeypatch.setattr(doctor, "examine", lambda cfg, given: iter(found))
+    monkeypatch.setattr(doctor, "examine", lambda cfg, given, timings: iter(found))
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as e: speedrun_doctor(words(cfg))
     out, err = capsys.readouterr()

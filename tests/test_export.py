@@ -8,8 +8,10 @@ from llm_speedrun import export
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import *
 from llm_speedrun.model import GPT, WORKLOADS
-from llm_speedrun.runs import RUNGS, Run, Stepper, build, generate
+from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
+from llm_speedrun.sample import generate
 from llm_speedrun.train.hardware import presets
+from llm_speedrun.train.options import speedrun_export
 from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options
 
@@ -57,7 +59,7 @@ def gap(trainer, theirs):
 def command(folder, *args):
     "Run the command as its console script does"
     script = folder/"command.py"
-    script.write_text("import sys\nfrom llm_speedrun.export import speedrun_export\nsys.exit(speedrun_export())\n")
+    script.write_text("import sys\nfrom llm_speedrun.train.options import speedrun_export\nsys.exit(speedrun_export())\n")
     return subprocess.run([sys.executable, str(script), *map(str, args)], cwd=folder, capture_output=True, text=True,
                           encoding="utf-8", env=os.environ | dict(PYTHONIOENCODING="utf-8"), timeout=120)
 
@@ -147,7 +149,7 @@ def test_rungs_keep_the_names(nano):
 
 def test_config_in_both_spellings(exported):
     "The rotary base, which is not the default here, stands in the old place and in the new one"
-    d = read_json(exported/"config.json")
+    d = json.loads((exported/"config.json").read_text())
     assert d["rope_theta"] == d["rope_parameters"]["rope_theta"] == 500. and d["torch_dtype"] == "float32"
     with safe_open(exported/"model.safetensors", "pt") as f: assert f.metadata() == dict(format="pt")
 
@@ -181,7 +183,7 @@ def test_from_pretrained_goes_on(trained, exported):
     "The loss is the one that training ended with, and goes on falling, with rungs too"
     trainer = trained[0]
     run = from_pretrained(exported, "cpu")
-    step, val = Stepper(RUNGS["flash"](run)), validation(trainer)
+    step, val = Stepper(find_rung("flash")(run)), validation(trainer)
     start = step.evaluate(val)
     assert run.rungs == () and abs(start - Stepper(Run(trainer.run.model)).evaluate(val)) < 1e-5
     for _ in range(5): step(*val)
@@ -257,12 +259,30 @@ def test_refused_setting(exported, tmp_path, change):
     with fails(ValueError, r"config\.json", *change): import_folder(folder)
 
 @pytest.mark.parametrize("change", [dict(rope_scaling=["yarn"]), dict(rms_norm_eps=[1]), dict(rms_norm_eps="small"), dict(layer_types=2),
-                                    dict(num_key_value_heads=3), dict(num_hidden_layers=-1), dict(rope_theta=[1.])], ids=str)
+                                    dict(num_key_value_heads=3), dict(num_hidden_layers=-1), dict(rope_theta=[1.]), dict(num_hidden_layers=10**9), dict(vocab_size=2**62),
+                                    dict(rms_norm_eps=0.), dict(rope_theta=-1.), dict(rope_parameters=dict(rope_theta={})), dict(layer_types={}), dict(head_dim=10**400)], ids=lambda c: str(c)[:60])
 def test_config_of_nonsense(exported, tmp_path, change):
     "Values of another kind than they should be, or that don't go together, are errors that name the file"
     folder = copied(exported, tmp_path/"a")
     edit(folder/"config.json", **change)
     with fails(ValueError, r"config\.json"): import_folder(folder)
+
+@pytest.mark.parametrize("text", ["null", "[]", "3", '"a"', "{", "", "[" * 100_000, '{"model": null}', '{"model": []}', "\xff"], ids=lambda s: s[:15])
+def test_config_that_is_no_object(exported, tmp_path, text):
+    "Well-formed or not, what isn't a model's description is an error that names the file"
+    folder = copied(exported, tmp_path/"a")
+    (folder/"config.json").write_text(text, encoding="latin-1")
+    with fails(ValueError, r"config\.json"): import_folder(folder)
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes have names on POSIX alone")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_pipe_in_place_of_a_file(exported, tmp_path, name):
+    "It is refused, and nobody waits for it"
+    folder = copied(exported, tmp_path/"a")
+    if "index" in name: (folder/"model.safetensors").unlink()
+    (folder/name).unlink(missing_ok=True)
+    os.mkfifo(folder/name)
+    with fails((ValueError, OSError), name.replace(".", r"\.")): import_folder(folder)
 
 def test_refused_weights(exported, tmp_path):
     "Weights that don't fit are refused by name"
@@ -287,8 +307,9 @@ def test_refused_weights(exported, tmp_path):
 @pytest.mark.parametrize("index, kind, parts", [
     (dict(weight_map={"a": "../hf/model.safetensors"}), ValueError, ["not a file beside it"]),
     (dict(weight_map={"a": "model-00001-of-00002.safetensors"}), FileNotFoundError, ["00001-of-00002", "not there"]),
-    (dict(weight_map={}), ValueError, ["no weight_map"]), (dict(weight_map=[1]), ValueError, ["no weight_map"]),
-    ({}, ValueError, ["no weight_map"]), ([], ValueError, ["holds a list"])], ids=str)
+    (dict(weight_map={}), ValueError, ["of length >= 1", "weight_map"]), (dict(weight_map=[1]), ValueError, ["got `array`", "weight_map"]),
+    (dict(weight_map={"a": 1}), ValueError, ["Expected `str`, got `int`"]), ({}, ValueError, ["missing required field `weight_map`"]),
+    ([], ValueError, ["got `array`"]), (None, ValueError, ["got `null`"])], ids=str)
 def test_refused_index(exported, tmp_path, index, kind, parts):
     "An index that names what isn't there, or elsewhere, is refused"
     folder = copied(exported, tmp_path/"a")
@@ -307,28 +328,43 @@ def broken_run(folder, what):
     if what == "torn config": (folder/"config.json").write_text('{"model": ')
     if what == "other config": edit(folder/"config.json", model=None)
     if what == "unknown field": edit(folder/"config.json", model=dict(depth=3))
-    if what == "other shape": edit(folder/"config.json", model=dict(read_json(folder/"config.json")["model"], hidden=56))
+    model = json.loads((folder/"config.json").read_text())["model"] if (folder/"config.json").exists() and "config" not in what else {}
+    if what == "model of text": edit(folder/"config.json", model=model | dict(layers="2"))
+    if what == "heads that don't divide": edit(folder/"config.json", model=model | dict(heads=5))
+    if what == "huge": edit(folder/"config.json", model=model | dict(layers=10**9))
+    if what == "many layers": edit(folder/"config.json", model=model | dict(layers=4000))
+    if what == "null config": (folder/"config.json").write_text("null")
+    if what == "list config": (folder/"config.json").write_text("[1]")
+    if what == "steps of text": edit(folder/"config.json", steps="60")
+    if what == "result of text": edit(folder/"result.json", steps="60")
+    if what == "deep result": (folder/"result.json").write_text('{"steps": ' + "["*100_000)
+    if what.startswith("pipe "): (folder/what[5:]).unlink(); os.mkfifo(folder/what[5:])
+    if what == "other shape": edit(folder/"config.json", model=model | dict(hidden=56))
     if what == "torn weights": (folder/"model.safetensors").write_bytes(b"x" * 100)
     if what == "torn tokenizer": (folder/"tokenizer.json").write_text("{}")
     if what == "out exists": out.mkdir()
     if what == "out in a file": out = folder/"config.json"/"out"
-    if what == "dtype": args = ["int4"]
-    return [str(folder), str(out), *args]
+    if what == "dtype": args = ["--dtype", "int4"]
+    return [str(folder), "--out", str(out), *args]
 
 @pytest.mark.parametrize("what, message", [
     ("no run", "there is no folder .*nowhere"), ("no config", "has no config.json: it is not the folder of a run"),
     ("no weights", "has no model.safetensors: it has saved nothing yet"), ("failed", "numbers that aren't finite"),
-    ("checkpoints alone", "only checkpoints, so it is going on, or was killed. .*speedrun_train --resume .*run"), ("torn config", "config.json is not JSON"),
-    ("other config", "config.json doesn't describe a run's model"), ("unknown field", "config.json doesn't .*'depth'"),
+    ("checkpoints alone", "only checkpoints, so it is going on, or was killed. .*speedrun_train --resume .*run"), ("torn config", "config.json is no JSON"),
+    ("other config", "config.json can't be used: .*missing required field `model`"), ("unknown field", r"model.safetensors doesn't fit its config.json; missing: model.layers.2"), ("model of text", r"config.json can't be used: Expected `int`, got `str` - at `\$.model.layers`"),
+    ("heads that don't divide", "config.json can't be used: width 32 can't be divided among 5 heads"), ("huge", r"config.json can't be used: Expected `int` <= 4096 - at `\$.num_hidden_layers`"),
+    ("many layers", "doesn't fit its config.json: that has 4000 layers"), ("null config", "config.json can't be used: Expected `object`, got `null`"), ("list config", "config.json can't be used"),
+    ("steps of text", r"config.json can't be used: .*\$.steps"), ("result of text", r"result.json can't be used: .*\$.steps"), ("deep result", "result.json .*"),
+    ("pipe model.safetensors", "has no model.safetensors|no regular file"), ("pipe tokenizer.json", "tokenizer.json is no regular file"), ("pipe config.json", "has no config.json|no regular file"),
     ("other shape", r"model.safetensors doesn't fit its config.json; of another shape: .*instead of \[56, 32\]"),
     ("torn weights", "model.safetensors is no whole safetensors file"), ("torn tokenizer", "tokenizer.json is no tokenizer"),
-    ("out exists", "out exists already and is left alone: choose another --out"),
+    ("out exists", "out exists already and is left alone: choose another folder .speedrun_export --out"),
     ("out in a file", "config.json is no folder that one can write into"), ("dtype", "unknown dtype 'int4'.*fp32, bf16")])
 def test_bad_run(trained, tmp_path, capsys, what, message):
     "A run that can't be exported is one line and exit code 2, and nothing is written"
     args = broken_run(copied(trained[1], tmp_path/"run"), what)
     before = names(tmp_path)
-    with pytest.raises(SystemExit) as e: speedrun_export(*args)
+    with pytest.raises(SystemExit) as e: speedrun_export(args)
     said = capsys.readouterr()
     assert (e.value.code, said.out) == (2, "") and said.err.count("\n") == 1 and names(tmp_path) == before
     with fails(Exception, message): raise Exception(said.err)
@@ -337,11 +373,11 @@ def test_interrupted_run_is_exported_and_said(trained, tmp_path, capsys):
     "What an interrupted run has left is exported, and the command says how far it got"
     folder = copied(trained[1], tmp_path/"run")
     edit(folder/"result.json", steps=12, interrupted=True)
-    speedrun_export(str(folder), str(tmp_path/"a"))
+    speedrun_export([str(folder), "--out", str(tmp_path/"a")])
     assert "note: the run was interrupted: it has taken 12 of its 60 steps" in capsys.readouterr().out
     (folder/"result.json").unlink()
     (folder/"tokenizer.json").unlink()
-    speedrun_export(str(folder), str(tmp_path/"b"))
+    speedrun_export([str(folder), "--out", str(tmp_path/"b")])
     said = capsys.readouterr().out
     assert "note: the run has no result.json" in said and "without a tokenizer: its data came without one" in said
     assert names(tmp_path/"b") == {"config.json", "model.safetensors"}

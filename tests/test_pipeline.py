@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.train.options import speedrun_data
 from llm_speedrun.data import Batches, open_corpus, read_documents, stdlib_files, train_tokenizer, write_shards
+from llm_speedrun.rungs.documents import check_documents, within_documents
 from llm_speedrun.train.corpora import *
+from llm_speedrun.train.loader import *
 from llm_speedrun.train.words import in_order
 
 posix = pytest.mark.skipif(os.name != "posix", reason="kills processes by signals")

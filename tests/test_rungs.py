@@ -1,7 +1,7 @@
 "Rungs compose, refuse what doesn't go together or can't run here, and never touch the run that they are given."
 from dataclasses import replace
 import pytest, torch
-import llm_speedrun.rungs.fp8 as fp8_module
+import llm_speedrun.rungs.fused_fp8 as fp8_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from llm_speedrun.rungs.amp import bf16, fp16, half_rung

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
+from llm_speedrun import ladder
 from llm_speedrun.train import hardware as hardware_module, trainer as module
 from llm_speedrun.runs import RUNGS, Stepper
 from llm_speedrun.train.hardware import *
@@ -216,29 +217,10 @@ def test_auto_leaves_out_what_fails(tmp_path, monkeypatch, capsys):
     with fails(ValueError, "needs the rung 'bf16' beside it"):
         train(options(tmp_path, rungs="bf16_weights", name="b"), progress=False)
 
-def test_climb_keeps_what_pays(monkeypatch):
-    "With `least` a rung is kept for its gain, and measured against those kept; without, every rung is"
-    gains = dict(tf32=1.5, bf16=.9, flash=2.)
-    def measure(config, rungs, before, batch):
-        name = lambda r: r[-1] if r else "fp32"
-        return [dict(rung=name(before), before=None), dict(rung=rungs[-1], before=name(before), ratio=gains[rungs[-1]])]
-    monkeypatch.setattr(hardware_module, "measure_run", measure)
-    kept, records = climb(NANO, 1, list(gains), least=1.05)
-    assert kept == ["tf32", "flash"] and [r["kept"] for r in records] == [True, True, False, True]
-    assert [r["before"] for r in records] == [None, "fp32", "tf32", "tf32"]
-    kept, records = climb(NANO, 1, list(gains))
-    assert kept == list(gains) and all(r["kept"] for r in records) and records[-1]["before"] == "bf16"
-
-def test_climb_out_of_memory(monkeypatch):
-    "Running out of memory is no reason to leave a rung out: it is raised"
-    def measure(*args, **kw): raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(hardware_module, "measure_run", measure)
-    with pytest.raises(torch.OutOfMemoryError): climb(NANO, 1, ["flash"], least=1.05)
-
 # Stopped
 
 def interrupted(monkeypatch, at):
-    "Ctrl-C in the middle of step number `at`, 0 being the first after the two that are taken for trial"
+    "Ctrl-C in the middle of step number `at`, 0 being the first after the four that are taken for trial"
     backward, calls = Stepper.backward, []
     def press(self, *args):
         calls.append(1)
@@ -464,32 +446,13 @@ def test_out_of_memory_at_every_size(tmp_path, crowded):
         train(options(tmp_path, batch=64, overwrite=True), progress=False)
     assert (tmp_path/"runs/run/model.safetensors").read_bytes() == was
 
-def test_micro_batch(monkeypatch):
-    "The largest divisor that fits: on 40 GiB where a sequence takes 2 and the rest 1, and where the estimate is too high"
-    tried, most = [], 18
-    def peak(config, rungs, batch): tried.append(batch); return 1. + 2*batch if batch <= most else None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(hardware_module, "memory_limit", lambda gib: nullcontext())
-    monkeypatch.setattr(hardware_module, "gpu_gib", lambda: 40.)
-    monkeypatch.setattr(hardware_module, "peak_gib", peak)
-    assert [micro_batch(NANO, [], n) for n in (64, 12, 17)] == [16, 12, 17] and tried[:3] == [1, 2, 18]
-    assert micro_batch(NANO, [], 64, gib=12) == 4
-    most = 10
-    assert micro_batch(NANO, [], 64) == 8
-    most = 0
-    assert micro_batch(NANO, [], 64) == 0
-
 def test_out_of_memory_while_measuring(tmp_path, monkeypatch, capsys):
     "The naive run may not fit where the rungs do: `auto` then takes all rungs and trains all the same"
-    def climb(config, batch, rungs, least): raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(module, "climb", climb)
+    def paying(config, batch, rungs): raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(ladder, "paying", paying)
     monkeypatch.setattr(hardware_module, "preset", lambda name, lacks=(): ["flash"])
     trainer, _ = train(options(tmp_path, rungs="auto"))
     assert trainer.run.rungs == ("flash",) and "the naive run doesn't fit into memory" in capsys.readouterr().out
-
-def test_fitting_batch():
-    "The largest batch below 95% of the memory: none where even one sequence is too much"
-    assert fitting_batch(3, 5, 40) == 18 and fitting_batch(3, 5, 3) == 0 and fitting_batch(30, 60, 65) == 2
 
 # Bad options and bad targets
 

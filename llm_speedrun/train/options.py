@@ -78,6 +78,7 @@ class TrainConfig(Options):
     accumulate: Count = 0 # micro-batches in a step; by default what `step_tokens` takes
     hardware: str = "" # h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu: its limits; by default what is there
     deterministic: bool = False # on a GPU: the same bits whenever it is run, at some speed
+    measure: bool = False # measure again which rungs pay, which is remembered otherwise
     # Length (one of steps, total_tokens, minutes)
     steps: Count = 0 # optimizer steps
     total_tokens: Count = 0 # tokens to train on, such as 1e9
@@ -95,7 +96,7 @@ class TrainConfig(Options):
     seed: Count = 0 # of weights and batches
     # Evaluation
     evals: Some = 10 # evaluations during the run
-    eval_tokens: Count = 0 # tokens in an evaluation, the same ones each time; by default 2**18, on a CPU 2**14
+    eval_tokens: Count = 0 # tokens in an evaluation, each time the same; by default 2**18, on a CPU 2**14
     sample: Count = 200 # tokens of text to generate at the end
     samples: Count = 0 # texts to generate during the run
     # Output
@@ -131,7 +132,7 @@ class LadderOptions(Options):
     "The options of `speedrun_ladder`"
     # Ladder
     workload: str = "" # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU, a very small model on a CPU
-    rungs: str = "fastest" # naive, safe, smallest or fastest; names with commas, as they are climbed; or "list"
+    rungs: str = "fastest" # naive, safe, smallest, fastest; names with commas, as they are climbed; or "list"
     only: str = "" # names with commas: measure just these, each against the ladder below it
     batch: Count = 0 # sequences in a step; by default 16, on a GPU below 60 GiB 4
     # Output
@@ -197,7 +198,8 @@ class Parser(argparse.ArgumentParser):
 
 def add_option(group, o): # of a `Parser`, an `Option`
     "Let the parser know an option. One without a default is given by its place, a boolean by its name alone"
-    text = o.help.replace("%", "%%") + (f" (default: {o.default})" if o.default and o.default is not MISSING else "")
+    text = o.help.replace("%", "%%")
+    if o.default and o.default is not MISSING: text += f" (default: {o.default})"
     if o.default is MISSING: group.add_argument(o.name, help=text)
     elif o.base is bool: group.add_argument(f"--{o.name}", action=argparse.BooleanOptionalAction, help=text)
     else: group.add_argument(f"--{o.name}", metavar={int: "N", float: "X", str: "TEXT"}[o.base], help=text)
@@ -212,8 +214,9 @@ def takes_file(config): # a class of `Options`
 def parser_of(config, # a class of `Options`
               name, about): # of the command: its name, what it does
     "A `Parser` of the command's options, by groups"
-    p = Parser(prog=name, description=about, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-               formatter_class=partial(argparse.HelpFormatter, max_help_position=28), usage=f"{name} [options]")
+    p = Parser(prog=name, description=about, usage=f"{name} [options]", allow_abbrev=False,
+               argument_default=argparse.SUPPRESS,
+               formatter_class=partial(argparse.HelpFormatter, max_help_position=28))
     groups = {}
     for o in listed(config):
         if o.default is MISSING: p.usage = f"{name} {o.name.upper()} [options]"
@@ -222,17 +225,19 @@ def parser_of(config, # a class of `Options`
     g = p.add_argument_group("This command line")
     if takes_file(config):
         g.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
-        g.add_argument("--print_config", action="store_true", help="print all options as such a file, and end")
+        g.add_argument("--print_config", action="store_true", help="print all options as such a file")
     g.add_argument("--debug", action="store_true", help="show where in the program an error came from")
     return p
 
 # %% ../../nbs/33_options.ipynb #c1db9706
 def tidy(words): # of a command line
-    "The words with underscores in the options' names, and with values that begin with `-` joined to their option"
+    "The words with underscores in the options' names, and values that begin with `-` joined to their option"
     res = []
     for w in words:
         name, eq, value = w.partition("=")
-        if name.startswith("--"): res.append(re.sub("^--no_", "--no-", "--" + name[2:].replace("-", "_")) + eq + value)
+        if name.startswith("--"):
+            name = "--" + name[2:].replace("-", "_")
+            res.append(re.sub("^--no_", "--no-", name) + eq + value)
         elif w.startswith("-") and w != "-h" and res and re.fullmatch(r"--\w+", res[-1]): res[-1] += f"={w}"
         else: res.append(w)
     return res
@@ -365,10 +370,12 @@ def speedrun_sample(c, given):
 def rung_lines(r): # a rung
     "What `--rungs list` says of it, its options below it"
     from fastcore.docments import docments
-    why = r.needs()
-    yield f"{r.__name__:<22}{inspect.getdoc(r).splitlines()[0]}" + (f" (not here: {why})" if why else "")
+    first = " ".join(inspect.getdoc(r).split()).split(". ")[0]
+    told = {"needs ": ", ".join(r.requires), "not with ": ", ".join(r.excludes), "not here: ": r.needs()}
+    told = "; ".join(k + v for k, v in told.items() if v)
+    yield f"{r.__name__:<22}{first}" + (f" ({told})" if told else "")
     help, (_, *params) = docments(r, returns=False), inspect.signature(r).parameters.values()
-    for p in params:
+    for p in (p for p in params if p.kind != p.VAR_KEYWORD):
         default = "" if p.default is p.empty else p.default
         yield f"  {r.__name__}:{p.name}={default}".ljust(40) + (help.get(p.name) or "")
 

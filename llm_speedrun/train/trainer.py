@@ -9,7 +9,7 @@ __all__ = ['CHANGEABLE', 'FILES', 'FOLDERS', 'AT_ONCE', 'BAD_STEPS', 'Trainer', 
            'json_line', 'train', 'report', 'train_and_tell']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
-import gc, json, math, os, shutil, signal, sys, threading, time, uuid, weakref
+import json, math, os, shutil, signal, sys, threading, time, uuid, weakref
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from collections import deque
@@ -25,17 +25,19 @@ from tqdm.auto import tqdm
 # %% ../../nbs/30_trainer.ipynb #9b3a31e8
 from ..files import (InputError, RunError, check_writable, hold, lookup, read_json,
                           replace_file)
-from ..measure import (default_device, ladder_table, machine, mfu, ms_between, sample_ms,
-                                  summarize, warm_up)
+from ..measure import (Choices, Timings, default_device, ladder_table, machine, mfu, ms_between,
+                                  process_start)
 from ..data import (EOT, Batches, Corpus, bigram_loss, differences, prefetch, tokenizer_of,
                                val_batches)
-from .corpora import (MixedBatches, StreamBatches, document_source, mix_fingerprint,
-                                   one_side, open_mix, stream_tokenizer, within_documents)
+from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
+from .loader import MixedBatches, StreamBatches, one_side
+from ..rungs.documents import within_documents
 from ..model import GPTConfig, train_flops, workload
-from ..runs import build, generate, step_of
+from ..runs import build, generate, settled
+from ..ladder import choose_rungs, measured
 from ..export import import_folder
-from .hardware import (climb, divisors, growing_segments, hardware, measured, memory_limit,
-                                   micro_batch, parse_rungs, smaller)
+from .hardware import (divisors, free_memory, growing_segments, hardware, memory_limit,
+                                         parse_rungs, smaller, trial)
 from .options import TrainConfig, agree
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers)
@@ -50,9 +52,10 @@ class Trainer:
     "One training run. Making it checks the options, opens the data and measures; `fit` trains"
     def __init__(self, cfg, # a `TrainConfig`
                  progress=True, # show a progress bar and what is being done
-                 given=None): # names of the options that were given, where values don't tell
+                 given=None, # names of the options that were given, where values don't tell
+                 timings=None): # `Timings` of the start; by default from here on
         self.progress, self.ladder, self.done = progress, [], 0
-        self.signals, self.eval_batch = Signals(), 0
+        self.signals, self.eval_batch, self.timings = Signals(), 0, timings or Timings()
         agree(cfg, given or ())
         self.cfg = cfg = resumed(cfg, given) if cfg.resume else replace(cfg) # the caller's stays as it is
         self.record = read_record(cfg.resume) if cfg.resume else None
@@ -86,7 +89,7 @@ def tell(*args, # what to print
 @patch
 def make(self:Trainer):
     "What making a trainer does, in its order"
-    rungs = parse_rungs(self.cfg.rungs, self.hardware.lacks)
+    with self.timings("find the rungs"): rungs = parse_rungs(self.cfg.rungs, self.hardware.lacks)
     self.shape()
     self.take_folder()
     try: self.assemble(rungs)
@@ -95,12 +98,22 @@ def make(self:Trainer):
 @patch
 def assemble(self:Trainer, rungs): # as parsed
     "Open the data, choose what is left open, build the run, and load what it goes on from"
+    cfg, phase = self.cfg, self.timings
+    if cfg.resume:
+        with phase("read the checkpoint"): self.find()
+    with phase("open the data"): self.open_data()
+    if cfg.rungs == "auto":
+        with phase("choose rungs"): rungs = self.choose(rungs)
+    with phase("try the micro-batch"): self.plan(rungs)
+    with phase("build the model"): self.build_run()
+    if cfg.resume: self.load()
+
+# %% ../../nbs/30_trainer.ipynb #8932fa57
+@patch
+def build_run(self:Trainer):
+    "The run, its optimizer with our learning rate, the stepper, and an average of the weights if there is one"
     cfg = self.cfg
-    if cfg.resume: self.find()
-    self.open_data()
-    if cfg.rungs == "auto": rungs = self.choose(rungs)
-    self.plan(rungs)
-    run = build(self.config, rungs, seed=cfg.seed)
+    run = build(self.config, cfg.rungs.split(",") if cfg.rungs else [], seed=cfg.seed)
     if self.weights: run.model.load_state_dict(self.weights)
     if cfg.documents: run = within_documents(run, self.corpus.eot)
     optimizer = partial(run.optimizer, lr=cfg.lr, weight_decay=cfg.weight_decay) # whichever a rung chose
@@ -109,7 +122,6 @@ def assemble(self:Trainer, rungs): # as parsed
     try: self.average = Average(self.step.params, cfg.ema) if cfg.ema else None
     except torch.OutOfMemoryError: raise RunError("no GPU memory for an average of the weights: leave out "
                                                   "--ema, or try --rungs smallest") from None
-    if cfg.resume: self.load()
 
 # %% ../../nbs/30_trainer.ipynb #bb21a373
 @patch
@@ -289,56 +301,53 @@ def with_room(config, # a `GPTConfig`
 # %% ../../nbs/30_trainer.ipynb #d3da2420
 @patch
 def choose(self:Trainer, rungs):
-    "Measure `rungs` on this machine and return those that pay; `ladder` keeps the records"
-    self.say("measuring the rungs on this machine...")
+    "Those of `rungs` that pay on this machine; `ladder` keeps the records"
     batch = min(self.sequences, 16) # the naive run needs several times the memory of the others
-    try: rungs, self.ladder = climb(self.config, batch, rungs, least=1.03) # less may be noise
-    except torch.OutOfMemoryError: self.say("the naive run doesn't fit into memory: taking all rungs")
+    chosen = choose_rungs(self.config, batch, rungs, Choices(again=self.cfg.measure, say=self.say))
+    self.ladder = chosen.records
     for r in self.ladder:
         if "why" in r: self.say(f"left out {r['rung']!r}: {r['why']}")
-    return rungs
+    return chosen.rungs
 
 # %% ../../nbs/30_trainer.ipynb #b82413ec
 @patch
 def plan(self:Trainer, rungs):
-    "Fix the micro-batch, the number of steps and the learning rate"
+    "Settle the rungs' options, the micro-batch, the number of steps and the learning rate"
     c = self.cfg
+    rungs = settled(self.config, rungs)
     c.rungs, c.lr = ",".join(rungs), c.lr or .5 / self.config.width
-    c.batch = c.batch or micro_batch(self.config, rungs, self.sequences, self.hardware.gib) or 1
-    c.accumulate = self.sequences // c.batch
-    step = self.trial(rungs)
     c.steps = c.steps or c.total_tokens//c.step_tokens
+    t = trial(self.config, rungs, self.sequences, self.hardware.gib, c.batch, timed=0 if c.steps else 5)
+    self.take_batch(t.batch)
     if not c.steps:
-        ms = summarize(sample_ms(step, 5)).ms * c.accumulate
-        in_time = c.minutes*60e3 / ms
+        in_time = c.minutes*60e3 / (t.ms*c.accumulate)
         in_text = math.inf if c.stream else c.epochs*self.batches.per_epoch
         c.steps = max(10, round(min(in_time, in_text, 1e15)))
         if in_text < in_time: self.say(f"{c.steps} steps are {c.epochs:g} passes over the text (--epochs)")
     # the first run's, also where it goes on for longer
     self.warmup = self.record.warmup_steps if self.record else warmup_steps(c.warmup, c.steps)
 
-@patch
-def trial(self:Trainer, rungs):
-    "A step that has been taken four times: two plain ones, a recording, a replay. With less where it must"
-    while True:
-        try: return warm_up(step_of(self.config, rungs, self.cfg.batch), steps=4)[0]
-        except torch.OutOfMemoryError: pass # as long as it is handled, its traceback holds every tensor
-        self.shrink()
-
 # %% ../../nbs/30_trainer.ipynb #d64ab491
+@patch
+def take_batch(self:Trainer, batch): # sequences
+    "Go on with micro-batches of `batch` sequences, and say so if more were wanted"
+    c, was = self.cfg, self.cfg.batch
+    c.batch, c.accumulate = batch, self.sequences//batch
+    if batch < was: self.say(f"out of GPU memory with {was} sequences in a micro-batch: going on with "
+                             f"{c.accumulate} x {batch}")
+
 @patch
 def shrink(self:Trainer):
     "Halve the micro-batch. Raises `RuntimeError` where it is one sequence already"
-    c, was = self.cfg, self.cfg.batch
-    if not (new := smaller(self.sequences, was)):
-        raise RunError(f"out of GPU memory with one sequence of {c.seq} tokens: try --rungs smallest, or "
-                           "a smaller --workload or --seq")
-    c.batch, c.accumulate = new, self.sequences//new
-    self.say(f"out of GPU memory with {was} sequences in a micro-batch: going on with {c.accumulate} x {new}")
-    gc.collect(); torch.cuda.empty_cache()
+    if not (new := smaller(self.sequences, self.cfg.batch)):
+        raise RunError(f"out of GPU memory with one sequence of {self.cfg.seq} tokens: try --rungs smallest, "
+                       "or a smaller --workload or --seq")
+    self.take_batch(new)
+    free_memory()
 
 # %% ../../nbs/30_trainer.ipynb #f585fcf2
-CHANGEABLE = "hardware rungs batch steps target save_minutes keep_last".split() # what `resume` goes with
+CHANGEABLE = ("hardware rungs batch steps target save_minutes keep_last "
+              "timings").split() # together with `resume`
 
 def run_folder(path): # as somebody typed it
     "The path of a run's folder, with the folder's name in it: `.` has none"
@@ -561,7 +570,7 @@ class Progress:
 def fit(self:Trainer):
     "Train, then save. Returns a dict of results. A signal ends the training early, with everything saved"
     try:
-        self.prepare()
+        with self.timings("open the run's folder"): self.prepare()
         with self.signals: return self.work()
     finally: self.let_go.detach(); self.lock.release()
 
@@ -638,7 +647,7 @@ def loop(self:Trainer, batches): # an iterator of batches on the device
         x, y = self.signals.during(partial(next, batches))
         self.clock("data")
         self.in_step = True
-        loss = self.take(x, y)
+        loss = self.take(x, y) if self.timings.total else self.first(x, y)
         if self.average: self.average.update()
         self.done, self.in_step = self.done + 1, False
         self.pending.append((self.done, lr, loss, self.step.norm, x, y))
@@ -675,6 +684,17 @@ def checkpoint(self:Trainer):
     except OSError as e: self.say(f"the checkpoint before step {self.done} could not be written: {e}")
     self.saver.save(self.done, self.run.model.state_dict(), self.state(), corpus=self.print)
     self.saved, self.saved_at = self.done, time.perf_counter()
+
+# %% ../../nbs/30_trainer.ipynb #d8f96117
+@patch
+def first(self:Trainer, x, y): # as for `take`
+    "Take the first step, wait for it, and say how long it took to get there"
+    with self.timings("the first step"):
+        loss = self.take(x, y)
+        loss.item()
+    self.timings.stop()
+    if self.cfg.timings: self.say(f"\n{self.timings}")
+    return loss
 
 # %% ../../nbs/30_trainer.ipynb #26b6a5af
 @patch
@@ -762,7 +782,7 @@ def evaluate(self:Trainer):
                            f"room: --resume {self.folder}")
         self.eval_batch = size
         self.say(f"out of GPU memory in an evaluation: going on with batches of {size}")
-        gc.collect(); torch.cuda.empty_cache()
+        free_memory()
 
 # %% ../../nbs/30_trainer.ipynb #131f3859
 @patch
@@ -824,7 +844,7 @@ def finish(self:Trainer):
     text = self.sample()
     replace_file(self.folder/"sample.txt", text)
     res = dict(steps=self.done, val_loss=loss, bigram_loss=self.yardstick(), interrupted=self.interrupted,
-               reached=self.reached, folder=str(self.folder))
+               reached=self.reached, folder=str(self.folder), start=self.timings.record())
     replace_file(self.folder/"result.json", json_line(res))
     rows = self.rows()
     loss_chart(rows, res["bigram_loss"], self.cfg.name).savefig(self.folder/"loss.png", dpi=110)
@@ -856,9 +876,10 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
 # %% ../../nbs/30_trainer.ipynb #a4bb1750
 def train(cfg, # a `TrainConfig`
           progress=True, # show a progress bar and what is being done
-          given=None): # names of the options that were given, as for `Trainer`
+          given=None, # names of the options that were given, as for `Trainer`
+          timings=None): # `Timings` of the start
     "A fitted `Trainer` and its results"
-    trainer = Trainer(cfg, progress, given)
+    trainer = Trainer(cfg, progress, given, timings)
     return trainer, trainer.fit()
 
 # %% ../../nbs/30_trainer.ipynb #eff711a2
@@ -877,6 +898,6 @@ def train_and_tell(cfg, # a `TrainConfig`
                    given): # names of the options that were given
     "What `speedrun_train` does: train, and print what the run has to show"
     growing_segments()
-    trainer, res = train(cfg, given=given)
+    trainer, res = train(cfg, given=given, timings=Timings(process_start()))
     report(trainer, res)
     if res["interrupted"]: sys.exit(128 + (trainer.signal or signal.SIGINT)) # 130 and 143, as shells have it

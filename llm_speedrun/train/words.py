@@ -107,7 +107,8 @@ class Worker:
             if self.hello: self.send(self.hello); self.hello = None
             self.send(texts)
             return pickle.load(self.process.stdout)
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError) as e: raise RunError(self.obituary()) from e
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError) as e:
+            raise RunError(self.obituary()) from e
 
 # %% ../../nbs/37_words.ipynb #b76939e8
 @patch
@@ -141,6 +142,7 @@ def _threads(n):
     for _ in range(n): threading.Thread(target=work, name="encode", daemon=True).start()
     return submit, end
 
+# %% ../../nbs/37_words.ipynb #b2e38707
 def in_order(f, xs, threads, ahead):
     """Yield `(x, f(x))` in order, computed by `threads` threads, at most `ahead` of them under way.
     An error of `xs` is raised after what came before it, one of `f` at its place"""

@@ -1,0 +1,261 @@
+"A start tries what is wanted first, builds few models, remembers what it chose, and says how long it took."
+import json, math, os, re, threading, time
+from dataclasses import replace
+from types import SimpleNamespace
+import pytest, torch
+import llm_speedrun.model as model_module
+from llm_speedrun import ladder, measure
+from llm_speedrun.ladder import Chosen, choose_rungs, climb, paying, speedrun_ladder
+from llm_speedrun.measure import Choices, Timings, process_start
+from llm_speedrun.runs import find_rung
+from llm_speedrun.train import hardware
+from llm_speedrun.train.hardware import PRESETS, divisors, memory_advice, micro_batches, presets, trial
+from llm_speedrun.train.trainer import Trainer, train
+from small import NANO, fails, nano, options
+
+def out_of_memory(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+@pytest.fixture
+def gpu(monkeypatch):
+    "A GPU of 40 GiB on which steps of at most `most` sequences fit; it notes the batches built and the limits set"
+    said = SimpleNamespace(most=18, built=[], limits=[])
+    def step_of(config, rungs, batch):
+        said.built.append(batch)
+        return lambda: (lambda: None) if batch <= said.most else out_of_memory()
+    class limit:
+        def __init__(self, gib): said.limits.append(gib)
+        def __enter__(self): pass
+        def __exit__(self, *args): pass
+    for name, value in dict(step_of=step_of, memory_limit=limit, most_sequences=lambda: 64, gpu_gib=lambda: 40.,
+                            sample_ms=lambda step, n: [7.]*n).items(): monkeypatch.setattr(hardware, name, value)
+    monkeypatch.setattr(hardware, "warm_up", lambda build, steps: (build(), SimpleNamespace(peak_gib=1., warmup_s=2.)))
+    return said
+
+# What fits
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 32, 48, 64, 96, 480, 512, 1112])
+@pytest.mark.parametrize("most", [1, 5, 18, 63, 10**9])
+def test_attempts_are_few(gpu, rows, most):
+    "The largest divisor up to 64 is tried first, then at most half of it each time: nothing else is built"
+    gpu.most = most
+    t = trial(NANO, [], rows)
+    wanted = max(d for d in divisors(rows) if d <= 64)
+    assert gpu.built[0] == wanted and len(gpu.built) <= 1 + math.log2(wanted) and gpu.built[-1] == t.batch <= most
+    assert rows % t.batch == 0 and all(2*b <= a for a, b in zip(gpu.built, gpu.built[1:]))
+    assert (t.ms, t.peak_gib, t.warmup_s) == (7., 1., 2.)
+
+def test_what_fits_is_built_once(gpu):
+    "Where the wanted batch fits there is one build, which is also the one that is timed"
+    gpu.most = 10**9
+    assert trial(NANO, [], 32).batch == 32 and gpu.built == [32]
+
+def test_room(gpu):
+    "What is found leaves some memory for evaluations; what was asked for may have it all"
+    trial(NANO, [], 64, gib=12); trial(NANO, [], 64, gib=12, batch=16)
+    assert gpu.limits == [.95*12, 12]
+
+def test_nothing_fits(gpu):
+    "Where one sequence doesn't fit, the error says what to do"
+    gpu.most = 0
+    with fails(RuntimeError, "with one sequence of 32 tokens", "--rungs smallest", "--workload or --seq"): trial(NANO, [], 64, batch=48)
+    assert gpu.built == [48, 16, 8, 4, 2, 1]
+
+def test_other_errors_are_errors(gpu, monkeypatch):
+    "What isn't a lack of memory is raised at once"
+    def broken(build, steps): raise RuntimeError("a kernel is wrong")
+    monkeypatch.setattr(hardware, "warm_up", broken)
+    with fails(RuntimeError, "a kernel is wrong"): trial(NANO, [], 64)
+    assert len(gpu.built) == 1
+
+def test_memory_advice(gpu):
+    "The advice after running out of memory is a batch that was tried, found in a few attempts"
+    assert memory_advice(NANO, [], 10**4).endswith("On this GPU 9 fit: --batch 9") and len(gpu.built) == 10
+    gpu.most = 0
+    assert "one sequence doesn't fit either" in memory_advice(NANO, [], 3)
+
+@pytest.mark.cuda
+def test_start_of_fastest():
+    "On a GPU the wanted batch of a small model fits at the first attempt, within 60 s with an empty cache of kernels"
+    t0 = time.perf_counter()
+    t = trial(NANO, presets()["fastest16"], 32)
+    assert t.batch == 32 and 0 < t.peak_gib < 8 and time.perf_counter() - t0 < 60
+
+@pytest.fixture
+def builds(monkeypatch):
+    "The rungs of the models that are built: a list that grows"
+    real, seen = model_module.baseline, []
+    def baseline(*args, **kw): seen.append(args); return real(*args, **kw)
+    monkeypatch.setattr(model_module, "baseline", baseline)
+    return seen
+
+@pytest.mark.parametrize("option", [dict(), dict(batch=4), dict(steps=0, minutes=.001)], ids=str)
+def test_a_start_builds_two_models(tmp_path, builds, option):
+    "One for the trial, which is timed too, and the run's own"
+    trainer = Trainer(options(tmp_path, **dict(rungs="flash", batch=0) | option), progress=False)
+    assert len(builds) == 2 and trainer.cfg.batch in (4, 16)
+
+# Presets
+
+def test_nothing_in_8_bits():
+    "`fastest16` has no rung that computes or keeps anything in 8 bits, and runs on an A100"
+    for name in PRESETS["fastest16"].replace("half", "bf16").split():
+        r = find_rung(name)
+        assert "8" not in name and name != "lean" and "fp8" not in r.needs.__name__, name
+    assert set(presets()["fastest16"]) <= set(presets()["fastest"])
+
+# What pays
+
+def times(monkeypatch, ms):
+    "Steps take `ms` for each last rung; returns what is warmed up, as lists of rungs"
+    warmed = []
+    def step_of(config, rungs, batch, change): return list(rungs), change
+    def warm_up(build):
+        rungs, change = build
+        warmed.append(rungs)
+        if isinstance(e := ms[rungs[-1] if rungs else "fp32"], Exception): raise e
+        change(SimpleNamespace(fmt="fp32"))
+        return tuple(rungs), measure.Measured([], None, 1.)
+    def take_turns(steps, rounds, reps):
+        return {k: [[ms[s[-1] if s else "fp32"]]*reps]*rounds for k, s in steps.items()}
+    for name, f in dict(step_of=step_of, warm_up=warm_up, take_turns=take_turns).items(): monkeypatch.setattr(ladder, name, f)
+    return warmed
+
+def test_what_pays_is_kept(monkeypatch):
+    "Each rung is measured against those kept and built once; one that fails is left out with its reason"
+    ms = dict(fp32=90., tf32=60., bf16=66., flash=30., fp8=ValueError("it is an old card"), fused_adamw=29.5)
+    warmed = times(monkeypatch, ms)
+    kept, records = paying(NANO, 1, list(ms)[1:])
+    assert kept == ["tf32", "flash"] and warmed == [[], ["tf32"], ["tf32", "bf16"], ["tf32", "flash"],
+                                                    ["tf32", "flash", "fp8"], ["tf32", "flash", "fused_adamw"]]
+    assert [(r["rung"], r.get("before"), r["kept"]) for r in records] == [
+        ("fp32", None, True), ("tf32", "fp32", True), ("bf16", "tf32", False), ("flash", "tf32", True), ("fp8", None, False),
+        ("fused_adamw", "flash", False)]
+    assert records[4] == dict(rung="fp8", kept=False, why="it is an old card")
+    assert math.isclose(records[3]["ratio"], 2) and records[3]["ms"] == 30
+
+def test_out_of_memory_is_no_rungs_fault(monkeypatch):
+    "Running out of memory is no reason to leave a rung out: it is raised, and nothing is remembered"
+    times(monkeypatch, dict(fp32=1., flash=torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError): paying(NANO, 1, ["flash"])
+    said = []
+    assert choose_rungs(NANO, 1, ["flash"], Choices(say=said.append)) == Chosen(["flash"], [])
+    assert "the naive run doesn't fit" in said[-1] and not measure.choices_path().exists()
+
+def test_auto_is_measured_once(tmp_path, builds, capsys):
+    "The second run takes what the first one measured, says of when it is, and `measure` measures again"
+    cfg = options(tmp_path, rungs="auto")
+    first = Trainer(replace(cfg, name="a"))
+    n = len(builds)
+    assert "measuring the rungs" in capsys.readouterr().out and n > 4
+    again = Trainer(replace(cfg, name="b"))
+    said = capsys.readouterr().out
+    assert len(builds) == n + 2 and (again.cfg.rungs, again.ladder) == (first.cfg.rungs, first.ladder)
+    assert re.search(r"rungs, as measured here on \d{4}-\d\d-\d\d: .* \(--measure measures again\)", said)
+    Trainer(replace(cfg, name="c", measure=True))
+    assert len(builds) > n + 4 and "measuring the rungs" in capsys.readouterr().out
+
+def test_climb_refuses_before_it_measures(monkeypatch):
+    "What doesn't go together is refused before minutes of measuring"
+    monkeypatch.setattr(ladder, "measure_run", lambda *args, **kw: pytest.fail("measured"))
+    with fails(ValueError, "exclude each other"): climb(NANO, 1, ["flash", "checkpoint", "selective_checkpoint"])
+    with fails(ValueError, "applied twice"): climb(NANO, 1, ["flash", "flash"])
+
+@pytest.mark.parametrize("option, message", [(dict(rungs="auto"), "a ladder keeps every rung"), (dict(rungs="flash,flash"), "twice"),
+                                             (dict(out="file/ladder"), "choose another --out")], ids=str)
+def test_options_of_the_ladder(tmp_path, monkeypatch, capsys, option, message):
+    "Options that can't be are refused with a word, and nothing is written"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/"file").touch()
+    monkeypatch.setattr(ladder, "measure_run", lambda *args, **kw: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as e: speedrun_ladder(**dict(workload="nano", rungs="flash", batch=1, out="ladder") | option)
+    assert e.value.code == 2 and message in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+# Remembered choices
+
+def choose(choices, value="flash", what="kernel", kind=str, **about): return choices.get(what, about, lambda: value, kind)
+
+GARBAGE = dict(empty="", list="[1, 2]", null="null", number="7", object="{}", torn='[{"what": "ker', deep="["*10**5,
+               date='[{"what": "kernel", "where": {}, "value": 1, "date": 7}]', bytes="\xff\xfe")
+
+@pytest.mark.parametrize("text", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_left_aside(choices, text):
+    "A file that can't be used is as good as none: it is said, measured, and replaced"
+    choices.write_bytes(text.encode("latin-1"))
+    said = []
+    assert choose(Choices(say=said.append)) == "flash" and any("left aside" in s and "choices.json" in s for s in said)
+    said.clear()
+    assert choose(Choices(say=said.append), "other") == "flash" and len(said) == 1
+
+def test_a_pipe_in_its_place(choices):
+    "A pipe under that name doesn't hang the start"
+    os.mkfifo(choices)
+    said = []
+    assert choose(Choices(say=said.append)) == "flash" and "no regular file" in said[0]
+
+def test_a_choice_of_another_kind_is_measured_again(choices):
+    "What was remembered must be what is asked for"
+    assert choose(Choices(), [1], kind=list[int]) == [1]
+    said = []
+    assert choose(Choices(say=said.append), "cudnn") == "cudnn" and "can't be used" in said[0]
+    assert choose(Choices(), "other") == "cudnn"
+
+@pytest.mark.parametrize("change", [dict(torch="9.9"), dict(gpu="NVIDIA Other"), dict(driver="1"), dict(triton="0")], ids=str)
+def test_another_machine_measures_again(choices, monkeypatch, change):
+    "A choice holds for the machine, the versions and the code that it was measured with, and no other"
+    choose(Choices(), T=1)
+    real = measure.machine()
+    monkeypatch.setattr(measure, "machine", lambda: real | change)
+    assert choose(Choices(), "cudnn", T=1) == "cudnn"
+    monkeypatch.setattr(measure, "machine", lambda: real | dict(date="2000-01-01")) # another day is no other machine
+    assert choose(Choices(), "other", T=1) == "flash"
+    monkeypatch.setattr(measure, "code_version", lambda: "other code")
+    assert choose(Choices(), "cudnn", T=1) == "cudnn"
+
+def test_choices_of_other_things_are_kept(choices):
+    "Each choice has its place, and of very many the newest stay"
+    for t in range(measure.MOST_CHOICES + 5): choose(Choices(), f"v{t}", T=t)
+    kept = json.loads(choices.read_text())
+    assert len(kept) == measure.MOST_CHOICES and kept[-1]["value"] == f"v{t}" and choose(Choices(), "new", T=t - 3) == f"v{t - 3}"
+
+def test_what_fails_is_not_remembered(choices):
+    "An error while measuring is raised, and leaves nothing"
+    with pytest.raises(ZeroDivisionError): Choices().get("kernel", {}, lambda: 1//0)
+    assert not choices.exists()
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    "The choice is made all the same"
+    (tmp_path/"file").touch()
+    said = []
+    assert choose(Choices(tmp_path/"file"/"choices.json", say=said.append)) == "flash" and "can't be remembered" in said[-1]
+
+def test_many_write_at_once(choices):
+    "Processes that start together lose no choice of one another"
+    threads = [threading.Thread(target=choose, args=(Choices(), f"v{t}"), kwargs=dict(T=t)) for t in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert sorted(c["where"]["T"] for c in json.loads(choices.read_text())) == list(range(8))
+
+# Timings
+
+def test_timings_of_a_phase_that_fails():
+    "A phase that raises is counted too, and the depth is right afterwards"
+    timings = Timings()
+    with pytest.raises(KeyError):
+        with timings("a"):
+            with timings("b"): raise KeyError
+    with timings("c"): pass
+    assert [(p[0], p[2]) for p in timings.phases] == [("a", 0), ("b", 1), ("c", 0)] and timings.total is None
+
+def test_the_process_began_before_this():
+    "The start counts from the process's beginning, imports included"
+    began = process_start()
+    assert time.process_time() <= time.time() - began + .1 and abs(process_start() - began) < .1
+    assert Timings(began).phases[0][1] > .5
+
+def test_a_run_says_how_long_its_start_took(tmp_path, capsys):
+    "The phases are in result.json and add up to no more than the whole; `timings` prints them"
+    trainer, res = train(options(tmp_path, timings=True), timings=Timings(process_start()))
+    out = capsys.readouterr().out
+    for name in ("Python and imports", "open the data", "try the micro-batch", "build the model", "the first step"): assert name in out
+    start = json.loads((tmp_path/"runs/run/result.json").read_text())["start"]
+    assert sum(p["seconds"] for p in start["phases"] if not p["depth"]) <= start["seconds"] == trainer.timings.total
