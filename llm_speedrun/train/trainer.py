@@ -32,7 +32,7 @@ from ..data import (EOT, Batches, Corpus, bigram_loss, differences, prefetch, to
 from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, one_side
 from ..rungs.documents import within_documents
-from ..model import GPTConfig, train_flops, workload
+from ..model import train_flops, workload
 from ..runs import build, generate, settled
 from ..ladder import choose_rungs, measured
 from ..export import import_folder
