@@ -20,8 +20,8 @@ from fastcore.basics import patch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from .files import InputError, RunError, lookup
-from .measure import (compare, count, default_device, gpu_gib, main_format, make_record,
-                                  predict_ms, ratio, smoke)
+from .measure import compare, default_device, gpu_gib, make_record, ratio, smoke
+from .roofline import count, main_format, predict_ms
 from .data import Batches, open_corpus, prefetch
 from .model import GPT, WORKLOADS, train_flops
 
@@ -60,7 +60,7 @@ class Run:
     loss: Callable = model_loss # (model, x, y) -> mean loss
     optimizer: Callable = adamw # model -> torch.optim.Optimizer
     scaler: Callable = no_scaler # () -> torch.amp.GradScaler
-    fmt: str = "fp32" # the number format of the matrix products, a key of `measure.DTYPES`
+    fmt: str = "fp32" # the number format of the matrix products, a key of `roofline.DTYPES`
     step_contexts: tuple = () # entered around forward, backward and optimizer: process-wide settings
     forward_contexts: tuple = () # entered around the forward pass alone: autocast
     checks: tuple = () # () -> a bool tensor on the device: whether this step must not be taken
@@ -419,7 +419,7 @@ def settled(config, # a `GPTConfig`
 def count_step(config, # a `GPTConfig`
                rungs=(), # as `build` takes them
                batch=1): # sequences in a step
-    "The operations of one steady training step, counted without running it: a list of `measure.Op`"
+    "The operations of one steady training step, counted without running it: a list of `roofline.Op`"
     without_scaler, rungs = partial(replace, scaler=no_scaler), settled(config, rungs)
     with uncompiled(): ops = count(step_of(config, rungs, batch, without_scaler))
     return reduce(lambda ops, r: r[0].counts(ops), map(parsed, rungs), ops)

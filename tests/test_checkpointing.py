@@ -3,7 +3,7 @@ from dataclasses import replace
 from functools import partial
 import pytest, torch
 from llm_speedrun.rungs.checkpointing import *
-from llm_speedrun.measure import OpCounter
+from llm_speedrun.roofline import OpCounter
 from llm_speedrun.model import *
 from llm_speedrun.runs import *
 from small import NANO, fails, nano

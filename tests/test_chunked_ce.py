@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from llm_speedrun.rungs.chunked_ce import *
-from llm_speedrun.measure import OpCounter, by_kind, count, warm_up
+from llm_speedrun.measure import warm_up
+from llm_speedrun.roofline import OpCounter, by_kind, count
 from llm_speedrun.model import cross_entropy, matrix_params, workload
 from llm_speedrun.runs import Stepper, baseline, build, count_step, reference_errors
 from small import NANO, fails

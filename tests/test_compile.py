@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest, torch
 from llm_speedrun.rungs.compile import *
 from llm_speedrun.rungs.cuda_graphs import *
-from llm_speedrun.measure import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, measure_ceilings, profile_kinds,
-                                  profiled)
+from llm_speedrun.roofline import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, ceilings,
+                                   profile_kinds, profiled)
 from llm_speedrun.model import *
 from llm_speedrun.runs import *
 from flags import changed, flags
@@ -217,7 +217,7 @@ def test_kinds_add_up(rungs):
 @pytest.mark.cuda
 def test_fp8_ceiling():
     "Where the GPU multiplies FP8, it does so faster than bf16"
-    peak = measure_ceilings().matmul
+    peak = ceilings().matmul
     assert ("fp8" in peak) == has_fp8() and peak.get("fp8", float("inf")) > 1.2*peak["bf16"]
 
 @pytest.mark.cuda

@@ -11,7 +11,8 @@ from llm_speedrun.rungs.fp8 import *
 from llm_speedrun.rungs.fused_fp8 import *
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.triton import runs_kernel
-from llm_speedrun.measure import has_fp8, main_format, version_of
+from llm_speedrun.measure import version_of
+from llm_speedrun.roofline import has_fp8, main_format
 from llm_speedrun.model import rope, rope_table, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build, count_step, entered

@@ -8,7 +8,8 @@ from llm_speedrun.rungs.fp8 import E4M3, E5M2, sqnr
 from llm_speedrun.rungs.fused_fp8 import Scaling, to_fp8
 from llm_speedrun.rungs.fused_ops import QKRope, SwiGLUDown, fused_ops
 from llm_speedrun.rungs.triton import AddRMSNorm
-from llm_speedrun.measure import OpCounter, has_fp8, version_of, warm_up
+from llm_speedrun.measure import version_of, warm_up
+from llm_speedrun.roofline import OpCounter, has_fp8
 from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
 from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, reference_errors, step_of
 from llm_speedrun.rungs.tf32 import tf32

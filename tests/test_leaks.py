@@ -2,7 +2,7 @@
 from contextlib import contextmanager
 from dataclasses import replace
 import pytest, torch
-from llm_speedrun.measure import matmul_precision
+from llm_speedrun.roofline import matmul_precision
 from llm_speedrun.runs import Stepper, build, count_step, find_rung, generate, reference_errors
 from llm_speedrun.rungs import amp, flash, tf32
 from llm_speedrun.train.trainer import train

@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest, torch
 from torch import nn
 from llm_speedrun.rungs import amp, checkpointing, chunked_ce, flash, tf32    # their rungs
-from llm_speedrun.measure import compare, count, measure_ceilings, ratio, sample_ms, summarize, version_of
+from llm_speedrun.measure import compare, ratio, sample_ms, summarize, version_of
+from llm_speedrun.roofline import count, ceilings
 from llm_speedrun.model import workload
 from llm_speedrun.runs import Stepper, adamw, baseline, build, check_rung, find_rung, step_of
 from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, AdamW8bit, Bf16AdamW, adamw8bit, bf16_matrices,
@@ -571,7 +572,7 @@ def copy_share(opt, nbytes):
     n = sum(p.numel() for g in opt.param_groups for p in g["params"])
     for _ in range(3): opt.step()
     torch.cuda._sleep(2*10**8)      # meanwhile Python queues all of it, as it does behind a backward pass
-    return nbytes*n / summarize(sample_ms(opt.step, 30)).ms * 1e3 / measure_ceilings().copy
+    return nbytes*n / summarize(sample_ms(opt.step, 30)).ms * 1e3 / ceilings().copy
 
 MAKERS = dict(stochastic=(make_bf16, torch.bfloat16, 22), master=(lambda m: make_bf16(m, rounding="master"), torch.bfloat16, 26),
               eight=(make_8bit, torch.float32, 16.06), both=(lambda m: make_bf16(m, moments="8bit"), torch.bfloat16, 10.06))

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from ..files import InputError
-from ..measure import memory_limit, op_kind, tensors
+from ..measure import memory_limit
+from ..roofline import op_kind, tensors
 from ..runs import Stepper, build, entered, rung
 
 # %% ../../nbs/20_checkpointing.ipynb #3a1ff34d

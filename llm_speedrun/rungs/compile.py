@@ -13,7 +13,8 @@ from types import FunctionType
 import torch
 from torch.autograd.function import once_differentiable
 from ..files import lookup
-from ..measure import fused, version_of
+from ..measure import version_of
+from ..roofline import fused
 from ..runs import needs_capability, rung
 
 # %% ../../nbs/18_compile.ipynb #1863f340

@@ -15,7 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from ..files import InputError, RunError
-from ..measure import DTYPES, version_of
+from ..measure import version_of
+from ..roofline import DTYPES
 from ..model import set_parts
 from ..runs import rung
 from .flash import repeat_heads

@@ -13,7 +13,8 @@ import torch, torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 from ..files import RunError, lookup
-from ..measure import DTYPES, time_ms
+from ..measure import time_ms
+from ..roofline import DTYPES
 from ..model import set_parts
 from ..runs import rung
 

@@ -330,7 +330,7 @@ def step(self:MultiTensorAdamW):
 # %% ../../nbs/21_optim.ipynb #7bbdca3b
 @torch.library.custom_op("llm_speedrun::fake_update", mutates_args=["changed"])
 def fake_update(read: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
-    "Stands for an update of fake tensors in `measure.count`: reads `read`, reads and writes `changed`"
+    "Stands for an update of fake tensors in `roofline.count`: reads `read`, reads and writes `changed`"
 
 # %% ../../nbs/21_optim.ipynb #84e576f4
 @patch

@@ -8,7 +8,7 @@ __all__ = ['tf32']
 # %% ../../nbs/10_tf32.ipynb #a4c0c8a5
 from dataclasses import replace
 from functools import partial
-from ..measure import matmul_precision
+from ..roofline import matmul_precision
 from ..runs import needs_capability, rung
 
 # %% ../../nbs/10_tf32.ipynb #be1110b2

@@ -14,7 +14,8 @@ import torch
 from fastcore.basics import patch
 from msgspec import Meta
 from ..files import InputError, RunError, decoded, lookup, read_bytes_of, replace_file
-from ..measure import kernel_kind, moment, ms_between, op_kind, table
+from ..measure import moment, ms_between, table
+from ..roofline import kernel_kind, op_kind
 
 # %% ../../nbs/34_metrics.ipynb #2d96929c
 PHASES = "data", "forward", "backward", "optimizer" # of a step; the last one ends it
