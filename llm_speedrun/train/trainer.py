@@ -111,7 +111,7 @@ def assemble(self:Trainer, rungs): # as parsed
 # %% ../../nbs/30_trainer.ipynb #8932fa57
 @patch
 def build_run(self:Trainer):
-    "The run, its optimizer with our learning rate, the stepper, and an average of the weights if there is one"
+    "The run, its optimizer with our learning rate, the stepper, and an average of the weights if asked for"
     cfg = self.cfg
     run = build(self.config, cfg.rungs.split(",") if cfg.rungs else [], seed=cfg.seed)
     if self.weights: run.model.load_state_dict(self.weights)
