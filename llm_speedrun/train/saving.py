@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from msgspec import UNSET, Meta, UnsetType
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from ..files import InputError, decoded, lookup, read_bytes_of, read_json, synced
+from ..files import InputError, lookup, read_json, synced
 from ..model import GPTConfig, matrix_params
 
 # %% ../../nbs/31_saving.ipynb #e6e0eb74

@@ -32,7 +32,7 @@ from ..data import (EOT, Batches, Corpus, bigram_loss, differences, prefetch, to
 from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, one_side
 from ..rungs.documents import within_documents
-from ..model import GPTConfig, train_flops, workload
+from ..model import train_flops, workload
 from ..runs import build, generate, settled
 from ..ladder import choose_rungs, measured
 from ..export import import_folder
@@ -111,7 +111,7 @@ def assemble(self:Trainer, rungs): # as parsed
 # %% ../../nbs/30_trainer.ipynb #8932fa57
 @patch
 def build_run(self:Trainer):
-    "The run, its optimizer with our learning rate, the stepper, and an average of the weights if there is one"
+    "The run, its optimizer with our learning rate, the stepper, and an average of the weights if asked for"
     cfg = self.cfg
     run = build(self.config, cfg.rungs.split(",") if cfg.rungs else [], seed=cfg.seed)
     if self.weights: run.model.load_state_dict(self.weights)
