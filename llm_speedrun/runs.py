@@ -6,8 +6,8 @@
 __all__ = ['STAGES', 'RUNGS', 'param_groups', 'adamw', 'no_scaler', 'model_loss', 'Run', 'entered', 'Stepper', 'average_and_clip',
            'rung', 'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name', 'option_text', 'chosen',
            'find_rung', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled',
-           'generate', 'bench', 'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'settled', 'count_step',
-           'measure_run']
+           'generate', 'bench', 'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'to_settle', 'settle', 'settled',
+           'count_step', 'measure_run']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, importlib, inspect, pkgutil
@@ -414,12 +414,21 @@ def step_of(config, # a `GPTConfig`
     return build_step
 
 # %% ../nbs/05_runs.ipynb #0bd8ebc0
-def settled(config, # a `GPTConfig`
-            rungs): # as `build` takes them
-    "`rungs` with every option, those found by measuring too, as texts: to build the same run again and again"
-    if not any(r.choose for r, _ in map(parsed, rungs)): return list(rungs)
+def to_settle(rungs): # as `build` takes them
+    "Whether an option of theirs is still to be found by measuring"
+    return any(r.choose and "auto" in map(str, (rung_options(r) | o).values()) for r, o in map(parsed, rungs))
+
+def settle(config, # a `GPTConfig`
+           rungs): # as `build` takes them
+    "`rungs` as texts with every option, those found by measuring too; and rung -> what was measured for it"
+    if not to_settle(rungs): return list(rungs), {}
     device = default_device()
-    with FakeTensorMode(): return build(config, rungs, device).specs()
+    with FakeTensorMode(): run = build(config, rungs, device)
+    return run.specs(), run.why
+
+def settled(config, rungs): # as for `settle`
+    "The texts alone: to build the same run again and again"
+    return settle(config, rungs)[0]
 
 def count_step(config, # a `GPTConfig`
                rungs=(), # as `build` takes them

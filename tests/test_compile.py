@@ -195,8 +195,8 @@ def attention_kernels(rungs):
 def test_the_attention_kernel_is_kept(backend, monkeypatch):
     "What the flash rung chose runs in the compiled blocks too (PyTorch's cache on disk doesn't know what was chosen)"
     monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
-    monkeypatch.setattr("llm_speedrun.rungs.flash.fastest_backend", lambda *shape: backend)
-    eager, fast = (attention_kernels(r) for r in (OURS[:3], OURS[:3] + ["compile"]))
+    rungs = [*OURS[:2], f"flash:backend={backend}"]
+    eager, fast = (attention_kernels(r) for r in (rungs, rungs + ["compile"]))
     assert eager and eager == fast
 
 @pytest.mark.cuda

@@ -33,11 +33,11 @@ from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenize
 from .loader import MixedBatches, StreamBatches, one_side
 from ..rungs.documents import within_documents
 from ..model import train_flops, workload
-from ..runs import build, generate, settled
+from ..runs import build, generate, rung_name
 from ..ladder import choose_rungs, measured
 from ..export import import_folder
-from .hardware import (divisors, free_memory, growing_segments, hardware, memory_limit,
-                                         parse_rungs, smaller, trial)
+from .hardware import (divisors, free_memory, growing_segments, hardware, left_out,
+                                         memory_limit, parse_rungs, settle_rungs, smaller, trial)
 from .options import TrainConfig, agree
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers)
@@ -102,10 +102,12 @@ def assemble(self:Trainer, rungs): # as parsed
     if cfg.resume:
         with phase("read the checkpoint"): self.find()
     with phase("open the data"): self.open_data()
+    self.wanted = cfg.rungs
     if cfg.rungs == "auto":
         with phase("choose rungs"): rungs = self.choose(rungs)
     with phase("try the micro-batch"): self.plan(rungs)
     with phase("build the model"): self.build_run()
+    self.tell_rungs()
     if cfg.resume: self.load()
 
 # %% ../../nbs/30_trainer.ipynb #8932fa57
@@ -122,6 +124,16 @@ def build_run(self:Trainer):
     try: self.average = Average(self.step.params, cfg.ema) if cfg.ema else None
     except torch.OutOfMemoryError: raise RunError("no GPU memory for an average of the weights: leave out "
                                                   "--ema, or try --rungs smallest") from None
+
+# %% ../../nbs/30_trainer.ipynb #db7f4850
+@patch
+def tell_rungs(self:Trainer):
+    "Say which rungs are on, with which options, and which of a preset's are not"
+    c, measured = self.cfg, lambda r: f" ({w})" if (w := self.why.get(rung_name(r))) else ""
+    on = "".join(f"\n  {r}{measured(r)}" for r in c.rungs.split(",") if r) or " no rungs"
+    self.say(f"{c.accumulate} x {c.batch} sequences of {c.seq} tokens in a step, with{on}")
+    if self.wanted != "auto": # of auto the ladder says it
+        for name, why in left_out(self.wanted, c.rungs.split(",")): self.say(f"  not {name}: {why}")
 
 # %% ../../nbs/30_trainer.ipynb #bb21a373
 @patch
@@ -314,7 +326,8 @@ def choose(self:Trainer, rungs):
 def plan(self:Trainer, rungs):
     "Settle the rungs' options, the micro-batch, the number of steps and the learning rate"
     c = self.cfg
-    rungs = settled(self.config, rungs)
+    on = settle_rungs(self.config, rungs, Choices(again=c.measure, say=self.say))
+    rungs, self.why = on.rungs, on.why
     c.rungs, c.lr = ",".join(rungs), c.lr or .5 / self.config.width
     c.steps = c.steps or c.total_tokens//c.step_tokens
     t = trial(self.config, rungs, self.sequences, self.hardware.gib, c.batch, timed=0 if c.steps else 5)
