@@ -57,6 +57,7 @@ def why_not(backend, # a key of `BACKENDS`
     with warnings.catch_warnings(record=True) as said, _disable_current_modes(): # on real tensors
         warnings.simplefilter("always")
         try: attention_step(backend, *shape)()
+        except torch.OutOfMemoryError: raise # which says nothing about the kernel
         except RuntimeError as e:
             return "; ".join([str(w.message).split(" (Triggered")[0] for w in said] or [str(e)])
     return ""

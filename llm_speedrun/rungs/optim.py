@@ -299,7 +299,8 @@ class MultiTensorAdamW(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, t=0, skipped=0))
         self.rounding, self.moments, self.seed, self.tables = rounding, moments, seed, {}
         for g in self.param_groups: check_group(g["params"])
-        self.skipped, self.finite = torch.zeros(2, device=self.param_groups[0]["params"][0].device)
+        device = self.param_groups[0]["params"][0].device
+        self.skipped, self.finite = (torch.zeros((), device=device) for _ in range(2)) # aligned, as any tensor
 
 def check_group(ps): # the weights of a group
     "Raise `InputError` where the kernel can't update them all in one go"
