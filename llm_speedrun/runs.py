@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['STAGES', 'RUNGS', 'param_groups', 'adamw', 'no_scaler', 'model_loss', 'Run', 'entered', 'Stepper', 'average_and_clip',
            'rung', 'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name', 'option_text', 'chosen',
-           'find_rung', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled',
-           'generate', 'bench', 'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'settled', 'count_step',
-           'measure_run']
+           'find_rung', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'bench',
+           'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'settled', 'count_step', 'measure_run']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, importlib, inspect, pkgutil
@@ -337,24 +336,6 @@ def uncompiled():
     "A context manager in which compiled functions and modules run as plain Python"
     return torch.compiler.set_stance("force_eager")
 
-@torch.no_grad()
-def generate(run, # a `Run`; its forward contexts are entered
-             ids, # list of prompt tokens, not empty
-             n, # how many tokens to add
-             temperature=.8, # below 1 sharpens the distribution
-             top_k=50, # sample among the most likely k
-             seed=0): # of the sampling
-    "`ids` and `n` sampled tokens after them, a list"
-    model, device = run.model, run.device
-    g = torch.Generator(device).manual_seed(seed)
-    x = torch.tensor([ids], device=device)
-    for _ in range(n):
-        with uncompiled(), entered(run.forward_contexts):
-            logits = model(x[:, -model.config.seq:])[0, -1].float()
-        v, i = logits.topk(min(top_k, len(logits)))
-        x = torch.cat([x, i[torch.multinomial((v / temperature).softmax(-1), 1, generator=g)][None]], 1)
-    return x[0].tolist()
-
 # %% ../nbs/05_runs.ipynb #002e7754
 def bench(): # the configuration and the batch size
     "What the notebooks measure here: `124m` at batch 16 (4 below 60 GiB), a very small model on a smoke run"
@@ -416,10 +397,12 @@ def step_of(config, # a `GPTConfig`
 # %% ../nbs/05_runs.ipynb #0bd8ebc0
 def settled(config, # a `GPTConfig`
             rungs): # as `build` takes them
-    "`rungs` with every option, those found by measuring too, as texts: to build the same run again and again"
+    """`rungs` with every option, those found by measuring too, as texts in the order given: to build the
+    same run again and again"""
     if not any(r.choose for r, _ in map(parsed, rungs)): return list(rungs)
     device = default_device()
-    with FakeTensorMode(): return build(config, rungs, device).specs()
+    with FakeTensorMode(): specs = {rung_name(s): s for s in build(config, rungs, device).specs()}
+    return [specs[rung_name(r)] for r in rungs]
 
 def count_step(config, # a `GPTConfig`
                rungs=(), # as `build` takes them
