@@ -360,7 +360,8 @@ def read_checkpoint(folder): # of a checkpoint
     except RecursionError: raise InputError(f"{folder}/about.json is nested too deeply") from None
 
 # %% ../../nbs/31_saving.ipynb #b611ea0a
-MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20, seq=2**24, eps=1)
+MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20, seq=2**24,
+            eps=1)
 
 class Record(msgspec.Struct):
     "What a run's `config.json` says beside its options"
