@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['EXPORT_DTYPES', 'Rope', 'SHAPE', 'FIXED', 'STATED', 'qwen3_config', 'up_to', 'Qwen3', 'qwen3', 'shapes', 'fitted',
-           'as_fp32', 'read_tensors', 'Record', 'Result', 'file_of', 'read_run', 'no_weights', 'unfinished',
-           'json_bytes', 'tokenizer_files', 'check_new', 'written_whole', 'write_folder', 'export_folder',
-           'check_plain', 'rope_base', 'gpt_config', 'read_config', 'Index', 'weight_files', 'import_folder',
-           'from_pretrained', 'export_and_tell']
+           'as_fp32', 'read_tensors', 'file_of', 'read_run', 'no_weights', 'unfinished', 'json_bytes',
+           'tokenizer_files', 'check_new', 'written_whole', 'write_folder', 'export_folder', 'check_plain', 'rope_base',
+           'gpt_config', 'read_config', 'Index', 'weight_files', 'import_folder', 'from_pretrained', 'export_and_tell']
 
 # %% ../nbs/62_export.ipynb #b7c5327e
 import json, os
@@ -21,12 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
-from .files import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
-                                synced)
+from .files import InputError, check_writable, lookup, read_bytes_of, read_json, synced
 from .data import EOT
 from .model import GPT, GPTConfig
 from .runs import baseline
-from .train.saving import checkpoints, write_tensors
+from .train.saving import checkpoints, read_record, read_result, write_tensors
 
 # %% ../nbs/62_export.ipynb #b0a3ee44
 EXPORT_DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
@@ -120,15 +118,6 @@ def read_tensors(path): # of the file
     try: return load_file(path)
     except SafetensorError as e: raise InputError(f"{path} is no whole safetensors file: {e}") from None
 
-class Record(msgspec.Struct):
-    "What is read of a run's `config.json`"
-    model: GPTConfig
-    steps: Annotated[int, Meta(ge=0, lt=2**53)] = 0
-
-class Result(msgspec.Struct):
-    "What is read of a run's `result.json`"
-    steps: Annotated[int, Meta(ge=0, lt=2**53)] = 0
-    reached: bool = False
 
 # %% ../nbs/62_export.ipynb #bae5fea5
 def file_of(folder, # of a run or a model
@@ -142,9 +131,8 @@ def file_of(folder, # of a run or a model
 
 def read_run(folder): # of a run
     "The `GPTConfig` of a run and its weights as a state dict. Bad ones are a `ValueError`"
-    path = file_of(folder, "config.json", "it is not the folder of a run")
-    config = read_json(path, Record).model
-    qwen3(qwen3_config(config), path) # its shape has bounds
+    file_of(folder, "config.json", "it is not the folder of a run")
+    config = read_record(folder).model
     weights = file_of(folder, "model.safetensors", no_weights(folder))
     return config, fitted(read_tensors(weights), config, weights)
 
@@ -158,10 +146,10 @@ def no_weights(folder): # of a run
 # %% ../nbs/62_export.ipynb #1dcdf00d
 def unfinished(folder): # of a run
     "What to say of a run that hasn't taken all its steps; an empty string if it has, or reached its target"
-    if not (Path(folder)/"result.json").is_file():
+    file_of(folder, "config.json", "it is not the folder of a run")
+    res, steps = read_result(folder), read_record(folder).steps
+    if not res:
         return "the run has no result.json, so it failed or is going on; these weights are the last it saved"
-    res = read_json(Path(folder)/"result.json", Result)
-    steps = read_json(file_of(folder, "config.json", "it is not the folder of a run"), Record).steps
     if res.steps >= steps or res.reached: return ""
     return f"the run was interrupted: it has taken {res.steps:,} of its {steps:,} steps"
 

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['STAGES', 'RUNGS', 'param_groups', 'adamw', 'no_scaler', 'model_loss', 'Run', 'entered', 'Stepper', 'average_and_clip',
            'rung', 'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name', 'option_text', 'chosen',
-           'find_rung', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled',
-           'generate', 'bench', 'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'to_settle', 'settle', 'settled',
-           'count_step', 'measure_run']
+           'find_rung', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'bench',
+           'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'to_settle', 'settle', 'settled', 'count_step',
+           'measure_run']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, importlib, inspect, pkgutil
@@ -337,24 +337,6 @@ def uncompiled():
     "A context manager in which compiled functions and modules run as plain Python"
     return torch.compiler.set_stance("force_eager")
 
-@torch.no_grad()
-def generate(run, # a `Run`; its forward contexts are entered
-             ids, # list of prompt tokens, not empty
-             n, # how many tokens to add
-             temperature=.8, # below 1 sharpens the distribution
-             top_k=50, # sample among the most likely k
-             seed=0): # of the sampling
-    "`ids` and `n` sampled tokens after them, a list"
-    model, device = run.model, run.device
-    g = torch.Generator(device).manual_seed(seed)
-    x = torch.tensor([ids], device=device)
-    for _ in range(n):
-        with uncompiled(), entered(run.forward_contexts):
-            logits = model(x[:, -model.config.seq:])[0, -1].float()
-        v, i = logits.topk(min(top_k, len(logits)))
-        x = torch.cat([x, i[torch.multinomial((v / temperature).softmax(-1), 1, generator=g)][None]], 1)
-    return x[0].tolist()
-
 # %% ../nbs/05_runs.ipynb #002e7754
 def bench(): # the configuration and the batch size
     "What the notebooks measure here: `124m` at batch 16 (4 below 60 GiB), a very small model on a smoke run"
@@ -420,11 +402,12 @@ def to_settle(rungs): # as `build` takes them
 
 def settle(config, # a `GPTConfig`
            rungs): # as `build` takes them
-    "`rungs` as texts with every option, those found by measuring too; and rung -> what was measured for it"
+    "`rungs` as texts with every option, in the order given; and rung -> what was measured for it"
     if not to_settle(rungs): return list(rungs), {}
     device = default_device()
     with FakeTensorMode(): run = build(config, rungs, device)
-    return run.specs(), run.why
+    specs = {rung_name(s): s for s in run.specs()}
+    return [specs[rung_name(r)] for r in rungs], run.why
 
 def settled(config, rungs): # as for `settle`
     "The texts alone: to build the same run again and again"

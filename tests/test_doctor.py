@@ -1,5 +1,5 @@
 "The doctor finds what would fail, one failure at a time, says what to do, and writes nothing."
-import os, re, subprocess, sys, time
+import os, re, shutil, subprocess, sys, time
 from collections import namedtuple
 from dataclasses import replace
 import numpy as np, pytest, torch
@@ -39,6 +39,7 @@ def test_what_it_says_of_time_and_disk_is_so(tmp_path):
     doc = doctor.Trainer(replace(cfg), progress=False)
     t = first_steps(doc)
     weights, whole = checkpoint_bytes(doc)
+    doc.let_go() # of the folder
     trainer, res = train(replace(cfg), progress=False)
     sizes = [sum(p.stat().st_size for p in c.glob("*.safetensors")) for c in (trainer.folder/"checkpoints").iterdir()]
     assert len(sizes) <= 2 and all(whole <= s < 1.2*whole + 20_000 for s in sizes) # headers and random states
@@ -53,7 +54,7 @@ def test_accumulation_and_a_schedule_in_minutes(tmp_path):
 
 def test_notes(tmp_path):
     "Worth knowing, and no failure: many passes, a wide vocabulary, files that will be replaced"
-    (tmp_path/"runs"/"run").mkdir(parents=True)
+    train(options(tmp_path), progress=False)
     (tmp_path/"runs"/"run"/"mine").write_text("mine")
     cfg = options(tmp_path, workload="tiny", steps=5000, overwrite=True)
     before = tree(tmp_path)
@@ -61,6 +62,15 @@ def test_notes(tmp_path):
     assert not problems(found) and tree(tmp_path) == before
     assert "learns it by heart" in notes(found, "time")[0] and "its vocabulary is 300 and the model's 1,024" in notes(found, "data")[0]
     assert "--overwrite will replace" in notes(found, "run")[0]
+    assert not notes(checkup(replace(cfg, name="new")), "run") # there is nothing to replace
+
+def test_the_folder_is_given_back(tmp_path, monkeypatch):
+    "Also after a check that fails: what was made for the run is gone while the error is still in somebody's hands"
+    cfg = options(tmp_path)
+    before = tree(tmp_path)
+    monkeypatch.setattr(doctor, "first_steps", lambda trainer: {}["no such key"])
+    with pytest.raises(KeyError) as e: [*check_run(cfg)]
+    assert tree(tmp_path) == before and e.value # whose traceback holds the trainer
 
 # A run that would fail
 
@@ -111,7 +121,7 @@ def out_of_memory(*args): raise torch.OutOfMemoryError("CUDA out of memory. Trie
 FAILURES = {
     "missing data": "nowhere' is neither a corpus", "no text": "has no text", "high token": "train.bin: token 999",
     "odd shard": "train.bin has 8193 bytes", "short text": "train.bin: 10 tokens are fewer than one batch",
-    "cut shard": "tokens fewer than its meta.json says", "torn meta": "Expecting value",
+    "cut shard": "train_000.bin has 1,000 tokens, and .* were written: it was cut off", "torn meta": "meta.json is no JSON",
     "unknown rung": "Did you mean 'flash'", "rung can't run": "rung 'bf16' cannot run here: it is an old card",
     "rungs clash": "exclude each other", "folder exists": "run exists already", "out is a file": "choose another --out",
     "read-only": "can't be written into .* choose another --out", "no space": "are free in .* a smaller --keep_last",
@@ -160,10 +170,13 @@ def test_resume(tmp_path):
     run = tmp_path/"runs"/"run"
     last = sorted((run/"checkpoints").iterdir())[-1]
     os.truncate(last/"model.safetensors", 100)
+    train(options(tmp_path, name="other", steps=9), progress=False)
+    shutil.copytree(tmp_path/"runs/other/checkpoints/step-00000009", run/"checkpoints/step-00000009")
     before = tree(tmp_path)
     found = checkup(TrainConfig(resume=str(run), steps=20))
     assert not problems(found) and tree(tmp_path) == before
-    assert f"passing over {last}" in notes(found, "resume")[0]
+    other, torn = notes(found, "resume")
+    assert "step-00000009: it is of another run" in other and f"passing over {last}" in torn
     assert any("15 steps after the 5 that were taken" in f.text for f in found)
 
 # The machine

@@ -332,6 +332,7 @@ def broken_run(folder, what):
     if what == "model of text": edit(folder/"config.json", model=model | dict(layers="2"))
     if what == "heads that don't divide": edit(folder/"config.json", model=model | dict(heads=5))
     if what == "huge": edit(folder/"config.json", model=model | dict(layers=10**9))
+    if what == "large eps": edit(folder/"config.json", model=model | dict(eps=1.5))
     if what == "many layers": edit(folder/"config.json", model=model | dict(layers=4000))
     if what == "null config": (folder/"config.json").write_text("null")
     if what == "list config": (folder/"config.json").write_text("[1]")
@@ -352,7 +353,8 @@ def broken_run(folder, what):
     ("no weights", "has no model.safetensors: it has saved nothing yet"), ("failed", "numbers that aren't finite"),
     ("checkpoints alone", "only checkpoints, so it is going on, or was killed. .*speedrun_train --resume .*run"), ("torn config", "config.json is no JSON"),
     ("other config", "config.json can't be used: .*missing required field `model`"), ("unknown field", r"model.safetensors doesn't fit its config.json; missing: model.layers.2"), ("model of text", r"config.json can't be used: Expected `int`, got `str` - at `\$.model.layers`"),
-    ("heads that don't divide", "config.json can't be used: width 32 can't be divided among 5 heads"), ("huge", r"config.json can't be used: Expected `int` <= 4096 - at `\$.num_hidden_layers`"),
+    ("heads that don't divide", "config.json can't be used: width 32 can't be divided among 5 heads"), ("huge", "config.json: layers 1,000,000,000 is above 4,096"),
+    ("large eps", "config.json: eps 1.5 is above 1"),
     ("many layers", "doesn't fit its config.json: that has 4000 layers"), ("null config", "config.json can't be used: Expected `object`, got `null`"), ("list config", "config.json can't be used"),
     ("steps of text", r"config.json can't be used: .*\$.steps"), ("result of text", r"result.json can't be used: .*\$.steps"), ("deep result", "result.json .*"),
     ("pipe model.safetensors", "has no model.safetensors|no regular file"), ("pipe tokenizer.json", "tokenizer.json is no regular file"), ("pipe config.json", "has no config.json|no regular file"),

@@ -3,16 +3,16 @@ import json, math, os, re, threading, time
 from dataclasses import replace
 from types import SimpleNamespace
 import pytest, torch
-import llm_speedrun.model as model_module
-from llm_speedrun import ladder, measure
+from torch._subclasses.fake_tensor import FakeTensor
+from llm_speedrun import ladder, measure, runs
 from llm_speedrun.ladder import Chosen, choose_rungs, climb, paying
-from llm_speedrun.train.options import speedrun_ladder
+from llm_speedrun.train.options import LadderOptions, speedrun_ladder
 from llm_speedrun.measure import Choices, Timings, process_start
-from llm_speedrun.runs import find_rung
+from llm_speedrun.runs import find_rung, rung_name
 from llm_speedrun.train import hardware
 from llm_speedrun.train.hardware import PRESETS, divisors, memory_advice, micro_batches, presets, trial
 from llm_speedrun.train.trainer import Trainer, train
-from small import NANO, fails, nano, options
+from small import NANO, fails, nano, options, words
 
 def out_of_memory(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
@@ -83,15 +83,18 @@ def test_start_of_fastest():
 
 @pytest.fixture
 def builds(monkeypatch):
-    "The rungs of the models that are built: a list that grows"
-    real, seen = model_module.baseline, []
-    def baseline(*args, **kw): seen.append(args); return real(*args, **kw)
-    monkeypatch.setattr(model_module, "baseline", baseline)
+    "The shapes of the models that are built, but not those on fake tensors: a list that grows"
+    real, seen = runs.baseline, []
+    def baseline(*args, **kw):
+        run = real(*args, **kw)
+        if not isinstance(next(run.model.parameters()), FakeTensor): seen.append(run.model.config)
+        return run
+    monkeypatch.setattr(runs, "baseline", baseline)
     return seen
 
 @pytest.mark.parametrize("option", [dict(), dict(batch=4), dict(steps=0, minutes=.001)], ids=str)
 def test_a_start_builds_two_models(tmp_path, builds, option):
-    "One for the trial, which is timed too, and the run's own"
+    "One for the trial, which is timed too, and the run's own; options are settled on fake tensors"
     trainer = Trainer(options(tmp_path, **dict(rungs="flash", batch=0) | option), progress=False)
     assert len(builds) == 2 and trainer.cfg.batch in (4, 16)
 
@@ -107,27 +110,30 @@ def test_nothing_in_8_bits():
 # What pays
 
 def times(monkeypatch, ms):
-    "Steps take `ms` for each last rung; returns what is warmed up, as lists of rungs"
+    "Steps take `ms` for each last rung, flash chooses a kernel; returns what is warmed up, as lists of rungs"
     warmed = []
+    def settled(config, rungs): return [FLASH if r == "flash" else r for r in rungs]
     def step_of(config, rungs, batch, change): return list(rungs), change
+    def time(rungs): return ms[rung_name(rungs[-1]) if rungs else "fp32"]
     def warm_up(build):
         rungs, change = build
         warmed.append(rungs)
-        if isinstance(e := ms[rungs[-1] if rungs else "fp32"], Exception): raise e
+        if isinstance(e := time(rungs), Exception): raise e
         change(SimpleNamespace(fmt="fp32"))
         return tuple(rungs), measure.Measured([], None, 1.)
-    def take_turns(steps, rounds, reps):
-        return {k: [[ms[s[-1] if s else "fp32"]]*reps]*rounds for k, s in steps.items()}
-    for name, f in dict(step_of=step_of, warm_up=warm_up, take_turns=take_turns).items(): monkeypatch.setattr(ladder, name, f)
+    def take_turns(steps, rounds, reps): return {k: [[time(s)]*reps]*rounds for k, s in steps.items()}
+    for f in (settled, step_of, warm_up, take_turns): monkeypatch.setattr(ladder, f.__name__, f)
     return warmed
+
+FLASH = "flash:backend=cudnn"
 
 def test_what_pays_is_kept(monkeypatch):
     "Each rung is measured against those kept and built once; one that fails is left out with its reason"
     ms = dict(fp32=90., tf32=60., bf16=66., flash=30., fp8=ValueError("it is an old card"), fused_adamw=29.5)
     warmed = times(monkeypatch, ms)
     kept, records = paying(NANO, 1, list(ms)[1:])
-    assert kept == ["tf32", "flash"] and warmed == [[], ["tf32"], ["tf32", "bf16"], ["tf32", "flash"],
-                                                    ["tf32", "flash", "fp8"], ["tf32", "flash", "fused_adamw"]]
+    assert kept == ["tf32", FLASH] and warmed == [[], ["tf32"], ["tf32", "bf16"], ["tf32", FLASH],
+                                                  ["tf32", FLASH, "fp8"], ["tf32", FLASH, "fused_adamw"]]
     assert [(r["rung"], r.get("before"), r["kept"]) for r in records] == [
         ("fp32", None, True), ("tf32", "fp32", True), ("bf16", "tf32", False), ("flash", "tf32", True), ("fp8", None, False),
         ("fused_adamw", "flash", False)]
@@ -161,6 +167,8 @@ def test_climb_refuses_before_it_measures(monkeypatch):
     with fails(ValueError, "exclude each other"): climb(NANO, 1, ["flash", "checkpoint", "selective_checkpoint"])
     with fails(ValueError, "applied twice"): climb(NANO, 1, ["flash", "flash"])
 
+LADDER = LadderOptions(workload="nano", rungs="flash", batch=1, out="ladder")
+
 @pytest.mark.parametrize("option, message", [(dict(rungs="auto"), "a ladder keeps every rung"), (dict(rungs="flash,flash"), "twice"),
                                              (dict(out="file/ladder"), "choose another --out")], ids=str)
 def test_options_of_the_ladder(tmp_path, monkeypatch, capsys, option, message):
@@ -168,7 +176,7 @@ def test_options_of_the_ladder(tmp_path, monkeypatch, capsys, option, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path/"file").touch()
     monkeypatch.setattr(ladder, "measure_run", lambda *args, **kw: pytest.fail("measured"))
-    with pytest.raises(SystemExit) as e: speedrun_ladder(**dict(workload="nano", rungs="flash", batch=1, out="ladder") | option)
+    with pytest.raises(SystemExit) as e: speedrun_ladder(words(LADDER, **option))
     assert e.value.code == 2 and message in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 # Remembered choices

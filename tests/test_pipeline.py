@@ -8,12 +8,13 @@ from llm_speedrun import data
 from llm_speedrun.files import InputError
 from tokenizers import Tokenizer
 from llm_speedrun.train import corpora as pipeline
-from llm_speedrun.train.options import speedrun_data
+from llm_speedrun.train.options import DataOptions, speedrun_data
 from llm_speedrun.data import Batches, open_corpus, read_documents, stdlib_files, train_tokenizer, write_shards
 from llm_speedrun.rungs.documents import check_documents, within_documents
 from llm_speedrun.train.corpora import *
 from llm_speedrun.train.loader import *
 from llm_speedrun.train.words import in_order
+from small import words
 
 posix = pytest.mark.skipif(os.name != "posix", reason="kills processes by signals")
 
@@ -386,8 +387,8 @@ def test_modules_of_the_current_folder_are_not_run(tmp_path):
     here = tmp_path/"here"
     here.mkdir()
     for name in ("json", "numpy", "llm_speedrun", "signal"): (here/f"{name}.py").write_text("open('was_run', 'w')")
-    (tmp_path/"command.py").write_text("from llm_speedrun.train.corpora import speedrun_data\n"
-                                       "speedrun_data('a.txt', 'out', vocab=300, workers=1)\n")
+    (tmp_path/"command.py").write_text("from llm_speedrun.train.options import speedrun_data\n"
+                                       "speedrun_data('--data a.txt --out out --vocab 300 --workers 1'.split())\n")
     (here/"a.txt").write_text("the cat sat on the mat. "*500)
     res = subprocess.run([sys.executable, str(tmp_path/"command.py")], cwd=here, capture_output=True, text=True)
     assert res.returncode == 0, res.stderr
@@ -430,11 +431,12 @@ def test_in_order_waits_for_nobody():
 # The command
 
 @pytest.mark.parametrize("options, said", [
-    (dict(val_frac=1.), "val_frac is a share of the documents, above 0 and below 1, not 1"), (dict(val_frac=2.), "not 2.0"),
-    (dict(val_frac=-1.), "not -1.0"), (dict(val_frac=float("nan")), "not nan"), (dict(val_frac=0.), "not 0.0"),
-    (dict(vocab=-5), "--vocab can't be negative"), (dict(vocab=100), "vocabulary of 100 is too small"),
-    (dict(max_tokens=-1), "--max_tokens can't be negative"), (dict(workers=-1), "--workers can't be negative"),
-    (dict(data=""), "data is empty"), (dict(data=" "), "data is empty"), (dict(out=""), "--out is empty"),
+    (dict(val_frac=1.), "val_frac must be a number above 0 to below 1, not '1.0'"), (dict(val_frac=2.), "not '2.0'"),
+    (dict(val_frac=-1.), "not '-1.0'"), (dict(val_frac=float("nan")), "not 'nan'"), (dict(val_frac=0.), "not '0.0'"),
+    (dict(vocab=-5), "vocab must be a whole number from 0"), (dict(vocab=100), "vocabulary of 100 is too small"),
+    (dict(max_tokens=-1), "max_tokens must be a whole number from 0"), (dict(workers=-1), "workers must be a whole number from 0"),
+    (dict(data=""), "data must be a text that isn't empty"), (dict(data=" "), "data is empty"),
+    (dict(out=""), "out must be a text that isn't empty"), (dict(out=" "), "out is empty"),
     (dict(tokenizer="gpt2", vocab=300), "leave out --vocab"), (dict(data="BIN"), "is called .bin"),
     (dict(text_key="body"), "a.jsonl line 1 has no key 'body', only text; name the right one to speedrun_data with --text_key"),
     (dict(tokenizer="BIN"), "tokens.bin holds no tokenizer|is not UTF-8")])
@@ -443,7 +445,7 @@ def test_options(tmp_path, capsys, options, said):
     (tmp_path/"a.jsonl").write_text('{"text": "some text"}\n')
     np.full(999, 60_000, "<u2").tofile(tmp_path/"tokens.bin")
     options = {k: str(tmp_path/"tokens.bin") if v == "BIN" else v for k, v in options.items()}
-    with pytest.raises(SystemExit) as e: speedrun_data(**dict(data=str(tmp_path/"a.jsonl"), out=str(tmp_path/"out"), workers=1) | options)
+    with pytest.raises(SystemExit) as e: speedrun_data(words(DataOptions(str(tmp_path/"a.jsonl"), out=str(tmp_path/"out"), workers=1), **options))
     err = capsys.readouterr().err
     assert e.value.code == 2 and re.search(said, err) and err.count("error:") == 1, err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "tokens.bin"]

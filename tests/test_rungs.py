@@ -41,7 +41,7 @@ def test_unknown_rung(name, near):
     ("tf32, b16", "b16", "bf16"), ("tf32 flash", "tf32 flash", "tf32")])
 def test_unknown_rung_or_preset(spec, wrong, near):
     "In a list of rungs the wrong one is named, with the nearest of rungs and presets"
-    with fails(ValueError, f"unknown rung or preset '{wrong}'", f"Did you mean .*'{near}'", "naive, fastest, smallest, safe"):
+    with fails(ValueError, f"unknown rung or preset '{wrong}'", f"Did you mean .*'{near}'", "naive, fastest, fastest16, smallest, safe"):
         parse_rungs(spec)
 
 @pytest.mark.parametrize("spec", ["fastest,flash", "naive,tf32", "safe,fused_ops", "auto,flash"])
@@ -86,9 +86,10 @@ def test_presets_of_a_card(card, monkeypatch):
     card("NVIDIA H200", 9, 0)
     most = "tf32 bf16 flash fused_ops chunked_ce".split()
     assert presets() == dict(naive=[], fastest=[*most, "cuda_graphs", "fp8", "fused_adamw"],
+                             fastest16=[*most, "cuda_graphs", "fused_adamw"],
                              smallest=[*most, "checkpoint", "adamw8bit"], safe=["tf32", "bf16", "flash", "fused_adamw"])
     card("NVIDIA A100", 8, 0)
-    assert presets()["fastest"] == [*most, "cuda_graphs", "fused_adamw"]
+    assert presets()["fastest"] == presets()["fastest16"] == [*most, "cuda_graphs", "fused_adamw"]
     card("Tesla T4", 7, 5)
     assert presets()["safe"] == ["fp16", "flash", "fused_adamw"]
     card("NVIDIA H200", 9, 0)

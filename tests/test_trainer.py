@@ -209,12 +209,12 @@ def test_auto_leaves_out_what_fails(tmp_path, monkeypatch, capsys):
     trainer, res = train(options(tmp_path, rungs="auto"))
     left = [r for r in trainer.ladder if "why" in r]
     assert [(r["rung"], r["kept"]) for r in left] == [("bf16_weights", False)]
-    assert "left out 'bf16_weights': rung 'bf16_weights' needs" in capsys.readouterr().out
+    assert "left out 'bf16_weights': rung 'bf16_weights' builds on 'bf16'" in capsys.readouterr().out
     assert "bf16_weights" not in trainer.run.rungs
     assert json.loads((tmp_path/"runs/run/ladder.json").read_text()) == trainer.ladder
     report(trainer, res)
     assert "| flash" in capsys.readouterr().out
-    with fails(ValueError, "needs the rung 'bf16' beside it"):
+    with fails(ValueError, "rung 'bf16_weights' builds on 'bf16': add that to the list"):
         train(options(tmp_path, rungs="bf16_weights", name="b"), progress=False)
 
 # Stopped

@@ -43,10 +43,10 @@ TAKE_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBa
 def check_documents(corpus): # a `data.Corpus`
     "Raise `InputError` if nobody knows where its documents begin, before there is a run"
     if corpus.eot is None:
-        raise InputError(f"{corpus.name} doesn't say which token begins a document, which --documents needs: "
-                         "leave that out, or tokenize the text with speedrun_data")
+        raise InputError(f"{corpus.name} doesn't say which token begins a document: leave out --documents, "
+                         "or tokenize its text with speedrun_data")
 
-def within_documents(run, eot): # a `model.Run`, the token that begins a document
+def within_documents(run, eot): # a `Run`, the token that begins a document
     "The run with attention that doesn't cross documents instead of the attention it has"
     now = {}
     def note(module, args): now["mask"] = document_mask(args[0], eot)

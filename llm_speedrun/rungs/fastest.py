@@ -280,7 +280,7 @@ class LeanSwiGLUDown(torch.autograd.Function):
 @kernel_op
 def norm_backward_again(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
                         r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "As `fused_ops.rms_norm_backward`, and the norm once more (N d)"
+    "As `triton.rms_norm_backward`, and the norm once more (N d)"
     if not runs_kernel(h): return *norm_backward_maths(dn, dh, h, w, r), (h*r[:, None]*w).to(h.dtype)
     return run_norm_backward(dn, dh, h, w, r, True)
 

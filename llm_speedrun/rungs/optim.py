@@ -406,13 +406,11 @@ def make_bf16(model, lr=1e-3, betas=(.9, .95), weight_decay=.1, # as for `make_f
     groups = param_groups(model, weight_decay)
     return Bf16AdamW(groups, lr=lr, betas=betas, rounding=rounding, moments=moments, seed=seed)
 
-@rung("parts", excludes=("fused_adamw", "adamw8bit", "fp16"))
+@rung("parts", requires=("bf16",), # autocast is what keeps a softmax out of bf16
+      excludes=("fused_adamw", "adamw8bit", "fp16"))
 def bf16_weights(run, # a `Run`
                  rounding="stochastic", # or "master" or "nearest"
                  moments="fp32"): # or "8bit"
-    "Matrices kept in bf16, and gradients with them. Raises `InputError` for a run without the `bf16` rung"
-    if run.fmt != "bf16":
-        raise InputError("rung 'bf16_weights' needs the rung 'bf16' beside it: autocast is what keeps a "
-                         "softmax out of bf16. Add it to the list")
+    "Matrices kept in bf16, and gradients with them"
     make = partial(make_bf16, rounding=rounding, moments=moments)
     return replace(run.with_model(bf16_matrices), optimizer=make)

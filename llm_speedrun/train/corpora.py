@@ -219,27 +219,10 @@ def stream_tokenizer(
     if data in HUB and not vocab: return gpt2_tokenizer()
     return train_tokenizer(first_characters(source()), vocab or OFFLINE_VOCAB)
 
-# %% ../../nbs/38_corpora.ipynb #bc44e362
-def _tokenize(data, out, tokenizer, vocab, text_key, val_frac, max_tokens, workers):
-    "What the command does"
-    if not out.strip(): raise InputError("--out is empty: name a folder to make")
-    path = Path(out).expanduser().absolute()
-    if path.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another --out")
-    if tokenizer and vocab: raise InputError(f"{tokenizer} has a vocabulary of its own: leave out --vocab")
-    for k, v in dict(vocab=vocab, max_tokens=max_tokens, workers=workers).items():
-        if v < 0: raise InputError(f"--{k} can't be negative: {v}")
-    options = dict(val_frac=val_frac, max_tokens=max_tokens or None, workers=workers or None)
-    check_sizes(val_frac)
-    source = document_source(data, text_key)
-    tok = _tokenizer_for(tokenizer, data, source, vocab, path)
-    name = f"{data} ({text_key}), tokenizer {tokenizer or vocab or 'default'}"
-    total = _characters(data)
-    with tqdm(total=total, unit="char", unit_scale=True, dynamic_ncols=True, desc="tokenizing") as bar:
-        return tokenize_corpus(source(), tok, path, source=name, bar=bar, **options)
-
 # %% ../../nbs/38_corpora.ipynb #a1bab75d
 def make_corpus(c): # a `DataOptions`
     "What `speedrun_data` does"
+    if not c.out.strip(): raise InputError("out is empty: name a folder to make")
     path = Path(c.out).expanduser().absolute()
     if path.exists():
         raise FileExistsError(f"{c.out} exists already and is left as it is; name another --out")

@@ -4,22 +4,22 @@
 
 # %% auto #0
 __all__ = ['PACKAGES', 'Finding', 'of_error', 'guarded', 'wrong_versions', 'check_versions', 'check_gpu', 'check_rungs',
-           'FirstSteps', 'one_step', 'wall_ms', 'first_steps', 'check_trial', 'check_memory', 'Counts', 'lost_tokens',
-           'check_data', 'check_loader', 'checkpoint_bytes', 'size', 'check_disk', 'check_start', 'lasting',
-           'check_time', 'check_resume', 'check_run', 'examine', 'checkup', 'tell', 'examine_and_tell']
+           'FirstSteps', 'one_step', 'wall_ms', 'first_steps', 'check_trial', 'check_memory', 'check_data',
+           'check_loader', 'checkpoint_bytes', 'size', 'check_disk', 'check_start', 'lasting', 'check_time',
+           'check_resume', 'check_trainer', 'check_run', 'examine', 'checkup', 'tell', 'examine_and_tell']
 
 # %% ../../nbs/36_doctor.ipynb #4885a0ac
 import math, platform, shutil, sys, tempfile, textwrap, time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-import msgspec, torch
+import torch
 from packaging.requirements import Requirement
-from ..files import SpeedrunError, read_json
+from ..files import SpeedrunError
 from ..measure import (Timings, driver_version, memory_limit, process_start, sample_ms, summarize,
                                   version_of)
 from ..runs import RUNGS
-from .saving import newest, taken_apart
+from .saving import newest, read_record, taken_apart
 from .hardware import presets
 from .trainer import Trainer
 
@@ -171,20 +171,6 @@ def check_memory(t, # `FirstSteps`
     if t.peak_gib < .95*total: yield Finding("ok", "memory", text)
     else: yield Finding("note", "memory", f"{text}, which is tight: a smaller --batch leaves some room")
 
-# %% ../../nbs/36_doctor.ipynb #1589b0fa
-class Counts(msgspec.Struct):
-    "How many tokens a corpus' `meta.json` counts"
-    train_tokens: int = 0
-    val_tokens: int = 0
-
-def lost_tokens(corpus): # a `Corpus`
-    "How many tokens `meta.json` counts that aren't in the files beside it; 0 where there is no such count"
-    files = {p: len(a) for s in (corpus.train, corpus.val) for p, a in zip(s.paths, s.arrays)}
-    folder = next(iter(files)).parent
-    if not (folder/"meta.json").is_file() or {*folder.glob("*.bin")} != {*files}: return 0
-    counts = read_json(folder/"meta.json", Counts)
-    return max(0, counts.train_tokens + counts.val_tokens - sum(files.values()))
-
 # %% ../../nbs/36_doctor.ipynb #7e951fff
 def check_data(trainer): # a `Trainer`
     "Findings about the data: what there is, and whether it suits the model"
@@ -193,9 +179,6 @@ def check_data(trainer): # a `Trainer`
     for o in trainer.corpora:
         sizes = f"{len(o.train):,} tokens to train on, {len(o.val):,} to validate"
         yield Finding("ok", "data", f"{o.name}: {sizes}")
-        if lost := lost_tokens(o):
-            yield Finding("problem", "data", f"{o.train.paths[0].parent} has {lost:,} tokens fewer than its "
-                          "meta.json says, so a file was cut short: copy it, or tokenize the text, again")
     if V > 2*c.vocab:
         yield Finding("note", "data", f"its vocabulary is {c.vocab:,} and the model's {V:,}, so "
                       f"{1 - c.vocab/V:.0%} of the embedding stands for nothing: a larger --vocab or a "
@@ -283,9 +266,19 @@ def check_time(trainer, # a `Trainer`
 def check_resume(cfg): # a `TrainConfig`
     "Findings about the checkpoints of a run to go on with"
     passed = []
-    found = newest(Path(cfg.resume)/"checkpoints", say=passed.append)
+    found = newest(Path(cfg.resume)/"checkpoints", read_record(cfg.resume).run_id, say=passed.append)
     for text in passed: yield Finding("note", "resume", f"{text}. The one before it is taken")
     if found: yield Finding("ok", "resume", f"goes on from {found}")
+
+def check_trainer(trainer): # a `Trainer` that hasn't trained
+    "Findings about what it would do"
+    yield from check_data(trainer)
+    if trainer.cfg.overwrite and (trainer.folder/"config.json").exists():
+        yield Finding("note", "run", f"{trainer.folder} exists, and --overwrite will replace what is in it")
+    gib = trainer.hardware.gib if trainer.device.type == "cuda" else None
+    with memory_limit(gib): t = first_steps(trainer)
+    for found in (check_trial(trainer, t), check_memory(t, gib), check_loader(t), check_disk(trainer),
+                  check_start(trainer), check_time(trainer, t)): yield from found
 
 def check_run(cfg, # a `TrainConfig`
               given=None, # names of the options that were given, as for `Trainer`
@@ -293,13 +286,8 @@ def check_run(cfg, # a `TrainConfig`
     "Findings about a run with these options. Raises what making its `Trainer` raises"
     if cfg.resume: yield from check_resume(cfg)
     trainer = Trainer(cfg, progress=False, given=given, timings=timings)
-    yield from check_data(trainer)
-    if cfg.overwrite and trainer.folder.exists():
-        yield Finding("note", "run", f"{trainer.folder} exists, and --overwrite will replace what is in it")
-    gib = trainer.hardware.gib if trainer.device.type == "cuda" else None
-    with memory_limit(gib): t = first_steps(trainer)
-    for found in (check_trial(trainer, t), check_memory(t, gib), check_loader(t), check_disk(trainer),
-                  check_start(trainer), check_time(trainer, t)): yield from found
+    try: yield from check_trainer(trainer)
+    finally: trainer.let_go() # of the run's folder
 
 # %% ../../nbs/36_doctor.ipynb #e2c49c76
 def examine(cfg, # a `TrainConfig`

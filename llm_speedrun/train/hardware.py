@@ -50,10 +50,10 @@ def parse_rungs(spec, # "auto", a preset's name, or rungs separated by commas, w
     if spec in PRESETS: return preset(spec, lacks)
     names = [n.strip() for n in spec.split(",") if n.strip()]
     for n in names:
-        if rung_name(n) in (*PRESETS, "auto"):
-            raise InputError(f"preset {n!r} stands alone: drop the other names")
-        try: find_rung(rung_name(n))
-        except ValueError: lookup({**PRESETS, **RUNGS}, rung_name(n), "rung or preset")
+        name = rung_name(n)
+        if name in (*PRESETS, "auto"): raise InputError(f"preset {n!r} stands alone: drop the other names")
+        try: find_rung(name)
+        except ValueError: lookup({**PRESETS, **RUNGS}, name, "rung or preset")
         parsed(n) # raises for options that there aren't
     return names
 
@@ -196,5 +196,5 @@ def memory_advice(config, # a `GPTConfig`
     said = f"out of GPU memory with --batch {batch} of {config.seq} tokens"
     halves = (batch >> i for i in range(1, batch.bit_length()))
     fits = first_that_fits(config, rungs, halves, gpu_gib() if torch.cuda.is_available() else 0)
-    if not fits: return f"{said}, and one sequence doesn't fit either: choose a smaller --workload or --seq"
+    if not fits: return f"{said}, and one sequence doesn't fit either: choose a smaller --workload"
     return f"{said}. On this GPU {fits.batch} fit: --batch {fits.batch}"

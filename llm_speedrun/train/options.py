@@ -73,7 +73,7 @@ class TrainConfig(Options):
     seq: Count = 0 # tokens in a sequence; by default the workload's
     init: str = "" # a folder to take weights and shape from: of a run, or one that transformers wrote
     # Rungs
-    rungs: str = "auto" # "auto" keeps what pays; naive, safe, smallest, fastest; names with commas; or "list"
+    rungs: str = "auto" # "auto" keeps what pays; naive, safe, smallest, fastest16, fastest; names; or "list"
     batch: Count = 0 # sequences in a micro-batch; by default as many as fit
     accumulate: Count = 0 # micro-batches in a step; by default what `step_tokens` takes
     hardware: str = "" # h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu: its limits; by default what is there
@@ -132,7 +132,7 @@ class LadderOptions(Options):
     "The options of `speedrun_ladder`"
     # Ladder
     workload: str = "" # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU, a very small model on a CPU
-    rungs: str = "fastest" # naive, safe, smallest, fastest; names with commas, as they are climbed; or "list"
+    rungs: str = "fastest" # naive, safe, smallest, fastest16, fastest; names, as they are climbed; or "list"
     only: str = "" # names with commas: measure just these, each against the ladder below it
     batch: Count = 0 # sequences in a step; by default 16, on a GPU below 60 GiB 4
     # Output
