@@ -300,7 +300,7 @@ class MultiTensorAdamW(torch.optim.Optimizer):
         self.rounding, self.moments, self.seed, self.tables = rounding, moments, seed, {}
         for g in self.param_groups: check_group(g["params"])
         device = self.param_groups[0]["params"][0].device
-        self.skipped, self.finite = (torch.zeros((), device=device) for _ in range(2)) # aligned, as any tensor
+        self.skipped, self.finite = (torch.zeros((), device=device) for _ in range(2)) # both aligned
 
 def check_group(ps): # the weights of a group
     "Raise `InputError` where the kernel can't update them all in one go"
