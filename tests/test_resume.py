@@ -10,7 +10,6 @@ from llm_speedrun.train import saving, trainer as module
 from llm_speedrun.data import Batches
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
-from llm_speedrun.measure import version_of
 from llm_speedrun.runs import Stepper
 from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import *
@@ -42,7 +41,7 @@ DATA = dict(stream=dict(stream=True), mixture=dict(data="mixture"), average=dict
 
 @posix
 @pytest.mark.parametrize("rungs", ["naive", "flash,fused_adamw", "bf16,bf16_weights", f"{FULL},fp8,fused_adamw",
-                                   pytest.param("adamw8bit", marks=pytest.mark.skipif(not version_of("torchao"), reason="needs torchao"))])
+                                   "adamw8bit"])
 def test_the_same_bits(tmp_path, monkeypatch, rungs, **more):
     "Twelve steps of two micro-batches at once, and five and seven: weights, moments, scales, losses"
     how = dict(rungs=rungs, steps=12, accumulate=2, evals=3, deterministic=True) | more

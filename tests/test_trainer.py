@@ -181,7 +181,6 @@ def test_epochs(tmp_path, capsys):
     ("naive", "AdamW"), ("fused_adamw", "AdamW"), ("bf16,bf16_weights", "Bf16AdamW"), ("adamw8bit", "AdamW8bit")])
 def test_a_rung_keeps_its_optimizer(tmp_path, rungs, kind):
     "The optimizer is the rung's, with the trainer's learning rates and weight decay, and its weights are saved as they are"
-    if rungs == "adamw8bit": pytest.importorskip("torchao")
     trainer, res = train(options(tmp_path, rungs=rungs, lr=1e-2, weight_decay=.05), progress=False)
     opt = trainer.step.opt
     assert type(opt).__name__ == kind and bool(opt.defaults.get("fused")) == (rungs == "fused_adamw")
@@ -317,7 +316,6 @@ def test_rows_when_it_is_given_up(tmp_path):
 @pytest.mark.parametrize("rungs", ["naive", "fused_adamw", "bf16,bf16_weights", "adamw8bit", "bf16,flash,fused_ops,chunked_ce,fp8"])
 def test_bad_steps_are_skipped(tmp_path, rungs):
     "Steps with gradients that aren't finite change no weight, under any optimizer, and the run goes on"
-    if rungs == "adamw8bit": pytest.importorskip("torchao")
     trainer, was = Trainer(options(tmp_path, rungs=rungs, steps=8), progress=False), {}
     bad = lambda: trainer.done + 1 in (3, 4)
     trainer.step.params[0].register_hook(lambda g: g*float("inf") if bad() else g)
