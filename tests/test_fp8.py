@@ -100,16 +100,18 @@ def test_any_number_of_rows(op, N, C):
     right(case)
     assert len(case[0](*slot(), *case[1])[-2]) % 16 == 0
 
+CASES = replace(NANO, width=64, heads=2, kv_heads=1, hidden=96)     # kernels take all of them
+
 def strided(x): return torch.stack([x, x + 1], -1)[..., 0]
 def transposed(x): return x.mT.contiguous().mT
 def expanded(x): return x.flatten()[:1].expand(x.shape)     # as the gradient of a sum
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("form", [strided, transposed, expanded])
-@pytest.mark.parametrize("name", rounding_cases())
+@pytest.mark.parametrize("name", rounding_cases(CASES))
 def test_any_strides(name, form):
     "Each operation rounds a tensor of any strides as it does its contiguous copy"
-    f, ins = rounding_cases()[name]
+    f, ins = rounding_cases(CASES)[name]
     ins = [t.to(DEVICE) if torch.is_tensor(t) else [w.to(DEVICE) for w in t] for t in ins]
     def rounded(change):
         new = [change(t) if torch.is_tensor(t) and t.ndim > 1 else [change(w) for w in t] if isinstance(t, list) else t for t in ins]
@@ -162,10 +164,10 @@ def poisoned(ins):
         yield put
 
 @pytest.mark.usefixtures("gpu_casts")
-@pytest.mark.parametrize("name, value", [(n, v) for n in rounding_cases() if n != "logits_quantize" for v in (NAN, INF)] + [("quantize", -INF)])
+@pytest.mark.parametrize("name, value", [(n, v) for n in rounding_cases(CASES) if n != "logits_quantize" for v in (NAN, INF)] + [("quantize", -INF)])
 def test_what_is_not_finite_shows(name, value, monkeypatch):
     "NaN stays NaN in both copies, just where PyTorch has it, and no maximum of what isn't finite is finite"
-    f, ins = rounding_cases()[name]
+    f, ins = rounding_cases(CASES)[name]
     def results(ins, device):
         ins = torch.utils._pytree.tree_map(lambda t: t.to(device), ins)
         scale, amax = torch.full((1,), 16., device=device), torch.zeros(1, device=device)
@@ -603,9 +605,28 @@ def test_parts_that_break_even_are_chosen(monkeypatch):
     "Those, in their order, with the measurements in words; the head only where there is a chunked loss"
     gains = dict(heads=1.1, out=.9, mlp=1.3, head=.99)
     monkeypatch.setattr(module, "part_gains", lambda c, device: gains)
+    monkeypatch.setattr(module, "misrounded", lambda c, device: [])
     assert choose_parts(Elsewhere) == (dict(parts=["heads", "mlp", "head"]), "heads 1.10x, out 0.90x, mlp 1.30x, head 0.99x")
     monkeypatch.setattr(Elsewhere, "rungs", ("bf16", "fused_ops"))
     assert choose_parts(Elsewhere)[0] == dict(parts=["heads", "mlp"])
+
+def test_parts_that_are_rounded_wrongly_are_left_out(monkeypatch):
+    "However much they gain, and the words say so"
+    monkeypatch.setattr(module, "part_gains", lambda c, device: dict.fromkeys(PARTS, 2.))
+    monkeypatch.setattr(module, "misrounded", lambda c, device: ["swiglu_quantize"])
+    found, why = choose_parts(Elsewhere)
+    assert found == dict(parts=["heads", "out", "head"]) and "mlp 2.00x but swiglu_quantize rounds wrongly" in why
+
+@pytest.mark.parametrize("name", ["quantize", "heads_quantize"])
+def test_a_wrong_copy_is_found(name):
+    "A trial in which a few bytes of the device's transpose lie in another order"
+    (f, ins), calls = rounding_cases(CASES)[name], []
+    def mixed(*args):
+        *rest, q, t = f(*args)
+        calls.append(name)
+        if len(calls) > 2 and len(calls) % 2 == 0: t.view(torch.uint8)[:4] = t.view(torch.uint8)[:4].flip(0)
+        return *rest, q, t
+    assert not rounds_wrong((mixed, ins), DEVICE) and rounds_wrong((mixed, ins), DEVICE) and len(calls) == 4
 
 def test_layers_that_gain_are_chosen(monkeypatch):
     monkeypatch.setattr(plain, "linear_gain", lambda recipe, C, O, device: C/O + (recipe == "rowwise"))
@@ -690,8 +711,9 @@ def test_more_than_two_to_the_31():
 
 @fp8_gpu
 @pytest.mark.cuda
-def test_kernels_are_right_here():
-    assert misrounded(torch.device("cuda")) == [] and not needs_fp8()
+@pytest.mark.parametrize("name", ["124m", "1b"])
+def test_kernels_are_right_here(name):
+    assert misrounded(workload(name), torch.device("cuda")) == [] and not needs_fp8()
 
 @fp8_gpu
 @pytest.mark.cuda

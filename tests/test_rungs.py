@@ -22,7 +22,7 @@ def card(monkeypatch):
     def be(name, *capability):
         for k, v in dict(is_available=True, get_device_name=name, get_device_capability=capability).items():
             monkeypatch.setattr(torch.cuda, k, lambda *args, v=v: v)
-        monkeypatch.setattr(fp8_module, "misrounded", lambda device: [])       # there is no card to try kernels on
+        monkeypatch.setattr(fp8_module, "misrounded", lambda c, device: [])     # there is no card to try kernels on
     return be
 
 # Names
@@ -236,9 +236,12 @@ def test_fp16_is_counted():
     "A run with a gradient scaler can be counted on fake tensors, products in float16"
     assert "fp16" in {o.fmt for o in count_step(NANO, ["fp16", "flash"])}
 
-def test_fp8_refuses_a_wrong_compiler(card, monkeypatch):
-    "Where the rounding kernels come out wrong the rung can't run and says which, and `fastest` does without it"
+def test_fp8_refuses_a_wrong_compiler(card, run, monkeypatch):
+    "Parts whose rounding kernels come out wrong aren't chosen, and named by hand they are an error that says which"
     card("NVIDIA H200", 9, 0)
     assert not find_rung("fp8").needs()
-    monkeypatch.setattr(fp8_module, "misrounded", lambda device: ["heads_quantize"])
-    assert "heads_quantize round wrongly" in find_rung("fp8").needs() and "fp8" not in presets()["fastest"]
+    wrong = dict(heads=["heads_quantize"])
+    monkeypatch.setattr(fp8_module, "wrong_parts", lambda c, device: wrong)
+    base = build(NANO, ["bf16", "fused_ops"], "cpu")
+    assert fp8_module.fp8(base, parts=["mlp"]).options["fp8"]["parts"] == ["mlp"]
+    with fails(RuntimeError, "heads_quantize round wrongly", "leave out the part heads"): fp8_module.fp8(base, parts=["mlp", "heads"])
