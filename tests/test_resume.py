@@ -527,7 +527,7 @@ STATES = {
     "a text for the groups": lambda a: with_value(a, dict(value="x"), "optimizer", "groups"),
     "a random state of text": lambda a: with_value(a, dict(value="x"), "rng", "cpu"),
     "a tensor that isn't there": lambda a: with_value(a, dict(tensor="nowhere"), "rng", "cpu"),
-    "8 bits of nothing": lambda a: with_value(a, dict(made_of="OptimState8bit", parts=[], attrs=[]), "optimizer", "state", NORM, "exp_avg"),
+    "8 bits of an old version": lambda a: with_value(a, dict(made_of="OptimState8bit", parts=[], attrs=[True, "torch.float32"]), "optimizer", "state", NORM, "exp_avg"),
     "by number": lambda a: {k: v for k, v in a.items() if k != "version"}, "from the future": lambda a: a | dict(version=99),
     "no corpus": lambda a: a | dict(facts={}), "nested": lambda a: json.loads('{"list": ['*400 + "]}"*400) and a | dict(state=json.loads('{"list": ['*400 + "]}"*400))}
 
