@@ -416,15 +416,14 @@ def to_settle(rungs): # as `build` takes them
 def settle(config, # a `GPTConfig`
            rungs): # as `build` takes them
     "`rungs` as texts with every option, in the order given; and rung -> what was measured for it"
-    if not to_settle(rungs): return list(rungs), {}
     device = default_device()
     with FakeTensorMode(): run = build(config, rungs, device)
     specs = {rung_name(s): s for s in run.specs()}
     return [specs[rung_name(r)] for r in rungs], run.why
 
 def settled(config, rungs): # as for `settle`
-    "The texts alone: to build the same run again and again"
-    return settle(config, rungs)[0]
+    "The texts alone, measured only if something is to choose: to build the same run again and again"
+    return settle(config, rungs)[0] if to_settle(rungs) else list(rungs)
 
 def count_step(config, # a `GPTConfig`
                rungs=(), # as `build` takes them
