@@ -1,5 +1,5 @@
 "Stopped and resumed: the same bits, whatever stops a run and whenever; broken checkpoints are passed over, and say so."
-import json, os, random, re, shutil, signal, subprocess, sys, time
+import json, os, re, shutil, signal, subprocess, sys, time
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from llm_speedrun.runs import Stepper
 from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import *
 from llm_speedrun.train.trainer import *
-from small import NANO, VOCAB, fails, nano, options, texts, write_bins
+from small import fails, nano, options, texts, write_bins
 from test_trainer import COMMAND, curve, names, posix, rows, start, wait_for
 
 FULL = "bf16,flash,fused_ops,chunked_ce"
