@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'RUNGS', 'param_groups', 'adamw', 'no_scaler', 'model_loss', 'Run', 'entered', 'Stepper', 'average_and_clip',
-           'rung', 'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name', 'option_text', 'chosen',
-           'find_rung', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'bench',
-           'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'to_settle', 'settle', 'settled', 'count_step',
-           'measure_run']
+           'HandedOut', 'rung', 'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name', 'option_text',
+           'chosen', 'find_rung', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled',
+           'bench', 'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'to_settle', 'settle', 'settled',
+           'count_step', 'measure_run']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, importlib, inspect, pkgutil
@@ -19,6 +19,7 @@ from typing import Callable
 import torch, torch.nn as nn
 from fastcore.basics import patch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from .files import InputError, RunError, lookup
 from .measure import compare, default_device, gpu_gib, make_record, ratio, smoke
@@ -171,6 +172,18 @@ def evaluate(self:Stepper, batches): # pairs (x, y) on the run's device
     "Mean loss over `batches` of equal size, a float"
     with entered(self.run.step_contexts + self.run.forward_contexts):
         return torch.stack([self.run.loss(self.run.model, x, y) for x, y in batches]).mean().item()
+
+# %% ../nbs/05_runs.ipynb #ae76f34e
+class HandedOut(torch.autograd.Function):
+    "(loss, () -> its gradients, the weights) -> the loss, whose backward pass hands out these gradients"
+    @staticmethod
+    def forward(ctx, loss, grads, *params):
+        ctx.grads = grads
+        return loss.clone() # the next pass may write over it
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        return None, None, *torch._foreach_mul(ctx.grads(), g) # new tensors: autograd may keep them
 
 # %% ../nbs/05_runs.ipynb #0de4574a
 STAGES = "precision parts parallel checkpoint compile shard record optimizer".split()
@@ -403,15 +416,14 @@ def to_settle(rungs): # as `build` takes them
 def settle(config, # a `GPTConfig`
            rungs): # as `build` takes them
     "`rungs` as texts with every option, in the order given; and rung -> what was measured for it"
-    if not to_settle(rungs): return list(rungs), {}
     device = default_device()
     with FakeTensorMode(): run = build(config, rungs, device)
     specs = {rung_name(s): s for s in run.specs()}
     return [specs[rung_name(r)] for r in rungs], run.why
 
 def settled(config, rungs): # as for `settle`
-    "The texts alone: to build the same run again and again"
-    return settle(config, rungs)[0]
+    "The texts alone, measured only if something is to choose: to build the same run again and again"
+    return settle(config, rungs)[0] if to_settle(rungs) else list(rungs)
 
 def count_step(config, # a `GPTConfig`
                rungs=(), # as `build` takes them

@@ -141,13 +141,20 @@ def test_a_step_that_no_graph_can_record():
 
 def test_replayed_gradients():
     "They are scaled by what comes from above, are new tensors each time, and aren't handed out once overwritten"
-    w = torch.ones(3, requires_grad=True)
-    stub = SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), grads=[torch.arange(3.)], loss=torch.tensor(2.), replays=0)
-    for _ in range(2): (Replayed.apply(stub, w) * .5).backward()
-    assert w.grad.tolist() == [0, 1, 2] and stub.grads[0].tolist() == [0, 1, 2]
-    first, second = (Replayed.apply(stub, w) for _ in range(2))
+    w, recorded = torch.ones(3, requires_grad=True), RecordedPass.__new__(RecordedPass) # without a GPU
+    vars(recorded).update(batch=(torch.zeros(2), torch.zeros(2)), replays=0, params=[w], loss=torch.tensor(2.),
+                          graph=SimpleNamespace(replay=lambda: None), grads=[torch.arange(3.)])
+    for _ in range(2): (recorded(*recorded.batch) * .5).backward()
+    assert w.grad.tolist() == [0, 1, 2] and recorded.grads[0].tolist() == [0, 1, 2]
+    first, second = (recorded(*recorded.batch) for _ in range(2))
     with fails(RuntimeError, "another pass has been replayed"): first.backward()
     second.backward()
+
+def test_a_whole_pass():
+    "Forward and backward pass at once: the losses of the run without, over two micro-batches and an evaluation"
+    plain = build(NANO, OURS)
+    def go(step): return [step(batch(), batch(1)).item() for _ in range(3)] + [step.evaluate([batch()])]
+    assert go(Stepper(replace(plain, loss=whole_pass(plain.loss)))) == go(Stepper(build(NANO, OURS)))
 
 def test_cuda_graphs_on_a_cpu():
     "Nothing is recorded, and the run before is untouched"

@@ -1,5 +1,5 @@
 "Stopped and resumed: the same bits, whatever stops a run and whenever; broken checkpoints are passed over, and say so."
-import json, os, random, re, shutil, signal, subprocess, sys, time
+import json, os, re, shutil, signal, subprocess, sys, time
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from llm_speedrun.runs import Stepper
 from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import *
 from llm_speedrun.train.trainer import *
-from small import NANO, VOCAB, fails, nano, options, texts, write_bins
+from small import fails, nano, options, texts, write_bins
 from test_trainer import COMMAND, curve, names, posix, rows, start, wait_for
 
 FULL = "bf16,flash,fused_ops,chunked_ce"
@@ -527,7 +527,7 @@ STATES = {
     "a text for the groups": lambda a: with_value(a, dict(value="x"), "optimizer", "groups"),
     "a random state of text": lambda a: with_value(a, dict(value="x"), "rng", "cpu"),
     "a tensor that isn't there": lambda a: with_value(a, dict(tensor="nowhere"), "rng", "cpu"),
-    "8 bits of nothing": lambda a: with_value(a, dict(made_of="OptimState8bit", parts=[], attrs=[]), "optimizer", "state", NORM, "exp_avg"),
+    "8 bits of an old version": lambda a: with_value(a, dict(made_of="OptimState8bit", parts=[], attrs=[True, "torch.float32"]), "optimizer", "state", NORM, "exp_avg"),
     "by number": lambda a: {k: v for k, v in a.items() if k != "version"}, "from the future": lambda a: a | dict(version=99),
     "no corpus": lambda a: a | dict(facts={}), "nested": lambda a: json.loads('{"list": ['*400 + "]}"*400) and a | dict(state=json.loads('{"list": ['*400 + "]}"*400))}
 

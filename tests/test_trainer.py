@@ -1,7 +1,5 @@
 "The trainer refuses bad options before it writes anything, loses nothing when stopped, and repeats itself exactly."
 import dataclasses, itertools, json, os, re, shlex, signal, subprocess, sys, time
-from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file

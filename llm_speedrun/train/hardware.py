@@ -80,9 +80,9 @@ def settle_rungs(config, # a `GPTConfig`
                  rungs, # as `build` takes them
                  choices): # a `measure.Choices`
     "The `Settled` of this machine, remembered or measured; nothing is asked where nothing is to choose"
+    if not to_settle(rungs): return Settled(list(rungs), {})
     about = dict(model=asdict(config), rungs=list(rungs),
                  deterministic=torch.are_deterministic_algorithms_enabled())
-    if not to_settle(rungs): return Settled(list(rungs), {})
     words = lambda s, r: f"{r} ({w})" if (w := s.why.get(rung_name(r))) else r
     tell = lambda s: ", ".join(words(s, r) for r in s.rungs)
     return choices.get("options of rungs", about, lambda: Settled(*settle(config, rungs)), Settled, tell)
