@@ -708,8 +708,9 @@ def part_gains(c, device): # a `GPTConfig`
 
 # %% ../../nbs/17_fused_fp8.ipynb #518d161e
 def rounding_cases(c): # a `GPTConfig`
-    "Each rounding operation at sizes of `c`: a function that ends in a scale and a maximum, and other arguments"
-    g, (d, F, D, H, K) = torch.Generator().manual_seed(0), (c.width, c.hidden, c.head_dim, c.heads, c.kv_heads)
+    "Each rounding operation, at sizes of `c`: a function of what follows it, a scale and a maximum"
+    d, F, D, H, K = c.width, c.hidden, c.head_dim, c.heads, c.kv_heads
+    g = torch.Generator().manual_seed(0)
     rand = lambda *shape, dt=torch.bfloat16: torch.randn(*shape, generator=g).to(dt)
     x, ab, wide, C = rand(128, d), rand(128, 2*F), partial(rand, dt=torch.float32), D*(H + 2*K)
     heads = *(rand(2, 64, n, D) for n in (H, K, K)), rand(2, 64, H + 2*K, D), wide(D), wide(D)
@@ -739,7 +740,8 @@ def misrounded(c, device): # a `GPTConfig`
     here = nullcontext if device.type == "cpu" else partial(torch.cuda.device, device)
     def wrong(case):
         with here(): return rounds_wrong(case, device)
-    with ThreadPoolExecutor(len(cases)) as pool: # threads know nothing of modes, such as fake tensors
+    n = 1 if device.type == "cpu" else len(cases) # Triton's interpreter does one thing at a time
+    with ThreadPoolExecutor(n) as pool: # where no mode is on, such as that of fake tensors
         return [name for name, bad in zip(cases, pool.map(wrong, cases.values())) if bad]
 
 # %% ../../nbs/17_fused_fp8.ipynb #22b25cf6
@@ -766,9 +768,9 @@ def choose_parts(run, # the `Run` to which the rung will be applied
     can = [p for p in PARTS if p != "head" or "chunked_ce" in run.rungs]
     if run.device.type == "cpu": return dict(parts=can), ""
     wrong, gains = wrong_parts(run.model.config, run.device), part_gains(run.model.config, run.device)
-    words = lambda p: f"{gains[p]:.2f}x" + (f" but {', '.join(wrong[p])} rounds wrongly" if p in wrong else "")
+    but = {p: f" but {', '.join(ops)} rounds wrongly" for p, ops in wrong.items()}
     return (dict(parts=[p for p in can if gains[p] > BREAK_EVEN and p not in wrong]),
-            ", ".join(f"{p} {words(p)}" for p in can))
+            ", ".join(f"{p} {gains[p]:.2f}x{but.get(p, '')}" for p in can))
 
 SIZES = dict(heads=("width", "kv_width"), out=("width",), mlp=("width", "hidden"), head=("width", "vocab"))
 
@@ -793,8 +795,8 @@ def fp8(run, # a `Run`
     if "head" in parts and "chunked_ce" not in run.rungs:
         raise InputError("rung 'fp8': the head in FP8 is a form of the chunked loss: add the rung chunked_ce")
     for p, ops in wrong_parts(run.model.config, run.device).items():
-        if p in parts: raise RunError(f"rung 'fp8': Triton's compiler here makes {', '.join(ops)} round wrongly: "
-                                      f"leave out the part {p}, or try a newer ptxas")
+        if p in parts: raise RunError(f"rung 'fp8': Triton's compiler here makes {', '.join(ops)} round "
+                                      f"wrongly: leave out the part {p}, or try a newer ptxas")
     if odd := odd_sizes(run.model.config, parts):
         warn(f"rung 'fp8': sizes that aren't multiples of 16 are multiplied in FP32, slowly: {odd}")
     dt, L = lookup(GRADIENTS, grad, "format of gradients"), run.model.config.layers
