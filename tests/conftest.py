@@ -3,7 +3,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files her
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the cores, and so do the programs that they start
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
-import pytest, torch
+import numpy as np, pytest, torch
 
 if not torch.cuda.is_available():
     os.environ["IN_TEST"] = "1"     # few repetitions, where nothing is worth measuring
@@ -17,6 +17,22 @@ if not torch.cuda.is_available():
 def kernels(monkeypatch):
     "Kernels run in the interpreter where there is no GPU (and by PyTorch where there is no Triton)"
     if not torch.cuda.is_available(): monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+@pytest.fixture
+def gpu_casts(kernels, monkeypatch):
+    """Kernels that treat NaN as a GPU does. The interpreter's cast to E4M3 makes 384 of it; and where its maximum keeps NaN,
+    PTX's drops it"""
+    if torch.cuda.is_available(): return
+    triton = pytest.importorskip("triton.runtime.interpreter")
+    convert, e4m3 = triton._convert_float, triton.tl.float8e4nv
+    def cast(x, source, to, rounding):
+        out = convert(x, source, to, rounding)
+        if to == e4m3: out[np.isnan(x.view(f"f{x.itemsize}"))] = 0x7f
+        if source == e4m3: out[(x.view(np.uint8) & 0x7f) == 0x7f] = 0x7e00
+        return out
+    monkeypatch.setattr(triton, "_convert_float", cast)
+    for name, f in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+        monkeypatch.setattr(triton.InterpreterBuilder, name, lambda self, a, b, f=f: self.binary_op(a, b, f))
 
 @pytest.fixture(autouse=True)
 def choices(tmp_path_factory, monkeypatch):

@@ -4,14 +4,15 @@ import pytest, torch, torch.nn.functional as F
 from llm_speedrun.rungs.fastest import *
 from llm_speedrun.rungs.fp8 import E4M3, sqnr
 from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
-from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths
+from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths, runs_kernel
 from llm_speedrun.model import naive_attention, workload
+from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Stepper, baseline, build
 from small import NANO, fails
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16     # the interpreter cuts off bits of bf16
-RUNGS = ["bf16", "flash", "fused_ops", "chunked_ce"]
+RUNGS, NEW = ["bf16", "flash", "fused_ops", "chunked_ce"], ["flash4", "fp8_attention", "lean"]
 def rand(*shape, dt=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dt)
 def rel(a, b): return ((a.double() - b.double()).norm() / b.double().norm()).item()
@@ -118,6 +119,129 @@ def test_norm_again(kernels, add):
     _, n, r = add_norm_maths(h, None, w, 1e-6)
     dx, dw, again = norm_backward_again(dn, dh, h, w, r)
     for a, b in zip((dx, dw, again), (*norm_backward_maths(dn, dh, h, w, r), n)): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+# What is not finite
+
+NAN, INF = float("nan"), float("inf")
+VALUES = [NAN, INF, -INF]
+
+@pytest.fixture(params=["kernel", "PyTorch"])
+def where(request, monkeypatch):
+    "The device, for kernels; and the CPU, for PyTorch"
+    if request.param == "kernel":
+        request.getfixturevalue("gpu_casts")
+        return DEVICE
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    return torch.device("cpu")
+
+def bad_and_good(f, ins, i, at, value):
+    "What `f` makes of tensors `ins` whose i-th has `value` at an index, and of those without"
+    ins = [t.clone() for t in ins]
+    good = f(*ins)
+    ins[i][at] = value
+    return zip(f(*ins), good)
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("turn", [False, True])
+def test_a_head_that_is_not_finite_shows(where, turn, value):
+    "Nothing of it is finite in 8 bits, and the other heads are as they were"
+    def rounded(t):
+        q, inverse = heads_round(t.transpose(1, 2), turn)
+        return [q.float()*inverse]
+    for bad, good in bad_and_good(rounded, [rand(2, 70, 3, 32, dt=HALF).to(where)], 0, (1, 66, 2, 7), value):
+        assert not bad[1, 2].isfinite().any() and good.isfinite().all()
+        assert bad[0].equal(good[0]) and bad[1, :2].equal(good[1, :2])
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("i", range(3), ids="qkv")
+@pytest.mark.parametrize("T, row", [(1, 0), (70, 0), (70, 69)])
+def test_attention8_of_what_is_not_finite(where, T, row, i, value):
+    "No output of such a head is finite, nor of any that shares it, and the other sequence is as it was"
+    if T == 1 and not runs_kernel(torch.empty(0, device=where)): pytest.skip("PyTorch's attention for CPUs makes 0 of NaN in sequences under 16")
+    def attend(q, k, v):
+        (q, iq), (k, ik), (v, iv) = (heads_round(t.transpose(1, 2), turn) for t, turn in zip((q, k, v), (False, False, True)))
+        return attention8(q, k, v, iq, ik, iv, True)
+    ins = [rand(2, T, h, 64, dt=HALF, seed=j).to(where) for j, h in enumerate((2, 1, 1))]
+    (o, good), (lse, _) = bad_and_good(attend, ins, i, (1, row, 0, 7), value)
+    assert not o[1, 0].isfinite().any() and good.isfinite().all() and o[0].equal(good[0])
+    assert i == 2 or not lse[1, 0].isfinite().any()
+    if i: assert not o[1, 1].isfinite().any()
+    else: assert o[1, 1].equal(good[1, 1])
+
+def test_attention8_of_scores_that_overflow(gpu_casts):
+    "A row whose scores are all minus infinity has no softmax. What is masked must not take its place"
+    one, large = torch.ones(1, 1, 70, 64, device=DEVICE).to(E4M3), torch.full((1, 1, 1, 1), 1e30, device=DEVICE)
+    o, _ = attention8(one, (-one.float()).to(E4M3), one.mT.contiguous(), large, large, large/1e30, True)
+    assert o.isnan().all()
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("col", [4, 99, 100, 150])
+def test_a_row_that_is_not_finite_shows(where, col, value):
+    "In h, in all that is kept of it, and in all that its way back makes of that; other rows are as they were"
+    def ways(ab, dh):
+        (h, q, inverse), again = swiglu_keep(ab), dh.clone()
+        return h, q.float()*inverse, swiglu_kept_backward(q, inverse, again), again
+    ins, others = [rand(5, 200, dt=HALF).to(where), rand(5, 100, dt=HALF, seed=1).to(where)], [0, 1, 2, 4]
+    for bad, good in bad_and_good(ways, ins, 0, (3, col), value):
+        assert bad[others].equal(good[others]) and good.isfinite().all() and not bad[3].isfinite().all()
+    (h, _), *back = bad_and_good(ways, ins, 0, (3, col), value)
+    assert not h[3, col % 100].isfinite() and not any(bad[3].isfinite().any() for bad, _ in back)
+
+@pytest.mark.parametrize("value", VALUES)
+def test_gradients_that_are_not_finite_show(where, value):
+    "On the way back from what was kept, in the gradients of a and b alone"
+    _, *kept = swiglu_keep(rand(5, 200, dt=HALF).to(where))
+    (dab, _), (h, good) = bad_and_good(lambda dh: (swiglu_kept_backward(*kept, g := dh.clone()), g), [rand(5, 100, dt=HALF, seed=1).to(where)], 0, (3, 7), value)
+    assert dab.isfinite().logical_not().nonzero().tolist() == [[3, 7], [3, 107]] and h.equal(good)
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("i", range(3), ids=["x", "norm", "product"])
+def test_norm_product_of_what_is_not_finite(where, i, value):
+    "Shows in the output, and in each gradient"
+    ins = [t.to(where).requires_grad_() for t in (rand(37, 96), rand(96, seed=3), rand(64, 96, seed=4))]
+    with torch.no_grad(): ins[i].view(-1)[40] = value
+    h, out = NormProduct.apply(ins[0], None, ins[1], 1e-6, ins[2])
+    grads = torch.autograd.grad(out.square().sum() + h.sum(), ins)
+    assert not any(t.isfinite().all() for t in (out, *grads))
+
+SMALL = replace(NANO, vocab=64, layers=1, width=32, heads=2, kv_heads=1, hidden=32)
+WEIGHTS = [f"layers.0.{n}.weight" for n in "input_layernorm self_attn.k_proj self_attn.v_proj mlp.up_proj mlp.down_proj".split()]
+
+def refuses_bad_weights(step, batch, names, values):
+    """After a good step, none with a value among the weights is taken, nor is the loss finite in an evaluation. One that is
+    infinite in the product of v or up gives infinite activations to what rounds them"""
+    step(batch)
+    assert step.loss.isfinite() and step.norm.isfinite()
+    for name in names:
+        w = step.run.model.get_parameter(name).data.view(-1)
+        for value in values:
+            was, w[5] = w[5].clone(), value
+            before = [p.detach().clone() for p in step.params]
+            step(batch)
+            assert not step.loss.isfinite() and not step.norm.isfinite(), (name, value)
+            assert not torch.tensor(step.evaluate([batch])).isfinite(), (name, value)
+            assert all(torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(step.params, before))
+            w[5] = was
+
+@pytest.mark.parametrize("where, rung", [("kernel", "fp8_attention"), ("kernel", "lean"), *(("PyTorch", r) for r in NEW)], indirect=["where"])
+def test_a_step_with_a_bad_weight_is_not_taken(where, rung):
+    "With any of these rungs, and its loss shows it"
+    if DEVICE.type == "cuda": pytest.skip("at real sizes below")
+    step = GuardedStepper(build(SMALL, RUNGS + [rung]))
+    batch = torch.randint(64, (2, 1, 32), generator=torch.Generator().manual_seed(0))
+    refuses_bad_weights(step, batch, WEIGHTS, VALUES)
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("more", [[], ["cuda_graphs"]], ids=["", "recorded"])
+@pytest.mark.parametrize("rung", NEW)
+def test_the_kernels_in_a_bad_step(rung, more):
+    "124m's layers"
+    if rung != "lean" and flash4_missing(): pytest.skip(flash4_missing())
+    c = replace(workload("124m"), layers=2)
+    step = GuardedStepper(build(c, RUNGS + [rung, *more]))
+    batch = torch.randint(c.vocab, (2, 4, c.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    for _ in range(3): step(batch)
+    refuses_bad_weights(step, batch, [n.replace(".0.", ".1.") for n in WEIGHTS], [NAN, INF])
 
 # The rungs
 

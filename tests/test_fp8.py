@@ -4,7 +4,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-import numpy as np, pytest, torch, torch.nn as nn, torch.nn.functional as F
+import pytest, torch, torch.nn as nn, torch.nn.functional as F
 import llm_speedrun.rungs.fp8 as plain, llm_speedrun.rungs.fused_fp8 as module
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import *
@@ -133,22 +133,6 @@ def test_too_large_is_clipped(dt):
     assert q.float().abs().max() == t.float().abs().max() == LARGEST[dt] and a[0] == x.float().abs().max()
 
 # What is not finite
-
-@pytest.fixture
-def gpu_casts(kernels, monkeypatch):
-    """Kernels that treat NaN as a GPU does. The interpreter's cast to E4M3 makes 384 of it; and where its maximum keeps NaN,
-    PTX's drops it"""
-    if GPU: return
-    triton = pytest.importorskip("triton.runtime.interpreter")
-    convert, e4m3 = triton._convert_float, triton.tl.float8e4nv
-    def cast(x, source, to, rounding):
-        out = convert(x, source, to, rounding)
-        if to == e4m3: out[np.isnan(x.view(f"f{x.itemsize}"))] = 0x7f
-        if source == e4m3: out[(x.view(np.uint8) & 0x7f) == 0x7f] = 0x7e00
-        return out
-    monkeypatch.setattr(triton, "_convert_float", cast)
-    for name, f in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
-        monkeypatch.setattr(triton.InterpreterBuilder, name, lambda self, a, b, f=f: self.binary_op(a, b, f))
 
 NAN, INF = float("nan"), float("inf")
 

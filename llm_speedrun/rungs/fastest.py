@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['flash4_missing', 'attention_forward', 'attention_backward_maths', 'flash4_attention_backward', 'MixedAttention',
-           'mixed_attention', 'flash4_error', 'flash4', 'heads_round_kernel', 'scaled_e4m3', 'heads_round',
+           'mixed_attention', 'flash4_error', 'flash4', 'divisor', 'heads_round_kernel', 'scaled_e4m3', 'heads_round',
            'attention8_kernel', 'attention8', 'Fp8Attention', 'needs_fp8_attention', 'fp8_attention',
            'swiglu_keep_kernel', 'swiglu_kept_backward_kernel', 'row_tile', 'swiglu_keep', 'swiglu_kept_backward',
            'LeanSwiGLUDown', 'norm_backward_again', 'NormProduct', 'norm_product', 'lean_heads', 'lean_feed', 'lean']
@@ -25,7 +25,7 @@ from .fused_ops import (joined, rotated, stream_pair, swiglu_backward_maths, swi
 from .triton import (add_rms_norm, blocks, jit, kernel_op, launch, norm_backward_maths,
                                        pow2, rms_norm, run_norm_backward, runs_kernel, tl, traced)
 from .fp8 import E4M3, LARGEST
-from .fused_fp8 import needs_fp8
+from .fused_fp8 import magnitude, needs_fp8
 
 # %% ../../nbs/23_fastest.ipynb #866ac2e1
 def flash4_missing():
@@ -106,6 +106,13 @@ def flash4(run): # a `Run` in 16 bits
         raise RunError(f"rung 'flash4': FlashAttention-4 can't run here: {why}. Leave the rung out")
     return run.with_model(partial(set_parts, attend=mixed_attention))
 
+# %% ../../nbs/23_fastest.ipynb #a5a3a6a3
+@jit
+def divisor(bits):
+    "The float with the bits of a magnitude, large enough to divide by; NaN stays NaN"
+    most = bits.to(tl.float32, bitcast=True)
+    return tl.maximum(most, 1e-30, propagate_nan=tl.PropagateNan.ALL)
+
 # %% ../../nbs/23_fastest.ipynb #279437d6
 @jit
 def heads_round_kernel(x_ptr, q_ptr, inverse_ptr, H, T, b_stride, h_stride, t_stride, D: tl.constexpr,
@@ -116,14 +123,15 @@ def heads_round_kernel(x_ptr, q_ptr, inverse_ptr, H, T, b_stride, h_stride, t_st
     most = tl.zeros((BLOCK, D), tl.float32)
     for t in range(0, T, BLOCK):
         rows = t + tl.arange(0, BLOCK)[:, None]
-        most = tl.maximum(most, tl.abs(tl.load(x_ptr + rows*t_stride + i, rows < T, 0.).to(tl.float32)))
-    most = tl.maximum(tl.max(tl.max(most, 1), 0), 1e-30)
+        x = tl.abs(tl.load(x_ptr + rows*t_stride + i, rows < T, 0.).to(tl.float32))
+        most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL)
+    most = divisor(tl.max(tl.max(magnitude(most), 1), 0))
     tl.store(inverse_ptr + n, most/MOST)
     q_ptr += n.to(tl.int64)*T*D
     for t in range(0, T, BLOCK):
         rows = t + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + rows[:, None]*t_stride + i, (rows < T)[:, None], 0.).to(tl.float32)
-        x = tl.minimum(tl.maximum(x*(MOST/most), -MOST), MOST).to(tl.float16)
+        x = tl.clamp(x*(MOST/most), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
         if TURN:
             to = tl.arange(0, D)[:, None]*T + rows[None, :]
             tl.store(q_ptr + to, tl.trans(x).to(q_ptr.dtype.element_ty), (rows < T)[None, :])
@@ -163,7 +171,7 @@ def attention8_kernel(q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, iv_ptr, o_ptr, lse_pt
     for j in range(0, tl.minimum((i + 1)*M, T), N):
         there = (j + c) < T
         s = tl.dot(q, tl.load(k_ptr + (j + c)[None, :]*D + d[:, None], there[None, :], 0.))*scale
-        if j + N > i*M: s = tl.where(rows[:, None] >= (j + c)[None, :], s, -1e30)
+        if j + N > i*M: s = tl.where(rows[:, None] >= (j + c)[None, :], s, -float("inf"))
         new = tl.maximum(m, tl.max(s, 1))
         p, fade = tl.exp2(s - new[:, None]), tl.exp2(m - new)
         l, m = l*fade + tl.sum(p, 1), new
@@ -217,10 +225,13 @@ def swiglu_keep_kernel(ab_ptr, h_ptr, q_ptr, inverse_ptr, F: tl.constexpr, MOST:
     at, there = n*2*F + cols, cols < F
     a, b = tl.load(ab_ptr + at, there, 0.).to(tl.float32), tl.load(ab_ptr + at + F, there, 0.).to(tl.float32)
     tl.store(h_ptr + n*F + cols, a*tl.sigmoid(a)*b, there)
-    most = tl.maximum(tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 0), 1e-30)
+    larger = tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+    most = divisor(tl.max(magnitude(larger), 0))
     dt: tl.constexpr = q_ptr.dtype.element_ty
-    tl.store(q_ptr + at, tl.minimum(tl.maximum(a*(MOST/most), -MOST), MOST).to(dt), there)
-    tl.store(q_ptr + at + F, tl.minimum(tl.maximum(b*(MOST/most), -MOST), MOST).to(dt), there)
+    a = tl.clamp(a*(MOST/most), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    b = tl.clamp(b*(MOST/most), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(q_ptr + at, a.to(dt), there)
+    tl.store(q_ptr + at + F, b.to(dt), there)
     tl.store(inverse_ptr + n, most/MOST)
 
 @jit
