@@ -701,10 +701,10 @@ def head_step(c, fp8, device): # a `GPTConfig`, whether in FP8
 # %% ../../nbs/17_fused_fp8.ipynb #f3d2655d
 def part_gains(c, device): # a `GPTConfig`
     "How many times faster each part is in FP8, as a part of its layer: a dict from part to ratio"
-    ms = lambda step, *args: graph_ms(partial(step, c, *args, device), calls=3) # launches don't count
-    plain, layer_parts = ms(layer_step, ()), [p for p in PARTS if p != "head"]
-    gains = {p: plain/ms(layer_step, (p,)) for p in layer_parts}
-    return gains | dict(head=ms(head_step, False)/ms(head_step, True))
+    ms = lambda calls, step, *args: graph_ms(partial(step, c, *args, device), calls) # launches don't count
+    plain, layer_parts = ms(3, layer_step, ()), [p for p in PARTS if p != "head"]
+    gains = {p: plain/ms(3, layer_step, (p,)) for p in layer_parts}
+    return gains | dict(head=ms(1, head_step, False)/ms(1, head_step, True))
 
 # %% ../../nbs/17_fused_fp8.ipynb #518d161e
 def rounding_cases(c): # a `GPTConfig`
