@@ -54,9 +54,10 @@ class Scaling:
         n, self.delayed = len(NAMES), delayed
         self.largest = torch.tensor([LARGEST[grad if k[0] == "d" else E4M3] for k in NAMES], device=device)
         self.past = torch.zeros(history, layers, n, device=device)
-        spaced = partial(torch.ones, layers, n, 4, device=device) # each number at a multiple of 16 bytes
-        self.scale, self.inverse = spaced()[..., 0], spaced()[..., 0]
-        self.forward_max, self.backward_max = (list(spaced().zero_().unbind()) for _ in range(2))
+        # Each number at a multiple of 16 bytes: four have its place
+        self.scale, self.inverse = (torch.ones(layers, n, 4, device=device)[..., 0] for _ in range(2))
+        zeros = lambda: [torch.zeros(n, 4, device=device) for _ in range(layers)]
+        self.forward_max, self.backward_max = zeros(), zeros()
 
     def __deepcopy__(self, memo): return self # a rung's copy of the model shares it, as it shares the weights
 
@@ -403,9 +404,8 @@ class LayerScales(nn.Module):
     def __init__(self, scaling, layer, grad): # a `Scaling`, which of its layers, format of the gradients
         super().__init__()
         self.scaling, self.grad = scaling, grad
-        for k in ("scale", "inverse"): self.register_buffer(k, getattr(scaling, k)[layer], persistent=False)
-        for k in ("forward_max", "backward_max"):
-            self.register_buffer(k, getattr(scaling, k)[layer][:, 0], persistent=False)
+        for k in ("scale", "inverse", "forward_max", "backward_max"):
+            self.register_buffer(k, getattr(scaling, k)[layer], persistent=False)
     def forward(self):
         maxima = self.forward_max, self.backward_max
         return Slots(self.scale, self.inverse, *maxima, self.grad, self.scaling.jit)
@@ -414,7 +414,7 @@ class LayerScales(nn.Module):
 def slot(t, name): # a tensor of `Slots`, one of `NAMES`
     "The slot's number, as a tensor of one"
     i = NAMES.index(name)
-    return t[i:i + 1]
+    return t[i:i + 1] if t.ndim == 1 else t[i, :1] # of a maximum's four places the first
 
 def with_slot(slots, name, op, *args, dt=None): # an operation that rounds; its arguments before the scale
     "What `op` makes with the slot `name`. Just in time, a first run finds the maximum and a second rounds"
@@ -619,7 +619,7 @@ def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ig
         x = softcap*t if softcap else logits.float()
         counts, hot = y != ignore_index, F.one_hot(y.clamp(min=0), logits.shape[1])
         g = ((1 + 2*z_loss*lse)[:, None]*(x - lse[:, None]).exp() - hot)*(1 - t*t)
-        scale, amax = torch.tensor(HALF_MOST, device=g.device), torch.zeros((), device=g.device)
+        scale, amax = g.new_full((), HALF_MOST), g.new_zeros(()) # which a CUDA graph can record
         return round_and_transpose(g.where(counts[:, None], 0), scale, amax, E5M2)
     (N, V), (q, t), rows = logits.shape, empty_pair(logits, *logits.shape, E5M2), (logits, y, lse)
     launch(logits_quantize_kernel, tile_grid(N, V, SQUARE_TILE), *(x.contiguous() for x in rows), q, t, N,
