@@ -43,17 +43,19 @@ def arrow(ax, # of `canvas`
     (x0, y0), (x1, y1) = start, end
     flat = abs(x1 - x0) > abs(y1 - y0) # then the text stands above, else to the right
     at = ((x0 + x1)/2, (y0 + y1)/2 + .06) if flat else ((x0 + x1)/2 + .06, (y0 + y1)/2)
-    ax.text(*at, text, size=size, color=color, ha="center" if flat else "left", va="bottom" if flat else "center")
+    how = dict(ha="center", va="bottom") if flat else dict(ha="left", va="center")
+    ax.text(*at, text, size=size, color=color, **how)
 
 # %% ../nbs/00_gpu.ipynb #2bf78029
 def tiles(ax, # of `canvas`
           x, y, # the upper left corner, in inches
-          rows, # texts: each letter is a tile, a colour by its first letter in `COLORS`, a space nothing
+          rows, # texts: each letter is a tile, a colour by its first letter (grey is e), a space nothing
           size=.2, # of a tile, in inches
           label="", # below
           labels=None): # texts for the tiles: lists, as `rows`
     "Draw a matrix as tiles"
-    names = dict(b="blue", o="orange", g="green", r="red", p="purple", s="sky", y="yellow", e="grey", w="white")
+    names = dict(b="blue", o="orange", g="green", r="red", p="purple", s="sky", y="yellow", e="grey",
+                 w="white")
     for i, row in enumerate(rows):
         for j, k in enumerate(row):
             if k == " ": continue
