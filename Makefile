@@ -6,7 +6,7 @@ ARGS   ?=
 BIN    := .venv/bin
 READY  := .venv/ready
 
-.PHONY: help speedrun test export clean readme docs notebooks exported FORCE
+.PHONY: help speedrun lab test export clean readme docs notebooks exported FORCE
 .NOTPARALLEL:
 
 help: ## list these targets
@@ -14,10 +14,13 @@ help: ## list these targets
 	@echo; echo 'Each makes .venv on its first run and installs what it needs there. Variables:'
 	@echo '  PYTHON=python3.12        the Python to make .venv from (3.10 or newer)'
 	@echo '  TORCH="torch==2.13.0"    the torch to install, any pip requirement'
-	@echo '  ARGS="--help"            arguments for speedrun_train'
+	@echo '  ARGS="--help"            arguments for speedrun_train, or for JupyterLab'
 
 speedrun: $(READY) ## train a GPT with the best this machine has, and show what each step gains
 	@$(BIN)/speedrun_train $(ARGS)
+
+lab: $(READY) ## open the course in JupyterLab, at its first notebook
+	@$(BIN)/jupyter lab nbs/00_gpu.ipynb $(ARGS)
 
 test: exported ## check that notebooks and package agree, then test every notebook, then run pytest
 	@bash tests/notebooks.sh
