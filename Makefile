@@ -44,8 +44,8 @@ docs: ## build the docs site into _docs (needs Quarto)
 
 notebooks: $(READY) ## run every notebook and keep its outputs (best on a GPU, takes some minutes)
 	@for nb in nbs/[0-9]*.ipynb nbs/index.ipynb; do \
-	    name=$$(basename "$$nb"); start=$$SECONDS; echo "running $$nb"; \
-	    (cd nbs && ../$(BIN)/exec_nb "$$name" --dest "$$name" --exc_stop) && $(BIN)/nbdev_clean --fname "$$nb" || { \
+	    start=$$SECONDS; echo "running $$nb"; \
+	    $(BIN)/python tests/run_notebook.py "$$nb" && $(BIN)/nbdev_clean --fname "$$nb" || { \
 	        echo "make notebooks stopped at $$nb: it is as it was before, and the notebooks after it have not been run."; exit 1; }; \
 	    echo "   done in $$((SECONDS - start)) s"; \
 	done
