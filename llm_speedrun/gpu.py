@@ -5,16 +5,13 @@
 # %% auto #0
 __all__ = ['COLORS', 'canvas', 'box', 'arrow', 'tiles']
 
-# %% ../nbs/00_gpu.ipynb #795c2225
-import matplotlib.pyplot as plt
-from matplotlib.patches import FancyBboxPatch, Rectangle
-
 # %% ../nbs/00_gpu.ipynb #5d2caa70
 COLORS = dict(blue="#0072B2", orange="#E69F00", green="#009E73", red="#D55E00", purple="#CC79A7",
               sky="#56B4E9", yellow="#F0E442", grey="#CCCCCC", white="#FFFFFF")
 
 def canvas(width=7.4, height=2.6): # in inches
     "Axes without a frame on a new figure, one inch for one unit, the origin at the lower left"
+    import matplotlib.pyplot as plt
     fig = plt.figure(figsize=(width, height))
     ax = fig.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(0, height)); ax.axis("off")
@@ -28,11 +25,13 @@ def box(ax, # of `canvas`
         size=9, # of the text, in points
         **kwargs): # of matplotlib's patch, such as `ls="--"`
     "Draw a box with a text in it"
+    from matplotlib.patches import FancyBboxPatch
     ax.add_patch(FancyBboxPatch((x + .03, y + .03), w - .06, h - .06, boxstyle="round,pad=.03",
                                 **dict(fc=COLORS[color], ec="k", lw=.8, alpha=.85) | kwargs))
     dark = color in ("blue", "green", "red")
     ax.text(x + w/2, y + h/2, text, ha="center", va="center", size=size, color="w" if dark else "k")
 
+# %% ../nbs/00_gpu.ipynb #7bb3d24d
 def arrow(ax, # of `canvas`
           start, end, # pairs of x and y, in inches
           text="", # at its middle
@@ -54,11 +53,10 @@ def tiles(ax, # of `canvas`
           label="", # below
           labels=None): # texts for the tiles: lists, as `rows`
     "Draw a matrix as tiles"
-    names = dict(b="blue", o="orange", g="green", r="red", p="purple", s="sky", y="yellow", e="grey",
-                 w="white")
+    from matplotlib.patches import Rectangle
+    names = dict(zip("bogrpsyew", "blue orange green red purple sky yellow grey white".split()))
     for i, row in enumerate(rows):
-        for j, k in enumerate(row):
-            if k == " ": continue
+        for j, k in ((j, k) for j, k in enumerate(row) if k != " "):
             at = x + j*size, y - (i + 1)*size
             ax.add_patch(Rectangle(at, size, size, fc=COLORS[names[k]], ec="k", lw=.5))
             if labels: ax.text(at[0] + size/2, at[1] + size/2, labels[i][j], size=7, ha="center", va="center")

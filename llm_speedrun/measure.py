@@ -42,6 +42,7 @@ def memory_limit(gib): # GPU memory to use, in GiB
     try: yield
     finally: torch.cuda.set_per_process_memory_fraction(1.)
 
+# %% ../nbs/01_measure.ipynb #35fe50b8
 def version_of(package): # the package's name, such as "triton"
     "The installed version of `package`, or None where it is not installed (macOS has no Triton)"
     try: return importlib.metadata.version(package)
@@ -166,16 +167,18 @@ class Timings:
         try: yield
         finally: self.depth, phase[1] = self.depth - 1, time.perf_counter() - t0
 
-    def stop(self):
-        "The start is over: from the first call on, `total` is the seconds that it took"
-        if self.total is None: self.total = time.time() - self.began
+# %% ../nbs/01_measure.ipynb #0276dc3f
+@patch
+def stop(self:Timings):
+    "The start is over: from the first call on, `total` is the seconds that it took"
+    if self.total is None: self.total = time.time() - self.began
 
-# %% ../nbs/01_measure.ipynb #1a1a1ae1
 @patch
 def record(self:Timings):
     "What a run's files keep: seconds in all, and the phases as dicts"
     return dict(seconds=self.total, phases=[dict(zip(("name", "seconds", "depth"), p)) for p in self.phases])
 
+# %% ../nbs/01_measure.ipynb #1a1a1ae1
 @patch
 def __str__(self:Timings):
     "A `Table` of the phases, those within others indented, with what has no name of its own"
@@ -191,6 +194,7 @@ def for_real():
     "Inside, work is done and compiled functions are compiled, also while somebody counts or takes them apart"
     with _disable_current_modes(), torch.compiler.set_stance("default"): yield
 
+# %% ../nbs/01_measure.ipynb #12d7ef3b
 class Known:
     "What is measured when it's first asked for, and then known; `when` says since when"
     def __init__(self, measure): # () -> what is to be known
@@ -274,6 +278,7 @@ def take_turns(steps, # a dict from name to a step that is warm
         for name, step in steps.items(): res[name].append(sample_ms(step, reps))
     return res
 
+# %% ../nbs/01_measure.ipynb #fdbea573
 def compare(builders, # a dict from name to a function that builds a version and returns its step
             rounds=5, # how often each has its turn
             reps=4, # timed steps in a turn
@@ -369,6 +374,7 @@ class Choice(msgspec.Struct):
     value: Any # what was chosen
     date: str # of the measurement
 
+# %% ../nbs/01_measure.ipynb #a2f9e51d
 class Choices:
     "Choices that were made by measuring, remembered in a file"
     def __init__(self, path=None, # the file, by default `choices_path()`
@@ -384,6 +390,18 @@ class Choices:
 
 # %% ../nbs/01_measure.ipynb #dc66b919
 @patch
+def made_before(self:Choices, what, # is chosen, such as "rungs"
+                where, # all that the choice depends on, a dict
+                kind): # a type that msgspec knows
+    "The remembered `Choice` of the same circumstances; None where there is none, or not of that type"
+    same = [c for c in self.read() if (c.what, c.where) == (what, where)]
+    if not same or self.again: return None
+    try: return msgspec.structs.replace(same[0], value=msgspec.convert(same[0].value, kind))
+    except msgspec.ValidationError as e: self.say(f"the remembered {what} can't be used: {e}")
+
+
+# %% ../nbs/01_measure.ipynb #538a59f7
+@patch
 def get(self:Choices, what, # is chosen, such as "rungs"
         about, # what the choice depends on beside machine and versions, a dict: shapes, options
         measure, # () -> the choice, anything that JSON can hold
@@ -391,13 +409,9 @@ def get(self:Choices, what, # is chosen, such as "rungs"
         tell=str): # the choice -> what to say of it
     "The choice that was made before in the same circumstances, or else `measure()`, remembered"
     where = as_json(about) | choosing_machine()
-    same = [c for c in self.read() if (c.what, c.where) == (what, where)]
-    try:
-        if same and not self.again:
-            value = msgspec.convert(same[0].value, kind)
-            self.say(f"{what}, as measured here on {same[0].date}: {tell(value)} (--measure measures again)")
-            return value
-    except msgspec.ValidationError as e: self.say(f"the remembered {what} can't be used: {e}")
+    if c := self.made_before(what, where, kind):
+        self.say(f"{what}, as measured here on {c.date}: {tell(c.value)} (--measure measures again)")
+        return c.value
     with for_real(): value = measure()
     self.remember(Choice(what, where, as_json(value), date.today().isoformat()))
     return value
@@ -440,6 +454,12 @@ def caption(records): # records of one machine
             f"`{r['workload']}`, batch {r['batch']} × {r['seq']} tokens; {r['date']}. "
             f"Each ratio is against the rung{'s kept' * left} above, interleaved in one process.")
 
+# %% ../nbs/01_measure.ipynb #5fdf609a
+def _bar_text(ax, i, speed, x, most): # the bar's number, its speed, the predicted one, the fastest bar
+    inside, gap = min(speed, x) > .2*most, .01*most # the text's place, if the bar is long
+    at, color = (gap, "w") if inside else (max(speed, x) + gap, "k")
+    ax.text(at, i, f"{speed:,.1f} K", color=color, va="center")
+
 # %% ../nbs/01_measure.ipynb #d45cf702
 def ladder_chart(records): # records in the ladder's order
     "Tokens per second of each rung as bars, with a mark at the predicted speed"
@@ -449,14 +469,11 @@ def ladder_chart(records): # records in the ladder's order
     ax.barh(names, speed, .62, color="C0", label="measured")
     for i, r in enumerate(records):
         x = r["tok_s"] / r["ratio"] * (r["predicted_ratio"] or r["ratio"]) / 1e3 # predicted, if it was
-        inside, gap = min(speed[i], x) > .2*max(speed), .01*max(speed) # the text's place, if the bar is long
-        at, color = (gap, "w") if inside else (max(speed[i], x) + gap, "k")
-        ax.text(at, i, f"{speed[i]:,.1f} K", color=color, va="center")
+        _bar_text(ax, i, speed[i], x, max(speed))
         if not (r["before"] and r["predicted_ratio"]): continue
         ax.plot([x, x], [i - .38, i + .38], color="C1", lw=2.5, label="predicted" if i == 1 else None)
     ax.invert_yaxis(); ax.legend(loc="upper right"); ax.grid(axis="x", alpha=.3)
-    r = records[0]
-    title = f"{r['workload']}, batch {r['batch']} × {r['seq']}: {r['gpu']}, {r['date']}"
+    title = "{workload}, batch {batch} × {seq}: {gpu}, {date}".format(**records[0])
     ax.set(xlabel="thousand tokens/s", title=title)
     return ax
 
@@ -469,6 +486,7 @@ def course_records(rungs=COURSE): # names, in the ladder's order
              if (r["workload"], r["batch"]) == ("124m", 16)}
     return [found[pair] for pair in zip(rungs, [None, *rungs]) if pair in found]
 
+# %% ../nbs/01_measure.ipynb #f1874417
 def you_are_here(*here): # the rungs of this notebook; by default none is marked
     "Milliseconds of a step on each rung of the course's ladder, a bar each. Nothing outside of a checkout"
     import matplotlib.pyplot as plt

@@ -160,6 +160,7 @@ class Op:
     backward: bool = field(default=False, repr=False) # ran in a backward pass
     aten: bool = field(default=True, repr=False) # PyTorch's own, and no custom operation
 
+# %% ../nbs/02_roofline.ipynb #e66f29ff
 def product_format(t): # a floating-point operand
     "The number format in which a matrix product of `t` would run now: fp32 is tf32 where that is allowed"
     if t.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32": return "tf32"
@@ -182,10 +183,13 @@ class OpCounter(TorchDispatchMode):
         self.ops.append(self.op(func, name, args, kwargs, out))
         return out
 
-    def key(self, t):
-        s = t.untyped_storage()
-        self.held.append(s) # while it lives, no other storage has its address
-        return s._cdata, t.storage_offset()
+# %% ../nbs/02_roofline.ipynb #75231832
+@patch
+def key(self:OpCounter, t):
+    "What names the memory of a tensor: its storage, and the offset in it"
+    s = t.untyped_storage()
+    self.held.append(s) # while it lives, no other storage has its address
+    return s._cdata, t.storage_offset()
 
 # %% ../nbs/02_roofline.ipynb #cbb4834a
 @patch
@@ -247,9 +251,10 @@ def main_format(ops): # a list of `Op`
     for o in ops: flops[o.fmt] = flops.get(o.fmt, 0) + o.flops
     return max(flops, key=flops.get)
 
-# %% ../nbs/02_roofline.ipynb #ec480801
+# %% ../nbs/02_roofline.ipynb #c116e58c
 FUSIBLE = ("copies and casts", "pointwise and reductions", "softmax and loss")
 
+# %% ../nbs/02_roofline.ipynb #ec480801
 def fusion_groups(ops, # a list of `Op`
                   kinds=FUSIBLE): # what may fuse; custom operations never do
     "For each operation the index of the first one of its group"
@@ -344,6 +349,7 @@ def profiled(step, # a function without arguments
         if gpu: torch.cuda.synchronize()
     return prof
 
+# %% ../nbs/02_roofline.ipynb #bc4094a6
 def profile_rows(step, # a function without arguments
                  reps): # how often to call it
     "What ran, as triples of name, kind and ms: every kernel on a GPU, every operation on a CPU"
@@ -362,6 +368,7 @@ def profile_kinds(step, # a function without arguments
     for _, kind, ms in profile_rows(step, reps): res[kind] = res.get(kind, 0) + ms / reps
     return res
 
+# %% ../nbs/02_roofline.ipynb #52ef2187
 def profile_table(step, # a function without arguments
                   top=15, # rows
                   reps=3): # steps to average over
