@@ -36,15 +36,16 @@ def document_borders(x, eot): # B T tokens, the token that begins a document
     cu = torch.cat([begins.flatten().nonzero().flatten(), ends]).int()
     return cu, int(cu.diff().max())
 
-# %% ../../nbs/24_documents.ipynb #ca9209d8
-# the second one takes a mask on CPUs alone
-TAKE_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-
+# %% ../../nbs/24_documents.ipynb #eaef5885
 def check_documents(corpus): # a `data.Corpus`
     "Raise `InputError` if nobody knows where its documents begin, before there is a run"
     if corpus.eot is None:
         raise InputError(f"{corpus.name} doesn't say which token begins a document: leave out --documents, "
                          "or tokenize its text with speedrun_data")
+
+# %% ../../nbs/24_documents.ipynb #ca9209d8
+# the second one takes a mask on CPUs alone
+TAKE_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 def within_documents(run, eot): # a `Run`, the token that begins a document
     "The run with attention that doesn't cross documents instead of the attention it has"

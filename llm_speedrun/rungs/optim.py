@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['MOMENT_BLOCK', 'SMALL', 'BLOCK', 'adamw_scalars', 'adamw_maths', 'make_fused', 'fused_adamw', 'in_blocks',
            'encode_moments', 'decode_moments', 'stochastic_round', 'philox', 'random_bits', 'split_fp32', 'join_fp32',
-           'update_torch', 'adamw_block', 'round_block', 'join_block', 'low_block', 'load_moments', 'largest',
-           'store_moments', 'one_minus_exp', 'adamw_pointers', 'adamw_kernel', 'to_device', 'address_table',
-           'update_triton', 'MultiTensorAdamW', 'check_group', 'fake_update', 'Bf16AdamW', 'AdamW8bit', 'make_8bit',
-           'adamw8bit', 'bf16_matrices', 'make_bf16', 'bf16_weights']
+           'adamw_torch', 'update_torch', 'adamw_block', 'one_minus_exp', 'round_block', 'join_block', 'low_block',
+           'load_weights', 'store_weights', 'load_moments', 'largest', 'store_moments', 'adamw_pointers',
+           'adamw_kernel', 'to_device', 'address_table', 'tables_of', 'update_triton', 'check_group',
+           'MultiTensorAdamW', 'fake_update', 'Bf16AdamW', 'AdamW8bit', 'make_8bit', 'adamw8bit', 'bf16_matrices',
+           'make_bf16', 'bf16_weights']
 
 # %% ../../nbs/21_optim.ipynb #2b612c49
 import math
@@ -55,6 +56,7 @@ def in_blocks(x): # of any shape
     "`x` in rows of `MOMENT_BLOCK` numbers, the last one filled up with zeros"
     return F.pad(x.flatten(), (0, -x.numel() % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
 
+# %% ../../nbs/21_optim.ipynb #8743578a
 def encode_moments(m, v): # FP32, of one shape
     "Codes of `m` (int8) and of `v` (uint8), of their shape, and their scales, FP32 (2, blocks)"
     a, b = in_blocks(m), in_blocks(v)
@@ -117,31 +119,35 @@ def join_fp32(up, low): # from `split_fp32`
     "The FP32 number of the two parts"
     return (up.float().view(torch.int32) + low.int()).view(torch.float32)
 
+# %% ../../nbs/21_optim.ipynb #ba418829
+def adamw_torch(p, g, m, v, low, scales, # a weight, its gradient and state: see `update_triton`
+                scalars, rounding): # from `adamw_scalars`; "master" where `low` is the weight's lower half
+    "AdamW on one weight: its new numbers in FP32. Changes its moments in place, which may be codes"
+    x = join_fp32(p, low) if rounding == "master" else p.float()
+    M, V = (m, v) if scales is None else decode_moments(m, v, scales)
+    x = adamw_maths(x, g.float(), M, V, *scalars)
+    if scales is not None:
+        for old, new in zip((m, v, scales), encode_moments(M, V)): old.copy_(new)
+    return x
+
 # %% ../../nbs/21_optim.ipynb #8a9425a0
 def update_torch(tensors, # for each weight (p, g, m, v, low, scales): see `update_triton`
-                 group, # a dict with lr, betas, eps, weight_decay and t, the number of this step
-                 rounding, # "stochastic", "master", "nearest", or "none" for FP32 weights
-                 key, # 64 bits, for the random numbers
-                 skipped, # of the steps so far, how many were not taken: a tensor
-                 found_inf): # a tensor: unless 0, this one isn't either
+                 group, rounding, # lr, betas, eps, weight_decay, t; "stochastic", "master", "nearest", "none"
+                 key, skipped, found_inf): # 64 bits; tensors: how many steps were not taken, 0 if this one is
     "AdamW's update in place, in plain PyTorch: what the kernel has to compute"
     if found_inf: return
-    lr, betas, eps, weight_decay, t = (group[k] for k in ("lr", "betas", "eps", "weight_decay", "t"))
-    scalars, first = adamw_scalars(lr, betas, eps, weight_decay, t - skipped.item()), 0
+    how, t = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay")}, group["t"] - skipped.item()
+    scalars, first = adamw_scalars(**how, t=t), 0
     for p, g, m, v, low, scales in tensors:
+        x = adamw_torch(p, g, m, v, low, scales, scalars, rounding)
         block = BLOCK if scales is None else MOMENT_BLOCK
-        x = join_fp32(p, low) if rounding == "master" else p.float()
-        M, V = (m, v) if scales is None else decode_moments(m, v, scales)
-        x = adamw_maths(x, g.float(), M, V, *scalars)
-        if scales is not None:
-            for old, new in zip((m, v, scales), encode_moments(M, V)): old.copy_(new)
         if rounding == "master": x, low[:] = split_fp32(x)
         if rounding == "stochastic":
             x = stochastic_round(x, random_bits(key, x.numel(), first, x.device, block).view_as(x))
         p.copy_(x) # which rounds to the nearest, where x is FP32 still
         first += blocks(p.numel(), 4*block)
 
-# %% ../../nbs/21_optim.ipynb #804c018f
+# %% ../../nbs/21_optim.ipynb #82e5e84c
 @jit
 def adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps):
     "As `adamw_maths`, but it returns the moments too, and the root of the second"
@@ -150,6 +156,13 @@ def adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps):
     root = tl.sqrt(v)
     return decay*x - step*m / (root*scale + eps), m, v, root
 
+@jit
+def one_minus_exp(y):
+    "1 - exp(y) for y up to 0, to FP32's last digits"
+    near = -y*(1 + y*(1/2)*(1 + y*(1/3)*(1 + y*(1/4)*(1 + y*(1/5)*(1 + y*(1/6)*(1 + y*(1/7)))))))
+    return tl.where(y > -.5, near, 1 - tl.exp(y))
+
+# %% ../../nbs/21_optim.ipynb #804c018f
 @jit
 def round_block(x, r, ROUNDING: tl.constexpr):
     "FP32 numbers and random words, to bf16"
@@ -168,6 +181,22 @@ def join_block(p, low):
 def low_block(x, y):
     "What FP32 numbers have beyond their bf16: the difference of the bits, int16"
     return (x.to(tl.int32, bitcast=True) - y.to(tl.float32).to(tl.int32, bitcast=True)).to(tl.int16)
+
+# %% ../../nbs/21_optim.ipynb #683627d8
+@jit
+def load_weights(p_ptr, low_ptr, i, there, ROUNDING: tl.constexpr):
+    "Weights as FP32 numbers, with their lower halves if there are any"
+    x = tl.load(p_ptr + i, there, 0.)
+    if ROUNDING == "master": x = join_block(x, tl.load(low_ptr + i, there))
+    return x.to(tl.float32)
+
+@jit
+def store_weights(x, r, p_ptr, low_ptr, i, kept, ROUNDING: tl.constexpr):
+    "FP32 numbers as weights, rounded with random words `r` or otherwise"
+    y = x
+    if ROUNDING != "none": y = round_block(x, r, ROUNDING)
+    tl.store(p_ptr + i, y, kept)
+    if ROUNDING == "master": tl.store(low_ptr + i, low_block(x, y), kept)
 
 # %% ../../nbs/21_optim.ipynb #77235234
 @jit
@@ -193,13 +222,6 @@ def store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks,
     tl.store(v_ptr + i, tl.maximum(d, 1).to(tl.uint8), kept)
     tl.store(scale_ptr + block, s, kept_block)
     tl.store(scale_ptr + n_blocks + block, r, kept_block)
-
-# %% ../../nbs/21_optim.ipynb #07b60ddb
-@jit
-def one_minus_exp(y):
-    "1 - exp(y) for y up to 0, to FP32's last digits"
-    near = -y*(1 + y*(1/2)*(1 + y*(1/3)*(1 + y*(1/4)*(1 + y*(1/5)*(1 + y*(1/6)*(1 + y*(1/7)))))))
-    return tl.where(y > -.5, near, 1 - tl.exp(y))
 
 # %% ../../nbs/21_optim.ipynb #71cc00c0
 @jit
@@ -231,18 +253,14 @@ def adamw_kernel(table_ptr, owner_ptr, key, skipped_ptr, found_ptr, decay, lr, w
     r = tl.randint4x(key, program*BLOCK + j)
     for k in tl.static_range(4):
         i = start + k*BLOCK + j
-        there = i < n
-        x, g = tl.load(p_ptr + i, there, 0.), tl.load(g_ptr + i, there, 0.).to(tl.float32)
-        if ROUNDING == "master": x = join_block(x, tl.load(low_ptr + i, there))
+        there, kept = i < n, i < end
+        x, g = load_weights(p_ptr, low_ptr, i, there, ROUNDING), tl.load(g_ptr + i, there, 0.).to(tl.float32)
         if BITS == 8:
             block, n_blocks = start//BLOCK + k, tl.cdiv(n, BLOCK)
             m, v = load_moments(m_ptr, v_ptr, scale_ptr, i, there, block, n_blocks)
         else: m, v = tl.load(m_ptr + i, there), tl.load(v_ptr + i, there)
-        x, m, v, root = adamw_block(x.to(tl.float32), g, m, v, decay, step, w1, w2, scale, eps)
-        y, kept = x, i < end
-        if ROUNDING != "none": y = round_block(x, r[k], ROUNDING)
-        tl.store(p_ptr + i, y, kept)
-        if ROUNDING == "master": tl.store(low_ptr + i, low_block(x, y), kept)
+        x, m, v, root = adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps)
+        store_weights(x, r[k], p_ptr, low_ptr, i, kept, ROUNDING)
         if BITS == 8:
             store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks, block*BLOCK < end)
         else: tl.store(m_ptr + i, m, kept); tl.store(v_ptr + i, v, kept)
@@ -265,25 +283,40 @@ def address_table(rows, # for each tensor the addresses p, g, m, v, low, scales,
     return to_device(table, torch.int64, device), to_device(owners, torch.int32, device), aligned
 
 # %% ../../nbs/21_optim.ipynb #c22145a1
+def tables_of(tensors, device, tables): # as for `update_triton`
+    "The tables of `tensors`, made where their addresses are new, and how many numbers make a block"
+    address = lambda t: 0 if t is None else t.data_ptr()
+    rows = tuple((*map(address, ts), ts[0].numel()) for ts in tensors)
+    block = BLOCK if tensors[0][5] is None else MOMENT_BLOCK
+    if rows not in tables:
+        if len(tables) == 32: tables.clear()
+        tables[rows] = address_table(rows, block, device)
+    return *tables[rows], block
+
+# %% ../../nbs/21_optim.ipynb #94b9ffe0
 def update_triton(tensors, # (p, g, m, v, low, scales) for each weight: itself, gradient, moments; low or None
                   group, rounding, key, skipped, found_inf, # as for `update_torch`
                   tables): # a dict, which keeps the tables of addresses
     """AdamW's update in place, in one kernel, for weights of one type and moments of one: FP32, or int8 and
     uint8 codes with FP32 `scales` (2, blocks). All but the gradients must be contiguous"""
     tensors = [(p, g.contiguous(), *rest) for p, g, *rest in tensors]
-    address = lambda t: 0 if t is None else t.data_ptr()
-    rows = tuple((*map(address, ts), ts[0].numel()) for ts in tensors)
-    bits, block = (32, BLOCK) if tensors[0][5] is None else (8, MOMENT_BLOCK)
-    if rows not in tables:
-        if len(tables) == 32: tables.clear()
-        tables[rows] = address_table(rows, block, skipped.device)
-    table, owners, aligned = tables[rows]
+    table, owners, aligned, block = tables_of(tensors, skipped.device, tables)
     lr, log = float(group["lr"]), lambda b: math.log(max(b, 1e-30))
     numbers = 1 - lr*group["weight_decay"], lr, *(1 - b for b in group["betas"]), *map(log, group["betas"])
     adamw_kernel[(len(owners),)](
         table, owners, key, skipped, found_inf, *numbers, float(group["eps"]), float(group["t"]),
-        DTYPE=tl.float32 if rounding == "none" else tl.bfloat16, ROUNDING=rounding, BITS=bits,
-        ALIGNED=aligned, BLOCK=block, num_warps=block//128)
+        DTYPE=tl.float32 if rounding == "none" else tl.bfloat16, ROUNDING=rounding, ALIGNED=aligned,
+        BITS=32 if tensors[0][5] is None else 8, BLOCK=block, num_warps=block//128)
+
+# %% ../../nbs/21_optim.ipynb #784cd942
+def check_group(ps): # the weights of a group
+    "Raise `InputError` where the kernel can't update them all in one go"
+    dtypes = {p.dtype for p in ps}
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float32}:
+        raise InputError("a group of weights must be all bf16 or all FP32, and one has "
+                         f"{' and '.join(sorted(map(str, dtypes)))}: make a group for each type")
+    if not all(p.is_contiguous() for p in ps):
+        raise InputError("our AdamW updates contiguous weights, and one is not: make it so by `contiguous()`")
 
 # %% ../../nbs/21_optim.ipynb #9fbba06d
 class MultiTensorAdamW(torch.optim.Optimizer):
@@ -302,14 +335,10 @@ class MultiTensorAdamW(torch.optim.Optimizer):
         device = self.param_groups[0]["params"][0].device
         self.skipped, self.finite = (torch.zeros((), device=device) for _ in range(2)) # both aligned
 
-def check_group(ps): # the weights of a group
-    "Raise `InputError` where the kernel can't update them all in one go"
-    dtypes = {p.dtype for p in ps}
-    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float32}:
-        raise InputError("a group of weights must be all bf16 or all FP32, and one has "
-                         f"{' and '.join(sorted(map(str, dtypes)))}: make a group for each type")
-    if not all(p.is_contiguous() for p in ps):
-        raise InputError("our AdamW updates contiguous weights, and one is not: make it so by `contiguous()`")
+# %% ../../nbs/21_optim.ipynb #7bbdca3b
+@torch.library.custom_op("llm_speedrun::fake_update", mutates_args=["changed"])
+def fake_update(read: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
+    "Stands for an update of fake tensors in `roofline.count`: reads `read`, reads and writes `changed`"
 
 # %% ../../nbs/21_optim.ipynb #7640a4e2
 @patch
@@ -328,11 +357,6 @@ def step(self:MultiTensorAdamW):
             part = [p for p in ps if (p.numel() < SMALL) == small]
             if part: self.update(part, g, key, found_inf)
 
-# %% ../../nbs/21_optim.ipynb #7bbdca3b
-@torch.library.custom_op("llm_speedrun::fake_update", mutates_args=["changed"])
-def fake_update(read: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
-    "Stands for an update of fake tensors in `roofline.count`: reads `read`, reads and writes `changed`"
-
 # %% ../../nbs/21_optim.ipynb #84e576f4
 @patch
 def new_state(self:MultiTensorAdamW, p): # a weight
@@ -344,6 +368,7 @@ def new_state(self:MultiTensorAdamW, p): # a weight
     if half and self.rounding == "master": state["low"] = torch.zeros_like(p, dtype=torch.int16)
     return state
 
+# %% ../../nbs/21_optim.ipynb #d3af2eb6
 @patch
 def update(self:MultiTensorAdamW, ps, g, key, found_inf): # weights with gradients, group, 64 bits, a tensor
     "Update weights of a group whose moments are of one type, in one kernel on a GPU"
