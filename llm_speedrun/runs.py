@@ -7,7 +7,7 @@ __all__ = ['STAGES', 'RUNGS', 'param_groups', 'adamw', 'no_scaler', 'model_loss'
            'HandedOut', 'apply_rung', 'rung', 'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name',
            'option_text', 'chosen', 'find_rung', 'baseline', 'in_order', 'build', 'needs_capability',
            'reference_errors', 'uncompiled', 'bench', 'train_curve', 'curve_gap', 'curves_chart', 'step_of',
-           'to_settle', 'settle', 'settled', 'count_step', 'measure_run']
+           'to_settle', 'settle', 'settled', 'count_step', 'run_record', 'measure_run']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, importlib, inspect, pkgutil
@@ -446,6 +446,17 @@ def count_step(config, # a `GPTConfig`
     with uncompiled(): ops = count(step_of(config, rungs, batch, without_scaler))
     return reduce(lambda ops, r: r[0].counts(ops), map(parsed, rungs), ops)
 
+# %% ../nbs/05_runs.ipynb #58b68217
+def run_record(config, batch, # as for `measure_run`
+               rungs, # with their options
+               ops, # the operations of a step, counted
+               measured, # a `Measured`
+               **more): # of the run before, if any: its name and the ratios
+    "The record of a measured run, with its prediction"
+    return make_record(rung_name(rungs[-1]) if rungs else "fp32", measured, batch=batch, seq=config.seq,
+                       workload=config.name, rungs=rungs, dtype=main_format(ops), predicted_ms=predict_ms(ops),
+                       flops=(train_flops(config), train_flops(config, causal=True)), **more)
+
 # %% ../nbs/05_runs.ipynb #3cc46726
 def measure_run(config, # a `GPTConfig`
                 rungs=(), # names of the rungs to measure
@@ -456,14 +467,8 @@ def measure_run(config, # a `GPTConfig`
     variants["after"] = list(rungs)
     variants = {k: settled(config, r) for k, r in variants.items()}
     ops = {k: count_step(config, r, batch) for k, r in variants.items()}
-    ms = {k: predict_ms(o) for k, o in ops.items()}
     res = compare({k: step_of(config, r, batch) for k, r in variants.items()})
-    name = lambda r: rung_name(r[-1]) if r else "fp32"
-    def record(k, **kw):
-        return make_record(name(variants[k]), res[k], batch=batch, seq=config.seq, workload=config.name,
-                           rungs=variants[k], dtype=main_format(ops[k]), predicted_ms=ms[k],
-                           flops=(train_flops(config), train_flops(config, causal=True)), **kw)
+    def record(k, **more): return run_record(config, batch, variants[k], ops[k], res[k], **more)
     if before is None: return [record("after")]
-    return [record("before"),
-            record("after", before=name(variants["before"]), ratio=ratio(res["before"], res["after"]),
-                   predicted_ratio=ms["before"]/ms["after"])]
+    old, gain = record("before"), predict_ms(ops["before"]) / predict_ms(ops["after"])
+    return [old, record("after", before=old["rung"], ratio=ratio(*res.values()), predicted_ratio=gain)]
