@@ -453,9 +453,10 @@ def run_record(config, batch, # as for `measure_run`
                measured, # a `Measured`
                **more): # of the run before, if any: its name and the ratios
     "The record of a measured run, with its prediction"
+    flops = train_flops(config), train_flops(config, causal=True)
     return make_record(rung_name(rungs[-1]) if rungs else "fp32", measured, batch=batch, seq=config.seq,
-                       workload=config.name, rungs=rungs, dtype=main_format(ops), predicted_ms=predict_ms(ops),
-                       flops=(train_flops(config), train_flops(config, causal=True)), **more)
+                       flops=flops, workload=config.name, rungs=rungs, dtype=main_format(ops),
+                       predicted_ms=predict_ms(ops), **more)
 
 # %% ../nbs/05_runs.ipynb #3cc46726
 def measure_run(config, # a `GPTConfig`
