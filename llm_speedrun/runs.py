@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'RUNGS', 'param_groups', 'adamw', 'no_scaler', 'model_loss', 'Run', 'entered', 'Stepper', 'average_and_clip',
-           'HandedOut', 'rung', 'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name', 'option_text',
-           'chosen', 'find_rung', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled',
-           'bench', 'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'to_settle', 'settle', 'settled',
-           'count_step', 'measure_run']
+           'HandedOut', 'apply_rung', 'rung', 'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name',
+           'option_text', 'chosen', 'find_rung', 'baseline', 'in_order', 'build', 'needs_capability',
+           'reference_errors', 'uncompiled', 'bench', 'train_curve', 'curve_gap', 'curves_chart', 'step_of',
+           'to_settle', 'settle', 'settled', 'count_step', 'run_record', 'measure_run']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, importlib, inspect, pkgutil
@@ -19,7 +19,6 @@ from typing import Callable
 import torch, torch.nn as nn
 from fastcore.basics import patch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from .files import InputError, RunError, lookup
 from .measure import compare, default_device, gpu_gib, make_record, ratio, smoke
@@ -39,6 +38,7 @@ def param_groups(model, # the model to optimize
     return [dict(params=[p for p in ps if p not in vectors], weight_decay=weight_decay),
             dict(params=[p for p in ps if p in vectors], weight_decay=0.)]
 
+# %% ../nbs/05_runs.ipynb #aefc37fb
 def adamw(model, # the model to optimize
           lr=1e-3, # learning rate, may be changed in `param_groups` at each step
           betas=(.9, .95), # decay of the moments
@@ -50,11 +50,12 @@ def no_scaler():
     "A gradient scaler that does nothing"
     return torch.amp.GradScaler("cpu", enabled=False)
 
-# %% ../nbs/05_runs.ipynb #97cb0648
+# %% ../nbs/05_runs.ipynb #ad798e78
 def model_loss(model, x, y): # B T tokens, B T tokens that follow
     "The mean loss, by the model's own forward pass"
     return model(x, y)
 
+# %% ../nbs/05_runs.ipynb #97cb0648
 @dataclass(frozen=True)
 class Run:
     "What one optimizer step needs. Rungs take one and return another; none is ever changed in place"
@@ -71,9 +72,7 @@ class Run:
     rungs: tuple = () # the names of the rungs applied so far
     options: dict = field(default_factory=dict) # of each rung that has any: name -> value, as it was built
     why: dict = field(default_factory=dict) # rung -> what was measured to choose its options, in words
-
-    @property
-    def device(self): return next(self.model.parameters()).device
+    device = property(lambda self: next(self.model.parameters()).device)
 
 # %% ../nbs/05_runs.ipynb #b1e7c25d
 @patch
@@ -126,8 +125,6 @@ class Stepper:
             self.mark("optimizer")
         return self.loss
 
-    def mark(self, name): "Called after each phase of a step; somebody who measures them puts a function here"
-
 # %% ../nbs/05_runs.ipynb #08f0a263
 @torch.no_grad()
 def average_and_clip(params, # whose gradients are sums over micro-batches
@@ -143,6 +140,9 @@ def average_and_clip(params, # whose gradients are sums over micro-batches
 
 # %% ../nbs/05_runs.ipynb #32ef9237
 @patch
+def mark(self:Stepper, name): "Called after each phase of a step; what measures them puts a function here"
+
+@patch
 def backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
     "Forward and backward of one micro-batch. Returns its loss"
     with entered(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y)
@@ -151,6 +151,7 @@ def backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
     self.mark("backward")
     return loss.detach()
 
+# %% ../nbs/05_runs.ipynb #92638a91
 @patch
 def update(self:Stepper, n=1): # micro-batches whose gradients have been added up
     "Take the mean of the gradients, clip it, step the optimizer, forget the gradients"
@@ -181,13 +182,25 @@ class HandedOut(torch.autograd.Function):
         ctx.grads = grads
         return loss.clone() # the next pass may write over it
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         return None, None, *torch._foreach_mul(ctx.grads(), g) # new tensors: autograd may keep them
 
 # %% ../nbs/05_runs.ipynb #0de4574a
 STAGES = "precision parts parallel checkpoint compile shard record optimizer".split()
 RUNGS = {} # name -> rung
+
+# %% ../nbs/05_runs.ipynb #77375cb7
+def apply_rung(r, # a rung
+               f, # the function that it was made from
+               run, # the `Run` to apply it to
+               given): # its options, a dict
+    "The run that `f` returns, checked before and noted in it"
+    check_rung(r, run.rungs)
+    options, why = chosen(r, run, given)
+    new, name = f(run, **options), f.__name__
+    return replace(new, rungs=run.rungs + (name,), options=new.options | {name: options},
+                   why=new.why | ({name: why} if why else {}))
 
 # %% ../nbs/05_runs.ipynb #e490ca2a
 def rung(stage, # when it is applied, one of `STAGES`
@@ -202,12 +215,7 @@ def rung(stage, # when it is applied, one of `STAGES`
     lookup(dict.fromkeys(STAGES), stage, "stage")
     def decorate(f):
         @wraps(f)
-        def apply(run, **given):
-            check_rung(apply, run.rungs)
-            options, why = chosen(apply, run, given)
-            new, name = f(run, **options), f.__name__
-            return replace(new, rungs=run.rungs + (name,), options=new.options | {name: options},
-                           why=new.why | ({name: why} if why else {}))
+        def apply(run, **given): return apply_rung(apply, f, run, given)
         apply.stage, apply.needs, apply.excludes, apply.counts = stage, needs, excludes, counts
         apply.requires, apply.follows, apply.gpu_only, apply.choose = requires, follows, gpu_only, choose
         RUNGS[f.__name__] = apply
@@ -243,6 +251,7 @@ def option_value(text, default): # as it was given; of which type it has to be
     if isinstance(default, (int, float)): return type(default)(text)
     return text.split("+") if "+" in text or isinstance(default, (list, tuple)) else text
 
+# %% ../nbs/05_runs.ipynb #950cdb54
 def parsed(spec): # such as "fp8:grad=e4m3:parts=heads+mlp"
     "The rung and its options. Raises `InputError` for what there isn't"
     name, *pairs = [s.strip() for s in spec.split(":")]
@@ -257,6 +266,7 @@ def parsed(spec): # such as "fp8:grad=e4m3:parts=heads+mlp"
             raise InputError(f"rung {name!r}: {key}{sep}{text} can't be used, it takes {kind}") from None
     return r, options
 
+# %% ../nbs/05_runs.ipynb #c3ddaf94
 def rung_name(spec): # with or without options
     "The name of the rung that a text names"
     return spec.split(":")[0].strip()
@@ -302,6 +312,7 @@ def baseline(config, # a `GPTConfig`
     "The naive FP32 `Run` that every ladder starts from"
     with torch.device(device or default_device()): return Run(GPT(config, seed))
 
+# %% ../nbs/05_runs.ipynb #a13a1812
 def in_order(rungs): # names, with or without options
     "Pairs of a rung and its options, by stage and, within a stage, each after those that it follows"
     left, res = sorted(map(parsed, rungs), key=lambda p: STAGES.index(p[0].stage)), []
@@ -312,6 +323,7 @@ def in_order(rungs): # names, with or without options
         left.remove(res[-1])
     return res
 
+# %% ../nbs/05_runs.ipynb #4d5a2fa0
 def build(config, # a `GPTConfig`
           rungs=(), # names in any order, with options where they aren't the defaults: "fp8:grad=e4m3"
           device=None, # the GPU if there is one, by default
@@ -425,6 +437,7 @@ def settled(config, rungs): # as for `settle`
     "The texts alone, measured only if something is to choose: to build the same run again and again"
     return settle(config, rungs)[0] if to_settle(rungs) else list(rungs)
 
+# %% ../nbs/05_runs.ipynb #b1abfe30
 def count_step(config, # a `GPTConfig`
                rungs=(), # as `build` takes them
                batch=1): # sequences in a step
@@ -432,6 +445,18 @@ def count_step(config, # a `GPTConfig`
     without_scaler, rungs = partial(replace, scaler=no_scaler), settled(config, rungs)
     with uncompiled(): ops = count(step_of(config, rungs, batch, without_scaler))
     return reduce(lambda ops, r: r[0].counts(ops), map(parsed, rungs), ops)
+
+# %% ../nbs/05_runs.ipynb #58b68217
+def run_record(config, batch, # as for `measure_run`
+               rungs, # with their options
+               ops, # the operations of a step, counted
+               measured, # a `Measured`
+               **more): # of the run before, if any: its name and the ratios
+    "The record of a measured run, with its prediction"
+    flops = train_flops(config), train_flops(config, causal=True)
+    return make_record(rung_name(rungs[-1]) if rungs else "fp32", measured, batch=batch, seq=config.seq,
+                       flops=flops, workload=config.name, rungs=rungs, dtype=main_format(ops),
+                       predicted_ms=predict_ms(ops), **more)
 
 # %% ../nbs/05_runs.ipynb #3cc46726
 def measure_run(config, # a `GPTConfig`
@@ -443,14 +468,8 @@ def measure_run(config, # a `GPTConfig`
     variants["after"] = list(rungs)
     variants = {k: settled(config, r) for k, r in variants.items()}
     ops = {k: count_step(config, r, batch) for k, r in variants.items()}
-    ms = {k: predict_ms(o) for k, o in ops.items()}
     res = compare({k: step_of(config, r, batch) for k, r in variants.items()})
-    name = lambda r: rung_name(r[-1]) if r else "fp32"
-    def record(k, **kw):
-        return make_record(name(variants[k]), res[k], batch=batch, seq=config.seq, workload=config.name,
-                           rungs=variants[k], dtype=main_format(ops[k]), predicted_ms=ms[k],
-                           flops=(train_flops(config), train_flops(config, causal=True)), **kw)
+    def record(k, **more): return run_record(config, batch, variants[k], ops[k], res[k], **more)
     if before is None: return [record("after")]
-    return [record("before"),
-            record("after", before=name(variants["before"]), ratio=ratio(res["before"], res["after"]),
-                   predicted_ratio=ms["before"]/ms["after"])]
+    old, gain = record("before"), predict_ms(ops["before"]) / predict_ms(ops["after"])
+    return [old, record("after", before=old["rung"], ratio=ratio(*res.values()), predicted_ratio=gain)]
