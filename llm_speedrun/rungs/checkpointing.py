@@ -48,6 +48,7 @@ class Memory:
     saved: int
     peak: int
 
+# %% ../../nbs/20_checkpointing.ipynb #6aebac6c
 def pass_memory(step, # a `Stepper` whose gradients and optimizer state exist
                 x, y, # B T tokens, B T tokens that follow
                 meter): # has `now`, `peak` and `reset()`, as a `MemoryCounter`
@@ -72,6 +73,7 @@ def prepared(make, # () -> `Run`
     step.opt.step()
     return step, x, y
 
+# %% ../../nbs/20_checkpointing.ipynb #020e8d24
 def count_memory(make, # () -> `Run`
                  batch): # sequences
     "The `Memory` of one forward and backward pass on fake tensors, and its trace, bytes after each operation"
@@ -140,6 +142,7 @@ def spread(n, part): # how many there are, the part of them to take, from 0 to 1
     upto = lambda i: math.ceil(i*part - 1e-9)
     return [i for i in range(n) if upto(i + 1) > upto(i)]
 
+# %% ../../nbs/20_checkpointing.ipynb #78ddfb91
 @rung("checkpoint", excludes=["checkpoint"])
 def selective_checkpoint(run, # a `Run`
                          mlp=.4): # the part of the blocks that recompute gate and up too, from 0 to 1
@@ -162,6 +165,7 @@ class GPUMeter:
     peak = property(lambda self: torch.cuda.max_memory_allocated())
     def reset(self): torch.cuda.reset_peak_memory_stats()
 
+# %% ../../nbs/20_checkpointing.ipynb #a4cee6ac
 def measure_memory(make, # () -> `Run`
                    batch): # sequences
     "The `Memory` of one real forward and backward pass, after one to warm up"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MODES', 'FIRST_STEP', 'own_code', 'compile_layers', 'compiled_head', 'compiled_loss', 'whole_pass', 'needs_inductor',
-           'compile', 'restart_seconds']
+           'compile_options', 'compile', 'restart_seconds']
 
 # %% ../../nbs/18_compile.ipynb #9c1f6884
 import os, subprocess, sys, tempfile
@@ -64,6 +64,17 @@ def needs_inductor():
         return "torch.compile writes Triton kernels, and Triton is not installed: pip install triton"
     return needs_capability(7, 0, "torch.compile")()
 
+# %% ../../nbs/18_compile.ipynb #28844915
+def compile_options(run, # a `Run`
+                    mode, # one of `MODES`
+                    backend): # of torch.compile, or "" for the default
+    "Arguments of `torch.compile`: no graph breaks, every shape on its own"
+    lookup(dict.fromkeys(MODES), mode, "mode of torch.compile")
+    backend = backend or ("inductor" if run.device.type == "cuda" else "aot_eager")
+    how = dict(backend=backend, fullgraph=True, dynamic=False)
+    return how | dict(mode=mode) if backend == "inductor" else how
+
+# %% ../../nbs/18_compile.ipynb #903911d4
 @rung("compile", needs=needs_inductor, counts=fused)
 def compile(run, # a `Run`
             mode="default", # default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs
@@ -71,10 +82,7 @@ def compile(run, # a `Run`
             backend=""): # of torch.compile: by default inductor, on a CPU aot_eager
     """The blocks compiled, and the plain loss; or the whole loss. No graph breaks, every shape on its own.
     Raises `InputError` for a mode that doesn't exist"""
-    lookup(dict.fromkeys(MODES), mode, "mode of torch.compile")
-    backend = backend or ("inductor" if run.device.type == "cuda" else "aot_eager")
-    how = dict(backend=backend, fullgraph=True, dynamic=False)
-    if backend == "inductor": how["mode"] = mode
+    how = compile_options(run, mode, backend)
     def change(model):
         compile_layers(model, how)
         if not getattr(model.loss, "own_kernels", False): model.loss = compiled_head(model.loss, how)
@@ -95,6 +103,7 @@ if torch.cuda.is_available(): torch.cuda.synchronize()
 print(time.perf_counter() - t0)
 """
 
+# %% ../../nbs/18_compile.ipynb #8372981d
 def restart_seconds(name, # a workload
                     rungs, # names
                     batch): # sequences in a step
