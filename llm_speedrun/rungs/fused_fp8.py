@@ -6,13 +6,14 @@
 __all__ = ['NAMES', 'TILE', 'LARGE_TILE', 'SQUARE_TILE', 'PARTS', 'HALF_MOST', 'USED', 'GRADIENTS', 'BREAK_EVEN', 'SIZES',
            'Scaling', 'fitting_scale', 'store_both', 'magnitude', 'raise_amax', 'note_amax', 'sixteens',
            'round_and_transpose', 'quantize_kernel', 'tile_grid', 'by_kernel', 'empty_pair', 'quantize',
-           'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel', 'swiglu_backward_quantize_kernel',
-           'swiglu_quantize', 'swiglu_backward_quantize', 'wide_load', 'value_heads', 'turned_heads',
-           'heads_quantize_kernel', 'heads_quantize', 'Slots', 'LayerScales', 'slot', 'with_slot', 'product', 'in_rows',
-           'quantize_weights', 'Fp8Heads', 'Fp8Linear', 'Fp8MLP', 'fp8_heads', 'fp8_project', 'fp8_feed', 'to_fp8',
-           'loss_lse_kernel', 'logits_quantize_kernel', 'loss_lse', 'logits_quantize', 'Fp8LinearCE', 'Fp8CE',
-           'head_to_fp8', 'layer_step', 'head_step', 'part_gains', 'rounding_cases', 'rounds_wrong', 'misrounded',
-           'needs_fp8', 'wrong_parts', 'choose_parts', 'odd_sizes', 'fp8']
+           'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel', 'swiglu_quantize',
+           'swiglu_backward_quantize_kernel', 'swiglu_backward_quantize', 'wide_load', 'value_heads',
+           'norm_halves_backward', 'turned_heads', 'heads_quantize_kernel', 'heads_quantize', 'Slots', 'LayerScales',
+           'slot', 'with_slot', 'product', 'in_rows', 'quantize_weights', 'Fp8Linear', 'Fp8MLP', 'Fp8Heads',
+           'fp8_heads', 'fp8_project', 'fp8_feed', 'to_fp8', 'loss_lse_kernel', 'loss_lse', 'logits_quantize_kernel',
+           'logits_quantize', 'Fp8LinearCE', 'Fp8CE', 'head_to_fp8', 'layer_step', 'head_step', 'part_gains',
+           'rounding_cases', 'rounds_wrong', 'misrounded', 'needs_fp8', 'wrong_parts', 'choose_parts', 'odd_sizes',
+           'fp8']
 
 # %% ../../nbs/17_fused_fp8.ipynb #3351ce56
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,8 @@ from fastcore.basics import patch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
+
+# %% ../../nbs/17_fused_fp8.ipynb #17impor2
 from ..files import InputError, RunError, lookup
 from ..model import set_parts
 from ..runs import baseline, needs_capability, rung, uncompiled
@@ -38,10 +41,11 @@ from .triton import (add_norm_maths, blocks, graph_ms, jit, kernel_op, launch,
 from .chunked_ce import (ChunkedCE, chunk_size, linear_cross_entropy, loss_tile,
                                            read_logits, row_lse, sms)
 
-# %% ../../nbs/17_fused_fp8.ipynb #42ce8033
+# %% ../../nbs/17_fused_fp8.ipynb #17names1
 NAMES = "n1 wqkv o wo n2 wab h wdown dqkv da dab dm".split() # a layer's inputs, weights and gradients
 NAMES += "hidden head".split() # input and weight of the output projection, which no layer has
 
+# %% ../../nbs/17_fused_fp8.ipynb #42ce8033
 class Scaling:
     "Scales of a model's 8-bit tensors, from the largest magnitudes of the last steps"
     seen = False # whether there are scales: a pass with gradients has ended
@@ -54,12 +58,9 @@ class Scaling:
         n, self.delayed = len(NAMES), delayed
         self.largest = torch.tensor([LARGEST[grad if k[0] == "d" else E4M3] for k in NAMES], device=device)
         self.past = torch.zeros(history, layers, n, device=device)
-        # Each number at a multiple of 16 bytes: four have its place
         self.scale, self.inverse = (torch.ones(layers, n, 4, device=device)[..., 0] for _ in range(2))
         zeros = lambda: [torch.zeros(n, 4, device=device) for _ in range(layers)]
         self.forward_max, self.backward_max = zeros(), zeros()
-
-    def __deepcopy__(self, memo): return self # a rung's copy of the model shares it, as it shares the weights
 
 # %% ../../nbs/17_fused_fp8.ipynb #7474eb90
 def fitting_scale(amax, largest): # tensors: the largest magnitude, and what to make it
@@ -76,6 +77,10 @@ def bad(self:Scaling):
     "Whether one of the step's maxima isn't finite: a bool on the device"
     return ~self.maxima().isfinite().all()
 
+@patch
+def __deepcopy__(self:Scaling, memo): return self # a rung's copy of the model shares it, as the weights
+
+# %% ../../nbs/17_fused_fp8.ipynb #17updat2
 @patch
 def update(self:Scaling):
     "Take in the last step's maxima, make the scales anew, and forget it. A bad step leaves all as it was"
@@ -95,6 +100,7 @@ def in_step(self:Scaling):
     if torch.is_grad_enabled() and self.seen: self.update()
     yield
 
+# %% ../../nbs/17_fused_fp8.ipynb #17inpas2
 @patch
 @contextmanager
 def in_pass(self:Scaling):
@@ -136,6 +142,7 @@ def store_both(q_ptr, t_ptr, x, scale, rows, cols, N, C, q_stride, t_stride, MOS
     tl.store(q_ptr + r[:, None]*q_stride + c[None, :], q, (rows < N)[:, None] & (cols < C)[None, :])
     tl.store(t_ptr + c[:, None]*t_stride + r[None, :], t, (cols < C)[:, None] & (rows < N)[None, :])
 
+# %% ../../nbs/17_fused_fp8.ipynb #17amax01
 @jit
 def magnitude(x):
     "The bits of |x| as an integer: of the same order, with infinity and then NaN at the end"
@@ -164,6 +171,7 @@ def round_and_transpose(x, scale, amax, dt, rows=None): # N C; how many rows to 
     q = (x.float()*scale).clamp(-LARGEST[dt], LARGEST[dt]).to(dt)
     return q, q.T.contiguous()
 
+# %% ../../nbs/17_fused_fp8.ipynb #17quant2
 @jit
 def quantize_kernel(x_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, start, n, N, C, MOST: tl.constexpr,
                     ROWS: tl.constexpr, COLS: tl.constexpr):
@@ -193,6 +201,7 @@ def empty_pair(x, N, C, dt):
     if N % 16: q[N:], t[:, N:] = 0, 0
     return q, t
 
+# %% ../../nbs/17_fused_fp8.ipynb #17quant4
 @kernel_op(mutates=("amax",))
 def quantize(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
              dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,6 +269,19 @@ def swiglu_quantize_kernel(ab_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, filled,
     note_amax(amax_ptr, h, seen)
     store_both(q_ptr, t_ptr, h, scale, rows, cols, N, F, F, filled, MOST)
 
+# %% ../../nbs/17_fused_fp8.ipynb #a814c2dc
+@kernel_op(mutates=("amax",))
+def swiglu_quantize(ab: torch.Tensor, scale: torch.Tensor,
+                    amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    "silu(a) * b of rows (a, b), N 2F, in E4M3 and transposed, as `quantize`"
+    N, F = ab.shape[0], ab.shape[1]//2
+    if not by_kernel(ab, F): return round_and_transpose(swiglu_maths(ab), scale, amax, E4M3)
+    q, t = empty_pair(ab, N, F, E4M3)
+    launch(swiglu_quantize_kernel, tile_grid(N, F), ab.contiguous(), scale, amax, q, t, N, len(q), F,
+           LARGEST[E4M3], **TILE)
+    return q, t
+
+# %% ../../nbs/17_fused_fp8.ipynb #17swbac2
 @jit
 def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, filled,
                                     F: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
@@ -277,18 +299,7 @@ def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, 
     q_ptr, t_ptr = q_ptr + F, t_ptr + tl.full((), F, tl.int64)*filled
     store_both(q_ptr, t_ptr, db, scale, rows, cols, N, F, 2*F, filled, MOST)
 
-# %% ../../nbs/17_fused_fp8.ipynb #a814c2dc
-@kernel_op(mutates=("amax",))
-def swiglu_quantize(ab: torch.Tensor, scale: torch.Tensor,
-                    amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    "silu(a) * b of rows (a, b), N 2F, in E4M3 and transposed, as `quantize`"
-    N, F = ab.shape[0], ab.shape[1]//2
-    if not by_kernel(ab, F): return round_and_transpose(swiglu_maths(ab), scale, amax, E4M3)
-    q, t = empty_pair(ab, N, F, E4M3)
-    launch(swiglu_quantize_kernel, tile_grid(N, F), ab.contiguous(), scale, amax, q, t, N, len(q), F,
-           LARGEST[E4M3], **TILE)
-    return q, t
-
+# %% ../../nbs/17_fused_fp8.ipynb #17swbac3
 @kernel_op(mutates=("amax",))
 def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
                              dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,6 +330,17 @@ def value_heads(d_ptr, scale, q_ptr, t_ptr, rows, N, filled, HEADS: tl.constexpr
         store_both(q_ptr, t_ptr, g, scale, rows, (FIRST + h)*D + i, N, C, C, filled, MOST)
     return amax
 
+# %% ../../nbs/17_fused_fp8.ipynb #17heads5
+@jit
+def norm_halves_backward(da, db, a, b, wa, wb, D: tl.constexpr, eps: tl.constexpr):
+    "Gradients of the halves `a`, `b` of heads before their norm, and what each adds to those of its weight"
+    r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
+    a, b = a*r, b*r
+    dwa, dwb = da*a, db*b
+    da, db = da*wa, db*wb
+    mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
+    return r*(da - a*mean), r*(db - b*mean), dwa, dwb
+
 # %% ../../nbs/17_fused_fp8.ipynb #7187b908
 @jit
 def turned_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N, filled,
@@ -336,12 +358,8 @@ def turned_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N
         da, db = wide_load(d, inside), wide_load(d + HALF, inside)
         a, b = wide_load(x, inside), wide_load(x + HALF, inside)
         da, db = da*c + db*s, db*c - da*s
-        r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
-        a, b = a*r, b*r
-        dwa += da*a; dwb += db*b
-        da, db = da*wa, db*wb
-        mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
-        da, db = r*(da - a*mean), r*(db - b*mean)
+        da, db, ga, gb = norm_halves_backward(da, db, a, b, wa, wb, D, eps)
+        dwa += ga; dwb += gb
         amax = tl.maximum(amax, tl.max(tl.maximum(magnitude(da), magnitude(db)), 1))
         to = (FIRST + h)*D + i
         store_both(q_ptr, t_ptr, da, scale, rows, to, N, C, C, filled, MOST)
@@ -399,6 +417,7 @@ class Slots(NamedTuple):
     grad: torch.dtype # `E5M2` or `E4M3`, the format of gradients
     jit: bool # whether to find each scale just in time
 
+# %% ../../nbs/17_fused_fp8.ipynb #17slots4
 class LayerScales(nn.Module):
     "Where a layer finds its part of a `Scaling`. Calling it gives its `Slots`"
     def __init__(self, scaling, layer, grad): # a `Scaling`, which of its layers, format of the gradients
@@ -427,6 +446,7 @@ def with_slot(slots, name, op, *args, dt=None): # an operation that rounds; its 
         slot(slots.inverse, name).copy_(1/scale)
     return op(*args, scale, amax, *more)
 
+# %% ../../nbs/17_fused_fp8.ipynb #17prod02
 def product(slots, a, b, name_a, name_b, **kwargs): # 8-bit matrices and the names of their slots
     "`mm8` with the scales of two slots"
     return mm8(a, b, slot(slots.inverse, name_a), slot(slots.inverse, name_b), **kwargs)
@@ -451,83 +471,86 @@ def quantize_weights(ws: list[torch.Tensor], scale: torch.Tensor,
         at += n
     return q, t
 
-# %% ../../nbs/17_fused_fp8.ipynb #eba1fa15
-class Fp8Heads(torch.autograd.Function):
-    "(x, y, norm, wq, wk, wv, q_norm, k_norm, cos, sin, eps, slots) -> x + y; q, k, v as B T heads D"
-    @staticmethod
-    def forward(ctx, x, y, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
-        s, D = Slots(*slots), qn.shape[0]
-        flat = lambda t: None if t is None else t.flatten(0, 1)
-        h, r, n8, n8t = with_slot(s, "n1", norm_quantize, flat(x), flat(y), w, eps)
-        w8, w8t = with_slot(s, "wqkv", quantize_weights, [wq, wk, wv])
-        qkv = product(s, n8, w8, "n1", "wqkv", out=x.dtype, fast=True)[:len(h)].view(*x.shape[:2], -1, D)
-        qk = qk_rope(qkv, qn, kn, cos, sin, wq.shape[0]//D, eps)
-        ctx.save_for_backward(h, r, n8t, w8t, qkv, w, qn, kn, cos, sin)
-        ctx.eps, ctx.slots, ctx.add, ctx.sizes = eps, slots, y is not None, [t.shape[0] for t in (wq, wk, wv)]
-        H = wq.shape[0]//D
-        return h.view(x.shape), qk[:, :, :H], qk[:, :, H:], qkv[:, :, qk.shape[2]:]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dh, dq, dk, dv):
-        h, r, n8t, w8t, qkv, w, qn, kn, cos, sin = ctx.saved_tensors
-        s = Slots(*ctx.slots)
-        turned = dq, dk, dv, qkv, qn, kn, cos, sin
-        dw2, g8, g8t = with_slot(s, "dqkv", heads_quantize, *turned, ctx.eps, dt=s.grad)
-        dn = product(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
-        dws = product(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
-        dx, dw = rms_norm_backward(dn, dh.contiguous().view_as(h), h, w, r)
-        dx = dx.view(dh.shape)
-        return dx, dx if ctx.add else None, dw, *dws, *dw2, None, None, None, *[None]*6
-
 # %% ../../nbs/17_fused_fp8.ipynb #b5e3a022
+def _linear_forward(ctx, x, w, *slots):
+    s = Slots(*slots)
+    x8, x8t = with_slot(s, "o", quantize, x.flatten(0, 1), dt=E4M3)
+    w8, w8t = with_slot(s, "wo", quantize_weights, [w])
+    ctx.save_for_backward(x8t, w8t)
+    ctx.slots, ctx.dtype = slots, w.dtype
+    return in_rows(product(s, x8, w8, "o", "wo", out=x.dtype, fast=True), x)
+
+# %% ../../nbs/17_fused_fp8.ipynb #17linea2
+@once_differentiable
+def _linear_backward(ctx, dy):
+    (x8t, w8t), s = ctx.saved_tensors, Slots(*ctx.slots)
+    g8, g8t = with_slot(s, "da", quantize, dy.flatten(0, 1), dt=s.grad)
+    dx = in_rows(product(s, g8, w8t, "da", "wo", out=dy.dtype), dy)
+    return dx, product(s, g8t, x8t, "da", "o", out=ctx.dtype), *[None]*6
+
 class Fp8Linear(torch.autograd.Function):
     "(x, w, slots) -> x @ w.T for the attention's output; x: B T C, w: O C"
-    @staticmethod
-    def forward(ctx, x, w, *slots):
-        s = Slots(*slots)
-        x8, x8t = with_slot(s, "o", quantize, x.flatten(0, 1), dt=E4M3)
-        w8, w8t = with_slot(s, "wo", quantize_weights, [w])
-        ctx.save_for_backward(x8t, w8t)
-        ctx.slots, ctx.dtype = slots, w.dtype
-        return in_rows(product(s, x8, w8, "o", "wo", out=x.dtype, fast=True), x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (x8t, w8t), s = ctx.saved_tensors, Slots(*ctx.slots)
-        g8, g8t = with_slot(s, "da", quantize, dy.flatten(0, 1), dt=s.grad)
-        dx = in_rows(product(s, g8, w8t, "da", "wo", out=dy.dtype), dy)
-        return dx, product(s, g8t, x8t, "da", "o", out=ctx.dtype), *[None]*6
+    forward, backward = staticmethod(_linear_forward), staticmethod(_linear_backward)
 
 # %% ../../nbs/17_fused_fp8.ipynb #fc356914
+def _mlp_forward(ctx, x, y, w, wg, wu, wd, eps, *slots):
+    s = Slots(*slots)
+    h, r, n8, n8t = with_slot(s, "n2", norm_quantize, x.flatten(0, 1), y.flatten(0, 1), w, eps)
+    w8, w8t = with_slot(s, "wab", quantize_weights, [wg, wu])
+    ab = product(s, n8, w8, "n2", "wab", out=x.dtype, fast=True)[:len(h)]
+    h8, h8t = with_slot(s, "h", swiglu_quantize, ab)
+    d8, d8t = with_slot(s, "wdown", quantize_weights, [wd])
+    ctx.save_for_backward(h, r, n8t, w8t, ab, h8t, d8t, w)
+    ctx.slots = slots
+    return h.view(x.shape), in_rows(product(s, h8, d8, "h", "wdown", out=x.dtype, fast=True), x)
+
+# %% ../../nbs/17_fused_fp8.ipynb #17mlpba1
+@once_differentiable
+def _mlp_backward(ctx, dh, dm):
+    (h, r, n8t, w8t, ab, h8t, d8t, w), s = ctx.saved_tensors, Slots(*ctx.slots)
+    g8, g8t = with_slot(s, "dm", quantize, dm.flatten(0, 1), dt=s.grad)
+    up = product(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
+    dwd = product(s, g8t, h8t, "dm", "h", out=w.dtype)
+    g8, g8t = with_slot(s, "dab", swiglu_backward_quantize, ab, up, dt=s.grad)
+    dn = product(s, g8, w8t, "dab", "wab", out=h.dtype)[:len(h)]
+    dwg, dwu = product(s, g8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
+    dx, dw = rms_norm_backward(dn, dh.contiguous().view_as(h), h, w, r)
+    dx = dx.view(dh.shape)
+    return dx, dx, dw, dwg, dwu, dwd, None, *[None]*6
+
 class Fp8MLP(torch.autograd.Function):
     "(x, y, norm, w_gate, w_up, w_down, eps, slots) -> x + y, and the MLP of its norm; x, y: B T d"
-    @staticmethod
-    def forward(ctx, x, y, w, wg, wu, wd, eps, *slots):
-        s = Slots(*slots)
-        h, r, n8, n8t = with_slot(s, "n2", norm_quantize, x.flatten(0, 1), y.flatten(0, 1), w, eps)
-        w8, w8t = with_slot(s, "wab", quantize_weights, [wg, wu])
-        ab = product(s, n8, w8, "n2", "wab", out=x.dtype, fast=True)[:len(h)]
-        h8, h8t = with_slot(s, "h", swiglu_quantize, ab)
-        d8, d8t = with_slot(s, "wdown", quantize_weights, [wd])
-        ctx.save_for_backward(h, r, n8t, w8t, ab, h8t, d8t, w)
-        ctx.slots = slots
-        return h.view(x.shape), in_rows(product(s, h8, d8, "h", "wdown", out=x.dtype, fast=True), x)
+    forward, backward = staticmethod(_mlp_forward), staticmethod(_mlp_backward)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dh, dm):
-        (h, r, n8t, w8t, ab, h8t, d8t, w), s = ctx.saved_tensors, Slots(*ctx.slots)
-        g8, g8t = with_slot(s, "dm", quantize, dm.flatten(0, 1), dt=s.grad)
-        up = product(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
-        dwd = product(s, g8t, h8t, "dm", "h", out=w.dtype)
-        g8, g8t = with_slot(s, "dab", swiglu_backward_quantize, ab, up, dt=s.grad)
-        dn = product(s, g8, w8t, "dab", "wab", out=h.dtype)[:len(h)]
-        dwg, dwu = product(s, g8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
-        dx, dw = rms_norm_backward(dn, dh.contiguous().view_as(h), h, w, r)
-        dx = dx.view(dh.shape)
-        return dx, dx, dw, dwg, dwu, dwd, None, *[None]*6
+# %% ../../nbs/17_fused_fp8.ipynb #eba1fa15
+def _heads_forward(ctx, x, y, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
+    s, D = Slots(*slots), qn.shape[0]
+    flat = lambda t: None if t is None else t.flatten(0, 1)
+    h, r, n8, n8t = with_slot(s, "n1", norm_quantize, flat(x), flat(y), w, eps)
+    w8, w8t = with_slot(s, "wqkv", quantize_weights, [wq, wk, wv])
+    qkv = product(s, n8, w8, "n1", "wqkv", out=x.dtype, fast=True)[:len(h)].view(*x.shape[:2], -1, D)
+    qk = qk_rope(qkv, qn, kn, cos, sin, wq.shape[0]//D, eps)
+    ctx.save_for_backward(h, r, n8t, w8t, qkv, w, qn, kn, cos, sin)
+    ctx.eps, ctx.slots, ctx.add, ctx.sizes = eps, slots, y is not None, [t.shape[0] for t in (wq, wk, wv)]
+    H = wq.shape[0]//D
+    return h.view(x.shape), qk[:, :, :H], qk[:, :, H:], qkv[:, :, qk.shape[2]:]
+
+# %% ../../nbs/17_fused_fp8.ipynb #17headb1
+@once_differentiable
+def _heads_backward(ctx, dh, dq, dk, dv):
+    h, r, n8t, w8t, qkv, w, qn, kn, cos, sin = ctx.saved_tensors
+    s = Slots(*ctx.slots)
+    turned = dq, dk, dv, qkv, qn, kn, cos, sin
+    dw2, g8, g8t = with_slot(s, "dqkv", heads_quantize, *turned, ctx.eps, dt=s.grad)
+    dn = product(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
+    dws = product(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
+    dx, dw = rms_norm_backward(dn, dh.contiguous().view_as(h), h, w, r)
+    dx = dx.view(dh.shape)
+    return dx, dx if ctx.add else None, dw, *dws, *dw2, None, None, None, *[None]*6
+
+class Fp8Heads(torch.autograd.Function):
+    "(x, y, norm, wq, wk, wv, q_norm, k_norm, cos, sin, eps, slots) -> x + y; q, k, v as B T heads D"
+    forward, backward = staticmethod(_heads_forward), staticmethod(_heads_backward)
 
 # %% ../../nbs/17_fused_fp8.ipynb #b3d63b13
 def fp8_heads(block, h, cos, sin): # h: the stream B T d, or a pair of it and what is to be added
@@ -570,6 +593,24 @@ def loss_lse_kernel(x_ptr, y_ptr, loss_ptr, lse_ptr, V: tl.constexpr, ignore_ind
     tl.store(loss_ptr + row, tl.where(y == ignore_index, 0., loss))
     tl.store(lse_ptr + row, lse)
 
+# %% ../../nbs/17_fused_fp8.ipynb #3a9f3252
+HALF_MOST = LARGEST[E5M2]/2 # the scale of a logit's gradient: twice the 1 that it can reach, for z-loss
+
+@kernel_op
+def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: float,
+             softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    "Loss (0 where ignored) and log-sum-exp of each row of logits (N V)"
+    if not runs_kernel(logits):
+        x = logits.float() if not softcap else softcap*torch.tanh(logits.float()/softcap)
+        counts, lse = y != ignore_index, x.logsumexp(1)
+        loss = lse - x.gather(1, y.where(counts, 0)[:, None])[:, 0] + z_loss*lse**2
+        return loss.where(counts, 0), lse
+    N, V = logits.shape
+    loss, lse = logits.new_empty(2, N, dtype=torch.float32).unbind()
+    launch(loss_lse_kernel, (N,), logits.contiguous(), y.contiguous(), loss, lse, V, ignore_index, z_loss,
+           softcap, **loss_tile(V))
+    return loss.clone(), lse.clone()
+
 # %% ../../nbs/17_fused_fp8.ipynb #585026cd
 @jit
 def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl.constexpr,
@@ -591,24 +632,6 @@ def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl
         g *= 1 - t*t
     store_both(q_ptr, t_ptr, g, SCALE, rows, cols, N, V, V, filled, MOST)
 
-# %% ../../nbs/17_fused_fp8.ipynb #3a9f3252
-HALF_MOST = LARGEST[E5M2]/2 # the scale of a logit's gradient: twice the 1 that it can reach, for z-loss
-
-@kernel_op
-def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: float,
-             softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    "Loss (0 where ignored) and log-sum-exp of each row of logits (N V)"
-    if not runs_kernel(logits):
-        x = logits.float() if not softcap else softcap*torch.tanh(logits.float()/softcap)
-        counts, lse = y != ignore_index, x.logsumexp(1)
-        loss = lse - x.gather(1, y.where(counts, 0)[:, None])[:, 0] + z_loss*lse**2
-        return loss.where(counts, 0), lse
-    N, V = logits.shape
-    loss, lse = logits.new_empty(2, N, dtype=torch.float32).unbind()
-    launch(loss_lse_kernel, (N,), logits.contiguous(), y.contiguous(), loss, lse, V, ignore_index, z_loss,
-           softcap, **loss_tile(V))
-    return loss.clone(), lse.clone()
-
 # %% ../../nbs/17_fused_fp8.ipynb #653d87f0
 @kernel_op
 def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ignore_index: int,
@@ -626,36 +649,39 @@ def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ig
            len(q), V, ignore_index, z_loss, softcap, HALF_MOST, LARGEST[E5M2], **SQUARE_TILE)
     return q, t
 
-# %% ../../nbs/17_fused_fp8.ipynb #e9c709c4
+# %% ../../nbs/17_fused_fp8.ipynb #17chunk2
+def _head_grads(s, logits, y, lse, options, h8t, w8t, unscale, dh): # `dh`, n d, is filled
+    "The part that a chunk's tokens have in the gradient of the head's weights, V d"
+    g8, g8t = logits_quantize(logits, y, lse, *options)
+    dh.copy_(mm8(g8, w8t, unscale, slot(s.inverse, "head"), out=dh.dtype)[:len(y)])
+    return mm8(g8t, h8t, unscale, slot(s.inverse, "hidden"), out=torch.float32)
+
+# %% ../../nbs/17_fused_fp8.ipynb #17chunk3
+def _head_forward(ctx, h, w, y, ce, wanted, *slots):
+    s, options, losses, dw = Slots(*slots), (ce.ignore_index, ce.z_loss, ce.softcap), [], None
+    h8, h8t = with_slot(s, "hidden", quantize, h, dt=E4M3)
+    w8, w8t = with_slot(s, "head", quantize_weights, [w])
+    dh, unscale = torch.empty_like(h) if wanted else None, torch.full((1,), 1/HALF_MOST, device=h.device)
+    size = sixteens(chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h)))
+    for i in range(0, len(h), size):
+        part, t = h8[i:i + size], y[i:i + size] # rows of zeros may follow the last ones
+        logits = product(s, part, w8, "hidden", "head", out=h.dtype, fast=True)[:len(t)]
+        loss, lse = loss_lse(logits, t, *options); losses.append(loss)
+        if not wanted: continue
+        more = _head_grads(s, logits, t, lse, options, h8t[:, i:i + len(part)], w8t, unscale, dh[i:i + size])
+        dw = more if dw is None else dw.add_(more)
+    ctx.save_for_backward(dh, dw, n := (y != ce.ignore_index).sum().clamp(min=1))
+    return torch.cat(losses).sum() / n
+
+# %% ../../nbs/17_fused_fp8.ipynb #17chunk5
+def _head_backward(ctx, g):
+    dh, dw, n = ctx.saved_tensors
+    scale = (g / n)[None] # in one dimension: a bare number would become bf16
+    return (dh*scale).to(dh.dtype), dw*scale, *[None]*9
+
 class Fp8LinearCE(torch.autograd.Function):
     "Mean loss of h @ w.T as `chunked_ce.LinearCrossEntropy`, its products in FP8; h: N d, w: V d, y: N"
-    @staticmethod
-    def forward(ctx, h, w, y, ce, wanted, *slots):
-        s, options, losses, dw = Slots(*slots), (ce.ignore_index, ce.z_loss, ce.softcap), [], None
-        h8, h8t = with_slot(s, "hidden", quantize, h, dt=E4M3)
-        w8, w8t = with_slot(s, "head", quantize_weights, [w])
-        dh, unscale = torch.empty_like(h) if wanted else None, torch.full((1,), 1/HALF_MOST, device=h.device)
-        size = sixteens(chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h)))
-        for i in range(0, len(h), size):
-            part, n = h8[i:i + size], min(size, len(h) - i) # rows of zeros may follow the last ones
-            logits = product(s, part, w8, "hidden", "head", out=h.dtype, fast=True)[:n]
-            loss, lse = loss_lse(logits, y[i:i + n], *options)
-            losses.append(loss)
-            if not wanted: continue
-            g8, g8t = logits_quantize(logits, y[i:i + n], lse, *options)
-            dh[i:i + n] = mm8(g8, w8t, unscale, slot(s.inverse, "head"), out=h.dtype)[:n]
-            more = mm8(g8t, h8t[:, i:i + len(part)], unscale, slot(s.inverse, "hidden"), out=torch.float32)
-            dw = more if dw is None else dw.add_(more)
-        n = (y != ce.ignore_index).sum().clamp(min=1)
-        ctx.save_for_backward(dh, dw, n)
-        return torch.cat(losses).sum() / n
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        dh, dw, n = ctx.saved_tensors
-        scale = (g / n)[None] # in one dimension: a bare number would become bf16
-        return (dh*scale).to(dh.dtype), dw*scale, *[None]*9
+    forward, backward = staticmethod(_head_forward), staticmethod(once_differentiable(_head_backward))
 
 # %% ../../nbs/17_fused_fp8.ipynb #f6991ef1
 @dataclass(frozen=True)
@@ -686,6 +712,7 @@ def layer_step(c, parts, device): # a `GPTConfig`, a tuple of keys of `PARTS`
             torch.autograd.backward(out, (x.detach(),)*2)
     return step
 
+# %% ../../nbs/17_fused_fp8.ipynb #17parts3
 def head_step(c, fp8, device): # a `GPTConfig`, whether in FP8
     "A function that runs the output projection and its loss forward and backward on random tokens"
     g, scaling = torch.Generator(device).manual_seed(0), Scaling(1, E5M2, device)
@@ -709,8 +736,7 @@ def part_gains(c, device): # a `GPTConfig`
 # %% ../../nbs/17_fused_fp8.ipynb #518d161e
 def rounding_cases(c): # a `GPTConfig`
     "Each rounding operation, at sizes of `c`: a function of what follows it, a scale and a maximum"
-    d, F, D, H, K = c.width, c.hidden, c.head_dim, c.heads, c.kv_heads
-    g = torch.Generator().manual_seed(0)
+    d, F, D, H, K, g = c.width, c.hidden, c.head_dim, c.heads, c.kv_heads, torch.Generator().manual_seed(0)
     rand = lambda *shape, dt=torch.bfloat16: torch.randn(*shape, generator=g).to(dt)
     x, ab, wide, C = rand(128, d), rand(128, 2*F), partial(rand, dt=torch.float32), D*(H + 2*K)
     heads = *(rand(2, 64, n, D) for n in (H, K, K)), rand(2, 64, H + 2*K, D), wide(D), wide(D)
@@ -733,6 +759,7 @@ def rounds_wrong(case, device): # an operation and its arguments, as `rounding_c
         return [t.float().cpu() for t in f(*ins)[-2:]]
     return any(not sqnr(a, b) >= 30 for a, b in zip(copies("cpu"), copies(device)))
 
+# %% ../../nbs/17_fused_fp8.ipynb #17trial2
 @lru_cache
 def misrounded(c, device): # a `GPTConfig`
     "Names of the rounding operations that come out wrong on `device` at the sizes of `c`"
@@ -772,6 +799,7 @@ def choose_parts(run, # the `Run` to which the rung will be applied
     return (dict(parts=[p for p in can if gains[p] > BREAK_EVEN and p not in wrong]),
             ", ".join(f"{p} {gains[p]:.2f}x{but.get(p, '')}" for p in can))
 
+# %% ../../nbs/17_fused_fp8.ipynb #17odd001
 SIZES = dict(heads=("width", "kv_width"), out=("width",), mlp=("width", "hidden"), head=("width", "vocab"))
 
 def odd_sizes(c, # a `GPTConfig`
@@ -779,6 +807,19 @@ def odd_sizes(c, # a `GPTConfig`
     "The sizes of these parts' matrices that are no multiples of 16: name -> size"
     sizes = vars(c) | dict(kv_width=c.kv_heads*c.head_dim)
     return {k: sizes[k] for p in parts for k in SIZES[p] if sizes[k] % 16}
+
+# %% ../../nbs/17_fused_fp8.ipynb #17rung02
+def _checked_parts(run, parts): # a `Run`, keys of `PARTS`
+    "The parts as a list. Warns of odd sizes"
+    for p in (parts := as_list(parts)): lookup(PARTS, p, "part of a model")
+    if "head" in parts and "chunked_ce" not in run.rungs:
+        raise InputError("rung 'fp8': the head in FP8 is a form of the chunked loss: add the rung chunked_ce")
+    for p, ops in wrong_parts(run.model.config, run.device).items():
+        if p in parts: raise RunError(f"rung 'fp8': Triton's compiler here makes {', '.join(ops)} round "
+                                      f"wrongly: leave out the part {p}, or try a newer ptxas")
+    if odd := odd_sizes(run.model.config, parts):
+        warn(f"rung 'fp8': sizes that aren't multiples of 16 are multiplied in FP32, slowly: {odd}")
+    return parts
 
 # %% ../../nbs/17_fused_fp8.ipynb #9af1cfb8
 @rung("parts", needs=needs_fp8, requires=["bf16", "fused_ops"], follows=["flash", "flash4", "chunked_ce"],
@@ -788,19 +829,9 @@ def fp8(run, # a `Run`
         grad="e5m2", # the gradients' format, e5m2 or e4m3
         delayed=True): # scales from the steps before; False finds each just in time
     """Matrix products in FP8, rounded in the kernels that hold the data; the output projection's with
-    `chunked_ce`. Raises `InputError` for parts and formats that there aren't, `RunError` for parts whose
-    kernels were compiled wrongly here"""
-    parts = as_list(parts)
-    for p in parts: lookup(PARTS, p, "part of a model")
-    if "head" in parts and "chunked_ce" not in run.rungs:
-        raise InputError("rung 'fp8': the head in FP8 is a form of the chunked loss: add the rung chunked_ce")
-    for p, ops in wrong_parts(run.model.config, run.device).items():
-        if p in parts: raise RunError(f"rung 'fp8': Triton's compiler here makes {', '.join(ops)} round "
-                                      f"wrongly: leave out the part {p}, or try a newer ptxas")
-    if odd := odd_sizes(run.model.config, parts):
-        warn(f"rung 'fp8': sizes that aren't multiples of 16 are multiplied in FP32, slowly: {odd}")
-    dt, L = lookup(GRADIENTS, grad, "format of gradients"), run.model.config.layers
-    scaling = Scaling(L + 1, dt, run.device, delayed=delayed)
+    `chunked_ce`. Raises `InputError` for wrong options, `RunError` where kernels were compiled wrongly"""
+    parts, dt = _checked_parts(run, parts), lookup(GRADIENTS, grad, "format of gradients")
+    scaling = Scaling((L := run.model.config.layers) + 1, dt, run.device, delayed=delayed)
     def change(model):
         to_fp8(model, parts, scaling, dt)
         if "head" in parts: head_to_fp8(model, LayerScales(scaling, L, dt))
