@@ -45,7 +45,8 @@ class GPTConfig:
     name: str = "custom" # the workload's name, for records
 
     def __post_init__(self): check_shape(self)
-    head_dim = property(lambda self: self.width // self.heads) # D
+    @property
+    def head_dim(self): return self.width // self.heads # D
 
 # %% ../nbs/04_model.ipynb #fbff2a9a
 WORKLOADS = {c.name: c for c in [
@@ -173,7 +174,8 @@ class GPT(nn.Module):
     "A decoder-only transformer like Qwen3: RoPE, RMSNorm, QK-norm, GQA, SwiGLU, tied embeddings, no biases"
     def __init__(self, config, # a `GPTConfig`
                  seed=0): # of the initial weights
-        super().__init__(); self.config = c = config
+        super().__init__()
+        self.config = c = config
         self.embed_tokens = Embedding(c.vocab, c.width)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm, self.last_norm, self.loss = RMSNorm(c.width, c.eps), naive_last_norm, cross_entropy

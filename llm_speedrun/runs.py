@@ -72,7 +72,9 @@ class Run:
     rungs: tuple = () # the names of the rungs applied so far
     options: dict = field(default_factory=dict) # of each rung that has any: name -> value, as it was built
     why: dict = field(default_factory=dict) # rung -> what was measured to choose its options, in words
-    device = property(lambda self: next(self.model.parameters()).device)
+
+    @property
+    def device(self): return next(self.model.parameters()).device
 
 # %% ../nbs/05_runs.ipynb #b1e7c25d
 @patch
@@ -449,14 +451,14 @@ def count_step(config, # a `GPTConfig`
 # %% ../nbs/05_runs.ipynb #58b68217
 def run_record(config, batch, # as for `measure_run`
                rungs, # with their options
-               ops, # the operations of a step, counted
+               ops, predicted_ms, # the operations of a step, counted, and what the roofline makes of them
                measured, # a `Measured`
                **more): # of the run before, if any: its name and the ratios
     "The record of a measured run, with its prediction"
     flops = train_flops(config), train_flops(config, causal=True)
     return make_record(rung_name(rungs[-1]) if rungs else "fp32", measured, batch=batch, seq=config.seq,
                        flops=flops, workload=config.name, rungs=rungs, dtype=main_format(ops),
-                       predicted_ms=predict_ms(ops), **more)
+                       predicted_ms=predicted_ms, **more)
 
 # %% ../nbs/05_runs.ipynb #3cc46726
 def measure_run(config, # a `GPTConfig`
@@ -468,8 +470,9 @@ def measure_run(config, # a `GPTConfig`
     variants["after"] = list(rungs)
     variants = {k: settled(config, r) for k, r in variants.items()}
     ops = {k: count_step(config, r, batch) for k, r in variants.items()}
+    ms = {k: predict_ms(o) for k, o in ops.items()}
     res = compare({k: step_of(config, r, batch) for k, r in variants.items()})
-    def record(k, **more): return run_record(config, batch, variants[k], ops[k], res[k], **more)
+    def record(k, **more): return run_record(config, batch, variants[k], ops[k], ms[k], res[k], **more)
     if before is None: return [record("after")]
-    old, gain = record("before"), predict_ms(ops["before"]) / predict_ms(ops["after"])
-    return [old, record("after", before=old["rung"], ratio=ratio(*res.values()), predicted_ratio=gain)]
+    old, gain = record("before"), ratio(res["before"], res["after"])
+    return [old, record("after", before=old["rung"], ratio=gain, predicted_ratio=ms["before"]/ms["after"])]

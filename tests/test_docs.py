@@ -8,7 +8,7 @@ NBS = sorted((ROOT/"nbs").glob("*.ipynb"))
 
 def cells(path): return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
-DIRECTIVE = re.compile(r"^#\|\s*(\w+):?[ \t]*(.*)$", re.M)
+DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?[ \t]*(.*)$", re.M)
 
 def directives(cell): return dict(DIRECTIVE.findall(text(cell["source"])))
 

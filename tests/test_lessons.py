@@ -1,7 +1,8 @@
 "What the lessons keep to, so that a reader can follow, see and try: and a broken lesson for each rule to show that the rule can fail."
 import itertools, json, re, subprocess, sys
 import pytest
-from make_readme import ROOT, text
+from make_readme import ROOT
+from test_docs import directives
 from test_notebooks import OPTION, md, of_kind, printed, py, source
 
 NBS = sorted((ROOT/"nbs").glob("[0-9]*.ipynb"))
@@ -10,7 +11,6 @@ TAUGHT = [p for p in NBS if p.stem[:2] in ("00", "01", "02", "04", "05")] + LADD
 RULES = {}
 def rule(*paths): return lambda f: RULES.setdefault(f.__name__, (f, paths)) and f
 
-def directives(c): return dict(re.findall(r"^#\|\s*([\w-]+):?[ \t]*(.*)$", source(c), re.M))
 def lines(c): return [o for o in source(c).splitlines() if o.strip() and not o.startswith("#|")]
 def has_picture(c): return any(k.startswith("image/") for o in c["outputs"] for k in o.get("data", {}))
 

@@ -224,8 +224,9 @@ def linear_cross_entropy(h, # hidden states, N d or B T d
                          z_loss=0., # adds z_loss * lse² to each token's loss
                          softcap=0., # bends logits to softcap * tanh(logits / softcap), 0 for no bend
                          budget=BUDGET): # bytes of logits at a time
-    """Mean cross-entropy of `h @ w.T` in nats per token that counts, FP32 at least; 0 if none does, not NaN.
-    Computes in autocast's type or that of `h`. `ValueError` where lengths differ; a wrong target gives NaN"""
+    """Mean cross-entropy of `h @ w.T` in nats per token that counts, a scalar in FP32 at least; 0 if none
+    counts, where PyTorch says NaN. Computes in autocast's type, or that of `h`. Raises `ValueError` where `h`
+    and `y` differ in length; on a GPU, a target outside of the vocabulary gives NaN"""
     h, y = h.flatten(0, -2), y.flatten().contiguous()
     if len(h) != len(y):
         raise InputError(f"{len(h)} hidden states and {len(y)} targets: give each hidden state one target")

@@ -829,9 +829,11 @@ def fp8(run, # a `Run`
         grad="e5m2", # the gradients' format, e5m2 or e4m3
         delayed=True): # scales from the steps before; False finds each just in time
     """Matrix products in FP8, rounded in the kernels that hold the data; the output projection's with
-    `chunked_ce`. Raises `InputError` for wrong options, `RunError` where kernels were compiled wrongly"""
-    parts, dt = _checked_parts(run, parts), lookup(GRADIENTS, grad, "format of gradients")
-    scaling = Scaling((L := run.model.config.layers) + 1, dt, run.device, delayed=delayed)
+    `chunked_ce`. Raises `InputError` for parts and formats that there aren't, `RunError` for parts whose
+    kernels were compiled wrongly here"""
+    parts, L = _checked_parts(run, parts), run.model.config.layers
+    dt = lookup(GRADIENTS, grad, "format of gradients")
+    scaling = Scaling(L + 1, dt, run.device, delayed=delayed)
     def change(model):
         to_fp8(model, parts, scaling, dt)
         if "head" in parts: head_to_fp8(model, LayerScales(scaling, L, dt))

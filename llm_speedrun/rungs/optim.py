@@ -132,12 +132,15 @@ def adamw_torch(p, g, m, v, low, scales, # a weight, its gradient and state: see
 
 # %% ../../nbs/21_optim.ipynb #8a9425a0
 def update_torch(tensors, # for each weight (p, g, m, v, low, scales): see `update_triton`
-                 group, rounding, # lr, betas, eps, weight_decay, t; "stochastic", "master", "nearest", "none"
-                 key, skipped, found_inf): # 64 bits; tensors: how many steps were not taken, 0 if this one is
+                 group, # a dict with lr, betas, eps, weight_decay and t, the number of this step
+                 rounding, # "stochastic", "master", "nearest", or "none" for FP32 weights
+                 key, # 64 bits, for the random numbers
+                 skipped, # of the steps so far, how many were not taken: a tensor
+                 found_inf): # a tensor: unless 0, this one isn't either
     "AdamW's update in place, in plain PyTorch: what the kernel has to compute"
     if found_inf: return
-    how, t = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay")}, group["t"] - skipped.item()
-    scalars, first = adamw_scalars(**how, t=t), 0
+    lr, betas, eps, weight_decay, t = (group[k] for k in ("lr", "betas", "eps", "weight_decay", "t"))
+    scalars, first = adamw_scalars(lr, betas, eps, weight_decay, t - skipped.item()), 0
     for p, g, m, v, low, scales in tensors:
         x = adamw_torch(p, g, m, v, low, scales, scalars, rounding)
         block = BLOCK if scales is None else MOMENT_BLOCK
