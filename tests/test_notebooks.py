@@ -133,14 +133,14 @@ def numbers_are_shown_above(nb):
 # --- lessons ---
 
 OPTION = re.compile(r"    \w+: \w+ = .* # ")                  # a list of options may be long
-PARAMETER = re.compile(r"\s+\*{0,2}\w+(=.*)?(,|\):) # ")      # of a signature, with what it means
+DOCMENT = re.compile(r"\s+\*{0,2}\w+(: [^=#]+)?(=[^#]*)?(,|\):)\s+# |\) -> [^#]+:\s+# ")    # a signature's line with what it means
 TASK = re.compile(r"\*\*\d\. [^*]+\*\* \((easy|kernel|open), \d+ (minutes|hours?)\)")
 
 @rule(LESSONS, put(4, py("\n".join(["x = 1"]*16))), put(4, py("@jit\n" + "\n".join(["x = 1"]*25))))
 def cells_are_short(nb):
     for c in of_kind(nb, "code"):
         most = 25 if re.search(r"^@(triton\.)?jit", source(c), re.M) else 15
-        n = sum(not OPTION.match(line) and not PARAMETER.match(line) for line in lines(c))
+        n = sum(not OPTION.match(line) and not DOCMENT.match(line) for line in lines(c))
         if n > most and shown(c) and directives(c).get("echo") != "false":
             yield f"a cell of {n} lines, and {most} is the most: {first_line(c)}"
 
