@@ -14,10 +14,16 @@ FREE = re.compile(r"^```.*?^```|\$\$.*?\$\$|\$[^$\n]*\$|\]\([^)]*\)|<[^>]*>|arXi
 QUOTED = re.compile(r"`([^`\n]*)`")
 PLAIN = re.compile(rf"[~≈]?{NUMBER}(\s?[\w%×/°]+)?")
 
+SENTENCE = re.compile(r"(?<=[.?!])(?:\*\*)?\s+(?=[A-Z*])|\n\n")
+NOT_OURS = re.compile(r"\b(claims?|guides?|datasheets?)\b|^(Let|Say|Suppose|Imagine)\b", re.I)
+COURSE = re.compile(r"\b(72 GiB|80 GB)\b")      # the memory that a step may take, and the card that it's for
+
 def text_of(md):
-    "Its prose: without code, formulas, addresses and versions; a number alone is no code"
+    """Its prose: without code, formulas, addresses and versions (a number alone is no code), and without sentences that say whose the
+    number is: a guide's, a datasheet's, an example's"""
     md = FREE.sub(" · ", md)
-    return QUOTED.sub(lambda m: m[1] if PLAIN.fullmatch(m[1]) else " · ", md)
+    md = QUOTED.sub(lambda m: m[1] if PLAIN.fullmatch(m[1]) else " · ", md)
+    return COURSE.sub(" · ", " ".join(o for o in SENTENCE.split(md) if not NOT_OURS.search(o)))
 
 def unit_scale(m): return SCALES[m["percent"] or m["small"] or m["word"] or m["prefix"] or ""]
 
