@@ -486,7 +486,7 @@ def count_step(config, # a `GPTConfig`
 
 # %% ../nbs/05_runs.ipynb #a853ebae
 def rung_sources(rungs): # names
-    "The sources of the modules that define `rungs`, and of the rungs' modules that these import: name -> text"
+    "The sources of the modules that define `rungs`, and of those that these import: name -> text"
     folder = Path(importlib.util.find_spec("llm_speedrun.rungs").submodule_search_locations[0])
     every = {p.stem: p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.py"))}
     defines = lambda source, r: re.search(rf"^@rung\([^@]*\ndef {rung_name(r)}\(", source, re.M)
