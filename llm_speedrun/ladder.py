@@ -17,7 +17,8 @@ from .files import InputError, check_writable, lookup, replace_file
 from .measure import ladder_chart, ladder_table, make_record, ratio, take_turns, warm_up
 from .model import train_flops
 from .model import workload as find_workload
-from .runs import bench, check_rung, code_of, free_memory, in_order, measure_run, rung_name, settled, step_of
+from .runs import (bench, check_rung, code_of, free_memory, in_order, measure_run, rung_name,
+                               settled, step_of)
 from .train.hardware import parse_rungs
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
@@ -143,8 +144,8 @@ def new_ladder(config, # a `GPTConfig`
                rungs, # names, in the ladder's order
                folder, # to write into; it must not hold a ladder yet
                only=()): # names of those to measure, all by default
-    """Measure a ladder and save it. Raises `InputError` and `FileExistsError` before anything is measured, and
-    `RunError` where one sequence doesn't fit into memory"""
+    """Measure a ladder and save it. Raises `InputError` and `FileExistsError` before anything is measured,
+    and `RunError` where one sequence doesn't fit into memory"""
     check_ladder(batch, rungs, folder, only)
     records = climb(config, batch, rungs, only=only)
     save_ladder(records, folder)
