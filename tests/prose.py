@@ -3,8 +3,8 @@ unit of time, speed, size, power or proportion. Counts, shapes and definitions d
 import ast, re
 from cells import directives, output_text, source
 
-SCALES = {"%": .01, "": 1, "n": 1e-9, "µ": 1e-6, "μ": 1e-6, "u": 1e-6, "m": 1e-3, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
-          "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "micro": 1e-6, "milli": 1e-3, "tera": 1e12, "giga": 1e9}
+SCALES = {"%": .01, "": 1, "n": 1e-9, "µ": 1e-6, "μ": 1e-6, "u": 1e-6, "m": 1e-3, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9,
+          "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "micro": 1e-6, "milli": 1e-3}
 UNIT = re.compile(r"""\s?(?:(?P<percent>%) | (?:times|dB|°C|×(?!\s?\d)|percent|dollars?|euros?)(?!\w)
     | (?P<word>micro|milli)?seconds?\b(?!\w) | (?P<small>[nmµμu])s\b | s\b
     | (?P<prefix>[KMGTP]i?|[km])?(?:B(?:/s)?|FLOPs?(?:/s)?|W|J|Wh|Hz|(?:\ ?tokens/s)|(?:\ ?(?:watts?|joules?)))(?![\w/]) )""", re.X)
@@ -48,7 +48,8 @@ def numbers_in_output(s):
 def shows(values, number, scale):
     "Whether one of `values` is `number`, or rounded is; with a unit also where the unit is left away"
     x, digits = float(number.replace(",", "")), number.replace(",", "")
-    half = .5001*10**-len(digits.partition(".")[2]) if "." in digits else max(.5001, min(.05*x, .5*10**(len(digits) - len(digits.rstrip("0")))))
+    zeros = len(digits) - len(digits.rstrip("0"))       # 700 may be 692, and isn't 640
+    half = .5001*10**-len(digits.partition(".")[2]) if "." in digits else max(.5001, min(.05*x, .5*10**zeros))
     return any(abs(v/s - x) <= half for v in values for s in {1, scale})
 
 EXERCISE = re.compile(r"\*\*\d\. [^*]+\*\* \(")

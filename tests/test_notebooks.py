@@ -174,7 +174,8 @@ def not_in_form(task, rest):
         yield f"it isn't shown that {name[1]} fails where nothing is solved"
     if not re.search(rf"^(if .*: )?{name[1]}\(", code, re.M): yield f"no solution is checked by {name[1]}"
 
-@rule(LESSONS, GOOD[:-4], put(9, md("**1. Sums** (easy, 5 minutes). Add.")), put(9, *exercise("easy")[:3], py("#| code-fold: true\ncheck_sum(max)")),
+@rule(LESSONS, GOOD[:-4], put(9, md("**1. Sums** (easy, 5 minutes). Add.")),
+      put(9, *exercise("easy")[:3], py("#| code-fold: true\ncheck_sum(max)")),
       put(9, *exercise("easy")[:2], py("add = None\ncheck_sum(add)"), exercise("easy")[3]))
 def exercises_can_be_checked(nb):
     tasks, cells = [], nb["cells"]

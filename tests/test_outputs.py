@@ -63,20 +63,22 @@ def test_every_notebook_has_a_digest_of_its_own(): assert len({code_digest(read(
 
 def notebook(folder, *sources):
     path = folder/"a.ipynb"
-    path.write_text(json.dumps(dict(cells=[cell(s) | dict(execution_count=None) for s in sources], metadata={}, nbformat=4, nbformat_minor=5)))
+    cells = [cell(s) | dict(execution_count=None) for s in sources]
+    path.write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)))
     return path
 
 def run(*paths): return subprocess.run([sys.executable, ROOT/"tests/run_notebook.py", *paths], capture_output=True, text=True)
 
 def test_a_run_keeps_outputs_and_notes_where_they_come_from(tmp_path):
-    "Cells that are left to the reader aren't run"
-    path, noted = notebook(tmp_path, "x = 3", "#| eval: false\nx = 1/0", "print(x)"), tmp_path/"measurements/outputs.json"
+    "Cells that are left to the reader aren't run, and a record would name the notebook"
+    written = "from llm_speedrun.measure import written_by\nprint(x, written_by())"
+    path, noted = notebook(tmp_path, "x = 3", "#| eval: false\nx = 1/0", written), tmp_path/"measurements/outputs.json"
     noted.parent.mkdir(); noted.write_text(json.dumps({"b": {"code": "1"}}))
     p = run(path)
     assert p.returncode == 0, p.stderr
-    assert read(path)["cells"][-1]["outputs"][0]["text"] in ("3\n", ["3\n"])
+    assert read(path)["cells"][-1]["outputs"][0]["text"] in ("3 a\n", ["3 a\n"])
     entries = read(noted)
-    assert list(entries) == ["a", "b"] and entries["a"]["code"] == digest("x = 3", "print(x)")
+    assert list(entries) == ["a", "b"] and entries["a"]["code"] == digest("x = 3", written)
     assert entries["a"].keys() == {"code", "gpu", "torch", "date", "seconds"}
 
 def test_a_run_to_elsewhere_leaves_all_as_it_is(tmp_path):

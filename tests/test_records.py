@@ -28,12 +28,12 @@ def rule(*broken):
 @rule(dict(ms=...), dict(notebook=...), dict(rungs=...))
 def has_all_keys(records):
     for r in records:
-        if missing := {*measure.KEYS, "rungs", "code", "notebook"} - r.keys(): yield f"{name(r)}: no {', '.join(sorted(missing))}"
+        if missing := {*measure.KEYS, "rungs"} - r.keys(): yield f"{name(r)}: no {', '.join(sorted(missing))}"
 
 @rule(dict(notebook="99_gone"), dict(notebook="python"))
 def its_notebook_is_there(records):
     for r in records:
-        if r.get("notebook") not in {p.stem for p in NBS}: yield f"{name(r)}: measured by {r.get('notebook')}, and there is no such notebook"
+        if (wrote := r.get("notebook")) not in {p.stem for p in NBS}: yield f"{name(r)}: from {wrote}, and there is no such notebook"
 
 @rule(dict(before=None), dict(predicted_ms=...))
 def predicts_only_what_was_predicted(records):
@@ -62,16 +62,12 @@ def changed(records):
         return now[rungs]
     return {name(r) for r in records if r.get("code") and r["code"] != code(tuple(r["rungs"]))}
 
-needs_code = pytest.mark.skipif(not hasattr(runs, "code_of"), reason="records don't hold their code yet")
-
-@needs_code
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_records(path, rule):
     wrong = list(RULES[rule](json.loads(path.read_text(encoding="utf-8"))))
     assert not wrong, f"{path.name}:\n  " + "\n  ".join(wrong)
 
-@needs_code
 def test_records_come_from_the_code_as_it_is():
     found = {n for p in FILES for n in changed(json.loads(p.read_text(encoding="utf-8")))}
     assert found <= AWAITING, "their code has changed since, measure them again:\n  " + "\n  ".join(sorted(found - AWAITING))
@@ -85,23 +81,19 @@ def test_a_file_is_named_after_its_gpu(path):
 
 def record(rung="flash", **changes):
     "A good record, with changes: `...` takes a key away"
-    code = runs.code_of(["flash"]) if hasattr(runs, "code_of") else "1"
     r = dict.fromkeys(measure.KEYS, 1.) | dict(
-        rung=rung, before="bf16", workload="124m", dtype="bf16", rungs=["flash"], code=code, notebook="12_flash", gpu="NVIDIA H200",
-        driver="580", torch="2.11", triton="3.6", date="2026-01-01", predicted_ms=1.) | changes
+        rung=rung, before="bf16", workload="124m", dtype="bf16", rungs=["flash"], code=runs.code_of(["flash"]),
+        notebook="12_flash", gpu="NVIDIA H200", driver="580", torch="2.11", triton="3.6", date="2026-01-01", predicted_ms=1.) | changes
     return {k: v for k, v in r.items() if v is not ...}
 
 GOOD = [record("fp32", before=None, predicted_ratio=None), record("bf16"), record()]
 
-@needs_code
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_passes_good_records(rule): assert list(RULES[rule](GOOD)) == []
 
-@needs_code
 @pytest.mark.parametrize("rule, changes", BROKEN, ids=str)
 def test_rule_finds_broken_records(rule, changes): assert list(RULES[rule](GOOD + [record(**changes)]))
 
-@needs_code
 def test_changed_code_is_found():
     other = record("other", rungs=["tf32"], code=runs.code_of(["flash"]))
     assert changed(GOOD) == set() and changed(GOOD + [other, record("peer", code=None, rungs=[])]) == {name(other)}
