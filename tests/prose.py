@@ -5,9 +5,9 @@ from cells import directives, output_text, source
 
 SCALES = {"%": .01, "": 1, "n": 1e-9, "µ": 1e-6, "μ": 1e-6, "u": 1e-6, "m": 1e-3, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9,
           "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "micro": 1e-6, "milli": 1e-3}
-UNIT = re.compile(r"""\s?(?:(?P<percent>%) | (?:times|dB|°C|×(?!\s?\d)|percent|dollars?|euros?)(?!\w)
+UNIT = re.compile(r"""\s?(?:(?P<percent>%) | (?:times|dB|°C|×(?!\s?\d)|x(?!\s?\d)|percent|dollars?|euros?)(?!\w)
     | (?P<word>micro|milli)?seconds?\b(?!\w) | (?P<small>[nmµμu])s\b | s\b
-    | (?P<prefix>[KMGTP]i?|[km])?(?:B(?:/s)?|FLOPs?(?:/s)?|W|J|Wh|Hz|(?:\ ?tokens/s)|(?:\ ?(?:watts?|joules?)))(?![\w/]) )""", re.X)
+    | (?P<prefix>[KMGTP]i?|[km])?(?:B(?:/s)?|FLOPs?(?:/s)?|W|J|Wh|Hz|(?:\ ?tokens(?:/s|\ (?:a|per)\ second))|(?:\ ?(?:watts?|joules?)))(?![\w/]) )""", re.X)
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
 FREE = re.compile(r"^```.*?^```|\$\$.*?\$\$|\$[^$\n]*\$|\]\([^)]*\)|<[^>]*>|arXiv:\S+|https?:\S+|\bv?\d+\.\d+\.\d+\S*"
                   r"|\b(?:PyTorch|torch|Triton|triton|CUDA|cuBLAS|cuDNN|ptxas|Python|transformers|version|driver)\s\d+\.\d+", re.M | re.S)

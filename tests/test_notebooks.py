@@ -207,7 +207,7 @@ def test_readme_links_resolve():
 
 @pytest.mark.parametrize("prose, numbers", [
     ("2.43 times as fast, 383 ms and 14.6 GiB", ["2.43", "383", "14.6"]), ("74% or 1.3×, at `700 W`", ["74", "1.3", "700"]),
-    ("1,234 K tokens/s, 4.8 TB/s, 60 µs", ["1,234", "4.8", "60"]), ("from 24 to 28 dB", ["24", "28"]), ("half: 0.51", ["0.51"]),
+    ("1,234 K tokens/s, 4.8 TB/s, 60 µs, 3x, 9 M tokens a second", ["1,234", "4.8", "60", "3", "9"]), ("from 24 to 28 dB", ["24", "28"]), ("half: 0.51", ["0.51"]),
     ("It took 3 ms. The claim: 40% to 87%. Let a step spend 60 ms there", ["3"]), ("Below 72 GiB it fits", []),
     ("16 bits, 4 bytes, 64 × 1024 tokens of 32 rows, 10 minutes, 5 steps", []), ("$2.4n$, `x = 2.5`, [that](0.4.ipynb)", []),
     ("PyTorch 2.11, arXiv:2204.02311, 3.6.0, 100%", []), ("```\n2.43 times\n```", [])])
