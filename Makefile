@@ -32,7 +32,7 @@ lesson: $(READY) ## train 124m on real text, FineWeb-Edu unless told otherwise, 
 	    echo 'No GPU here: a smoke run on the offline corpus.'; \
 	elif [ -z "$$corpus" ]; then \
 	    corpus="$$PWD/runs/fineweb-edu"; \
-	    [ -d "$$corpus" ] || $(BIN)/speedrun_data --data fineweb-edu --max_tokens 400000000 --val_frac .005 \
+	    [ -d "$$corpus" ] || $(BIN)/speedrun_data --data fineweb-edu --max_tokens 400000000 --val_frac 0.005 \
 	        --out "$$corpus" || exit 1; \
 	fi; \
 	echo 'Running nbs/63_finale.ipynb, without a word until it is over.'; \
