@@ -128,7 +128,8 @@ def with_liger(model): # of transformers, changed in place
 @adapter("transformers", needs=transformers_missing)
 def transformers_liger(config, path):
     "Qwen3 of the same size by transformers in bf16, with Liger's kernels and PyTorch's fused AdamW"
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    with contextlib.redirect_stderr(io.StringIO()): # it tells which of its optional parts don't load
+        from transformers import Qwen3Config, Qwen3ForCausalLM
     from llm_speedrun.export import qwen3_config
     made = Qwen3Config(**qwen3_config(config, "bf16"), attn_implementation="sdpa", use_cache=False)
     model = Qwen3ForCausalLM(made).to(default_device(), torch.bfloat16).train()
@@ -143,7 +144,7 @@ def source_of(path, # folder of a clone
     "Which code lies there: the commit, with a word if the clone was changed, or a digest of `file`"
     git = lambda *words: subprocess.run(["git", "-C", str(path), *words], capture_output=True, text=True)
     if (path/".git").exists() and not (p := git("rev-parse", "HEAD")).returncode:
-        changed = git("status", "--porcelain", "--untracked-files=no").stdout.strip()
+        changed = git("status", "-s", "-uno").stdout.strip()
         return f"commit {p.stdout[:12]}{', changed' if changed else ''}"
     if (path/"COMMIT").exists(): return f"commit {(path/'COMMIT').read_text(encoding='utf-8')[:12]}"
     return f"sha256 {hashlib.sha256((path/file).read_bytes()).hexdigest()[:12]}"
@@ -209,8 +210,8 @@ def modded_missing():
     also = f" (not installed here: {', '.join(missing)})" if missing else ""
     return ("its train_gpt.py trains as soon as it is imported: it needs torchrun's environment and NCCL, "
             f"FlashAttention-3 from the Hugging Face hub by the package kernels{also}, and FineWeb in shards. "
-            "Run it alone, in its folder: python data/cached_fineweb10B.py 9, then torchrun --standalone "
-            "--nproc_per_node=1 train_gpt.py; its log has step_avg, to be compared by tokens a second")
+            "Run it alone, in its folder: python data/cached_fineweb10B.py, then run.sh with one process for "
+            "your one GPU. Its log has step_avg, to be compared by tokens a second")
 
 modded = "https://github.com/KellerJordan/modded-nanogpt"
 PEERS["modded-nanogpt"] = Adapter(None, modded, "train_gpt.py", modded_missing)
@@ -298,20 +299,21 @@ def joules_of(step, # a function without arguments
     "Joules of a step by the GPU's own counter; None without one"
     if not (torch.cuda.is_available() and importlib.util.find_spec("pynvml")): return None
     import pynvml as nv
-    nv.nvmlInit()
-    gpu = nv.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-    def run(seconds): # returns the number of steps
-        end, n = time.perf_counter() + seconds, 0
-        while time.perf_counter() < end: step(); torch.cuda.synchronize(); n += 1
-        return n
-    run(.2) # the clock settles
-    before = nv.nvmlDeviceGetTotalEnergyConsumption(gpu)
-    n = run(seconds)
-    return (nv.nvmlDeviceGetTotalEnergyConsumption(gpu) - before) / 1e3 / n
+    def used(): # millijoules since the driver was loaded
+        return nv.nvmlDeviceGetTotalEnergyConsumption(nv.nvmlDeviceGetHandleByIndex(0))
+    try: nv.nvmlInit(); used()
+    except nv.NVMLError: return None
+    for _ in range(2): step() # the clock settles
+    torch.cuda.synchronize()
+    before, end, n = used(), time.perf_counter() + seconds, 0
+    while time.perf_counter() < end:
+        for _ in range(4): step()
+        torch.cuda.synchronize(); n += 4
+    return (used() - before) / 1e3 / n
 
 # %% ../nbs/25_peers.ipynb #25peer57
 def race(field, # `Contender`s, ours first
-         rounds=4, reps=3): # as `take_turns` takes them
+         rounds=3, reps=3): # as `take_turns` takes them
     "Let all take turns. Returns records: `ratio` is the speed over that of the first"
     turns = take_turns({c.name: c.step for c in field}, rounds, reps)
     for c in field: c.measured.rounds = turns[c.name]
@@ -350,7 +352,7 @@ def text_batch(shards, # of a corpus, such as `open_corpus().train`
 
 def on_text(field, # `Contender`s that have raced
             shards, # as for `text_batch`
-            rounds=3, reps=3): # as `take_turns` takes them
+            rounds=3, reps=2): # as `take_turns` takes them
     "Random tokens and text in turn. Name -> two `Measured`, which differ in their rounds"
     text = text_batch(shards, field[0])
     steps = {(c.name, t): partial(c.loss_on, tokens) for c in field
