@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['PEERS', 'modded', 'MOST_GIB', 'Step', 'Peer', 'Adapter', 'adapter', 'ours', 'bf16_heads', 'plain_compile',
            'compile_missing', 'transformers_missing', 'with_liger', 'transformers_liger', 'source_of', 'importing_from',
-           'load_file', 'nanogpt', 'nanochat', 'modded_missing', 'built', 'peer', 'peers', 'Contender', 'contender',
-           'contenders', 'joules_of', 'race', 'contender_record', 'peers_table', 'text_batch', 'on_text', 'peer_paths',
-           'compare_with_peers', 'tell_peers']
+           'load_file', 'load_package', 'nanogpt', 'nanochat', 'modded_missing', 'built', 'peer', 'peers',
+           'random_tokens', 'Contender', 'contender', 'contenders', 'joules_of', 'race', 'contender_record',
+           'peers_table', 'text_batch', 'on_text', 'peer_paths', 'compare_with_peers', 'tell_peers']
 
 # %% ../nbs/25_peers.ipynb #25peer08
 import contextlib, hashlib, importlib, importlib.util, io, json, logging, subprocess, sys, time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Callable
 import torch, torch.nn as nn
+from fastcore.basics import patch
 from .files import InputError, RunError, lookup, replace_file
 from .data import Batches
 from .measure import (Measured, Table, caption, code_version, default_device, fmt, make_record,
@@ -44,17 +44,19 @@ class Step:
             self.opt.zero_grad(set_to_none=True)
         return sum(losses)
 
-    def backward(self, x, y, n): # of `n` micro-batches
-        "Forward and backward. Returns the micro-batch's part of the mean loss"
-        loss = self.loss(x, y) / n
-        loss.backward()
-        return loss.detach()
+# %% ../nbs/25_peers.ipynb #25peer11
+@patch
+def backward(self:Step, x, y, n): # one of `n` micro-batches
+    "Forward and backward. Returns the micro-batch's part of the mean loss"
+    loss = self.loss(x, y) / n
+    loss.backward()
+    return loss.detach()
 
-# %% ../nbs/25_peers.ipynb #25peer14
+# %% ../nbs/25_peers.ipynb #25peer15
 @dataclass
 class Peer:
     "A project's training, built"
-    step: Callable # takes micro-batches (x, y), returns their mean loss
+    step: object # takes micro-batches (x, y), returns their mean loss
     model: nn.Module # what it trains
     source: str # version or commit
 
@@ -68,14 +70,14 @@ class Peer:
         weights = {m.weight for m in self.model.modules() if isinstance(m, nn.Linear)}
         return sum(w.numel() for w in weights)
 
-# %% ../nbs/25_peers.ipynb #25peer16
+# %% ../nbs/25_peers.ipynb #25peer17
 @dataclass(frozen=True)
 class Adapter:
     "How a project is built, and what it needs"
-    build: Callable # (config, folder) -> `Peer`
+    build: object # (config, folder) -> `Peer`
     clone: str # the address to clone, "" for what pip installs
     file: str # in the clone, that we import
-    needs: Callable # () -> why it can't run here, "" if it can
+    needs: object # () -> why it can't run here, "" if it can
 
 PEERS = {} # name -> `Adapter`
 
@@ -85,14 +87,14 @@ def adapter(name, # of the project
     def add(f): PEERS[name] = Adapter(f, clone, file, needs); return f
     return add
 
-# %% ../nbs/25_peers.ipynb #25peer18
+# %% ../nbs/25_peers.ipynb #25peer19
 def ours(rungs, # names
          config): # a `GPTConfig`
     "Our own run with `rungs`, as a `Peer`"
     step = Stepper(build(config, rungs))
     return Peer(step, step.run.model, f"code {code_version()}")
 
-# %% ../nbs/25_peers.ipynb #25peer21
+# %% ../nbs/25_peers.ipynb #25peer22
 def bf16_heads(block, h, cos, sin): # h: the stream, B T d
     "The part `heads` with the stream in the type of the products"
     return naive_heads(block, h.to(compute_dtype(h)), cos, sin)
@@ -110,7 +112,7 @@ def compile_missing():
 adapter("compile_blocks", needs=compile_missing)(partial(plain_compile, whole=False))
 adapter("compile_whole", needs=compile_missing)(partial(plain_compile, whole=True));
 
-# %% ../nbs/25_peers.ipynb #25peer24
+# %% ../nbs/25_peers.ipynb #25peer25
 def transformers_missing():
     "Why the peer `transformers` can't run here, or \"\""
     need = ["transformers", *["liger-kernel"]*torch.cuda.is_available()]
@@ -124,7 +126,7 @@ def with_liger(model): # of transformers, changed in place
     apply_liger_kernel_to_qwen3(model=model) # RoPE, norms, SwiGLU, and the loss without logits
     return f"liger-kernel {version_of('liger-kernel')}"
 
-# %% ../nbs/25_peers.ipynb #25peer25
+# %% ../nbs/25_peers.ipynb #25peer26
 @adapter("transformers", needs=transformers_missing)
 def transformers_liger(config, path):
     "Qwen3 of the same size by transformers in bf16, with Liger's kernels and PyTorch's fused AdamW"
@@ -138,7 +140,7 @@ def transformers_liger(config, path):
     opt = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(.9, .95), weight_decay=.1, fused=True)
     return Peer(Step(model, loss, opt, clip=1.), model, source)
 
-# %% ../nbs/25_peers.ipynb #25peer28
+# %% ../nbs/25_peers.ipynb #25peer29
 def source_of(path, # folder of a clone
               file): # in it
     "Which code lies there: the commit, with a word if the clone was changed, or a digest of `file`"
@@ -149,7 +151,7 @@ def source_of(path, # folder of a clone
     if (path/"COMMIT").exists(): return f"commit {(path/'COMMIT').read_text(encoding='utf-8')[:12]}"
     return f"sha256 {hashlib.sha256((path/file).read_bytes()).hexdigest()[:12]}"
 
-# %% ../nbs/25_peers.ipynb #25peer29
+# %% ../nbs/25_peers.ipynb #25peer30
 @contextlib.contextmanager
 def importing_from(path): # folder of a clone
     "Inside, Python finds the clone's modules first. Afterwards path and log are as they were"
@@ -157,12 +159,13 @@ def importing_from(path): # folder of a clone
     sys.path.insert(0, str(path))
     try: yield
     except ModuleNotFoundError as e:
-        raise InputError(f"the code in {path} needs {e.name}, which isn't there: pip install {e.name}") from None
+        raise InputError(f"{path} imports {e.name}, which isn't there: pip install {e.name}") from None
     finally:
         sys.path.remove(str(path))
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)
 
+# %% ../nbs/25_peers.ipynb #25peer31
 def load_file(path, # folder of a clone
               file): # in it, such as "model.py"
     "The file as a module, imported under a name of our own"
@@ -171,7 +174,13 @@ def load_file(path, # folder of a clone
     with importing_from(path): spec.loader.exec_module(module)
     return module
 
-# %% ../nbs/25_peers.ipynb #25peer32
+def load_package(path, name): # folder of a clone, a module in it
+    "The module. Raises `InputError` where a package of that name from elsewhere is loaded already"
+    with importing_from(path): module = importlib.import_module(name)
+    if Path(module.__file__).is_relative_to(path): return module
+    raise InputError(f"{name} of {module.__file__} is loaded already: measure {path} in a program of its own")
+
+# %% ../nbs/25_peers.ipynb #25peer34
 @adapter("nanogpt", "https://github.com/karpathy/nanoGPT", "model.py")
 def nanogpt(config, path):
     "nanoGPT's model of the same layers, width and heads, and its way to train it"
@@ -185,38 +194,36 @@ def nanogpt(config, path):
         with half(): return fast(x, y)[1]
     return Peer(Step(model, loss, opt, clip=1.), model, source_of(path, "model.py"))
 
-# %% ../nbs/25_peers.ipynb #25peer34
+# %% ../nbs/25_peers.ipynb #25peer36
 @adapter("nanochat", "https://github.com/karpathy/nanochat", "nanochat/gpt.py")
 def nanochat(config, path):
     "nanochat's model of the same layers and width, and its way to train it"
     c, heads = config, max(1, config.width // 128)
-    with importing_from(path): code = importlib.import_module("nanochat.gpt")
-    fast_attention = importlib.import_module("nanochat.flash_attention").USE_FA3
-    with torch.device("meta"):
-        model = code.GPT(code.GPTConfig(sequence_len=c.seq, vocab_size=c.vocab, n_layer=c.layers, n_head=heads,
-            n_kv_head=heads, n_embd=c.width, window_pattern="SSSL" if fast_attention else "L"))
+    code, attention = (load_package(path, f"nanochat.{m}") for m in ("gpt", "flash_attention"))
+    shape = dict(n_layer=c.layers, n_head=heads, n_kv_head=heads, n_embd=c.width, vocab_size=c.vocab)
+    made = code.GPTConfig(**shape, sequence_len=c.seq, window_pattern="SSSL" if attention.USE_FA3 else "L")
+    with torch.device("meta"): model = code.GPT(made)
     model.to_empty(device=default_device())
     model.init_weights()
-    opt = model.setup_optimizer()
-    for g in opt.param_groups: g["lr"] = .1*g["initial_lr"]
-    windows = "FlashAttention-3" if fast_attention else "full windows, PyTorch's attention"
-    fast = torch.compile(model, dynamic=False)
-    return Peer(Step(model, fast, opt), model, f"{source_of(path, 'nanochat/gpt.py')}, {windows}")
+    for g in (opt := model.setup_optimizer()).param_groups: g["lr"] = .1*g["initial_lr"]
+    windows = "FlashAttention-3" if attention.USE_FA3 else "full windows, PyTorch's attention"
+    source = f"{source_of(path, 'nanochat/gpt.py')}, {windows}"
+    return Peer(Step(model, torch.compile(model, dynamic=False), opt), model, source)
 
-# %% ../nbs/25_peers.ipynb #25peer37
+# %% ../nbs/25_peers.ipynb #25peer39
 def modded_missing():
     "Why modded-nanogpt can't take turns, and what is missing to run it alone"
     missing = [p for p in ("kernels", "tiktoken", "triton") if not version_of(p)]
     also = f" (not installed here: {', '.join(missing)})" if missing else ""
     return ("its train_gpt.py trains as soon as it is imported: it needs torchrun's environment and NCCL, "
-            f"FlashAttention-3 from the Hugging Face hub by the package kernels{also}, and FineWeb in shards. "
-            "Run it alone, in its folder: python data/cached_fineweb10B.py, then run.sh with one process for "
-            "your one GPU. Its log has step_avg, to be compared by tokens a second")
+            f"FlashAttention-3 from the Hugging Face hub by the package kernels{also}, and FineWeb's "
+            "shards. Run it alone, in its folder: data/cached_fineweb10B.py, then run.sh with one process "
+            "for your one GPU. Its log has step_avg, to be compared by tokens a second")
 
 modded = "https://github.com/KellerJordan/modded-nanogpt"
 PEERS["modded-nanogpt"] = Adapter(None, modded, "train_gpt.py", modded_missing)
 
-# %% ../nbs/25_peers.ipynb #25peer39
+# %% ../nbs/25_peers.ipynb #25peer41
 def built(adapter, # an `Adapter`
           path, # of the clone, or None
           config): # a `GPTConfig`
@@ -225,6 +232,7 @@ def built(adapter, # an `Adapter`
         torch.manual_seed(0)
         return adapter.build(config, path)
 
+# %% ../nbs/25_peers.ipynb #25peer42
 def peer(name, # a key of `PEERS`
          path=None): # folder of a clone, for those that aren't from pip
     "A function from a `GPTConfig` to the project's `Peer`. `InputError` says what is missing, and what to do"
@@ -241,31 +249,37 @@ def peers():
     "Names of the peers from pip that can run here"
     return [k for k, a in PEERS.items() if not a.clone and not a.needs()]
 
-# %% ../nbs/25_peers.ipynb #25peer44
+# %% ../nbs/25_peers.ipynb #25peer47
+def random_tokens(config, batch): # a `GPTConfig`, sequences
+    "x and y as `step_of` draws them, 2 B T"
+    g = torch.Generator(default_device()).manual_seed(0)
+    return torch.randint(config.vocab, (2, batch, config.seq), device=default_device(), generator=g)
+
+# %% ../nbs/25_peers.ipynb #25peer48
 @dataclass
 class Contender:
     "A project's step that is warm. Raises what the project raises"
     name: str
-    setup: Callable # a `GPTConfig` -> its `Peer`
+    setup: object # a `GPTConfig` -> its `Peer`
     config: object # a `GPTConfig`
     batch: int # sequences in a step
     micro: int # sequences in a micro-batch
 
     def __post_init__(self):
-        g = torch.Generator(default_device()).manual_seed(0)
-        size = 2, self.batch, self.config.seq
-        self.random = torch.randint(self.config.vocab, size, device=default_device(), generator=g)
+        self.random = random_tokens(self.config, self.batch)
         def start():
             self.peer = self.setup(self.config)
             self.first = self.loss_on(self.random).item() # compiled here
             return partial(self.loss_on, self.random)
         self.step, self.measured = warm_up(start)
 
-    def loss_on(self, tokens): # x and y, each B T
-        "One step. Returns the mean loss before it"
-        return self.peer.step(*zip(*(t.split(self.micro) for t in tokens)))
+# %% ../nbs/25_peers.ipynb #25peer49
+@patch
+def loss_on(self:Contender, tokens): # x and y, each B T
+    "One step. Returns the mean loss before it"
+    return self.peer.step(*zip(*(t.split(self.micro) for t in tokens)))
 
-# %% ../nbs/25_peers.ipynb #25peer46
+# %% ../nbs/25_peers.ipynb #25peer52
 MOST_GIB = 72 # of memory that a step may take at its peak
 
 def contender(name, setup, config, batch): # as in `Contender`
@@ -279,7 +293,7 @@ def contender(name, setup, config, batch): # as in `Contender`
         if micro % 2: raise RunError(f"a micro-batch of {micro} takes more than {MOST_GIB} GiB")
         c, micro = None, micro // 2
 
-# %% ../nbs/25_peers.ipynb #25peer48
+# %% ../nbs/25_peers.ipynb #25peer54
 def contenders(config, # a `GPTConfig`
                batch, # sequences in a step
                lists, # name -> rungs: runs of ours
@@ -293,7 +307,7 @@ def contenders(config, # a `GPTConfig`
         except Exception as e: say(f"{name} is left out: {type(e).__name__}: {str(e).strip():.300}")
     return res
 
-# %% ../nbs/25_peers.ipynb #25peer55
+# %% ../nbs/25_peers.ipynb #25peer61
 def joules_of(step, # a function without arguments
               seconds=1.): # how long to run it
     "Joules of a step by the GPU's own counter; None without one"
@@ -311,7 +325,7 @@ def joules_of(step, # a function without arguments
         torch.cuda.synchronize(); n += 4
     return (used() - before) / 1e3 / n
 
-# %% ../nbs/25_peers.ipynb #25peer57
+# %% ../nbs/25_peers.ipynb #25peer63
 def race(field, # `Contender`s, ours first
          rounds=3, reps=3): # as `take_turns` takes them
     "Let all take turns. Returns records: `ratio` is the speed over that of the first"
@@ -321,7 +335,7 @@ def race(field, # `Contender`s, ours first
 
 def contender_record(c, # a `Contender` that has raced
                      first): # the one that it's compared with
-    "Its record: beside the speed its source, its weights, joules, and the losses of the first and the last step"
+    "Its record: beside the speed its source, weights, joules, and the losses of the first and the last step"
     more = {} if c is first else dict(before=first.name, ratio=ratio(first.measured, c.measured))
     rungs = getattr(getattr(c.peer.step, "run", None), "rungs", ())
     return make_record(c.name, c.measured, predicted_ratio=None, batch=c.batch, seq=c.config.seq,
@@ -330,7 +344,7 @@ def contender_record(c, # a `Contender` that has raced
                        in_products=c.peer.in_products, joules=joules_of(c.step),
                        losses=[c.first, c.step().item()], **more)
 
-# %% ../nbs/25_peers.ipynb #25peer58
+# %% ../nbs/25_peers.ipynb #25peer64
 def peers_table(records): # of `race`
     "The comparison as a `Table`: how many times faster ours is, weights in millions, joules a step"
     rows = [[r["rung"], f"{r['tok_s']:,.0f}", f"{r['ms']:.1f}", f"{1/r['ratio']:.2f}×", r["micro"],
@@ -341,7 +355,7 @@ def peers_table(records): # of `race`
     on = caption(records).split(" Each ratio")[0]
     return Table(f"{table(head, rows)}\n\n{on} All in turn, in one process.")
 
-# %% ../nbs/25_peers.ipynb #25peer65
+# %% ../nbs/25_peers.ipynb #25peer71
 def text_batch(shards, # of a corpus, such as `open_corpus().train`
                like): # a `Contender`
     "A batch of text as large as the random one: x and y, each B T"
@@ -361,7 +375,7 @@ def on_text(field, # `Contender`s that have raced
     measured = lambda c, t: Measured(turns[c.name, t], c.measured.peak_gib, c.measured.warmup_s)
     return {c.name: [measured(c, t) for t in ("random", "text")] for c in field}
 
-# %% ../nbs/25_peers.ipynb #25peer76
+# %% ../nbs/25_peers.ipynb #25peer82
 def peer_paths(text): # such as "compile_whole,nanogpt=clones/nanoGPT"
     "Name -> folder or None, each checked. Raises as `peer` does"
     pairs = (p.partition("=") for p in text.split(",") if p.strip())
@@ -375,7 +389,7 @@ def compare_with_peers(config, batch, # as for `contenders`
     "Measure our run and the peers in turn. Returns records, ours first"
     return race(contenders(config, batch, {"llm_speedrun": list(rungs)}, paths))
 
-# %% ../nbs/25_peers.ipynb #25peer77
+# %% ../nbs/25_peers.ipynb #25peer83
 def tell_peers(config, batch, rungs, paths, # as for `compare_with_peers`
                folder): # to write into
     "Measure, write `peers.json` and `peers.md` into `folder`, and print the table"

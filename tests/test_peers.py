@@ -1,5 +1,5 @@
 "Other projects beside ours: their code as it lies there, errors before anything is measured, and records that say what ran."
-import json, os, subprocess, sys, textwrap
+import json, logging, os, subprocess, sys, textwrap
 from dataclasses import replace
 import pytest, torch
 from llm_speedrun import peers as module
@@ -74,6 +74,53 @@ def test_a_clone_takes_turns(tmp_path, capsys):
     assert json.loads(json.dumps([ours, theirs])) == [ours, theirs]
     said = str(peers_table([ours, theirs]))
     assert "| nanogpt " in said and f"{theirs['tok_s']:,.0f}" in said and "in one process" in said
+
+NANOCHAT = '''
+    from dataclasses import dataclass
+    import logging, torch, torch.nn as nn, torch.nn.functional as F
+    logging.basicConfig(level=logging.INFO)
+
+    @dataclass
+    class GPTConfig:
+        sequence_len: int
+        vocab_size: int
+        n_layer: int
+        n_head: int
+        n_kv_head: int
+        n_embd: int
+        window_pattern: str
+
+    class GPT(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.config = config
+            self.embed, self.head = nn.Embedding(config.vocab_size, config.n_embd), nn.Linear(config.n_embd, config.vocab_size)
+            assert self.head.weight.is_meta
+        def init_weights(self):
+            for p in self.parameters(): nn.init.normal_(p, std=.02)
+        def setup_optimizer(self):
+            opt = torch.optim.SGD(self.parameters(), lr=10.)
+            for g in opt.param_groups: g["initial_lr"] = g["lr"]
+            return opt
+        def forward(self, idx, targets):
+            return F.cross_entropy(self.head(self.embed(idx)).flatten(0, 1), targets.flatten())
+'''
+
+def test_a_package_takes_part(tmp_path):
+    "nanochat is filled after it was built without memory; its windows are full without FlashAttention-3; the log stays as it was"
+    handlers = logging.root.handlers[:]
+    for name in ("one", "two"):
+        (tmp_path/name/"nanochat").mkdir(parents=True)
+        (tmp_path/name/"nanochat/gpt.py").write_text(textwrap.dedent(NANOCHAT))
+        (tmp_path/name/"nanochat/flash_attention.py").write_text("USE_FA3 = False")
+    try:
+        c = Contender("nanochat", peer("nanochat", tmp_path/"one"), NANO, 2, 1)
+        assert c.peer.step.opt.param_groups[0]["lr"] == 1. and c.peer.step.clip is None
+        assert (c.peer.model.config.window_pattern, c.peer.model.config.n_head) == ("L", 1) and "full windows" in c.peer.source
+        assert c.step().item() < c.first and logging.root.handlers == handlers
+        with fails(InputError, "loaded already", "two"): peer("nanochat", tmp_path/"two")(NANO)
+    finally:
+        for name in [k for k in sys.modules if k.split(".")[0] == "nanochat"]: del sys.modules[name]
 
 def test_source(tmp_path):
     "A commit where there is git, with a word on changes; else what a file says, else a digest"
