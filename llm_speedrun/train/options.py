@@ -138,7 +138,7 @@ class LadderOptions(Options):
     only: str = "" # names with commas: measure just these, each against the ladder below it
     batch: Count = 0 # sequences in a step; by default 16, on a GPU below 60 GiB 4
     # Other projects
-    peer: Several = "" # compile_whole, transformers, nanogpt=FOLDER, ...: measure it beside the top; repeatable
+    peer: Several = "" # compile_whole, transformers, nanogpt=FOLDER, ...: beside the top; repeatable
     # Output
     out: str = "" # folder to write into; by default runs/ladder-<time>
 
