@@ -13,12 +13,13 @@ from datetime import datetime
 from pathlib import Path
 import msgspec, torch
 from fastcore.basics import patch
-from .files import InputError, RunError, check_writable, lookup, replace_file
+from .files import InputError, check_writable, lookup, replace_file
 from .measure import ladder_chart, ladder_table, make_record, ratio, take_turns, warm_up
 from .model import train_flops
 from .model import workload as find_workload
-from .runs import bench, check_rung, in_order, measure_run, rung_name, settled, step_of
-from .train.hardware import free_memory, memory_advice, parse_rungs
+from .runs import (bench, check_rung, code_of, free_memory, in_order, measure_run, rung_name,
+                               settled, step_of)
+from .train.hardware import parse_rungs
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
 def climb(config, # a `GPTConfig`
@@ -60,7 +61,7 @@ def record(self:Warm, **more): # what it was compared with
     flops = train_flops(self.config), train_flops(self.config, causal=True)
     return make_record(self.name, self.measured, batch=self.batch, seq=self.config.seq, flops=flops,
                        workload=self.config.name, dtype=self.fmt, rungs=self.rungs,
-                       **dict(predicted_ratio=None) | more)
+                       code=code_of(self.rungs), **more)
 
 # %% ../nbs/22_ladder.ipynb #e8cdc5d3
 def against(here, # the `Warm` step to beat
@@ -143,13 +144,10 @@ def new_ladder(config, # a `GPTConfig`
                rungs, # names, in the ladder's order
                folder, # to write into; it must not hold a ladder yet
                only=()): # names of those to measure, all by default
-    "Measure a ladder and save it. Raises `ValueError`, `FileExistsError`, and `RuntimeError` out of memory"
+    """Measure a ladder and save it. Raises `InputError` and `FileExistsError` before anything is measured,
+    and `RunError` where one sequence doesn't fit into memory"""
     check_ladder(batch, rungs, folder, only)
-    names = list(map(rung_name, rungs))
-    try: records = climb(config, batch, rungs, only=only)
-    except torch.OutOfMemoryError: records = None # the models are gone only after this block
-    lowest = rungs[:min(map(names.index, only), default=0)] # the run that needs the most
-    if records is None: raise RunError(memory_advice(config, lowest, batch))
+    records = climb(config, batch, rungs, only=only)
     save_ladder(records, folder)
     return records
 

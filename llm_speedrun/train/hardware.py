@@ -17,7 +17,7 @@ from ..runs import RUNGS, find_rung, parsed, rung_name, settle, step_of, to_sett
 from ..rungs.amp import half_rung
 
 # %% ../../nbs/32_hardware.ipynb #65ed883e
-PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops chunked_ce cuda_graphs fp8 fused_adamw",
+PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops chunked_ce fp8 cuda_graphs fused_adamw",
                fastest16="tf32 half flash fused_ops chunked_ce cuda_graphs fused_adamw",
                smallest="tf32 half flash fused_ops chunked_ce checkpoint adamw8bit",
                safe="tf32 half flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
