@@ -158,6 +158,7 @@ class ExportOptions(Options):
     out: str = "" # folder to write, which must not exist; by default export/ in the run's folder
     dtype: str = "fp32" # of the weights: fp32, which keeps every bit, or bf16, which takes half the space
 
+# %% ../../nbs/33_options.ipynb #81010c71
 @dataclass
 class SampleOptions(Options):
     "The options of `speedrun_sample`"
@@ -326,6 +327,7 @@ def command(config, # the class of its `Options`
         return run
     return decorate
 
+# %% ../../nbs/33_options.ipynb #615dfcb5
 def obey(f, config, words): # a command's function, the class of its `Options`, words of a command line
     "Read the options, and call `f` with them, or show what was asked for in its place"
     got = words_of(parser_of(config, f.__name__, f.__doc__), words)
