@@ -82,7 +82,7 @@ def evaluation(shards, tokens, seq): # validation tokens, how many to use, token
     n = tokens//seq if tokens//seq <= there else 2**int(math.log2(max(1, there)))
     return val_batches(shards, max(1, n), seq, 1)[0]
 
-# %% ../../nbs/30_trainer.ipynb #4bd87bcd
+# %% ../../nbs/30_trainer.ipynb #f102d1b5
 @patch
 def evaluate(self:Trainer):
     "The loss of the validation sequences, in batches of equal size, smaller ones where memory runs out"
@@ -93,8 +93,8 @@ def evaluate(self:Trainer):
         try:
             with self.averaged(): return self.signals.during(lambda: self.step.evaluate(batches))
         except torch.OutOfMemoryError: pass # as long as it is handled, its traceback holds every tensor
-        if not (size := smaller(rows, size)): raise RunError(
-            f"out of GPU memory in an evaluation of one sequence. Go on with more room: --resume {self.folder}")
+        if not (size := smaller(rows, size)): raise RunError("out of GPU memory in an evaluation of one "
+            f"sequence. Go on where there is more room: --resume {self.folder}")
         self.eval_batch = size
         self.say(f"out of GPU memory in an evaluation: going on with batches of {size}")
         free_memory()
@@ -535,9 +535,10 @@ def load_rungs(self:Trainer, states): # rung -> its state
         if k in states: o.load_state_dict(states[k])
         else: self.say(f"the rung {k!r} has no state in this checkpoint and begins anew")
 
-# %% ../../nbs/30_trainer.ipynb #f4a59c31
+# %% ../../nbs/30_trainer.ipynb #16e8e376
 @patch
-def restore(self:Trainer, weights, state, step): # from `read_checkpoint`: the weights by name, a `State`, its step
+def restore(self:Trainer, weights, # name -> tensor
+            state, step): # a `State`, the number of its step
     "Take over what a checkpoint has"
     self.run.model.load_state_dict(weights)
     self.load_optimizer(state.optimizer)
