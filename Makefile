@@ -3,10 +3,11 @@ SHELL  := bash
 PYTHON ?= python3
 TORCH  ?= torch>=2.11,<2.14
 ARGS   ?=
+LESSON_CORPUS ?=
 BIN    := .venv/bin
 READY  := .venv/ready
 
-.PHONY: help speedrun lab test export clean readme docs notebooks exported FORCE
+.PHONY: help speedrun lab lesson test export clean readme docs notebooks exported FORCE
 .NOTPARALLEL:
 
 help: ## list these targets
@@ -15,12 +16,28 @@ help: ## list these targets
 	@echo '  PYTHON=python3.12        the Python to make .venv from (3.10 or newer)'
 	@echo '  TORCH="torch==2.13.0"    the torch to install, any pip requirement'
 	@echo '  ARGS="--help"            arguments for speedrun_train, or for JupyterLab'
+	@echo '  LESSON_CORPUS=folder     what make lesson trains on: tokens as speedrun_data leaves them'
 
 speedrun: $(READY) ## train a GPT with the best this machine has, and show what each step gains
 	@$(BIN)/speedrun_train $(ARGS)
 
 lab: $(READY) ## open the course in JupyterLab, at its first notebook
 	@$(BIN)/jupyter lab nbs/00_gpu.ipynb $(ARGS)
+
+# So many tokens train some ten minutes on an H100. An interrupted speedrun_data goes on where it was.
+lesson: $(READY) ## train 124m on real text, FineWeb-Edu unless told otherwise, and tell its story (needs a GPU to mean something)
+	@mkdir -p runs; corpus='$(LESSON_CORPUS)'; \
+	case "$$corpus" in ''|/*) ;; *) corpus="$$PWD/$$corpus";; esac; \
+	if [ -z "$$corpus" ] && ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	    echo 'No GPU here: a smoke run on the offline corpus.'; \
+	elif [ -z "$$corpus" ]; then \
+	    corpus="$$PWD/runs/fineweb-edu"; \
+	    [ -d "$$corpus" ] || $(BIN)/speedrun_data --data fineweb-edu --max_tokens 400000000 --val_frac 0.005 \
+	        --out "$$corpus" || exit 1; \
+	fi; \
+	echo 'Running nbs/63_finale.ipynb, without a word until it is over.'; \
+	LESSON_CORPUS="$$corpus" $(BIN)/python tests/run_notebook.py nbs/63_finale.ipynb runs/lesson.ipynb || exit 1; \
+	echo 'The story is in runs/lesson.ipynb: open it with $(BIN)/jupyter lab runs/lesson.ipynb'
 
 test: exported ## check that notebooks and package agree, then test every notebook, then run pytest
 	@bash tests/notebooks.sh

@@ -192,6 +192,13 @@ def _read_parquet(path, key):
 # %% ../nbs/03_data.ipynb #ce7b29fd
 _READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_parquet}
 
+def _check_is_text(path):
+    "Raise `InputError` for a file that was named and has a suffix which we don't read as text"
+    instead = {".json": "is one JSON document; write it as .jsonl, one object a line, or as text",
+               ".bin": "is called .bin, and tokens can't be read as text, nor while they are packed"}
+    if kind := instead.get(file_kind(path)): raise InputError(f"{path} {kind}")
+
+# %% ../nbs/03_data.ipynb #d27b57e2
 def read_documents(
     path,               # a file, or a folder that is read whole, in sorted order, hidden files left out
     text_key="text",    # the key (JSON lines) or column (Parquet) that holds the text
@@ -200,10 +207,7 @@ def read_documents(
     or Parquet, also compressed (.gz .xz .bz2, and .zst with zstandard).
     Raises FileNotFoundError, OSError (unreadable) or ValueError (no text, not UTF-8, bad JSON, no key)."""
     files = document_files(path)
-    if (kind := file_kind(files[0]) if files else "") in (".json", ".bin"):
-        instead = {".json": "is one JSON document; write it as .jsonl, one object a line, or as text",
-                   ".bin": "is called .bin, and tokens can't be read as text, nor while they are packed"}
-        raise InputError(f"{path} {instead[kind]}")
+    for p in files[:1]: _check_is_text(p)
     def docs():
         found = False
         for p in files:
@@ -349,19 +353,24 @@ class TokenWriter:
             if not used: self.close(); self.file = open(self.path(shard), "wb")
             k = min(len(a), self.shard_tokens - used)
             self.file.write(a[:k].tobytes()); self.n += k; a = a[k:]
-    def sync(self):
-        "Wait until what was written is on the disk"
-        if self.file and not self.file.closed: self.file.flush(); os.fsync(self.file.fileno())
-    def close(self):
-        self.sync()
-        if self.file: self.file.close()
+
+# %% ../nbs/03_data.ipynb #55db7727
+@patch
+def sync(self: TokenWriter):
+    "Wait until what was written is on the disk"
+    if self.file and not self.file.closed: self.file.flush(); os.fsync(self.file.fileno())
+
+@patch
+def close(self: TokenWriter):
+    "Wait for the disk, and close the file"
+    self.sync()
+    if self.file: self.file.close()
 
 # %% ../nbs/03_data.ipynb #19fc13b0
 _MAGIC, _HEADER = 20240520, 1024     # first int32 and bytes of the header of llm.c's token files
 
-def _open_bin(path, dtype):
-    "Memory map of a raw token file as a 1-d array"
-    path, dtype = Path(path), np.dtype(dtype).newbyteorder("<")
+def _check_bin(path, dtype):
+    "Raise an error where the file can't be one of raw tokens of that type"
     if not path.is_file(): raise FileNotFoundError(f"{path}: no such token file")
     size = path.stat().st_size
     if size == 0: raise InputError(f"{path} is empty: 0 bytes, so no tokens; write it again")
@@ -371,9 +380,15 @@ def _open_bin(path, dtype):
     if size % dtype.itemsize:
         raise InputError(f"{path} has {size} bytes, no multiple of a {dtype.name} token's {dtype.itemsize}:"
                          " it is truncated, or no raw token file; copy or write it again")
+
+# %% ../nbs/03_data.ipynb #90cec1d7
+def _open_bin(path, dtype):
+    "Memory map of a raw token file as a 1-d array"
+    path, dtype = Path(path), np.dtype(dtype).newbyteorder("<")
+    _check_bin(path, dtype)
     try: a = np.asarray(np.memmap(path, dtype, "r"))
     except OSError as e: raise OSError(f"cannot read {path}: {e}; check its permissions") from e
-    has_header = size > _HEADER and a[:4//dtype.itemsize].view("<i4")[0] == _MAGIC
+    has_header = path.stat().st_size > _HEADER and a[:4//dtype.itemsize].view("<i4")[0] == _MAGIC
     return a[_HEADER//dtype.itemsize:] if has_header else a
 
 # %% ../nbs/03_data.ipynb #1691be10
@@ -392,11 +407,14 @@ class Shards:
         self.lo, self.hi = 0, int(self.ends[-1])
     def __len__(self): return self.hi - self.lo
     def __repr__(self): return f"Shards({len(self):,} tokens of {self.vocab}, {[p.name for p in self.paths]})"
-    def part(self, lo, hi):
-        "The tokens `lo` to `hi` as Shards"
-        res = copy(self)
-        res.lo, res.hi = self.lo + lo, self.lo + min(hi, len(self))
-        return res
+
+# %% ../nbs/03_data.ipynb #d40222dd
+@patch
+def part(self: Shards, lo, hi):
+    "The tokens `lo` to `hi` as Shards"
+    res = copy(self)
+    res.lo, res.hi = self.lo + lo, self.lo + min(hi, len(self))
+    return res
 
 # %% ../nbs/03_data.ipynb #dd7f5694
 @patch
@@ -435,6 +453,7 @@ def _marker(path, array, vocab):
     key = [str(path.resolve()), s.st_size, s.st_mtime_ns, array.dtype.name, vocab]
     return cache_dir()/"checked"/hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
 
+# %% ../nbs/03_data.ipynb #fe2dd347
 @patch
 def check(self: Shards, n=2**22):       # n: tokens to look at together
     "Look at every token of the files once in their life. ValueError if one is outside `vocab`."
@@ -463,6 +482,7 @@ def token_files(folder, split): # "train" or "val"
     return sorted((p for p in Path(folder).glob("*.bin") if named.fullmatch(p.name)),
                   key=lambda p: (len(p.name), p.name))
 
+# %% ../nbs/03_data.ipynb #08e55629
 def hold_out_tail(folder, writers, eot, frac, vocab):
     "Join what was written and split it again by position; returns new writers, closed"
     old = [p.rename(folder/f"old_{p.name}") for s in ("train", "val") for p in token_files(folder, s)]
@@ -483,15 +503,15 @@ def _sweep(folder):
             lock = hold(part, "this corpus")
             shutil.rmtree(part, ignore_errors=True); lock.release()
 
+# %% ../nbs/03_data.ipynb #19ac4d24
 @contextmanager
 def _new_folder(folder):
     "A temporary sibling that becomes `folder` when the block ends well, and vanishes when it does not"
     folder = Path(folder).expanduser()
     exists = FileExistsError(f"{folder} exists already and is left as it is; name another, or delete it")
     if folder.exists(): raise exists
-    _sweep(folder.parent)
     tmp = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
-    lock = hold(tmp, "this corpus")
+    _sweep(folder.parent); lock = hold(tmp, "this corpus")
     try:
         yield tmp
         lock.release(); (tmp/".lock").unlink(missing_ok=True)
@@ -510,6 +530,7 @@ def token_dtype(tokenizer):
     "The type of a token on disk"
     return np.dtype("<u2" if tokenizer.get_vocab_size() <= 2**16 else "<u4")
 
+# %% ../nbs/03_data.ipynb #f673b076
 def split_kind(train, val, val_frac): # two writers, the share to hold out
     "How to split: by document, or the tail where that leaves a side too small. ValueError if all is empty"
     if not (total := train.n + val.n): raise InputError("no documents, so no tokens: nothing was written")
@@ -539,6 +560,7 @@ def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_toke
 Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 
+# %% ../nbs/03_data.ipynb #22a6e04a
 class Meta(msgspec.Struct):
     "What `meta.json` says of the token files beside it"
     vocab: Vocabulary | None = None                 # every token is below it
@@ -628,6 +650,7 @@ def _check_counts(folder, meta, split, shards):
         raise InputError(f"{folder} has {have:,} tokens in its {split} files, and meta.json says {said:,}: a "
                          "file is missing, cut off or not one of them; copy or write them again")
 
+# %% ../nbs/03_data.ipynb #f7e5bcd5
 def _check_tokenizer(where, tokenizer, vocab, eot, exact):
     "Raise `InputError` for a tokenizer that isn't the one the tokens are from"
     n, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOT)
@@ -646,6 +669,7 @@ def _said_of(folder, vocab):
     if tok: _check_tokenizer(folder, tok, meta.vocab, meta.eot, exact)
     return meta, tok or (_cached_gpt2() if meta.eot == GPT2_EOT else None)
 
+# %% ../nbs/03_data.ipynb #d9423760
 def _open_shards(path, vocab=None, name=None):
     "Corpus of a folder of `.bin` files, or of one file and the validation file beside it"
     path = Path(path)
@@ -668,6 +692,7 @@ def tokenizer_hash(tokenizer):
     words = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     return hashlib.blake2b(words, digest_size=8).hexdigest()
 
+# %% ../nbs/03_data.ipynb #b3eb7f36
 def _prepared(name, docs, train, max_tokens, source, key, given):
     "Corpus from the cache. If it isn't there it is made of `docs()`, with the tokenizer `given` or `train()`"
     def of(*key):
@@ -706,6 +731,7 @@ def _open_stdlib(vocab, max_tokens, tokenizer):
                      f"the standard library of Python {py}", [[str(p), p.stat().st_size] for p in files],
                      tokenizer)
 
+# %% ../nbs/03_data.ipynb #4daa0b2a
 def _open_hub(name, vocab, max_tokens, tokenizer):
     def docs(): return hub_documents(name)
     def train(): return train_tokenizer(first_characters(docs()), vocab) if vocab else gpt2_tokenizer()
@@ -751,6 +777,7 @@ def open_corpus(
     if tokenizer: c = _with_tokenizer(c, tokenizer, path)
     return replace(c, train=c.train.part(0, max_tokens)) if max_tokens else c
 
+# %% ../nbs/03_data.ipynb #8507a1c9
 def _with_tokenizer(corpus, tokenizer, path):
     "The corpus with that tokenizer. `InputError` if it has another"
     if not corpus.tokenizer: _check_tokenizer(path, tokenizer, corpus.vocab, corpus.eot, False)
@@ -773,6 +800,7 @@ def fingerprint(self: Corpus):
         if s is not None: res |= {f"{name} tokens": len(s), f"{name} samples": _samples(s)}
     return res
 
+# %% ../nbs/03_data.ipynb #40f49a84
 def differences(old, new): # two fingerprints
     "What differs, in words: `training tokens 1,000 -> 2,000, ...`; empty if nothing does"
     def said(x): return f"{x:,}" if isinstance(x, int) else str(x)
@@ -799,8 +827,7 @@ class Batches:
                              "smaller batch or seq, or more text")
     def __iter__(self): return self
     def __next__(self):
-        self.i += 1
-        return self[self.i - 1]
+        self.i += 1; return self[self.i - 1]
 
 # %% ../nbs/03_data.ipynb #a88ab4d9
 @patch
@@ -815,6 +842,7 @@ def starts(self: Batches, i):
         self.epoch = epoch
     return self.offset + self.order[k*self.batch : (k+1)*self.batch] * self.seq
 
+# %% ../nbs/03_data.ipynb #f7ef18ff
 @patch
 def __getitem__(self: Batches, i):
     "Batch number `i`"
@@ -822,27 +850,42 @@ def __getitem__(self: Batches, i):
     return tuple(torch.from_numpy(o.astype(np.int64)) for o in (w[:, :-1], w[:, 1:]))
 
 # %% ../nbs/03_data.ipynb #d433ae50
+def _tried(f):
+    "What `f` returns and None, or None and its error"
+    try: return f(), None
+    except BaseException as e: return None, e
+
+def _answers(asked, ready, stopped):
+    "What comes out of the queue `ready`, the next one asked for at once, until `stopped()`"
+    while not stopped():
+        try: res, error = ready.get(timeout=.1)
+        except Empty: continue
+        if error: raise error
+        asked.put(True)
+        yield res
+
+# %% ../nbs/03_data.ipynb #a0ebdd12
 @contextmanager
 def _one_ahead(f, stopped):
     "An endless iterator of what `f` returns, called in a thread and one call ahead, until `stopped()`"
     asked, ready = SimpleQueue(), SimpleQueue()
     def work():
-        while asked.get():
-            try: ready.put((f(), None))
-            except BaseException as e: ready.put((None, e))
-    def results():
-        while not stopped():
-            try: res, error = ready.get(timeout=.1)
-            except Empty: continue
-            if error: raise error
-            asked.put(True)
-            yield res
+        while asked.get(): ready.put(_tried(f))
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start(); asked.put(True)
-    try: yield results()
+    try: yield _answers(asked, ready, stopped)
     finally: asked.put(False); thread.join(1)
 
 # %% ../nbs/03_data.ipynb #3160047a
+def _load(it, device, side): # an iterator of batches, where they are wanted, a stream for the copy or None
+    "The next batch, on its way to `device`, and the event after which it's there (None: it is)"
+    b = next(it, None)
+    if b is None or device.type == "cpu": return b, None
+    if side is None: return tuple(t.to(device) for t in b), None
+    with torch.cuda.stream(side):       # also makes `device` this thread's current one
+        return tuple(t.pin_memory().to(device, non_blocking=True) for t in b), side.record_event()
+
+# %% ../nbs/03_data.ipynb #9b6c5b18
 def prefetch(
     batches: Iterable,      # of tuples of CPU tensors
     device,                 # where they are wanted
@@ -851,18 +894,11 @@ def prefetch(
     """Batches on `device`, the next one assembled and copied in the background while this one trains.
     An error in the background surfaces at the batch it belongs to; closing the generator ends the thread."""
     device, it = torch.device(device), iter(batches)
-    cuda = device.type == "cuda"
-    side = torch.cuda.Stream(device) if cuda else None
-    def load():
-        b = next(it, None)
-        if b is None or device.type == "cpu": return b, None
-        if not cuda: return tuple(t.to(device) for t in b), None
-        with torch.cuda.stream(side):       # also makes `device` this thread's current one
-            return tuple(t.pin_memory().to(device, non_blocking=True) for t in b), side.record_event()
-    with _one_ahead(load, stopped) as results:
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with _one_ahead(lambda: _load(it, device, side), stopped) as results:
         for b, copied in results:
             if b is None: return
-            if cuda:
+            if side is not None:
                 main = torch.cuda.current_stream(device)
                 main.wait_event(copied)
                 for t in b: t.record_stream(main)
@@ -902,6 +938,7 @@ def _unigram(corpus, n):
     c = sum(np.bincount(t, minlength=vocab)*often for t, often in _counted(corpus, n)) + 1.
     return c / c.sum()
 
+# %% ../nbs/03_data.ipynb #5698bec8
 def unigram_loss(
     corpus,             # its training tokens are counted; or a mixture: pairs of corpus and weight
     batches,            # validation batches (x, y)

@@ -17,6 +17,7 @@ from .files import InputError, check_writable, lookup, replace_file
 from .measure import ladder_chart, ladder_table, make_record, ratio, take_turns, warm_up
 from .model import train_flops
 from .model import workload as find_workload
+from .peers import peer_paths, tell_peers
 from .runs import (bench, check_rung, code_of, free_memory, in_order, measure_run, rung_name,
                                settled, step_of)
 from .train.hardware import parse_rungs
@@ -159,5 +160,7 @@ def climb_and_tell(c): # a `LadderOptions`
     config, size = bench()
     if c.workload: config = find_workload(c.workload)
     only = [n.strip() for n in c.only.split(",") if n.strip()]
-    print(ladder_table(new_ladder(config, c.batch or size, parse_rungs(c.rungs), folder, only)))
+    rungs, batch, paths = parse_rungs(c.rungs), c.batch or size, peer_paths(c.peer)
+    print(ladder_table(new_ladder(config, batch, rungs, folder, only)))
+    if paths: tell_peers(config, batch, rungs, paths, folder)
     print(f"\nsaved in {folder}/")

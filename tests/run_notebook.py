@@ -1,16 +1,47 @@
 """Run a notebook and keep its outputs: run_notebook.py nbs/04_model.ipynb [where/to.ipynb]
 
-What an exercise leaves to the reader (`#| eval: false`) is not run. An error stops it, and then nothing is written."""
-import os, re, sys
+What an exercise leaves to the reader (`#| eval: false`) is not run. An error stops it, and then nothing is written. What the outputs
+come from is noted in `measurements/outputs.json` beside the notebook, or with a second argument in `outputs.json` beside that:
+a digest of the code, GPU, torch, date and seconds, under the notebook's name."""
+import json, os, re, sys, tempfile, time
 from pathlib import Path
 from execnb.shell import CaptureShell
+from filelock import FileLock
 
-def left_to_the_reader(cell): return cell.cell_type == "code" and bool(re.search(r"^#\|\s*eval:\s*false", cell.source, re.M))
+def left_to_the_reader(source): return bool(re.search(r"^#\|\s*eval:\s*false", source, re.M))
+
+MAGIC = re.compile(r"^(\s*)([%!].*)$", re.M)
+
+def python(source):
+    "A cell as plain Python: `%magic` and `!command` lines are calls with what they say, and so is a `%%magic` cell"
+    if source.startswith("%%"): return f"magic({source!r})"
+    return MAGIC.sub(lambda m: f"{m[1]}magic({m[2]!r})", source)
+
+def code_digest(nb): # a parsed notebook
+    "A digest of the code that runs: comments, docstrings, formatting and what is left to the reader don't count"
+    from llm_speedrun.measure import digest     # not before a notebook has run, which may want to import it first
+    sources = ["".join(c["source"]) for c in nb["cells"] if c["cell_type"] == "code"]
+    return digest(*(python(s) for s in sources if not left_to_the_reader(s)))
+
+def note(path, name, entry): # a JSON file, a notebook's name, what is known of its outputs
+    "Write `entry` over the one under `name`, or beside the others"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(Path(tempfile.gettempdir())/"llm_speedrun_outputs.lock"):
+        entries = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(dict(sorted((entries | {name: entry}).items())), indent=1) + "\n")
 
 def run(path, dest=None):
     "Run `path` in its own folder, and write it with its outputs to `dest`, by default over itself"
-    path, dest = Path(path).resolve(), Path(dest or path).resolve()
+    path, dest = Path(path).resolve(), dest and Path(dest).resolve()
     os.chdir(path.parent)
-    CaptureShell().execute(path.name, dest, exc_stop=True, preproc=left_to_the_reader)
+    os.environ["JPY_SESSION_NAME"] = str(path)     # as Jupyter does: records say which notebook wrote them
+    nb, began = json.loads(path.read_text(encoding="utf-8")), time.perf_counter()
+    CaptureShell().execute(path.name, dest or path, exc_stop=True,
+                           preproc=lambda c: c.cell_type == "code" and left_to_the_reader(c.source))
+    seconds = round(time.perf_counter() - began, 1)
+    from llm_speedrun.measure import machine
+    here = {k: v for k, v in machine().items() if k in ("gpu", "torch", "date")}
+    note(dest.parent/"outputs.json" if dest else path.parent/"measurements"/"outputs.json", path.stem,
+         dict(code=code_digest(nb), **here, seconds=seconds))
 
 if __name__ == "__main__": run(*sys.argv[1:])

@@ -1,5 +1,5 @@
 "Bad input to the data pipeline gets an error that names it and says what to do, and nothing is lost."
-import bz2, gzip, io, json, lzma, os, signal, subprocess, sys, threading, time, tracemalloc
+import bz2, gzip, json, lzma, os, signal, subprocess, sys, threading, time, tracemalloc
 import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from tokenizers import Tokenizer
 from llm_speedrun import data

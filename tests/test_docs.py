@@ -1,20 +1,9 @@
 """The site shows what is committed, and what is committed is whole. Tested without Quarto: nbdev prepares a notebook for it, and
 that step is the one that could run code again, or leave some out."""
-import ast, json, re, shutil, subprocess, sys
+import ast, re, shutil, subprocess, sys
 import pytest
+from cells import NBS, cells, directives, shown
 from make_readme import ROOT, text
-
-NBS = sorted((ROOT/"nbs").glob("*.ipynb"))
-
-def cells(path): return json.loads(path.read_text(encoding="utf-8"))["cells"]
-
-DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?[ \t]*(.*)$", re.M)
-
-def directives(cell): return dict(DIRECTIVE.findall(text(cell["source"])))
-
-def shown(cell):
-    "Whether the site shows this cell: all but what is hidden, and the line that names the module"
-    return not directives(cell).keys() & {"hide", "default_exp"}
 
 def code(cell):
     "Its source without nbdev's directives; Quarto's, which have a colon, are for Quarto"

@@ -4,7 +4,6 @@ from dataclasses import replace
 import pytest, torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from llm_speedrun import export
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import *
 from llm_speedrun.model import GPT, WORKLOADS

@@ -8,7 +8,7 @@ from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths, runs_kernel
 from llm_speedrun.model import naive_attention, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import Stepper, baseline, build
+from llm_speedrun.runs import Stepper, build
 from small import NANO, fails
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,7 +4,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-import pytest, torch, torch.nn as nn, torch.nn.functional as F
+import pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.fp8 as plain, llm_speedrun.rungs.fused_fp8 as module
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import *
@@ -16,7 +16,7 @@ from llm_speedrun.roofline import has_fp8, main_format
 from llm_speedrun.model import rope, rope_table, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build, count_step, entered
-from small import NANO, fails
+from small import NANO
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -10,7 +10,7 @@ from llm_speedrun.train.options import LadderOptions, speedrun_ladder
 from llm_speedrun.measure import Choices, Timings, process_start
 from llm_speedrun.runs import find_rung, rung_name
 from llm_speedrun.train import hardware
-from llm_speedrun.train.hardware import PRESETS, divisors, memory_advice, micro_batches, presets, trial
+from llm_speedrun.train.hardware import PRESETS, divisors, memory_advice, presets, trial
 from llm_speedrun.train.trainer import Trainer, train
 from small import NANO, fails, nano, options, words
 

@@ -3,12 +3,11 @@ import copy, gc, json, subprocess, sys, weakref
 from dataclasses import replace
 import pytest, torch
 from torch import nn
-from llm_speedrun.rungs import amp, checkpointing, chunked_ce, flash, tf32    # their rungs
 from llm_speedrun.measure import compare, ratio, sample_ms, summarize, version_of
 from llm_speedrun.roofline import count, ceilings
 from llm_speedrun.model import workload
 from llm_speedrun.runs import Stepper, adamw, baseline, build, check_rung, find_rung, step_of
-from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, AdamW8bit, Bf16AdamW, adamw8bit, bf16_matrices,
+from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, AdamW8bit, Bf16AdamW, bf16_matrices,
                                 bf16_weights, decode_moments, encode_moments, in_blocks, join_fp32, make_8bit,
                                 make_bf16, make_fused, philox, random_bits, split_fp32, stochastic_round,
                                 update_torch, update_triton)

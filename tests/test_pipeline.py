@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from llm_speedrun import data
 from llm_speedrun.files import InputError
-from tokenizers import Tokenizer
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.train.options import DataOptions, speedrun_data
 from llm_speedrun.data import Batches, open_corpus, read_documents, stdlib_files, train_tokenizer, write_shards

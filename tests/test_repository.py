@@ -80,7 +80,7 @@ def test_sidebar_and_index_are_in_reading_order():
     assert listed == pages[1:], "the table in nbs/index.ipynb and the sidebar differ"
 
 PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 6: ""}    # tens -> folder of the modules
-ABOUT_ALL = {"22_ladder"}    # stands among the rungs and is none
+ABOUT_ALL = {"22_ladder", "25_peers"}    # stand among the rungs and are none
 
 def test_a_module_is_in_the_folder_of_its_part():
     for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):

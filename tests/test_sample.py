@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 from llm_speedrun.sample import continued
 from llm_speedrun.train.options import speedrun_sample
 from llm_speedrun.train.trainer import train
-from small import NANO, nano, options, texts
+from small import nano, options, texts
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -1,0 +1,32 @@
+"Notebooks as the tests read them."
+import json, re
+from make_readme import ROOT, text
+
+NBS = sorted((ROOT/"nbs").glob("*.ipynb"))
+LESSONS = [p for p in NBS if p.stem[:2].isdigit()]
+LADDER = [p for p in LESSONS if 10 <= int(p.stem[:2]) < 30]
+
+def read(path): return json.loads(path.read_text(encoding="utf-8"))
+def cells(path): return read(path)["cells"]
+def source(c): return text(c["source"])
+def of_kind(nb, kind): return [c for c in nb["cells"] if c["cell_type"] == kind]
+
+DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?[ \t]*(.*)$", re.M)
+
+def directives(c): return dict(DIRECTIVE.findall(source(c)))
+def exported(c): return directives(c).keys() & {"export", "exports", "exporti"}
+
+def shown(c):
+    "Whether the site shows this cell: all but what is hidden, and the line that names the module"
+    return not directives(c).keys() & {"hide", "default_exp"}
+
+def lines(c): return [o for o in source(c).splitlines() if o.strip() and not o.startswith("#|")]
+def first_line(c): return (lines(c) or [""])[0]
+
+def output_text(o):
+    "The texts of an output, pictures left out"
+    yield text(o.get("text", ""))
+    for kind, v in o.get("data", {}).items():
+        if kind.startswith("text/"): yield text(v)
+
+def said(nb): return [s for c in of_kind(nb, "code") for o in c["outputs"] for s in output_text(o)]
