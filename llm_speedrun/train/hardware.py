@@ -97,6 +97,7 @@ class Hardware:
 HARDWARE = {"h100": Hardware(80), "a100-80g": Hardware(80, ("fp8",)), "a100-40g": Hardware(40, ("fp8",)),
             "24g": Hardware(24), "16g": Hardware(16), "12g": Hardware(12), "cpu": Hardware(0)}
 
+# %% ../../nbs/32_hardware.ipynb #6d90fc0e
 def hardware(name=""): # a key of `HARDWARE`, by default what is there
     """The `Hardware` of that name. Raises `ValueError` for one that there isn't, for one that has more memory
     than this machine, and for a CPU where there is a GPU"""
@@ -151,6 +152,7 @@ def free_memory():
     "Give the GPU's memory back that nobody holds any more, cycles of Python's included"
     if torch.cuda.is_available(): gc.collect(); torch.cuda.empty_cache()
 
+# %% ../../nbs/32_hardware.ipynb #59de9bcc
 def attempt(config, # a `GPTConfig`
             rungs, # names
             batch, # sequences
@@ -174,6 +176,7 @@ def first_that_fits(config, rungs, sizes, # a `GPTConfig`, names, batches in the
         try: return next(filter(None, (attempt(config, rungs, n, timed) for n in sizes)), None)
         finally: free_memory()
 
+# %% ../../nbs/32_hardware.ipynb #5b7bcbb2
 def trial(config, # a `GPTConfig`
           rungs, # names
           rows, # sequences in a step

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'HOW', 'MANIFEST', 'VERSION', 'MOST', 'taken_apart', 'put_together', 'OptimizerState', 'names_in_order',
-           'named_state', 'load_named_state', 'check_moments', 'converted', 'FileSum', 'Manifest', 'digest', 'listed',
-           'sum_of', 'write_tensors', 'write_checkpoint', 'About', 'read_about', 'broken', 'checkpoints',
-           'step_of_name', 'newest', 'prune', 'to_host', 'pinned', 'Saver', 'read_checkpoint', 'Record', 'read_record',
-           'weights_in', 'check_size', 'Result', 'read_result']
+           'named_state', 'converted', 'load_named_state', 'check_moments', 'FileSum', 'Manifest', 'digest', 'listed',
+           'sum_of', 'write_tensors', 'write_checkpoint', 'write_files', 'About', 'read_about', 'broken', 'damaged',
+           'checkpoints', 'step_of_name', 'prune', 'newest', 'to_host', 'pinned', 'Saver', 'read_checkpoint', 'Record',
+           'read_record', 'weights_in', 'check_size', 'Result', 'read_result']
 
 # %% ../../nbs/31_saving.ipynb #731e1a2a
 import hashlib, json, math, shutil
@@ -80,6 +80,14 @@ def named_state(model, # whose parameters are updated
     kept = {order[i]: s for i, s in state["state"].items()}
     return dict(kind=type(opt).__name__, state=kept, groups=groups)
 
+# %% ../../nbs/31_saving.ipynb #985085cc
+def converted(x, # a tree of plain values
+              kind, # a type that msgspec knows
+              what): # to call it in an error
+    "`x` as a `kind`. Raises `InputError` where it is none"
+    try: return msgspec.convert(x, kind)
+    except msgspec.ValidationError as e: raise InputError(f"{what} can't be used: {e}") from None
+
 # %% ../../nbs/31_saving.ipynb #532f5e9d
 HOW = "fused", "foreach", "capturable", "differentiable" # how an update is computed, not what it is
 
@@ -115,14 +123,6 @@ def check_moments(opt, # an optimizer
                 shape == p.shape for k, (shape, _) in kept.items() if k.startswith("exp_avg"))
             if not good: raise InputError(f"an optimizer's state doesn't fit the parameter {n}")
 
-# %% ../../nbs/31_saving.ipynb #985085cc
-def converted(x, # a tree of plain values
-              kind, # a type that msgspec knows
-              what): # to call it in an error
-    "`x` as a `kind`. Raises `InputError` where it is none"
-    try: return msgspec.convert(x, kind)
-    except msgspec.ValidationError as e: raise InputError(f"{what} can't be used: {e}") from None
-
 # %% ../../nbs/31_saving.ipynb #2379d4ba
 MANIFEST = "manifest.json"
 
@@ -136,6 +136,7 @@ class Manifest(msgspec.Struct):
     files: dict[str, FileSum]
     sum: str # of the list
 
+# %% ../../nbs/31_saving.ipynb #6555b449
 def digest(path): # a file
     "SHA-256 of the file's bytes, in hexadecimal"
     h = hashlib.sha256()
@@ -175,16 +176,21 @@ def write_checkpoint(folder, # where it will be; it must not exist
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     try:
-        for name, ts in tensors.items(): write_tensors(ts, tmp/f"{name}.safetensors")
-        (tmp/"about.json").write_text(json.dumps(about), encoding="utf-8")
-        files = listed(tmp)
-        (tmp/MANIFEST).write_text(json.dumps(dict(files=files, sum=sum_of(files))), encoding="utf-8")
-        for p in (*tmp.iterdir(), tmp): synced(p)
+        write_files(tmp, tensors, about)
         tmp.rename(folder)
         synced(folder.parent)
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
+
+# %% ../../nbs/31_saving.ipynb #e897fc11
+def write_files(folder, tensors, about): # an empty folder; the rest as for `write_checkpoint`
+    "Write a checkpoint's files into the folder, the manifest last, and wait until the disk has them"
+    for name, ts in tensors.items(): write_tensors(ts, folder/f"{name}.safetensors")
+    (folder/"about.json").write_text(json.dumps(about), encoding="utf-8")
+    files = listed(folder)
+    (folder/MANIFEST).write_text(json.dumps(dict(files=files, sum=sum_of(files))), encoding="utf-8")
+    for p in (*folder.iterdir(), folder): synced(p)
 
 # %% ../../nbs/31_saving.ipynb #1bf22e51
 VERSION = 2 # of what is written here
@@ -214,15 +220,21 @@ def broken(folder): # of a checkpoint
         if sum_of(msgspec.to_builtins(manifest.files)) != manifest.sum:
             return f"{MANIFEST} doesn't match its own sum"
         for name, f in manifest.files.items():
-            path = folder/Path(name).name
-            if not path.is_file(): return f"{name} is missing"
-            there = path.stat().st_size
-            if there != f.bytes: return f"{name} has {there:,} bytes of {f.bytes:,}"
-            if digest(path) != f.sha256: return f"{name} doesn't match its sum"
+            if why := damaged(folder/Path(name).name, name, f): return why
         read_about(folder)
     except FileNotFoundError as e: return f"{Path(e.filename).name} is missing"
     except InputError as e: return str(e)
     return ""
+
+# %% ../../nbs/31_saving.ipynb #40b60a2b
+def damaged(path, # of a file
+            name, # what the manifest calls it
+            f): # its `FileSum`
+    "What is wrong with the file, in words; an empty string if nothing is"
+    if not path.is_file(): return f"{name} is missing"
+    there = path.stat().st_size
+    if there != f.bytes: return f"{name} has {there:,} bytes of {f.bytes:,}"
+    return "" if digest(path) == f.sha256 else f"{name} doesn't match its sum"
 
 # %% ../../nbs/31_saving.ipynb #6aa3eea9
 def checkpoints(folder): # that holds checkpoints
@@ -234,16 +246,6 @@ def step_of_name(checkpoint): # a checkpoint's folder
     "The number of the step in its name"
     return int(checkpoint.name[5:])
 
-def newest(folder, # that holds checkpoints
-           run="", # a run's id: only its checkpoints count
-           say=print): # is told of those that are passed over
-    "The newest whole checkpoint's folder, or None"
-    for c in reversed(checkpoints(folder)):
-        why = broken(c)
-        if not why and run and read_about(c).run != run: why = "it is of another run"
-        if not why: return c
-        say(f"passing over {c}: {why}")
-
 def prune(folder, # that holds checkpoints
           keep, # how many of the newest
           losses={}): # step -> validation loss
@@ -253,6 +255,17 @@ def prune(folder, # that holds checkpoints
     best = min(known, key=known.get, default=None)
     for c in found[:-keep]:
         if c != best: shutil.rmtree(c.rename(c.with_name(f"{c.name}.tmp"))) # never half of a checkpoint
+
+# %% ../../nbs/31_saving.ipynb #000852c5
+def newest(folder, # that holds checkpoints
+           run="", # a run's id: only its checkpoints count
+           say=print): # is told of those that are passed over
+    "The newest whole checkpoint's folder, or None"
+    for c in reversed(checkpoints(folder)):
+        why = broken(c)
+        if not why and run and read_about(c).run != run: why = "it is of another run"
+        if not why: return c
+        say(f"passing over {c}: {why}")
 
 # %% ../../nbs/31_saving.ipynb #74afea9b
 def to_host(t): # a tensor
@@ -276,31 +289,27 @@ class Saver:
         self.pool, self.writing, self.reserved = ThreadPoolExecutor(1, "saver"), None, []
         for p in self.folder.glob("step-*.tmp"): shutil.rmtree(p) # of a process that was killed
 
-    def reserve(self, tensors): # of the shapes and types that will be saved
-        "Have memory ready for copies of them, so that the first `save` needn't wait for it"
-        self.reserved = [pinned(t) for t in tensors if t.is_cuda]
-
     def busy(self):
         "Whether a checkpoint is still being written"
         return bool(self.writing) and not self.writing.done()
 
-    def wait(self):
-        "Until what is being written is on the disk. Raises what went wrong there"
-        writing, self.writing = self.writing, None
-        if writing: writing.result()
-
-    def close(self):
-        "Wait, and end the thread"
-        try: self.wait()
-        finally: self.pool.shutdown()
-
-# %% ../../nbs/31_saving.ipynb #e1856462
+# %% ../../nbs/31_saving.ipynb #71e26a6b
 @patch
-def go_on(self:Saver, step): # of the checkpoint that was read
-    "Remove those of later steps, which couldn't be read, and those that are too many"
-    for c in checkpoints(self.folder):
-        if step_of_name(c) > step: shutil.rmtree(c)
-    prune(self.folder, self.keep, self.losses)
+def reserve(self:Saver, tensors): # of the shapes and types that will be saved
+    "Have memory ready for copies of them, so that the first `save` needn't wait for it"
+    self.reserved = [pinned(t) for t in tensors if t.is_cuda]
+
+@patch
+def wait(self:Saver):
+    "Until what is being written is on the disk. Raises what went wrong there"
+    writing, self.writing = self.writing, None
+    if writing: writing.result()
+
+@patch
+def close(self:Saver):
+    "Wait, and end the thread"
+    try: self.wait()
+    finally: self.pool.shutdown()
 
 # %% ../../nbs/31_saving.ipynb #db04b5cf
 @patch
@@ -313,16 +322,22 @@ def save(self:Saver, step, # its number
     self.reserved = [] # PyTorch's to reuse now; earlier, the recording of a CUDA graph would have freed it
     tensors = {}
     about = dict(version=VERSION, step=step, run=self.run, facts=facts, state=taken_apart(state, tensors))
-    losses = dict(self.losses)
-    host = {n: {k: to_host(t) for k, t in ts.items()} for n, ts in dict(model=model, state=tensors).items()}
+    groups = dict(model=model, state=tensors)
+    host = {n: {k: to_host(t) for k, t in ts.items()} for n, ts in groups.items()}
     copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
-    def write():
-        if copied: copied.synchronize()
-        folder = self.folder/f"step-{step:08}"
-        if folder.exists(): shutil.rmtree(folder) # a broken one, or of a run that went back
-        write_checkpoint(folder, host, about)
-        prune(self.folder, self.keep, losses)
-    self.writing = self.pool.submit(write)
+    self.writing = self.pool.submit(self.write, step, host, about, copied, dict(self.losses))
+
+# %% ../../nbs/31_saving.ipynb #0528b9cb
+@patch
+def write(self:Saver, step, host, about, # its number, copies on their way, a dict for `about.json`
+          copied, # a CUDA event after the copies, or None
+          losses): # step -> validation loss, as it was at the copy
+    "In the thread: wait for the copies, write the checkpoint, remove those that are too many"
+    if copied: copied.synchronize()
+    folder = self.folder/f"step-{step:08}"
+    if folder.exists(): shutil.rmtree(folder) # a broken one, or of a run that went back
+    write_checkpoint(folder, host, about)
+    prune(self.folder, self.keep, losses)
 
 # %% ../../nbs/31_saving.ipynb #4503ceeb
 def read_checkpoint(folder): # of a checkpoint
@@ -338,6 +353,14 @@ def read_checkpoint(folder): # of a checkpoint
     except (InputError, SafetensorError) as e: raise InputError(f"{folder} can't be used: {e}") from None
     except RecursionError: raise InputError(f"{folder}/about.json is nested too deeply") from None
 
+# %% ../../nbs/31_saving.ipynb #e1856462
+@patch
+def go_on(self:Saver, step): # of the checkpoint that was read
+    "Remove those of later steps, which couldn't be read, and those that are too many"
+    for c in checkpoints(self.folder):
+        if step_of_name(c) > step: shutil.rmtree(c)
+    prune(self.folder, self.keep, self.losses)
+
 # %% ../../nbs/31_saving.ipynb #b611ea0a
 MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20, seq=2**24,
             eps=1)
@@ -352,6 +375,7 @@ class Record(msgspec.Struct):
     driver: str | None = None
     torch: str | None = None
 
+# %% ../../nbs/31_saving.ipynb #8390fe4e
 def read_record(folder): # of a run
     "Its `Record`. Raises `FileNotFoundError` for a folder that is none, and `InputError` for a bad file"
     path = Path(folder)/"config.json"
