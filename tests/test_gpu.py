@@ -11,9 +11,10 @@ from llm_speedrun.rungs.triton import AddRMSNorm
 from llm_speedrun.measure import version_of, warm_up
 from llm_speedrun.roofline import OpCounter, has_fp8
 from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
-from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, reference_errors, step_of
+from llm_speedrun.runs import (Run, Stepper, baseline, build, count_step, micro_batch, peak_gib, reference_errors,
+                               step_of)
 from llm_speedrun.rungs.tf32 import tf32
-from llm_speedrun.train.hardware import attempt, memory_advice, parse_rungs, presets
+from llm_speedrun.train.hardware import parse_rungs, presets
 from llm_speedrun.train.trainer import TrainConfig, train
 from torch.nn.attention import sdpa_kernel
 from flags import changed, flags
@@ -299,8 +300,8 @@ def test_out_of_memory(tmp_path):
         assert res["steps"] == 2 and math.isfinite(res["val_loss"])
         del trainer; gc.collect(); torch.cuda.empty_cache()
 
-def test_memory_advice():
-    "The batch that is advised for one that is too large runs"
+def test_micro_batch():
+    "Naive attention needs smaller pieces than flash attention, and both stay under 72 GiB"
     c, rungs = workload("124m"), ["tf32", "bf16", "flash"]
-    fits = int(re.search(r"--batch (\d+)$", memory_advice(c, rungs, 10**4))[1])
-    assert fits > 1 and attempt(c, rungs, fits)
+    naive, flash = micro_batch(c, rungs[:2], 64), micro_batch(c, rungs, 64)
+    assert naive < flash and peak_gib(c, rungs[:2], 64, naive) <= 72 < peak_gib(c, rungs[:2], 64, 2*naive)

@@ -10,7 +10,7 @@ from llm_speedrun.train.options import LadderOptions, speedrun_ladder
 from llm_speedrun.measure import Choices, Timings, process_start
 from llm_speedrun.runs import find_rung, rung_name
 from llm_speedrun.train import hardware
-from llm_speedrun.train.hardware import PRESETS, divisors, memory_advice, presets, trial
+from llm_speedrun.train.hardware import PRESETS, divisors, presets, trial
 from llm_speedrun.train.trainer import Trainer, train
 from small import NANO, fails, nano, options, words
 
@@ -68,11 +68,16 @@ def test_other_errors_are_errors(gpu, monkeypatch):
     with fails(RuntimeError, "a kernel is wrong"): trial(NANO, [], 64)
     assert len(gpu.built) == 1
 
-def test_memory_advice(gpu):
-    "The advice after running out of memory is a batch that was tried, found in a few attempts"
-    assert memory_advice(NANO, [], 10**4).endswith("On this GPU 9 fit: --batch 9") and len(gpu.built) == 10
-    gpu.most = 0
-    assert "one sequence doesn't fit either" in memory_advice(NANO, [], 3)
+def test_micro_batch(monkeypatch):
+    "Each half of the step's sequences is tried until one fits, and an odd number is not halved"
+    tried = []
+    def peak(config, rungs, batch, micro): tried.append(micro); return 2.*micro
+    monkeypatch.setattr(runs, "peak_gib", peak)
+    assert runs.micro_batch(NANO, [], 64) == 64 and not tried     # on a CPU
+    monkeypatch.setattr(runs, "default_device", lambda: torch.device("cuda"))
+    assert runs.micro_batch(NANO, [], 64) == 32 and tried == [64, 32]
+    assert runs.micro_batch(NANO, [], 48, room=30) == 12
+    with fails(RuntimeError, "3 × 32 tokens need over 5 GiB"): runs.micro_batch(NANO, [], 12, room=5)
 
 @pytest.mark.cuda
 def test_start_of_fastest():

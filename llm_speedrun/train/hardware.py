@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['PRESETS', 'HARDWARE', 'ROOM', 'fitting', 'preset', 'presets', 'parse_rungs', 'left_out', 'Settled', 'settle_rungs',
            'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller', 'most_sequences', 'micro_batches',
-           'Trial', 'free_memory', 'attempt', 'first_that_fits', 'trial', 'memory_advice']
+           'Trial', 'attempt', 'first_that_fits', 'trial']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
-import gc, os, sys
+import os, sys
 from dataclasses import asdict, dataclass
 import msgspec, torch
 from ..files import InputError, RunError, lookup
 from ..measure import gpu_gib, memory_limit, sample_ms, summarize, warm_up
-from ..runs import RUNGS, find_rung, parsed, rung_name, settle, step_of, to_settle
+from ..runs import RUNGS, find_rung, free_memory, parsed, rung_name, settle, step_of, to_settle
 from ..rungs.amp import half_rung
 
 # %% ../../nbs/32_hardware.ipynb #65ed883e
@@ -148,10 +148,6 @@ class Trial:
     peak_gib: float | None # GPU memory that the steps needed; None on a CPU
     warmup_s: float # seconds before it was warm: building, kernels to compile, four steps
 
-def free_memory():
-    "Give the GPU's memory back that nobody holds any more, cycles of Python's included"
-    if torch.cuda.is_available(): gc.collect(); torch.cuda.empty_cache()
-
 # %% ../../nbs/32_hardware.ipynb #59de9bcc
 def attempt(config, # a `GPTConfig`
             rungs, # names
@@ -190,14 +186,3 @@ def trial(config, # a `GPTConfig`
         raise RunError(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs smallest, "
                        "or a smaller --workload or --seq")
     return t
-
-# %% ../../nbs/32_hardware.ipynb #f3ee7ff0
-def memory_advice(config, # a `GPTConfig`
-                  rungs, # names
-                  batch): # the batch that didn't fit
-    "What to do after running out of GPU memory"
-    said = f"out of GPU memory with --batch {batch} of {config.seq} tokens"
-    halves = (batch >> i for i in range(1, batch.bit_length()))
-    fits = first_that_fits(config, rungs, halves, gpu_gib() if torch.cuda.is_available() else 0)
-    if not fits: return f"{said}, and one sequence doesn't fit either: choose a smaller --workload"
-    return f"{said}. On this GPU {fits.batch} fit: --batch {fits.batch}"

@@ -30,15 +30,15 @@ from ..measure import (Choices, Timings, default_device, ladder_table, machine, 
 from ..data import (EOT, Batches, Corpus, bigram_loss, differences, prefetch, tokenizer_of,
                                val_batches)
 from ..model import train_flops, workload
-from ..runs import build, rung_name
+from ..runs import build, free_memory, rung_name
 from ..rungs.documents import check_documents, within_documents
 from ..sample import generate
 from ..ladder import choose_rungs, measured
 from ..export import import_folder
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
-from .hardware import (divisors, free_memory, growing_segments, hardware, left_out,
-                                         memory_limit, parse_rungs, settle_rungs, smaller, trial)
+from .hardware import (divisors, growing_segments, hardware, left_out, memory_limit,
+                                         parse_rungs, settle_rungs, smaller, trial)
 from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, one_side
 from .options import TrainConfig, agree
