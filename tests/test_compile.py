@@ -31,7 +31,7 @@ def default_device(): return torch.device("cuda" if torch.cuda.is_available() el
 def losses(step, b, n=3): return [step(b).item() for _ in range(n)] + [step.evaluate([b, b])]
 
 OURS = ["tf32", "bf16", "flash", "fused_ops", "chunked_ce"]
-LISTS = [[], ["tf32", "fp16", "flash"], OURS, OURS + ["selective_checkpoint"], OURS + ["bf16_weights"]]
+LISTS = [[], ["tf32", "fp16", "flash"], ["tf32", "bf16", "flash", "bf16_stream"], OURS, OURS + ["selective_checkpoint"], OURS + ["bf16_weights"]]
 
 @pytest.mark.parametrize("rungs, whole", [(r, False) for r in LISTS] + [(OURS + ["checkpoint"], True)])
 def test_same_and_once(rungs, whole):
@@ -119,16 +119,15 @@ def test_a_break_is_an_error():
     run = compile(build(NANO, []).with_model(lambda m: set_parts(m, attend=talk)), backend=spy)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="print"): Stepper(run)(batch())
 
-def test_first_step_of_a_fresh_process(monkeypatch):
-    "What is read from two processes, one after the other"
-    monkeypatch.setattr("llm_speedrun.rungs.compile.FIRST_STEP", "print('noise'); print(1.5)")
-    assert restart_seconds("tiny", [], 1) == (1.5, 1.5)
-
-def test_the_program_of_a_fresh_process(monkeypatch, capsys):
-    "It prints the seconds of a first step"
-    monkeypatch.setattr(sys, "argv", ["-c", "tiny", "1", "flash"])
-    exec(FIRST_STEP, {})
-    assert 0 < float(capsys.readouterr().out) < 300
+def test_the_stream_in_16_bits():
+    "The rung rounds what comes into the first block, and no later one widens it; not for fused blocks, which do so anyway"
+    run, (x, y) = build(NANO, ["bf16", "bf16_stream"]), batch()
+    types = []
+    for m in run.model.layers: m.layer = lambda *a, f=m.layer: (lambda h: types.append(h.dtype) or h)(f(*a))
+    with entered(run.forward_contexts): loss = run.loss(run.model, x, y)
+    assert types == [torch.bfloat16]*NANO.layers and loss.item() == pytest.approx(losses(Stepper(build(NANO, ["bf16"])), (x, y))[0], rel=1e-2)
+    with fails(ValueError, "exclude each other"): build(NANO, ["bf16", "fused_ops", "bf16_stream"])
+    with fails(ValueError, "builds on 'bf16'"): build(NANO, ["bf16_stream"])
 
 def test_a_step_that_no_graph_can_record():
     "A gradient scaler, an optimizer that counts in Python, a CPU: refused before anything is recorded"

@@ -135,7 +135,7 @@ def test_workloads(name):
     assert there == {f"model.{k}": v for k, v in shapes(config).items()}
     assert theirs.model.rotary_emb.config.max_position_embeddings == config.seq
 
-NEEDED = dict(bf16_weights=["bf16"], fp8=["bf16", "fused_ops"], torchao_fp8=["bf16"], flash4=["bf16"], fp8_attention=["bf16"],
+NEEDED = dict(bf16_weights=["bf16"], bf16_stream=["bf16"], fp8=["bf16", "fused_ops"], torchao_fp8=["bf16"], flash4=["bf16"], fp8_attention=["bf16"],
               lean=["bf16", "fused_ops"])
 
 def test_rungs_keep_the_names(nano):
