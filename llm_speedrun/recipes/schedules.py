@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..files import InputError
 from ..runs import Stepper
 
-# %% ../../nbs/40_schedules.ipynb #3d0b49e3
+# %% ../../nbs/40_schedules.ipynb #80a7f487
 def cosine(t): # part of the time after the warm-up that is over, 0 to 1
     "From 1 down to 0, slowly at both ends"
     return .5*(1 + math.cos(math.pi*t))
@@ -24,6 +24,7 @@ def wsd(t, decay=.2): # part of the time after the warm-up that is over; part of
 
 SCHEDULES = dict(cosine=cosine, wsd=wsd, constant=lambda t: 1.)
 
+# %% ../../nbs/40_schedules.ipynb #43a7eb69
 def warmup_steps(part, steps): # part of the steps in which the learning rate rises, steps of the run
     "How many steps that is, at least 1"
     return max(1, round(part*steps))
@@ -49,7 +50,7 @@ class Average:
         wide = lambda p: torch.promote_types(p.dtype, torch.float32)
         self.mean = [p.detach().to(wide(p), copy=True) for p in self.params]
 
-# %% ../../nbs/40_schedules.ipynb #f1f80c50
+# %% ../../nbs/40_schedules.ipynb #ce50189b
 @patch
 @torch.no_grad()
 def update(self:Average):
@@ -60,6 +61,7 @@ def update(self:Average):
     for m, p in pairs: # a copy of one at a time: there may be no room for all
         if m.dtype != p.dtype: m.lerp_(p.to(m.dtype), part)
 
+# %% ../../nbs/40_schedules.ipynb #1bfb4da2
 @patch
 @contextmanager
 def used(self:Average):

@@ -6,7 +6,7 @@
 __all__ = ['Journal', 'cores', 'tokenize_corpus', 'document_source', 'stream_tokenizer', 'make_corpus', 'parse_mix', 'open_mix',
            'mix_fingerprint']
 
-# %% ../../nbs/38_corpora.ipynb #2bf2250b
+# %% ../../nbs/38_corpora.ipynb #265dc331
 import hashlib, os, re, shutil, time
 from fractions import Fraction
 from functools import partial
@@ -16,6 +16,8 @@ import msgspec, numpy as np
 from fastcore.basics import patch
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
+
+# %% ../../nbs/38_corpora.ipynb #4732407b
 from ..files import InputError, hold, read_json, replace_file, synced
 from .words import encoders, in_order
 from ..data import (HUB, OFFLINE_VOCAB, PACKED, TokenWriter, Tokens, check_sizes, describe_tokens,
@@ -49,7 +51,7 @@ def _reopened(folder, split, dtype, shard_tokens, n):
     if n % shard_tokens: w.file = open(files[-1], "ab")
     return w
 
-# %% ../../nbs/38_corpora.ipynb #43b22da9
+# %% ../../nbs/38_corpora.ipynb #e897c580
 class Journal(msgspec.Struct):
     "What `journal.json` says: how much of a job is done, and on the disk"
     job: dict[str, str | int | float | None]                    # what must not change
@@ -58,6 +60,7 @@ class Journal(msgspec.Struct):
     val: Tokens = 0
     documents: str = text_digest().hexdigest()                  # digest of the pieces
 
+# %% ../../nbs/38_corpora.ipynb #66179b89
 class _Unfinished:
     "An unfinished corpus on disk. `InputError` if it is another job's, `RunError` if it is being written"
     def __init__(self, out, job, dtype): # the final folder, what must not change (a dict), of a token
@@ -67,15 +70,17 @@ class _Unfinished:
         try: self.open(job)
         except BaseException: self.lock.release(); raise
 
-    def open(self, job):
-        "Read the journal and open the token files"
-        self.tokens.mkdir(exist_ok=True)
-        self.done = read_json(self.journal, Journal) if self.journal.exists() else Journal(job)
-        if changed := [k for k in job if job[k] != self.done.job.get(k)]:
-            raise InputError(f"{self.folder} was begun with another {' and '.join(changed)}: start with the "
-                             "same to go on, or delete it to begin anew")
-        self.writers = [_reopened(self.tokens, o, self.dtype, job["shard_tokens"], getattr(self.done, o))
-                        for o in ("train", "val")]
+# %% ../../nbs/38_corpora.ipynb #4266bf55
+@patch
+def open(self:_Unfinished, job):
+    "Read the journal and open the token files"
+    self.tokens.mkdir(exist_ok=True)
+    self.done = read_json(self.journal, Journal) if self.journal.exists() else Journal(job)
+    if changed := [k for k in job if job[k] != self.done.job.get(k)]:
+        raise InputError(f"{self.folder} was begun with another {' and '.join(changed)}: start with the "
+                         "same to go on, or delete it to begin anew")
+    self.writers = [_reopened(self.tokens, o, self.dtype, job["shard_tokens"], getattr(self.done, o))
+                    for o in ("train", "val")]
 
 # %% ../../nbs/38_corpora.ipynb #0c4ec6bf
 @patch
@@ -88,7 +93,7 @@ def skip(self:_Unfinished, pieces):
                          f"to go on, or delete {self.folder} to begin anew")
     return chars
 
-# %% ../../nbs/38_corpora.ipynb #2933fffa
+# %% ../../nbs/38_corpora.ipynb #56673a1f
 @patch
 def add(self:_Unfinished, parcel, tokens, held):
     "Append a parcel's tokens, each to its side"
@@ -97,6 +102,7 @@ def add(self:_Unfinished, parcel, tokens, held):
     digest_pieces(self.digest, parcel)
     self.done = Journal(self.done.job, self.done.pieces + len(parcel), train, val, self.digest.hexdigest())
 
+# %% ../../nbs/38_corpora.ipynb #c13fe278
 @patch
 def sync(self:_Unfinished):
     "Bring what was added to the disk, then say so in the journal"
@@ -116,18 +122,16 @@ def _encode_all(unfinished, docs, tokenizer, eot, val_frac, max_tokens, workers,
     "Encode `docs` into `unfinished`, from where it stands"
     pieces = iter(marked_pieces(docs, val_frac))
     bar.update(unfinished.skip(pieces))
-    saved, written = time.monotonic(), lambda: sum(w.n for w in unfinished.writers)
+    left = lambda: (max_tokens or 2**62) - sum(w.n for w in unfinished.writers)
+    saved, rest, texts = time.monotonic(), parcels(pieces) if left() > 0 else [], lambda p: [t[0] for t in p]
     with encoders(workers, tokenizer, unfinished.dtype) as encode:
-        work = lambda parcel: encode([p[0] for p in parcel])
-        rest = parcels(pieces) if not max_tokens or written() < max_tokens else []
         try:
-            for parcel, encoded in in_order(work, rest, workers, 2*workers):
+            for parcel, encoded in in_order(lambda p: encode(texts(p)), rest, workers, 2*workers):
                 tokens, held = _assembled(parcel, encoded, eot, unfinished.dtype)
-                n = max_tokens - written() if max_tokens else len(tokens)
-                unfinished.add(parcel, tokens[:n], held[:n])
-                bar.update(sum(len(p[0]) for p in parcel))
+                n = left()
+                unfinished.add(parcel, tokens[:n], held[:n]); bar.update(sum(map(len, texts(parcel))))
                 if time.monotonic() - saved > 1: unfinished.sync(); saved = time.monotonic()
-                if len(tokens) >= n and max_tokens: break
+                if len(tokens) >= n: break
         finally: unfinished.sync()
 
 # %% ../../nbs/38_corpora.ipynb #8f822aba
@@ -145,37 +149,41 @@ def _finish(unfinished, out, tokenizer, eot, val_frac, source):
     shutil.rmtree(unfinished.folder)
     return meta
 
-# %% ../../nbs/38_corpora.ipynb #76f82e1e
+# %% ../../nbs/38_corpora.ipynb #6bdbe428
 def cores() -> int: # at least 1
     "How many processors this process may use"
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
+def _to_write(folder, val_frac, shard_tokens, max_tokens, workers):
+    check_sizes(val_frac, shard_tokens, max_tokens)
+    if workers is not None and workers < 1: raise InputError(f"workers must be at least 1, not {workers}")
+    out = Path(folder).expanduser().absolute()
+    if out.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another")
+    return out
+
+def _job(tokenizer, source, val_frac, shard_tokens, max_tokens): # the text of `tokenizer.json`
+    return dict(source=source, tokenizer=hashlib.sha256(tokenizer.encode()).hexdigest(), val_frac=val_frac,
+                shard_tokens=shard_tokens, max_tokens=max_tokens)
+
 # %% ../../nbs/38_corpora.ipynb #830d6ee7
-def tokenize_corpus(
-    docs,                       # an iterable of documents, the same ones in the same order when it goes on
-    tokenizer: Tokenizer,       # must know `<|endoftext|>`
-    folder,                     # where to; must not exist
-    val_frac=.05,               # share of the documents held out for validation
-    shard_tokens=100_000_000,   # tokens in one file
-    max_tokens=None,            # stop after so many
-    source="",                  # said in meta.json: where the text comes from
-    workers=None,               # processes that encode; default: one for each core
-    bar=None,                   # a `tqdm` progress bar that counts characters
-) -> dict:                      # what meta.json says
+def tokenize_corpus(docs, # an iterable of documents, the same ones in the same order when it goes on
+                    tokenizer: Tokenizer, # must know `<|endoftext|>`
+                    folder, # where to; must not exist
+                    val_frac=.05, # share of the documents held out for validation
+                    shard_tokens=100_000_000, # tokens in one file
+                    max_tokens=None, # stop after so many
+                    source="", # said in meta.json: where the text comes from
+                    workers=None, # processes that encode; default: one for each core
+                    bar=None, # a `tqdm` progress bar that counts characters
+                   ) -> dict: # what meta.json says
     """What `data.write_shards` writes, token for token, encoded by `workers` processes in flat memory.
     Interrupted or killed, the same call goes on. Raises FileExistsError, ValueError (no text, remains of
     another job), RuntimeError (a process died, another writes it), and whatever reading `docs` raises."""
-    check_sizes(val_frac, shard_tokens, max_tokens)
-    if workers is not None and workers < 1: raise InputError(f"workers must be at least 1, not {workers}")
-    eot, out, tok = end_token(tokenizer), Path(folder).expanduser().absolute(), special_as_text(tokenizer)
-    if out.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another")
-    text = tok.to_str()
-    job = dict(source=source, tokenizer=hashlib.sha256(text.encode()).hexdigest(), val_frac=val_frac,
-               shard_tokens=shard_tokens, max_tokens=max_tokens)
-    unfinished = _Unfinished(out, job, token_dtype(tok))
+    out, tok = _to_write(folder, val_frac, shard_tokens, max_tokens, workers), special_as_text(tokenizer)
+    eot, text, bar = end_token(tokenizer), tok.to_str(), bar if bar is not None else tqdm(disable=True)
+    unfinished = _Unfinished(out, _job(text, source, val_frac, shard_tokens, max_tokens), token_dtype(tok))
     try:
         replace_file(unfinished.folder/"tokenizer.json", text, sync=True)
-        bar = bar if bar is not None else tqdm(disable=True)
         _encode_all(unfinished, docs, tok, eot, val_frac, max_tokens, workers or cores(), bar)
         return _finish(unfinished, out, tok, eot, val_frac, source)
     finally: unfinished.close()
@@ -200,7 +208,16 @@ def _characters(data):
     packed = any(p.suffix.lower() in PACKED or file_kind(p) == ".parquet" for p in files)
     return None if packed else sum(p.stat().st_size for p in files)
 
-# %% ../../nbs/38_corpora.ipynb #3a2fe42a
+# %% ../../nbs/38_corpora.ipynb #a7c8c5f0
+def stream_tokenizer(data, # as for `document_source`
+                     source, # from it
+                     vocab=0, # of a tokenizer trained on the documents; by default GPT-2's for a preset
+                    ) -> Tokenizer:
+    "For documents that nobody has tokenized: GPT-2's tokenizer for a preset, else one trained on the first"
+    if data in HUB and not vocab: return gpt2_tokenizer()
+    return train_tokenizer(first_characters(source()), vocab or OFFLINE_VOCAB)
+
+# %% ../../nbs/38_corpora.ipynb #7c07d70e
 def _tokenizer_for(spec, data, source, vocab, out):
     "The tokenizer that `spec` names; by default GPT-2's for a preset, and one trained on any other text"
     if spec == "gpt2": return gpt2_tokenizer()
@@ -210,32 +227,26 @@ def _tokenizer_for(spec, data, source, vocab, out):
     if spec: raise FileNotFoundError(f"{spec}: no tokenizer.json; give 'gpt2', a file, or a tokenized corpus")
     return stream_tokenizer(data, source, vocab)
 
-def stream_tokenizer(
-    data,               # as for `document_source`
-    source,             # from it
-    vocab=0,            # of a tokenizer trained on the documents; by default GPT-2's for a preset
-) -> Tokenizer:
-    "For documents that nobody has tokenized: GPT-2's tokenizer for a preset, else one trained on the first"
-    if data in HUB and not vocab: return gpt2_tokenizer()
-    return train_tokenizer(first_characters(source()), vocab or OFFLINE_VOCAB)
-
-# %% ../../nbs/38_corpora.ipynb #a1bab75d
-def make_corpus(c): # a `DataOptions`
-    "What `speedrun_data` does"
+# %% ../../nbs/38_corpora.ipynb #abd4084c
+def _refuse(c): # a `DataOptions`
     if not c.out.strip(): raise InputError("out is empty: name a folder to make")
-    path = Path(c.out).expanduser().absolute()
-    if path.exists():
+    if Path(c.out).expanduser().exists():
         raise FileExistsError(f"{c.out} exists already and is left as it is; name another --out")
     if c.tokenizer and c.vocab:
         raise InputError(f"{c.tokenizer} has a vocabulary of its own: leave out --vocab")
-    options = dict(val_frac=c.val_frac, max_tokens=c.max_tokens or None, workers=c.workers or None)
     check_sizes(c.val_frac, 1, None)
-    source = document_source(c.data, c.text_key)
+
+# %% ../../nbs/38_corpora.ipynb #38d735a6
+def make_corpus(c): # a `DataOptions`
+    "What `speedrun_data` does"
+    _refuse(c)
+    path, source = Path(c.out).expanduser().absolute(), document_source(c.data, c.text_key)
     tok = _tokenizer_for(c.tokenizer, c.data, source, c.vocab, path)
-    name = f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or c.vocab or 'default'}"
-    total = _characters(c.data)
-    with tqdm(total=total, unit="char", unit_scale=True, dynamic_ncols=True, desc="tokenizing") as bar:
-        meta = tokenize_corpus(source(), tok, path, source=name, bar=bar, **options)
+    about = dict(source=f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or c.vocab or 'default'}",
+                 val_frac=c.val_frac, max_tokens=c.max_tokens or None, workers=c.workers or None)
+    with tqdm(total=_characters(c.data), unit="char", unit_scale=True, dynamic_ncols=True,
+              desc="tokenizing") as bar:
+        meta = tokenize_corpus(source(), tok, path, bar=bar, **about)
     print(f"{meta['train_tokens']:,} tokens to train on and {meta['val_tokens']:,} held out are in {c.out}/")
 
 # %% ../../nbs/38_corpora.ipynb #36105614
@@ -252,13 +263,12 @@ def _weighted(name, weight):
     if name and w > 0: return name, w
     raise InputError(f"'{name}:{weight}' is no corpus with a weight above 0; write say code:0.7,prose:0.3")
 
-# %% ../../nbs/38_corpora.ipynb #5532cab5
-def open_mix(
-    spec,               # as for `parse_mix`, each name as for `open_corpus`
-    vocab=None,         # as for `open_corpus`
-    max_tokens=None,    # of each corpus
-    tokenizer=None,     # as for `open_corpus`
-) -> list:              # of (Corpus, Fraction)
+# %% ../../nbs/38_corpora.ipynb #2a7c0a48
+def open_mix(spec, # as for `parse_mix`, each name as for `open_corpus`
+             vocab=None, # as for `open_corpus`
+             max_tokens=None, # of each corpus
+             tokenizer=None, # as for `open_corpus`
+            ) -> list: # of (Corpus, Fraction)
     "Open the corpora of a mixture. ValueError if they don't share a tokenizer, else as `open_corpus` raises"
     res = [(open_corpus(n, vocab, max_tokens, tokenizer), w) for n, w in parse_mix(spec)]
     first = res[0][0]
@@ -269,9 +279,9 @@ def open_mix(
                              "different text: tokenize one with the other's (speedrun_data --tokenizer)")
     return res
 
-def mix_fingerprint(
-    parts,              # from `open_mix`
-) -> dict:              # of plain values, for `data.differences`
+# %% ../../nbs/38_corpora.ipynb #8c750d32
+def mix_fingerprint(parts, # from `open_mix`
+                   ) -> dict: # of plain values, for `data.differences`
     "What tells this mixture from others: the fingerprints of its corpora, and their weights"
     if len(parts) == 1: return parts[0][0].fingerprint()
     return {f"corpus {i}: {k}": v for i, (c, w) in enumerate(parts, 1)

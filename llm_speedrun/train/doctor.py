@@ -73,20 +73,22 @@ def check_versions():
         yield Finding("note", "software", f"{r.name} is {v or 'not installed'}, and this package asks for "
                       f"{r.name}{r.specifier}: pip install '{r.name}{r.specifier}'")
 
-# %% ../../nbs/36_doctor.ipynb #c4551649
+# %% ../../nbs/36_doctor.ipynb #8de945f2
+def _without_gpu():
+    driver = driver_version()
+    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+    why = f"there is a driver, {driver}, but this PyTorch {built}: see pytorch.org for one that fits"
+    return Finding("note", "GPU", f"{why if driver else 'none that PyTorch can use'}. Training runs on "
+                   "the CPU, which is enough to try things out")
+
+# %% ../../nbs/36_doctor.ipynb #b36abd42
 def check_gpu():
     "Findings about the GPU, its driver and its memory"
-    driver = driver_version()
-    if not torch.cuda.is_available():
-        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-        why = f"there is a driver, {driver}, but this PyTorch {built}: see pytorch.org for one that fits"
-        yield Finding("note", "GPU", f"{why if driver else 'none that PyTorch can use'}. Training runs on "
-                      "the CPU, which is enough to try things out")
-        return
+    if not torch.cuda.is_available(): yield _without_gpu(); return
     (free, total), n = (m / 2**30 for m in torch.cuda.mem_get_info()), torch.cuda.device_count()
     capability = "{}.{}".format(*torch.cuda.get_device_capability())
     yield Finding("ok", "GPU", f"{torch.cuda.get_device_name()}, {total:.0f} GiB, compute capability "
-                  f"{capability}, driver {driver}")
+                  f"{capability}, driver {driver_version()}")
     if n > 1: yield Finding("note", "GPU", f"a run uses one of the {n}: CUDA_VISIBLE_DEVICES says which")
     if free < .9*total:
         yield Finding("note", "GPU", f"only {free:.1f} of {total:.1f} GiB are free: nvidia-smi shows who has "
@@ -101,7 +103,7 @@ def check_rungs():
     for k in why:
         if why[k]: yield Finding("note", "rungs", f"{k} can't run here: {why[k]}")
 
-# %% ../../nbs/36_doctor.ipynb #2fa4ca2a
+# %% ../../nbs/36_doctor.ipynb #1fa4b6be
 @dataclass(frozen=True)
 class FirstSteps:
     "What a few steps of a `Trainer` showed"
@@ -114,6 +116,7 @@ class FirstSteps:
     tokens: int # in a step
     peak_gib: float | None # the most GPU memory that was in use; None on a CPU
 
+# %% ../../nbs/36_doctor.ipynb #1ea0be66
 def one_step(trainer, batch): # a `Trainer`, and a pair (x, y) of its `batches`
     "Take an optimizer step as training does. Returns the loss, on the device"
     x, y = (t.to(trainer.device).split(trainer.cfg.batch) for t in batch)
@@ -124,7 +127,13 @@ def wall_ms(f, reps=20): # a function without arguments, and how often to call i
     def once(t0): f(); return (time.perf_counter() - t0) * 1e3
     return summarize([once(time.perf_counter()) for _ in range(reps)]).ms
 
-# %% ../../nbs/36_doctor.ipynb #db6fa0e4
+# %% ../../nbs/36_doctor.ipynb #000f0c62
+def _evaluated(trainer): # a `Trainer`; returns the loss and the seconds that it took
+    size, t0 = math.gcd(len(trainer.val[0]), trainer.cfg.batch), time.perf_counter()
+    val_loss = trainer.step.evaluate(zip(*(t.split(size) for t in trainer.val)))
+    return val_loss, time.perf_counter() - t0
+
+# %% ../../nbs/36_doctor.ipynb #c3627737
 def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, so don't `fit` it
     "Two steps, then some to time: the `FirstSteps`"
     gpu = trainer.device.type == "cuda"
@@ -134,32 +143,33 @@ def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, 
     losses.append(one_step(trainer, next(trainer.batches)).item())
     batch = [t.to(trainer.device) for t in next(trainer.batches)] # in training the loader has done that
     for _ in range(2): one_step(trainer, batch) # a rung may record these
-    ms = summarize(sample_ms(lambda: one_step(trainer, batch), 5)).ms
-    norm = float(trainer.step.norm)
-    size, t0 = math.gcd(len(trainer.val[0]), trainer.cfg.batch), time.perf_counter()
-    val_loss = trainer.step.evaluate(zip(*(t.split(size) for t in trainer.val)))
-    eval_s, loader_ms = time.perf_counter() - t0, wall_ms(lambda: next(trainer.batches))
+    ms, norm = summarize(sample_ms(lambda: one_step(trainer, batch), 5)).ms, float(trainer.step.norm)
+    (val_loss, eval_s), loader_ms = _evaluated(trainer), wall_ms(lambda: next(trainer.batches))
     return FirstSteps(losses, val_loss, norm, ms, loader_ms, eval_s, batch[0].numel(),
                       torch.cuda.max_memory_allocated() / 2**30 if gpu else None)
 
-# %% ../../nbs/36_doctor.ipynb #de3f0921
-def check_trial(trainer, # a `Trainer`
-                t): # its `FirstSteps`
-    "Findings about the run: what it is, and whether its first steps went well"
+# %% ../../nbs/36_doctor.ipynb #6b9e601a
+def _planned(trainer, t):
     c, n = trainer.cfg, sum(p.numel() for p in trainer.run.model.parameters())
     yield Finding("ok", "run", f"{c.workload}, {n/1e6:,.1f} million weights, with the rungs "
                   f"{c.rungs.replace(',', ', ') or '(none)'}. A step has {t.tokens:,} tokens, {c.accumulate} "
                   f"times {c.batch} sequences of {c.seq}")
     for r in trainer.ladder:
         if "why" in r: yield Finding("note", "run", f"left out rung {r['rung']}: {r['why']}")
-    *two, guess = *(f"{l:.2f}" for l in t.losses), math.log(trainer.config.vocab)
-    said = f"two steps were taken, with losses {' and '.join(two)}; after some more it is {t.val_loss:.2f}"
-    scaled = trainer.step.scaler.is_enabled()
+
+# %% ../../nbs/36_doctor.ipynb #de3f0921
+def check_trial(trainer, # a `Trainer`
+                t): # its `FirstSteps`
+    "Findings about the run: what it is, and whether its first steps went well"
+    yield from _planned(trainer, t)
+    lr, guess, scaled = trainer.cfg.lr, math.log(trainer.config.vocab), trainer.step.scaler.is_enabled()
+    said = (f"two steps were taken, with losses {' and '.join(f'{l:.2f}' for l in t.losses)}; after some "
+            f"more it is {t.val_loss:.2f}")
     if not all(map(math.isfinite, [*t.losses, t.val_loss, 0. if scaled else t.norm])):
         yield Finding("problem", "trial", f"{said}, and the gradients' norm {t.norm:.2g}: try a smaller --lr "
-                      f"than {c.lr:g}, or --rungs safe")
+                      f"than {lr:g}, or --rungs safe")
     elif t.val_loss > 1.5*guess:
-        yield Finding("note", "trial", f"{said}, and guessing has {guess:.2f}: --lr {c.lr:g} looks too large")
+        yield Finding("note", "trial", f"{said}, and guessing has {guess:.2f}: --lr {lr:g} looks too large")
     else: yield Finding("ok", "trial", said)
 
 # %% ../../nbs/36_doctor.ipynb #973738d6
@@ -208,25 +218,32 @@ def size(n): # bytes
     "`n` as people say it"
     return f"{n/2**30:,.1f} GiB" if n > 2**29 else f"{n/2**20:,.1f} MiB"
 
+# %% ../../nbs/36_doctor.ipynb #44f7c997
+def _cannot_write(there): # a folder; returns the error
+    try:
+        with tempfile.TemporaryFile(dir=there) as f: f.write(b"written")
+    except OSError as e: return e
+
+def _disk_need(trainer): # bytes, and a whole checkpoint's
+    weights, whole = checkpoint_bytes(trainer)
+    kept, keep = [*(trainer.folder/"checkpoints").rglob("*.safetensors")], trainer.cfg.keep_last
+    there = sum(p.stat().st_size for p in kept) # these give way
+    return max(whole, (keep + 2)*whole - there) + weights, whole
+
 # %% ../../nbs/36_doctor.ipynb #a03c5047
 def check_disk(trainer): # a `Trainer` that has taken a step
     "Findings about the disk: whether one can write there, and whether there is room"
-    there = next(p for p in trainer.folder.parents if p.exists())
-    try:
-        with tempfile.TemporaryFile(dir=there) as f: f.write(b"written")
-    except OSError as e:
-        advice = "look at its permissions" if trainer.cfg.resume else "choose another --out"
+    there, resumed = next(p for p in trainer.folder.parents if p.exists()), trainer.cfg.resume
+    if e := _cannot_write(there):
+        advice = "look at its permissions" if resumed else "choose another --out"
         yield Finding("problem", "disk", f"{there}/ can't be written into ({e}): {advice}")
         return
-    weights, whole = checkpoint_bytes(trainer)
-    kept, keep = [*(trainer.folder/"checkpoints").rglob("*.safetensors")], trainer.cfg.keep_last
-    need = max(whole, (keep + 2)*whole - sum(p.stat().st_size for p in kept)) + weights # those there give way
-    free = shutil.disk_usage(there).free
+    (need, whole), keep, free = _disk_need(trainer), trainer.cfg.keep_last, shutil.disk_usage(there).free
     text = (f"{size(free)} are free in {there}/, and a run needs {size(need)}: {keep + 2} checkpoints of "
             f"{size(whole)} (--keep_last {keep}, the best, and one being written), and its weights")
     if free > need: yield Finding("ok", "disk", text)
     else: yield Finding("problem", "disk", f"{text}. Make room, or choose a smaller --keep_last"
-                        + ("" if trainer.cfg.resume else " or another --out"))
+                        + ("" if resumed else " or another --out"))
 
 # %% ../../nbs/36_doctor.ipynb #db9cf2c5
 def check_start(trainer): # a `Trainer` that has taken a step
@@ -243,6 +260,16 @@ def lasting(seconds): # of a run
         if seconds >= 2*n: return f"{seconds/n:.1f} {unit}"
     return f"{seconds:.0f} seconds"
 
+# %% ../../nbs/36_doctor.ipynb #053ff943
+def _passes(trainer):
+    c = trainer.cfg
+    passes = c.steps / trainer.batches.per_epoch
+    times = f"{passes:,.1f}" if passes >= 1 else f"{passes:.1g}"
+    text = f"by its end the run has passed over the data {times} times"
+    if passes <= max(1, 1.05*c.epochs): return Finding("ok", "time", text)
+    return Finding("note", "time", f"{text}, and from some pass on it learns it by heart: take fewer "
+                   "--steps, or more text")
+
 # %% ../../nbs/36_doctor.ipynb #aa527cf4
 def check_time(trainer, # a `Trainer`
                t): # its `FirstSteps`
@@ -254,15 +281,9 @@ def check_time(trainer, # a `Trainer`
     last = lasting(n*step_s + c.evals*t.eval_s)
     yield Finding("ok", "time", f"{n:,} steps{after}, {tokens:,} tokens: about {last} at {per_s:,.0f} "
                   f"tokens/s, with {c.evals} evaluations")
-    if c.stream: return
-    passes = c.steps / trainer.batches.per_epoch
-    times = f"{passes:,.1f}" if passes >= 1 else f"{passes:.1g}"
-    text = f"by its end the run has passed over the data {times} times"
-    if passes <= max(1, 1.05*c.epochs): yield Finding("ok", "time", text)
-    else: yield Finding("note", "time", f"{text}, and from some pass on it learns it by heart: take fewer "
-                        "--steps, or more text")
+    if not c.stream: yield _passes(trainer)
 
-# %% ../../nbs/36_doctor.ipynb #91b9cfa4
+# %% ../../nbs/36_doctor.ipynb #7b038108
 def check_resume(cfg): # a `TrainConfig`
     "Findings about the checkpoints of a run to go on with"
     passed = []
@@ -270,6 +291,7 @@ def check_resume(cfg): # a `TrainConfig`
     for text in passed: yield Finding("note", "resume", f"{text}. The one before it is taken")
     if found: yield Finding("ok", "resume", f"goes on from {found}")
 
+# %% ../../nbs/36_doctor.ipynb #3b7dc0ca
 def check_trainer(trainer): # a `Trainer` that hasn't trained
     "Findings about what it would do"
     yield from check_data(trainer)
@@ -280,6 +302,7 @@ def check_trainer(trainer): # a `Trainer` that hasn't trained
     for found in (check_trial(trainer, t), check_memory(t, gib), check_loader(t), check_disk(trainer),
                   check_start(trainer), check_time(trainer, t)): yield from found
 
+# %% ../../nbs/36_doctor.ipynb #06842046
 def check_run(cfg, # a `TrainConfig`
               given=None, # names of the options that were given, as for `Trainer`
               timings=None): # `Timings` of the start

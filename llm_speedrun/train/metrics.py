@@ -17,9 +17,10 @@ from ..files import InputError, RunError, decoded, lookup, read_bytes_of, replac
 from ..measure import moment, ms_between, table
 from ..roofline import kernel_kind, op_kind
 
-# %% ../../nbs/34_metrics.ipynb #2d96929c
+# %% ../../nbs/34_metrics.ipynb #2e89e0ff
 PHASES = "data", "forward", "backward", "optimizer" # of a step; the last one ends it
 
+# %% ../../nbs/34_metrics.ipynb #1c33ba6b
 class Breakdown:
     """Times a step's phases without waiting for the GPU: call it with a phase's name where that phase ends.
     With rung `cuda_graphs`, forward and backward pass are one recording, and `forward` is the time of both"""
@@ -144,7 +145,7 @@ class WandB:
 
     def close(self): self.run.finish()
 
-# %% ../../nbs/34_metrics.ipynb #fbd2621f
+# %% ../../nbs/34_metrics.ipynb #44f56a43
 class Trackers:
     "Several trackers as one. One that fails is told and dropped, and the others go on"
     def __init__(self, opened, # name -> tracker
@@ -158,14 +159,17 @@ class Trackers:
                 del self.opened[name]
                 self.say(f"tracker {name!r} failed and gets no more rows: {type(e).__name__}: {e}")
 
-    def log(self, row): # a dict with `step`
-        "Give the row to each tracker"
-        self.each(lambda t: t.log(row))
+# %% ../../nbs/34_metrics.ipynb #fbd2621f
+@patch
+def log(self:Trackers, row): # a dict with `step`
+    "Give the row to each tracker"
+    self.each(lambda t: t.log(row))
 
-    def close(self):
-        "Let each write what it still holds"
-        self.each(lambda t: t.close())
-        self.opened = {}
+@patch
+def close(self:Trackers):
+    "Let each write what it still holds"
+    self.each(lambda t: t.close())
+    self.opened = {}
 
 # %% ../../nbs/34_metrics.ipynb #8dd91da9
 def open_trackers(spec, # names separated by commas, of `TRACKERS`
@@ -201,7 +205,7 @@ def top_ops(prof, # a `torch.profiler.profile` that has stopped
                  [[short(n), kind, f"{calls/steps:g}", f"{us/steps/1e3:.3f}", f"{us/total:.1%}"]
                   for n, kind, calls, us in rows[:top]])
 
-# %% ../../nbs/34_metrics.ipynb #c5a8061f
+# %% ../../nbs/34_metrics.ipynb #e38a9ee2
 class StepProfile:
     "Profiles some steps of a run, once: call `step` after each step, and `close` at the end"
     def __init__(self, folder, # gets `profile.json.gz`, a trace, and `profile.md`, a table
@@ -219,14 +223,15 @@ class StepProfile:
         self.prof = profile(activities=kinds, schedule=plan, on_trace_ready=self.write, acc_events=True)
         self.prof.start()
 
-    def step(self):
-        "A step is over"
-        if not self.prof: return
-        self.done += 1
-        self.prof.step()
-        if self.done == self.skip + self.steps: self.close()
+# %% ../../nbs/34_metrics.ipynb #c5a8061f
+@patch
+def step(self:StepProfile):
+    "A step is over"
+    if not self.prof: return
+    self.done += 1
+    self.prof.step()
+    if self.done == self.skip + self.steps: self.close()
 
-# %% ../../nbs/34_metrics.ipynb #6f37fe31
 @patch
 def close(self:StepProfile):
     "Stop profiling. Steps seen so far are written; without any, that is said"
@@ -235,6 +240,7 @@ def close(self:StepProfile):
     if prof and self.done <= self.skip:
         self.say(f"no profile: the run ended after {self.done} of the {self.skip} steps before it")
 
+# %% ../../nbs/34_metrics.ipynb #6f37fe31
 @patch
 def write(self:StepProfile, prof): # that has stopped
     "Write the trace and the table. A failure is told: the run goes on without its profile"

@@ -6,15 +6,17 @@
 __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'GREY', 'STYLE', 'Leaf', 'Options', 'PHASE_COLORS', 'TEMPLATES', 'VERSIONS',
            'MACHINE', 'CURVES', 'PAGE_CSS', 'PARTS_CSS', 'TEXT_CSS', 'PARTS', 'points', 'thinned', 'running_mean',
            'styled', 'one_line', 'axes', 'loss_chart', 'notebook_display', 'LivePlot', 'Rung', 'read_run', 'number',
-           'step_tokens', 'model_config', 'mfu_at', 'phase_ms', 'spoken', 'short_number', 'key_figures', 'steps_done',
+           'step_tokens', 'model_config', 'mfu_at', 'phase_ms', 'spoken', 'short_number', 'steps_done', 'key_figures',
            'svg', 'curve', 'breakdown_chart', 'part', 'about_part', 'loss_part', 'drawn', 'speed_part',
            'breakdown_part', 'training_part', 'gpu_part', 'ladder_part', 'events_part', 'sample_part', 'options_part',
            'page_of', 'html_report']
 
 # %% ../../nbs/35_report.ipynb #d4c7d114
 import io, json, math, re, statistics, sys, time
+from functools import partial
 from pathlib import Path
 import msgspec, numpy as np
+from fastcore.basics import patch
 from ..files import InputError, read_bytes_of, read_json, replace_file
 from ..measure import fmt, mfu
 from ..model import GPTConfig, matrix_params, train_flops
@@ -66,7 +68,7 @@ def one_line(text, # a run's name
     s = "".join(c if c.isprintable() else " " for c in text)
     return s if len(s) <= most else s[:most - 1] + "…"
 
-def axes(width=8., height=2.8, # in inches
+def axes(width=7.4, height=2.8, # in inches
          title="", # a text, which may have dollars in it: no formula
          **settings): # of the axes: xlabel, xlim, ...
     "The axes of a new Figure, made without touching pyplot's state"
@@ -104,7 +106,7 @@ def notebook_display():
     from IPython.display import display
     return display
 
-# %% ../../nbs/35_report.ipynb #e1f0734e
+# %% ../../nbs/35_report.ipynb #e4d3070c
 class LivePlot:
     "A loss curve below a notebook's cell, drawn anew during training; nothing outside of a notebook"
     def __init__(self, title="", # above the chart
@@ -114,18 +116,20 @@ class LivePlot:
         self.title, self.yard, self.every = title, yard, every
         self.display, self.handle, self.next = display or notebook_display(), None, 0.
 
-    def update(self, read, # () -> the rows of `metrics.jsonl`; called when there is something to draw
-               last=False): # draw, however short the last drawing is ago
-        "Draw the curve if it's time to"
-        t = time.perf_counter()
-        if not self.display or t < self.next and not last or not points(rows := read(), "loss"): return
-        from IPython.display import Image
-        png = io.BytesIO()
-        loss_chart(rows, self.yard, self.title).savefig(png, dpi=90, format="png")
-        if self.handle: self.handle.update(Image(png.getvalue()))
-        else: self.handle = self.display(Image(png.getvalue()), display_id=True)
-        now = time.perf_counter()
-        self.next = now + max(self.every, 100*(now - t))
+# %% ../../nbs/35_report.ipynb #e1f0734e
+@patch
+def update(self:LivePlot, read, # () -> the rows of `metrics.jsonl`; called when there is something to draw
+           last=False): # draw, however short the last drawing is ago
+    "Draw the curve if it's time to"
+    t = time.perf_counter()
+    if not self.display or t < self.next and not last or not points(rows := read(), "loss"): return
+    from IPython.display import Image
+    png = io.BytesIO()
+    loss_chart(rows, self.yard, self.title).savefig(png, dpi=90, format="png")
+    if self.handle: self.handle.update(Image(png.getvalue()))
+    else: self.handle = self.display(Image(png.getvalue()), display_id=True)
+    now = time.perf_counter()
+    self.next = now + max(self.every, 100*(now - t))
 
 # %% ../../nbs/35_report.ipynb #8f163955
 Leaf = Value | list[Value] | dict[str, Value]
@@ -143,6 +147,16 @@ class Rung(msgspec.Struct):
     mfu_causal: Number | None = None
     peak_gib: Number | None = None
 
+# %% ../../nbs/35_report.ipynb #95e1cebf
+def _loaded(path, read, empty, notes):
+    "What `read` makes of the file. Where that fails, `empty()`, and `notes` gets what is wrong"
+    try: return read(path)
+    except FileNotFoundError: pass
+    except (InputError, OSError) as e: notes.append(f"{e}. It is left out")
+    return empty()
+
+_JSON = dict(config=(Options, dict), result=(Result, partial(Result, steps=0)), ladder=(list[Rung], list))
+
 # %% ../../nbs/35_report.ipynb #afe3cb5b
 def read_run(folder): # of a run, finished or not
     "What a run's files say, a dict. Raises `FileNotFoundError` for a folder that isn't one"
@@ -150,22 +164,15 @@ def read_run(folder): # of a run, finished or not
     if not any((folder/n).exists() for n in ("config.json", "metrics.jsonl")):
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has neither config.json nor "
                                 "metrics.jsonl")
-    def load(name, empty, read):
-        try: return read(folder/name)
-        except FileNotFoundError: return empty
-        except (InputError, OSError) as e: notes.append(f"{e}. It is left out")
-        return empty
-    json_of = lambda kind: lambda path: read_json(path, kind)
-    rows_of = lambda path: read_rows(path, notes.append)
-    run = dict(name=folder.resolve().name, config=load("config.json", {}, json_of(Options)),
-               result=load("result.json", Result(steps=0), json_of(Result)),
-               over=(folder/"result.json").exists(),
-               rows=load("metrics.jsonl", [], rows_of), samples=load("samples.jsonl", [], rows_of),
-               ladder=load("ladder.json", [], json_of(list[Rung])),
-               sample=load("sample.txt", "", lambda path: read_bytes_of(path).decode(errors="replace")))
+    load = lambda name, read, empty: _loaded(folder/name, read, empty, notes)
+    run = {k: load(f"{k}.json", partial(read_json, kind=kind), empty) for k, (kind, empty) in _JSON.items()}
+    for k, name in (("rows", "metrics"), ("samples", "samples")):
+        run[k] = load(f"{name}.jsonl", partial(read_rows, say=notes.append), list)
+    run["sample"] = load("sample.txt", lambda path: read_bytes_of(path).decode(errors="replace"), str)
     if not run["config"]: notes.append("without config.json the options, the machine and MFU are unknown")
     if not run["rows"]: notes.append("metrics.jsonl has no rows: no step was noted")
-    return run | dict(notes=[n.replace(f"{folder}/", "") for n in notes])
+    return run | dict(name=folder.resolve().name, over=(folder/"result.json").exists(),
+                      notes=[n.replace(f"{folder}/", "") for n in notes])
 
 # %% ../../nbs/35_report.ipynb #2556a466
 def number(x): # anything
@@ -210,6 +217,19 @@ def short_number(n): # a number
         if n >= size: return f"{n/size:.3g}{unit}"
     return f"{n:,.0f}"
 
+# %% ../../nbs/35_report.ipynb #3a7e8f24
+def steps_done(run): # from `read_run`
+    "How many steps the run took"
+    last = max((s for s, _ in points(run["rows"], "loss")), default=0)
+    return int(run["result"].steps or last)
+
+def _speeds(run): # of its steps
+    c, speeds = run["config"], [v for _, v in points(run["rows"], "tok_s") if v > 0]
+    each, median = step_tokens(c), statistics.median(speeds or [0])
+    seconds, used = number(each*sum(1/v for v in speeds)) if each else None, mfu_at(c, median)
+    if seconds: yield spoken(seconds), "in training steps", ""
+    if speeds: yield short_number(median), "tokens/s", f"median; MFU {used:.1%}" if used else "median"
+
 # %% ../../nbs/35_report.ipynb #ad9ee5e1
 def key_figures(run): # from `read_run`
     "Triples of a value, what it is, and what to compare it with, as text"
@@ -217,22 +237,11 @@ def key_figures(run): # from `read_run`
     val, yard, loss = points(rows, "val_loss"), res.bigram_loss, number(res.val_loss)
     if loss is None and val: loss = val[-1][1]
     done, planned, each = steps_done(run), number(c.get("steps")), step_tokens(c)
-    speeds = [v for _, v in points(rows, "tok_s") if v > 0]
     if loss is not None: yield f"{loss:.3f}", "validation loss", f"a bigram model: {yard:.3f}" if yard else ""
     yield f"{done:,}", "steps", f"of {planned:,}" if planned else ""
     if each: yield short_number(done*each), "tokens", f"{each:,} a step"
-    seconds = number(each*sum(1/v for v in speeds)) if each else None
-    if seconds: yield spoken(seconds), "in training steps", ""
-    if speeds:
-        median = statistics.median(speeds)
-        used = mfu_at(c, median)
-        yield short_number(median), "tokens/s", f"median; MFU {used:.1%}" if used else "median"
+    yield from _speeds(run)
     if peak := points(rows, "gpu_peak_gib"): yield f"{max(v for _, v in peak):.1f} GiB", "peak memory", ""
-
-def steps_done(run): # from `read_run`
-    "How many steps the run took"
-    last = max((s for s, _ in points(run["rows"], "loss")), default=0)
-    return int(run["result"].steps or last)
 
 # %% ../../nbs/35_report.ipynb #65fd5759
 def svg(fig, # a matplotlib Figure
@@ -248,6 +257,15 @@ def svg(fig, # a matplotlib Figure
     s = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", s)
     s = re.sub(r' (width|height)="[\d.]+pt"', "", s, count=2)
     return s.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+# %% ../../nbs/35_report.ipynb #f72f68c7
+def _y_axis(ax, top, log):
+    "Plain numbers on the axis: from zero up to `top` where that is given, logarithmic where `log`"
+    if top is not None: ax.set_ylim(0, 1.1*top or 1)
+    if log:
+        ax.set_yscale("log", subs=()) # no small ticks, and plain numbers at the others
+        ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    ax.yaxis.set_major_formatter(lambda v, _: short_number(v) if abs(v) >= 1000 else f"{v:g}")
 
 # %% ../../nbs/35_report.ipynb #680bcca1
 def curve(rows, # of `metrics.jsonl`
@@ -266,11 +284,7 @@ def curve(rows, # of `metrics.jsonl`
             if smooth: ax.plot(x, y, color=color, lw=.7, alpha=.3)
             ax.plot(x, running_mean(y) if smooth else y, color=color, lw=1.5, label=name)
         if len(found) > 1: ax.legend()
-        if zero: ax.set_ylim(0, 1.1*max(v for pts in found.values() for _, v in pts) or 1)
-        if log:
-            ax.set_yscale("log", subs=()) # no small ticks, and plain numbers at the others
-            ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-        ax.yaxis.set_major_formatter(lambda v, _: short_number(v) if abs(v) >= 1000 else f"{v:g}")
+        _y_axis(ax, max(v for pts in found.values() for _, v in pts) if zero else None, log)
         return svg(ax.figure, title)
 
 # %% ../../nbs/35_report.ipynb #f2c6c23e
@@ -280,7 +294,7 @@ def breakdown_chart(ms): # from `phase_ms`
     "A step's phases as one stacked bar, as SVG"
     total, left = sum(ms.values()), 0
     with styled():
-        ax = axes(8., .75, xlim=(0, total or 1), yticks=[], xlabel="milliseconds")
+        ax = axes(7.4, .75, xlim=(0, total or 1), yticks=[], xlabel="milliseconds")
         ax.grid(False); ax.spines["left"].set_visible(False)
         for name, v in ms.items():
             ax.barh(0, v, .8, left, color=PHASE_COLORS.get(name, PURPLE), edgecolor="w", linewidth=1.2)
@@ -346,13 +360,14 @@ def speed_part(run): # from `read_run`
               curve(rows, dict(mfu=""), "MFU (%), attention counted causal", zero=True)]
     return part("Speed", ("columns", drawn(charts)))
 
-# %% ../../nbs/35_report.ipynb #505b22ed
+# %% ../../nbs/35_report.ipynb #e4ea0fd4
 TEMPLATES["phases"] = """<table class="narrow"><thead><tr><th>phase</th><th>ms</th><th>part</th></tr></thead>
 <tbody>{% for name, color, ms, part in data %}
 <tr><td>{% if color %}<span style="background:{{ color }}" class="dot"></span>{% endif %}{{ name }}</td>
 <td>{{ ms }}</td><td>{{ part }}</td></tr>{% endfor %}
 </tbody></table>"""
 
+# %% ../../nbs/35_report.ipynb #505b22ed
 def breakdown_part(run): # from `read_run`
     "Where a step's time goes"
     ms = phase_ms(run["rows"])
@@ -383,7 +398,7 @@ def gpu_part(run): # from `read_run`
               curve(rows, dict(gpu_temp_c=""), "Temperature (°C)")]
     return part("The GPU", ("columns", drawn(charts)))
 
-# %% ../../nbs/35_report.ipynb #266ea83f
+# %% ../../nbs/35_report.ipynb #7d91628a
 TEMPLATES["ladder"] = """<table class="ladder"><thead><tr><th>rung</th><th>tokens/s</th><th></th><th>gain</th>
 <th>predicted</th><th>MFU</th><th>peak GiB</th></tr></thead><tbody>{% for r, texts, width in data %}
 <tr{% if not r.kept %} class="out"{% endif %}><td>{{ r.rung }}{% if not r.kept %} (left out){% endif %}</td>
@@ -392,6 +407,7 @@ TEMPLATES["ladder"] = """<table class="ladder"><thead><tr><th>rung</th><th>token
 {% for t in texts[1:] %}<td>{{ t }}</td>{% endfor %}{% endif %}</tr>{% endfor %}
 </tbody></table>"""
 
+# %% ../../nbs/35_report.ipynb #266ea83f
 def ladder_part(run): # from `read_run`
     "The rungs that were measured before training"
     fastest = max((r.tok_s or 0 for r in run["ladder"]), default=0) or 1
@@ -402,12 +418,14 @@ def ladder_part(run): # from `read_run`
     note = "Measured before training, each against the rungs that were kept above it."
     return part("The ladder", ("ladder", [*map(row, run["ladder"])]), note=note)
 
-# %% ../../nbs/35_report.ipynb #0acc91c3
-CURVES = "step", "event", "loss", "lr", "grad_norm", "tok_s", "val_loss" # other keys say what happened
+# %% ../../nbs/35_report.ipynb #33f3d467
 TEMPLATES["events"] = """<table class="events">
 <thead><tr><th>step</th><th>event</th><th></th></tr></thead><tbody>
 {% for step, event, rest in data %}<tr><td>{{ step }}</td><td>{{ event }}</td><td>{{ rest }}</td></tr>
 {% endfor %}</tbody></table>"""
+
+# %% ../../nbs/35_report.ipynb #0acc91c3
+CURVES = "step", "event", "loss", "lr", "grad_norm", "tok_s", "val_loss" # other keys say what happened
 
 def events_part(run, # from `read_run`
                 most=100): # to show
@@ -439,6 +457,7 @@ def options_part(run): # from `read_run`
     return part("Options", ("options", options))
 
 # %% ../../nbs/35_report.ipynb #c2c3ce9b
+#| echo: false
 PAGE_CSS = """
 @page { margin: 16mm 14mm }
 * { box-sizing: border-box }
@@ -464,6 +483,7 @@ svg text { font-family: inherit !important }
 """
 
 # %% ../../nbs/35_report.ipynb #e9cfc1ee
+#| echo: false
 PARTS_CSS = """
 dl { margin: 0 }
 dl div { display: grid; grid-template-columns: 6.5rem 1fr; gap: 1rem; padding: .12rem 0 }
@@ -487,6 +507,7 @@ td:first-child, th:first-child { text-align: left; padding-left: 0 }
 """
 
 # %% ../../nbs/35_report.ipynb #80efd19d
+#| echo: false
 TEXT_CSS = """
 pre { font: .82rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; background: #f6f7f9;
   padding: .8rem 1rem; margin: 0 0 .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
@@ -498,18 +519,21 @@ pre { font: .82rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
 @media (max-width: 40rem) { .two { grid-template-columns: 1fr } .options { columns: 1 } }
 """
 
-# %% ../../nbs/35_report.ipynb #2d6a3625
-TEMPLATES["page"] = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ run.name }}: training report</title><style>{{ css|safe }}</style></head>
-<body><header><h1>{{ run.name }}</h1>
+# %% ../../nbs/35_report.ipynb #a1e0c813
+TEMPLATES["header"] = """<header><h1>{{ run.name }}</h1>
 <p><span class="state{{ '' if state == 'finished' else ' early' }}">{{ state }}</span>
 {% for w in what %} · {{ w }}{% endfor %}</p>
 {% for n in run.notes %}<p class="missing">{{ n }}</p>{% endfor %}
 <div class="key">{% for value, label, note in figures %}
 <div><div class="value">{{ value }}</div><div class="label">{{ label }}</div>
-{% if note %}<div class="note">{{ note }}</div>{% endif %}</div>{% endfor %}</div></header>
+{% if note %}<div class="note">{{ note }}</div>{% endif %}</div>{% endfor %}</div></header>"""
+
+# %% ../../nbs/35_report.ipynb #2d6a3625
+TEMPLATES["page"] = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ run.name }}: training report</title><style>{{ css|safe }}</style></head>
+<body>{% include "header" %}
 {% for part in parts %}<section><h2>{{ part.title }}</h2>
 {% if part.note %}<p class="note">{{ part.note }}</p>{% endif %}
 {% for kind, data in part.blocks %}{% include kind %}{% endfor %}</section>
@@ -517,22 +541,26 @@ TEMPLATES["page"] = """<!doctype html>
 <footer>Made by llm_speedrun from the files of {{ run.name }}/</footer></body></html>
 """
 
-# %% ../../nbs/35_report.ipynb #5d1bb222
+# %% ../../nbs/35_report.ipynb #67653447
 PARTS = (about_part, loss_part, speed_part, breakdown_part, training_part, gpu_part, ladder_part, events_part,
          sample_part, options_part)
 
+def _state(run): # from `read_run`
+    if not run["over"]: return "not finished: still running, or killed"
+    return "interrupted" if run["result"].interrupted else "finished"
+
+# %% ../../nbs/35_report.ipynb #5d1bb222
 def page_of(run): # from `read_run`
     "The page, a text"
     from jinja2 import DictLoader, Environment, StrictUndefined
-    state = ("not finished: still running, or killed" if not run["over"] else
-             "interrupted" if run["result"].interrupted else "finished")
     env = Environment(loader=DictLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
     page = env.get_template("page").render(
-        run=run, state=state, css=PAGE_CSS + PARTS_CSS + TEXT_CSS, figures=[*key_figures(run)],
+        run=run, state=_state(run), css=PAGE_CSS + PARTS_CSS + TEXT_CSS, figures=[*key_figures(run)],
         what=[run["config"][k] for k in ("workload", "data", "gpu", "date") if run["config"].get(k)],
         parts=[p for f in PARTS if (p := f(run)) is not None])
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]", "\ufffd", page) # what no page can hold
 
+# %% ../../nbs/35_report.ipynb #9cdbd591
 def html_report(folder): # of a run, finished or not
     "Write `report.html` into the run's folder and return its path. `FileNotFoundError` if it isn't a run's"
     path = Path(folder)/"report.html"

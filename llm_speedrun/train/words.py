@@ -39,7 +39,7 @@ def splits_as_gpt2(tokenizer): # a `tokenizers.Tokenizer`
             and not (d["normalizer"] or d["padding"] or d["truncation"])
             and tokenizer.encode_special_tokens and all(t["special"] for t in d["added_tokens"]))
 
-# %% ../../nbs/37_words.ipynb #440a6cd0
+# %% ../../nbs/37_words.ipynb #b1857156
 class Encoder:
     "Encodes texts as `tokenizer` does without special tokens, and keeps the tokens of each word it has seen"
     def __init__(self,
@@ -55,16 +55,18 @@ class Encoder:
         out = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(o.ids, self.dtype).tobytes() for o in out]
 
-    def __call__(self, texts): # a list of str
-        "The tokens of each text as bytes"
-        if not self.by_words: return self.encode(texts)
-        if self.size > self.limit: self.seen, self.size = {}, 0
-        words = [split_words(t) for t in texts]
-        new = list(set().union(*words).difference(self.seen))
-        tokens = self.encode(new)
-        self.seen.update(zip(new, tokens))
-        self.size += sum(map(len, new)) + sum(map(len, tokens)) + 150*len(new)     # and Python's own share
-        return [b"".join(map(self.seen.__getitem__, ws)) for ws in words]
+# %% ../../nbs/37_words.ipynb #762f78c0
+@patch
+def __call__(self:Encoder, texts): # a list of str
+    "The tokens of each text as bytes"
+    if not self.by_words: return self.encode(texts)
+    if self.size > self.limit: self.seen, self.size = {}, 0
+    words = [split_words(t) for t in texts]
+    new = list(set().union(*words).difference(self.seen))
+    tokens = self.encode(new)
+    self.seen.update(zip(new, tokens))
+    self.size += sum(map(len, new)) + sum(map(len, tokens)) + 150*len(new)     # and Python's own share
+    return [b"".join(map(self.seen.__getitem__, ws)) for ws in words]
 
 # %% ../../nbs/37_words.ipynb #ab9c42c0
 def serve():
@@ -80,13 +82,14 @@ def serve():
         except EOFError: return
         pickle.dump(encoder(texts), sink, -1); sink.flush()
 
-# %% ../../nbs/37_words.ipynb #197e21f7
+# %% ../../nbs/37_words.ipynb #64d15d51
 _START = """import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)            # Ctrl-C goes to all; the parent decides
 sys.path += sys.argv[1:]
 from llm_speedrun.train.words import serve
 serve()"""
 
+# %% ../../nbs/37_words.ipynb #f943fcd0
 class Worker:
     "An `Encoder` in a process of its own. RuntimeError if the process dies"
     def __init__(self, tokenizer, dtype="<u2"): # as for `Encoder`
@@ -96,19 +99,22 @@ class Worker:
                                         env=os.environ | dict(TOKENIZERS_PARALLELISM="false"))
         self.hello = tokenizer.to_str(), dtype, tokenizer.encode_special_tokens
 
-    def send(self, x): # anything that can be pickled
-        "Write `x` to the process"
-        pickle.dump(x, self.process.stdin, -1)
-        self.process.stdin.flush()
+# %% ../../nbs/37_words.ipynb #197e21f7
+@patch
+def send(self:Worker, x): # anything that can be pickled
+    "Write `x` to the process"
+    pickle.dump(x, self.process.stdin, -1)
+    self.process.stdin.flush()
 
-    def __call__(self, texts): # a list of str
-        "The tokens of each text as bytes"
-        try:
-            if self.hello: self.send(self.hello); self.hello = None
-            self.send(texts)
-            return pickle.load(self.process.stdout)
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError) as e:
-            raise RunError(self.obituary()) from e
+@patch
+def __call__(self:Worker, texts): # a list of str
+    "The tokens of each text as bytes"
+    try:
+        if self.hello: self.send(self.hello); self.hello = None
+        self.send(texts)
+        return pickle.load(self.process.stdout)
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as e:
+        raise RunError(self.obituary()) from e
 
 # %% ../../nbs/37_words.ipynb #b76939e8
 @patch
@@ -143,22 +149,21 @@ def _threads(n):
     return submit, end
 
 # %% ../../nbs/37_words.ipynb #b2e38707
+def _until_error(xs, errors):
+    try: yield from xs
+    except Exception as e: errors.append(e)
+
 def in_order(f, xs, threads, ahead):
     """Yield `(x, f(x))` in order, computed by `threads` threads, at most `ahead` of them under way.
     An error of `xs` is raised after what came before it, one of `f` at its place"""
-    coming, error = deque(), None
-    def until_error():
-        nonlocal error
-        try: yield from xs
-        except Exception as e: error = e
-    submit, end = _threads(threads)
+    coming, errors, (submit, end) = deque(), [], _threads(threads)
     try:
-        for x in until_error():
+        for x in _until_error(xs, errors):
             coming.append((x, submit(f, x)))
             if len(coming) >= ahead: x, y = coming.popleft(); yield x, y.result()
         for x, y in coming: yield x, y.result()
     finally: end()
-    if error: raise error
+    if errors: raise errors[0]
 
 # %% ../../nbs/37_words.ipynb #119254c0
 @contextmanager
