@@ -59,7 +59,7 @@ def graphed(step, # a `Stepper`, which takes three steps on the example
     x, y = static = [t.clone() for t in batch]
     warm_up_aside(lambda: step((x, y)))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph): loss = step((x, y))
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"): loss = step((x, y))
     def replay(batch):
         for to, new in zip(static, batch): copy_same(to, new)
         graph.replay()
@@ -77,7 +77,7 @@ class RecordedPass:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.graph = torch.cuda.CUDAGraph()
         torch.clear_autocast_cache()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"): # a loader's thread may pin memory
             loss = loss(model, *self.batch)
             self.grads = torch.autograd.grad(loss, self.params)
         self.loss = loss.detach()
