@@ -556,7 +556,7 @@ def guess_chart(my_guess, # times the speed of the version before; None for no g
     shown = {k: bars[k] for k in ("your guess", "the roofline", "measured") if bars[k][0]}
     fig, ax = plt.subplots(figsize=(7.4, .7 + .3*len(shown)), layout="constrained")
     res = ax.barh(list(shown), [v for v, _ in shown.values()], .7, color=[c for _, c in shown.values()])
-    ax.bar_label(res, fmt="%.2f×", padding=3)
+    ax.bar_label(res, fmt="%.2f×", padding=3, bbox=dict(fc="w", ec="none", pad=1))
     ax.axvline(1, color="k", lw=.8, ls=":"); ax.margins(x=.1); ax.invert_yaxis()
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_xlabel("{rung}: times the speed of {before}; dotted: no faster".format(**record))

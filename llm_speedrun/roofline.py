@@ -387,11 +387,11 @@ def kinds_chart(predicted, # milliseconds by kind, from `by_kind`
     "Horizontal bars of predicted and measured milliseconds for each kind of operation"
     import matplotlib.pyplot as plt
     kinds = sorted({*predicted, *measured}, key=lambda k: measured.get(k, 0))
-    fig, ax = plt.subplots(figsize=(7, .5 + .45*len(kinds)))
+    fig, ax = plt.subplots(figsize=(7.4, .6 + .45*len(kinds)), layout="constrained")
     for d, label, dy, color in ((measured, "measured", .2, "C0"), (predicted, "predicted", -.2, "C1")):
         y = [i + dy for i in range(len(kinds))]
         bars = ax.barh(y, [d.get(k, 0) for k in kinds], .38, label=label, color=color)
-        ax.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+        ax.bar_label(bars, fmt=lambda ms: f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}", padding=3, fontsize=8)
     ax.set(yticks=range(len(kinds)), yticklabels=kinds, xlabel="ms a step", title=title)
     ax.margins(x=.1); ax.legend(loc="lower right"); ax.grid(axis="x", alpha=.3)
     return ax
