@@ -18,8 +18,8 @@ import torch, torch.nn as nn
 from fastcore.basics import patch
 from .files import InputError, RunError, lookup, replace_file
 from .data import Batches
-from .measure import (Measured, Table, caption, default_device, fmt, make_record, ratio, table,
-                                  take_turns, version_of, warm_up)
+from .measure import (Measured, Table, caption, default_device, fmt, gpu_uuid, make_record, ratio,
+                                  table, take_turns, version_of, warm_up)
 from .model import GPT, matrix_params
 from .roofline import matmul_precision
 from .runs import ROOM_GIB, Stepper, build, code_of, find_rung, free_memory
@@ -307,7 +307,7 @@ def joules_of(step, # a function without arguments
     if not (torch.cuda.is_available() and importlib.util.find_spec("pynvml")): return None
     import pynvml as nv
     def used(): # millijoules since the driver was loaded
-        return nv.nvmlDeviceGetTotalEnergyConsumption(nv.nvmlDeviceGetHandleByIndex(0))
+        return nv.nvmlDeviceGetTotalEnergyConsumption(nv.nvmlDeviceGetHandleByUUID(gpu_uuid()))
     try: nv.nvmlInit(); used()
     except nv.NVMLError: return None
     for _ in range(2): step() # the clock settles
