@@ -360,7 +360,7 @@ def text_batch(shards, # of a corpus, such as `open_corpus().train`
 
 def on_text(field, # `Contender`s that have raced
             shards, # as for `text_batch`
-            rounds=3, reps=2): # as `take_turns` takes them
+            rounds=5, reps=2): # as `take_turns` takes them
     "Random tokens and text in turn. Name -> two `Measured`, which differ in their rounds"
     text = text_batch(shards, field[0])
     steps = {(c.name, t): partial(c.loss_on, tokens) for c in field
