@@ -10,7 +10,7 @@ __all__ = ['DATASHEET_BF16', 'KEYS', 'MOST_CHOICES', 'COURSE', 'SPINE', 'default
            'written_by', 'without_docs', 'syntax', 'digest', 'make_record', 'measurements_dir', 'records_path',
            'load_records', 'rung_names', 'record_key', 'save_records', 'publish', 'choices_path', 'code_version',
            'choosing_machine', 'as_json', 'Choice', 'Choices', 'mfu_text', 'ladder_table', 'caption', 'ladder_chart',
-           'rungs_below', 'course_records', 'you_are_here', 'guess_chart']
+           'rungs_below', 'course_records', 'you_are_here', 'guess_chart', 'paid_text']
 
 # %% ../nbs/01_measure.ipynb #0db3b81b
 import ast, hashlib, importlib.metadata, json, os, platform, re, statistics, subprocess, sys, time
@@ -565,3 +565,10 @@ def guess_chart(my_guess, # times the speed of the version before; None for no g
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_xlabel("{rung}: times the speed of {before}; dotted: no faster".format(**record))
     return ax
+
+# %% ../nbs/01_measure.ipynb #ad4307ee
+def paid_text(record): # of a rung, with what it was measured against
+    "Whether the rung paid, in a line; a smoke run can't say"
+    paid = "it stays in the list" if record["ratio"] > 1 else "it stays out of the list"
+    if smoke(): paid = "a smoke run, which decides nothing"
+    return "{rung}: {ratio:.2f} times the speed of {before}; ".format(**record) + paid

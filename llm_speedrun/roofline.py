@@ -93,7 +93,7 @@ def nbytes(t): # a tensor
 # %% ../nbs/02_roofline.ipynb #2714b683
 LOOKUPS = "embedding nll_loss_forward nll_loss_backward gather index_select".split() # touch only a few rows
 NO_KERNEL = ("_unsafe_view lift_fresh empty empty_like empty_strided new_empty new_empty_strided "
-             "detach").split()
+             "detach promote_types").split()
 
 def read_bytes(name, # the operation's ATen name
                t): # a tensor that goes in

@@ -30,14 +30,18 @@ def note(path, name, entry): # a JSON file, a notebook's name, what is known of 
         entries = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(dict(sorted((entries | {name: entry}).items())), indent=1) + "\n")
 
+def skipped(cell):
+    "Whether not to run `cell`; what it showed before goes in any case, since a cell without output would keep it"
+    if cell.cell_type == "code": cell.outputs = []
+    return cell.cell_type == "code" and left_to_the_reader(cell.source)
+
 def run(path, dest=None):
     "Run `path` in its own folder, and write it with its outputs to `dest`, by default over itself"
     path, dest = Path(path).resolve(), dest and Path(dest).resolve()
     os.chdir(path.parent)
     os.environ["JPY_SESSION_NAME"] = str(path)     # as Jupyter does: records say which notebook wrote them
     nb, began = json.loads(path.read_text(encoding="utf-8")), time.perf_counter()
-    CaptureShell().execute(path.name, dest or path, exc_stop=True,
-                           preproc=lambda c: c.cell_type == "code" and left_to_the_reader(c.source))
+    CaptureShell().execute(path.name, dest or path, exc_stop=True, preproc=skipped)
     seconds = round(time.perf_counter() - began, 1)
     from llm_speedrun.measure import machine
     here = {k: v for k, v in machine().items() if k in ("gpu", "torch", "date")}
