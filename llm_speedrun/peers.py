@@ -116,7 +116,7 @@ def transformers_missing():
 def with_liger(model): # of transformers, changed in place
     "Patch the model with Liger's kernels where there is a GPU for them. Returns what was done, in words"
     if not torch.cuda.is_available(): return "without Liger, whose kernels need a GPU"
-    logging.getLogger("liger_kernel").setLevel(logging.ERROR) # it tells which of its optional parts don't load
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR) # it names each optional part that doesn't load
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
     apply_liger_kernel_to_qwen3(model=model) # RoPE, norms, SwiGLU, and the loss without logits
     return f"liger-kernel {version_of('liger-kernel')}"

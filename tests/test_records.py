@@ -40,7 +40,7 @@ def predicts_only_what_was_predicted(records):
     for r in records:
         if r["predicted_ratio"] is None: continue
         if not r["before"]: yield f"{name(r)}: a predicted ratio, and no rung before"
-        elif r.get("predicted_ms") is None: yield f"{name(r)}: a predicted ratio, and no predicted milliseconds"
+        elif r["rungs"] and r.get("predicted_ms") is None: yield f"{name(r)}: a predicted ratio, and no predicted milliseconds"
 
 @rule(dict(torch="1.0"), dict(driver=None), dict(gpu="CPU"))
 def come_from_one_machine(records):

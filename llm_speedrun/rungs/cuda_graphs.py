@@ -77,7 +77,8 @@ class RecordedPass:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.graph = torch.cuda.CUDAGraph()
         torch.clear_autocast_cache()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"): # a loader's thread may pin memory
+        # a loader's thread may pin memory meanwhile
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             loss = loss(model, *self.batch)
             self.grads = torch.autograd.grad(loss, self.params)
         self.loss = loss.detach()

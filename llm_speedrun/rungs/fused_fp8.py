@@ -230,8 +230,7 @@ def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_
         h = h.to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + at + cols[None, :], h, inside)
         squares += h.to(tl.float32)*h.to(tl.float32)
-    tl.debug_barrier() # the second loop reads what the first has stored
-    r = tl.rsqrt(tl.sum(squares, 1)/d + eps)
+    tl.debug_barrier(); r = tl.rsqrt(tl.sum(squares, 1)/d + eps) # the next loop reads what this one stored
     tl.store(r_ptr + rows, r, rows < N)
     for c in range(0, d, COLS):
         cols = c + tl.arange(0, COLS)
