@@ -33,7 +33,7 @@ def default_device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def gpu_gib():
-    "Memory of the GPU in GiB; there must be one"; return torch.cuda.get_device_properties(0).total_memory / 2**30
+    "GiB of GPU memory; there must be a GPU"; return torch.cuda.get_device_properties(0).total_memory / 2**30
 
 def gpu_uuid():
     "Our GPU's name for nvidia-smi and NVML: with `CUDA_VISIBLE_DEVICES` it needn't be the machine's first"

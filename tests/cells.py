@@ -5,6 +5,9 @@ from make_readme import ROOT, text
 NBS = sorted((ROOT/"nbs").glob("*.ipynb"))
 LESSONS = [p for p in NBS if p.stem[:2].isdigit()]
 LADDER = [p for p in LESSONS if 10 <= int(p.stem[:2]) < 30]
+# Notebooks whose code has changed since they were run on the GPU. A name leaves this list with the next run.
+AWAITING = ["23_fastest", "25_peers"]
+def with_outputs(paths): return [p for p in paths if p.stem not in AWAITING]
 
 def read(path): return json.loads(path.read_text(encoding="utf-8"))
 def cells(path): return read(path)["cells"]

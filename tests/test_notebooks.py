@@ -2,7 +2,8 @@
 it; beside each stand cells which break it in a notebook that is good otherwise, to show that the rule can fail."""
 import ast, itertools, re
 import pytest
-from cells import LADDER, LESSONS, NBS, directives, exported, first_line, lines, of_kind, output_text, read, said, shown, source
+from cells import (LADDER, LESSONS, NBS, directives, exported, first_line, lines, of_kind, output_text, read, said, shown, source,
+                   with_outputs)
 from make_readme import ROOT, targets, text
 from prose import measured_numbers, shows, typed_numbers
 
@@ -101,7 +102,7 @@ def figures_have_alternative_texts(nb):
         drawn = any(k.startswith("image/") for o in c["outputs"] for k in o.get("data", {}))
         if drawn and len(directives(c).get("fig-alt", "")) < 20: yield f"a figure without `#| fig-alt`: {first_line(c)}"
 
-@rule(NBS, put(4, py('#| fig-alt: "Bars that fall from left to right"\nplot()', picture(741))))
+@rule(with_outputs(NBS), put(4, py('#| fig-alt: "Bars that fall from left to right"\nplot()', picture(741))))
 def figures_fit_the_page(nb):
     for c in of_kind(nb, "code"):
         for width in re.findall(r"<Figure size (\d+)x", "\n".join(s for o in c["outputs"] for s in output_text(o))):
@@ -150,7 +151,7 @@ def nothing_to_see(nb, most):
         run = [] if c["outputs"] else run + [c]
         if len(run) == most + 1: yield f"more than {most} code cells in a row with nothing to see, from: {first_line(run[0])}"
 
-@rule(LADDER, put(4, py("x = 1")))
+@rule(with_outputs(LADDER), put(4, py("x = 1")))
 def there_is_soon_something_to_see(nb): yield from nothing_to_see(nb, 3)
 
 @rule([p for p in LESSONS if p not in LADDER], put(4, *[py("x = 1")]*4))

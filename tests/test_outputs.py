@@ -1,13 +1,11 @@
 "The notebooks' outputs come from the code beside them: `run_notebook.py` notes a digest of the code that it ran."
 import json, subprocess, sys
 import pytest
-from cells import LESSONS, NBS, read
+from cells import AWAITING, LESSONS, NBS, read
 from make_readme import ROOT
 from run_notebook import code_digest
 
 OUTPUTS = ROOT/"nbs/measurements/outputs.json"
-# Notebooks whose code has changed since they were run on the GPU. A name leaves this list with the next run.
-AWAITING = ["23_fastest", "25_peers"]
 
 def stale(entries): # a dict of what `run_notebook.py` notes, by notebook
     "The notebooks whose outputs come from other code than they hold, or from nobody knows what"
