@@ -3,7 +3,7 @@
 What an exercise leaves to the reader (`#| eval: false`) is not run. An error stops it, and then nothing is written. What the outputs
 come from is noted in `measurements/outputs.json` beside the notebook, or with a second argument in `outputs.json` beside that:
 a digest of the code, GPU, torch, date and seconds, under the notebook's name."""
-import json, os, re, sys, tempfile, time
+import ast, hashlib, json, os, re, sys, tempfile, time
 from pathlib import Path
 from execnb.shell import CaptureShell
 from filelock import FileLock
@@ -17,11 +17,19 @@ def python(source):
     if source.startswith("%%"): return f"magic({source!r})"
     return MAGIC.sub(lambda m: f"{m[1]}magic({m[2]!r})", source)
 
+def shows_nothing(o): # a statement
+    "Whether it is a test: an assertion, a call of `test_...`, or an `if` around such alone"
+    if isinstance(o, ast.If): return not o.orelse and all(map(shows_nothing, o.body))
+    name = getattr(getattr(getattr(o, "value", None), "func", None), "id", "")
+    return isinstance(o, ast.Assert) or isinstance(o, ast.Expr) and name.startswith("test_")
+
 def code_digest(nb): # a parsed notebook
-    "A digest of the code that runs: comments, docstrings, formatting and what is left to the reader don't count"
-    from llm_speedrun.measure import digest     # not before a notebook has run, which may want to import it first
+    """A digest of the code that makes outputs: comments, docstrings, formatting, tests and what is left to the reader don't count"""
+    from llm_speedrun.measure import syntax     # not before a notebook has run, which may want to import it first
     sources = ["".join(c["source"]) for c in nb["cells"] if c["cell_type"] == "code"]
-    return digest(*(python(s) for s in sources if not left_to_the_reader(s)))
+    trees = [ast.parse(python(s)) for s in sources if not left_to_the_reader(s)]
+    for t in trees: t.body = [o for o in t.body if not shows_nothing(o)]
+    return hashlib.sha256(repr([syntax(t) for t in trees if t.body]).encode()).hexdigest()[:16]
 
 def note(path, name, entry): # a JSON file, a notebook's name, what is known of its outputs
     "Write `entry` over the one under `name`, or beside the others"

@@ -50,6 +50,12 @@ def test_code_counts(source): assert digest(source) != digest("x = f(1, 2)")
     ("x = None", "x = True", False), ("x = 1", "x = True", False), ("def f(): return", "def f(): return None", False)])
 def test_what_counts(a, b, same): assert (digest(a) == digest(b)) is same
 
+@pytest.mark.parametrize("more", ["assert x == 1", "test_eq(x, 1)", "if smoke(): test_eq(x, 1)", "if smoke():\n    assert x\n    test_fail(f)"])
+def test_tests_show_nothing(more): assert digest("x = f(1, 2)\n" + more) == digest("x = f(1, 2)") == digest("x = f(1, 2)", more)
+
+@pytest.mark.parametrize("more", ["if smoke(): print(x)", "if smoke(): assert x\nelse: print(x)", "tests(x)", "x = test_eq(x, 1)"])
+def test_what_looks_like_a_test(more): assert digest("x = f(1, 2)\n" + more) != digest("x = f(1, 2)")
+
 def test_which_cells_count():
     nb = [cell("x = 1"), cell("#| echo: false\ndraw(x)")]
     assert code_digest(dict(cells=nb)) == code_digest(dict(cells=nb + [cell("# Title", "markdown"), cell("#| eval: false\nx = ...")]))
