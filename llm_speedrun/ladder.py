@@ -18,8 +18,8 @@ from .measure import ladder_chart, ladder_table, make_record, ratio, take_turns,
 from .model import train_flops
 from .model import workload as find_workload
 from .peers import peer_paths, tell_peers
-from .runs import (bench, check_rung, code_of, free_memory, in_order, measure_run, rung_name,
-                               settled, step_of)
+from .runs import (bench, check_rung, free_memory, in_order, measure_run, rung_name, settled,
+                               step_of)
 from .train.hardware import parse_rungs
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
@@ -61,8 +61,7 @@ def record(self:Warm, **more): # what it was compared with
     "The record of what was measured, without a prediction"
     flops = train_flops(self.config), train_flops(self.config, causal=True)
     return make_record(self.name, self.measured, batch=self.batch, seq=self.config.seq, flops=flops,
-                       workload=self.config.name, dtype=self.fmt, rungs=self.rungs,
-                       code=code_of(self.rungs), **more)
+                       workload=self.config.name, dtype=self.fmt, rungs=self.rungs, **more)
 
 # %% ../nbs/22_ladder.ipynb #e8cdc5d3
 def against(here, # the `Warm` step to beat

@@ -332,7 +332,7 @@ def contender_record(c, # a `Contender` that has raced
     "Its record: beside the speed its source, weights, joules, and the losses of the first and the last step"
     more = {} if c is first else dict(before=first.name, ratio=ratio(first.measured, c.measured))
     rungs = getattr(getattr(c.peer.step, "run", None), "rungs", ())
-    return make_record(c.name, c.measured, predicted_ratio=None, batch=c.batch, seq=c.config.seq,
+    return make_record(c.name, c.measured, batch=c.batch, seq=c.config.seq,
                        workload=c.config.name, dtype="fp8" if "fp8" in rungs else "bf16", rungs=list(rungs),
                        source=c.peer.source, micro=c.micro, parameters=c.peer.parameters,
                        in_products=c.peer.in_products, joules=joules_of(c.step),

@@ -1,13 +1,16 @@
 "Notebooks as the tests read them."
-import json, re
+import ast, json, re
 from make_readme import ROOT, text
 
 NBS = sorted((ROOT/"nbs").glob("*.ipynb"))
 LESSONS = [p for p in NBS if p.stem[:2].isdigit()]
 LADDER = [p for p in LESSONS if 10 <= int(p.stem[:2]) < 30]
-# Notebooks whose code has changed since they were run on the GPU. A name leaves this list with the next run.
-AWAITING = ["23_fastest", "25_peers"]
-def with_outputs(paths): return [p for p in paths if p.stem not in AWAITING]
+# Notebooks whose outputs are of older code, or still missing
+OLD = ["23_fastest", "25_peers"]
+# Notebooks whose code has changed since they were run on the GPU: these, and those in which the change shows nowhere. A name leaves
+# this list with the next run.
+AWAITING = [*OLD, "22_ladder"]
+def with_outputs(paths): return [p for p in paths if p.stem not in OLD]
 
 def read(path): return json.loads(path.read_text(encoding="utf-8"))
 def cells(path): return read(path)["cells"]
@@ -33,3 +36,7 @@ def output_text(o):
         if kind.startswith("text/"): yield text(v)
 
 def said(nb): return [s for c in of_kind(nb, "code") for o in c["outputs"] for s in output_text(o)]
+
+def parsed(code):
+    "The syntax tree of a cell's Python, without the lines of `%magic` and `!command`"
+    return ast.parse(re.sub(r"^\s*[%!].*$", "", code, flags=re.M))

@@ -1,7 +1,7 @@
 """Numbers in prose that look measured, and whether something above shows them. A number looks measured with a decimal point or with a
 unit of time, speed, size, power or proportion. Counts, shapes and definitions don't: 16 bits, 4 bytes, 1024 tokens, 64 × 1024."""
 import ast, re
-from cells import directives, output_text, source
+from cells import directives, output_text, parsed, source
 
 SCALES = {"%": .01, "": 1, "n": 1e-9, "µ": 1e-6, "μ": 1e-6, "u": 1e-6, "m": 1e-3, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9,
           "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "micro": 1e-6, "milli": 1e-3}
@@ -38,8 +38,7 @@ def measured_numbers(md):
 
 def numbers_in_code(code):
     "The constants of Python `code`, without what stands in comments and strings"
-    tree = ast.parse(re.sub(r"^\s*[%!].*$", "", code, flags=re.M))
-    return [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and type(n.value) in (int, float)]
+    return [n.value for n in ast.walk(parsed(code)) if isinstance(n, ast.Constant) and type(n.value) in (int, float)]
 
 def numbers_in_output(s):
     s = re.sub(r"<[A-Za-z][^>]*>", "", s)

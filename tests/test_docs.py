@@ -2,7 +2,7 @@
 that step is the one that could run code again, or leave some out."""
 import ast, re, shutil, subprocess, sys
 import pytest
-from cells import NBS, cells, directives, shown
+from cells import NBS, cells, directives, parsed, shown
 from make_readme import ROOT, text
 
 def code(cell):
@@ -68,7 +68,7 @@ def has_value(statement):
 
 def speaks(source):
     "Whether a cell with this source leaves an output: it prints or draws, or ends with a value and no semicolon"
-    body = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M)).body
+    body = parsed(source).body
     if not body: return False
     return any(map(prints, statements(body))) or has_value(body[-1]) and not source.rstrip().endswith(";")
 

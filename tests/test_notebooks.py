@@ -2,8 +2,8 @@
 it; beside each stand cells which break it in a notebook that is good otherwise, to show that the rule can fail."""
 import ast, itertools, re
 import pytest
-from cells import (LADDER, LESSONS, NBS, directives, exported, first_line, lines, of_kind, output_text, read, said, shown, source,
-                   with_outputs)
+from cells import (LADDER, LESSONS, NBS, directives, exported, first_line, lines, of_kind, output_text, parsed, read, said, shown,
+                   source, with_outputs)
 from make_readme import ROOT, targets, text
 from prose import measured_numbers, shows, typed_numbers
 
@@ -86,11 +86,9 @@ def glossary_links_land(nb):
     for a in (a for c in of_kind(nb, "markdown") for a in re.findall(r"\]\(00_gpu\.ipynb#([^)]+)\)", source(c))):
         if a not in anchors: yield f"a link to 00_gpu.ipynb#{a}, and there is no such heading"
 
-def parsed(c): return ast.parse(re.sub(r"^\s*[%!].*$", "", source(c), flags=re.M))
-
 @rule(NBS, put(4, py("#| export\ndef half(x): return x/2")), put(4, py("#|exports\nclass Half: pass")))
 def exports_have_docstrings(nb):
-    for o in (o for c in of_kind(nb, "code") if exported(c) for o in parsed(c).body):
+    for o in (o for c in of_kind(nb, "code") if exported(c) for o in parsed(source(c)).body):
         if not isinstance(o, (ast.FunctionDef, ast.ClassDef)) or o.name.startswith("_"): continue
         if not ast.get_docstring(o): yield f"`{o.name}` is exported and has no docstring"
 
@@ -111,7 +109,7 @@ def figures_fit_the_page(nb):
 @rule(NBS, put(4, py("print(kernel_table(r), end='')")), put(4, py("for t in x: print(t)", printed("| a |\n|---|\n| 1 |\n"))))
 def tables_are_displayed(nb):
     for c in (c for c in of_kind(nb, "code") if not exported(c)): # what is exported prints in a terminal
-        calls = [n for n in ast.walk(parsed(c)) if isinstance(n, ast.Call)]
+        calls = [n for n in ast.walk(parsed(source(c))) if isinstance(n, ast.Call)]
         name = lambda call: getattr(call.func, "id", getattr(call.func, "attr", ""))
         if any(name(a) == "table" or name(a).endswith("_table") for n in calls if name(n) == "print"
                for a in n.args if isinstance(a, ast.Call)): yield f"a table is printed, not displayed: {first_line(c)}"
