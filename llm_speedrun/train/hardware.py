@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PRESETS', 'HARDWARE', 'ROOM', 'fitting', 'preset', 'presets', 'parse_rungs', 'left_out', 'Settled', 'settle_rungs',
            'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller', 'most_sequences', 'micro_batches',
-           'Trial', 'attempt', 'first_that_fits', 'trial', 'peaks']
+           'Trial', 'attempt', 'first_that_fits', 'trial', 'fits']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
 import os, sys
@@ -188,16 +188,16 @@ def trial(config, # a `GPTConfig`
                        "or a smaller --workload or --seq")
     return t
 
-# %% ../../nbs/32_hardware.ipynb #32048668
-def peaks(config, # a `GPTConfig`
-          rungs, # names
-          sizes=(1, 2, 4, 8, 16, 32, 64), # sequences in a micro-batch
-          gib=80): # where to stop
-    "A record for each micro-batch, with the GPU memory in GiB that some steps of it needed"
-    res = []
-    for n in sizes:
-        t = first_that_fits(config, rungs, [n], gib)
-        if not t: break
-        res.append(dict(workload=config.name, seq=config.seq, rungs=list(rungs), micro=n, peak_gib=t.peak_gib,
-                        code=code_of(rungs), notebook=written_by(), **machine()))
+# %% ../../nbs/32_hardware.ipynb #3bb86299
+def fits(config, # a `GPTConfig`
+         rungs, # names
+         gibs, # GPU memory of cards in GiB, the largest first
+         rows=64): # sequences in the largest micro-batch to try
+    "Records, one a card: `micro`, the largest of `rows`, its half, ... sequences that fits there, 0 where none does"
+    res, n = [], rows
+    for gib in gibs:
+        t = first_that_fits(config, rungs, micro_batches(n, n), ROOM*gib) if n else None
+        n = t.batch if t else 0
+        res.append(dict(workload=config.name, seq=config.seq, rungs=list(rungs), gib=gib, micro=n,
+                        peak_gib=t and t.peak_gib, code=code_of(rungs), notebook=written_by(), **machine()))
     return res
