@@ -9,8 +9,7 @@ __all__ = ['climb', 'Warm', 'against', 'paying', 'Chosen', 'choose_rungs', 'meas
 # %% ../nbs/22_ladder.ipynb #984985f4
 import json
 from dataclasses import asdict, dataclass
-from datetime import datetime
-from pathlib import Path
+from datetime import datetime; from pathlib import Path
 import msgspec, torch
 from fastcore.basics import patch
 from .files import InputError, check_writable, lookup, replace_file
@@ -193,15 +192,13 @@ def check_share(folder): # of records, "" for none
 
 def share_ladder(records, # of one ladder
                  folder): # of records, a file for each GPU
-    "Add `records` to `<gpu>.json` in `folder`, and draw them beside the other GPUs: `<gpu>.png`. Returns both paths"
+    "Add `records` to `<gpu>.json` in `folder`, and draw them beside other GPUs': `<gpu>.png`. Returns both paths"
     import matplotlib.pyplot as plt
     path = Path(folder)/records_path(records[0]["gpu"]).name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_records(records, path)
+    path.parent.mkdir(parents=True, exist_ok=True); save_records(records, path)
     fig = gpus_chart([r["rung"] for r in records], speeds_of(records, folder)).figure
     fig.suptitle("{workload}, {batch} × {seq} tokens a step, {date}".format(**records[0]), size=10)
-    fig.savefig(path.with_suffix(".png"), dpi=110)
-    plt.close(fig)
+    fig.savefig(path.with_suffix(".png"), dpi=110); plt.close(fig)
     return path, path.with_suffix(".png")
 
 # %% ../nbs/22_ladder.ipynb #a32186b3
