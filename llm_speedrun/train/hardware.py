@@ -193,7 +193,7 @@ def fits(config, # a `GPTConfig`
          rungs, # names
          gibs, # GPU memory of cards in GiB, the largest first
          rows=64): # sequences in the largest micro-batch to try
-    "A record a card: `micro`, the largest of `rows`, its half, ... sequences that fits there, 0 where none does"
+    "A record a card: `micro` is the largest of `rows`, its half, ... that fits there, 0 where none does"
     res, n = [], rows
     for gib in gibs:
         t = first_that_fits(config, rungs, micro_batches(n, n), ROOM*gib) if n else None
