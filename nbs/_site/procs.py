@@ -1,8 +1,8 @@
-"""What the docs site adds to a lesson as it is committed: a box with its facts, links from names to definitions, and
-at each exported cell its anchors and a folded table of parameters.
+"""What the docs site adds to a lesson as it is committed: a box with its facts, links from names to definitions,
+and at each exported cell its anchors and a folded table of parameters.
 
-nbdev calls these processors for each notebook (`procs` in settings.ini; `make docs` puts this folder on the path). No
-code of a lesson is imported or run for it: names and signatures are read from syntax trees, numbers from records."""
+nbdev calls these processors for each notebook (`procs` in settings.ini; `make docs` puts this folder on the path).
+No code of a lesson is imported or run: names and signatures are read from syntax trees, numbers from records."""
 import ast, io, json, re, tokenize
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Lesson:
     stem: str
     cells: list
     module: str = ""    # that it exports, in full
-    definitions: dict = field(default_factory=lambda: defaultdict(list))    # id of a cell -> its `Definition`s
+    definitions: dict = field(default_factory=dict)    # id of a cell -> its `Definition`s
     imports: dict = field(default_factory=lambda: defaultdict(set))    # module, in full -> names, "*" for all
 
     @property
@@ -48,7 +48,7 @@ class Lesson:
 def text(cell): return "".join(cell["source"])
 
 def tree(source):
-    "The syntax tree of a cell's Python, without the lines of `%magic` and `!command`; empty where a reader is to fill it in"
+    "The syntax tree of a cell's Python, without lines of `%magic` and `!command`; empty where it doesn't parse"
     try: return ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))
     except SyntaxError: return ast.parse("")
 
@@ -91,12 +91,14 @@ def by_module(): return {o.module: o for o in lessons().values() if o.module}
 
 def lesson_of(nb): return lessons()[Path(nb.path_).stem]
 
-def call_name(node): return getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
+def call_name(node):
+    "The name that a call calls, without what stands before its last dot; nothing for what is no call"
+    return getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
 
 @lru_cache
 def rungs():
     "Name of a rung -> the notebook that defines it and its `@rung(...)`"
-    return {d.name: (o, call) for o in lessons().values() for d in o.names.values() if not isinstance(d.node, ast.ClassDef)
+    return {d.name: (o, call) for o in lessons().values() for d in o.names.values()
             for call in d.node.decorator_list if call_name(call) == "rung"}
 
 # --- anchors ---
@@ -121,10 +123,11 @@ def headings(md):
 
 @lru_cache
 def anchors(stem):
-    """Name of a definition -> its anchors in the notebook `stem`, its own one first. That is the name; a heading that has it
-    already keeps it. The second is the name in small letters, which nbdev links to"""
+    """Name of a definition -> its anchors in the notebook `stem`. The first is the name, which a heading keeps that
+    has it already; the second, if free, is the name in small letters, which nbdev links to"""
     lesson = lessons()[stem]
-    taken = set(headings("\n\n".join(text(c) for c in lesson.cells if c["cell_type"] == "markdown")))
+    below_title = "\n\n".join(text(c) for c in lesson.cells[1:] if c["cell_type"] == "markdown")
+    taken = set(headings(below_title))
     res = {n: [f"def-{n}" if n in taken else n] for n in lesson.names}
     taken |= {a for own in res.values() for a in own}
     for n, own in res.items():
@@ -158,30 +161,33 @@ def parameters(node):
     "The parameters of a function, the fields of a dataclass, or what makes an object of another class"
     if isinstance(node, ast.ClassDef):
         if any("dataclass" in ast.unparse(d) for d in node.decorator_list):
-            return [Parameter(o.target.id, o.lineno, o.annotation, o.value) for o in node.body if isinstance(o, ast.AnnAssign)]
+            fields = [o for o in node.body if isinstance(o, ast.AnnAssign)]
+            return [Parameter(o.target.id, o.lineno, o.annotation, o.value) for o in fields]
         return next((parameters(o) for o in node.body if isinstance(o, FUNCTIONS) and o.name == "__init__"), [])
     a = node.args
     plain = [*a.posonlyargs, *a.args]
     pairs = [*zip(plain, [None]*(len(plain) - len(a.defaults)) + a.defaults), *zip(a.kwonlyargs, a.kw_defaults)]
     res = [Parameter(p.arg, p.lineno, p.annotation, default) for p, default in pairs]
-    res += [Parameter(stars + p.arg, p.lineno, p.annotation) for stars, p in (("*", a.vararg), ("**", a.kwarg)) if p]
+    rest = ("*", a.vararg), ("**", a.kwarg)
+    res += [Parameter(stars + p.arg, p.lineno, p.annotation) for stars, p in rest if p]
     return [p for p in res if p.name not in ("self", "cls", "ctx")]
 
 def described(d):
-    "The parameters of a definition in groups that share a comment, with that comment: on their line, or alone on those above"
+    "The parameters in groups that share a comment, with that comment: on their line, or alone on those above"
     found, lines, groups = comments(d.source), d.source.splitlines(), defaultdict(list)
     for p in parameters(d.node): groups[p.line].append(p)
+    alone = {n for n in found if n > d.node.lineno and lines[n - 1].lstrip().startswith("#")}
     for line, group in sorted(groups.items()):
         above, said = line - 1, [found[line]] if line in found else []
-        while line not in found and above > d.node.lineno and above in found and lines[above - 1].lstrip().startswith("#"):
-            said.insert(0, found[above]); above -= 1
+        while line not in found and above in alone: said.insert(0, found[above]); above -= 1
         yield group, " ".join(said)
 
 def parameter_table(d):
-    "Parameter, with type and default, and what it is; nothing where the signature has said all"
+    "Parameter, with type and default, and what it is; nothing where the call has said all"
     rows = list(described(d))
-    if not any(said or p.type for group, said in rows for p in group): return ""
-    body = "".join(f"<tr><td><code>{escape(', '.join(map(str, group)))}</code></td><td>{html(said)}</td></tr>" for group, said in rows)
+    if not any(said or p.type or p.default for group, said in rows for p in group): return ""
+    cells = [(escape(", ".join(map(str, group))), html(said)) for group, said in rows]
+    body = "".join(f"<tr><td><code>{names}</code></td><td>{what}</td></tr>" for names, what in cells)
     return f"<table><tbody>{body}</tbody></table>"
 
 @lru_cache
@@ -195,7 +201,7 @@ def source_link(d, module):
 
 def entry(d, module):
     "A definition in the folded table: how it is called, where it stands, what it does, its parameters"
-    call = ", ".join(p.name + (f"={ast.unparse(p.default)}" if p.default else "") for p in parameters(d.node))
+    call = ", ".join(p.name for p in parameters(d.node))
     doc = re.sub(r"\s+", " ", ast.get_docstring(d.node) or "")
     return (f'<dt><a href="{source_link(d, module)}">source</a> <code>{escape(d.name)}({escape(call)})</code></dt>'
             f"<dd>{html(doc)}{parameter_table(d)}</dd>")
@@ -219,7 +225,8 @@ class definitions(Processor):
             if told := [d for d in found if is_told(d)]:
                 names = ", ".join(f"<code>{escape(d.name)}</code>" for d in told)
                 entries = "".join(entry(d, lesson.module) for d in told)
-                cells.append(raw(f'<details class="api"><summary>Parameters and source: {names}</summary><dl>{entries}</dl></details>'))
+                summary = f"<summary>parameters and source of {names}</summary>"
+                cells.append(raw(f'<details class="api">{summary}<dl>{entries}</dl></details>'))
         self.nb.cells = cells
 
 # --- links from names in the text ---
@@ -227,14 +234,14 @@ class definitions(Processor):
 @lru_cache
 def fields():
     "What a name in backticks also is, an option or a column of the records: such a name alone is no link"
-    options = {o.target.id for d in lessons()["33_options"].names.values() if isinstance(d.node, ast.ClassDef)
-               for o in d.node.body if isinstance(o, ast.AnnAssign)}
+    classes = [d.node for d in lessons()["33_options"].names.values() if isinstance(d.node, ast.ClassDef)]
+    options = {o.target.id for c in classes for o in c.body if isinstance(o, ast.AnnAssign)}
     keys = {k for f in (get_config().nbs_path/"measurements").glob("*.json")
             for r in json.loads(f.read_text(encoding="utf-8")) for k in r}
     return options | keys
 
 def in_notebook(lesson, name):
-    "What `name` may mean among the definitions of this notebook, their full names: one of that name, else the methods"
+    "What `name` may mean of what this notebook defines, in full: the definition of that name, else methods"
     return [name] if name in lesson.names else [n for n, d in lesson.names.items() if d.last == name]
 
 @lru_cache
@@ -243,20 +250,21 @@ def definitions_called():
     return Counter(d.last for o in lessons().values() for d in o.names.values())
 
 def is_clear(d):
-    """Whether the bare name of a definition can stand for it. That of a method can if the text introduces the method, which is
-    patched into its class in a cell of its own, and nothing else has that name"""
+    """Whether the bare name of a definition can stand for it. That of a method can if the text introduces the method,
+    which is patched into its class in a cell of its own, and nothing else has that name"""
     return "." not in d.name or patch_name(d.node) != d.node.name and definitions_called()[d.last] == 1
 
 def meaning(lesson, name):
-    """The notebook and the full name that `name` has in the text of `lesson`, or None. It is what the notebook defines or
-    imports; beyond that the name of a rung or of a command means the same thing everywhere. A rung's own notebook has other
-    things of that name: PyTorch's kernel, its function"""
+    """The notebook and the full name of what `name` means in the text of `lesson`, or None. That is what the notebook
+    defines or imports; beyond it the name of a rung or of a command means the same thing everywhere. A rung's own
+    notebook has other things of its name, such as PyTorch's kernel, and no need of a link"""
     if name in rungs() and rungs()[name][0] is lesson: return None
     if own := in_notebook(lesson, name):
         return (lesson, own[0]) if "." in name or is_clear(lesson.names[own[0]]) else None
     module, _, rest = name.rpartition(".")
     imported = [(by_module()[m], names) for m, names in lesson.imports.items() if m in by_module()]
-    if any(name in names for m, names in lesson.imports.items() if m not in by_module()): return None
+    others = set().union(*(names for m, names in lesson.imports.items() if m not in by_module()))
+    if name in others: return None
     imported.sort(key=lambda o: name not in o[1])    # a name that is asked for comes before those of a star
     for o, names in imported:
         if name in o.names: return o, name
@@ -265,14 +273,19 @@ def meaning(lesson, name):
     if re.fullmatch(r"speedrun_\w+", name): return lessons()["33_options"], name
     return None
 
-# Where no name becomes a link: in fences, headings, links and tags, and where the text says that another library's is meant
-NOT_LINKED = (r"^(?P<fence>```+|~~~+)[\s\S]*?^(?P=fence)[ \t]*$|^#{1,6} .*$|!?\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)|<[a-zA-Z/][^>\n]*>"
-              r"|``+[\s\S]*?``+|`?\b(?:PyTorch|torch|torchao|transformers|library)`?'s?\s+`[^`]+`")
-NAME = re.compile(rf"(?P<skip>{NOT_LINKED})|`(?P<name>[A-Za-z_][\w.]*)(?P<call>\(\))?`", re.M)
+# Where no name becomes a link: in fences, headings, links, tags and longer code, and where another library's is meant
+NOT_LINKED = "|".join((r"^(?P<fence>```+|~~~+)[\s\S]*?^(?P=fence)[ \t]*$", r"^#{1,6} .*$",
+                       r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)", r"<[a-zA-Z/][^>\n]*>", r"``+[\s\S]*?``+",
+                       r"`?\b(?:PyTorch|torch|torchao|transformers|library)`?'s?\s+`[^`]+`"))
+NAME = re.compile(rf"(?P<skip>{NOT_LINKED})|`(?P<name>[A-Za-z_][\w.]*)(?P<call>\(\))?`"
+                  r"|\b[Nn]otebook\s(?P<number>\d\d)\b", re.M)
 
 def linked(lesson, md):
-    "`md` with each name that is in backticks, and means a definition, as a link to it"
+    "`md` with links: on names in backticks that mean a definition, and on notebooks that are mentioned by number"
     def one(m):
+        if m["number"]:
+            stem = next((s for s in lessons() if s.startswith(m["number"] + "_")), "")
+            return f"[{m[0]}]({stem}.ipynb)" if stem else m[0]
         if m["skip"] or m["name"] in fields() and not m["call"]: return m[0]
         if not (found := meaning(lesson, m["name"])): return m[0]
         o, name = found
@@ -281,7 +294,7 @@ def linked(lesson, md):
     return NAME.sub(one, md)
 
 class links(Processor):
-    "Names of definitions in the text become links, in place of nbdev's `add_links`, which takes a name from anywhere"
+    "Names in the text become links to definitions. nbdev's `add_links` takes a name from whatever module has it"
     def cell(self, cell):
         if cell.cell_type == "markdown": cell.source = linked(lesson_of(self.nb), cell.source)
 
@@ -302,15 +315,15 @@ def rung_rows(lesson):
             and r["workload"] == SPINE[0] and r["rung"] in known and r["before"] in known]
 
 def gains(lesson):
-    from llm_speedrun.measure import fmt, table
+    "What the rungs of a lesson gain, a line each; nothing without records"
     if not (rows := rung_rows(lesson)): return ""
-    times = lambda x: "" if x is None else fmt(x, ".2f") + "×"
-    body = [[f"`{r['rung']}` over `{r['before']}`, {r['batch']} × {r['seq']:,} tokens", times(r["ratio"]),
-             times(r["predicted_ratio"]), fmt(r["peak_gib"], ".1f")] for r in rows]
+    def line(r):
+        predicted = "" if r["predicted_ratio"] is None else f" (*predicted* {r['predicted_ratio']:.2f}×)"
+        return (f"- `{r['rung']}` on top of `{r['before']}`: **{r['ratio']:.2f}×** the speed{predicted}, "
+                f"peak memory {r['peak_gib']:.1f} GiB, {r['batch']} × {r['seq']:,} tokens a step")
     r = rows[0]
-    return (f"{table(['the step with', 'measured', 'predicted', 'peak GiB'], body)}\n\n"
-            f"[Times the speed without. {r['gpu']}, `{r['workload']}`, torch {r['torch']}, triton {r['triton']}, {r['date']}]"
-            "{.facts-where}\n\n")
+    where = f"{r['gpu']}, workload {r['workload']}, torch {r['torch']}, triton {r['triton']}, {r['date']}"
+    return "\n".join(map(line, rows)) + f"\n\n[{where}]{{.facts-where}}\n\n"
 
 def marked(lesson):
     "The rung that the notebook marks on the ladder's chart, the last one if it shows the chart as a whole; None without"
@@ -377,7 +390,7 @@ def box(lesson):
     where = "a T4 or a CPU" if runs_on_a_t4(lesson) else "a CPU, as a smoke run"
     facts = [f"{minutes(lesson.cells)} minutes to read",
              *(["builds on " + ", ".join(map(page_link, before))] if before else []),
-             f"[the notebook](https://github.com/{path})",
+             f"[notebook on GitHub](https://github.com/{path})",
              f"[Open in Colab](https://colab.research.google.com/github/{path}){{.colab-badge}} on {where}, after "
              f"`%pip install git+{cfg.git_url}`"]
     return f"::: {{.lesson-facts}}\n{gains(lesson)}{' · '.join(facts)}\n:::"
