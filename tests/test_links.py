@@ -200,7 +200,12 @@ def test_minutes_are_counted_as_for_the_path():
 def test_facts_of_a_rung():
     lesson, record = procs.lessons()["10_tf32"], procs.rung_rows(procs.lessons()["10_tf32"])[0]
     assert f"{record['ratio']:.2f}×" in procs.box(lesson) and f"{record['predicted_ratio']:.2f}×" in procs.box(lesson)
-    assert procs.builds_on(lesson) == ["05_runs"] and procs.builds_on(procs.lessons()["11_amp"]) == ["10_tf32"]
+    assert procs.before(lesson) == ["01_measure", "02_roofline", "05_runs"], "as its opening says"
+    assert procs.before(procs.lessons()["05_runs"]) == ["02_roofline", "03_data", "04_model"], "as it imports"
+    assert "21_optim" in procs.before(procs.lessons()["22_ladder"]), "the end of the ladder"
+    for o in procs.lessons().values(): assert all(procs.lessons()[s].number < o.number for s in procs.before(o)), o.stem
+    over = lambda before, *rungs: procs.added(dict(before=before, rung=rungs[-1], rungs=rungs))
+    assert over("fp32", "tf32", "flash:backend=cudnn", "fp8") == "`tf32` to `fp8`" and over("flash", "flash", "fp8") == "`fp8`"
     assert procs.rung_capability("lean") == (8, 9) and procs.rung_capability("compile") == (7, 0)
     assert not procs.runs_on_a_t4(lesson), "a T4 has no TF32"
     assert procs.runs_on_a_t4(procs.lessons()["03_data"])

@@ -38,6 +38,7 @@ class Lesson:
     module: str = ""    # that it exports, in full
     definitions: dict = field(default_factory=dict)    # id of a cell -> its `Definition`s
     imports: dict = field(default_factory=lambda: defaultdict(set))    # module, in full -> names, "*" for all
+    uses: set = field(default_factory=set)    # the modules among them that exported cells import
 
     @property
     def names(self): return {d.name: d for ds in self.definitions.values() for d in ds}
@@ -78,7 +79,9 @@ def read_lesson(path):
         for o in tree(source).body:
             if isinstance(o, ast.ImportFrom):
                 package = lesson.module.rpartition(".")[0]
-                lesson.imports[absolute(o, package)] |= {a.name for a in o.names}
+                module = absolute(o, package)
+                lesson.imports[module] |= {a.name for a in o.names}
+                if c["id"] in lesson.definitions: lesson.uses.add(module)
     return lesson
 
 @lru_cache
@@ -314,16 +317,23 @@ def rung_rows(lesson):
     return [r for r in load_records(records_path("NVIDIA H200")) if r["notebook"] == lesson.stem
             and r["workload"] == SPINE[0] and r["rung"] in known and r["before"] in known]
 
+def added(r):
+    "The rungs that a record has on top of the one it was measured against, in words"
+    from llm_speedrun.measure import rung_names
+    names = list(rung_names(r["rungs"]))
+    more = names[names.index(r["before"]) + 1:] if r["before"] in names else names
+    return f"`{more[0]}` to `{more[-1]}`" if len(more) > 1 else f"`{r['rung']}`"
+
 def gains(lesson):
     "What the rungs of a lesson gain, a line each; nothing without records"
-    if not (rows := rung_rows(lesson)): return ""
     def line(r):
         predicted = "" if r["predicted_ratio"] is None else f" (*predicted* {r['predicted_ratio']:.2f}×)"
-        return (f"- `{r['rung']}` on top of `{r['before']}`: **{r['ratio']:.2f}×** the speed{predicted}, "
-                f"peak memory {r['peak_gib']:.1f} GiB, {r['batch']} × {r['seq']:,} tokens a step")
-    r = rows[0]
-    where = f"{r['gpu']}, workload {r['workload']}, torch {r['torch']}, triton {r['triton']}, {r['date']}"
-    return "\n".join(map(line, rows)) + f"\n\n[{where}]{{.facts-where}}\n\n"
+        return (f"- {added(r)} on top of `{r['before']}`: **{r['ratio']:.2f}×** the speed{predicted}, "
+                f"peak memory {r['peak_gib']:.1f} GiB, {r['batch']} × {r['seq']:,} tokens a step\n")
+    rows = rung_rows(lesson)
+    where = dict.fromkeys(f"{r['gpu']}, workload {r['workload']}, torch {r['torch']}, triton {r['triton']}, {r['date']}"
+                          for r in rows)
+    return "".join(map(line, rows)) + (f"\n[{'; '.join(where)}]{{.facts-where}}\n\n" if rows else "")
 
 def marked(lesson):
     "The rung that the notebook marks on the ladder's chart, the last one if it shows the chart as a whole; None without"
@@ -332,27 +342,34 @@ def marked(lesson):
     calls = [o for s in charts for o in ast.walk(tree(s)) if call_name(o) == "you_are_here"]
     return next((ast.literal_eval(o.args[0]) if o.args else COURSE[-1] for o in calls), None)
 
-def needed(lesson):
-    "The notebooks that this one imports from or stands on in the ladder, of those before it"
-    from llm_speedrun.measure import COURSE
+def told_before(lesson):
+    "The notebooks that the lesson's opening asks its reader to have read"
+    opening = " ".join(re.split(r"^#+ ", "\n".join(text(c) for c in lesson.cells[1:] if c["cell_type"] == "markdown"),
+                                maxsplit=1, flags=re.M)[0].split())
+    asks = [s for s in re.split(r"(?<=[.;:])\s", opening)
+            if re.search(r"\b(should|must) have read\b|\b[Rr]ead\b.*\bbefore\b", s)]
+    return {stem for s in asks for stem in re.findall(r"\]\((\d\d_\w+)\.ipynb", s)}
+
+def imported_before(lesson):
+    """The notebooks before it that this one imports from, for what it exports if it exports anything; and that of the
+    rung which it marks on the ladder's chart"""
     found = {by_module()[m].stem for m, names in lesson.imports.items() if m in by_module()
+             and (m in lesson.uses or not lesson.uses)
              and not all(n.endswith("Error") for n in names)}    # what is raised needs no lesson
-    if (here := marked(lesson)) in rungs():
-        own = rungs()[here][0] is lesson
-        below = COURSE[COURSE.index(here) - 1] if own else here
-        if below in rungs(): found.add(rungs()[below][0].stem)
+    if (here := marked(lesson)) in rungs(): found.add(rungs()[here][0].stem)
     return {s for s in found if lessons()[s].number < lesson.number}
 
 @lru_cache
-def all_needed(stem):
-    "The notebooks to read before, those before them included"
-    direct = needed(lessons()[stem])
-    return direct.union(*map(all_needed, direct))
+def all_before(stem):
+    "All that has been read by who has read what is asked for before the notebook `stem`"
+    direct = before(lessons()[stem])
+    return set(direct).union(*map(all_before, direct))
 
-def builds_on(lesson):
-    "`needed`, without those that another one of them brings along"
-    direct = needed(lesson)
-    return sorted(s for s in direct if not any(s in all_needed(o) for o in direct))
+def before(lesson):
+    "What to read before a lesson: what its opening says, else what it imports without what that brings along"
+    if told := told_before(lesson): return sorted(told)
+    direct = imported_before(lesson)
+    return sorted(s for s in direct if not any(s in all_before(o) for o in direct))
 
 def capability(node, module):
     "The compute capability that the code of `node` asks for by `needs_capability`, itself or by a function that it calls"
@@ -386,10 +403,9 @@ def box(lesson):
     "The facts of a lesson, as markdown"
     cfg = get_config()
     path = f"{cfg.user}/{cfg.repo}/blob/{cfg.branch}/{cfg.nbs_path.name}/{lesson.stem}.ipynb"
-    before = builds_on(lesson)
     where = "a T4 or a CPU" if runs_on_a_t4(lesson) else "a CPU, as a smoke run"
     facts = [f"{minutes(lesson.cells)} minutes to read",
-             *(["builds on " + ", ".join(map(page_link, before))] if before else []),
+             *(["read before: " + ", ".join(map(page_link, found))] if (found := before(lesson)) else []),
              f"[notebook on GitHub](https://github.com/{path})",
              f"[Open in Colab](https://colab.research.google.com/github/{path}){{.colab-badge}} on {where}, after "
              f"`%pip install git+{cfg.git_url}`"]
