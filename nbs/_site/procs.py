@@ -311,11 +311,15 @@ def minutes(cells, words=200, lines=20):    # of text and of code that somebody 
     return max(5, 5*round((prose/words + sum(len(s.split("\n")) for s in shown)/lines)/5))
 
 def rung_rows(lesson):
-    "The records in which this notebook measured a rung on top of others, on the course's workload"
+    """The records in which this notebook measured a rung on top of others, on the course's workload; of variants, which
+    have more words after a comma, the first"""
     from llm_speedrun.measure import COURSE, SPINE, load_records, records_path
-    known = rungs().keys() | set(COURSE)
-    return [r for r in load_records(records_path("NVIDIA H200")) if r["notebook"] == lesson.stem
-            and r["workload"] == SPINE[0] and r["rung"] in known and r["before"] in known]
+    known, rows = rungs().keys() | set(COURSE), {}
+    for r in load_records(records_path("NVIDIA H200")):
+        name = r["rung"].split(",")[0]
+        if r["notebook"] == lesson.stem and r["workload"] == SPINE[0] and name in known and r["before"] in known:
+            rows.setdefault((name, r["before"], r["batch"]), r)
+    return list(rows.values())
 
 def added(r):
     "The rungs that a record has on top of the one it was measured against, in words"
