@@ -15,6 +15,11 @@ import procs
 
 def site_url(): return "{doc_host}{doc_baseurl}/".format(**get_config(path=ROOT).d)
 
+def from_the_top(target):
+    "A link that names the site's host or its folder there, as one that begins at the top of the site"
+    folder = urlsplit(site_url()).path
+    return re.sub(rf"^({re.escape(site_url())}|{folder})", "/", target)
+
 # --- pages as Quarto gets them ---
 
 def markdown(path):
@@ -53,9 +58,7 @@ class Pages:
 
     def lands(self, page, target):
         "Whether `target`, as it stands in `page`, is there; what leads to another site is not looked at"
-        inside = target.startswith(site_url())
-        if inside: target = "/" + target[len(site_url()):]
-        where = urlsplit(target)
+        inside, where = from_the_top(target) != target, urlsplit(from_the_top(target))
         if where.scheme or where.netloc: return True
         path = unquote(where.path)
         if path in ("", "./"): to = page
@@ -229,8 +232,7 @@ def missed(site):
     built = {p.relative_to(site).as_posix(): Page(p.read_text(encoding="utf-8")) for p in site.rglob("*.html")
              if "site_libs" not in p.parts}
     def lands(page, target):
-        if target.startswith(site_url()): target = "/" + target[len(site_url()):]
-        where = urlsplit(target)
+        where = urlsplit(from_the_top(target))
         if where.scheme or where.netloc: return True
         path = unquote(where.path)
         to = normpath(path.lstrip("/") if path.startswith("/") else f"{Path(page).parent.as_posix()}/{path}") if path else page
@@ -246,7 +248,8 @@ def test_the_built_site():
 
 # --- what is broken is found ---
 
-@pytest.mark.parametrize("link", ["#nowhere", "b.ipynb", "a.ipynb#nowhere", "images/no.png", "/sub/d.qmd", "../a.ipynb", "a.html#nowhere"])
+@pytest.mark.parametrize("link", ["#nowhere", "b.ipynb", "a.ipynb#nowhere", "images/no.png", "/sub/d.qmd", "../a.ipynb", "a.html#nowhere",
+                                  site_url() + "b.html", site_url() + "a.html#no"])
 def test_a_broken_link_is_found(tmp_path, link):
     (tmp_path/"sub").mkdir()
     (tmp_path/"sub/c.qmd").write_text("---\ntitle: C\n---\n[](../a.ipynb#a-b) [](/a.ipynb#f) [](c.qmd#x)\n\n::: {#x}\n:::", encoding="utf-8")
@@ -256,7 +259,8 @@ def test_a_broken_link_is_found(tmp_path, link):
     assert Pages(tmp_path).missed() == [("a.ipynb", link)]
 
 @pytest.mark.parametrize("tag", ["<a href='#nowhere'></a>", "<a href='b.html'></a>", "<a href='sub/index.html#no'></a>", "<img src='no.png'>",
-                                 "<script src='/no.js'></script>", "<link href='no.css'>"])
+                                 "<script src='/no.js'></script>", "<link href='no.css'>",
+                                 "<a href='/llm_speedrun/sub/#no'></a>"])
 def test_a_broken_link_of_the_built_site_is_found(tmp_path, tag):
     (tmp_path/"sub").mkdir()
     (tmp_path/"sub/index.html").write_text("<h2 id=x></h2><a href='../a.html#y'></a>", encoding="utf-8")
