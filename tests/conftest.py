@@ -50,7 +50,8 @@ sys.path.append(str(ROOT/"nbs/_site"))    # the site's own code
 def process(tmp):
     "What `make docs` gives to Quarto: pages that are generated, and notebooks with what nbdev adds to them"
     shutil.copy(ROOT/"settings.ini", tmp)
-    for folder in ("nbs", "llm_speedrun"): shutil.copytree(ROOT/folder, tmp/folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    left_out = shutil.ignore_patterns(".*", "__pycache__")
+    for folder in ("nbs", "llm_speedrun"): shutil.copytree(ROOT/folder, tmp/folder, ignore=left_out)
     env = os.environ | dict(PYTHONPATH=os.pathsep.join(map(str, (tmp/"nbs/_site", ROOT))))
     def run(*command):
         p = subprocess.run([sys.executable, *command], cwd=tmp, env=env, capture_output=True, text=True)
