@@ -1,0 +1,120 @@
+"Pages of measurements, from the records and from the code that reads them."
+import ast, dis, json, math
+from contextlib import contextmanager
+from types import CodeType
+from unittest.mock import patch
+from llm_speedrun import measure
+from llm_speedrun.measure import COURSE, course_records, fmt, mfu_text, records_path
+from llm_speedrun.peers import PEERS
+from pages import escaped, page, table
+from records import all_records, by_gpu, folder
+
+def lesson(name, root):
+    "A link to the notebook that measured something; a command's name is that alone"
+    return f"[{name}](../{name}.ipynb)" if (root/f"nbs/{name}.ipynb").exists() else f"`{name}`"
+
+def title(name, root):
+    "The notebook's number and title"
+    path = root/f"nbs/{name}.ipynb"
+    if not path.exists(): return name
+    return f"{name[:2]} " + "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]).split("\n")[0].removeprefix("# ")
+
+def times(x): return "" if x is None else f"{x:.2f}×"
+
+HEAD = ["what", "over", "tokens/s", "ms", "*predicted*", "measured", "MFU", "MFU, causal", "GiB", "micro-batch"]
+
+def record_row(r):
+    "A row of a table with the columns of `HEAD`"
+    gain = [f"`{r['before']}`", times(r["predicted_ratio"]), times(r["ratio"])] if r["before"] else ["", "", ""]
+    return [f"`{r['rung']}`", gain[0], f"{r['tok_s']:,.0f}", f"{r['ms']:,.1f}", *gain[1:], mfu_text(r, "mfu_full"),
+            mfu_text(r, "mfu_causal"), fmt(r["peak_gib"], ".1f"), r.get("micro") or ""]
+
+@contextmanager
+def measurements_of(root):
+    "Inside, the package reads the records of this repository, wherever we are"
+    with patch.object(measure, "measurements_dir", lambda: folder(root)): yield
+
+def versions(records):
+    "What records were measured with, in words"
+    said = {f"{r['gpu']}, driver {r['driver']}, torch {r['torch']}, triton {r['triton']}, {r['date']}" for r in records}
+    return "; ".join(sorted(said))
+
+def by_lesson(records, root):
+    "A table of records for each notebook, in the notebooks' order"
+    groups, step = {}, lambda r: f"{r['workload']}, {r['batch']} × {r['seq']}"
+    for r in sorted(records, key=lambda r: r["notebook"]): groups.setdefault(r["notebook"], []).append(r)
+    return [dict(title=title(name, root), link=lesson(name, root), rows=[[*record_row(r)[:2], step(r), *record_row(r)[2:]] for r in rs],
+                 versions=versions(rs)) for name, rs in groups.items()]
+
+@page("measured/index.qmd")
+def by_gpu_page(root):
+    with measurements_of(root): climbed = course_records()
+    found = by_gpu(root)
+    top = dict(first=climbed[0], last=climbed[-1], whole=climbed[-1]["tok_s"]/climbed[0]["tok_s"]) if len(climbed) == len(COURSE) else None
+    return dict(gpus={gpu: dict(groups=by_lesson(rs, root), n=len(rs), versions=versions(rs)) for gpu, rs in found.items()}, head=HEAD, all_head=[*HEAD[:2], "workload, a step", *HEAD[2:]],
+                course=[record_row(r) for r in climbed], top=top, records=all_records(root))
+
+# --- claims: the code of the notebook that judges them ---
+
+def codes(code):
+    "The code and all that is in it"
+    yield code
+    for c in code.co_consts:
+        if isinstance(c, CodeType): yield from codes(c)
+
+def names(statement, op):
+    "Global names that a statement reads (LOAD) or binds (STORE)"
+    code = compile(ast.Module([statement], []), "notebook", "exec")
+    found = codes(code) if op == "LOAD" else [code]
+    return {i.argval for c in found for i in dis.get_instructions(c) if i.opname in (f"{op}_NAME", f"{op}_GLOBAL")}
+
+def from_notebook(path, wanted, given):
+    """What a notebook's cells make of some names: runs the assignments and functions that they need, and nothing else.
+    `given` is a dict of names that are there already"""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    source = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+    body = [s for t in source for s in ast.parse(t).body if isinstance(s, (ast.Assign, ast.AugAssign, ast.FunctionDef))]
+    need, before = set(wanted), None
+    while need != before:
+        before = set(need)
+        for s in body:
+            if names(s, "STORE") & need: need |= names(s, "LOAD") - given.keys()
+    space = dict(given)
+    for s in body:
+        if names(s, "STORE") & need: exec(compile(ast.Module([s], []), path.name, "exec"), space)
+    return [space[k] for k in wanted]
+
+@page("measured/claims.qmd")
+def claims_page(root):
+    with measurements_of(root):
+        claims, row, answer, outside = from_notebook(root/"nbs/26_claims.ipynb", ["claims", "claim_row", "answer", "OUTSIDE"],
+                                                     vars(measure) | dict(math=math))
+        rows, said = [row(c) for c in claims], [answer(c) for c in claims]
+    for r in rows: r[-1] = r[-1].replace("](", "](../")
+    counts = [[w, str(said.count(w))] for w in sorted(set(said), key=said.count)[::-1]]
+    unmeasured = [[c.strip().replace("](", "](../") for c in line.split("|")] for line in outside.splitlines()]
+    return dict(head=["claim", "guide", "guides say", "measured", "the claim is", "setting", "code"], rows=rows, counts=counts, n=len(rows),
+                unmeasured=unmeasured, records=all_records(root))
+
+# --- other trainers ---
+
+PEER_HEAD = ["", "tokens/s", "ms", "ours is", "micro-batch", "peak GiB", "joules a step", "weights, M", "source"]
+
+def peer_row(r):
+    return [f"`{r['rung']}`", f"{r['tok_s']:,.0f}", f"{r['ms']:.1f}", times(1/r["ratio"]), r["micro"], fmt(r["peak_gib"], ".1f"),
+            fmt(r["joules"], ".1f"), f"{r['parameters']/1e6:,.1f}", r["source"]]
+
+@page("measured/trainers.qmd")
+def trainers_page(root):
+    races = {}
+    for r in all_records(root):
+        if "in_products" in r: races.setdefault((r["gpu"], r["workload"], r["batch"], r["seq"], r["date"]), []).append(r)
+    tables = [dict(title=f"{workload} on {gpu}, {batch} × {seq} tokens a step", versions=versions(rs), rows=[peer_row(r) for r in rs])
+              for (gpu, workload, batch, seq, _), rs in races.items()]
+    adapters = [[f"`{k}`", "pip" if not a.clone else f"<{a.clone}>", f"`--peer {k}{'=FOLDER' * bool(a.clone)}`" if a.build else "runs alone"]
+                for k, a in PEERS.items()]
+    return dict(head=PEER_HEAD, tables=tables, adapters=adapters, records=[r for rs in races.values() for r in rs])
+
+@page("measured/yours.qmd")
+def yours_page(root):
+    return dict(gpus=list(by_gpu(root)), example=records_path("NVIDIA GeForce RTX 4090").stem, keys=measure.KEYS)
