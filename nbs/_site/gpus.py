@@ -3,7 +3,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from unittest.mock import patch
-import torch
+import msgspec, torch
 from llm_speedrun.measure import datasheet_flops, rung_names
 from llm_speedrun.model import WORKLOADS, train_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
@@ -162,5 +162,5 @@ def gpus_page(root):
               *(tflops(g, k) for k in ("tf32", "fp16", "bf16", "fp8"))] for g in GPUS]
     share_rows = [[f"`{w}`", "FP8" if f == "fp8" else f, f"{v:.0%}"] for (w, f), v in sorted(known.items())]
     return dict(gpus=[facts(g, known, found) for g in GPUS], cpu=cpu_facts(), head=head, rows=rows, sheet=sheet, shares=share_rows, records=records,
-                fits=found, presets=PRESETS, rows_in_step=ROWS, room=ROOM, half=[g.name for g in GPUS if why_not("bf16", g)],
+                fits=msgspec.to_builtins(found), presets=PRESETS, rows_in_step=ROWS, room=ROOM, half=[g.name for g in GPUS if why_not("bf16", g)],
                 no_fp8=[g.name for g in GPUS if why_not("fp8", g)], anchor=reference.slug)

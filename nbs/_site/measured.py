@@ -10,14 +10,11 @@ from pages import escaped, page, table
 from records import all_records, by_gpu, folder
 
 def lesson(name, root):
-    "A link to the notebook that measured something; a command's name is that alone"
-    return f"[{name}](../{name}.ipynb)" if (root/f"nbs/{name}.ipynb").exists() else f"`{name}`"
-
-def title(name, root):
-    "The notebook's number and title"
+    "A notebook's number and title, with a link to it; the name alone of what is no notebook, such as a command"
     path = root/f"nbs/{name}.ipynb"
-    if not path.exists(): return name
-    return f"{name[:2]} " + "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]).split("\n")[0].removeprefix("# ")
+    if not path.exists(): return f"`{name}`"
+    first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]).split("\n")[0]
+    return f"[{name[:2]} {first.removeprefix('# ')}](../{name}.ipynb)"
 
 def times(x): return "" if x is None else f"{x:.2f}×"
 
@@ -43,7 +40,7 @@ def by_lesson(records, root):
     "A table of records for each notebook, in the notebooks' order"
     groups, step = {}, lambda r: f"{r['workload']}, {r['batch']} × {r['seq']}"
     for r in sorted(records, key=lambda r: r["notebook"]): groups.setdefault(r["notebook"], []).append(r)
-    return [dict(title=title(name, root), link=lesson(name, root), rows=[[*record_row(r)[:2], step(r), *record_row(r)[2:]] for r in rs],
+    return [dict(title=lesson(name, root), rows=[[*record_row(r)[:2], step(r), *record_row(r)[2:]] for r in rs],
                  versions=versions(rs)) for name, rs in groups.items()]
 
 @page("measured/index.qmd")
@@ -91,7 +88,7 @@ def claims_page(root):
                                                      vars(measure) | dict(math=math))
         rows, said = [row(c) for c in claims], [answer(c) for c in claims]
     for r in rows: r[-1] = r[-1].replace("](", "](../")
-    counts = [[w, str(said.count(w))] for w in sorted(set(said), key=said.count)[::-1]]
+    counts = [[w, str(said.count(w))] for w in sorted(set(said), key=lambda w: (-said.count(w), w))]
     unmeasured = [[c.strip().replace("](", "](../") for c in line.split("|")] for line in outside.splitlines()]
     return dict(head=["claim", "guide", "guides say", "measured", "the claim is", "setting", "code"], rows=rows, counts=counts, n=len(rows),
                 unmeasured=unmeasured, records=all_records(root))

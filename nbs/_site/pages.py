@@ -22,12 +22,17 @@ def width(text):
     "About how wide a cell of Markdown is for a reader: without addresses, in characters"
     return max(map(len, seen(text).split("<br>")))
 
-def is_number(text): return re.fullmatch(r"[\d.,×%-]+( \([\d.]+%\))?", seen(text))
+NUMBER = re.compile(r"[\d.,×%-]+( \([\d.]+%\))?")
+
+def of_numbers(cells):
+    "Whether a column is one of numbers, some of which may be missing"
+    cells = [seen(c) for c in cells]
+    return any(map(NUMBER.fullmatch, cells)) and all(NUMBER.fullmatch(c) or c in ("", "no", "none", "not measured yet") for c in cells)
 
 def table(head, rows, most=48):
     "A Markdown table. Columns of numbers go to the right; none is taken for wider than `most` characters"
     rows = [[str(c).replace("|", r"\|").replace("\n", " ") for c in r] for r in rows]
-    right = [bool(rows) and all(is_number(r[i]) or not seen(r[i]) for r in rows) and any(seen(r[i]) for r in rows) for i in range(len(head))]
+    right = [of_numbers([r[i] for r in rows]) for i in range(len(head))]
     dashes = [min(most, max(width(c) for c in [h, *(r[i] for r in rows)])) + 2 for i, h in enumerate(head)]
     rule = ["-"*n + ":" if r else ":" + "-"*n for n, r in zip(dashes, right)]
     line = lambda cells: "| " + " | ".join(cells) + " |"
@@ -69,12 +74,12 @@ def write_pages(out=ROOT/"nbs", root=ROOT):
 
 def load():
     "All pages: the modules beside this one add theirs to `PAGES`"
-    os.environ["CUDA_VISIBLE_DEVICES"] = "" # a page says the same wherever it is written
     import gpus, measured, reference # noqa: F401
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("out", nargs="?", default=ROOT/"nbs", help="folder to write into (default: nbs)")
+    os.environ["CUDA_VISIBLE_DEVICES"] = "" # a page says the same wherever it is written
     import pages # the module that the others import, and not this program
     pages.load()
     pages.write_pages(p.parse_args().out)

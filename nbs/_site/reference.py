@@ -82,7 +82,7 @@ def options_page(root):
 def all_rungs():
     "All rungs by name, in the order in which they are applied"
     for m in pkgutil.iter_modules(llm_speedrun.rungs.__path__): importlib.import_module(f"llm_speedrun.rungs.{m.name}")
-    return dict(sorted(RUNGS.items(), key=lambda r: (STAGES.index(r[1].stage), r[1].__module__)))
+    return dict(sorted(RUNGS.items(), key=lambda r: (STAGES.index(r[1].stage), notebook_of(r[1].__module__))))
 
 OLD, NEW = (6, 1), (9, 0) # below what any rung asks for, and Hopper
 
@@ -178,7 +178,7 @@ def fields_of(cls):
     (_,), defs = msgspec.json.schema_components([cls])
     s, said = defs[cls.__name__], comments(cls)
     for name, kind in s["properties"].items():
-        default = f"`{json.dumps(kind['default'])}`" if "default" in kind else "" if name in s.get("required", ()) else "may be missing"
+        default = f"`{json.dumps(kind['default']):.20}`" if "default" in kind else "" if name in s.get("required", ()) else "may be missing"
         yield [f"`{name}`", in_words(kind, defs), default, said.get(name, "")]
 
 def struct(cls): return dict(name=cls.__name__, about=inspect.getdoc(cls).split("\n")[0], rows=list(fields_of(cls)))
@@ -234,10 +234,12 @@ def formats_page(root):
 # --- names ---
 
 def short_doc(module, name):
-    "The first line of a definition's docstring; of a constant nothing"
+    "The first sentence of a definition's docstring; of a constant its value, if that is short"
     o = getattr(importlib.import_module(module), name)
-    if not callable(o) or not getattr(o, "__doc__", None): return ""
-    return " ".join(o.__doc__.split()).split(". ")[0]
+    if not callable(o) and not isinstance(o, (type(None), dict)) and len(repr(o)) < 60 and " object at " not in repr(o): return f"`{o!r}`"
+    doc = " ".join((getattr(o, "__doc__", None) or "").split()) if callable(o) else ""
+    first = doc.split(". ")[0]
+    return first if first.endswith("..") else first.removesuffix(".")
 
 def modules(root):
     "Modules with what they export: notebook, rows of name, link, docstring"
@@ -247,7 +249,7 @@ def modules(root):
         m, book = importlib.import_module(module), notebook_of(module)
         at = {k.removeprefix(f"{module}."): v[0].partition("#")[2] for k, v in syms.items()}
         rows = [[f"[`{k}`](../{book}.ipynb{'#' + at[k] if k in at else ''})", escaped(short_doc(module, k))] for k in sorted(m.__all__, key=str.lower)]
-        yield dict(name=module, about=m.__doc__, notebook=book, rows=rows)
+        yield dict(name=module.removeprefix("llm_speedrun."), about=m.__doc__, notebook=book, rows=rows)
 
 
 @page("reference/api.qmd")
