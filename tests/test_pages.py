@@ -164,6 +164,9 @@ def test_another_gpu_has_its_own_part(root):
     (root/"nbs/measurements/tesla-t4.json").write_text(json.dumps([r | dict(gpu="Tesla T4", notebook="speedrun_ladder") for r in rows]))
     assert "### `speedrun_ladder`" in part(pages.written("measured/index.qmd", root), "Tesla T4")
     assert "NVIDIA H200 and Tesla T4" in pages.written("measured/yours.qmd", root)
+    assert "](measured/index.qmd#tesla-t4)" in part(pages.written("gpus.qmd", root), "T4")
+    (root/"nbs/measurements/tesla-t4.png").write_bytes(b"")
+    assert "![](../measurements/tesla-t4.png){fig-alt=" in part(pages.written("measured/index.qmd", root), "Tesla T4")
 
 def test_claims_are_judged_from_the_records(root, site):
     rows = re.findall(r"^\| TF32, the step \| .*$", site["measured/claims.qmd"], re.M)
@@ -197,7 +200,7 @@ def test_gpus_say_what_they_cannot_run_and_why(site):
     assert "No: bfloat16 needs compute capability 8.0, and Tesla T4 has 7.5" in t4 and "`cuda_graphs`: it doesn't go with fp16" in t4
     assert "is `fp16`, `flash`" in t4 and "No: bfloat16" in part(site["gpus.qmd"], "V100") and "bf16 on a V100?" in site["gpus.qmd"]
     assert "No: bfloat16" not in a100 and "FP8 needs compute capability 8.9, and NVIDIA A100-SXM4-80GB has 8.0" in a100
-    assert "`fp8`" in ada and "FP8?** Yes" in ada and "MFU, FP8's peak" in ada and "MFU, FP8's peak" not in a100
+    assert "`fp8`" in ada and "FP8 runs" in ada and "MFU, FP8's peak" in ada and "MFU, FP8's peak" not in a100
     assert "How fast should an RTX 4090 be?" in ada and "--hardware 24g" in ada and "--hardware a100-80g" in a100
     for g in datasheets.GPUS:
         for w in gpus.SIZES: assert f"| `{w}` |" in part(site["gpus.qmd"], g.name)

@@ -1,9 +1,11 @@
 "The page of GPUs: what each can run is asked of the rungs themselves, how fast it should be is counted, and what fits was measured."
+import importlib, pkgutil
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from unittest.mock import patch
 import msgspec, torch
+import llm_speedrun.rungs
 from llm_speedrun.measure import datasheet_flops, rung_names
 from llm_speedrun.model import WORKLOADS, train_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
@@ -11,8 +13,8 @@ from llm_speedrun.rungs import compile, fastest, flash, fused_fp8, fused_ops
 from llm_speedrun.runs import RUNGS, count_step
 from llm_speedrun.train.hardware import HARDWARE, PRESETS, ROOM, left_out, most_sequences, preset
 from datasheets import GPUS
-from pages import escaped, page
-from records import all_records, fits
+from pages import escaped, page, slug
+from records import by_gpu, fits
 
 SIZES = [w for w in WORKLOADS if w != "tiny"]
 ROWS = 32 # sequences in a step: the trainer's default
@@ -27,6 +29,10 @@ def as_if(capability, name="this GPU", packages=("triton",)):
           patch.object(fused_ops, "triton", "triton" if "triton" in packages else None)): yield
 
 # --- what it can run ---
+
+def find_all_rungs():
+    "Import all modules with rungs, which puts them into `RUNGS`"
+    for m in pkgutil.iter_modules(llm_speedrun.rungs.__path__): importlib.import_module(f"llm_speedrun.rungs.{m.name}")
 
 def runs_here(gpu):
     "The rungs of `fastest` on this GPU; pairs of a rung that is left out and why; the rungs of `smallest`"
@@ -135,13 +141,13 @@ def plays(gpu):
     same = {k: h for k, h in HARDWARE.items() if h.gib == gpu.gb}
     return next((k for k, h in same.items() if h.lacks == missing), next(iter(same), ""))
 
-def facts(gpu, known, found):
+def facts(gpu, known, found, measured):
     kept, out, small = runs_here(gpu)
     head = ["workload", "micro-batch that fits", "with `smallest`", "roofline, tokens/s, *predicted*", "likely, tokens/s, *predicted*",
             f"MFU, {'FP16' if format_of(kept) == 'fp16' else 'bf16'}'s peak", "MFU, FP8's peak"]
     rows = [gpu_row(gpu, w, kept, small, known, found) for w in SIZES]
     if "fp8" not in gpu.tflops: head, rows = head[:-1], [r[:-1] for r in rows]
-    return dict(gpu=gpu, kept=kept, out=[(n, escaped(w)) for n, w in out], no_bf16=escaped(why_not("bf16", gpu)), no_fp8=escaped(why_not("fp8", gpu)),
+    return dict(gpu=gpu, a="an" if gpu.name[0] in "AHLR" else "a", measured=slug(gpu.said) if gpu.said in measured else "", kept=kept, out=[(n, escaped(w)) for n, w in out], no_bf16=escaped(why_not("bf16", gpu)), no_fp8=escaped(why_not("fp8", gpu)),
                 head=head, rows=rows, plays=plays(gpu), usable=usable_gib(gpu), no_mfu=datasheet_flops(gpu.said) is None,
                 small_fits=[w for w in SIZES if largest_micro(found, gpu, w, kept) == 0 and largest_micro(found, gpu, w, small)])
 
@@ -152,15 +158,15 @@ def cpu_facts():
 
 @page("gpus.qmd")
 def gpus_page(root):
-    import reference
-    reference.all_rungs()
-    records, found = all_records(root), fits(root)
+    find_all_rungs()
+    gpu_records, found = by_gpu(root), fits(root)
+    records = [r for rs in gpu_records.values() for r in rs]
     known = shares(records)
     head, rows = differences()
     tflops = lambda g, k: f"{g.tflops[k]:,.0f}" if k in g.tflops else "no"
-    sheet = [[f"[{g.name}](#{reference.slug(g.name)})", "{}.{}".format(*g.capability), f"{g.gb:g}", f"{g.gbs:,.0f}",
+    sheet = [[f"[{g.name}](#{slug(g.name)})", "{}.{}".format(*g.capability), f"{g.gb:g}", f"{g.gbs:,.0f}",
               *(tflops(g, k) for k in ("tf32", "fp16", "bf16", "fp8"))] for g in GPUS]
     share_rows = [[f"`{w}`", "FP8" if f == "fp8" else f, f"{v:.0%}"] for (w, f), v in sorted(known.items())]
-    return dict(gpus=[facts(g, known, found) for g in GPUS], cpu=cpu_facts(), head=head, rows=rows, sheet=sheet, shares=share_rows, records=records,
+    return dict(gpus=[facts(g, known, found, gpu_records) for g in GPUS], cpu=cpu_facts(), head=head, rows=rows, sheet=sheet, shares=share_rows, records=records,
                 fits=msgspec.to_builtins(found), presets=PRESETS, rows_in_step=ROWS, room=ROOM, half=[g.name for g in GPUS if why_not("bf16", g)],
-                no_fp8=[g.name for g in GPUS if why_not("fp8", g)], anchor=reference.slug)
+                no_fp8=[g.name for g in GPUS if why_not("fp8", g)], anchor=slug, measured=list(gpu_records))

@@ -43,12 +43,17 @@ def by_lesson(records, root):
     return [dict(title=lesson(name, root), rows=[[*record_row(r)[:2], step(r), *record_row(r)[2:]] for r in rs],
                  versions=versions(rs)) for name, rs in groups.items()]
 
+def chart(gpu, root):
+    "The address of a GPU's chart, if somebody has shared one"
+    name = records_path(gpu).with_suffix(".png").name
+    return f"../measurements/{name}" if (folder(root)/name).exists() else ""
+
 @page("measured/index.qmd")
 def by_gpu_page(root):
     with measurements_of(root): climbed = course_records()
     found = by_gpu(root)
     top = dict(first=climbed[0], last=climbed[-1], whole=climbed[-1]["tok_s"]/climbed[0]["tok_s"]) if len(climbed) == len(COURSE) else None
-    return dict(gpus={gpu: dict(groups=by_lesson(rs, root), n=len(rs), versions=versions(rs)) for gpu, rs in found.items()}, head=HEAD, all_head=[*HEAD[:2], "workload, a step", *HEAD[2:]],
+    return dict(gpus={gpu: dict(groups=by_lesson(rs, root), n=len(rs), versions=versions(rs), chart=chart(gpu, root)) for gpu, rs in found.items()}, head=HEAD, all_head=[*HEAD[:2], "workload, a step", *HEAD[2:]],
                 course=[record_row(r) for r in climbed], top=top, records=all_records(root))
 
 # --- claims: the code of the notebook that judges them ---

@@ -47,6 +47,10 @@ def escaped(text):
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(p if i % 2 else re.sub(r"([*<>_\[\]$])", r"\\\1", p) for i, p in enumerate(parts))
 
+def slug(heading):
+    "The anchor that Quarto gives a heading"
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s.-]", "", heading.lower()).strip())
+
 def dates(records):
     "The days on which records were measured, in words"
     days = sorted({r["date"] for r in records})

@@ -1,19 +1,18 @@
 "Pages of the reference, each from the code that it describes."
-import ast, importlib, inspect, io, json, os, pkgutil, re, textwrap, tokenize
+import ast, importlib, inspect, io, json, os, re, textwrap, tokenize
 from configparser import ConfigParser
 from dataclasses import MISSING, fields
 from pathlib import Path
 from unittest.mock import patch
 import msgspec, torch
 from fastcore.docments import docments
-import llm_speedrun, llm_speedrun.rungs
 from llm_speedrun import data, export, measure, model, runs
 from llm_speedrun.files import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
 from llm_speedrun.train import corpora, hardware, loader, metrics, options, saving, trainer
-from gpus import as_if
-from pages import code, escaped, page
+from gpus import as_if, find_all_rungs
+from pages import code, escaped, page, slug
 from records import Fit, all_records
 
 def settings(root):
@@ -23,10 +22,6 @@ def settings(root):
     return c["DEFAULT"]
 
 def first_sentence(f): return (" ".join((inspect.getdoc(f) or "").split()) + " ").split(". ")[0].strip()
-
-def slug(heading):
-    "The anchor that Quarto gives a heading"
-    return re.sub(r"\s+", "-", re.sub(r"[^\w\s.-]", "", heading.lower()).strip())
 
 # --- commands and options ---
 
@@ -81,7 +76,7 @@ def options_page(root):
 
 def all_rungs():
     "All rungs by name, in the order in which they are applied"
-    for m in pkgutil.iter_modules(llm_speedrun.rungs.__path__): importlib.import_module(f"llm_speedrun.rungs.{m.name}")
+    find_all_rungs()
     return dict(sorted(RUNGS.items(), key=lambda r: (STAGES.index(r[1].stage), notebook_of(r[1].__module__))))
 
 OLD, NEW = (6, 1), (9, 0) # below what any rung asks for, and Hopper
