@@ -1,4 +1,5 @@
-"The page of GPUs: what each can run is asked of the rungs themselves, how fast it should be is counted, and what fits was measured."
+"""The page of GPUs: what each can run is asked of the rungs themselves, how fast it should be is counted, and what
+fits was measured."""
 import importlib, pkgutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,9 +12,9 @@ from llm_speedrun.model import WORKLOADS, train_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.rungs import compile, fastest, flash, fused_fp8, fused_ops
 from llm_speedrun.runs import RUNGS, count_step
-from llm_speedrun.train.hardware import HARDWARE, PRESETS, ROOM, left_out, most_sequences, preset
+from llm_speedrun.train.hardware import HARDWARE, ROOM, left_out, most_sequences, preset
 from datasheets import GPUS
-from pages import escaped, page, slug
+from pages import page, slug
 from records import by_gpu, fits
 
 SIZES = [w for w in WORKLOADS if w != "tiny"]
@@ -21,9 +22,10 @@ ROWS = 32 # sequences in a step: the trainer's default
 
 @contextmanager
 def as_if(capability, name="this GPU", packages=("triton",)):
-    "Inside, the rungs believe that a GPU of this compute capability is here, with these packages beside PyTorch"
+    "Inside, the rungs believe that such a GPU is here, with these packages beside PyTorch"
     version = lambda package: "0" if package in packages else None
-    with (patch.object(torch.cuda, "is_available", lambda: True), patch.object(torch.cuda, "get_device_name", lambda *a: name),
+    with (patch.object(torch.cuda, "is_available", lambda: True),
+          patch.object(torch.cuda, "get_device_name", lambda *a: name),
           patch.object(torch.cuda, "get_device_capability", lambda *a: capability),
           patch.object(compile, "version_of", version), patch.object(fastest, "version_of", version),
           patch.object(fused_ops, "triton", "triton" if "triton" in packages else None)): yield
@@ -32,7 +34,8 @@ def as_if(capability, name="this GPU", packages=("triton",)):
 
 def find_all_rungs():
     "Import all modules with rungs, which puts them into `RUNGS`"
-    for m in pkgutil.iter_modules(llm_speedrun.rungs.__path__): importlib.import_module(f"llm_speedrun.rungs.{m.name}")
+    for m in pkgutil.iter_modules(llm_speedrun.rungs.__path__):
+        importlib.import_module(f"llm_speedrun.rungs.{m.name}")
 
 def runs_here(gpu):
     "The rungs of `fastest` on this GPU; pairs of a rung that is left out and why; the rungs of `smallest`"
@@ -49,13 +52,14 @@ def differences():
     gpus = {g.capability: [] for g in GPUS}
     for g in GPUS: gpus[g.capability].append(g)
     can = lambda name: [not why_not(name, same[0]) for same in gpus.values()]
-    rows = [[f"[`{name}`](reference/rungs.qmd#{name})", *("yes" if c else "no" for c in can(name))] for name in RUNGS if not all(can(name))]
+    rows = [[f"[`{name}`](reference/rungs.qmd#{name})", *("yes" if c else "no" for c in can(name))]
+            for name in RUNGS if not all(can(name))]
     return ["rung", *(f"{', '.join(g.name for g in same)} ({a}.{b})" for (a, b), same in gpus.items())], rows
 
 # --- how fast it should be ---
 
-LISTS = dict(fp8="tf32 bf16 flash:backend=flash fused_ops chunked_ce fp8:parts=heads+out+mlp+head fused_adamw".split(),
-             bf16="tf32 bf16 flash:backend=flash fused_ops chunked_ce fused_adamw".split())
+BF16 = ["tf32", "bf16", "flash:backend=flash", "fused_ops", "chunked_ce", "fused_adamw"]
+LISTS = dict(bf16=BF16, fp8=[*BF16, "fp8:parts=heads+out+mlp+head"]) # with what would be found by measuring
 
 def format_of(rungs): return "fp8" if "fp8" in rungs else "bf16" if "bf16" in rungs else "fp16"
 
@@ -66,17 +70,19 @@ def as_on_a_gpu(a, b, inverse_a, inverse_b, out=torch.bfloat16, fast=False):
 @lru_cache
 def counted(workload, fmt):
     "Operations of a step with one layer, and with two"
-    with (patch.object(torch.cuda, "is_available", lambda: False), patch.object(fused_fp8, "mm8", as_on_a_gpu),
+    with (patch.object(torch.cuda, "is_available", lambda: False),
+          patch.object(fused_fp8, "mm8", as_on_a_gpu),
           patch.object(flash, "why_not", lambda *a: "")): # which would try attention on this CPU
         return [count_step(replace(WORKLOADS[workload], layers=n), LISTS[fmt], ROWS) for n in (1, 2)]
 
 def ceilings_of(gpu): return Ceilings({k: v*1e12 for k, v in gpu.tflops.items()}, gpu.gbs*1e9)
 
 def roofline_tok_s(gpu, workload, fmt):
-    "Tokens a second if every operation ran as fast as the datasheet lets it. All layers but the first are alike"
+    "Tokens a second if each operation ran as fast as the datasheet allows; layers but the first are alike"
     c, peak = WORKLOADS[workload], ceilings_of(gpu)
     ops = counted(workload, "fp8" if fmt == "fp8" else "bf16")
-    if fmt == "fp16": ops = [[replace(o, fmt="fp16") if o.fmt == "bf16" else o for o in os] for os in ops] # the same operations
+    if fmt == "fp16": # the same operations
+        ops = [[replace(o, fmt="fp16") if o.fmt == "bf16" else o for o in os] for os in ops]
     one, two = (predict_ms(o, peak) for o in ops)
     return 1e3*ROWS*c.seq / (one + (c.layers - 1)*(two - one))
 
@@ -106,13 +112,14 @@ def usable_gib(gpu): # the trainer's own margin
     return ROOM*gpu.gb*1e9/2**30
 
 def memory_list(rungs):
-    "The names that decide how much memory a step takes: FP16 takes what bf16 takes, TF32 and a recording next to nothing"
+    "The names that decide how much memory a step takes: FP16 is as bf16, TF32 and a recording take no more"
     names = {"bf16" if n == "fp16" else n for n in rung_names(rungs)}
     return frozenset(names - {"tf32", "cuda_graphs", "flash4"})
 
 def largest_micro(found, gpu, workload, rungs):
     "The largest micro-batch that was measured to fit, 0 where none did, None where nothing was measured"
-    same = [f for f in found if (f.workload, f.seq) == (workload, WORKLOADS[workload].seq) and memory_list(f.rungs) == memory_list(rungs)]
+    wanted = workload, WORKLOADS[workload].seq, memory_list(rungs)
+    same = [f for f in found if (f.workload, f.seq, memory_list(f.rungs)) == wanted]
     return max((f.micro for f in same if f.peak_gib < usable_gib(gpu)), default=0) if same else None
 
 def micro_text(micro):
@@ -132,8 +139,8 @@ def gpu_row(gpu, workload, kept, small, known, found):
     likely, flops = share and roof*share, train_flops(WORKLOADS[workload])/1e12
     mfu = lambda k: f"{flops*likely/gpu.tflops[k]:.0%}" if likely and k in gpu.tflops else ""
     half = "fp16" if fmt == "fp16" else "bf16"
-    return [f"`{workload}`", micro_text(largest_micro(found, gpu, workload, kept)), micro_text(largest_micro(found, gpu, workload, small)),
-            speed(roof), speed(likely) if likely else "", mfu(half), mfu("fp8")]
+    fits = [micro_text(largest_micro(found, gpu, workload, rungs)) for rungs in (kept, small)]
+    return [f"`{workload}`", *fits, speed(roof), speed(likely) if likely else "", mfu(half), mfu("fp8")]
 
 def plays(gpu):
     "The name with which `--hardware` gives a larger GPU this one's limits"
@@ -143,18 +150,23 @@ def plays(gpu):
 
 def facts(gpu, known, found, measured):
     kept, out, small = runs_here(gpu)
-    head = ["workload", "micro-batch that fits", "with `smallest`", "roofline, tokens/s, *predicted*", "likely, tokens/s, *predicted*",
-            f"MFU, {'FP16' if format_of(kept) == 'fp16' else 'bf16'}'s peak", "MFU, FP8's peak"]
+    half = "FP16" if format_of(kept) == "fp16" else "bf16"
+    head = ["workload", "micro-batch that fits", "with `smallest`", "roofline, tokens/s, *predicted*",
+            "likely, tokens/s, *predicted*", f"MFU, {half}'s peak", "MFU, FP8's peak"]
     rows = [gpu_row(gpu, w, kept, small, known, found) for w in SIZES]
+    fits_small = lambda w: largest_micro(found, gpu, w, kept) == 0 and largest_micro(found, gpu, w, small)
     if "fp8" not in gpu.tflops: head, rows = head[:-1], [r[:-1] for r in rows]
-    return dict(gpu=gpu, a="an" if gpu.name[0] in "AHLR" else "a", measured=slug(gpu.said) if gpu.said in measured else "", kept=kept, out=[(n, escaped(w)) for n, w in out], no_bf16=escaped(why_not("bf16", gpu)), no_fp8=escaped(why_not("fp8", gpu)),
-                head=head, rows=rows, plays=plays(gpu), usable=usable_gib(gpu), no_mfu=datasheet_flops(gpu.said) is None,
-                small_fits=[w for w in SIZES if largest_micro(found, gpu, w, kept) == 0 and largest_micro(found, gpu, w, small)])
+    return dict(gpu=gpu, a="an" if gpu.name[0] in "AHLR" else "a", kept=kept, out=out, head=head, rows=rows,
+                no_bf16=why_not("bf16", gpu), no_fp8=why_not("fp8", gpu), plays=plays(gpu),
+                usable=usable_gib(gpu), no_mfu=datasheet_flops(gpu.said) is None,
+                measured=slug(gpu.said) if gpu.said in measured else "",
+                small_fits=[w for w in SIZES if fits_small(w)])
 
 def cpu_facts():
+    "The same of a CPU"
     with patch.object(torch.cuda, "is_available", lambda: False):
         kept = preset("fastest")
-        return dict(kept=kept, out=[(n, escaped(w)) for n, w in left_out("fastest", kept)], most=most_sequences())
+        return dict(kept=kept, out=left_out("fastest", kept), most=most_sequences())
 
 @page("gpus.qmd")
 def gpus_page(root):
@@ -167,6 +179,8 @@ def gpus_page(root):
     sheet = [[f"[{g.name}](#{slug(g.name)})", "{}.{}".format(*g.capability), f"{g.gb:g}", f"{g.gbs:,.0f}",
               *(tflops(g, k) for k in ("tf32", "fp16", "bf16", "fp8"))] for g in GPUS]
     share_rows = [[f"`{w}`", "FP8" if f == "fp8" else f, f"{v:.0%}"] for (w, f), v in sorted(known.items())]
-    return dict(gpus=[facts(g, known, found, gpu_records) for g in GPUS], cpu=cpu_facts(), head=head, rows=rows, sheet=sheet, shares=share_rows, records=records,
-                fits=msgspec.to_builtins(found), presets=PRESETS, rows_in_step=ROWS, room=ROOM, half=[g.name for g in GPUS if why_not("bf16", g)],
-                no_fp8=[g.name for g in GPUS if why_not("fp8", g)], anchor=slug, measured=list(gpu_records))
+    lack = lambda name: [g.name for g in GPUS if why_not(name, g)]
+    return dict(gpus=[facts(g, known, found, gpu_records) for g in GPUS], cpu=cpu_facts(), head=head,
+                rows=rows, sheet=sheet, shares=share_rows, records=records, fits=msgspec.to_builtins(found),
+                rows_in_step=ROWS, room=ROOM, no_bf16=lack("bf16"), no_fp8=lack("fp8"), anchor=slug,
+                measured=list(gpu_records))

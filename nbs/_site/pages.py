@@ -1,14 +1,14 @@
-"""Writes the pages of the site that are made of code and records: the reference, the measurements, and what each GPU can do.
-`python nbs/_site/pages.py` writes them into nbs/, where Quarto finds them; they are never committed."""
+"""Writes the pages of the site that are made of code and records: the reference, the measurements, and what each
+GPU can do. `python nbs/_site/pages.py` writes them into nbs/, where Quarto finds them; they aren't committed."""
 import argparse, os, re
 from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 ROOT = Path(__file__).parents[2]
-PAGES = {} # address below nbs/ -> function of the repository's folder: what the page's template is filled with
+PAGES = {} # address below nbs/ -> function of the repository's folder: what fills the page's template
 
 def page(address):
-    "Decorator: make a function from the repository's folder to a dict what fills the template of that address"
+    "Decorator: a function from the repository's folder to a dict fills the template of that address"
     def add(f): PAGES[address] = f; return f
     return add
 
@@ -26,8 +26,8 @@ NUMBER = re.compile(r"[\d.,×%-]+( \([\d.]+%\))?")
 
 def of_numbers(cells):
     "Whether a column is one of numbers, some of which may be missing"
-    cells = [seen(c) for c in cells]
-    return any(map(NUMBER.fullmatch, cells)) and all(NUMBER.fullmatch(c) or c in ("", "no", "none", "not measured yet") for c in cells)
+    cells, missing = [seen(c) for c in cells], ("", "no", "none", "not measured yet")
+    return any(map(NUMBER.fullmatch, cells)) and all(NUMBER.fullmatch(c) or c in missing for c in cells)
 
 def table(head, rows, most=48):
     "A Markdown table. Columns of numbers go to the right; none is taken for wider than `most` characters"
@@ -57,8 +57,10 @@ def dates(records):
     return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}" if days else "no day yet"
 
 def environment():
-    env = Environment(loader=FileSystemLoader(Path(__file__).parent/"templates"), undefined=StrictUndefined, trim_blocks=True, comment_start_string="{##",
-                      lstrip_blocks=True, keep_trailing_newline=True)
+    "Jinja2 with what the templates use"
+    env = Environment(loader=FileSystemLoader(Path(__file__).parent/"templates"), undefined=StrictUndefined,
+                      comment_start_string="{##", # for `{#` begins an anchor in Markdown
+                      trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     env.filters |= dict(code=code, escaped=escaped, sentence=lambda text: text.rstrip(".") + ".")
     env.globals.update(table=table, dates=dates)
     return env
@@ -70,11 +72,12 @@ def written(address, root=ROOT):
     return environment().get_template(address).render(**PAGES[address](Path(root)))
 
 def write_pages(out=ROOT/"nbs", root=ROOT):
-    "Write all pages below `out`; a page that says what it said before keeps its date, so that nothing is rendered twice"
+    "Write all pages below `out`. One that says what it said before keeps its date"
     for address in PAGES:
         path, text = Path(out)/address, written(address, root)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")
+        same = path.exists() and path.read_text(encoding="utf-8") == text
+        if not same: path.write_text(text, encoding="utf-8")
 
 def load():
     "All pages: the modules beside this one add theirs to `PAGES`"

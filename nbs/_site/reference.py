@@ -12,6 +12,7 @@ from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
 from llm_speedrun.train import corpora, hardware, loader, metrics, options, saving, trainer
 from gpus import as_if, find_all_rungs
+from measured import times
 from pages import code, escaped, page, slug
 from records import Fit, all_records
 
@@ -69,8 +70,9 @@ def option_groups(config):
 def options_page(root):
     classes = {} # of options -> the commands that take them
     for name, f in commands(root).items(): classes.setdefault(f.config, []).append(name)
-    return dict(classes=[dict(name=c.__name__, commands=names, about=first_sentence(c), groups=option_groups(c))
-                         for c, names in classes.items()], lengths=options.LENGTHS)
+    facts = [dict(name=c.__name__, commands=names, about=first_sentence(c), groups=option_groups(c))
+             for c, names in classes.items()]
+    return dict(classes=facts, lengths=options.LENGTHS)
 
 # --- rungs ---
 
@@ -84,30 +86,34 @@ OLD, NEW = (6, 1), (9, 0) # below what any rung asks for, and Hopper
 def needs_of(r):
     "What a rung needs of a machine, in its own words, lists of a few"
     with as_if(OLD): old = r.needs().split(", and this GPU has")[0]
-    with as_if(NEW, packages=()): bare = re.sub(r"it needs (\S+), which is not installed: (.+)", r"needs \1 (`\2`)", r.needs())
+    with as_if(NEW, packages=()): bare = r.needs()
+    bare = re.sub(r"it needs (\S+), which is not installed: (.+)", r"needs \1 (`\2`)", bare)
     return [w for w in (old, bare) if w]
 
-PARTS = dict(heads="norm, Q, K, V and RoPE (`heads`)", attend="attention (`attend`)", project="attention's output (`project`)",
-             feed="the MLP (`feed`)", layer="how a block is run (`layer`)", last_norm="the last norm (`last_norm`)",
-             model_loss="the loss (`model.loss`)", linear="the class of the linear layers", weights="the weights' type",
-             loss="the call of the model (`Run.loss`)", optimizer="the optimizer", scaler="the gradient scaler",
-             fmt="the format of matrix products", step_contexts="a setting around the step",
-             forward_contexts="a setting around the forward pass", checks="checks before the update",
-             releases="what can be dropped and made again", stateful="state that a checkpoint keeps")
+PARTS = dict(
+    heads="norm, Q, K, V and RoPE (`heads`)", attend="attention (`attend`)",
+    project="attention's output (`project`)", feed="the MLP (`feed`)", layer="how a block is run (`layer`)",
+    last_norm="the last norm (`last_norm`)", model_loss="the loss (`model.loss`)",
+    linear="the class of the linear layers", weights="the weights' type",
+    loss="the call of the model (`Run.loss`)", optimizer="the optimizer", scaler="the gradient scaler",
+    fmt="the format of matrix products", step_contexts="a setting around the step",
+    forward_contexts="a setting around the forward pass", checks="checks before the update",
+    releases="what can be dropped and made again", stateful="state that a checkpoint keeps")
 
 def parts_of(run):
     "What a `Run` is made of, by the names in `PARTS`"
     m, block = run.model, run.model.layers[0]
-    own = {f.name: getattr(run, f.name) for f in fields(Run) if f.name not in ("model", "rungs", "options", "why")}
-    return own | {k: getattr(block, k) for k in ("heads", "attend", "project", "feed", "layer")} | dict(
-        last_norm=m.last_norm, model_loss=m.loss, linear={type(x) for x in block.modules()},
-        weights={p.dtype for p in m.parameters()})
+    own = {f.name: getattr(run, f.name) for f in fields(Run) if f.name in PARTS}
+    parts = {k: getattr(block, k) for k in ("heads", "attend", "project", "feed", "layer")}
+    return own | parts | dict(last_norm=m.last_norm, model_loss=m.loss, weights={p.dtype for p in m.parameters()},
+                              linear={type(x) for x in block.modules()})
 
 def below(name):
     "Rungs to apply before this one, so that it can do all that it does"
     r = RUNGS[name]
     wanted = ["bf16", *r.requires, *(k for k in r.follows if not RUNGS[k].gpu_only)]
-    return list(dict.fromkeys(k for k in wanted if k != name and k not in r.excludes and name not in RUNGS[k].excludes))
+    clash = lambda k: k in r.excludes or name in RUNGS[k].excludes
+    return list(dict.fromkeys(k for k in wanted if k != name and not clash(k)))
 
 def replaced(name):
     "What the rung replaces: seen by applying it to a small run, in words"
@@ -124,24 +130,27 @@ def rung_records(name, records):
     "Rows of a table: where the rung was measured over the list below it"
     found = [r for r in records if r["rung"] == name and r.get("before") and r.get("rungs_before") is not None
              and name in rung_names(r["rungs"])]
-    return [[r["workload"], f"{r['batch']} × {r['seq']}", f"`{r['before']}`", fmt(r["predicted_ratio"]) + "×"*bool(r["predicted_ratio"]),
-             f"{r['ratio']:.2f}×", f"{r['peak_gib']:.1f}", r["gpu"], r["date"]] for r in found]
+    return [[r["workload"], f"{r['batch']} × {r['seq']}", f"`{r['before']}`", times(r["predicted_ratio"]),
+             times(r["ratio"]), fmt(r["peak_gib"], ".1f"), r["gpu"], r["date"]] for r in found]
 
 def rung_facts(r, records):
+    "What the page says of a rung"
     name, links = r.__name__, lambda names: ", ".join(f"[`{k}`](#{slug(k)})" for k in names)
-    help = docments(r, returns=False)
-    opts = [[f"`{k}`", f"`{runs.option_text(v)}`" if v != "" else "", (help.get(k) or "").strip()] for k, v in rung_options(r).items()]
-    return dict(name=name, about=" ".join(inspect.getdoc(r).split()).split(" Raises `")[0], stage=r.stage, replaces=replaced(name), needs=needs_of(r),
-                requires=links(r.requires), follows=links(r.follows), gpu_only=r.gpu_only, chooses=bool(r.choose),
-                excludes=links(k for k, o in RUNGS.items() if k in r.excludes or name in o.excludes), options=opts,
-                notebook=notebook_of(r.__module__), records=rung_records(name, records), first=first_sentence(r))
+    said, both = docments(r, returns=False), lambda k: k in r.excludes or name in RUNGS[k].excludes
+    about = " ".join(inspect.getdoc(r).split()).split(" Raises `")[0]
+    return dict(name=name, first=first_sentence(r), about=about, stage=r.stage, replaces=replaced(name),
+                needs=needs_of(r), gpu_only=r.gpu_only, requires=links(r.requires), follows=links(r.follows),
+                excludes=links(filter(both, RUNGS)), chooses=bool(r.choose),
+                notebook=notebook_of(r.__module__), records=rung_records(name, records),
+                options=[[f"`{k}`", code(runs.option_text(v)), (said.get(k) or "").strip()]
+                         for k, v in rung_options(r).items()])
 
 @page("reference/rungs.qmd")
 def rungs_page(root):
     records = all_records(root)
     facts = [rung_facts(r, records) for r in all_rungs().values()]
-    every = [[f"[`{f['name']}`](#{slug(f['name'])})", f["stage"], escaped(f["first"]), f"[{f['notebook']}](../{f['notebook']}.ipynb)"]
-             for f in facts]
+    every = [[f"[`{f['name']}`](#{slug(f['name'])})", f["stage"], escaped(f["first"]),
+              f"[{f['notebook']}](../{f['notebook']}.ipynb)"] for f in facts]
     presets = [[f"`{k}`", ", ".join(map(code, v.split())) or "none"] for k, v in hardware.PRESETS.items()]
     return dict(stages=STAGES, every=every, rungs=facts, presets=presets, records=records)
 
@@ -151,18 +160,20 @@ def comments(cls):
     "The comment on each field's line"
     source, res = textwrap.dedent(inspect.getsource(cls)), {}
     for t in tokenize.generate_tokens(io.StringIO(source).readline):
-        if t.type == tokenize.COMMENT and (m := re.match(r"\s*(\w+)\s*:", t.line)): res[m[1]] = t.string.lstrip("# ")
+        m = t.type == tokenize.COMMENT and re.match(r"\s*(\w+)\s*:", t.line)
+        if m: res[m[1]] = t.string.lstrip("# ")
     return res
 
-def in_words(s, defs):
+KINDS = dict(integer="whole number", number="number", string="text", boolean="true or false", null="null",
+             array="list", object="object")
+
+def in_words(s):
     "A JSON schema in words"
     if "$ref" in s: return f"`{s['$ref'].split('/')[-1]}`"
-    if "anyOf" in s: return " or ".join(in_words(o, defs) for o in s["anyOf"])
+    if "anyOf" in s: return " or ".join(map(in_words, s["anyOf"]))
     if "enum" in s: return " or ".join(f"`{v}`" for v in s["enum"])
-    if s.get("type") == "array": return f"list of {in_words(s['items'], defs)}" if s.get("items") else "list"
-    if s.get("type") == "object":
-        return f"object of {in_words(s['additionalProperties'], defs)}" if s.get("additionalProperties") else "object"
-    res = dict(integer="whole number", number="number", string="text", boolean="true or false", null="null").get(s.get("type"), "anything")
+    res = KINDS.get(s.get("type"), "anything")
+    if inner := s.get("items") or s.get("additionalProperties"): return f"{res} of {in_words(inner)}"
     low, high = s.get("minimum"), s.get("exclusiveMaximum", s.get("maximum"))
     if low is not None: res += f" from {low:,}"
     if high is not None and high < 2**53: res += f" to {'below ' * ('exclusiveMaximum' in s)}{high:,}"
@@ -173,14 +184,19 @@ def fields_of(cls):
     (_,), defs = msgspec.json.schema_components([cls])
     s, said = defs[cls.__name__], comments(cls)
     for name, kind in s["properties"].items():
-        default = f"`{json.dumps(kind['default']):.20}`" if "default" in kind else "" if name in s.get("required", ()) else "may be missing"
-        yield [f"`{name}`", in_words(kind, defs), default, said.get(name, "")]
+        default = "" if name in s.get("required", ()) else "may be missing"
+        if "default" in kind: default = f"`{json.dumps(kind['default']):.20}`"
+        yield [f"`{name}`", in_words(kind), default, said.get(name, "")]
 
-def struct(cls): return dict(name=cls.__name__, about=inspect.getdoc(cls).split("\n")[0], rows=list(fields_of(cls)))
+def struct(cls):
+    "What the page says of a type"
+    return dict(about=inspect.getdoc(cls).split("\n")[0], rows=list(fields_of(cls)))
 
-ROW = dict(step="the optimizer step", loss="training loss of the step, nats a token", lr="learning rate", tok_s="tokens a second",
-           grad_norm="norm of the gradients before clipping", val_loss="validation loss", text="what the model wrote",
-           event="what went wrong, such as a step that was skipped") # of `metrics.jsonl` and `samples.jsonl`
+# What has no comment in the code is explained here; a key or a file that isn't is an error.
+ROW = dict( # of `metrics.jsonl` and `samples.jsonl`
+    step="the optimizer step", loss="training loss of the step, nats a token", lr="learning rate",
+    tok_s="tokens a second", grad_norm="norm of the gradients before clipping", val_loss="validation loss",
+    text="what the model wrote", event="what went wrong, such as a step that was skipped")
 
 def row_keys():
     "The keys of the rows that the trainer writes, from its source"
@@ -189,49 +205,56 @@ def row_keys():
     return list(dict.fromkeys(k.arg for n in calls for k in n.keywords))
 
 def metric_rows():
-    known = {k: lookup(ROW, k, "key of a row with an explanation in nbs/_site/reference.py") for k in row_keys()}
+    "The keys of a row of metrics, and what they mean"
+    known = {k: lookup(ROW, k, "key of a row with an explanation in reference.py") for k in row_keys()}
     source = inspect.getsource(metrics)
-    said = {k: (re.search(rf"\b{k}=.*?# (.*)", source) or ("", k.removeprefix("gpu_").replace("_", " ")))[1] for k in metrics.GPU_STATS}
+    comment = lambda k: re.search(rf"\b{k}=.*?# (.*)", source)
+    said = {k: m[1] if (m := comment(k)) else "as the driver says" for k in metrics.GPU_STATS}
     phases = {f"ms_{k}": f"milliseconds of the phase `{k}`, in some steps" for k in metrics.PHASES}
     return [[f"`{k}`", v] for k, v in (known | phases | said).items()]
 
-FILES = {"config.json": "the options in force, the model's shape, versions", "metrics.jsonl": "a row a step, below",
-         "model.safetensors": "the weights", "tokenizer.json": "the tokenizer", "ladder.json": "rungs measured before training",
-         "sample.txt": "a text at the end", "samples.jsonl": "texts during the run", "result.json": "how the run ended",
-         "loss.png": "the loss curve", "report.html": "the page of `speedrun_report`", "profile.json.gz": "a trace of some steps",
-         "profile.md": "that trace as a table", "bad_batch.safetensors": "tokens of the batch at which a run gave up",
-         "checkpoints": "a folder a checkpoint", "tensorboard": "with `--track tensorboard`", "wandb": "with `--track wandb`"}
+FILES = { # of a run
+    "config.json": "the options in force, the model's shape, versions",
+    "metrics.jsonl": "a row for each step, below", "model.safetensors": "the weights", "tokenizer.json": "the tokenizer", "sample.txt": "a text at the end",
+    "ladder.json": "rungs measured before training", "samples.jsonl": "texts during the run",
+    "result.json": "how the run ended", "loss.png": "the loss curve",
+    "report.html": "the page of `speedrun_report`", "profile.json.gz": "a trace of some steps",
+    "profile.md": "that trace as a table", "checkpoints": "a folder for each checkpoint",
+    "bad_batch.safetensors": "tokens of the batch at which a run gave up",
+    "tensorboard": "with `--track tensorboard`", "wandb": "with `--track wandb`"}
 
 def record_rows():
     "The keys of a record, from what makes it"
     said = docments(make_record, returns=False)
-    own = dict(workload="name of the model's shape", dtype="format of most FLOPs", tok_s="tokens a second", ms="milliseconds a step, median",
-               ms_p20="20th percentile", ms_p80="80th percentile", mfu_full="MFU, attention counted in full",
-               mfu_causal="MFU, the unmasked half of attention counted", peak_gib="most GPU memory in tensors, GiB",
-               warmup_s="seconds before the step was warm", notebook="what measured it", gpu="the GPU's name", torch="version",
-               triton="version", date="day")
+    own = dict(workload="name of the model's shape", dtype="format of most FLOPs", tok_s="tokens a second",
+               ms="milliseconds a step, median", ms_p20="20th percentile", ms_p80="80th percentile",
+               mfu_full="MFU, attention counted in full", peak_gib="most GPU memory in tensors, GiB",
+               mfu_causal="MFU, the unmasked half of attention counted",
+               warmup_s="seconds before the step was warm", notebook="what measured it", gpu="the GPU's name",
+               torch="version", triton="version", date="day")
     return [[f"`{k}`", own.get(k) or said.get(k) or lookup(own, k, "key of a record")] for k in KEYS]
 
 def files_of_a_run():
+    "What the trainer leaves in a run's folder"
     return [[f"`{k}`", lookup(FILES, k, "file of a run with an explanation in nbs/_site/reference.py")]
             for k in (*trainer.FILES, *trainer.FOLDERS)]
 
 @page("reference/formats.qmd")
 def formats_page(root):
     doc = " ".join(inspect.getdoc(data.write_shards).split())
-    return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(), records=record_rows(),
-                version=saving.VERSION, manifest=saving.MANIFEST,
-                structs={c.__name__: struct(c) for c in (
-                    data.Meta, corpora.Journal, saving.Manifest, saving.FileSum, saving.About, trainer.State,
-                    saving.OptimizerState, loader.Position, saving.Record, model.GPTConfig, saving.Result, measure.Choice,
-                    hardware.Settled, export.Qwen3, export.Index, Fit)})
+    types = (data.Meta, corpora.Journal, saving.Manifest, saving.FileSum, saving.About, trainer.State,
+             saving.OptimizerState, loader.Position, saving.Record, model.GPTConfig, saving.Result,
+             measure.Choice, hardware.Settled, export.Qwen3, export.Index, Fit)
+    return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
+                records=record_rows(), version=saving.VERSION, manifest=saving.MANIFEST,
+                structs={c.__name__: struct(c) for c in types})
 
 # --- names ---
 
 def short_doc(module, name):
     "The first sentence of a definition's docstring; of a constant its value, if that is short"
     o = getattr(importlib.import_module(module), name)
-    if not callable(o) and not isinstance(o, (type(None), dict)) and len(repr(o)) < 60 and " object at " not in repr(o): return f"`{o!r}`"
+    if isinstance(o, (str, int, float, tuple)) and len(repr(o)) < 60: return f"`{o!r}`"
     doc = " ".join((getattr(o, "__doc__", None) or "").split()) if callable(o) else ""
     first = doc.split(". ")[0]
     return first if first.endswith("..") else first.removesuffix(".")
@@ -243,7 +266,8 @@ def modules(root):
         if not syms: continue # a notebook that exports nothing
         m, book = importlib.import_module(module), notebook_of(module)
         at = {k.removeprefix(f"{module}."): v[0].partition("#")[2] for k, v in syms.items()}
-        rows = [[f"[`{k}`](../{book}.ipynb{'#' + at[k] if k in at else ''})", escaped(short_doc(module, k))] for k in sorted(m.__all__, key=str.lower)]
+        link = lambda k: f"[`{k}`](../{book}.ipynb{'#' + at[k] if k in at else ''})"
+        rows = [[link(k), escaped(short_doc(module, k))] for k in sorted(m.__all__, key=str.lower)]
         yield dict(name=module.removeprefix("llm_speedrun."), about=m.__doc__, notebook=book, rows=rows)
 
 
