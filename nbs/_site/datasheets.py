@@ -1,6 +1,6 @@
 """What NVIDIA's datasheets say of the GPUs on the page of GPUs. Rates are dense, with sums in FP32, which
-training needs: a datasheet's large print is often with sparsity, or for GeForce cards with sums in FP16, and each
-of these doubles it."""
+training needs: a datasheet's large print is often with sparsity, or for GeForce cards with sums in FP16, and
+each of these doubles it."""
 from dataclasses import dataclass
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The page of GPUs: what each can run is asked of the rungs themselves, how fast it should be is counted, and what
-fits was measured."""
+"""The page of GPUs: what each can run is asked of the rungs themselves, how fast it should be is counted, and
+what fits was measured."""
 import importlib, pkgutil
 from contextlib import contextmanager
 from dataclasses import replace

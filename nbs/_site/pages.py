@@ -1,5 +1,5 @@
-"""Writes the pages of the site that are made of code and records: the reference, the measurements, and what each
-GPU can do. `python nbs/_site/pages.py` writes them into nbs/, where Quarto finds them; they aren't committed."""
+"""Writes the pages of the site that are made of code and records: the reference, the measurements, what GPUs can
+do. `python nbs/_site/pages.py` writes them into nbs/, where Quarto finds them; they aren't committed."""
 import argparse, os, re
 from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -105,8 +105,8 @@ def parts_of(run):
     m, block = run.model, run.model.layers[0]
     own = {f.name: getattr(run, f.name) for f in fields(Run) if f.name in PARTS}
     parts = {k: getattr(block, k) for k in ("heads", "attend", "project", "feed", "layer")}
-    return own | parts | dict(last_norm=m.last_norm, model_loss=m.loss, weights={p.dtype for p in m.parameters()},
-                              linear={type(x) for x in block.modules()})
+    return own | parts | dict(last_norm=m.last_norm, model_loss=m.loss, linear={type(x) for x in block.modules()},
+                              weights={p.dtype for p in m.parameters()})
 
 def below(name):
     "Rungs to apply before this one, so that it can do all that it does"
@@ -215,7 +215,8 @@ def metric_rows():
 
 FILES = { # of a run
     "config.json": "the options in force, the model's shape, versions",
-    "metrics.jsonl": "a row for each step, below", "model.safetensors": "the weights", "tokenizer.json": "the tokenizer", "sample.txt": "a text at the end",
+    "metrics.jsonl": "a row for each step, below", "model.safetensors": "the weights",
+    "tokenizer.json": "the tokenizer", "sample.txt": "a text at the end",
     "ladder.json": "rungs measured before training", "samples.jsonl": "texts during the run",
     "result.json": "how the run ended", "loss.png": "the loss curve",
     "report.html": "the page of `speedrun_report`", "profile.json.gz": "a trace of some steps",
