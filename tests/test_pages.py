@@ -239,12 +239,13 @@ def fits_file(root, *rows):
 FASTEST = "tf32 bf16 flash:backend=cudnn fused_ops chunked_ce fp8:parts=mlp cuda_graphs fused_adamw".split()
 
 def test_the_largest_micro_batch_that_fits(root):
-    row = lambda n, gib, **kw: dict(workload="124m", rungs=FASTEST, micro=n, peak_gib=gib) | kw
-    fits_file(root, row(8, 5.), row(16, 9.), row(32, 17.), row(64, 31.), row(4, 60., workload="180m"),
-              row(4, 12., rungs=["tf32", "bf16", "flash", "fused_ops", "chunked_ce", "cuda_graphs", "fused_adamw"]))
+    row = lambda gib, n, **kw: dict(workload="124m", rungs=FASTEST, gib=gib, micro=n, peak_gib=gib/2) | kw
+    sixteen = ["tf32", "bf16", "flash", "fused_ops", "chunked_ce", "cuda_graphs", "fused_adamw"]
+    fits_file(root, row(80, 64), row(24, 32), row(16, 8), row(24, 0, workload="180m", peak_gib=None), row(80, 4, workload="1b"),
+              row(16, 4, rungs=sixteen), row(10, 0, rungs=sixteen, peak_gib=None), row(80, 2, seq=2048))
     found = records.fits(root)
     largest = lambda gpu, rungs=FASTEST, w="124m": gpus.largest_micro(found, GPU[gpu], w, rungs)
-    assert [largest(k) for k in ("RTX 4080", "RTX 4090", "L40S", "H100")] == [16, 32, 64, 64]
+    assert [largest(k) for k in ("RTX 4080", "RTX 4090", "L40S", "H100", "H200")] == [8, 32, 32, 64, 64]
     assert largest("RTX 4090", w="180m") == 0 and largest("RTX 4090", w="1b") is None
     assert largest("T4", ["fp16", "flash", "fused_ops", "chunked_ce", "fused_adamw"]) == 4   # as much as bf16's
     assert largest("RTX 3080", ["tf32", "bf16", "flash", "fused_ops", "chunked_ce", "fused_adamw"]) == 0
@@ -257,7 +258,7 @@ def test_without_fits_the_page_says_so(root):
     assert "**Not measured yet**: there is no `nbs/measurements/fits.json`" in text and "| `124m` | not measured yet |" in text
 
 def test_fits_that_are_broken_are_an_error(root):
-    fits_file(root, dict(workload="124m", rungs=FASTEST, micro="8", peak_gib=5.))
+    fits_file(root, dict(workload="124m", rungs=FASTEST, gib=24, micro="8", peak_gib=5.))
     with fails(InputError, "fits.json", "micro"): pages.written("gpus.qmd", root)
 
 # --- examples ---

@@ -107,20 +107,17 @@ def share_for(known, workload, fmt):
 
 # --- what fits ---
 
-def usable_gib(gpu): # the trainer's own margin
-    "GiB that the trainer lets a step take"
-    return ROOM*gpu.gb*1e9/2**30
-
 def memory_list(rungs):
     "The names that decide how much memory a step takes: FP16 is as bf16, TF32 and a recording take no more"
     names = {"bf16" if n == "fp16" else n for n in rung_names(rungs)}
     return frozenset(names - {"tf32", "cuda_graphs", "flash4"})
 
 def largest_micro(found, gpu, workload, rungs):
-    "The largest micro-batch that was measured to fit, 0 where none did, None where nothing was measured"
+    """The largest micro-batch that was tried and fits into the GPU's memory, or the next smaller card's. 0 where
+    none does, None where nothing was tried"""
     wanted = workload, WORKLOADS[workload].seq, memory_list(rungs)
-    same = [f for f in found if (f.workload, f.seq, memory_list(f.rungs)) == wanted]
-    return max((f.micro for f in same if f.peak_gib < usable_gib(gpu)), default=0) if same else None
+    same = [f for f in found if (f.workload, f.seq, memory_list(f.rungs)) == wanted and f.gib <= gpu.gb]
+    return max(same, key=lambda f: f.gib).micro if same else None
 
 def micro_text(micro):
     if micro is None: return "not measured yet"
@@ -158,7 +155,7 @@ def facts(gpu, known, found, measured):
     if "fp8" not in gpu.tflops: head, rows = head[:-1], [r[:-1] for r in rows]
     return dict(gpu=gpu, a="an" if gpu.name[0] in "AHLR" else "a", kept=kept, out=out, head=head, rows=rows,
                 no_bf16=why_not("bf16", gpu), no_fp8=why_not("fp8", gpu), plays=plays(gpu),
-                usable=usable_gib(gpu), no_mfu=datasheet_flops(gpu.said) is None,
+                no_mfu=datasheet_flops(gpu.said) is None,
                 measured=slug(gpu.said) if gpu.said in measured else "",
                 small_fits=[w for w in SIZES if fits_small(w)])
 

@@ -33,12 +33,13 @@ class Shown(msgspec.Struct):
     micro: int | None = None
 
 class Fit(msgspec.Struct):
-    "How much GPU memory a step took in micro-batches of one size"
+    "What fits into a card's memory, tried on a larger GPU under that limit"
     workload: str
     seq: int
     rungs: list[str]
-    micro: int # sequences in a micro-batch
-    peak_gib: float # most GPU memory in tensors, GiB
+    gib: float # memory of the card
+    micro: int # sequences in the largest micro-batch that fits, of 64, 32, 16 ...; 0 where none does
+    peak_gib: float | None # most GPU memory in tensors, GiB
     gpu: str
     torch: str
     date: str
