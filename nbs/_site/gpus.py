@@ -130,14 +130,15 @@ def speed(x):
     return f"{float(f'{x:.2g}'):,.0f}"
 
 def gpu_row(gpu, workload, kept, small, known, found):
-    "A workload on a GPU: what fits, and how fast it should be"
+    "A workload on a GPU: what fits, and how fast it should be, if `fastest` fits"
     fmt = format_of(kept)
     roof, share = roofline_tok_s(gpu, workload, fmt), share_for(known, workload, fmt)
     likely, flops = share and roof*share, train_flops(WORKLOADS[workload])/1e12
     mfu = lambda k: f"{flops*likely/gpu.tflops[k]:.0%}" if likely and k in gpu.tflops else ""
     half = "fp16" if fmt == "fp16" else "bf16"
-    fits = [micro_text(largest_micro(found, gpu, workload, rungs)) for rungs in (kept, small)]
-    return [f"`{workload}`", *fits, speed(roof), speed(likely) if likely else "", mfu(half), mfu("fp8")]
+    micros = [largest_micro(found, gpu, workload, rungs) for rungs in (kept, small)]
+    fast = [speed(roof), speed(likely) if likely else "", mfu(half), mfu("fp8")] if micros[0] != 0 else [""]*4
+    return [f"`{workload}`", *map(micro_text, micros), *fast]
 
 def plays(gpu):
     "The name with which `--hardware` gives a larger GPU this one's limits"
