@@ -8,7 +8,7 @@ from nbdev.config import get_config
 HERE = Path(__file__).resolve().parent
 OURS, OURS_16 = "llm_speedrun", "llm_speedrun, 16 bits" # names of records, as 25_peers.ipynb gives them
 # Who may have a record beside ours: the name of the record -> the name to show
-RIVALS = {"compile_blocks": "torch.compile, block by block", "compile_whole": "torch.compile, whole",
+RIVALS = {"compile_blocks": "torch.compile by blocks", "compile_whole": "torch.compile as a whole",
           "transformers": "transformers with Liger", "nanogpt": "nanoGPT", "nanochat": "nanochat",
           "litgpt": "litgpt", "torchtitan": "torchtitan"}
 
