@@ -1,7 +1,8 @@
 "Writes nbs/compare.qmd from its template: speed from the records of races, facts about other projects from projects.yml."
 import json, re
 from pathlib import Path
-import jinja2, yaml
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from llm_speedrun.measure import SPINE, table
 from nbdev.config import get_config
 
@@ -50,17 +51,20 @@ def features(facts, root): # projects.yml, the repository
     names = [o["name"] for o in facts["projects"].values()]
     return "\n".join([line(["", *names]), line(["---"]*(len(names) + 1)), *map(line, rows)])
 
+def filled(root): # the repository
+    "What the template is filled with"
+    root = Path(root)
+    found = race(json.loads((root/"nbs/measurements/nvidia-h200.json").read_text(encoding="utf-8")))
+    facts = yaml.safe_load((HERE/"projects.yml").read_text(encoding="utf-8"))
+    sources = [(RIVALS.get(k, k), r["source"], r["micro"], r["parameters"]) for k, r in found.items()]
+    return dict(ours=found.get(OURS), speeds=speeds(found), rivals=[*RIVALS.values()], sources=sources, facts=facts,
+                features=features(facts, root))
+
 def page(root): # the repository
     "The text of compare.qmd"
-    root = Path(root)
-    records = json.loads((root/"nbs/measurements/nvidia-h200.json").read_text(encoding="utf-8"))
-    facts = yaml.safe_load((HERE/"projects.yml").read_text(encoding="utf-8"))
-    found = race(records)
-    sources = [(RIVALS.get(k, k), r["source"], r["micro"], r["parameters"]) for k, r in found.items()]
-    env = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = env.from_string((HERE/"compare.qmd").read_text(encoding="utf-8"))
-    return template.render(ours=found.get(OURS), speeds=speeds(found), rivals=RIVALS.values(), sources=sources, facts=facts,
-                           features=features(facts, root))
+    env = Environment(loader=FileSystemLoader(HERE/"templates"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+                      keep_trailing_newline=True)
+    return env.get_template("compare.qmd").render(**filled(root))
 
 def compare(root): # the repository
     "Write nbs/compare.qmd"
