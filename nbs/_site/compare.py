@@ -1,4 +1,4 @@
-"Writes nbs/compare.qmd from its template: speed from the records of races, facts about other projects from projects.yml."
+"Writes nbs/compare.qmd from its template: speed from records of races, facts about other projects from projects.yml."
 import json, re
 from pathlib import Path
 import yaml
@@ -20,14 +20,14 @@ def race(records): # of one GPU
     return {r["rung"]: r for r in runs if r["date"] == max(dates)} if dates else {}
 
 def speeds(found): # of `race`
-    "A table with a row for each contender, the fastest first, and for each rival who has no record"
-    names = {OURS: OURS, OURS_16: OURS_16} | RIVALS
-    def times(ours, r): return f"{found[ours]['ratio']/r['ratio']:.2f}×" if ours in found and r["rung"] in RIVALS else ""
-    def row(r): return [names[r["rung"]], f"{r['tok_s']:,.0f}", f"{r['ms']:.1f}", f"{r['peak_gib']:.1f}",
-                        times(OURS, r), times(OURS_16, r)]
-    ran = sorted((r for k, r in found.items() if k in names), key=lambda r: -r["ratio"])
-    missing = [[v, "not measured yet", *[""]*4] for k, v in RIVALS.items() if k not in found]
-    return table(["", "tokens/s", "ms a step", "GiB", "we are", "we in 16 bits"], [*map(row, ran), *missing])
+    "A table with a row for each contender, the fastest first"
+    def times(ours, r):
+        return f"{found[ours]['ratio']/r['ratio']:.2f}×" if ours in found and r["rung"] in RIVALS else ""
+    def row(r):
+        name = RIVALS.get(r["rung"], r["rung"])
+        return [name, f"{r['tok_s']:,.0f}", f"{r['peak_gib']:.1f}", times(OURS, r), times(OURS_16, r)]
+    ran = sorted(found.values(), key=lambda r: -r["ratio"])
+    return table(["", "tokens/s", "GiB", "we are", "we in 16 bits"], [row(r) for r in ran]) if ran else ""
 
 def split(fact): # "text <file>", or False for no, or None
     "What a cell says and the file that shows it, or None"
@@ -41,7 +41,8 @@ def linked(fact, project, root): # as for `split`, a value of projects.yml's `pr
     text, file = split(fact)
     if not file: return text
     if "repo" in project: return f"[{text}]({project['repo']}/blob/{project['commit']}/{file})"
-    return f"[{text}]({file if (root/'nbs'/file).exists() else f'{get_config(path=root).git_url}/blob/main/{file}'})"
+    if not (root/"nbs"/file).exists(): file = f"{get_config(path=root).git_url}/blob/main/{file}"
+    return f"[{text}]({file})"
 
 def features(facts, root): # projects.yml, the repository
     "The table of features: a row each, a column for each project"
@@ -57,13 +58,14 @@ def filled(root): # the repository
     found = race(json.loads((root/"nbs/measurements/nvidia-h200.json").read_text(encoding="utf-8")))
     facts = yaml.safe_load((HERE/"projects.yml").read_text(encoding="utf-8"))
     sources = [(RIVALS.get(k, k), r["source"], r["micro"], r["parameters"]) for k, r in found.items()]
-    return dict(ours=found.get(OURS), speeds=speeds(found), rivals=[*RIVALS.values()], sources=sources, facts=facts,
+    missing = [name for k, name in RIVALS.items() if k not in found]
+    return dict(ours=found.get(OURS), speeds=speeds(found), missing=missing, sources=sources, facts=facts,
                 features=features(facts, root))
 
 def page(root): # the repository
     "The text of compare.qmd"
-    env = Environment(loader=FileSystemLoader(HERE/"templates"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-                      keep_trailing_newline=True)
+    env = Environment(loader=FileSystemLoader(HERE/"templates"), undefined=StrictUndefined,
+                      trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     return env.get_template("compare.qmd").render(**filled(root))
 
 def compare(root): # the repository
