@@ -6,7 +6,8 @@ from llm_speedrun import measure, runs
 from cells import NBS
 from make_readme import ROOT
 
-FILES = sorted(set((ROOT/"nbs/measurements").glob("*.json")) - {ROOT/"nbs/measurements/outputs.json"})
+OTHERS = {"outputs.json", "fits.json"}  # where outputs come from; what fits into which memory: no speeds
+FILES = sorted(p for p in (ROOT/"nbs/measurements").glob("*.json") if p.name not in OTHERS)
 # Records, as `name` calls them, whose code has changed since they were measured. One leaves this list when it's measured again.
 AWAITING = set()
 VERSIONS = "gpu", "driver", "torch", "triton"
