@@ -57,9 +57,9 @@ def filled(root): # the repository
     root = Path(root)
     found = race(json.loads((root/"nbs/measurements/nvidia-h200.json").read_text(encoding="utf-8")))
     facts = yaml.safe_load((HERE/"projects.yml").read_text(encoding="utf-8"))
-    sources = [(RIVALS.get(k, k), r["source"], r["micro"], r["parameters"]) for k, r in found.items()]
+    ran = [r | dict(name=RIVALS.get(k, k)) for k, r in found.items()]
     missing = [name for k, name in RIVALS.items() if k not in found]
-    return dict(ours=found.get(OURS), speeds=speeds(found), missing=missing, sources=sources, facts=facts,
+    return dict(ours=found.get(OURS), speeds=speeds(found), missing=missing, ran=ran, facts=facts,
                 features=features(facts, root))
 
 def page(root): # the repository
