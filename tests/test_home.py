@@ -7,6 +7,8 @@ from llm_speedrun.measure import COURSE, SPINE, course_records
 from llm_speedrun.model import workload
 from llm_speedrun.runs import Stepper, build
 sys.path.insert(0, str(ROOT/"nbs/_site"))
+import pages
+pages.load()
 import compare as site_compare
 
 INDEX = cells(ROOT/"nbs/index.ipynb")
@@ -86,15 +88,15 @@ def test_readme_leaves_out_what_is_for_the_site():
 
 # --- doors ---
 
-def pages(contents):
-    for o in contents: yield from pages(o["contents"]) if "contents" in o else [o["href"]] if isinstance(o, dict) else [o]
+def hrefs(contents):
+    for o in contents: yield from hrefs(o["contents"]) if "contents" in o else [o["href"]] if isinstance(o, dict) else [o]
 
 def test_the_doors_exist():
     "A page is a file, or one that the site's code writes: it stands in the sidebar then"
     doors = re.findall(r"^- \*\*\[.+?\]\(.+?\)\*\*: ", MARKDOWN, re.M)
     assert targets("".join(doors)) == ["00_gpu.ipynb", "train/index.qmd", "kernels.qmd"]
     sidebar = yaml.safe_load((ROOT/"nbs/sidebar.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
-    known = {*pages(sidebar)}
+    known = {*hrefs(sidebar)}
     for t in {*targets(MARKDOWN)}: assert (ROOT/"nbs"/t).exists() or t in known, f"{t} is no page"
 
 # --- what the commands print ---
@@ -194,12 +196,11 @@ def missing(page): return re.search(r"^Not measured yet .*: (.*?)\. ", page, re.
 
 def test_compare_without_a_race(checkout):
     root = checkout(WITHOUT)
-    site_compare.compare(root)
-    page = (root/"nbs/compare.qmd").read_text(encoding="utf-8")
+    page = pages.written("compare.qmd", root)
     assert missing(page) == [*site_compare.RIVALS.values()] and "What exactly ran" not in page
 
 def test_compare_with_a_race(checkout):
-    page = site_compare.page(checkout(WITHOUT + RACE))
+    page = pages.written("compare.qmd", checkout(WITHOUT + RACE))
     found = rows(page)
     assert found["nanoGPT"] == ["350,000", "20.0", "2.00×", "1.60×"] and found["llm_speedrun"][2:] == ["", ""]
     assert missing(page) == ["transformers with Liger", "litgpt", "torchtitan"]
@@ -209,7 +210,7 @@ def test_compare_with_a_race(checkout):
 
 def test_compare_takes_the_newest_race(checkout):
     old = [r | dict(date="2026-01-01", tok_s=1.) for r in [*RACE, contender("transformers", .3)]]
-    found = rows(site_compare.page(checkout(old + RACE)))
+    found = rows(pages.written("compare.qmd", checkout(old + RACE)))
     assert found["nanoGPT"][0] == "350,000" and "transformers with Liger" not in found
 
 def test_every_project_has_a_commit_and_a_date():
@@ -231,7 +232,7 @@ def test_a_fact_without_a_source_is_refused():
     with pytest.raises(ValueError, match="names no file"): site_compare.split("yes, the best")
 
 def test_the_table_links_each_fact():
-    page = site_compare.page(ROOT)
+    page = pages.written("compare.qmd", ROOT)
     for feature, facts in FACTS["features"].items():
         row = rows(page)[f"**{feature}**"]
         assert len(row) == len(FACTS["projects"]) and sum("](" in c for c in row) == sum(bool(f) for f in facts.values())

@@ -1,10 +1,10 @@
-"Writes nbs/compare.qmd from its template: speed from records of races, facts about other projects from projects.yml."
+"What nbs/compare.qmd is filled with: speed from records of races, facts about other projects from projects.yml."
 import json, re
 from pathlib import Path
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from llm_speedrun.measure import SPINE, table
 from nbdev.config import get_config
+from pages import page
 
 HERE = Path(__file__).resolve().parent
 OURS, OURS_16 = "llm_speedrun", "llm_speedrun, 16 bits" # names of records, as 25_peers.ipynb gives them
@@ -52,6 +52,7 @@ def features(facts, root): # projects.yml, the repository
     names = [o["name"] for o in facts["projects"].values()]
     return "\n".join([line(["", *names]), line(["---"]*(len(names) + 1)), *map(line, rows)])
 
+@page("compare.qmd")
 def filled(root): # the repository
     "What the template is filled with"
     root = Path(root)
@@ -61,15 +62,3 @@ def filled(root): # the repository
     missing = [name for k, name in RIVALS.items() if k not in found]
     return dict(ours=found.get(OURS), speeds=speeds(found), missing=missing, ran=ran, facts=facts,
                 features=features(facts, root))
-
-def page(root): # the repository
-    "The text of compare.qmd"
-    env = Environment(loader=FileSystemLoader(HERE/"templates"), undefined=StrictUndefined,
-                      trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    return env.get_template("compare.qmd").render(**filled(root))
-
-def compare(root): # the repository
-    "Write nbs/compare.qmd"
-    (Path(root)/"nbs/compare.qmd").write_text(page(root), encoding="utf-8")
-
-if __name__ == "__main__": compare(HERE.parent.parent)
