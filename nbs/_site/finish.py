@@ -16,12 +16,16 @@ def own_scripts_only(site):
         rest = re.sub(r'<script src="https?://[^>]*></script>\s*(<script type="application/javascript">define\(.jquery.*?</script>)?', "", html)
         if rest != html: page.write_text(rest, encoding="utf-8")
 
+VISIBLE = 24    # of 255: a palette that moves a color further is not used
+
 def smaller(png):
     "A PNG's bytes with a palette of 256 colors, or None where that is no smaller or can be seen"
-    before = Image.open(io.BytesIO(png)).convert("RGBA")
-    after = before.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    difference = ImageChops.difference(before.convert("RGB"), after.convert("RGB"))
-    if max(high for _, high in difference.getextrema()) > 24: return None
+    before = Image.open(io.BytesIO(png))
+    if before.mode != "RGB" and before.convert("RGBA").getextrema()[3][0] < 255: return None    # it is transparent
+    before = before.convert("RGB")
+    after = before.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)    # keeps white white
+    difference = ImageChops.difference(before, after.convert("RGB"))
+    if max(high for _, high in difference.getextrema()) > VISIBLE: return None
     out = io.BytesIO()
     after.save(out, "PNG", optimize=True)
     return out.getvalue() if len(out.getvalue()) < len(png) else None
