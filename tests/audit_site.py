@@ -146,9 +146,9 @@ def audit_page(browser, base, path, shots=None):
     if total > HEAVY and path not in MAY_BE_HEAVY: wrong.add(f"weighs {total/1e6:.2f} MB")
     return total, wrong
 
-def audit(folder, only=(), shots=None):
+def audit(browser, folder, only=(), shots=None):
     "Yields each page's path, weight and what is wrong with it"
-    with served(folder) as base, chromium() as browser:
+    with served(folder) as base:
         for path in pages(folder):
             if only and not any(posixpath.splitext(path)[0].endswith(o) for o in only): continue
             yield path, *audit_page(browser, base, path, shots)
@@ -161,9 +161,10 @@ def main():
     args = parser.parse_args()
     if args.shots: args.shots.mkdir(parents=True, exist_ok=True)
     bad, weights = 0, {}
-    for path, weights[path], wrong in audit(args.site, args.pages, args.shots):
-        if wrong: print(path, *sorted(wrong), sep="\n    ", flush=True)
-        bad += len(wrong)
+    with chromium() as browser:
+        for path, weights[path], wrong in audit(browser, args.site, args.pages, args.shots):
+            if wrong: print(path, *sorted(wrong), sep="\n    ", flush=True)
+            bad += len(wrong)
     print("\nheaviest:", *(f"{path} {n/1e6:.2f} MB" for path, n in sorted(weights.items(), key=lambda o: -o[1])[:8]), sep="\n    ")
     print(f"{len(weights)} pages, {bad} things wrong")
     sys.exit(bool(bad))

@@ -107,6 +107,15 @@ def test_pictures_get_smaller_and_look_the_same():
     clear = io.BytesIO(); Image.new("RGBA", (64, 64), (0, 0, 0, 9)).save(clear, "PNG")
     assert finish.smaller(clear.getvalue()) is None, "what is transparent stays so"
 
+def test_a_page_made_of_a_template_is_edited_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(finish, "NBS", tmp_path/"nbs")
+    for o in ("templates/gpus.qmd", "train/cost.qmd"):
+        (tmp_path/"nbs/_site"/o).parent.mkdir(parents=True, exist_ok=True); (tmp_path/"nbs/_site"/o).touch()
+    edit = lambda *sources: "".join(f'<a href="https://github.com/u/r/edit/main/nbs/{o}">' for o in sources)
+    (tmp_path/"a.html").write_text(edit("gpus.qmd", "train/cost.qmd", "train/index.qmd"))
+    finish.edit_links(tmp_path)
+    assert (tmp_path/"a.html").read_text() == edit("_site/templates/gpus.qmd", "_site/train/cost.qmd", "train/index.qmd")
+
 def test_llms_txt(tmp_path):
     (tmp_path/"train").mkdir()
     (tmp_path/"tf32.html").write_text('<title>TF32 – site</title><meta name="description" content="A &amp; B.">')
@@ -163,7 +172,7 @@ def test_the_audit_finds_what_is_broken(tmp_path, browser):
     assert "phone: table" not in said, "a table may scroll on a phone"
 
 def test_pages_are_whole_in_both_widths_and_themes(site, browser):
-    bad = {path: sorted(wrong) for path, _, wrong in audit_site.audit(site) if wrong}
+    bad = {path: sorted(wrong) for path, _, wrong in audit_site.audit(browser, site) if wrong}
     assert not bad, "\n".join(f"{path}:\n    " + "\n    ".join(wrong) for path, wrong in bad.items())
 
 def test_at_most_three_pages_may_be_heavy(): assert len(audit_site.MAY_BE_HEAVY) <= 3 and HEAVY == 1_500_000 and CONTRAST >= 4.5
@@ -199,7 +208,7 @@ QUESTIONS = {
     "several gpus": "train/several_gpus", "which part is slow": "train/slow", "my own text": "train/own_text",
     "compile takes too long": "train/compile", "spot instance preempted": "train/spot", "what does a run cost": "train/cost",
     "compare with nanogpt": "compare", "what is MFU": "reference/glossary", "gpu waits for data": "train/loader",
-    "--hardware": "reference/options", "write a triton kernel": "triton", "cite": "reference/cite"}
+    "write a triton kernel": "triton", "cite": "reference/cite"}
 
 def found_by_search(page, base, query):
     "The pages that the site's search names, in its order"

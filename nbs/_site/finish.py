@@ -1,6 +1,6 @@
 """The last touches on a built site, after Quarto:  python nbs/_site/finish.py _docs
 
-Takes out scripts of other hosts, makes pictures smaller, draws the social image, writes llms.txt."""
+Takes out scripts of other hosts, leads "edit" to templates, makes pictures smaller, draws the social image, writes llms.txt."""
 import io, re, sys
 from html import unescape
 from pathlib import Path
@@ -15,6 +15,15 @@ def own_scripts_only(site):
         html = page.read_text(encoding="utf-8")
         rest = re.sub(r'<script src="https?://[^>]*></script>\s*(<script type="application/javascript">define\(.jquery.*?</script>)?', "", html)
         if rest != html: page.write_text(rest, encoding="utf-8")
+
+def edit_links(site):
+    "A page that is made of a template in nbs/_site is edited there"
+    def link(found):
+        made = next((o for o in (f"_site/templates/{found[2]}", f"_site/{found[2]}") if (NBS/o).exists()), found[2])
+        return found[1] + made
+    for page in site.rglob("*.html"):
+        html = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(r'(href="https://github.com/[^"]*/edit/[^"/]+/nbs/)([^"]+)', link, html), encoding="utf-8")
 
 VISIBLE = 24    # of 255: a palette that moves a color further is not used
 
@@ -82,6 +91,7 @@ def read_yaml(path): return yaml.safe_load(path.read_text(encoding="utf-8"))["we
 
 def finish(site):
     own_scripts_only(site)
+    edit_links(site)
     social_image(site/"social.png")
     small_pictures(site)
     contents = read_yaml(NBS/"sidebar.yml")["sidebar"]["contents"]
