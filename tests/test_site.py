@@ -62,7 +62,10 @@ def test_no_file_of_the_theme_names_another_host():
 def test_what_the_configuration_names_exists():
     html, web = QUARTO["format"]["html"], QUARTO["website"]
     named = [o for theme in html["theme"].values() for o in theme if "/" in o] + html["filters"]
-    for f in [*named, html["include-after-body"], web["favicon"], "404.qmd"]: assert (NBS/f).exists(), f
+    named += [html["include-after-body"], web["favicon"], *([html["css"]] if isinstance(html.get("css"), str) else html.get("css", []))]
+    for f in [*named, "404.qmd"]: assert (NBS/f).exists(), f
+    unused = {f"theme/{f.name}" for f in (NBS/"theme").iterdir()} - set(named)
+    assert not unused, f"_quarto.yml names none of {unused}"
     assert html["respect-user-color-scheme"] and web["page-navigation"] and web["back-to-top-navigation"]
     assert {"edit", "issue"} <= set(web["repo-actions"]) and web["repo-subdir"] == "nbs"
 
