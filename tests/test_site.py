@@ -209,7 +209,7 @@ QUESTIONS = {
     "out of memory": "train/memory", "fp8 slower": "train/fp8", "resume": "train/resume", "bf16 on V100": "gpus",
     "how fast should a 4090 be": "gpus", "loss is nan": "train/diverge", "export to llama.cpp": "train/export",
     "several gpus": "train/several_gpus", "which part is slow": "train/slow", "my own text": "train/own_text",
-    "compile slow": "train/compile", "spot instance": "train/spot", "what does a run cost": "train/cost",
+    "compile slow": "train/compile", "spot machine": "train/spot", "what does a run cost": "train/cost",
     "compare with nanogpt": "compare", "what is MFU": "reference/glossary", "gpu waits for data": "train/loader",
     "write a triton kernel": "triton", "cite": "reference/cite"}
 
