@@ -29,7 +29,8 @@ class Site(SimpleHTTPRequestHandler):
         lost = Path(self.directory)/"404.html"
         if code != 404 or not lost.exists(): return super().send_error(code, *args, **kwargs)
         body = lost.read_bytes()
-        self.send_response(404); self.send_header("Content-Type", "text/html"); self.send_header("Content-Length", str(len(body)))
+        self.send_response(404)
+        for header in (("Content-Type", "text/html"), ("Content-Length", str(len(body)))): self.send_header(*header)
         self.end_headers(); self.wfile.write(body)
 
 def published_at(folder):
@@ -65,55 +66,13 @@ def pages(folder):
 
 # --- one page ---
 
-# Runs in the page: what is wrong with its layout, as a list of [what, where].
-LAYOUT = """({phone, least}) => {
-  const found = [], main = document.querySelector("main"), root = document.documentElement;
-  const note = (what, e) => found.push([what, (e.alt || e.textContent || e.id || e.tagName).trim().replace(/\\s+/g, " ").slice(0, 60)]);
-  const shown = e => e.getClientRects().length && getComputedStyle(e).visibility == "visible";
-  const edge = Math.min(main.getBoundingClientRect().right, root.clientWidth) + 1;
-  const scrolls = e => ["auto", "scroll"].includes(getComputedStyle(e).overflowX);
-  const over = e => e.getBoundingClientRect().right > edge;
-  const cut = e => e.scrollWidth > e.clientWidth + 1;
-  const scroller = e => { for (; e && e != main; e = e.parentElement) if (scrolls(e)) return e; };
+# Runs in the page: what is wrong with its layout, as a list of [what, where]
+LAYOUT = Path(__file__).with_name("audit_layout.js").read_text(encoding="utf-8")
 
-  if (root.scrollWidth > root.clientWidth) {
-    const wide = [...document.body.querySelectorAll("*")].filter(e => shown(e) && !scroller(e) && e.getBoundingClientRect().right > root.clientWidth + 1);
-    note("the page is wider than the window", wide.at(-1) || root);
-  }
-  for (const e of main.querySelectorAll("img, svg, video")) {
-    if (shown(e) && over(e) && !e.closest("a.anchorjs-link")) note("figure cut", e);
-    if (e.tagName == "IMG" && !e.alt.trim()) note("figure without alt text", {alt: e.src.split("/").slice(-3).join("/")});
-    if (e.tagName == "IMG" && e.complete && !e.naturalWidth) note("figure missing", {alt: e.src});
-  }
-  for (const e of main.querySelectorAll("table, pre, math[display=block], .katex")) {
-    if (!shown(e)) continue;
-    const kind = e.tagName == "TABLE" ? "table" : e.tagName == "PRE" ? (e.closest(".cell-output") ? "output" : "code") : "formula";
-    const box = [e, e.parentElement].find(cut), inside = scroller(e);
-    if (inside ? over(inside) : over(e)) note(kind + " cut", e);
-    else if (!phone && (cut(e) || inside && cut(inside))) note(kind + " wider than the page", e);
-  }
-
-  // Contrast of text, by the colors that the browser computed; a color may be partly transparent
-  const rgba = s => { const n = s.match(/[\\d.]+/g).map(Number); if (s.startsWith("color(")) n.splice(0, 3, ...n.slice(0, 3).map(x => x*255)); return [n[0], n[1], n[2], n[3] ?? 1]; };
-  const over2 = (a, b) => [0, 1, 2].map(i => a[i]*a[3] + b[i]*(1 - a[3])).concat(1);
-  const behind = e => { const layers = []; for (; e; e = e.parentElement) { const c = rgba(getComputedStyle(e).backgroundColor); if (c[3]) layers.push(c); if (c[3] == 1) break; }
-                        return layers.reduceRight((below, c) => over2(c, below), [255, 255, 255, 1]); };
-  const light = c => { const [r, g, b] = c.map(x => (x /= 255) <= .04045 ? x/12.92 : ((x + .055)/1.055)**2.4); return .2126*r + .7152*g + .0722*b; };
-  const pairs = new Set();
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  for (let n; n = walker.nextNode();) {
-    const e = n.parentElement;
-    if (!n.data.trim() || !shown(e) || e.closest("svg, script, style, .visually-hidden, option")) continue;
-    const style = getComputedStyle(e), back = behind(e), front = over2(rgba(style.color), back), [a, b] = [light(front), light(back)];
-    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05), large = parseFloat(style.fontSize) >= 24;
-    const key = style.color + back;
-    if (ratio < (large ? 3 : least) && !pairs.has(key)) {
-      pairs.add(key);
-      note(`contrast ${ratio.toFixed(1)} of ${style.color} (${e.className || e.tagName})`, e);
-    }
-  }
-  return found;
-}"""
+def other_hosts(url, host):
+    "What to say of a request"
+    asked = urlsplit(url)
+    return {f"asks {asked.netloc}"} if asked.scheme.startswith("http") and asked.netloc != host else set()
 
 def weight(response):
     "The bytes that a response takes on its way from a host that compresses text, as GitHub Pages does"
@@ -128,8 +87,7 @@ def audit_page(browser, base, path, shots=None):
         page = browser.new_page(color_scheme=theme, viewport=dict(width=WIDTHS["wide"], height=900))
         answers = []
         page.on("response", lambda r: answers.append(r))
-        page.on("request", lambda q: urlsplit(q.url).scheme.startswith("http") and urlsplit(q.url).netloc != host
-                and wrong.add(f"asks {urlsplit(q.url).netloc}"))
+        page.on("request", lambda q: wrong.update(other_hosts(q.url, host)))
         page.on("pageerror", lambda e: wrong.add(f"script error: {e}"))
         page.goto(base + path, wait_until="load")
         page.evaluate("document.fonts.ready")
