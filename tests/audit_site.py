@@ -2,9 +2,9 @@
 
     python tests/audit_site.py _docs [--pages flash ladder] [--shots FOLDER]
 
-Lists what is cut or too wide, unreadable text, figures without alt text, requests to other hosts, missing files, errors of
-scripts, and pages that weigh too much; the exit code is 1 when there is anything. Needs `pip install playwright`, and a
-chromium: the system's, or the one of `playwright install chromium`."""
+Lists what is cut or too wide, unreadable text, figures without alt text, requests to other hosts, missing files,
+errors of scripts, and pages that weigh too much; the exit code is 1 when there is anything. Needs
+`pip install playwright`, and a Chromium: the system's, or the one of `playwright install chromium`."""
 import argparse, gzip, posixpath, re, shutil, sys, threading
 from contextlib import contextmanager
 from functools import partial
@@ -54,7 +54,8 @@ def chromium():
     with sync_playwright() as p:
         try: browser = p.chromium.launch()
         except Error:
-            system = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+            names = "chromium", "chromium-browser", "google-chrome"
+            system = next(filter(None, map(shutil.which, names)), None)
             if not system: raise
             browser = p.chromium.launch(executable_path=system)
         try: yield browser

@@ -1,9 +1,10 @@
 """The site's frame: what its configuration names exists, no page asks another host, and, where `make docs` has built it and
 a browser is there, how it looks and what its search finds. SITE=folder tests that site, and fails where it can't."""
-import importlib.util, json, os, re, subprocess, sys
+import importlib.util, io, json, os, re
 from fnmatch import fnmatch
 from pathlib import Path
-import pytest, yaml
+import matplotlib.pyplot as plt, numpy as np, pytest, yaml
+from PIL import Image
 import audit_site
 from audit_site import CONTRAST, HEAVY, audit_page, chromium, pages, published_at, served
 from make_readme import ROOT
@@ -51,18 +52,20 @@ def test_navbar_and_footer_name_pages_in_the_order_of_the_sidebar():
 
 def test_no_file_of_the_theme_names_another_host():
     for f in (NBS/"theme").iterdir():
-        urls = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+", re.sub(r"//.*", "", f.read_text(encoding="utf-8")) if f.suffix == ".scss"
-                              else f.read_text(encoding="utf-8"))) - {"http://www.w3.org"}
+        text = f.read_text(encoding="utf-8")
+        urls = set(re.findall(r"https?://[\w.-]+|url\(\s*[\"']?//[^)]*", text)) - {"http://www.w3.org"}
         assert not urls, f"{f.name}: {urls}"
     html = QUARTO["format"]["html"]
     assert html["html-math-method"] == "mathml", "MathJax comes from another host"
     for name in ("light", "dark"):
-        assert "$web-font-path: false" in (NBS/f"theme/{name}.scss").read_text(encoding="utf-8"), "cosmo's font comes from another host"
+        text = (NBS/f"theme/{name}.scss").read_text(encoding="utf-8")
+        assert "$web-font-path: false" in text, "cosmo's font comes from another host"
 
 def test_what_the_configuration_names_exists():
     html, web = QUARTO["format"]["html"], QUARTO["website"]
     named = [o for theme in html["theme"].values() for o in theme if "/" in o] + html["filters"]
-    named += [html["include-after-body"], web["favicon"], *([html["css"]] if isinstance(html.get("css"), str) else html.get("css", []))]
+    css = html.get("css", [])
+    named += [html["include-after-body"], web["favicon"], *([css] if isinstance(css, str) else css)]
     for f in [*named, "404.qmd"]: assert (NBS/f).exists(), f
     unused = {f"theme/{f.name}" for f in (NBS/"theme").iterdir()} - set(named)
     assert not unused, f"_quarto.yml names none of {unused}"
@@ -97,15 +100,13 @@ def test_scripts_of_other_hosts_go(tmp_path):
     assert (tmp_path/"a.html").read_text() == ours
 
 def test_pictures_get_smaller_and_look_the_same():
-    import io, matplotlib.pyplot as plt
-    from PIL import Image
     fig, ax = plt.subplots(); ax.plot([1, 3, 2]); ax.set_title("a")
     out = io.BytesIO(); fig.savefig(out, dpi=150); plt.close(fig)
     less = finish.smaller(out.getvalue())
     assert len(less) < .7*len(out.getvalue())
     assert Image.open(io.BytesIO(less)).convert("RGB").getpixel((0, 0)) == (255, 255, 255)
-    import numpy as np
-    noise = io.BytesIO(); Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)).save(noise, "PNG")
+    noise, pixels = io.BytesIO(), np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(pixels).save(noise, "PNG")
     assert finish.smaller(noise.getvalue()) is None, "noise can't have a palette"
     clear = io.BytesIO(); Image.new("RGBA", (64, 64), (0, 0, 0, 9)).save(clear, "PNG")
     assert finish.smaller(clear.getvalue()) is None, "what is transparent stays so"
@@ -130,7 +131,6 @@ def test_llms_txt(tmp_path):
                     "## Train\n\n- [Start](https://a.org/s/train/index.html)\n")
 
 def test_social_image(tmp_path):
-    from PIL import Image
     finish.social_image(tmp_path/"social.png")
     assert Image.open(tmp_path/"social.png").size == (1200, 630)
 
@@ -143,9 +143,10 @@ def site():
     if given: return ROOT/given
     home = ROOT/"_docs/index.html"
     if not home.exists(): pytest.skip("the site isn't built: make docs")
-    newest = max([ROOT/"_quarto.yml", *(f for f in NBS.rglob("*") if f.is_file() and ".ipynb_checkpoints" not in f.parts)],
-                 key=lambda f: f.stat().st_mtime)
-    if newest.stat().st_mtime > home.stat().st_mtime: pytest.skip(f"the site is older than {newest.relative_to(ROOT)}: make docs")
+    sources = [f for f in NBS.rglob("*") if f.is_file() and not {".ipynb_checkpoints", "__pycache__"} & set(f.parts)]
+    newest = max([ROOT/"_quarto.yml", *sources], key=lambda f: f.stat().st_mtime)
+    if newest.stat().st_mtime > home.stat().st_mtime:
+        pytest.skip(f"the site is older than {newest.relative_to(ROOT)}: make docs")
     return ROOT/"_docs"
 
 @pytest.fixture(scope="module")
@@ -201,8 +202,9 @@ def test_the_site_has_what_crawlers_ask_for(site):
 
 def test_edit_links_lead_to_sources(site):
     for path in pages(site):
-        for source in re.findall(r'href="https://github.com/[\w-]+/[\w-]+/edit/main/(.+?)"', (site/path).read_text(encoding="utf-8")):
-            assert source.startswith("nbs/") and not generated(source.removeprefix("nbs/")), f"{path}: {source} is in no repository"
+        html = (site/path).read_text(encoding="utf-8")
+        for source in re.findall(r'href="https://github.com/[\w-]+/[\w-]+/edit/main/(.+?)"', html):
+            assert source.startswith("nbs/") and not generated(source[4:]), f"{path}: {source} is in no repository"
 
 # What readers type, and the page that answers; several where more than one does
 QUESTIONS = {

@@ -1,6 +1,7 @@
 """The last touches on a built site, after Quarto:  python nbs/_site/finish.py _docs
 
-Takes out scripts of other hosts, leads "edit" to templates, makes pictures smaller, draws the social image, writes llms.txt."""
+Takes out scripts of other hosts, leads "edit" to templates, makes pictures smaller, draws the social image, writes
+llms.txt."""
 import io, re, sys
 from html import unescape
 from pathlib import Path
@@ -10,29 +11,32 @@ from PIL import Image, ImageChops
 NBS = Path(__file__).resolve().parent.parent
 
 def own_scripts_only(site):
-    "Take out scripts of other hosts: Quarto adds RequireJS and jQuery to a notebook with HTML in an output, where nothing uses them"
+    "Take out scripts of other hosts: RequireJS and jQuery, which Quarto adds where an output is HTML, and nothing uses"
+    theirs = (r'<script src="https?://[^>]*></script>\s*'
+              r'(<script type="application/javascript">define\(.jquery.*?</script>)?')
     for page in site.rglob("*.html"):
         html = page.read_text(encoding="utf-8")
-        rest = re.sub(r'<script src="https?://[^>]*></script>\s*(<script type="application/javascript">define\(.jquery.*?</script>)?', "", html)
+        rest = re.sub(theirs, "", html)
         if rest != html: page.write_text(rest, encoding="utf-8")
 
 def edit_links(site):
     "A page that is made of a template in nbs/_site is edited there"
     def link(found):
-        made = next((o for o in (f"_site/templates/{found[2]}", f"_site/{found[2]}") if (NBS/o).exists()), found[2])
-        return found[1] + made
+        templates = f"_site/templates/{found[2]}", f"_site/{found[2]}"
+        return found[1] + next((o for o in templates if (NBS/o).exists()), found[2])
     for page in site.rglob("*.html"):
         html = page.read_text(encoding="utf-8")
-        page.write_text(re.sub(r'(href="https://github.com/[^"]*/edit/[^"/]+/nbs/)([^"]+)', link, html), encoding="utf-8")
+        html = re.sub(r'(href="https://github.com/[^"]*/edit/[^"/]+/nbs/)([^"]+)', link, html)
+        page.write_text(html, encoding="utf-8")
 
 VISIBLE = 24    # of 255: a palette that moves a color further is not used
 
 def smaller(png):
     "A PNG's bytes with a palette of 256 colors, or None where that is no smaller or can be seen"
     before = Image.open(io.BytesIO(png))
-    if before.mode != "RGB" and before.convert("RGBA").getextrema()[3][0] < 255: return None    # it is transparent
+    if before.convert("RGBA").getextrema()[3][0] < 255: return None    # it is transparent
     before = before.convert("RGB")
-    after = before.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)    # keeps white white
+    after = before.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE) # white stays white
     difference = ImageChops.difference(before, after.convert("RGB"))
     if max(high for _, high in difference.getextrema()) > VISIBLE: return None
     out = io.BytesIO()
@@ -58,7 +62,8 @@ def social_image(path):
     ax.invert_yaxis(); ax.margins(x=.12); ax.xaxis.set_visible(False)
     ax.spines[:].set_visible(False); ax.tick_params(left=False, labelsize=17)
     fig.suptitle(f"llm_speedrun: {first['ms']:.0f} ms → {last['ms']:.0f} ms", size=40, weight="bold")
-    ax.set_title(f"one training step of a GPT ({first['workload']}) on one {first['gpu']}, from rung to rung", size=19, pad=14)
+    step = f"one training step of a GPT ({first['workload']}) on one {first['gpu']}, from rung to rung"
+    ax.set_title(step, size=19, pad=14)
     fig.savefig(path); plt.close(fig)
 
 def flat(contents, section="Start"):
@@ -77,8 +82,9 @@ def in_head(html, pattern):
     return unescape(found[1]).strip() if found else ""
 
 def llms_txt(site, config, contents):
-    "The site in short for a language model (llmstxt.org): each page's address, title and description, in the sidebar's order"
-    url, lines, last = config["site-url"], [f"# {config['title']}", "", f"> {config['description']}"], None
+    "The site in short for a language model (llmstxt.org): each page's title, address and description, in order"
+    url, last = config["site-url"], None
+    lines = [f"# {config['title']}", "", f"> {config['description']}"]
     for section, source, name in flat(contents):
         if section != last: lines += ["", f"## {section}", ""]; last = section
         html = (site/address(source)).read_text(encoding="utf-8")
