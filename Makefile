@@ -52,12 +52,16 @@ clean: $(READY) ## take execution counts and stray metadata out of the notebooks
 readme: $(READY) ## write README.md from nbs/index.ipynb
 	@$(BIN)/python tests/make_readme.py
 
-# nbdev_docs writes its own README.md when ours is older than the index, so ours is written first.
+# nbdev_docs writes its own README.md when ours is older than the index, so ours is written first. It keeps pages that exist
+# no more in _proc, so _proc goes before. nbs/_site holds the site's own code; settings.ini names processors in it.
 docs: ## build the docs site into _docs (needs Quarto)
 	@command -v quarto >/dev/null || { \
 	    echo 'make docs needs Quarto: get it from https://quarto.org/docs/get-started/ and run make docs again.'; exit 1; }
 	@$(MAKE) --no-print-directory readme
-	@$(BIN)/nbdev_docs
+	@for pages in pages train_pages compare; do $(BIN)/python nbs/_site/$$pages.py || exit 1; done
+	@rm -rf _proc
+	@PYTHONPATH=nbs/_site $(BIN)/nbdev_docs
+	@$(BIN)/python nbs/_site/finish.py _docs
 
 notebooks: $(READY) ## run every notebook and keep its outputs (best on a GPU, takes some minutes)
 	@for nb in nbs/[0-9]*.ipynb nbs/index.ipynb; do \
