@@ -50,14 +50,16 @@ def told(text):
     return [line for line in lines if not re.match(r"Tokenizing |USDT:|[\w ]+: +\d+%\||step [\d,]+ of ", line)]
 
 def masked(text):
-    "The text without what differs from run to run: numbers, sums, a generated text, where lines are broken"
-    text = re.sub(r"(?s)(--- sample ---).*?(-{14})", r"\1 \2", "\n".join(told(text)))
-    text = re.sub(r"-[0-9a-f]{12}\b", "-SUM", text)
+    "The text without what differs from run to run: numbers, sums, where lines are broken"
+    text = re.sub(r"-[0-9a-f]{12}\b", "-SUM", "\n".join(told(text)))
     text = re.sub(r"\d[\d,]*(\.\d+)*(e[-+]?\d+)?", "N", text)
     return " ".join(re.sub(r"-{3,}", "---", text).split())
 
+SAMPLE, ITS_END = "--- sample ---", "--------------"
+
 def agrees(shown, real):
-    "Whether `real` is what a page shows, with anything in place of `...`"
+    "Whether `real` is what a page shows, with any text that a model wrote, and anything in place of `...`"
+    shown, real = (re.sub(rf"(?s){SAMPLE}.*?{ITS_END}", "SAMPLE", t) for t in (shown, real))
     parts = [re.escape(masked(p)) for p in re.split(r"^\.\.\.$", shown, flags=re.M)]
     return bool(re.fullmatch(r"\s*.*?\s*".join(parts), masked(real), re.S))
 
@@ -65,10 +67,11 @@ def renewed(shown, real):
     "The text of the block, with today's numbers"
     lines = told(real)
     if not agrees(shown, real): return "\n".join(lines).strip("\n") + "\n"
-    start, res = 0, []
+    start, res, written = 0, [], False # where we are in `lines`, and whether it is in a text that a model wrote
     for line in shown.splitlines():
-        at = next((i for i in range(start, len(lines)) if masked(lines[i]) == masked(line)), None) if line.strip() else None
-        if at is None: res.append(line)
+        at = start if written else next((i for i in range(start, len(lines)) if masked(lines[i]) == masked(line)), None)
+        written = (written or line == SAMPLE) and line != "..."
+        if line in ("...", "") or at is None: res.append(line)
         else: res.append(lines[at]); start = at + 1
     return "\n".join(res) + "\n"
 
@@ -79,11 +82,12 @@ def commands(body):
     for line in re.sub(r"\\\n\s*", " ", body).splitlines():
         lex = shlex.shlex(line, posix=True, punctuation_chars=True)
         lex.whitespace_split = True
-        words = []
+        words, file = [], False # that comes next, after `>`
         for w in [*lex, ";"]:
+            if set(w) <= set("<>&"): file = "<" in w or ">" in w
             if set(w) <= set(";|&()<>"):
-                if words: yield words
-                words = []
+                if words and not file: yield words; words = []
+            elif file: file = False
             else: words.append(w)
 
 def environment(folder):
@@ -104,7 +108,7 @@ def made_ready(folder):
     (folder/"cache").mkdir()
     for corpus in cache_dir().glob("stdlib-*"): (folder/"cache"/corpus.name).symlink_to(corpus) # some seconds of tokenizing
     said = in_a_shell("speedrun_data --data my_texts --out tokens && "
-                      "speedrun_train --data tokens --workload tiny --rungs naive --steps 60 --evals 3 --name mine", folder)
+                      "speedrun_train --data tokens --workload tiny --rungs naive --steps 20 --evals 1 --name mine", folder)
     assert (folder/"runs/mine/result.json").exists(), said
     return folder
 
