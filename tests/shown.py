@@ -5,7 +5,12 @@ A block of `bash` or `sh` holds commands. A block of `text` right after it is wh
 lines. Commands that can't run on a CPU alone are marked by a class of `WHY_NOT`; blocks of `{.text .message}` are messages of the
 package, on whatever machine they come."""
 import os, re, shlex, shutil, subprocess, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
+from llm_speedrun.data import cache_dir
+from llm_speedrun.train import options
 from small import texts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,14 +106,35 @@ def in_a_shell(body, folder):
     return subprocess.run(["bash", "-c", body], cwd=folder, env=environment(folder), stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, encoding="utf-8", timeout=300).stdout
 
+def needs_a_shell(body):
+    "Whether it is more than commands of ours"
+    return any(not words[0].startswith("speedrun_") for words in commands(body)) or bool(re.search(r"[|&<>]", body))
+
+def in_this_process(body, folder):
+    "The same for a block of our commands alone, in this process, which has loaded PyTorch already"
+    before, said = os.getcwd(), StringIO()
+    os.chdir(folder)
+    try:
+        with patch.dict(os.environ, environment(folder)), redirect_stdout(said), redirect_stderr(said):
+            for name, *args in commands(body):
+                try: getattr(options, name)(args)
+                except SystemExit: pass
+    finally: os.chdir(before)
+    return said.getvalue()
+
+def printed_by(body, folder): return (in_a_shell if needs_a_shell(body) else in_this_process)(body, folder)
+
+READY = """
+speedrun_data --data my_texts --out tokens
+speedrun_train --data tokens --workload tiny --rungs naive --steps 20 --evals 1 --name mine
+"""
+
 def made_ready(folder):
-    "What the pages take for granted: `my_texts/`, and with it the tokens in `tokens/` and a short finished run `runs/mine`"
-    from llm_speedrun.data import cache_dir
+    "What the pages take for granted: `my_texts/`, its tokens in `tokens/`, and a short finished run on them, `runs/mine`"
     texts(folder/"my_texts")
     (folder/"cache").mkdir()
     for corpus in cache_dir().glob("stdlib-*"): (folder/"cache"/corpus.name).symlink_to(corpus) # some seconds of tokenizing
-    said = in_a_shell("speedrun_data --data my_texts --out tokens && "
-                      "speedrun_train --data tokens --workload tiny --rungs naive --steps 20 --evals 1 --name mine", folder)
+    said = in_this_process(READY, folder)
     assert (folder/"runs/mine/result.json").exists(), said
     return folder
 
