@@ -3,7 +3,7 @@ outputs of the finale. Not called `numbers.py`: this folder is on Python's path 
 import json, re
 from pathlib import Path
 import jinja2
-from llm_speedrun.measure import caption, course_records, load_records, records_path
+from llm_speedrun.measure import course_records, load_records, records_path
 
 NOTE = "<!-- Made from nbs/_site/train/{}: edit that, not this. -->"
 TOP = dict(rung="fused_adamw", before="fp32", workload="124m", batch=64)   # the whole list of rungs over none
@@ -26,10 +26,11 @@ def rounded(x, digits=3): # a number
     "The number with so many digits that count, as text with commas"
     return f"{float(f'{x:.{digits}g}'):,.15g}"
 
-def machine():
-    "What the records were measured on, and when"
+def measured_on():
+    "A line for the foot of a page: the machine of its numbers, and when"
     r = record(**TOP)
-    return f"one {r['gpu']}, driver {r['driver']}, PyTorch {r['torch']}, Triton {r['triton']}, {r['date']}"
+    return (f"*Measured on one {r['gpu']}, driver {r['driver']}, PyTorch {r['torch']}, Triton {r['triton']}, {r['date']}; "
+            "all [records](../measured/index.qmd), and how to [add those of your GPU](../measured/yours.qmd).*")
 
 # --- what the finale printed ---
 
@@ -61,16 +62,17 @@ def environment(root):
     "Jinja with what the templates use. Comments are `<# #>`, since Quarto writes `{#anchor}`"
     env = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, comment_start_string="<#",
                              comment_end_string="#>", trim_blocks=True)
-    env.globals |= dict(record=record, gain=gain, step=step, top=record(**TOP), rounded=rounded, machine=machine, caption=caption,
-                        course=course_records(), bill=bill(root), spent=spent(root), finale_tokens=finale_tokens(root))
+    top = record(**TOP)
+    env.globals |= dict(record=record, gain=gain, step=step, rounded=rounded, top=top, gpu=f"one {top['gpu']}", course=course_records(),
+                        bill=bill(root), spent=spent(root), finale_tokens=finale_tokens(root))
     return env
 
 def rendered(root): # of the repository
     "Name of each page and its text"
     env = environment(root)
     for path in sorted((root/"nbs/_site/train").glob("*.qmd")):
-        head, mark, body = env.from_string(path.read_text(encoding="utf-8")).render().rpartition("\n---\n")
-        yield path.name, head + mark + NOTE.format(path.name) + "\n" + body
+        head, mark, body = env.from_string(path.read_text(encoding="utf-8")).render().partition("\n---\n")
+        yield path.name, f"{head}{mark}{NOTE.format(path.name)}\n{body}\n{measured_on()}\n"
 
 def render_all(root):
     "Write the pages into nbs/train/"
