@@ -104,6 +104,16 @@ def ready(tmp_path_factory):
     if torch.cuda.is_available(): pytest.skip("what the pages show was printed by a CPU")
     return made_ready(tmp_path_factory.mktemp("shown"))
 
+def test_the_exported_folder_opens_as_shown(ready, tmp_path, monkeypatch, capsys):
+    "The Python of the page about exporting"
+    pytest.importorskip("transformers")
+    shutil.copytree(ready, tmp_path/"here", symlinks=True)
+    monkeypatch.chdir(tmp_path/"here")
+    code, = (b.body for b in blocks(text_of(ROOT/"nbs/train/export.qmd")) if "python" in b.classes)
+    printed_by("speedrun_export runs/mine", tmp_path/"here")
+    exec(compile(code, "export.qmd", "exec"), {})
+    assert "12 times" in capsys.readouterr().out
+
 @pytest.mark.skipif(os.name != "posix", reason="the pages show commands of a POSIX shell")
 @pytest.mark.parametrize("path", [p for p in PAGES if any(s.runs for s, _ in pairs(text_of(p)))], ids=lambda p: p.stem)
 def test_commands_print_what_is_shown(path, ready, tmp_path):
