@@ -97,6 +97,29 @@ def test_messages_are_the_packages():
     for other in ("runs/mine exists already, and is left alone: choose another --name, or pass --overwrite", "no room on this device"):
         assert not said_by(other, known), other
 
+def words_of_text(text): return [w.strip(":,.!;") for w in text.split()]
+
+def stands_in(words, template):
+    "Whether the words come one after another in the template, where `{}`, `…`, numbers and names in quotes are any few words"
+    free = lambda w: "{}" in w or "…" in w or re.fullmatch(r"[\d.,]+|'.*'", w)
+    pattern = "".join(r"(\S+ ){0,4}?" if free(w) else f"({re.escape(w)}|" + r"\S*\{\}\S*) " for w in words)
+    literal = [w for w in words if not free(w)]
+    return 2*sum(w in template for w in literal) > len(literal) and bool(re.search(f"(^| ){pattern}", " ".join(template) + " "))
+
+def quoted(md):
+    "Messages that stand in the text: code of several words that is no command"
+    spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"(?ms)^```.*?^```", "", md))
+    return [q for q in spans if len(q.split()) > 2 and not re.match(r"speedrun_|-|git |iconv |[A-Z_]+=|\{\{", q) and "--" not in q]
+
+def test_quoted_messages_are_the_packages():
+    templates = [words_of_text("{}".join(parts)) for parts in texts_of_messages()]
+    def told(message): # one that stands for a value of another is told by both
+        return all(any(stands_in(words_of_text(part), t) for t in templates) for part in message.split(": ") if len(part.split()) > 2)
+    found = [(p.name, q) for p in PAGES for q in quoted(text_of(p))]
+    wrong = [f for f in found if not told(f[1])]
+    assert len(found) > 8 and not wrong, wrong
+    for other in ("is no corpus (…) nor a file or folder here", "it has made no sense at all"): assert not told(other), other
+
 # --- what the commands print ---
 
 @pytest.fixture(scope="module")
