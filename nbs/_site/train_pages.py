@@ -74,8 +74,12 @@ def rendered(root): # of the repository
         head, mark, body = env.from_string(path.read_text(encoding="utf-8")).render().partition("\n---\n")
         yield path.name, f"{head}{mark}{NOTE.format(path.name)}\n{body}\n{measured_on()}\n"
 
-def render_all(root):
-    "Write the pages into nbs/train/"
-    for name, text in rendered(Path(root)): (Path(root)/"nbs/train"/name).write_text(text, encoding="utf-8")
+def render_all(root, out=None): # of the repository; the folder of the site's pages, by default its nbs/
+    "Write the pages. One that says what it said before keeps its date"
+    folder = Path(out or root/"nbs")/"train"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in rendered(root):
+        path = folder/name
+        if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")
 
 if __name__ == "__main__": render_all(Path(__file__).resolve().parents[2])
