@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['climb', 'Warm', 'against', 'paying', 'Chosen', 'choose_rungs', 'measured', 'save_ladder', 'check_ladder',
-           'new_ladder', 'climb_and_tell']
+           'new_ladder', 'speeds_of', 'gpus_chart', 'check_share', 'share_ladder', 'climb_and_tell']
 
 # %% ../nbs/22_ladder.ipynb #984985f4
 import json
 from dataclasses import asdict, dataclass
-from datetime import datetime
-from pathlib import Path
+from datetime import datetime; from pathlib import Path
 import msgspec, torch
 from fastcore.basics import patch
 from .files import InputError, check_writable, lookup, replace_file
-from .measure import ladder_chart, ladder_table, make_record, ratio, take_turns, warm_up
+from .gpu import COLORS
+from .measure import (ladder_chart, ladder_table, load_records, make_record, ratio, record_key,
+                                  records_path, save_records, smoke, take_turns, warm_up)
 from .model import train_flops
 from .model import workload as find_workload
 from .peers import peer_paths, tell_peers
@@ -151,15 +152,66 @@ def new_ladder(config, # a `GPTConfig`
     save_ladder(records, folder)
     return records
 
+# %% ../nbs/22_ladder.ipynb #6374e895
+def speeds_of(records, # of one ladder on this GPU
+              folder): # of records, a file for each GPU
+    "GPU -> tokens per second of each of `records`, None where it wasn't measured: this GPU, then the others"
+    key = lambda r: record_key(r | dict(dtype=None))
+    found = {records[0]["gpu"]: {key(r): r["tok_s"] for r in records}}
+    for p in sorted(Path(folder).glob("*.json")):
+        there = load_records(p)
+        if not (isinstance(there, list) and there and "tok_s" in there[0]): continue # not of a ladder
+        found.setdefault(there[0]["gpu"], {key(r): r["tok_s"] for r in there})
+    speeds = {gpu: [of.get(key(r)) for r in records] for gpu, of in found.items()}
+    return {gpu: s for gpu, s in speeds.items() if any(s)}
+
+
+# %% ../nbs/22_ladder.ipynb #92887716
+def gpus_chart(names, # of the rungs, from below
+               speeds): # as `speeds_of` returns them
+    "Thousand tokens per second of each rung, a bar for each GPU: matplotlib axes"
+    import matplotlib.pyplot as plt
+    at, h = range(len(names)), .8/len(speeds)
+    fig, ax = plt.subplots(figsize=(7.4, 1.2 + len(names)*(.15 + .2*len(speeds))), layout="constrained")
+    colors = [c for k, c in COLORS.items() if k not in ("white", "yellow")]
+    for j, (gpu, s) in enumerate(speeds.items()):
+        where = [i + (j - (len(speeds) - 1)/2)*h for i in at]
+        bars = ax.barh(where, [(v or 0)/1e3 for v in s], h, label=gpu, color=colors[j % len(colors)])
+        ax.bar_label(bars, [f"{v/1e3:,.0f}" if v else "" for v in s], padding=3, size=8)
+    ax.set_yticks(at, names); ax.invert_yaxis(); ax.margins(x=.1); ax.set_xlabel("thousand tokens/s")
+    fig.legend(loc="outside lower right", ncols=2)
+    return ax
+
+# %% ../nbs/22_ladder.ipynb #401b62af
+def check_share(folder): # of records, "" for none
+    "Raises `InputError` where a ladder can't be shared"
+    if folder and smoke():
+        raise InputError("--share: these would be the times of a smoke run, which mean nothing elsewhere. "
+                         "Share a ladder that a GPU has climbed")
+    if folder: check_writable(Path(folder))
+
+def share_ladder(records, # of one ladder
+                 folder): # of records, a file for each GPU
+    "Add `records` to `<gpu>.json` in `folder`, draw them beside other GPUs: `<gpu>.png`. Returns both paths"
+    import matplotlib.pyplot as plt
+    path = Path(folder)/records_path(records[0]["gpu"]).name
+    path.parent.mkdir(parents=True, exist_ok=True); save_records(records, path)
+    fig = gpus_chart([r["rung"] for r in records], speeds_of(records, folder)).figure
+    fig.suptitle("{workload}, {batch} × {seq} tokens a step, {date}".format(**records[0]), size=10)
+    fig.savefig(path.with_suffix(".png"), dpi=110); plt.close(fig)
+    return path, path.with_suffix(".png")
+
 # %% ../nbs/22_ladder.ipynb #a32186b3
 def climb_and_tell(c): # a `LadderOptions`
     "What `speedrun_ladder` does"
     if c.rungs == "auto": raise InputError("a ladder keeps every rung; auto is for speedrun_train")
+    check_share(c.share)
     folder = Path(c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
     config, size = bench()
     if c.workload: config = find_workload(c.workload)
     only = [n.strip() for n in c.only.split(",") if n.strip()]
     rungs, batch, paths = parse_rungs(c.rungs), c.batch or size, peer_paths(c.peer)
-    print(ladder_table(new_ladder(config, batch, rungs, folder, only)))
+    records = new_ladder(config, batch, rungs, folder, only)
+    print(ladder_table(records))
     if paths: tell_peers(config, batch, rungs, paths, folder)
-    print(f"\nsaved in {folder}/")
+    print(f"\nsaved in {folder}/", *(share_ladder(records, c.share) if c.share else ()), sep="\n")

@@ -393,5 +393,5 @@ def kinds_chart(predicted, # milliseconds by kind, from `by_kind`
         bars = ax.barh(y, [d.get(k, 0) for k in kinds], .38, label=label, color=color)
         ax.bar_label(bars, fmt=lambda ms: f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}", padding=3, fontsize=8)
     ax.set(yticks=range(len(kinds)), yticklabels=kinds, xlabel="ms a step", title=title)
-    ax.margins(x=.1); ax.legend(loc="lower right"); ax.grid(axis="x", alpha=.3)
+    ax.margins(x=.1); ax.grid(axis="x", alpha=.3); fig.legend(loc="outside lower right", ncols=2)
     return ax

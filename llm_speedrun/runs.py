@@ -481,7 +481,8 @@ def count_step(config, # a `GPTConfig`
                micro=None): # sequences in a micro-batch, by default all of them
     "The operations of one steady training step, counted without running it: a list of `roofline.Op`"
     without_scaler, rungs = partial(replace, scaler=no_scaler), settled(config, rungs)
-    with uncompiled(): ops = count(step_of(config, rungs, batch, without_scaler, micro))
+    played = [r for r in rungs if parsed(r)[0].stage != "record"] # the same operations
+    with uncompiled(): ops = count(step_of(config, played, batch, without_scaler, micro))
     return reduce(lambda ops, r: r[0].counts(ops), map(parsed, rungs), ops)
 
 # %% ../nbs/05_runs.ipynb #a853ebae

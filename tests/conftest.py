@@ -3,7 +3,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files her
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the cores, and so do the programs that they start
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+import shutil, subprocess, sys
+from pathlib import Path
 import numpy as np, pytest, torch
+from filelock import FileLock
 
 if not torch.cuda.is_available():
     os.environ["IN_TEST"] = "1"     # few repetitions, where nothing is worth measuring
@@ -40,6 +43,34 @@ def choices(tmp_path_factory, monkeypatch):
     path = tmp_path_factory.mktemp("choices")/"choices.json"
     monkeypatch.setattr("llm_speedrun.measure.choices_path", lambda: path)
     return path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT/"nbs/_site"))    # the site's own code
+
+def process(tmp):
+    "What `make docs` gives to Quarto: pages that are generated, and notebooks with what nbdev adds to them"
+    shutil.copy(ROOT/"settings.ini", tmp)
+    left_out = shutil.ignore_patterns(".*", "__pycache__")
+    for folder in ("nbs", "llm_speedrun"): shutil.copytree(ROOT/folder, tmp/folder, ignore=left_out)
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join(map(str, (tmp/"nbs/_site", ROOT))))
+    def run(*command):
+        p = subprocess.run([sys.executable, *command], cwd=tmp, env=env, capture_output=True, text=True)
+        assert p.returncode == 0 and "Warning" not in p.stderr, p.stderr
+    if (tmp/"nbs/_site/pages.py").exists(): run("nbs/_site/pages.py")
+    run("-c", "from nbdev.serve import proc_nbs; proc_nbs(n_workers=0)")
+
+@pytest.fixture(scope="session")
+def processed(tmp_path_factory):
+    "The pages as Quarto gets them, in a folder of their own that is made once and shared by all workers"
+    base = tmp_path_factory.getbasetemp()
+    site = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)/"site"
+    with FileLock(f"{site}.lock"):
+        if not (site/"whole").exists():
+            shutil.rmtree(site, ignore_errors=True)
+            site.mkdir()
+            process(site)
+            (site/"whole").touch()
+    return site/"_proc"
 
 def pytest_xdist_auto_num_workers():
     "For `-n auto`: with a GPU no workers, since tests time things there and fill its memory"

@@ -1,15 +1,24 @@
 """Write README.md from nbs/index.ipynb, without Quarto.
 
-Markdown cells stand as they are. A code cell shows its source, unless it says `#| echo: false`, and what it
-printed; `#| hide` leaves all of it out. Pictures are not embedded: save the figure under nbs/images/ and show it
-from a markdown cell."""
+Markdown cells stand as they are; one that begins with `<!-- not in the README -->` is for the site alone. A code cell shows its
+source, unless it says `#| echo: false`, and what it printed; `#| hide` leaves all of it out. Links to notebooks and other files lead
+to them; links to the site's own pages (.qmd), many of which are made when the site is, lead to the site. Pictures are not embedded:
+save the figure under nbs/images/ and show it from a markdown cell."""
 import json, posixpath, re
+from configparser import ConfigParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SITE_ONLY = "<!-- not in the README -->"
 NOTE = "<!-- Made from nbs/index.ipynb by `make readme`: edit that, not this. -->"
 FENCE = re.compile(r"^(```+|~~~+).*?^\1[ \t]*$", re.M | re.S)
 TARGET = re.compile(r"""(\]\(\s*<?|<(?:img|a|source)\b[^>]*?\b(?:src|href|srcset)=["'])([^\s"'<>()]+)""")
+
+def site():
+    "The address of the docs site"
+    ini = ConfigParser()
+    ini.read(ROOT/"settings.ini", encoding="utf-8")
+    return ini["DEFAULT"]["doc_host"] + ini["DEFAULT"]["doc_baseurl"]
 
 def text(o): return o if isinstance(o, str) else "".join(o)
 
@@ -29,8 +38,12 @@ def targets(md):
     return [o.split("#")[0].split("?")[0] for o in found if is_relative(o)]
 
 def relink(md, folder="nbs"):
-    "`md` with every relative target, which was relative to `folder`, made relative to the folder above it."
-    def one(m): return m[1] + (posixpath.normpath(f"{folder}/{m[2]}") if is_relative(m[2]) else m[2])
+    "`md` with every relative target, which was relative to `folder`, made relative to the folder above it, or to the site"
+    def there(target):
+        if not is_relative(target): return target
+        if re.search(r"\.qmd(#|$)", target): return f"{site()}/{target.replace('.qmd', '.html')}"
+        return posixpath.normpath(f"{folder}/{target}")
+    def one(m): return m[1] + there(m[2])
     return outside_fences(md, lambda s: TARGET.sub(one, s))
 
 def printed(out):
@@ -56,6 +69,7 @@ def make_readme(nb):
     "The README's text, from the notebook `nb` as parsed JSON."
     blocks = [NOTE]
     for c in nb["cells"]:
+        if text(c["source"]).startswith(SITE_ONLY): continue
         if c["cell_type"] == "markdown": blocks.append(relink(text(c["source"])))
         elif c["cell_type"] == "code": blocks += code(c)
     return "\n\n".join(o.strip("\n") for o in blocks if o.strip()) + "\n"

@@ -1,27 +1,15 @@
 """The site shows what is committed, and what is committed is whole. Tested without Quarto: nbdev prepares a notebook for it, and
 that step is the one that could run code again, or leave some out."""
-import ast, re, shutil, subprocess, sys
+import ast, re
 import pytest
 from cells import NBS, cells, directives, parsed, shown
-from make_readme import ROOT, text
+from make_readme import text
 
 def code(cell):
     "Its source without nbdev's directives; Quarto's, which have a colon, are for Quarto"
     return re.sub(r"^#\|\s*\w+\s*$\n?", "", text(cell["source"]), flags=re.M)
 
-# --- what nbdev makes of it ---
-
-@pytest.fixture(scope="module")
-def processed(tmp_path_factory):
-    "The notebooks as Quarto gets them, made in a folder of its own"
-    tmp = tmp_path_factory.mktemp("site")
-    shutil.copy(ROOT/"settings.ini", tmp)
-    shutil.copytree(ROOT/"nbs", tmp/"nbs", ignore=shutil.ignore_patterns(".*"))
-    p = subprocess.run([sys.executable, "-c", "from nbdev.serve import proc_nbs; proc_nbs(n_workers=0)"], cwd=tmp,
-                       capture_output=True, text=True)
-    assert p.returncode == 0, p.stderr
-    assert "Warning" not in p.stderr, p.stderr
-    return tmp/"_proc"
+# --- what nbdev makes of it (`processed` in conftest.py) ---
 
 @pytest.mark.parametrize("path", NBS, ids=lambda p: p.stem)
 def test_the_site_shows_what_is_committed(processed, path):
@@ -40,7 +28,7 @@ def test_the_site_shows_exported_code(path, processed):
 # --- what a cell says is there ---
 
 # Cells that have yet to be run on the GPU whose numbers the notebooks show, by notebook. A cell leaves this table with its run.
-AWAITING = {"25_peers": {"25peer57", "25peer62", "25peer66", "25peer67", "25peer70", "25peer73", "25peer77", "25peer85"}}
+AWAITING = {}
 
 NO_VALUE = re.compile(r"test_\w+|print|display|close|release|clear|unlink|rmtree|mkdir|append|update|remove|seed|manual_seed|synchronize|load_state_dict|set")
 BLOCKS = ast.For, ast.While, ast.With, ast.Try    # run with the cell; the body of an `if` may not, that of a function does not

@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['PRESETS', 'HARDWARE', 'ROOM', 'fitting', 'preset', 'presets', 'parse_rungs', 'left_out', 'Settled', 'settle_rungs',
            'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller', 'most_sequences', 'micro_batches',
-           'Trial', 'attempt', 'first_that_fits', 'trial']
+           'Trial', 'attempt', 'first_that_fits', 'trial', 'fits']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
 import os, sys
 from dataclasses import asdict, dataclass
 import msgspec, torch
 from ..files import InputError, RunError, lookup
-from ..measure import gpu_gib, memory_limit, sample_ms, summarize, warm_up
-from ..runs import RUNGS, find_rung, free_memory, parsed, rung_name, settle, step_of, to_settle
+from ..measure import gpu_gib, machine, memory_limit, sample_ms, summarize, warm_up, written_by
+from ..runs import (RUNGS, code_of, find_rung, free_memory, parsed, rung_name, settle, step_of,
+                               to_settle)
 from ..rungs.amp import half_rung
 
 # %% ../../nbs/32_hardware.ipynb #65ed883e
@@ -186,3 +187,17 @@ def trial(config, # a `GPTConfig`
         raise RunError(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs smallest, "
                        "or a smaller --workload or --seq")
     return t
+
+# %% ../../nbs/32_hardware.ipynb #3bb86299
+def fits(config, # a `GPTConfig`
+         rungs, # names
+         gibs, # GPU memory of cards in GiB, the largest first
+         rows=64): # sequences in the largest micro-batch to try
+    "A record a card: `micro` is the largest of `rows`, its half, ... that fits there, 0 where none does"
+    res, n = [], rows
+    for gib in gibs:
+        t = first_that_fits(config, rungs, micro_batches(n, n), ROOM*gib) if n else None
+        n = t.batch if t else 0
+        res.append(dict(workload=config.name, seq=config.seq, rungs=list(rungs), gib=gib, micro=n,
+                        peak_gib=t and t.peak_gib, code=code_of(rungs), notebook=written_by(), **machine()))
+    return res

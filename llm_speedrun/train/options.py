@@ -139,11 +139,12 @@ class LadderOptions(Options):
     workload: str = "" # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU, a very small model on a CPU
     rungs: str = "fastest" # naive, safe, smallest, fastest16, fastest; names, as they are climbed; or "list"
     only: str = "" # names with commas: measure just these, each against the ladder below it
-    batch: Count = 0 # sequences in a step; by default 16, on a GPU below 60 GiB 4
+    batch: Count = 0 # sequences in a step; by default 64, on a CPU 4
     # Other projects
     peer: Several = "" # compile_whole, transformers, nanogpt=FOLDER, ...: beside the top; repeatable
     # Output
     out: str = "" # folder to write into; by default runs/ladder-<time>
+    share: str = "" # folder of records, such as nbs/measurements: add this GPU's, draw them beside the others
 
 # %% ../../nbs/33_options.ipynb #2eb95f5f
 @dataclass

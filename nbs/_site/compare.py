@@ -1,0 +1,64 @@
+"What nbs/compare.qmd is filled with: speed from records of races, facts about other projects from projects.yml."
+import json, re
+from pathlib import Path
+import yaml
+from llm_speedrun.measure import SPINE, table
+from nbdev.config import get_config
+from pages import page
+
+HERE = Path(__file__).resolve().parent
+OURS, OURS_16 = "llm_speedrun", "llm_speedrun, 16 bits" # names of records, as 25_peers.ipynb gives them
+# Who may have a record beside ours: the name of the record -> the name to show
+RIVALS = {"compile_blocks": "torch.compile by blocks", "compile_whole": "torch.compile as a whole",
+          "transformers": "transformers with Liger", "nanogpt": "nanoGPT", "nanochat": "nanochat",
+          "litgpt": "litgpt", "torchtitan": "torchtitan"}
+
+def race(records): # of one GPU
+    "The records of the newest race of the course's workload, by name; without one {}"
+    runs = [r for r in records if (r["workload"], r["batch"]) == SPINE and OURS in (r["rung"], r["before"])]
+    dates = [r["date"] for r in runs if r["rung"] == OURS]
+    return {r["rung"]: r for r in runs if r["date"] == max(dates)} if dates else {}
+
+def speeds(found): # of `race`
+    "A table with a row for each contender, the fastest first"
+    def times(ours, r):
+        return f"{found[ours]['ratio']/r['ratio']:.2f}×" if ours in found and r["rung"] in RIVALS else ""
+    def row(r):
+        name = RIVALS.get(r["rung"], r["rung"])
+        return [name, f"{r['tok_s']:,.0f}", f"{r['peak_gib']:.1f}", times(OURS, r), times(OURS_16, r)]
+    ran = sorted(found.values(), key=lambda r: -r["ratio"])
+    return table(["", "tokens/s", "GiB", "we are", "we in 16 bits"], [row(r) for r in ran]) if ran else ""
+
+def split(fact): # "text <file>", or False for no, or None
+    "What a cell says and the file that shows it, or None"
+    if not fact: return ("–" if fact is None else "no"), None
+    said = re.fullmatch(r"(.+) <(\S+)>", fact)
+    if not said: raise ValueError(f"projects.yml: {fact!r} names no file that shows it")
+    return said[1], said[2]
+
+def linked(fact, project, root): # as for `split`, a value of projects.yml's `projects`, the repository
+    "The cell, in Markdown, with a link to the file that shows it"
+    text, file = split(fact)
+    if not file: return text
+    if "repo" in project: return f"[{text}]({project['repo']}/blob/{project['commit']}/{file})"
+    if not (root/"nbs"/file).exists(): file = f"{get_config(path=root).git_url}/blob/main/{file}"
+    return f"[{text}]({file})"
+
+def features(facts, root): # projects.yml, the repository
+    "The table of features: a row each, a column for each project"
+    rows = [[f"**{k}**", *(linked(v[p], about, root) for p, about in facts["projects"].items())]
+            for k, v in facts["features"].items()]
+    line = lambda cells: f"| {' | '.join(cells)} |"
+    names = [o["name"] for o in facts["projects"].values()]
+    return "\n".join([line(["", *names]), line(["---"]*(len(names) + 1)), *map(line, rows)])
+
+@page("compare.qmd")
+def filled(root): # the repository
+    "What the template is filled with"
+    root = Path(root)
+    found = race(json.loads((root/"nbs/measurements/nvidia-h200.json").read_text(encoding="utf-8")))
+    facts = yaml.safe_load((HERE/"projects.yml").read_text(encoding="utf-8"))
+    ran = [r | dict(name=RIVALS.get(k, k)) for k, r in found.items()]
+    missing = [name for k, name in RIVALS.items() if k not in found]
+    return dict(ours=found.get(OURS), speeds=speeds(found), missing=missing, ran=ran, facts=facts,
+                features=features(facts, root))

@@ -1,0 +1,137 @@
+"Pages of measurements, from the records and from the code that reads them."
+import ast, dis, json, math
+from contextlib import contextmanager
+from types import CodeType
+from unittest.mock import patch
+from llm_speedrun import measure
+from llm_speedrun.measure import COURSE, course_records, fmt, mfu_text, records_path
+from llm_speedrun.peers import PEERS
+from pages import code, page
+from records import all_records, by_gpu, folder
+
+def sources(path, kind):
+    "The sources of a notebook's cells of one kind, a list of texts"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return ["".join(c["source"]) for c in cells if c["cell_type"] == kind]
+
+def lesson(name, root):
+    "A notebook's number and title with a link, or the name alone of what is no notebook, such as a command"
+    path = root/f"nbs/{name}.ipynb"
+    if not path.exists(): return f"`{name}`"
+    first = sources(path, "markdown")[0].split("\n")[0]
+    return f"[{name[:2]} {first.removeprefix('# ')}](../{name}.ipynb)"
+
+def times(x): return "" if x is None else f"{x:.2f}×"
+
+HEAD = ["what", "over", "tokens/s", "ms", "*predicted*", "measured", "MFU", "MFU, causal", "GiB",
+        "micro-batch"]
+
+def record_row(r):
+    "A row of a table with the columns of `HEAD`"
+    gains = [times(r["predicted_ratio"]), times(r["ratio"])] if r["before"] else ["", ""]
+    return [f"`{r['rung']}`", code(r["before"]), f"{r['tok_s']:,.0f}", f"{r['ms']:,.1f}", *gains,
+            mfu_text(r, "mfu_full"), mfu_text(r, "mfu_causal"), fmt(r["peak_gib"], ".1f"),
+            r.get("micro") or ""]
+
+@contextmanager
+def measurements_of(root):
+    "Inside, the package reads the records of this repository, wherever we are"
+    with patch.object(measure, "measurements_dir", lambda: folder(root)): yield
+
+def versions(records):
+    "What records were measured with, in words"
+    said = "{gpu}, driver {driver}, torch {torch}, triton {triton}, {date}"
+    return "; ".join(sorted({said.format(**r) for r in records}))
+
+def by_lesson(records, root):
+    "A table of records for each notebook, in the notebooks' order"
+    groups, step = {}, lambda r: f"{r['workload']}, {r['batch']} × {r['seq']}"
+    for r in sorted(records, key=lambda r: r["notebook"]): groups.setdefault(r["notebook"], []).append(r)
+    row = lambda r: [*record_row(r)[:2], step(r), *record_row(r)[2:]]
+    return [dict(title=lesson(name, root), rows=list(map(row, rs)), versions=versions(rs))
+            for name, rs in groups.items()]
+
+def chart(gpu, root):
+    "The address of a GPU's chart, if somebody has shared one"
+    name = records_path(gpu).with_suffix(".png").name
+    return f"../measurements/{name}" if (folder(root)/name).exists() else ""
+
+@page("measured/index.qmd")
+def by_gpu_page(root):
+    found = by_gpu(root)
+    with measurements_of(root): climbed = course_records()
+    whole = len(climbed) == len(COURSE) and climbed[-1]["tok_s"]/climbed[0]["tok_s"]
+    gpus = {gpu: dict(groups=by_lesson(rs, root), n=len(rs), versions=versions(rs), chart=chart(gpu, root))
+            for gpu, rs in found.items()}
+    return dict(gpus=gpus, records=all_records(root),
+                head=HEAD, all_head=[*HEAD[:2], "workload, a step", *HEAD[2:]],
+                course=climbed, course_rows=list(map(record_row, climbed)), whole=whole)
+
+# --- claims: the code of the notebook that judges them ---
+
+def codes(outer):
+    "A code object and all that are in it"
+    yield outer
+    for c in outer.co_consts:
+        if isinstance(c, CodeType): yield from codes(c)
+
+def names(statement, op):
+    "Global names that a statement reads (LOAD) or binds (STORE)"
+    whole = compile(ast.Module([statement], []), "notebook", "exec")
+    found = codes(whole) if op == "LOAD" else [whole]
+    return {i.argval for c in found for i in dis.get_instructions(c)
+            if i.opname in (f"{op}_NAME", f"{op}_GLOBAL")}
+
+def from_notebook(path, wanted, given):
+    """What a notebook's cells make of some names: runs the assignments and functions that these need, and
+    nothing else. `given` is a dict of names that are there already"""
+    kinds = ast.Assign, ast.AugAssign, ast.FunctionDef
+    body = [s for t in sources(path, "code") for s in ast.parse(t).body if isinstance(s, kinds)]
+    need, before = set(wanted), None
+    while need != before:
+        before = set(need)
+        for s in body:
+            if names(s, "STORE") & need: need |= names(s, "LOAD") - given.keys()
+    space = dict(given)
+    for s in body:
+        if names(s, "STORE") & need: exec(compile(ast.Module([s], []), path.name, "exec"), space)
+    return [space[k] for k in wanted]
+
+@page("measured/claims.qmd")
+def claims_page(root):
+    wanted = ["claims", "claim_row", "answer", "OUTSIDE"]
+    with measurements_of(root):
+        found = from_notebook(root/"nbs/26_claims.ipynb", wanted, vars(measure) | dict(math=math))
+        claims, row, answer, outside = found
+        rows, said = [row(c) for c in claims], [answer(c) for c in claims]
+    further_up = lambda text: text.replace("](", "](../") # this page is in a folder
+    for r in rows: r[-1] = further_up(r[-1])
+    counts = [[w, str(said.count(w))] for w in sorted(set(said), key=lambda w: (-said.count(w), w))]
+    unmeasured = [[further_up(c.strip()) for c in line.split("|")] for line in outside.splitlines()]
+    head = ["claim", "guide", "guides say", "measured", "the claim is", "setting", "code"]
+    return dict(head=head, rows=rows, counts=counts, unmeasured=unmeasured, records=all_records(root))
+
+# --- other trainers ---
+
+PEER_HEAD = ["", "tokens/s", "ms", "ours is", "micro-batch", "peak GiB", "joules a step", "weights, M",
+             "source"]
+
+def peer_row(r):
+    "A row of a table with the columns of `PEER_HEAD`"
+    return [f"`{r['rung']}`", f"{r['tok_s']:,.0f}", f"{r['ms']:.1f}", times(1/r["ratio"]), r["micro"],
+            fmt(r["peak_gib"], ".1f"), fmt(r["joules"], ".1f"), f"{r['parameters']/1e6:,.1f}", r["source"]]
+
+@page("measured/trainers.qmd")
+def trainers_page(root):
+    found, races = [r for r in all_records(root) if "in_products" in r], {} # which only a race notes
+    for r in found: races.setdefault((r["gpu"], r["workload"], r["batch"], r["seq"], r["date"]), []).append(r)
+    tables = [dict(title=f"{workload} on {gpu}, {batch} × {seq} tokens a step", versions=versions(rs),
+                   rows=list(map(peer_row, rs))) for (gpu, workload, batch, seq, _), rs in races.items()]
+    option = lambda k, a: f"`--peer {k}{'=FOLDER' * bool(a.clone)}`" if a.build else "runs alone"
+    adapters = [[f"`{k}`", f"<{a.clone}>" if a.clone else "pip", option(k, a)] for k, a in PEERS.items()]
+    return dict(head=PEER_HEAD, tables=tables, adapters=adapters, records=found)
+
+@page("measured/yours.qmd")
+def yours_page(root):
+    example = records_path("NVIDIA GeForce RTX 4090").stem
+    return dict(gpus=list(by_gpu(root)), example=example, keys=measure.KEYS)
