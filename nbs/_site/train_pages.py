@@ -1,0 +1,85 @@
+"""The pages of nbs/_site/train/ that show measured numbers: templates whose `{{ ... }}` are read from the H200's records and from the
+outputs of the finale. Not called `numbers.py`: this folder is on Python's path while the site is made, and the library has that name."""
+import json, re
+from pathlib import Path
+import jinja2
+from llm_speedrun.measure import course_records, load_records, records_path
+
+NOTE = "<!-- Made from nbs/_site/train/{}: edit that, not this. -->"
+TOP = dict(rung="fused_adamw", before="fp32", workload="124m", batch=64)   # the whole list of rungs over none
+
+def record(**which): # keys of a record and their values
+    "The one record of the H200 that has these values. `LookupError` for none and for several"
+    found = [r for r in load_records(records_path("NVIDIA H200")) if all(r.get(k) == v for k, v in which.items())]
+    if len(found) != 1: raise LookupError(f"{len(found)} records of {which}")
+    return found[0]
+
+def gain(rung, before, workload="124m", batch=64, **which):
+    "How many times the speed of `before`, as text"
+    return f"{record(rung=rung, before=before, workload=workload, batch=batch, **which)['ratio']:.2f}×"
+
+def step(rung): # of the course's ladder
+    "The record of a rung on top of those below it"
+    return next(r for r in course_records() if r["rung"] == rung)
+
+def rounded(x, digits=3): # a number
+    "The number with so many digits that count, as text with commas"
+    return f"{float(f'{x:.{digits}g}'):,.15g}"
+
+def measured_on():
+    "A line for the foot of a page: the machine of its numbers, and when"
+    r = record(**TOP)
+    return (f"*Measured on one {r['gpu']}, driver {r['driver']}, PyTorch {r['torch']}, Triton {r['triton']}, {r['date']}; "
+            "all [records](../measured/index.qmd), and how to [add those of your GPU](../measured/yours.qmd).*")
+
+# --- what the finale printed ---
+
+def finale_texts(root):
+    "The plain texts and tables that the cells of the finale left, in their order"
+    cells = json.loads((root/"nbs/63_finale.ipynb").read_text(encoding="utf-8"))["cells"]
+    for out in (o for c in cells for o in c.get("outputs", [])):
+        yield "".join(out.get("text", out.get("data", {}).get("text/markdown", "")))
+
+def bill(root):
+    "The finale's bill: what (`minutes`, `watts`, `kilojoules`) -> column (`predicted`, `steps alone`, `everything`) -> number"
+    table = next(t for t in finale_texts(root) if "steps alone" in t and t.startswith("|"))
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {name: dict(zip(head[1:], map(float, values))) for name, *values in rows}
+
+def spent(root): # seconds of the finale's run
+    "Where its seconds went: `start`, `steps`, `rest`"
+    line = next(t for t in finale_texts(root) if "up to and with the first step" in t)
+    found = re.search(r"the run: (\d+) s up to .*?, (\d+) s for all others, (\d+) s for evaluations", line)
+    return dict(zip(("start", "steps", "rest"), map(int, found.groups())))
+
+def finale_tokens(root):
+    "Millions of tokens that the finale trained on"
+    return float(next(m[1] for t in finale_texts(root) if (m := re.match(r"([\d.]+) M tokens:", t))))
+
+# --- pages ---
+
+def environment(root):
+    "Jinja with what the templates use. Comments are `<# #>`, since Quarto writes `{#anchor}`"
+    env = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, comment_start_string="<#",
+                             comment_end_string="#>", trim_blocks=True)
+    top = record(**TOP)
+    env.globals |= dict(record=record, gain=gain, step=step, rounded=rounded, top=top, gpu=f"one {top['gpu']}", course=course_records(),
+                        bill=bill(root), spent=spent(root), finale_tokens=finale_tokens(root))
+    return env
+
+def rendered(root): # of the repository
+    "Name of each page and its text"
+    env = environment(root)
+    for path in sorted((root/"nbs/_site/train").glob("*.qmd")):
+        head, mark, body = env.from_string(path.read_text(encoding="utf-8")).render().partition("\n---\n")
+        yield path.name, f"{head}{mark}{NOTE.format(path.name)}\n{body}\n{measured_on()}\n"
+
+def render_all(root, out=None): # of the repository; the folder of the site's pages, by default its nbs/
+    "Write the pages. One that says what it said before keeps its date"
+    folder = Path(out or root/"nbs")/"train"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in rendered(root):
+        path = folder/name
+        if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")
+
+if __name__ == "__main__": render_all(Path(__file__).resolve().parents[2])
