@@ -58,7 +58,7 @@ docs: ## build the docs site into _docs (needs Quarto)
 	@command -v quarto >/dev/null || { \
 	    echo 'make docs needs Quarto: get it from https://quarto.org/docs/get-started/ and run make docs again.'; exit 1; }
 	@$(MAKE) --no-print-directory readme
-	@for pages in pages train_pages compare; do $(BIN)/python nbs/_site/$$pages.py || exit 1; done
+	@$(BIN)/python nbs/_site/pages.py
 	@rm -rf _proc
 	@PYTHONPATH=nbs/_site $(BIN)/nbdev_docs
 	@$(BIN)/python nbs/_site/finish.py _docs

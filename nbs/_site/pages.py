@@ -87,6 +87,7 @@ if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("out", nargs="?", default=ROOT/"nbs", help="folder to write into (default: nbs)")
     os.environ["CUDA_VISIBLE_DEVICES"] = "" # a page says the same wherever it is written
-    import pages # the module that the others import, and not this program
+    import pages, train_pages # the module that the others import, and not this program
     pages.load()
-    pages.write_pages(p.parse_args().out)
+    pages.write_pages(out := p.parse_args().out)
+    train_pages.render_all(ROOT, out)

@@ -81,5 +81,3 @@ def render_all(root, out=None): # of the repository; the folder of the site's pa
     for name, text in rendered(root):
         path = folder/name
         if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")
-
-if __name__ == "__main__": render_all(Path(__file__).resolve().parents[2])
