@@ -42,10 +42,12 @@ def code(text):
     "Inline code in a table, nothing for an empty text"
     return f"`{text}`" if text not in ("", None) else ""
 
+MEANT = re.compile(r"[*<>_\[\]$]|-(?=-)|(?<=-)-") # by Markdown; of two hyphens it makes a dash
+
 def escaped(text):
-    "The text with what Markdown would take for its own marked, except in code"
-    parts = re.split(r"(`[^`]*`)", text)
-    return "".join(p if i % 2 else re.sub(r"([*<>_\[\]$])", r"\\\1", p) for i, p in enumerate(parts))
+    "The text with what Markdown would take for its own marked, except in code; a command at its end is code"
+    parts = re.split(r"(`[^`]*`)", re.sub(r"(?<=: )pip install [^`]+$", r"`\g<0>`", text))
+    return "".join(p if i % 2 else MEANT.sub(r"\\\g<0>", p) for i, p in enumerate(parts))
 
 def slug(heading):
     "The anchor that Quarto gives a heading"

@@ -87,7 +87,7 @@ def needs_of(r):
     "What a rung needs of a machine, in its own words, lists of a few"
     with as_if(OLD): old = r.needs().split(", and this GPU has")[0]
     with as_if(NEW, packages=()): bare = r.needs()
-    bare = re.sub(r"it needs (\S+), which is not installed: (.+)", r"needs \1 (`\2`)", bare)
+    bare = re.sub(r".*?(?:it needs (\S+), which|, and (\S+)) is not installed: (.+)", r"needs \1\2 (`\3`)", bare)
     return [w for w in (old, bare) if w]
 
 PARTS = dict(
