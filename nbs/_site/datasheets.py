@@ -9,7 +9,7 @@ class GPU:
     name: str
     said: str # what PyTorch calls it
     capability: tuple # compute capability
-    gb: float # memory, in units of 10**9 bytes
+    gb: float # memory as it is sold: that many GiB, or a little less
     gbs: float # GB/s
     tflops: dict
     source: str
@@ -22,8 +22,8 @@ HOPPER = dict(fp32=67, tf32=494.7, fp16=989.4, bf16=989.4, fp8=1978.9)
 AMPERE = dict(fp32=19.5, tf32=156, fp16=312, bf16=312)
 H100 = f"[datasheet]({DATA_CENTER}h100/), SXM"
 A100 = f"[datasheet]({DATA_CENTER}a100/), SXM"
-ADA = f"[whitepaper of Ada, appendix A]({ADA_PDF})"
-GA102 = f"[whitepaper of GA102, appendix A]({GA102_PDF})"
+ADA = f"[whitepaper of Ada]({ADA_PDF})"
+GA102 = f"[whitepaper of GA102]({GA102_PDF})"
 
 GPUS = [
     GPU("H200", "NVIDIA H200", (9, 0), 141, 4800, HOPPER, f"[datasheet]({DATA_CENTER}h200/), SXM"),
@@ -42,9 +42,10 @@ GPUS = [
         dict(fp32=29.8, tf32=29.8, fp16=59.5, bf16=59.5), GA102,
         "The card of 10 GB; that of 12 GB is a little faster."),
     GPU("T4", "Tesla T4", (7, 5), 16, 320, dict(fp32=8.1, fp16=65), f"[datasheet]({DATA_CENTER}tesla-t4/)",
-        "What a free notebook on Colab has. With error correction on, it reports less memory than that."),
+        "What a free notebook on Colab has. With error correction on, it reports less memory than that. It may take "
+        "70 W, with which it seldom keeps the clock of its peak: expect less than the likely speed."),
     GPU("V100", "Tesla V100-SXM2-32GB", (7, 0), 32, 900, dict(fp32=15.7, fp16=125),
         f"[datasheet]({DATA_CENTER}v100/), SXM2",
-        "There is one of 16 GB too. PyTorch's builds for CUDA 13 have no code for Volta: take its build for "
+        "There is one of 16 GB too. PyTorch's builds for CUDA 12.8 and newer have no code for Volta: take that for "
         "[CUDA 12.6](https://github.com/pytorch/pytorch/issues/172352), as long as there is one."),
 ]
