@@ -1,10 +1,10 @@
-"What nbs/compare.qmd is filled with: speed from records of races, facts about other projects from projects.yml."
+"What compare.qmd is filled with: speed from records of races, facts about other projects from projects.yml."
 import json, re
 from pathlib import Path
 import yaml
-from llm_speedrun.measure import SPINE, table
+from llm_speedrun.measure import SPINE
 from nbdev.config import get_config
-from pages import page
+from pages import page, table
 
 HERE = Path(__file__).resolve().parent
 OURS, OURS_16 = "llm_speedrun", "llm_speedrun, 16 bits" # names of records, as 25_peers.ipynb gives them

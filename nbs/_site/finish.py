@@ -1,7 +1,7 @@
 """The last touches on a built site, after Quarto:  python nbs/_site/finish.py _docs
 
-Takes out scripts of other hosts, leads "edit" to templates, makes pictures smaller, draws the social image, writes
-llms.txt."""
+Takes out scripts of other hosts, leads "edit" to templates, makes pictures smaller, draws the social image,
+writes llms.txt."""
 import io, re, sys
 from html import unescape
 from pathlib import Path
@@ -10,24 +10,25 @@ from PIL import Image, ImageChops
 
 NBS = Path(__file__).resolve().parent.parent
 
+def replace_in_pages(site, pattern, by):
+    "`re.sub` in all pages of the site"
+    for page in site.rglob("*.html"):
+        before = page.read_text(encoding="utf-8")
+        after = re.sub(pattern, by, before)
+        if after != before: page.write_text(after, encoding="utf-8")
+
 def own_scripts_only(site):
-    "Take out scripts of other hosts: RequireJS and jQuery, which Quarto adds where an output is HTML, and nothing uses"
+    "Take out scripts of other hosts: RequireJS and jQuery, which Quarto adds where an output is HTML, and none uses"
     theirs = (r'<script src="https?://[^>]*></script>\s*'
               r'(<script type="application/javascript">define\(.jquery.*?</script>)?')
-    for page in site.rglob("*.html"):
-        html = page.read_text(encoding="utf-8")
-        rest = re.sub(theirs, "", html)
-        if rest != html: page.write_text(rest, encoding="utf-8")
+    replace_in_pages(site, theirs, "")
 
 def edit_links(site):
     "A page that is made of a template in nbs/_site is edited there"
     def link(found):
         templates = f"_site/templates/{found[2]}", f"_site/{found[2]}"
         return found[1] + next((o for o in templates if (NBS/o).exists()), found[2])
-    for page in site.rglob("*.html"):
-        html = page.read_text(encoding="utf-8")
-        html = re.sub(r'(href="https://github.com/[^"]*/edit/[^"/]+/nbs/)([^"]+)', link, html)
-        page.write_text(html, encoding="utf-8")
+    replace_in_pages(site, r'(href="https://github.com/[^"]*/edit/[^"/]+/nbs/)([^"]+)', link)
 
 VISIBLE = 24    # of 255: a palette that moves a color further is not used
 
@@ -36,7 +37,8 @@ def smaller(png):
     before = Image.open(io.BytesIO(png))
     if before.convert("RGBA").getextrema()[3][0] < 255: return None    # it is transparent
     before = before.convert("RGB")
-    after = before.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE) # white stays white
+    method = Image.Quantize.MAXCOVERAGE # with which white stays white
+    after = before.quantize(256, method=method, dither=Image.Dither.NONE)
     difference = ImageChops.difference(before, after.convert("RGB"))
     if max(high for _, high in difference.getextrema()) > VISIBLE: return None
     out = io.BytesIO()
@@ -48,7 +50,7 @@ def small_pictures(site):
         if less := smaller(f.read_bytes()): f.write_bytes(less)
 
 def social_image(path):
-    "The picture that a link to the site shows elsewhere: a step's milliseconds on each rung, from the records"
+    "The picture that a link to the site shows elsewhere: a step's milliseconds on each rung"
     import matplotlib; matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from llm_speedrun.gpu import COLORS
@@ -67,7 +69,7 @@ def social_image(path):
     fig.savefig(path); plt.close(fig)
 
 def flat(contents, section="Start"):
-    "The sidebar's pages in its order, each with the section that it stands in and its text, if the sidebar gives it one"
+    "The sidebar's pages in its order, each with its section, and its text if the sidebar gives it one"
     for o in contents:
         if isinstance(o, str): yield section, o, None
         elif "section" in o: yield from flat(o["contents"], o["section"])
@@ -82,7 +84,7 @@ def in_head(html, pattern):
     return unescape(found[1]).strip() if found else ""
 
 def llms_txt(site, config, contents):
-    "The site in short for a language model (llmstxt.org): each page's title, address and description, in order"
+    "The site in short for a language model (llmstxt.org): each page's title, address and description"
     url, last = config["site-url"], None
     lines = [f"# {config['title']}", "", f"> {config['description']}"]
     for section, source, name in flat(contents):

@@ -1,5 +1,5 @@
-"""Writes the pages of the site that are made of code and records: the reference, the measurements, what GPUs can
-do. `python nbs/_site/pages.py` writes them into nbs/, where Quarto finds them; they aren't committed."""
+"""Writes the pages of the site that are made of code and records: the reference, the measurements, what GPUs
+can do. `python nbs/_site/pages.py` writes them into nbs/, where Quarto finds them; they aren't committed."""
 import argparse, os, re
 from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -49,10 +49,6 @@ def escaped(text):
     parts = re.split(r"(`[^`]*`)", re.sub(r"(?<=: )pip install [^`]+$", r"`\g<0>`", text))
     return "".join(p if i % 2 else MEANT.sub(r"\\\g<0>", p) for i, p in enumerate(parts))
 
-def slug(heading):
-    "The anchor that Quarto gives a heading"
-    return re.sub(r"\s+", "-", re.sub(r"[^\w\s.-]", "", heading.lower()).strip())
-
 def dates(records):
     "The days on which records were measured, in words"
     days = sorted({r["date"] for r in records})
@@ -73,13 +69,14 @@ def written(address, root=ROOT):
     "The page's text"
     return environment().get_template(address).render(**PAGES[address](Path(root)))
 
+def write(path, text):
+    "Write a page. One that says what it said before keeps its date"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")
+
 def write_pages(out=ROOT/"nbs", root=ROOT):
-    "Write all pages below `out`. One that says what it said before keeps its date"
-    for address in PAGES:
-        path, text = Path(out)/address, written(address, root)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        same = path.exists() and path.read_text(encoding="utf-8") == text
-        if not same: path.write_text(text, encoding="utf-8")
+    "Write all pages below `out`"
+    for address in PAGES: write(Path(out)/address, written(address, root))
 
 def load():
     "All pages: the modules beside this one add theirs to `PAGES`"

@@ -12,8 +12,9 @@ from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
 from llm_speedrun.train import corpora, hardware, loader, metrics, options, saving, trainer
 from gpus import as_if, find_all_rungs
-from measured import times
-from pages import code, escaped, page, slug
+from measured import sources, times
+from pages import code, escaped, page
+from procs import slug
 from records import Fit, all_records
 
 def settings(root):
@@ -105,8 +106,8 @@ def parts_of(run):
     m, block = run.model, run.model.layers[0]
     own = {f.name: getattr(run, f.name) for f in fields(Run) if f.name in PARTS}
     parts = {k: getattr(block, k) for k in ("heads", "attend", "project", "feed", "layer")}
-    return own | parts | dict(last_norm=m.last_norm, model_loss=m.loss, linear={type(x) for x in block.modules()},
-                              weights={p.dtype for p in m.parameters()})
+    return own | parts | dict(last_norm=m.last_norm, model_loss=m.loss, weights={p.dtype for p in m.parameters()},
+                              linear={type(x) for x in block.modules()})
 
 def below(name):
     "Rungs to apply before this one, so that it can do all that it does"
@@ -278,8 +279,7 @@ def api_page(root): return dict(modules=list(modules(root)))
 @page("reference/glossary.qmd")
 def glossary_page(root):
     "Words and what they mean, from the headings below the glossary's in the first notebook"
-    cells = json.loads((root/"nbs/00_gpu.ipynb").read_text(encoding="utf-8"))["cells"]
-    text = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
+    text = sources(root/"nbs/00_gpu.ipynb", "markdown")
     start = next(i for i, t in enumerate(text) if t.startswith("## Glossary"))
     found = [re.fullmatch(r"### (.+?)\n(.*)", t, re.S) for t in text[start + 1:]]
     words = sorted(([m[1], m[2].strip()] for m in found if m), key=lambda w: w[0].lower())

@@ -1,16 +1,17 @@
-"""The pages of nbs/_site/train/ that show measured numbers: templates whose `{{ ... }}` are read from the H200's records and from the
-outputs of the finale. Not called `numbers.py`: this folder is on Python's path while the site is made, and the library has that name."""
+"""The pages of nbs/_site/train/ that show measured numbers: templates whose `{{ ... }}` are read from the H200's
+records and from the outputs of the finale."""
 import json, re
 from pathlib import Path
-import jinja2
 from llm_speedrun.measure import course_records, load_records, records_path
+import pages
 
 NOTE = "<!-- Made from nbs/_site/train/{}: edit that, not this. -->"
 TOP = dict(rung="fused_adamw", before="fp32", workload="124m", batch=64)   # the whole list of rungs over none
 
 def record(**which): # keys of a record and their values
     "The one record of the H200 that has these values. `LookupError` for none and for several"
-    found = [r for r in load_records(records_path("NVIDIA H200")) if all(r.get(k) == v for k, v in which.items())]
+    records = load_records(records_path("NVIDIA H200"))
+    found = [r for r in records if all(r.get(k) == v for k, v in which.items())]
     if len(found) != 1: raise LookupError(f"{len(found)} records of {which}")
     return found[0]
 
@@ -29,8 +30,9 @@ def rounded(x, digits=3): # a number
 def measured_on():
     "A line for the foot of a page: the machine of its numbers, and when"
     r = record(**TOP)
-    return (f"*Measured on one {r['gpu']}, driver {r['driver']}, PyTorch {r['torch']}, Triton {r['triton']}, {r['date']}; "
-            "all [records](../measured/index.qmd), and how to [add those of your GPU](../measured/yours.qmd).*")
+    versions = f"driver {r['driver']}, PyTorch {r['torch']}, Triton {r['triton']}"
+    return (f"*Measured on one {r['gpu']}, {versions}, {r['date']}; all [records](../measured/index.qmd), and how to "
+            "[add those of your GPU](../measured/yours.qmd).*")
 
 # --- what the finale printed ---
 
@@ -41,7 +43,7 @@ def finale_texts(root):
         yield "".join(out.get("text", out.get("data", {}).get("text/markdown", "")))
 
 def bill(root):
-    "The finale's bill: what (`minutes`, `watts`, `kilojoules`) -> column (`predicted`, `steps alone`, `everything`) -> number"
+    "What (`minutes`, `watts`, `kilojoules`) -> column (`predicted`, `steps alone`, `everything`) -> the bill's number"
     table = next(t for t in finale_texts(root) if "steps alone" in t and t.startswith("|"))
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return {name: dict(zip(head[1:], map(float, values))) for name, *values in rows}
@@ -59,12 +61,11 @@ def finale_tokens(root):
 # --- pages ---
 
 def environment(root):
-    "Jinja with what the templates use. Comments are `<# #>`, since Quarto writes `{#anchor}`"
-    env = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, comment_start_string="<#",
-                             comment_end_string="#>", trim_blocks=True)
-    top = record(**TOP)
-    env.globals |= dict(record=record, gain=gain, step=step, rounded=rounded, top=top, gpu=f"one {top['gpu']}", course=course_records(),
-                        bill=bill(root), spent=spent(root), finale_tokens=finale_tokens(root))
+    "That of all pages, with what these templates use"
+    env, top = pages.environment(), record(**TOP)
+    env.globals |= dict(record=record, gain=gain, step=step, rounded=rounded, top=top, gpu=f"one {top['gpu']}",
+                        course=course_records(), bill=bill(root), spent=spent(root),
+                        finale_tokens=finale_tokens(root))
     return env
 
 def rendered(root): # of the repository
@@ -75,9 +76,5 @@ def rendered(root): # of the repository
         yield path.name, f"{head}{mark}{NOTE.format(path.name)}\n{body}\n{measured_on()}\n"
 
 def render_all(root, out=None): # of the repository; the folder of the site's pages, by default its nbs/
-    "Write the pages. One that says what it said before keeps its date"
-    folder = Path(out or root/"nbs")/"train"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in rendered(root):
-        path = folder/name
-        if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")
+    "Write the pages"
+    for name, text in rendered(root): pages.write(Path(out or root/"nbs")/"train"/name, text)
