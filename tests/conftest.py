@@ -72,6 +72,19 @@ def processed(tmp_path_factory):
             (site/"whole").touch()
     return site/"_proc"
 
+@pytest.fixture(scope="session")
+def site():
+    "The built site, which SITE=folder gives; without it a skip where there is none, or one older than its sources"
+    if given := os.environ.get("SITE"): return ROOT/given
+    home = ROOT/"_docs/index.html"
+    if not home.exists(): pytest.skip("the site isn't built: make docs")
+    left_out = {".ipynb_checkpoints", "__pycache__"}
+    sources = [f for f in (ROOT/"nbs").rglob("*") if f.is_file() and not left_out & set(f.parts)]
+    newest = max([ROOT/"_quarto.yml", *sources], key=lambda f: f.stat().st_mtime)
+    if newest.stat().st_mtime > home.stat().st_mtime:
+        pytest.skip(f"the site is older than {newest.relative_to(ROOT)}: make docs")
+    return ROOT/"_docs"
+
 def pytest_xdist_auto_num_workers():
     "For `-n auto`: with a GPU no workers, since tests time things there and fill its memory"
     return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
