@@ -1,8 +1,9 @@
-"""What the docs site adds to a lesson as it is committed: a box with its facts, links from names to definitions,
-and at each exported cell its anchors and a folded table of parameters.
+"""What the docs site adds to a lesson as it is committed: a box with its facts, links from names to
+definitions, and at each exported cell its anchors and a folded table of parameters.
 
-nbdev calls these processors for each notebook (`procs` in settings.ini; `make docs` puts this folder on the path).
-No code of a lesson is imported or run: names and signatures are read from syntax trees, numbers from records."""
+nbdev calls these processors for each notebook (`procs` in settings.ini; `make docs` puts this folder on the
+path). No code of a lesson is imported or run: names and signatures are read from syntax trees, numbers from
+records."""
 import ast, io, json, re, tokenize
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -47,9 +48,10 @@ class Lesson:
     def number(self): return int(self.stem[:2]) if self.stem[:2].isdigit() else -1
 
 def text(cell): return "".join(cell["source"])
+def texts(lesson, kind): return [text(c) for c in lesson.cells if c["cell_type"] == kind]
 
 def tree(source):
-    "The syntax tree of a cell's Python, without lines of `%magic` and `!command`; empty where it doesn't parse"
+    "The syntax tree of a cell's Python without `%magic` and `!command`; empty where it doesn't parse"
     try: return ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))
     except SyntaxError: return ast.parse("")
 
@@ -60,7 +62,8 @@ def defined(source):
         names = patch_name(o)
         for name in [names] if isinstance(names, str) else names: yield Definition(name, o, source)
         if isinstance(o, ast.ClassDef):
-            yield from (Definition(f"{o.name}.{m.name}", m, source) for m in o.body if isinstance(m, FUNCTIONS))
+            methods = [m for m in o.body if isinstance(m, FUNCTIONS)]
+            yield from (Definition(f"{o.name}.{m.name}", m, source) for m in methods)
 
 def absolute(node, package):
     "The module of a `from ... import`, in full"
@@ -126,11 +129,10 @@ def headings(md):
 
 @lru_cache
 def anchors(stem):
-    """Name of a definition -> its anchors in the notebook `stem`. The first is the name, which a heading keeps that
-    has it already; the second, if free, is the name in small letters, which nbdev links to"""
+    """Name of a definition -> its anchors in the notebook `stem`. The first is the name, which a heading that has
+    it already keeps; the second, if free, is the name in small letters, which nbdev links to"""
     lesson = lessons()[stem]
-    below_title = "\n\n".join(text(c) for c in lesson.cells[1:] if c["cell_type"] == "markdown")
-    taken = set(headings(below_title))
+    taken = set(headings("\n\n".join(texts(lesson, "markdown")[1:])))
     res = {n: [f"def-{n}" if n in taken else n] for n in lesson.names}
     taken |= {a for own in res.values() for a in own}
     for n, own in res.items():
@@ -166,10 +168,12 @@ def parameters(node):
         if any("dataclass" in ast.unparse(d) for d in node.decorator_list):
             fields = [o for o in node.body if isinstance(o, ast.AnnAssign)]
             return [Parameter(o.target.id, o.lineno, o.annotation, o.value) for o in fields]
-        return next((parameters(o) for o in node.body if isinstance(o, FUNCTIONS) and o.name == "__init__"), [])
+        methods = [o for o in node.body if isinstance(o, FUNCTIONS)]
+        return next((parameters(o) for o in methods if o.name == "__init__"), [])
     a = node.args
     plain = [*a.posonlyargs, *a.args]
-    pairs = [*zip(plain, [None]*(len(plain) - len(a.defaults)) + a.defaults), *zip(a.kwonlyargs, a.kw_defaults)]
+    defaults = [None]*(len(plain) - len(a.defaults)) + a.defaults
+    pairs = [*zip(plain, defaults), *zip(a.kwonlyargs, a.kw_defaults)]
     res = [Parameter(p.arg, p.lineno, p.annotation, default) for p, default in pairs]
     rest = ("*", a.vararg), ("**", a.kwarg)
     res += [Parameter(stars + p.arg, p.lineno, p.annotation) for stars, p in rest if p]
@@ -206,7 +210,8 @@ def entry(d, module):
     "A definition in the folded table: how it is called, where it stands, what it does, its parameters"
     call = ", ".join(p.name for p in parameters(d.node))
     doc = re.sub(r"\s+", " ", ast.get_docstring(d.node) or "")
-    return (f'<dt><a href="{source_link(d, module)}">source</a> <code>{escape(d.name)}({escape(call)})</code></dt>'
+    called = f"<code>{escape(d.name)}({escape(call)})</code>"
+    return (f'<dt><a href="{source_link(d, module)}">source</a> {called}</dt>'
             f"<dd>{html(doc)}{parameter_table(d)}</dd>")
 
 def is_told(d):
@@ -253,14 +258,14 @@ def definitions_called():
     return Counter(d.last for o in lessons().values() for d in o.names.values())
 
 def is_clear(d):
-    """Whether the bare name of a definition can stand for it. That of a method can if the text introduces the method,
-    which is patched into its class in a cell of its own, and nothing else has that name"""
+    """Whether the bare name of a definition can stand for it. That of a method can if the text introduces the
+    method, which is patched into its class in a cell of its own, and nothing else has that name"""
     return "." not in d.name or patch_name(d.node) != d.node.name and definitions_called()[d.last] == 1
 
 def meaning(lesson, name):
-    """The notebook and the full name of what `name` means in the text of `lesson`, or None. That is what the notebook
-    defines or imports; beyond it the name of a rung or of a command means the same thing everywhere. A rung's own
-    notebook has other things of its name, such as PyTorch's kernel, and no need of a link"""
+    """The notebook and the full name of what `name` means in the text of `lesson`, or None. That is what the
+    notebook defines or imports; beyond it the name of a rung or of a command means the same everywhere. A rung's
+    own notebook has other things of its name, such as PyTorch's kernel, and no need of a link"""
     if name in rungs() and rungs()[name][0] is lesson: return None
     if own := in_notebook(lesson, name):
         return (lesson, own[0]) if "." in name or is_clear(lesson.names[own[0]]) else None
@@ -276,7 +281,7 @@ def meaning(lesson, name):
     if re.fullmatch(r"speedrun_\w+", name): return lessons()["33_options"], name
     return None
 
-# Where no name becomes a link: in fences, headings, links, tags and longer code, and where another library's is meant
+# Where no name becomes a link: in fences, headings, links, tags, longer code; where another library's is meant
 NOT_LINKED = "|".join((r"^(?P<fence>```+|~~~+)[\s\S]*?^(?P=fence)[ \t]*$", r"^#{1,6} .*$",
                        r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)", r"<[a-zA-Z/][^>\n]*>", r"``+[\s\S]*?``+",
                        r"`?\b(?:PyTorch|torch|torchao|transformers|library)`?'s?\s+`[^`]+`"))
@@ -284,7 +289,7 @@ NAME = re.compile(rf"(?P<skip>{NOT_LINKED})|`(?P<name>[A-Za-z_][\w.]*)(?P<call>\
                   r"|\b[Nn]otebook\s(?P<number>\d\d)\b", re.M)
 
 def linked(lesson, md):
-    "`md` with links: on names in backticks that mean a definition, and on notebooks that are mentioned by number"
+    "`md` with links: on names in backticks that mean a definition, on notebooks that are mentioned by number"
     def one(m):
         if m["number"]:
             stem = next((s for s in lessons() if s.startswith(m["number"] + "_")), "")
@@ -297,7 +302,7 @@ def linked(lesson, md):
     return NAME.sub(one, md)
 
 class links(Processor):
-    "Names in the text become links to definitions. nbdev's `add_links` takes a name from whatever module has it"
+    "Names in the text become links to definitions; nbdev's `add_links` takes a name from any module"
     def cell(self, cell):
         if cell.cell_type == "markdown": cell.source = linked(lesson_of(self.nb), cell.source)
 
@@ -311,13 +316,14 @@ def minutes(cells, words=200, lines=20):    # of text and of code that somebody 
     return max(5, 5*round((prose/words + sum(len(s.split("\n")) for s in shown)/lines)/5))
 
 def rung_rows(lesson):
-    """The records in which this notebook measured a rung on top of others, on the course's workload; of variants, which
-    have more words after a comma, the first"""
+    """The records in which this notebook measured a rung on top of others, on the course's workload; of variants
+    that have more words after a comma, the first"""
     from llm_speedrun.measure import COURSE, SPINE, load_records, records_path
     known, rows = rungs().keys() | set(COURSE), {}
     for r in load_records(records_path("NVIDIA H200")):
         name = r["rung"].split(",")[0]
-        if r["notebook"] == lesson.stem and r["workload"] == SPINE[0] and name in known and r["before"] in known:
+        here = r["notebook"] == lesson.stem and r["workload"] == SPINE[0]
+        if here and name in known and r["before"] in known:
             rows.setdefault((name, r["before"], r["batch"]), r)
     return list(rows.values())
 
@@ -335,28 +341,28 @@ def gains(lesson):
         return (f"- {added(r)} on top of `{r['before']}`: **{r['ratio']:.2f}×** the speed{predicted}, "
                 f"peak memory {r['peak_gib']:.1f} GiB, {r['batch']} × {r['seq']:,} tokens a step\n")
     rows = rung_rows(lesson)
-    where = dict.fromkeys(f"{r['gpu']}, workload {r['workload']}, torch {r['torch']}, triton {r['triton']}, {r['date']}"
-                          for r in rows)
+    said = "{gpu}, workload {workload}, torch {torch}, triton {triton}, {date}"
+    where = dict.fromkeys(said.format(**r) for r in rows)
     return "".join(map(line, rows)) + (f"\n[{'; '.join(where)}]{{.facts-where}}\n\n" if rows else "")
 
 def marked(lesson):
-    "The rung that the notebook marks on the ladder's chart, the last one if it shows the chart as a whole; None without"
+    "The rung that the notebook marks on the ladder's chart, the last one if it shows all of it; None without"
     from llm_speedrun.measure import COURSE
-    charts = [text(c) for c in lesson.cells if c["cell_type"] == "code" and text(c).startswith("#| echo: false")]
+    charts = [s for s in texts(lesson, "code") if s.startswith("#| echo: false")]
     calls = [o for s in charts for o in ast.walk(tree(s)) if call_name(o) == "you_are_here"]
     return next((ast.literal_eval(o.args[0]) if o.args else COURSE[-1] for o in calls), None)
 
 def told_before(lesson):
     "The notebooks that the lesson's opening asks its reader to have read"
-    opening = " ".join(re.split(r"^#+ ", "\n".join(text(c) for c in lesson.cells[1:] if c["cell_type"] == "markdown"),
-                                maxsplit=1, flags=re.M)[0].split())
+    below_title = "\n".join(texts(lesson, "markdown")[1:])
+    opening = " ".join(re.split(r"^#+ ", below_title, maxsplit=1, flags=re.M)[0].split())
     asks = [s for s in re.split(r"(?<=[.;:])\s", opening)
             if re.search(r"\b(should|must) have read\b|\b[Rr]ead\b.*\bbefore\b", s)]
     return {stem for s in asks for stem in re.findall(r"\]\((\d\d_\w+)\.ipynb", s)}
 
 def imported_before(lesson):
-    """The notebooks before it that this one imports from, for what it exports if it exports anything; and that of the
-    rung which it marks on the ladder's chart"""
+    """The notebooks before it that this one imports from, for what it exports if it exports anything; and that
+    of the rung which it marks on the ladder's chart"""
     found = {by_module()[m].stem for m, names in lesson.imports.items() if m in by_module()
              and (m in lesson.uses or not lesson.uses)
              and not all(n.endswith("Error") for n in names)}    # what is raised needs no lesson
@@ -376,7 +382,7 @@ def before(lesson):
     return sorted(s for s in direct if not any(s in all_before(o) for o in direct))
 
 def capability(node, module):
-    "The compute capability that the code of `node` asks for by `needs_capability`, itself or by a function that it calls"
+    "The compute capability that `node` asks for by `needs_capability`, itself or by a function that it calls"
     found = [tuple(ast.literal_eval(a) for a in o.args[:2]) for o in ast.walk(node)
              if call_name(o) == "needs_capability"]
     o = by_module()[module]
@@ -392,12 +398,12 @@ def rung_capability(name):
     return max((capability(k.value, o.module) for k in call.keywords if k.arg == "needs"), default=(0, 0))
 
 def runs_on_a_t4(lesson):
-    "Whether all that a notebook measures can run on a T4: its rungs and those below, and no number in bf16 or FP8"
+    "Whether all that a notebook measures can run on a T4: its rungs and those below, and no bf16 or FP8"
     from llm_speedrun.measure import rungs_below
     here = marked(lesson)
     used = [*rungs_below(here), here] if here in rungs() else []
-    code = "\n".join(text(c) for c in lesson.cells if c["cell_type"] == "code")
-    return all(rung_capability(r) <= T4 for r in used) and not re.search(r"bfloat16|float8|[\"'](bf16|fp8)", code)
+    formats = re.search(r"bfloat16|float8|[\"'](bf16|fp8)", "\n".join(texts(lesson, "code")))
+    return all(rung_capability(r) <= T4 for r in used) and not formats
 
 def page_link(stem): return f"[{title(lessons()[stem])}]({stem}.ipynb)"
 
@@ -411,8 +417,8 @@ def box(lesson):
     facts = [f"{minutes(lesson.cells)} minutes to read",
              *(["read before: " + ", ".join(map(page_link, found))] if (found := before(lesson)) else []),
              f"[notebook on GitHub](https://github.com/{path})",
-             f"[Open in Colab](https://colab.research.google.com/github/{path}){{.colab-badge}} on {where}, after "
-             f"`%pip install git+{cfg.git_url}`"]
+             f"[Open in Colab](https://colab.research.google.com/github/{path}){{.colab-badge}} on {where}, "
+             f"after `%pip install git+{cfg.git_url}`"]
     return f"::: {{.lesson-facts}}\n{gains(lesson)}{' · '.join(facts)}\n:::"
 
 class facts(Processor):
