@@ -112,6 +112,7 @@ def test_every_exported_name_leads_to_its_definition(site):
             assert f"[`{name}`](../{reference.notebook_of(module)}.ipynb{'#' + at if at else ''})" in text, f"{module}.{name}"
             n += 1
     assert n > 500
+    assert "dict()" not in text and "annotated type" not in text, "Python's own words about types"
 
 def test_every_word_is_explained(site):
     cells = json.loads((ROOT/"nbs/00_gpu.ipynb").read_text(encoding="utf-8"))["cells"]

@@ -2,7 +2,7 @@
 import ast, importlib, inspect, io, json, os, re, textwrap, tokenize
 from configparser import ConfigParser
 from dataclasses import MISSING, fields
-from pathlib import Path
+from typing import get_origin
 from unittest.mock import patch
 import msgspec, torch
 from fastcore.docments import docments
@@ -88,7 +88,8 @@ def needs_of(r):
     "What a rung needs of a machine, in its own words, lists of a few"
     with as_if(OLD): old = r.needs().split(", and this GPU has")[0]
     with as_if(NEW, packages=()): bare = r.needs()
-    bare = re.sub(r".*?(?:it needs (\S+), which|, and (\S+)) is not installed: (.+)", r"needs \1\2 (`\3`)", bare)
+    missing = r".*?(?:it needs (\S+), which|, and (\S+)) is not installed: (.+)"
+    bare = re.sub(missing, r"needs \1\2 (`\3`)", bare)
     return [w for w in (old, bare) if w]
 
 PARTS = dict(
@@ -106,8 +107,8 @@ def parts_of(run):
     m, block = run.model, run.model.layers[0]
     own = {f.name: getattr(run, f.name) for f in fields(Run) if f.name in PARTS}
     parts = {k: getattr(block, k) for k in ("heads", "attend", "project", "feed", "layer")}
-    return own | parts | dict(last_norm=m.last_norm, model_loss=m.loss, weights={p.dtype for p in m.parameters()},
-                              linear={type(x) for x in block.modules()})
+    types = dict(weights={p.dtype for p in m.parameters()}, linear={type(x) for x in block.modules()})
+    return own | parts | types | dict(last_norm=m.last_norm, model_loss=m.loss)
 
 def below(name):
     "Rungs to apply before this one, so that it can do all that it does"
@@ -254,10 +255,15 @@ def formats_page(root):
 # --- names ---
 
 def short_doc(module, name):
-    "The first sentence of a definition's docstring; of a constant its value, if that is short"
+    """The first sentence of a definition's docstring; of a constant its value, if that is short; of a type
+    that is made of others what it takes"""
     o = getattr(importlib.import_module(module), name)
     if isinstance(o, (str, int, float, tuple)) and len(repr(o)) < 60: return f"`{o!r}`"
-    doc = " ".join((getattr(o, "__doc__", None) or "").split()) if callable(o) else ""
+    if get_origin(o):
+        takes = in_words(msgspec.json.schema_components([o])[0][0])
+        return f"a type: {takes if len(takes) < 60 else 'values of JSON'}"
+    own = callable(o) and o.__doc__ != type(o).__doc__ # else it tells about its class
+    doc = " ".join((o.__doc__ or "").split()) if own else ""
     first = doc.split(". ")[0]
     return first if first.endswith("..") else first.removesuffix(".")
 
