@@ -18,7 +18,7 @@ def replace_in_pages(site, pattern, by):
         if after != before: page.write_text(after, encoding="utf-8")
 
 def own_scripts_only(site):
-    "Take out scripts of other hosts: RequireJS and jQuery, which Quarto adds where an output is HTML, and none uses"
+    "Take out scripts of other hosts: RequireJS and jQuery, which Quarto adds to HTML, and nothing uses"
     theirs = (r'<script src="https?://[^>]*></script>\s*'
               r'(<script type="application/javascript">define\(.jquery.*?</script>)?')
     replace_in_pages(site, theirs, "")

@@ -114,8 +114,8 @@ def memory_list(rungs):
     return frozenset(names - {"tf32", "cuda_graphs", "flash4"})
 
 def largest_micro(found, gpu, workload, rungs):
-    """The largest micro-batch that was tried and fits into the GPU's memory, or the next smaller card's. 0 where none
-    does, None where nothing was tried"""
+    """The largest micro-batch that was tried and fits into the GPU's memory, or the next smaller card's: 0
+    where none does, None where nothing was tried"""
     wanted = workload, WORKLOADS[workload].seq, memory_list(rungs)
     same = [f for f in found if (f.workload, f.seq, memory_list(f.rungs)) == wanted and f.gib <= gpu.gb]
     return max(same, key=lambda f: f.gib).micro if same else None

@@ -129,8 +129,8 @@ def headings(md):
 
 @lru_cache
 def anchors(stem):
-    """Name of a definition -> its anchors in the notebook `stem`. The first is the name, which a heading that has
-    it already keeps; the second, if free, is the name in small letters, which nbdev links to"""
+    """Name of a definition -> its anchors in the notebook `stem`. The first is the name, unless a
+    heading has it; the second, if free, is the name in small letters, which nbdev links to"""
     lesson = lessons()[stem]
     taken = set(headings("\n\n".join(texts(lesson, "markdown")[1:])))
     res = {n: [f"def-{n}" if n in taken else n] for n in lesson.names}
@@ -264,7 +264,7 @@ def is_clear(d):
 
 def meaning(lesson, name):
     """The notebook and the full name of what `name` means in the text of `lesson`, or None. That is what the
-    notebook defines or imports; beyond it the name of a rung or of a command means the same everywhere. A rung's
+    notebook defines or imports; beyond it the name of a rung or a command means the same everywhere. A rung's
     own notebook has other things of its name, such as PyTorch's kernel, and no need of a link"""
     if name in rungs() and rungs()[name][0] is lesson: return None
     if own := in_notebook(lesson, name):
@@ -281,7 +281,7 @@ def meaning(lesson, name):
     if re.fullmatch(r"speedrun_\w+", name): return lessons()["33_options"], name
     return None
 
-# Where no name becomes a link: in fences, headings, links, tags, longer code; where another library's is meant
+# Where no name becomes a link: in fences, headings, links, tags, longer code, and where a library's is meant
 NOT_LINKED = "|".join((r"^(?P<fence>```+|~~~+)[\s\S]*?^(?P=fence)[ \t]*$", r"^#{1,6} .*$",
                        r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)", r"<[a-zA-Z/][^>\n]*>", r"``+[\s\S]*?``+",
                        r"`?\b(?:PyTorch|torch|torchao|transformers|library)`?'s?\s+`[^`]+`"))
@@ -316,8 +316,8 @@ def minutes(cells, words=200, lines=20):    # of text and of code that somebody 
     return max(5, 5*round((prose/words + sum(len(s.split("\n")) for s in shown)/lines)/5))
 
 def rung_rows(lesson):
-    """The records in which this notebook measured a rung on top of others, on the course's workload; of variants
-    that have more words after a comma, the first"""
+    """The records in which this notebook measured a rung on top of others, on the course's workload. Variants
+    have more words after a comma: of these the first"""
     from llm_speedrun.measure import COURSE, SPINE, load_records, records_path
     known, rows = rungs().keys() | set(COURSE), {}
     for r in load_records(records_path("NVIDIA H200")):
@@ -361,8 +361,8 @@ def told_before(lesson):
     return {stem for s in asks for stem in re.findall(r"\]\((\d\d_\w+)\.ipynb", s)}
 
 def imported_before(lesson):
-    """The notebooks before it that this one imports from, for what it exports if it exports anything; and that
-    of the rung which it marks on the ladder's chart"""
+    """The notebooks before it that this one imports from, for what it exports if it exports anything; and
+    that of the rung which it marks on the ladder's chart"""
     found = {by_module()[m].stem for m, names in lesson.imports.items() if m in by_module()
              and (m in lesson.uses or not lesson.uses)
              and not all(n.endswith("Error") for n in names)}    # what is raised needs no lesson

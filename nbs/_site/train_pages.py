@@ -1,5 +1,5 @@
-"""The pages of nbs/_site/train/ that show measured numbers: templates whose `{{ ... }}` are read from the H200's
-records and from the outputs of the finale."""
+"""The pages of nbs/_site/train/ that show measured numbers: templates whose `{{ ... }}` are read from the
+H200's records and from the outputs of the finale."""
 import json, re
 from pathlib import Path
 from llm_speedrun.measure import course_records, load_records, records_path
@@ -31,8 +31,8 @@ def measured_on():
     "A line for the foot of a page: the machine of its numbers, and when"
     r = record(**TOP)
     versions = f"driver {r['driver']}, PyTorch {r['torch']}, Triton {r['triton']}"
-    return (f"*Measured on one {r['gpu']}, {versions}, {r['date']}; all [records](../measured/index.qmd), and how to "
-            "[add those of your GPU](../measured/yours.qmd).*")
+    return (f"*Measured on one {r['gpu']}, {versions}, {r['date']}; all [records](../measured/index.qmd), "
+            "and how to [add those of your GPU](../measured/yours.qmd).*")
 
 # --- what the finale printed ---
 
@@ -43,7 +43,7 @@ def finale_texts(root):
         yield "".join(out.get("text", out.get("data", {}).get("text/markdown", "")))
 
 def bill(root):
-    "What (`minutes`, `watts`, `kilojoules`) -> column (`predicted`, `steps alone`, `everything`) -> the bill's number"
+    "The bill: `minutes`, `watts`, `kilojoules` -> `predicted`, `steps alone`, `everything` -> number"
     table = next(t for t in finale_texts(root) if "steps alone" in t and t.startswith("|"))
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return {name: dict(zip(head[1:], map(float, values))) for name, *values in rows}
@@ -63,8 +63,8 @@ def finale_tokens(root):
 def environment(root):
     "That of all pages, with what these templates use"
     env, top = pages.environment(), record(**TOP)
-    env.globals |= dict(record=record, gain=gain, step=step, rounded=rounded, top=top, gpu=f"one {top['gpu']}",
-                        course=course_records(), bill=bill(root), spent=spent(root),
+    env.globals |= dict(record=record, gain=gain, step=step, rounded=rounded, top=top,
+                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root),
                         finale_tokens=finale_tokens(root))
     return env
 
