@@ -262,8 +262,8 @@ def short_doc(module, name):
     if get_origin(o):
         takes = in_words(msgspec.json.schema_components([o])[0][0])
         return f"a type: {takes if len(takes) < 60 else 'values of JSON'}"
-    own = callable(o) and o.__doc__ != type(o).__doc__ # else it tells about its class
-    doc = " ".join((o.__doc__ or "").split()) if own else ""
+    foreign = o.__doc__ == type(o).__doc__ and not type(o).__module__.startswith("llm_speedrun") # a class's words
+    doc = " ".join((o.__doc__ or "").split()) if callable(o) and not foreign else ""
     first = doc.split(". ")[0]
     return first if first.endswith("..") else first.removesuffix(".")
 
