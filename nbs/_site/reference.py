@@ -262,8 +262,9 @@ def short_doc(module, name):
     if get_origin(o):
         takes = in_words(msgspec.json.schema_components([o])[0][0])
         return f"a type: {takes if len(takes) < 60 else 'values of JSON'}"
-    foreign = o.__doc__ == type(o).__doc__ and not type(o).__module__.startswith("llm_speedrun") # a class's words
-    doc = " ".join((o.__doc__ or "").split()) if callable(o) and not foreign else ""
+    of_class = o.__doc__ == type(o).__doc__ # which tells something if the class is ours
+    own = callable(o) and (not of_class or type(o).__module__.startswith("llm_speedrun"))
+    doc = " ".join((o.__doc__ or "").split()) if own else ""
     first = doc.split(". ")[0]
     return first if first.endswith("..") else first.removesuffix(".")
 
