@@ -43,7 +43,7 @@ GPUS = [
         dict(fp32=29.8, tf32=29.8, fp16=59.5, bf16=59.5), GA102,
         "The card of 10 GB; that of 12 GB is a little faster."),
     GPU("T4", "Tesla T4", (7, 5), 16, 320, dict(fp32=8.1, fp16=65), f"[datasheet]({DATA_CENTER}tesla-t4/)",
-        "What a free notebook on Colab has. With error correction on, it reports less memory than that. Its "
+        "What a free notebook on Colab has. With error correction on, it reports less memory. Its "
         f"power limit of 70 W [keeps it far below its peak]({T4_CAPPED}): expect less than the likely speed."),
     GPU("V100", "Tesla V100-SXM2-32GB", (7, 0), 32, 900, dict(fp32=15.7, fp16=125),
         f"[datasheet]({DATA_CENTER}v100/), SXM2",
