@@ -44,7 +44,7 @@ GPUS = [
         "The card of 10 GB; that of 12 GB is a little faster."),
     GPU("T4", "Tesla T4", (7, 5), 16, 320, dict(fp32=8.1, fp16=65), f"[datasheet]({DATA_CENTER}tesla-t4/)",
         "What a free notebook on Colab has. With error correction on, it reports less memory. Its "
-        f"power limit of 70 W [keeps it far below its peak]({T4_CAPPED}): expect less than likely."),
+        f"power limit of 70 W [keeps it far below its peak]({T4_CAPPED}): expect less than *likely* says."),
     GPU("V100", "Tesla V100-SXM2-32GB", (7, 0), 32, 900, dict(fp32=15.7, fp16=125),
         f"[datasheet]({DATA_CENTER}v100/), SXM2",
         "There is one of 16 GB too. PyTorch's builds for CUDA 12.8 and newer have no code for Volta: take "
