@@ -27,11 +27,9 @@ def two_sizes():
         yield
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory, two_sizes):
-    "Address -> text of each page, as written"
-    out = tmp_path_factory.mktemp("pages")
-    pages.write_pages(out)
-    return {str(p.relative_to(out)): p.read_text(encoding="utf-8") for p in out.rglob("*.qmd")}
+def site(processed):
+    "Address -> text of each page, as `make docs` writes it"
+    return {address: (processed.parent/"nbs"/address).read_text(encoding="utf-8") for address in pages.PAGES}
 
 @pytest.fixture
 def root(tmp_path):
