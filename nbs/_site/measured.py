@@ -23,15 +23,13 @@ def lesson(name, root):
 
 def times(x): return "" if x is None else f"{x:.2f}×"
 
-HEAD = ["what", "over", "tokens/s", "ms", "*predicted*", "measured", "MFU", "MFU, causal", "GiB",
-        "micro-batch"]
+HEAD = ["what", "over", "tokens/s", "ms", "*predicted*", "measured", "MFU", "GiB", "micro-batch"]
 
 def record_row(r):
     "A row of a table with the columns of `HEAD`"
     gains = [times(r["predicted_ratio"]), times(r["ratio"])] if r["before"] else ["", ""]
     return [f"`{r['rung']}`", code(r["before"]), f"{r['tok_s']:,.0f}", f"{r['ms']:,.1f}", *gains,
-            mfu_text(r, "mfu_full"), mfu_text(r, "mfu_causal"), fmt(r["peak_gib"], ".1f"),
-            r.get("micro") or ""]
+            mfu_text(r, "mfu_full"), fmt(r["peak_gib"], ".1f"), r.get("micro") or ""]
 
 @contextmanager
 def measurements_of(root):
