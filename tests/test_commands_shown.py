@@ -1,9 +1,7 @@
 """Commands that readers are shown: every option is understood, every target and file exists, and those of the Train section print what
 stands below them."""
-import ast, json, os, re, shlex, shutil, sys
-from pathlib import Path
+import ast, json, os, re, shlex, shutil
 import pytest, torch
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent/"nbs/_site"))
 import train_pages
 from llm_speedrun.files import InputError
 from llm_speedrun.model import workload

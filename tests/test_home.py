@@ -4,7 +4,6 @@ import pytest, yaml
 from cells import cells, source
 from make_readme import ROOT, make_readme, site, targets
 from llm_speedrun.measure import COURSE, SPINE, course_records
-sys.path.insert(0, str(ROOT/"nbs/_site"))
 import pages
 pages.load()
 import compare as site_compare

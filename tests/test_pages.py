@@ -11,7 +11,6 @@ from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.runs import RUNGS
 from llm_speedrun.train import options
 
-sys.path.insert(0, str(ROOT/"nbs/_site"))
 import pages
 pages.load()
 import datasheets, gpus, measured, records, reference
@@ -27,7 +26,7 @@ def two_sizes():
         yield
 
 @pytest.fixture(scope="module")
-def site(processed):
+def made(processed):
     "Address -> text of each page, as `make docs` writes it"
     return {address: (processed.parent/"nbs"/address).read_text(encoding="utf-8") for address in pages.PAGES}
 
@@ -49,11 +48,11 @@ def part(text, heading):
 
 # --- all is there ---
 
-def test_every_page_is_written(site):
-    assert set(site) == {*pages.PAGES} == {
+def test_every_page_is_written(made):
+    assert set(made) == {*pages.PAGES} == {
         "compare.qmd", "gpus.qmd", *(f"measured/{k}.qmd" for k in ("index", "claims", "trainers", "yours")),
         *(f"reference/{k}.qmd" for k in ("commands", "options", "rungs", "formats", "api", "glossary"))}
-    for address, text in site.items():
+    for address, text in made.items():
         assert text.startswith('---\ntitle: "'), address
         assert "*Written " in text[-500:], address
         assert str(ROOT) not in text and " object at " not in text, address
@@ -63,24 +62,24 @@ def test_pages_are_not_committed():
     assert not {f"nbs/{a}" for a in pages.PAGES} & {*tracked}
 
 @pytest.mark.parametrize("name, f", reference.commands(ROOT).items())
-def test_commands_are_shown_as_they_print(site, name, f, capsys, monkeypatch):
+def test_commands_are_shown_as_they_print(made, name, f, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", reference.HELP_WIDTH)
     with pytest.raises(SystemExit) as e: f(["--help"])
-    assert not e.value.code and capsys.readouterr().out in part(site["reference/commands.qmd"], name)
+    assert not e.value.code and capsys.readouterr().out in part(made["reference/commands.qmd"], name)
 
-def test_every_option_is_there(site):
+def test_every_option_is_there(made):
     classes = {f.config for f in reference.commands(ROOT).values()}
     assert options.TrainConfig in classes
     for c in classes:
-        text = part(site["reference/options.qmd"], c.__name__)
+        text = part(made["reference/options.qmd"], c.__name__)
         rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", text, re.M)
         assert [name for name, _ in rows] == [o.name for o in options.listed(c)]
         for (name, flag), o in zip(rows, options.listed(c)):
             assert name.upper() == flag or f"--{name}" in flag.split(), flag
             assert o.help.split("--")[0].replace("*", r"\*") in text
 
-def test_every_rung_is_there(site):
-    text = site["reference/rungs.qmd"]
+def test_every_rung_is_there(made):
+    text = made["reference/rungs.qmd"]
     rungs = reference.all_rungs()
     assert len(rungs) > 15
     for name, r in rungs.items():
@@ -92,19 +91,19 @@ def test_every_rung_is_there(site):
     assert "attention (`attend`)" in part(text, "flash") and "`feed`" not in part(text, "flash")
     assert re.search(r"\| 124m \| 64 × 1024 \| `chunked_ce` \| [\d.]+× \| [\d.]+× \|", part(text, "fp8"))
 
-def test_what_a_rung_needs_is_what_it_says(site):
-    assert "needs compute capability 8.0." in part(site["reference/rungs.qmd"], "bf16")
-    assert "pip install triton" in part(site["reference/rungs.qmd"], "fused_ops")
-    assert "Machine: any." in part(site["reference/rungs.qmd"], "checkpoint")
-    assert "needs Triton (`pip install triton`)" in part(site["reference/rungs.qmd"], "compile")
+def test_what_a_rung_needs_is_what_it_says(made):
+    assert "needs compute capability 8.0." in part(made["reference/rungs.qmd"], "bf16")
+    assert "pip install triton" in part(made["reference/rungs.qmd"], "fused_ops")
+    assert "Machine: any." in part(made["reference/rungs.qmd"], "checkpoint")
+    assert "needs Triton (`pip install triton`)" in part(made["reference/rungs.qmd"], "compile")
 
 @pytest.mark.parametrize("text, same", [
     ("it needs A, which is not installed: pip install --pre 'a[b]'", "it needs A, which is not installed: `pip install --pre 'a[b]'`"),
     ("--all of `--all`, a_b", r"\-\-all of `--all`, a\_b"), ("it's 1-2, -1", "it's 1-2, -1")])
 def test_what_markdown_would_garble(text, same): assert pages.escaped(text) == same
 
-def test_every_exported_name_leads_to_its_definition(site):
-    text, n = site["reference/api.qmd"], 0
+def test_every_exported_name_leads_to_its_definition(made):
+    text, n = made["reference/api.qmd"], 0
     for module, syms in _modidx.d["syms"].items():
         for name in import_module(module).__all__ if syms else ():
             at = syms.get(f"{module}.{name}", ("#",))[0].partition("#")[2]
@@ -113,13 +112,13 @@ def test_every_exported_name_leads_to_its_definition(site):
     assert n > 500
     assert "dict()" not in text and "annotated type" not in text, "Python's own words about types"
 
-def test_every_word_is_explained(site):
+def test_every_word_is_explained(made):
     cells = json.loads((ROOT/"nbs/00_gpu.ipynb").read_text(encoding="utf-8"))["cells"]
     below = "".join("".join(c["source"]) + "\n" for c in cells).split("## Glossary")[1]
     words = re.findall(r"^### (.+)$", below, re.M)
     assert {"SM", "MFU", "tensor core"} <= {*words}
-    for w in words: assert part(site["reference/glossary.qmd"], w).strip()
-    assert "](02_" not in site["reference/glossary.qmd"], "a link of the notebook leads nowhere from another folder"
+    for w in words: assert part(made["reference/glossary.qmd"], w).strip()
+    assert "](02_" not in made["reference/glossary.qmd"], "a link of the notebook leads nowhere from another folder"
 
 # --- formats follow the types ---
 
@@ -134,8 +133,8 @@ def test_fields_come_from_the_type():
         ["`name`", "text", "", "what it is called"], ["`size`", "whole number or null", "`3`", "in bytes"],
         ["`more`", "object of number", "`{}`", ""]]
 
-def test_a_new_key_of_metrics_must_be_explained(monkeypatch, site):
-    for k in ("loss", "val_loss", "grad_norm", "ms_forward", "gpu_power_w"): assert f"| `{k}` |" in part(site["reference/formats.qmd"], "Metrics")
+def test_a_new_key_of_metrics_must_be_explained(monkeypatch, made):
+    for k in ("loss", "val_loss", "grad_norm", "ms_forward", "gpu_power_w"): assert f"| `{k}` |" in part(made["reference/formats.qmd"], "Metrics")
     monkeypatch.delitem(reference.ROW, "grad_norm")
     with fails(InputError, "grad_norm"): reference.metric_rows()
 
@@ -148,8 +147,8 @@ def change(root, edit, name="nvidia-h200.json"):
     edit(rows)
     path.write_text(json.dumps(rows), encoding="utf-8")
 
-def test_all_records_are_shown(site):
-    found, text = records.by_gpu(ROOT), site["measured/index.qmd"]
+def test_all_records_are_shown(made):
+    found, text = records.by_gpu(ROOT), made["measured/index.qmd"]
     for gpu, rows in found.items():
         shown = part(text, gpu)
         for r in rows: assert f"| `{r['rung']}` |" in shown and f" {r['tok_s']:,.0f} |" in shown
@@ -174,8 +173,8 @@ def test_another_gpu_has_its_own_part(root):
     (root/"nbs/measurements/tesla-t4.png").write_bytes(b"")
     assert "![](../measurements/tesla-t4.png){fig-alt=" in part(pages.written("measured/index.qmd", root), "Tesla T4")
 
-def test_claims_are_judged_from_the_records(root, site):
-    rows = re.findall(r"^\| TF32, the step \| .*$", site["measured/claims.qmd"], re.M)
+def test_claims_are_judged_from_the_records(root, made):
+    rows = re.findall(r"^\| TF32, the step \| .*$", made["measured/claims.qmd"], re.M)
     assert len(rows) == 1 and "| too low |" in rows[0]
     change(root, lambda rs: [r.update(ratio=1.2) for r in rs if r["rung"] == "tf32"])
     assert "| C F R | 1.10 to 1.50× | 1.20× | agree |" in pages.written("measured/claims.qmd", root)
@@ -201,16 +200,16 @@ def test_other_trainers_are_shown_when_they_are_measured(root):
 
 # --- GPUs ---
 
-def test_gpus_say_what_they_cannot_run_and_why(site):
-    t4, a100, ada = (part(site["gpus.qmd"], k) for k in ("T4", "A100 80 GB", "RTX 4090"))
+def test_gpus_say_what_they_cannot_run_and_why(made):
+    t4, a100, ada = (part(made["gpus.qmd"], k) for k in ("T4", "A100 80 GB", "RTX 4090"))
     assert "No: bfloat16 needs compute capability 8.0, and Tesla T4 has 7.5" in t4 and "`cuda_graphs`: it doesn't go with fp16" in t4
-    assert "is `fp16`, `flash`" in t4 and "No: bfloat16" in part(site["gpus.qmd"], "V100") and "bf16 on a V100?" in site["gpus.qmd"]
+    assert "is `fp16`, `flash`" in t4 and "No: bfloat16" in part(made["gpus.qmd"], "V100") and "bf16 on a V100?" in made["gpus.qmd"]
     assert "No: bfloat16" not in a100 and "FP8 needs compute capability 8.9, and NVIDIA A100-SXM4-80GB has 8.0" in a100
     assert "`fp8`" in ada and "FP8 runs" in ada and "MFU, FP8's peak" in ada and "MFU, FP8's peak" not in a100
     assert "How fast should an RTX 4090 be?" in ada and "--hardware 24g" in ada and "--hardware a100-80g" in a100
     for g in datasheets.GPUS:
-        for w in gpus.SIZES: assert f"| `{w}` |" in part(site["gpus.qmd"], g.name)
-    assert "it gains nothing on a CPU" in part(site["gpus.qmd"], "CPU")
+        for w in gpus.SIZES: assert f"| `{w}` |" in part(made["gpus.qmd"], g.name)
+    assert "it gains nothing on a CPU" in part(made["gpus.qmd"], "CPU")
 
 def test_gpus_ask_the_rungs(monkeypatch):
     assert "bf16" in str(gpus.differences()[1]) and not gpus.why_not("bf16", GPU["RTX 3090"])

@@ -4,6 +4,7 @@ import json, re
 from pathlib import Path
 from llm_speedrun.measure import course_records, load_records, records_path
 import pages
+from measured import times
 
 NOTE = "<!-- Made from nbs/_site/train/{}: edit that, not this. -->"
 TOP = dict(rung="fused_adamw", before="fp32", workload="124m", batch=64)   # the whole list of rungs over none
@@ -17,7 +18,7 @@ def record(**which): # keys of a record and their values
 
 def gain(rung, before, workload="124m", batch=64, **which):
     "How many times the speed of `before`, as text"
-    return f"{record(rung=rung, before=before, workload=workload, batch=batch, **which)['ratio']:.2f}×"
+    return times(record(rung=rung, before=before, workload=workload, batch=batch, **which)["ratio"])
 
 def step(rung): # of the course's ladder
     "The record of a rung on top of those below it"
