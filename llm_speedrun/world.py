@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FLIGHT_RECORDER', 'TIMEOUT', 'device_of_process', 'backend_for', 'meet', 'join_world', 'leave_world', 'flat',
-           'check_alike', 'notes', 'Watch', 'standings', 'stack_of', 'lost', 'answered', 'Agreement', 'free_port',
-           'as_sent', 'as_received', 'in_process', 'ended', 'answers', 'on_gpus', 'processes', 'Engine', 'local',
-           'own_parts', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces', 'OneByOne',
-           'fill', 'compare_together']
+           'check_alike', 'notes', 'Watch', 'Lost', 'standings', 'stack_of', 'lost', 'answered', 'Agreement',
+           'free_port', 'as_sent', 'as_received', 'in_process', 'ended', 'answers', 'on_gpus', 'processes', 'Engine',
+           'local', 'own_parts', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces',
+           'OneByOne', 'fill', 'compare_together']
 
 # %% ../nbs/50_world.ipynb #c115082f
 import faulthandler, inspect, json, math, os, signal, socket, textwrap, time, traceback
@@ -204,6 +204,9 @@ class Watch:
         self.file = None
 
 # %% ../nbs/50_world.ipynb #f7c0cb67
+class Lost(RunError):
+    "Another process doesn't answer any more. The cause is there, not here"
+
 def standings(world): # a `World`
     "What the other processes noted last, the one that is behind first"
     store, others = notes(), [str(r) for r in range(world.size) if r != world.rank]
@@ -220,19 +223,19 @@ def stack_of(note): # of a `Watch`
 
 def lost(world, # a `World`
          error): # of an operation that the others should have taken part in
-    "The `RunError` that says who didn't, and where that process stood"
+    "The `Lost` that says who didn't, and where that process stood"
     try: stand = standings(world)
-    except RuntimeError: return RunError(f"the process that started the others, or its machine, is gone: {error}")
-    if not stand: return RunError(f"the processes lost each other before the first step: {error}")
+    except RuntimeError: return Lost(f"the process that started the others, or its machine, is gone: {error}")
+    if not stand: return Lost(f"the processes lost each other before the first step: {error}")
     told = lambda n: f"at {n['where']}, {time.time() - n['time']:.0f} s ago"
     n, late = stand[0], "imed out" in str(error)
     more = "; ".join(f"process {o['rank']} {told(o)}" for o in stand[1:5])
-    return RunError(f"process {n['rank']} of {world.size} {'does not answer' if late else 'is gone'}: it was last seen {told(n)}"
+    return Lost(f"process {n['rank']} of {world.size} {'does not answer' if late else 'is gone'}: it was last seen {told(n)}"
         f"{stack_of(n)}.{f' Others: {more}.' if more else ''} Go on from the newest checkpoint (--resume). ({error})")
 
 @contextmanager
 def answered(world): # a `World`
-    "Around what the other processes take part in: if they don't, a `RunError` says which"
+    "Around what the other processes take part in: if they don't, a `Lost` says which"
     try: yield
     except RuntimeError as e: raise lost(world, e) from e
 
@@ -294,10 +297,10 @@ def in_process(rank, size, port, tp, gpu, f, args, pipe): # of one of them; how 
     if not gpu: os.environ["CUDA_VISIBLE_DEVICES"] = "-1"; torch.set_num_threads(1)
     try:
         world = join_world(tp, timeout=120)
-        res = as_received(f)(world, *args), ""
+        res = as_received(f)(world, *args), "", False
         world.wait()
         leave_world()
-    except BaseException: res = None, traceback.format_exc()
+    except BaseException as e: res = None, traceback.format_exc(), isinstance(e, Lost)
     pipe.send(res); pipe.close()
     leave_world(lost=True) # what an error left open
 
@@ -310,13 +313,16 @@ def ended(p): # a process of which nothing more comes
 
 def answers(pipes, ps): # one for each process, and these
     "What the processes send, a list. Raises `RunError` with what the first one to fail says"
-    left, res = {c: rank for rank, c in enumerate(pipes)}, {}
+    left, res, errors = {c: rank for rank, c in enumerate(pipes)}, {}, []
     while left:
-        for c in wait_for_any([*left]):
+        ready = wait_for_any([*left], 5 if errors else None) # who lost another may be heard before that one
+        for c in ready:
             rank = left.pop(c)
-            try: res[rank], error = c.recv()
-            except EOFError: error = ended(ps[rank])
-            if error: raise RunError(f"process {rank} of {len(pipes)}: {error.strip().splitlines()[-1]}\n\n{error}")
+            try: res[rank], error, is_lost = c.recv()
+            except EOFError: error, is_lost = ended(ps[rank]), False
+            if error: errors.append((is_lost, f"process {rank} of {len(pipes)}: {error.strip().splitlines()[-1]}\n\n{error}"))
+        if errors and not (ready and min(errors)[0]): break
+    if errors: raise RunError(min(errors)[1])
     return [res[rank] for rank in range(len(pipes))]
 
 def on_gpus(n): # processes
