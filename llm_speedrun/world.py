@@ -214,6 +214,9 @@ class Engine:
     def place(self, name, shape, start): # of a parameter: shape and first index of a part of it
         "Shape and first index again, in the larger tensor of which this engine has cut that part"
         return shape, start
+    def part(self, name, whole): # of a parameter, and a tensor of its whole shape
+        "The part of it that this process's model has, before any other engine cuts that again"
+        return whole
 
 # %% ../nbs/50_world.ipynb #71be34ce
 def local(t): # a tensor, perhaps a `DTensor`
