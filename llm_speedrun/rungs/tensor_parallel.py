@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from ..files import InputError
-from ..model import GPT, Embedding, cross_entropy, naive_heads, rope, set_parts
+from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, naive_project, rope,
+                                set_parts)
 from ..runs import rung
 from ..world import Engine, ParallelStepper, local
 from .chunked_ce import (ChunkedCE, add_product, chunk_size, logit_grad, loss_results, loss_tile,
                                            read_logits, row_lse, sms, write_grads)
-from .fused_ops import add_norm, compute_dtype, fused_heads, joined, rotated, swiglu_down
+from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
+                                          joined, rotated, swiglu_down)
 from .triton import jit, kernel_op, launch, runs_kernel, tl
 
 # %% ../../nbs/53_tensor_parallel.ipynb #356d9a57
@@ -330,10 +332,11 @@ def cut_loss(loss, share): # a model's loss, a `Share`
 
 def cut_parts(block, share): # a `model.Block`, a `Share`
     "Its parts for a cut stream. Raises `InputError` for parts that we don't know"
-    known = {naive_heads: naive_cut, fused_heads: fused_cut}
-    if block.heads in known: return known[block.heads](share)
-    raise InputError(f"rung 'tensor_parallel' doesn't know how to cut the part {block.heads.__name__}: use the naive "
-                     "blocks or those of fused_ops")
+    known = {(naive_heads, naive_project, naive_feed): naive_cut, (fused_heads, fused_project, fused_feed): fused_cut}
+    parts = block.heads, block.project, block.feed
+    if parts in known: return known[parts](share)
+    raise InputError(f"rung 'tensor_parallel' doesn't know how to cut the parts {', '.join(p.__name__ for p in parts)}: "
+                     "use the naive blocks or those of fused_ops")
 
 def cut_model(model, share): # a `GPT`, changed in place; a `Share`
     "Keep this process's part of each weight, and use parts that know"
@@ -350,6 +353,7 @@ def cut_model(model, share): # a `GPT`, changed in place; a `Share`
 # %% ../../nbs/53_tensor_parallel.ipynb #f1036839
 class TensorParallel(Engine):
     "Adds up what each process has for the norms; knows where a part of a weight belongs"
+    dim = "tp"
     def __init__(self, share, # a `Share`
                  group): # its processes
         self.share, self.group = share, group
@@ -369,26 +373,27 @@ class TensorParallel(Engine):
         shape[dim], start[dim] = n*self.share.size, start[dim] + n*self.share.rank
         return tuple(shape), tuple(start)
 
-    def part(self, name, whole):
-        return whole if (dim := cut_dim(name)) is None else self.share.part(whole, dim)
-
 # %% ../../nbs/53_tensor_parallel.ipynb #30b1d6d8
-# their parts norm and round in one kernel, or count with the sizes of whole weights; a recording of collectives is untried
-REFUSED = "fp16 bf16_stream bf16_weights fp8 fp8_attention torchao_fp8 lean selective_checkpoint cuda_graphs".split()
+REFUSED = dict(fp16="its scaler looks at the gradients of one process alone",
+               fp8="its kernels round what they norm, and between the two the tokens would have to be gathered",
+               lean="it makes a norm again that another process has made",
+               torchao_fp8="its layers can't be cut")
 
-@rung("parallel", excludes=REFUSED)
+@rung("parallel", excludes=["selective_checkpoint", # which tells products by the sizes of whole weights
+                            "cuda_graphs"]) # whose recording would hold messages between processes
 def tensor_parallel(run, # a `Run`
                     size=2): # processes that share one model
     """Heads, hidden units and the vocabulary cut among `size` processes, and between the products the tokens. Raises
     `InputError` for a `size` that the world wasn't joined with, or that doesn't divide what is to be cut"""
-    world = run.world
-    if world.size == 1 or size == 1: return run
-    rank, there = world.place("tp")
+    for name in run.rungs:
+        if name in REFUSED: raise InputError(f"rung 'tensor_parallel' doesn't go with {name!r}: {REFUSED[name]}")
+    if run.world.size == 1 or size == 1: return run
+    rank, there = run.world.place("tp")
     if size != there:
         raise InputError(f"rung 'tensor_parallel': {size} processes are to share a model, and the world was joined with "
                          f"tp={there}: give both the same size")
     check_cut(run.model.config, size)
-    group = world.group("tp")
+    group = run.world.group("tp")
     share = Share(rank, size, group.group_name)
     return replace(run.with_model(lambda model: cut_model(model, share)), stepper=ParallelStepper,
                    engines=run.engines + (TensorParallel(share, group),))
