@@ -177,7 +177,7 @@ class Watch:
         if world.size == 1: return
         if logs:
             Path(logs).mkdir(parents=True, exist_ok=True)
-            self.file = open(Path(logs)/f"stack-{world.rank}.txt", "w", encoding="utf-8")
+            self.file = open(Path(logs)/f"stack-{world.rank}.txt", "a", encoding="utf-8")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(Path(logs)/"nccl-"))
         self(self.where)
 
@@ -187,8 +187,8 @@ class Watch:
         self.where = where
         stack = str(Path(self.file.name).absolute()) if self.file else ""
         if self.file: faulthandler.dump_traceback_later(.8*self.timeout, file=self.file) # before the others give up
-        notes().set(str(self.world.rank), json.dumps(dict(rank=self.world.rank, calls=self.calls, where=where,
-            time=time.time(), machine=socket.gethostname(), stack=stack)))
+        note = dict(rank=self.world.rank, calls=self.calls, where=where, time=time.time(), machine=socket.gethostname(), stack=stack)
+        with answered(self.world): notes().set(str(self.world.rank), json.dumps(note))
 
     def count(self):
         "Note that this process has asked the others once more"
@@ -224,14 +224,15 @@ def stack_of(note): # of a `Watch`
 def lost(world, # a `World`
          error): # of an operation that the others should have taken part in
     "The `Lost` that says who didn't, and where that process stood"
+    error = str(error).splitlines()[0] # C++ adds its stack
     try: stand = standings(world)
-    except RuntimeError: return Lost(f"the process that started the others, or its machine, is gone: {error}")
+    except RuntimeError: return Lost(f"the process in whose store the others met is gone, or its machine: {error}")
     if not stand: return Lost(f"the processes lost each other before the first step: {error}")
     told = lambda n: f"at {n['where']}, {time.time() - n['time']:.0f} s ago"
-    n, late = stand[0], "imed out" in str(error)
+    n, late = stand[0], "imed out" in error
     more = "; ".join(f"process {o['rank']} {told(o)}" for o in stand[1:5])
     return Lost(f"process {n['rank']} of {world.size} {'does not answer' if late else 'is gone'}: it was last seen {told(n)}"
-        f"{stack_of(n)}.{f' Others: {more}.' if more else ''} Go on from the newest checkpoint (--resume). ({error})")
+        f"{stack_of(n) if late else ''}.{f' Others: {more}.' if more else ''} Go on from the newest checkpoint (--resume). ({error})")
 
 @contextmanager
 def answered(world): # a `World`
