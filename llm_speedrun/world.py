@@ -6,11 +6,12 @@
 __all__ = ['FLIGHT_RECORDER', 'TIMEOUT', 'device_of_process', 'backend_for', 'meet', 'join_world', 'leave_world', 'flat',
            'check_alike', 'notes', 'Watch', 'Lost', 'standings', 'stack_of', 'lost', 'answered', 'Agreement',
            'free_port', 'as_sent', 'as_received', 'in_process', 'ended', 'answers', 'on_gpus', 'processes', 'Engine',
-           'local', 'own_parts', 'check_engines', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece',
-           'pieces', 'OneByOne', 'fill', 'compare_together']
+           'local', 'own_parts', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces',
+           'OneByOne', 'fill', 'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms',
+           'measure_collectives', 'fit_collective', 'measured_link']
 
 # %% ../nbs/50_world.ipynb #c115082f
-import faulthandler, inspect, json, math, os, signal, socket, textwrap, time, traceback
+import faulthandler, inspect, json, math, os, signal, socket, statistics, textwrap, time, traceback
 from collections import deque
 from multiprocessing.connection import wait as wait_for_any
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch, torch.nn as nn, torch.distributed as dist
 from fastcore.basics import patch
 from .files import InputError, RunError
-from .measure import default_device, in_test, sample_ms, version_of, warm_up
+from .measure import default_device, in_test, measurements_dir, sample_ms, version_of, warm_up
 from .model import GPT
 from .runs import Stepper, World, baseline, entered
 
@@ -177,7 +178,7 @@ class Watch:
         if world.size == 1: return
         if logs:
             Path(logs).mkdir(parents=True, exist_ok=True)
-            self.file = open(Path(logs)/f"stack-{world.rank}.txt", "w", encoding="utf-8")
+            self.file = open(Path(logs)/f"stack-{world.rank}.txt", "a", encoding="utf-8")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(Path(logs)/"nccl-"))
         self(self.where)
 
@@ -187,8 +188,8 @@ class Watch:
         self.where = where
         stack = str(Path(self.file.name).absolute()) if self.file else ""
         if self.file: faulthandler.dump_traceback_later(.8*self.timeout, file=self.file) # before the others give up
-        notes().set(str(self.world.rank), json.dumps(dict(rank=self.world.rank, calls=self.calls, where=where,
-            time=time.time(), machine=socket.gethostname(), stack=stack)))
+        note = dict(rank=self.world.rank, calls=self.calls, where=where, time=time.time(), machine=socket.gethostname(), stack=stack)
+        with answered(self.world): notes().set(str(self.world.rank), json.dumps(note))
 
     def count(self):
         "Note that this process has asked the others once more"
@@ -224,14 +225,15 @@ def stack_of(note): # of a `Watch`
 def lost(world, # a `World`
          error): # of an operation that the others should have taken part in
     "The `Lost` that says who didn't, and where that process stood"
+    error = str(error).splitlines()[0] # C++ adds its stack
     try: stand = standings(world)
-    except RuntimeError: return Lost(f"the process that started the others, or its machine, is gone: {error}")
+    except RuntimeError: return Lost(f"the process in whose store the others met is gone, or its machine: {error}")
     if not stand: return Lost(f"the processes lost each other before the first step: {error}")
     told = lambda n: f"at {n['where']}, {time.time() - n['time']:.0f} s ago"
-    n, late = stand[0], "imed out" in str(error)
+    n, late = stand[0], "imed out" in error
     more = "; ".join(f"process {o['rank']} {told(o)}" for o in stand[1:5])
     return Lost(f"process {n['rank']} of {world.size} {'does not answer' if late else 'is gone'}: it was last seen {told(n)}"
-        f"{stack_of(n)}.{f' Others: {more}.' if more else ''} Go on from the newest checkpoint (--resume). ({error})")
+        f"{stack_of(n) if late else ''}.{f' Others: {more}.' if more else ''} Go on from the newest checkpoint (--resume). ({error})")
 
 @contextmanager
 def answered(world): # a `World`
@@ -351,7 +353,6 @@ def processes(n, # how many
 # %% ../nbs/50_world.ipynb #ff7d67b6
 class Engine:
     "What makes one step of several processes' passes. A rung brings one; this one does nothing"
-    dim = "dp" # of the mesh, along which it brings gradients together
     def micro(self, last): # whether the micro-batch is the step's last one
         "A context around the two passes of a micro-batch"
         return nullcontext()
@@ -379,20 +380,12 @@ def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed
     return parts
 
 # %% ../nbs/50_world.ipynb #ea492a57
-def check_engines(run): # a `Run`
-    "Raise `InputError` where the world has a dimension along which nobody would bring the gradients together"
-    need = {"dp": "ddp or fsdp", "tp": "tensor_parallel"}
-    for dim in {d for d in need if run.world.place(d)[1] > 1} - {e.dim for e in run.engines}:
-        raise InputError(f"{run.world.place(dim)[1]} processes share {dict(dp='the batch', tp='a model')[dim]}, and no rung "
-                         f"brings their gradients together: add {need[dim]}")
-
 class ParallelStepper(Stepper):
     "Takes the steps of a `Run` together with the other processes of its world"
     def __init__(self, run, # a `Run` with engines
                  clip=1.): # largest norm of the gradients of all processes
         super().__init__(run, clip)
         self.parts, engines = own_parts(self.opt), run.engines
-        check_engines(run)
         groups = lambda n: tuple(g for e in engines for g in e.groups(n))
         self.spread = {p: groups(n) for n, p in run.model.named_parameters()}
 
@@ -515,3 +508,64 @@ def compare_together(world, # a `World`
             world.wait()
             res[name].rounds.append(torch.tensor(world.gathered(sample_ms(step, reps))).amax(0).tolist())
     return res
+
+# %% ../nbs/50_world.ipynb #6322a990
+@dataclass(frozen=True)
+class Link:
+    "What connects neighbours in a ring of processes"
+    ms: float # milliseconds that a message takes however short it is
+    gbs: float # GB/s that a process sends, while it receives as much
+
+def ring(name, # "all_reduce", "all_gather" or "reduce_scatter"
+         k): # processes
+    "Messages that each process of a ring sends one after the other, and the share of all bytes that they hold together"
+    rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}[name]
+    return rounds*(k - 1), rounds*(k - 1)/k
+
+def ring_ms(name, # as for `ring`
+            nbytes, # of the whole tensor: what is reduced, or what all have in the end
+            k, # processes
+            link): # a `Link`
+    "Milliseconds that a collective operation takes by the ring's formula"
+    messages, share = ring(name, k)
+    return messages*link.ms + share*nbytes/link.gbs/1e6
+
+# %% ../nbs/50_world.ipynb #3829a3b5
+def collective(world, # a `World`
+               name, # as for `ring`
+               nbytes): # of the whole tensor
+    "A function without arguments that does it once, with zeros in FP32"
+    device, n = default_device(), max(1, nbytes//4//world.size)
+    part, whole = torch.zeros(n, device=device), torch.zeros(n*world.size, device=device)
+    if name == "all_reduce": return lambda: dist.all_reduce(whole)
+    if name == "all_gather": return lambda: dist.all_gather_into_tensor(whole, part)
+    return lambda: dist.reduce_scatter_tensor(part, whole)
+
+def collective_ms(world, # a `World`
+                  name, nbytes, # as for `collective`
+                  reps=20): # timed runs
+    "Median milliseconds of a collective operation, each run as long as on the slowest process"
+    f = collective(world, name, nbytes)
+    if in_test(): reps = 3
+    for _ in range(2): world.wait(); sample_ms(f, reps//2)
+    world.wait()
+    return statistics.median(torch.tensor(world.gathered(sample_ms(f, reps))).amax(0).tolist())
+
+def measure_collectives(world, # a `World`
+                        sizes): # bytes, a list
+    "What each collective operation takes at each size: a list of dicts"
+    return [dict(name=name, bytes=n, processes=world.size, ms=collective_ms(world, name, n))
+            for n in sizes for name in ("all_gather", "reduce_scatter", "all_reduce")]
+
+# %% ../nbs/50_world.ipynb #0be53db2
+def fit_collective(points): # dicts with name, bytes, processes, ms, as `measure_collectives` gives them
+    "The `Link` by which `ring_ms` comes nearest to `points`: least squares of the relative errors"
+    rows = [(m/p["ms"], s*p["bytes"]/1e6/p["ms"]) for p in points for m, s in [ring(p["name"], p["processes"])]]
+    A, ones = torch.tensor(rows, dtype=torch.float64), torch.ones(len(rows), 1, dtype=torch.float64)
+    ms, per_gb = torch.linalg.lstsq(A, ones).solution.flatten().clamp(min=1e-9).tolist()
+    return Link(ms, 1/per_gb)
+
+def measured_link(): # a `Link`, or None
+    "What joins the GPUs of the machine that the course was measured on; None where nobody has measured it"
+    path = measurements_dir()/"collectives.json"
+    return Link(**json.loads(path.read_text(encoding="utf-8"))["link"]) if path.exists() else None
