@@ -15,8 +15,8 @@ import msgspec, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from ..files import InputError, RunError, lookup
 from ..measure import gpu_gib, machine, memory_limit, sample_ms, summarize, warm_up, written_by
-from ..runs import (RUNGS, World, build, code_of, find_rung, free_memory, parsed, rung_name, settle,
-                               step_of, to_settle)
+from ..runs import (RUNGS, World, build, code_of, find_rung, free_memory, parsed, rung_name,
+                               settle, step_of, to_settle)
 from ..rungs.amp import half_rung
 from ..rungs.checkpointing import MemoryCounter, prepared
 import llm_speedrun.world # gives a `World` its methods
@@ -69,7 +69,7 @@ def preset_of(spec): # as `parse_rungs` takes it
     first = spec.split(",")[0].strip()
     return "fastest" if first == "auto" else first if first in PRESETS else ""
 
-def parse_rungs(spec, # "auto", a preset's name (with `PARALLEL` rungs beside it), or rungs with commas between
+def parse_rungs(spec, # "auto", a preset's name, perhaps with `PARALLEL` ones, or rungs, commas between
                 lacks=()): # rungs that presets leave out
     "The rungs that `spec` asks for, each checked to exist. \"auto\" is `fastest`, still to be measured"
     names = [n.strip() for n in spec.split(",") if n.strip()]
@@ -114,24 +114,25 @@ def state_gib(config, # a `GPTConfig`
     "GiB of weights, gradients and optimizer state, counted without making them"
     of_state = lambda r: parsed(r)[0].stage == "optimizer" or rung_name(r) in ("bf16", "bf16_weights")
     with FakeTensorMode(), MemoryCounter() as meter:
-        kept = prepared(lambda: build(config, [*filter(of_state, rungs)], "cpu"), 1) # what is dropped doesn't count
-        return meter.now/2**30
+        kept = prepared(lambda: build(config, [*filter(of_state, rungs)], "cpu"), 1)
+        return meter.now/2**30 # of what is kept
 
 # %% ../../nbs/32_hardware.ipynb #a7cf84c3
 def parallel_rungs(config, # a `GPTConfig`
                    rungs, # of `parse_rungs`, perhaps with options
                    world, # the `World` that shares a step
                    gib, # memory of each GPU, 0 for a CPU
-                   spec=""): # what `parse_rungs` was given: a preset's rungs give way, those that were named don't
+                   spec=""): # what `parse_rungs` was given: a preset's rungs give way, named ones don't
     "The `Settled` with `ddp` or `fsdp` added and why, where a world of several needs it and has neither"
     dp, tp = (world.place(dim)[1] for dim in ("dp", "tp"))
     if dp == 1 or {"ddp", "fsdp"} & {*map(rung_name, rungs)}: return Settled(list(rungs), {})
     need = state_gib(config, rungs)/tp
-    fits = not gib or need < gib/2
-    said = f"weights, gradients and optimizer state take {need:.2f}" + (f" of {gib:.0f} GiB" if gib else " GiB")
-    name, so = ("ddp", "each process has all of it") if fits and tp == 1 else ("fsdp", "each process keeps a part")
+    whole = tp == 1 and (not gib or need < gib/2)
+    name, so = ("ddp", "each process has all") if whole else ("fsdp", "each process keeps a part")
     kept = fitting(rungs, [name]) if preset_of(spec) else rungs
-    return Settled([*kept, name], {name: f"{said}: {so}"})
+    of = f" of {gib:.0f}" if gib else ""
+    why = f"weights, gradients and optimizer state take {need:.2f}{of} GiB: {so}"
+    return Settled([*kept, name], {name: why})
 
 # %% ../../nbs/32_hardware.ipynb #c29e3249
 @dataclass(frozen=True)
