@@ -6,8 +6,8 @@
 __all__ = ['FLIGHT_RECORDER', 'TIMEOUT', 'device_of_process', 'backend_for', 'meet', 'join_world', 'leave_world', 'flat',
            'check_alike', 'notes', 'Watch', 'Lost', 'standings', 'stack_of', 'lost', 'answered', 'Agreement',
            'free_port', 'as_sent', 'as_received', 'in_process', 'ended', 'answers', 'on_gpus', 'processes', 'Engine',
-           'local', 'own_parts', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces',
-           'OneByOne', 'fill', 'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms',
+           'local', 'own_parts', 'check_engines', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece',
+           'pieces', 'OneByOne', 'fill', 'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms',
            'measure_collectives', 'fit_collective', 'measured_link']
 
 # %% ../nbs/50_world.ipynb #c115082f
@@ -353,6 +353,7 @@ def processes(n, # how many
 # %% ../nbs/50_world.ipynb #ff7d67b6
 class Engine:
     "What makes one step of several processes' passes. A rung brings one; this one does nothing"
+    dim = "dp" # of the mesh, along which it brings gradients together
     def micro(self, last): # whether the micro-batch is the step's last one
         "A context around the two passes of a micro-batch"
         return nullcontext()
@@ -380,12 +381,20 @@ def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed
     return parts
 
 # %% ../nbs/50_world.ipynb #ea492a57
+def check_engines(run): # a `Run`
+    "Raise `InputError` where the world has a dimension along which nobody would bring the gradients together"
+    need = {"dp": "ddp or fsdp", "tp": "tensor_parallel"}
+    for dim in {d for d in need if run.world.place(d)[1] > 1} - {e.dim for e in run.engines}:
+        raise InputError(f"{run.world.place(dim)[1]} processes share {dict(dp='the batch', tp='a model')[dim]}, and no rung "
+                         f"brings their gradients together: add {need[dim]}")
+
 class ParallelStepper(Stepper):
     "Takes the steps of a `Run` together with the other processes of its world"
     def __init__(self, run, # a `Run` with engines
                  clip=1.): # largest norm of the gradients of all processes
         super().__init__(run, clip)
         self.parts, engines = own_parts(self.opt), run.engines
+        check_engines(run)
         groups = lambda n: tuple(g for e in engines for g in e.groups(n))
         self.spread = {p: groups(n) for n, p in run.model.named_parameters()}
 
