@@ -51,8 +51,9 @@ FLIGHT_RECORDER = dict(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_DUMP_ON_TIMEOUT="
 
 def meet(patience): # seconds
     "The store in which all processes find each other's addresses. Raises `RunError` with what to do where they don't"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") # torchrun's store outlives those that it starts again
     address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(dict(MASTER_ADDR="?", MASTER_PORT="?") | os.environ)
-    try: return dist.PrefixStore("llm_speedrun", next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))[0])
+    try: return dist.PrefixStore(f"llm_speedrun/{start}", next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))[0])
     except ValueError as e: raise InputError(f"{e}. torchrun sets it: start with torchrun, or unset WORLD_SIZE") from e
     except dist.DistError as e:
         if "EADDRINUSE" in str(e): why = f"port {address.rsplit(':')[-1]} of this machine is in use, perhaps by another run: " \

@@ -11,7 +11,7 @@ __all__ = ['BAD_STEPS', 'AT_ONCE', 'CHANGEABLE', 'FILES', 'FOLDERS', 'Trainer', 
            'train_and_tell']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
-import json, math, os, shutil, signal, sys, threading, time, traceback, uuid, weakref
+import json, math, os, platform, shutil, signal, sys, threading, time, traceback, uuid, weakref
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from collections import deque
@@ -130,7 +130,6 @@ def averaged(self:Trainer):
 def say(self:Trainer, *args):
     "Print, unless the run is to be quiet. Of several processes the first one does"
     if self.progress and self.world.first: tell(*args)
-    if self.log: tell(f"{datetime.now():%H:%M:%S}", *args, to=self.log)
 
 # %% ../../nbs/30_trainer.ipynb #b41bd942
 @patch
@@ -218,6 +217,7 @@ def phases(self:Trainer, clock): # a `Breakdown`
     "Milliseconds of a step's phases, if a step was measured; with the forward pass of each process, if there are several"
     ms = clock.read()
     if self.world.size == 1 or not ms: return ms
+    self.note_here(f"step {self.done}: " + ", ".join(f"{k[3:]} {v:.2f} ms" for k, v in ms.items()))
     return ms | dict(rank_ms=self.world.gathered(ms["ms_forward"]))
 
 @patch
@@ -856,7 +856,14 @@ def watch_others(self:Trainer):
     logs.mkdir(exist_ok=True)
     self.watch = Watch(self.world, logs=logs)
     self.agreement = Agreement(self.world, "stop", "save", watch=self.watch)
-    if self.cfg.rank_logs: self.log = open(logs/f"rank-{rank:05}.log", "a", encoding="utf-8", errors="replace")
+    if not self.cfg.rank_logs: return
+    self.log = open(logs/f"rank-{rank:05}.log", "a", encoding="utf-8", errors="replace")
+    self.note_here(f"process {rank} of {self.world.size} on {platform.node()}, {self.device}, goes on after step {self.done}")
+
+@patch
+def note_here(self:Trainer, text):
+    "Write a line into this process' own log, if it has one"
+    if self.log: tell(f"{datetime.now():%H:%M:%S}", text, to=self.log)
 
 @patch
 def part(self:Trainer):
