@@ -202,7 +202,7 @@ def test_trains_with_every_rung(tmp_path, rungs):
 
 def test_auto_leaves_out_what_fails(tmp_path, monkeypatch, capsys):
     "A rung that fails here is left out of `auto`, which says so; named by the user it is an error"
-    monkeypatch.setattr(hardware_module, "preset", lambda name, lacks=(): ["flash", "chunked_ce", "bf16_weights"])
+    monkeypatch.setattr(hardware_module, "preset", lambda *args: ["flash", "chunked_ce", "bf16_weights"])
     trainer, res = train(options(tmp_path, rungs="auto"))
     left = [r for r in trainer.ladder if "why" in r]
     assert [(r["rung"], r["kept"]) for r in left] == [("bf16_weights", False)]

@@ -131,6 +131,16 @@ def say(self:Trainer, *args):
     "Print, unless the run is to be quiet. Of several processes the first one does"
     if self.progress and self.world.first: tell(*args)
 
+@patch
+def note_here(self:Trainer, text):
+    "Write a line into this process' own log, if it has one"
+    if self.log: tell(f"{datetime.now():%H:%M:%S}", text, to=self.log)
+
+@patch
+def at(self:Trainer, where): # in words, such as "step 12"
+    "Note what this process is about"
+    if self.watch: self.watch(where)
+
 # %% ../../nbs/30_trainer.ipynb #b41bd942
 @patch
 def log_eval(self:Trainer):
@@ -861,22 +871,12 @@ def watch_others(self:Trainer):
     self.note_here(f"process {rank} of {self.world.size} on {platform.node()}, {self.device}, goes on after step {self.done}")
 
 @patch
-def note_here(self:Trainer, text):
-    "Write a line into this process' own log, if it has one"
-    if self.log: tell(f"{datetime.now():%H:%M:%S}", text, to=self.log)
-
-@patch
 def part(self:Trainer):
     "Leave the other processes, after all have saved"
     if self.world.size == 1: return
     self.watch.close()
     self.lifeline.close()
     leave_world()
-
-@patch
-def at(self:Trainer, where): # in words, such as "step 12"
-    "Note what this process is about"
-    if self.watch: self.watch(where)
 
 def layout(world): # a `World`
     "What a run's folder says of its processes"
