@@ -535,9 +535,11 @@ def rung_sources(rungs): # names
 # %% ../nbs/05_runs.ipynb #02bd9a0a
 def code_of(rungs): # names
     "The `digest` of the code that a run of `rungs` consists of"
-    from llm_speedrun import model, runs
+    from llm_speedrun import model, runs, world
     step = [runs.adamw, runs.average_and_clip, *filter(inspect.isfunction, vars(runs.Stepper).values())]
-    own, sources = [textwrap.dedent(inspect.getsource(p)) for p in (model, *step)], rung_sources(rungs)
+    sources = rung_sources(rungs)
+    if any("from ..world import" in s for s in sources.values()): step.append(world) # of several processes
+    own = [textwrap.dedent(inspect.getsource(p)) for p in (model, *step)]
     return digest(*own, *(sources[m] for m in sorted(sources)))
 
 # %% ../nbs/05_runs.ipynb #58b68217
