@@ -6,8 +6,8 @@
 __all__ = ['FLIGHT_RECORDER', 'TIMEOUT', 'device_of_process', 'backend_for', 'meet', 'join_world', 'leave_world', 'flat',
            'check_alike', 'notes', 'Watch', 'Lost', 'standings', 'stack_of', 'lost', 'answered', 'Agreement',
            'free_port', 'as_sent', 'as_received', 'in_process', 'ended', 'answers', 'on_gpus', 'processes', 'Engine',
-           'local', 'own_parts', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces',
-           'OneByOne', 'fill', 'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms',
+           'local', 'own_parts', 'check_engines', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece',
+           'pieces', 'OneByOne', 'fill', 'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms',
            'measure_collectives', 'fit_collective', 'measured_link']
 
 # %% ../nbs/50_world.ipynb #c115082f
@@ -51,8 +51,9 @@ FLIGHT_RECORDER = dict(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_DUMP_ON_TIMEOUT="
 
 def meet(patience): # seconds
     "The store in which all processes find each other's addresses. Raises `RunError` with what to do where they don't"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") # torchrun's store outlives those that it starts again
     address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(dict(MASTER_ADDR="?", MASTER_PORT="?") | os.environ)
-    try: return dist.PrefixStore("llm_speedrun", next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))[0])
+    try: return dist.PrefixStore(f"llm_speedrun/{start}", next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))[0])
     except ValueError as e: raise InputError(f"{e}. torchrun sets it: start with torchrun, or unset WORLD_SIZE") from e
     except dist.DistError as e:
         if "EADDRINUSE" in str(e): why = f"port {address.rsplit(':')[-1]} of this machine is in use, perhaps by another run: " \
@@ -353,6 +354,7 @@ def processes(n, # how many
 # %% ../nbs/50_world.ipynb #ff7d67b6
 class Engine:
     "What makes one step of several processes' passes. A rung brings one; this one does nothing"
+    dim = "dp" # of the mesh, along which it brings gradients together
     def micro(self, last): # whether the micro-batch is the step's last one
         "A context around the two passes of a micro-batch"
         return nullcontext()
@@ -380,12 +382,20 @@ def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed
     return parts
 
 # %% ../nbs/50_world.ipynb #ea492a57
+def check_engines(run): # a `Run`
+    "Raise `InputError` where the world has a dimension along which nobody would bring the gradients together"
+    need = {"dp": "ddp or fsdp", "tp": "tensor_parallel"}
+    for dim in {d for d in need if run.world.place(d)[1] > 1} - {e.dim for e in run.engines}:
+        raise InputError(f"{run.world.place(dim)[1]} processes share {dict(dp='the batch', tp='a model')[dim]}, and no rung "
+                         f"brings their gradients together: add {need[dim]}")
+
 class ParallelStepper(Stepper):
     "Takes the steps of a `Run` together with the other processes of its world"
     def __init__(self, run, # a `Run` with engines
                  clip=1.): # largest norm of the gradients of all processes
         super().__init__(run, clip)
         self.parts, engines = own_parts(self.opt), run.engines
+        check_engines(run)
         groups = lambda n: tuple(g for e in engines for g in e.groups(n))
         self.spread = {p: groups(n) for n, p in run.model.named_parameters()}
 
