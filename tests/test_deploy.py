@@ -89,8 +89,8 @@ def processes_may_finish_before_they_are_killed(files):
 
 # --- Docker ---
 
-@rule((DOCKER, "python:3.12.11-slim-bookworm", "python"), (DOCKER, ":3.12.11-slim-bookworm", ":latest"), (DOCKER, "base AS wheel", "bas AS wheel"),
-      (DOCKER, "from=wheel", "from=wheels"))
+@rule((DOCKER, "python:3.12.11-slim-bookworm", "python"), (DOCKER, ":3.12.11-slim-bookworm", ":latest"),
+      (DOCKER, "base AS wheel", "bas AS wheel"), (DOCKER, "from=wheel", "from=wheels"))
 def stages_are_pinned_and_there(files):
     known = set()
     for _, word, rest in instructions(files[DOCKER]):
@@ -111,8 +111,8 @@ def apt_leaves_no_lists(files):
 @rule((DOCKER, "RUN --mount=type=cache,target=/var/cache/pip pip install \"$TORCH\"\n", "RUN pip install \"$TORCH\"\n"))
 def pip_is_cached(files):
     for _, word, rest in instructions(files[DOCKER]):
-        if word == "RUN" and re.search(r"\bpip (install|wheel)", rest) and "--no-index" not in rest and "type=cache,target=/var/cache/pip" not in rest:
-            yield f"pip without its cache: {rest}"
+        if word != "RUN" or not re.search(r"\bpip (install|wheel)", rest) or "--no-index" in rest: continue
+        if "type=cache,target=/var/cache/pip" not in rest: yield f"pip without its cache: {rest}"
 
 @rule((DOCKER, "USER 10001:10001\n", ""), (DOCKER, "USER 10001:10001", "USER root"), (DOCKER, "USER 10001:10001", "USER speedrun"))
 def nobody_is_root(files):
@@ -120,8 +120,9 @@ def nobody_is_root(files):
     users = [rest for stage, word, rest in instructions(files[DOCKER]) if stage == last and word == "USER"]
     if not users or not re.match(r"[1-9]\d*", users[-1]): yield f"the image's user is {users}: Kubernetes wants a number, not 0"
 
-@rule((DOCKER, "COPY settings.ini .", "ADD https://example.com/a ."), (DOCKER, "WORKDIR /src", "WORKDIR src"), (DOCKER, '["speedrun_train", "--help"]', "speedrun_train --help"),
-      (DOCKER, "python -m venv", "cat /etc/os-release | python -m venv"), (DOCKER, "HEALTHCHECK NONE\n", ""), (DOCKER, "COPY llm_speedrun llm_speedrun", "COPY . ."))
+@rule((DOCKER, "COPY settings.ini .", "ADD https://example.com/a ."), (DOCKER, "WORKDIR /src", "WORKDIR src"),
+      (DOCKER, '["speedrun_train", "--help"]', "speedrun_train --help"), (DOCKER, "python -m venv", "cat /etc/os-release | python -m venv"),
+      (DOCKER, "HEALTHCHECK NONE\n", ""), (DOCKER, "COPY llm_speedrun llm_speedrun", "COPY . ."))
 def docker_good_habits(files):
     words = [word for _, word, _ in instructions(files[DOCKER])]
     if "ADD" in words: yield "ADD: COPY says what it does"
@@ -141,7 +142,8 @@ def sent(files, path):
         if any(Path(p).match(pattern.removeprefix("**/")) for p in (path, *map(str, Path(path).parents))): res = line.startswith("!")
     return res
 
-@rule((DOCKER, "COPY settings.ini .", "COPY setings.ini ."), ("Dockerfile.dockerignore", "!setup.py\n", ""), ("Dockerfile.dockerignore", "*\n!LICENSE", "!LICENSE"))
+@rule((DOCKER, "COPY settings.ini .", "COPY setings.ini ."), ("Dockerfile.dockerignore", "!setup.py\n", ""),
+      ("Dockerfile.dockerignore", "*\n!LICENSE", "!LICENSE"))
 def what_is_copied_is_sent_and_little_else(files):
     for _, word, rest in instructions(files[DOCKER]):
         if word != "COPY" or "--from" in rest: continue
@@ -158,20 +160,24 @@ def torch_is_one_that_is_tested(files):
         minor = given(files[name], r"torch==2\.(\d+)\.\d+")
         if not minor or not int(low) <= int(minor) < int(high): yield f"{name}: torch 2.{minor}"
 
-@rule((DOCKER, "COPY --from=packages /opt/venv /opt/venv\n", ""), (DOCKER, "COPY settings.ini setup.py", "COPY --from=packages /opt/venv /opt/venv\nCOPY settings.ini setup.py"))
+@rule((DOCKER, "COPY --from=packages /opt/venv /opt/venv\n", ""),
+      (DOCKER, "COPY settings.ini setup.py", "COPY --from=packages /opt/venv /opt/venv\nCOPY settings.ini setup.py"))
 def code_comes_after_packages(files):
-    steps = [rest for stage, word, rest in instructions(files[DOCKER]) if word in ("RUN", "COPY")]
-    at = lambda part: [i for i, s in enumerate(steps) if part in s]
+    last = max(stage for stage, *_ in instructions(files[DOCKER]))
+    steps = [(stage == last, rest) for stage, word, rest in instructions(files[DOCKER]) if word in ("RUN", "COPY")]
+    at = lambda part: [(i, ends) for i, (ends, rest) in enumerate(steps) if part in rest]
     packages, code = at("--from=packages"), at("/wheels/*.whl")
-    if not (len(packages) == 1 and code and packages[0] < code[0] and at("COPY llm_speedrun")[-1:] < packages): yield "a change of code makes the packages' layer anew"
+    if [ends for _, ends in packages] != [True] or [ends for _, ends in code] != [True] or packages > code:
+        yield "a change of code makes the packages' layer anew"
 
 # --- Compose ---
 
 SERVICE = dict(image=str, build=dict, command=list, deploy=dict, environment=dict, volumes=list, shm_size=str, ulimits=dict, init=bool,
                restart=str, stop_grace_period=str)
 
-@rule((COMPOSE, "shm_size", "shm"), (COMPOSE, "init: true", "init: yes please"), (COMPOSE, "  runs:\n  cache:", "  runs:"), (COMPOSE, "  cache:\n", "  cache:\n  more:\n"),
-      (COMPOSE, "${NAME:-first}", "${NAME}"), (COMPOSE, "dockerfile: deploy/Dockerfile", "dockerfile: Dockerfile"), (COMPOSE, "8gb", "64mb"), (COMPOSE, "[gpu]", "[]"))
+@rule((COMPOSE, "shm_size", "shm"), (COMPOSE, "init: true", "init: yes please"), (COMPOSE, "  runs:\n  cache:", "  runs:"),
+      (COMPOSE, "  cache:\n", "  cache:\n  more:\n"), (COMPOSE, "${NAME:-first}", "${NAME}"), (COMPOSE, "8gb", "64mb"), (COMPOSE, "[gpu]", "[]"),
+      (COMPOSE, "dockerfile: deploy/Dockerfile", "dockerfile: Dockerfile"))
 def compose_fits(files):
     d = document(files, COMPOSE)
     service, volumes = d["services"]["train"], d["volumes"]
@@ -211,9 +217,9 @@ def misfits(d, kind):
 SCALED = dict(pollingInterval=int, maxReplicaCount=int, successfulJobsHistoryLimit=int, failedJobsHistoryLimit=int, scalingStrategy=dict,
               triggers=list, jobTargetRef=dict) # KEDA's own kind, of which its documentation tells
 
-@rule((JOB, "completions: 2", 'completions: "2"'), (JOB, "backoffLimit", "backOffLimit"), (JOB, "          operator: In\n", ""), (JOB, "apiVersion: batch/v1", "apiVersion: batch/v2"),
-      (JOB, "subdomain", "subDomain"), (SLICES, "data:\n  shared: |-", "data:\n  shared:"), (QUEUE, "pollingInterval", "pollInterval"), (QUEUE, "LMOVE runs", "LMOVE list"),
-      (QUEUE, "backoffLimit: 3", "backoffLimit: three"), (QUEUE, "accurate", "precise"))
+@rule((JOB, "completions: 2", 'completions: "2"'), (JOB, "backoffLimit", "backOffLimit"), (JOB, "          operator: In\n", ""),
+      (JOB, "apiVersion: batch/v1", "apiVersion: batch/v2"), (JOB, "subdomain", "subDomain"), (SLICES, "data:\n  shared: |-", "data:\n  shared:"),
+      (QUEUE, "pollingInterval", "pollInterval"), (QUEUE, "LMOVE runs", "LMOVE list"), (QUEUE, "backoffLimit: 3", "backoffLimit: three"), (QUEUE, "accurate", "precise"))
 def kubernetes_knows_the_fields(files):
     for d in objects(files):
         if d["kind"] == "ScaledJob":
@@ -230,16 +236,17 @@ def kubernetes_knows_the_fields(files):
 
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTP]|[KMGTP]i)?")
 
-@rule((JOB, "nvidia.com/gpu: 8", "nvidia.com/gpu: 0.25"), (JOB, "memory: 512Gi\n            limits", "memory: 513Gi\n            limits"), (JOB, "1Ti", "1TiB"),
+@rule((JOB, "nvidia.com/gpu: 8", "nvidia.com/gpu: 0.25"), (JOB, "memory: 512Gi\n            limits", "memory: 513Gi\n            limits"),
+      (JOB, "1Ti", "1TiB"),
       (SLICES, "gpu.shared: 1", "gpu.shared: 2"), (SLICES, "gpu.shared: 1", "gpu: 1"), (SLICES, "replicas: 4", "replicas: 1"))
 def quantities_are_valid(files):
-    asked = {}
-    for what in [c.get("resources", {}) for _, s in pod_specs(files) for c in containers(s)] + [d["spec"]["resources"] for d in of_kind(files, "PersistentVolumeClaim")]:
+    asked, disks = {}, [d["spec"]["resources"] for d in of_kind(files, "PersistentVolumeClaim")]
+    for what in [c.get("resources", {}) for _, s in pod_specs(files) for c in containers(s)] + disks:
         for where, amounts in what.items():
             for k, v in amounts.items():
                 if not QUANTITY.fullmatch(str(v)): yield f"{k}: {v} is no quantity"
                 if "/" in k and not re.fullmatch(r"\d+", str(v)): yield f"{k}: {v}: a device is given whole"
-                if where == "limits" and what.get("requests", {}).get(k, v) != v: yield f"{k}: a limit below or above what is requested"
+                if where == "limits" and what.get("requests", {}).get(k, v) != v: yield f"{k}: another limit than is requested"
                 if "/" in k: asked.setdefault(k, []).append(int(float(v)))
     config, = [yaml.safe_load(d["data"]["shared"]) for d in of_kind(files, "ConfigMap")]
     slicing = config["sharing"]["timeSlicing"]
@@ -248,7 +255,8 @@ def quantities_are_valid(files):
     if slicing["failRequestsGreaterThanOne"] and asked.get(name) != [1]: yield f"{asked}, and one {name} each is what there is"
 
 @rule((JOB, "job-name: speedrun", "job-name: speedrum"), (JOB, "clusterIP: None", "clusterIP: 10.0.0.1"), (JOB, "subdomain: speedrun", "subdomain: other"),
-      (JOB, "speedrun-0.speedrun:29500", "speedrun-0:29500"), (JOB, "containerPort: 29500", "containerPort: 29501"), (JOB, "  name: speedrun\nspec:\n  completions", "  name: Speed_run\nspec:\n  completions"))
+      (JOB, "speedrun-0.speedrun:29500", "speedrun-0:29500"), (JOB, "containerPort: 29500", "containerPort: 29501"),
+      (JOB, "  name: speedrun\nspec:\n  completions", "  name: Speed_run\nspec:\n  completions"))
 def pods_find_each_other(files):
     job, = of_kind(files, "Job")
     service, = of_kind(files, "Service")
@@ -256,13 +264,14 @@ def pods_find_each_other(files):
     if service["spec"]["selector"] != {"batch.kubernetes.io/job-name": name}: yield "the service is for other pods"
     if service["spec"]["clusterIP"] != "None" or not service["spec"]["publishNotReadyAddresses"]: yield "pods have no names of their own"
     if spec["subdomain"] != service["metadata"]["name"]: yield "the pods' names aren't in the service"
-    if f"--rdzv_endpoint {name}-0.{service['metadata']['name']}:{port} " not in spec["containers"][0]["args"][0]: yield "they meet elsewhere"
-    if [p["containerPort"] for p in spec["containers"][0]["ports"]] != [port]: yield "they meet at another port"
+    c, = spec["containers"]
+    if f"--rdzv_endpoint {name}-0.{service['metadata']['name']}:{port} " not in c["args"][0]: yield "they meet elsewhere"
+    if [p["containerPort"] for p in c["ports"]] != [port]: yield "they meet at another port"
     for d in objects(files):
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", d["metadata"]["name"]): yield f"{d['metadata']['name']} is no name"
 
-@rule((JOB, "parallelism: 2", "parallelism: 1"), (JOB, "--nproc_per_node 8", "--nproc_per_node 4"), (JOB, "--nnodes 2", "--nnodes 3"), (JOB, "Indexed", "NonIndexed"),
-      (JOB, "restartPolicy: Never", "restartPolicy: OnFailure"), (JOB, "containerName: train", "containerName: trainer"), (JOB, "[2, 126, 127]", "[126, 2]"))
+@rule((JOB, "parallelism: 2", "parallelism: 1"), (JOB, "--nproc_per_node 8", "--nproc_per_node 4"), (JOB, "--nnodes 2", "--nnodes 3"),
+      (JOB, "Indexed", "NonIndexed"), (JOB, "restartPolicy: Never", "restartPolicy: OnFailure"), (JOB, "containerName: train", "containerName: trainer"), (JOB, "[2, 126, 127]", "[126, 2]"))
 def the_job_is_one_of_a_kind(files):
     job, = of_kind(files, "Job")
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
@@ -274,33 +283,36 @@ def the_job_is_one_of_a_kind(files):
         rules = d["spec"].get("jobTargetRef", d["spec"]).get("podFailurePolicy", {}).get("rules", [])
         if rules and pod["restartPolicy"] != "Never": yield "podFailurePolicy needs restartPolicy: Never"
         for codes in (r["onExitCodes"] for r in rules if "onExitCodes" in r):
-            if codes["containerName"] not in [c["name"] for c in containers(pod)] or codes["values"] != sorted({*codes["values"]}): yield f"{codes}"
+            if codes["containerName"] not in [c["name"] for c in containers(pod)]: yield f"no container {codes['containerName']}"
+            if codes["values"] != sorted({*codes["values"]}): yield f"{codes['values']} aren't in order"
 
-@rule((JOB, "- name: shm\n              mountPath", "- name: shared\n              mountPath"), (JOB, "claimName: speedrun-disk", "claimName: disk"), (JOB, "medium: Memory\n", ""),
-      (QUEUE, "claimName: speedrun-disk", "claimName: disk"), (JOB, "sizeLimit: 16Gi", "sizeLimit: 600Gi"), (JOB, "runAsNonRoot: true", "runAsNonRoot: false"),
+@rule((JOB, "- name: shm\n              mountPath", "- name: shared\n              mountPath"), (JOB, "claimName: speedrun-disk", "claimName: disk"),
+      (JOB, "medium: Memory\n", ""), (QUEUE, "claimName: speedrun-disk", "claimName: disk"), (JOB, "sizeLimit: 16Gi", "sizeLimit: 600Gi"), (JOB, "runAsNonRoot: true", "runAsNonRoot: false"),
       (JOB, ":0.1.0", ":latest"), (QUEUE, "redis:7.4-alpine", "redis"), (QUEUE, "mountPath: /task", "mountPath: task"))
 def pods_have_what_they_need(files):
     claims, gib = {d["metadata"]["name"] for d in of_kind(files, "PersistentVolumeClaim")}, lambda q: int(q.removesuffix("Gi"))
     for d, spec in pod_specs(files):
         if not spec["securityContext"]["runAsNonRoot"]: yield "a pod runs as root"
-        volumes, mounts = {v["name"]: v for v in spec.get("volumes", [])}, [m for c in containers(spec) for m in c.get("volumeMounts", [])]
+        volumes = {v["name"]: v for v in spec.get("volumes", [])}
+        mounts = [m for c in containers(spec) for m in c.get("volumeMounts", [])]
         if {*volumes} != {m["name"] for m in mounts}: yield f"volumes {[*volumes]} and mounts {mounts}"
         if any(not m["mountPath"].startswith("/") for m in mounts): yield "a relative mountPath"
         for c in containers(spec):
             if not re.search(r":\d[\w.-]*$", c["image"]): yield f"{c['image']} has no pinned version"
-            if not c.get("resources", {}).get("limits", {}).get("memory") and c in spec["containers"]: yield f"{c['name']} has no limit of memory"
+            if c in spec["containers"] and "memory" not in c["resources"]["limits"]: yield f"{c['name']} has no limit of memory"
         for v in volumes.values():
             if v.get("persistentVolumeClaim", {}).get("claimName", next(iter(claims))) not in claims: yield f"nobody claims {v}"
     spec = of_kind(files, "Job")[0]["spec"]["template"]["spec"]
     shm, = [v["emptyDir"] for v in spec["volumes"] if v["name"] == "shm"]
-    if shm.get("medium") != "Memory" or gib(shm["sizeLimit"]) >= gib(spec["containers"][0]["resources"]["limits"]["memory"]): yield f"shared memory: {shm}"
+    most = spec["containers"][0]["resources"]["limits"]["memory"]
+    if shm.get("medium") != "Memory" or gib(shm["sizeLimit"]) >= gib(most): yield f"shared memory: {shm}"
 
 # --- Slurm, SkyPilot ---
 
 SBATCH = set("job-name nodes ntasks-per-node gpus-per-node cpus-per-task mem exclusive time signal requeue open-mode output".split())
 
-@rule((SLURM, "--gpus-per-node=8", "--gpus-per-nodes=8"), (SLURM, "set -euo pipefail\n", ""), (SLURM, "#SBATCH --mem=0\n", ""), (SLURM, "#SBATCH --job-name", "name=big\n#SBATCH --job-name"),
-      (SLURM, "then exit 0", "exit 0"), (SLURM, "--requeue", "--no-requeue"), (SLURM, "ntasks-per-node=1", "ntasks-per-node=8"))
+@rule((SLURM, "--gpus-per-node=8", "--gpus-per-nodes=8"), (SLURM, "set -euo pipefail\n", ""), (SLURM, "#SBATCH --mem=0\n", ""),
+      (SLURM, "#SBATCH --job-name", "name=big\n#SBATCH --job-name"), (SLURM, "then exit 0", "exit 0"), (SLURM, "--requeue", "--no-requeue"), (SLURM, "ntasks-per-node=1", "ntasks-per-node=8"))
 def slurm_reads_it(files):
     lines = files[SLURM].splitlines()
     asked = [line.removeprefix("#SBATCH --").partition("=") for line in lines if line.startswith("#SBATCH")]
@@ -316,7 +328,8 @@ def said_by_bash(script): return subprocess.run(["bash", "-n"], input=script, ca
 TASK = dict(name=str, workdir=str, resources=dict, file_mounts=dict, setup=str, run=str)
 RESOURCES = dict(accelerators=str, use_spot=bool, disk_size=int, job_recovery=dict)
 
-@rule((SKY, "use_spot: true", "use_spots: true"), (SKY, "--gpus 8", "--gpus 4"), (SKY, "mode: MOUNT\n", "mode: mount\n"), (SKY, "do save; done &", "do save &"), (SKY, "workdir: .", "work_dir: ."))
+@rule((SKY, "use_spot: true", "use_spots: true"), (SKY, "--gpus 8", "--gpus 4"), (SKY, "mode: MOUNT\n", "mode: mount\n"),
+      (SKY, "do save; done &", "do save &"), (SKY, "workdir: .", "work_dir: ."))
 def skypilot_knows_the_fields(files):
     d = document(files, SKY)
     for what, known in ((d, TASK), (d["resources"], RESOURCES)):
@@ -343,7 +356,8 @@ def test_every_rule_is_tried(): assert {name for name, *_ in BROKEN} == {*RULES}
 
 STAND_INS = dict(torchrun='say "$0" "$@"', speedrun_train='say "$0" "$@"', rsync='say "$0" "$@"', sleep="exec /bin/sleep .02",
     srun='while [ "${1#--}" != "$1" ]; do shift; done; "$@"; [ -z "$MAKES" ] || mkdir -p "$MAKES"; exit "${ENDS:-0}"',
-    scontrol='case $1 in show) echo node1; echo node2;; *) say "$0" "$@";; esac', **{"redis-cli": 'case $3 in LINDEX) echo "$TAKEN";; *) echo "$WAITING";; esac'})
+    scontrol='case $1 in show) echo node1; echo node2;; *) say "$0" "$@";; esac',
+    **{"redis-cli": 'case $3 in LINDEX) echo "$TAKEN";; *) echo "$WAITING";; esac'})
 
 @pytest.fixture
 def shell(tmp_path):
@@ -378,7 +392,8 @@ def scripts():
     yield COMPOSE, in_compose(document(FILES, COMPOSE)["services"]["train"]["command"][-1]), "sh", {}
     c, = of_kind(FILES, "Job")[0]["spec"]["template"]["spec"]["containers"]
     yield JOB, in_a_pod(c["args"][0], env_of(c)), "sh", dict(JOB_COMPLETION_INDEX="0")
-    yield SLURM, FILES[SLURM], "bash", dict(SLURM_JOB_NODELIST="node[1-2]", SLURM_NNODES="2", SLURM_GPUS_PER_NODE="8", SLURM_JOB_ID="7", SLURM_CPUS_PER_TASK="64")
+    yield SLURM, FILES[SLURM], "bash", {f"SLURM_{k}": v for k, v in dict(
+        JOB_NODELIST="node[1-2]", NNODES="2", GPUS_PER_NODE="8", JOB_ID="7", CPUS_PER_TASK="64").items()}
     yield SKY, document(FILES, SKY)["run"], "bash", {}
 
 def known_options(words):
@@ -450,22 +465,25 @@ def test_the_images_requirements_are_the_packages(tmp_path, monkeypatch):
 
 # --- other tools, where they are ---
 
-@pytest.mark.parametrize("tool, path", [("hadolint", DOCKER), ("shellcheck --exclude=SC1091", SLURM), ("shellcheck", START), ("docker compose -f compose.yaml config -q", "")])
+@pytest.mark.parametrize("tool, path", [("hadolint", DOCKER), ("shellcheck --exclude=SC1091", SLURM), ("shellcheck", START),
+                                        ("docker compose -f compose.yaml config -q", "")])
 def test_other_tools_agree(tool, path):
     if not shutil.which(tool.split()[0]): pytest.skip(f"there is no {tool.split()[0]}")
-    if tool.startswith("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode: pytest.skip("no docker compose")
+    if tool.startswith("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+        pytest.skip("there is no docker compose")
     p = subprocess.run([*tool.split(), *filter(None, [path])], cwd=DEPLOY, capture_output=True, text=True)
     assert p.returncode == 0, p.stdout + p.stderr
 
 # --- the lesson explains every line once ---
 
 def shown_lines(nb, files):
-    "Pairs of a file and a line's number, for each line that the notebook shows by `part(file, first line, how many)`"
+    "Pairs of a file and a line's number, for each line that the notebook shows by `part(file, how the piece begins, how many)`"
     for c in (c for c in nb["cells"] if c["cell_type"] == "code"):
         for call in (n for n in ast.walk(ast.parse(source(c))) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "part"):
             name, start, n = (a.value for a in call.args)
-            at, = [i for i, line in enumerate(files[name].splitlines()) if line.strip().startswith(start)][:1] or [None]
-            assert at is not None, f"{name} has no line that begins with {start!r}"
+            lines = files[name].splitlines()
+            at = next((i for i in range(len(lines)) if "\n".join(map(str.strip, lines[i:i+3])).startswith(start)), None)
+            assert at is not None, f"{name} has nothing that begins with {start!r}"
             yield from ((name, at + i) for i in range(n))
 
 def test_the_lesson_explains_every_line_once():
