@@ -76,7 +76,8 @@ def join_world(tp=1, # processes that share the parts of one model; must divide 
     device = device_of_process()
     how, timeout = dict(device_id=device) if device.type == "cuda" else {}, timedelta(seconds=timeout)
     for k, v in FLIGHT_RECORDER.items(): os.environ.setdefault(k, v)
-    dist.init_process_group(backend_for(device), store=meet(patience), rank=rank, world_size=size, timeout=timeout, **how)
+    if not dist.is_initialized(): # who is asked again has them already
+        dist.init_process_group(backend_for(device), store=meet(patience), rank=rank, world_size=size, timeout=timeout, **how)
     return World(rank, size, dist.init_device_mesh(device.type, (size//tp, tp), mesh_dim_names=("dp", "tp")))
 
 def leave_world(lost=False): # whether others don't answer any more: then what is under way is broken off
