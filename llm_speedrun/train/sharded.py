@@ -190,7 +190,7 @@ def sees(self:WorldSaver,
          seconds=5): # network disks take some
     "Whether this process finds the mark"
     end = time.monotonic() + seconds
-    while not (there := f".{self.token}" in sizes_in(self.folder)) and time.monotonic() < end: time.sleep(.1)
+    while not (there := f".{self.token}" in (sizes_in(self.folder) or {})) and time.monotonic() < end: time.sleep(.1)
     return there
 
 def sizes_in(folder): # whose files are being written
@@ -455,6 +455,8 @@ def box(self:Stored, start, size): # first index and shape
         raise InputError(f"{self.checkpoint.folder} has no whole {self.name}: its parts are missing, or overlap")
     got = [self.checkpoint.read(self.name, b, *s) for b, s in found]
     if len(got) == 1: return got[0]
+    if len(types := {t.dtype for t in got}) > 1:
+        raise InputError(f"{self.checkpoint.folder}: parts of {self.name} are {' and '.join(sorted(map(str, types)))}")
     res = torch.empty(tuple(size), dtype=got[0].dtype)
     for (_, (first, n)), t in zip(found, got): res[cells(first, n, start)] = t
     return res
