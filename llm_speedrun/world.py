@@ -11,7 +11,7 @@ __all__ = ['TIMEOUT', 'FLIGHT_RECORDER', 'all_gather_parts', 'reduce_scatter_par
            'ring', 'ring_ms', 'collective', 'collective_ms', 'measure_collectives', 'fit_collective', 'measured_link']
 
 # %% ../nbs/50_world.ipynb #c115082f
-import faulthandler, inspect, json, math, os, signal, socket, statistics, textwrap, time, traceback
+import faulthandler, inspect, json, math, os, re, signal, socket, statistics, textwrap, time, traceback
 from collections import deque
 from multiprocessing.connection import wait as wait_for_any
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -364,8 +364,9 @@ def stack_of(note): # of a `Watch`
     "The innermost calls of a process that left its stack where we can read it, in words"
     with suppress(OSError):
         last = Path(note["stack"]).read_text(encoding="utf-8").rpartition("Thread 0x")[2] # the main thread
-        calls = [line.strip() for line in last.splitlines() if line.startswith("  File")]
-        if calls: return f". There it was in {', called from '.join(calls[:3])}"
+        calls = re.findall(r'File "(.*)", line (\d+) in (.*)', last)
+        told = [f"{name} ({Path(file).name}, line {line})" for file, line, name in calls]
+        if told: return f". There it was in {', called from '.join(told[:3])}"
     return f". Its stack may stand in {note['stack']} of {note['machine']}" if note["stack"] else ""
 
 # %% ../nbs/50_world.ipynb #26eccee7
@@ -375,7 +376,7 @@ class Lost(RunError):
 def lost(world, # a `World`
          error): # of an operation that the others should have taken part in
     "The `Lost` that says who didn't, and where that process stood"
-    error = str(error).splitlines()[0] # C++ adds its stack
+    error = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]) # without C++'s files and stack
     try: stand = standings(world)
     except RuntimeError: return Lost(f"the process in whose store all met, or its machine, is gone: {error}")
     if not stand: return Lost(f"the processes lost each other before the first step: {error}")
