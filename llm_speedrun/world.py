@@ -6,9 +6,10 @@
 __all__ = ['TIMEOUT', 'FLIGHT_RECORDER', 'all_gather_parts', 'reduce_scatter_parts', 'device_of_process', 'backend_for', 'meet',
            'join_world', 'leave_world', 'free_port', 'as_sent', 'as_received', 'in_process', 'ended', 'answers',
            'start', 'on_gpus', 'processes', 'renamed', 'flat', 'check_alike', 'Agreement', 'notes', 'Watch',
-           'standings', 'stack_of', 'Lost', 'lost', 'answered', 'Engine', 'local', 'own_parts', 'ParallelStepper',
-           'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces', 'OneByOne', 'fill', 'compare_together', 'Link',
-           'ring', 'ring_ms', 'collective', 'collective_ms', 'measure_collectives', 'fit_collective', 'measured_link']
+           'standings', 'stack_of', 'Lost', 'lost', 'answered', 'Engine', 'local', 'own_parts', 'check_engines',
+           'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces', 'OneByOne', 'fill',
+           'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms', 'measure_collectives',
+           'fit_collective', 'measured_link']
 
 # %% ../nbs/50_world.ipynb #c115082f
 import faulthandler, inspect, json, math, os, re, signal, socket, statistics, textwrap, time, traceback
@@ -61,7 +62,8 @@ def meet(patience): # seconds
                    "take another (torchrun --master_port)")
         if "clients joined" in str(e): why = f"not all processes came to {address}: see what the others say"
         raise RunError(f"{why} ({str(e).splitlines()[0]})") from e
-    return dist.PrefixStore("llm_speedrun", store)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") # torchrun's store outlives those that it starts again
+    return dist.PrefixStore(f"llm_speedrun/{start}", store)
 
 # %% ../nbs/50_world.ipynb #68a25784
 TIMEOUT = 600 # seconds that a process waits for the others: they may compile, evaluate or save meanwhile
@@ -397,6 +399,7 @@ def answered(world): # a `World`
 # %% ../nbs/50_world.ipynb #ff7d67b6
 class Engine:
     "What makes one step of several processes' passes. A rung brings one; this one does nothing"
+    dim = "dp" # of the mesh, along which it brings gradients together
     def micro(self, last): # whether the micro-batch is the step's last one
         "A context around the two passes of a micro-batch"
         return nullcontext()
@@ -424,12 +427,20 @@ def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed
     return parts
 
 # %% ../nbs/50_world.ipynb #ea492a57
+def check_engines(run): # a `Run`
+    "Raise `InputError` where the world has a dimension along which nobody would bring the gradients together"
+    need = {"dp": "ddp or fsdp", "tp": "tensor_parallel"}
+    for dim in {d for d in need if run.world.place(d)[1] > 1} - {e.dim for e in run.engines}:
+        raise InputError(f"{run.world.place(dim)[1]} processes share {dict(dp='the batch', tp='a model')[dim]}, and no rung "
+                         f"brings their gradients together: add {need[dim]}")
+
 class ParallelStepper(Stepper):
     "Takes the steps of a `Run` together with the other processes of its world"
     def __init__(self, run, # a `Run` with engines
                  clip=1.): # largest norm of the gradients of all processes
         super().__init__(run, clip)
         self.parts, engines = own_parts(self.opt), run.engines
+        check_engines(run)
         groups = lambda n: tuple(g for e in engines for g in e.groups(n))
         self.spread = {p: groups(n) for n, p in run.model.named_parameters()}
 
