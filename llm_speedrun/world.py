@@ -62,7 +62,7 @@ def meet(patience): # seconds
                    "take another (torchrun --master_port)")
         if "clients joined" in str(e): why = f"not all processes came to {address}: see what the others say"
         raise RunError(f"{why} ({str(e).splitlines()[0]})") from e
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") # torchrun's store outlives those that it starts again
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") # torchrun's store outlives its processes
     return dist.PrefixStore(f"llm_speedrun/{start}", store)
 
 # %% ../nbs/50_world.ipynb #68a25784
@@ -426,32 +426,36 @@ def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed
     for g in opt.param_groups: g["params"] = [o for p in g["params"] if (o := part(p)).numel()]
     return parts
 
-# %% ../nbs/50_world.ipynb #ea492a57
+# %% ../nbs/50_world.ipynb #2de428c0
 def check_engines(run): # a `Run`
     "Raise `InputError` where the world has a dimension along which nobody would bring the gradients together"
     need = {"dp": "ddp or fsdp", "tp": "tensor_parallel"}
     for dim in {d for d in need if run.world.place(d)[1] > 1} - {e.dim for e in run.engines}:
-        raise InputError(f"{run.world.place(dim)[1]} processes share {dict(dp='the batch', tp='a model')[dim]}, and no rung "
-                         f"brings their gradients together: add {need[dim]}")
+        what = dict(dp="the batch", tp="a model")[dim]
+        raise InputError(f"{run.world.place(dim)[1]} processes share {what}, and no rung brings their "
+                         f"gradients together: add {need[dim]}")
 
+# %% ../nbs/50_world.ipynb #ea492a57
 class ParallelStepper(Stepper):
     "Takes the steps of a `Run` together with the other processes of its world"
     def __init__(self, run, # a `Run` with engines
                  clip=1.): # largest norm of the gradients of all processes
         super().__init__(run, clip)
-        self.parts, engines = own_parts(self.opt), run.engines
         check_engines(run)
-        groups = lambda n: tuple(g for e in engines for g in e.groups(n))
+        self.parts = own_parts(self.opt)
+        groups = lambda n: tuple(g for e in run.engines for g in e.groups(n))
         self.spread = {p: groups(n) for n, p in run.model.named_parameters()}
 
-    def __call__(self, *batches): # micro-batches (x, y) of this process, each B T
-        "As a `Stepper`; `loss` and `norm` are those of all processes' batches"
-        with entered(self.run.step_contexts):
-            losses = [self.pass_of(x, y, i == len(batches)) for i, (x, y) in enumerate(batches, 1)]
-            self.loss = sum(losses) / len(batches)
-            self.update(len(batches))
-            self.mark("optimizer")
-        return self.loss
+# %% ../nbs/50_world.ipynb #42a0413d
+@patch
+def __call__(self:ParallelStepper, *batches): # micro-batches (x, y) of this process, each B T
+    "As a `Stepper`; `loss` and `norm` are those of all processes' batches"
+    with entered(self.run.step_contexts):
+        losses = [self.pass_of(x, y, i == len(batches)) for i, (x, y) in enumerate(batches, 1)]
+        self.loss = sum(losses) / len(batches)
+        self.update(len(batches))
+        self.mark("optimizer")
+    return self.loss
 
 # %% ../nbs/50_world.ipynb #fb20047e
 @patch
