@@ -12,7 +12,7 @@ __all__ = ['TIMEOUT', 'FLIGHT_RECORDER', 'all_gather_parts', 'reduce_scatter_par
            'fit_collective', 'measured_link']
 
 # %% ../nbs/50_world.ipynb #c115082f
-import faulthandler, inspect, json, math, os, signal, socket, statistics, textwrap, time, traceback
+import faulthandler, inspect, json, math, os, re, signal, socket, statistics, textwrap, time, traceback
 from collections import deque
 from multiprocessing.connection import wait as wait_for_any
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -62,7 +62,7 @@ def meet(patience): # seconds
                    "take another (torchrun --master_port)")
         if "clients joined" in str(e): why = f"not all processes came to {address}: see what the others say"
         raise RunError(f"{why} ({str(e).splitlines()[0]})") from e
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") # torchrun's store outlives those that it starts again
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") # torchrun's store outlives its processes
     return dist.PrefixStore(f"llm_speedrun/{start}", store)
 
 # %% ../nbs/50_world.ipynb #68a25784
@@ -366,8 +366,9 @@ def stack_of(note): # of a `Watch`
     "The innermost calls of a process that left its stack where we can read it, in words"
     with suppress(OSError):
         last = Path(note["stack"]).read_text(encoding="utf-8").rpartition("Thread 0x")[2] # the main thread
-        calls = [line.strip() for line in last.splitlines() if line.startswith("  File")]
-        if calls: return f". There it was in {', called from '.join(calls[:3])}"
+        calls = re.findall(r'File "(.*)", line (\d+) in (.*)', last)
+        told = [f"{name} ({Path(file).name}, line {line})" for file, line, name in calls]
+        if told: return f". There it was in {', called from '.join(told[:3])}"
     return f". Its stack may stand in {note['stack']} of {note['machine']}" if note["stack"] else ""
 
 # %% ../nbs/50_world.ipynb #26eccee7
@@ -377,7 +378,7 @@ class Lost(RunError):
 def lost(world, # a `World`
          error): # of an operation that the others should have taken part in
     "The `Lost` that says who didn't, and where that process stood"
-    error = str(error).splitlines()[0] # C++ adds its stack
+    error = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]) # without C++'s files and stack
     try: stand = standings(world)
     except RuntimeError: return Lost(f"the process in whose store all met, or its machine, is gone: {error}")
     if not stand: return Lost(f"the processes lost each other before the first step: {error}")
@@ -425,32 +426,36 @@ def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed
     for g in opt.param_groups: g["params"] = [o for p in g["params"] if (o := part(p)).numel()]
     return parts
 
-# %% ../nbs/50_world.ipynb #ea492a57
+# %% ../nbs/50_world.ipynb #2de428c0
 def check_engines(run): # a `Run`
     "Raise `InputError` where the world has a dimension along which nobody would bring the gradients together"
     need = {"dp": "ddp or fsdp", "tp": "tensor_parallel"}
     for dim in {d for d in need if run.world.place(d)[1] > 1} - {e.dim for e in run.engines}:
-        raise InputError(f"{run.world.place(dim)[1]} processes share {dict(dp='the batch', tp='a model')[dim]}, and no rung "
-                         f"brings their gradients together: add {need[dim]}")
+        what = dict(dp="the batch", tp="a model")[dim]
+        raise InputError(f"{run.world.place(dim)[1]} processes share {what}, and no rung brings their "
+                         f"gradients together: add {need[dim]}")
 
+# %% ../nbs/50_world.ipynb #ea492a57
 class ParallelStepper(Stepper):
     "Takes the steps of a `Run` together with the other processes of its world"
     def __init__(self, run, # a `Run` with engines
                  clip=1.): # largest norm of the gradients of all processes
         super().__init__(run, clip)
-        self.parts, engines = own_parts(self.opt), run.engines
         check_engines(run)
-        groups = lambda n: tuple(g for e in engines for g in e.groups(n))
+        self.parts = own_parts(self.opt)
+        groups = lambda n: tuple(g for e in run.engines for g in e.groups(n))
         self.spread = {p: groups(n) for n, p in run.model.named_parameters()}
 
-    def __call__(self, *batches): # micro-batches (x, y) of this process, each B T
-        "As a `Stepper`; `loss` and `norm` are those of all processes' batches"
-        with entered(self.run.step_contexts):
-            losses = [self.pass_of(x, y, i == len(batches)) for i, (x, y) in enumerate(batches, 1)]
-            self.loss = sum(losses) / len(batches)
-            self.update(len(batches))
-            self.mark("optimizer")
-        return self.loss
+# %% ../nbs/50_world.ipynb #42a0413d
+@patch
+def __call__(self:ParallelStepper, *batches): # micro-batches (x, y) of this process, each B T
+    "As a `Stepper`; `loss` and `norm` are those of all processes' batches"
+    with entered(self.run.step_contexts):
+        losses = [self.pass_of(x, y, i == len(batches)) for i, (x, y) in enumerate(batches, 1)]
+        self.loss = sum(losses) / len(batches)
+        self.update(len(batches))
+        self.mark("optimizer")
+    return self.loss
 
 # %% ../nbs/50_world.ipynb #fb20047e
 @patch

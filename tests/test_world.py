@@ -125,7 +125,7 @@ def test_a_process_that_hangs_is_named(two):
     (waits, hangs), logs = two
     kind, said, seconds = waits["hang"]
     assert kind == "Lost" and "process 1 of 2 does not answer: it was last seen at step 7" in said and seconds < 10
-    assert "in hang, called from" in said and "test_world.py" in said and hangs["hang"] is None, said
+    assert "There it was in hang (test_world.py, line" in said and hangs["hang"] is None, said
     assert "in hang" in (logs/"stack-1.txt").read_text(encoding="utf-8")
 
 # --- dying ---
