@@ -55,7 +55,7 @@ def test_help(name):
 
 def test_groups():
     groups = dict.fromkeys(o.group.split(" (")[0] for o in listed(TrainConfig))
-    assert [*groups] == "Data Model Rungs Length Recipe Evaluation Output Resuming".split()
+    assert [*groups] == "Data Model Rungs GPUs Length Recipe Evaluation Output Resuming".split()
 
 # What is understood
 

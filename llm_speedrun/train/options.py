@@ -89,7 +89,7 @@ class TrainConfig(Options):
     hardware: str = "" # h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu: its limits; by default what is there
     deterministic: bool = False # on a GPU: the same bits whenever it is run, at some speed
     measure: bool = False # measure again which rungs pay, which is remembered otherwise
-    # Several GPUs
+    # GPUs
     gpus: Count = 0 # how many, each with a process of its own; by default those of torchrun, without it one
     restarts: Count = 3 # how often these processes are started again, from the newest checkpoint, if one dies
     rank_logs: bool = False # a log of each process, logs/rank-00003.log in the run's folder
@@ -396,11 +396,12 @@ def torchrun_words(n, c, words, folder): # processes, a `TrainConfig`, a command
 
 def quiet():
     "Let torchrun tell which process died, and nothing of ends that are meant"
-    os.environ.setdefault("LOGLEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1)//8))) # else torchrun takes 1, and says so
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300") # seconds to save in, after a signal
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGUSR1") # those that it passes on
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lambda record: over() is None)
+    log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    log.setLevel(logging.ERROR)
+    log.addFilter(lambda record: over() is None)
 
 # %% ../../nbs/33_options.ipynb #0308b08a
 def start_group(n, c, given): # processes, a `TrainConfig`, names of options that were given
@@ -417,7 +418,9 @@ def start_group(n, c, given): # processes, a `TrainConfig`, names of options tha
         finally: code = over(); del os.environ[GROUP]
     if code is not None: sys.exit(code)
     if isinstance(failed, int): sys.exit(failed)
-    if failed: raise RunError(f"{failed} It was started {c.restarts + 1} times. Its run is {Path(c.out)/c.name}")
+    run = c.resume or Path(c.out)/c.name
+    if failed: raise RunError(f"{failed}, after {c.restarts} new starts (--restarts). What there is is in {run}: go on "
+                              "with --resume")
 
 def torchrun(words):
     "Run torchrun in this process. Returns what went wrong: an exit code after a signal, or a text; None if nothing did"
@@ -429,7 +432,7 @@ def torchrun(words):
     except ChildFailedError as e:
         rank, failure = e.get_first_failure()
         how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"code {failure.exitcode}"
-        return f"process {rank} ended with {how}."
+        return f"process {rank} ended with {how}"
 
 # %% ../../nbs/33_options.ipynb #544d9c54
 def command(config, # the class of its `Options`
