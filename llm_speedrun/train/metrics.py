@@ -164,7 +164,8 @@ class Trackers:
 def spread(row): # a dict with `step`
     "The row with each number of a list under a name of its own: `rank_ms/0`"
     res = {}
-    for k, v in row.items(): res |= {f"{k}/{i}": x for i, x in enumerate(v)} if isinstance(v, list) else {k: v}
+    for k, v in row.items():
+        res |= {f"{k}/{i}": x for i, x in enumerate(v)} if isinstance(v, list) else {k: v}
     return res
 
 @patch

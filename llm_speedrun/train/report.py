@@ -190,6 +190,7 @@ def step_tokens(config): # of a run
     sizes = [number(config.get(k)) for k in ("batch", "accumulate", "seq")]
     return None if None in sizes else math.prod(sizes)*layout(config, "dp")
 
+# %% ../../nbs/35_report.ipynb #17f62a98
 def model_config(config): # of a run
     "The `GPTConfig` of the run's model, None if it isn't there"
     try: return msgspec.convert(config.get("model"), GPTConfig)
@@ -247,7 +248,8 @@ def key_figures(run): # from `read_run`
     yield f"{done:,}", "steps", f"of {planned:,}" if planned else ""
     if each: yield short_number(done*each), "tokens", f"{each:,} a step"
     yield from _speeds(run)
-    if (n := layout(c, "processes")) > 1: yield f"{n:,}", "processes", "one for each GPU" if c.get("gpu") != "CPU" else ""
+    each = "" if c.get("gpu") == "CPU" else "a GPU for each"
+    if (n := layout(c, "processes")) > 1: yield f"{n:,}", "processes", each
     if peak := points(rows, "gpu_peak_gib"): yield f"{max(v for _, v in peak):.1f} GiB", "peak memory", ""
 
 # %% ../../nbs/35_report.ipynb #65fd5759
@@ -333,6 +335,7 @@ TEMPLATES = dict(
 VERSIONS = "torch", "triton", "driver", "python", "llm_speedrun" # those in `config.json`
 MACHINE = "gpu", "date", "model", "world", "group", *VERSIONS # what isn't an option there
 
+# %% ../../nbs/35_report.ipynb #e35228cd
 def about_part(run): # from `read_run`
     "What was trained, on what, with which versions"
     c, m, tokens = run["config"], model_config(run["config"]), step_tokens(run["config"])
@@ -346,7 +349,8 @@ def about_part(run): # from `read_run`
     shared = f"{n} processes: a step is shared by {dp}, one model by {tp}" if n > 1 else ""
     rungs, versions = get("rungs").replace(",", ", "), ", ".join(f"{k} {get(k)}" for k in VERSIONS if get(k))
     return part("The run", ("pairs", {"Data": get("data"), "Model": shape, "Rungs": rungs, "A step": step,
-                                  "Layout": shared, "Machine": get("gpu"), "Versions": versions, "Date": get("date")}))
+                                  "Layout": shared, "Machine": get("gpu"), "Versions": versions,
+                                  "Date": get("date")}))
 
 # %% ../../nbs/35_report.ipynb #941a4b89
 def loss_part(run): # from `read_run`
@@ -392,20 +396,22 @@ def breakdown_part(run): # from `read_run`
 
 # %% ../../nbs/35_report.ipynb #315d1171
 def rank_times(rows): # of `metrics.jsonl`
-    "Steps, and milliseconds of the forward pass by step and process: two arrays. Of the last number of processes alone"
+    "Steps, and milliseconds of the forward pass by step and process: two arrays"
     lists = [(r["step"], r["rank_ms"]) for r in rows if isinstance(r.get("rank_ms"), list)]
-    lists = [(s, ms) for s, ms in lists if len(ms) == len(lists[-1][1]) and all(number(v) is not None for v in ms)]
+    whole = lambda ms: len(ms) == len(lists[-1][1]) and all(number(v) is not None for v in ms)
+    lists = [(s, ms) for s, ms in lists if whole(ms)]
     return np.array([s for s, _ in lists]), np.array([ms for _, ms in lists], dtype=float)
 
+# %% ../../nbs/35_report.ipynb #4040fa15
 def ranks_chart(steps, ms): # from `rank_times`
-    "A line for each of few processes; of many the middle, what lies between the extremes, and the slowest, as SVG"
-    n, slow = ms.shape[1], int(np.median(ms, 0).argmax())
+    "A line for each of few processes; of many the middle, the extremes, and the slowest one, as SVG"
+    slow, few, colors = int(np.median(ms, 0).argmax()), ms.shape[1] <= 4, (ORANGE, BLUE, GREEN, PURPLE)
     with styled():
         ax = axes(7.4, 2.1, title="Forward pass (ms)", xlabel="step")
-        if n > 4:
-            ax.fill_between(steps, ms.min(1), ms.max(1), color=GREY, alpha=.3, lw=0, label="from the least to the most")
+        if not few:
+            ax.fill_between(steps, ms.min(1), ms.max(1), color=GREY, alpha=.3, lw=0, label="all")
             ax.plot(steps, np.median(ms, 1), color=BLUE, lw=1.5, label="median")
-        for i, color in zip(range(n) if n <= 4 else [slow], (BLUE, ORANGE, GREEN, PURPLE) if n <= 4 else [ORANGE]):
+        for i, color in zip(range(ms.shape[1]) if few else [slow], colors):
             ax.plot(steps, ms[:, i], color=color, lw=1.2, label=f"process {i}")
         ax.set_ylim(0, 1.3*ms.max() or 1)
         ax.legend(loc="upper right", ncols=4)
@@ -467,7 +473,7 @@ TEMPLATES["events"] = """<table class="events">
 {% endfor %}</tbody></table>"""
 
 # %% ../../nbs/35_report.ipynb #0acc91c3
-CURVES = "step", "event", "loss", "lr", "grad_norm", "tok_s", "val_loss", "rank_ms" # other keys say what happened
+CURVES = "step event loss lr grad_norm tok_s val_loss rank_ms".split() # other keys say what happened
 
 def events_part(run, # from `read_run`
                 most=100): # to show
