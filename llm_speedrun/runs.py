@@ -85,8 +85,10 @@ class Run:
     options: dict = field(default_factory=dict) # of each rung that has any: name -> value, as it was built
     why: dict = field(default_factory=dict) # rung -> what was measured to choose its options, in words
     world: World = World() # the processes that share the step
+    seed: int = 0 # of the initial weights
     engines: tuple = () # what brings their gradients together, from `world.Engine`; none for one process
     stepper: Callable = None # (run, clip) -> what takes its steps, by default a `Stepper`
+    seed: int = 0 # of the initial weights
 
     @property
     def device(self):
@@ -342,7 +344,7 @@ def baseline(config, # a `GPTConfig`
              world=World()): # the processes that will share it
     "The naive FP32 `Run` that every ladder starts from"
     with torch.device(device or default_device()):
-        run = Run((Unfilled if device == "meta" else GPT)(config, seed), world=world)
+        run = Run((Unfilled if device == "meta" else GPT)(config, seed), world=world, seed=seed)
     if device == "meta": # what isn't a weight is made all the same
         for k, t in zip(("cos", "sin"), rope_table(config.seq, config.head_dim, config.rope_theta)):
             run.model.register_buffer(k, t.to(default_device()), persistent=False)
