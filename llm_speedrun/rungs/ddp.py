@@ -76,6 +76,7 @@ class WeightsAndLoss(nn.Module):
         self.weights, self.loss = nn.ParameterList(model.parameters()), partial(loss, model)
     def forward(self, x, y): return self.loss(x, y) # B T tokens, B T tokens that follow
 
+# %% ../../nbs/51_ddp.ipynb #51ddp026
 class HookedLoss(SharedLoss):
     "PyTorch's DDP: its hooks send a bucket of gradients as soon as the backward pass has them"
     ddp = model = None
@@ -87,7 +88,7 @@ class HookedLoss(SharedLoss):
     def reduce(self, params): "Nothing: it is done" # by the hooks, in the backward pass
     def forget(self): "Drop DDP, as after a pass that broke off"; self.ddp = self.model = None
 
-# %% ../../nbs/51_ddp.ipynb #51ddp027
+# %% ../../nbs/51_ddp.ipynb #51ddp028
 @patch
 @contextmanager
 def micro(self:HookedLoss, last): # whether the micro-batch is the step's last one
@@ -102,7 +103,7 @@ def __call__(self:HookedLoss, model, x, y): # a `GPT`, B T tokens and the B T th
     if self.model is not model: self.wrap(model)
     return self.ddp(x, y)
 
-# %% ../../nbs/51_ddp.ipynb #51ddp030
+# %% ../../nbs/51_ddp.ipynb #51ddp031
 class ReplayedLoss(SharedLoss):
     """Sends gradients while a recorded pass is replayed: the graph marks when a bucket is ready, and another
     stream waits for the mark. All passes send the same buckets in the same order, replayed or not"""
@@ -117,30 +118,25 @@ class ReplayedLoss(SharedLoss):
             for bucket in in_buckets(params, self.mb): super().reduce([params[i] for i in bucket])
         self.sent = False
 
-    def recorded(self, model, x): # a `GPT`, B T
-        "What was recorded for batches of this shape, None before"
-        res = self.loss.passes.get(model, {}).get(x.shape)
-        return res if isinstance(res, RecordedPass) else None
-
-# %% ../../nbs/51_ddp.ipynb #51ddp032
+# %% ../../nbs/51_ddp.ipynb #51ddp033
 @patch
 @contextmanager
 def marking(self:ReplayedLoss, params): # of the model
     "Inside, a recording marks when a bucket's gradients are ready. Gives the set of marks that were made"
     buckets, made = in_buckets(params, self.mb), set()
-    for _ in buckets[len(self.marks):]:
-        self.marks.append(torch.cuda.Event(external=True)) # to a graph an operation like others
-        self.marks[-1].record() # which makes it
+    if not self.marks: self.marks = [torch.cuda.Event(external=True) for _ in buckets] # for all recordings
     left = [*map(len, buckets)]
     def arrived(k, grad):
         left[k] -= 1
-        if not left[k] and torch.cuda.is_current_stream_capturing(): self.marks[k].record(); made.add(k)
+        if left[k] or not torch.cuda.is_current_stream_capturing(): return
+        self.marks[k].record() # an operation of the graph
+        made.add(k)
     hooks = [params[i].register_hook(partial(arrived, k)) for k, b in enumerate(buckets) for i in b]
     try: yield made
     finally:
         for h in hooks: h.remove()
 
-# %% ../../nbs/51_ddp.ipynb #51ddp034
+# %% ../../nbs/51_ddp.ipynb #51ddp035
 @patch
 @torch.no_grad()
 def send(self:ReplayedLoss, done): # a `RecordedPass`, whose replay is queued
@@ -156,7 +152,13 @@ def send(self:ReplayedLoss, done): # a `RecordedPass`, whose replay is queued
     now.wait_stream(self.side)
     for p in done.params: p.grad = None # the backward pass will hand out the means
 
-# %% ../../nbs/51_ddp.ipynb #51ddp036
+# %% ../../nbs/51_ddp.ipynb #51ddp037
+@patch
+def recorded(self:ReplayedLoss, model, x): # a `GPT`, B T
+    "What was recorded for batches of this shape, None before"
+    res = self.loss.passes.get(model, {}).get(x.shape)
+    return res if isinstance(res, RecordedPass) else None
+
 @patch
 def __call__(self:ReplayedLoss, model, x, y): # a `GPT`, B T tokens and the B T that follow
     "The loss. The gradients of a replay that ends a step are sent. Raises `RunError` where marks are missing"
@@ -170,7 +172,7 @@ def __call__(self:ReplayedLoss, model, x, y): # a `GPT`, B T tokens and the B T 
     if done and self.last: self.send(done)
     return loss
 
-# %% ../../nbs/51_ddp.ipynb #51ddp038
+# %% ../../nbs/51_ddp.ipynb #51ddp039
 def whole_blocks():
     "A context in which Dynamo doesn't cut what it compiles where DDP's buckets end"
     return torch._dynamo.config.patch(optimize_ddp=False)
@@ -188,7 +190,7 @@ def ddp(run, # a `Run`
     return replace(run, loss=engine, engines=run.engines + (engine,), stepper=ParallelStepper,
                    releases=run.releases + (engine.forget,))
 
-# %% ../../nbs/51_ddp.ipynb #51ddp054
+# %% ../../nbs/51_ddp.ipynb #51ddp055
 def record_of_gpus(record, # of a step that GPUs take together: its batch is that of all of them
                    n): # GPUs
     "The record with the number of GPUs in it, also in the GPU's name, and with the MFU of each"
@@ -200,7 +202,7 @@ def publish_of_gpus(records): # from `record_of_gpus`, of one machine
     if smoke(): publish(records)
     else: print(f"saved to {save_records(records, records_path(records[0]['gpu'])).name}")
 
-# %% ../../nbs/51_ddp.ipynb #51ddp058
+# %% ../../nbs/51_ddp.ipynb #51ddp059
 def step_timeline(world, # a `World`
                   step, # a function without arguments, called on all processes
                   warmup=4): # calls before
@@ -217,6 +219,7 @@ def step_timeline(world, # a `World`
         if gpu: torch.cuda.synchronize()
     return spans_of(prof.events())
 
+# %% ../../nbs/51_ddp.ipynb #51ddp060
 def spans_of(events): # of the profiler
     "As `step_timeline` gives them"
     gpu, rows = any(e.device_type.name == "CUDA" for e in events), dict(compute=[], communication=[])
@@ -229,7 +232,7 @@ def spans_of(events): # of the profiler
     start = min((t for spans in rows.values() for t, _ in spans), default=0)
     return {k: sorted((t - start, ms) for t, ms in spans) for k, spans in rows.items()}
 
-# %% ../../nbs/51_ddp.ipynb #51ddp059
+# %% ../../nbs/51_ddp.ipynb #51ddp061
 def draw_timelines(timelines): # name -> what `step_timeline` gives
     "Each step as two rows of boxes over time"
     import matplotlib.pyplot as plt
