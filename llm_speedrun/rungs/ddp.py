@@ -128,9 +128,7 @@ def marking(self:ReplayedLoss, params): # of the model
     left = [*map(len, buckets)]
     def arrived(k, grad):
         left[k] -= 1
-        if left[k] or not torch.cuda.is_current_stream_capturing(): return
-        self.marks[k].record() # an operation of the graph
-        made.add(k)
+        if not left[k] and torch.cuda.is_current_stream_capturing(): made.add(k); self.marks[k].record()
     hooks = [params[i].register_hook(partial(arrived, k)) for k, b in enumerate(buckets) for i in b]
     try: yield made
     finally:
@@ -152,13 +150,14 @@ def send(self:ReplayedLoss, done): # a `RecordedPass`, whose replay is queued
     now.wait_stream(self.side)
     for p in done.params: p.grad = None # the backward pass will hand out the means
 
-# %% ../../nbs/51_ddp.ipynb #51ddp037
+# %% ../../nbs/51_ddp.ipynb #51ddp036
 @patch
 def recorded(self:ReplayedLoss, model, x): # a `GPT`, B T
     "What was recorded for batches of this shape, None before"
     res = self.loss.passes.get(model, {}).get(x.shape)
     return res if isinstance(res, RecordedPass) else None
 
+# %% ../../nbs/51_ddp.ipynb #51ddp038
 @patch
 def __call__(self:ReplayedLoss, model, x, y): # a `GPT`, B T tokens and the B T that follow
     "The loss. The gradients of a replay that ends a step are sent. Raises `RunError` where marks are missing"
@@ -172,7 +171,7 @@ def __call__(self:ReplayedLoss, model, x, y): # a `GPT`, B T tokens and the B T 
     if done and self.last: self.send(done)
     return loss
 
-# %% ../../nbs/51_ddp.ipynb #51ddp039
+# %% ../../nbs/51_ddp.ipynb #51ddp040
 def whole_blocks():
     "A context in which Dynamo doesn't cut what it compiles where DDP's buckets end"
     return torch._dynamo.config.patch(optimize_ddp=False)
@@ -190,7 +189,7 @@ def ddp(run, # a `Run`
     return replace(run, loss=engine, engines=run.engines + (engine,), stepper=ParallelStepper,
                    releases=run.releases + (engine.forget,))
 
-# %% ../../nbs/51_ddp.ipynb #51ddp055
+# %% ../../nbs/51_ddp.ipynb #51ddp057
 def record_of_gpus(record, # of a step that GPUs take together: its batch is that of all of them
                    n): # GPUs
     "The record with the number of GPUs in it, also in the GPU's name, and with the MFU of each"
@@ -202,7 +201,7 @@ def publish_of_gpus(records): # from `record_of_gpus`, of one machine
     if smoke(): publish(records)
     else: print(f"saved to {save_records(records, records_path(records[0]['gpu'])).name}")
 
-# %% ../../nbs/51_ddp.ipynb #51ddp059
+# %% ../../nbs/51_ddp.ipynb #51ddp061
 def step_timeline(world, # a `World`
                   step, # a function without arguments, called on all processes
                   warmup=4): # calls before
@@ -219,7 +218,7 @@ def step_timeline(world, # a `World`
         if gpu: torch.cuda.synchronize()
     return spans_of(prof.events())
 
-# %% ../../nbs/51_ddp.ipynb #51ddp060
+# %% ../../nbs/51_ddp.ipynb #51ddp062
 def spans_of(events): # of the profiler
     "As `step_timeline` gives them"
     gpu, rows = any(e.device_type.name == "CUDA" for e in events), dict(compute=[], communication=[])
@@ -232,7 +231,7 @@ def spans_of(events): # of the profiler
     start = min((t for spans in rows.values() for t, _ in spans), default=0)
     return {k: sorted((t - start, ms) for t, ms in spans) for k, spans in rows.items()}
 
-# %% ../../nbs/51_ddp.ipynb #51ddp061
+# %% ../../nbs/51_ddp.ipynb #51ddp063
 def draw_timelines(timelines): # name -> what `step_timeline` gives
     "Each step as two rows of boxes over time"
     import matplotlib.pyplot as plt
