@@ -82,9 +82,15 @@ def steps(world, rungs, n, poison, count, broken=False):
     for k in range(count):
         loss = step(*zip(own(x[k]), own(y[k])))
         said.append((loss.item(), step.norm.item()))
-        if k == 1 and "replay" not in rungs: run.release()
+        if k == 1: released(run)
     with torch.no_grad(): weights = {k: p.float().clone() for k, p in run.model.named_parameters()}
     return said, weights, step.evaluate([(x[0], y[0])])
+
+def released(run):
+    "As after a step that broke off: what was recorded or wrapped is gone"
+    run.release()
+    for e in run.engines:
+        if isinstance(e, module.ReplayedLoss): e.loss.forget(); e.sent = True
 
 def leave_out(engine):
     "Let `engine` forget to bring the gradients together"

@@ -114,9 +114,8 @@ class ReplayedLoss(SharedLoss):
 
     def reduce(self, params): # with gradients
         "As a `SharedLoss`, where a replay hasn't done it"
-        if not self.sent:
-            for bucket in in_buckets(params, self.mb): super().reduce([params[i] for i in bucket])
-        self.sent = False
+        if self.sent: return
+        for bucket in in_buckets(params, self.mb): super().reduce([params[i] for i in bucket])
 
 # %% ../../nbs/51_ddp.ipynb #51ddp033
 @patch
@@ -139,7 +138,7 @@ def marking(self:ReplayedLoss, params): # of the model
 @torch.no_grad()
 def send(self:ReplayedLoss, done): # a `RecordedPass`, whose replay is queued
     "Queue its buckets, each behind its mark, with what earlier micro-batches have added up"
-    sums, now, self.sent = [p.grad for p in done.params], torch.cuda.current_stream(), True
+    sums, now = [p.grad for p in done.params], torch.cuda.current_stream()
     self.side = self.side or torch.cuda.Stream()
     with torch.cuda.stream(self.side):
         for mark, bucket in zip(self.marks, in_buckets(done.params, self.mb)):
@@ -168,7 +167,8 @@ def __call__(self:ReplayedLoss, model, x, y): # a `GPT`, B T tokens and the B T 
     if done and not known and len(made) < len(self.marks):
         raise RunError(f"rung 'ddp': the recording has {len(made)} marks for {len(self.marks)} buckets. Use "
                        "ddp:overlap=no, which needs none")
-    if done and self.last: self.send(done)
+    self.sent = bool(done and self.last)
+    if self.sent: self.send(done)
     return loss
 
 # %% ../../nbs/51_ddp.ipynb #51ddp040
