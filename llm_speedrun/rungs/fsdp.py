@@ -31,13 +31,14 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
           mesh, # the processes to share it, of one dimension
           gather, # type in which a block's matrices are sent
           reduce, # type in which gradients are sent and added up
-          reshard): # give a block's matrices back after its forward pass, too
+          reshard): # give a block's matrices back after its forward pass
     "Cut the matrices among the processes, each block's to be gathered together. Vectors stay whole"
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard # takes a second, which one process saves
     warnings.filterwarnings("ignore", "FSDP2-wrapped module") # of views of the stream: nobody writes into it
     typed = partial(MixedPrecisionPolicy, reduce_dtype=reduce, cast_forward_inputs=False)
     cut = partial(fully_shard, mesh=mesh, ignored_params={p for p in model.parameters() if p.ndim < 2})
-    for b in model.layers: cut(b, mp_policy=typed(gather), reshard_after_forward=reshard)
+    for b in model.layers: # the last one is needed again at once
+        cut(b, mp_policy=typed(gather), reshard_after_forward=reshard and b is not model.layers[-1])
     cut(model, mp_policy=typed(), reshard_after_forward=False) # the embedding, which the loss needs again
     for m, after in zip([model, *model.layers], model.layers): m.set_modules_to_forward_prefetch([after])
     model.register_forward_hook(give_back)
