@@ -20,7 +20,7 @@ from .fp8 import as_list
 
 # %% ../../nbs/52_fsdp.ipynb #33edc4d0
 def give_back(model, args, out): # as a forward hook is called
-    "After a pass without gradients: give back the weights that are still whole, which a backward pass would do"
+    "After a pass without gradients: give back what is still whole, which a backward pass would do"
     from torch.distributed.fsdp import FSDPModule
     if torch.is_grad_enabled(): return
     for m in model.modules():
@@ -33,7 +33,7 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
           reduce, # type in which gradients are sent and added up
           reshard): # give a block's matrices back after its forward pass
     "Cut the matrices among the processes, each block's to be gathered together. Vectors stay whole"
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard # takes a second, which one process saves
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard # one process saves the second
     warnings.filterwarnings("ignore", "FSDP2-wrapped module") # of views of the stream: nobody writes into it
     typed = partial(MixedPrecisionPolicy, reduce_dtype=reduce, cast_forward_inputs=False)
     cut = partial(fully_shard, mesh=mesh, ignored_params={p for p in model.parameters() if p.ndim < 2})
@@ -49,7 +49,7 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
 def make_weights(run): # whose weights are shapes, and whose engines know who holds what; its model is changed
     "Give each process its part of the weights that one process would begin with"
     device = run.device
-    run.model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t) # buffers stay as they are
+    run.model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t) # not buffers
     parts = pieces(run)
     def give(name, whole):
         p = parts[name]
@@ -90,15 +90,15 @@ def check_goes(run): # a `Run`
     "Raise `InputError` for what FSDP2's hooks can't be part of"
     how = run.options.get("compile", {})
     if how.get("whole"):
-        raise InputError("rung 'fsdp': weights are gathered between the blocks, where a loss compiled as a whole "
-                         "has no room for it: use compile without whole=yes")
+        raise InputError("rung 'fsdp': weights are gathered between the blocks, and a loss compiled as a "
+                         "whole has no room for it: use compile without whole=yes")
     if (mode := how.get("mode")) in ("reduce-overhead", "max-autotune"):
-        raise InputError(f"rung 'fsdp': compile:mode={mode} replays CUDA graphs, and a replay gathers nothing: "
-                         "use mode=default or max-autotune-no-cudagraphs")
+        raise InputError(f"rung 'fsdp': compile:mode={mode} replays CUDA graphs, which gather nothing: use "
+                         "mode=default or max-autotune-no-cudagraphs")
 
-# %% ../../nbs/52_fsdp.ipynb #aa3b8579
+# %% ../../nbs/52_fsdp.ipynb #750eff31
 def keeps_copies(run): # a `Run`
-    "Whether the blocks' backward pass has 8-bit copies of all matrices, and needs none of them gathered again"
+    "Whether the blocks' backward pass has 8-bit copies of all matrices, and needs none gathered again"
     parts = as_list(run.options.get("fp8", {}).get("parts", ()))
     again = {"checkpoint", "selective_checkpoint", "compile"} # which may ask for the weights themselves
     return {"heads", "out", "mlp"} <= {*parts} and not again & {*run.rungs}
@@ -114,9 +114,9 @@ def fsdp(run, # a `Run`
     """Weights, gradients and optimizer state cut among the processes (FSDP2, `fully_shard`). Alone it changes
     nothing. Raises `InputError` for what it doesn't go with"""
     check_goes(run)
-    how = dict(gather=DTYPES[run.fmt], reduce=lookup(REDUCE, reduce, "type of the reduction"), reshard=reshard)
+    how = dict(reduce=lookup(REDUCE, reduce, "type of the reduction"), gather=DTYPES[run.fmt])
     if run.world.size == 1: return run
-    run = run.with_model(partial(shard, mesh=run.world.mesh["dp"], **how))
+    run = run.with_model(partial(shard, mesh=run.world.mesh["dp"], reshard=reshard, **how))
     if keeps_copies(run):
         for b in run.model.layers: b.set_unshard_in_backward(False)
     run = replace(run, engines=run.engines + (FSDP(run, each),), stepper=ParallelStepper)
