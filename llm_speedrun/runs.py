@@ -88,6 +88,7 @@ class Run:
     seed: int = 0 # of the initial weights
     engines: tuple = () # what brings their gradients together, from `world.Engine`; none for one process
     stepper: Callable = None # (run, clip) -> what takes its steps, by default a `Stepper`
+    seed: int = 0 # of the initial weights
 
     @property
     def device(self):
