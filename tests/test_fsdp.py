@@ -149,4 +149,4 @@ GPU_CASES = {"fp8": (["tf32", *FP8, "fused_adamw"], "", dict(config=WORKLOADS["t
 def test_two_gpus_are_one():
     "The kernels of a GPU, and NCCL"
     got = processes(2, every, GPU_CASES)[0]
-    for k, (rungs, _, how, _) in GPU_CASES.items(): assert not differs(got[k], trained(World(), rungs, **how), dict(rel=1e-2)), k
+    for k, (rungs, _, how, _) in GPU_CASES.items(): assert not differs(got[k], trained(World(), rungs, **how), dict(rel=3e-2)), k
