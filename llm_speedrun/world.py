@@ -74,8 +74,8 @@ def meet(patience): # seconds
         raise InputError(f"{e}. torchrun sets it: start with torchrun, or unset WORLD_SIZE") from e
     except dist.DistError as e:
         why = f"nobody answers at {address}: is the first process there, and is the port open to us?"
-        if "EADDRINUSE" in str(e): why = (f"port {address.split(':')[-1]} of this machine is in use, perhaps by "
-                                          "another run: take another (torchrun --master_port)")
+        if "EADDRINUSE" in str(e): why = (f"port {address.split(':')[-1]} of this machine is in use, perhaps "
+                                          "by another run: take another (torchrun --master_port)")
         if "clients joined" in str(e): why = f"not all processes came to {address}: see what the others say"
         raise RunError(f"{why} ({str(e).splitlines()[0]})") from e
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") # torchrun's store outlives its processes
