@@ -48,6 +48,15 @@ def test_nobody_answers(as_process):
     as_process(rank=1)
     fails(RunError, "is the first process there", patience=1)
 
+def test_another_program_has_the_port(as_process, monkeypatch):
+    "It takes the connection, and says nothing"
+    true = world.in_time
+    monkeypatch.setattr(world, "in_time", lambda f, seconds, why: true(f, 2, why))
+    with socket.socket() as s:
+        s.bind(("", 0)); s.listen()
+        as_process(rank=1, port=s.getsockname()[1])
+        fails(RunError, "isn't one of us: take another port", patience=1)
+
 def test_the_others_do_not_come(as_process):
     as_process()
     fails(RunError, "not all processes came", patience=1)
