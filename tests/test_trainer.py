@@ -446,7 +446,7 @@ def test_out_of_memory_while_measuring(tmp_path, monkeypatch, capsys):
     "The naive run may not fit where the rungs do: `auto` then takes all rungs and trains all the same"
     def paying(config, batch, rungs): raise torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(ladder, "paying", paying)
-    monkeypatch.setattr(hardware_module, "preset", lambda name, lacks=(): ["flash"])
+    monkeypatch.setattr(hardware_module, "preset", lambda *args: ["flash"])
     trainer, _ = train(options(tmp_path, rungs="auto"))
     assert trainer.run.rungs == ("flash",) and "the naive run doesn't fit into memory" in capsys.readouterr().out
 

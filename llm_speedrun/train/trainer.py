@@ -7,7 +7,7 @@ __all__ = ['BAD_STEPS', 'AT_ONCE', 'CHANGEABLE', 'FILES', 'FOLDERS', 'Trainer', 
            'AllFailed', 'json_line', 'tell', 'Progress', 'Signals', 'rng_states', 'set_rng_states', 'State',
            'fitting_state', 'run_folder', 'read_options', 'resumed', 'with_parts', 'check_tokens', 'deterministic',
            'sharing', 'Lifeline', 'Group', 'again', 'NoMemory', 'layout', 'taken', 'reopened', 'given_back', 'clear',
-           'divide', 'check_division', 'check_shares', 'with_room', 'train', 'said_already', 'last_words',
+           'divide', 'check_division', 'check_shares', 'with_room', 'train', 'last_words', 'said_already',
            'as_one_of_many', 'report', 'train_and_tell']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
@@ -1320,13 +1320,6 @@ def train(cfg, # a `TrainConfig`
     trainer = Trainer(cfg, progress, given, timings)
     return trainer, trainer.fit()
 
-# %% ../../nbs/30_trainer.ipynb #a1086e72
-def said_already(text):
-    "Whether another process has said it: in the group's folder, or in the store where all have met"
-    if group_file("") or not dist.is_initialized(): return not first_to_say(text)
-    try: return notes().add(f"said {text}", 1) > 1
-    except RuntimeError: return False # who keeps the store is gone
-
 # %% ../../nbs/30_trainer.ipynb #148ff1a9
 def last_words(e): # an error
     "Say what ends this process, and end it at once: others may be waiting for it"
@@ -1342,6 +1335,12 @@ def last_words(e): # an error
     os._exit(code if meant else 1)
 
 # %% ../../nbs/30_trainer.ipynb #5035842d
+def said_already(text):
+    "Whether another process has said it: in the group's folder, or in the store where all have met"
+    if group_file("") or not dist.is_initialized(): return not first_to_say(text)
+    try: return notes().add(f"said {text}", 1) > 1
+    except RuntimeError: return False # who keeps the store is gone
+
 @contextmanager
 def as_one_of_many():
     "Inside, what ends one of several processes ends it as torchrun should see it; one alone ends as always"
