@@ -288,8 +288,8 @@ def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
         "data stream documents vocab workload seq init rungs batch accumulate hardware deterministic measure gpus restarts rank_logs "
-        "steps total_tokens minutes epochs target step_tokens lr schedule warmup weight_decay clip ema seed evals eval_tokens sample samples name out overwrite track profile timings "
-        "save_minutes keep_last resume").split()
+        "steps total_tokens minutes epochs target step_tokens lr schedule warmup weight_decay clip ema seed evals eval_tokens sample samples "
+        "name out overwrite track profile timings save_minutes keep_last resume").split()
 
 # Other tokens
 
