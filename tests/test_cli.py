@@ -153,7 +153,7 @@ CAN_PRINT = { # module, or one of its options -> the commands that can print its
     "train.trainer": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
     "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}"}
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
-ELSEWHERE = {"--pre", "--query", "--format", "--master_port"} # of pip, nvidia-smi and torchrun
+ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm"} # of pip, nvidia-smi, torchrun, docker
 
 def has(name): return {f"--{o.name}" for o in listed(COMMANDS[f"speedrun_{name}"].config)} | {"--debug", "--help"}
 

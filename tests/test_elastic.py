@@ -13,8 +13,9 @@ STEPS = 30
 
 def chosen(folder, **kw):
     "Options of a small run on two processes"
-    return dict(data=str(folder/"bins"), workload="tiny", rungs="flash,ddp", steps=STEPS, step_tokens=1024, seq=32, batch=8, vocab=300, evals=1,
-                eval_tokens=256, sample=2, lr=1e-3, schedule="constant", name="run", out=str(folder/"runs"), gpus=2, save_minutes=0.) | kw
+    return dict(data=str(folder/"bins"), workload="tiny", rungs="flash,ddp", steps=STEPS, step_tokens=1024, seq=32, batch=8, vocab=300,
+                evals=1, eval_tokens=256, sample=2, lr=1e-3, schedule="constant", name="run", out=str(folder/"runs"), gpus=2,
+                save_minutes=0.) | kw
 
 def start(folder, *more, **kw):
     "The command in a process of its own, which is a group of processes"
