@@ -334,8 +334,8 @@ def cut_loss(loss, share): # a model's loss, a `Share`
     "The same for a cut vocabulary. Raises `InputError` for a loss that we don't know"
     if loss is cross_entropy: return CutCrossEntropy(share)
     if isinstance(loss, ChunkedCE): return CutChunkedCE(share, loss)
-    raise InputError(f"rung 'tensor_parallel' doesn't know how to cut the loss {loss}: use chunked_ce, or the "
-                     "plain one")
+    raise InputError(f"rung 'tensor_parallel' doesn't know how to cut the loss {loss}: use chunked_ce, "
+                     "or the plain one")
 
 def cut_parts(block, share): # a `model.Block`, a `Share`
     "Its parts for a cut stream. Raises `InputError` for parts that we don't know"
