@@ -27,12 +27,13 @@ PLAIN = type(None), bool, int, float, str
 
 def taken_apart(x, # a tree of dicts, lists, tuples, tensors and plain values
                 tensors, # a dict that gets the tensors
-                path="state"): # of `x` in the tree
+                path="state", # of `x` in the tree
+                leaves=()): # classes of what else goes there
     "`x` as JSON knows it; its tensors go to `tensors`, by their paths. Raises `TypeError` for anything else"
-    child = lambda v, k: taken_apart(v, tensors, f"{path}.{k}")
-    if isinstance(x, torch.Tensor):
+    child = lambda v, k: taken_apart(v, tensors, f"{path}.{k}", leaves)
+    if isinstance(x, (torch.Tensor, *leaves)):
         while path in tensors: path += "'" # "a.b" beside {"a": {"b": ...}}
-        tensors[path] = x.detach()
+        tensors[path] = x if isinstance(x, leaves) else x.detach()
         return dict(tensor=path)
     if isinstance(x, dict): return dict(dict=[[k, child(v, k)] for k, v in x.items()])
     if isinstance(x, (list, tuple)):
@@ -212,14 +213,15 @@ def read_about(checkpoint): # a checkpoint's folder
     return about
 
 # %% ../../nbs/31_saving.ipynb #f116e10f
-def broken(folder): # of a checkpoint
+def broken(folder, # of a checkpoint
+           part=slice(None)): # which of its files to read: several processes share them
     "Why the checkpoint can't be trusted, in words; an empty string if it can"
     folder = Path(folder)
     try:
         manifest = read_json(folder/MANIFEST, Manifest)
         if sum_of(msgspec.to_builtins(manifest.files)) != manifest.sum:
             return f"{MANIFEST} doesn't match its own sum"
-        for name, f in manifest.files.items():
+        for name, f in [*manifest.files.items()][part]:
             if why := damaged(folder/Path(name).name, name, f): return why
         read_about(folder)
     except FileNotFoundError as e: return f"{Path(e.filename).name} is missing"
@@ -287,7 +289,11 @@ class Saver:
         self.folder, self.keep, self.run = Path(folder), keep, run
         self.losses = {} # step -> validation loss, which the trainer fills in
         self.pool, self.writing, self.reserved = ThreadPoolExecutor(1, "saver"), None, []
-        for p in self.folder.glob("step-*.tmp"): shutil.rmtree(p) # of a process that was killed
+        self.tidy()
+
+    def tidy(self):
+        "Remove what a process that was killed has left"
+        for p in self.folder.glob("step-*.tmp"): shutil.rmtree(p)
 
     def busy(self):
         "Whether a checkpoint is still being written"
@@ -341,9 +347,12 @@ def write(self:Saver, step, host, about, # its number, copies on their way, a di
 
 # %% ../../nbs/31_saving.ipynb #4503ceeb
 def read_checkpoint(folder): # of a checkpoint
-    """What `Saver.save` was given, on the CPU: the weights by name, the state, and an `About`. Raises
-    `InputError` for what `Saver` doesn't write, and what an older version wrote"""
+    """What `Saver.save` was given, on the CPU: the weights by name, the state, and an `About`; whole, also where
+    several processes wrote it. Raises `InputError` for what they don't write, and what an older version wrote"""
+    from llm_speedrun.train.sharded import SHARDED, read_whole # which imports this module
+    folder = Path(folder)
     about = read_about(folder)
+    if about.version == SHARDED: return read_whole(folder)
     if about.version != VERSION:
         raise InputError(f"{folder} was written by a version of llm_speedrun whose checkpoints are of format "
                          f"{about.version}, and this one reads format {VERSION}: go on with that version")
@@ -389,15 +398,20 @@ def read_record(folder): # of a run
     return record
 
 # %% ../../nbs/31_saving.ipynb #b6c15567
-def weights_in(path): # of a safetensors file
-    "How many numbers the file's tensors have; reads its header alone. Raises `InputError` if it is none"
+def weights_in(path): # of a safetensors file, or of a checkpoint's folder
+    "How many weights it has; reads headers alone. Raises `InputError` if it is none"
+    from llm_speedrun.train.sharded import INDEX, read_index
+    path = Path(path)
+    if path.is_dir():
+        if not (path/INDEX).exists(): return weights_in(path/"model.safetensors")
+        return sum(math.prod(t.shape) for n, t in read_index(path).tensors.items() if n.startswith("model."))
     try:
         with safe_open(path, "pt") as f: return sum(math.prod(f.get_slice(k).get_shape()) for k in f.keys())
     except SafetensorError as e: raise InputError(f"{path} is no whole safetensors file: {e}") from None
 
 def check_size(config, # a `GPTConfig`, as read
-               path): # of the weights that belong to it
-    "Raise `InputError` where the file has more or fewer weights than such a model, before that is built"
+               path): # of the weights that belong to it, as for `weights_in`
+    "Raise `InputError` where that has more or fewer weights than such a model, before that is built"
     c = config
     want = matrix_params(c) + c.layers*(2*c.width + 2*c.head_dim) + c.width # and the norms
     if (n := weights_in(path)) != want:
