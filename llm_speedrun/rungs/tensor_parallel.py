@@ -157,7 +157,7 @@ class Summed(torch.autograd.Function):
     def backward(ctx, g): return g, None
 
 class Copied(torch.autograd.Function):
-    "(share, the stream, perhaps what is to be added) -> the same; backward, the sum of all processes' gradients"
+    "(share, the stream, perhaps an addend) -> the same; backward, the sum of all processes' gradients"
     @staticmethod
     def forward(ctx, share, *hs):
         ctx.share = share
@@ -177,7 +177,7 @@ class OnlyFirst(torch.autograd.Function):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #fc5328f8
 class OwnRows(torch.autograd.Function):
-    "(share, the stream B T d, perhaps what is to be added) -> this process's tokens, n d each; backward, all rows"
+    "(share, the stream B T d, perhaps an addend) -> this process's tokens, n d each; backward, all rows"
     @staticmethod
     def forward(ctx, share, *hs):
         ctx.share, ctx.shape = share, hs[0].shape
