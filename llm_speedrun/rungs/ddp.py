@@ -114,9 +114,8 @@ class ReplayedLoss(SharedLoss):
 
     def reduce(self, params): # with gradients
         "As a `SharedLoss`, where a replay hasn't done it"
-        if not self.sent:
-            for bucket in in_buckets(params, self.mb): super().reduce([params[i] for i in bucket])
-        self.sent = False
+        if self.sent: return
+        for bucket in in_buckets(params, self.mb): super().reduce([params[i] for i in bucket])
 
 # %% ../../nbs/51_ddp.ipynb #51ddp033
 @patch
@@ -139,7 +138,7 @@ def marking(self:ReplayedLoss, params): # of the model
 @torch.no_grad()
 def send(self:ReplayedLoss, done): # a `RecordedPass`, whose replay is queued
     "Queue its buckets, each behind its mark, with what earlier micro-batches have added up"
-    sums, now, self.sent = [p.grad for p in done.params], torch.cuda.current_stream(), True
+    sums, now = [p.grad for p in done.params], torch.cuda.current_stream()
     self.side = self.side or torch.cuda.Stream()
     with torch.cuda.stream(self.side):
         for mark, bucket in zip(self.marks, in_buckets(done.params, self.mb)):
@@ -168,7 +167,8 @@ def __call__(self:ReplayedLoss, model, x, y): # a `GPT`, B T tokens and the B T 
     if done and not known and len(made) < len(self.marks):
         raise RunError(f"rung 'ddp': the recording has {len(made)} marks for {len(self.marks)} buckets. Use "
                        "ddp:overlap=no, which needs none")
-    if done and self.last: self.send(done)
+    self.sent = bool(done and self.last)
+    if self.sent: self.send(done)
     return loss
 
 # %% ../../nbs/51_ddp.ipynb #51ddp040
@@ -189,7 +189,7 @@ def ddp(run, # a `Run`
     return replace(run, loss=engine, engines=run.engines + (engine,), stepper=ParallelStepper,
                    releases=run.releases + (engine.forget,))
 
-# %% ../../nbs/51_ddp.ipynb #51ddp057
+# %% ../../nbs/51_ddp.ipynb #51ddp059
 def record_of_gpus(record, # of a step that GPUs take together: its batch is that of all of them
                    n): # GPUs
     "The record with the number of GPUs in it, also in the GPU's name, and with the MFU of each"
@@ -201,7 +201,7 @@ def publish_of_gpus(records): # from `record_of_gpus`, of one machine
     if smoke(): publish(records)
     else: print(f"saved to {save_records(records, records_path(records[0]['gpu'])).name}")
 
-# %% ../../nbs/51_ddp.ipynb #51ddp061
+# %% ../../nbs/51_ddp.ipynb #51ddp063
 def step_timeline(world, # a `World`
                   step, # a function without arguments, called on all processes
                   warmup=4): # calls before
@@ -218,7 +218,7 @@ def step_timeline(world, # a `World`
         if gpu: torch.cuda.synchronize()
     return spans_of(prof.events())
 
-# %% ../../nbs/51_ddp.ipynb #51ddp062
+# %% ../../nbs/51_ddp.ipynb #51ddp064
 def spans_of(events): # of the profiler
     "As `step_timeline` gives them"
     gpu, rows = any(e.device_type.name == "CUDA" for e in events), dict(compute=[], communication=[])
@@ -231,7 +231,7 @@ def spans_of(events): # of the profiler
     start = min((t for spans in rows.values() for t, _ in spans), default=0)
     return {k: sorted((t - start, ms) for t, ms in spans) for k, spans in rows.items()}
 
-# %% ../../nbs/51_ddp.ipynb #51ddp063
+# %% ../../nbs/51_ddp.ipynb #51ddp065
 def draw_timelines(timelines): # name -> what `step_timeline` gives
     "Each step as two rows of boxes over time"
     import matplotlib.pyplot as plt
