@@ -18,6 +18,7 @@ LISTS = {"naive": ([], 10, 1), "fused": (FUSED, 50, 2), "bf16": (["bf16", *FUSED
 FP8 = ["bf16", *FUSED, "fp8:parts=heads+out+mlp"], 10, 1
 if DEVICE == "cuda": LISTS["compile"] = [*FUSED, "compile"], 5, 1     # on two CPUs it takes 10 s
 cuda = pytest.mark.cuda
+def needs(n): return pytest.mark.skipif(0 < torch.cuda.device_count() < n, reason=f"{n} processes want as many GPUs, or none")
 
 def data(n=4): return torch.randint(NANO.vocab, (2, n, NANO.seq), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
@@ -118,6 +119,7 @@ def two(world):
     tp.row_losses = all_rows
     return res, refusals(world), loss_errors(world), shows_nan(world)
 
+@needs(2)
 def test_two_processes_are_one():
     "Losses, norms, weights, evaluation and logits; mutations are seen; refusals; the loss by itself; NaN"
     (a, refused, errors, nan), (b, *_, nan2) = processes(2, two, tp=2)
@@ -142,6 +144,7 @@ def four(world):
     "What two times two processes do"
     return {k: train(world, *how, ("tensor_parallel", k)) for k, how in FOUR.items()}
 
+@needs(4)
 def test_four_processes_are_one():
     "A model cut in two, each half in shards of two or twice there: two halves of the batch"
     every = processes(4, four, tp=2)
