@@ -386,7 +386,8 @@ class CutGPT(GPT):
             raise InputError(f"{B} × {T} tokens can't be divided among the {share.size} processes of "
                              f"tensor_parallel: make their number a multiple of {share.size}")
         if y is not None: return self.loss(self.hidden(x), w, y)
-        h = self.hidden(F.pad(x, (0, 0, 0, -B % share.size))) # more sequences, which the others don't see
+        more = -B % share.size if B*T % share.size else 0 # sequences, which the others don't see
+        h = self.hidden(F.pad(x, (0, 0, 0, more)))
         logits = GatheredLinear.apply(*(t.to(compute_dtype(h)) for t in (h, w)), share) # N V/size
         return AllParts.apply(logits.T, share).flatten(0, 1).T.unflatten(0, (-1, T))[:B]
 
