@@ -94,10 +94,9 @@ def join_world(tp=1, # processes that share the parts of one model; must divide 
     if size == 1: return World()
     if size % tp: raise InputError(f"{size} processes can't form groups of {tp}: tp must divide them")
     device = device_of_process()
-    how = dict(device_id=device) if device.type == "cuda" else {}
     for k, v in FLIGHT_RECORDER.items(): os.environ.setdefault(k, v)
     dist.init_process_group(backend_for(device), store=meet(patience), rank=rank, world_size=size,
-                            timeout=timedelta(seconds=timeout), **how)
+                            timeout=timedelta(seconds=timeout)) # a device_id would split groups, of which gloo warns
     mesh = dist.init_device_mesh(device.type, (size//tp, tp), mesh_dim_names=("dp", "tp"))
     return World(rank, size, mesh)
 
