@@ -550,9 +550,12 @@ def check_run(cfg, # a `TrainConfig`
     "Findings about a run with these options. Raises what making its `Trainer` raises"
     if cfg.resume: yield from check_resume(cfg)
     trainer = Trainer(cfg, progress=False, given=given, timings=timings)
-    try: yield from check_trainer(trainer)
-    finally: trainer.let_go() # of the run's folder
-    if trainer.world.size > 1: trainer.lifeline.close() # none waits for the others any more
+    try:
+        yield from check_trainer(trainer)
+        trainer.world.wait() # all have seen the folder
+    finally:
+        trainer.let_go() # of it
+        if trainer.world.size > 1: trainer.lifeline.close() # nobody waits for the others any more
 
 # %% ../../nbs/36_doctor.ipynb #e2c49c76
 def examine(cfg, # a `TrainConfig`
