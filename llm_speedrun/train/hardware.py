@@ -341,8 +341,8 @@ def tell_together(records, # of `measure_together`
     path, records = folder/"ladder.json", [r | dict(kept=True) for r in records]
     save_ladder((read_json(path, list) if path.exists() else []) + records, folder)
     for r in records:
-        n, gain = r["gpus"], r["ratio"]
-        print(f"{r['rung']} on {n} GPUs: {r['tok_s']:,.0f} tokens/s, {gain:.2f} times those of one, "
+        n, gain, what = r["gpus"], r["ratio"], "GPUs" if r["gpu"] != "CPU" else "processes of a CPU"
+        print(f"{r['rung']} on {n} {what}: {r['tok_s']:,.0f} tokens/s, {gain:.2f} times those of one, "
               f"{gain/n:.0%} of {n} by themselves")
     print(f"saved in {folder}/")
 
