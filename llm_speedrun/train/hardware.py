@@ -88,8 +88,8 @@ def parse_rungs(spec, # "auto", a preset's name, perhaps with `PARALLEL` ones, o
     "The rungs that `spec` asks for, each checked to exist. \"auto\" is `fastest`, still to be measured"
     names = [n.strip() for n in spec.split(",") if n.strip()]
     name = preset_of(spec)
-    if name: names = names[1:]
-    for n in names: check_name(n, name)
+    beside = names.pop(0) if name else ""
+    for n in names: check_name(n, beside)
     return preset(name, lacks, names) + names if name else names
 
 # %% ../../nbs/32_hardware.ipynb #ea119575
