@@ -59,7 +59,7 @@ def test_what_torchrun_sets_is_missing(as_process, monkeypatch):
 
 def test_tp_must_divide(as_process):
     as_process(size=6)
-    fails(InputError, "6 processes can't be split into groups of 4", tp=4)
+    fails(InputError, "6 processes can't form groups of 4", tp=4)
 
 def test_fewer_gpus_than_processes(as_process, monkeypatch):
     as_process(rank=1)

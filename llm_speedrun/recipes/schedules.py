@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from ..files import InputError
 from ..runs import Stepper
+from ..world import local
 
 # %% ../../nbs/40_schedules.ipynb #80a7f487
 def cosine(t): # part of the time after the warm-up that is over, 0 to 1
@@ -47,7 +48,8 @@ class Average:
     def __init__(self, params, # tensors
                  decay): # close to 1: the average is over the last 1/(1 - decay) updates
         if not 0 < decay < 1: raise InputError(f"the decay of an average is between 0 and 1, not {decay}")
-        self.params, self.decay, self.n = list(params), decay, 0
+        self.params = [local(p.detach()) for p in params] # of `DTensor`s what this process has
+        self.decay, self.n = decay, 0
         wide = lambda p: torch.promote_types(p.dtype, torch.float32)
         self.mean = [p.detach().to(wide(p), copy=True) for p in self.params]
 
