@@ -83,8 +83,7 @@ def join_world(tp=1, # processes that share the parts of one model; must divide 
     if not dist.is_initialized(): # who is asked again is there already
         dist.init_process_group(backend_for(device), store=meet(patience), rank=rank, world_size=size,
                                 timeout=timedelta(seconds=timeout), **how)
-    mesh = dist.init_device_mesh(device.type, (size//tp, tp), mesh_dim_names=("dp", "tp"))
-    return World(rank, size, mesh)
+    return World(rank, size, dist.init_device_mesh(device.type, (size//tp, tp), mesh_dim_names=("dp", "tp")))
 
 # %% ../nbs/50_world.ipynb #816445cc
 def leave_world(lost=False): # whether others don't answer any more: then what is under way is broken off

@@ -28,7 +28,7 @@ from ..files import SpeedrunError
 from ..measure import (Timings, default_device, driver_version, memory_limit, process_start,
                                   sample_ms, summarize, version_of)
 from ..runs import RUNGS, World
-from ..world import Piece, collective_ms, join_world, pieces, processes, ring
+from ..world import Piece, collective_ms, join_world, leave_world, pieces, processes, ring
 from .options import to_start
 from .saving import newest, read_record, taken_apart
 from .sharded import Each, weights_to_save
@@ -600,4 +600,5 @@ def examine_and_tell(cfg, # a `TrainConfig`
     "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
     n = to_start(cfg, given or ())
     problems = processes(n, examined, cfg, given)[0] if n > 1 else examined(join_world(), cfg, given)
+    leave_world()
     if problems: sys.exit(1)
