@@ -95,10 +95,10 @@ def join_world(tp=1, # processes that share the parts of one model; must divide 
     if size % tp: raise InputError(f"{size} processes can't form groups of {tp}: tp must divide them")
     device = device_of_process()
     for k, v in FLIGHT_RECORDER.items(): os.environ.setdefault(k, v)
-    dist.init_process_group(backend_for(device), store=meet(patience), rank=rank, world_size=size,
-                            timeout=timedelta(seconds=timeout)) # a device_id would split groups, of which gloo warns
-    mesh = dist.init_device_mesh(device.type, (size//tp, tp), mesh_dim_names=("dp", "tp"))
-    return World(rank, size, mesh)
+    if not dist.is_initialized(): # who is asked again is there already
+        dist.init_process_group(backend_for(device), store=meet(patience), rank=rank, world_size=size,
+                                timeout=timedelta(seconds=timeout)) # a device_id makes gloo warn
+    return World(rank, size, dist.init_device_mesh(device.type, (size//tp, tp), mesh_dim_names=("dp", "tp")))
 
 # %% ../nbs/50_world.ipynb #816445cc
 def leave_world(lost=False): # whether others don't answer any more: then what is under way is broken off

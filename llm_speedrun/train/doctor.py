@@ -7,27 +7,31 @@ __all__ = ['ok', 'note', 'PACKAGES', 'HELD_BACK', 'Finding', 'of_error', 'guarde
            'check_gpu', 'check_rungs', 'link_kinds', 'links_here', 'fabric', 'versions_here', 'here', 'named',
            'check_same', 'check_links', 'check_network', 'check_settings', 'check_shm', 'least_gbs', 'check_speed',
            'clock', 'under_load', 'check_pace', 'seen', 'mark_in', 'check_shared', 'check_cluster', 'FirstSteps',
-           'one_step', 'wall_ms', 'first_steps', 'check_trial', 'check_memory', 'check_data', 'check_loader',
-           'checkpoint_bytes', 'size', 'check_disk', 'check_start', 'lasting', 'check_time', 'check_resume',
-           'check_trainer', 'check_run', 'examine', 'checkup', 'tell', 'examine_and_tell']
+           'one_step', 'wall_ms', 'first_steps', 'check_trial', 'check_memory', 'check_data', 'check_loader', 'stored',
+           'stored_bytes', 'checkpoint_bytes', 'size', 'check_disk', 'check_start', 'lasting', 'check_time',
+           'check_resume', 'check_trainer', 'check_run', 'examine', 'checkup', 'tell', 'examined', 'examine_and_tell']
 
 # %% ../../nbs/36_doctor.ipynb #4885a0ac
 import math, os, platform, re, shutil, socket, subprocess, sys, tempfile, textwrap, time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 import torch
 from packaging.requirements import Requirement
+
+# %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..data import cache_dir
 from ..files import SpeedrunError
 from ..measure import (Timings, default_device, driver_version, memory_limit, process_start,
                                   sample_ms, summarize, version_of)
 from ..runs import RUNGS, World
-from ..world import collective_ms, join_world, processes, ring
+from ..world import Piece, collective_ms, join_world, leave_world, pieces, processes, ring
+from .options import to_start
 from .saving import newest, read_record, taken_apart
+from .sharded import Each, weights_to_save
 from .hardware import presets
 from .trainer import Trainer
 
@@ -148,6 +152,7 @@ def versions_here():
     return dict(torch=str(torch.__version__), CUDA=torch.version.cuda, NCCL=nccl, **packages,
                 Python=platform.python_version(), driver=driver_version())
 
+# %% ../../nbs/36_doctor.ipynb #1e0332d3
 def here():
     "What one of several processes has: a dict of plain values"
     gpu, shm, reach = torch.cuda.is_available(), Path("/dev/shm"), torch.cuda.can_device_access_peer
@@ -164,6 +169,7 @@ def named(ranks): # of processes
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
     return f"process{'es'*(len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
 
+# %% ../../nbs/36_doctor.ipynb #b8c0f0e3
 def check_same(have): # of each process what `here` says
     "Findings: whether versions and GPUs are the same everywhere"
     versions, gpus = [h["versions"] for h in have], Counter(h["gpu"] for h in have)
@@ -186,7 +192,7 @@ def check_links(have): # as for `check_same`
     yield ok("world", f"{len(have)} processes, which met at {met}: {where}")
     if cut := [r for r, h in enumerate(have) if h["cut_off"]]:
         yield note("links", f"the GPU of {named(cut)} can't reach the memory of others in its machine: "
-                   "messages go through the processor's. Virtual machines, IOMMU and ACS have settings for that")
+                   "messages go through the processor's. See to IOMMU, ACS, or the virtual machine")
     elif kinds and not any(k.startswith("NV") for k in kinds):
         yield note("links", f"the GPUs of a machine are {joined}, without NVLink: ddp goes well, fsdp is "
                    "slower, and tensor_parallel hardly pays")
@@ -201,6 +207,7 @@ def check_network(have): # as for `check_same`
     else: yield note("network", f"{named(dead)} has no InfiniBand or RoCE device that is up: messages "
                      "between machines go by TCP, which is slow for fsdp. Look at ibstat, or take ddp")
 
+# %% ../../nbs/36_doctor.ipynb #96f4b4fa
 def check_settings(have): # as for `check_same`
     "A finding: what the environment tells those who send"
     mine, off = have[0]["settings"], [f"NCCL_{k}_DISABLE" for k in ("P2P", "SHM", "IB")]
@@ -279,7 +286,7 @@ def check_pace(paces, # of each process, from `under_load`
     slow = [r for r, t in enumerate(ms) if t > 1.05*fast and have[r]["gpu"] != "CPU"]
     if not slow: yield ok("clocks", text)
     else: yield note("clocks", f"{text}: {named(slow)} takes up to {max(ms)/fast - 1:.0%} longer, and "
-                     "each step waits for that. nvidia-smi -q -d PERFORMANCE,POWER says more, and who else is there")
+                     "each step waits for that. nvidia-smi -q -d PERFORMANCE,POWER says more")
     for r, p in enumerate(paces):
         if p.get("held"): yield note("clocks", f"the GPU of process {r} is {' and '.join(p['held'])}")
 
@@ -322,8 +329,8 @@ def check_cluster(world, # a `World` of several
     yield from check_pace(world.gathered(under_load()), have)
     yield from check_shared(world, Path(out).absolute(), "where runs are kept", "problem", "choose an --out "
                             "on a disk that all machines share, or the parts of a checkpoint lie apart")
-    yield from check_shared(world, cache_dir(), "where prepared text is kept", "note", "each machine prepares "
-                            "its own, which takes time; LLM_SPEEDRUN_CACHE names another folder")
+    yield from check_shared(world, cache_dir(), "where prepared text is kept", "note", "each machine "
+                            "prepares its own, which takes time; LLM_SPEEDRUN_CACHE names another folder")
 
 # %% ../../nbs/36_doctor.ipynb #1fa4b6be
 @dataclass(frozen=True)
@@ -335,7 +342,7 @@ class FirstSteps:
     ms: float # of a step, once it is warm
     loader_ms: float # of a batch
     eval_s: float # of an evaluation, in seconds
-    tokens: int # in a step
+    tokens: int # in a step, of all processes
     peak_gib: float | None # the most GPU memory that was in use; None on a CPU
 
 # %% ../../nbs/36_doctor.ipynb #1ea0be66
@@ -367,15 +374,17 @@ def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, 
     for _ in range(2): one_step(trainer, batch) # a rung may record these
     ms, norm = summarize(sample_ms(lambda: one_step(trainer, batch), 5)).ms, float(trainer.step.norm)
     (val_loss, eval_s), loader_ms = _evaluated(trainer), wall_ms(lambda: next(trainer.batches))
-    return FirstSteps(losses, val_loss, norm, ms, loader_ms, eval_s, batch[0].numel(),
+    tokens = batch[0].numel()*trainer.world.place("dp")[1]
+    return FirstSteps(losses, val_loss, norm, ms, loader_ms, eval_s, tokens,
                       torch.cuda.max_memory_allocated() / 2**30 if gpu else None)
 
 # %% ../../nbs/36_doctor.ipynb #6b9e601a
 def _planned(trainer, t):
-    c, n = trainer.cfg, sum(p.numel() for p in trainer.run.model.parameters())
+    c, dp = trainer.cfg, trainer.world.place("dp")[1]
+    n = sum(math.prod(p.shape) for p in pieces(trainer.run).values())
     yield Finding("ok", "run", f"{c.workload}, {n/1e6:,.1f} million weights, with the rungs "
                   f"{c.rungs.replace(',', ', ') or '(none)'}. A step has {t.tokens:,} tokens, {c.accumulate} "
-                  f"times {c.batch} sequences of {c.seq}")
+                  f"times {c.batch} sequences of {c.seq}" + f" on each of {dp} that have other data"*(dp > 1))
     for r in trainer.ladder:
         if "why" in r: yield Finding("note", "run", f"left out rung {r['rung']}: {r['why']}")
 
@@ -429,13 +438,23 @@ def check_loader(t): # `FirstSteps`
                         "disk, or stop what else runs on these cores")
 
 # %% ../../nbs/36_doctor.ipynb #fa86486a
-def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
-    "Bytes of the weights, and of a whole checkpoint"
-    tensors = {}
-    taken_apart(trainer.step_state(), tensors)
-    weights = sum(w.nbytes for w in trainer.run.model.state_dict().values())
-    return weights, weights + sum(s.nbytes for s in tensors.values())
+def stored(t, world): # what `taken_apart` finds, a `World`
+    "Bytes of it in a checkpoint that all processes write"
+    if isinstance(t, Piece): return math.prod(t.shape)*t.tensor.element_size() # the others have the rest
+    if isinstance(t, Each): return world.size*stored_bytes(t.value, world)
+    return t.nbytes
 
+def stored_bytes(tree, world): # of dicts, lists, tensors, `Piece`s and plain values
+    "Bytes of all its tensors"
+    taken_apart(tree, tensors := {}, leaves=(Piece, Each))
+    return sum(stored(t, world) for t in tensors.values())
+
+def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
+    "Bytes of the weights, and of a whole checkpoint, which several processes write together"
+    weights, world = stored_bytes(weights_to_save(trainer.run), trainer.world), trainer.world
+    return weights, weights + stored_bytes(trainer.step_state(), world)
+
+# %% ../../nbs/36_doctor.ipynb #49c693c2
 def size(n): # bytes
     "`n` as people say it"
     return f"{n/2**30:,.1f} GiB" if n > 2**29 else f"{n/2**20:,.1f} MiB"
@@ -531,35 +550,55 @@ def check_run(cfg, # a `TrainConfig`
     "Findings about a run with these options. Raises what making its `Trainer` raises"
     if cfg.resume: yield from check_resume(cfg)
     trainer = Trainer(cfg, progress=False, given=given, timings=timings)
-    try: yield from check_trainer(trainer)
-    finally: trainer.let_go() # of the run's folder
+    try:
+        yield from check_trainer(trainer)
+        trainer.world.wait() # all have seen the folder
+    finally:
+        trainer.let_go() # of it
+        if trainer.world.size > 1: trainer.lifeline.close() # nobody waits for the others any more
 
 # %% ../../nbs/36_doctor.ipynb #e2c49c76
 def examine(cfg, # a `TrainConfig`
             given=None, # names of the options that were given, as for `Trainer`
-            timings=None): # `Timings` of the start; by default from when the run is looked at
+            timings=None, # `Timings` of the start; by default from when the run is looked at
+            world=World()): # the processes that will train; all of them must ask
     "The findings about a run with these options, one by one as they are made"
-    for about, found in (("software", check_versions()), ("GPU", check_gpu()), ("rungs", check_rungs()),
-                         ("run", check_run(cfg, given, timings))):
-        yield from guarded(found, about)
+    cluster = {"cluster": check_cluster(world, cfg.out)} if world.size > 1 else {}
+    parts = dict(software=check_versions(), GPU=check_gpu(), rungs=check_rungs()) | cluster
+    parts |= dict(run=check_run(cfg, given, timings))
+    for about, found in parts.items(): yield from guarded(found, about)
 
 def checkup(cfg): # a `TrainConfig`, the options of the run
     "All findings about a run with these options, a list. Nothing is written but the cache of tokenized text"
     return list(examine(cfg))
 
 # %% ../../nbs/36_doctor.ipynb #afa14af9
-def tell(findings): # an iterator of `Finding`
+def tell(findings, # an iterator of `Finding`
+         world=World()): # the processes that look for them together, the first of which speaks
     "Print each as it comes, and what follows from them. Returns the number of problems"
-    problems = 0
+    said, mine = print if world.first else lambda *args, **kw: None, []
     for f in findings:
-        print(f, flush=True)
-        problems += f.level == "problem"
-    if problems: print(f"\ntraining would not go well: {problems} problem{'s'*(problems > 1)}, see above")
-    else: print("\ntraining would work")
+        said(f, flush=True)
+        if f.level == "problem": mine.append(f)
+    first, *others = world.gathered(mine)
+    new = [(r, f) for r, fs in enumerate(others, 1) for f in fs if f not in first]
+    for r, f in new: said(replace(f, text=f"process {r}: {f.text}"))
+    problems = len(first) + len(new)
+    if problems: said(f"\ntraining would not go well: {problems} problem{'s'*(problems > 1)}, see above")
+    else: said("\ntraining would work")
     return problems
+
+# %% ../../nbs/36_doctor.ipynb #f50b3f00
+def examined(world, cfg, given): # a `World`, the options, names of those that were given
+    "What each process of `speedrun_doctor` does. Returns the number of problems"
+    if world.first:
+        print("Trying what speedrun_train would do; to measure the rungs (--rungs auto) takes a while\n")
+    return tell(examine(cfg, given, Timings(process_start()), world), world)
 
 def examine_and_tell(cfg, # a `TrainConfig`
                      given): # names of the options that were given
     "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
-    print("Trying what speedrun_train would do; to measure the rungs (--rungs auto) takes a while\n")
-    if tell(examine(cfg, given, Timings(process_start()))): sys.exit(1)
+    n = to_start(cfg, given or ())
+    problems = processes(n, examined, cfg, given)[0] if n > 1 else examined(join_world(), cfg, given)
+    leave_world()
+    if problems: sys.exit(1)
