@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['TIMEOUT', 'FLIGHT_RECORDER', 'all_gather_parts', 'reduce_scatter_parts', 'device_of_process', 'backend_for',
-           'start_in_store', 'meet', 'join_world', 'leave_world', 'free_port', 'as_sent', 'as_received', 'in_process',
-           'ended', 'answers', 'start', 'on_gpus', 'processes', 'renamed', 'flat', 'check_alike', 'Agreement', 'notes',
-           'Watch', 'standings', 'stack_of', 'Lost', 'lost', 'answered', 'Engine', 'local', 'own_parts',
-           'check_engines', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces', 'OneByOne',
-           'fill', 'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms', 'measure_collectives',
-           'fit_collective', 'measured_link']
+           'in_time', 'start_in_store', 'meet', 'join_world', 'leave_world', 'free_port', 'as_sent', 'as_received',
+           'in_process', 'ended', 'answers', 'start', 'on_gpus', 'processes', 'renamed', 'flat', 'check_alike',
+           'Agreement', 'notes', 'Watch', 'standings', 'stack_of', 'Lost', 'lost', 'answered', 'Engine', 'local',
+           'own_parts', 'check_engines', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces',
+           'OneByOne', 'fill', 'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms',
+           'measure_collectives', 'fit_collective', 'measured_link']
 
 # %% ../nbs/50_world.ipynb #c115082f
-import faulthandler, inspect, json, math, os, signal, socket, statistics, textwrap, time, traceback
+import faulthandler, inspect, json, math, os, re, signal, socket, statistics
+import textwrap, threading, time, traceback
 from collections import deque
 from multiprocessing.connection import wait as wait_for_any
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -48,6 +49,21 @@ def backend_for(device): # of this process
     raise RunError(f"PyTorch {torch.__version__} was built without {name.upper()}, which several processes "
                    "need here. Train with one process, or install a build that has it (NCCL: Linux, CUDA)")
 
+# %% ../nbs/50_world.ipynb #8d865a22
+def in_time(f, # () -> anything
+            seconds, # to wait for it
+            why): # it may take longer
+    "What `f` returns, or raises; after so many seconds `RunError(why)`, and nobody waits for `f` any more"
+    res = {}
+    def run():
+        try: res["value"] = f()
+        except Exception as e: res["error"] = e
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start(); thread.join(seconds)
+    if not res: raise RunError(why)
+    if "error" in res: raise res["error"]
+    return res["value"]
+
 # %% ../nbs/50_world.ipynb #54965f3d
 def start_in_store():
     "Which start of the processes the store sees, a text: torchrun's own store outlives them"
@@ -58,14 +74,14 @@ def start_in_store():
 def meet(patience): # seconds
     "The store in which the processes find each other. Raises `RunError`, with what to do, where they don't"
     address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(dict(MASTER_ADDR="?", MASTER_PORT="?") | os.environ)
-    try: store = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))[0]
+    come = lambda: next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))[0]
+    try: store = in_time(come, patience + 5, f"what answers at {address} isn't one of us: take another port")
     except ValueError as e:
         raise InputError(f"{e}. torchrun sets it: start with torchrun, or unset WORLD_SIZE") from e
     except dist.DistError as e:
         why = f"nobody answers at {address}: is the first process there, and is the port open to us?"
-        if "EADDRINUSE" in str(e):
-            why = (f"port {address.split(':')[-1]} of this machine is in use, perhaps by another run: "
-                   "take another (torchrun --master_port)")
+        if "EADDRINUSE" in str(e): why = (f"port {address.split(':')[-1]} of this machine is in use, perhaps "
+                                          "by another run: take another (torchrun --master_port)")
         if "clients joined" in str(e): why = f"not all processes came to {address}: see what the others say"
         raise RunError(f"{why} ({str(e).splitlines()[0]})") from e
     return dist.PrefixStore(f"llm_speedrun/{start_in_store()}", store)
@@ -371,8 +387,9 @@ def stack_of(note): # of a `Watch`
     "The innermost calls of a process that left its stack where we can read it, in words"
     with suppress(OSError):
         last = Path(note["stack"]).read_text(encoding="utf-8").rpartition("Thread 0x")[2] # the main thread
-        calls = [line.strip() for line in last.splitlines() if line.startswith("  File")]
-        if calls: return f". There it was in {', called from '.join(calls[:3])}"
+        calls = re.findall(r'File "(.*)", line (\d+) in (.*)', last)
+        told = [f"{name} ({Path(file).name}, line {line})" for file, line, name in calls]
+        if told: return f". There it was in {', called from '.join(told[:3])}"
     return f". Its stack may stand in {note['stack']} of {note['machine']}" if note["stack"] else ""
 
 # %% ../nbs/50_world.ipynb #26eccee7
@@ -382,7 +399,7 @@ class Lost(RunError):
 def lost(world, # a `World`
          error): # of an operation that the others should have taken part in
     "The `Lost` that says who didn't, and where that process stood"
-    error = str(error).splitlines()[0] # C++ adds its stack
+    error = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]) # without C++'s files and stack
     try: stand = standings(world)
     except RuntimeError: return Lost(f"the process in whose store all met, or its machine, is gone: {error}")
     if not stand: return Lost(f"the processes lost each other before the first step: {error}")
@@ -430,32 +447,36 @@ def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed
     for g in opt.param_groups: g["params"] = [o for p in g["params"] if (o := part(p)).numel()]
     return parts
 
-# %% ../nbs/50_world.ipynb #ea492a57
+# %% ../nbs/50_world.ipynb #2de428c0
 def check_engines(run): # a `Run`
     "Raise `InputError` where the world has a dimension along which nobody would bring the gradients together"
     need = {"dp": "ddp or fsdp", "tp": "tensor_parallel"}
     for dim in {d for d in need if run.world.place(d)[1] > 1} - {e.dim for e in run.engines}:
-        raise InputError(f"{run.world.place(dim)[1]} processes share {dict(dp='the batch', tp='a model')[dim]}, and no rung "
-                         f"brings their gradients together: add {need[dim]}")
+        what = dict(dp="the batch", tp="a model")[dim]
+        raise InputError(f"{run.world.place(dim)[1]} processes share {what}, and no rung brings their "
+                         f"gradients together: add {need[dim]}")
 
+# %% ../nbs/50_world.ipynb #ea492a57
 class ParallelStepper(Stepper):
     "Takes the steps of a `Run` together with the other processes of its world"
     def __init__(self, run, # a `Run` with engines
                  clip=1.): # largest norm of the gradients of all processes
         super().__init__(run, clip)
-        self.parts, engines = own_parts(self.opt), run.engines
         check_engines(run)
-        groups = lambda n: tuple(g for e in engines for g in e.groups(n))
+        self.parts = own_parts(self.opt)
+        groups = lambda n: tuple(g for e in run.engines for g in e.groups(n))
         self.spread = {p: groups(n) for n, p in run.model.named_parameters()}
 
-    def __call__(self, *batches): # micro-batches (x, y) of this process, each B T
-        "As a `Stepper`; `loss` and `norm` are those of all processes' batches"
-        with entered(self.run.step_contexts):
-            losses = [self.pass_of(x, y, i == len(batches)) for i, (x, y) in enumerate(batches, 1)]
-            self.loss = sum(losses) / len(batches)
-            self.update(len(batches))
-            self.mark("optimizer")
-        return self.loss
+# %% ../nbs/50_world.ipynb #42a0413d
+@patch
+def __call__(self:ParallelStepper, *batches): # micro-batches (x, y) of this process, each B T
+    "As a `Stepper`; `loss` and `norm` are those of all processes' batches"
+    with entered(self.run.step_contexts):
+        losses = [self.pass_of(x, y, i == len(batches)) for i, (x, y) in enumerate(batches, 1)]
+        self.loss = sum(losses) / len(batches)
+        self.update(len(batches))
+        self.mark("optimizer")
+    return self.loss
 
 # %% ../nbs/50_world.ipynb #fb20047e
 @patch
