@@ -404,8 +404,6 @@ def scripts():
 
 def known_options(words):
     "The options of speedrun_train as the command itself reads them"
-    if "gpus" not in {o.name for o in options.listed(options.TrainConfig)}: # until it is there
-        words = shlex.split(re.sub(r"--gpus \d+ ", "", shlex.join(words)))
     got = options.words_of(options.parser_of(options.TrainConfig, "speedrun_train", ""), words)
     return options.resolved(options.TrainConfig, got)[0]
 
