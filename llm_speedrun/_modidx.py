@@ -2295,4 +2295,5 @@ d = { 'settings': { 'branch': 'main',
                                     'llm_speedrun.world.share_maxima': ('world.html#share_maxima', 'llm_speedrun/world.py'),
                                     'llm_speedrun.world.stack_of': ('world.html#stack_of', 'llm_speedrun/world.py'),
                                     'llm_speedrun.world.standings': ('world.html#standings', 'llm_speedrun/world.py'),
-                                    'llm_speedrun.world.start': ('world.html#start', 'llm_speedrun/world.py')}}}
+                                    'llm_speedrun.world.start': ('world.html#start', 'llm_speedrun/world.py'),
+                                    'llm_speedrun.world.start_in_store': ('world.html#start_in_store', 'llm_speedrun/world.py')}}}
