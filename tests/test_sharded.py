@@ -274,7 +274,7 @@ def test_a_full_disk_on_one(tmp_path, monkeypatch):
     "Everybody learns which process and why, nothing is left of it, and the run goes on to the next checkpoint"
     fill_disk(monkeypatch, "part-00001.safetensors")
     def four(world):
-        saver, errors = WorldSaver(tmp_path, keep=2, world=world), []
+        saver, errors = WorldSaver(tmp_path, keep=2, world=world, patience=20), []
         errors += [save(saver, 1), save(saver, 2)]
         world.gathered(0)
         left = {p for p in tmp_path.rglob("*.safetensors")}
@@ -295,7 +295,7 @@ def test_a_disk_without_room_for_a_word(tmp_path, monkeypatch):
         if self.suffix == ".note": raise OSError(28, "No space left on device")
         return write_text(self, *args, **kw)
     monkeypatch.setattr(Path, "write_text", no_text)
-    errors = together(4, lambda world: save(WorldSaver(tmp_path, world=world), 2))
+    errors = together(4, lambda world: save(WorldSaver(tmp_path, world=world, patience=20), 2))
     assert all("process 2" in str(e) for e in errors) and sum("is its disk full" in str(e) for e in errors) == 3, errors
     assert not checkpoints(tmp_path) and not [*tmp_path.rglob("*.safetensors")]
 
@@ -307,7 +307,7 @@ def test_the_first_fails_at_the_end(tmp_path, monkeypatch, name):
         if self.name == name: raise OSError(28, "No space left on device")
         return write_text(self, *args, **kw)
     monkeypatch.setattr(Path, "write_text", no_text)
-    errors = together(2, lambda world: save(WorldSaver(tmp_path, world=world), 1))
+    errors = together(2, lambda world: save(WorldSaver(tmp_path, world=world, patience=20), 1))
     assert all("process 0 on" in str(e) and "No space" in str(e) for e in errors), errors
     assert not checkpoints(tmp_path)
 
@@ -323,7 +323,7 @@ def test_another_folder(tmp_path, monkeypatch):
     "Processes whose folders have one name and aren't the same: told before anything is trained"
     sees = WorldSaver.sees
     monkeypatch.setattr(WorldSaver, "sees", lambda self: sees(self, seconds=.2))
-    errors = together(3, lambda world: WorldSaver(tmp_path/("a" if world.rank < 2 else "b"), world=world))
+    errors = together(3, lambda world: WorldSaver(tmp_path/("a" if world.rank < 2 else "b"), world=world, patience=20))
     assert all(isinstance(e, InputError) and "process 2 on" in str(e) and "disk that all machines share" in str(e) for e in errors), errors
 
 def test_bad_keep(tmp_path):
@@ -336,8 +336,8 @@ def test_pruned_by_the_first(tmp_path):
         saver = WorldSaver(tmp_path, keep=2, world=world)
         saver.losses = {1: 5., 2: 3., 3: 4.}
         for step in (1, 2, 3, 4, 5): assert save(saver, step) is None
+        world.gathered(0) # the first process removes after the others are told
         assert [p.name[-1] for p in sorted(tmp_path.iterdir())] == ["2", "4", "5"]
-        world.gathered(0)
         saver.go_on(4); assert save(saver, 5) is None
         saver.close()
     assert together(2, two) == [None]*2
@@ -374,7 +374,7 @@ def test_killed_while_writing(tmp_path):
     os.waitpid(pid, 0) # until here it is a zombie
     assert "process 1 has died" in str(error) and time.monotonic() - t0 < 10, error
     assert newest(c).name == "step-00000001" and len([*c.glob("step-00000002.*.tmp/part-00001.safetensors")]) == 1
-    def start(world): WorldSaver(c, world=world).close()
+    def start(world): WorldSaver(c, world=world, patience=20).close()
     assert together(2, start) == [None]*2 and [p.name for p in c.iterdir()] == ["step-00000001"]
 
 # What is read

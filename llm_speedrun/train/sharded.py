@@ -331,11 +331,12 @@ def finish(self:WorldSaver, tmp, folder, about): # as for `wait_for_parts`, and 
         files[n] = dict(bytes=(tmp/n).stat().st_size, sha256=digest(tmp/n))
     (tmp/MANIFEST).write_text(json.dumps(dict(files=files, sum=sum_of(files))), encoding="utf-8")
     for p in (tmp/INDEX, tmp/"about.json", tmp/MANIFEST, tmp): synced(p)
+    for p in self.folder.glob(f"step-*.{self.token}-*.tmp"): # what failed before; after the renaming others begin anew
+        if p != tmp: shutil.rmtree(p, ignore_errors=True)
     if folder.exists(): shutil.rmtree(folder) # a broken one, or of a run that went back
     tmp.rename(folder)
     synced(folder.parent)
     for n in names: (folder/f"{n}.json").unlink() # the index has it all
-    for p in self.folder.glob(f"step-*.{self.token}-*.tmp"): shutil.rmtree(p, ignore_errors=True) # of what failed
 
 # %% ../../nbs/54_sharded_saving.ipynb #df18ec44
 def index_of(parts): # file name -> `Part`
