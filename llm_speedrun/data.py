@@ -20,13 +20,13 @@ from .files import InputError, RunError, hold, read_bytes_of, read_json, replace
 
 # %% auto #0
 __all__ = ['PACKED', 'EOT', 'HUB', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'LONGEST', 'Vocabulary', 'Tokens', 'HUB_TOKENS',
-           'cache_dir', 'stdlib_files', 'file_kind', 'document_files', 'seems', 'utf8_text', 'text_pieces', 'Continued',
-           'read_documents', 'hub_documents', 'special_as_text', 'train_tokenizer', 'gpt2_tokenizer', 'read_tokenizer',
-           'tokenizer_of', 'is_held_out', 'marked_pieces', 'parcels', 'text_digest', 'digest_pieces', 'TokenWriter',
-           'Shards', 'token_files', 'hold_out_tail', 'end_token', 'token_dtype', 'split_kind', 'check_sizes', 'Meta',
-           'describe_tokens', 'write_shards', 'Corpus', 'tokenizer_hash', 'first_characters', 'stdlib_documents',
-           'unknown_corpus', 'open_corpus', 'differences', 'Batches', 'prefetch', 'val_batches', 'unigram_loss',
-           'bigram_loss']
+           'PERMUTED', 'cache_dir', 'stdlib_files', 'file_kind', 'document_files', 'seems', 'utf8_text', 'text_pieces',
+           'Continued', 'read_documents', 'hub_documents', 'special_as_text', 'train_tokenizer', 'gpt2_tokenizer',
+           'read_tokenizer', 'tokenizer_of', 'is_held_out', 'marked_pieces', 'parcels', 'text_digest', 'digest_pieces',
+           'TokenWriter', 'Shards', 'token_files', 'hold_out_tail', 'end_token', 'token_dtype', 'split_kind',
+           'check_sizes', 'Meta', 'describe_tokens', 'write_shards', 'Corpus', 'tokenizer_hash', 'first_characters',
+           'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences', 'Batches', 'ComputedOrder', 'prefetch',
+           'val_batches', 'unigram_loss', 'bigram_loss']
 
 # %% ../nbs/03_data.ipynb #2a4b7358
 def cache_dir() -> Path:   # the folder, made if it was not there
@@ -829,18 +829,60 @@ class Batches:
     def __next__(self):
         self.i += 1; return self[self.i - 1]
 
+# %% ../nbs/03_data.ipynb #d5fab72b
+PERMUTED = 2**22            # windows: a permutation of them takes 32 MB; an order of more is computed
+
+def _scrambled(x, key): # unsigned 64-bit integers, of which one is a key
+    "Integers that look random, by the last steps of SplitMix64"
+    x = x ^ key
+    for shift, factor in ((30, 0xbf58476d1ce4e5b9), (27, 0x94d049bb133111eb)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)       # modulo 2**64
+    return x ^ (x >> np.uint64(31))
+
+# %% ../nbs/03_data.ipynb #7d88a974
+class ComputedOrder:
+    "The numbers below `n` in an order that looks random, computed where a slice of it is asked for"
+    def __init__(self,
+        n,      # how many
+        rng,    # a numpy generator
+    ):
+        self.n, self.keys = n, rng.bit_generator.random_raw(4)
+        self.bits = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))        # of a half
+    def _network(self, x):
+        low = (np.uint64(1) << self.bits) - np.uint64(1)
+        a, b = x >> self.bits, x & low
+        for k in self.keys: a, b = b, a ^ (_scrambled(b, k) & low)
+        return a << self.bits | b
+    def __getitem__(self, s: slice):
+        x = self._network(np.arange(*s.indices(self.n), dtype=np.uint64))
+        while (over := x >= self.n).any(): x[over] = self._network(x[over])
+        return x.astype(np.int64)
+
+# %% ../nbs/03_data.ipynb #536463a1
+@patch
+def shuffle(self: Batches, epoch):
+    "Cut and order the windows as in `epoch`"
+    rng, n = np.random.default_rng((self.seed, epoch)), len(self.shards) - 1
+    spare = n - self.per_epoch * self.batch * self.seq
+    self.offset = int(rng.integers(min(self.seq, spare + 1)))
+    n = (n - self.offset) // self.seq
+    self.order = rng.permutation(n) if n <= PERMUTED else ComputedOrder(n, rng)
+    self.epoch = epoch
+
 # %% ../nbs/03_data.ipynb #a88ab4d9
+@patch
+def windows(self: Batches, lo, hi):
+    "Where the windows number `lo` to `hi` begin, of one epoch after another"
+    n = self.per_epoch * self.batch
+    epoch, k = divmod(lo, n)
+    if epoch != self.epoch: self.shuffle(epoch)
+    here = self.offset + self.order[k:min(n, k + hi - lo)] * self.seq
+    return here if len(here) == hi - lo else np.concatenate([here, self.windows(lo + len(here), hi)])
+
 @patch
 def starts(self: Batches, i):
     "Where the windows of batch `i` begin"
-    epoch, k = divmod(i, self.per_epoch)
-    if epoch != self.epoch:         # shuffle the deck, once an epoch
-        rng, n = np.random.default_rng((self.seed, epoch)), len(self.shards) - 1
-        spare = n - self.per_epoch * self.batch * self.seq
-        self.offset = int(rng.integers(min(self.seq, spare + 1)))
-        self.order = rng.permutation((n - self.offset) // self.seq)
-        self.epoch = epoch
-    return self.offset + self.order[k*self.batch : (k+1)*self.batch] * self.seq
+    return self.windows(i*self.batch, (i+1)*self.batch)
 
 # %% ../nbs/03_data.ipynb #f7ef18ff
 @patch

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     # Kernels must be made for Triton's interpreter, before any test imports them. Whether they are used is asked at each
     # call: tests of kernels set this to 1, whole models would take the interpreter minutes.
     os.environ["TRITON_INTERPRET"] = "1"
-    import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.fastest
+    import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.fastest, llm_speedrun.rungs.tensor_parallel
     os.environ["TRITON_INTERPRET"] = "0"
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"PyTorch's own engines wrap a run: two processes of DDP and of FSDP2, each with half of the batch, take the steps of one process."
+"FSDP2 wraps a run by hand: two processes, each with half of the batch, take the steps of one process."
 import json, os, socket, subprocess, sys
 from pathlib import Path
 import pytest, torch
@@ -22,7 +22,6 @@ mine = slice(None) if world == 1 else slice(2*rank, 2*rank + 2)
 x, y = torch.randint(config.vocab, (2, 4, config.seq), generator=torch.Generator().manual_seed(0))
 
 def wrapped(run):
-    if engine == "ddp": return replace(run, model=torch.nn.parallel.DistributedDataParallel(run.model))
     if engine == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -63,7 +62,7 @@ def processes(engine, world, folder):
 def alone(tmp_path_factory): return processes("none", 1, tmp_path_factory.mktemp("alone"))
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", ["fsdp"])
 def test_two_processes_are_one(engine, alone, tmp_path):
     "Losses, norms and the weights at the end; in FP8 the maxima are each process's own, and the scales with them"
     both = processes(engine, 2, tmp_path)

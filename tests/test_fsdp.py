@@ -1,60 +1,152 @@
 "The rung fsdp: two processes, each with half of the weights and of the batch, take the steps of one process."
+import math
 from dataclasses import replace
-from functools import partial
-import pytest, torch
+import numpy as np, pytest, torch
 from small import NANO, fails
 from llm_speedrun.files import InputError
+from llm_speedrun.model import WORKLOADS
+from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.runs import World, build, stepper_of
-from llm_speedrun.world import pieces, processes
+from llm_speedrun.world import local, pieces, processes
 
 CONFIG = replace(NANO, layers=3, vocab=321)    # a row more than two processes can share evenly
 FUSED = ["flash", "fused_ops", "chunked_ce"]
 FP8 = ["bf16", *FUSED, "fp8:parts=heads+out+mlp+head"]
-LISTS = {"naive": [], "fused": FUSED, "checkpoint": [*FUSED, "checkpoint"], "selective": [*FUSED, "selective_checkpoint"],
-         "compile": ["chunked_ce", "compile:backend=aot_eager"], "compiled checkpoint": [*FUSED, "checkpoint", "compile:backend=aot_eager"],
-         "adamw8bit": [*FUSED, "adamw8bit"], "fused_adamw": ["fused_adamw"], "bf16": ["bf16", "flash", "chunked_ce"], "fp8": FP8,
-         "fp8, checkpoint": [*FP8, "checkpoint"], "bf16_weights": ["bf16", *FUSED, "bf16_weights:rounding=nearest"]}
-ROUGH = {k: dict(rel=3e-3, abs=2e-2) for k in LISTS if "fp8" in k or "bf16" in k}    # FP8 and sums in bf16, in another order
-EXACT = dict(rel=1e-4, abs=1e-4)
 
 def whole(run):
     "All weights, put together again: name -> array"
     return {n: getattr(p, "full_tensor", lambda: p)().detach().float().cpu().numpy().copy() for n, p in run.model.named_parameters()}
 
-def trained(world, rungs, micro=1, steps=6, config=CONFIG, spoil=None):
-    "Losses, norms, an evaluation's loss after each second step, and the weights before and after"
+def parts_of(run):
+    "What this process holds of each: name -> (start, array, whole shape, whether it is the one to write it)"
+    return {n: (s.start, s.tensor.float().cpu().numpy().copy(), s.shape, s.mine) for n, s in pieces(run).items()}
+
+@torch.no_grad()
+def larger(run):
+    "All weights a little larger, as somebody may change them between an evaluation and what comes next"
+    for p in run.model.parameters(): local(p).mul_(1.1)
+
+def trained(world, rungs, micro=1, steps=4, config=CONFIG, change=None):
+    "Losses, norms, evaluations between them, and the weights before and after"
     run = build(config, rungs, seed=3, world=world)
-    if spoil: spoil(run)
+    run = change(run) if change else run
     before, step = whole(run), stepper_of(run)(run, clip=.5)
     x, y = torch.randint(config.vocab, (2, 4, config.seq), generator=torch.Generator().manual_seed(0)).to(run.device)
     i, n = world.place("dp")
     x, y = (t.chunk(n)[i] for t in (x, y))
-    batches, said = list(zip(x.chunk(micro), y.chunk(micro))), []
+    said = []
     for k in range(steps):
-        said.append((step(*batches).item(), step.norm.item()))
-        if k % 2: said.append(world.mean(step.evaluate([(x, y)])))
-    return said, before, whole(run)
+        said += [step(*zip(x.chunk(micro), y.chunk(micro))).item(), step.norm.item()]
+        if k == 1: said.append(world.mean(step.evaluate([(x, y)]))); larger(run); said.append(world.mean(step.evaluate([(x, y)])))
+    return said, before, whole(run), parts_of(run)
 
+# Mistakes, each of which a test must see.
 def unreduced(run):
-    "A mistake: no process ever has the others' gradients"
-    for e in run.engines: e.micro = lambda last, f=run.model.set_requires_gradient_sync: f(False) or torch.enable_grad()
+    for e in run.engines: e.micro = lambda last: torch.enable_grad(run.model.set_requires_gradient_sync(False))
+    return run
+def vectors_apart(run):
+    for e in run.engines: e.reduce = lambda params: None
+    return run
+def kept_whole(run):
+    run.model._forward_hooks.popitem()    # `give_back`
+    return run
+def documents(run): return within_documents(run, 0)
 
-CASES = {k: dict(rungs=r) for k, r in LISTS.items()}
-CASES |= {"accumulated": dict(rungs=FUSED, micro=2), "accumulated, each": dict(rungs=FUSED, micro=2, options=":each=yes"),
-          "not resharded": dict(rungs=FUSED, options=":reshard=no"), "reduced in bf16": dict(rungs=["bf16", *FUSED], options=":reduce=bf16"),
-          "narrow": dict(rungs=[], config=replace(CONFIG, hidden=1))}
-ROUGH["reduced in bf16"] = ROUGH["bf16"]
+# name -> (rungs, options of fsdp, how to train, the case of one process to compare with)
+CASES = {
+    "naive": ([], "", {}, "fp32"),
+    "fused": (FUSED, "", {}, "fp32"),
+    "checkpoint": ([*FUSED, "checkpoint"], "", {}, "fp32"),
+    "selective": ([*FUSED, "selective_checkpoint"], "", {}, "fp32"),
+    "compile": (["chunked_ce", "compile:backend=aot_eager"], "", {}, "fp32"),
+    "fused_adamw": ([*FUSED, "fused_adamw"], "", {}, "fp32"),
+    "accumulated": (FUSED, "", dict(micro=2), "fp32"),
+    "accumulated, each": (FUSED, ":each=yes", dict(micro=2), "fp32"),
+    "not resharded": (FUSED, ":reshard=no", {}, "fp32"),
+    "narrow": ([], "", dict(config=replace(CONFIG, hidden=1)), "narrow"),    # a process without a row of some weights
+    "documents": (FUSED, "", dict(change=documents), "documents"),
+    "adamw8bit": ([*FUSED, "adamw8bit"], "", {}, "adamw8bit"),
+    "bf16": (["bf16", "flash", "chunked_ce"], "", {}, "bf16"),
+    "bf16_weights": (["bf16", *FUSED, "bf16_weights"], "", {}, "bf16"),
+    "reduced in bf16": (["bf16", *FUSED], ":reduce=bf16", {}, "bf16"),
+    "fp8": (FP8, "", {}, "fp8"),
+    "fp8, checkpoint": ([*FP8, "checkpoint"], "", {}, "fp8")}
+ALONE = {"fp32": ([], {}), "narrow": ([], dict(config=replace(CONFIG, hidden=1))), "documents": (FUSED, dict(change=documents)),
+         "adamw8bit": ([*FUSED, "adamw8bit"], {}), "bf16": (["bf16", "flash", "chunked_ce"], {}), "fp8": (FP8, {})}
+BARS = dict(bf16=dict(rel=3e-3), fp8=dict(rel=1e-2)) # sums of rounded numbers in another order
+MISTAKES = dict(unreduced=unreduced, vectors_apart=vectors_apart, kept_whole=kept_whole)
 
 def every(world, cases):
-    "What each of the cases says on this process"
+    "What each case says, in one of the processes"
     torch.manual_seed(world.rank)    # nothing may depend on it
-    def one(rungs, options="", **how): return trained(world, [*rungs, "fsdp" + options], **how)
-    import time
-    res={}
-    for k, c in cases.items():
-        t=time.time()
-        try: res[k] = one(**c)
-        except Exception as e:
-            import traceback; traceback.print_exc(); raise RuntimeError(k) from e
-        if world.first: print(k, time.time()-t, flush=True)
-    return res
+    return {k: trained(world, [*rungs, "fsdp" + options], **how) for k, (rungs, options, how, _) in cases.items()}
+
+@pytest.fixture(scope="module")
+def both():
+    return processes(2, every, CASES | {k: (FUSED, "", dict(change=f, micro=2), "fp32") for k, f in MISTAKES.items()})
+
+@pytest.fixture(scope="module")
+def alone():
+    return {k: trained(World(), rungs, **how) for k, (rungs, how) in ALONE.items()}
+
+def differs(got, want, bar):
+    "Where two runs don't say the same: words"
+    res = [i for i, (a, b) in enumerate(zip(got[0], want[0], strict=True)) if a != pytest.approx(b, **bar)]
+    return res + ([n for n in want[2] if abs(got[2][n] - want[2][n]).max() > 1e-4] if bar.get("abs") else [])
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_are_one(name, both, alone):
+    "Losses and norms of each step, evaluations, and in FP32 the weights at the end"
+    want = alone[CASES[name][3]]
+    assert want[0][0] - want[0][-2] > .02    # it learns something
+    for got in both:
+        bar = BARS.get(CASES[name][3], dict(rel=1e-4, abs=1e-4))
+        if name == "adamw8bit": bar = dict(rel=1e-4)    # where blocks of 256 begin depends on the part
+        assert not differs(got[name], want, bar)
+        rounded = (lambda t: torch.tensor(t).bfloat16().float().numpy()) if name == "bf16_weights" else np.asarray
+        for n, t in want[1].items(): assert (got[name][1][n] == (rounded(t) if t.ndim > 1 else t)).all(), n    # to the bit
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_seen(name, both, alone):
+    assert differs(both[0][name], alone["fp32"], dict(rel=1e-4, abs=1e-4))
+
+@pytest.mark.parametrize("name", ["fused", "narrow", "fp8"])
+def test_the_parts_make_the_whole(name, both):
+    "Each number is in the part of exactly one process that writes it"
+    for n, t in both[0][name][2].items():
+        res = np.full(t.shape, math.nan, t.dtype)
+        for start, part, shape, mine in (p[name][3][n] for p in both):
+            assert shape == t.shape
+            if not mine: continue
+            box = tuple(slice(i, i + k) for i, k in zip(start, part.shape))
+            assert np.isnan(res[box]).all()
+            res[box] = part
+        assert (res == t).all(), n
+    held = [sum(part.size for _, part, _, _ in p["fused"][3].values()) for p in both]
+    assert max(held) < .51*sum(t.size for t in both[0]["fused"][2].values())
+
+def test_alone_it_changes_nothing():
+    run = build(CONFIG, [*FUSED, "fsdp"])
+    assert not run.engines and run.stepper is None and type(run.model).__name__ == "GPT" and "fsdp" in run.rungs
+
+@pytest.mark.parametrize("rungs, words", [(["ddp"], ["ddp", "exclude"]), (["fp16"], ["fp16", "exclude"]), (["cuda_graphs"], ["exclude"]),
+    (["compile:whole=yes"], ["compiled as a whole", "without whole=yes"]), (["compile:mode=reduce-overhead"], ["CUDA graphs", "mode=default"])],
+    ids=str)
+def test_refused(rungs, words):
+    if rungs == ["ddp"]: pytest.importorskip("llm_speedrun.rungs.ddp")
+    with fails(InputError, *words): build(CONFIG, [*rungs, "fsdp"])
+
+def test_an_option_that_there_is_not():
+    with fails(InputError, "fp32", "reduction"): build(CONFIG, ["fsdp:reduce=fp31"])
+
+GPU_CASES = {"fp8": (["tf32", *FP8, "fused_adamw"], "", dict(config=WORKLOADS["tiny"]), ""),
+             "fp8, bf16": (["tf32", *FP8, "fused_adamw"], ":reduce=bf16", dict(config=WORKLOADS["tiny"], micro=2), ""),
+             "selective": (["bf16", *FUSED, "selective_checkpoint", "adamw8bit"], "", dict(config=WORKLOADS["tiny"]), ""),
+             "compile": (["bf16", "flash", "chunked_ce", "compile", "fused_adamw"], "", dict(config=WORKLOADS["tiny"]), "")}
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_are_one():
+    "The kernels of a GPU, and NCCL"
+    got = processes(2, every, GPU_CASES)[0]
+    for k, (rungs, _, how, _) in GPU_CASES.items(): assert not differs(got[k], trained(World(), rungs, **how), dict(rel=1e-2)), k

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Number', 'Count', 'RankBatches', 'shares', 'mixed_row', 'concatenated', 'MixedBatches', 'shuffled', 'one_side',
-           'Position', 'StreamBatches', 'loader_wait']
+           'Position', 'StreamBatches', 'LaneBatches', 'joined_lanes', 'lanes_for', 'shares_of', 'loader_wait']
 
 # %% ../../nbs/39_loader.ipynb #4971d27c
 import math, time
@@ -77,10 +77,17 @@ class MixedBatches(Batches):
         self.per_epoch = min(math.ceil(d.per_epoch * sum(weights) / w / batch)
                              for d, w in zip(self.decks, weights))      # until the first source starts again
 
-    def starts(self, i):
-        "Where the windows of batch `i` begin"
-        rows = (mixed_row(n, self.parts) for n in range(i*self.batch, (i+1)*self.batch))
-        return np.array([self.bases[s] + int(self.decks[s].starts(j)[0]) for s, j in rows])
+# %% ../../nbs/39_loader.ipynb #da9071a1
+@patch
+def starts(self:MixedBatches, i):
+    "Where the windows of batch `i` begin"
+    rows = [mixed_row(n, self.parts) for n in range(i*self.batch, (i+1)*self.batch)]
+    source, number = np.array(rows).T
+    res = np.empty(self.batch, np.int64)
+    for s in set(source):
+        mine, j = source == s, number[source == s]
+        res[mine] = self.bases[s] + self.decks[s].windows(int(j[0]), int(j[-1]) + 1)
+    return res
 
 # %% ../../nbs/39_loader.ipynb #4f2bb75e
 def shuffled(docs, n, rng): # an iterable, documents to hold, a numpy generator
@@ -261,6 +268,83 @@ def load_state_dict(self:StreamBatches, state): # from `state_dict`
     self.close()
     self.past = deque([{k: v for k, v in p.items() if k not in _FIXED}], maxlen=8)
     self.begin()
+
+# %% ../../nbs/39_loader.ipynb #6f42a157
+class LaneBatches:
+    """Never-ending batches of a stream that is cut into lanes: this process's, of
+    every so many-th lane. Raises as `StreamBatches` does"""
+    def __init__(self, stream, # the `StreamBatches` of the whole step, of which nothing was taken
+                 place=0, n=1, # which of how many processes that share its rows
+                 lanes=1): # into how many it is cut
+        self.stream, self.place, self.n, self.lanes = stream, place, n, []
+        self.cut(lanes)
+
+    @property
+    def i(self): return self.lanes[0].i
+
+    def __iter__(self): return self
+    def __next__(self):
+        "The next batch: the rows of one lane after another"
+        return tuple(map(torch.cat, zip(*map(next, self.lanes))))
+
+# %% ../../nbs/39_loader.ipynb #971fb630
+@patch
+def lane(self:StreamBatches, k, n): # which of how many
+    "A part of this stream from its beginning: a `StreamBatches` of every `n`-th document"
+    return StreamBatches(self.source, self.tokenizer, self.batch//n, self.seq, self.seed, self.buffer, k, n,
+                         self.workers)
+
+# %% ../../nbs/39_loader.ipynb #85b8bfb9
+@patch
+def cut(self:LaneBatches, lanes): # how many
+    "Begin anew with so many lanes. Raises `InputError` where the numbers don't divide"
+    rows, can = self.stream.batch, [str(k) for k in range(1, lanes + 1) if lanes % k == 0]
+    if lanes % self.n: raise InputError(
+        f"a stream of {lanes} lane{'s'*(lanes > 1)} can't be shared by {self.n} processes: go on with "
+        f"{', '.join(can)}. What is to go on with any number must be tokenized beforehand (speedrun_data)")
+    if rows % lanes: raise InputError(f"the {rows} sequences of a step can't be shared by {lanes} lanes of a "
+                                      f"stream: choose a multiple of {lanes}")
+    self.close()
+    self.lanes = [self.stream.lane(k, lanes) for k in range(self.place, lanes, self.n)]
+
+@patch
+def close(self:LaneBatches):
+    "End the processes"
+    for lane in self.lanes: lane.close()
+
+# %% ../../nbs/39_loader.ipynb #41bcac59
+@patch
+def state_dict(self:LaneBatches, i=None): # batches used; by default all that were taken
+    "The positions of this process's lanes, a list: see `joined_lanes`"
+    return [lane.state_dict(i) for lane in self.lanes]
+
+def joined_lanes(states): # the `LaneBatches.state_dict` of every process
+    "The position of the whole stream, to save: a dict of plain values. Processes may have the same lanes"
+    lanes = {p["rank"]: p for s in states for p in s}
+    positions = [lanes[k] for k in sorted(lanes)]
+    return positions[0] if len(positions) == 1 else dict(lanes=positions)
+
+# %% ../../nbs/39_loader.ipynb #2f112f34
+@patch
+def load_state_dict(self:LaneBatches, state): # from `joined_lanes`, on every process the same
+    "Go to a position, of as many lanes as it has. Raises `InputError` as `cut` and `StreamBatches` do"
+    ps = state["lanes"] if isinstance(state, dict) and "lanes" in state else [state]
+    if not isinstance(ps, list) or not ps: raise InputError("this is no position of a stream: it has no lane")
+    self.cut(len(ps))
+    for lane in self.lanes: lane.load_state_dict(ps[lane.rank])
+
+# %% ../../nbs/39_loader.ipynb #3c1d5492
+def lanes_for(rows, # sequences in a step
+              n): # processes that share them
+    "Lanes of a new stream: one for one process, else two for each, or one where two don't divide a step"
+    return 2*n if n > 1 and rows % (2*n) == 0 else n
+
+def shares_of(batches, # `Batches`, `MixedBatches` or `StreamBatches` of the whole step
+              world): # a `World`
+    "This process's rows of them, by its place in `dp`. Those who share one model's parts get the same"
+    place, n = world.place("dp")
+    if isinstance(batches, StreamBatches): return LaneBatches(batches, place, n, lanes_for(batches.batch, n))
+    return batches if n == 1 else RankBatches(batches, place, n)
 
 # %% ../../nbs/39_loader.ipynb #88e57dbd
 def _busy(seconds, gpu):
