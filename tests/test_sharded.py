@@ -1,13 +1,14 @@
 "Checkpoints of many processes: of each layout opened by each other and by one process; parts that fail, are missing, damaged or lie."
 import json, math, os, shutil, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 import pytest, torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from llm_speedrun.export import export_folder, from_pretrained, read_run, unfinished
 from llm_speedrun.files import InputError
 from llm_speedrun.recipes.schedules import Average
 from llm_speedrun.runs import World, build, stepper_of
@@ -461,3 +462,19 @@ def test_what_cannot_be_saved(tmp_path):
     with fails(TypeError, "DTensor"): as_piece(torch.zeros(3).as_subclass(Part), True)
     with fails(InputError, "rows of w can't be cut"): state_to_save("w", p, dict(rows=torch.zeros(2)))
     assert state_to_save("w", p, dict(step=torch.tensor(3.), n=2)) == dict(step=torch.tensor(3.), n=2)
+
+def test_export_opens_a_checkpoint_of_many(world_of_all, tmp_path):
+    "`speedrun_export` and `speedrun_sample` take a checkpoint's folder, of whatever layout; a damaged one is an error"
+    folder, run = world_of_all[0], tmp_path/"run"
+    found = run/"checkpoints/step-00000002"
+    shutil.copytree(folder/"fsdp x tp"/"step-00000002", found)
+    (run/"config.json").write_text(json.dumps(dict(model=asdict(CONFIG), steps=9)))
+    want = {f"model.{n}": t for n, t in read_checkpoint(found)[0].items()}
+    config, state = read_run(found)
+    assert config == CONFIG and state.keys() == {n[6:] for n in want}
+    assert "step-00000002" in unfinished(found)
+    out = export_folder(found)
+    assert out == run/"export" and all(torch.equal(t, want[n]) for n, t in load_file(out/"model.safetensors").items())
+    assert torch.equal(from_pretrained(found, "cpu").model.embed_tokens.weight, want["model.embed_tokens.weight"])
+    (found/"part-00001.safetensors").unlink()
+    with fails(InputError, "part-00001.safetensors is missing"): read_run(found)
