@@ -55,7 +55,7 @@ def test_help(name):
 
 def test_groups():
     groups = dict.fromkeys(o.group.split(" (")[0] for o in listed(TrainConfig))
-    assert [*groups] == "Data Model Rungs Length Recipe Evaluation Output Resuming".split()
+    assert [*groups] == "Data Model Rungs GPUs Length Recipe Evaluation Output Resuming".split()
 
 # What is understood
 
@@ -148,12 +148,12 @@ def test_rungs_list(capsys):
 
 ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
-    "rungs.documents": ALL, ("measure", "--measure"): ALL, ("train.hardware", "--seq"): ALL,
+    "rungs.documents": ALL, ("measure", "--measure"): ALL, ("train.hardware", "--seq"): ALL, "world": ALL,
     "export": "export sample train doctor", "sample": "sample", "ladder": "ladder", "train.report": "report train doctor",
     "train.trainer": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
     "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}"}
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
-ELSEWHERE = {"--pre", "--query", "--format"} # of pip and nvidia-smi
+ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm"} # of pip, nvidia-smi, torchrun, docker
 
 def has(name): return {f"--{o.name}" for o in listed(COMMANDS[f"speedrun_{name}"].config)} | {"--debug", "--help"}
 

@@ -287,9 +287,9 @@ def test_resuming_no_run(tmp_path):
 def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
-        "data stream documents vocab workload seq init rungs batch accumulate hardware deterministic measure steps total_tokens minutes epochs target "
-        "step_tokens lr schedule warmup weight_decay clip ema seed evals eval_tokens sample samples name out overwrite track profile timings "
-        "save_minutes keep_last resume").split()
+        "data stream documents vocab workload seq init rungs batch accumulate hardware deterministic measure gpus restarts rank_logs "
+        "steps total_tokens minutes epochs target step_tokens lr schedule warmup weight_decay clip ema seed evals eval_tokens sample samples "
+        "name out overwrite track profile timings save_minutes keep_last resume").split()
 
 # Other tokens
 
@@ -355,7 +355,7 @@ def test_default_names_differ(tmp_path, monkeypatch):
     class Then(datetime):
         @classmethod
         def now(cls): return cls(2026, 1, 2, 3, 4, 5)
-    monkeypatch.setattr(module, "datetime", Then)
+    monkeypatch.setattr("llm_speedrun.train.options.datetime", Then)
     trainers = [Trainer(options(tmp_path, name=""), progress=False) for _ in range(3)]
     assert [t.folder.name for t in trainers] == [f"nano-bins-20260102-030405{s}" for s in ("", "-2", "-3")]
     for t in trainers: t.fit()

@@ -202,7 +202,7 @@ def test_trains_with_every_rung(tmp_path, rungs):
 
 def test_auto_leaves_out_what_fails(tmp_path, monkeypatch, capsys):
     "A rung that fails here is left out of `auto`, which says so; named by the user it is an error"
-    monkeypatch.setattr(hardware_module, "preset", lambda name, lacks=(): ["flash", "chunked_ce", "bf16_weights"])
+    monkeypatch.setattr(hardware_module, "preset", lambda *args: ["flash", "chunked_ce", "bf16_weights"])
     trainer, res = train(options(tmp_path, rungs="auto"))
     left = [r for r in trainer.ladder if "why" in r]
     assert [(r["rung"], r["kept"]) for r in left] == [("bf16_weights", False)]
@@ -446,7 +446,7 @@ def test_out_of_memory_while_measuring(tmp_path, monkeypatch, capsys):
     "The naive run may not fit where the rungs do: `auto` then takes all rungs and trains all the same"
     def paying(config, batch, rungs): raise torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(ladder, "paying", paying)
-    monkeypatch.setattr(hardware_module, "preset", lambda name, lacks=(): ["flash"])
+    monkeypatch.setattr(hardware_module, "preset", lambda *args: ["flash"])
     trainer, _ = train(options(tmp_path, rungs="auto"))
     assert trainer.run.rungs == ("flash",) and "the naive run doesn't fit into memory" in capsys.readouterr().out
 

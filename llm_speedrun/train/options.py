@@ -8,9 +8,9 @@ __all__ = ['Count', 'Some', 'MOST', 'Amount', 'Above', 'Share', 'Part', 'Warmth'
            'ExportOptions', 'SampleOptions', 'Option', 'listed', 'Parser', 'Joined', 'add_option', 'parser_of',
            'takes_file', 'about_itself', 'tidy', 'nearest', 'words_of', 'from_toml', 'to_toml', 'agree', 'resolved',
            'Gpus', 'to_start', 'unused_names', 'named', 'words_for', 'group_file', 'over', 'end_group', 'first_to_say',
-           'torchrun_words', 'quiet', 'start_group', 'torchrun', 'command', 'obey', 'speedrun_train', 'speedrun_doctor',
-           'speedrun_data', 'speedrun_ladder', 'speedrun_report', 'speedrun_export', 'speedrun_sample', 'rung_lines',
-           'rungs_table']
+           'torchrun_words', 'quiet', 'torchrun', 'start_group', 'grouped', 'command', 'obey', 'speedrun_train',
+           'speedrun_doctor', 'speedrun_data', 'speedrun_ladder', 'speedrun_report', 'speedrun_export',
+           'speedrun_sample', 'rung_lines', 'rungs_table']
 
 # %% ../../nbs/33_options.ipynb #12072fdc
 import argparse, difflib, hashlib, inspect, json, logging, os, re, signal, sys, tempfile
@@ -89,7 +89,7 @@ class TrainConfig(Options):
     hardware: str = "" # h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu: its limits; by default what is there
     deterministic: bool = False # on a GPU: the same bits whenever it is run, at some speed
     measure: bool = False # measure again which rungs pay, which is remembered otherwise
-    # Several GPUs
+    # GPUs
     gpus: Count = 0 # how many, each with a process of its own; by default those of torchrun, without it one
     restarts: Count = 3 # how often these processes are started again, from the newest checkpoint, if one dies
     rank_logs: bool = False # a log of each process, logs/rank-00003.log in the run's folder
@@ -380,6 +380,7 @@ def end_group(code): # the exit code
     "Let the group end with `code`, and not be started again"
     if (p := group_file("over")) and not p.exists(): p.write_text(str(code))
 
+# %% ../../nbs/33_options.ipynb #6b9e20c7
 def first_to_say(text):
     "Whether no other process of the group has said it"
     p = group_file(f"said-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}")
@@ -388,7 +389,7 @@ def first_to_say(text):
     return True
 
 # %% ../../nbs/33_options.ipynb #c1afffe2
-def torchrun_words(n, c, words, folder): # processes, a `TrainConfig`, a command line, the folder that they share
+def torchrun_words(n, c, words, folder): # processes, a `TrainConfig`, a command line, the group's folder
     "The words with which torchrun starts them"
     start = "from llm_speedrun.train.options import speedrun_train; speedrun_train()"
     return ["--standalone", f"--nproc-per-node={n}", f"--max-restarts={c.restarts}", f"--log-dir={folder}",
@@ -396,31 +397,17 @@ def torchrun_words(n, c, words, folder): # processes, a `TrainConfig`, a command
 
 def quiet():
     "Let torchrun tell which process died, and nothing of ends that are meant"
-    os.environ.setdefault("LOGLEVEL", "ERROR")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1)//8))) # else torchrun takes 1, and says so
+    threads = max(1, (os.cpu_count() or 1)//8)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads)) # else torchrun takes 1, and says so
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300") # seconds to save in, after a signal
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGUSR1") # those that it passes on
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lambda record: over() is None)
+    log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    log.setLevel(logging.ERROR)
+    log.addFilter(lambda record: over() is None)
 
-# %% ../../nbs/33_options.ipynb #0308b08a
-def start_group(n, c, given): # processes, a `TrainConfig`, names of options that were given
-    "Start `n` processes by torchrun, with these options. Ends as they do"
-    quiet()
-    import torch
-    if (there := torch.cuda.device_count()) and n > there: raise InputError(
-        f"gpus is {n}, and this machine has {there}: choose --gpus {there}, or start torchrun on several machines")
-    if not c.resume: c.name = named(c, "124m" if there else "tiny")
-    words = words_for(c, {*given, "gpus"} | ({"name"} if c.name else set()))
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[GROUP] = folder
-        try: failed = torchrun(torchrun_words(n, c, words + ["--debug"]*("--debug" in sys.argv), folder))
-        finally: code = over(); del os.environ[GROUP]
-    if code is not None: sys.exit(code)
-    if isinstance(failed, int): sys.exit(failed)
-    if failed: raise RunError(f"{failed} It was started {c.restarts + 1} times. Its run is {Path(c.out)/c.name}")
-
+# %% ../../nbs/33_options.ipynb #7f223a7e
 def torchrun(words):
-    "Run torchrun in this process. Returns what went wrong: an exit code after a signal, or a text; None if nothing did"
+    "Run torchrun in this process. Returns what went wrong: an exit code after a signal, a text, or None"
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -429,7 +416,29 @@ def torchrun(words):
     except ChildFailedError as e:
         rank, failure = e.get_first_failure()
         how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"code {failure.exitcode}"
-        return f"process {rank} ended with {how}."
+        return f"process {rank} ended with {how}"
+
+# %% ../../nbs/33_options.ipynb #0308b08a
+def start_group(n, c, given): # processes, a `TrainConfig`, names of options that were given
+    "Start `n` processes by torchrun, with these options. Ends as they do"
+    quiet()
+    import torch
+    if (there := torch.cuda.device_count()) and n > there: raise InputError(
+        f"gpus is {n}, and this machine has {there}: choose --gpus {there}, or start torchrun on several")
+    if not c.resume: c.name = named(c, "124m" if there else "tiny")
+    words = words_for(c, {*given, "gpus"} | ({"name"} if c.name else set()))
+    failed, code = grouped(n, c, words + ["--debug"]*("--debug" in sys.argv))
+    if code is not None or isinstance(failed, int): sys.exit(failed if code is None else code)
+    if failed: raise RunError(f"{failed}, after {c.restarts} new starts (--restarts). What there is is in "
+                              f"{c.resume or Path(c.out)/c.name}: go on with --resume")
+
+# %% ../../nbs/33_options.ipynb #ebaf4f55
+def grouped(n, c, words): # as for `torchrun_words`
+    "Run them, with a folder that they share. Returns what went wrong, and the exit code that they have left"
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[GROUP] = folder
+        try: return torchrun(torchrun_words(n, c, words, folder)), over()
+        finally: del os.environ[GROUP]
 
 # %% ../../nbs/33_options.ipynb #544d9c54
 def command(config, # the class of its `Options`

@@ -6,10 +6,10 @@
 __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'GREY', 'STYLE', 'Leaf', 'Options', 'PHASE_COLORS', 'TEMPLATES', 'VERSIONS',
            'MACHINE', 'CURVES', 'PAGE_CSS', 'PARTS_CSS', 'TEXT_CSS', 'PARTS', 'points', 'thinned', 'running_mean',
            'styled', 'one_line', 'axes', 'loss_chart', 'notebook_display', 'LivePlot', 'Rung', 'read_run', 'number',
-           'step_tokens', 'model_config', 'mfu_at', 'phase_ms', 'spoken', 'short_number', 'steps_done', 'key_figures',
-           'svg', 'curve', 'breakdown_chart', 'part', 'about_part', 'loss_part', 'drawn', 'speed_part',
-           'breakdown_part', 'training_part', 'gpu_part', 'ladder_part', 'events_part', 'sample_part', 'options_part',
-           'page_of', 'html_report']
+           'layout', 'step_tokens', 'model_config', 'mfu_at', 'phase_ms', 'spoken', 'short_number', 'steps_done',
+           'key_figures', 'svg', 'curve', 'breakdown_chart', 'part', 'about_part', 'loss_part', 'drawn', 'speed_part',
+           'breakdown_part', 'rank_times', 'ranks_chart', 'ranks_part', 'training_part', 'gpu_part', 'ladder_part',
+           'events_part', 'sample_part', 'options_part', 'page_of', 'html_report']
 
 # %% ../../nbs/35_report.ipynb #d4c7d114
 import io, json, math, re, statistics, sys, time
@@ -179,11 +179,18 @@ def number(x): # anything
     "`x` if it is a finite number, else None"
     return x if isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) else None
 
+def layout(config, what): # of a run; "processes", or the dimension "dp" or "tp"
+    "How many processes there were, in all or along a dimension; 1 where nothing is said of them"
+    world = config.get("world")
+    n = number(world.get(what)) if isinstance(world, dict) else None
+    return max(1, int(n or 1))
+
 def step_tokens(config): # of a run
     "Tokens in an optimizer step, None if the options don't say"
     sizes = [number(config.get(k)) for k in ("batch", "accumulate", "seq")]
-    return None if None in sizes else math.prod(sizes)
+    return None if None in sizes else math.prod(sizes)*layout(config, "dp")
 
+# %% ../../nbs/35_report.ipynb #17f62a98
 def model_config(config): # of a run
     "The `GPTConfig` of the run's model, None if it isn't there"
     try: return msgspec.convert(config.get("model"), GPTConfig)
@@ -191,9 +198,9 @@ def model_config(config): # of a run
 
 def mfu_at(config, # of a run
            tok_s): # tokens per second
-    "MFU at this speed, attention counted causal; None where model or GPU are unknown"
-    model, gpu = model_config(config), config.get("gpu")
-    return mfu(train_flops(model, causal=True), tok_s, gpu) if model and isinstance(gpu, str) else None
+    "MFU at this speed, of all GPUs, attention counted causal; None where model or GPU are unknown"
+    model, gpu, each = model_config(config), config.get("gpu"), tok_s/layout(config, "processes")
+    return mfu(train_flops(model, causal=True), each, gpu) if model and isinstance(gpu, str) else None
 
 # %% ../../nbs/35_report.ipynb #f9551424
 def phase_ms(rows): # of `metrics.jsonl`
@@ -241,6 +248,8 @@ def key_figures(run): # from `read_run`
     yield f"{done:,}", "steps", f"of {planned:,}" if planned else ""
     if each: yield short_number(done*each), "tokens", f"{each:,} a step"
     yield from _speeds(run)
+    each = "" if c.get("gpu") == "CPU" else "a GPU for each"
+    if (n := layout(c, "processes")) > 1: yield f"{n:,}", "processes", each
     if peak := points(rows, "gpu_peak_gib"): yield f"{max(v for _, v in peak):.1f} GiB", "peak memory", ""
 
 # %% ../../nbs/35_report.ipynb #65fd5759
@@ -324,8 +333,9 @@ TEMPLATES = dict(
 
 # %% ../../nbs/35_report.ipynb #d081e8ef
 VERSIONS = "torch", "triton", "driver", "python", "llm_speedrun" # those in `config.json`
-MACHINE = "gpu", "date", "model", *VERSIONS # what isn't an option there
+MACHINE = "gpu", "date", "model", "world", "group", *VERSIONS # what isn't an option there
 
+# %% ../../nbs/35_report.ipynb #e35228cd
 def about_part(run): # from `read_run`
     "What was trained, on what, with which versions"
     c, m, tokens = run["config"], model_config(run["config"]), step_tokens(run["config"])
@@ -333,10 +343,14 @@ def about_part(run): # from `read_run`
     shape = m and (f"{m.name}: {m.layers} layers of width {m.width}, {m.heads} heads ({m.kv_heads} for keys "
                    f"and values), {m.hidden} in the MLP, {m.vocab:,} tokens in the vocabulary; "
                    f"{short_number(matrix_params(m))} weights in matrices")
-    step = tokens and f"{c['accumulate']} × {c['batch']} sequences × {c['seq']} tokens = {tokens:,} tokens"
+    n, dp, tp = (layout(c, k) for k in ("processes", "dp", "tp"))
+    parts = f"{c['accumulate']} × {c['batch']} sequences × {c['seq']} tokens" if tokens else ""
+    step = tokens and f"{f'{dp} processes × '*(dp > 1)}{parts} = {tokens:,} tokens"
+    shared = f"{n} processes: a step is shared by {dp}, one model by {tp}" if n > 1 else ""
     rungs, versions = get("rungs").replace(",", ", "), ", ".join(f"{k} {get(k)}" for k in VERSIONS if get(k))
     return part("The run", ("pairs", {"Data": get("data"), "Model": shape, "Rungs": rungs, "A step": step,
-                                  "Machine": get("gpu"), "Versions": versions, "Date": get("date")}))
+                                  "Layout": shared, "Machine": get("gpu"), "Versions": versions,
+                                  "Date": get("date")}))
 
 # %% ../../nbs/35_report.ipynb #941a4b89
 def loss_part(run): # from `read_run`
@@ -379,6 +393,40 @@ def breakdown_part(run): # from `read_run`
     if "cuda_graphs" in str(run["config"].get("rungs")):
         note += " Forward and backward pass are one recording (cuda_graphs), and forward is the time of both."
     return part("Where a step's time goes", ("charts", [breakdown_chart(ms)]), ("phases", rows), note=note)
+
+# %% ../../nbs/35_report.ipynb #315d1171
+def rank_times(rows): # of `metrics.jsonl`
+    "Steps, and milliseconds of the forward pass by step and process: two arrays"
+    lists = [(r["step"], r["rank_ms"]) for r in rows if isinstance(r.get("rank_ms"), list)]
+    whole = lambda ms: len(ms) == len(lists[-1][1]) and all(number(v) is not None for v in ms)
+    lists = [(s, ms) for s, ms in lists if whole(ms)]
+    return np.array([s for s, _ in lists]), np.array([ms for _, ms in lists], dtype=float)
+
+# %% ../../nbs/35_report.ipynb #4040fa15
+def ranks_chart(steps, ms): # from `rank_times`
+    "A line for each of few processes; of many the middle, the extremes, and the slowest one, as SVG"
+    slow, few, colors = int(np.median(ms, 0).argmax()), ms.shape[1] <= 4, (ORANGE, BLUE, GREEN, PURPLE)
+    with styled():
+        ax = axes(7.4, 2.1, title="Forward pass (ms)", xlabel="step")
+        if not few:
+            ax.fill_between(steps, ms.min(1), ms.max(1), color=GREY, alpha=.3, lw=0, label="all")
+            ax.plot(steps, np.median(ms, 1), color=BLUE, lw=1.5, label="median")
+        for i, color in zip(range(ms.shape[1]) if few else [slow], colors):
+            ax.plot(steps, ms[:, i], color=color, lw=1.2, label=f"process {i}")
+        ax.set_ylim(0, 1.3*ms.max() or 1)
+        ax.legend(loc="upper right", ncols=4)
+        return svg(ax.figure, "Forward pass of each process")
+
+# %% ../../nbs/35_report.ipynb #9a3e55f6
+def ranks_part(run): # from `read_run`
+    "The processes beside each other"
+    steps, ms = rank_times(run["rows"])
+    if not ms.size: return None
+    each = np.median(ms, 0)
+    slow, usual = int(each.argmax()), float(np.median(each))
+    more = f"{each[slow]/usual - 1:.1%} more than" if usual and each[slow] > usual else "as long as"
+    note = f"Process {slow} takes longest, {more} the middle one: medians of {len(steps)} measured steps."
+    return part("The processes", ("charts", [ranks_chart(steps, ms)]), note=note)
 
 # %% ../../nbs/35_report.ipynb #b8d30017
 def training_part(run): # from `read_run`
@@ -425,7 +473,7 @@ TEMPLATES["events"] = """<table class="events">
 {% endfor %}</tbody></table>"""
 
 # %% ../../nbs/35_report.ipynb #0acc91c3
-CURVES = "step", "event", "loss", "lr", "grad_norm", "tok_s", "val_loss" # other keys say what happened
+CURVES = "step event loss lr grad_norm tok_s val_loss rank_ms".split() # other keys say what happened
 
 def events_part(run, # from `read_run`
                 most=100): # to show
@@ -542,8 +590,8 @@ TEMPLATES["page"] = """<!doctype html>
 """
 
 # %% ../../nbs/35_report.ipynb #67653447
-PARTS = (about_part, loss_part, speed_part, breakdown_part, training_part, gpu_part, ladder_part, events_part,
-         sample_part, options_part)
+PARTS = (about_part, loss_part, speed_part, breakdown_part, ranks_part, training_part, gpu_part, ladder_part,
+         events_part, sample_part, options_part)
 
 def _state(run): # from `read_run`
     if not run["over"]: return "not finished: still running, or killed"
