@@ -299,10 +299,11 @@ def part_grads_kernel(x_ptr, y_ptr, lse_ptr, first, V: tl.constexpr, ignore_inde
     counts, y = y != ignore_index, y - first
     here = counts & (y >= 0) & (y < V)
     target = read_logits(x_ptr + y, here, softcap, False) # before anything is overwritten
+    tl.debug_barrier() # all threads have read it
     at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
     shift, factor = tl.where(counts, lse*1.4426950408889634, float("inf")), 1 + 2*z_loss*lse
     write_grads(x_ptr, at, shift, factor, V, z_loss, softcap, BLOCK)
-    tl.debug_barrier() # after everybody's stores
+    tl.debug_barrier() # all others are stored
     tl.store(x_ptr + y, logit_grad(target, True, shift, factor, z_loss, softcap), here)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #3071ecec
