@@ -138,7 +138,7 @@ def test_two_processes_are_one():
         for ours, theirs in case: assert ours <= 2*theirs + 2e-6, errors    # FP32 itself is of 1e-7
     assert np.isnan(nan) and np.isnan(nan2)
 
-FOUR = {"fsdp": LISTS["fused"], "ddp": (FUSED, 5, 2)}
+FOUR = {"fsdp": (FUSED, 50, 1), "ddp": (FUSED, 5, 2)}
 
 def four(world):
     "What two times two processes do"
