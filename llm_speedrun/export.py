@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['EXPORT_DTYPES', 'Rope', 'SHAPE', 'FIXED', 'STATED', 'qwen3_config', 'up_to', 'Qwen3', 'qwen3', 'shapes', 'as_fp32',
-           'fitted', 'read_tensors', 'file_of', 'no_weights', 'read_run', 'unfinished', 'json_bytes', 'tokenizer_files',
-           'check_new', 'written_whole', 'write_folder', 'export_folder', 'check_plain', 'rope_base', 'gpt_config',
-           'read_config', 'Index', 'weight_files', 'import_folder', 'from_pretrained', 'export_and_tell']
+           'fitted', 'read_tensors', 'file_of', 'no_weights', 'run_of', 'checkpoint_weights', 'read_run', 'unfinished',
+           'json_bytes', 'tokenizer_files', 'check_new', 'written_whole', 'write_folder', 'export_folder',
+           'check_plain', 'rope_base', 'gpt_config', 'read_config', 'Index', 'weight_files', 'import_folder',
+           'from_pretrained', 'export_and_tell']
 
 # %% ../nbs/62_export.ipynb #1e90e64a
 import json, os
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -26,7 +28,8 @@ from .files import InputError, check_writable, lookup, read_bytes_of, read_json,
 from .data import EOT
 from .model import GPT, GPTConfig
 from .runs import baseline
-from .train.saving import checkpoints, read_record, read_result, write_tensors
+from .train.saving import (broken, check_size, checkpoints, read_record, read_result,
+                                       write_tensors)
 
 # %% ../nbs/62_export.ipynb #b0a3ee44
 EXPORT_DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
@@ -143,18 +146,36 @@ def no_weights(folder): # of a run
             f"speedrun_train --resume {folder} (a Ctrl-C there saves the weights, too)")
 
 # %% ../nbs/62_export.ipynb #1e290cd8
-def read_run(folder): # of a run
+def run_of(folder): # of a run, of a checkpoint in it, or of a model
+    "The run's folder if it is a checkpoint's; else the folder itself"
+    checkpoint = (Path(folder)/"about.json").is_file()
+    return Path(folder).resolve().parents[1] if checkpoint else Path(folder)
+
+def checkpoint_weights(config, folder): # a `GPTConfig`, a checkpoint's folder
+    "Its weights under Qwen3's names. Raises `InputError` for a damaged one, and for those of another model"
+    from llm_speedrun.train.sharded import read_any # here: a second that a run's own weights don't need
+    if why := broken(folder): raise InputError(f"{folder} can't be used: {why}")
+    check_size(config, folder)
+    read = read_any(folder)
+    return {n: read[n].whole() for n in read.index.tensors if n.startswith("model.")}
+
+# %% ../nbs/62_export.ipynb #2bbdd95e
+def read_run(folder): # of a run, or of a checkpoint in it, however many processes wrote that
     "The `GPTConfig` of a run and its weights as a state dict. Bad ones are a `ValueError`"
-    file_of(folder, "config.json", "it is not the folder of a run")
-    config = read_record(folder).model
-    weights = file_of(folder, "model.safetensors", no_weights(folder))
-    return config, fitted(read_tensors(weights), config, weights)
+    run, read = run_of(folder), read_tensors
+    file_of(run, "config.json", "it is not the folder of a run")
+    config, weights = read_record(run).model, folder
+    if run == Path(folder): weights = file_of(folder, "model.safetensors", no_weights(folder))
+    else: read = partial(checkpoint_weights, config)
+    return config, fitted(read(weights), config, weights)
 
 # %% ../nbs/62_export.ipynb #1dcdf00d
-def unfinished(folder): # of a run
+def unfinished(folder): # of a run, or of a checkpoint in it
     "What to say of a run that hasn't taken all its steps; an empty string if it has, or reached its target"
-    file_of(folder, "config.json", "it is not the folder of a run")
-    res, steps = read_result(folder), read_record(folder).steps
+    run = run_of(folder)
+    file_of(run, "config.json", "it is not the folder of a run")
+    res, steps = read_result(run), read_record(run).steps
+    if run != Path(folder): return f"the weights are of {Path(folder).name}, in a run of {steps:,} steps"
     if not res:
         return "the run has no result.json, so it failed or is going on; these weights are the last it saved"
     if res.steps >= steps or res.reached: return ""
@@ -225,8 +246,9 @@ def export_folder(run_folder, # of a finished run
                   dtype="fp32"): # of the weights: fp32 or bf16
     """Write a run as a folder that `transformers` opens, and return its path. Raises `FileNotFoundError`,
     `FileExistsError`, `NotADirectoryError` or `ValueError` before anything is written"""
-    out, tok = Path(out or Path(run_folder)/"export"), Path(run_folder)/"tokenizer.json"
-    file_of(run_folder, "config.json", "it is not the folder of a run")
+    run = run_of(run_folder)
+    out, tok = Path(out or run/"export"), run/"tokenizer.json"
+    file_of(run, "config.json", "it is not the folder of a run")
     check_new(out)
     lookup(EXPORT_DTYPES, dtype, "dtype")
     write_folder(out, *read_run(run_folder), tokenizer=tok if tok.exists() else None, dtype=dtype)
@@ -307,7 +329,7 @@ def weight_files(folder): # of a model
 def import_folder(folder): # a run's, written by us or by transformers' `save_pretrained`
     """A model's `GPTConfig`, and its weights as `GPT.load_state_dict` takes them, in FP32.
     A setting that a `GPT` can't express, or weights that don't fit, are a `ValueError`"""
-    path = file_of(folder, "config.json", "it is not the folder of a model")
+    path = file_of(run_of(folder), "config.json", "it is not the folder of a model")
     if "model" in read_json(path, dict[str, Any]): return read_run(folder) # ours, not exported
     config, tensors = read_config(path), {}
     for f in weight_files(folder): tensors |= read_tensors(f)

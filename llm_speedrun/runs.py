@@ -457,7 +457,7 @@ def step_of(config, # a `GPTConfig`
     def build_step():
         run = change(build(config, rungs, world=world))
         step, device = stepper_of(run)(run), run.device
-        g = torch.Generator(device).manual_seed(world.rank)
+        g = torch.Generator(device).manual_seed(world.place("dp")[0] if world.size > 1 else 0)
         x, y = torch.randint(config.vocab, (2, batch, config.seq), device=device, generator=g)
         batches = list(zip(x.split(micro or batch), y.split(micro or batch)))
         return lambda: step(*batches)

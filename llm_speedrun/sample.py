@@ -9,7 +9,7 @@ __all__ = ['generate', 'continued', 'sample_and_tell']
 import torch
 from .files import InputError
 from .data import EOT, tokenizer_of
-from .export import from_pretrained
+from .export import from_pretrained, run_of
 from .runs import entered, uncompiled
 
 # %% ../nbs/60_sample.ipynb #18c37ff3
@@ -37,7 +37,7 @@ def continued(folder, # a run's, or one that transformers wrote
               n=200, # most tokens to add
               **kw): # for `generate`
     "The prompt and what the model of that folder writes after it. Raises `InputError` where it knows no text"
-    run, tok = from_pretrained(folder), tokenizer_of(folder)
+    run, tok = from_pretrained(folder), tokenizer_of(run_of(folder))
     if not tok: raise InputError(f"{folder} has no tokenizer.json: it knows tokens, and no text")
     if (size := tok.get_vocab_size()) > (vocab := run.model.config.vocab):
         raise InputError(f"{folder}/tokenizer.json has {size} tokens, and the model {vocab}: it is another's")

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['TIMEOUT', 'FLIGHT_RECORDER', 'all_gather_parts', 'reduce_scatter_parts', 'device_of_process', 'backend_for',
-           'in_time', 'meet', 'join_world', 'leave_world', 'free_port', 'as_sent', 'as_received', 'in_process', 'ended',
-           'answers', 'start', 'on_gpus', 'processes', 'renamed', 'flat', 'check_alike', 'Agreement', 'notes', 'Watch',
-           'standings', 'stack_of', 'Lost', 'lost', 'answered', 'Engine', 'local', 'own_parts', 'check_engines',
-           'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces', 'OneByOne', 'fill',
-           'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms', 'measure_collectives',
-           'fit_collective', 'measured_link']
+           'in_time', 'start_in_store', 'meet', 'join_world', 'leave_world', 'free_port', 'as_sent', 'as_received',
+           'in_process', 'ended', 'answers', 'start', 'on_gpus', 'processes', 'renamed', 'flat', 'check_alike',
+           'Agreement', 'notes', 'Watch', 'standings', 'stack_of', 'Lost', 'lost', 'answered', 'Engine', 'local',
+           'own_parts', 'check_engines', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces',
+           'OneByOne', 'fill', 'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms',
+           'measure_collectives', 'fit_collective', 'measured_link']
 
 # %% ../nbs/50_world.ipynb #c115082f
 import faulthandler, inspect, json, math, os, re, signal, socket, statistics
@@ -64,6 +64,12 @@ def in_time(f, # () -> anything
     if "error" in res: raise res["error"]
     return res["value"]
 
+# %% ../nbs/50_world.ipynb #54965f3d
+def start_in_store():
+    "Which start of the processes the store sees, a text: torchrun's own store outlives them"
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
+
 # %% ../nbs/50_world.ipynb #ab6ee0d8
 def meet(patience): # seconds
     "The store in which the processes find each other. Raises `RunError`, with what to do, where they don't"
@@ -78,8 +84,7 @@ def meet(patience): # seconds
                                           "by another run: take another (torchrun --master_port)")
         if "clients joined" in str(e): why = f"not all processes came to {address}: see what the others say"
         raise RunError(f"{why} ({str(e).splitlines()[0]})") from e
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") # torchrun's store outlives its processes
-    return dist.PrefixStore(f"llm_speedrun/{start}", store)
+    return dist.PrefixStore(f"llm_speedrun/{start_in_store()}", store)
 
 # %% ../nbs/50_world.ipynb #68a25784
 TIMEOUT = 600 # seconds that a process waits for the others: they may compile, evaluate or save meanwhile
@@ -94,12 +99,11 @@ def join_world(tp=1, # processes that share the parts of one model; must divide 
     if size == 1: return World()
     if size % tp: raise InputError(f"{size} processes can't form groups of {tp}: tp must divide them")
     device = device_of_process()
-    how = dict(device_id=device) if device.type == "cuda" else {}
     for k, v in FLIGHT_RECORDER.items(): os.environ.setdefault(k, v)
-    dist.init_process_group(backend_for(device), store=meet(patience), rank=rank, world_size=size,
-                            timeout=timedelta(seconds=timeout), **how)
-    mesh = dist.init_device_mesh(device.type, (size//tp, tp), mesh_dim_names=("dp", "tp"))
-    return World(rank, size, mesh)
+    if not dist.is_initialized(): # who is asked again is there already
+        dist.init_process_group(backend_for(device), store=meet(patience), rank=rank, world_size=size,
+                                timeout=timedelta(seconds=timeout)) # a device_id makes gloo warn
+    return World(rank, size, dist.init_device_mesh(device.type, (size//tp, tp), mesh_dim_names=("dp", "tp")))
 
 # %% ../nbs/50_world.ipynb #816445cc
 def leave_world(lost=False): # whether others don't answer any more: then what is under way is broken off

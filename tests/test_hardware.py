@@ -7,7 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from llm_speedrun import ladder, measure, runs
 from llm_speedrun.ladder import Chosen, choose_rungs, climb, paying
 from llm_speedrun.train.options import LadderOptions, speedrun_ladder
+from llm_speedrun.files import InputError
 from llm_speedrun.measure import Choices, Timings, process_start
+from llm_speedrun.model import workload
 from llm_speedrun.runs import find_rung, rung_name
 from llm_speedrun.train import hardware
 from llm_speedrun.train.hardware import PRESETS, divisors, presets, trial
@@ -273,3 +275,51 @@ def test_a_run_says_how_long_its_start_took(tmp_path, capsys):
     for name in ("Python and imports", "open the data", "try the micro-batch", "build the model", "the first step"): assert name in out
     start = json.loads((tmp_path/"runs/run/result.json").read_text())["start"]
     assert sum(p["seconds"] for p in start["phases"] if not p["depth"]) <= start["seconds"] == trainer.timings.total
+
+# Several processes
+
+def world_of(dp, tp=1): return SimpleNamespace(place=lambda dim: (0, dict(dp=dp, tp=tp)[dim]))
+
+@pytest.mark.parametrize("gib, rung", [(0, "ddp"), (2.1*hardware.state_gib(NANO, []), "ddp"), (1.9*hardware.state_gib(NANO, []), "fsdp")])
+def test_parallelism_by_memory(gib, rung):
+    "All of it in under half of a GPU's memory is ddp; the reason is said, also on a CPU"
+    found = hardware.parallel_rungs(NANO, ["flash"], world_of(2), gib)
+    assert found.rungs == ["flash", rung] and "weights, gradients and optimizer state take" in found.why[rung]
+    assert hardware.parallel_rungs(NANO, found.rungs, world_of(2), gib).rungs == found.rungs # named: stays
+
+def test_optimizers_decide_too():
+    "8-bit moments make room for ddp where FP32's don't"
+    tiny = workload("tiny")
+    gib = 1.5*hardware.state_gib(tiny, [])
+    assert [hardware.parallel_rungs(tiny, [r], world_of(4), gib).rungs[-1] for r in ("fused_adamw", "adamw8bit")] == ["fsdp", "ddp"]
+
+def test_tensor_parallel_shares_the_weights():
+    "It halves what a process has, and goes on with fsdp where others have other data"
+    found = hardware.parallel_rungs(NANO, ["tensor_parallel"], world_of(2, 2), 10**6)
+    assert found.rungs == ["tensor_parallel", "fsdp"]
+    assert hardware.parallel_rungs(NANO, ["tensor_parallel"], world_of(1, 2), 10**6).rungs == ["tensor_parallel"]
+
+def test_presets_give_way_and_names_do_not():
+    "What doesn't go with fsdp leaves a preset, with the reason; rungs that were named are for `build` to refuse"
+    found = lambda spec: hardware.parallel_rungs(NANO, ["flash", "cuda_graphs"], world_of(2), 1e-9, spec).rungs
+    assert "cuda_graphs" not in found("fastest") and "cuda_graphs" not in found("auto")
+    assert found("flash,cuda_graphs") == ["flash", "cuda_graphs", "fsdp"]
+    with fails(ValueError, "exclude each other"): hardware.check_parallel(["checkpoint", "selective_checkpoint"], ["ddp"])
+
+@pytest.mark.parametrize("spec", ["fastest,flash", "ddp,fastest", "safe,fastest", "fastest,ddp,flash"])
+def test_what_stands_beside_a_preset(spec):
+    with fails(InputError, "stands alone, or with ddp, fsdp, tensor_parallel beside it"): hardware.parse_rungs(spec)
+
+def test_all_processes_decide_what_fits():
+    "The slowest one's time, the largest memory; where one has no room none has"
+    a, b = hardware.Trial(4, 2., 1., 9.), hardware.Trial(4, 3., .5, 8.)
+    assert hardware.slowest([a, b]) == hardware.Trial(4, 3., 1., 9.) and hardware.slowest([a, None]) is None
+    assert hardware.slowest([replace(a, ms=None), replace(b, ms=None)]).ms is None
+
+@pytest.mark.parametrize("there, asked, n", [(2, 0, 2), (8, 4, 4), (0, 2, 2), (0, 0, "several GPUs, and this machine has 0"),
+                                             (1, 0, "several GPUs, and this machine has 1"), (2, 3, "this machine has 2: choose --gpus 2")])
+def test_gpus_of_a_ladder(monkeypatch, there, asked, n):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0); monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    c = SimpleNamespace(gpus=asked)
+    if isinstance(n, int): assert hardware.gpus_of(c, ["ddp"]) == n; return
+    with fails(InputError, n): hardware.gpus_of(c, ["ddp"])

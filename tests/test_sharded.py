@@ -1,13 +1,14 @@
 "Checkpoints of many processes: of each layout opened by each other and by one process; parts that fail, are missing, damaged or lie."
 import json, math, os, shutil, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 import pytest, torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from llm_speedrun.export import export_folder, from_pretrained, read_run, unfinished
 from llm_speedrun.files import InputError
 from llm_speedrun.recipes.schedules import Average
 from llm_speedrun.runs import World, build, stepper_of
@@ -274,7 +275,7 @@ def test_a_full_disk_on_one(tmp_path, monkeypatch):
     "Everybody learns which process and why, nothing is left of it, and the run goes on to the next checkpoint"
     fill_disk(monkeypatch, "part-00001.safetensors")
     def four(world):
-        saver, errors = WorldSaver(tmp_path, keep=2, world=world), []
+        saver, errors = WorldSaver(tmp_path, keep=2, world=world, patience=20), []
         errors += [save(saver, 1), save(saver, 2)]
         world.gathered(0)
         left = {p for p in tmp_path.rglob("*.safetensors")}
@@ -295,7 +296,7 @@ def test_a_disk_without_room_for_a_word(tmp_path, monkeypatch):
         if self.suffix == ".note": raise OSError(28, "No space left on device")
         return write_text(self, *args, **kw)
     monkeypatch.setattr(Path, "write_text", no_text)
-    errors = together(4, lambda world: save(WorldSaver(tmp_path, world=world), 2))
+    errors = together(4, lambda world: save(WorldSaver(tmp_path, world=world, patience=20), 2))
     assert all("process 2" in str(e) for e in errors) and sum("is its disk full" in str(e) for e in errors) == 3, errors
     assert not checkpoints(tmp_path) and not [*tmp_path.rglob("*.safetensors")]
 
@@ -307,7 +308,7 @@ def test_the_first_fails_at_the_end(tmp_path, monkeypatch, name):
         if self.name == name: raise OSError(28, "No space left on device")
         return write_text(self, *args, **kw)
     monkeypatch.setattr(Path, "write_text", no_text)
-    errors = together(2, lambda world: save(WorldSaver(tmp_path, world=world), 1))
+    errors = together(2, lambda world: save(WorldSaver(tmp_path, world=world, patience=20), 1))
     assert all("process 0 on" in str(e) and "No space" in str(e) for e in errors), errors
     assert not checkpoints(tmp_path)
 
@@ -323,7 +324,7 @@ def test_another_folder(tmp_path, monkeypatch):
     "Processes whose folders have one name and aren't the same: told before anything is trained"
     sees = WorldSaver.sees
     monkeypatch.setattr(WorldSaver, "sees", lambda self: sees(self, seconds=.2))
-    errors = together(3, lambda world: WorldSaver(tmp_path/("a" if world.rank < 2 else "b"), world=world))
+    errors = together(3, lambda world: WorldSaver(tmp_path/("a" if world.rank < 2 else "b"), world=world, patience=20))
     assert all(isinstance(e, InputError) and "process 2 on" in str(e) and "disk that all machines share" in str(e) for e in errors), errors
 
 def test_bad_keep(tmp_path):
@@ -336,8 +337,8 @@ def test_pruned_by_the_first(tmp_path):
         saver = WorldSaver(tmp_path, keep=2, world=world)
         saver.losses = {1: 5., 2: 3., 3: 4.}
         for step in (1, 2, 3, 4, 5): assert save(saver, step) is None
+        world.gathered(0) # the first process removes after the others are told
         assert [p.name[-1] for p in sorted(tmp_path.iterdir())] == ["2", "4", "5"]
-        world.gathered(0)
         saver.go_on(4); assert save(saver, 5) is None
         saver.close()
     assert together(2, two) == [None]*2
@@ -374,7 +375,7 @@ def test_killed_while_writing(tmp_path):
     os.waitpid(pid, 0) # until here it is a zombie
     assert "process 1 has died" in str(error) and time.monotonic() - t0 < 10, error
     assert newest(c).name == "step-00000001" and len([*c.glob("step-00000002.*.tmp/part-00001.safetensors")]) == 1
-    def start(world): WorldSaver(c, world=world).close()
+    def start(world): WorldSaver(c, world=world, patience=20).close()
     assert together(2, start) == [None]*2 and [p.name for p in c.iterdir()] == ["step-00000001"]
 
 # What is read
@@ -461,3 +462,19 @@ def test_what_cannot_be_saved(tmp_path):
     with fails(TypeError, "DTensor"): as_piece(torch.zeros(3).as_subclass(Part), True)
     with fails(InputError, "rows of w can't be cut"): state_to_save("w", p, dict(rows=torch.zeros(2)))
     assert state_to_save("w", p, dict(step=torch.tensor(3.), n=2)) == dict(step=torch.tensor(3.), n=2)
+
+def test_export_opens_a_checkpoint_of_many(world_of_all, tmp_path):
+    "`speedrun_export` and `speedrun_sample` take a checkpoint's folder, of whatever layout; a damaged one is an error"
+    folder, run = world_of_all[0], tmp_path/"run"
+    found = run/"checkpoints/step-00000002"
+    shutil.copytree(folder/"fsdp x tp"/"step-00000002", found)
+    (run/"config.json").write_text(json.dumps(dict(model=asdict(CONFIG), steps=9)))
+    want = {f"model.{n}": t for n, t in read_checkpoint(found)[0].items()}
+    config, state = read_run(found)
+    assert config == CONFIG and state.keys() == {n[6:] for n in want}
+    assert "step-00000002" in unfinished(found)
+    out = export_folder(found)
+    assert out == run/"export" and all(torch.equal(t, want[n]) for n, t in load_file(out/"model.safetensors").items())
+    assert torch.equal(from_pretrained(found, "cpu").model.embed_tokens.weight, want["model.embed_tokens.weight"])
+    (found/"part-00001.safetensors").unlink()
+    with fails(InputError, "part-00001.safetensors is missing"): read_run(found)

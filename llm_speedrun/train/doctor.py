@@ -28,7 +28,7 @@ from ..files import SpeedrunError
 from ..measure import (Timings, default_device, driver_version, memory_limit, process_start,
                                   sample_ms, summarize, version_of)
 from ..runs import RUNGS, World
-from ..world import Piece, collective_ms, join_world, pieces, processes, ring
+from ..world import Piece, collective_ms, join_world, leave_world, pieces, processes, ring
 from .options import to_start
 from .saving import newest, read_record, taken_apart
 from .sharded import Each, weights_to_save
@@ -550,9 +550,12 @@ def check_run(cfg, # a `TrainConfig`
     "Findings about a run with these options. Raises what making its `Trainer` raises"
     if cfg.resume: yield from check_resume(cfg)
     trainer = Trainer(cfg, progress=False, given=given, timings=timings)
-    try: yield from check_trainer(trainer)
-    finally: trainer.let_go() # of the run's folder
-    if trainer.world.size > 1: trainer.lifeline.close() # none waits for the others any more
+    try:
+        yield from check_trainer(trainer)
+        trainer.world.wait() # all have seen the folder
+    finally:
+        trainer.let_go() # of it
+        if trainer.world.size > 1: trainer.lifeline.close() # nobody waits for the others any more
 
 # %% ../../nbs/36_doctor.ipynb #e2c49c76
 def examine(cfg, # a `TrainConfig`
@@ -597,4 +600,5 @@ def examine_and_tell(cfg, # a `TrainConfig`
     "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
     n = to_start(cfg, given or ())
     problems = processes(n, examined, cfg, given)[0] if n > 1 else examined(join_world(), cfg, given)
+    leave_world()
     if problems: sys.exit(1)

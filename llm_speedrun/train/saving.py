@@ -347,8 +347,8 @@ def write(self:Saver, step, host, about, # its number, copies on their way, a di
 
 # %% ../../nbs/31_saving.ipynb #4503ceeb
 def read_checkpoint(folder): # of a checkpoint
-    """What `Saver.save` was given, on the CPU: the weights by name, the state, and an `About`; whole, also where
-    several processes wrote it. Raises `InputError` for what they don't write, and what an older version wrote"""
+    """What `Saver.save` was given, on the CPU: the weights by name, the state, and an `About`; whole, also if
+    several processes wrote it. Raises `InputError` for what they don't write, and older checkpoints"""
     from llm_speedrun.train.sharded import SHARDED, read_whole # which imports this module
     folder = Path(folder)
     about = read_about(folder)
@@ -409,6 +409,7 @@ def weights_in(path): # of a safetensors file, or of a checkpoint's folder
         with safe_open(path, "pt") as f: return sum(math.prod(f.get_slice(k).get_shape()) for k in f.keys())
     except SafetensorError as e: raise InputError(f"{path} is no whole safetensors file: {e}") from None
 
+# %% ../../nbs/31_saving.ipynb #af176c18
 def check_size(config, # a `GPTConfig`, as read
                path): # of the weights that belong to it, as for `weights_in`
     "Raise `InputError` where that has more or fewer weights than such a model, before that is built"
