@@ -818,7 +818,8 @@ def enter_world(self:Trainer):
     self.world = join_world(sharing(c.rungs) if size > 1 else 1)
     self.device = default_device() if size == 1 else device_of_process()
     if size == 1: return
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and not (c.name or c.resume): raise InputError(
+    starts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if starts and not (c.name or c.resume): raise InputError(
         "give --name: processes that torchrun starts again must find the run that they had begun")
     c.gpus, self.signals.alone, self.lifeline = size, False, Lifeline(self.world)
     check_alike(self.world, options=asdict(c))
