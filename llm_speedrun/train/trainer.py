@@ -1321,7 +1321,7 @@ def train(cfg, # a `TrainConfig`
           timings=None): # `Timings` of the start
     "A fitted `Trainer` and its results. Raises `InputError` where it should be one of several and is alone"
     if cfg.gpus > 1 and not cfg.resume and "WORLD_SIZE" not in os.environ: raise InputError(
-        f"gpus is {cfg.gpus}, and this is one process: speedrun_train starts {cfg.gpus}, and so does torchrun")
+        f"gpus is {cfg.gpus}, and this is one process: speedrun_train starts {cfg.gpus}, or torchrun")
     trainer = Trainer(cfg, progress, given, timings)
     return trainer, trainer.fit()
 
