@@ -85,7 +85,6 @@ class Run:
     options: dict = field(default_factory=dict) # of each rung that has any: name -> value, as it was built
     why: dict = field(default_factory=dict) # rung -> what was measured to choose its options, in words
     world: World = World() # the processes that share the step
-    seed: int = 0 # of the initial weights
     engines: tuple = () # what brings their gradients together, from `world.Engine`; none for one process
     stepper: Callable = None # (run, clip) -> what takes its steps, by default a `Stepper`
     seed: int = 0 # of the initial weights

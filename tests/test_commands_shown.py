@@ -2,6 +2,7 @@
 stands below them."""
 import ast, json, os, re, shlex, shutil
 import pytest, torch
+import torch.distributed.run as torchrun
 import train_pages
 from llm_speedrun.files import InputError
 from llm_speedrun.model import workload
@@ -47,6 +48,10 @@ def wrong(words):
         try: return check_options(name, args)
         except InputError as e: return str(e)
         except SystemExit: return # --help
+    if name == "torchrun": # and what it starts
+        try: started = torchrun.parse_args(args)
+        except SystemExit: return f"torchrun doesn't take {shlex.join(args)}"
+        return wrong([started.training_script, *started.training_script_args])
     if name == "make":
         named = [a.partition("=")[0] for a in args]
         return next((f"make knows no {a}" for a in named if a not in (*MAKE, *VARIABLES)), None)
@@ -63,6 +68,7 @@ def test_commands_are_understood(path):
     ("speedrun_train --steps 3 --minutes 1", "each say"), ("speedrun_train --rungs flsh", "unknown rung"), ("make fast", "no fast"),
     ("speedrun_train --workload 124n", "unknown workload"), ("speedrun_report", "required"), ("speedrun_dokter", "none of the programs"),
     ("if A=1 speedrun_train --no_such", "unknown option"), ("bash tests/gone.sh", "no tests/gone.sh"),
+    ("torchrun --nproc_per_node 2 --no-python speedrun_train --stpes 3", "did you mean"), ("torchrun --nproc_per_node 2 --x 3 speedrun_train", "doesn't take"),
     ("make speedrun FLAVOUR=x", "no FLAVOUR"), ("ls runs && speedrun_export", "required")])
 def test_wrong_commands_are_found(command, part): assert part in " ".join(w for words in commands(command) if (w := wrong(words)))
 

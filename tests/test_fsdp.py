@@ -1,6 +1,7 @@
 "The rung fsdp: two processes, each with half of the weights and of the batch, take the steps of one process."
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 import numpy as np, pytest, torch
 from small import NANO, fails
 from llm_speedrun.files import InputError
@@ -56,6 +57,7 @@ def documents(run): return within_documents(run, 0)
 CASES = {
     "naive": ([], "", {}, "fp32"),
     "fused": (FUSED, "", {}, "fp32"),
+    "fifty steps": (FUSED, "", dict(steps=50), "fifty steps"),
     "checkpoint": ([*FUSED, "checkpoint"], "", {}, "fp32"),
     "selective": ([*FUSED, "selective_checkpoint"], "", {}, "fp32"),
     "compile": (["chunked_ce", "compile:backend=aot_eager"], "", {}, "fp32"),
@@ -71,9 +73,12 @@ CASES = {
     "reduced in bf16": (["bf16", *FUSED], ":reduce=bf16", {}, "bf16"),
     "fp8": (FP8, "", {}, "fp8"),
     "fp8, checkpoint": ([*FP8, "checkpoint"], "", {}, "fp8")}
-ALONE = {"fp32": ([], {}), "narrow": ([], dict(config=replace(CONFIG, hidden=1))), "documents": (FUSED, dict(change=documents)),
+TORCHAO = ["bf16", "chunked_ce", "torchao_fp8:layers=all"]
+if find_spec("torchao"): CASES["torchao_fp8"] = TORCHAO, "", {}, "torchao_fp8"
+ALONE = {"fp32": ([], {}), "fifty steps": (FUSED, dict(steps=50)), "narrow": ([], dict(config=replace(CONFIG, hidden=1))), "documents": (FUSED, dict(change=documents)),
          "adamw8bit": ([*FUSED, "adamw8bit"], {}), "bf16": (["bf16", "flash", "chunked_ce"], {}), "fp8": (FP8, {})}
-BARS = dict(bf16=dict(rel=3e-3), fp8=dict(rel=1e-2)) # sums of rounded numbers in another order
+if find_spec("torchao"): ALONE["torchao_fp8"] = TORCHAO, {}
+BARS = dict(bf16=dict(rel=3e-3), fp8=dict(rel=1e-2), torchao_fp8=dict(rel=3e-2)) # sums of rounded numbers in another order
 MISTAKES = dict(unreduced=unreduced, vectors_apart=vectors_apart, kept_whole=kept_whole)
 
 def every(world, cases):
@@ -102,6 +107,9 @@ def test_two_processes_are_one(name, both, alone):
     for got in both:
         bar = BARS.get(CASES[name][3], dict(rel=1e-4, abs=1e-4))
         if name == "adamw8bit": bar = dict(rel=1e-4)    # where blocks of 256 begin depends on the part
+        if name == "fifty steps":    # norms of a batch that is known by heart are small, and so is what they have in common
+            bar = dict(rel=1e-2)
+            assert got[name][0][::2] == pytest.approx(want[0][::2], rel=0, abs=1e-4)    # the losses
         assert not differs(got[name], want, bar)
         rounded = (lambda t: torch.tensor(t).bfloat16().float().numpy()) if name == "bf16_weights" else np.asarray
         for n, t in want[1].items(): assert (got[name][1][n] == (rounded(t) if t.ndim > 1 else t)).all(), n    # to the bit
@@ -149,4 +157,4 @@ GPU_CASES = {"fp8": (["tf32", *FP8, "fused_adamw"], "", dict(config=WORKLOADS["t
 def test_two_gpus_are_one():
     "The kernels of a GPU, and NCCL"
     got = processes(2, every, GPU_CASES)[0]
-    for k, (rungs, _, how, _) in GPU_CASES.items(): assert not differs(got[k], trained(World(), rungs, **how), dict(rel=1e-2)), k
+    for k, (rungs, _, how, _) in GPU_CASES.items(): assert not differs(got[k], trained(World(), rungs, **how), dict(rel=3e-2)), k

@@ -6,7 +6,7 @@ from llm_speedrun import measure, runs
 from cells import NBS
 from make_readme import ROOT
 
-OTHERS = {"outputs.json", "fits.json"}  # where outputs come from; what fits into which memory: no speeds
+OTHERS = {"outputs.json", "fits.json", "collectives.json"}  # where outputs come from; what fits into which memory; links: no runs
 FILES = sorted(p for p in (ROOT/"nbs/measurements").glob("*.json") if p.name not in OTHERS)
 # Records, as `name` calls them, whose code has changed since they were measured. One leaves this list when it's measured again.
 AWAITING = set()

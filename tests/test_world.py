@@ -48,6 +48,15 @@ def test_nobody_answers(as_process):
     as_process(rank=1)
     fails(RunError, "is the first process there", patience=1)
 
+def test_another_program_has_the_port(as_process, monkeypatch):
+    "It takes the connection, and says nothing"
+    true = world.in_time
+    monkeypatch.setattr(world, "in_time", lambda f, seconds, why: true(f, 2, why))
+    with socket.socket() as s:
+        s.bind(("", 0)); s.listen()
+        as_process(rank=1, port=s.getsockname()[1])
+        fails(RunError, "isn't one of us: take another port", patience=1)
+
 def test_the_others_do_not_come(as_process):
     as_process()
     fails(RunError, "not all processes came", patience=1)
@@ -125,7 +134,7 @@ def test_a_process_that_hangs_is_named(two):
     (waits, hangs), logs = two
     kind, said, seconds = waits["hang"]
     assert kind == "Lost" and "process 1 of 2 does not answer: it was last seen at step 7" in said and seconds < 10
-    assert "in hang, called from" in said and "test_world.py" in said and hangs["hang"] is None, said
+    assert "There it was in hang (test_world.py, line" in said and hangs["hang"] is None, said
     assert "in hang" in (logs/"stack-1.txt").read_text(encoding="utf-8")
 
 # --- dying ---

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 import torch, torch.distributed as dist
 from fastcore.basics import patch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from ..files import InputError, lookup
 from ..roofline import DTYPES
 from ..runs import rung
@@ -20,8 +22,7 @@ from .fp8 import as_list
 
 # %% ../../nbs/52_fsdp.ipynb #33edc4d0
 def give_back(model, args, out): # as a forward hook is called
-    "After a pass without gradients: give back the weights that are still whole, which a backward pass would do"
-    from torch.distributed.fsdp import FSDPModule
+    "After a pass without gradients: give back what is still whole, which a backward pass would do"
     if torch.is_grad_enabled(): return
     for m in model.modules():
         if isinstance(m, FSDPModule): m.reshard()
@@ -31,13 +32,13 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
           mesh, # the processes to share it, of one dimension
           gather, # type in which a block's matrices are sent
           reduce, # type in which gradients are sent and added up
-          reshard): # give a block's matrices back after its forward pass, too
+          reshard): # give a block's matrices back after its forward pass
     "Cut the matrices among the processes, each block's to be gathered together. Vectors stay whole"
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard # takes a second, which one process saves
     warnings.filterwarnings("ignore", "FSDP2-wrapped module") # of views of the stream: nobody writes into it
     typed = partial(MixedPrecisionPolicy, reduce_dtype=reduce, cast_forward_inputs=False)
     cut = partial(fully_shard, mesh=mesh, ignored_params={p for p in model.parameters() if p.ndim < 2})
-    for b in model.layers: cut(b, mp_policy=typed(gather), reshard_after_forward=reshard)
+    for b in model.layers: # the last one is needed again at once
+        cut(b, mp_policy=typed(gather), reshard_after_forward=reshard and b is not model.layers[-1])
     cut(model, mp_policy=typed(), reshard_after_forward=False) # the embedding, which the loss needs again
     for m, after in zip([model, *model.layers], model.layers): m.set_modules_to_forward_prefetch([after])
     model.register_forward_hook(give_back)
@@ -48,7 +49,7 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
 def make_weights(run): # whose weights are shapes, and whose engines know who holds what; its model is changed
     "Give each process its part of the weights that one process would begin with"
     device = run.device
-    run.model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t) # buffers stay as they are
+    run.model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t) # not buffers
     parts = pieces(run)
     def give(name, whole):
         p = parts[name]
@@ -62,7 +63,7 @@ class FSDP(Engine):
                  each): # reduce after each micro-batch
         self.model, self.each, self.n = run.model, each, run.world.place("dp")[1]
         self.group = run.world.group("dp")
-        self.cut = {n for n, p in run.model.named_parameters() if hasattr(p, "to_local")}
+        self.cut = {n for n, p in run.model.named_parameters() if isinstance(p, DTensor)}
 
     def micro(self, last): # whether the micro-batch is the step's last one
         "Nothing to enter: the hooks are told"
@@ -78,7 +79,7 @@ class FSDP(Engine):
 @torch.no_grad()
 def reduce(self:FSDP, params): # with the gradients of this process's passes added up
     "Give the vectors the mean of all processes' gradients"
-    grads = [p.grad for p in params if p.grad is not None and not hasattr(p, "to_local")]
+    grads = [p.grad for p in params if p.grad is not None and not isinstance(p, DTensor)]
     flat = torch.cat([g.flatten() for g in grads])
     dist.all_reduce(flat, group=self.group)
     means = (flat/self.n).split([g.numel() for g in grads])
@@ -89,15 +90,15 @@ def check_goes(run): # a `Run`
     "Raise `InputError` for what FSDP2's hooks can't be part of"
     how = run.options.get("compile", {})
     if how.get("whole"):
-        raise InputError("rung 'fsdp': weights are gathered between the blocks, where a loss compiled as a whole "
-                         "has no room for it: use compile without whole=yes")
+        raise InputError("rung 'fsdp': weights are gathered between the blocks, and a loss compiled as a "
+                         "whole has no room for it: use compile without whole=yes")
     if (mode := how.get("mode")) in ("reduce-overhead", "max-autotune"):
-        raise InputError(f"rung 'fsdp': compile:mode={mode} replays CUDA graphs, and a replay gathers nothing: "
-                         "use mode=default or max-autotune-no-cudagraphs")
+        raise InputError(f"rung 'fsdp': compile:mode={mode} replays CUDA graphs, which gather nothing: use "
+                         "mode=default or max-autotune-no-cudagraphs")
 
-# %% ../../nbs/52_fsdp.ipynb #aa3b8579
+# %% ../../nbs/52_fsdp.ipynb #750eff31
 def keeps_copies(run): # a `Run`
-    "Whether the blocks' backward pass has 8-bit copies of all matrices, and needs none of them gathered again"
+    "Whether the blocks' backward pass has 8-bit copies of all matrices, and needs none gathered again"
     parts = as_list(run.options.get("fp8", {}).get("parts", ()))
     again = {"checkpoint", "selective_checkpoint", "compile"} # which may ask for the weights themselves
     return {"heads", "out", "mlp"} <= {*parts} and not again & {*run.rungs}
@@ -113,9 +114,9 @@ def fsdp(run, # a `Run`
     """Weights, gradients and optimizer state cut among the processes (FSDP2, `fully_shard`). Alone it changes
     nothing. Raises `InputError` for what it doesn't go with"""
     check_goes(run)
-    how = dict(gather=DTYPES[run.fmt], reduce=lookup(REDUCE, reduce, "type of the reduction"), reshard=reshard)
+    how = dict(reduce=lookup(REDUCE, reduce, "type of the reduction"), gather=DTYPES[run.fmt])
     if run.world.size == 1: return run
-    run = run.with_model(partial(shard, mesh=run.world.mesh["dp"], **how))
+    run = run.with_model(partial(shard, mesh=run.world.mesh["dp"], reshard=reshard, **how))
     if keeps_copies(run):
         for b in run.model.layers: b.set_unshard_in_backward(False)
     run = replace(run, engines=run.engines + (FSDP(run, each),), stepper=ParallelStepper)

@@ -223,6 +223,7 @@ FILES = { # of a run
     "result.json": "how the run ended", "loss.png": "the loss curve",
     "report.html": "the page of `speedrun_report`", "profile.json.gz": "a trace of some steps",
     "profile.md": "that trace as a table", "checkpoints": "a folder for each checkpoint",
+    "logs": "of several processes: a log of each, and where one stood that hung",
     "bad_batch.safetensors": "tokens of the batch at which a run gave up",
     "tensorboard": "with `--track tensorboard`", "wandb": "with `--track wandb`"}
 
