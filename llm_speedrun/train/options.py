@@ -148,6 +148,7 @@ class LadderOptions(Options):
     workload: str = "" # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU, a very small model on a CPU
     rungs: str = "fastest" # naive, safe, smallest, fastest16, fastest; names, as they are climbed; or "list"
     only: str = "" # names with commas: measure just these, each against the ladder below it
+    gpus: Count = 0 # GPUs for ddp, fsdp and tensor_parallel among the rungs; by default all
     batch: Count = 0 # sequences in a step; by default 64, on a CPU 4
     # Other projects
     peer: Several = "" # compile_whole, transformers, nanogpt=FOLDER, ...: beside the top; repeatable
@@ -488,8 +489,8 @@ def speedrun_data(c, given):
 @command(LadderOptions)
 def speedrun_ladder(c, given):
     "Measure each rung against the one before on this machine, print the ladder, save records and chart"
-    from llm_speedrun.ladder import climb_and_tell
-    climb_and_tell(c)
+    from llm_speedrun.train.hardware import climb_with_gpus
+    climb_with_gpus(c)
 
 # %% ../../nbs/33_options.ipynb #f110d1db
 @command(ReportOptions)

@@ -1351,7 +1351,9 @@ def as_one_of_many():
     "Inside, what ends one of several processes ends it as torchrun should see it; one alone ends as always"
     if int(os.environ.get("WORLD_SIZE", 1)) == 1: yield; return
     try: yield
-    except SystemExit as e: end_group(e.code) # after a signal, with everything saved
+    except SystemExit as e: # after a signal, with everything saved
+        end_group(e.code)
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]: raise # each machine has to say so
     except BaseException as e:
         if "--debug" in sys.argv: traceback.print_exc()
         last_words(e)
