@@ -9,9 +9,9 @@ from measured import times
 NOTE = "<!-- Made from nbs/_site/train/{}: edit that, not this. -->"
 TOP = dict(rung="fused_adamw", before="fp32", workload="124m", batch=64)   # the whole list of rungs over none
 
-def record(**which): # keys of a record and their values
-    "The one record of the H200 that has these values. `LookupError` for none and for several"
-    records = load_records(records_path("NVIDIA H200"))
+def record(gpu="NVIDIA H200", **which): # keys of a record and their values
+    "The one record of that GPU that has these values. `LookupError` for none and for several"
+    records = load_records(records_path(gpu))
     found = [r for r in records if all(r.get(k) == v for k, v in which.items())]
     if len(found) != 1: raise LookupError(f"{len(found)} records of {which}")
     return found[0]
@@ -19,6 +19,10 @@ def record(**which): # keys of a record and their values
 def gain(rung, before, workload="124m", batch=64, **which):
     "How many times the speed of `before`, as text"
     return times(record(rung=rung, before=before, workload=workload, batch=batch, **which)["ratio"])
+
+def of_two(rung, workload): # a rung for several GPUs
+    "How many times one GPU's speed two of them have, as text"
+    return times(record(gpu="2 × NVIDIA H200", rung=rung, workload=workload)["ratio"])
 
 def step(rung): # of the course's ladder
     "The record of a rung on top of those below it"
@@ -64,7 +68,7 @@ def finale_tokens(root):
 def environment(root):
     "That of all pages, with what these templates use"
     env, top = pages.environment(), record(**TOP)
-    env.globals |= dict(record=record, gain=gain, step=step, rounded=rounded, top=top,
+    env.globals |= dict(record=record, gain=gain, of_two=of_two, step=step, rounded=rounded, top=top,
                         gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root),
                         finale_tokens=finale_tokens(root))
     return env
