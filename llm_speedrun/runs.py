@@ -235,7 +235,7 @@ def rung(stage, # when it is applied, one of `STAGES`
          excludes=(), # names of the rungs that it doesn't go with
          gpu_only=False, # on a CPU it runs too, as a smoke run, and gains nothing
          choose=None, # (run, **options) -> options found by measuring, and in words why
-         fills=False, # among several processes it makes the weights, each one's part: until then there are none
+         fills=False, # of several processes: it makes the weights, each one's part; before there are none
          counts=lambda ops: ops): # [Op] -> [Op]: what it makes of the operations counted without a compiler
     "Decorator: make a function from `Run` to `Run` a rung. Each call is checked, and noted in the run"
     lookup(dict.fromkeys(STAGES), stage, "stage")

@@ -86,14 +86,15 @@ def test_sidebar_and_index_are_in_reading_order():
     listed = re.findall(r"\| \[\w+\]\((\w+\.ipynb)\) \|", index)
     assert listed == pages[1:], "the table in nbs/index.ipynb and the sidebar differ"
 
-PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 6: ""}    # tens -> folder of the modules
-ABOUT_ALL = {"22_ladder", "25_peers"}    # stand among the rungs and are none
+PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 5: "rungs", 6: ""}    # tens -> folder of the modules
+ABOUT_ALL = {"22_ladder", "25_peers", "50_world"}    # stand among the rungs and are none
+TRAINER = {"54_sharded_saving"}    # likewise, and belong to the trainer
 
 def test_a_module_is_in_the_folder_of_its_part():
     for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):
         if not (found := re.search(r"#\| default_exp ([\w.]+)", f.read_text(encoding="utf-8"))): continue    # it exports nothing
         module = found[1]
-        folder = "" if f.stem in ABOUT_ALL else PARTS[int(f.name[0])]
+        folder = "" if f.stem in ABOUT_ALL else "train" if f.stem in TRAINER else PARTS[int(f.name[0])]
         assert module == ".".join(filter(None, [folder, f.stem[3:]])), f"{f.name} exports {module}"
 
 def test_site_files_exist():

@@ -14,7 +14,7 @@ from llm_speedrun.recipes.schedules import Average
 from llm_speedrun.runs import World, build, stepper_of
 from llm_speedrun.train import saving, sharded
 from llm_speedrun.train.saving import Saver, broken, check_size, checkpoints, newest, read_checkpoint, taken_apart
-from llm_speedrun.train.sharded import *
+from llm_speedrun.train.sharded_saving import *
 from llm_speedrun.world import Piece, local, pieces, processes
 from small import NANO, fails
 

@@ -101,9 +101,10 @@ def takes_found_inf(opt): # a `torch.optim.Optimizer`
     "Whether its kernel leaves all as it is where the tensor `found_inf` is 1, so that nobody has to wait"
     return getattr(opt, "_step_supports_amp_scaling", False) # PyTorch's own word for it
 
+
+# %% ../../nbs/40_schedules.ipynb #618269f5
 def guarded(stepper): # a class of steppers
-    """The class, without taking steps whose loss or gradients aren't finite. After such a step `loss` or `norm`
-    isn't either"""
+    "The class, leaving out steps whose loss or gradients aren't finite: then `loss` or `norm` isn't either"
     class Guarded(stepper):
         applying = False # whether an update has begun, and not ended
         def apply(self):

@@ -31,7 +31,7 @@ from ..runs import RUNGS, World
 from ..world import Piece, collective_ms, join_world, leave_world, pieces, processes, ring
 from .options import to_start
 from .saving import newest, read_record, taken_apart
-from .sharded import Each, weights_to_save
+from .sharded_saving import Each, weights_to_save
 from .hardware import presets
 from .trainer import Trainer
 

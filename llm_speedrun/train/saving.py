@@ -349,7 +349,7 @@ def write(self:Saver, step, host, about, # its number, copies on their way, a di
 def read_checkpoint(folder): # of a checkpoint
     """What `Saver.save` was given, on the CPU: the weights by name, the state, and an `About`; whole, also if
     several processes wrote it. Raises `InputError` for what they don't write, and older checkpoints"""
-    from llm_speedrun.train.sharded import SHARDED, read_whole # which imports this module
+    from llm_speedrun.train.sharded_saving import SHARDED, read_whole # which imports this module
     folder = Path(folder)
     about = read_about(folder)
     if about.version == SHARDED: return read_whole(folder)
@@ -400,7 +400,7 @@ def read_record(folder): # of a run
 # %% ../../nbs/31_saving.ipynb #b6c15567
 def weights_in(path): # of a safetensors file, or of a checkpoint's folder
     "How many weights it has; reads headers alone. Raises `InputError` if it is none"
-    from llm_speedrun.train.sharded import INDEX, read_index
+    from llm_speedrun.train.sharded_saving import INDEX, read_index
     path = Path(path)
     if path.is_dir():
         if not (path/INDEX).exists(): return weights_in(path/"model.safetensors")

@@ -55,10 +55,10 @@ from ..recipes.schedules import SCHEDULES, Average, guarded, lr_at, warmup_steps
 # %% ../../nbs/30_trainer.ipynb #4af454f9
 from .saving import (Saver, check_size, checkpoints, converted, load_named_state, newest,
                                        read_checkpoint, read_record, read_result, to_host, write_tensors)
-from .sharded import (as_piece, average_to_save, cells, each, load_average, load_weights,
+from .sharded_saving import (as_piece, average_to_save, cells, each, load_average, load_weights,
                                         newest_together, optimizer_to_save, read_any, saver_for, state_of,
                                         trained_pieces, weights_to_save, whole_weights)
-from .sharded import load_optimizer as load_moments
+from .sharded_saving import load_optimizer as load_moments
 
 # %% ../../nbs/30_trainer.ipynb #1bc039b8
 class Trainer:
@@ -1346,6 +1346,8 @@ def said_already(text):
     try: return notes().add(f"said {text}", 1) > 1
     except RuntimeError: return False # who keeps the store is gone
 
+
+# %% ../../nbs/30_trainer.ipynb #f96e8ea0
 @contextmanager
 def as_one_of_many():
     "Inside, what ends one of several processes ends it as torchrun should see it; one alone ends as always"
