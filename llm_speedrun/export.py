@@ -153,7 +153,7 @@ def run_of(folder): # of a run, of a checkpoint in it, or of a model
 
 def checkpoint_weights(config, folder): # a `GPTConfig`, a checkpoint's folder
     "Its weights under Qwen3's names. Raises `InputError` for a damaged one, and for those of another model"
-    from llm_speedrun.train.sharded_saving import read_any # here: a second that a run's own weights don't need
+    from llm_speedrun.train.sharded_saving import read_any # here, since it takes a second
     if why := broken(folder): raise InputError(f"{folder} can't be used: {why}")
     check_size(config, folder)
     read = read_any(folder)

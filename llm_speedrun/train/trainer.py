@@ -55,10 +55,10 @@ from ..recipes.schedules import SCHEDULES, Average, guarded, lr_at, warmup_steps
 # %% ../../nbs/30_trainer.ipynb #4af454f9
 from .saving import (Saver, check_size, checkpoints, converted, load_named_state, newest,
                                        read_checkpoint, read_record, read_result, to_host, write_tensors)
-from .sharded_saving import (as_piece, average_to_save, cells, each, load_average, load_weights,
-                                        newest_together, optimizer_to_save, read_any, saver_for, state_of,
-                                        trained_pieces, weights_to_save, whole_weights)
-from .sharded_saving import load_optimizer as load_moments
+from llm_speedrun.train.sharded_saving import (
+    as_piece, average_to_save, cells, each, load_average, load_optimizer as load_moments, load_weights,
+    newest_together, optimizer_to_save, read_any, saver_for, state_of, trained_pieces, weights_to_save,
+    whole_weights)
 
 # %% ../../nbs/30_trainer.ipynb #1bc039b8
 class Trainer:
