@@ -3,7 +3,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files her
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the cores, and so do the programs that they start
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
-import shutil, subprocess, sys
+import pickle, shutil, subprocess, sys
 from pathlib import Path
 import numpy as np, pytest, torch
 from filelock import FileLock
@@ -60,10 +60,25 @@ def process(tmp):
     run("-c", "from nbdev.serve import proc_nbs; proc_nbs(n_workers=0)")
 
 @pytest.fixture(scope="session")
-def processed(tmp_path_factory):
-    "The pages as Quarto gets them, in a folder of their own that is made once and shared by all workers"
+def shared_folder(tmp_path_factory):
+    "A folder of this session that all workers see"
     base = tmp_path_factory.getbasetemp()
-    site = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)/"site"
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+@pytest.fixture(scope="session")
+def once(shared_folder):
+    "`once(name, f)`: what `f()` returns, called by one of the workers and kept for the others"
+    def get(name, f):
+        path = shared_folder/f"{name}.pickle"
+        with FileLock(f"{path}.lock"):
+            if not path.exists(): path.write_bytes(pickle.dumps(f()))
+        return pickle.loads(path.read_bytes())
+    return get
+
+@pytest.fixture(scope="session")
+def processed(shared_folder):
+    "The pages as Quarto gets them, in a folder of their own that is made once and shared by all workers"
+    site = shared_folder/"site"
     with FileLock(f"{site}.lock"):
         if not (site/"whole").exists():
             shutil.rmtree(site, ignore_errors=True)

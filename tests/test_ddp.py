@@ -126,10 +126,10 @@ def compared(world):
     return res
 
 @pytest.fixture(scope="module")
-def results():
+def results(once):
     with pytest.MonkeyPatch.context() as m:
         m.setenv("CUDA_VISIBLE_DEVICES", "")
-        return processes(2, compared)[0]
+        return once("ddp", lambda: processes(2, compared)[0])
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_are_one(results, name):

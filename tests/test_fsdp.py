@@ -87,12 +87,13 @@ def every(world, cases):
     return {k: trained(world, [*rungs, "fsdp" + options], **how) for k, (rungs, options, how, _) in cases.items()}
 
 @pytest.fixture(scope="module")
-def both():
-    return processes(2, every, CASES | {k: (FUSED, "", dict(change=f, micro=2), "fp32") for k, f in MISTAKES.items()})
+def both(once):
+    cases = CASES | {k: (FUSED, "", dict(change=f, micro=2), "fp32") for k, f in MISTAKES.items()}
+    return once("fsdp", lambda: processes(2, every, cases))
 
 @pytest.fixture(scope="module")
-def alone():
-    return {k: trained(World(), rungs, **how) for k, (rungs, how) in ALONE.items()}
+def alone(once):
+    return once("fsdp_alone", lambda: {k: trained(World(), rungs, **how) for k, (rungs, how) in ALONE.items()})
 
 def differs(got, want, bar):
     "Where two runs don't say the same: words"

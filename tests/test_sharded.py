@@ -12,7 +12,7 @@ from llm_speedrun.export import export_folder, from_pretrained, read_run, unfini
 from llm_speedrun.files import InputError
 from llm_speedrun.recipes.schedules import Average
 from llm_speedrun.runs import World, build, stepper_of
-from llm_speedrun.train import saving, sharded
+from llm_speedrun.train import saving, sharded_saving as sharded
 from llm_speedrun.train.saving import Saver, broken, check_size, checkpoints, newest, read_checkpoint, taken_apart
 from llm_speedrun.train.sharded_saving import *
 from llm_speedrun.world import Piece, local, pieces, processes
@@ -116,14 +116,17 @@ def wait_for(path, seconds=60):
         time.sleep(.05)
 
 @pytest.fixture(scope="module")
-def world_of_all(tmp_path_factory):
+def world_of_all(once, shared_folder):
     "A folder with a checkpoint of each layout, opened in each other; and what the first processes say"
-    folder = tmp_path_factory.mktemp("sharded")
-    with ThreadPoolExecutor(2) as pool:
-        two = pool.submit(processes, 2, work, folder, ["ddp", "fsdp", "tp"], [*LAYOUTS])
-        four = pool.submit(processes, 4, work, folder, ["fsdp x tp"], [*LAYOUTS], tp=2)
-        one = work(World(), folder, ["one"], [*LAYOUTS])
-        return folder, one | two.result()[0] | four.result()[0], [two.result(), four.result()]
+    def make():
+        folder = shared_folder/"sharded"
+        folder.mkdir()
+        with ThreadPoolExecutor(2) as pool:
+            two = pool.submit(processes, 2, work, folder, ["ddp", "fsdp", "tp"], [*LAYOUTS])
+            four = pool.submit(processes, 4, work, folder, ["fsdp x tp"], [*LAYOUTS], tp=2)
+            one = work(World(), folder, ["one"], [*LAYOUTS])
+            return folder, one | two.result()[0] | four.result()[0], [two.result(), four.result()]
+    return once("sharded", make)
 
 def tensors_of(checkpoint):
     "All tensors of a checkpoint as one process reads it"
