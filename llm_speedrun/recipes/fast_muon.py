@@ -7,14 +7,16 @@ __all__ = ['POLAR_EXPRESS', 'TABLES', 'TILE', 'polynomials', 'polar_express', 'S
            'even_out', 'decayed', 'in_shares', 'rates', 'kept', 'update_torch', 'pointers', 'tile_of', 'unless',
            'gather_kernel', 'inverse_norm', 'polynomial', 'polynomial_kernel', 'lower_tile', 'symmetric_kernel',
            'squares_kernel', 'variance_kernel', 'apply_kernel', 'symmetric_product', 'orthogonalize', 'table_of',
-           'columns_scale', 'update_triton', 'count_update', 'check_matrices', 'fast_muon']
+           'columns_scale', 'update_triton', 'count_update', 'check_update', 'fast_muon', 'matrix_shapes', 'update_of',
+           'one_by_one', 'stacked', 'time_updates']
 
-# %% ../../nbs/44_fast_muon.ipynb #93ea211e
+# %% ../../nbs/44_fast_muon.ipynb #c38f284f
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 import torch, torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from ..files import InputError
+from ..measure import compare, default_device
 from ..rungs.optim import fake_update, to_device
 from ..rungs.triton import blocks, jit, pow2, runs_kernel, tl
 
@@ -363,16 +365,19 @@ def count_update(stack, tensors, group): # as for `update_torch`, of fake tensor
     if group["variance"]: fake_update([y], vs)
     fake_update([y], ps)
 
-# %% ../../nbs/44_fast_muon.ipynb #3f713315
-def check_matrices(params): # of a group
-    "Raise `InputError` for a weight that Muon can't update, or not as it is"
+# %% ../../nbs/44_fast_muon.ipynb #c6051445
+def check_update(group, params): # as for `fast_muon`
+    "Raise `InputError` for a weight that Muon can't update, or not as it is, and for steps that there aren't"
+    polynomials(group["steps"])
     for p in params:
-        if p.ndim != 2: raise InputError(f"Muon updates matrices, and a weight has the shape {tuple(p.shape)}: "
-                                         "put it into a group of AdamW")
+        if p.ndim != 2:
+            raise InputError(f"Muon updates matrices, and a weight has the shape {tuple(p.shape)}: "
+                             "put it into a group of AdamW")
         if p.dtype != torch.float32 or not p.is_contiguous():
             raise InputError(f"Muon updates contiguous FP32 weights, and one is {p.dtype} with the strides "
                              f"{p.stride()}: leave out bf16_weights, or put it into a group of AdamW")
 
+# %% ../../nbs/44_fast_muon.ipynb #1ed26e84
 @torch.no_grad()
 def fast_muon(group, # lr, weight_decay, momentum, variance (0: none), cautious, steps
               params, # matrices, FP32
@@ -382,7 +387,7 @@ def fast_muon(group, # lr, weight_decay, momentum, variance (0: none), cautious,
               share=None, # rank, size and process group of processes with the same gradients
               symmetric=False): # as for `orthogonalize`
     "A step of Muon or NorMuon, in place, of all matrices at once. Never waits for the GPU"
-    check_matrices(params)
+    check_update(group, params)
     tensors = [(p, g.float().contiguous(), s["momentum"], s.get("variance"))
                for p, g, s in zip(params, grads, states)]
     for stack in stacks_of(tuple(tuple(p.shape) for p in params)):
@@ -390,3 +395,47 @@ def fast_muon(group, # lr, weight_decay, momentum, variance (0: none), cautious,
         if isinstance(params[0], FakeTensor): count_update(*how)
         elif runs_kernel(params[0]): update_triton(*how, found_inf, share, symmetric)
         else: update_torch(*how, found_inf, share)
+
+# %% ../../nbs/44_fast_muon.ipynb #b7aecfac
+def matrix_shapes(config): # a `GPTConfig`
+    "Rows and columns of all matrices inside of the layers"
+    c, kv = config, config.kv_heads*config.head_dim
+    attention = [(c.heads*c.head_dim, c.width), (kv, c.width), (kv, c.width), (c.width, c.heads*c.head_dim)]
+    return (attention + [(c.hidden, c.width)]*2 + [(c.width, c.hidden)]) * c.layers
+
+def update_of(update, # (group, params, grads, states)
+              shapes, # of the matrices
+              variance=.95): # NorMuon's; 0 for Muon
+    "A builder for `compare` and `count`: random matrices, and as a step their update"
+    def build_step():
+        new = lambda: [torch.randn(s, device=default_device()) for s in shapes]
+        ps, gs = new(), new()
+        states = [new_state(p, variance) for p in ps]
+        group = dict(lr=.02, weight_decay=.1, momentum=.95, variance=variance, cautious=True, steps=5)
+        return lambda: update(group, ps, gs, states)
+    return build_step
+
+# %% ../../nbs/44_fast_muon.ipynb #69ff2649
+@torch.no_grad()
+def one_by_one(group, params, grads, states):
+    "The update in a loop over the matrices, each as a stack of its own, in plain PyTorch"
+    for p, g, s in zip(params, grads, states):
+        update_torch(stacks_of((tuple(p.shape),))[0], [(p, g, s["momentum"], s.get("variance"))], group, None, None)
+
+@torch.no_grad()
+def stacked(group, params, grads, states):
+    "The update by stacks in plain PyTorch"
+    tensors = [(p, g, s["momentum"], s.get("variance")) for p, g, s in zip(params, grads, states)]
+    for stack in stacks_of(tuple(tuple(p.shape) for p in params)):
+        update_torch(stack, [tensors[i] for i in stack.order], group, None, None)
+
+# %% ../../nbs/44_fast_muon.ipynb #29bce67b
+def time_updates(shapes, # of the matrices
+                 variance=.95, # NorMuon's; 0 for Muon
+                 compiled=False): # whether to compile `stacked` too, which takes its time
+    "Ways to update matrices measured in turn: name -> `Measured`"
+    ways = {"matrix by matrix": one_by_one, "stacked": stacked, "our kernels": fast_muon,
+            "and our products": partial(fast_muon, symmetric=True)}
+    if compiled: ways["stacked, compiled"] = torch.compile(stacked, fullgraph=True, dynamic=False)
+    if default_device().type == "cpu": del ways["and our products"] # nothing to measure in an interpreter
+    return compare({k: update_of(f, shapes, variance) for k, f in ways.items()})
