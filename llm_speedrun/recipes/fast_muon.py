@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['POLAR_EXPRESS', 'TABLES', 'TILE', 'matrix_shapes', 'Stack', 'stacks_of', 'polynomials', 'polar_express', 'new_state',
-           'even_out', 'decayed', 'type_on', 'rates', 'kept', 'update_torch', 'in_shares', 'one_by_one', 'stacked',
-           'update_of', 'pointers', 'tile_of', 'unless', 'gather_kernel', 'inverse_norm', 'polynomial',
+           'even_out', 'decayed', 'type_on', 'rates', 'turned', 'kept', 'update_torch', 'in_shares', 'one_by_one',
+           'stacked', 'update_of', 'pointers', 'tile_of', 'unless', 'gather_kernel', 'inverse_norm', 'polynomial',
            'polynomial_kernel', 'squares_kernel', 'variance_kernel', 'apply_kernel', 'lower_tile', 'symmetric_kernel',
            'symmetric_product', 'orthogonalize', 'table_of', 'columns_scale', 'update_triton', 'check_update',
            'fast_muon', 'count_update', 'time_updates']
@@ -28,7 +28,7 @@ def matrix_shapes(config): # a `GPTConfig`
     attention = [(c.heads*c.head_dim, c.width), (kv, c.width), (kv, c.width), (c.width, c.heads*c.head_dim)]
     return (attention + [(c.hidden, c.width)]*2 + [(c.width, c.hidden)]) * c.layers
 
-# %% ../../nbs/44_fast_muon.ipynb #608e6c53
+# %% ../../nbs/44_fast_muon.ipynb #9f1da6cf
 @dataclass(frozen=True)
 class Stack:
     "Matrices that lie in one tensor k m n, m ≤ n: first those that lie down for it, squares among them"
@@ -45,6 +45,7 @@ class Stack:
         return [p for p in ((self.n, self.m, True, slice(0, t)), (self.m, self.n, False, slice(t, k)))
                 if p[-1].start < p[-1].stop]
 
+# %% ../../nbs/44_fast_muon.ipynb #bfb3e10a
 @lru_cache
 def stacks_of(shapes): # a tuple of pairs: rows and columns
     "The stacks of matrices of these shapes, a list"
@@ -75,10 +76,10 @@ def polar_express(x, # ... m n, m ≤ n, of the type to compute in
         x = a*x + (b*A + c*A@A) @ x
     return x
 
-# %% ../../nbs/44_fast_muon.ipynb #68543496
+# %% ../../nbs/44_fast_muon.ipynb #9e385b29
 def new_state(p, # a matrix
               variance=0.): # NorMuon's decay of the variance; 0 for Muon
-    "The state before the first step: zeros. `variance` has a number for each row, of a wide matrix each column"
+    "The state before the first step: zeros. The variance is of rows, where these are shorter of columns"
     state = dict(momentum=torch.zeros_like(p, dtype=torch.float32))
     return state | (dict(variance=p.new_zeros(max(p.shape), dtype=torch.float32)) if variance else {})
 
@@ -104,33 +105,36 @@ def type_on(device): # of the matrices
     "The numbers to orthogonalize in: bf16, for a GPU's tensor cores; on a CPU, which may lack it, FP32"
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
-# %% ../../nbs/44_fast_muon.ipynb #bf30df83
+# %% ../../nbs/44_fast_muon.ipynb #3f727457
 def rates(group, rows, cols): # a group of the optimizer, the shape of a weight
     "What direction and weights are multiplied by: the learning rate for this shape, and the decay"
     return group["lr"] * max(1, rows/cols)**.5, group["lr"] * group["weight_decay"]
+
+def turned(stack, xs): # a `Stack`, its matrices
+    "A list of the matrices, those that lie down or have to stand up again transposed"
+    return [x.mT if i < len(stack.tall) else x for i, x in enumerate(xs)]
 
 def kept(old, new, found): # tensors, and whether to leave `old` as it is: a tensor, or None
     "Write `new` over `old`, unless `found`"
     new = new.view_as(old)
     old.copy_(new if found is None else torch.where(found, old, new))
 
-# %% ../../nbs/44_fast_muon.ipynb #0ddfd8fb
+# %% ../../nbs/44_fast_muon.ipynb #82e23e65
 def update_torch(stack, # a `Stack`
                  tensors, # for each of its matrices: weight, gradient, momentum, and variance or None
                  group, found_inf, share): # as for `fast_muon`
     "The update of a stack's matrices in plain PyTorch: what the kernels have to compute"
     found, mu = None if found_inf is None else found_inf.bool(), group["momentum"]
-    lie = lambda x, i: x.mT if i < len(stack.tall) else x
     ps, gs, ms, vs = zip(*tensors)
     news = [m.lerp(g, 1 - mu) for m, g in zip(ms, gs)]
-    x = torch.stack([lie(g.lerp(m, mu), i) for i, (g, m) in enumerate(zip(gs, news))]).to(type_on(ps[0].device))
+    x = torch.stack(turned(stack, [g.lerp(m, mu) for g, m in zip(gs, news)])).to(type_on(ps[0].device))
     o = in_shares(lambda part: polar_express(x[part], group["steps"]), x, share).float()
     for m, new in zip(ms, news): kept(m, new, found)
     if group["variance"]:
         o, news = even_out(o, torch.stack([v.view(-1) for v in vs]), group["variance"])
         for v, new in zip(vs, news): kept(v, new, found)
-    for i, p in enumerate(ps):
-        kept(p, decayed(p, lie(o[i], i), *rates(group, *p.shape), group["cautious"]), found)
+    for p, one in zip(ps, turned(stack, o)):
+        kept(p, decayed(p, one, *rates(group, *p.shape), group["cautious"]), found)
 
 # %% ../../nbs/44_fast_muon.ipynb #6d03bd71
 def in_shares(f, # slice -> its part of the result, matrix by matrix
@@ -146,12 +150,13 @@ def in_shares(f, # slice -> its part of the result, matrix by matrix
     all_gather_parts(res, mine, group=group)
     return res[:len(x)]
 
-# %% ../../nbs/44_fast_muon.ipynb #69ff2649
+# %% ../../nbs/44_fast_muon.ipynb #5c4d8051
 @torch.no_grad()
 def one_by_one(group, params, grads, states):
     "The update in a loop over the matrices, each as a stack of its own, in plain PyTorch"
     for p, g, s in zip(params, grads, states):
-        update_torch(stacks_of((tuple(p.shape),))[0], [(p, g, s["momentum"], s.get("variance"))], group, None, None)
+        stack, = stacks_of((tuple(p.shape),))
+        update_torch(stack, [(p, g, s["momentum"], s.get("variance"))], group, None, None)
 
 @torch.no_grad()
 def stacked(group, params, grads, states):
@@ -196,7 +201,7 @@ def unless(found_ptr, there):
     if found_ptr is not None: there = tl.where(tl.load(found_ptr) == 0, there, False)
     return there
 
-# %% ../../nbs/44_fast_muon.ipynb #0880240b
+# %% ../../nbs/44_fast_muon.ipynb #e356cfaa
 @jit
 def gather_kernel(table_ptr, x_ptr, sums_ptr, found_ptr, rows, cols, fresh,
                   TALL: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
@@ -209,7 +214,8 @@ def gather_kernel(table_ptr, x_ptr, sums_ptr, found_ptr, rows, cols, fresh,
     u = m + fresh*(g - m)
     tl.store(m_ptr + at, m, unless(found_ptr, there))
     x_ptr += k.to(tl.int64)*rows*cols
-    if TALL: tl.store(x_ptr + j[:, None]*rows + i[None, :], tl.trans(u), (j < cols)[:, None] & (i < rows)[None, :])
+    if TALL: tl.store(x_ptr + j[:, None]*rows + i[None, :], tl.trans(u),
+                      (j < cols)[:, None] & (i < rows)[None, :])
     else: tl.store(x_ptr + at, u, there)
     tl.store(sums_ptr + k*tl.num_programs(0) + tile, tl.sum(tl.sum(u*u, 1), 0))
 
@@ -282,7 +288,7 @@ def apply_kernel(table_ptr, o_ptr, s_ptr, found_ptr, rows, cols, step, decay, CA
     if CAUTIOUS: shrunk = tl.where(o*w >= 0, shrunk, 0.)
     tl.store(p_ptr + at, w - step*o - shrunk, unless(found_ptr, there))
 
-# %% ../../nbs/44_fast_muon.ipynb #f2b87aa8
+# %% ../../nbs/44_fast_muon.ipynb #2ab034b2
 @jit
 def lower_tile(t):
     "Row and column of tile `t` of a lower triangle: 0 0, 1 0, 1 1, 2 0, ..."
@@ -291,6 +297,7 @@ def lower_tile(t):
     i = tl.where(i*(i + 1)//2 > t, i - 1, i) # and up
     return i, t - i*(i + 1)//2
 
+# %% ../../nbs/44_fast_muon.ipynb #b76bd0c6
 @jit
 def symmetric_kernel(x_ptr, o_ptr, sums_ptr, n_sums, m, n, a, b, c,
                      SQUARE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
@@ -312,9 +319,10 @@ def symmetric_kernel(x_ptr, o_ptr, sums_ptr, n_sums, m, n, a, b, c,
         A = tl.load(x_ptr + rows[:, None]*n + cols[None, :], there, 0.).to(tl.float32)
         res = polynomial(A, res, rows[:, None] == cols[None, :], a, b, c, r)
     tl.store(o_ptr + rows[:, None]*m + cols[None, :], res, there)
-    tl.store(o_ptr + cols[:, None]*m + rows[None, :], tl.trans(res), (cols < m)[:, None] & (rows < m)[None, :])
+    tl.store(o_ptr + cols[:, None]*m + rows[None, :], tl.trans(res),
+             (cols < m)[:, None] & (rows < m)[None, :])
 
-# %% ../../nbs/44_fast_muon.ipynb #5a945e33
+# %% ../../nbs/44_fast_muon.ipynb #eb45cafe
 def symmetric_product(x, # k m n
                       out, # k m m
                       square=None, # a, b, c: instead of X Xᵀ compute a I + b X + c X² of symmetric X
@@ -326,6 +334,7 @@ def symmetric_product(x, # k m n
     symmetric_kernel[(t*(t + 1)//2, k)](x, out, sums, 0 if sums is None else sums.shape[1], m, n, a, b, c,
                                        SQUARE=square is not None, **tile)
 
+# %% ../../nbs/44_fast_muon.ipynb #005c1104
 def orthogonalize(x, # k m n, of `type_on`; its memory is used for more than it
                   sums, # k t: the squares of its numbers, summed up by tiles
                   steps=5, # polynomials
@@ -357,7 +366,7 @@ def table_of(tensors, # for each matrix: weight, gradient, momentum, and varianc
         TABLES[rows, device] = to_device(rows, torch.int64, device), aligned
     return TABLES[rows, device]
 
-# %% ../../nbs/44_fast_muon.ipynb #5ae2d80d
+# %% ../../nbs/44_fast_muon.ipynb #5227763b
 TILE = 64 # rows and columns of a program's tile
 
 def columns_scale(o, table, beta2, found_inf): # k m n; of `table_of`; NorMuon's decay; a tensor or None
@@ -368,6 +377,7 @@ def columns_scale(o, table, beta2, found_inf): # k m n; of `table_of`; NorMuon's
     variance_kernel[(k,)](table, v, found_inf, n, 1 - beta2, BLOCK=pow2(n), num_warps=8)
     return v
 
+# %% ../../nbs/44_fast_muon.ipynb #6783eb60
 def update_triton(stack, tensors, group, found_inf, share, # as for `update_torch`
                   symmetric): # as for `orthogonalize`
     "The update of a stack's matrices by kernels and batched products"
