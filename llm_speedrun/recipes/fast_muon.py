@@ -10,9 +10,9 @@ __all__ = ['POLAR_EXPRESS', 'TABLES', 'TILE', 'matrix_shapes', 'Stack', 'stacks_
            'symmetric_product', 'orthogonalize', 'table_of', 'columns_scale', 'update_triton', 'check_update',
            'fast_muon', 'count_update', 'time_updates']
 
-# %% ../../nbs/44_fast_muon.ipynb #932e5352
+# %% ../../nbs/44_fast_muon.ipynb #13f20cf5
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from ..files import InputError
@@ -45,8 +45,7 @@ class Stack:
         return [p for p in ((self.n, self.m, True, slice(0, t)), (self.m, self.n, False, slice(t, k)))
                 if p[-1].start < p[-1].stop]
 
-# %% ../../nbs/44_fast_muon.ipynb #bfb3e10a
-@lru_cache
+# %% ../../nbs/44_fast_muon.ipynb #5e14220b
 def stacks_of(shapes): # a tuple of pairs: rows and columns
     "The stacks of matrices of these shapes, a list"
     sizes = {(min(s), max(s)): None for s in shapes} # in the order in which they come
@@ -322,14 +321,14 @@ def symmetric_kernel(x_ptr, o_ptr, sums_ptr, n_sums, m, n, a, b, c,
     tl.store(o_ptr + cols[:, None]*m + rows[None, :], tl.trans(res),
              (cols < m)[:, None] & (rows < m)[None, :])
 
-# %% ../../nbs/44_fast_muon.ipynb #eb45cafe
+# %% ../../nbs/44_fast_muon.ipynb #658a1c70
 def symmetric_product(x, # k m n
                       out, # k m m
                       square=None, # a, b, c: instead of X Xᵀ compute a I + b X + c X² of symmetric X
                       sums=None): # sums of squares by matrix and tile, where X is still to be normalised
     "One triangle computed, and stored twice"
     (k, m, n), (a, b, c) = x.shape, square or (0., 0., 0.)
-    tile = dict(BLOCK=128, DEPTH=64, num_warps=8, num_stages=4) if m > 64 else dict(BLOCK=32, DEPTH=32)
+    tile = dict(BLOCK=128, DEPTH=64, num_warps=8, num_stages=3) if m > 64 else dict(BLOCK=32, DEPTH=32)
     t = blocks(m, tile["BLOCK"])
     symmetric_kernel[(t*(t + 1)//2, k)](x, out, sums, 0 if sums is None else sums.shape[1], m, n, a, b, c,
                                        SQUARE=square is not None, **tile)
