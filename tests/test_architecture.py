@@ -1,6 +1,10 @@
 "A head of its own and a normed embedding compute what they say under every rung, and initial weights are as asked."
+import json
+from dataclasses import asdict, replace
 from functools import reduce
 import pytest, torch, torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from llm_speedrun.export import export_folder, from_pretrained, import_folder, read_run, write_folder
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.recipes.architecture import *
 from llm_speedrun.runs import Run, Stepper, baseline, build, entered, in_order
@@ -116,3 +120,58 @@ def test_normed_is_folded(rungs, nano):
     plain.load_state_dict(folded(state, NANO.eps))
     a, b = (s.evaluate([tokens(NANO, seed=9)]) for s in (step, Stepper(built(plain, rungs))))
     assert abs(a - b) < 1e-5 * a
+
+def trained(kind, config=NANO, **kw):
+    "A model of a class after some steps, with norms that aren't 1"
+    run = Run(kind(config), seed=3)
+    init(run, **dict(embed=.3, head=.3, out=.5) | kw)
+    step = Stepper(run)
+    for g in step.opt.param_groups: g["lr"] = .03
+    for i in range(2): step(tokens(config, seed=i))
+    return run.model
+
+def run_folder(folder, model):
+    "The folder of a finished run, as the trainer leaves it"
+    folder.mkdir()
+    (folder/"config.json").write_text(json.dumps(dict(model=asdict(model.config))))
+    save_file({f"model.{k}": v.contiguous() for k, v in model.state_dict().items()}, folder/"model.safetensors")
+    return folder
+
+@pytest.mark.parametrize("kind", [UntiedGPT, NormedGPT])
+def test_export_and_back(tmp_path, kind, nano):
+    "transformers opens a model with a head of its own and computes the same; it comes back as it was, from there too"
+    transformers = pytest.importorskip("transformers")
+    model, (x, _) = trained(kind, heads_of(replace(NANO, width=256, heads=8, kv_heads=4))), tokens(NANO)
+    run = run_folder(tmp_path/"run", model)
+    out = export_folder(run, tmp_path/"hf")
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert theirs.config.head_dim == 128 and theirs.lm_head.weight is not theirs.model.embed_tokens.weight
+    with torch.no_grad():
+        ours, there = model(x), theirs.eval()(x).logits
+        assert ours.std() > .1 and (ours - there).abs().max() < 1e-4
+        theirs.save_pretrained(tmp_path/"saved")
+        for folder, same in ((run, kind), (out, UntiedGPT), (tmp_path/"saved", UntiedGPT)):
+            back = from_pretrained(folder, "cpu").model
+            assert type(back) is same and replace(back.config, name="nano") == model.config
+            assert (back(x) - ours).abs().max() < 1e-5
+    write_folder(tmp_path/"again", *import_folder(out))
+    assert (tmp_path/"again"/"model.safetensors").read_bytes() == (out/"model.safetensors").read_bytes()
+
+def test_weights_that_contradict(tmp_path, nano):
+    "A head in a folder whose config ties it is refused; missing, misshapen and unknown weights are named"
+    out = export_folder(run_folder(tmp_path/"run", trained(NormedGPT)), tmp_path/"hf")
+    whole, d = load_file(out/"model.safetensors"), json.loads((out/"config.json").read_text())
+    def refused(tensors, *parts, **change):
+        save_file(tensors, out/"model.safetensors")
+        (out/"config.json").write_text(json.dumps(d | change))
+        with fails(ValueError, *parts): import_folder(out)
+    refused(whole, "lm_head.weight is not model.embed_tokens.weight", "tie_word_embeddings", tie_word_embeddings=True)
+    refused({k: v for k, v in whole.items() if k != "lm_head.weight"}, "missing: lm_head.weight")
+    refused(whole | {"lm_head.weight": whole["lm_head.weight"][1:].clone()}, r"lm_head.weight \[319, 32\] instead of \[320, 32\]")
+    refused(whole | {"model.lm_head.bias": torch.zeros(320)}, "unknown: model.lm_head.bias")
+    refused(whole | {f"model.{NORM}": torch.ones(32)}, f"unknown: model.{NORM}")
+    run = tmp_path/"run"
+    ours = load_file(run/"model.safetensors")
+    save_file(ours | {f"model.{NORM}": torch.ones(8)}, run/"model.safetensors")
+    with fails(ValueError, r"norm.weight \[8\] instead of \[32\]"): read_run(run)
