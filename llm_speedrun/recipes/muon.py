@@ -64,7 +64,7 @@ def with_adamw(matrix, # settings of the matrices' group
 MUON_LR = .02 # peak rate of the matrices
 MUON = dict(schedule="wsd", warmup=0., cooldown=.7, final_lr=0., weight_decay=.05, clip=1.)
 
-@recipe(excludes=WHY_NOT, lr=lambda config, step_tokens: MUON_LR, **MUON)
+@recipe(excludes=WHY_NOT, lr=lambda config, step_tokens, passes: MUON_LR, **MUON)
 def muon(run, # a `Run`
          momentum=.95, # of the average
          embed=.003, # learning rate of the embedding at the matrices' rate of 0.02

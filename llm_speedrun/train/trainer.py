@@ -1288,10 +1288,17 @@ def take_recipe(self:Trainer, rungs): # names
     r.check(rungs)
     if c.resume: return # with its own options and shape
     c.recipe = r.spec()
-    for k, v in r.defaults.items():
-        if k != "lr" and k not in self.given: setattr(c, k, v)
     if not self.weights: self.config = r.shape(self.config)
-    c.lr = c.lr or r.defaults["lr"](self.config, c.step_tokens)
+
+@patch
+def fill_in(self:Trainer):
+    "Give the options that weren't given the recipe's values, of which some depend on how long the run is"
+    c = self.cfg
+    if c.resume: return
+    passes = 0. if c.stream else c.steps/self.batches.per_epoch
+    for k, v in self.recipe.defaults.items():
+        if k in self.given and getattr(c, k) or k in self.given and k != "lr": continue
+        setattr(c, k, v(self.config, c.step_tokens, passes) if callable(v) else v)
 
 # %% ../../nbs/30_trainer.ipynb #91c6e871
 @patch
@@ -1322,6 +1329,7 @@ def plan(self:Trainer, rungs):
     c.steps = c.steps or c.total_tokens//c.step_tokens
     self.take_batch((t := self.try_batch(rungs)).batch)
     if not c.steps: self.fill_time(t.ms)
+    self.fill_in()
     # the first run's, also where it goes on for longer
     self.warmup = self.record.warmup_steps if self.record else warmup_steps(c.warmup, c.steps)
 
