@@ -824,7 +824,8 @@ def with_spread(values): # numbers
     return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
 
 COLUMNS = [("bits/byte", "bpb", 1, ".4f"), ("seconds", "seconds", 1, ".1f"),
-           ("tokens, M", "tokens", 1e6, ",.1f"), ("epochs", "epochs", 1, ".2f"), ("tokens/s", "tok_s", 1, ",.0f"),
+           ("tokens, M", "tokens", 1e6, ",.1f"), ("epochs", "epochs", 1, ".2f"),
+           ("tokens/s", "tok_s", 1, ",.0f"),
            ("in matrices, M", "matrices", 1e6, ",.1f"), ("in tables, M", "tables", 1e6, ",.1f"),
            ("peak GiB", "peak_gib", 1, ".1f"), ("kJ", "joules", 1e3, ",.1f")] # title, key, unit, format
 
@@ -872,9 +873,9 @@ def race_chart(results): # of `Race.results`
 # %% ../nbs/48_race.ipynb #race0070
 RULES = (
     "Loss in nats per token over {n:,} validation tokens of {data}, each once, at a context of {seq}, by "
-    "each contestant's own forward pass; one evaluator for all. Seconds of training on {gpu}: the clock stands "
-    "still while a model is evaluated; the first {warm} steps, in which code is compiled and graphs are "
-    "recorded, count as much as later ones; all else is in it. ± is the standard deviation over seeds.")
+    "each contestant's own forward pass; one evaluator for all. Seconds of training on {gpu}: the "
+    "clock stands still while a model is evaluated; the first {warm} steps, in which code is compiled and "
+    "graphs are recorded, count as much as later ones; all else is in it. ± is the standard deviation over seeds.")
 
 # %% ../nbs/48_race.ipynb #race0071
 @patch

@@ -101,13 +101,16 @@ class TrainConfig(Options):
     minutes: Amount = 0. # time to train; by default 3 on a GPU and 1.2 on a CPU
     epochs: Above = 6. # most passes over the text in these minutes
     target: Amount = 0. # stop at this validation loss
-    # Recipe
+    # Recipe (the recipe chooses what isn't given here)
+    recipe: str = "auto" # how the weights learn: adamw, muon, normuon, ... with options: muon:momentum=.9
     step_tokens: Count = 0 # tokens in a step; by default those of 32 sequences, on a CPU of 16
-    lr: Amount = 0. # peak learning rate; by default 0.5 / width
-    schedule: str = "cosine" # of the learning rate: cosine, wsd (stable, then a decay) or constant
-    warmup: Share = .05 # part of the steps in which the learning rate rises
-    weight_decay: Amount = .1 # on matrices
-    clip: Above = 1. # largest norm of the gradients
+    lr: Amount = 0. # peak learning rate of the matrices; a recipe's other rates keep their ratio to it
+    schedule: str = "" # of the learning rate: cosine, wsd (stable, then a decay) or constant
+    warmup: Share = 0. # part of the steps in which the learning rate rises
+    cooldown: Share = 0. # part of the steps in which wsd falls
+    final_lr: Share = 0. # the last learning rate, as a part of the peak
+    weight_decay: Amount = 0. # on matrices
+    clip: Amount = 0. # largest norm of the gradients
     ema: Share = 0. # decay of an average of the weights, to evaluate and keep, such as 0.999; 0 is none
     seed: Count = 0 # of weights and batches
     # Evaluation
