@@ -8,7 +8,7 @@ __all__ = ['WARM', 'GAUGE', 'NEVER', 'PEER_OPTIONS', 'RACERS', 'TRACK_3', 'KEPT'
            'write_tokens', 'link', 'peer_defaults', 'Course', 'Racer', 'racer', 'nanogpt_changes', 'nanogpt_words',
            'padded', 'nanogpt_files', 'nanogpt', 'modded_changes', 'modded_shards', 'modded_missing', 'alone', 'modded',
            'Nanochat', 'nanochat_model', 'nanochat_optimizer', 'nanochat_step', 'nanochat', 'OwnRun', 'own_options',
-           'own_words', 'ours', 'tuned_words', 'default_workload', 'weights_of', 'run_job', 'raced', 'note_in',
+           'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced', 'note_in',
            'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant', 'peer_options',
            'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'with_spread', 'race_table',
            'passing_table', 'draw_losses', 'race_chart', 'share_race', 'race_of', 'race_and_tell']
@@ -27,15 +27,17 @@ import msgspec, numpy as np, torch
 from fastcore.basics import patch
 
 # %% ../nbs/48_race.ipynb #race0003
-from .files import InputError, RunError, check_writable, hold, lookup, read_json, replace_file
+from .files import (InputError, RunError, check_writable, clean_errors, hold, lookup, read_json,
+                                replace_file)
 from .data import Batches, open_corpus, prefetch
 from .measure import default_device, fmt, gpu_uuid, machine, records_path, table
 from .peers import importing_from, load_package, source_of
-from .runs import code_of, entered, uncompiled
+from .runs import code_of, entered, rung_name, uncompiled
 from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
 from .train.trainer import AllFailed, Trainer
 from .ladder import check_share
 from .model import workload as find_workload
+from .recipes.recipe import parse_recipe
 from .recipes.schedules import SCHEDULES, warmup_steps
 from .train.hardware import growing_segments, parse_rungs
 
@@ -94,7 +96,7 @@ class Job(msgspec.Struct):
     options: dict[str, int | float] = {} # of a peer: as in `PEER_OPTIONS`
     seq: int = 1024 # tokens of context
     evals: int = 10 # evaluations, the last one at the end
-    lr: float = 1. # factor on the main learning rate
+    lr: float = 1. # factor on its learning rates
     wd: float = 1. # factor on the weight decay
 
 # %% ../nbs/48_race.ipynb #race0008
@@ -255,7 +257,7 @@ def peer_defaults():
     return dict(batch=2**17 if gpu else 1024, # tokens in a step
                 micro=0, # sequences in a micro-batch; 0 is the adapter's choice
                 layers=12 if gpu else 2, width=768 if gpu else 128,
-                lr=1., wd=1.) # factors on the published main learning rate and weight decay
+                lr=1., wd=1.) # factors on the published learning rates and the weight decay
 
 PEER_OPTIONS = "batch micro layers width lr wd".split()
 
@@ -363,7 +365,8 @@ def modded_changes(c, micro): # a `Course`, sequences in a micro-batch
             "for step in range(train_steps + 1):": "for step in race.steps():",
             "if step == train_steps or step % val_step_freq == 0:": "if False:",
             "GPT(vocab_size=50304, num_layers=12, model_dim=768)": shape,
-            "lr=0.025, weight_decay=0.05)": f"lr={.025*c.lr}, weight_decay={.05*c.wd})"}
+            'group["initial_lr"] = group["lr"]': f'group["initial_lr"] = {c.lr} * group["lr"]',
+            "lr=0.025, weight_decay=0.05)": f"lr=0.025, weight_decay={.05*c.wd})"}
 
 # %% ../nbs/48_race.ipynb #race0030
 def modded_shards(c): # a `Course`
@@ -432,12 +435,15 @@ def nanochat_model(c): # a `Course`
     model.init_weights()
     return model
 
+# %% ../nbs/48_race.ipynb #race0035
 def nanochat_optimizer(model, s, c): # its model, a `Nanochat`, a `Course`
     "Its optimizer with the published rates of a model of 12 layers"
-    return model.setup_optimizer(unembedding_lr=.008*s.rate, embedding_lr=.3*s.rate, scalar_lr=.5*s.rate,
-                                 matrix_lr=.02*s.rate*c.lr, weight_decay=.28*s.rate*c.wd)
+    opt = model.setup_optimizer(unembedding_lr=.008*s.rate, embedding_lr=.3*s.rate, scalar_lr=.5*s.rate,
+                                matrix_lr=.02*s.rate, weight_decay=.28*s.rate*c.wd)
+    for g in opt.param_groups: g["initial_lr"] *= c.lr
+    return opt
 
-# %% ../nbs/48_race.ipynb #race0035
+# %% ../nbs/48_race.ipynb #race0036
 @patch
 def apply(self:Nanochat, opt, i, decay): # its optimizer, a step, the first weight decay
     "Give the optimizer what holds for the step"
@@ -446,7 +452,7 @@ def apply(self:Nanochat, opt, i, decay): # its optimizer, a step, the first weig
         left = .5*(1 + math.cos(math.pi*i/self.total))
         if g["kind"] == "muon": g.update(momentum=self.momentum(i), weight_decay=decay*left)
 
-# %% ../nbs/48_race.ipynb #race0036
+# %% ../nbs/48_race.ipynb #race0037
 def nanochat_step(model, opt, batch, micro): # compiled; its optimizer; (x, y); sequences in a micro-batch
     "A step, which waits for its loss, as base_train.py does"
     pairs = [*zip(*(t.split(micro) for t in batch))]
@@ -457,7 +463,7 @@ def nanochat_step(model, opt, batch, micro): # compiled; its optimizer; (x, y); 
     model.zero_grad(set_to_none=True)
     return loss.item()
 
-# %% ../nbs/48_race.ipynb #race0037
+# %% ../nbs/48_race.ipynb #race0038
 @racer("nanochat", "https://github.com/karpathy/nanochat", ["nanochat/gpt.py", "nanochat/optim.py"])
 def nanochat(c): # a `Course`
     "nanochat's model and optimizer in a loop of ours that follows its base_train.py, fed by our loader"
@@ -474,21 +480,32 @@ def nanochat(c): # a `Course`
         if not i: gc.collect(); gc.freeze(); gc.disable() # as base_train.py does
     return model, pace, {}
 
-# %% ../nbs/48_race.ipynb #race0038
+# %% ../nbs/48_race.ipynb #race0039
 class OwnRun(Trainer):
     "A `Trainer` whose run ends with the clock"
+    def __init__(self, job, *args): # a `Job`; as for `Trainer`
+        self.job = job
+        super().__init__(*args)
+
+    def take_recipe(self, rungs):
+        super().take_recipe(rungs) # from here on rate and decay are known
+        self.cfg.lr, self.cfg.weight_decay = self.cfg.lr*self.job.lr, self.cfg.weight_decay*self.job.wd
+
     def loop(self, batches):
         self.pace.clock.go()
         super().loop(batches)
 
-    def look_after(self):
-        super().look_after()
-        if self.done < self.pace.next: return
-        self.flush()
-        self.pace.after(self.done)
-        self.last = self.clock.now() # the trainer's own tokens/s leave out what came between, too
+# %% ../nbs/48_race.ipynb #race0040
+@patch
+def look_after(self:OwnRun):
+    "What is due after a step, by the trainer and by the race"
+    Trainer.look_after(self)
+    if self.done < self.pace.next: return
+    self.flush()
+    self.pace.after(self.done)
+    self.last = self.clock.now() # the trainer's own tokens/s leave out what came between, too
 
-# %% ../nbs/48_race.ipynb #race0039
+# %% ../nbs/48_race.ipynb #race0041
 @patch
 def judged(self:OwnRun, referee): # a `Referee`
     "Its result, by the run's own forward pass in its own formats"
@@ -504,7 +521,7 @@ def plan_for(self:OwnRun, total): # steps
     self.cfg.steps, self.warmup = total, warmup_steps(self.cfg.warmup, total)
     self.write_config()
 
-# %% ../nbs/48_race.ipynb #race0040
+# %% ../nbs/48_race.ipynb #race0042
 KEPT = {*LENGTHS, *"data seed name out overwrite resume target gpus epochs evals stream seq".split()}
 
 def own_options(name, words): # of a contestant of ours: options of `speedrun_train`
@@ -515,20 +532,20 @@ def own_options(name, words): # of a contestant of ours: options of `speedrun_tr
         f"--run {name!r}: leave out {', '.join(sorted(wrong))}: the race sets that alike for all")
     return c, given
 
-# %% ../nbs/48_race.ipynb #race0041
+# %% ../nbs/48_race.ipynb #race0043
 def own_words(c): # a `Course`
     "The command line of its run: the contestant's options, and what the race says"
     job = c.job
-    return tuned_words(job.name, job.words, job.lr, job.wd) + [
-        f"--data={job.data}", f"--seed={job.seed}", f"--seq={c.seq}", f"--minutes={job.seconds/60}",
-        "--epochs=1e9", "--evals=1", "--sample=0", "--save_minutes=1e6", "--name=run", f"--out={c.folder}",
-        "--overwrite"]
+    return [
+        *job.words, f"--data={job.data}", f"--seed={job.seed}", f"--seq={c.seq}", "--epochs=1e9",
+        f"--minutes={job.seconds/60}", "--evals=1", "--sample=0", "--save_minutes=1e6", "--name=run",
+        f"--out={c.folder}", "--overwrite"]
 
-# %% ../nbs/48_race.ipynb #race0042
+# %% ../nbs/48_race.ipynb #race0044
 def ours(c): # a `Course`
     "A run of `speedrun_train` with the contestant's options"
     cfg, given = resolved(TrainConfig, words_of(parser_of(TrainConfig, "speedrun_train", ""), own_words(c)))
-    run = OwnRun(cfg, False, given)
+    run = OwnRun(c.job, cfg, False, given)
     run.cfg.steps = max(run.cfg.steps, 4*(WARM + GAUGE)) # until `plan_for` knows better
     run.pace = Pace(c.job, run.cfg.step_tokens, lambda: run.judged(c.referee), run.plan_for, c.note)
     if run.fit()["interrupted"]: raise KeyboardInterrupt
@@ -536,19 +553,12 @@ def ours(c): # a `Course`
     code = code_of([r for r in run.cfg.rungs.split(",") if r])
     return run.run.model, run.pace, dict(source=f"code {code}", ran=asdict(run.cfg))
 
-# %% ../nbs/48_race.ipynb #race0043
-def tuned_words(name, words, lr, wd): # of a contestant of ours, as for `own_options`; two factors
-    "The options with its main learning rate and its weight decay multiplied"
-    if lr == wd == 1: return list(words)
-    c, _ = own_options(name, words)
-    rate = c.lr or .5/find_workload(c.workload or default_workload()).width
-    return [*words, f"--lr={lr*rate}", f"--weight_decay={wd*c.weight_decay}"]
-
+# %% ../nbs/48_race.ipynb #race0045
 def default_workload():
     "What `speedrun_train` takes where none is given"
     return "124m" if torch.cuda.is_available() else "tiny"
 
-# %% ../nbs/48_race.ipynb #race0044
+# %% ../nbs/48_race.ipynb #race0046
 def weights_of(model, vocab): # the number of tokens
     "How many weights it has, in all, in tables with a row for each token, and in other matrices"
     ps = [*model.parameters()] # tied ones once
@@ -556,7 +566,7 @@ def weights_of(model, vocab): # the number of tokens
     matrices = sum(p.numel() for p in ps if p.ndim >= 2) - tables
     return dict(parameters=sum(p.numel() for p in ps), tables=tables, matrices=matrices)
 
-# %% ../nbs/48_race.ipynb #race0045
+# %% ../nbs/48_race.ipynb #race0047
 def run_job(folder): # of a job: it has `job.json`
     "What a contestant's process does: race once, and leave `result.json` in the folder. Raises what it meets"
     folder = Path(folder).absolute()
@@ -568,7 +578,11 @@ def run_job(folder): # of a job: it has `job.json`
     replace_file(folder/"result.json", json.dumps(res, indent=1))
     lock.release()
 
-# %% ../nbs/48_race.ipynb #race0046
+def job_and_tell(folder): # of a job
+    "Run it as a program does: an error that we foresaw is one line"
+    clean_errors(lambda: run_job(folder))
+
+# %% ../nbs/48_race.ipynb #race0048
 def raced(job, folder): # a `Job`, its folder
     "Run the job in this process. Returns what there is to say of it, a dict"
     if job.kind in ("ours", "nanochat"): growing_segments() # as their own programs do
@@ -580,7 +594,7 @@ def raced(job, folder): # a `Job`, its folder
     run = ours if job.kind == "ours" else RACERS[job.kind].run
     with nullcontext() if course.gpu else uncompiled(): return result(course, *run(course))
 
-# %% ../nbs/48_race.ipynb #race0047
+# %% ../nbs/48_race.ipynb #race0049
 def note_in(folder): # of a job
     "A function that tells and keeps each evaluation"
     def note(row):
@@ -588,7 +602,7 @@ def note_in(folder): # of a job
         with open(folder/"marks.jsonl", "a", encoding="utf-8") as f: f.write(json.dumps(row) + "\n")
     return note
 
-# %% ../nbs/48_race.ipynb #race0048
+# %% ../nbs/48_race.ipynb #race0050
 def result(course, model, pace, about): # as an adapter has it
     "All that there is to say of a run, a dict"
     job, last = course.job, pace.marks[-1]
@@ -600,7 +614,7 @@ def result(course, model, pace, about): # as an adapter has it
         peak_gib=pace.clock.peak or None, clock=job.seconds, marks=pace.marks,
         evaluated=course.referee.y.numel(), **weights_of(model, course.corpus.vocab), **machine()) | about
 
-# %% ../nbs/48_race.ipynb #race0049
+# %% ../nbs/48_race.ipynb #race0051
 @dataclass(frozen=True)
 class Contestant:
     "Who takes part, and with what"
@@ -615,7 +629,7 @@ def check_name(name, option): # of a contestant; where it was given
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name): raise InputError(
         f"{option} {name!r}: a contestant's name is made of letters, digits, and . _ + -")
 
-# %% ../nbs/48_race.ipynb #race0050
+# %% ../nbs/48_race.ipynb #race0052
 def own_contestant(text): # such as "muon: --recipe muon --lr .02"
     "A `Contestant` of ours. Raises `InputError` for options that can't be"
     name, colon, words = (s.strip() for s in text.partition(":"))
@@ -629,14 +643,15 @@ def own_contestant(text): # such as "muon: --recipe muon --lr .02"
     except InputError as e: raise InputError(f"--run {name!r}: {e}") from None
     return Contestant(name, "ours", tuple(words))
 
-# %% ../nbs/48_race.ipynb #race0051
+# %% ../nbs/48_race.ipynb #race0053
 def check_own(c): # a `TrainConfig`
     "Raise `InputError` for what the trainer would refuse, as far as that can be said without making it"
-    parse_rungs(c.rungs)
+    rungs = [*map(rung_name, parse_rungs(c.rungs))]
+    if c.recipe != "auto": parse_recipe(c.recipe).check(rungs)
+    if c.schedule: lookup(SCHEDULES, c.schedule, "schedule")
     if not c.init: find_workload(c.workload or default_workload())
-    lookup(SCHEDULES, c.schedule, "schedule")
 
-# %% ../nbs/48_race.ipynb #race0052
+# %% ../nbs/48_race.ipynb #race0054
 def peer_contestant(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
     "A peer's `Contestant`. Raises `InputError` for one that is unknown, isn't there or can't run here"
     kind, _, rest = (s.strip() for s in text.partition("="))
@@ -651,7 +666,7 @@ def peer_contestant(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
     check_name(name := options.pop("name", kind), "--peer")
     return Contestant(name, kind, clone=str(Path(folder).absolute()), options=peer_options(kind, options))
 
-# %% ../nbs/48_race.ipynb #race0053
+# %% ../nbs/48_race.ipynb #race0055
 def peer_options(kind, options): # of a peer: name -> text
     "Pairs of an option and its value. Raises `InputError`"
     defaults, res = peer_defaults(), []
@@ -664,7 +679,7 @@ def peer_options(kind, options): # of a peer: name -> text
         res.append((k, value))
     return tuple(res)
 
-# %% ../nbs/48_race.ipynb #race0054
+# %% ../nbs/48_race.ipynb #race0056
 def contestants(run, peer): # texts, of several with a newline between them
     "All who take part, ours first. Raises `InputError`"
     res = [own_contestant(t) for t in run.splitlines() if t.strip()]
@@ -675,11 +690,11 @@ def contestants(run, peer): # texts, of several with a newline between them
             f"two contestants are called {c.name!r}: give another name (of a peer: ...:name=OTHER)")
     return res
 
-# %% ../nbs/48_race.ipynb #race0055
+# %% ../nbs/48_race.ipynb #race0057
 # factors on rate and decay
 GRID = [(1., 1.), (.5, 1.), (2., 1.), (1., .5), (1., 2.), (.5, .5), (.5, 2.), (2., .5), (2., 2.)]
 
-# %% ../nbs/48_race.ipynb #race0056
+# %% ../nbs/48_race.ipynb #race0058
 @dataclass
 class Race:
     "A race in a folder: who, on what, for how long"
@@ -696,14 +711,14 @@ class Race:
         return Job(c.name, c.kind, seed=seed, words=list(c.words), clone=c.clone, options=dict(c.options),
                    **self.common, **kw)
 
-# %% ../nbs/48_race.ipynb #race0057
+# %% ../nbs/48_race.ipynb #race0059
 @patch
 def tuning(self:Race):
     "The short runs in turn, a dict from their folder's name to the `Job`"
     return {f"{c.name}/tune-{i}": self.job(c, 0, seconds=self.tune_seconds, evals=1, lr=lr, wd=wd)
             for i, (lr, wd) in enumerate(GRID[:self.tune]) for c in self.field}
 
-# %% ../nbs/48_race.ipynb #race0058
+# %% ../nbs/48_race.ipynb #race0060
 @patch
 def picked(self:Race, c): # a `Contestant`
     "The factors of its best short run, None if none ended"
@@ -720,15 +735,15 @@ def racing(self:Race):
                                            lr=best[c.name][0], wd=best[c.name][1])
             for s in range(self.seeds) for c in self.field if best[c.name]}
 
-# %% ../nbs/48_race.ipynb #race0059
+# %% ../nbs/48_race.ipynb #race0061
 @patch
 def read(self:Race, name): # of a run: "nanogpt/seed-0"
     "Its result, None where it hasn't ended"
     path = self.folder/name/"result.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-# %% ../nbs/48_race.ipynb #race0060
-START = "import sys; from llm_speedrun.race import run_job; run_job(sys.argv[1])"
+# %% ../nbs/48_race.ipynb #race0062
+START = "import sys; from llm_speedrun.race import job_and_tell; job_and_tell(sys.argv[1])"
 
 @patch
 def start(self:Race, name, job, gpu=None): # a run's; the GPU's name for CUDA_VISIBLE_DEVICES
@@ -743,7 +758,7 @@ def start(self:Race, name, job, gpu=None): # a run's; the GPU's name for CUDA_VI
         subprocess.run([sys.executable, "-c", START, str(folder)], stdout=log, stderr=log, env=env)
     if why := self.failure(name): print(f"{name} failed: {why}", flush=True)
 
-# %% ../nbs/48_race.ipynb #race0061
+# %% ../nbs/48_race.ipynb #race0063
 def last_lines(path, # of a log
                n=5): # lines
     "The end of it, each line shortened"
@@ -757,7 +772,7 @@ def failure(self:Race, name): # of a run
     if r: return r.get("failed", "")
     return f"the last lines of {log} are\n{last_lines(log)}" if log.exists() else ""
 
-# %% ../nbs/48_race.ipynb #race0062
+# %% ../nbs/48_race.ipynb #race0064
 @patch
 def start_all(self:Race, jobs, # name -> `Job`
               gpus): # how many take them, each in turn
@@ -773,7 +788,7 @@ def start_all(self:Race, jobs, # name -> `Job`
         finally: free.put(gpu)
     with ThreadPoolExecutor(gpus) as pool: list(pool.map(on_one, jobs.items()))
 
-# %% ../nbs/48_race.ipynb #race0063
+# %% ../nbs/48_race.ipynb #race0065
 def wanted(names, only): # of runs; such as "nanogpt,modded@1", "" for all
     "The runs that `only` names; short runs go with any seed. Raises `InputError` for what there isn't"
     res, field = set(), dict.fromkeys(k.split("/")[0] for k in names)
@@ -786,7 +801,7 @@ def wanted(names, only): # of runs; such as "nanogpt,modded@1", "" for all
         res |= {k for k in names if k.startswith(f"{name}/tune-")}
     return [k for k in names if k in res] if res else [*names]
 
-# %% ../nbs/48_race.ipynb #race0064
+# %% ../nbs/48_race.ipynb #race0066
 @patch
 def names(self:Race):
     "Names of all its runs, as they are taken"
@@ -799,7 +814,7 @@ def results(self:Race):
     found = {c.name: [r for r in read(c) if r and "loss" in r] for c in self.field}
     return {k: rs for k, rs in found.items() if rs}
 
-# %% ../nbs/48_race.ipynb #race0065
+# %% ../nbs/48_race.ipynb #race0067
 def curve(results, key): # of one contestant; "seconds" or "tokens"
     "Pairs of that and the loss, means over the seeds"
     marks = zip(*(r["marks"] for r in results))
@@ -814,7 +829,7 @@ def reached(points, # pairs (x, loss) in order of x
         last = x, y
     return None
 
-# %% ../nbs/48_race.ipynb #race0066
+# %% ../nbs/48_race.ipynb #race0068
 def final(results): # of one contestant
     "The mean of its final losses"
     return mean(r["loss"] for r in results)
@@ -829,7 +844,7 @@ COLUMNS = [("bits/byte", "bpb", 1, ".4f"), ("seconds", "seconds", 1, ".1f"),
            ("in matrices, M", "matrices", 1e6, ",.1f"), ("in tables, M", "tables", 1e6, ",.1f"),
            ("peak GiB", "peak_gib", 1, ".1f"), ("kJ", "joules", 1e3, ",.1f")] # title, key, unit, format
 
-# %% ../nbs/48_race.ipynb #race0067
+# %% ../nbs/48_race.ipynb #race0069
 def race_table(results): # of `Race.results`
     "What each contestant did, the lowest loss first, as a `Table`"
     def value(rs, key, unit, spec): return fmt(mean(r[key]/unit for r in rs) if rs[0][key] else None, spec)
@@ -846,7 +861,7 @@ def passing_table(results): # of `Race.results`
     rows = [[k, *(time(k, o) for o in names)] for k in names]
     return table(["seconds until the final loss of", *names], rows)
 
-# %% ../nbs/48_race.ipynb #race0068
+# %% ../nbs/48_race.ipynb #race0070
 def draw_losses(ax, results, key, unit): # matplotlib axes; of `Race.results`; "seconds" or "tokens", of which
     "A line for each contestant, and a band from its best to its worst seed"
     for i, (name, rs) in enumerate(results.items()):
@@ -856,7 +871,7 @@ def draw_losses(ax, results, key, unit): # matplotlib axes; of `Race.results`; "
         ax.plot(x, [*map(mean, losses)], label=name, **how)
         ax.fill_between(x, [*map(min, losses)], [*map(max, losses)], color=f"C{i}", alpha=.2, lw=0)
 
-# %% ../nbs/48_race.ipynb #race0069
+# %% ../nbs/48_race.ipynb #race0071
 def race_chart(results): # of `Race.results`
     "Loss over seconds and over tokens, from a third of the race on: a matplotlib figure"
     import matplotlib.pyplot as plt
@@ -870,14 +885,15 @@ def race_chart(results): # of `Race.results`
     fig.legend(*l.get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(results)))
     return fig
 
-# %% ../nbs/48_race.ipynb #race0070
+# %% ../nbs/48_race.ipynb #race0072
 RULES = (
     "Loss in nats per token over {n:,} validation tokens of {data}, each once, at a context of {seq}, by "
     "each contestant's own forward pass; one evaluator for all. Seconds of training on {gpu}: the "
     "clock stands still while a model is evaluated; the first {warm} steps, in which code is compiled and "
-    "graphs are recorded, count as much as later ones; all else is in it. ± is the standard deviation over seeds.")
+    "graphs are recorded, count as much as later ones; all else is in it. ± is the standard deviation over "
+    "seeds.")
 
-# %% ../nbs/48_race.ipynb #race0071
+# %% ../nbs/48_race.ipynb #race0073
 @patch
 def rules(self:Race, one): # a result
     "What the tables' numbers are, in words"
@@ -885,7 +901,7 @@ def rules(self:Race, one): # a result
     tuned = f"{self.tune} short runs of {self.tune_seconds:g} s each; the last column has what was picked."
     return f"{said}\n\nTuned alike: {tuned}" if self.tune else f"{said}\n\nAs published, without tuning."
 
-# %% ../nbs/48_race.ipynb #race0072
+# %% ../nbs/48_race.ipynb #race0074
 @patch
 def text(self:Race):
     "The race as Markdown: tables, what their numbers are, and who failed"
@@ -894,7 +910,7 @@ def text(self:Race):
     failed = [f"{k} failed: {why}" for k in self.names() if (why := self.failure(k))]
     return "\n\n".join(map(str, [*said, *failed] or ["No run has ended."])) + "\n"
 
-# %% ../nbs/48_race.ipynb #race0073
+# %% ../nbs/48_race.ipynb #race0075
 @patch
 def save(self:Race):
     "Write `race.json`, `race.md` and, if there is a result, `race.png` into the folder. Returns the text"
@@ -908,7 +924,7 @@ def save(self:Race):
         plt.close(fig)
     return text
 
-# %% ../nbs/48_race.ipynb #race0074
+# %% ../nbs/48_race.ipynb #race0076
 def share_race(race, # a `Race` with results
                folder): # of records
     "Copy the race's record and chart to `races/<gpu>` in the folder. Returns both paths"
@@ -919,7 +935,7 @@ def share_race(race, # a `Race` with results
     for to in both: to.write_bytes((race.folder/f"race{to.suffix}").read_bytes())
     return both
 
-# %% ../nbs/48_race.ipynb #race0075
+# %% ../nbs/48_race.ipynb #race0077
 @patch
 def about(self:Race):
     "What the results depend on, as JSON has it"
@@ -927,7 +943,7 @@ def about(self:Race):
     return dict(clock=self.seconds, tune=self.tune, tune_seconds=self.tune_seconds, evals=self.evals,
                 **self.common, field=field)
 
-# %% ../nbs/48_race.ipynb #race0076
+# %% ../nbs/48_race.ipynb #race0078
 @patch
 def claim(self:Race):
     "Note in the folder what race it is. Raises `InputError` where it holds another: they can't be compared"
@@ -941,7 +957,7 @@ def claim(self:Race):
             f"{self.folder} holds a race in which {name!r} is another one: choose another name or --out")
     replace_file(path, json.dumps(now | dict(field=was["field"] | now["field"]), indent=1))
 
-# %% ../nbs/48_race.ipynb #race0077
+# %% ../nbs/48_race.ipynb #race0079
 def race_of(c): # a `RaceOptions`
     "The `Race` that the options describe. Raises `InputError` before anything runs"
     field, there = contestants(c.run, c.peer), Path(c.data).expanduser()
@@ -955,7 +971,7 @@ def race_of(c): # a `RaceOptions`
     short = 60*c.tune_minutes or 12*c.minutes
     return Race(folder, field, common, 60*c.minutes, c.seeds, c.tune, short, c.evals)
 
-# %% ../nbs/48_race.ipynb #race0078
+# %% ../nbs/48_race.ipynb #race0080
 def race_and_tell(c): # a `RaceOptions`
     "What `speedrun_race` does"
     check_share(c.share)
