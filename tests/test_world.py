@@ -89,7 +89,7 @@ def test_a_backend_is_missing(name, device, monkeypatch):
 
 def differing(w, logs):
     "What is said where options, versions, digests differ and where the second process hangs"
-    import time
+    import os, time
     from llm_speedrun import world
     def said(f):
         began = time.monotonic()
@@ -103,14 +103,15 @@ def differing(w, logs):
     true, world.version_of = world.version_of, lambda p: "2.11.0" if mine and p == "torch" else true(p)
     res["versions"] = said(lambda: world.check_alike(w))
     watch = world.Watch(w, logs, timeout=1.5)
-    agree = world.Agreement(w, "stop", lag=1, timeout=1.5, watch=watch)
+    agree = world.Agreement(w, "stop", lag=1, timeout=3, watch=watch)    # much more than the 1.2 s to a stack, on any machine
     res["agreed"] = [agree(stop=i*mine)["stop"] for i in range(4)], agree.drain()["stop"]
+    given_up = os.path.join(logs, "given up")
     def hang():
         watch("step 7")
-        if mine: time.sleep(2.5)
-        else:
-            for _ in range(3): agree()
+        while mine and not os.access(given_up, os.F_OK): time.sleep(.05)
+        if not mine: agree(); agree.drain()    # one message under way, or gloo blames one timeout on the other's
     res["hang"] = said(hang)
+    open(given_up, "w").close()
     watch.close()
     return res
 
@@ -133,7 +134,7 @@ def test_all_know_what_one_wants_one_call_later(two):
 def test_a_process_that_hangs_is_named(two):
     (waits, hangs), logs = two
     kind, said, seconds = waits["hang"]
-    assert kind == "Lost" and "process 1 of 2 does not answer: it was last seen at step 7" in said and seconds < 10
+    assert kind == "Lost" and "process 1 of 2 does not answer: it was last seen at step 7" in said and seconds < 30
     assert "There it was in hang (test_world.py, line" in said and hangs["hang"] is None, said
     assert "in hang" in (logs/"stack-1.txt").read_text(encoding="utf-8")
 
