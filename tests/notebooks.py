@@ -6,11 +6,14 @@ On a CPU two run at a time. With a GPU they run one at a time, since they time t
 import multiprocessing, os, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from quick_start import start_quickly
 
 def test(path, flags, log):
     "Test a notebook in this process, which prints into the file `log`"
+    os.environ.pop("TRITON_INTERPRET", None)    # was for what is preloaded
     for fd in (1, 2): os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), fd)
     from nbdev.test import nbdev_test
+    if "cuda" not in flags: start_quickly()
     nbdev_test(path, flags)
 
 def tested(start, path, flags):
@@ -21,7 +24,8 @@ def tested(start, path, flags):
         p.start(); p.join()
         said = log.read()
     good, took = p.exitcode == 0 and "\nSuccess." in "\n" + said, time.monotonic() - began
-    print(f"ok      {took:4.0f} s  {path}" if good else f"FAILED  {took:4.0f} s  {path}\n{said or f'It ended with exit code {p.exitcode}'}", flush=True)
+    if good: print(f"ok      {took:4.0f} s  {path}", flush=True)
+    else: print(f"FAILED  {took:4.0f} s  {path}\n{said or f'It ended with exit code {p.exitcode}'}", flush=True)
     return good
 
 def test_all(paths):
@@ -29,10 +33,14 @@ def test_all(paths):
     import torch
     cuda, cores = torch.cuda.is_available(), os.cpu_count() or 1
     jobs, flags = (1, "cuda") if cuda else (2, "")
-    if not cuda: os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores//jobs)))
-    # A process begins as a copy of one that has imported these. What a notebook is about is not among them
+    preload = ["nbdev.test", "torch", "matplotlib.pyplot"]
+    if not cuda:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores//jobs)))
+        os.environ["TRITON_INTERPRET"] = "1"    # torch._dynamo imports triton, and notebooks run kernels in its interpreter
+        preload.append("torch._dynamo")         # which each optimizer imports
+    # A process begins as a copy of one that has imported these
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["nbdev.test", "torch", "matplotlib.pyplot"])
+    processes.set_forkserver_preload(preload)
     with ThreadPoolExecutor(jobs) as pool: good = [*pool.map(lambda p: tested(processes.Process, p, flags), paths)]
     if len(paths) > 1: print(f"{sum(good)} of {len(paths)} notebooks passed")
     if all(good): return
