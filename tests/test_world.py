@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from llm_speedrun import world
 from llm_speedrun.files import InputError, RunError
+from small import at_leisure
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
@@ -24,7 +25,7 @@ def fails(error, part, **how):
     "Joining fails so, within seconds, and leaves nothing that a second attempt would stumble over"
     began = time.monotonic()
     with pytest.raises(error, match=re.escape(part)): world.join_world(**how)
-    assert time.monotonic() - began < 10 and not dist.is_initialized()
+    assert time.monotonic() - began < at_leisure(10) and not dist.is_initialized()
 
 def test_one_process_joins_nobody(monkeypatch):
     for k in ("RANK", "WORLD_SIZE"): monkeypatch.delenv(k, raising=False)
@@ -164,6 +165,6 @@ def test_a_process_that_dies_is_named():
                             OMP_NUM_THREADS="1", PYTHONPATH=str(HERE.parent))
     ps = [subprocess.Popen([sys.executable, "-c", DIES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                            env=env | dict(RANK=str(r), LOCAL_RANK=str(r))) for r in range(3)]
-    outs = [p.communicate(timeout=60) for p in ps]
+    outs = [p.communicate(timeout=180) for p in ps]
     assert [p.returncode for p in ps] == [3, -9, 3], outs
     for out, _ in (outs[0], outs[2]): assert "process 1 of 3 is gone: it was last seen at step 3" in out, out
