@@ -356,7 +356,7 @@ def resolved(config, # a class of `Options`
     if said.keys() & {*LENGTHS}: file = {k: v for k, v in file.items() if k not in LENGTHS}
     c = config(**file | said)
     given = frozenset(said) | {o.name for o in listed(config) if o.name in file and file[o.name] != o.default}
-    if config is TrainConfig: agree(c, given)
+    if issubclass(config, TrainConfig): agree(c, given)
     return c, given
 
 # %% ../../nbs/33_options.ipynb #e2c7f00c

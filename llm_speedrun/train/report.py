@@ -681,12 +681,16 @@ TEMPLATES["page"] = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ run.name }}: training report</title><style>{{ css|safe }}</style></head>
 <body>{% include "header" %}
-{% for part in parts %}<section><h2>{{ part.title }}</h2>
+{% include "sections" %}
+<footer>Made by llm_speedrun from the files of {{ run.name }}/</footer></body></html>
+"""
+
+TEMPLATES["sections"] = """{% for part in parts %}<section><h2>{{ part.title }}</h2>
 {% if part.note %}<p class="note">{{ part.note }}</p>{% endif %}
 {% for kind, data in part.blocks %}{% include kind %}{% endfor %}</section>
 {% endfor %}
-<footer>Made by llm_speedrun from the files of {{ run.name }}/</footer></body></html>
 """
+
 
 # %% ../../nbs/35_report.ipynb #67653447
 PARTS = (about_part, loss_part, eval_part, speed_part, breakdown_part, ranks_part, training_part, gpu_part,
