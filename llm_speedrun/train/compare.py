@@ -22,7 +22,7 @@ from fastcore.basics import patch
 from ..data import prefetch
 from ..files import InputError, RunError, check_writable, decoded, read_bytes_of, replace_file
 from ..measure import fmt, table
-from .hardware import memory_limit
+from .hardware import growing_segments, memory_limit
 from .options import unused_names
 from .report import (BLUE, GREEN, GREY, ORANGE, PURPLE, TEMPLATES, number, one_line, part,
                                        points, read_run, rendered, running_mean, short_number, spoken,
@@ -141,15 +141,15 @@ def place(curve, # places and losses of evaluations, in their order
     if i == 0: return float(x[0])
     return float(x[i - 1] + (x[i] - x[i - 1])*(losses[i - 1] - level)/(losses[i - 1] - losses[i]))
 
-# %% ../../nbs/64_compare.ipynb #0f7c968c
-ASIDE = "name out run_id group date resume overwrite".split() # where and when, not what
+# %% ../../nbs/64_compare.ipynb #eca14380
+ASIDE = "name out run_id group date resume overwrite why".split() # where and when, not what
 
 def settings(config): # of a run
     "All that it says but where and when, groups taken apart: `model.width`"
     res = {}
     for k, v in config.items():
-        if isinstance(v, dict): res |= {f"{k}.{i}": x for i, x in v.items()}
-        elif k not in ASIDE: res[k] = v
+        if k in ASIDE: continue
+        res |= {f"{k}.{i}": x for i, x in v.items()} if isinstance(v, dict) else {k: v}
     return res
 
 def in_short(v): # anything of JSON
@@ -275,6 +275,7 @@ def differences(self:Comparison):
     found = apart([c.config for c in self.courses])
     return ["setting", *(c.title for c in self.courses)], [[k, *texts] for k, texts in found.items()]
 
+# %% ../../nbs/64_compare.ipynb #42c5626b
 @patch
 def seeds(self:Comparison):
     "Head and rows of a table: the last losses of runs that differ in the seed alone"
@@ -287,7 +288,7 @@ def seeds(self:Comparison):
                      f"{s/len(last)**.5:.4f}"])
     return ["the same but for the seed", "mean", "range", "deviation", "error of the mean"], rows
 
-# %% ../../nbs/64_compare.ipynb #42c5626b
+# %% ../../nbs/64_compare.ipynb #d348f5bd
 @patch
 def text(self:Comparison):
     "What a terminal shows of it"
@@ -322,7 +323,7 @@ def parts(self:Comparison):
     yield tables("Seeds", self.seeds())
     yield tables("What differs", self.differences(), "Of the rungs those that not all runs have.")
 
-# %% ../../nbs/64_compare.ipynb #d348f5bd
+# %% ../../nbs/64_compare.ipynb #65f2fb65
 @patch
 def page(self:Comparison):
     "The page, a text"
@@ -390,10 +391,11 @@ class Search:
         t = self.trainer = Trainer(replace(c, steps=steps, name=name), progress, given)
         self.steps, self.usual = t.cfg.steps, t.cfg.lr
         self.rates = rates_to_try(c, self.usual)
+        t.average = None # a recipe may have one: the weights themselves are evaluated
         self.weights = {k: v.clone() for k, v in t.run.model.state_dict().items()}
         self.states = deepcopy({k: o.state_dict() for k, o in t.run.stateful})
 
-# %% ../../nbs/64_compare.ipynb #65f2fb65
+# %% ../../nbs/64_compare.ipynb #02eb45dd
 @patch
 def again(self:Search, turn=0): # which batches: 0 the first ones, 1 those after them, ...
     "Go back to the beginning"
@@ -424,7 +426,7 @@ def descend(self:Search, set_rates, # (step, groups of parameters): sets the rat
             if len(losses) % 10 == 0: losses = [float(v) for v in losses]
     return [float(v) for v in losses]
 
-# %% ../../nbs/64_compare.ipynb #02eb45dd
+# %% ../../nbs/64_compare.ipynb #f03aa9c0
 @patch
 def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of a step
     "Take a step at the rates of its schedule, changed by `set_rates`. Returns the loss, on the device"
@@ -437,7 +439,7 @@ def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of
     t.done += 1
     return loss
 
-# %% ../../nbs/64_compare.ipynb #f03aa9c0
+# %% ../../nbs/64_compare.ipynb #177c4d45
 @patch
 def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `again`
     "A short run at that rate: a dict with its losses in training, and in validation (None where it diverged)"
@@ -449,7 +451,7 @@ def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `again`
     val = val if math.isfinite(val) else None
     return dict(lr=rate, turn=turn, val_loss=val, steps=len(losses), losses=losses)
 
-# %% ../../nbs/64_compare.ipynb #177c4d45
+# %% ../../nbs/64_compare.ipynb #f7776f68
 @patch
 def sweep(self:Search):
     "A run whose rate rises from the lowest to the highest: rates and losses, two lists"
@@ -496,7 +498,7 @@ def edge(self:Found):
     "Which end of the rates the best one lies at, None if at neither"
     return {self.tried[0]["lr"]: "lowest", self.tried[-1]["lr"]: "highest"}.get(self.best["lr"])
 
-# %% ../../nbs/64_compare.ipynb #f7776f68
+# %% ../../nbs/64_compare.ipynb #1bdd1f43
 @patch
 def search(self:Search, repeats=2): # how often the best rate runs again, on other batches
     "Try all rates. Returns a `Found`, or raises `RunError` where all diverge"
@@ -512,7 +514,7 @@ def search(self:Search, repeats=2): # how often the best rate runs again, on oth
     found.sweep = self.sweep()
     return found
 
-# %% ../../nbs/64_compare.ipynb #1bdd1f43
+# %% ../../nbs/64_compare.ipynb #64e9356d
 @patch
 def marked(self:Found, o): # of `tried`
     "What is to be said of a rate, a text"
@@ -528,7 +530,7 @@ def rows(self:Found):
             [[f"{o['lr']:.3g}", f"{o['lr']/self.usual:.3g}", fmt(o["val_loss"], ".4f"),
               f"{statistics.mean(e):.4f}", self.marked(o)] for o, e in zip(self.tried, ends)])
 
-# %% ../../nbs/64_compare.ipynb #64e9356d
+# %% ../../nbs/64_compare.ipynb #791fb63c
 @patch
 def verdict(self:Found):
     "What was found, and what it is worth: texts"
@@ -542,7 +544,7 @@ def verdict(self:Found):
                          f"search on with --{self.edge} {lr*far[self.edge]:.2g}")
     yield "a longer run often wants a lower rate than a short one: more --steps make surer"
 
-# %% ../../nbs/64_compare.ipynb #791fb63c
+# %% ../../nbs/64_compare.ipynb #72fb4813
 @patch
 def chart(self:Found):
     "Validation loss of the short runs over the rate, and the range test's loss below it: a Figure"
@@ -554,11 +556,12 @@ def chart(self:Found):
         low.plot(*self.sweep, color=GREY, lw=.8, alpha=.6)
         low.plot(self.sweep[0], running_mean(np.array(self.sweep[1]), .1), color=GREEN, lw=1.6)
         low.set(xscale="log", xlabel="learning rate", ylabel="training loss")
+        low.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
         low.set_title("One run, its rate rising in each step")
         if self.sweep[1]: low.set_ylim(top=max(self.sweep[1][0], min(self.sweep[1])) + .5)
     return fig
 
-# %% ../../nbs/64_compare.ipynb #72fb4813
+# %% ../../nbs/64_compare.ipynb #ef72983d
 @patch
 def draw_tried(self:Found, ax): # axes
     "A dot for each short run, a ring around the best one, and a band as wide as the noise"
@@ -574,12 +577,13 @@ def draw_tried(self:Found, ax): # axes
     ax.set(xscale="log", ylabel="validation loss"); ax.tick_params(labelbottom=True)
     ax.set_title(f"{len(self.tried)} runs of {self.steps} steps (dashed: the usual rate; dotted: diverged)")
 
-# %% ../../nbs/64_compare.ipynb #ef72983d
+# %% ../../nbs/64_compare.ipynb #e3436ef8
 @patch
 def text(self:Found):
     "What a terminal shows of it"
     return "\n\n".join([str(table(*self.rows())), ".\n".join(self.verdict()) + "."])
 
+# %% ../../nbs/64_compare.ipynb #db1a08e2
 def save_found(found, folder): # a `Found`, to write into
     "Write `lr.json`, `lr.md` and `lr.png`"
     folder = Path(folder)
@@ -590,6 +594,7 @@ def save_found(found, folder): # a `Found`, to write into
 def search_and_tell(c, # a `LrOptions`
                     given): # names of the options that were given
     "What `speedrun_lr` does: search, print the table, write the folder"
+    growing_segments()
     s = Search(c, given)
     found = s.search(c.repeats)
     save_found(found, s.trainer.folder)
