@@ -185,6 +185,8 @@ def _loaded(path, read, empty, notes):
     except (InputError, OSError) as e: notes.append(f"{e}. It is left out")
     return empty()
 
+def _text(path): return read_bytes_of(path).decode(errors="replace")
+
 _JSON = dict(config=(Options, dict), result=(Ending, partial(Ending, steps=0)), ladder=(list[Rung], list),
              eval=(list[Score], list))
 
@@ -199,12 +201,11 @@ def read_run(folder): # of a run, finished or not
     run = {k: load(f"{k}.json", partial(read_json, kind=kind), empty) for k, (kind, empty) in _JSON.items()}
     for k, name in (("rows", "metrics"), ("samples", "samples")):
         run[k] = load(f"{name}.jsonl", partial(read_rows, say=notes.append), list)
-    text = lambda path: read_bytes_of(path).decode(errors="replace")
-    run |= dict(sample=load("sample.txt", text, str), profile=load("profile.md", text, str))
+    for k, name in (("sample", "sample.txt"), ("profile", "profile.md")): run[k] = load(name, _text, str)
     if not run["config"]: notes.append("without config.json the options, the machine and MFU are unknown")
     if not run["rows"]: notes.append("metrics.jsonl has no rows: no step was noted")
-    return run | dict(name=folder.resolve().name, over=(folder/"result.json").exists(),
-                      saved=[*map(step_of_name, checkpoints(folder/"checkpoints"))],
+    saved, over = map(step_of_name, checkpoints(folder/"checkpoints")), (folder/"result.json").exists()
+    return run | dict(name=folder.resolve().name, over=over, saved=[*saved],
                       notes=[n.replace(f"{folder}/", "") for n in notes])
 
 # %% ../../nbs/35_report.ipynb #2556a466
@@ -278,8 +279,8 @@ def key_figures(run): # from `read_run`
     if loss is None and val: loss = val[-1][1]
     done, planned, each = steps_done(run), number(c.get("steps")), step_tokens(c)
     if loss is not None: yield f"{loss:.3f}", "validation loss", f"a bigram model: {yard:.3f}" if yard else ""
-    least = min(val, key=lambda p: p[1], default=None)
-    if least and loss is not None and least[1] < loss - 5e-4: yield f"{least[1]:.3f}", "lowest", f"step {least[0]:,}"
+    at, least = min(val, key=lambda p: p[1], default=(0, math.inf))
+    if loss is not None and least < loss - 5e-4: yield f"{least:.3f}", "lowest", f"step {at:,}"
     yield f"{done:,}", "steps", f"of {planned:,}" if planned else ""
     if each: yield short_number(done*each), "tokens", f"{each:,} a step"
     yield from _speeds(run)
@@ -394,10 +395,10 @@ def about_part(run): # from `read_run`
     step = tokens and f"{f'{dp} processes × '*(dp > 1)}{parts} = {tokens:,} tokens"
     shared = f"{n} processes: a step is shared by {dp}, one model by {tp}" if n > 1 else ""
     rungs, versions = get("rungs").replace(",", ", "), ", ".join(f"{k} {get(k)}" for k in VERSIONS if get(k))
-    saved = ", ".join(f"{n:,}" for n in run.get("saved", ()))
-    return part("The run", ("pairs", {"Data": get("data"), "Model": shape, "Recipe": recipe_text(c),
-                                  "Rungs": rungs, "A step": step, "Layout": shared, "Machine": get("gpu"),
-                                  "Versions": versions, "Date": get("date"), "Saved after": saved}))
+    told = {"Data": get("data"), "Model": shape, "Recipe": recipe_text(c), "Rungs": rungs, "A step": step,
+            "Layout": shared, "Machine": get("gpu"), "Versions": versions, "Date": get("date"),
+            "Saved after": ", ".join(f"{n:,}" for n in run["saved"])}
+    return part("The run", ("pairs", told))
 
 # %% ../../nbs/35_report.ipynb #941a4b89
 def loss_part(run): # from `read_run`
@@ -571,7 +572,7 @@ TEMPLATES["events"] = """<table class="events">
 {% endfor %}</tbody></table>"""
 
 # %% ../../nbs/35_report.ipynb #0acc91c3
-CURVES = "step event loss lr grad_norm tok_s val_loss rank_ms".split() + [*SCHEDULED] # others say what happened
+CURVES = "step event loss lr grad_norm tok_s val_loss rank_ms".split() + [*SCHEDULED] # others: what happened
 
 def events_part(run, # from `read_run`
                 most=100): # to show
