@@ -8,10 +8,10 @@ __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'GREY', 'STYLE', 'Leaf', 'Option
            'running_mean', 'styled', 'one_line', 'axes', 'loss_chart', 'notebook_display', 'LivePlot', 'Rung', 'Phase',
            'Start', 'Ending', 'Score', 'read_run', 'number', 'layout', 'step_tokens', 'model_config', 'mfu_at',
            'phase_ms', 'spoken', 'short_number', 'steps_done', 'key_figures', 'svg', 'curve', 'breakdown_chart', 'part',
-           'recipe_text', 'about_part', 'loss_part', 'drawn', 'speed_part', 'breakdown_part', 'rank_times',
-           'ranks_chart', 'ranks_part', 'group_rates', 'training_part', 'gpu_part', 'ladder_part', 'start_part',
-           'choices_part', 'eval_part', 'profile_part', 'events_part', 'sample_part', 'options_part', 'rendered',
-           'page_of', 'html_report']
+           'recipe_text', 'step_texts', 'about_part', 'loss_part', 'drawn', 'speed_part', 'breakdown_part',
+           'rank_times', 'ranks_chart', 'ranks_part', 'group_rates', 'training_part', 'gpu_part', 'ladder_part',
+           'start_part', 'choices_part', 'eval_part', 'profile_part', 'events_part', 'sample_part', 'options_part',
+           'rendered', 'page_of', 'html_report']
 
 # %% ../../nbs/35_report.ipynb #d4c7d114
 import io, json, math, re, statistics, sys, time
@@ -189,6 +189,8 @@ def _text(path): return read_bytes_of(path).decode(errors="replace")
 
 _JSON = dict(config=(Options, dict), result=(Ending, partial(Ending, steps=0)), ladder=(list[Rung], list),
              eval=(list[Score], list))
+_MISSING = dict(config="without config.json the options, the machine and MFU are unknown",
+                rows="metrics.jsonl has no rows: no step was noted")
 
 # %% ../../nbs/35_report.ipynb #afe3cb5b
 def read_run(folder): # of a run, finished or not
@@ -202,8 +204,7 @@ def read_run(folder): # of a run, finished or not
     for k, name in (("rows", "metrics"), ("samples", "samples")):
         run[k] = load(f"{name}.jsonl", partial(read_rows, say=notes.append), list)
     for k, name in (("sample", "sample.txt"), ("profile", "profile.md")): run[k] = load(name, _text, str)
-    if not run["config"]: notes.append("without config.json the options, the machine and MFU are unknown")
-    if not run["rows"]: notes.append("metrics.jsonl has no rows: no step was noted")
+    notes += [what for k, what in _MISSING.items() if not run[k]]
     saved, over = map(step_of_name, checkpoints(folder/"checkpoints")), (folder/"result.json").exists()
     return run | dict(name=folder.resolve().name, over=over, saved=[*saved],
                       notes=[n.replace(f"{folder}/", "") for n in notes])
@@ -382,18 +383,24 @@ def recipe_text(config): # of a run
     return ": ".join(filter(None, (name, ", ".join(texts))))
 
 
-# %% ../../nbs/35_report.ipynb #e35228cd
-def about_part(run): # from `read_run`
-    "What was trained, on what, with which versions"
-    c, m, tokens = run["config"], model_config(run["config"]), step_tokens(run["config"])
-    get = lambda k: str(c.get(k) or "")
-    shape = m and (f"{m.name}: {m.layers} layers of width {m.width}, {m.heads} heads ({m.kv_heads} for keys "
-                   f"and values), {m.hidden} in the MLP, {m.vocab:,} tokens in the vocabulary; "
-                   f"{short_number(matrix_params(m))} weights in matrices")
+# %% ../../nbs/35_report.ipynb #8ddec4de
+def step_texts(config): # of a run
+    "What a step is made of, and which processes share it: two texts, empty where there is nothing to say"
+    c, tokens = config, step_tokens(config)
     n, dp, tp = (layout(c, k) for k in ("processes", "dp", "tp"))
     parts = f"{c['accumulate']} × {c['batch']} sequences × {c['seq']} tokens" if tokens else ""
     step = tokens and f"{f'{dp} processes × '*(dp > 1)}{parts} = {tokens:,} tokens"
     shared = f"{n} processes: a step is shared by {dp}, one model by {tp}" if n > 1 else ""
+    return step or "", shared
+
+# %% ../../nbs/35_report.ipynb #e35228cd
+def about_part(run): # from `read_run`
+    "What was trained, on what, with which versions"
+    c, m, (step, shared) = run["config"], model_config(run["config"]), step_texts(run["config"])
+    get = lambda k: str(c.get(k) or "")
+    shape = m and (f"{m.name}: {m.layers} layers of width {m.width}, {m.heads} heads ({m.kv_heads} for keys "
+                   f"and values), {m.hidden} in the MLP, {m.vocab:,} tokens in the vocabulary; "
+                   f"{short_number(matrix_params(m))} weights in matrices")
     rungs, versions = get("rungs").replace(",", ", "), ", ".join(f"{k} {get(k)}" for k in VERSIONS if get(k))
     told = {"Data": get("data"), "Model": shape, "Recipe": recipe_text(c), "Rungs": rungs, "A step": step,
             "Layout": shared, "Machine": get("gpu"), "Versions": versions, "Date": get("date"),
