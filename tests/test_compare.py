@@ -277,12 +277,13 @@ def test_search(search):
 
 def made_up(losses, repeats=()):
     runs = [dict(lr=10.**i, turn=0, val_loss=v, steps=20, losses=[5.]*20) for i, v in enumerate(losses)]
-    return Found(20, 64, 10., runs, [dict(runs[0], val_loss=v) for v in repeats], ([1., 10.], [5., 4.]))
+    return Found("muon:momentum=.9", 20, 64, 10., runs, [dict(runs[0], val_loss=v) for v in repeats], ([1., 10.], [5., 4.]))
 
 @pytest.mark.parametrize("losses, edge", [((3., 4., 5.), "lowest"), ((5., 4., 3.), "highest"), ((5., 3., 4.), None), ((5., 3., None), None),
                                           ((3.,), "highest")])
 def test_the_edge_is_told(losses, edge):
     found = made_up(losses)
+    assert "--recipe muon:momentum=.9 --lr" in found.text()
     assert found.edge == edge and any("may lie beyond" in s for s in found.verdict()) == bool(edge)
     if edge: assert f"--{edge}" in found.text()
     assert "it ran once" in found.text() and found.chart()

@@ -469,6 +469,7 @@ def sweep(self:Search):
 # %% ../../nbs/64_compare.ipynb #3231ebb8
 class Found(msgspec.Struct):
     "What a search has measured"
+    recipe: str # with its options
     steps: int # of each short run
     step_tokens: int
     usual: float # the rate that training would have taken
@@ -476,17 +477,16 @@ class Found(msgspec.Struct):
     repeats: list[dict] # the best one again
     sweep: tuple[list[float], list[float]] # rates and losses
 
-
 def ended(runs): # of `try_rate`
     "Those that didn't diverge"
     return [o for o in runs if o["val_loss"] is not None]
 
+# %% ../../nbs/64_compare.ipynb #facb8273
 @patch(as_prop=True)
 def best(self:Found):
     "The run with the lowest validation loss"
     return min(ended(self.tried), key=lambda o: o["val_loss"])
 
-# %% ../../nbs/64_compare.ipynb #facb8273
 @patch(as_prop=True)
 def noise(self:Found):
     "How far apart the runs at the best rate end; None where there is one alone"
@@ -502,14 +502,17 @@ def edge(self:Found):
 @patch
 def search(self:Search, repeats=2): # how often the best rate runs again, on other batches
     "Try all rates. Returns a `Found`, or raises `RunError` where all diverge"
-    t0, say, tried, n = time.perf_counter(), self.trainer.say, [], len(self.rates) + repeats + 1
+    c, say, tried = self.trainer.cfg, self.trainer.say, []
     for rate in self.rates:
+        t0 = time.perf_counter()
         tried.append(o := self.try_rate(rate))
-        if len(tried) == 1: say(f"{n} runs of {self.steps} steps, {spoken(time.perf_counter() - t0)} each")
+        if len(tried) == 2: # the first one may have compiled
+            more = len(self.rates) + repeats - 1
+            say(f"{more} more runs of {self.steps} steps, about {spoken(time.perf_counter() - t0)} each")
         end = f"diverged after {o['steps']} steps" if o["val_loss"] is None else f"{o['val_loss']:.4f}"
         say(f"learning rate {rate:.3g}: {end}")
     if not ended(tried): raise RunError("every learning rate diverged: choose a lower --lowest and --highest")
-    found = Found(self.steps, self.trainer.cfg.step_tokens, self.usual, tried, [], ([], []))
+    found = Found(c.recipe, self.steps, c.step_tokens, self.usual, tried, [], ([], []))
     found.repeats = [self.try_rate(found.best["lr"], turn) for turn in range(1, repeats + 1)]
     found.sweep = self.sweep()
     return found
@@ -543,6 +546,7 @@ def verdict(self:Found):
     if self.edge: yield (f"it is the {self.edge} rate that was tried, and a better one may lie beyond: "
                          f"search on with --{self.edge} {lr*far[self.edge]:.2g}")
     yield "a longer run often wants a lower rate than a short one: more --steps make surer"
+    yield f"to train with it, give --recipe {self.recipe} --lr {lr:.3g}"
 
 # %% ../../nbs/64_compare.ipynb #72fb4813
 @patch
