@@ -500,24 +500,30 @@ def edge(self:Found):
 
 # %% ../../nbs/64_compare.ipynb #1bdd1f43
 @patch
-def search(self:Search, repeats=2): # how often the best rate runs again, on other batches
-    "Try all rates. Returns a `Found`, or raises `RunError` where all diverge"
-    c, say, tried = self.trainer.cfg, self.trainer.say, []
+def try_all(self:Search, more=0): # runs that will come after these
+    "A short run at each rate, told as it ends: a list of what `try_rate` returns"
+    say, tried, left = self.trainer.say, [], len(self.rates) + more
     for rate in self.rates:
         t0 = time.perf_counter()
         tried.append(o := self.try_rate(rate))
         if len(tried) == 2: # the first one may have compiled
-            more = len(self.rates) + repeats - 1
-            say(f"{more} more runs of {self.steps} steps, about {spoken(time.perf_counter() - t0)} each")
+            say(f"{left - 2} more runs of {self.steps} steps, about {spoken(time.perf_counter() - t0)} each")
         end = f"diverged after {o['steps']} steps" if o["val_loss"] is None else f"{o['val_loss']:.4f}"
         say(f"learning rate {rate:.3g}: {end}")
+    return tried
+
+# %% ../../nbs/64_compare.ipynb #64e9356d
+@patch
+def search(self:Search, repeats=2): # how often the best rate runs again, on other batches
+    "Try all rates. Returns a `Found`, or raises `RunError` where all diverge"
+    c, tried = self.trainer.cfg, self.try_all(repeats + 1)
     if not ended(tried): raise RunError("every learning rate diverged: choose a lower --lowest and --highest")
     found = Found(c.recipe, self.steps, c.step_tokens, self.usual, tried, [], ([], []))
     found.repeats = [self.try_rate(found.best["lr"], turn) for turn in range(1, repeats + 1)]
     found.sweep = self.sweep()
     return found
 
-# %% ../../nbs/64_compare.ipynb #64e9356d
+# %% ../../nbs/64_compare.ipynb #791fb63c
 @patch
 def marked(self:Found, o): # of `tried`
     "What is to be said of a rate, a text"
@@ -533,7 +539,7 @@ def rows(self:Found):
             [[f"{o['lr']:.3g}", f"{o['lr']/self.usual:.3g}", fmt(o["val_loss"], ".4f"),
               f"{statistics.mean(e):.4f}", self.marked(o)] for o, e in zip(self.tried, ends)])
 
-# %% ../../nbs/64_compare.ipynb #791fb63c
+# %% ../../nbs/64_compare.ipynb #72fb4813
 @patch
 def verdict(self:Found):
     "What was found, and what it is worth: texts"
@@ -548,7 +554,7 @@ def verdict(self:Found):
     yield "a longer run often wants a lower rate than a short one: more --steps make surer"
     yield f"to train with it, give --recipe {self.recipe} --lr {lr:.3g}"
 
-# %% ../../nbs/64_compare.ipynb #72fb4813
+# %% ../../nbs/64_compare.ipynb #ef72983d
 @patch
 def chart(self:Found):
     "Validation loss of the short runs over the rate, and the range test's loss below it: a Figure"
@@ -565,7 +571,7 @@ def chart(self:Found):
         if self.sweep[1]: low.set_ylim(top=max(self.sweep[1][0], min(self.sweep[1])) + .5)
     return fig
 
-# %% ../../nbs/64_compare.ipynb #ef72983d
+# %% ../../nbs/64_compare.ipynb #e3436ef8
 @patch
 def draw_tried(self:Found, ax): # axes
     "A dot for each short run, a ring around the best one, and a band as wide as the noise"
@@ -581,7 +587,7 @@ def draw_tried(self:Found, ax): # axes
     ax.set(xscale="log", ylabel="validation loss"); ax.tick_params(labelbottom=True)
     ax.set_title(f"{len(self.tried)} runs of {self.steps} steps (dashed: the usual rate; dotted: diverged)")
 
-# %% ../../nbs/64_compare.ipynb #e3436ef8
+# %% ../../nbs/64_compare.ipynb #05ece73f
 @patch
 def text(self:Found):
     "What a terminal shows of it"
