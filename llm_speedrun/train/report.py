@@ -579,7 +579,7 @@ TEMPLATES["events"] = """<table class="events">
 {% endfor %}</tbody></table>"""
 
 # %% ../../nbs/35_report.ipynb #0acc91c3
-CURVES = "step event loss lr grad_norm tok_s val_loss rank_ms".split() + [*SCHEDULED] # others: what happened
+CURVES = *"step event loss lr grad_norm tok_s train_s val_loss rank_ms".split(), *SCHEDULED # others tell more
 
 def events_part(run, # from `read_run`
                 most=100): # to show
