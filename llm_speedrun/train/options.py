@@ -104,8 +104,8 @@ class TrainConfig(Options):
     minutes: Amount = 0. # time to train; by default 3 on a GPU and 1.2 on a CPU
     epochs: Above = 6. # most passes over the text in these minutes
     target: Amount = 0. # stop at this validation loss
-    # Recipe (the recipe chooses what isn't given here)
-    recipe: str = "auto" # how the weights learn: adamw, muon, normuon, ... with options: muon:momentum=.9
+    # Recipe
+    recipe: str = "auto" # adamw, muon, normuon or speedrun; it chooses what of these isn't given
     step_tokens: Count = 0 # tokens in a step; by default those of 32 sequences, on a CPU of 16
     lr: Amount = 0. # peak learning rate of the matrices; a recipe's other rates keep their ratio to it
     schedule: str = "" # of the learning rate: cosine, wsd (stable, then a decay) or constant
