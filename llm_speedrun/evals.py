@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 # %% ../nbs/61_eval.ipynb #2c2cb63c
 from .files import InputError, check_writable, decoded, lookup, read_bytes_of, read_json, replace_file
 from .data import (EOT, HUB, Continued, file_kind, open_corpus, read_documents, text_pieces,
-                               token_files, tokenizer_of)
+                               tokenizer_of)
 from .model import set_parts
 from .measure import default_device, machine, version_of
 from .export import file_of, from_pretrained, run_of
@@ -146,16 +146,17 @@ def score_batch(lm, requests): # an `LM`; pairs as for `padded`
     greedy[scored] = logits.argmax(1) == y
     return nats.sum(1).tolist(), greedy.all(1).tolist()
 
-# %% ../nbs/61_eval.ipynb #38fec4e7
+# %% ../nbs/61_eval.ipynb #86a69c6e
 def score(lm, requests, # an `LM`; pairs as for `padded`
-          what="", # they are, for the progress bar
-          batch=0, # tokens in a forward pass; 0 for as many as have 2**30 logits (2**26 on a CPU)
+          what="", # they are, for a progress bar in a terminal; empty for none
+          batch=0, # tokens in a forward pass; 0 for as many as have 2**29 logits (2**26 on a CPU)
           bf16=False): # matrix products in bf16
     "Log-likelihood in nats of each request, and whether it is greedy: two arrays"
     nats, greedy = np.zeros(len(requests)), np.zeros(len(requests), dtype=bool)
     lengths = [min(len(ids) - 1, lm.seq) for ids, _ in requests]
-    batch = batch or max(1, 2**(30 if lm.device.type == "cuda" else 26) // lm.vocab)
-    with tqdm(total=sum(lengths), desc=what, unit="token", unit_scale=True, dynamic_ncols=True) as bar:
+    batch = batch or max(1, 2**(29 if lm.device.type == "cuda" else 26) // lm.vocab)
+    how = dict(desc=what, unit="token", unit_scale=True, dynamic_ncols=True, disable=None if what else True)
+    with tqdm(total=sum(lengths), **how) as bar:
         for rows in batches_of(lengths, batch):
             cast = torch.autocast(lm.device.type, torch.bfloat16) if bf16 else nullcontext()
             with cast: nats[rows], greedy[rows] = score_batch(lm, [requests[i] for i in rows])
@@ -216,7 +217,7 @@ def validation_texts(corpus): # a `Corpus`
 def documents(path): # a file or folder of text; a tokenized corpus, or "stdlib"
     "The documents there. Raises as `read_documents` and `open_corpus` do"
     p = Path(path)
-    tokens = p.suffix == ".bin" or p.is_dir() and ((p/"meta.json").exists() or token_files(p, "train"))
+    tokens = p.suffix == ".bin" or p.is_dir() and any(p.glob("*.bin"))
     if tokens or str(path) in ("stdlib", *HUB): return validation_texts(open_corpus(path))
     return in_one(read_documents(path))
 

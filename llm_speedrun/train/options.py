@@ -193,7 +193,7 @@ class EvalOptions(Options):
     folder: Text # of a run, such as runs/<name>, of an export, or one that transformers wrote
     engine: str = "ours" # ours; or transformers, which opens other models too
     dtype: str = "fp32" # of matrix products: fp32, or bf16, which is faster on a GPU
-    batch: Count = 0 # tokens in a forward pass; by default as many as have 2**30 logits, on a CPU 2**26
+    batch: Count = 0 # tokens in a forward pass; by default as many as have 2**29 logits, on a CPU 2**26
     # What
     tasks: Several = "" # hellaswag, lambada, arc_easy, arc_challenge: from the Hub, or NAME=FILE; with commas
     text: Several = "" # files, folders, tokenized corpora (their validation side): bits per byte; with commas
