@@ -368,12 +368,16 @@ def file_rows(path): # JSON, an object a line, or Parquet
 
 def hub_rows(name): # a key of `TASKS`
     "The same from the Hub. Raises `ConnectionError` where it can't be had"
-    from datasets import load_dataset # slow to import, so only here
+    from huggingface_hub import constants, utils
+    from datasets import load_dataset # slow to import, as the line before, so only here
     hub = TASKS[name].hub
-    try: rows = [msgspec.json.encode(r) for r in load_dataset(**hub)]
+    try: # without a network the library would try for half a minute
+        if not constants.HF_HUB_OFFLINE: utils.get_session().head(constants.ENDPOINT, timeout=10)
+        rows = [msgspec.json.encode(r) for r in load_dataset(**hub)]
     except Exception as e: # of which class depends on the client's version
         raise ConnectionError(f"{name} is {hub['path']} on the Hub, which can't be had here ({first_line(e)}). "
-                              f"Without a network give its file: --tasks {name}=FILE") from None
+                              f"Give its file: --tasks {name}=FILE; or HF_HUB_OFFLINE=1 for what is in the "
+                              "Hub's cache") from None
     return b"\n".join(rows), [(f"{hub['path']} row {i}", r) for i, r in enumerate(rows, 1)]
 
 # %% ../nbs/61_eval.ipynb #2826cffa
@@ -450,8 +454,8 @@ def evaluate(lm, # an `LM`
         res.append(about | text_scores(lm, docs, context, what="text", **how) | common)
     return res
 
-# %% ../nbs/61_eval.ipynb #1eb781a8
-SAME = "task", "source", "weights", "engine", "dtype", "context"
+# %% ../nbs/61_eval.ipynb #9153572a
+SAME = "task", "source", "weights", "engine", "dtype", "context", "n", "documents"
 
 def save_evals(path, new): # a file; records of `evaluate`
     "Add the records to those in the file"
@@ -466,8 +470,8 @@ def eval_lines(records): # of `evaluate`
     for r in records:
         n = f"{r['bytes']:,} bytes" if "bytes" in r else f"{r['n']:,} questions"
         for k, v in r["scores"].items():
-            error = "" if r["errors"][k] is None else f" ± {r['errors'][k]:.4f}"
-            yield f"{r['task']:<14}{k:<15}{v:.4f}{error}  ({n}, {r['source']})"
+            error = "" if r["errors"][k] is None else f" ± {r['errors'][k]:.2g}"
+            yield f"{r['task']:<14}{k:<15}{v:.5g}{error}  ({n}, {r['source']})"
 
 # %% ../nbs/61_eval.ipynb #61b50415
 def evaluate_and_tell(c): # an `EvalOptions`
