@@ -24,8 +24,9 @@ import msgspec, numpy as np, torch
 from msgspec import Meta
 from tqdm.auto import tqdm
 
-# %% ../nbs/61_eval.ipynb #2c2cb63c
-from .files import InputError, check_writable, decoded, lookup, read_bytes_of, read_json, replace_file
+# %% ../nbs/61_eval.ipynb #2294b3a2
+from .files import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
+                                replace_file)
 from .data import (EOT, HUB, Continued, file_kind, open_corpus, read_documents, text_pieces,
                                tokenizer_of)
 from .model import set_parts
@@ -62,9 +63,10 @@ def our_tokenizer(folder, vocab): # of a model, the tokens that it knows
     if (size := tok.get_vocab_size()) > vocab:
         raise InputError(f"{folder}/tokenizer.json has {size} tokens, and the model {vocab}: it is another's")
     if (eot := tok.token_to_id(EOT)) is None:
-        raise InputError(f"{folder}/tokenizer.json has no {EOT}, and a text's first token needs one before it")
+        raise InputError(f"{folder}/tokenizer.json has no {EOT}, which stands before a text's first token")
     return tok, eot
 
+# %% ../nbs/61_eval.ipynb #9ee9db7c
 def our_lm(folder, # a run's, an export's, or another that `from_pretrained` opens
            device=None): # the GPU if there is one, by default
     "The `LM` in a folder. Raises as `from_pretrained` and `our_tokenizer` do"
@@ -81,6 +83,7 @@ def first_line(e): # an error
     "The first line of its message"
     return (str(e).strip().splitlines() or [type(e).__name__])[0]
 
+# %% ../nbs/61_eval.ipynb #72d088b4
 def opened_by_transformers(folder):
     "The model in FP32 and the tokenizer that `transformers` finds there. Raises `InputError`"
     try: from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -180,8 +183,8 @@ def check_requests(requests, seq, wheres): # the model's most tokens; where each
     "Raise `InputError` for an ending without tokens, or with too many"
     for (_, n), where in zip(requests, wheres):
         if n < 1: raise InputError(f"{where}: an ending has no tokens of its own")
-        if n > seq: raise InputError(f"{where}: an ending has {n} tokens, and this model reads {seq}: it is too "
-                                     "small for this test, so train one with a longer --seq")
+        if n > seq: raise InputError(f"{where}: an ending has {n} tokens, and this model reads {seq}: it "
+                                     "is too small for this test, so train one with a longer --seq")
 
 # %% ../nbs/61_eval.ipynb #c6cd841a
 def windows(ids, # a text's tokens, with the start token before them
@@ -203,10 +206,11 @@ def in_one(texts): # documents as `read_documents` has them, the further parts o
         parts.append(t)
     if parts: yield "".join(parts)
 
+# %% ../nbs/61_eval.ipynb #e9e7f816
 def validation_texts(corpus): # a `Corpus`
     "The documents of its validation side. Raises `InputError` if its tokenizer isn't known"
-    if not corpus.tokenizer: raise InputError(f"the corpus {corpus.name} has no tokenizer, so its text isn't known: "
-                                              "put its tokenizer.json into its folder")
+    if not corpus.tokenizer: raise InputError(f"the corpus {corpus.name} has no tokenizer, so its text isn't "
+                                              "known: put its tokenizer.json into its folder")
     tokens = corpus.val[:]
     ends = np.flatnonzero(tokens == corpus.eot) if corpus.eot is not None else []
     for ids in np.split(tokens, ends):
@@ -263,7 +267,7 @@ def token_bytes(tokenizer): # byte-level, such as GPT-2's
     "UTF-8 bytes of each token, V; 0 for special ones. Raises `InputError` for another kind of tokenizer"
     kind = json.loads(tokenizer.to_str())["decoder"]
     if not kind or kind["type"] != "ByteLevel":
-        raise InputError("only a byte-level tokenizer's tokens have bytes of their own, and this one is another")
+        raise InputError("only a byte-level tokenizer's tokens have bytes of their own; this is another kind")
     added, V = tokenizer.get_added_tokens_decoder(), tokenizer.get_vocab_size()
     size = lambda i: len(tokenizer.id_to_token(i)) if i not in added else \
         0 if added[i].special else len(added[i].content.encode())
@@ -285,8 +289,8 @@ class Question:
 def number_of(x, n, where): # a number or its digits; how many there are; for the error
     "Which of `n` is meant. Raises `InputError` where none is, as in a test set without answers"
     if str(x).isdecimal() and int(x) < n: return int(x)
-    raise InputError(f"{where}: the answer is {x!r}, and there are the endings 0 to {n - 1}: take a split that "
-                     "has its answers (HellaSwag's is validation)")
+    raise InputError(f"{where}: the answer is {x!r}, and there are the endings 0 to {n - 1}: take a split "
+                     "that has its answers (HellaSwag's is validation)")
 
 # %% ../nbs/61_eval.ipynb #b5096474
 def without_marks(text):
@@ -294,6 +298,7 @@ def without_marks(text):
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
+# %% ../nbs/61_eval.ipynb #6d175835
 Texts = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=2)]
 
 class HellaSwag(msgspec.Struct):
@@ -324,6 +329,7 @@ class Choices(msgspec.Struct):
     text: Texts
     label: list[str]
 
+# %% ../nbs/61_eval.ipynb #bfd1c73a
 class Arc(msgspec.Struct):
     "A line of ARC's file"
     question_text: str = msgspec.field(name="question")
@@ -366,6 +372,7 @@ def file_rows(path): # JSON, an object a line, or Parquet
     lines = enumerate(data.split(b"\n"), 1)
     return data, [(f"{path} line {i}", line) for i, line in lines if line.strip()]
 
+# %% ../nbs/61_eval.ipynb #9afbd962
 def hub_rows(name): # a key of `TASKS`
     "The same from the Hub. Raises `ConnectionError` where it can't be had"
     from huggingface_hub import constants, utils
@@ -375,9 +382,9 @@ def hub_rows(name): # a key of `TASKS`
         if not constants.HF_HUB_OFFLINE: utils.get_session().head(constants.ENDPOINT, timeout=10)
         rows = [msgspec.json.encode(r) for r in load_dataset(**hub)]
     except Exception as e: # of which class depends on the client's version
-        raise ConnectionError(f"{name} is {hub['path']} on the Hub, which can't be had here ({first_line(e)}). "
-                              f"Give its file: --tasks {name}=FILE; or HF_HUB_OFFLINE=1 for what is in the "
-                              "Hub's cache") from None
+        raise ConnectionError(f"{name} is {hub['path']} on the Hub, which can't be had here "
+                              f"({first_line(e)}). Give its file: --tasks {name}=FILE; or HF_HUB_OFFLINE=1 "
+                              "for what is in the Hub's cache") from None
     return b"\n".join(rows), [(f"{hub['path']} row {i}", r) for i, r in enumerate(rows, 1)]
 
 # %% ../nbs/61_eval.ipynb #2826cffa
@@ -476,7 +483,8 @@ def eval_lines(records): # of `evaluate`
 # %% ../nbs/61_eval.ipynb #61b50415
 def evaluate_and_tell(c): # an `EvalOptions`
     "What `speedrun_eval` does"
-    if not (c.tasks or c.text): raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")
+    if not (c.tasks or c.text):
+        raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")
     engine = lookup(ENGINES, c.engine, "engine")
     bf16 = lookup(dict(fp32=False, bf16=True), c.dtype, "dtype")
     out = Path(c.out or run_of(c.folder)/"evals.json")
