@@ -109,6 +109,8 @@ def transformers_lm(folder, # written by `save_pretrained`, or by speedrun_expor
     about = dict(engine=f"transformers {version_of('transformers')}", weights=weights_digest(model))
     start = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
     if start is None: raise InputError(f"{folder}: its tokenizer has neither a bos nor an eos token")
+    if not tok("a", add_special_tokens=False)["input_ids"]: # made up by `transformers` where there is none
+        raise InputError(f"{folder} has no tokenizer's files: it knows tokens, and no text")
     model = model.to(device)
     seq = next((n for k in LONGEST if (n := getattr(model.config, k, None))), 2048) # the harness's default
     def encode(texts, special): return tok(texts, add_special_tokens=special, verbose=False)["input_ids"]
