@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['LONGEST', 'ENGINES', 'Texts', 'CHOICE', 'TASKS', 'SAME', 'LM', 'weights_digest', 'our_tokenizer', 'our_lm',
-           'first_line', 'opened_by_transformers', 'transformers_lm', 'padded', 'batches_of', 'score_batch', 'score',
-           'requests_of', 'check_requests', 'windows', 'in_one', 'validation_texts', 'documents', 'text_requests',
-           'mean_and_error', 'ratio_and_error', 'text_scores', 'token_bytes', 'bytes_per_token', 'Question',
-           'number_of', 'without_marks', 'HellaSwag', 'Lambada', 'Choices', 'Arc', 'Task', 'file_rows', 'hub_rows',
-           'questions_of', 'choice_scores', 'task_scores', 'asked_tasks', 'asked_texts', 'evaluate', 'save_evals',
-           'eval_lines', 'evaluate_and_tell']
+           'first_line', 'opened_by_transformers', 'start_of', 'transformers_lm', 'padded', 'batches_of', 'score_batch',
+           'score', 'requests_of', 'check_requests', 'windows', 'in_one', 'validation_texts', 'documents',
+           'text_requests', 'mean_and_error', 'ratio_and_error', 'text_scores', 'token_bytes', 'bytes_per_token',
+           'Question', 'number_of', 'without_marks', 'HellaSwag', 'Lambada', 'Choices', 'Arc', 'Task', 'file_rows',
+           'hub_rows', 'questions_of', 'choice_scores', 'task_scores', 'asked_tasks', 'asked_texts', 'evaluate',
+           'save_evals', 'eval_lines', 'evaluate_and_tell']
 
 # %% ../nbs/61_eval.ipynb #aab414cd
 import hashlib, io, json, math, re
@@ -98,6 +98,15 @@ def opened_by_transformers(folder):
     except (OSError, ValueError, KeyError, ImportError) as e:
         raise InputError(f"transformers can't open {folder}: {first_line(e)}") from None
 
+# %% ../nbs/61_eval.ipynb #14bdd71a
+def start_of(tok, folder): # a tokenizer of `transformers`; its folder, for errors
+    "The token before a text that begins from nothing. Raises `InputError` for a tokenizer without text"
+    if not tok("a", add_special_tokens=False)["input_ids"]: # what is made up where there are no files
+        raise InputError(f"{folder} has no tokenizer: it knows tokens, and no text")
+    start = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
+    if start is None: raise InputError(f"{folder}: its tokenizer has neither a bos nor an eos token")
+    return start
+
 # %% ../nbs/61_eval.ipynb #8050a38d
 LONGEST = "max_position_embeddings", "n_positions", "n_ctx"
 
@@ -107,11 +116,7 @@ def transformers_lm(folder, # written by `save_pretrained`, or by speedrun_expor
     model, tok = opened_by_transformers(folder)
     device = torch.device(device or default_device())
     about = dict(engine=f"transformers {version_of('transformers')}", weights=weights_digest(model))
-    start = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
-    if start is None: raise InputError(f"{folder}: its tokenizer has neither a bos nor an eos token")
-    if not tok("a", add_special_tokens=False)["input_ids"]: # made up by `transformers` where there is none
-        raise InputError(f"{folder} has no tokenizer's files: it knows tokens, and no text")
-    model = model.to(device)
+    model, start = model.to(device), start_of(tok, folder)
     seq = next((n for k in LONGEST if (n := getattr(model.config, k, None))), 2048) # the harness's default
     def encode(texts, special): return tok(texts, add_special_tokens=special, verbose=False)["input_ids"]
     def logits(x): return model(x, use_cache=False).logits
