@@ -1,18 +1,14 @@
 """Evaluations: every log-likelihood and score as lm-evaluation-harness gives it, ours and transformers' alike, and one line for what
-can't be. What the harness says of a tiny model is in evals/expected.json, which evals/make_expected.py wrote."""
-import importlib.util, json, math, shutil, sys
+can't be. What the harness says of a tiny model is in evals/expected.json, which make_evals.py wrote."""
+import importlib.util, json, math, shutil
 from dataclasses import replace
-from pathlib import Path
 import numpy as np, pytest
-from llm_speedrun import evals
 from llm_speedrun.data import open_corpus, train_tokenizer, write_shards
 from llm_speedrun.evals import *
 from llm_speedrun.files import InputError
 from llm_speedrun.train.options import speedrun_eval
+from make_evals import EVALS, TINY, tiny_model
 
-EVALS = Path(__file__).parent/"evals"
-sys.path.insert(0, str(EVALS))
-from model import TINY, tiny_model
 EXPECTED = json.loads((EVALS/"expected.json").read_text(encoding="utf-8"))
 FILES = dict(hellaswag=("hellaswag", "hellaswag.jsonl"), lambada=("lambada_openai", "lambada.jsonl"), arc_easy=("arc_easy", "arc.jsonl"))
 THERE = ["ours"] + ["transformers"]*(importlib.util.find_spec("transformers") is not None)
