@@ -531,7 +531,7 @@ def speedrun_sample(c, given):
 # %% ../../nbs/33_options.ipynb #f94cc480
 @command(EvalOptions, "interrupted: nothing was saved")
 def speedrun_eval(c, given):
-    "Score a model: bits per byte of texts, HellaSwag, LAMBADA and ARC as lm-evaluation-harness scores them"
+    "Score a model as lm-evaluation-harness does: bits per byte of texts, HellaSwag, LAMBADA and ARC"
     from llm_speedrun.evals import evaluate_and_tell
     evaluate_and_tell(c)
 
