@@ -191,7 +191,7 @@ def check_requests(requests, seq, wheres): # the model's most tokens; where each
     for (_, n), where in zip(requests, wheres):
         if n < 1: raise InputError(f"{where}: an ending has no tokens of its own")
         if n > seq: raise InputError(f"{where}: an ending has {n} tokens, and this model reads {seq}: it "
-                                     "is too small for this test, so train one with a longer --seq")
+                                     "is too small for this test: train one with more (speedrun_train --seq)")
 
 # %% ../nbs/61_eval.ipynb #c6cd841a
 def windows(ids, # a text's tokens, with the start token before them
