@@ -12,9 +12,9 @@ TINY = GPTConfig(name="tiny", vocab=400, layers=2, width=32, heads=4, kv_heads=2
 FILES = dict(hellaswag="hellaswag.jsonl", lambada_openai="lambada.jsonl", arc_easy="arc.jsonl") # the harness's names
 SPLITS = "train", "validation", "test" # the harness opens all that a task names, and scores the last
 
-def tiny_model(out):
+def tiny_model(out, model=GPT):
     "Write it to `out`, with its tokenizer, as `transformers` reads it. Weights are numpy's, whose generators keep their numbers"
-    rng, state = np.random.default_rng(61), GPT(TINY).state_dict()
+    rng, state = np.random.default_rng(61), model(TINY).state_dict()
     state = {k: torch.from_numpy(rng.standard_normal(v.shape, dtype=np.float32)) * .3 for k, v in state.items()}
     state |= {k: 1 + v if v.ndim == 1 else v if "embed" in k else v / 4 for k, v in state.items()}
     write_folder(out, TINY, state, EVALS/"tokenizer.json")
