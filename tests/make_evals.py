@@ -1,4 +1,4 @@
-"""A tiny Qwen3 model, and what lm-evaluation-harness says of it: evals/expected.json, for test_eval.py.
+"""A tiny Qwen3 model, and what lm-evaluation-harness says of it: evals/expected.json, for test_evals.py.
 
 Run it where the package lm_eval is installed besides this one: python tests/make_evals.py FOLDER. The model is written to FOLDER."""
 import json, sys
