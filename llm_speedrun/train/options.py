@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['Count', 'Some', 'MOST', 'Amount', 'Above', 'Share', 'Part', 'Warmth', 'Text', 'Several', 'Lines', 'Minutes',
            'Folders', 'KINDS', 'LENGTHS', 'GROUP', 'in_words', 'checked', 'Options', 'TrainConfig', 'DataOptions',
-           'LadderOptions', 'ReportOptions', 'ExportOptions', 'SampleOptions', 'CompareOptions', 'LrOptions',
-           'RaceOptions', 'Option', 'listed', 'Parser', 'Joined', 'JoinedLines', 'add_option', 'parser_of',
+           'LadderOptions', 'ReportOptions', 'ExportOptions', 'SampleOptions', 'EvalOptions', 'CompareOptions',
+           'LrOptions', 'RaceOptions', 'Option', 'listed', 'Parser', 'Joined', 'JoinedLines', 'add_option', 'parser_of',
            'takes_file', 'about_itself', 'tidy', 'nearest', 'words_of', 'from_toml', 'to_toml', 'agree', 'resolved',
            'Gpus', 'to_start', 'unused_names', 'named', 'words_for', 'group_file', 'over', 'end_group', 'first_to_say',
            'torchrun_words', 'quiet', 'torchrun', 'start_group', 'grouped', 'command', 'obey', 'speedrun_train',
            'speedrun_doctor', 'speedrun_data', 'speedrun_ladder', 'speedrun_report', 'speedrun_export',
-           'speedrun_sample', 'speedrun_compare', 'speedrun_lr', 'speedrun_race', 'rung_lines', 'rungs_table']
+           'speedrun_sample', 'speedrun_eval', 'speedrun_compare', 'speedrun_lr', 'speedrun_race', 'rung_lines',
+           'rungs_table']
 
 # %% ../../nbs/33_options.ipynb #12072fdc
 import argparse, difflib, hashlib, inspect, json, logging, os, re, signal, sys, tempfile
@@ -192,6 +193,23 @@ class SampleOptions(Options):
     temperature: Warmth = .8 # below 1 prefers likely tokens, above 1 unlikely ones
     top_k: Some = 50 # sample among so many tokens, the likeliest; 1 always takes the likeliest
     seed: Count = 0 # of the sampling
+
+# %% ../../nbs/33_options.ipynb #7d9be8ca
+@dataclass
+class EvalOptions(Options):
+    "The options of `speedrun_eval`"
+    # Model
+    folder: Text # of a run, such as runs/<name>, of an export, or one that transformers wrote
+    engine: str = "ours" # ours; or transformers, which opens other models too
+    dtype: str = "fp32" # of matrix products: fp32, or bf16, which is faster on a GPU
+    batch: Count = 0 # tokens in a forward pass; by default as many as have 2**29 logits, on a CPU 2**26
+    # What
+    tasks: Several = "" # hellaswag, lambada, arc_easy, arc_challenge: from the Hub, or NAME=FILE; with commas
+    text: Several = "" # files, folders, tokenized corpora (their validation side): bits per byte; with commas
+    limit: Count = 0 # most questions of a task, most documents of a text; by default all
+    context: Count = 0 # fewest tokens before a scored one of a text; by default half of what the model reads
+    # Output
+    out: str = "" # file to add the scores to; by default evals.json in the folder
 
 # %% ../../nbs/33_options.ipynb #74e8ceaa
 @dataclass
@@ -564,6 +582,13 @@ def speedrun_sample(c, given):
     "Print text that a trained model writes"
     from llm_speedrun.sample import sample_and_tell
     sample_and_tell(c)
+
+# %% ../../nbs/33_options.ipynb #f94cc480
+@command(EvalOptions, "interrupted: nothing was saved")
+def speedrun_eval(c, given):
+    "Score a model as lm-evaluation-harness does: bits per byte of texts, HellaSwag, LAMBADA and ARC"
+    from llm_speedrun.evals import evaluate_and_tell
+    evaluate_and_tell(c)
 
 # %% ../../nbs/33_options.ipynb #d23e17ef
 @command(CompareOptions)
