@@ -326,8 +326,8 @@ def test_the_report_says_all_that_the_folder_knows(tmp_path):
     (folder/"metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*rows, dict(step=9, val_loss=2.5), dict(step=29, val_loss=2.9)]))
     start = dict(seconds=9.5, phases=[dict(name="choose rungs", seconds=7.25, depth=0), dict(name="measure", seconds=7., depth=1)])
     (folder/"result.json").write_text(json.dumps(dict(steps=29, val_loss=2.9, start=start, reached=True)))
-    (folder/"eval.json").write_text(json.dumps([dict(task="lambada", metric="acc", value=.3125, stderr=.0064, n=5153),
-                                                dict(task="text", metric="bits_per_byte", value=1.1)]))
+    (folder/"evals.json").write_text(json.dumps([dict(task="lambada", scores=dict(acc=.3125), errors=dict(acc=.0064), n=5153),
+                                                dict(task="text", scores=dict(bits_per_byte=1.1))]))
     (folder/"profile.md").write_text("| kernel | ms |")
     for n in (8, 29): (folder/f"checkpoints/step-{n:08}").mkdir(parents=True)
     (folder/"samples.jsonl").write_text("".join(json.dumps(dict(step=s, text=f"text {s}")) + "\n" for s in range(9)))
@@ -339,15 +339,15 @@ def test_the_report_says_all_that_the_folder_knows(tmp_path):
     for title in ("What it can do", "The start", "Chosen by measuring", "Profile"): assert f"<h2>{title}</h2>" in page
     assert "Events" not in text                                        # rates are no events
 
-@pytest.mark.parametrize("junk", ['[{"task": 3}]', "{", '[{"task": "a", "metric": "b", "value": "x"}]', "null"])
+@pytest.mark.parametrize("junk", ['[{"task": 3}]', "{", '[{"task": "a", "scores": {"b": "x"}}]', "null"])
 def test_scores_of_the_wrong_kind_are_left_out(tmp_path, junk):
     folder = made(tmp_path/"a")
-    (folder/"eval.json").write_text(junk)
-    assert "eval.json" in " ".join(read_run(folder)["notes"]) and "What it can do" not in html_report(folder).read_text()
+    (folder/"evals.json").write_text(junk)
+    assert "evals.json" in " ".join(read_run(folder)["notes"]) and "What it can do" not in html_report(folder).read_text()
 
 def test_hostile_scores_and_reasons(tmp_path):
     folder = made(tmp_path/"a", why={HOSTILE: HOSTILE}, recipe=HOSTILE, schedule=HOSTILE)
-    (folder/"eval.json").write_text(json.dumps([dict(task=HOSTILE, metric=HOSTILE, value=1, n=2)]))
+    (folder/"evals.json").write_text(json.dumps([dict(task=HOSTILE, scores={HOSTILE: 1}, n=2)]))
     (folder/"profile.md").write_text(HOSTILE)
     (folder/"result.json").write_text(json.dumps(dict(steps=1, start=dict(phases=[dict(name=HOSTILE, seconds=1, depth=10**9)]))))
     with (folder/"metrics.jsonl").open("a") as f: f.write(json.dumps({"step": 5, "lr_" + HOSTILE: 3.}) + "\n")

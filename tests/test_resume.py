@@ -288,7 +288,7 @@ def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
         "data stream documents vocab workload seq init rungs batch accumulate hardware deterministic measure gpus restarts rank_logs "
-        "steps total_tokens minutes epochs target step_tokens lr schedule warmup weight_decay clip ema seed evals eval_tokens sample samples "
+        "steps total_tokens minutes epochs target recipe step_tokens lr schedule warmup cooldown final_lr weight_decay clip ema seed evals eval_tokens sample samples "
         "name out overwrite track profile timings save_minutes keep_last resume").split()
 
 # Other tokens
@@ -451,7 +451,8 @@ def test_more_steps(stopped, capsys):
     assert trainer.warmup == rise == 1      # 20 of 400 steps would rise
     trainer.cfg.steps = 8; trainer.fit()
     lrs = [r["lr"] for r in rows(run) if "lr" in r]
-    assert lrs[6] == lr_at(6, 8, trainer.cfg.lr, rise)
+    c = trainer.cfg
+    assert lrs[6] == lr_at(6, 8, c.lr, rise, c.schedule, c.final_lr, c.cooldown)
 
 @posix
 @pytest.mark.parametrize("before, after, said", [
@@ -462,7 +463,7 @@ def test_other_rungs(tmp_path, monkeypatch, capsys, before, after, said):
     "A run goes on with other rungs; what has no place any more is dropped, what is new begins anew, and both are said"
     with monkeypatch.context() as m:
         stop_at(m, 4 + 3)
-        go(tmp_path, rungs=before, steps=6)
+        go(tmp_path, rungs=before, steps=6, recipe="adamw")
     trainer = Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), rungs=after))
     assert said in capsys.readouterr().out and trainer.done == 3
     assert trainer.fit()["steps"] == 6 and all(map(np.isfinite, curve(trainer))) and max(curve(trainer)) < 6.5

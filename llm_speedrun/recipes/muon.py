@@ -62,7 +62,7 @@ def with_adamw(matrix, # settings of the matrices' group
 
 # %% ../../nbs/43_muon.ipynb #ba5e0c8a
 MUON_LR = .02 # peak rate of the matrices
-MUON = dict(schedule="wsd", warmup=0., cooldown=.7, final_lr=0., weight_decay=.05, clip=1.)
+MUON = dict(schedule="wsd", warmup=0., cooldown=.7, final_lr=.01, weight_decay=.05, clip=1.)
 
 @recipe(excludes=WHY_NOT, lr=lambda config, step_tokens, passes: MUON_LR, **MUON)
 def muon(run, # a `Run`

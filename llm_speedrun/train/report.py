@@ -169,11 +169,10 @@ class Ending(Result):
 
 # %% ../../nbs/35_report.ipynb #26176e2c
 class Score(msgspec.Struct):
-    "An entry of `eval.json`: what the model scores in a task"
+    "An entry of `evals.json`: what the model scores in a task"
     task: str
-    metric: str
-    value: Number
-    stderr: Number | None = None # the standard error of `value`
+    scores: dict[str, Number] # by metric
+    errors: dict[str, Number | None] = {} # the scores' standard errors
     n: int | None = None # examples
 
 
@@ -188,7 +187,7 @@ def _loaded(path, read, empty, notes):
 def _text(path): return read_bytes_of(path).decode(errors="replace")
 
 _JSON = dict(config=(Options, dict), result=(Ending, partial(Ending, steps=0)), ladder=(list[Rung], list),
-             eval=(list[Score], list))
+             evals=(list[Score], list))
 _MISSING = dict(config="without config.json the options, the machine and MFU are unknown",
                 rows="metrics.jsonl has no rows: no step was noted")
 
@@ -562,8 +561,9 @@ TEMPLATES["words"] = TEMPLATES["table"].replace("<table>", '<table class="events
 # %% ../../nbs/35_report.ipynb #fc6ba21f
 def eval_part(run): # from `read_run`
     "Scores in tasks"
-    error = lambda s: "" if s.stderr is None else f"± {s.stderr:.4f}"
-    rows = [(s.task, s.metric, f"{s.value:.4f}", error(s), fmt(s.n, ",")) for s in run["eval"]]
+    error = lambda e: "" if e is None else f"± {e:.4f}"
+    rows = [(s.task, k, f"{v:.4f}", error(s.errors.get(k)), fmt(s.n, ","))
+            for s in run["evals"] for k, v in s.scores.items()]
     head = "task", "metric", "value", "standard error", "examples"
     return part("What it can do", ("table", (head, rows) if rows else None))
 

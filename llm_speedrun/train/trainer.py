@@ -993,7 +993,7 @@ def claim(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #8b8df15f
 FILES = ("config.json metrics.jsonl model.safetensors tokenizer.json ladder.json sample.txt samples.jsonl "
-         "result.json loss.png report.html profile.json.gz profile.md eval.json bad_batch.safetensors").split()
+         "result.json loss.png report.html profile.json.gz profile.md evals.json bad_batch.safetensors").split()
 FOLDERS = "checkpoints", "tensorboard", "wandb", "logs"
 
 def clear(folder): # of a run that another one takes the place of
