@@ -8,6 +8,7 @@ from llm_speedrun.export import export_folder, from_pretrained, import_folder, r
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.recipes.architecture import *
 from llm_speedrun.runs import Run, Stepper, baseline, build, entered, in_order
+from llm_speedrun.train.saving import Saver, check_size
 from small import NANO, fails, nano
 
 def built(model, rungs):
@@ -175,3 +176,15 @@ def test_weights_that_contradict(tmp_path, nano):
     ours = load_file(run/"model.safetensors")
     save_file(ours | {f"model.{NORM}": torch.ones(8)}, run/"model.safetensors")
     with fails(ValueError, r"norm.weight \[8\] instead of \[32\]"): read_run(run)
+
+@pytest.mark.parametrize("kind", [GPT, UntiedGPT, NormedGPT])
+def test_checkpoint_of_another_class(tmp_path, kind, nano):
+    "A checkpoint's weights tell its class, too; a config of another size is refused by the headers alone"
+    model = trained(kind)
+    run, saver = run_folder(tmp_path/"run", model), Saver(tmp_path/"run"/"checkpoints")
+    saver.save(2, model.state_dict(), {}); saver.close()
+    folder = run/"checkpoints"/"step-00000002"
+    back = from_pretrained(folder, "cpu").model
+    assert type(back) is kind and all(torch.equal(v, model.state_dict()[k]) for k, v in back.state_dict().items())
+    with fails(ValueError, "weights, and the model of its config.json"): check_size(replace(NANO, vocab=321), folder)
+    with fails(ValueError, "too few for the 4000 layers"): check_size(replace(NANO, layers=4000), folder)
