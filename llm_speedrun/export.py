@@ -29,6 +29,7 @@ from .data import EOT
 from .measure import default_device
 from .model import GPT, GPTConfig
 from .recipes.architecture import NORM, NormedGPT, UntiedGPT, folded
+from .recipes.beyond import beyond, check_qwen3, switches_of
 from .runs import Run
 from .train.saving import (broken, check_size, checkpoints, read_record, read_result,
                                        write_tensors)
@@ -125,9 +126,10 @@ def without_copy(tensors, where): # name -> tensor, of a tied model; they come f
 # %% ../nbs/62_export.ipynb #ac59b5dd
 def model_of(weights): # name -> weight, under our names or Qwen3's
     "The class of the models that have such weights"
-    names = {k.removeprefix("model.") for k in weights}
-    if HEAD not in names: return GPT
-    return NormedGPT if NORM in names else UntiedGPT
+    weights = {k.removeprefix("model."): w for k, w in weights.items()}
+    if on := switches_of(weights): return beyond(**on)
+    if HEAD not in weights: return GPT
+    return NormedGPT if NORM in weights else UntiedGPT
 
 # %% ../nbs/62_export.ipynb #491fea03
 def fitted(tensors, # name -> tensor, under Qwen3's names
@@ -253,7 +255,9 @@ def write_folder(out, # the folder to write, which must not exist
                  state, # of a model, name -> tensor
                  tokenizer=None, # path of a `tokenizer.json`
                  dtype="fp32"): # of the weights, a key of `EXPORT_DTYPES`
-    "Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files` and `qwen3_config` do"
+    """Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files`, `qwen3_config` and
+    `check_qwen3` do"""
+    check_qwen3(state, out)
     files, eot = tokenizer_files(tokenizer, config) if tokenizer else ({}, None)
     state = folded(state, config.eps)
     about = qwen3_config(config, dtype, eot, tied=HEAD not in state)
@@ -278,7 +282,9 @@ def export_folder(run_folder, # of a finished run
     file_of(run, "config.json", "it is not the folder of a run")
     check_new(out)
     lookup(EXPORT_DTYPES, dtype, "dtype")
-    write_folder(out, *read_run(run_folder), tokenizer=tok if tok.exists() else None, dtype=dtype)
+    config, state = read_run(run_folder)
+    check_qwen3(state, run_folder)
+    write_folder(out, config, state, tokenizer=tok if tok.exists() else None, dtype=dtype)
     return out
 
 # %% ../nbs/62_export.ipynb #15d901a4

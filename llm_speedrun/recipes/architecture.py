@@ -91,18 +91,17 @@ def check_whole(run): # a `Run`
 # %% ../../nbs/46_architecture.ipynb #44a701a2
 @torch.no_grad()
 def init(run, # a `Run`, whose weights change in place
-         embed=1., # standard deviation of the embedding; a tied one is the head too and begins at some hundredths
+         embed=1., # standard deviation of the embedding; a tied one is the head too: choose some hundredths
          head=0., # of a head of its own; 0 makes all tokens equally likely
          matrix=.7, # of the matrices that read the stream, times the root of their columns
-         out=0.): # the same of those that write into it, `o_proj` and `down_proj`; 0 makes each block add nothing
-    """Draw all weights anew, the same ones on each process, from `run.seed`; the norms' are 1. Raises
-    `InputError` where the weights are cut among processes"""
+         out=0.): # the same of those that write into it, `o_proj` and `down_proj`; of 0, a block adds nothing
+    """Draw the embedding, the head and the matrices anew from `run.seed`, the same ones on each process.
+    Vectors stay. Raises `InputError` where the weights are cut among processes"""
     check_whole(run)
-    roles = run.model.roles()
+    roles, std = run.model.roles(), dict(embed=embed, head=head, matrix=matrix, out=out)
     g = torch.Generator(run.device).manual_seed(run.seed)
     for name, p in run.model.named_parameters():
-        if roles[name] == "vector": p.fill_(1.)
-        else: p.normal_(std=start_std(name, roles[name], p.shape[1], embed, head, matrix, out), generator=g)
+        if roles[name] != "vector": p.normal_(std=start_std(name, roles[name], p.shape[1], **std), generator=g)
 
 # %% ../../nbs/46_architecture.ipynb #d65fcbc2
 def heads_of(config, # a `GPTConfig`
