@@ -260,12 +260,10 @@ def write_folder(out, # the folder to write, which must not exist
     check_qwen3(state, out)
     files, eot = tokenizer_files(tokenizer, config) if tokenizer else ({}, None)
     state = folded(state, config.eps)
-    about = qwen3_config(config, dtype, eot, tied=HEAD not in state)
-    files["config.json"] = json_bytes(about)
+    files["config.json"] = json_bytes(qwen3_config(config, dtype, eot, tied=HEAD not in state))
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot)
     if eot is not None: files["generation_config.json"] = json_bytes(ends)
-    ready = lambda t: t.detach().cpu().to(EXPORT_DTYPES[dtype]).contiguous()
-    tensors = {qwen3_name(k): ready(t) for k, t in state.items()}
+    tensors = {qwen3_name(k): t.detach().to("cpu", EXPORT_DTYPES[dtype]).contiguous() for k, t in state.items()}
     with written_whole(out) as new:
         for name, data in files.items(): (new/name).write_bytes(data)
         try: write_tensors(tensors, new/"model.safetensors")
@@ -367,8 +365,8 @@ def weight_files(folder): # of a model
 
 # %% ../nbs/62_export.ipynb #94ae6e62
 def import_folder(folder): # a run's, written by us or by transformers' `save_pretrained`
-    """A model's `GPTConfig`, and its weights in FP32 as the `load_state_dict` of its class takes them, which
-    `model_of` tells. A setting that no such class can express, or weights that don't fit, are a `ValueError`"""
+    """A model's `GPTConfig`, and its weights in FP32 as the `load_state_dict` of its class takes them (see
+    `model_of`). A setting that no class of ours can express, or weights that don't fit, are a `ValueError`"""
     path = file_of(run_of(folder), "config.json", "it is not the folder of a model")
     about = read_json(path, dict[str, Any])
     if "model" in about: return read_run(folder) # ours, not exported

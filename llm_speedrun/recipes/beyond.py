@@ -67,7 +67,7 @@ class Values(nn.Module):
 
 # %% ../../nbs/49_beyond.ipynb #40589c5a
 class Gate(nn.Module):
-    "A factor from 0 to 2 for each head and token, which `seen` numbers of the stream decide; 1 in the beginning"
+    "A factor from 0 to 2 for each head and token, by `seen` numbers of the stream; 1 in the beginning"
     role = "vector" # of its weight: too small for what is done to matrices, and kept as a vector
     def __init__(self, c, seen=12): # a `GPTConfig`; numbers of the stream
         super().__init__()
@@ -167,13 +167,14 @@ def check_qwen3(weights, # name -> weight, under our names
                 where): # they come from, for errors
     "Raise `InputError` for weights of a model that no Qwen3 is"
     if on := switches_of(weights):
-        raise InputError(f"{where} can't be exported: its model {' and '.join(SWITCHES[k] for k in on)} "
-                         f"({', '.join(on)}), which no Qwen3 does. speedrun_sample and from_pretrained open it")
+        does = "; ".join(f"{k} {SWITCHES[k]}" for k in on)
+        raise InputError(f"{where} can't be exported: no Qwen3 computes what its model does ({does}). "
+                         "speedrun_sample and from_pretrained open it")
 
 # %% ../../nbs/49_beyond.ipynb #144e77d8
 def switch_rows(results, # name -> one dict for each seed, in the same order: val_loss and ms, of a step
                 plain): # name of those to compare with
-    "Name, mean loss, mean difference from `plain` and its standard error by pairs (nan of one), times the step"
+    "Name, mean loss, mean difference from `plain` and its standard error (nan of one seed), times the step"
     rows, mean = [], lambda rs, k: sum(r[k] for r in rs) / len(rs)
     for name, rs in results.items():
         gaps = torch.tensor([r["val_loss"] - p["val_loss"] for r, p in zip(rs, results[plain], strict=True)])
