@@ -261,9 +261,10 @@ def write_folder(out, # the folder to write, which must not exist
     files, eot = tokenizer_files(tokenizer, config) if tokenizer else ({}, None)
     state = folded(state, config.eps)
     files["config.json"] = json_bytes(qwen3_config(config, dtype, eot, tied=HEAD not in state))
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot)
-    if eot is not None: files["generation_config.json"] = json_bytes(ends)
-    tensors = {qwen3_name(k): t.detach().to("cpu", EXPORT_DTYPES[dtype]).contiguous() for k, t in state.items()}
+    ends = json_bytes(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot))
+    if eot is not None: files["generation_config.json"] = ends
+    as_written = dict(device="cpu", dtype=EXPORT_DTYPES[dtype])
+    tensors = {qwen3_name(k): t.detach().to(**as_written).contiguous() for k, t in state.items()}
     with written_whole(out) as new:
         for name, data in files.items(): (new/name).write_bytes(data)
         try: write_tensors(tensors, new/"model.safetensors")
