@@ -106,7 +106,7 @@ class BeyondGPT(UntiedGPT):
     def __init__(self, config, seed=0): # as for `UntiedGPT`
         super().__init__(config, seed)
         has, c = self.switches, config
-        self.cross = Scales(*[1.]*(c.layers//2)) if "skips" in has else None
+        self.cross = Scales(*[1.]*(c.layers//2)) if "skips" in has and c.layers > 1 else None
         if "softcap" in has: self.register_buffer("cap", torch.tensor(has["softcap"])) # to be saved
         for b in self.layers:
             b.x0, b.gate = Mix() if "x0" in has else None, Gate(c) if "gate" in has else None
