@@ -167,7 +167,7 @@ def parse_recipe(spec): # such as "muon:momentum=.9"
             f"recipe {name!r}: {key}{sep}{text} can't be used, it takes {type(default).__name__}") from None
     return replace(r, options=r.options | options)
 
-BEST = "adamw" # where it goes with the rungs
+BEST = "speedrun" # where it goes with the rungs
 
 def best_recipe(rungs, # names
                 given=()): # trainer's options that were given and mean something else to another recipe
