@@ -29,6 +29,7 @@ from .data import EOT
 from .measure import default_device
 from .model import GPT, GPTConfig
 from .recipes.architecture import NORM, NormedGPT, UntiedGPT, folded
+from .recipes.beyond import beyond, check_qwen3, switches_of
 from .runs import Run
 from .train.saving import (broken, check_size, checkpoints, read_record, read_result,
                                        write_tensors)
@@ -125,9 +126,10 @@ def without_copy(tensors, where): # name -> tensor, of a tied model; they come f
 # %% ../nbs/62_export.ipynb #ac59b5dd
 def model_of(weights): # name -> weight, under our names or Qwen3's
     "The class of the models that have such weights"
-    names = {k.removeprefix("model.") for k in weights}
-    if HEAD not in names: return GPT
-    return NormedGPT if NORM in names else UntiedGPT
+    weights = {k.removeprefix("model."): w for k, w in weights.items()}
+    if on := switches_of(weights): return beyond(**on)
+    if HEAD not in weights: return GPT
+    return NormedGPT if NORM in weights else UntiedGPT
 
 # %% ../nbs/62_export.ipynb #491fea03
 def fitted(tensors, # name -> tensor, under Qwen3's names
@@ -253,15 +255,16 @@ def write_folder(out, # the folder to write, which must not exist
                  state, # of a model, name -> tensor
                  tokenizer=None, # path of a `tokenizer.json`
                  dtype="fp32"): # of the weights, a key of `EXPORT_DTYPES`
-    "Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files` and `qwen3_config` do"
+    """Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files`, `qwen3_config` and
+    `check_qwen3` do"""
+    check_qwen3(state, out)
     files, eot = tokenizer_files(tokenizer, config) if tokenizer else ({}, None)
     state = folded(state, config.eps)
-    about = qwen3_config(config, dtype, eot, tied=HEAD not in state)
-    files["config.json"] = json_bytes(about)
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot)
-    if eot is not None: files["generation_config.json"] = json_bytes(ends)
-    ready = lambda t: t.detach().cpu().to(EXPORT_DTYPES[dtype]).contiguous()
-    tensors = {qwen3_name(k): ready(t) for k, t in state.items()}
+    files["config.json"] = json_bytes(qwen3_config(config, dtype, eot, tied=HEAD not in state))
+    ends = json_bytes(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot))
+    if eot is not None: files["generation_config.json"] = ends
+    as_written = dict(device="cpu", dtype=EXPORT_DTYPES[dtype])
+    tensors = {qwen3_name(k): t.detach().to(**as_written).contiguous() for k, t in state.items()}
     with written_whole(out) as new:
         for name, data in files.items(): (new/name).write_bytes(data)
         try: write_tensors(tensors, new/"model.safetensors")
@@ -278,7 +281,9 @@ def export_folder(run_folder, # of a finished run
     file_of(run, "config.json", "it is not the folder of a run")
     check_new(out)
     lookup(EXPORT_DTYPES, dtype, "dtype")
-    write_folder(out, *read_run(run_folder), tokenizer=tok if tok.exists() else None, dtype=dtype)
+    config, state = read_run(run_folder)
+    check_qwen3(state, run_folder)
+    write_folder(out, config, state, tokenizer=tok if tok.exists() else None, dtype=dtype)
     return out
 
 # %% ../nbs/62_export.ipynb #15d901a4
@@ -361,8 +366,8 @@ def weight_files(folder): # of a model
 
 # %% ../nbs/62_export.ipynb #94ae6e62
 def import_folder(folder): # a run's, written by us or by transformers' `save_pretrained`
-    """A model's `GPTConfig`, and its weights in FP32 as the `load_state_dict` of its class takes them, which
-    `model_of` tells. A setting that no such class can express, or weights that don't fit, are a `ValueError`"""
+    """A model's `GPTConfig`, and its weights in FP32 as the `load_state_dict` of its class takes them (see
+    `model_of`). A setting that no class of ours can express, or weights that don't fit, are a `ValueError`"""
     path = file_of(run_of(folder), "config.json", "it is not the folder of a model")
     about = read_json(path, dict[str, Any])
     if "model" in about: return read_run(folder) # ours, not exported

@@ -27,8 +27,7 @@ def loss_and_grads(run):
 
 FP8 = ["bf16", "flash", "fused_ops", "chunked_ce", "fp8:parts=heads+out+mlp+head"]
 LISTS = [[], ["bf16"], ["chunked_ce"], ["bf16", "fused_ops"], FP8, FP8 + ["cuda_graphs", "fused_adamw"], ["bf16", "flash", "compile"],
-         ["bf16", "flash", "compile:whole=yes"], ["bf16", "fused_ops", "chunked_ce", "checkpoint"], ["bf16", "flash", "selective_checkpoint", "compile"],
-         ["bf16", "bf16_weights"], ["bf16", "fused_ops", "chunked_ce", "lean"], ["bf16", "torchao_fp8"]]
+         ["bf16", "fused_ops", "chunked_ce", "checkpoint"], ["bf16", "bf16_weights"], ["bf16", "fused_ops", "chunked_ce", "lean"], ["bf16", "torchao_fp8"]]
 
 @pytest.mark.parametrize("rungs", LISTS, ids=lambda r: ",".join(r).replace(":", "-") or "naive")
 def test_untied_under_rungs(rungs, nano):
@@ -43,7 +42,7 @@ def test_untied_under_rungs(rungs, nano):
     assert (embed + head - both).norm() < (1e-5 if both.dtype == torch.float32 else 1e-2) * both.norm()
     for n in g: assert torch.equal(g[n], h[n]), n
 
-@pytest.mark.parametrize("rungs", LISTS[:8], ids=lambda r: ",".join(r).replace(":", "-") or "naive")
+@pytest.mark.parametrize("rungs", LISTS[:6], ids=lambda r: ",".join(r).replace(":", "-") or "naive")
 def test_untied_reads_its_head(rungs, nano):
     "Another head is another loss, the embedding alone is not the head, and steps are those of the plain model"
     runs = [built(UntiedGPT(NANO), r) for r in ([], rungs)]
@@ -108,7 +107,7 @@ def test_heads_of():
                                            for k in (c, heads_of(c)))
         assert a == b
 
-@pytest.mark.parametrize("rungs", LISTS[:4] + LISTS[6:8], ids=lambda r: ",".join(r).replace(":", "-") or "naive")
+@pytest.mark.parametrize("rungs", LISTS[:4] + [["bf16", "flash", "compile:whole=yes"]], ids=lambda r: ",".join(r).replace(":", "-") or "naive")
 def test_normed_is_folded(rungs, nano):
     "A normed embedding that was trained, and an untied model with the folded one, agree under rungs"
     run = built(NormedGPT(NANO), rungs)
