@@ -7,11 +7,12 @@ __all__ = ['EXPORT_DTYPES', 'Rope', 'HEAD', 'SHAPE', 'FIXED', 'STATED', 'qwen3_c
            'as_fp32', 'qwen3_name', 'without_copy', 'model_of', 'fitted', 'read_tensors', 'file_of', 'no_weights',
            'run_of', 'checkpoint_weights', 'read_run', 'unfinished', 'json_bytes', 'tokenizer_files', 'check_new',
            'written_whole', 'write_folder', 'export_folder', 'check_plain', 'stated_model', 'rope_base', 'gpt_config',
-           'read_config', 'Index', 'weight_files', 'import_folder', 'from_pretrained', 'export_and_tell']
+           'read_config', 'Index', 'weight_files', 'import_folder', 'from_pretrained', 'recipe_for', 'export_and_tell']
 
 # %% ../nbs/62_export.ipynb #1e90e64a
 import json, os
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -383,6 +384,17 @@ def from_pretrained(folder, # a run's, written by us or by transformers' `save_p
     with torch.device(device or default_device()): run = Run(model_of(state)(config))
     run.model.load_state_dict(state)
     return run
+
+# %% ../nbs/62_export.ipynb #e09bbb47
+def recipe_for(recipe, # a `Recipe`
+               weights): # that the run begins with, name -> weight or shape
+    "The recipe, for the model that has these weights. Raises `InputError` where their switches aren't its"
+    model = model_of(weights)
+    on, its = (getattr(m, "switches", {}).keys() for m in (model, recipe.model))
+    if on == its: return recipe if on else replace(recipe, model=model)
+    spec = ":".join(["beyond", *(f"{k}=15" if k == "softcap" else f"{k}=yes" for k in on)])
+    raise InputError(f"recipe {recipe.name!r} trains a model with {', '.join(its) or 'no switches'}, and these weights "
+                     f"are of one with {', '.join(on) or 'none'}: use --recipe {spec if on else 'adamw'}")
 
 # %% ../nbs/62_export.ipynb #5e976217
 def export_and_tell(c): # an `ExportOptions`
