@@ -393,8 +393,9 @@ def recipe_for(recipe, # a `Recipe`
     on, its = (getattr(m, "switches", {}).keys() for m in (model, recipe.model))
     if on == its: return recipe if on else replace(recipe, model=model)
     spec = ":".join(["beyond", *(f"{k}=15" if k == "softcap" else f"{k}=yes" for k in on)])
-    raise InputError(f"recipe {recipe.name!r} trains a model with {', '.join(its) or 'no switches'}, and these weights "
-                     f"are of one with {', '.join(on) or 'none'}: use --recipe {spec if on else 'adamw'}")
+    its, theirs = (", ".join(s) or "no switches" for s in (its, on))
+    raise InputError(f"recipe {recipe.name!r} trains a model with {its}, and these weights are of one with "
+                     f"{theirs}: use --recipe {spec if on else 'adamw'}")
 
 # %% ../nbs/62_export.ipynb #5e976217
 def export_and_tell(c): # an `ExportOptions`
