@@ -8,7 +8,9 @@ from llm_speedrun.recipes.architecture import UntiedGPT, init
 from llm_speedrun.recipes.beyond import *
 from llm_speedrun.rungs.flash import sdpa
 from llm_speedrun.runs import Run, Stepper, entered
-from small import NANO, fails, nano
+from llm_speedrun.train.trainer import train
+from small import NANO, fails, nano, options
+import test_resume as test_resume_module
 from test_architecture import FP8, built, loss_and_grads, run_folder, tokens
 
 ALL = dict(softcap=2., x0=True, values=True, gate=True, skips=True)
@@ -125,3 +127,19 @@ def test_rows():
     assert a == ("plain", 4., 0., 0., 1.) and b[0] == "other"
     assert b[1:] == pytest.approx((3.8, -.2, .1/3**.5, 1.1))
     assert switch_rows(dict(plain=plain[:1], other=other[:1]), "plain")[1][3] != 0
+
+@pytest.mark.parametrize("recipe, rungs", [("beyond", "bf16,flash,fused_ops,chunked_ce,fp8"), ("beyond:softcap=15:x0=yes:values=yes:gate=yes:skips=yes", "naive")],
+                         ids=["untied", "all"])
+def test_resume(tmp_path, monkeypatch, recipe, rungs):
+    "Stopped and resumed, with a head of its own and with all switches: the same bits"
+    test_resume_module.test_the_same_bits(tmp_path, monkeypatch, rungs, recipe=recipe)
+
+def test_other_recipe(tmp_path, nano):
+    "Weights with switches need a recipe that has them; weights with a head of its own bring their model to any"
+    train(options(tmp_path, recipe="beyond:x0=yes"), progress=False)
+    how = dict(init=str(tmp_path/"runs/run"), workload="", name="on", steps=2)
+    with fails(ValueError, "use --recipe beyond:x0=yes"): train(options(tmp_path, **how), progress=False)
+    train(options(tmp_path, recipe="beyond:x0=yes", **how), progress=False)
+    train(options(tmp_path, recipe="beyond", name="plain"), progress=False)
+    trainer, _ = train(options(tmp_path, recipe="normuon", **how | dict(init=str(tmp_path/"runs/plain"), name="more")), progress=False)
+    assert type(trainer.run.model) is UntiedGPT
