@@ -391,7 +391,8 @@ def recipe_for(recipe, # a `Recipe`
     "The recipe, for the model that has these weights. Raises `InputError` where their switches aren't its"
     model = model_of(weights)
     on, its = (getattr(m, "switches", {}).keys() for m in (model, recipe.model))
-    if on == its: return recipe if on else replace(recipe, model=model)
+    refused = tuple(getattr(model, "excludes", {}).items())
+    if on == its: return recipe if on else replace(recipe, model=model, excludes=recipe.excludes + refused)
     spec = ":".join(["beyond", *(f"{k}=15" if k == "softcap" else f"{k}=yes" for k in on)])
     its, theirs = (", ".join(s) or "no switches" for s in (its, on))
     raise InputError(f"recipe {recipe.name!r} trains a model with {its}, and these weights are of one with "
