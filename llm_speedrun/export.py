@@ -7,11 +7,12 @@ __all__ = ['EXPORT_DTYPES', 'Rope', 'HEAD', 'SHAPE', 'FIXED', 'STATED', 'qwen3_c
            'as_fp32', 'qwen3_name', 'without_copy', 'model_of', 'fitted', 'read_tensors', 'file_of', 'no_weights',
            'run_of', 'checkpoint_weights', 'read_run', 'unfinished', 'json_bytes', 'tokenizer_files', 'check_new',
            'written_whole', 'write_folder', 'export_folder', 'check_plain', 'stated_model', 'rope_base', 'gpt_config',
-           'read_config', 'Index', 'weight_files', 'import_folder', 'from_pretrained', 'export_and_tell']
+           'read_config', 'Index', 'weight_files', 'import_folder', 'from_pretrained', 'recipe_for', 'export_and_tell']
 
 # %% ../nbs/62_export.ipynb #1e90e64a
 import json, os
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +30,7 @@ from .data import EOT
 from .measure import default_device
 from .model import GPT, GPTConfig
 from .recipes.architecture import NORM, NormedGPT, UntiedGPT, folded
+from .recipes.beyond import beyond, check_qwen3, switches_of
 from .runs import Run
 from .train.saving import (broken, check_size, checkpoints, read_record, read_result,
                                        write_tensors)
@@ -125,9 +127,10 @@ def without_copy(tensors, where): # name -> tensor, of a tied model; they come f
 # %% ../nbs/62_export.ipynb #ac59b5dd
 def model_of(weights): # name -> weight, under our names or Qwen3's
     "The class of the models that have such weights"
-    names = {k.removeprefix("model.") for k in weights}
-    if HEAD not in names: return GPT
-    return NormedGPT if NORM in names else UntiedGPT
+    weights = {k.removeprefix("model."): w for k, w in weights.items()}
+    if on := switches_of(weights): return beyond(**on)
+    if HEAD not in weights: return GPT
+    return NormedGPT if NORM in weights else UntiedGPT
 
 # %% ../nbs/62_export.ipynb #491fea03
 def fitted(tensors, # name -> tensor, under Qwen3's names
@@ -253,15 +256,16 @@ def write_folder(out, # the folder to write, which must not exist
                  state, # of a model, name -> tensor
                  tokenizer=None, # path of a `tokenizer.json`
                  dtype="fp32"): # of the weights, a key of `EXPORT_DTYPES`
-    "Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files` and `qwen3_config` do"
+    """Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files`, `qwen3_config` and
+    `check_qwen3` do"""
+    check_qwen3(state, out)
     files, eot = tokenizer_files(tokenizer, config) if tokenizer else ({}, None)
     state = folded(state, config.eps)
-    about = qwen3_config(config, dtype, eot, tied=HEAD not in state)
-    files["config.json"] = json_bytes(about)
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot)
-    if eot is not None: files["generation_config.json"] = json_bytes(ends)
-    ready = lambda t: t.detach().cpu().to(EXPORT_DTYPES[dtype]).contiguous()
-    tensors = {qwen3_name(k): ready(t) for k, t in state.items()}
+    files["config.json"] = json_bytes(qwen3_config(config, dtype, eot, tied=HEAD not in state))
+    ends = json_bytes(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot))
+    if eot is not None: files["generation_config.json"] = ends
+    as_written = dict(device="cpu", dtype=EXPORT_DTYPES[dtype])
+    tensors = {qwen3_name(k): t.detach().to(**as_written).contiguous() for k, t in state.items()}
     with written_whole(out) as new:
         for name, data in files.items(): (new/name).write_bytes(data)
         try: write_tensors(tensors, new/"model.safetensors")
@@ -278,7 +282,9 @@ def export_folder(run_folder, # of a finished run
     file_of(run, "config.json", "it is not the folder of a run")
     check_new(out)
     lookup(EXPORT_DTYPES, dtype, "dtype")
-    write_folder(out, *read_run(run_folder), tokenizer=tok if tok.exists() else None, dtype=dtype)
+    config, state = read_run(run_folder)
+    check_qwen3(state, run_folder)
+    write_folder(out, config, state, tokenizer=tok if tok.exists() else None, dtype=dtype)
     return out
 
 # %% ../nbs/62_export.ipynb #15d901a4
@@ -361,8 +367,8 @@ def weight_files(folder): # of a model
 
 # %% ../nbs/62_export.ipynb #94ae6e62
 def import_folder(folder): # a run's, written by us or by transformers' `save_pretrained`
-    """A model's `GPTConfig`, and its weights in FP32 as the `load_state_dict` of its class takes them, which
-    `model_of` tells. A setting that no such class can express, or weights that don't fit, are a `ValueError`"""
+    """A model's `GPTConfig`, and its weights in FP32 as the `load_state_dict` of its class takes them (see
+    `model_of`). A setting that no class of ours can express, or weights that don't fit, are a `ValueError`"""
     path = file_of(run_of(folder), "config.json", "it is not the folder of a model")
     about = read_json(path, dict[str, Any])
     if "model" in about: return read_run(folder) # ours, not exported
@@ -378,6 +384,19 @@ def from_pretrained(folder, # a run's, written by us or by transformers' `save_p
     with torch.device(device or default_device()): run = Run(model_of(state)(config))
     run.model.load_state_dict(state)
     return run
+
+# %% ../nbs/62_export.ipynb #e09bbb47
+def recipe_for(recipe, # a `Recipe`
+               weights): # that the run begins with, name -> weight or shape
+    "The recipe, for the model that has these weights. Raises `InputError` where their switches aren't its"
+    model = model_of(weights)
+    on, its = (getattr(m, "switches", {}).keys() for m in (model, recipe.model))
+    refused = tuple(getattr(model, "excludes", {}).items())
+    if on == its: return recipe if on else replace(recipe, model=model, excludes=recipe.excludes + refused)
+    spec = ":".join(["beyond", *(f"{k}=15" if k == "softcap" else f"{k}=yes" for k in on)])
+    its, theirs = (", ".join(s) or "no switches" for s in (its, on))
+    raise InputError(f"recipe {recipe.name!r} trains a model with {its}, and these weights are of one with "
+                     f"{theirs}: use --recipe {spec if on else 'adamw'}")
 
 # %% ../nbs/62_export.ipynb #5e976217
 def export_and_tell(c): # an `ExportOptions`

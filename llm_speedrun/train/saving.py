@@ -7,7 +7,7 @@ __all__ = ['PLAIN', 'HOW', 'MANIFEST', 'VERSION', 'MOST', 'taken_apart', 'put_to
            'named_state', 'converted', 'load_named_state', 'check_moments', 'FileSum', 'Manifest', 'digest', 'listed',
            'sum_of', 'write_tensors', 'write_checkpoint', 'write_files', 'About', 'read_about', 'broken', 'damaged',
            'checkpoints', 'step_of_name', 'prune', 'newest', 'to_host', 'pinned', 'Saver', 'read_checkpoint', 'Record',
-           'read_record', 'weights_in', 'check_size', 'Result', 'read_result']
+           'read_record', 'shapes_in', 'check_size', 'Result', 'read_result']
 
 # %% ../../nbs/31_saving.ipynb #731e1a2a
 import hashlib, json, math, shutil
@@ -20,7 +20,7 @@ from msgspec import UNSET, Meta, UnsetType
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from ..files import InputError, read_json, synced
-from ..model import GPTConfig, matrix_params
+from ..model import GPTConfig
 
 # %% ../../nbs/31_saving.ipynb #e6e0eb74
 PLAIN = type(None), bool, int, float, str
@@ -398,24 +398,27 @@ def read_record(folder): # of a run
     return record
 
 # %% ../../nbs/31_saving.ipynb #b6c15567
-def weights_in(path): # of a safetensors file, or of a checkpoint's folder
-    "How many weights it has; reads headers alone. Raises `InputError` if it is none"
+def shapes_in(path): # of a safetensors file, or of a checkpoint's folder
+    "Names of its weights and their shapes; reads headers alone. Raises `InputError` if it is none"
     from llm_speedrun.train.sharded_saving import INDEX, read_index
     path = Path(path)
     if path.is_dir():
-        if not (path/INDEX).exists(): return weights_in(path/"model.safetensors")
-        return sum(math.prod(t.shape) for n, t in read_index(path).tensors.items() if n.startswith("model."))
+        if not (path/INDEX).exists(): return shapes_in(path/"model.safetensors")
+        return {n: tuple(t.shape) for n, t in read_index(path).tensors.items() if n.startswith("model.")}
     try:
-        with safe_open(path, "pt") as f: return sum(math.prod(f.get_slice(k).get_shape()) for k in f.keys())
+        with safe_open(path, "pt") as f: return {k: tuple(f.get_slice(k).get_shape()) for k in f.keys()}
     except SafetensorError as e: raise InputError(f"{path} is no whole safetensors file: {e}") from None
 
 # %% ../../nbs/31_saving.ipynb #af176c18
 def check_size(config, # a `GPTConfig`, as read
-               path): # of the weights that belong to it, as for `weights_in`
+               path): # of the weights that belong to it, as for `shapes_in`
     "Raise `InputError` where that has more or fewer weights than such a model, before that is built"
-    c = config
-    want = matrix_params(c) + c.layers*(2*c.width + 2*c.head_dim) + c.width # and the norms
-    if (n := weights_in(path)) != want:
+    from llm_speedrun.export import model_of, shapes # which imports this module
+    there, total = shapes_in(path), lambda shapes: sum(map(math.prod, shapes.values()))
+    if config.layers > len(there):
+        raise InputError(f"{path} has {len(there)} tensors, too few for the {config.layers} layers of its "
+                         "config.json")
+    if (n := total(there)) != (want := total(shapes(config, model_of(there)))):
         raise InputError(f"{path} has {n:,} weights, and the model of its config.json {want:,}")
 
 # %% ../../nbs/31_saving.ipynb #7a52a743

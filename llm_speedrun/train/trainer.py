@@ -38,7 +38,7 @@ from ..world import (Agreement, Lost, Watch, check_alike, device_of_process, joi
 from ..rungs.documents import check_documents, within_documents
 from ..sample import generate
 from ..ladder import choose_rungs, measured
-from ..export import import_folder
+from ..export import import_folder, recipe_for
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .hardware import (PARALLEL, divisors, growing_segments, hardware, left_out,
@@ -55,7 +55,8 @@ from ..recipes.schedules import SCHEDULES, Average, guarded, lr_at, warmup_steps
 
 # %% ../../nbs/30_trainer.ipynb #4af454f9
 from .saving import (Saver, check_size, checkpoints, converted, load_named_state, newest,
-                                       read_checkpoint, read_record, read_result, to_host, write_tensors)
+                                       read_checkpoint, read_record, read_result, shapes_in, to_host,
+                                       write_tensors)
 from llm_speedrun.train.sharded_saving import (
     as_piece, average_to_save, cells, each, load_average, load_optimizer as load_moments, load_weights,
     newest_together, optimizer_to_save, read_any, saver_for, state_of, trained_pieces, weights_to_save,
@@ -1286,7 +1287,8 @@ def take_recipe(self:Trainer, rungs): # names
     "Take the recipe, and what it says of options that weren't given and of the model's shape"
     c = self.cfg
     if c.recipe == "auto": c.recipe = best_recipe(rungs, {"init", "lr"} & self.given)
-    self.recipe = r = parse_recipe(c.recipe)
+    r, weights = parse_recipe(c.recipe), shapes_in(self.found[0]) if c.resume else self.weights
+    self.recipe = r = recipe_for(r, weights) if weights else r
     r.check(rungs)
     if c.resume: return # with its own options and shape
     c.recipe = r.spec()
