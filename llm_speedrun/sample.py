@@ -33,7 +33,9 @@ def likeliest(logits, # B V
     k = 1 if not temperature else min(top_k or logits.shape[-1], logits.shape[-1])
     v, i = logits.float().topk(k)
     p = (v / (temperature or 1)).softmax(-1)
-    if top_p < 1: p = p.masked_fill(p.cumsum(-1, dtype=torch.float64) - p >= top_p, 0)
+    if top_p < 1:
+        exact = (v.double() / (temperature or 1)).softmax(-1) # of many small ones FP32 would lose track
+        p = p.masked_fill(exact.cumsum(-1) - exact >= top_p, 0)
     return i, p
 
 # %% ../nbs/60_sample.ipynb #200109fb
