@@ -394,10 +394,10 @@ def test_greedy_text_is_that_of_transformers(tmp_path):
     for name, w in model.named_parameters(): w.data.mul_(6 if "proj" in name else 1)    # or each token would repeat itself
     write_folder(tmp_path/"export", config, model.state_dict())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path/"export").eval()
-    ids, writer = tokens(1, 7, 13), Writer(from_pretrained(tmp_path/"export", "cpu"), 3)
+    ids, writer = tokens(3, 7, 13), Writer(from_pretrained(tmp_path/"export", "cpu"), 3)
     writer.begin(ids)
     texts = [*zip(*writer.write(50, torch.Generator().manual_seed(0), temperature=0))]
-    assert min(len({*t}) for t in texts) > 5    # no text that a broken model could write too
+    assert max(len({*t}) for t in texts) > 15    # no text that a broken model could write too
     for i, text in zip(ids, texts):
         want = theirs.generate(torch.tensor([i]), attention_mask=torch.ones(1, len(i)), max_new_tokens=50, do_sample=False)
         assert i + [*text] == want[0].tolist()
