@@ -68,17 +68,17 @@ def generate(run, # a `Run`; its forward contexts are entered
 
 # %% ../nbs/60_sample.ipynb #1cf0da9f
 class Cache:
-    "Keys and values of the tokens of B texts in every layer, with room for a whole context: L B K S D"
+    "Keys and values of the tokens of B texts, with room for a whole context: in every layer B K S D"
     def __init__(self, config, # a `GPTConfig`
                  rows=1, # texts, B
                  dtype=torch.float32, # of keys and values: the model's
                  device="cpu"): # the model's
         c = config
-        shape = c.layers, rows, c.kv_heads, c.seq, c.head_dim
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        room = lambda: torch.zeros(rows, c.kv_heads, c.seq, c.head_dim, dtype=dtype, device=device)
+        self.k, self.v = ([room() for _ in range(c.layers)] for _ in range(2))
+        self.dtype, self.group = dtype, c.heads // c.kv_heads # query heads that share a KV head
         self.at = torch.zeros(1, dtype=torch.long, device=device) # the slot of the next token
         self.pad = torch.zeros(rows, 1, dtype=torch.long, device=device) # empty slots before each text
-        self.group = c.heads // c.kv_heads # query heads that share a KV head
 
 # %% ../nbs/60_sample.ipynb #49b9630f
 @patch
@@ -87,10 +87,10 @@ def aim(self:Cache, model, T, room): # a `GPT`, new tokens, slots that are looke
     keys = torch.arange(room, device=self.at.device)
     self.slots = self.at + torch.arange(T, device=self.at.device)
     where = (self.slots - self.pad).clamp(min=0) # B T, positions in each text
-    self.cos, self.sin = (t[where][:, None].to(self.k.dtype) for t in (model.cos, model.sin))
+    self.cos, self.sin = (t[where][:, None].to(self.dtype) for t in (model.cos, model.sin))
     now, first = self.slots[:, None], self.pad[:, None] # T 1, B 1 1
     seen = (keys == now) | (keys < now) & (keys >= first) # B T room
-    bias = torch.zeros(seen.shape, dtype=self.k.dtype, device=keys.device).masked_fill(~seen, -torch.inf)
+    bias = torch.zeros(seen.shape, dtype=self.dtype, device=keys.device).masked_fill(~seen, -torch.inf)
     self.bias = bias.repeat(1, self.group, 1)[:, None]
 
 # %% ../nbs/60_sample.ipynb #97bc83c3
@@ -99,8 +99,8 @@ def attend_cached(cache, # a `Cache` that was aimed
                   q, # B H T D, of the new tokens
                   k, v): # B K T D
     "Attention of the new tokens over all in the cache, to which they are added. Returns B H T D"
-    for kept, new in ((cache.k[layer], k), (cache.v[layer], v)): kept.index_copy_(2, cache.slots, new)
-    k, v = (t[layer, :, :, :cache.bias.shape[-1]] for t in (cache.k, cache.v)) # B K room D
+    kept = cache.k[layer].index_copy_(2, cache.slots, k), cache.v[layer].index_copy_(2, cache.slots, v)
+    k, v = (t[:, :, :cache.bias.shape[-1]] for t in kept) # B K room D
     q = q.unflatten(1, (-1, cache.group)).flatten(2, 3) # B K G*T D
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=cache.bias)
     return o.unflatten(2, (cache.group, -1)).flatten(1, 2)
