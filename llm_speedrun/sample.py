@@ -116,7 +116,7 @@ def norm_of_last(norm, model, h): # a model's part, a `GPT`, B T d
     return norm(model, h[:, -1:])
 
 def with_cache(run, cache): # a `Run` without rungs, a `Cache`
-    "The run with a copy of its model that reads and fills the cache, and gives the last token's logits, B 1 V"
+    "The run with a copy of its model that reads and fills the cache. It gives the last token's logits, B 1 V"
     def change(model):
         for i, b in enumerate(model.layers):
             heads, attend = partial(heads_at, cache, b.heads), partial(attend_cached, cache, i)
@@ -126,12 +126,13 @@ def with_cache(run, cache): # a `Run` without rungs, a `Cache`
 
 # %% ../nbs/60_sample.ipynb #9e6bdb17
 class Writer:
-    """Reads and continues some texts at once, with a cache. Raises `InputError` for a run with rungs, whose parts
-    are made for training"""
+    """Reads and continues some texts at once, with a cache. Raises `InputError` for a run with rungs,
+    whose parts are made for training"""
     def __init__(self, run, # a `Run` without rungs, such as `from_pretrained` reads
                  rows=1): # texts
-        if run.rungs: raise InputError(f"a cache can't be put into a run with rungs ({', '.join(run.rungs)}): "
-                                       "save it and take from_pretrained(folder), or use generate")
+        if run.rungs:
+            raise InputError(f"a cache can't be put into a run with rungs ({', '.join(run.rungs)}): save it and "
+                             "take from_pretrained(folder), or use generate")
         w, self.config = run.model.embed_tokens.weight, run.model.config
         self.cache = Cache(self.config, rows, w.dtype, w.device)
         self.model = with_cache(run, self.cache).model
@@ -145,9 +146,9 @@ def begin(self:Writer, texts): # a list of tokens for each row
     "Forget everything and read these texts next. Raises `InputError` for an empty or too long one"
     most = self.config.seq
     for t in texts:
-        if not t: raise InputError("a text needs a first token to go on from: the end of another, for example")
-        if len(t) > most: raise InputError(f"a prompt has {len(t):,} tokens, and the model reads at most "
-                                           f"{most:,}: shorten it")
+        if not t: raise InputError("a text needs a token to begin with: the end of another, for example")
+        if len(t) > most:
+            raise InputError(f"a prompt has {len(t):,} tokens, and the model reads at most {most:,}: shorten it")
     pads = [max(map(len, texts)) - len(t) for t in texts]
     self.used = 0
     self.cache.pad.copy_(torch.tensor(pads)[:, None])
@@ -156,7 +157,7 @@ def begin(self:Writer, texts): # a list of tokens for each row
 # %% ../nbs/60_sample.ipynb #0a9ba2b2
 @patch
 def slide(self:Writer, x): # B T tokens for which there are too few slots
-    "Forget all but the newest three quarters of a context. Returns them: what is to be read, with `x` at the end"
+    "Forget all but the newest three quarters of a context. Returns them, to be read, with `x` at the end"
     S = self.config.seq
     keep = min(S, max(x.shape[1], S - S//4)) # all of `x`, if there is room for it
     x = torch.cat([self.tokens[:, :self.used], x], 1)
@@ -173,6 +174,7 @@ def run_pass(self:Writer, x, room): # B T tokens, slots to look at
     self.cache.aim(self.model, x.shape[1], room)
     with sdpa_kernel(KERNELS): return self.model(x)[:, -1].float()
 
+# %% ../nbs/60_sample.ipynb #021796af
 @patch
 @torch.no_grad()
 def read(self:Writer, x): # B T tokens that follow those read
@@ -357,12 +359,14 @@ def write_texts(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
         show(texts, pieces(writer, tok, c.n, g, **settings(c)))
 
 # %% ../nbs/60_sample.ipynb #295cd8db
-CHAT = ("A base model continues text, and was never taught to answer: begin something for it. An empty line lets it "
-        "go on, Ctrl-C stops it, Ctrl-D ends.")
+CHAT = ("A base model continues text, and was never taught to answer: begin something for it. An empty line "
+        "lets it go on, Ctrl-C stops it, Ctrl-D ends.")
 
 def typed():
     "A line from the keyboard or standard input; None at their end"
-    try: return input("> " if sys.stdin.isatty() else "")
+    try:
+        if sys.stdin.isatty(): return input("> ")
+        return line.removesuffix("\n") if (line := sys.stdin.readline()) else None
     except (EOFError, KeyboardInterrupt): return None
 
 def go_on(writer, said, ids, eot): # a `Writer`; tokens to begin with, tokens that were typed; the end's id
@@ -389,7 +393,7 @@ def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
 def sample_and_tell(c): # a `SampleOptions`
     "What `speedrun_sample` does. Raises `InputError` where several texts should be one talk"
     if c.chat and (c.prompts or c.samples > 1 or c.prompt == "-" or JOINTS[Texts] in c.prompt):
-        raise InputError("a chat is one text: leave out --prompts, --samples, --prompt - and a second --prompt")
+        raise InputError("a chat is one text: leave out --prompts, --samples, --prompt - and a second prompt")
     run, tok = open_model(c.run, c.device, c.dtype)
     (chat if c.chat else write_texts)(run, tok, c)
 
@@ -405,6 +409,7 @@ def our_writing(folder, rows, prompt, n, device, dtype, # as for `writing_speed`
         for _ in writer.write(n, g, temperature=0): pass
     return write
 
+# %% ../nbs/60_sample.ipynb #3f09a254
 def their_writing(folder, rows, prompt, n, device, dtype, # as for `writing_speed`
                   **how): # for `generate` of transformers
     "The same by transformers"
@@ -412,7 +417,8 @@ def their_writing(folder, rows, prompt, n, device, dtype, # as for `writing_spee
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=EXPORT_DTYPES[dtype]).to(device).eval()
     model.generation_config.eos_token_id = None # all tokens are written
     x = torch.ones((rows, prompt), dtype=torch.long, device=device)
-    return lambda: model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=n, do_sample=False, **how)
+    how |= dict(attention_mask=torch.ones_like(x), max_new_tokens=n, do_sample=False)
+    return lambda: model.generate(x, **how)
 
 # %% ../nbs/60_sample.ipynb #4544785d
 def writing_speed(folder, # that transformers opens: an export
@@ -422,12 +428,12 @@ def writing_speed(folder, # that transformers opens: an export
                   device=None, # the GPU if there is one, by default
                   dtype="fp32", # of the weights, a key of `EXPORT_DTYPES`
                   rounds=3): # how often each has its turn
-    "Tokens per second of all texts together, by name of the way; without transformers, where it isn't installed"
+    "Tokens per second of all texts together, by name of the way; transformers' too, where it is installed"
     device = torch.device(device) if device else default_device()
     args = folder, rows, prompt, n, device, dtype
     ways = {"ours": partial(our_writing, *args)}
     if rows == 1: ways["ours, without a cache"] = partial(our_writing, *args, cache=False)
     if version_of("transformers"): ways["transformers"] = partial(their_writing, *args)
     if version_of("transformers") and device.type == "cuda":
-        ways["transformers, static and compiled"] = partial(their_writing, *args, cache_implementation="static")
+        ways["transformers, compiled"] = partial(their_writing, *args, cache_implementation="static")
     return {k: rows*n/m.times.ms*1e3 for k, m in compare(ways, rounds, reps=1).items()}

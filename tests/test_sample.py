@@ -175,7 +175,7 @@ def test_a_model_with_a_head_of_its_own():
 def test_what_a_writer_refuses():
     with fails(ValueError, "run with rungs .flash", "generate"): Writer(build(NANO, ["flash"], device="cpu"))
     writer = Writer(lively(NANO), 2)
-    with fails(ValueError, "first token"): writer.begin([[1], []])
+    with fails(ValueError, "a token to begin with"): writer.begin([[1], []])
     with fails(ValueError, "33 tokens", "at most 32"): writer.begin([[1], [1]*33])
 
 # Drawing

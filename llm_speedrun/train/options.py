@@ -184,11 +184,11 @@ class SampleOptions(Options):
     # Text
     prompt: Texts = "" # text to go on from; by default a new document; - reads standard input; repeatable
     prompts: str = "" # a file with a prompt in each line; - reads standard input
-    chat: bool = False # go on from what you type, and from all before: a base model continues, it doesn't answer
+    chat: bool = False # go on in turns from what you type: a base model continues it, and doesn't answer
     n: Some = 200 # most tokens to add
     samples: Some = 1 # texts for each prompt
     # Sampling
-    temperature: Warmth = .8 # below 1 prefers likely tokens, above 1 unlikely ones; 0 always takes the likeliest
+    temperature: Warmth = .8 # below 1 prefers likely tokens, above 1 unlikely ones; 0 takes the likeliest
     top_k: Count = 50 # sample among so many tokens, the likeliest; 0 among all
     top_p: Mass = 1. # of those keep the fewest that have this part of the probability together
     seed: Count = 0 # of the sampling
@@ -242,7 +242,8 @@ def add_option(group, o): # of a `Parser`, an `Option`
     elif o.base is bool: group.add_argument(f"--{o.name}", action=argparse.BooleanOptionalAction, help=text)
     else:
         again = dict(action=Joined, const=JOINTS[o.kind]) if o.kind in JOINTS else {}
-        group.add_argument(f"--{o.name}", metavar={int: "N", float: "X", str: "TEXT"}[o.base], help=text, **again)
+        kind = {int: "N", float: "X", str: "TEXT"}[o.base]
+        group.add_argument(f"--{o.name}", metavar=kind, help=text, **again)
 
 # %% ../../nbs/33_options.ipynb #22c4f8d5
 def parser_of(config, # a class of `Options`
