@@ -131,8 +131,8 @@ class Writer:
     def __init__(self, run, # a `Run` without rungs, such as `from_pretrained` reads
                  rows=1): # texts
         if run.rungs:
-            raise InputError(f"a cache can't be put into a run with rungs ({', '.join(run.rungs)}): save it and "
-                             "take from_pretrained(folder), or use generate")
+            raise InputError(f"a cache can't be put into a run with rungs ({', '.join(run.rungs)}): save it "
+                             "and take from_pretrained(folder), or use generate")
         w, self.config = run.model.embed_tokens.weight, run.model.config
         self.cache = Cache(self.config, rows, w.dtype, w.device)
         self.model = with_cache(run, self.cache).model
@@ -148,7 +148,8 @@ def begin(self:Writer, texts): # a list of tokens for each row
     for t in texts:
         if not t: raise InputError("a text needs a token to begin with: the end of another, for example")
         if len(t) > most:
-            raise InputError(f"a prompt has {len(t):,} tokens, and the model reads at most {most:,}: shorten it")
+            raise InputError(f"a prompt has {len(t):,} tokens, and the model reads at most {most:,}: "
+                             "shorten it")
     pads = [max(map(len, texts)) - len(t) for t in texts]
     self.used = 0
     self.cache.pad.copy_(torch.tensor(pads)[:, None])
