@@ -15,7 +15,7 @@ from itertools import chain
 import torch, torch.nn.functional as F
 from fastcore.basics import patch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from .files import InputError, lookup, read_bytes_of
+from .files import InputError, RunError, lookup, read_bytes_of
 from .data import EOT, tokenizer_of
 from .export import EXPORT_DTYPES, from_pretrained, run_of
 from .measure import compare, default_device, version_of
@@ -392,11 +392,14 @@ def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
 
 # %% ../nbs/60_sample.ipynb #835ab160
 def sample_and_tell(c): # a `SampleOptions`
-    "What `speedrun_sample` does. Raises `InputError` where several texts should be one talk"
+    """What `speedrun_sample` does. Raises `InputError` where several texts should be one chat, and `RunError`
+    where the GPU has too little memory"""
     if c.chat and (c.prompts or c.samples > 1 or c.prompt == "-" or JOINTS[Texts] in c.prompt):
         raise InputError("a chat is one text: leave out --prompts, --samples, --prompt - and a second prompt")
     run, tok = open_model(c.run, c.device, c.dtype)
-    (chat if c.chat else write_texts)(run, tok, c)
+    try: (chat if c.chat else write_texts)(run, tok, c)
+    except torch.OutOfMemoryError: raise RunError("the GPU's memory doesn't suffice for so many texts at once: "
+                                                  "give fewer prompts, or fewer --samples") from None
 
 # %% ../nbs/60_sample.ipynb #e1489c06
 def our_writing(folder, rows, prompt, n, device, dtype, # as for `writing_speed`
@@ -437,4 +440,4 @@ def writing_speed(folder, # that transformers opens: an export
     if version_of("transformers"): ways["transformers"] = partial(their_writing, *args)
     if version_of("transformers") and device.type == "cuda":
         ways["transformers, compiled"] = partial(their_writing, *args, cache_implementation="static")
-    return {k: rows*n/m.times.ms*1e3 for k, m in compare(ways, rounds, reps=1).items()}
+    return {k: rows*n/m.times.ms*1e3 for k, m in compare(ways, rounds, reps=1, warmup=1).items()}

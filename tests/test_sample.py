@@ -388,6 +388,12 @@ def test_refused(folder, tmp_path, capsys, args, message):
     err = capsys.readouterr().err
     assert e.value.code == 2 and message in err and err.count("\n") == 1
 
+def test_too_little_memory(folder, capsys, monkeypatch):
+    def full(self, n, g, **how): raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(Writer, "write", full)
+    with pytest.raises(SystemExit): speedrun_sample([str(folder), "--prompt=7"])
+    assert "fewer --samples" in capsys.readouterr().err
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu(folder, capsys):
     with pytest.raises(SystemExit): speedrun_sample([str(folder), "--device=cuda"])
