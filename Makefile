@@ -40,7 +40,7 @@ lesson: $(READY) ## train 124m on real text, FineWeb-Edu unless told otherwise, 
 	echo 'The story is in runs/lesson.ipynb: open it with $(BIN)/jupyter lab runs/lesson.ipynb'
 
 test: exported ## check that notebooks and package agree, then test every notebook, then run pytest
-	@bash tests/notebooks.sh
+	@$(BIN)/python tests/notebooks.py
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal tests
 
 export: $(READY) ## write the package from the notebooks

@@ -88,6 +88,7 @@ class Run:
     engines: tuple = () # what brings their gradients together, from `world.Engine`; none for one process
     stepper: Callable = None # (run, clip) -> what takes its steps, by default a `Stepper`
     seed: int = 0 # of the initial weights
+    schedules: tuple = () # of a recipe: (group, step, steps) -> settings of a group of weights at that step
 
     @property
     def device(self):
@@ -340,10 +341,11 @@ class Unfilled(GPT):
 def baseline(config, # a `GPTConfig`
              device=None, # the GPU if there is one, by default; "meta" for shapes without weights
              seed=0, # of the initial weights
-             world=World()): # the processes that will share it
+             world=World(), # the processes that will share it
+             model=GPT): # its class
     "The naive FP32 `Run` that every ladder starts from"
     with torch.device(device or default_device()):
-        run = Run((Unfilled if device == "meta" else GPT)(config, seed), world=world, seed=seed)
+        run = Run((Unfilled if device == "meta" else model)(config, seed), world=world, seed=seed)
     if device == "meta": # what isn't a weight is made all the same
         for k, t in zip(("cos", "sin"), rope_table(config.seq, config.head_dim, config.rope_theta)):
             run.model.register_buffer(k, t.to(default_device()), persistent=False)
@@ -365,11 +367,12 @@ def build(config, # a `GPTConfig`
           rungs=(), # names in any order, with options where they aren't the defaults: "fp8:grad=e4m3"
           device=None, # the GPU if there is one, by default
           seed=0, # of the initial weights
-          world=World()): # the processes that share it
+          world=World(), # the processes that share it
+          model=GPT): # the class of the model: a recipe may have one of its own
     "A `Run` with `rungs` applied, each at its stage. Raises as `parsed` and `check_rung` do"
     order = in_order(rungs)
     if world.size > 1 and any(r.fills for r, _ in order): device = "meta" # shapes alone
-    return reduce(lambda run, r: r[0](run, **r[1]), order, baseline(config, device, seed, world))
+    return reduce(lambda run, r: r[0](run, **r[1]), order, baseline(config, device, seed, world, model))
 
 # %% ../nbs/05_runs.ipynb #b1670b1f
 def needs_capability(major, minor, # smallest compute capability
@@ -452,10 +455,11 @@ def step_of(config, # a `GPTConfig`
             batch=1, # sequences in a step
             change=lambda run: run, # a last change to the run
             micro=None, # sequences in a micro-batch, by default all of them
-            world=World()): # the processes that share the step; `batch` and `micro` are each one's
+            world=World(), # the processes that share the step; `batch` and `micro` are each one's
+            model=GPT): # the class of the model
     "A builder for `count` and `compare`: builds a run, returns its step on one batch of random tokens"
     def build_step():
-        run = change(build(config, rungs, world=world))
+        run = change(build(config, rungs, world=world, model=model))
         step, device = stepper_of(run)(run), run.device
         g = torch.Generator(device).manual_seed(world.place("dp")[0] if world.size > 1 else 0)
         x, y = torch.randint(config.vocab, (2, batch, config.seq), device=device, generator=g)

@@ -15,6 +15,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.fastest, llm_speedrun.rungs.tensor_parallel
     os.environ["TRITON_INTERPRET"] = "0"
+    if os.name == "posix":
+        from quick_start import start_quickly
+        start_quickly()
 
 @pytest.fixture
 def kernels(monkeypatch):

@@ -1,5 +1,6 @@
 "What the tests of the package share: a model that trains in milliseconds, and data for it."
 from dataclasses import fields
+import os
 import numpy as np, pytest
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.train.options import TrainConfig
@@ -17,6 +18,11 @@ def nano():
 def fails(kind, *parts):
     "The next block must raise `kind` with every part in its message"
     return pytest.raises(kind, match="(?s)" + "".join(f"(?=.*{p})" for p in parts))
+
+def at_leisure(seconds):
+    "So many seconds of an idle machine: longer where other work waits for its processors"
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.
+    return seconds*max(1., load/(os.cpu_count() or 1))
 
 def write_bins(folder, train=4097, val=1025):
     "nanoGPT's `train.bin` and `val.bin` in `folder`, of tokens that a model can learn"

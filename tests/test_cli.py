@@ -24,7 +24,7 @@ def run(folder, name, *args, say="pass"):
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
     script = f"import sys; from {SCRIPTS[name]} import {name} as f\ntry: sys.exit(f())\nfinally: {say}"
     return subprocess.run([sys.executable, "-c", script, *map(str, args)], cwd=folder, env=env, capture_output=True,
-                          text=True, encoding="utf-8", timeout=120)
+                          text=True, encoding="utf-8", timeout=300)
 
 QUICK = "--workload tiny --rungs naive --steps 12 --batch 4 --seq 32 --eval_tokens 256 --evals 2 --sample 20".split()
 

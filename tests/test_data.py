@@ -5,6 +5,7 @@ from tokenizers import Tokenizer
 from llm_speedrun import data
 from llm_speedrun.data import *
 from llm_speedrun.files import InputError
+from small import at_leisure
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and pipes")
 
@@ -222,7 +223,7 @@ def test_text_without_spaces():
     for text in ("".join(rng.choice(list("acgt"), 400_000)), "a"*400_000, " "*400_000):
         tok = train_tokenizer([text], 400)
         assert tok.decode(tok.encode(text[:5000]).ids) == text[:5000] and len(tok.encode(text[:5000]).ids) < 3000
-    assert time.monotonic() - t0 < 20
+    assert time.monotonic() - t0 < at_leisure(20)
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", "not JSON", '{"model": {"type": "BPE"}}', "\udcff"])
 def test_garbage_for_a_tokenizer(tmp_path, text):
@@ -571,8 +572,8 @@ def test_ctrl_c_while_the_source_stalls(times):
     assert p.stdout.readline() == b"stalled\n"
     t0 = time.monotonic()
     for _ in range(times): p.send_signal(signal.SIGINT); time.sleep(.2)
-    p.communicate(timeout=20)
-    assert time.monotonic() - t0 < 10 and p.returncode != 0
+    p.communicate(timeout=90)
+    assert time.monotonic() - t0 < at_leisure(10) and p.returncode != 0
 
 def test_prefetch_stops_when_told():
     "`stopped` ends the batches while the source stalls, and `close` waits a second for its thread at most"
@@ -582,7 +583,7 @@ def test_prefetch_stops_when_told():
     assert len(list(prefetch(stalls(), "cpu", stopped=lambda: stop))) == 1
     g = prefetch(stalls(), "cpu")
     next(g); time.sleep(.05); g.close()
-    assert time.monotonic() - t0 < 10
+    assert time.monotonic() - t0 < at_leisure(10)
     wait.set()
 
 @pytest.mark.cuda

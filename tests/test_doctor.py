@@ -227,7 +227,7 @@ def test_command_in_a_process(tmp_path):
     script = "import sys\nfrom llm_speedrun.train.options import speedrun_doctor\nsys.exit(speedrun_doctor())\n"
     (tmp_path/"command.py").write_text(script)
     res = subprocess.run([sys.executable, "command.py", "--data", "nowhere.txt", "--workload", "tiny"], cwd=tmp_path,
-                         capture_output=True, text=True, encoding="utf-8", timeout=120,
+                         capture_output=True, text=True, encoding="utf-8", timeout=300,
                          env=os.environ | dict(PYTHONIOENCODING="utf-8", COLUMNS="300"))
     assert (res.returncode, "Traceback" in res.stderr, [p.name for p in tmp_path.iterdir()]) == (1, False, ["command.py"])
     assert "problem  run      'nowhere.txt' is neither a corpus" in res.stdout and res.stdout.endswith("1 problem, see above\n")

@@ -26,7 +26,7 @@ def start(folder, *more, **kw):
     given = [*more] or words_for(TrainConfig(**c), c)
     return subprocess.Popen([*COMMAND, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
 
-def ended(p, seconds=90):
+def ended(p, seconds=270):
     "Its exit code, what it printed, its errors. Nothing of it is left running"
     try: out, err = p.communicate(timeout=seconds)
     except subprocess.TimeoutExpired: raise AssertionError(f"still running after {seconds} s") from None
@@ -53,7 +53,7 @@ def rows(run):
 
 def losses(run): return {r["step"]: r["loss"] for r in rows(run) if "loss" in r}
 
-def when(p, ready, seconds=60):
+def when(p, ready, seconds=180):
     "Wait until `ready()`; the command must go on meanwhile"
     end = time.time() + seconds
     while not (res := ready()):

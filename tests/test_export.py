@@ -241,7 +241,7 @@ def test_reading_runs_no_code(exported, tmp_path):
 
 # What is refused
 
-SETTINGS = [dict(tie_word_embeddings=False), dict(tie_word_embeddings=None), dict(attention_bias=True),
+SETTINGS = [dict(tie_word_embeddings="no"), dict(tie_word_embeddings=[]), dict(attention_bias=True),
             dict(use_sliding_window=True), dict(layer_types=["full_attention", "sliding_attention"]),
             dict(model_type="llama"), dict(model_type=None), dict(architectures=["Qwen3ForSequenceClassification"]),
             dict(hidden_act="gelu"), dict(attention_dropout=.1), dict(head_dim=16), dict(hidden_size=None),
@@ -282,6 +282,13 @@ def test_pipe_in_place_of_a_file(exported, tmp_path, name):
     (folder/name).unlink(missing_ok=True)
     os.mkfifo(folder/name)
     with fails((ValueError, OSError), name.replace(".", r"\.")): import_folder(folder)
+
+@pytest.mark.parametrize("tied", [False, None])
+def test_head_that_is_missing(exported, tmp_path, tied):
+    "A config that doesn't tie the head needs weights that have one"
+    folder = copied(exported, tmp_path/"a")
+    edit(folder/"config.json", tie_word_embeddings=tied)
+    with fails(ValueError, "missing: lm_head.weight"): import_folder(folder)
 
 def test_refused_weights(exported, tmp_path):
     "Weights that don't fit are refused by name"

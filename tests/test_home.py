@@ -141,14 +141,14 @@ def test_make_speedrun_prints_what_is_shown(tmp_path):
 def test_make_test_prints_what_is_shown(tmp_path):
     "Seen on two notebooks and a test of a line each"
     made = (ROOT/"Makefile").read_text(encoding="utf-8")
-    assert "bash tests/notebooks.sh\n\t@$(BIN)/python -m pytest -q" in made
+    assert "$(BIN)/python tests/notebooks.py\n\t@$(BIN)/python -m pytest -q" in made
     for folder in ("tests", "nbs"): (tmp_path/folder).mkdir()
-    for f in ("settings.ini", "tests/notebooks.sh"): shutil.copy(ROOT/f, tmp_path/f)
+    for f in ("settings.ini", "tests/notebooks.py", "tests/quick_start.py"): shutil.copy(ROOT/f, tmp_path/f)
     (tmp_path/".venv").symlink_to(ROOT/".venv")
     nb = dict(cells=[dict(cell_type="code", source="1+1", metadata={}, outputs=[], execution_count=None, id="a")],
               metadata={}, nbformat=4, nbformat_minor=5)
     for name in ("00_gpu", "01_measure"): (tmp_path/f"nbs/{name}.ipynb").write_text(json.dumps(nb))
-    lines = program(tmp_path, "bash", "tests/notebooks.sh").splitlines()
+    lines = program(tmp_path, sys.executable, "tests/notebooks.py").splitlines()
     lines.sort(key=lambda o: (o[:2] != "ok", o.split()[-1])) # two run at a time, so they end in any order
     (tmp_path/"test_a.py").write_text("import pytest\ndef test_a(): pass\n@pytest.mark.skip\ndef test_b(): pass\n")
     tested = program(tmp_path, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_a.py")

@@ -37,9 +37,9 @@ def test_breakdown_of_a_step_under_way_is_read_when_it_is_over():
 
 def test_breakdown_marks_cost_nothing_unless_started():
     b = Breakdown("cpu")
-    t = time.perf_counter()
+    t = time.process_time()
     for _ in range(10_000): b("forward")
-    assert time.perf_counter() - t < .1 and b.marks == []
+    assert time.process_time() - t < .1 and b.marks == []
 
 def test_stepper_marks_its_phases():
     step = Stepper(baseline(NANO))

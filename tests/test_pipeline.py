@@ -13,7 +13,7 @@ from llm_speedrun.rungs.documents import check_documents, within_documents
 from llm_speedrun.train.corpora import *
 from llm_speedrun.train.loader import *
 from llm_speedrun.train.words import in_order
-from small import words
+from small import at_leisure, words
 
 posix = pytest.mark.skipif(os.name != "posix", reason="kills processes by signals")
 
@@ -70,7 +70,7 @@ def pieces_done(out):
     try: return json.loads((out.with_name(f".{out.name}.unfinished")/"journal.json").read_text())["pieces"]
     except (OSError, ValueError): return 0
 
-def wait_for(condition, process, seconds=60):
+def wait_for(condition, process, seconds=180):
     end = time.monotonic() + seconds
     while not condition() and process.poll() is None and time.monotonic() < end: time.sleep(.005)
 
@@ -89,11 +89,11 @@ def test_killed_and_started_again(texts, expected, tmp_path):
     wait_for(lambda: pieces_done(out) > at, p)
     child = children(p.pid)[0]
     os.kill(child, signal.SIGKILL)
-    _, err = p.communicate(timeout=60)
+    _, err = p.communicate(timeout=180)
     assert p.returncode == 2 and f"error: tokenizing process {child} was killed by signal 9" in err, err
     assert "Traceback" not in err and pieces_done(out) > at > 0
     p = start(texts, out, expected)
-    said = p.communicate(timeout=60)
+    said = p.communicate(timeout=180)
     assert p.returncode == 0, said
     assert_same(out, expected)
     assert [o.name for o in tmp_path.iterdir()] == ["out"]
@@ -414,8 +414,8 @@ tok = train_tokenizer(["some text"], 300)
 corpora.tokenize_corpus(("some text "*9000 for _ in itertools.count()), tok, {str(tmp_path/'out')!r}, workers=2)
 """)
     t0 = time.monotonic()
-    res = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
-    assert "KeyboardInterrupt" in res.stderr and time.monotonic() - t0 < 20, res.stderr
+    res = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180)
+    assert "KeyboardInterrupt" in res.stderr and time.monotonic() - t0 < at_leisure(20), res.stderr
     assert (tmp_path/".out.unfinished/journal.json").exists()
 
 def test_in_order_waits_for_nobody():
@@ -424,7 +424,7 @@ def test_in_order_waits_for_nobody():
     results = in_order(lambda x: x and wait.wait(30), range(10), 2, 4)
     next(results)
     results.close()
-    assert time.monotonic() - t0 < 5
+    assert time.monotonic() - t0 < at_leisure(5)
     wait.set()
 
 # The command

@@ -14,7 +14,7 @@ from llm_speedrun.runs import Stepper
 from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import *
 from llm_speedrun.train.trainer import *
-from small import fails, nano, options, texts, write_bins
+from small import at_leisure, fails, nano, options, texts, write_bins
 from test_trainer import COMMAND, curve, names, posix, rows, start, wait_for
 
 FULL = "bf16,flash,fused_ops,chunked_ce"
@@ -93,12 +93,12 @@ def test_sigterm(tmp_path):
     p, run = start(tmp_path, "naive"), tmp_path/"runs/run"
     wait_for(p, lambda: (run/"metrics.jsonl").exists() and (run/"metrics.jsonl").stat().st_size)
     t0 = time.time(); p.send_signal(signal.SIGTERM)
-    out, err = p.communicate(timeout=60)
-    assert p.returncode == 143 and time.time() - t0 < 10 and "Traceback" not in err, err
+    out, err = p.communicate(timeout=180)
+    assert p.returncode == 143 and time.time() - t0 < at_leisure(10) and "Traceback" not in err, err
     steps = json.loads((run/"result.json").read_text())["steps"]
     assert f"stopped after step {steps}; --resume {run}" in out and load_file(run/"model.safetensors")
     cmd = [*COMMAND, "--resume", str(run), "--steps", str(steps + 3)]
-    done = subprocess.run(cmd, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(cmd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, steps + 4))
 
@@ -142,7 +142,7 @@ def test_killed_again_and_again(tmp_path, steps=int(os.environ.get("KILLED_STEPS
     whole, _ = go(tmp_path/"whole", steps=steps)
     cmd = [sys.executable, "-c", KILLS, str(tmp_path), str(Path(__file__).parent), str(steps)]
     env = os.environ | dict(OMP_NUM_THREADS="1")
-    out = subprocess.run(cmd, capture_output=True, text=True, timeout=60 + 10*steps, env=env)
+    out = subprocess.run(cmd, capture_output=True, text=True, timeout=3*(60 + 10*steps), env=env)
     assert out.returncode == 0, out.stderr[-2000:]
     print(out.stdout)
     assert int(re.search(r"kills (\d+)", out.stdout)[1]) >= steps // 4 and "FAILED" not in out.stdout, out.stdout
@@ -497,7 +497,7 @@ def test_a_config_that_is_wrong(stopped, kind):
     CONFIGS[kind](run/"config.json")
     t0 = time.time()
     with fails((InputError, FileNotFoundError), "config.json|checkpoints") as e: resume(stopped)
-    assert time.time() - t0 < 10 and len(str(e.value).splitlines()) == 1
+    assert time.time() - t0 < at_leisure(10) and len(str(e.value).splitlines()) == 1
 
 def rewrite(c, change=lambda about: about, tensors=lambda ts: ts):
     "A checkpoint with something else in it, whose sums are right"

@@ -16,7 +16,7 @@ from llm_speedrun.train import saving, sharded_saving as sharded
 from llm_speedrun.train.saving import Saver, broken, check_size, checkpoints, newest, read_checkpoint, taken_apart
 from llm_speedrun.train.sharded_saving import *
 from llm_speedrun.world import Piece, local, pieces, processes
-from small import NANO, fails
+from small import NANO, at_leisure, fails
 
 CONFIG = replace(NANO, layers=1, vocab=322, kv_heads=4) # 161 rows on each of two, 81 and 80 on each of four
 FUSED = ["flash", "fused_ops", "chunked_ce"]
@@ -109,7 +109,7 @@ def named_tensors(run, step, average):
                      weights=[local(p) for p in run.model.parameters()]), tensors)
     return {k: t.clone() for k, t in tensors.items()}
 
-def wait_for(path, seconds=60):
+def wait_for(path, seconds=180):
     end = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < end, path
@@ -207,7 +207,7 @@ class InThread:
 
 def together(n, f, *args):
     "What `f(world, *args)` returns or raises in each of `n`"
-    box, barrier = [None]*n, threading.Barrier(n, timeout=30)
+    box, barrier = [None]*n, threading.Barrier(n, timeout=90)
     def one(rank):
         try: return f(InThread(rank, n, box, barrier), *args)
         except Exception as e: barrier.abort() if isinstance(e, AssertionError) else None; return e
@@ -368,7 +368,7 @@ def test_killed_while_writing(tmp_path):
     pid = os.fork()
     world.rank = int(not pid)
     try:
-        saver = WorldSaver(c, world=world, patience=30)
+        saver = WorldSaver(c, world=world, patience=90)
         assert save(saver, 1) is None
         if not pid: sharded.write_tensors = killed
         t0 = time.monotonic()
@@ -376,7 +376,7 @@ def test_killed_while_writing(tmp_path):
     finally:
         if not pid: os._exit(1)
     os.waitpid(pid, 0) # until here it is a zombie
-    assert "process 1 has died" in str(error) and time.monotonic() - t0 < 10, error
+    assert "process 1 has died" in str(error) and time.monotonic() - t0 < at_leisure(10), error
     assert newest(c).name == "step-00000001" and len([*c.glob("step-00000002.*.tmp/part-00001.safetensors")]) == 1
     def start(world): WorldSaver(c, world=world, patience=20).close()
     assert together(2, start) == [None]*2 and [p.name for p in c.iterdir()] == ["step-00000001"]
@@ -433,7 +433,7 @@ def test_an_index_that_lies(some, lie):
     assert not broken(some)
     t0 = time.monotonic()
     with fails(InputError, "step-00000007|state"): read_checkpoint(some)
-    assert time.monotonic() - t0 < 2
+    assert time.monotonic() - t0 < at_leisure(2)
 
 @pytest.mark.parametrize("state", [None, [], {"dict": 3}, {"dict": [["a"]]}, {"tensor": "state.one"}])
 def test_no_state(some, state):

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from llm_speedrun import world
 from llm_speedrun.files import InputError, RunError
+from small import at_leisure
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
@@ -24,7 +25,7 @@ def fails(error, part, **how):
     "Joining fails so, within seconds, and leaves nothing that a second attempt would stumble over"
     began = time.monotonic()
     with pytest.raises(error, match=re.escape(part)): world.join_world(**how)
-    assert time.monotonic() - began < 10 and not dist.is_initialized()
+    assert time.monotonic() - began < at_leisure(10) and not dist.is_initialized()
 
 def test_one_process_joins_nobody(monkeypatch):
     for k in ("RANK", "WORLD_SIZE"): monkeypatch.delenv(k, raising=False)
@@ -89,7 +90,7 @@ def test_a_backend_is_missing(name, device, monkeypatch):
 
 def differing(w, logs):
     "What is said where options, versions, digests differ and where the second process hangs"
-    import time
+    import os, time
     from llm_speedrun import world
     def said(f):
         began = time.monotonic()
@@ -103,14 +104,15 @@ def differing(w, logs):
     true, world.version_of = world.version_of, lambda p: "2.11.0" if mine and p == "torch" else true(p)
     res["versions"] = said(lambda: world.check_alike(w))
     watch = world.Watch(w, logs, timeout=1.5)
-    agree = world.Agreement(w, "stop", lag=1, timeout=1.5, watch=watch)
+    agree = world.Agreement(w, "stop", lag=1, timeout=3, watch=watch)    # much more than the 1.2 s to a stack, on any machine
     res["agreed"] = [agree(stop=i*mine)["stop"] for i in range(4)], agree.drain()["stop"]
+    given_up = os.path.join(logs, "given up")
     def hang():
         watch("step 7")
-        if mine: time.sleep(2.5)
-        else:
-            for _ in range(3): agree()
+        while mine and not os.access(given_up, os.F_OK): time.sleep(.05)
+        if not mine: agree(); agree.drain()    # one message under way, or gloo blames one timeout on the other's
     res["hang"] = said(hang)
+    open(given_up, "w").close()
     watch.close()
     return res
 
@@ -133,7 +135,7 @@ def test_all_know_what_one_wants_one_call_later(two):
 def test_a_process_that_hangs_is_named(two):
     (waits, hangs), logs = two
     kind, said, seconds = waits["hang"]
-    assert kind == "Lost" and "process 1 of 2 does not answer: it was last seen at step 7" in said and seconds < 10
+    assert kind == "Lost" and "process 1 of 2 does not answer: it was last seen at step 7" in said and seconds < 30
     assert "There it was in hang (test_world.py, line" in said and hangs["hang"] is None, said
     assert "in hang" in (logs/"stack-1.txt").read_text(encoding="utf-8")
 
@@ -163,6 +165,6 @@ def test_a_process_that_dies_is_named():
                             OMP_NUM_THREADS="1", PYTHONPATH=str(HERE.parent))
     ps = [subprocess.Popen([sys.executable, "-c", DIES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                            env=env | dict(RANK=str(r), LOCAL_RANK=str(r))) for r in range(3)]
-    outs = [p.communicate(timeout=60) for p in ps]
+    outs = [p.communicate(timeout=180) for p in ps]
     assert [p.returncode for p in ps] == [3, -9, 3], outs
     for out, _ in (outs[0], outs[2]): assert "process 1 of 3 is gone: it was last seen at step 3" in out, out

@@ -36,11 +36,13 @@ def lr_at(step, # 0 is the first
           peak, # highest learning rate
           rise, # steps in the beginning, at least 1, in which it rises
           schedule="cosine", # a key of `SCHEDULES`
-          floor=.1): # the last learning rate, as a part of the peak
+          floor=.1, # the last learning rate, as a part of the peak
+          cooldown=.2): # part of the time after the warm-up in which `wsd` falls
     "Learning rate of a step: linear warm-up, then the schedule from `peak` down to `floor * peak`"
     if step < rise: return peak * (step + 1) / rise
     t = min(1, (step - rise) / max(1, steps - rise - 1))
-    return peak * (floor + (1 - floor)*SCHEDULES[schedule](t))
+    part = wsd(t, cooldown) if schedule == "wsd" else SCHEDULES[schedule](t)
+    return peak * (floor + (1 - floor)*part)
 
 # %% ../../nbs/40_schedules.ipynb #4bccd10e
 class Average:

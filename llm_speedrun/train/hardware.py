@@ -26,6 +26,7 @@ from ..roofline import predict_ms
 from ..runs import (RUNGS, World, bench, build, check_rung, code_of, count_step, find_rung,
                                free_memory, in_order, micro_batch, parsed, rung_name, rung_options,
                                run_record, settle, settled, step_of, stepper_of, to_settle)
+from ..recipes.recipe import adamw as ADAMW
 from ..rungs.amp import half_rung
 from ..rungs.checkpointing import MemoryCounter, prepared
 from ..world import compare_together, processes
@@ -214,11 +215,13 @@ def attempt(config, # a `GPTConfig`
             rungs, # names
             batch, # sequences
             timed=5, # steps to time
-            world=World()): # the processes that share the steps, `batch` each
+            world=World(), # the processes that share the steps, `batch` each
+            recipe=ADAMW): # how the weights learn
     "Four steps, the third of which a rung may record, then those to time: a `Trial`. None if they don't fit"
     free_memory()
     try:
-        step, m = warm_up(step_of(config, rungs, batch, world=world), steps=4)
+        made = step_of(config, rungs, batch, recipe, world=world, model=recipe.model)
+        step, m = warm_up(made, steps=4)
         ms = summarize(sample_ms(step, timed)).ms if timed else None
         res = Trial(batch, ms, m.peak_gib, m.warmup_s)
     except torch.OutOfMemoryError: res = None # the traceback, which holds every tensor, goes with it
@@ -236,10 +239,11 @@ ROOM = .95 # of the memory for the trial: a run also evaluates, and loses some t
 def first_that_fits(config, rungs, sizes, # a `GPTConfig`, names, batches in the order to try
                     gib, # GPU memory to use
                     timed=0, # steps to time
-                    world=World()): # the processes that share the steps
+                    world=World(), # the processes that share the steps
+                    recipe=ADAMW): # how the weights learn
     "The `Trial` of the first of `sizes` that fits, None if none does"
     with memory_limit(gib):
-        try: return next(filter(None, (attempt(config, rungs, n, timed, world) for n in sizes)), None)
+        try: return next(filter(None, (attempt(config, rungs, n, timed, world, recipe) for n in sizes)), None)
         finally: free_memory()
 
 # %% ../../nbs/32_hardware.ipynb #5b7bcbb2
@@ -249,10 +253,12 @@ def trial(config, # a `GPTConfig`
           gib=0, # GPU memory to use; by default all there is
           batch=0, # sequences in a micro-batch to begin with; by default as `micro_batches` says
           timed=5, # steps to time
-          world=World()): # the processes that share the steps; all of them must ask
+          world=World(), # the processes that share the steps; all of them must ask
+          recipe=ADAMW): # how the weights learn
     "The `Trial` of the first micro-batch that fits. Raises `RunError` where one sequence doesn't"
     gib = gib or (gpu_gib() if torch.cuda.is_available() else 0)
-    t = first_that_fits(config, rungs, micro_batches(rows, batch), gib if batch else ROOM*gib, timed, world)
+    sizes, room = micro_batches(rows, batch), gib if batch else ROOM*gib
+    t = first_that_fits(config, rungs, sizes, room, timed, world, recipe)
     if t is None:
         raise RunError(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs smallest, "
                        "or a smaller --workload or --seq")

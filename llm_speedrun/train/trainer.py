@@ -50,6 +50,7 @@ from .options import TrainConfig, agree, end_group, first_to_say, group_file, un
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers)
 from .report import LivePlot, html_report, loss_chart, notebook_display
+from ..recipes.recipe import best_recipe, parse_recipe, set_groups
 from ..recipes.schedules import SCHEDULES, Average, guarded, lr_at, warmup_steps
 
 # %% ../../nbs/30_trainer.ipynb #4af454f9
@@ -88,11 +89,17 @@ def own_values(cfg): # a `TrainConfig`
 # %% ../../nbs/30_trainer.ipynb #df50a328
 @patch
 def set_lr(self:Trainer):
-    "Give the optimizer the learning rate of the step that comes, and return it"
+    "Give each group of weights its learning rate for the step that comes. Returns that of the matrices"
     c = self.cfg
-    lr = lr_at(self.done, c.steps, c.lr, self.warmup, c.schedule)
-    for g in self.step.opt.param_groups: g["lr"] = lr
+    lr = self.lr_of(c.steps)
+    set_groups(self.run, self.step.opt, self.done, c.steps, lr)
     return lr
+
+@patch
+def lr_of(self:Trainer, steps): # of the whole run
+    "The learning rate of the matrices in the step that comes, in a run of so many"
+    c = self.cfg
+    return lr_at(self.done, steps, c.lr, self.warmup, c.schedule, c.final_lr, c.cooldown)
 
 # %% ../../nbs/30_trainer.ipynb #87463c49
 def evaluation(shards, tokens, seq): # validation tokens, how many to use, tokens in a sequence
@@ -171,7 +178,8 @@ def log_eval(self:Trainer):
 def build_run(self:Trainer):
     "The run, its optimizer with our learning rate, the stepper, and an average of the weights if asked for"
     cfg = self.cfg
-    run = build(self.config, cfg.rungs.split(",") if cfg.rungs else [], seed=cfg.seed, world=self.world)
+    rungs, recipe = cfg.rungs.split(",") if cfg.rungs else [], self.recipe
+    run = recipe(build(self.config, rungs, seed=cfg.seed, world=self.world, model=recipe.model))
     if self.weights: take_weights(run, self.weights)
     if cfg.documents: run = within_documents(run, self.corpus.eot)
     optimizer = partial(run.optimizer, lr=cfg.lr, weight_decay=cfg.weight_decay) # whichever a rung chose
@@ -238,11 +246,13 @@ def flush(self:Trainer, later=False): # True leaves the newest losses for the ne
 def note(self:Trainer, steps, two, clock, end): # what `take_one` and `flush` put together
     "Write what is known of some steps, and show progress"
     if clock.gpu: end.synchronize() # now the losses are there
-    tok_s = len(steps)*self.cfg.step_tokens / ms_between(self.last, end) * 1e3
-    self.last, over = end, None
+    ms = ms_between(self.last, end)
+    tok_s = len(steps)*self.cfg.step_tokens / ms * 1e3
+    self.last, over, self.train_s = end, None, self.train_s + ms/1e3
     for (step, lr, _, _, x, y), loss, norm in zip(steps, *two.tolist()):
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
-        if step == steps[-1][0]: row |= self.phases(clock) | gpu_stats(self.device)
+        if step == steps[-1][0]:
+            row |= dict(train_s=self.train_s, **self.phases(clock), **gpu_stats(self.device))
         self.bad = 0 if self.note_step(row) else self.bad + 1
         if self.bad == BAD_STEPS: over = step, x, y
     self.show(step, loss, tok_s)
@@ -507,6 +517,7 @@ def run_loop(self:Trainer):
 def loop(self:Trainer, batches): # an iterator of batches on the device
     "Take the steps, note their losses, evaluate and save from time to time"
     self.last, self.saved_at = self.clock.now(), time.perf_counter()
+    self.train_s = max((r["train_s"] for r in self.rows() if "train_s" in r), default=0.)
     while self.done < self.cfg.steps and not self.stopped() and not self.reached:
         self.take_one(batches)
         self.look_after()
@@ -563,6 +574,7 @@ def first(self:Trainer, x, y): # as for `take`
         loss = self.take(x, y)
         loss.item()
     self.timings.stop()
+    self.last = self.clock.now() # what had to be compiled isn't counted as training
     if self.cfg.timings: self.say(f"\n{self.timings}")
     return loss
 
@@ -703,7 +715,7 @@ def tell_plan(self:Trainer):
     "Say what another number of steps does to the learning rate"
     c, was = self.cfg, self.record.steps
     if was == c.steps: return
-    old, new = (lr_at(self.done, n, c.lr, self.warmup, c.schedule) for n in (was, c.steps))
+    old, new = map(self.lr_of, (was, c.steps))
     self.say(f"{c.steps:,} steps in place of {was:,}: the learning rate follows the new length, {new:.2e} in "
              f"the next step where it would have been {old:.2e}, without another warm-up")
 
@@ -734,6 +746,8 @@ def resumed(cfg, # a `TrainConfig` with `resume`
         f"a resumed run keeps its options: leave out {', '.join(sorted(wrong))}. "
         f"These can change: {', '.join(CHANGEABLE)}")
     old = read_options(folder)
+    if old.recipe == "auto": # it was begun before there were recipes
+        old = replace(old, recipe="adamw", cooldown=.2, final_lr=.1)
     res = replace(old, **{k: getattr(cfg, k) for k in given}, resume=str(folder), overwrite=False,
                   name=folder.name, out=str(folder.parent))
     return with_parts(res)
@@ -1108,6 +1122,7 @@ def assemble(self:Trainer, rungs): # as parsed
     with phase("open the data"): self.open_together()
     self.wanted = cfg.rungs
     rungs, self.why = self.with_parallel(rungs)
+    self.take_recipe([*map(rung_name, rungs)])
     if cfg.rungs.split(",")[0] == "auto":
         with phase("choose rungs"): rungs = self.choose(rungs)
     with phase("try the micro-batch"): self.plan(rungs)
@@ -1172,7 +1187,9 @@ def shape(self:Trainer):
     self.config, self.weights = self.start_from()
     c.seq, c.minutes = c.seq or self.config.seq, c.minutes or (3. if gpu else 1.2)
     c.eval_tokens = c.eval_tokens or (2**18 if gpu else 2**14)
-    lookup(SCHEDULES, c.schedule, "schedule"); parse_trackers(c.track)
+    if c.schedule: lookup(SCHEDULES, c.schedule, "schedule")
+    if c.recipe != "auto": parse_recipe(c.recipe)
+    parse_trackers(c.track)
     if c.seq > self.config.seq:
         raise InputError(f"seq {c.seq} is longer than the {self.config.seq} tokens of {c.workload!r}: "
                          "choose a smaller --seq")
@@ -1261,6 +1278,28 @@ def choose(self:Trainer, rungs):
         if "why" in r: self.say(f"left out {r['rung']!r}: {r['why']}")
     return chosen.rungs + parallel
 
+# %% ../../nbs/30_trainer.ipynb #94f183b5
+@patch
+def take_recipe(self:Trainer, rungs): # names
+    "Take the recipe, and what it says of options that weren't given and of the model's shape"
+    c = self.cfg
+    if c.recipe == "auto": c.recipe = best_recipe(rungs, {"init", "lr"} & self.given)
+    self.recipe = r = parse_recipe(c.recipe)
+    r.check(rungs)
+    if c.resume: return # with its own options and shape
+    c.recipe = r.spec()
+    if not self.weights: self.config = r.shape(self.config)
+
+@patch
+def fill_in(self:Trainer):
+    "Give the options that weren't given the recipe's values, of which some depend on how long the run is"
+    c = self.cfg
+    if c.resume: return
+    passes = 0. if c.stream else c.steps/self.batches.per_epoch
+    for k, v in self.recipe.defaults.items():
+        if k in self.given and getattr(c, k) or k in self.given and k != "lr": continue
+        setattr(c, k, v(self.config, c.step_tokens, passes) if callable(v) else v)
+
 # %% ../../nbs/30_trainer.ipynb #91c6e871
 @patch
 def with_parallel(self:Trainer, rungs):
@@ -1273,10 +1312,10 @@ def with_parallel(self:Trainer, rungs):
 def try_batch(self:Trainer, rungs):
     "The `Trial` of a micro-batch: of all processes where they share the model's parts, else of the first one"
     c, gib, timed = self.cfg, self.hardware.gib, 0 if self.cfg.steps else 5
-    alone = lambda: trial(self.config, rungs, self.rows_here, gib, c.batch, timed=timed)
+    alone = lambda: trial(self.config, rungs, self.rows_here, gib, c.batch, timed=timed, recipe=self.recipe)
     shared = self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs)
     if not shared: return self.first_does(alone)
-    return trial(self.config, rungs, self.rows_here, gib, c.batch, timed=timed, world=self.world)
+    return trial(self.config, rungs, self.rows_here, gib, c.batch, timed, self.world, self.recipe)
 
 # %% ../../nbs/30_trainer.ipynb #b82413ec
 @patch
@@ -1286,10 +1325,11 @@ def plan(self:Trainer, rungs):
     choices = Choices(again=c.measure, say=self.say)
     on = self.first_does(lambda: settle_rungs(self.config, rungs, choices))
     rungs, self.why = on.rungs, self.why | on.why
-    c.rungs, c.lr = ",".join(rungs), c.lr or .5 / self.config.width
+    c.rungs = ",".join(rungs)
     c.steps = c.steps or c.total_tokens//c.step_tokens
     self.take_batch((t := self.try_batch(rungs)).batch)
     if not c.steps: self.fill_time(t.ms)
+    self.fill_in()
     # the first run's, also where it goes on for longer
     self.warmup = self.record.warmup_steps if self.record else warmup_steps(c.warmup, c.steps)
 
@@ -1311,6 +1351,7 @@ def tell_rungs(self:Trainer):
     on = "".join(f"\n  {r}{measured(r)}" for r in c.rungs.split(",") if r) or " no rungs"
     many = f"{dp} x " if (dp := self.world.place("dp")[1]) > 1 else ""
     self.say(f"{many}{c.accumulate} x {c.batch} sequences of {c.seq} tokens in a step, with{on}")
+    self.say(f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}, weight decay {c.weight_decay:g}")
     if self.wanted.split(",")[0] != "auto": # of auto the ladder says it
         for name, why in left_out(self.wanted, c.rungs.split(",")): self.say(f"  not {name}: {why}")
 

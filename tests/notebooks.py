@@ -1,0 +1,53 @@
+"""Run every notebook's tests, each notebook in a process of its own, and say how each went.
+    tests/notebooks.py                       all of nbs/*.ipynb
+    tests/notebooks.py nbs/04_model.ipynb    one of them
+On a CPU two run at a time. With a GPU they run one at a time, since they time things and fill its memory, and the cells marked
+`#| cuda` run as well."""
+import multiprocessing, os, sys, tempfile, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from quick_start import start_quickly
+
+def test(path, flags, log):
+    "Test a notebook in this process, which prints into the file `log`"
+    os.environ.pop("TRITON_INTERPRET", None)    # was for what is preloaded
+    for fd in (1, 2): os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), fd)
+    from nbdev.test import nbdev_test
+    if "cuda" not in flags: start_quickly()
+    nbdev_test(path, flags)
+
+def tested(start, path, flags):
+    "Whether a notebook passes in a process of its own, and print that. nbdev_test ends well without a test: we want its `Success.`"
+    began = time.monotonic()
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as log:
+        p = start(target=test, args=(path, flags, log.name))
+        p.start(); p.join()
+        said = log.read()
+    good, took = p.exitcode == 0 and "\nSuccess." in "\n" + said, time.monotonic() - began
+    if good: print(f"ok      {took:4.0f} s  {path}", flush=True)
+    else: print(f"FAILED  {took:4.0f} s  {path}\n{said or f'It ended with exit code {p.exitcode}'}", flush=True)
+    return good
+
+def test_all(paths):
+    "Test notebooks, and exit with 1 where one fails"
+    import torch
+    cuda, cores = torch.cuda.is_available(), os.cpu_count() or 1
+    jobs, flags = (1, "cuda") if cuda else (2, "")
+    preload = ["nbdev.test", "torch", "matplotlib.pyplot"]
+    if not cuda:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores//jobs)))
+        os.environ["TRITON_INTERPRET"] = "1"    # torch._dynamo imports triton, and notebooks run kernels in its interpreter
+        preload.append("torch._dynamo")         # which each optimizer imports
+    # A process begins as a copy of one that has imported these
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(preload)
+    with ThreadPoolExecutor(jobs) as pool: good = [*pool.map(lambda p: tested(processes.Process, p, flags), paths)]
+    if len(paths) > 1: print(f"{sum(good)} of {len(paths)} notebooks passed")
+    if all(good): return
+    if len(paths) > 1: print("These did not:", *(f"  {p}" for p, g in zip(paths, good) if not g), sep="\n")
+    sys.exit(1)
+
+if __name__ == "__main__":
+    named = [os.path.relpath(p, Path(__file__).parent.parent) for p in sys.argv[1:]]
+    os.chdir(Path(__file__).parent.parent)
+    test_all(named or sorted(map(str, Path("nbs").glob("*.ipynb"))) or sys.exit("There are no notebooks in nbs/."))
