@@ -1,12 +1,13 @@
 "Text of a run: with a cache what it is without one, whole characters, the same for a seed; one line for what can't be."
 import io, json, random
 from dataclasses import replace
-import pytest, torch, torch.nn.functional as F
+import pytest, torch
 from tokenizers import Tokenizer
 from llm_speedrun import sample
 from llm_speedrun.data import train_tokenizer
 from llm_speedrun.export import export_folder, from_pretrained, write_folder
-from llm_speedrun.model import GPT, Linear, naive_heads
+from llm_speedrun.model import GPT, naive_heads
+from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.runs import Run, baseline, build
 from llm_speedrun.sample import TextStream, Writer, continued, draw, generate, in_dtype, likeliest, open_model, pieces
 from llm_speedrun.train.options import speedrun_sample
@@ -158,19 +159,23 @@ def test_bf16_is_near():
     gap = (writer.read(writer.ahead) - want).norm() / want.norm()
     assert 1e-5 < gap < .03
 
-class Headed(GPT):
-    "A `GPT` with a head of its own"
-    def __init__(self, config, seed=0):
-        super().__init__(config, seed)
-        self.lm_head = Linear(config.width, config.vocab)
-        torch.nn.init.normal_(self.lm_head.weight, std=.02)
-    def forward(self, x, y=None): return F.linear(self.hidden(x), self.lm_head.weight)
-
-def test_a_model_with_a_head_of_its_own():
-    run = lively(NANO, Headed)
+@pytest.mark.parametrize("model", [UntiedGPT, NormedGPT])
+def test_models_of_recipes(model):
+    "A head of its own, an embedding with a norm"
+    run = lively(NANO, model)
     writer = Writer(run)
     writer.begin(tokens(3))
-    assert max(gaps(run, writer, 9)) < 1e-5
+    assert max(gaps(run, writer, 9)) < 2e-5
+
+def test_an_untied_export(tmp_path):
+    "What is exported with a head of its own writes as its model did, also in bf16"
+    run = lively(NANO, UntiedGPT)
+    write_folder(tmp_path/"export", NANO, run.model.state_dict())
+    writer, (ids,) = Writer(from_pretrained(tmp_path/"export", "cpu")), tokens(5)
+    writer.begin([ids])
+    assert ids + [t for t, in writer.write(9, torch.Generator(), temperature=0)] == generate(run, ids, 9, temperature=0)
+    half = in_dtype(from_pretrained(tmp_path/"export", "cpu"), "bf16").model
+    assert half.lm_head.weight.dtype == torch.bfloat16
 
 def test_what_a_writer_refuses():
     with fails(ValueError, "run with rungs .flash", "generate"): Writer(build(NANO, ["flash"], device="cpu"))
