@@ -398,8 +398,9 @@ def sample_and_tell(c): # a `SampleOptions`
         raise InputError("a chat is one text: leave out --prompts, --samples, --prompt - and a second prompt")
     run, tok = open_model(c.run, c.device, c.dtype)
     try: (chat if c.chat else write_texts)(run, tok, c)
-    except torch.OutOfMemoryError: raise RunError("the GPU's memory doesn't suffice for so many texts at once: "
-                                                  "give fewer prompts, or fewer --samples") from None
+    except torch.OutOfMemoryError:
+        raise RunError("the GPU's memory doesn't suffice for so many texts at once: give fewer prompts, or "
+                       "fewer --samples") from None
 
 # %% ../nbs/60_sample.ipynb #e1489c06
 def our_writing(folder, rows, prompt, n, device, dtype, # as for `writing_speed`
