@@ -368,7 +368,7 @@ def typed():
     try:
         if sys.stdin.isatty(): return input("> ")
         return line.removesuffix("\n") if (line := sys.stdin.readline()) else None
-    except (EOFError, KeyboardInterrupt): return None
+    except (EOFError, KeyboardInterrupt): return print() # the line that it was typed on is over
 
 def go_on(writer, said, ids, eot): # a `Writer`; tokens to begin with, tokens that were typed; the end's id
     "Have the writer read what was typed next. A document that had ended goes on, if there is something typed"
