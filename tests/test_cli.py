@@ -149,9 +149,10 @@ def test_rungs_list(capsys):
 ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
     "rungs.documents": ALL, ("measure", "--measure"): ALL, ("train.hardware", "--seq"): ALL, "world": ALL,
-    "export": "export sample train doctor", "sample": "sample", "ladder": "ladder", "train.report": "report train doctor",
+    "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
     "train.trainer": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
-    "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}"}
+    "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",
+    "train.compare": "lr", ("train.compare", "--out"): "compare"}
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
 ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm"} # of pip, nvidia-smi, torchrun, docker
 

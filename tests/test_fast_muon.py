@@ -331,7 +331,7 @@ def test_launches():
     group = GROUP | dict(variance=.95)
     fast_muon(group, ps, gs, states); torch.cuda.synchronize()
     with torch.profiler.profile() as prof: fast_muon(group, ps, gs, states); torch.cuda.synchronize()
-    kernels = [e.name for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e.name for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")]
     assert len(kernels) <= 80, sorted(kernels)
 
 @pytest.mark.cuda

@@ -4,21 +4,22 @@
 
 # %% auto #0
 __all__ = ['Count', 'Some', 'MOST', 'Amount', 'Above', 'Minutes', 'Share', 'Part', 'Mass', 'Warmth', 'Text', 'Several', 'Lines',
-           'Texts', 'JOINTS', 'KINDS', 'LENGTHS', 'GROUP', 'in_words', 'checked', 'Options', 'TrainConfig',
-           'DataOptions', 'LadderOptions', 'ReportOptions', 'ExportOptions', 'SampleOptions', 'RaceOptions', 'Option',
-           'listed', 'Parser', 'Joined', 'add_option', 'parser_of', 'takes_file', 'about_itself', 'tidy', 'nearest',
-           'words_of', 'from_toml', 'to_toml', 'agree', 'resolved', 'Gpus', 'to_start', 'unused_names', 'named',
-           'words_for', 'group_file', 'over', 'end_group', 'first_to_say', 'torchrun_words', 'quiet', 'torchrun',
-           'start_group', 'grouped', 'command', 'obey', 'speedrun_train', 'speedrun_doctor', 'speedrun_data',
-           'speedrun_ladder', 'speedrun_report', 'speedrun_export', 'speedrun_sample', 'speedrun_race', 'rung_lines',
-           'rungs_table']
+           'Folders', 'Texts', 'JOINTS', 'KINDS', 'LENGTHS', 'GROUP', 'in_words', 'checked', 'Options', 'TrainConfig',
+           'DataOptions', 'LadderOptions', 'ReportOptions', 'ExportOptions', 'SampleOptions', 'EvalOptions',
+           'CompareOptions', 'LrOptions', 'RaceOptions', 'Option', 'listed', 'Parser', 'Joined', 'add_option',
+           'parser_of', 'takes_file', 'about_itself', 'tidy', 'nearest', 'words_of', 'from_toml', 'to_toml', 'agree',
+           'resolved', 'Gpus', 'to_start', 'unused_names', 'named', 'words_for', 'group_file', 'over', 'end_group',
+           'first_to_say', 'torchrun_words', 'quiet', 'torchrun', 'start_group', 'grouped', 'command', 'obey',
+           'speedrun_train', 'speedrun_doctor', 'speedrun_data', 'speedrun_ladder', 'speedrun_report',
+           'speedrun_export', 'speedrun_sample', 'speedrun_eval', 'speedrun_compare', 'speedrun_lr', 'speedrun_race',
+           'rung_lines', 'rungs_table']
 
 # %% ../../nbs/33_options.ipynb #12072fdc
 import argparse, difflib, hashlib, inspect, json, logging, os, re, signal, sys, tempfile
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from functools import partial, wraps
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 import msgspec
@@ -41,11 +42,13 @@ Warmth = Annotated[float, Meta(ge=0, le=100)]
 Text = Annotated[str, Meta(min_length=1)]
 Several = Annotated[str, Meta(title="several")] # given again, the texts are joined with commas
 Lines = Annotated[str, Meta(title="lines")] # given again, the texts are joined with newlines
+Folders = Annotated[tuple[str, ...], Meta(min_length=1)] # given by their place, one after the other
 Texts = Annotated[str, Meta(title="texts")] # or with a character that no text has
 JOINTS = {Several: ",", Lines: "\n", Texts: "\x1e"}
 
 # %% ../../nbs/33_options.ipynb #1b33235c
-KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false",
+         tuple[str, ...]: "a list of texts"}
 
 def in_words(kind): # a type, with bounds or without
     "What a value of `kind` is"
@@ -105,8 +108,8 @@ class TrainConfig(Options):
     minutes: Amount = 0. # time to train; by default 3 on a GPU and 1.2 on a CPU
     epochs: Above = 6. # most passes over the text in these minutes
     target: Amount = 0. # stop at this validation loss
-    # Recipe (the recipe chooses what isn't given here)
-    recipe: str = "auto" # how the weights learn: adamw, muon, normuon, ... with options: muon:momentum=.9
+    # Recipe
+    recipe: str = "auto" # adamw, muon, normuon or speedrun; it chooses what of these isn't given
     step_tokens: Count = 0 # tokens in a step; by default those of 32 sequences, on a CPU of 16
     lr: Amount = 0. # peak learning rate of the matrices; a recipe's other rates keep their ratio to it
     schedule: str = "" # of the learning rate: cosine, wsd (stable, then a decay) or constant
@@ -202,6 +205,41 @@ class SampleOptions(Options):
     device: str = "" # cpu or cuda; by default the GPU if there is one
     dtype: str = "" # of the weights: fp32 or bf16; by default bf16 on a GPU that computes in it
 
+# %% ../../nbs/33_options.ipynb #7d9be8ca
+@dataclass
+class EvalOptions(Options):
+    "The options of `speedrun_eval`"
+    # Model
+    folder: Text # of a run, such as runs/<name>, of an export, or one that transformers wrote
+    engine: str = "ours" # ours; or transformers, which opens other models too
+    dtype: str = "fp32" # of matrix products: fp32, or bf16, which is faster on a GPU
+    batch: Count = 0 # tokens in a forward pass; by default as many as have 2**29 logits, on a CPU 2**26
+    # What
+    tasks: Several = "" # hellaswag, lambada, arc_easy, arc_challenge: from the Hub, or NAME=FILE; with commas
+    text: Several = "" # files, folders, tokenized corpora (their validation side): bits per byte; with commas
+    limit: Count = 0 # most questions of a task, most documents of a text; by default all
+    context: Count = 0 # fewest tokens before a scored one of a text; by default half of what the model reads
+    # Output
+    out: str = "" # file to add the scores to; by default evals.json in the folder
+
+# %% ../../nbs/33_options.ipynb #74e8ceaa
+@dataclass
+class CompareOptions(Options):
+    "The options of `speedrun_compare`"
+    # Runs
+    runs: Folders # folders of two runs or more: runs/a runs/b
+    # Output
+    out: str = "" # page to write; by default compare-a-b.html beside the first run
+
+@dataclass
+class LrOptions(TrainConfig):
+    "The options of `speedrun_lr`: those of training, and these"
+    # Learning rates
+    rates: Some = 9 # how many peak rates to try, each for --steps steps (by default 100, on a CPU 30)
+    lowest: Amount = 0. # the lowest of them; by default a sixteenth of the rate that training would take
+    highest: Amount = 0. # the highest of them; by default sixteen times that rate
+    repeats: Count = 2 # how often the best rate is tried again, on other batches, to see the noise
+
 # %% ../../nbs/33_options.ipynb #bfa8a849
 @dataclass
 class RaceOptions(Options):
@@ -242,7 +280,8 @@ def listed(config): # a class of `Options`
     "Its options, a list of `Option`"
     kinds, defaults = get_type_hints(config, include_extras=True), {f.name: f.default for f in fields(config)}
     res, group = [], ""
-    for line in inspect.getsource(config).splitlines():
+    classes = [k for k in reversed(config.__mro__) if issubclass(k, Options)] # those that it builds on first
+    for line in chain.from_iterable(inspect.getsource(k).splitlines() for k in classes):
         if m := re.fullmatch(r"    # (.+)", line): group = m[1]
         elif m := re.fullmatch(r"    (\w+): .*? # (.+)", line):
             res.append(Option(m[1], kinds[m[1]], defaults[m[1]], group, m[2]))
@@ -266,7 +305,7 @@ def add_option(group, o): # of a `Parser`, an `Option`
     "Let the parser know an option. One without a default is given by its place, a boolean by its name alone"
     text = o.help.replace("%", "%%")
     if o.default and o.default is not MISSING: text += f" (default: {o.default})"
-    if o.default is MISSING: group.add_argument(o.name, help=text)
+    if o.default is MISSING: group.add_argument(o.name, help=text, nargs="+" if o.kind == Folders else None)
     elif o.base is bool: group.add_argument(f"--{o.name}", action=argparse.BooleanOptionalAction, help=text)
     else:
         again = dict(action=Joined, const=JOINTS[o.kind]) if o.kind in JOINTS else {}
@@ -282,7 +321,7 @@ def parser_of(config, # a class of `Options`
                formatter_class=partial(argparse.HelpFormatter, max_help_position=28))
     groups = {}
     for o in listed(config):
-        if o.default is MISSING: p.usage = f"{name} {o.name.upper()} [options]"
+        if o.default is MISSING: p.usage = f"{name} {o.name.upper()}{' ...'*(o.kind == Folders)} [options]"
         if o.group not in groups: groups[o.group] = p.add_argument_group(o.group)
         add_option(groups[o.group], o)
     about_itself(p.add_argument_group("This command line"), config)
@@ -372,7 +411,7 @@ def resolved(config, # a class of `Options`
     if said.keys() & {*LENGTHS}: file = {k: v for k, v in file.items() if k not in LENGTHS}
     c = config(**file | said)
     given = frozenset(said) | {o.name for o in listed(config) if o.name in file and file[o.name] != o.default}
-    if config is TrainConfig: agree(c, given)
+    if issubclass(config, TrainConfig): agree(c, given)
     return c, given
 
 # %% ../../nbs/33_options.ipynb #e2c7f00c
@@ -550,6 +589,26 @@ def speedrun_sample(c, given):
     "Print text that a trained model writes: from a prompt, from many, or in turns with you"
     from llm_speedrun.sample import sample_and_tell
     sample_and_tell(c)
+
+# %% ../../nbs/33_options.ipynb #f94cc480
+@command(EvalOptions, "interrupted: nothing was saved")
+def speedrun_eval(c, given):
+    "Score a model as lm-evaluation-harness does: bits per byte of texts, HellaSwag, LAMBADA and ARC"
+    from llm_speedrun.evals import evaluate_and_tell
+    evaluate_and_tell(c)
+
+# %% ../../nbs/33_options.ipynb #d23e17ef
+@command(CompareOptions)
+def speedrun_compare(c, given):
+    "Print losses, speed and what differs of two runs or more, and write a page with their curves"
+    from llm_speedrun.train.compare import compare_and_tell
+    compare_and_tell(c)
+
+@command(LrOptions)
+def speedrun_lr(c, given):
+    "Find the peak learning rate: short runs from the same weights, each at another rate"
+    from llm_speedrun.train.compare import search_and_tell
+    search_and_tell(c, given)
 
 # %% ../../nbs/33_options.ipynb #cf5b3ae6
 @command(RaceOptions, "interrupted: the same command with the same --out goes on from here")

@@ -4,16 +4,19 @@
 
 # %% auto #0
 __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'GREY', 'STYLE', 'Leaf', 'Options', 'PHASE_COLORS', 'TEMPLATES', 'VERSIONS',
-           'MACHINE', 'CURVES', 'PAGE_CSS', 'PARTS_CSS', 'TEXT_CSS', 'PARTS', 'points', 'thinned', 'running_mean',
-           'styled', 'one_line', 'axes', 'loss_chart', 'notebook_display', 'LivePlot', 'Rung', 'read_run', 'number',
-           'layout', 'step_tokens', 'model_config', 'mfu_at', 'phase_ms', 'spoken', 'short_number', 'steps_done',
-           'key_figures', 'svg', 'curve', 'breakdown_chart', 'part', 'about_part', 'loss_part', 'drawn', 'speed_part',
-           'breakdown_part', 'rank_times', 'ranks_chart', 'ranks_part', 'training_part', 'gpu_part', 'ladder_part',
-           'events_part', 'sample_part', 'options_part', 'page_of', 'html_report']
+           'MACHINE', 'SCHEDULED', 'CURVES', 'PAGE_CSS', 'PARTS_CSS', 'TEXT_CSS', 'PARTS', 'points', 'thinned',
+           'running_mean', 'styled', 'one_line', 'axes', 'loss_chart', 'notebook_display', 'LivePlot', 'Rung', 'Phase',
+           'Start', 'Ending', 'Score', 'read_run', 'number', 'layout', 'step_tokens', 'model_config', 'mfu_at',
+           'phase_ms', 'spoken', 'short_number', 'steps_done', 'key_figures', 'svg', 'curve', 'breakdown_chart', 'part',
+           'recipe_text', 'step_texts', 'about_part', 'loss_part', 'drawn', 'speed_part', 'breakdown_part',
+           'rank_times', 'ranks_chart', 'ranks_part', 'group_rates', 'training_part', 'gpu_part', 'ladder_part',
+           'start_part', 'choices_part', 'eval_part', 'profile_part', 'events_part', 'sample_part', 'options_part',
+           'rendered', 'page_of', 'html_report']
 
 # %% ../../nbs/35_report.ipynb #d4c7d114
 import io, json, math, re, statistics, sys, time
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 import msgspec, numpy as np
 from fastcore.basics import patch
@@ -21,7 +24,7 @@ from ..files import InputError, read_bytes_of, read_json, replace_file
 from ..measure import fmt, mfu
 from ..model import GPTConfig, matrix_params, train_flops
 from .metrics import PHASES, Number, Value, read_rows
-from .saving import Result
+from .saving import Result, checkpoints, step_of_name
 
 # %% ../../nbs/35_report.ipynb #0b9352ba
 def points(rows, # of `metrics.jsonl`
@@ -147,6 +150,33 @@ class Rung(msgspec.Struct):
     mfu_causal: Number | None = None
     peak_gib: Number | None = None
 
+# %% ../../nbs/35_report.ipynb #96c7d57d
+class Phase(msgspec.Struct):
+    "A phase of a run's start"
+    name: str
+    seconds: Number
+    depth: int = 0 # how many phases are around it
+
+class Start(msgspec.Struct):
+    "What a run's `result.json` says of the time before its first step"
+    seconds: Number | None = None
+    phases: list[Phase] = []
+
+class Ending(Result):
+    "What the page shows of a run's `result.json`"
+    start: Start | None = None
+
+
+# %% ../../nbs/35_report.ipynb #26176e2c
+class Score(msgspec.Struct):
+    "An entry of `eval.json`: what the model scores in a task"
+    task: str
+    metric: str
+    value: Number
+    stderr: Number | None = None # the standard error of `value`
+    n: int | None = None # examples
+
+
 # %% ../../nbs/35_report.ipynb #95e1cebf
 def _loaded(path, read, empty, notes):
     "What `read` makes of the file. Where that fails, `empty()`, and `notes` gets what is wrong"
@@ -155,7 +185,12 @@ def _loaded(path, read, empty, notes):
     except (InputError, OSError) as e: notes.append(f"{e}. It is left out")
     return empty()
 
-_JSON = dict(config=(Options, dict), result=(Result, partial(Result, steps=0)), ladder=(list[Rung], list))
+def _text(path): return read_bytes_of(path).decode(errors="replace")
+
+_JSON = dict(config=(Options, dict), result=(Ending, partial(Ending, steps=0)), ladder=(list[Rung], list),
+             eval=(list[Score], list))
+_MISSING = dict(config="without config.json the options, the machine and MFU are unknown",
+                rows="metrics.jsonl has no rows: no step was noted")
 
 # %% ../../nbs/35_report.ipynb #afe3cb5b
 def read_run(folder): # of a run, finished or not
@@ -168,10 +203,10 @@ def read_run(folder): # of a run, finished or not
     run = {k: load(f"{k}.json", partial(read_json, kind=kind), empty) for k, (kind, empty) in _JSON.items()}
     for k, name in (("rows", "metrics"), ("samples", "samples")):
         run[k] = load(f"{name}.jsonl", partial(read_rows, say=notes.append), list)
-    run["sample"] = load("sample.txt", lambda path: read_bytes_of(path).decode(errors="replace"), str)
-    if not run["config"]: notes.append("without config.json the options, the machine and MFU are unknown")
-    if not run["rows"]: notes.append("metrics.jsonl has no rows: no step was noted")
-    return run | dict(name=folder.resolve().name, over=(folder/"result.json").exists(),
+    for k, name in (("sample", "sample.txt"), ("profile", "profile.md")): run[k] = load(name, _text, str)
+    notes += [what for k, what in _MISSING.items() if not run[k]]
+    saved, over = map(step_of_name, checkpoints(folder/"checkpoints")), (folder/"result.json").exists()
+    return run | dict(name=folder.resolve().name, over=over, saved=[*saved],
                       notes=[n.replace(f"{folder}/", "") for n in notes])
 
 # %% ../../nbs/35_report.ipynb #2556a466
@@ -245,6 +280,8 @@ def key_figures(run): # from `read_run`
     if loss is None and val: loss = val[-1][1]
     done, planned, each = steps_done(run), number(c.get("steps")), step_tokens(c)
     if loss is not None: yield f"{loss:.3f}", "validation loss", f"a bigram model: {yard:.3f}" if yard else ""
+    at, least = min(val, key=lambda p: p[1], default=(0, math.inf))
+    if loss is not None and least < loss - 5e-4: yield f"{least:.3f}", "lowest", f"step {at:,}"
     yield f"{done:,}", "steps", f"of {planned:,}" if planned else ""
     if each: yield short_number(done*each), "tokens", f"{each:,} a step"
     yield from _speeds(run)
@@ -288,7 +325,7 @@ def curve(rows, # of `metrics.jsonl`
     if not found: return None
     with styled():
         ax = axes(4., 2.1, title=title, xlabel="step")
-        for (name, pts), color in zip(found.items(), (BLUE, ORANGE)):
+        for (name, pts), color in zip(found.items(), cycle((BLUE, ORANGE, GREEN, PURPLE, GREY))):
             x, y = thinned(pts, 400)
             if smooth: ax.plot(x, y, color=color, lw=.7, alpha=.3)
             ax.plot(x, running_mean(y) if smooth else y, color=color, lw=1.5, label=name)
@@ -333,24 +370,42 @@ TEMPLATES = dict(
 
 # %% ../../nbs/35_report.ipynb #d081e8ef
 VERSIONS = "torch", "triton", "driver", "python", "llm_speedrun" # those in `config.json`
-MACHINE = "gpu", "date", "model", "world", "group", *VERSIONS # what isn't an option there
+MACHINE = "gpu", "date", "model", "world", "group", "why", *VERSIONS # what isn't an option there
 
-# %% ../../nbs/35_report.ipynb #e35228cd
-def about_part(run): # from `read_run`
-    "What was trained, on what, with which versions"
-    c, m, tokens = run["config"], model_config(run["config"]), step_tokens(run["config"])
-    get = lambda k: str(c.get(k) or "")
-    shape = m and (f"{m.name}: {m.layers} layers of width {m.width}, {m.heads} heads ({m.kv_heads} for keys "
-                   f"and values), {m.hidden} in the MLP, {m.vocab:,} tokens in the vocabulary; "
-                   f"{short_number(matrix_params(m))} weights in matrices")
+# %% ../../nbs/35_report.ipynb #243017e3
+def recipe_text(config): # of a run
+    "What its weights are updated by, in a line: the recipe where one is named, and what is set for it"
+    get, name = lambda k: number(config.get(k)), str(config.get("recipe") or "")
+    said = dict(lr="peak rate {:.3g}", warmup_steps="{:,} steps of warm-up", weight_decay="weight decay {:g}",
+                clip="gradients of norm {:g} at most", ema="an average of the weights with decay {:g}")
+    texts = [text.format(get(k)) for k, text in said.items() if get(k)]
+    if config.get("schedule"): texts.insert(1, str(config["schedule"]))
+    return ": ".join(filter(None, (name, ", ".join(texts))))
+
+
+# %% ../../nbs/35_report.ipynb #8ddec4de
+def step_texts(config): # of a run
+    "What a step is made of, and which processes share it: two texts, empty where there is nothing to say"
+    c, tokens = config, step_tokens(config)
     n, dp, tp = (layout(c, k) for k in ("processes", "dp", "tp"))
     parts = f"{c['accumulate']} × {c['batch']} sequences × {c['seq']} tokens" if tokens else ""
     step = tokens and f"{f'{dp} processes × '*(dp > 1)}{parts} = {tokens:,} tokens"
     shared = f"{n} processes: a step is shared by {dp}, one model by {tp}" if n > 1 else ""
+    return step or "", shared
+
+# %% ../../nbs/35_report.ipynb #e35228cd
+def about_part(run): # from `read_run`
+    "What was trained, on what, with which versions"
+    c, m, (step, shared) = run["config"], model_config(run["config"]), step_texts(run["config"])
+    get = lambda k: str(c.get(k) or "")
+    shape = m and (f"{m.name}: {m.layers} layers of width {m.width}, {m.heads} heads ({m.kv_heads} for keys "
+                   f"and values), {m.hidden} in the MLP, {m.vocab:,} tokens in the vocabulary; "
+                   f"{short_number(matrix_params(m))} weights in matrices")
     rungs, versions = get("rungs").replace(",", ", "), ", ".join(f"{k} {get(k)}" for k in VERSIONS if get(k))
-    return part("The run", ("pairs", {"Data": get("data"), "Model": shape, "Rungs": rungs, "A step": step,
-                                  "Layout": shared, "Machine": get("gpu"), "Versions": versions,
-                                  "Date": get("date")}))
+    told = {"Data": get("data"), "Model": shape, "Recipe": recipe_text(c), "Rungs": rungs, "A step": step,
+            "Layout": shared, "Machine": get("gpu"), "Versions": versions, "Date": get("date"),
+            "Saved after": ", ".join(f"{n:,}" for n in run["saved"])}
+    return part("The run", ("pairs", told))
 
 # %% ../../nbs/35_report.ipynb #941a4b89
 def loss_part(run): # from `read_run`
@@ -428,15 +483,28 @@ def ranks_part(run): # from `read_run`
     note = f"Process {slow} takes longest, {more} the middle one: medians of {len(steps)} measured steps."
     return part("The processes", ("charts", [ranks_chart(steps, ms)]), note=note)
 
+# %% ../../nbs/35_report.ipynb #278ca728
+SCHEDULED = dict(momentum="Momentum", weight_decay="Weight decay") # what may have a schedule beside the rates
+
+def group_rates(rows): # of `metrics.jsonl`
+    "The keys of rates that a group of parameters has for itself, `lr_embed`, and the groups' names: a dict"
+    keys = dict.fromkeys(k for r in rows for k in r if k.startswith("lr_"))
+    return {k: k[3:] for k in keys}
+
+
 # %% ../../nbs/35_report.ipynb #b8d30017
 def training_part(run): # from `read_run`
-    "Learning rate and gradient norm"
-    norms = [v for _, v in points(run["rows"], "grad_norm") if v > 0]
+    "Learning rates, those of all groups, and what else follows a schedule; gradient norm"
+    rows, norms = run["rows"], [v for _, v in points(run["rows"], "grad_norm") if v > 0]
+    rates = dict(lr="lr") | group_rates(rows)
     log = bool(norms) and max(norms) > 20*min(norms)
-    charts = [curve(run["rows"], dict(lr=""), "Learning rate", smooth=False, zero=True),
-              curve(run["rows"], dict(grad_norm=""), "Norm of the gradients, before clipping", log=log)]
+    charts = [curve(rows, rates, "Learning rate", smooth=False, zero=True),
+              *(curve(rows, {k: ""}, title, smooth=False, zero=True) for k, title in SCHEDULED.items()),
+              curve(rows, dict(grad_norm=""), "Norm of the gradients, before clipping", log=log)]
     return part("Optimization", ("columns", drawn(charts)))
 
+
+# %% ../../nbs/35_report.ipynb #15f1b5aa
 def gpu_part(run): # from `read_run`
     "Memory, utilization, power and temperature"
     rows, memory = run["rows"], dict(gpu_mem_gib="held by PyTorch", gpu_peak_gib="most in tensors")
@@ -466,6 +534,44 @@ def ladder_part(run): # from `read_run`
     note = "Measured before training, each against the rungs that were kept above it."
     return part("The ladder", ("ladder", [*map(row, run["ladder"])]), note=note)
 
+# %% ../../nbs/35_report.ipynb #bacbb5ac
+TEMPLATES["table"] = """<table><thead><tr>{% for h in data[0] %}<th>{{ h }}</th>{% endfor %}</tr></thead>
+<tbody>{% for row in data[1] %}
+<tr>{% for text in row %}<td>{{ text }}</td>{% endfor %}</tr>{% endfor %}
+</tbody></table>"""
+
+def start_part(run): # from `read_run`
+    "What the time before the first step went into"
+    start = run["result"].start
+    if not start or not start.phases: return None
+    rows = [("\u2003"*min(p.depth, 9) + p.name, f"{p.seconds:.2f}") for p in start.phases]
+    if start.seconds is not None: rows.append(("from the start to the first step", f"{start.seconds:.2f}"))
+    return part("The start", ("table", (("phase", "seconds"), rows)))
+
+
+# %% ../../nbs/35_report.ipynb #f8742b20
+def choices_part(run): # from `read_run`
+    "What was chosen by measuring, and why"
+    why = run["config"].get("why")
+    rows = [(k, v) for k, v in why.items() if v] if isinstance(why, dict) else []
+    return part("Chosen by measuring", ("words", (("what", "why"), rows) if rows else None))
+
+TEMPLATES["words"] = TEMPLATES["table"].replace("<table>", '<table class="events">')
+
+
+# %% ../../nbs/35_report.ipynb #fc6ba21f
+def eval_part(run): # from `read_run`
+    "Scores in tasks"
+    error = lambda s: "" if s.stderr is None else f"± {s.stderr:.4f}"
+    rows = [(s.task, s.metric, f"{s.value:.4f}", error(s), fmt(s.n, ",")) for s in run["eval"]]
+    head = "task", "metric", "value", "standard error", "examples"
+    return part("What it can do", ("table", (head, rows) if rows else None))
+
+def profile_part(run): # from `read_run`
+    "The profiler's table, if there was one"
+    return part("Profile", ("samples", [("", run["profile"])] if run["profile"] else None))
+
+
 # %% ../../nbs/35_report.ipynb #33f3d467
 TEMPLATES["events"] = """<table class="events">
 <thead><tr><th>step</th><th>event</th><th></th></tr></thead><tbody>
@@ -473,7 +579,7 @@ TEMPLATES["events"] = """<table class="events">
 {% endfor %}</tbody></table>"""
 
 # %% ../../nbs/35_report.ipynb #0acc91c3
-CURVES = "step event loss lr grad_norm tok_s val_loss rank_ms".split() # other keys say what happened
+CURVES = *"step event loss lr grad_norm tok_s train_s val_loss rank_ms".split(), *SCHEDULED # others tell more
 
 def events_part(run, # from `read_run`
                 most=100): # to show
@@ -483,7 +589,7 @@ def events_part(run, # from `read_run`
               if "loss" in r and number(r["loss"]) is None and "event" not in r]
     found.sort(key=lambda r: r["step"])
     rest = lambda r: ", ".join(f"{k} {v}" for k, v in r.items()
-                               if k not in CURVES and not k.startswith(("ms_", "gpu_")))
+                               if k not in CURVES and not k.startswith(("ms_", "gpu_", "lr_")))
     rows = [(r["step"], r["event"], rest(r)) for r in found[:most]]
     note = f"The first {most} of {len(found):,}." if len(found) > most else ""
     return part("Events", ("events", rows), note=note)
@@ -493,10 +599,11 @@ def sample_part(run, # from `read_run`
                 most=5): # samples of the time before the end
     "The text that the model wrote, during training and at the end"
     found = [r for r in run["samples"] if r.get("text")]
+    note = f"{most} of the {len(found):,} texts in samples.jsonl." if len(found) > most else ""
     if len(found) > most: found = [found[round(i*(len(found) - 1)/(most - 1))] for i in range(most)]
     texts = [(f"after step {r['step']}", str(r["text"])[:500]) for r in found]
     if run["sample"]: texts.append(("at the end" if texts else "", run["sample"]))
-    return part("What it writes", ("samples", texts))
+    return part("What it writes", ("samples", texts), note=note)
 
 def options_part(run): # from `read_run`
     "All options"
@@ -569,7 +676,7 @@ pre { font: .82rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
 
 # %% ../../nbs/35_report.ipynb #a1e0c813
 TEMPLATES["header"] = """<header><h1>{{ run.name }}</h1>
-<p><span class="state{{ '' if state == 'finished' else ' early' }}">{{ state }}</span>
+<p><span class="state{{ '' if state.startswith('finished') else ' early' }}">{{ state }}</span>
 {% for w in what %} · {{ w }}{% endfor %}</p>
 {% for n in run.notes %}<p class="missing">{{ n }}</p>{% endfor %}
 <div class="key">{% for value, label, note in figures %}
@@ -582,31 +689,41 @@ TEMPLATES["page"] = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ run.name }}: training report</title><style>{{ css|safe }}</style></head>
 <body>{% include "header" %}
-{% for part in parts %}<section><h2>{{ part.title }}</h2>
-{% if part.note %}<p class="note">{{ part.note }}</p>{% endif %}
-{% for kind, data in part.blocks %}{% include kind %}{% endfor %}</section>
-{% endfor %}
+{% include "sections" %}
 <footer>Made by llm_speedrun from the files of {{ run.name }}/</footer></body></html>
 """
 
+TEMPLATES["sections"] = """{% for part in parts %}<section><h2>{{ part.title }}</h2>
+{% if part.note %}<p class="note">{{ part.note }}</p>{% endif %}
+{% for kind, data in part.blocks %}{% include kind %}{% endfor %}</section>
+{% endfor %}
+"""
+
+
 # %% ../../nbs/35_report.ipynb #67653447
-PARTS = (about_part, loss_part, speed_part, breakdown_part, ranks_part, training_part, gpu_part, ladder_part,
-         events_part, sample_part, options_part)
+PARTS = (about_part, loss_part, eval_part, speed_part, breakdown_part, ranks_part, training_part, gpu_part,
+         start_part, ladder_part, choices_part, profile_part, events_part, sample_part, options_part)
 
 def _state(run): # from `read_run`
     if not run["over"]: return "not finished: still running, or killed"
+    if run["result"].reached: return "finished: it reached its target"
     return "interrupted" if run["result"].interrupted else "finished"
 
 # %% ../../nbs/35_report.ipynb #5d1bb222
-def page_of(run): # from `read_run`
-    "The page, a text"
+def rendered(name, # of a template in `TEMPLATES`
+             **values): # for it
+    "The page, a text, in which everything that isn't marked as safe is escaped"
     from jinja2 import DictLoader, Environment, StrictUndefined
     env = Environment(loader=DictLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    page = env.get_template("page").render(
-        run=run, state=_state(run), css=PAGE_CSS + PARTS_CSS + TEXT_CSS, figures=[*key_figures(run)],
-        what=[run["config"][k] for k in ("workload", "data", "gpu", "date") if run["config"].get(k)],
-        parts=[p for f in PARTS if (p := f(run)) is not None])
+    page = env.get_template(name).render(css=PAGE_CSS + PARTS_CSS + TEXT_CSS, **values)
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]", "\ufffd", page) # what no page can hold
+
+def page_of(run): # from `read_run`
+    "The page of a run, a text"
+    what = [run["config"][k] for k in ("workload", "data", "gpu", "date") if run["config"].get(k)]
+    return rendered("page", run=run, state=_state(run), figures=[*key_figures(run)], what=what,
+                    parts=[p for f in PARTS if (p := f(run)) is not None])
+
 
 # %% ../../nbs/35_report.ipynb #9cdbd591
 def html_report(folder): # of a run, finished or not

@@ -253,6 +253,7 @@ def note(self:Trainer, steps, two, clock, end): # what `take_one` and `flush` pu
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
         if step == steps[-1][0]:
             row |= dict(train_s=self.train_s, **self.phases(clock), **gpu_stats(self.device))
+            row |= {f"lr_{g['role']}": lr*g["ratio"] for g in self.step.opt.param_groups if "ratio" in g}
         self.bad = 0 if self.note_step(row) else self.bad + 1
         if self.bad == BAD_STEPS: over = step, x, y
     self.show(step, loss, tok_s)
@@ -992,7 +993,7 @@ def claim(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #8b8df15f
 FILES = ("config.json metrics.jsonl model.safetensors tokenizer.json ladder.json sample.txt samples.jsonl "
-         "result.json loss.png report.html profile.json.gz profile.md bad_batch.safetensors").split()
+         "result.json loss.png report.html profile.json.gz profile.md eval.json bad_batch.safetensors").split()
 FOLDERS = "checkpoints", "tensorboard", "wandb", "logs"
 
 def clear(folder): # of a run that another one takes the place of
@@ -1056,7 +1057,8 @@ def open_saver(self:Trainer):
 @patch
 def write_config(self:Trainer):
     "Write the options as they are in force, whose run it is, the model's shape and the machine"
-    record = dict(run_id=self.run_id, warmup_steps=self.warmup, model=asdict(self.config), **machine())
+    record = dict(run_id=self.run_id, warmup_steps=self.warmup, model=asdict(self.config), why=self.why,
+                  **machine())
     group = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if self.world.size > 1: record |= dict(group=group, world=layout(self.world))
     replace_file(self.folder/"config.json", json.dumps(asdict(self.cfg) | record, indent=1))
