@@ -66,6 +66,7 @@ def in_words(kind): # a type, with bounds or without
 def checked(name, value, kind, # of an option; the type may have bounds
             strict=True): # False takes numbers that are written out, as a command line has them
     "`value` as a `kind`. Raises `InputError` with the option's name and what it takes"
+    if isinstance(value, str) and not strict: value = re.sub(r"^([+-]?)\.(?=\d)", r"\g<1>0.", value) # .5
     try: return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError:
         raise InputError(f"{name} must be {in_words(kind)}, not {value!r:.60}") from None
