@@ -51,7 +51,7 @@ def test_help(name):
     assert [o.name for o in listed(f.config)] == [o.name for o in fields(f.config)] # each line of the dataclass was read
     for o in listed(f.config): assert re.search(rf"(--| ){o.name}\b(, --no-\w+)?( \w+)? {re.escape(o.help)}", said), o.name
     for group in {o.group for o in listed(f.config)}: assert f" {group}: " in said
-    for preset in presets() if "--rungs" in said else []: assert re.search(rf"--rungs\b[^-]*\b{preset}\b", said), preset
+    for preset in presets() if "--rungs TEXT" in said else []: assert re.search(rf"--rungs\b[^-]*\b{preset}\b", said), preset
 
 def test_groups():
     groups = dict.fromkeys(o.group.split(" (")[0] for o in listed(TrainConfig))
@@ -152,7 +152,8 @@ CAN_PRINT = { # module, or one of its options -> the commands that can print its
     "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
     "train.trainer": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
     "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",
-    "train.compare": "lr", ("train.compare", "--out"): "compare"}
+    "train.compare": "lr", ("train.compare", "--out"): "compare", "race": "race",
+    **{("race", f"--{k}"): "train" for k in "epochs name out overwrite sample save_minutes seed".split()}}    # our own runs' command line
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
 ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm"} # of pip, nvidia-smi, torchrun, docker
 
