@@ -45,8 +45,8 @@ def __call__(self:AdamWRule, group, # settings: `lr` and those of `settings`
     "One step, in place"
     m, v, t = ([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq", "step"))
     b1, b2 = group["betas"]
-    adamw_update(params, grads, m, v, [], t, fused=True, found_inf=found_inf, amsgrad=False, beta1=b1, beta2=b2,
-                 lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
+    adamw_update(params, grads, m, v, [], t, fused=True, found_inf=found_inf, amsgrad=False, maximize=False,
+                 beta1=b1, beta2=b2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"])
 
 # %% ../../nbs/41_recipe.ipynb #79fb4a37
 class MixedOptimizer(torch.optim.Optimizer):
@@ -104,7 +104,7 @@ class Recipe:
     options: dict # name -> value
     model: type = GPT # the class of the model
     shape: Callable = lambda config: config # GPTConfig -> GPTConfig
-    defaults: dict = field(default_factory=dict) # of the trainer's options; or (config, step_tokens, passes) -> it
+    defaults: dict = field(default_factory=dict) # trainer's options: values, or (config, step_tokens, passes) -> it
     excludes: tuple = () # pairs of a rung and why the recipe doesn't go with it
 
     def __call__(self, run): # a `Run` with all its rungs
@@ -117,8 +117,8 @@ class Recipe:
 def check(self:Recipe, rungs): # names
     "Raise `InputError` for a rung that the recipe doesn't go with"
     for r, why in self.excludes:
-        if r in rungs: raise InputError(f"recipe {self.name!r} doesn't go with the rung {r!r}: {why}. Leave out "
-                                        "one of the two: --recipe adamw goes with every rung")
+        if r in rungs: raise InputError(f"recipe {self.name!r} doesn't go with the rung {r!r}: {why}. "
+                                        "Leave out one of the two: --recipe adamw goes with every rung")
 
 @patch
 def spec(self:Recipe):
@@ -148,7 +148,7 @@ def adamw(run): # a `Run`
 
 # %% ../../nbs/41_recipe.ipynb #37f71fe7
 def find_recipe(name): # of a recipe
-    "The recipe of that name, from any module of the package. An unknown one is a `ValueError` with the nearest"
+    "The recipe of that name, from any module of the package. Raises `InputError`, with the nearest name"
     if name not in RECIPES:
         import llm_speedrun.recipes
         for m in pkgutil.iter_modules(llm_speedrun.recipes.__path__):

@@ -14,9 +14,11 @@ from .recipe import recipe
 # %% ../../nbs/47_speedrun.ipynb #8eed2ae0
 DECAY = .1 # for each pass over the data
 
-def decay_for(config, step_tokens, passes): # a `GPTConfig`; tokens in a step; passes over the data, 0 for a stream
-    "Weight decay of the matrices: the more often the same tokens come, the stronger"
-    return DECAY*max(.5, passes)
+def decay_for(config, # a `GPTConfig`
+              step_tokens, # tokens in a step
+              passes): # over the data; 0 for a stream
+    "Weight decay of the matrices: the more often the same tokens come, the stronger, up to ten passes"
+    return DECAY*min(max(.5, passes), 10)
 
 # %% ../../nbs/47_speedrun.ipynb #fe346ca3
 @recipe(shape=heads_of, excludes=WHY_NOT, lr=lambda config, step_tokens, passes: MUON_LR,
