@@ -104,7 +104,7 @@ class Recipe:
     options: dict # name -> value
     model: type = GPT # the class of the model
     shape: Callable = lambda config: config # GPTConfig -> GPTConfig
-    defaults: dict = field(default_factory=dict) # trainer's options: values, or (config, step_tokens, passes) -> it
+    defaults: dict = field(default_factory=dict) # of the trainer; (config, step_tokens, passes) -> value, too
     excludes: tuple = () # pairs of a rung and why the recipe doesn't go with it
 
     def __call__(self, run): # a `Run` with all its rungs
