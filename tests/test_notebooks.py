@@ -153,7 +153,7 @@ def nothing_to_see(nb, most):
 @rule(with_outputs(LADDER), put(4, py("x = 1")))
 def there_is_soon_something_to_see(nb): yield from nothing_to_see(nb, 3)
 
-@rule([p for p in LESSONS if p not in LADDER], put(4, *[py("x = 1")]*4))
+@rule(with_outputs([p for p in LESSONS if p not in LADDER]), put(4, *[py("x = 1")]*4))
 def there_is_something_to_see(nb): yield from nothing_to_see(nb, 6)
 
 @rule(LADDER, put(2, py("x = 1")), put(2, here()))

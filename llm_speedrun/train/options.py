@@ -40,6 +40,8 @@ Part = Annotated[float, Meta(gt=0, lt=1)]
 Mass = Annotated[float, Meta(gt=0, le=1)]
 Warmth = Annotated[float, Meta(ge=0, le=100)]
 Text = Annotated[str, Meta(min_length=1)]
+
+# %% ../../nbs/33_options.ipynb #80c2c0a1
 Several = Annotated[str, Meta(title="several")] # given again, the texts are joined with commas
 Lines = Annotated[str, Meta(title="lines")] # given again, the texts are joined with newlines
 Folders = Annotated[tuple[str, ...], Meta(min_length=1)] # given by their place, one after the other
@@ -247,7 +249,7 @@ class RaceOptions(Options):
     "The options of `speedrun_race`"
     # Contestants
     run: Lines = "" # one of ours, NAME: OPTIONS, such as "muon: --recipe muon --rungs fastest"; repeatable
-    peer: Lines = "" # nanogpt=FOLDER, modded=FOLDER, nanochat=FOLDER, a clone; perhaps :batch=131072; repeatable
+    peer: Lines = "" # a clone: nanogpt=FOLDER, modded=FOLDER, nanochat=FOLDER:batch=131072; repeatable
     # Contest
     data: Text = "stdlib" # as for speedrun_train
     minutes: Minutes = 5. # of training in each run: the clock
@@ -614,7 +616,7 @@ def speedrun_lr(c, given):
 # %% ../../nbs/33_options.ipynb #cf5b3ae6
 @command(RaceOptions, "interrupted: the same command with the same --out goes on from here")
 def speedrun_race(c, given):
-    "Race recipes of ours and programs of other projects: one clock, one evaluator, as published or tuned alike"
+    "Race recipes of ours and other projects' programs: one clock, one evaluator, as published or tuned alike"
     from llm_speedrun.race import race_and_tell
     race_and_tell(c)
 

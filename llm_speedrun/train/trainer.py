@@ -252,13 +252,18 @@ def note(self:Trainer, steps, two, clock, end): # what `take_one` and `flush` pu
     self.last, over, self.train_s = end, None, self.train_s + ms/1e3
     for (step, lr, _, _, x, y), loss, norm in zip(steps, *two.tolist()):
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
-        if step == steps[-1][0]:
-            row |= dict(train_s=self.train_s, **self.phases(clock), **gpu_stats(self.device))
-            row |= {f"lr_{g['role']}": lr*g["ratio"] for g in self.step.opt.param_groups if "ratio" in g}
+        if step == steps[-1][0]: row |= self.of_last(lr, clock)
         self.bad = 0 if self.note_step(row) else self.bad + 1
         if self.bad == BAD_STEPS: over = step, x, y
     self.show(step, loss, tok_s)
     if over: self.give_up(*over)
+
+# %% ../../nbs/30_trainer.ipynb #6cee6bc7
+@patch
+def of_last(self:Trainer, lr, clock): # the matrices' learning rate; a `Breakdown`
+    "What the row of the last of some steps says besides"
+    rates = {f"lr_{g['role']}": lr*g["ratio"] for g in self.step.opt.param_groups if "ratio" in g}
+    return dict(train_s=self.train_s, **rates, **self.phases(clock), **gpu_stats(self.device))
 
 # %% ../../nbs/30_trainer.ipynb #aace38fa
 @patch
@@ -994,7 +999,8 @@ def claim(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #8b8df15f
 FILES = ("config.json metrics.jsonl model.safetensors tokenizer.json ladder.json sample.txt samples.jsonl "
-         "result.json loss.png report.html profile.json.gz profile.md evals.json bad_batch.safetensors").split()
+         "result.json evals.json loss.png report.html profile.json.gz profile.md "
+         "bad_batch.safetensors").split()
 FOLDERS = "checkpoints", "tensorboard", "wandb", "logs"
 
 def clear(folder): # of a run that another one takes the place of
@@ -1119,13 +1125,12 @@ def make(self:Trainer):
 @patch
 def assemble(self:Trainer, rungs): # as parsed
     "Open the data, choose what is left open, build the run, and load what it goes on from"
-    cfg, phase = self.cfg, self.timings
+    cfg, phase, self.wanted = self.cfg, self.timings, self.cfg.rungs
     if cfg.resume:
         with phase("read the checkpoint"): self.find()
     with phase("open the data"): self.open_together()
-    self.wanted = cfg.rungs
     rungs, self.why = self.with_parallel(rungs)
-    self.take_recipe([*map(rung_name, rungs)])
+    self.take_recipe(rungs)
     if cfg.rungs.split(",")[0] == "auto":
         with phase("choose rungs"): rungs = self.choose(rungs)
     with phase("try the micro-batch"): self.plan(rungs)
@@ -1182,6 +1187,15 @@ def fit_batch(self:Trainer):
     if "batch" in self.given or rows % dp: return # what was given must divide it
     c.batch = next(d for d in divisors(rows//dp) if d <= c.batch)
 
+# %% ../../nbs/30_trainer.ipynb #9e553e7e
+@patch
+def check_names(self:Trainer):
+    "Raise `InputError` for a schedule, a recipe or a tracker that there isn't, before anything is opened"
+    c = self.cfg
+    if c.schedule: lookup(SCHEDULES, c.schedule, "schedule")
+    if c.recipe != "auto": parse_recipe(c.recipe)
+    parse_trackers(c.track)
+
 # %% ../../nbs/30_trainer.ipynb #bb21a373
 @patch
 def shape(self:Trainer):
@@ -1190,9 +1204,7 @@ def shape(self:Trainer):
     self.config, self.weights = self.start_from()
     c.seq, c.minutes = c.seq or self.config.seq, c.minutes or (3. if gpu else 1.2)
     c.eval_tokens = c.eval_tokens or (2**18 if gpu else 2**14)
-    if c.schedule: lookup(SCHEDULES, c.schedule, "schedule")
-    if c.recipe != "auto": parse_recipe(c.recipe)
-    parse_trackers(c.track)
+    self.check_names()
     if c.seq > self.config.seq:
         raise InputError(f"seq {c.seq} is longer than the {self.config.seq} tokens of {c.workload!r}: "
                          "choose a smaller --seq")
@@ -1283,9 +1295,10 @@ def choose(self:Trainer, rungs):
 
 # %% ../../nbs/30_trainer.ipynb #94f183b5
 @patch
-def take_recipe(self:Trainer, rungs): # names
+def take_recipe(self:Trainer, rungs): # as parsed
     "Take the recipe, and what it says of options that weren't given and of the model's shape"
     c = self.cfg
+    rungs = [*map(rung_name, rungs)]
     if c.recipe == "auto": c.recipe = best_recipe(rungs, {"init", "lr"} & self.given)
     r, weights = parse_recipe(c.recipe), shapes_in(self.found[0]) if c.resume else self.weights
     self.recipe = r = recipe_for(r, weights) if weights else r
@@ -1294,6 +1307,7 @@ def take_recipe(self:Trainer, rungs): # names
     c.recipe = r.spec()
     if not self.weights: self.config = r.shape(self.config)
 
+# %% ../../nbs/30_trainer.ipynb #f12cc821
 @patch
 def fill_in(self:Trainer):
     "Give the options that weren't given the recipe's values, of which some depend on how long the run is"

@@ -1,0 +1,147 @@
+"Recipes in the trainer: what a run takes by itself, what is refused, what a resumed run keeps; and on a GPU what a step of one costs."
+import json
+from functools import partial
+from dataclasses import replace
+import numpy as np, pytest, torch
+from llm_speedrun.files import InputError
+from llm_speedrun.measure import compare, ratio
+from llm_speedrun.model import workload
+from llm_speedrun.recipes.recipe import RECIPES, find_recipe, parse_recipe, set_groups
+from llm_speedrun.recipes.schedules import GuardedStepper, lr_at
+from llm_speedrun.runs import build, settled, step_of
+from llm_speedrun.train.hardware import parse_rungs
+from llm_speedrun.train.options import TrainConfig
+from llm_speedrun.train.trainer import Trainer, train
+from llm_speedrun.world import processes
+from small import NANO, fails, nano, options
+
+def made(folder, **kw):
+    "A `Trainer` that has not begun, and its options"
+    t = Trainer(options(folder, **kw), progress=False)
+    t.let_go()
+    return t, t.cfg
+
+# --- what a run takes by itself ---
+
+@pytest.mark.parametrize("how, recipe", [
+    (dict(), "speedrun"), (dict(lr=1e-3), "adamw"), (dict(rungs="adamw8bit"), "adamw"), (dict(rungs="bf16,bf16_weights"), "adamw"),
+    (dict(recipe="muon"), "muon"), (dict(recipe="muon", lr=.01), "muon"), (dict(recipe="normuon:momentum=.9"), "normuon:momentum=0.9")])
+def test_the_recipe(tmp_path, how, recipe): assert made(tmp_path, **how)[1].recipe == recipe
+
+def test_what_was_given_stays(tmp_path):
+    _, c = made(tmp_path, recipe="muon", schedule="cosine", weight_decay=.3, final_lr=.2, clip=3.)
+    assert (c.schedule, c.weight_decay, c.final_lr, c.clip, c.cooldown, c.lr) == ("cosine", .3, .2, 3., .7, .02)
+    _, c = made(tmp_path, recipe="adamw", name="b")
+    assert (c.schedule, c.weight_decay, c.final_lr, c.clip, c.warmup, c.lr) == ("cosine", .1, .1, 1., .05, .5/NANO.width)
+
+def test_decay_follows_the_passes(tmp_path):
+    "A tenth for each pass over the data, however often a small text is read at most ten times that"
+    per_epoch = made(tmp_path)[0].batches.per_epoch
+    for passes, decay in ((.1, .05), (4, .4), (1000, 1.)):
+        assert made(tmp_path, steps=round(passes*per_epoch), name=f"p{passes}")[1].weight_decay == pytest.approx(decay, rel=.05)
+
+def test_each_group_has_its_rate(tmp_path):
+    trainer, _ = train(options(tmp_path, recipe="speedrun:embed=.01", steps=10), progress=False)
+    lr = {g["role"]: g["lr"] for g in trainer.step.opt.param_groups}
+    assert lr["embed"]/lr["matrix"] == pytest.approx(.5) and lr["vector"]/lr["matrix"] == pytest.approx(.75)
+    row = next(r for r in trainer.rows() if "lr_embed" in r)
+    assert row["lr_embed"] == pytest.approx(row["lr"]/2) and row["train_s"] > 0
+
+# --- what is refused ---
+
+@pytest.mark.parametrize("how, said", [
+    (dict(recipe="muno"), "unknown recipe 'muno'.*muon"), (dict(recipe="muon:momentom=.9"), "momentom.*momentum"),
+    (dict(recipe="muon:momentum=x"), "takes float"), (dict(recipe="adamw:lr=1"), "has no options"),
+    (dict(recipe="muon", rungs="adamw8bit"), "recipe 'muon' doesn't go with the rung 'adamw8bit'.*--recipe adamw"),
+    (dict(recipe="speedrun", rungs="bf16,bf16_weights"), "'bf16_weights'.*rounds the weights")])
+def test_what_is_refused(tmp_path, how, said):
+    "At once, and nothing is left behind"
+    with fails(InputError, said): Trainer(options(tmp_path, **how), progress=False)
+    assert not (tmp_path/"runs/run").exists()
+
+@pytest.mark.parametrize("recipe", ["muon", "normuon", "speedrun"])
+def test_matrices_in_parts_are_refused(recipe):
+    for rung in ("fsdp", "tensor_parallel"):
+        with fails(InputError, f"'{rung}'.*needs it whole"): parse_recipe(recipe).check([rung])
+
+# --- a run that goes on ---
+
+def test_a_run_from_before_recipes_goes_on_as_it_was(tmp_path):
+    "Its `config.json` says nothing of them: AdamW, with the schedule that runs had then"
+    train(options(tmp_path, recipe="adamw", schedule="wsd"), progress=False)
+    path = tmp_path/"runs/run/config.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in told.items() if k not in ("recipe", "cooldown", "final_lr")}))
+    trainer = Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), steps=20), progress=False)
+    c = trainer.cfg
+    assert (c.recipe, c.cooldown, c.final_lr, type(trainer.step.opt).__name__) == ("adamw", .2, .1, "AdamW")
+    assert trainer.lr_of(20) == lr_at(6, 20, c.lr, trainer.warmup, "wsd")
+    trainer.let_go()
+
+def test_another_recipe_is_another_run(tmp_path):
+    train(options(tmp_path, recipe="muon"), progress=False)
+    with fails(InputError, "keeps its options: leave out recipe"):
+        Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), recipe="adamw"), progress=False)
+
+# --- every recipe learns, with every rung that it goes with ---
+
+@pytest.mark.parametrize("rungs", ["naive", "bf16,flash,fused_ops,chunked_ce,fp8,fused_adamw", "bf16,flash,checkpoint"])
+@pytest.mark.parametrize("recipe", ["adamw", "muon", "normuon", "speedrun"])
+def test_it_learns(tmp_path, recipe, rungs):
+    trainer, res = train(options(tmp_path, recipe=recipe, rungs=rungs, steps=60), progress=False)
+    first = next(r["loss"] for r in trainer.rows() if "loss" in r)
+    assert res["val_loss"] < first - (.3 if recipe == "adamw" else 1.)
+
+def shared(world, steps): # in each of two processes
+    "Weights after some steps of a recipe under ddp"
+    config = replace(NANO, vocab=320)
+    run = find_recipe("speedrun")(build(config, ["ddp"], world=world))
+    from llm_speedrun.runs import stepper_of
+    step = stepper_of(run)(replace(run, optimizer=partial(run.optimizer, lr=.02, weight_decay=.1)))
+    place, n = world.place("dp") if world.size > 1 else (0, 1)
+    for i in range(steps):
+        x, y = torch.randint(320, (2, 4, 16), generator=torch.Generator().manual_seed(i))
+        set_groups(run, step.opt, i, steps, .02)
+        step((x[place::n], y[place::n]))
+    return {k: p.detach().numpy() for k, p in run.model.named_parameters()}
+
+def test_two_processes_train_as_one():
+    "Each does the whole update of gradients that are the mean of all"
+    from llm_speedrun.runs import World
+    two = processes(2, shared, 8)
+    one = shared(World(), 8)
+    for k, w in one.items():
+        assert np.array_equal(two[0][k], two[1][k]), k
+        np.testing.assert_allclose(two[0][k], w, atol=2e-4, err_msg=k)
+
+# --- on a GPU ---
+
+@pytest.mark.cuda
+def test_a_step_costs_three_percent_at_most():
+    "The recipe's step of 131,072 tokens beside AdamW's, interleaved"
+    config = find_recipe("speedrun").shape(workload("124m"))
+    rungs = settled(config, parse_rungs("fastest"))
+    variants = {k: step_of(config, rungs, 128, find_recipe(k), 64) for k in ("adamw", "speedrun")}
+    res = compare(variants, reps=4)
+    more = ratio(res["speedrun"], res["adamw"])
+    print(f"{1/more:.3f} times AdamW's step")
+    assert 1/more < 1.03
+
+@pytest.mark.cuda
+def test_fp8_learns_as_bf16_does():
+    "Loss curves under the recipe, FP8 against bf16"
+    from llm_speedrun.data import Batches, open_corpus, prefetch
+    from llm_speedrun.runs import curve_gap
+    corpus, curves = open_corpus(), {}
+    config = find_recipe("speedrun").shape(replace(workload("124m"), vocab=max(1024, corpus.vocab)))
+    for k in ("fastest16", "fastest"):
+        run = find_recipe("speedrun")(build(config, settled(config, parse_rungs(k))))
+        step = GuardedStepper(replace(run, optimizer=partial(run.optimizer, lr=.02, weight_decay=.05)))
+        losses = []
+        for i, b in zip(range(400), prefetch(Batches(corpus.train, 16, 1024), run.device)):
+            set_groups(run, step.opt, i, 400, lr_at(i, 400, .02, 1, "wsd", .01, .7))
+            losses.append(step(b))
+        curves[k] = torch.stack(losses).tolist()
+    gap = curve_gap(*curves.values())
+    print(f"gap of the last 50 of 400 steps: {gap:.4f} nats")
+    assert gap < .02
