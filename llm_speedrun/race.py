@@ -132,11 +132,10 @@ def utf8_bytes(corpus, n): # a `Corpus`, how many tokens
     texts = corpus.tokenizer.decode_batch([p.tolist() for p in parts])
     return sum(len(t.encode()) for t in texts)
 
-# %% ../nbs/48_race.ipynb #race0011
+# %% ../nbs/48_race.ipynb #race0012
 WARM, GAUGE = 5, 10 # steps that compile and record; steps after them that say how fast the others will be
 NEVER = 10**9 # steps: the end isn't known yet
 
-# %% ../nbs/48_race.ipynb #race0012
 class Pace:
     "Counts the seconds of a run, sets its number of steps so that it ends with the clock, and has it judged"
     def __init__(self, job, # a `Job`
