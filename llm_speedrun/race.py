@@ -632,8 +632,8 @@ def check_name(name, option): # of a contestant; where it was given
 def own_contestant(text): # such as "muon: --recipe muon --lr .02"
     "A `Contestant` of ours. Raises `InputError` for options that can't be"
     name, colon, words = (s.strip() for s in text.partition(":"))
-    if not colon: raise InputError(f"--run {text!r} has no colon: give a name, a colon, and options of "
-                                   "speedrun_train, such as --run 'adamw: --rungs fastest'")
+    if not colon: raise InputError(f"--run {text!r} has no colon: give a name, a colon, and what "
+                                   "speedrun_train would be told: 'adamw: --rungs fastest'")
     check_name(name, "--run")
     try: words = shlex.split(words)
     except ValueError as e: raise InputError(f"--run {name!r}: {e}") from None

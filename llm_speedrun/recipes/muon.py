@@ -53,11 +53,13 @@ WHY_NOT = [("adamw8bit", "it keeps AdamW's moments in 8 bits, and matrices have 
            ("fsdp", "each process has a part of a matrix, and Muon needs it whole"),
            ("tensor_parallel", "each process has a part of a matrix, and Muon needs it whole")]
 
-def with_adamw(matrix, # settings of the matrices' group
+def with_adamw(run, # a `Run`
+               matrix, # settings of the matrices' group
                lr, # its learning rate, to which the others' are related
-               embed=.003, head=.004, vector=.015): # learning rates of the other roles
-    "Roles for `mixed`: the matrices as told, everything else by AdamW (rates as Jordan's, embeddings tied)"
-    others = dict(embed=embed, head=head, vector=vector)
+               embed=.003, head=.004, vector=.015): # those of the other roles, for a model of width 768
+    "Roles for `mixed`: the matrices as told, everything else by AdamW; wider tables take smaller steps"
+    wider = (run.model.config.width/768)**.5
+    others = dict(embed=embed/wider, head=head/wider, vector=vector)
     aside = dict(rule="adamw", betas=(.8, .95), eps=1e-10)
     decay = dict(embed=1e-3, head=1e-3, vector=0.)
     rest = {k: aside | dict(ratio=v/lr, weight_decay=decay[k]) for k, v in others.items()}
@@ -70,10 +72,10 @@ MUON = dict(schedule="wsd", warmup=0., cooldown=.7, final_lr=.01, weight_decay=.
 @recipe(excludes=WHY_NOT, lr=lambda config, step_tokens, passes: MUON_LR, **MUON)
 def muon(run, # a `Run`
          momentum=.95, # of the average
-         embed=.003, # learning rate of the embedding at the matrices' rate of 0.02
+         embed=.003, # learning rate of the embedding at the matrices' rate of 0.02, for a width of 768
          head=.004, # likewise, of an output matrix of its own
          vector=.015): # likewise, of norms
     "Muon for matrices, AdamW with rates of their own for the rest; a long cool-down to nearly zero"
     matrix = dict(rule="muon", momentum=momentum)
-    roles = with_adamw(matrix, MUON_LR, embed, head, vector)
+    roles = with_adamw(run, matrix, MUON_LR, embed, head, vector)
     return replace(run, optimizer=partial(mixed, roles=roles))

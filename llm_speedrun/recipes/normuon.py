@@ -36,6 +36,6 @@ def normuon(run, # a `Run`
             embed=.003, head=.004, vector=.015): # as for `muon`
     "Muon, with rows of equal size, cautious decay, and momentum that warms up"
     matrix = dict(rule="normuon", variance=variance, cautious=cautious, momentum=momentum)
-    roles = with_adamw(matrix, MUON_LR, embed, head, vector)
+    roles = with_adamw(run, matrix, MUON_LR, embed, head, vector)
     warm = (warmed_up("momentum", .85, momentum, rise),) if rise else ()
     return replace(run, optimizer=partial(mixed, roles=roles), schedules=run.schedules + warm)

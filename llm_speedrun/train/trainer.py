@@ -1210,7 +1210,7 @@ def shape(self:Trainer):
                          "choose a smaller --seq")
     self.config = replace(self.config, seq=c.seq)
     if c.resume: self.fit_batch()
-    self.sequences = divide(c, 32 if gpu else 16, self.world.place("dp")[1])
+    self.sequences = divide(c, 32, self.world.place("dp")[1])
 
 # %% ../../nbs/30_trainer.ipynb #2252c886
 @patch

@@ -221,7 +221,7 @@ FILES = { # of a run
     "tokenizer.json": "the tokenizer", "sample.txt": "a text at the end",
     "ladder.json": "rungs measured before training", "samples.jsonl": "texts during the run",
     "result.json": "how the run ended", "loss.png": "the loss curve",
-    "report.html": "the page of `speedrun_report`", "profile.json.gz": "a trace of some steps",
+    "evals.json": "scores of `speedrun_eval`", "report.html": "the page of `speedrun_report`", "profile.json.gz": "a trace of some steps",
     "profile.md": "that trace as a table", "checkpoints": "a folder for each checkpoint",
     "logs": "of several processes: a log of each, and where one stood that hung",
     "bad_batch.safetensors": "tokens of the batch at which a run gave up",
