@@ -337,7 +337,8 @@ def page_path(runs, # folders
     "Where the page goes. Raises `InputError` and `NotADirectoryError` where it can't"
     first, *others = [Path(r).resolve() for r in runs]
     name = others[0].name if len(others) == 1 else f"{len(others)}-others"
-    path = Path(out) if out else first.parent/f"compare-{first.name[:80]}-{name[:80]}.html"
+    beside = Path(os.path.relpath(first.parent))/f"compare-{first.name[:80]}-{name[:80]}.html"
+    path = Path(out) if out else beside
     if path.suffix != ".html" or path.is_dir():
         raise InputError(f"{path} is no page to write: choose an --out such as compare.html")
     check_writable(path.parent)
