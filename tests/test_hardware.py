@@ -22,7 +22,7 @@ def out_of_memory(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to 
 def gpu(monkeypatch):
     "A GPU of 40 GiB on which steps of at most `most` sequences fit; it notes the batches built and the limits set"
     said = SimpleNamespace(most=18, built=[], limits=[])
-    def step_of(config, rungs, batch, world):
+    def step_of(config, rungs, batch, recipe, world, model):
         said.built.append(batch)
         return lambda: (lambda: None) if batch <= said.most else out_of_memory()
     class limit:

@@ -344,6 +344,7 @@ def page_path(runs, # folders
     check_writable(path.parent)
     return path
 
+# %% ../../nbs/64_compare.ipynb #7539e49b
 def compare_and_tell(c): # `CompareOptions`
     "What `speedrun_compare` does: print the tables, write the page"
     both = Comparison(c.runs)
