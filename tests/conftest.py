@@ -110,8 +110,12 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU, skipped where there is none")
+    config.addinivalue_line("markers", "slow: one more case of what other tests check too; runs where SLOW=1 is set")
 
 def pytest_collection_modifyitems(items):
+    later = pytest.mark.skip(reason="slow, and others check the same in other cases: set SLOW=1 to run it")
+    for item in items:
+        if "slow" in item.keywords and not os.environ.get("SLOW"): item.add_marker(later)
     if torch.cuda.is_available(): return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU that torch can use, and this machine has none")
     for item in items:

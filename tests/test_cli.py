@@ -2,6 +2,7 @@
 import ast, inspect, json, math, os, re, subprocess, sys
 from configparser import ConfigParser
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 import numpy as np, pytest
 from llm_speedrun.files import InputError, decoded
@@ -157,6 +158,7 @@ CAN_PRINT = { # module, or one of its options -> the commands that can print its
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
 ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm"} # of pip, nvidia-smi, torchrun, docker
 
+@lru_cache
 def has(name): return {f"--{o.name}" for o in listed(COMMANDS[f"speedrun_{name}"].config)} | {"--debug", "--help"}
 
 def messages(tree):

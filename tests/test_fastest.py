@@ -225,7 +225,7 @@ def refuses_bad_weights(step, batch, names, values):
             assert all(torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(step.params, before))
             w[5] = was
 
-@pytest.mark.parametrize("where, rung", [("kernel", "fp8_attention"), ("kernel", "lean"), *(("PyTorch", r) for r in NEW)], indirect=["where"])
+@pytest.mark.parametrize("where, rung", [*(pytest.param("kernel", r, marks=pytest.mark.slow) for r in ("fp8_attention", "lean")), *(("PyTorch", r) for r in NEW)], indirect=["where"])
 def test_a_step_with_a_bad_weight_is_not_taken(where, rung):
     "With any of these rungs, and its loss shows it"
     if DEVICE.type == "cuda": pytest.skip("at real sizes below")

@@ -1,15 +1,19 @@
 "The notebooks' outputs come from the code beside them: `run_notebook.py` notes a digest of the code that it ran."
 import json, subprocess, sys
+from functools import lru_cache
 import pytest
 from cells import AWAITING, LESSONS, NBS, OLD, read
 from make_readme import ROOT
 from run_notebook import code_digest
 
+@lru_cache
+def digest_of(path): return code_digest(read(path))
+
 OUTPUTS = ROOT/"nbs/measurements/outputs.json"
 
 def stale(entries): # a dict of what `run_notebook.py` notes, by notebook
     "The notebooks whose outputs come from other code than they hold, or from nobody knows what"
-    return [p.stem for p in NBS if entries.get(p.stem, {}).get("code") != code_digest(read(p))]
+    return [p.stem for p in NBS if entries.get(p.stem, {}).get("code") != digest_of(p)]
 
 ANYWHERE = ["55_cluster"]    # shows files; the index shows records. Neither measures anything
 
@@ -63,7 +67,7 @@ def test_which_cells_count():
     assert code_digest(dict(cells=nb)) == code_digest(dict(cells=nb + [cell("# Title", "markdown"), cell("#| eval: false\nx = ...")]))
     assert code_digest(dict(cells=nb)) != code_digest(dict(cells=nb[:1])) != code_digest(dict(cells=nb[::-1]))
 
-def test_every_notebook_has_a_digest_of_its_own(): assert len({code_digest(read(p)) for p in NBS}) == len(NBS)
+def test_every_notebook_has_a_digest_of_its_own(): assert len({digest_of(p) for p in NBS}) == len(NBS)
 
 # --- a run ---
 
