@@ -88,7 +88,7 @@ def test_sidebar_and_index_are_in_reading_order():
 
 PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 5: "rungs", 6: ""}    # tens -> folder of the modules
 ABOUT_ALL = {"22_ladder", "25_peers", "48_race", "50_world"}    # stand among rungs or recipes and are none
-TRAINER = {"54_sharded_saving", "64_compare"}    # likewise, and belong to the trainer
+TRAINER = {"54_sharded_saving", "64_comparison"}    # likewise, and belong to the trainer
 
 def test_a_module_is_in_the_folder_of_its_part():
     for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):

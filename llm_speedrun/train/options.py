@@ -604,13 +604,13 @@ def speedrun_eval(c, given):
 @command(CompareOptions)
 def speedrun_compare(c, given):
     "Print losses, speed and what differs of two runs or more, and write a page with their curves"
-    from llm_speedrun.train.compare import compare_and_tell
+    from llm_speedrun.train.comparison import compare_and_tell
     compare_and_tell(c)
 
 @command(LrOptions)
 def speedrun_lr(c, given):
     "Find the peak learning rate: short runs from the same weights, each at another rate"
-    from llm_speedrun.train.compare import search_and_tell
+    from llm_speedrun.train.comparison import search_and_tell
     search_and_tell(c, given)
 
 # %% ../../nbs/33_options.ipynb #cf5b3ae6
