@@ -11,7 +11,8 @@ __all__ = ['WARM', 'GAUGE', 'NEVER', 'PEER_OPTIONS', 'RACERS', 'TRACK_3', 'KEPT'
            'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced', 'note_in',
            'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant', 'peer_options',
            'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'with_spread', 'race_table',
-           'passing_table', 'draw_losses', 'race_chart', 'share_race', 'race_of', 'race_and_tell']
+           'passing_table', 'draw_losses', 'race_chart', 'waterfall', 'share_race', 'shared_race', 'race_of',
+           'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -884,6 +885,22 @@ def race_chart(results): # of `Race.results`
     fig.legend(*l.get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(results)))
     return fig
 
+# %% ../nbs/48_race.ipynb #d2599948
+def waterfall(results): # of `Race.results`: each contestant is the one before with something added
+    "Their final losses as a staircase, each step with its size: a matplotlib figure"
+    import matplotlib.pyplot as plt
+    names, losses = [*results], [final(rs) for rs in results.values()]
+    fig, ax = plt.subplots(figsize=(7.4, .5 + .34*len(names)), layout="constrained")
+    for i, (loss, before) in enumerate(zip(losses, [losses[0], *losses])):
+        ax.barh(i, before - loss, left=loss, color="C0" if loss <= before else "C3")
+        ax.plot([loss, loss], [i - .4, i + 1.4 if i + 1 < len(names) else i + .4], color="k", lw=.8)
+        ax.annotate(f"{loss:.3f}" + (f" ({loss - before:+.3f})" if i else ""), (max(loss, before), i), (4, 0),
+                    textcoords="offset points", va="center", fontsize=8)
+    ax.set(yticks=range(len(names)), yticklabels=names, xlabel="loss (nats per token)")
+    ax.set_xlim(min(losses) - .02, max(losses) + .25*(max(losses) - min(losses)) + .02)
+    ax.invert_yaxis()
+    return fig
+
 # %% ../nbs/48_race.ipynb #race0072
 RULES = (
     "Loss in nats per token over {n:,} validation tokens of {data}, each once, at a context of {seq}, by "
@@ -926,13 +943,20 @@ def save(self:Race):
 # %% ../nbs/48_race.ipynb #race0076
 def share_race(race, # a `Race` with results
                folder): # of records
-    "Copy the race's record and chart to `races/<gpu>` in the folder. Returns both paths"
+    "Copy the race's record and chart to `races/<gpu>-<name of the race's folder>` there. Returns both paths"
     gpu = [*race.results().values()][0][0]["gpu"]
-    path = Path(folder)/"races"/records_path(gpu).name
+    path = Path(folder)/"races"/f"{records_path(gpu).stem}-{race.folder.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     both = [path, path.with_suffix(".png")]
     for to in both: to.write_bytes((race.folder/f"race{to.suffix}").read_bytes())
     return both
+
+def shared_race(name, # of its folder
+                gpu="NVIDIA H200"):
+    "The results of a race that `share_race` has put among the records of the course; {} where there is none"
+    path = records_path(gpu)
+    path = path.parent/"races"/f"{path.stem}-{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
 
 # %% ../nbs/48_race.ipynb #race0077
 @patch

@@ -89,6 +89,7 @@ class Run:
     stepper: Callable = None # (run, clip) -> what takes its steps, by default a `Stepper`
     seed: int = 0 # of the initial weights
     schedules: tuple = () # of a recipe: (group, step, steps) -> settings of a group of weights at that step
+    batching: Callable = None # of a recipe: (step, steps) -> updates in that step, pieces of each sequence
 
     @property
     def device(self):
@@ -464,7 +465,7 @@ def step_of(config, # a `GPTConfig`
         g = torch.Generator(device).manual_seed(world.place("dp")[0] if world.size > 1 else 0)
         x, y = torch.randint(config.vocab, (2, batch, config.seq), device=device, generator=g)
         batches = list(zip(x.split(micro or batch), y.split(micro or batch)))
-        return lambda: step(*batches)
+        return partial(step, *batches)
     return build_step
 
 # %% ../nbs/05_runs.ipynb #d74b1945

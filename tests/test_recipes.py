@@ -48,6 +48,30 @@ def test_each_group_has_its_rate(tmp_path):
     row = next(r for r in trainer.rows() if "lr_embed" in r)
     assert row["lr_embed"] == pytest.approx(row["lr"]/2/wider) and row["train_s"] > 0
 
+def test_updates_follow_the_phases(tmp_path):
+    "Steps of four sequences, in four updates of one, then two, then one; and sequences whole or cut"
+    trainer = Trainer(options(tmp_path, recipe="speedrun:updates=4+2+1:pieces=2+1", steps=6, batch=4), progress=False)
+    shapes, step = [], trainer.step
+    class Noted(type(step)):
+        def __call__(self, *batches):
+            shapes.append([tuple(x.shape) for x, _ in batches])
+            return super().__call__(*batches)
+    step.__class__ = Noted
+    trainer.fit()
+    T = trainer.cfg.seq
+    assert shapes == [[(2, T//2)]]*8 + [[(4, T//2)]]*2 + [[(2, T)]]*2 + [[(4, T)]]*2
+    rates = [r["lr"] for r in trainer.rows() if "loss" in r]
+    assert rates[0] == pytest.approx(.02) and rates[2]/rates[1] == pytest.approx(2**.5, rel=.3)
+
+def test_small_steps_have_fewer_updates(tmp_path):
+    "A step of one sequence, which nothing can divide"
+    trainer, res = train(options(tmp_path, recipe="speedrun", batch=1, accumulate=1, steps=4), progress=False)
+    assert res["steps"] == 4 and trainer.cfg.recipe == "speedrun"
+
+def test_the_average_is_of_the_tail(tmp_path):
+    assert made(tmp_path, steps=90)[1].ema == pytest.approx(.9)
+    assert made(tmp_path, steps=90, ema=.99, name="b")[1].ema == .99
+
 # --- what is refused ---
 
 @pytest.mark.parametrize("how, said", [

@@ -56,11 +56,12 @@ WHY_NOT = [("adamw8bit", "it keeps AdamW's moments in 8 bits, and matrices have 
 def with_adamw(run, # a `Run`
                matrix, # settings of the matrices' group
                lr, # its learning rate, to which the others' are related
-               embed=.003, head=.004, vector=.015): # those of the other roles, for a model of width 768
+               embed=.003, head=.004, vector=.015, # those of the other roles, for a model of width 768
+               betas=(.8, .95)): # AdamW's
     "Roles for `mixed`: the matrices as told, everything else by AdamW; wider tables take smaller steps"
     wider = (run.model.config.width/768)**.5
     others = dict(embed=embed/wider, head=head/wider, vector=vector)
-    aside = dict(rule="adamw", betas=(.8, .95), eps=1e-10)
+    aside = dict(rule="adamw", betas=betas, eps=1e-10)
     decay = dict(embed=1e-3, head=1e-3, vector=0.)
     rest = {k: aside | dict(ratio=v/lr, weight_decay=decay[k]) for k, v in others.items()}
     return dict(matrix=matrix) | rest
@@ -69,7 +70,7 @@ def with_adamw(run, # a `Run`
 MUON_LR = .02 # peak rate of the matrices
 MUON = dict(schedule="wsd", warmup=0., cooldown=.7, final_lr=.01, weight_decay=.05, clip=1.)
 
-@recipe(excludes=WHY_NOT, lr=lambda config, step_tokens, passes: MUON_LR, **MUON)
+@recipe(excludes=WHY_NOT, lr=lambda config, **length: MUON_LR, **MUON)
 def muon(run, # a `Run`
          momentum=.95, # of the average
          embed=.003, # learning rate of the embedding at the matrices' rate of 0.02, for a width of 768

@@ -24,18 +24,19 @@ class NorMuonRule:
 
     def __call__(self, group, params, grads, states, found_inf=None): # as for `AdamWRule`
         "One step, in place. Never waits for the GPU"
-        fast_muon(group, params, grads, states, found_inf)
+        fast_muon(group, params, grads, states, found_inf, symmetric=True)
 
 # %% ../../nbs/45_normuon.ipynb #1c7232fa
-@recipe(excludes=WHY_NOT, lr=lambda config, step_tokens, passes: MUON_LR, **MUON)
+@recipe(excludes=WHY_NOT, lr=lambda config, **length: MUON_LR, **MUON)
 def normuon(run, # a `Run`
             variance=.95, # decay of the average of the rows' sizes; 0 leaves the rows as Muon makes them
             cautious=True, # decay only where the step goes to zero too
             momentum=.95, # of the average of gradients
             rise=300, # steps in which that rises from 0.85
-            embed=.003, head=.004, vector=.015): # as for `muon`
+            embed=.003, head=.004, vector=.015, # as for `muon`
+            beta2=.95): # of AdamW, for all but the matrices
     "Muon, with rows of equal size, cautious decay, and momentum that warms up"
     matrix = dict(rule="normuon", variance=variance, cautious=cautious, momentum=momentum)
-    roles = with_adamw(run, matrix, MUON_LR, embed, head, vector)
+    roles = with_adamw(run, matrix, MUON_LR, embed, head, vector, (.8, beta2))
     warm = (warmed_up("momentum", .85, momentum, rise),) if rise else ()
     return replace(run, optimizer=partial(mixed, roles=roles), schedules=run.schedules + warm)

@@ -104,7 +104,7 @@ class Recipe:
     options: dict # name -> value
     model: type = GPT # the class of the model
     shape: Callable = lambda config: config # GPTConfig -> GPTConfig
-    defaults: dict = field(default_factory=dict) # of the trainer; (config, step_tokens, passes) -> value, too
+    defaults: dict = field(default_factory=dict) # of the trainer; or (config, **length of the run) -> value
     excludes: tuple = () # pairs of a rung and why the recipe doesn't go with it
 
     def __call__(self, run): # a `Run` with all its rungs
@@ -141,7 +141,7 @@ def recipe(model=GPT, shape=lambda config: config, excludes=(), # as in `Recipe`
 
 # %% ../../nbs/41_recipe.ipynb #89d8907e
 @recipe(schedule="cosine", warmup=.05, cooldown=.2, final_lr=.1, weight_decay=.1, clip=1.,
-        lr=lambda config, step_tokens, passes: .5/config.width)
+        lr=lambda config, **length: .5/config.width)
 def adamw(run): # a `Run`
     "AdamW for every weight, by whichever of the rungs' optimizers"
     return run

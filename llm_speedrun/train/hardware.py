@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['PRESETS', 'PARALLEL', 'HARDWARE', 'ROOM', 'clash', 'fitting', 'preset', 'presets', 'check_name', 'preset_of',
            'parse_rungs', 'left_out', 'Settled', 'settle_rungs', 'state_gib', 'parallel_rungs', 'Hardware', 'hardware',
-           'growing_segments', 'divisors', 'smaller', 'most_sequences', 'micro_batches', 'Trial', 'attempt', 'slowest',
-           'first_that_fits', 'trial', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel',
-           'tell_together', 'climb_with_gpus']
+           'growing_segments', 'divisors', 'smaller', 'most_sequences', 'micro_batches', 'Trial', 'mean_ms', 'attempt',
+           'slowest', 'first_that_fits', 'trial', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of',
+           'check_parallel', 'tell_together', 'climb_with_gpus']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
 import os, sys
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 import msgspec, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,6 +27,7 @@ from ..roofline import predict_ms
 from ..runs import (RUNGS, World, bench, build, check_rung, code_of, count_step, find_rung,
                                free_memory, in_order, micro_batch, parsed, rung_name, rung_options,
                                run_record, settle, settled, step_of, stepper_of, to_settle)
+from ..recipes.batch import divided
 from ..recipes.recipe import adamw as ADAMW
 from ..rungs.amp import half_rung
 from ..rungs.checkpointing import MemoryCounter, prepared
@@ -206,9 +208,22 @@ def micro_batches(rows, # sequences in a step
 class Trial:
     "How some steps of `batch` sequences went"
     batch: int # sequences in the micro-batch
-    ms: float | None # of a step of one micro-batch, once it is warm; None if it wasn't timed
+    ms: float | None # of a step of one micro-batch, once it is warm, a mean over phases; None if not timed
     peak_gib: float | None # GPU memory that the steps needed; None on a CPU
     warmup_s: float # seconds before it was warm: building, kernels to compile, four steps
+
+# %% ../../nbs/32_hardware.ipynb #24f93c4e
+def mean_ms(step, # of `step_of`, warm: of one micro-batch
+            rows, # sequences in a step
+            timed): # steps to time
+    "Milliseconds of a micro-batch, a mean over the phases of the run's recipe"
+    (x, y), = step.args
+    phases, ms = step.func.run.batching, lambda f: summarize(sample_ms(f, timed)).ms
+    if not phases: return ms(step)
+    def of(updates, pieces):
+        parts = [divided(t, max(1, updates*len(x)//rows), pieces)[0] for t in (x, y)]
+        return ms(warm_up(lambda: partial(step.func, parts), 4)[0]) * x.numel()/parts[0].numel()
+    return sum(share*of(*k) for k, share in phases.shares().items())
 
 # %% ../../nbs/32_hardware.ipynb #59de9bcc
 def attempt(config, # a `GPTConfig`
@@ -216,13 +231,14 @@ def attempt(config, # a `GPTConfig`
             batch, # sequences
             timed=5, # steps to time
             world=World(), # the processes that share the steps, `batch` each
-            recipe=ADAMW): # how the weights learn
+            recipe=ADAMW, # how the weights learn
+            rows=0): # sequences in a step, where they are more
     "Four steps, the third of which a rung may record, then those to time: a `Trial`. None if they don't fit"
     free_memory()
     try:
         made = step_of(config, rungs, batch, recipe, world=world, model=recipe.model)
         step, m = warm_up(made, steps=4)
-        ms = summarize(sample_ms(step, timed)).ms if timed else None
+        ms = mean_ms(step, rows or batch, timed) if timed else None
         res = Trial(batch, ms, m.peak_gib, m.warmup_s)
     except torch.OutOfMemoryError: res = None # the traceback, which holds every tensor, goes with it
     return slowest(world.gathered(res))
@@ -240,10 +256,12 @@ def first_that_fits(config, rungs, sizes, # a `GPTConfig`, names, batches in the
                     gib, # GPU memory to use
                     timed=0, # steps to time
                     world=World(), # the processes that share the steps
-                    recipe=ADAMW): # how the weights learn
+                    recipe=ADAMW, # how the weights learn
+                    rows=0): # sequences in a step
     "The `Trial` of the first of `sizes` that fits, None if none does"
     with memory_limit(gib):
-        try: return next(filter(None, (attempt(config, rungs, n, timed, world, recipe) for n in sizes)), None)
+        tried = (attempt(config, rungs, n, timed, world, recipe, rows) for n in sizes)
+        try: return next(filter(None, tried), None)
         finally: free_memory()
 
 # %% ../../nbs/32_hardware.ipynb #5b7bcbb2
@@ -258,7 +276,7 @@ def trial(config, # a `GPTConfig`
     "The `Trial` of the first micro-batch that fits. Raises `RunError` where one sequence doesn't"
     gib = gib or (gpu_gib() if torch.cuda.is_available() else 0)
     sizes, room = micro_batches(rows, batch), gib if batch else ROOM*gib
-    t = first_that_fits(config, rungs, sizes, room, timed, world, recipe)
+    t = first_that_fits(config, rungs, sizes, room, timed, world, recipe, rows)
     if t is None:
         raise RunError(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs smallest, "
                        "or a smaller --workload or --seq")

@@ -50,6 +50,7 @@ from .options import TrainConfig, agree, end_group, first_to_say, group_file, un
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers)
 from .report import LivePlot, html_report, loss_chart, notebook_display
+from ..recipes.batch import divided
 from ..recipes.recipe import best_recipe, parse_recipe, set_groups
 from ..recipes.schedules import SCHEDULES, Average, guarded, lr_at, warmup_steps
 
@@ -94,7 +95,7 @@ def set_lr(self:Trainer):
     c = self.cfg
     lr = self.lr_of(c.steps)
     set_groups(self.run, self.step.opt, self.done, c.steps, lr)
-    return lr
+    return next((g["lr"] for g in self.step.opt.param_groups if g.get("role") == "matrix"), lr)
 
 @patch
 def lr_of(self:Trainer, steps): # of the whole run
@@ -1097,9 +1098,17 @@ def shrink(self:Trainer):
 # %% ../../nbs/30_trainer.ipynb #353c801e
 @patch
 def take(self:Trainer, x, y): # all sequences of a step that are this process'
-    "Take a step in micro-batches, smaller ones where memory runs out. Returns its loss, on the device"
+    "Take a step, in as many updates as the recipe says. Returns its mean loss, on the device"
+    parts = self.run.batching(self.done, self.cfg.steps) if self.run.batching else (1, 1)
+    losses = [self.take_update(*xy) for xy in zip(divided(x, *parts), divided(y, *parts))]
+    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+@patch
+def take_update(self:Trainer, x, y): # B T of an update
+    "An update in micro-batches, smaller ones where memory runs out. Returns its loss, on the device"
     while True:
-        try: return self.step(*zip(x.split(self.cfg.batch), y.split(self.cfg.batch)))
+        size = min(self.cfg.batch * self.cfg.seq//x.shape[1], len(x))
+        try: return self.step(*zip(x.split(size), y.split(size)))
         except torch.OutOfMemoryError: pass
         self.not_alone("a step")
         if self.step.applying:
@@ -1210,7 +1219,7 @@ def shape(self:Trainer):
                          "choose a smaller --seq")
     self.config = replace(self.config, seq=c.seq)
     if c.resume: self.fit_batch()
-    self.sequences = divide(c, 32, self.world.place("dp")[1])
+    self.sequences = divide(c, 64, self.world.place("dp")[1])
 
 # %% ../../nbs/30_trainer.ipynb #2252c886
 @patch
@@ -1313,10 +1322,11 @@ def fill_in(self:Trainer):
     "Give the options that weren't given the recipe's values, of which some depend on how long the run is"
     c = self.cfg
     if c.resume: return
-    passes = 0. if c.stream else c.steps/self.batches.per_epoch
+    length = dict(steps=c.steps, step_tokens=c.step_tokens,
+                  passes=0. if c.stream else c.steps/self.batches.per_epoch)
     for k, v in self.recipe.defaults.items():
         if k in self.given and getattr(c, k) or k in self.given and k != "lr": continue
-        setattr(c, k, v(self.config, c.step_tokens, passes) if callable(v) else v)
+        setattr(c, k, v(self.config, **length) if callable(v) else v)
 
 # %% ../../nbs/30_trainer.ipynb #91c6e871
 @patch
