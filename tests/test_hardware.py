@@ -30,7 +30,7 @@ def gpu(monkeypatch):
         def __enter__(self): pass
         def __exit__(self, *args): pass
     for name, value in dict(step_of=step_of, memory_limit=limit, most_sequences=lambda: 64, gpu_gib=lambda: 40.,
-                            sample_ms=lambda step, n: [7.]*n).items(): monkeypatch.setattr(hardware, name, value)
+                            mean_ms=lambda step, rows, n: 7.).items(): monkeypatch.setattr(hardware, name, value)
     monkeypatch.setattr(hardware, "warm_up", lambda build, steps: (build(), SimpleNamespace(peak_gib=1., warmup_s=2.)))
     return said
 

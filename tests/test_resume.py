@@ -40,14 +40,19 @@ def state(trainer):
 DATA = dict(stream=dict(stream=True), mixture=dict(data="mixture"), average=dict(ema=.9, schedule="wsd"), documents=dict(documents=True))
 
 @posix
+def test_the_same_bits_in_phases(tmp_path, monkeypatch):
+    "As below, where a step has four updates, then two, then one, and the weights have an average"
+    test_the_same_bits(tmp_path, monkeypatch, "naive", recipe="speedrun", accumulate=1, calls=4*4 + 2)
+
+@posix
 @pytest.mark.parametrize("rungs", ["naive", "flash,fused_adamw", "bf16,bf16_weights", f"{FULL},fp8,fused_adamw",
                                    "adamw8bit"])
-def test_the_same_bits(tmp_path, monkeypatch, rungs, **more):
+def test_the_same_bits(tmp_path, monkeypatch, rungs, calls=5, **more):
     "Twelve steps of two micro-batches at once, and five and seven: weights, moments, scales, losses"
     how = dict(rungs=rungs, steps=12, accumulate=2, evals=3, deterministic=True) | more
     whole, res = go(tmp_path/"whole", **how)
     with monkeypatch.context() as m:
-        stop_at(m, 4 + 5)     # the trial before a run takes four
+        stop_at(m, 4 + calls)     # the trial before a run takes four
         half, stopped = go(tmp_path/"parts", **how)
     assert stopped["interrupted"] and stopped["steps"] == 5 and stopped["val_loss"]
     rest, end = resume(tmp_path/"parts")
@@ -139,7 +144,7 @@ print("kills", kills)
 @posix
 def test_killed_again_and_again(tmp_path, steps=int(os.environ.get("KILLED_STEPS", 6))):
     "kill -9 at random moments, most of them while a checkpoint is written: every run resumes, on the curve of no kill (more with KILLED_STEPS)"
-    whole, _ = go(tmp_path/"whole", steps=steps)
+    whole, _ = go(tmp_path/"whole", steps=steps, recipe="speedrun")    # what a run of its own takes
     cmd = [sys.executable, "-c", KILLS, str(tmp_path), str(Path(__file__).parent), str(steps)]
     env = os.environ | dict(OMP_NUM_THREADS="1")
     out = subprocess.run(cmd, capture_output=True, text=True, timeout=3*(60 + 10*steps), env=env)

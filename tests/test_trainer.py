@@ -380,7 +380,7 @@ def test_average(tmp_path):
     saved = load_file(tmp_path/"runs/run/model.safetensors")
     mean = dict(zip((k for k, _ in trainer.run.model.named_parameters()), trainer.average.mean))
     for k, v in mean.items(): assert torch.equal(saved[f"model.{k}"], v.cpu())
-    assert not torch.equal(trainer.step.params[0], trainer.average.mean[0])
+    assert torch.equal(trainer.step.params[0], trainer.average.mean[0])     # what was saved is what the trainer ends with
 
 def test_target(tmp_path):
     "A run stops at the first evaluation that reaches the target, and says so"

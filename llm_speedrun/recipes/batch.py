@@ -77,6 +77,10 @@ class Phases:
         n = math.lcm(len(self.updates), len(self.pieces))
         return {k: v/n for k, v in Counter(self(i, n) for i in range(n)).items()}
 
+    def __str__(self): # what it says where there is more than one
+        said = ((self.updates, "updates a step"), (self.pieces, "pieces a sequence"))
+        return "; ".join(f"{', '.join(map(str, xs))} {of}" for xs, of in said if tuple(map(int, xs)) != (1,))
+
 # %% ../../nbs/42_batch.ipynb #03edc95e
 def gentler(phases, # a `Phases`
             power=.5): # of the part of a step's tokens that an update has

@@ -77,6 +77,13 @@ def used(self:Average):
         finally:
             for p, k in zip(self.params, kept): p.copy_(k)
 
+# %% ../../nbs/40_schedules.ipynb #5c675af0
+@patch
+@torch.no_grad()
+def apply(self:Average):
+    "Make the parameters their average, for good"
+    for p, m in zip(self.params, self.mean): p.copy_(m)
+
 def copies(params): # tensors
     "Copies of them, in main memory where the GPU has no room for all"
     try: return [p.clone() for p in params]

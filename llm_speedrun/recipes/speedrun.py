@@ -36,7 +36,7 @@ def speedrun(run, # a `Run`
              variance=.95, cautious=True, # as for `normuon`, which the rest is of, too
              momentum=.9, rise=300, embed=.004, head=.004, vector=.015, beta2=.99,
              updates=(4, 2, 1), pieces=(2, 1)): # as for `Phases`
-    "NorMuon, with blocks that add nothing at first, heads of 128, growing batches, decay by the number of passes"
+    "NorMuon, with blocks that add nothing at first, heads of 128, batches that grow, decay by passes"
     init(run, embed=.02, matrix=.577)
     run = normuon.apply(run, variance, cautious, momentum, rise, embed, head, vector, beta2)
     phases = Phases(tuple(updates), tuple(pieces))

@@ -440,6 +440,7 @@ def finish(self:Trainer):
     text = self.sample()
     if self.world.first: self.sum_up(res, text)
     self.close()
+    if self.average: self.average.apply() # what the saved weights are
     if self.world.first: html_report(self.folder)
     return res | dict(sample=text)
 
@@ -1103,6 +1104,7 @@ def take(self:Trainer, x, y): # all sequences of a step that are this process'
     losses = [self.take_update(*xy) for xy in zip(divided(x, *parts), divided(y, *parts))]
     return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
+# %% ../../nbs/30_trainer.ipynb #c77e6fda
 @patch
 def take_update(self:Trainer, x, y): # B T of an update
     "An update in micro-batches, smaller ones where memory runs out. Returns its loss, on the device"
@@ -1379,7 +1381,10 @@ def tell_rungs(self:Trainer):
     on = "".join(f"\n  {r}{measured(r)}" for r in c.rungs.split(",") if r) or " no rungs"
     many = f"{dp} x " if (dp := self.world.place("dp")[1]) > 1 else ""
     self.say(f"{many}{c.accumulate} x {c.batch} sequences of {c.seq} tokens in a step, with{on}")
-    self.say(f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}, weight decay {c.weight_decay:g}")
+    decay = f"weight decay {c.weight_decay:.3g}"
+    self.say(f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}, {decay}")
+    average = f"average of the last {1/(1 - c.ema):,.0f} steps" if c.ema else ""
+    if more := "; ".join(filter(None, [str(self.run.batching or ""), average])): self.say(f"  {more}")
     if self.wanted.split(",")[0] != "auto": # of auto the ladder says it
         for name, why in left_out(self.wanted, c.rungs.split(",")): self.say(f"  not {name}: {why}")
 
