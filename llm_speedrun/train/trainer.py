@@ -1381,12 +1381,18 @@ def tell_rungs(self:Trainer):
     on = "".join(f"\n  {r}{measured(r)}" for r in c.rungs.split(",") if r) or " no rungs"
     many = f"{dp} x " if (dp := self.world.place("dp")[1]) > 1 else ""
     self.say(f"{many}{c.accumulate} x {c.batch} sequences of {c.seq} tokens in a step, with{on}")
-    decay = f"weight decay {c.weight_decay:.3g}"
+    self.tell_recipe()
+    if self.wanted.split(",")[0] != "auto": # of auto the ladder says it
+        for name, why in left_out(self.wanted, c.rungs.split(",")): self.say(f"  not {name}: {why}")
+
+# %% ../../nbs/30_trainer.ipynb #dc156bfd
+@patch
+def tell_recipe(self:Trainer):
+    "Say what the recipe is, and what it made of options that weren't given"
+    c, decay = self.cfg, f"weight decay {self.cfg.weight_decay:.3g}"
     self.say(f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}, {decay}")
     average = f"average of the last {1/(1 - c.ema):,.0f} steps" if c.ema else ""
     if more := "; ".join(filter(None, [str(self.run.batching or ""), average])): self.say(f"  {more}")
-    if self.wanted.split(",")[0] != "auto": # of auto the ladder says it
-        for name, why in left_out(self.wanted, c.rungs.split(",")): self.say(f"  not {name}: {why}")
 
 # %% ../../nbs/30_trainer.ipynb #a4bb1750
 def train(cfg, # a `TrainConfig`
