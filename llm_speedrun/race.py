@@ -11,8 +11,8 @@ __all__ = ['WARM', 'GAUGE', 'NEVER', 'PEER_OPTIONS', 'RACERS', 'TRACK_3', 'KEPT'
            'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced', 'note_in',
            'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant', 'peer_options',
            'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'with_spread', 'race_table',
-           'passing_table', 'draw_losses', 'race_chart', 'waterfall', 'share_race', 'shared_race', 'race_of',
-           'race_and_tell']
+           'passing_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'share_race', 'shared_race',
+           'race_of', 'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -941,16 +941,24 @@ def save(self:Race):
     return text
 
 # %% ../nbs/48_race.ipynb #race0076
+def without_paths(x): # as JSON has it
+    "The same, with the last part of each absolute path: where things lay on a machine is nobody's business"
+    if isinstance(x, dict): return {k: without_paths(v) for k, v in x.items()}
+    if isinstance(x, list): return [*map(without_paths, x)]
+    return Path(x).name if isinstance(x, str) and Path(x).is_absolute() else x
+
 def share_race(race, # a `Race` with results
                folder): # of records
     "Copy the race's record and chart to `races/<gpu>-<name of the race's folder>` there. Returns both paths"
     gpu = [*race.results().values()][0][0]["gpu"]
     path = Path(folder)/"races"/f"{records_path(gpu).stem}-{race.folder.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    both = [path, path.with_suffix(".png")]
-    for to in both: to.write_bytes((race.folder/f"race{to.suffix}").read_bytes())
-    return both
+    record = without_paths(json.loads((race.folder/"race.json").read_text(encoding="utf-8")))
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".png").write_bytes((race.folder/"race.png").read_bytes())
+    return [path, path.with_suffix(".png")]
 
+# %% ../nbs/48_race.ipynb #bbb6f93e
 def shared_race(name, # of its folder
                 gpu="NVIDIA H200"):
     "The results of a race that `share_race` has put among the records of the course; {} where there is none"

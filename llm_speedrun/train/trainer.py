@@ -1118,8 +1118,7 @@ def take_update(self:Trainer, x, y): # B T of an update
                                f"--resume {self.folder}")
         self.step.opt.zero_grad(set_to_none=True)
         self.run.release()
-        self.shrink(); self.write_config()
-        self.flush() # the rows of the steps before
+        self.shrink(); self.write_config(); self.flush() # the rows of the steps before
         self.write(dict(step=self.done, event=f"out of memory: micro-batches of {self.cfg.batch}"))
 
 # %% ../../nbs/30_trainer.ipynb #d4c0f6ac
