@@ -1088,9 +1088,9 @@ def take_batch(self:Trainer, batch): # sequences
 
 # %% ../../nbs/30_trainer.ipynb #6a3d569f
 @patch
-def shrink(self:Trainer):
-    "Halve the micro-batch. Raises `RuntimeError` where it is one sequence already"
-    if not (new := smaller(self.rows_here, self.cfg.batch)): raise RunError(
+def shrink(self:Trainer, batch): # sequences that were too many
+    "Go on with half of them. Raises `RuntimeError` where it is one sequence already"
+    if not (new := smaller(self.rows_here, batch)): raise RunError(
         f"out of GPU memory with one sequence of {self.cfg.seq} tokens: try --rungs smallest, "
         "or a smaller --workload or --seq")
     self.take_batch(new)
@@ -1113,12 +1113,12 @@ def take_update(self:Trainer, x, y): # B T of an update
         try: return self.step(*zip(x.split(size), y.split(size)))
         except torch.OutOfMemoryError: pass
         self.not_alone("a step")
-        if self.step.applying:
-            raise RunError("out of GPU memory in the middle of an update. Make room, and go on with "
-                               f"--resume {self.folder}")
+        if self.step.applying: raise RunError("out of GPU memory in the middle of an update. Make room, "
+                                              f"and go on with --resume {self.folder}")
         self.step.opt.zero_grad(set_to_none=True)
         self.run.release()
-        self.shrink(); self.write_config(); self.flush() # the rows of the steps before
+        self.shrink(size*x.shape[1]//self.cfg.seq); self.write_config()
+        self.flush() # the rows of the steps before
         self.write(dict(step=self.done, event=f"out of memory: micro-batches of {self.cfg.batch}"))
 
 # %% ../../nbs/30_trainer.ipynb #d4c0f6ac
