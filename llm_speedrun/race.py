@@ -873,7 +873,7 @@ def draw_losses(ax, results, key, unit): # matplotlib axes; of `Race.results`; "
 
 # %% ../nbs/48_race.ipynb #race0071
 def race_chart(results): # of `Race.results`
-    "Loss over seconds and over tokens, from a third of the race on: a matplotlib figure"
+    "Loss over seconds and over tokens, at the scale of the last two thirds: a matplotlib figure"
     import matplotlib.pyplot as plt
     fig, (l, r) = plt.subplots(1, 2, figsize=(7.4, 3.4), sharey=True, layout="constrained")
     draw_losses(l, results, "seconds", 1)
@@ -886,7 +886,7 @@ def race_chart(results): # of `Race.results`
     return fig
 
 # %% ../nbs/48_race.ipynb #d2599948
-def waterfall(results): # of `Race.results`: each contestant is the one before with something added
+def waterfall(results): # of `Race.results`: each contestant adds something to the one before
     "Their final losses as a staircase, each step with its size: a matplotlib figure"
     import matplotlib.pyplot as plt
     names, losses = [*results], [final(rs) for rs in results.values()]
@@ -894,9 +894,9 @@ def waterfall(results): # of `Race.results`: each contestant is the one before w
     for i, (loss, before) in enumerate(zip(losses, [losses[0], *losses])):
         ax.barh(i, before - loss, left=loss, color="C0" if loss <= before else "C3")
         ax.plot([loss, loss], [i - .4, i + 1.4 if i + 1 < len(names) else i + .4], color="k", lw=.8)
-        ax.annotate(f"{loss:.3f}" + (f" ({loss - before:+.3f})" if i else ""), (max(loss, before), i), (4, 0),
+        ax.annotate(f"{loss:.3f}" + (f" ({loss - before:+.3f})".replace("-", "−") if i else ""), (max(loss, before), i), (4, 0),
                     textcoords="offset points", va="center", fontsize=8)
-    ax.set(yticks=range(len(names)), yticklabels=names, xlabel="loss (nats per token)")
+    ax.set(yticks=range(len(names)), yticklabels=names, xlabel="final loss (nats per token)")
     ax.set_xlim(min(losses) - .02, max(losses) + .25*(max(losses) - min(losses)) + .02)
     ax.invert_yaxis()
     return fig
@@ -945,7 +945,9 @@ def without_paths(x): # as JSON has it
     "The same, with the last part of each absolute path: where things lay on a machine is nobody's business"
     if isinstance(x, dict): return {k: without_paths(v) for k, v in x.items()}
     if isinstance(x, list): return [*map(without_paths, x)]
-    return Path(x).name if isinstance(x, str) and Path(x).is_absolute() else x
+    if not isinstance(x, str): return x
+    option, equals, path = x.rpartition("=") # --init=/home/me/runs/mine
+    return f"{option}{equals}{Path(path).name}" if Path(path).expanduser().is_absolute() else x
 
 def share_race(race, # a `Race` with results
                folder): # of records

@@ -65,7 +65,7 @@ def best_batch(noise, # tokens
 @dataclass(frozen=True)
 class Phases:
     "A `Run.batching`: in phases of equal length, more updates in a step, and shorter sequences, at first"
-    updates: tuple = (1,) # in a step of each phase: at most so many as it has sequences for
+    updates: tuple = (1,) # in a step of each phase; fewer where these don't divide its sequences (`divided`)
     pieces: tuple = (1,) # that a sequence is cut into
 
     def __call__(self, step, steps): # 0 is the first; of the whole run
@@ -84,7 +84,7 @@ class Phases:
 # %% ../../nbs/42_batch.ipynb #03edc95e
 def gentler(phases, # a `Phases`
             power=.5): # of the part of a step's tokens that an update has
-    "A schedule for `Run.schedules`: lower rates for smaller updates"
+    "A schedule for `Run.schedules`: lower rates for smaller updates, as many as `phases` says"
     return lambda group, step, steps: dict(lr=group["lr"] * phases(step, steps)[0]**-power)
 
 def divided(x, # B T tokens

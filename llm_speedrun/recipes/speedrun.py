@@ -26,7 +26,7 @@ def decay_for(config, # a `GPTConfig`
 def average_for(config, # a `GPTConfig`
                 steps, # of the run
                 **length): # the rest of what is known of it
-    "Decay of the average of the weights: it is over the last ninth of the steps"
+    "Decay of the average of the weights: so large that it stays one over about a tenth of the run"
     return max(.5, 1 - 9/steps)
 
 # %% ../../nbs/47_speedrun.ipynb #fe346ca3
