@@ -894,8 +894,8 @@ def waterfall(results): # of `Race.results`: each contestant adds something to t
     for i, (loss, before) in enumerate(zip(losses, [losses[0], *losses])):
         ax.barh(i, before - loss, left=loss, color="C0" if loss <= before else "C3")
         ax.plot([loss, loss], [i - .4, i + 1.4 if i + 1 < len(names) else i + .4], color="k", lw=.8)
-        ax.annotate(f"{loss:.3f}" + (f" ({loss - before:+.3f})".replace("-", "−") if i else ""), (max(loss, before), i), (4, 0),
-                    textcoords="offset points", va="center", fontsize=8)
+        said = f"{loss:.3f}" + (f" ({loss - before:+.3f})".replace("-", "−") if i else "")
+        ax.annotate(said, (max(loss, before), i), (4, 0), textcoords="offset points", va="center", fontsize=8)
     ax.set(yticks=range(len(names)), yticklabels=names, xlabel="final loss (nats per token)")
     ax.set_xlim(min(losses) - .02, max(losses) + .25*(max(losses) - min(losses)) + .02)
     ax.invert_yaxis()
@@ -946,9 +946,10 @@ def without_paths(x): # as JSON has it
     if isinstance(x, dict): return {k: without_paths(v) for k, v in x.items()}
     if isinstance(x, list): return [*map(without_paths, x)]
     if not isinstance(x, str): return x
-    option, equals, path = x.rpartition("=") # --init=/home/me/runs/mine
+    option, equals, path = x.rpartition("=") # --init=/a/b
     return f"{option}{equals}{Path(path).name}" if Path(path).expanduser().is_absolute() else x
 
+# %% ../nbs/48_race.ipynb #eb6ba4db
 def share_race(race, # a `Race` with results
                folder): # of records
     "Copy the race's record and chart to `races/<gpu>-<name of the race's folder>` there. Returns both paths"

@@ -223,7 +223,7 @@ def test_each_rate_begins_at_the_same_place(search):
     assert one == two and one["losses"][0] == hot["losses"][0] != other["losses"][0]
     assert one["losses"] != hot["losses"] and one["steps"] == 20 and one["val_loss"] > 0
 
-@pytest.mark.parametrize("recipe", ["adamw", "muon"])
+@pytest.mark.parametrize("recipe", ["adamw", "muon", "speedrun"])
 def test_a_short_run_is_a_training_run(tmp_path, nano, recipe):
     "Its losses are those of speedrun_train with the same options and that rate, whatever groups the recipe has"
     search = Search(searching(tmp_path, train=dict(recipe=recipe)), progress=False)
@@ -231,7 +231,8 @@ def test_a_short_run_is_a_training_run(tmp_path, nano, recipe):
     theirs = [r["loss"] for r in read_run(folder)["rows"] if "loss" in r]
     mine = search.try_rate(.02)
     assert mine["losses"] == pytest.approx(theirs, abs=1e-6)
-    assert mine["val_loss"] == pytest.approx(read_run(folder)["result"].val_loss, abs=1e-6)
+    if recipe != "speedrun": # which evaluates an average of the weights
+        assert mine["val_loss"] == pytest.approx(read_run(folder)["result"].val_loss, abs=1e-6)
 
 def test_all_groups_keep_their_proportions(search):
     "A recipe's groups have rates of their own"
@@ -251,7 +252,7 @@ def test_all_groups_keep_their_proportions(search):
     assert all(b == pytest.approx(10*a) for a, b in seen) and max(a for a, _ in seen) == pytest.approx(.04)
     seen.clear()
     rates, losses = search.sweep()
-    assert [a for a, _ in seen] == pytest.approx(rates) and all(b == pytest.approx(10*a) for a, b in seen)
+    assert [a for a, _ in seen] == pytest.approx(rates) and len({round(b/a, 6) for a, b in seen}) == 1
     assert rates == pytest.approx(spaced(search.rates[0], search.rates[-1], 20)) and len(losses) == 20
 
 def test_a_run_that_diverges_ends_early(search):

@@ -19,7 +19,7 @@ class NorMuonRule:
     settings = dict(momentum=.95, weight_decay=0., variance=.95, cautious=True, steps=5)
 
     def new_state(self, p, group): # a matrix, its group
-        "The average of its gradients, and of its rows' sizes"
+        "The average of its gradients, and of the sizes along its longer side"
         return new_state(p, group["variance"])
 
     def __call__(self, group, params, grads, states, found_inf=None): # as for `AdamWRule`
@@ -29,10 +29,10 @@ class NorMuonRule:
 # %% ../../nbs/45_normuon.ipynb #1c7232fa
 @recipe(excludes=WHY_NOT, lr=lambda config, **length: MUON_LR, **MUON)
 def normuon(run, # a `Run`
-            variance=.95, # decay of the average of the rows' sizes; 0 leaves the rows as Muon makes them
+            variance=.95, # decay of the average of sizes along the longer side; 0 leaves them alone
             cautious=True, # decay only where the step goes to zero too
             momentum=.95, # of the average of gradients
-            rise=300, # steps in which that rises from 0.85
+            rise=300, # steps in which that rises from 0.85, at most half of the run
             embed=.003, head=.004, vector=.015, # as for `muon`
             beta2=.95): # of AdamW, for all but the matrices
     "Muon, with rows of equal size, cautious decay, and momentum that warms up"

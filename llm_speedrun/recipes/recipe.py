@@ -56,7 +56,6 @@ class MixedOptimizer(torch.optim.Optimizer):
     def __init__(self, groups): # dicts with `params`, `rule`, `lr`, and what else the rule takes
         for g in groups: lookup(RULES, g["rule"], "update rule")
         super().__init__([RULES[g["rule"]].settings | g for g in groups], {})
-        self.group_of = {p: g for g in self.param_groups for p in g["params"]}
 
     def new_state(self, p): # a weight
         "What its rule remembers of it, at the start"
@@ -191,7 +190,7 @@ def set_groups(run, # a `Run`
 
 def warmed_up(setting, # such as "momentum", of the groups that have it
               first, last, # at the first step, and from `rise` on
-              rise): # steps
+              rise): # steps; in a short run half of it
     "A schedule for `Run.schedules`: a setting that moves in a straight line, and then stays"
     def at(group, step, steps):
         if setting not in group: return {}

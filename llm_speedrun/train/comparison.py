@@ -22,6 +22,7 @@ from fastcore.basics import patch
 from ..data import prefetch
 from ..files import InputError, RunError, check_writable, decoded, read_bytes_of, replace_file
 from ..measure import fmt, table
+from ..recipes.recipe import set_groups
 from .hardware import growing_segments, memory_limit
 from .options import unused_names
 from .report import (BLUE, GREEN, GREY, ORANGE, PURPLE, TEMPLATES, number, one_line, part,
@@ -435,11 +436,11 @@ def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of
     t = self.trainer
     t.set_lr()
     set_rates(t.done, t.step.opt.param_groups)
-    try: loss = t.step(*zip(x.split(t.cfg.batch), y.split(t.cfg.batch)))
+    try: losses = [t.step(*t.micro_batches(*part)) for part in t.updates(x, y)]
     except torch.OutOfMemoryError: raise RunError("out of GPU memory in a step: choose a smaller "
                                                   "--batch") from None
     t.done += 1
-    return loss
+    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 # %% ../../nbs/64_comparison.ipynb #177c4d45
 @patch
@@ -457,14 +458,8 @@ def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `again`
 @patch
 def sweep(self:Search):
     "A run whose rate rises from the lowest to the highest: rates and losses, two lists"
-    t = self.trainer
-    self.again()
-    t.done = t.warmup
-    t.set_lr() # each group's peak
-    peaks = [g["lr"] for g in t.step.opt.param_groups]
-    rates = spaced(self.rates[0], self.rates[-1], self.steps)
-    def rise(step, groups):
-        for g, peak in zip(groups, peaks): g["lr"] = peak*(rates[step]/self.usual)
+    t, rates = self.trainer, spaced(self.rates[0], self.rates[-1], self.steps)
+    def rise(step, groups): set_groups(t.run, t.step.opt, step, t.cfg.steps, rates[step])
     losses = self.descend(rise)
     return rates[:len(losses)], losses
 

@@ -1096,12 +1096,24 @@ def shrink(self:Trainer, batch): # sequences that were too many
     self.take_batch(new)
     free_memory()
 
+# %% ../../nbs/30_trainer.ipynb #9fbf2a2e
+@patch
+def updates(self:Trainer, *xy): # B T each: the sequences of the step that comes
+    "Those of each of its updates, as the recipe divides them: a list of tuples"
+    parts = self.run.batching(self.done, self.cfg.steps) if self.run.batching else (1, 1)
+    return [*zip(*(divided(t, *parts) for t in xy))]
+
+@patch
+def micro_batches(self:Trainer, x, y): # B T of an update
+    "Pairs of at most as many tokens as a micro-batch has"
+    size = min(self.cfg.batch * self.cfg.seq//x.shape[1], len(x))
+    return [*zip(x.split(size), y.split(size))]
+
 # %% ../../nbs/30_trainer.ipynb #353c801e
 @patch
 def take(self:Trainer, x, y): # all sequences of a step that are this process'
     "Take a step, in as many updates as the recipe says. Returns its mean loss, on the device"
-    parts = self.run.batching(self.done, self.cfg.steps) if self.run.batching else (1, 1)
-    losses = [self.take_update(*xy) for xy in zip(divided(x, *parts), divided(y, *parts))]
+    losses = [self.take_update(*part) for part in self.updates(x, y)]
     return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 # %% ../../nbs/30_trainer.ipynb #c77e6fda
@@ -1109,15 +1121,15 @@ def take(self:Trainer, x, y): # all sequences of a step that are this process'
 def take_update(self:Trainer, x, y): # B T of an update
     "An update in micro-batches, smaller ones where memory runs out. Returns its loss, on the device"
     while True:
-        size = min(self.cfg.batch * self.cfg.seq//x.shape[1], len(x))
-        try: return self.step(*zip(x.split(size), y.split(size)))
+        micro = self.micro_batches(x, y)
+        try: return self.step(*micro)
         except torch.OutOfMemoryError: pass
         self.not_alone("a step")
         if self.step.applying: raise RunError("out of GPU memory in the middle of an update. Make room, "
                                               f"and go on with --resume {self.folder}")
         self.step.opt.zero_grad(set_to_none=True)
         self.run.release()
-        self.shrink(size*x.shape[1]//self.cfg.seq); self.write_config()
+        self.shrink(micro[0][0].numel()//self.cfg.seq); self.write_config()
         self.flush() # the rows of the steps before
         self.write(dict(step=self.done, event=f"out of memory: micro-batches of {self.cfg.batch}"))
 
