@@ -1,5 +1,5 @@
 "Recipes in the trainer: what a run takes by itself, what is refused, what a resumed run keeps; and on a GPU what a step of one costs."
-import json
+import json, math
 from functools import partial
 from dataclasses import replace
 import numpy as np, pytest, torch
@@ -65,6 +65,17 @@ def test_updates_follow_the_phases(tmp_path):
     assert shapes == [[(2, T//2)]]*8 + [[(4, T//2)]]*2 + [[(2, T)]]*2 + [[(4, T)]]*2
     rates = [r["lr"] for r in trainer.rows() if "loss" in r]
     assert rates[0] == pytest.approx(.02) and rates[2]/rates[1] == pytest.approx(2**.5, rel=.3)
+
+def test_an_update_that_is_not_taken_is_told(tmp_path):
+    "The second of four updates has gradients that aren't finite: its step has an event, and the run goes on"
+    trainer, calls = Trainer(options(tmp_path, recipe="speedrun:pieces=1", steps=6, batch=4), progress=False), []
+    def poisoned(g):
+        calls.append(1)
+        return g*torch.nan if len(calls) == 6 else g     # the first step has four
+    trainer.step.params[0].register_hook(poisoned)
+    res = trainer.fit()
+    assert [r["step"] for r in trainer.rows() if "event" in r] == [2] and math.isfinite(res["val_loss"])
+    assert all(p.isfinite().all() for p in trainer.step.params)
 
 def test_small_steps_have_fewer_updates(tmp_path):
     "A step of one sequence, which nothing can divide"

@@ -1113,8 +1113,10 @@ def micro_batches(self:Trainer, x, y): # B T of an update
 @patch
 def take(self:Trainer, x, y): # all sequences of a step that are this process'
     "Take a step, in as many updates as the recipe says. Returns its mean loss, on the device"
-    losses = [self.take_update(*part) for part in self.updates(x, y)]
-    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+    taken = [(self.take_update(*part), self.step.norm) for part in self.updates(x, y)]
+    if len(taken) == 1: return taken[0][0]
+    loss, self.step.norm = (torch.stack(each).mean() for each in zip(*taken)) # NaN where one update's is
+    return loss
 
 # %% ../../nbs/30_trainer.ipynb #c77e6fda
 @patch
