@@ -845,13 +845,15 @@ COLUMNS = [("bits/byte", "bpb", 1, ".4f"), ("seconds", "seconds", 1, ".1f"),
            ("peak GiB", "peak_gib", 1, ".1f"), ("kJ", "joules", 1e3, ",.1f")] # title, key, unit, format
 
 # %% ../nbs/48_race.ipynb #race0069
-def race_table(results): # of `Race.results`
+def race_table(results, # of `Race.results`
+               titles=None): # of `COLUMNS`; None: all of them, and the factors on rate and decay
     "What each contestant did, the lowest loss first, as a `Table`"
     def value(rs, key, unit, spec): return fmt(mean(r[key]/unit for r in rs) if rs[0][key] else None, spec)
-    rows = [[name, with_spread([r["loss"] for r in rs]), len(rs), *(value(rs, *how) for _, *how in COLUMNS),
-             f"{rs[0]['lr']:g}, {rs[0]['wd']:g}"]
+    columns, tuned = [c for c in COLUMNS if not titles or c[0] in titles], [] if titles else ["rate, decay ×"]
+    rows = [[name, with_spread([r["loss"] for r in rs]), len(rs), *(value(rs, *how) for _, *how in columns),
+             *[f"{rs[0]['lr']:g}, {rs[0]['wd']:g}" for _ in tuned]]
             for name, rs in sorted(results.items(), key=lambda named: final(named[1]))]
-    return table(["", "loss", "seeds", *(title for title, *_ in COLUMNS), "rate, decay ×"], rows)
+    return table(["", "loss", "seeds", *(title for title, *_ in columns), *tuned], rows)
 
 def passing_table(results): # of `Race.results`
     "After how many seconds each contestant, a row, passes the final loss of each other one, as a `Table`"
