@@ -11,8 +11,8 @@ __all__ = ['WARM', 'GAUGE', 'NEVER', 'PEER_OPTIONS', 'RACERS', 'TRACK_3', 'KEPT'
            'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced', 'note_in',
            'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant', 'peer_options',
            'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'with_spread', 'race_table',
-           'passing_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'share_race', 'shared_race',
-           'race_of', 'race_and_tell']
+           'passing_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path', 'share_race',
+           'shared_race', 'race_of', 'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -849,11 +849,11 @@ def race_table(results, # of `Race.results`
                titles=None): # of `COLUMNS`; None: all of them, and the factors on rate and decay
     "What each contestant did, the lowest loss first, as a `Table`"
     def value(rs, key, unit, spec): return fmt(mean(r[key]/unit for r in rs) if rs[0][key] else None, spec)
-    columns, tuned = [c for c in COLUMNS if not titles or c[0] in titles], [] if titles else ["rate, decay ×"]
-    rows = [[name, with_spread([r["loss"] for r in rs]), len(rs), *(value(rs, *how) for _, *how in columns),
-             *[f"{rs[0]['lr']:g}, {rs[0]['wd']:g}" for _ in tuned]]
+    columns, tuned = [c for c in COLUMNS if not titles or c[0] in titles], not titles
+    rows = [[name, with_spread([r["loss"] for r in rs]), len(rs), *(value(rs, *how) for _, *how in columns)]
+            + [f"{rs[0]['lr']:g}, {rs[0]['wd']:g}"]*tuned
             for name, rs in sorted(results.items(), key=lambda named: final(named[1]))]
-    return table(["", "loss", "seeds", *(title for title, *_ in columns), *tuned], rows)
+    return table(["", "loss", "seeds", *(title for title, *_ in columns)] + ["rate, decay ×"]*tuned, rows)
 
 def passing_table(results): # of `Race.results`
     "After how many seconds each contestant, a row, passes the final loss of each other one, as a `Table`"
@@ -952,14 +952,17 @@ def without_paths(x): # as JSON has it
     return f"{option}{equals}{Path(path).name}" if Path(path).expanduser().is_absolute() else x
 
 # %% ../nbs/48_race.ipynb #eb6ba4db
+def race_path(folder, gpu, name): # of records; the GPU's name; the name of a race's folder
+    "Where the record of a shared race lies"
+    return Path(folder)/"races"/f"{records_path(gpu).stem}-{name}.json"
+
 def share_race(race, # a `Race` with results
                folder): # of records
     "Copy the race's record and chart to `races/<gpu>-<name of the race's folder>` there. Returns both paths"
     gpu = [*race.results().values()][0][0]["gpu"]
-    path = Path(folder)/"races"/f"{records_path(gpu).stem}-{race.folder.name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = race_path(folder, gpu, race.folder.name)
     record = without_paths(json.loads((race.folder/"race.json").read_text(encoding="utf-8")))
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(record, indent=1))
     path.with_suffix(".png").write_bytes((race.folder/"race.png").read_bytes())
     return [path, path.with_suffix(".png")]
 
@@ -967,8 +970,7 @@ def share_race(race, # a `Race` with results
 def shared_race(name, # of its folder
                 gpu="NVIDIA H200"):
     "The results of a race that `share_race` has put among the records of the course; {} where there is none"
-    path = records_path(gpu)
-    path = path.parent/"races"/f"{path.stem}-{name}.json"
+    path = race_path(records_path(gpu).parent, gpu, name)
     return json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
 
 # %% ../nbs/48_race.ipynb #race0077

@@ -70,7 +70,7 @@ def with_adamw(run, # a `Run`
 MUON_LR = .02 # peak rate of the matrices
 MUON = dict(schedule="wsd", warmup=0., cooldown=.7, final_lr=.01, weight_decay=.05, clip=1.)
 
-@recipe(excludes=WHY_NOT, lr=lambda config, **length: MUON_LR, **MUON)
+@recipe(excludes=WHY_NOT, lr=MUON_LR, **MUON)
 def muon(run, # a `Run`
          momentum=.95, # of the average
          embed=.003, # learning rate of the embedding at the matrices' rate of 0.02, for a width of 768

@@ -27,7 +27,7 @@ class NorMuonRule:
         fast_muon(group, params, grads, states, found_inf, symmetric=True)
 
 # %% ../../nbs/45_normuon.ipynb #1c7232fa
-@recipe(excludes=WHY_NOT, lr=lambda config, **length: MUON_LR, **MUON)
+@recipe(excludes=WHY_NOT, lr=MUON_LR, **MUON)
 def normuon(run, # a `Run`
             variance=.95, # decay of the average of sizes along the longer side; 0 leaves them alone
             cautious=True, # decay only where the step goes to zero too

@@ -436,11 +436,11 @@ def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of
     t = self.trainer
     t.set_lr()
     set_rates(t.done, t.step.opt.param_groups)
-    try: losses = [t.step(*t.micro_batches(*part)) for part in t.updates(x, y)]
+    try: loss = t.take(x, y, lambda *part: t.step(*t.micro_batches(*part)))
     except torch.OutOfMemoryError: raise RunError("out of GPU memory in a step: choose a smaller "
                                                   "--batch") from None
     t.done += 1
-    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+    return loss
 
 # %% ../../nbs/64_comparison.ipynb #177c4d45
 @patch

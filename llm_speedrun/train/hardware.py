@@ -222,7 +222,9 @@ def mean_ms(step, # of `step_of`, warm: of one micro-batch
     if not phases: return ms(step)
     def of(updates, pieces):
         parts = [divided(t, max(1, updates*len(x)//rows), pieces)[0] for t in (x, y)]
-        return ms(warm_up(lambda: partial(step.func, parts), 4)[0]) * x.numel()/parts[0].numel()
+        whole = parts[0].shape == x.shape # then it is warm
+        part = step if whole else warm_up(lambda: partial(step.func, parts), 4)[0]
+        return ms(part) * x.numel()/parts[0].numel()
     return sum(share*of(*k) for k, share in phases.shares().items())
 
 # %% ../../nbs/32_hardware.ipynb #59de9bcc

@@ -1111,9 +1111,11 @@ def micro_batches(self:Trainer, x, y): # B T of an update
 
 # %% ../../nbs/30_trainer.ipynb #353c801e
 @patch
-def take(self:Trainer, x, y): # all sequences of a step that are this process'
+def take(self:Trainer, x, y, # all sequences of a step that are this process'
+         update=None): # (x, y) -> the loss of an update; by default `take_update`
     "Take a step, in as many updates as the recipe says. Returns its mean loss, on the device"
-    taken = [(self.take_update(*part), self.step.norm) for part in self.updates(x, y)]
+    update = update or self.take_update
+    taken = [(update(*part), self.step.norm) for part in self.updates(x, y)]
     if len(taken) == 1: return taken[0][0]
     loss, self.step.norm = (torch.stack(each).mean() for each in zip(*taken)) # NaN where one update's is
     return loss
@@ -1337,10 +1339,9 @@ def fill_in(self:Trainer):
     "Give the options that weren't given the recipe's values, of which some depend on how long the run is"
     c = self.cfg
     if c.resume: return
-    length = dict(steps=c.steps, step_tokens=c.step_tokens,
-                  passes=0. if c.stream else c.steps/self.batches.per_epoch)
+    length = dict(steps=c.steps, passes=0. if c.stream else c.steps/self.batches.per_epoch)
     for k, v in self.recipe.defaults.items():
-        if k in self.given and getattr(c, k) or k in self.given and k != "lr": continue
+        if k in self.given and (getattr(c, k) or k != "lr"): continue
         setattr(c, k, v(self.config, **length) if callable(v) else v)
 
 # %% ../../nbs/30_trainer.ipynb #91c6e871
