@@ -11,8 +11,8 @@ __all__ = ['WARM', 'GAUGE', 'NEVER', 'PEER_OPTIONS', 'RACERS', 'TRACK_3', 'KEPT'
            'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced', 'note_in',
            'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant', 'peer_options',
            'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'with_spread', 'race_table',
-           'passing_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path', 'share_race',
-           'shared_race', 'race_of', 'race_and_tell']
+           'passing_table', 'tried_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path',
+           'share_race', 'shared_race', 'race_of', 'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -813,6 +813,11 @@ def results(self:Race):
     read = lambda c: [self.read(f"{c.name}/seed-{s}") for s in range(self.seeds)]
     found = {c.name: [r for r in read(c) if r and "loss" in r] for c in self.field}
     return {k: rs for k, rs in found.items() if rs}
+@patch
+def tried(self:Race):
+    "Contestant -> results of its short runs, those that have ended"
+    read = lambda c: [self.read(f"{c.name}/tune-{i}") for i in range(self.tune)]
+    return {c.name: [r for r in read(c) if r] for c in self.field} if self.tune else {}
 
 # %% ../nbs/48_race.ipynb #race0067
 def curve(results, key): # of one contestant; "seconds" or "tokens"
@@ -862,6 +867,13 @@ def passing_table(results): # of `Race.results`
     time = lambda k, o: "" if k == o else fmt(reached(points[k], final(results[o])), ".1f")
     rows = [[k, *(time(k, o) for o in names)] for k in names]
     return table(["seconds until the final loss of", *names], rows)
+
+def tried_table(tried): # of `Race.tried`
+    "What the short runs came to, a row for each contestant and a column for each point of the grid"
+    points = sorted({(r["lr"], r["wd"]) for rs in tried.values() for r in rs}, key=GRID.index)
+    loss = lambda rs: {(r["lr"], r["wd"]): fmt(r.get("loss"), ".4f") for r in rs}
+    rows = [[name, *(loss(rs).get(p, "") for p in points)] for name, rs in tried.items()]
+    return table(["short runs: rate, decay ×", *(f"{lr:g}, {wd:g}" for lr, wd in points)], rows)
 
 # %% ../nbs/48_race.ipynb #race0070
 def draw_losses(ax, results, key, unit): # matplotlib axes; of `Race.results`; "seconds" or "tokens", of which
@@ -925,6 +937,7 @@ def text(self:Race):
     "The race as Markdown: tables, what their numbers are, and who failed"
     found = self.results()
     said = [race_table(found), passing_table(found), self.rules([*found.values()][0][0])] if found else []
+    if tried := self.tried(): said.append(tried_table(tried))
     failed = [f"{k} failed: {why}" for k in self.names() if (why := self.failure(k))]
     return "\n\n".join(map(str, [*said, *failed] or ["No run has ended."])) + "\n"
 
@@ -934,8 +947,9 @@ def save(self:Race):
     "Write `race.json`, `race.md` and, if there is a result, `race.png` into the folder. Returns the text"
     import matplotlib.pyplot as plt
     found, text = self.results(), self.text()
+    record = self.about() | dict(results=found, tuning=self.tried())
     replace_file(self.folder/"race.md", text)
-    replace_file(self.folder/"race.json", json.dumps(self.about() | dict(results=found), indent=1))
+    replace_file(self.folder/"race.json", json.dumps(record, indent=1))
     if found:
         fig = race_chart(found)
         fig.savefig(self.folder/"race.png", dpi=110)
