@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['LEAST', 'BANDWIDTH', 'race_records', 'all_runs', 'as_it_is', 'by_clock', 'draw_runs', 'Law', 'law_with', 'off',
            'ends', 'noise_of', 'laws', 'predicted', 'draw_laws', 'held_out', 'held_out_table', 'speed_ratios', 'speed',
-           'prediction_table', 'bits_per_byte', 'lowest', 'tried', 'factor_table', 'best_rates', 'carried_on']
+           'prediction_table', 'lowest', 'tried', 'factor_table', 'best_rates', 'carried_on']
 
-# %% ../nbs/65_plan.ipynb #plan0004
+# %% ../nbs/65_plan.ipynb #plan0005
 import json, math
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import numpy as np
 from .measure import DATASHEET_BF16, fmt, measurements_dir, table
 from .race import race_path
 
-# %% ../nbs/65_plan.ipynb #plan0007
+# %% ../nbs/65_plan.ipynb #plan0008
 def race_records(folder=None, # of records; by default those of the course
                  gpu="NVIDIA H200"):
     "The records of all races that were shared, of one GPU: a list of dicts as `speedrun_race` writes them"
@@ -25,24 +25,25 @@ def race_records(folder=None, # of records; by default those of the course
     return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(paths.parent.glob(paths.name))]
 
 def all_runs(records): # from `race_records`
-    "Their results, of races and of the short runs before them, as far as these were judged on the same tokens"
+    "Their results, of races and of short runs before them, as far as these were judged on the same tokens"
     lists = [rs for rec in records for rs in (*rec["results"].values(), *rec.get("tuning", {}).values())]
     runs = [r for rs in lists for r in rs if "loss" in r]
     text = lambda r: (r["data"], r["evaluated"], r["seq"])
     most = [t for t, _ in Counter(map(text, runs)).most_common(1)]
     return [r for r in runs if text(r) in most]
 
-# %% ../nbs/65_plan.ipynb #plan0008
+# %% ../nbs/65_plan.ipynb #plan0009
 def as_it_is(runs, # from `all_runs`
              name="speedrun"): # of a contestant
     "The runs of a contestant with its own rate and decay, the shortest clock first"
-    return sorted((r for r in runs if (r["name"], r["lr"], r["wd"]) == (name, 1, 1)), key=lambda r: r["clock"])
+    mine = [r for r in runs if (r["name"], r["lr"], r["wd"]) == (name, 1, 1)]
+    return sorted(mine, key=lambda r: r["clock"])
 
 def by_clock(runs): # results
     "Seconds that a run was given -> the runs that were given so many"
     return {c: [r for r in runs if r["clock"] == c] for c in sorted({r["clock"] for r in runs})}
 
-# %% ../nbs/65_plan.ipynb #plan0011
+# %% ../nbs/65_plan.ipynb #plan0012
 def draw_runs(ax, runs): # matplotlib axes, results of one contestant
     "Their final losses over tokens, both logarithmic, and in grey what was measured on the way"
     from matplotlib.ticker import MaxNLocator, NullLocator
@@ -55,9 +56,10 @@ def draw_runs(ax, runs): # matplotlib axes, results of one contestant
     ax.set(xscale="log", yscale="log", xlabel="million tokens", ylabel="loss (nats per token)")
     ax.yaxis.set_major_locator(MaxNLocator(6)); ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter("{x:g}"); ax.xaxis.set_major_formatter("{x:,g}")
+    ax.xaxis.set_minor_formatter("")
     if runs: ax.legend(fontsize=8)
 
-# %% ../nbs/65_plan.ipynb #plan0014
+# %% ../nbs/65_plan.ipynb #plan0015
 @dataclass(frozen=True)
 class Law:
     "The final loss of a run over its tokens, E + A D^-b (Hoffmann et al., arXiv:2203.15556)"
@@ -69,7 +71,7 @@ class Law:
         "Nats per token at its end"
         return self.e + self.a*(tokens/1e6)**-self.b
 
-# %% ../nbs/65_plan.ipynb #plan0016
+# %% ../nbs/65_plan.ipynb #plan0017
 def law_with(points, e): # pairs (tokens, loss), a loss below all of theirs
     "The `Law` with this `e` that comes closest to the points"
     tokens, losses = np.array(points).T
@@ -80,7 +82,7 @@ def off(law, points): # pairs (tokens, loss)
     "The sum of the squares of what the law is off at the points"
     return sum((law(tokens) - loss)**2 for tokens, loss in points)
 
-# %% ../nbs/65_plan.ipynb #plan0019
+# %% ../nbs/65_plan.ipynb #plan0020
 LEAST = .005 # nats per token: closer than that no law has to be
 
 def ends(runs): # results
@@ -93,7 +95,7 @@ def noise_of(runs): # results
     seeds = [[r["loss"] for r in rs] for rs in by_clock(runs).values() if len(rs) > 1]
     return max(LEAST, math.sqrt(mean(map(variance, seeds))) if seeds else 0.)
 
-# %% ../nbs/65_plan.ipynb #plan0020
+# %% ../nbs/65_plan.ipynb #plan0021
 def laws(points, # pairs (tokens, loss), of different lengths
          noise=LEAST): # of a loss
     "Every `Law` that fits within the noise, the best one first; [] for fewer than three points"
@@ -110,7 +112,7 @@ def predicted(found, tokens): # from `laws`; of a run
     losses = [law(tokens) for law in found]
     return (min(losses), losses[0], max(losses)) if losses else None
 
-# %% ../nbs/65_plan.ipynb #plan0022
+# %% ../nbs/65_plan.ipynb #plan0023
 def draw_laws(ax, found, tokens): # matplotlib axes, from `laws`, how far to draw them
     "The best law, and a band of all that fit"
     x = np.geomspace(2e6, tokens, 60)
@@ -118,7 +120,7 @@ def draw_laws(ax, found, tokens): # matplotlib axes, from `laws`, how far to dra
     ax.plot(x/1e6, best, color="C0", lw=1)
     ax.fill_between(x/1e6, low, high, color="C0", alpha=.2, lw=0, label="all laws that fit, predicted")
 
-# %% ../nbs/65_plan.ipynb #plan0028
+# %% ../nbs/65_plan.ipynb #plan0029
 def held_out(runs): # results of one contestant
     "The point of the longest clock, and the laws that fit the others"
     *others, last = sorted(ends(runs))
@@ -127,14 +129,14 @@ def held_out(runs): # results of one contestant
 def held_out_table(runs): # results of one contestant
     "What the others predict for the longest clock, and what it came to, as a `Table`"
     head = ["longest run, M tokens", "low", "best law", "high", "measured", "inside"]
-    if len(ends(runs)) < 4: return table(head, [[f"{len(ends(runs))} lengths, four are needed", *"-----"]])
+    if len(ends(runs)) < 4: return table(head, [[f"lengths: {len(ends(runs))}; four are needed", *"-----"]])
     (tokens, loss), found = held_out(runs)
     if not found: return table(head, [[f"{tokens/1e6:.1f}", *["no law fits"]*3, f"{loss:.3f}", "-"]])
     low, best, high = predicted(found, tokens)
     said = "yes" if low <= loss <= high else f"no, by {max(low - loss, loss - high):.3f}"
     return table(head, [[f"{tokens/1e6:.1f}", *(f"{v:.3f}" for v in (low, best, high, loss)), said]])
 
-# %% ../nbs/65_plan.ipynb #plan0031
+# %% ../nbs/65_plan.ipynb #plan0032
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12} # bytes/s, of NVIDIA's datasheets
 
 def speed_ratios(there="H100", here="H200"): # GPUs
@@ -145,7 +147,7 @@ def speed(runs): # results, one at least
     "Tokens/s of those with the longest clock"
     return mean(r["tok_s"] for r in [*by_clock(runs).values()][-1])
 
-# %% ../nbs/65_plan.ipynb #plan0034
+# %% ../nbs/65_plan.ipynb #plan0035
 def prediction_table(found, # from `laws`
                      tokens): # what it is about -> how many tokens
     "The predicted losses as a `Table`: the lowest that fits, the best law's, the highest"
@@ -154,13 +156,7 @@ def prediction_table(found, # from `laws`
     return table(head, [[what, f"{d/1e6:,.0f}", *(f"{v:.2f}" for v in predicted(found, d))]
                         for what, d in tokens.items()])
 
-# %% ../nbs/65_plan.ipynb #plan0040
-def bits_per_byte(loss, # nats per token
-                  size): # bytes of text per token
-    "The same loss in bits for each byte of text"
-    return loss/math.log(2)/size
-
-# %% ../nbs/65_plan.ipynb #plan0043
+# %% ../nbs/65_plan.ipynb #plan0045
 def lowest(losses): # factor -> loss, three at least
     "The factor at the bottom of a parabola over log2 of the factors, the loss there, and whether it's inside"
     x, y = np.log2([*losses]), np.array([*losses.values()])
@@ -170,7 +166,7 @@ def lowest(losses): # factor -> loss, three at least
     at = float(np.clip(-b/(2*c), x.min(), x.max()))
     return 2**at, float(np.polyval((c, b, a), at)), True
 
-# %% ../nbs/65_plan.ipynb #plan0045
+# %% ../nbs/65_plan.ipynb #plan0047
 def tried(runs, which): # from `all_runs`; "lr" or "wd"
     "(contestant, clock) -> factor on rate or decay -> mean loss, where three factors or more were tried"
     other = dict(lr="wd", wd="lr")[which]
@@ -179,7 +175,7 @@ def tried(runs, which): # from `all_runs`; "lr" or "wd"
         res.setdefault((r["name"], r["clock"]), {}).setdefault(r[which], []).append(r["loss"])
     return {k: {f: mean(v) for f, v in sorted(fs.items())} for k, fs in res.items() if len(fs) > 2}
 
-# %% ../nbs/65_plan.ipynb #plan0046
+# %% ../nbs/65_plan.ipynb #plan0048
 def factor_table(runs, which): # from `all_runs`; "lr" or "wd"
     "For each contestant and clock the best factor on rate or decay, and what factor 1 loses, as a `Table`"
     what = dict(lr="rate", wd="decay")[which]
@@ -187,13 +183,13 @@ def factor_table(runs, which): # from `all_runs`; "lr" or "wd"
     rows = []
     for (name, clock), losses in sorted(tried(runs, which).items()):
         best, loss, inside = lowest(losses)
-        edge = "" if inside else " or less" if best == min(losses) else " or more" if best == max(losses) else "?"
+        edge = "" if inside else {min(losses): " or less", max(losses): " or more"}.get(best, "?")
         read = mean(r["tokens"] for r in runs if (r["name"], r["clock"]) == (name, clock))
         rows.append([name, f"{clock:g}", f"{read/1e6:.1f}", ", ".join(f"{f:g}" for f in losses),
                      f"{best:.2f}{edge}", fmt(losses[1.] - loss if 1. in losses else None, ".3f")])
     return table(head, rows or [["no clock with three factors yet", *"-----"]])
 
-# %% ../nbs/65_plan.ipynb #plan0050
+# %% ../nbs/65_plan.ipynb #plan0052
 def best_rates(runs, name="speedrun"): # from `all_runs`; of a contestant
     "Pairs (tokens, best factor on the rate), of the clocks whose best is inside of what was tried"
     res = []
