@@ -89,10 +89,11 @@ def by_role(model, # a `GPT`
 def mixed(model, # the model to optimize
           lr=1e-3, # learning rate of the matrices
           weight_decay=0., # of the groups that don't say their own
-          roles=None): # as for `by_role`
-    "A `MixedOptimizer` of the model's weights, each role by its settings"
-    groups = [dict(weight_decay=weight_decay) | g for g in by_role(model, roles)]
-    return MixedOptimizer([g | dict(lr=lr*g["ratio"]) for g in groups])
+          roles=None): # as for `by_role`; `decay` is the ratio of a role's decay to that one
+    """A `MixedOptimizer` of the model's weights, each role by its settings. `whole_decay` of a group is its decay
+    before any schedule"""
+    groups = [dict(weight_decay=weight_decay*g.get("decay", 1.)) | g for g in by_role(model, roles)]
+    return MixedOptimizer([g | dict(lr=lr*g["ratio"], whole_decay=g["weight_decay"]) for g in groups])
 
 # %% ../../nbs/41_recipe.ipynb #b2fb7f27
 @dataclass(frozen=True)

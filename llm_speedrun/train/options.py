@@ -112,7 +112,7 @@ class TrainConfig(Options):
     epochs: Above = 6. # most passes over the text in these minutes
     target: Amount = 0. # stop at this validation loss
     # Recipe
-    recipe: str = "auto" # adamw, muon, normuon or speedrun; it chooses what of these isn't given
+    recipe: str = "auto" # adamw, muon, normuon, speedrun, ...; it chooses what of these isn't given
     step_tokens: Count = 0 # tokens in a step; by default those of 64 sequences
     lr: Amount = 0. # peak learning rate of the matrices; a recipe's other rates keep their ratio to it
     schedule: str = "" # of the learning rate: cosine, wsd (stable, then a decay) or constant
