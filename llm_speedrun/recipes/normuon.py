@@ -34,9 +34,10 @@ def normuon(run, # a `Run`
             momentum=.95, # of the average of gradients
             rise=300, # steps in which that rises from 0.85, at most half of the run
             embed=.003, head=.004, vector=.015, # as for `muon`
-            beta2=.95): # of AdamW, for all but the matrices
+            beta2=.95, # of AdamW, for all but the matrices
+            table=0.): # what embedding and head lose to decay, in the matrices' loss
     "Muon, with rows of equal size, cautious decay, and momentum that warms up"
     matrix = dict(rule="normuon", variance=variance, cautious=cautious, momentum=momentum)
-    roles = with_adamw(run, matrix, MUON_LR, embed, head, vector, (.8, beta2))
+    roles = with_adamw(run, matrix, MUON_LR, embed, head, vector, (.8, beta2), table)
     warm = (warmed_up("momentum", .85, momentum, rise),) if rise else ()
     return replace(run, optimizer=partial(mixed, roles=roles), schedules=run.schedules + warm)
