@@ -20,8 +20,8 @@ LR, LONG = .04, 600 # peak rate of the matrices, in runs of at most so many step
 def rate_for(config, # a `GPTConfig`
              steps, # of the run
              **length): # the rest of what is known of it
-    "Peak learning rate of the matrices: lower in longer runs"
-    return LR*min(1., LONG/steps)**.5
+    "Peak learning rate of the matrices: lower in longer runs, down to a quarter"
+    return LR*max(.25, min(1., LONG/steps)**.5)
 
 # %% ../../nbs/47_speedrun.ipynb #8eed2ae0
 PASS, RUN = 7., 3.7 # e-folds of forgetting in a pass, and in a run, if the rate stayed at its peak
