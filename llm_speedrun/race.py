@@ -860,6 +860,7 @@ def race_table(results, # of `Race.results`
             for name, rs in sorted(results.items(), key=lambda named: final(named[1]))]
     return table(["", "loss", "seeds", *(title for title, *_ in columns)] + ["rate, decay ×"]*tuned, rows)
 
+# %% ../nbs/48_race.ipynb #57607b8b
 def passing_table(results): # of `Race.results`
     "After how many seconds each contestant, a row, passes the final loss of each other one, as a `Table`"
     names = sorted(results, key=lambda k: final(results[k]))
@@ -868,6 +869,7 @@ def passing_table(results): # of `Race.results`
     rows = [[k, *(time(k, o) for o in names)] for k in names]
     return table(["seconds until the final loss of", *names], rows)
 
+# %% ../nbs/48_race.ipynb #281c221e
 def tried_table(tried): # of `Race.tried`
     "What the short runs came to, a row for each contestant and a column for each point of the grid"
     points = sorted({(r["lr"], r["wd"]) for rs in tried.values() for r in rs}, key=GRID.index)

@@ -45,7 +45,7 @@ def test_rate_and_decay_follow_the_length(tmp_path):
     for passes in (1, 4, 1000):
         n = round(passes*per_epoch)
         c = made(tmp_path, steps=n, name=f"p{passes}")[1]
-        assert c.lr == rate_for(NANO, n) == pytest.approx(.04*max(.25, min(1, 600/n)**.5))
+        assert c.lr == rate_for(NANO, n) == pytest.approx(.04*max(.25, min(1, 400/n)**.5))
         assert c.weight_decay == decay_for(NANO, n, passes) <= 1
 
 def test_a_token_costs_the_same_decay_in_each_phase(tmp_path):
