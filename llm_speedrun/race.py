@@ -720,10 +720,16 @@ def tuning(self:Race):
 
 # %% ../nbs/48_race.ipynb #race0060
 @patch
+def short_runs(self:Race, c): # a `Contestant`
+    "Results of its short runs, those that have ended"
+    return [r for i in range(self.tune) if (r := self.read(f"{c.name}/tune-{i}"))]
+
+# %% ../nbs/48_race.ipynb #95078dc1
+@patch
 def picked(self:Race, c): # a `Contestant`
     "The factors of its best short run, None if none ended"
     if not self.tune: return 1., 1.
-    ran = [r for i in range(self.tune) if (r := self.read(f"{c.name}/tune-{i}")) and "loss" in r]
+    ran = [r for r in self.short_runs(c) if "loss" in r]
     best = min(ran, key=lambda r: r["loss"], default=None)
     return best and (best["lr"], best["wd"])
 
@@ -816,8 +822,7 @@ def results(self:Race):
 @patch
 def tried(self:Race):
     "Contestant -> results of its short runs, those that have ended"
-    read = lambda c: [self.read(f"{c.name}/tune-{i}") for i in range(self.tune)]
-    return {c.name: [r for r in read(c) if r] for c in self.field} if self.tune else {}
+    return {c.name: self.short_runs(c) for c in self.field} if self.tune else {}
 
 # %% ../nbs/48_race.ipynb #race0067
 def curve(results, key): # of one contestant; "seconds" or "tokens"
