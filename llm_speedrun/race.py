@@ -12,7 +12,7 @@ __all__ = ['WARM', 'GAUGE', 'NEVER', 'PEER_OPTIONS', 'RACERS', 'TRACK_3', 'KEPT'
            'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant', 'peer_options',
            'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'with_spread', 'race_table',
            'passing_table', 'tried_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path',
-           'share_race', 'shared_race', 'race_of', 'race_and_tell']
+           'share_race', 'shared_record', 'shared_race', 'race_of', 'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -988,11 +988,15 @@ def share_race(race, # a `Race` with results
     return [path, path.with_suffix(".png")]
 
 # %% ../nbs/48_race.ipynb #bbb6f93e
-def shared_race(name, # of its folder
-                gpu="NVIDIA H200"):
-    "The results of a race that `share_race` has put among the records of the course; {} where there is none"
+def shared_record(name, # of its folder
+                  gpu="NVIDIA H200"):
+    "What `share_race` has put among the records of the course; {} where there is none"
     path = race_path(records_path(gpu).parent, gpu, name)
-    return json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+def shared_race(name, gpu="NVIDIA H200"): # as for `shared_record`
+    "The results in a `shared_record`, {} where there is none"
+    return shared_record(name, gpu).get("results", {})
 
 # %% ../nbs/48_race.ipynb #race0077
 @patch
