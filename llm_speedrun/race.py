@@ -727,8 +727,9 @@ def short_runs(self:Race, c): # a `Contestant`
 # %% ../nbs/48_race.ipynb #95078dc1
 @patch
 def picked(self:Race, c): # a `Contestant`
-    "The factors of its best short run, None if none ended"
+    "The factors of its best short run, None if none ended, or if another process is at one of them"
     if not self.tune: return 1., 1.
+    if any(self.under_way(f"{c.name}/tune-{i}") for i in range(self.tune)): return None
     ran = [r for r in self.short_runs(c) if "loss" in r]
     best = min(ran, key=lambda r: r["loss"], default=None)
     return best and (best["lr"], best["wd"])
@@ -748,13 +749,22 @@ def read(self:Race, name): # of a run: "nanogpt/seed-0"
     path = self.folder/name/"result.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
+@patch
+def under_way(self:Race, name): # of a run
+    "Whether another process runs it now"
+    if not (self.folder/name).exists(): return False
+    try: hold(self.folder/name, "this run").release()
+    except RunError: return True
+    return False
+
 # %% ../nbs/48_race.ipynb #race0062
 START = "import sys; from llm_speedrun.race import job_and_tell; job_and_tell(sys.argv[1])"
 
 @patch
 def start(self:Race, name, job, gpu=None): # a run's; the GPU's name for CUDA_VISIBLE_DEVICES
-    "Run a job in a fresh process, unless it has been"
+    "Run a job in a fresh process, unless it has been run, or is being run by another process"
     if self.read(name): return
+    if self.under_way(name): print(f"{name} is being run by another process", flush=True); return
     folder = self.folder/name
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder/"job.json", json.dumps(msgspec.to_builtins(job), indent=1))
@@ -773,9 +783,9 @@ def last_lines(path, # of a log
 
 @patch
 def failure(self:Race, name): # of a run
-    "Why it has no loss, as far as known; \"\" where it has one, or wasn't begun"
+    "Why it has no loss, as far as known; \"\" where it has one, wasn't begun, or is still being run"
     r, log = self.read(name), self.folder/name/"log.txt"
-    if r: return r.get("failed", "")
+    if r or self.under_way(name): return (r or {}).get("failed", "")
     return f"the last lines of {log} are\n{last_lines(log)}" if log.exists() else ""
 
 # %% ../nbs/48_race.ipynb #race0064

@@ -60,7 +60,9 @@ def test_groups():
 
 # What is understood
 
-def told(*args, config=TrainConfig): return resolved(config, words_of(parser_of(config, "speedrun_x", ""), args))
+parser = lru_cache(lambda config: parser_of(config, "speedrun_x", "")) # reading all its options takes a tenth of a second
+
+def told(*args, config=TrainConfig): return resolved(config, words_of(parser(config), args))
 
 def test_every_option_comes_through():
     "Each option, its name in both spellings, is set and known as given; a boolean also in its negative form"

@@ -1,6 +1,7 @@
 """Commands that readers are shown: every option is understood, every target and file exists, and those of the Train section print what
 stands below them."""
 import ast, json, os, re, shlex, shutil
+from functools import lru_cache
 import pytest, torch
 import torch.distributed.run as torchrun
 import train_pages
@@ -30,10 +31,13 @@ MAKE = re.findall(r"^([a-z]+):", (ROOT/"Makefile").read_text(encoding="utf-8"), 
 VARIABLES = re.findall(r"^([A-Z_]+) +[?:]?=", (ROOT/"Makefile").read_text(encoding="utf-8"), re.M)
 PROGRAMS = set("git cd source pip ls tail head cat grep until [ do done sleep kill wait fi echo python jupyter".split())
 
+@lru_cache
+def parser(name): return options.parser_of(COMMANDS[name].config, name, "")
+
 def check_options(name, words):
     "Read the words as the command does. Raises what it would"
     f = COMMANDS[name]
-    got = options.words_of(options.parser_of(f.config, name, ""), words)
+    got = options.words_of(parser(name), words)
     got.pop("config", None) # a file that isn't there
     c, _ = options.resolved(f.config, got)
     if getattr(c, "rungs", "list") not in ("list", ""): parse_rungs(c.rungs)
