@@ -66,6 +66,29 @@ def test_another_workload_is_no_rival(head):
     other = [r | dict(workload="1b", batch=16) for r in RACE]
     assert said(head, WITHOUT + other) == said(head, WITHOUT)
 
+# --- to a loss ---
+
+@pytest.fixture(scope="module")
+def to_loss():
+    cell = next(c for c in INDEX if "def time_to_loss" in source(c))
+    space = {}
+    exec(source(cell).partition("\npath = ")[0], space)
+    return cell, space["time_to_loss"]
+
+def test_the_loss_is_the_record_s(to_loss):
+    cell, said = to_loss
+    race = json.loads((ROOT/"nbs/measurements/races/nvidia-h200-five.json").read_text(encoding="utf-8"))
+    assert "".join(cell["outputs"][0]["data"]["text/markdown"]) == said(race), "run nbs/index.ipynb again, then make readme"
+    assert f"{race['results']['speedrun'][0]['loss']:.1f}" in said(race)
+
+def test_the_loss_needs_a_rival(to_loss):
+    made = lambda loss: [dict(loss=loss, tokens=2e8, epochs=5., gpu="a GPU")]
+    race = dict(clock=300., results=dict(nanochat=made(3.5), speedrun=made(3.), muon=made(3.2), modded=made(3.25)))
+    assert "is at 3.00 nats" in to_loss[1](race) and "40 million tokens" in to_loss[1](race)
+    assert "one GPU at 3.25, nanochat at 3.50:" in to_loss[1](race) and "3.20" not in to_loss[1](race)
+    for left in (dict(speedrun=made(3.)), dict(modded=made(3.))): assert to_loss[1](race | dict(results=left)) == ""
+    assert to_loss[1]({}) == ""
+
 # --- README ---
 
 def test_readme_says_what_the_index_says():
