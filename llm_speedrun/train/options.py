@@ -635,9 +635,10 @@ def rung_lines(r): # a rung
 
 # %% ../../nbs/33_options.ipynb #729554ea
 def rungs_table():
-    "All presets, and all rungs with their options; a text"
-    from llm_speedrun.runs import RUNGS
+    "All presets, and all rungs with their options, by the stage in which they are applied; a text"
+    from llm_speedrun.runs import RUNGS, STAGES
     from llm_speedrun.train.hardware import presets
     lines = [f"{name:<22}{', '.join(rungs) or 'no rungs'}" for name, rungs in presets().items()]
-    rungs = [line for r in RUNGS.values() for line in rung_lines(r)]
+    in_order = sorted(RUNGS.values(), key=lambda r: (STAGES.index(r.stage), r.__name__))
+    rungs = [line for r in in_order for line in rung_lines(r)]
     return "\n".join(["Presets, as they are on this machine:", *lines, "", "Rungs:", *rungs])
