@@ -239,6 +239,16 @@ def test_compare_with_a_race(checkout):
     assert [k for k in found if found[k][0][:1].isdigit()] == ["llm_speedrun", "llm_speedrun, 16 bits",
         "torch.compile as a whole", "torch.compile by blocks", "nanoGPT", "nanochat"]
 
+def test_compare_says_the_losses_of_the_record():
+    race = json.loads((ROOT/"nbs/measurements/races/nvidia-h200-five.json").read_text(encoding="utf-8"))
+    page = pages.written("compare.qmd", ROOT)
+    for k, (one, *_) in race["results"].items(): assert rows(page)[site_compare.RACED[k]][1] == f"{one['bpb']:.3f}"
+    waiting = [site_compare.RACED[k] for k in race["field"] if k not in race["results"]]
+    assert f"not run yet: {', '.join(waiting)}" in page if waiting else "not run yet" not in page
+
+def test_compare_without_losses(checkout):
+    assert "To a loss" not in pages.written("compare.qmd", checkout(RACE))
+
 def test_compare_takes_the_newest_race(checkout):
     old = [r | dict(date="2026-01-01", tok_s=1.) for r in [*RACE, contender("transformers", .3)]]
     found = rows(pages.written("compare.qmd", checkout(old + RACE)))

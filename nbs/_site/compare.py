@@ -3,6 +3,7 @@ import json, re
 from pathlib import Path
 import yaml
 from llm_speedrun.measure import SPINE
+from llm_speedrun.race import final, race_path, with_spread
 from nbdev.config import get_config
 from pages import page, table
 
@@ -28,6 +29,24 @@ def speeds(found): # of `race`
         return [name, f"{r['tok_s']:,.0f}", f"{r['peak_gib']:.1f}", times(OURS, r), times(OURS_16, r)]
     ran = sorted(found.values(), key=lambda r: -r["ratio"])
     return table(["", "tokens/s", "GiB", "we are", "we in 16 bits"], [row(r) for r in ran]) if ran else ""
+
+# Names of the race to a loss -> the name to show
+RACED = {"speedrun": OURS, "without_muon": "the same with AdamW", "modded": "modded-nanogpt, track 3", "nanogpt": "nanoGPT",
+         "nanochat": "nanochat"}
+
+def to_loss(root): # the repository
+    "What the template says of the race in lesson 48: a dict, {} without a record"
+    path = race_path(root/"nbs/measurements", "NVIDIA H200", "five")
+    if not path.exists(): return {}
+    race = json.loads(path.read_text(encoding="utf-8"))
+    found = {k: rs for k, rs in race["results"].items() if k in RACED}
+    rows = [[RACED[k], with_spread([r["loss"] for r in rs]), f"{rs[0]['bpb']:.3f}", f"{rs[0]['tokens']/1e6:.0f}",
+             f"{rs[0]['tok_s']:,.0f}", f"{rs[0]['parameters']/1e6:.0f}"]
+            for k, rs in sorted(found.items(), key=lambda named: final(named[1]))]
+    one = found["speedrun"][0]
+    return dict(minutes=race["clock"]/60, tune=race["tune"], short=race["tune_seconds"], text=one["tokens"]/one["epochs"]/1e6, one=one,
+                losses=table(["", "nats per token", "bits per byte", "M tokens", "tokens/s", "M weights"], rows),
+                waiting=[RACED[k] for k in race["field"] if k in RACED and k not in found])
 
 def split(fact): # "text <file>", or False for no, or None
     "What a cell says and the file that shows it, or None"
@@ -60,5 +79,5 @@ def filled(root): # the repository
     facts = yaml.safe_load((HERE/"projects.yml").read_text(encoding="utf-8"))
     ran = [r | dict(name=RIVALS.get(k, k)) for k, r in found.items()]
     missing = [name for k, name in RIVALS.items() if k not in found]
-    return dict(ours=found.get(OURS), speeds=speeds(found), missing=missing, ran=ran, facts=facts,
+    return dict(ours=found.get(OURS), speeds=speeds(found), missing=missing, race=to_loss(root), ran=ran, facts=facts,
                 features=features(facts, root))
