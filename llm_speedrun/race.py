@@ -10,9 +10,9 @@ __all__ = ['WARM', 'GAUGE', 'NEVER', 'PEER_OPTIONS', 'RACERS', 'TRACK_3', 'KEPT'
            'Nanochat', 'nanochat_model', 'nanochat_optimizer', 'nanochat_step', 'nanochat', 'OwnRun', 'own_options',
            'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced', 'note_in',
            'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant', 'peer_options',
-           'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'with_spread', 'race_table',
-           'passing_table', 'tried_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path',
-           'share_race', 'shared_record', 'shared_race', 'race_of', 'race_and_tell']
+           'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'by_loss', 'with_spread',
+           'race_table', 'passing_table', 'tried_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths',
+           'race_path', 'share_race', 'shared_record', 'shared_race', 'race_of', 'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -31,7 +31,8 @@ from fastcore.basics import patch
 from .files import (InputError, RunError, check_writable, clean_errors, hold, lookup, read_json,
                                 replace_file)
 from .data import Batches, open_corpus, prefetch
-from .measure import default_device, fmt, gpu_uuid, machine, records_path, table
+from .measure import (default_device, fmt, gpu_uuid, machine, measurements_dir, records_path,
+                                  table)
 from .peers import importing_from, load_package, source_of
 from .runs import code_of, entered, rung_name, uncompiled
 from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
@@ -571,7 +572,7 @@ def run_job(folder): # of a job: it has `job.json`
     "What a contestant's process does: race once, and leave `result.json` in the folder. Raises what it meets"
     folder = Path(folder).absolute()
     job = read_json(folder/"job.json", Job)
-    lock = hold(folder, "this contestant's run")
+    lock = hold(folder/"work", "this contestant's run") # whoever started it holds the folder
     (folder/"marks.jsonl").unlink(missing_ok=True)
     try: res = raced(job, folder)
     except (Diverged, AllFailed) as e: res = msgspec.to_builtins(job) | dict(failed=str(e))
@@ -757,21 +758,24 @@ def under_way(self:Race, name): # of a run
     except RunError: return True
     return False
 
-# %% ../nbs/48_race.ipynb #race0062
+# %% ../nbs/48_race.ipynb #c0c1af1a
 START = "import sys; from llm_speedrun.race import job_and_tell; job_and_tell(sys.argv[1])"
 
+# %% ../nbs/48_race.ipynb #race0062
 @patch
 def start(self:Race, name, job, gpu=None): # a run's; the GPU's name for CUDA_VISIBLE_DEVICES
     "Run a job in a fresh process, unless it has been run, or is being run by another process"
     if self.read(name): return
-    if self.under_way(name): print(f"{name} is being run by another process", flush=True); return
     folder = self.folder/name
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder/"job.json", json.dumps(msgspec.to_builtins(job), indent=1))
+    try: lock = hold(folder, "this run")
+    except RunError: print(f"{name} is being run by another process", flush=True); return
     env = dict(os.environ, PYTHONUNBUFFERED="1", **({} if gpu is None else dict(CUDA_VISIBLE_DEVICES=gpu)))
     print(f"{datetime.now():%H:%M:%S} {name}, {job.seconds:g} s of training", flush=True)
-    with open(folder/"log.txt", "w", encoding="utf-8") as log:
-        subprocess.run([sys.executable, "-c", START, str(folder)], stdout=log, stderr=log, env=env)
+    try:
+        replace_file(folder/"job.json", json.dumps(msgspec.to_builtins(job), indent=1))
+        with open(folder/"log.txt", "w", encoding="utf-8") as log:
+            subprocess.run([sys.executable, "-c", START, str(folder)], stdout=log, stderr=log, env=env)
+    finally: lock.release()
     if why := self.failure(name): print(f"{name} failed: {why}", flush=True)
 
 # %% ../nbs/48_race.ipynb #race0063
@@ -785,8 +789,9 @@ def last_lines(path, # of a log
 def failure(self:Race, name): # of a run
     "Why it has no loss, as far as known; \"\" where it has one, wasn't begun, or is still being run"
     r, log = self.read(name), self.folder/name/"log.txt"
-    if r or self.under_way(name): return (r or {}).get("failed", "")
-    return f"the last lines of {log} are\n{last_lines(log)}" if log.exists() else ""
+    if r: return r.get("failed", "")
+    if self.under_way(name) or not log.exists(): return ""
+    return f"the last lines of {log} are\n{last_lines(log)}"
 
 # %% ../nbs/48_race.ipynb #race0064
 @patch
@@ -854,6 +859,10 @@ def final(results): # of one contestant
     "The mean of its final losses"
     return mean(r["loss"] for r in results)
 
+def by_loss(results): # of `Race.results`
+    "The same, the lowest loss first"
+    return dict(sorted(results.items(), key=lambda named: final(named[1])))
+
 def with_spread(values): # numbers
     "Their mean as a text, with their standard deviation if there are several"
     return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
@@ -872,13 +881,13 @@ def race_table(results, # of `Race.results`
     columns, tuned = [c for c in COLUMNS if not titles or c[0] in titles], not titles
     rows = [[name, with_spread([r["loss"] for r in rs]), len(rs), *(value(rs, *how) for _, *how in columns)]
             + [f"{rs[0]['lr']:g}, {rs[0]['wd']:g}"]*tuned
-            for name, rs in sorted(results.items(), key=lambda named: final(named[1]))]
+            for name, rs in by_loss(results).items()]
     return table(["", "loss", "seeds", *(title for title, *_ in columns)] + ["rate, decay ×"]*tuned, rows)
 
 # %% ../nbs/48_race.ipynb #57607b8b
 def passing_table(results): # of `Race.results`
     "After how many seconds each contestant, a row, passes the final loss of each other one, as a `Table`"
-    names = sorted(results, key=lambda k: final(results[k]))
+    names = [*by_loss(results)]
     points = {k: curve(results[k], "seconds") for k in names}
     time = lambda k, o: "" if k == o else fmt(reached(points[k], final(results[o])), ".1f")
     rows = [[k, *(time(k, o) for o in names)] for k in names]
@@ -999,14 +1008,15 @@ def share_race(race, # a `Race` with results
 
 # %% ../nbs/48_race.ipynb #bbb6f93e
 def shared_record(name, # of its folder
-                  gpu="NVIDIA H200"):
-    "What `share_race` has put among the records of the course; {} where there is none"
-    path = race_path(records_path(gpu).parent, gpu, name)
+                  gpu="NVIDIA H200",
+                  folder=None): # of records; by default those of the course
+    "What `share_race` has put there; {} where there is none"
+    path = race_path(folder or measurements_dir(), gpu, name)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
-def shared_race(name, gpu="NVIDIA H200"): # as for `shared_record`
+def shared_race(*args, **kw): # as for `shared_record`
     "The results in a `shared_record`, {} where there is none"
-    return shared_record(name, gpu).get("results", {})
+    return shared_record(*args, **kw).get("results", {})
 
 # %% ../nbs/48_race.ipynb #race0077
 @patch

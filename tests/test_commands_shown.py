@@ -1,7 +1,6 @@
 """Commands that readers are shown: every option is understood, every target and file exists, and those of the Train section print what
 stands below them."""
 import ast, json, os, re, shlex, shutil
-from functools import lru_cache
 import pytest, torch
 import torch.distributed.run as torchrun
 import train_pages
@@ -11,7 +10,7 @@ from llm_speedrun.train import options
 from llm_speedrun.train.hardware import parse_rungs
 from prose import measured_numbers
 from shown import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train
-from test_cli import COMMANDS, messages
+from test_cli import COMMANDS, messages, parser
 
 PAGES = pages_of_train()
 OTHERS = [ROOT/"README.md", ROOT/"nbs/index.ipynb", *(p for p in sorted((ROOT/"nbs").rglob("*.qmd"))
@@ -31,13 +30,10 @@ MAKE = re.findall(r"^([a-z]+):", (ROOT/"Makefile").read_text(encoding="utf-8"), 
 VARIABLES = re.findall(r"^([A-Z_]+) +[?:]?=", (ROOT/"Makefile").read_text(encoding="utf-8"), re.M)
 PROGRAMS = set("git cd source pip ls tail head cat grep until [ do done sleep kill wait fi echo python jupyter".split())
 
-@lru_cache
-def parser(name): return options.parser_of(COMMANDS[name].config, name, "")
-
 def check_options(name, words):
     "Read the words as the command does. Raises what it would"
     f = COMMANDS[name]
-    got = options.words_of(parser(name), words)
+    got = options.words_of(parser(f.config), words)
     got.pop("config", None) # a file that isn't there
     c, _ = options.resolved(f.config, got)
     if getattr(c, "rungs", "list") not in ("list", ""): parse_rungs(c.rungs)

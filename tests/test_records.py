@@ -1,8 +1,6 @@
 "The committed records: each says what was measured, where, by which notebook and from which code, and that is still the code."
-import ast, json
+import json
 from collections import Counter
-from functools import lru_cache
-from types import SimpleNamespace
 import pytest
 from llm_speedrun import measure, runs
 from cells import NBS
@@ -73,12 +71,7 @@ def test_records(path, rule):
     wrong = list(RULES[rule](json.loads(path.read_text(encoding="utf-8"))))
     assert not wrong, f"{path.name}:\n  " + "\n  ".join(wrong)
 
-def test_records_come_from_the_code_as_it_is(monkeypatch):
-    "Many records consist of the same files, each of which is parsed once here"
-    monkeypatch.setattr(measure, "ast", SimpleNamespace(**{**vars(ast), "parse": lru_cache(ast.parse)}))
-    syntax = measure.syntax
-    known = lru_cache(lambda module: syntax(module))
-    monkeypatch.setattr(measure, "syntax", lambda o: known(o) if isinstance(o, ast.Module) else syntax(o))
+def test_records_come_from_the_code_as_it_is():
     found = {n for p in FILES for n in changed(json.loads(p.read_text(encoding="utf-8")))}
     assert found <= AWAITING, "their code has changed since, measure them again:\n  " + "\n  ".join(sorted(found - AWAITING))
     assert found == AWAITING, f"need not stand in AWAITING any more: {sorted(AWAITING - found)}"

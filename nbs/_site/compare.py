@@ -3,7 +3,7 @@ import json, re
 from pathlib import Path
 import yaml
 from llm_speedrun.measure import SPINE
-from llm_speedrun.race import final, race_path, with_spread
+from llm_speedrun.race import race_table, shared_record
 from nbdev.config import get_config
 from pages import page, table
 
@@ -36,16 +36,12 @@ RACED = {"speedrun": OURS, "without_muon": "the same with AdamW", "modded": "mod
 
 def to_loss(root): # the repository
     "What the template says of the race in lesson 48: a dict, {} without a record"
-    path = race_path(root/"nbs/measurements", "NVIDIA H200", "five")
-    if not path.exists(): return {}
-    race = json.loads(path.read_text(encoding="utf-8"))
+    race = shared_record("five", folder=root/"nbs/measurements")
+    if not race: return {}
     found = {k: rs for k, rs in race["results"].items() if k in RACED}
-    rows = [[RACED[k], with_spread([r["loss"] for r in rs]), f"{rs[0]['bpb']:.3f}", f"{rs[0]['tokens']/1e6:.0f}",
-             f"{rs[0]['tok_s']:,.0f}", f"{rs[0]['parameters']/1e6:.0f}"]
-            for k, rs in sorted(found.items(), key=lambda named: final(named[1]))]
-    one = found["speedrun"][0]
+    one, shown = found["speedrun"][0], ("bits/byte", "tokens, M", "tokens/s", "in tables, M")
     return dict(minutes=race["clock"]/60, tune=race["tune"], short=race["tune_seconds"], text=one["tokens"]/one["epochs"]/1e6, one=one,
-                losses=table(["", "nats per token", "bits per byte", "M tokens", "tokens/s", "M weights"], rows),
+                losses=race_table({RACED[k]: rs for k, rs in found.items()}, shown),
                 waiting=[RACED[k] for k in race["field"] if k in RACED and k not in found])
 
 def split(fact): # "text <file>", or False for no, or None
