@@ -45,6 +45,13 @@ def test_the_same_bits_in_phases(tmp_path, monkeypatch):
     test_the_same_bits(tmp_path, monkeypatch, "naive", recipe="speedrun", accumulate=1, calls=4*4 + 2)
 
 @posix
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", ["speedrun", "without_muon"])
+def test_the_same_bits_on_a_gpu(tmp_path, monkeypatch, recipe):
+    "Also what PyTorch would leave on the CPU: AdamW's number of steps"
+    test_the_same_bits(tmp_path, monkeypatch, "bf16,flash", recipe=recipe, accumulate=1, calls=4*4 + 2)
+
+@posix
 @pytest.mark.parametrize("rungs", ["naive", "flash,fused_adamw", "bf16,bf16_weights", f"{FULL},fp8,fused_adamw",
                                    "adamw8bit"])
 def test_the_same_bits(tmp_path, monkeypatch, rungs, calls=5, **more):

@@ -74,6 +74,15 @@ def step(self:MixedOptimizer):
         states, found_inf = [self.state[p] for p in params], getattr(self, "found_inf", None)
         if params: RULES[g["rule"]](g, params, [p.grad for p in params], states, found_inf)
 
+# %% ../../nbs/41_recipe.ipynb #cbc0201d
+@patch
+def load_state_dict(self:MixedOptimizer, state_dict): # from `state_dict`
+    "As PyTorch's, with all that is remembered of a weight on the weight's device"
+    super(MixedOptimizer, self).load_state_dict(state_dict)
+    for p, s in self.state.items():
+        for k, v in s.items(): s[k] = v.to(p.device)
+
+
 # %% ../../nbs/41_recipe.ipynb #133ef0db
 def by_role(model, # a `GPT`
             roles): # role -> settings: `rule`, `ratio` of its rate to the matrices', what the rule takes
