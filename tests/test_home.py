@@ -249,6 +249,9 @@ def test_compare_says_the_losses_of_the_record():
         assert bpb == f"{mean(r['bpb'] for r in rs):.4f}"
     waiting = [site_compare.RACED[k] for k in FIVE["field"] if k not in FIVE["results"]]
     assert f"not run yet: {', '.join(waiting)}" in page if waiting else "not run yet" not in page
+    for k, rs in FIVE["results"].items():
+        lowest = min(m["loss"] for r in rs for m in r["marks"])
+        assert (f"{site_compare.RACED[k]}'s loss had been down to {lowest:.4f}" in page) == (lowest + .02 < min(r["loss"] for r in rs))
 
 def test_compare_without_losses(checkout):
     assert "To a loss" not in pages.written("compare.qmd", checkout(RACE))

@@ -34,6 +34,11 @@ def speeds(found): # of `race`
 RACED = {"speedrun": OURS, "without_muon": "the same with AdamW", "modded": "modded-nanogpt, track 3", "nanogpt": "nanoGPT",
          "nanochat": "nanochat"}
 
+def turned(found): # name -> results
+    "Those whose loss was clearly lower on the way than at the end: the name to show -> the lowest reading"
+    lowest = {k: min(m["loss"] for r in rs for m in r["marks"]) for k, rs in found.items()}
+    return {RACED[k]: v for k, v in lowest.items() if v < min(r["loss"] for r in found[k]) - .02}
+
 def to_loss(root): # the repository
     "What the template says of the race in lesson 48: a dict, {} without a record"
     race = shared_record("five", folder=root/"nbs/measurements")
@@ -41,7 +46,7 @@ def to_loss(root): # the repository
     found = {k: rs for k, rs in race["results"].items() if k in RACED}
     one, shown = found["speedrun"][0], ("bits/byte", "tokens, M", "tokens/s", "in tables, M")
     return dict(minutes=race["clock"]/60, tune=race["tune"], short=race["tune_seconds"], text=one["tokens"]/one["epochs"]/1e6, one=one,
-                losses=race_table({RACED[k]: rs for k, rs in found.items()}, shown),
+                losses=race_table({RACED[k]: rs for k, rs in found.items()}, shown), turned=turned(found),
                 waiting=[RACED[k] for k in race["field"] if k in RACED and k not in found])
 
 def split(fact): # "text <file>", or False for no, or None
