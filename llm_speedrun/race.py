@@ -10,9 +10,9 @@ __all__ = ['WARM', 'GAUGE', 'NEVER', 'PEER_OPTIONS', 'RACERS', 'TRACK_3', 'KEPT'
            'Nanochat', 'nanochat_model', 'nanochat_optimizer', 'nanochat_step', 'nanochat', 'OwnRun', 'own_options',
            'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced', 'note_in',
            'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant', 'peer_options',
-           'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'by_loss', 'with_spread',
-           'race_table', 'passing_table', 'tried_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths',
-           'race_path', 'share_race', 'shared_record', 'shared_race', 'race_of', 'race_and_tell']
+           'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'lowest', 'by_loss',
+           'with_spread', 'race_table', 'passing_table', 'tried_table', 'draw_losses', 'race_chart', 'waterfall',
+           'without_paths', 'race_path', 'share_race', 'shared_record', 'shared_race', 'race_of', 'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -859,10 +859,16 @@ def final(results): # of one contestant
     "The mean of its final losses"
     return mean(r["loss"] for r in results)
 
+def lowest(results): # of one contestant
+    "The lowest loss that any of its runs had when it was judged, on the way or at the end"
+    return min(m["loss"] for r in results for m in (r, *r["marks"]))
+
 def by_loss(results): # of `Race.results`
     "The same, the lowest loss first"
     return dict(sorted(results.items(), key=lambda named: final(named[1])))
 
+
+# %% ../nbs/48_race.ipynb #900e8e08
 def with_spread(values): # numbers
     "Their mean as a text, with their standard deviation if there are several"
     return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")

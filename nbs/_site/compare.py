@@ -3,7 +3,7 @@ import json, re
 from pathlib import Path
 import yaml
 from llm_speedrun.measure import SPINE
-from llm_speedrun.race import race_table, shared_record
+from llm_speedrun.race import final, lowest, race_table, shared_record
 from nbdev.config import get_config
 from pages import page, table
 
@@ -35,9 +35,8 @@ RACED = {"speedrun": OURS, "without_muon": "the same with AdamW", "modded": "mod
          "nanochat": "nanochat"}
 
 def turned(found): # name -> results
-    "Those whose loss was clearly lower on the way than at the end: the name to show -> the lowest reading"
-    lowest = {k: min(m["loss"] for r in rs for m in r["marks"]) for k, rs in found.items()}
-    return {RACED[k]: v for k, v in lowest.items() if v < min(r["loss"] for r in found[k]) - .02}
+    "Those whose loss was clearly lower on the way than at the end: the name to show -> the lowest"
+    return {RACED[k]: lowest(rs) for k, rs in found.items() if final(rs) - lowest(rs) > .02}
 
 def to_loss(root): # the repository
     "What the template says of the race in lesson 48: a dict, {} without a record"
