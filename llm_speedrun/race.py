@@ -867,7 +867,6 @@ def by_loss(results): # of `Race.results`
     "The same, the lowest loss first"
     return dict(sorted(results.items(), key=lambda named: final(named[1])))
 
-
 # %% ../nbs/48_race.ipynb #900e8e08
 def with_spread(values): # numbers
     "Their mean as a text, with their standard deviation if there are several"

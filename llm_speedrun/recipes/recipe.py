@@ -82,7 +82,6 @@ def load_state_dict(self:MixedOptimizer, state_dict): # from `state_dict`
     for p, s in self.state.items():
         for k, v in s.items(): s[k] = v.to(p.device)
 
-
 # %% ../../nbs/41_recipe.ipynb #133ef0db
 def by_role(model, # a `GPT`
             roles): # role -> settings: `rule`, `ratio` of its rate to the matrices', what the rule takes
