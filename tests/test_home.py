@@ -87,7 +87,7 @@ def test_the_loss_needs_a_rival(to_loss):
     made = lambda loss, *way: [dict(loss=loss, tokens=2e8, epochs=5., gpu="a GPU", marks=[dict(loss=v) for v in way])]
     race = dict(clock=300., results=dict(nanochat=made(3.5, 3.4, 3.5), speedrun=made(3.), muon=made(3.2), modded=made(3.25)))
     assert "is at 3.00 nats" in to_loss[1](race) and "40 million tokens" in to_loss[1](race)
-    assert "one GPU at 3.25, nanochat at 3.50 (3.40 on the way):" in to_loss[1](race) and "3.20" not in to_loss[1](race)
+    assert "benchmark of optimizers at 3.25, nanochat at 3.50 (3.40 on the way):" in to_loss[1](race) and "3.20" not in to_loss[1](race)
     for left in (dict(speedrun=made(3.)), dict(modded=made(3.))): assert to_loss[1](race | dict(results=left)) == ""
     assert to_loss[1]({}) == ""
 

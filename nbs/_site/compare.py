@@ -46,6 +46,7 @@ def to_loss(root): # the repository
     one, shown = found["speedrun"][0], ("bits/byte", "tokens, M", "tokens/s", "in tables, M")
     return dict(minutes=race["clock"]/60, tune=race["tune"], short=race["tune_seconds"], text=one["tokens"]/one["epochs"]/1e6, one=one,
                 losses=race_table({RACED[k]: rs for k, rs in found.items()}, shown), turned=turned(found),
+                step=max(rs[0]["batch"] for rs in found.values()),
                 waiting=[RACED[k] for k in race["field"] if k in RACED and k not in found])
 
 def split(fact): # "text <file>", or False for no, or None
