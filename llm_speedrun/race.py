@@ -10,7 +10,7 @@ __all__ = ['WARM', 'GAUGE', 'NEVER', 'PEER_OPTIONS', 'RACERS', 'TRACK_3', 'KEPT'
            'Nanochat', 'nanochat_model', 'nanochat_optimizer', 'nanochat_step', 'nanochat', 'OwnRun', 'own_options',
            'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced', 'note_in',
            'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant', 'peer_options',
-           'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'lowest', 'by_loss',
+           'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'lowest_loss', 'rose', 'by_loss',
            'with_spread', 'race_table', 'passing_table', 'tried_table', 'draw_losses', 'race_chart', 'waterfall',
            'without_paths', 'race_path', 'share_race', 'shared_record', 'shared_race', 'race_of', 'race_and_tell']
 
@@ -859,9 +859,13 @@ def final(results): # of one contestant
     "The mean of its final losses"
     return mean(r["loss"] for r in results)
 
-def lowest(results): # of one contestant
+def lowest_loss(results): # of one contestant
     "The lowest loss that any of its runs had when it was judged, on the way or at the end"
     return min(m["loss"] for r in results for m in (r, *r["marks"]))
+
+def rose(results): # of one contestant
+    "Whether its final loss is clearly above its lowest one: by more than 0.02 nats"
+    return final(results) - lowest_loss(results) > .02
 
 def by_loss(results): # of `Race.results`
     "The same, the lowest loss first"

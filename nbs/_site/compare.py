@@ -3,7 +3,7 @@ import json, re
 from pathlib import Path
 import yaml
 from llm_speedrun.measure import SPINE
-from llm_speedrun.race import final, lowest, race_table, shared_record
+from llm_speedrun.race import lowest_loss, race_table, rose, shared_record
 from nbdev.config import get_config
 from pages import page, table
 
@@ -34,10 +34,6 @@ def speeds(found): # of `race`
 RACED = {"speedrun": OURS, "without_muon": "the same with AdamW", "modded": "modded-nanogpt, track 3", "nanogpt": "nanoGPT",
          "nanochat": "nanochat"}
 
-def turned(found): # name -> results
-    "Those whose loss was clearly lower on the way than at the end: the name to show -> the lowest"
-    return {RACED[k]: lowest(rs) for k, rs in found.items() if final(rs) - lowest(rs) > .02}
-
 def to_loss(root): # the repository
     "What the template says of the race in lesson 48: a dict, {} without a record"
     race = shared_record("five", folder=root/"nbs/measurements")
@@ -45,7 +41,8 @@ def to_loss(root): # the repository
     found = {k: rs for k, rs in race["results"].items() if k in RACED}
     one, shown = found["speedrun"][0], ("bits/byte", "tokens, M", "tokens/s", "in tables, M")
     return dict(minutes=race["clock"]/60, tune=race["tune"], short=race["tune_seconds"], text=one["tokens"]/one["epochs"]/1e6, one=one,
-                losses=race_table({RACED[k]: rs for k, rs in found.items()}, shown), turned=turned(found),
+                losses=race_table({RACED[k]: rs for k, rs in found.items()}, shown),
+                turned={RACED[k]: lowest_loss(rs) for k, rs in found.items() if rose(rs)},
                 step=max(rs[0]["batch"] for rs in found.values()),
                 waiting=[RACED[k] for k in race["field"] if k in RACED and k not in found])
 
