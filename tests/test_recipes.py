@@ -2,20 +2,21 @@
 import json, math
 from functools import partial
 from dataclasses import replace
-import numpy as np, pytest, torch
+import numpy as np, pytest, torch, torch.nn.functional as F
 from llm_speedrun.files import InputError
 from llm_speedrun.measure import compare, ratio
 from llm_speedrun.model import workload
+from llm_speedrun.recipes.batch import in_window, window_mask, windowed
 from llm_speedrun.recipes.recipe import RECIPES, find_recipe, parse_recipe, set_groups
 from llm_speedrun.recipes.schedules import GuardedStepper, lr_at
 from llm_speedrun.recipes.speedrun import decay_for, rate_for
-from llm_speedrun.runs import build, settled, step_of
+from llm_speedrun.runs import Stepper, build, settled, step_of
 from llm_speedrun.train.hardware import parse_rungs
 from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import load_named_state, named_state
 from llm_speedrun.train.trainer import Trainer, train
 from llm_speedrun.world import processes
-from small import NANO, fails, nano, options
+from small import NANO, fails, nano, options, texts
 
 @pytest.fixture(autouse=True)
 def best(monkeypatch): monkeypatch.setattr("llm_speedrun.recipes.recipe.BEST", "speedrun")
@@ -89,6 +90,70 @@ def test_updates_follow_the_phases(tmp_path):
     assert shapes == [[(2, T//2)]]*8 + [[(4, T//2)]]*2 + [[(2, T)]]*2 + [[(4, T)]]*2
     rates = [r["lr"] for r in trainer.rows() if "loss" in r]
     assert rates[0] == pytest.approx(.02) and rates[2]/rates[1] == pytest.approx(2**.5, rel=.3)
+
+def test_windows_follow_the_phases(tmp_path):
+    "Two steps of six see 8 keys, two see 16, two see all; no evaluation sees fewer"
+    trainer, seen = Trainer(options(tmp_path, recipe="speedrun:pieces=1:updates=1:windows=8+16+0", steps=6, batch=4, evals=3), progress=False), []
+    loss = trainer.run.loss
+    inner = loss.loss
+    def noted(model, x, y):
+        now = next((w for w, m in loss.models.items() if m is model), 0)
+        seen.append((now, torch.is_grad_enabled()))
+        return inner(model, x, y)
+    loss.loss = noted
+    res = trainer.fit()
+    assert [w for w, training in seen if training][-6:] == [8, 8, 16, 16, 0, 0] and not any(w for w, training in seen if not training)
+    assert trainer.cfg.recipe == "speedrun:updates=1:pieces=1:windows=8+16+0" and math.isfinite(res["val_loss"])
+
+@pytest.mark.parametrize("rungs", ["naive", "bf16,flash,fused_ops,chunked_ce,fp8,fused_adamw", "bf16,flash,checkpoint"])
+def test_a_window_of_all_is_no_window(rungs):
+    "After each update the second tree of modules has the loss of the first: nothing of older weights is kept in it"
+    run = windowed(build(NANO, rungs.split(",") if rungs != "naive" else []), (NANO.seq,))
+    x, y = torch.randint(NANO.vocab, (2, 2, NANO.seq), device=run.device)
+    step, losses = Stepper(run), []
+    for i in range(4):
+        set_groups(run, step.opt, i, 4, .01)
+        losses.append(step((x, y)).item())
+        whole, window = (run.loss.loss(m, x, y).item() for m in (run.model, run.loss.models[NANO.seq]))
+        assert whole == pytest.approx(window, rel=1e-3)
+    assert losses[-1] < losses[0] - .1
+
+def test_windows_and_documents_are_refused(tmp_path):
+    with pytest.raises(InputError, match="leave out --documents"):
+        train(options(tmp_path, data=str(texts(tmp_path/"texts")), recipe="speedrun:windows=8+0", documents=True, steps=4), progress=False)
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("T, D, K, window", [(1024, 128, 6, 256), (1000, 64, 3, 100), (512, 128, 6, 512), (512, 64, 6, 900)])
+def test_the_kernel_sees_the_window(T, D, K, window):
+    "FlashAttention's kernel and the mask, both against double precision; KV heads that are shared, odd lengths"
+    q, k, v, do = (torch.randn(4, h, T, D, device="cuda", dtype=torch.bfloat16) for h in (6, K, K, 6))
+    mask, shared = window_mask(T, window, "cuda"), lambda t: t.repeat_interleave(6//K, 1)
+    by_mask = lambda q, k, v: F.scaled_dot_product_attention(q, shared(k), shared(v), mask)
+    def all_of(f, *ins):
+        ins = [t.requires_grad_() for t in ins]
+        o = f(*ins)
+        return [o, *torch.autograd.grad(o, ins, do.to(o.dtype))]
+    want = all_of(by_mask, *(t.double() for t in (q, k, v)))
+    off = lambda found: [(a - b).norm()/b.norm() for a, b in zip(found, want)]
+    for ours, theirs in zip(off(all_of(partial(in_window, window), q, k, v)), off(all_of(by_mask, q, k, v))): assert ours < 2*theirs
+
+@pytest.mark.cuda
+def test_windows_are_recorded_each():
+    "Under CUDA graphs, which record one pass for each window: the same losses as without"
+    config, curves = replace(NANO, seq=128), []
+    x, y = torch.randint(NANO.vocab, (2, 4, 128), device="cuda")
+    for rungs in (["bf16", "flash"], ["bf16", "flash", "cuda_graphs"]):
+        run = parse_recipe("speedrun:updates=1:pieces=1:windows=16+64+0")(build(config, rungs))
+        step = GuardedStepper(run)
+        curves.append([])
+        for i in range(15):
+            set_groups(run, step.opt, i, 15, .01)
+            curves[-1].append(step((x, y)).item())
+    assert curves[0] == pytest.approx(curves[1], rel=2e-2) and curves[0][-1] < curves[0][0] - .5
+
+@pytest.mark.parametrize("spec", ["windows=x", "windows=8+x", "windows=-1", "updates=2+0", "pieces=a"])
+def test_what_is_no_phase(spec):
+    with pytest.raises(InputError, match=f"{spec.split('=')[0]} are whole numbers"): parse_recipe(f"speedrun:{spec}")(build(NANO))
 
 def test_an_update_that_is_not_taken_is_told(tmp_path):
     "The second of four updates has gradients that aren't finite: its step has an event, and the run goes on"

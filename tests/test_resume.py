@@ -45,8 +45,12 @@ def test_the_same_bits_in_phases(tmp_path, monkeypatch):
     test_the_same_bits(tmp_path, monkeypatch, "naive", recipe="speedrun", accumulate=1, calls=4*4 + 2)
 
 @posix
+def test_the_same_bits_in_windows(tmp_path, monkeypatch):
+    test_the_same_bits(tmp_path, monkeypatch, "naive", recipe="speedrun:updates=1:windows=8+0")
+
+@posix
 @pytest.mark.cuda
-@pytest.mark.parametrize("recipe", ["speedrun", "without_muon"])
+@pytest.mark.parametrize("recipe", ["speedrun", "without_muon", "speedrun:windows=8+0"])
 def test_the_same_bits_on_a_gpu(tmp_path, monkeypatch, recipe):
     "Also what PyTorch would leave on the CPU: AdamW's number of steps"
     test_the_same_bits(tmp_path, monkeypatch, "bf16,flash", recipe=recipe, accumulate=1, calls=4*4 + 2)

@@ -9,7 +9,7 @@ __all__ = ['LR', 'LONG', 'RUN', 'PASS', 'ADAMW', 'rate_for', 'decay_for', 'avera
 # %% ../../nbs/47_speedrun.ipynb #cccd1681
 from dataclasses import replace
 from .architecture import heads_of, init
-from .batch import Phases, gentler
+from .batch import Phases, gentler, whole_numbers, windowed
 from .muon import MUON, WHY_NOT
 from .normuon import normuon
 from .recipe import OWN, recipe, tuned_adamw
@@ -48,7 +48,7 @@ def as_slow(phases): # a `Phases`
 def phased(run, # a `Run`
            updates, pieces): # as for `Phases`
     "The run with batches and sequences that grow, at rates and decays that go with them"
-    phases = Phases(tuple(map(int, updates)), tuple(map(int, pieces)))
+    phases = Phases(whole_numbers(updates, "updates"), whole_numbers(pieces, "pieces"))
     return replace(run, batching=phases, schedules=run.schedules + (gentler(phases), as_slow(phases)))
 
 # %% ../../nbs/47_speedrun.ipynb #78d08dd8
@@ -57,11 +57,12 @@ def phased(run, # a `Run`
 def speedrun(run, # a `Run`
              variance=.95, cautious=True, # as for `normuon`, which the rest is of, too
              momentum=.9, rise=300, embed=.004, head=.004, vector=.015, beta2=.99, table=.5,
-             updates=(4, 2, 1), pieces=(2, 1)): # as for `Phases`
+             updates=(4, 2, 1), pieces=(2, 1), # as for `Phases`
+             windows=(0,)): # as for `windowed`
     "NorMuon, with blocks that add nothing at first, heads of 128, batches that grow, decay in e-folds"
     init(run, embed=.02, matrix=.577)
     run = normuon.apply(run, variance, cautious, momentum, rise, embed, head, vector, beta2, table)
-    return phased(run, updates, pieces)
+    return windowed(phased(run, updates, pieces), windows)
 
 # %% ../../nbs/47_speedrun.ipynb #6ec8af07
 ADAMW = 13.5 # its rate in Muon's, for a width of 1
