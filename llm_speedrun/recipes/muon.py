@@ -58,13 +58,13 @@ def with_adamw(run, # a `Run`
                lr, # its learning rate, to which the others' are related
                embed=.003, head=.004, vector=.015, # those of the other roles, for a model of width 768
                betas=(.8, .95), # AdamW's
-               table=0.): # what embedding and head lose to decay, in the matrices' loss; 0: hardly anything
+               table=0.): # decay of embedding and head in an update, in that of matrices; 0: hardly any
     "Roles for `mixed`: the matrices as told, everything else by AdamW; wider tables take smaller steps"
     wider = (run.model.config.width/768)**.5
     others = dict(embed=embed/wider, head=head/wider, vector=vector)
     aside = dict(rule="adamw", betas=betas, eps=1e-10)
-    loss = lambda v: dict(decay=table*lr/v) if table else dict(weight_decay=1e-3) # rate times decay is lost
-    rest = {k: aside | dict(ratio=v/lr) | loss(v) for k, v in others.items()}
+    fading = lambda v: dict(decay=table*lr/v) if table else dict(weight_decay=1e-3) # rate times decay fades
+    rest = {k: aside | dict(ratio=v/lr) | fading(v) for k, v in others.items()}
     rest["vector"]["weight_decay"] = 0.
     return dict(matrix=matrix) | rest
 

@@ -35,7 +35,7 @@ def normuon(run, # a `Run`
             rise=300, # steps in which that rises from 0.85, at most half of the run
             embed=.003, head=.004, vector=.015, # as for `muon`
             beta2=.95, # of AdamW, for all but the matrices
-            table=0.): # what embedding and head lose to decay, in the matrices' loss
+            table=0.): # decay of embedding and head in an update, as a part of the matrices'
     "Muon, with rows of equal size, cautious decay, and momentum that warms up"
     matrix = dict(rule="normuon", variance=variance, cautious=cautious, momentum=momentum)
     roles = with_adamw(run, matrix, MUON_LR, embed, head, vector, (.8, beta2), table)
