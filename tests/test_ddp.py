@@ -7,6 +7,7 @@ import pytest, torch
 from small import NANO, fails
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPTConfig
+from llm_speedrun.recipes.recipe import find_recipe, set_groups
 from llm_speedrun.recipes.schedules import guarded
 from llm_speedrun.runs import World, build, entered, find_rung, stepper_of
 from llm_speedrun.rungs import ddp as module
@@ -220,3 +221,43 @@ def test_on_two_gpus():
     for name, (losses, same) in curves.items():
         assert same and losses[0] - losses[-1] > .1, (name, losses)
         assert losses[:6] == pytest.approx(first[:6], abs=5e-2), name # FP8's sums are in no fixed order
+
+# --- recipes: the work on matrices is divided ---
+
+def learned(world, name):
+    "Losses and weights of some steps of a recipe, and how often its update was divided among processes"
+    import llm_speedrun.recipes.normuon as normuon
+    update, shares = normuon.fast_muon, []
+    def noted(group, params, grads, states, found_inf, share, **more):
+        shares.append(share)
+        return update(group, params, grads, states, found_inf, share, **more)
+    normuon.fast_muon = noted
+    run = find_recipe(name)(build(CONFIG, ["ddp"], device="cpu", world=world))
+    step = guarded(stepper_of(run))(run, clip=.5)
+    x, y = torch.randint(8, CONFIG.vocab, (2, 6, BATCH, CONFIG.seq), generator=torch.Generator().manual_seed(1))
+    own, losses = lambda t: t.unflatten(0, (world.size, -1))[world.rank], []
+    for k in range(6):
+        set_groups(run, step.opt, k, 6, .02)
+        losses.append(step((own(x[k]), own(y[k]))).item())
+    normuon.fast_muon = update
+    return losses, [p.detach().clone() for p in run.model.parameters()], [s and s[:2] for s in shares]
+
+def divided(world):
+    no_gpu()
+    res = {}
+    for name in ("normuon", "speedrun"):
+        (losses, weights, _), (alone, whole, _) = learned(world, name), learned(World(), name)
+        said = learned(world, name)[2]
+        sums = world.gathered([p.double().sum().item() for p in weights])
+        res[name] = max(map(gap, losses, alone)), max((a - b).abs().max().item() for a, b in zip(weights, whole)), sums[0] == sums[-1], said
+    return res
+
+def test_an_update_is_divided():
+    "Two processes orthogonalize half of the matrices each, have the same weights to the bit, and nearly those of one process"
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("CUDA_VISIBLE_DEVICES", "")
+        found = processes(2, divided)
+    for rank, res in enumerate(found):
+        for name, (loss, weights, same, shares) in res.items():
+            assert same and shares == [(rank, 2)]*6, name
+            assert loss < 1e-4 and weights < 2e-3, name

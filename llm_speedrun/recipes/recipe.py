@@ -52,6 +52,7 @@ def __call__(self:AdamWRule, group, # settings: `lr` and those of `settings`
 class MixedOptimizer(torch.optim.Optimizer):
     "An optimizer whose groups are updated by rules of their own: each has a `rule`, a key of `RULES`"
     _step_supports_amp_scaling = True # its rules look at `found_inf` themselves
+    share = None # rank, number and group of processes with the same gradients, for rules with `divides`
 
     def __init__(self, groups): # dicts with `params`, `rule`, `lr`, and what else the rule takes
         for g in groups: lookup(RULES, g["rule"], "update rule")
@@ -72,7 +73,9 @@ def step(self:MixedOptimizer):
         for p in params:
             if not self.state[p]: self.state[p] = self.new_state(p)
         states, found_inf = [self.state[p] for p in params], getattr(self, "found_inf", None)
-        if params: RULES[g["rule"]](g, params, [p.grad for p in params], states, found_inf)
+        rule = RULES[g["rule"]]
+        more = dict(share=self.share) if getattr(rule, "divides", False) else {}
+        if params: rule(g, params, [p.grad for p in params], states, found_inf, **more)
 
 # %% ../../nbs/41_recipe.ipynb #cbc0201d
 @patch
@@ -98,11 +101,14 @@ def by_role(model, # a `GPT`
 def mixed(model, # the model to optimize
           lr=1e-3, # learning rate of the matrices
           weight_decay=0., # of the groups that don't say their own
-          roles=None): # as for `by_role`; `decay` is the ratio of a role's decay to that one
+          roles=None, # as for `by_role`; `decay` is the ratio of a role's decay to that one
+          share=None): # as in `MixedOptimizer`
     """A `MixedOptimizer` of the model's weights, each role by its settings. A group's `whole_decay` is its
     decay before any schedule"""
     groups = [dict(weight_decay=weight_decay*g.get("decay", 1.)) | g for g in by_role(model, roles)]
-    return MixedOptimizer([g | dict(lr=lr*g["ratio"], whole_decay=g["weight_decay"]) for g in groups])
+    opt = MixedOptimizer([g | dict(lr=lr*g["ratio"], whole_decay=g["weight_decay"]) for g in groups])
+    opt.share = share
+    return opt
 
 # %% ../../nbs/41_recipe.ipynb #b2fb7f27
 @dataclass(frozen=True)
