@@ -92,8 +92,8 @@ def test_updates_follow_the_phases(tmp_path):
     assert rates[0] == pytest.approx(.02) and rates[2]/rates[1] == pytest.approx(2**.5, rel=.3)
 
 def test_windows_follow_the_phases(tmp_path):
-    "Two steps of six see 8 keys, two see 16, two see all; no evaluation sees fewer"
-    trainer, seen = Trainer(options(tmp_path, recipe="speedrun:pieces=1:updates=1:windows=8+16+0", steps=6, batch=4, evals=3), progress=False), []
+    "Two steps of six see 4 keys, two see 8, two see all; no evaluation sees fewer"
+    trainer, seen = Trainer(options(tmp_path, recipe="speedrun:pieces=1:updates=1:windows=4+8+0", steps=6, batch=4, evals=3), progress=False), []
     loss = trainer.run.loss
     inner = loss.loss
     def noted(model, x, y):
@@ -102,8 +102,8 @@ def test_windows_follow_the_phases(tmp_path):
         return inner(model, x, y)
     loss.loss = noted
     res = trainer.fit()
-    assert [w for w, training in seen if training][-6:] == [8, 8, 16, 16, 0, 0] and not any(w for w, training in seen if not training)
-    assert trainer.cfg.recipe == "speedrun:updates=1:pieces=1:windows=8+16+0" and math.isfinite(res["val_loss"])
+    assert [w for w, training in seen if training][-6:] == [4, 4, 8, 8, 0, 0] and not any(w for w, training in seen if not training)
+    assert trainer.cfg.recipe == "speedrun:updates=1:pieces=1:windows=4+8+0" and math.isfinite(res["val_loss"])
 
 @pytest.mark.parametrize("rungs", ["naive", "bf16,flash,fused_ops,chunked_ce,fp8,fused_adamw", "bf16,flash,checkpoint"])
 def test_a_window_of_all_is_no_window(rungs):
@@ -119,7 +119,7 @@ def test_a_window_of_all_is_no_window(rungs):
     assert losses[-1] < losses[0] - .1
 
 def test_windows_and_documents_are_refused(tmp_path):
-    with pytest.raises(InputError, match="leave out --documents"):
+    with pytest.raises(InputError, match="or attention within documents"):
         train(options(tmp_path, data=str(texts(tmp_path/"texts")), recipe="speedrun:windows=8+0", documents=True, steps=4), progress=False)
 
 @pytest.mark.cuda
@@ -169,7 +169,26 @@ def test_an_update_that_is_not_taken_is_told(tmp_path):
 def test_small_steps_have_fewer_updates(tmp_path):
     "A step of one sequence, which nothing can divide"
     trainer, res = train(options(tmp_path, recipe="speedrun", batch=1, accumulate=1, steps=4), progress=False)
-    assert res["steps"] == 4 and trainer.cfg.recipe == "speedrun"
+    assert res["steps"] == 4 and trainer.cfg.recipe == "speedrun:updates=1"
+
+def test_rates_follow_the_updates_that_are_taken(tmp_path, capsys):
+    "Eight were asked for, a step of four sequences has four: the rate is that of four, which is what is said and saved"
+    trainer, _ = train(options(tmp_path, recipe="speedrun:updates=8+1:pieces=7+1", steps=6, batch=4, accumulate=1))
+    assert trainer.cfg.recipe == "speedrun:updates=4+1:pieces=4+1" and trainer.run.batching.updates == (4, 1)
+    said = capsys.readouterr().out
+    assert "in place of speedrun:updates=8+1:pieces=7+1" in said and "4, 1 updates a step" in said
+    rates = [r["lr"] for r in trainer.rows() if "loss" in r]
+    assert rates[0] == pytest.approx(trainer.cfg.lr/2)
+
+def test_why_it_is_adamw(tmp_path, capsys):
+    "A rate without a recipe means AdamW's, and that is said"
+    train(options(tmp_path, lr=1e-3, steps=4), given={"lr", "steps"})
+    assert "the recipe is adamw and not the default: --lr was given, and no --recipe" in capsys.readouterr().out
+
+@pytest.mark.parametrize("spec, said", [("embed=-1", "embed must be a number from 0, and -1 was given"),
+                                        ("momentum=2", "momentum must be a number from 0 to below 1, and 2 was given")])
+def test_numbers_that_no_recipe_can_use(spec, said):
+    with pytest.raises(InputError, match=said): parse_recipe(f"speedrun:{spec}")
 
 def test_the_average_is_of_the_tail(tmp_path):
     assert made(tmp_path, steps=90)[1].ema == pytest.approx(.9)

@@ -267,6 +267,28 @@ def test_a_second_interruption(tmp_path, monkeypatch):
     assert res["steps"] == 6 and [r["step"] for r in rows(tmp_path/"runs/run") if "loss" in r] == list(range(1, 7))
 
 @posix
+@pytest.mark.parametrize("presses", [1, 2, 3])
+def test_pressed_again_and_again(tmp_path, monkeypatch, capsys, presses):
+    "Once: all is saved and judged. Twice: the step is taken, the run saved without a loss. Three times: the step is gone, and that is said"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    call, count = Stepper.__call__, [0]
+    def pressed(self, *batches):
+        count[0] += 1
+        res = call(self, *batches)
+        if count[0] == 4 + 5: # half of a step is taken, as it were
+            for _ in range(presses): os.kill(os.getpid(), signal.SIGINT); time.sleep(.05)
+        return res
+    monkeypatch.setattr(Stepper, "__call__", pressed)
+    trainer, res = train(options(tmp_path, steps=8, save_minutes=0.))
+    said = capsys.readouterr().out
+    assert res["interrupted"] and "stopping after this step" in said and ("val_loss" in res) == (presses == 1)
+    assert res["steps"] == (4 if presses == 3 else 5) and ("step 5 was broken off" in said) == (presses == 3)
+    assert newest(tmp_path/"runs/run/checkpoints").name == f"step-{res['steps']:08}"
+    if presses == 3: assert "goes on from step-00000004" in said
+    monkeypatch.undo()
+    assert resume(tmp_path)[1]["steps"] == 8
+
+@posix
 def test_going_on_from_an_older_checkpoint(tmp_path, monkeypatch):
     "Checkpoints that couldn't be read go when the run goes on: they'd count as the newest, and push out those that are made now"
     go(tmp_path, steps=8, save_minutes=0., keep_last=4)

@@ -597,3 +597,15 @@ def test_the_loop_keeps_up(tmp_path, rows):
     median = {k: float(np.median(v[1:])) for k, v in times.items()}      # the first round warms up
     for k, ms in median.items(): print(f"{rows} x 1024, {k}: {ms:.2f} ms, {rows*1024/ms*1e3:,.0f} tokens/s")
     assert median["bare step, text"] / median["the trainer"] >= .98, median
+
+def test_a_vocabulary_that_is_not_used_is_told(tmp_path, capsys):
+    write_bins(tmp_path/"bins")
+    train(options(tmp_path, data="stdlib", vocab=300, steps=2, name="a"))
+    assert "were asked for" not in capsys.readouterr().out
+    made = Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="b"))
+    made.corpus, made.first_does, made.print = made_of(290), lambda f: None, {}
+    made.open_together()
+    assert "the vocabulary has 290 tokens, and 300 were asked for" in capsys.readouterr().out
+    made.let_go()
+
+def made_of(vocab): return type("C", (), dict(vocab=vocab))()

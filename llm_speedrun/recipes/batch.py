@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ONE_MODEL', 'squared_length', 'noise_scale', 'step_times', 'line', 'best_batch', 'in_phase', 'whole_numbers',
-           'Phases', 'gentler', 'divided', 'window_mask', 'window_share', 'in_window', 'Windowed', 'windowed']
+           'Phases', 'gentler', 'most_that_divides', 'divided', 'settled_phases', 'window_mask', 'window_share',
+           'in_window', 'Windowed', 'windowed']
 
 # %% ../../nbs/42_batch.ipynb #2fae602e
 import math
@@ -107,12 +108,28 @@ def gentler(phases, # a `Phases`
     "A schedule for `Run.schedules`: lower rates for smaller updates, as many as `phases` says"
     return lambda group, step, steps: dict(lr=group["lr"] * phases(step, steps)[0]**-power)
 
+def most_that_divides(n, most): # whole numbers
+    "The largest number up to `most` that divides `n`"
+    return max(d for d in range(1, most + 1) if n % d == 0)
+
 def divided(x, # B T tokens
             updates, pieces): # at most so many: what divides B, and T
     "The sequences of each update, a list of B' T'"
-    most = lambda n, k: max(d for d in range(1, k + 1) if n % d == 0)
-    (B, T), n = x.shape, most(x.shape[1], pieces)
-    return list(x.reshape(B*n, T//n).chunk(most(B, updates)))
+    (B, T), n = x.shape, most_that_divides(x.shape[1], pieces)
+    return list(x.reshape(B*n, T//n).chunk(most_that_divides(B, updates)))
+
+# %% ../../nbs/42_batch.ipynb #89233fde
+def settled_phases(recipe, # a `Recipe`, perhaps one with phases
+                   rows, seq): # sequences of a step in one process, their tokens
+    "The recipe with updates and pieces that divide these, and no window as long as a sequence"
+    fit = dict(updates=lambda k: most_that_divides(rows, k), pieces=lambda k: most_that_divides(seq, k),
+               windows=lambda k: 0 if k >= seq else k)
+    def settled(name, xs):
+        xs = tuple(fit[name](x) for x in whole_numbers(xs, name, least=int(name != "windows")))
+        return xs[:1] if len({*xs}) == 1 else xs
+    found = {k: settled(k, v) for k, v in recipe.options.items() if k in fit}
+    same = lambda k: [*map(int, recipe.options[k])] == [*found[k]]
+    return replace(recipe, options=recipe.options | {k: v for k, v in found.items() if not same(k)})
 
 # %% ../../nbs/42_batch.ipynb #57c5538e
 def window_mask(T, window, # tokens of a sequence, keys that a query sees
@@ -155,8 +172,8 @@ class Windowed:
     def __call__(self, model, x, y): # a `GPT`, B T tokens and the B T that follow
         if not (self.now and torch.is_grad_enabled()): return self.loss(model, x, y)
         if model is self.whole: return self.loss(self.models[self.now], x, y)
-        raise InputError("windows that grow know only the model that they were made for: "
-                         "leave out --documents, or the recipe's option windows")
+        raise InputError("windows that grow know only the model that they were made for: leave out the "
+                         "recipe's option windows, or attention within documents")
 
 # %% ../../nbs/42_batch.ipynb #5ce8f555
 ONE_MODEL = "compile", "ddp", "fsdp", "tensor_parallel" # rungs that hold on to one tree of modules

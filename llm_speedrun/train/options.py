@@ -96,7 +96,7 @@ class TrainConfig(Options):
     init: str = "" # a folder to take weights and shape from: of a run, or one that transformers wrote
     # Rungs
     rungs: str = "auto" # "auto" keeps what pays; naive, safe, smallest, fastest16, fastest; names; or "list"
-    batch: Count = 0 # sequences in a micro-batch of each GPU; by default as many as fit
+    batch: Count = 0 # sequences in a micro-batch of each GPU; by default as many as fit of a step
     accumulate: Count = 0 # micro-batches in a step; by default what `step_tokens` takes
     hardware: str = "" # h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu: its limits; by default what is there
     deterministic: bool = False # on a GPU: the same bits whenever it is run, at some speed
@@ -112,8 +112,8 @@ class TrainConfig(Options):
     epochs: Above = 6. # most passes over the text in these minutes
     target: Amount = 0. # stop at this validation loss
     # Recipe
-    recipe: str = "auto" # adamw, muon, normuon, speedrun, ...; it chooses what of these isn't given
-    step_tokens: Count = 0 # tokens in a step; by default those of 64 sequences
+    recipe: str = "auto" # speedrun, with --lr or --init adamw; muon, ...; it chooses what isn't given
+    step_tokens: Count = 0 # tokens in a step; by default of 64 sequences, or --batch times --accumulate
     lr: Amount = 0. # peak learning rate of the matrices; a recipe's other rates keep their ratio to it
     schedule: str = "" # of the learning rate: cosine, wsd (stable, then a decay) or constant
     warmup: Share = 0. # part of the steps in which the learning rate rises
