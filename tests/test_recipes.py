@@ -183,7 +183,7 @@ def test_rates_follow_the_updates_that_are_taken(tmp_path, capsys):
 def test_why_it_is_adamw(tmp_path, capsys):
     "A rate without a recipe means AdamW's, and that is said"
     train(options(tmp_path, lr=1e-3, steps=4), given={"lr", "steps"})
-    assert "the recipe is adamw and not the default: --lr was given, and no --recipe" in capsys.readouterr().out
+    assert "the recipe is adamw and not the default: --lr without --recipe" in capsys.readouterr().out
 
 @pytest.mark.parametrize("spec, said", [("embed=-1", "embed must be a number from 0, and -1 was given"),
                                         ("momentum=2", "momentum must be a number from 0 to below 1, and 2 was given")])

@@ -223,7 +223,7 @@ def best_recipe(rungs, # names
 
 def why_not_best(rungs, given=()): # as for `best_recipe`
     "Why it isn't `BEST`, in words; \"\" if it is. A rate alone is AdamW's, and so are weights to go on from"
-    if given: return " and ".join(f"--{k}" for k in sorted(given)) + " was given, and no --recipe"
+    if given: return " and ".join(f"--{k}" for k in sorted(given)) + " without --recipe"
     try: parse_recipe(BEST).check(rungs)
     except InputError as e: return str(e).split(". ")[0]
     return ""

@@ -1292,8 +1292,8 @@ def open_together(self:Trainer):
     check_alike(self.world, data=self.print)
     asked, there = self.cfg.vocab, self.corpus.vocab
     if asked in (0, there): return
-    self.say(f"the vocabulary has {there:,} tokens, and {asked:,} were asked for: tokenized text keeps its own, "
-             "and a short text has no more")
+    self.say(f"the vocabulary has {there:,} tokens, and {asked:,} were asked for: tokenized text keeps "
+             "its own, and a short text has no more")
 
 # %% ../../nbs/30_trainer.ipynb #b14ac3ce
 @patch
