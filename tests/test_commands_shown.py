@@ -156,6 +156,10 @@ def test_commands_print_what_is_shown(path, ready, tmp_path):
         else: assert not re.search("^error: ", said, re.M), said
 
 A_RUN = "12 times\n--- sample ---\nabc\n--------------\n\nloss 2.500 after 60 steps\nin runs/a-0123456789ab\n"
+def test_a_busy_machine_names_more_phases():
+    few, more = (f"ok start the first step was done after 3.0 seconds: {p}, the first step 0.2\nok time 20" for p in ("imports 2.3", "imports 2.3, open\n the data 0.4"))
+    assert agrees(few, more) and not agrees(few, more.replace("time", "disk"))
+
 @pytest.mark.parametrize("shown, same", [
     (A_RUN, True), (A_RUN.replace("2.5", "31.25"), True), (A_RUN.replace("abc", "d\nef"), True), (A_RUN.replace("loss 2.500 after", "loss 1,000 \n  after"), True),
     (A_RUN.replace("0123456789ab", "ffff56789abc"), True), ("12 times\n...\nloss 3 after 6 steps\n...\n", True), ("...\n", True), ("", False),
