@@ -12,8 +12,8 @@ __all__ = ['WARM', 'GAUGE', 'LOOKS', 'ENOUGH', 'NEVER', 'PEER_OPTIONS', 'RACERS'
            'note_in', 'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant',
            'peer_options', 'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'lowest_loss',
            'rose', 'by_loss', 'with_spread', 'race_table', 'passing_table', 'tried_table', 'draw_losses', 'race_chart',
-           'waterfall', 'without_paths', 'race_path', 'share_race', 'shared_record', 'shared_race', 'race_of',
-           'race_and_tell']
+           'waterfall', 'without_paths', 'race_path', 'share_race', 'shared_record', 'shared_race', 'as_option',
+           'race_of', 'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -1055,15 +1055,23 @@ def about(self:Race):
     return dict(clock=self.seconds, tune=self.tune, tune_seconds=self.tune_seconds, evals=self.evals,
                 **self.common, field=field)
 
+# %% ../nbs/48_race.ipynb #5a61a031
+def as_option(key, value): # of `Race.about`
+    "The command's option that says it, and its value there"
+    minutes = dict(clock="minutes", tune_seconds="tune_minutes").get(key)
+    return (minutes, f"{value/60:g}") if minutes else (key, value)
+
 # %% ../nbs/48_race.ipynb #race0078
 @patch
 def claim(self:Race):
     "Note in the folder what race it is. Raises `InputError` where it holds another: they can't be compared"
     path, now = self.folder/"options.json", self.about()
     was = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now
-    for k in now.keys() - {"field"}:
-        if was[k] != now[k]: raise InputError(
-            f"{self.folder} holds another race, with {k} {was[k]} in place of {now[k]}: choose another --out")
+    for k in now:
+        if k == "field" or was[k] == now[k]: continue
+        (option, there), (_, given) = as_option(k, was[k]), as_option(k, now[k])
+        raise InputError(f"{self.folder} holds another race, with {option} {there}, and {given} was given: "
+                         "choose another --out")
     for name, how in was["field"].items():
         if now["field"].get(name, how) != how: raise InputError(
             f"{self.folder} holds a race in which {name!r} is another one: choose another name or --out")

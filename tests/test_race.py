@@ -1,8 +1,10 @@
-"The clock of a race with made-up seconds, and what its folder says of it."
+"The clock of a race with made-up seconds, its options and its folder, before anything runs."
 import json
+from dataclasses import replace
 import pytest
+from small import fails
 from llm_speedrun import race
-from llm_speedrun.files import RunError
+from llm_speedrun.files import InputError, RunError
 from llm_speedrun.race import Contestant, Job, Pace, Race
 
 # --- the clock ---
@@ -91,3 +93,12 @@ def test_short_runs_that_missed_the_clock_are_named(there):
     there.tune = 1
     ended(there, "a/tune-0", .5, .6); ended(there, "a/seed-0", 3.)
     assert "a/tune-0 missed its clock: it trained for 0.5 s in place of 0.6 s" in there.text()
+
+@pytest.mark.parametrize("change, message", [
+    (dict(seconds=60*.06, tune_seconds=12*.06), "with minutes 0.05, and 0.06 was given: choose another --out"),
+    (dict(tune_seconds=6.), "with tune_minutes 0.01, and 0.1 was given"), (dict(evals=3), "with evals 10, and 3 was given"),
+    (dict(common=dict(data="stdlib", seq=32)), "with seq 64, and 32 was given")], ids=str)
+def test_another_race_in_the_folder(there, change, message):
+    "It is said in what the options differ, in the command's own words and units"
+    there.folder.mkdir(); there.claim(); there.claim()
+    with fails(InputError, f"race holds another race, {message}"): replace(there, **change).claim()
