@@ -10,10 +10,10 @@ __all__ = ['WARM', 'GAUGE', 'LOOKS', 'ENOUGH', 'NEVER', 'PEER_OPTIONS', 'RACERS'
            'alone', 'modded', 'Nanochat', 'nanochat_model', 'nanochat_optimizer', 'nanochat_step', 'nanochat', 'OwnRun',
            'own_options', 'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced',
            'note_in', 'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant',
-           'peer_options', 'contestants', 'Race', 'last_lines', 'wanted', 'curve', 'reached', 'final', 'lowest_loss',
-           'rose', 'by_loss', 'with_spread', 'race_table', 'passing_table', 'tried_table', 'draw_losses', 'race_chart',
-           'waterfall', 'without_paths', 'race_path', 'share_race', 'shared_record', 'shared_race', 'as_option',
-           'race_of', 'race_and_tell']
+           'peer_options', 'contestants', 'Race', 'last_lines', 'check_gpus', 'wanted', 'curve', 'reached', 'final',
+           'lowest_loss', 'rose', 'by_loss', 'with_spread', 'race_table', 'passing_table', 'tried_table', 'draw_losses',
+           'race_chart', 'waterfall', 'without_paths', 'race_path', 'share_race', 'shared_record', 'shared_race',
+           'as_option', 'race_of', 'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -802,6 +802,13 @@ def failure(self:Race, name): # of a run
     if self.under_way(name) or not log.exists(): return ""
     return f"the last lines of {log} are\n{last_lines(log)}"
 
+# %% ../nbs/48_race.ipynb #a446747d
+def check_gpus(n): # how many were asked for; without a GPU runs take turns on the CPU
+    "Raise `InputError` where this machine has fewer"
+    there = torch.cuda.device_count()
+    if n > max(1, there): raise InputError(f"gpus is {n}, and this machine has {there}: "
+                                           + (f"choose --gpus {there}" if there > 1 else "leave it out"))
+
 # %% ../nbs/48_race.ipynb #race0064
 @patch
 def start_all(self:Race, jobs, # name -> `Job`
@@ -1095,6 +1102,7 @@ def race_of(c): # a `RaceOptions`
 def race_and_tell(c): # a `RaceOptions`
     "What `speedrun_race` does"
     check_share(c.share)
+    check_gpus(c.gpus)
     race = race_of(c)
     names = wanted(race.names(), c.only)
     race.claim()

@@ -1,11 +1,12 @@
 "The clock of a race with made-up seconds, its options and its folder, before anything runs."
 import json
 from dataclasses import replace
-import pytest
+import pytest, torch
 from small import fails
 from llm_speedrun import race
 from llm_speedrun.files import InputError, RunError
-from llm_speedrun.race import Contestant, Job, Pace, Race
+from llm_speedrun.race import Contestant, Job, Pace, Race, check_gpus
+from llm_speedrun.train.options import speedrun_race
 
 # --- the clock ---
 
@@ -102,3 +103,18 @@ def test_another_race_in_the_folder(there, change, message):
     "It is said in what the options differ, in the command's own words and units"
     there.folder.mkdir(); there.claim(); there.claim()
     with fails(InputError, f"race holds another race, {message}"): replace(there, **change).claim()
+
+# --- GPUs ---
+
+@pytest.mark.parametrize("have, asked", [(0, 1), (1, 1), (2, 1), (2, 2), (8, 3)])
+def test_gpus_that_are_there(monkeypatch, have, asked):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: have)
+    check_gpus(asked)
+
+@pytest.mark.parametrize("have, asked, advice", [(0, 2, "leave it out"), (1, 2, "leave it out"), (2, 3, "choose --gpus 2")])
+def test_too_few_gpus(monkeypatch, tmp_path, capsys, have, asked, advice):
+    "One line, and no folder"
+    monkeypatch.chdir(tmp_path); monkeypatch.setattr(torch.cuda, "device_count", lambda: have)
+    with pytest.raises(SystemExit) as e: speedrun_race(["--run", "a: --recipe muon", f"--gpus={asked}", "--minutes=.1"])
+    assert (e.value.code, capsys.readouterr().err) == (2, f"error: gpus is {asked}, and this machine has {have}: {advice}\n")
+    assert not [*tmp_path.iterdir()]
