@@ -323,3 +323,7 @@ def test_gpus_of_a_ladder(monkeypatch, there, asked, n):
     c = SimpleNamespace(gpus=asked)
     if isinstance(n, int): assert hardware.gpus_of(c, ["ddp"]) == n; return
     with fails(InputError, n): hardware.gpus_of(c, ["ddp"])
+
+def test_gpus_that_no_rung_takes():
+    c = LadderOptions(rungs="bf16,flash", gpus=2)
+    with pytest.raises(InputError, match="gpus is 2, and none of these rungs takes several"): hardware.climb_with_gpus(c)

@@ -7,7 +7,7 @@ __all__ = ['PRESETS', 'PARALLEL', 'HARDWARE', 'ROOM', 'clash', 'fitting', 'prese
            'parse_rungs', 'left_out', 'Settled', 'settle_rungs', 'state_gib', 'parallel_rungs', 'Hardware', 'hardware',
            'growing_segments', 'divisors', 'smaller', 'most_sequences', 'micro_batches', 'Trial', 'mean_ms', 'attempt',
            'slowest', 'first_that_fits', 'trial', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of',
-           'check_parallel', 'tell_together', 'climb_with_gpus']
+           'check_parallel', 'on_one', 'tell_together', 'climb_with_gpus']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
 import os, sys
@@ -359,6 +359,12 @@ def check_parallel(alone, parallel): # rungs of one GPU, rungs of several
             check_rung(k, applied)
             applied.append(k.__name__)
 
+def on_one(c): # `LadderOptions` whose rungs leave each process alone
+    "`c`. Raises `InputError` where several GPUs were asked for, which nobody would use"
+    if c.gpus < 2: return c
+    raise InputError(f"gpus is {c.gpus}, and none of these rungs takes several: add ddp, fsdp or "
+                     "tensor_parallel to --rungs, or leave out --gpus")
+
 # %% ../../nbs/32_hardware.ipynb #4fef6a8b
 def tell_together(records, # of `measure_together`
                   folder): # of the ladder
@@ -378,7 +384,7 @@ def climb_with_gpus(c): # a `LadderOptions`
     from llm_speedrun import ladder # which imports this module
     rungs, only = parse_rungs(c.rungs), [n.strip() for n in c.only.split(",") if n.strip()]
     parallel = [r for r in rungs if rung_name(r) in PARALLEL]
-    if not parallel: return ladder.climb_and_tell(c)
+    if not parallel: return ladder.climb_and_tell(on_one(c))
     alone, n = [r for r in rungs if r not in parallel], gpus_of(c, parallel)
     check_parallel(alone, parallel)
     c = replace(c, out=c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
