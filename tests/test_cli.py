@@ -402,3 +402,18 @@ def test_output_to_a_full_disk():
     with open("/dev/full", "w") as out: p = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True,
                                                            env=os.environ | dict(PYTHONPATH=str(ROOT)))
     assert (p.returncode, p.stderr) == (2, "error: no space left on device: make room, then try again\n")
+
+def test_without_a_cache(there, capsys, monkeypatch):
+    "Tokens need none; text does, and the error names the variable"
+    import shutil
+    from small import texts
+    monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(there/"a.json/cache")) # below a file
+    write_bins(there/"bins"); texts(there/"texts")
+    train(options(there, data="bins"), progress=False)
+    said = in_one_line(capsys, "speedrun_train", *words(options(there, data="texts", name="other")))
+    assert re.search(r"the cache .*a\.json.cache can't be made \(.*\): set LLM_SPEEDRUN_CACHE \(or XDG_CACHE_HOME\)", said)
+    (there/"cache").mkdir()
+    monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(there/"cache"))
+    monkeypatch.setattr("llm_speedrun.files.os.access", lambda path, mode: Path(path) != there/"cache")
+    assert re.search("cache is no folder that one can write into: set LLM_SPEEDRUN_CACHE", in_one_line(
+        capsys, "speedrun_train", *words(options(there, data="texts", name="other"))))
