@@ -16,7 +16,8 @@ import fsspec, msgspec, numpy as np, torch
 from fastcore.basics import patch
 from fastcore.xdg import xdg_cache_home
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from .files import InputError, RunError, hold, read_bytes_of, read_json, replace_file, synced
+from .files import (InputError, RunError, check_writable, hold, read_bytes_of, read_json,
+                                replace_file, synced)
 
 # %% auto #0
 __all__ = ['PACKED', 'EOT', 'HUB', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'LONGEST', 'Vocabulary', 'Tokens', 'HUB_TOKENS',
@@ -29,11 +30,14 @@ __all__ = ['PACKED', 'EOT', 'HUB', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'L
            'val_batches', 'unigram_loss', 'bigram_loss']
 
 # %% ../nbs/03_data.ipynb #2a4b7358
+_OTHER = "set LLM_SPEEDRUN_CACHE (or XDG_CACHE_HOME) to a folder that you can write into"
+
 def cache_dir() -> Path:   # the folder, made if it was not there
     "Folder of prepared corpora: `$LLM_SPEEDRUN_CACHE`, or else `llm_speedrun` in the XDG cache (`~/.cache`)."
     env = os.environ.get("LLM_SPEEDRUN_CACHE")
     path = Path(env).expanduser() if env else xdg_cache_home()/"llm_speedrun"
-    path.mkdir(parents=True, exist_ok=True)
+    try: path.mkdir(parents=True, exist_ok=True)
+    except OSError as e: raise OSError(f"the cache {path} can't be made ({e.strerror}): {_OTHER}") from None
     return path
 
 # %% ../nbs/03_data.ipynb #8a4918a7
@@ -402,6 +406,7 @@ class Shards:
         paths = [paths] if isinstance(paths, (str, Path)) else paths
         if not paths: raise InputError("Shards needs at least one .bin file, and was given none")
         self.paths, self.vocab = [Path(p) for p in paths], vocab
+        self.source = str(self.paths[0])    # what errors call it
         self.arrays = [_open_bin(p, dtype) for p in self.paths]
         self.ends = np.cumsum([len(a) for a in self.arrays])
         self.lo, self.hi = 0, int(self.ends[-1])
@@ -448,10 +453,11 @@ def rows(self: Shards, starts, n):
 
 # %% ../nbs/03_data.ipynb #c94d2a15
 def _marker(path, array, vocab):
-    "The file in the cache that is there when the tokens of `path` were looked at"
+    "The file in the cache that is there when the tokens of `path` were looked at; None without a cache"
     s = path.stat()
     key = [str(path.resolve()), s.st_size, s.st_mtime_ns, array.dtype.name, vocab]
-    return cache_dir()/"checked"/hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
+    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
+    with suppress(OSError): return cache_dir()/"checked"/name
 
 # %% ../nbs/03_data.ipynb #fe2dd347
 @patch
@@ -461,10 +467,10 @@ def check(self: Shards, n=2**22):       # n: tokens to look at together
     whole.lo, whole.hi = 0, int(self.ends[-1])
     for path, a, end in zip(self.paths, self.arrays, self.ends.tolist()):
         if end <= self.lo or end - len(a) >= self.hi: continue           # nothing of it belongs to this part
-        if (marker := _marker(path, a, self.vocab)).exists(): continue
+        if (marker := _marker(path, a, self.vocab)) and os.path.exists(marker): continue
         for lo in range(end - len(a), end, n): whole.rows([lo], min(n, end - lo))
         with suppress(OSError):                 # a cache that can't be written costs time, and nothing else
-            marker.parent.mkdir(exist_ok=True); marker.touch()
+            if marker: marker.parent.mkdir(exist_ok=True); marker.touch()
 
 # %% ../nbs/03_data.ipynb #aaec8a52
 def _tail_cut(tokens, eot, frac=.05):
@@ -692,20 +698,27 @@ def tokenizer_hash(tokenizer):
     words = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     return hashlib.blake2b(words, digest_size=8).hexdigest()
 
+# %% ../nbs/03_data.ipynb #8a044a49
+def _in_cache(name, *origin):
+    "Where tokens of that origin are kept"
+    key = json.dumps([2, name, *origin]).encode()
+    return cache_dir()/f"{name}-{hashlib.blake2b(key, digest_size=6).hexdigest()}"
+
 # %% ../nbs/03_data.ipynb #b3eb7f36
 def _prepared(name, docs, train, max_tokens, source, key, given):
     "Corpus from the cache. If it isn't there it is made of `docs()`, with the tokenizer `given` or `train()`"
-    def of(*key):
-        key = json.dumps([2, name, max_tokens, source, *key]).encode()
-        return cache_dir()/f"{name}-{hashlib.blake2b(key, digest_size=6).hexdigest()}"
+    def of(*key): return _in_cache(name, max_tokens, source, *key)
     folder = of(key)
     if given and not (folder.exists() and tokenizer_hash(tokenizer_of(folder)) == tokenizer_hash(given)):
         folder = of(key, tokenizer_hash(given))
     if not folder.exists():
+        check_writable(folder.parent, _OTHER)
         print(f"Tokenizing {name} (once; kept in the cache as {folder.name})", flush=True)
         try: write_shards(docs(), given or train(), folder, max_tokens=max_tokens, source=source)
         except FileExistsError: pass        # another process was faster, with the same result
-    return _open_shards(folder, name=name)
+    res = _open_shards(folder, name=name)
+    res.train.source = res.val.source = source
+    return res
 
 # %% ../nbs/03_data.ipynb #9718e30f
 def first_characters(docs, chars=50_000_000):
@@ -822,7 +835,7 @@ class Batches:
         self.i, self.epoch = start, None
         self.per_epoch = (len(shards) - 1) // seq // batch
         if self.per_epoch < 1:
-            raise InputError(f"{shards.paths[0]}: {len(shards):,} tokens are fewer than one batch of {batch} "
+            raise InputError(f"{shards.source}: {len(shards):,} tokens are fewer than one batch of {batch} "
                              f"x {seq} (and one more for the last target) = {batch*seq + 1:,}; take a "
                              "smaller batch or seq, or more text")
     def __iter__(self): return self
@@ -956,7 +969,7 @@ def val_batches(
     "Fixed validation batches, evenly spread over `shards`. Raises ValueError if there is not one window."
     windows = (len(shards) - 1) // seq
     if windows < 1:
-        raise InputError(f"{shards.paths[0]}: {len(shards):,} validation tokens are fewer than one window of "
+        raise InputError(f"{shards.source}: {len(shards):,} validation tokens are fewer than one window of "
                          f"{seq} (and one more for the last target); take a smaller seq, or more text")
     batch = min(batch, windows)
     n = min(n, windows // batch)

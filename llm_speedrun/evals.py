@@ -390,8 +390,9 @@ def hub_rows(name): # a key of `TASKS`
         rows = [msgspec.json.encode(r) for r in load_dataset(**hub)]
     except Exception as e: # of which class depends on the client's version
         raise ConnectionError(f"{name} is {hub['path']} on the Hub, which can't be had here "
-                              f"({first_line(e)}). Give its file: --tasks {name}=FILE; or HF_HUB_OFFLINE=1 "
-                              "for what is in the Hub's cache") from None
+                              f"({first_line(e)}). Give its file: --tasks {name}=FILE"
+                              + "; or HF_HUB_OFFLINE=1 for what is in the Hub's cache"
+                              * (not constants.HF_HUB_OFFLINE)) from None
     return b"\n".join(rows), [(f"{hub['path']} row {i}", r) for i, r in enumerate(rows, 1)]
 
 # %% ../nbs/61_evals.ipynb #2826cffa

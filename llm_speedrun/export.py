@@ -25,7 +25,8 @@ from tokenizers import Tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 # %% ../nbs/62_export.ipynb #cb20c69c
-from .files import InputError, check_writable, lookup, read_bytes_of, read_json, synced
+from .files import (InputError, check_writable, lookup, read_bytes_of, read_json, reason,
+                                synced)
 from .data import EOT
 from .measure import default_device
 from .model import GPT, GPTConfig
@@ -242,12 +243,14 @@ def written_whole(out): # the folder to write
     "A new folder to fill, which becomes `out` when the block ends and is removed when it fails"
     check_new(out)
     out = Path(out).absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
-        (new := Path(beside)/out.name).mkdir()
-        yield new
-        for path in (*new.iterdir(), new): synced(path)
-        new.rename(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
+            (new := Path(beside)/out.name).mkdir()
+            yield new
+            for path in (*new.iterdir(), new): synced(path)
+            new.rename(out)
+    except OSError as e: raise OSError(f"{out} was not written, nothing is left: {reason(e)}") from None
     synced(out.parent)
 
 # %% ../nbs/62_export.ipynb #05644fb3
@@ -268,8 +271,7 @@ def write_folder(out, # the folder to write, which must not exist
     tensors = {qwen3_name(k): t.detach().to(**as_written).contiguous() for k, t in state.items()}
     with written_whole(out) as new:
         for name, data in files.items(): (new/name).write_bytes(data)
-        try: write_tensors(tensors, new/"model.safetensors")
-        except OSError as e: raise OSError(f"{out} was not written, nothing is left: {e}") from None
+        write_tensors(tensors, new/"model.safetensors")
 
 # %% ../nbs/62_export.ipynb #bbb36bec
 def export_folder(run_folder, # of a finished run

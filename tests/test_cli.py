@@ -337,3 +337,83 @@ def test_ladder_of_a_preset(there, capsys, monkeypatch):
     speedrun_ladder(words(LADDER, rungs="safe"))
     records = json.loads((there/"ladder/ladder.json").read_text())
     assert [r["rung"] for r in records] == ["fp32", "bf16", "flash", "fused_adamw"]
+
+# What the operating system says, in words
+
+def in_one_line(capsys, command, *args):
+    "The one line with which a command ends"
+    with pytest.raises(SystemExit) as e: COMMANDS[command]([str(a) for a in args])
+    lines = [o for o in capsys.readouterr().err.splitlines() if "step/s" not in o and o.strip()]
+    assert e.value.code == 2 and len(lines) == 1 and "Errno" not in lines[0], lines
+    return lines[0]
+
+@pytest.mark.parametrize("option,message", [
+    (dict(config="nosuch.toml"), "nosuch.toml: no such file or folder: check the path"), (dict(name="x"*300), "xxx: the name is too long: choose"),
+    (dict(config="a.json/b.toml"), "b.toml: a part of this path is a file, not a folder: check the path"),
+    pytest.param(dict(out="/proc"), "/proc is no folder that one can write into: choose another --out",
+                 marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="it is Linux'"))], ids=lambda o: str(o)[:40])
+def test_paths_of_the_user(there, capsys, option, message):
+    assert message in in_one_line(capsys, "speedrun_train", *words(options(there) if "out" in option else TrainConfig(), **option))
+
+def test_full_disk(tmp_path, monkeypatch):
+    "The old file is whole, the new one is gone, and the error says what to do; the same of a file of tensors"
+    import torch
+    from safetensors import SafetensorError
+    from llm_speedrun.files import replace_file
+    from llm_speedrun.train import saving
+    def full(path, *args, **kw): path.write_bytes(b"half"); raise OSError(28, "No space left on device")
+    replace_file(tmp_path/"a.txt", "old")
+    with monkeypatch.context() as m:
+        m.setattr(Path, "write_text", full)
+        with fails(OSError, "^.*a.txt can't be written: no space left on device: make room"): replace_file(tmp_path/"a.txt", "new")
+    assert (tmp_path/"a.txt").read_text() == "old"
+    for e in (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), OSError(28, "No space left on device")):
+        def half(tensors, path, metadata): path.write_bytes(b"half"); raise e
+        monkeypatch.setattr(saving, "save_file", half)
+        with fails(OSError, "^.*w.safetensors can't be written: no space left on device: make room"):
+            saving.write_tensors(dict(a=torch.ones(2)), tmp_path/"w.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+@pytest.mark.skipif(os.name != "posix", reason="a pipe's end as POSIX has it")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("code,want", [
+    ("for i in range(99): print(i, flush=True)", 141), ("print(1)", 0), ("print(1); sys.exit(1)", 1),
+    ("raise InputError('do that')", 2)])
+def test_nobody_reads_on(code, want, buffered):
+    "After `| head -1` a command ends without a word, also where Python writes at its end; a mistake is still told"
+    script = f"import sys\nfrom llm_speedrun.files import *\ndef f():\n    sys.stdin.read()\n    {code}\nclean_errors(f)"
+    env = os.environ | dict(PYTHONUNBUFFERED="" if buffered else "1", PYTHONPATH=str(ROOT))
+    p = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    p.stdout.close(); p.stdin.close()
+    said = p.stderr.read().decode(); p.stderr.close()
+    if not buffered and "print" in code: want = 141 # the first print meets it
+    assert (p.wait(), said) == (want, "error: do that\n" if want == 2 else "")
+
+def test_another_pipe(capsys):
+    "A pipe of ours that broke is an error, since standard output is still read"
+    from llm_speedrun.files import clean_errors
+    def f(): raise BrokenPipeError(32, "Broken pipe")
+    with pytest.raises(SystemExit) as e: clean_errors(f)
+    assert e.value.code == 2 and "Broken pipe" in capsys.readouterr().err
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is Linux'")
+def test_output_to_a_full_disk():
+    script = "from llm_speedrun.files import *\nclean_errors(lambda: print(1))"
+    with open("/dev/full", "w") as out: p = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True,
+                                                           env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    assert (p.returncode, p.stderr) == (2, "error: no space left on device: make room, then try again\n")
+
+def test_without_a_cache(there, capsys, monkeypatch):
+    "Tokens need none; text does, and the error names the variable"
+    import shutil
+    from small import texts
+    monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(there/"a.json/cache")) # below a file
+    write_bins(there/"bins"); texts(there/"texts")
+    train(options(there, data="bins"), progress=False)
+    said = in_one_line(capsys, "speedrun_train", *words(options(there, data="texts", name="other")))
+    assert re.search(r"the cache .*a\.json.cache can't be made \(.*\): set LLM_SPEEDRUN_CACHE \(or XDG_CACHE_HOME\)", said)
+    (there/"cache").mkdir()
+    monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(there/"cache"))
+    monkeypatch.setattr("llm_speedrun.files.os.access", lambda path, mode: Path(path) != there/"cache")
+    assert re.search("cache is no folder that one can write into: set LLM_SPEEDRUN_CACHE", in_one_line(
+        capsys, "speedrun_train", *words(options(there, data="texts", name="other"))))

@@ -630,3 +630,17 @@ def test_bigram_of_a_mixture(tmp_path):
     expected = np.mean([-np.log(p2[x, y]).mean() for x, y in batches])
     assert abs(bigram_loss(sources, batches) - expected) < 1e-9
     assert bigram_loss(sources[0][0], batches) > expected + .3 > bigram_loss(sources[1][0], batches)
+
+def test_too_little_text_names_the_users_file(tmp_path):
+    "Not the one in the cache that was made of it"
+    (tmp_path/"short.txt").write_text("one two three")
+    c = open_corpus(tmp_path/"short.txt")
+    with fails(ValueError, "^[^:]*short.txt: .* fewer than one batch"): Batches(c.train, 8, 128)
+    with fails(ValueError, "^[^:]*short.txt: .* fewer than one window"): val_batches(c.val, 8, 128, 1)
+
+def test_a_cache_that_cannot_be_used(tmp_path, monkeypatch):
+    "Looking at tokens does without one; what is kept there names the variable"
+    monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(write_bin(tmp_path/"a.bin")/"cache"))
+    Shards(tmp_path/"a.bin", vocab=1000).check()
+    with fails(ValueError, "outside the vocabulary"): Shards(tmp_path/"a.bin", vocab=9).check()
+    with fails(OSError, "a.bin.cache can't be made", "set LLM_SPEEDRUN_CACHE"): cache_dir()

@@ -9,6 +9,7 @@ from llm_speedrun.train.doctor import *
 from llm_speedrun.measure import version_of
 from llm_speedrun.runs import RUNGS, Stepper
 from llm_speedrun.train.options import TrainConfig, speedrun_doctor
+from llm_speedrun.train.saving import checkpoints
 from llm_speedrun.train.trainer import train
 from small import nano, options, words
 
@@ -231,3 +232,15 @@ def test_command_in_a_process(tmp_path):
                          env=os.environ | dict(PYTHONIOENCODING="utf-8", COLUMNS="300"))
     assert (res.returncode, "Traceback" in res.stderr, [p.name for p in tmp_path.iterdir()]) == (1, False, ["command.py"])
     assert "problem  run      'nowhere.txt' is neither a corpus" in res.stdout and res.stdout.endswith("1 problem, see above\n")
+
+def test_checkpoints_that_are_passed_over(tmp_path):
+    "Only the last of them is followed by one that is taken, and none where all are broken"
+    train(options(tmp_path, steps=6, save_minutes=0.), progress=False)
+    run = tmp_path/"runs/run"
+    *old, new = checkpoints(run/"checkpoints")
+    (new/"manifest.json").unlink()
+    found = notes(check_resume(TrainConfig(resume=str(run))), "resume")
+    assert len(found) == 1 and found[0].endswith("manifest.json is missing. The one before it is taken")
+    for c in old: (c/"manifest.json").unlink()
+    found = notes(check_resume(TrainConfig(resume=str(run))), "resume")
+    assert len(found) == len(old) + 1 and not [f for f in found if "is taken" in f]

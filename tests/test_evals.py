@@ -211,3 +211,15 @@ def test_refused(folder, tmp_path, capsys, args, message):
     lines = [line for line in err.splitlines() if line and "Loading weights" not in line] # transformers' progress
     assert e.value.code == 2 and len(lines) == 1 and message in lines[0], err
     assert not (folder/"evals.json").exists()
+
+def test_advice_that_was_taken(monkeypatch):
+    "Where HF_HUB_OFFLINE is set, it isn't advised"
+    from huggingface_hub import constants
+    import datasets
+    def down(*args, **kw): raise OSError("not in the cache")
+    monkeypatch.setattr(datasets, "load_dataset", down)
+    for offline in (True, False):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr("huggingface_hub.utils.get_session", down)
+        with pytest.raises(ConnectionError, match="Give its file: --tasks hellaswag=FILE") as e: questions_of("hellaswag")
+        assert ("HF_HUB_OFFLINE" in str(e.value)) is not offline

@@ -1,5 +1,5 @@
 "A run opens in transformers and computes the same there, comes back as it was, and what isn't a run is refused."
-import json, os, pickle, stat, subprocess, sys
+import json, os, pickle, re, stat, subprocess, sys
 from dataclasses import replace
 import pytest, torch
 from safetensors import SafetensorError, safe_open
@@ -401,3 +401,22 @@ def test_interrupted_export_leaves_nothing(trained, tmp_path, monkeypatch, error
         with pytest.raises((KeyboardInterrupt, OSError)): export_folder(trained[1], tmp_path/"out")
     assert names(tmp_path) == set()
     import_folder(export_folder(trained[1], tmp_path/"out"))
+
+def test_an_export_is_no_run(trained, tmp_path, capsys):
+    "It is said that it is a model of transformers already"
+    export_folder(trained[1], tmp_path/"out")
+    before = names(tmp_path/"out")
+    with pytest.raises(SystemExit) as e: speedrun_export([str(tmp_path/"out")])
+    assert e.value.code == 2 and names(tmp_path/"out") == before
+    assert re.fullmatch("error: .*out is a model as transformers reads it, and so is an export: name the run.*\n", capsys.readouterr().err)
+
+@pytest.mark.parametrize("what", ["write_bytes", "save_file"])
+def test_full_disk(trained, tmp_path, monkeypatch, capsys, what):
+    "The error names the folder, and says what to do"
+    def full(*args, **kw): raise OSError(28, "No space left on device")
+    if what == "save_file": monkeypatch.setattr("llm_speedrun.train.saving.save_file", full)
+    else: monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(SystemExit): speedrun_export([str(trained[1]), "--out", str(tmp_path/"out")])
+    said = capsys.readouterr().err
+    assert re.match("error: .*out was not written, nothing is left: .*no space left on device: make room", said) and "Errno" not in said
+    assert names(tmp_path) == set()

@@ -462,3 +462,43 @@ def test_command(tmp_path, capsys):
         given = [f"--{k}={v}" for k, v in zip(("data", "out", "tokenizer"), args)]
         with pytest.raises(SystemExit) as e: speedrun_data([*given, "--workers=1"])
         assert e.value.code == 2 and said in capsys.readouterr().err
+
+def data_command(*args, **given):
+    "Run `speedrun_data` with one worker"
+    speedrun_data([*args, *(f"--{k}={v}" for k, v in given.items()), "--workers=1"])
+
+def test_out_is_tried_first(texts, tmp_path, capsys, monkeypatch):
+    "Before a tokenizer is trained, which may take long"
+    monkeypatch.setattr(pipeline, "train_tokenizer", lambda *args: pytest.fail("it reads the text"))
+    (tmp_path/"file").write_text("")
+    with pytest.raises(SystemExit): data_command(data=texts, out=tmp_path/"file/tokens")
+    assert "file is no folder that one can write into: choose another --out" in capsys.readouterr().err
+
+def test_too_large_a_vocabulary(tmp_path, capsys):
+    "It is said at once, and `meta.json` has the real number; what was begun with another one is refused"
+    (tmp_path/"a.txt").write_text("a few words, and a few more words. " * 200)
+    data_command(data=tmp_path/"a.txt", out=tmp_path/"short", vocab=5000)
+    c, said = open_corpus(tmp_path/"short"), capsys.readouterr().out
+    assert 257 < c.vocab < 400 and f"the text has only {c.vocab} tokens to learn (5,000 asked for)\n" in said
+    source = lambda name: json.loads((tmp_path/name/"meta.json").read_text())["source"]
+    assert source("short") == f"{tmp_path/'a.txt'} (text), tokenizer {c.vocab} (5000 asked for)"
+    data_command(data=tmp_path/"a.txt", out=tmp_path/"exact", vocab=260)
+    assert "tokens to learn" not in capsys.readouterr().out and source("exact").endswith("tokenizer 260")
+
+@pytest.mark.parametrize("other", [258, 5000])
+def test_another_vocabulary_is_another_job(tmp_path, capsys, monkeypatch, other):
+    "The tokenizer of what was begun has fewer or more tokens than are asked for now"
+    (tmp_path/"a.txt").write_text("a few words, and a few more words. " * 200)
+    def stop(*args): raise KeyboardInterrupt
+    with monkeypatch.context() as m, pytest.raises(SystemExit):
+        m.setattr(pipeline, "_finish", stop)
+        data_command(data=tmp_path/"a.txt", out=tmp_path/"out", vocab=260)
+    with pytest.raises(SystemExit): data_command(data=tmp_path/"a.txt", out=tmp_path/"out", vocab=other)
+    said = capsys.readouterr()
+    assert "was begun with another source" in said.err and "tokens to learn" not in said.out
+
+def test_tokens_are_no_stream(texts, tok, tmp_path):
+    "A folder of tokens has no text to stream, and the error says that it needn't"
+    write_shards(stdlib(50_000), tok, tmp_path/"tok")
+    with pytest.raises(InputError, match="tok is tokenized already: .* without --stream"): document_source(tmp_path/"tok")
+    document_source(texts)

@@ -5,7 +5,7 @@ import pytest, torch
 from small import fails, nano, options
 from llm_speedrun.train.options import speedrun_report
 from llm_speedrun.train.report import (VERSIONS, LivePlot, html_report, loss_chart, notebook_display,
-                                       points, read_run, running_mean, thinned)
+                                       points, read_run, running_mean, svg, thinned)
 
 # --- the loss curve ---
 
@@ -238,3 +238,18 @@ def test_a_loss_that_rises_stays_in_the_picture():
     low, high = loss_chart(rows).axes[0].get_ylim()
     assert low < 3 and high > 8
     assert loss_chart([dict(step=1, loss=9.), dict(step=2, loss=1.)]).axes[0].get_ylim()[1] > 9   # a short run is seen whole
+
+def test_a_folder_that_cannot_be_written(copy, capsys):
+    "In words, and nothing is left"
+    (copy/"report.html").mkdir()
+    with pytest.raises(SystemExit) as e: speedrun_report([str(copy)])
+    assert e.value.code == 2
+    assert re.fullmatch(r"error: .*report.html can't be written: [a-z][^\[]*: .*\n", capsys.readouterr().err)
+    assert not [*copy.glob("*.tmp")]
+
+@pytest.mark.filterwarnings("error")
+def test_letters_that_the_font_lacks(copy):
+    "A Chinese title is on the page, without a word of matplotlib's"
+    ax = loss_chart([dict(step=s, loss=3.) for s in range(9)]).axes[0]
+    ax.set_title("漢字")
+    assert "漢字" in svg(ax.figure, "Loss")

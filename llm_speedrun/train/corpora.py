@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
 # %% ../../nbs/38_corpora.ipynb #4732407b
-from ..files import InputError, hold, read_json, replace_file, synced
+from ..files import InputError, check_writable, hold, read_json, replace_file, synced
 from .words import encoders, in_order
 from ..data import (HUB, OFFLINE_VOCAB, PACKED, TokenWriter, Tokens, check_sizes, describe_tokens,
                                digest_pieces, document_files, end_token, file_kind, first_characters,
@@ -198,6 +198,9 @@ def document_source(
     if str(data) in HUB: return partial(hub_documents, str(data))
     path = Path(data).expanduser()
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
+    if path.is_dir() and token_files(path, "train") and not document_files(path):
+        raise InputError(f"{data} is tokenized already: train on it as it is, with --data {data} and without "
+                         "--stream")
     return partial(read_documents, path, text_key)
 
 # %% ../../nbs/38_corpora.ipynb #3c099b5a
@@ -215,7 +218,10 @@ def stream_tokenizer(data, # as for `document_source`
                     ) -> Tokenizer:
     "For documents that nobody has tokenized: GPT-2's tokenizer for a preset, else one trained on the first"
     if data in HUB and not vocab: return gpt2_tokenizer()
-    return train_tokenizer(first_characters(source()), vocab or OFFLINE_VOCAB)
+    tok = train_tokenizer(first_characters(source()), vocab or OFFLINE_VOCAB)
+    if (n := tok.get_vocab_size()) < vocab:
+        print(f"the text has only {n:,} tokens to learn ({vocab:,} asked for)", flush=True)
+    return tok
 
 # %% ../../nbs/38_corpora.ipynb #7c07d70e
 def _tokenizer_for(spec, data, source, vocab, out):
@@ -235,6 +241,13 @@ def _refuse(c): # a `DataOptions`
     if c.tokenizer and c.vocab:
         raise InputError(f"{c.tokenizer} has a vocabulary of its own: leave out --vocab")
     check_sizes(c.val_frac, 1, None)
+    check_writable(Path(c.out).expanduser())
+
+def _origin(c, tok): # a `DataOptions`, the tokenizer
+    "What `meta.json` says of where the text and the tokenizer come from"
+    n = tok.get_vocab_size()
+    trained = c.vocab and (f"{n}" if n == c.vocab else f"{n} ({c.vocab} asked for)")
+    return f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or trained or 'default'}"
 
 # %% ../../nbs/38_corpora.ipynb #38d735a6
 def make_corpus(c): # a `DataOptions`
@@ -242,8 +255,8 @@ def make_corpus(c): # a `DataOptions`
     _refuse(c)
     path, source = Path(c.out).expanduser().absolute(), document_source(c.data, c.text_key)
     tok = _tokenizer_for(c.tokenizer, c.data, source, c.vocab, path)
-    about = dict(source=f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or c.vocab or 'default'}",
-                 val_frac=c.val_frac, max_tokens=c.max_tokens or None, workers=c.workers or None)
+    about = dict(source=_origin(c, tok), val_frac=c.val_frac, max_tokens=c.max_tokens or None,
+                 workers=c.workers or None)
     with tqdm(total=_characters(c.data), unit="char", unit_scale=True, dynamic_ncols=True,
               desc="tokenizing") as bar:
         meta = tokenize_corpus(source(), tok, path, bar=bar, **about)

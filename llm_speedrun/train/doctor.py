@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..data import cache_dir
-from ..files import SpeedrunError
+from ..files import SpeedrunError, in_words
 from ..measure import (Timings, default_device, driver_version, memory_limit, process_start,
                                   sample_ms, summarize, version_of)
 from ..runs import RUNGS, World
@@ -56,8 +56,8 @@ def of_error(e, # an exception
     if isinstance(e, torch.OutOfMemoryError):
         return Finding("problem", about, "out of GPU memory: choose a smaller --batch, --rungs smallest, "
                        "or a smaller --workload or --seq")
-    foreseen = isinstance(e, (SpeedrunError, OSError))
-    text = str(e) if foreseen else f"{type(e).__name__}, which nobody foresaw: {e}"
+    if isinstance(e, OSError): text = in_words(e)
+    else: text = str(e) if isinstance(e, SpeedrunError) else f"{type(e).__name__}, which nobody foresaw: {e}"
     return Finding("problem", about, text or type(e).__name__)
 
 def guarded(findings, # an iterator of `Finding`
@@ -529,7 +529,8 @@ def check_resume(cfg): # a `TrainConfig`
     "Findings about the checkpoints of a run to go on with"
     passed = []
     found = newest(Path(cfg.resume)/"checkpoints", read_record(cfg.resume).run_id, say=passed.append)
-    for text in passed: yield Finding("note", "resume", f"{text}. The one before it is taken")
+    if found and passed: passed[-1] += ". The one before it is taken"
+    for text in passed: yield Finding("note", "resume", text)
     if found: yield Finding("ok", "resume", f"goes on from {found}")
 
 # %% ../../nbs/36_doctor.ipynb #3b7dc0ca

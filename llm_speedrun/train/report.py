@@ -14,7 +14,7 @@ __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'GREY', 'STYLE', 'Leaf', 'Option
            'rendered', 'page_of', 'html_report']
 
 # %% ../../nbs/35_report.ipynb #d4c7d114
-import io, json, math, re, statistics, sys, time
+import io, json, math, re, statistics, sys, time, warnings
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -293,7 +293,8 @@ def svg(fig, # a matplotlib Figure
         label): # what it shows, in words
     "The Figure as inline SVG, in which matplotlib has escaped all text"
     text = io.StringIO()
-    with styled():
+    with styled(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from") # who reads it has other fonts
         from matplotlib import rcParams
         rcParams["svg.hashsalt"] = label # of the names that are left
         fig.savefig(text, format="svg")

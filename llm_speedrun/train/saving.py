@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['PLAIN', 'HOW', 'MANIFEST', 'VERSION', 'MOST', 'taken_apart', 'put_together', 'OptimizerState', 'names_in_order',
            'named_state', 'converted', 'load_named_state', 'check_moments', 'FileSum', 'Manifest', 'digest', 'listed',
-           'sum_of', 'write_tensors', 'write_checkpoint', 'write_files', 'About', 'read_about', 'broken', 'damaged',
-           'checkpoints', 'step_of_name', 'prune', 'newest', 'to_host', 'pinned', 'Saver', 'read_checkpoint', 'Record',
-           'read_record', 'shapes_in', 'check_size', 'Result', 'read_result']
+           'sum_of', 'reason_of', 'write_tensors', 'write_checkpoint', 'write_files', 'About', 'read_about', 'broken',
+           'damaged', 'checkpoints', 'step_of_name', 'prune', 'newest', 'to_host', 'pinned', 'Saver', 'read_checkpoint',
+           'Record', 'of_transformers', 'read_record', 'shapes_in', 'check_size', 'Result', 'read_result']
 
 # %% ../../nbs/31_saving.ipynb #731e1a2a
-import hashlib, json, math, shutil
+import hashlib, json, math, re, shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 import msgspec, torch
@@ -19,7 +20,7 @@ from fastcore.basics import patch
 from msgspec import UNSET, Meta, UnsetType
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from ..files import InputError, read_json, synced
+from ..files import InputError, read_json, reason, synced
 from ..model import GPTConfig
 
 # %% ../../nbs/31_saving.ipynb #e6e0eb74
@@ -154,18 +155,24 @@ def sum_of(files): # from `listed`
     "SHA-256 of the list itself"
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
+# %% ../../nbs/31_saving.ipynb #90c2a00f
+def reason_of(e): # an error of the library, or an `OSError`
+    "Why a file can't be written, and what to do"
+    if found := re.search(r"\(os error (\d+)\)", str(e)): e = OSError(int(found[1]), found[0])
+    return reason(e) if isinstance(e, OSError) else str(e)
+
 # %% ../../nbs/31_saving.ipynb #595712bd
 def write_tensors(tensors, # name -> CPU tensor
                   path): # of the file
-    "Write a safetensors file. Raises `OSError` where it can't be written"
+    "Write a safetensors file. Raises `OSError` where it can't be written, and leaves nothing there"
     path = Path(path)
-    path.touch()
-    mode = path.stat().st_mode # as any new file has it
-    try: save_file(tensors, path, metadata=dict(format="pt"))
-    except SafetensorError as e:
-        path.unlink()
-        raise OSError(f"{path} can't be written: {e}") from None
-    path.chmod(mode)
+    try:
+        path.touch()
+        mode = path.stat().st_mode # as any new file has it
+        try: save_file(tensors, path, metadata=dict(format="pt")); path.chmod(mode)
+        except BaseException: path.unlink(missing_ok=True); raise
+    except (OSError, SafetensorError) as e:
+        raise OSError(f"{path} can't be written: {reason_of(e)}") from None
 
 # %% ../../nbs/31_saving.ipynb #28d7bef6
 def write_checkpoint(folder, # where it will be; it must not exist
@@ -384,11 +391,20 @@ class Record(msgspec.Struct):
     driver: str | None = None
     torch: str | None = None
 
+# %% ../../nbs/31_saving.ipynb #9bb7d6d6
+def of_transformers(path): # of a `config.json`
+    "Whether it is that of a model as `transformers` reads it, such as `speedrun_export` writes"
+    with suppress(InputError): return "model" not in (d := read_json(path, dict)) and "model_type" in d
+    return False
+
 # %% ../../nbs/31_saving.ipynb #8390fe4e
 def read_record(folder): # of a run
     "Its `Record`. Raises `FileNotFoundError` for a folder that is none, and `InputError` for a bad file"
     path = Path(folder)/"config.json"
-    try: record = read_json(path, Record)
+    try:
+        if of_transformers(path): raise InputError(f"{folder} is a model as transformers reads it, and so is "
+                                                   "an export: name the run that it is of")
+        record = read_json(path, Record)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json") from None
     for k, most in MOST.items():
