@@ -287,7 +287,7 @@ def test_a_full_disk_on_one(tmp_path, monkeypatch):
         return errors, left
     for (ok, error, again), left in together(4, four):
         assert ok is None and again is None
-        assert "process 1 on" in str(error) and "step-00000002" in str(error) and "No space left" in str(error), error
+        assert "process 1 on" in str(error) and "step-00000002" in str(error) and "no space left" in str(error), error
         assert len(left) == 4 # of the first checkpoint
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000003"] and not broken(tmp_path/"step-00000003")
 
