@@ -29,7 +29,7 @@ def card(monkeypatch):
 
 @pytest.mark.parametrize("name,near", [
     ("tf23", "tf32"), ("bf61", "bf16"), ("flsh", "flash"), ("fp8x", "fp8"), ("checkpiont", "checkpoint"),
-    ("adamw8", "adamw8bit"), ("fused_op", "fused_ops"), ("chunked", "chunked_ce"), ("compiled", "compile")])
+    ("adamw8", "adamw8bit"), ("tied", "tied_embedding"), ("head_group", "head_groups"), ("fused_op", "fused_ops"), ("chunked", "chunked_ce"), ("compiled", "compile")])
 def test_unknown_rung(name, near):
     "A misspelt rung is answered with the nearest names and all there are"
     for f in (find_rung, lambda n: build(NANO, [n])):
@@ -122,12 +122,14 @@ def test_exclusion(run):
     for f, g in ((bf16, fp16), (fp16, bf16)):
         with fails(ValueError, "exclude each other: choose one", "'bf16'", "'fp16'"): g(f(run))
     with fails(ValueError, "exclude each other"): build(NANO, ["fp16", "flash", "bf16"])
+    for a, b in (("direct_update", "fp16"), ("tied_embedding", "fsdp"), ("tied_embedding", "tensor_parallel")):
+        with fails(ValueError, "exclude each other", f"'{a}'", f"'{b}'"): build(NANO, [a, b])
     for a, b in (("checkpoint", "selective_checkpoint"), ("fused_adamw", "adamw8bit"), ("fused_adamw", "bf16_weights")):
         with fails(ValueError, "exclude each other", f"'{a}'", f"'{b}'"): build(NANO, ["bf16", a, b])
 
 @pytest.mark.parametrize("rungs,missing", [
     ("fp8", "'bf16' and 'fused_ops'"), ("fp8,bf16", "'fused_ops'"), ("fp8,fused_ops", "'bf16'"),
-    ("bf16_weights", "bf16")])
+    ("bf16_weights", "bf16"), ("fp8_notes,bf16", "'fp8'"), ("head_groups,bf16", "'chunked_ce'")])
 def test_a_rung_that_builds_on_another(rungs, missing):
     "A rung whose foundation is missing names it"
     with fails(ValueError, f"rung '{rungs.split(',')[0]}'", missing): build(NANO, rungs.split(","))
