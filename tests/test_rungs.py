@@ -82,21 +82,31 @@ def test_presets_run_on_every_card(card):
 
 def test_presets_of_a_card(card, monkeypatch):
     "An H200 takes every rung; an A100 no FP8; a T4 float16; and without Triton no rung that builds on its kernels"
-    for r in ("fused_ops", "adamw8bit"): monkeypatch.setattr(RUNGS[r], "needs", lambda: "")
+    kernels = "fused_ops", "adamw8bit", "tied_embedding", "fp8_notes", "head_groups", "direct_update"
+    for r in kernels: monkeypatch.setattr(find_rung(r), "needs", lambda: "")
     card("NVIDIA H200", 9, 0)
-    most = "tf32 bf16 flash fused_ops chunked_ce".split()
-    assert presets() == dict(naive=[], fastest=[*most, "fp8", "cuda_graphs", "fused_adamw"],
-                             fastest16=[*most, "cuda_graphs", "fused_adamw"],
-                             smallest=[*most, "checkpoint", "adamw8bit"], safe=["tf32", "bf16", "flash", "fused_adamw"])
+    most, end = "tf32 bf16 flash fused_ops tied_embedding chunked_ce".split(), "head_groups cuda_graphs fused_adamw direct_update".split()
+    assert presets() == dict(naive=[], fastest=[*most, "fp8", "fp8_notes", *end], fastest16=[*most, *end],
+                             smallest="tf32 bf16 flash fused_ops chunked_ce checkpoint adamw8bit".split(), safe=["tf32", "bf16", "flash", "fused_adamw"])
     card("NVIDIA A100", 8, 0)
-    assert presets()["fastest"] == presets()["fastest16"] == [*most, "cuda_graphs", "fused_adamw"]
+    assert presets()["fastest"] == presets()["fastest16"] == [*most, *end]
     card("Tesla T4", 7, 5)
     assert presets()["safe"] == ["fp16", "flash", "fused_adamw"]
     card("NVIDIA H200", 9, 0)
-    monkeypatch.setattr(RUNGS["fused_ops"], "needs", lambda: "no Triton")
+    for r in kernels: monkeypatch.setattr(RUNGS[r], "needs", lambda: "no Triton")
     assert presets()["fastest"] == "tf32 bf16 flash chunked_ce cuda_graphs fused_adamw".split()
     monkeypatch.setattr(RUNGS["flash4"], "needs", lambda: "")      # FlashAttention-4 is installed
     assert presets()["fastest"] == "tf32 bf16 flash flash4 chunked_ce cuda_graphs fused_adamw".split()
+
+@pytest.mark.parametrize("beside, gone", [("ddp", ""), ("fsdp", "cuda_graphs tied_embedding"),
+                                          ("tensor_parallel", "cuda_graphs tied_embedding fp8_notes head_groups")])
+def test_presets_beside_several_processes(card, monkeypatch, beside, gone):
+    "What doesn't go with the other drops out, and what is left can be put together"
+    card("NVIDIA H200", 9, 0)
+    alone, kept = (parse_rungs(s) for s in ("fastest", f"fastest,{beside}"))
+    assert {*alone} - {*kept} == {*gone.split()} & {*alone} and kept[-1] == beside
+    applied = []
+    for r, _ in in_order(kept): check_rung(r, applied); applied.append(r.__name__)
 
 @pytest.mark.parametrize("preset", presets())
 def test_presets_step_here(preset):
