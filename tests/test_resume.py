@@ -651,3 +651,14 @@ def test_nohup(monkeypatch):
         with Signals() as s: signal.raise_signal(signal.SIGHUP)
         assert s.got is None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally: signal.signal(signal.SIGHUP, was)
+
+def test_what_is_said_in_the_middle_of_a_print():
+    "Python refuses to print from a handler while it prints: the run must not end of it. Several processes offer no second press"
+    def refuses(text): raise RuntimeError("reentrant call")
+    with Signals(refuses) as s: signal.raise_signal(signal.SIGINT)
+    assert s.got == signal.SIGINT
+    said = []
+    with Signals(said.append) as s:
+        s.alone = False
+        for _ in range(4): signal.raise_signal(signal.SIGINT)
+    assert said == ["stopping after this step, then saving"]*4

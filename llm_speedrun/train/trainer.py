@@ -12,7 +12,7 @@ __all__ = ['BAD_STEPS', 'AT_ONCE', 'PRESSED', 'CHANGEABLE', 'FILES', 'FOLDERS', 
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
 import json, math, os, platform, shutil, signal, sys, threading, time, traceback, uuid, warnings, weakref
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from collections import deque
 from datetime import datetime, timedelta
@@ -349,7 +349,8 @@ def update(self:Progress, step, text): # steps so far, how it goes
 # %% ../../nbs/30_trainer.ipynb #15cd9818
 AT_ONCE = [getattr(signal, s) for s in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, s)]
 PRESSED = ("stopping after this step, then saving; a second Ctrl-C leaves out evaluation and report",
-           "stopping after this step, without an evaluation; a third Ctrl-C breaks the step off")
+           "stopping after this step, without an evaluation; a third Ctrl-C breaks the step off",
+           "stopping after this step, then saving") # of several processes
 
 class Signals:
     """Inside its `with`, SIGINT and those of `AT_ONCE` are noted in `got`. Inside of `during` each is a
@@ -371,7 +372,8 @@ def note(self:Signals, number, frame): # as Python gives them to a handler
     self.pressed += number == signal.SIGINT
     if self.got not in AT_ONCE: self.got = number
     if self.alone and (self.raising or self.pressed > 2): raise KeyboardInterrupt
-    if number == signal.SIGINT: self.say(PRESSED[self.alone and self.pressed - 1])
+    with suppress(RuntimeError): # Python can't print in the middle of another print
+        if number == signal.SIGINT: self.say(PRESSED[self.pressed - 1 if self.alone else -1])
 
 # %% ../../nbs/30_trainer.ipynb #6e26dc43
 @patch
