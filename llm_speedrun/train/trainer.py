@@ -349,8 +349,7 @@ def update(self:Progress, step, text): # steps so far, how it goes
 # %% ../../nbs/30_trainer.ipynb #15cd9818
 AT_ONCE = [getattr(signal, s) for s in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, s)]
 PRESSED = ("stopping after this step, then saving; a second Ctrl-C leaves out evaluation and report",
-           "stopping after this step, without an evaluation; a third Ctrl-C breaks the step off",
-           "stopping after this step, then saving") # of several processes
+           "stopping after this step, without an evaluation; a third Ctrl-C breaks the step off")
 
 class Signals:
     """Inside its `with`, SIGINT and those of `AT_ONCE` are noted in `got`. Inside of `during` each is a
@@ -373,7 +372,8 @@ def note(self:Signals, number, frame): # as Python gives them to a handler
     if self.got not in AT_ONCE: self.got = number
     if self.alone and (self.raising or self.pressed > 2): raise KeyboardInterrupt
     with suppress(RuntimeError): # Python can't print in the middle of another print
-        if number == signal.SIGINT: self.say(PRESSED[self.pressed - 1 if self.alone else -1])
+        said = PRESSED[self.pressed - 1] if self.alone else PRESSED[0].partition(";")[0]
+        if number == signal.SIGINT: self.say(said)
 
 # %% ../../nbs/30_trainer.ipynb #6e26dc43
 @patch
