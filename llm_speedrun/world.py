@@ -403,7 +403,7 @@ def lost(world, # a `World`
     except RuntimeError: return Lost(f"the process in whose store all met, or its machine, is gone: {error}")
     if not stand: return Lost(f"the processes lost each other before the first step: {error}")
     told = lambda n: f"at {n['where']}, {time.time() - n['time']:.0f} s ago"
-    n, late = stand[0], bool(re.search("timed out|timeout", error, re.I)) # of NCCL, of gloo
+    n, late = stand[0], "imed out" in error
     how, where = ("does not answer", stack_of(n)) if late else ("is gone", "")
     others = "; ".join(f"process {o['rank']} {told(o)}" for o in stand[1:5])
     return Lost(f"process {n['rank']} of {world.size} {how}: it was last seen {told(n)}{where}."

@@ -168,15 +168,3 @@ def test_a_process_that_dies_is_named():
     outs = [p.communicate(timeout=180) for p in ps]
     assert [p.returncode for p in ps] == [3, -9, 3], outs
     for out, _ in (outs[0], outs[2]): assert "process 1 of 3 is gone: it was last seen at step 3" in out, out
-
-@pytest.mark.parametrize("said, how", [
-    ("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete", "does not answer"),
-    ("[gloo/transport/tcp/pair.cc:545] Application timeout caused pair closure", "does not answer"),
-    ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", "does not answer"),
-    ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2048", "is gone")])
-def test_who_hangs_and_who_is_gone(monkeypatch, said, how):
-    "By what the library says; its files and lines are left out"
-    note = dict(rank=1, where="step 3", time=time.time() - 5, stack="", machine="m")
-    monkeypatch.setattr(world, "standings", lambda w: [note])
-    e = str(world.lost(world.World(0, 2), RuntimeError(said + "\nmore")))
-    assert e.startswith(f"process 1 of 2 {how}: it was last seen at step 3, 5 s ago") and ".cc" not in e and "more" not in e
