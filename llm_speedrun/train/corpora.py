@@ -199,8 +199,8 @@ def document_source(
     path = Path(data).expanduser()
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
     if path.is_dir() and token_files(path, "train") and not document_files(path):
-        raise InputError(f"{data} is tokenized already: train on it as it is, with --data {data} and without "
-                         "--stream")
+        raise InputError(f"{data} is tokenized already: train on it as it is, without "
+                         "streaming")
     return partial(read_documents, path, text_key)
 
 # %% ../../nbs/38_corpora.ipynb #3c099b5a

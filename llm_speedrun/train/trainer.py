@@ -73,7 +73,7 @@ class Trainer:
                  given=None, # names of the options that were given, where values don't tell
                  timings=None): # `Timings` of the start; by default from here on
         self.progress, self.ladder, self.done = progress, [], 0
-        self.signals, self.eval_batch, self.timings = Signals(self.say), 0, timings or Timings()
+        self.signals, self.eval_batch, self.timings = Signals(), 0, timings or Timings()
         agree(cfg, given or ())
         cfg, given = again(cfg, given)
         self.given = own_values(cfg) if given is None else {*given}
@@ -511,10 +511,12 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
 @patch
 def fit(self:Trainer):
     "Train, then save. Returns a dict of results. A signal ends the training early, with everything saved"
+    self.signals.say = self.say # not for longer: neither would let go of the other
     try:
         with self.timings("open the run's folder"): self.prepare()
         with self.signals: return self.work()
     finally:
+        self.signals.say = print
         self.let_go.detach()
         if self.lock: self.lock.release()
 
@@ -1377,8 +1379,8 @@ def take_recipe(self:Trainer, rungs): # as parsed
 @patch
 def in_phases(self:Trainer, r): # a `Recipe`
     "The recipe with phases that a step of this process can have"
-    new, (B, T) = settled_phases(r, self.rows_here, self.cfg.seq), (self.rows_here, self.cfg.seq)
-    if new != r: self.say(f"{new.spec()} in place of {r.spec()}: what divides a step of {B} × {T} tokens")
+    new, c = settled_phases(r, self.rows_here, self.cfg.seq), self.cfg
+    if new != r and ":" in c.recipe: self.say(f"{new.spec()} in place of {r.spec()}: it divides a step")
     return new
 
 @patch
