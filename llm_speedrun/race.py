@@ -11,16 +11,16 @@ __all__ = ['WARM', 'GAUGE', 'LOOKS', 'ENOUGH', 'NEVER', 'PEER_OPTIONS', 'RACERS'
            'own_options', 'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced',
            'note_in', 'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant',
            'peer_options', 'contestants', 'Race', 'last_lines', 'check_gpus', 'wanted', 'curve', 'reached', 'final',
-           'lowest_loss', 'rose', 'by_loss', 'with_spread', 'race_table', 'passing_table', 'tried_table', 'draw_losses',
-           'race_chart', 'waterfall', 'without_paths', 'race_path', 'share_race', 'shared_record', 'shared_race',
-           'as_option', 'race_of', 'race_and_tell']
+           'lowest_loss', 'spread', 'rose', 'by_loss', 'with_spread', 'race_table', 'passing_table', 'tried_table',
+           'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path', 'share_race', 'shared_record',
+           'shared_race', 'as_option', 'race_of', 'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -35,7 +35,7 @@ from .data import Batches, open_corpus, prefetch
 from .measure import (default_device, fmt, gpu_uuid, machine, measurements_dir, records_path,
                                   table)
 from .peers import importing_from, load_package, source_of
-from .runs import code_of, entered, rung_name, uncompiled
+from .runs import baseline, code_of, entered, rung_name, uncompiled
 from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
 from .train.trainer import AllFailed, Trainer
 from .ladder import check_share
@@ -159,22 +159,6 @@ def seconds(self:Pace, done): # steps
     "Seconds that the steps have taken; the first ones, which compile, count as much as the others"
     return self.clock.seconds*done/(done - WARM)
 
-# %% ../nbs/48_race.ipynb #race0014
-@patch
-def after(self:Pace, done): # steps
-    "What is due after that many steps"
-    if done < self.next: return
-    self.clock.halt()
-    if done == WARM:
-        self.clock.forget()
-        self.next = WARM + GAUGE
-    else:
-        self.left -= self.total < NEVER # a stretch is over
-        if self.total < NEVER and self.left % self.each == 0: self.mark(done)
-        self.set_end(done)
-    if done < self.total: self.clock.go()
-
-# %% ../nbs/48_race.ipynb #race0015
 @patch
 def mark(self:Pace, done): # steps
     "Have the model judged as it is now"
@@ -182,15 +166,45 @@ def mark(self:Pace, done): # steps
     self.marks.append(row)
     self.note(row)
 
+# %% ../nbs/48_race.ipynb #race0014
+@patch
+def in_time(self:Pace, done): # steps
+    "Raise `RunError` where the clock is over before the speed of the steps is known. Never waits for a GPU"
+    compiling = self.clock.gpu and done <= WARM
+    if done == 1: self.began = time.perf_counter() # the very first step loads libraries
+    elif self.total == NEVER and not compiling and time.perf_counter() - self.began > self.job.seconds:
+        self.too_few(done)
+
+@patch
+def too_few(self:Pace, n): # steps
+    "Raise `RunError`: the clock has time for no more than these"
+    raise RunError(f"{self.job.seconds:g} s have time for {n} steps of {self.tokens:,} tokens, too few to "
+                   "race: give more --minutes (--tune_minutes for a short run), or a smaller batch")
+
+
+# %% ../nbs/48_race.ipynb #ce4151e3
+@patch
+def after(self:Pace, done): # steps
+    "What is due after that many steps"
+    self.in_time(done)
+    if done < self.next: return
+    self.clock.halt()
+    if done == WARM:
+        self.clock.forget()
+        self.next, self.began = WARM + GAUGE, time.perf_counter()
+    else:
+        self.left -= self.total < NEVER # a stretch is over
+        if self.total < NEVER and self.left % self.each == 0: self.mark(done)
+        self.set_end(done)
+    if done < self.total: self.clock.go()
+
 # %% ../nbs/48_race.ipynb #race0016
 @patch
 def set_end(self:Pace, done): # steps
     "Set the number of steps from the speed of the last ones, and when to look again"
     (before, then), seconds, marks = self.last, self.clock.seconds, self.job.evals - len(self.marks)
     more = round((self.job.seconds - self.seconds(done))*(done - then)/(seconds - before))
-    if self.total == NEVER and more < 2*marks: raise RunError(
-        f"{self.job.seconds:g} s have time for {done + max(0, more)} steps of {self.tokens:,} tokens, too "
-        "few to race: give more --minutes, or a smaller batch")
+    if self.total == NEVER and more < 2*marks: self.too_few(done + max(0, more))
     self.total, self.last = done + max(more, marks) if marks else done, (seconds, done)
     if marks:
         self.each = min(self.each, max(1, more//marks)) # a stretch has a step, at least
@@ -510,6 +524,7 @@ class OwnRun(Trainer):
 def look_after(self:OwnRun):
     "What is due after a step, by the trainer and by the race"
     Trainer.look_after(self)
+    self.pace.in_time(self.done)
     if self.done < self.pace.next: return
     self.flush()
     self.pace.after(self.done)
@@ -655,9 +670,11 @@ def own_contestant(text): # such as "muon: --recipe muon --lr .02"
 
 # %% ../nbs/48_race.ipynb #race0053
 def check_own(c): # a `TrainConfig`
-    "Raise `InputError` for what the trainer would refuse, as far as that can be said without making it"
+    "Raise `InputError` for what the trainer would refuse, as far as that shows with a tiny model"
     rungs = [*map(rung_name, parse_rungs(c.rungs))]
-    if c.recipe != "auto": parse_recipe(c.recipe).check(rungs)
+    if c.recipe != "auto":
+        tiny = replace(find_workload("tiny"), layers=1, width=64, vocab=64)
+        parse_recipe(c.recipe)(replace(baseline(tiny, "cpu"), rungs=tuple(rungs)))
     if c.schedule: lookup(SCHEDULES, c.schedule, "schedule")
     if not c.init: find_workload(c.workload or default_workload())
 
@@ -879,6 +896,10 @@ def lowest_loss(results): # of one contestant
     "The lowest loss that any of its runs had when it was judged, on the way or at the end"
     return min(m["loss"] for r in results for m in (r, *r["marks"]))
 
+def spread(results): # of one contestant
+    "The standard deviation of its final losses over seeds; 0 of a single one"
+    return stdev(r["loss"] for r in results) if len(results) > 1 else 0.
+
 def rose(results): # of one contestant
     "Whether its final loss is clearly above its lowest one: by more than 0.02 nats"
     return final(results) - lowest_loss(results) > .02
@@ -952,13 +973,14 @@ def race_chart(results): # of `Race.results`
 
 # %% ../nbs/48_race.ipynb #d2599948
 def waterfall(results): # of `Race.results`: each contestant adds something to the one before
-    "Their final losses as a staircase, each step with its size: a matplotlib figure"
+    "Final losses as a staircase, each step with its size; a whisker is the standard deviation over seeds"
     import matplotlib.pyplot as plt
     names, losses = [*results], [final(rs) for rs in results.values()]
     fig, ax = plt.subplots(figsize=(7.4, .5 + .34*len(names)), layout="constrained")
     for i, (loss, before) in enumerate(zip(losses, [losses[0], *losses])):
         ax.barh(i, before - loss, left=loss, color="C0" if loss <= before else "C3")
         ax.plot([loss, loss], [i - .4, i + 1.4 if i + 1 < len(names) else i + .4], color="k", lw=.8)
+        if far := spread(results[names[i]]): ax.errorbar(loss, i, xerr=far, color="k", capsize=3)
         said = f"{loss:.3f}" + (f" ({loss - before:+.3f})".replace("-", "−") if i else "")
         ax.annotate(said, (max(loss, before), i), (4, 0), textcoords="offset points", va="center", fontsize=8)
     ax.set(yticks=range(len(names)), yticklabels=names, xlabel="final loss (nats per token)")

@@ -12,6 +12,7 @@ from llm_speedrun.train.options import speedrun_race
 
 class MadeUp:
     "A clock that is told its seconds"
+    gpu = False
     def __init__(self): self.seconds = 0.
     def forget(self): self.seconds = 0.
     def go(self): pass
@@ -61,6 +62,17 @@ def test_few_steps(evals, steps):
     try: pace, plans = run(evals, "flat", steps*.1)
     except RunError as e: assert "too few to race" in str(e) and steps < race.WARM + race.GAUGE + 2*evals; return
     assert len({m["step"] for m in pace.marks}) == evals and abs(plans[-1] - steps) <= 1
+
+def test_too_short_a_clock_is_seen_in_the_step_that_ends_it(monkeypatch):
+    "On a CPU from the second step on; on a GPU the first ones may compile, and the clock begins after them"
+    for gpu, most in ((False, 3), (True, race.WARM + 2)):
+        now = iter(range(100))
+        monkeypatch.setattr(race.time, "perf_counter", lambda: float(next(now)))
+        pace = race.Pace(race.Job("a", "ours", "", seconds=1.5, evals=1), 1, lambda: dict(loss=1.))
+        pace.clock = MadeUp(); pace.clock.gpu = gpu
+        with fails(RunError, "time for . steps of 1 tokens, too few to race"):
+            for i in pace.steps(): pass
+        assert i + 1 == most, (gpu, i)
 
 def test_a_machine_that_stops_is_not_waited_for(monkeypatch):
     "Steps that suddenly take the whole clock: one for each evaluation that is due, none for the looks between"

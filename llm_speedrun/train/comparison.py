@@ -362,12 +362,14 @@ NOT_SEARCHED = dict(resume="a search begins with new weights", ema="the weights 
                     total_tokens="each rate gets the same steps: give --steps",
                     target="each rate takes all its steps")
 
-def check_search(c): # a `LrOptions`
+def check_search(c, given=()): # a `LrOptions`, names of the options that were given
     "Raise `InputError` for what a search of learning rates doesn't do"
     for k, why in NOT_SEARCHED.items():
         if getattr(c, k): raise InputError(f"{k} is not for a search of learning rates: {why}")
     if c.gpus > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise InputError("a search of learning rates runs in one process: leave out gpus and torchrun")
+    for k in sorted({*c.hidden} & {*given}):
+        raise InputError(f"{k} is not for a search of learning rates: nothing in it goes by that")
 
 # %% ../../nbs/64_comparison.ipynb #eb16c54f
 def spaced(low, high, n): # learning rates, how many
@@ -387,7 +389,7 @@ class Search:
     "Short runs from the same weights on the same batches, each at another learning rate"
     def __init__(self, c, # a `LrOptions`
                  given=None, progress=True): # as for `Trainer`
-        check_search(c)
+        check_search(c, given or ())
         names = unused_names(f"lr-{Path(c.data).stem}")
         name = c.name or next(n for n in names if not (Path(c.out)/n).exists())
         steps = c.steps or FEW["cuda" if torch.cuda.is_available() else "cpu"]

@@ -77,6 +77,8 @@ def checked(name, value, kind, # of an option; the type may have bounds
 @dataclass
 class Options:
     "Options that keep to their bounds: an `InputError` says which doesn't"
+    hidden = () # those that a command has from a class it builds on, and has no use for
+
     def __post_init__(self):
         for k, kind in get_type_hints(type(self), include_extras=True).items():
             setattr(self, k, checked(k, getattr(self, k), kind))
@@ -105,7 +107,7 @@ class TrainConfig(Options):
     gpus: Count = 0 # how many, each with a process of its own; by default those of torchrun, without it one
     restarts: Count = 3 # how often these processes are started again, from the newest checkpoint, if one dies
     rank_logs: bool = False # a log of each process, logs/rank-00003.log in the run's folder
-    # Length (one of steps, total_tokens, minutes)
+    # Length: one of these
     steps: Count = 0 # optimizer steps
     total_tokens: Count = 0 # tokens to train on, such as 1e9
     minutes: Amount = 0. # time to train; by default 3 on a GPU and 1.2 on a CPU
@@ -243,6 +245,9 @@ class LrOptions(TrainConfig):
     highest: Amount = 0. # the highest of them; by default sixteen times that rate
     repeats: Count = 2 # how often the best rate is tried again, on other batches, to see the noise
 
+    hidden = ("stream minutes total_tokens epochs target ema gpus restarts rank_logs evals sample samples "
+              "track profile timings save_minutes keep_last resume").split()
+
 # %% ../../nbs/33_options.ipynb #bfa8a849
 @dataclass
 class RaceOptions(Options):
@@ -304,10 +309,10 @@ class Joined(argparse.Action):
         setattr(got, self.dest, value if before is None else f"{before}{self.const}{value}")
 
 # %% ../../nbs/33_options.ipynb #a898985a
-def add_option(group, o): # of a `Parser`, an `Option`
+def add_option(group, o, hidden=False): # of a `Parser`, an `Option`; whether `--help` leaves it out
     "Let the parser know an option. One without a default is given by its place, a boolean by its name alone"
-    text = o.help.replace("%", "%%")
-    if o.default and o.default is not MISSING: text += f" (default: {o.default})"
+    text = argparse.SUPPRESS if hidden else o.help.replace("%", "%%")
+    if not hidden and o.default and o.default is not MISSING: text += f" (default: {o.default})"
     if o.default is MISSING: group.add_argument(o.name, help=text, nargs="+" if o.kind == Folders else None)
     elif o.base is bool: group.add_argument(f"--{o.name}", action=argparse.BooleanOptionalAction, help=text)
     else:
@@ -326,7 +331,7 @@ def parser_of(config, # a class of `Options`
     for o in listed(config):
         if o.default is MISSING: p.usage = f"{name} {o.name.upper()}{' ...'*(o.kind == Folders)} [options]"
         if o.group not in groups: groups[o.group] = p.add_argument_group(o.group)
-        add_option(groups[o.group], o)
+        add_option(groups[o.group], o, o.name in config.hidden)
     about_itself(p.add_argument_group("This command line"), config)
     return p
 
@@ -384,7 +389,7 @@ def from_toml(path, config): # a file, a class of `Options`
 def to_toml(options): # an `Options`
     "All options as a file that `--config` takes"
     lines, group = [], ""
-    for o in listed(type(options)):
+    for o in (o for o in listed(type(options)) if o.name not in options.hidden):
         if o.group != group: lines += ["", f"# {o.group}"]; group = o.group
         value = json.dumps(getattr(options, o.name), ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"{o.name} = {value} # {o.help}")
