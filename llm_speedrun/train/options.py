@@ -107,7 +107,7 @@ class TrainConfig(Options):
     gpus: Count = 0 # how many, each with a process of its own; by default those of torchrun, without it one
     restarts: Count = 3 # how often these processes are started again, from the newest checkpoint, if one dies
     rank_logs: bool = False # a log of each process, logs/rank-00003.log in the run's folder
-    # Length: one of these
+    # Length (one of these)
     steps: Count = 0 # optimizer steps
     total_tokens: Count = 0 # tokens to train on, such as 1e9
     minutes: Amount = 0. # time to train; by default 3 on a GPU and 1.2 on a CPU
