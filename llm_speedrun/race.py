@@ -982,7 +982,7 @@ def waterfall(results): # of `Race.results`: each contestant adds something to t
         ax.plot([loss, loss], [i - .4, i + 1.4 if i + 1 < len(names) else i + .4], color="k", lw=.8)
         if far := spread(results[names[i]]): ax.errorbar(loss, i, xerr=far, color="k", capsize=3)
         said = f"{loss:.3f}" + (f" ({loss - before:+.3f})".replace("-", "−") if i else "")
-        ax.annotate(said, (max(loss, before), i), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        ax.annotate(said, (max(loss + far, before), i), (4, 0), textcoords="offset points", va="center", fontsize=8)
     ax.set(yticks=range(len(names)), yticklabels=names, xlabel="final loss (nats per token)")
     ax.set_xlim(min(losses) - .02, max(losses) + .25*(max(losses) - min(losses)) + .02)
     ax.invert_yaxis()
