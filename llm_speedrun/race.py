@@ -975,16 +975,16 @@ def race_chart(results): # of `Race.results`
 def waterfall(results): # of `Race.results`: each contestant adds something to the one before
     "Final losses as a staircase, each step with its size; a whisker is the standard deviation over seeds"
     import matplotlib.pyplot as plt
-    names, losses = [*results], [final(rs) for rs in results.values()]
+    names, losses = [*results], [*map(final, results.values())]
     fig, ax = plt.subplots(figsize=(7.4, .5 + .34*len(names)), layout="constrained")
     for i, (loss, before) in enumerate(zip(losses, [losses[0], *losses])):
         ax.barh(i, before - loss, left=loss, color="C0" if loss <= before else "C3")
         ax.plot([loss, loss], [i - .4, i + 1.4 if i + 1 < len(names) else i + .4], color="k", lw=.8)
         if far := spread(results[names[i]]): ax.errorbar(loss, i, xerr=far, color="k", capsize=3)
-        said = f"{loss:.3f}" + (f" ({loss - before:+.3f})".replace("-", "−") if i else "")
-        ax.annotate(said, (max(loss + far, before), i), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    ax.set(yticks=range(len(names)), yticklabels=names, xlabel="final loss (nats per token)")
-    ax.set_xlim(min(losses) - .02, max(losses) + .25*(max(losses) - min(losses)) + .02)
+        said, at = f"{loss:.3f}" + f" ({loss - before:+.3f})".replace("-", "−")*(i > 0), max(loss + far, before)
+        ax.annotate(said, (at, i), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.set(yticks=range(len(names)), yticklabels=names, xlabel="final loss (nats per token)",
+           xlim=(min(losses) - .02, max(losses) + .25*(max(losses) - min(losses)) + .02))
     ax.invert_yaxis()
     return fig
 
