@@ -979,12 +979,12 @@ def waterfall(results): # of `Race.results`: each contestant adds something to t
     fig, ax = plt.subplots(figsize=(7.4, .5 + .34*len(names)), layout="constrained")
     for i, (loss, before) in enumerate(zip(losses, [losses[0], *losses])):
         ax.barh(i, before - loss, left=loss, color="C0" if loss <= before else "C3")
-        ax.plot([loss, loss], [i - .4, i + 1.4 if i + 1 < len(names) else i + .4], color="k", lw=.8)
+        ax.plot([loss, loss], [i - .4, i + .4 + (i + 1 < len(names))], color="k", lw=.8)
         if far := spread(results[names[i]]): ax.errorbar(loss, i, xerr=far, color="k", capsize=3)
-        said, at = f"{loss:.3f}" + f" ({loss - before:+.3f})".replace("-", "−")*(i > 0), max(loss + far, before)
-        ax.annotate(said, (at, i), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    ax.set(yticks=range(len(names)), yticklabels=names, xlabel="final loss (nats per token)",
-           xlim=(min(losses) - .02, max(losses) + .25*(max(losses) - min(losses)) + .02))
+        said = f"  {loss:.3f}" + (f" ({loss - before:+.3f})".replace("-", "−") if i else "")
+        ax.text(max(loss + far, before), i, said, va="center", fontsize=8)
+    xlim = min(losses) - .02, max(losses) + .25*(max(losses) - min(losses)) + .02
+    ax.set(yticks=range(len(names)), yticklabels=names, xlabel="final loss (nats per token)", xlim=xlim)
     ax.invert_yaxis()
     return fig
 
