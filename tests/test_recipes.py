@@ -303,7 +303,7 @@ def test_a_step_costs_three_percent_at_most(whole):
         return partial(step, *zip(x.split(64), y.split(64)))
     built = in_one_update if whole else lambda k: in_all_phases(config, k, 128, 64)
     res = compare({k: partial(built, k) for k in ("adamw", "speedrun")}, reps=4 if whole else 1)
-    more = 1/ratio(res["speedrun"], res["adamw"])
+    more = ratio(res["speedrun"], res["adamw"]) # its time in AdamW's
     print(f"{more:.3f} times AdamW's step, {'in one update' if whole else 'over all phases'}")
     assert more < 1.03
 
