@@ -264,7 +264,7 @@ def test_two_processes_train_as_one():
 # --- on a GPU ---
 
 def begun(config, k):
-    "A run of a recipe whose weights aren't zero, as some are at first: zeros are faster"
+    "A run of a recipe as if in its middle: at first some of its weights are zero"
     run = find_recipe(k)(build(config, settled(config, parse_rungs("fastest" if torch.cuda.is_available() else "flash"))))
     with torch.no_grad():
         for p in run.model.parameters(): p.ndim == 2 and p.normal_(std=.02)
