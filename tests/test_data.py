@@ -602,8 +602,13 @@ def test_prefetch_cuda(tmp_path):
     for g in got: assert g.cpu().equal(torch.stack(next(plain)))
 
 @pytest.mark.cuda
-def test_prefetch_cuda_side_streams(tmp_path):
-    "The stream that is current when the batch is taken is the one that waits"
+def test_prefetch_cuda_side_streams(tmp_path, monkeypatch):
+    "The stream that is current when the batch is taken is the one that waits, here for copies that come late"
+    load = data._load
+    def late(it, device, side):
+        with torch.cuda.stream(side): torch.cuda._sleep(10**7)     # cycles: 5 ms
+        return load(it, device, side)
+    monkeypatch.setattr(data, "_load", late)
     s = Shards(write_bin(tmp_path/"a.bin", 200_000))
     plain, ahead, stream = Batches(s, 8, 256), prefetch(Batches(s, 8, 256), "cuda"), torch.cuda.Stream()
     with torch.cuda.stream(stream):

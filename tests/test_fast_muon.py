@@ -1,7 +1,7 @@
 "Muon for all matrices at once: against float64, at odd shapes, to the bit, without waiting, and in shares."
 import gc, os
 from functools import partial
-import pytest, torch
+import numpy as np, pytest, torch
 from torch import nn
 if not torch.cuda.is_available():       # kernels for the interpreter, as in conftest.py
     was, os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "0"), "1"
@@ -259,27 +259,28 @@ def test_counted():
     assert rest == pytest.approx(numbers*(4 + 8 + 2 + 2 + 2 + 8) + 5*6*squares, rel=.01)
 
 def shared(world, shapes, group):
-    "The weights after two updates by all processes together, and by this one alone"
+    "The weights after two updates by all processes together, and by this one alone, and how far they went"
     import torch
     from llm_speedrun.measure import default_device
     from llm_speedrun.recipes.fast_muon import fast_muon, new_state
     g, device = torch.Generator().manual_seed(0), default_device()
     new = lambda: [torch.randn(s, generator=g).to(device) for s in shapes]
     both, grads = new(), new()
-    alone, share = [p.clone() for p in both], (*world.place("dp"), world.group("dp"))
+    start, alone, share = [p.clone() for p in both], [p.clone() for p in both], (*world.place("dp"), world.group("dp"))
     states, states2 = ([new_state(p, .9) for p in both] for _ in range(2))
     for _ in range(2):
         fast_muon(group, both, grads, states, share=share)
         fast_muon(group, alone, grads, states2)
-    return [p.cpu().numpy() for p in both], [p.cpu().numpy() for p in alone], both[0].is_cuda
+    return [p.cpu().numpy() for p in both], [p.cpu().numpy() for p in alone], [(p - q).norm().item() for p, q in zip(alone, start)]
 shared.__module__ = "__main__"      # sent as source: a process must not ask for GPUs, as this module does, before it knows which is its own
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
 def test_shares():
     "Two processes that orthogonalize half of each stack have the weights of one that does it all, also of a stack of one"
-    (a, one, gpu), (b, *_) = processes(2, shared, SHAPES, GROUP | dict(variance=.9))
-    for x, y, z in zip(a, b, one):
-        assert (x == y).all() and abs(x - z).max() <= (.02 if gpu else 0)    # on a GPU a batch's size may choose another product
+    (a, one, went), (b, *_) = processes(2, shared, SHAPES, GROUP | dict(variance=.9))
+    for x, y, z, far in zip(a, b, one, went):
+        # on a GPU a batch's size may choose another product
+        assert (x == y).all() and far > 0 and np.linalg.norm(x - z) <= (.05*far if DEVICE.type == "cuda" else 0)
 
 # What only a GPU can show
 
@@ -292,7 +293,7 @@ def real(name="124m", layers=None, variance=.95):
 @pytest.mark.parametrize("name", ["124m", "180m", "1b"])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_error_at_real_shapes(name, symmetric):
-    "Directions err at most twice as much as plain bf16's, and are nearly orthogonal where the gradient isn't nearly singular"
+    "Directions err at most twice as much as plain bf16's"
     group = GROUP | dict(variance=0., lr=1., weight_decay=0.)
     ps, gs, states = real(name, 1, 0.)
     for p in ps: p.data.zero_()
@@ -311,50 +312,57 @@ def test_same_bits_at_real_shapes(symmetric):
         assert first is None or torch.equal(now, first)
         first = now
 
+SYMMETRIC = pytest.mark.parametrize("symmetric", [False, True])     # the recipe takes the second
+
 @pytest.mark.cuda
-def test_waits_for_nothing():
+@SYMMETRIC
+def test_waits_for_nothing(symmetric):
     "Taken or not, at addresses old and new"
     ps, gs, states = real(layers=2)
-    fast_muon(GROUP, ps, gs, states)
-    found = torch.ones((), device="cuda")
+    fast_muon(GROUP, ps, gs, states, symmetric=symmetric)
+    found = [torch.full((), v, device="cuda") for v in (0., 1.)]
     more = [g.clone() for g in gs]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for g in (gs, more): fast_muon(GROUP, ps, g, states, found)
+        for g in (gs, more):
+            for f in found: fast_muon(GROUP, ps, g, states, f, symmetric=symmetric)
     finally: torch.cuda.set_sync_debug_mode("default")
 
 @pytest.mark.cuda
-def test_launches():
+@SYMMETRIC
+def test_launches(symmetric):
     "Some fifty kernels for 84 matrices, and what cuBLAS may start beside a product"
     ps, gs, states = real()
-    group = GROUP | dict(variance=.95)
-    fast_muon(group, ps, gs, states); torch.cuda.synchronize()
-    with torch.profiler.profile() as prof: fast_muon(group, ps, gs, states); torch.cuda.synchronize()
+    update = lambda: fast_muon(GROUP | dict(variance=.95), ps, gs, states, symmetric=symmetric)
+    update(); torch.cuda.synchronize()
+    with torch.profiler.profile() as prof: update(); torch.cuda.synchronize()
     kernels = [e.name for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")]
-    assert len(kernels) <= 80, sorted(kernels)
+    assert 40 < len(kernels) <= 80, sorted(kernels)
 
 @pytest.mark.cuda
-def test_compiled_once():
+@SYMMETRIC
+def test_compiled_once(symmetric):
     "Rates, momentum and steps not taken don't make Triton compile anything again"
     ps, gs, states = real("tiny")
     kernels = [v for k, v in vars(fm).items() if k.endswith("_kernel") and hasattr(v, "device_caches")]
     compiled = lambda: sum(len(k.device_caches[torch.cuda.current_device()][0]) for k in kernels)
     def step(i):
         fast_muon(GROUP | dict(lr=.01*i, momentum=.85 + i/200, variance=.9), ps, [g*(i + 1.) for g in gs], states,
-                  torch.full((), float(i % 3 == 0), device="cuda"))
+                  torch.full((), float(i % 3 == 0), device="cuda"), symmetric=symmetric)
     step(1); n = compiled()
     for i in range(20): step(i)
-    assert compiled() == n
+    assert compiled() == n > 0
 
 @pytest.mark.cuda
-def test_memory():
+@SYMMETRIC
+def test_memory(symmetric):
     "The work takes as much as two stacks and two of their squares, and nothing stays"
     ps, gs, states = real()
-    fast_muon(GROUP, ps, gs, states); torch.cuda.synchronize()
+    fast_muon(GROUP, ps, gs, states, symmetric=symmetric); torch.cuda.synchronize()
     gc.collect(); torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    fast_muon(GROUP, ps, gs, states); torch.cuda.synchronize()
+    fast_muon(GROUP, ps, gs, states, symmetric=symmetric); torch.cuda.synchronize()
     most = max(4*len(s.order)*(s.m*s.n + s.m*s.m) for s in stacks_of(tuple(tuple(p.shape) for p in ps)))
     assert torch.cuda.memory_allocated() - before < 2**20 and torch.cuda.max_memory_allocated() - before < 1.05*most
 

@@ -157,5 +157,9 @@ GPU_CASES = {"fp8": (["tf32", *FP8, "fused_adamw"], "", dict(config=WORKLOADS["t
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_are_one():
     "The kernels of a GPU, and NCCL"
-    got = processes(2, every, GPU_CASES)[0]
-    for k, (rungs, _, how, _) in GPU_CASES.items(): assert not differs(got[k], trained(World(), rungs, **how), dict(rel=3e-2)), k
+    both = processes(2, every, GPU_CASES)
+    for k, (rungs, _, how, _) in GPU_CASES.items():
+        alone = trained(World(), rungs, **how)
+        for got in both: assert not differs(got[k], alone, dict(rel=3e-2)), k
+        for n, w in both[0][k][2].items():
+            assert (w == both[1][k][2][n]).all() and np.linalg.norm(w - alone[2][n]) <= .1*np.linalg.norm(alone[2][n]), (k, n)

@@ -619,12 +619,13 @@ def test_launches(kind):
     make, dtype, _ = MAKERS[kind]
     opt = big_update(make, dtype)
     for _ in range(3): opt.step()
-    opt.found_inf = torch.ones((), device="cuda")
-    opt.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try: opt.step()
-    finally: torch.cuda.set_sync_debug_mode("default")
+    for found in (0., 1.):
+        opt.found_inf = torch.full((), found, device="cuda")
+        opt.step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try: opt.step()
+        finally: torch.cuda.set_sync_debug_mode("default")
     with torch.profiler.profile() as prof: opt.step(); torch.cuda.synchronize()
     assert sum(e.device_type == torch.autograd.DeviceType.CUDA and "adamw_kernel" in e.name for e in prof.events()) == 2
 

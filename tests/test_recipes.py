@@ -1,5 +1,5 @@
 "Recipes in the trainer: what a run takes by itself, what is refused, what a resumed run keeps; and on a GPU what a step of one costs."
-import json, math
+import gc, json, math
 from functools import partial
 from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
@@ -11,6 +11,7 @@ from llm_speedrun.recipes.recipe import RECIPES, find_recipe, parse_recipe, set_
 from llm_speedrun.recipes.schedules import GuardedStepper, lr_at
 from llm_speedrun.recipes.speedrun import decay_for, rate_for
 from llm_speedrun.runs import Stepper, build, settled
+from llm_speedrun.rungs.cuda_graphs import RecordedPass
 from llm_speedrun.train.hardware import parse_rungs
 from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import load_named_state, named_state
@@ -141,7 +142,9 @@ def test_the_kernel_sees_the_window(T, D, K, window):
 def test_windows_are_recorded_each():
     "Under CUDA graphs, which record one pass for each window: the same losses as without"
     config, curves = replace(NANO, seq=128), []
-    x, y = torch.randint(NANO.vocab, (2, 4, 128), device="cuda")
+    x, y = torch.randint(NANO.vocab, (2, 4, 128), generator=torch.Generator().manual_seed(0)).cuda()
+    recorded = lambda: sum(isinstance(o, RecordedPass) for o in gc.get_objects())
+    before = recorded()
     for rungs in (["bf16", "flash"], ["bf16", "flash", "cuda_graphs"]):
         run = parse_recipe("speedrun:updates=1:pieces=1:windows=16+64+0")(build(config, rungs))
         step = GuardedStepper(run)
@@ -149,7 +152,8 @@ def test_windows_are_recorded_each():
         for i in range(15):
             set_groups(run, step.opt, i, 15, .01)
             curves[-1].append(step((x, y)).item())
-    assert curves[0] == pytest.approx(curves[1], rel=2e-2) and curves[0][-1] < curves[0][0] - .5
+    assert curves[0] == pytest.approx(curves[1], rel=4e-3) and curves[0][-1] < curves[0][0] - .5     # another window: 1 % (CPU)
+    assert recorded() == before + 3
 
 @pytest.mark.parametrize("spec", ["windows=x", "windows=8+x", "windows=-1", "updates=2+0", "pieces=a"])
 def test_what_is_no_phase(spec):

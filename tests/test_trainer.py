@@ -569,8 +569,8 @@ def test_the_loop_keeps_up(tmp_path, rows):
     from llm_speedrun.recipes.schedules import GuardedStepper
     from llm_speedrun.runs import build
     block, rounds = 40, 6
-    cfg = TrainConfig(workload="124m", rungs="fastest", batch=rows, step_tokens=rows*1024, steps=2*block*(rounds + 1), evals=1, eval_tokens=2**15,
-                      sample=1, save_minutes=1000., name="run", out=str(tmp_path/"runs"))
+    cfg = TrainConfig(workload="124m", rungs="fastest", recipe="adamw", batch=rows, step_tokens=rows*1024, steps=2*block*(rounds + 1),
+                      evals=1, eval_tokens=2**15, sample=1, save_minutes=1000., name="run", out=str(tmp_path/"runs"))
     times = {}
     def timed(name, f):
         torch.cuda.synchronize(); t0 = time.perf_counter()
