@@ -11,7 +11,7 @@ __all__ = ['WARM', 'GAUGE', 'LOOKS', 'ENOUGH', 'NEVER', 'PEER_OPTIONS', 'RACERS'
            'own_options', 'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced',
            'note_in', 'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant',
            'peer_options', 'contestants', 'Race', 'last_lines', 'check_gpus', 'wanted', 'curve', 'reached', 'final',
-           'lowest_loss', 'spread', 'rose', 'by_loss', 'with_spread', 'race_table', 'passing_table', 'tried_table',
+           'lowest_loss', 'rose', 'by_loss', 'spread', 'with_spread', 'race_table', 'passing_table', 'tried_table',
            'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path', 'share_race', 'shared_record',
            'shared_race', 'as_option', 'race_of', 'race_and_tell']
 
@@ -181,12 +181,10 @@ def too_few(self:Pace, n): # steps
     raise RunError(f"{self.job.seconds:g} s have time for {n} steps of {self.tokens:,} tokens, too few to "
                    "race: give more --minutes (--tune_minutes for a short run), or a smaller batch")
 
-
 # %% ../nbs/48_race.ipynb #ce4151e3
 @patch
 def after(self:Pace, done): # steps
     "What is due after that many steps"
-    self.in_time(done)
     if done < self.next: return
     self.clock.halt()
     if done == WARM:
@@ -219,6 +217,7 @@ def steps(self:Pace):
     self.clock.go()
     for step in count():
         yield step
+        self.in_time(step + 1)
         self.after(step + 1)
         if step + 1 >= self.total: return
 
@@ -896,10 +895,6 @@ def lowest_loss(results): # of one contestant
     "The lowest loss that any of its runs had when it was judged, on the way or at the end"
     return min(m["loss"] for r in results for m in (r, *r["marks"]))
 
-def spread(results): # of one contestant
-    "The standard deviation of its final losses over seeds; 0 of a single one"
-    return stdev(r["loss"] for r in results) if len(results) > 1 else 0.
-
 def rose(results): # of one contestant
     "Whether its final loss is clearly above its lowest one: by more than 0.02 nats"
     return final(results) - lowest_loss(results) > .02
@@ -909,9 +904,13 @@ def by_loss(results): # of `Race.results`
     return dict(sorted(results.items(), key=lambda named: final(named[1])))
 
 # %% ../nbs/48_race.ipynb #900e8e08
+def spread(values): # numbers
+    "Their standard deviation; 0 of a single one"
+    return stdev(values) if len(values) > 1 else 0.
+
 def with_spread(values): # numbers
     "Their mean as a text, with their standard deviation if there are several"
-    return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
+    return f"{mean(values):.4f}" + f" ± {spread(values):.4f}"*(len(values) > 1)
 
 COLUMNS = [("bits/byte", "bpb", 1, ".4f"), ("seconds", "seconds", 1, ".1f"),
            ("tokens, M", "tokens", 1e6, ",.1f"), ("epochs", "epochs", 1, ".2f"),
@@ -977,10 +976,10 @@ def waterfall(results): # of `Race.results`: each contestant adds something to t
     import matplotlib.pyplot as plt
     names, losses = [*results], [*map(final, results.values())]
     fig, ax = plt.subplots(figsize=(7.4, .5 + .34*len(names)), layout="constrained")
-    for i, (loss, before) in enumerate(zip(losses, [losses[0], *losses])):
+    for i, (rs, loss, before) in enumerate(zip(results.values(), losses, [losses[0], *losses])):
         ax.barh(i, before - loss, left=loss, color="C0" if loss <= before else "C3")
         ax.plot([loss, loss], [i - .4, i + .4 + (i + 1 < len(names))], color="k", lw=.8)
-        if far := spread(results[names[i]]): ax.errorbar(loss, i, xerr=far, color="k", capsize=3)
+        if far := spread([r["loss"] for r in rs]): ax.errorbar(loss, i, xerr=far, color="k", capsize=3)
         said = f"  {loss:.3f}" + (f" ({loss - before:+.3f})".replace("-", "−") if i else "")
         ax.text(max(loss + far, before), i, said, va="center", fontsize=8)
     xlim = min(losses) - .02, max(losses) + .25*(max(losses) - min(losses)) + .02

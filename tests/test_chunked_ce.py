@@ -420,7 +420,8 @@ def test_compiled_by_inductor():
         with torch.autocast("cuda", torch.bfloat16): l = loss(run.model, x, y)
         return [l.detach(), *torch.autograd.grad(l, list(run.model.parameters()))]
     for a, b in zip(grads(torch.compile(run.loss, fullgraph=True)), grads(run.loss)):
-        assert (a - b).norm() <= .05*b.norm()
+        torch.testing.assert_close(a, b, rtol=.05, atol=2e-3)
+        assert (a - b).norm() <= .05*b.norm()     # most gradients are smaller than that atol
 
 @cuda
 def test_counted_at_124m():

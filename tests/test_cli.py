@@ -50,7 +50,7 @@ def test_help(name):
     said = re.sub(r"\s+", " ", parser_of(f.config, name, f.__doc__).format_help())
     assert " ".join(f.__doc__.split()) in said
     assert [o.name for o in listed(f.config)] == [o.name for o in fields(f.config)] # each line of the dataclass was read
-    used = [o for o in listed(f.config) if o.name not in f.config.hidden]
+    used = shown(f.config)
     for o in used: assert re.search(rf"(--| ){o.name}\b(, --no-\w+)?( \w+)? {re.escape(o.help)}", said), o.name
     for o in f.config.hidden: assert f"--{o} " not in said
     for group in {o.group for o in used}: assert f" {group}: " in said

@@ -6,7 +6,7 @@
 __all__ = ['Count', 'Some', 'MOST', 'Amount', 'Above', 'Minutes', 'Share', 'Part', 'Mass', 'Warmth', 'Text', 'Several', 'Lines',
            'Folders', 'Texts', 'JOINTS', 'KINDS', 'LENGTHS', 'GROUP', 'in_words', 'checked', 'Options', 'TrainConfig',
            'DataOptions', 'LadderOptions', 'ReportOptions', 'ExportOptions', 'SampleOptions', 'EvalOptions',
-           'CompareOptions', 'LrOptions', 'RaceOptions', 'Option', 'listed', 'Parser', 'Joined', 'add_option',
+           'CompareOptions', 'LrOptions', 'RaceOptions', 'Option', 'listed', 'shown', 'Parser', 'Joined', 'add_option',
            'parser_of', 'takes_file', 'about_itself', 'tidy', 'nearest', 'words_of', 'from_toml', 'to_toml', 'agree',
            'resolved', 'Gpus', 'to_start', 'unused_names', 'named', 'words_for', 'group_file', 'over', 'end_group',
            'first_to_say', 'torchrun_words', 'quiet', 'torchrun', 'start_group', 'grouped', 'command', 'obey',
@@ -295,6 +295,10 @@ def listed(config): # a class of `Options`
             res.append(Option(m[1], kinds[m[1]], defaults[m[1]], group, m[2]))
     return res
 
+def shown(config): # a class of `Options`
+    "Those of `listed` that the command has a use for"
+    return [o for o in listed(config) if o.name not in config.hidden]
+
 # %% ../../nbs/33_options.ipynb #62b4e822
 class Parser(argparse.ArgumentParser):
     "An `argparse.ArgumentParser` that raises `InputError`"
@@ -389,7 +393,7 @@ def from_toml(path, config): # a file, a class of `Options`
 def to_toml(options): # an `Options`
     "All options as a file that `--config` takes"
     lines, group = [], ""
-    for o in (o for o in listed(type(options)) if o.name not in options.hidden):
+    for o in shown(type(options)):
         if o.group != group: lines += ["", f"# {o.group}"]; group = o.group
         value = json.dumps(getattr(options, o.name), ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"{o.name} = {value} # {o.help}")

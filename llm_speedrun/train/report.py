@@ -15,6 +15,7 @@ __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'GREY', 'STYLE', 'Leaf', 'Option
 
 # %% ../../nbs/35_report.ipynb #d4c7d114
 import io, json, math, re, statistics, sys, time, warnings
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -59,10 +60,13 @@ STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "
          "axes.titlelocation": "left", "axes.titlecolor": "#2a2e35", "legend.frameon": False,
          "xtick.major.size": 0, "ytick.major.size": 0, "svg.fonttype": "none"}
 
+@contextmanager
 def styled():
-    "A context manager in which matplotlib draws in this style"
+    "In this context matplotlib draws in this style, and says nothing of letters that its font lacks"
     from matplotlib import rc_context
-    return rc_context(STYLE)
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from") # who reads a page has other fonts
+        yield
 
 # %% ../../nbs/35_report.ipynb #1475632e
 def one_line(text, # a run's name
@@ -293,8 +297,7 @@ def svg(fig, # a matplotlib Figure
         label): # what it shows, in words
     "The Figure as inline SVG, in which matplotlib has escaped all text"
     text = io.StringIO()
-    with styled(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from") # who reads it has other fonts
+    with styled():
         from matplotlib import rcParams
         rcParams["svg.hashsalt"] = label # of the names that are left
         fig.savefig(text, format="svg")

@@ -11,7 +11,7 @@ __all__ = ['BAD_STEPS', 'AT_ONCE', 'PRESSED', 'CHANGEABLE', 'FILES', 'FOLDERS', 
            'last_words', 'said_already', 'as_one_of_many', 'report', 'train_and_tell']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
-import json, math, os, platform, shutil, signal, sys, threading, time, traceback, uuid, warnings, weakref
+import json, math, os, platform, shutil, signal, sys, threading, time, traceback, uuid, weakref
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from collections import deque
@@ -49,7 +49,7 @@ from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_
 from .options import TrainConfig, agree, end_group, first_to_say, group_file, unused_names
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers)
-from .report import LivePlot, html_report, loss_chart, notebook_display
+from .report import LivePlot, html_report, loss_chart, notebook_display, styled
 from ..recipes.batch import divided, settled_phases
 from ..recipes.recipe import best_recipe, parse_recipe, set_groups, why_not_best
 from ..recipes.schedules import SCHEDULES, Average, guarded, lr_at, warmup_steps
@@ -489,8 +489,7 @@ def yardstick(self:Trainer):
 def draw(self:Trainer, yard): # a bigram model's loss, or None
     "Draw the losses into the run's folder and, in a notebook, below the cell"
     rows = self.rows()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph") # letters that the font doesn't have
+    with styled():
         loss_chart(rows, yard, self.cfg.name).savefig(self.folder/"loss.png", dpi=110)
     self.plot.update(lambda: rows, last=True)
 

@@ -64,8 +64,7 @@ def option_row(o):
 def option_groups(config):
     "Group -> rows of a table"
     res = {}
-    for o in options.listed(config):
-        if o.name not in config.hidden: res.setdefault(o.group, []).append(option_row(o))
+    for o in options.shown(config): res.setdefault(o.group, []).append(option_row(o))
     return res
 
 @page("reference/options.qmd")
