@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['POWERS', 'LEAST', 'BANDWIDTH', 'race_records', 'all_runs', 'as_it_is', 'by_clock', 'draw_runs', 'Law', 'law_with',
            'off', 'through', 'ends', 'noise_of', 'laws', 'predicted', 'draw_laws', 'held_out', 'held_out_table',
-           'speed_ratios', 'speed', 'prediction_table', 'lowest', 'tried', 'factor_table', 'best_rates', 'carried_on']
+           'fitted', 'speed_ratios', 'speed', 'prediction_table', 'lowest', 'tried', 'factor_table', 'best_rates',
+           'carried_on']
 
 # %% ../nbs/65_plan.ipynb #plan0005
 import json, math
@@ -149,6 +150,16 @@ def held_out_table(runs): # results of one contestant
     low, best, high = predicted(found, tokens)
     said = "yes" if low <= loss <= high else f"no, by {max(low - loss, loss - high):.3f}"
     return table(head, [[f"{tokens/1e6:.1f}", *(f"{v:.3f}" for v in (low, best, high, loss)), said]])
+
+# %% ../nbs/65_plan.ipynb #e64a4a04
+def fitted(runs): # results of one contestant
+    "The laws to predict by: of all lengths if they pass `held_out`, else `through` the two longest"
+    points, noise = sorted(ends(runs)), noise_of(runs)
+    if len(points) > 2:
+        (tokens, loss), found = held_out(runs)
+        low, _, high = predicted(found, tokens) or (math.inf, 0, 0)
+        if not low - 2*noise <= loss <= high + 2*noise: return through(*points[-2:])
+    return laws(points, noise)
 
 # %% ../nbs/65_plan.ipynb #plan0032
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12} # bytes/s, of NVIDIA's datasheets
