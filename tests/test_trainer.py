@@ -5,7 +5,7 @@ import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun import ladder
 from llm_speedrun.train import hardware as hardware_module, trainer as module
-from llm_speedrun.runs import RUNGS, Stepper
+from llm_speedrun.runs import RUNGS, Stepper, baseline, find_rung
 from llm_speedrun.train.hardware import *
 from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
@@ -67,7 +67,7 @@ def test_bad_option(tmp_path, option, kind, message):
 
 def test_rung_that_cannot_run(tmp_path, monkeypatch):
     "A rung that this machine can't run is refused with the reason before anything is written"
-    monkeypatch.setattr(RUNGS["tf32"], "needs", lambda: "TF32 needs another card")
+    monkeypatch.setattr(find_rung("tf32"), "needs", lambda: "TF32 needs another card")
     with fails(RuntimeError, "'tf32' cannot run here: TF32 needs another card"):
         train(options(tmp_path, rungs="tf32"), progress=False)
     assert names(tmp_path) == {"bins"}
@@ -479,6 +479,21 @@ def test_a_loss_that_is_no_number(tmp_path, rungs):
     trainer.fit()
     assert [n for n, same in kept.items() if same] == [3, 4]
     assert [(r["step"], r["event"]) for r in trainer.rows() if "event" in r] == [(n, "skipped: the loss isn't finite") for n in (3, 4)]
+
+def test_a_trial_knows_documents(tmp_path, monkeypatch):
+    "Their attention is slower and takes more memory: a run that is planned without it gets too many steps, or too large a micro-batch"
+    seen, was = [], module.trial
+    monkeypatch.setattr(module, "trial", lambda *a, **kw: seen.append(kw["recipe"]) or was(*a, **kw))
+    for documents in (False, True):
+        how = dict(data=str(texts(tmp_path/"texts")), rungs="naive", seq=32, recipe="adamw", documents=documents, name=str(documents))
+        trainer = Trainer(options(tmp_path, **how), progress=False)
+        tried = seen[-1](baseline(trainer.config, trainer.device))
+        a = torch.randint(1, 257, (1, 32), device=trainer.device)
+        a[0, 12] = trainer.corpus.eot
+        b = a.clone()
+        b[0, :12] = 1 # another document before it
+        with torch.no_grad(): x, y = (tried.model.hidden(t)[0, 12:] for t in (a, b))
+        assert torch.allclose(x, y, atol=1e-5) is documents
 
 def test_documents_without_an_end_token(tmp_path):
     "Said before there is a folder"

@@ -177,13 +177,21 @@ def log_eval(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #8932fa57
 @patch
+def whole_recipe(self:Trainer):
+    "The recipe, with attention within documents if asked for: its time and memory count in a trial, too"
+    r = self.recipe
+    if not self.cfg.documents: return r
+    apart = lambda run, **options: within_documents(r.apply(run, **options), self.corpus.eot)
+    return replace(r, apply=apart)
+
+# %% ../../nbs/30_trainer.ipynb #4fe452c7
+@patch
 def build_run(self:Trainer):
     "The run, its optimizer with our learning rate, the stepper, and an average of the weights if asked for"
     cfg = self.cfg
-    rungs, recipe = cfg.rungs.split(",") if cfg.rungs else [], self.recipe
+    rungs, recipe = cfg.rungs.split(",") if cfg.rungs else [], self.whole_recipe()
     run = recipe(build(self.config, rungs, seed=cfg.seed, world=self.world, model=recipe.model))
     if self.weights: take_weights(run, self.weights)
-    if cfg.documents: run = within_documents(run, self.corpus.eot)
     optimizer = partial(run.optimizer, lr=cfg.lr, weight_decay=cfg.weight_decay) # whichever a rung chose
     self.run = replace(run, optimizer=optimizer)
     self.step = guarded(stepper_of(self.run))(self.run, clip=cfg.clip)
@@ -1403,11 +1411,11 @@ def with_parallel(self:Trainer, rungs):
 @patch
 def try_batch(self:Trainer, rungs):
     "The `Trial` of a micro-batch: of all processes where they share the model's parts, else of the first one"
-    c, gib, timed = self.cfg, self.hardware.gib, 0 if self.cfg.steps else 5
-    alone = lambda: trial(self.config, rungs, self.rows_here, gib, c.batch, timed=timed, recipe=self.recipe)
+    c, gib, timed, how = self.cfg, self.hardware.gib, 0 if self.cfg.steps else 5, self.whole_recipe()
+    alone = lambda: trial(self.config, rungs, self.rows_here, gib, c.batch, timed=timed, recipe=how)
     shared = self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs)
     if not shared: return self.first_does(alone)
-    return trial(self.config, rungs, self.rows_here, gib, c.batch, timed, self.world, self.recipe)
+    return trial(self.config, rungs, self.rows_here, gib, c.batch, timed, self.world, how)
 
 # %% ../../nbs/30_trainer.ipynb #b82413ec
 @patch
