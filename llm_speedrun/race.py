@@ -8,12 +8,12 @@ __all__ = ['WARM', 'GAUGE', 'LOOKS', 'ENOUGH', 'NEVER', 'PEER_OPTIONS', 'RACERS'
            'Script', 'write_tokens', 'link', 'peer_defaults', 'Course', 'Racer', 'racer', 'nanogpt_changes',
            'nanogpt_words', 'padded', 'nanogpt_files', 'nanogpt', 'modded_changes', 'modded_shards', 'modded_missing',
            'alone', 'modded', 'Nanochat', 'nanochat_model', 'nanochat_optimizer', 'nanochat_step', 'nanochat', 'OwnRun',
-           'own_options', 'own_words', 'ours', 'default_workload', 'weights_of', 'run_job', 'job_and_tell', 'raced',
-           'note_in', 'result', 'Contestant', 'check_name', 'own_contestant', 'check_own', 'peer_contestant',
-           'peer_options', 'contestants', 'Race', 'last_lines', 'check_gpus', 'wanted', 'curve', 'reached', 'final',
-           'lowest_loss', 'rose', 'by_loss', 'spread', 'with_spread', 'race_table', 'passing_table', 'tried_table',
-           'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path', 'share_race', 'shared_record',
-           'shared_race', 'as_option', 'race_of', 'race_and_tell']
+           'own_options', 'own_words', 'recipe_code', 'ours', 'default_workload', 'weights_of', 'run_job',
+           'job_and_tell', 'raced', 'note_in', 'result', 'Contestant', 'check_name', 'own_contestant', 'check_own',
+           'peer_contestant', 'peer_options', 'contestants', 'Race', 'last_lines', 'check_gpus', 'wanted', 'curve',
+           'reached', 'final', 'lowest_loss', 'rose', 'by_loss', 'spread', 'with_spread', 'race_table', 'passing_table',
+           'tried_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path', 'share_race',
+           'shared_record', 'shared_race', 'as_option', 'race_of', 'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -32,8 +32,8 @@ from fastcore.basics import patch
 from .files import (InputError, RunError, check_writable, clean_errors, hold, lookup, read_json,
                                 replace_file)
 from .data import Batches, open_corpus, prefetch
-from .measure import (default_device, fmt, gpu_uuid, machine, measurements_dir, records_path,
-                                  table)
+from .measure import (default_device, digest, fmt, gpu_uuid, machine, measurements_dir,
+                                  records_path, table)
 from .peers import importing_from, load_package, source_of
 from .runs import baseline, code_of, entered, rung_name, uncompiled
 from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
@@ -565,6 +565,12 @@ def own_words(c): # a `Course`
         f"--minutes={job.seconds/60}", "--evals=1", "--sample=0", "--save_minutes=1e6", "--name=run",
         f"--out={c.folder}", "--overwrite"]
 
+# %% ../nbs/48_race.ipynb #be150fa0
+def recipe_code():
+    "The `digest` of the package's recipes: where two results have another one, recipes may have changed"
+    folder = Path(importlib.util.find_spec("llm_speedrun.recipes").submodule_search_locations[0])
+    return digest(*(p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.py"))))
+
 # %% ../nbs/48_race.ipynb #race0044
 def ours(c): # a `Course`
     "A run of `speedrun_train` with the contestant's options"
@@ -575,7 +581,7 @@ def ours(c): # a `Course`
     if run.fit()["interrupted"]: raise KeyboardInterrupt
     shutil.rmtree(run.folder/"checkpoints", ignore_errors=True) # the weights stay
     code = code_of([r for r in run.cfg.rungs.split(",") if r])
-    return run.run.model, run.pace, dict(source=f"code {code}", ran=asdict(run.cfg))
+    return run.run.model, run.pace, dict(source=f"code {code}", recipes=recipe_code(), ran=asdict(run.cfg))
 
 # %% ../nbs/48_race.ipynb #race0045
 def default_workload():
@@ -1133,4 +1139,5 @@ def race_and_tell(c): # a `RaceOptions`
     print(f"\n{race.save()}\nsaved in {race.folder}/")
     if c.share and race.results(): print(*share_race(race, c.share), sep="\n")
     if not all(map(race.read, names)):
-        raise RunError("not all runs have ended: the same command takes those that are left")
+        raise RunError("not all runs have ended: the same command takes those that are left, once what made "
+                       "them fail is mended")

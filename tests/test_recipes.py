@@ -155,6 +155,24 @@ def test_windows_are_recorded_each():
     assert curves[0] == pytest.approx(curves[1], rel=4e-3) and curves[0][-1] < curves[0][0] - .5     # another window: 1 % (CPU)
     assert recorded() == before + 3
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", ["adamw", "tuned_adamw", "muon", "normuon", "without_muon", "beyond"])
+def test_recipes_are_recorded(recipe):
+    "Under CUDA graphs, for every recipe: the same losses as without, and the step was recorded"
+    config, curves = replace(NANO, seq=128), []
+    x, y = torch.randint(NANO.vocab, (2, 4, 128), generator=torch.Generator().manual_seed(0)).cuda()
+    recorded = lambda: sum(isinstance(o, RecordedPass) for o in gc.get_objects())
+    before, r, rate = recorded(), find_recipe(recipe), 1e-3 if recipe in ("adamw", "tuned_adamw", "without_muon") else .01
+    for rungs in (["bf16", "flash"], ["bf16", "flash", "cuda_graphs"]):
+        run = r(build(config, rungs, model=r.model))
+        step = GuardedStepper(run)
+        curves.append([])
+        for i in range(12):
+            set_groups(run, step.opt, i, 12, rate)
+            curves[-1].append(step((x, y)).item())
+    assert curves[0] == pytest.approx(curves[1], rel=1e-2) and curves[0][-1] < curves[0][0] - .1
+    assert recorded() > before
+
 @pytest.mark.parametrize("spec", ["windows=x", "windows=8+x", "windows=-1", "updates=2+0", "pieces=a"])
 def test_what_is_no_phase(spec):
     with pytest.raises(InputError, match=f"{spec.split('=')[0]} are whole numbers"): parse_recipe(f"speedrun:{spec}")(build(NANO))

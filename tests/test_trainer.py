@@ -72,6 +72,12 @@ def test_rung_that_cannot_run(tmp_path, monkeypatch):
         train(options(tmp_path, rungs="tf32"), progress=False)
     assert names(tmp_path) == {"bins"}
 
+def test_a_recipe_and_a_rung_that_clash(tmp_path):
+    "Refused before the data is opened, which may take long"
+    with fails(InputError, "recipe 'muon' doesn't go with the rung 'adamw8bit'"):
+        Trainer(options(tmp_path, recipe="muon", rungs="bf16,adamw8bit", data="nowhere"), progress=False)
+    with fails(FileNotFoundError, "nowhere"): Trainer(options(tmp_path, recipe="muon", rungs="auto", data="nowhere"), progress=False)
+
 @pytest.mark.parametrize("split,n", [("val", 10), ("val", 0), ("train", 0)])
 def test_bad_bin(tmp_path, split, n):
     "A token file that is empty, or shorter than a sequence, is named before anything is written"

@@ -1261,7 +1261,9 @@ def check_names(self:Trainer):
     "Raise `InputError` for a schedule, a recipe or a tracker that there isn't, before anything is opened"
     c = self.cfg
     if c.schedule: lookup(SCHEDULES, c.schedule, "schedule")
-    if c.recipe != "auto": parse_recipe(c.recipe)
+    if c.recipe != "auto":
+        named = [rung_name(s) for s in c.rungs.split(",") if s and not s.startswith("auto")]
+        parse_recipe(c.recipe).check(named) # before a corpus is tokenized
     parse_trackers(c.track)
 
 # %% ../../nbs/30_trainer.ipynb #bb21a373
