@@ -35,7 +35,7 @@ from ..runs import (World, build, find_rung, free_memory, parsed, rung_name, run
                                stepper_of)
 from ..world import (Agreement, Lost, Watch, check_alike, device_of_process, join_world,
                                 leave_world, local, lost, notes)
-from ..rungs.documents import check_documents, mean_length, within_documents
+from ..rungs.documents import check_documents, within_documents
 from ..sample import generate
 from ..ladder import choose_rungs, measured
 from ..export import import_folder, recipe_for
@@ -181,8 +181,7 @@ def whole_recipe(self:Trainer):
     "The recipe, with attention within documents if asked for: its time and memory count in a trial, too"
     r = self.recipe
     if not self.cfg.documents: return r
-    where = self.corpus.eot, mean_length(self.corpus)
-    apart = lambda run, **options: within_documents(r.apply(run, **options), *where)
+    apart = lambda run, **options: within_documents(r.apply(run, **options), self.corpus.eot)
     return replace(r, apply=apart)
 
 # %% ../../nbs/30_trainer.ipynb #4fe452c7
