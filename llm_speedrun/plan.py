@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['POWERS', 'LEAST', 'BANDWIDTH', 'race_records', 'all_runs', 'as_it_is', 'by_clock', 'draw_runs', 'Law', 'law_with',
-           'off', 'through', 'ends', 'noise_of', 'laws', 'predicted', 'draw_laws', 'held_out', 'missed_by',
+           'off', 'through', 'ends', 'noise_of', 'laws', 'predicted', 'draw_laws', 'held_out', 'outside', 'missed_by',
            'held_out_table', 'fitted', 'speed_ratios', 'speed', 'prediction_table', 'lowest', 'tried', 'factor_table',
            'best_rates', 'carried_on']
 
@@ -133,7 +133,7 @@ def draw_laws(ax, found, tokens): # matplotlib axes, from `laws`, how far to dra
     x = np.geomspace(2e6, tokens, 60)
     low, best, high = zip(*(predicted(found, d) for d in x))
     ax.plot(x/1e6, best, color="C0", lw=1)
-    ax.fill_between(x/1e6, low, high, color="C0", alpha=.2, lw=0, label="its laws, predicted")
+    ax.fill_between(x/1e6, low, high, color="C0", alpha=.2, lw=0, label="laws, predicted")
 
 # %% ../nbs/65_plan.ipynb #plan0029
 def held_out(runs): # results of one contestant
@@ -141,11 +141,16 @@ def held_out(runs): # results of one contestant
     *others, last = sorted(ends(runs))
     return last, laws(others, noise_of(runs))
 
-def missed_by(runs): # results of one contestant, of three lengths or more
-    "How far the longest clock's loss is outside of what the others predict: 0 inside, inf without a law"
-    (tokens, loss), found = held_out(runs)
-    low, _, high = predicted(found, tokens) or (math.inf, 0., 0.)
+def outside(loss, low, high): # nats per token
+    "How far the loss is from this range; 0 inside"
     return max(low - loss, loss - high, 0.)
+
+def missed_by(runs): # results of one contestant, of three lengths or more
+    "How far the longest clock's loss is outside of what the others predict; inf where no law fits them"
+    (tokens, loss), found = held_out(runs)
+    if not found: return math.inf
+    low, _, high = predicted(found, tokens)
+    return outside(loss, low, high)
 
 # %% ../nbs/65_plan.ipynb #a60a8e6a
 def held_out_table(runs): # results of one contestant
@@ -155,7 +160,7 @@ def held_out_table(runs): # results of one contestant
     (tokens, loss), found = held_out(runs)
     if not found: return table(head, [[f"{tokens/1e6:.1f}", *["no law fits"]*3, f"{loss:.3f}", "-"]])
     low, best, high = predicted(found, tokens)
-    far, noise = missed_by(runs), noise_of(runs)
+    far, noise = outside(loss, low, high), noise_of(runs)
     said = f"no, by {far:.3f}" + " (within noise)"*(far <= 2*noise) if far else "yes"
     return table(head, [[f"{tokens/1e6:.1f}", *(f"{v:.3f}" for v in (low, best, high, loss)), said]])
 
@@ -165,7 +170,7 @@ def fitted(runs): # results of one contestant
     while len(ends(runs)) > 2 and missed_by(runs) > 2*noise_of(runs):
         shortest = min(r["clock"] for r in runs if r["epochs"] <= 1)
         runs = [r for r in runs if r["clock"] > shortest]
-    return laws(sorted(ends(runs)), noise_of(runs))
+    return laws(ends(runs), noise_of(runs))
 
 # %% ../nbs/65_plan.ipynb #plan0032
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12} # bytes/s, of NVIDIA's datasheets

@@ -1,6 +1,6 @@
 "What the tests of the package share: a model that trains in milliseconds, and data for it."
 from dataclasses import fields
-import os
+import gc, os
 import numpy as np, pytest
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
@@ -21,6 +21,11 @@ def nano():
 def fails(kind, *parts):
     "The next block must raise `kind` with every part in its message"
     return pytest.raises(kind, match="(?s)" + "".join(f"(?=.*{p})" for p in parts))
+
+def recorded():
+    "How many passes CUDA graphs hold now"
+    from llm_speedrun.rungs.cuda_graphs import RecordedPass
+    return sum(isinstance(o, RecordedPass) for o in gc.get_objects())
 
 def at_leisure(seconds):
     "So many seconds of an idle machine: longer where other work waits for its processors"

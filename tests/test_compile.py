@@ -12,7 +12,7 @@ from llm_speedrun.model import *
 from llm_speedrun.runs import *
 from llm_speedrun.sample import generate
 from flags import changed, flags
-from small import NANO, fails
+from small import NANO, fails, recorded
 
 graphs = []
 def spy(graph, inputs):
@@ -256,8 +256,8 @@ def test_cuda_graphs(rungs):
         for i in range(12):     # a shape is recorded when it comes for the third time
             for g in step.opt.param_groups: g["lr"] = 1e-3/(i + 1)
             res.append((step(b, c) if i % 4 < 3 else step(tuple(t[:1] for t in c))).item())
-        recorded = sum(isinstance(o, RecordedPass) for o in gc.get_objects())
-        return res + [step.evaluate([b, c]), step(c).item()], recorded
+        shapes = recorded()
+        return res + [step.evaluate([b, c]), step(c).item()], shapes
     (plain, none), (replayed, shapes) = go(rungs), go(rungs + ["cuda_graphs"])
     assert replayed == pytest.approx(plain, abs=2e-2) and shapes - none >= 2
 

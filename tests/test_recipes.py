@@ -1,5 +1,5 @@
 "Recipes in the trainer: what a run takes by itself, what is refused, what a resumed run keeps; and on a GPU what a step of one costs."
-import gc, json, math
+import json, math
 from functools import partial
 from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
@@ -11,13 +11,12 @@ from llm_speedrun.recipes.recipe import RECIPES, find_recipe, parse_recipe, set_
 from llm_speedrun.recipes.schedules import GuardedStepper, lr_at
 from llm_speedrun.recipes.speedrun import decay_for, rate_for
 from llm_speedrun.runs import Stepper, build, settled
-from llm_speedrun.rungs.cuda_graphs import RecordedPass
 from llm_speedrun.train.hardware import parse_rungs
 from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import load_named_state, named_state
 from llm_speedrun.train.trainer import Trainer, train
 from llm_speedrun.world import processes
-from small import NANO, fails, nano, options, texts
+from small import NANO, fails, nano, options, recorded, texts
 
 @pytest.fixture(autouse=True)
 def best(monkeypatch): monkeypatch.setattr("llm_speedrun.recipes.recipe.BEST", "speedrun")
@@ -138,40 +137,34 @@ def test_the_kernel_sees_the_window(T, D, K, window):
     off = lambda found: [(a - b).norm()/b.norm() for a, b in zip(found, want)]
     for ours, theirs in zip(off(all_of(partial(in_window, window), q, k, v)), off(all_of(by_mask, q, k, v))): assert ours < 2*theirs
 
+def with_and_without_graphs(spec, steps, rate):
+    "Losses of a recipe's steps without CUDA graphs and with them, and how many passes were recorded"
+    config, curves, r = replace(NANO, seq=128), [], parse_recipe(spec)
+    x, y = torch.randint(NANO.vocab, (2, 4, 128), generator=torch.Generator().manual_seed(0)).cuda()
+    before = recorded()
+    for rungs in (["bf16", "flash"], ["bf16", "flash", "cuda_graphs"]):
+        run = r(build(config, rungs, model=r.model))
+        step = GuardedStepper(run)
+        curves.append([])
+        for i in range(steps):
+            set_groups(run, step.opt, i, steps, rate)
+            curves[-1].append(step((x, y)).item())
+    return *curves, recorded() - before
+
 @pytest.mark.cuda
 def test_windows_are_recorded_each():
     "Under CUDA graphs, which record one pass for each window: the same losses as without"
-    config, curves = replace(NANO, seq=128), []
-    x, y = torch.randint(NANO.vocab, (2, 4, 128), generator=torch.Generator().manual_seed(0)).cuda()
-    recorded = lambda: sum(isinstance(o, RecordedPass) for o in gc.get_objects())
-    before = recorded()
-    for rungs in (["bf16", "flash"], ["bf16", "flash", "cuda_graphs"]):
-        run = parse_recipe("speedrun:updates=1:pieces=1:windows=16+64+0")(build(config, rungs))
-        step = GuardedStepper(run)
-        curves.append([])
-        for i in range(15):
-            set_groups(run, step.opt, i, 15, .01)
-            curves[-1].append(step((x, y)).item())
-    assert curves[0] == pytest.approx(curves[1], rel=4e-3) and curves[0][-1] < curves[0][0] - .5     # another window: 1 % (CPU)
-    assert recorded() == before + 3
+    plain, replayed, passes = with_and_without_graphs("speedrun:updates=1:pieces=1:windows=16+64+0", 15, .01)
+    assert plain == pytest.approx(replayed, rel=4e-3) and plain[-1] < plain[0] - .5     # another window: 1 % (CPU)
+    assert passes == 3
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", ["adamw", "tuned_adamw", "muon", "normuon", "without_muon", "beyond"])
 def test_recipes_are_recorded(recipe):
     "Under CUDA graphs, for every recipe: the same losses as without, and the step was recorded"
-    config, curves = replace(NANO, seq=128), []
-    x, y = torch.randint(NANO.vocab, (2, 4, 128), generator=torch.Generator().manual_seed(0)).cuda()
-    recorded = lambda: sum(isinstance(o, RecordedPass) for o in gc.get_objects())
-    before, r, rate = recorded(), find_recipe(recipe), 1e-3 if recipe in ("adamw", "tuned_adamw", "without_muon") else .01
-    for rungs in (["bf16", "flash"], ["bf16", "flash", "cuda_graphs"]):
-        run = r(build(config, rungs, model=r.model))
-        step = GuardedStepper(run)
-        curves.append([])
-        for i in range(12):
-            set_groups(run, step.opt, i, 12, rate)
-            curves[-1].append(step((x, y)).item())
-    assert curves[0] == pytest.approx(curves[1], rel=1e-2) and curves[0][-1] < curves[0][0] - .1
-    assert recorded() > before
+    plain, replayed, passes = with_and_without_graphs(recipe, 12, 1e-3 if recipe in ("adamw", "tuned_adamw", "without_muon") else .01)
+    assert plain == pytest.approx(replayed, rel=1e-2) and plain[-1] < plain[0] - .1
+    assert passes > 0
 
 @pytest.mark.parametrize("spec", ["windows=x", "windows=8+x", "windows=-1", "updates=2+0", "pieces=a"])
 def test_what_is_no_phase(spec):

@@ -175,21 +175,20 @@ def log_eval(self:Trainer):
     self.last = self.clock.now() # neither counts as training time
     return loss
 
-# %% ../../nbs/30_trainer.ipynb #8932fa57
+# %% ../../nbs/30_trainer.ipynb #8d4960cd
 @patch
-def whole_recipe(self:Trainer):
-    "The recipe, with attention within documents if asked for: its time and memory count in a trial, too"
-    r = self.recipe
+def apart(self:Trainer, r): # a `Recipe`
+    "The recipe with attention within documents if asked for: a trial must know its time and its memory, too"
     if not self.cfg.documents: return r
-    apart = lambda run, **options: within_documents(r.apply(run, **options), self.corpus.eot)
-    return replace(r, apply=apart)
+    within = lambda run, **options: within_documents(r.apply(run, **options), self.corpus.eot)
+    return replace(r, apply=within)
 
 # %% ../../nbs/30_trainer.ipynb #4fe452c7
 @patch
 def build_run(self:Trainer):
     "The run, its optimizer with our learning rate, the stepper, and an average of the weights if asked for"
     cfg = self.cfg
-    rungs, recipe = cfg.rungs.split(",") if cfg.rungs else [], self.whole_recipe()
+    rungs, recipe = cfg.rungs.split(",") if cfg.rungs else [], self.recipe
     run = recipe(build(self.config, rungs, seed=cfg.seed, world=self.world, model=recipe.model))
     if self.weights: take_weights(run, self.weights)
     optimizer = partial(run.optimizer, lr=cfg.lr, weight_decay=cfg.weight_decay) # whichever a rung chose
@@ -1185,6 +1184,7 @@ def make(self:Trainer):
     "What making a trainer does, in its order"
     with self.timings("find the rungs"): rungs = parse_rungs(self.cfg.rungs, self.hardware.lacks)
     self.shape()
+    if self.cfg.recipe != "auto": parse_recipe(self.cfg.recipe).check([*map(rung_name, rungs)])
     self.take_folder()
     try: self.assemble(rungs)
     except BaseException: self.let_go(); raise
@@ -1261,9 +1261,7 @@ def check_names(self:Trainer):
     "Raise `InputError` for a schedule, a recipe or a tracker that there isn't, before anything is opened"
     c = self.cfg
     if c.schedule: lookup(SCHEDULES, c.schedule, "schedule")
-    if c.recipe != "auto":
-        named = [rung_name(s) for s in c.rungs.split(",") if s and not s.startswith("auto")]
-        parse_recipe(c.recipe).check(named) # before a corpus is tokenized
+    if c.recipe != "auto": parse_recipe(c.recipe)
     parse_trackers(c.track)
 
 # %% ../../nbs/30_trainer.ipynb #bb21a373
@@ -1378,7 +1376,7 @@ def take_recipe(self:Trainer, rungs): # as parsed
         c.recipe = best_recipe(rungs, given)
         if why := why_not_best(rungs, given): self.say(f"the recipe is adamw and not the default: {why}")
     r, weights = parse_recipe(c.recipe), shapes_in(self.found[0]) if c.resume else self.weights
-    self.recipe = r = self.in_phases(recipe_for(r, weights) if weights else r)
+    self.recipe = r = self.apart(self.in_phases(recipe_for(r, weights) if weights else r))
     r.check(rungs)
     if c.resume: return # with its own options and shape
     c.recipe = r.spec()
@@ -1413,11 +1411,11 @@ def with_parallel(self:Trainer, rungs):
 @patch
 def try_batch(self:Trainer, rungs):
     "The `Trial` of a micro-batch: of all processes where they share the model's parts, else of the first one"
-    c, gib, timed, how = self.cfg, self.hardware.gib, 0 if self.cfg.steps else 5, self.whole_recipe()
-    alone = lambda: trial(self.config, rungs, self.rows_here, gib, c.batch, timed=timed, recipe=how)
+    c, gib, timed = self.cfg, self.hardware.gib, 0 if self.cfg.steps else 5
+    alone = lambda: trial(self.config, rungs, self.rows_here, gib, c.batch, timed=timed, recipe=self.recipe)
     shared = self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs)
     if not shared: return self.first_does(alone)
-    return trial(self.config, rungs, self.rows_here, gib, c.batch, timed, self.world, how)
+    return trial(self.config, rungs, self.rows_here, gib, c.batch, timed, self.world, self.recipe)
 
 # %% ../../nbs/30_trainer.ipynb #b82413ec
 @patch
