@@ -9,7 +9,8 @@ from llm_speedrun.files import InputError
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.train.options import DataOptions, speedrun_data
 from llm_speedrun.data import Batches, open_corpus, read_documents, stdlib_files, train_tokenizer, write_shards
-from llm_speedrun.rungs.documents import check_documents, within_documents
+from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_borders, document_mask,
+                                           mean_length, padded_borders, within_documents)
 from llm_speedrun.train.corpora import *
 from llm_speedrun.train.loader import *
 from llm_speedrun.train.words import in_order
@@ -377,6 +378,72 @@ def test_logits_do_not_depend_on_documents_before(rungs):
         assert not torch.allclose(run.model(x)[:, 30:], run.model(y)[:, 30:], atol=1e-3)
     assert torch.equal(a[:, 17:], b[:, 17:])
     torch.testing.assert_close(a[:, 30:], alone, atol=1e-5, rtol=1e-4)
+
+@pytest.mark.parametrize("every", [3, 40, 10**6])
+@pytest.mark.parametrize("seed", range(4))
+def test_padded_borders_part_what_the_mask_parts(seed, every):
+    "As many numbers whatever the documents; of documents for which there is no room, the last ones see each other, and windows never do"
+    x = torch.randint(9, (5, 41), generator=torch.Generator().manual_seed(seed))
+    cu, own = padded_borders(x, 0, every), document_borders(x, 0)[0]
+    assert cu.dtype == torch.int32 and len(cu) == 1 + min(x.numel(), 5 + border_room(x.numel(), every))
+    assert (cu.diff() >= 0).all() and cu[0] == 0 and cu[-1] == x.numel() and cu.diff().max() <= 41 and {*range(0, 205, 41)} <= {*cu.tolist()}
+    assert {*cu.tolist()} <= {*own.tolist()}
+    i = torch.arange(x.numel())
+    doc = torch.searchsorted(cu[:-1].contiguous(), i, right=True).view(5, 41)
+    sees = (doc[:, None, :, None] == doc[:, None, None, :]).tril()
+    mask = document_mask(x, 0)
+    assert not (mask & ~sees).any()
+    if len(own) <= len(cu): assert torch.equal(sees, mask)
+    else:
+        rows = int((cu.unique() < x.numel()).sum())
+        assert rows == 5 + border_room(x.numel(), every), "room was left"
+
+def test_tokens_of_a_document(tmp_path):
+    "Counted in the text to train on; a stream has none yet"
+    corpus = open_corpus()
+    n = np.asarray(corpus.train[:2**20])
+    assert mean_length(corpus) == len(n)/(n == corpus.eot).sum()
+    assert mean_length(data.Corpus("stream", None, None, 300, None, 0)) == 256
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("B, H, K, T, D, every", [(3, 4, 2, 200, 64, 20), (2, 6, 6, 1024, 128, 300), (1, 2, 1, 33, 32, 5), (4, 6, 6, 128, 128, 10**6)])
+def test_borders_against_float64(B, H, K, T, D, every):
+    "Output and gradients by borders are off by at most twice what those by a mask are; NaN stays in its document"
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(B, h, T, D, device="cuda", generator=g).bfloat16().requires_grad_() for h in (H, K, K))
+    x = torch.randint(every, (B, T), device="cuda", generator=g)
+    mask, cu = document_mask(x, 0), padded_borders(x, 0, every)
+    def all_of(f, *ins):
+        o = f(*ins)
+        return [o, *torch.autograd.grad(o.double().square().sum(), ins)]
+    want = all_of(partial(by_mask, mask), *(t.detach().double().requires_grad_() for t in (q, k, v)))
+    off = lambda f: [((a.double() - b).norm()/b.norm()).item() for a, b in zip(all_of(f, q, k, v), want)]
+    for masked, bordered in zip(off(partial(by_mask, mask)), off(partial(by_borders, cu))): assert bordered < 2*masked + 1e-3
+    wrong = [((a.double() - b).norm()/b.norm()).item() for a, b in zip(all_of(partial(by_borders, padded_borders(x + 1, 0, every)), q, k, v), want)]
+    if (x == 0).any(): assert max(wrong) > .01, "borders don't matter here"
+    with torch.no_grad():
+        bad = v.clone(); bad[0, :, -1] = float("nan") # the last document of the first window
+        nan = by_borders(cu, q, k, bad).isnan().any(-1).any(1) # B T
+    last = int((x[0] == 0).nonzero().max()) if (x[0] == 0).any() else 0
+    assert not nan[1:].any() and not nan[0, :last].any()
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rungs", [["bf16", "flash"], ["bf16", "flash", "fused_ops", "cuda_graphs"]])
+def test_documents_by_borders_in_a_run(rungs):
+    "A step with borders has the loss of one with the mask, for batches with other documents, recorded too"
+    from dataclasses import replace
+    from llm_speedrun.model import workload
+    from llm_speedrun.rungs import documents
+    from llm_speedrun.runs import Stepper, build
+    config, curves = replace(workload("tiny"), seq=128), []
+    batches = [torch.randint(1, 1000, (2, 4, 128), generator=torch.Generator().manual_seed(i)).cuda() for i in range(6)]
+    for i, (x, _) in enumerate(batches): x[:, 7*i + 3] = 0; x[1, 60:60 + i] = 0
+    for takes in (documents.takes_borders, lambda w: False):
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(documents, "takes_borders", takes)
+            step = Stepper(within_documents(build(config, rungs), 0, 60))
+            curves.append([step((x, y)).item() for x, y in batches*2])
+    assert curves[0] == pytest.approx(curves[1], rel=3e-3)
 
 # Isolation, and ends
 

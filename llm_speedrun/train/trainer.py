@@ -35,7 +35,7 @@ from ..runs import (World, build, find_rung, free_memory, parsed, rung_name, run
                                stepper_of)
 from ..world import (Agreement, Lost, Watch, check_alike, device_of_process, join_world,
                                 leave_world, local, lost, notes)
-from ..rungs.documents import check_documents, within_documents
+from ..rungs.documents import check_documents, mean_length, within_documents
 from ..sample import generate
 from ..ladder import choose_rungs, measured
 from ..export import import_folder, recipe_for
@@ -180,7 +180,8 @@ def log_eval(self:Trainer):
 def apart(self:Trainer, r): # a `Recipe`
     "The recipe with attention within documents if asked for: a trial must know its time and its memory, too"
     if not self.cfg.documents: return r
-    within = lambda run, **options: within_documents(r.apply(run, **options), self.corpus.eot)
+    where = self.corpus.eot, mean_length(self.corpus)
+    within = lambda run, **options: within_documents(r.apply(run, **options), *where)
     return replace(r, apply=within)
 
 # %% ../../nbs/30_trainer.ipynb #4fe452c7
