@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['POWERS', 'LEAST', 'BANDWIDTH', 'race_records', 'all_runs', 'as_it_is', 'by_clock', 'draw_runs', 'Law', 'law_with',
            'off', 'through', 'ends', 'noise_of', 'laws', 'predicted', 'draw_laws', 'held_out', 'outside', 'missed_by',
-           'held_out_table', 'fitted', 'speed_ratios', 'speed', 'prediction_table', 'lowest', 'tried', 'factor_table',
-           'best_rates', 'carried_on']
+           'held_out_table', 'trusted', 'fitted', 'speed_ratios', 'speed', 'prediction_table', 'lowest', 'tried',
+           'factor_table', 'best_rates', 'carried_on']
 
 # %% ../nbs/65_plan.ipynb #plan0005
 import json, math
@@ -165,12 +165,17 @@ def held_out_table(runs): # results of one contestant
     return table(head, [[f"{tokens/1e6:.1f}", *(f"{v:.3f}" for v in (low, best, high, loss)), said]])
 
 # %% ../nbs/65_plan.ipynb #e64a4a04
-def fitted(runs): # results of one contestant
-    "The laws to predict by: the shortest length is left out until the others pass `held_out`, or are two"
+def trusted(runs): # results of one contestant
+    "Those to fit: the shortest length is left out until the others pass `held_out`, or are two"
     while len(ends(runs)) > 2 and missed_by(runs) > 2*noise_of(runs):
         shortest = min(r["clock"] for r in runs if r["epochs"] <= 1)
         runs = [r for r in runs if r["clock"] > shortest]
-    return laws(ends(runs), noise_of(runs))
+    return runs
+
+def fitted(runs): # results of one contestant
+    "The laws to predict by"
+    kept = trusted(runs)
+    return laws(ends(kept), noise_of(kept))
 
 # %% ../nbs/65_plan.ipynb #plan0032
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12} # bytes/s, of NVIDIA's datasheets
