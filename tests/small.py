@@ -25,7 +25,7 @@ def fails(kind, *parts):
 def recorded():
     "How many passes CUDA graphs hold now"
     from llm_speedrun.rungs.cuda_graphs import RecordedPass
-    return sum(isinstance(o, RecordedPass) for o in gc.get_objects())
+    return sum(type(o) is RecordedPass for o in gc.get_objects())
 
 def at_leisure(seconds):
     "So many seconds of an idle machine: longer where other work waits for its processors"

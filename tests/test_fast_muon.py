@@ -332,13 +332,13 @@ def test_waits_for_nothing(symmetric):
 @pytest.mark.cuda
 @SYMMETRIC
 def test_launches(symmetric):
-    "Some fifty kernels for 84 matrices, and what cuBLAS may start beside a product"
+    "Forty to fifty kernels for 84 matrices, and what cuBLAS may start beside a product"
     ps, gs, states = real()
     update = lambda: fast_muon(GROUP | dict(variance=.95), ps, gs, states, symmetric=symmetric)
     update(); torch.cuda.synchronize()
     with torch.profiler.profile() as prof: update(); torch.cuda.synchronize()
     kernels = [e.name for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")]
-    assert 40 < len(kernels) <= 80, sorted(kernels)
+    assert 30 < len(kernels) <= 80, sorted(kernels)
 
 @pytest.mark.cuda
 @SYMMETRIC
