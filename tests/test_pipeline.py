@@ -57,7 +57,10 @@ SLOW = """
 import sys, time
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.train.options import speedrun_data
-pipeline.parcels.__defaults__ = (100_000,)             # many small parcels
+parcels = pipeline.parcels
+def slowly(texts):                                      # many small parcels, so that a kill comes before the last one
+    for parcel in parcels(texts, 100_000): yield parcel; time.sleep(.1)
+pipeline.parcels = slowly
 monotonic = time.monotonic
 pipeline.time.monotonic = lambda: 100*monotonic()       # the journal is written a hundred times as often
 speedrun_data(["--data", sys.argv[1], "--out", sys.argv[2], "--tokenizer", sys.argv[3], "--workers", "2"])
