@@ -166,7 +166,7 @@ def held_out_table(runs): # results of one contestant
 
 # %% ../nbs/65_plan.ipynb #e64a4a04
 def trusted(runs): # results of one contestant
-    "Those to fit: the shortest length is left out until the others pass `held_out`, or are two"
+    "The runs to fit laws to: the shortest length is left out until the others pass `held_out`, or are two"
     while len(ends(runs)) > 2 and missed_by(runs) > 2*noise_of(runs):
         shortest = min(r["clock"] for r in runs if r["epochs"] <= 1)
         runs = [r for r in runs if r["clock"] > shortest]

@@ -72,9 +72,9 @@ def border_room(tokens, every): # of a batch, of a document on average
 def padded_borders(x, eot, every): # as for `document_borders`; tokens of a document on average
     "Cumulative lengths as `document_borders`, but as many for every batch of this shape; the last are B*T"
     (B, T), n, room = x.shape, x.numel(), border_room(x.numel(), every)
-    i, inner = torch.arange(n, device=x.device), (x == eot).flatten()
+    i, begins = torch.arange(n, device=x.device), (x == eot).flatten()
     first = i % T == 0 # of a window
-    keep = first | (inner & ((inner & ~first).cumsum(0) <= room))
+    keep = first | (begins & ((begins & ~first).cumsum(0) <= room))
     at = torch.where(keep, i, n).sort().values[:B + room]
     return F.pad(at, (0, 1), value=n).int()
 
@@ -87,8 +87,10 @@ def half_of(x): # a tensor
 def takes_borders(w): # the embedding, V d
     "Whether FlashAttention's kernel can run beside it: on a GPU that has it, in half precision"
     ready = w.is_cuda and torch.backends.cuda.is_flash_attention_available()
-    return ready and torch.cuda.get_device_capability(w.device) >= (8, 0) and half_of(w) != torch.float32
+    half = half_of(w) in (torch.bfloat16, torch.float16)
+    return ready and half and torch.cuda.get_device_capability(w.device) >= (8, 0)
 
+# %% ../../nbs/24_documents.ipynb #f6e892df
 def by_borders(cu, # int32, as from `padded_borders`
                q, k, v): # B H T D, B K T D twice, K divides H
     "Causal attention within documents, by FlashAttention's kernel; on a GPU, in half precision. B H T D"
