@@ -59,7 +59,7 @@ from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.train.options import speedrun_data
 parcels = pipeline.parcels
 def slowly(texts):                                      # many small parcels, so that a kill comes before the last one
-    for parcel in parcels(texts, 100_000): yield parcel; time.sleep(.1)
+    for parcel in parcels(texts, 100_000): yield parcel; time.sleep(.03)
 pipeline.parcels = slowly
 monotonic = time.monotonic
 pipeline.time.monotonic = lambda: 100*monotonic()       # the journal is written a hundred times as often
@@ -80,7 +80,7 @@ def wait_for(condition, process, seconds=180):
 
 @posix
 def test_killed_and_started_again(texts, expected, tmp_path):
-    """Kill -9 for the command, then for one of its processes, which it names without a traceback. The same command goes on,
+    """Kill -9 for the command, then for its processes, of which it names one without a traceback. The same command goes on,
     and the result is bitwise that of `write_shards`"""
     out = tmp_path/"out"
     p = start(texts, out, expected)
@@ -91,10 +91,11 @@ def test_killed_and_started_again(texts, expected, tmp_path):
     at = pieces_done(out)
     p = start(texts, out, expected)
     wait_for(lambda: pieces_done(out) > at, p)
-    child = children(p.pid)[0]
-    os.kill(child, signal.SIGKILL)
+    killed = children(p.pid)                            # all of them: one alone may have nothing more to do
+    for child in killed: os.kill(child, signal.SIGKILL)
     _, err = p.communicate(timeout=180)
-    assert p.returncode == 2 and f"error: tokenizing process {child} was killed by signal 9" in err, err
+    named = [f"error: tokenizing process {child} was killed by signal 9" in err for child in killed]
+    assert p.returncode == 2 and any(named), err
     assert "Traceback" not in err and pieces_done(out) > at > 0
     p = start(texts, out, expected)
     said = p.communicate(timeout=180)
