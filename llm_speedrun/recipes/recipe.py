@@ -170,10 +170,10 @@ OWN = [(r, WHY) for r in ("adamw8bit", "bf16_weights")]
 @recipe(excludes=OWN, schedule="wsd", warmup=.02, cooldown=.7, final_lr=.01, weight_decay=.1, clip=1.,
         lr=lambda config, **length: .77/config.width)
 def tuned_adamw(run, # a `Run`
-                embed=4., # rate of embedding and head in that of the matrices, at a width of 768
-                vector=10., # rate of norms, likewise
+                embed=1., # rate of embedding and head in that of the matrices, at a width of 768
+                vector=1., # rate of norms, likewise
                 beta1=.9, beta2=.95): # AdamW's
-    "AdamW with a rate for each role, and a long cool-down"
+    "AdamW with a long cool-down, and a rate for each role if wanted"
     wider, betas = run.model.config.width/768, (beta1, beta2) # the matrices' rate falls with the width
     ratios = dict(matrix=1., embed=embed*wider**.5, head=embed*wider**.5, vector=vector*wider)
     roles = {k: dict(rule="adamw", betas=betas, ratio=v) for k, v in ratios.items()}
