@@ -12,12 +12,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-import torch, torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+import torch
 from ..files import InputError
 from ..measure import sample_ms, summarize
 from ..model import set_parts
 from ..runs import entered, step_of
+from ..rungs.documents import by_mask
+from ..rungs.fused_ops import compute_dtype
 
 # %% ../../nbs/42_batch.ipynb #d9977908
 def squared_length(tensors): # of one vector, in parts
@@ -147,14 +148,12 @@ def window_share(T, window): # as for `window_mask`
 def in_window(window, # keys that a query sees
               q, k, v): # B H T D, B K T D twice, K divides H
     "Causal attention to the last `window` keys alone, B H T D"
-    half = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+    half = compute_dtype(q)
     if q.is_cuda and half != torch.float32:
         rows, T = [t.to(half).transpose(1, 2) for t in (q, k, v)], q.shape[2] # B T H D
         return torch.ops.aten._flash_attention_forward(*rows, None, None, T, T, 0., True, False,
             window_size_left=window - 1, window_size_right=0)[0].transpose(1, 2)
-    k, v = (t.repeat_interleave(q.shape[1]//k.shape[1], 1) for t in (k, v))
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        return F.scaled_dot_product_attention(q, k, v, window_mask(q.shape[2], window, q.device))
+    return by_mask(window_mask(q.shape[2], window, q.device), q, k, v)
 
 # %% ../../nbs/42_batch.ipynb #ebba911f
 class Windowed:

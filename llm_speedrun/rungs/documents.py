@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['TAKE_A_MASK', 'EVERY', 'document_ids', 'document_positions', 'document_mask', 'document_borders', 'check_documents',
-           'by_mask', 'mean_length', 'border_room', 'padded_borders', 'half_of', 'takes_borders', 'by_borders',
-           'within_documents']
+           'by_mask', 'mean_length', 'border_room', 'padded_borders', 'takes_borders', 'by_borders', 'within_documents']
 
 # %% ../../nbs/24_documents.ipynb #ca7acad8
 import math, numpy as np, torch, torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..files import InputError
 from ..model import set_parts
+from .fused_ops import compute_dtype
 
 # %% ../../nbs/24_documents.ipynb #8605119d
 def document_ids(x, eot): # B T tokens, the token that begins a document
@@ -79,22 +79,17 @@ def padded_borders(x, eot, every): # as for `document_borders`; tokens of a docu
     return F.pad(at, (0, 1), value=n).int()
 
 # %% ../../nbs/24_documents.ipynb #75d13664
-def half_of(x): # a tensor
-    "The type in which attention computes with it"
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
 def takes_borders(w): # the embedding, V d
     "Whether FlashAttention's kernel can run beside it: on a GPU that has it, in half precision"
     ready = w.is_cuda and torch.backends.cuda.is_flash_attention_available()
-    half = half_of(w) in (torch.bfloat16, torch.float16)
+    half = compute_dtype(w) in (torch.bfloat16, torch.float16)
     return ready and half and torch.cuda.get_device_capability(w.device) >= (8, 0)
 
 # %% ../../nbs/24_documents.ipynb #f6e892df
 def by_borders(cu, # int32, as from `padded_borders`
                q, k, v): # B H T D, B K T D twice, K divides H
     "Causal attention within documents, by FlashAttention's kernel; on a GPU, in half precision. B H T D"
-    (B, H, T, D), half = q.shape, half_of(q)
+    (B, H, T, D), half = q.shape, compute_dtype(q)
     rows = [t.to(half).transpose(1, 2).flatten(0, 1) for t in (q, k, v)] # B T, H D
     o = torch.ops.aten._flash_attention_forward(*rows, cu, cu, T, T, 0., True, False)[0]
     return o.unflatten(0, (B, T)).transpose(1, 2)
