@@ -34,8 +34,10 @@ from ..rungs.checkpointing import MemoryCounter, prepared
 from ..world import compare_together, processes
 
 # %% ../../nbs/32_hardware.ipynb #65ed883e
-PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops chunked_ce fp8 cuda_graphs fused_adamw",
-               fastest16="tf32 half flash fused_ops chunked_ce cuda_graphs fused_adamw",
+PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops tied_embedding chunked_ce fp8 fp8_notes "
+                                 "head_groups cuda_graphs fused_adamw direct_update",
+               fastest16="tf32 half flash fused_ops tied_embedding chunked_ce head_groups cuda_graphs "
+                         "fused_adamw direct_update",
                smallest="tf32 half flash fused_ops chunked_ce checkpoint adamw8bit",
                safe="tf32 half flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
 

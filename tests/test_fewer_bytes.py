@@ -1,0 +1,470 @@
+"The rungs of notebook 27: the embedding's gradient summed into the head's, and gradients in 8 bits from the norms that make them."
+import os
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+import pytest, torch, torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+import llm_speedrun.rungs.fewer_bytes as fewer
+from llm_speedrun.rungs.fewer_bytes import *
+from llm_speedrun.model import GPT, Embedding, workload
+from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
+from llm_speedrun.recipes.beyond import beyond
+from llm_speedrun.recipes.schedules import GuardedStepper
+from llm_speedrun.rungs.fp8 import E4M3, E5M2, sqnr
+from llm_speedrun.rungs.fused_fp8 import LayerScales, Scaling, Slots, norm_quantize, quantize, slot
+from llm_speedrun.rungs.triton import norm_backward_maths, rms_norm_backward
+from llm_speedrun.runs import Stepper, build, count_step, entered, stepper_of
+from llm_speedrun.sample import generate
+from llm_speedrun.train.trainer import train
+from small import NANO, fails, nano, options
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16     # the interpreter cuts off bits of bf16
+def gen(seed=0): return torch.Generator().manual_seed(seed)
+def rand(*shape, dt=torch.float32, seed=0): return torch.randn(*shape, generator=gen(seed)).to(DEVICE, dt)
+def rel(a, b): return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
+
+# Sums of equal tokens
+
+def tokens(kind, N, V):
+    x = dict(random=torch.randint(V, (N,), generator=gen(1)), same=torch.full((N,), V - 1), once=torch.arange(N) % V,
+             text=(V*torch.rand(N, generator=gen(1))**6).long(), two=torch.arange(N) // max(1, N//2) % V)[kind]
+    return x.to(DEVICE)
+
+@pytest.mark.parametrize("kind", ["random", "same", "once", "text", "two"])
+@pytest.mark.parametrize("N, V, d", [(1, 1, 16), (16, 3, 33), (17, 300, 8), (33, 70, 64), (300, 50, 96), (1000, 70000, 16)])
+def test_add_rows(kernels, kind, N, V, d):
+    "As near to float64 as PyTorch's gradient of an embedding, and rows of other tokens have the bits they had"
+    x = tokens(kind, N, V)
+    for g_type, dh_type in ((torch.float32, HALF), (torch.float32, torch.float32), (HALF, HALF)):
+        g, dh = rand(V, d, dt=g_type), rand(N, d, dt=dh_type, seed=2)
+        exact, theirs = g.double(), g + torch.ops.aten.embedding_dense_backward(dh.to(g_type), x, V, -1, False)
+        add_rows_maths(exact, x, dh)
+        add_rows(ours := g.clone(), x, dh)
+        assert rel(ours, exact) <= 2*rel(theirs, exact) + 1e-7 and (ours - exact).abs().max() <= 2*(theirs - exact).abs().max() + 1e-5
+        rest = torch.ones(V, dtype=torch.bool, device=DEVICE).index_fill(0, x, False)
+        assert ours[rest].equal(g[rest])
+
+def test_add_rows_in_double():
+    "Is PyTorch's"
+    g, x, dh = rand(9, 5).double(), tokens("random", 30, 9), rand(30, 5, seed=1).double()
+    add_rows(ours := g.clone(), x, dh)
+    torch.testing.assert_close(ours, g.index_add(0, x, dh), rtol=1e-14, atol=1e-14)
+
+def test_nothing_to_add(kernels):
+    add_rows(g := rand(5, 16), torch.zeros(0, dtype=torch.long, device=DEVICE), rand(0, 16))
+    assert g.equal(rand(5, 16))
+
+@pytest.mark.parametrize("chunk, rows", [(2, 1), (4, 4), (8, 2), (32, 8)])
+def test_other_tiles(kernels, monkeypatch, chunk, rows):
+    "The sums don't depend on how the work is cut"
+    monkeypatch.setattr(fewer, "CHUNKS", dict(CHUNK=chunk, ROWS=rows, num_warps=1))
+    x, dh = tokens("text", 301, 40), rand(301, 64, seed=1)
+    add_rows(g := rand(40, 64), x, dh)
+    torch.testing.assert_close(g, rand(40, 64).index_add(0, x, dh), rtol=1e-5, atol=1e-4)
+
+def test_the_order_is_always_the_same(kernels):
+    x, dh = tokens("text", 500, 40), rand(500, 64, seed=1)
+    a, b = (torch.zeros(40, 64, device=DEVICE) for _ in range(2))
+    add_rows(a, x, dh); add_rows(b, x, dh)
+    assert a.equal(b)
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("i", [0, 5, 250, 300])
+def test_what_is_not_finite_stays_in_its_row(kernels, value, i):
+    x, dh = tokens("text", 301, 40), rand(301, 64, seed=1)
+    dh[i, 7] = value
+    add_rows(g := rand(40, 64), x, dh)
+    assert g.isfinite().logical_not().nonzero().tolist() == [[x[i].item(), 7]]
+
+@pytest.mark.parametrize("V", [40, 70000])
+def test_what_is_no_token_adds_nothing(kernels, V):
+    x = tokens("text", 100, 40)
+    x[[3, 50]] = torch.tensor([V, -1], device=DEVICE)
+    add_rows(g := torch.zeros(V, 16, device=DEVICE), x, torch.ones(100, 16, device=DEVICE))
+    assert g.sum().item() == 98*16
+
+@pytest.mark.parametrize("dt", [torch.float32, HALF])
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 17), (0,)])
+def test_take_rows(kernels, dt, shape):
+    w, x = rand(50, 96), torch.randint(50, shape, generator=gen()).to(DEVICE)
+    assert take_rows(w, x, dt).equal(F.embedding(x, w).to(dt))
+    if 0 not in shape: assert take_rows(w, x.int(), dt).equal(take_rows(w, x, dt))
+
+def test_rows_of_no_token(kernels):
+    if not fewer.runs_kernel(torch.empty(0, device=DEVICE)): pytest.skip("PyTorch raises")
+    h = take_rows(rand(50, 96), torch.tensor([50, -1, 49], device=DEVICE), HALF)
+    assert h[:2].isnan().all() and h[2].isfinite().all()
+
+# One function for both uses
+
+def test_tied_rows_is_exact():
+    "In float64, against finite differences, when both uses have a gradient, and when one has"
+    x, w = torch.tensor([[1, 4, 1], [0, 1, 4]]), torch.randn(6, 5, dtype=torch.double, generator=gen()).requires_grad_()
+    for use in (lambda h, w: (h**2).sum() + (w**3).sum(), lambda h, w: (h**3).sum(), lambda h, w: w.sin().sum()):
+        assert torch.autograd.gradcheck(lambda w: use(*TiedRows.apply(w, x, w.dtype)), w)
+
+BASES = dict(expanded=((1, 5), lambda t: t.expand(6, 5)), turned=((5, 6), lambda t: t.T), part=((9, 5), lambda t: t[2:8]))
+
+@pytest.mark.parametrize("kind", BASES)
+def test_a_gradient_that_is_a_view(kernels, kind):
+    "Is copied, and what it shows a part of stays as it was"
+    size, view = BASES[kind]
+    base, w = torch.ones(size, device=DEVICE), rand(6, 5).requires_grad_()
+    class Gives(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w): return w.sum()
+        @staticmethod
+        def backward(ctx, up): return view(base)
+    h, head = TiedRows.apply(w, torch.tensor([1, 1, 3], device=DEVICE), w.dtype)
+    got, = torch.autograd.grad(Gives.apply(head) + h.sum(), w)
+    assert got[:, 0].tolist() == [1, 3, 1, 2, 1, 1] and base.eq(1).all()
+
+# In a model
+
+SMALL = replace(NANO, vocab=64, width=32, heads=2, kv_heads=1, hidden=32) # sizes that FP8 can take
+def batches(n=1, seed=0): return list(torch.randint(SMALL.vocab, (n, 2, 2, SMALL.seq), generator=gen(seed)).to(DEVICE))
+
+def losses_and_grads(rungs, n=1, model=GPT, batches=None):
+    "Of a first step on `n` micro-batches: the loss, and the gradients before they are averaged"
+    step = Stepper(build(SMALL, rungs, model=model))
+    step.update = lambda n: None
+    loss = step(*(batches or globals()["batches"](n)))
+    return loss, {k: p.grad for k, p in step.run.model.named_parameters()}
+
+def check_same(rungs, n=1, model=GPT, least=60):
+    (a, ga), (b, gb) = losses_and_grads(rungs, n, model), losses_and_grads([*rungs, "tied_embedding"], n, model)
+    assert a.equal(b) and list(ga) == list(gb)
+    for k in ga: assert ga[k].equal(gb[k]) or sqnr(ga[k].float(), gb[k].float()) > least, (k, sqnr(ga[k].float(), gb[k].float()))
+
+FUSED = ["bf16", "flash", "fused_ops"]
+LISTS = [[], ["chunked_ce"], ["bf16"], ["bf16", "bf16_stream"], FUSED, [*FUSED, "chunked_ce"], [*FUSED, "lean"],
+         ["bf16", "fused_ops", "chunked_ce", "fp8"], [*FUSED, "chunked_ce", "checkpoint"],
+         [*FUSED, "chunked_ce", "selective_checkpoint"], ["bf16", "compile"], ["bf16", "chunked_ce", "compile"], ["compile:whole=yes"]]
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("rungs", LISTS, ids=",".join)
+def test_same_gradients(rungs, n):
+    "With any rungs, with one micro-batch and with several"
+    check_same(rungs, n)
+
+def test_same_gradients_in_bf16(): check_same(["bf16", "fused_ops", "bf16_weights"], 2, least=38) # PyTorch rounds each part, and their sum
+
+def test_same_gradients_by_kernels(kernels):
+    "By the kernels, which the other tests leave out on a CPU"
+    step = Stepper(build(replace(SMALL, layers=1), ["tied_embedding"]))
+    step.update = lambda n: None
+    step(*batches(2))
+    theirs = Stepper(build(replace(SMALL, layers=1)))
+    theirs.update = lambda n: None
+    theirs(*batches(2))
+    for p, q in zip(step.params, theirs.params): torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+@pytest.mark.parametrize("model", [UntiedGPT, NormedGPT, beyond(x0=True, values=True, skips=True, softcap=15.)], ids=["untied", "normed", "beyond"])
+@pytest.mark.parametrize("rungs", [[], [*FUSED, "chunked_ce"]], ids=["", "fused"])
+def test_models_with_a_head_of_their_own(model, rungs):
+    "Their embedding's gradient is the same"
+    check_same(rungs, 2, model)
+
+def test_a_test_that_fails(monkeypatch):
+    "Where the rows' gradients are left out, or doubled"
+    for wrong in (lambda g, x, dh: None, lambda g, x, dh: [add_rows_maths(g, x, dh) for _ in "12"]):
+        monkeypatch.setattr(fewer, "add_rows", wrong)
+        with pytest.raises(AssertionError): check_same([])
+
+def test_logits():
+    "Without targets the gradients of both uses are there, too"
+    def grads(rungs):
+        m, (x, _) = build(SMALL, rungs).model, batches()[0]
+        return torch.autograd.grad(m(x).square().mean(), [*m.parameters()])
+    for a, b in zip(grads([]), grads(["tied_embedding"])): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+def test_hidden_alone():
+    "As whoever puts a loss of his own on it may do"
+    def grads(rungs):
+        m, (x, _) = build(SMALL, rungs).model, batches()[0]
+        loss = (m.hidden(x) @ m.embed_tokens.weight.T).square().mean()
+        return torch.autograd.grad(loss, [*m.parameters()])
+    for a, b in zip(grads([]), grads(["tied_embedding"])): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+def test_it_leaves_nothing_behind():
+    "After a step, and after one that broke off: the model can be copied, and the run before is as it was"
+    before = build(SMALL, ["chunked_ce"])
+    run = fewer.tied_embedding(before)
+    step = stepper_of(run)(run)
+    step(*batches())
+    def broken(*args): raise ArithmeticError
+    model, loss = run.model, run.model.loss
+    model.loss = broken
+    with pytest.raises(ArithmeticError): step(*batches())
+    model.loss = loss
+    assert model.embed_tokens.head is None and type(deepcopy(model)) is TiedGPT
+    assert type(before.model) is GPT and type(before.model.embed_tokens) is Embedding
+    assert before.model.embed_tokens.weight is model.embed_tokens.weight and model.roles() == before.model.roles()
+
+def test_hooks_stay():
+    "Such as the one that notes documents"
+    seen, run = [], build(SMALL, [])
+    run.model.embed_tokens.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
+    Stepper(fewer.tied_embedding(run))(*batches())
+    assert seen == [(2, SMALL.seq)]
+
+def test_evaluating_and_sampling():
+    "Are as without the rung, to the bit, before and after training"
+    for rungs in ([], [*FUSED, "chunked_ce"]):
+        a, b = (Stepper(build(SMALL, [*rungs, *more])) for more in ([], ["tied_embedding"]))
+        for _ in range(2):
+            assert a.evaluate(batches(2)) == pytest.approx(b.evaluate(batches(2)), abs=1e-5)
+            a(*batches()), b(*batches())
+        assert torch.equal(torch.tensor(generate(a.run, [1, 2], 5)), torch.tensor(generate(b.run, [1, 2], 5)))
+
+def test_training_is_the_same():
+    "Over some steps, to rounding"
+    def losses(more):
+        step = Stepper(build(SMALL, [*FUSED, "chunked_ce", "fused_adamw", *more]))
+        return torch.stack([step(*batches(2, seed=i % 3)) for i in range(12)])
+    torch.testing.assert_close(losses([]), losses(["tied_embedding"]), rtol=2e-3, atol=2e-3)
+
+def test_two_passes_of_one_graph():
+    "A second backward pass finds what the first found: nothing that is kept was written to"
+    for rungs in (["chunked_ce"], ["bf16", "fused_ops", "chunked_ce"], []):
+        run, (x, y) = build(SMALL, [*rungs, "tied_embedding"]), batches()[0]
+        with entered(run.step_contexts + run.forward_contexts): loss = run.loss(run.model, x, y)
+        first, second = (torch.autograd.grad(loss, [*run.model.parameters()], retain_graph=True) for _ in range(2))
+        assert all(map(torch.equal, first, second))
+
+def test_it_is_counted():
+    "Fewer bytes, and the same products"
+    rungs = ["bf16", "fused_ops", "chunked_ce"]
+    with_it, without = (count_step(SMALL, [*rungs, *more], 2) for more in (["tied_embedding"], []))
+    assert sum(o.flops for o in with_it) == sum(o.flops for o in without)
+    assert sum(o.bytes for o in with_it) < sum(o.bytes for o in without)
+
+@pytest.mark.parametrize("other", ["tensor_parallel", "fsdp"])
+def test_it_refuses(other):
+    with fails(ValueError, "exclude each other"): build(SMALL, ["tied_embedding", other])
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("more", [[], ["fp8"]], ids=["bf16", "fp8"])
+def test_recorded(more):
+    "At 124m's width the recorded step has the gradients of the plain one, also of several micro-batches"
+    c = replace(workload("124m"), layers=2)
+    def grads(rungs):
+        step = Stepper(build(c, ["tf32", "bf16", "flash", "fused_ops", "chunked_ce", *more, *rungs]))
+        update, step.update = step.update, lambda n: None
+        x = torch.randint(c.vocab, (4, 2, 4, c.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+        for _ in range(3):
+            step.opt.zero_grad()
+            loss = step(*((b[0], b[1]) for b in x))
+        return loss, [p.grad.clone() for p in step.params]
+    (a, ga), (b, gb), (l, gl) = grads([]), grads(["tied_embedding"]), grads(["tied_embedding", "cuda_graphs"])
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4); torch.testing.assert_close(b, l, rtol=1e-4, atol=1e-4)
+    for x, y, z in zip(ga, gb, gl): assert sqnr(x, y) > 30 and sqnr(y, z) > 30
+
+# Gradients in 8 bits from the norms that make them
+
+def norm_inputs(N, d, add=True, dt=HALF):
+    dn, dh, h = (rand(N, d, dt=dt, seed=i) for i in range(3))
+    return dn, dh if add else None, h, rand(d, seed=3), torch.rsqrt(h.float().pow(2).mean(-1) + 1e-6)
+def number(x): return torch.full((1,), x, device=DEVICE)
+SHAPES = [(1, 16), (37, 96), (16, 48), (33, 768), (5, 33), (100, 160)]
+
+@pytest.mark.parametrize("by", ["kernel", "PyTorch"])
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("N, d", SHAPES)
+def test_norm_backward_quantize(by, request, N, d, add):
+    "The bits and the maximum of `quantize`; gradients as near to float64 as PyTorch's"
+    if by == "kernel": request.getfixturevalue("kernels")
+    ins, (a, b) = norm_inputs(N, d, add), torch.zeros(2, 1, device=DEVICE)
+    for dt in (E5M2, E4M3):
+        dx, dw, q, t = norm_backward_quantize(*ins, number(64.), a, dt)
+        exact, theirs = norm_backward_maths(*(i if i is None else i.double() for i in ins)), norm_backward_maths(*ins)
+        for mine, other, x in zip((dx, dw), theirs, exact): assert rel(mine, x) <= 2*rel(other, x) + 1e-6
+        q2, t2 = quantize(dx, number(64.), b, dt)
+        assert q.dtype == dt and q.view(torch.uint8).equal(q2.view(torch.uint8)) and t.view(torch.uint8).equal(t2.view(torch.uint8))
+        assert a.equal(b)
+
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("N, d", SHAPES)
+def test_norm_whole(kernels, N, d, add):
+    "As the kernel that reads twice: the sum to the bit, its norm but for sums in another order"
+    x, y, w = rand(N, d, dt=HALF), rand(N, d, dt=HALF, seed=1) if add else None, rand(d, seed=2)
+    a, b = torch.zeros(2, 1, device=DEVICE)
+    (h, r, q, t), (h2, r2, q2, t2) = norm_whole(x, y, w, 1e-6, number(64.), a), norm_quantize(x, y, w, 1e-6, number(64.), b)
+    assert h.equal(h2) and q.shape == q2.shape and q.T.float().equal(t.float()) and not q[N:].float().any()
+    torch.testing.assert_close(r, r2, rtol=1e-5, atol=0); torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
+    assert sqnr(q2.float(), q.float()) > 40 and h.data_ptr() != x.data_ptr()
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("i", range(3), ids=["norm", "stream", "h"])
+def test_a_gradient_that_is_not_finite_shows(gpu_casts, value, i):
+    "In its own row, and in the maximum"
+    ins, amax = norm_inputs(37, 96), number(0.)
+    ins[i][20, 7] = value
+    dx, dw, *_ = norm_backward_quantize(*ins, number(1.), amax, E5M2)
+    rows = dx.isfinite().logical_not().any(1).nonzero().flatten().tolist()
+    assert rows == [20] and not amax.isfinite().all() and (i == 1 or not dw.isfinite().all())
+    if i != 1:
+        amax = number(0.)
+        norm_whole(ins[i], None, ins[3], 1e-6, number(1.), amax)
+        assert not amax.isfinite().all()
+
+def noted(d=48):
+    "A note, and what goes into the backward pass of its norm"
+    return Note(Slots(*LayerScales(Scaling(1, E5M2, DEVICE), 0, E5M2)()), "dm"), norm_inputs(32, d)
+
+def test_a_note_is_for_one_gradient():
+    "Another tensor, a part of it, one that was added to, and a second asking get numbers of their own"
+    for change, right in ((lambda dx: dx.view(2, 16, 48), True), (lambda dx: dx.clone().view(2, 16, 48), False),
+                          (lambda dx: dx.view(2, 16, 48) + 1, False), (lambda dx: dx[16:].view(1, 16, 48), False),
+                          (lambda dx: dx.view(2, 16, 48).mul_(2), False)):
+        note, ins = noted()
+        dx, _ = norm_grads(note, *ins)
+        (*_, made), dy = note.made, change(dx)
+        q, t = note.take(dy)
+        assert (q is made[0]) is right and note.made is None
+        if not right: assert sqnr(dy.flatten(0, 1).float(), q.float()*slot(note.slots.inverse, "dm")) > 15
+        assert note.take(dy)[0] is not q
+
+EIGHT = ["bf16", "flash", "fused_ops", "chunked_ce", "fp8"]
+def parts_list(*parts): return [*EIGHT[:-1], "fp8:parts=" + "+".join(parts)]
+NOTED = [EIGHT, [*EIGHT[:-1], "fp8:grad=e4m3"], [*EIGHT[:-1], "fp8:delayed=no"], parts_list("heads", "mlp"), parts_list("out", "mlp"), parts_list("heads", "out"),
+         parts_list("mlp", "head"), parts_list("out", "head"), [*EIGHT, "checkpoint"], [*EIGHT, "selective_checkpoint"], [*EIGHT, "tied_embedding"],
+         ["bf16", "fused_ops", "fp8:parts=heads+out+mlp"]]
+
+@pytest.mark.parametrize("how", ["", ":kernels=norms", ":kernels=grads"])
+@pytest.mark.parametrize("rungs", NOTED, ids=",".join)
+def test_notes_change_no_bit(rungs, how):
+    "Loss, gradients and scales over some steps of two micro-batches"
+    if DEVICE.type == "cuda": pytest.skip("sums come in another order there")
+    def steps(rungs):
+        step = Stepper(build(SMALL, rungs))
+        losses = [step(*batches(2, seed=i)) for i in range(3)]
+        step.update = lambda n: None
+        return [step(*batches(2, seed=3)), *losses, *(p.grad for p in step.params), *dict(step.run.stateful)["fp8"].state_dict().values()]
+    for a, b in zip(steps(rungs), steps([*rungs, "fp8_notes" + how]), strict=True): assert a is b or torch.equal(a, b)
+
+def roundings(rungs, layers=2):
+    return sum(o.name == "quantize" for o in count_step(replace(SMALL, layers=layers), rungs, 2))
+
+@pytest.mark.parametrize("rungs, fewer", [(EIGHT, 6), (parts_list("heads", "mlp"), 3), (parts_list("out", "head"), 0), ([*EIGHT, "checkpoint"], 5)])
+def test_notes_are_used(rungs, fewer):
+    "In three layers each saves a rounding; one that a recomputed block should have left is lost"
+    assert roundings(rungs, 3) - roundings([*rungs, "fp8_notes"], 3) == fewer
+    assert roundings(rungs, 3) == roundings([*rungs, "fp8_notes:kernels=norms"], 3)
+
+@pytest.mark.parametrize("hook", [lambda g: 2*g, lambda g: (g.mul_(2), None)[1]], ids=["another", "in place"])
+def test_a_gradient_that_was_changed(hook):
+    "By a hook on a branch's output: the note is for another one, and isn't taken"
+    def grads(more):
+        run = build(SMALL, [*EIGHT, *more])
+        feed = run.model.layers[0].feed
+        def doubled(block, h):
+            h, y = feed(block, h)
+            y.register_hook(hook)
+            return h, y
+        run.model.layers[0].feed = doubled
+        step = Stepper(run)
+        step.update = lambda n: None
+        return [step(*batches()), *(p.grad for p in step.params)]
+    plain = losses_and_grads(EIGHT)[1]
+    a, b = grads([]), grads(["fp8_notes"])
+    assert all(map(torch.equal, a, b)) and not torch.equal(a[1 + list(plain).index("layers.0.mlp.down_proj.weight")], plain["layers.0.mlp.down_proj.weight"])
+
+def test_an_output_that_is_used_twice():
+    "Its gradient is a sum, and no note is for that"
+    def grads(more):
+        run = build(SMALL, [*EIGHT, *more])
+        feed = run.model.layers[0].feed
+        def twice(block, h):
+            h, y = feed(block, h)
+            return h + .5*y, y
+        run.model.layers[0].feed = twice
+        step = Stepper(run)
+        step.update = lambda n: None
+        return [step(*batches()), *(p.grad for p in step.params)]
+    assert all(map(torch.equal, grads([]), grads(["fp8_notes"])))
+
+def test_a_wrong_note_is_seen(monkeypatch):
+    "The tests above fail where any gradient gets what was noted"
+    def take(self, dy): return self.made[-1] if self.made else quantize(dy.flatten(0, 1), number(1.), number(0.), E5M2)
+    monkeypatch.setattr(Note, "take", take)
+    for test in (partial(test_a_gradient_that_was_changed, lambda g: 2*g), test_an_output_that_is_used_twice):
+        with pytest.raises(AssertionError): test()
+
+def test_a_bad_step_is_not_taken():
+    "With a NaN among the weights neither loss nor norm is finite, and the weights stay; the next good step is"
+    step = GuardedStepper(build(SMALL, [*EIGHT, "tied_embedding", "fp8_notes"]))
+    step(*batches())
+    for name in ("embed_tokens.weight", "layers.1.mlp.down_proj.weight", "layers.0.self_attn.o_proj.weight", "norm.weight"):
+        w = step.run.model.get_parameter(name).data.view(-1)
+        was, w[5] = w[5].clone(), float("nan")
+        before = [p.detach().clone() for p in step.params]
+        step(*batches())
+        assert not step.norm.isfinite() and all(torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(step.params, before))
+        w[5] = was
+    assert step(*batches()).isfinite() and step.norm.isfinite()
+
+def test_checkpoints_go_between():
+    "A run resumed with the rungs goes on from one without, to the bit"
+    def after(first, second):
+        a = Stepper(build(SMALL, first))
+        for i in range(2): a(*batches(2, seed=i))
+        b = Stepper(build(SMALL, second))
+        b.run.model.load_state_dict(a.run.model.state_dict()); b.opt.load_state_dict(a.opt.state_dict())
+        for (_, to), (_, from_) in zip(b.run.stateful, a.run.stateful): to.load_state_dict(from_.state_dict())
+        return [b(*batches(2, seed=5)), *b.params]
+    both = [*EIGHT, "fp8_notes"]
+    for a, b in zip(after(EIGHT, EIGHT), after(EIGHT, both)): torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    for a, b in zip(after(both, both), after(both, both)): assert a.equal(b)
+
+def test_kernels_are_chosen(monkeypatch):
+    "Those that gain here and round rightly; named ones that don't round rightly are an error"
+    monkeypatch.setattr(fewer, "notes_misrounded", lambda c, device: ["norm_whole"])
+    monkeypatch.setattr(fewer, "note_gains", lambda c, device: dict(grads=1.2, norms=1.3))
+    run = SimpleNamespace(device=torch.device("cuda"), model=SimpleNamespace(config=SMALL))
+    assert choose_notes(run) == (dict(kernels=["grads"]), "grads 1.20x, norms 1.30x but norm_whole rounds wrongly")
+    monkeypatch.setattr(fewer, "note_gains", lambda c, device: dict(grads=.9, norms=1.3))
+    assert choose_notes(run)[0] == dict(kernels=[])
+    with fails(RuntimeError, "norm_whole round wrongly"): fewer.fp8_notes.__wrapped__(run, kernels=["norms"])
+
+def test_trying_the_kernels_among_fake_tensors():
+    "As where named kernels are counted or settled: the trial is on real numbers, and finds what it finds elsewhere"
+    fewer.notes_misrounded.cache_clear()
+    with FakeTensorMode(): bad = fewer.notes_misrounded(SMALL, DEVICE)
+    fewer.notes_misrounded.cache_clear()
+    assert bad == fewer.notes_misrounded(SMALL, DEVICE) == []
+
+def test_options_of_notes():
+    built = build(SMALL, [*EIGHT, "fp8_notes"])
+    assert built.options["fp8_notes"] == dict(kernels=["grads", "norms"])
+    assert build(SMALL, [*EIGHT, "fp8_notes:kernels="]).specs()[-1] == "fp8_notes:kernels="
+    with fails(ValueError, "unknown kernel 'grad'", "'grads'"): build(SMALL, [*EIGHT, "fp8_notes:kernels=grad"])
+
+@pytest.mark.cuda
+def test_gains_are_timed():
+    gains = note_gains(workload("124m"), DEVICE)
+    assert set(gains) == {"grads", "norms"} and all(.2 < g < 5 for g in gains.values()), gains
+
+@pytest.mark.parametrize("rungs, why", [(["fp8_notes"], "builds on 'fp8'"), (["bf16", "fused_ops", "fp8:parts=mlp", "fp8_notes", "compile"], "exclude")])
+def test_notes_refuse(rungs, why):
+    with fails(ValueError, why): build(SMALL, rungs)
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("more", [[], ["cuda_graphs"]], ids=["", "recorded"])
+def test_notes_on_a_gpu(more):
+    "At 124m's width the gradients of several micro-batches are those without notes"
+    c = replace(workload("124m"), layers=3)
+    def grads(rungs):
+        step = Stepper(build(c, ["tf32", *EIGHT, *rungs]))
+        step.update = lambda n: None
+        x = torch.randint(c.vocab, (4, 2, 4, c.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+        for _ in range(3):
+            step.opt.zero_grad()
+            with_step = step(*((b[0], b[1]) for b in x))
+        return with_step, [p.grad.clone() for p in step.params]
+    (a, ga), (b, gb) = grads(more), grads([*more, "fp8_notes"])
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    for x, y in zip(ga, gb): assert sqnr(x, y) > 17
