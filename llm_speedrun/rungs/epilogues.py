@@ -20,6 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..files import InputError, RunError
 from ..measure import version_of
 from ..model import set_parts
+from ..roofline import DTYPES
 from ..runs import rung
 from .fewer_passes import GroupedCE
 from .fused_ops import rotated, stream_pair, swiglu_backward_maths, swiglu_maths
@@ -29,7 +30,7 @@ from .triton import rms_norm, rms_norm_backward, traced
 def epilogues_missing():
     "Why the rung `epilogues` can't run here, or \"\". A CPU passes, for smoke runs"
     if not torch.cuda.is_available(): return ""
-    if torch.cuda.get_device_capability()[0] != 9: return "its tiles are for Hopper GPUs (compute capability 9.0)"
+    if torch.cuda.get_device_capability()[0] != 9: return "it's for Hopper GPUs (compute capability 9.0)"
     if version_of("quack-kernels"): return ""
     return "it needs QuACK, which is not installed: pip install --pre 'quack-kernels[cu13]'"
 
@@ -71,6 +72,7 @@ def product_plus_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None) ->
 @product_plus_op.register_fake
 def _(a, b, c): return a.new_empty(len(a), b.shape[1])
 
+# %% ../../nbs/29_epilogues.ipynb #dd2b9d83
 @register_flop_formula(torch.ops.llm_speedrun.product_plus, get_raw=True)
 def product_flops(a, b, *args, **kwargs): return 2*a.numel()*b.shape[1]
 
@@ -82,7 +84,7 @@ def product_plus(a, b, c=None): # M K, K N, M N
     "a @ b + c in one kernel, M N"
     return unwatched(product_plus_op)(a, b, c)
 
-# %% ../../nbs/29_epilogues.ipynb #132be4f1
+# %% ../../nbs/29_epilogues.ipynb #aaf7618e
 def apart(ab): # ... 2F, gate and up in turn
     "All gates, then all ups"
     return ab.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -98,7 +100,7 @@ def placed(dtype, weights, turns=False): # matrices with as many columns
     for to, new in zip(parts, weights): to.copy_(new)
     return w
 
-# %% ../../nbs/29_epilogues.ipynb #e2f0a810
+# %% ../../nbs/29_epilogues.ipynb #d1587e74
 @torch.library.custom_op("llm_speedrun::gated_product", mutates_args=())
 def gated_product_op(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
     "Gate and up in turn (N 2F), x @ w.T, and silu(gate)*up (N F); x: N d, w: 2F d, its rows in turn"
@@ -109,6 +111,7 @@ def gated_product_op(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
 @gated_product_op.register_fake
 def _(x, w): return [x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)]
 
+# %% ../../nbs/29_epilogues.ipynb #12fca124
 @register_flop_formula(torch.ops.llm_speedrun.gated_product, get_raw=True)
 def gated_flops(x, w, *args, **kwargs): return 2*len(x)*w.numel()
 
@@ -116,7 +119,7 @@ def gated_product(x, w): # N d, 2F d
     "Gate and up in turn (N 2F), and h (N F)"
     return unwatched(gated_product_op)(x, w)
 
-# %% ../../nbs/29_epilogues.ipynb #5bc2b706
+# %% ../../nbs/29_epilogues.ipynb #d21ff77c
 @torch.library.custom_op("llm_speedrun::gated_backward", mutates_args=())
 def gated_backward_op(dy: torch.Tensor, w: torch.Tensor, ab: torch.Tensor) -> list[torch.Tensor]:
     "The gradient of gate and up (N 2F, in turn), and h (N F); dy: N d, w: d F, ab: N 2F in turn"
@@ -130,6 +133,7 @@ def gated_backward_op(dy: torch.Tensor, w: torch.Tensor, ab: torch.Tensor) -> li
 @gated_backward_op.register_fake
 def _(dy, w, ab): return [torch.empty_like(ab), dy.new_empty(len(dy), w.shape[1])]
 
+# %% ../../nbs/29_epilogues.ipynb #9049b833
 @register_flop_formula(torch.ops.llm_speedrun.gated_backward, get_raw=True)
 def gated_backward_flops(dy, w, *args, **kwargs): return 2*len(dy)*w.numel()
 
@@ -137,7 +141,7 @@ def gated_backward(dy, w, ab): # N d, d F, N 2F
     "The gradient of gate and up in turn (N 2F), and h (N F)"
     return unwatched(gated_backward_op)(dy, w, ab)
 
-# %% ../../nbs/29_epilogues.ipynb #e588fec7
+# %% ../../nbs/29_epilogues.ipynb #64db86bb
 @torch.library.custom_op("llm_speedrun::weight_grad", mutates_args=())
 def weight_grad_op(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     "dy.T @ x (o i) in `dtype`; dy: N o, x: N i"
@@ -147,6 +151,7 @@ def weight_grad_op(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> tor
 @weight_grad_op.register_fake
 def _(dy, x, dtype): return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
 
+# %% ../../nbs/29_epilogues.ipynb #8d110eab
 @register_flop_formula(torch.ops.llm_speedrun.weight_grad, get_raw=True)
 def weight_grad_flops(dy, x, *args, **kwargs): return 2*dy.numel()*x.shape[1]
 
@@ -154,10 +159,11 @@ def weight_grad(dy, x, dtype): # N o, N i, of the weight
     "dy.T @ x, o i"
     return unwatched(weight_grad_op)(dy, x, dtype)
 
-# %% ../../nbs/29_epilogues.ipynb #7dd56b0f
+# %% ../../nbs/29_epilogues.ipynb #5314dc79
 def rows(t): # ... d, or None
     return None if t is None else t.contiguous().view(-1, t.shape[-1])
 
+# %% ../../nbs/29_epilogues.ipynb #579eb04c
 class StreamNorm(torch.autograd.Function):
     "(h, w, eps) -> h as it is, and its RMSNorm; h: ... d"
     @staticmethod
@@ -171,27 +177,37 @@ class StreamNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dh, dn):
         h, w, r = ctx.saved_tensors
-        dx, dw = rms_norm_backward(rows(dn), rows(dh), rows(h), w, r)
+        dx, dw = rms_norm_backward(*map(rows, (dn, dh, h)), w, r)
         return dx.view_as(h), dw, None
 
-# %% ../../nbs/29_epilogues.ipynb #d746f57e
+# %% ../../nbs/29_epilogues.ipynb #33784f15
 class JoinedLinear(torch.autograd.Function):
-    "(x, c, *weights) -> x times all the weights, and c added; x: ... d, c: as the output, or None; weights: o d"
+    "(x, c, *weights) -> x times all weights, and c added; x: ... d; c: as the output, or None; weights: o d"
     @staticmethod
     def forward(ctx, x, c, *weights):
         w = placed(x.dtype, weights)
         ctx.save_for_backward(x, w)
-        ctx.weights = [len(t) for t in weights], weights[0].dtype
+        ctx.sizes, ctx.dtype = [*map(len, weights)], weights[0].dtype
         return product_plus(rows(x), w.T, rows(c)).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x, w), (sizes, dtype), g = ctx.saved_tensors, ctx.weights, rows(dy)
-        dws = weight_grad(g, rows(x), dtype).split(sizes) if any(ctx.needs_input_grad[2:]) else [None]*len(sizes)
-        return product_plus(g, w).view_as(x), dy, *dws
+        (x, w), g = ctx.saved_tensors, rows(dy)
+        dws = weight_grad(g, rows(x), ctx.dtype).split(ctx.sizes)
+        return product_plus(g, w).view_as(x), dy if ctx.needs_input_grad[1] else None, *dws
 
-# %% ../../nbs/29_epilogues.ipynb #9734d00f
+# %% ../../nbs/29_epilogues.ipynb #28a28463
+@once_differentiable
+def _mlp_grads(ctx, dy):
+    "The gradients of the arguments of `EpilogueMLP`"
+    (n, ab, w, v), g = ctx.saved_tensors, rows(dy)
+    dab, mid = gated_backward(g, v, ab)
+    dw = weight_grad(dab, rows(n), ctx.dtype).view(-1, 2, n.shape[-1])
+    dgate, dup = (t.contiguous() for t in dw.unbind(1))
+    return product_plus(dab, w).view_as(n), dy, dgate, dup, weight_grad(g, mid, ctx.dtype)
+
+# %% ../../nbs/29_epilogues.ipynb #29ccbc2e
 class EpilogueMLP(torch.autograd.Function):
     "(n, h, gate, up, down) -> h + the MLP of n; n, h: ... d; gate, up: F d; down: d F"
     @staticmethod
@@ -201,17 +217,9 @@ class EpilogueMLP(torch.autograd.Function):
         ctx.save_for_backward(n, ab, w, v)
         ctx.dtype = down.dtype
         return product_plus(mid, v.T, rows(h)).view_as(h)
+    backward = staticmethod(_mlp_grads)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (n, ab, w, v), g = ctx.saved_tensors, rows(dy)
-        dab, mid = gated_backward(g, v, ab)
-        dw = weight_grad(dab, rows(n), ctx.dtype).view(-1, 2, n.shape[-1])
-        dgate, dup = (t.contiguous() for t in dw.unbind(1)) # their rows in turn no more
-        return product_plus(dab, w).view_as(n), dy, dgate, dup, weight_grad(g, mid, ctx.dtype)
-
-# %% ../../nbs/29_epilogues.ipynb #064c9b52
+# %% ../../nbs/29_epilogues.ipynb #a70cf88e
 def heads_with_ends(block, h, cos, sin): # h: the stream, B T d
     "The part `heads`"
     a, norm = block.self_attn, block.input_layernorm
@@ -223,13 +231,14 @@ def project_with_ends(block, h, o): # B T d, B H T D
     "The part `project`: the stream, with the attention added"
     return JoinedLinear.apply(o.transpose(1, 2).flatten(2), h, block.self_attn.o_proj.weight)
 
+# %% ../../nbs/29_epilogues.ipynb #0a9ddf3c
 def feed_with_ends(block, h): # B T d
     "The part `feed`: the stream, with the MLP added"
     m, norm = block.mlp, block.post_attention_layernorm
     h, n = StreamNorm.apply(h, norm.weight, norm.eps)
     return EpilogueMLP.apply(n, h, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight)
 
-# %% ../../nbs/29_epilogues.ipynb #04e17a38
+# %% ../../nbs/29_epilogues.ipynb #f1821e8e
 @lru_cache
 def epilogues_error(d, F, dtype, device): # width, the MLP's, of the products
     "What goes wrong with such sizes, if anything does: the kernels are compiled at their first call"
@@ -241,37 +250,41 @@ def epilogues_error(d, F, dtype, device): # width, the MLP's, of the products
         except Exception as e: return f"{type(e).__name__}: {e}"
     return ""
 
-# %% ../../nbs/29_epilogues.ipynb #18474fba
+# %% ../../nbs/29_epilogues.ipynb #a89f29ee
 @rung("parts", needs=epilogues_missing, requires=["fused_ops"], gpu_only=True,
       excludes=["fp8", "lean", "compile", "selective_checkpoint", "tensor_parallel"])
 def epilogues(run): # a `Run` in 16 bits, with fused_ops
-    """SwiGLU, its gradient and the additions to the stream inside of the matrix products, which are QuACK's. Raises `InputError`
-    for FP32 and for widths that are no multiples of 8, `RunError` where its kernels don't run"""
+    """SwiGLU, its gradient and the additions to the stream inside of matrix products, which are QuACK's.
+    Raises `InputError` for FP32 and widths that are no multiples of 8, `RunError` without its kernels"""
     c = run.model.config
     if run.fmt not in ("bf16", "fp16"): raise InputError("rung 'epilogues' needs 16 bits: add the rung bf16")
     if c.width % 8 or c.hidden % 8 or c.kv_heads*c.head_dim % 8:
-        raise InputError(f"rung 'epilogues': widths {c.width} and {c.hidden} must be multiples of 8: leave it out")
+        raise InputError(f"rung 'epilogues': widths {c.width} and {c.hidden} aren't all multiples of 8, "
+                         "as its kernels need: leave it out")
     if why := epilogues_error(c.width, c.hidden, DTYPES[run.fmt], run.device):
         raise RunError(f"rung 'epilogues': QuACK's kernels can't run here: {why}. Leave the rung out")
-    return run.with_model(partial(set_parts, heads=heads_with_ends, project=project_with_ends, feed=feed_with_ends))
+    parts = dict(heads=heads_with_ends, project=project_with_ends, feed=feed_with_ends)
+    return run.with_model(partial(set_parts, **parts))
 
-# %% ../../nbs/29_epilogues.ipynb #efd48d97
+# %% ../../nbs/29_epilogues.ipynb #f80821f3
 @torch.library.custom_op("llm_speedrun::logits_lse", mutates_args=("to",))
 def logits_lse_op(h: torch.Tensor, w: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    "The logits h @ w.T into `to`, and the logarithm of the sum of their exponentials; h: n d, w: V d, to: n V"
+    "The logits h @ w.T into `to`, and their log-sum-exp (n); h: n d, w: V d, to: n V"
     if h.is_cuda:
         from quack.epilogue.library import lse_epi
         return lse_epi(h, w.T, out=dict(D=to), tuned=False, config=tile_for(len(w)))["lse"].view(-1)
-    to.copy_(product_maths(h, w.T))
-    return to.to(torch.promote_types(h.dtype, torch.float32)).logsumexp(-1)
+    wide = torch.promote_types(h.dtype, torch.float32)
+    to.copy_(logits := product_maths(h.to(wide), w.T.to(wide)))
+    return logits.logsumexp(-1)
 
+# %% ../../nbs/29_epilogues.ipynb #44bfe3e8
 @logits_lse_op.register_fake
 def _(h, w, to): return h.new_empty(len(h), dtype=torch.promote_types(h.dtype, torch.float32))
 
 @register_flop_formula(torch.ops.llm_speedrun.logits_lse, get_raw=True)
 def logits_flops(h, w, *args, **kwargs): return 2*h.numel()*len(w)
 
-# %% ../../nbs/29_epilogues.ipynb #c720fdc3
+# %% ../../nbs/29_epilogues.ipynb #7cb4e23c
 @dataclass(frozen=True)
 class EpilogueCE(GroupedCE):
     "As `GroupedCE` in 16 bits, with sums of exponentials from the product of the logits"
