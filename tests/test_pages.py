@@ -241,7 +241,7 @@ def fits_file(root, *rows):
     about = dict(seq=1024, gpu="NVIDIA H200", torch="2.11", date="2026-11-23")
     (root/"nbs/measurements/fits.json").write_text(json.dumps([about | r for r in rows]), encoding="utf-8")
 
-FASTEST = ("tf32 bf16 flash:backend=cudnn fused_ops tied_embedding chunked_ce fp8:parts=mlp fp8_notes:kernels=grads head_groups cuda_graphs "
+FASTEST = ("tf32 bf16 flash:backend=cudnn fused_ops tied_embedding chunked_ce fp8:parts=mlp head_groups cuda_graphs "
            "fused_adamw direct_update").split()
 
 def test_the_largest_micro_batch_that_fits(root):

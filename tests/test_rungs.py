@@ -82,11 +82,11 @@ def test_presets_run_on_every_card(card):
 
 def test_presets_of_a_card(card, monkeypatch):
     "An H200 takes every rung; an A100 no FP8; a T4 float16; and without Triton no rung that builds on its kernels"
-    kernels = "fused_ops", "adamw8bit", "tied_embedding", "fp8_notes", "head_groups", "direct_update"
+    kernels = "fused_ops", "adamw8bit", "tied_embedding", "head_groups", "direct_update"
     for r in kernels: monkeypatch.setattr(find_rung(r), "needs", lambda: "")
     card("NVIDIA H200", 9, 0)
     most, end = "tf32 bf16 flash fused_ops tied_embedding chunked_ce".split(), "head_groups cuda_graphs fused_adamw direct_update".split()
-    assert presets() == dict(naive=[], fastest=[*most, "fp8", "fp8_notes", *end], fastest16=[*most, *end],
+    assert presets() == dict(naive=[], fastest=[*most, "fp8", *end], fastest16=[*most, *end],
                              smallest="tf32 bf16 flash fused_ops chunked_ce checkpoint adamw8bit".split(), safe=["tf32", "bf16", "flash", "fused_adamw"])
     card("NVIDIA A100", 8, 0)
     assert presets()["fastest"] == presets()["fastest16"] == [*most, *end]
@@ -99,7 +99,7 @@ def test_presets_of_a_card(card, monkeypatch):
     assert presets()["fastest"] == "tf32 bf16 flash flash4 chunked_ce cuda_graphs fused_adamw".split()
 
 @pytest.mark.parametrize("beside, gone", [("ddp", ""), ("fsdp", "cuda_graphs tied_embedding"),
-                                          ("tensor_parallel", "cuda_graphs tied_embedding fp8_notes head_groups")])
+                                          ("tensor_parallel", "cuda_graphs tied_embedding head_groups")])
 def test_presets_beside_several_processes(card, monkeypatch, beside, gone):
     "What doesn't go with the other drops out, and what is left can be put together"
     card("NVIDIA H200", 9, 0)
@@ -139,7 +139,7 @@ def test_exclusion(run):
 
 @pytest.mark.parametrize("rungs,missing", [
     ("fp8", "'bf16' and 'fused_ops'"), ("fp8,bf16", "'fused_ops'"), ("fp8,fused_ops", "'bf16'"),
-    ("bf16_weights", "bf16"), ("fp8_notes,bf16", "'fp8'"), ("head_groups,bf16", "'chunked_ce'")])
+    ("bf16_weights", "bf16"), ("head_groups,bf16", "'chunked_ce'")])
 def test_a_rung_that_builds_on_another(rungs, missing):
     "A rung whose foundation is missing names it"
     with fails(ValueError, f"rung '{rungs.split(',')[0]}'", missing): build(NANO, rungs.split(","))

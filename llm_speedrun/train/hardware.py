@@ -34,7 +34,7 @@ from ..rungs.checkpointing import MemoryCounter, prepared
 from ..world import compare_together, processes
 
 # %% ../../nbs/32_hardware.ipynb #65ed883e
-PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops tied_embedding chunked_ce fp8 fp8_notes "
+PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops tied_embedding chunked_ce fp8 "
                                  "head_groups cuda_graphs fused_adamw direct_update",
                fastest16="tf32 half flash fused_ops tied_embedding chunked_ce head_groups cuda_graphs "
                          "fused_adamw direct_update",
