@@ -72,7 +72,7 @@ def group8(s, h8, w8, y, ce, chunk, # `Slots`; 8-bit n' d, n' a multiple of 16, 
     q, t = empty_pair(w8, len(y), len(w8), E5M2)
     for i in range(0, len(y), chunk):
         part = slice(i, min(i + chunk, len(y)))
-        logits = ce.logits8(s, h8[i:i + chunk], w8, dtype)[:len(y[part])]
+        logits = product(s, h8[i:i + chunk], w8, "hidden", "head", out=dtype, fast=True)[:len(y[part])]
         loss, lse = loss_lse(logits, y[part], *options)
         logits_into(logits, y[part], lse, q[part], t[:, part], *options)
         losses.append(loss); del logits # before the next chunk's take their room
@@ -203,10 +203,6 @@ class GroupedCE(ChunkedCE):
     def logits(self, h, w, to): # n d, V d, n V: changed
         "In 16 bits, the logits into `to`, and their log-sum-exp (n), or None where the kernel has to find it"
         torch.mm(h, w.T, out=to)
-
-    def logits8(self, s, h8, w8, dtype): # `Slots`, n' d, V d; of the logits
-        "In FP8, the logits, n' V"
-        return product(s, h8, w8, "hidden", "head", out=dtype, fast=True)
 
     def __call__(self, h, w, y): # B T d, V d, B T: hidden states, output projection, tokens that follow
         plain = torch.compiler.is_compiling() or not (torch.is_grad_enabled() and h.requires_grad)

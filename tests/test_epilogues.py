@@ -1,0 +1,180 @@
+"Lesson 29: what its products compute at odd sizes, in a whole model, under accumulation and recordings; on a GPU by QuACK's kernels"
+from dataclasses import replace
+import pytest, torch, torch.nn.functional as F
+from llm_speedrun.model import GPTConfig, workload
+from llm_speedrun.runs import build, count_step, entered, stepper_of
+from llm_speedrun.rungs import epilogues as e
+from llm_speedrun.rungs.fewer_passes import GroupedCE
+from small import fails
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+pytestmark = pytest.mark.skipif(bool(e.epilogues_missing()), reason=e.epilogues_missing() or "")
+cuda = [pytest.mark.cuda, pytest.mark.skipif(not GPU, reason="no GPU")]
+SMALL = GPTConfig(vocab=384, layers=2, width=64, heads=2, kv_heads=2, hidden=96, seq=32, name="small")
+HALF = ["bf16", "fused_ops", "chunked_ce", "head_groups"]
+OURS = [*HALF, "epilogues", "head_lse"]
+
+def rand(*shape, dt=torch.bfloat16, std=1., seed=[0]):
+    seed[0] += 1
+    return (torch.randn(*shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed[0]))*std).to(dt)
+
+def off(exact, t): return ((t.double() - exact.double()).norm()/exact.double().norm()).item()
+
+SIZES = [(40, 64, 96), (33, 48, 40), (1, 64, 96), (7, 16, 24)]
+LARGE = [(4096 + 37, 768, 2048), (1000, 2048, 5632), (1, 768, 2048), (65536, 768, 2048)]
+SIZED = pytest.mark.parametrize("N, d, width", [*SIZES, *(pytest.param(*s, marks=cuda) for s in LARGE)])
+TYPES = pytest.mark.parametrize("dt", [torch.bfloat16, torch.float16])
+
+@TYPES
+@SIZED
+def test_products(N, d, width, dt):
+    "With and without an addend, in both layouts, as near to float64 as PyTorch's; the stream's rows may be any number"
+    x, w, c = rand(N, d, dt=dt), rand(width, d, dt=dt, std=d**-.5), rand(N, width, dt=dt)
+    exact = x.double() @ w.double().T
+    assert off(exact, e.product_plus(x, w.T)) <= 1.1*off(exact, x @ w.T) + 1e-7
+    assert off(exact + c.double(), e.product_plus(x, w.T, c)) <= 1.1*off(exact + c.double(), (x @ w.T) + c) + 1e-7
+    assert off(c.double() @ w.double(), e.product_plus(c, w)) <= 1.1*off(c.double() @ w.double(), c @ w) + 1e-7
+
+@TYPES
+@SIZED
+def test_gated(N, d, width, dt):
+    "Gate and up in turn, h, their gradients and h again"
+    x, w, dy = rand(N, d, dt=dt), rand(2*width, d, dt=dt, std=d**-.5), rand(N, d, dt=dt)
+    v = rand(d, width, dt=dt, std=width**-.5)
+    ab, h = e.gated_product(x, w)
+    p = x.double() @ w.double().T
+    assert off(p, ab) <= 1.1*off(p, x @ w.T) + 1e-7
+    assert off(F.silu(p[:, ::2])*p[:, 1::2], h) < (6e-3 if dt == torch.bfloat16 else 1e-3)
+    dab, again = e.gated_backward(dy, v, ab)
+    a, b = (t.requires_grad_() for t in ab.double().unflatten(1, (-1, 2)).unbind(2))
+    mid = F.silu(a)*b
+    mid.backward(dy.double() @ v.double())
+    assert off(torch.stack([a.grad, b.grad], 2).flatten(1), dab) < (6e-3 if dt == torch.bfloat16 else 1e-3)
+    assert off(mid.detach(), again) < (4e-3 if dt == torch.bfloat16 else 1e-3)
+
+def test_nan_stays_in_its_row():
+    "A NaN in a token's row is in all that comes of it, and in nothing else"
+    x, w, v = rand(300, 64), rand(192, 64, std=.1), rand(64, 96, std=.1)
+    x[5, 3] = torch.nan
+    ab, h = e.gated_product(x, w)
+    dab, again = e.gated_backward(rand(300, 64), v, ab)
+    for t in (ab, h, dab, again, e.product_plus(x, w.T), e.product_plus(rand(300, 192), w, x)):
+        assert t[5].isnan().any() and t[:5].isfinite().all() and t[6:].isfinite().all()
+    to = x.new_empty(300, 192)
+    assert e.logits_lse_op._init_fn(x, w, to).isnan().tolist() == [i == 5 for i in range(300)]
+
+@pytest.mark.parametrize("n, d, V", [(40, 32, 384), (3, 16, 200), *(pytest.param(*s, marks=cuda) for s in [(5461, 768, 50304), (1000, 2048, 50304), (257, 768, 50257 - 1)])])
+def test_logits_lse(n, d, V):
+    "Logits as PyTorch's, and sums of what is stored, with large logits too"
+    for std in (1., 8.):
+        h, w = rand(n, d, std=std), rand(V, d, std=d**-.5)
+        to = h.new_empty(n, V)
+        lse = e.logits_lse_op._init_fn(h, w, to)
+        exact = h.double() @ w.double().T
+        assert off(exact, to) <= 1.1*off(exact, h @ w.T) + 1e-7 and lse.shape == (n,)
+        torch.testing.assert_close(lse.double(), to.double().logsumexp(1), rtol=1e-6, atol=1e-5)
+
+def grads(rungs, micro=1, config=SMALL, evals=False):
+    "Loss and gradients of a step's batch, in some micro-batches, some targets left out"
+    run = build(config, rungs, DEVICE)
+    x, y = torch.randint(config.vocab, (2, 4, config.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+    y[:, ::5] = -100
+    total = 0
+    for a, b in zip(x.chunk(micro), y.chunk(micro)):
+        with entered(run.forward_contexts): loss = run.loss(run.model, a, b)
+        (loss/micro).backward(); total += loss.item()/micro
+    return total, {k: p.grad.clone() for k, p in run.model.named_parameters()}
+
+def near(rungs, others, **how):
+    "Whether gradients by `rungs` are as near to FP32's as those by `others`; errors of n numbers differ by some 1/sqrt(n) by chance"
+    _, exact = grads([r for r in ("chunked_ce",) if r in rungs], config=how.get("config", SMALL))
+    (a, ga), (b, gb) = grads(rungs, **how), grads(others, **how)
+    assert abs(a - b) < 2e-3
+    for k, t in exact.items(): assert off(t, ga[k]) <= 1.15*(1 + 3/t.numel()**.5)*off(t, gb[k]) + 1e-3, k
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("more", [[], ["checkpoint"], ["tied_embedding"]], ids=lambda m: "+".join(m) or "alone")
+def test_a_models_gradients(more, micro):
+    "As near to FP32's as the course's, in one pass and in several, computed again, and with the table's gradient added to the head's"
+    near([*OURS, *more], [*HALF, *more], micro=micro)
+
+def test_fewer_key_heads():
+    near(OURS, HALF, config=replace(SMALL, heads=4, kv_heads=2))
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    "Such as gate's for up's"
+    right = e.placed
+    monkeypatch.setattr(e, "placed", lambda dt, ws, turns=False: right(dt, ws[::-1] if turns else ws, turns))
+    with pytest.raises(AssertionError): near(OURS, HALF)
+
+def test_evaluation_and_generation():
+    "Without gradients the same functions run, on any number of rows"
+    run, plain = (build(SMALL, r, DEVICE) for r in (OURS, HALF))
+    x = torch.randint(SMALL.vocab, (1, 5), device=DEVICE)
+    with torch.no_grad():
+        for n in (1, 2, 5):
+            with torch.autocast(DEVICE.type, torch.bfloat16): a, b = (r.model(x[:, :n]) for r in (run, plain))
+            assert off(b, a) < 2e-2
+
+def test_steps_learn():
+    "Some steps of the whole list, clipped: the loss falls as it does without"
+    res = []
+    for rungs in (OURS, HALF):
+        run = build(SMALL, [*rungs, "fused_adamw"], DEVICE)
+        step = stepper_of(run)(run)
+        x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
+        res.append([step((x[0], x[1])).item() for _ in range(8)])
+    assert res[0][-1] < res[0][0] - .3 and max(abs(a - b) for a, b in zip(*res)) < 3e-2
+
+def test_what_is_counted():
+    "The counter sees the products with their FLOPs, and fewer bytes than without"
+    a, b = (count_step(SMALL, r, 2) for r in (HALF, OURS))
+    assert abs(sum(o.flops for o in a)/sum(o.flops for o in b) - 1) < 1e-6
+    assert sum(o.bytes for o in b) < sum(o.bytes for o in a)
+    assert {"product_plus", "gated_product", "gated_backward", "weight_grad", "logits_lse"} <= {o.name for o in b}
+
+def test_softcap_stays_with_the_kernel():
+    run = build(SMALL, ["bf16", "fused_ops", "chunked_ce:softcap=15", "head_groups", "head_lse"], DEVICE)
+    assert isinstance(run.model.loss, e.EpilogueCE)
+    h, w = rand(8, 64), rand(384, 64)
+    assert run.model.loss.logits(h, w, h.new_empty(8, 384)) is None
+
+@pytest.mark.parametrize("rungs, why", [
+    ("epilogues", "builds on 'fused_ops'"), ("fused_ops,epilogues", "needs 16 bits"), ("bf16,fused_ops,fp8,epilogues", "exclude"),
+    ("bf16,fused_ops,epilogues,compile", "exclude"), ("bf16,head_lse", "builds on 'head_groups'")])
+def test_refusals(rungs, why):
+    with fails(ValueError, why): build(SMALL, rungs.split(","), DEVICE)
+
+def test_odd_widths_are_refused():
+    with fails(ValueError, "multiples of 8", "leave it out"): build(replace(SMALL, hidden=100), OURS, DEVICE)
+
+def test_kernels_that_fail_are_named(monkeypatch):
+    monkeypatch.setattr(e, "epilogues_error", lambda *a: "RuntimeError: no such tile")
+    with fails(RuntimeError, "no such tile", "Leave the rung out"): build(SMALL, OURS, DEVICE)
+
+def test_what_it_needs(monkeypatch):
+    "A GPU of another kind, and one without QuACK, say so"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (8, 0))
+    assert "Hopper" in e.epilogues_missing()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))
+    monkeypatch.setattr(e, "version_of", lambda name: "")
+    assert "pip install" in e.epilogues_missing() and "quack" in e.epilogues_missing()
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no GPU")
+def test_recorded():
+    "A recording gives what the passes before it gave, at 124m's width"
+    c = replace(workload("124m"), layers=2)
+    run = build(c, [*OURS, "cuda_graphs"])
+    x, y = torch.randint(c.vocab, (2, 2, c.seq), device=DEVICE)
+    seen = []
+    for _ in range(4):
+        with entered(run.forward_contexts): loss = run.loss(run.model, x, y)
+        loss.backward()
+        seen.append((loss.item(), [p.grad.clone() for p in run.model.parameters()]))
+        run.model.zero_grad(set_to_none=True)
+    for loss, gs in seen[1:]:
+        assert loss == pytest.approx(seen[0][0], abs=1e-5)
+        for a, b in zip(seen[0][1], gs): assert off(a, b) < 1e-3
