@@ -112,10 +112,14 @@ def parts_of(run):
     return own | parts | types | dict(last_norm=m.last_norm, model_loss=m.loss,
                                 embedding=type(m.embed_tokens))
 
+def required(r):
+    "What it builds on, and what that builds on"
+    return [name for k in r.requires for name in (*required(RUNGS[k]), k)]
+
 def below(name):
     "Rungs to apply before this one, so that it can do all that it does"
     r = RUNGS[name]
-    wanted = ["bf16", *r.requires, *(k for k in r.follows if not RUNGS[k].gpu_only)]
+    wanted = ["bf16", *required(r), *(k for k in r.follows if not RUNGS[k].gpu_only)]
     kept = [name]
     for k in wanted: # of two that exclude each other the first
         if k not in kept and not any(hardware.clash(k, o) for o in kept): kept.append(k)
