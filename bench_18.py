@@ -79,6 +79,8 @@ FP8 = [*BODY, "fp8:parts=heads+out+mlp+head", "cuda_graphs", "fused_adamw"]
 BF16 = [*BODY, "cuda_graphs", "fused_adamw"]
 COURSE = dict(fp8=FP8, bf16=BF16)
 NEW = ["tied_embedding", "head_groups", "direct_update"]
+def there(*rungs): return [r for r in rungs if not find_rung(r).needs()]
+ALL = dict(fp8=NEW + there("flash4"), bf16=NEW + there("flash4", "epilogues", "head_lse"))
 RES = dict(machine=machine(), smoke=A.smoke, parts={})
 GEN = torch.Generator(DEVICE).manual_seed(0)
 
@@ -333,10 +335,9 @@ def raced(field, rounds, reps):
 
 def of_peers(name):
     c, B = workload(name), MODELS[name]
-    lists = {"ours, bf16 before": BF16, "ours, bf16 now": BF16 + NEW, "ours, bf16 lean now": [*BODY, "lean", *BF16[-2:], *NEW],
-             "ours, fp8 before": FP8, "ours, fp8 now": FP8 + NEW}
-    if GPU and not find_rung("flash4").needs(): lists |= {f"ours, {k} now, flash4": [*COURSE[k], "flash4", *NEW] for k in COURSE}
-    many = 3 if c.width < 1024 else 1 # of ours at a time: each recording has memory of its own
+    lists = {f"ours, {k} now": COURSE[k] + ALL[k] for k in COURSE}
+    if c.width < 1024: lists |= {f"ours, {k} before": COURSE[k] for k in COURSE}
+    many = 2 if c.width < 1024 else 1 # of ours at a time: each recording has memory of its own
     table, them = {}, []
     def first():
         names = [("nanoGPT", peer("nanogpt", A.nanogpt))] if A.nanogpt else []
@@ -411,10 +412,10 @@ def loop_of(rungs, recipe, block=40, rounds=4):
     return dict(ms=ms, share=part_of, shares=each, target=.98, met=part_of >= .98, rounds=times)
 
 def loop():
-    part("fp8 now, adamw", loop_of, FP8 + NEW, "adamw", needs=40.)
-    part("bf16 now, adamw", loop_of, BF16 + NEW, "adamw", needs=40.)
+    part("fp8 now, adamw", loop_of, FP8 + ALL["fp8"], "adamw", needs=40.)
+    part("bf16 now, adamw", loop_of, BF16 + ALL["bf16"], "adamw", needs=40.)
     part("fp8 before, adamw", loop_of, FP8, "adamw", needs=40.)
-    part("fp8 now, normuon", loop_of, FP8 + NEW, "normuon", needs=40.)
+    part("fp8 now, normuon", loop_of, FP8 + ALL["fp8"], "normuon", needs=40.)
 
 # smallest: how fast a step of little memory can be
 
@@ -478,7 +479,7 @@ def losses():
     def ways(kind):
         base = COURSE[kind]
         other = [r if r != "chunked_ce" else "chunked_ce:budget=200" for r in base]
-        return {"course": dict(rungs=base), "all": dict(rungs=base + NEW), "course again": dict(rungs=base),
+        return {"course": dict(rungs=base), "all": dict(rungs=base + ALL[kind]), "course again": dict(rungs=base),
                 "course, 2 passes a step": dict(rungs=base, micro=ROWS//2), "course, other chunks": dict(rungs=other),
                 "course, other order of the text": dict(rungs=base, seed=1), **{r: dict(rungs=base + [r]) for r in NEW}}
     runs = {k: {} for k in bound}

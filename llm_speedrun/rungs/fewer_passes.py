@@ -99,7 +99,7 @@ def grouped8(s, h, w, y, ce): # `Slots`, N d in bf16, V d in FP32, N, a `Grouped
 @jit
 def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, lse_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
                      z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
-    "A row's loss, and in its place the gradient of the mean loss; n: how many count; lse: the row's, if known"
+    "A row's loss, and in its place the mean loss's gradient; n: how many count; lse: the row's, if known"
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V
     y, n = tl.load(y_ptr + row), tl.load(n_ptr)
@@ -120,8 +120,8 @@ def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, lse_ptr, V: tl.constexpr, ig
 @kernel_op(mutates=("logits",))
 def mean_loss(logits: torch.Tensor, y: torch.Tensor, count: torch.Tensor, ignore_index: int, z_loss: float,
               softcap: float, lse: torch.Tensor | None) -> torch.Tensor:
-    """Each row's loss: logits N V, contiguous, targets `y` N; FP32, zero where ignored. The logits are overwritten
-    by the gradient of the losses' sum divided by `count`, one number; `lse`: their log-sum-exp (N), if known"""
+    """Each row's loss (N, FP32, zero where ignored): logits N V, contiguous, targets `y` N. The logits become
+    the gradient of the sum divided by `count`, one number; `lse`: their log-sum-exp (N), if known"""
     if not runs_kernel(logits) or logits.dtype == torch.float64:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         loss = loss_maths(wide, y, ignore_index, z_loss, softcap, True)
