@@ -38,7 +38,7 @@ PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops tied_embeddin
                                  "head_groups cuda_graphs fused_adamw direct_update",
                fastest16="tf32 half flash flash4 fused_ops epilogues tied_embedding chunked_ce head_groups "
                          "head_lse cuda_graphs fused_adamw direct_update",
-               smallest="tf32 half flash fused_ops chunked_ce checkpoint adamw8bit",
+               smallest="tf32 half flash fused_ops chunked_ce checkpoint cuda_graphs adamw8bit",
                safe="tf32 half flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
 
 # %% ../../nbs/32_hardware.ipynb #c45f3f46
