@@ -89,7 +89,7 @@ def grads(rungs, micro=1, config=SMALL, evals=False):
 def near(rungs, others, **how):
     "Whether gradients by `rungs` are as near to FP32's as those by `others`; errors of n numbers differ by some 1/sqrt(n) by chance"
     _, exact = grads([r for r in ("chunked_ce",) if r in rungs], config=how.get("config", SMALL))
-    (a, ga), (b, gb) = grads(rungs, **how), grads(others, **how)
+    (a, ga), (b, gb) = (grads(r, **how) for r in (rungs, others))
     assert abs(a - b) < 2e-3
     for k, t in exact.items(): assert off(t, ga[k]) <= 1.15*(1 + 3/t.numel()**.5)*off(t, gb[k]) + 1e-3, k
 
@@ -140,8 +140,31 @@ def test_softcap_stays_with_the_kernel():
     h, w = rand(8, 64), rand(384, 64)
     assert run.model.loss.logits(h, w, h.new_empty(8, 384)) is None
 
+EIGHT = ["bf16", "fused_ops", "chunked_ce", "fp8"]
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_sums_inside(micro):
+    "On a CPU sums are the same either way, and so are all gradients; on a GPU they're as near to FP32's"
+    (a, ga), (b, gb) = grads(EIGHT, micro), grads([*EIGHT, "fast_grads"], micro)
+    assert a == b
+    if not GPU: assert all(ga[k].equal(gb[k]) for k in ga)
+    else: near([*EIGHT, "fast_grads"], EIGHT, micro=micro)
+
+@pytest.mark.parametrize("parts", ["heads", "out", "mlp", "heads+mlp+head"])
+def test_sums_inside_only_where_fp8_is(parts):
+    "Parts that stayed in bf16 stay what they were"
+    plain, fast = (build(SMALL, [*EIGHT[:3], f"fp8:parts={parts}", *r], DEVICE).model.layers[0] for r in ([], ["fast_grads"]))
+    for part, name in dict(heads="heads", out="project", mlp="feed").items():
+        assert (getattr(plain, name) is not getattr(fast, name)) == (part in parts.split("+"))
+
+def test_a_wrong_fast_gradient_is_found(monkeypatch):
+    "Such as one of other scales"
+    right = e.product
+    monkeypatch.setattr(e, "product", lambda s, a, b, na, nb, **how: right(s, a, b, na, nb if nb != "wab" else "wdown", **how)*1.1)
+    with pytest.raises(AssertionError): test_sums_inside(1)
+
 @pytest.mark.parametrize("rungs, why", [
-    ("epilogues", "builds on 'fused_ops'"), ("fused_ops,epilogues", "needs 16 bits"), ("bf16,fused_ops,fp8,epilogues", "exclude"),
+    ("bf16,fused_ops,fast_grads", "builds on 'fp8'"), ("epilogues", "builds on 'fused_ops'"), ("fused_ops,epilogues", "needs 16 bits"), ("bf16,fused_ops,fp8,epilogues", "exclude"),
     ("bf16,fused_ops,epilogues,compile", "exclude"), ("bf16,head_lse", "builds on 'head_groups'")])
 def test_refusals(rungs, why):
     with fails(ValueError, why): build(SMALL, rungs.split(","), DEVICE)

@@ -9,7 +9,8 @@ __all__ = ['epilogues_missing', 'tile', 'tile_for', 'product_maths', 'plain_ends
            'gated_backward_flops', 'gated_backward', 'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops',
            'weight_grad', 'rows', 'StreamNorm', 'JoinedLinear', 'EpilogueMLP', 'heads_with_ends', 'project_with_ends',
            'feed_with_ends', 'epilogues_error', 'epilogues', 'lse_end', 'logits_lse_op', 'logits_lse_shape',
-           'logits_flops', 'EpilogueCE', 'head_lse']
+           'logits_flops', 'EpilogueCE', 'head_lse', 'FastLinear', 'FastMLP', 'FastHeads', 'fast_heads', 'fast_project',
+           'fast_feed', 'fast_grads']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
 from dataclasses import dataclass
@@ -23,11 +24,16 @@ from ..measure import version_of
 from ..model import set_parts
 from ..roofline import DTYPES
 from ..runs import rung
+
+# %% ../../nbs/29_epilogues.ipynb #31f4c8ca
 from .fewer_passes import GroupedCE
+from .fused_fp8 import (Fp8Heads, Fp8Linear, Fp8MLP, Slots, fp8_feed, fp8_heads,
+                                          fp8_project, heads_quantize, in_rows, needs_fp8, product, quantize,
+                                          swiglu_backward_quantize, with_slot)
 from .fused_ops import rotated, stream_pair, swiglu_backward_maths, swiglu_maths
 from .triton import rms_norm, rms_norm_backward, traced
 
-# %% ../../nbs/29_epilogues.ipynb #a31cebb4
+# %% ../../nbs/29_epilogues.ipynb #f2a464d9
 def epilogues_missing():
     "Why the rung `epilogues` can't run here, or \"\". A CPU passes, for smoke runs"
     if not torch.cuda.is_available(): return ""
@@ -35,7 +41,7 @@ def epilogues_missing():
     if version_of("quack-kernels"): return ""
     return "it needs QuACK, which is not installed: pip install --pre 'quack-kernels[cu13]'"
 
-# %% ../../nbs/29_epilogues.ipynb #6717880d
+# %% ../../nbs/29_epilogues.ipynb #f834c7d2
 @lru_cache
 def tile(m, n, # rows and columns
          cluster): # programs, down and across, that share what they load
@@ -48,7 +54,7 @@ def tile_for(columns): # of a product
     "The tile that fits best"
     return tile(128, 192, (2, 1)) if columns % 192 == 0 else tile(192, 128, (1, 2))
 
-# %% ../../nbs/29_epilogues.ipynb #dfe23c51
+# %% ../../nbs/29_epilogues.ipynb #ce33c5b3
 def product_maths(a, b, c=None): # M K, K N, M N
     "a @ b + c, rounded once"
     wide = torch.promote_types(a.dtype, torch.float32)
@@ -63,7 +69,7 @@ def plain_ends():
     def plus(acc, c): return {"D": acc + c}
     return gemm_epilogue()(as_it_is), gemm_epilogue()(plus)
 
-# %% ../../nbs/29_epilogues.ipynb #1e95d42b
+# %% ../../nbs/29_epilogues.ipynb #f9deeabb
 @torch.library.custom_op("llm_speedrun::product_plus", mutates_args=())
 def product_plus_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:
     "a @ b (M K, K N), and c (M N) added, if there is one"
@@ -75,7 +81,7 @@ def product_plus_shape(a, b, c):
     "For tensors without numbers"
     return a.new_empty(len(a), b.shape[1])
 
-# %% ../../nbs/29_epilogues.ipynb #59076ea0
+# %% ../../nbs/29_epilogues.ipynb #6943f1ee
 @register_flop_formula(torch.ops.llm_speedrun.product_plus, get_raw=True)
 def product_flops(a, b, *args, **kwargs):
     "For our counter"
@@ -89,7 +95,7 @@ def product_plus(a, b, c=None): # M K, K N, M N
     "a @ b + c in one kernel, M N"
     return unwatched(product_plus_op)(a, b, c)
 
-# %% ../../nbs/29_epilogues.ipynb #8ebfbff2
+# %% ../../nbs/29_epilogues.ipynb #ddf4e743
 def apart(ab): # ... 2F, gate and up in turn
     "All gates, then all ups"
     return ab.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -106,7 +112,7 @@ def placed(dtype, weights, turns=False): # matrices with as many columns
     for to, new in zip(parts, weights): to.copy_(new)
     return w
 
-# %% ../../nbs/29_epilogues.ipynb #d654e1bf
+# %% ../../nbs/29_epilogues.ipynb #d21ff77c
 @torch.library.custom_op("llm_speedrun::gated_product", mutates_args=())
 def gated_product_op(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
     "Gate and up in turn (N 2F), x @ w.T, and silu(gate)*up (N F); x: N d, w: 2F d, its rows in turn"
@@ -119,7 +125,7 @@ def gated_product_shape(x, w):
     "For tensors without numbers"
     return [x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)]
 
-# %% ../../nbs/29_epilogues.ipynb #d9f0b0bd
+# %% ../../nbs/29_epilogues.ipynb #9049b833
 @register_flop_formula(torch.ops.llm_speedrun.gated_product, get_raw=True)
 def gated_flops(x, w, *args, **kwargs):
     "For our counter"
@@ -129,7 +135,7 @@ def gated_product(x, w): # N d, 2F d
     "Gate and up in turn (N 2F), and h (N F)"
     return unwatched(gated_product_op)(x, w)
 
-# %% ../../nbs/29_epilogues.ipynb #e588fec7
+# %% ../../nbs/29_epilogues.ipynb #59b52098
 @torch.library.custom_op("llm_speedrun::gated_backward", mutates_args=())
 def gated_backward_op(dy: torch.Tensor, w: torch.Tensor, ab: torch.Tensor) -> list[torch.Tensor]:
     "The gradient of gate and up (N 2F, in turn), and h (N F); dy: N d, w: d F, ab: N 2F in turn"
@@ -145,7 +151,7 @@ def gated_backward_shape(dy, w, ab):
     "For tensors without numbers"
     return [torch.empty_like(ab), dy.new_empty(len(dy), w.shape[1])]
 
-# %% ../../nbs/29_epilogues.ipynb #0f966262
+# %% ../../nbs/29_epilogues.ipynb #c965db58
 @register_flop_formula(torch.ops.llm_speedrun.gated_backward, get_raw=True)
 def gated_backward_flops(dy, w, *args, **kwargs):
     "For our counter"
@@ -155,7 +161,7 @@ def gated_backward(dy, w, ab): # N d, d F, N 2F
     "The gradient of gate and up in turn (N 2F), and h (N F)"
     return unwatched(gated_backward_op)(dy, w, ab)
 
-# %% ../../nbs/29_epilogues.ipynb #4ea4df7c
+# %% ../../nbs/29_epilogues.ipynb #922aa06e
 @torch.library.custom_op("llm_speedrun::weight_grad", mutates_args=())
 def weight_grad_op(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     "dy.T @ x (o i) in `dtype`; dy: N o, x: N i"
@@ -167,7 +173,7 @@ def weight_grad_shape(dy, x, dtype):
     "For tensors without numbers"
     return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
 
-# %% ../../nbs/29_epilogues.ipynb #9474632e
+# %% ../../nbs/29_epilogues.ipynb #851a8997
 @register_flop_formula(torch.ops.llm_speedrun.weight_grad, get_raw=True)
 def weight_grad_flops(dy, x, *args, **kwargs):
     "For our counter"
@@ -177,12 +183,12 @@ def weight_grad(dy, x, dtype): # N o, N i, of the weight
     "dy.T @ x, o i"
     return unwatched(weight_grad_op)(dy, x, dtype)
 
-# %% ../../nbs/29_epilogues.ipynb #b03a665c
+# %% ../../nbs/29_epilogues.ipynb #3d7417f0
 def rows(t): # ... d, or None
     "As a matrix, N d"
     return None if t is None else t.contiguous().view(-1, t.shape[-1])
 
-# %% ../../nbs/29_epilogues.ipynb #f7bdaf17
+# %% ../../nbs/29_epilogues.ipynb #0db549fb
 class StreamNorm(torch.autograd.Function):
     "(h, w, eps) -> h as it is, and its RMSNorm; h: ... d"
     @staticmethod
@@ -199,7 +205,7 @@ class StreamNorm(torch.autograd.Function):
         dx, dw = rms_norm_backward(*map(rows, (dn, dh, h)), w, r)
         return dx.view_as(h), dw, None
 
-# %% ../../nbs/29_epilogues.ipynb #e715b853
+# %% ../../nbs/29_epilogues.ipynb #ae1f926a
 class JoinedLinear(torch.autograd.Function):
     "(x, c, *weights) -> x times all weights, and c added; x: ... d; c: as the output, or None; weights: o d"
     @staticmethod
@@ -216,7 +222,7 @@ class JoinedLinear(torch.autograd.Function):
         dws = weight_grad(g, rows(x), ctx.dtype).split(ctx.sizes)
         return product_plus(g, w).view_as(x), dy if ctx.needs_input_grad[1] else None, *dws
 
-# %% ../../nbs/29_epilogues.ipynb #3ec26990
+# %% ../../nbs/29_epilogues.ipynb #7d7260a1
 @once_differentiable
 def _mlp_grads(ctx, dy):
     "The gradients of the arguments of `EpilogueMLP`"
@@ -226,7 +232,7 @@ def _mlp_grads(ctx, dy):
     dgate, dup = (t.contiguous() for t in dw.unbind(1))
     return product_plus(dab, w).view_as(n), dy, dgate, dup, weight_grad(g, mid, ctx.dtype)
 
-# %% ../../nbs/29_epilogues.ipynb #68b154da
+# %% ../../nbs/29_epilogues.ipynb #9f66d5f9
 class EpilogueMLP(torch.autograd.Function):
     "(n, h, gate, up, down) -> h + the MLP of n; n, h: ... d; gate, up: F d; down: d F"
     @staticmethod
@@ -238,7 +244,7 @@ class EpilogueMLP(torch.autograd.Function):
         return product_plus(mid, v.T, rows(h)).view_as(h)
     backward = staticmethod(_mlp_grads)
 
-# %% ../../nbs/29_epilogues.ipynb #194b4bbf
+# %% ../../nbs/29_epilogues.ipynb #05bee7c9
 def heads_with_ends(block, h, cos, sin): # h: the stream, B T d
     "The part `heads`"
     a, norm = block.self_attn, block.input_layernorm
@@ -250,14 +256,14 @@ def project_with_ends(block, h, o): # B T d, B H T D
     "The part `project`: the stream, with the attention added"
     return JoinedLinear.apply(o.transpose(1, 2).flatten(2), h, block.self_attn.o_proj.weight)
 
-# %% ../../nbs/29_epilogues.ipynb #df87eb88
+# %% ../../nbs/29_epilogues.ipynb #b731b50c
 def feed_with_ends(block, h): # B T d
     "The part `feed`: the stream, with the MLP added"
     m, norm = block.mlp, block.post_attention_layernorm
     h, n = StreamNorm.apply(h, norm.weight, norm.eps)
     return EpilogueMLP.apply(n, h, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight)
 
-# %% ../../nbs/29_epilogues.ipynb #eaa2a00b
+# %% ../../nbs/29_epilogues.ipynb #40eb76eb
 @lru_cache
 def epilogues_error(d, F, dtype, device): # width, the MLP's, of the products
     "What goes wrong with such sizes, if anything does: the kernels are compiled at their first call"
@@ -269,7 +275,7 @@ def epilogues_error(d, F, dtype, device): # width, the MLP's, of the products
         except Exception as e: return f"{type(e).__name__}: {e}"
     return ""
 
-# %% ../../nbs/29_epilogues.ipynb #ea6f216d
+# %% ../../nbs/29_epilogues.ipynb #865837cb
 @rung("parts", needs=epilogues_missing, requires=["fused_ops"], gpu_only=True,
       excludes=["fp8", "lean", "compile", "selective_checkpoint", "tensor_parallel"])
 def epilogues(run): # a `Run` in 16 bits, with fused_ops
@@ -285,7 +291,7 @@ def epilogues(run): # a `Run` in 16 bits, with fused_ops
     parts = dict(heads=heads_with_ends, project=project_with_ends, feed=feed_with_ends)
     return run.with_model(partial(set_parts, **parts))
 
-# %% ../../nbs/29_epilogues.ipynb #011309ee
+# %% ../../nbs/29_epilogues.ipynb #16507d7c
 @lru_cache
 def lse_end(dtype): # of the logits
     "An epilogue that stores the logits, and the log-sum-exp of what it stores"
@@ -298,7 +304,7 @@ def lse_end(dtype): # of the logits
         return {"D": x, "lse": x}
     return gemm_epilogue(outs={"lse": OnlineLSEReduce("lse")})(rounded)
 
-# %% ../../nbs/29_epilogues.ipynb #c9128fbe
+# %% ../../nbs/29_epilogues.ipynb #6105a85e
 @torch.library.custom_op("llm_speedrun::logits_lse", mutates_args=("to",))
 def logits_lse_op(h: torch.Tensor, w: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
     "The logits h @ w.T into `to`, and their log-sum-exp (n); h: n d, w: V d, to: n V"
@@ -308,7 +314,7 @@ def logits_lse_op(h: torch.Tensor, w: torch.Tensor, to: torch.Tensor) -> torch.T
     to.copy_(product_maths(h, w.T))
     return to.to(torch.promote_types(h.dtype, torch.float32)).logsumexp(-1)
 
-# %% ../../nbs/29_epilogues.ipynb #9e4a249e
+# %% ../../nbs/29_epilogues.ipynb #567a48e5
 @logits_lse_op.register_fake
 def logits_lse_shape(h, w, to):
     "For tensors without numbers"
@@ -319,7 +325,7 @@ def logits_flops(h, w, *args, **kwargs):
     "For our counter"
     return 2*h.numel()*len(w)
 
-# %% ../../nbs/29_epilogues.ipynb #8f6cbf13
+# %% ../../nbs/29_epilogues.ipynb #52562f3e
 @dataclass(frozen=True)
 class EpilogueCE(GroupedCE):
     "As `GroupedCE` in 16 bits, with sums of exponentials from the product of the logits"
@@ -331,4 +337,75 @@ class EpilogueCE(GroupedCE):
 def head_lse(run): # a `Run` with head_groups
     "The log-sum-exp of the logits from the epilogue of their product"
     def change(model): model.loss = EpilogueCE(**vars(model.loss))
+    return run.with_model(change)
+
+# %% ../../nbs/29_epilogues.ipynb #a1353eb5
+@once_differentiable
+def _linear_back(ctx, dy):
+    "`Fp8Linear`'s, sums for x inside of the tensor cores"
+    (x8t, w8t), s = ctx.saved_tensors, Slots(*ctx.slots)
+    g8, g8t = with_slot(s, "da", quantize, dy.flatten(0, 1), dt=s.grad)
+    dx = in_rows(product(s, g8, w8t, "da", "wo", out=dy.dtype, fast=True), dy)
+    return dx, product(s, g8t, x8t, "da", "o", out=ctx.dtype), *[None]*6
+
+class FastLinear(Fp8Linear):
+    "As `Fp8Linear`"
+    backward = staticmethod(_linear_back)
+
+# %% ../../nbs/29_epilogues.ipynb #cdfc7153
+@once_differentiable
+def _mlp_back(ctx, dh, dm):
+    "`Fp8MLP`'s"
+    (h, r, n8t, w8t, ab, h8t, d8t, w), s = ctx.saved_tensors, Slots(*ctx.slots)
+    g8, g8t = with_slot(s, "dm", quantize, dm.flatten(0, 1), dt=s.grad)
+    up = product(s, g8, d8t, "dm", "wdown", out=h.dtype, fast=True)[:len(h)]
+    dwd = product(s, g8t, h8t, "dm", "h", out=w.dtype)
+    g8, g8t = with_slot(s, "dab", swiglu_backward_quantize, ab, up, dt=s.grad)
+    dn = product(s, g8, w8t, "dab", "wab", out=h.dtype, fast=True)[:len(h)]
+    dwg, dwu = product(s, g8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
+    dx, dw = rms_norm_backward(dn, rows(dh), h, w, r)
+    dx = dx.view(dh.shape)
+    return dx, dx, dw, dwg, dwu, dwd, None, *[None]*6
+
+# %% ../../nbs/29_epilogues.ipynb #58e49320
+@once_differentiable
+def _heads_back(ctx, dh, dq, dk, dv):
+    "`Fp8Heads`'"
+    (h, r, n8t, w8t, qkv, w, *turn), s = ctx.saved_tensors, Slots(*ctx.slots)
+    dw2, g8, g8t = with_slot(s, "dqkv", heads_quantize, dq, dk, dv, qkv, *turn, ctx.eps, dt=s.grad)
+    dn = product(s, g8, w8t, "dqkv", "wqkv", out=h.dtype, fast=True)[:len(h)]
+    dws = product(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
+    dx, dw = rms_norm_backward(dn, rows(dh), h, w, r)
+    dx = dx.view(dh.shape)
+    return dx, dx if ctx.add else None, dw, *dws, *dw2, None, None, None, *[None]*6
+
+class FastMLP(Fp8MLP): "As `Fp8MLP`"; backward = staticmethod(_mlp_back)
+class FastHeads(Fp8Heads): "As `Fp8Heads`"; backward = staticmethod(_heads_back)
+
+# %% ../../nbs/29_epilogues.ipynb #7fdc9b70
+def fast_heads(block, h, cos, sin): # h: the stream B T d, or a pair of it and what is to be added
+    "The part `heads`"
+    a, norm = block.self_attn, block.input_layernorm
+    weights = norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_norm.weight, a.k_norm.weight
+    h, *qkv = FastHeads.apply(*stream_pair(h), *weights, cos, sin, norm.eps, *block.scales())
+    return h, *(t.transpose(1, 2) for t in qkv)
+
+def fast_project(block, h, o): # B T d, B H T D
+    "The part `project`"
+    return h, FastLinear.apply(o.transpose(1, 2).flatten(2), block.self_attn.o_proj.weight, *block.scales())
+
+# %% ../../nbs/29_epilogues.ipynb #1527a7b6
+def fast_feed(block, h): # a pair
+    "The part `feed`"
+    m, norm = block.mlp, block.post_attention_layernorm
+    weights = norm.weight, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
+    return FastMLP.apply(*h, *weights, norm.eps, *block.scales())
+
+@rung("parts", needs=needs_fp8, requires=["fp8"], excludes=["tensor_parallel"], gpu_only=True)
+def fast_grads(run): # a `Run` with fp8
+    "Products in FP8 that carry gradients on keep their sums inside of the tensor cores"
+    new = dict(heads=(fp8_heads, fast_heads), project=(fp8_project, fast_project), feed=(fp8_feed, fast_feed))
+    def change(model):
+        for b in model.layers:
+            set_parts(model, [b], **{k: fast for k, (old, fast) in new.items() if getattr(b, k) is old})
     return run.with_model(change)
