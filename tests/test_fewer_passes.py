@@ -78,12 +78,12 @@ def test_gradient_of_the_mean(dt, V, z_loss, softcap):
     want = z.detach().logsumexp(1) - z.detach().gather(1, y.clamp(min=0)[:, None])[:, 0]
     want = (want + z_loss*z.detach().logsumexp(1)**2).where(y != -100, 0)
     got = x.clone()
-    torch.testing.assert_close(mean_loss(got, y, n, -100, z_loss, softcap, None).double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mean_loss(got, y, n, -100, z_loss, softcap).double(), want, rtol=1e-5, atol=1e-5)
     assert not got[2].any() and off(r.grad, got) < (4e-3 if dt == torch.bfloat16 else 2e-6)     # the interpreter cuts off
     poisoned = x.clone(); poisoned[1, 7], poisoned[3, 0] = torch.nan, torch.inf
-    loss = mean_loss(poisoned, y, n, -100, z_loss, softcap, None)
+    loss = mean_loss(poisoned, y, n, -100, z_loss, softcap)
     assert loss[1].isnan() and poisoned[1].isnan().all() and poisoned[0].isfinite().all()
-    if GPU: assert mean_loss(x.clone(), y.where(y != y[0], V + 3), n, -100, z_loss, softcap, None)[0].isnan()
+    if GPU: assert mean_loss(x.clone(), y.where(y != y[0], V + 3), n, -100, z_loss, softcap)[0].isnan()
 
 @pytest.mark.usefixtures("kernels")
 def test_groups_by_the_kernels():

@@ -75,7 +75,7 @@ LATER = ["fused_ops", "chunked_ce", "bf16,fused_ops,fp8", "bf16,fused_ops,chunke
          "selective_checkpoint", "fused_adamw", "adamw8bit", "bf16,bf16_weights",
          "tf32,bf16,flash,fused_ops,chunked_ce,fp8,checkpoint,fused_adamw", "tied_embedding", "chunked_ce,head_groups", "direct_update",
          "bf16,fused_ops,tied_embedding,chunked_ce,fp8,fast_grads,head_groups,fused_adamw,direct_update",
-         "bf16,fused_ops,epilogues,tied_embedding,chunked_ce,head_groups,head_lse,fused_adamw,direct_update"]
+         "bf16,fused_ops,epilogues,tied_embedding,chunked_ce,head_groups,fused_ce,fused_adamw,direct_update"]
 
 @pytest.mark.parametrize("rungs", LATER)
 def test_later_rungs_leak_nothing(rungs, batch):
@@ -94,7 +94,7 @@ def test_later_rungs_leak_nothing(rungs, batch):
 
 RUNGS = ["tf32", "bf16", "fp16", "flash", "tf32,bf16,flash", "tf32,fp16,flash", "fused_ops",
          "bf16,fused_ops,chunked_ce,fp8", "checkpoint", "selective_checkpoint", "direct_update",
-         "bf16,fused_ops,tied_embedding,chunked_ce,fp8,head_groups", "bf16,fused_ops,epilogues,chunked_ce,head_groups,head_lse"]
+         "bf16,fused_ops,tied_embedding,chunked_ce,fp8,head_groups", "bf16,fused_ops,epilogues,chunked_ce,head_groups,fused_ce"]
 
 @pytest.mark.parametrize("rungs", RUNGS)
 @pytest.mark.parametrize("loss", [fault_forward, fault_backward])

@@ -8,9 +8,8 @@ __all__ = ['epilogues_missing', 'tile', 'tile_for', 'product_maths', 'plain_ends
            'gated_product_shape', 'gated_flops', 'gated_product', 'gated_backward_op', 'gated_backward_shape',
            'gated_backward_flops', 'gated_backward', 'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops',
            'weight_grad', 'rows', 'StreamNorm', 'JoinedLinear', 'EpilogueMLP', 'heads_with_ends', 'project_with_ends',
-           'feed_with_ends', 'epilogues_error', 'epilogues', 'lse_end', 'logits_lse_op', 'logits_lse_shape',
-           'logits_flops', 'EpilogueCE', 'head_lse', 'FastLinear', 'FastMLP', 'FastHeads', 'fast_heads', 'fast_project',
-           'fast_feed', 'fast_grads']
+           'feed_with_ends', 'epilogues_error', 'epilogues', 'FusedCE', 'fused_grads', 'fused_ce', 'FastLinear',
+           'FastMLP', 'FastHeads', 'fast_heads', 'fast_project', 'fast_feed', 'fast_grads']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
 from dataclasses import dataclass
@@ -291,52 +290,36 @@ def epilogues(run): # a `Run` in 16 bits, with fused_ops
     parts = dict(heads=heads_with_ends, project=project_with_ends, feed=feed_with_ends)
     return run.with_model(partial(set_parts, **parts))
 
-# %% ../../nbs/29_epilogues.ipynb #16507d7c
-@lru_cache
-def lse_end(dtype): # of the logits
-    "An epilogue that stores the logits, and the log-sum-exp of what it stores"
-    from cutlass import BFloat16, Float16, Float32
-    from quack.epilogue.frontend import gemm_epilogue
-    from quack.epilogue.ops import OnlineLSEReduce
-    narrow = {torch.bfloat16: BFloat16, torch.float16: Float16}[dtype]
-    def rounded(acc):
-        x = acc.to(narrow).to(Float32)
-        return {"D": x, "lse": x}
-    return gemm_epilogue(outs={"lse": OnlineLSEReduce("lse")})(rounded)
-
-# %% ../../nbs/29_epilogues.ipynb #6105a85e
-@torch.library.custom_op("llm_speedrun::logits_lse", mutates_args=("to",))
-def logits_lse_op(h: torch.Tensor, w: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    "The logits h @ w.T into `to`, and their log-sum-exp (n); h: n d, w: V d, to: n V"
-    if h.is_cuda:
-        end = lse_end(h.dtype)
-        return end(h, w.T, out=dict(D=to), tuned=False, config=tile_for(len(w)))["lse"].view(-1)
-    to.copy_(product_maths(h, w.T))
-    return to.to(torch.promote_types(h.dtype, torch.float32)).logsumexp(-1)
-
-# %% ../../nbs/29_epilogues.ipynb #567a48e5
-@logits_lse_op.register_fake
-def logits_lse_shape(h, w, to):
-    "For tensors without numbers"
-    return h.new_empty(len(h), dtype=torch.promote_types(h.dtype, torch.float32))
-
-@register_flop_formula(torch.ops.llm_speedrun.logits_lse, get_raw=True)
-def logits_flops(h, w, *args, **kwargs):
-    "For our counter"
-    return 2*h.numel()*len(w)
-
-# %% ../../nbs/29_epilogues.ipynb #52562f3e
+# %% ../../nbs/29_epilogues.ipynb #aa901735
 @dataclass(frozen=True)
-class EpilogueCE(GroupedCE):
-    "As `GroupedCE` in 16 bits, with sums of exponentials from the product of the logits"
-    def logits(self, h, w, to): # n d, V d, n V: changed
-        "The logits into `to`, and their log-sum-exp (n), or None where a kernel has to find it"
-        return super().logits(h, w, to) if self.softcap else unwatched(logits_lse_op)(h, w, to)
+class FusedCE(GroupedCE):
+    "As `GroupedCE` in 16 bits, by QuACK's fused linear cross-entropy"
+    def fits(self, h, w): # N d, V d
+        "Whether its kernels can take this"
+        plain = not self.softcap and not self.z_loss and not traced()
+        return plain and h.is_cuda and h.dtype == torch.bfloat16 and w.shape[0] % 128 == w.shape[1] % 8 == 0
+
+    def grads16(self, h, w, y, want_w): # N d, V d, N
+        "Losses (N), gradients of their mean by `h` and `w` (FP32), and how many tokens count"
+        if not self.fits(h, w): return super().grads16(h, w, y, want_w)
+        return fused_grads(h, w, y, self, want_w)
+
+# %% ../../nbs/29_epilogues.ipynb #e7d28acf
+def fused_grads(h, w, y, ce, want_w): # N d, V d in bf16, N, a `FusedCE`
+    "As `FusedCE.grads16`"
+    from quack.linear_cross_entropy import scaled_exp_linear_cross_entropy_fwd
+    count, N = (y != ce.ignore_index).sum().clamp(min=1), len(y)
+    wrong = (y != ce.ignore_index) & ((y < 0) | (y >= len(w)))
+    chunk = max(128, ce.sizes(*h.shape, len(w), 2, h)[0] // 128 * 128)
+    loss, dh, dw = scaled_exp_linear_cross_entropy_fwd(
+        h.contiguous(), w, y.masked_fill(wrong, ce.ignore_index), chunk, ce.ignore_index, need_dw=want_w,
+        grad_scale=1/count.float())
+    return loss[:N].masked_fill(wrong, torch.nan), dh[:N], dw if want_w else h.new_empty(0), count
 
 @rung("parts", needs=epilogues_missing, requires=["head_groups"], excludes=["fp8"], gpu_only=True)
-def head_lse(run): # a `Run` with head_groups
-    "The log-sum-exp of the logits from the epilogue of their product"
-    def change(model): model.loss = EpilogueCE(**vars(model.loss))
+def fused_ce(run): # a `Run` with head_groups
+    "The loss by QuACK's fused linear cross-entropy, for which the gradients of logits never exist"
+    def change(model): model.loss = FusedCE(**vars(model.loss))
     return run.with_model(change)
 
 # %% ../../nbs/29_epilogues.ipynb #a1353eb5

@@ -97,16 +97,16 @@ def grouped8(s, h, w, y, ce): # `Slots`, N d in bf16, V d in FP32, N, a `Grouped
 
 # %% ../../nbs/28_fewer_passes.ipynb #d272f02d
 @jit
-def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, lse_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
+def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
                      z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
-    "A row's loss, and in its place the mean loss's gradient; n: how many count; lse: the row's, if known"
+    "A row's loss, and in the row's place the gradient of all rows' mean loss; n: how many count, FP32"
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V
     y, n = tl.load(y_ptr + row), tl.load(n_ptr)
     counts, valid = y != ignore_index, (y >= 0) & (y < V)
     target = read_logits(x_ptr + y, valid, softcap, False) # before anything is overwritten
     at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-    lse = row_lse(x_ptr, at, V, softcap, BLOCK) if lse_ptr is None else tl.load(lse_ptr + row)
+    lse = row_lse(x_ptr, at, V, softcap, BLOCK)
     loss = tl.where(valid, lse - target + z_loss*lse*lse, float("nan"))
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.))
     shift = tl.where(counts, lse*1.4426950408889634 + tl.log2(n), float("inf"))
@@ -119,17 +119,17 @@ def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, lse_ptr, V: tl.constexpr, ig
 # %% ../../nbs/28_fewer_passes.ipynb #96f5a06e
 @kernel_op(mutates=("logits",))
 def mean_loss(logits: torch.Tensor, y: torch.Tensor, count: torch.Tensor, ignore_index: int, z_loss: float,
-              softcap: float, lse: torch.Tensor | None) -> torch.Tensor:
-    """Each row's loss (N, FP32, zero where ignored): logits N V, contiguous, targets `y` N. The logits become
-    the gradient of the sum divided by `count`, one number; `lse`: their log-sum-exp (N), if known"""
+              softcap: float) -> torch.Tensor:
+    """The loss of each row of `logits` (N V, contiguous) with targets `y` (N): N, FP32, zero where ignored.
+    The logits are overwritten by the gradient of the losses' sum divided by `count`, one FP32 number"""
     if not runs_kernel(logits) or logits.dtype == torch.float64:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         loss = loss_maths(wide, y, ignore_index, z_loss, softcap, True)
         logits.copy_(wide/count)
         return loss
-    (N, V), loss = logits.shape, torch.empty_like(y, dtype=torch.float32)
-    args = logits, y, loss, count, lse, V, ignore_index, z_loss, softcap
-    launch(mean_loss_kernel, (N,), *args, **loss_tile(V))
+    N, V = logits.shape
+    loss = logits.new_empty(N, dtype=torch.float32)
+    launch(mean_loss_kernel, (N,), logits, y, loss, count, V, ignore_index, z_loss, softcap, **loss_tile(V))
     return loss
 
 # %% ../../nbs/28_fewer_passes.ipynb #92a55362
@@ -143,8 +143,8 @@ def grouped16(h, w, y, ce, want_w): # N d, V d, both of one type, N, a `GroupedC
         part = slice(i, min(i + size, len(h)))
         for j in range(i, part.stop, chunk):
             piece = slice(j, min(j + chunk, part.stop))
-            lse = ce.logits(h[piece], w, logits := grads[j - i:piece.stop - i])
-            losses.append(mean_loss(logits, y[piece], n, ce.ignore_index, ce.z_loss, ce.softcap, lse))
+            logits = torch.mm(h[piece], w.T, out=grads[j - i:piece.stop - i])
+            losses.append(mean_loss(logits, y[piece], n, ce.ignore_index, ce.z_loss, ce.softcap))
         torch.mm(grads[:part.stop - i], w, out=dh[part])
         if want_w: add_product(dw, grads[:part.stop - i].T, h[part])
     return torch.cat(losses), dh, dw, count
@@ -172,7 +172,7 @@ def _grouped_forward(ctx, h, w, y, ce, want_w, *slots):
     if slots: losses, dh, dw, n = grouped8(Slots(*slots), h, w, y, ce)
     else:
         dtype = compute_dtype(h)
-        losses, dh, dw, n = grouped16(h.to(dtype), w.to(dtype), y, ce, want_w)
+        losses, dh, dw, n = ce.grads16(h.to(dtype), w.to(dtype), y, want_w)
     ctx.grads, ctx.dtypes = (dh, dw), (h.dtype, w.dtype)
     return losses.sum() / n
 
@@ -200,9 +200,9 @@ class GroupedCE(ChunkedCE):
         "Tokens in a group and in a chunk"
         return group_sizes(N, d, V, nbytes, self.group, self.budget, sms(x))
 
-    def logits(self, h, w, to): # n d, V d, n V: changed
-        "In 16 bits, the logits into `to`, and their log-sum-exp (n), or None where the kernel has to find it"
-        torch.mm(h, w.T, out=to)
+    def grads16(self, h, w, y, want_w): # N d, V d, both of one type, N
+        "As `grouped16`, which another loss may replace"
+        return grouped16(h, w, y, self, want_w)
 
     def __call__(self, h, w, y): # B T d, V d, B T: hidden states, output projection, tokens that follow
         plain = torch.compiler.is_compiling() or not (torch.is_grad_enabled() and h.requires_grad)

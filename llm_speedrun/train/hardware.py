@@ -37,7 +37,7 @@ from ..world import compare_together, processes
 PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops tied_embedding chunked_ce fp8 "
                                  "head_groups cuda_graphs fused_adamw direct_update",
                fastest16="tf32 half flash flash4 fused_ops epilogues tied_embedding chunked_ce head_groups "
-                         "head_lse cuda_graphs fused_adamw direct_update",
+                         "fused_ce cuda_graphs fused_adamw direct_update",
                smallest="tf32 half flash fused_ops chunked_ce checkpoint cuda_graphs adamw8bit",
                safe="tf32 half flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
 
