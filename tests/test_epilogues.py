@@ -65,11 +65,13 @@ def test_nan_stays_in_its_row():
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
 @pytest.mark.parametrize("std", [1., 6.])
-@pytest.mark.parametrize("n, d, V", [(4096, 768, 50304), (1000, 2048, 50304), (257, 64, 384), (1, 64, 384), (65536, 768, 50304)])
+@pytest.mark.parametrize("n, d, V", [(4096, 768, 50304), (1000, 2048, 50304), (257, 64, 384), (1, 64, 384), (65536, 768, 50304),
+    (600, 32, 384), (768, 768, 1152), (700, 768, 1152), (2048, 2048, 1024)])
 def test_fused_loss(n, d, V, std):
-    "Losses and gradients as near to float64 as notebook 28's, with large logits too, at any number of tokens, in several chunks"
+    """Losses as near to float64 as notebook 28's, gradients within some roundings to bf16: of the exponentials, a row's factor, and this times h.
+    With large logits too, at any number of tokens, as many as the width among them, in several chunks"""
     h, w, y = rand(n, d, std=std), rand(V, d, std=d**-.5), torch.randint(V, (n,), device=DEVICE)
-    y[::7] = -100
+    y[1::7] = -100
     small = dict(group=2**28, budget=2**27)
     (l, dh, dw, count), theirs = (f(**small).grads16(h, w, y, True) for f in (e.FusedCE, GroupedCE))
     assert e.FusedCE(**small).fits(h, w) and count == theirs[3] and dw.dtype == torch.float32
@@ -80,10 +82,11 @@ def test_fused_loss(n, d, V, std):
     keep = (y[:m] != -100)[:, None]
     p[torch.arange(m), y[:m].clamp(min=0)] -= 1
     exact = (p*keep) @ w.double()/count
-    assert off(loss, l[:m]) <= 1.1*off(loss, theirs[0][:m]) + 1e-6 and off(exact, dh[:m]) <= 1.1*off(exact, theirs[1][:m]) + 1e-6
+    assert off(loss, l[:m]) <= 1.1*off(loss, theirs[0][:m]) + 1e-6
+    assert off(exact, dh[:m]) < 4e-3
     if m == n:
         dw_exact = (p*keep).T @ h.double()/count
-        assert off(dw_exact, dw) <= 1.3*off(dw_exact, theirs[2]) + 1e-6
+        assert off(dw_exact, dw) < 5e-3
     else: assert off(theirs[2].double(), dw) < 2e-2
 
 @pytest.mark.cuda
@@ -160,6 +163,17 @@ def test_what_is_counted():
     assert abs(sum(o.flops for o in a)/sum(o.flops for o in b) - 1) < 1e-6
     assert sum(o.bytes for o in b) < sum(o.bytes for o in a)
     assert {"product_plus", "gated_product", "gated_backward", "weight_grad"} <= {o.name for o in b}
+
+def test_no_chunk_has_as_many_rows_as_columns():
+    "QuACK couldn't tell a vector of one from one of the other; in whole blocks of 128, and as large as may be"
+    for d in (128, 256, 768, 1000, 2048):
+        for N in [*range(1, 3000, 61), 768, 1024, 2048, 2049, 65536]:
+            for most in (128, 700, 768, 2048, 16896):
+                c = e.fused_chunk(N, d, most)
+                if c is None: assert d in (128, 256) and (most <= d or N <= d); continue
+                rows = {-(-min(c, N - i)//128)*128 for i in range(0, N, c)}
+                assert c % 128 == 0 and c < most + 128 and d not in rows
+    assert e.fused_chunk(65536, 768, 16896) == 16896 and e.fused_chunk(600, 32, 600) == 640 and e.fused_chunk(2048, 2048, 2048) == 1920
 
 @pytest.mark.parametrize("how", [dict(softcap=15.), dict(z_loss=1e-4)])
 def test_what_the_fused_loss_leaves_to_the_kernel(how):

@@ -8,8 +8,8 @@ __all__ = ['epilogues_missing', 'tile', 'tile_for', 'product_maths', 'plain_ends
            'gated_product_shape', 'gated_flops', 'gated_product', 'gated_backward_op', 'gated_backward_shape',
            'gated_backward_flops', 'gated_backward', 'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops',
            'weight_grad', 'rows', 'StreamNorm', 'JoinedLinear', 'EpilogueMLP', 'heads_with_ends', 'project_with_ends',
-           'feed_with_ends', 'epilogues_error', 'epilogues', 'FusedCE', 'fused_grads', 'fused_ce', 'FastLinear',
-           'FastMLP', 'FastHeads', 'fast_heads', 'fast_project', 'fast_feed', 'fast_grads']
+           'feed_with_ends', 'epilogues_error', 'epilogues', 'fused_chunk', 'FusedCE', 'fused_grads', 'fused_ce',
+           'FastLinear', 'FastMLP', 'FastHeads', 'fast_heads', 'fast_project', 'fast_feed', 'fast_grads']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
 from dataclasses import dataclass
@@ -291,6 +291,11 @@ def epilogues(run): # a `Run` in 16 bits, with fused_ops
     return run.with_model(partial(set_parts, **parts))
 
 # %% ../../nbs/29_epilogues.ipynb #aa901735
+def fused_chunk(N, d, most): # tokens, width, the most in a chunk
+    "The tokens of a chunk, a multiple of 128, so that none has `d` rows; None where that can't be"
+    def last(c): return -(-((N - 1) % c + 1)//128)*128 # rows of the last chunk, filled up
+    return next((c for c in range(-(-most//128)*128, 0, -128) if d not in (c, last(c))), None)
+
 @dataclass(frozen=True)
 class FusedCE(GroupedCE):
     "As `GroupedCE` in 16 bits, by QuACK's fused linear cross-entropy"
@@ -301,16 +306,15 @@ class FusedCE(GroupedCE):
 
     def grads16(self, h, w, y, want_w): # N d, V d, N
         "Losses (N), gradients of their mean by `h` and `w` (FP32), and how many tokens count"
-        if not self.fits(h, w): return super().grads16(h, w, y, want_w)
-        return fused_grads(h, w, y, self, want_w)
+        chunk = self.fits(h, w) and fused_chunk(*h.shape, self.sizes(*h.shape, len(w), 2, h)[0])
+        return fused_grads(h, w, y, self, want_w, chunk) if chunk else super().grads16(h, w, y, want_w)
 
 # %% ../../nbs/29_epilogues.ipynb #e7d28acf
-def fused_grads(h, w, y, ce, want_w): # N d, V d in bf16, N, a `FusedCE`
+def fused_grads(h, w, y, ce, want_w, chunk): # N d, V d in bf16, N, a `FusedCE`, tokens in a chunk
     "As `FusedCE.grads16`"
     from quack.linear_cross_entropy import scaled_exp_linear_cross_entropy_fwd
     count, N = (y != ce.ignore_index).sum().clamp(min=1), len(y)
     wrong = (y != ce.ignore_index) & ((y < 0) | (y >= len(w)))
-    chunk = max(128, ce.sizes(*h.shape, len(w), 2, h)[0] // 128 * 128)
     loss, dh, dw = scaled_exp_linear_cross_entropy_fwd(
         h.contiguous(), w, y.masked_fill(wrong, ce.ignore_index), chunk, ce.ignore_index, need_dw=want_w,
         grad_scale=1/count.float())
