@@ -80,7 +80,7 @@ BF16 = [*BODY, "cuda_graphs", "fused_adamw"]
 COURSE = dict(fp8=FP8, bf16=BF16)
 NEW = ["tied_embedding", "head_groups", "direct_update"]
 def there(*rungs): return [r for r in rungs if not find_rung(r).needs()]
-ALL = dict(fp8=NEW + there("flash4", "fast_grads"), bf16=NEW + there("flash4", "epilogues", "fused_ce"))
+ALL = dict(fp8=NEW + there("flash4", "fast_grads", "fp8_gated"), bf16=NEW + there("flash4", "epilogues", "fused_ce"))
 RES = dict(machine=machine(), smoke=A.smoke, parts={})
 GEN = torch.Generator(DEVICE).manual_seed(0)
 
