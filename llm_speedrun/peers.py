@@ -22,7 +22,7 @@ from .measure import (Measured, Table, caption, default_device, fmt, gpu_uuid, m
                                   table, take_turns, version_of, warm_up)
 from .model import GPT, matrix_params
 from .roofline import matmul_precision
-from .runs import ROOM_GIB, Stepper, build, code_of, find_rung, free_memory
+from .runs import ROOM_GIB, Stepper, build, code_of, find_rung, free_memory, stepper_of
 
 # %% ../nbs/25_peers.ipynb #25peer10
 class Step:
@@ -89,8 +89,8 @@ def adapter(name, # of the project
 def ours(rungs, # names
          config): # a `GPTConfig`
     "Our own run with `rungs`, as a `Peer`"
-    step = Stepper(build(config, rungs))
-    return Peer(step, step.run.model, f"code {code_of(rungs)}")
+    run = build(config, rungs)
+    return Peer(stepper_of(run)(run), run.model, f"code {code_of(rungs)}")
 
 # %% ../nbs/25_peers.ipynb #25peer22
 def plain_compile(config, path, whole): # of all as one program, or block by block

@@ -3,7 +3,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 import pytest, torch
 from llm_speedrun.roofline import matmul_precision
-from llm_speedrun.runs import Stepper, build, count_step, find_rung, reference_errors
+from llm_speedrun.runs import Stepper, build, count_step, find_rung, reference_errors, stepper_of
 from llm_speedrun.sample import generate
 from llm_speedrun.rungs import amp, flash, tf32
 from llm_speedrun.train.trainer import train
@@ -73,7 +73,9 @@ def test_nothing_leaks(before, half, batch):
 # Those of the later notebooks that run on a CPU, alone where that is possible, and together
 LATER = ["fused_ops", "chunked_ce", "bf16,fused_ops,fp8", "bf16,fused_ops,chunked_ce,fp8", "compile", "checkpoint",
          "selective_checkpoint", "fused_adamw", "adamw8bit", "bf16,bf16_weights",
-         "tf32,bf16,flash,fused_ops,chunked_ce,fp8,checkpoint,fused_adamw"]
+         "tf32,bf16,flash,fused_ops,chunked_ce,fp8,checkpoint,fused_adamw", "tied_embedding", "chunked_ce,head_groups", "direct_update",
+         "bf16,fused_ops,tied_embedding,chunked_ce,fp8,fast_grads,fp8_gated,head_groups,fused_adamw,direct_update",
+         "bf16,fused_ops,epilogues,tied_embedding,chunked_ce,head_groups,fused_ce,fused_adamw,direct_update"]
 
 @pytest.mark.parametrize("rungs", LATER)
 def test_later_rungs_leak_nothing(rungs, batch):
@@ -81,7 +83,8 @@ def test_later_rungs_leak_nothing(rungs, batch):
     rungs = rungs.split(",")
     if why := next(filter(None, (find_rung(r).needs() for r in rungs)), ""): pytest.skip(why)
     was, states = flags(), random_states()
-    step = Stepper(build(NANO, rungs))
+    run = build(NANO, rungs)
+    step = stepper_of(run)(run)
     assert not changed(was) and random_states() == states, "build"
     for _ in range(2): assert step(*batch).isfinite()
     assert not changed(was) and random_states() == states, "step"
@@ -90,7 +93,8 @@ def test_later_rungs_leak_nothing(rungs, batch):
     assert not changed(was) and random_states() == states, "evaluate, generate"
 
 RUNGS = ["tf32", "bf16", "fp16", "flash", "tf32,bf16,flash", "tf32,fp16,flash", "fused_ops",
-         "bf16,fused_ops,chunked_ce,fp8", "checkpoint", "selective_checkpoint"]
+         "bf16,fused_ops,chunked_ce,fp8", "checkpoint", "selective_checkpoint", "direct_update",
+         "bf16,fused_ops,tied_embedding,chunked_ce,fp8,head_groups", "bf16,fused_ops,epilogues,chunked_ce,head_groups,fused_ce"]
 
 @pytest.mark.parametrize("rungs", RUNGS)
 @pytest.mark.parametrize("loss", [fault_forward, fault_backward])
@@ -98,7 +102,7 @@ def test_nothing_leaks_where_a_step_raises(rungs, loss, batch):
     "An error in the forward or the backward pass leaves every setting as it was"
     run = replace(build(NANO, rungs.split(",")), loss=loss)
     was = flags()
-    with pytest.raises(ArithmeticError): Stepper(run)(*batch)
+    with pytest.raises(ArithmeticError): stepper_of(run)(run)(*batch)
     with pytest.raises(ArithmeticError) if loss is fault_forward else torch.no_grad(): Stepper(run).evaluate(batch)
     assert not changed(was)
 

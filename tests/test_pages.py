@@ -241,19 +241,20 @@ def fits_file(root, *rows):
     about = dict(seq=1024, gpu="NVIDIA H200", torch="2.11", date="2026-11-23")
     (root/"nbs/measurements/fits.json").write_text(json.dumps([about | r for r in rows]), encoding="utf-8")
 
-FASTEST = "tf32 bf16 flash:backend=cudnn fused_ops chunked_ce fp8:parts=mlp cuda_graphs fused_adamw".split()
+FASTEST = ("tf32 bf16 flash:backend=cudnn fused_ops tied_embedding chunked_ce fp8:parts=mlp head_groups cuda_graphs "
+           "fused_adamw direct_update").split()
 
 def test_the_largest_micro_batch_that_fits(root):
     row = lambda gib, n, **kw: dict(workload="124m", rungs=FASTEST, gib=gib, micro=n, peak_gib=gib/2) | kw
-    sixteen = ["tf32", "bf16", "flash", "fused_ops", "chunked_ce", "cuda_graphs", "fused_adamw"]
+    sixteen = "tf32 bf16 flash fused_ops tied_embedding chunked_ce head_groups cuda_graphs fused_adamw direct_update".split()
     fits_file(root, row(80, 64), row(24, 32), row(16, 8), row(24, 0, workload="350m", peak_gib=None), row(80, 4, workload="1b"),
               row(16, 4, rungs=sixteen), row(10, 0, rungs=sixteen, peak_gib=None), row(80, 2, seq=2048))
     found = records.fits(root)
     largest = lambda gpu, rungs=FASTEST, w="124m": gpus.largest_micro(found, GPU[gpu], w, rungs)
     assert [largest(k) for k in ("RTX 4080", "RTX 4090", "L40S", "H100", "H200")] == [8, 32, 32, 64, 64]
     assert largest("RTX 4090", w="350m") == 0 and largest("RTX 4090", w="1b") is None
-    assert largest("T4", ["fp16", "flash", "fused_ops", "chunked_ce", "fused_adamw"]) == 4   # as much as bf16's
-    assert largest("RTX 3080", ["tf32", "bf16", "flash", "fused_ops", "chunked_ce", "fused_adamw"]) == 0
+    assert largest("T4", ["fp16", "flash", "fused_ops", "tied_embedding", "chunked_ce", "fused_adamw"]) == 4   # as much as bf16's
+    assert largest("RTX 3080", ["tf32", "bf16", "flash", "fused_ops", "tied_embedding", "chunked_ce", "fused_adamw"]) == 0
     text = pages.written("gpus.qmd", root)
     assert re.search(r"\| `124m` \| 32 \| not measured yet \|", part(text, "RTX 4090")) and "| `350m` | none | not measured yet |  |  |  |  |" in part(text, "RTX 4090")
     assert "2026-11-23" in text and "there is no `nbs/measurements/fits.json`" not in text

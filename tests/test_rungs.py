@@ -29,7 +29,7 @@ def card(monkeypatch):
 
 @pytest.mark.parametrize("name,near", [
     ("tf23", "tf32"), ("bf61", "bf16"), ("flsh", "flash"), ("fp8x", "fp8"), ("checkpiont", "checkpoint"),
-    ("adamw8", "adamw8bit"), ("fused_op", "fused_ops"), ("chunked", "chunked_ce"), ("compiled", "compile")])
+    ("adamw8", "adamw8bit"), ("tied", "tied_embedding"), ("head_group", "head_groups"), ("fused_op", "fused_ops"), ("chunked", "chunked_ce"), ("compiled", "compile")])
 def test_unknown_rung(name, near):
     "A misspelt rung is answered with the nearest names and all there are"
     for f in (find_rung, lambda n: build(NANO, [n])):
@@ -82,21 +82,36 @@ def test_presets_run_on_every_card(card):
 
 def test_presets_of_a_card(card, monkeypatch):
     "An H200 takes every rung; an A100 no FP8; a T4 float16; and without Triton no rung that builds on its kernels"
-    for r in ("fused_ops", "adamw8bit"): monkeypatch.setattr(RUNGS[r], "needs", lambda: "")
+    kernels = "fused_ops", "adamw8bit", "tied_embedding", "head_groups", "direct_update"
+    for r in ("epilogues", "fused_ce", "flash4"): monkeypatch.setattr(find_rung(r), "needs", lambda: "not installed")
+    for r in kernels: monkeypatch.setattr(find_rung(r), "needs", lambda: "")
     card("NVIDIA H200", 9, 0)
-    most = "tf32 bf16 flash fused_ops chunked_ce".split()
-    assert presets() == dict(naive=[], fastest=[*most, "fp8", "cuda_graphs", "fused_adamw"],
-                             fastest16=[*most, "cuda_graphs", "fused_adamw"],
-                             smallest=[*most, "checkpoint", "adamw8bit"], safe=["tf32", "bf16", "flash", "fused_adamw"])
+    most, end = "tf32 bf16 flash fused_ops tied_embedding chunked_ce".split(), "head_groups cuda_graphs fused_adamw direct_update".split()
+    assert presets() == dict(naive=[], fastest=[*most, "fp8", *end], fastest16=[*most, *end],
+                             smallest="tf32 bf16 flash fused_ops chunked_ce checkpoint cuda_graphs adamw8bit".split(), safe=["tf32", "bf16", "flash", "fused_adamw"])
     card("NVIDIA A100", 8, 0)
-    assert presets()["fastest"] == presets()["fastest16"] == [*most, "cuda_graphs", "fused_adamw"]
+    assert presets()["fastest"] == presets()["fastest16"] == [*most, *end]
     card("Tesla T4", 7, 5)
     assert presets()["safe"] == ["fp16", "flash", "fused_adamw"]
     card("NVIDIA H200", 9, 0)
-    monkeypatch.setattr(RUNGS["fused_ops"], "needs", lambda: "no Triton")
+    for r in kernels: monkeypatch.setattr(RUNGS[r], "needs", lambda: "no Triton")
     assert presets()["fastest"] == "tf32 bf16 flash chunked_ce cuda_graphs fused_adamw".split()
     monkeypatch.setattr(RUNGS["flash4"], "needs", lambda: "")      # FlashAttention-4 is installed
     assert presets()["fastest"] == "tf32 bf16 flash flash4 chunked_ce cuda_graphs fused_adamw".split()
+    for r in (*kernels, "epilogues", "fused_ce"): monkeypatch.setattr(RUNGS[r], "needs", lambda: "")   # and QuACK, which it brings
+    assert presets()["fastest16"] == ("tf32 bf16 flash flash4 fused_ops epilogues tied_embedding chunked_ce head_groups fused_ce "
+                                      "cuda_graphs fused_adamw direct_update").split()
+    assert not {"epilogues", "fused_ce"} & {*presets()["fastest"]} # FP8 does without
+
+@pytest.mark.parametrize("beside, gone", [("ddp", ""), ("fsdp", "cuda_graphs tied_embedding"),
+                                          ("tensor_parallel", "cuda_graphs tied_embedding head_groups")])
+def test_presets_beside_several_processes(card, monkeypatch, beside, gone):
+    "What doesn't go with the other drops out, and what is left can be put together"
+    card("NVIDIA H200", 9, 0)
+    alone, kept = (parse_rungs(s) for s in ("fastest", f"fastest,{beside}"))
+    assert {*alone} - {*kept} == {*gone.split()} & {*alone} and kept[-1] == beside
+    applied = []
+    for r, _ in in_order(kept): check_rung(r, applied); applied.append(r.__name__)
 
 @pytest.mark.parametrize("preset", presets())
 def test_presets_step_here(preset):
@@ -122,12 +137,14 @@ def test_exclusion(run):
     for f, g in ((bf16, fp16), (fp16, bf16)):
         with fails(ValueError, "exclude each other: choose one", "'bf16'", "'fp16'"): g(f(run))
     with fails(ValueError, "exclude each other"): build(NANO, ["fp16", "flash", "bf16"])
+    for a, b in (("direct_update", "fp16"), ("tied_embedding", "fsdp"), ("tied_embedding", "tensor_parallel")):
+        with fails(ValueError, "exclude each other", f"'{a}'", f"'{b}'"): build(NANO, [a, b])
     for a, b in (("checkpoint", "selective_checkpoint"), ("fused_adamw", "adamw8bit"), ("fused_adamw", "bf16_weights")):
         with fails(ValueError, "exclude each other", f"'{a}'", f"'{b}'"): build(NANO, ["bf16", a, b])
 
 @pytest.mark.parametrize("rungs,missing", [
     ("fp8", "'bf16' and 'fused_ops'"), ("fp8,bf16", "'fused_ops'"), ("fp8,fused_ops", "'bf16'"),
-    ("bf16_weights", "bf16")])
+    ("bf16_weights", "bf16"), ("head_groups,bf16", "'chunked_ce'")])
 def test_a_rung_that_builds_on_another(rungs, missing):
     "A rung whose foundation is missing names it"
     with fails(ValueError, f"rung '{rungs.split(',')[0]}'", missing): build(NANO, rungs.split(","))

@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = dict(plain=(-100, 0., 0.), ignored=(3, 0., 0.), z_loss=(-100, .01, 0.), softcap=(-100, 0., 5.), all=(3, .01, 5.))
 FUSED = ["flash", "fused_ops", "chunked_ce"]
 LISTS = {"naive": ([], 10, 1), "fused": (FUSED, 50, 2), "bf16": (["bf16", *FUSED, "fused_adamw"], 10, 1),
-         "checkpoint": ([*FUSED, "checkpoint"], 5, 2),
+         "checkpoint": ([*FUSED, "checkpoint"], 5, 2), "direct_update": ([*FUSED, "fused_adamw", "direct_update"], 5, 2),
          "softcap": (["flash", "chunked_ce:z_loss=0.01:softcap=5:budget=0"], 5, 1)}     # rungs, steps, micro-batches
 FP8 = ["bf16", *FUSED, "fp8:parts=heads+out+mlp"], 10, 1
 if DEVICE == "cuda": LISTS["compile"] = [*FUSED, "compile"], 5, 1     # on two CPUs it takes 10 s

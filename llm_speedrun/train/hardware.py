@@ -34,9 +34,11 @@ from ..rungs.checkpointing import MemoryCounter, prepared
 from ..world import compare_together, processes
 
 # %% ../../nbs/32_hardware.ipynb #65ed883e
-PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops chunked_ce fp8 cuda_graphs fused_adamw",
-               fastest16="tf32 half flash fused_ops chunked_ce cuda_graphs fused_adamw",
-               smallest="tf32 half flash fused_ops chunked_ce checkpoint adamw8bit",
+PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops tied_embedding chunked_ce fp8 "
+                                 "head_groups cuda_graphs fused_adamw direct_update",
+               fastest16="tf32 half flash flash4 fused_ops epilogues tied_embedding chunked_ce head_groups "
+                         "fused_ce cuda_graphs fused_adamw direct_update",
+               smallest="tf32 half flash fused_ops chunked_ce checkpoint cuda_graphs adamw8bit",
                safe="tf32 half flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
 
 # %% ../../nbs/32_hardware.ipynb #c45f3f46

@@ -95,9 +95,10 @@ def needs_of(r):
 PARTS = dict(
     heads="norm, Q, K, V and RoPE (`heads`)", attend="attention (`attend`)",
     project="attention's output (`project`)", feed="the MLP (`feed`)", layer="how a block is run (`layer`)",
-    last_norm="the last norm (`last_norm`)", model_loss="the loss (`model.loss`)",
+    last_norm="the last norm (`last_norm`)", embedding="the class of the embedding", model_loss="the loss (`model.loss`)",
     linear="the class of the linear layers", weights="the weights' type",
-    loss="the call of the model (`Run.loss`)", optimizer="the optimizer", scaler="the gradient scaler",
+    loss="the call of the model (`Run.loss`)", optimizer="the optimizer",
+    stepper="what takes the steps (`Run.stepper`)", scaler="the gradient scaler",
     fmt="the format of matrix products", step_contexts="a setting around the step",
     forward_contexts="a setting around the forward pass", checks="checks before the update",
     releases="what can be dropped and made again", stateful="state that a checkpoint keeps")
@@ -108,14 +109,21 @@ def parts_of(run):
     own = {f.name: getattr(run, f.name) for f in fields(Run) if f.name in PARTS}
     parts = {k: getattr(block, k) for k in ("heads", "attend", "project", "feed", "layer")}
     types = dict(weights={p.dtype for p in m.parameters()}, linear={type(x) for x in block.modules()})
-    return own | parts | types | dict(last_norm=m.last_norm, model_loss=m.loss)
+    return own | parts | types | dict(last_norm=m.last_norm, model_loss=m.loss,
+                                embedding=type(m.embed_tokens))
+
+def required(r):
+    "What it builds on, and what that builds on"
+    return [name for k in r.requires for name in (*required(RUNGS[k]), k)]
 
 def below(name):
     "Rungs to apply before this one, so that it can do all that it does"
     r = RUNGS[name]
-    wanted = ["bf16", *r.requires, *(k for k in r.follows if not RUNGS[k].gpu_only)]
-    clash = lambda k: k in r.excludes or name in RUNGS[k].excludes
-    return list(dict.fromkeys(k for k in wanted if k != name and not clash(k)))
+    wanted = ["bf16", *required(r), *(k for k in r.follows if not RUNGS[k].gpu_only)]
+    kept = [name]
+    for k in wanted: # of two that exclude each other the first
+        if k not in kept and not any(hardware.clash(k, o) for o in kept): kept.append(k)
+    return kept[1:]
 
 def replaced(name):
     "What the rung replaces: seen by applying it to a small run, in words"
