@@ -337,7 +337,7 @@ def of_peers(name):
     c, B = workload(name), MODELS[name]
     lists = {f"ours, {k} now": COURSE[k] + ALL[k] for k in COURSE}
     if c.width < 1024: lists |= {f"ours, {k} before": COURSE[k] for k in COURSE}
-    else: lists |= {"ours, fp8 now, cuDNN alone": COURSE["fp8"] + [r for r in ALL["fp8"] if r != "flash4"]}
+    else: lists |= {"ours, fp8 exact sums": COURSE["fp8"] + [r for r in ALL["fp8"] if r not in ("fast_grads", "fp8_gated")]}
     many = 2 if c.width < 1024 else 1 # of ours at a time: each recording has memory of its own
     table, them = {}, []
     def first():
