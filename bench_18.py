@@ -80,7 +80,7 @@ BF16 = [*BODY, "cuda_graphs", "fused_adamw"]
 COURSE = dict(fp8=FP8, bf16=BF16)
 NEW = ["tied_embedding", "head_groups", "direct_update"]
 def there(*rungs): return [r for r in rungs if not find_rung(r).needs()]
-ALL = dict(fp8=NEW + there("flash4", "fast_grads"), bf16=NEW + there("flash4", "epilogues", "fused_ce"))
+ALL = dict(fp8=NEW + there("flash4", "fast_grads", "fp8_gated"), bf16=NEW + there("flash4", "epilogues", "fused_ce"))
 RES = dict(machine=machine(), smoke=A.smoke, parts={})
 GEN = torch.Generator(DEVICE).manual_seed(0)
 
@@ -337,7 +337,7 @@ def of_peers(name):
     c, B = workload(name), MODELS[name]
     lists = {f"ours, {k} now": COURSE[k] + ALL[k] for k in COURSE}
     if c.width < 1024: lists |= {f"ours, {k} before": COURSE[k] for k in COURSE}
-    else: lists |= {"ours, fp8 exact sums": COURSE["fp8"] + [r for r in ALL["fp8"] if r not in ("fast_grads")]}
+    else: lists |= {"ours, fp8 exact sums": COURSE["fp8"] + [r for r in ALL["fp8"] if r not in ("fast_grads", "fp8_gated")]}
     many = 2 if c.width < 1024 else 1 # of ours at a time: each recording has memory of its own
     table, them = {}, []
     def first():

@@ -198,6 +198,39 @@ def test_sums_inside_only_where_fp8_is(parts):
     for part, name in dict(heads="heads", out="project", mlp="feed").items():
         assert (getattr(plain, name) is not getattr(fast, name)) == (part in parts.split("+"))
 
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("more", [["fp8_gated"], ["fast_grads", "fp8_gated"], ["head_groups", "fp8_gated", "checkpoint"]], ids="+".join)
+def test_gated_in_fp8(more, micro):
+    "With h by way of bf16 gradients are as near to FP32's as without"
+    near([*EIGHT, *more], [*EIGHT, *(k for k in more if k in ("head_groups", "checkpoint"))], micro=micro)
+
+def test_gated_only_where_the_mlp_is_in_fp8():
+    feeds = [build(SMALL, [*EIGHT[:3], f"fp8:parts={p}", "fp8_gated"], DEVICE).model.layers[0].feed for p in ("heads", "mlp")]
+    assert feeds[0] is not e.pairs_feed and feeds[1] is e.pairs_feed
+
+@pytest.mark.parametrize("N, width", [(37, 48), (64, 128), (5, 1040), *(pytest.param(*s, marks=cuda) for s in [(65536, 2048), (3001, 5632)])])
+@pytest.mark.parametrize("dt", [torch.float8_e5m2, torch.float8_e4m3fn])
+def test_pairs_are_rounded_as_halves(N, width, dt, monkeypatch):
+    "Gate and up in turn or apart: the same bytes, the same maximum, and a NaN"
+    if not GPU: monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ab, dh = rand(N, 2*width), rand(N, width)
+    for bad in (False, True):
+        if bad: ab[N//2, 6] = torch.nan
+        scale, (a, b) = torch.full((1,), 8., device=DEVICE), torch.zeros(2, 1, device=DEVICE).unbind()
+        one, two = f8.swiglu_backward_quantize(e.apart(ab).contiguous(), dh, scale, a, dt), e.pairs_back_quantize(ab, dh, scale, b, dt)
+        for x, y in zip(one, two): assert x.view(torch.uint8).equal(y.view(torch.uint8))
+        assert a.equal(b) or bad and a.isnan() and b.isnan()
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("N, d, width", [(4096, 768, 2048), (1008, 2048, 5632), (16, 64, 96), (33, 48, 40)])
+def test_gated_product_in_fp8(N, d, width):
+    "Of 8-bit matrices, at sizes that QuACK takes and at others; h is that of the sums before they are rounded"
+    x, w, inverse = rand(N, d, std=4.).to(f8.E4M3), rand(2*width, d, std=4.).to(f8.E4M3), torch.full((1,), d**-.5/16, device=DEVICE)
+    ab, h = e.gated8_op._init_fn(x, w, inverse)
+    exact = (x.double() @ w.double().T)*inverse.double()
+    assert off(exact, ab) < 4e-3 and off(F.silu(exact[:, ::2])*exact[:, 1::2], h) < 8e-3
+
 def test_a_wrong_fast_gradient_is_found(monkeypatch):
     "Such as one of other scales"
     right = e.product
