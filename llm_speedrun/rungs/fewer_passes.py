@@ -58,22 +58,22 @@ def logits_into(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, q: tor
            ignore_index, z_loss, softcap, HALF_MOST, LARGEST[E5M2], **SQUARE_TILE)
 
 # %% ../../nbs/28_fewer_passes.ipynb #75ec9a59
-def mm8_into(to, a, b, inverse_a, inverse_b): # changed: n N, n up to M; M K; N K; one number each
+def mm8_into(to, a, b, inverse_a, inverse_b, # changed: n N, n up to M; M K; N K; one number each
+             fast=False): # whether to sum up in fewer bits
     "to = the first n rows of a @ b.T, of 8-bit matrices with their scales divided out"
     if a.is_cuda and not traced() and len(to) == len(a) and not any(n % 16 for n in (*a.shape, len(b))):
-        torch._scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=to.dtype, out=to)
-    else: to.copy_(mm8(a, b, inverse_a, inverse_b, out=to.dtype)[:len(to)])
+        torch._scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=to.dtype, out=to, use_fast_accum=fast)
+    else: to.copy_(mm8(a, b, inverse_a, inverse_b, out=to.dtype, fast=fast)[:len(to)])
 
 # %% ../../nbs/28_fewer_passes.ipynb #6e688eba
-def group8(s, h8, w8, y, ce, chunk, # `Slots`; 8-bit n' d, n' a multiple of 16, V d; n; `ChunkedCE`; tokens
+def group8(s, h8, w8, y, ce, chunk, # `Slots`; 8-bit n' d, n' a multiple of 16, V d; n; `GroupedCE`; tokens
            dtype): # of the logits
     "The losses of a group's tokens (n), and the logits' gradients in E5M2, both copies"
     options, losses = (ce.ignore_index, ce.z_loss, ce.softcap), []
     q, t = empty_pair(w8, len(y), len(w8), E5M2)
     for i in range(0, len(y), chunk):
         part = slice(i, min(i + chunk, len(y)))
-        logits = product(s, h8[i:i + chunk], w8, "hidden", "head", out=dtype, fast=True)[:len(y[part])]
-        loss, lse = loss_lse(logits, y[part], *options)
+        logits, loss, lse = ce.losses8(s, h8[i:i + chunk], w8, y[part], dtype)
         logits_into(logits, y[part], lse, q[part], t[:, part], *options)
         losses.append(loss); del logits # before the next chunk's take their room
     return torch.cat(losses), q, t
@@ -89,8 +89,8 @@ def grouped8(s, h, w, y, ce): # `Slots`, N d in bf16, V d in FP32, N, a `Grouped
     for i in range(0, len(h), size):
         part = slice(i, i + size)
         loss, q, t = group8(s, h8[part], w8, y[part], ce, chunk, h.dtype)
-        mm8_into(dh[part], q, w8t, unscale, slot(s.inverse, "head"))
-        more = mm8(t, h8t[:, part], unscale, slot(s.inverse, "hidden"), out=torch.float32)
+        mm8_into(dh[part], q, w8t, unscale, slot(s.inverse, "head"), ce.fast)
+        more = mm8(t, h8t[:, part], unscale, slot(s.inverse, "hidden"), out=torch.float32, fast=ce.fast)
         dw = more if dw is None else dw.add_(more)
         losses.append(loss); del q, t, more # before the next group takes their room
     return torch.cat(losses), dh, dw, count
@@ -195,6 +195,7 @@ class GroupedCE(ChunkedCE):
     "As `ChunkedCE`, with gradients of logits kept in groups"
     scales: nn.Module = None # the projection's `LayerScales`, where it is in FP8
     group: int = GROUP # bytes of gradients of logits in a group
+    fast: bool = False # whether products of 8-bit gradients sum up in fewer bits
 
     def sizes(self, N, d, V, nbytes, x): # tokens, width, vocabulary, bytes of a logit's gradient, a tensor
         "Tokens in a group and in a chunk"
@@ -209,6 +210,13 @@ class GroupedCE(ChunkedCE):
         if plain: return (Fp8CE if self.scales else ChunkedCE).__call__(self, h, w, y)
         slots = self.scales() if self.scales else ()
         return GroupedLoss.apply(h.flatten(0, -2), w, y.flatten().contiguous(), self, w.requires_grad, *slots)
+
+# %% ../../nbs/28_fewer_passes.ipynb #6e7d6a5d
+@patch
+def losses8(self:GroupedCE, s, h8, w8, y, dtype): # `Slots`, 8-bit n' d and V d, n, type of the logits
+    "A chunk's logits (n V), losses and log-sum-exps (n each), which another loss may find otherwise"
+    logits = product(s, h8, w8, "hidden", "head", out=dtype, fast=True)[:len(y)]
+    return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
 
 # %% ../../nbs/28_fewer_passes.ipynb #f0901ede
 @rung("parts", needs=needs_triton, requires=["chunked_ce"], follows=["fp8"],
