@@ -230,9 +230,9 @@ def test_presets_of_an_h200():
     "On Hopper, `fastest` has everything; `smallest` needs less memory than `fastest`, and that less than `safe`"
     if torch.cuda.get_device_capability() < (9, 0): pytest.skip("this GPU is older")
     most = presets()["fastest"]
-    assert [r for r in most if r != "flash4"] == ("tf32 bf16 flash fused_ops tied_embedding chunked_ce fp8 "
+    assert [r for r in most if r not in ("flash4", "fp8_epilogues")] == ("tf32 bf16 flash fused_ops tied_embedding chunked_ce fp8 "
                                                    "head_groups cuda_graphs fused_adamw direct_update").split()
-    assert ("flash4" in most) == bool(version_of("flash-attn-4"))
+    assert ("flash4" in most) == bool(version_of("flash-attn-4")) and ("fp8_epilogues" in most) == bool(version_of("quack-kernels"))
     c, gib = workload("124m"), {}
     for k in ("smallest", "fastest", "safe"):
         for _ in range(2): gib[k] = warm_up(step_of(c, presets()[k], 16))[1].peak_gib      # the first time kernels are chosen

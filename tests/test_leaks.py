@@ -74,7 +74,7 @@ def test_nothing_leaks(before, half, batch):
 LATER = ["fused_ops", "chunked_ce", "bf16,fused_ops,fp8", "bf16,fused_ops,chunked_ce,fp8", "compile", "checkpoint",
          "selective_checkpoint", "fused_adamw", "adamw8bit", "bf16,bf16_weights",
          "tf32,bf16,flash,fused_ops,chunked_ce,fp8,checkpoint,fused_adamw", "tied_embedding", "chunked_ce,head_groups", "direct_update",
-         "bf16,fused_ops,tied_embedding,chunked_ce,fp8,fast_grads,fp8_gated,head_groups,fused_adamw,direct_update",
+         "bf16,fused_ops,tied_embedding,chunked_ce,fp8,head_groups,fp8_epilogues,fused_adamw,direct_update",
          "bf16,fused_ops,epilogues,tied_embedding,chunked_ce,head_groups,fused_ce,fused_adamw,direct_update"]
 
 @pytest.mark.parametrize("rungs", LATER)

@@ -83,7 +83,7 @@ def test_presets_run_on_every_card(card):
 def test_presets_of_a_card(card, monkeypatch):
     "An H200 takes every rung; an A100 no FP8; a T4 float16; and without Triton no rung that builds on its kernels"
     kernels = "fused_ops", "adamw8bit", "tied_embedding", "head_groups", "direct_update"
-    for r in ("epilogues", "fused_ce", "flash4"): monkeypatch.setattr(find_rung(r), "needs", lambda: "not installed")
+    for r in ("epilogues", "fused_ce", "fp8_epilogues", "flash4"): monkeypatch.setattr(find_rung(r), "needs", lambda: "not installed")
     for r in kernels: monkeypatch.setattr(find_rung(r), "needs", lambda: "")
     card("NVIDIA H200", 9, 0)
     most, end = "tf32 bf16 flash fused_ops tied_embedding chunked_ce".split(), "head_groups cuda_graphs fused_adamw direct_update".split()
@@ -98,10 +98,11 @@ def test_presets_of_a_card(card, monkeypatch):
     assert presets()["fastest"] == "tf32 bf16 flash chunked_ce cuda_graphs fused_adamw".split()
     monkeypatch.setattr(RUNGS["flash4"], "needs", lambda: "")      # FlashAttention-4 is installed
     assert presets()["fastest"] == "tf32 bf16 flash flash4 chunked_ce cuda_graphs fused_adamw".split()
-    for r in (*kernels, "epilogues", "fused_ce"): monkeypatch.setattr(RUNGS[r], "needs", lambda: "")   # and QuACK, which it brings
+    for r in (*kernels, "epilogues", "fused_ce", "fp8_epilogues"): monkeypatch.setattr(RUNGS[r], "needs", lambda: "")   # and QuACK, which it brings
     assert presets()["fastest16"] == ("tf32 bf16 flash flash4 fused_ops epilogues tied_embedding chunked_ce head_groups fused_ce "
                                       "cuda_graphs fused_adamw direct_update").split()
-    assert not {"epilogues", "fused_ce"} & {*presets()["fastest"]} # FP8 does without
+    assert presets()["fastest"] == ("tf32 bf16 flash flash4 fused_ops tied_embedding chunked_ce fp8 head_groups fp8_epilogues "
+                                    "cuda_graphs fused_adamw direct_update").split()
 
 @pytest.mark.parametrize("beside, gone", [("ddp", ""), ("fsdp", "cuda_graphs tied_embedding"),
                                           ("tensor_parallel", "cuda_graphs tied_embedding head_groups")])

@@ -35,7 +35,7 @@ from ..world import compare_together, processes
 
 # %% ../../nbs/32_hardware.ipynb #65ed883e
 PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops tied_embedding chunked_ce fp8 "
-                                 "head_groups cuda_graphs fused_adamw direct_update",
+                                 "head_groups fp8_epilogues cuda_graphs fused_adamw direct_update",
                fastest16="tf32 half flash flash4 fused_ops epilogues tied_embedding chunked_ce head_groups "
                          "fused_ce cuda_graphs fused_adamw direct_update",
                smallest="tf32 half flash fused_ops chunked_ce checkpoint cuda_graphs adamw8bit",
