@@ -332,7 +332,7 @@ def fused_ce(run): # a `Run` with head_groups
 # %% ../../nbs/29_epilogues.ipynb #7a120c6e
 import torch.nn as nn
 from fastcore.basics import patch
-from .chunked_ce import loss_tile, row_lse
+from .chunked_ce import row_lse
 from .fp8 import E4M3, LARGEST
 from .fused_fp8 import (Slots, by_kernel, empty_pair, fitting_scale, fp8_feed, fp8_heads,
                                           fp8_project, heads_quantize, magnitude, needs_fp8, note_amax, product,
@@ -728,7 +728,7 @@ def summed_loss(sums, logits, y, ignore_index, z_loss): # n by tiles, n V, n
     n, V = logits.shape
     loss, lse = sums.new_empty(2, n).unbind()
     launch(summed_loss_kernel, (n,), sums, logits, y, loss, lse, sums.shape[1], V, ignore_index, z_loss,
-           SUMS=pow2(sums.shape[1]), **loss_tile(V))
+           SUMS=pow2(sums.shape[1]), BLOCK=2048, num_warps=4)
     return loss, lse
 
 @dataclass(frozen=True)
