@@ -385,7 +385,7 @@ def norm_weight_grads(g: torch.Tensor, ws: list[torch.Tensor], norm: torch.Tenso
     d, sizes = g.shape[1], [*map(len, ws)]
     parts = g.view(-1, len(ws), d).unbind(1) if turns else g.split(sizes)
     if not runs_kernel(g): return [sum((p*w).sum(0) for p, w in zip(parts, ws)), *(p*norm for p in parts)]
-    dws, tile = [w.new_empty(w.shape) for w in ws], dict(ROWS=32, COLS=256)
+    dws, tile = [w.new_empty(w.shape) for w in ws], dict(ROWS=32, COLS=128)
     tops = [blocks(n, tile["ROWS"]) for n in sizes]
     sums = g.new_empty(sum(tops), d, dtype=torch.float32)
     for p, w, dw, s in zip(parts, ws, dws, sums.split(tops)):
