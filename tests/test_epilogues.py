@@ -1,7 +1,7 @@
 "Lesson 29: what its products compute at odd sizes, in a whole model, under accumulation and recordings; on a GPU by QuACK's kernels"
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
-from llm_speedrun.model import GPTConfig, workload
+from llm_speedrun.model import GPTConfig, rope, rope_table, workload
 from llm_speedrun.runs import build, count_step, entered, stepper_of
 from llm_speedrun.rungs import epilogues as e, fused_fp8 as f8
 from llm_speedrun.rungs.fewer_passes import GroupedCE
@@ -53,13 +53,159 @@ def test_gated(N, d, width, dt):
     assert off(torch.stack([a.grad, b.grad], 2).flatten(1), dab) < (6e-3 if dt == torch.bfloat16 else 1e-3)
     assert off(mid.detach(), again) < (4e-3 if dt == torch.bfloat16 else 1e-3)
 
+@TYPES
+@SIZED
+def test_products_with_a_number_for_each_row(N, d, width, dt):
+    "As near to float64 as PyTorch's steps, one of which rounds; the gradient of a stream that went through a norm, too"
+    h, w, dy, dh = rand(N, d, dt=dt, std=3.), rand(width, d, dt=dt, std=d**-.5), rand(N, width, dt=dt), rand(N, d, dt=dt)
+    r = e.row_rstd(h, 1e-6)
+    exact_r = h.double().pow(2).mean(1).add(1e-6).rsqrt()
+    assert r.dtype == torch.float32 and off(exact_r, r) < 1e-6
+    exact = r.double()[:, None]*(h.double() @ w.double().T)
+    y = e.product_times(h, w.T, r)
+    assert off(exact, y) <= 1.1*off(exact, (h @ w.T)*r[:, None].to(dt)) + 1e-7
+    g, s = (dy*r[:, None]).to(dt), torch.rand_like(r)
+    exact = g.double() @ w.double() + dh.double() - h.double()*(r*s).double()[:, None]/d
+    theirs = (g @ w) + dh - h*(r*s/d)[:, None].to(dt)
+    assert off(exact, e.product_back(g, w, dh, h, r, s)) <= 1.1*off(exact, theirs) + 1e-7
+
+@TYPES
+@SIZED
+def test_gated_with_a_number_for_each_row(N, d, width, dt):
+    "Gate and up times r; their gradients times r, h again, and each row's sum of gradients times outputs"
+    x, w, dy, r = rand(N, d, dt=dt), rand(2*width, d, dt=dt, std=d**-.5), rand(N, d, dt=dt), rand(N, dt=torch.float32).abs() + .2
+    v, most = rand(d, width, dt=dt, std=width**-.5), (6e-3 if dt == torch.bfloat16 else 1e-3)
+    ab, h = e.gated_product(x, w, r)
+    p = r.double()[:, None]*(x.double() @ w.double().T)
+    assert off(p, ab) < most and off(F.silu(p[:, ::2])*p[:, 1::2], h) < most
+    g, again, s = e.gated_backward(dy, v, ab, r)
+    a, b = (t.requires_grad_() for t in ab.double().unflatten(1, (-1, 2)).unbind(2))
+    mid = F.silu(a)*b
+    mid.backward(dy.double() @ v.double())
+    exact = r.double()[:, None]*torch.stack([a.grad, b.grad], 2).flatten(1)
+    assert off(exact, g) < most and off(mid.detach(), again) < most
+    assert s.shape == (N,) and s.dtype == torch.float32
+    assert (s - (exact*ab).sum(1)).norm()/(exact*ab).abs().sum(1).norm() < most # what is summed may cancel
+
+@pytest.mark.parametrize("B, T, H, K, D", [(2, 9, 4, 2, 16), (1, 1, 2, 2, 32), (3, 5, 3, 1, 8),
+    *(pytest.param(*s, marks=cuda) for s in [(8, 1024, 12, 12, 64), (3, 1000, 16, 4, 128), (64, 1024, 12, 12, 64)])])
+@TYPES
+def test_gradients_of_heads_times_r(B, T, H, K, D, dt, monkeypatch):
+    "As notebook 14's kernel, then times r, and the sums over a token, v's among them"
+    if not GPU: monkeypatch.setenv("TRITON_INTERPRET", "1")
+    qkv, dq, dk, dv = (rand(B, T, n, D, dt=dt) for n in (H + 2*K, H, K, K))
+    turn = [rand(D, dt=torch.float32), rand(D, dt=torch.float32), *(rand(T, D//2, dt=torch.float32) for _ in range(2))]
+    r, eps = rand(B*T, dt=torch.float32).abs() + .2, 1e-6
+    g, dw, s = e.heads_backward(dq, dk, dv, qkv, *turn, r, eps)
+    before, dw_before = e.qk_rope_backward_maths(*(t.double() for t in (dq, dk, dv, qkv, *turn)), eps)
+    exact = before*r.double().view(B, T, 1, 1)
+    most = 4e-4 if dt == torch.float16 else 3e-3 if GPU else 5e-3 # Triton's interpreter cuts bf16 off
+    assert off(exact, g) < most and g.dtype == dt
+    assert off(dw_before, dw) < 1e-5 and off((exact*qkv).sum((2, 3)).flatten(), s) < 1e-5
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("sizes, d", [((40, 40), 24), ((5, 5), 300), ((33, 33, 33), 64), ((64, 8, 8), 40),
+    *(pytest.param(*s, marks=cuda) for s in [((2048, 2048), 768), ((2048, 512, 512), 2048), ((5632, 5632), 2048)])])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_gradients_of_a_norms_weights(sizes, d, turns, kernel, monkeypatch):
+    "By the kernel and in PyTorch, as autograd has them, rows in turn or below each other"
+    if turns and len({*sizes}) > 1: pytest.skip("in turn are only rows of as many")
+    if not GPU: monkeypatch.setenv("TRITON_INTERPRET", str(int(kernel)))
+    elif not kernel: monkeypatch.setattr(e, "runs_kernel", lambda t: False)
+    ws, norm = [rand(n, d, dt=torch.float32) for n in sizes], rand(d, dt=torch.float32)
+    g = rand(sum(sizes), d, dt=torch.float32)
+    ins = [t.double().requires_grad_() for t in (norm, *ws)]
+    w = torch.stack(ins[1:], 1).flatten(0, 1) if turns else torch.cat(ins[1:])
+    (w*ins[0]).backward(g.double())
+    for t, a in zip(ins, e.norm_weight_grads(g, ws, norm, turns), strict=True):
+        assert off(t.grad, a) < 1e-6 and a.is_contiguous() and a.dtype == torch.float32
+
+EPS = 1e-6
+def normed_mlp(h, norm, gate, up, down):
+    n = F.rms_norm(h, norm.shape, norm, EPS)
+    return h + (F.silu(n @ gate.T.to(n.dtype))*(n @ up.T.to(n.dtype))) @ down.T.to(n.dtype)
+
+def plain_heads(h, norm, wq, wk, wv, qn, kn, turn=None):
+    n, D = F.rms_norm(h, norm.shape, norm, EPS), len(qn)
+    q, k, v = ((n @ w.T.to(n.dtype)).unflatten(-1, (-1, D)) for w in (wq, wk, wv))
+    q, k = (rope(F.rms_norm(t, w.shape, w, EPS).transpose(1, 2), *turn).transpose(1, 2).to(n.dtype) for t, w in ((q, qn), (k, kn)))
+    return torch.cat([h, *(t.flatten(2) for t in (q, k, v))], -1)
+
+def all_grads(f, ins):
+    "Output and gradients"
+    ins = [t.clone().requires_grad_() for t in ins]
+    out = f(*ins)
+    out.backward(torch.linspace(-1, 1, out.numel(), device=DEVICE).sin().view_as(out).to(out.dtype))
+    return [out.detach(), *(t.grad for t in ins)]
+
+def function_errors(which, dt, B=2, T=13):
+    "Errors of all outputs and gradients of one of the two functions: ours, and those of PyTorch in the same type"
+    d, F_, D, H, K, wide = 48, 72, 16, 4, 2, torch.float32
+    h, norm = rand(B, T, d, dt=dt, std=3.), rand(d, dt=wide) + .5
+    if which == "mlp":
+        ins = h, norm, *(rand(a, b, dt=wide, std=b**-.5) for a, b in ((F_, d), (F_, d), (d, F_)))
+        plain, ours = normed_mlp, lambda *a: e.EpilogueMLP.apply(*a, EPS)
+    else:
+        turn = [t.to(DEVICE) for t in rope_table(T, D, 1e4)]
+        ins = h, norm, *(rand(n*D, d, dt=wide, std=d**-.5) for n in (H, K, K)), rand(D, dt=wide) + .5, rand(D, dt=wide) + .5
+        plain = lambda *a: plain_heads(*a, turn=turn)
+        ours = lambda *a: torch.cat([t.flatten(2) for t in e.EpilogueHeads.apply(*a, *turn, EPS)], -1)
+    exact = all_grads(plain, [t.double() for t in ins])
+    halves = [ins[0], *(t.to(dt) for t in ins[1:])] # PyTorch's, weights in 16 bits
+    return [[off(a, b) for a, b in zip(exact, res)] for res in (all_grads(ours, ins), all_grads(plain, halves))]
+
+FUNCTIONS = pytest.mark.parametrize("which", ["mlp", "heads"])
+
+@TYPES
+@FUNCTIONS
+def test_functions_with_a_norm_inside(which, dt):
+    "The output and all gradients at most twice as far from float64 as PyTorch's"
+    ours, theirs = function_errors(which, dt)
+    assert all(a < 2*b for a, b in zip(ours, theirs)), (ours, theirs)
+
+WRONG = {"r left out": ("row_rstd", lambda f, x, eps: torch.ones_like(f(x, eps))),
+         "the part along h, its sign": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, r, -s)),
+         "no part along h": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, r, 0*s)),
+         "r missing there": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, torch.ones_like(r), s)),
+         "nothing around": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, 0*dh, h, r, s)),
+         "w left out": ("placed", lambda f, dt, ws, turns=False, norm=None: f(dt, ws, turns)),
+         "w left out on the way back": ("norm_weight_grads", lambda f, g, ws, norm, turns: f(g, ws, torch.ones_like(norm), turns)),
+         "two weights swapped": ("norm_weight_grads", lambda f, g, ws, norm, turns: [(r := f(g, ws, norm, turns))[0], *r[1:-2], r[-1], r[-2]]),
+         "the norm's gradient without W": ("norm_weight_grads", lambda f, g, ws, norm, turns: [g.sum(0), *f(g, ws, norm, turns)[1:]])}
+BACK = {"mlp": ("gated_backward", lambda f, dy, w, ab, r: [(t := f(dy, w, ab, r))[0]/r[:, None].to(ab.dtype), *t[1:]]),
+        "heads": ("heads_backward", lambda f, *a: [(t := f(*a))[0]/a[8].view(2, -1, 1, 1).to(a[0].dtype), *t[1:]])}
+
+@FUNCTIONS
+@pytest.mark.parametrize("what", [*WRONG, "gradients without r"])
+def test_wrong_norms_are_found(which, what, monkeypatch):
+    "Each step of the maths that one could forget"
+    name, wrong = WRONG[what] if what in WRONG else BACK[which]
+    right = getattr(e, name)
+    monkeypatch.setattr(e, name, lambda *a, **k: wrong(right, *a, **k))
+    with pytest.raises(AssertionError): test_functions_with_a_norm_inside(which, torch.bfloat16)
+
+def test_no_n_is_kept():
+    "Nothing of the stream's size but the stream is saved by either function"
+    h, norm = rand(2, 17, 48).requires_grad_(), torch.ones(48, device=DEVICE, requires_grad=True)
+    seen = []
+    def note(t): seen.append(t); return t
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        ws = [rand(a, b, dt=torch.float32).requires_grad_() for a, b in ((72, 48), (72, 48), (48, 72))]
+        e.EpilogueMLP.apply(h, norm, *ws, EPS)
+        ws, turn = [rand(n, 48, dt=torch.float32).requires_grad_() for n in (64, 32, 32)], rand(17, 8, dt=torch.float32)
+        e.EpilogueHeads.apply(h, norm, *ws, *(torch.ones(16, device=DEVICE, requires_grad=True) for _ in range(2)), turn, turn, EPS)
+    assert {t.data_ptr() for t in seen if t.numel() == h.numel()} == {h.data_ptr()}
+
 def test_nan_stays_in_its_row():
     "A NaN in a token's row is in all that comes of it, and in nothing else"
     x, w, v = rand(300, 64), rand(192, 64, std=.1), rand(64, 96, std=.1)
     x[5, 3] = torch.nan
     ab, h = e.gated_product(x, w)
     dab, again = e.gated_backward(rand(300, 64), v, ab)
-    for t in (ab, h, dab, again, e.product_plus(x, w.T), e.product_plus(rand(300, 192), w, x)):
+    r = e.row_rstd(x, EPS)
+    s = e.gated_backward(rand(300, 64), v, ab, r)[2][:, None]
+    back = e.product_back(rand(300, 192), w, rand(300, 64), x, r, s[:, 0])
+    for t in (ab, h, dab, again, e.product_plus(x, w.T), e.product_plus(rand(300, 192), w, x), e.product_times(x, w.T, r), s, back):
         assert t[5].isnan().any() and t[:5].isfinite().all() and t[6:].isfinite().all()
 
 @pytest.mark.cuda
@@ -135,7 +281,7 @@ def test_fewer_key_heads():
 def test_a_wrong_gradient_is_found(monkeypatch):
     "Such as gate's for up's"
     right = e.placed
-    monkeypatch.setattr(e, "placed", lambda dt, ws, turns=False: right(dt, ws[::-1] if turns else ws, turns))
+    monkeypatch.setattr(e, "placed", lambda dt, ws, turns=False, norm=None: right(dt, ws[::-1] if turns else ws, turns, norm))
     with pytest.raises(AssertionError): near(OURS, HALF)
 
 def test_evaluation_and_generation():
@@ -162,7 +308,7 @@ def test_what_is_counted():
     a, b = (count_step(SMALL, r, 2) for r in (HALF, OURS))
     assert abs(sum(o.flops for o in a)/sum(o.flops for o in b) - 1) < 1e-6
     assert sum(o.bytes for o in b) < sum(o.bytes for o in a)
-    assert {"product_plus", "gated_product", "gated_backward", "weight_grad"} <= {o.name for o in b}
+    assert {"product_plus", "product_times", "product_back", "gated_product", "gated_backward", "weight_grad"} <= {o.name for o in b}
 
 def test_no_chunk_has_as_many_rows_as_columns():
     "QuACK couldn't tell a vector of one from one of the other; in whole blocks of 128, and as large as may be"

@@ -5,9 +5,12 @@
 # %% auto #0
 __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'epilogues_missing', 'tile', 'tile_for', 'product_maths', 'plain_ends', 'product_plus_op',
            'product_plus_shape', 'product_flops', 'unwatched', 'product_plus', 'apart', 'in_turn', 'placed',
-           'gated_product_op', 'gated_product_shape', 'gated_flops', 'gated_product', 'gated_backward_op',
-           'gated_backward_shape', 'gated_backward_flops', 'gated_backward', 'weight_grad_op', 'weight_grad_shape',
-           'weight_grad_flops', 'weight_grad', 'rows', 'StreamNorm', 'JoinedLinear', 'EpilogueMLP', 'heads_with_ends',
+           'swiglu_ends', 'gated_product_op', 'gated_product_shape', 'gated_flops', 'gated_product',
+           'gated_backward_op', 'gated_backward_shape', 'gated_backward_flops', 'gated_backward', 'weight_grad_op',
+           'weight_grad_shape', 'weight_grad_flops', 'weight_grad', 'rows', 'JoinedLinear', 'rstd_kernel', 'row_rstd',
+           'row_ends', 'product_times_op', 'product_times_shape', 'product_times', 'product_back_op',
+           'product_back_shape', 'product_back', 'heads_backward_maths', 'head_norm_grads', 'heads_backward_kernel',
+           'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends',
            'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues', 'fused_chunk', 'FusedCE',
            'fused_grads', 'fused_ce', 'narrow_store', 'gated_end', 'raise_kernel', 'raise_both', 'takes8',
            'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8_flops', 'gated8',
@@ -31,9 +34,11 @@ from ..runs import rung
 
 # %% ../../nbs/29_epilogues.ipynb #31f4c8ca
 from .fewer_passes import GroupedCE
-from .fused_ops import (rotated, stream_pair, swiglu_backward_maths, swiglu_grads,
+from .fused_ops import (halves, head_grads, head_weights, qk_rope, qk_rope_backward_maths,
+                                          store_head_sums, stream_pair, swiglu_backward_maths, swiglu_grads,
                                           swiglu_maths)
-from .triton import jit, kernel_op, launch, rms_norm, rms_norm_backward, tl, traced
+from .triton import (blocks, jit, kernel_op, launch, norm_tile, pow2, programs,
+                                       rms_norm_backward, runs_kernel, tl, traced)
 
 # %% ../../nbs/29_epilogues.ipynb #f2a464d9
 def epilogues_missing():
@@ -57,10 +62,11 @@ def tile_for(columns): # of a product
     return tile(128, 192, (2, 1)) if columns % 192 == 0 else tile(192, 128, (1, 2))
 
 # %% ../../nbs/29_epilogues.ipynb #ce33c5b3
-def product_maths(a, b, c=None): # M K, K N, M N
-    "a @ b + c, rounded once"
+def product_maths(a, b, c=None, r=None): # M K, K N, M N, M
+    "a @ b, its rows times `r`, plus `c`, rounded once"
     wide = torch.promote_types(a.dtype, torch.float32)
     with torch.autocast(a.device.type, enabled=False): p = a.to(wide) @ b.to(wide)
+    p = p if r is None else p*r[:, None]
     return (p if c is None else p + c).to(a.dtype)
 
 @lru_cache
@@ -106,24 +112,43 @@ def in_turn(ab): # ... 2F, all gates, then all ups
     "Gate and up in turn"
     return ab.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
-def placed(dtype, weights, turns=False): # matrices with as many columns
-    "The weights as one matrix of type `dtype`: one below the other, or their rows in turn"
+def placed(dtype, weights, turns=False, norm=None): # matrices with d columns; d numbers, or None
+    "The weights, times `norm`, as one matrix of type `dtype`: one below the other, or their rows in turn"
     sizes, d = [*map(len, weights)], weights[0].shape[1]
     w = weights[0].new_empty(sum(sizes), d, dtype=dtype)
     parts = w.view(-1, len(weights), d).unbind(1) if turns else w.split(sizes)
-    for to, new in zip(parts, weights): to.copy_(new)
+    for to, new in zip(parts, weights): to.copy_(new) if norm is None else torch.mul(new, norm, out=to)
     return w
+
+# %% ../../nbs/29_epilogues.ipynb #29norm02
+@lru_cache
+def swiglu_ends():
+    "SwiGLU of the sums times `r`; and the gradients of gate and up, which are `c`, times `r`"
+    from quack.activation import dswiglu, swiglu
+    from quack.epilogue.frontend import gemm_epilogue, pack, unpack
+    from quack.epilogue.ops import ColVecLoad, ColVecReduce
+    def gated(acc, r):
+        a, b = unpack(acc*r)
+        return {"D": pack(a, b), "h": swiglu(a, b)}
+    def gated_back(acc, c, r):
+        a, b = unpack(c)
+        da, db, h = dswiglu(a, b, acc*r)
+        return {"D": pack(da, db), "h": h, "s": da*a + db*b} # s is summed over a row
+    end, sums = partial(gemm_epilogue, outputs=("h",), ops={"r": ColVecLoad("r")}), {"s": ColVecReduce("s")}
+    return end(mode="acc_pair")(gated), end(mode="packed_cd_b16x2", reduces=sums)(gated_back)
 
 # %% ../../nbs/29_epilogues.ipynb #d21ff77c
 @torch.library.custom_op("llm_speedrun::gated_product", mutates_args=())
-def gated_product_op(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-    "Gate and up in turn (N 2F), x @ w.T, and silu(gate)*up (N F); x: N d, w: 2F d, its rows in turn"
-    if not x.is_cuda: return [ab := product_maths(x, w.T), swiglu_maths(apart(ab))]
+def gated_product_op(x: torch.Tensor, w: torch.Tensor, r: torch.Tensor | None) -> list[torch.Tensor]:
+    "Gate and up in turn (N 2F), x @ w.T times r, and silu(gate)*up (N F); x: N d, w: 2F d, in turn, r: N"
+    if not x.is_cuda: return [ab := product_maths(x, w.T, r=r), swiglu_maths(apart(ab))]
+    how = dict(tuned=False, config=tile_for(len(w)))
+    if r is not None: return [*map(swiglu_ends()[0](x, w.T, r=r, **how).get, "Dh")]
     from quack.gemm_interface import gemm_gated
-    return list(gemm_gated(x, w.T, activation="swiglu", tuned=False, config=tile_for(len(w))))
+    return list(gemm_gated(x, w.T, activation="swiglu", **how))
 
 @gated_product_op.register_fake
-def gated_product_shape(x, w):
+def gated_product_shape(x, w, r):
     "For tensors without numbers"
     return [x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)]
 
@@ -133,35 +158,39 @@ def gated_flops(x, w, *args, **kwargs):
     "For our counter"
     return 2*len(x)*w.numel()
 
-def gated_product(x, w): # N d, 2F d
+def gated_product(x, w, r=None): # N d, 2F d, a number for each row
     "Gate and up in turn (N 2F), and h (N F)"
-    return unwatched(gated_product_op)(x, w)
+    return unwatched(gated_product_op)(x, w, r)
 
 # %% ../../nbs/29_epilogues.ipynb #59b52098
 @torch.library.custom_op("llm_speedrun::gated_backward", mutates_args=())
-def gated_backward_op(dy: torch.Tensor, w: torch.Tensor, ab: torch.Tensor) -> list[torch.Tensor]:
-    "The gradient of gate and up (N 2F, in turn), and h (N F); dy: N d, w: d F, ab: N 2F in turn"
+def gated_backward_op(dy: torch.Tensor, w: torch.Tensor, ab: torch.Tensor,
+                      r: torch.Tensor | None) -> list[torch.Tensor]:
+    "The gradient of gate and up (N 2F, in turn), and h (N F); dy: N d, w: d F, ab: N 2F in turn, r: N"
     if not dy.is_cuda:
-        h = product_maths(dy, w) # its gradient so far
-        return [in_turn(swiglu_backward_maths(apart(ab), h)), h]
+        h = product_maths(dy, w, r=r) # its gradient so far
+        res = [in_turn(swiglu_backward_maths(apart(ab), h)), h]
+        return res if r is None else [*res, (res[0]*ab.to(r.dtype)).sum(1)]
+    how = dict(tuned=False, config=tile(128, 128, (2, 1)))
+    if r is not None: return [*map(swiglu_ends()[1](dy, w, ab, r=r, **how).get, "Dhs")]
     from quack.gemm_interface import gemm_dgated
-    return list(gemm_dgated(dy, w, ab, activation="swiglu", dynamic_scheduler=False, tuned=False,
-                            config=tile(128, 128, (2, 1))))
-
-@gated_backward_op.register_fake
-def gated_backward_shape(dy, w, ab):
-    "For tensors without numbers"
-    return [torch.empty_like(ab), dy.new_empty(len(dy), w.shape[1])]
+    return list(gemm_dgated(dy, w, ab, activation="swiglu", dynamic_scheduler=False, **how))
 
 # %% ../../nbs/29_epilogues.ipynb #c965db58
+@gated_backward_op.register_fake
+def gated_backward_shape(dy, w, ab, r):
+    "For tensors without numbers"
+    res = [torch.empty_like(ab), dy.new_empty(len(dy), w.shape[1])]
+    return res if r is None else [*res, torch.empty_like(r)]
+
 @register_flop_formula(torch.ops.llm_speedrun.gated_backward, get_raw=True)
 def gated_backward_flops(dy, w, *args, **kwargs):
     "For our counter"
     return 2*len(dy)*w.numel()
 
-def gated_backward(dy, w, ab): # N d, d F, N 2F
-    "The gradient of gate and up in turn (N 2F), and h (N F)"
-    return unwatched(gated_backward_op)(dy, w, ab)
+def gated_backward(dy, w, ab, r=None): # N d, d F, N 2F, N
+    "The gradient of gate and up in turn (N 2F), and h (N F). With `r`, the first times r, and its sums, too"
+    return unwatched(gated_backward_op)(dy, w, ab, r)
 
 # %% ../../nbs/29_epilogues.ipynb #922aa06e
 @torch.library.custom_op("llm_speedrun::weight_grad", mutates_args=())
@@ -190,23 +219,6 @@ def rows(t): # ... d, or None
     "As a matrix, N d"
     return None if t is None else t.contiguous().view(-1, t.shape[-1])
 
-# %% ../../nbs/29_epilogues.ipynb #0db549fb
-class StreamNorm(torch.autograd.Function):
-    "(h, w, eps) -> h as it is, and its RMSNorm; h: ... d"
-    @staticmethod
-    def forward(ctx, h, w, eps):
-        ctx.set_materialize_grads(False)
-        n, r = rms_norm(rows(h), w, eps)
-        ctx.save_for_backward(h, w, r)
-        return h.view_as(h), n.view_as(h)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dh, dn):
-        h, w, r = ctx.saved_tensors
-        dx, dw = rms_norm_backward(*map(rows, (dn, dh, h)), w, r)
-        return dx.view_as(h), dw, None
-
 # %% ../../nbs/29_epilogues.ipynb #ae1f926a
 class JoinedLinear(torch.autograd.Function):
     "(x, c, *weights) -> x times all weights, and c added; x: ... d; c: as the output, or None; weights: o d"
@@ -224,56 +236,238 @@ class JoinedLinear(torch.autograd.Function):
         dws = weight_grad(g, rows(x), ctx.dtype).split(ctx.sizes)
         return product_plus(g, w).view_as(x), dy if ctx.needs_input_grad[1] else None, *dws
 
-# %% ../../nbs/29_epilogues.ipynb #7d7260a1
+# %% ../../nbs/29_epilogues.ipynb #29norm05
+@jit
+def rstd_kernel(x_ptr, r_ptr, N, d: tl.constexpr, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    "1/rms of a tile of rows"
+    rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    there, at = (rows < N)[:, None] & (cols < d)[None, :], rows.to(tl.int64)[:, None]*d + cols[None, :]
+    h = tl.load(x_ptr + at, there, 0.).to(tl.float32)
+    tl.store(r_ptr + rows, tl.rsqrt(tl.sum(h*h, 1)/d + eps), rows < N)
+
+@kernel_op
+def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
+    "1/rms of each row of `x` (N d, contiguous): N, FP32"
+    if not runs_kernel(x):
+        return x.to(torch.promote_types(x.dtype, torch.float32)).pow(2).mean(-1).add(eps).rsqrt()
+    (N, d), r, tile = x.shape, x.new_empty(len(x), dtype=torch.float32), norm_tile(x.shape[1], 4096)
+    launch(rstd_kernel, (blocks(N, tile["ROWS"]),), x, r, N, d, eps, **tile)
+    return r
+
+# %% ../../nbs/29_epilogues.ipynb #29norm09
+@lru_cache
+def row_ends():
+    "Two epilogues with a number for each row: the sums times `r`; and plus `c`, and `h` times `r`"
+    from quack.epilogue.frontend import gemm_epilogue
+    from quack.epilogue.ops import ColVecLoad, TileLoad
+    def times(acc, r): return {"D": acc*r}
+    def plus_rows(acc, c, h, r): return {"D": acc + c + h*r}
+    r, h = ColVecLoad("r"), TileLoad("h")
+    return gemm_epilogue(ops=dict(r=r))(times), gemm_epilogue(ops=dict(r=r, h=h))(plus_rows)
+
+# %% ../../nbs/29_epilogues.ipynb #29norm10
+@torch.library.custom_op("llm_speedrun::product_times", mutates_args=())
+def product_times_op(a: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    "a @ b (M K, K N), each row times its number in r (M, FP32)"
+    if not a.is_cuda: return product_maths(a, b, r=r)
+    return row_ends()[0](a, b, r=r, tuned=False, config=tile_for(b.shape[1]))["D"]
+
+@product_times_op.register_fake
+def product_times_shape(a, b, r):
+    "For tensors without numbers"
+    return a.new_empty(len(a), b.shape[1])
+
+def product_times(a, b, r): # M K, K N, M
+    "a @ b in one kernel, each row times its number in `r`: M N"
+    return unwatched(product_times_op)(a, b, r)
+
+# %% ../../nbs/29_epilogues.ipynb #29norm14
+@torch.library.custom_op("llm_speedrun::product_back", mutates_args=())
+def product_back_op(g: torch.Tensor, w: torch.Tensor, dh: torch.Tensor, h: torch.Tensor, r: torch.Tensor,
+                    s: torch.Tensor) -> torch.Tensor:
+    "g @ w + dh - h*r*s/d; g: N o, w: o d, dh, h: N d, r, s: N"
+    r = (r*s).mul_(-1/h.shape[1])
+    if not g.is_cuda: return product_maths(g, w, dh + h*r[:, None])
+    return row_ends()[1](g, w, dh, h=h, r=r, tuned=False, config=tile_for(w.shape[1]))["D"]
+
+@product_back_op.register_fake
+def product_back_shape(g, w, dh, h, r, s):
+    "For tensors without numbers"
+    return torch.empty_like(h)
+
+# %% ../../nbs/29_epilogues.ipynb #29norm15
+for op in (torch.ops.llm_speedrun.product_times, torch.ops.llm_speedrun.product_back):
+    register_flop_formula(op, get_raw=True)(product_flops)
+
+def product_back(g, w, dh, h, r, s): # N o, o d, N d, N d, N, N
+    """The gradient of a stream `h` whose norm was multiplied by `w`, the norm's weights in it. `g`: the
+    gradient of the result times `r`, which is 1/rms; `s`: the sums of g times the result; `dh`: the
+    gradient that comes around"""
+    return unwatched(product_back_op)(g, w, dh, h, r, s)
+
+# %% ../../nbs/29_epilogues.ipynb #29norm21
+def heads_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, r, eps): # as below
+    "The gradient of qkv, times r; those of both weights; the sums"
+    dqkv, dw = qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
+    g = dqkv.to(r.dtype)*r.view(*qkv.shape[:2], 1, 1)
+    return g.to(qkv.dtype), dw, (g*qkv).flatten(2).sum(2).flatten()
+
+# %% ../../nbs/29_epilogues.ipynb #29norm24
+@jit
+def head_norm_grads(a, b, da, db, wa, wb, eps: tl.constexpr, D: tl.constexpr):
+    "Gradients of heads; what the norm's weights get; gradients times heads, summed. a, b: halves of heads"
+    r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
+    a, b = a*r, b*r
+    dwa, dwb, da, db = da*a, db*b, da*wa, db*wb
+    mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
+    da, db = da - a*mean, db - b*mean
+    return r*da, r*db, dwa, dwb, tl.sum(da*a + db*b, 1)
+
+# %% ../../nbs/29_epilogues.ipynb #29norm25
+@jit
+def heads_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, r_ptr, o_ptr,
+                          dw_ptr, s_ptr, N, T, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+                          eps: tl.constexpr, HEADS: tl.constexpr, VHEADS: tl.constexpr):
+    "As `qk_rope_backward_kernel`, the gradient times r, and its sum with qkv over a token"
+    D: tl.constexpr = 2*HALF
+    head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    wa, wb = head_weights(wq_ptr, wk_ptr, head < H, i), head_weights(wq_ptr, wk_ptr, head < H, i + HALF)
+    there, vhead, j = (head < H + K) & (i < HALF), tl.arange(0, VHEADS)[:, None], tl.arange(0, D)[None, :]
+    dwa, dwb = tl.zeros((HEADS, HALF), tl.float32), tl.zeros((HEADS, HALF), tl.float32)
+    for n in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=3):
+        at, to = n*(H + 2*K)*D + head*D + i, n*(H + 2*K)*D + (H + K + vhead)*D + j
+        a, b = halves(qkv_ptr, at, there, HALF)
+        da, db = head_grads(dq_ptr, dk_ptr, n, head, i, there, H, K, HALF)
+        v, dv = tl.load(qkv_ptr + to, vhead < K, 0.), tl.load(dv_ptr + n*K*D + vhead*D + j, vhead < K, 0.)
+        c, s = tl.load(cos_ptr + (n % T)*HALF + i), tl.load(sin_ptr + (n % T)*HALF + i)
+        da, db, da_, db_, sums = head_norm_grads(a, b, da*c + db*s, db*c - da*s, wa, wb, eps, D)
+        dwa, dwb, dv, r = dwa + da_, dwb + db_, dv.to(tl.float32), tl.load(r_ptr + n)
+        tl.store(o_ptr + at, r*da, there); tl.store(o_ptr + at + HALF, r*db, there)
+        tl.store(o_ptr + to, r*dv, vhead < K)
+        tl.store(s_ptr + n, r*(tl.sum(sums, 0) + tl.sum(tl.sum(dv*v.to(tl.float32), 1), 0)))
+    store_head_sums(dw_ptr + tl.program_id(0)*2*D, dwa, dwb, head, H, D, HALF)
+
+# %% ../../nbs/29_epilogues.ipynb #29norm26
+@kernel_op
+def heads_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: torch.Tensor,
+                   wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+                   r: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    "As `qk_rope_backward`, the gradient of qkv times r (a number for each token); and its sums with qkv, too"
+    if not runs_kernel(qkv): return heads_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, r, eps)
+    (B, T, H, D), K, s = dq.shape, dk.shape[2], torch.empty_like(r)
+    P, heads = programs(qkv, 16, B*T), pow2(H + K)
+    out, dw = torch.empty_like(qkv), qkv.new_empty(P, 2, D, dtype=torch.float32)
+    launch(heads_backward_kernel, (P,), dq, dk, dv, qkv, wq, wk, cos, sin, r, out, dw, s, B*T, T, H, K, D//2,
+           eps, HEADS=heads, VHEADS=pow2(K), num_warps=2 if heads*D <= 2048 else 4)
+    return out, dw.sum(0), s
+
+# %% ../../nbs/29_epilogues.ipynb #29norm30
+@jit
+def scale_sum_kernel(g_ptr, w_ptr, norm_ptr, o_ptr, sums_ptr, n, step, d: tl.constexpr, ROWS: tl.constexpr,
+                     COLS: tl.constexpr):
+    "A tile of a weight's gradient, rows `step` apart: times the norm's weights; and the sums that these get"
+    rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
+    i, there = rows.to(tl.int64)[:, None], (rows < n)[:, None] & (cols < d)[None, :]
+    g = tl.load(g_ptr + i*step + cols[None, :], there, 0.).to(tl.float32)
+    w = tl.load(w_ptr + i*d + cols[None, :], there, 0.).to(tl.float32)
+    norm = tl.load(norm_ptr + cols, cols < d, 0.).to(tl.float32)
+    tl.store(o_ptr + i*d + cols[None, :], g*norm[None, :], there)
+    tl.store(sums_ptr + tl.program_id(0)*d + cols, tl.sum(g*w, 0), cols < d)
+
+# %% ../../nbs/29_epilogues.ipynb #29norm31
+@kernel_op
+def norm_weight_grads(g: torch.Tensor, ws: list[torch.Tensor], norm: torch.Tensor,
+                      turns: bool) -> list[torch.Tensor]:
+    "The gradients of a norm's weights (d) and of `ws` (o d each) from that of `placed(dt, ws, turns, norm)`"
+    d, sizes = g.shape[1], [*map(len, ws)]
+    parts = g.view(-1, len(ws), d).unbind(1) if turns else g.split(sizes)
+    if not runs_kernel(g): return [sum((p*w).sum(0) for p, w in zip(parts, ws)), *(p*norm for p in parts)]
+    dws, tile = [w.new_empty(w.shape) for w in ws], dict(ROWS=32, COLS=128)
+    tops = [blocks(n, tile["ROWS"]) for n in sizes]
+    sums = g.new_empty(sum(tops), d, dtype=torch.float32)
+    for p, w, dw, s in zip(parts, ws, dws, sums.split(tops)):
+        grid = len(s), blocks(d, tile["COLS"])
+        launch(scale_sum_kernel, grid, p, w.contiguous(), norm, dw, s, len(w), p.stride(0), d, **tile)
+    return [sums.sum(0), *dws]
+
+# %% ../../nbs/29_epilogues.ipynb #29norm34
 @once_differentiable
 def _mlp_grads(ctx, dy):
     "The gradients of the arguments of `EpilogueMLP`"
-    (n, ab, w, v), g = ctx.saved_tensors, rows(dy)
-    dab, mid = gated_backward(g, v, ab)
-    dw = weight_grad(dab, rows(n), ctx.dtype).view(-1, 2, n.shape[-1])
-    dgate, dup = (t.contiguous() for t in dw.unbind(1))
-    return product_plus(dab, w).view_as(n), dy, dgate, dup, weight_grad(g, mid, ctx.dtype)
+    (h, r, ab, w, v, norm, *ws), g = ctx.saved_tensors, rows(dy)
+    dab, mid, s = gated_backward(g, v, ab, r)
+    dws = norm_weight_grads(weight_grad(dab, rows(h), ctx.dtype), ws, norm, True)
+    dx = product_back(dab, w, g, rows(h), r, s).view_as(h)
+    return dx, *dws, weight_grad(g, mid, ctx.dtype), None
 
-# %% ../../nbs/29_epilogues.ipynb #9f66d5f9
+# %% ../../nbs/29_epilogues.ipynb #29norm36
 class EpilogueMLP(torch.autograd.Function):
-    "(n, h, gate, up, down) -> h + the MLP of n; n, h: ... d; gate, up: F d; down: d F"
+    "(h, norm, gate, up, down, eps) -> h + the MLP of its norm; h: ... d; norm: d; gate, up: F d; down: d F"
     @staticmethod
-    def forward(ctx, n, h, gate, up, down):
-        w, v = placed(n.dtype, (gate, up), turns=True), down.to(n.dtype)
-        ab, mid = gated_product(rows(n), w)
-        ctx.save_for_backward(n, ab, w, v)
+    def forward(ctx, h, norm, gate, up, down, eps):
+        w, v, r = placed(h.dtype, (gate, up), True, norm), down.to(h.dtype), row_rstd(rows(h), eps)
+        ab, mid = gated_product(rows(h), w, r)
+        ctx.save_for_backward(h, r, ab, w, v, norm, gate, up)
         ctx.dtype = down.dtype
         return product_plus(mid, v.T, rows(h)).view_as(h)
     backward = staticmethod(_mlp_grads)
 
-# %% ../../nbs/29_epilogues.ipynb #05bee7c9
+# %% ../../nbs/29_epilogues.ipynb #29norm41
+@once_differentiable
+def _heads_grads(ctx, dh, *dqkv):
+    "The gradients of the arguments of `EpilogueHeads`"
+    h, r, qkv, w, norm, *ws, qn, kn, cos, sin = ctx.saved_tensors
+    g, dns, s = heads_backward(*(t.contiguous() for t in dqkv), qkv, qn, kn, cos, sin, r, ctx.eps)
+    g = rows(g.flatten(2))
+    dws = norm_weight_grads(weight_grad(g, rows(h), ws[0].dtype), ws, norm, False)
+    return product_back(g, w, rows(dh), rows(h), r, s).view_as(h), *dws, *dns, None, None, None
+
+# %% ../../nbs/29_epilogues.ipynb #29norm42
+class EpilogueHeads(torch.autograd.Function):
+    "(h, norm, wq, wk, wv, q_norm, k_norm, cos, sin, eps) -> h, and q, k, v as B T heads D; h: B T d"
+    @staticmethod
+    def forward(ctx, h, norm, wq, wk, wv, qn, kn, cos, sin, eps):
+        w, r, D = placed(h.dtype, (wq, wk, wv), norm=norm), row_rstd(rows(h), eps), len(qn)
+        qkv, H = product_times(rows(h), w.T, r).view(*h.shape[:2], -1, D), len(wq)//D
+        qk = qk_rope(qkv, qn, kn, cos, sin, H, eps)
+        ctx.save_for_backward(h, r, qkv, w, norm, wq, wk, wv, qn, kn, cos, sin)
+        ctx.eps = eps
+        return h.view_as(h), qk[:, :, :H], qk[:, :, H:], qkv[:, :, qk.shape[2]:]
+    backward = staticmethod(_heads_grads)
+
+# %% ../../nbs/29_epilogues.ipynb #29norm45
 def heads_with_ends(block, h, cos, sin): # h: the stream, B T d
     "The part `heads`"
     a, norm = block.self_attn, block.input_layernorm
-    h, n = StreamNorm.apply(stream_pair(h)[0], norm.weight, norm.eps)
-    qkv = JoinedLinear.apply(n, None, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight)
-    return h, *rotated(a, qkv, cos, sin)
+    weights = norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_norm.weight, a.k_norm.weight
+    h, *qkv = EpilogueHeads.apply(stream_pair(h)[0], *weights, cos, sin, norm.eps)
+    return h, *(t.transpose(1, 2) for t in qkv)
 
 def project_with_ends(block, h, o): # B T d, B H T D
     "The part `project`: the stream, with the attention added"
     return JoinedLinear.apply(o.transpose(1, 2).flatten(2), h, block.self_attn.o_proj.weight)
 
-# %% ../../nbs/29_epilogues.ipynb #b731b50c
+# %% ../../nbs/29_epilogues.ipynb #29norm46
 def feed_with_ends(block, h): # B T d
     "The part `feed`: the stream, with the MLP added"
     m, norm = block.mlp, block.post_attention_layernorm
-    h, n = StreamNorm.apply(h, norm.weight, norm.eps)
-    return EpilogueMLP.apply(n, h, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight)
+    weights = norm.weight, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
+    return EpilogueMLP.apply(h, *weights, norm.eps)
 
-# %% ../../nbs/29_epilogues.ipynb #40eb76eb
+# %% ../../nbs/29_epilogues.ipynb #29norm47
 @lru_cache
-def epilogues_error(d, F, dtype, device): # width, the MLP's, of the products
+def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the products
     "What goes wrong with such sizes, if anything does: the kernels are compiled at their first call"
+    d, F, kv = c.width, c.hidden, c.kv_heads*c.head_dim
     with _disable_current_modes(), torch.enable_grad(): # on real tensors
-        new = partial(torch.zeros, dtype=dtype, device=device, requires_grad=True)
+        new = partial(torch.zeros, device=device, requires_grad=True)
+        turn = new(256, c.head_dim//2).detach()
         try:
-            h = JoinedLinear.apply(new(256, d), new(256, d), new(d, d))
-            EpilogueMLP.apply(h, h, new(F, d), new(F, d), new(d, F)).sum().backward()
+            ws = new(d), new(d, d), new(kv, d), new(kv, d), new(c.head_dim), new(c.head_dim)
+            h, *qkv = EpilogueHeads.apply(new(1, 256, d, dtype=dtype), *ws, turn, turn, c.eps)
+            h = JoinedLinear.apply(h, h, new(d, d))
+            h = EpilogueMLP.apply(h, new(d), new(F, d), new(F, d), new(d, F), c.eps)
+            sum(t.sum() for t in (h, *qkv)).backward()
         except Exception as e: return f"{type(e).__name__}: {e}"
     return ""
 
@@ -281,14 +475,14 @@ def epilogues_error(d, F, dtype, device): # width, the MLP's, of the products
 @rung("parts", needs=epilogues_missing, requires=["fused_ops"], gpu_only=True,
       excludes=["fp8", "lean", "compile", "selective_checkpoint", "tensor_parallel"])
 def epilogues(run): # a `Run` in 16 bits, with fused_ops
-    """SwiGLU, its gradient and the additions to the stream inside of matrix products, which are QuACK's.
+    """SwiGLU, its gradient, the blocks' norms and the additions to the stream inside of QuACK's products.
     Raises `InputError` for FP32 and widths that are no multiples of 8, `RunError` without its kernels"""
     c = run.model.config
     if run.fmt not in ("bf16", "fp16"): raise InputError("rung 'epilogues' needs 16 bits: add the rung bf16")
     if c.width % 8 or c.hidden % 8 or c.kv_heads*c.head_dim % 8:
         raise InputError(f"rung 'epilogues': widths {c.width} and {c.hidden} aren't all multiples of 8, "
                          "as its kernels need: leave it out")
-    if why := epilogues_error(c.width, c.hidden, DTYPES[run.fmt], run.device):
+    if why := epilogues_error(c, DTYPES[run.fmt], run.device):
         raise RunError(f"rung 'epilogues': QuACK's kernels can't run here: {why}. Leave the rung out")
     parts = dict(heads=heads_with_ends, project=project_with_ends, feed=feed_with_ends)
     return run.with_model(partial(set_parts, **parts))
@@ -338,8 +532,7 @@ from .fused_fp8 import (Slots, by_kernel, empty_pair, fitting_scale, fp8_feed, f
                                           fp8_project, heads_quantize, magnitude, needs_fp8, note_amax, product,
                                           quantize, quantize_weights, raise_amax, round_and_transpose, slot,
                                           store_both, tile_grid, wide_load, with_slot)
-from .fused_ops import qk_rope
-from .triton import add_norm_maths, blocks, pow2, programs, runs_kernel
+from .triton import add_norm_maths
 
 # %% ../../nbs/29_epilogues.ipynb #d363dbdd
 AB = "hidden" # the slot of gate and up: otherwise the head's alone
