@@ -62,7 +62,7 @@ import llm_speedrun.rungs.fewer_passes as passes
 from llm_speedrun.data import Batches, open_corpus, prefetch, val_batches
 from llm_speedrun.measure import compare, machine, ratio, sample_ms, summarize, take_turns, warm_up
 from llm_speedrun.model import workload
-from llm_speedrun.peers import Peer, contender, contender_record, peer
+from llm_speedrun.peers import Contender, Peer, contender, contender_record, peer
 from llm_speedrun.runs import HandedOut, Run, baseline, build, code_of, curve_gap, find_rung, step_of, stepper_of
 from llm_speedrun.rungs import fused_fp8 as f8
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
@@ -80,7 +80,7 @@ BF16 = [*BODY, "cuda_graphs", "fused_adamw"]
 COURSE = dict(fp8=FP8, bf16=BF16)
 NEW = ["tied_embedding", "head_groups", "direct_update"]
 def there(*rungs): return [r for r in rungs if not find_rung(r).needs()]
-ALL = dict(fp8=NEW + there("flash4", "fast_grads", "fp8_gated"), bf16=NEW + there("flash4", "epilogues", "fused_ce"))
+ALL = dict(fp8=NEW + there("flash4", "fp8_epilogues"), bf16=NEW + there("flash4", "epilogues", "fused_ce"))
 RES = dict(machine=machine(), smoke=A.smoke, parts={})
 GEN = torch.Generator(DEVICE).manual_seed(0)
 
@@ -320,9 +320,9 @@ def ours(rungs, config):
     run = build(config, rungs)
     return Peer(stepper_of(run)(run), run.model, f"code {code_of(rungs)}")
 
-def started(name, setup, c, B):
+def started(name, setup, c, B, micro=None):
     say(f"  building {name}")
-    res = contender(name, setup, c, B)
+    res = Contender(name, setup, c, B, micro) if micro else contender(name, setup, c, B)
     say(f"  {name}: {res.measured.warmup_s:.1f} s to warm up, {fmt(res.measured.peak_gib)} GiB, micro-batches of {res.micro}")
     return res
 
@@ -335,9 +335,8 @@ def raced(field, rounds, reps):
 
 def of_peers(name):
     c, B = workload(name), MODELS[name]
-    lists = {f"ours, {k} now": COURSE[k] + ALL[k] for k in COURSE}
-    if c.width < 1024: lists |= {f"ours, {k} before": COURSE[k] for k in COURSE}
-    else: lists |= {"ours, fp8 exact sums": COURSE["fp8"] + [r for r in ALL["fp8"] if r not in ("fast_grads", "fp8_gated")]}
+    lists = {f"ours, {k} now": (COURSE[k] + ALL[k], B) for k in COURSE}
+    if c.width < 1024: lists |= {f"ours, {k} now, in 2 passes": (COURSE[k] + ALL[k], B//2) for k in COURSE}
     many = 2 if c.width < 1024 else 1 # of ours at a time: each recording has memory of its own
     table, them = {}, []
     def first():
@@ -352,7 +351,7 @@ def of_peers(name):
     if not them: return
     del them[1:]; clear()
     def beside(some):
-        field = [them[0], *(started(k, partial(ours, lists[k]), c, B) for k in some)]
+        field = [them[0], *(started(k, partial(ours, lists[k][0]), c, B, lists[k][1]) for k in some)]
         res = raced(field, 5, 3)
         table.update({k: v for k, v in res.items() if k != them[0].name})
         return dict(ways=res)
@@ -415,8 +414,6 @@ def loop_of(rungs, recipe, block=40, rounds=4):
 def loop():
     part("fp8 now, adamw", loop_of, FP8 + ALL["fp8"], "adamw", needs=40.)
     part("bf16 now, adamw", loop_of, BF16 + ALL["bf16"], "adamw", needs=40.)
-    part("fp8 before, adamw", loop_of, FP8, "adamw", needs=40.)
-    part("fp8 now, normuon", loop_of, FP8 + ALL["fp8"], "normuon", needs=40.)
 
 # smallest: how fast a step of little memory can be
 
