@@ -336,7 +336,10 @@ def raced(field, rounds, reps):
 def of_peers(name):
     c, B = workload(name), MODELS[name]
     lists = {f"ours, {k} now": (COURSE[k] + ALL[k], B) for k in COURSE}
-    if c.width < 1024: lists |= {f"ours, {k} now, in 2 passes": (COURSE[k] + ALL[k], B//2) for k in COURSE}
+    if c.width < 1024:
+        small = [r.replace("head_groups", "head_groups:group=1024") for r in COURSE["fp8"] + ALL["fp8"]]
+        lists = {"ours, fp8 now": lists["ours, fp8 now"], "ours, fp8 now, groups of 1 GiB": (small, B), "ours, bf16 now": lists["ours, bf16 now"],
+                 "ours, bf16 now, in 2 passes": (COURSE["bf16"] + ALL["bf16"], B//2)}
     many = 2 if c.width < 1024 else 1 # of ours at a time: each recording has memory of its own
     table, them = {}, []
     def first():

@@ -12,12 +12,13 @@ __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'epilogues_missing', 'tile', 'tile_for',
            'product_back_shape', 'product_back', 'heads_backward_maths', 'head_norm_grads', 'heads_backward_kernel',
            'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends',
            'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues', 'fused_chunk', 'FusedCE',
-           'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end', 'takes8', 'product8_maths',
-           'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8_flops', 'gated8', 'store_turned', 'byte_of',
-           'gated8_back_kernel', 'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape',
-           'product8_flops', 'product8', 'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole',
-           'heads8', 'project8', 'feed8', 'exps_end', 'tile8', 'logits8_op', 'summed_loss_kernel', 'summed_loss',
-           'SummedCE', 'ends8_off', 'ends8_error', 'needs_quack_fp8', 'fp8_epilogues']
+           'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end', 'tile8', 'takes8',
+           'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8_flops', 'gated8',
+           'load_pairs', 'byte_of', 'store_fours', 'gated8_back_kernel', 'gated8_back_maths', 'gated8_back', 'ends8',
+           'product8_op', 'product8_shape', 'product8_flops', 'product8', 'stream_norm_kernel', 'stream_norm', 'MLP8',
+           'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8', 'exps_end', 'whole_tiles', 'logits8_op',
+           'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off', 'ends8_error', 'needs_quack_fp8',
+           'fp8_epilogues']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
 from dataclasses import dataclass
@@ -527,7 +528,7 @@ def fused_ce(run): # a `Run` with head_groups
 import torch.nn as nn
 from fastcore.basics import patch
 from .chunked_ce import row_lse
-from .fp8 import E4M3, LARGEST
+from .fp8 import E4M3, E5M2, LARGEST
 from .fused_fp8 import (Slots, by_kernel, empty_pair, fitting_scale, fp8_feed, fp8_heads,
                                           fp8_project, heads_quantize, magnitude, needs_fp8, note_amax,
                                           product, quantize, quantize_weights, raise_amax, round_and_transpose, slot,
@@ -584,6 +585,11 @@ def gated8_end():
 INSIDE = dict(tile_M=128, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True,
               post_init_attrs=(("fp8_slow_accum", False),)) # sums inside of the tensor cores
 
+def tile8(columns): # of a product
+    "The wide tile, or the high one where the last of the wide ones would be too empty"
+    high = dict(tile_M=192, tile_N=128, cluster_M=1, cluster_N=2)
+    return INSIDE | (high if blocks(columns, 192)*192 > 1.01*columns else {})
+
 def takes8(a, b): # M K, N K
     "Whether QuACK can multiply these"
     return a.is_cuda and not any(n % 16 for n in (a.shape[1], len(b)))
@@ -608,7 +614,7 @@ def gated8_op(x: torch.Tensor, w: torch.Tensor, ia: torch.Tensor, ib: torch.Tens
     if not takes8(x, w) or len(w) % 32: return gated8_maths(x, w, ia, ib, sab, sh)
     ab, h = x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)
     to = dict(ab=ab.view(torch.bfloat16), h=h)
-    gated8_end().gemm(x, w, None, epi_args=dict(ia=ia, ib=ib, sab=sab, sh=sh, **to), **INSIDE)
+    gated8_end().gemm(x, w, None, epi_args=dict(ia=ia, ib=ib, sab=sab, sh=sh, **to), **tile8(len(w)))
     return [ab, h]
 
 # %% ../../nbs/29_epilogues.ipynb #f5b5b951
@@ -633,42 +639,54 @@ def gated8(s, n8, w8): # `Slots`; N d, 2F d in turn
     inverses = slot(s.inverse, "n2"), slot(s.inverse, "wab")
     return unwatched(gated8_op)(n8, w8, *inverses, slot(s.scale, AB), slot(s.scale, "h"))
 
-# %% ../../nbs/29_epilogues.ipynb #d7af13db
+# %% ../../nbs/29_epilogues.ipynb #4bc0aa51
 @jit
-def store_turned(t_ptr, x, scale, rows, cols, N, C, t_stride, MOST: tl.constexpr):
-    "Round a tile, and store what lies within N C transposed; by way of fp16, as `store_both` does"
-    dt: tl.constexpr = t_ptr.dtype.element_ty
-    x = tl.clamp(x*scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(dt).to(tl.float16)
-    to = cols.to(tl.int64)[:, None]*t_stride + rows[None, :]
-    tl.store(t_ptr + to, tl.trans(x).to(dt), (cols < C)[:, None] & (rows < N)[None, :])
+def load_pairs(ab_ptr, at, inside, inverse):
+    "Gates and ups of pairs of bytes in E4M3, in FP32"
+    dt: tl.constexpr = ab_ptr.dtype.element_ty
+    pairs = tl.load(ab_ptr.to(tl.pointer_type(tl.int16)) + at, inside, 0).to(tl.int32)
+    a, b = (pairs & 0xFF).to(tl.uint8), ((pairs >> 8) & 0xFF).to(tl.uint8)
+    return a.to(dt, bitcast=True).to(tl.float32)*inverse, b.to(dt, bitcast=True).to(tl.float32)*inverse
 
 @jit
-def byte_of(pairs, dt: tl.constexpr):
-    "The lower bytes of some integers as numbers of type `dt`, in FP32"
-    return (pairs & 0xFF).to(tl.uint8).to(dt, bitcast=True).to(tl.float32)
+def byte_of(x, scale, dt: tl.constexpr, MOST: tl.constexpr):
+    "x rounded to `dt` with `scale`, and its eight bits as an integer"
+    x = tl.clamp(x*scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(dt)
+    return x, x.to(tl.uint8, bitcast=True).to(tl.int32)
 
-# %% ../../nbs/29_epilogues.ipynb #473b27de
+@jit
+def store_fours(t_ptr, x, i, cols, C, fours):
+    "Integers of four bytes, transposed into rows of `fours` of them"
+    to, there = cols.to(tl.int64)[:, None]*fours + i[None, :], (cols < C)[:, None] & (i < fours)[None, :]
+    tl.store(t_ptr.to(tl.pointer_type(tl.int32)) + to, tl.trans(x), there)
+
+# %% ../../nbs/29_epilogues.ipynb #5aff19ac
 @jit
 def gated8_back_kernel(ab_ptr, dh_ptr, inverse_ptr, ab_amax_ptr, sh_ptr, h_amax_ptr, scale_ptr, amax_ptr,
-                       q_ptr, t_ptr, ht_ptr, N, filled, F: tl.constexpr, MOST: tl.constexpr, HMOST: tl.constexpr,
-                       ROWS: tl.constexpr, COLS: tl.constexpr):
+                       q_ptr, t_ptr, ht_ptr, N, filled, F: tl.constexpr, MOST: tl.constexpr,
+                       HMOST: tl.constexpr, FOURS: tl.constexpr, COLS: tl.constexpr):
     "Gradients of gate and of up, rounded and transposed, all of gate first; and h, transposed"
-    rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
-    scale, seen, sh, inverse = tl.load(scale_ptr), tl.load(amax_ptr), tl.load(sh_ptr), tl.load(inverse_ptr)
-    ab_seen, h_seen = tl.load(ab_amax_ptr), tl.load(h_amax_ptr)
-    dt: tl.constexpr = ht_ptr.dtype.element_ty
-    n, inside = rows.to(tl.int64)[:, None], (rows < N)[:, None] & (cols < F)[None, :]
-    pairs = tl.load(ab_ptr + n*F + cols[None, :], inside, 0).to(tl.int32)
-    dh = tl.load(dh_ptr + n*F + cols[None, :], inside, 0.).to(tl.float32)
-    a, b = byte_of(pairs, dt)*inverse, byte_of(pairs >> 8, dt)*inverse
-    da, db, h = swiglu_grads(a, b, dh)
-    raise_amax(ab_amax_ptr, tl.max(tl.max(tl.maximum(magnitude(2*a), magnitude(2*b)), 1), 0), ab_seen)
-    note_amax(h_amax_ptr, h, h_seen)
-    raise_amax(amax_ptr, tl.max(tl.max(tl.maximum(magnitude(da), magnitude(db)), 1), 0), seen)
-    store_both(q_ptr, t_ptr, da, scale, rows, cols, N, F, 2*F, filled, MOST)
-    q_ptr, t_ptr = q_ptr + F, t_ptr + tl.full((), F, tl.int64)*filled
-    store_both(q_ptr, t_ptr, db, scale, rows, cols, N, F, 2*F, filled, MOST)
-    store_turned(ht_ptr, h, sh, rows, cols, N, F, filled, HMOST)
+    i, cols = tl.program_id(0)*FOURS + tl.arange(0, FOURS), tl.program_id(1)*COLS + tl.arange(0, COLS)
+    inverse, sh, scale = tl.load(inverse_ptr), tl.load(sh_ptr), tl.load(scale_ptr)
+    ab_seen, h_seen, seen = tl.load(ab_amax_ptr), tl.load(h_amax_ptr), tl.load(amax_ptr)
+    ta, tb, th = (tl.zeros((FOURS, COLS), tl.int32),)*3
+    m, m_ab, m_h = ta, ta.to(tl.float32), ta.to(tl.float32)
+    for p in tl.static_range(4): # rows 4i + p
+        n, inside = (4*i + p).to(tl.int64)[:, None], (4*i + p < N)[:, None] & (cols < F)[None, :]
+        a, b = load_pairs(ab_ptr, n*F + cols[None, :], inside, inverse)
+        da, db, h = swiglu_grads(a, b, wide_load(dh_ptr + n*F + cols[None, :], inside))
+        m_ab, m_h = tl.maximum(m_ab, tl.maximum(tl.abs(a), tl.abs(b))), tl.maximum(m_h, tl.abs(h))
+        m = tl.maximum(m, tl.maximum(magnitude(da), magnitude(db)))
+        da, xa = byte_of(da, scale, q_ptr.dtype.element_ty, MOST)
+        db, xb = byte_of(db, scale, q_ptr.dtype.element_ty, MOST)
+        _, xh = byte_of(h, sh, ht_ptr.dtype.element_ty, HMOST)
+        tl.store(q_ptr + n*(2*F) + cols[None, :], da, inside)
+        tl.store(q_ptr + n*(2*F) + F + cols[None, :], db, inside)
+        ta, tb, th = ta | (xa << 8*p), tb | (xb << 8*p), th | (xh << 8*p)
+    raise_amax(amax_ptr, tl.max(tl.max(m, 1), 0), seen)
+    note_amax(ab_amax_ptr, 2*m_ab, ab_seen); note_amax(h_amax_ptr, m_h, h_seen)
+    store_fours(t_ptr, ta, i, cols, F, filled//4); store_fours(ht_ptr, th, i, cols, F, filled//4)
+    store_fours(t_ptr + tl.full((), F, tl.int64)*filled, tb, i, cols, F, filled//4)
 
 # %% ../../nbs/29_epilogues.ipynb #3dc08fc6
 def gated8_back_maths(ab, dh, inverse, ab_amax, sh, h_amax, scale, amax, dt): # as for `gated8_back`
@@ -679,7 +697,7 @@ def gated8_back_maths(ab, dh, inverse, ab_amax, sh, h_amax, scale, amax, dt): # 
     return q, t, in_e4m3(nn.functional.pad(h, (0, 0, 0, len(q) - len(h))), sh).T.contiguous()
 
 # %% ../../nbs/29_epilogues.ipynb #cdd1570c
-BACK_TILE = dict(ROWS=32, COLS=128, num_warps=4)
+BACK_TILE = dict(FOURS=16, COLS=64, num_warps=4)
 
 @kernel_op(mutates=("ab_amax", "h_amax", "amax"))
 def gated8_back(ab: torch.Tensor, dh: torch.Tensor, inverse: torch.Tensor, ab_amax: torch.Tensor,
@@ -690,11 +708,10 @@ def gated8_back(ab: torch.Tensor, dh: torch.Tensor, inverse: torch.Tensor, ab_am
     N, F = dh.shape
     if not by_kernel(dh, F): return gated8_back_maths(ab, dh, inverse, ab_amax, sh, h_amax, scale, amax, dt)
     q, t = empty_pair(ab, N, 2*F, dt)
-    ht = torch.empty_like(t[:F], dtype=E4M3)
-    if N % 16: ht[:, N:] = 0
-    numbers = inverse, ab_amax, sh, h_amax, scale, amax
-    launch(gated8_back_kernel, tile_grid(N, F, BACK_TILE), ab.view(torch.int16), dh.contiguous(), *numbers, q,
-           t, ht, N, len(q), F, LARGEST[dt], LARGEST[E4M3], **BACK_TILE)
+    ht, numbers = torch.empty_like(t[:F], dtype=E4M3), (inverse, ab_amax, sh, h_amax, scale, amax)
+    grid = blocks(len(q), 4*BACK_TILE["FOURS"]), blocks(F, BACK_TILE["COLS"])
+    launch(gated8_back_kernel, grid, ab, dh.contiguous(), *numbers, q, t, ht, N, len(q), F, LARGEST[dt],
+           LARGEST[E4M3], **BACK_TILE)
     return q, t, ht
 
 # %% ../../nbs/29_epilogues.ipynb #cfbf3ce6
@@ -880,7 +897,7 @@ def exps_end():
     return gemm_epilogue(ops=scalars, reduces=sums)(exps)
 
 # %% ../../nbs/29_epilogues.ipynb #acd99884
-def tile8(V): # columns
+def whole_tiles(V): # columns
     "A tile that divides them: beyond the last column there'd be zeros, and their exponentials; or None"
     return next((INSIDE | dict(tile_N=n) for n in (192, 128) if V % n == 0), None)
 
@@ -890,7 +907,7 @@ def logits8_op(h: torch.Tensor, w: torch.Tensor, ia: torch.Tensor, ib: torch.Ten
     if not takes8(h, w):
         logits = product8_maths(h, w, ia, ib)
         return [logits.bfloat16(), logits.exp().sum(1, keepdim=True)]
-    how = tile8(len(w))
+    how = whole_tiles(len(w))
     logits = h.new_empty(len(h), len(w), dtype=torch.bfloat16)
     sums = h.new_empty(len(h), len(w)//how["tile_N"], dtype=torch.float32)
     exps_end().gemm(h, w, logits, epi_args=dict(ia=ia, ib=ib, sums=sums), **how)
@@ -930,23 +947,26 @@ class SummedCE(GroupedCE):
 def losses8(self:SummedCE, s, h8, w8, y, dtype): # as `GroupedCE.losses8`
     "A chunk's logits (n V), losses and log-sum-exps (n each)"
     fits = h8.is_cuda and not self.softcap and not traced() and dtype == torch.bfloat16
-    if not (fits and takes8(h8, w8) and tile8(len(w8))): return GroupedCE.losses8(self, s, h8, w8, y, dtype)
+    if not (fits and takes8(h8, w8) and whole_tiles(len(w8))): return GroupedCE.losses8(self, s, h8, w8, y, dtype)
     logits, sums = logits8_op._init_fn(h8[:len(y)], w8, slot(s.inverse, "hidden"), slot(s.inverse, "head"))
     return logits, *summed_loss(sums, logits, y, self.ignore_index, self.z_loss)
 
 # %% ../../nbs/29_epilogues.ipynb #bd92997c
 def ends8_off(d, F, device): # sizes
-    "Relative errors of what QuACK makes of random matrices of such widths, against PyTorch's maths"
+    "Relative errors of what our kernels make of random matrices of such widths, against PyTorch's maths"
     g = torch.Generator(device).manual_seed(0)
-    x, h, wab, wd, w = ((torch.randn(n, k, device=device, generator=g)*16*k**-.25).to(E4M3)
-                        for n, k in ((256, d), (256, F), (2*F, d), (d, F), (384, d)))
-    c, one = torch.randn(256, d, device=device, generator=g).bfloat16(), torch.ones(1, device=device)
-    small = [one/256]*2
-    cases = {gated8_op: (x, wab, *small, one, one), product8_op: (h, wd, *small, c), logits8_op: (x, w, *small)}
-    maths = (gated8_maths(*cases[gated8_op]), product8_maths(h, wd, *small) + c, product8_maths(x, w, *small))
-    for (op, args), exact in zip(cases.items(), maths):
-        for a, b in zip(*(t if isinstance(t, list) else [t] for t in (op._init_fn(*args), exact))):
-            yield ((a.float() - b.float()).norm()/b.float().norm()).item()
+    def rand(n, k, size): return (torch.randn(n, k, device=device, generator=g)*size).to(E4M3)
+    x, h, c = rand(256, d, 16), rand(256, F, 16), torch.randn(256, d, device=device, generator=g).bfloat16()
+    wab, wd, w = rand(2*F, d, 64*d**-.5), rand(d, F, 64*F**-.5), rand(384, d, 64*d**-.5)
+    ia, ib, s, *most = (torch.full((1,), t, device=device) for t in (1/16, 1/64, 16., 0., 0., 0.))
+    dh, back = h.bfloat16(), (ia, most[0], s, most[1], s, most[2], E5M2)
+    ab = gated8_maths(x, wab, ia, ib, s, s)[0]
+    ways = ((gated8_op._init_fn(x, wab, ia, ib, s, s), gated8_maths(x, wab, ia, ib, s, s)),
+            (gated8_back(ab, dh, *back), gated8_back_maths(ab, dh, *back)),
+            ([product8_op._init_fn(h, wd, ia, ib, c)], [product8_maths(h, wd, ia, ib) + c]),
+            (logits8_op._init_fn(x, w, ia, ib)[:1], [product8_maths(x, w, ia, ib)]))
+    for a, b in ((a.float(), b.float()) for mine, exact in ways for a, b in zip(mine, exact)):
+        yield ((a - b).norm()/b.norm()).item()
 
 # %% ../../nbs/29_epilogues.ipynb #12272d4f
 @lru_cache
@@ -956,7 +976,7 @@ def ends8_error(d, F, device): # sizes
     try:
         with _disable_current_modes(), torch.no_grad(): errors = [*ends8_off(d, F, device)]
     except Exception as e: return f"{type(e).__name__}: {e}"
-    return "" if all(e < .03 for e in errors) else f"they are off by {errors}"
+    return "" if all(e < .03 for e in errors) else f"they are off by {', '.join(f'{e:.1e}' for e in errors)}"
 
 def needs_quack_fp8():
     "A rung's `needs`: FP8, and QuACK"
