@@ -14,11 +14,11 @@ __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'epilogues_missing', 'tile', 'tile_for',
            'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues', 'fused_chunk', 'FusedCE',
            'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end', 'tile8', 'takes8',
            'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8_flops', 'gated8',
-           'load_pairs', 'byte_of', 'store_fours', 'gated8_back_kernel', 'gated8_back_maths', 'gated8_back', 'ends8',
-           'product8_op', 'product8_shape', 'product8_flops', 'product8', 'stream_norm_kernel', 'stream_norm', 'MLP8',
-           'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8', 'exps_end', 'whole_tiles', 'logits8_op',
-           'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off', 'ends8_error', 'needs_quack_fp8',
-           'fp8_epilogues']
+           'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel',
+           'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape', 'product8_flops', 'product8',
+           'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8',
+           'exps_end', 'whole_tiles', 'logits8_op', 'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off',
+           'ends8_error', 'needs_quack_fp8', 'fp8_epilogues']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
 from dataclasses import dataclass
@@ -649,9 +649,11 @@ def load_pairs(ab_ptr, at, inside, inverse):
     return a.to(dt, bitcast=True).to(tl.float32)*inverse, b.to(dt, bitcast=True).to(tl.float32)*inverse
 
 @jit
-def byte_of(x, scale, dt: tl.constexpr, MOST: tl.constexpr):
-    "x rounded to `dt` with `scale`, and its eight bits as an integer"
-    x = tl.clamp(x*scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(dt)
+def byte_of(x, scale, dt: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr):
+    "x rounded to `dt` with `scale`, and its eight bits as an integer. A GPU's instruction cuts off by itself"
+    x *= scale
+    if not GPU: x = tl.clamp(x, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    x = x.to(dt)
     return x, x.to(tl.uint8, bitcast=True).to(tl.int32)
 
 @jit
@@ -660,11 +662,27 @@ def store_fours(t_ptr, x, i, cols, C, fours):
     to, there = cols.to(tl.int64)[:, None]*fours + i[None, :], (cols < C)[:, None] & (i < fours)[None, :]
     tl.store(t_ptr.to(tl.pointer_type(tl.int32)) + to, tl.trans(x), there)
 
+# %% ../../nbs/29_epilogues.ipynb #494167fa
+@jit
+def quick_sigmoid(a, GPU: tl.constexpr):
+    "1/(1 + e^-a); on a GPU by approximate instructions"
+    if not GPU: return tl.sigmoid(a)
+    ptx: tl.constexpr = ("{ .reg .f32 t; mul.ftz.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; " # log2(e)
+                         "add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }")
+    return tl.inline_asm_elementwise(ptx, "=f,f", [a], tl.float32, True, 1)
+
+@jit
+def quick_grads(a, b, dh, GPU: tl.constexpr):
+    "As `swiglu_grads`: the gradients of a and b, and h"
+    s = quick_sigmoid(a, GPU)
+    u = a*s
+    return dh*s*b*(1 + a - u), dh*u, u*b
+
 # %% ../../nbs/29_epilogues.ipynb #5aff19ac
 @jit
 def gated8_back_kernel(ab_ptr, dh_ptr, inverse_ptr, ab_amax_ptr, sh_ptr, h_amax_ptr, scale_ptr, amax_ptr,
                        q_ptr, t_ptr, ht_ptr, N, filled, F: tl.constexpr, MOST: tl.constexpr,
-                       HMOST: tl.constexpr, FOURS: tl.constexpr, COLS: tl.constexpr):
+                       HMOST: tl.constexpr, GPU: tl.constexpr, FOURS: tl.constexpr, COLS: tl.constexpr):
     "Gradients of gate and of up, rounded and transposed, all of gate first; and h, transposed"
     i, cols = tl.program_id(0)*FOURS + tl.arange(0, FOURS), tl.program_id(1)*COLS + tl.arange(0, COLS)
     inverse, sh, scale = tl.load(inverse_ptr), tl.load(sh_ptr), tl.load(scale_ptr)
@@ -674,12 +692,12 @@ def gated8_back_kernel(ab_ptr, dh_ptr, inverse_ptr, ab_amax_ptr, sh_ptr, h_amax_
     for p in tl.static_range(4): # rows 4i + p
         n, inside = (4*i + p).to(tl.int64)[:, None], (4*i + p < N)[:, None] & (cols < F)[None, :]
         a, b = load_pairs(ab_ptr, n*F + cols[None, :], inside, inverse)
-        da, db, h = swiglu_grads(a, b, wide_load(dh_ptr + n*F + cols[None, :], inside))
+        da, db, h = quick_grads(a, b, wide_load(dh_ptr + n*F + cols[None, :], inside), GPU)
         m_ab, m_h = tl.maximum(m_ab, tl.maximum(tl.abs(a), tl.abs(b))), tl.maximum(m_h, tl.abs(h))
         m = tl.maximum(m, tl.maximum(magnitude(da), magnitude(db)))
-        da, xa = byte_of(da, scale, q_ptr.dtype.element_ty, MOST)
-        db, xb = byte_of(db, scale, q_ptr.dtype.element_ty, MOST)
-        _, xh = byte_of(h, sh, ht_ptr.dtype.element_ty, HMOST)
+        da, xa = byte_of(da, scale, q_ptr.dtype.element_ty, MOST, GPU)
+        db, xb = byte_of(db, scale, q_ptr.dtype.element_ty, MOST, GPU)
+        _, xh = byte_of(h, sh, ht_ptr.dtype.element_ty, HMOST, GPU)
         tl.store(q_ptr + n*(2*F) + cols[None, :], da, inside)
         tl.store(q_ptr + n*(2*F) + F + cols[None, :], db, inside)
         ta, tb, th = ta | (xa << 8*p), tb | (xb << 8*p), th | (xh << 8*p)
@@ -697,7 +715,7 @@ def gated8_back_maths(ab, dh, inverse, ab_amax, sh, h_amax, scale, amax, dt): # 
     return q, t, in_e4m3(nn.functional.pad(h, (0, 0, 0, len(q) - len(h))), sh).T.contiguous()
 
 # %% ../../nbs/29_epilogues.ipynb #cdd1570c
-BACK_TILE = dict(FOURS=16, COLS=64, num_warps=4)
+BACK_TILE = dict(FOURS=8, COLS=64, num_warps=4)
 
 @kernel_op(mutates=("ab_amax", "h_amax", "amax"))
 def gated8_back(ab: torch.Tensor, dh: torch.Tensor, inverse: torch.Tensor, ab_amax: torch.Tensor,
@@ -711,7 +729,7 @@ def gated8_back(ab: torch.Tensor, dh: torch.Tensor, inverse: torch.Tensor, ab_am
     ht, numbers = torch.empty_like(t[:F], dtype=E4M3), (inverse, ab_amax, sh, h_amax, scale, amax)
     grid = blocks(len(q), 4*BACK_TILE["FOURS"]), blocks(F, BACK_TILE["COLS"])
     launch(gated8_back_kernel, grid, ab, dh.contiguous(), *numbers, q, t, ht, N, len(q), F, LARGEST[dt],
-           LARGEST[E4M3], **BACK_TILE)
+           LARGEST[E4M3], ab.is_cuda, **BACK_TILE)
     return q, t, ht
 
 # %% ../../nbs/29_epilogues.ipynb #cfbf3ce6
@@ -885,13 +903,14 @@ def feed8(block, h): # the stream or a pair
 # %% ../../nbs/29_epilogues.ipynb #2f906fc7
 @lru_cache
 def exps_end():
-    "Logits, and in each row of a tile the sum of their exponentials"
+    "Logits rounded to bf16, and in each row of a tile the sum of their exponentials"
+    from cutlass import BFloat16, Float32
     from quack.epilogue.frontend import gemm_epilogue
     from quack.epilogue.math import pexp2
     from quack.epilogue.ops import ColVecReduce, Scalar
     log2e = 1.4426950408889634
     def exps(acc, ia, ib):
-        x = acc*(ia*ib)
+        x = (acc*(ia*ib)).to(BFloat16).to(Float32)
         return {"D": x, "sums": pexp2(x*log2e)}
     sums, scalars = {"sums": ColVecReduce("sums")}, {k: Scalar(k) for k in ("ia", "ib")}
     return gemm_epilogue(ops=scalars, reduces=sums)(exps)
@@ -905,8 +924,8 @@ def whole_tiles(V): # columns
 def logits8_op(h: torch.Tensor, w: torch.Tensor, ia: torch.Tensor, ib: torch.Tensor) -> list[torch.Tensor]:
     "Logits (n V) in bf16, and sums of their exponentials, n by tiles; h: n d, w: V d, in E4M3"
     if not takes8(h, w):
-        logits = product8_maths(h, w, ia, ib)
-        return [logits.bfloat16(), logits.exp().sum(1, keepdim=True)]
+        logits = product8_maths(h, w, ia, ib).bfloat16()
+        return [logits, logits.float().exp().sum(1, keepdim=True)]
     how = whole_tiles(len(w))
     logits = h.new_empty(len(h), len(w), dtype=torch.bfloat16)
     sums = h.new_empty(len(h), len(w)//how["tile_N"], dtype=torch.float32)
