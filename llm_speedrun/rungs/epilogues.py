@@ -715,7 +715,7 @@ def gated8_back_maths(ab, dh, inverse, ab_amax, sh, h_amax, scale, amax, dt): # 
     return q, t, in_e4m3(nn.functional.pad(h, (0, 0, 0, len(q) - len(h))), sh).T.contiguous()
 
 # %% ../../nbs/29_epilogues.ipynb #cdd1570c
-BACK_TILE = dict(FOURS=8, COLS=64, num_warps=4)
+BACK_TILE = dict(FOURS=8, COLS=128, num_warps=4)
 
 @kernel_op(mutates=("ab_amax", "h_amax", "amax"))
 def gated8_back(ab: torch.Tensor, dh: torch.Tensor, inverse: torch.Tensor, ab_amax: torch.Tensor,
