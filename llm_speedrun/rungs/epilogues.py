@@ -13,12 +13,12 @@ __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'EIGHTS', 'epilogues_missing', 'tile', '
            'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends',
            'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues', 'fused_chunk', 'FusedCE',
            'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end', 'tile8', 'takes8',
-           'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8_flops', 'gated8',
-           'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel',
-           'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape', 'product8_flops', 'product8',
-           'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8',
-           'exps_end', 'whole_tiles', 'logits8_op', 'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off',
-           'ends8_error', 'needs_quack_fp8', 'fp8_epilogues']
+           'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8', 'load_pairs', 'byte_of',
+           'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel', 'gated8_back_maths', 'gated8_back',
+           'ends8', 'product8_op', 'product8_shape', 'product8', 'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8',
+           'Project8', 'whole', 'heads8', 'project8', 'feed8', 'exps_end', 'whole_tiles', 'logits8',
+           'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off', 'ends8_error', 'needs_quack_fp8',
+           'fp8_epilogues']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
 from dataclasses import dataclass
@@ -36,8 +36,7 @@ from ..runs import rung
 # %% ../../nbs/29_epilogues.ipynb #31f4c8ca
 from .fewer_passes import GroupedCE
 from .fused_ops import (halves, head_grads, head_weights, qk_rope, qk_rope_backward_maths,
-                                          store_head_sums, stream_pair, swiglu_backward_maths, swiglu_grads,
-                                          swiglu_maths)
+                                          store_head_sums, stream_pair, swiglu_backward_maths, swiglu_maths)
 from .triton import (blocks, jit, kernel_op, launch, norm_tile, pow2, programs,
                                        rms_norm_backward, runs_kernel, tl, traced)
 
@@ -526,7 +525,6 @@ def fused_ce(run): # a `Run` with head_groups
 
 # %% ../../nbs/29_epilogues.ipynb #7a120c6e
 import torch.nn as nn
-from fastcore.basics import patch
 from .chunked_ce import row_lse
 from .fp8 import E4M3, E5M2, LARGEST
 from .fused_fp8 import (Slots, by_kernel, empty_pair, fitting_scale, fp8_feed, fp8_heads,
@@ -626,10 +624,7 @@ def gated8_shape(x, w, *rest):
     "For tensors without numbers"
     return [x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)]
 
-@register_flop_formula(torch.ops.llm_speedrun.gated8, get_raw=True)
-def gated8_flops(x, w, *args, **kwargs):
-    "For our counter"
-    return 2*len(x)*w.numel()
+register_flop_formula(torch.ops.llm_speedrun.gated8, get_raw=True)(gated_flops)
 
 # %% ../../nbs/29_epilogues.ipynb #10b2cddd
 def gated8(s, n8, w8): # `Slots`; N d, 2F d in turn
@@ -761,10 +756,7 @@ def product8_shape(a, b, *rest):
     "For tensors without numbers"
     return a.new_empty(len(a), len(b), dtype=torch.bfloat16)
 
-@register_flop_formula(torch.ops.llm_speedrun.product8, get_raw=True)
-def product8_flops(a, b, *args, **kwargs):
-    "For our counter"
-    return 2*len(a)*b.numel()
+register_flop_formula(torch.ops.llm_speedrun.product8, get_raw=True)(gated_flops)
 
 def product8(s, a, b, name_a, name_b, c=None): # `Slots`; M K, N K, names of their slots; M N
     "a @ b.T, and c added, with the scales of two slots: M N in bf16"
@@ -840,7 +832,8 @@ def _heads8(ctx, x, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
     r, n8, n8t = with_slot(s, "n1", stream_norm, h, w, eps)
     w8, w8t = with_slot(s, "wqkv", quantize_weights, [wq, wk, wv])
     qkv = product8(s, n8[:len(h)], w8, "n1", "wqkv").view(*x.shape[:2], -1, D)
-    qk, H = qk_rope(qkv, qn, kn, cos, sin, len(wq)//D, eps), len(wq)//D
+    H = len(wq)//D
+    qk = qk_rope(qkv, qn, kn, cos, sin, H, eps)
     ctx.save_for_backward(h, r, n8t, w8t, qkv, w, qn, kn, cos, sin)
     ctx.eps, ctx.slots, ctx.sizes = eps, slots, [*map(len, (wq, wk, wv))]
     return x.view_as(x), qk[:, :, :H], qk[:, :, H:], qkv[:, :, qk.shape[2]:]
@@ -926,17 +919,13 @@ def whole_tiles(V): # columns
     "A tile that divides them: beyond the last column there'd be zeros, and their exponentials; or None"
     return next((INSIDE | dict(tile_N=n) for n in (192, 128) if V % n == 0), None)
 
-@torch.library.custom_op("llm_speedrun::logits8", mutates_args=())
-def logits8_op(h: torch.Tensor, w: torch.Tensor, ia: torch.Tensor, ib: torch.Tensor) -> list[torch.Tensor]:
-    "Logits (n V) in bf16, and sums of their exponentials, n by tiles; h: n d, w: V d, in E4M3"
-    if not takes8(h, w):
-        logits = product8_maths(h, w, ia, ib).bfloat16()
-        return [logits, logits.float().exp().sum(1, keepdim=True)]
+def logits8(h, w, ia, ib): # n d, V d, in E4M3, on a GPU; the inverse scales
+    "Logits (n V) in bf16, and sums of their exponentials, n by tiles"
     how = whole_tiles(len(w))
     logits = h.new_empty(len(h), len(w), dtype=torch.bfloat16)
     sums = h.new_empty(len(h), len(w)//how["tile_N"], dtype=torch.float32)
     exps_end().gemm(h, w, logits, epi_args=dict(ia=ia, ib=ib, sums=sums), **how)
-    return [logits, sums]
+    return logits, sums
 
 # %% ../../nbs/29_epilogues.ipynb #a36dcb73
 @jit
@@ -968,15 +957,12 @@ def summed_loss(sums, logits, y, ignore_index, z_loss): # n by tiles, n V, n
 @dataclass(frozen=True)
 class SummedCE(GroupedCE):
     "As `GroupedCE` in FP8, with sums of exponentials from the product of the logits"
-
-@patch
-def losses8(self:SummedCE, s, h8, w8, y, dtype): # as `GroupedCE.losses8`
-    "A chunk's logits (n V), losses and log-sum-exps (n each)"
-    fits = h8.is_cuda and not self.softcap and not traced() and dtype == torch.bfloat16
-    if not (fits and takes8(h8, w8) and whole_tiles(len(w8))):
-        return GroupedCE.losses8(self, s, h8, w8, y, dtype)
-    logits, sums = logits8_op._init_fn(h8[:len(y)], w8, slot(s.inverse, "hidden"), slot(s.inverse, "head"))
-    return logits, *summed_loss(sums, logits, y, self.ignore_index, self.z_loss)
+    def losses8(self, s, h8, w8, y, dtype): # as `GroupedCE.losses8`
+        "A chunk's logits (n V), losses and log-sum-exps (n each)"
+        fits = h8.is_cuda and not self.softcap and not traced() and dtype == torch.bfloat16
+        if not (fits and takes8(h8, w8) and whole_tiles(len(w8))): return super().losses8(s, h8, w8, y, dtype)
+        logits, sums = logits8(h8[:len(y)], w8, slot(s.inverse, "hidden"), slot(s.inverse, "head"))
+        return logits, *summed_loss(sums, logits, y, self.ignore_index, self.z_loss)
 
 # %% ../../nbs/29_epilogues.ipynb #bd92997c
 def ends8_off(d, F, device): # sizes
@@ -991,7 +977,7 @@ def ends8_off(d, F, device): # sizes
     ways = ((gated8_op._init_fn(x, wab, ia, ib, s, s), gated8_maths(x, wab, ia, ib, s, s)),
             (gated8_back(ab, dh, *back), gated8_back_maths(ab, dh, *back)),
             ([product8_op._init_fn(h, wd, ia, ib, c)], [product8_maths(h, wd, ia, ib) + c]),
-            (logits8_op._init_fn(x, w, ia, ib)[:1], [product8_maths(x, w, ia, ib)]))
+            (logits8(x, w, ia, ib)[:1], [product8_maths(x, w, ia, ib)]))
     for a, b in ((a.float(), b.float()) for mine, exact in ways for a, b in zip(mine, exact)):
         yield ((a - b).norm()/b.norm()).item()
 
