@@ -6,7 +6,7 @@
 __all__ = ['GROUP', 'group_sizes', 'logits_into', 'mm8_into', 'group8', 'grouped8', 'mean_loss_kernel', 'mean_loss', 'grouped16',
            'times_kernel', 'times_', 'GroupedLoss', 'GroupedCE', 'head_groups', 'handed_out', 'DirectStepper',
            'clipped_adamw_kernel', 'adamw_numbers', 'clipped_triton', 'clipped_torch', 'ClippedAdamW', 'make_clipped',
-           'direct_update']
+           'direct_update', 'place', 'remade', 'heads_product', 'attend_again', 'layer_again', 'recompute_rope']
 
 # %% ../../nbs/28_fewer_passes.ipynb #3efdb728
 import math
@@ -15,11 +15,13 @@ import torch, torch.nn as nn
 from fastcore.basics import patch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from ..files import InputError, RunError
+from ..model import naive_layer, set_parts
 from ..runs import HandedOut, Stepper, average_and_clip, entered, param_groups, rung
 from .triton import (blocks, jit, kernel_op, launch, programs, runs_kernel, tl, traced,
                                        triton)
-from .fused_ops import compute_dtype, needs_triton
+from .fused_ops import compute_dtype, needs_triton, qk_rope
 
 # %% ../../nbs/28_fewer_passes.ipynb #759f73df
 from .chunked_ce import (ChunkedCE, add_product, chunk_size, logit_grad, loss_maths,
@@ -367,3 +369,61 @@ def direct_update(run): # a `Run`
     kept = {"adamw8bit", "bf16_weights"} & {*run.rungs}
     optimizer = run.optimizer if kept else make_clipped
     return replace(run, optimizer=optimizer, stepper=run.stepper or DirectStepper)
+
+# %% ../../nbs/28_fewer_passes.ipynb #e20c6ecc
+def place(t): # a tensor
+    "Where its numbers lie"
+    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
+
+def remade(ts, # tensors, alive as long as the context
+           make): # () -> the same tensors once more
+    "A context in which autograd keeps none of `ts`: it makes them again when the backward pass wants one"
+    known, made = {place(t): i for i, t in enumerate(ts)}, {}
+    def pack(t): return known.get(place(t), t)
+    def unpack(t): # a tensor, or which one of those to make
+        if torch.is_tensor(t): return t
+        if t not in made: made.update(enumerate(make()))
+        return made.pop(t)
+    return saved_tensors_hooks(pack, unpack)
+
+# %% ../../nbs/28_fewer_passes.ipynb #645cae37
+def heads_product(v, # B K T D
+                  H): # query heads
+    """The product of all heads that the values `v` are a part of: B T H+2K D. Raises `InputError` for values
+    that lie elsewhere"""
+    (B, K, T, D), n = v.shape, H + 2*v.shape[1]
+    if v.stride() != (T*n*D, D, n*D, 1) or v.storage_offset() != (H + K)*D:
+        raise InputError("rung 'recompute_rope': the values of this model don't lie behind its queries and "
+                         "keys, from which these could be made again: leave the rung out")
+    return v.detach().as_strided((B, T, n, D), (T*n*D, n*D, D, 1), 0)
+
+# %% ../../nbs/28_fewer_passes.ipynb #88661708
+def attend_again(block, q, k, v, cos, sin): # B H T D, B K T D twice
+    "The part `attend`, for whose backward pass queries and keys are made again"
+    a, H, qkv = block.self_attn, q.shape[1], heads_product(v, q.shape[1])
+    def turned():
+        weights = a.q_norm.weight.detach(), a.k_norm.weight.detach()
+        qk = qk_rope(qkv, *weights, cos, sin, H, a.q_norm.eps).transpose(1, 2)
+        return qk[:, :H], qk[:, H:]
+    with remade((q, k), turned): return block.attend(q, k, v)
+
+def layer_again(block, h, cos, sin): # h: the stream or a pair
+    "The part `layer`, with `attend_again`"
+    if not torch.is_grad_enabled(): return naive_layer(block, h, cos, sin)
+    h, *heads = block.heads(block, h, cos, sin)
+    o = attend_again(block, *heads, cos, sin)
+    del heads
+    return block.feed(block, block.project(block, h, o))
+
+# %% ../../nbs/28_fewer_passes.ipynb #c4a4cc6f
+@rung("parts", needs=needs_triton, requires=["fused_ops"], gpu_only=True,
+      excludes=["checkpoint", "selective_checkpoint", "compile", "tensor_parallel"])
+def recompute_rope(run): # a `Run` with fused_ops
+    """Queries and keys, normed and turned, aren't kept for attention's backward pass but made again.
+    Raises `InputError` for a model whose blocks run in an order of their own"""
+    def change(model):
+        if any(b.layer is not naive_layer for b in model.layers):
+            raise InputError("rung 'recompute_rope': the blocks of this model run in an order of their own, "
+                             "which it would replace: leave it out")
+        set_parts(model, layer=layer_again)
+    return run.with_model(change)
