@@ -81,6 +81,8 @@ COURSE = dict(fp8=FP8, bf16=BF16)
 NEW = ["tied_embedding", "head_groups", "direct_update"]
 def there(*rungs): return [r for r in rungs if not find_rung(r).needs()]
 ALL = dict(fp8=NEW + there("flash4", "fp8_epilogues"), bf16=NEW + there("flash4", "epilogues", "fused_ce"))
+SWAPS = dict(head_groups="head_groups:group=512", fused_adamw="adamw8bit")
+SMALL = [SWAPS.get(r, r) for r in COURSE["bf16"] + ALL["bf16"]] + ["recompute_rope"] # nothing of a layer is kept in 8 bits, but AdamW's moments are
 RES = dict(machine=machine(), smoke=A.smoke, parts={})
 GEN = torch.Generator(DEVICE).manual_seed(0)
 
@@ -337,9 +339,10 @@ def of_peers(name):
     c, B = workload(name), MODELS[name]
     lists = {f"ours, {k} now": (COURSE[k] + ALL[k], B) for k in COURSE}
     if c.width < 1024:
-        small = [r.replace("head_groups", "head_groups:group=1024") for r in COURSE["fp8"] + ALL["fp8"]]
-        lists = {"ours, fp8 now": lists["ours, fp8 now"], "ours, fp8 now, groups of 1 GiB": (small, B), "ours, bf16 now": lists["ours, bf16 now"],
-                 "ours, bf16 now, in 2 passes": (COURSE["bf16"] + ALL["bf16"], B//2)}
+        rope = ["recompute_rope"]
+        lists = {"ours, fp8 now": lists["ours, fp8 now"], "ours, fp8, recompute_rope": (COURSE["fp8"] + ALL["fp8"] + rope, B),
+                 "ours, bf16 now": lists["ours, bf16 now"], "ours, bf16, in 2 passes": (COURSE["bf16"] + ALL["bf16"], B//2),
+                 "ours, bf16, small": (SMALL, B), "ours, bf16, recompute_rope": (COURSE["bf16"] + ALL["bf16"] + rope, B)}
     many = 2 if c.width < 1024 else 1 # of ours at a time: each recording has memory of its own
     table, them = {}, []
     def first():
@@ -480,9 +483,9 @@ def losses():
     def ways(kind):
         base = COURSE[kind]
         other = [r if r != "chunked_ce" else "chunked_ce:budget=200" for r in base]
-        return {"course": dict(rungs=base), "all": dict(rungs=base + ALL[kind]), "course again": dict(rungs=base),
-                "course, 2 passes a step": dict(rungs=base, micro=ROWS//2), "course, other chunks": dict(rungs=other),
-                "course, other order of the text": dict(rungs=base, seed=1), **{r: dict(rungs=base + [r]) for r in NEW}}
+        small = SMALL if kind == "bf16" else base + ALL[kind] + ["recompute_rope"]
+        return {"course": dict(rungs=base), "all": dict(rungs=base + ALL[kind]), "small": dict(rungs=small), "course again": dict(rungs=base),
+                "course, 2 passes a step": dict(rungs=base, micro=ROWS//2), "course, other chunks": dict(rungs=other)}
     runs = {k: {} for k in bound}
     def one(kind, k, how):
         runs[kind][k] = r = trained(**how)

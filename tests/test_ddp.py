@@ -21,7 +21,7 @@ FUSED = ["flash", "fused_ops", "chunked_ce"]
 CASES = dict( # rungs, micro-batches of a process; a "replay" is a recording that works on a CPU
     naive=([], 1), fused=(FUSED, 1), checkpoint=([*FUSED, "checkpoint"], 2), compile=(["chunked_ce", "compile"], 1),
     fp8=(["bf16", *FUSED, "fp8"], 1), adamw8bit=([*FUSED, "adamw8bit"], 1), bf16_weights=(["bf16", *FUSED, "bf16_weights"], 2),
-    direct=([*FUSED, "tied_embedding", "head_groups", "fused_adamw", "direct_update"], 2), two=([], 2), four=(FUSED, 4), four_at_once=([*FUSED, "cuda_graphs"], 4), replayed=(["replay"], 1),
+    direct=([*FUSED, "recompute_rope", "tied_embedding", "head_groups", "fused_adamw", "direct_update"], 2), two=([], 2), four=(FUSED, 4), four_at_once=([*FUSED, "cuda_graphs"], 4), replayed=(["replay"], 1),
     four_replayed=([*FUSED, "replay"], 4), nan=([], 2), nan_at_once=(["cuda_graphs"], 1), nan_fp8=(["bf16", *FUSED, "fp8"], 2))
 SAME = {"compile", "checkpoint", "cuda_graphs", "replay"} # change no number: one process takes the steps without them
 BROKEN = "naive", "two", "four_at_once", "four_replayed"

@@ -87,6 +87,16 @@ def test_gated_with_a_number_for_each_row(N, d, width, dt):
     assert s.shape == (N,) and s.dtype == torch.float32
     assert (s - (exact*ab).sum(1)).norm()/(exact*ab).abs().sum(1).norm() < most # what is summed may cancel
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("N, o, i, parts", [(65536, 2304, 768, 8), (65536, 768, 768, 8), (65528, 768, 768, 8), (65532, 768, 768, 1), (65536, 768, 2048, 1), (8192, 768, 768, 1)])
+def test_gradients_of_weights(N, o, i, parts):
+    "In one product or in parts, which must all be there: as near as PyTorch's in FP32"
+    dy, x = rand(N, o), rand(N, i)
+    assert e.grad_parts(N, o, i) == parts
+    g, exact = e.weight_grad(dy, x, torch.float32), dy[:, :64].double().T @ x.double()
+    assert g.shape == (o, i) and g.dtype == torch.float32 and off(exact, g[:64]) < 2e-4
+
 @pytest.mark.parametrize("B, T, H, K, D", [(2, 9, 4, 2, 16), (1, 1, 2, 2, 32), (3, 5, 3, 1, 8),
     *(pytest.param(*s, marks=cuda) for s in [(8, 1024, 12, 12, 64), (3, 1000, 16, 4, 128), (64, 1024, 12, 12, 64)])])
 @TYPES
@@ -315,11 +325,14 @@ def test_no_chunk_has_as_many_rows_as_columns():
     for d in (128, 256, 768, 1000, 2048):
         for N in [*range(1, 3000, 61), 768, 1024, 2048, 2049, 65536]:
             for most in (128, 700, 768, 2048, 16896):
-                c = e.fused_chunk(N, d, most)
+                c = e.fused_chunk(N, d, most, 132)
                 if c is None: assert d in (128, 256) and (most <= d or N <= d); continue
                 rows = {-(-min(c, N - i)//128)*128 for i in range(0, N, c)}
                 assert c % 128 == 0 and c < most + 128 and d not in rows
-    assert e.fused_chunk(65536, 768, 16896) == 16896 and e.fused_chunk(600, 32, 600) == 640 and e.fused_chunk(2048, 2048, 2048) == 1920
+    assert e.fused_chunk(600, 32, 600, 132) == 640 and e.fused_chunk(2048, 2048, 2048, 132) not in (None, 2048)
+    for d, most in ((768, 21345), (768, 10672), (768, 5336), (2048, 21345)):     # as full as it can be: as many rounds as all tokens at once
+        c, cols, up = e.fused_chunk(65536, d, most, 132), 4 if d == 768 else 8, lambda a, b: -(-a//b)
+        assert sum(up(up(min(c, 65536 - i), 128)*cols, 132) for i in range(0, 65536, c)) == up(512*cols, 132)
 
 @pytest.mark.parametrize("how", [dict(softcap=15.), dict(z_loss=1e-4)])
 def test_what_the_fused_loss_leaves_to_the_kernel(how):
@@ -381,7 +394,7 @@ def test_the_way_back_from_8_bits(N, width, dt, monkeypatch):
         for x, y in zip(one, two):
             if GPU: assert (x.view(torch.uint8) != y.view(torch.uint8)).float().mean() < 1e-3 and (x.float().isnan() == y.float().isnan()).all()
             torch.testing.assert_close(x.float(), y.float(), rtol=.26 if GPU else 0, atol=1e-4 if dt == torch.float8_e5m2 else 2e-3, equal_nan=True)
-        if bad: assert a[1:].isnan().all() and b.isnan().all()
+        if bad: assert a[1:].isnan().all() and b[2].isnan()     # of the three it is enough that the gradient's tells
         else: torch.testing.assert_close(a[1:], b[1:], rtol=1e-5, atol=0); assert b[0] == 2*wide.abs().max()
 
 @pytest.mark.parametrize("N, d", [(37, 48), (5, 768), (1, 16), *(pytest.param(*s, marks=cuda) for s in [(65536, 768), (3001, 2048)])])

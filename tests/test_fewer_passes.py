@@ -5,13 +5,17 @@ from functools import partial
 import pytest, torch, torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 import llm_speedrun.rungs.fewer_passes as module
+from llm_speedrun.model import workload
+from llm_speedrun.rungs.checkpointing import saved_bytes
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
+from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.rungs.fewer_passes import *
 from llm_speedrun.rungs.fp8 import E5M2
 from llm_speedrun.rungs.fused_fp8 import Fp8CE, LayerScales, Scaling, empty_pair, logits_quantize
+from llm_speedrun.recipes.beyond import beyond
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import guarded
-from llm_speedrun.runs import HandedOut, Run, Stepper, build, count_step, reference_errors, stepper_of
+from llm_speedrun.runs import HandedOut, Run, Stepper, build, count_step, entered, find_rung, reference_errors, stepper_of
 from llm_speedrun.world import ParallelStepper
 from llm_speedrun.train.saving import load_named_state, named_state, put_together, taken_apart
 from small import NANO, fails
@@ -196,6 +200,78 @@ def test_rung_composes():
     assert count_step(NANO, FUSED + ["head_groups"], 2)
     errors = [reference_errors(NANO, FUSED + r)[1] for r in ([], ["head_groups:group=1"])]
     assert errors[1] < 1.1*errors[0]
+
+# Queries and keys, made again
+
+AGAIN = {"naive attention": ["fused_ops"], "flash": FUSED[1:], "bf16": FUSED, "fp8": FP8, "lean": [*FUSED, "lean"], "tied": [*FUSED, "tied_embedding"],
+         "epilogues": ["bf16", "fused_ops", "flash4", "epilogues"], "fp8_epilogues": [*FP8, "head_groups", "fp8_epilogues"]}
+
+def model_grads(rungs, change=lambda run: run, config=NANO, again=1):
+    "Loss and gradients of the `again`-th time"
+    if why := next(filter(None, (find_rung(r.partition(":")[0]).needs() for r in rungs)), ""): pytest.skip(why)
+    run = change(build(config, rungs, DEVICE))
+    x, y = torch.randint(config.vocab, (2, 2, config.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+    with entered(run.step_contexts):
+        for _ in range(again):
+            run.model.zero_grad()
+            with entered(run.forward_contexts): loss = run.loss(run.model, x, y)
+            loss.backward()
+    return [loss.detach(), *(p.grad for p in run.model.parameters())]
+
+@pytest.mark.parametrize("rungs", AGAIN.values(), ids=AGAIN)
+@pytest.mark.parametrize("documents", [False, True])
+def test_remade_queries_are_the_same(rungs, documents):
+    "The same bits on a CPU; a GPU may add attention's gradients in another order"
+    change = (lambda run: within_documents(run, 7)) if documents else lambda run: run
+    for a, b in zip(*(model_grads(r, change) for r in (rungs, [*rungs, "recompute_rope"]))):
+        assert a.equal(b) if not GPU else off(a.double(), b) < 1e-2
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 1), (1, 1)])
+def test_what_remaking_saves(heads, kv_heads):
+    c = replace(NANO, heads=heads, kv_heads=kv_heads)
+    before, after = (saved_bytes(c, ["fused_ops", "flash", *r], 3) for r in ([], ["recompute_rope"]))
+    assert before - after == 4*3*c.seq*(heads + kv_heads)*c.head_dim*c.layers
+
+def test_remade_twice_and_once_more():
+    "A graph that is kept can be gone back through again, and what was made for one tensor alone doesn't stay for the next time"
+    x, made = torch.ones(4, requires_grad=True), []
+    y, z = 2*x, 3*x
+    def make(): made.append(1); return 2*x.detach(), 3*x.detach()
+    with remade((y, z), make): out = (y*z).sum() + y.sin().sum()
+    exact = 12*torch.ones(4) + 2*(2*torch.ones(4)).cos()
+    for n in (1, 2):
+        g, = torch.autograd.grad(out, x, retain_graph=True)
+        torch.testing.assert_close(g, exact)
+    other, = torch.autograd.grad(out, z, retain_graph=True)
+    torch.testing.assert_close(other, 2*torch.ones(4))
+
+@pytest.mark.parametrize("wrong", [lambda q, k: (k, q), lambda q, k: (q, 1.1*k), lambda q, k: (q.flip(2), k)])
+def test_other_queries_are_noticed(wrong, monkeypatch):
+    c = replace(NANO, kv_heads=NANO.heads)
+    plain = model_grads([*FUSED[1:], "recompute_rope"], config=c)
+    real = module.remade
+    monkeypatch.setattr(module, "remade", lambda ts, make: real(ts, lambda: wrong(*make())))
+    assert max(off(a.double(), b) for a, b in zip(plain, model_grads([*FUSED[1:], "recompute_rope"], config=c))) > .05
+
+def test_recompute_rope_refuses():
+    for other in ("checkpoint", "selective_checkpoint", "compile"):
+        with fails(ValueError, "exclude each other"): build(NANO, ["fused_ops", "recompute_rope", other])
+    with fails(ValueError, "builds on 'fused_ops'"): build(NANO, ["recompute_rope"])
+    with fails(ValueError, "order of their own", "leave it out"):
+        recompute_rope(build(NANO, ["fused_ops"], model=beyond(x0=True)))
+    with fails(ValueError, "leave the rung out"): heads_product(torch.zeros(1, 2, 8, 16), 4)
+    with fails(ValueError, "leave the rung out"): heads_product(torch.zeros(1, 8, 4, 16)[:, :, :2].transpose(1, 2), 4)    # too near the front
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "epilogues", "fp8_epilogues"])
+def test_remade_at_real_shapes(kind):
+    "At 124m's width, recorded"
+    c, res = replace(workload("124m"), layers=2), []
+    rungs = [r for r in AGAIN[kind] if r != "flash"] + ["chunked_ce"]*("chunked_ce" not in AGAIN[kind]) + ["cuda_graphs"]
+    for more in ([], ["recompute_rope"]):
+        res.append(model_grads(["flash", *rungs, *more], config=c, again=4))
+    for a, b in zip(*res): assert off(a.double(), b) < 2e-2
 
 # The update without detours
 

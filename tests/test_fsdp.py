@@ -62,6 +62,7 @@ CASES = {
     "selective": ([*FUSED, "selective_checkpoint"], "", {}, "fp32"),
     "compile": (["chunked_ce", "compile:backend=aot_eager"], "", {}, "fp32"),
     "fused_adamw": ([*FUSED, "fused_adamw"], "", {}, "fp32"),
+    "recompute_rope": ([*FUSED, "recompute_rope"], "", {}, "fp32"),
     "direct_update": ([*FUSED, "head_groups", "fused_adamw", "direct_update"], "", {}, "fp32"),
     "accumulated": (FUSED, "", dict(micro=2), "fp32"),
     "accumulated, each": (FUSED, ":each=yes", dict(micro=2), "fp32"),

@@ -73,7 +73,7 @@ def test_nothing_leaks(before, half, batch):
 # Those of the later notebooks that run on a CPU, alone where that is possible, and together
 LATER = ["fused_ops", "chunked_ce", "bf16,fused_ops,fp8", "bf16,fused_ops,chunked_ce,fp8", "compile", "checkpoint",
          "selective_checkpoint", "fused_adamw", "adamw8bit", "bf16,bf16_weights",
-         "tf32,bf16,flash,fused_ops,chunked_ce,fp8,checkpoint,fused_adamw", "tied_embedding", "chunked_ce,head_groups", "direct_update",
+         "tf32,bf16,flash,fused_ops,chunked_ce,fp8,checkpoint,fused_adamw", "tied_embedding", "chunked_ce,head_groups", "direct_update", "flash,fused_ops,recompute_rope",
          "bf16,fused_ops,tied_embedding,chunked_ce,fp8,head_groups,fp8_epilogues,fused_adamw,direct_update",
          "bf16,fused_ops,epilogues,tied_embedding,chunked_ce,head_groups,fused_ce,fused_adamw,direct_update"]
 
@@ -92,7 +92,7 @@ def test_later_rungs_leak_nothing(rungs, batch):
     generate(step.run, [1, 2], 3)
     assert not changed(was) and random_states() == states, "evaluate, generate"
 
-RUNGS = ["tf32", "bf16", "fp16", "flash", "tf32,bf16,flash", "tf32,fp16,flash", "fused_ops",
+RUNGS = ["tf32", "bf16", "fp16", "flash", "tf32,bf16,flash", "tf32,fp16,flash", "fused_ops", "fused_ops,recompute_rope",
          "bf16,fused_ops,chunked_ce,fp8", "checkpoint", "selective_checkpoint", "direct_update",
          "bf16,fused_ops,tied_embedding,chunked_ce,fp8,head_groups", "bf16,fused_ops,epilogues,chunked_ce,head_groups,fused_ce"]
 

@@ -6,19 +6,19 @@
 __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'EIGHTS', 'epilogues_missing', 'tile', 'tile_for', 'product_maths', 'plain_ends',
            'product_plus_op', 'product_plus_shape', 'product_flops', 'unwatched', 'product_plus', 'apart', 'in_turn',
            'placed', 'swiglu_ends', 'gated_product_op', 'gated_product_shape', 'gated_flops', 'gated_product',
-           'gated_backward_op', 'gated_backward_shape', 'gated_backward_flops', 'gated_backward', 'weight_grad_op',
-           'weight_grad_shape', 'weight_grad_flops', 'weight_grad', 'rows', 'JoinedLinear', 'rstd_kernel', 'row_rstd',
-           'row_ends', 'product_times_op', 'product_times_shape', 'product_times', 'product_back_op',
-           'product_back_shape', 'product_back', 'heads_backward_maths', 'head_norm_grads', 'heads_backward_kernel',
-           'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends',
-           'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues', 'fused_chunk', 'FusedCE',
-           'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end', 'tile8', 'takes8',
-           'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8', 'load_pairs', 'byte_of',
-           'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel', 'gated8_back_maths', 'gated8_back',
-           'ends8', 'product8_op', 'product8_shape', 'product8', 'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8',
-           'Project8', 'whole', 'heads8', 'project8', 'feed8', 'exps_end', 'whole_tiles', 'logits8',
-           'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off', 'ends8_error', 'needs_quack_fp8',
-           'fp8_epilogues']
+           'gated_backward_op', 'gated_backward_shape', 'gated_backward_flops', 'gated_backward', 'grad_parts',
+           'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops', 'weight_grad', 'rows', 'JoinedLinear',
+           'rstd_kernel', 'row_rstd', 'row_ends', 'product_times_op', 'product_times_shape', 'product_times',
+           'product_back_op', 'product_back_shape', 'product_back', 'heads_backward_maths', 'head_norm_grads',
+           'heads_backward_kernel', 'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'EpilogueMLP',
+           'EpilogueHeads', 'heads_with_ends', 'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues',
+           'fused_chunk', 'FusedCE', 'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end',
+           'tile8', 'takes8', 'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8',
+           'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel',
+           'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape', 'product8',
+           'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8',
+           'exps_end', 'whole_tiles', 'logits8', 'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off',
+           'ends8_error', 'needs_quack_fp8', 'fp8_epilogues']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from ..roofline import DTYPES
 from ..runs import rung
 
 # %% ../../nbs/29_epilogues.ipynb #31f4c8ca
+from .chunked_ce import sms
 from .fewer_passes import GroupedCE
 from .fused_ops import (halves, head_grads, head_weights, qk_rope, qk_rope_backward_maths,
                                           store_head_sums, stream_pair, swiglu_backward_maths, swiglu_maths)
@@ -192,12 +193,21 @@ def gated_backward(dy, w, ab, r=None): # N d, d F, N 2F, N
     "The gradient of gate and up in turn (N 2F), and h (N F). With `r`, the first times r, and its sums, too"
     return unwatched(gated_backward_op)(dy, w, ab, r)
 
+# %% ../../nbs/29_epilogues.ipynb #038e1882
+def grad_parts(N, o, i): # tokens, sizes of the weight
+    "Parts of the tokens to multiply and add up: eight for small weights that aren't wider than high"
+    return 8 if o*i < 2**21 and o >= i and N % 8 == 0 and N >= 2**14 else 1
+
 # %% ../../nbs/29_epilogues.ipynb #922aa06e
 @torch.library.custom_op("llm_speedrun::weight_grad", mutates_args=())
 def weight_grad_op(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     "dy.T @ x (o i) in `dtype`; dy: N o, x: N i"
-    if x.is_cuda and x.dtype != dtype == torch.float32: return torch.mm(dy.T, x, out_dtype=dtype)
-    return product_maths(dy.T.to(dtype), x.to(dtype))
+    if not (x.is_cuda and x.dtype != dtype == torch.float32):
+        return product_maths(dy.T.to(dtype), x.to(dtype))
+    n = grad_parts(len(x), dy.shape[1], x.shape[1])
+    if n == 1: return torch.mm(dy.T, x, out_dtype=dtype)
+    dy, x = (t.view(n, -1, t.shape[1]) for t in (dy, x))
+    return torch.bmm(dy.mT, x, out_dtype=dtype).sum(0)
 
 @weight_grad_op.register_fake
 def weight_grad_shape(dy, x, dtype):
@@ -488,11 +498,18 @@ def epilogues(run): # a `Run` in 16 bits, with fused_ops
     return run.with_model(partial(set_parts, **parts))
 
 # %% ../../nbs/29_epilogues.ipynb #aa901735
-def fused_chunk(N, d, most): # tokens, width, the most in a chunk
-    "The tokens of a chunk, a multiple of 128, so that none has `d` rows; None where that can't be"
-    def last(c): return -(-((N - 1) % c + 1)//128)*128 # rows of the last chunk, filled up
-    return next((c for c in range(-(-most//128)*128, 0, -128) if d not in (c, last(c))), None)
+def fused_chunk(N, d, most, # tokens, width, the most in a chunk
+                sms): # multiprocessors of the GPU
+    """The tokens of a chunk, a multiple of 128, so that the tiles of dh take as few rounds as can be, in few
+    and even chunks, none of which has `d` rows; None where that can't be"""
+    rows = blocks(N, 128) # of tiles
+    cols = blocks(d, 192 if d % 192 == 0 else 256) # as QuACK cuts them
+    def last(c): return (rows - 1) % c + 1
+    def cost(c): return rows//c * blocks(c*cols, sms) + blocks(rows % c * cols, sms), blocks(rows, c), c
+    can = [c for c in range(1, min(rows, blocks(most, 128)) + 1) if d not in (128*c, 128*last(c))]
+    return 128*min(can, key=cost) if can else None
 
+# %% ../../nbs/29_epilogues.ipynb #2c7704a2
 @dataclass(frozen=True)
 class FusedCE(GroupedCE):
     "As `GroupedCE` in 16 bits, by QuACK's fused linear cross-entropy"
@@ -503,7 +520,7 @@ class FusedCE(GroupedCE):
 
     def grads16(self, h, w, y, want_w): # N d, V d, N
         "Losses (N), gradients of their mean by `h` and `w` (FP32), and how many tokens count"
-        chunk = self.fits(h, w) and fused_chunk(*h.shape, self.sizes(*h.shape, len(w), 2, h)[0])
+        chunk = self.fits(h, w) and fused_chunk(*h.shape, self.group//(2*len(w)), sms(h))
         return fused_grads(h, w, y, self, want_w, chunk) if chunk else super().grads16(h, w, y, want_w)
 
 # %% ../../nbs/29_epilogues.ipynb #e7d28acf
