@@ -500,12 +500,13 @@ def epilogues(run): # a `Run` in 16 bits, with fused_ops
 # %% ../../nbs/29_epilogues.ipynb #aa901735
 def fused_chunk(N, d, most, # tokens, width, the most in a chunk
                 sms): # multiprocessors of the GPU
-    """The tokens of a chunk, a multiple of 128, so that the tiles of dh take as few rounds as can be, in few
-    and even chunks, none of which has `d` rows; None where that can't be"""
+    """The tokens of a chunk, a multiple of 128, so that the tiles of dh take as few rounds as can be and most
+    rounds are full; none has `d` rows. None where that can't be"""
     rows = blocks(N, 128) # of tiles
     cols = blocks(d, 192 if d % 192 == 0 else 256) # as QuACK cuts them
     def last(c): return (rows - 1) % c + 1
-    def cost(c): return rows//c * blocks(c*cols, sms) + blocks(rows % c * cols, sms), blocks(rows, c), c
+    def rounds(c): return rows//c * blocks(c*cols, sms) + blocks(rows % c * cols, sms)
+    def cost(c): return rounds(c), blocks(rows, c), -c*cols % sms, c
     can = [c for c in range(1, min(rows, blocks(most, 128)) + 1) if d not in (128*c, 128*last(c))]
     return 128*min(can, key=cost) if can else None
 
@@ -830,12 +831,12 @@ def _mlp8(ctx, x, w, wg, wu, wd, eps, *slots):
 def _mlp8_back(ctx, dy):
     (h, r, n8t, w8t, ab, d8t, w), s, g = ctx.saved_tensors, Slots(*ctx.slots), rows(dy)
     g8, g8t = with_slot(s, "dm", quantize, g, dt=s.grad)
-    dh = product(s, g8, d8t, "dm", "wdown", out=h.dtype, fast=True)[:len(h)]
+    dh = product(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
     kept = slot(s.inverse, AB), slot(s.forward_max, AB), slot(s.scale, "h"), slot(s.forward_max, "h")
     q8, q8t, h8t = with_slot(s, "dab", gated8_back, ab, dh, *kept, dt=s.grad)
-    dwd = product(s, g8t, h8t, "dm", "h", out=w.dtype, fast=True)
-    dn = product(s, q8, w8t, "dab", "wab", out=h.dtype, fast=True)[:len(h)]
-    dwg, dwu = product(s, q8t, n8t, "dab", "n2", out=w.dtype, fast=True).chunk(2)
+    dwd = product(s, g8t, h8t, "dm", "h", out=w.dtype)
+    dn = product(s, q8, w8t, "dab", "wab", out=h.dtype)[:len(h)]
+    dwg, dwu = product(s, q8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
     dx, dw = rms_norm_backward(dn, g, h, w, r)
     return dx.view_as(dy), dw, dwg, dwu, dwd, None, *[None]*6
 
@@ -860,8 +861,8 @@ def _heads8(ctx, x, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
 def _heads8_back(ctx, dh, dq, dk, dv):
     (h, r, n8t, w8t, qkv, w, *turn), s = ctx.saved_tensors, Slots(*ctx.slots)
     dw2, g8, g8t = with_slot(s, "dqkv", heads_quantize, dq, dk, dv, qkv, *turn, ctx.eps, dt=s.grad)
-    dn = product(s, g8, w8t, "dqkv", "wqkv", out=h.dtype, fast=True)[:len(h)]
-    dws = product(s, g8t, n8t, "dqkv", "n1", out=w.dtype, fast=True).split(ctx.sizes)
+    dn = product(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
+    dws = product(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
     dx, dw = rms_norm_backward(dn, rows(dh), h, w, r)
     return dx.view_as(dh), dw, *dws, *dw2, None, None, None, *[None]*6
 
@@ -883,8 +884,8 @@ def _project8(ctx, x, o, w, *slots):
 def _project8_back(ctx, dy):
     (o8t, w8t), s, g = ctx.saved_tensors, Slots(*ctx.slots), rows(dy)
     g8, g8t = with_slot(s, "da", quantize, g, dt=s.grad)
-    do = product(s, g8, w8t, "da", "wo", out=dy.dtype, fast=True)[:len(g)]
-    dw = product(s, g8t, o8t, "da", "o", out=ctx.dtype, fast=True)
+    do = product(s, g8, w8t, "da", "wo", out=dy.dtype)[:len(g)]
+    dw = product(s, g8t, o8t, "da", "o", out=ctx.dtype)
     return dy, do.view(*dy.shape[:-1], -1), dw, *[None]*6
 
 class Project8(torch.autograd.Function):
@@ -1019,8 +1020,8 @@ EIGHTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(
       excludes=["tensor_parallel", "compile", "selective_checkpoint"], gpu_only=True)
 def fp8_epilogues(run): # a `Run` with fp8
     """In FP8: SwiGLU with its roundings, the additions to the stream and, with head_groups, the loss's sums
-    inside of products, which are QuACK's; gate and up kept in 8 bits; gradients' products sum up in fewer
-    bits. Raises `RunError` where its kernels don't run, or not rightly"""
+    inside of products, which are QuACK's; gate and up kept in 8 bits. Raises `RunError` where its kernels
+    don't run, or not rightly"""
     c = run.model.config
     if why := ends8_error(c.width, c.hidden, run.device):
         raise RunError(f"rung 'fp8_epilogues': QuACK's kernels can't be used here: {why}. Leave the rung out")
@@ -1028,5 +1029,5 @@ def fp8_epilogues(run): # a `Run` with fp8
         for b in model.layers:
             set_parts(model, [b], **{k: ours for k, (old, ours) in EIGHTS.items() if getattr(b, k) is old})
         if isinstance(model.loss, GroupedCE) and model.loss.scales:
-            model.loss = SummedCE(**vars(model.loss) | dict(fast=True))
+            model.loss = SummedCE(**vars(model.loss))
     return run.with_model(change)

@@ -60,12 +60,11 @@ def logits_into(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, q: tor
            ignore_index, z_loss, softcap, HALF_MOST, LARGEST[E5M2], **SQUARE_TILE)
 
 # %% ../../nbs/28_fewer_passes.ipynb #75ec9a59
-def mm8_into(to, a, b, inverse_a, inverse_b, # changed: n N, n up to M; M K; N K; one number each
-             fast=False): # whether to sum up in fewer bits
+def mm8_into(to, a, b, inverse_a, inverse_b): # changed: n N, n up to M; M K; N K; one number each
     "to = the first n rows of a @ b.T, of 8-bit matrices with their scales divided out"
     if a.is_cuda and not traced() and len(to) == len(a) and not any(n % 16 for n in (*a.shape, len(b))):
-        torch._scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=to.dtype, out=to, use_fast_accum=fast)
-    else: to.copy_(mm8(a, b, inverse_a, inverse_b, out=to.dtype, fast=fast)[:len(to)])
+        torch._scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=to.dtype, out=to)
+    else: to.copy_(mm8(a, b, inverse_a, inverse_b, out=to.dtype)[:len(to)])
 
 # %% ../../nbs/28_fewer_passes.ipynb #6e688eba
 def group8(s, h8, w8, y, ce, chunk, # `Slots`; 8-bit n' d, n' a multiple of 16, V d; n; `GroupedCE`; tokens
@@ -91,8 +90,8 @@ def grouped8(s, h, w, y, ce): # `Slots`, N d in bf16, V d in FP32, N, a `Grouped
     for i in range(0, len(h), size):
         part = slice(i, i + size)
         loss, q, t = group8(s, h8[part], w8, y[part], ce, chunk, h.dtype)
-        mm8_into(dh[part], q, w8t, unscale, slot(s.inverse, "head"), ce.fast)
-        more = mm8(t, h8t[:, part], unscale, slot(s.inverse, "hidden"), out=torch.float32, fast=ce.fast)
+        mm8_into(dh[part], q, w8t, unscale, slot(s.inverse, "head"))
+        more = mm8(t, h8t[:, part], unscale, slot(s.inverse, "hidden"), out=torch.float32)
         dw = more if dw is None else dw.add_(more)
         losses.append(loss); del q, t, more # before the next group takes their room
     return torch.cat(losses), dh, dw, count
@@ -197,7 +196,6 @@ class GroupedCE(ChunkedCE):
     "As `ChunkedCE`, with gradients of logits kept in groups"
     scales: nn.Module = None # the projection's `LayerScales`, where it is in FP8
     group: int = GROUP # bytes of gradients of logits in a group
-    fast: bool = False # whether products of 8-bit gradients sum up in fewer bits
 
     def sizes(self, N, d, V, nbytes, x): # tokens, width, vocabulary, bytes of a logit's gradient, a tensor
         "Tokens in a group and in a chunk"
