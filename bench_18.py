@@ -30,7 +30,7 @@ def run_stages(a, wanted):
         say(f"== {name}, at most {seconds:.0f} s")
         words = [sys.executable, "-u", __file__, str(part), name, "--child", str(seconds - 12*(not a.smoke)), "--corpus", a.corpus, "--nanogpt", a.nanogpt]
         t0 = time.monotonic()
-        try: end = subprocess.run(words + ["--smoke"]*a.smoke + ["--quick"]*a.quick, timeout=seconds).returncode
+        try: end = subprocess.run(words + ["--smoke"]*a.smoke + ["--quick"]*a.quick + ["--until", str(a.until)], timeout=seconds).returncode
         except subprocess.TimeoutExpired: end = "killed at its limit"
         found = json.loads(part.read_text()) if part.exists() else {}
         every[name] = found | dict(end=end, seconds=round(time.monotonic() - t0, 1))
@@ -44,7 +44,7 @@ def bad_parts(stage): return [k for k, v in stage.get("parts", {}).items() if is
 
 ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 ap.add_argument("out"); ap.add_argument("stages", nargs="*"); ap.add_argument("--corpus", default="stdlib"); ap.add_argument("--nanogpt", default="")
-ap.add_argument("--quick", action="store_true"); ap.add_argument("--smoke", action="store_true"); ap.add_argument("--child", type=float, default=0., help=argparse.SUPPRESS)
+ap.add_argument("--quick", action="store_true"); ap.add_argument("--until", type=int, default=10**9, help="steps of the losses' runs, whose rates stay those of all steps"); ap.add_argument("--smoke", action="store_true"); ap.add_argument("--child", type=float, default=0., help=argparse.SUPPRESS)
 A = ap.parse_args()
 if not A.child:
     names = [s.partition("=") for s in A.stages or SECONDS]
@@ -474,7 +474,7 @@ def trained(rungs, micro=None, seed=0):
     run = build(c, rungs)
     step, losses = stepper_of(run)(run), []
     batches = prefetch(Batches(corpus.train, ROWS, c.seq, seed=seed), DEVICE)
-    for i, (x, y) in zip(range(STEPS), batches):
+    for i, (x, y) in zip(range(min(STEPS, A.until)), batches):
         rate = RATE*min(1, (i + 1)/(.2*STEPS))*(1 if i < .6*STEPS else 1 - .9*(i - .6*STEPS)/(.4*STEPS)) # up, level, down
         for g in step.opt.param_groups: g["lr"] = rate
         losses.append(step(*zip(x.split(micro or ROWS), y.split(micro or ROWS))))
@@ -494,6 +494,7 @@ def losses():
     def one(kind, k, how):
         runs[kind][k] = r = trained(**how)
         first, last = runs[kind]["course"], min(100, STEPS)
+        print(k, "from course, by tens of steps:", *(f"{statistics.mean(r['curve'][j:j + 10]) - statistics.mean(first['curve'][j:j + 10]):+.4f}" for j in range(0, min(150, len(r["curve"])), 10)), flush=True)
         signed = statistics.mean(r["curve"][-last:]) - statistics.mean(first["curve"][-last:])
         noise = k.startswith("course")
         return dict(ok=noise or max(abs(signed), abs(r["val"] - first["val"])) <= bound[kind] or not REAL, apart=signed, apart_50=curve_gap(first["curve"], r["curve"], 50),
@@ -501,7 +502,7 @@ def losses():
                     same_bits=r["curve"] == first["curve"], curves=r["curve"], bound=None if noise else bound[kind])
     for i in range(10): # the first ones of both kinds come before the last ones of either
         for kind in list(bound)[:1 if A.quick else 2]:
-            if i < len(names := list(ways(kind))): part(f"{kind}: {names[i]}", one, kind, names[i], ways(kind)[names[i]], needs=22. if kind == "fp8" else 26.)
+            if i < len(names := list(ways(kind))): part(f"{kind}: {names[i]}", one, kind, names[i], ways(kind)[names[i]], needs=(22. if kind == "fp8" else 26.)*(A.until > 200))
 
 # tiles: other sizes of the kernels in 27, as long as there is time
 
