@@ -502,11 +502,13 @@ def fused_chunk(N, d, most, # tokens, width, the most in a chunk
                 sms): # multiprocessors of the GPU
     """The tokens of a chunk, a multiple of 128, so that the tiles of dh take as few rounds as can be and most
     rounds are full; none has `d` rows. None where that can't be"""
-    rows = blocks(N, 128) # of tiles
+    rows, pairs = blocks(N, 128), max(1, sms//2) # two multiprocessors take two rows of tiles together
     cols = blocks(d, 192 if d % 192 == 0 else 256) # as QuACK cuts them
     def last(c): return (rows - 1) % c + 1
-    def rounds(c): return rows//c * blocks(c*cols, sms) + blocks(rows % c * cols, sms)
-    def cost(c): return rounds(c), blocks(rows, c), -c*cols % sms, c
+    def rounds(r): return blocks(blocks(r, 2)*cols, pairs)
+    def cost(c):
+        total = rows//c * rounds(c) + rounds(rows % c)
+        return total, blocks(rows, c), 2*pairs*rounds(c) - c*cols, c # at last, places that stay empty
     can = [c for c in range(1, min(rows, blocks(most, 128)) + 1) if d not in (128*c, 128*last(c))]
     return 128*min(can, key=cost) if can else None
 
@@ -642,7 +644,7 @@ def gated8_shape(x, w, *rest):
     "For tensors without numbers"
     return [x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)]
 
-register_flop_formula(torch.ops.llm_speedrun.gated8, get_raw=True)(gated_flops)
+register_flop_formula(torch.ops.llm_speedrun.gated8, get_raw=True)(gated_flops);
 
 # %% ../../nbs/29_epilogues.ipynb #10b2cddd
 def gated8(s, n8, w8): # `Slots`; N d, 2F d in turn
