@@ -248,31 +248,63 @@ def test_remade_queries_are_the_same(rungs, documents):
     for a, b in zip(*(model_grads(r, change) for r in (rungs, [*rungs, "recompute_rope"]))):
         assert a.equal(b) if not GPU else off(a.double(), b) < 1e-2
 
+@pytest.mark.parametrize("rungs", [r for k, r in AGAIN.items() if k != "naive attention"], ids=[k for k in AGAIN if k != "naive attention"])
+def test_each_attention_is_remade(rungs, monkeypatch):
+    "Once in each layer and backward pass, whatever views of queries and keys it keeps"
+    made, real = [], module.qk_rope
+    monkeypatch.setattr(module, "qk_rope", lambda *a: (made.append(1), real(*a))[1])
+    model_grads([*rungs, "recompute_rope"], times=2)
+    assert len(made) == 2*NANO.layers
+
+@pytest.mark.parametrize("B, T", [(1, 1), (1, 5), (2, 1)])
+def test_small_batches_are_remade(B, T):
+    grads = []
+    for more in ([], ["recompute_rope"]):
+        run = build(NANO, [*FUSED[1:], *more], "cpu")
+        x, y = torch.randint(NANO.vocab, (2, B, T), generator=torch.Generator().manual_seed(1))
+        grads.append(torch.autograd.grad(run.loss(run.model, x, y), [*run.model.parameters()]))
+    assert all(map(torch.equal, *grads))
+
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 1), (1, 1)])
 def test_what_remaking_saves(heads, kv_heads):
     c = replace(NANO, heads=heads, kv_heads=kv_heads)
     before, after = (count_memory(partial(build, c, ["fused_ops", "flash", *r], "cpu"), 3)[0].saved for r in ([], ["recompute_rope"]))
     assert before - after == 4*3*c.seq*(heads + kv_heads)*c.head_dim*c.layers
 
-def test_remade_twice_and_once_more():
-    "A graph that is kept can be gone back through again, and what was made for one tensor alone doesn't stay for the next time"
-    x, made = torch.ones(4, requires_grad=True), []
-    y, z = 2*x, 3*x
-    def make(): made.append(1); return 2*x.detach(), 3*x.detach()
-    with remade((y, z), make): out = (y*z).sum() + y.sin().sum()
-    exact = 12*torch.ones(4) + 2*(2*torch.ones(4)).cos()
-    for n in (1, 2):
+def test_what_is_remade():
+    "Views of one memory, also other ones than went in; once in each backward pass of a graph that is kept; and what isn't wanted doesn't harm"
+    x, made = torch.arange(1., 9., requires_grad=True), []
+    base = 2*x
+    y, z, other = base[:4], base.view(2, 4)[1], 3*x[:4]
+    def make(): made.append(1); return 2*x.detach()
+    with remade(base, make): out = (y*z).sum() + y.sin().sum() + (other*y).sum()
+    a, b = x.detach()[:4], x.detach()[4:]
+    exact = torch.cat([4*b + 2*(2*a).cos() + 12*a, 4*a])
+    for n in (1, 2, 3):
         g, = torch.autograd.grad(out, x, retain_graph=True)
-        torch.testing.assert_close(g, exact)
-    other, = torch.autograd.grad(out, z, retain_graph=True)
-    torch.testing.assert_close(other, 2*torch.ones(4))
+        torch.testing.assert_close(g, exact); assert len(made) == n
+    g, = torch.autograd.grad(out, z, retain_graph=True)     # which wants one of the views
+    torch.testing.assert_close(g, 2*a)
+    torch.testing.assert_close(torch.autograd.grad(out, x)[0], exact)
 
-@pytest.mark.parametrize("wrong", [lambda q, k: (k, q), lambda q, k: (q, 1.1*k), lambda q, k: (q.flip(2), k)])
+def test_what_is_not_remade():
+    "What lies elsewhere, and the same memory as another type, is kept as ever; the memory goes when all views were handed out"
+    x, w = torch.ones(6, dtype=torch.float16, requires_grad=True), torch.ones(6, requires_grad=True)
+    base, seen = 2*x, []
+    def make(): seen.append(torch.full((6,), 2., dtype=torch.float16)); return seen[-1]
+    with remade(base, make): out = (base.sin()*1).sum(), (w*w).sum(), (w*base.detach().view(torch.bfloat16).float()).sum()
+    for o in out[1:]: o.backward()
+    assert not seen and torch.equal(w.grad, 2 + base.detach().view(torch.bfloat16).float())
+    out[0].backward()
+    memory = StorageWeakRef(seen.pop().untyped_storage())
+    assert memory.expired()
+
+@pytest.mark.parametrize("wrong", [lambda qk: qk.flip(2), lambda qk: 1.1*qk, lambda qk: qk.flip(1), torch.zeros_like])
 def test_other_queries_are_noticed(wrong, monkeypatch):
     c = replace(NANO, kv_heads=NANO.heads)
     plain = model_grads([*FUSED[1:], "recompute_rope"], config=c)
     real = module.remade
-    monkeypatch.setattr(module, "remade", lambda ts, make: real(ts, lambda: wrong(*make())))
+    monkeypatch.setattr(module, "remade", lambda t, make: real(t, lambda: wrong(make())))
     assert max(off(a.double(), b) for a, b in zip(plain, model_grads([*FUSED[1:], "recompute_rope"], config=c))) > .05
 
 def test_recompute_rope_refuses():

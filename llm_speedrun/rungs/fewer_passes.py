@@ -6,7 +6,7 @@
 __all__ = ['GROUP', 'group_sizes', 'logits_into', 'mm8_into', 'group8', 'grouped8', 'mean_loss_kernel', 'mean_loss', 'grouped16',
            'times_kernel', 'times_', 'GroupedLoss', 'GroupedCE', 'head_groups', 'handed_out', 'DirectStepper',
            'clipped_adamw_kernel', 'adamw_numbers', 'clipped_triton', 'clipped_torch', 'ClippedAdamW', 'make_clipped',
-           'direct_update', 'place', 'remade', 'heads_product', 'attend_again', 'layer_again', 'recompute_rope']
+           'direct_update', 'remade', 'heads_product', 'attend_again', 'layer_again', 'recompute_rope']
 
 # %% ../../nbs/28_fewer_passes.ipynb #3efdb728
 import math
@@ -369,19 +369,23 @@ def direct_update(run): # a `Run`
     return replace(run, optimizer=optimizer, stepper=run.stepper or DirectStepper)
 
 # %% ../../nbs/28_fewer_passes.ipynb #e20c6ecc
-def place(t): # a tensor
-    "Where its numbers lie"
-    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
-
-def remade(ts, # tensors, alive as long as the context
-           make): # () -> the same tensors once more
-    "A context in which autograd keeps none of `ts`: it makes them again when the backward pass wants one"
-    known, made = {place(t): i for i, t in enumerate(ts)}, {}
-    def pack(t): return known.get(place(t), t)
-    def unpack(t): # a tensor, or which one of those to make
+def remade(t, # a tensor, alive as long as the context
+           make): # () -> the same numbers in the same places
+    """A context in which autograd doesn't keep the memory of `t`, nor views of it: when the backward pass
+    wants one, `make` makes it again. What that reads must not change until then"""
+    memory, dtype, made, views, left = t.untyped_storage()._cdata, t.dtype, [], 0, 0
+    def pack(t):
+        nonlocal views
+        if t.untyped_storage()._cdata != memory or t.dtype != dtype: return t
+        views += 1
+        return t.shape, t.stride(), t.storage_offset()
+    def unpack(t): # a tensor that was kept, or where a view lies
+        nonlocal left
         if torch.is_tensor(t): return t
-        if t not in made: made.update(enumerate(make()))
-        return made.pop(t)
+        if not made: made.append(make()); left = views
+        view, left = made[0].as_strided(*t), left - 1
+        if not left: made.clear() # until the next backward pass, if there is one
+        return view
     return saved_tensors_hooks(pack, unpack)
 
 # %% ../../nbs/28_fewer_passes.ipynb #645cae37
@@ -401,9 +405,8 @@ def attend_again(block, q, k, v, cos, sin): # B H T D, B K T D twice
     a, H, qkv = block.self_attn, q.shape[1], heads_product(v, q.shape[1])
     def turned():
         weights = a.q_norm.weight.detach(), a.k_norm.weight.detach()
-        qk = qk_rope(qkv, *weights, cos, sin, H, a.q_norm.eps).transpose(1, 2)
-        return qk[:, :H], qk[:, H:]
-    with remade((q, k), turned): return block.attend(q, k, v)
+        return qk_rope(qkv, *weights, cos, sin, H, a.q_norm.eps) # B T H+K D, of which q and k are parts
+    with remade(q, turned): return block.attend(q, k, v)
 
 def layer_again(block, h, cos, sin): # h: the stream or a pair
     "The part `layer`, with `attend_again`"
@@ -417,8 +420,9 @@ def layer_again(block, h, cos, sin): # h: the stream or a pair
 @rung("parts", needs=needs_triton, requires=["fused_ops"], gpu_only=True,
       excludes=["checkpoint", "selective_checkpoint", "compile", "tensor_parallel"])
 def recompute_rope(run): # a `Run` with fused_ops
-    """Queries and keys, normed and turned, aren't kept for attention's backward pass but made again.
-    Raises `InputError` for a model whose blocks run in an order of their own"""
+    """Queries and keys, normed and turned, aren't kept for attention's backward pass but made again (where
+    attention copies them, it keeps its copies). Raises `InputError` for blocks that run in an order of their
+    own, and in the first step for values that don't lie behind queries and keys"""
     def change(model):
         if any(b.layer is not naive_layer for b in model.layers):
             raise InputError("rung 'recompute_rope': the blocks of this model run in an order of their own, "
