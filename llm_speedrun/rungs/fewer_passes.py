@@ -373,19 +373,15 @@ def remade(t, # a tensor, alive as long as the context
            make): # () -> the same numbers in the same places
     """A context in which autograd doesn't keep the memory of `t`, nor views of it: when the backward pass
     wants one, `make` makes it again. What that reads must not change until then"""
-    memory, dtype, made, views, left = t.untyped_storage()._cdata, t.dtype, [], 0, 0
+    memory, dtype, views, made = t.untyped_storage()._cdata, t.dtype, [], []
     def pack(t):
-        nonlocal views
         if t.untyped_storage()._cdata != memory or t.dtype != dtype: return t
-        views += 1
-        return t.shape, t.stride(), t.storage_offset()
-    def unpack(t): # a tensor that was kept, or where a view lies
-        nonlocal left
+        views.append((t.shape, t.stride(), t.storage_offset()))
+        return len(views) - 1
+    def unpack(t): # a tensor that was kept, or which view
         if torch.is_tensor(t): return t
-        if not made: made.append(make()); left = views
-        view, left = made[0].as_strided(*t), left - 1
-        if not left: made.clear() # until the next backward pass, if there is one
-        return view
+        if not made: made.extend([make()]*len(views)) # the same for each view; the last one takes it away
+        return made.pop().as_strided(*views[t])
     return saved_tensors_hooks(pack, unpack)
 
 # %% ../../nbs/28_fewer_passes.ipynb #645cae37
