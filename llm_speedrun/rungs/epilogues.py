@@ -6,15 +6,15 @@
 __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'EIGHTS', 'epilogues_missing', 'tile', 'tile_for', 'product_maths', 'plain_ends',
            'product_plus_op', 'product_plus_shape', 'product_flops', 'unwatched', 'product_plus', 'apart', 'in_turn',
            'placed', 'swiglu_ends', 'gated_product_op', 'gated_product_shape', 'gated_flops', 'gated_product',
-           'gated_backward_op', 'gated_backward_shape', 'gated_backward_flops', 'gated_backward', 'grad_parts',
-           'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops', 'weight_grad', 'rows', 'JoinedLinear',
-           'rstd_kernel', 'row_rstd', 'row_ends', 'product_times_op', 'product_times_shape', 'product_times',
-           'product_back_op', 'product_back_shape', 'product_back', 'heads_backward_maths', 'head_norm_grads',
-           'heads_backward_kernel', 'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'EpilogueMLP',
-           'EpilogueHeads', 'heads_with_ends', 'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues',
-           'fused_chunk', 'FusedCE', 'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end',
-           'tile8', 'takes8', 'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8',
-           'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel',
+           'gated_backward_op', 'gated_backward_shape', 'gated_backward_flops', 'gated_backward', 'in_parts',
+           'grad_parts', 'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops', 'weight_grad', 'rows',
+           'JoinedLinear', 'rstd_kernel', 'row_rstd', 'row_ends', 'product_times_op', 'product_times_shape',
+           'product_times', 'product_back_op', 'product_back_shape', 'product_back', 'heads_backward_maths',
+           'head_norm_grads', 'heads_backward_kernel', 'heads_backward', 'scale_sum_kernel', 'norm_weight_grads',
+           'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends', 'project_with_ends', 'feed_with_ends', 'epilogues_error',
+           'epilogues', 'fused_chunk', 'FusedCE', 'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number',
+           'gated8_end', 'tile8', 'takes8', 'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape',
+           'gated8', 'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel',
            'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape', 'product8',
            'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8',
            'exps_end', 'whole_tiles', 'logits8', 'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off',
@@ -193,6 +193,13 @@ def gated_backward(dy, w, ab, r=None): # N d, d F, N 2F, N
     "The gradient of gate and up in turn (N 2F), and h (N F). With `r`, the first times r, and its sums, too"
     return unwatched(gated_backward_op)(dy, w, ab, r)
 
+# %% ../../nbs/29_epilogues.ipynb #2c704c3e
+def in_parts(dy, x, n): # N o, N i, parts of the tokens
+    "dy.T @ x, o i in FP32, of 16-bit matrices on a GPU, as a sum of `n` products"
+    if n == 1: return torch.mm(dy.T, x, out_dtype=torch.float32)
+    dy, x = (t.view(n, -1, t.shape[1]) for t in (dy, x))
+    return torch.bmm(dy.mT, x, out_dtype=torch.float32).sum(0)
+
 # %% ../../nbs/29_epilogues.ipynb #038e1882
 def grad_parts(N, o, i): # tokens, sizes of the weight
     "Parts of the tokens to multiply and add up: eight for small weights that aren't wider than high"
@@ -202,12 +209,9 @@ def grad_parts(N, o, i): # tokens, sizes of the weight
 @torch.library.custom_op("llm_speedrun::weight_grad", mutates_args=())
 def weight_grad_op(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     "dy.T @ x (o i) in `dtype`; dy: N o, x: N i"
-    if not (x.is_cuda and x.dtype != dtype == torch.float32):
-        return product_maths(dy.T.to(dtype), x.to(dtype))
-    n = grad_parts(len(x), dy.shape[1], x.shape[1])
-    if n == 1: return torch.mm(dy.T, x, out_dtype=dtype)
-    dy, x = (t.view(n, -1, t.shape[1]) for t in (dy, x))
-    return torch.bmm(dy.mT, x, out_dtype=dtype).sum(0)
+    if not x.is_cuda: return product_maths(dy.T.to(dtype), x.to(dtype))
+    if x.dtype == dtype: return dy.T @ x # weights in 16 bits, too
+    return in_parts(dy, x, grad_parts(len(x), dy.shape[1], x.shape[1])).to(dtype)
 
 @weight_grad_op.register_fake
 def weight_grad_shape(dy, x, dtype):
@@ -498,11 +502,11 @@ def epilogues(run): # a `Run` in 16 bits, with fused_ops
     return run.with_model(partial(set_parts, **parts))
 
 # %% ../../nbs/29_epilogues.ipynb #aa901735
-def fused_chunk(N, d, most, # tokens, width, the most in a chunk
-                sms): # multiprocessors of the GPU
-    """The tokens of a chunk, a multiple of 128, so that the tiles of dh take as few rounds as can be and most
-    rounds are full; none has `d` rows. None where that can't be"""
-    rows, pairs = blocks(N, 128), max(1, sms//2) # two multiprocessors take two rows of tiles together
+def fused_chunk(N, d, most, # tokens, width, the most in a chunk, which is filled up to 128
+                processors): # multiprocessors of the GPU
+    """The tokens of a chunk, a multiple of 128: so many that the tiles of dh take the fewest rounds, in the
+    fewest chunks, with the fewest places empty. No chunk has `d` rows; None where that can't be"""
+    rows, pairs = blocks(N, 128), max(1, processors//2) # two of these take two rows of tiles together
     cols = blocks(d, 192 if d % 192 == 0 else 256) # as QuACK cuts them
     def last(c): return (rows - 1) % c + 1
     def rounds(r): return blocks(blocks(r, 2)*cols, pairs)
