@@ -44,7 +44,9 @@ def bad_parts(stage): return [k for k, v in stage.get("parts", {}).items() if is
 
 ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 ap.add_argument("out"); ap.add_argument("stages", nargs="*"); ap.add_argument("--corpus", default="stdlib"); ap.add_argument("--nanogpt", default="")
-ap.add_argument("--quick", action="store_true"); ap.add_argument("--until", type=int, default=10**9, help="steps of the losses' runs, whose rates stay those of all steps"); ap.add_argument("--smoke", action="store_true"); ap.add_argument("--child", type=float, default=0., help=argparse.SUPPRESS)
+ap.add_argument("--quick", action="store_true")
+ap.add_argument("--until", type=int, default=10**9, help="steps of the losses' runs, whose rates stay those of all steps")
+ap.add_argument("--smoke", action="store_true"); ap.add_argument("--child", type=float, default=0., help=argparse.SUPPRESS)
 A = ap.parse_args()
 if not A.child:
     names = [s.partition("=") for s in A.stages or SECONDS]
@@ -350,7 +352,7 @@ def of_peers(name):
         if not A.nanogpt: say("  no --nanogpt: plain torch.compile is what all are compared with")
         if not A.nanogpt or not A.quick: names.append(("plain torch.compile", peer("compile_whole" if c.width < 1024 else "compile_blocks")))
         for k, f in names: them.append(started(k, f, c, B))
-        res = raced(them, 4, 3) if len(them) > 1 else raced(them, 1, 3)
+        res = raced(them, 4 if len(them) > 1 else 1, 3)
         table.update(res)
         return dict(ways=res)
     part(f"{name}: the others", first, needs=60.)

@@ -4,6 +4,7 @@ import gc, os
 import numpy as np, pytest
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
+from llm_speedrun.runs import entered
 from llm_speedrun.train.options import TrainConfig
 
 NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq=32, rope_theta=500.)
@@ -26,6 +27,14 @@ def recorded():
     "How many passes CUDA graphs hold now"
     from llm_speedrun.rungs.cuda_graphs import RecordedPass
     return sum(type(o) is RecordedPass for o in gc.get_objects())
+
+def pass_of(run, x, y):
+    "Loss and gradients of a pass, of which nothing is left but numbers: a recording can't share what autograd keeps of a pass before"
+    with entered(run.forward_contexts): loss = run.loss(run.model, x, y)
+    loss.backward()
+    res = [loss.detach().clone(), *(p.grad.clone() for p in run.model.parameters())]
+    run.model.zero_grad(set_to_none=True)
+    return res
 
 def at_leisure(seconds):
     "So many seconds of an idle machine: longer where other work waits for its processors"

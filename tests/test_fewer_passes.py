@@ -18,7 +18,7 @@ from llm_speedrun.recipes.schedules import guarded
 from llm_speedrun.runs import HandedOut, Run, Stepper, build, count_step, entered, find_rung, reference_errors, stepper_of
 from llm_speedrun.world import ParallelStepper
 from llm_speedrun.train.saving import load_named_state, named_state, put_together, taken_apart
-from small import NANO, fails
+from small import NANO, fails, pass_of
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -229,16 +229,11 @@ AGAIN = {"naive attention": ["fused_ops"], "flash": FUSED[1:], "bf16": FUSED, "f
          "epilogues": ["bf16", "fused_ops", "flash4", "epilogues"], "fp8_epilogues": [*FP8, "head_groups", "fp8_epilogues"]}
 
 def model_grads(rungs, change=lambda run: run, config=NANO, times=1):
-    "Loss and gradients of the last of some passes, of which nothing else is left: a recording can't share what autograd keeps of one before"
+    "Loss and gradients of the last of some passes"
     if why := next(filter(None, (find_rung(r.partition(":")[0]).needs() for r in rungs)), ""): pytest.skip(why)
     run = change(build(config, rungs, DEVICE))
     x, y = torch.randint(config.vocab, (2, 2, config.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
-    def once():
-        run.model.zero_grad()
-        with entered(run.forward_contexts): loss = run.loss(run.model, x, y)
-        loss.backward()
-        return [loss.detach().clone(), *(p.grad.clone() for p in run.model.parameters())]
-    with entered(run.step_contexts): return [once() for _ in range(times)][-1]
+    with entered(run.step_contexts): return [pass_of(run, x, y) for _ in range(times)][-1]
 
 @pytest.mark.parametrize("rungs", AGAIN.values(), ids=AGAIN)
 @pytest.mark.parametrize("documents", [False, True])
@@ -248,12 +243,12 @@ def test_remade_queries_are_the_same(rungs, documents):
     for a, b in zip(*(model_grads(r, change) for r in (rungs, [*rungs, "recompute_rope"]))):
         assert a.equal(b) if not GPU else off(a.double(), b) < 1e-2
 
-@pytest.mark.parametrize("rungs", [r for k, r in AGAIN.items() if k != "naive attention"], ids=[k for k in AGAIN if k != "naive attention"])
-def test_each_attention_is_remade(rungs, monkeypatch):
+@pytest.mark.parametrize("kind", [k for k in AGAIN if k != "naive attention"])     # which copies them
+def test_each_attention_is_remade(kind, monkeypatch):
     "Once in each layer and backward pass, whatever views of queries and keys it keeps"
     made, real = [], module.qk_rope
     monkeypatch.setattr(module, "qk_rope", lambda *a: (made.append(1), real(*a))[1])
-    model_grads([*rungs, "recompute_rope"], times=2)
+    model_grads([*AGAIN[kind], "recompute_rope"], times=2)
     assert len(made) == 2*NANO.layers
 
 @pytest.mark.parametrize("B, T", [(1, 1), (1, 5), (2, 1)])

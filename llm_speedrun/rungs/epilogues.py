@@ -502,6 +502,7 @@ def epilogues(run): # a `Run` in 16 bits, with fused_ops
     return run.with_model(partial(set_parts, **parts))
 
 # %% ../../nbs/29_epilogues.ipynb #aa901735
+@lru_cache # a step that isn't recorded asks each time
 def fused_chunk(N, d, most, # tokens, width, the most in a chunk, which is filled up to 128
                 processors): # multiprocessors of the GPU
     """The tokens of a chunk, a multiple of 128: so many that the tiles of dh take the fewest rounds, in the
@@ -648,7 +649,6 @@ def gated8_shape(x, w, *rest):
     "For tensors without numbers"
     return [x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)]
 
-register_flop_formula(torch.ops.llm_speedrun.gated8, get_raw=True)(gated_flops);
 
 # %% ../../nbs/29_epilogues.ipynb #10b2cddd
 def gated8(s, n8, w8): # `Slots`; N d, 2F d in turn
@@ -780,7 +780,8 @@ def product8_shape(a, b, *rest):
     "For tensors without numbers"
     return a.new_empty(len(a), len(b), dtype=torch.bfloat16)
 
-register_flop_formula(torch.ops.llm_speedrun.product8, get_raw=True)(gated_flops)
+for op in (torch.ops.llm_speedrun.gated8, torch.ops.llm_speedrun.product8):
+    register_flop_formula(op, get_raw=True)(gated_flops)
 
 def product8(s, a, b, name_a, name_b, c=None): # `Slots`; M K, N K, names of their slots; M N
     "a @ b.T, and c added, with the scales of two slots: M N in bf16"

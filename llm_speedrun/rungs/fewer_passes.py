@@ -398,7 +398,8 @@ def heads_product(v, # B K T D
 # %% ../../nbs/28_fewer_passes.ipynb #88661708
 def attend_again(block, q, k, v, cos, sin): # B H T D, B K T D twice
     "The part `attend`, for whose backward pass queries and keys are made again"
-    a, H, qkv = block.self_attn, q.shape[1], heads_product(v, q.shape[1])
+    a, H = block.self_attn, q.shape[1]
+    qkv = heads_product(v, H)
     def turned():
         weights = a.q_norm.weight.detach(), a.k_norm.weight.detach()
         return qk_rope(qkv, *weights, cos, sin, H, a.q_norm.eps) # B T H+K D, of which q and k are parts
