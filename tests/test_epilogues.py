@@ -38,6 +38,15 @@ def test_products(N, d, width, dt):
 
 @TYPES
 @SIZED
+def test_a_product_that_tells_its_norm(N, d, width, dt):
+    "The sum is that of `product_plus`, and 1/rms of its rows as near as rounding it makes that"
+    x, w, c = rand(N, d, dt=dt), rand(width, d, dt=dt, std=d**-.5), rand(N, width, dt=dt, std=3.)
+    y, r = e.stream_product(x, w.T, c, 1e-6)
+    exact = y.double().pow(2).mean(1).add(1e-6).rsqrt()
+    assert y.equal(e.product_plus(x, w.T, c)) and r.shape == (N,) and r.dtype == torch.float32 and off(exact, r) < 1e-3
+
+@TYPES
+@SIZED
 def test_gated(N, d, width, dt):
     "Gate and up in turn, h, their gradients and h again"
     x, w, dy = rand(N, d, dt=dt), rand(2*width, d, dt=dt, std=d**-.5), rand(N, d, dt=dt)
@@ -136,6 +145,21 @@ def test_gradients_of_a_norms_weights(sizes, d, turns, kernel, monkeypatch):
     for t, a in zip(ins, e.norm_weight_grads(g, ws, norm, turns), strict=True):
         assert off(t.grad, a) < 1e-6 and a.is_contiguous() and a.dtype == torch.float32
 
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("sizes, d", [((40, 40), 24), ((5, 5), 300), ((33, 33, 33), 64), ((64, 8, 8), 40),
+    *(pytest.param(*s, marks=cuda) for s in [((2048, 2048), 768), ((768, 768, 768), 768), ((2048, 512, 512), 2048)])])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_weights_in_one_matrix(sizes, d, turns, kernel, monkeypatch):
+    "By the kernel and in PyTorch, the same: times a norm's weights, rows in turn or below each other"
+    if turns and len({*sizes}) > 1: pytest.skip("in turn are only rows of as many")
+    if not GPU: monkeypatch.setenv("TRITON_INTERPRET", str(int(kernel)))
+    elif not kernel: monkeypatch.setattr(e, "runs_kernel", lambda t: False)
+    ws, norm = [rand(n, d, dt=torch.float32) for n in sizes], rand(d, dt=torch.float32)
+    ws[0] = ws[0].T.contiguous().T # in another layout
+    for dt in (torch.float32, torch.bfloat16) if GPU else (torch.float32,):
+        exact = torch.stack(ws, 1).flatten(0, 1) if turns else torch.cat(ws)
+        assert e.placed(dt, ws, turns, norm).equal((exact*norm).to(dt)) and e.placed(dt, ws, turns).equal(exact.to(dt))
+
 EPS = 1e-6
 def normed_mlp(h, norm, gate, up, down):
     n = F.rms_norm(h, norm.shape, norm, EPS)
@@ -160,7 +184,7 @@ def function_errors(which, dt, B=2, T=13):
     h, norm = rand(B, T, d, dt=dt, std=3.), rand(d, dt=wide) + .5
     if which == "mlp":
         ins = h, norm, *(rand(a, b, dt=wide, std=b**-.5) for a, b in ((F_, d), (F_, d), (d, F_)))
-        plain, ours = normed_mlp, lambda *a: e.EpilogueMLP.apply(*a, EPS)
+        plain, ours = normed_mlp, lambda *a: e.EpilogueMLP.apply(*a, EPS)[0]
     else:
         turn = [t.to(DEVICE) for t in rope_table(T, D, 1e4)]
         ins = h, norm, *(rand(n*D, d, dt=wide, std=d**-.5) for n in (H, K, K)), rand(D, dt=wide) + .5, rand(D, dt=wide) + .5
@@ -221,7 +245,7 @@ def test_nan_stays_in_its_row():
     r = e.row_rstd(x, EPS)
     s = e.gated_backward(rand(300, 64), v, ab, r)[2][:, None]
     back = e.product_back(rand(300, 192), w, rand(300, 64), x, r, s[:, 0])
-    for t in (ab, h, dab, again, e.product_plus(x, w.T), e.product_plus(rand(300, 192), w, x), e.product_times(x, w.T, r), s, back):
+    for t in (ab, h, dab, again, e.product_plus(x, w.T), e.product_plus(rand(300, 192), w, x), *(t.view(300, -1) for t in e.stream_product(rand(300, 192), w, x, EPS)), e.product_times(x, w.T, r), s, back):
         assert t[5].isnan().any() and t[:5].isfinite().all() and t[6:].isfinite().all()
 
 @pytest.mark.cuda
@@ -309,6 +333,20 @@ def test_evaluation_and_generation():
             with torch.autocast(DEVICE.type, torch.bfloat16): a, b = (r.model(x[:, :n]) for r in (run, plain))
             assert off(b, a) < 2e-2
 
+def test_a_norm_is_told_by_the_product_before(monkeypatch):
+    "Only the first stream's 1/rms is made by a kernel; where the stream becomes another tensor, all of them are; the output is the same"
+    run, made, right = build(SMALL, OURS, DEVICE), [], e.row_rstd
+    monkeypatch.setattr(e, "row_rstd", lambda x, eps: made.append(x) or right(x, eps))
+    x = torch.randint(SMALL.vocab, (2, SMALL.seq), device=DEVICE)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        told = run.model(x)
+        assert len(made) == 1
+        monkeypatch.setattr(e, "with_rstd", lambda h, r, eps: h)
+        anew = run.model(x)
+        assert len(made) == 2 + 2*SMALL.layers - 1
+    assert off(anew, told) < 2e-3
+    with torch.inference_mode(), torch.autocast(DEVICE.type, torch.bfloat16): assert off(anew, run.model(x)) < 2e-3
+
 def test_steps_learn():
     "Some steps of the whole list, clipped: the loss falls as it does without"
     res = []
@@ -324,7 +362,7 @@ def test_what_is_counted():
     a, b = (count_step(SMALL, r, 2) for r in (HALF, OURS))
     assert abs(sum(o.flops for o in a)/sum(o.flops for o in b) - 1) < 1e-6
     assert sum(o.bytes for o in b) < sum(o.bytes for o in a)
-    assert {"product_plus", "product_times", "product_back", "gated_product", "gated_backward", "weight_grad"} <= {o.name for o in b}
+    assert {"product_plus", "stream_product", "product_times", "product_back", "gated_product", "gated_backward", "weight_grad"} <= {o.name for o in b}
 
 def test_no_chunk_has_as_many_rows_as_columns():
     "QuACK couldn't tell a vector of one from one of the other; in whole blocks of 128, and as large as may be"

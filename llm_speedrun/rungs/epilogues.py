@@ -5,20 +5,22 @@
 # %% auto #0
 __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'EIGHTS', 'epilogues_missing', 'tile', 'tile_for', 'product_maths', 'plain_ends',
            'product_plus_op', 'product_plus_shape', 'product_flops', 'unwatched', 'product_plus', 'apart', 'in_turn',
-           'placed', 'swiglu_ends', 'gated_product_op', 'gated_product_shape', 'gated_flops', 'gated_product',
-           'gated_backward_op', 'gated_backward_shape', 'gated_backward_flops', 'gated_backward', 'in_parts',
-           'grad_parts', 'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops', 'weight_grad', 'rows',
-           'JoinedLinear', 'rstd_kernel', 'row_rstd', 'row_ends', 'product_times_op', 'product_times_shape',
-           'product_times', 'product_back_op', 'product_back_shape', 'product_back', 'heads_backward_maths',
-           'head_norm_grads', 'heads_backward_kernel', 'heads_backward', 'scale_sum_kernel', 'norm_weight_grads',
-           'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends', 'project_with_ends', 'feed_with_ends', 'epilogues_error',
-           'epilogues', 'fused_chunk', 'FusedCE', 'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number',
-           'gated8_end', 'tile8', 'takes8', 'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape',
-           'gated8', 'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel',
-           'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape', 'product8',
-           'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8',
-           'exps_end', 'whole_tiles', 'logits8', 'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off',
-           'ends8_error', 'needs_quack_fp8', 'fp8_epilogues']
+           'place_kernel', 'placed', 'swiglu_ends', 'gated_product_op', 'gated_product_shape', 'gated_flops',
+           'gated_product', 'gated_backward_op', 'gated_backward_shape', 'gated_backward_flops', 'gated_backward',
+           'in_parts', 'grad_parts', 'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops', 'weight_grad', 'rows',
+           'rstd_kernel', 'row_rstd', 'row_ends', 'product_times_op', 'product_times_shape', 'product_times',
+           'product_back_op', 'product_back_shape', 'product_back', 'heads_backward_maths', 'head_norm_grads',
+           'heads_backward_kernel', 'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'squares_end',
+           'sums_rstd_kernel', 'sums_rstd', 'stream_product_op', 'stream_product_shape', 'stream_product', 'with_rstd',
+           'stream_rstd', 'EpilogueProject', 'stream_out', 'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends',
+           'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues', 'fused_chunk', 'FusedCE',
+           'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end', 'tile8', 'takes8',
+           'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8', 'load_pairs', 'byte_of',
+           'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel', 'gated8_back_maths', 'gated8_back',
+           'ends8', 'product8_op', 'product8_shape', 'product8', 'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8',
+           'Project8', 'whole', 'heads8', 'project8', 'feed8', 'exps_end', 'whole_tiles', 'logits8',
+           'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off', 'ends8_error', 'needs_quack_fp8',
+           'fp8_epilogues']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
 from dataclasses import dataclass
@@ -113,12 +115,28 @@ def in_turn(ab): # ... 2F, all gates, then all ups
     "Gate and up in turn"
     return ab.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
-def placed(dtype, weights, turns=False, norm=None): # matrices with d columns; d numbers, or None
-    "The weights, times `norm`, as one matrix of type `dtype`: one below the other, or their rows in turn"
+@jit
+def place_kernel(w_ptr, norm_ptr, o_ptr, n, step, d: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    "A tile of a weight, its columns times `norm`, into rows `step` apart"
+    rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
+    i, there = rows.to(tl.int64)[:, None], (rows < n)[:, None] & (cols < d)[None, :]
+    w, norm = tl.load(w_ptr + i*d + cols[None, :], there, 0.), tl.load(norm_ptr + cols, cols < d, 0.)
+    tl.store(o_ptr + i*step + cols[None, :], w.to(tl.float32)*norm.to(tl.float32)[None, :], there)
+
+# %% ../../nbs/29_epilogues.ipynb #5df3315b
+@kernel_op
+def placed(dtype: torch.dtype, weights: list[torch.Tensor], turns: bool = False,
+           norm: torch.Tensor | None = None) -> torch.Tensor:
+    """The weights (o d each), times `norm` (d), as one matrix of type `dtype`: one below the other, or their
+    rows in turn"""
     sizes, d = [*map(len, weights)], weights[0].shape[1]
     w = weights[0].new_empty(sum(sizes), d, dtype=dtype)
-    parts = w.view(-1, len(weights), d).unbind(1) if turns else w.split(sizes)
-    for to, new in zip(parts, weights): to.copy_(new) if norm is None else torch.mul(new, norm, out=to)
+    for to, new in zip(w.view(-1, len(sizes), d).unbind(1) if turns else w.split(sizes), weights):
+        if norm is None: to.copy_(new)
+        elif not runs_kernel(w): torch.mul(new, norm, out=to)
+        else:
+            grid = blocks(len(new), 32), blocks(d, 128)
+            launch(place_kernel, grid, new.contiguous(), norm, to, len(new), to.stride(0), d, ROWS=32, COLS=128)
     return w
 
 # %% ../../nbs/29_epilogues.ipynb #29norm02
@@ -232,23 +250,6 @@ def weight_grad(dy, x, dtype): # N o, N i, of the weight
 def rows(t): # ... d, or None
     "As a matrix, N d"
     return None if t is None else t.contiguous().view(-1, t.shape[-1])
-
-# %% ../../nbs/29_epilogues.ipynb #ae1f926a
-class JoinedLinear(torch.autograd.Function):
-    "(x, c, *weights) -> x times all weights, and c added; x: ... d; c: as the output, or None; weights: o d"
-    @staticmethod
-    def forward(ctx, x, c, *weights):
-        w = placed(x.dtype, weights)
-        ctx.save_for_backward(x, w)
-        ctx.sizes, ctx.dtype = [*map(len, weights)], weights[0].dtype
-        return product_plus(rows(x), w.T, rows(c)).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (x, w), g = ctx.saved_tensors, rows(dy)
-        dws = weight_grad(g, rows(x), ctx.dtype).split(ctx.sizes)
-        return product_plus(g, w).view_as(x), dy if ctx.needs_input_grad[1] else None, *dws
 
 # %% ../../nbs/29_epilogues.ipynb #29norm05
 @jit
@@ -404,9 +405,96 @@ def norm_weight_grads(g: torch.Tensor, ws: list[torch.Tensor], norm: torch.Tenso
         launch(scale_sum_kernel, grid, p, w.contiguous(), norm, dw, s, len(w), p.stride(0), d, **tile)
     return [sums.sum(0), *dws]
 
+# %% ../../nbs/29_epilogues.ipynb #d3240ce6
+@lru_cache
+def squares_end():
+    "The sum plus `c`; and its squares, summed over a row of a tile"
+    from quack.epilogue.frontend import gemm_epilogue
+    from quack.epilogue.ops import ColVecReduce
+    def plus_squares(acc, c):
+        y = acc + c
+        return {"D": y, "q": y*y}
+    return gemm_epilogue(reduces={"q": ColVecReduce("q")})(plus_squares)
+
+# %% ../../nbs/29_epilogues.ipynb #cd2d15bd
+@jit
+def sums_rstd_kernel(q_ptr, r_ptr, N, T, d: tl.constexpr, eps: tl.constexpr, ROWS: tl.constexpr,
+                     TILES: tl.constexpr):
+    "1/rms of some rows of `d` numbers, from T sums of squares for each"
+    rows, t = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.arange(0, TILES)
+    at, there = rows.to(tl.int64)[:, None]*T + t[None, :], (rows < N)[:, None] & (t < T)[None, :]
+    tl.store(r_ptr + rows, tl.rsqrt(tl.sum(tl.load(q_ptr + at, there, 0.), 1)/d + eps), rows < N)
+
+@kernel_op
+def sums_rstd(q: torch.Tensor, d: int, eps: float) -> torch.Tensor:
+    "1/rms of rows of `d` numbers (N, FP32), from sums of their squares, some for each (N tiles)"
+    if not runs_kernel(q): return q.sum(1).div(d).add(eps).rsqrt()
+    (N, T), r = q.shape, q.new_empty(len(q))
+    launch(sums_rstd_kernel, (blocks(N, 256),), q, r, N, T, d, eps, ROWS=256, TILES=pow2(T))
+    return r
+
+# %% ../../nbs/29_epilogues.ipynb #8322bce7
+@torch.library.custom_op("llm_speedrun::stream_product", mutates_args=())
+def stream_product_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, eps: float) -> list[torch.Tensor]:
+    "a @ b + c (M N), and 1/rms of its rows (M); a: M K, b: K N"
+    d = b.shape[1]
+    if a.is_cuda:
+        how = tile_for(d)
+        q = a.new_empty(len(a), blocks(d, how.tile_n), dtype=torch.float32)
+        y = squares_end()(a, b, c, q=q, tuned=False, config=how)["D"]
+    else:
+        y = product_maths(a, b, c)
+        q = y.to(torch.promote_types(y.dtype, torch.float32)).pow(2).sum(1, keepdim=True)
+    return [y, sums_rstd(q, d, eps)]
+
+# %% ../../nbs/29_epilogues.ipynb #2e6052b8
+@stream_product_op.register_fake
+def stream_product_shape(a, b, c, eps):
+    "For tensors without numbers"
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return [a.new_empty(len(a), b.shape[1]), a.new_empty(len(a), dtype=wide)]
+
+register_flop_formula(torch.ops.llm_speedrun.stream_product, get_raw=True)(product_flops)
+
+def stream_product(a, b, c, eps): # M K, K N, M N
+    "a @ b + c in one kernel (M N), and 1/rms of its rows (M)"
+    return unwatched(stream_product_op)(a, b, c, eps)
+
+# %% ../../nbs/29_epilogues.ipynb #d7fa7ad1
+def with_rstd(h, r, eps): # ... d; 1/rms of its rows, and what it was made with
+    "`h`, which carries r along"
+    if not h.is_inference(): h.rstd = r, eps, h._version
+    return h
+
+def stream_rstd(h, eps): # ... d
+    "1/rms of the rows of `h`: what it carries, if nothing was written into it since, or else made anew"
+    r, *of = getattr(h, "rstd", (None,))
+    return r if of and of == [eps, h._version] else row_rstd(rows(h), eps)
+
+# %% ../../nbs/29_epilogues.ipynb #fbb28d6a
+class EpilogueProject(torch.autograd.Function):
+    "(h, o, w, eps) -> h + o @ w.T, and 1/rms of its rows; h: ... d; o: ... C; w: d C"
+    @staticmethod
+    def forward(ctx, h, o, w, eps):
+        w16, ctx.dtype = w.to(o.dtype), w.dtype
+        ctx.save_for_backward(o, w16)
+        return stream_out(ctx, h, rows(o), w16, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _):
+        (o, w), g = ctx.saved_tensors, rows(dy)
+        return dy, product_plus(g, w).view_as(o), weight_grad(g, rows(o), ctx.dtype), None
+
+def stream_out(ctx, h, x, w, eps): # of a function; the stream, ... d; N C, d C
+    "Two outputs: the stream h + x @ w.T, and 1/rms of its rows, which has no gradient"
+    y, r = stream_product(x, w.T, rows(h), eps)
+    ctx.mark_non_differentiable(r); ctx.set_materialize_grads(False)
+    return y.view_as(h), r
+
 # %% ../../nbs/29_epilogues.ipynb #29norm34
 @once_differentiable
-def _mlp_grads(ctx, dy):
+def _mlp_grads(ctx, dy, _):
     "The gradients of the arguments of `EpilogueMLP`"
     (h, r, ab, w, v, norm, *ws), g = ctx.saved_tensors, rows(dy)
     dab, mid, s = gated_backward(g, v, ab, r)
@@ -416,14 +504,15 @@ def _mlp_grads(ctx, dy):
 
 # %% ../../nbs/29_epilogues.ipynb #29norm36
 class EpilogueMLP(torch.autograd.Function):
-    "(h, norm, gate, up, down, eps) -> h + the MLP of its norm; h: ... d; norm: d; gate, up: F d; down: d F"
+    """(h, norm, gate, up, down, eps) -> h + the MLP of its norm, and 1/rms of its rows; h: ... d; norm: d;
+    gate, up: F d; down: d F"""
     @staticmethod
     def forward(ctx, h, norm, gate, up, down, eps):
-        w, v, r = placed(h.dtype, (gate, up), True, norm), down.to(h.dtype), row_rstd(rows(h), eps)
+        w, v, r = placed(h.dtype, [gate, up], True, norm), down.to(h.dtype), stream_rstd(h, eps)
         ab, mid = gated_product(rows(h), w, r)
         ctx.save_for_backward(h, r, ab, w, v, norm, gate, up)
         ctx.dtype = down.dtype
-        return product_plus(mid, v.T, rows(h)).view_as(h)
+        return stream_out(ctx, h, mid, v, eps)
     backward = staticmethod(_mlp_grads)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm41
@@ -441,7 +530,7 @@ class EpilogueHeads(torch.autograd.Function):
     "(h, norm, wq, wk, wv, q_norm, k_norm, cos, sin, eps) -> h, and q, k, v as B T heads D; h: B T d"
     @staticmethod
     def forward(ctx, h, norm, wq, wk, wv, qn, kn, cos, sin, eps):
-        w, r, D = placed(h.dtype, (wq, wk, wv), norm=norm), row_rstd(rows(h), eps), len(qn)
+        w, r, D = placed(h.dtype, [wq, wk, wv], False, norm), stream_rstd(h, eps), len(qn)
         qkv, H = product_times(rows(h), w.T, r).view(*h.shape[:2], -1, D), len(wq)//D
         qk = qk_rope(qkv, qn, kn, cos, sin, H, eps)
         ctx.save_for_backward(h, r, qkv, w, norm, wq, wk, wv, qn, kn, cos, sin)
@@ -459,14 +548,15 @@ def heads_with_ends(block, h, cos, sin): # h: the stream, B T d
 
 def project_with_ends(block, h, o): # B T d, B H T D
     "The part `project`: the stream, with the attention added"
-    return JoinedLinear.apply(o.transpose(1, 2).flatten(2), h, block.self_attn.o_proj.weight)
+    o, eps = o.transpose(1, 2).flatten(2), block.post_attention_layernorm.eps
+    return with_rstd(*EpilogueProject.apply(h, o, block.self_attn.o_proj.weight, eps), eps)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm46
 def feed_with_ends(block, h): # B T d
     "The part `feed`: the stream, with the MLP added"
     m, norm = block.mlp, block.post_attention_layernorm
     weights = norm.weight, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
-    return EpilogueMLP.apply(h, *weights, norm.eps)
+    return with_rstd(*EpilogueMLP.apply(h, *weights, norm.eps), norm.eps)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm47
 @lru_cache
@@ -479,8 +569,8 @@ def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the products
         try:
             ws = new(d), new(d, d), new(kv, d), new(kv, d), new(c.head_dim), new(c.head_dim)
             h, *qkv = EpilogueHeads.apply(new(1, 256, d, dtype=dtype), *ws, turn, turn, c.eps)
-            h = JoinedLinear.apply(h, h, new(d, d))
-            h = EpilogueMLP.apply(h, new(d), new(F, d), new(F, d), new(d, F), c.eps)
+            h, _ = EpilogueProject.apply(h, h, new(d, d), c.eps)
+            h, _ = EpilogueMLP.apply(h, new(d), new(F, d), new(F, d), new(d, F), c.eps)
             sum(t.sum() for t in (h, *qkv)).backward()
         except Exception as e: return f"{type(e).__name__}: {e}"
     return ""
