@@ -373,8 +373,8 @@ def test_no_chunk_has_as_many_rows_as_columns():
                 if c is None: assert d in (128, 256) and (most <= d or N <= d); continue
                 rows = {-(-min(c, N - i)//128)*128 for i in range(0, N, c)}
                 assert c % 128 == 0 and c < most + 128 and d not in rows
-    assert e.fused_chunk(65536, 768, 16896, 132) == 16896 and e.fused_chunk(600, 32, 600, 132) == 640 and e.fused_chunk(2048, 2048, 2048, 132) == 1920
-    assert [e.fused_chunk(65536, 768, g*2**20//(2*50304), 132) for g in (2048, 1024, 512)] == [16896, 8448, 4096]     # an odd number of tiles, such as 33, is filled up to pairs
+    assert e.fused_chunk(65536, 768, 16896, 132) == 16384 and e.fused_chunk(600, 32, 600, 132) == 640 and e.fused_chunk(2048, 2048, 2048, 132) == 1024
+    assert [e.fused_chunk(65536, 768, g*2**20//(2*50304), 132) for g in (2048, 1024, 512)] == [16384, 8192, 4096]     # an odd number of tiles, such as 33, is filled up to pairs
     for d, most in ((768, 21345), (768, 10672), (768, 5336), (2048, 21345)):     # as few rounds as of all tokens at once
         c, cols, up = e.fused_chunk(65536, d, most, 132), 4 if d == 768 else 8, lambda a, b: -(-a//b)
         assert sum(up(up(min(c, 65536 - i), 256)*cols, 66) for i in range(0, 65536, c)) == up(256*cols, 66)

@@ -12,7 +12,7 @@ __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'EIGHTS', 'epilogues_missing', 'tile', '
            'product_back_op', 'product_back_shape', 'product_back', 'heads_backward_maths', 'head_norm_grads',
            'heads_backward_kernel', 'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'squares_end',
            'sums_rstd_kernel', 'sums_rstd', 'stream_product_op', 'stream_product_shape', 'stream_product', 'with_rstd',
-           'stream_rstd', 'EpilogueProject', 'stream_out', 'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends',
+           'stream_rstd', 'stream_out', 'EpilogueProject', 'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends',
            'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues', 'fused_chunk', 'FusedCE',
            'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end', 'tile8', 'takes8',
            'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8', 'load_pairs', 'byte_of',
@@ -129,14 +129,14 @@ def placed(dtype: torch.dtype, weights: list[torch.Tensor], turns: bool = False,
            norm: torch.Tensor | None = None) -> torch.Tensor:
     """The weights (o d each), times `norm` (d), as one matrix of type `dtype`: one below the other, or their
     rows in turn"""
-    sizes, d = [*map(len, weights)], weights[0].shape[1]
+    sizes, d, tile = [*map(len, weights)], weights[0].shape[1], dict(ROWS=32, COLS=128)
     w = weights[0].new_empty(sum(sizes), d, dtype=dtype)
     for to, new in zip(w.view(-1, len(sizes), d).unbind(1) if turns else w.split(sizes), weights):
         if norm is None: to.copy_(new)
         elif not runs_kernel(w): torch.mul(new, norm, out=to)
         else:
-            grid = blocks(len(new), 32), blocks(d, 128)
-            launch(place_kernel, grid, new.contiguous(), norm, to, len(new), to.stride(0), d, ROWS=32, COLS=128)
+            grid = blocks(len(new), tile["ROWS"]), blocks(d, tile["COLS"])
+            launch(place_kernel, grid, new.contiguous(), norm, to, len(new), to.stride(0), d, **tile)
     return w
 
 # %% ../../nbs/29_epilogues.ipynb #29norm02
@@ -471,6 +471,13 @@ def stream_rstd(h, eps): # ... d
     r, *of = getattr(h, "rstd", (None,))
     return r if of and of == [eps, h._version] else row_rstd(rows(h), eps)
 
+# %% ../../nbs/29_epilogues.ipynb #dbbc9f70
+def stream_out(ctx, h, x, w, eps): # of a function; the stream, ... d; N C, d C
+    "Two outputs: the stream h + x @ w.T, and 1/rms of its rows, which has no gradient"
+    y, r = stream_product(x, w.T, rows(h), eps)
+    ctx.mark_non_differentiable(r); ctx.set_materialize_grads(False)
+    return y.view_as(h), r
+
 # %% ../../nbs/29_epilogues.ipynb #fbb28d6a
 class EpilogueProject(torch.autograd.Function):
     "(h, o, w, eps) -> h + o @ w.T, and 1/rms of its rows; h: ... d; o: ... C; w: d C"
@@ -485,12 +492,6 @@ class EpilogueProject(torch.autograd.Function):
     def backward(ctx, dy, _):
         (o, w), g = ctx.saved_tensors, rows(dy)
         return dy, product_plus(g, w).view_as(o), weight_grad(g, rows(o), ctx.dtype), None
-
-def stream_out(ctx, h, x, w, eps): # of a function; the stream, ... d; N C, d C
-    "Two outputs: the stream h + x @ w.T, and 1/rms of its rows, which has no gradient"
-    y, r = stream_product(x, w.T, rows(h), eps)
-    ctx.mark_non_differentiable(r); ctx.set_materialize_grads(False)
-    return y.view_as(h), r
 
 # %% ../../nbs/29_epilogues.ipynb #29norm34
 @once_differentiable
@@ -596,14 +597,12 @@ def epilogues(run): # a `Run` in 16 bits, with fused_ops
 def fused_chunk(N, d, most, # tokens, width, the most in a chunk, which is filled up to 128
                 processors): # multiprocessors of the GPU
     """The tokens of a chunk, a multiple of 128: so many that the tiles of dh take the fewest rounds, in the
-    fewest chunks, with the fewest places empty. No chunk has `d` rows; None where that can't be"""
+    fewest chunks, and of such the least. No chunk has `d` rows; None where that can't be"""
     rows, pairs = blocks(N, 128), max(1, processors//2) # two of these take two rows of tiles together
     cols = blocks(d, 192 if d % 192 == 0 else 256) # as QuACK cuts them
     def last(c): return (rows - 1) % c + 1
     def rounds(r): return blocks(blocks(r, 2)*cols, pairs)
-    def cost(c):
-        total = rows//c * rounds(c) + rounds(rows % c)
-        return total, blocks(rows, c), 2*pairs*rounds(c) - c*cols, c # at last, places that stay empty
+    def cost(c): return rows//c * rounds(c) + rounds(rows % c), blocks(rows, c), c
     can = [c for c in range(1, min(rows, blocks(most, 128)) + 1) if d not in (128*c, 128*last(c))]
     return 128*min(can, key=cost) if can else None
 
