@@ -30,7 +30,7 @@ def run_stages(a, wanted):
         say(f"== {name}, at most {seconds:.0f} s")
         words = [sys.executable, "-u", __file__, str(part), name, "--child", str(seconds - 12*(not a.smoke)), "--corpus", a.corpus, "--nanogpt", a.nanogpt]
         t0 = time.monotonic()
-        try: end = subprocess.run(words + ["--smoke"]*a.smoke + ["--quick"]*a.quick + ["--until", str(a.until)], timeout=seconds).returncode
+        try: end = subprocess.run(words + ["--smoke"]*a.smoke + ["--quick"]*a.quick + ["--until", str(a.until), "--only", a.only], timeout=seconds).returncode
         except subprocess.TimeoutExpired: end = "killed at its limit"
         found = json.loads(part.read_text()) if part.exists() else {}
         every[name] = found | dict(end=end, seconds=round(time.monotonic() - t0, 1))
@@ -45,6 +45,7 @@ def bad_parts(stage): return [k for k, v in stage.get("parts", {}).items() if is
 ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 ap.add_argument("out"); ap.add_argument("stages", nargs="*"); ap.add_argument("--corpus", default="stdlib"); ap.add_argument("--nanogpt", default="")
 ap.add_argument("--quick", action="store_true")
+ap.add_argument("--only", default="", help="of our lists beside others those whose name has one of these, between bars")
 ap.add_argument("--until", type=int, default=10**9, help="steps of the losses' runs, whose rates stay those of all steps")
 ap.add_argument("--smoke", action="store_true"); ap.add_argument("--child", type=float, default=0., help=argparse.SUPPRESS)
 A = ap.parse_args()
@@ -342,7 +343,8 @@ def of_peers(name):
     lists = {f"ours, {k} now": (COURSE[k] + ALL[k], B) for k in COURSE}
     if c.width < 1024:
         rope = ["recompute_rope"]
-        lists = {"ours, fp8 now": lists["ours, fp8 now"], "ours, fp8, recompute_rope": (COURSE["fp8"] + ALL["fp8"] + rope, B),
+        eight = [dict(head_groups="head_groups:group=1536").get(r, r) for r in COURSE["fp8"] + ALL["fp8"]]
+        lists = {"ours, fp8 now": lists["ours, fp8 now"], "ours, fp8, groups of 1.5 GiB": (eight, B), "ours, fp8, recompute_rope": (COURSE["fp8"] + ALL["fp8"] + rope, B),
                  "ours, bf16 now": lists["ours, bf16 now"], "ours, bf16, in 2 passes": (COURSE["bf16"] + ALL["bf16"], B//2),
                  "ours, bf16, small": (SMALL, B), "ours, bf16, recompute_rope": (COURSE["bf16"] + ALL["bf16"] + rope, B)}
     many = 2 if c.width < 1024 else 1 # of ours at a time: each recording has memory of its own
@@ -360,10 +362,11 @@ def of_peers(name):
     del them[1:]; clear()
     def beside(some):
         field = [them[0], *(started(k, partial(ours, lists[k][0]), c, B, lists[k][1]) for k in some)]
-        res = raced(field, 10, 3)
+        res = raced(field, 12 if c.width < 1024 else 7, 3)
         table.update({k: v for k, v in res.items() if k != them[0].name})
         return dict(ways=res)
     names = [n for n in lists if not A.quick or n not in ("ours, bf16, in 2 passes", "ours, bf16, recompute_rope")]
+    names = [n for n in names if any(w in n for w in A.only.split("|"))]
     for i in range(0, len(names), many): part(f"{name}: {', '.join(names[i:i + many])}", beside, names[i:i + many], needs=10. + 8*many)
     part(f"{name}: table", targets, name, table, needs=0.)
 
