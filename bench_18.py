@@ -45,7 +45,7 @@ def bad_parts(stage): return [k for k, v in stage.get("parts", {}).items() if is
 ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 ap.add_argument("out"); ap.add_argument("stages", nargs="*"); ap.add_argument("--corpus", default="stdlib"); ap.add_argument("--nanogpt", default="")
 ap.add_argument("--quick", action="store_true")
-ap.add_argument("--only", default="", help="of our lists beside others those whose name has one of these, between bars")
+ap.add_argument("--only", default="", help="of our lists those whose name has one of these, between bars")
 ap.add_argument("--until", type=int, default=10**9, help="steps of the losses' runs, whose rates stay those of all steps")
 ap.add_argument("--smoke", action="store_true"); ap.add_argument("--child", type=float, default=0., help=argparse.SUPPRESS)
 A = ap.parse_args()
@@ -427,8 +427,8 @@ def loop_of(rungs, recipe, block=40, rounds=2):
     return dict(ms=ms, share=part_of, inside=inside, inner=inner, shares=each, target=.98, met=(inside or part_of) >= .98, rounds=times)
 
 def loop():
-    part("fp8 now, adamw", loop_of, FP8 + ALL["fp8"], "adamw", needs=40.)
-    part("bf16 now, adamw", loop_of, BF16 + ALL["bf16"], "adamw", needs=40.)
+    for kind in ("bf16", "fp8"):
+        if any(w in kind for w in A.only.split("|")): part(f"{kind} now, adamw", loop_of, COURSE[kind] + ALL[kind], "adamw", needs=40.)
 
 # smallest: how fast a step of little memory can be
 

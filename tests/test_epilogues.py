@@ -1,6 +1,7 @@
 "Lesson 29: what its products compute at odd sizes, in a whole model, under accumulation and recordings; on a GPU by QuACK's kernels"
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
+from llm_speedrun.files import InputError
 from llm_speedrun.model import GPTConfig, rope, rope_table, workload
 from llm_speedrun.runs import build, count_step, entered, stepper_of
 from llm_speedrun.rungs import epilogues as e, fused_fp8 as f8
@@ -43,7 +44,16 @@ def test_a_product_that_tells_its_norm(N, d, width, dt):
     x, w, c = rand(N, d, dt=dt), rand(width, d, dt=dt, std=d**-.5), rand(N, width, dt=dt, std=3.)
     y, r = e.stream_product(x, w.T, c, 1e-6)
     exact = y.double().pow(2).mean(1).add(1e-6).rsqrt()
-    assert y.equal(e.product_plus(x, w.T, c)) and r.shape == (N,) and r.dtype == torch.float32 and off(exact, r) < 1e-3
+    assert y.equal(e.product_plus(x, w.T, c)) and r.shape == (N,) and r.dtype == torch.float32 and off(exact, r) < (1.2e-2 if dt == torch.bfloat16 else 1.5e-3)/width**.5
+
+@pytest.mark.parametrize("N", [1, 257, 600])
+@pytest.mark.parametrize("T", [1, 3, 8])
+def test_a_norm_from_sums(N, T, monkeypatch):
+    "All rows, in several programs, small ones too, where eps counts"
+    if not GPU: monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q = rand(N, T, dt=torch.float32).abs()*1e-6*torch.arange(1, N + 1, device=DEVICE)[:, None]
+    exact = (q.double().sum(1)/48 + 1e-6).rsqrt()
+    assert torch.allclose(exact, e.sums_rstd(q, 48, 1e-6).double(), rtol=1e-5)
 
 @TYPES
 @SIZED
@@ -142,6 +152,7 @@ def test_gradients_of_a_norms_weights(sizes, d, turns, kernel, monkeypatch):
     ins = [t.double().requires_grad_() for t in (norm, *ws)]
     w = torch.stack(ins[1:], 1).flatten(0, 1) if turns else torch.cat(ins[1:])
     (w*ins[0]).backward(g.double())
+    norm = torch.stack([norm, norm + 1], 1)[:, 0] # in another layout
     for t, a in zip(ins, e.norm_weight_grads(g, ws, norm, turns), strict=True):
         assert off(t.grad, a) < 1e-6 and a.is_contiguous() and a.dtype == torch.float32
 
@@ -155,10 +166,11 @@ def test_weights_in_one_matrix(sizes, d, turns, kernel, monkeypatch):
     if not GPU: monkeypatch.setenv("TRITON_INTERPRET", str(int(kernel)))
     elif not kernel: monkeypatch.setattr(e, "runs_kernel", lambda t: False)
     ws, norm = [rand(n, d, dt=torch.float32) for n in sizes], rand(d, dt=torch.float32)
-    ws[0] = ws[0].T.contiguous().T # in another layout
+    ws[0], strided = ws[0].T.contiguous().T, torch.stack([norm, norm + 1], 1)[:, 0] # in other layouts
     for dt in (torch.float32, torch.bfloat16) if GPU else (torch.float32,):
-        exact = torch.stack(ws, 1).flatten(0, 1) if turns else torch.cat(ws)
-        assert e.placed(dt, ws, turns, norm).equal((exact*norm).to(dt)) and e.placed(dt, ws, turns).equal(exact.to(dt))
+        exact = (torch.stack(ws, 1).flatten(0, 1) if turns else torch.cat(ws))*norm
+        assert all(e.placed(dt, ws, turns, n).equal(exact.to(dt)) for n in (norm, strided))
+    with pytest.raises(InputError, match="rows in turn"): e.placed(torch.float32, [rand(3, 8), rand(4, 8)], True, rand(8))
 
 EPS = 1e-6
 def normed_mlp(h, norm, gate, up, down):
@@ -175,14 +187,17 @@ def all_grads(f, ins):
     "Output and gradients"
     ins = [t.clone().requires_grad_() for t in ins]
     out = f(*ins)
-    out.backward(torch.linspace(-1, 1, out.numel(), device=DEVICE).sin().view_as(out).to(out.dtype))
+    out.backward(torch.arange(1., out.numel() + 1, device=DEVICE).sin().view_as(out).to(out.dtype))
     return [out.detach(), *(t.grad for t in ins)]
 
 def function_errors(which, dt, B=2, T=13):
     "Errors of all outputs and gradients of one of the two functions: ours, and those of PyTorch in the same type"
     d, F_, D, H, K, wide = 48, 72, 16, 4, 2, torch.float32
     h, norm = rand(B, T, d, dt=dt, std=3.), rand(d, dt=wide) + .5
-    if which == "mlp":
+    if which == "project":
+        ins = h, rand(B, T, H*D, dt=dt), rand(d, H*D, dt=wide, std=(H*D)**-.5)
+        plain, ours = lambda h, o, w: h + o @ w.T.to(o.dtype), lambda *a: e.EpilogueProject.apply(*a, EPS)[0]
+    elif which == "mlp":
         ins = h, norm, *(rand(a, b, dt=wide, std=b**-.5) for a, b in ((F_, d), (F_, d), (d, F_)))
         plain, ours = normed_mlp, lambda *a: e.EpilogueMLP.apply(*a, EPS)[0]
     else:
@@ -191,13 +206,13 @@ def function_errors(which, dt, B=2, T=13):
         plain = lambda *a: plain_heads(*a, turn=turn)
         ours = lambda *a: torch.cat([t.flatten(2) for t in e.EpilogueHeads.apply(*a, *turn, EPS)], -1)
     exact = all_grads(plain, [t.double() for t in ins])
-    halves = [ins[0], *(t.to(dt) for t in ins[1:])] # PyTorch's, weights in 16 bits
+    halves = [t.to(dt) for t in ins] # PyTorch's, weights in 16 bits
     return [[off(a, b) for a, b in zip(exact, res)] for res in (all_grads(ours, ins), all_grads(plain, halves))]
 
 FUNCTIONS = pytest.mark.parametrize("which", ["mlp", "heads"])
 
 @TYPES
-@FUNCTIONS
+@pytest.mark.parametrize("which", ["mlp", "heads", "project"])
 def test_functions_with_a_norm_inside(which, dt):
     "The output and all gradients at most twice as far from float64 as PyTorch's"
     ours, theirs = function_errors(which, dt)
@@ -208,7 +223,7 @@ WRONG = {"r left out": ("row_rstd", lambda f, x, eps: torch.ones_like(f(x, eps))
          "no part along h": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, r, 0*s)),
          "r missing there": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, torch.ones_like(r), s)),
          "nothing around": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, 0*dh, h, r, s)),
-         "w left out": ("placed", lambda f, dt, ws, turns=False, norm=None: f(dt, ws, turns)),
+         "w left out": ("placed", lambda f, dt, ws, turns, norm: f(dt, ws, turns, torch.ones_like(norm))),
          "w left out on the way back": ("norm_weight_grads", lambda f, g, ws, norm, turns: f(g, ws, torch.ones_like(norm), turns)),
          "two weights swapped": ("norm_weight_grads", lambda f, g, ws, norm, turns: [(r := f(g, ws, norm, turns))[0], *r[1:-2], r[-1], r[-2]]),
          "the norm's gradient without W": ("norm_weight_grads", lambda f, g, ws, norm, turns: [g.sum(0), *f(g, ws, norm, turns)[1:]])}
@@ -223,6 +238,25 @@ def test_wrong_norms_are_found(which, what, monkeypatch):
     right = getattr(e, name)
     monkeypatch.setattr(e, name, lambda *a, **k: wrong(right, *a, **k))
     with pytest.raises(AssertionError): test_functions_with_a_norm_inside(which, torch.bfloat16)
+
+@pytest.mark.parametrize("name, wrong", [("weight_grad", lambda f, *a: f(*a).roll(1, 0)), ("product_plus", lambda f, g, w: f(g, w.roll(1, 0))),
+    ("stream_product", lambda f, a, b, c, eps: f(a, b, 0*c, eps))], ids=["weight", "input", "output"])
+def test_a_wrong_projection_is_found(name, wrong, monkeypatch):
+    right = getattr(e, name)
+    monkeypatch.setattr(e, name, lambda *a: wrong(right, *a))
+    with pytest.raises(AssertionError): test_functions_with_a_norm_inside("project", torch.bfloat16)
+
+def test_a_stream_that_gets_no_gradient():
+    "What comes behind may be a function that returns none"
+    class Ends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h): return h.float().sum()
+        @staticmethod
+        def backward(ctx, g): return None
+    h, ws = rand(2, 9, 48).requires_grad_(), [rand(a, b, dt=torch.float32).requires_grad_() for a, b in ((72, 48), (72, 48), (48, 72), (48, 48))]
+    out, _ = e.EpilogueMLP.apply(h, torch.ones(48, device=DEVICE), *ws[:3], EPS)
+    Ends.apply(e.EpilogueProject.apply(out, out, ws[3], EPS)[0]).backward()
+    assert h.grad is None or not h.grad.any()
 
 def test_no_n_is_kept():
     "Nothing of the stream's size but the stream is saved by either function"
@@ -321,7 +355,7 @@ def test_fewer_key_heads():
 def test_a_wrong_gradient_is_found(monkeypatch):
     "Such as gate's for up's"
     right = e.placed
-    monkeypatch.setattr(e, "placed", lambda dt, ws, turns=False, norm=None: right(dt, ws[::-1] if turns else ws, turns, norm))
+    monkeypatch.setattr(e, "placed", lambda dt, ws, turns, norm: right(dt, ws[::-1] if turns else ws, turns, norm))
     with pytest.raises(AssertionError): near(OURS, HALF)
 
 def test_evaluation_and_generation():
@@ -344,8 +378,8 @@ def test_a_norm_is_told_by_the_product_before(monkeypatch):
         monkeypatch.setattr(e, "with_rstd", lambda h, r, eps: h)
         anew = run.model(x)
         assert len(made) == 2 + 2*SMALL.layers - 1
-    assert off(anew, told) < 2e-3
-    with torch.inference_mode(), torch.autocast(DEVICE.type, torch.bfloat16): assert off(anew, run.model(x)) < 2e-3
+    assert off(anew, told) < 8e-3
+    with torch.inference_mode(), torch.autocast(DEVICE.type, torch.bfloat16): assert off(anew, run.model(x)) < 8e-3
 
 def test_steps_learn():
     "Some steps of the whole list, clipped: the loss falls as it does without"
@@ -365,7 +399,7 @@ def test_what_is_counted():
     assert {"product_plus", "stream_product", "product_times", "product_back", "gated_product", "gated_backward", "weight_grad"} <= {o.name for o in b}
 
 def test_no_chunk_has_as_many_rows_as_columns():
-    "QuACK couldn't tell a vector of one from one of the other; in whole blocks of 128, and as large as may be"
+    "QuACK couldn't tell a vector of one from one of the other; in whole blocks of 128, and the least of those that fill the GPU as well"
     for d in (128, 256, 768, 1000, 2048):
         for N in [*range(1, 3000, 61), 768, 1024, 2048, 2049, 65536]:
             for most in (128, 700, 768, 2048, 16896):
@@ -374,7 +408,7 @@ def test_no_chunk_has_as_many_rows_as_columns():
                 rows = {-(-min(c, N - i)//128)*128 for i in range(0, N, c)}
                 assert c % 128 == 0 and c < most + 128 and d not in rows
     assert e.fused_chunk(65536, 768, 16896, 132) == 16384 and e.fused_chunk(600, 32, 600, 132) == 640 and e.fused_chunk(2048, 2048, 2048, 132) == 1024
-    assert [e.fused_chunk(65536, 768, g*2**20//(2*50304), 132) for g in (2048, 1024, 512)] == [16384, 8192, 4096]     # an odd number of tiles, such as 33, is filled up to pairs
+    assert [e.fused_chunk(65536, 768, g*2**20//(2*50304), 132) for g in (2048, 1024, 512)] == [16384, 8192, 4096]
     for d, most in ((768, 21345), (768, 10672), (768, 5336), (2048, 21345)):     # as few rounds as of all tokens at once
         c, cols, up = e.fused_chunk(65536, d, most, 132), 4 if d == 768 else 8, lambda a, b: -(-a//b)
         assert sum(up(up(min(c, 65536 - i), 256)*cols, 66) for i in range(0, 65536, c)) == up(256*cols, 66)
