@@ -341,6 +341,7 @@ def raced(field, rounds, reps):
 def of_peers(name):
     c, B = workload(name), MODELS[name]
     lists = {f"ours, {k} now": (COURSE[k] + ALL[k], B) for k in COURSE}
+    lists["ours, fp8, adamw8bit"] = ["adamw8bit" if r == "fused_adamw" else r for r in lists["ours, fp8 now"][0]], B
     if c.width < 1024:
         rope = ["recompute_rope"]
         eight = [dict(head_groups="head_groups:group=1536").get(r, r) for r in COURSE["fp8"] + ALL["fp8"]]
