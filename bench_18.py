@@ -82,10 +82,12 @@ FP8 = [*BODY, "fp8:parts=heads+out+mlp+head", "cuda_graphs", "fused_adamw"]
 BF16 = [*BODY, "cuda_graphs", "fused_adamw"]
 COURSE = dict(fp8=FP8, bf16=BF16)
 NEW = ["tied_embedding", "head_groups", "direct_update"]
+def asked(name): return any(w in name for w in A.only.split("|"))
 def there(*rungs): return [r for r in rungs if not find_rung(r).needs()]
 ALL = dict(fp8=NEW + there("flash4", "fp8_epilogues"), bf16=NEW + there("flash4", "epilogues", "fused_ce"))
-SWAPS = dict(head_groups="head_groups:group=1024", fused_adamw="adamw8bit")
-SMALL = [SWAPS.get(r, r) for r in COURSE["bf16"] + ALL["bf16"]] + ["recompute_rope"] # nothing of a layer is kept in 8 bits, but AdamW's moments are
+def swapped(rungs, **new): return [new.get(r, r) for r in rungs]
+EIGHT = dict(fused_adamw="adamw8bit")
+SMALL = swapped(COURSE["bf16"] + ALL["bf16"], head_groups="head_groups:group=1024", **EIGHT) + ["recompute_rope"] # nothing of a layer is kept in 8 bits, but AdamW's moments are
 RES = dict(machine=machine(), smoke=A.smoke, parts={})
 GEN = torch.Generator(DEVICE).manual_seed(0)
 
@@ -341,13 +343,13 @@ def raced(field, rounds, reps):
 def of_peers(name):
     c, B = workload(name), MODELS[name]
     lists = {f"ours, {k} now": (COURSE[k] + ALL[k], B) for k in COURSE}
-    lists["ours, fp8, adamw8bit"] = ["adamw8bit" if r == "fused_adamw" else r for r in lists["ours, fp8 now"][0]], B
+    (eight, _), (half, _) = lists.values()
     if c.width < 1024:
         rope = ["recompute_rope"]
-        eight = [dict(head_groups="head_groups:group=1536").get(r, r) for r in COURSE["fp8"] + ALL["fp8"]]
-        lists = {"ours, fp8 now": lists["ours, fp8 now"], "ours, fp8, groups of 1.5 GiB": (eight, B), "ours, fp8, recompute_rope": (COURSE["fp8"] + ALL["fp8"] + rope, B),
-                 "ours, bf16 now": lists["ours, bf16 now"], "ours, bf16, in 2 passes": (COURSE["bf16"] + ALL["bf16"], B//2),
-                 "ours, bf16, small": (SMALL, B), "ours, bf16, recompute_rope": (COURSE["bf16"] + ALL["bf16"] + rope, B)}
+        lists = {"ours, fp8 now": (eight, B), "ours, fp8, groups of 1.5 GiB": (swapped(eight, head_groups="head_groups:group=1536"), B),
+                 "ours, fp8, recompute_rope": (eight + rope, B), "ours, bf16 now": (half, B), "ours, bf16, in 2 passes": (half, B//2),
+                 "ours, bf16, small": (SMALL, B), "ours, bf16, recompute_rope": (half + rope, B)}
+    else: lists["ours, fp8, adamw8bit"] = swapped(eight, **EIGHT), B
     many = 2 if c.width < 1024 else 1 # of ours at a time: each recording has memory of its own
     table, them = {}, []
     def first():
@@ -366,8 +368,8 @@ def of_peers(name):
         res = raced(field, 12 if c.width < 1024 else 7, 3)
         table.update({k: v for k, v in res.items() if k != them[0].name})
         return dict(ways=res)
-    names = [n for n in lists if not A.quick or n not in ("ours, bf16, in 2 passes", "ours, bf16, recompute_rope")]
-    names = [n for n in names if any(w in n for w in A.only.split("|"))]
+    long = "ours, bf16, in 2 passes", "ours, bf16, recompute_rope"
+    names = [n for n in lists if asked(n) and not (A.quick and n in long)]
     for i in range(0, len(names), many): part(f"{name}: {', '.join(names[i:i + many])}", beside, names[i:i + many], needs=10. + 8*many)
     part(f"{name}: table", targets, name, table, needs=0.)
 
@@ -429,7 +431,7 @@ def loop_of(rungs, recipe, block=40, rounds=2):
 
 def loop():
     for kind in ("bf16", "fp8"):
-        if any(w in kind for w in A.only.split("|")): part(f"{kind} now, adamw", loop_of, COURSE[kind] + ALL[kind], "adamw", needs=40.)
+        if asked(kind): part(f"{kind} now, adamw", loop_of, COURSE[kind] + ALL[kind], "adamw", needs=40.)
 
 # smallest: how fast a step of little memory can be
 

@@ -138,39 +138,45 @@ def test_gradients_of_heads_times_r(B, T, H, K, D, dt, monkeypatch):
     assert off(exact, g) < most and g.dtype == dt
     assert off(dw_before, dw) < 1e-5 and off((exact*qkv).sum((2, 3)).flatten(), s) < 1e-5
 
-@pytest.mark.parametrize("turns", [False, True])
-@pytest.mark.parametrize("sizes, d", [((40, 40), 24), ((5, 5), 300), ((33, 33, 33), 64), ((64, 8, 8), 40),
-    *(pytest.param(*s, marks=cuda) for s in [((2048, 2048), 768), ((2048, 512, 512), 2048), ((5632, 5632), 2048)])])
-@pytest.mark.parametrize("kernel", [True, False])
-def test_gradients_of_a_norms_weights(sizes, d, turns, kernel, monkeypatch):
-    "By the kernel and in PyTorch, as autograd has them, rows in turn or below each other"
+@pytest.fixture(params=[True, False], ids=["kernel", "PyTorch"])
+def kernel(request, monkeypatch):
+    "Once by the kernels, on a CPU in Triton's interpreter, and once by PyTorch"
+    if not GPU: monkeypatch.setenv("TRITON_INTERPRET", str(int(request.param)))
+    elif not request.param: monkeypatch.setattr(e, "runs_kernel", lambda t: False)
+
+@pytest.fixture(params=[False, True], ids=["below", "in turn"])
+def turns(request): return request.param
+
+@pytest.fixture(params=[((40, 40), 24), ((5, 5), 300), ((33, 33, 33), 64), ((64, 8, 8), 40), *(pytest.param(s, marks=cuda) for s in
+    [((2048, 2048), 768), ((768, 768, 768), 768), ((2048, 512, 512), 2048), ((5632, 5632), 2048)])], ids=str)
+def weights(request, turns):
+    "Some weights with as many columns, and a norm's"
+    sizes, d = request.param
     if turns and len({*sizes}) > 1: pytest.skip("in turn are only rows of as many")
-    if not GPU: monkeypatch.setenv("TRITON_INTERPRET", str(int(kernel)))
-    elif not kernel: monkeypatch.setattr(e, "runs_kernel", lambda t: False)
-    ws, norm = [rand(n, d, dt=torch.float32) for n in sizes], rand(d, dt=torch.float32)
-    g = rand(sum(sizes), d, dt=torch.float32)
+    return [rand(n, d, dt=torch.float32) for n in sizes], rand(d, dt=torch.float32)
+
+def in_one(ws, turns): return torch.stack(ws, 1).flatten(0, 1) if turns else torch.cat(ws)
+def strided(t): return torch.stack([t, t + 1], 1)[:, 0] # the same numbers in another layout
+
+def test_gradients_of_a_norms_weights(weights, turns, kernel):
+    "By the kernel and in PyTorch, as autograd has them, rows in turn or below each other"
+    ws, norm = weights
+    g = rand(sum(map(len, ws)), len(norm), dt=torch.float32)
     ins = [t.double().requires_grad_() for t in (norm, *ws)]
-    w = torch.stack(ins[1:], 1).flatten(0, 1) if turns else torch.cat(ins[1:])
-    (w*ins[0]).backward(g.double())
-    norm = torch.stack([norm, norm + 1], 1)[:, 0] # in another layout
-    for t, a in zip(ins, e.norm_weight_grads(g, ws, norm, turns), strict=True):
+    (in_one(ins[1:], turns)*ins[0]).backward(g.double())
+    for t, a in zip(ins, e.norm_weight_grads(g, ws, strided(norm), turns), strict=True):
         assert off(t.grad, a) < 1e-6 and a.is_contiguous() and a.dtype == torch.float32
 
-@pytest.mark.parametrize("turns", [False, True])
-@pytest.mark.parametrize("sizes, d", [((40, 40), 24), ((5, 5), 300), ((33, 33, 33), 64), ((64, 8, 8), 40),
-    *(pytest.param(*s, marks=cuda) for s in [((2048, 2048), 768), ((768, 768, 768), 768), ((2048, 512, 512), 2048)])])
-@pytest.mark.parametrize("kernel", [True, False])
-def test_weights_in_one_matrix(sizes, d, turns, kernel, monkeypatch):
+def test_weights_in_one_matrix(weights, turns, kernel):
     "By the kernel and in PyTorch, the same: times a norm's weights, rows in turn or below each other"
-    if turns and len({*sizes}) > 1: pytest.skip("in turn are only rows of as many")
-    if not GPU: monkeypatch.setenv("TRITON_INTERPRET", str(int(kernel)))
-    elif not kernel: monkeypatch.setattr(e, "runs_kernel", lambda t: False)
-    ws, norm = [rand(n, d, dt=torch.float32) for n in sizes], rand(d, dt=torch.float32)
-    ws[0], strided = ws[0].T.contiguous().T, torch.stack([norm, norm + 1], 1)[:, 0] # in other layouts
+    ws, norm = weights
+    ws[0] = ws[0].T.contiguous().T # in another layout
     for dt in (torch.float32, torch.bfloat16) if GPU else (torch.float32,):
-        exact = (torch.stack(ws, 1).flatten(0, 1) if turns else torch.cat(ws))*norm
-        assert all(e.placed(dt, ws, turns, n).equal(exact.to(dt)) for n in (norm, strided))
+        assert all(e.placed(dt, ws, turns, n).equal((in_one(ws, turns)*norm).to(dt)) for n in (norm, strided(norm)))
+
+def test_rows_in_turn_are_as_many(kernel):
     with pytest.raises(InputError, match="rows in turn"): e.placed(torch.float32, [rand(3, 8), rand(4, 8)], True, rand(8))
+    with pytest.raises(InputError, match="rows in turn"): e.norm_weight_grads(rand(7, 8), [rand(3, 8), rand(4, 8)], rand(8), True)
 
 EPS = 1e-6
 def normed_mlp(h, norm, gate, up, down):

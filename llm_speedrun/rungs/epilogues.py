@@ -5,22 +5,22 @@
 # %% auto #0
 __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'EIGHTS', 'epilogues_missing', 'tile', 'tile_for', 'wide_product', 'product_maths',
            'plain_ends', 'product_plus_op', 'product_plus_shape', 'product_flops', 'unwatched', 'product_plus', 'apart',
-           'in_turn', 'place_kernel', 'placed', 'swiglu_ends', 'gated_product_op', 'gated_product_shape', 'gated_flops',
-           'gated_product', 'gated_backward_op', 'gated_backward_shape', 'gated_backward_flops', 'gated_backward',
-           'in_parts', 'grad_parts', 'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops', 'weight_grad', 'rows',
-           'rstd_kernel', 'row_rstd', 'row_ends', 'product_times_op', 'product_times_shape', 'product_times',
-           'product_back_op', 'product_back_shape', 'product_back', 'heads_backward_maths', 'head_norm_grads',
-           'heads_backward_kernel', 'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'squares_end',
-           'sums_rstd_kernel', 'sums_rstd', 'stream_product_op', 'stream_product_shape', 'stream_product', 'with_rstd',
-           'stream_rstd', 'stream_out', 'EpilogueProject', 'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends',
-           'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues', 'fused_chunk', 'FusedCE',
-           'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end', 'tile8', 'takes8',
-           'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8', 'load_pairs', 'byte_of',
-           'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel', 'gated8_back_maths', 'gated8_back',
-           'ends8', 'product8_op', 'product8_shape', 'product8', 'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8',
-           'Project8', 'whole', 'heads8', 'project8', 'feed8', 'exps_end', 'whole_tiles', 'logits8',
-           'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off', 'ends8_error', 'needs_quack_fp8',
-           'fp8_epilogues']
+           'in_turn', 'parts_of', 'place_kernel', 'placed', 'swiglu_ends', 'gated_product_op', 'gated_product_shape',
+           'gated_flops', 'gated_product', 'gated_backward_op', 'gated_backward_shape', 'gated_backward_flops',
+           'gated_backward', 'in_parts', 'grad_parts', 'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops',
+           'weight_grad', 'rows', 'rstd_kernel', 'row_rstd', 'row_ends', 'product_times_op', 'product_times_shape',
+           'product_times', 'product_back_op', 'product_back_shape', 'product_back', 'heads_backward_maths',
+           'head_norm_grads', 'heads_backward_kernel', 'heads_backward', 'scale_sum_kernel', 'norm_weight_grads',
+           'squares_end', 'sums_rstd_kernel', 'sums_rstd', 'stream_product_op', 'stream_product_shape',
+           'stream_product', 'with_rstd', 'stream_rstd', 'stream_out', 'EpilogueProject', 'EpilogueMLP',
+           'EpilogueHeads', 'heads_with_ends', 'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues',
+           'fused_chunk', 'FusedCE', 'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end',
+           'tile8', 'takes8', 'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8',
+           'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel',
+           'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape', 'product8',
+           'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8',
+           'exps_end', 'whole_tiles', 'logits8', 'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off',
+           'ends8_error', 'needs_quack_fp8', 'fp8_epilogues']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
 from dataclasses import dataclass
@@ -120,6 +120,13 @@ def in_turn(ab): # ... 2F, all gates, then all ups
     "Gate and up in turn"
     return ab.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
+# %% ../../nbs/29_epilogues.ipynb #15adce39
+def parts_of(w, sizes, turns): # rows of several weights in one matrix, how many of each
+    "The rows of each weight, as views: one below the other, or in turn, for which all must have as many"
+    if turns and len({*sizes}) > 1: raise InputError(f"rows in turn, of weights that have {sizes} of them")
+    return w.view(-1, len(sizes), w.shape[1]).unbind(1) if turns else w.split(sizes)
+
+# %% ../../nbs/29_epilogues.ipynb #f9660d01
 @jit
 def place_kernel(w_ptr, norm_ptr, o_ptr, n, step, d: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     "A tile of a weight, its columns times `norm`, into rows `step` apart"
@@ -131,12 +138,10 @@ def place_kernel(w_ptr, norm_ptr, o_ptr, n, step, d: tl.constexpr, ROWS: tl.cons
 # %% ../../nbs/29_epilogues.ipynb #5df3315b
 @kernel_op
 def placed(dtype: torch.dtype, weights: list[torch.Tensor], turns: bool, norm: torch.Tensor) -> torch.Tensor:
-    """The weights (o d each), times `norm` (d), as one matrix of type `dtype`: one below the other, or their
-    rows in turn, for which all must have as many"""
-    sizes, d, tile = [*map(len, weights)], weights[0].shape[1], dict(ROWS=32, COLS=128)
-    if turns and len({*sizes}) > 1: raise InputError(f"rows in turn, of weights that have {sizes} of them")
-    w = weights[0].new_empty(sum(sizes), d, dtype=dtype)
-    for to, new in zip(w.view(-1, len(sizes), d).unbind(1) if turns else w.split(sizes), weights):
+    "The weights (o d each), times `norm` (d), as one matrix of type `dtype`, which `parts_of` takes apart"
+    sizes, d = [*map(len, weights)], weights[0].shape[1]
+    w, tile = weights[0].new_empty(sum(sizes), d, dtype=dtype), dict(ROWS=32, COLS=128)
+    for to, new in zip(parts_of(w, sizes, turns), weights):
         if not runs_kernel(w): torch.mul(new, norm, out=to)
         else:
             args, grid = (new.contiguous(), norm.contiguous(), to), (blocks(len(new), 32), blocks(d, 128))
@@ -399,7 +404,7 @@ def norm_weight_grads(g: torch.Tensor, ws: list[torch.Tensor], norm: torch.Tenso
                       turns: bool) -> list[torch.Tensor]:
     "The gradients of a norm's weights (d) and of `ws` (o d each) from that of `placed(dt, ws, turns, norm)`"
     d, sizes = g.shape[1], [*map(len, ws)]
-    parts = g.view(-1, len(ws), d).unbind(1) if turns else g.split(sizes)
+    parts = parts_of(g, sizes, turns)
     if not runs_kernel(g): return [sum((p*w).sum(0) for p, w in zip(parts, ws)), *(p*norm for p in parts)]
     dws, tile = [w.new_empty(w.shape) for w in ws], dict(ROWS=32, COLS=128)
     tops = [blocks(n, tile["ROWS"]) for n in sizes]
