@@ -320,7 +320,7 @@ def joules_of(step, # a function without arguments
 
 # %% ../nbs/25_peers.ipynb #25peer63
 def race(field, # `Contender`s, ours first
-         rounds=3, reps=3): # as `take_turns` takes them
+         rounds=10, reps=3): # as `take_turns` takes them
     "Let all take turns. Returns records: `ratio` is the speed over that of the first"
     turns = take_turns({c.name: c.step for c in field}, rounds, reps)
     for c in field: c.measured.rounds = turns[c.name]

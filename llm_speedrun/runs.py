@@ -225,7 +225,8 @@ def apply_rung(r, # a rung
     "The run that `f` returns, checked before and noted in it"
     check_rung(r, run.rungs)
     options, why = chosen(r, run, given)
-    new, name = f(run, **options), f.__name__
+    try: new, name = f(run, **options), f.__name__
+    except RunError as e: e.rung = f.__name__; raise # a preset goes on without it
     return replace(new, rungs=run.rungs + (name,), options=new.options | {name: options},
                    why=new.why | ({name: why} if why else {}))
 

@@ -1,11 +1,11 @@
 "The trainer refuses bad options before it writes anything, loses nothing when stopped, and repeats itself exactly."
-import dataclasses, itertools, json, os, re, shlex, signal, subprocess, sys, time
+import dataclasses, itertools, json, os, pickle, re, shlex, signal, subprocess, sys, time
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun import ladder
 from llm_speedrun.train import hardware as hardware_module, trainer as module
-from llm_speedrun.runs import RUNGS, Stepper, baseline, find_rung
+from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung
 from llm_speedrun.train.hardware import *
 from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
@@ -219,6 +219,33 @@ def test_auto_leaves_out_what_fails(tmp_path, monkeypatch, capsys):
     assert "| flash" in capsys.readouterr().out
     with fails(ValueError, "rung 'bf16_weights' builds on 'bf16': add that to the list"):
         train(options(tmp_path, rungs="bf16_weights", name="b"), progress=False)
+
+@pytest.fixture
+def refusing(monkeypatch):
+    "A preset with a rung whose kernels don't compile, which shows when it is built, and one that builds on that"
+    @rung("parts")
+    def stubborn(run): raise RunError("rung 'stubborn': its kernels can't run here: a TypeError. Leave the rung out")
+    @rung("parts", requires=["stubborn"])
+    def needy(run): return run
+    monkeypatch.setitem(PRESETS, "safe", "flash stubborn needy fused_adamw")
+    yield "stubborn", "needy"
+    for k in ("stubborn", "needy"): del RUNGS[k]
+
+def test_a_preset_goes_on_without_a_rung_that_refuses(tmp_path, refusing, capsys):
+    "The run says so, its options don't name it, and it can be gone on with; named by the user the rung is an error"
+    trainer, _ = train(options(tmp_path, rungs="safe", steps=4))
+    assert trainer.run.rungs == ("flash", "fused_adamw") and not {*refusing} & {*trainer.cfg.rungs.split(",")}
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not stubborn: rung 'stubborn': its kernels can't run here: a TypeError" in said and "not needy: it builds on stubborn" in said
+    again, _ = train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=6), progress=False, given={"steps"})
+    assert again.run.rungs == trainer.run.rungs and len(curve(again)) == 6
+    with fails(RunError, "its kernels can't run here"): train(options(tmp_path, rungs="flash,stubborn", name="b"), progress=False)
+
+def test_a_refusal_keeps_its_rung_between_processes(refusing):
+    "What the first process raises is sent to the others"
+    with pytest.raises(RunError) as e: build(NANO, ["stubborn"], "cpu")
+    assert pickle.loads(pickle.dumps(e.value)).rung == "stubborn"
+    assert give_way(["flash", "stubborn", "needy"], pickle.loads(pickle.dumps(e.value))) == ["flash"]
 
 # Stopped
 

@@ -14,9 +14,9 @@ __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'EIGHTS', 'epilogues_missing', 'tile', '
            'squares_end', 'sums_rstd_kernel', 'sums_rstd', 'stream_product_op', 'stream_product_shape',
            'stream_product', 'with_rstd', 'stream_rstd', 'stream_out', 'EpilogueProject', 'EpilogueMLP',
            'EpilogueHeads', 'heads_with_ends', 'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues',
-           'fused_chunk', 'FusedCE', 'fused_grads', 'fused_ce', 'narrow_store', 'bytes_as_number', 'gated8_end',
-           'tile8', 'takes8', 'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8',
-           'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel',
+           'fused_chunk', 'FusedCE', 'fused_grads', 'fused_error', 'fused_ce', 'narrow_store', 'bytes_as_number',
+           'gated8_end', 'tile8', 'takes8', 'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape',
+           'gated8', 'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel',
            'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape', 'product8',
            'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8',
            'exps_end', 'whole_tiles', 'logits8', 'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off',
@@ -642,9 +642,26 @@ def fused_grads(h, w, y, ce, want_w, chunk): # N d, V d in bf16, N, a `FusedCE`,
         grad_scale=1/count.float())
     return loss[:N].masked_fill(wrong, torch.nan), dh[:N], dw if want_w else h.new_empty(0), count
 
+# %% ../../nbs/29_epilogues.ipynb #29fused03
+@lru_cache
+def fused_error(V, d, device): # vocabulary, width
+    "What goes wrong with such a head, if anything does: the kernels are compiled at their first call"
+    if device.type != "cuda": return ""
+    new = partial(torch.zeros, device=device, dtype=torch.bfloat16)
+    try:
+        with _disable_current_modes():
+            FusedCE().grads16(new(128, d), new(V, d), torch.zeros(128, device=device, dtype=torch.long), True)
+    except Exception as e: return f"{type(e).__name__}: {e}"
+    return ""
+
+# %% ../../nbs/29_epilogues.ipynb #29fused04
 @rung("parts", needs=epilogues_missing, requires=["head_groups"], excludes=["fp8"], gpu_only=True)
 def fused_ce(run): # a `Run` with head_groups
-    "The loss by QuACK's fused linear cross-entropy, for which the gradients of logits never exist"
+    """The loss by QuACK's fused linear cross-entropy, for which the gradients of logits never exist. Raises
+    `RunError` without its kernels"""
+    c = run.model.config
+    if run.fmt == "bf16" and (why := fused_error(c.vocab, c.width, run.device)):
+        raise RunError(f"rung 'fused_ce': QuACK's kernels can't run here: {why}. Leave the rung out")
     def change(model): model.loss = FusedCE(**vars(model.loss))
     return run.with_model(change)
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'PARALLEL', 'HARDWARE', 'ROOM', 'clash', 'fitting', 'preset', 'presets', 'check_name', 'preset_of',
-           'parse_rungs', 'left_out', 'Settled', 'settle_rungs', 'state_gib', 'parallel_rungs', 'Hardware', 'hardware',
-           'growing_segments', 'divisors', 'smaller', 'most_sequences', 'micro_batches', 'Trial', 'mean_ms', 'attempt',
-           'slowest', 'first_that_fits', 'trial', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of',
+           'parse_rungs', 'left_out', 'give_way', 'Settled', 'settle_rungs', 'state_gib', 'parallel_rungs', 'Hardware',
+           'hardware', 'growing_segments', 'divisors', 'smaller', 'most_sequences', 'micro_batches', 'Trial', 'mean_ms',
+           'attempt', 'slowest', 'first_that_fits', 'trial', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of',
            'check_parallel', 'on_one', 'tell_together', 'climb_with_gpus']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
@@ -99,16 +99,26 @@ def parse_rungs(spec, # "auto", a preset's name, perhaps with `PARALLEL` ones, o
 
 # %% ../../nbs/32_hardware.ipynb #ea119575
 def left_out(spec, # as `parse_rungs` takes it
-             kept): # what it made of it
+             kept, # what is left of it
+             refused={}): # name -> why it could not be built
     "Pairs of a rung that the preset names and isn't there, and why"
     names, gpu = list(map(rung_name, kept)), torch.cuda.is_available()
     def why(r):
         clash = [k for k in names if k in r.excludes or r.__name__ in find_rung(k).excludes]
-        return (r.needs() or (r.gpu_only and not gpu and "it gains nothing on a CPU")
+        return (r.needs() or refused.get(r.__name__)
+                or (r.gpu_only and not gpu and "it gains nothing on a CPU")
                 or (clash and f"it doesn't go with {clash[0]}")
                 or next((f"it builds on {k}" for k in r.requires if k not in names), "not of this hardware"))
     wanted = PRESETS.get(preset_of(spec), "").replace("half", half_rung()).split()
     return [(n, why(find_rung(n))) for n in wanted if n not in names]
+
+# %% ../../nbs/32_hardware.ipynb #32refus2
+def give_way(rungs, # of a preset, with options or without
+             error): # a `RunError` of building them
+    "`rungs` without the one that raised it and those that build on it. Raises `error` where none of them did"
+    name = getattr(error, "rung", "")
+    if name not in map(rung_name, rungs): raise error
+    return fitting([r for r in rungs if rung_name(r) != name])
 
 # %% ../../nbs/32_hardware.ipynb #014e91da
 class Settled(msgspec.Struct):
