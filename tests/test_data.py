@@ -615,6 +615,27 @@ def test_prefetch_cuda_side_streams(tmp_path, monkeypatch):
         for _ in range(50): assert torch.stack(next(ahead)).cpu().equal(torch.stack(next(plain)))
     ahead.close()
 
+@pytest.mark.cuda
+def test_prefetch_cuda_beside_recordings(tmp_path, monkeypatch):
+    "PyTorch hands out 32 streams in turn: were a loader's among them, it would sooner or later be a recording's, which swallows copies"
+    load, may_load = data._load, threading.Semaphore(0)
+    def late(*args):
+        may_load.acquire(timeout=10)
+        return load(*args)
+    monkeypatch.setattr(data, "_load", late)
+    s, w = Shards(write_bin(tmp_path/"a.bin", 200_000)), torch.ones(8, device="cuda")
+    for _ in range(33):
+        plain, ahead = Batches(s, 8, 256), prefetch(Batches(s, 8, 256), "cuda")
+        may_load.release()
+        got = [torch.stack(next(ahead))]
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            w.mul_(1)
+            may_load.release(); time.sleep(.02) # the second one is loaded here
+        may_load.release()
+        got.append(torch.stack(next(ahead)))
+        ahead.close()
+        for g in got: assert g.cpu().equal(torch.stack(next(plain)))
+
 # The yardstick
 
 def test_bigram_of_a_mixture(tmp_path):
