@@ -949,7 +949,7 @@ def prefetch(
     """Batches on `device`, the next one assembled and copied in the background while this one trains.
     An error in the background surfaces at the batch it belongs to; closing the generator ends the thread."""
     device, it = torch.device(device), iter(batches)
-    side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None # no recording's
+    side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     with _one_ahead(lambda: _load(it, device, side), stopped) as results:
         for b, copied in results:
             if b is None: return

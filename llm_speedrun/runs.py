@@ -226,7 +226,7 @@ def apply_rung(r, # a rung
     check_rung(r, run.rungs)
     options, why = chosen(r, run, given)
     try: new, name = f(run, **options), f.__name__
-    except RunError as e: e.rung = f.__name__; raise # a preset goes on without it
+    except (InputError, RunError) as e: e.rung = f.__name__; raise # a preset goes on without it
     return replace(new, rungs=run.rungs + (name,), options=new.options | {name: options},
                    why=new.why | ({name: why} if why else {}))
 

@@ -618,19 +618,21 @@ def test_prefetch_cuda_side_streams(tmp_path, monkeypatch):
 @pytest.mark.cuda
 def test_prefetch_cuda_beside_recordings(tmp_path, monkeypatch):
     "PyTorch hands out 32 streams in turn: were a loader's among them, it would sooner or later be a recording's, which swallows copies"
-    load, may_load = data._load, threading.Semaphore(0)
+    load, may_load, loaded = data._load, threading.Semaphore(0), threading.Event()
     def late(*args):
         may_load.acquire(timeout=10)
-        return load(*args)
+        try: return load(*args)
+        finally: loaded.set()
     monkeypatch.setattr(data, "_load", late)
     s, w = Shards(write_bin(tmp_path/"a.bin", 200_000)), torch.ones(8, device="cuda")
     for _ in range(33):
         plain, ahead = Batches(s, 8, 256), prefetch(Batches(s, 8, 256), "cuda")
         may_load.release()
         got = [torch.stack(next(ahead))]
+        loaded.clear()
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             w.mul_(1)
-            may_load.release(); time.sleep(.02) # the second one is loaded here
+            may_load.release(); assert loaded.wait(10) # the second one is loaded here
         may_load.release()
         got.append(torch.stack(next(ahead)))
         ahead.close()

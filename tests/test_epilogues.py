@@ -1,6 +1,7 @@
 "Lesson 29: what its products compute at odd sizes, in a whole model, under accumulation and recordings; on a GPU by QuACK's kernels"
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPTConfig, rope, rope_table, workload
 from llm_speedrun.runs import build, count_step, entered, stepper_of
@@ -563,11 +564,23 @@ def test_refusals(rungs, why):
 def test_odd_widths_are_refused():
     with fails(ValueError, "multiples of 8", "leave it out"): build(replace(SMALL, hidden=100), OURS, DEVICE)
 
-def test_kernels_that_fail_are_named(monkeypatch):
-    monkeypatch.setattr(e, "epilogues_error", lambda *a: "RuntimeError: no such tile")
-    with fails(RuntimeError, "no such tile", "Leave the rung out"): build(SMALL, OURS, DEVICE)
-    monkeypatch.setattr(e, "ends8_error", lambda *a: "they are off by 0.5")
-    with fails(RuntimeError, "off by 0.5", "Leave the rung out"): build(SMALL, [*EIGHT, "fp8_epilogues"], DEVICE)
+@pytest.mark.parametrize("check, rungs", [("fused_error", OURS), ("epilogues_error", OURS), ("ends8_error", [*EIGHT, "fp8_epilogues"])])
+def test_kernels_that_fail_are_named(check, rungs, monkeypatch):
+    "And the error knows its rung, so that a preset can go on without it"
+    monkeypatch.setattr(e, check, lambda *a: "RuntimeError: no such tile")
+    with fails(RuntimeError, "no such tile", "Leave the rung out") as said: build(SMALL, rungs, DEVICE)
+    assert said.value.rung == dict(fused_error="fused_ce", epilogues_error="epilogues", ends8_error="fp8_epilogues")[check]
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no GPU")
+def test_the_fused_loss_is_tried(monkeypatch):
+    "Where it would run, and nowhere else"
+    ce = e.FusedCE()
+    assert e.fused_error(ce, 50304, 768, DEVICE) == ""
+    with FakeTensorMode(): assert e.fused_error(ce, 384, 72, DEVICE) == "" # as where options are chosen
+    monkeypatch.setattr(e, "fused_grads", lambda *a: 1/0)
+    assert "ZeroDivisionError" in e.fused_error(ce, 256, 80, DEVICE) # of a size that nothing else asks for
+    for other in (dict(softcap=15.), dict(z_loss=1e-4)): assert e.fused_error(e.FusedCE(**other), 256, 80, DEVICE) == ""
 
 def test_what_it_needs(monkeypatch):
     "A GPU of another kind, and one without QuACK, say so"

@@ -10,7 +10,7 @@ from llm_speedrun.train.hardware import *
 from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.report import loss_chart
-from llm_speedrun.train.options import TrainConfig
+from llm_speedrun.train.options import LadderOptions, TrainConfig
 from llm_speedrun.train.trainer import *
 from llm_speedrun.train.saving import newest
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins
@@ -232,20 +232,38 @@ def refusing(monkeypatch):
     for k in ("stubborn", "needy"): del RUNGS[k]
 
 def test_a_preset_goes_on_without_a_rung_that_refuses(tmp_path, refusing, capsys):
-    "The run says so, its options don't name it, and it can be gone on with; named by the user the rung is an error"
+    "The run says so and notes it, its options don't name it, and it can be gone on with; named by the user the rung is an error"
     trainer, _ = train(options(tmp_path, rungs="safe", steps=4))
     assert trainer.run.rungs == ("flash", "fused_adamw") and not {*refusing} & {*trainer.cfg.rungs.split(",")}
     said = " ".join(capsys.readouterr().out.split())
-    assert "not stubborn: rung 'stubborn': its kernels can't run here: a TypeError" in said and "not needy: it builds on stubborn" in said
+    assert "not stubborn: its kernels can't run here: a TypeError not needy: it builds on stubborn" in said and "Leave" not in said
+    assert json.loads((tmp_path/"runs/run/config.json").read_text())["why"]["stubborn"] == "its kernels can't run here: a TypeError"
     again, _ = train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=6), progress=False, given={"steps"})
     assert again.run.rungs == trainer.run.rungs and len(curve(again)) == 6
     with fails(RunError, "its kernels can't run here"): train(options(tmp_path, rungs="flash,stubborn", name="b"), progress=False)
 
+def test_auto_says_what_refuses(tmp_path, refusing, monkeypatch, capsys):
+    "Also where the rungs weren't measured, since the naive run doesn't fit"
+    monkeypatch.setattr(module, "choose_rungs", lambda config, batch, rungs, choices: ladder.Chosen([*rungs, "stubborn"], []))
+    trainer, _ = train(options(tmp_path, rungs="auto", steps=2))
+    assert "stubborn" not in trainer.run.rungs
+    monkeypatch.setitem(PRESETS, "fastest", "flash stubborn fused_adamw")
+    trainer, _ = train(options(tmp_path, rungs="auto", steps=2, name="b"))
+    assert "not stubborn: its kernels can't run here: a TypeError" in " ".join(capsys.readouterr().out.split())
+
 def test_a_refusal_keeps_its_rung_between_processes(refusing):
     "What the first process raises is sent to the others"
     with pytest.raises(RunError) as e: build(NANO, ["stubborn"], "cpu")
-    assert pickle.loads(pickle.dumps(e.value)).rung == "stubborn"
-    assert give_way(["flash", "stubborn", "needy"], pickle.loads(pickle.dumps(e.value))) == ["flash"]
+    error = pickle.loads(pickle.dumps(e.value))
+    assert error.rung == "stubborn" and give_way(["flash", "stubborn", "needy"], error) == ["flash"]
+    error.rung = "ddp" # without it the processes would train apart
+    with fails(RunError, "its kernels can't run here"): give_way(["flash", "ddp"], error)
+
+def test_a_ladder_goes_without_a_rung_that_refuses(refusing, capsys):
+    "Before anything is measured"
+    c = hardware_module.buildable(LadderOptions(rungs="safe", workload="nano"))
+    assert c.rungs == "flash,fused_adamw" and "not stubborn: its kernels can't run here: a TypeError" in capsys.readouterr().out
+    for c in (LadderOptions(rungs="flash,stubborn"), LadderOptions(rungs="auto")): assert hardware_module.buildable(c) is c
 
 # Stopped
 

@@ -13,13 +13,13 @@ __all__ = ['AB', 'INSIDE', 'BACK_TILE', 'EIGHTS', 'epilogues_missing', 'tile', '
            'head_norm_grads', 'heads_backward_kernel', 'heads_backward', 'scale_sum_kernel', 'norm_weight_grads',
            'squares_end', 'sums_rstd_kernel', 'sums_rstd', 'stream_product_op', 'stream_product_shape',
            'stream_product', 'with_rstd', 'stream_rstd', 'stream_out', 'EpilogueProject', 'EpilogueMLP',
-           'EpilogueHeads', 'heads_with_ends', 'project_with_ends', 'feed_with_ends', 'epilogues_error', 'epilogues',
-           'fused_chunk', 'FusedCE', 'fused_grads', 'fused_error', 'fused_ce', 'narrow_store', 'bytes_as_number',
-           'gated8_end', 'tile8', 'takes8', 'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape',
-           'gated8', 'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads', 'gated8_back_kernel',
-           'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape', 'product8',
-           'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8',
-           'exps_end', 'whole_tiles', 'logits8', 'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off',
+           'EpilogueHeads', 'heads_with_ends', 'project_with_ends', 'feed_with_ends', 'what_fails', 'epilogues_error',
+           'epilogues', 'fused_chunk', 'FusedCE', 'fused_grads', 'fused_error', 'fused_ce', 'narrow_store',
+           'bytes_as_number', 'gated8_end', 'tile8', 'takes8', 'product8_maths', 'in_e4m3', 'gated8_maths', 'gated8_op',
+           'gated8_shape', 'gated8', 'load_pairs', 'byte_of', 'store_fours', 'quick_sigmoid', 'quick_grads',
+           'gated8_back_kernel', 'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape',
+           'product8', 'stream_norm_kernel', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole', 'heads8', 'project8',
+           'feed8', 'exps_end', 'whole_tiles', 'logits8', 'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off',
            'ends8_error', 'needs_quack_fp8', 'fp8_epilogues']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
@@ -571,21 +571,29 @@ def feed_with_ends(block, h): # B T d
     return with_rstd(*EpilogueMLP.apply(h, *weights, norm.eps), norm.eps)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm47
+def what_fails(f): # a function without arguments, which makes tensors and calls kernels
+    "What it raises, in words, \"\" if nothing. Out of memory, which tells nothing of kernels, is raised"
+    try:
+        with _disable_current_modes(): f() # on real tensors
+    except torch.OutOfMemoryError: raise
+    except Exception as e: return f"{type(e).__name__}: {e}"
+    return ""
+
+# %% ../../nbs/29_epilogues.ipynb #29fails02
 @lru_cache
 def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the products
     "What goes wrong with such sizes, if anything does: the kernels are compiled at their first call"
     d, F, kv = c.width, c.hidden, c.kv_heads*c.head_dim
-    with _disable_current_modes(), torch.enable_grad(): # on real tensors
-        new = partial(torch.zeros, device=device, requires_grad=True)
+    new = partial(torch.zeros, device=device, requires_grad=True)
+    @torch.enable_grad()
+    def run():
         turn = new(256, c.head_dim//2).detach()
-        try:
-            ws = new(d), new(d, d), new(kv, d), new(kv, d), new(c.head_dim), new(c.head_dim)
-            h, *qkv = EpilogueHeads.apply(new(1, 256, d, dtype=dtype), *ws, turn, turn, c.eps)
-            h, _ = EpilogueProject.apply(h, h, new(d, d), c.eps)
-            h, _ = EpilogueMLP.apply(h, new(d), new(F, d), new(F, d), new(d, F), c.eps)
-            sum(t.sum() for t in (h, *qkv)).backward()
-        except Exception as e: return f"{type(e).__name__}: {e}"
-    return ""
+        ws = new(d), new(d, d), new(kv, d), new(kv, d), new(c.head_dim), new(c.head_dim)
+        h, *qkv = EpilogueHeads.apply(new(1, 256, d, dtype=dtype), *ws, turn, turn, c.eps)
+        h, _ = EpilogueProject.apply(h, h, new(d, d), c.eps)
+        h, _ = EpilogueMLP.apply(h, new(d), new(F, d), new(F, d), new(d, F), c.eps)
+        sum(t.sum() for t in (h, *qkv)).backward()
+    return what_fails(run)
 
 # %% ../../nbs/29_epilogues.ipynb #865837cb
 @rung("parts", needs=epilogues_missing, requires=["fused_ops"], gpu_only=True,
@@ -644,25 +652,21 @@ def fused_grads(h, w, y, ce, want_w, chunk): # N d, V d in bf16, N, a `FusedCE`,
 
 # %% ../../nbs/29_epilogues.ipynb #29fused03
 @lru_cache
-def fused_error(V, d, device): # vocabulary, width
+def fused_error(ce, V, d, device): # a `FusedCE`, vocabulary, width
     "What goes wrong with such a head, if anything does: the kernels are compiled at their first call"
     if device.type != "cuda": return ""
     new = partial(torch.zeros, device=device, dtype=torch.bfloat16)
-    try:
-        with _disable_current_modes():
-            FusedCE().grads16(new(128, d), new(V, d), torch.zeros(128, device=device, dtype=torch.long), True)
-    except Exception as e: return f"{type(e).__name__}: {e}"
-    return ""
+    return what_fails(lambda: ce.grads16(new(128, d), new(V, d), new(128).long(), True))
 
 # %% ../../nbs/29_epilogues.ipynb #29fused04
 @rung("parts", needs=epilogues_missing, requires=["head_groups"], excludes=["fp8"], gpu_only=True)
 def fused_ce(run): # a `Run` with head_groups
     """The loss by QuACK's fused linear cross-entropy, for which the gradients of logits never exist. Raises
     `RunError` without its kernels"""
-    c = run.model.config
-    if run.fmt == "bf16" and (why := fused_error(c.vocab, c.width, run.device)):
+    c, ce = run.model.config, FusedCE(**vars(run.model.loss))
+    if run.fmt == "bf16" and (why := fused_error(ce, c.vocab, c.width, run.device)):
         raise RunError(f"rung 'fused_ce': QuACK's kernels can't run here: {why}. Leave the rung out")
-    def change(model): model.loss = FusedCE(**vars(model.loss))
+    def change(model): model.loss = ce
     return run.with_model(change)
 
 # %% ../../nbs/29_epilogues.ipynb #7a120c6e
@@ -1128,10 +1132,10 @@ def ends8_off(d, F, device): # sizes
 def ends8_error(d, F, device): # sizes
     "What goes wrong with the kernels of `fp8_epilogues` at such sizes, if anything does"
     if device.type != "cuda" or d % 16 or F % 16: return "" # PyTorch multiplies these
-    try:
-        with _disable_current_modes(), torch.no_grad(): errors = [*ends8_off(d, F, device)]
-    except Exception as e: return f"{type(e).__name__}: {e}"
-    return "" if all(e < .03 for e in errors) else f"they are off by {', '.join(f'{e:.1e}' for e in errors)}"
+    errors = []
+    with torch.no_grad(): why = what_fails(lambda: errors.extend(ends8_off(d, F, device)))
+    right = all(e < .03 for e in errors)
+    return why or ("" if right else f"they are off by {', '.join(f'{e:.1e}' for e in errors)}")
 
 def needs_quack_fp8():
     "A rung's `needs`: FP8, and QuACK"

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'PARALLEL', 'HARDWARE', 'ROOM', 'clash', 'fitting', 'preset', 'presets', 'check_name', 'preset_of',
-           'parse_rungs', 'left_out', 'give_way', 'Settled', 'settle_rungs', 'state_gib', 'parallel_rungs', 'Hardware',
-           'hardware', 'growing_segments', 'divisors', 'smaller', 'most_sequences', 'micro_batches', 'Trial', 'mean_ms',
-           'attempt', 'slowest', 'first_that_fits', 'trial', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of',
-           'check_parallel', 'on_one', 'tell_together', 'climb_with_gpus']
+           'parse_rungs', 'left_out', 'Settled', 'settle_rungs', 'give_way', 'reason', 'settle_preset', 'state_gib',
+           'parallel_rungs', 'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller', 'most_sequences',
+           'micro_batches', 'Trial', 'mean_ms', 'attempt', 'slowest', 'first_that_fits', 'trial', 'fits', 'turn',
+           'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable', 'tell_together',
+           'climb_with_gpus']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
 import os, sys
@@ -20,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 # %% ../../nbs/32_hardware.ipynb #d7878d4d
 from ..files import InputError, RunError, lookup, read_json
-from ..measure import (gpu_gib, machine, memory_limit, ratio, sample_ms, smoke, summarize, warm_up,
-                                  written_by)
+from ..measure import (Choices, default_device, gpu_gib, machine, memory_limit, ratio, sample_ms,
+                                  smoke, summarize, warm_up, written_by)
 from ..model import workload
 from ..roofline import predict_ms
 from ..runs import (RUNGS, World, bench, build, check_rung, code_of, count_step, find_rung,
@@ -100,25 +101,17 @@ def parse_rungs(spec, # "auto", a preset's name, perhaps with `PARALLEL` ones, o
 # %% ../../nbs/32_hardware.ipynb #ea119575
 def left_out(spec, # as `parse_rungs` takes it
              kept, # what is left of it
-             refused={}): # name -> why it could not be built
+             said={}): # name -> why, where that is known
     "Pairs of a rung that the preset names and isn't there, and why"
-    names, gpu = list(map(rung_name, kept)), torch.cuda.is_available()
+    names, gpu = list(map(rung_name, filter(None, kept))), torch.cuda.is_available()
     def why(r):
         clash = [k for k in names if k in r.excludes or r.__name__ in find_rung(k).excludes]
-        return (r.needs() or refused.get(r.__name__)
+        return (r.needs() or said.get(r.__name__)
                 or (r.gpu_only and not gpu and "it gains nothing on a CPU")
                 or (clash and f"it doesn't go with {clash[0]}")
                 or next((f"it builds on {k}" for k in r.requires if k not in names), "not of this hardware"))
     wanted = PRESETS.get(preset_of(spec), "").replace("half", half_rung()).split()
     return [(n, why(find_rung(n))) for n in wanted if n not in names]
-
-# %% ../../nbs/32_hardware.ipynb #32refus2
-def give_way(rungs, # of a preset, with options or without
-             error): # a `RunError` of building them
-    "`rungs` without the one that raised it and those that build on it. Raises `error` where none of them did"
-    name = getattr(error, "rung", "")
-    if name not in map(rung_name, rungs): raise error
-    return fitting([r for r in rungs if rung_name(r) != name])
 
 # %% ../../nbs/32_hardware.ipynb #014e91da
 class Settled(msgspec.Struct):
@@ -136,6 +129,32 @@ def settle_rungs(config, # a `GPTConfig`
     words = lambda s, r: f"{r} ({w})" if (w := s.why.get(rung_name(r))) else r
     tell = lambda s: ", ".join(words(s, r) for r in s.rungs)
     return choices.get("options of rungs", about, lambda: Settled(*settle(config, rungs)), Settled, tell)
+
+# %% ../../nbs/32_hardware.ipynb #32refus2
+def give_way(rungs, # of a preset, with options or without
+             error): # an `InputError` or `RunError` of building them
+    "`rungs` without the one that raised it and those that build on it. Raises `error` where none of them did"
+    name = getattr(error, "rung", "")
+    if name not in map(rung_name, rungs) or name in PARALLEL: raise error
+    return fitting([r for r in rungs if rung_name(r) != name])
+
+def reason(error): # of a rung
+    "What it says, in one line, without the rung's name and what to do about it"
+    said = str(error).removeprefix(f"rung {error.rung!r}: ").removesuffix(". Leave the rung out")
+    return " ".join(said.split())[:300]
+
+# %% ../../nbs/32_hardware.ipynb #32refus4
+def settle_preset(config, rungs, choices): # as for `settle_rungs`
+    "As `settle_rungs`; those that can't be built here give way, and `why` has the reason"
+    refused = {}
+    while True:
+        try:
+            on = settle_rungs(config, rungs, choices)
+            with FakeTensorMode(): build(config, on.rungs, default_device())
+            return Settled(on.rungs, on.why | refused)
+        except (InputError, RunError) as e:
+            rungs = give_way(rungs, e)
+            refused[e.rung] = reason(e)
 
 # %% ../../nbs/32_hardware.ipynb #2a0f314b
 def state_gib(config, # a `GPTConfig`
@@ -377,6 +396,17 @@ def on_one(c): # `LadderOptions` whose rungs leave each process alone
     raise InputError(f"gpus is {c.gpus}, and none of these rungs takes several: add ddp, fsdp or "
                      "tensor_parallel to --rungs, or leave out --gpus")
 
+# %% ../../nbs/32_hardware.ipynb #32refus5
+def buildable(c): # `LadderOptions`
+    "`c`, a preset among its rungs written out, without those that can't be built here, which it tells of"
+    if not preset_of(c.rungs) or c.rungs == "auto": return c
+    config, rungs = workload(c.workload) if c.workload else bench()[0], parse_rungs(c.rungs)
+    on = settle_preset(config, [r for r in rungs if rung_name(r) not in PARALLEL], Choices(say=print))
+    for name, why in left_out(c.rungs, on.rungs, on.why):
+        if name in on.why: print(f"not {name}: {why}")
+    kept = {*map(rung_name, on.rungs), *PARALLEL}
+    return replace(c, rungs=",".join(r for r in rungs if rung_name(r) in kept) or "naive")
+
 # %% ../../nbs/32_hardware.ipynb #4fef6a8b
 def tell_together(records, # of `measure_together`
                   folder): # of the ladder
@@ -394,6 +424,7 @@ def tell_together(records, # of `measure_together`
 def climb_with_gpus(c): # a `LadderOptions`
     "What `speedrun_ladder` does: `ladder.climb_and_tell`, and on with the rungs for several GPUs"
     from llm_speedrun import ladder # which imports this module
+    c = buildable(c)
     rungs, only = parse_rungs(c.rungs), [n.strip() for n in c.only.split(",") if n.strip()]
     parallel = [r for r in rungs if rung_name(r) in PARALLEL]
     if not parallel: return ladder.climb_and_tell(on_one(c))

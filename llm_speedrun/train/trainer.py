@@ -41,8 +41,8 @@ from ..ladder import choose_rungs, measured
 from ..export import import_folder, recipe_for
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
-from .hardware import (PARALLEL, divisors, give_way, growing_segments, hardware,
-                                         left_out, memory_limit, parallel_rungs, parse_rungs, preset_of,
+from .hardware import (PARALLEL, divisors, growing_segments, hardware, left_out,
+                                         memory_limit, parallel_rungs, parse_rungs, preset_of, settle_preset,
                                          settle_rungs, smaller, trial)
 from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
@@ -1194,7 +1194,7 @@ def make(self:Trainer):
 @patch
 def assemble(self:Trainer, rungs): # as parsed
     "Open the data, choose what is left open, build the run, and load what it goes on from"
-    cfg, phase, self.wanted, self.refused = self.cfg, self.timings, self.cfg.rungs, {}
+    cfg, phase, self.wanted = self.cfg, self.timings, self.cfg.rungs
     if cfg.resume:
         with phase("read the checkpoint"): self.find()
     with phase("open the data"): self.open_together()
@@ -1420,27 +1420,16 @@ def try_batch(self:Trainer, rungs):
 
 # %% ../../nbs/30_trainer.ipynb #b82413ec
 @patch
-def settle(self:Trainer, rungs): # as parsed
-    "The `Settled` rungs and the `Trial` of a micro-batch; those of a preset that can't be built give way"
-    choices = Choices(again=self.cfg.measure, say=self.say)
-    while True:
-        try:
-            on = self.first_does(lambda: settle_rungs(self.config, rungs, choices))
-            return on, self.try_batch(on.rungs)
-        except RunError as e:
-            if not preset_of(self.wanted): raise
-            rungs = give_way(rungs, e)
-            self.refused[e.rung] = str(e)
-
-# %% ../../nbs/30_trainer.ipynb #30plan02
-@patch
 def plan(self:Trainer, rungs):
     "Settle the rungs' options, the micro-batch, the number of steps and the learning rate"
     c = self.cfg
+    choices = Choices(again=c.measure, say=self.say)
+    find = settle_preset if preset_of(self.wanted) else settle_rungs
+    on = self.first_does(lambda: find(self.config, rungs, choices))
+    rungs, self.why = on.rungs, self.why | on.why
+    c.rungs = ",".join(rungs)
     c.steps = c.steps or c.total_tokens//c.step_tokens
-    on, t = self.settle(rungs)
-    c.rungs, self.why = ",".join(on.rungs), self.why | on.why
-    self.take_batch(t.batch)
+    self.take_batch((t := self.try_batch(rungs)).batch)
     if not c.steps: self.fill_time(t.ms)
     self.fill_in()
     # the first run's, also where it goes on for longer
@@ -1467,8 +1456,8 @@ def tell_rungs(self:Trainer):
     many = f"{dp} x " if (dp := self.world.place("dp")[1]) > 1 else ""
     self.say(f"{many}{c.accumulate} x {c.batch} sequences of {c.seq} tokens in a step, with{on}")
     self.tell_recipe()
-    if self.wanted.split(",")[0] != "auto": # of auto the ladder says it
-        for name, why in left_out(self.wanted, c.rungs.split(","), self.refused):
+    for name, why in left_out(self.wanted, c.rungs.split(","), self.why):
+        if name in self.why or self.wanted.split(",")[0] != "auto": # of auto the ladder says the others
             self.say(f"  not {name}: {why}")
 
 # %% ../../nbs/30_trainer.ipynb #dc156bfd
