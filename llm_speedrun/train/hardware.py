@@ -146,11 +146,11 @@ def reason(error): # of a rung
 # %% ../../nbs/32_hardware.ipynb #32refus4
 def settle_preset(config, rungs, choices): # as for `settle_rungs`
     "As `settle_rungs`; those that can't be built here give way, and `why` has the reason"
-    refused = {}
+    refused, one = {}, replace(config, layers=1) # whose kernels are those of all layers
     while True:
         try:
             on = settle_rungs(config, rungs, choices)
-            with FakeTensorMode(): build(config, on.rungs, default_device())
+            with FakeTensorMode(): build(one, on.rungs, default_device())
             return Settled(on.rungs, on.why | refused)
         except (InputError, RunError) as e:
             rungs = give_way(rungs, e)
