@@ -32,7 +32,7 @@ from ..world import Piece, collective_ms, join_world, leave_world, pieces, proce
 from .options import to_start
 from .saving import newest, read_record, taken_apart
 from .sharded_saving import Each, weights_to_save
-from .hardware import left_out, presets
+from .hardware import presets, refused
 from .trainer import Trainer
 
 # %% ../../nbs/36_doctor.ipynb #2291ddd3
@@ -387,8 +387,8 @@ def _planned(trainer, t):
                   f"times {c.batch} sequences of {c.seq}" + f" on each of {dp} that have other data"*(dp > 1))
     for r in trainer.ladder:
         if "why" in r: yield Finding("note", "run", f"left out rung {r['rung']}: {r['why']}")
-    for name, why in left_out(trainer.wanted, c.rungs.split(","), trainer.why):
-        if name in trainer.why: yield Finding("note", "run", f"left out rung {name}: {why}")
+    for name, why in refused(c.rungs.split(","), trainer.why):
+        yield Finding("note", "run", f"left out rung {name}: {why}")
 
 # %% ../../nbs/36_doctor.ipynb #de3f0921
 def check_trial(trainer, # a `Trainer`

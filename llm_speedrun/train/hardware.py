@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'PARALLEL', 'HARDWARE', 'ROOM', 'clash', 'fitting', 'preset', 'presets', 'check_name', 'preset_of',
-           'parse_rungs', 'left_out', 'Settled', 'settle_rungs', 'give_way', 'reason', 'settle_preset', 'state_gib',
-           'parallel_rungs', 'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller', 'most_sequences',
-           'micro_batches', 'Trial', 'mean_ms', 'attempt', 'slowest', 'first_that_fits', 'trial', 'fits', 'turn',
-           'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable', 'tell_together',
-           'climb_with_gpus']
+           'parse_rungs', 'left_out', 'Settled', 'settle_rungs', 'give_way', 'reason', 'refused', 'settle_preset',
+           'state_gib', 'parallel_rungs', 'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller',
+           'most_sequences', 'micro_batches', 'Trial', 'mean_ms', 'attempt', 'slowest', 'first_that_fits', 'trial',
+           'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable',
+           'tell_together', 'climb_with_gpus']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
 import os, sys
@@ -143,18 +143,23 @@ def reason(error): # of a rung
     said = str(error).removeprefix(f"rung {error.rung!r}: ").removesuffix(". Leave the rung out")
     return " ".join(said.split())[:300]
 
+def refused(rungs, why): # as a `Settled` has them
+    "Pairs of a rung that gave way, and the reason"
+    on = [*map(rung_name, rungs)]
+    return [(name, words) for name, words in why.items() if name not in on]
+
 # %% ../../nbs/32_hardware.ipynb #32refus4
 def settle_preset(config, rungs, choices): # as for `settle_rungs`
     "As `settle_rungs`; those that can't be built here give way, and `why` has the reason"
-    refused, one = {}, replace(config, layers=1) # whose kernels are those of all layers
+    why, one = {}, replace(config, layers=1) # whose kernels are those of all layers
     while True:
         try:
             on = settle_rungs(config, rungs, choices)
             with FakeTensorMode(): build(one, on.rungs, default_device())
-            return Settled(on.rungs, on.why | refused)
+            return Settled(on.rungs, on.why | why)
         except (InputError, RunError) as e:
             rungs = give_way(rungs, e)
-            refused[e.rung] = reason(e)
+            why[e.rung] = reason(e)
 
 # %% ../../nbs/32_hardware.ipynb #2a0f314b
 def state_gib(config, # a `GPTConfig`
@@ -398,14 +403,13 @@ def on_one(c): # `LadderOptions` whose rungs leave each process alone
 
 # %% ../../nbs/32_hardware.ipynb #32refus5
 def buildable(c): # `LadderOptions`
-    "`c`, a preset among its rungs written out, without those that can't be built here, which it tells of"
+    "`c` with the rungs of its preset that can be built here, their options settled; tells of the others"
     if not preset_of(c.rungs) or c.rungs == "auto": return c
     config, rungs = workload(c.workload) if c.workload else bench()[0], parse_rungs(c.rungs)
-    on = settle_preset(config, [r for r in rungs if rung_name(r) not in PARALLEL], Choices(say=print))
-    for name, why in left_out(c.rungs, on.rungs, on.why):
-        if name in on.why: print(f"not {name}: {why}")
-    kept = {*map(rung_name, on.rungs), *PARALLEL}
-    return replace(c, rungs=",".join(r for r in rungs if rung_name(r) in kept) or "naive")
+    parallel = [r for r in rungs if rung_name(r) in PARALLEL]
+    on = settle_preset(config, [r for r in rungs if r not in parallel], Choices(again=True, say=print))
+    for name, why in refused(on.rungs, on.why): print(f"not {name}: {why}")
+    return replace(c, rungs=",".join(on.rungs + parallel) or "naive")
 
 # %% ../../nbs/32_hardware.ipynb #4fef6a8b
 def tell_together(records, # of `measure_together`

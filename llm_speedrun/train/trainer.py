@@ -42,8 +42,8 @@ from ..export import import_folder, recipe_for
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .hardware import (PARALLEL, divisors, growing_segments, hardware, left_out,
-                                         memory_limit, parallel_rungs, parse_rungs, preset_of, settle_preset,
-                                         settle_rungs, smaller, trial)
+                                         memory_limit, parallel_rungs, parse_rungs, preset_of, refused,
+                                         settle_preset, settle_rungs, smaller, trial)
 from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
 from .options import TrainConfig, agree, end_group, first_to_say, group_file, unused_names
@@ -1456,9 +1456,9 @@ def tell_rungs(self:Trainer):
     many = f"{dp} x " if (dp := self.world.place("dp")[1]) > 1 else ""
     self.say(f"{many}{c.accumulate} x {c.batch} sequences of {c.seq} tokens in a step, with{on}")
     self.tell_recipe()
-    for name, why in left_out(self.wanted, c.rungs.split(","), self.why):
-        if name in self.why or self.wanted.split(",")[0] != "auto": # of auto the ladder says the others
-            self.say(f"  not {name}: {why}")
+    rungs, auto = c.rungs.split(","), self.wanted.split(",")[0] == "auto" # whose ladder has said the others
+    off = refused(rungs, self.why) if auto else left_out(self.wanted, rungs, self.why)
+    for name, why in off: self.say(f"  not {name}: {why}")
 
 # %% ../../nbs/30_trainer.ipynb #dc156bfd
 @patch
