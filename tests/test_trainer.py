@@ -251,6 +251,22 @@ def test_auto_says_what_refuses(tmp_path, refusing, monkeypatch, capsys):
     trainer, _ = train(options(tmp_path, rungs="auto", steps=2, name="b"))
     assert "not stubborn: its kernels can't run here: a TypeError" in " ".join(capsys.readouterr().out.split())
 
+def test_a_preset_goes_on_without_a_recording_that_has_no_room(tmp_path, monkeypatch, capsys):
+    "The run says so and notes it; of rungs that the user named none gives way"
+    named, was = [], module.trial_of
+    def tight(config, rungs, *args, **kw):
+        named.append(kw["named"])
+        t, kept = was(config, rungs, *args, **kw)
+        return t, kept if kw["named"] else [r for r in kept if rung_name(r) != "flash"] # on a CPU there is no recording to give up
+    monkeypatch.setattr(module, "trial_of", tight)
+    monkeypatch.setattr(RUNGS["cuda_graphs"], "needs", lambda: "")
+    trainer, _ = train(options(tmp_path, rungs="fastest16", steps=2))
+    assert "flash" not in trainer.run.rungs and trainer.run.rungs == tuple(trainer.cfg.rungs.split(","))
+    assert "not cuda_graphs: not even one sequence fits beside a recording" in " ".join(capsys.readouterr().out.split())
+    assert "one sequence" in json.loads((tmp_path/"runs/run/config.json").read_text())["why"]["cuda_graphs"]
+    trainer, _ = train(options(tmp_path, rungs="flash,fused_adamw", steps=2, name="b"), progress=False)
+    assert trainer.run.rungs == ("flash", "fused_adamw") and "cuda_graphs" not in trainer.why and named == [False, True]
+
 def test_a_refusal_keeps_its_rung_between_processes(refusing):
     "What the first process raises is sent to the others"
     with pytest.raises(RunError) as e: build(NANO, ["stubborn"], "cpu")
@@ -534,8 +550,8 @@ def test_a_loss_that_is_no_number(tmp_path, rungs):
 
 def test_a_trial_knows_documents(tmp_path, monkeypatch):
     "Their attention is slower and takes more memory: a run that is planned without it gets too many steps, or too large a micro-batch"
-    seen, was = [], module.trial
-    monkeypatch.setattr(module, "trial", lambda *a, **kw: seen.append(kw["recipe"]) or was(*a, **kw))
+    seen, was = [], module.trial_of
+    monkeypatch.setattr(module, "trial_of", lambda *a, **kw: seen.append(a[-1]) or was(*a, **kw))
     for documents in (False, True):
         how = dict(data=str(texts(tmp_path/"texts")), rungs="naive", seq=32, recipe="adamw", documents=documents, name=str(documents))
         trainer = Trainer(options(tmp_path, **how), progress=False)

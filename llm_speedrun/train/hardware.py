@@ -6,9 +6,9 @@
 __all__ = ['PRESETS', 'PARALLEL', 'HARDWARE', 'ROOM', 'clash', 'fitting', 'preset', 'presets', 'check_name', 'preset_of',
            'parse_rungs', 'left_out', 'Settled', 'settle_rungs', 'give_way', 'reason', 'refused', 'settle_preset',
            'state_gib', 'parallel_rungs', 'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller',
-           'most_sequences', 'micro_batches', 'Trial', 'mean_ms', 'attempt', 'slowest', 'first_that_fits', 'trial',
-           'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable',
-           'tell_together', 'climb_with_gpus']
+           'most_sequences', 'micro_batches', 'Trial', 'mean_ms', 'attempt', 'slowest', 'first_that_fits', 'NoRoom',
+           'trial', 'trial_of', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one',
+           'buildable', 'tell_together', 'climb_with_gpus']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
 import os, sys
@@ -303,6 +303,8 @@ def first_that_fits(config, rungs, sizes, # a `GPTConfig`, names, batches in the
         finally: free_memory()
 
 # %% ../../nbs/32_hardware.ipynb #5b7bcbb2
+class NoRoom(RunError): "Not even one sequence fits into the GPU's memory"
+
 def trial(config, # a `GPTConfig`
           rungs, # names
           rows, # sequences of this process in a step
@@ -311,14 +313,24 @@ def trial(config, # a `GPTConfig`
           timed=5, # steps to time
           world=World(), # the processes that share the steps; all of them must ask
           recipe=ADAMW): # how the weights learn
-    "The `Trial` of the first micro-batch that fits. Raises `RunError` where one sequence doesn't"
+    "The `Trial` of the first micro-batch that fits. Raises `NoRoom` where one sequence doesn't"
     gib = gib or (gpu_gib() if torch.cuda.is_available() else 0)
     sizes, room = micro_batches(rows, batch), gib if batch else ROOM*gib
     t = first_that_fits(config, rungs, sizes, room, timed, world, recipe, rows)
     if t is None:
-        raise RunError(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs smallest, "
-                       "or a smaller --workload or --seq")
+        raise NoRoom(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs smallest, "
+                     "or a smaller --workload or --seq")
     return t
+
+# %% ../../nbs/32_hardware.ipynb #32room02
+def trial_of(config, rungs, *args, # as for `trial`
+             named=False): # each rung by the user, not by a preset
+    "As `trial`, and its rungs: a preset's `cuda_graphs` gives way where nothing fits beside a recording"
+    less = rungs if named else fitting([r for r in rungs if rung_name(r) != "cuda_graphs"])
+    try: return trial(config, rungs, *args), rungs
+    except NoRoom:
+        if len(less) == len(rungs): raise
+    return trial(config, less, *args), less
 
 # %% ../../nbs/32_hardware.ipynb #3bb86299
 def fits(config, # a `GPTConfig`
@@ -328,7 +340,8 @@ def fits(config, # a `GPTConfig`
     "A record a card: `micro` is the largest of `rows`, its half, ... that fits there, 0 where none does"
     res, n = [], rows
     for gib in gibs:
-        t = first_that_fits(config, rungs, micro_batches(n, n), ROOM*gib) if n else None
+        try: t, rungs = trial_of(config, rungs, n, ROOM*gib, n, 0) if n else (None, rungs)
+        except NoRoom: t = None
         n = t.batch if t else 0
         res.append(dict(workload=config.name, seq=config.seq, rungs=list(rungs), gib=gib, micro=n,
                         peak_gib=t and t.peak_gib, code=code_of(rungs), notebook=written_by(), **machine()))

@@ -43,7 +43,7 @@ from ..export import import_folder, recipe_for
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .hardware import (PARALLEL, divisors, growing_segments, hardware, left_out,
                                          memory_limit, parallel_rungs, parse_rungs, preset_of, refused,
-                                         settle_preset, settle_rungs, smaller, trial)
+                                         settle_preset, settle_rungs, smaller, trial_of)
 from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
 from .options import TrainConfig, agree, end_group, first_to_say, group_file, unused_names
@@ -1409,14 +1409,17 @@ def with_parallel(self:Trainer, rungs):
     on = self.first_does(lambda: parallel_rungs(self.config, rungs, self.world, gib, spec))
     return on.rungs, on.why
 
+# %% ../../nbs/30_trainer.ipynb #30room01
 @patch
 def try_batch(self:Trainer, rungs):
-    "The `Trial` of a micro-batch: of all processes where they share the model's parts, else of the first one"
+    """The `Trial` of a micro-batch, and its rungs: of all processes where they share the model's parts, else of
+    the first one"""
     c, gib, timed = self.cfg, self.hardware.gib, 0 if self.cfg.steps else 5
-    alone = lambda: trial(self.config, rungs, self.rows_here, gib, c.batch, timed=timed, recipe=self.recipe)
+    def found(world):
+        room = self.rows_here, gib, c.batch, timed, world, self.recipe
+        return trial_of(self.config, rungs, *room, named=not preset_of(self.wanted))
     shared = self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs)
-    if not shared: return self.first_does(alone)
-    return trial(self.config, rungs, self.rows_here, gib, c.batch, timed, self.world, self.recipe)
+    return found(self.world) if shared else self.first_does(lambda: found(World()))
 
 # %% ../../nbs/30_trainer.ipynb #b82413ec
 @patch
@@ -1426,10 +1429,12 @@ def plan(self:Trainer, rungs):
     choices = Choices(again=c.measure, say=self.say)
     find = settle_preset if preset_of(self.wanted) else settle_rungs
     on = self.first_does(lambda: find(self.config, rungs, choices))
-    rungs, self.why = on.rungs, self.why | on.why
-    c.rungs = ",".join(rungs)
     c.steps = c.steps or c.total_tokens//c.step_tokens
-    self.take_batch((t := self.try_batch(rungs)).batch)
+    t, rungs = self.try_batch(on.rungs)
+    gave_way = {"cuda_graphs": "not even one sequence fits beside a recording"} if rungs != on.rungs else {}
+    self.why |= on.why | gave_way
+    c.rungs = ",".join(rungs)
+    self.take_batch(t.batch)
     if not c.steps: self.fill_time(t.ms)
     self.fill_in()
     # the first run's, also where it goes on for longer
