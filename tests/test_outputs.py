@@ -34,7 +34,7 @@ def test_outputs_come_from_one_machine(entries):
         machines.setdefault((entries[name]["gpu"], entries[name]["torch"]), []).append(name)
     assert len(machines) < 2, f"outputs of several machines, a sitting on one is due: {machines}"
 
-def test_all_of_it_runs_in_about_an_hour(entries): assert sum(e["seconds"] for e in entries.values()) < 70*60    # on one GPU, some on empty caches, of which 27 to 29 take 7; 25 minutes is the aim
+def test_all_of_it_runs_in_about_an_hour(entries): assert sum(e["seconds"] for e in entries.values()) < 72*60    # on one GPU, some on empty caches, of which 25 and 27 to 29 take 11; 25 minutes is the aim
 
 def test_entries_are_of_notebooks(entries): assert entries.keys() <= {p.stem for p in NBS}, "notebooks that are gone"
 

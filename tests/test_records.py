@@ -9,10 +9,7 @@ from make_readme import ROOT
 OTHERS = {"outputs.json", "fits.json", "collectives.json"}  # where outputs come from; what fits into which memory; links: no runs
 FILES = sorted(p for p in (ROOT/"nbs/measurements").glob("*.json") if p.name not in OTHERS)
 # Records, as `name` calls them, whose code has changed since they were measured. One leaves this list when it's measured again.
-AWAITING = {"fused_ce over flash4: 124m, 64 × 1024, tf32+bf16+flash:backend=cudnn+fused_ops+tied_embedding+chunked_ce+head_groups+cuda_graphs+fused_adamw+direct_update+flash4+epilogues+fused_ce",
-            "fp8_epilogues over flash4: 124m, 64 × 1024, tf32+bf16+flash:backend=cudnn+fused_ops+tied_embedding+chunked_ce+fp8:parts=heads+out+mlp+head+head_groups+cuda_graphs+fused_adamw+direct_update+flash4+fp8_epilogues",
-            "llm_speedrun: 124m, 64 × 1024, tf32+bf16+flash+flash4+fused_ops+tied_embedding+chunked_ce+fp8+head_groups+fp8_epilogues+cuda_graphs+fused_adamw+direct_update",
-            "llm_speedrun, 16 bits over llm_speedrun: 124m, 64 × 1024, tf32+bf16+flash+flash4+fused_ops+epilogues+tied_embedding+chunked_ce+head_groups+fused_ce+cuda_graphs+fused_adamw+direct_update"}
+AWAITING = set()
 SHARED = "speedrun_ladder"  # by `--share`, on a GPU that we needn't have
 VERSIONS = "gpu", "driver", "torch", "triton"
 

@@ -77,13 +77,14 @@ def one_line(text, # a run's name
 
 def axes(width=7.4, height=2.8, # in inches
          title="", # a text, which may have dollars in it: no formula
+         pad=None, # points between the axes and the title, by default a few
          **settings): # of the axes: xlabel, xlim, ...
     "The axes of a new Figure, made without touching pyplot's state"
     from matplotlib.figure import Figure
     ax = Figure(figsize=(width, height), layout="constrained").subplots()
     ax.set(**settings)
     ax.margins(x=.01)
-    ax.set_title(one_line(title)).set_parse_math(False)
+    ax.set_title(one_line(title), pad=pad).set_parse_math(False)
     return ax
 
 # %% ../../nbs/35_report.ipynb #f4533578
@@ -93,7 +94,8 @@ def loss_chart(rows, # of `metrics.jsonl`
                height=3.4): # in inches
     "Training and validation loss as a matplotlib Figure"
     with styled():
-        ax = axes(height=height, title=title, xlabel="step", ylabel="loss (nats per token)")
+        ax = axes(height=height, title=title, pad=24, # above the legend
+                  xlabel="step", ylabel="loss (nats per token)")
         x, y = thinned(points(rows, "loss"))
         ax.plot(x, y, color=BLUE, lw=.7, alpha=.3)
         ax.plot(x, running_mean(y), color=BLUE, lw=1.6, label="training, running mean")

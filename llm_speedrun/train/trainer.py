@@ -1412,8 +1412,8 @@ def with_parallel(self:Trainer, rungs):
 # %% ../../nbs/30_trainer.ipynb #30room01
 @patch
 def try_batch(self:Trainer, rungs):
-    """The `Trial` of a micro-batch, and its rungs: of all processes where they share the model's parts, else of
-    the first one"""
+    """The `Trial` of a micro-batch, and its rungs: of all processes where they share the model's parts, else
+    of the first one"""
     c, gib, timed = self.cfg, self.hardware.gib, 0 if self.cfg.steps else 5
     def found(world):
         room = self.rows_here, gib, c.batch, timed, world, self.recipe
@@ -1431,13 +1431,11 @@ def plan(self:Trainer, rungs):
     on = self.first_does(lambda: find(self.config, rungs, choices))
     c.steps = c.steps or c.total_tokens//c.step_tokens
     t, rungs = self.try_batch(on.rungs)
-    gave_way = {"cuda_graphs": "not even one sequence fits beside a recording"} if rungs != on.rungs else {}
-    self.why |= on.why | gave_way
-    c.rungs = ",".join(rungs)
+    if rungs != on.rungs: on.why["cuda_graphs"] = "not even one sequence fits beside a recording"
+    c.rungs, self.why = ",".join(rungs), self.why | on.why
     self.take_batch(t.batch)
     if not c.steps: self.fill_time(t.ms)
-    self.fill_in()
-    # the first run's, also where it goes on for longer
+    self.fill_in() # the warm-up is the first run's, also where it goes on for longer
     self.warmup = self.record.warmup_steps if self.record else warmup_steps(c.warmup, c.steps)
 
 # %% ../../nbs/30_trainer.ipynb #7ed98700
