@@ -63,6 +63,18 @@ def test_nothing_fits(gpu):
     with fails(RuntimeError, "with one sequence of 32 tokens", "--rungs smallest", "--workload or --seq"): trial(NANO, [], 64, batch=48)
     assert gpu.built == [48, 16, 8, 4, 2, 1]
 
+def test_cards_without_a_recording(gpu, monkeypatch):
+    "Where nothing fits beside it, all sizes are tried without; smaller cards go on from there"
+    monkeypatch.setattr(hardware, "fitting", list) # here, too, where there is no GPU
+    def warm_up(build, steps): return build(), SimpleNamespace(peak_gib=1., warmup_s=2.)
+    def step_of(config, rungs, batch, recipe, world, model):
+        needs = batch/2 + 4.5*("cuda_graphs" in rungs) # GiB
+        return lambda: (lambda: None) if needs <= gpu.limits[-1]/hardware.ROOM else out_of_memory()
+    for f in (warm_up, step_of): monkeypatch.setattr(hardware, f.__name__, f)
+    found = hardware.fits(NANO, ["flash", "cuda_graphs"], (16, 12, 9, 5, 4.9, 1, .25, .2))
+    assert [(r["micro"], len(r["rungs"])) for r in found] == [(16, 2), (8, 2), (8, 2), (1, 2), (8, 1), (2, 1), (0, 1), (0, 1)]
+    assert all(r["micro"] == 0 for r in hardware.fits(NANO, ["flash"], (.25, .2)))
+
 def test_other_errors_are_errors(gpu, monkeypatch):
     "What isn't a lack of memory is raised at once"
     def broken(build, steps): raise RuntimeError("a kernel is wrong")

@@ -253,19 +253,23 @@ def test_auto_says_what_refuses(tmp_path, refusing, monkeypatch, capsys):
 
 def test_a_preset_goes_on_without_a_recording_that_has_no_room(tmp_path, monkeypatch, capsys):
     "The run says so and notes it; of rungs that the user named none gives way"
-    named, was = [], module.trial_of
+    named, was, gone = [], module.trial_of, "cuda_graphs" if torch.cuda.is_available() else "flash" # on a CPU nothing is recorded
     def tight(config, rungs, *args, **kw):
         named.append(kw["named"])
         t, kept = was(config, rungs, *args, **kw)
-        return t, kept if kw["named"] else [r for r in kept if rung_name(r) != "flash"] # on a CPU there is no recording to give up
+        return t, kept if kw["named"] else [r for r in kept if rung_name(r) != gone]
     monkeypatch.setattr(module, "trial_of", tight)
     monkeypatch.setattr(RUNGS["cuda_graphs"], "needs", lambda: "")
     trainer, _ = train(options(tmp_path, rungs="fastest16", steps=2))
-    assert "flash" not in trainer.run.rungs and trainer.run.rungs == tuple(trainer.cfg.rungs.split(","))
-    assert "not cuda_graphs: not even one sequence fits beside a recording" in " ".join(capsys.readouterr().out.split())
+    said = "not cuda_graphs: not even one sequence fits beside a recording"
+    assert gone not in trainer.run.rungs and trainer.run.rungs == tuple(trainer.cfg.rungs.split(","))
+    assert said in " ".join(capsys.readouterr().out.split())
     assert "one sequence" in json.loads((tmp_path/"runs/run/config.json").read_text())["why"]["cuda_graphs"]
     trainer, _ = train(options(tmp_path, rungs="flash,fused_adamw", steps=2, name="b"), progress=False)
     assert trainer.run.rungs == ("flash", "fused_adamw") and "cuda_graphs" not in trainer.why and named == [False, True]
+    monkeypatch.setattr(module, "choose_rungs", lambda config, batch, rungs, choices: ladder.Chosen(rungs, []))
+    train(options(tmp_path, rungs="auto", steps=2, name="c"))
+    assert said in " ".join(capsys.readouterr().out.split())
 
 def test_a_refusal_keeps_its_rung_between_processes(refusing):
     "What the first process raises is sent to the others"

@@ -7,8 +7,8 @@ __all__ = ['PRESETS', 'PARALLEL', 'HARDWARE', 'ROOM', 'clash', 'fitting', 'prese
            'parse_rungs', 'left_out', 'Settled', 'settle_rungs', 'give_way', 'reason', 'refused', 'settle_preset',
            'state_gib', 'parallel_rungs', 'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller',
            'most_sequences', 'micro_batches', 'Trial', 'mean_ms', 'attempt', 'slowest', 'first_that_fits', 'NoRoom',
-           'trial', 'trial_of', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one',
-           'buildable', 'tell_together', 'climb_with_gpus']
+           'trial', 'ways', 'trial_of', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel',
+           'on_one', 'buildable', 'tell_together', 'climb_with_gpus']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
 import os, sys
@@ -323,14 +323,19 @@ def trial(config, # a `GPTConfig`
     return t
 
 # %% ../../nbs/32_hardware.ipynb #32room02
+def ways(rungs): # of a preset, with options or without
+    "Lists to try: `rungs`, and, where they record a step, those without a recording"
+    less = [r for r in rungs if rung_name(r) != "cuda_graphs"]
+    return [list(rungs)] + [fitting(less)]*(len(less) < len(rungs))
+
 def trial_of(config, rungs, *args, # as for `trial`
              named=False): # each rung by the user, not by a preset
     "As `trial`, and its rungs: a preset's `cuda_graphs` gives way where nothing fits beside a recording"
-    less = rungs if named else fitting([r for r in rungs if rung_name(r) != "cuda_graphs"])
-    try: return trial(config, rungs, *args), rungs
-    except NoRoom:
-        if len(less) == len(rungs): raise
-    return trial(config, less, *args), less
+    *first, last = [rungs] if named else ways(rungs)
+    for some in first:
+        try: return trial(config, some, *args), some
+        except NoRoom: pass
+    return trial(config, last, *args), last
 
 # %% ../../nbs/32_hardware.ipynb #3bb86299
 def fits(config, # a `GPTConfig`
@@ -338,11 +343,12 @@ def fits(config, # a `GPTConfig`
          gibs, # GPU memory of cards in GiB, the largest first
          rows=64): # sequences in the largest micro-batch to try
     "A record a card: `micro` is the largest of `rows`, its half, ... that fits there, 0 where none does"
-    res, n = [], rows
+    res, lists, n = [], ways(rungs), rows
     for gib in gibs:
-        try: t, rungs = trial_of(config, rungs, n, ROOM*gib, n, 0) if n else (None, rungs)
-        except NoRoom: t = None
-        n = t.batch if t else 0
+        t = None
+        while lists and not (t := first_that_fits(config, lists[0], micro_batches(n, n), ROOM*gib)):
+            lists, n = lists[1:], rows # the next list may have room for more
+        rungs, n = lists[0] if lists else rungs, t.batch if t else 0
         res.append(dict(workload=config.name, seq=config.seq, rungs=list(rungs), gib=gib, micro=n,
                         peak_gib=t and t.peak_gib, code=code_of(rungs), notebook=written_by(), **machine()))
     return res

@@ -109,7 +109,7 @@ def share_for(known, workload, fmt):
 # --- what fits ---
 
 def memory_list(rungs):
-    """The names that decide how much memory a step takes: FP16 is as bf16, TF32 and a recording take no more. What fits with
+    """The names that decide how much memory a step takes: FP16 is as bf16, TF32 takes no more. What fits beside a recording, or with
     `head_groups`, `fused_ce` and `direct_update`, which FP16 does without, fits without them; and `epilogues` and `fp8_epilogues`, which takes less, need QuACK"""
     names = {"bf16" if n == "fp16" else n for n in rung_names(rungs)}
     return frozenset(names - {"tf32", "cuda_graphs", "flash4", "head_groups", "fused_ce", "direct_update", "epilogues", "fp8_epilogues"})
