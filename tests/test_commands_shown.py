@@ -167,6 +167,10 @@ def test_a_busy_machine_names_more_phases():
     (A_RUN.replace("2.500", "nan"), False), ("...\nsteps\n...\nloss\n...\n", False)], ids=range(14))
 def test_agreement(shown, same): assert agrees(shown, A_RUN) is same
 
+def test_a_busy_machine_takes_hours():
+    long = "20,000 steps: about 2.1 hours at 10,603 tokens/s\n"
+    assert agrees("20,000 steps: about 74.5 minutes at 18,334 tokens/s\n", long) and not agrees("20,000 steps: about 3 runs at 1 tokens/s\n", long)
+
 def test_progress_bars_are_no_output():
     assert agrees("done\n", "tokenizing:   0%|   | 0/9\rtokenizing: 100%|###| 9/9\nTokenizing a (once; ...)\nstep 10 of 20 (50%): loss 3\ndone\n")
 
