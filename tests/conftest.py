@@ -3,10 +3,13 @@ os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files her
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the cores, and so do the programs that they start
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
-import pickle, shutil, subprocess, sys
+import pickle, shutil, signal, subprocess, sys
 from pathlib import Path
 import numpy as np, pytest, torch
 from filelock import FileLock
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:   # as a shell starts its jobs in the background: programs of tests would be deaf to Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["IN_TEST"] = "1"     # few repetitions, where nothing is worth measuring
