@@ -253,12 +253,16 @@ def test_auto_says_what_refuses(tmp_path, refusing, monkeypatch, capsys):
 
 def test_a_preset_goes_on_without_a_recording_that_has_no_room(tmp_path, monkeypatch, capsys):
     "The run says so and notes it; of rungs that the user named none gives way"
-    named, was, gone = [], module.trial_of, "cuda_graphs" if torch.cuda.is_available() else "flash" # on a CPU nothing is recorded
-    def tight(config, rungs, *args, **kw):
+    named, was, trial, gone = [], module.trial_of, hardware_module.trial, "cuda_graphs" if torch.cuda.is_available() else "flash" # on a CPU nothing is recorded
+    def noted(*args, **kw):
         named.append(kw["named"])
-        t, kept = was(config, rungs, *args, **kw)
-        return t, kept if kw["named"] else [r for r in kept if rung_name(r) != gone]
-    monkeypatch.setattr(module, "trial_of", tight)
+        return was(*args, **kw)
+    def tight(config, rungs, *args):
+        if gone in map(rung_name, rungs) and not named[-1]: raise NoRoom("not even one sequence")
+        return trial(config, rungs, *args)
+    monkeypatch.setattr(module, "trial_of", noted)
+    monkeypatch.setattr(hardware_module, "trial", tight)
+    monkeypatch.setattr(hardware_module, "ways", lambda rungs: [rungs, without(rungs, gone)])
     monkeypatch.setattr(RUNGS["cuda_graphs"], "needs", lambda: "")
     trainer, _ = train(options(tmp_path, rungs="fastest16", steps=2))
     said = "not cuda_graphs: not even one sequence fits beside a recording"
@@ -318,8 +322,7 @@ def start(folder, rungs):
     args = dict(data=write_bins(folder/"bins"), workload="tiny", rungs=rungs, steps=100_000, batch=8, seq=32,
                 vocab=VOCAB, eval_tokens=128, sample=4, name="run", out=folder/"runs")
     cmd = COMMAND + [str(o) for k, v in args.items() for o in (f"--{k}", v)]
-    def heed(): signal.signal(signal.SIGINT, signal.SIG_DFL)     # jobs in a shell's background start out ignoring it
-    return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 def wait_for(p, ready, seconds=180):
     "Wait until `ready()`, or the process is over"

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'PARALLEL', 'HARDWARE', 'ROOM', 'clash', 'fitting', 'preset', 'presets', 'check_name', 'preset_of',
-           'parse_rungs', 'left_out', 'Settled', 'settle_rungs', 'give_way', 'reason', 'refused', 'settle_preset',
-           'state_gib', 'parallel_rungs', 'Hardware', 'hardware', 'growing_segments', 'divisors', 'smaller',
-           'most_sequences', 'micro_batches', 'Trial', 'mean_ms', 'attempt', 'slowest', 'first_that_fits', 'NoRoom',
-           'trial', 'ways', 'trial_of', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel',
-           'on_one', 'buildable', 'tell_together', 'climb_with_gpus']
+           'parse_rungs', 'left_out', 'Settled', 'settle_rungs', 'without', 'give_way', 'reason', 'refused',
+           'settle_preset', 'state_gib', 'parallel_rungs', 'Hardware', 'hardware', 'growing_segments', 'divisors',
+           'smaller', 'most_sequences', 'micro_batches', 'Trial', 'mean_ms', 'attempt', 'slowest', 'first_that_fits',
+           'NoRoom', 'trial', 'ways', 'trial_of', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of',
+           'check_parallel', 'on_one', 'buildable', 'tell_together', 'climb_with_gpus']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
 import os, sys
@@ -131,13 +131,18 @@ def settle_rungs(config, # a `GPTConfig`
     return choices.get("options of rungs", about, lambda: Settled(*settle(config, rungs)), Settled, tell)
 
 # %% ../../nbs/32_hardware.ipynb #32refus2
+def without(rungs, name): # of a preset, with options or without; of one of them
+    "`rungs` without it and those that build on it"
+    return fitting([r for r in rungs if rung_name(r) != name])
+
 def give_way(rungs, # of a preset, with options or without
              error): # an `InputError` or `RunError` of building them
     "`rungs` without the one that raised it and those that build on it. Raises `error` where none of them did"
     name = getattr(error, "rung", "")
     if name not in map(rung_name, rungs) or name in PARALLEL: raise error
-    return fitting([r for r in rungs if rung_name(r) != name])
+    return without(rungs, name)
 
+# %% ../../nbs/32_hardware.ipynb #32refus6
 def reason(error): # of a rung
     "What it says, in one line, without the rung's name and what to do about it"
     said = str(error).removeprefix(f"rung {error.rung!r}: ").removesuffix(". Leave the rung out")
@@ -325,17 +330,18 @@ def trial(config, # a `GPTConfig`
 # %% ../../nbs/32_hardware.ipynb #32room02
 def ways(rungs): # of a preset, with options or without
     "Lists to try: `rungs`, and, where they record a step, those without a recording"
-    less = [r for r in rungs if rung_name(r) != "cuda_graphs"]
-    return [list(rungs)] + [fitting(less)]*(len(less) < len(rungs))
+    recorded = "cuda_graphs" in map(rung_name, rungs)
+    return [list(rungs)] + ([without(rungs, "cuda_graphs")] if recorded else [])
 
 def trial_of(config, rungs, *args, # as for `trial`
              named=False): # each rung by the user, not by a preset
-    "As `trial`, and its rungs: a preset's `cuda_graphs` gives way where nothing fits beside a recording"
-    *first, last = [rungs] if named else ways(rungs)
-    for some in first:
-        try: return trial(config, some, *args), some
-        except NoRoom: pass
-    return trial(config, last, *args), last
+    """As `trial`, and the `Settled` rungs that it is of: a preset's `cuda_graphs` gives way where nothing
+    fits beside a recording"""
+    try: return trial(config, rungs, *args), Settled(rungs, {})
+    except NoRoom:
+        if named or len(lists := ways(rungs)) == 1: raise
+    why = {"cuda_graphs": "not even one sequence fits beside a recording"}
+    return trial(config, lists[1], *args), Settled(lists[1], why)
 
 # %% ../../nbs/32_hardware.ipynb #3bb86299
 def fits(config, # a `GPTConfig`

@@ -1412,8 +1412,8 @@ def with_parallel(self:Trainer, rungs):
 # %% ../../nbs/30_trainer.ipynb #30room01
 @patch
 def try_batch(self:Trainer, rungs):
-    """The `Trial` of a micro-batch, and its rungs: of all processes where they share the model's parts, else
-    of the first one"""
+    """The `Trial` of a micro-batch, and its `Settled` rungs: of all processes where they share the model's
+    parts, else of the first one"""
     c, gib, timed = self.cfg, self.hardware.gib, 0 if self.cfg.steps else 5
     def found(world):
         room = self.rows_here, gib, c.batch, timed, world, self.recipe
@@ -1430,9 +1430,8 @@ def plan(self:Trainer, rungs):
     find = settle_preset if preset_of(self.wanted) else settle_rungs
     on = self.first_does(lambda: find(self.config, rungs, choices))
     c.steps = c.steps or c.total_tokens//c.step_tokens
-    t, rungs = self.try_batch(on.rungs)
-    if rungs != on.rungs: on.why["cuda_graphs"] = "not even one sequence fits beside a recording"
-    c.rungs, self.why = ",".join(rungs), self.why | on.why
+    t, kept = self.try_batch(on.rungs)
+    c.rungs, self.why = ",".join(kept.rungs), self.why | on.why | kept.why
     self.take_batch(t.batch)
     if not c.steps: self.fill_time(t.ms)
     self.fill_in() # the warm-up is the first run's, also where it goes on for longer
