@@ -543,6 +543,7 @@ def judged(self:OwnRun, referee): # a `Referee`
 def plan_for(self:OwnRun, total): # steps
     "Let the schedules end there"
     self.cfg.steps, self.warmup = total, warmup_steps(self.cfg.warmup, total)
+    self.train_step.lr = self.lr_schedule()
     self.write_config()
 
 # %% ../nbs/48_race.ipynb #race0042

@@ -45,7 +45,34 @@ def test_what_it_says_of_time_and_disk_is_so(tmp_path):
     sizes = [sum(p.stat().st_size for p in c.glob("*.safetensors")) for c in (trainer.folder/"checkpoints").iterdir()]
     assert len(sizes) <= 2 and all(whole <= s < 1.2*whole + 20_000 for s in sizes) # headers and random states
     assert weights <= (trainer.folder/"model.safetensors").stat().st_size < weights + 5000
-    assert t.tokens == 4*16 and abs(t.losses[0] - trainer.rows()[0]["loss"]) < .1
+    assert t.tokens == 4*16 and t.losses == [r["loss"] for r in trainer.rows() if "loss" in r][:2] # the steps of training
+
+@pytest.mark.parametrize("recipe", ["adamw", "speedrun", "without_muon"])
+def test_it_takes_the_steps_of_training(tmp_path, monkeypatch, recipe):
+    "Each phase of the recipe is timed as training takes it: with its updates, its shorter sequences, its micro-batches; and counts by its share"
+    cfg, taken = options(tmp_path, steps=12, recipe=recipe, batch=4, step_tokens=16*16), []
+    was = Stepper.__call__
+    def step(self, *batches):
+        taken.append([tuple(x.shape) for x, _ in batches])
+        return was(self, *batches)
+    monkeypatch.setattr(Stepper, "__call__", step)
+    train(replace(cfg), progress=False)
+    training, n = taken[-0:], len(taken)
+    doc, ms = doctor.Trainer(replace(cfg, name="b"), progress=False), {}
+    taken.clear()
+    def phase_ms(trainer, phase, batch):
+        taken.clear()
+        trainer.train_step(phase.step, *batch)
+        ms[phase.updates, phase.pieces] = [*taken]
+        return 100.*len(taken)
+    monkeypatch.setattr(doctor, "phase_ms", phase_ms)
+    t = first_steps(doc)
+    doc.let_go()
+    per_step = [dict(adamw=[1]*12).get(recipe) or [4]*4 + [2]*4 + [1]*4][0]
+    want, i = [], n - sum(per_step) # what came before was the trial's
+    for k in per_step: want.append(training[i:i + k]); i += k
+    assert {str(v) for v in ms.values()} == {str(w) for w in want}
+    assert t.ms == pytest.approx(100*sum(per_step)/12)
 
 def test_accumulation_and_a_schedule_in_minutes(tmp_path):
     "Micro-batches are those of the run, and where steps aren't given the trainer's choice is told"

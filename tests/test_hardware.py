@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest, torch
 from torch._subclasses.fake_tensor import FakeTensor
 from llm_speedrun import ladder, measure, runs
-from llm_speedrun.ladder import Chosen, choose_rungs, climb, paying
+from llm_speedrun.ladder import climb
 from llm_speedrun.train.options import LadderOptions, speedrun_ladder
 from llm_speedrun.files import InputError
 from llm_speedrun.measure import Choices, Timings, process_start
 from llm_speedrun.model import workload
 from llm_speedrun.runs import find_rung, rung_name
-from llm_speedrun.train import hardware
-from llm_speedrun.train.hardware import PRESETS, divisors, presets, trial
+from llm_speedrun.train import hardware, trainer as trainer_module
+from llm_speedrun.train.hardware import PRESETS, divisors, preset, presets, trial
 from llm_speedrun.train.trainer import Trainer, train
 from small import NANO, fails, nano, options, words
 
@@ -22,16 +22,19 @@ def out_of_memory(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to 
 def gpu(monkeypatch):
     "A GPU of 40 GiB on which steps of at most `most` sequences fit; it notes the batches built and the limits set"
     said = SimpleNamespace(most=18, built=[], limits=[])
-    def step_of(config, rungs, batch, recipe, world, model):
+    def TrainStep(run, batch, lr):
         said.built.append(batch)
-        return lambda: (lambda: None) if batch <= said.most else out_of_memory()
+        return batch
+    def mean_step_ms(batch, rows, timed, seed): return 7. if batch <= said.most else out_of_memory()
     class limit:
         def __init__(self, gib): said.limits.append(gib)
         def __enter__(self): pass
         def __exit__(self, *args): pass
-    for name, value in dict(step_of=step_of, memory_limit=limit, most_sequences=lambda: 64, gpu_gib=lambda: 40.,
-                            mean_ms=lambda step, rows, n: 7.).items(): monkeypatch.setattr(hardware, name, value)
-    monkeypatch.setattr(hardware, "warm_up", lambda build, steps: (build(), SimpleNamespace(peak_gib=1., warmup_s=2.)))
+    def warm_up(build, steps):
+        build()()
+        return None, SimpleNamespace(peak_gib=1., warmup_s=2.)
+    for name, value in dict(build=lambda *a, **kw: SimpleNamespace(rungs=()), TrainStep=TrainStep, mean_step_ms=mean_step_ms, warm_up=warm_up,
+                            memory_limit=limit, most_sequences=lambda: 64, gpu_gib=lambda: 40.).items(): monkeypatch.setattr(hardware, name, value)
     return said
 
 # What fits
@@ -66,19 +69,18 @@ def test_nothing_fits(gpu):
 def test_cards_without_a_recording(gpu, monkeypatch):
     "Where nothing fits beside it, all sizes are tried without; smaller cards go on from there"
     monkeypatch.setattr(hardware, "fitting", list) # here, too, where there is no GPU
-    def warm_up(build, steps): return build(), SimpleNamespace(peak_gib=1., warmup_s=2.)
-    def step_of(config, rungs, batch, recipe, world, model):
-        needs = batch/2 + 4.5*("cuda_graphs" in rungs) # GiB
-        return lambda: (lambda: None) if needs <= gpu.limits[-1]/hardware.ROOM else out_of_memory()
-    for f in (warm_up, step_of): monkeypatch.setattr(hardware, f.__name__, f)
+    def build(config, rungs, **kw): return SimpleNamespace(rungs=tuple(rungs))
+    def TrainStep(run, batch, lr): return batch/2 + 4.5*("cuda_graphs" in run.rungs) # GiB
+    def mean_step_ms(needs, *args): return 7. if needs <= gpu.limits[-1]/hardware.ROOM else out_of_memory()
+    for f in (build, TrainStep, mean_step_ms): monkeypatch.setattr(hardware, f.__name__, f)
     found = hardware.fits(NANO, ["flash", "cuda_graphs"], (16, 12, 9, 5, 4.9, 1, .25, .2))
     assert [(r["micro"], len(r["rungs"])) for r in found] == [(16, 2), (8, 2), (8, 2), (1, 2), (8, 1), (2, 1), (0, 1), (0, 1)]
     assert all(r["micro"] == 0 for r in hardware.fits(NANO, ["flash"], (.25, .2)))
 
 def test_other_errors_are_errors(gpu, monkeypatch):
     "What isn't a lack of memory is raised at once"
-    def broken(build, steps): raise RuntimeError("a kernel is wrong")
-    monkeypatch.setattr(hardware, "warm_up", broken)
+    def broken(*args): raise RuntimeError("a kernel is wrong")
+    monkeypatch.setattr(hardware, "mean_step_ms", broken)
     with fails(RuntimeError, "a kernel is wrong"): trial(NANO, [], 64)
     assert len(gpu.built) == 1
 
@@ -126,59 +128,80 @@ def test_nothing_in_8_bits():
         assert "8" not in name and name != "lean" and "fp8" not in r.needs.__name__, name
     assert set(presets()["fastest16"]) <= set(presets()["fastest"])
 
-# What pays
+# Which list
 
-def times(monkeypatch, ms):
-    "Steps take `ms` for each last rung, flash chooses a kernel; returns what is warmed up, as lists of rungs"
-    warmed = []
-    def settled(config, rungs): return [FLASH if r == "flash" else r for r in rungs]
-    def step_of(config, rungs, batch, change): return list(rungs), change
-    def time(rungs): return ms[rung_name(rungs[-1]) if rungs else "fp32"]
-    def warm_up(build):
-        rungs, change = build
-        warmed.append(rungs)
-        if isinstance(e := time(rungs), Exception): raise e
-        change(SimpleNamespace(fmt="fp32"))
-        return tuple(rungs), measure.Measured([], None, 1.)
-    def take_turns(steps, rounds, reps): return {k: [[time(s)]*reps]*rounds for k, s in steps.items()}
-    for f in (settled, step_of, warm_up, take_turns): monkeypatch.setattr(ladder, f.__name__, f)
-    return warmed
+@pytest.fixture
+def unknown(monkeypatch):
+    "No preset is recorded for this machine; two short lists are compared"
+    lists = {"fastest": ["flash", "fused_adamw"], "fastest without fused_adamw": ["flash"]}
+    monkeypatch.setattr(trainer_module, "recorded_preset", lambda config: "")
+    monkeypatch.setattr(trainer_module, "candidates", lambda lacks, beside: lists)
+    return lists
 
-FLASH = "flash:backend=cudnn"
+def test_a_recorded_preset_is_not_measured(tmp_path, monkeypatch):
+    "On a CPU, and on a GPU whose fastest preset is recorded, `auto` takes that at once; it is noted with all its rungs"
+    def choose_list(*args): raise AssertionError("measured")
+    monkeypatch.setattr(trainer_module, "choose_list", choose_list)
+    for name in ("cpu", "safe"):
+        monkeypatch.setattr(trainer_module, "recorded_preset", lambda config: name)
+        trainer = Trainer(options(tmp_path, rungs="auto", name=name), progress=False)
+        assert [*map(rung_name, trainer.cfg.rungs.split(","))] == [*trainer.run.rungs] and trainer.wanted == name
+        assert {rung_name(r) for r in trainer.cfg.rungs.split(",")} == {rung_name(r) for r in preset(name)}
 
-def test_what_pays_is_kept(monkeypatch):
-    "Each rung is measured against those kept and built once; one that fails is left out with its reason"
-    ms = dict(fp32=90., tf32=60., bf16=66., flash=30., fp8=ValueError("it is an old card"), fused_adamw=29.5)
-    warmed = times(monkeypatch, ms)
-    kept, records = paying(NANO, 1, list(ms)[1:])
-    assert kept == ["tf32", FLASH] and warmed == [[], ["tf32"], ["tf32", "bf16"], ["tf32", FLASH],
-                                                  ["tf32", FLASH, "fp8"], ["tf32", FLASH, "fused_adamw"]]
-    assert [(r["rung"], r.get("before"), r["kept"]) for r in records] == [
-        ("fp32", None, True), ("tf32", "fp32", True), ("bf16", "tf32", False), ("flash", "tf32", True), ("fp8", None, False),
-        ("fused_adamw", "flash", False)]
-    assert records[4] == dict(rung="fp8", kept=False, why="it is an old card")
-    assert math.isclose(records[3]["ratio"], 2) and records[3]["ms"] == 30
+def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
+    "Whatever its name; what is not in it is told"
+    speed = {2: 1., 1: 2.} # thousand tokens/s by the number of rungs
+    def list_speed(config, rungs, *args): return hardware.Settled(list(rungs), {}), 4, 1e3*speed[len(rungs)]
+    monkeypatch.setattr(hardware, "list_speed", list_speed)
+    trainer = Trainer(options(tmp_path, rungs="auto", name="a"))
+    said = capsys.readouterr().out
+    assert trainer.run.rungs == ("flash",) and trainer.wanted == "fastest"
+    assert "fastest: 1,000 tokens/s" in said and "fastest without fused_adamw: 2,000 tokens/s" in said
+    assert "not fused_adamw: the list is faster without it here" in " ".join(said.split())
+    speed[2] = 3.
+    assert Trainer(options(tmp_path, rungs="auto", name="b", measure=True)).run.rungs == ("flash", "fused_adamw")
 
-def test_out_of_memory_is_no_rungs_fault(monkeypatch):
-    "Running out of memory is no reason to leave a rung out: it is raised, and nothing is remembered"
-    times(monkeypatch, dict(fp32=1., flash=torch.OutOfMemoryError("CUDA out of memory")))
-    with pytest.raises(torch.OutOfMemoryError): paying(NANO, 1, ["flash"])
-    said = []
-    assert choose_rungs(NANO, 1, ["flash"], Choices(say=said.append)) == Chosen(["flash"], [])
-    assert "the naive run doesn't fit" in said[-1] and not measure.choices_path().exists()
+def test_lists_are_measured_as_training_runs_them(tmp_path, unknown, monkeypatch):
+    "With the recipe of the run, its micro-batch and all its sequences, each in turn"
+    seen = []
+    def list_speed(config, rungs, rows, gib, batch, recipe, choices):
+        seen.append((len(rungs), rows, batch, recipe.spec()))
+        return hardware.Settled(list(rungs), {}), 8, 1.
+    monkeypatch.setattr(hardware, "list_speed", list_speed)
+    Trainer(options(tmp_path, rungs="auto", batch=0, step_tokens=16*16, recipe="speedrun"), progress=False)
+    assert seen == [(2, 16, 0, "speedrun"), (1, 16, 0, "speedrun")] + [(2, 16, 8, "speedrun"), (1, 16, 8, "speedrun")]*2
 
-def test_auto_is_measured_once(tmp_path, builds, capsys):
+def test_out_of_memory_in_one_list(tmp_path, unknown, monkeypatch):
+    "A list that doesn't fit is no choice; where none fits the error says what to do, and nothing is remembered"
+    real, fit = hardware.trial_of, ["flash"]
+    def trial_of(config, rungs, *args, **kw):
+        if [*map(rung_name, rungs)] != fit: raise hardware.NoRoom("out of GPU memory")
+        return real(config, rungs, *args, **kw)
+    monkeypatch.setattr(hardware, "trial_of", trial_of)
+    assert Trainer(options(tmp_path, rungs="auto", name="a"), progress=False).run.rungs == ("flash",)
+    fit[:] = ["none"]
+    with fails(RuntimeError, "out of GPU memory with one sequence", "--rungs smallest"): Trainer(options(tmp_path, rungs="auto", name="b", measure=True), progress=False)
+
+def test_a_list_and_its_micro_batch_are_measured_once(tmp_path, builds, unknown, capsys):
     "The second run takes what the first one measured, says of when it is, and `measure` measures again"
-    cfg = options(tmp_path, rungs="auto")
+    cfg = options(tmp_path, rungs="auto", batch=0)
     first = Trainer(replace(cfg, name="a"))
     n = len(builds)
-    assert "measuring the rungs" in capsys.readouterr().out and n > 4
+    assert "comparing 2 lists of rungs" in capsys.readouterr().out and n == 3*2 + 2 # rounds of two lists, the trial, the run
     again = Trainer(replace(cfg, name="b"))
     said = capsys.readouterr().out
-    assert len(builds) == n + 2 and (again.cfg.rungs, again.ladder) == (first.cfg.rungs, first.ladder)
-    assert re.search(r"rungs, as measured here on \d{4}-\d\d-\d\d: .* \(--measure measures again\)", said)
+    assert len(builds) == n + 1 and (again.cfg.rungs, again.cfg.batch) == (first.cfg.rungs, first.cfg.batch)
+    assert re.search(r"list of rungs, as measured here on \d{4}-\d\d-\d\d: fastest.* \(--measure measures again\)", said)
+    assert re.search(r"micro-batch, as measured here on \d{4}-\d\d-\d\d: \d+ sequences", said)
     Trainer(replace(cfg, name="c", measure=True))
-    assert len(builds) > n + 4 and "measuring the rungs" in capsys.readouterr().out
+    assert len(builds) == 2*n + 1 and "comparing 2 lists of rungs" in capsys.readouterr().out
+
+def test_the_ladder_is_measured_when_asked_for(tmp_path, monkeypatch, capsys):
+    "And decides nothing: the list is the same, whatever the rungs gain"
+    monkeypatch.setattr(trainer_module, "climb", lambda config, rows, rungs: [dict(rungs=list(rungs), rows=rows)])
+    plain, asked = (Trainer(options(tmp_path, rungs="safe", name=str(on), ladder=on), progress=False) for on in (False, True))
+    assert plain.ladder == [] and plain.cfg.rungs == asked.cfg.rungs
+    assert asked.ladder == [dict(rungs=asked.cfg.rungs.split(","), rows=asked.rows_here)]
 
 def test_climb_refuses_before_it_measures(monkeypatch):
     "What doesn't go together is refused before minutes of measuring"

@@ -206,19 +206,13 @@ def test_trains_with_every_rung(tmp_path, rungs):
     assert abs(res["val_loss"] - naive.rows()[-1]["val_loss"]) < .1
     assert set(load_file(tmp_path/"runs/run/model.safetensors")) == {f"model.{k}" for k in weights(naive)}
 
-def test_auto_leaves_out_what_fails(tmp_path, monkeypatch, capsys):
-    "A rung that fails here is left out of `auto`, which says so; named by the user it is an error"
-    monkeypatch.setattr(hardware_module, "preset", lambda *args: ["flash", "chunked_ce", "bf16_weights"])
-    trainer, res = train(options(tmp_path, rungs="auto"))
-    left = [r for r in trainer.ladder if "why" in r]
-    assert [(r["rung"], r["kept"]) for r in left] == [("bf16_weights", False)]
-    assert "left out 'bf16_weights': rung 'bf16_weights' builds on 'bf16'" in capsys.readouterr().out
-    assert "bf16_weights" not in trainer.run.rungs
+def test_the_ladder_of_a_run(tmp_path, capsys):
+    "With `ladder` a run measures what each of its rungs gains, keeps that in its folder and prints it"
+    trainer, res = train(options(tmp_path, rungs="flash,chunked_ce", ladder=True))
+    assert [r["rung"] for r in trainer.ladder] == ["fp32", "flash", "chunked_ce"] and all(r["kept"] for r in trainer.ladder)
     assert json.loads((tmp_path/"runs/run/ladder.json").read_text()) == trainer.ladder
     report(trainer, res)
     assert "| flash" in capsys.readouterr().out
-    with fails(ValueError, "rung 'bf16_weights' builds on 'bf16': add that to the list"):
-        train(options(tmp_path, rungs="bf16_weights", name="b"), progress=False)
 
 @pytest.fixture
 def refusing(monkeypatch):
@@ -243,24 +237,24 @@ def test_a_preset_goes_on_without_a_rung_that_refuses(tmp_path, refusing, capsys
     with fails(RunError, "its kernels can't run here"): train(options(tmp_path, rungs="flash,stubborn", name="b"), progress=False)
 
 def test_auto_says_what_refuses(tmp_path, refusing, monkeypatch, capsys):
-    "Also where the rungs weren't measured, since the naive run doesn't fit"
-    monkeypatch.setattr(module, "choose_rungs", lambda config, batch, rungs, choices: ladder.Chosen([*rungs, "stubborn"], []))
+    "A rung that fails here is left out of `auto`, which says so and why; named by the user it is an error"
+    monkeypatch.setattr(module, "recorded_preset", lambda config: "safe")
     trainer, _ = train(options(tmp_path, rungs="auto", steps=2))
-    assert "stubborn" not in trainer.run.rungs
-    monkeypatch.setitem(PRESETS, "fastest", "flash stubborn fused_adamw")
-    trainer, _ = train(options(tmp_path, rungs="auto", steps=2, name="b"))
+    assert trainer.run.rungs == ("flash", "fused_adamw")
     assert "not stubborn: its kernels can't run here: a TypeError" in " ".join(capsys.readouterr().out.split())
+    with fails(ValueError, "rung 'bf16_weights' builds on 'bf16': add that to the list"):
+        train(options(tmp_path, rungs="bf16_weights", name="b"), progress=False)
 
 def test_a_preset_goes_on_without_a_recording_that_has_no_room(tmp_path, monkeypatch, capsys):
     "The run says so and notes it; of rungs that the user named none gives way"
-    named, was, trial, gone = [], module.trial_of, hardware_module.trial, "cuda_graphs" if torch.cuda.is_available() else "flash" # on a CPU nothing is recorded
+    named, was, trial, gone = [], module.remembered_trial, hardware_module.trial, "cuda_graphs" if torch.cuda.is_available() else "flash" # on a CPU nothing is recorded
     def noted(*args, **kw):
         named.append(kw["named"])
         return was(*args, **kw)
     def tight(config, rungs, *args):
         if gone in map(rung_name, rungs) and not named[-1]: raise NoRoom("not even one sequence")
         return trial(config, rungs, *args)
-    monkeypatch.setattr(module, "trial_of", noted)
+    monkeypatch.setattr(module, "remembered_trial", noted)
     monkeypatch.setattr(hardware_module, "trial", tight)
     monkeypatch.setattr(hardware_module, "ways", lambda rungs: [rungs, without(rungs, gone)])
     monkeypatch.setattr(RUNGS["cuda_graphs"], "needs", lambda: "")
@@ -271,7 +265,7 @@ def test_a_preset_goes_on_without_a_recording_that_has_no_room(tmp_path, monkeyp
     assert "one sequence" in json.loads((tmp_path/"runs/run/config.json").read_text())["why"]["cuda_graphs"]
     trainer, _ = train(options(tmp_path, rungs="flash,fused_adamw", steps=2, name="b"), progress=False)
     assert trainer.run.rungs == ("flash", "fused_adamw") and "cuda_graphs" not in trainer.why and named == [False, True]
-    monkeypatch.setattr(module, "choose_rungs", lambda config, batch, rungs, choices: ladder.Chosen(rungs, []))
+    monkeypatch.setattr(module, "recorded_preset", lambda config: "fastest16")
     train(options(tmp_path, rungs="auto", steps=2, name="c"))
     assert said in " ".join(capsys.readouterr().out.split())
 
@@ -517,14 +511,6 @@ def test_out_of_memory_at_every_size(tmp_path, crowded):
         train(options(tmp_path, batch=64, overwrite=True), progress=False)
     assert (tmp_path/"runs/run/model.safetensors").read_bytes() == was
 
-def test_out_of_memory_while_measuring(tmp_path, monkeypatch, capsys):
-    "The naive run may not fit where the rungs do: `auto` then takes all rungs and trains all the same"
-    def paying(config, batch, rungs): raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(ladder, "paying", paying)
-    monkeypatch.setattr(hardware_module, "preset", lambda *args: ["flash"])
-    trainer, _ = train(options(tmp_path, rungs="auto"))
-    assert trainer.run.rungs == ("flash",) and "the naive run doesn't fit into memory" in capsys.readouterr().out
-
 # Bad options and bad targets
 
 @pytest.mark.parametrize("k", "minutes epochs lr weight_decay clip ema warmup target save_minutes".split())
@@ -557,8 +543,8 @@ def test_a_loss_that_is_no_number(tmp_path, rungs):
 
 def test_a_trial_knows_documents(tmp_path, monkeypatch):
     "Their attention is slower and takes more memory: a run that is planned without it gets too many steps, or too large a micro-batch"
-    seen, was = [], module.trial_of
-    monkeypatch.setattr(module, "trial_of", lambda *a, **kw: seen.append(a[-1]) or was(*a, **kw))
+    seen, was = [], module.remembered_trial
+    monkeypatch.setattr(module, "remembered_trial", lambda *a, **kw: seen.append(a[-1]) or was(*a, **kw))
     for documents in (False, True):
         how = dict(data=str(texts(tmp_path/"texts")), rungs="naive", seq=32, recipe="adamw", documents=documents, name=str(documents))
         trainer = Trainer(options(tmp_path, **how), progress=False)

@@ -408,7 +408,7 @@ def again(self:Search, turn=0): # which batches: 0 the first ones, 1 those after
     t.run.release() # what was recorded knows where the old states were
     t.run.model.load_state_dict(self.weights)
     for k, o in t.run.stateful: o.load_state_dict(deepcopy(self.states[k]))
-    t.step = type(t.step)(t.run, clip=t.step.clip)
+    t.make_step()
     t.done, t.batches.i = 0, turn*self.steps
 
 # %% ../../nbs/64_comparison.ipynb #44bd09a6
@@ -436,9 +436,9 @@ def descend(self:Search, set_rates, # (step, groups of parameters): sets the rat
 def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of a step
     "Take a step at the rates of its schedule, changed by `set_rates`. Returns the loss, on the device"
     t = self.trainer
-    t.set_lr()
+    t.train_step.set_rates(t.done)
     set_rates(t.done, t.step.opt.param_groups)
-    try: loss = t.take(x, y, lambda *part: t.step(*t.micro_batches(*part)))
+    try: loss = t.train_step.take(t.done, x, y)
     except torch.OutOfMemoryError: raise RunError("out of GPU memory in a step: choose a smaller "
                                                   "--batch") from None
     t.done += 1

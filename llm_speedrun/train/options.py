@@ -97,12 +97,13 @@ class TrainConfig(Options):
     seq: Count = 0 # tokens in a sequence; by default the workload's
     init: str = "" # a folder to take weights and shape from: of a run, or one that transformers wrote
     # Rungs
-    rungs: str = "auto" # "auto" keeps what pays; naive, safe, smallest, fastest16, fastest; names; or "list"
+    rungs: str = "auto" # the fastest list here; naive, safe, cpu, smallest, fastest16, fastest; names; or "list"
     batch: Count = 0 # sequences in a micro-batch of each GPU; by default as many as fit of a step
     accumulate: Count = 0 # micro-batches in a step; by default what `step_tokens` takes
     hardware: str = "" # h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu: its limits; by default what is there
     deterministic: bool = False # on a GPU: the same bits whenever it is run, at some speed
-    measure: bool = False # measure again which rungs pay, which is remembered otherwise
+    measure: bool = False # measure again what is remembered: the list of rungs, their options, the micro-batch
+    ladder: bool = False # measure before training what each rung gains, and print it at the end
     # GPUs
     gpus: Count = 0 # how many, each with a process of its own; by default those of torchrun, without it one
     restarts: Count = 3 # how often these processes are started again, from the newest checkpoint, if one dies

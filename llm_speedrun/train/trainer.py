@@ -31,28 +31,29 @@ from ..measure import (Choices, Timings, default_device, ladder_table, machine, 
 from ..data import (EOT, Batches, Corpus, bigram_loss, differences, prefetch, tokenizer_of,
                                val_batches)
 from ..model import train_flops, workload
-from ..runs import (World, build, find_rung, free_memory, parsed, rung_name, rung_options,
-                               stepper_of)
+from ..runs import World, build, find_rung, free_memory, parsed, rung_name, rung_options
 from ..world import (Agreement, Lost, Watch, check_alike, device_of_process, join_world,
                                 leave_world, local, lost, notes)
 from ..rungs.documents import check_documents, mean_length, within_documents
 from ..sample import generate
-from ..ladder import choose_rungs, measured
+from ..ladder import climb
 from ..export import import_folder, recipe_for
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
-from .hardware import (PARALLEL, divisors, growing_segments, hardware, left_out,
-                                         memory_limit, parallel_rungs, parse_rungs, preset_of, refused,
-                                         settle_preset, settle_rungs, smaller, trial_of)
+from .train_step import LrSchedule, TrainStep
+from .hardware import (PARALLEL, candidates, choose_list, divisors, growing_segments, hardware,
+                                         left_out, memory_limit, parallel_rungs, parse_rungs, preset,
+                                         preset_of, recorded_preset, remembered_trial, settle_preset,
+                                         settle_rungs, smaller, trial_of)
 from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
 from .options import TrainConfig, agree, end_group, first_to_say, group_file, unused_names
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers)
 from .report import LivePlot, html_report, loss_chart, notebook_display, styled
-from ..recipes.batch import divided, settled_phases
-from ..recipes.recipe import best_recipe, parse_recipe, set_groups, why_not_best
-from ..recipes.schedules import SCHEDULES, Average, guarded, lr_at, warmup_steps
+from ..recipes.batch import settled_phases
+from ..recipes.recipe import best_recipe, parse_recipe, why_not_best
+from ..recipes.schedules import SCHEDULES, Average, warmup_steps
 
 # %% ../../nbs/30_trainer.ipynb #4af454f9
 from .saving import (Saver, check_size, checkpoints, converted, load_named_state, newest,
@@ -90,18 +91,10 @@ def own_values(cfg): # a `TrainConfig`
 
 # %% ../../nbs/30_trainer.ipynb #df50a328
 @patch
-def set_lr(self:Trainer):
-    "Give each group of weights its learning rate for the step that comes. Returns that of the matrices"
+def lr_schedule(self:Trainer, steps=0): # steps of the whole run; by default as many as it will take
+    "Return the `LrSchedule` of the run"
     c = self.cfg
-    lr = self.lr_of(c.steps)
-    set_groups(self.run, self.step.opt, self.done, c.steps, lr)
-    return next((g["lr"] for g in self.step.opt.param_groups if g.get("role") == "matrix"), lr)
-
-@patch
-def lr_of(self:Trainer, steps): # of the whole run
-    "The learning rate of the matrices in the step that comes, in a run of so many"
-    c = self.cfg
-    return lr_at(self.done, steps, c.lr, self.warmup, c.schedule, c.final_lr, c.cooldown)
+    return LrSchedule(steps or c.steps, c.lr, self.warmup, c.schedule, c.final_lr, c.cooldown)
 
 # %% ../../nbs/30_trainer.ipynb #87463c49
 def evaluation(shards, tokens, seq): # validation tokens, how many to use, tokens in a sequence
@@ -194,10 +187,17 @@ def build_run(self:Trainer):
     if self.weights: take_weights(run, self.weights)
     optimizer = partial(run.optimizer, lr=cfg.lr, weight_decay=cfg.weight_decay) # whichever a rung chose
     self.run = replace(run, optimizer=optimizer)
-    self.step = guarded(stepper_of(self.run))(self.run, clip=cfg.clip)
+    self.make_step()
     try: self.average = Average(self.own_weights(), cfg.ema) if cfg.ema else None
     except torch.OutOfMemoryError: raise RunError("no GPU memory for an average of the weights: leave out "
                                                   "--ema, or try --rungs smallest") from None
+    self.train_step.average = self.average
+
+@patch
+def make_step(self:Trainer):
+    "Make what takes the run's steps, with an optimizer that begins anew"
+    self.train_step = TrainStep(self.run, self.cfg.batch, self.lr_schedule(), self.cfg.clip)
+    self.step = self.train_step.stepper
 
 # %% ../../nbs/30_trainer.ipynb #304e5d1d
 @torch.no_grad()
@@ -460,6 +460,7 @@ def finish(self:Trainer):
     self.leave(); self.save()
     res = dict(steps=self.done, val_loss=self.log_eval(), interrupted=self.interrupted, reached=self.reached,
                folder=str(self.folder), start=self.timings.record())
+    if self.first_step_at: res["seconds"] = time.perf_counter() - self.first_step_at # with all evaluations
     text = self.sample()
     if self.world.first: self.sum_up(res, text)
     try: self.close()
@@ -545,13 +546,14 @@ def run_loop(self:Trainer):
     "The loop; afterwards `interrupted` and `signal` say whether it was stopped, and what by"
     self.interrupted, self.signal, self.in_step, self.bad, self.reached = False, None, False, 0, False
     self.pending, self.tens, self.stop, self.asked = [], deque(), 0, False
+    self.first_step_at, self.train_step.on_oom = None, self.smaller_batch
     self.bar = Progress(self.cfg.steps, self.done, on=self.progress and self.world.first)
     try:
         with (memory_limit(self.hardware.gib), deterministic(self.cfg.deterministic),
               closing(prefetch(self.batches, self.device)) as batches): self.loop(batches)
     except KeyboardInterrupt: self.interrupted = True
     except Exception as e: self.after(e); raise
-    finally: self.bar.close()
+    finally: self.bar.close(); self.train_step.on_oom = None
     self.signal = self.signals.got if self.world.size == 1 else self.stop or None
     self.interrupted |= bool(self.signal)
     self.hurried = self.signals.forget()
@@ -572,16 +574,14 @@ def loop(self:Trainer, batches): # an iterator of batches on the device
 @patch
 def take_one(self:Trainer, batches): # as for `loop`
     "Take a step, and put what `flush` will read into `pending`"
-    lr = self.set_lr()
     if self.watch: self.watch.where = f"step {self.done + 1}" # which the agreement after it notes
     if self.done % 10 == 9: self.clock.start() # that step's parts are measured
     x, y = self.signals.during(partial(next, batches))
     self.clock("data")
     self.in_step = True
-    loss = self.take(x, y) if self.timings.total else self.first(x, y)
-    if self.average: self.average.update()
+    loss = self.train_step(self.done, x, y) if self.timings.total else self.first(x, y)
     self.done, self.in_step = self.done + 1, False
-    self.pending.append((self.done, lr, loss, self.step.norm, x, y))
+    self.pending.append((self.done, self.train_step.rate, loss, self.step.norm, x, y))
 
 # %% ../../nbs/30_trainer.ipynb #d874ad99
 @patch
@@ -612,12 +612,13 @@ def look_after(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #d8f96117
 @patch
-def first(self:Trainer, x, y): # as for `take`
+def first(self:Trainer, x, y): # the sequences of a step
     "Take the first step, wait for it, and say how long it took to get there"
     with self.timings("the first step"):
-        loss = self.take(x, y)
+        loss = self.train_step(self.done, x, y)
         loss.item()
     self.timings.stop()
+    self.first_step_at = time.perf_counter()
     self.last = self.clock.now() # what had to be compiled isn't counted as training
     if self.cfg.timings: self.say(f"\n{self.timings}")
     return loss
@@ -765,7 +766,7 @@ def tell_plan(self:Trainer):
     "Say what another number of steps does to the learning rate"
     c, was = self.cfg, self.record.steps
     if was == c.steps: return
-    old, new = map(self.lr_of, (was, c.steps))
+    old, new = (self.lr_schedule(n)(self.done) for n in (was, c.steps))
     self.say(f"{c.steps:,} steps in place of {was:,}: the learning rate follows the new length, {new:.2e} in "
              f"the next step where it would have been {old:.2e}, without another warm-up")
 
@@ -1136,48 +1137,18 @@ def shrink(self:Trainer, batch): # sequences that were too many
         f"out of GPU memory with one sequence of {self.cfg.seq} tokens: try --rungs smallest, "
         "or a smaller --workload or --seq")
     self.take_batch(new)
-    free_memory()
-
-# %% ../../nbs/30_trainer.ipynb #9fbf2a2e
-@patch
-def updates(self:Trainer, *xy): # B T each: the sequences of the step that comes
-    "Those of each of its updates, as the recipe divides them: a list of tuples"
-    parts = self.run.batching(self.done, self.cfg.steps) if self.run.batching else (1, 1)
-    return [*zip(*(divided(t, *parts) for t in xy))]
-
-@patch
-def micro_batches(self:Trainer, x, y): # B T of an update
-    "Pairs of at most as many tokens as a micro-batch has"
-    size = min(self.cfg.batch * self.cfg.seq//x.shape[1], len(x))
-    return [*zip(x.split(size), y.split(size))]
-
-# %% ../../nbs/30_trainer.ipynb #353c801e
-@patch
-def take(self:Trainer, x, y, # all sequences of a step that are this process'
-         update=None): # (x, y) -> the loss of an update; by default `take_update`
-    "Take a step, in as many updates as the recipe says. Returns its mean loss, on the device"
-    update = update or self.take_update
-    taken = [(update(*part), self.step.norm) for part in self.updates(x, y)]
-    if len(taken) == 1: return taken[0][0]
-    loss, self.step.norm = (torch.stack(each).mean() for each in zip(*taken)) # NaN where one update's is
-    return loss
+    self.train_step.micro_batch = new
 
 # %% ../../nbs/30_trainer.ipynb #c77e6fda
 @patch
-def take_update(self:Trainer, x, y): # B T of an update
-    "An update in micro-batches, smaller ones where memory runs out. Returns its loss, on the device"
-    while True:
-        micro = self.micro_batches(x, y)
-        try: return self.step(*micro)
-        except torch.OutOfMemoryError: pass
-        self.not_alone("a step")
-        if self.step.applying: raise RunError("out of GPU memory in the middle of an update. Make room, "
-                                              f"and go on with --resume {self.folder}")
-        self.step.opt.zero_grad(set_to_none=True)
-        self.run.release()
-        self.shrink(micro[0][0].numel()//self.cfg.seq); self.write_config()
-        self.flush() # the rows of the steps before
-        self.write(dict(step=self.done, event=f"out of memory: micro-batches of {self.cfg.batch}"))
+def smaller_batch(self:Trainer, batch): # sequences that did not fit
+    "Go on with smaller micro-batches, in the middle of a step. Raises `RunError` where that can't be"
+    self.not_alone("a step")
+    if self.step.applying: raise RunError("out of GPU memory in the middle of an update. Make room, "
+                                          f"and go on with --resume {self.folder}")
+    self.shrink(batch); self.write_config()
+    self.flush() # the rows of the steps before
+    self.write(dict(step=self.done, event=f"out of memory: micro-batches of {self.cfg.batch}"))
 
 # %% ../../nbs/30_trainer.ipynb #d4c0f6ac
 @patch
@@ -1203,6 +1174,8 @@ def assemble(self:Trainer, rungs): # as parsed
     if cfg.rungs.split(",")[0] == "auto":
         with phase("choose rungs"): rungs = self.choose(rungs)
     with phase("try the micro-batch"): self.plan(rungs)
+    if cfg.ladder:
+        with phase("measure the ladder"): self.measure_ladder(cfg.rungs.split(",") if cfg.rungs else [])
     with phase("build the model"): self.build_run()
     self.tell_rungs()
     if cfg.resume: self.load()
@@ -1355,16 +1328,27 @@ def open_stream(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #d3da2420
 @patch
-def choose(self:Trainer, rungs):
-    "Those of `rungs` that pay on this machine; `ladder` keeps the records. It is one process that measures"
-    batch, parallel = min(self.sequences, 16), [r for r in rungs if rung_name(r) in PARALLEL]
-    rungs = [r for r in rungs if r not in parallel] # the naive run needs more memory than the others
-    choices = Choices(again=self.cfg.measure, say=self.say)
-    chosen = self.first_does(lambda: choose_rungs(self.config, batch, rungs, choices))
-    self.ladder = chosen.records
-    for r in self.ladder:
-        if "why" in r: self.say(f"left out {r['rung']!r}: {r['why']}")
-    return chosen.rungs + parallel
+def choose(self:Trainer, rungs): # as `parse_rungs` has them for "auto"
+    "Return the fastest list of this machine: the recorded one, or the one that the first process measures"
+    c, lacks, beside = self.cfg, self.hardware.lacks, [r for r in rungs if rung_name(r) in PARALLEL]
+    name = recorded_preset(self.config)
+    if name == "cpu" or name and not (c.measure or lacks): res = preset(name, lacks, beside)
+    else:
+        lists, choices = candidates(lacks, beside), Choices(again=c.measure, say=self.say)
+        of = self.config, lists, self.rows_here, self.hardware.gib, c.batch, self.recipe, choices
+        chosen = self.first_does(lambda: choose_list(*of))
+        name, _, without = chosen.name.partition(" without ")
+        res, slow = chosen.rungs, filter(None, without.split(", "))
+        self.why = self.why | chosen.why | {r: "the list is faster without it here" for r in slow}
+    self.wanted = ",".join([name, *beside])
+    return res + beside
+
+@patch
+def measure_ladder(self:Trainer, rungs): # with their options
+    "Measure what each rung gains over those before it, for the report. It decides nothing"
+    self.say("measuring what each rung gains...")
+    alone = [r for r in rungs if rung_name(r) not in PARALLEL]
+    self.ladder = self.first_does(lambda: climb(self.config, self.rows_here, alone))
 
 # %% ../../nbs/30_trainer.ipynb #94f183b5
 @patch
@@ -1415,9 +1399,11 @@ def try_batch(self:Trainer, rungs):
     """The `Trial` of a micro-batch, and its `Settled` rungs: of all processes where they share the model's
     parts, else of the first one"""
     c, gib, timed = self.cfg, self.hardware.gib, 0 if self.cfg.steps else 5
+    choices, named = Choices(again=c.measure, say=self.say), not preset_of(self.wanted)
     def found(world):
-        room = self.rows_here, gib, c.batch, timed, world, self.recipe
-        return trial_of(self.config, rungs, *room, named=not preset_of(self.wanted))
+        of = self.config, rungs, self.rows_here, gib, c.batch, timed, world, self.recipe
+        return (trial_of(*of, named=named) if world.size > 1 else
+                remembered_trial(choices, *of, named=named))
     shared = self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs)
     return found(self.world) if shared else self.first_does(lambda: found(World()))
 
@@ -1439,13 +1425,13 @@ def plan(self:Trainer, rungs):
 
 # %% ../../nbs/30_trainer.ipynb #7ed98700
 @patch
-def fill_time(self:Trainer, ms): # of a micro-batch
+def fill_time(self:Trainer, ms): # of a step
     "Choose the number of steps: what the minutes have time for, and at most some passes over the text"
     c = self.cfg
-    in_time = c.minutes*60e3 / (ms*c.accumulate)
+    in_time = c.minutes*60e3 / ms
     in_text = math.inf if c.stream else c.epochs*self.batches.per_epoch
     c.steps = max(10, round(min(in_time, in_text, 1e15)))
-    if in_time < 10: self.say(f"10 steps, the fewest, will take some {10*ms*c.accumulate/60e3:.2g} minutes "
+    if in_time < 10: self.say(f"10 steps, the fewest, will take some {10*ms/60e3:.2g} minutes "
                               f"in place of {c.minutes:g}")
     if in_text < in_time: self.say(f"{c.steps} steps are {c.epochs:g} passes over the text (--epochs)")
 
@@ -1458,9 +1444,7 @@ def tell_rungs(self:Trainer):
     many = f"{dp} x " if (dp := self.world.place("dp")[1]) > 1 else ""
     self.say(f"{many}{c.accumulate} x {c.batch} sequences of {c.seq} tokens in a step, with{on}")
     self.tell_recipe()
-    rungs, auto = c.rungs.split(","), self.wanted.split(",")[0] == "auto" # whose ladder has said the others
-    off = refused(rungs, self.why) if auto else left_out(self.wanted, rungs, self.why)
-    for name, why in off: self.say(f"  not {name}: {why}")
+    for name, why in left_out(self.wanted, c.rungs.split(","), self.why): self.say(f"  not {name}: {why}")
 
 # %% ../../nbs/30_trainer.ipynb #dc156bfd
 @patch
@@ -1525,7 +1509,7 @@ def report(trainer, # a `Trainer` after `fit`
     if not trainer.world.first: return
     if trainer.signal in AT_ONCE: return tell(f"stopped after step {steps}; --resume {folder}")
     tell(f"\n--- sample ---\n{res['sample']}\n--------------\n")
-    if ladder := measured(trainer.ladder): tell(ladder_table(ladder), end="\n\n")
+    if trainer.ladder: tell(ladder_table(trainer.ladder), end="\n\n")
     bigram = "" if res["bigram_loss"] is None else f" (a bigram model: {res['bigram_loss']:.3f})"
     tell(f"validation loss {res['val_loss']:.3f} nats per token after {steps} steps{bigram}")
     tell(f"{'interrupted; what there is' if res['interrupted'] else 'everything'} is in {folder}/")
