@@ -9,6 +9,7 @@ from llm_speedrun.race import shared_record, with_spread
 import pages
 pages.load()
 import compare as site_compare
+from timeouts import TIMEOUT
 
 INDEX = cells(ROOT/"nbs/index.ipynb")
 MARKDOWN = "\n\n".join(source(c) for c in INDEX if c["cell_type"] == "markdown")
@@ -143,7 +144,7 @@ def pattern(shown):
 def program(folder, *args):
     env = os.environ | dict(LLM_SPEEDRUN_CACHE=str(folder/"cache"), PYTHONIOENCODING="utf-8", IN_TEST="1", COLUMNS="200")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-    p = subprocess.run([*map(str, args)], cwd=folder, env=env, capture_output=True, text=True, encoding="utf-8", timeout=120)
+    p = subprocess.run([*map(str, args)], cwd=folder, env=env, capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT)
     assert p.returncode == 0, p.stderr
     return p.stdout
 
