@@ -12,7 +12,7 @@ from llm_speedrun.train.options import TrainConfig, speedrun_doctor
 from llm_speedrun.train.saving import checkpoints
 from llm_speedrun.train.trainer import train
 from small import nano, options, words
-from timeouts import TIMEOUT, clock
+from timeouts import TIMEOUT
 
 def problems(found): return [f.text for f in found if f.level == "problem"]
 def notes(found, about): return [f.text for f in found if (f.level, f.about) == ("note", about)]

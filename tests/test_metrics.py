@@ -2,7 +2,7 @@
 import gzip, json, os, re, subprocess, sys, time, types
 import pytest, torch
 from small import NANO, fails
-from timeouts import calls_of, clock
+from timeouts import calls_of
 from llm_speedrun.runs import Stepper, baseline
 from llm_speedrun.train.metrics import (PHASES, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers, read_rows)

@@ -1,7 +1,6 @@
 """Time in the tests: one limit for all that is waited for, and a clock that does not depend on the machine. A limit is no measure of
 speed: what takes longer than that has hung. A busy machine may take many times as long as an idle one."""
 import random, sys, time
-import pytest
 
 TIMEOUT = 600 # seconds after which a process, a thread or a condition that a test waits for counts as hung
 
@@ -19,18 +18,10 @@ def until_some_moment(most): # seconds
     time.sleep(random.random()*most)
 
 class FakeClock:
-    "Seconds that pass in `sleep` alone"
+    "Seconds that pass in `sleep` alone. Fixture `clock` puts one in the place of Python's"
     def __init__(self): self.now = 1000.
     def __call__(self): return self.now
     def sleep(self, seconds): self.now += seconds
-
-@pytest.fixture
-def clock(monkeypatch):
-    "A `FakeClock` in place of `time.perf_counter` and `time.sleep`"
-    clock = FakeClock()
-    monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(time, "sleep", clock.sleep)
-    return clock
 
 def calls_of(f): # () -> anything
     "How many functions `f()` calls, in Python and in C: the work it does, which is the same on an idle and on a busy machine"
