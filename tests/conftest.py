@@ -139,3 +139,10 @@ def pytest_collection_modifyitems(items):
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU that torch can use, and this machine has none")
     for item in items:
         if "cuda" in item.keywords: item.add_marker(skip)
+
+def pytest_terminal_summary(terminalreporter):
+    "The notebooks that failed before pytest began, since their own words stand far above"
+    path = os.environ.get("FAILED_NOTEBOOKS", "")
+    if not os.path.isfile(path) or not (failed := Path(path).read_text().split()): return
+    terminalreporter.section("notebooks that failed, see above for why", red=True)
+    for p in failed: terminalreporter.write_line(f"FAILED {p}")

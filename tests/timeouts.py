@@ -3,6 +3,7 @@ speed: what takes longer than that has hung. A busy machine may take many times 
 import random, sys, time
 
 TIMEOUT = 600 # seconds after which a process, a thread or a condition that a test waits for counts as hung
+NOTEBOOK_TIMEOUT = 2*3600 # the same for a whole notebook, of which some train for minutes on a GPU
 
 def wait_until(ready, alive=lambda: True, every=.01): # () -> anything; whether it can still become true; seconds between two looks
     "Wait until `ready()` is true, and return what it returned. Fails when `alive()` is false, or after `TIMEOUT`"
