@@ -1,5 +1,5 @@
 "The doctor finds what would fail, one failure at a time, says what to do, and writes nothing."
-import os, re, shutil, subprocess, sys, time
+import os, re, shutil, subprocess, sys
 from collections import namedtuple
 from dataclasses import replace
 import numpy as np, pytest, torch
@@ -162,7 +162,7 @@ def test_slow_loader(tmp_path, monkeypatch, clock):
     "A loader that is slower than the step is told, and the time is the loader's"
     def slower(kind, name, seconds):
         was = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda *args: (time.sleep(seconds), was(*args))[1])
+        monkeypatch.setattr(kind, name, lambda *args: (clock.sleep(seconds), was(*args))[1])
     slower(Batches, "__getitem__", .1); slower(Stepper, "__call__", .01)
     found = checkup(options(tmp_path, steps=1000))
     assert "a batch takes 100.00 ms to load and 10.0 ms to train on" in (said := notes(found, "loader")[0]) and "training may wait for its data" in said

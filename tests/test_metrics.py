@@ -1,5 +1,5 @@
 "What a run measures of itself: the breakdown of a step, the GPU, trackers, a profile."
-import gzip, json, os, re, subprocess, sys, time, types
+import gzip, json, os, re, subprocess, sys, types
 import pytest, torch
 from small import NANO, fails
 from timeouts import calls_of
@@ -33,7 +33,7 @@ def test_breakdown_of_a_step_under_way_is_read_when_it_is_over(clock):
     b = Breakdown("cpu")
     b.start(); b("data")
     assert b.read() == {}
-    time.sleep(.01); b("forward"); b("backward"); b("optimizer")
+    clock.sleep(.01); b("forward"); b("backward"); b("optimizer")
     assert b.read() == dict(ms_data=0, ms_forward=pytest.approx(10), ms_backward=0, ms_optimizer=0) and b.read() == {}
 
 def test_breakdown_marks_cost_nothing_unless_started(monkeypatch):
