@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
     import llm_speedrun.rungs.fewer_bytes, llm_speedrun.rungs.fewer_passes, llm_speedrun.rungs.epilogues
     import llm_speedrun.recipes.fast_muon
     os.environ["TRITON_INTERPRET"] = "0"
+    from quick_kernels import run_kernels_quickly
+    run_kernels_quickly()
     if os.name == "posix":
         from quick_start import start_quickly
         start_quickly()
