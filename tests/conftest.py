@@ -1,12 +1,14 @@
 import os
 os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files here, never to a window
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers share the cores, and so do the programs that they start
-    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
-import pickle, shutil, signal, subprocess, sys
+# The models of the tests are too small for several threads: where a core has more to do, these wait for one another most of the time.
+# With workers, they share the cores, and so do the programs that they start
+share = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", os.cpu_count() or 1))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+import pickle, shutil, signal, subprocess, sys, time, traceback
 from pathlib import Path
 import numpy as np, pytest, torch
 from filelock import FileLock
+from timeouts import FakeClock
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:   # as a shell starts its jobs in the background: programs of tests would be deaf to Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,6 +22,8 @@ if not torch.cuda.is_available():
     import llm_speedrun.rungs.fewer_bytes, llm_speedrun.rungs.fewer_passes, llm_speedrun.rungs.epilogues
     import llm_speedrun.recipes.fast_muon
     os.environ["TRITON_INTERPRET"] = "0"
+    from quick_kernels import run_kernels_quickly
+    run_kernels_quickly()
     if os.name == "posix":
         from quick_start import start_quickly
         start_quickly()
@@ -44,6 +48,14 @@ def gpu_casts(kernels, monkeypatch):
     monkeypatch.setattr(triton, "_convert_float", cast)
     for name, f in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
         monkeypatch.setattr(triton.InterpreterBuilder, name, lambda self, a, b, f=f: self.binary_op(a, b, f))
+
+@pytest.fixture
+def clock(monkeypatch):
+    "A `FakeClock` in place of `time.perf_counter` and `time.sleep`"
+    clock = FakeClock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
 
 @pytest.fixture(autouse=True)
 def choices(tmp_path_factory, monkeypatch):
@@ -75,11 +87,16 @@ def shared_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def once(shared_folder):
-    "`once(name, f)`: what `f()` returns, called by one of the workers and kept for the others"
+    "`once(name, f)`: what `f()` returns, called by one of the workers and kept for the others; where it fails, all of them hear why"
     def get(name, f):
-        path = shared_folder/f"{name}.pickle"
+        path, failed = shared_folder/f"{name}.pickle", shared_folder/f"{name}.failed"
         with FileLock(f"{path}.lock"):
-            if not path.exists(): path.write_bytes(pickle.dumps(f()))
+            if failed.exists(): pytest.fail(f"{name} could not be made:\n{failed.read_text(encoding='utf-8')}", pytrace=False)
+            try:
+                if not path.exists(): path.write_bytes(pickle.dumps(f()))
+            except Exception:
+                failed.write_text(traceback.format_exc(), encoding="utf-8")
+                raise
         return pickle.loads(path.read_bytes())
     return get
 
@@ -124,3 +141,10 @@ def pytest_collection_modifyitems(items):
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU that torch can use, and this machine has none")
     for item in items:
         if "cuda" in item.keywords: item.add_marker(skip)
+
+def pytest_terminal_summary(terminalreporter):
+    "The notebooks that failed before pytest began, since their own words stand far above"
+    path = os.environ.get("FAILED_NOTEBOOKS", "")
+    if not os.path.isfile(path) or not (failed := Path(path).read_text().split()): return
+    terminalreporter.section("notebooks that failed, see above for why", red=True)
+    for p in failed: terminalreporter.write_line(f"FAILED {p}")

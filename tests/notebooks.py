@@ -2,18 +2,24 @@
     tests/notebooks.py                       all of nbs/*.ipynb
     tests/notebooks.py nbs/04_model.ipynb    one of them
 On a CPU two run at a time. With a GPU they run one at a time, since they time things and fill its memory, and the cells marked
-`#| cuda` run as well."""
-import multiprocessing, os, sys, tempfile, time
+`#| cuda` run as well. All run, also after one that fails. What failed is kept in the file that FAILED_NOTEBOOKS names, for pytest to list."""
+import faulthandler, multiprocessing, os, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from quick_kernels import run_kernels_quickly
 from quick_start import start_quickly
+from timeouts import NOTEBOOK_TIMEOUT
+
+# They take the longest, so they begin first: at the end no core waits for one of them
+LONG = ["30_trainer", "18_compile", "21_optim", "28_fewer_passes", "14_fused_ops", "05_runs", "63_finale", "29_epilogues", "26_claims", "23_fastest"]
 
 def test(path, flags, log):
-    "Test a notebook in this process, which prints into the file `log`"
+    "Test a notebook in this process, which prints into the file `log`. What hangs leaves its stack there"
     os.environ.pop("TRITON_INTERPRET", None)    # was for what is preloaded
     for fd in (1, 2): os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), fd)
+    faulthandler.dump_traceback_later(NOTEBOOK_TIMEOUT, exit=True, file=2)
     from nbdev.test import nbdev_test
-    if "cuda" not in flags: start_quickly()
+    if "cuda" not in flags: start_quickly(); run_kernels_quickly()
     nbdev_test(path, flags)
 
 def tested(start, path, flags):
@@ -28,6 +34,8 @@ def tested(start, path, flags):
     else: print(f"FAILED  {took:4.0f} s  {path}\n{said or f'It ended with exit code {p.exitcode}'}", flush=True)
     return good
 
+def longest_first(paths): return sorted(paths, key=lambda p: LONG.index(Path(p).stem) if Path(p).stem in LONG else len(LONG))
+
 def test_all(paths):
     "Test notebooks, and exit with 1 where one fails"
     import torch
@@ -38,13 +46,16 @@ def test_all(paths):
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores//jobs)))
         os.environ["TRITON_INTERPRET"] = "1"    # torch._dynamo imports triton, and notebooks run kernels in its interpreter
         preload.append("torch._dynamo")         # which each optimizer imports
+        paths = longest_first(paths)
     # A process begins as a copy of one that has imported these
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(preload)
     with ThreadPoolExecutor(jobs) as pool: good = [*pool.map(lambda p: tested(processes.Process, p, flags), paths)]
+    failed = sorted(p for p, g in zip(paths, good) if not g)
     if len(paths) > 1: print(f"{sum(good)} of {len(paths)} notebooks passed")
-    if all(good): return
-    if len(paths) > 1: print("These did not:", *(f"  {p}" for p, g in zip(paths, good) if not g), sep="\n")
+    if kept := os.environ.get("FAILED_NOTEBOOKS"): Path(kept).write_text("".join(f"{p}\n" for p in failed))
+    if not failed: return
+    if len(paths) > 1: print("These did not:", *(f"  {p}" for p in failed), sep="\n")
     sys.exit(1)
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """On a CPU, processes that `llm_speedrun.world` spawns begin as copies of one that has imported torch: importing takes each three
-seconds of CPU, and is nothing that a test would learn from. What they are told by the environment they get as ever."""
+seconds of CPU, and is nothing that a test would learn from. What they are told by the environment they get as ever. They wait for one
+another for as long as anything in the tests is waited for: on a busy machine one of them may come minutes after the others."""
 import multiprocessing, os
 import torch.multiprocessing
+from timeouts import TIMEOUT
 
 def in_environment(env, target, args):
     os.environ.clear(); os.environ.update(env)
+    from llm_speedrun import world
+    join = world.join_world
+    world.join_world = lambda *args, **limits: join(*args, **limits | dict(timeout=TIMEOUT, patience=TIMEOUT))
     target(*args)
 
 class QuickContext(multiprocessing.context.ForkServerContext):

@@ -12,6 +12,7 @@ from unittest.mock import patch
 from llm_speedrun.data import cache_dir
 from llm_speedrun.train import options
 from small import texts
+from timeouts import TIMEOUT
 
 ROOT = Path(__file__).resolve().parent.parent
 WHY_NOT = {"needs-gpu", "needs-network", "takes-hours"}
@@ -106,7 +107,7 @@ def environment(folder):
 def in_a_shell(body, folder):
     "What the block prints, on both streams"
     return subprocess.run(["bash", "-c", body], cwd=folder, env=environment(folder), stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, encoding="utf-8", timeout=300).stdout
+                          stderr=subprocess.STDOUT, text=True, encoding="utf-8", timeout=TIMEOUT).stdout
 
 def needs_a_shell(body):
     "Whether it is more than commands of ours"

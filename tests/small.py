@@ -1,6 +1,6 @@
 "What the tests of the package share: a model that trains in milliseconds, and data for it."
 from dataclasses import fields
-import gc, os
+import gc
 import numpy as np, pytest
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
@@ -35,11 +35,6 @@ def pass_of(run, x, y):
     res = [loss.detach().clone(), *(p.grad.clone() for p in run.model.parameters())]
     run.model.zero_grad(set_to_none=True)
     return res
-
-def at_leisure(seconds):
-    "So many seconds of an idle machine: longer where other work waits for its processors"
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.
-    return seconds*max(1., load/(os.cpu_count() or 1))
 
 def write_bins(folder, train=4097, val=1025):
     "nanoGPT's `train.bin` and `val.bin` in `folder`, of tokens that a model can learn"

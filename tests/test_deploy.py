@@ -9,6 +9,7 @@ from torch.distributed.run import get_args_parser
 from cells import LESSONS, read, source
 from llm_speedrun.train import options
 from make_readme import ROOT
+from timeouts import TIMEOUT
 
 DEPLOY = ROOT/"deploy"
 FILES = {str(p.relative_to(DEPLOY)): p.read_text(encoding="utf-8") for p in sorted(DEPLOY.rglob("*")) if p.is_file()}
@@ -381,7 +382,7 @@ def shell(tmp_path):
         said = tmp_path/"said"
         said.write_text("")
         path = os.pathsep.join([str(tmp_path/"bin"), "/usr/local/bin", "/usr/bin", "/bin"])
-        p = subprocess.run([program, "-c", script], cwd=tmp_path, timeout=90, capture_output=True, text=True,
+        p = subprocess.run([program, "-c", script], cwd=tmp_path, timeout=TIMEOUT, capture_output=True, text=True,
                            env=dict(PATH=path, SAID=str(said), HOME=str(tmp_path)) | env)
         told = [line.rstrip("\037").split("\037") for line in said.read_text().splitlines()]
         return p.returncode, [[Path(words[0]).name, *words[1:]] for words in told], p.stderr

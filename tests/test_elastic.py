@@ -1,9 +1,10 @@
 """Several processes train as one: by --gpus, on two GPUs or on a CPU. One dies in mid-step, and the run ends where it would have ended.
 Many times in one run, some six seconds each on an idle CPU: KILLS=20 pytest tests/test_elastic.py -k many"""
-import json, os, re, signal, subprocess, sys, time
+import json, os, re, signal, subprocess, sys
 from pathlib import Path
-import numpy as np, pytest, torch
+import pytest, torch
 from small import write_bins
+from timeouts import TIMEOUT, until_some_moment, wait_until
 from llm_speedrun.train.options import TrainConfig, words_for
 from llm_speedrun.train.saving import checkpoints
 
@@ -26,10 +27,10 @@ def start(folder, *more, **kw):
     given = [*more] or words_for(TrainConfig(**c), c)
     return subprocess.Popen([*COMMAND, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
 
-def ended(p, seconds=270):
+def ended(p):
     "Its exit code, what it printed, its errors. Nothing of it is left running"
-    try: out, err = p.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired: raise AssertionError(f"still running after {seconds} s") from None
+    try: out, err = p.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired: raise AssertionError(f"still running after {TIMEOUT} s") from None
     finally:
         for pid in [*workers(p.pid).values(), p.pid] if p.poll() is None else []: os.kill(pid, signal.SIGKILL)
     return p.returncode, out, err
@@ -53,19 +54,17 @@ def rows(run):
 
 def losses(run): return {r["step"]: r["loss"] for r in rows(run) if "loss" in r}
 
-def when(p, ready, seconds=180):
+def when(p, ready):
     "Wait until `ready()`; the command must go on meanwhile"
-    end = time.time() + seconds
-    while not (res := ready()):
+    def running():
         assert p.poll() is None, p.communicate()
-        assert time.time() < end, "not ready"
-        time.sleep(.02)
-    return res
+        return True
+    return wait_until(ready, running)
 
 def kill_one(p, run, step, rank, number=signal.SIGKILL):
     "Send one of the processes a signal when the run has come to a step"
     when(p, lambda: max(losses(run), default=0) >= step)
-    time.sleep(.03) # somewhere in a later step
+    until_some_moment(.05) # somewhere in a later step
     os.kill(workers(p.pid)[rank], number)
 
 @pytest.fixture(scope="module")
@@ -125,18 +124,18 @@ def test_refused(folder):
 @pytest.mark.skipif("KILLS" not in os.environ, reason="takes minutes: KILLS=20")
 def test_many_kills(folder):
     "The same many times in one run, in turn the one and the other process, in the middle of steps that nobody has chosen"
-    n, rng = int(os.environ["KILLS"]), np.random.default_rng(0)
+    n = int(os.environ["KILLS"])
     steps, run, seen = STEPS + 8*n, folder/"runs/often", set()
     whole = alone(folder, "long", steps=steps)
     p = start(folder, name="often", restarts=n, steps=steps)
     for i in range(n):
-        mine = when(p, lambda: (now := workers(p.pid)) and len(now) == 2 and not {*now.values()} & seen and now, 120)
+        mine = when(p, lambda: (now := workers(p.pid)) and len(now) == 2 and not {*now.values()} & seen and now)
         begun = max(losses(run), default=0)
-        when(p, lambda: max(losses(run), default=0) > begun, 120)
-        time.sleep(rng.uniform(0, .3))
+        when(p, lambda: max(losses(run), default=0) > begun)
+        until_some_moment(.3)
         seen |= {*mine.values()}
         print(f"kill {i + 1} after step {max(losses(run))}")
         os.kill(mine[i % 2], signal.SIGKILL)
-    code, out, err = ended(p, 300)
+    code, out, err = ended(p)
     assert code == 0 and same(run, whole, 20*NEAR) == steps, err
     assert out.count("going on from") >= n - 1 # the first may have come before there was a checkpoint

@@ -13,6 +13,7 @@ from llm_speedrun.train.hardware import presets
 from llm_speedrun.train.options import speedrun_export
 from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options
+from timeouts import TIMEOUT
 
 def names(folder): return {p.name for p in folder.iterdir()}
 
@@ -60,7 +61,7 @@ def command(folder, *args):
     script = folder/"command.py"
     script.write_text("import sys\nfrom llm_speedrun.train.options import speedrun_export\nsys.exit(speedrun_export())\n")
     return subprocess.run([sys.executable, str(script), *map(str, args)], cwd=folder, capture_output=True, text=True,
-                          encoding="utf-8", env=os.environ | dict(PYTHONIOENCODING="utf-8"), timeout=120)
+                          encoding="utf-8", env=os.environ | dict(PYTHONIOENCODING="utf-8"), timeout=TIMEOUT)
 
 def test_command_to_transformers(trained, tmp_path):
     "The command's folder opens by the Auto classes, with a path of spaces and accents: logits, tokens and greedy text"
@@ -91,7 +92,7 @@ def test_without_transformers_and_killed(trained, tmp_path):
     script = ("import os, sys; sys.modules['transformers'] = None\nfrom llm_speedrun import export\nrun, a, b = sys.argv[1:]\n"
               "export.export_folder(run, a); export.from_pretrained(a, 'cpu')\n"
               "export.write_tensors = lambda *a, **k: os._exit(9)\nexport.export_folder(run, b)")
-    res = subprocess.run([sys.executable, "-c", script, *map(str, (trained[1], tmp_path/"a", tmp_path/"b"))], timeout=120)
+    res = subprocess.run([sys.executable, "-c", script, *map(str, (trained[1], tmp_path/"a", tmp_path/"b"))], timeout=TIMEOUT)
     assert res.returncode == 9 and (tmp_path/"a").exists() and not (tmp_path/"b").exists()
     import_folder(export_folder(trained[1], tmp_path/"b"))
 

@@ -96,11 +96,12 @@ def test_micro_batch(monkeypatch):
     with fails(RuntimeError, "3 × 32 tokens need over 5 GiB"): runs.micro_batch(NANO, [], 12, room=5)
 
 @pytest.mark.cuda
-def test_start_of_fastest():
-    "On a GPU the wanted batch of a small model fits at the first attempt, within 60 s"
-    t0 = time.perf_counter()
+def test_start_of_fastest(monkeypatch):
+    "On a GPU the wanted batch of a small model fits at the first attempt"
+    attempt, tried = hardware.attempt, []
+    monkeypatch.setattr(hardware, "attempt", lambda *args, **kw: (tried.append(args), attempt(*args, **kw))[1])
     t = trial(NANO, presets()["fastest16"], 32)
-    assert t.batch == 32 and 0 < t.peak_gib < 8 and time.perf_counter() - t0 < 60
+    assert t.batch == 32 and 0 < t.peak_gib < 8 and len(tried) == 1
 
 @pytest.fixture
 def builds(monkeypatch):
@@ -297,11 +298,18 @@ def test_timings_of_a_phase_that_fails():
     with timings("c"): pass
     assert [(p[0], p[2]) for p in timings.phases] == [("a", 0), ("b", 1), ("c", 0)] and timings.total is None
 
-def test_the_process_began_before_this():
-    "The start counts from the process's beginning, imports included"
-    began = process_start()
-    assert time.thread_time() <= time.time() - began + .1 and abs(process_start() - began) < .1
-    assert Timings(began).phases[0][1] > .5
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks this process")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_the_process_began_before_this(monkeypatch):
+    "The start counts from the process's beginning, imports included: of a fork it lies between what came before and after"
+    (out, sent), before = os.pipe(), time.time()
+    if not (pid := os.fork()): os.write(sent, repr(process_start()).encode()); os._exit(0)
+    os.waitpid(pid, 0)
+    tick = 2/os.sysconf("SC_CLK_TCK") # that long a process's beginning and the time since the machine's may be apart
+    assert before - tick <= float(os.read(out, 99)) <= time.time() + tick
+    for f in (out, sent): os.close(f)
+    monkeypatch.setattr(time, "time", lambda: 1000.)
+    assert Timings(990.).phases == [["Python and imports", 10., 0]]
 
 def test_a_run_says_how_long_its_start_took(tmp_path, capsys):
     "The phases are in result.json and add up to no more than the whole; `timings` prints them"

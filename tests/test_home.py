@@ -9,6 +9,7 @@ from llm_speedrun.race import shared_record, with_spread
 import pages
 pages.load()
 import compare as site_compare
+from timeouts import TIMEOUT
 
 INDEX = cells(ROOT/"nbs/index.ipynb")
 MARKDOWN = "\n\n".join(source(c) for c in INDEX if c["cell_type"] == "markdown")
@@ -143,7 +144,7 @@ def pattern(shown):
 def program(folder, *args):
     env = os.environ | dict(LLM_SPEEDRUN_CACHE=str(folder/"cache"), PYTHONIOENCODING="utf-8", IN_TEST="1", COLUMNS="200")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-    p = subprocess.run([*map(str, args)], cwd=folder, env=env, capture_output=True, text=True, encoding="utf-8", timeout=120)
+    p = subprocess.run([*map(str, args)], cwd=folder, env=env, capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT)
     assert p.returncode == 0, p.stderr
     return p.stdout
 
@@ -166,9 +167,9 @@ def test_make_speedrun_prints_what_is_shown(tmp_path):
 def test_make_test_prints_what_is_shown(tmp_path):
     "Seen on two notebooks and a test of a line each"
     made = (ROOT/"Makefile").read_text(encoding="utf-8")
-    assert "$(BIN)/python tests/notebooks.py\n\t@$(BIN)/python -m pytest -q" in made
+    assert "$(BIN)/python tests/notebooks.py; notebooks=$$?; \\\n\t$(BIN)/python -m pytest -q" in made
     for folder in ("tests", "nbs"): (tmp_path/folder).mkdir()
-    for f in ("settings.ini", "tests/notebooks.py", "tests/quick_start.py"): shutil.copy(ROOT/f, tmp_path/f)
+    for f in ("settings.ini", "tests/notebooks.py", "tests/quick_kernels.py", "tests/quick_start.py", "tests/timeouts.py"): shutil.copy(ROOT/f, tmp_path/f)
     (tmp_path/".venv").symlink_to(ROOT/".venv")
     nb = dict(cells=[dict(cell_type="code", source="1+1", metadata={}, outputs=[], execution_count=None, id="a")],
               metadata={}, nbformat=4, nbformat_minor=5)

@@ -1,5 +1,5 @@
 "Tokenizing that is killed goes on to the same bytes; streams, mixtures and shares neither skip nor repeat; workers' deaths are told."
-import itertools, json, os, random, re, signal, subprocess, sys, threading, time
+import itertools, json, os, re, signal, subprocess, sys, threading
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,9 @@ from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, chec
                                            mean_length, padded_borders, within_documents)
 from llm_speedrun.train.corpora import *
 from llm_speedrun.train.loader import *
-from llm_speedrun.train.words import in_order
-from small import at_leisure, words
+from llm_speedrun.train.words import Encoder, Worker, in_order
+from small import words
+from timeouts import TIMEOUT, until_some_moment, wait_until
 
 posix = pytest.mark.skipif(os.name != "posix", reason="kills processes by signals")
 
@@ -58,47 +59,46 @@ import sys, time
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.train.options import speedrun_data
 parcels = pipeline.parcels
-def slowly(texts):                                      # many small parcels, so that a kill comes before the last one
-    for parcel in parcels(texts, 100_000): yield parcel; time.sleep(.03)
+def slowly(texts):                                      # many small parcels, so that some are done when the kill comes
+    for i, parcel in enumerate(parcels(texts, 100_000)):
+        if i == int(sys.argv[4]): sys.stdin.read()      # and the last one isn't: until standard input is closed
+        yield parcel
+        time.sleep(.03)                                 # long enough for the journal's clock to go on, however fast the machine
 pipeline.parcels = slowly
 monotonic = time.monotonic
 pipeline.time.monotonic = lambda: 100*monotonic()       # the journal is written a hundred times as often
 speedrun_data(["--data", sys.argv[1], "--out", sys.argv[2], "--tokenizer", sys.argv[3], "--workers", "2"])
 """
 
-def start(texts, out, expected):
-    return subprocess.Popen([sys.executable, "-c", SLOW, str(texts), str(out), str(expected)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, start_new_session=True)
+def start(texts, out, expected, stop=-1): # after so many parcels; by default after none
+    return subprocess.Popen([sys.executable, "-c", SLOW, str(texts), str(out), str(expected), str(stop)], stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 def pieces_done(out):
     try: return json.loads((out.with_name(f".{out.name}.unfinished")/"journal.json").read_text())["pieces"]
     except (OSError, ValueError): return 0
-
-def wait_for(condition, process, seconds=180):
-    end = time.monotonic() + seconds
-    while not condition() and process.poll() is None and time.monotonic() < end: time.sleep(.005)
 
 @posix
 def test_killed_and_started_again(texts, expected, tmp_path):
     """Kill -9 for the command, then for its processes, of which it names one without a traceback. The same command goes on,
     and the result is bitwise that of `write_shards`"""
     out = tmp_path/"out"
-    p = start(texts, out, expected)
-    wait_for(lambda: pieces_done(out) > 0, p)
-    time.sleep(random.random()*.05)                     # anywhere between two journals
+    p = start(texts, out, expected, 8)
+    wait_until(lambda: pieces_done(out) > 0, lambda: p.poll() is None)
+    until_some_moment(.05)                              # anywhere between two journals
     p.kill(); p.communicate()
     assert p.returncode == -9 and not out.exists()
     at = pieces_done(out)
-    p = start(texts, out, expected)
-    wait_for(lambda: pieces_done(out) > at, p)
+    p = start(texts, out, expected, 6)
+    wait_until(lambda: pieces_done(out) > at, lambda: p.poll() is None)
     killed = children(p.pid)                            # all of them: one alone may have nothing more to do
     for child in killed: os.kill(child, signal.SIGKILL)
-    _, err = p.communicate(timeout=180)
+    _, err = p.communicate(timeout=TIMEOUT)
     named = [f"error: tokenizing process {child} was killed by signal 9" in err for child in killed]
     assert p.returncode == 2 and any(named), err
     assert "Traceback" not in err and pieces_done(out) > at > 0
     p = start(texts, out, expected)
-    said = p.communicate(timeout=180)
+    said = p.communicate(timeout=TIMEOUT)
     assert p.returncode == 0, said
     assert_same(out, expected)
     assert [o.name for o in tmp_path.iterdir()] == ["out"]
@@ -236,15 +236,19 @@ def test_added_tokens_and_wide_vocabulary(tmp_path):
     tokenize_corpus(docs, tok, tmp_path/"b", workers=2)
     assert_same(tmp_path/"b", tmp_path/"a")
 
-def test_at_least_as_fast_as_encode_batch(tok, tmp_path):
-    "From text to files, at least the speed of `tokenizers`' own `encode_batch` on all cores, interleaved"
-    docs, ours, theirs = stdlib(1_500_000), [], []
-    for i in range(2):
-        t0 = time.perf_counter(); tok.encode_batch(docs, add_special_tokens=False)
-        t1 = time.perf_counter(); tokenize_corpus(docs, tok, tmp_path/f"{i}")
-        theirs.append(t1 - t0); ours.append(time.perf_counter() - t1)
-    print(f"encode_batch {min(theirs):.2f} s, tokenize_corpus {min(ours):.2f} s")
-    assert min(ours) < min(theirs)
+def test_less_work_than_encode_batch(tok, tmp_path, monkeypatch):
+    """What makes it faster than `tokenizers`' own `encode_batch` on all cores: of the text it encodes each word once, a small part of
+    it, and each core has a process that does so. Notebook 37 measures the speed"""
+    docs, encoded, started = stdlib(1_500_000), [], []
+    encode, begin = Encoder.encode, Worker.__init__
+    monkeypatch.setattr(Encoder, "encode", lambda self, texts: (encoded.extend(texts), encode(self, texts))[1])
+    encoder = Encoder(tok)
+    for i in range(0, len(docs), 20): encoder(docs[i:i + 20])
+    assert len(encoded) == len({*encoded}) and sum(map(len, encoded)) < .1*sum(map(len, docs))
+    monkeypatch.setattr(Worker, "__init__", lambda self, *args: (started.append(self), begin(self, *args))[1])
+    monkeypatch.setattr(pipeline.parcels, "__defaults__", (10_000,))
+    tokenize_corpus(docs, tok, tmp_path/"c")
+    assert len(started) == pipeline.cores()
 
 MEMORY = """
 import resource, sys
@@ -469,34 +473,33 @@ def test_nobody_waits_for_a_stalled_process(tok, tmp_path):
     "Ctrl-C while a process that encodes has stalled ends the command at once, with the journal written"
     script = tmp_path/"stalled.py"
     script.write_text(f"""
-import itertools, os, signal, threading
+import itertools, os, signal
 from llm_speedrun.data import train_tokenizer
 from llm_speedrun.train import corpora, words
-timer = threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT))
+stalled = []
 class Stalled(words.Worker):
     def __call__(self, texts):
         os.kill(self.process.pid, signal.SIGSTOP)
-        try: timer.start()
-        except RuntimeError: pass       # the other one did
+        stalled.append(self)
+        if len(stalled) == 2: os.kill(os.getpid(), signal.SIGINT)
         return super().__call__(texts)
 words.Worker = Stalled
 corpora.parcels.__defaults__ = (10_000,)
 tok = train_tokenizer(["some text"], 300)
 corpora.tokenize_corpus(("some text "*9000 for _ in itertools.count()), tok, {str(tmp_path/'out')!r}, workers=2)
 """)
-    t0 = time.monotonic()
-    res = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180)
-    assert "KeyboardInterrupt" in res.stderr and time.monotonic() - t0 < at_leisure(20), res.stderr
+    res = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=TIMEOUT)
+    assert "KeyboardInterrupt" in res.stderr, res.stderr
     assert (tmp_path/".out.unfinished/journal.json").exists()
 
 def test_in_order_waits_for_nobody():
     "Whoever takes the results may stop while the threads are busy"
-    wait, t0 = threading.Event(), time.monotonic()
-    results = in_order(lambda x: x and wait.wait(30), range(10), 2, 4)
+    woken, ended = threading.Event(), []
+    results = in_order(lambda x: x and ended.append(woken.wait(TIMEOUT)), range(10), 2, 4)
     next(results)
     results.close()
-    assert time.monotonic() - t0 < at_leisure(5)
-    wait.set()
+    assert not ended
+    woken.set()
 
 # The command
 

@@ -6,6 +6,7 @@ from small import fails, nano, options
 from llm_speedrun.train.options import speedrun_report
 from llm_speedrun.train.report import (VERSIONS, LivePlot, html_report, loss_chart, notebook_display,
                                        points, read_run, running_mean, svg, thinned)
+from timeouts import calls_of
 
 # --- the loss curve ---
 
@@ -219,9 +220,8 @@ def test_report_of_a_ladder(copy):
 def test_report_of_a_long_run_is_small(copy):
     rows = [dict(step=s, loss=3 + 5/s, lr=1e-3, grad_norm=1., tok_s=1e5) for s in range(1, 20_001)]
     (copy/"metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    t = time.process_time()
-    checked(copy)
-    assert (copy/"report.html").stat().st_size < 500_000 and time.process_time() - t < 10
+    assert (n := calls_of(lambda: checked(copy))) < 500*len(rows), n # some for each row, not for each pair
+    assert (copy/"report.html").stat().st_size < 500_000
 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
     with fails(FileNotFoundError, "is not the folder of a run", "config.json"): html_report(tmp_path)

@@ -1,5 +1,5 @@
 "Stopped and resumed: the same bits, whatever stops a run and whenever; broken checkpoints are passed over, and say so."
-import json, os, re, shutil, signal, subprocess, sys, time
+import json, os, re, shutil, signal, subprocess, sys, threading
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -14,8 +14,9 @@ from llm_speedrun.runs import Stepper
 from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import *
 from llm_speedrun.train.trainer import *
-from small import at_leisure, fails, nano, options, texts, write_bins
-from test_trainer import COMMAND, curve, names, posix, rows, start, wait_for
+from small import fails, nano, options, texts, write_bins
+from test_trainer import COMMAND, curve, names, posix, rows, start, when
+from timeouts import TIMEOUT
 
 FULL = "bf16,flash,fused_ops,chunked_ce"
 
@@ -114,21 +115,21 @@ def test_another_micro_batch(tmp_path, monkeypatch):
 
 @posix
 def test_sigterm(tmp_path):
-    "The command stops within ten seconds with code 143, says how to go on, and does"
+    "The command stops with code 143 long before its last step, says how to go on, and does"
     p, run = start(tmp_path, "naive"), tmp_path/"runs/run"
-    wait_for(p, lambda: (run/"metrics.jsonl").exists() and (run/"metrics.jsonl").stat().st_size)
-    t0 = time.time(); p.send_signal(signal.SIGTERM)
-    out, err = p.communicate(timeout=180)
-    assert p.returncode == 143 and time.time() - t0 < at_leisure(10) and "Traceback" not in err, err
+    when(p, lambda: (run/"metrics.jsonl").exists() and (run/"metrics.jsonl").stat().st_size)
+    p.send_signal(signal.SIGTERM)
+    out, err = p.communicate(timeout=TIMEOUT)
+    assert p.returncode == 143 and "Traceback" not in err, err
     steps = json.loads((run/"result.json").read_text())["steps"]
     assert f"stopped after step {steps}; --resume {run}" in out and load_file(run/"model.safetensors")
     cmd = [*COMMAND, "--resume", str(run), "--steps", str(steps + 3)]
-    done = subprocess.run(cmd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(cmd, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, steps + 4))
 
 KILLS = """
-import os, random, signal, sys, time
+import os, random, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from llm_speedrun.model import WORKLOADS
@@ -136,6 +137,7 @@ from llm_speedrun.train.saving import checkpoints, newest
 from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.trainer import train
 from small import NANO, options
+from timeouts import until_some_moment, wait_until
 WORKLOADS["nano"] = NANO
 folder, rng, STEPS = Path(sys.argv[1]), random.Random(0), int(sys.argv[3])
 run = folder/"runs/run"
@@ -152,10 +154,10 @@ def last(): return int(c[-1].name[5:]) if (c := checkpoints(run/"checkpoints")) 
 kills = 0
 while last() < STEPS and kills < 2*STEPS:
     at, goal, pid = last(), rng.randint(1, 2), child()
-    end = time.time() + 60
-    while time.time() < end and last() < min(STEPS, at + goal): time.sleep(.002)
+    running = lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None or last() >= STEPS
+    wait_until(lambda: last() >= min(STEPS, at + goal), running, every=.002)
     if last() >= STEPS: os.waitpid(pid, 0); break
-    time.sleep(rng.random()*.02)
+    until_some_moment(.02)
     os.kill(pid, signal.SIGKILL); os.waitpid(pid, 0); kills += 1
 if not (run/"result.json").exists(): os.waitpid(child(), 0)
 print("kills", kills)
@@ -167,7 +169,7 @@ def test_killed_again_and_again(tmp_path, steps=int(os.environ.get("KILLED_STEPS
     whole, _ = go(tmp_path/"whole", steps=steps, recipe="speedrun")    # what a run of its own takes
     cmd = [sys.executable, "-c", KILLS, str(tmp_path), str(Path(__file__).parent), str(steps)]
     env = os.environ | dict(OMP_NUM_THREADS="1")
-    out = subprocess.run(cmd, capture_output=True, text=True, timeout=3*(60 + 10*steps), env=env)
+    out = subprocess.run(cmd, capture_output=True, text=True, timeout=TIMEOUT, env=env)
     assert out.returncode == 0, out.stderr[-2000:]
     print(out.stdout)
     assert int(re.search(r"kills (\d+)", out.stdout)[1]) >= steps // 4 and "FAILED" not in out.stdout, out.stdout
@@ -269,7 +271,7 @@ def test_a_second_interruption(tmp_path, monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)     # jobs in a shell's background start out ignoring it
     stop_at(monkeypatch, 4 + 3)
     with monkeypatch.context() as m:
-        m.setattr(Stepper, "evaluate", lambda self, batches: os.kill(os.getpid(), signal.SIGINT) or time.sleep(5))
+        m.setattr(Stepper, "evaluate", lambda self, batches: signal.raise_signal(signal.SIGINT))
         with fails(KeyboardInterrupt, "interrupted again"): train(options(tmp_path), progress=False)
     monkeypatch.undo()
     trainer, res = resume(tmp_path)
@@ -285,7 +287,7 @@ def test_pressed_again_and_again(tmp_path, monkeypatch, capsys, presses):
         count[0] += 1
         res = call(self, *batches)
         if count[0] == 4 + 5: # half of a step is taken, as it were
-            for _ in range(presses): os.kill(os.getpid(), signal.SIGINT); time.sleep(.05)
+            for _ in range(presses): signal.raise_signal(signal.SIGINT)
         return res
     monkeypatch.setattr(Stepper, "__call__", pressed)
     trainer, res = train(options(tmp_path, steps=8, save_minutes=0.))
@@ -539,13 +541,13 @@ CONFIGS = {
 
 @posix
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_config_that_is_wrong(stopped, kind):
+def test_a_config_that_is_wrong(stopped, monkeypatch, kind):
     "A line that names the file, before anything is built"
     run = stopped/"runs/run"
     CONFIGS[kind](run/"config.json")
-    t0 = time.time()
+    monkeypatch.setattr(module, "build", lambda *args, **kw: pytest.fail("a model is built"))
     with fails((InputError, FileNotFoundError), "config.json|checkpoints") as e: resume(stopped)
-    assert time.time() - t0 < at_leisure(10) and len(str(e.value).splitlines()) == 1
+    assert len(str(e.value).splitlines()) == 1
 
 def rewrite(c, change=lambda about: about, tensors=lambda ts: ts):
     "A checkpoint with something else in it, whose sums are right"
@@ -625,17 +627,18 @@ def test_other_files_that_are_wrong(stopped, name, text, error):
 @posix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT])
 def test_a_loader_that_stalls(tmp_path, monkeypatch, number):
-    "A signal doesn't wait for it: the run is saved within seconds, and goes on from there"
+    "A signal doesn't wait for it: the run is saved while the loader stalls, and goes on from there"
     if signal.getsignal(number) == signal.SIG_IGN: pytest.skip("these tests were started so that they ignore it, by nohup for example")
-    starts = Batches.starts
+    starts, woken, ended = Batches.starts, threading.Event(), []
     def stall(self, i):
-        if i == 5: os.kill(os.getpid(), number); time.sleep(20)
+        if i == 5: os.kill(os.getpid(), number); ended.append(woken.wait(TIMEOUT))
         return starts(self, i)
     with monkeypatch.context() as m:
         m.setattr(Batches, "starts", stall)
         trainer = Trainer(options(tmp_path, steps=8), progress=False)
-        t0 = time.time(); res = trainer.fit()
-    assert time.time() - t0 < 8 and res["interrupted"] and 4 <= res["steps"] <= 5 and trainer.signal == number
+        res = trainer.fit()
+    assert not ended and res["interrupted"] and 4 <= res["steps"] <= 5 and trainer.signal == number
+    woken.set()
     assert ("val_loss" in res) == (number == signal.SIGINT)
     assert resume(tmp_path)[1]["steps"] == 8
 
@@ -643,13 +646,14 @@ def test_a_loader_that_stalls(tmp_path, monkeypatch, number):
 @pytest.mark.parametrize("where", ["evaluate", "generate"])
 def test_sigterm_at_the_end(tmp_path, monkeypatch, where):
     "SIGTERM in the last evaluation or sample: the checkpoint of the last step is there, and resuming finishes the run"
-    def stopped(*args, **kw): os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)
+    went_on = []
+    def stopped(*args, **kw): signal.raise_signal(signal.SIGTERM); went_on.append(where)
     with monkeypatch.context() as m:
         if where == "evaluate": m.setattr(Stepper, "evaluate", stopped)
         else: m.setattr(module, "generate", stopped)
         trainer = Trainer(options(tmp_path, evals=1), progress=False)
-        t0 = time.time(); res = trainer.fit()
-    assert time.time() - t0 < 8 and res["interrupted"] and "val_loss" not in res and trainer.signal == signal.SIGTERM
+        res = trainer.fit()
+    assert not went_on and res["interrupted"] and "val_loss" not in res and trainer.signal == signal.SIGTERM
     assert newest(tmp_path/"runs/run/checkpoints").name == "step-00000006"
     assert resume(tmp_path)[1]["val_loss"] and (tmp_path/"runs/run/report.html").exists()
 

@@ -8,6 +8,7 @@ from PIL import Image
 import audit_site
 from audit_site import CONTRAST, HEAVY, audit_page, chromium, pages, published_at, served
 from make_readme import ROOT
+from timeouts import TIMEOUT
 
 NBS = ROOT/"nbs"
 
@@ -202,8 +203,8 @@ QUESTIONS = {
     "compare with nanogpt": "compare", "what is MFU": "reference/glossary", "gpu waits for data": "train/loader",
     "write a triton kernel": "triton", "cite": "reference/cite"}
 
-def found_by_search(page, base, query, wait):
-    "The pages that the site's search names within so many milliseconds, in its order"
+def found_by_search(page, base, query, wait): # milliseconds
+    "The pages that the site's search names, in its order; none after that time"
     from playwright.sync_api import TimeoutError
     page.goto(base + "index.html")
     page.click("#quarto-search button")
@@ -217,7 +218,7 @@ def found_by_search(page, base, query, wait):
 def searching(site, browser):
     with served(site) as base:
         page = browser.new_page()
-        yield lambda query, wait=20_000: found_by_search(page, base, query, wait)
+        yield lambda query, wait=1000*TIMEOUT: found_by_search(page, base, query, wait)
         page.close()
 
 @pytest.mark.parametrize("query", QUESTIONS)

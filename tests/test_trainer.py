@@ -14,6 +14,7 @@ from llm_speedrun.train.options import LadderOptions, TrainConfig
 from llm_speedrun.train.trainer import *
 from llm_speedrun.train.saving import newest
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins
+from timeouts import TIMEOUT, wait_until
 
 FILES = {"checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png", "report.html"}
 
@@ -318,12 +319,12 @@ def start(folder, rungs):
     cmd = COMMAND + [str(o) for k, v in args.items() for o in (f"--{k}", v)]
     return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-def wait_for(p, ready, seconds=180):
-    "Wait until `ready()`, or the process is over"
-    end = time.time() + seconds
-    while not ready():
-        assert p.poll() is None and time.time() < end, p.communicate(timeout=5)
-        time.sleep(.05)
+def when(p, ready):
+    "Wait until `ready()`; the process must go on meanwhile"
+    def running():
+        assert p.poll() is None, p.communicate()
+        return True
+    return wait_until(ready, running)
 
 posix = pytest.mark.skipif(os.name != "posix", reason="SIGINT can be sent to a process on POSIX alone")
 
@@ -332,9 +333,9 @@ def test_ctrl_c_in_training(tmp_path):
     "A real Ctrl-C in mid-training: everything is saved, the output says where, the exit code is 130"
     run = tmp_path/"runs/run"
     p = start(tmp_path, "naive")
-    wait_for(p, lambda: (run/"metrics.jsonl").exists() and (run/"metrics.jsonl").stat().st_size)
+    when(p, lambda: (run/"metrics.jsonl").exists() and (run/"metrics.jsonl").stat().st_size)
     p.send_signal(signal.SIGINT)
-    out, err = p.communicate(timeout=180)
+    out, err = p.communicate(timeout=TIMEOUT)
     assert p.returncode == 130 and "Traceback" not in err, err
     assert f"interrupted; what there is is in {run}/" in out and names(run) == FILES
     steps = json.loads((run/"result.json").read_text())["steps"]
@@ -346,7 +347,7 @@ def test_ctrl_c_before_training(tmp_path):
     p = start(tmp_path, "auto")
     assert p.stdout.readline().startswith("measuring the rungs")
     p.send_signal(signal.SIGINT)
-    out, err = p.communicate(timeout=180)
+    out, err = p.communicate(timeout=TIMEOUT)
     assert p.returncode == 130 and "Traceback" not in err
     assert "interrupted before training began; nothing was written" in err
     assert names(tmp_path) == {"bins"}
@@ -616,7 +617,7 @@ def command(folder, *more):
 def test_a_broken_log(tmp_path, how):
     "A pipe that breaks, a stream that is closed, a full disk below the log: the run ends well, with everything there"
     line = " ".join(map(shlex.quote, command(tmp_path))) + f" {how}; exit ${{PIPESTATUS[0]}}"
-    res = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300)
+    res = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=TIMEOUT)
     assert res.returncode == 0 and "Traceback" not in res.stderr and "Exception" not in res.stderr, res.stderr
     assert names(tmp_path/"runs/run") == FILES
 
@@ -625,7 +626,7 @@ def test_a_log_of_another_encoding(tmp_path):
     data = texts(tmp_path/"texts")
     for p in data.iterdir(): p.write_text("\u4e2d\u6587 \u00d7 caf\u00e9 "*200, encoding="utf-8")
     env = os.environ | dict(PYTHONIOENCODING="ascii", LLM_SPEEDRUN_CACHE=str(tmp_path/"cache"))
-    res = subprocess.run(command(tmp_path, "--data", str(data), "--vocab", "300", "--sample", "60"), capture_output=True, text=True, timeout=300, env=env)
+    res = subprocess.run(command(tmp_path, "--data", str(data), "--vocab", "300", "--sample", "60"), capture_output=True, text=True, timeout=TIMEOUT, env=env)
     assert res.returncode == 0 and "everything is in" in res.stdout, res.stderr
 
 def test_log_lines(tmp_path, monkeypatch, capsys):

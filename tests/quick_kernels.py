@@ -1,0 +1,36 @@
+"""On a CPU, Triton's interpreter spends a third of its time on looking through its own modules: it puts its functions in the place of the
+language's at each call of a kernel, and once more at each call of a function in it. Here it looks once, and does so once in a launch.
+What kernels compute stays the same."""
+from functools import cache
+
+def run_kernels_quickly():
+    "From here on, where Triton is one that works so"
+    try:
+        from triton.runtime import interpreter as it
+        needed = it._LangPatchScope, it._patch_lang, it._patch_builtin, it._get_np_dtype, it.GridExecutor, it.inspect, it.tl
+    except (ImportError, AttributeError): return
+    if hasattr(it, "patched_quickly"): return
+    it.patched_quickly = patched = set() # the modules of the language that this launch has changed
+    tl, patch_lang, launch = it.tl, it._patch_lang, it.GridExecutor.__call__
+
+    @cache
+    def langs(fn): return frozenset(v.__name__ for v in fn.__globals__.values() if v is tl or v is tl.core)
+    def patch_lang_once(fn):
+        if (found := langs(fn)) in patched: return it._LangPatchScope()
+        patched.add(found)
+        return patch_lang(fn)
+    def launch_once(self, *args, **kwargs):
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    @cache
+    def builtins(pkg): return [(name, member) for name, member in it.inspect.getmembers(pkg) if tl.core.is_builtin(member)]
+    def patch_builtin(pkg, builder, scope):
+        for name, member in builtins(pkg): it._patch_attr(pkg, name, member, builder, scope)
+
+    of_type = cache(it._get_np_dtype)
+    def np_dtype(t):
+        t = getattr(t, "element_ty", t) if isinstance(t, tl.block_type) else t
+        return of_type(tl.uint64 if isinstance(t, tl.pointer_type) else t)
+
+    it._patch_lang, it._patch_builtin, it._get_np_dtype, it.GridExecutor.__call__ = patch_lang_once, patch_builtin, np_dtype, launch_once
