@@ -1,13 +1,16 @@
 # Works with GNU make 3.81 and bash 3.2, which macOS ships: no .ONESHELL, and nothing newer in the shell lines.
 SHELL  := bash
 PYTHON ?= python3
-TORCH  ?= torch>=2.11,<2.14
+TORCH  ?= torch>=2.11
 ARGS   ?=
 LESSON_CORPUS ?=
 BIN    := .venv/bin
 READY  := .venv/ready
+HOPPER := .venv/hopper
+# Whether one of the GPUs has compute capability 9.0. Asks the driver, since it comes before torch.
+HAS_HOPPER = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | grep -q '^9\.'
 
-.PHONY: help speedrun lab lesson test export clean readme docs notebooks exported FORCE
+.PHONY: help speedrun hopper lab lesson test export clean readme docs notebooks exported FORCE
 .NOTPARALLEL:
 
 help: ## list these targets
@@ -18,8 +21,17 @@ help: ## list these targets
 	@echo '  ARGS="--help"            arguments for speedrun_train, or for JupyterLab'
 	@echo '  LESSON_CORPUS=folder     what make lesson trains on: tokens as speedrun_data leaves them'
 
-speedrun: $(READY) ## train a GPT with the best this machine has, and show what each step gains
+speedrun: $(READY) hopper ## train a GPT with the best this machine has, and show what each step gains
 	@$(BIN)/speedrun_train $(ARGS)
+
+# The kernels for a Hopper GPU are asked for once: a stamp notes success. If the install fails, it says so and training goes on
+# without them; the next make speedrun tries again.
+hopper: $(READY)
+	@if [ ! -e $(HOPPER) ] && $(HAS_HOPPER); then \
+	    echo 'A Hopper GPU: installing FlashAttention-4 and QuACK for it (llm_speedrun[hopper]), which make training faster. Once, some minutes.'; \
+	    if $(BIN)/python -m pip install -qq -e '.[hopper]' 2> .venv/hopper.log; then touch $(HOPPER); \
+	    else echo 'That failed, so training goes on without them. pip said:'; tail -n 3 .venv/hopper.log; fi; \
+	fi
 
 lab: $(READY) ## open the course in JupyterLab, at its first notebook
 	@$(BIN)/jupyter lab nbs/00_gpu.ipynb $(ARGS)
@@ -96,6 +108,7 @@ $(READY): settings.ini setup.py .venv/torch
 	@$(BIN)/python -m pip install -qq --upgrade pip
 	@$(BIN)/python -m pip install -qq '$(TORCH)'
 	@$(BIN)/python -m pip install -qq -e '.[dev]'
+	@rm -f $(HOPPER)
 	@touch $@
 
 # Holds the torch asked for last, and is rewritten only when that changes: that is how make sees a new TORCH.

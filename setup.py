@@ -28,7 +28,7 @@ setup(
     packages=find_packages(include=[cfg["lib_path"], f"{cfg['lib_path']}.*"]),
     python_requires=f">={cfg['min_python']}",
     install_requires=lines("requirements"),
-    extras_require=dict(dev=lines("dev_requirements")),
+    extras_require=dict(dev=lines("dev_requirements"), hopper=lines("hopper_requirements")),
     entry_points=dict(console_scripts=lines("console_scripts"),
                       nbdev=[f"{cfg['lib_path']}={cfg['lib_path']}._modidx:d"]),
     zip_safe=False,

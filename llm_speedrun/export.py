@@ -22,7 +22,7 @@ from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch._subclasses.fake_tensor import FakeTensorMode
+from .compat import FakeTensorMode
 
 # %% ../nbs/62_export.ipynb #cb20c69c
 from .files import (InputError, check_writable, lookup, read_bytes_of, read_json, reason,

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
 from filelock import FileLock, Timeout
-from torch.utils._python_dispatch import _disable_current_modes
+from .compat import disable_current_modes
 from .files import InputError, read_json, replace_file
 from .gpu import COLORS
 
@@ -197,7 +197,7 @@ def __str__(self:Timings):
 @contextmanager
 def for_real():
     "Inside, work is done and compiled functions are compiled, also while somebody counts or takes them apart"
-    with _disable_current_modes(), torch.compiler.set_stance("default"): yield
+    with disable_current_modes(), torch.compiler.set_stance("default"): yield
 
 # %% ../nbs/01_measure.ipynb #12d7ef3b
 class Known:

@@ -29,6 +29,7 @@ import msgspec, numpy as np, torch
 from fastcore.basics import patch
 
 # %% ../nbs/48_race.ipynb #race0003
+from .compat import uncompiled_module
 from .files import (InputError, RunError, check_writable, clean_errors, hold, lookup, read_json,
                                 replace_file)
 from .data import Batches, open_corpus, prefetch
@@ -371,7 +372,7 @@ def nanogpt(c): # a `Course`
     script = Script(c.clone/"train.py", nanogpt_changes(c.job.seed))
     g = script.globals
     def nats(x, y):
-        model = getattr(g["model"], "_orig_mod", g["model"])
+        model = uncompiled_module(g["model"])
         with g["ctx"]: return model(x, y)[1]*y.numel()
     def plan(total): g.update(lr_decay_iters=total, warmup_iters=min(100, max(1, total//10)))
     pace = c.pace(nats, plan=plan)

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 import torch
 from fastcore.basics import patch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from .compat import (FakeTensor, FakeTensorMode, TorchDispatchMode, graph_task, scaled_mm,
+                                 schema_of, storage_id, tree_leaves)
 from torch.utils.flop_counter import flop_registry
 from .measure import Known, default_device, table, time_ms
 
@@ -51,7 +50,7 @@ def matmul_rate(name, # a key of `DTYPES`
     "FLOP/s of an `n`³ matrix product of random numbers"
     a, b = (torch.randn(n, n, device=device).to(DTYPES[name]) for _ in range(2))
     one = torch.ones((), device=device) # the scale of an FP8 matrix
-    fp8 = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    fp8 = lambda: scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     f = fp8 if name == "fp8" else lambda: a @ b
     with matmul_precision("high" if name == "tf32" else "highest"): t = time_ms(f)
     return 2*n**3 / t.ms * 1e3
@@ -117,11 +116,11 @@ def reads_writes(func, # an operation: an overload, such as `torch.ops.aten.add_
                  args, kwargs, # its arguments
                  out): # what it returned
     "The tensors that an operation reads and those that it writes, two lists"
-    named = dict(zip([a.name for a in func._schema.arguments], args)) | kwargs
-    marked = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
+    named = dict(zip([a.name for a in schema_of(func).arguments], args)) | kwargs
+    marked = {a.name for a in schema_of(func).arguments if a.alias_info and a.alias_info.is_write}
     if named.get("grad_scale") is None: marked.discard("grads") # fused optimizers write them to unscale them
     blind = marked if func.overloadpacket.__name__ in OVERWRITES or "out" in marked else ()
-    if any(r.alias_info for r in func._schema.returns): out = () # the arguments again
+    if any(r.alias_info for r in schema_of(func).returns): out = () # the arguments again
     return (tensors([v for k, v in named.items() if k not in blind]),
             tensors([v for k, v in named.items() if k in marked]) + tensors(out))
 
@@ -189,7 +188,7 @@ def key(self:OpCounter, t):
     "What names the memory of a tensor: its storage, and the offset in it"
     s = t.untyped_storage()
     self.held.append(s) # while it lives, no other storage has its address
-    return s._cdata, t.storage_offset()
+    return storage_id(s), t.storage_offset()
 
 # %% ../nbs/02_roofline.ipynb #cbb4834a
 @patch
@@ -203,13 +202,13 @@ def op(self:OpCounter, func, name, args, kwargs, out):
     return Op(name, "optimizer" if self.optimizing else op_kind(name),
               product_format(floats[0]) if floats else "", f, op_bytes(name, reads, writes),
               {self.key(t): read_bytes(name, t) for t in reads}, {self.key(t): nbytes(t) for t in writes},
-              torch._C._current_graph_task_id() != -1, # which a backward pass has
+              graph_task() != -1, # which a backward pass has
               func.namespace == "aten")
 
 # %% ../nbs/02_roofline.ipynb #74491a11
 def causal_arg(func, args, kwargs):
     "The value of the operation's `is_causal` argument, False where it has none"
-    for i, a in enumerate(func._schema.arguments):
+    for i, a in enumerate(schema_of(func).arguments):
         if a.name == "is_causal":
             return args[i] if i < len(args) else kwargs.get("is_causal", a.default_value)
     return False

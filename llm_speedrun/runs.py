@@ -27,8 +27,7 @@ from .data import Batches, open_corpus, prefetch
 from .model import GPT, WORKLOADS, rope_table, train_flops
 
 # %% ../nbs/05_runs.ipynb #c0f74138
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from .compat import FakeTensorMode, disable_current_modes
 
 # %% ../nbs/05_runs.ipynb #c3f33e70
 def param_groups(model, # the model to optimize
@@ -233,6 +232,7 @@ def apply_rung(r, # a rung
 # %% ../nbs/05_runs.ipynb #e490ca2a
 def rung(stage, # when it is applied, one of `STAGES`
          needs=lambda: "", # () -> why this machine can't run it, "" if it can
+         untried=lambda: "", # () -> a warning where nobody has run it on such a GPU, else ""
          requires=(), # names of the rungs that must be applied before it
          follows=(), # names of rungs that come before it, if they are in use
          excludes=(), # names of the rungs that it doesn't go with
@@ -247,7 +247,7 @@ def rung(stage, # when it is applied, one of `STAGES`
         def apply(run, **given): return apply_rung(apply, f, run, given)
         apply.stage, apply.needs, apply.excludes, apply.counts = stage, needs, excludes, counts
         apply.requires, apply.follows, apply.gpu_only, apply.choose = requires, follows, gpu_only, choose
-        apply.fills = fills
+        apply.fills, apply.untried = fills, untried
         RUNGS[f.__name__] = apply
         return apply
     return decorate
@@ -323,7 +323,7 @@ def chosen(r, # a rung
     "All its options, those that are \"auto\" found by measuring, and why they were"
     options = rung_options(r) | given
     if not r.choose or "auto" not in map(str, options.values()): return options, ""
-    with _disable_current_modes(): found, why = r.choose(run, **options)
+    with disable_current_modes(): found, why = r.choose(run, **options)
     return options | found, why
 
 # %% ../nbs/05_runs.ipynb #a31d6907

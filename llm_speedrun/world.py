@@ -110,7 +110,8 @@ def leave_world(lost=False): # whether others don't answer any more: then what i
     "End what `join_world` began"
     if not (dist.is_available() and dist.is_initialized()): return
     if not lost: return dist.destroy_process_group()
-    with suppress(RuntimeError): dist.distributed_c10d._abort_process_group()
+    from llm_speedrun.compat import abort_process_group
+    with suppress(RuntimeError): abort_process_group()
 
 # %% ../nbs/50_world.ipynb #efe67d90
 @patch(as_prop=True)
@@ -331,7 +332,8 @@ def drain(self:Agreement):
 # %% ../nbs/50_world.ipynb #d06fd316
 def notes():
     "Where the processes note where they stand"
-    return dist.PrefixStore("watch", dist.distributed_c10d._get_default_store())
+    from llm_speedrun.compat import default_store
+    return dist.PrefixStore("watch", default_store())
 
 class Watch:
     """Notes where this process stands, for the others to read; and leaves its stack in a file when it stands

@@ -582,15 +582,6 @@ def test_the_fused_loss_is_tried(monkeypatch):
     assert "ZeroDivisionError" in e.fused_error(ce, 256, 80, DEVICE) # of a size that nothing else asks for
     for other in (dict(softcap=15.), dict(z_loss=1e-4)): assert e.fused_error(e.FusedCE(**other), 256, 80, DEVICE) == ""
 
-def test_what_it_needs(monkeypatch):
-    "A GPU of another kind, and one without QuACK, say so"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (8, 0))
-    assert "Hopper" in e.epilogues_missing()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))
-    monkeypatch.setattr(e, "version_of", lambda name: "")
-    assert "pip install" in e.epilogues_missing() and "quack" in e.epilogues_missing()
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
 def test_recorded():

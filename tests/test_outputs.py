@@ -15,8 +15,8 @@ def stale(entries): # a dict of what `run_notebook.py` notes, by notebook
     "The notebooks whose outputs come from other code than they hold, or from nobody knows what"
     return [p.stem for p in NBS if entries.get(p.stem, {}).get("code") != digest_of(p)]
 
-# They show files, options, records, made-up runs, runs of a very small model on a CPU: nothing that is measured on the GPU
-ANYWHERE = "33_options 41_recipe 48_race 55_cluster 61_evals 64_comparison 65_plan".split()
+# They show names, files, options, records, made-up runs, runs of a very small model on a CPU: nothing that is measured on the GPU
+ANYWHERE = "07_compat 33_options 41_recipe 48_race 55_cluster 61_evals 64_comparison 65_plan".split()
 
 @pytest.fixture
 def entries():

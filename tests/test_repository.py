@@ -45,8 +45,26 @@ def test_console_scripts_resolve(script):
 def test_version(): assert llm_speedrun.__version__ == config().version
 
 def test_requirements_are_one_a_line():
-    names = {Requirement(o).name for key in ("requirements", "dev_requirements") for o in lines(key)}
-    assert {"torch", "fastcore", "nbdev", "pytest"} <= names
+    names = {Requirement(o).name for key in ("requirements", "dev_requirements", "hopper_requirements") for o in lines(key)}
+    assert {"torch", "fastcore", "nbdev", "pytest", "quack-kernels", "flash-attn-4"} <= names
+
+def test_extras():
+    "Kernels for Hopper are pinned and for Linux alone; what limits other packages is no requirement of a run"
+    for r in map(Requirement, lines("hopper_requirements")):
+        assert re.fullmatch(r"==[\w.]+", str(r.specifier)) and 'sys_platform == "linux"' in str(r.marker), r
+    run = {r.name: r for r in map(Requirement, lines("requirements"))}
+    for name in ("torch", "fastcore"): assert "<" not in str(run[name].specifier), f"{name} has an upper bound"
+    assert "hopper=lines(\"hopper_requirements\")" in (ROOT/"setup.py").read_text(encoding="utf-8")
+
+def test_the_oldest_and_the_newest_torch_are_tested():
+    "On the workflow's matrix, the oldest on the oldest Python; the Makefile takes any from the oldest on"
+    flow = yaml.safe_load((ROOT/".github/workflows/test.yml").read_text(encoding="utf-8"))
+    rows = flow["jobs"]["test"]["strategy"]["matrix"]["include"]
+    oldest = re.search(r"^torch>=([\d.]+)$", config()["requirements"], re.M)
+    found = {tuple(map(int, re.match(r"(\d+)\.(\d+)", r["torch"]).groups())) for r in rows}
+    assert min(found) == tuple(map(int, oldest[1].split("."))) and len(found) == 2
+    assert {r["python"] for r in rows} == {"3.10", "3.11", "3.12", "3.13"} and len(rows) == 5
+    assert f"TORCH  ?= torch>={oldest[1]}\n" in (ROOT/"Makefile").read_text(encoding="utf-8")
 
 def test_modules_come_from_notebooks():
     for f in (ROOT/"llm_speedrun").rglob("*.py"):

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 import torch
+from ..compat import flash_attention
 from ..files import InputError
 from ..measure import sample_ms, summarize
 from ..model import set_parts
@@ -151,7 +152,7 @@ def in_window(window, # keys that a query sees
     half = compute_dtype(q)
     if q.is_cuda and half != torch.float32:
         rows, T = [t.to(half).transpose(1, 2) for t in (q, k, v)], q.shape[2] # B T H D
-        return torch.ops.aten._flash_attention_forward(*rows, None, None, T, T, 0., True, False,
+        return flash_attention(*rows, None, None, T, T, 0., True, False,
             window_size_left=window - 1, window_size_right=0)[0].transpose(1, 2)
     return by_mask(window_mask(q.shape[2], window, q.device), q, k, v)
 

@@ -14,7 +14,7 @@ __all__ = ['POLAR_EXPRESS', 'TABLES', 'TILE', 'matrix_shapes', 'Stack', 'stacks_
 from dataclasses import dataclass
 from functools import partial
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from ..compat import FakeTensor
 from ..files import InputError
 from ..measure import compare, default_device
 from ..rungs.optim import fake_update, to_device

@@ -15,6 +15,7 @@ from typing import Callable
 import torch
 from torch.optim.adamw import adamw as adamw_update
 from fastcore.basics import patch
+from ..compat import FoundInfOptimizer
 from ..files import InputError, lookup
 from ..model import GPT
 from ..runs import RUNGS, Run, option_text, option_value
@@ -50,9 +51,8 @@ def __call__(self:AdamWRule, group, # settings: `lr` and those of `settings`
                  beta1=b1, beta2=b2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"])
 
 # %% ../../nbs/41_recipe.ipynb #79fb4a37
-class MixedOptimizer(torch.optim.Optimizer):
+class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themselves
     "An optimizer whose groups are updated by rules of their own: each has a `rule`, a key of `RULES`"
-    _step_supports_amp_scaling = True # its rules look at `found_inf` themselves
     share = None # rank, number and group of processes with the same gradients, for rules with `divides`
 
     def __init__(self, groups): # dicts with `params`, `rule`, `lr`, and what else the rule takes

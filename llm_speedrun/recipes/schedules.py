@@ -11,6 +11,7 @@ import math
 from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
+from ..compat import FOUND_INF
 from ..files import InputError
 from ..runs import Stepper
 from ..world import local
@@ -108,7 +109,7 @@ def load_state_dict(self:Average, state): # from `state_dict`
 # %% ../../nbs/40_schedules.ipynb #9c0bd6d9
 def takes_found_inf(opt): # a `torch.optim.Optimizer`
     "Whether its kernel leaves all as it is where the tensor `found_inf` is 1, so that nobody has to wait"
-    return getattr(opt, "_step_supports_amp_scaling", False) # PyTorch's own word for it
+    return getattr(opt, FOUND_INF, False) # PyTorch's own word for it
 
 
 # %% ../../nbs/40_schedules.ipynb #618269f5

@@ -13,9 +13,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 import torch, torch.utils.checkpoint as tc
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from ..compat import FakeTensorMode, TorchDispatchMode, storage_id
 from ..files import InputError
 from ..measure import memory_limit
 from ..roofline import op_kind, tensors
@@ -36,9 +35,9 @@ class MemoryCounter(TorchDispatchMode):
         return out
 
     def add(self, storage):
-        if storage._cdata in self.alive: return
-        self.alive.add(storage._cdata); self.now += storage.nbytes()
-        weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        if (key := storage_id(storage)) in self.alive: return
+        self.alive.add(key); self.now += storage.nbytes()
+        weakref.finalize(storage, self.free, key, storage.nbytes())
 
 # %% ../../nbs/20_checkpointing.ipynb #407365b9
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 import torch, torch.distributed as dist, torch.nn as nn
 from fastcore.basics import patch
-from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
+from ..compat import coalescing_manager, dynamo_config
 from ..files import RunError
 from ..gpu import COLORS
 from ..measure import publish, records_path, save_records, smoke
@@ -31,7 +31,7 @@ def take_mean(grads, # tensors on one device, of the same shapes on each process
     for dtype in dict.fromkeys(g.dtype for g in grads):
         own = [g for g in grads if g.dtype == dtype]
         sent = [g.contiguous() for g in own] # mostly the same tensors
-        with _coalescing_manager(group):
+        with coalescing_manager(group):
             for g in sent: dist.all_reduce(g, op, group)
         if not on_gpu: torch._foreach_div_(sent, dist.get_world_size(group))
         for g, s in zip(own, sent):
@@ -174,7 +174,7 @@ def __call__(self:ReplayedLoss, model, x, y): # a `GPT`, B T tokens and the B T 
 # %% ../../nbs/51_ddp.ipynb #51ddp040
 def whole_blocks():
     "A context in which Dynamo doesn't cut what it compiles where DDP's buckets end"
-    return torch._dynamo.config.patch(optimize_ddp=False)
+    return dynamo_config.patch(optimize_ddp=False)
 
 @rung("record", follows=["cuda_graphs"], excludes=["fp16", "fsdp"])
 def ddp(run, # a `Run`

@@ -9,6 +9,7 @@ __all__ = ['TAKE_A_MASK', 'EVERY', 'document_ids', 'document_positions', 'docume
 # %% ../../nbs/24_documents.ipynb #ca7acad8
 import math, numpy as np, torch, torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from ..compat import flash_attention
 from ..files import InputError
 from ..model import set_parts
 from .fused_ops import compute_dtype
@@ -91,7 +92,7 @@ def by_borders(cu, # int32, as from `padded_borders`
     "Causal attention within documents, by FlashAttention's kernel; on a GPU, in half precision. B H T D"
     (B, H, T, D), half = q.shape, compute_dtype(q)
     rows = [t.to(half).transpose(1, 2).flatten(0, 1) for t in (q, k, v)] # B T, H D
-    o = torch.ops.aten._flash_attention_forward(*rows, cu, cu, T, T, 0., True, False)[0]
+    o = flash_attention(*rows, cu, cu, T, T, 0., True, False)[0]
     return o.unflatten(0, (B, T)).transpose(1, 2)
 
 # %% ../../nbs/24_documents.ipynb #5c887b7d

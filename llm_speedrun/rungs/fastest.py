@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['flash4_missing', 'attention_forward', 'attention_backward_maths', 'flash4_attention_backward', 'MixedAttention',
-           'mixed_attention', 'flash4_error', 'flash4', 'divisor', 'scaled_e4m3', 'heads_round_kernel', 'heads_round',
-           'attention8_kernel', 'attention8', 'Fp8Attention', 'needs_fp8_attention', 'fp8_attention',
+           'mixed_attention', 'flash4_off', 'flash4_error', 'flash4', 'divisor', 'scaled_e4m3', 'heads_round_kernel',
+           'heads_round', 'attention8_kernel', 'attention8', 'Fp8Attention', 'needs_fp8_attention', 'fp8_attention',
            'swiglu_keep_kernel', 'row_tile', 'swiglu_keep', 'swiglu_kept_backward_kernel', 'swiglu_kept_backward',
            'LeanSwiGLUDown', 'norm_backward_again', 'NormProduct', 'norm_product', 'lean_heads', 'lean_feed', 'lean']
 
@@ -13,15 +13,15 @@ __all__ = ['flash4_missing', 'attention_forward', 'attention_backward_maths', 'f
 from functools import lru_cache, partial
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _disable_current_modes
+from ..compat import (TO_BLACKWELL, cpu_attention, cpu_attention_backward, cudnn_attention,
+                                 disable_current_modes, function_of, kernels_missing, quiet_jit, untried)
 from ..files import InputError, RunError
-from ..measure import version_of
 from ..roofline import DTYPES
 from ..model import set_parts
 from ..runs import rung
 
 # %% ../../nbs/23_fastest.ipynb #23impor2
-from .flash import repeat_heads
+from .flash import repeat_heads, sdpa
 from .fused_ops import (joined, rotated, stream_pair, swiglu_backward_maths, swiglu_grads,
                                           swiglu_maths)
 from .triton import (add_rms_norm, blocks, jit, kernel_op, launch, norm_backward_maths,
@@ -31,24 +31,19 @@ from .fused_fp8 import magnitude, needs_fp8
 
 # %% ../../nbs/23_fastest.ipynb #866ac2e1
 def flash4_missing():
-    "Why the rung `flash4` can't run here, or \"\". A CPU passes, for smoke runs"
-    if not torch.cuda.is_available(): return ""
-    if torch.cuda.get_device_capability()[0] != 9: return "it's for Hopper GPUs (compute capability 9.0)"
-    if version_of("flash-attn-4"): return ""
-    return "it needs FlashAttention-4, which is not installed: pip install --pre 'flash-attn-4[cu13]'"
+    "Return why the rung `flash4` can't run here, \"\" if it can. A CPU passes, for smoke runs"
+    return kernels_missing("flash-attn-4", "FlashAttention-4", TO_BLACKWELL)
 
 def attention_forward(q, k, v): # B H T D; B K T D twice
     "Causal attention by cuDNN, and the log-sum-exp of each row of scores: B H T D, B H T in FP32"
-    ops = torch.ops.aten
-    if q.is_cuda: o, lse = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0., True)[:2]
-    else: o, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, *repeat_heads(q, k, v), 0., True)
+    if q.is_cuda: o, lse = cudnn_attention(q, k, v, None, True, 0., True)[:2]
+    else: o, lse = cpu_attention(q, *repeat_heads(q, k, v), 0., True)
     return o, lse.view(q.shape[:3])
 
 # %% ../../nbs/23_fastest.ipynb #850c5ac0
 def attention_backward_maths(do, q, k, v, o, lse):
     "The gradients by PyTorch, where there is no GPU"
-    f = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = f(do, q, *repeat_heads(q, k, v), o, lse, 0., True)
+    dq, dk, dv = cpu_attention_backward(do, q, *repeat_heads(q, k, v), o, lse, 0., True)
     return [dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))]
 
 # %% ../../nbs/23_fastest.ipynb #23bwd002
@@ -57,9 +52,9 @@ def flash4_attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor
                               o: torch.Tensor, lse: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
     "Gradients of q (B H T D), k and v (B K T D) from that of the output; the flag is for counters"
     if not q.is_cuda: return attention_backward_maths(do, q, k, v, o, lse)
-    from flash_attn.cute.interface import _flash_attn_bwd
+    from llm_speedrun.compat import flash_attn_bwd
     rows, same = (t.transpose(1, 2) for t in (q, k, v, o, do)), torch.are_deterministic_algorithms_enabled()
-    return [d.transpose(1, 2) for d in _flash_attn_bwd(*rows, lse, causal=is_causal, deterministic=same)[:3]]
+    return [d.transpose(1, 2) for d in flash_attn_bwd(*rows, lse, causal=is_causal, deterministic=same)[:3]]
 
 @flash4_attention_backward.register_fake
 def _(do, q, k, v, o, lse, is_causal):
@@ -77,7 +72,7 @@ class MixedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        f = flash4_attention_backward if traced() else flash4_attention_backward._init_fn
+        f = flash4_attention_backward if traced() else function_of(flash4_attention_backward)
         return tuple(f(do, *ctx.saved_tensors, True))
 
 # %% ../../nbs/23_fastest.ipynb #23flash2
@@ -85,28 +80,43 @@ def mixed_attention(q, k, v): # B H T D; B K T D twice
     "`MixedAttention`, as a function that a compiler can look into"
     return MixedAttention.apply(q, k, v)
 
+# %% ../../nbs/23_fastest.ipynb #23tried2
+def flash4_off(H, K, D, dtype, device): # query heads, KV heads, head dimension
+    "Return relative errors of the gradients for random heads, against PyTorch's attention in FP32"
+    g = torch.Generator(device).manual_seed(0)
+    q, k, v, do = (torch.randn(1, h, 200, D, device=device, generator=g).to(dtype) for h in (H, K, K, H))
+    def grads(attend, *ts):
+        ts = [t.detach().requires_grad_() for t in ts]
+        return torch.autograd.grad(attend(*ts), ts, do.to(ts[0].dtype))
+    exact = grads(sdpa, *(t.float() for t in (q, k, v)))
+    return [((a.float() - b).norm()/b.norm()).item() for a, b in zip(grads(mixed_attention, q, k, v), exact)]
+
+# %% ../../nbs/23_fastest.ipynb #23tried4
 @lru_cache
-def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device
-    "What goes wrong with heads like these, if anything does: the kernels are compiled at their first call"
-    H, K, D, dtype, device = shape
-    with _disable_current_modes(), torch.enable_grad(): # on real tensors
+def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device; whether it's deterministic
+    "Return what goes wrong with such heads, \"\" if nothing: kernels are compiled at their first call"
+    H, K, D, dtype, device, *_ = shape
+    with quiet_jit(), disable_current_modes(), torch.enable_grad(): # on real tensors
         new = partial(torch.zeros, dtype=dtype, device=device, requires_grad=True)
         q, k, v = (new(1, h, 128, D) for h in (H, K, K))
-        try: mixed_attention(q, k, v).sum().backward()
+        try:
+            mixed_attention(q, k, v).sum().backward()
+            wrong = untried() and [e for e in flash4_off(H, K, D, dtype, device) if not e < .03]
         except Exception as e: return f"{type(e).__name__}: {e}"
-    return ""
+    return f"its gradients are off by {', '.join(f'{e:.1e}' for e in wrong)}" if wrong else ""
 
 # %% ../../nbs/23_fastest.ipynb #bf99f1f0
-@rung("parts", needs=flash4_missing, follows=["flash"], gpu_only=True)
+@rung("parts", needs=flash4_missing, untried=untried, follows=["flash"], gpu_only=True)
 def flash4(run): # a `Run` in 16 bits
     """Attention with FlashAttention-4's backward pass. Raises `InputError` for FP32 and odd sizes of heads,
-    `RunError` where its kernels don't run"""
+    `RunError` where its kernels don't run, or not rightly"""
     c = run.model.config
     if run.fmt not in ("bf16", "fp16"): raise InputError("rung 'flash4' needs 16 bits: add the rung bf16")
     if c.head_dim % 8 or c.head_dim > 128:
         raise InputError("rung 'flash4': its kernels need heads of a multiple of 8 up to 128, not "
                          f"{c.head_dim}: leave it out")
-    if why := flash4_error(c.heads, c.kv_heads, c.head_dim, DTYPES[run.fmt], run.device):
+    same = torch.are_deterministic_algorithms_enabled()
+    if why := flash4_error(c.heads, c.kv_heads, c.head_dim, DTYPES[run.fmt], run.device, same):
         raise RunError(f"rung 'flash4': FlashAttention-4 can't run here: {why}. Leave the rung out")
     return run.with_model(partial(set_parts, attend=mixed_attention))
 
@@ -216,7 +226,8 @@ def needs_fp8_attention():
     "A rung's `needs`: FP8, and FlashAttention-4 for the way back"
     return needs_fp8() or flash4_missing()
 
-@rung("parts", needs=needs_fp8_attention, requires=["bf16"], follows=["flash"], excludes=["flash4"])
+@rung("parts", needs=needs_fp8_attention, untried=untried, requires=["bf16"], follows=["flash"],
+      excludes=["flash4"])
 def fp8_attention(run): # a `Run`
     "Attention's forward products in FP8"
     return run.with_model(partial(set_parts, attend=lambda q, k, v: Fp8Attention.apply(q, k, v)))

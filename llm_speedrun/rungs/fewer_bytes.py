@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from ..compat import is_view
 from ..model import GPT, Embedding
 from ..runs import rung
 from .fused_ops import compute_dtype, needs_triton
@@ -147,7 +148,7 @@ class TiedRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dh, dw):
         if dw is None: dw = torch.zeros(**ctx.like)
-        elif dw._is_view() or not dw.is_contiguous(): dw = dw.clone(memory_format=torch.contiguous_format)
+        elif is_view(dw) or not dw.is_contiguous(): dw = dw.clone(memory_format=torch.contiguous_format)
         if dh is not None: add_rows(dw, ctx.saved_tensors[0].flatten(), dh.flatten(0, -2).contiguous())
         return dw, None, None
 

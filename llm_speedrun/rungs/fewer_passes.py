@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass, replace
 import torch, torch.nn as nn
 from fastcore.basics import patch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from ..compat import FakeTensor, node_class, scaled_mm, storage_id
 from ..files import InputError, RunError
 from ..model import naive_layer, set_parts
 from ..runs import HandedOut, Stepper, average_and_clip, entered, param_groups, rung
@@ -63,7 +63,7 @@ def logits_into(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, q: tor
 def mm8_into(to, a, b, inverse_a, inverse_b): # changed: n N, n up to M; M K; N K; one number each
     "to = the first n rows of a @ b.T, of 8-bit matrices with their scales divided out"
     if a.is_cuda and not traced() and len(to) == len(a) and not any(n % 16 for n in (*a.shape, len(b))):
-        torch._scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=to.dtype, out=to)
+        scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=to.dtype, out=to)
     else: to.copy_(mm8(a, b, inverse_a, inverse_b, out=to.dtype)[:len(to)])
 
 # %% ../../nbs/28_fewer_passes.ipynb #6e688eba
@@ -233,7 +233,7 @@ def head_groups(run, # a `Run` with chunked_ce
 def handed_out(loss): # of a forward pass
     "The weights and their gradients, two lists, of a loss that has them; None of any other"
     node = loss.grad_fn
-    if not isinstance(node, HandedOut._backward_cls): return None
+    if not isinstance(node, node_class(HandedOut)): return None
     leaves = [f for f, _ in node.next_functions if f is not None] # of the weights alone
     return [f.variable for f in leaves], list(node.grads())
 
@@ -373,9 +373,9 @@ def remade(t, # a tensor, alive as long as the context
            make): # () -> the same numbers in the same places
     """A context in which autograd doesn't keep the memory of `t`, nor views of it: when the backward pass
     wants one, `make` makes it again. What that reads must not change until then"""
-    memory, dtype, views, made = t.untyped_storage()._cdata, t.dtype, [], []
+    memory, dtype, views, made = storage_id(t.untyped_storage()), t.dtype, [], []
     def pack(t):
-        if t.untyped_storage()._cdata != memory or t.dtype != dtype: return t
+        if storage_id(t.untyped_storage()) != memory or t.dtype != dtype: return t
         views.append((t.shape, t.stride(), t.storage_offset()))
         return len(views) - 1
     def unpack(t): # a tensor that was kept, or which view

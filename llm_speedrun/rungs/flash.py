@@ -11,7 +11,7 @@ import statistics, warnings
 from functools import partial
 import torch, torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import _disable_current_modes
+from ..compat import disable_current_modes
 from ..files import RunError, lookup
 from ..measure import time_ms
 from ..roofline import DTYPES
@@ -55,7 +55,7 @@ def attention_step(backend, # a key of `BACKENDS`
 def why_not(backend, # a key of `BACKENDS`
             *shape): # as `attention_step` takes it: B H K T D dtype device
     "Why attention of this shape can't run with `backend` here, in PyTorch's words; \"\" if it can"
-    with warnings.catch_warnings(record=True) as said, _disable_current_modes(): # on real tensors
+    with warnings.catch_warnings(record=True) as said, disable_current_modes(): # on real tensors
         warnings.simplefilter("always")
         try: attention_step(backend, *shape)()
         except torch.OutOfMemoryError: raise # which says nothing about the kernel
@@ -90,7 +90,7 @@ def flash(run, # a `Run`
     c = run.model.config
     lookup(BACKENDS, backend, "attention backend")
     shape = c.heads, c.kv_heads, c.seq, c.head_dim, DTYPES[run.fmt], run.device
-    with _disable_current_modes(): why = why_not(backend, 1, *shape)
+    with disable_current_modes(): why = why_not(backend, 1, *shape)
     if why:
         raise RunError(f"rung 'flash': the {backend!r} kernel cannot run here: {why}. Use backend=auto")
     run = run.with_model(partial(set_parts, attend=attend_with(backend)))

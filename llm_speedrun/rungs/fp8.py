@@ -9,7 +9,8 @@ __all__ = ['E4M3', 'E5M2', 'LARGEST', 'RECIPES', 'sqnr', 'mm8', 'float8_config',
 # %% ../../nbs/16_fp8.ipynb #148e4050
 from dataclasses import replace
 from functools import partial
-import torch, torch._dynamo, torch.nn as nn
+import torch, torch.nn as nn
+from ..compat import dynamo_config, scaled_mm
 from ..files import lookup
 from ..measure import time_ms
 from ..runs import needs_capability, rung
@@ -29,7 +30,7 @@ def mm8(a, b, inverse_a, inverse_b, # M K; N K, both contiguous; one number each
         out=torch.bfloat16, fast=False): # type of the result; whether to sum up in fewer bits
     "a @ b.T of 8-bit matrices with their scales divided out, M N"
     if a.is_cuda and not any(n % 16 for n in (*a.shape, b.shape[0])):
-        return torch._scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=out, use_fast_accum=fast)
+        return scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=out, use_fast_accum=fast)
     return ((a.float() @ b.float().T) * (inverse_a*inverse_b)).to(out)
 
 # %% ../../nbs/16_fp8.ipynb #5d0fb0c9
@@ -72,7 +73,7 @@ def linear_gain(recipe, C, O, device): # one of `RECIPES`, inputs, outputs
         def step():
             with torch.autocast(device.type, torch.bfloat16): f(x).backward(up)
         return time_ms(step).ms
-    with torch._dynamo.config.patch(recompile_limit=64): # same code for each size
+    with dynamo_config.patch(recompile_limit=64): # same code for each size
         return layer_ms(False) / layer_ms(True)
 
 # %% ../../nbs/16_fp8.ipynb #f80conv7

@@ -14,6 +14,7 @@ import torch, torch.distributed as dist
 from fastcore.basics import patch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from ..compat import replace_tensors
 from ..files import InputError, lookup
 from ..roofline import DTYPES
 from ..runs import rung
@@ -49,7 +50,8 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
 def make_weights(run): # whose weights are shapes, and whose engines know who holds what; its model is changed
     "Give each process its part of the weights that one process would begin with"
     device = run.device
-    run.model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t) # not buffers
+    def made(t): return torch.empty_like(t, device=device) if t.is_meta else t # not buffers
+    replace_tensors(run.model, made)
     parts = pieces(run)
     def give(name, whole):
         p = parts[name]

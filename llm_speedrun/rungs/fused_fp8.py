@@ -25,8 +25,7 @@ from warnings import warn
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from ..compat import disable_current_modes, tree_map
 
 # %% ../../nbs/17_fused_fp8.ipynb #17impor2
 from ..files import InputError, RunError, lookup
@@ -763,7 +762,7 @@ def rounds_wrong(case, device): # an operation and its arguments, as `rounding_c
 @lru_cache
 def misrounded(c, device): # a `GPTConfig`
     "Names of the rounding operations that come out wrong on `device` at the sizes of `c`"
-    with _disable_current_modes(): cases = rounding_cases(c)
+    with disable_current_modes(): cases = rounding_cases(c)
     here = nullcontext if device.type == "cpu" else partial(torch.cuda.device, device)
     def wrong(case):
         with here(): return rounds_wrong(case, device)

@@ -17,7 +17,7 @@ from functools import partial
 from dataclasses import replace
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
-from torch._subclasses.fake_tensor import FakeTensor
+from ..compat import FakeTensor, FoundInfOptimizer
 from ..files import InputError, lookup
 from .triton import blocks, jit, tl, triton
 from ..runs import param_groups, rung
@@ -322,10 +322,9 @@ def check_group(ps): # the weights of a group
         raise InputError("our AdamW updates contiguous weights, and one is not: make it so by `contiguous()`")
 
 # %% ../../nbs/21_optim.ipynb #9fbba06d
-class MultiTensorAdamW(torch.optim.Optimizer):
+class MultiTensorAdamW(FoundInfOptimizer):
     """AdamW in one kernel for all weights of a group, with FP32 arithmetic. A group is bf16 or FP32. How bf16
     weights are rounded depends on seed, step and position alone. Raises `InputError` for other weights"""
-    _step_supports_amp_scaling = True
     def __init__(self, params, lr=1e-3, betas=(.9, .95), eps=1e-8, weight_decay=.1, # as `torch.optim.AdamW`
                  rounding="stochastic", # of bf16; or "master", which keeps the lower halves, or "nearest"
                  moments="fp32", # or "8bit", for tensors of `SMALL` numbers or more

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, replace
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from ..compat import c10d_functional
 from ..files import InputError
 from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, naive_project, rope,
                                 set_parts)
@@ -60,20 +61,20 @@ class Share:
 def start_gather(x, # n ..., of each process as many
                  share): # a `Share`
     "Begin to bring all processes' rows together, N ...; they are there after `arrived`"
-    return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), share.size, share.group)
+    return c10d_functional.all_gather_into_tensor(x.contiguous(), share.size, share.group)
 
 def start_scatter(x, # N ..., this process's summand
                   share): # a `Share`
     "Begin to add up what all processes have, of which each gets its own rows, n ..."
-    return torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", share.size, share.group)
+    return c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", share.size, share.group)
 
 def arrived(x): # from one of the two
     "The same, when later work may read it: the GPU waits, Python doesn't"
-    return torch.ops._c10d_functional.wait_tensor(x)
+    return c10d_functional.wait_tensor(x)
 
 def summed(x, share): # any tensor, a `Share`
     "The sum of all processes' `x`, on each"
-    return arrived(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", share.group))
+    return arrived(c10d_functional.all_reduce(x.contiguous(), "sum", share.group))
 
 # %% ../../nbs/53_tensor_parallel.ipynb #86c47fa3
 class Scattered(torch.autograd.Function):

@@ -12,6 +12,7 @@ import os
 from functools import partial, wraps
 import torch, torch.nn as nn
 from torch.autograd.function import once_differentiable
+from ..compat import dispatch_modes
 from ..measure import time_ms
 
 # %% ../../nbs/13_triton.ipynb #6e933a79
@@ -40,7 +41,7 @@ def pow2(n):
 # %% ../../nbs/13_triton.ipynb #3b6b20ac
 def traced():
     "Whether somebody watches the operations: a compiler, or a dispatch mode such as our counter"
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 def launch(kernel, # of `jit`
            grid, # a tuple: how many programs to start

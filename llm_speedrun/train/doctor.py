@@ -70,7 +70,7 @@ def guarded(findings, # an iterator of `Finding`
         yield Finding("note", about, "what comes after this was not looked at: mend it, then ask again")
 
 # %% ../../nbs/36_doctor.ipynb #dc57c96f
-PACKAGES = "torch triton torchao numpy tokenizers safetensors datasets".split()
+PACKAGES = "torch triton torchao flash-attn-4 quack-kernels numpy tokenizers safetensors datasets".split()
 
 def wrong_versions(package="llm_speedrun"): # an installed package
     "Pairs of a requirement of `package` that isn't met, and the version there is (None: not installed)"
@@ -119,6 +119,7 @@ def check_rungs():
     yield Finding("ok", "rungs", f"this machine can run {', '.join(k for k in why if not why[k]) or 'none'}")
     for k in why:
         if why[k]: yield Finding("note", "rungs", f"{k} can't run here: {why[k]}")
+        elif new := RUNGS[k].untried(): yield Finding("note", "rungs", f"{k}: {new}")
 
 # %% ../../nbs/36_doctor.ipynb #52345d2a
 def link_kinds(said): # what `nvidia-smi topo -m` prints

@@ -19,7 +19,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 import msgspec, torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from ..compat import FakeTensorMode
 
 # %% ../../nbs/32_hardware.ipynb #d7878d4d
 from ..files import InputError, RunError, lookup, read_json

@@ -635,7 +635,7 @@ def rung_lines(r): # a rung
     "What `--rungs list` says of it, its options below it"
     from fastcore.docments import docments
     first = " ".join(inspect.getdoc(r).split()).split(". ")[0]
-    told = {"needs ": ", ".join(r.requires), "not with ": ", ".join(r.excludes), "not here: ": r.needs()}
+    told = {"needs ": ", ".join(r.requires), "not with ": ", ".join(r.excludes), "not here: ": r.needs(), "": not r.needs() and r.untried()}
     told = "; ".join(k + v for k, v in told.items() if v)
     yield f"{r.__name__:<22}{first}" + (f" ({told})" if told else "")
     help, (_, *params) = docments(r, returns=False), inspect.signature(r).parameters.values()

@@ -7,10 +7,11 @@ from functools import lru_cache
 from unittest.mock import patch
 import msgspec, torch
 import llm_speedrun.rungs
+from llm_speedrun import compat
 from llm_speedrun.measure import datasheet_flops, rung_names
 from llm_speedrun.model import WORKLOADS, train_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
-from llm_speedrun.rungs import compile, fastest, flash, fused_fp8, fused_ops
+from llm_speedrun.rungs import compile, flash, fused_fp8, fused_ops
 from llm_speedrun.runs import RUNGS, count_step
 from llm_speedrun.train.hardware import HARDWARE, ROOM, left_out, most_sequences, preset
 from datasheets import GPUS
@@ -28,7 +29,7 @@ def as_if(capability, name="this GPU", packages=("triton",)):
     with (patch.object(torch.cuda, "is_available", lambda: True),
           patch.object(torch.cuda, "get_device_name", lambda *a: name),
           patch.object(torch.cuda, "get_device_capability", lambda *a: capability),
-          patch.object(compile, "version_of", version), patch.object(fastest, "version_of", version),
+          patch.object(compile, "version_of", version), patch.object(compat, "installed", version),
           patch.object(fused_ops, "triton", "triton" if "triton" in packages else None)): yield
 
 # --- what it can run ---
