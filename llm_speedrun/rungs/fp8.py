@@ -9,7 +9,7 @@ __all__ = ['E4M3', 'E5M2', 'LARGEST', 'RECIPES', 'sqnr', 'mm8', 'float8_config',
 # %% ../../nbs/16_fp8.ipynb #148e4050
 from dataclasses import replace
 from functools import partial
-import torch, torch._dynamo, torch.nn as nn
+import torch, torch.nn as nn
 from ..files import lookup
 from ..measure import time_ms
 from ..runs import needs_capability, rung
