@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['DATASHEET_BF16', 'KEYS', 'MOST_CHOICES', 'COURSE', 'SPINE', 'default_device', 'gpu_gib', 'gpu_uuid', 'memory_limit',
            'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'Table', 'table', 'fmt', 'Times', 'summarize',
-           'moment', 'ms_between', 'sample_ms', 'time_ms', 'process_start', 'Timings', 'for_real', 'Known',
-           'flops_per_token', 'datasheet_flops', 'mfu', 'Measured', 'ratio', 'warm_up', 'take_turns', 'compare',
-           'written_by', 'without_docs', 'syntax', 'digest', 'make_record', 'measurements_dir', 'records_path',
-           'load_records', 'rung_names', 'record_key', 'save_records', 'publish', 'choices_path', 'code_version',
-           'choosing_machine', 'as_json', 'Choice', 'Choices', 'mfu_text', 'ladder_table', 'caption', 'ladder_chart',
-           'rungs_below', 'course_records', 'you_are_here', 'guess_chart', 'paid_text']
+           'moment', 'ms_between', 'sample_ms', 'time_ms', 'process_start', 'Timings', 'compiler_imported', 'for_real',
+           'Known', 'flops_per_token', 'datasheet_flops', 'mfu', 'Measured', 'ratio', 'warm_up', 'take_turns',
+           'compare', 'written_by', 'without_docs', 'syntax', 'digest', 'make_record', 'measurements_dir',
+           'records_path', 'load_records', 'rung_names', 'record_key', 'save_records', 'publish', 'choices_path',
+           'code_version', 'choosing_machine', 'as_json', 'Choice', 'Choices', 'mfu_text', 'ladder_table', 'caption',
+           'ladder_chart', 'rungs_below', 'course_records', 'you_are_here', 'guess_chart', 'paid_text']
 
 # %% ../nbs/01_measure.ipynb #0db3b81b
 import ast, hashlib, importlib.metadata, json, os, platform, re, statistics, subprocess, sys, time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -194,10 +194,15 @@ def __str__(self:Timings):
     return str(table(["phase", "seconds"], rows))
 
 # %% ../nbs/01_measure.ipynb #ef86e170
+def compiler_imported():
+    "Whether `torch._dynamo` is imported, as it is once something is compiled. It takes a second or two"
+    return "torch._dynamo" in sys.modules
+
 @contextmanager
 def for_real():
     "Inside, work is done and compiled functions are compiled, also while somebody counts or takes them apart"
-    with disable_current_modes(), torch.compiler.set_stance("default"): yield
+    stance = torch.compiler.set_stance("default") if compiler_imported() else nullcontext()
+    with disable_current_modes(), stance: yield
 
 # %% ../nbs/01_measure.ipynb #12d7ef3b
 class Known:

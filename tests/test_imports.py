@@ -69,3 +69,39 @@ def test_importing_is_quick(there):
     "Beyond torch, the imports take little time, and leave the slow packages for when they are needed"
     slow = set("transformers datasets pandas pyarrow sklearn scipy IPython huggingface_hub triton torchao liger_kernel matplotlib".split())
     assert not slow & set(there["new"]) and there["calls"] < 4_000_000, there["calls"]
+
+HEAVY = set("""torch._dynamo torch._inductor torch.distributed.tensor torch.distributed.fsdp torch.onnx torch.profiler torch.utils.tensorboard
+    torchao transformers accelerate peft liger_kernel quack flash_attn cutlass bitsandbytes datasets pyarrow pandas huggingface_hub
+    scipy sklearn matplotlib PIL IPython ipywidgets jinja2 tensorboard wandb pynvml""".split())
+
+# Also runs in a process of its own, in which nothing is missing
+LEAN = """
+import json, sys
+import torch
+known, loaded = set(sys.modules), {}
+def note(what): loaded[what] = sorted(HEAVY & (set(sys.modules) - known))
+import llm_speedrun.train.options; note("the options")
+import llm_speedrun.train.trainer, llm_speedrun.train.doctor; note("the trainer and the doctor")
+from llm_speedrun.runs import build, stepper_of
+from llm_speedrun.train.hardware import preset
+preset("fastest"); note("every rung")
+from llm_speedrun.model import workload
+from llm_speedrun.recipes.recipe import parse_recipe
+for recipe in ("speedrun", "muon"):
+    made = parse_recipe(recipe)
+    config = made.shape(workload("tiny"))
+    run = made(build(config, ["tf32", "fused_ops", "chunked_ce"], model=made.model))
+    step = stepper_of(run)(run)
+    x = torch.arange(config.seq)[None]
+    step((x, x)); note(f"a step of {recipe}")
+print(json.dumps(loaded))
+"""
+
+def test_heavy_modules_wait(tmp_path):
+    "From the command to the first step, nothing is imported that takes long and that a default run does without"
+    env = os.environ | dict(CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(map(str, (HERE.parent, HERE))))
+    cmd = [sys.executable, "-c", f"HEAVY = {HEAVY}\n{LEAN}"]
+    res = subprocess.run(cmd, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=TIMEOUT)
+    assert res.returncode == 0, res.stderr
+    loaded = json.loads(res.stdout.splitlines()[-1])
+    assert not any(loaded.values()), loaded

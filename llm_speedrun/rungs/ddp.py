@@ -13,7 +13,7 @@ from functools import partial
 import torch, torch.distributed as dist, torch.nn as nn
 from fastcore.basics import patch
 from torch.nn.parallel import DistributedDataParallel
-from ..compat import coalescing_manager, dynamo_config
+from ..compat import coalescing_manager
 from ..files import RunError
 from ..gpu import COLORS
 from ..measure import publish, records_path, save_records, smoke
@@ -174,6 +174,7 @@ def __call__(self:ReplayedLoss, model, x, y): # a `GPT`, B T tokens and the B T 
 # %% ../../nbs/51_ddp.ipynb #51ddp040
 def whole_blocks():
     "A context in which Dynamo doesn't cut what it compiles where DDP's buckets end"
+    from llm_speedrun.compat import dynamo_config # imports the compiler
     return dynamo_config.patch(optimize_ddp=False)
 
 @rung("record", follows=["cuda_graphs"], excludes=["fp16", "fsdp"])

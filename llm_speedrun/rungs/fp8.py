@@ -10,7 +10,7 @@ __all__ = ['E4M3', 'E5M2', 'LARGEST', 'RECIPES', 'sqnr', 'mm8', 'float8_config',
 from dataclasses import replace
 from functools import partial
 import torch, torch.nn as nn
-from ..compat import dynamo_config, scaled_mm
+from ..compat import scaled_mm
 from ..files import lookup
 from ..measure import time_ms
 from ..runs import needs_capability, rung
@@ -73,6 +73,7 @@ def linear_gain(recipe, C, O, device): # one of `RECIPES`, inputs, outputs
         def step():
             with torch.autocast(device.type, torch.bfloat16): f(x).backward(up)
         return time_ms(step).ms
+    from llm_speedrun.compat import dynamo_config # imports the compiler
     with dynamo_config.patch(recompile_limit=64): # same code for each size
         return layer_ms(False) / layer_ms(True)
 

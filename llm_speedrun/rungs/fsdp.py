@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 import torch, torch.distributed as dist
 from fastcore.basics import patch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from ..compat import replace_tensors
 from ..files import InputError, lookup
 from ..roofline import DTYPES
@@ -25,6 +23,7 @@ from .fp8 import as_list
 def give_back(model, args, out): # as a forward hook is called
     "After a pass without gradients: give back what is still whole, which a backward pass would do"
     if torch.is_grad_enabled(): return
+    from torch.distributed.fsdp import FSDPModule
     for m in model.modules():
         if isinstance(m, FSDPModule): m.reshard()
 
@@ -35,6 +34,7 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
           reduce, # type in which gradients are sent and added up
           reshard): # give a block's matrices back after its forward pass
     "Cut the matrices among the processes, each block's to be gathered together. Vectors stay whole"
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard # slow to import, so only here
     warnings.filterwarnings("ignore", "FSDP2-wrapped module") # of views of the stream: nobody writes into it
     typed = partial(MixedPrecisionPolicy, reduce_dtype=reduce, cast_forward_inputs=False)
     cut = partial(fully_shard, mesh=mesh, ignored_params={p for p in model.parameters() if p.ndim < 2})
@@ -63,6 +63,7 @@ class FSDP(Engine):
     "FSDP2's hooks gather and reduce what is cut. What isn't, is reduced when the passes are over"
     def __init__(self, run, # a `Run` whose model is cut
                  each): # reduce after each micro-batch
+        from torch.distributed.tensor import DTensor
         self.model, self.each, self.n = run.model, each, run.world.place("dp")[1]
         self.group = run.world.group("dp")
         self.cut = {n for n, p in run.model.named_parameters() if isinstance(p, DTensor)}
@@ -81,6 +82,7 @@ class FSDP(Engine):
 @torch.no_grad()
 def reduce(self:FSDP, params): # with the gradients of this process's passes added up
     "Give the vectors the mean of all processes' gradients"
+    from torch.distributed.tensor import DTensor
     grads = [p.grad for p in params if p.grad is not None and not isinstance(p, DTensor)]
     flat = torch.cat([g.flatten() for g in grads])
     dist.all_reduce(flat, group=self.group)

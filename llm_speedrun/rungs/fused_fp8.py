@@ -29,6 +29,7 @@ from ..compat import disable_current_modes, tree_map
 
 # %% ../../nbs/17_fused_fp8.ipynb #17impor2
 from ..files import InputError, RunError, lookup
+from ..measure import compiler_imported
 from ..model import set_parts
 from ..runs import baseline, needs_capability, rung, uncompiled
 from .flash import sdpa
@@ -107,7 +108,7 @@ def in_pass(self:Scaling):
     self.jit, trains = not (self.delayed and self.seen), torch.is_grad_enabled()
     kept = None if trains else [t.clone() for t in self.forward_max]
     try:
-        with uncompiled() if self.jit else nullcontext(): yield
+        with uncompiled() if self.jit and compiler_imported() else nullcontext(): yield
         self.seen |= trains
     finally:
         if kept is not None: torch._foreach_copy_(self.forward_max, kept)

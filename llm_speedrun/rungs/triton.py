@@ -54,7 +54,9 @@ def kernel_op(f=None, # a function of tensors and numbers, with annotations, tha
               mutates=()): # names of the arguments that it writes into
     "Decorator: make `f` PyTorch's operation `llm_speedrun::f`, called directly where nobody watches"
     if f is None: return partial(kernel_op, mutates=mutates)
-    op = torch.library.triton_op(f"llm_speedrun::{f.__name__}", f, mutates_args=mutates)
+    body = partial(f) # has no source, in which PyTorch would look for kernels and import its compiler
+    body.__globals__ = f.__globals__ # where PyTorch looks up the annotations
+    op = torch.library.triton_op(f"llm_speedrun::{f.__name__}", body, mutates_args=mutates)
     @wraps(f)
     def call(*args): return (op if traced() else f)(*args)
     return call

@@ -23,8 +23,8 @@ from ..compat import FakeTensorMode
 
 # %% ../../nbs/32_hardware.ipynb #d7878d4d
 from ..files import InputError, RunError, lookup, read_json
-from ..measure import (Choices, default_device, gpu_gib, machine, memory_limit, ratio, smoke,
-                                  warm_up, written_by)
+from ..measure import (Choices, gpu_gib, machine, memory_limit, ratio, smoke, warm_up,
+                                  written_by)
 from ..model import workload
 from ..roofline import predict_ms
 from ..runs import (RUNGS, World, bench, build, check_rung, code_of, count_step, find_rung,
@@ -164,7 +164,7 @@ def settle_preset(config, rungs, choices): # as for `settle_rungs`
     while True:
         try:
             on = settle_rungs(config, rungs, choices)
-            with FakeTensorMode(): build(one, on.rungs, default_device())
+            build(one, on.rungs) # for real: fake tensors would import PyTorch's compiler
             return Settled(on.rungs, on.why | why)
         except (InputError, RunError) as e:
             rungs = give_way(rungs, e)
