@@ -60,7 +60,7 @@ class Pages:
 
     def built_name(self, address):
         "The address of the page that is built from this one: nbdev drops a notebook's number"
-        return re.sub(r"(^|/)\d\d_", r"\1", re.sub(r"\.\w+$", ".html", address))
+        return re.sub(r"(^|/)\d\d[a-z]?_", r"\1", re.sub(r"\.\w+$", ".html", address))
 
     def lands(self, page, target):
         "Whether `target`, as it stands in `page`, is there; what leads to another site is not looked at"

@@ -601,7 +601,7 @@ def tell(findings, # an iterator of `Finding`
 def examined(world, cfg, given): # a `World`, the options, names of those that were given
     "What each process of `speedrun_doctor` does. Returns the number of problems"
     if world.first:
-        print("Trying what speedrun_train would do; to measure the rungs (--rungs auto) takes a while\n")
+        print("Trying what speedrun_train would do\n")
     return tell(examine(cfg, given, Timings(process_start()), world), world)
 
 def examine_and_tell(cfg, # a `TrainConfig`

@@ -286,7 +286,7 @@ NOT_LINKED = "|".join((r"^(?P<fence>```+|~~~+)[\s\S]*?^(?P=fence)[ \t]*$", r"^#{
                        r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)", r"<[a-zA-Z/][^>\n]*>", r"``+[\s\S]*?``+",
                        r"`?\b(?:PyTorch|torch|torchao|transformers|library)`?'s?\s+`[^`]+`"))
 NAME = re.compile(rf"(?P<skip>{NOT_LINKED})|`(?P<name>[A-Za-z_][\w.]*)(?P<call>\(\))?`"
-                  r"|\b[Nn]otebook\s(?P<number>\d\d)\b", re.M)
+                  r"|\b[Nn]otebook\s(?P<number>\d\d[a-z]?)\b", re.M)
 
 def linked(lesson, md):
     "`md` with links: on names in backticks that mean a definition, on notebooks that are mentioned by number"
@@ -358,7 +358,7 @@ def told_before(lesson):
     opening = " ".join(re.split(r"^#+ ", below_title, maxsplit=1, flags=re.M)[0].split())
     asks = [s for s in re.split(r"(?<=[.;:])\s", opening)
             if re.search(r"\b(should|must) have read\b|\b[Rr]ead\b.*\bbefore\b", s)]
-    return {stem for s in asks for stem in re.findall(r"\]\((\d\d_\w+)\.ipynb", s)}
+    return {stem for s in asks for stem in re.findall(r"\]\((\d\d[a-z]?_\w+)\.ipynb", s)}
 
 def imported_before(lesson):
     """The notebooks before it that this one imports from, for what it exports if it exports anything; and
