@@ -43,7 +43,7 @@ from .ladder import check_share
 from .model import workload as find_workload
 from .recipes.recipe import parse_recipe
 from .recipes.schedules import SCHEDULES, warmup_steps
-from .train.hardware import growing_segments, parse_rungs
+from .train.hardware import prepare_process, parse_rungs
 
 # %% ../nbs/48_race.ipynb #race0004
 def energy_counter():
@@ -617,7 +617,7 @@ def job_and_tell(folder): # of a job
 # %% ../nbs/48_race.ipynb #race0048
 def raced(job, folder): # a `Job`, its folder
     "Run the job in this process. Returns what there is to say of it, a dict"
-    if job.kind in ("ours", "nanochat"): growing_segments() # as their own programs do
+    if job.kind in ("ours", "nanochat"): prepare_process() # as their own programs do
     corpus = open_corpus(job.data)
     course = Course(job, corpus, Referee(corpus, job.seq), folder/"work", folder.parents[1]/"tokens",
                     note_in(folder))

@@ -23,7 +23,7 @@ from ..data import prefetch
 from ..files import InputError, RunError, check_writable, decoded, read_bytes_of, replace_file
 from ..measure import fmt, table
 from ..recipes.recipe import set_groups
-from .hardware import growing_segments, memory_limit
+from .hardware import prepare_process, memory_limit
 from .options import unused_names
 from .report import (BLUE, GREEN, GREY, ORANGE, PURPLE, TEMPLATES, number, one_line, part,
                                        points, read_run, rendered, running_mean, short_number, spoken,
@@ -603,7 +603,7 @@ def save_found(found, folder): # a `Found`, to write into
 def search_and_tell(c, # a `LrOptions`
                     given): # names of the options that were given
     "What `speedrun_lr` does: search, print the table, write the folder"
-    growing_segments()
+    prepare_process()
     s = Search(c, given)
     found = s.search(c.repeats)
     save_found(found, s.trainer.folder)

@@ -32,7 +32,7 @@ from ..world import Piece, collective_ms, join_world, leave_world, pieces, proce
 from .options import to_start
 from .saving import newest, read_record, taken_apart
 from .sharded_saving import Each, weights_to_save
-from .hardware import divisors, presets, refused
+from .hardware import divisors, prepare_process, presets, refused
 from .train_step import median_ms, phases_of, without_learning
 from .trainer import Trainer
 
@@ -607,6 +607,7 @@ def examined(world, cfg, given): # a `World`, the options, names of those that w
 def examine_and_tell(cfg, # a `TrainConfig`
                      given): # names of the options that were given
     "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
+    prepare_process()
     n = to_start(cfg, given or ())
     problems = processes(n, examined, cfg, given)[0] if n > 1 else examined(join_world(), cfg, given)
     leave_world()

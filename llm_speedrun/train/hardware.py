@@ -6,7 +6,7 @@
 __all__ = ['PRESETS', 'PARALLEL', 'HARDWARE', 'PLANNED', 'ROOM', 'RECORDED', 'NARROWEST', 'BREAK_EVEN', 'clash', 'fitting',
            'preset', 'presets', 'check_name', 'preset_of', 'parse_rungs', 'left_out', 'Settled', 'settle_rungs',
            'without', 'give_way', 'reason', 'refused', 'settle_preset', 'state_gib', 'parallel_rungs', 'Hardware',
-           'hardware', 'growing_segments', 'divisors', 'smaller', 'most_sequences', 'micro_batches', 'Trial', 'attempt',
+           'hardware', 'prepare_process', 'divisors', 'smaller', 'most_sequences', 'micro_batches', 'Trial', 'attempt',
            'slowest', 'first_that_fits', 'NoRoom', 'trial', 'ways', 'trial_of', 'Tried', 'free_gib', 'remembered_trial',
            'recorded_preset', 'candidates', 'ChosenList', 'list_speed', 'compare_lists', 'choose_list', 'fits', 'turn',
            'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable', 'tell_together',
@@ -25,6 +25,7 @@ from ..compat import FakeTensorMode
 from ..files import InputError, RunError, lookup, read_json
 from ..measure import (Choices, gpu_gib, machine, memory_limit, ratio, smoke, warm_up,
                                   written_by)
+from ..data import cache_dir
 from ..model import workload
 from ..roofline import predict_ms
 from ..runs import (RUNGS, World, bench, build, check_rung, code_of, count_step, find_rung,
@@ -221,9 +222,15 @@ def hardware(name=""): # a key of `HARDWARE`, by default what is there
     return res
 
 # %% ../../nbs/32_hardware.ipynb #21467122
-def growing_segments():
-    "Ask PyTorch's allocator for segments that grow, unless the environment has settings of its own"
+def prepare_process():
+    """Set what a process must know before it uses the GPU, unless the environment says otherwise: PyTorch's
+    allocator has segments that grow, and kernels that FlashAttention-4 and QuACK compile are kept in our cache"""
     if sys.platform == "linux": os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    try: kernels = cache_dir()/"kernels"
+    except OSError: return # what needs the cache says what is wrong with it
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    for name in ("FLASH_ATTENTION_CUTE_DSL", "QUACK"):
+        os.environ.setdefault(f"{name}_CACHE_DIR", str(kernels/name.lower()))
 
 # %% ../../nbs/32_hardware.ipynb #038cce3b
 def divisors(n): # a positive integer

@@ -295,7 +295,7 @@ class Saver:
         if keep < 1: raise InputError(f"keep must be at least 1, not {keep}: the last checkpoint is the run")
         self.folder, self.keep, self.run = Path(folder), keep, run
         self.losses = {} # step -> validation loss, which the trainer fills in
-        self.pool, self.writing, self.reserved = ThreadPoolExecutor(1, "saver"), None, []
+        self.pool, self.writing, self.reserved = ThreadPoolExecutor(1, "saver"), None, None
         self.tidy()
 
     def tidy(self):
@@ -309,8 +309,9 @@ class Saver:
 # %% ../../nbs/31_saving.ipynb #71e26a6b
 @patch
 def reserve(self:Saver, tensors): # of the shapes and types that will be saved
-    "Have memory ready for copies of them, so that the first `save` needn't wait for it"
-    self.reserved = [pinned(t) for t in tensors if t.is_cuda]
+    "Make pinned memory for copies of them in the background, so that the first `save` needn't wait for it"
+    like = [torch.empty_like(t, device="meta") for t in tensors if t.is_cuda]
+    if like: self.reserved = self.pool.submit(lambda: [pinned(t) for t in like])
 
 @patch
 def wait(self:Saver):
@@ -332,7 +333,8 @@ def save(self:Saver, step, # its number
          **facts): # plain values to find again in `About.facts`
     "Copy the state and write it in the background. Raises what went wrong with the checkpoint before"
     self.wait()
-    self.reserved = [] # PyTorch's to reuse now; earlier, the recording of a CUDA graph would have freed it
+    if self.reserved: self.reserved.result()
+    self.reserved = None # PyTorch's to reuse now; earlier, the capture of a CUDA graph would have freed it
     tensors = {}
     about = dict(version=VERSION, step=step, run=self.run, facts=facts, state=taken_apart(state, tensors))
     groups = dict(model=model, state=tensors)

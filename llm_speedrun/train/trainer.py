@@ -41,7 +41,7 @@ from ..export import import_folder, recipe_for
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .train_step import LrSchedule, TrainStep
-from .hardware import (PARALLEL, candidates, choose_list, divisors, growing_segments, hardware,
+from .hardware import (PARALLEL, candidates, choose_list, divisors, prepare_process, hardware,
                                          left_out, memory_limit, parallel_rungs, parse_rungs, preset,
                                          preset_of, recorded_preset, remembered_trial, settle_preset,
                                          settle_rungs, smaller, trial_of)
@@ -1518,7 +1518,7 @@ def report(trainer, # a `Trainer` after `fit`
 def train_and_tell(cfg, # a `TrainConfig`
                    given): # names of the options that were given
     "What `speedrun_train` does: train, and print what the run has to show"
-    growing_segments()
+    prepare_process()
     with as_one_of_many():
         trainer, res = train(cfg, given=given, timings=Timings(process_start()))
         report(trainer, res)
