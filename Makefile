@@ -106,8 +106,7 @@ $(READY): settings.ini setup.py .venv/torch
 	    && $(PYTHON) -m venv .venv; }
 	@echo 'Installing llm_speedrun and $(TORCH) into .venv: some minutes the first time, seconds later.'
 	@$(BIN)/python -m pip install -qq --upgrade pip
-	@$(BIN)/python -m pip install -qq '$(TORCH)'
-	@$(BIN)/python -m pip install -qq -e '.[dev]'
+	@$(BIN)/python -m pip install -qq '$(TORCH)' -e '.[dev]'
 	@rm -f $(HOPPER)
 	@touch $@
 

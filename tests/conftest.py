@@ -4,6 +4,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files her
 # With workers, they share the cores, and so do the programs that they start
 share = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", os.cpu_count() or 1))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1") # more begin with processes that import torch, for code of a few lines
 import pickle, shutil, signal, subprocess, sys, time, traceback
 from pathlib import Path
 import numpy as np, pytest, torch

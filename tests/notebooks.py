@@ -44,6 +44,7 @@ def test_all(paths):
     preload = ["nbdev.test", "torch", "matplotlib.pyplot"]
     if not cuda:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores//jobs)))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1") # more begin with processes that import torch
         os.environ["TRITON_INTERPRET"] = "1"    # torch._dynamo imports triton, and notebooks run kernels in its interpreter
         preload.append("torch._dynamo")         # which each optimizer imports
         paths = longest_first(paths)

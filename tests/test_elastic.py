@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="p
               pytest.mark.skipif(torch.cuda.device_count() == 1, reason="each process needs a GPU of its own")]
 NEAR = 1e-3 if torch.cuda.is_available() else 1e-4 # nats
 COMMAND = [sys.executable, "-c", "from llm_speedrun.train.options import speedrun_train; speedrun_train()"]
-STEPS, PARTS = 30, 60 if torch.cuda.is_available() else 2 # micro-batches of each process in a step, which must take some time
+STEPS, PARTS = 40, 60 if torch.cuda.is_available() else 2 # micro-batches of each process in a step, which must take some time
 
 def chosen(folder, **kw):
     "Options of a small run on two processes"
@@ -112,7 +112,7 @@ def test_killed_stopped_and_resumed(folder, undisturbed):
     assert c["world"] == dict(processes=2, dp=2, tp=1) and (c["batch"], c["accumulate"]) == (8, PARTS)
     assert [len(r["rank_ms"]) for r in rows(run) if "rank_ms" in r] == [2]*(STEPS//10)
     assert "The processes" in (run/"report.html").read_text(encoding="utf-8")
-    assert "step 30: data" in (run/"logs/rank-00001.log").read_text(encoding="utf-8")
+    assert f"step {STEPS}: data" in (run/"logs/rank-00001.log").read_text(encoding="utf-8")
 
 def test_refused(folder):
     "What can't be is said once, in one line, with exit code 2, and nothing is started again"
