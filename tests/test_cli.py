@@ -231,7 +231,7 @@ def test_trains_on_a_folder_of_text(tmp_path):
     assert res.returncode == 0, res.stderr
     for part in ("Tokenizing", "--- sample ---", "validation loss", "everything is in mine/a/"): assert part in res.stdout
     for name in ("model.safetensors", "metrics.jsonl", "loss.png", "tokenizer.json"): assert (tmp_path/"mine/a"/name).exists()
-    assert not (tmp_path/"runs").exists() and re.fullmatch(r"checked texts-\w+", " ".join(sorted(p.name for p in (tmp_path/"cache").iterdir())))
+    assert not (tmp_path/"runs").exists() and re.fullmatch(r"checked choices.json choices.json.lock texts-\w+", " ".join(sorted(p.name for p in (tmp_path/"cache").iterdir())))
 
 def test_trains_on_a_nanogpt_bin(tmp_path):
     "`--data` takes nanoGPT's train.bin, with the val.bin beside it; the run's folder has a name by default"

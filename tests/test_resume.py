@@ -20,14 +20,27 @@ from timeouts import TIMEOUT
 
 FULL = "bf16,flash,fused_ops,chunked_ce"
 
-def stop_at(monkeypatch, step, number=signal.SIGINT):
-    "The signal arrives while the step after `step` others is under way"
-    call, count = Stepper.__call__, [0]
-    def pressed(self, *batches):
+def watch_updates(monkeypatch, before=lambda n, batches: None, after=lambda n, batches: None):
+    "Both are called at each update of training, with its number, from 1, and its micro-batches. Those of the trial before it don't count"
+    call, loop, count = Stepper.__call__, Trainer.loop, [None]
+    def training(self, batches):
+        count[0] = 0
+        try: return loop(self, batches)
+        finally: count[0] = None
+    def update(self, *batches):
+        if count[0] is None: return call(self, *batches)
         count[0] += 1
-        if count[0] == step: os.kill(os.getpid(), number)
-        return call(self, *batches)
-    monkeypatch.setattr(Stepper, "__call__", pressed)
+        n = count[0]
+        before(n, batches)
+        res = call(self, *batches)
+        after(n, batches)
+        return res
+    monkeypatch.setattr(Trainer, "loop", training)
+    monkeypatch.setattr(Stepper, "__call__", update)
+
+def stop_at(monkeypatch, update, number=signal.SIGINT):
+    "The signal arrives while that update of training is under way, from 1"
+    watch_updates(monkeypatch, lambda n, batches: n == update and os.kill(os.getpid(), number))
 
 def go(folder, **kw): return train(options(folder, **kw), progress=False)
 def resume(folder, **kw): return train(TrainConfig(resume=str(folder/"runs/run"), **kw), progress=False)
@@ -65,7 +78,7 @@ def test_the_same_bits(tmp_path, monkeypatch, rungs, calls=5, **more):
     how = dict(rungs=rungs, steps=12, accumulate=2, evals=3, deterministic=True) | more
     whole, res = go(tmp_path/"whole", **how)
     with monkeypatch.context() as m:
-        stop_at(m, 4 + calls)     # the trial before a run takes four
+        stop_at(m, calls)
         half, stopped = go(tmp_path/"parts", **how)
     assert stopped["interrupted"] and stopped["steps"] == 5 and stopped["val_loss"]
     rest, end = resume(tmp_path/"parts")
@@ -95,20 +108,17 @@ def test_the_same_bits_with(tmp_path, monkeypatch, kind):
 @posix
 def test_another_micro_batch(tmp_path, monkeypatch):
     "Tokens of a step are held: the same windows in the same order, and losses to the last digits"
-    seen, call = [], Stepper.__call__
-    def look(self, *batches):
-        seen.append(torch.cat([x for x, _ in batches]))
-        return call(self, *batches)
-    monkeypatch.setattr(Stepper, "__call__", look)
+    seen = []
+    watch_updates(monkeypatch, lambda n, batches: seen.append(torch.cat([x for x, _ in batches])))
     whole, _ = go(tmp_path/"whole", steps=8)
-    windows = seen[4:]; seen.clear()
+    windows = seen[:]; seen.clear()
     with monkeypatch.context() as m:
-        stop_at(m, 4 + 3)
+        stop_at(m, 3)
         go(tmp_path/"parts", steps=8)
-    first = seen[4:]; seen.clear()
+    first = seen[:]; seen.clear()
     rest, _ = resume(tmp_path/"parts", batch=1)
     assert (rest.cfg.batch, rest.cfg.accumulate) == (1, 4)
-    assert all(map(torch.equal, windows, first + seen[4:]))
+    assert all(map(torch.equal, windows, first + seen))
     assert curve(rest) == pytest.approx(curve(whole), rel=1e-4)
 
 # Signals
@@ -184,7 +194,7 @@ def test_killed_again_and_again(tmp_path, steps=int(os.environ.get("KILLED_STEPS
 def stopped_once(tmp_path_factory, nano):
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as m:
-        stop_at(m, 4 + 6)
+        stop_at(m, 6)
         go(folder, steps=12, save_minutes=0., keep_last=3)
     return folder
 
@@ -230,13 +240,8 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
         if full[0] and "checkpoints" in str(args[1]): raise SafetensorError("I/O error: No space left on device")
         return real(*args, **kw)
     monkeypatch.setattr(saving, "save_file", save_file)
-    call = Stepper.__call__
-    def step(self, *batches):
-        full[0] = len(done) >= 4 + 4
-        done.append(1)
-        return call(self, *batches)
-    done = []
-    monkeypatch.setattr(Stepper, "__call__", step)
+    def fill(n, batches): full[0] = n > 4
+    watch_updates(monkeypatch, fill)
     with fails(OSError, "No space left"): train(options(tmp_path, steps=8, save_minutes=0.))
     run = tmp_path/"runs/run"
     assert "can't be written: I/O error: No space left on device" in capsys.readouterr().out
@@ -260,7 +265,7 @@ def test_a_checkpoint_after_one_that_failed(tmp_path, monkeypatch, capsys):
         if n[0] == 1: raise SafetensorError("I/O error: No space left on device")
         return real(*args, **kw)
     monkeypatch.setattr(saving, "save_file", save_file)
-    stop_at(monkeypatch, 4 + 2, signal.SIGTERM)
+    stop_at(monkeypatch, 2, signal.SIGTERM)
     train(options(tmp_path, steps=8, save_minutes=0.))
     assert "before step 2 could not be written" in capsys.readouterr().out
     assert newest(tmp_path/"runs/run/checkpoints").name == "step-00000002"
@@ -269,7 +274,7 @@ def test_a_checkpoint_after_one_that_failed(tmp_path, monkeypatch, capsys):
 def test_a_second_interruption(tmp_path, monkeypatch):
     "Ctrl-C in a step and again in the last evaluation: the checkpoint is there, and the run goes on from it"
     signal.signal(signal.SIGINT, signal.default_int_handler)     # jobs in a shell's background start out ignoring it
-    stop_at(monkeypatch, 4 + 3)
+    stop_at(monkeypatch, 3)
     with monkeypatch.context() as m:
         m.setattr(Stepper, "evaluate", lambda self, batches: signal.raise_signal(signal.SIGINT))
         with fails(KeyboardInterrupt, "interrupted again"): train(options(tmp_path), progress=False)
@@ -282,14 +287,10 @@ def test_a_second_interruption(tmp_path, monkeypatch):
 def test_pressed_again_and_again(tmp_path, monkeypatch, capsys, presses):
     "Once: all is saved and judged. Twice: the step is taken, the run saved without a loss. Three times: the step is gone, and that is said"
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    call, count = Stepper.__call__, [0]
-    def pressed(self, *batches):
-        count[0] += 1
-        res = call(self, *batches)
-        if count[0] == 4 + 5: # half of a step is taken, as it were
+    def press(n, batches):
+        if n == 5: # half of a step is taken, as it were
             for _ in range(presses): signal.raise_signal(signal.SIGINT)
-        return res
-    monkeypatch.setattr(Stepper, "__call__", pressed)
+    watch_updates(monkeypatch, after=press)
     trainer, res = train(options(tmp_path, steps=8, save_minutes=0.))
     said = capsys.readouterr().out
     assert res["interrupted"] and "stopping after this step" in said and ("val_loss" in res) == (presses == 1)
@@ -306,7 +307,7 @@ def test_going_on_from_an_older_checkpoint(tmp_path, monkeypatch):
     run = tmp_path/"runs/run"
     for c in checkpoints(run/"checkpoints")[-2:]: (c/"about.json").write_text("{}")
     (run/"result.json").unlink()
-    stop_at(monkeypatch, 4 + 1)
+    stop_at(monkeypatch, 1)
     _, res = resume(tmp_path, keep_last=3)
     names = [c.name for c in checkpoints(run/"checkpoints")]
     assert res["steps"] == 7 and f"step-{7:08}" in names and not any(broken(run/"checkpoints"/n) for n in names) and len(names) <= 4
@@ -347,7 +348,7 @@ def test_the_options():
 def test_other_tokens(tmp_path, monkeypatch, stream):
     "Text that changed between stop and resume: an error says what, and the run's tokenizer stays; as it was, the run goes on"
     folder = texts(tmp_path/"texts")
-    stop_at(monkeypatch, 4 + 3)
+    stop_at(monkeypatch, 3)
     go(tmp_path, data=str(folder), stream=stream, steps=8, batch=16, seq=32)
     run = tmp_path/"runs/run"
     tok, was = (run/"tokenizer.json").read_bytes(), {p: p.read_text() for p in folder.iterdir()}
@@ -374,7 +375,7 @@ def test_new_text_trains_no_tokenizer(stopped_text, monkeypatch):
 def stopped_text_once(tmp_path_factory, nano):
     folder = tmp_path_factory.mktemp("text")
     with pytest.MonkeyPatch.context() as m:
-        stop_at(m, 4 + 3)
+        stop_at(m, 3)
         go(folder, data=str(texts(folder/"texts")), steps=8, seq=32)
     return folder
 
@@ -511,7 +512,7 @@ def test_more_steps(stopped, capsys):
 def test_other_rungs(tmp_path, monkeypatch, capsys, before, after, said):
     "A run goes on with other rungs; what has no place any more is dropped, what is new begins anew, and both are said"
     with monkeypatch.context() as m:
-        stop_at(m, 4 + 3)
+        stop_at(m, 3)
         go(tmp_path, rungs=before, steps=6, recipe="adamw")
     trainer = Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), rungs=after))
     assert said in capsys.readouterr().out and trainer.done == 3

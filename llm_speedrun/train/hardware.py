@@ -7,10 +7,10 @@ __all__ = ['PRESETS', 'PARALLEL', 'HARDWARE', 'PLANNED', 'ROOM', 'RECORDED', 'NA
            'preset', 'presets', 'check_name', 'preset_of', 'parse_rungs', 'left_out', 'Settled', 'settle_rungs',
            'without', 'give_way', 'reason', 'refused', 'settle_preset', 'state_gib', 'parallel_rungs', 'Hardware',
            'hardware', 'prepare_process', 'divisors', 'smaller', 'most_sequences', 'micro_batches', 'Trial', 'attempt',
-           'slowest', 'first_that_fits', 'NoRoom', 'trial', 'ways', 'trial_of', 'Tried', 'free_gib', 'remembered_trial',
-           'recorded_preset', 'candidates', 'ChosenList', 'list_speed', 'compare_lists', 'choose_list', 'fits', 'turn',
-           'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable', 'tell_together',
-           'climb_with_gpus']
+           'slowest', 'first_that_fits', 'NoRoom', 'no_room', 'trial', 'ways', 'trial_of', 'Tried', 'free_gib',
+           'remembered_trial', 'recorded_preset', 'candidates', 'ChosenList', 'list_speed', 'compare_lists',
+           'choose_list', 'fits', 'turn', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one',
+           'buildable', 'tell_together', 'climb_with_gpus']
 
 # %% ../../nbs/32_hardware.ipynb #352dd416
 import os, statistics, sys
@@ -44,7 +44,8 @@ PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops tied_embeddin
                fastest16="tf32 half flash flash4 fused_ops epilogues tied_embedding chunked_ce head_groups "
                          "fused_ce cuda_graphs fused_adamw direct_update",
                smallest="tf32 half flash fused_ops chunked_ce checkpoint cuda_graphs adamw8bit",
-               cpu="flash fused_adamw", safe="tf32 half flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
+               cpu="flash fused_adamw",
+               safe="tf32 half flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
 
 # %% ../../nbs/32_hardware.ipynb #c45f3f46
 def clash(a, b): # with options or without
@@ -223,8 +224,8 @@ def hardware(name=""): # a key of `HARDWARE`, by default what is there
 
 # %% ../../nbs/32_hardware.ipynb #21467122
 def prepare_process():
-    """Set what a process must know before it uses the GPU, unless the environment says otherwise: PyTorch's
-    allocator has segments that grow, and kernels that FlashAttention-4 and QuACK compile are kept in our cache"""
+    """Set, unless the environment says otherwise, what a process must know before it uses the GPU: PyTorch's
+    allocator has segments that grow; compiled kernels of FlashAttention-4 and QuACK are kept in our cache"""
     if sys.platform == "linux": os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try: kernels = cache_dir()/"kernels"
     except OSError: return # what needs the cache says what is wrong with it
@@ -267,17 +268,14 @@ class Trial:
 # %% ../../nbs/32_hardware.ipynb #59de9bcc
 PLANNED = 600 # steps of the run that a trial stands for: only the phases of its recipe depend on it
 
-def attempt(config, # a `GPTConfig`
-            rungs, # names
-            batch, # sequences in a micro-batch
+def attempt(config, rungs, batch, # a `GPTConfig`, names, sequences in a micro-batch
             timed=5, # updates of each phase to time
             world=World(), # the processes that share the steps, `batch` each
             recipe=ADAMW, # how the weights learn
             rows=0): # sequences in a step, where they are more
     "Take updates of each phase of a run and time some: a `Trial`. None if they don't fit"
     free_memory()
-    seed = world.place("dp")[0] if world.size > 1 else 0
-    ms = []
+    ms, seed = [], world.place("dp")[0] if world.size > 1 else 0
     def build_steps():
         run = recipe(build(config, rungs, world=world, model=recipe.model))
         step = TrainStep(run, batch, LrSchedule(PLANNED))
@@ -288,6 +286,7 @@ def attempt(config, # a `GPTConfig`
     except torch.OutOfMemoryError: res = None # the traceback, which holds every tensor, goes with it
     return slowest(world.gathered(res))
 
+# %% ../../nbs/32_hardware.ipynb #32slow01
 def slowest(trials): # of all processes; None where it didn't fit
     "The `Trial` of all: the most time and memory that one of them took. None if it didn't fit one of them"
     if None in trials: return None
@@ -312,6 +311,12 @@ def first_that_fits(config, rungs, sizes, # a `GPTConfig`, names, batches in the
 # %% ../../nbs/32_hardware.ipynb #5b7bcbb2
 class NoRoom(RunError): "Not even one sequence fits into the GPU's memory"
 
+def no_room(config): # a `GPTConfig`
+    "Return the `NoRoom` that says what to do"
+    return NoRoom(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs smallest, "
+                  "or a smaller --workload or --seq")
+
+# %% ../../nbs/32_hardware.ipynb #32trial1
 def trial(config, # a `GPTConfig`
           rungs, # names
           rows, # sequences of this process in a step
@@ -324,9 +329,7 @@ def trial(config, # a `GPTConfig`
     gib = gib or (gpu_gib() if torch.cuda.is_available() else 0)
     sizes, room = micro_batches(rows, batch), gib if batch else ROOM*gib
     t = first_that_fits(config, rungs, sizes, room, timed, world, recipe, rows)
-    if t is None:
-        raise NoRoom(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs smallest, "
-                     "or a smaller --workload or --seq")
+    if t is None: raise no_room(config)
     return t
 
 # %% ../../nbs/32_hardware.ipynb #32room02
@@ -357,6 +360,7 @@ def free_gib():
     mine = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return (torch.cuda.mem_get_info()[0] + mine)/2**30
 
+# %% ../../nbs/32_hardware.ipynb #32list2b
 def remembered_trial(choices, # a `measure.Choices`
                      config, rungs, rows, gib, batch, timed, world, recipe, # as for `trial`
                      named=False): # as for `trial_of`
@@ -381,8 +385,9 @@ def recorded_preset(config, # a `GPTConfig`
     if gpu == "CPU": return "cpu"
     return RECORDED.get(gpu, "") if config.width >= NARROWEST else ""
 
+# %% ../../nbs/32_hardware.ipynb #32list5b
 def candidates(lacks=(), beside=()): # as for `preset`
-    "The lists to compare: `fastest` and `fastest16`, each also without the rungs near break-even. name -> rungs"
+    "Return name -> rungs: `fastest` and `fastest16`, each also without the rungs near break-even"
     found = {}
     for name in ("fastest", "fastest16"):
         whole = preset(name, lacks, beside)
@@ -398,32 +403,31 @@ class ChosenList(msgspec.Struct):
     why: dict[str, str] # rung -> what was measured for it, or why it is not in the list
     tok_s: dict[str, list[float]] # name of a list -> tokens/s in each round
 
+# %% ../../nbs/32_hardware.ipynb #32list8a
 def list_speed(config, rungs, rows, gib, batch, recipe, choices): # as for `remembered_trial`
-    "Train some steps with a list: the `Settled` rungs, their micro-batch and tokens/s. None if they don't fit"
+    "Take steps with a list: its `Settled` rungs, micro-batch and tokens/s. None if it doesn't fit"
     on = settle_preset(config, rungs, choices)
     try: t, kept = trial_of(config, on.rungs, rows, gib, batch, 5, World(), recipe)
     except NoRoom: return None
     return Settled(kept.rungs, on.why | kept.why), t.batch, rows*config.seq/t.ms*1e3
 
+# %% ../../nbs/32_hardware.ipynb #32list8b
 def compare_lists(config, # a `GPTConfig`
                   lists, # name -> rungs
                   rows, gib, batch, recipe, choices, # as for `remembered_trial`
                   rounds=3): # how often each list is built and measured
-    "Measure whole lists as training runs them, interleaved. Returns the `ChosenList`; raises `NoRoom` if none fits"
+    "Return the `ChosenList` of lists that are measured interleaved. Raises `NoRoom` if none fits"
     found, speeds = {}, {k: [] for k in lists}
-    for _ in range(rounds):
-        for name in [*speeds]:
-            rungs, size = (found[name][0].rungs, found[name][1]) if name in found else (lists[name], batch)
-            if res := list_speed(config, rungs, rows, gib, size, recipe, choices):
-                found.setdefault(name, res)
-                speeds[name].append(res[2])
-            else: del speeds[name]
-    if not found: raise NoRoom(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs "
-                               "smallest, or a smaller --workload or --seq")
-    best = max(speeds, key=lambda k: statistics.median(speeds[k]))
+    for name in rounds*[*lists]:
+        if name not in speeds: continue # it doesn't fit
+        rungs, size = (found[name][0].rungs, found[name][1]) if name in found else (lists[name], batch)
+        if res := list_speed(config, rungs, rows, gib, size, recipe, choices):
+            found.setdefault(name, res); speeds[name].append(res[2])
+        else: del speeds[name]
+    if not found: raise no_room(config)
     for k, v in speeds.items(): choices.say(f"  {k}: {statistics.median(v):,.0f} tokens/s")
-    on = found[best][0]
-    return ChosenList(best, on.rungs, on.why, speeds)
+    best = max(speeds, key=lambda k: statistics.median(speeds[k]))
+    return ChosenList(best, found[best][0].rungs, found[best][0].why, speeds)
 
 # %% ../../nbs/32_hardware.ipynb #32list09
 def choose_list(config, # a `GPTConfig`

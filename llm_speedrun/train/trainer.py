@@ -41,8 +41,8 @@ from ..export import import_folder, recipe_for
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .train_step import LrSchedule, TrainStep
-from .hardware import (PARALLEL, candidates, choose_list, divisors, prepare_process, hardware,
-                                         left_out, memory_limit, parallel_rungs, parse_rungs, preset,
+from .hardware import (PARALLEL, candidates, choose_list, divisors, hardware, left_out,
+                                         memory_limit, parallel_rungs, parse_rungs, prepare_process, preset,
                                          preset_of, recorded_preset, remembered_trial, settle_preset,
                                          settle_rungs, smaller, trial_of)
 from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
@@ -193,6 +193,7 @@ def build_run(self:Trainer):
                                                   "--ema, or try --rungs smallest") from None
     self.train_step.average = self.average
 
+# %% ../../nbs/30_trainer.ipynb #30step51
 @patch
 def make_step(self:Trainer):
     "Make what takes the run's steps, with an optimizer that begins anew"
@@ -546,7 +547,6 @@ def run_loop(self:Trainer):
     "The loop; afterwards `interrupted` and `signal` say whether it was stopped, and what by"
     self.interrupted, self.signal, self.in_step, self.bad, self.reached = False, None, False, 0, False
     self.pending, self.tens, self.stop, self.asked = [], deque(), 0, False
-    self.first_step_at, self.train_step.on_oom = None, self.smaller_batch
     self.bar = Progress(self.cfg.steps, self.done, on=self.progress and self.world.first)
     try:
         with (memory_limit(self.hardware.gib), deterministic(self.cfg.deterministic),
@@ -563,6 +563,7 @@ def run_loop(self:Trainer):
 def loop(self:Trainer, batches): # an iterator of batches on the device
     "Take the steps, note their losses, evaluate and save from time to time"
     self.last, self.saved_at = self.clock.now(), time.perf_counter()
+    self.first_step_at, self.train_step.on_oom = None, self.smaller_batch
     self.train_s = max((r["train_s"] for r in self.rows() if "train_s" in r), default=0.)
     while self.done < self.cfg.steps and not self.stopped() and not self.reached:
         self.take_one(batches)
@@ -1171,11 +1172,9 @@ def assemble(self:Trainer, rungs): # as parsed
     with phase("open the data"): self.open_together()
     rungs, self.why = self.with_parallel(rungs)
     self.take_recipe(rungs)
-    if cfg.rungs.split(",")[0] == "auto":
-        with phase("choose rungs"): rungs = self.choose(rungs)
+    with phase("choose rungs"): rungs = self.choose(rungs) if cfg.rungs.split(",")[0] == "auto" else rungs
     with phase("try the micro-batch"): self.plan(rungs)
-    if cfg.ladder:
-        with phase("measure the ladder"): self.measure_ladder(cfg.rungs.split(",") if cfg.rungs else [])
+    if cfg.ladder: self.measure_ladder()
     with phase("build the model"): self.build_run()
     self.tell_rungs()
     if cfg.resume: self.load()
@@ -1329,26 +1328,35 @@ def open_stream(self:Trainer):
 # %% ../../nbs/30_trainer.ipynb #d3da2420
 @patch
 def choose(self:Trainer, rungs): # as `parse_rungs` has them for "auto"
-    "Return the fastest list of this machine: the recorded one, or the one that the first process measures"
-    c, lacks, beside = self.cfg, self.hardware.lacks, [r for r in rungs if rung_name(r) in PARALLEL]
+    "Return the fastest list of this machine: the recorded one, or the one that is measured"
+    lacks, beside = self.hardware.lacks, [r for r in rungs if rung_name(r) in PARALLEL]
     name = recorded_preset(self.config)
-    if name == "cpu" or name and not (c.measure or lacks): res = preset(name, lacks, beside)
-    else:
-        lists, choices = candidates(lacks, beside), Choices(again=c.measure, say=self.say)
-        of = self.config, lists, self.rows_here, self.hardware.gib, c.batch, self.recipe, choices
-        chosen = self.first_does(lambda: choose_list(*of))
-        name, _, without = chosen.name.partition(" without ")
-        res, slow = chosen.rungs, filter(None, without.split(", "))
-        self.why = self.why | chosen.why | {r: "the list is faster without it here" for r in slow}
+    known = name == "cpu" or name and not (self.cfg.measure or lacks)
+    res = preset(name, lacks, beside) if known else None
+    if not known: name, res = self.compare(candidates(lacks, beside))
     self.wanted = ",".join([name, *beside])
     return res + beside
 
+# %% ../../nbs/30_trainer.ipynb #30lst001
 @patch
-def measure_ladder(self:Trainer, rungs): # with their options
+def compare(self:Trainer, lists): # name -> rungs
+    "The preset that the fastest of some lists is of, and its rungs. It is one process that measures"
+    c, choices = self.cfg, Choices(again=self.cfg.measure, say=self.say)
+    of = self.config, lists, self.rows_here, self.hardware.gib, c.batch, self.recipe, choices
+    chosen = self.first_does(lambda: choose_list(*of))
+    name, _, without = chosen.name.partition(" without ")
+    slow = {r: "the list is faster without it here" for r in without.split(", ") if r}
+    self.why = self.why | chosen.why | slow
+    return name, chosen.rungs
+
+# %% ../../nbs/30_trainer.ipynb #30lad001
+@patch
+def measure_ladder(self:Trainer):
     "Measure what each rung gains over those before it, for the report. It decides nothing"
     self.say("measuring what each rung gains...")
-    alone = [r for r in rungs if rung_name(r) not in PARALLEL]
-    self.ladder = self.first_does(lambda: climb(self.config, self.rows_here, alone))
+    alone = [r for r in self.cfg.rungs.split(",") if r and rung_name(r) not in PARALLEL]
+    with self.timings("measure the ladder"):
+        self.ladder = self.first_does(lambda: climb(self.config, self.rows_here, alone))
 
 # %% ../../nbs/30_trainer.ipynb #94f183b5
 @patch
@@ -1398,14 +1406,12 @@ def with_parallel(self:Trainer, rungs):
 def try_batch(self:Trainer, rungs):
     """The `Trial` of a micro-batch, and its `Settled` rungs: of all processes where they share the model's
     parts, else of the first one"""
-    c, gib, timed = self.cfg, self.hardware.gib, 0 if self.cfg.steps else 5
-    choices, named = Choices(again=c.measure, say=self.say), not preset_of(self.wanted)
-    def found(world):
-        of = self.config, rungs, self.rows_here, gib, c.batch, timed, world, self.recipe
-        return (trial_of(*of, named=named) if world.size > 1 else
-                remembered_trial(choices, *of, named=named))
-    shared = self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs)
-    return found(self.world) if shared else self.first_does(lambda: found(World()))
+    c, named = self.cfg, not preset_of(self.wanted)
+    of = self.config, rungs, self.rows_here, self.hardware.gib, c.batch, 0 if c.steps else 5
+    if self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs):
+        return trial_of(*of, self.world, self.recipe, named=named)
+    choices = Choices(again=c.measure, say=self.say)
+    return self.first_does(lambda: remembered_trial(choices, *of, World(), self.recipe, named=named))
 
 # %% ../../nbs/30_trainer.ipynb #b82413ec
 @patch
