@@ -39,8 +39,11 @@ def watch_updates(monkeypatch, before=lambda n, batches: None, after=lambda n, b
     monkeypatch.setattr(Stepper, "__call__", update)
 
 def stop_at(monkeypatch, update, number=signal.SIGINT):
-    "The signal arrives while that update of training is under way, from 1"
-    watch_updates(monkeypatch, lambda n, batches: n == update and os.kill(os.getpid(), number))
+    "The signal arrives once, while that update of training is under way, from 1"
+    sent = []
+    def press(n, batches):
+        if n == update and not sent: sent.append(n); os.kill(os.getpid(), number)
+    watch_updates(monkeypatch, press)
 
 def go(folder, **kw): return train(options(folder, **kw), progress=False)
 def resume(folder, **kw): return train(TrainConfig(resume=str(folder/"runs/run"), **kw), progress=False)
@@ -337,7 +340,7 @@ def test_resuming_no_run(tmp_path):
 def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
-        "data stream documents vocab workload seq init rungs batch accumulate hardware deterministic measure gpus restarts rank_logs "
+        "data stream documents vocab workload seq init rungs batch accumulate hardware deterministic measure ladder gpus restarts rank_logs "
         "steps total_tokens minutes epochs target recipe step_tokens lr schedule warmup cooldown final_lr weight_decay clip ema seed evals eval_tokens sample samples "
         "name out overwrite track profile timings save_minutes keep_last resume").split()
 
@@ -499,7 +502,7 @@ def test_more_steps(stopped, capsys):
     trainer = Trainer(TrainConfig(resume=str(run), steps=400))
     assert re.search("400 steps in place of 12: the learning rate follows the new length, .* without another warm-up", capsys.readouterr().out)
     assert trainer.warmup == rise == 1      # 20 of 400 steps would rise
-    trainer.cfg.steps = 8; trainer.fit()
+    trainer.cfg.steps = 8; trainer.train_step.lr = trainer.lr_schedule(); trainer.fit()
     lrs = [r["lr"] for r in rows(run) if "lr" in r]
     c = trainer.cfg
     assert lrs[6] == lr_at(6, 8, c.lr, rise, c.schedule, c.final_lr, c.cooldown)
