@@ -21,7 +21,7 @@ help: ## list these targets
 	@echo '  ARGS="--help"            arguments for speedrun_train, or for JupyterLab'
 	@echo '  LESSON_CORPUS=folder     what make lesson trains on: tokens as speedrun_data leaves them'
 
-speedrun: $(READY) hopper ## train a GPT with the best this machine has, and show what each step gains
+speedrun: $(READY) hopper ## train a GPT with the fastest rungs for this machine
 	@$(BIN)/speedrun_train $(ARGS)
 
 # The kernels for a Hopper GPU are asked for once: a stamp notes success. If the install fails, it says so and training goes on

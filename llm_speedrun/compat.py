@@ -92,7 +92,7 @@ def installed(package): # as pip knows it
 
 # %% ../nbs/07_compat.ipynb #07bda037
 def resolve(where): # such as "torch.ops:aten._flash_attention_forward"
-    "Return the object at `module:attribute`. Raises `ImportError` or `AttributeError`"
+    "Return the object that `module:attribute` names. Raises `ImportError` or `AttributeError`"
     module, _, attributes = where.partition(":")
     res = torch.ops if module == "torch.ops" else importlib.import_module(module) # which is no module
     for name in attributes.split("."): res = getattr(res, name)

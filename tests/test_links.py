@@ -102,7 +102,7 @@ def test_every_link_of_the_frame_lands(pages):
 
 def page_of(url):
     "The notebook that is built as the page of `url`"
-    return next(p.stem for p in LESSONS if p.stem[3:] + ".html" == url)
+    return next(p.stem for p in LESSONS if p.stem.partition("_")[2] + ".html" == url)
 
 @pytest.mark.parametrize("module", INDEX["syms"])
 def test_each_name_of_the_index_has_its_anchor(pages, module):

@@ -115,7 +115,7 @@ def test_a_module_is_in_the_folder_of_its_part():
         if not (found := re.search(r"#\| default_exp ([\w.]+)", f.read_text(encoding="utf-8"))): continue    # it exports nothing
         module = found[1]
         folder = "" if f.stem in ABOUT_ALL else "train" if f.stem in TRAINER else PARTS[int(f.name[0])]
-        assert module == ".".join(filter(None, [folder, f.stem[3:]])), f"{f.name} exports {module}"
+        assert module == ".".join(filter(None, [folder, f.stem.partition("_")[2]])), f"{f.name} exports {module}"
 
 def test_site_files_exist():
     for f in read_yaml(ROOT/"nbs/_quarto.yml")["metadata-files"]: assert (ROOT/"nbs"/f).exists(), f

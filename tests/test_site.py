@@ -42,7 +42,7 @@ def title(source):
     return json.loads((NBS/source).read_text(encoding="utf-8"))["cells"][0]["source"][0].removeprefix("# ").strip()
 
 @pytest.mark.parametrize("source, name", [(s, n) for _, s, n in LISTED if s[0].isdigit()])
-def test_the_sidebar_gives_a_lesson_its_number_and_its_title(source, name): assert name == f"{source[:2]} {title(source)}"
+def test_the_sidebar_gives_a_lesson_its_number_and_its_title(source, name): assert name == f"{source.partition('_')[0]} {title(source)}"
 
 def test_navbar_and_footer_name_pages_in_the_order_of_the_sidebar():
     web = QUARTO["website"]

@@ -97,12 +97,12 @@ class TrainConfig(Options):
     seq: Count = 0 # tokens in a sequence; by default the workload's
     init: str = "" # a folder to take weights and shape from: of a run, or one that transformers wrote
     # Rungs
-    rungs: str = "auto" # the fastest list here; naive, safe, cpu, smallest, fastest16, fastest; names; or "list"
+    rungs: str = "auto" # the fastest list; naive, safe, cpu, smallest, fastest16, fastest; names; or "list"
     batch: Count = 0 # sequences in a micro-batch of each GPU; by default as many as fit of a step
     accumulate: Count = 0 # micro-batches in a step; by default what `step_tokens` takes
     hardware: str = "" # h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu: its limits; by default what is there
     deterministic: bool = False # on a GPU: the same bits whenever it is run, at some speed
-    measure: bool = False # measure again what is remembered: the list of rungs, their options, the micro-batch
+    measure: bool = False # measure again what is remembered: list of rungs, their options, micro-batch
     ladder: bool = False # measure before training what each rung gains, and print it at the end
     # GPUs
     gpus: Count = 0 # how many, each with a process of its own; by default those of torchrun, without it one
@@ -164,7 +164,7 @@ class LadderOptions(Options):
     "The options of `speedrun_ladder`"
     # Ladder
     workload: str = "" # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU, a very small model on a CPU
-    rungs: str = "fastest" # naive, safe, smallest, fastest16, fastest; names, as they are climbed; or "list"
+    rungs: str = "fastest" # naive, safe, cpu, smallest, fastest16, fastest; names in their order; or "list"
     only: str = "" # names with commas: measure just these, each against the ladder below it
     gpus: Count = 0 # GPUs for ddp, fsdp and tensor_parallel among the rungs; by default all
     batch: Count = 0 # sequences in a step; by default 64, on a CPU 4
@@ -635,7 +635,8 @@ def rung_lines(r): # a rung
     "What `--rungs list` says of it, its options below it"
     from fastcore.docments import docments
     first = " ".join(inspect.getdoc(r).split()).split(". ")[0]
-    told = {"needs ": ", ".join(r.requires), "not with ": ", ".join(r.excludes), "not here: ": r.needs(), "": not r.needs() and r.untried()}
+    told = {"needs ": ", ".join(r.requires), "not with ": ", ".join(r.excludes),
+            "not here: ": r.needs(), "": not r.needs() and r.untried()}
     told = "; ".join(k + v for k, v in told.items() if v)
     yield f"{r.__name__:<22}{first}" + (f" ({told})" if told else "")
     help, (_, *params) = docments(r, returns=False), inspect.signature(r).parameters.values()

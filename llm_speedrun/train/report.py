@@ -536,7 +536,7 @@ def ladder_part(run): # from `read_run`
         gain = [f"{fmt(v)}×" if r.before and v is not None else "" for v in (r.ratio, r.predicted_ratio)]
         texts = [fmt(r.tok_s, ",.0f"), *gain, fmt(r.mfu_causal, ".1%"), fmt(r.peak_gib, ".1f")]
         return r, texts, f"{100*(r.tok_s or 0)/fastest:.1f}"
-    note = "Measured before training, each against the rungs that were kept above it."
+    note = "Measured before training, each against the rungs above it."
     return part("The ladder", ("ladder", [*map(row, run["ladder"])]), note=note)
 
 # %% ../../nbs/35_report.ipynb #bacbb5ac

@@ -11,6 +11,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from fastcore.basics import patch
 import torch
 from ..measure import sample_ms, summarize
 from ..runs import free_memory, stepper_of
@@ -41,7 +42,7 @@ class TrainStep:
                  lr, # an `LrSchedule`
                  clip=1., # largest norm of the gradients
                  average=None, # an `Average` of the weights to update after each step
-                 on_oom=None): # called with the sequences that didn't fit: raises, or makes `micro_batch` smaller
+                 on_oom=None): # called with the sequences that didn't fit; raises or shrinks `micro_batch`
         self.run, self.micro_batch, self.lr, self.average, self.on_oom = run, micro_batch, lr, average, on_oom
         self.stepper = guarded(stepper_of(run))(run, clip=clip)
         self.rate = None # of the matrices in the newest step
@@ -53,41 +54,49 @@ class TrainStep:
         if self.average: self.average.update()
         return loss
 
-    def set_rates(self, step):
-        "Give each group of weights its settings for that step, and note the rate of the matrices in `rate`"
-        groups, lr = self.stepper.opt.param_groups, self.lr(step)
-        set_groups(self.run, self.stepper.opt, step, self.lr.steps, lr)
-        self.rate = next((g["lr"] for g in groups if g.get("role") == "matrix"), lr)
+# %% ../../nbs/30c_train_step.ipynb #30step37
+@patch
+def set_rates(self:TrainStep, step):
+    "Give each group of weights its settings for that step, and note the rate of the matrices in `rate`"
+    groups, lr = self.stepper.opt.param_groups, self.lr(step)
+    set_groups(self.run, self.stepper.opt, step, self.lr.steps, lr)
+    self.rate = next((g["lr"] for g in groups if g.get("role") == "matrix"), lr)
 
-    def updates(self, step, *xy):
-        "Divide the sequences of a step (each B T) among its updates, as the recipe says: a list of tuples"
-        parts = self.run.batching(step, self.lr.steps) if self.run.batching else (1, 1)
-        return [*zip(*(divided(t, *parts) for t in xy))]
+@patch
+def updates(self:TrainStep, step, *xy):
+    "Divide the sequences of a step (each B T) among its updates, as the recipe says: a list of tuples"
+    parts = self.run.batching(step, self.lr.steps) if self.run.batching else (1, 1)
+    return [*zip(*(divided(t, *parts) for t in xy))]
 
-    def micro_batches(self, x, y): # B T of an update
-        "Split an update into pairs with at most as many tokens as a micro-batch has"
-        size = min(max(1, self.micro_batch*self.run.model.config.seq//x.shape[1]), len(x))
-        return [*zip(x.split(size), y.split(size))]
+# %% ../../nbs/30c_train_step.ipynb #30step39
+@patch
+def micro_batches(self:TrainStep, x, y): # B T of an update
+    "Split an update into pairs with at most as many tokens as a micro-batch has"
+    size = min(max(1, self.micro_batch*self.run.model.config.seq//x.shape[1]), len(x))
+    return [*zip(x.split(size), y.split(size))]
 
-    def take(self, step, x, y): # as for a call
-        "Take the updates of a step at the rates that are set. Returns their mean loss, on the device"
-        taken = [(self.update(*part), self.stepper.norm) for part in self.updates(step, x, y)]
-        if len(taken) == 1: return taken[0][0]
-        loss, self.stepper.norm = (torch.stack(each).mean() for each in zip(*taken)) # NaN where one is
-        return loss
+@patch
+def take(self:TrainStep, step, x, y): # as for a call
+    "Take the updates of a step at the rates that are set. Returns their mean loss, on the device"
+    taken = [(self.update(*part), self.stepper.norm) for part in self.updates(step, x, y)]
+    if len(taken) == 1: return taken[0][0]
+    loss, self.stepper.norm = (torch.stack(each).mean() for each in zip(*taken)) # NaN where one is
+    return loss
 
-    def update(self, x, y): # B T of an update
-        "Take one update in micro-batches, smaller ones where memory runs out. Returns its loss, on the device"
-        while True:
-            pairs = self.micro_batches(x, y)
-            try: return self.stepper(*pairs)
-            except torch.OutOfMemoryError:
-                if not self.on_oom: raise
-            # here the error is gone, and with its traceback the tensors of the failed pass
-            self.on_oom(max(1, pairs[0][0].numel()//self.run.model.config.seq))
-            self.stepper.opt.zero_grad(set_to_none=True)
-            self.run.release()
-            free_memory()
+# %% ../../nbs/30c_train_step.ipynb #30step41
+@patch
+def update(self:TrainStep, x, y): # B T of an update
+    "Take one update in micro-batches, smaller ones if memory runs out. Returns its loss, on the device"
+    while True:
+        pairs = self.micro_batches(x, y)
+        try: return self.stepper(*pairs)
+        except torch.OutOfMemoryError:
+            if not self.on_oom: raise
+        # here the error is gone, and with its traceback the tensors of the failed pass
+        self.on_oom(max(1, pairs[0][0].numel()//self.run.model.config.seq))
+        self.stepper.opt.zero_grad(set_to_none=True)
+        self.run.release()
+        free_memory()
 
 # %% ../../nbs/30c_train_step.ipynb #30step17
 @dataclass(frozen=True)
@@ -137,6 +146,7 @@ def time_update(train_step, # a `TrainStep`
         train_step.set_rates(phase.step)
         return median_ms(partial(train_step.update, *part), reps)
 
+# %% ../../nbs/30c_train_step.ipynb #30step43
 def mean_step_ms(train_step, rows, # a `TrainStep`, sequences in a step
                  reps=5, seed=0): # as for `time_update`
     "Return milliseconds of a step, a mean over the phases of the run"

@@ -13,7 +13,7 @@ from llm_speedrun.model import WORKLOADS, train_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.rungs import compile, flash, fused_fp8, fused_ops
 from llm_speedrun.runs import RUNGS, count_step
-from llm_speedrun.train.hardware import HARDWARE, ROOM, left_out, most_sequences, preset
+from llm_speedrun.train.hardware import HARDWARE, NARROWEST, RECORDED, ROOM, left_out, most_sequences, preset
 from datasheets import GPUS
 from pages import page
 from procs import slug
@@ -167,7 +167,7 @@ def cpu_facts():
     "The same of a CPU"
     with patch.object(torch.cuda, "is_available", lambda: False):
         kept = preset("fastest")
-        return dict(kept=kept, out=left_out("fastest", kept), most=most_sequences())
+        return dict(kept=kept, default=preset("cpu"), out=left_out("fastest", kept), most=most_sequences())
 
 @page("gpus.qmd")
 def gpus_page(root):
@@ -184,4 +184,4 @@ def gpus_page(root):
     return dict(gpus=[facts(g, known, found, gpu_records) for g in GPUS], cpu=cpu_facts(), head=head,
                 rows=rows, sheet=sheet, shares=share_rows, records=records, fits=msgspec.to_builtins(found),
                 rows_in_step=ROWS, room=ROOM, no_bf16=lack("bf16"), no_fp8=lack("fp8"), anchor=slug,
-                measured=list(gpu_records))
+                measured=list(gpu_records), recorded=list(RECORDED), narrowest=NARROWEST)

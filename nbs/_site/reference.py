@@ -162,7 +162,8 @@ def rungs_page(root):
     every = [[f"[`{f['name']}`](#{slug(f['name'])})", f["stage"], escaped(f["first"]),
               f"[{f['notebook']}](../{f['notebook']}.ipynb)"] for f in facts]
     presets = [[f"`{k}`", ", ".join(map(code, v.split())) or "none"] for k, v in hardware.PRESETS.items()]
-    return dict(stages=STAGES, every=every, rungs=facts, presets=presets, records=records)
+    return dict(stages=STAGES, every=every, rungs=facts, presets=presets, records=records, recorded=hardware.RECORDED,
+                narrowest=hardware.NARROWEST, break_even=[*map(code, hardware.BREAK_EVEN)])
 
 # --- file formats ---
 
@@ -227,7 +228,7 @@ FILES = { # of a run
     "config.json": "the options in force, the model's shape, versions",
     "metrics.jsonl": "a row for each step, below", "model.safetensors": "the weights",
     "tokenizer.json": "the tokenizer", "sample.txt": "a text at the end",
-    "ladder.json": "rungs measured before training", "samples.jsonl": "texts during the run",
+    "ladder.json": "what each rung gains, with `--ladder`", "samples.jsonl": "texts during the run",
     "result.json": "how the run ended", "loss.png": "the loss curve",
     "evals.json": "scores of `speedrun_eval`", "report.html": "the page of `speedrun_report`", "profile.json.gz": "a trace of some steps",
     "profile.md": "that trace as a table", "checkpoints": "a folder for each checkpoint",
@@ -256,7 +257,7 @@ def formats_page(root):
     doc = " ".join(inspect.getdoc(data.write_shards).split())
     types = (data.Meta, corpora.Journal, saving.Manifest, saving.FileSum, saving.About, trainer.State,
              saving.OptimizerState, loader.Position, saving.Record, model.GPTConfig, saving.Result,
-             measure.Choice, hardware.Settled, export.Qwen3, export.Index, Fit)
+             measure.Choice, hardware.ChosenList, hardware.Settled, hardware.Tried, hardware.Trial, export.Qwen3, export.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
                 records=record_rows(), version=saving.VERSION, manifest=saving.MANIFEST,
                 structs={c.__name__: struct(c) for c in types})
