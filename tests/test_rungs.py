@@ -88,7 +88,7 @@ def test_presets_of_a_card(card, monkeypatch):
     card("NVIDIA H200", 9, 0)
     most, end = "tf32 bf16 flash fused_ops tied_embedding chunked_ce".split(), "head_groups cuda_graphs fused_adamw direct_update".split()
     assert presets() == dict(naive=[], fastest=[*most, "fp8", *end], fastest16=[*most, *end],
-                             smallest="tf32 bf16 flash fused_ops chunked_ce checkpoint cuda_graphs adamw8bit".split(), safe=["tf32", "bf16", "flash", "fused_adamw"])
+                             smallest="tf32 bf16 flash fused_ops chunked_ce checkpoint cuda_graphs adamw8bit".split(), safe=["tf32", "bf16", "flash", "fused_adamw"], cpu=["flash", "fused_adamw"])
     card("NVIDIA A100", 8, 0)
     assert presets()["fastest"] == presets()["fastest16"] == [*most, *end]
     card("Tesla T4", 7, 5)

@@ -312,11 +312,11 @@ def test_plot_without_steps(finished):
 
 COMMAND = [sys.executable, "-c", "from llm_speedrun.train.options import speedrun_train; speedrun_train()"]
 
-def start(folder, rungs):
-    "The command in a process of its own, on data in `folder`, with more steps than it will ever take"
+def start(folder, rungs, *more):
+    "The command in a process of its own, on data in `folder`, with more steps than it will ever take, and `more` words"
     args = dict(data=write_bins(folder/"bins"), workload="tiny", rungs=rungs, steps=100_000, batch=8, seq=32,
                 vocab=VOCAB, eval_tokens=128, sample=4, name="run", out=folder/"runs")
-    cmd = COMMAND + [str(o) for k, v in args.items() for o in (f"--{k}", v)]
+    cmd = [*COMMAND, *(str(o) for k, v in args.items() for o in (f"--{k}", v)), *more]
     return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 def when(p, ready):
@@ -343,9 +343,9 @@ def test_ctrl_c_in_training(tmp_path):
 
 @posix
 def test_ctrl_c_before_training(tmp_path):
-    "A real Ctrl-C while the rungs are measured: nothing is written, and the output says so"
-    p = start(tmp_path, "auto")
-    assert p.stdout.readline().startswith("measuring the rungs")
+    "A real Ctrl-C while the ladder is measured: nothing is written, and the output says so"
+    p = start(tmp_path, "auto", "--ladder")
+    assert p.stdout.readline().startswith("measuring what each rung gains")
     p.send_signal(signal.SIGINT)
     out, err = p.communicate(timeout=TIMEOUT)
     assert p.returncode == 130 and "Traceback" not in err
@@ -484,7 +484,7 @@ def test_out_of_memory(tmp_path, crowded, after):
     crowded.most = 64
     whole, _ = train(options(tmp_path, batch=64, steps=8, name="whole"), progress=False)
     crowded.most, crowded.after, crowded.sizes = 18, after, []
-    trainer, _ = train(options(tmp_path, batch=64, steps=8), progress=False)
+    trainer, _ = train(options(tmp_path, batch=64, steps=8, measure=True), progress=False) # its trial isn't remembered
     assert (trainer.cfg.batch, trainer.cfg.accumulate, trainer.cfg.step_tokens) == (16, 4, 1024)
     assert np.allclose(curve(trainer), curve(whole), atol=1e-4)
     assert [r["event"] for r in trainer.rows() if "event" in r] == [f"out of memory: micro-batches of {b}" for b in (32, 16)][:after]

@@ -44,8 +44,8 @@ PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops tied_embeddin
                fastest16="tf32 half flash flash4 fused_ops epilogues tied_embedding chunked_ce head_groups "
                          "fused_ce cuda_graphs fused_adamw direct_update",
                smallest="tf32 half flash fused_ops chunked_ce checkpoint cuda_graphs adamw8bit",
-               cpu="flash fused_adamw",
-               safe="tf32 half flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
+               safe="tf32 half flash fused_adamw",
+               cpu="flash fused_adamw") # `half` is bf16, or fp16 where there is no bf16
 
 # %% ../../nbs/32_hardware.ipynb #c45f3f46
 def clash(a, b): # with options or without
