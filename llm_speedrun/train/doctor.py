@@ -384,7 +384,7 @@ def write_speed(trainer): # a `Trainer`
             f.write(data); f.flush(); os.fsync(f.fileno()); f.seek(0)
             h = hashlib.sha256()
             while part := f.read(2**20): h.update(part)
-            return len(data)/(time.perf_counter() - t0)
+            return len(data)/max(1e-9, time.perf_counter() - t0)
     except OSError: return math.inf # `check_disk` says what is wrong
 
 # %% ../../nbs/36_doctor.ipynb #c3627737
