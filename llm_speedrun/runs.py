@@ -232,7 +232,7 @@ def apply_rung(r, # a rung
 # %% ../nbs/05_runs.ipynb #e490ca2a
 def rung(stage, # when it is applied, one of `STAGES`
          needs=lambda: "", # () -> why this machine can't run it, "" if it can
-         untried=lambda: "", # () -> a warning where nobody has run it on such a GPU, else ""
+         untried=lambda: "", # () -> a warning where it has not been run on this kind of GPU, else ""
          requires=(), # names of the rungs that must be applied before it
          follows=(), # names of rungs that come before it, if they are in use
          excludes=(), # names of the rungs that it doesn't go with

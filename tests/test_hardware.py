@@ -198,6 +198,15 @@ def test_a_list_and_its_micro_batch_are_measured_once(tmp_path, builds, unknown,
     Trainer(replace(cfg, name="c", measure=True))
     assert whole() == 2*n + 1 and "comparing 2 lists of rungs" in capsys.readouterr().out
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's step takes the same time tomorrow")
+def test_a_cpu_is_timed_each_time(tmp_path, builds):
+    "The number of steps in some minutes follows the machine as it is now, and not as it was when it was busy"
+    cfg = options(tmp_path, rungs="flash", batch=0, steps=0, minutes=.001)
+    for name in "ab":
+        before = len(builds)
+        Trainer(replace(cfg, name=name), progress=False)
+        assert len(builds) == before + 2 # the trial's and the run's
+
 def test_the_ladder_is_measured_when_asked_for(tmp_path, monkeypatch, capsys):
     "And decides nothing: the list is the same, whatever the rungs gain"
     monkeypatch.setattr(trainer_module, "climb", lambda config, rows, rungs: [dict(rungs=list(rungs), rows=rows)])

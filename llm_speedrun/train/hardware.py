@@ -364,11 +364,14 @@ def free_gib():
 def remembered_trial(choices, # a `measure.Choices`
                      config, rungs, rows, gib, batch, timed, world, recipe, # as for `trial`
                      named=False): # as for `trial_of`
-    "As `trial_of`, remembered for this machine, model, list, recipe and step"
+    """As `trial_of`, remembered for this machine, model, list, recipe and step; but the time of a step on a CPU,
+    which depends on what else it does, is measured each time"""
+    of = config, rungs, rows, gib, batch, timed, world, recipe
+    if timed and not torch.cuda.is_available(): return trial_of(*of, named=named)
     about = dict(model=asdict(config), rungs=list(rungs), rows=rows, gib=gib, batch=batch, timed=timed > 0,
                  recipe=recipe.spec(), named=named, documents=recipe.apply is not RECIPES[recipe.name].apply,
                  deterministic=torch.are_deterministic_algorithms_enabled())
-    measure = lambda: Tried(*trial_of(config, rungs, rows, gib, batch, timed, world, recipe, named=named))
+    measure = lambda: Tried(*trial_of(*of, named=named))
     fits_now = lambda t: (t.trial.peak_gib or 0) <= ROOM*free_gib()
     res = choices.get("micro-batch", about, measure, Tried, lambda t: f"{t.trial.batch} sequences", fits_now)
     return res.trial, res.settled
