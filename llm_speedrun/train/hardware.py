@@ -364,8 +364,8 @@ def free_gib():
 def remembered_trial(choices, # a `measure.Choices`
                      config, rungs, rows, gib, batch, timed, world, recipe, # as for `trial`
                      named=False): # as for `trial_of`
-    """As `trial_of`, remembered for this machine, model, list, recipe and step. A CPU's step is timed each time:
-    its time depends on what else the machine does"""
+    """As `trial_of`, remembered for this machine, model, list, recipe and step. On a CPU a step is timed
+    each time, since its time depends on what else the machine does"""
     of = config, rungs, rows, gib, batch, timed, world, recipe
     if timed and not torch.cuda.is_available(): return trial_of(*of, named=named)
     about = dict(model=asdict(config), rungs=list(rungs), rows=rows, gib=gib, batch=batch, timed=timed > 0,
