@@ -6,6 +6,7 @@ share = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT",
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1") # more begin with processes that import torch, for code of a few lines
 import pickle, shutil, signal, subprocess, sys, time, traceback
+from contextlib import suppress
 from pathlib import Path
 import numpy as np, pytest, torch
 from filelock import FileLock
@@ -57,6 +58,21 @@ def clock(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(time, "sleep", clock.sleep)
     return clock
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(shared_folder):
+    """Tests, and the programs that they start, keep tokens and choices in a folder of this session, which begins with the user's
+    tokens of the standard library (some seconds of work)"""
+    from llm_speedrun.data import cache_dir
+    folder = shared_folder/"cache"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            for corpus in cache_dir().glob("stdlib-*"):
+                with suppress(OSError): (folder/corpus.name).symlink_to(corpus, target_is_directory=True) # Windows may forbid it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLM_SPEEDRUN_CACHE", str(folder))
+        yield folder
 
 @pytest.fixture(autouse=True)
 def choices(tmp_path_factory, monkeypatch):

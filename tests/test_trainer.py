@@ -344,7 +344,7 @@ def test_ctrl_c_in_training(tmp_path):
 @posix
 def test_ctrl_c_before_training(tmp_path):
     "A real Ctrl-C while the ladder is measured: nothing is written, and the output says so"
-    p = start(tmp_path, "auto", "--ladder")
+    p = start(tmp_path, "auto", "--ladder", "--measure") # whatever an earlier test has had measured
     assert p.stdout.readline().startswith("measuring what each rung gains")
     p.send_signal(signal.SIGINT)
     out, err = p.communicate(timeout=TIMEOUT)

@@ -18,7 +18,7 @@ __all__ = ['Count', 'Some', 'MOST', 'Amount', 'Above', 'Minutes', 'Share', 'Part
 import argparse, difflib, hashlib, inspect, json, logging, os, re, signal, sys, tempfile
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
@@ -285,8 +285,9 @@ class Option:
     def base(self): return (get_args(self.kind) or (self.kind,))[0] # the type without its bounds
 
 # %% ../../nbs/33_options.ipynb #ebc06438
+@lru_cache # reading the source takes some milliseconds
 def listed(config): # a class of `Options`
-    "Its options, a list of `Option`"
+    "Its options, a tuple of `Option`"
     kinds, defaults = get_type_hints(config, include_extras=True), {f.name: f.default for f in fields(config)}
     res, group = [], ""
     classes = [k for k in reversed(config.__mro__) if issubclass(k, Options)] # those that it builds on first
@@ -294,7 +295,7 @@ def listed(config): # a class of `Options`
         if m := re.fullmatch(r"    # (.+)", line): group = m[1]
         elif m := re.fullmatch(r"    (\w+): .*? # (.+)", line):
             res.append(Option(m[1], kinds[m[1]], defaults[m[1]], group, m[2]))
-    return res
+    return tuple(res)
 
 def shown(config): # a class of `Options`
     "Those of `listed` that the command has a use for"
