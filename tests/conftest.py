@@ -81,6 +81,19 @@ def choices(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("llm_speedrun.measure.choices_path", lambda: path)
     return path
 
+@pytest.fixture(autouse=True)
+def no_strays(monkeypatch):
+    "What a test starts and doesn't wait for, as one that fails may, is killed: it would take the cores from all later tests"
+    started = []
+    class Process(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    yield
+    for p in started:
+        if p.poll() is None: p.kill(); p.wait()
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT/"nbs/_site"))    # the site's own code
 
