@@ -1,6 +1,6 @@
 """Run a notebook and keep its outputs: run_notebook.py nbs/04_model.ipynb [where/to.ipynb]
 
-What an exercise leaves to the reader (`#| eval: false`) is not run. An error stops it, and then nothing is written. What the outputs
+A cell marked `#| eval: false` is not run. An error stops it, and then nothing is written. What the outputs
 come from is noted in `measurements/outputs.json` beside the notebook, or with a second argument in `outputs.json` beside that:
 a digest of the code, GPU, torch, date and seconds, under the notebook's name."""
 import ast, hashlib, json, os, re, sys, tempfile, time
@@ -8,7 +8,8 @@ from pathlib import Path
 from execnb.shell import CaptureShell
 from filelock import FileLock
 
-def left_to_the_reader(source): return bool(re.search(r"^#\|\s*eval:\s*false", source, re.M))
+def not_run(source): return bool(re.search(r"^#\|\s*eval:\s*false", source, re.M))
+def left_to_the_reader(source): return not_run(source) or bool(re.search(r"\.\.\. # yours", source))
 
 MAGIC = re.compile(r"^(\s*)([%!].*)$", re.M)
 
@@ -18,17 +19,25 @@ def python(source):
     return MAGIC.sub(lambda m: f"{m[1]}magic({m[2]!r})", source)
 
 def shows_nothing(o): # a statement
-    "Whether it is a test: an assertion, a call of `test_...`, or an `if` around such alone"
+    "Whether it is a test: an assertion, a call of `test_...`, an `if` around such alone, or the import of `exercise`"
+    if isinstance(o, ast.ImportFrom): return [n.name for n in o.names] == ["exercise"]
     if isinstance(o, ast.If): return not o.orelse and all(map(shows_nothing, o.body))
     name = getattr(getattr(getattr(o, "value", None), "func", None), "id", "")
     return isinstance(o, ast.Assert) or isinstance(o, ast.Expr) and name.startswith("test_")
 
+def unmarked(o): # a statement
+    "Without `@exercise(1)`"
+    if isinstance(o, ast.FunctionDef):
+        o.decorator_list = [d for d in o.decorator_list if getattr(getattr(d, "func", None), "id", "") != "exercise"]
+    return o
+
 def code_digest(nb): # a parsed notebook
-    """A digest of the code that makes outputs: comments, docstrings, formatting, tests and what is left to the reader don't count"""
+    """A digest of the code that makes outputs: comments, docstrings, formatting, tests and what is left to the reader don't count, nor
+    does that a check is one of an exercise"""
     from llm_speedrun.measure import syntax     # not before a notebook has run, which may want to import it first
     sources = ["".join(c["source"]) for c in nb["cells"] if c["cell_type"] == "code"]
     trees = [ast.parse(python(s)) for s in sources if not left_to_the_reader(s)]
-    for t in trees: t.body = [o for o in t.body if not shows_nothing(o)]
+    for t in trees: t.body = [unmarked(o) for o in t.body if not shows_nothing(o)]
     return hashlib.sha256(repr([syntax(t) for t in trees if t.body]).encode()).hexdigest()[:16]
 
 def note(path, name, entry): # a JSON file, a notebook's name, what is known of its outputs
@@ -41,7 +50,7 @@ def note(path, name, entry): # a JSON file, a notebook's name, what is known of 
 def skipped(cell):
     "Whether not to run `cell`; what it showed before goes in any case, since a cell without output would keep it"
     if cell.cell_type == "code": cell.outputs = []
-    return cell.cell_type == "code" and left_to_the_reader(cell.source)
+    return cell.cell_type == "code" and not_run(cell.source)
 
 def run(path, dest=None):
     "Run `path` in its own folder, and write it with its outputs to `dest`, by default over itself"

@@ -1,9 +1,12 @@
 """What the notebooks keep to, so that a reader can follow, see and try. A rule takes a parsed notebook and yields what is wrong with
 it; beside each stand cells which break it in a notebook that is good otherwise, to show that the rule can fail."""
-import ast, itertools, re
+import ast, builtins, itertools, re
+from contextlib import redirect_stdout
+from io import StringIO
 import pytest
 from cells import (LADDER, LESSONS, NBS, directives, exported, first_line, lines, of_kind, output_text, parsed, read, said, shown,
                    source, with_outputs)
+from llm_speedrun.files import exercise as exercise_check
 from make_readme import ROOT, targets, text
 from prose import measured_numbers, shows, typed_numbers
 
@@ -14,8 +17,8 @@ def value(**data): return dict(output_type="display_data", data={k.replace("_", 
 def picture(width): return value(image_png="", text_plain=f"<Figure size {width}x300 with 1 Axes>")
 def here(outputs=()): return py('#| echo: false\nyou_are_here("flash")', *outputs)
 def exercise(level):
-    return [md(f"**1. Sums** ({level}, 5 minutes). Add."), py("def check_sum(f):\n    'Adds'\n    test_eq(f(1, 2), 3)"),
-            py("#| eval: false\ndef add(a, b):\n    ... # yours\ncheck_sum(add)"),
+    return [md(f"**1. Sums** ({level}, 5 minutes). Add."), py("@exercise(1)\ndef check_sum(f):\n    'Adds'\n    test_eq(f(1, 2), 3)"),
+            py("def add(a, b):\n    ... # yours\ncheck_sum(add)", printed("Exercise 1: yours to write\n")),
             py("#| code-fold: true\ncheck_sum(lambda a, b: a + b)\ntest_fail(lambda: check_sum(lambda *args: None))")]
 SHOWN = py("x", printed("4 tokens/work, runs/home\n100%|##| 2/2 {'interrupted': False}, on 2026-11-21: 2.434 ms"))
 GOOD = [md("# A title\n\n> What it is."), py("#| default_exp x"), here([value(text_plain="")]),
@@ -132,7 +135,7 @@ def numbers_are_shown_above(nb):
 
 # --- lessons ---
 
-OPTION = re.compile(r"    \w+: \w+ = .* # ")                  # a list of options may be long
+OPTION = re.compile(r"    \w+: \w+ = .* # |@exercise\(")       # a list of options may be long; that mark is no line to read
 DOCMENT = re.compile(r"\s+\*{0,2}\w+(: [^=#]+)?(=[^#]*)?(,|\):)\s+# |\) -> [^#]+:\s+# ")    # a signature's line with what it means
 TASK = re.compile(r"\*\*\d\. [^*]+\*\* \((easy|kernel|open), \d+ (minutes|hours?)\)")
 
@@ -161,12 +164,36 @@ def it_says_where_we_are(nb):
     first = [c for c in of_kind(nb, "code") if shown(c)][0]
     if "you_are_here(" not in source(first) or not first["outputs"]: yield "the first thing to see is not the ladder's chart"
 
+class Something:
+    "Stands for what a stub takes for granted: a base class, a decorator, a module"
+    def __getattr__(self, name): return self
+    def __mro_entries__(self, bases): return ()
+    def __call__(self, *args, **kwargs): return args[0] if args and callable(args[0]) else self
+
+class Anything(dict):
+    "Every name is `Something`"
+    def __missing__(self, name):
+        if hasattr(builtins, name) or name.startswith("__"): raise KeyError(name)
+        return Something()
+
+def printed_by(c): return "".join(s for o in c["outputs"] for s in output_text(o))
+
+def said_by_stub(stub):
+    "What it prints where nothing is solved yet"
+    said, number = StringIO(), re.search(r"Exercise (\d+)", printed_by(stub))
+    wrong = exercise_check(int(number[1]) if number else 0)(lambda *answers: print("not a stub"))
+    names = Anything({n: wrong for n in re.findall(r"^(check_\w+)\(", source(stub), re.M)})
+    with redirect_stdout(said): exec(source(stub), {}, names)
+    return said.getvalue()
+
 def not_in_form(task, rest):
     "What is wrong with the code cells `rest` that follow the text `task` of an exercise"
     if len(rest) < 3: yield f"no check, stub and solution after {task}"; return
     check, stub, *answer = rest
     if not (name := re.search(r"def (check_\w+)", source(check))): yield f"no `def check_...` after {task}"; return
-    if directives(stub).get("eval") != "false" or f"{name[1]}(" not in source(stub): yield f"no stub that calls {name[1]}"
+    if not (number := re.search(rf"@exercise\((\d+)\)\ndef {name[1]}\(", source(check))): yield f"no @exercise over {name[1]}"; return
+    if said_by_stub(stub) != f"Exercise {number[1]}: yours to write\n" or f"{name[1]}(" not in source(stub) or printed_by(stub) != said_by_stub(stub):
+        yield f"no stub that calls {name[1]} and is told that it is yours to write"
     answer = list(itertools.takewhile(lambda c: directives(c).get("code-fold") == "true", answer))
     if not answer: yield f"the solution for {name[1]} isn't folded"
     code = "\n".join(map(source, answer))
