@@ -4,13 +4,14 @@ PYTHON ?= python3
 TORCH  ?= torch>=2.11
 ARGS   ?=
 LESSON_CORPUS ?=
+RESET  ?=
 BIN    := .venv/bin
 READY  := .venv/ready
 HOPPER := .venv/hopper
 # Whether one of the GPUs has compute capability 9.0. Asks the driver, since it comes before torch.
 HAS_HOPPER = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | grep -q '^9\.'
 
-.PHONY: help speedrun hopper lab lesson test export clean readme docs notebooks exported FORCE
+.PHONY: help speedrun hopper lab lesson test export clean readme docs preview quarto notebooks exported FORCE
 .NOTPARALLEL:
 
 help: ## list these targets
@@ -19,6 +20,7 @@ help: ## list these targets
 	@echo '  PYTHON=python3.12        the Python to make .venv from (3.10 or newer)'
 	@echo '  TORCH="torch==2.13.0"    the torch to install, any pip requirement'
 	@echo '  ARGS="--help"            arguments for speedrun_train, or for JupyterLab'
+	@echo '  RESET=10_tf32            a lesson that make lab puts back as it was; your copy is kept'
 	@echo '  LESSON_CORPUS=folder     what make lesson trains on: tokens as speedrun_data leaves them'
 
 speedrun: $(READY) hopper ## train a GPT with the fastest rungs for this machine
@@ -33,8 +35,8 @@ hopper: $(READY)
 	    else echo 'That failed, so training goes on without them. pip said:'; tail -n 3 .venv/hopper.log; fi; \
 	fi
 
-lab: $(READY) ## open the course in JupyterLab, at its first notebook
-	@$(BIN)/jupyter lab nbs/00_gpu.ipynb $(ARGS)
+lab: $(READY) ## open copies of the lessons in JupyterLab, at the table of contents
+	@$(BIN)/python tests/lab.py $(if $(RESET),--reset $(RESET),$(ARGS))
 
 # So many tokens train some ten minutes on an H100. An interrupted speedrun_data goes on where it was.
 lesson: $(READY) ## train 124m on real text, FineWeb-Edu unless told otherwise, and tell its story (needs a GPU to mean something)
@@ -68,16 +70,21 @@ clean: $(READY) ## take execution counts and stray metadata out of the notebooks
 readme: $(READY) ## write README.md from nbs/index.ipynb
 	@$(BIN)/python tests/make_readme.py
 
-# nbdev_docs writes its own README.md when ours is older than the index, so ours is written first. It keeps pages that exist
-# no more in _proc, so _proc goes before. nbs/_site holds the site's own code; settings.ini names processors in it.
-docs: ## build the docs site into _docs (needs Quarto)
+docs: quarto ## build the docs site into _docs (needs Quarto)
+	@$(BIN)/nbdev_docs
+	@$(BIN)/python nbs/_site/finish.py _docs
+
+preview: quarto ## show the docs site in a browser, and again after each change (needs Quarto)
+	@$(BIN)/nbdev_preview $(ARGS)
+
+# Quarto, and what it reads. nbdev writes its own README.md when ours is older than the index, so ours is written first. It keeps pages
+# that exist no more in _proc, so _proc goes before.
+quarto:
 	@command -v quarto >/dev/null || { \
-	    echo 'make docs needs Quarto: get it from https://quarto.org/docs/get-started/ and run make docs again.'; exit 1; }
+	    echo 'The docs site needs Quarto: get it from https://quarto.org/docs/get-started/ and try again.'; exit 1; }
 	@$(MAKE) --no-print-directory readme
 	@$(BIN)/python nbs/_site/pages.py
 	@rm -rf _proc
-	@PYTHONPATH=nbs/_site $(BIN)/nbdev_docs
-	@$(BIN)/python nbs/_site/finish.py _docs
 
 notebooks: $(READY) ## run every notebook and keep its outputs (best on a GPU, takes some minutes)
 	@for nb in nbs/[0-9]*.ipynb nbs/index.ipynb; do \
@@ -100,6 +107,8 @@ exported: $(READY)
 	    echo 'They have just been rewritten. Look at the difference and commit it; `make export clean` does the same without tests.'; \
 	    exit 1; fi
 
+# settings.ini names processors of the docs site, which are in nbs/_site: a path file lets nbdev_docs, nbdev_preview and
+# nbdev_proc_nbs find them.
 $(READY): settings.ini setup.py .venv/torch
 	@test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.version_info < (3, 10) and \
 	    sys.exit("llm_speedrun needs Python 3.10 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])' \
@@ -107,6 +116,8 @@ $(READY): settings.ini setup.py .venv/torch
 	@echo 'Installing llm_speedrun and $(TORCH) into .venv: some minutes the first time, seconds later.'
 	@$(BIN)/python -m pip install -qq --upgrade pip
 	@$(BIN)/python -m pip install -qq '$(TORCH)' -e '.[dev]'
+	@$(BIN)/python -c 'import pathlib, sysconfig as s; \
+	    pathlib.Path(s.get_path("purelib"), "llm_speedrun_site.pth").write_text(str(pathlib.Path("nbs/_site").resolve()))'
 	@rm -f $(HOPPER)
 	@touch $@
 

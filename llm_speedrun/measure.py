@@ -347,10 +347,10 @@ def make_record(rung, # name of the rung
 
 # %% ../nbs/01_measure.ipynb #eb8dcd14
 def measurements_dir():
-    "The folder of records: `nbs/measurements` of the checkout that we are in, else `measurements` here"
-    for p in (Path.cwd(), *Path.cwd().parents):
-        if (p/"settings.ini").exists() and (p/"nbs").is_dir(): return p/"nbs"/"measurements"
-    return Path("measurements")
+    "The folder of records: `measurements` here if there is one, else `nbs/measurements` of this checkout"
+    here, up = Path.cwd(), [Path.cwd(), *Path.cwd().parents]
+    root = next((p for p in up if (p/"settings.ini").exists() and (p/"nbs").is_dir()), None)
+    return root/"nbs"/"measurements" if root and not (here/"measurements").is_dir() else here/"measurements"
 
 def records_path(gpu=None): # the GPU's name, this machine's by default
     "The file of the records of one GPU"

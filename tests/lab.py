@@ -1,0 +1,98 @@
+"""Open the course in JupyterLab, as copies in lab/: what you run and write there changes nothing in nbs/.
+    tests/lab.py [options of jupyter lab]   bring lab/ up to date, and open its table of contents
+    tests/lab.py --reset 10_tf32            put the course's notebook back in place of your copy, which is kept beside it
+A copy that you have changed stays as it is, also when the course's notebook changes."""
+import hashlib, json, os, re, shutil, sys
+from pathlib import Path
+import yaml
+from llm_speedrun.files import InputError, clean_errors, lookup, replace_file
+
+ROOT = Path(__file__).resolve().parent.parent
+# No pop-ups, and the table of contents is shown as a page, not as its source
+SETTINGS = {"@jupyterlab/apputils-extension:notification": dict(fetchNews="false", checkForUpdates=False),
+            "@jupyterlab/docmanager-extension:plugin": dict(defaultViewers=dict(markdown="Markdown Preview"))}
+# The profiler's notes on its own start look like errors of a cell: only its errors are shown
+ENVIRONMENT = dict(KINETO_LOG_LEVEL="3")
+
+def digest(path): return hashlib.sha256(path.read_bytes()).hexdigest()
+
+def sources(nbs):
+    "Relative path -> file: the notebooks, and what they read"
+    found = [*nbs.glob("*.ipynb"), *(p for folder in ("images", "measurements") for p in (nbs/folder).rglob("*") if p.is_file())]
+    return {p.relative_to(nbs).as_posix(): p for p in sorted(found) if ".ipynb_checkpoints" not in p.parts and p.stem != "index"}
+
+def kept_digests(lab):
+    "Relative path -> digest of what was copied there last"
+    try: return json.loads((lab/".copied.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError): return {}
+
+def copy(name, source, lab, copied):
+    (lab/name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, lab/name)
+    copied[name] = digest(source)
+
+def update(nbs, lab):
+    "Copy what is new or has changed in `nbs`, unless the reader has changed the copy. Returns the names of copies that stay behind"
+    copied, behind = kept_digests(lab), []
+    for name, source in sources(nbs).items():
+        if not (lab/name).exists() or digest(lab/name) in (copied.get(name), digest(source)): copy(name, source, lab, copied)
+        elif copied.get(name) != digest(source): behind.append(name)
+    replace_file(lab/".copied.json", json.dumps(copied, indent=1) + "\n")
+    return behind
+
+def reset(lesson, nbs, lab):
+    "Put the lesson's own notebook back. Returns where the copy that was there is kept, None where it was not changed"
+    names = {Path(n).stem: n for n in sources(nbs) if n.endswith(".ipynb")}
+    name = lookup(names, Path(lesson).stem, "lesson")
+    copied, kept = kept_digests(lab), None
+    if (lab/name).exists() and digest(lab/name) not in (copied.get(name), digest(nbs/name)):
+        kept = next(p for i in range(1, 10**6) if not (p := lab/f"{Path(name).stem}.mine{i}.ipynb").exists())
+        (lab/name).rename(kept)
+    copy(name, nbs/name, lab, copied)
+    replace_file(lab/".copied.json", json.dumps(copied, indent=1) + "\n")
+    return kept
+
+def about(path):
+    "The `> ` line below a notebook's title"
+    first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+    return re.search(r"^> (.+)", first, re.M)[1]
+
+def listed(entries, nbs, level=2):
+    "The lessons of the site's sidebar as lines of Markdown, with a heading for each part"
+    for e in entries:
+        if isinstance(e, str): continue # a page without a text of its own
+        if "section" in e:
+            inner = [*listed(e["contents"], nbs, level + 1)]
+            if any(line.startswith("- [") for line in inner): yield from ["", f"{'#'*level} {e['section']}", "", *inner]
+        elif re.match(r"\d\d", e.get("href", "")): yield f"- [{e['text']}]({e['href']}): {about(nbs/e['href'])}"
+
+def contents(nbs):
+    "The table of contents, a page of Markdown"
+    side = yaml.safe_load((nbs/"sidebar.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
+    return "\n".join(["# The course", "", "These are copies: run and change them as you like. `make lab RESET=10_tf32` puts one back as it was.",
+                      "*Run > Run All Cells* runs a lesson to its end. Code that only draws or sets up is folded: click on its three dots.",
+                      "So are the solutions of the exercises.", *listed(side, nbs)]) + "\n"
+
+def prepare(nbs, lab):
+    "Bring `lab` up to date, and say which copies stay as the reader left them"
+    for name in update(nbs, lab):
+        print(f"{name} has changed in the course, and so have you changed your copy, which stays. To see the new one: make lab RESET={Path(name).stem}")
+    replace_file(lab/"contents.md", contents(nbs))
+
+def settings(prefix):
+    "Write the defaults of JupyterLab in this environment, which the reader's own settings override"
+    replace_file(Path(prefix)/"share/jupyter/lab/settings/overrides.json", json.dumps(SETTINGS, indent=1) + "\n")
+
+def main(args):
+    nbs, lab = ROOT/"nbs", ROOT/"lab"
+    if args[:1] == ["--reset"]:
+        if len(args) != 2: raise InputError("--reset takes one lesson, such as 10_tf32")
+        kept = reset(args[1], nbs, lab)
+        print(f"lab/{Path(args[1]).stem}.ipynb is the course's again" + (f"; yours is kept as lab/{kept.name}" if kept else ""))
+        return
+    prepare(nbs, lab)
+    if sys.prefix != sys.base_prefix: settings(sys.prefix) # an environment of its own
+    program = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={lab}", "--LabApp.default_url=/lab/tree/contents.md", *args]
+    os.execve(sys.executable, program, os.environ | ENVIRONMENT)
+
+if __name__ == "__main__": clean_errors(lambda: main(sys.argv[1:]))
