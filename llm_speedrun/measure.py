@@ -544,16 +544,19 @@ def course_records():
     return [found[k] for k in keys if k in found]
 
 # %% ../nbs/01_measure.ipynb #f1874417
-def you_are_here(*here): # the rungs of this notebook; by default none is marked
-    "Milliseconds of a step on each rung of the course's ladder, a bar each. Nothing outside of a checkout"
+def you_are_here(*here, # the rungs of this lesson; by default none is marked
+                 until=None): # the last rung to show; by default the one before `here`, or all
+    "Draw the tokens/s of the course's rungs; later ones are a `?`. Draws nothing outside of a checkout"
     import matplotlib.pyplot as plt
     if not (records := course_records()): return
+    names, speeds = [r["rung"] for r in records], [r["tok_s"]/1e3 for r in records]
+    known = names.index(until) + 1 if until else names.index(here[0]) if here else len(names)
     fig, ax = plt.subplots(figsize=(7.4, .5 + .26*len(records)), layout="constrained")
-    names, ms = [r["rung"] for r in records], [r["ms"] for r in records]
-    bars = ax.barh(names, ms, .7, color=[COLORS["orange" if k in here else "grey"] for k in names])
-    ax.bar_label(bars, [f"{t:.0f}" if t >= 100 else f"{t:.1f}" for t in ms], padding=3)
-    ax.invert_yaxis(); ax.margins(x=.1); ax.spines[["top", "right"]].set_visible(False)
-    ax.set(xlabel="milliseconds a step: {workload}, {batch} × {seq} tokens, {gpu}".format(**records[0]))
+    colors = [COLORS["orange" if k in here else "grey"] for k in names]
+    bars = ax.barh(names, [s if i < known else 0 for i, s in enumerate(speeds)], .7, color=colors)
+    ax.bar_label(bars, [f"{s:.0f}" if i < known else "?" for i, s in enumerate(speeds)], padding=3)
+    ax.set_xlim(0, 1.1*max(speeds)); ax.invert_yaxis(); ax.spines[["top", "right"]].set_visible(False)
+    ax.set(xlabel="thousand tokens/s: {workload}, {batch} × {seq} tokens, {gpu}, {date}".format(**records[0]))
 
 # %% ../nbs/01_measure.ipynb #12eb81ae
 def guess_chart(my_guess, # times the speed of the version before; None for no guess
