@@ -8,7 +8,7 @@ __all__ = ['REASONS', 'SpeedrunError', 'InputError', 'RunError', 'reason', 'in_w
            'exercise']
 
 # %% ../nbs/06_files.ipynb #29a8ccb6
-import difflib, errno, os, stat, sys
+import difflib, errno, inspect, os, stat, sys
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -168,7 +168,7 @@ def is_stub(answer): # a function or a class
     if isinstance(answer, type):
         own = [o for k, o in vars(answer).items() if isinstance(o, FunctionType) and not k.startswith("_abc")]
         return any(map(is_stub, own)) or not (own or vars(answer).get("__annotations__"))
-    code = getattr(answer, "__code__", None)
+    code = getattr(inspect.unwrap(answer), "__code__", None)
     return bool(code) and code.co_name != "<lambda>" and code.co_code == _stub.__code__.co_code
 
 # %% ../nbs/06_files.ipynb #exer0003
