@@ -115,7 +115,8 @@ def release(self:Run):
 @patch
 def with_model(self:Run, change): # changes the model that it gets in place
     "This run with a changed model: a new module tree which shares the weights of the old one"
-    shared = {id(t): t for t in chain(self.model.parameters(), self.model.buffers())}
+    whole = [] if getattr(self.model, "copyable", True) else [self.model] # a sharded one is changed in place
+    shared = {id(t): t for t in chain(self.model.parameters(), self.model.buffers(), whole)}
     model = copy.deepcopy(self.model, shared) # tensors in the memo are kept, not copied
     change(model)
     return replace(self, model=model)
