@@ -487,6 +487,9 @@ def eval_lines(records): # of `evaluate`
         for k, v in r["scores"].items():
             error = "" if r["errors"][k] is None else f" ± {r['errors'][k]:.2g}"
             yield f"{r['task']:<14}{k:<15}{v:.5g}{error}  ({n}, {r['source']})"
+        if r.get("context", 1) > 1:
+            yield (f"{'':<14}with {r['context']} or more tokens before each scored one, where the text has them; "
+                   "for lm_eval's number: --context 1")
 
 # %% ../nbs/61_evals.ipynb #61b50415
 def evaluate_and_tell(c): # an `EvalOptions`

@@ -266,4 +266,7 @@ def chunked_ce(run, # a `Run`
                budget=BUDGET // 2**20): # MiB of logits at a time
     "The loss a chunk of tokens at a time, its gradient made in the forward pass: never all logits at once"
     loss = ChunkedCE(ignore_index, z_loss, softcap, budget * 2**20)
-    return run.with_model(lambda model: setattr(model, "loss", loss))
+    def change(model):
+        model.loss # nothing would use a loss that the model lacks
+        model.loss = loss
+    return run.with_model(change)

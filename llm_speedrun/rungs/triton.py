@@ -8,7 +8,7 @@ __all__ = ['runs_kernel', 'blocks', 'pow2', 'traced', 'launch', 'check_contiguou
            'programs', 'run_norm_backward', 'rms_norm_backward', 'AddRMSNorm', 'graph_ms']
 
 # %% ../../nbs/13_triton.ipynb #452b1427
-import inspect, os
+import inspect, logging, os
 from functools import partial, wraps
 import torch, torch.nn as nn
 from torch.autograd.function import once_differentiable
@@ -20,7 +20,8 @@ from ..measure import time_ms
 try:
     import triton, triton.language as tl
     jit = triton.jit
-except ImportError: # macOS: everything below runs on PyTorch there
+except ImportError: # macOS: everything below runs on PyTorch there, and PyTorch warns once for each operation
+    logging.getLogger("torch._library.triton").addFilter(lambda r: "Triton not available" not in r.getMessage())
     triton, jit = None, lambda f: f
     class tl: constexpr = None # what the kernels' signatures mention
 
