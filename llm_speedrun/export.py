@@ -371,11 +371,13 @@ def weight_files(folder): # of a model
 # %% ../nbs/62_export.ipynb #94ae6e62
 def check_no_adapter(folder): # of a model
     "Raise `InputError` for a LoRA adapter, whose files have no model"
-    if not (Path(folder)/"adapter_config.json").exists() or any(Path(folder).glob("model*.safetensors*")): return
-    raise InputError(f"{folder} is a LoRA adapter, not a whole model. Merge it into its base model with peft and "
-                     f"give that folder: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
+    whole = any(Path(folder).glob("model*.safetensors*"))
+    if whole or not (Path(folder)/"adapter_config.json").exists(): return
+    raise InputError(f"{folder} is a LoRA adapter, not a whole model. Merge it into its base model with peft "
+                     f"and give that folder: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
                      ".merge_and_unload().save_pretrained('merged')")
 
+# %% ../nbs/62_export.ipynb #62adapter
 def import_folder(folder): # a run's, written by us or by transformers' `save_pretrained`
     """A model's `GPTConfig`, and its weights in FP32 as the `load_state_dict` of its class takes them (see
     `model_of`). A setting that no class of ours can express, or weights that don't fit, are a `ValueError`"""

@@ -222,7 +222,7 @@ PARTS = "layer", "heads", "attend", "project", "feed" # of a block, each a funct
 
 @contextmanager
 def model_has_parts(name, model): # of a rung, and what it changes
-    "Inside, an `AttributeError` of a model that isn't built as a `GPT` is an `InputError` that says what it lacks"
+    "Inside, an `AttributeError` of a model that isn't built as a `GPT` becomes an `InputError`"
     try: yield
     except AttributeError as e:
         lacks = [k for k in ("config", "loss", "layers") if not hasattr(model, k)]
@@ -230,9 +230,9 @@ def model_has_parts(name, model): # of a rung, and what it changes
         if not lacks: raise
         raise InputError(
             f"rung {name!r} needs a model like llm_speedrun.model.GPT, and {type(model).__name__} has no "
-            f"{', '.join(lacks)}: give it config (a GPTConfig), loss (h, w, y -> mean loss) and layers, blocks "
-            f"that call their functions {', '.join(PARTS)}; or leave the rung out (tf32, bf16 and fused_adamw "
-            "take any module)") from e
+            f"{', '.join(lacks)}: give it config (a GPTConfig), loss (h, w, y -> mean loss) and layers, "
+            f"blocks that call their functions {', '.join(PARTS)}; or leave the rung out (tf32, bf16 and "
+            "fused_adamw take any module)") from e
 
 # %% ../nbs/05_runs.ipynb #77375cb7
 def apply_rung(r, # a rung

@@ -258,20 +258,21 @@ def wait(self:World):
 
 # %% ../nbs/50_world.ipynb #b422ed4d
 def as_sendable(e): # an exception
-    "`e`, or where pickling doesn't keep it, one of the nearest class above that it keeps, with its name and text"
+    "`e`, or where pickling doesn't keep it, one of the nearest class above, with its name and text"
     for cls in (None, *type(e).__mro__[1:]):
         with suppress(Exception):
             made = cls(f"{type(e).__name__}: {e}") if cls else e
             sent = pickle.loads(pickle.dumps(made))
             if (type(sent), str(sent)) == (type(made), str(made)): return made
 
+# %% ../nbs/50_world.ipynb #50firstdoes
 @patch
 def first_does(self:World, f): # () -> something that can be pickled
     "What `f` returns on the first process, on every process; what it raises there is raised on all"
     if self.size == 1: return f()
     res = cause = None
     if self.first:
-        try: pickle.dumps(res := (f(), None)) # what can't be sent is an error of this process, and told to all
+        try: pickle.dumps(res := (f(), None)) # an answer that can't be sent is an error, too
         except Exception as e: res, cause = (None, as_sendable(e)), e
     value, error = self.shared(res)
     if error: raise cause or error

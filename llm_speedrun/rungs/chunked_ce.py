@@ -38,6 +38,7 @@ def bad_targets(y, V, ignore_index): # N, vocabulary
     "Which targets are neither tokens nor ignored, N"
     return ((y < 0) | (y >= V)) & (y != ignore_index)
 
+# %% ../../nbs/15_chunked_ce.ipynb #15badtarget
 def loss_maths(logits, y, ignore_index, z_loss, softcap, grad): # N V, N
     "The loss of each row (N, FP32 at least), zero where ignored. With `grad`, `logits` becomes its gradient"
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -141,8 +142,8 @@ def softmax_loss_kernel(x_ptr, y_ptr, loss_ptr, V: tl.constexpr, ignore_index: t
 def softmax_loss(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: float, softcap: float,
                  grad: bool) -> torch.Tensor:
     """The loss of each row of `logits` (N V, contiguous) with targets `y` (N): N, FP32, zero where ignored.
-    With `grad`, the logits are overwritten by the gradient of the losses' sum. A target that is no token makes
-    its loss and its row's gradient NaN. Raises `InputError` for strided logits"""
+    With `grad`, the logits are overwritten by the gradient of the losses' sum. A target that is no token
+    makes its loss and its row's gradient NaN. Raises `InputError` for strided logits"""
     if not runs_kernel(logits) or logits.dtype == torch.float64:
         return loss_maths(logits, y, ignore_index, z_loss, softcap, grad)
     N, V = logits.shape

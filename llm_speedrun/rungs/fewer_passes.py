@@ -25,7 +25,8 @@ from .fused_ops import compute_dtype, needs_triton, qk_rope
 
 # %% ../../nbs/28_fewer_passes.ipynb #759f73df
 from .chunked_ce import (ChunkedCE, add_product, chunk_size, logit_grad, loss_maths,
-                                           loss_results, loss_tile, no_loss, read_logits, row_lse, sms, write_grads)
+                                           loss_results, loss_tile, no_loss, read_logits, row_lse, sms,
+                                           write_grads)
 from .fp8 import E4M3, E5M2, LARGEST, mm8
 from .fused_fp8 import (HALF_MOST, SQUARE_TILE, Fp8CE, Slots, by_kernel, empty_pair,
                                           logits_quantize, logits_quantize_kernel, loss_lse, product,
@@ -197,7 +198,6 @@ class GroupedCE(ChunkedCE):
     group: int = GROUP # bytes of gradients of logits in a group
 
     def sizes(self, N, d, V, nbytes, x): # tokens, width, vocabulary, bytes of a logit's gradient, a tensor
-        "Tokens in a group and in a chunk"
         return group_sizes(N, d, V, nbytes, self.group, self.budget, sms(x))
 
     def grads16(self, h, w, y, want_w): # N d, V d, both of one type, N

@@ -38,8 +38,8 @@ from .fused_ops import (fused_ops, needs_triton, qk_rope, qk_rope_backward_maths
                                           stream_pair, swiglu_backward_maths, swiglu_grads, swiglu_maths)
 from .triton import (add_norm_maths, blocks, graph_ms, jit, kernel_op, launch,
                                        rms_norm_backward, runs_kernel, tl)
-from .chunked_ce import (ChunkedCE, bad_targets, chunk_size, linear_cross_entropy, loss_tile, no_loss,
-                                           read_logits, row_lse, sms)
+from .chunked_ce import (ChunkedCE, bad_targets, chunk_size, linear_cross_entropy,
+                                           loss_tile, no_loss, read_logits, row_lse, sms)
 
 # %% ../../nbs/17_fused_fp8.ipynb #17names1
 NAMES = "n1 wqkv o wo n2 wab h wdown dqkv da dab dm".split() # a layer's inputs, weights and gradients
@@ -594,8 +594,6 @@ def loss_lse_kernel(x_ptr, y_ptr, loss_ptr, lse_ptr, V: tl.constexpr, ignore_ind
     tl.store(lse_ptr + row, lse)
 
 # %% ../../nbs/17_fused_fp8.ipynb #3a9f3252
-HALF_MOST = LARGEST[E5M2]/2 # the scale of a logit's gradient: twice the 1 that it can reach, for z-loss
-
 @kernel_op
 def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: float,
              softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -613,6 +611,8 @@ def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: f
     return loss.clone(), lse.clone()
 
 # %% ../../nbs/17_fused_fp8.ipynb #585026cd
+HALF_MOST = LARGEST[E5M2]/2 # the scale of a logit's gradient: twice the 1 that it can reach, for z-loss
+
 @jit
 def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl.constexpr,
                            ignore_index: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
@@ -641,8 +641,8 @@ def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ig
     if not by_kernel(logits, logits.shape[1]):
         t = torch.tanh(logits.float()/softcap) if softcap else logits.float()*0
         x = softcap*t if softcap else logits.float()
-        counts, hot = y != ignore_index, F.one_hot(y.where(~lse.isnan(), 0).clamp(min=0), logits.shape[1])
-        g = ((1 + 2*z_loss*lse)[:, None]*(x - lse[:, None]).exp() - hot)*(1 - t*t)
+        counts, hot = y != ignore_index, y[:, None] == torch.arange(logits.shape[1], device=y.device)
+        g = ((1 + 2*z_loss*lse)[:, None]*(x - lse[:, None]).exp() - hot.float())*(1 - t*t)
         scale, amax = g.new_full((), HALF_MOST), g.new_zeros(()) # which a CUDA graph can record
         return round_and_transpose(g.where(counts[:, None], 0), scale, amax, E5M2)
     (N, V), (q, t), rows = logits.shape, empty_pair(logits, *logits.shape, E5M2), (logits, y, lse)

@@ -21,8 +21,11 @@ from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, nai
                                 set_parts)
 from ..runs import rung
 from ..world import Engine, ParallelStepper, local
-from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets, chunk_size,
-                                           logit_grad, loss_results, loss_tile, no_loss, read_logits, row_lse, sms, write_grads)
+
+# %% ../../nbs/53_tensor_parallel.ipynb #53imports
+from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets,
+                                           chunk_size, logit_grad, loss_results, loss_tile, no_loss,
+                                           read_logits, row_lse, sms, write_grads)
 from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
                                           joined, rotated, swiglu_down)
 from .triton import jit, kernel_op, launch, runs_kernel, tl

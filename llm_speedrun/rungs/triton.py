@@ -21,7 +21,8 @@ try:
     import triton, triton.language as tl
     jit = triton.jit
 except ImportError: # macOS: everything below runs on PyTorch there, and PyTorch warns once for each operation
-    logging.getLogger("torch._library.triton").addFilter(lambda r: "Triton not available" not in r.getMessage())
+    wanted = lambda r: "Triton not available" not in r.getMessage()
+    logging.getLogger("torch._library.triton").addFilter(wanted)
     triton, jit = None, lambda f: f
     class tl: constexpr = None # what the kernels' signatures mention
 
@@ -57,8 +58,9 @@ def check_contiguous(op, names, tensors): # an operation's name, those of some t
     for name, t in zip(names, tensors):
         if not t.is_contiguous():
             raise InputError(f"{op}: {name} is a strided view, and this kernel takes contiguous rows: pass "
-                             f"a contiguous copy")
+                             "a contiguous copy")
 
+# %% ../../nbs/13_triton.ipynb #13opcheck
 def kernel_op(f=None, # a function of tensors and numbers, with annotations, that returns new tensors
               mutates=(), # names of the arguments that it writes into
               contiguous=()): # names of the arguments that must not be strided

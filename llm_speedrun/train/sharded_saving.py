@@ -175,7 +175,8 @@ def index_of(parts): # file name -> `Part`
     for n, t in tensors.items():
         found = [(b["start"], b["size"]) for b in t["boxes"] if 0 not in b["size"]]
         inside = all(i + k <= whole for b in found for i, k, whole in zip(*b, t["shape"]))
-        if sum(math.prod(k) for _, k in found) != math.prod(t["shape"]) or not inside or found and not apart(found):
+        all_of_it = sum(math.prod(k) for _, k in found) == math.prod(t["shape"])
+        if not (all_of_it and inside and (apart(found) if found else True)):
             raise OSError(f"the parts of {n} don't make the whole of it: they overlap, or some is missing")
     own = [p.own for p in parts.values()]
     return dict(tensors=tensors, own={k: [o[k] for o in own] for k in own[0]})
