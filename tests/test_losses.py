@@ -5,7 +5,7 @@ import pytest, torch
 from llm_speedrun.files import InputError
 from llm_speedrun.recipes.schedules import guarded
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, chunked_cross_entropy, linear_cross_entropy, softmax_loss
-from llm_speedrun.rungs.epilogues import summed_loss
+from llm_speedrun.rungs.epilogues import FusedCE, hopper_missing, summed_loss
 from llm_speedrun.rungs.fewer_passes import GroupedCE, mean_loss, times_
 from llm_speedrun.rungs.fp8 import E5M2
 from llm_speedrun.rungs.fused_fp8 import HALF_MOST, Fp8CE, LayerScales, Scaling, logits_quantize, loss_lse
@@ -78,19 +78,35 @@ def test_no_token_at_the_real_vocabulary(name):
     rest = [i for i in range(2048) if i % 7 > 1]
     assert loss[rest].isfinite().all() and grad[rest].isfinite().all()
 
+@pytest.mark.parametrize("V", [512, pytest.param(50304, marks=cuda)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_true_class_of_a_sure_token(kernels, name, dtype):
+def test_the_true_class_of_a_sure_token(kernels, name, dtype, V):
     "Where p nears 1, p - 1 is as exact as its type can be: it isn't the difference of two rounded numbers (Liger-Kernel#1329)"
     summed_runs(name)
     p = torch.tensor([.5, .9, .99, .999], device=DEVICE, dtype=torch.float64)
-    y, x = torch.tensor([0, 7, 300, 511], device=DEVICE), torch.zeros(4, 512, device=DEVICE, dtype=torch.float64)
-    x[range(4), y] = (511*p/(1 - p)).log()
+    y, x = torch.tensor([0, 7, 300, V - 1], device=DEVICE), torch.zeros(4, V, device=DEVICE, dtype=torch.float64)
+    x[range(4), y] = ((V - 1)*p/(1 - p)).log()
     x = x.to(dtype)
     exact = x.double().softmax(1)[range(4), y] - 1
     got = LOSSES[name](x, y)[1][range(4), y].double()
     rounding = 2**-3 if name in ("fp8", "sums") else torch.finfo(dtype).eps/2 # E5M2 has two bits after the first
     assert ((got - exact).abs() <= rounding*exact.abs() + 1e-6).all() # FP32's p; 16 bits know p itself to 2e-4 at best
+
+@pytest.mark.parametrize("name", ["chunked", "grouped", pytest.param("fused", marks=cuda)])
+def test_the_true_class_in_the_gradient_of_hidden_states(kernels, name):
+    "Through the whole loss: each hidden state meets its target's row of the weights alone, in a column of its own"
+    ce = dict(chunked=ChunkedCE, grouped=GroupedCE, fused=FusedCE)[name]()
+    if name == "fused" and (why := hopper_missing()): pytest.skip(why)
+    V, dt = (50304, torch.bfloat16) if DEVICE.type == "cuda" else (384, torch.float32) # FP16 would lack exponents
+    p = torch.tensor([.5, .9, .99, .999]*32, device=DEVICE, dtype=torch.float64)
+    y, d = torch.arange(0, 3*128, 3, device=DEVICE), 128
+    w = torch.zeros(V, d, device=DEVICE, dtype=dt)
+    w[y, range(d)] = 1
+    h = torch.diag(((V - 1)*p/(1 - p)).log()).to(dt).requires_grad_()
+    ce(h, w.requires_grad_(), y).backward()
+    exact = ((h.detach().double() @ w.detach().double().T).softmax(1)[range(d), y] - 1)/d
+    assert ((h.grad.diagonal().double() - exact).abs() <= 2*torch.finfo(dt).eps*exact.abs() + 1e-6/d).all()
 
 def in_fp8(kind): return lambda *xs: kind(scales=LayerScales(Scaling(1, E5M2, DEVICE), 0, E5M2))(*xs)
 
