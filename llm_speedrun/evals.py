@@ -480,6 +480,7 @@ def save_evals(path, new): # a file; records of `evaluate`
     last = {json.dumps(key(r)): r for r in new}
     replace_file(path, json.dumps([*last.values()], indent=1, ensure_ascii=False) + "\n")
 
+# %% ../nbs/61_evals.ipynb #61evallines
 def eval_lines(records): # of `evaluate`
     "What the command prints: a line for each score"
     for r in records:
@@ -487,6 +488,9 @@ def eval_lines(records): # of `evaluate`
         for k, v in r["scores"].items():
             error = "" if r["errors"][k] is None else f" ± {r['errors'][k]:.2g}"
             yield f"{r['task']:<14}{k:<15}{v:.5g}{error}  ({n}, {r['source']})"
+        if r.get("context", 1) > 1:
+            yield (f"{'':<14}with {r['context']} or more tokens before each scored one, where the text has "
+                   "them; for lm_eval's number: --context 1")
 
 # %% ../nbs/61_evals.ipynb #61b50415
 def evaluate_and_tell(c): # an `EvalOptions`

@@ -7,7 +7,8 @@ __all__ = ['EXPORT_DTYPES', 'Rope', 'HEAD', 'SHAPE', 'FIXED', 'STATED', 'qwen3_c
            'as_fp32', 'qwen3_name', 'without_copy', 'model_of', 'fitted', 'read_tensors', 'file_of', 'no_weights',
            'run_of', 'checkpoint_weights', 'read_run', 'unfinished', 'json_bytes', 'tokenizer_files', 'check_new',
            'written_whole', 'write_folder', 'export_folder', 'check_plain', 'stated_model', 'rope_base', 'gpt_config',
-           'read_config', 'Index', 'weight_files', 'import_folder', 'from_pretrained', 'recipe_for', 'export_and_tell']
+           'read_config', 'Index', 'weight_files', 'check_no_adapter', 'import_folder', 'from_pretrained', 'recipe_for',
+           'export_and_tell']
 
 # %% ../nbs/62_export.ipynb #1e90e64a
 import json, os
@@ -224,7 +225,7 @@ def tokenizer_files(path, # of a `tokenizer.json`
     if (n := tok.get_vocab_size()) > config.vocab:
         raise InputError(f"{path} has {n} tokens, and the model knows {config.vocab}: it is another model's")
     eot = tok.token_to_id(EOT)
-    ends = {} if eot is None else dict(bos_token=EOT, eos_token=EOT)
+    ends = {} if eot is None else dict(bos_token=EOT, eos_token=EOT, pad_token=EOT)
     about = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.seq,
                  clean_up_tokenization_spaces=False, **ends)
     return {"tokenizer.json": data, "tokenizer_config.json": json_bytes(about)}, eot
@@ -368,9 +369,19 @@ def weight_files(folder): # of a model
     return [Path(folder)/n for n in names]
 
 # %% ../nbs/62_export.ipynb #94ae6e62
+def check_no_adapter(folder): # of a model
+    "Raise `InputError` for a LoRA adapter, whose files have no model"
+    whole = any(Path(folder).glob("model*.safetensors*"))
+    if whole or not (Path(folder)/"adapter_config.json").exists(): return
+    raise InputError(f"{folder} is a LoRA adapter, not a whole model. Merge it into its base model with peft "
+                     f"and give that folder: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
+                     ".merge_and_unload().save_pretrained('merged')")
+
+# %% ../nbs/62_export.ipynb #62adapter
 def import_folder(folder): # a run's, written by us or by transformers' `save_pretrained`
     """A model's `GPTConfig`, and its weights in FP32 as the `load_state_dict` of its class takes them (see
     `model_of`). A setting that no class of ours can express, or weights that don't fit, are a `ValueError`"""
+    check_no_adapter(folder)
     path = file_of(run_of(folder), "config.json", "it is not the folder of a model")
     about = read_json(path, dict[str, Any])
     if "model" in about: return read_run(folder) # ours, not exported

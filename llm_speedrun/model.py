@@ -219,10 +219,12 @@ def roles(self:GPT):
 def set_parts(model, # a `GPT`, changed in place
               blocks=None, # which of its layers; by default all
               **parts): # functions by the name of the part: heads, attend, project, feed, layer
-    "Replace parts in the blocks of `model`. Raises `InputError` for a part that there isn't"
+    """Replace parts in the blocks of `model`. Raises `InputError` for a part that there isn't, and
+    `AttributeError` for a model that isn't built of such parts"""
     for b in model.layers if blocks is None else blocks:
         for name, f in parts.items():
             lookup(dict.fromkeys("heads attend project feed layer".split()), name, "part of a block")
+            getattr(b, name) # nothing would use a part that the block lacks
             setattr(b, name, f)
 
 # %% ../nbs/04_model.ipynb #e50c6fd0

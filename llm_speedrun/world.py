@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['TIMEOUT', 'FLIGHT_RECORDER', 'all_gather_parts', 'reduce_scatter_parts', 'device_of_process', 'backend_for',
            'in_time', 'start_in_store', 'meet', 'join_world', 'leave_world', 'free_port', 'as_sent', 'as_received',
-           'in_process', 'ended', 'answers', 'start', 'on_gpus', 'processes', 'renamed', 'flat', 'check_alike',
-           'Agreement', 'notes', 'Watch', 'standings', 'stack_of', 'Lost', 'lost', 'answered', 'Engine', 'local',
-           'own_parts', 'check_engines', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece', 'pieces',
-           'OneByOne', 'fill', 'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms',
+           'in_process', 'ended', 'answers', 'start', 'on_gpus', 'processes', 'renamed', 'as_sendable', 'flat',
+           'check_alike', 'Agreement', 'notes', 'Watch', 'standings', 'stack_of', 'Lost', 'lost', 'answered', 'Engine',
+           'local', 'own_parts', 'check_engines', 'ParallelStepper', 'share_maxima', 'Piece', 'chunk_start', 'piece',
+           'pieces', 'OneByOne', 'fill', 'compare_together', 'Link', 'ring', 'ring_ms', 'collective', 'collective_ms',
            'measure_collectives', 'fit_collective', 'measured_link']
 
 # %% ../nbs/50_world.ipynb #c115082f
-import faulthandler, inspect, json, math, os, re, signal, socket, statistics
+import faulthandler, inspect, json, math, os, pickle, re, signal, socket, statistics
 import textwrap, threading, time, traceback
 from collections import deque
 from multiprocessing.connection import wait as wait_for_any
@@ -257,16 +257,25 @@ def wait(self:World):
     with answered(self): dist.all_reduce(torch.zeros(1)) # on the CPU: the GPUs go on
 
 # %% ../nbs/50_world.ipynb #b422ed4d
+def as_sendable(e): # an exception
+    "`e`, or where pickling doesn't keep it, one of the nearest class above, with its name and text"
+    for cls in (None, *type(e).__mro__[1:]):
+        with suppress(Exception):
+            made = cls(f"{type(e).__name__}: {e}") if cls else e
+            sent = pickle.loads(pickle.dumps(made))
+            if (type(sent), str(sent)) == (type(made), str(made)): return made
+
+# %% ../nbs/50_world.ipynb #50firstdoes
 @patch
 def first_does(self:World, f): # () -> something that can be pickled
     "What `f` returns on the first process, on every process; what it raises there is raised on all"
     if self.size == 1: return f()
-    res = None
+    res = cause = None
     if self.first:
-        try: res = f(), None
-        except Exception as e: res = None, e
+        try: pickle.dumps(res := (f(), None)) # an answer that can't be sent is an error, too
+        except Exception as e: res, cause = (None, as_sendable(e)), e
     value, error = self.shared(res)
-    if error: raise error
+    if error: raise cause or error
     return value
 
 # %% ../nbs/50_world.ipynb #ee892ac3

@@ -14,7 +14,7 @@ from timeouts import TIMEOUT
 DEPLOY = ROOT/"deploy"
 FILES = {str(p.relative_to(DEPLOY)): p.read_text(encoding="utf-8") for p in sorted(DEPLOY.rglob("*")) if p.is_file()}
 JOB, QUEUE, SLICES, COMPOSE = "kubernetes/job.yaml", "kubernetes/queue.yaml", "kubernetes/time-slicing.yaml", "compose.yaml"
-DOCKER, SLURM, SKY, START = "Dockerfile", "slurm.sbatch", "sky.yaml", "start_or_resume"
+DOCKER, SLURM, SKY, START, COPY = "Dockerfile", "slurm.sbatch", "sky.yaml", "start_or_resume", "copy_runs"
 RULES, BROKEN = {}, []
 
 def rule(*edits): # triples: a file, a piece of it, what to write there
@@ -64,7 +64,7 @@ def seconds(text): return int(text[:-1])*dict(s=1, m=60, h=3600)[text[-1]]
 @rule((JOB, "# NOT RUN", "# Run"), (DOCKER, "# NOT BUILT", "# Built"))
 def each_says_what_was_not_run(files):
     for name, text in files.items():
-        if name.endswith("ignore") or name == START: continue
+        if name.endswith("ignore") or name in (START, COPY): continue
         if not re.search(r"^# NOT (BUILT OR )?RUN for this course", "\n".join(text.splitlines()[:6]), re.M):
             yield f"{name} doesn't say that it was not run"
 
@@ -315,6 +315,23 @@ def pods_have_what_they_need(files):
     most = spec["containers"][0]["resources"]["limits"]["memory"]
     if shm.get("medium") != "Memory" or gib(shm["sizeLimit"]) >= gib(most): yield f"shared memory: {shm}"
 
+@rule((JOB, "allowPrivilegeEscalation: false", "allowPrivilegeEscalation: true"), (QUEUE, "drop: [ALL]", "drop: []"),
+      (SLICES, "type: RuntimeDefault", "type: Unconfined"), (JOB, "          securityContext:", "          ports2:"))
+def pods_are_restricted(files):
+    "As Kubernetes' security standard of that name asks for"
+    for d, spec in pod_specs(files):
+        if spec["securityContext"].get("seccompProfile") != dict(type="RuntimeDefault"): yield f"{d['kind']}: any system call is allowed"
+        for c in containers(spec):
+            if c.get("securityContext") != dict(allowPrivilegeEscalation=False, capabilities=dict(drop=["ALL"])):
+                yield f"{d['kind']}: {c['name']} may gain rights"
+
+@rule((JOB, "values: [75]", "values: [76]"), (JOB, "exit 75", "exit 1"))
+def a_lost_host_is_no_failure(files):
+    job, = of_kind(files, "Job")
+    ignored = [r["onExitCodes"]["values"] for r in job["spec"]["podFailurePolicy"]["rules"] if r["action"] == "Ignore" and "onExitCodes" in r]
+    said = given(job["spec"]["template"]["spec"]["containers"][0]["args"][0], r"exit (\d+)\s*$")
+    if ignored != [[int(said or 0)]]: yield f"the second pod ends with {said}, and {ignored} aren't counted"
+
 # --- Slurm, SkyPilot ---
 
 SBATCH = set("job-name nodes ntasks-per-node gpus-per-node cpus-per-task mem exclusive time signal requeue open-mode output".split())
@@ -338,7 +355,7 @@ TASK = dict(name=str, workdir=str, resources=dict, file_mounts=dict, setup=str, 
 RESOURCES = dict(accelerators=str, use_spot=bool, disk_size=int, job_recovery=dict)
 
 @rule((SKY, "use_spot: true", "use_spots: true"), (SKY, "--gpus 8", "--gpus 4"), (SKY, "mode: MOUNT\n", "mode: mount\n"),
-      (SKY, "do save; done &", "do save &"), (SKY, "workdir: .", "work_dir: ."))
+      (SKY, "/bucket; done &", "/bucket &"), (SKY, "workdir: .", "work_dir: ."))
 def skypilot_knows_the_fields(files):
     d = document(files, SKY)
     for what, known in ((d, TASK), (d["resources"], RESOURCES)):
@@ -363,7 +380,8 @@ def test_every_rule_is_tried(): assert {name for name, *_ in BROKEN} == {*RULES}
 
 # --- the scripts, run with stand-ins ---
 
-STAND_INS = dict(torchrun='say "$0" "$@"', speedrun_train='say "$0" "$@"', rsync='say "$0" "$@"', sleep="exec /bin/sleep .02",
+STAND_INS = dict(torchrun='say "$0" "$@"; [ -z "$STOPS" ] || { trap "say stopped; exit 1" TERM; kill -TERM $PPID; while :; do :; done; }; '
+                          'exit "${TORCHRUN_ENDS:-0}"', speedrun_train='say "$0" "$@"', cp=":", sleep="exec /bin/sleep .02",
     srun='while [ "${1#--}" != "$1" ]; do shift; done; "$@"; [ -z "$MAKES" ] || mkdir -p "$MAKES"; exit "${ENDS:-0}"',
     scontrol='case $1 in show) echo node1; echo node2;; *) say "$0" "$@";; esac',
     **{"redis-cli": 'case $3 in LINDEX) echo "$TAKEN";; *) echo "$WAITING";; esac'})
@@ -380,6 +398,8 @@ def shell(tmp_path):
     (tmp_path/".venv/bin/activate").touch()
     (tmp_path/"deploy").mkdir()
     shutil.copy(DEPLOY/START, tmp_path/"deploy")
+    (tmp_path/"deploy"/COPY).write_text(f'#!/bin/sh\n{say}say "$0" "$@"\n')
+    (tmp_path/"deploy"/COPY).chmod(0o755)
     def run(script, program="bash", **env):
         said = tmp_path/"said"
         said.write_text("")
@@ -440,6 +460,66 @@ def test_each_pod_knows_whether_it_hosts(shell):
         args, _ = trained(shell(script, program, RUNS="runs", JOB_COMPLETION_INDEX=index)[1])
         assert args.rdzv_conf == f"is_host={host},join_timeout=1800" and args.rdzv_endpoint == "speedrun-0.speedrun:29500"
 
+@pytest.mark.parametrize("index, ends, code", [("0", 0, 0), ("0", 1, 1), ("0", 2, 2), ("1", 0, 0), ("1", 1, 75), ("1", 2, 2), ("1", 127, 127), ("1", 137, 75)])
+def test_a_pod_that_has_lost_the_first_is_not_counted(index, ends, code, shell):
+    "Its torchrun fails since nobody hosts the meeting any more; a failure of the run's own is the first pod's too"
+    name, script, program, env = [*scripts()][1]
+    assert shell(script, program, RUNS="runs", JOB_COMPLETION_INDEX=index, TORCHRUN_ENDS=str(ends))[0] == code
+
+@pytest.mark.parametrize("index, code", [("0", 1), ("1", 75)])
+def test_a_pods_signal_reaches_torchrun(index, code, shell):
+    "Which is waited for, and its exit code is what counts"
+    name, script, program, env = [*scripts()][1]
+    got, told, _ = shell(script, program, RUNS="runs", JOB_COMPLETION_INDEX=index, STOPS="1")
+    assert got == code and [t[0] for t in told] == ["torchrun", "stopped"]
+
+def test_spot_runs_are_copied(shell):
+    "Every minute, and once more at the end, whatever that is"
+    name, script, program, env = [*scripts()][3]
+    code, told, error = shell(script, program, RUNS="runs")
+    assert code == 0 and told[-1] == [COPY, "runs", "/bucket"], error
+
+@pytest.fixture
+def bucket(tmp_path):
+    "Copies two checkpoints and a log into a folder that keeps no times: what is there, name -> text; the paths that a copy has written"
+    runs, to = tmp_path/"from", tmp_path/"to"
+    to.mkdir()
+    def put(path, text): (runs/path).parent.mkdir(parents=True, exist_ok=True); (runs/path).write_text(text)
+    def copy():
+        for p in to.rglob("*"): os.utime(p, (0, 0))
+        subprocess.run([DEPLOY/COPY, runs, to], check=True, timeout=TIMEOUT)
+        files = [p for p in to.rglob("*") if p.is_file()]
+        there = {str(p.relative_to(to)): p.read_text() for p in files}
+        return there, {str(p.relative_to(to)) for p in files if p.stat().st_mtime}
+    for step in (100, 200):
+        for name in ("manifest.json", "model.safetensors", "about.json"): put(f"big/checkpoints/step-{step:08}/{name}", f"{name} {step}")
+    put("big/metrics.jsonl", "1\n")
+    put("big/checkpoints/step-00000300.tmp/model.safetensors", "half")
+    return runs, to, put, copy
+
+def test_a_checkpoint_is_copied_once(bucket):
+    "Whatever the times; a log that has grown is copied again, also where only its content differs; what was removed goes"
+    runs, to, put, copy = bucket
+    there, new = copy()
+    assert new == {*there} and len(there) == 7 and not any("tmp" in p for p in there)
+    assert copy()[1] == set()
+    put("big/metrics.jsonl", "2\n")
+    assert copy()[1] == {"big/metrics.jsonl"}
+    shutil.rmtree(runs/"big/checkpoints/step-00000100")
+    put("big/checkpoints/step-00000200/manifest.json", "another run's, of the same sizes")
+    there, new = copy()
+    assert not any("step-00000100" in p for p in there) and new == {p for p in there if "step-00000200" in p}
+    assert there["big/checkpoints/step-00000200/manifest.json"].startswith("another")
+
+def test_a_half_copied_checkpoint_is_copied_again(bucket):
+    "A machine that goes in the middle leaves no manifest"
+    runs, to, put, copy = bucket
+    copy()
+    (to/"big/checkpoints/step-00000200/manifest.json").unlink()
+    (to/"big/checkpoints/step-00000200/model.safetensors").write_text("mod")
+    there, new = copy()
+    assert there["big/checkpoints/step-00000200/model.safetensors"] == "model.safetensors 200" and len(new) == 3
+
 def test_slurm_goes_on_only_where_something_was_saved(shell, tmp_path):
     name, script, program, env = [*scripts()][2]
     code, told, _ = shell(script, program, ENDS="1", **env)
@@ -468,11 +548,16 @@ def test_the_images_requirements_are_the_packages(tmp_path, monkeypatch):
     exec(code, {})
     ini = ConfigParser()
     ini.read(ROOT/"settings.ini", encoding="utf-8")
-    assert (tmp_path/"requirements.txt").read_text().split() == ini["DEFAULT"]["requirements"].split()
+    want = ini["DEFAULT"]["requirements"] + ini["DEFAULT"]["hopper_requirements"]
+    assert (tmp_path/"requirements.txt").read_text().split("\n") == want.split("\n") and "quack-kernels" in want
+
+def test_spot_machines_have_hoppers_kernels():
+    d = document(FILES, SKY)
+    assert ("[hopper]" in d["setup"]) == d["resources"]["accelerators"].startswith("H100")
 
 # --- other tools, where they are ---
 
-@pytest.mark.parametrize("tool, path", [("hadolint", DOCKER), ("shellcheck --exclude=SC1091", SLURM), ("shellcheck", START),
+@pytest.mark.parametrize("tool, path", [("hadolint", DOCKER), ("shellcheck --exclude=SC1091", SLURM), ("shellcheck", START), ("shellcheck", COPY),
                                         ("docker compose -f compose.yaml config -q", "")])
 def test_other_tools_agree(tool, path):
     if not shutil.which(tool.split()[0]): pytest.skip(f"there is no {tool.split()[0]}")

@@ -181,6 +181,8 @@ def test_command(folder, tmp_path, capsys):
     out, tasks = tmp_path/"evals.json", f"hellaswag={EVALS/'hellaswag.jsonl'},lambada={EVALS/'lambada.jsonl'}"
     said = told(capsys, folder, "--tasks", tasks, "--text", EVALS/"text.txt", "--out", out)
     assert "hellaswag     acc            0.2 ± 0.13  (10 questions, " in said and "bits_per_byte" in said and str(out) in said
+    assert "with 24 or more tokens before each scored one" in said and "lm_eval's number: --context 1" in said
+    assert "lm_eval" not in told(capsys, folder, "--text", EVALS/"text.txt", "--context", 1, "--out", tmp_path/"other.json")
     records = json.loads(out.read_text())
     assert [r["task"] for r in records] == ["hellaswag", "lambada", "text"]
     for r in records: assert {"sha256", "weights", "engine", "dtype", "torch", "date", "gpu", "scores", "errors"} <= r.keys()

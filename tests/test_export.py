@@ -6,6 +6,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import *
+from llm_speedrun.files import InputError
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
 from llm_speedrun.sample import generate
@@ -86,6 +87,34 @@ def test_command_to_transformers(trained, tmp_path):
     n = NANO.seq - len(ids) # further on, ours forgets the beginning and theirs knows no positions
     mine, text = generate(Run(trainer.run.model), ids, n, top_k=1), theirs.generate(**prompt, max_new_tokens=n, do_sample=False)[0].tolist()
     assert text == mine[:len(text)] and n > 8 and len(text) > len(ids) and (len(text) == len(mine) or text[-1] == tok.eos_token_id)
+
+def test_a_padded_batch(trained, exported):
+    "Texts of two lengths in one batch: what is filled up has no attention, and the logits are those of each text alone"
+    transformers = pytest.importorskip("transformers")
+    tok = transformers.AutoTokenizer.from_pretrained(exported)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
+    assert tok.pad_token_id == tok.eos_token_id == trained[0].corpus.eot and model.config.pad_token_id is None # whose row then trains
+    short, long = "Text 7: 7", "Text 12: 12 times 3 is"
+    both = tok([short, long], padding=True, return_tensors="pt")
+    n = len(tok(short)["input_ids"])
+    assert both["attention_mask"].sum(1).tolist() == [n, both["input_ids"].shape[1]] and n < both["input_ids"].shape[1]
+    with torch.no_grad(): padded, alone = model(**both).logits[0, :n], model(**tok(short, return_tensors="pt")).logits[0]
+    torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-5)
+
+def test_two_steps_of_their_trainer(exported, tmp_path):
+    "With the standard collator, which pads; the folder it saves comes back"
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    tok = transformers.AutoTokenizer.from_pretrained(exported)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    before = model.model.embed_tokens.weight.detach().clone()
+    args = transformers.TrainingArguments(tmp_path/"out", max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+                                          use_cpu=True, disable_tqdm=True, logging_strategy="no")
+    data = [tok("Text 7: 7"), tok("Text 12: 12 times 3 is"), tok("naïve"), tok("Text 1")]
+    trainer = transformers.Trainer(model, args, train_dataset=data, data_collator=transformers.DataCollatorForLanguageModeling(tok, mlm=False))
+    assert trainer.train().global_step == 2 and not before.equal(model.model.embed_tokens.weight.cpu())
+    model.save_pretrained(tmp_path/"tuned")
+    assert import_folder(tmp_path/"tuned")[0].vocab == len(before)
 
 def test_without_transformers_and_killed(trained, tmp_path):
     "Neither export nor import needs transformers; `kill -9` in the middle leaves no folder of that name, and the next export succeeds"
@@ -252,6 +281,17 @@ SETTINGS = [dict(tie_word_embeddings="no"), dict(tie_word_embeddings=[]), dict(a
             dict(rope_scaling=dict(rope_type="yarn", factor=4.)), dict(rope_theta=1000.),
             dict(rope_parameters=dict(rope_type="linear", factor=2., rope_theta=500.)),
             dict(rope_parameters=dict(full_attention=dict(rope_theta=500.)))]
+
+def test_an_adapter_is_no_model(exported, tmp_path):
+    "What LoRA leaves has to be merged first, with or without its base model's config beside it; merged in place it is a model"
+    folder = tmp_path/"lora"
+    folder.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"): (folder/name).write_text("{}")
+    with fails(InputError, "lora is a LoRA adapter", "merge_and_unload", "save_pretrained"): import_folder(folder)
+    (folder/"config.json").write_bytes((exported/"config.json").read_bytes())
+    with fails(InputError, "merge_and_unload"): from_pretrained(folder)
+    (folder/"model.safetensors").write_bytes((exported/"model.safetensors").read_bytes())
+    assert import_folder(folder)[0].vocab == import_folder(exported)[0].vocab
 
 @pytest.mark.parametrize("change", SETTINGS, ids=str)
 def test_refused_setting(exported, tmp_path, change):

@@ -1,5 +1,5 @@
 "The rung fsdp: two processes, each with half of the weights and of the batch, take the steps of one process."
-import math
+import copy, math
 from dataclasses import replace
 from importlib.util import find_spec
 import numpy as np, pytest, torch
@@ -40,6 +40,13 @@ def trained(world, rungs, micro=1, steps=4, config=CONFIG, change=None):
         said += [step(*zip(x.chunk(micro), y.chunk(micro))).item(), step.norm.item()]
         if k == 1: said.append(world.mean(step.evaluate([(x, y)]))); larger(run); said.append(world.mean(step.evaluate([(x, y)])))
     return said, before, whole(run), parts_of(run)
+
+def copied(world):
+    "What copying the model says; whether a later rung changes the model that there is, which can't be copied"
+    run = build(CONFIG, ["fsdp"], world=world)
+    try: said = type(copy.deepcopy(run.model)).__name__
+    except Exception as e: said = str(e)
+    return said, run.with_model(lambda m: None).model is run.model
 
 # Mistakes, each of which a test must see.
 def unreduced(run):
@@ -86,7 +93,7 @@ MISTAKES = dict(unreduced=unreduced, vectors_apart=vectors_apart, kept_whole=kep
 def every(world, cases):
     "What each case says, in one of the processes"
     torch.manual_seed(world.rank)    # nothing may depend on it
-    return {k: trained(world, [*rungs, "fsdp" + options], **how) for k, (rungs, options, how, _) in cases.items()}
+    return {k: trained(world, [*rungs, "fsdp" + options], **how) for k, (rungs, options, how, _) in cases.items()} | dict(copied=copied(world))
 
 @pytest.fixture(scope="module")
 def both(once):
@@ -139,6 +146,12 @@ def test_the_parts_make_the_whole(name, both):
 def test_alone_it_changes_nothing():
     run = build(CONFIG, [*FUSED, "fsdp"])
     assert not run.engines and run.stepper is None and type(run.model).__name__ == "GPT" and "fsdp" in run.rungs
+
+def test_a_copy_is_refused(both):
+    "It would be the same model under another name"
+    for got in both:
+        said, same = got["copied"]
+        assert "does not support deepcopy" in said and same
 
 @pytest.mark.parametrize("rungs, words", [(["ddp"], ["ddp", "exclude"]), (["fp16"], ["fp16", "exclude"]), (["cuda_graphs"], ["exclude"]),
     (["compile:whole=yes"], ["compiled as a whole", "without whole=yes"]), (["compile:mode=reduce-overhead"], ["CUDA graphs", "mode=default"])],

@@ -49,13 +49,17 @@ def there(tmp_path_factory):
     cmd = [sys.executable, str(folder/"script.py")]
     res = subprocess.run(cmd, capture_output=True, text=True, env=env, cwd=folder, timeout=TIMEOUT)
     assert res.returncode == 0, res.stderr
-    return json.loads(res.stdout.splitlines()[-1])
+    return json.loads(res.stdout.splitlines()[-1]) | dict(warned=res.stderr)
 
 def test_every_module_imports(there):
     "Every module imports without Triton, torchao, Liger, pyplot, network and CUDA, and a step with all rungs runs there"
     assert {"measure", "data", "model", "rungs.tf32", "rungs.amp", "rungs.flash", "rungs.fused_ops", "rungs.chunked_ce", "rungs.fp8", "rungs.fused_fp8",
             "rungs.compile", "rungs.checkpointing", "rungs.optim", "train.trainer", "ladder"} <= set(MODULES)
     assert {f"llm_speedrun.{m}" for m in MODULES} <= set(there["new"]) and 0 < there["loss"] < 20
+
+def test_nothing_is_missed_aloud(there):
+    "PyTorch warns of a missing Triton once for each of our operations: a run of a plain wheel, or on macOS, shows none of it"
+    assert there["warned"] == ""
 
 def test_importing_sets_nothing(there):
     "Importing the package leaves every process-wide setting and the random states as they were"

@@ -279,6 +279,16 @@ def test_kernels_run_as_shown():
         with contextlib.redirect_stdout(out): exec(compile(source, "kernels.qmd", "exec"), space)
         if said and not ("runs_kernel" in source and not out.getvalue()): assert out.getvalue() == said
 
+def test_an_8_bit_layer_in_the_interpreter(monkeypatch):
+    "Whose error is larger: it prints what the page says all the same"
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    space, out = {}, io.StringIO()
+    first, fp8 = BLOCKS[0], next(b for b in BLOCKS if "LinearFP8" in b[0])
+    with contextlib.redirect_stdout(out):
+        for source in (first[0], fp8[0]): exec(compile(source, "kernels.qmd", "exec"), space)
+    assert out.getvalue().endswith(fp8[1])
+
 def test_kernels_run_without_triton():
     script = "import sys\nsys.modules['triton'] = None\n" + "".join(source for source, _ in BLOCKS)
     p = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)

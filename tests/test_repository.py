@@ -1,5 +1,5 @@
 "The files around the notebooks agree with them and with each other."
-import json, re
+import json, re, runpy
 from collections import Counter
 from importlib import import_module
 import pytest, yaml
@@ -65,6 +65,33 @@ def test_the_oldest_and_the_newest_torch_are_tested():
     assert min(found) == tuple(map(int, oldest[1].split("."))) and len(found) == 2
     assert {r["python"] for r in rows} == {"3.10", "3.11", "3.12", "3.13"} and len(rows) == 5
     assert f"TORCH  ?= torch>={oldest[1]}\n" in (ROOT/"Makefile").read_text(encoding="utf-8")
+
+@pytest.fixture
+def metadata(monkeypatch):
+    "What setup.py gives to setuptools"
+    got = {}
+    monkeypatch.setattr("setuptools.setup", lambda **kw: got.update(kw))
+    monkeypatch.setattr("setuptools.find_packages", lambda **kw: [])
+    runpy.run_path(str(ROOT/"setup.py"))
+    return got
+
+def test_the_package_index_shows_no_dead_links(metadata):
+    "It has no files beside the text: each of the README's is an address in the repository, a picture's one that shows it"
+    text, url = metadata["long_description"], config()["git_url"]
+    assert not targets(text)
+    readme = targets((ROOT/"README.md").read_text(encoding="utf-8"))
+    found = re.findall(rf"{re.escape(url)}/(blob|raw)/main/([^)#\s]+)", text)
+    assert len(readme) > 50 and sorted(path for _, path in found if (ROOT/path).exists()) == sorted(readme)
+    for kind, path in found: assert (kind == "raw") == path.endswith((".png", ".svg", ".jpg")), path
+
+def test_the_package_index_knows_its_place(metadata):
+    "Addresses, and the Pythons on which the workflow tests"
+    assert {*metadata["project_urls"]} == {"Documentation", "Source", "Issues", "Changelog"}
+    assert all(u.startswith("https://") for u in metadata["project_urls"].values())
+    flow = yaml.safe_load((ROOT/".github/workflows/test.yml").read_text(encoding="utf-8"))
+    tested = {row["python"] for row in flow["jobs"]["test"]["strategy"]["matrix"]["include"]}
+    there = {m[1] for c in metadata["classifiers"] if (m := re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", c))}
+    assert there == tested and config()["min_python"] in there
 
 def test_modules_come_from_notebooks():
     for f in (ROOT/"llm_speedrun").rglob("*.py"):

@@ -25,6 +25,39 @@ def card(monkeypatch):
         monkeypatch.setattr(fp8_module, "misrounded", lambda c, device: [])     # there is no card to try kernels on
     return be
 
+# Modules of others
+
+class Own(torch.nn.Module):
+    "A module that has nothing of a `GPT`"
+    def __init__(self):
+        super().__init__()
+        self.e, self.o = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)
+    def forward(self, x, y): return torch.nn.functional.cross_entropy(self.o(self.e(x)).flatten(0, 1), y.flatten())
+
+@pytest.mark.parametrize("name", ["flash", "fused_ops", "chunked_ce", "checkpoint", "compile", "tied_embedding"])
+def test_a_rung_says_what_it_needs_of_a_model(name):
+    with fails(ValueError, f"rung '{name}' needs a model like", "Own has no config, loss, layers", "leave the rung out"): find_rung(name)(Run(Own()))
+
+def test_blocks_of_another_kind():
+    "Also where the blocks lack the functions, which nobody would call"
+    model = baseline(NANO).model
+    model.layers = torch.nn.ModuleList([torch.nn.Identity()])
+    with fails(ValueError, "GPT has no layers..\\.layer, layers..\\.heads"): find_rung("flash")(Run(model))
+
+def test_any_module_is_trained():
+    "By the rungs that the message names"
+    step = Stepper(find_rung("fused_adamw")(find_rung("bf16")(find_rung("tf32")(Run(Own())))))
+    x = torch.randint(8, (2, 5))
+    assert step((x, x)).item() > step((x, x)).item() > 0
+
+def test_a_mistake_of_a_rung_stays_what_it_is():
+    "An `AttributeError` with a whole `GPT` is the rung's own"
+    @rung("parts")
+    def mistaken(run): return run.modle
+    try:
+        with pytest.raises(AttributeError, match="modle"): mistaken(baseline(NANO))
+    finally: del RUNGS["mistaken"]
+
 # Names
 
 @pytest.mark.parametrize("name,near", [

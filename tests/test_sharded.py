@@ -1,5 +1,6 @@
 "Checkpoints of many processes: of each layout opened by each other and by one process; parts that fail, are missing, damaged or lie."
 import json, math, os, shutil, signal, threading
+from types import SimpleNamespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cache
@@ -475,3 +476,31 @@ def test_export_opens_a_checkpoint_of_many(world_of_all, tmp_path):
     assert torch.equal(from_pretrained(found, "cpu").model.embed_tokens.weight, want["model.embed_tokens.weight"])
     (found/"part-00001.safetensors").unlink()
     with fails(InputError, "part-00001.safetensors is missing"): read_run(found)
+
+def cut_of(start, size, shape=(4, 4)): return dict(w=sharded.Cut([*shape], [*start], [*size]))
+
+@pytest.mark.parametrize("parts", [[((0, 0), (2, 4)), ((0, 0), (2, 4))], [((0, 0), (4, 2)), ((0, 1), (4, 2))], [((0, 0), (2, 4)), ((3, 0), (2, 4))],
+                                   [((0, 0), (2, 4))]], ids=["twice", "overlap", "beyond", "missing"])
+def test_parts_that_are_no_whole_are_not_saved(parts):
+    "Also where their sizes add up"
+    named = {f"part-0000{i}.safetensors": sharded.Part(None, cut_of(*p), {}) for i, p in enumerate(parts)}
+    with fails(OSError, "parts of w don't make the whole"): sharded.index_of(named)
+
+def test_empty_parts_are_no_overlap():
+    named = {f"part-0000{i}.safetensors": sharded.Part(None, cut_of(*p), {}) for i, p in enumerate([((0, 0), (4, 4)), ((4, 0), (0, 4)), ((4, 0), (0, 4))])}
+    assert len(sharded.index_of(named)["tensors"]["w"]["boxes"]) == 3
+    assert sharded.index_of({"part-00000.safetensors": sharded.Part(None, cut_of((0, 0), (0, 4), (0, 4)), {})})
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_long_save_is_looked_at_seldom(rank, tmp_path, monkeypatch):
+    "All processes ask one disk: in ten minutes a hundred times each, not twelve thousand"
+    now, looks, folder = [0.], [], tmp_path/"step-00000001"
+    folder.mkdir()
+    def there(tmp):
+        looks.append(now[0])
+        return {} if now[0] < 600 else {"part-00000.json": 1, "part-00001.json": 1} if rank == 0 else None
+    monkeypatch.setattr(sharded, "sizes_in", there)
+    monkeypatch.setattr(sharded, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)))
+    saver = SimpleNamespace(world=World(rank, 2), check_late=lambda late, seconds: None)
+    WorldSaver.wait_for_parts(saver, tmp_path/"a.tmp", folder)
+    assert len(looks) < 250 and looks[2] < .2 and looks[-1] < 606

@@ -197,7 +197,13 @@ def test_kernels_show_bad_logits(kernels):
     x[0, 2] = torch.nan
     loss, grad = in_two(x, y, OPTIONS["plain"])
     assert loss.isnan().tolist() == [True, True, False, False] and loss[3] == 0
-    assert grad[0, 10:].isnan().all() and not grad[2].isnan().any() and not grad[3].any()
+    assert grad[:2].isnan().all() and not grad[2].isnan().any() and not grad[3].any()
+
+def test_rows_of_no_token(monkeypatch):
+    "No process has one: the stream is NaN there, not zero"
+    monkeypatch.setattr(tp, "scattered", lambda h, share: h.flatten(0, -2))
+    parts = [tp.CutEmbedding(torch.ones(4, 8), Share(i, 2, ""), False, False)(torch.tensor([[0, 5, 8, -1]])) for i in (0, 1)]
+    assert sum(parts)[:2].eq(1).all() and sum(parts)[2:].isnan().all()
 
 @cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,5 +1,5 @@
 "Processes that can't meet, differ, hang or die: each an error that says which one, and soon."
-import os, re, socket, subprocess, sys
+import os, pickle, re, socket, subprocess, sys, threading
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from llm_speedrun import world
@@ -179,3 +179,39 @@ def test_a_process_that_dies_is_named():
     outs = [p.communicate(timeout=TIMEOUT) for p in ps]
     assert [p.returncode for p in ps] == [3, -9, 3], outs
     for out, _ in (outs[0], outs[2]): assert "process 1 of 3 is gone: it was last seen at step 3" in out, out
+
+# --- what the first process does for all ---
+
+class TwoArguments(InputError):
+    def __init__(self, name, what): super().__init__(f"{name} is {what}")
+
+class Sent:
+    "A `World` of two: what the first process shares is what the other gets, pickled on the way"
+    size, first_does = 2, world.World.first_does
+    def __init__(self, first, line): self.first, self.line = first, line
+    def shared(self, x=None):
+        if self.first: self.line.append(pickle.dumps(x))
+        return pickle.loads(self.line[-1])
+
+def unpicklable():
+    e = OSError(28, "No space left", "/runs")
+    e.lock = threading.Lock()
+    return e
+
+@pytest.mark.parametrize("error, kind, text", [
+    (TwoArguments("lr", "wrong"), InputError, "TwoArguments: lr is wrong"), (unpicklable(), Exception, "No space left"),
+    (InputError("as it is"), InputError, "^as it is$"), (FileNotFoundError(2, "No such file", "a"), FileNotFoundError, "No such file")])
+def test_what_the_first_raises_is_raised_on_all(error, kind, text):
+    "Its own error there, and elsewhere one that names the cause, whether pickling can keep it or not"
+    def fails(): raise error
+    line = []
+    with pytest.raises(type(error)) as e: Sent(True, line).first_does(fails)
+    assert e.value is error
+    with pytest.raises(kind, match=text) as e: Sent(False, line).first_does(fails)
+
+def test_an_answer_that_cannot_be_sent():
+    "Is an error on all, too, not one that leaves the others waiting"
+    line = []
+    with pytest.raises(Exception, match="pickle"): Sent(True, line).first_does(threading.Lock)
+    with pytest.raises(Exception, match="pickle"): Sent(False, line).first_does(threading.Lock)
+    assert Sent(True, line).first_does(lambda: 3) == Sent(False, line).first_does(None) == 3

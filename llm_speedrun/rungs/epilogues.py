@@ -672,11 +672,11 @@ def fused_grads(h, w, y, ce, want_w, chunk): # N d, V d in bf16, N, a `FusedCE`,
     "As `FusedCE.grads16`"
     from llm_speedrun.compat import fused_linear_ce
     count, N = (y != ce.ignore_index).sum().clamp(min=1), len(y)
-    wrong = (y != ce.ignore_index) & ((y < 0) | (y >= len(w)))
-    loss, dh, dw = fused_linear_ce(
-        h.contiguous(), w, y.masked_fill(wrong, ce.ignore_index), chunk, ce.ignore_index, need_dw=want_w,
-        grad_scale=1/count.float())
-    return loss[:N].masked_fill(wrong, torch.nan), dh[:N], dw if want_w else h.new_empty(0), count
+    bad = bad_targets(y, len(w), ce.ignore_index) # would be read from beyond the row
+    scale = (1/count.float()).masked_fill(bad.any(), torch.nan) # of all gradients: the step is to be dropped
+    loss, dh, dw = fused_linear_ce(h.contiguous(), w, y.masked_fill(bad, ce.ignore_index), chunk,
+                                   ce.ignore_index, need_dw=want_w, grad_scale=scale)
+    return loss[:N].masked_fill(bad, torch.nan), dh[:N], dw if want_w else h.new_empty(0), count
 
 # %% ../../nbs/29_epilogues.ipynb #29fused03
 @lru_cache
@@ -699,7 +699,7 @@ def fused_ce(run): # a `Run` with head_groups
 
 # %% ../../nbs/29_epilogues.ipynb #7a120c6e
 import torch.nn as nn
-from .chunked_ce import row_lse
+from .chunked_ce import bad_targets, row_lse
 from .fp8 import E4M3, E5M2, LARGEST
 from .fused_fp8 import (Slots, by_kernel, empty_pair, fitting_scale, fp8_feed, fp8_heads,
                                           fp8_project, heads_quantize, magnitude, needs_fp8, note_amax,
@@ -1093,13 +1093,13 @@ def summed_loss_kernel(sums_ptr, x_ptr, y_ptr, loss_ptr, lse_ptr, T, V: tl.const
     "A row's loss and log-sum-exp, from its sums of exponentials by tiles, or else from its logits"
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SUMS)
     s, y = tl.sum(tl.load(sums_ptr + row*T + i, i < T, 0.), 0), tl.load(y_ptr + row)
-    valid, lse = (y >= 0) & (y < V), tl.log(s)
+    counts, valid, lse = y != ignore_index, (y >= 0) & (y < V), tl.log(s)
     if (s < 1e-30) | (s > 1e38): # out of range
         at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
         lse = row_lse(x_ptr + row*V, at, V, 0., BLOCK)
     target = tl.load(x_ptr + row*V + y, valid, 0.).to(tl.float32)
-    loss = tl.where(valid, lse - target + z_loss*lse*lse, float("nan"))
-    tl.store(loss_ptr + row, tl.where(y == ignore_index, 0., loss))
+    lse = tl.where(counts & (valid == 0), float("nan"), lse)
+    tl.store(loss_ptr + row, tl.where(counts, lse - target + z_loss*lse*lse, 0.))
     tl.store(lse_ptr + row, lse)
 
 # %% ../../nbs/29_epilogues.ipynb #ee6467ac

@@ -28,7 +28,8 @@ def add_rows_maths(g, x, dh): # V d, changed in place; N tokens; N d
 # %% ../../nbs/27_fewer_bytes.ipynb #57a51f37
 def token_order(x, V): # N tokens, how many there are
     "The tokens in groups, as 16 bits where that is enough, and where each one was; in a group in order"
-    keys, order = x.to(torch.int16 if V <= 2**16 else torch.int32).sort(stable=True)
+    x = x.where((x >= 0) & (x < V), -1) # what is no token must not become one when its upper bits are cut off
+    keys, order = x.to(torch.int16 if V < 2**16 else torch.int32).sort(stable=True)
     return keys, order
 
 # %% ../../nbs/27_fewer_bytes.ipynb #ea80704c
@@ -100,14 +101,14 @@ def columns(d, most=512): # numbers in a row
     return min(most, d & -d if d & -d >= 64 else pow2(d))
 
 # %% ../../nbs/27_fewer_bytes.ipynb #1cdeb6c8
-@kernel_op(mutates=("g",))
+@kernel_op(mutates=("g",), contiguous=("g", "dh"))
 def add_rows(g: torch.Tensor, x: torch.Tensor, dh: torch.Tensor) -> None:
     """Add to the rows of `g` (V d, contiguous) those of `dh` (N d, contiguous) that belong to their tokens
     `x` (N), summed in FP32 at least, in an order that is always the same"""
     if not runs_kernel(g) or g.dtype == torch.float64: return add_rows_maths(g, x, dh)
     (N, d), (keys, order), cols = dh.shape, token_order(x, len(g)), columns(dh.shape[1])
     if not N: return
-    grid, mask = (blocks(N, CHUNKS["CHUNK"]), blocks(d, cols)), 2**16 - 1 if len(g) <= 2**16 else 2**31 - 1
+    grid, mask = (blocks(N, CHUNKS["CHUNK"]), blocks(d, cols)), 2**16 - 1 if len(g) < 2**16 else 2**31 - 1
     part = dh.new_empty(2*grid[0], d, dtype=torch.float32)
     launch(group_sums_kernel, grid, g, part, keys, order, dh, N, len(g), d, mask, COLS=cols, **CHUNKS)
     launch(cut_groups_kernel, grid, g, part, keys, N, len(g), d, mask, COLS=cols, **CHUNKS | CUT)

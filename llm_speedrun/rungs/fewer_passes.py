@@ -25,7 +25,8 @@ from .fused_ops import compute_dtype, needs_triton, qk_rope
 
 # %% ../../nbs/28_fewer_passes.ipynb #759f73df
 from .chunked_ce import (ChunkedCE, add_product, chunk_size, logit_grad, loss_maths,
-                                           loss_results, loss_tile, read_logits, row_lse, sms, write_grads)
+                                           loss_results, loss_tile, no_loss, read_logits, row_lse, sms,
+                                           write_grads)
 from .fp8 import E4M3, E5M2, LARGEST, mm8
 from .fused_fp8 import (HALF_MOST, SQUARE_TILE, Fp8CE, Slots, by_kernel, empty_pair,
                                           logits_quantize, logits_quantize_kernel, loss_lse, product,
@@ -107,9 +108,8 @@ def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, V: tl.constexpr, ignore_inde
     counts, valid = y != ignore_index, (y >= 0) & (y < V)
     target = read_logits(x_ptr + y, valid, softcap, False) # before anything is overwritten
     at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-    lse = row_lse(x_ptr, at, V, softcap, BLOCK)
-    loss = tl.where(valid, lse - target + z_loss*lse*lse, float("nan"))
-    tl.store(loss_ptr + row, tl.where(counts, loss, 0.))
+    lse = tl.where(counts & (valid == 0), float("nan"), row_lse(x_ptr, at, V, softcap, BLOCK))
+    tl.store(loss_ptr + row, tl.where(counts, lse - target + z_loss*lse*lse, 0.))
     shift = tl.where(counts, lse*1.4426950408889634 + tl.log2(n), float("inf"))
     write_grads(x_ptr, at, shift, 1 + 2*z_loss*lse, V, z_loss, softcap, BLOCK)
     tl.debug_barrier() # after everybody's stores
@@ -118,7 +118,7 @@ def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, V: tl.constexpr, ignore_inde
     tl.store(x_ptr + y, g - one, counts & valid)
 
 # %% ../../nbs/28_fewer_passes.ipynb #96f5a06e
-@kernel_op(mutates=("logits",))
+@kernel_op(mutates=("logits",), contiguous=("logits", "y"))
 def mean_loss(logits: torch.Tensor, y: torch.Tensor, count: torch.Tensor, ignore_index: int, z_loss: float,
               softcap: float) -> torch.Tensor:
     """The loss of each row of `logits` (N V, contiguous) with targets `y` (N): N, FP32, zero where ignored.
@@ -161,7 +161,7 @@ def times_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
             x = tl.load(x_ptr + i, i < N).to(tl.float32)
             tl.store(x_ptr + i, x*factor, i < N)
 
-@kernel_op(mutates=("x",))
+@kernel_op(mutates=("x",), contiguous=("x",))
 def times_(x: torch.Tensor, factor: torch.Tensor) -> None:
     "x *= factor in place, a contiguous tensor and one of one number"
     if not runs_kernel(x) or x.dtype == torch.float64: x.mul_(factor.view([1]*x.ndim))
@@ -198,7 +198,6 @@ class GroupedCE(ChunkedCE):
     group: int = GROUP # bytes of gradients of logits in a group
 
     def sizes(self, N, d, V, nbytes, x): # tokens, width, vocabulary, bytes of a logit's gradient, a tensor
-        "Tokens in a group and in a chunk"
         return group_sizes(N, d, V, nbytes, self.group, self.budget, sms(x))
 
     def grads16(self, h, w, y, want_w): # N d, V d, both of one type, N
@@ -208,6 +207,7 @@ class GroupedCE(ChunkedCE):
     def __call__(self, h, w, y): # B T d, V d, B T: hidden states, output projection, tokens that follow
         plain = torch.compiler.is_compiling() or not (torch.is_grad_enabled() and h.requires_grad)
         if plain: return (Fp8CE if self.scales else ChunkedCE).__call__(self, h, w, y)
+        if not y.numel(): return no_loss(h, w)
         slots = self.scales() if self.scales else ()
         return GroupedLoss.apply(h.flatten(0, -2), w, y.flatten().contiguous(), self, w.requires_grad, *slots)
 

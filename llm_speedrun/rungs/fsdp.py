@@ -43,7 +43,7 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
     cut(model, mp_policy=typed(), reshard_after_forward=False) # the embedding, which the loss needs again
     for m, after in zip([model, *model.layers], model.layers): m.set_modules_to_forward_prefetch([after])
     model.register_forward_hook(give_back)
-    model.__deepcopy__ = lambda memo: model # FSDP2 can't copy it: who changes it later, changes this one
+    model.copyable = False # FSDP2 raises for a copy; a rung that changes the model later changes this one
 
 # %% ../../nbs/52_fsdp.ipynb #f4d57447
 @torch.no_grad()

@@ -38,8 +38,8 @@ from .fused_ops import (fused_ops, needs_triton, qk_rope, qk_rope_backward_maths
                                           stream_pair, swiglu_backward_maths, swiglu_grads, swiglu_maths)
 from .triton import (add_norm_maths, blocks, graph_ms, jit, kernel_op, launch,
                                        rms_norm_backward, runs_kernel, tl)
-from .chunked_ce import (ChunkedCE, chunk_size, linear_cross_entropy, loss_tile,
-                                           read_logits, row_lse, sms)
+from .chunked_ce import (ChunkedCE, bad_targets, chunk_size, linear_cross_entropy,
+                                           loss_tile, no_loss, read_logits, row_lse, sms)
 
 # %% ../../nbs/17_fused_fp8.ipynb #17names1
 NAMES = "n1 wqkv o wo n2 wab h wdown dqkv da dab dm".split() # a layer's inputs, weights and gradients
@@ -587,24 +587,23 @@ def loss_lse_kernel(x_ptr, y_ptr, loss_ptr, lse_ptr, V: tl.constexpr, ignore_ind
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + row)
     at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-    lse, valid = row_lse(x_ptr + row*V, at, V, softcap, BLOCK), (y >= 0) & (y < V)
+    counts, valid = y != ignore_index, (y >= 0) & (y < V)
     target = read_logits(x_ptr + row*V + y, valid, softcap, False)
-    loss = tl.where(valid, lse - target + z_loss*lse*lse, float("nan"))
-    tl.store(loss_ptr + row, tl.where(y == ignore_index, 0., loss))
+    lse = tl.where(counts & (valid == 0), float("nan"), row_lse(x_ptr + row*V, at, V, softcap, BLOCK))
+    tl.store(loss_ptr + row, tl.where(counts, lse - target + z_loss*lse*lse, 0.))
     tl.store(lse_ptr + row, lse)
 
 # %% ../../nbs/17_fused_fp8.ipynb #3a9f3252
-HALF_MOST = LARGEST[E5M2]/2 # the scale of a logit's gradient: twice the 1 that it can reach, for z-loss
-
 @kernel_op
 def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: float,
              softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    "Loss (0 where ignored) and log-sum-exp of each row of logits (N V)"
+    """Loss (0 where ignored) and log-sum-exp of each row of logits (N V). Both are NaN for a target that is
+    no token, and so is what `logits_quantize` makes of the row"""
     if not runs_kernel(logits):
         x = logits.float() if not softcap else softcap*torch.tanh(logits.float()/softcap)
-        counts, lse = y != ignore_index, x.logsumexp(1)
-        loss = lse - x.gather(1, y.where(counts, 0)[:, None])[:, 0] + z_loss*lse**2
-        return loss.where(counts, 0), lse
+        counts, bad = y != ignore_index, bad_targets(y, x.shape[1], ignore_index)
+        lse, at = x.logsumexp(1).masked_fill(bad, torch.nan), y.where(counts & ~bad, 0)[:, None]
+        return (lse - x.gather(1, at)[:, 0] + z_loss*lse**2).where(counts, 0), lse
     N, V = logits.shape
     loss, lse = logits.new_empty(2, N, dtype=torch.float32).unbind()
     launch(loss_lse_kernel, (N,), logits.contiguous(), y.contiguous(), loss, lse, V, ignore_index, z_loss,
@@ -612,6 +611,8 @@ def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: f
     return loss.clone(), lse.clone()
 
 # %% ../../nbs/17_fused_fp8.ipynb #585026cd
+HALF_MOST = LARGEST[E5M2]/2 # the scale of a logit's gradient: twice the 1 that it can reach, for z-loss
+
 @jit
 def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl.constexpr,
                            ignore_index: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
@@ -640,8 +641,8 @@ def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ig
     if not by_kernel(logits, logits.shape[1]):
         t = torch.tanh(logits.float()/softcap) if softcap else logits.float()*0
         x = softcap*t if softcap else logits.float()
-        counts, hot = y != ignore_index, F.one_hot(y.clamp(min=0), logits.shape[1])
-        g = ((1 + 2*z_loss*lse)[:, None]*(x - lse[:, None]).exp() - hot)*(1 - t*t)
+        counts, hot = y != ignore_index, y[:, None] == torch.arange(logits.shape[1], device=y.device)
+        g = ((1 + 2*z_loss*lse)[:, None]*(x - lse[:, None]).exp() - hot.float())*(1 - t*t)
         scale, amax = g.new_full((), HALF_MOST), g.new_zeros(()) # which a CUDA graph can record
         return round_and_transpose(g.where(counts[:, None], 0), scale, amax, E5M2)
     (N, V), (q, t), rows = logits.shape, empty_pair(logits, *logits.shape, E5M2), (logits, y, lse)
@@ -691,6 +692,7 @@ class Fp8CE(ChunkedCE):
 
     def __call__(self, h, w, y): # B T d, V d, B T: hidden states, output projection, tokens that follow
         h, wanted = h.flatten(0, 1), torch.is_grad_enabled() and h.requires_grad
+        if not len(h): return no_loss(h, w)
         return Fp8LinearCE.apply(h, w, y.flatten().contiguous(), self, wanted, *self.scales())
 
 def head_to_fp8(model, scales): # a model with a chunked loss, changed in place; a `LayerScales`

@@ -21,8 +21,11 @@ from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, nai
                                 set_parts)
 from ..runs import rung
 from ..world import Engine, ParallelStepper, local
-from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, chunk_size, logit_grad,
-                                           loss_results, loss_tile, read_logits, row_lse, sms, write_grads)
+
+# %% ../../nbs/53_tensor_parallel.ipynb #53imports
+from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets,
+                                           chunk_size, logit_grad, loss_results, loss_tile, no_loss,
+                                           read_logits, row_lse, sms, write_grads)
 from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
                                           joined, rotated, swiglu_down)
 from .triton import jit, kernel_op, launch, runs_kernel, tl
@@ -217,7 +220,9 @@ class CutEmbedding(Embedding):
         "n d, or B T d"
         at = x - self.share.rank*self.num_embeddings
         here = (at >= 0) & (at < self.num_embeddings)
+        known = (x >= 0) & (x < self.num_embeddings*self.share.size)
         h = F.embedding(at.where(here, 0), self.weight).masked_fill(~here[..., None], 0.)
+        h = h.masked_fill(~known[..., None], torch.nan) # no token: no process has a row for it
         if self.narrow: h = h.to(compute_dtype(h))
         return Summed.apply(h, self.share) if self.whole else scattered(h, self.share)
 
@@ -239,10 +244,11 @@ def row_losses(stats, # size 2 N, of all processes
                y, # N
                vocab, # V
                ignore_index=-100, z_loss=0.): # as `ChunkedCE` has them
-    "N losses, zero where ignored and NaN for a target outside of the vocabulary; N log-sum-exps"
+    """N losses, zero where ignored, and N log-sum-exps. Both are NaN for a target outside of the vocabulary,
+    and so is each gradient that is made of them"""
     lse, target = stats[:, 0].logsumexp(0), stats[:, 1].amax(0) # both keep NaN
-    loss = (lse - target + z_loss*lse**2).where((y >= 0) & (y < vocab), torch.nan)
-    return loss.where(y != ignore_index, 0.), lse
+    lse = lse * torch.where(bad_targets(y, vocab, ignore_index), torch.nan, 1.) # and so do its gradients
+    return (lse - target + z_loss*lse**2).where(y != ignore_index, 0.), lse
 
 # %% ../../nbs/53_tensor_parallel.ipynb #0d0004f8
 class AllParts(torch.autograd.Function):
@@ -308,7 +314,7 @@ def part_grads_kernel(x_ptr, y_ptr, lse_ptr, first, V: tl.constexpr, ignore_inde
     tl.store(x_ptr + y, logit_grad(target, True, shift, factor, z_loss, softcap), here)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #3071ecec
-@kernel_op
+@kernel_op(contiguous=("logits", "y"))
 def part_stats(logits: torch.Tensor, y: torch.Tensor, first: int, softcap: float) -> torch.Tensor:
     """Of each row of `logits` (N V/size, contiguous), which begin at token `first`: the log-sum-exp, and the
     logit of the target in `y` (N), minus infinity where that isn't here. 2 N, FP32 at least"""
@@ -319,7 +325,7 @@ def part_stats(logits: torch.Tensor, y: torch.Tensor, first: int, softcap: float
     return out
 
 # %% ../../nbs/53_tensor_parallel.ipynb #998df2f7
-@kernel_op(mutates=("logits",))
+@kernel_op(mutates=("logits",), contiguous=("logits", "y", "lse"))
 def part_grads(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, first: int, ignore_index: int,
                z_loss: float, softcap: float) -> None:
     "`logits` are overwritten by the gradient of the losses' sum; lse: N, of the whole rows"
@@ -374,6 +380,7 @@ class CutChunkedCE:
     ce: ChunkedCE # whose options it keeps
     own_kernels = True # nothing for a compiler to do
     def __call__(self, h, w, y): # n d, V/size d, B T
+        if not y.numel(): return no_loss(h, w)
         on = torch.is_grad_enabled()
         want = on and h.requires_grad, on and w.requires_grad
         return PartLoss.apply(h, w, y.flatten().contiguous(), self.share, self.ce, *want)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MOMENTS', 'SHARDED', 'INDEX', 'PROCESSES', 'Sizes', 'Each', 'each', 'as_piece', 'weights_to_save', 'Held',
            'trained_pieces', 'decoded', 'moments_of', 'coded', 'Coded', 'state_to_save', 'optimizer_to_save',
-           'average_to_save', 'Cut', 'Part', 'Box', 'Boxes', 'Index', 'index_of', 'part_name', 'whereabouts', 'died',
-           'sizes_in', 'WorldSaver', 'Told', 'told', 'saver_for', 'shared_box', 'cells', 'apart', 'read_index',
+           'average_to_save', 'Cut', 'Part', 'Box', 'Boxes', 'Index', 'apart', 'index_of', 'part_name', 'whereabouts',
+           'died', 'sizes_in', 'WorldSaver', 'Told', 'told', 'saver_for', 'shared_box', 'cells', 'read_index',
            'index_of_one', 'OpenCheckpoint', 'read_any', 'Stored', 'Leaves', 'state_of', 'fitting', 'load_weights',
            'cut_state', 'load_optimizer', 'load_average', 'read_whole', 'newest_together', 'send_whole',
            'whole_weights']
@@ -156,6 +156,14 @@ class Index(msgspec.Struct):
     tensors: dict[str, Boxes]
     own: dict[str, Annotated[list[Any], Meta(min_length=1, max_length=PROCESSES)]] # path -> of each process
 
+# %% ../../nbs/54_sharded_saving.ipynb #54apart2
+def apart(boxes): # pairs (start, size), of the same number of dimensions
+    "Whether no two of them have a number in common"
+    start = torch.tensor([b[0] for b in boxes])
+    end = start + torch.tensor([b[1] for b in boxes])
+    both = torch.maximum(start[:, None], start) < torch.minimum(end[:, None], end)
+    return both.all(-1).sum().item() == len(boxes) # each with itself
+
 # %% ../../nbs/54_sharded_saving.ipynb #df18ec44
 def index_of(parts): # file name -> `Part`
     "The `Index` of what they have, as a dict. Raises `OSError` where that isn't the whole of each tensor"
@@ -165,8 +173,11 @@ def index_of(parts): # file name -> `Part`
             boxes = tensors.setdefault(n, dict(shape=c.shape, boxes=[]))["boxes"]
             boxes.append(dict(file=file, start=c.start, size=c.size))
     for n, t in tensors.items():
-        if sum(math.prod(b["size"]) for b in t["boxes"]) != math.prod(t["shape"]):
-            raise OSError(f"the parts of {n} don't make the whole of it")
+        found = [(b["start"], b["size"]) for b in t["boxes"] if 0 not in b["size"]]
+        inside = all(i + k <= whole for b in found for i, k, whole in zip(*b, t["shape"]))
+        all_of_it = sum(math.prod(k) for _, k in found) == math.prod(t["shape"])
+        if not (all_of_it and inside and (apart(found) if found else True)):
+            raise OSError(f"the parts of {n} don't make the whole of it: they overlap, or some is missing")
     own = [p.own for p in parts.values()]
     return dict(tensors=tensors, own={k: [o[k] for o in own] for k in own[0]})
 
@@ -328,14 +339,14 @@ def wait_for_parts(self:WorldSaver, tmp, folder): # where the parts are written,
     """Until all parts are there or, on the other processes, until the first has made a checkpoint of them.
     Raises `Told` where a process says that it failed, `TimeoutError` where it says nothing"""
     wanted = {f"{part_name(r)}.json": r for r in range(self.world.size)}
-    before, since = None, time.monotonic()
+    before, since = None, (start := time.monotonic())
     while (there := sizes_in(tmp)) is not None:
         if bad := sorted(n for n in there if n.endswith(".error")): raise Told(told(tmp/bad[0]))
         late = [r for n, r in wanted.items() if n not in there]
         if self.world.first and not late: return
         if there != before: before, since = there, time.monotonic()
         self.check_late(late or [0], time.monotonic() - since)
-        time.sleep(.05)
+        time.sleep(min(5, max(.05, (time.monotonic() - start)/10))) # all processes ask the same disk
     if not folder.is_dir(): raise Told(f"the first process has dropped {folder}")
 
 # %% ../../nbs/54_sharded_saving.ipynb #5bc8e67b
@@ -399,13 +410,6 @@ def cells(start, size, # of a box
           origin): # first index of the tensor that it is in
     "The slices that take the box out of that tensor"
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(start, size, origin))
-
-def apart(boxes): # pairs (start, size), of the same number of dimensions
-    "Whether no two of them have a number in common"
-    start = torch.tensor([b[0] for b in boxes])
-    end = start + torch.tensor([b[1] for b in boxes])
-    both = torch.maximum(start[:, None], start) < torch.minimum(end[:, None], end)
-    return both.all(-1).sum().item() == len(boxes) # each with itself
 
 # %% ../../nbs/54_sharded_saving.ipynb #2012309b
 def read_index(checkpoint): # a folder that `WorldSaver` has written
