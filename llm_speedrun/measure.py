@@ -9,9 +9,9 @@ __all__ = ['DATASHEET_BF16', 'KEYS', 'MOST_CHOICES', 'COURSE_GPU', 'SPINE', 'NO_
            'compiler_imported', 'for_real', 'Known', 'flops_per_token', 'datasheet_flops', 'mfu', 'Measured', 'ratio',
            'warm_up', 'take_turns', 'compare', 'written_by', 'without_docs', 'syntax', 'digest', 'make_record',
            'measurements_dir', 'records_path', 'load_records', 'rung_names', 'record_key', 'save_records', 'publish',
-           'choices_path', 'code_version', 'choosing_machine', 'as_json', 'Choice', 'Choices', 'recorded', 'on_gpu',
-           'mfu_text', 'ladder_table', 'caption', 'ladder_chart', 'rungs_below', 'course_records', 'you_are_here',
-           'guess_chart', 'paid_text']
+           'choices_path', 'code_version', 'choosing_machine', 'as_json', 'Choice', 'Choices', 'recorded', 'noted',
+           'on_gpu', 'mfu_text', 'ladder_table', 'caption', 'ladder_chart', 'rungs_below', 'course_records',
+           'you_are_here', 'guess_chart', 'paid_text']
 
 # %% ../nbs/01_measure.ipynb #0db3b81b
 import ast, hashlib, importlib.metadata, json, os, platform, re, statistics, subprocess, sys, time
@@ -476,18 +476,23 @@ def remember(self:Choices, choice): # a `Choice`
             replace_file(path, msgspec.json.format(msgspec.json.encode([*kept, choice]), indent=1).decode())
     except (OSError, Timeout) as e: self.say(f"the choice of {choice.what} can't be remembered: {e}")
 
-# %% ../nbs/01_measure.ipynb #ongpu001
+# %% ../nbs/01_measure.ipynb #ongpu00c
 COURSE_GPU = "NVIDIA H200" # whose records the course shows
 SPINE = ("124m", 64) # the course's workload, and sequences in a step
 NO_GPU = "No GPU here, and no record of this on file: nothing to show."
 
+# %% ../nbs/01_measure.ipynb #ongpu001
 def recorded(record): # made on a CPU
-    "The record of `COURSE_GPU` with the same rungs, against the same, at the course's shapes; None without one"
+    "The record of `COURSE_GPU` with the same rungs, against the same, at the course's shapes, or None"
     names = lambda r, key: rung_names(r.get(key) or ())
     found = [r for r in load_records(records_path(COURSE_GPU))
              if (r["workload"], r["batch"]) == SPINE and names(r, "rungs") == names(record, "rungs")]
     if not record["before"]: return found[0] | dict(before=None) if found else None
     return next((r for r in found if names(r, "rungs_before") == names(record, "rungs_before")), None)
+
+def noted(records): # new ones
+    "The same, each made on a CPU with what is `recorded` of a GPU under `on_gpu`"
+    return [r if r["gpu"] != "CPU" else r | dict(on_gpu=recorded(r)) for r in records]
 
 def on_gpu(records): # some may have been made on a CPU
     "What to show of `records`: where they note what a GPU recorded, that; none that have no such record"
@@ -533,8 +538,7 @@ def _bar_text(ax, i, speed, x, most): # the bar's number, its speed, the predict
 # %% ../nbs/01_measure.ipynb #d45cf702
 def ladder_chart(records): # records in the ladder's order
     "Tokens per second of each rung as bars, with a mark at the predicted speed"
-    import matplotlib.pyplot as plt
-    if not (records := on_gpu(records)): return print(NO_GPU)
+    import matplotlib.pyplot as plt; records = on_gpu(records)
     fig, ax = plt.subplots(figsize=(7.4, 1 + .4*len(records)), layout="constrained")
     names, speed = [r["rung"] for r in records], [r["tok_s"]/1e3 for r in records]
     ax.barh(names, speed, .62, color="C0", label="measured")
@@ -543,8 +547,8 @@ def ladder_chart(records): # records in the ladder's order
         _bar_text(ax, i, speed[i], x, max(speed))
         if not (r["before"] and r["predicted_ratio"]): continue
         ax.plot([x, x], [i - .38, i + .38], color="C1", lw=2.5, label="predicted" if i == 1 else None)
-    ax.invert_yaxis(); ax.grid(axis="x", alpha=.3); ax.margins(x=.12); ax.set_xlabel("thousand tokens/s")
-    fig.legend(loc="outside lower right", ncols=2)
+    ax.invert_yaxis(); ax.grid(axis="x", alpha=.3); ax.margins(x=.12)
+    ax.set_xlabel("thousand tokens/s"); fig.legend(loc="outside lower right", ncols=2)
     ax.set_title("{workload}, {batch} × {seq} tokens a step: {gpu}, {date}".format(**records[0]))
     return ax
 
@@ -556,7 +560,7 @@ def rungs_below(rung): # the name of a rung of the course
     return COURSE[1:COURSE.index(rung)]
 
 def course_records():
-    "The records of the course's ladder on `COURSE_GPU`, each against the one before it; [] outside of a checkout"
+    "The records of the course's ladder, each against the one before it; [] outside of a checkout"
     found = {(rung_names(r["rungs"]), r["before"]): r for r in load_records(records_path(COURSE_GPU))
              if (r["workload"], r["batch"]) == SPINE}
     keys = [(tuple(COURSE[1:i + 1]), COURSE[i - 1] if i else None) for i in range(len(COURSE))]

@@ -21,7 +21,7 @@ from typing import Callable
 import torch, torch.nn as nn
 from fastcore.basics import patch
 from .files import InputError, RunError, lookup
-from llm_speedrun.measure import (SPINE, compare, default_device, digest, make_record, ratio, recorded, smoke,
+from llm_speedrun.measure import (SPINE, compare, default_device, digest, make_record, noted, ratio, smoke,
     warm_up)
 from .roofline import count, main_format, predict_ms
 from .data import Batches, open_corpus, prefetch
@@ -586,8 +586,7 @@ def measure_run(config, # a `GPTConfig`
                 rungs=(), # names of the rungs to measure
                 before=None, # names of the rungs to compare with; None to measure alone
                 batch=1): # sequences in a step, each version's in the largest micro-batch that fits
-    """Measure a run beside the one before it, interleaved. Returns records: the one before (if any), this one. On a
-    CPU each has under `on_gpu` what `recorded` finds"""
+    "Measure a run beside the one before it, interleaved. Returns records: the one before (if any), this one"
     variants = ({} if before is None else {"before": list(before)}) | {"after": list(rungs)}
     variants = {k: settled(config, r) for k, r in variants.items()}
     micro = {k: micro_batch(config, r, batch) for k, r in variants.items()}
@@ -596,9 +595,8 @@ def measure_run(config, # a `GPTConfig`
     reps = max(1, min(4, int(600/max(ms.values())))) # of slow steps fewer
     res = compare({k: step_of(config, r, batch, micro=micro[k]) for k, r in variants.items()}, reps=reps)
     def record(k, **more):
-        r = run_record(config, batch, variants[k], ops[k], ms[k], res[k], micro=micro[k], **more)
-        return r if r["gpu"] != "CPU" else r | dict(on_gpu=recorded(r))
-    if before is None: return [record("after")]
+        return run_record(config, batch, variants[k], ops[k], ms[k], res[k], micro=micro[k], **more)
+    if before is None: return noted([record("after")])
     old, gain = record("before"), ratio(res["before"], res["after"])
-    return [old, record("after", before=old["rung"], rungs_before=variants["before"], ratio=gain,
-                        predicted_ratio=ms["before"]/ms["after"])]
+    return noted([old, record("after", before=old["rung"], rungs_before=variants["before"], ratio=gain,
+                              predicted_ratio=ms["before"]/ms["after"])])
