@@ -4,7 +4,8 @@ import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from tokenizers import Tokenizer
 from llm_speedrun import data
 from llm_speedrun.data import *
-from llm_speedrun.files import InputError
+from llm_speedrun.files import InputError, cache_dir
+from llm_speedrun.token_files import *
 from timeouts import TIMEOUT
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and pipes")
