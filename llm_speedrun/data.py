@@ -4,7 +4,7 @@
 
 # %% ../nbs/03_data.ipynb #ddd84065
 from __future__ import annotations
-import codecs, difflib, hashlib, json, lzma, os, platform, re, shutil, sysconfig, threading, uuid, zlib
+import codecs, difflib, errno, hashlib, json, lzma, os, platform, re, shutil, sysconfig, threading, uuid, zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -14,10 +14,6 @@ from typing import Iterable, Iterator
 import fsspec, msgspec, numpy as np, torch
 from fastcore.basics import patch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from .files import (OTHER_CACHE, InputError, RunError, cache_dir, check_writable, hold,
-                                read_bytes_of, read_json, replace_file, synced)
-from .token_files import (GPT2_EOT, GPT2_VOCAB, Meta, Shards, Tokens, TokenWriter, check_counts,
-                                      token_files)
 
 # %% auto #0
 __all__ = ['PACKED', 'EOT', 'HUB', 'OFFLINE_VOCAB', 'LONGEST', 'HUB_TOKENS', 'PERMUTED', 'stdlib_files', 'file_kind',
@@ -27,6 +23,13 @@ __all__ = ['PACKED', 'EOT', 'HUB', 'OFFLINE_VOCAB', 'LONGEST', 'HUB_TOKENS', 'PE
            'split_kind', 'check_sizes', 'describe_tokens', 'write_shards', 'Corpus', 'tokenizer_hash',
            'first_characters', 'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences', 'Batches',
            'ComputedOrder', 'prefetch', 'val_batches', 'unigram_loss', 'bigram_loss']
+
+# %% ../nbs/03_data.ipynb #tokf0027b
+from .files import (OTHER_CACHE, InputError, RunError, cache_dir, check_writable, hold,
+                                in_words, read_bytes_of, read_json, replace_file, synced)
+from .token_files import (GPT2_EOT, GPT2_VOCAB, Meta, Shards, Tokens, TokenWriter,
+                                      character_tokenizer, check_counts, check_gpt2, file_sha256,
+                                      named_as_tokens, read_characters, token_files)
 
 # %% ../nbs/03_data.ipynb #8a4918a7
 _SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -421,11 +424,11 @@ def describe_tokens(
     digest,             # of the text, from `text_digest`
 ) -> dict:              # what `meta.json` says
     "Write `meta.json` and `tokenizer.json` beside the tokens"
-    size = train.dtype.itemsize
-    files = {p.name: p.stat().st_size//size for o in ("train", "val") for p in token_files(folder, o)}
+    size, paths = train.dtype.itemsize, [p for o in ("train", "val") for p in token_files(folder, o)]
     meta = Meta(vocab=tokenizer.get_vocab_size(), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
-                val_tokens=val.n, files=files, split=split, source=source, documents=digest.hexdigest(),
-                date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+                val_tokens=val.n, files={p.name: p.stat().st_size//size for p in paths},
+                sha256={p.name: file_sha256(p) for p in paths}, split=split, source=source,
+                documents=digest.hexdigest(), date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
     replace_file(folder/"meta.json", msgspec.json.format(msgspec.json.encode(meta)).decode(), sync=True)
     replace_file(folder/"tokenizer.json", tokenizer.to_str(pretty=True), sync=True)
     return msgspec.to_builtins(meta)
@@ -481,38 +484,55 @@ def _check_tokenizer(where, tokenizer, vocab, eot, exact):
 # %% ../nbs/03_data.ipynb #tokf0021
 def _check_holds_tokens(path):
     "Raise `InputError` where a file that is called .bin seems to be something else"
-    if path.is_file() and (what := seems(path)):
+    what = seems(path) if path.is_file() else None
+    if what not in (None, "a numpy array"):
         raise InputError(f"{path} is called .bin, and seems to be {what}, not tokens: unpack it, or give it "
                          "the suffix of what it is")
 
 # %% ../nbs/03_data.ipynb #84cf17ea
+def _tokenizer_beside(folder, vocab):
+    "The tokenizer beside tokens, and the known vocabulary: the one given, its own or that of `meta.pkl`"
+    if tok := tokenizer_of(folder): return tok, vocab or tok.get_vocab_size()
+    if vocab or not (folder/"meta.pkl").exists(): return None, vocab
+    c = read_characters(folder/"meta.pkl")
+    return character_tokenizer(c), c.vocab_size
+
+# %% ../nbs/03_data.ipynb #tokf0024b
 def _said_of(folder, vocab):
-    "What `meta.json` and `tokenizer.json` say: a `Meta` with vocabulary and end token, the tokenizer or None"
+    "What a folder says of its tokens: a `Meta`, with a vocabulary where one is known; its tokenizer or None"
     meta = read_json(folder/"meta.json", Meta) if (folder/"meta.json").exists() else Meta()
-    tok, exact, vocab = tokenizer_of(folder), meta.vocab is not None, meta.vocab or vocab
-    meta.vocab = vocab or (tok.get_vocab_size() if tok else GPT2_VOCAB)
+    exact = meta.vocab is not None
+    tok, meta.vocab = _tokenizer_beside(folder, meta.vocab or vocab)
     if meta.eot is msgspec.UNSET:
-        meta.eot = tok.token_to_id(EOT) if tok else GPT2_EOT if meta.vocab >= GPT2_VOCAB else None
+        gpt2 = not tok and GPT2_VOCAB <= (meta.vocab or GPT2_VOCAB) <= 50304      # padded, at most
+        meta.eot = GPT2_EOT if gpt2 else tok.token_to_id(EOT) if tok else None
     if tok: _check_tokenizer(folder, tok, meta.vocab, meta.eot, exact)
     return meta, tok or (_cached_gpt2() if meta.eot == GPT2_EOT else None)
 
-# %% ../nbs/03_data.ipynb #d9423760
-def _open_shards(path, vocab=None, name=None):
-    "Corpus of a folder of `.bin` files, or of one file and the validation file beside it"
-    path = Path(path)
+# %% ../nbs/03_data.ipynb #tokf0025b
+def _split_files(path):
+    "Files to train on and to validate on: of a folder, or a file and the validation file beside it"
+    both = path.is_dir() or path.stem == "train"
     folder = path if path.is_dir() else path.parent
-    meta, tok = _said_of(folder, vocab)
-    both = path.is_dir() or path.name == "train.bin"
-    vals, trains = token_files(folder, "val") if both else [], [path]
+    trains, vals = [path], token_files(folder, "val") if both else []
     if path.is_dir(): trains = token_files(path, "train") or sorted({*path.glob("*.bin")} - {*vals})
     for p in (*trains, *vals): _check_holds_tokens(p)
-    train = Shards(trains, meta.dtype, meta.vocab)
+    return trains, vals, folder, both
+
+# %% ../nbs/03_data.ipynb #d9423760
+def _open_shards(path, vocab=None, name=None):
+    "Corpus of a folder of token files, or of one file and the validation file beside it"
+    trains, vals, folder, both = _split_files(path := Path(path))
+    meta, tok = _said_of(folder, vocab)
+    vocab, sums = meta.vocab or GPT2_VOCAB, meta.sha256
+    train = Shards(trains, meta.dtype, vocab, sums)
+    if not meta.vocab: check_gpt2(train)
     if both: check_counts(folder, meta, "train", train)
-    if vals: val = Shards(vals, meta.dtype, meta.vocab); check_counts(folder, meta, "val", val)
+    if vals: val = Shards(vals, meta.dtype, vocab, sums, train.dtype); check_counts(folder, meta, "val", val)
     elif both and meta.val_tokens: raise InputError(f"{folder} has no val file, and meta.json speaks of one")
     else: cut = _tail_cut(train, meta.eot); train, val = train.part(0, cut), train.part(cut, len(train))
     name = name or (folder.name if both else path.stem)
-    return Corpus(name, train, val, meta.vocab, tok, meta.eot, meta.documents)
+    return Corpus(name, train, val, vocab, tok, meta.eot, meta.documents)
 
 # %% ../nbs/03_data.ipynb #68e82cbe
 def tokenizer_hash(tokenizer):
@@ -526,19 +546,48 @@ def _in_cache(name, *origin):
     key = json.dumps([2, name, *origin]).encode()
     return cache_dir()/f"{name}-{hashlib.blake2b(key, digest_size=6).hexdigest()}"
 
+# %% ../nbs/03_data.ipynb #tokf0107
+def _made_with(folder, tokenizer):
+    "Whether the tokens in a folder were made with this tokenizer"
+    try: tok = tokenizer_of(folder)
+    except InputError: return False
+    return tok is not None and tokenizer_hash(tok) == tokenizer_hash(tokenizer)
+
+# %% ../nbs/03_data.ipynb #tokf0101
+def _from_cache(folder, name):
+    "The corpus in a folder of the cache, None if it isn't there; a damaged one is moved out of the way first"
+    if not folder.exists(): return None
+    try:
+        res = _open_shards(folder, name=name)
+        res.train.check(); res.val.check()
+        return res
+    except (InputError, FileNotFoundError) as e:
+        print(f"What the cache has of {name} is damaged, and is made again: {e}", flush=True)
+    damaged = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.damaged")
+    with suppress(FileNotFoundError): folder.rename(damaged)    # else another process has done that
+    shutil.rmtree(damaged, ignore_errors=True)
+
+# %% ../nbs/03_data.ipynb #tokf0103
+@contextmanager
+def _room_in_cache():
+    "Add to the error of a full disk where else the cache could be"
+    try: yield
+    except OSError as e:
+        if errno.errorcode.get(e.errno) not in ("ENOSPC", "EDQUOT"): raise
+        raise OSError(f"{in_words(e)}, or {OTHER_CACHE}") from None
+
 # %% ../nbs/03_data.ipynb #b3eb7f36
 def _prepared(name, docs, train, max_tokens, source, key, given):
     "Corpus from the cache. If it isn't there it is made of `docs()`, with the tokenizer `given` or `train()`"
     def of(*key): return _in_cache(name, max_tokens, source, *key)
     folder = of(key)
-    if given and not (folder.exists() and tokenizer_hash(tokenizer_of(folder)) == tokenizer_hash(given)):
-        folder = of(key, tokenizer_hash(given))
-    if not folder.exists():
+    if given and not _made_with(folder, given): folder = of(key, tokenizer_hash(given))
+    if not (res := _from_cache(folder, name)):
         check_writable(folder.parent, OTHER_CACHE)
         print(f"Tokenizing {name} (once; kept in the cache as {folder.name})", flush=True)
-        try: write_shards(docs(), given or train(), folder, max_tokens=max_tokens, source=source)
-        except FileExistsError: pass        # another process was faster, with the same result
-    res = _open_shards(folder, name=name)
+        with _room_in_cache(), suppress(FileExistsError):   # another process was faster, with the same result
+            write_shards(docs(), given or train(), folder, max_tokens=max_tokens, source=source)
+        res = _open_shards(folder, name=name)
     res.train.source = res.val.source = source
     return res
 
@@ -607,7 +656,7 @@ def open_corpus(
     if str(data) in HUB: return _open_hub(str(data), vocab, *how[1:])
     path = Path(data).expanduser().absolute()
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
-    if not (_holds_tokens(path) if path.is_dir() else path.suffix == ".bin"): return _open_text(path, *how)
+    if not (_holds_tokens(path) if path.is_dir() else named_as_tokens(path)): return _open_text(path, *how)
     c = _open_shards(path, vocab)
     if tokenizer: c = _with_tokenizer(c, tokenizer, path)
     return replace(c, train=c.train.part(0, max_tokens)) if max_tokens else c

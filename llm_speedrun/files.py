@@ -163,9 +163,10 @@ def hold(folder, # to write into; made if it isn't there
 OTHER_CACHE = "set LLM_SPEEDRUN_CACHE (or XDG_CACHE_HOME) to a folder that you can write into"
 
 def cache_dir() -> Path:   # the folder, made if it was not there
-    "Return the folder of prepared corpora: `$LLM_SPEEDRUN_CACHE`, or else `llm_speedrun` in the XDG cache (`~/.cache`)."
+    "Return the cache folder: `$LLM_SPEEDRUN_CACHE`, or `llm_speedrun` in the XDG cache, `~/.cache`"
     env = os.environ.get("LLM_SPEEDRUN_CACHE")
     path = Path(env).expanduser() if env else xdg_cache_home()/"llm_speedrun"
     try: path.mkdir(parents=True, exist_ok=True)
-    except OSError as e: raise OSError(f"the cache {path} can't be made ({e.strerror}): {OTHER_CACHE}") from None
+    except OSError as e: raise OSError(
+        f"the cache {path} can't be made ({e.strerror}): {OTHER_CACHE}") from None
     return path
