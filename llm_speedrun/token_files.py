@@ -189,7 +189,7 @@ def token_file(
     kind, start = _from_header(path, head, size, dtype) or bare()
     n, rest = divmod(size - start, kind.itemsize)
     if rest: raise InputError(f"{path} has {size} bytes, no multiple of a {kind.name} token's "
-                              f"{kind.itemsize}: it is truncated, or no raw token file; copy or write it again")
+                              f"{kind.itemsize}: it is truncated, or no raw token file; copy it again")
     return TokenFile(path, kind, start, n, (stat.st_dev, stat.st_ino), sha256)
 
 # %% ../nbs/03d_token_files.ipynb #tokf0036
@@ -412,7 +412,7 @@ class _Plain(pickle._Unpickler):
 # %% ../nbs/03d_token_files.ipynb #tokf0056
 def read_characters(path) -> Characters: # of a `meta.pkl`
     "Read nanoGPT's `meta.pkl`, running nothing. Raises `InputError` for one with anything but plain values"
-    advice = '; leave it out, and give --vocab or a meta.json with {"vocab": 65}'
+    advice = '; leave it out, and say speedrun_train --vocab 65 or put {"vocab": 65} into a meta.json'
     try: c = msgspec.convert(_Plain(BytesIO(read_bytes_of(path))).load(), Characters)
     except Exception as e:   # a pickle may end in any
         why = e if isinstance(e, (InputError, msgspec.ValidationError)) else "it is no whole pickle"
@@ -442,6 +442,7 @@ def check_gpt2(shards):
     if top >= 2**24: raise InputError(f"{shards.source} has negative numbers or none of a tokenizer, such as "
                                       f"{top:,} without a sign; {_WRITE}")
     raise InputError(f"{shards.source} doesn't say what its vocabulary is, and it is hardly GPT-2's of "
-                     f"{GPT2_VOCAB:,}: the highest token seen is {top:,}. Give --vocab (at least {top + 1}), "
-                     'or put its tokenizer.json, a meta.json with {"vocab": ...} or nanoGPT\'s meta.pkl '
+                     f"{GPT2_VOCAB:,}: the highest token seen is {top:,}. Say speedrun_train --vocab, at "
+                     f"least {top + 1}, or "
+                     'put its tokenizer.json, a meta.json with {"vocab": ...} or nanoGPT\'s meta.pkl '
                      "beside it")

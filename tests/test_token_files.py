@@ -103,7 +103,7 @@ CASES = {
     "empty": ({"train.bin": b""}, "is empty: 0 bytes"),
     # vocabularies
     "nanoGPT's characters": ({"train.bin": CHARS.astype("<u2"), "val.bin": CHARS[:900].astype("<u2"), "meta.pkl": ALPHABET}, (65, CHARS)),
-    "characters without meta.pkl": ({"train.bin": CHARS.astype("<u2")}, "doesn't say what its vocabulary is, and it is hardly GPT-2's.*Give --vocab .at least 65."),
+    "characters without meta.pkl": ({"train.bin": CHARS.astype("<u2")}, "doesn't say what its vocabulary is, and it is hardly GPT-2's.*--vocab, at least 65"),
     "Llama's tokens, without a word": ({"train.bin": LLAMA.astype("<u4")}, "doesn't say what its vocabulary is"),
     "tokens above those of meta.pkl": ({"train.bin": (CHARS + 9).astype("<u2"), "meta.pkl": ALPHABET}, "outside the vocabulary of 65"),
     "meta.pkl of syllables": ({"train.bin": CHARS.astype("<u2"), "meta.pkl": meta_pkl({i: f"s{i}" for i in range(65)})}, (65, CHARS)),
@@ -113,7 +113,7 @@ CASES = {
     "meta.pkl with numpy's integers": ({"train.bin": CHARS.astype("<u2"), "meta.pkl": meta_pkl(CHARACTERS, vocab_size=np.int64(65))}, "no file of data may run code"),
     "meta.pkl that asks for gigabytes": ({"train.bin": CHARS.astype("<u2"), "meta.pkl": b"\x80\x04Nr\xff\xff\xff\xff."}, "meta.pkl: Expected `object`"),
     "meta.pkl, cut off": ({"train.bin": CHARS.astype("<u2"), "meta.pkl": ALPHABET[:-30]}, "isn't nanoGPT's meta.pkl"),
-    "meta.pkl of text": ({"train.bin": CHARS.astype("<u2"), "meta.pkl": b"vocab_size = 65"}, "isn't nanoGPT's meta.pkl.*give --vocab"),
+    "meta.pkl of text": ({"train.bin": CHARS.astype("<u2"), "meta.pkl": b"vocab_size = 65"}, "isn't nanoGPT's meta.pkl.*--vocab"),
     "meta.pkl with a token too high": ({"train.bin": CHARS.astype("<u2"), "meta.pkl": meta_pkl(CHARACTERS, vocab_size=60)}, "names tokens outside its vocabulary of 60"),
 }
 
