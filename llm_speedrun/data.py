@@ -4,41 +4,32 @@
 
 # %% ../nbs/03_data.ipynb #ddd84065
 from __future__ import annotations
-import codecs, difflib, hashlib, json, lzma, os, platform, re, shutil, sysconfig, threading, uuid, zlib
+import codecs, difflib, errno, hashlib, json, lzma, os, platform, re, shutil, sysconfig, threading, uuid, zlib
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Annotated, Iterable, Iterator, Literal
+from typing import Iterable, Iterator
 import fsspec, msgspec, numpy as np, torch
 from fastcore.basics import patch
-from fastcore.xdg import xdg_cache_home
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from .files import (InputError, RunError, check_writable, hold, read_bytes_of, read_json,
-                                replace_file, synced)
 
 # %% auto #0
-__all__ = ['PACKED', 'EOT', 'HUB', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'LONGEST', 'Vocabulary', 'Tokens', 'HUB_TOKENS',
-           'PERMUTED', 'cache_dir', 'stdlib_files', 'file_kind', 'document_files', 'seems', 'utf8_text', 'text_pieces',
-           'Continued', 'read_documents', 'hub_documents', 'special_as_text', 'train_tokenizer', 'gpt2_tokenizer',
-           'read_tokenizer', 'tokenizer_of', 'is_held_out', 'marked_pieces', 'parcels', 'text_digest', 'digest_pieces',
-           'TokenWriter', 'Shards', 'token_files', 'hold_out_tail', 'end_token', 'token_dtype', 'split_kind',
-           'check_sizes', 'Meta', 'describe_tokens', 'write_shards', 'Corpus', 'tokenizer_hash', 'first_characters',
-           'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences', 'Batches', 'ComputedOrder', 'prefetch',
-           'val_batches', 'unigram_loss', 'bigram_loss']
+__all__ = ['PACKED', 'EOT', 'HUB', 'OFFLINE_VOCAB', 'LONGEST', 'HUB_TOKENS', 'PERMUTED', 'stdlib_files', 'file_kind',
+           'document_files', 'seems', 'utf8_text', 'text_pieces', 'Continued', 'read_documents', 'hub_documents',
+           'special_as_text', 'train_tokenizer', 'gpt2_tokenizer', 'read_tokenizer', 'tokenizer_of', 'is_held_out',
+           'marked_pieces', 'parcels', 'text_digest', 'digest_pieces', 'hold_out_tail', 'end_token', 'token_dtype',
+           'split_kind', 'check_sizes', 'describe_tokens', 'write_shards', 'Corpus', 'tokenizer_hash',
+           'first_characters', 'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences', 'Batches',
+           'ComputedOrder', 'prefetch', 'val_batches', 'unigram_loss', 'bigram_loss']
 
-# %% ../nbs/03_data.ipynb #2a4b7358
-_OTHER = "set LLM_SPEEDRUN_CACHE (or XDG_CACHE_HOME) to a folder that you can write into"
-
-def cache_dir() -> Path:   # the folder, made if it was not there
-    "Folder of prepared corpora: `$LLM_SPEEDRUN_CACHE`, or else `llm_speedrun` in the XDG cache (`~/.cache`)."
-    env = os.environ.get("LLM_SPEEDRUN_CACHE")
-    path = Path(env).expanduser() if env else xdg_cache_home()/"llm_speedrun"
-    try: path.mkdir(parents=True, exist_ok=True)
-    except OSError as e: raise OSError(f"the cache {path} can't be made ({e.strerror}): {_OTHER}") from None
-    return path
+# %% ../nbs/03_data.ipynb #tokf0027b
+from .files import (OTHER_CACHE, InputError, RunError, cache_dir, check_writable, hold,
+                                in_words, read_bytes_of, read_json, replace_file, synced)
+from .token_files import (GPT2_EOT, GPT2_VOCAB, Meta, Shards, Tokens, TokenWriter,
+                                      character_tokenizer, check_counts, check_gpt2, file_sha256,
+                                      named_as_tokens, read_characters, token_files)
 
 # %% ../nbs/03_data.ipynb #8a4918a7
 _SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -249,7 +240,6 @@ def hub_documents(
     return docs()
 
 # %% ../nbs/03_data.ipynb #bb89ee65
-GPT2_VOCAB, GPT2_EOT = 50257, 50256
 OFFLINE_VOCAB = 1024        # vocabulary of the tokenizers that we train ourselves, unless told otherwise
 
 def special_as_text(tokenizer): # changed, and returned
@@ -343,135 +333,6 @@ def _encoded(docs, tokenizer, eot, val_frac, digest):
         out = tokenizer.encode_batch([p for p,_,_ in parcel], add_special_tokens=False)
         for (_,first,held),o in zip(parcel, out): yield held, [eot]*first + o.ids
 
-# %% ../nbs/03_data.ipynb #bff3488c
-class TokenWriter:
-    "Appends tokens to `folder/split_000.bin`, `_001.bin` and so on, `shard_tokens` in each"
-    def __init__(self, folder, split, dtype, shard_tokens):
-        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
-        self.n, self.file = 0, None
-    def path(self, shard): return self.folder/f"{self.split}_{shard:03d}.bin"
-    def write(self, ids):
-        a = np.asarray(ids, self.dtype)
-        while len(a):
-            shard, used = divmod(self.n, self.shard_tokens)
-            if not used: self.close(); self.file = open(self.path(shard), "wb")
-            k = min(len(a), self.shard_tokens - used)
-            self.file.write(a[:k].tobytes()); self.n += k; a = a[k:]
-
-# %% ../nbs/03_data.ipynb #55db7727
-@patch
-def sync(self: TokenWriter):
-    "Wait until what was written is on the disk"
-    if self.file and not self.file.closed: self.file.flush(); os.fsync(self.file.fileno())
-
-@patch
-def close(self: TokenWriter):
-    "Wait for the disk, and close the file"
-    self.sync()
-    if self.file: self.file.close()
-
-# %% ../nbs/03_data.ipynb #19fc13b0
-_MAGIC, _HEADER = 20240520, 1024     # first int32 and bytes of the header of llm.c's token files
-
-def _check_bin(path, dtype):
-    "Raise an error where the file can't be one of raw tokens of that type"
-    if not path.is_file(): raise FileNotFoundError(f"{path}: no such token file")
-    size = path.stat().st_size
-    if size == 0: raise InputError(f"{path} is empty: 0 bytes, so no tokens; write it again")
-    if what := seems(path):
-        raise InputError(f"{path} is called .bin, and seems to be {what}, not tokens: unpack it, or give it "
-                         "the suffix of what it is")
-    if size % dtype.itemsize:
-        raise InputError(f"{path} has {size} bytes, no multiple of a {dtype.name} token's {dtype.itemsize}:"
-                         " it is truncated, or no raw token file; copy or write it again")
-
-# %% ../nbs/03_data.ipynb #90cec1d7
-def _open_bin(path, dtype):
-    "Memory map of a raw token file as a 1-d array"
-    path, dtype = Path(path), np.dtype(dtype).newbyteorder("<")
-    _check_bin(path, dtype)
-    try: a = np.asarray(np.memmap(path, dtype, "r"))
-    except OSError as e: raise OSError(f"cannot read {path}: {e}; check its permissions") from e
-    has_header = path.stat().st_size > _HEADER and a[:4//dtype.itemsize].view("<i4")[0] == _MAGIC
-    return a[_HEADER//dtype.itemsize:] if has_header else a
-
-# %% ../nbs/03_data.ipynb #1691be10
-class Shards:
-    "Tokens of raw `.bin` files, memory-mapped and seen as one array: `len`, slices, `rows`, `part`."
-    def __init__(self,
-        paths,              # one path or several, in order
-        dtype="uint16",     # of a token on disk: uint16, or uint32 for a vocabulary above 65536
-        vocab=GPT2_VOCAB,   # every token must be below it
-    ):
-        paths = [paths] if isinstance(paths, (str, Path)) else paths
-        if not paths: raise InputError("Shards needs at least one .bin file, and was given none")
-        self.paths, self.vocab = [Path(p) for p in paths], vocab
-        self.source = str(self.paths[0])    # what errors call it
-        self.arrays = [_open_bin(p, dtype) for p in self.paths]
-        self.ends = np.cumsum([len(a) for a in self.arrays])
-        self.lo, self.hi = 0, int(self.ends[-1])
-    def __len__(self): return self.hi - self.lo
-    def __repr__(self): return f"Shards({len(self):,} tokens of {self.vocab}, {[p.name for p in self.paths]})"
-
-# %% ../nbs/03_data.ipynb #d40222dd
-@patch
-def part(self: Shards, lo, hi):
-    "The tokens `lo` to `hi` as Shards"
-    res = copy(self)
-    res.lo, res.hi = self.lo + lo, self.lo + min(hi, len(self))
-    return res
-
-# %% ../nbs/03_data.ipynb #dd7f5694
-@patch
-def locate(self: Shards, i):
-    "File number and position in it of token `i`"
-    k = int(np.searchsorted(self.ends, self.lo + i, side="right"))
-    return k, self.lo + i - (int(self.ends[k-1]) if k else 0)
-
-@patch
-def __getitem__(self: Shards, s: slice):
-    "Tokens of a slice with step 1 as a 1-d array; a view where it lies within one file"
-    lo, hi, _ = s.indices(len(self))
-    if lo >= hi: return self.arrays[0][:0]
-    k, pos = self.locate(lo)
-    out = [self.arrays[k][pos:pos+hi-lo]]
-    while (n := hi - lo - sum(map(len, out))): k += 1; out.append(self.arrays[k][:n])
-    return out[0] if len(out) == 1 else np.concatenate(out)
-
-# %% ../nbs/03_data.ipynb #0f70d398
-@patch
-def rows(self: Shards, starts, n):
-    "Tokens `starts[i] : starts[i]+n` as an array (len(starts), n). ValueError if one is outside `vocab`."
-    w = np.stack([self[s:s+n] for s in starts])
-    if w.max() >= self.vocab:
-        r, c = np.argwhere(w >= self.vocab)[0]
-        k, pos = self.locate(int(starts[r]) + int(c))
-        raise InputError(f"{self.paths[k]}: token {w[r,c]} at position {pos} is outside the vocabulary of "
-                         f"{self.vocab} (0 to {self.vocab-1}). Was it made with another tokenizer, or in "
-                         "another integer type? Give the right vocabulary, or tokenize the text again.")
-    return w
-
-# %% ../nbs/03_data.ipynb #c94d2a15
-def _marker(path, array, vocab):
-    "The file in the cache that is there when the tokens of `path` were looked at; None without a cache"
-    s = path.stat()
-    key = [str(path.resolve()), s.st_size, s.st_mtime_ns, array.dtype.name, vocab]
-    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
-    with suppress(OSError): return cache_dir()/"checked"/name
-
-# %% ../nbs/03_data.ipynb #fe2dd347
-@patch
-def check(self: Shards, n=2**22):       # n: tokens to look at together
-    "Look at every token of the files once in their life. ValueError if one is outside `vocab`."
-    whole = copy(self)
-    whole.lo, whole.hi = 0, int(self.ends[-1])
-    for path, a, end in zip(self.paths, self.arrays, self.ends.tolist()):
-        if end <= self.lo or end - len(a) >= self.hi: continue           # nothing of it belongs to this part
-        if (marker := _marker(path, a, self.vocab)) and os.path.exists(marker): continue
-        for lo in range(end - len(a), end, n): whole.rows([lo], min(n, end - lo))
-        with suppress(OSError):                 # a cache that can't be written costs time, and nothing else
-            if marker: marker.parent.mkdir(exist_ok=True); marker.touch()
-
 # %% ../nbs/03_data.ipynb #aaec8a52
 def _tail_cut(tokens, eot, frac=.05):
     "Where to cut off the last `frac` of the tokens, at a document's start if one is near"
@@ -480,13 +341,6 @@ def _tail_cut(tokens, eot, frac=.05):
     r = min(int(n*frac/4), 1_000_000)       # how far we look
     near = np.flatnonzero(tokens[cut-r:cut+r] == eot) if eot is not None else []
     return cut - r + int(near[np.abs(near-r).argmin()]) if len(near) else cut
-
-# %% ../nbs/03_data.ipynb #841e985f
-def token_files(folder, split): # "train" or "val"
-    "Token files of a split in order: `train_000.bin`, nanoGPT's `train.bin`, or `fineweb_train_000001.bin`"
-    named = re.compile(rf"(.+_)?{split}(_\d+)?\.bin")
-    return sorted((p for p in Path(folder).glob("*.bin") if named.fullmatch(p.name)),
-                  key=lambda p: (len(p.name), p.name))
 
 # %% ../nbs/03_data.ipynb #08e55629
 def hold_out_tail(folder, writers, eot, frac, vocab):
@@ -562,30 +416,6 @@ def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_toke
     if split == "document": return train, val, split
     return *hold_out_tail(folder, (train, val), eot, val_frac, tokenizer.get_vocab_size()), split
 
-# %% ../nbs/03_data.ipynb #6ba5ecfd
-Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
-
-# %% ../nbs/03_data.ipynb #22a6e04a
-class Meta(msgspec.Struct):
-    "What `meta.json` says of the token files beside it"
-    vocab: Vocabulary | None = None                 # every token is below it
-    dtype: Literal["uint16", "uint32"] = "uint16"   # of a token on disk
-    eot: Tokens | None | msgspec.UnsetType = msgspec.UNSET  # the token that begins a document; null: none
-    train_tokens: Tokens | None = None
-    val_tokens: Tokens | None = None
-    files: dict[str, Tokens] = {}                   # tokens in each file
-    split: str = ""                                 # how documents were held out: "document" or "tail"
-    source: str = ""                                # where the text comes from
-    documents: str | None = None                    # digest of the text
-    date: str = ""
-
-    def __post_init__(self):
-        if self.dtype == "uint16" and (self.vocab or 0) > 2**16:
-            raise ValueError(f"`vocab` {self.vocab} doesn't fit into a `dtype` of uint16")
-        if self.vocab and self.eot not in (None, msgspec.UNSET) and self.eot >= self.vocab:
-            raise ValueError(f"`eot` {self.eot} is outside the vocabulary of {self.vocab}")
-
 # %% ../nbs/03_data.ipynb #e46c9fcf
 def describe_tokens(
     folder, tokenizer, eot, # where the tokens are, and how they were made
@@ -594,11 +424,11 @@ def describe_tokens(
     digest,             # of the text, from `text_digest`
 ) -> dict:              # what `meta.json` says
     "Write `meta.json` and `tokenizer.json` beside the tokens"
-    size = train.dtype.itemsize
-    files = {p.name: p.stat().st_size//size for o in ("train", "val") for p in token_files(folder, o)}
+    size, paths = train.dtype.itemsize, [p for o in ("train", "val") for p in token_files(folder, o)]
     meta = Meta(vocab=tokenizer.get_vocab_size(), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
-                val_tokens=val.n, files=files, split=split, source=source, documents=digest.hexdigest(),
-                date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+                val_tokens=val.n, files={p.name: p.stat().st_size//size for p in paths},
+                sha256={p.name: file_sha256(p) for p in paths}, split=split, source=source,
+                documents=digest.hexdigest(), date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
     replace_file(folder/"meta.json", msgspec.json.format(msgspec.json.encode(meta)).decode(), sync=True)
     replace_file(folder/"tokenizer.json", tokenizer.to_str(pretty=True), sync=True)
     return msgspec.to_builtins(meta)
@@ -643,19 +473,6 @@ def _holds_tokens(folder):
     raise InputError(f"{folder} has text ({texts[0].name}, ...) and {bins[0].name}: if that holds tokens, "
                      "name it (or call it train.bin); if not, move it elsewhere")
 
-# %% ../nbs/03_data.ipynb #afa997f9
-def _check_counts(folder, meta, split, shards):
-    "Raise `InputError` where the files of a split don't have the tokens that `meta.json` says"
-    sizes = dict(zip((p.name for p in shards.paths), map(len, shards.arrays)))
-    for name, n in sizes.items():
-        if name in meta.files and n != meta.files[name]:
-            raise InputError(f"{folder/name} has {n:,} tokens, and {meta.files[name]:,} were written: it was "
-                             "cut off or changed; copy or write it again")
-    said, have = getattr(meta, f"{split}_tokens"), sum(sizes.values())
-    if said is not None and said != have:
-        raise InputError(f"{folder} has {have:,} tokens in its {split} files, and meta.json says {said:,}: a "
-                         "file is missing, cut off or not one of them; copy or write them again")
-
 # %% ../nbs/03_data.ipynb #f7e5bcd5
 def _check_tokenizer(where, tokenizer, vocab, eot, exact):
     "Raise `InputError` for a tokenizer that isn't the one the tokens are from"
@@ -664,33 +481,58 @@ def _check_tokenizer(where, tokenizer, vocab, eot, exact):
         raise InputError(f"{where}: the tokenizer has {n:,} tokens, of which {EOT} is {end}, and the data is "
                          f"said to have {vocab:,} and {eot}: they don't belong together")
 
+# %% ../nbs/03_data.ipynb #tokf0021
+def _check_holds_tokens(path):
+    "Raise `InputError` where a file that is called .bin seems to be something else"
+    what = seems(path) if path.is_file() else None
+    if what not in (None, "a numpy array"):
+        raise InputError(f"{path} is called .bin, and seems to be {what}, not tokens: unpack it, or give it "
+                         "the suffix of what it is")
+
 # %% ../nbs/03_data.ipynb #84cf17ea
+def _tokenizer_beside(folder, vocab):
+    "The tokenizer beside tokens, and the known vocabulary: the one given, its own or that of `meta.pkl`"
+    if tok := tokenizer_of(folder): return tok, vocab or tok.get_vocab_size()
+    if vocab or not (folder/"meta.pkl").exists(): return None, vocab
+    c = read_characters(folder/"meta.pkl")
+    return character_tokenizer(c), c.vocab_size
+
+# %% ../nbs/03_data.ipynb #tokf0024b
 def _said_of(folder, vocab):
-    "What `meta.json` and `tokenizer.json` say: a `Meta` with vocabulary and end token, the tokenizer or None"
+    "What a folder says of its tokens: a `Meta`, with a vocabulary where one is known; its tokenizer or None"
     meta = read_json(folder/"meta.json", Meta) if (folder/"meta.json").exists() else Meta()
-    tok, exact, vocab = tokenizer_of(folder), meta.vocab is not None, meta.vocab or vocab
-    meta.vocab = vocab or (tok.get_vocab_size() if tok else GPT2_VOCAB)
+    exact = meta.vocab is not None
+    tok, meta.vocab = _tokenizer_beside(folder, meta.vocab or vocab)
     if meta.eot is msgspec.UNSET:
-        meta.eot = tok.token_to_id(EOT) if tok else GPT2_EOT if meta.vocab >= GPT2_VOCAB else None
+        gpt2 = not tok and GPT2_VOCAB <= (meta.vocab or GPT2_VOCAB) <= 50304      # padded, at most
+        meta.eot = GPT2_EOT if gpt2 else tok.token_to_id(EOT) if tok else None
     if tok: _check_tokenizer(folder, tok, meta.vocab, meta.eot, exact)
     return meta, tok or (_cached_gpt2() if meta.eot == GPT2_EOT else None)
 
+# %% ../nbs/03_data.ipynb #tokf0025b
+def _split_files(path):
+    "Files to train on and to validate on: of a folder, or a file and the validation file beside it"
+    both = path.is_dir() or path.stem == "train"
+    folder = path if path.is_dir() else path.parent
+    trains, vals = [path], token_files(folder, "val") if both else []
+    if path.is_dir(): trains = token_files(path, "train") or sorted({*path.glob("*.bin")} - {*vals})
+    for p in (*trains, *vals): _check_holds_tokens(p)
+    return trains, vals, folder, both
+
 # %% ../nbs/03_data.ipynb #d9423760
 def _open_shards(path, vocab=None, name=None):
-    "Corpus of a folder of `.bin` files, or of one file and the validation file beside it"
-    path = Path(path)
-    folder = path if path.is_dir() else path.parent
+    "Corpus of a folder of token files, or of one file and the validation file beside it"
+    trains, vals, folder, both = _split_files(path := Path(path))
     meta, tok = _said_of(folder, vocab)
-    both = path.is_dir() or path.name == "train.bin"
-    vals, trains = token_files(folder, "val") if both else [], [path]
-    if path.is_dir(): trains = token_files(path, "train") or sorted({*path.glob("*.bin")} - {*vals})
-    train = Shards(trains, meta.dtype, meta.vocab)
-    if both: _check_counts(folder, meta, "train", train)
-    if vals: val = Shards(vals, meta.dtype, meta.vocab); _check_counts(folder, meta, "val", val)
+    vocab, sums = meta.vocab or GPT2_VOCAB, meta.sha256
+    train = Shards(trains, meta.dtype, vocab, sums)
+    if not meta.vocab: check_gpt2(train)
+    if both: check_counts(folder, meta, "train", train)
+    if vals: val = Shards(vals, meta.dtype, vocab, sums, train.dtype); check_counts(folder, meta, "val", val)
     elif both and meta.val_tokens: raise InputError(f"{folder} has no val file, and meta.json speaks of one")
     else: cut = _tail_cut(train, meta.eot); train, val = train.part(0, cut), train.part(cut, len(train))
     name = name or (folder.name if both else path.stem)
-    return Corpus(name, train, val, meta.vocab, tok, meta.eot, meta.documents)
+    return Corpus(name, train, val, vocab, tok, meta.eot, meta.documents)
 
 # %% ../nbs/03_data.ipynb #68e82cbe
 def tokenizer_hash(tokenizer):
@@ -704,19 +546,48 @@ def _in_cache(name, *origin):
     key = json.dumps([2, name, *origin]).encode()
     return cache_dir()/f"{name}-{hashlib.blake2b(key, digest_size=6).hexdigest()}"
 
+# %% ../nbs/03_data.ipynb #tokf0107
+def _made_with(folder, tokenizer):
+    "Whether the tokens in a folder were made with this tokenizer"
+    try: tok = tokenizer_of(folder)
+    except InputError: return False
+    return tok is not None and tokenizer_hash(tok) == tokenizer_hash(tokenizer)
+
+# %% ../nbs/03_data.ipynb #tokf0101
+def _from_cache(folder, name):
+    "The corpus in a folder of the cache, None if it isn't there; a damaged one is moved out of the way first"
+    if not folder.exists(): return None
+    try:
+        res = _open_shards(folder, name=name)
+        res.train.check(); res.val.check()
+        return res
+    except (InputError, FileNotFoundError) as e:
+        print(f"What the cache has of {name} is damaged, and is made again: {e}", flush=True)
+    damaged = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.damaged")
+    with suppress(FileNotFoundError): folder.rename(damaged)    # else another process has done that
+    shutil.rmtree(damaged, ignore_errors=True)
+
+# %% ../nbs/03_data.ipynb #tokf0103
+@contextmanager
+def _room_in_cache():
+    "Add to the error of a full disk where else the cache could be"
+    try: yield
+    except OSError as e:
+        if errno.errorcode.get(e.errno) not in ("ENOSPC", "EDQUOT"): raise
+        raise OSError(f"{in_words(e)}, or {OTHER_CACHE}") from None
+
 # %% ../nbs/03_data.ipynb #b3eb7f36
 def _prepared(name, docs, train, max_tokens, source, key, given):
     "Corpus from the cache. If it isn't there it is made of `docs()`, with the tokenizer `given` or `train()`"
     def of(*key): return _in_cache(name, max_tokens, source, *key)
     folder = of(key)
-    if given and not (folder.exists() and tokenizer_hash(tokenizer_of(folder)) == tokenizer_hash(given)):
-        folder = of(key, tokenizer_hash(given))
-    if not folder.exists():
-        check_writable(folder.parent, _OTHER)
+    if given and not _made_with(folder, given): folder = of(key, tokenizer_hash(given))
+    if not (res := _from_cache(folder, name)):
+        check_writable(folder.parent, OTHER_CACHE)
         print(f"Tokenizing {name} (once; kept in the cache as {folder.name})", flush=True)
-        try: write_shards(docs(), given or train(), folder, max_tokens=max_tokens, source=source)
-        except FileExistsError: pass        # another process was faster, with the same result
-    res = _open_shards(folder, name=name)
+        with _room_in_cache(), suppress(FileExistsError):   # another process was faster, with the same result
+            write_shards(docs(), given or train(), folder, max_tokens=max_tokens, source=source)
+        res = _open_shards(folder, name=name)
     res.train.source = res.val.source = source
     return res
 
@@ -785,7 +656,7 @@ def open_corpus(
     if str(data) in HUB: return _open_hub(str(data), vocab, *how[1:])
     path = Path(data).expanduser().absolute()
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
-    if not (_holds_tokens(path) if path.is_dir() else path.suffix == ".bin"): return _open_text(path, *how)
+    if not (_holds_tokens(path) if path.is_dir() else named_as_tokens(path)): return _open_text(path, *how)
     c = _open_shards(path, vocab)
     if tokenizer: c = _with_tokenizer(c, tokenizer, path)
     return replace(c, train=c.train.part(0, max_tokens)) if max_tokens else c

@@ -218,6 +218,7 @@ def validation_texts(corpus): # a `Corpus`
     "The documents of its validation side. Raises `InputError` if its tokenizer isn't known"
     if not corpus.tokenizer: raise InputError(f"the corpus {corpus.name} has no tokenizer, so its text isn't "
                                               "known: put its tokenizer.json into its folder")
+    corpus.val.check()
     tokens = corpus.val[:]
     ends = np.flatnonzero(tokens == corpus.eot) if corpus.eot is not None else []
     for ids in np.split(tokens, ends):
@@ -228,7 +229,7 @@ def validation_texts(corpus): # a `Corpus`
 def documents(path): # a file or folder of text; a tokenized corpus, or "stdlib"
     "The documents there. Raises as `read_documents` and `open_corpus` do"
     p = Path(path)
-    tokens = p.suffix == ".bin" or p.is_dir() and any(p.glob("*.bin"))
+    tokens = p.suffix in (".bin", ".npy") or p.is_dir() and any(p.glob("*.bin"))
     if tokens or str(path) in ("stdlib", *HUB): return validation_texts(open_corpus(path))
     return in_one(read_documents(path))
 

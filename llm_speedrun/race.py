@@ -619,6 +619,7 @@ def raced(job, folder): # a `Job`, its folder
     "Run the job in this process. Returns what there is to say of it, a dict"
     if job.kind in ("ours", "nanochat"): prepare_process() # as their own programs do
     corpus = open_corpus(job.data)
+    corpus.train.check(); corpus.val.check()
     course = Course(job, corpus, Referee(corpus, job.seq), folder/"work", folder.parents[1]/"tokens",
                     note_in(folder))
     course.folder.mkdir(exist_ok=True)

@@ -231,7 +231,7 @@ def test_trains_on_a_folder_of_text(tmp_path):
     assert res.returncode == 0, res.stderr
     for part in ("Tokenizing", "--- sample ---", "validation loss", "everything is in mine/a/"): assert part in res.stdout
     for name in ("model.safetensors", "metrics.jsonl", "loss.png", "tokenizer.json"): assert (tmp_path/"mine/a"/name).exists()
-    assert not (tmp_path/"runs").exists() and re.fullmatch(r"checked choices.json choices.json.lock texts-\w+", " ".join(sorted(p.name for p in (tmp_path/"cache").iterdir())))
+    assert not (tmp_path/"runs").exists() and re.fullmatch(r"choices.json choices.json.lock texts-\w+", " ".join(sorted(p.name for p in (tmp_path/"cache").iterdir())))
 
 def test_trains_on_a_nanogpt_bin(tmp_path):
     "`--data` takes nanoGPT's train.bin, with the val.bin beside it; the run's folder has a name by default"
@@ -270,7 +270,7 @@ def there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(tmp_path/"cache"))
     monkeypatch.setattr(find_rung("bf16"), "needs", lambda: "it is an old card")
-    bad = {"empty.txt": b"", "latin.txt": b"caf\xe9", "odd.bin": bytes(4097), "a.json": b"{}", "bad.jsonl": b"{\n"}
+    bad = {"empty.txt": b"", "latin.txt": b"caf\xe9", "odd.bin": b"\1"*4097, "a.json": b"{}", "bad.jsonl": b"{\n"}
     for name, b in bad.items(): (tmp_path/name).write_bytes(b)
     for name, n, high in (("short.bin", 50, 9), ("high.bin", 5000, 999)): np.full(n, high, "<u2").tofile(tmp_path/name)
     (tmp_path/"runs/there").mkdir(parents=True)

@@ -4,7 +4,8 @@ import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from tokenizers import Tokenizer
 from llm_speedrun import data
 from llm_speedrun.data import *
-from llm_speedrun.files import InputError
+from llm_speedrun.files import InputError, cache_dir
+from llm_speedrun.token_files import *
 from timeouts import TIMEOUT
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and pipes")
@@ -190,7 +191,7 @@ print(open_corpus(sys.argv[1]).tokenizer)
 
 def test_opening_tokens_asks_nobody(tmp_path):
     "A bare .bin of GPT-2's tokens takes the tokenizer that the Hub's client has left on this machine, and asks for nothing"
-    write_bin(tmp_path/"train.bin")
+    write_bin(tmp_path/"train.bin", high=50257)
     home = tmp_path/"hf"
     env = os.environ | dict(HF_HOME=str(home), AI_AGENT="x", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE"): env.pop(name, None)
@@ -279,7 +280,7 @@ def test_names_of_shards(tmp_path):
     "A file is validation because it is called so, not because its name has these letters in it"
     for i, name in enumerate(("retrieval_train_000", "retrieval_train_001", "retrieval_val_000", "interval", "trainer_notes")):
         write_bin(tmp_path/f"{name}.bin", 1000*(i + 1))
-    c = open_corpus(tmp_path)
+    c = open_corpus(tmp_path, vocab=1000)
     assert (len(c.train), len(c.val)) == (3000, 3000)
 
 def test_text_folder_with_a_bin(tmp_path):
@@ -325,7 +326,7 @@ def test_wide_vocabulary(tmp_path):
     docs = [f"{i} <65000> <69000> {TEXT}" for i in range(100)]
     assert write_shards(docs, tok, tmp_path/"c")["dtype"] == "uint32"
     c = open_corpus(tmp_path/"c")
-    assert c.train.arrays[0].dtype.itemsize == 4 and c.train[:].max() > 65536
+    assert c.train.dtype.itemsize == 4 and c.train[:].max() > 65536
     next(Batches(c.train, 4, 32))
 
 def test_tokenizer_without_end_of_text(tmp_path):
@@ -367,7 +368,7 @@ def test_equal_documents_stay_together(tmp_path):
 @pytest.mark.parametrize("size,message", [
     (0, "is empty"), (10_001, "has 10001 bytes, no multiple of a uint16 token's 2")])
 def test_bad_bin_size(tmp_path, size, message):
-    (tmp_path/"train.bin").write_bytes(b"\0" * size)
+    (tmp_path/"train.bin").write_bytes(b"\1" * size)
     for path in (tmp_path, tmp_path/"train.bin"):
         with fails(ValueError, f"train.bin {message}", "again"): open_corpus(path)
 
@@ -484,7 +485,7 @@ def test_fingerprints(tmp_path):
     assert json.loads(json.dumps(a)) == a and differences(a, of("b", shard_tokens=10_000)) == ""
     changed = of("c", docs[:50] + [docs[50].replace("fox", "dog")] + docs[51:])
     assert "documents" in differences(a, changed) and "vocabulary" not in differences(a, changed)
-    write_bin(tmp_path/"train.bin", 100_000)
+    write_bin(tmp_path/"train.bin", 100_000, high=50257)
     b = open_corpus(tmp_path/"train.bin").fingerprint()
     tokens = np.fromfile(tmp_path/"train.bin", "<u2")
     tokens[:50_000] = tokens[50_000:]

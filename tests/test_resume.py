@@ -374,6 +374,35 @@ def test_new_text_trains_no_tokenizer(stopped_text, monkeypatch):
     (run/"tokenizer.json").write_text(json.dumps(other))
     with fails(InputError, "isn't what this run was trained on .*tokenizer"): Trainer(TrainConfig(resume=str(run)), progress=False)
 
+@pytest.mark.parametrize("kind", ["tokens", "text", "mixture"])
+def test_data_that_is_elsewhere(tmp_path, monkeypatch, nano, kind):
+    "A relative path counts from where the run began; moved data is named; the fingerprint decides, not the path"
+    (start := tmp_path/"start").mkdir(); (other := tmp_path/"other").mkdir()
+    monkeypatch.chdir(start)
+    fill = texts if kind == "text" else write_bins
+    for name in ("a", "b"): fill(start/name)
+    spec = "{0}/a:2,{0}/b:1" if kind == "mixture" else "{0}/a"
+    go(tmp_path, data=spec.format("."), steps=2)
+    monkeypatch.chdir(other)
+    assert resume(tmp_path, steps=3)[1]["steps"] == 3
+    start.rename(moved := tmp_path/"moved")
+    with fails(FileNotFoundError, "a' is neither a corpus", "If the data was moved, add --data"): resume(tmp_path, steps=4)
+    assert resume(tmp_path, steps=4, data=spec.format(moved))[1]["steps"] == 4
+    if kind == "tokens":
+        assert resume(tmp_path, steps=5)[1]["steps"] == 5
+        write_bins(other/"a", train=5000)
+        with fails(InputError, "a isn't what this run was trained on .training tokens 4,097 -> 5,000"): resume(tmp_path, steps=6, data="a")
+
+def test_a_run_whose_data_gets_shorter(tmp_path, monkeypatch, nano):
+    "An error with the file's name, and not SIGBUS; with the file back, the run goes on"
+    bins = write_bins(tmp_path/"bins")
+    whole = (bins/"train.bin").read_bytes()
+    watch_updates(monkeypatch, lambda n, _: os.truncate(bins/"train.bin", 100) if n == 2 else None)
+    with fails(RunError, "train.bin was cut off while it was in use"): go(tmp_path, steps=20, data=str(bins), save_minutes=0)
+    (bins/"train.bin").write_bytes(whole)
+    monkeypatch.undo()
+    assert resume(tmp_path)[1]["steps"] == 20
+
 @pytest.fixture(scope="module")
 def stopped_text_once(tmp_path_factory, nano):
     folder = tmp_path_factory.mktemp("text")

@@ -143,7 +143,7 @@ def place(curve, # places and losses of evaluations, in their order
     return float(x[i - 1] + (x[i] - x[i - 1])*(losses[i - 1] - level)/(losses[i - 1] - losses[i]))
 
 # %% ../../nbs/64_comparison.ipynb #eca14380
-ASIDE = "name out run_id group date resume overwrite why".split() # where and when, not what
+ASIDE = "name out cwd run_id group date resume overwrite why".split() # where and when, not what
 
 def settings(config): # of a run
     "All that it says but where and when, groups taken apart: `model.width`"

@@ -9,6 +9,7 @@ __all__ = ['Number', 'Count', 'RankBatches', 'shares', 'mixed_row', 'concatenate
 # %% ../../nbs/39_loader.ipynb #4971d27c
 import math, time
 from collections import deque
+from copy import copy
 from functools import partial
 from itertools import chain, islice
 from typing import Annotated
@@ -53,11 +54,10 @@ def mixed_row(n, parts): # number of a row of the mixture, from `shares`
 # %% ../../nbs/39_loader.ipynb #34c6c5c8
 def concatenated(shards):
     "All files of several `Shards` as one, and where the tokens of each begin in it"
-    res = Shards.__new__(Shards)
-    res.paths, res.arrays = ([o for s in shards for o in getattr(s, k)] for k in ("paths", "arrays"))
-    res.ends, res.vocab = np.cumsum([len(a) for a in res.arrays]), shards[0].vocab
-    res.lo, res.hi = 0, int(res.ends[-1])
-    sizes = np.cumsum([0] + [sum(map(len, s.arrays)) for s in shards])
+    res = copy(shards[0])
+    res.files = [f for s in shards for f in s.files]
+    res.place()
+    sizes = np.cumsum([0] + [sum(map(len, s.files)) for s in shards])
     return res, [int(n) + s.lo for n, s in zip(sizes, shards)]
 
 # %% ../../nbs/39_loader.ipynb #10953b3e

@@ -387,6 +387,7 @@ class Record(msgspec.Struct):
     "What a run's `config.json` says beside its options"
     model: GPTConfig
     run_id: str = "" # its checkpoints have it too
+    cwd: str = "" # the folder in which the command was given, from which a relative path of `data` starts
     steps: Annotated[int, Meta(ge=0, lt=2**53)] = 0
     warmup_steps: Annotated[int, Meta(ge=0, lt=2**53)] = 0
     gpu: str | None = None

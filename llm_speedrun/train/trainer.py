@@ -45,7 +45,7 @@ from .hardware import (PARALLEL, candidates, choose_list, divisors, hardware, le
                                          memory_limit, parallel_rungs, parse_rungs, prepare_process, preset,
                                          preset_of, recorded_preset, remembered_trial, settle_preset,
                                          settle_rungs, smaller, trial_of)
-from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
+from .corpora import document_source, located, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
 from .options import TrainConfig, agree, end_group, first_to_say, group_file, unused_names
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
@@ -772,7 +772,7 @@ def tell_plan(self:Trainer):
              f"the next step where it would have been {old:.2e}, without another warm-up")
 
 # %% ../../nbs/30_trainer.ipynb #f585fcf2
-CHANGEABLE = ("hardware rungs batch gpus restarts rank_logs steps target save_minutes keep_last "
+CHANGEABLE = ("data hardware rungs batch gpus restarts rank_logs steps target save_minutes keep_last "
               "timings").split() # together with `resume`
 
 def run_folder(path): # as somebody typed it
@@ -793,15 +793,15 @@ def resumed(cfg, # a `TrainConfig` with `resume`
     "The options of the run to go on with. Raises `FileNotFoundError`, and `InputError` for what can't change"
     folder = run_folder(cfg.resume)
     given = {*(own_values(cfg) if given is None else given)} & {f.name for f in fields(cfg)} - {"resume"}
-    read_record(folder)
+    record = read_record(folder)
     if wrong := given - {*CHANGEABLE}: raise InputError(
         f"a resumed run keeps its options: leave out {', '.join(sorted(wrong))}. "
         f"These can change: {', '.join(CHANGEABLE)}")
     old = read_options(folder)
     if old.recipe == "auto": # it was begun before there were recipes
         old = replace(old, recipe="adamw", cooldown=.2, final_lr=.1)
-    res = replace(old, **{k: getattr(cfg, k) for k in given}, resume=str(folder), overwrite=False,
-                  name=folder.name, out=str(folder.parent))
+    now = dict(data=located(old.data, record.cwd)) | {k: getattr(cfg, k) for k in given}
+    res = replace(old, **now, resume=str(folder), overwrite=False, name=folder.name, out=str(folder.parent))
     return with_parts(res)
 
 # %% ../../nbs/30_trainer.ipynb #f3231467
@@ -1111,7 +1111,7 @@ def open_saver(self:Trainer):
 def write_config(self:Trainer):
     "Write the options as they are in force, whose run it is, the model's shape and the machine"
     record = dict(run_id=self.run_id, warmup_steps=self.warmup, model=asdict(self.config), why=self.why,
-                  **machine())
+                  cwd=os.getcwd(), **machine())
     group = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if self.world.size > 1: record |= dict(group=group, world=layout(self.world))
     replace_file(self.folder/"config.json", json.dumps(asdict(self.cfg) | record, indent=1))
@@ -1284,13 +1284,17 @@ def open_together(self:Trainer):
 def open_data(self:Trainer):
     "Open the corpus and the fixed validation batches; both raise clear errors for bad input"
     c = self.cfg
-    val = self.open_stream() if c.stream else self.open_tokens()
+    try: val = self.open_stream() if c.stream else self.open_tokens()
+    except FileNotFoundError as e:
+        if not c.resume: raise
+        raise FileNotFoundError(f"{e} If the data was moved, add --data and where it is now.") from None
     self.val = [t.to(self.device) for t in val]
     if c.documents: check_documents(self.corpus)
     if c.resume: self.check_corpus()
     if not c.init: self.config = with_room(self.config, self.corpus.vocab)
     else: check_tokens(self.corpus, self.config, c.init)
 
+# %% ../../nbs/30_trainer.ipynb #tokf0111
 def with_room(config, # a `GPTConfig`
               vocab): # of the data
     "`config` with a vocabulary that holds `vocab` tokens: its own, or `vocab` padded to a multiple of 64"
