@@ -8,10 +8,10 @@ __all__ = ['DATASHEET_BF16', 'KEYS', 'MOST_CHOICES', 'COURSE_GPU', 'SPINE', 'NO_
            'fmt', 'Times', 'summarize', 'moment', 'ms_between', 'sample_ms', 'time_ms', 'process_start', 'Timings',
            'compiler_imported', 'for_real', 'Known', 'flops_per_token', 'datasheet_flops', 'mfu', 'Measured', 'ratio',
            'warm_up', 'take_turns', 'compare', 'written_by', 'without_docs', 'syntax', 'digest', 'make_record',
-           'measurements_dir', 'records_path', 'load_records', 'rung_names', 'record_key', 'save_records', 'publish',
-           'choices_path', 'code_version', 'choosing_machine', 'as_json', 'Choice', 'Choices', 'recorded', 'noted',
-           'on_gpu', 'mfu_text', 'ladder_table', 'caption', 'ladder_chart', 'rungs_below', 'course_records',
-           'you_are_here', 'guess_chart', 'paid_text']
+           'course_dir', 'measurements_dir', 'records_path', 'load_records', 'rung_names', 'record_key', 'save_records',
+           'publish', 'choices_path', 'code_version', 'choosing_machine', 'as_json', 'Choice', 'Choices', 'recorded',
+           'noted', 'on_gpu', 'show_recorded', 'mfu_text', 'ladder_table', 'caption', 'ladder_chart', 'rungs_below',
+           'course_records', 'you_are_here', 'guess_chart', 'paid_text']
 
 # %% ../nbs/01_measure.ipynb #0db3b81b
 import ast, hashlib, importlib.metadata, json, os, platform, re, statistics, subprocess, sys, time
@@ -347,11 +347,15 @@ def make_record(rung, # name of the rung
                 **machine(), **more)
 
 # %% ../nbs/01_measure.ipynb #eb8dcd14
+def course_dir():
+    "The folder of notebooks in the checkout that we are in, None elsewhere"
+    folders = (p/"nbs" for p in (Path.cwd(), *Path.cwd().parents) if (p/"settings.ini").exists())
+    return next((p for p in folders if p.is_dir()), None)
+
 def measurements_dir():
-    "The folder of records: `measurements` here if there is one, else `nbs/measurements` of this checkout"
-    here, up = Path.cwd(), [Path.cwd(), *Path.cwd().parents]
-    root = next((p for p in up if (p/"settings.ini").exists() and (p/"nbs").is_dir()), None)
-    return root/"nbs"/"measurements" if root and not (here/"measurements").is_dir() else here/"measurements"
+    "The folder of records: `measurements` here if there is one, else that in `course_dir`"
+    here = Path.cwd()/"measurements"
+    return here if here.is_dir() or not (nbs := course_dir()) else nbs/"measurements"
 
 def records_path(gpu=None): # the GPU's name, this machine's by default
     "The file of the records of one GPU"
@@ -486,7 +490,8 @@ def recorded(record): # made on a CPU
     "The record of `COURSE_GPU` with the same rungs, against the same, at the course's shapes, or None"
     names = lambda r, key: rung_names(r.get(key) or ())
     found = [r for r in load_records(records_path(COURSE_GPU))
-             if (r["workload"], r["batch"]) == SPINE and names(r, "rungs") == names(record, "rungs")]
+             if (r["workload"], r["batch"], r["rung"]) == (*SPINE, record["rung"])
+             and names(r, "rungs") == names(record, "rungs")]
     if not record["before"]: return found[0] | dict(before=None) if found else None
     return next((r for r in found if names(r, "rungs_before") == names(record, "rungs_before")), None)
 
@@ -497,6 +502,20 @@ def noted(records): # new ones
 def on_gpu(records): # some may have been made on a CPU
     "What to show of `records`: where they note what a GPU recorded, that; none that have no such record"
     return [r for r in (r.get("on_gpu", r) for r in records) if r]
+
+# %% ../nbs/01_measure.ipynb #ongpu004
+def show_recorded(name): # a lesson and a name, such as "00_gpu/sizes"
+    "Show the outputs, made on a GPU, of the course's cell that calls `show_recorded` with this name"
+    from IPython.display import display
+    if not (nbs := course_dir()): return print(NO_GPU)
+    stem = name.split("/")[0]
+    there = json.loads((nbs/"measurements/outputs.json").read_text(encoding="utf-8"))[stem]
+    print("No GPU here. Recorded on an {gpu}, {date}:".format(**there))
+    for c in json.loads((nbs/f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if f'show_recorded("{name}")' not in "".join(c["source"]): continue
+        for o in c["outputs"]:
+            if "text" in o: print("".join(o["text"]), end="")
+            else: display({k: "".join(v) for k, v in o["data"].items()}, raw=True)
 
 # %% ../nbs/01_measure.ipynb #ad2a789d
 def mfu_text(r, key): # a record, "mfu_full" or "mfu_causal"

@@ -2,7 +2,7 @@
 import json, re
 import pytest
 import hide_sources, lab
-from cells import LESSONS, NBS, directives, of_kind, read
+from cells import LESSONS, NBS, of_kind, read, source
 from make_readme import ROOT
 from small import fails
 from llm_speedrun.files import InputError
@@ -75,3 +75,31 @@ def test_which_sources_are_folded(source, hidden, first):
         assert c["metadata"].get("jupyter", {}).get("source_hidden", False) is hidden
         assert c["metadata"].get("jupyter", {}).get("outputs_hidden") == before.get("jupyter", {}).get("outputs_hidden")
         assert "".join(c["source"]).splitlines()[0] == first and sorted("".join(c["source"])) == sorted(source)
+
+def test_every_recorded_output_is_there():
+    "What a CPU shows instead of its own numbers: each name belongs to one cell, of that lesson, with outputs from a GPU"
+    calls = [(name, p.stem, c) for p in LESSONS for c in of_kind(read(p), "code") if "def show_recorded" not in source(c)
+             for name in re.findall(r'show_recorded\("([^"]+)"\)', source(c))]
+    assert len(calls) >= 12 and len({name for name, *_ in calls}) == len(calls)
+    outputs = json.loads((ROOT/"nbs/measurements/outputs.json").read_text(encoding="utf-8"))
+    for name, stem, c in calls: assert name.split("/")[0] == stem and c["outputs"] and outputs[stem]["gpu"] != "CPU", name
+
+def test_a_cpu_shows_what_a_gpu_recorded(monkeypatch, capsys):
+    from llm_speedrun.measure import show_recorded
+    monkeypatch.chdir(ROOT/"nbs")
+    show_recorded("00_gpu/launches")
+    assert re.match(r"No GPU here. Recorded on an NVIDIA \w+, 20\d\d-\d\d-\d\d:\n +1 numbers: +[\d.]+ µs", capsys.readouterr().out)
+    monkeypatch.chdir(ROOT.parent)
+    show_recorded("00_gpu/launches")
+    assert "nothing to show" in capsys.readouterr().out
+
+@pytest.mark.parametrize("there", [True, False])
+def test_no_speedup_of_a_cpu_is_shown(there):
+    "Tables and lines of a record made on a CPU say what a GPU recorded, or nothing"
+    from llm_speedrun.measure import NO_GPU, course_records, guess_chart, ladder_table, paid_text
+    gpus = course_records()[1]
+    mine = gpus | dict(gpu="CPU", ratio=17.17, tok_s=171717., ms=17.17, on_gpu=gpus if there else None)
+    said = f"{ladder_table([mine])}{paid_text(mine)}"
+    assert "17.17" not in said and "171,717" not in said
+    assert (f"{gpus['ratio']:.2f}×" in said and gpus["gpu"] in said and gpus["date"] in said) if there else said == NO_GPU*2
+    assert bool(guess_chart(2, mine)) is there
