@@ -7,11 +7,11 @@ __all__ = ['DATASHEET_BF16', 'KEYS', 'MOST_CHOICES', 'COURSE_GPU', 'SPINE', 'NO_
            'gpu_uuid', 'memory_limit', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'Table', 'table',
            'fmt', 'Times', 'summarize', 'moment', 'ms_between', 'sample_ms', 'time_ms', 'process_start', 'Timings',
            'compiler_imported', 'for_real', 'Known', 'flops_per_token', 'datasheet_flops', 'mfu', 'Measured', 'ratio',
-           'warm_up', 'take_turns', 'compare', 'written_by', 'without_docs', 'syntax', 'digest', 'make_record',
-           'course_dir', 'measurements_dir', 'records_path', 'load_records', 'rung_names', 'record_key', 'save_records',
-           'publish', 'choices_path', 'code_version', 'choosing_machine', 'as_json', 'Choice', 'Choices', 'recorded',
-           'noted', 'on_gpu', 'show_recorded', 'mfu_text', 'ladder_table', 'caption', 'ladder_chart', 'rungs_below',
-           'course_records', 'you_are_here', 'guess_chart', 'paid_text']
+           'progress', 'warm_up', 'take_turns', 'compare', 'written_by', 'without_docs', 'syntax', 'digest',
+           'make_record', 'course_dir', 'measurements_dir', 'records_path', 'load_records', 'rung_names', 'record_key',
+           'save_records', 'publish', 'choices_path', 'code_version', 'choosing_machine', 'as_json', 'Choice',
+           'Choices', 'recorded', 'noted', 'on_gpu', 'show_recorded', 'mfu_text', 'ladder_table', 'caption',
+           'ladder_chart', 'rungs_below', 'course_records', 'you_are_here', 'guess_chart', 'paid_text']
 
 # %% ../nbs/01_measure.ipynb #0db3b81b
 import ast, hashlib, importlib.metadata, json, os, platform, re, statistics, subprocess, sys, time
@@ -24,6 +24,7 @@ from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
 from filelock import FileLock, Timeout
+from tqdm import tqdm
 from .compat import disable_current_modes
 from .files import InputError, read_json, replace_file
 from .gpu import COLORS
@@ -265,6 +266,14 @@ def ratio(a, # the `Measured` before
     "How many times faster `b` is than `a`: the median over rounds of neighbouring medians"
     return statistics.median(statistics.median(x) / statistics.median(y) for x, y in zip(a.rounds, b.rounds))
 
+# %% ../nbs/01_measure.ipynb #prog0001
+def progress(items, # to iterate over
+             what, # text before the bar
+             total=None): # how many items, where they can't say
+    "Iterate over `items`, with a progress bar after ten seconds in JupyterLab or a terminal"
+    seen = "ipykernel" in sys.modules or sys.stdout.isatty()
+    return tqdm(items, what, total, delay=10, leave=False, file=sys.stdout, disable=not seen or in_test())
+
 # %% ../nbs/01_measure.ipynb #918530e3
 def warm_up(build, # builds a version: returns its step, a function without arguments
             steps=3): # how many
@@ -285,7 +294,7 @@ def take_turns(steps, # a dict from name to a step that is warm
     "Run the steps in turn, A B A B. A dict from name to rounds, lists of milliseconds"
     if in_test(): rounds, reps = min(rounds, 2), 1
     res = {name: [] for name in steps}
-    for _ in range(rounds):
+    for _ in progress(range(rounds), "measuring"):
         for name, step in steps.items(): res[name].append(sample_ms(step, reps))
     return res
 

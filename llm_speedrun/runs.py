@@ -21,8 +21,8 @@ from typing import Callable
 import torch, torch.nn as nn
 from fastcore.basics import patch
 from .files import InputError, RunError, lookup
-from llm_speedrun.measure import (SPINE, compare, default_device, digest, make_record, noted, ratio, smoke,
-    warm_up)
+from .measure import SPINE, compare, default_device, digest, make_record, noted, progress
+from .measure import ratio, smoke, warm_up
 from .roofline import count, main_format, predict_ms
 from .data import Batches, open_corpus, prefetch
 from .model import GPT, WORKLOADS, rope_table, train_flops
@@ -443,7 +443,7 @@ def train_curve(rungs, # names
     steps, batch = (20, 4) if smoke() else (steps, 8)
     step, losses = Stepper(build(replace(config, vocab=corpus.vocab), rungs)), []
     batches = prefetch(Batches(corpus.train, batch, config.seq, seed=data_seed), step.run.device)
-    for i, b in zip(range(steps), batches):
+    for i, b in progress(zip(range(steps), batches), "training", steps):
         for g in step.opt.param_groups: g["lr"] = lr * min(1, (i + 1) / warmup)
         losses.append(step(b)) # stays on the GPU: reading it here would make Python wait for every step
     return torch.stack(losses).tolist()

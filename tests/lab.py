@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # No pop-ups, and the table of contents is shown as a page, not as its source
 SETTINGS = {"@jupyterlab/apputils-extension:notification": dict(fetchNews="false", checkForUpdates=False),
             "@jupyterlab/docmanager-extension:plugin": dict(defaultViewers=dict(markdown="Markdown Preview"))}
-# The profiler's notes on its own start look like errors of a cell: only its errors are shown
-ENVIRONMENT = dict(KINETO_LOG_LEVEL="3")
+# The profiler's notes on its own start and end look like errors of a cell
+ENVIRONMENT = dict(KINETO_LOG_LEVEL="6")
 
 def digest(path): return hashlib.sha256(path.read_bytes()).hexdigest()
 
