@@ -4,7 +4,7 @@
 
 # %% ../nbs/03_data.ipynb #ddd84065
 from __future__ import annotations
-import codecs, difflib, hashlib, json, lzma, os, platform, re, shutil, sysconfig, threading, uuid, zlib
+import difflib, hashlib, json, os, platform, re, shutil, sysconfig, threading, uuid
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -12,22 +12,23 @@ from datetime import datetime, timezone
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Annotated, Iterable, Iterator, Literal
-import fsspec, msgspec, numpy as np, torch
+import msgspec, numpy as np, torch
 from fastcore.basics import patch
 from fastcore.xdg import xdg_cache_home
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from .files import (InputError, RunError, check_writable, hold, read_bytes_of, read_json,
-                                replace_file, synced)
+from .files import InputError, RunError, check_writable, hold, read_json, replace_file, synced
+from .text_files import (EOT, Continued, document_files, read_documents, seems, text_pieces,
+                                     utf8_text)
+from .tokenizer import (end_token, read_tokenizer, special_as_text, token_dtype, tokenizer_hash,
+                                    tokenizer_of)
 
 # %% auto #0
-__all__ = ['PACKED', 'EOT', 'HUB', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'LONGEST', 'Vocabulary', 'Tokens', 'HUB_TOKENS',
-           'PERMUTED', 'cache_dir', 'stdlib_files', 'file_kind', 'document_files', 'seems', 'utf8_text', 'text_pieces',
-           'Continued', 'read_documents', 'hub_documents', 'special_as_text', 'train_tokenizer', 'gpt2_tokenizer',
-           'read_tokenizer', 'tokenizer_of', 'is_held_out', 'marked_pieces', 'parcels', 'text_digest', 'digest_pieces',
-           'TokenWriter', 'Shards', 'token_files', 'hold_out_tail', 'end_token', 'token_dtype', 'split_kind',
-           'check_sizes', 'Meta', 'describe_tokens', 'write_shards', 'Corpus', 'tokenizer_hash', 'first_characters',
-           'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences', 'Batches', 'ComputedOrder', 'prefetch',
-           'val_batches', 'unigram_loss', 'bigram_loss']
+__all__ = ['HUB', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'LONGEST', 'Vocabulary', 'Tokens', 'HUB_TOKENS', 'PERMUTED',
+           'cache_dir', 'stdlib_files', 'hub_documents', 'train_tokenizer', 'gpt2_tokenizer', 'is_held_out',
+           'marked_pieces', 'parcels', 'text_digest', 'digest_pieces', 'TokenWriter', 'Shards', 'token_files',
+           'hold_out_tail', 'split_kind', 'check_sizes', 'Meta', 'describe_tokens', 'write_shards', 'Corpus',
+           'first_characters', 'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences', 'Batches',
+           'ComputedOrder', 'prefetch', 'val_batches', 'unigram_loss', 'bigram_loss']
 
 # %% ../nbs/03_data.ipynb #2a4b7358
 _OTHER = "set LLM_SPEEDRUN_CACHE (or XDG_CACHE_HOME) to a folder that you can write into"
@@ -50,175 +51,6 @@ def stdlib_files() -> list[Path]:   # sorted
         subfolders[:] = [o for o in subfolders if o not in _SKIP]     # os.walk then never enters the others
         files += [Path(folder)/o for o in names if o.endswith(".py")]
     return sorted(files)
-
-# %% ../nbs/03_data.ipynb #7744a523
-PACKED = {".gz", ".xz", ".bz2", ".zst"}     # suffixes of compressed files
-
-def file_kind(path): # a `Path`
-    "The suffix that says how to read it, compression aside: .txt, .jsonl, ..."
-    s = [o.lower() for o in path.suffixes]
-    if s and s[-1] in PACKED: s.pop()
-    return s[-1] if s else ""
-
-# %% ../nbs/03_data.ipynb #885cc683
-def document_files(path): # a file or a folder
-    "The document files at `path`: itself, or all below it, sorted"
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder; check the path (this is {Path.cwd()})")
-    if path.is_file(): return [path]
-    if not path.is_dir():
-        raise InputError(f"{path} is neither a file nor a folder, and text is read more than once: write "
-                         "what comes out of it to a file, and give that")
-    def wanted(p):
-        parts = p.relative_to(path).parts
-        hidden = any(o.startswith(".") or o == "__pycache__" for o in parts)
-        return p.is_file() and not hidden and file_kind(p) not in (".json", ".bin")
-    return sorted(filter(wanted, path.rglob("*")))
-
-# %% ../nbs/03_data.ipynb #390d36c5
-@contextmanager
-def _reading(path):
-    "An open binary file, uncompressed; every failure to read it becomes an OSError that names it"
-    if path.suffix.lower() == ".zst" and "zstd" not in fsspec.available_compressions():
-        raise InputError(f"{path}: reading .zst takes the package zstandard, which isn't installed; install "
-                         "it (pip install zstandard), or unpack the file")
-    try:
-        with fsspec.open(str(path), "rb", compression="infer") as f: yield f
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
-        raise OSError(f"cannot read {path}: {e}; check its permissions, and that it is whole and what its "
-                      "name says") from e
-
-# %% ../nbs/03_data.ipynb #05833096
-_BEGINNINGS = {rb"\x28\xb5\x2f\xfd": "packed by zstd", rb"\x1f\x8b\x08[\x00\x08]": "packed by gzip",
-               rb"\xfd7zXZ\x00": "packed by xz", rb"BZh[1-9]1AY&SY": "packed by bzip2", rb"PAR1": "Parquet",
-               rb"PK\x03\x04": "a zip archive", rb"\x93NUMPY": "a numpy array", rb"%PDF-": "PDF"}
-
-def seems(path): # of a file
-    "What it seems to be by its first bytes, in words, or None: packed, Parquet, an archive, text"
-    with open(path, "rb") as f: head = f.read(4096)
-    for begins, what in _BEGINNINGS.items():
-        if re.match(begins, head): return what
-    try: text = codecs.getincrementaldecoder("utf-8")().decode(head)     # it may end within a character
-    except UnicodeDecodeError: return None
-    return "text" if len(head) > 16 and all(c.isprintable() or c in "\t\n\r\f" for c in text) else None
-
-# %% ../nbs/03_data.ipynb #ef7f8f9a
-def _not_utf8(where, error, before=0): # the bytes that came before those of the `error`
-    "The `InputError` for bytes that aren't UTF-8"
-    instead = seems(where) if isinstance(where, Path) and where.suffix.lower() not in PACKED else None
-    what = f"it seems to be {instead}" if instead else "convert it (say `iconv -f LATIN1 -t UTF-8`)"
-    return InputError(f"{where} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
-                      f"{before + error.start:,} ({error.reason}); {what}, or take it out")
-
-def utf8_text(b, where): # bytes, and the path (or the path and the line, as text) that they are from
-    "UTF-8 bytes to text without a byte-order mark"
-    try: return b.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as e: raise _not_utf8(where, e) from e
-
-# %% ../nbs/03_data.ipynb #002457a3
-_NAME_IT = "name the right one to speedrun_data with --text_key"
-
-def _json_text(line, where, key):
-    "The text under `key` in one line of JSON"
-    try: d = json.loads(utf8_text(line, where))
-    except InputError: raise
-    except (ValueError, RecursionError) as e:
-        raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
-    if not isinstance(d, dict): raise InputError(f"{where} is a {type(d).__name__}, not an object: {{...}}")
-    if key not in d: raise InputError(f"{where} has no key {key!r}, only {', '.join(d)}; {_NAME_IT}")
-    text = d[key]
-    if not isinstance(text, str): raise InputError(f"{where}: {key!r} is a {type(text).__name__}, not text")
-    try: text.encode()
-    except UnicodeEncodeError as e: raise InputError(f"{where} is not Unicode: {e}; mend or delete it") from e
-    return text
-
-# %% ../nbs/03_data.ipynb #0e217e6d
-def text_pieces(text, size=250_000): # a document, the most characters in a piece
-    "Cut `text` into pieces, after a newline where there is one. The first pieces don't depend on the last"
-    lo = 0
-    while len(text) - lo > size:
-        hi = text.rfind("\n", lo, lo+size) + 1 or lo + size
-        yield text[lo:hi]
-        lo = hi
-    yield text[lo:]
-
-# %% ../nbs/03_data.ipynb #01151170
-def _blocks(path, size):
-    "The text of a file, `size` bytes at a time, without a byte-order mark"
-    decoder, n = codecs.getincrementaldecoder("utf-8")(), 0
-    with _reading(path) as f:
-        while True:
-            block = f.read(size)
-            n += len(block)
-            try: text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError as e: raise _not_utf8(path, e, n - len(e.object)) from e
-            yield text.removeprefix("\ufeff") if n == len(block) else text
-            if not block: return
-
-# %% ../nbs/03_data.ipynb #baeda068
-EOT = "<|endoftext|>"       # stands before every document
-
-class Continued(str):
-    "A further part of the document that came before it"
-
-def _after_separator(text): return re.sub(r"\A\r?\n", "", text)
-
-def _read_text(path, key, size=2**23):
-    "Documents of a text file, long ones in parts of about `size` characters"
-    text, kind = "", str         # what was read and not given yet; what makes a document (or a part) of it
-    for block in _blocks(path, size):
-        *done, text = (text + block).split(EOT) if file_kind(path) == ".txt" else [text + block]
-        for t in done: yield kind(t); kind = _after_separator
-        if len(text) > size:
-            *sure, _ = text_pieces(text[:-len(EOT)])    # the end may be the beginning of a separator
-            if n := sum(map(len, sure)): yield kind(text[:n]); text, kind = text[n:], Continued
-    yield kind(text)
-
-# %% ../nbs/03_data.ipynb #6046c729
-def _read_jsonl(path, key):
-    with _reading(path) as f:
-        for i,line in enumerate(f, 1):
-            if line.strip(): yield _json_text(line, f"{path} line {i}", key)
-
-def _read_parquet(path, key):
-    import pyarrow as pa, pyarrow.parquet as pq
-    try:
-        f = pq.ParquetFile(path)
-        cols = {o.name: o.type for o in f.schema_arrow}
-        if key not in cols:
-            raise InputError(f"{path} has no column {key!r}, only {', '.join(cols)}; {_NAME_IT}")
-        if not (pa.types.is_string(cols[key]) or pa.types.is_large_string(cols[key])):
-            raise InputError(f"{path}: column {key!r} holds {cols[key]}, not text; {_NAME_IT}")
-        for rows in f.iter_batches(256, columns=[key]): yield from filter(None, rows.column(0).to_pylist())
-    except (OSError, pa.ArrowException) as e: raise OSError(f"cannot read {path}: {e}; is it whole?") from e
-
-# %% ../nbs/03_data.ipynb #ce7b29fd
-_READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_parquet}
-
-def _check_is_text(path):
-    "Raise `InputError` for a file that was named and has a suffix which we don't read as text"
-    instead = {".json": "is one JSON document; write it as .jsonl, one object a line, or as text",
-               ".bin": "is called .bin, and tokens can't be read as text, nor while they are packed"}
-    if kind := instead.get(file_kind(path)): raise InputError(f"{path} {kind}")
-
-# %% ../nbs/03_data.ipynb #d27b57e2
-def read_documents(
-    path,               # a file, or a folder that is read whole, in sorted order, hidden files left out
-    text_key="text",    # the key (JSON lines) or column (Parquet) that holds the text
-) -> Iterator[str]:     # documents, empty ones left out; long ones in parts, the further ones `Continued`
-    """Documents from text (a file is one; a .txt may have several, with `<|endoftext|>` between), JSON lines
-    or Parquet, also compressed (.gz .xz .bz2, and .zst with zstandard).
-    Raises FileNotFoundError, OSError (unreadable) or ValueError (no text, not UTF-8, bad JSON, no key)."""
-    files = document_files(path)
-    for p in files[:1]: _check_is_text(p)
-    def docs():
-        found = False
-        for p in files:
-            for text in _READERS.get(file_kind(p), _read_text)(p, text_key):
-                if text: found = True; yield text
-        if not found: raise InputError(f"{path} has no text in it ({len(files)} files); name one with text")
-    return docs()
 
 # %% ../nbs/03_data.ipynb #5d89195d
 # presets: what datasets.load_dataset is given
@@ -252,11 +84,6 @@ def hub_documents(
 GPT2_VOCAB, GPT2_EOT = 50257, 50256
 OFFLINE_VOCAB = 1024        # vocabulary of the tokenizers that we train ourselves, unless told otherwise
 
-def special_as_text(tokenizer): # changed, and returned
-    "Have it read a literal <|endoftext|> in a document as ordinary text: only we may end a document"
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
 # %% ../nbs/03_data.ipynb #c8b7748b
 LONGEST = 1000              # characters of a word that a tokenizer learns from
 
@@ -289,21 +116,6 @@ def gpt2_tokenizer() -> Tokenizer:
         _need_hub("GPT-2's tokenizer")
         tok = special_as_text(Tokenizer.from_pretrained("gpt2"))
     return tok
-
-# %% ../nbs/03_data.ipynb #b79fc7b8
-def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
-    "The tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file that holds none"
-    text = utf8_text(read_bytes_of(path, most=2**28), path)
-    try: return special_as_text(Tokenizer.from_str(text))
-    except Exception as e:      # the library raises no other class
-        raise InputError(f"{path} holds no tokenizer that can be read: {e}") from None
-
-def tokenizer_of(
-    folder,                     # of tokens, of a run, or of a model
-) -> Tokenizer | None:          # None if the folder has no `tokenizer.json`
-    "The tokenizer that lies in a folder."
-    path = Path(folder)/"tokenizer.json"
-    return read_tokenizer(path) if path.exists() else None
 
 # %% ../nbs/03_data.ipynb #03aa5f3e
 def is_held_out(text, frac):
@@ -526,16 +338,6 @@ def _new_folder(folder):
         synced(folder.parent)
     finally: lock.release(); shutil.rmtree(tmp, ignore_errors=True)
 
-# %% ../nbs/03_data.ipynb #5183a466
-def end_token(tokenizer):
-    "The token that begins a document. ValueError if the tokenizer has none"
-    if (eot := tokenizer.token_to_id(EOT)) is not None: return eot
-    raise InputError(f"the tokenizer has no {EOT} token, which marks where a document starts; add it")
-
-def token_dtype(tokenizer):
-    "The type of a token on disk"
-    return np.dtype("<u2" if tokenizer.get_vocab_size() <= 2**16 else "<u4")
-
 # %% ../nbs/03_data.ipynb #f673b076
 def split_kind(train, val, val_frac): # two writers, the share to hold out
     "How to split: by document, or the tail where that leaves a side too small. ValueError if all is empty"
@@ -691,12 +493,6 @@ def _open_shards(path, vocab=None, name=None):
     else: cut = _tail_cut(train, meta.eot); train, val = train.part(0, cut), train.part(cut, len(train))
     name = name or (folder.name if both else path.stem)
     return Corpus(name, train, val, meta.vocab, tok, meta.eot, meta.documents)
-
-# %% ../nbs/03_data.ipynb #68e82cbe
-def tokenizer_hash(tokenizer):
-    "A short hash of the vocabulary"
-    words = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-    return hashlib.blake2b(words, digest_size=8).hexdigest()
 
 # %% ../nbs/03_data.ipynb #8a044a49
 def _in_cache(name, *origin):

@@ -27,8 +27,9 @@ from tqdm.auto import tqdm
 # %% ../nbs/61_evals.ipynb #2294b3a2
 from .files import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
                                 replace_file)
-from .data import (EOT, HUB, Continued, file_kind, open_corpus, read_documents, text_pieces,
-                               tokenizer_of)
+from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
+from .tokenizer import tokenizer_of
+from .data import HUB, open_corpus
 from .model import set_parts
 from .measure import default_device, machine, version_of
 from .export import file_of, from_pretrained, run_of

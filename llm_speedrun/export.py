@@ -27,7 +27,7 @@ from .compat import FakeTensorMode
 # %% ../nbs/62_export.ipynb #cb20c69c
 from .files import (InputError, check_writable, lookup, read_bytes_of, read_json, reason,
                                 synced)
-from .data import EOT
+from .text_files import EOT
 from .measure import default_device
 from .model import GPT, GPTConfig
 from .recipes.architecture import NORM, NormedGPT, UntiedGPT, folded

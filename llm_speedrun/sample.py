@@ -16,7 +16,8 @@ import torch, torch.nn.functional as F
 from fastcore.basics import patch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from .files import InputError, RunError, lookup, read_bytes_of
-from .data import EOT, tokenizer_of
+from .text_files import EOT
+from .tokenizer import tokenizer_of
 from .export import EXPORT_DTYPES, from_pretrained, run_of
 from .measure import compare, default_device, version_of
 from .model import set_parts

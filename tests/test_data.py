@@ -4,6 +4,9 @@ import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from tokenizers import Tokenizer
 from llm_speedrun import data
 from llm_speedrun.data import *
+from llm_speedrun import text_files
+from llm_speedrun.text_files import *
+from llm_speedrun.tokenizer import *
 from llm_speedrun.files import InputError
 from timeouts import TIMEOUT
 
@@ -52,7 +55,7 @@ def test_unreadable_file(tmp_path, monkeypatch):
     p = tmp_path/"a.txt"
     p.write_text("secret")
     def no(*args, **kw): raise PermissionError(13, "Permission denied", str(p))
-    monkeypatch.setattr(data.fsspec, "open", no)         # chmod does not stop root, who runs many a container
+    monkeypatch.setattr(text_files.fsspec, "open", no)         # chmod does not stop root, who runs many a container
     with fails(OSError, "cannot read", "a.txt", "Permission denied", "check its permissions"):
         list(read_documents(p))
 
@@ -147,7 +150,7 @@ def test_packed_text_without_the_suffix(tmp_path, name, pack):
 def test_zst_needs_a_package(tmp_path, monkeypatch):
     "Without the package zstandard a .zst isn't read as if it were text"
     (tmp_path/"a.txt.zst").write_bytes(TEXT.encode())
-    monkeypatch.setattr(data.fsspec, "available_compressions", lambda: ["gzip"])
+    monkeypatch.setattr(text_files.fsspec, "available_compressions", lambda: ["gzip"])
     with fails(InputError, "a.txt.zst: reading .zst takes the package zstandard", "unpack"): open_corpus(tmp_path/"a.txt.zst")
 
 # What isn't a file

@@ -8,7 +8,8 @@ from llm_speedrun import data
 from llm_speedrun.files import InputError
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.train.options import DataOptions, speedrun_data
-from llm_speedrun.data import Batches, open_corpus, read_documents, stdlib_files, train_tokenizer, write_shards
+from llm_speedrun.data import Batches, open_corpus, stdlib_files, train_tokenizer, write_shards
+from llm_speedrun.text_files import read_documents
 from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_borders, document_mask,
                                            mean_length, padded_borders, within_documents)
 from llm_speedrun.train.corpora import *

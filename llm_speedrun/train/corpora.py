@@ -20,12 +20,12 @@ from tqdm.auto import tqdm
 # %% ../../nbs/38_corpora.ipynb #4732407b
 from ..files import InputError, check_writable, hold, read_json, replace_file, synced
 from .words import encoders, in_order
-from ..data import (HUB, OFFLINE_VOCAB, PACKED, TokenWriter, Tokens, check_sizes, describe_tokens,
-                               digest_pieces, document_files, end_token, file_kind, first_characters,
-                               gpt2_tokenizer, hold_out_tail, hub_documents, marked_pieces, open_corpus,
-                               parcels, read_documents, read_tokenizer, special_as_text, split_kind,
-                               stdlib_documents, stdlib_files, text_digest, token_dtype, token_files,
-                               tokenizer_hash, train_tokenizer, unknown_corpus)
+from ..text_files import PACKED, document_files, file_kind, read_documents
+from ..tokenizer import end_token, read_tokenizer, special_as_text, token_dtype, tokenizer_hash
+from ..data import (HUB, OFFLINE_VOCAB, TokenWriter, Tokens, check_sizes, describe_tokens,
+                               digest_pieces, first_characters, gpt2_tokenizer, hold_out_tail, hub_documents,
+                               marked_pieces, open_corpus, parcels, split_kind, stdlib_documents,
+                               stdlib_files, text_digest, token_files, train_tokenizer, unknown_corpus)
 
 # %% ../../nbs/38_corpora.ipynb #869ac81d
 def _assembled(parcel, encoded, eot, dtype):

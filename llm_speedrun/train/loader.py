@@ -17,8 +17,10 @@ from fastcore.basics import patch
 from ..files import InputError, RunError
 from ..measure import moment, ms_between, sample_ms, summarize
 from .words import Encoder, encoders, in_order
-from ..data import (Batches, Shards, Tokens, digest_pieces, end_token, is_held_out, parcels,
-                               prefetch, special_as_text, text_digest, text_pieces, token_dtype)
+from ..text_files import text_pieces
+from ..tokenizer import end_token, special_as_text, token_dtype
+from ..data import (Batches, Shards, Tokens, digest_pieces, is_held_out, parcels, prefetch,
+                               text_digest)
 
 # %% ../../nbs/39_loader.ipynb #7cc04bf3
 class RankBatches(Batches):

@@ -28,8 +28,9 @@ from ..files import (InputError, RunError, SpeedrunError, check_writable, hold, 
                           replace_file)
 from ..measure import (Choices, Timings, default_device, ladder_table, machine, mfu, ms_between,
                                   process_start)
-from ..data import (EOT, Batches, Corpus, bigram_loss, differences, prefetch, tokenizer_of,
-                               val_batches)
+from ..text_files import EOT
+from ..tokenizer import tokenizer_of
+from ..data import Batches, Corpus, bigram_loss, differences, prefetch, val_batches
 from ..model import train_flops, workload
 from ..runs import World, build, find_rung, free_memory, parsed, rung_name, rung_options
 from ..world import (Agreement, Lost, Watch, check_alike, device_of_process, join_world,
