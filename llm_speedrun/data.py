@@ -19,8 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from .files import InputError, RunError, check_writable, hold, read_json, replace_file, synced
 from .text_files import (EOT, Continued, document_files, read_documents, seems, text_pieces,
                                      utf8_text)
-from .tokenizer import (end_token, read_tokenizer, special_as_text, token_dtype, tokenizer_hash,
-                                    tokenizer_of)
+from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_tokenizer,
+                                    read_tokenizer, summary_lines, token_dtype, tokenizer_hash, tokenizer_of,
+                                    tried, vocabulary_size, write_tokenizer)
 
 # %% auto #0
 __all__ = ['HUB', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'LONGEST', 'Vocabulary', 'Tokens', 'HUB_TOKENS', 'PERMUTED',
@@ -101,7 +102,7 @@ def train_tokenizer(
     tok.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST)])
     tok.train_from_iterator(docs, trainer)
     tok.pre_tokenizer, tok.decoder = words, decoders.ByteLevel()
-    return special_as_text(tok)
+    return prepare_tokenizer(tok)
 
 # %% ../nbs/03_data.ipynb #77d8b1b8
 def _cached_gpt2():
@@ -114,7 +115,7 @@ def gpt2_tokenizer() -> Tokenizer:
     "GPT-2's tokenizer (50257 tokens), from the local cache or the Hub. ConnectionError if neither has it."
     if (tok := _cached_gpt2()) is None:
         _need_hub("GPT-2's tokenizer")
-        tok = special_as_text(Tokenizer.from_pretrained("gpt2"))
+        tok = prepare_tokenizer(Tokenizer.from_pretrained("gpt2"))
     return tok
 
 # %% ../nbs/03_data.ipynb #03aa5f3e
@@ -148,11 +149,12 @@ def digest_pieces(digest, parcel): # from `text_digest` (changed), from `parcels
     "Take a parcel into the digest: what the pieces say, and where documents begin"
     for text, first, _ in parcel: digest.update((EOT*first + text).encode())
 
-def _encoded(docs, tokenizer, eot, val_frac, digest):
+def _encoded(docs, tokenizer, eot, val_frac, digest, tally):
     "Yield (is validation, token ids) of each piece of each document"
-    for parcel in parcels(marked_pieces(docs, val_frac)):
+    for parcel in parcels(marked_pieces(tried(docs, tokenizer), val_frac)):
         digest_pieces(digest, parcel)
         out = tokenizer.encode_batch([p for p,_,_ in parcel], add_special_tokens=False)
+        tally.add(parcel, sum(map(len, out)))
         for (_,first,held),o in zip(parcel, out): yield held, [eot]*first + o.ids
 
 # %% ../nbs/03_data.ipynb #bff3488c
@@ -352,17 +354,17 @@ def check_sizes(val_frac=.05, shard_tokens=1, max_tokens=None):
         if n is not None and n < 1: raise InputError(f"{k} must be at least 1, not {n}")
 
 # %% ../nbs/03_data.ipynb #5c465e6f
-def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_tokens, digest):
+def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_tokens, digest, tally):
     "Encode `docs` into `folder`; returns the two closed writers and how the split was made"
     train, val = [TokenWriter(folder, o, token_dtype(tokenizer), shard_tokens) for o in ("train", "val")]
     left = max_tokens or float("inf")
-    for is_val,ids in _encoded(docs, tokenizer, eot, val_frac, digest):
+    for is_val,ids in _encoded(docs, tokenizer, eot, val_frac, digest, tally):
         (val if is_val else train).write(ids[:min(left, len(ids))])
         if (left := left - len(ids)) <= 0: break
     train.close(); val.close()
     split = split_kind(train, val, val_frac)
     if split == "document": return train, val, split
-    return *hold_out_tail(folder, (train, val), eot, val_frac, tokenizer.get_vocab_size()), split
+    return *hold_out_tail(folder, (train, val), eot, val_frac, vocabulary_size(tokenizer)), split
 
 # %% ../nbs/03_data.ipynb #6ba5ecfd
 Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
@@ -380,6 +382,7 @@ class Meta(msgspec.Struct):
     split: str = ""                                 # how documents were held out: "document" or "tail"
     source: str = ""                                # where the text comes from
     documents: str | None = None                    # digest of the text
+    text: TextSummary | None = None                 # what was read, and what was left out
     date: str = ""
 
     def __post_init__(self):
@@ -394,21 +397,22 @@ def describe_tokens(
     train, val,         # the two writers, closed
     split, source,      # how documents were held out; where the text comes from
     digest,             # of the text, from `text_digest`
+    text=None,          # its `TextSummary`
 ) -> dict:              # what `meta.json` says
     "Write `meta.json` and `tokenizer.json` beside the tokens"
     size = train.dtype.itemsize
     files = {p.name: p.stat().st_size//size for o in ("train", "val") for p in token_files(folder, o)}
-    meta = Meta(vocab=tokenizer.get_vocab_size(), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
+    meta = Meta(vocab=vocabulary_size(tokenizer), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
                 val_tokens=val.n, files=files, split=split, source=source, documents=digest.hexdigest(),
-                date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+                text=text, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
     replace_file(folder/"meta.json", msgspec.json.format(msgspec.json.encode(meta)).decode(), sync=True)
-    replace_file(folder/"tokenizer.json", tokenizer.to_str(pretty=True), sync=True)
+    write_tokenizer(folder, tokenizer, sync=True)
     return msgspec.to_builtins(meta)
 
 # %% ../nbs/03_data.ipynb #ed831180
 def write_shards(
     docs: Iterable[str],        # documents
-    tokenizer: Tokenizer,       # must know `<|endoftext|>`
+    tokenizer: Tokenizer,       # must know its end token, and reproduce the text
     folder,                     # where to; must not exist
     val_frac=.05,               # share of the documents held out for validation
     shard_tokens=100_000_000,   # tokens in one file
@@ -419,10 +423,13 @@ def write_shards(
     Raw little-endian uint16 (uint32 for a vocabulary above 65536), each document after an end-of-text token.
     Raises FileExistsError, or ValueError when there are no tokens."""
     check_sizes(val_frac, shard_tokens, max_tokens)
-    eot, tok, digest = end_token(tokenizer), special_as_text(tokenizer), text_digest()
+    eot, tok, digest = end_token(tokenizer), prepare_tokenizer(tokenizer), text_digest()
+    tally = Tally(tok)
     with _new_folder(folder) as tmp:
-        train, val, split = _write_tokens(docs, tok, eot, tmp, val_frac, shard_tokens, max_tokens, digest)
-        return describe_tokens(tmp, tok, eot, train, val, split, source, digest)
+        *written, split = _write_tokens(docs, tok, eot, tmp, val_frac, shard_tokens, max_tokens, digest, tally)
+        tally.check()
+        text = tally.summary(getattr(docs, "report", None))
+        return describe_tokens(tmp, tok, eot, *written, split, source, digest, text)
 
 # %% ../nbs/03_data.ipynb #ee5b2f50
 @dataclass(frozen=True)
@@ -435,6 +442,7 @@ class Corpus:
     tokenizer: Tokenizer | None = field(default=None, repr=False)   # None if not known (a bare .bin)
     eot: int | None = None          # the token that starts a document
     documents: str | None = field(default=None, repr=False)         # digest of the text, where it is known
+    text: TextSummary | None = field(default=None, repr=False)      # what was read, where it is known
 
 # %% ../nbs/03_data.ipynb #fe867072
 def _holds_tokens(folder):
@@ -461,19 +469,19 @@ def _check_counts(folder, meta, split, shards):
 # %% ../nbs/03_data.ipynb #f7e5bcd5
 def _check_tokenizer(where, tokenizer, vocab, eot, exact):
     "Raise `InputError` for a tokenizer that isn't the one the tokens are from"
-    n, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOT)
+    n, end = vocabulary_size(tokenizer), end_of_text(tokenizer)
     if n > vocab or exact and n != vocab or eot is not None and end != eot:
-        raise InputError(f"{where}: the tokenizer has {n:,} tokens, of which {EOT} is {end}, and the data is "
-                         f"said to have {vocab:,} and {eot}: they don't belong together")
+        raise InputError(f"{where}: the tokenizer has {n:,} tokens, and {end} ends a text; the data is said to "
+                         f"have {vocab:,} and {eot}: they don't belong together")
 
 # %% ../nbs/03_data.ipynb #84cf17ea
 def _said_of(folder, vocab):
     "What `meta.json` and `tokenizer.json` say: a `Meta` with vocabulary and end token, the tokenizer or None"
     meta = read_json(folder/"meta.json", Meta) if (folder/"meta.json").exists() else Meta()
     tok, exact, vocab = tokenizer_of(folder), meta.vocab is not None, meta.vocab or vocab
-    meta.vocab = vocab or (tok.get_vocab_size() if tok else GPT2_VOCAB)
+    meta.vocab = vocab or (vocabulary_size(tok) if tok else GPT2_VOCAB)
     if meta.eot is msgspec.UNSET:
-        meta.eot = tok.token_to_id(EOT) if tok else GPT2_EOT if meta.vocab >= GPT2_VOCAB else None
+        meta.eot = end_of_text(tok) if tok else GPT2_EOT if meta.vocab >= GPT2_VOCAB else None
     if tok: _check_tokenizer(folder, tok, meta.vocab, meta.eot, exact)
     return meta, tok or (_cached_gpt2() if meta.eot == GPT2_EOT else None)
 
@@ -492,7 +500,7 @@ def _open_shards(path, vocab=None, name=None):
     elif both and meta.val_tokens: raise InputError(f"{folder} has no val file, and meta.json speaks of one")
     else: cut = _tail_cut(train, meta.eot); train, val = train.part(0, cut), train.part(cut, len(train))
     name = name or (folder.name if both else path.stem)
-    return Corpus(name, train, val, meta.vocab, tok, meta.eot, meta.documents)
+    return Corpus(name, train, val, meta.vocab, tok, meta.eot, meta.documents, meta.text)
 
 # %% ../nbs/03_data.ipynb #8a044a49
 def _in_cache(name, *origin):
@@ -504,7 +512,7 @@ def _in_cache(name, *origin):
 def _prepared(name, docs, train, max_tokens, source, key, given):
     "Corpus from the cache. If it isn't there it is made of `docs()`, with the tokenizer `given` or `train()`"
     def of(*key): return _in_cache(name, max_tokens, source, *key)
-    folder = of(key)
+    folder, made = of(key), False
     if given and not (folder.exists() and tokenizer_hash(tokenizer_of(folder)) == tokenizer_hash(given)):
         folder = of(key, tokenizer_hash(given))
     if not folder.exists():
@@ -512,7 +520,9 @@ def _prepared(name, docs, train, max_tokens, source, key, given):
         print(f"Tokenizing {name} (once; kept in the cache as {folder.name})", flush=True)
         try: write_shards(docs(), given or train(), folder, max_tokens=max_tokens, source=source)
         except FileExistsError: pass        # another process was faster, with the same result
+        else: made = True
     res = _open_shards(folder, name=name)
+    if made and res.text: print(*summary_lines(res.text), sep="\n", flush=True)
     res.train.source = res.val.source = source
     return res
 
@@ -547,11 +557,11 @@ def _open_hub(name, vocab, max_tokens, tokenizer):
     key = [vocab, str(HUB[name])]
     return _prepared(name, docs, train, max_tokens or HUB_TOKENS, f"{name} from the Hub", key, tokenizer)
 
-def _open_text(path, vocab, max_tokens, tokenizer):
-    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in document_files(path)]
-    def docs(): return read_documents(path)
+def _open_text(path, vocab, max_tokens, tokenizer, text_key):
+    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in document_files(path, text_key)]
+    def docs(): return read_documents(path, text_key)
     def train(): return train_tokenizer(first_characters(docs()), vocab)
-    return _prepared(path.stem, docs, train, max_tokens, str(path), [vocab, stats], tokenizer)
+    return _prepared(path.stem, docs, train, max_tokens, str(path), [vocab, text_key, stats], tokenizer)
 
 # %% ../nbs/03_data.ipynb #10640b94
 def unknown_corpus(data):
@@ -571,6 +581,7 @@ def open_corpus(
     vocab=None,         # of the tokenizer we train (default `OFFLINE_VOCAB`), or of a bare `.bin` (GPT-2's)
     max_tokens=None,    # use no more tokens than this (default: all; `HUB_TOKENS` of a preset)
     tokenizer=None,     # encode text with this one, and train none; tokens must have been made with it
+    text_key="text",    # the key or column of JSON lines, Parquet and Arrow that holds the text
 ) -> Corpus:
     """Open a corpus; text is tokenized into `cache_dir()` the first time, and a line printed that says so.
     A `.bin` is nanoGPT's format: `train.bin` takes the `val.bin` beside it, any other holds out its last 5%.
@@ -581,7 +592,8 @@ def open_corpus(
     if str(data) in HUB: return _open_hub(str(data), vocab, *how[1:])
     path = Path(data).expanduser().absolute()
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
-    if not (_holds_tokens(path) if path.is_dir() else path.suffix == ".bin"): return _open_text(path, *how)
+    if not (_holds_tokens(path) if path.is_dir() else path.suffix == ".bin"):
+        return _open_text(path, *how, text_key)
     c = _open_shards(path, vocab)
     if tokenizer: c = _with_tokenizer(c, tokenizer, path)
     return replace(c, train=c.train.part(0, max_tokens)) if max_tokens else c
