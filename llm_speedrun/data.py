@@ -522,7 +522,7 @@ def _prepared(name, docs, train, max_tokens, source, key, given):
         except FileExistsError: pass        # another process was faster, with the same result
         else: made = True
     res = _open_shards(folder, name=name)
-    if made and res.text: print(*summary_lines(res.text), sep="\n", flush=True)
+    if made and res.text.lines: print(*summary_lines(res.text), sep="\n", flush=True)   # it is from files
     res.train.source = res.val.source = source
     return res
 

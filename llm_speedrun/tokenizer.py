@@ -6,7 +6,6 @@
 from __future__ import annotations
 import difflib, hashlib, json, unicodedata
 from collections import Counter
-from itertools import chain
 from pathlib import Path
 import msgspec, numpy as np
 from fastcore.basics import patch
@@ -134,13 +133,14 @@ def check_round_trip(tokenizer, texts): # a prepared tokenizer; a sample
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0026
 def tried(docs, tokenizer): # an iterable of documents
-    "Return the same documents, after a round trip of the first ones. Raises as `check_round_trip` does"
-    docs, first, n = iter(docs), [], 0
+    "Yield the same documents, and try the first ones as they pass. Raises as `check_round_trip` does"
+    first, left = [], SAMPLE
     for text in docs:
-        first.append(text); n += len(text)
-        if n >= SAMPLE: break
-    check_round_trip(tokenizer, first)
-    return chain(first, docs)
+        if left > 0:
+            first.append(text); left -= len(text)
+            if left <= 0: check_round_trip(tokenizer, first)
+        yield text
+    if left > 0: check_round_trip(tokenizer, first)
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0029
 _RARE = "A\ufb01\x01\u0378\u5be7\ue123\U0001f9ff\U000e0041"          # who spells these, spells anything

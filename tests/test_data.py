@@ -1,5 +1,5 @@
 "Bad input to the data pipeline gets an error that names it and says what to do, and nothing is lost."
-import bz2, gzip, itertools, json, lzma, os, signal, subprocess, sys, threading, tracemalloc
+import bz2, gzip, itertools, json, lzma, os, re, signal, subprocess, sys, threading, tracemalloc
 import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from tokenizers import Tokenizer
 from llm_speedrun import data, text_files
@@ -401,7 +401,8 @@ def test_unknown_corpus(name, near):
 def test_folder_of_text(tmp_path, capsys, cache):
     for i in range(200): (tmp_path/f"{i}.txt").write_text(f"document {i}: {TEXT[:500]}")
     c = open_corpus(tmp_path, vocab=300)
-    assert capsys.readouterr().out.count("\n") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 and said[1].startswith("read 200 files of ") and re.match(r"200 documents, [\d,]+ bytes of text, \d.\d\d bytes per token", said[2])
     assert c.vocab == 300 and c.tokenizer.decode(c.train[:200].tolist()).startswith("document")
     open_corpus(tmp_path, vocab=300)
     assert capsys.readouterr().out == "" and len(list(cache.iterdir())) == 1     # from the cache, silently
@@ -438,8 +439,8 @@ def test_nanogpt_bin(tmp_path):
 
 KILLED = """
 import sys
-from llm_speedrun import data, text_files
-def docs(path):
+from llm_speedrun import data
+def docs(path, text_key):
     yield "some text"
     print("begun", flush=True)
     sys.stdin.read()
