@@ -17,7 +17,7 @@ from .text_files import EOT, ReadReport, utf8_text
 __all__ = ['SAMPLE', 'TRIFLE', 'PLAUSIBLE', 'prepare_tokenizer', 'end_of_text', 'parse_tokenizer', 'read_tokenizer',
            'tokenizer_of', 'vocabulary_size', 'token_dtype', 'tokenizer_hash', 'end_token', 'set_end_token',
            'write_tokenizer', 'changed_characters', 'there_and_back', 'first_difference', 'check_round_trip', 'tried',
-           'Losses', 'TextSummary', 'Tally', 'summary_lines']
+           'Losses', 'TextSummary', 'Tally', 'check_ratio', 'summary_lines']
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0007
 def prepare_tokenizer(tokenizer): # changed, and returned
@@ -199,14 +199,17 @@ class Tally:
             "one (--vocab)")
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0034
+def check_ratio(bytes, tokens): # of a text
+    "Raise `InputError` for implausibly many or few bytes per token"
+    low, high = PLAUSIBLE
+    if bytes < 1000 or low <= (ratio := bytes/max(1, tokens)) <= high: return
+    raise InputError(f"{bytes:,} bytes of text became {tokens:,} tokens, which is {ratio:,.2f} bytes per token, "
+                     f"and {low:g} to {high:g} are plausible: look at the text and at the tokenizer")
+
 @patch
 def check(self: Tally):
     "Raise `InputError` if too much is lost, or there are implausibly many or few bytes per token"
-    self.check_losses()
-    low, high = PLAUSIBLE
-    if self.bytes < 1000 or low <= (ratio := self.bytes/max(1, self.tokens)) <= high: return
-    raise InputError(f"{self.bytes:,} bytes of text became {self.tokens:,} tokens, which is {ratio:,.2f} "
-                     f"bytes per token, and {low:g} to {high:g} are plausible: look at the text and at the tokenizer")
+    self.check_losses(); check_ratio(self.bytes, self.tokens)
 
 @patch
 def summary(self: Tally, report=None): # the `ReadReport` of the files, if the text is from files
