@@ -426,7 +426,8 @@ def write_shards(
     eot, tok, digest = end_token(tokenizer), prepare_tokenizer(tokenizer), text_digest()
     tally = Tally(tok)
     with _new_folder(folder) as tmp:
-        *written, split = _write_tokens(docs, tok, eot, tmp, val_frac, shard_tokens, max_tokens, digest, tally)
+        sizes = val_frac, shard_tokens, max_tokens
+        *written, split = _write_tokens(docs, tok, eot, tmp, *sizes, digest, tally)
         tally.check()
         text = tally.summary(getattr(docs, "report", None))
         return describe_tokens(tmp, tok, eot, *written, split, source, digest, text)
@@ -471,8 +472,8 @@ def _check_tokenizer(where, tokenizer, vocab, eot, exact):
     "Raise `InputError` for a tokenizer that isn't the one the tokens are from"
     n, end = vocabulary_size(tokenizer), end_of_text(tokenizer)
     if n > vocab or exact and n != vocab or eot is not None and end != eot:
-        raise InputError(f"{where}: the tokenizer has {n:,} tokens, and {end} ends a text; the data is said to "
-                         f"have {vocab:,} and {eot}: they don't belong together")
+        raise InputError(f"{where}: the tokenizer has {n:,} tokens, and {end} ends a text; the data is said "
+                         f"to have {vocab:,} and {eot}: they don't belong together")
 
 # %% ../nbs/03_data.ipynb #84cf17ea
 def _said_of(folder, vocab):

@@ -391,15 +391,16 @@ def keep(self: ReadReport, names, above=""): # paths below a folder or archive, 
     return [n for n in names if n not in why]
 
 # %% ../nbs/03b_text_files.ipynb #03bt0065
-def _walk(top):
-    "Yield the files below a folder, links followed"
+def _walk(top, report):
+    "Yield the files below a folder, links followed, no folder twice"
     seen = {os.path.realpath(top)}
     def fail(e): raise OSError(f"cannot read {e.filename}: {e.strerror}; check its permissions") from e
     for folder, subfolders, names in os.walk(top, followlinks=True, onerror=fail):
         subfolders[:] = sorted(o for o in subfolders if not o.startswith(".") and o != "__pycache__")
         for o in subfolders[:]:
             real = os.path.realpath(os.path.join(folder, o))
-            if real in seen: subfolders.remove(o)
+            if real in seen:
+                subfolders.remove(o); report.skipped[os.path.relpath(Path(folder)/o, top)] = "linked twice"
             seen.add(real)
         yield from (Path(folder)/o for o in names)
 
@@ -419,7 +420,8 @@ def _is_one_document(path, key):
     except (InputError, OSError): return False              # its reader says what is wrong
 
 def _kept(folder, key, report):
-    again = {*_again(paths := [*_walk(folder)])}
+    paths = [*_walk(folder, report)]
+    again = {*_again(paths)}
     names = {os.path.relpath(p, folder): p for p in paths if p not in again}
     report.skipped |= {os.path.relpath(p, folder): "linked twice" for p in again}
     for n in report.keep(names):

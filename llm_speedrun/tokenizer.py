@@ -88,8 +88,8 @@ def set_end_token(tokenizer, name): # prepared
     "Make that token the tokenizer's end of a text. Raises `InputError` if it has none, or in ordinary text"
     tokenizer.end = name
     if end_token(tokenizer) in tokenizer.encode(name, add_special_tokens=False).ids:
-        raise InputError(f"{name} is a token of ordinary text, and an end token must not occur in any: take a "
-                         "special one")
+        raise InputError(f"{name} is a token of ordinary text, and an end token must not occur in any: take "
+                         "a special one")
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0019
 def write_tokenizer(folder, tokenizer, sync=False):
@@ -203,8 +203,8 @@ def check_ratio(bytes, tokens): # of a text
     "Raise `InputError` for implausibly many or few bytes per token"
     low, high = PLAUSIBLE
     if bytes < 1000 or low <= (ratio := bytes/max(1, tokens)) <= high: return
-    raise InputError(f"{bytes:,} bytes of text became {tokens:,} tokens, which is {ratio:,.2f} bytes per token, "
-                     f"and {low:g} to {high:g} are plausible: look at the text and at the tokenizer")
+    raise InputError(f"{bytes:,} bytes of text became {tokens:,} tokens, which is {ratio:,.2f} bytes per "
+                     f"token, and {low:g} to {high:g} are plausible: look at the text and at the tokenizer")
 
 @patch
 def check(self: Tally):

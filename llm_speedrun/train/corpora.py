@@ -184,7 +184,8 @@ def tokenize_corpus(docs, # an iterable of documents, the same ones in the same 
                    ) -> dict: # what meta.json says
     """What `data.write_shards` writes, token for token, encoded by `workers` processes in flat memory.
     Interrupted or killed, the same call goes on. Raises FileExistsError, ValueError (no text, remains of
-    another job, a tokenizer that loses text), RuntimeError (a process died, another writes it), and whatever reading `docs` raises."""
+    another job, a tokenizer that loses text), RuntimeError (a process died, another writes it), and
+    whatever reading `docs` raises."""
     out, tok = _to_write(folder, val_frac, shard_tokens, max_tokens, workers), prepare_tokenizer(tokenizer)
     eot, bar = end_token(tokenizer), bar if bar is not None else tqdm(disable=True)
     unfinished = _Unfinished(out, _job(tok, source, val_frac, shard_tokens, max_tokens), token_dtype(tok))

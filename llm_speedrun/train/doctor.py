@@ -451,9 +451,10 @@ def check_text(corpus): # a `Corpus`
         check_round_trip(tok, [text])
         if not read: check_ratio(len(text.encode()), len(ids))
     except InputError as e: yield Finding("problem", "text", f"{corpus.name}: {e}"); return
-    if text.count("\ufffd") > .01*len(text): yield Finding("problem", "text", f"{corpus.name}: much of what its "
-        "tokens decode to is no text, so they were made with another tokenizer than the one beside them")
-    elif not read: yield ok("text", f"{corpus.name}: {len(text.encode())/max(1, len(ids)):.2f} bytes per token")
+    if text.count("\ufffd") > .01*len(text): yield Finding("problem", "text", f"{corpus.name}: much of what "
+        "its tokens decode to is no text, so they were made with another tokenizer than the one beside them")
+    elif not read:
+        yield ok("text", f"{corpus.name}: {len(text.encode())/max(1, len(ids)):.2f} bytes per token")
 
 # %% ../../nbs/36_doctor.ipynb #7e951fff
 def check_data(trainer): # a `Trainer`
