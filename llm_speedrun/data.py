@@ -17,11 +17,6 @@ from fastcore.basics import patch
 from fastcore.xdg import xdg_cache_home
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from .files import InputError, RunError, check_writable, hold, read_json, replace_file, synced
-from .text_files import (EOT, Continued, document_files, read_documents, seems, text_pieces,
-                                     utf8_text)
-from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_tokenizer,
-                                    read_tokenizer, summary_lines, token_dtype, tokenizer_hash, tokenizer_of,
-                                    tried, vocabulary_size, write_tokenizer)
 
 # %% auto #0
 __all__ = ['HUB', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'LONGEST', 'Vocabulary', 'Tokens', 'HUB_TOKENS', 'PERMUTED',
@@ -30,6 +25,13 @@ __all__ = ['HUB', 'GPT2_VOCAB', 'GPT2_EOT', 'OFFLINE_VOCAB', 'LONGEST', 'Vocabul
            'hold_out_tail', 'split_kind', 'check_sizes', 'Meta', 'describe_tokens', 'write_shards', 'Corpus',
            'first_characters', 'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences', 'Batches',
            'ComputedOrder', 'prefetch', 'val_batches', 'unigram_loss', 'bigram_loss']
+
+# %% ../nbs/03_data.ipynb #03data03
+from .text_files import (EOT, Continued, document_files, read_documents, seems, text_pieces,
+                                     utf8_text)
+from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_tokenizer,
+                                    read_tokenizer, summary_lines, token_dtype, tokenizer_hash, tokenizer_of,
+                                    tried, vocabulary_size, write_tokenizer)
 
 # %% ../nbs/03_data.ipynb #2a4b7358
 _OTHER = "set LLM_SPEEDRUN_CACHE (or XDG_CACHE_HOME) to a folder that you can write into"
@@ -383,7 +385,7 @@ class Meta(msgspec.Struct):
     source: str = ""                                # where the text comes from
     documents: str | None = None                    # digest of the text
     text: TextSummary | None = None                 # what was read, and what was left out
-    date: str = ""
+    date: str = ""                                  # when it was written
 
     def __post_init__(self):
         if self.dtype == "uint16" and (self.vocab or 0) > 2**16:
@@ -428,7 +430,6 @@ def write_shards(
     with _new_folder(folder) as tmp:
         sizes = val_frac, shard_tokens, max_tokens
         *written, split = _write_tokens(docs, tok, eot, tmp, *sizes, digest, tally)
-        tally.check()
         text = tally.summary(getattr(docs, "report", None))
         return describe_tokens(tmp, tok, eot, *written, split, source, digest, text)
 
@@ -506,24 +507,23 @@ def _open_shards(path, vocab=None, name=None):
 # %% ../nbs/03_data.ipynb #8a044a49
 def _in_cache(name, *origin):
     "Where tokens of that origin are kept"
-    key = json.dumps([2, name, *origin]).encode()
+    key = json.dumps([3, name, *origin]).encode()
     return cache_dir()/f"{name}-{hashlib.blake2b(key, digest_size=6).hexdigest()}"
 
 # %% ../nbs/03_data.ipynb #b3eb7f36
 def _prepared(name, docs, train, max_tokens, source, key, given):
     "Corpus from the cache. If it isn't there it is made of `docs()`, with the tokenizer `given` or `train()`"
     def of(*key): return _in_cache(name, max_tokens, source, *key)
-    folder, made = of(key), False
-    if given and not (folder.exists() and tokenizer_hash(tokenizer_of(folder)) == tokenizer_hash(given)):
-        folder = of(key, tokenizer_hash(given))
+    folder, text, h = of(key), None, given and tokenizer_hash(given)
+    if given and not (folder.exists() and tokenizer_hash(tokenizer_of(folder)) == h): folder = of(key, h)
     if not folder.exists():
         check_writable(folder.parent, _OTHER)
         print(f"Tokenizing {name} (once; kept in the cache as {folder.name})", flush=True)
-        try: write_shards(docs(), given or train(), folder, max_tokens=max_tokens, source=source)
+        tok = given or train()
+        try: text = write_shards(docs(), tok, folder, max_tokens=max_tokens, source=source)["text"]
         except FileExistsError: pass        # another process was faster, with the same result
-        else: made = True
     res = _open_shards(folder, name=name)
-    if made and res.text.lines: print(*summary_lines(res.text), sep="\n", flush=True)   # it is from files
+    if text and text["lines"]: print(*summary_lines(res.text), sep="\n", flush=True)
     res.train.source = res.val.source = source
     return res
 
@@ -595,13 +595,13 @@ def open_corpus(
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
     if not (_holds_tokens(path) if path.is_dir() else path.suffix == ".bin"):
         return _open_text(path, *how, text_key)
-    c = _open_shards(path, vocab)
-    if tokenizer: c = _with_tokenizer(c, tokenizer, path)
+    c = _with_tokenizer(_open_shards(path, vocab), tokenizer, path)
     return replace(c, train=c.train.part(0, max_tokens)) if max_tokens else c
 
 # %% ../nbs/03_data.ipynb #8507a1c9
 def _with_tokenizer(corpus, tokenizer, path):
-    "The corpus with that tokenizer. `InputError` if it has another"
+    "The corpus with that tokenizer, if one is given. `InputError` if it has another"
+    if not tokenizer: return corpus
     if not corpus.tokenizer: _check_tokenizer(path, tokenizer, corpus.vocab, corpus.eot, False)
     elif tokenizer_hash(tokenizer) != tokenizer_hash(corpus.tokenizer):
         raise InputError(f"{path} was tokenized with another tokenizer: the same numbers mean other text")

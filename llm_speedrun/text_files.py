@@ -65,6 +65,7 @@ def format_of(head): # the first bytes of a file, 300 or more
 # %% ../nbs/03b_text_files.ipynb #7744a523
 PACKED = {".gz": "gzip", ".xz": "xz", ".lzma": "lzma", ".bz2": "bzip2", ".zst": "zstd", ".lz4": "lz4",
           ".zip": "zip"}                                        # suffixes of packed files
+_CLAIMS = PACKED | {".parquet": "Parquet", ".arrow": "Arrow"}   # which the bytes must bear out
 DATA = {".jsonl", ".ndjson", ".json", ".parquet", ".arrow"}     # suffixes of data with columns
 
 def file_kind(path): # a path, or a name
@@ -148,6 +149,7 @@ def _open_member(path, name):
         except RuntimeError as e: raise OSError(f"{name}: {e}") from None       # it wants a password
         with f: yield f
 
+# %% ../nbs/03b_text_files.ipynb #03bt0030
 def _members(source, report):
     "The files in a zip archive as `Source`s"
     if not source.path: raise InputError(f"{source.where} is an archive in a packed file: {_UNPACK}")
@@ -158,22 +160,20 @@ def _members(source, report):
     for name in report.keep(names, f"{source.where}/"):
         yield Source(f"{source.where}/{name}", PurePath(name), partial(_open_member, source.path, name))
 
-# %% ../nbs/03b_text_files.ipynb #03bt0030
+# %% ../nbs/03b_text_files.ipynb #03bt0032
 def _contents(source, report, depth=0):
     "Yield (`Source`, `Format` or None) of what is in it. Raises `InputError` for what is refused"
-    head, claims = source.head(), PACKED | {".parquet": "Parquet", ".arrow": "Arrow"}
-    f, suffix = format_of(head), source.name.suffix.lower()
+    f, suffix = format_of(head := source.head()), source.name.suffix.lower()
     if f and f.role == "unpack":
         if depth > 2: raise InputError(f"{source.where} is packed too often: {_UNPACK}")
         name = source.name.with_suffix("") if suffix in PACKED else source.name
-        inner = Source(source.where, name, partial(_open_unpacked, source, f.name))
+        inner = replace(source, name=name, open=partial(_open_unpacked, source, f.name), path=None)
         yield from _contents(inner, report, depth + 1)
     elif f and f.role == "zip":
         for member in _members(source, report): yield from _contents(member, report, depth + 1)
     elif f and f.role == "refuse": raise InputError(f"{source.where} is {f.name}: {f.advice}")
-    elif head and not f and suffix in claims: raise OSError(
-        f"cannot read {source.where}: it is called {suffix} and is not {claims[suffix]}; give it the name of "
-        "what it is, or take it out")
+    elif head and not f and suffix in _CLAIMS: raise OSError(f"cannot read {source.where}: it is called "
+        f"{suffix} and is not {_CLAIMS[suffix]}; rename it, or take it out")
     else: yield source, f
 
 # %% ../nbs/03b_text_files.ipynb #ef7f8f9a
@@ -188,7 +188,7 @@ def utf8_text(b, where): # bytes, and the path (or the path and the line, as tex
     try: return b.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as e: raise _not_utf8(where, e) from e
 
-# %% ../nbs/03b_text_files.ipynb #03bt0035
+# %% ../nbs/03b_text_files.ipynb #03bt0038
 _BOMS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
          codecs.BOM_UTF16_BE: "utf-16"}                 # in this order: one begins with another
 _CONTROL = bytes({*range(32)} - {*b"\t\n\v\f\r\x1b"})
@@ -205,7 +205,7 @@ def _utf16_without_mark(head):
         text = _decodes(head, encoding) or ""
         if sum(c.isprintable() or c.isspace() for c in text) > .95*len(text) > 0: return encoding
 
-# %% ../nbs/03b_text_files.ipynb #03bt0036
+# %% ../nbs/03b_text_files.ipynb #03bt0039
 def text_encoding(head, where): # the first bytes of a file, and what to call it
     "The encoding to read it with. Raises `InputError` for what is no text, or can't be told to be"
     for mark, encoding in _BOMS.items():
@@ -229,6 +229,7 @@ def _json_object(line, where):
     if not isinstance(d, dict): raise InputError(f"{where} is a {type(d).__name__}, not an object: {{...}}")
     return d
 
+# %% ../nbs/03b_text_files.ipynb #03bt0044
 def _json_text(line, where, key):
     "The text under `key` in one line of JSON, or None if that is null or empty"
     d = _json_object(line, where)
@@ -239,7 +240,7 @@ def _json_text(line, where, key):
     except UnicodeEncodeError as e: raise InputError(f"{where} is not Unicode: {e}; mend or delete it") from e
     return text
 
-# %% ../nbs/03b_text_files.ipynb #03bt0042
+# %% ../nbs/03b_text_files.ipynb #03bt0047
 def _lines(source):
     "Yield (name for errors, bytes in UTF-8) of each line that isn't blank"
     encoding = text_encoding(source.head(), source.where)
@@ -251,7 +252,7 @@ def _lines(source):
 def _read_jsonl(source, key):
     for where, line in _lines(source): yield _json_text(line, where, key)
 
-# %% ../nbs/03b_text_files.ipynb #03bt0044
+# %% ../nbs/03b_text_files.ipynb #03bt0049
 def json_kind(source, key): # a `Source`; the key that holds the text
     "'lines' of objects with that key, 'other lines', 'array', 'document', or None for what is no JSON"
     head = source.head().lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n")
@@ -306,7 +307,7 @@ def _read_text(source, key, size=2**23):
             if n := sum(map(len, sure)): yield kind(text[:n]); text, kind = text[n:], Continued
     yield kind(text)
 
-# %% ../nbs/03b_text_files.ipynb #03bt0055
+# %% ../nbs/03b_text_files.ipynb #03bt0060
 def _check_column(where, types, key): # name -> Arrow type
     "Raise `InputError` if there is no such column, or it holds no text"
     import pyarrow.types as t
@@ -316,6 +317,7 @@ def _check_column(where, types, key): # name -> Arrow type
     if not (t.is_string(kind) or t.is_large_string(kind) or getattr(t, "is_string_view", t.is_string)(kind)):
         raise InputError(f"{where}: column {key!r} holds {types[key]}, not text; {_NAME_IT}")
 
+# %% ../nbs/03b_text_files.ipynb #03bt0062
 def _batches(path, format, key):
     "The column, some hundred rows at a time"
     import pyarrow as pa, pyarrow.parquet as pq
@@ -329,7 +331,7 @@ def _batches(path, format, key):
     elif is_file: yield from (f.get_batch(i).column(key) for i in range(f.num_record_batches))
     else: yield from (rows.column(key) for rows in f)
 
-# %% ../nbs/03b_text_files.ipynb #03bt0056
+# %% ../nbs/03b_text_files.ipynb #03bt0063
 def _read_table(source, key, format): # "Parquet" or "Arrow"
     import pyarrow as pa
     if not source.path: raise InputError(f"{source.where} is {format} in a packed file: {_UNPACK}")
@@ -340,7 +342,7 @@ def _read_table(source, key, format): # "Parquet" or "Arrow"
     except (OSError, pa.ArrowException) as e:
         raise OSError(f"cannot read {source.where}: {e}; is it whole?") from e
 
-# %% ../nbs/03b_text_files.ipynb #03bt0059
+# %% ../nbs/03b_text_files.ipynb #03bt0066
 @dataclass
 class ReadReport:
     "What was read so far, and what was left out"
@@ -359,7 +361,7 @@ class ReadReport:
                 + ([f"left out {', '.join(said)}"] if said else [])
                 + ([f"left out rows whose text is null or empty: {self.empty:,}"] if self.empty else []))
 
-# %% ../nbs/03b_text_files.ipynb #03bt0061
+# %% ../nbs/03b_text_files.ipynb #03bt0068
 _SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
            "test": "test|testing|eval|evaluation"}
 _WORD = {o: re.compile(rf"(?<![a-z])({words})(?![a-z])") for o, words in _SPLITS.items()}
@@ -374,7 +376,7 @@ def split_of(name): # a path below a folder
         if word.search(file):
             return split, "/".join([*folders, re.sub(r"\d+", "0", word.sub("*", file, count=1))])
 
-# %% ../nbs/03b_text_files.ipynb #03bt0062
+# %% ../nbs/03b_text_files.ipynb #03bt0069
 @patch
 def keep(self: ReadReport, names, above=""): # paths below a folder or archive, and what stands before them
     "The names that are to be read, sorted; for the others it notes why not"
@@ -390,7 +392,7 @@ def keep(self: ReadReport, names, above=""): # paths below a folder or archive, 
     self.skipped |= {f"{above}{n}": reason for n, reason in why.items()}
     return [n for n in names if n not in why]
 
-# %% ../nbs/03b_text_files.ipynb #03bt0065
+# %% ../nbs/03b_text_files.ipynb #03bt0072
 def _walk(top, report):
     "Yield the files below a folder, links followed, no folder twice"
     seen = {os.path.realpath(top)}
@@ -404,6 +406,7 @@ def _walk(top, report):
             seen.add(real)
         yield from (Path(folder)/o for o in names)
 
+# %% ../nbs/03b_text_files.ipynb #03bt0074
 def _again(paths):
     "Those of the paths that are links to a file that is among them already"
     links = {p: os.path.realpath(p) for p in paths if p.is_symlink()}
@@ -419,6 +422,7 @@ def _is_one_document(path, key):
     try: return all(json_kind(s, key) in ("document", None) for s in sources)
     except (InputError, OSError): return False              # its reader says what is wrong
 
+# %% ../nbs/03b_text_files.ipynb #03bt0078
 def _kept(folder, key, report):
     paths = [*_walk(folder, report)]
     again = {*_again(paths)}
@@ -432,7 +436,7 @@ def _kept(folder, key, report):
         elif file_kind(n) == ".json" and _is_one_document(p, key): report.skipped[n] = "one JSON document"
         else: yield p
 
-# %% ../nbs/03b_text_files.ipynb #03bt0069
+# %% ../nbs/03b_text_files.ipynb #03bt0080
 def document_files(
     path,               # a file or a folder
     text_key="text",    # the key or column that holds the text
@@ -465,7 +469,7 @@ def _file_documents(source, f, key, report):
     if f: return _read_table(source, key, f.name)
     return _read_jsonl(source, key) if is_lines else _read_text(source, key)
 
-# %% ../nbs/03b_text_files.ipynb #03bt0074
+# %% ../nbs/03b_text_files.ipynb #03bt0085
 def _is_saved(folder): # by `save_to_disk`
     there = [(folder/o).is_file() for o in ("dataset_dict.json", "state.json", "dataset_info.json")]
     return there[0] or all(there[1:])
@@ -483,7 +487,7 @@ def _read_saved(folder, key, report):
     for rows in d.select_columns([key]).with_format(None).iter(256):
         for text in rows[key]: yield text or None
 
-# %% ../nbs/03b_text_files.ipynb #03bt0076
+# %% ../nbs/03b_text_files.ipynb #03bt0087
 class Documents:
     "An iterator over the documents at a path. `report` says what was read so far, and what was left out"
     def __init__(self, path, text_key="text"): # as for `read_documents`
@@ -493,24 +497,28 @@ class Documents:
     def __iter__(self): return self
     def __next__(self): return next(self.documents)
 
-    def all_rows(self):
-        "Yield every document, and None for a row without text"
-        if saved := self.path.is_dir() and _is_saved(self.path):
-            self.report.bytes = sum(p.stat().st_size for p in self.files)
-            yield from _read_saved(self.path, self.key, self.report)
-        for p in () if saved else self.files:
-            self.report.bytes += p.stat().st_size
-            for source, f in _contents(_source(p), self.report):
-                yield from _file_documents(source, f, self.key, self.report)
+# %% ../nbs/03b_text_files.ipynb #03bt0088
+@patch
+def all_rows(self: Documents):
+    "Yield every document, and None for a row without text"
+    if saved := self.path.is_dir() and _is_saved(self.path):
+        self.report.bytes = sum(p.stat().st_size for p in self.files)
+        yield from _read_saved(self.path, self.key, self.report)
+    for p in () if saved else self.files:
+        self.report.bytes += p.stat().st_size
+        for source, f in _contents(_source(p), self.report):
+            yield from _file_documents(source, f, self.key, self.report)
 
-    def read(self):
-        "Yield the documents. `InputError` if there is none"
-        found = False
-        for text in self.all_rows():
-            if text: found = True; yield text
-            elif text is None: self.report.empty += 1
-        said = "; ".join(self.report.lines())
-        if not found: raise InputError(f"{self.path} has no text in it: {said}. Name one with text")
+# %% ../nbs/03b_text_files.ipynb #03bt0090
+@patch
+def read(self: Documents):
+    "Yield the documents. `InputError` if there is none"
+    found = False
+    for text in self.all_rows():
+        if text: found = True; yield text
+        elif text is None: self.report.empty += 1
+    said = "; ".join(self.report.lines())
+    if not found: raise InputError(f"{self.path} has no text in it: {said}. Name one with text")
 
 # %% ../nbs/03b_text_files.ipynb #d27b57e2
 def read_documents(

@@ -154,15 +154,18 @@ class Losses:
         "Whether a character comes back, alone or in a word"
         same = lambda s: unicodedata.normalize("NFC", s)
         return any(same(c) in same(o) for o in there_and_back(self.tokenizer, [c, f"a{c}a"])[1])
-    def add(self, text):
-        "Count the characters of a text"
-        self.characters += len(text)
-        if self.exact: return
-        counts = Counter(text)
-        self.spells |= {c: self.can_spell(c) for c in counts.keys() - self.spells.keys()}
-        self.lost.update({c: n for c, n in counts.items() if not self.spells[c]})
 
-# %% ../nbs/03c_tokenizer.ipynb #03ct0032
+# %% ../nbs/03c_tokenizer.ipynb #03ct0031
+@patch
+def add(self: Losses, text):
+    "Count the characters of a text"
+    self.characters += len(text)
+    if self.exact: return
+    counts = Counter(text)
+    self.spells |= {c: self.can_spell(c) for c in counts.keys() - self.spells.keys()}
+    self.lost.update({c: n for c, n in counts.items() if not self.spells[c]})
+
+# %% ../nbs/03c_tokenizer.ipynb #03ct0034
 PLAUSIBLE = .5, 50.                 # bytes per token, from 1,000 bytes on
 
 class TextSummary(msgspec.Struct):
@@ -176,7 +179,7 @@ class TextSummary(msgspec.Struct):
     empty: int = 0                  # rows whose text is null or empty
     lines: list[str] = []           # what was printed about files
 
-# %% ../nbs/03c_tokenizer.ipynb #03ct0033
+# %% ../nbs/03c_tokenizer.ipynb #03ct0035
 class Tally:
     "Count what is encoded: documents, bytes, tokens, and lost characters"
     def __init__(self, tokenizer): # prepared
@@ -190,15 +193,18 @@ class Tally:
     def counted(self, pieces):
         "Yield pieces that were encoded before, and count them"
         for p in pieces: self.add([p], 0); yield p
-    def check_losses(self):
-        "Raise `InputError` if more than a trifle of the text is lost"
-        n, lost = self.losses.characters, self.losses.lost
-        if lost.total() > TRIFLE*n: raise InputError(
-            f"the tokenizer drops or changes {lost.total()/n:.2%} of the text, {lost.total():,} characters "
-            f"of {n:,}, such as {', '.join(repr(c) for c, _ in lost.most_common(9))}: take another, or train "
-            "one (--vocab)")
 
-# %% ../nbs/03c_tokenizer.ipynb #03ct0034
+# %% ../nbs/03c_tokenizer.ipynb #03ct0037
+@patch
+def check_losses(self: Tally):
+    "Raise `InputError` if more than a trifle of the text is lost"
+    n, lost = self.losses.characters, self.losses.lost
+    if lost.total() > TRIFLE*n: raise InputError(
+        f"the tokenizer drops or changes {lost.total()/n:.2%} of the text, {lost.total():,} characters "
+        f"of {n:,}, such as {', '.join(repr(c) for c, _ in lost.most_common(9))}: take another, or train "
+        "one (--vocab)")
+
+# %% ../nbs/03c_tokenizer.ipynb #03ct0038
 def check_ratio(bytes, tokens): # of a text
     "Raise `InputError` for implausibly many or few bytes per token"
     low, high = PLAUSIBLE
@@ -211,9 +217,11 @@ def check(self: Tally):
     "Raise `InputError` if too much is lost, or there are implausibly many or few bytes per token"
     self.check_losses(); check_ratio(self.bytes, self.tokens)
 
+# %% ../nbs/03c_tokenizer.ipynb #03ct0040
 @patch
 def summary(self: Tally, report=None): # the `ReadReport` of the files, if the text is from files
-    "Return the `TextSummary`"
+    "Return the `TextSummary`. Raises as `check` does"
+    self.check()
     r = report or ReadReport()
     return TextSummary(self.documents, self.bytes, self.tokens, self.losses.lost.total(), dict(r.read),
                        dict([*r.skipped.items()][:100]), r.empty, r.lines() if report else [])

@@ -119,20 +119,25 @@ def close(self:_Unfinished):
         for w in self.writers: w.close()
     finally: self.lock.release()
 
-# %% ../../nbs/38_corpora.ipynb #147fd948
-def _encode_all(unfinished, docs, tokenizer, eot, val_frac, max_tokens, workers, bar):
-    "Encode `docs` into `unfinished`, from where it stands. Returns a `Tally` of all of it"
+# %% ../../nbs/38_corpora.ipynb #38text01
+def _read_past(unfinished, docs, tokenizer, val_frac, bar):
+    "The pieces that are still to be encoded, and a `Tally` of those that are"
     pieces, tally = iter(marked_pieces(tried(docs, tokenizer), val_frac)), Tally(tokenizer)
     bar.update(unfinished.skip(tally.counted(pieces)))
     tally.tokens = unfinished.done.train + unfinished.done.val - tally.documents
+    return pieces, tally
+
+# %% ../../nbs/38_corpora.ipynb #147fd948
+def _encode_all(unfinished, docs, tokenizer, eot, val_frac, max_tokens, workers, bar):
+    "Encode `docs` into `unfinished`, from where it stands. Returns a `Tally` of all of it"
+    pieces, tally = _read_past(unfinished, docs, tokenizer, val_frac, bar)
     left = lambda: (max_tokens or 2**62) - sum(w.n for w in unfinished.writers)
     saved, rest, texts = time.monotonic(), parcels(pieces) if left() > 0 else [], lambda p: [t[0] for t in p]
     with encoders(workers, tokenizer, unfinished.dtype) as encode:
         try:
             for parcel, encoded in in_order(lambda p: encode(texts(p)), rest, workers, 2*workers):
                 tokens, held = _assembled(parcel, encoded, eot, unfinished.dtype)
-                n = left()
-                tally.add(parcel, sum(map(len, encoded))//unfinished.dtype.itemsize)
+                n = left(); tally.add(parcel, sum(map(len, encoded))//unfinished.dtype.itemsize)
                 unfinished.add(parcel, tokens[:n], held[:n]); bar.update(sum(map(len, texts(parcel))))
                 if time.monotonic() - saved > 1: unfinished.sync(); saved = time.monotonic()
                 if len(tokens) >= n: break
@@ -192,7 +197,6 @@ def tokenize_corpus(docs, # an iterable of documents, the same ones in the same 
     try:
         write_tokenizer(unfinished.folder, tok, sync=True)
         tally = _encode_all(unfinished, docs, tok, eot, val_frac, max_tokens, workers or cores(), bar)
-        tally.check()
         read = tally.summary(getattr(docs, "report", None))
         return _finish(unfinished, out, tok, eot, val_frac, source, read)
     finally: unfinished.close()

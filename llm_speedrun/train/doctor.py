@@ -462,8 +462,7 @@ def check_data(trainer): # a `Trainer`
     c, V = trainer.corpus, trainer.config.vocab
     if not trainer.corpora: yield Finding("ok", "data", f"{c.name}: a stream, its tokens aren't counted")
     for o in trainer.corpora:
-        sizes = f"{len(o.train):,} tokens to train on, {len(o.val):,} to validate"
-        yield Finding("ok", "data", f"{o.name}: {sizes}")
+        yield ok("data", f"{o.name}: {len(o.train):,} tokens to train on, {len(o.val):,} to validate")
         yield from check_text(o)
     if V > 2*c.vocab:
         yield Finding("note", "data", f"its vocabulary is {c.vocab:,} and the model's {V:,}, so "
