@@ -7,8 +7,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from llm_speedrun.data import open_corpus, train_tokenizer, write_shards
 from llm_speedrun.files import InputError
 from llm_speedrun.text_files import EOT, read_documents
-from llm_speedrun.tokenizer import prepare_tokenizer, read_tokenizer, vocabulary_size
+from llm_speedrun.export import export_folder
+from llm_speedrun.tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
 from llm_speedrun.train.corpora import tokenize_corpus
+from llm_speedrun.train.doctor import check_text
+from llm_speedrun.train.options import speedrun_data
+from llm_speedrun.train.trainer import train
+from small import VOCAB, nano, options
 
 ONE, TWO = "The first document, a naïve one.\n", "The second: 漢字.\n"
 ROWS = [ONE, TWO]
@@ -245,6 +250,61 @@ def test_every_tokenizer_is_read_in_one_place():
     calls = {f.name: re.findall(r"\bTokenizer\.from_\w+", f.read_text(encoding="utf-8")) for f in root.rglob("*.py")}
     assert {k: v for k, v in calls.items() if v} == {"tokenizer.py": ["Tokenizer.from_str"], "data.py": ["Tokenizer.from_pretrained"]}
     assert "prepare_tokenizer(Tokenizer.from_pretrained" in (root/"data.py").read_text(encoding="utf-8")
+
+# Through the commands
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    "A folder with a tokenizer as a fine-tuned model has it: truncated, padded, and with another end token"
+    folder = tmp_path_factory.mktemp("llama")
+    d = json.loads(with_settings(train_tokenizer(TEXT, VOCAB - 10)).to_str().replace(EOT, "</s>"))
+    (folder/"tokenizer.json").write_text(json.dumps(d))
+    return folder
+
+def test_an_end_token_of_another_name(llama, tmp_path, capsys):
+    "From speedrun_data to the run, what it writes, and its export; refused where it isn't named, or is a word of the text"
+    (tmp_path/"a.jsonl").write_bytes(jsonl(*TEXT, None))
+    def data(*more): speedrun_data(["--data", str(tmp_path/"a.jsonl"), "--tokenizer", str(llama), "--out", str(tmp_path/"tokens"), "--workers", "1", *more])
+    for more, reason in (((), "no <|endoftext|> token.*--end_token, one of </s>"), (("--end_token", "a"), "a is a token of ordinary text"),
+                         (("--end_token", "[SEP]"), r"no \[SEP\] token.*one of </s>")):
+        with pytest.raises(SystemExit): data(*more)
+        assert re.search(reason, capsys.readouterr().err)
+    data("--end_token", "</s>")
+    said = capsys.readouterr().out
+    assert re.match(r"read 1 file of [\d,]+ bytes \(1 JSON lines\)\nleft out rows whose text is null or empty: 1\n60 documents, [\d,]+ bytes of text, \d\.\d\d bytes per token\n", said), said
+    c = open_corpus(tmp_path/"tokens")
+    assert c.eot == c.tokenizer.token_to_id("</s>") and c.train[:1].tolist() == [c.eot]
+    trainer, _ = train(options(tmp_path, data=str(tmp_path/"tokens"), steps=2, evals=1, sample=4), progress=False)
+    (trainer.folder/"tokenizer.json").write_text(with_settings(c.tokenizer).to_str())        # as an older run could have it
+    tok, out = tokenizer_of(trainer.folder), export_folder(trainer.folder, tmp_path/"export")
+    assert end_of_text(tok) == c.eot and len(tok.encode(TEXT[0]).ids) > 16
+    exported = json.loads((tmp_path/"export/tokenizer.json").read_text())
+    assert not exported["truncation"] and not exported["padding"]
+    assert json.loads((tmp_path/"export/config.json").read_text())["eos_token_id"] == c.eot
+    assert json.loads((tmp_path/"export/tokenizer_config.json").read_text())["eos_token"] == "</s>"
+
+def test_a_stream_of_another_column(tmp_path):
+    "--text_key holds for a stream, and for text that is tokenized on the way"
+    (tmp_path/"a.jsonl").write_bytes(jsonl(*TEXT, key="body"))
+    for stream in (True, False):
+        trainer, res = train(options(tmp_path, data=str(tmp_path/"a.jsonl"), text_key="body", stream=stream, steps=2, evals=1, sample=4, name=f"{stream}"), progress=False)
+        assert res["steps"] == 2
+        with pytest.raises(InputError, match="has no key 'text', only body; name the right one with --text_key"):
+            train(options(tmp_path, data=str(tmp_path/"a.jsonl"), stream=stream, steps=2, name=f"no{stream}"), progress=False)
+
+def test_the_doctor_says_what_the_tokens_are_from(tmp_path):
+    "Files, documents and bytes per token, of a bare .bin those of a sample; another tokenizer's tokens are a problem"
+    write_shards(TEXT, bytes_bpe(), tmp_path/"c")
+    found, = check_text(c := open_corpus(tmp_path/"c"))
+    assert (found.level, found.about) == ("ok", "text") and "60 documents" in found.text and "bytes per token" in found.text
+    meta = json.loads((tmp_path/"c/meta.json").read_text())
+    (tmp_path/"c/meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "text"}))
+    found, = check_text(open_corpus(tmp_path/"c"))
+    assert found.level == "ok" and re.search(r"\d\.\d\d bytes per token$", found.text)
+    np.random.default_rng(0).integers(1, 257, 5000).astype("<u2").tofile(tmp_path/"noise.bin")
+    bytes_bpe().save(str(tmp_path/"tokenizer.json"))
+    found, = check_text(open_corpus(tmp_path/"noise.bin"))
+    assert found.level == "problem" and "another tokenizer" in found.text
 
 # The table
 
