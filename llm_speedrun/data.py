@@ -519,8 +519,8 @@ def _prepared(name, docs, train, max_tokens, source, key, given):
     if not folder.exists():
         check_writable(folder.parent, _OTHER)
         print(f"Tokenizing {name} (once; kept in the cache as {folder.name})", flush=True)
-        tok = given or train()
-        try: text = write_shards(docs(), tok, folder, max_tokens=max_tokens, source=source)["text"]
+        made = docs(), given or train()
+        try: text = write_shards(*made, folder, max_tokens=max_tokens, source=source)["text"]
         except FileExistsError: pass        # another process was faster, with the same result
     res = _open_shards(folder, name=name)
     if text and text["lines"]: print(*summary_lines(res.text), sep="\n", flush=True)

@@ -219,7 +219,7 @@ def text_encoding(head, where): # the first bytes of a file, and what to call it
     return "utf-8-sig"                                  # which leaves out UTF-8's mark
 
 # %% ../nbs/03b_text_files.ipynb #002457a3
-_NAME_IT = "name the right one with --text_key"
+_NAME_IT = "name the right one to speedrun_data or speedrun_train with --text_key"
 
 def _json_object(line, where):
     try: d = json.loads(utf8_text(line, where))

@@ -82,7 +82,7 @@ def end_token(tokenizer):
     special = [o.content for o in tokenizer.get_added_tokens_decoder().values() if o.special]
     near = difflib.get_close_matches(name, special, n=9, cutoff=.1) or special[:9]
     raise InputError(f"the tokenizer has no {name} token, which marks where a document starts: name its own "
-                     f"with --end_token{', one of ' if near else ''}{', '.join(near)}")
+                     f"with speedrun_data --end_token{', one of ' if near else ''}{', '.join(near)}")
 
 def set_end_token(tokenizer, name): # prepared
     "Make that token the tokenizer's end of a text. Raises `InputError` if it has none, or in ordinary text"
@@ -129,7 +129,7 @@ def check_round_trip(tokenizer, texts): # a prepared tokenizer; a sample
     worst = max(range(len(texts)), key=changed.__getitem__)
     raise InputError(f"the tokenizer does not reproduce the text: of {n:,} characters it changes "
                      f"{sum(changed)/n:.1%} ({first_difference(texts[worst], backs[worst])}). Take another, "
-                     "or train one (--vocab)")
+                     "or train one (speedrun_data --vocab)")
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0026
 def tried(docs, tokenizer): # an iterable of documents
@@ -202,7 +202,7 @@ def check_losses(self: Tally):
     if lost.total() > TRIFLE*n: raise InputError(
         f"the tokenizer drops or changes {lost.total()/n:.2%} of the text, {lost.total():,} characters "
         f"of {n:,}, such as {', '.join(repr(c) for c, _ in lost.most_common(9))}: take another, or train "
-        "one (--vocab)")
+        "one (speedrun_data --vocab)")
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0038
 def check_ratio(bytes, tokens): # of a text

@@ -193,8 +193,8 @@ def test_advice_names_options_that_exist():
             assert not [*wrong_advice(text, module)], (module, text)
 
 def test_wrong_advice_is_found():
-    for text in ("take fewer --workers", "{} has no key; set text_key"): assert [*wrong_advice(text, "train.trainer")]
-    assert [*wrong_advice("speedrun_train --text_key", "train.corpora")]
+    for text in ("take fewer --workers", "{} is too little; set val_frac"): assert [*wrong_advice(text, "train.trainer")]
+    assert [*wrong_advice("speedrun_train --val_frac", "train.corpora")]
     assert not [*wrong_advice("tokenize with speedrun_data --tokenizer {}", "train.trainer")]
 
 @pytest.mark.skipif(os.name != "posix", reason="asks POSIX for permissions")

@@ -79,7 +79,7 @@ def test_byte_order_mark(tmp_path):
 
 @pytest.mark.parametrize("line,message", [
     ('{"text": "a"', "line 2 is not JSON"),
-    ('{"body": "a"}', "line 2 has no key 'text', only body; name the right one with --text_key"),
+    ('{"body": "a"}', "line 2 has no key 'text', only body; name the right one to speedrun_data or speedrun_train with --text_key"),
     ('[1]', "line 2 is a list, not an object"), ('{"text": 3}', "line 2: 'text' is a int, not text"),
     ('{"text": "\\ud800"}', "line 2 is not Unicode")])
 def test_bad_json_line(tmp_path, line, message):

@@ -289,7 +289,7 @@ def test_a_stream_of_another_column(tmp_path):
     for stream in (True, False):
         trainer, res = train(options(tmp_path, data=str(tmp_path/"a.jsonl"), text_key="body", stream=stream, steps=2, evals=1, sample=4, name=f"{stream}"), progress=False)
         assert res["steps"] == 2
-        with pytest.raises(InputError, match="has no key 'text', only body; name the right one with --text_key"):
+        with pytest.raises(InputError, match="has no key 'text', only body; name the right one to speedrun_data or speedrun_train with --text_key"):
             train(options(tmp_path, data=str(tmp_path/"a.jsonl"), stream=stream, steps=2, name=f"no{stream}"), progress=False)
 
 def test_the_doctor_says_what_the_tokens_are_from(tmp_path):

@@ -155,7 +155,7 @@ class DataOptions(Options):
     val_frac: Part = .05 # share of the documents held out for validation
     # Tokenizer
     tokenizer: str = "" # gpt2, a tokenizer.json, or a folder with one; by default trained (presets: gpt2)
-    end_token: str = "" # token that begins a document; by default the tokenizer's own, or <|endoftext|>
+    end_token: str = "" # token that begins a document, such as </s>; by default what the tokenizer says
     vocab: Count = 0 # vocabulary of a tokenizer trained here; by default 1024
     # Output
     out: Text = "tokens" # the folder to make; an interrupted command goes on when it is given again
