@@ -4,25 +4,30 @@
 
 # %% ../nbs/03_data.ipynb #ddd84065
 from __future__ import annotations
-import codecs, difflib, errno, hashlib, json, lzma, os, platform, re, shutil, sysconfig, threading, uuid, zlib
+import difflib, errno, hashlib, json, os, platform, re, shutil, sysconfig, threading, uuid
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Iterable, Iterator
-import fsspec, msgspec, numpy as np, torch
+import msgspec, numpy as np, torch
 from fastcore.basics import patch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # %% auto #0
-__all__ = ['PACKED', 'EOT', 'HUB', 'OFFLINE_VOCAB', 'LONGEST', 'HUB_TOKENS', 'PERMUTED', 'stdlib_files', 'file_kind',
-           'document_files', 'seems', 'utf8_text', 'text_pieces', 'Continued', 'read_documents', 'hub_documents',
-           'special_as_text', 'train_tokenizer', 'gpt2_tokenizer', 'read_tokenizer', 'tokenizer_of', 'is_held_out',
-           'marked_pieces', 'parcels', 'text_digest', 'digest_pieces', 'hold_out_tail', 'end_token', 'token_dtype',
-           'split_kind', 'check_sizes', 'describe_tokens', 'write_shards', 'Corpus', 'tokenizer_hash',
-           'first_characters', 'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences', 'Batches',
-           'ComputedOrder', 'prefetch', 'val_batches', 'unigram_loss', 'bigram_loss']
+__all__ = ['HUB', 'OFFLINE_VOCAB', 'LONGEST', 'HUB_TOKENS', 'PERMUTED', 'stdlib_files', 'hub_documents', 'train_tokenizer',
+           'gpt2_tokenizer', 'is_held_out', 'marked_pieces', 'parcels', 'text_digest', 'digest_pieces', 'hold_out_tail',
+           'split_kind', 'check_sizes', 'describe_tokens', 'write_shards', 'Corpus', 'first_characters',
+           'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences', 'Batches', 'ComputedOrder', 'prefetch',
+           'val_batches', 'unigram_loss', 'bigram_loss']
+
+# %% ../nbs/03_data.ipynb #03data03
+from .text_files import (EOT, Continued, document_files, read_documents, seems, text_pieces,
+                                     utf8_text)
+from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_tokenizer,
+                                    read_tokenizer, summary_lines, token_dtype, tokenizer_hash, tokenizer_of,
+                                    tried, vocabulary_size, write_tokenizer)
 
 # %% ../nbs/03_data.ipynb #tokf0027b
 from .files import (OTHER_CACHE, InputError, RunError, cache_dir, check_writable, hold,
@@ -41,175 +46,6 @@ def stdlib_files() -> list[Path]:   # sorted
         subfolders[:] = [o for o in subfolders if o not in _SKIP]     # os.walk then never enters the others
         files += [Path(folder)/o for o in names if o.endswith(".py")]
     return sorted(files)
-
-# %% ../nbs/03_data.ipynb #7744a523
-PACKED = {".gz", ".xz", ".bz2", ".zst"}     # suffixes of compressed files
-
-def file_kind(path): # a `Path`
-    "The suffix that says how to read it, compression aside: .txt, .jsonl, ..."
-    s = [o.lower() for o in path.suffixes]
-    if s and s[-1] in PACKED: s.pop()
-    return s[-1] if s else ""
-
-# %% ../nbs/03_data.ipynb #885cc683
-def document_files(path): # a file or a folder
-    "The document files at `path`: itself, or all below it, sorted"
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder; check the path (this is {Path.cwd()})")
-    if path.is_file(): return [path]
-    if not path.is_dir():
-        raise InputError(f"{path} is neither a file nor a folder, and text is read more than once: write "
-                         "what comes out of it to a file, and give that")
-    def wanted(p):
-        parts = p.relative_to(path).parts
-        hidden = any(o.startswith(".") or o == "__pycache__" for o in parts)
-        return p.is_file() and not hidden and file_kind(p) not in (".json", ".bin")
-    return sorted(filter(wanted, path.rglob("*")))
-
-# %% ../nbs/03_data.ipynb #390d36c5
-@contextmanager
-def _reading(path):
-    "An open binary file, uncompressed; every failure to read it becomes an OSError that names it"
-    if path.suffix.lower() == ".zst" and "zstd" not in fsspec.available_compressions():
-        raise InputError(f"{path}: reading .zst takes the package zstandard, which isn't installed; install "
-                         "it (pip install zstandard), or unpack the file")
-    try:
-        with fsspec.open(str(path), "rb", compression="infer") as f: yield f
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
-        raise OSError(f"cannot read {path}: {e}; check its permissions, and that it is whole and what its "
-                      "name says") from e
-
-# %% ../nbs/03_data.ipynb #05833096
-_BEGINNINGS = {rb"\x28\xb5\x2f\xfd": "packed by zstd", rb"\x1f\x8b\x08[\x00\x08]": "packed by gzip",
-               rb"\xfd7zXZ\x00": "packed by xz", rb"BZh[1-9]1AY&SY": "packed by bzip2", rb"PAR1": "Parquet",
-               rb"PK\x03\x04": "a zip archive", rb"\x93NUMPY": "a numpy array", rb"%PDF-": "PDF"}
-
-def seems(path): # of a file
-    "What it seems to be by its first bytes, in words, or None: packed, Parquet, an archive, text"
-    with open(path, "rb") as f: head = f.read(4096)
-    for begins, what in _BEGINNINGS.items():
-        if re.match(begins, head): return what
-    try: text = codecs.getincrementaldecoder("utf-8")().decode(head)     # it may end within a character
-    except UnicodeDecodeError: return None
-    return "text" if len(head) > 16 and all(c.isprintable() or c in "\t\n\r\f" for c in text) else None
-
-# %% ../nbs/03_data.ipynb #ef7f8f9a
-def _not_utf8(where, error, before=0): # the bytes that came before those of the `error`
-    "The `InputError` for bytes that aren't UTF-8"
-    instead = seems(where) if isinstance(where, Path) and where.suffix.lower() not in PACKED else None
-    what = f"it seems to be {instead}" if instead else "convert it (say `iconv -f LATIN1 -t UTF-8`)"
-    return InputError(f"{where} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
-                      f"{before + error.start:,} ({error.reason}); {what}, or take it out")
-
-def utf8_text(b, where): # bytes, and the path (or the path and the line, as text) that they are from
-    "UTF-8 bytes to text without a byte-order mark"
-    try: return b.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as e: raise _not_utf8(where, e) from e
-
-# %% ../nbs/03_data.ipynb #002457a3
-_NAME_IT = "name the right one to speedrun_data with --text_key"
-
-def _json_text(line, where, key):
-    "The text under `key` in one line of JSON"
-    try: d = json.loads(utf8_text(line, where))
-    except InputError: raise
-    except (ValueError, RecursionError) as e:
-        raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
-    if not isinstance(d, dict): raise InputError(f"{where} is a {type(d).__name__}, not an object: {{...}}")
-    if key not in d: raise InputError(f"{where} has no key {key!r}, only {', '.join(d)}; {_NAME_IT}")
-    text = d[key]
-    if not isinstance(text, str): raise InputError(f"{where}: {key!r} is a {type(text).__name__}, not text")
-    try: text.encode()
-    except UnicodeEncodeError as e: raise InputError(f"{where} is not Unicode: {e}; mend or delete it") from e
-    return text
-
-# %% ../nbs/03_data.ipynb #0e217e6d
-def text_pieces(text, size=250_000): # a document, the most characters in a piece
-    "Cut `text` into pieces, after a newline where there is one. The first pieces don't depend on the last"
-    lo = 0
-    while len(text) - lo > size:
-        hi = text.rfind("\n", lo, lo+size) + 1 or lo + size
-        yield text[lo:hi]
-        lo = hi
-    yield text[lo:]
-
-# %% ../nbs/03_data.ipynb #01151170
-def _blocks(path, size):
-    "The text of a file, `size` bytes at a time, without a byte-order mark"
-    decoder, n = codecs.getincrementaldecoder("utf-8")(), 0
-    with _reading(path) as f:
-        while True:
-            block = f.read(size)
-            n += len(block)
-            try: text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError as e: raise _not_utf8(path, e, n - len(e.object)) from e
-            yield text.removeprefix("\ufeff") if n == len(block) else text
-            if not block: return
-
-# %% ../nbs/03_data.ipynb #baeda068
-EOT = "<|endoftext|>"       # stands before every document
-
-class Continued(str):
-    "A further part of the document that came before it"
-
-def _after_separator(text): return re.sub(r"\A\r?\n", "", text)
-
-def _read_text(path, key, size=2**23):
-    "Documents of a text file, long ones in parts of about `size` characters"
-    text, kind = "", str         # what was read and not given yet; what makes a document (or a part) of it
-    for block in _blocks(path, size):
-        *done, text = (text + block).split(EOT) if file_kind(path) == ".txt" else [text + block]
-        for t in done: yield kind(t); kind = _after_separator
-        if len(text) > size:
-            *sure, _ = text_pieces(text[:-len(EOT)])    # the end may be the beginning of a separator
-            if n := sum(map(len, sure)): yield kind(text[:n]); text, kind = text[n:], Continued
-    yield kind(text)
-
-# %% ../nbs/03_data.ipynb #6046c729
-def _read_jsonl(path, key):
-    with _reading(path) as f:
-        for i,line in enumerate(f, 1):
-            if line.strip(): yield _json_text(line, f"{path} line {i}", key)
-
-def _read_parquet(path, key):
-    import pyarrow as pa, pyarrow.parquet as pq
-    try:
-        f = pq.ParquetFile(path)
-        cols = {o.name: o.type for o in f.schema_arrow}
-        if key not in cols:
-            raise InputError(f"{path} has no column {key!r}, only {', '.join(cols)}; {_NAME_IT}")
-        if not (pa.types.is_string(cols[key]) or pa.types.is_large_string(cols[key])):
-            raise InputError(f"{path}: column {key!r} holds {cols[key]}, not text; {_NAME_IT}")
-        for rows in f.iter_batches(256, columns=[key]): yield from filter(None, rows.column(0).to_pylist())
-    except (OSError, pa.ArrowException) as e: raise OSError(f"cannot read {path}: {e}; is it whole?") from e
-
-# %% ../nbs/03_data.ipynb #ce7b29fd
-_READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_parquet}
-
-def _check_is_text(path):
-    "Raise `InputError` for a file that was named and has a suffix which we don't read as text"
-    instead = {".json": "is one JSON document; write it as .jsonl, one object a line, or as text",
-               ".bin": "is called .bin, and tokens can't be read as text, nor while they are packed"}
-    if kind := instead.get(file_kind(path)): raise InputError(f"{path} {kind}")
-
-# %% ../nbs/03_data.ipynb #d27b57e2
-def read_documents(
-    path,               # a file, or a folder that is read whole, in sorted order, hidden files left out
-    text_key="text",    # the key (JSON lines) or column (Parquet) that holds the text
-) -> Iterator[str]:     # documents, empty ones left out; long ones in parts, the further ones `Continued`
-    """Documents from text (a file is one; a .txt may have several, with `<|endoftext|>` between), JSON lines
-    or Parquet, also compressed (.gz .xz .bz2, and .zst with zstandard).
-    Raises FileNotFoundError, OSError (unreadable) or ValueError (no text, not UTF-8, bad JSON, no key)."""
-    files = document_files(path)
-    for p in files[:1]: _check_is_text(p)
-    def docs():
-        found = False
-        for p in files:
-            for text in _READERS.get(file_kind(p), _read_text)(p, text_key):
-                if text: found = True; yield text
-        if not found: raise InputError(f"{path} has no text in it ({len(files)} files); name one with text")
-    return docs()
 
 # %% ../nbs/03_data.ipynb #5d89195d
 # presets: what datasets.load_dataset is given
@@ -242,11 +78,6 @@ def hub_documents(
 # %% ../nbs/03_data.ipynb #bb89ee65
 OFFLINE_VOCAB = 1024        # vocabulary of the tokenizers that we train ourselves, unless told otherwise
 
-def special_as_text(tokenizer): # changed, and returned
-    "Have it read a literal <|endoftext|> in a document as ordinary text: only we may end a document"
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
 # %% ../nbs/03_data.ipynb #c8b7748b
 LONGEST = 1000              # characters of a word that a tokenizer learns from
 
@@ -264,7 +95,7 @@ def train_tokenizer(
     tok.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST)])
     tok.train_from_iterator(docs, trainer)
     tok.pre_tokenizer, tok.decoder = words, decoders.ByteLevel()
-    return special_as_text(tok)
+    return prepare_tokenizer(tok)
 
 # %% ../nbs/03_data.ipynb #77d8b1b8
 def _cached_gpt2():
@@ -277,23 +108,8 @@ def gpt2_tokenizer() -> Tokenizer:
     "GPT-2's tokenizer (50257 tokens), from the local cache or the Hub. ConnectionError if neither has it."
     if (tok := _cached_gpt2()) is None:
         _need_hub("GPT-2's tokenizer")
-        tok = special_as_text(Tokenizer.from_pretrained("gpt2"))
+        tok = prepare_tokenizer(Tokenizer.from_pretrained("gpt2"))
     return tok
-
-# %% ../nbs/03_data.ipynb #b79fc7b8
-def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
-    "The tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file that holds none"
-    text = utf8_text(read_bytes_of(path, most=2**28), path)
-    try: return special_as_text(Tokenizer.from_str(text))
-    except Exception as e:      # the library raises no other class
-        raise InputError(f"{path} holds no tokenizer that can be read: {e}") from None
-
-def tokenizer_of(
-    folder,                     # of tokens, of a run, or of a model
-) -> Tokenizer | None:          # None if the folder has no `tokenizer.json`
-    "The tokenizer that lies in a folder."
-    path = Path(folder)/"tokenizer.json"
-    return read_tokenizer(path) if path.exists() else None
 
 # %% ../nbs/03_data.ipynb #03aa5f3e
 def is_held_out(text, frac):
@@ -326,11 +142,12 @@ def digest_pieces(digest, parcel): # from `text_digest` (changed), from `parcels
     "Take a parcel into the digest: what the pieces say, and where documents begin"
     for text, first, _ in parcel: digest.update((EOT*first + text).encode())
 
-def _encoded(docs, tokenizer, eot, val_frac, digest):
+def _encoded(docs, tokenizer, eot, val_frac, digest, tally):
     "Yield (is validation, token ids) of each piece of each document"
-    for parcel in parcels(marked_pieces(docs, val_frac)):
+    for parcel in parcels(marked_pieces(tried(docs, tokenizer), val_frac)):
         digest_pieces(digest, parcel)
         out = tokenizer.encode_batch([p for p,_,_ in parcel], add_special_tokens=False)
+        tally.add(parcel, sum(map(len, out)))
         for (_,first,held),o in zip(parcel, out): yield held, [eot]*first + o.ids
 
 # %% ../nbs/03_data.ipynb #aaec8a52
@@ -380,16 +197,6 @@ def _new_folder(folder):
         synced(folder.parent)
     finally: lock.release(); shutil.rmtree(tmp, ignore_errors=True)
 
-# %% ../nbs/03_data.ipynb #5183a466
-def end_token(tokenizer):
-    "The token that begins a document. ValueError if the tokenizer has none"
-    if (eot := tokenizer.token_to_id(EOT)) is not None: return eot
-    raise InputError(f"the tokenizer has no {EOT} token, which marks where a document starts; add it")
-
-def token_dtype(tokenizer):
-    "The type of a token on disk"
-    return np.dtype("<u2" if tokenizer.get_vocab_size() <= 2**16 else "<u4")
-
 # %% ../nbs/03_data.ipynb #f673b076
 def split_kind(train, val, val_frac): # two writers, the share to hold out
     "How to split: by document, or the tail where that leaves a side too small. ValueError if all is empty"
@@ -404,17 +211,17 @@ def check_sizes(val_frac=.05, shard_tokens=1, max_tokens=None):
         if n is not None and n < 1: raise InputError(f"{k} must be at least 1, not {n}")
 
 # %% ../nbs/03_data.ipynb #5c465e6f
-def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_tokens, digest):
+def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_tokens, digest, tally):
     "Encode `docs` into `folder`; returns the two closed writers and how the split was made"
     train, val = [TokenWriter(folder, o, token_dtype(tokenizer), shard_tokens) for o in ("train", "val")]
     left = max_tokens or float("inf")
-    for is_val,ids in _encoded(docs, tokenizer, eot, val_frac, digest):
+    for is_val,ids in _encoded(docs, tokenizer, eot, val_frac, digest, tally):
         (val if is_val else train).write(ids[:min(left, len(ids))])
         if (left := left - len(ids)) <= 0: break
     train.close(); val.close()
     split = split_kind(train, val, val_frac)
     if split == "document": return train, val, split
-    return *hold_out_tail(folder, (train, val), eot, val_frac, tokenizer.get_vocab_size()), split
+    return *hold_out_tail(folder, (train, val), eot, val_frac, vocabulary_size(tokenizer)), split
 
 # %% ../nbs/03_data.ipynb #e46c9fcf
 def describe_tokens(
@@ -422,21 +229,22 @@ def describe_tokens(
     train, val,         # the two writers, closed
     split, source,      # how documents were held out; where the text comes from
     digest,             # of the text, from `text_digest`
+    text=None,          # its `TextSummary`
 ) -> dict:              # what `meta.json` says
     "Write `meta.json` and `tokenizer.json` beside the tokens"
     size, paths = train.dtype.itemsize, [p for o in ("train", "val") for p in token_files(folder, o)]
-    meta = Meta(vocab=tokenizer.get_vocab_size(), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
+    meta = Meta(vocab=vocabulary_size(tokenizer), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
                 val_tokens=val.n, files={p.name: p.stat().st_size//size for p in paths},
-                sha256={p.name: file_sha256(p) for p in paths}, split=split, source=source,
+                sha256={p.name: file_sha256(p) for p in paths}, split=split, source=source, text=text,
                 documents=digest.hexdigest(), date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
     replace_file(folder/"meta.json", msgspec.json.format(msgspec.json.encode(meta)).decode(), sync=True)
-    replace_file(folder/"tokenizer.json", tokenizer.to_str(pretty=True), sync=True)
+    write_tokenizer(folder, tokenizer, sync=True)
     return msgspec.to_builtins(meta)
 
 # %% ../nbs/03_data.ipynb #ed831180
 def write_shards(
     docs: Iterable[str],        # documents
-    tokenizer: Tokenizer,       # must know `<|endoftext|>`
+    tokenizer: Tokenizer,       # must know its end token, and reproduce the text
     folder,                     # where to; must not exist
     val_frac=.05,               # share of the documents held out for validation
     shard_tokens=100_000_000,   # tokens in one file
@@ -447,10 +255,13 @@ def write_shards(
     Raw little-endian uint16 (uint32 for a vocabulary above 65536), each document after an end-of-text token.
     Raises FileExistsError, or ValueError when there are no tokens."""
     check_sizes(val_frac, shard_tokens, max_tokens)
-    eot, tok, digest = end_token(tokenizer), special_as_text(tokenizer), text_digest()
+    eot, tok, digest = end_token(tokenizer), prepare_tokenizer(tokenizer), text_digest()
+    tally = Tally(tok)
     with _new_folder(folder) as tmp:
-        train, val, split = _write_tokens(docs, tok, eot, tmp, val_frac, shard_tokens, max_tokens, digest)
-        return describe_tokens(tmp, tok, eot, train, val, split, source, digest)
+        sizes = val_frac, shard_tokens, max_tokens
+        *written, split = _write_tokens(docs, tok, eot, tmp, *sizes, digest, tally)
+        text = tally.summary(getattr(docs, "report", None))
+        return describe_tokens(tmp, tok, eot, *written, split, source, digest, text)
 
 # %% ../nbs/03_data.ipynb #ee5b2f50
 @dataclass(frozen=True)
@@ -463,6 +274,7 @@ class Corpus:
     tokenizer: Tokenizer | None = field(default=None, repr=False)   # None if not known (a bare .bin)
     eot: int | None = None          # the token that starts a document
     documents: str | None = field(default=None, repr=False)         # digest of the text, where it is known
+    text: TextSummary | None = field(default=None, repr=False)      # what was read, where it is known
 
 # %% ../nbs/03_data.ipynb #fe867072
 def _holds_tokens(folder):
@@ -476,10 +288,10 @@ def _holds_tokens(folder):
 # %% ../nbs/03_data.ipynb #f7e5bcd5
 def _check_tokenizer(where, tokenizer, vocab, eot, exact):
     "Raise `InputError` for a tokenizer that isn't the one the tokens are from"
-    n, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOT)
+    n, end = vocabulary_size(tokenizer), end_of_text(tokenizer)
     if n > vocab or exact and n != vocab or eot is not None and end != eot:
-        raise InputError(f"{where}: the tokenizer has {n:,} tokens, of which {EOT} is {end}, and the data is "
-                         f"said to have {vocab:,} and {eot}: they don't belong together")
+        raise InputError(f"{where}: the tokenizer has {n:,} tokens, and {end} ends a text; the data is said "
+                         f"to have {vocab:,} and {eot}: they don't belong together")
 
 # %% ../nbs/03_data.ipynb #tokf0021
 def _check_holds_tokens(path):
@@ -492,7 +304,7 @@ def _check_holds_tokens(path):
 # %% ../nbs/03_data.ipynb #84cf17ea
 def _tokenizer_beside(folder, vocab):
     "The tokenizer beside tokens, and the known vocabulary: the one given, its own or that of `meta.pkl`"
-    if tok := tokenizer_of(folder): return tok, vocab or tok.get_vocab_size()
+    if tok := tokenizer_of(folder): return tok, vocab or vocabulary_size(tok)
     if vocab or not (folder/"meta.pkl").exists(): return None, vocab
     c = read_characters(folder/"meta.pkl")
     return character_tokenizer(c), c.vocab_size
@@ -505,7 +317,7 @@ def _said_of(folder, vocab):
     tok, meta.vocab = _tokenizer_beside(folder, meta.vocab or vocab)
     if meta.eot is msgspec.UNSET:
         gpt2 = not tok and GPT2_VOCAB <= (meta.vocab or GPT2_VOCAB) <= 50304      # padded, at most
-        meta.eot = GPT2_EOT if gpt2 else tok.token_to_id(EOT) if tok else None
+        meta.eot = GPT2_EOT if gpt2 else end_of_text(tok) if tok else None
     if tok: _check_tokenizer(folder, tok, meta.vocab, meta.eot, exact)
     return meta, tok or (_cached_gpt2() if meta.eot == GPT2_EOT else None)
 
@@ -532,18 +344,12 @@ def _open_shards(path, vocab=None, name=None):
     elif both and meta.val_tokens: raise InputError(f"{folder} has no val file, and meta.json speaks of one")
     else: cut = _tail_cut(train, meta.eot); train, val = train.part(0, cut), train.part(cut, len(train))
     name = name or (folder.name if both else path.stem)
-    return Corpus(name, train, val, vocab, tok, meta.eot, meta.documents)
-
-# %% ../nbs/03_data.ipynb #68e82cbe
-def tokenizer_hash(tokenizer):
-    "A short hash of the vocabulary"
-    words = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-    return hashlib.blake2b(words, digest_size=8).hexdigest()
+    return Corpus(name, train, val, vocab, tok, meta.eot, meta.documents, meta.text)
 
 # %% ../nbs/03_data.ipynb #8a044a49
 def _in_cache(name, *origin):
     "Where tokens of that origin are kept"
-    key = json.dumps([2, name, *origin]).encode()
+    key = json.dumps([3, name, *origin]).encode()
     return cache_dir()/f"{name}-{hashlib.blake2b(key, digest_size=6).hexdigest()}"
 
 # %% ../nbs/03_data.ipynb #tokf0107
@@ -580,14 +386,16 @@ def _room_in_cache():
 def _prepared(name, docs, train, max_tokens, source, key, given):
     "Corpus from the cache. If it isn't there it is made of `docs()`, with the tokenizer `given` or `train()`"
     def of(*key): return _in_cache(name, max_tokens, source, *key)
-    folder = of(key)
+    folder, text = of(key), None
     if given and not _made_with(folder, given): folder = of(key, tokenizer_hash(given))
     if not (res := _from_cache(folder, name)):
         check_writable(folder.parent, OTHER_CACHE)
         print(f"Tokenizing {name} (once; kept in the cache as {folder.name})", flush=True)
+        made = docs(), given or train()
         with _room_in_cache(), suppress(FileExistsError):   # another process was faster, with the same result
-            write_shards(docs(), given or train(), folder, max_tokens=max_tokens, source=source)
+            text = write_shards(*made, folder, max_tokens=max_tokens, source=source)["text"]
         res = _open_shards(folder, name=name)
+    if text and text["lines"]: print(*summary_lines(res.text), sep="\n", flush=True)
     res.train.source = res.val.source = source
     return res
 
@@ -622,11 +430,11 @@ def _open_hub(name, vocab, max_tokens, tokenizer):
     key = [vocab, str(HUB[name])]
     return _prepared(name, docs, train, max_tokens or HUB_TOKENS, f"{name} from the Hub", key, tokenizer)
 
-def _open_text(path, vocab, max_tokens, tokenizer):
-    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in document_files(path)]
-    def docs(): return read_documents(path)
+def _open_text(path, vocab, max_tokens, tokenizer, text_key):
+    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in document_files(path, text_key)]
+    def docs(): return read_documents(path, text_key)
     def train(): return train_tokenizer(first_characters(docs()), vocab)
-    return _prepared(path.stem, docs, train, max_tokens, str(path), [vocab, stats], tokenizer)
+    return _prepared(path.stem, docs, train, max_tokens, str(path), [vocab, text_key, stats], tokenizer)
 
 # %% ../nbs/03_data.ipynb #10640b94
 def unknown_corpus(data):
@@ -646,6 +454,7 @@ def open_corpus(
     vocab=None,         # of the tokenizer we train (default `OFFLINE_VOCAB`), or of a bare `.bin` (GPT-2's)
     max_tokens=None,    # use no more tokens than this (default: all; `HUB_TOKENS` of a preset)
     tokenizer=None,     # encode text with this one, and train none; tokens must have been made with it
+    text_key="text",    # the key or column of JSON lines, Parquet and Arrow that holds the text
 ) -> Corpus:
     """Open a corpus; text is tokenized into `cache_dir()` the first time, and a line printed that says so.
     A `.bin` is nanoGPT's format: `train.bin` takes the `val.bin` beside it, any other holds out its last 5%.
@@ -656,14 +465,16 @@ def open_corpus(
     if str(data) in HUB: return _open_hub(str(data), vocab, *how[1:])
     path = Path(data).expanduser().absolute()
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
-    if not (_holds_tokens(path) if path.is_dir() else named_as_tokens(path)): return _open_text(path, *how)
+    if not (_holds_tokens(path) if path.is_dir() else named_as_tokens(path)):
+        return _open_text(path, *how, text_key)
     c = _open_shards(path, vocab)
     if tokenizer: c = _with_tokenizer(c, tokenizer, path)
     return replace(c, train=c.train.part(0, max_tokens)) if max_tokens else c
 
 # %% ../nbs/03_data.ipynb #8507a1c9
 def _with_tokenizer(corpus, tokenizer, path):
-    "The corpus with that tokenizer. `InputError` if it has another"
+    "The corpus with that tokenizer, if one is given. `InputError` if it has another"
+    if not tokenizer: return corpus
     if not corpus.tokenizer: _check_tokenizer(path, tokenizer, corpus.vocab, corpus.eot, False)
     elif tokenizer_hash(tokenizer) != tokenizer_hash(corpus.tokenizer):
         raise InputError(f"{path} was tokenized with another tokenizer: the same numbers mean other text")

@@ -27,8 +27,9 @@ from tqdm.auto import tqdm
 # %% ../nbs/61_evals.ipynb #2294b3a2
 from .files import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
                                 replace_file)
-from .data import (EOT, HUB, Continued, file_kind, open_corpus, read_documents, text_pieces,
-                               tokenizer_of)
+from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
+from .tokenizer import end_of_text, tokenizer_of, vocabulary_size
+from .data import HUB, open_corpus
 from .model import set_parts
 from .measure import default_device, machine, version_of
 from .export import file_of, from_pretrained, run_of
@@ -60,9 +61,9 @@ def our_tokenizer(folder, vocab): # of a model, the tokens that it knows
     "The tokenizer in a model's folder, and its `<|endoftext|>`. Raises `InputError` without them"
     tok = tokenizer_of(run_of(folder))
     if not tok: raise InputError(f"{folder} has no tokenizer.json: it knows tokens, and no text")
-    if (size := tok.get_vocab_size()) > vocab:
+    if (size := vocabulary_size(tok)) > vocab:
         raise InputError(f"{folder}/tokenizer.json has {size} tokens, and the model {vocab}: it is another's")
-    if (eot := tok.token_to_id(EOT)) is None:
+    if (eot := end_of_text(tok)) is None:
         raise InputError(f"{folder}/tokenizer.json has no {EOT}, which stands before a text's first token")
     return tok, eot
 

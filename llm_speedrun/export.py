@@ -22,13 +22,12 @@ import msgspec, torch
 from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from .compat import FakeTensorMode
 
 # %% ../nbs/62_export.ipynb #cb20c69c
 from .files import (InputError, check_writable, lookup, read_bytes_of, read_json, reason,
                                 synced)
-from .data import EOT
+from .tokenizer import end_of_text, read_tokenizer, vocabulary_size
 from .measure import default_device
 from .model import GPT, GPTConfig
 from .recipes.architecture import NORM, NormedGPT, UntiedGPT, folded
@@ -219,13 +218,13 @@ def json_bytes(d): # a dict
 def tokenizer_files(path, # of a `tokenizer.json`
                     config): # a `GPTConfig`
     "The exported tokenizer, file name -> bytes, and the id of `<|endoftext|>` (None if it has none)"
-    data = read_bytes_of(path, most=2**28)
-    try: tok = Tokenizer.from_buffer(data)
-    except Exception as e: raise InputError(f"{path} is no tokenizer ({e})") from None # of no narrower class
-    if (n := tok.get_vocab_size()) > config.vocab:
+    data, tok = read_bytes_of(path, most=2**28), read_tokenizer(path)
+    saved = json.loads(data)
+    if saved.get("truncation") or saved.get("padding"): data = tok.to_str(pretty=True).encode()
+    if (n := vocabulary_size(tok)) > config.vocab:
         raise InputError(f"{path} has {n} tokens, and the model knows {config.vocab}: it is another model's")
-    eot = tok.token_to_id(EOT)
-    ends = {} if eot is None else dict(bos_token=EOT, eos_token=EOT, pad_token=EOT)
+    eot = end_of_text(tok)
+    ends = {} if eot is None else dict.fromkeys(("bos_token", "eos_token", "pad_token"), tok.id_to_token(eot))
     about = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.seq,
                  clean_up_tokenization_spaces=False, **ends)
     return {"tokenizer.json": data, "tokenizer_config.json": json_bytes(about)}, eot

@@ -16,7 +16,8 @@ import torch, torch.nn.functional as F
 from fastcore.basics import patch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from .files import InputError, RunError, lookup, read_bytes_of
-from .data import EOT, tokenizer_of
+from .text_files import EOT
+from .tokenizer import end_of_text, tokenizer_of, vocabulary_size
 from .export import EXPORT_DTYPES, from_pretrained, run_of
 from .measure import compare, default_device, version_of
 from .model import set_parts
@@ -245,7 +246,7 @@ def open_model(folder, # a run's, or one that transformers wrote
     device = device_of(device)
     run, tok = from_pretrained(folder, device), tokenizer_of(run_of(folder))
     if not tok: raise InputError(f"{folder} has no tokenizer.json: it knows tokens, and no text")
-    if (size := tok.get_vocab_size()) > (vocab := run.model.config.vocab):
+    if (size := vocabulary_size(tok)) > (vocab := run.model.config.vocab):
         raise InputError(f"{folder}/tokenizer.json has {size} tokens, and the model {vocab}: it is another's")
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return in_dtype(run, dtype or ("bf16" if native else "fp32")), tok
@@ -261,7 +262,7 @@ def tokens_of(text, # a prompt; empty for a new document
         raise InputError(f"the prompt {text[:20]!r}... has {len(ids):,} tokens, and the model reads at most "
                          f"{longest:,}: shorten it")
     if ids: return ids
-    if (eot := tok.token_to_id(EOT)) is None:
+    if (eot := end_of_text(tok)) is None:
         raise InputError(f"without {EOT} a text can't begin from nothing: give a --prompt")
     return [eot]
 
@@ -290,7 +291,7 @@ def pieces(writer, # a `Writer` that has begun
            g, # a `torch.Generator` on the writer's device
            **how): # as for `likeliest`
     "Yield the next piece of each text, a list: a text that may be empty, and None after a text's end"
-    eot, rows = tok.token_to_id(EOT), len(writer.tokens)
+    eot, rows = end_of_text(tok), len(writer.tokens)
     streams, alive = [TextStream(tok) for _ in range(rows)], [True]*rows
     for tokens in writer.write(n, g, **how):
         alive = [a and t != eot for a, t in zip(alive, tokens)]
@@ -380,7 +381,7 @@ def go_on(writer, said, ids, eot): # a `Writer`; tokens to begin with, tokens th
 def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
     "Take turns in one text, until standard input ends"
     writer, g = Writer(run), torch.Generator(run.device).manual_seed(c.seed)
-    eot = tok.token_to_id(EOT)
+    eot = end_of_text(tok)
     said = tokens_of(c.prompt, tok, run.model.config.seq) if c.prompt or eot is not None else []
     print(CHAT, file=sys.stderr)
     while (line := typed()) is not None:

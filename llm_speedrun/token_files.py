@@ -16,6 +16,7 @@ import msgspec, numpy as np
 from fastcore.basics import patch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from .files import InputError, RunError, cache_dir, read_bytes_of, read_json
+from .tokenizer import TextSummary
 
 # %% auto #0
 __all__ = ['WIDTHS', 'GPT2_VOCAB', 'GPT2_EOT', 'Vocabulary', 'Tokens', 'Width', 'TokenWriter', 'TokenFile', 'token_file',
@@ -372,6 +373,7 @@ class Meta(msgspec.Struct):
     split: str = ""                                 # how documents were held out: "document" or "tail"
     source: str = ""                                # where the text comes from
     documents: str | None = None                    # digest of the text
+    text: TextSummary | None = None                 # what was read, and what was left out
     date: str = ""                                  # when they were written
 
     def __post_init__(self): check_meta(self)

@@ -53,7 +53,7 @@ def hand_written():
 def told(text):
     "What stays on the screen, as words: no progress bars, and not what is printed in a first run or a later one alone, or by a profiler"
     lines = [line.rsplit("\r", 1)[-1] for line in text.splitlines()]
-    return [line for line in lines if not re.match(r"Tokenizing |[\w -]+, as measured here on |USDT:|[\w ]+: +\d+%\||step [\d,]+ of ", line)]
+    return [line for line in lines if not re.match(r"Tokenizing |read [\d,]+ files? of |left out |[\d,]+ documents?, [\d,]+ bytes|[\w -]+, as measured here on |USDT:|[\w ]+: +\d+%\||step [\d,]+ of ", line)]
 
 def masked(text):
     "The text without what differs from run to run: numbers, sums, where lines are broken"

@@ -162,7 +162,7 @@ CAN_PRINT = { # module, or one of its options -> the commands that can print its
     ("export", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", "race": "race",
     **{("race", f"--{k}"): "train" for k in "epochs name out overwrite sample save_minutes seed".split()}}    # our own runs' command line
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
-ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm"} # of pip, nvidia-smi, torchrun, docker
+ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm", "--long"} # of pip, nvidia-smi, torchrun, docker, zstd
 
 @lru_cache
 def has(name): return {f"--{o.name}" for o in listed(COMMANDS[f"speedrun_{name}"].config)} | {"--debug", "--help"}
@@ -193,8 +193,8 @@ def test_advice_names_options_that_exist():
             assert not [*wrong_advice(text, module)], (module, text)
 
 def test_wrong_advice_is_found():
-    for text in ("take fewer --workers", "{} has no key; set text_key"): assert [*wrong_advice(text, "train.trainer")]
-    assert [*wrong_advice("speedrun_train --text_key", "train.corpora")]
+    for text in ("take fewer --workers", "{} is too little; set val_frac"): assert [*wrong_advice(text, "train.trainer")]
+    assert [*wrong_advice("speedrun_train --val_frac", "train.corpora")]
     assert not [*wrong_advice("tokenize with speedrun_data --tokenizer {}", "train.trainer")]
 
 @pytest.mark.skipif(os.name != "posix", reason="asks POSIX for permissions")

@@ -408,7 +408,7 @@ def broken_run(folder, what):
     ("steps of text", r"config.json can't be used: .*\$.steps"), ("result of text", r"result.json can't be used: .*\$.steps"), ("deep result", "result.json .*"),
     ("pipe model.safetensors", "has no model.safetensors|no regular file"), ("pipe tokenizer.json", "tokenizer.json is no regular file"), ("pipe config.json", "has no config.json|no regular file"),
     ("other shape", r"model.safetensors doesn't fit its config.json; of another shape: .*instead of \[56, 32\]"),
-    ("torn weights", "model.safetensors is no whole safetensors file"), ("torn tokenizer", "tokenizer.json is no tokenizer"),
+    ("torn weights", "model.safetensors is no whole safetensors file"), ("torn tokenizer", "tokenizer.json holds no tokenizer"),
     ("out exists", "out exists already and is left alone: choose another folder .speedrun_export --out"),
     ("out in a file", "config.json is no folder that one can write into"), ("dtype", "unknown dtype 'int4'.*fp32, bf16")])
 def test_bad_run(trained, tmp_path, capsys, what, message):

@@ -8,7 +8,8 @@ from llm_speedrun import data
 from llm_speedrun.files import InputError
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.train.options import DataOptions, speedrun_data
-from llm_speedrun.data import Batches, open_corpus, read_documents, stdlib_files, train_tokenizer, write_shards
+from llm_speedrun.data import Batches, open_corpus, stdlib_files, train_tokenizer, write_shards
+from llm_speedrun.text_files import read_documents
 from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_borders, document_mask,
                                            mean_length, padded_borders, within_documents)
 from llm_speedrun.train.corpora import *
@@ -511,7 +512,7 @@ def test_in_order_waits_for_nobody():
     (dict(data=""), "data must be a text that isn't empty"), (dict(data=" "), "data is empty"),
     (dict(out=""), "out must be a text that isn't empty"), (dict(out=" "), "out is empty"),
     (dict(tokenizer="gpt2", vocab=300), "leave out --vocab"), (dict(data="BIN"), "is called .bin"),
-    (dict(text_key="body"), "a.jsonl line 1 has no key 'body', only text; name the right one to speedrun_data with --text_key"),
+    (dict(text_key="body"), "a.jsonl line 1 has no key 'body', only text; name the right one to speedrun_data or speedrun_train with --text_key"),
     (dict(tokenizer="BIN"), "tokens.bin holds no tokenizer|is not UTF-8")])
 def test_options(tmp_path, capsys, options, said):
     "Options that can't be are refused in one line, before anything is made"

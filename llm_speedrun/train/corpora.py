@@ -20,12 +20,14 @@ from tqdm.auto import tqdm
 # %% ../../nbs/38_corpora.ipynb #4732407b
 from ..files import InputError, check_writable, hold, read_json, replace_file, synced
 from .words import encoders, in_order
-from ..data import (HUB, OFFLINE_VOCAB, PACKED, TokenWriter, Tokens, check_sizes, describe_tokens,
-                               digest_pieces, document_files, end_token, file_kind, first_characters,
-                               gpt2_tokenizer, hold_out_tail, hub_documents, marked_pieces, open_corpus,
-                               parcels, read_documents, read_tokenizer, special_as_text, split_kind,
-                               stdlib_documents, stdlib_files, text_digest, token_dtype, token_files,
-                               tokenizer_hash, train_tokenizer, unknown_corpus)
+from ..text_files import EOT, PACKED, document_files, file_kind, read_documents
+from ..tokenizer import (Tally, TextSummary, end_token, prepare_tokenizer, read_tokenizer,
+                                    set_end_token, summary_lines, token_dtype, tokenizer_hash, tried,
+                                    vocabulary_size, write_tokenizer)
+from ..data import (HUB, OFFLINE_VOCAB, TokenWriter, Tokens, check_sizes, describe_tokens,
+                               digest_pieces, first_characters, gpt2_tokenizer, hold_out_tail, hub_documents,
+                               marked_pieces, open_corpus, parcels, split_kind, stdlib_documents,
+                               stdlib_files, text_digest, token_files, train_tokenizer, unknown_corpus)
 
 # %% ../../nbs/38_corpora.ipynb #869ac81d
 def _assembled(parcel, encoded, eot, dtype):
@@ -117,33 +119,41 @@ def close(self:_Unfinished):
         for w in self.writers: w.close()
     finally: self.lock.release()
 
+# %% ../../nbs/38_corpora.ipynb #38text01
+def _read_past(unfinished, docs, tokenizer, val_frac, bar):
+    "The pieces that are still to be encoded, and a `Tally` of those that are"
+    pieces, tally = iter(marked_pieces(tried(docs, tokenizer), val_frac)), Tally(tokenizer)
+    bar.update(unfinished.skip(tally.counted(pieces)))
+    tally.tokens = unfinished.done.train + unfinished.done.val - tally.documents
+    return pieces, tally
+
 # %% ../../nbs/38_corpora.ipynb #147fd948
 def _encode_all(unfinished, docs, tokenizer, eot, val_frac, max_tokens, workers, bar):
-    "Encode `docs` into `unfinished`, from where it stands"
-    pieces = iter(marked_pieces(docs, val_frac))
-    bar.update(unfinished.skip(pieces))
+    "Encode `docs` into `unfinished`, from where it stands. Returns a `Tally` of all of it"
+    pieces, tally = _read_past(unfinished, docs, tokenizer, val_frac, bar)
     left = lambda: (max_tokens or 2**62) - sum(w.n for w in unfinished.writers)
     saved, rest, texts = time.monotonic(), parcels(pieces) if left() > 0 else [], lambda p: [t[0] for t in p]
     with encoders(workers, tokenizer, unfinished.dtype) as encode:
         try:
             for parcel, encoded in in_order(lambda p: encode(texts(p)), rest, workers, 2*workers):
                 tokens, held = _assembled(parcel, encoded, eot, unfinished.dtype)
-                n = left()
+                n = left(); tally.add(parcel, sum(map(len, encoded))//unfinished.dtype.itemsize)
                 unfinished.add(parcel, tokens[:n], held[:n]); bar.update(sum(map(len, texts(parcel))))
                 if time.monotonic() - saved > 1: unfinished.sync(); saved = time.monotonic()
                 if len(tokens) >= n: break
         finally: unfinished.sync()
+    return tally
 
 # %% ../../nbs/38_corpora.ipynb #8f822aba
-def _finish(unfinished, out, tokenizer, eot, val_frac, source):
+def _finish(unfinished, out, tokenizer, eot, val_frac, source, text):
     "Describe the tokens and move them to `out`. Returns what `meta.json` says"
     (train, val), folder = unfinished.writers, unfinished.tokens
     for w in (train, val): w.close()
     if (split := split_kind(train, val, val_frac)) == "tail":
         folder = unfinished.folder/"tail"
         shutil.rmtree(folder, ignore_errors=True); shutil.copytree(unfinished.tokens, folder)
-        train, val = hold_out_tail(folder, (train, val), eot, val_frac, tokenizer.get_vocab_size())
-    meta = describe_tokens(folder, tokenizer, eot, train, val, split, source, unfinished.digest)
+        train, val = hold_out_tail(folder, (train, val), eot, val_frac, vocabulary_size(tokenizer))
+    meta = describe_tokens(folder, tokenizer, eot, train, val, split, source, unfinished.digest, text)
     folder.rename(out); synced(out.parent)
     unfinished.close()
     shutil.rmtree(unfinished.folder)
@@ -161,13 +171,14 @@ def _to_write(folder, val_frac, shard_tokens, max_tokens, workers):
     if out.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another")
     return out
 
-def _job(tokenizer, source, val_frac, shard_tokens, max_tokens): # the text of `tokenizer.json`
-    return dict(source=source, tokenizer=hashlib.sha256(tokenizer.encode()).hexdigest(), val_frac=val_frac,
-                shard_tokens=shard_tokens, max_tokens=max_tokens)
+def _job(tokenizer, source, val_frac, shard_tokens, max_tokens):
+    text, end = tokenizer.to_str(), getattr(tokenizer, "end", EOT)
+    return dict(source=source, tokenizer=hashlib.sha256(text.encode()).hexdigest(), val_frac=val_frac,
+                shard_tokens=shard_tokens, max_tokens=max_tokens, **{} if end == EOT else {"end token": end})
 
 # %% ../../nbs/38_corpora.ipynb #830d6ee7
 def tokenize_corpus(docs, # an iterable of documents, the same ones in the same order when it goes on
-                    tokenizer: Tokenizer, # must know `<|endoftext|>`
+                    tokenizer: Tokenizer, # must know its end token, and reproduce the text
                     folder, # where to; must not exist
                     val_frac=.05, # share of the documents held out for validation
                     shard_tokens=100_000_000, # tokens in one file
@@ -178,14 +189,16 @@ def tokenize_corpus(docs, # an iterable of documents, the same ones in the same 
                    ) -> dict: # what meta.json says
     """What `data.write_shards` writes, token for token, encoded by `workers` processes in flat memory.
     Interrupted or killed, the same call goes on. Raises FileExistsError, ValueError (no text, remains of
-    another job), RuntimeError (a process died, another writes it), and whatever reading `docs` raises."""
-    out, tok = _to_write(folder, val_frac, shard_tokens, max_tokens, workers), special_as_text(tokenizer)
-    eot, text, bar = end_token(tokenizer), tok.to_str(), bar if bar is not None else tqdm(disable=True)
-    unfinished = _Unfinished(out, _job(text, source, val_frac, shard_tokens, max_tokens), token_dtype(tok))
+    another job, a tokenizer that loses text), RuntimeError (a process died, another writes it), and
+    whatever reading `docs` raises."""
+    out, tok = _to_write(folder, val_frac, shard_tokens, max_tokens, workers), prepare_tokenizer(tokenizer)
+    eot, bar = end_token(tokenizer), bar if bar is not None else tqdm(disable=True)
+    unfinished = _Unfinished(out, _job(tok, source, val_frac, shard_tokens, max_tokens), token_dtype(tok))
     try:
-        replace_file(unfinished.folder/"tokenizer.json", text, sync=True)
-        _encode_all(unfinished, docs, tok, eot, val_frac, max_tokens, workers or cores(), bar)
-        return _finish(unfinished, out, tok, eot, val_frac, source)
+        write_tokenizer(unfinished.folder, tok, sync=True)
+        tally = _encode_all(unfinished, docs, tok, eot, val_frac, max_tokens, workers or cores(), bar)
+        read = tally.summary(getattr(docs, "report", None))
+        return _finish(unfinished, out, tok, eot, val_frac, source, read)
     finally: unfinished.close()
 
 # %% ../../nbs/38_corpora.ipynb #fb3ed6d5
@@ -198,17 +211,17 @@ def document_source(
     if str(data) in HUB: return partial(hub_documents, str(data))
     path = Path(data).expanduser()
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
-    if path.is_dir() and token_files(path, "train") and not document_files(path):
+    if path.is_dir() and token_files(path, "train") and not document_files(path, text_key):
         raise InputError(f"{data} is tokenized already: train on it as it is, without "
                          "streaming")
     return partial(read_documents, path, text_key)
 
 # %% ../../nbs/38_corpora.ipynb #3c099b5a
-def _characters(data):
+def _characters(data, text_key="text"):
     "About how many characters the files of `data` hold, or None if that can't be told from their sizes"
     if str(data) in HUB: return None
-    files = stdlib_files() if str(data) == "stdlib" else document_files(data)
-    packed = any(p.suffix.lower() in PACKED or file_kind(p) == ".parquet" for p in files)
+    files = stdlib_files() if str(data) == "stdlib" else document_files(data, text_key)
+    packed = any(p.suffix.lower() in PACKED or file_kind(p) in (".parquet", ".arrow") for p in files)
     return None if packed else sum(p.stat().st_size for p in files)
 
 # %% ../../nbs/38_corpora.ipynb #a7c8c5f0
@@ -245,7 +258,7 @@ def _refuse(c): # a `DataOptions`
 
 def _origin(c, tok): # a `DataOptions`, the tokenizer
     "What `meta.json` says of where the text and the tokenizer come from"
-    n = tok.get_vocab_size()
+    n = vocabulary_size(tok)
     trained = c.vocab and (f"{n}" if n == c.vocab else f"{n} ({c.vocab} asked for)")
     return f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or trained or 'default'}"
 
@@ -255,11 +268,13 @@ def make_corpus(c): # a `DataOptions`
     _refuse(c)
     path, source = Path(c.out).expanduser().absolute(), document_source(c.data, c.text_key)
     tok = _tokenizer_for(c.tokenizer, c.data, source, c.vocab, path)
+    if c.end_token: set_end_token(tok, c.end_token)
     about = dict(source=_origin(c, tok), val_frac=c.val_frac, max_tokens=c.max_tokens or None,
                  workers=c.workers or None)
-    with tqdm(total=_characters(c.data), unit="char", unit_scale=True, dynamic_ncols=True,
+    with tqdm(total=_characters(c.data, c.text_key), unit="char", unit_scale=True, dynamic_ncols=True,
               desc="tokenizing") as bar:
         meta = tokenize_corpus(source(), tok, path, bar=bar, **about)
+    print(*summary_lines(msgspec.convert(meta["text"], TextSummary)), sep="\n")
     print(f"{meta['train_tokens']:,} tokens to train on and {meta['val_tokens']:,} held out are in {c.out}/")
 
 # %% ../../nbs/38_corpora.ipynb #36105614
@@ -294,9 +309,10 @@ def open_mix(spec, # as for `parse_mix`, each name as for `open_corpus`
              vocab=None, # as for `open_corpus`
              max_tokens=None, # of each corpus
              tokenizer=None, # as for `open_corpus`
+             text_key="text", # as for `open_corpus`
             ) -> list: # of (Corpus, Fraction)
     "Open the corpora of a mixture. ValueError if they don't share a tokenizer, else as `open_corpus` raises"
-    res = [(open_corpus(n, vocab, max_tokens, tokenizer), w) for n, w in parse_mix(spec)]
+    res = [(open_corpus(n, vocab, max_tokens, tokenizer, text_key), w) for n, w in parse_mix(spec)]
     first = res[0][0]
     for c, _ in res[1:]:
         toks = [o.tokenizer and tokenizer_hash(o.tokenizer) for o in (first, c)]

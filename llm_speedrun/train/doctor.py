@@ -8,9 +8,9 @@ __all__ = ['ok', 'note', 'PACKAGES', 'HELD_BACK', 'LONG', 'SAMPLE', 'Finding', '
            'named', 'check_same', 'check_links', 'check_network', 'check_settings', 'check_shm', 'least_gbs',
            'check_speed', 'clock', 'under_load', 'check_pace', 'seen', 'mark_in', 'check_shared', 'check_cluster',
            'FirstSteps', 'wall_ms', 'phase_ms', 'write_speed', 'first_steps', 'check_trial', 'check_memory',
-           'check_data', 'check_loader', 'stored', 'stored_bytes', 'checkpoint_bytes', 'size', 'check_disk',
-           'check_start', 'lasting', 'check_time', 'check_resume', 'check_trainer', 'check_run', 'examine', 'checkup',
-           'tell', 'examined', 'examine_and_tell']
+           'check_text', 'check_data', 'check_loader', 'stored', 'stored_bytes', 'checkpoint_bytes', 'size',
+           'check_disk', 'check_start', 'lasting', 'check_time', 'check_resume', 'check_trainer', 'check_run',
+           'examine', 'checkup', 'tell', 'examined', 'examine_and_tell']
 
 # %% ../../nbs/36_doctor.ipynb #4885a0ac
 import hashlib, math, os, platform, re, shutil, socket, subprocess, sys, tempfile, textwrap, time
@@ -25,7 +25,8 @@ from packaging.requirements import Requirement
 
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..data import cache_dir
-from ..files import SpeedrunError, in_words
+from ..tokenizer import check_ratio, check_round_trip, summary_lines
+from ..files import InputError, SpeedrunError, in_words
 from ..measure import (Timings, default_device, driver_version, memory_limit, process_start,
                                   sample_ms, summarize, version_of)
 from ..runs import RUNGS, World
@@ -438,14 +439,31 @@ def check_memory(t, # `FirstSteps`
     if t.peak_gib < .95*total: yield Finding("ok", "memory", text)
     else: yield Finding("note", "memory", f"{text}, which is tight: a smaller --batch leaves some room")
 
+# %% ../../nbs/36_doctor.ipynb #36text01
+def check_text(corpus): # a `Corpus`
+    "Findings about the text that its tokens are from: what was read, bytes per token, a round trip"
+    read, tok = corpus.text, corpus.tokenizer
+    if read: yield ok("text", f"{corpus.name}: {'; '.join(summary_lines(read))}")
+    if not tok: return
+    ids = corpus.train[:20_000]
+    text = tok.decode(ids[ids != corpus.eot].tolist(), skip_special_tokens=False)
+    try:
+        check_round_trip(tok, [text])
+        if not read: check_ratio(len(text.encode()), len(ids))
+    except InputError as e: yield Finding("problem", "text", f"{corpus.name}: {e}"); return
+    if text.count("\ufffd") > .01*len(text): yield Finding("problem", "text", f"{corpus.name}: much of what "
+        "its tokens decode to is no text, so they were made with another tokenizer than the one beside them")
+    elif not read:
+        yield ok("text", f"{corpus.name}: {len(text.encode())/max(1, len(ids)):.2f} bytes per token")
+
 # %% ../../nbs/36_doctor.ipynb #7e951fff
 def check_data(trainer): # a `Trainer`
     "Findings about the data: what there is, and whether it suits the model"
     c, V = trainer.corpus, trainer.config.vocab
     if not trainer.corpora: yield Finding("ok", "data", f"{c.name}: a stream, its tokens aren't counted")
     for o in trainer.corpora:
-        sizes = f"{len(o.train):,} tokens to train on, {len(o.val):,} to validate"
-        yield Finding("ok", "data", f"{o.name}: {sizes}")
+        yield ok("data", f"{o.name}: {len(o.train):,} tokens to train on, {len(o.val):,} to validate")
+        yield from check_text(o)
     if V > 2*c.vocab:
         yield Finding("note", "data", f"its vocabulary is {c.vocab:,} and the model's {V:,}, so "
                       f"{1 - c.vocab/V:.0%} of the embedding stands for nothing: a larger --vocab or a "

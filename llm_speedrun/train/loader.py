@@ -18,8 +18,10 @@ from fastcore.basics import patch
 from ..files import InputError, RunError
 from ..measure import moment, ms_between, sample_ms, summarize
 from .words import Encoder, encoders, in_order
-from ..data import (Batches, Shards, Tokens, digest_pieces, end_token, is_held_out, parcels,
-                               prefetch, special_as_text, text_digest, text_pieces, token_dtype)
+from ..text_files import text_pieces
+from ..tokenizer import end_token, prepare_tokenizer, token_dtype, vocabulary_size
+from ..data import (Batches, Shards, Tokens, digest_pieces, is_held_out, parcels, prefetch,
+                               text_digest)
 
 # %% ../../nbs/39_loader.ipynb #7cc04bf3
 class RankBatches(Batches):
@@ -146,7 +148,7 @@ class StreamBatches:
                  workers=1, # processes that tokenize for this rank; 0 tokenizes in this one
                 ):
         if not 0 <= rank < world: raise InputError(f"rank {rank} is not one of {world}, 0 to {world-1}")
-        self.source, self.tokenizer, self.batch, self.seq = source, special_as_text(tokenizer), batch, seq
+        self.source, self.tokenizer, self.batch, self.seq = source, prepare_tokenizer(tokenizer), batch, seq
         self.seed, self.buffer, self.rank, self.world, self.workers = seed, buffer, rank, world, workers
         self.eot, self.dtype, self.batches = end_token(tokenizer), token_dtype(tokenizer), None
         start = dict(i=0, epoch=0, docs=0, pieces=0, left=[], documents=text_digest().hexdigest())
@@ -263,7 +265,7 @@ def load_state_dict(self:StreamBatches, state): # from `state_dict`
     if changed := [f"{k} {p[k]}, not {getattr(self, k)}" for k in _FIXED if p[k] != getattr(self, k)]:
         raise InputError(f"this position is of a stream with {', '.join(changed)}: take the same; what is to "
                          "go on with other numbers must be tokenized beforehand (speedrun_data)")
-    if max(p["left"], default=0) >= self.tokenizer.get_vocab_size():
+    if max(p["left"], default=0) >= vocabulary_size(self.tokenizer):
         raise InputError("this position has tokens of another tokenizer")
     self.close()
     self.past = deque([{k: v for k, v in p.items() if k not in _FIXED}], maxlen=8)

@@ -89,6 +89,7 @@ class TrainConfig(Options):
     "The options of a training run"
     # Data
     data: Text = "stdlib" # stdlib, fineweb-edu, openwebtext; a path (.bin, text, JSONL, Parquet); or a:2,b:1
+    text_key: Text = "text" # the key (JSONL) or column (Parquet, Arrow) that holds the text
     stream: bool = False # tokenize the documents while training, through a shuffle buffer
     documents: bool = False # attention that doesn't cross from one document into another
     vocab: Count = 0 # vocabulary of a tokenizer trained here, or of a bare .bin file
@@ -149,11 +150,12 @@ class DataOptions(Options):
     "The options of `speedrun_data`"
     # Text
     data: Text = "stdlib" # stdlib, fineweb-edu, openwebtext, or a path (text, JSONL, Parquet, folder)
-    text_key: Text = "text" # the key (JSONL) or column (Parquet) that holds the text
+    text_key: Text = "text" # the key (JSONL) or column (Parquet, Arrow) that holds the text
     max_tokens: Count = 0 # stop after so many; by default all there are
     val_frac: Part = .05 # share of the documents held out for validation
     # Tokenizer
-    tokenizer: str = "" # gpt2, a tokenizer.json, or a tokenized corpus; by default trained (presets: gpt2)
+    tokenizer: str = "" # gpt2, a tokenizer.json, or a folder with one; by default trained (presets: gpt2)
+    end_token: str = "" # token that begins a document, such as </s>; by default what the tokenizer says
     vocab: Count = 0 # vocabulary of a tokenizer trained here; by default 1024
     # Output
     out: Text = "tokens" # the folder to make; an interrupted command goes on when it is given again

@@ -28,8 +28,8 @@ from ..files import (InputError, RunError, SpeedrunError, check_writable, hold, 
                           replace_file)
 from ..measure import (Choices, Timings, default_device, ladder_table, machine, mfu, ms_between,
                                   process_start)
-from ..data import (EOT, Batches, Corpus, bigram_loss, differences, prefetch, tokenizer_of,
-                               val_batches)
+from ..tokenizer import end_of_text, tokenizer_of, vocabulary_size, write_tokenizer
+from ..data import Batches, Corpus, bigram_loss, differences, prefetch, val_batches
 from ..model import train_flops, workload
 from ..runs import World, build, find_rung, free_memory, parsed, rung_name, rung_options
 from ..world import (Agreement, Lost, Watch, check_alike, device_of_process, join_world,
@@ -1044,8 +1044,8 @@ def claim(self:Trainer):
     return c.name
 
 # %% ../../nbs/30_trainer.ipynb #8b8df15f
-FILES = ("config.json metrics.jsonl model.safetensors tokenizer.json ladder.json sample.txt samples.jsonl "
-         "result.json evals.json loss.png report.html profile.json.gz profile.md "
+FILES = ("config.json metrics.jsonl model.safetensors tokenizer.json tokenizer_config.json ladder.json "
+         "sample.txt samples.jsonl result.json evals.json loss.png report.html profile.json.gz profile.md "
          "bad_batch.safetensors").split()
 FOLDERS = "checkpoints", "tensorboard", "wandb", "logs"
 
@@ -1091,7 +1091,7 @@ def open_files(self:Trainer):
     self.write_config() # from here on checkpoints of an older run aren't this run's
     if not self.cfg.resume:
         clear(self.folder)
-        if tok := self.corpus.tokenizer: replace_file(self.folder/"tokenizer.json", tok.to_str(pretty=True))
+        if tok := self.corpus.tokenizer: write_tokenizer(self.folder, tok)
     self.open_rows()
 
 # %% ../../nbs/30_trainer.ipynb #2bf8aa9c
@@ -1306,7 +1306,7 @@ def open_tokens(self:Trainer):
     "Open tokens on disk, one corpus or a mixture; returns sequences to validate on"
     c = self.cfg
     own = tokenizer_of(c.resume) if c.resume else None # new text doesn't change the tokens of a run
-    self.parts = parts = open_mix(c.data, c.vocab or None, tokenizer=own)
+    self.parts = parts = open_mix(c.data, c.vocab or None, tokenizer=own, text_key=c.text_key)
     for corpus, _ in parts: corpus.train.check(); corpus.val.check()
     self.corpora, self.print = [corpus for corpus, _ in parts], mix_fingerprint(parts)
     self.corpus = self.corpora[0]
@@ -1321,9 +1321,9 @@ def open_tokens(self:Trainer):
 @patch
 def open_stream(self:Trainer):
     "Open documents that are tokenized as they come; returns sequences to validate on"
-    c, source = self.cfg, document_source(self.cfg.data)
+    c, source = self.cfg, document_source(self.cfg.data, self.cfg.text_key)
     tok = c.resume and tokenizer_of(c.resume) or stream_tokenizer(c.data, source, c.vocab)
-    self.corpus = Corpus(Path(c.data).stem, None, None, tok.get_vocab_size(), tok, tok.token_to_id(EOT))
+    self.corpus = Corpus(Path(c.data).stem, None, None, vocabulary_size(tok), tok, end_of_text(tok))
     self.corpora, self.print = [], self.corpus.fingerprint()
     whole = StreamBatches(one_side(source, False), tok, self.sequences, c.seq, seed=c.seed)
     self.batches = shares_of(whole, self.world)

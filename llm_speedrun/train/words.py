@@ -14,9 +14,9 @@ from pathlib import Path
 from queue import LifoQueue, SimpleQueue
 import numpy as np
 from fastcore.basics import patch
-from tokenizers import Tokenizer
 import llm_speedrun
 from ..files import RunError
+from ..tokenizer import parse_tokenizer
 
 # %% ../../nbs/37_words.ipynb #fba15a3e
 _WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.A)
@@ -74,7 +74,7 @@ def serve():
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)                                           # what is printed must not get among the tokens
     text, dtype, plain = pickle.load(source)
-    tokenizer = Tokenizer.from_str(text)
+    tokenizer = parse_tokenizer(text, "what was sent")
     tokenizer.encode_special_tokens = plain
     encoder = Encoder(tokenizer, dtype)
     while True:

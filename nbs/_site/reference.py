@@ -227,7 +227,8 @@ def metric_rows():
 FILES = { # of a run
     "config.json": "the options in force, the model's shape, versions",
     "metrics.jsonl": "a row for each step, below", "model.safetensors": "the weights",
-    "tokenizer.json": "the tokenizer", "sample.txt": "a text at the end",
+    "tokenizer.json": "the tokenizer", "tokenizer_config.json": "its end token, where that isn't `<|endoftext|>`",
+    "sample.txt": "a text at the end",
     "ladder.json": "what each rung gains, with `--ladder`", "samples.jsonl": "texts during the run",
     "result.json": "how the run ended", "loss.png": "the loss curve",
     "evals.json": "scores of `speedrun_eval`", "report.html": "the page of `speedrun_report`", "profile.json.gz": "a trace of some steps",
@@ -255,7 +256,7 @@ def files_of_a_run():
 @page("reference/formats.qmd")
 def formats_page(root):
     doc = " ".join(inspect.getdoc(data.write_shards).split())
-    types = (data.Meta, corpora.Journal, saving.Manifest, saving.FileSum, saving.About, trainer.State,
+    types = (data.Meta, data.TextSummary, corpora.Journal, saving.Manifest, saving.FileSum, saving.About, trainer.State,
              saving.OptimizerState, loader.Position, saving.Record, model.GPTConfig, saving.Result,
              measure.Choice, hardware.ChosenList, hardware.Settled, hardware.Tried, hardware.Trial, export.Qwen3, export.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
