@@ -50,23 +50,18 @@ def small_pictures(site):
         if less := smaller(f.read_bytes()): f.write_bytes(less)
 
 def social_image(path):
-    "The picture that a link to the site shows elsewhere: a step's milliseconds on each rung"
+    "The picture that a link to the site shows elsewhere: the speed that the site leads with, and how it comes about"
     import matplotlib; matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from llm_speedrun.gpu import COLORS
+    from headline import OURS, OURS_16, chart, newest, speedups, thousands
     from llm_speedrun.measure import course_records
-    records = course_records()
-    first, last = records[0], records[-1]
-    fig, ax = plt.subplots(figsize=(12, 6.3), dpi=100, layout="constrained")
-    fig.get_layout_engine().set(w_pad=.4, h_pad=.35)
-    bars = ax.barh([r["rung"] for r in records], [r["ms"] for r in records], .72, color=COLORS["blue"])
-    ax.bar_label(bars, [f"{r['ms']:.0f} ms" for r in records], padding=6, size=17)
-    ax.invert_yaxis(); ax.margins(x=.12); ax.xaxis.set_visible(False)
-    ax.spines[:].set_visible(False); ax.tick_params(left=False, labelsize=17)
-    fig.suptitle(f"llm_speedrun: {first['ms']:.0f} ms → {last['ms']:.0f} ms", size=40, weight="bold")
-    step = f"one training step of a GPT ({first['workload']}) on one {first['gpu']}, from rung to rung"
-    ax.set_title(step, size=19, pad=14)
-    fig.savefig(path); plt.close(fig)
+    race = newest()
+    with plt.rc_context({"font.size": 16}): ax = chart(race, course_records(), (12, 6.3))
+    fig = ax.figure
+    fig.get_layout_engine().set(w_pad=.3, h_pad=.25)
+    fig.suptitle(f"llm_speedrun: {thousands(race[OURS])}", size=34, weight="bold")
+    ax.set_title(f"in FP8: {speedups(race)}\nin bf16: {speedups(race, OURS_16)}", size=18, pad=10)
+    fig.savefig(path, dpi=100); plt.close(fig)
 
 def flat(contents, section="Start"):
     "The sidebar's pages in its order, each with its section, and its text if the sidebar gives it one"
