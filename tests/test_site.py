@@ -1,21 +1,20 @@
 """The site's frame: what its configuration names exists, no page asks another host, and, where `make docs` has built it and
 a browser is there, how it looks and what its search finds. SITE=folder tests that site, and fails where it can't."""
-import importlib.util, io, json, os, re
+import io, json, os, re
 from fnmatch import fnmatch
 from pathlib import Path
 import matplotlib.pyplot as plt, numpy as np, pytest, yaml
 from PIL import Image
-import audit_site
+import audit_site, finish
 from audit_site import CONTRAST, HEAVY, audit_page, chromium, pages, published_at, served
 from make_readme import ROOT
+from test_search import QUESTIONS
 from timeouts import TIMEOUT
 
 NBS = ROOT/"nbs"
 
 def read_yaml(path): return yaml.safe_load(path.read_text(encoding="utf-8"))
 
-spec = importlib.util.spec_from_file_location("finish", NBS/"_site/finish.py")
-finish = importlib.util.module_from_spec(spec); spec.loader.exec_module(finish)
 
 QUARTO = read_yaml(ROOT/"_quarto.yml")
 LISTED = list(finish.flat(read_yaml(NBS/"sidebar.yml")["website"]["sidebar"]["contents"]))
@@ -194,15 +193,6 @@ def test_edit_links_lead_to_sources(site):
         for source in re.findall(r'href="https://github.com/[\w-]+/[\w-]+/edit/main/(.+?)"', html):
             assert source.startswith("nbs/") and not generated(source[4:]), f"{path}: {source} is in no repository"
 
-# What readers type, and the page that answers; several where more than one does
-QUESTIONS = {
-    "out of memory": "train/memory", "fp8 slower": "train/fp8", "resume": "train/resume", "bf16 on V100": "gpus",
-    "how fast should a 4090 be": "gpus", "loss is nan": "train/diverge", "export to llama.cpp": "train/export",
-    "several gpus": "train/several_gpus", "which part is slow": "train/slow", "my own text": "train/own_text",
-    "compile slow": "train/compile", "spot machine": "train/spot", "what does a run cost": "train/cost",
-    "compare with nanogpt": "compare", "what is MFU": "reference/glossary", "gpu waits for data": "train/loader",
-    "write a triton kernel": "triton", "cite": "reference/cite"}
-
 def found_by_search(page, base, query, wait): # milliseconds
     "The pages that the site's search names, in its order; none after that time"
     from playwright.sync_api import TimeoutError
@@ -221,7 +211,7 @@ def searching(site, browser):
         yield lambda query, wait=1000*TIMEOUT: found_by_search(page, base, query, wait)
         page.close()
 
-@pytest.mark.parametrize("query", QUESTIONS)
+@pytest.mark.parametrize("query", [*QUESTIONS][:9]) # tests/test_search.py asks all of them
 def test_search_finds_the_page(searching, query):
     found = searching(query)
     assert QUESTIONS[query] in found[:3], f"{query!r} gave {found[:8]}"
