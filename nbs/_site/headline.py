@@ -50,7 +50,7 @@ def facts(found, loss=None): # of `race`, a fact as `losses` gives it
     one, loss = found[OURS], losses() if loss is None else loss
     said = [f"**{thousands(one)}** on one {one['gpu']}, with a model of GPT-2's size ({one['date']})",
             f"**{speedups(found)}**; ours in FP8, theirs in bf16",
-            f"**{speedups(found, OURS_16)}**; all of us in bf16", loss]
+            f"**{speedups(found, OURS_16)}**; ours in bf16 as well", loss]
     return "\n".join(['<div class="facts">', "", *(f"- {o}." for o in said if o), "", "</div>"])
 
 def packages(found): # of `race`
