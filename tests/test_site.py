@@ -65,7 +65,7 @@ def test_what_the_configuration_names_exists():
     html, web = QUARTO["format"]["html"], QUARTO["website"]
     named = [o for theme in html["theme"].values() for o in theme if "/" in o] + html["filters"]
     css = html.get("css", [])
-    named += [html["include-after-body"], web["favicon"], *([css] if isinstance(css, str) else css)]
+    named += [*html["include-after-body"], web["favicon"], *([css] if isinstance(css, str) else css)]
     for f in [*named, "404.qmd"]: assert (NBS/f).exists(), f
     unused = {f"theme/{f.name}" for f in (NBS/"theme").iterdir()} - set(named)
     assert not unused, f"_quarto.yml names none of {unused}"
@@ -150,7 +150,9 @@ def browser():
 BROKEN = """<!DOCTYPE html><html><head><title>x</title></head><body style="margin:0;background:#fff;color:#000">
 <main style="width:100%"><img src="gone.png"><p style="color:#bbb;background:#fff">faint</p>
 <img alt="wide" src="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' width='2000' height='9'/%3E">
-<div style="overflow:auto"><table style="width:1800px"><tr><td>long</td></tr></table></div>
+<table style="table-layout:fixed;width:3em;word-break:break-all"><tr><td>splitword</td></tr></table>
+<div style="position:relative"><pre style="overflow:auto;width:200px"><code>first line, which is longer than its box, so that it scrolls</code><button class="code-copy-button"
+style="position:absolute;top:0;right:0">copy</button></pre></div><div style="overflow:auto"><table style="width:1800px"><tr><td>long</td></tr></table></div>
 <script src="http://localhost:1/a.js"></script><script>x.y</script></main></body></html>"""
 
 def test_the_audit_finds_what_is_broken(tmp_path, browser):
@@ -159,10 +161,11 @@ def test_the_audit_finds_what_is_broken(tmp_path, browser):
     with served(tmp_path) as base: weight, wrong = audit_page(browser, base, "index.html")
     said = "\n".join(wrong)
     for o in ("asks localhost:1", "not there: gone.png", "figure without alt text", "figure missing", "figure cut: wide",
-              "wide: table wider than the page", "wider than the window", "contrast 1.9", "script error"): assert o in said, o
+              "wide: table wider than the page", "wider than the window", "contrast 1.9", "script error", "phone: word split in a table: splitword", "phone: code below its button",
+              "phone: scrolls without a hint"): assert o in said, o
     assert "phone: table" not in said, "a table may scroll on a phone"
 
-def test_pages_are_whole_in_both_widths_and_themes(site, browser):
+def test_pages_are_whole_at_all_widths_and_in_both_themes(site, browser):
     bad = {path: sorted(wrong) for path, _, wrong in audit_site.audit(browser, site) if wrong}
     assert not bad, "\n".join(f"{path}:\n    " + "\n    ".join(wrong) for path, wrong in bad.items())
 
