@@ -36,7 +36,8 @@ def outputs(): return ["".join(o["data"]["text/markdown"]) for c in INDEX if c["
 def test_the_home_page_is_what_records_say():
     "The facts, the table with its cautions, and the number that all of them share"
     race, again = headline.newest(), "run nbs/index.ipynb again: tests/run_notebook.py, then make readme"
-    assert outputs() == [headline.facts(race), f"{site_compare.speeds(race)}\n\n{headline.cautions(race)}"], again
+    table = f'<div class="race">\n\n{site_compare.speeds(race)}\n\n</div>'
+    assert outputs() == [headline.facts(race), f"{table}\n\n{headline.cautions(race)}"], again
     ours = race[headline.OURS]
     for part in (f"{ours['tok_s']/1e3:.0f} K tokens/s", ours["gpu"], ours["date"]): assert part in outputs()[0]
 
@@ -57,8 +58,8 @@ def test_facts_of_a_race():
     "The faster way to compile counts, and bf16 is said beside FP8"
     facts = headline.facts(RACED, "A loss").splitlines()
     assert facts[0] == '<div class="facts">' and facts[-1] == "</div>" and len([o for o in facts if o.startswith("- ")]) == 4
-    assert "700 K tokens/s" in facts[2] and "2.00× nanoGPT, 1.56× torch.compile**; ours in FP8, theirs in bf16" in facts[3]
-    assert "1.60× nanoGPT, 1.25× torch.compile**; ours in bf16 as well" in facts[4] and facts[5] == "- A loss."
+    assert "700 K tokens/s" in facts[2] and "2.00× nanoGPT, 1.56× torch.compile** with ours in FP8, theirs in bf16" in facts[3]
+    assert "1.60× nanoGPT, 1.25× torch.compile** with ours in bf16 as well" in facts[4] and facts[5] == "- A loss."
 
 def test_cautions():
     for part in ("in bf16", "no third party", "one NVIDIA H200", "2026-11-23"): assert part in headline.cautions(RACED)

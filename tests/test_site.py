@@ -123,11 +123,13 @@ def test_a_page_made_of_a_template_is_edited_there(tmp_path, monkeypatch):
 def test_llms_txt(tmp_path):
     (tmp_path/"train").mkdir()
     (tmp_path/"tf32.html").write_text('<title>TF32 – site</title><meta name="description" content="A &amp; B.">')
+    (tmp_path/"more.html").write_text("<title>More – site</title>")
     (tmp_path/"train/index.html").write_text("<title>Start – site</title>")
-    contents = [{"section": "Course", "contents": [{"text": "10 TF32", "href": "10_tf32.ipynb"}]},
+    contents = [{"section": "Course", "contents": [{"text": "10 TF32", "href": "10_tf32.ipynb"},
+                                                        {"text": "10c More", "href": "10c_more.ipynb"}]},
                 {"section": "Train", "contents": ["train/index.qmd"]}]
     text = finish.llms_txt(tmp_path, {"site-url": "https://a.org/s", "title": "site", "description": "It."}, contents)
-    assert text == ("# site\n\n> It.\n\n## Course\n\n- [10 TF32](https://a.org/s/tf32.html): A & B.\n\n"
+    assert text == ("# site\n\n> It.\n\n## Course\n\n- [10 TF32](https://a.org/s/tf32.html): A & B.\n- [10c More](https://a.org/s/more.html)\n\n"
                     "## Train\n\n- [Start](https://a.org/s/train/index.html)\n")
 
 def test_social_image(tmp_path):

@@ -128,8 +128,8 @@ def flat(contents, section="Start"):
         else: yield section, o["href"], o.get("text")
 
 def address(source):
-    "The address of a page from its source: nbdev takes the number off a notebook's name"
-    return re.sub(r"^\d+_", "", source).rsplit(".", 1)[0] + ".html"
+    "The address of a page from its source: nbdev takes number and letter off a notebook's name"
+    return re.sub(r"^\d+[a-z]?_", "", source).rsplit(".", 1)[0] + ".html"
 
 DESCRIPTION = r'<meta name="description" content="(.*?)">'
 

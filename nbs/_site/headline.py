@@ -43,14 +43,14 @@ def losses(folder=MEASUREMENTS): # of the records
     if len(ran) < 2 or "us" not in ran: return ""
     others = ", ".join(f"{name} {loss:.2f}" for name, loss in ran.items() if name != "us")
     minutes = f"{found['clock']/60:.0f} minutes"
-    return f"**Loss {ran['us']:.2f} after [{minutes}](48_race.ipynb#five-minutes)** of training; {others}"
+    return f"**Loss {ran['us']:.2f} after [{minutes}](48_race.ipynb#five-minutes)** of training, {others}"
 
 def facts(found, loss=None): # of `race`, a fact as `losses` gives it
     "Four facts, as a Markdown list"
     one, loss = found[OURS], losses() if loss is None else loss
     said = [f"**{thousands(one)}** on one {one['gpu']}, with a model of GPT-2's size ({one['date']})",
-            f"**{speedups(found)}**; ours in FP8, theirs in bf16",
-            f"**{speedups(found, OURS_16)}**; ours in bf16 as well", loss]
+            f"**{speedups(found)}** with ours in FP8, theirs in bf16",
+            f"**{speedups(found, OURS_16)}** with ours in bf16 as well", loss]
     return "\n".join(['<div class="facts">', "", *(f"- {o}." for o in said if o), "", "</div>"])
 
 def packages(found): # of `race`
