@@ -9,7 +9,7 @@ from llm_speedrun.measure import COURSE, SPINE, course_records, records_path
 from llm_speedrun.race import shared_record, with_spread
 import pages
 pages.load()
-import compare as site_compare, headline
+import compare as site_compare, headline, train_pages
 from timeouts import TIMEOUT
 
 INDEX = cells(ROOT/"nbs/index.ipynb")
@@ -49,6 +49,7 @@ def test_one_number_leads():
     "Where a reader enters no other speed of ours stands beside it: the ladder's top has it in pictures and tables alone"
     lead = headline.thousands(headline.newest()[headline.OURS])
     made = [pages.written(k, ROOT) for k in ("course.qmd", "compare.qmd", "measured/index.qmd")]
+    made += [text for _, text in train_pages.rendered(ROOT)]
     for text in [README, MARKDOWN, *outputs(), *made]:
         prose = re.sub(r"^\|.*$|^```.*?^```", "", text, flags=re.M | re.S)
         found = re.findall(r"[\d.,]+ K tokens/s|\b1[78]\.3 ?(?:×|times)|[\d,]{6,} tokens (?:a second|/s)", prose)

@@ -5,8 +5,9 @@ from pathlib import Path
 from llm_speedrun.measure import course_records, load_records, records_path
 from llm_speedrun.model import WORKLOADS, matrix_params
 import pages
+from headline import OURS, best, newest, packages
 from measured import times
-from records import fits
+from records import fits, folder
 
 NOTE = "<!-- Made from nbs/_site/train/{}: edit that, not this. -->"
 TOP = dict(rung="fused_adamw", before="fp32", workload="124m", batch=64)   # the whole list of rungs over none
@@ -79,9 +80,10 @@ def finale_tokens(root):
 
 def environment(root):
     "That of all pages, with what these templates use"
-    env, top = pages.environment(), record(**TOP)
+    env, top, race = pages.environment(), record(**TOP), newest(folder(root))
     env.globals |= dict(record=record, gain=gain, of_two=of_two, step=step, rounded=rounded, top=top,
-                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root),
+                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), lead=race[OURS],
+                        lead_needs=packages(race), rival=best(race, "torch.compile"),
                         finale_tokens=finale_tokens(root))
     return env
 
