@@ -44,7 +44,7 @@
     if (first && inRange(first, 0, 1).getBoundingClientRect().top < b.getBoundingClientRect().bottom - 6) note("code below its button", first.parentElement);
   }
   for (const e of main.querySelectorAll("pre, table"))
-    if (shown(e) && scrolls(e) && e.scrollWidth > e.clientWidth + 2 && !e.classList.contains("more-right")) note("scrolls without a hint", e);
+    if (shown(e) && !e.closest("details:not([open])") && scrolls(e) && e.scrollWidth > e.clientWidth + 2 && !e.classList.contains("more-right")) note("scrolls without a hint", e);
 
   // Contrast of text to what is behind, by the colors that the browser computed, which may be partly transparent
   const rgba = color => {
