@@ -29,6 +29,23 @@
     else if (!phone && (cut(e) || inside && cut(inside))) note(kind + " wider than the page", e);
   }
 
+  // On a phone: a word that goes on in the next line of its cell, a button over the first line of code, a part that scrolls and doesn't show it
+  const inRange = (node, from, to) => { const r = document.createRange(); r.setStart(node, from); r.setEnd(node, to); return r; };
+  const textsIn = e => { const w = document.createTreeWalker(e, NodeFilter.SHOW_TEXT), res = []; while (w.nextNode()) res.push(w.currentNode); return res; };
+  if (phone) for (const cell of main.querySelectorAll("td, th")) {
+    if (!shown(cell)) continue;
+    for (const t of textsIn(cell)) for (const m of t.data.matchAll(/[\p{L}\p{N}_]{2,}/gu)) {
+      const tops = [...inRange(t, m.index, m.index + m[0].length).getClientRects()].map(r => Math.round(r.top));
+      if (Math.max(...tops) - Math.min(...tops) > 4) note("word split in a table", {alt: m[0]});
+    }
+  }
+  if (phone) for (const b of main.querySelectorAll(".code-copy-button")) {
+    const first = shown(b) && textsIn(b.closest("pre, div").querySelector("code") || b).find(t => t.data.trim());
+    if (first && inRange(first, 0, 1).getBoundingClientRect().top < b.getBoundingClientRect().bottom - 6) note("code below its button", first.parentElement);
+  }
+  for (const e of main.querySelectorAll("pre, table"))
+    if (shown(e) && !e.closest("details:not([open])") && scrolls(e) && e.scrollWidth > e.clientWidth + 2 && !e.classList.contains("more-right")) note("scrolls without a hint", e);
+
   // Contrast of text to what is behind, by the colors that the browser computed, which may be partly transparent
   const rgba = color => {
     const n = color.match(/[\d.]+/g).map(Number);

@@ -1,4 +1,4 @@
-"""What a reader would meet on every page of a built site, in Chromium, at two widths and in both themes:
+"""What a reader would meet on every page of a built site, in Chromium, at three widths and in both themes:
 
     python tests/audit_site.py _docs [--pages flash ladder] [--shots FOLDER]
 
@@ -12,7 +12,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-WIDTHS = {"wide": 1400, "phone": 390}    # in pixels
+WIDTHS = {"wide": 1400, "laptop": 1280, "phone": 390}    # in pixels
 THEMES = "light", "dark"
 HEAVY = 1_500_000    # bytes of a page with all that it loads
 MAY_BE_HEAVY = set()    # three pages at most
@@ -94,6 +94,7 @@ def audit_page(browser, base, path, shots=None):
         page.evaluate("document.fonts.ready")
         for name, width in WIDTHS.items():
             page.set_viewport_size(dict(width=width, height=900))
+            page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))") # what watches sizes has run
             for what, where in page.evaluate(LAYOUT, dict(phone=name == "phone", least=CONTRAST)):
                 wrong.add(f"{theme if 'contrast' in what else name}: {what}: {where}")
             if shots: page.screenshot(path=shots/f"{path.replace('/', '-').removesuffix('.html')}-{width}-{theme}.png")

@@ -1,14 +1,15 @@
 "The home page and the page that compares: what they claim is what records say, what they show is what commands print."
 import ast, json, os, re, shutil, subprocess, sys
 from statistics import mean
-import pytest, yaml
+import matplotlib.pyplot as plt, pytest, yaml
 from cells import cells, source
 from make_readme import ROOT, make_readme, site, targets
-from llm_speedrun.measure import COURSE, SPINE, course_records
+from prose import measured_numbers
+from llm_speedrun.measure import COURSE, SPINE, course_records, records_path
 from llm_speedrun.race import shared_record, with_spread
 import pages
 pages.load()
-import compare as site_compare
+import compare as site_compare, headline, train_pages
 from timeouts import TIMEOUT
 
 INDEX = cells(ROOT/"nbs/index.ipynb")
@@ -16,8 +17,6 @@ MARKDOWN = "\n\n".join(source(c) for c in INDEX if c["cell_type"] == "markdown")
 README = (ROOT/"README.md").read_text(encoding="utf-8")
 RECORDS = json.loads((ROOT/"nbs/measurements/nvidia-h200.json").read_text(encoding="utf-8"))
 FIVE = shared_record("five", folder=ROOT/"nbs/measurements")
-HEAD = next(c for c in INDEX if "headline" in source(c))
-
 # --- the headline ---
 
 def contender(name, ratio, **more): # as `race` of 25_peers.ipynb records it
@@ -29,75 +28,102 @@ def contender(name, ratio, **more): # as `race` of 25_peers.ipynb records it
 SPEEDS = {"llm_speedrun": 1., "llm_speedrun, 16 bits": .8, "compile_blocks": .6, "compile_whole": .64, "nanogpt": .5,
           "nanochat": .4}
 RACE = [contender(*o) for o in SPEEDS.items()]
-WITHOUT = [r for r in RECORDS if site_compare.OURS not in (r["rung"], r["before"])]
+WITHOUT = [r for r in RECORDS if headline.OURS not in (r["rung"], r["before"])]
+RACED = headline.race(WITHOUT + RACE)
 
-@pytest.fixture(scope="module")
-def head():
-    "What the headline's cell defines"
-    tree = ast.parse(source(HEAD))
-    names = {"RIVALS", "OURS"}
-    named = lambda o: {n.id for n in ast.walk(o.targets[0]) if isinstance(n, ast.Name)}
-    keep = [o for o in tree.body if isinstance(o, (ast.FunctionDef, ast.ImportFrom))
-            or isinstance(o, ast.Assign) and named(o) & names]
-    space = {}
-    exec(compile(ast.Module(keep, []), "headline", "exec"), space)
-    return space
+def outputs(): return ["".join(o["data"]["text/markdown"]) for c in INDEX if c["cell_type"] == "code" for o in c["outputs"]]
 
-def said(head, records): return head["headline"](course_records(), head["race"](records))
+def test_the_home_page_is_what_records_say():
+    "The facts, the table with its cautions, and the number that all of them share"
+    race, again = headline.newest(), "run nbs/index.ipynb again: tests/run_notebook.py, then make readme"
+    table = f'<div class="race">\n\n{site_compare.speeds(race)}\n\n</div>'
+    assert outputs() == [headline.facts(race), f"{table}\n\n{headline.cautions(race)}"], again
+    ours = race[headline.OURS]
+    for part in (f"{ours['tok_s']/1e3:.0f} K tokens/s", ours["gpu"], ours["date"]): assert part in outputs()[0]
 
-def test_the_headline_is_what_records_say(head):
-    shown = "".join(HEAD["outputs"][0]["data"]["text/markdown"])
-    assert shown == said(head, RECORDS), "run nbs/index.ipynb again: tests/run_notebook.py, then make readme"
-    first, last = course_records()[0], course_records()[-1]
-    ours = site_compare.race(RECORDS).get(site_compare.OURS, last)
-    for part in (f"{ours['tok_s']/1e3:.0f} K tokens/s", ours["gpu"], f"{first['ms']:.0f} ms to {last['ms']:.1f} ms"):
-        assert part in shown
+def test_no_number_is_typed():
+    "In the prose of the home page: what is measured stands in its outputs"
+    assert not [*measured_numbers(MARKDOWN)]
 
-def test_the_headline_with_a_race(head):
-    "The faster way to compile counts, and 16 bits are said beside FP8; the speed is that of the race"
-    line = said(head, WITHOUT + RACE)
-    assert line.startswith("**700 K tokens/s")
-    assert "1.56× `torch.compile`, 2.00× nanoGPT**" in line
-    assert "in 16 bits, as theirs are: 1.25× `torch.compile`, 1.60× nanoGPT." in line
+def test_one_number_leads():
+    "Where a reader enters no other speed of ours stands beside it: the ladder's top has it in pictures and tables alone"
+    lead = headline.thousands(headline.newest()[headline.OURS])
+    made = [pages.written(k, ROOT) for k in ("course.qmd", "compare.qmd", "measured/index.qmd")]
+    made += [text for _, text in train_pages.rendered(ROOT)]
+    for text in [README, MARKDOWN, *outputs(), *made]:
+        prose = re.sub(r"^\|.*$|^```.*?^```", "", text, flags=re.M | re.S)
+        found = re.findall(r"[\d.,]+ K tokens/s|\b1[78]\.3 ?(?:×|times)|[\d,]{6,} tokens (?:a second|/s)", prose)
+        assert {*found} <= {lead}
 
-@pytest.mark.parametrize("left, there", [([], []), (["llm_speedrun", "nanogpt"], ["nanoGPT"]),
-                                         (["llm_speedrun", "compile_whole"], ["torch.compile"])])
-def test_the_headline_leaves_out_who_has_no_record(head, left, there):
-    line = said(head, WITHOUT + [r for r in RACE if r["rung"] in left])
-    assert [k for k in ("nanoGPT", "torch.compile") if k in line] == there and "16 bits" not in line
+def test_facts_of_a_race():
+    "The faster way to compile counts, and bf16 is said beside FP8"
+    facts = headline.facts(RACED, "A loss").splitlines()
+    assert facts[0] == '<div class="facts">' and facts[-1] == "</div>" and len([o for o in facts if o.startswith("- ")]) == 4
+    assert "700 K tokens/s" in facts[2] and "2.00× nanoGPT, 1.56× torch.compile** with ours in FP8, theirs in bf16" in facts[3]
+    assert "1.60× nanoGPT, 1.25× torch.compile** with ours in bf16 as well" in facts[4] and facts[5] == "- A loss."
 
-def test_another_workload_is_no_rival(head):
-    other = [r | dict(workload="1b", batch=16) for r in RACE]
-    assert said(head, WITHOUT + other) == said(head, WITHOUT)
+def test_cautions():
+    for part in ("in bf16", "no third party", "one NVIDIA H200", "2026-11-23"): assert part in headline.cautions(RACED)
+    assert "needs" not in headline.cautions(RACED)
+    with_both = RACED | {headline.OURS: RACED[headline.OURS] | dict(rungs=["flash4", "fp8_epilogues"])}
+    assert "needs FlashAttention-4 and QuACK" in headline.cautions(with_both)
+
+@pytest.mark.parametrize("left, there", [(["llm_speedrun", "nanogpt"], "nanoGPT"), (["llm_speedrun", "compile_whole"], "torch.compile")])
+def test_who_has_no_record_is_left_out(left, there):
+    said = headline.speedups(headline.race(WITHOUT + [r for r in RACE if r["rung"] in left]))
+    assert said.endswith(f"× {there}") and "," not in said
+
+def test_another_workload_is_no_rival():
+    assert headline.race([r | dict(workload="1b", batch=16) for r in RACE]) == {}
+
+def test_the_first_card_with_a_race_leads(tmp_path):
+    "The H100 is the card of the course, and takes the place of the H200 as soon as it has records"
+    def keep(gpu, records): (tmp_path/records_path(gpu).name).write_text(json.dumps([r | dict(gpu=gpu) for r in records]))
+    h100, h200 = headline.CARDS
+    assert headline.newest(tmp_path) == {}
+    keep(h200, RACE)
+    assert headline.newest(tmp_path)["llm_speedrun"]["gpu"] == h200
+    keep(h100, RACE[:1])
+    assert headline.newest(tmp_path)["llm_speedrun"]["gpu"] == h200, "alone, it is no race"
+    keep(h100, RACE)
+    assert headline.newest(tmp_path)["llm_speedrun"]["gpu"] == h100
+
+def test_the_chart_has_a_line_for_each_rival():
+    ax = headline.chart(RACED, course_records())
+    assert [float(line.get_xdata()[0]) for line in ax.get_lines()] == pytest.approx([RACED[k]["tok_s"]/1e3 for k in ("nanogpt", "compile_whole")])
+    assert [t.get_text() for t in ax.texts if "bf16" in t.get_text()] == ["nanoGPT, 350 K, bf16", "torch.compile, 448 K, bf16"]
+    widths = [b.get_width() for b in ax.patches]
+    assert len(widths) == len(course_records()) + 2 and widths[-2:] == pytest.approx([700, 560])
+    plt.close(ax.figure)
 
 # --- to a loss ---
 
-@pytest.fixture(scope="module")
-def to_loss():
-    cell = next(c for c in INDEX if "def time_to_loss" in source(c))
-    space = {}
-    exec(source(cell).partition("\nMarkdown(")[0], space)
-    return cell, space["time_to_loss"]
-
-def test_the_loss_is_the_record_s(to_loss):
-    cell, said = to_loss
-    assert "".join(cell["outputs"][0]["data"]["text/markdown"]) == said(FIVE), "run nbs/index.ipynb again, then make readme"
-    assert "nats per token" in said(FIVE)
-
-def test_the_loss_needs_a_rival(to_loss):
-    made = lambda loss, *way: [dict(loss=loss, tokens=2e8, epochs=5., gpu="a GPU", marks=[dict(loss=v) for v in way])]
-    race = dict(clock=300., results=dict(nanochat=made(3.5, 3.4, 3.5), speedrun=made(3.), muon=made(3.2), modded=made(3.25)))
-    assert "is at 3.00 nats" in to_loss[1](race) and "40 million tokens" in to_loss[1](race)
-    assert "benchmark of optimizers at 3.25, nanochat at 3.50 (3.40 on the way):" in to_loss[1](race) and "3.20" not in to_loss[1](race)
-    for left in (dict(speedrun=made(3.)), dict(modded=made(3.))): assert to_loss[1](race | dict(results=left)) == ""
-    assert to_loss[1]({}) == ""
+def test_the_loss_needs_a_rival(monkeypatch):
+    made = lambda loss: [dict(loss=loss, marks=[])]
+    race = dict(clock=300., results=dict(nanochat=made(3.5), speedrun=made(3.), muon=made(3.2), modded=made(3.25)))
+    monkeypatch.setattr(headline, "shared_record", lambda *a, **kw: race)
+    assert "**Loss 3.00 after [5 minutes]" in headline.losses() and "modded-nanogpt's benchmark 3.25" in headline.losses()
+    for left in ({}, dict(speedrun=made(3.)), dict(modded=made(3.))):
+        race["results"] = left
+        assert headline.losses() == ""
 
 # --- README ---
 
 def test_readme_says_what_the_index_says():
     assert README == make_readme(dict(cells=INDEX)), "run make readme"
-    assert "".join(HEAD["outputs"][0]["data"]["text/markdown"]).split("[")[0] in README
     for heading in re.findall(r"^## .+$", MARKDOWN, re.M): assert heading in README
+
+def test_readme_and_home_are_short(): # 900 words
+    assert len(README.split()) <= 900 and len("\n".join([MARKDOWN, *outputs()]).split()) <= 900
+
+def test_the_first_lines_say_what_it_is():
+    "A sentence of promise, one for whom, three ways in, the commands, four facts, then the chart"
+    order = ["> Train", "For PyTorch users", "Take the course", "Train on your text", "Use the kernels", "git clone", "make speedrun",
+             '<div class="facts">', "images/ladder.png", "## Try it"]
+    places = [README.index(o) for o in order]
+    assert places == sorted(places)
+    promise, whom = README.split("\n\n")[2:4]
+    assert len(promise.split()) < 30 and len(whom.split()) < 40
 
 def test_readme_links_to_the_site_for_its_pages():
     assert ".qmd" not in README and f"{site()}/compare.html" in README and f"{site()}/train/index.html" in README
@@ -107,7 +133,6 @@ def test_readme_links_to_the_site_for_its_pages():
 def test_readme_leaves_out_what_is_for_the_site():
     cell = dict(cell_type="markdown", source="<!-- not in the README -->\n\nMore.")
     assert "More." not in make_readme(dict(cells=[cell]))
-    assert "More of what" in MARKDOWN and "More of what" not in README
 
 # --- doors ---
 
@@ -116,8 +141,8 @@ def hrefs(contents):
 
 def test_the_doors_exist():
     "A page is a file, or one that the site's code writes: it stands in the sidebar then"
-    doors = re.findall(r"^- \*\*\[.+?\]\(.+?\)\*\*: ", MARKDOWN, re.M)
-    assert targets("".join(doors)) == ["00_gpu.ipynb", "train/index.qmd", "kernels.qmd"]
+    doors = re.findall(r"^- \*\*\[.+?\]\(.+?\)\*\* ", MARKDOWN, re.M)
+    assert targets("".join(doors)) == ["course.qmd", "train/index.qmd", "kernels.qmd"]
     sidebar = yaml.safe_load((ROOT/"nbs/sidebar.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
     known = {*hrefs(sidebar)}
     for t in {*targets(MARKDOWN)}: assert (ROOT/"nbs"/t).exists() or t in known, f"{t} is no page"
@@ -199,7 +224,7 @@ def test_minutes_are_the_trainers():
 def test_the_rungs_of_use_it_run():
     "The shown list is the course's, and the shown lines take a step, here with what any machine can run"
     import torch
-    block = re.search(r"```python\n(.*?)```", MARKDOWN, re.S)[1]
+    block = re.search(r"```python\n(.*?)```", pages.written("course.qmd", ROOT), re.S)[1]
     shown = re.search(r"rungs = (\[.*\])", block)[1]
     assert ast.literal_eval(shown) == COURSE[1:]
     x = y = torch.zeros(1, 8, dtype=torch.long)
@@ -235,10 +260,10 @@ def test_compare_without_a_race(checkout):
 def test_compare_with_a_race(checkout):
     page = pages.written("compare.qmd", checkout(WITHOUT + RACE))
     found = rows(page)
-    assert found["nanoGPT"] == ["350,000", "20.0", "2.00×", "1.60×"] and found["llm_speedrun"][2:] == ["", ""]
+    assert found["nanoGPT"] == ["350,000", "20.0", "2.00×", "1.60×"] and found["**llm_speedrun**, FP8"][2:] == ["", ""]
     assert missing(page) == ["transformers with Liger", "litgpt", "torchtitan"]
     assert "commit of nanochat;\n  124.0 M weights, 99.0 M of them" in page and "2026-11-23" in page
-    assert [k for k in found if found[k][0][:1].isdigit()] == ["llm_speedrun", "llm_speedrun, 16 bits",
+    assert [k for k in found if found[k][0][:1].isdigit()] == ["**llm_speedrun**, FP8", "**llm_speedrun**, bf16 only",
         "torch.compile as a whole", "torch.compile by blocks", "nanoGPT", "nanochat"]
 
 def test_compare_says_the_losses_of_the_record():

@@ -205,11 +205,11 @@ def test_a_lesson_begins_with_its_facts(processed, path):
     assert front.startswith("---") and box.startswith("::: {.lesson-facts}") and f"/nbs/{path.name})" in box
     assert links(box) and "None" not in box and "nan" not in box
 
-def test_minutes_are_counted_as_for_the_path():
-    code = next(s for s in map(source, cells(ROOT/"nbs/index.ipynb")) if "def minutes(" in s)
-    counts, = (o for o in ast.parse(code).body if getattr(o, "name", "") == "minutes")
-    exec(ast.unparse(counts), found := dict(re=re))
-    for o in procs.lessons().values(): assert procs.minutes(o.cells) == found["minutes"](o.cells), o.stem
+def test_minutes_are_on_the_page_of_the_course(pages):
+    "Counted by one function for both"
+    page = markdown(pages.folder/"course.qmd")
+    for o in procs.lessons().values():
+        if o.number >= 0: assert re.search(rf"\]\({o.stem}\.ipynb\) \|.*\| {procs.minutes(o.cells)} \|", page), o.stem
 
 def test_facts_of_a_rung():
     lesson = procs.lessons()["10_tf32"]

@@ -50,7 +50,7 @@ def part(text, heading):
 
 def test_every_page_is_written(made):
     assert set(made) == {*pages.PAGES} == {
-        "compare.qmd", "gpus.qmd", *(f"measured/{k}.qmd" for k in ("index", "claims", "trainers", "yours")),
+        "compare.qmd", "course.qmd", "gpus.qmd", *(f"measured/{k}.qmd" for k in ("index", "claims", "trainers", "yours")),
         *(f"reference/{k}.qmd" for k in ("commands", "options", "rungs", "formats", "api", "glossary"))}
     for address, text in made.items():
         assert text.startswith('---\ntitle: "'), address
@@ -177,7 +177,7 @@ def test_claims_are_judged_from_the_records(root, made):
     rows = re.findall(r"^\| TF32, the step \| .*$", made["measured/claims.qmd"], re.M)
     assert len(rows) == 1 and "| too low |" in rows[0]
     change(root, lambda rs: [r.update(ratio=1.2) for r in rs if r["rung"] == "tf32"])
-    assert "| C F R | 1.10 to 1.50× | 1.20× | agree |" in pages.written("measured/claims.qmd", root)
+    assert "| complete guide, frontier guide, RTX 4080 guide | 1.10 to 1.50× | 1.20× | agree |" in pages.written("measured/claims.qmd", root)
     change(root, lambda rs: rs.clear() or rs.append(dict.fromkeys(records.Shown.__struct_fields__, 1.) | dict(
         rung="x", before=None, workload="w", batch=1, seq=1, dtype="bf16", notebook="01", gpu="NVIDIA H200", driver="", torch="",
         triton="", date="2026-01-01", rungs=[], rungs_before=[], micro=1)))
@@ -197,6 +197,12 @@ def test_other_trainers_are_shown_when_they_are_measured(root):
     change(root, lambda rs: rs.extend([first(rs), first(rs) | dict(rung="nanogpt", before="llm_speedrun", ratio=.5, joules=None)]))
     text = pages.written("measured/trainers.qmd", root)
     assert "Not measured yet" not in text and re.search(r"\| `nanogpt` \| .*\| 2.00× \|", text)
+
+def test_claims_of_memory_are_of_the_loss_alone(made):
+    "As the guide means them: not of the whole step, whose peak has much else in it. And no letters stand for guides"
+    rows = re.findall(r"^\| (?:cross-entropy in chunks|the same|fused linear cross-entropy).*memory of the loss.*$|^\| the same, in.*$", made["measured/claims.qmd"], re.M)
+    assert len(rows) == 3 and all("| too low |" in r and "15_chunked_ce" in r for r in rows)
+    assert not re.search(r"^\|[^|]+\| [CHRFO]( [CHRFO])* \|", made["measured/claims.qmd"], re.M)
 
 # --- GPUs ---
 

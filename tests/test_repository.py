@@ -6,7 +6,7 @@ import pytest, yaml
 from nbdev.config import get_config
 from packaging.requirements import Requirement
 from make_readme import ROOT, make_readme, relink, targets
-import llm_speedrun
+import llm_speedrun, pages
 
 def config(): return get_config(path=ROOT)
 def lines(key): return config()[key].strip().splitlines()
@@ -126,12 +126,14 @@ def test_one_number_a_notebook():
     twice = [n for n, k in Counter(numbers(names)).items() if k > 1]
     assert not odd and not twice, f"without a number: {odd}; two notebooks with a number: {twice}"
 
-def test_sidebar_and_index_are_in_reading_order():
+def test_sidebar_is_in_reading_order():
     pages = sidebar_notebooks()
     assert pages[0] == "index.ipynb" and numbers(pages) == sorted(numbers(pages)), "nbs/sidebar.yml isn't in numeric order"
-    index = (ROOT/"nbs/index.ipynb").read_text(encoding="utf-8")
-    listed = re.findall(r"\| \[\w+\]\((\w+\.ipynb)\) \|", index)
-    assert listed == pages[1:], "the table in nbs/index.ipynb and the sidebar differ"
+
+def test_the_course_lists_every_notebook():
+    pages.load()
+    listed = re.findall(r"^\| \[\w[^\]]*\]\((\w+\.ipynb)\) \|", pages.written("course.qmd"), re.M)
+    assert listed == sidebar_notebooks()[1:], "the tables of the course's page and the sidebar differ"
 
 PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 5: "rungs", 6: ""}    # tens -> folder of the modules
 ABOUT_ALL = {"22_ladder", "25_peers", "48_race", "50_world"}    # stand among rungs or recipes and are none

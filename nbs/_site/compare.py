@@ -1,34 +1,27 @@
 "What compare.qmd is filled with: speed from records of races, facts about other projects from projects.yml."
-import json, re
+import re
 from pathlib import Path
 import yaml
-from llm_speedrun.measure import SPINE
 from llm_speedrun.race import lowest_loss, race_table, rose, shared_record
 from nbdev.config import get_config
+from headline import OURS, OURS_16, cautions, newest
 from pages import page, table
 
 HERE = Path(__file__).resolve().parent
-OURS, OURS_16 = "llm_speedrun", "llm_speedrun, 16 bits" # names of records, as 25_peers.ipynb gives them
 # Who may have a record beside ours: the name of the record -> the name to show
 RIVALS = {"compile_blocks": "torch.compile by blocks", "compile_whole": "torch.compile as a whole",
           "transformers": "transformers with Liger", "nanogpt": "nanoGPT", "nanochat": "nanochat",
           "litgpt": "litgpt", "torchtitan": "torchtitan"}
-
-def race(records): # of one GPU
-    "The records of the newest race of the course's workload, by name; without one {}"
-    runs = [r for r in records if (r["workload"], r["batch"]) == SPINE and OURS in (r["rung"], r["before"])]
-    dates = [r["date"] for r in runs if r["rung"] == OURS]
-    return {r["rung"]: r for r in runs if r["date"] == max(dates)} if dates else {}
+SHOWN = RIVALS | {OURS: "**llm_speedrun**, FP8", OURS_16: "**llm_speedrun**, bf16 only"}
 
 def speeds(found): # of `race`
     "A table with a row for each contender, the fastest first"
     def times(ours, r):
         return f"{found[ours]['ratio']/r['ratio']:.2f}×" if ours in found and r["rung"] in RIVALS else ""
     def row(r):
-        name = RIVALS.get(r["rung"], r["rung"])
-        return [name, f"{r['tok_s']:,.0f}", f"{r['peak_gib']:.1f}", times(OURS, r), times(OURS_16, r)]
+        return [SHOWN.get(r["rung"], r["rung"]), f"{r['tok_s']:,.0f}", f"{r['peak_gib']:.1f}", times(OURS, r), times(OURS_16, r)]
     ran = sorted(found.values(), key=lambda r: -r["ratio"])
-    return table(["", "tokens/s", "GiB", "we are", "we in 16 bits"], [row(r) for r in ran]) if ran else ""
+    return table(["", "tokens/s", "GiB", "our speedup", "our speedup, bf16 only"], [row(r) for r in ran]) if ran else ""
 
 # Names of the race to a loss -> the name to show
 RACED = {"speedrun": OURS, "without_muon": "the same with AdamW", "modded": "modded-nanogpt, track 3", "nanogpt": "nanoGPT",
@@ -73,9 +66,9 @@ def features(facts, root): # projects.yml, the repository
 def filled(root): # the repository
     "What the template is filled with"
     root = Path(root)
-    found = race(json.loads((root/"nbs/measurements/nvidia-h200.json").read_text(encoding="utf-8")))
+    found = newest(root/"nbs/measurements")
     facts = yaml.safe_load((HERE/"projects.yml").read_text(encoding="utf-8"))
-    ran = [r | dict(name=RIVALS.get(k, k)) for k, r in found.items()]
+    ran = [r | dict(name=SHOWN.get(k, k)) for k, r in found.items()]
     missing = [name for k, name in RIVALS.items() if k not in found]
-    return dict(ours=found.get(OURS), speeds=speeds(found), missing=missing, race=to_loss(root), ran=ran, facts=facts,
+    return dict(ours=found.get(OURS), cautions=cautions(found) if found else "", speeds=speeds(found), missing=missing, race=to_loss(root), ran=ran, facts=facts,
                 features=features(facts, root))

@@ -1,9 +1,11 @@
 """The last touches on a built site, after Quarto:  python nbs/_site/finish.py _docs
 
 Takes out scripts of other hosts, leads "edit" to templates, makes pictures smaller, draws the social image,
-writes llms.txt."""
-import io, re, sys
-from html import unescape
+puts code and keywords into fields of their own in the search index, writes llms.txt."""
+import io, json, re, sys
+from collections import defaultdict
+from html import escape, unescape
+from html.parser import HTMLParser
 from pathlib import Path
 import yaml
 from PIL import Image, ImageChops
@@ -50,23 +52,73 @@ def small_pictures(site):
         if less := smaller(f.read_bytes()): f.write_bytes(less)
 
 def social_image(path):
-    "The picture that a link to the site shows elsewhere: a step's milliseconds on each rung"
+    "The picture that a link to the site shows elsewhere: the speed that the site leads with, and how it comes about"
     import matplotlib; matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from llm_speedrun.gpu import COLORS
+    from headline import OURS, OURS_16, chart, newest, speedups, thousands
     from llm_speedrun.measure import course_records
-    records = course_records()
-    first, last = records[0], records[-1]
-    fig, ax = plt.subplots(figsize=(12, 6.3), dpi=100, layout="constrained")
-    fig.get_layout_engine().set(w_pad=.4, h_pad=.35)
-    bars = ax.barh([r["rung"] for r in records], [r["ms"] for r in records], .72, color=COLORS["blue"])
-    ax.bar_label(bars, [f"{r['ms']:.0f} ms" for r in records], padding=6, size=17)
-    ax.invert_yaxis(); ax.margins(x=.12); ax.xaxis.set_visible(False)
-    ax.spines[:].set_visible(False); ax.tick_params(left=False, labelsize=17)
-    fig.suptitle(f"llm_speedrun: {first['ms']:.0f} ms → {last['ms']:.0f} ms", size=40, weight="bold")
-    step = f"one training step of a GPT ({first['workload']}) on one {first['gpu']}, from rung to rung"
-    ax.set_title(step, size=19, pad=14)
-    fig.savefig(path); plt.close(fig)
+    race = newest()
+    with plt.rc_context({"font.size": 16}): ax = chart(race, course_records(), (12, 6.3))
+    fig = ax.figure
+    fig.get_layout_engine().set(w_pad=.3, h_pad=.25)
+    fig.suptitle(f"llm_speedrun: {thousands(race[OURS])}", size=34, weight="bold")
+    ax.set_title(f"in FP8: {speedups(race)}\nin bf16: {speedups(race, OURS_16)}", size=18, pad=10)
+    fig.savefig(path, dpi=100); plt.close(fig)
+
+class Sections(HTMLParser):
+    "The text of a page by its `section.level2`, \"\" for what stands outside of them: prose, and code with what it printed"
+    VOID = set("area base br col embed hr img input link meta source track wbr".split())
+    INLINE = set("a abbr b code em i kbd mark mi mn mo small span strong sub sup u".split())
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.prose, self.code = [], defaultdict(list), defaultdict(list) # tags with what they begin
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.separate(tag)
+        if tag in self.VOID: return
+        attrs = {k: v or "" for k, v in attrs}
+        classes, begins = attrs.get("class", "").split(), tag if tag in ("main", "pre", "script", "style", "nav", "header", "h2") else ""
+        if "api" in classes: begins = "pre" # the folded tables of definitions
+        if "level2" in classes: begins = "#" + attrs.get("id", "")
+        self.open.append((tag, begins))
+
+    def separate(self, tag):
+        if tag not in self.INLINE: self.handle_data(" ")
+
+    def handle_endtag(self, tag):
+        self.separate(tag)
+        while self.open and any(t == tag for t, _ in self.open) and self.open.pop()[0] != tag: pass
+
+    def handle_data(self, data):
+        begun = [b for _, b in self.open]
+        if "main" not in begun or {"script", "style", "nav", "header", "h2"} & {*begun}: return
+        where = next((b for b in begun if b.startswith("#")), "")
+        (self.code if "pre" in begun else self.prose)[where].append(data)
+
+def said(parts): return escape(" ".join("".join(parts).split()), quote=False) # what is found is shown as HTML
+
+def with_keywords(docs, keywords): # of the index; page without .html -> phrases
+    "Give each page's first entry its keywords, in place"
+    first = {}
+    for doc in docs: first.setdefault(doc["href"].split(".html")[0], doc)
+    for page, phrases in keywords.items(): first[page]["keywords"] = phrases
+
+def read_keywords(): return yaml.safe_load((NBS/"_site/search.yml").read_text(encoding="utf-8"))
+
+def search_index(site):
+    "Give the index what nbs/theme/search.html ranks by: code apart from prose, and keywords"
+    path, pages = site/"search.json", {}
+    docs = json.loads(path.read_text(encoding="utf-8"))
+    for doc in docs:
+        page, mark, anchor = doc["href"].partition("#")
+        if page not in pages:
+            html = (site/page).read_text(encoding="utf-8")
+            pages[page] = Sections(html)
+            pages[page].prose[""].insert(0, in_head(html, DESCRIPTION) + " ")
+        doc["text"], doc["code"] = (said(part[mark + anchor]) for part in (pages[page].prose, pages[page].code))
+    with_keywords(docs, read_keywords())
+    path.write_text(json.dumps(docs, ensure_ascii=False), encoding="utf-8")
 
 def flat(contents, section="Start"):
     "The sidebar's pages in its order, each with its section, and its text if the sidebar gives it one"
@@ -76,8 +128,10 @@ def flat(contents, section="Start"):
         else: yield section, o["href"], o.get("text")
 
 def address(source):
-    "The address of a page from its source: nbdev takes the number off a notebook's name"
-    return re.sub(r"^\d+_", "", source).rsplit(".", 1)[0] + ".html"
+    "The address of a page from its source: nbdev takes number and letter off a notebook's name"
+    return re.sub(r"^\d+[a-z]?_", "", source).rsplit(".", 1)[0] + ".html"
+
+DESCRIPTION = r'<meta name="description" content="(.*?)">'
 
 def in_head(html, pattern):
     found = re.search(pattern, html, re.S)
@@ -91,7 +145,7 @@ def llms_txt(site, config, contents):
         if section != last: lines += ["", f"## {section}", ""]; last = section
         html = (site/address(source)).read_text(encoding="utf-8")
         title = name or in_head(html, r"<title>(.*?)(?: – [^–]*)?</title>")
-        about = in_head(html, r'<meta name="description" content="(.*?)">')
+        about = in_head(html, DESCRIPTION)
         lines.append(f"- [{title}]({url}/{address(source)})" + (f": {about}" if about else ""))
     return "\n".join(lines) + "\n"
 
@@ -102,6 +156,7 @@ def finish(site):
     edit_links(site)
     social_image(site/"social.png")
     small_pictures(site)
+    search_index(site)
     contents = read_yaml(NBS/"sidebar.yml")["sidebar"]["contents"]
     (site/"llms.txt").write_text(llms_txt(site, read_yaml(NBS/"nbdev.yml"), contents), encoding="utf-8")
 

@@ -6,6 +6,7 @@ from unittest.mock import patch
 from llm_speedrun import measure
 from llm_speedrun.measure import COURSE, course_records, fmt, mfu_text, records_path
 from llm_speedrun.peers import PEERS
+from headline import newest, packages
 from pages import code, page
 from records import all_records, by_gpu, folder
 
@@ -58,12 +59,13 @@ def chart(gpu, root):
 def by_gpu_page(root):
     found = by_gpu(root)
     with measurements_of(root): climbed = course_records()
-    whole = len(climbed) == len(COURSE) and climbed[-1]["tok_s"]/climbed[0]["tok_s"]
+    race = newest(folder(root))
     gpus = {gpu: dict(groups=by_lesson(rs, root), n=len(rs), versions=versions(rs), chart=chart(gpu, root))
             for gpu, rs in found.items()}
     return dict(gpus=gpus, records=all_records(root),
                 head=HEAD, all_head=[*HEAD[:2], "workload, a step", *HEAD[2:]],
-                course=climbed, course_rows=list(map(record_row, climbed)), whole=whole)
+                course=climbed, course_rows=list(map(record_row, climbed)), whole=len(climbed) == len(COURSE),
+                packages=packages(race) if race else "other packages")
 
 # --- claims: the code of the notebook that judges them ---
 

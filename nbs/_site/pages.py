@@ -80,7 +80,7 @@ def write_pages(out=ROOT/"nbs", root=ROOT):
 
 def load():
     "All pages: the modules beside this one add theirs to `PAGES`"
-    import compare, gpus, measured, reference # noqa: F401
+    import compare, course, gpus, measured, reference # noqa: F401
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__)

@@ -309,7 +309,7 @@ class links(Processor):
 # --- the box with a lesson's facts ---
 
 def minutes(cells, words=200, lines=20):    # of text and of code that somebody reads in a minute
-    "Minutes to read a notebook, counted as nbs/index.ipynb counts them"
+    "Minutes to read a notebook, rounded to five"
     prose = sum(len(text(c).split()) for c in cells if c["cell_type"] == "markdown")
     code = [text(c) for c in cells if c["cell_type"] == "code"]
     shown = [s for s in code if not re.search(r"^#\| *(hide|echo: false|code-fold|default_exp)", s, re.M)]

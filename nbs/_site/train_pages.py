@@ -3,8 +3,11 @@ H200's records and from the outputs of the finale."""
 import json, re
 from pathlib import Path
 from llm_speedrun.measure import course_records, load_records, records_path
+from llm_speedrun.model import WORKLOADS, matrix_params
 import pages
+from headline import OURS, best, newest, packages
 from measured import times
+from records import fits, folder
 
 NOTE = "<!-- Made from nbs/_site/train/{}: edit that, not this. -->"
 TOP = dict(rung="fused_adamw", before="fp32", workload="124m", batch=64)   # the whole list of rungs over none
@@ -39,6 +42,16 @@ def measured_on():
     return (f"*Measured on one {r['gpu']}, {versions}, {r['date']}; all [records](../measured/index.qmd), "
             "and how to [add those of your GPU](../measured/yours.qmd).*")
 
+def needs(root):
+    "A table: for each workload the smallest card that was tried and fits, with the preset `fastest` and with `smallest`"
+    def least(workload, small): # of memory; whether of the lists with 8-bit moments
+        alike = [f for f in fits(root) if f.workload == workload and f.micro and "fp16" not in f.rungs and ("adamw8bit" in f.rungs) == small]
+        f = min(alike, key=lambda f: (f.gib, f.peak_gib))
+        return f"{f.gib:g} GB, {f.micro} sequences ({f.peak_gib:.1f} GiB)"
+    rows = [[f"`{w}`", f"{matrix_params(c)/1e6:,.0f} M", f"{c.seq:,}", least(w, False), least(w, True)]
+            for w, c in WORKLOADS.items() if any(f.workload == w for f in fits(root))]
+    return pages.table(["model", "weights in matmuls", "tokens a sequence", "`fastest` fits into", "`smallest` fits into"], rows)
+
 # --- what the finale printed ---
 
 def finale_texts(root):
@@ -67,9 +80,10 @@ def finale_tokens(root):
 
 def environment(root):
     "That of all pages, with what these templates use"
-    env, top = pages.environment(), record(**TOP)
+    env, top, race = pages.environment(), record(**TOP), newest(folder(root))
     env.globals |= dict(record=record, gain=gain, of_two=of_two, step=step, rounded=rounded, top=top,
-                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root),
+                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), lead=race[OURS],
+                        lead_needs=packages(race), rival=best(race, "torch.compile"),
                         finale_tokens=finale_tokens(root))
     return env
 
