@@ -467,8 +467,7 @@ def open_corpus(
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
     if not (_holds_tokens(path) if path.is_dir() else named_as_tokens(path)):
         return _open_text(path, *how, text_key)
-    c = _open_shards(path, vocab)
-    if tokenizer: c = _with_tokenizer(c, tokenizer, path)
+    c = _with_tokenizer(_open_shards(path, vocab), tokenizer, path)
     return replace(c, train=c.train.part(0, max_tokens)) if max_tokens else c
 
 # %% ../nbs/03_data.ipynb #8507a1c9

@@ -81,7 +81,7 @@ def links_resolve(nb):
     md += [text(o["data"]["text/markdown"]) for c in of_kind(nb, "code") for o in c["outputs"] if "text/markdown" in o.get("data", {})]
     made = (ROOT/".gitignore").read_text(encoding="utf-8").split()  # pages that make docs writes
     for t in (t for s in md for t in targets(s)):
-        if not (ROOT/"nbs"/t).exists() and f"nbs/{t}" not in made: yield f"a link to {t}, which is not there"
+        if not (ROOT/"nbs"/t).exists() and not any(m in (f"nbs/{t}", f"nbs/{t.split('/')[0]}/") for m in made): yield f"a link to {t}, which is not there"
 
 @rule(NBS, put(4, md("[warp](00_gpu.ipynb#wrap)")))
 def glossary_links_land(nb):
