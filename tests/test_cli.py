@@ -113,7 +113,7 @@ def test_pipe_in_place_of_a_file(tmp_path):
     with fails(InputError, "pipe is no regular file"): told("--config", str(tmp_path/"pipe"))
 
 @pytest.mark.parametrize("args,message", [
-    ("--lr nan", "lr must be a number from 0, and finite, not 'nan'"), ("--minutes inf", "minutes must"), ("--epochs nan", "epochs must"),
+    ("--lr nan", "lr must be a number above 0, and finite, not 'nan'"), ("--minutes inf", "minutes must"), ("--epochs nan", "epochs must"),
     ("--target -inf", "target must"), ("--save_minutes nan", "save_minutes must"), ("--clip nan", "clip must"), ("--weight_decay nan", "weight_decay must"),
     ("--lr -1e-4", "lr must"), ("--ema 1", "ema must be a number from 0 to below 1"), ("--warmup 1", "warmup must"), ("--steps 1.5", "steps must be a whole"),
     ("--steps x", "steps must"), ("--steps=", "steps must"), ("--steps 1e30", "steps must"), ("--keep_last 0", "keep_last must"), ("--data=", "data must be a text that isn't empty"),
@@ -218,7 +218,7 @@ def test_total_tokens(tmp_path):
     assert (trainer.cfg.step_tokens, trainer.done) == (64, 5)
     cfg = options(tmp_path, name="other")
     with fails(InputError, "total_tokens"): train(TrainConfig(**vars(cfg) | dict(total_tokens=640)), progress=False)
-    assert (cfg.step_tokens, cfg.accumulate) == (0, 0) # the caller's options stay as they are
+    assert (cfg.step_tokens, cfg.accumulate) == (0, None) # the caller's options stay as they are
 
 # Runs
 
@@ -258,7 +258,7 @@ ERRORS = [
     (dict(rungs="fastets"), "unknown rung or preset 'fastets'. Did you mean 'fastest'"),
     (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
     (dict(rungs="bf16"), "'bf16' cannot run here: it is an old card"),
-    (dict(seq=64), "seq 64 is longer"), (dict(batch=-4), "batch must be a whole number from 0"),
+    (dict(seq=64), "seq 64 is longer"), (dict(batch=-4), "batch must be a whole number from 1"),
     (dict(step_tokens=-1), "step_tokens must be"), (dict(step_tokens=40), "step_tokens 40 are no whole number"),
     (dict(steps=0, total_tokens=63), "total_tokens 63 are fewer than the 64 of one step"),
     (dict(out="a.json"), "a.json"), (dict(name="there"), "there exists already"),

@@ -326,7 +326,7 @@ def test_sigterm_is_not_forgotten():
 
 @pytest.mark.parametrize("option, kind, message", [
     (dict(seed=1), ValueError, "keeps its options: leave out seed"), (dict(lr=.1, seq=8), ValueError, "leave out lr, seq"),
-    (dict(batch=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(batch=-1), ValueError, "batch must be a whole number from 0"),
+    (dict(batch=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(batch=-1), ValueError, "batch must be a whole number from 1"),
     (dict(steps=6), ValueError, "has taken its 6 steps: choose more --steps"), (dict(keep_last=0), ValueError, "keep_last must be a whole number from 1")], ids=str)
 @posix
 def test_bad_option(stopped, option, kind, message):

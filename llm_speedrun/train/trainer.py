@@ -23,7 +23,7 @@ from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 # %% ../../nbs/30_trainer.ipynb #9b3a31e8
-from ..files import (InputError, RunError, SpeedrunError, lookup, read_json,
+from ..files import (InputError, RunError, SpeedrunError, env_number, lookup, read_json,
                           replace_file)
 from ..measure import (Choices, Timings, default_device, ladder_table, machine, mfu, ms_between,
                                   process_start)
@@ -830,7 +830,7 @@ def with_parts(c): # options of a run that goes on
     rows = c.step_tokens//c.seq
     if c.batch and rows % c.batch: raise InputError(
         f"a step of this run has {rows} sequences, which batches of {c.batch} don't divide: choose a divisor")
-    return replace(c, accumulate=rows//c.batch if c.batch else 0)
+    return replace(c, accumulate=rows//c.batch if c.batch else None)
 
 # %% ../../nbs/30_trainer.ipynb #920b635a
 @patch
@@ -898,13 +898,13 @@ def sharing(rungs): # as `--rungs` has them
 @patch
 def enter_world(self:Trainer):
     "Join the processes that were started together; started alone, a world of one"
-    c, size = self.cfg, int(os.environ.get("WORLD_SIZE", 1))
+    c, size = self.cfg, env_number("WORLD_SIZE", 1, 1)
     if size > 1 and c.gpus and "gpus" in self.given and c.gpus != size: raise InputError(
         f"gpus is {c.gpus}, and {size} processes were started: leave it out")
     self.world = join_world(sharing(c.rungs) if size > 1 else 1)
     self.device = default_device() if size == 1 else device_of_process()
     if size == 1: return
-    starts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    starts = env_number("TORCHELASTIC_MAX_RESTARTS", 0)
     if starts and not (c.name or c.resume): raise InputError(
         "give --name: processes that torchrun starts again must find the run that they had begun")
     c.gpus, self.signals.alone, self.lifeline = size, False, Lifeline(self.world)
@@ -941,7 +941,7 @@ class Group(msgspec.Struct):
 
 def again(cfg, given): # a `TrainConfig`, names of options that were given
     "Those for this start; of a group that was started again they are those of the run that it had begun"
-    if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)): return cfg, given
+    if not env_number("TORCHELASTIC_RESTART_COUNT", 0): return cfg, given
     folder = run_folder(cfg.resume) if cfg.resume else Path(cfg.out)/cfg.name
     try: ours = read_json(folder/"config.json", Group).group == os.environ["TORCHELASTIC_RUN_ID"]
     except (OSError, InputError): ours = False
@@ -1101,7 +1101,7 @@ def take_batch(self:Trainer, batch): # sequences
     "Go on with micro-batches of `batch` sequences, and say so if more were wanted"
     c, was = self.cfg, self.cfg.batch
     c.batch, c.accumulate = batch, self.rows_here//batch
-    if batch < was: self.say(f"out of GPU memory with {was} sequences in a micro-batch: going on with "
+    if was and batch < was: self.say(f"out of GPU memory with {was} sequences in a micro-batch: going on with "
                              f"{c.accumulate} x {batch}")
 
 # %% ../../nbs/30_trainer.ipynb #6a3d569f
@@ -1160,7 +1160,7 @@ def divide(c, # a `TrainConfig`; gets `step_tokens`, and `accumulate` or `batch`
     "Sequences in a step. Raises `InputError` where the options contradict each other"
     if c.step_tokens % c.seq: raise InputError(
         f"step_tokens {c.step_tokens} are no whole number of sequences of {c.seq}: choose a multiple")
-    n = c.step_tokens//c.seq or (c.batch*dp or default)*(c.accumulate or 1)
+    n = c.step_tokens//c.seq or (c.batch*dp if c.batch else default)*(c.accumulate or 1)
     check_shares(c, n, dp)
     check_division(c, n//dp, dp)
     if c.batch: c.accumulate = n//dp//c.batch
@@ -1198,7 +1198,7 @@ def check_shares(c, n, dp): # a `TrainConfig`, sequences in a step, processes th
 def fit_batch(self:Trainer):
     "Let a run that goes on with other processes have a micro-batch that divides their share"
     c, dp = self.cfg, self.world.place("dp")[1]
-    c.accumulate, rows = 0, c.step_tokens//c.seq
+    c.accumulate, rows = None, c.step_tokens//c.seq
     if "batch" in self.given or rows % dp: return # what was given must divide it
     c.batch = next(d for d in divisors(rows//dp) if d <= c.batch)
 
@@ -1363,9 +1363,11 @@ def fill_in(self:Trainer):
     c = self.cfg
     if c.resume: return
     length = dict(steps=c.steps, passes=0. if c.stream else c.steps/self.batches.per_epoch)
-    for k, v in self.recipe.defaults.items():
-        if k in self.given and (getattr(c, k) or k != "lr"): continue
+    none = dict.fromkeys("warmup cooldown final_lr weight_decay clip ema".split(), 0.)
+    for k, v in (none | self.recipe.defaults).items():
+        if getattr(c, k) not in (None, ""): continue
         setattr(c, k, v(self.config, **length) if callable(v) else v)
+    if c.lr is None: raise InputError(f"the recipe {c.recipe} names no learning rate: give --lr")
 
 # %% ../../nbs/30_trainer.ipynb #91c6e871
 @patch
@@ -1472,7 +1474,7 @@ def said_already(text):
 @contextmanager
 def as_one_of_many():
     "Inside, what ends one of several processes ends it as torchrun should see it; one alone ends as always"
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1: yield; return
+    if env_number("WORLD_SIZE", 1, 1) == 1: yield; return
     try: yield
     except SystemExit as e: # after a signal, with everything saved
         end_group(e.code)
