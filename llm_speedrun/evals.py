@@ -484,6 +484,7 @@ def save_evals(path, new): # a file; records of `evaluate`
     last = {json.dumps(key(r)): r for r in new}
     replace_file(path, json.dumps([*last.values()], indent=1, ensure_ascii=False) + "\n")
 
+# %% ../nbs/61_evals.ipynb #46feb486
 def eval_lines(records): # of `evaluate`
     "What the command prints: a line for each score"
     for r in records:

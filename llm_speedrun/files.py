@@ -78,7 +78,7 @@ def clean_errors(f, # a function without arguments
         if isinstance(e, BrokenPipeError) and unread("\n"): sys.exit(141) # as shells have it
         print(f"error: {in_words(e) if isinstance(e, OSError) else e}", file=sys.stderr); sys.exit(2)
     except (MemoryError, RuntimeError) as e:
-        if debug or not (isinstance(e, MemoryError) or "can't allocate memory" in str(e)): raise
+        if debug or not (isinstance(e, MemoryError) or "DefaultCPUAllocator" in str(e)): raise
         print(f"error: out of main memory: {short_of_memory(e)}", file=sys.stderr); sys.exit(2)
     except KeyboardInterrupt as e: print(f"\n{str(e) or stopped}", file=sys.stderr); sys.exit(130)
     finally: unread()
@@ -165,6 +165,7 @@ def python_command(code, # a program
     path = f"import sys; sys.path[:] = [*filter(None, sys.path), {package!r}]; "
     return [sys.executable, "-c", path + code, *words]
 
+# %% ../nbs/06_files.ipynb #894cd054
 @contextmanager
 def safe_children():
     "Inside, processes that libraries start import nothing of the current folder either (Python >= 3.11)"
@@ -179,12 +180,12 @@ def safe_children():
 # %% ../nbs/06_files.ipynb #36395fb6
 def check_processes(n, # that are asked for
                     gpus): # of this machine
-    "Raise `InputError` where this machine can't run `n` processes, each with a GPU, or without one on the CPU"
-    if gpus and n > gpus: raise InputError(f"gpus is {n}, and this machine has {gpus}: choose at most {gpus}, "
-                                           "or start torchrun on several machines")
+    "Raise `InputError` where this machine can't run `n` processes, each with a GPU, or all on the CPU"
+    if gpus and n > gpus: raise InputError(f"gpus is {n}, and this machine has {gpus}: choose at most "
+                                           f"{gpus}, or start torchrun on several machines")
     most = max(8, os.cpu_count() or 1)
-    if not gpus and n > most: raise InputError(f"gpus is {n}, and without GPUs the cores of this machine take "
-                                               f"at most {most} processes: choose fewer")
+    if not gpus and n > most: raise InputError(f"gpus is {n}, and without GPUs the cores of this machine "
+                                               f"take at most {most} processes: choose fewer")
 
 def env_number(name, # of an environment variable that torchrun sets
                default, # where it isn't set

@@ -30,8 +30,8 @@ from fastcore.basics import patch
 
 # %% ../nbs/48_race.ipynb #race0003
 from .compat import uncompiled_module
-from .files import (InputError, RunError, check_writable, clean_errors, hold, lookup, python_command, read_json,
-                                replace_file)
+from .files import (InputError, RunError, check_writable, clean_errors, hold, lookup,
+                                python_command, read_json, replace_file)
 from .data import Batches, open_corpus, prefetch
 from .measure import (default_device, digest, fmt, gpu_uuid, machine, measurements_dir,
                                   records_path, table)

@@ -1,5 +1,5 @@
-"""Stop a run at random moments, by SIGTERM, SIGINT and SIGKILL in turn, resume it until it ends, and compare what it leaves with a run
-that was never stopped. For more moments than the default tests have: `python tests/kill_often.py 50`."""
+"""Stop runs at random moments by SIGTERM, SIGINT and SIGKILL, resume each until it ends, and compare what it leaves with a run that was
+never stopped. A run is a fork of this process, which has imported PyTorch. For more moments: `python tests/kill_often.py 50`."""
 import argparse, json, os, random, signal, sys, tempfile, time
 from pathlib import Path
 from safetensors.torch import load_file
@@ -9,10 +9,10 @@ from llm_speedrun.train.options import TrainConfig
 from llm_speedrun.train.saving import newest
 from llm_speedrun.train.trainer import train
 from small import NANO, options
-from timeouts import until_some_moment, wait_until
+from timeouts import until_some_moment
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
-TIMED = "train_s tok_s tokens_per_s mfu ms_data ms_forward ms_backward ms_optimizer".split() # keys of rows that differ from run to run
+TIMED = "train_s tok_s ms_data ms_forward ms_backward ms_optimizer".split() # keys of rows that differ from run to run
 KINDS = { # a run that takes all of its steps, and one that stops at a target before
     "steps": dict(steps=12, evals=4, samples=3, save_minutes=0., recipe="speedrun", accumulate=1),
     "few checkpoints": dict(steps=12, evals=4, samples=3, save_minutes=1e6, recipe="adamw"),
@@ -73,14 +73,14 @@ def stopped_run(folder, kind, numbers, seconds, **more): # signals; how long an 
 
 def stop_often(folder, moments, stops=2, say=print): # a folder; in all; in each run
     "Stop runs at so many random moments. Raises `AssertionError` for a run that leaves something else; returns how many stops came in time"
-    came, runs = 0, -(-moments//stops)
-    wholes = {kind: whole(folder/f"whole {kind}", kind) for kind in KINDS}
-    for i in range(runs):
-        kind = [*KINDS][i % len(KINDS)]
+    came, wholes = 0, {}
+    for i in range(-(-moments//stops)):
+        kind = [*KINDS][-1 - i % len(KINDS)]
+        if kind not in wholes: wholes[kind] = whole(folder/f"whole {kind}", kind)
         want, seconds, more = wholes[kind]
         here = folder/f"{i}"
         here.mkdir()
-        numbers = [SIGNALS[(i*stops + j) % len(SIGNALS)] for j in range(min(stops, moments - i*stops))]
+        numbers = [SIGNALS[(i*stops + j + i//len(KINDS)) % len(SIGNALS)] for j in range(min(stops, moments - i*stops))]
         came += stopped_run(here, kind, numbers, seconds, **more)
         got = left_by(here)
         for k in want: assert got[k] == want[k], f"{here}, {kind}, {[n.name for n in numbers]}: {k} {got[k]} is not {want[k]}"

@@ -132,7 +132,7 @@ def numbers_are_shown_above(nb):
 
 # --- lessons ---
 
-OPTION = re.compile(r"    \w+: \w+ = .* # ")                  # a list of options may be long
+OPTION = re.compile(r"    \w+: \w+( \| None)? = .* # ")                  # a list of options may be long
 DOCMENT = re.compile(r"\s+\*{0,2}\w+(: [^=#]+)?(=[^#]*)?(,|\):)\s+# |\) -> [^#]+:\s+# ")    # a signature's line with what it means
 TASK = re.compile(r"\*\*\d\. [^*]+\*\* \((easy|kernel|open), \d+ (minutes|hours?)\)")
 

@@ -397,6 +397,15 @@ def test_bad_steps_are_skipped(tmp_path, rungs):
     assert was == {3: True, 4: True} and [r["step"] for r in trainer.rows() if "event" in r] == [3, 4]
     assert np.isfinite(curve(trainer)).all() and curve(trainer)[-1] < curve(trainer)[0]
 
+@pytest.mark.parametrize("rungs", ["naive", "bf16,flash,fused_ops,chunked_ce,head_groups,fused_adamw,direct_update"])
+def test_without_clipping(tmp_path, rungs):
+    "`clip=0` leaves the gradients as they are: as a bound that they never reach, and not as the recipe's"
+    losses = {}
+    for clip in (0., 1e30, None):
+        trainer, _ = train(options(tmp_path, name=str(clip), clip=clip, rungs=rungs, recipe="adamw", lr=1e-2), progress=False)
+        losses[clip] = curve(trainer)
+    assert losses[0.] == losses[1e30] != losses[None] and losses[0.][-1] < losses[0.][0]
+
 # Data
 
 def test_mixture(tmp_path):

@@ -270,10 +270,11 @@ def parse_mix(spec): # "name" or "name:weight,name:weight"
     parts = [_weighted(head, tail) for head, _, tail in parts]
     total = sum(w for _, w in parts)
     for name, w in parts:
-        if w*10**6 < total: raise InputError(f"{name} would be {float(w/total):.0e} of this mixture, which is "
-                                             "next to nothing: leave it out, or choose other weights")
+        if w*10**6 < total: raise InputError(f"{name} would be {float(w/total):.0e} of this mixture: leave "
+                                             "it out, or choose other weights")
     return parts
 
+# %% ../../nbs/38_corpora.ipynb #01547ebb
 def _weighted(name, weight):
     short = re.fullmatch(r"[-+]?[\d.]{1,20}(e[-+]?\d{1,2}|/\d{1,20})?", weight)   # 1e999999999 takes for ever
     try: w = Fraction(weight if short else "")

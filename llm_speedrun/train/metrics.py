@@ -78,7 +78,8 @@ def row_of(line, # bytes of JSON
     row = decoded(line, dict[str, Value | Several], where)
     if type(row.get("step")) is not int or row["step"] < 0: raise InputError(f"{where} has no step")
     for k, v in row.items():
-        if isinstance(v, str) and k not in TEXTS: raise InputError(f"{where}: {k} is a text, {v!r:.40}, and no number")
+        if isinstance(v, str) and k not in TEXTS:
+            raise InputError(f"{where}: {k} is a text, {v!r:.40}, and no number")
     return row
 
 # %% ../../nbs/34_metrics.ipynb #c355e2d9

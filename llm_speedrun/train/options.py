@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
-from ..files import (InputError, RunError, check_processes, clean_errors, python_command, read_bytes_of,
-                          read_json, safe_children)
+from ..files import (InputError, RunError, check_processes, clean_errors, python_command,
+                                read_bytes_of, read_json, safe_children)
 try: import tomllib
 except ModuleNotFoundError: import tomli as tomllib # Python 3.10
 
@@ -61,6 +61,7 @@ def bounded(kind): # the type of an option; `| None` says that it may be unset
     "The type without None: base and bounds of a value that is given"
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
+# %% ../../nbs/33_options.ipynb #51a77e52
 def in_words(kind): # a type, with bounds or without
     "What a value of `kind` is"
     base, *meta = get_args(bounded(kind)) or (kind,)
@@ -126,7 +127,7 @@ class TrainConfig(Options):
     # Recipe
     recipe: str = "auto" # speedrun, with --lr or --init adamw; muon, ...; it chooses what isn't given
     step_tokens: Count = 0 # tokens in a step; by default of 64 sequences, or --batch times --accumulate
-    lr: Above | None = None # peak learning rate of the matrices; a recipe's other rates keep their ratio to it
+    lr: Above | None = None # peak learning rate of matrices; a recipe's other rates keep their ratio to it
     schedule: str = "" # of the learning rate: cosine, wsd (stable, then a decay) or constant
     warmup: Share | None = None # part of the steps in which the learning rate rises
     cooldown: Share | None = None # part of the steps in which wsd falls
@@ -251,7 +252,7 @@ class LrOptions(TrainConfig):
     "The options of `speedrun_lr`: those of training, and these"
     # Learning rates
     rates: Few = 9 # how many peak rates to try, each for --steps steps (by default 100, on a CPU 30)
-    lowest: Above | None = None # the lowest of them; by default a sixteenth of the rate that training would take
+    lowest: Above | None = None # the lowest of them; by default a sixteenth of what training would take
     highest: Above | None = None # the highest of them; by default sixteen times that rate
     repeats: Count = 2 # how often the best rate is tried again, on other batches, to see the noise
 
@@ -406,7 +407,8 @@ def to_toml(options): # an `Options`
     for o in shown(type(options)):
         if o.group != group: lines += ["", f"# {o.group}"]; group = o.group
         value = json.dumps(getattr(options, o.name), ensure_ascii=False).replace("\x7f", "\\u007f")
-        lines.append(f"# {o.name} is unset # {o.help}" if value == "null" else f"{o.name} = {value} # {o.help}")
+        line = f"# {o.name} is unset" if value == "null" else f"{o.name} = {value}"
+        lines.append(f"{line} # {o.help}")
     return "\n".join(lines[1:]) + "\n"
 
 # %% ../../nbs/33_options.ipynb #3d53ebeb
@@ -549,7 +551,8 @@ def command(config, # the class of its `Options`
         @wraps(f)
         def run(words=None): # of a command line; by default this program's
             words = sys.argv[1:] if words is None else words
-            with safe_children(): clean_errors(lambda: obey(f, config, words), stopped, debug="--debug" in words)
+            with safe_children():
+                clean_errors(lambda: obey(f, config, words), stopped, debug="--debug" in words)
         run.config = config
         return run
     return decorate

@@ -49,9 +49,11 @@ from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_
 from .options import TrainConfig, agree, end_group, first_to_say, group_file, unused_names
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers)
-from .run_dir import (STOPPED, Finished, check_fixed, check_unfinished, clear, fixed_options,
-                                        given_back, remove_unfinished, reopened, taken)
+from .run_dir import (STOPPED, Finished, check_fixed, check_unfinished, clear,
+                                        fixed_options, given_back, remove_unfinished, reopened, taken)
 from .report import LivePlot, html_report, loss_chart, notebook_display, styled
+
+# %% ../../nbs/30_trainer.ipynb #50b4f2d5
 from ..recipes.batch import settled_phases
 from ..recipes.recipe import best_recipe, parse_recipe, why_not_best
 from ..recipes.schedules import SCHEDULES, Average, warmup_steps
@@ -162,16 +164,21 @@ def log_eval(self:Trainer):
     evaluated, written, and saved where it is the lowest so far"""
     self.flush()
     losses, new = self.saver.losses, self.done not in self.saver.losses
-    if new:
-        self.at(f"the evaluation after step {self.done}")
-        losses[self.done] = self.evaluate()
-        because = {} if self.due() or not self.interrupted else {STOPPED: True}
-        self.write(dict(step=self.done, val_loss=losses[self.done]) | because)
+    if new: losses[self.done] = self.new_loss()
     loss, best = losses[self.done], min(filter(math.isfinite, losses.values()), default=-math.inf)
     self.reached = bool(self.cfg.target) and loss <= self.cfg.target
     if new and loss <= best: self.leave()
     self.last = self.clock.now() # neither counts as training time
     return loss
+
+# %% ../../nbs/30_trainer.ipynb #384d230b
+@patch
+def new_loss(self:Trainer):
+    "Evaluate, and write the row, with a mark where only a stop is the reason"
+    self.at(f"the evaluation after step {self.done}")
+    row = dict(step=self.done, val_loss=self.evaluate(), stopped=self.interrupted and not self.due())
+    self.write({k: v for k, v in row.items() if v is not False})
+    return row["val_loss"]
 
 @patch
 def due(self:Trainer):
@@ -419,7 +426,8 @@ def checkpoint(self:Trainer):
     self.at(f"the checkpoint after step {self.done}")
     try: self.saver.wait()
     except OSError as e: self.say(f"the checkpoint before step {self.done} could not be written: {e}")
-    facts = dict(corpus=self.print, fixed=fixed_options(self.cfg, self.config, self.warmup), steps=self.cfg.steps)
+    fixed = fixed_options(self.cfg, self.config, self.warmup)
+    facts = dict(corpus=self.print, fixed=fixed, steps=self.cfg.steps)
     self.saver.save(self.done, weights_to_save(self.run), self.state(), **facts)
     self.saved, self.saved_at = self.done, time.perf_counter()
 
@@ -453,10 +461,7 @@ def close(self:Trainer):
 @patch
 def rescue(self:Trainer):
     "After an error: keep what there is, but no weights of half a step; say so where even that fails"
-    try:
-        if self.in_step: self.tell_broken()
-        else: self.save(); self.leave()
-        self.close()
+    try: self.tell_broken() if self.in_step else self.save(); self.leave(); self.close()
     except OSError as e: self.say(f"could not save: {e}. Earlier states are in {self.folder/'checkpoints'}")
 
 @patch
@@ -625,6 +630,7 @@ def look_after(self:Trainer):
     late = time.perf_counter() - self.saved_at >= 60*c.save_minutes
     self.together(save=late and not (c.save_minutes and self.saver.busy()))
 
+# %% ../../nbs/30_trainer.ipynb #2fd6aeeb
 @patch
 def judge(self:Trainer):
     "Evaluate and sample where this step calls for it. What the log has already isn't done again"
@@ -1035,7 +1041,8 @@ def open_rows(self:Trainer):
     "Open `metrics.jsonl` to go on writing; only the rows that belong to a run which was never stopped stay"
     (self.folder/"result.json").unlink(missing_ok=True) # there when the run is over
     for name in ("metrics.jsonl", "samples.jsonl"): # what a resumed run goes on from
-        past = [r for r in read_rows(self.folder/name, self.say) if r["step"] <= self.done and STOPPED not in r]
+        rows = read_rows(self.folder/name, self.say)
+        past = [r for r in rows if r["step"] <= self.done and STOPPED not in r]
         if past or name == "metrics.jsonl": replace_file(self.folder/name, "".join(map(json_line, past)))
         else: (self.folder/name).unlink(missing_ok=True)
     self.metrics = open(self.folder/"metrics.jsonl", "a", encoding="utf-8")
@@ -1101,8 +1108,8 @@ def take_batch(self:Trainer, batch): # sequences
     "Go on with micro-batches of `batch` sequences, and say so if more were wanted"
     c, was = self.cfg, self.cfg.batch
     c.batch, c.accumulate = batch, self.rows_here//batch
-    if was and batch < was: self.say(f"out of GPU memory with {was} sequences in a micro-batch: going on with "
-                             f"{c.accumulate} x {batch}")
+    if was and batch < was: self.say(f"out of GPU memory with {was} sequences in a micro-batch: going on "
+                                     f"with {c.accumulate} x {batch}")
 
 # %% ../../nbs/30_trainer.ipynb #6a3d569f
 @patch
@@ -1357,6 +1364,7 @@ def in_phases(self:Trainer, r): # a `Recipe`
     if new != r and ":" in c.recipe: self.say(f"{new.spec()} in place of {r.spec()}: it divides a step")
     return new
 
+# %% ../../nbs/30_trainer.ipynb #a4e103c0
 @patch
 def fill_in(self:Trainer):
     "Give the options that weren't given the recipe's values, of which some depend on how long the run is"
