@@ -466,7 +466,7 @@ def words_for(c, given): # a `TrainConfig`, names of options
     "A command line that gives these options"
     kinds = {o.name: o.base for o in listed(TrainConfig)}
     said = lambda k, v: f"--{'' if v else 'no-'}{k}" if kinds[k] is bool else f"--{k}={v}"
-    return [said(k, getattr(c, k)) for k in sorted(given)]
+    return [said(k, v) for k in sorted(given) if (v := getattr(c, k)) is not None]
 
 # %% ../../nbs/33_options.ipynb #6c96d74c
 GROUP = "SPEEDRUN_GROUP" # an environment variable: the folder that the processes of `--gpus` share
