@@ -584,7 +584,7 @@ def loop(self:Trainer, batches): # an iterator of batches on the device
     "Take the steps, note their losses, evaluate and save from time to time"
     self.last, self.saved_at = self.clock.now(), time.perf_counter()
     self.first_step_at, self.train_step.on_oom = None, self.smaller_batch
-    self.train_s = max((r["train_s"] for r in self.rows() if "train_s" in r), default=0.)
+    self.train_s = max((r["train_s"] for r in self.rows() if r.get("train_s")), default=0.)
     self.judge() # a run that goes on may have been stopped in the middle of it
     while self.done < self.cfg.steps and not self.stopped() and not self.reached:
         self.take_one(batches)
@@ -1323,7 +1323,7 @@ def choose(self:Trainer, rungs): # as `parse_rungs` has them for "auto"
 def compare(self:Trainer, lists): # name -> rungs
     "The preset that the fastest of some lists is of, and its rungs. It is one process that measures"
     c, choices = self.cfg, Choices(again=self.cfg.measure, say=self.say)
-    of = self.config, lists, self.rows_here, self.hardware.gib, c.batch, self.recipe, choices
+    of = self.config, lists, self.rows_here, self.hardware.gib, c.batch or 0, self.recipe, choices
     chosen = self.first_does(lambda: choose_list(*of))
     name, _, without = chosen.name.partition(" without ")
     slow = {r: "the list is faster without it here" for r in without.split(", ") if r}
@@ -1391,7 +1391,7 @@ def try_batch(self:Trainer, rungs):
     """The `Trial` of a micro-batch, and its `Settled` rungs: of all processes where they share the model's
     parts, else of the first one"""
     c, named = self.cfg, not preset_of(self.wanted)
-    of = self.config, rungs, self.rows_here, self.hardware.gib, c.batch, 0 if c.steps else 5
+    of = self.config, rungs, self.rows_here, self.hardware.gib, c.batch or 0, 0 if c.steps else 5
     if self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs):
         return trial_of(*of, self.world, self.recipe, named=named)
     choices = Choices(again=c.measure, say=self.say)
