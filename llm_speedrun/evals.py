@@ -9,7 +9,7 @@ __all__ = ['LONGEST', 'ENGINES', 'Texts', 'CHOICE', 'TASKS', 'SAME', 'LM', 'weig
            'text_requests', 'mean_and_error', 'ratio_and_error', 'text_scores', 'token_bytes', 'bytes_per_token',
            'Question', 'number_of', 'without_marks', 'HellaSwag', 'Lambada', 'Choices', 'Arc', 'Task', 'file_rows',
            'hub_rows', 'questions_of', 'choice_scores', 'task_scores', 'asked_tasks', 'asked_texts', 'evaluate',
-           'save_evals', 'eval_lines', 'evaluate_and_tell']
+           'saved_evals', 'save_evals', 'eval_lines', 'evaluate_and_tell']
 
 # %% ../nbs/61_evals.ipynb #aab414cd
 import hashlib, io, json, math, re
@@ -474,13 +474,26 @@ def evaluate(lm, # an `LM`
 # %% ../nbs/61_evals.ipynb #9153572a
 SAME = "task", "source", "weights", "engine", "dtype", "context", "n", "documents"
 
+def saved_evals(path): # a file that may not be there yet
+    "Return its records. Raises `InputError` for a file that holds something else"
+    return read_json(path, list[dict[str, Any]]) if Path(path).exists() else []
+
 def save_evals(path, new): # a file; records of `evaluate`
     "Add the records to those in the file"
-    old = read_json(path, list[dict[str, Any]]) if Path(path).exists() else []
+    old = saved_evals(path)
     key = lambda r: [r.get(k) for k in SAME]
     new = [*old, *new]
     last = {json.dumps(key(r)): r for r in new}
     replace_file(path, json.dumps([*last.values()], indent=1, ensure_ascii=False) + "\n")
+
+# %% ../nbs/61_evals.ipynb #46feb486
+def eval_lines(records): # of `evaluate`
+    "What the command prints: a line for each score"
+    for r in records:
+        n = f"{r['bytes']:,} bytes" if "bytes" in r else f"{r['n']:,} questions"
+        for k, v in r["scores"].items():
+            error = "" if r["errors"][k] is None else f" ± {r['errors'][k]:.2g}"
+            yield f"{r['task']:<14}{k:<15}{v:.5g}{error}  ({n}, {r['source']})"
 
 # %% ../nbs/61_evals.ipynb #61evallines
 def eval_lines(records): # of `evaluate`
@@ -503,7 +516,7 @@ def evaluate_and_tell(c): # an `EvalOptions`
     bf16 = lookup(dict(fp32=False, bf16=True), c.dtype, "dtype")
     out = Path(c.out or run_of(c.folder)/"evals.json")
     file_of(run_of(c.folder), "config.json", "it is not the folder of a model")
-    check_writable(out.parent)
+    check_writable(out.parent); saved_evals(out) # before minutes of work
     tasks, texts = asked_tasks(c.tasks, c.limit), asked_texts(c.text, c.limit)
     records = evaluate(engine(c.folder), tasks, texts, c.context, batch=c.batch, bf16=bf16)
     print(*eval_lines(records), sep="\n")

@@ -30,8 +30,8 @@ from fastcore.basics import patch
 
 # %% ../nbs/48_race.ipynb #race0003
 from .compat import uncompiled_module
-from .files import (InputError, RunError, check_writable, clean_errors, hold, lookup, read_json,
-                                replace_file)
+from .files import (InputError, RunError, check_writable, clean_errors, hold, lookup,
+                                python_command, read_json, replace_file)
 from .data import Batches, open_corpus, prefetch
 from .measure import (default_device, digest, fmt, gpu_uuid, machine, measurements_dir,
                                   records_path, table)
@@ -793,7 +793,7 @@ def under_way(self:Race, name): # of a run
     return False
 
 # %% ../nbs/48_race.ipynb #c0c1af1a
-START = "import sys; from llm_speedrun.race import job_and_tell; job_and_tell(sys.argv[1])"
+START = "from llm_speedrun.race import job_and_tell; job_and_tell(sys.argv[1])"
 
 # %% ../nbs/48_race.ipynb #race0062
 @patch
@@ -808,7 +808,7 @@ def start(self:Race, name, job, gpu=None): # a run's; the GPU's name for CUDA_VI
     try:
         replace_file(folder/"job.json", json.dumps(msgspec.to_builtins(job), indent=1))
         with open(folder/"log.txt", "w", encoding="utf-8") as log:
-            subprocess.run([sys.executable, "-c", START, str(folder)], stdout=log, stderr=log, env=env)
+            subprocess.run(python_command(START, str(folder)), stdout=log, stderr=log, env=env)
     finally: lock.release()
     if why := self.failure(name): print(f"{name} failed: {why}", flush=True)
 

@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.nn as nn, torch.distributed as dist
 from fastcore.basics import patch
-from .files import InputError, RunError
+from .files import InputError, RunError, check_processes, env_number, safe_children
 from .measure import default_device, in_test, measurements_dir, sample_ms, version_of, warm_up
 from .model import GPT
 from .runs import Stepper, World, baseline, entered
@@ -34,7 +34,7 @@ def device_of_process():
     if "LOCAL_RANK" not in os.environ:
         raise InputError("WORLD_SIZE is set and LOCAL_RANK isn't, so this process can't know its GPU: "
                          "start with torchrun, or unset WORLD_SIZE for one process")
-    local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    local, there = env_number("LOCAL_RANK", 0), torch.cuda.device_count()
     if local >= there: raise RunError(f"process {local} of this machine has no GPU: there are {there}. "
                                       f"Start as many processes as GPUs (--gpus {there})")
     torch.cuda.set_device(local)
@@ -95,8 +95,9 @@ def join_world(tp=1, # processes that share the parts of one model; must divide 
                patience=60): # seconds in which all processes must have come
     """Become one of the processes that `torchrun` started: their `World`. Started alone, the world of one.
     Raises `InputError` for a `tp` that doesn't divide them, `RunError` where they can't meet"""
-    size, rank = (int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0)))
+    size, rank = env_number("WORLD_SIZE", 1, 1), env_number("RANK", 0)
     if size == 1: return World()
+    if rank >= size: raise InputError(f"RANK is {rank}, and WORLD_SIZE {size}: ranks count from 0")
     if size % tp: raise InputError(f"{size} processes can't form groups of {tp}: tp must divide them")
     device = device_of_process()
     for k, v in FLIGHT_RECORDER.items(): os.environ.setdefault(k, v)
@@ -192,7 +193,8 @@ def start(*how): # what `in_process` takes, without the pipe
     ctx = torch.multiprocessing.get_context("spawn")
     ours, theirs = ctx.Pipe(False)
     p = ctx.Process(target=in_process, args=(*how, theirs))
-    p.start(); theirs.close()
+    with safe_children(): p.start()
+    theirs.close()
     return ours, p
 
 def on_gpus(n): # processes
@@ -206,6 +208,7 @@ def processes(n, # how many
               tp=1): # of them that share one model's parts
     """What `f` returns in each of `n` new processes, a list. On GPUs where there are enough, else on the CPU.
     Raises `RunError` with what the first one to fail says"""
+    check_processes(n, 0)
     port = free_port()
     started = [start(rank, n, port, tp, on_gpus(n), as_sent(f), args) for rank in range(n)]
     pipes, ps = zip(*started)

@@ -4,8 +4,8 @@ from configparser import ConfigParser
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-import numpy as np, pytest
-from llm_speedrun.files import InputError, decoded
+import numpy as np, pytest, torch
+from llm_speedrun.files import InputError, clean_errors, decoded
 from llm_speedrun.runs import RUNGS, find_rung, rung_name
 from llm_speedrun.train import options as commands
 from llm_speedrun.train.hardware import presets
@@ -113,7 +113,7 @@ def test_pipe_in_place_of_a_file(tmp_path):
     with fails(InputError, "pipe is no regular file"): told("--config", str(tmp_path/"pipe"))
 
 @pytest.mark.parametrize("args,message", [
-    ("--lr nan", "lr must be a number from 0, and finite, not 'nan'"), ("--minutes inf", "minutes must"), ("--epochs nan", "epochs must"),
+    ("--lr nan", "lr must be a number above 0, and finite, not 'nan'"), ("--minutes inf", "minutes must"), ("--epochs nan", "epochs must"),
     ("--target -inf", "target must"), ("--save_minutes nan", "save_minutes must"), ("--clip nan", "clip must"), ("--weight_decay nan", "weight_decay must"),
     ("--lr -1e-4", "lr must"), ("--ema 1", "ema must be a number from 0 to below 1"), ("--warmup 1", "warmup must"), ("--steps 1.5", "steps must be a whole"),
     ("--steps x", "steps must"), ("--steps=", "steps must"), ("--steps 1e30", "steps must"), ("--keep_last 0", "keep_last must"), ("--data=", "data must be a text that isn't empty"),
@@ -121,9 +121,40 @@ def test_pipe_in_place_of_a_file(tmp_path):
     ("--steps 3 --total_tokens 9", "steps and total_tokens each"), ("--minutes 3 --total_tokens 9", "total_tokens and minutes each"),
     ("--epochs 2 --steps 3", "epochs shortens a run of minutes, not one of steps"), ("--total_tokens 9 --step_tokens 10", "fewer than the 10 of one step"),
     ("--tokens 9", "unknown option --tokens, did you mean .*--step_tokens"), ("--ste 9", "unknown option --ste"), ("--lr", "expected one argument"),
-    ("there", "no option takes there"), ("--stream=yes", "ignored explicit argument")], ids=str)
+    ("there", "no option takes there"), ("--stream=yes", "ignored explicit argument"), ("--lr 0", "lr must be a number above 0"),
+    ("--lr null", "lr must be a number"), ("--batch 0", "batch must be a whole number from 1"), ("--vocab 4000000000", "vocab must .* to 1e\\+07")], ids=str)
 def test_refused(args, message):
     with fails(InputError, message): told(*args.split())
+
+@pytest.mark.parametrize("config, args", [(DataOptions, "--workers 10000000"), (DataOptions, "--vocab 4000000000"), (LadderOptions, "--batch 1000000000"),
+                                          (LrOptions, "--rates 1000000000"), (RaceOptions, "--seeds 1000000000")], ids=str)
+def test_what_would_take_all_memory(config, args):
+    "Bounds of options, each of which costs a process, a run or memory"
+    with fails(InputError, args.split()[0][2:], " to 1"): told(*args.split(), config=config)
+
+def test_too_many_processes(monkeypatch, capsys):
+    "None of them is started; a number that torchrun's variables can't have is named"
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("llm_speedrun.train.options.torchrun", lambda words: pytest.fail("processes are started"))
+    with pytest.raises(SystemExit, match="2"): speedrun_train(["--gpus", "1000000000"])
+    assert re.match("error: gpus is 1000000000, and .*: choose ", capsys.readouterr().err)
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    with pytest.raises(SystemExit, match="2"): speedrun_train(["--steps", "1"])
+    assert capsys.readouterr().err.startswith("error: the environment variable WORLD_SIZE is 'x', and must be a whole number from 1")
+
+def test_out_of_main_memory(capsys):
+    "PyTorch's allocator and NumPy's say how much: a line in place of a traceback"
+    for f in (lambda: torch.empty(10**16), lambda: np.zeros(10**17)):
+        with pytest.raises(SystemExit, match="2"): clean_errors(f)
+        assert re.fullmatch(r"error: out of main memory: this machine has no [\d.]+ \w+ left. Choose smaller .*\n", capsys.readouterr().err)
+
+@pytest.mark.parametrize("given", [{}, dict(clip=0.), dict(weight_decay=0., warmup=0.)])
+def test_unset_is_not_zero(tmp_path, given):
+    "A file with all options as they are keeps those unset that were; a 0 is one that was given"
+    c = TrainConfig(**given)
+    (tmp_path/"a.toml").write_text(to_toml(c), encoding="utf-8")
+    assert told("--config", str(tmp_path/"a.toml")) == (c, given.keys())
+    assert c.lr is None and (c.clip == 0.) == ("clip" in given)
 
 @pytest.mark.parametrize("value", ["0", "1", "2", "-1", "nan"])
 def test_val_frac(value):
@@ -157,7 +188,7 @@ ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
     "rungs.documents": ALL, ("measure", "--measure"): ALL, ("train.hardware", "--seq"): ALL, "world": ALL,
     "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
-    "train.trainer": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
+    "train.trainer": ALL, "train.run_dir": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
     "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",
     ("export", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", "race": "race",
     **{("race", f"--{k}"): "train" for k in "epochs name out overwrite sample save_minutes seed".split()}}    # our own runs' command line
@@ -218,7 +249,7 @@ def test_total_tokens(tmp_path):
     assert (trainer.cfg.step_tokens, trainer.done) == (64, 5)
     cfg = options(tmp_path, name="other")
     with fails(InputError, "total_tokens"): train(TrainConfig(**vars(cfg) | dict(total_tokens=640)), progress=False)
-    assert (cfg.step_tokens, cfg.accumulate) == (0, 0) # the caller's options stay as they are
+    assert (cfg.step_tokens, cfg.accumulate) == (0, None) # the caller's options stay as they are
 
 # Runs
 
@@ -258,7 +289,7 @@ ERRORS = [
     (dict(rungs="fastets"), "unknown rung or preset 'fastets'. Did you mean 'fastest'"),
     (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
     (dict(rungs="bf16"), "'bf16' cannot run here: it is an old card"),
-    (dict(seq=64), "seq 64 is longer"), (dict(batch=-4), "batch must be a whole number from 0"),
+    (dict(seq=64), "seq 64 is longer"), (dict(batch=-4), "batch must be a whole number from 1"),
     (dict(step_tokens=-1), "step_tokens must be"), (dict(step_tokens=40), "step_tokens 40 are no whole number"),
     (dict(steps=0, total_tokens=63), "total_tokens 63 are fewer than the 64 of one step"),
     (dict(out="a.json"), "a.json"), (dict(name="there"), "there exists already"),

@@ -116,7 +116,7 @@ def test_killed_stopped_and_resumed(folder, undisturbed):
 
 def test_refused(folder):
     "What can't be is said once, in one line, with exit code 2, and nothing is started again"
-    code, out, err = ended(start(folder, name="refused", step_tokens=96, batch=0))
+    code, out, err = ended(start(folder, name="refused", step_tokens=96, batch=None))
     said = "a step has 3 sequences, which 2 processes can't share equally: choose --step_tokens 64 (2 sequences) or 128 (4"
     assert code == 2 and err.startswith(f"error: {said}") and err.count("\n") == 1, err
     assert not (folder/"runs/refused").exists()

@@ -198,7 +198,8 @@ def test_command(folder, tmp_path, capsys):
     (["MODEL", "--text", "TEXT", "--engine", "jax"], "unknown engine 'jax'"), (["MODEL", "--text", "TEXT", "--dtype", "fp8"], "unknown dtype 'fp8'"),
     (["nowhere", "--text", "TEXT"], "there is no folder nowhere"), (["EMPTY", "--text", "TEXT"], "has no config.json"),
     (["MODEL", "--text", "TEXT", "--context", "99"], "context is 99"), (["BARE", "--text", "TEXT"], "has no tokenizer.json: it knows tokens, and no text"),
-    (["MODEL", "--text", "TEXT", "--out", "TEXT/x.json"], "is no folder that one can write into")]
+    (["MODEL", "--text", "TEXT", "--out", "TEXT/x.json"], "is no folder that one can write into"),
+    (["MODEL", "--text", "TEXT", "--out", "TEXT"], "is no JSON"), (["MODEL", "--text", "TEXT", "--out", "MODEL"], "is no regular file")]
     + [(["BARE", "--text", "TEXT", "--engine", "transformers"], "has no tokenizer"),
        (["RUN", "--text", "TEXT", "--engine", "transformers"], "is a run: speedrun_export")]*("transformers" in THERE), ids=str)
 def test_refused(folder, tmp_path, capsys, args, message):

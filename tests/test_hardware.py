@@ -117,7 +117,7 @@ def builds(monkeypatch):
 @pytest.mark.parametrize("option", [dict(), dict(batch=4), dict(steps=0, minutes=.001)], ids=str)
 def test_a_start_builds_two_models(tmp_path, builds, option):
     "One for the trial, which is timed too, and the run's own; options are settled on fake tensors"
-    trainer = Trainer(options(tmp_path, **dict(rungs="flash", batch=0) | option), progress=False)
+    trainer = Trainer(options(tmp_path, **dict(rungs="flash", batch=None) | option), progress=False)
     assert len(builds) == 2 and trainer.cfg.batch in (4, 16)
 
 # Presets
@@ -169,7 +169,7 @@ def test_lists_are_measured_as_training_runs_them(tmp_path, unknown, monkeypatch
         seen.append((len(rungs), rows, batch, recipe.spec()))
         return hardware.Settled(list(rungs), {}), 8, 1.
     monkeypatch.setattr(hardware, "list_speed", list_speed)
-    Trainer(options(tmp_path, rungs="auto", batch=0, step_tokens=16*16, recipe="speedrun"), progress=False)
+    Trainer(options(tmp_path, rungs="auto", batch=None, step_tokens=16*16, recipe="speedrun"), progress=False)
     assert seen == [(2, 16, 0, "speedrun"), (1, 16, 0, "speedrun")] + [(2, 16, 8, "speedrun"), (1, 16, 8, "speedrun")]*2
 
 def test_out_of_memory_in_one_list(tmp_path, unknown, monkeypatch):
@@ -185,7 +185,7 @@ def test_out_of_memory_in_one_list(tmp_path, unknown, monkeypatch):
 
 def test_a_list_and_its_micro_batch_are_measured_once(tmp_path, builds, unknown, capsys):
     "The second run takes what the first one measured, says of when it is, and `measure` measures again"
-    cfg = options(tmp_path, rungs="auto", batch=0)
+    cfg = options(tmp_path, rungs="auto", batch=None)
     whole = lambda: sum(c.layers > 1 for c in builds) # not the single layers that tell whether kernels run
     first = Trainer(replace(cfg, name="a"))
     n = whole()
@@ -201,7 +201,7 @@ def test_a_list_and_its_micro_batch_are_measured_once(tmp_path, builds, unknown,
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's step takes the same time tomorrow")
 def test_a_cpu_is_timed_each_time(tmp_path, builds):
     "The number of steps in some minutes follows the machine as it is now, and not as it was when it was busy"
-    cfg = options(tmp_path, rungs="flash", batch=0, steps=0, minutes=.001)
+    cfg = options(tmp_path, rungs="flash", batch=None, steps=0, minutes=.001)
     for name in "ab":
         before = len(builds)
         Trainer(replace(cfg, name=name), progress=False)

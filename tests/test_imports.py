@@ -1,8 +1,9 @@
 "The package imports where Triton, torchao, Liger, pyplot, the network and CUDA are missing, quickly, and changes nothing by it."
-import json, os, subprocess, sys
+import json, multiprocessing, os, re, subprocess, sys
 from pathlib import Path
 import pytest
 import llm_speedrun
+from llm_speedrun.files import python_command, safe_children
 from timeouts import TIMEOUT
 
 HERE = Path(__file__).parent
@@ -109,3 +110,35 @@ def test_heavy_modules_wait(tmp_path):
     assert res.returncode == 0, res.stderr
     loaded = json.loads(res.stdout.splitlines()[-1])
     assert not any(loaded.values()), loaded
+
+def sources(): return {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py") if p.name != "_modidx.py"}
+
+def test_one_way_to_start_python():
+    "`python_command`, and the encoder pool's own, which takes Python's isolated mode"
+    assert {name for name, text in sources().items() if "sys.executable" in text} == {"files.py", "train/words.py"}
+    spawning = {name for name, text in sources().items() if re.search(r"get_context\(|mp\.Process|multiprocessing\.Process|ProcessPool", text)}
+    assert spawning == {"world.py"} and "with safe_children(): p.start()" in sources()["world.py"]
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    "The current folder has files that are called as modules of Python"
+    for name in ("random", "queue", "socket", "pickle", "selectors"): (tmp_path/f"{name}.py").write_text("open('executed', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    return tmp_path
+
+def test_files_of_the_current_folder(hostile):
+    "They are not executed by a child; they would be by `python -c`"
+    code = "import random, queue, socket, pickle, sys; import llm_speedrun.files as f; print(f.__file__, *sys.argv[1:])"
+    out = subprocess.run(python_command(code, "a", "b"), capture_output=True, text=True, timeout=TIMEOUT)
+    assert out.stdout.split() == [str(PACKAGE/"files.py"), "a", "b"] and not (hostile/"executed").exists(), out.stderr
+    subprocess.run([sys.executable, "-c", "import queue"], timeout=TIMEOUT)
+    assert (hostile/"executed").exists()
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python knows PYTHONSAFEPATH from 3.11 on")
+def test_processes_of_libraries(hostile):
+    "Those that `multiprocessing` spawns don't execute them either"
+    with safe_children():
+        p = multiprocessing.get_context("spawn").Process(target=os.getpid)
+        p.start(); p.join(TIMEOUT)
+    assert p.exitcode == 0 and not (hostile/"executed").exists() and "PYTHONSAFEPATH" not in os.environ

@@ -135,7 +135,7 @@ def numbers_are_shown_above(nb):
 
 # --- lessons ---
 
-OPTION = re.compile(r"    \w+: \w+ = .* # |@exercise\(")       # a list of options may be long; that mark is no line to read
+OPTION = re.compile(r"    \w+: \w+( \| None)? = .* # |@exercise\(") # a list of options may be long; that mark is no line to read
 DOCMENT = re.compile(r"\s+\*{0,2}\w+(: [^=#]+)?(=[^#]*)?(,|\):)\s+# |\) -> [^#]+:\s+# ")    # a signature's line with what it means
 TASK = re.compile(r"\*\*\d\. [^*]+\*\* \((easy|kernel|open), \d+ (minutes|hours?)\)")
 

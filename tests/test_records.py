@@ -9,7 +9,14 @@ from make_readme import ROOT
 OTHERS = {"outputs.json", "fits.json", "collectives.json"}  # where outputs come from; what fits into which memory; links: no runs
 FILES = sorted(p for p in (ROOT/"nbs/measurements").glob("*.json") if p.name not in OTHERS)
 # Records, as `name` calls them, whose code has changed since they were measured. One leaves this list when it's measured again.
-AWAITING = set()
+BEFORE_MANY = "tf32+bf16+flash:backend=cudnn+fused_ops+chunked_ce+fp8:parts=heads+out+mlp+head"
+AWAITING = { # the module `world` has changed: what is checked before processes start, not what their steps do
+    f"ddp over fused_adamw: 124m, 128 × 1024, {BEFORE_MANY}+cuda_graphs+fused_adamw+ddp",
+    f"ddp, during over fused_adamw: 124m, 128 × 1024, {BEFORE_MANY}+cuda_graphs+fused_adamw+ddp:overlap=yes:mb=25.0",
+    f"ddp, hooks over fused_adamw: 124m, 128 × 1024, {BEFORE_MANY}+fused_adamw+ddp:mb=25.0",
+    f"fsdp over fused_adamw: 1b, 32 × 2048, {BEFORE_MANY}+fused_adamw+fsdp",
+    f"fsdp: 11b, 8 × 2048, {BEFORE_MANY}+fused_adamw+checkpoint+fsdp", f"fsdp: 3b, 16 × 2048, {BEFORE_MANY}+fused_adamw+fsdp",
+    "tensor_parallel over one GPU: 1b, 16 × 2048, tf32+bf16+flash:backend=cudnn+fused_ops+chunked_ce+fused_adamw+tensor_parallel"}
 SHARED = "speedrun_ladder"  # by `--share`, on a GPU that we needn't have
 VERSIONS = "gpu", "driver", "torch", "triton"
 

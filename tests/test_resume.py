@@ -11,7 +11,8 @@ from llm_speedrun.data import Batches
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.runs import Stepper
-from llm_speedrun.train.options import TrainConfig
+from llm_speedrun.train.options import TrainConfig, speedrun_train
+from llm_speedrun.train.run_dir import Finished
 from llm_speedrun.train.saving import *
 from llm_speedrun.train.trainer import *
 from small import fails, nano, options, texts, write_bins
@@ -141,55 +142,124 @@ def test_sigterm(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, steps + 4))
 
-KILLS = """
-import os, random, signal, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from llm_speedrun.model import WORKLOADS
-from llm_speedrun.train.saving import checkpoints, newest
-from llm_speedrun.train.options import TrainConfig
-from llm_speedrun.train.trainer import train
-from small import NANO, options
-from timeouts import until_some_moment, wait_until
-WORKLOADS["nano"] = NANO
-folder, rng, STEPS = Path(sys.argv[1]), random.Random(0), int(sys.argv[3])
-run = folder/"runs/run"
-def child():
-    "Train, from the beginning or from where it stopped, in a process of its own; returns its number"
-    pid = os.fork()
-    if pid: return pid
-    there = newest(run/"checkpoints", say=lambda *a: None)
-    cfg = TrainConfig(resume=str(run)) if there else options(folder, steps=STEPS, save_minutes=0., overwrite=True, sample=1)
-    try: train(cfg, progress=False)
-    except BaseException as e: print("FAILED", type(e).__name__, e, flush=True)
-    finally: os._exit(0)
-def last(): return int(c[-1].name[5:]) if (c := checkpoints(run/"checkpoints")) else 0
-kills = 0
-while last() < STEPS and kills < 2*STEPS:
-    at, goal, pid = last(), rng.randint(1, 2), child()
-    running = lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None or last() >= STEPS
-    wait_until(lambda: last() >= min(STEPS, at + goal), running, every=.002)
-    if last() >= STEPS: os.waitpid(pid, 0); break
-    until_some_moment(.02)
-    os.kill(pid, signal.SIGKILL); os.waitpid(pid, 0); kills += 1
-if not (run/"result.json").exists(): os.waitpid(child(), 0)
-print("kills", kills)
-"""
+@posix
+def test_stopped_at_random_moments(moments=os.environ.get("KILLS", "4")):
+    "SIGTERM, SIGINT and kill -9: logs, stops and final weights are those of a run that was never stopped (more with KILLS=50)"
+    cmd = [sys.executable, str(Path(__file__).with_name("kill_often.py")), moments]
+    out = subprocess.run(cmd, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert int(re.search(r"of which (\d+) came", out.stdout)[1]) >= int(moments)//4
+
+ROW = "step loss val_loss event stopped".split()
+def logged(run): return [{k: r[k] for k in ROW if k in r} for r in rows(run)], [json.loads(o) for o in (run/"samples.jsonl").read_text().splitlines()]
+
+@pytest.fixture(scope="module")
+def judged_whole(tmp_path_factory, nano):
+    "Options of a run that evaluates and samples after each second step and reaches its target at step 6; what it logs; its weights"
+    folder, how = tmp_path_factory.mktemp("judged"), dict(steps=12, evals=6, samples=6, recipe="normuon")
+    go(folder/"all", **how)
+    target = [r["val_loss"] for r in rows(folder/"all/runs/run") if "val_loss" in r][2]
+    how["target"] = target
+    _, res = go(folder/"whole", **how)
+    assert res["reached"] and res["steps"] == 6
+    return how, logged(folder/"whole/runs/run"), load_file(folder/"whole/runs/run/model.safetensors")
 
 @posix
-def test_killed_again_and_again(tmp_path, steps=int(os.environ.get("KILLED_STEPS", 6))):
-    "kill -9 at random moments, most of them while a checkpoint is written: every run resumes, on the curve of no kill (more with KILLED_STEPS)"
-    whole, _ = go(tmp_path/"whole", steps=steps, recipe="speedrun")    # what a run of its own takes
-    cmd = [sys.executable, "-c", KILLS, str(tmp_path), str(Path(__file__).parent), str(steps)]
-    env = os.environ | dict(OMP_NUM_THREADS="1")
-    out = subprocess.run(cmd, capture_output=True, text=True, timeout=TIMEOUT, env=env)
-    assert out.returncode == 0, out.stderr[-2000:]
-    print(out.stdout)
-    assert int(re.search(r"kills (\d+)", out.stdout)[1]) >= steps // 4 and "FAILED" not in out.stdout, out.stdout
-    got = [r for r in rows(tmp_path/"runs/run") if "loss" in r]
-    assert [r["step"] for r in got] == list(range(1, steps + 1))
-    assert [r["loss"] for r in got] == pytest.approx(curve(whole), rel=1e-4)
-    assert not list((tmp_path/"runs/run/checkpoints").glob("*.tmp")) and len(checkpoints(tmp_path/"runs/run/checkpoints")) <= 3
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("where, at", [("mean_loss", 4), ("mean_loss", 6), ("sample", 4), ("take_one", 2)])
+def test_what_was_due_is_done(tmp_path, monkeypatch, judged_whole, where, at, number):
+    "A signal in an evaluation, a sample or a step: the resumed run does what was due, once, and stops at the target as ever"
+    how, want, weights = judged_whole
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    real, sent = getattr(Trainer, where), []
+    def stopped(self, *args, **kw):
+        if self.done == at and not sent: sent.append(at); signal.raise_signal(number)
+        return real(self, *args, **kw)
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, where, stopped)
+        _, first = go(tmp_path, **how)
+    assert sent and first["interrupted"]
+    try: _, res = resume(tmp_path)
+    except Finished: res = first # Ctrl-C where the target was just reached
+    run = tmp_path/"runs/run"
+    assert res["reached"] and res["steps"] == 6 and logged(run) == want
+    got = load_file(run/"model.safetensors")
+    assert all(torch.equal(got[k], t) for k, t in weights.items())
+
+EDITS = dict(lr=.5, seed=7, clip=.1, recipe="adamw", ema=.9, model=dict(rope_theta=10.), eps=dict(eps=1e-2), warmup_steps=9)
+
+@posix
+@pytest.mark.parametrize("k", EDITS)
+def test_an_edited_config(stopped, k):
+    "An option that decides about the weights was changed by hand: it is named with both values, and nothing is touched"
+    run = stopped/"runs/run"
+    path, was = run/"config.json", (run/"metrics.jsonl").read_bytes()
+    there = json.loads(path.read_text())
+    new = EDITS[k]
+    path.write_text(json.dumps(there | (dict(model=there["model"] | new) if isinstance(new, dict) else {k: new})))
+    name = f"model.{[*new][0]}" if isinstance(new, dict) else k
+    with fails(InputError, "config.json doesn't fit", f"{name} is .* and was"): resume(stopped)
+    assert (run/"metrics.jsonl").read_bytes() == was
+
+@posix
+def test_edited_steps_are_told(stopped, capsys):
+    "Another number of steps in config.json is as one on the command line"
+    path = stopped/"runs/run/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(steps=20)))
+    Trainer(TrainConfig(resume=str(stopped/"runs/run"))).let_go()
+    assert "20 steps in place of 12: the learning rate follows the new length" in capsys.readouterr().out
+
+@posix
+@pytest.mark.parametrize("error", [RuntimeError("a fault"), RunError("out of GPU memory in the middle of an update")], ids=repr)
+def test_an_error_in_a_step(tmp_path, monkeypatch, capsys, error):
+    "Weights of half a step are never kept: the ones of the checkpoint before are those to go on from"
+    def broken_off(n, batches):
+        if n == 5: raise error
+    def half(n, batches): # the step is under way when it fails
+        if n == 5: trainer.step.params[0].data.fill_(float("nan"))
+    trainer = Trainer(options(tmp_path, steps=8, save_minutes=0.))
+    watch_updates(monkeypatch, half, broken_off)
+    with fails(type(error), str(error)): trainer.fit()
+    run = tmp_path/"runs/run"
+    assert not (run/"model.safetensors").exists() and newest(run/"checkpoints").name == "step-00000004"
+    assert "step 5 was broken off" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert resume(tmp_path)[1]["steps"] == 8 and all(t.isfinite().all() for t in load_file(run/"model.safetensors").values())
+
+@posix
+def test_a_finished_run(tmp_path, capsys):
+    "The command has nothing to do: exit code 0, one line, nothing touched; also where the target was reached"
+    go(tmp_path)
+    for more, said in (({}, "has taken its 6 steps"), (dict(target=100., name="early"), "has reached its target of 100 in step 3")):
+        if more: go(tmp_path, **more)
+        run = tmp_path/"runs"/more.get("name", "run")
+        was = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+        capsys.readouterr()
+        speedrun_train(["--resume", str(run)])
+        out, err = capsys.readouterr()
+        assert said in out and len(out.splitlines()) == 1 and not err
+        assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == was
+    with fails(Finished, "has taken its 6 steps"): resume(tmp_path)
+    assert train(TrainConfig(resume=str(tmp_path/"runs/early"), target=.1), progress=False)[1]["steps"] == 6
+
+@posix
+@pytest.mark.parametrize("again", ["resume", "overwrite"])
+def test_what_a_killed_process_was_writing(stopped, again):
+    "Its temporary files go when the run goes on, or when another one takes its place"
+    run = stopped/"runs/run"
+    for name in ("model.safetensors.tmp", "metrics.jsonl.tmp", "notes.tmp"): (run/name).write_bytes(b"half")
+    if again == "resume": resume(stopped)
+    else: go(stopped, overwrite=True)
+    assert {p.name for p in run.glob("*.tmp")} == {"notes.tmp"}
+
+@posix
+def test_a_text_for_a_time(stopped, capsys):
+    "A row of the log whose numbers are none is passed over, and told"
+    run = stopped/"runs/run"
+    with open(run/"metrics.jsonl", "a") as f: f.write('{"step": 3, "train_s": "12"}\n')
+    trainer = Trainer(TrainConfig(resume=str(run)))
+    trainer.fit()
+    assert "train_s is '12', and no number" in capsys.readouterr().out and [r["step"] for r in rows(run) if "loss" in r] == list(range(1, 13))
 
 # Broken checkpoints and full disks
 
@@ -326,7 +396,7 @@ def test_sigterm_is_not_forgotten():
 
 @pytest.mark.parametrize("option, kind, message", [
     (dict(seed=1), ValueError, "keeps its options: leave out seed"), (dict(lr=.1, seq=8), ValueError, "leave out lr, seq"),
-    (dict(batch=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(batch=-1), ValueError, "batch must be a whole number from 0"),
+    (dict(batch=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(batch=-1), ValueError, "batch must be a whole number from 1"),
     (dict(steps=6), ValueError, "has taken its 6 steps: choose more --steps"), (dict(keep_last=0), ValueError, "keep_last must be a whole number from 1")], ids=str)
 @posix
 def test_bad_option(stopped, option, kind, message):

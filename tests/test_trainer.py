@@ -32,8 +32,8 @@ def finished(tmp_path_factory):
 # Options
 
 @pytest.mark.parametrize("option,kind,message", [
-    (dict(batch=-1), ValueError, "batch must be a whole number from 0 .*not -1"),
-    (dict(accumulate=3, batch=0, step_tokens=64), ValueError, "4 sequences, which accumulate 3 doesn't divide"),
+    (dict(batch=-1), ValueError, "batch must be a whole number from 1 .*not -1"),
+    (dict(accumulate=3, batch=None, step_tokens=64), ValueError, "4 sequences, which accumulate 3 doesn't divide"),
     (dict(step_tokens=100), ValueError, "step_tokens 100 are no whole number of sequences of 16"),
     (dict(step_tokens=128, accumulate=1), ValueError, "1 batches of 4 sequences are not the 8 sequences of 128"),
     (dict(hardware="h10"), ValueError, "unknown kind of hardware 'h10'.*'h100'"),
@@ -47,7 +47,7 @@ def finished(tmp_path_factory):
     (dict(seq=33), ValueError, "seq 33 is longer than the 32 tokens of 'nano': choose a smaller --seq"),
     (dict(steps=-1), ValueError, "steps must be .*not -1"),
     (dict(minutes=-.1), ValueError, "minutes must be a number from 0"),
-    (dict(lr=-1.), ValueError, "lr must be a number from 0, and finite, not -1"),
+    (dict(lr=-1.), ValueError, "lr must be a number above 0, and finite, not -1"),
     (dict(weight_decay=-1.), ValueError, "weight_decay.* -1"),
     (dict(clip=-1.), ValueError, "clip"),
     (dict(epochs=0.), ValueError, "epochs must be a number above 0"),
@@ -396,6 +396,15 @@ def test_bad_steps_are_skipped(tmp_path, rungs):
     trainer.fit()
     assert was == {3: True, 4: True} and [r["step"] for r in trainer.rows() if "event" in r] == [3, 4]
     assert np.isfinite(curve(trainer)).all() and curve(trainer)[-1] < curve(trainer)[0]
+
+@pytest.mark.parametrize("rungs", ["naive", "bf16,flash,fused_ops,chunked_ce,head_groups,fused_adamw,direct_update"])
+def test_without_clipping(tmp_path, rungs):
+    "`clip=0` leaves the gradients as they are: as a bound that they never reach, and not as the recipe's"
+    losses = {}
+    for clip in (0., 1e30, None):
+        trainer, _ = train(options(tmp_path, name=str(clip), clip=clip, rungs=rungs, recipe="adamw", lr=1e-2), progress=False)
+        losses[clip] = curve(trainer)
+    assert losses[0.] == losses[1e30] != losses[None] and losses[0.][-1] < losses[0.][0]
 
 # Data
 

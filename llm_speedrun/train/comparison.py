@@ -20,7 +20,8 @@ from fastcore.basics import patch
 
 # %% ../../nbs/64_comparison.ipynb #d2cb2b05
 from ..data import prefetch
-from ..files import InputError, RunError, check_writable, decoded, read_bytes_of, replace_file
+from ..files import (InputError, RunError, check_writable, decoded, env_number, read_bytes_of,
+                                replace_file)
 from ..measure import fmt, table
 from ..recipes.recipe import set_groups
 from .hardware import prepare_process, memory_limit
@@ -366,7 +367,7 @@ def check_search(c, given=()): # a `LrOptions`, names of the options that were g
     "Raise `InputError` for what a search of learning rates doesn't do"
     for k, why in NOT_SEARCHED.items():
         if getattr(c, k): raise InputError(f"{k} is not for a search of learning rates: {why}")
-    if c.gpus > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if c.gpus > 1 or env_number("WORLD_SIZE", 1, 1) > 1:
         raise InputError("a search of learning rates runs in one process: leave out gpus and torchrun")
     for k in sorted({*c.hidden} & {*given}):
         raise InputError(f"{k} is not for a search of learning rates: nothing in it goes by that")

@@ -282,8 +282,14 @@ def parse_mix(spec): # "name" or "name:weight,name:weight"
     "Pairs of name and weight (a positive `Fraction`, 1 if none is given). Raises ValueError for a bad weight"
     if spec.strip() and Path(spec).expanduser().exists(): return [(spec, Fraction(1))]
     parts = [p.strip().rpartition(":") for p in spec.split(",")]
-    return [_weighted(head, tail) for head, _, tail in parts]
+    parts = [_weighted(head, tail) for head, _, tail in parts]
+    total = sum(w for _, w in parts)
+    for name, w in parts:
+        if w*10**6 < total: raise InputError(f"{name} would be {float(w/total):.0e} of this mixture: leave "
+                                             "it out, or choose other weights")
+    return parts
 
+# %% ../../nbs/38_corpora.ipynb #01547ebb
 def _weighted(name, weight):
     short = re.fullmatch(r"[-+]?[\d.]{1,20}(e[-+]?\d{1,2}|/\d{1,20})?", weight)   # 1e999999999 takes for ever
     try: w = Fraction(weight if short else "")

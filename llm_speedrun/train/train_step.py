@@ -7,6 +7,7 @@ __all__ = ['WARM_UP', 'LrSchedule', 'TrainStep', 'Phase', 'phases_of', 'without_
            'mean_step_ms']
 
 # %% ../../nbs/30c_train_step.ipynb #30step03
+import math
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,11 +41,11 @@ class TrainStep:
     def __init__(self, run, # a `Run` with its recipe and optimizer
                  micro_batch, # sequences of the model's full length in a micro-batch
                  lr, # an `LrSchedule`
-                 clip=1., # largest norm of the gradients
+                 clip=1., # largest norm of the gradients; 0 doesn't clip
                  average=None, # an `Average` of the weights to update after each step
                  on_oom=None): # called with the sequences that didn't fit; raises or shrinks `micro_batch`
         self.run, self.micro_batch, self.lr, self.average, self.on_oom = run, micro_batch, lr, average, on_oom
-        self.stepper = guarded(stepper_of(run))(run, clip=clip)
+        self.stepper = guarded(stepper_of(run))(run, clip=clip or math.inf)
         self.rate = None # of the matrices in the newest step
 
     def __call__(self, step, x, y): # number of the step, 0 is the first; B T tokens, B T that follow

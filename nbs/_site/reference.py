@@ -10,7 +10,7 @@ from llm_speedrun import data, export, measure, model, runs
 from llm_speedrun.files import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
-from llm_speedrun.train import corpora, hardware, loader, metrics, options, saving, trainer
+from llm_speedrun.train import corpora, hardware, loader, metrics, options, run_dir, saving, trainer
 from gpus import as_if, find_all_rungs
 from measured import sources, times
 from pages import code, escaped, page
@@ -207,6 +207,7 @@ def struct(cls):
 ROW = dict( # of `metrics.jsonl` and `samples.jsonl`
     step="the optimizer step", loss="training loss of the step, nats a token", lr="learning rate",
     tok_s="tokens a second", grad_norm="norm of the gradients before clipping", val_loss="validation loss",
+    stopped="only a stop is the reason for this row, and resuming removes it",
     text="what the model wrote", event="what went wrong, such as a step that was skipped")
 
 def row_keys():
@@ -251,7 +252,7 @@ def record_rows():
 def files_of_a_run():
     "What the trainer leaves in a run's folder"
     return [[f"`{k}`", lookup(FILES, k, "file of a run with an explanation in nbs/_site/reference.py")]
-            for k in (*trainer.FILES, *trainer.FOLDERS)]
+            for k in (*run_dir.FILES, *run_dir.FOLDERS)]
 
 @page("reference/formats.qmd")
 def formats_page(root):
