@@ -486,15 +486,6 @@ def save_evals(path, new): # a file; records of `evaluate`
     last = {json.dumps(key(r)): r for r in new}
     replace_file(path, json.dumps([*last.values()], indent=1, ensure_ascii=False) + "\n")
 
-# %% ../nbs/61_evals.ipynb #46feb486
-def eval_lines(records): # of `evaluate`
-    "What the command prints: a line for each score"
-    for r in records:
-        n = f"{r['bytes']:,} bytes" if "bytes" in r else f"{r['n']:,} questions"
-        for k, v in r["scores"].items():
-            error = "" if r["errors"][k] is None else f" ± {r['errors'][k]:.2g}"
-            yield f"{r['task']:<14}{k:<15}{v:.5g}{error}  ({n}, {r['source']})"
-
 # %% ../nbs/61_evals.ipynb #61evallines
 def eval_lines(records): # of `evaluate`
     "What the command prints: a line for each score"

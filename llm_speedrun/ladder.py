@@ -19,6 +19,10 @@ from .runs import bench, check_rung, in_order, measure_run, rung_name
 from .train.hardware import parse_rungs
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
+def _measure(*args, **kw):
+    "What `measure_run` measures, on a CPU too, without what a GPU recorded"
+    return [{k: v for k, v in r.items() if k != "on_gpu"} for r in measure_run(*args, **kw)]
+
 def climb(config, # a `GPTConfig`
           batch, # sequences in a step
           rungs, # names, in the order to climb
@@ -29,11 +33,11 @@ def climb(config, # a `GPTConfig`
     for r, _ in in_order(rungs): check_rung(r, applied); applied.append(r.__name__)
     for r in rungs:
         if not only or rung_name(r) in only:
-            before, after = measure_run(config, below + [r], before=below, batch=batch)
+            before, after = _measure(config, below + [r], before=below, batch=batch)
             if before["rung"] not in [o["rung"] for o in records]: records.append(before)
             records.append(after)
         below = below + [r]
-    return [r | dict(kept=True) for r in records or measure_run(config, [], batch=batch)]
+    return [r | dict(kept=True) for r in records or _measure(config, [], batch=batch)]
 
 # %% ../nbs/22_ladder.ipynb #ddb99a89
 def save_ladder(records, # of one ladder

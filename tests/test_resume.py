@@ -410,7 +410,7 @@ def test_resuming_no_run(tmp_path):
 def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
-        "data stream documents vocab workload seq init rungs batch accumulate hardware deterministic measure ladder gpus restarts rank_logs "
+        "data text_key stream documents vocab workload seq init rungs batch accumulate hardware deterministic measure ladder gpus restarts rank_logs "
         "steps total_tokens minutes epochs target recipe step_tokens lr schedule warmup cooldown final_lr weight_decay clip ema seed evals eval_tokens sample samples "
         "name out overwrite track profile timings save_minutes keep_last resume").split()
 
