@@ -519,7 +519,7 @@ def show_recorded(name): # a lesson and a name, such as "00_gpu/sizes"
     if not (nbs := course_dir()): return print(NO_GPU)
     stem = name.split("/")[0]
     there = json.loads((nbs/"measurements/outputs.json").read_text(encoding="utf-8"))[stem]
-    print("No GPU here. Recorded on an {gpu}, {date}:".format(**there))
+    print("Recorded on an {gpu}, {date}:".format(**there))
     for c in json.loads((nbs/f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]:
         if f'show_recorded("{name}")' not in "".join(c["source"]): continue
         for o in c["outputs"]:

@@ -27,9 +27,15 @@ def shows_nothing(o): # a statement
 
 def shows_a_record(o): return ast.unparse(o).startswith("show_recorded(")
 
+def on_a_gpu(statements):
+    "Without what is shown where there is no GPU"
+    for o in statements:
+        if isinstance(o, ast.If) and o.orelse and all(map(shows_a_record, o.orelse)): o.orelse = []
+        if isinstance(o, ast.If) and all(map(shows_a_record, o.body)): yield from o.orelse
+        else: yield o
+
 def unmarked(o): # a statement
-    "Without `@exercise(1)`, and without what is shown where there is no GPU"
-    if isinstance(o, ast.If) and o.orelse and all(map(shows_a_record, o.orelse)): o.orelse = []
+    "Without `@exercise(1)`"
     if isinstance(o, ast.FunctionDef):
         o.decorator_list = [d for d in o.decorator_list if getattr(getattr(d, "func", None), "id", "") != "exercise"]
     return o
@@ -40,7 +46,7 @@ def code_digest(nb): # a parsed notebook
     from llm_speedrun.measure import syntax     # not before a notebook has run, which may want to import it first
     sources = ["".join(c["source"]) for c in nb["cells"] if c["cell_type"] == "code"]
     trees = [ast.parse(python(s)) for s in sources if not left_to_the_reader(s)]
-    for t in trees: t.body = [unmarked(o) for o in t.body if not shows_nothing(o)]
+    for t in trees: t.body = [unmarked(o) for o in on_a_gpu(t.body) if not shows_nothing(o)]
     return hashlib.sha256(repr([syntax(t) for t in trees if t.body]).encode()).hexdigest()[:16]
 
 def note(path, name, entry): # a JSON file, a notebook's name, what is known of its outputs
