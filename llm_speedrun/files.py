@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Lock
 from types import FunctionType
 import msgspec
 from fastcore.xdg import xdg_cache_home
@@ -170,16 +171,20 @@ def python_command(code, # a program
     return [sys.executable, "-c", path + code, *words]
 
 # %% ../nbs/06_files.ipynb #894cd054
+_SAFE = dict(lock=Lock(), inside=0, was=None) # threads may be inside at the same time
+
 @contextmanager
 def safe_children():
     "Inside, processes that libraries start import nothing of the current folder either (Python >= 3.11)"
-    name = "PYTHONSAFEPATH"
-    was = os.environ.get(name)
-    os.environ[name] = was or "1"
+    name, env = "PYTHONSAFEPATH", os.environ
+    with _SAFE["lock"]:
+        if not _SAFE["inside"]: _SAFE["was"] = env.get(name)
+        _SAFE["inside"] += 1; env[name] = env.get(name) or "1"
     try: yield
     finally:
-        if was is None: os.environ.pop(name, None)
-        else: os.environ[name] = was
+        with _SAFE["lock"]:
+            _SAFE["inside"] -= 1
+            if not _SAFE["inside"] and _SAFE["was"] is None: env.pop(name, None)
 
 # %% ../nbs/06_files.ipynb #36395fb6
 def check_processes(n, # that are asked for

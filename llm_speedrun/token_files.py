@@ -4,7 +4,7 @@
 
 # %% ../nbs/03d_token_files.ipynb #tokf0004
 from __future__ import annotations
-import hashlib, json, os, pickle, re, threading
+import hashlib, json, os, re, threading
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 import msgspec, numpy as np
 from fastcore.basics import patch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from .files import InputError, RunError, cache_dir, read_bytes_of, read_json
+from .compat import Unpickler
+from .files import InputError, RunError, cache_dir, read_bytes_of
 from .tokenizer import TextSummary
 
 # %% auto #0
@@ -405,7 +406,7 @@ class Characters(msgspec.Struct):
     itos: dict[int, str]                # token -> its text
     vocab_size: Vocabulary | None = None
 
-class _Plain(pickle._Unpickler):
+class _Plain(Unpickler):
     "An unpickler that builds plain values and calls nothing"
     def find_class(self, module, name):
         raise InputError(f"it asks for {module}.{name}, and no file of data may run code")

@@ -90,9 +90,11 @@ def no_strays(monkeypatch):
             super().__init__(*args, **kwargs)
             started.append(self)
     monkeypatch.setattr(subprocess, "Popen", Process)
+    safe = os.environ.get("PYTHONSAFEPATH")
     yield
     for p in started:
         if p.poll() is None: p.kill(); p.wait()
+    assert os.environ.get("PYTHONSAFEPATH") == safe, "it would tell the programs of later tests where not to look for modules"
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT/"nbs/_site"))    # the site's own code

@@ -135,6 +135,15 @@ def test_files_of_the_current_folder(hostile):
     subprocess.run([sys.executable, "-c", "import queue"], timeout=TIMEOUT)
     assert (hostile/"executed").exists()
 
+def test_two_threads_leave_no_trace(monkeypatch):
+    "One that is inside longer than the other, as threads may be"
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    first, second = safe_children(), safe_children()
+    first.__enter__(); second.__enter__(); first.__exit__(None, None, None)
+    assert os.environ["PYTHONSAFEPATH"] == "1"
+    second.__exit__(None, None, None)
+    assert "PYTHONSAFEPATH" not in os.environ
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python knows PYTHONSAFEPATH from 3.11 on")
 def test_processes_of_libraries(hostile):
     "Those that `multiprocessing` spawns don't execute them either"
