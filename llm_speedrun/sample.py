@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['KERNELS', 'BATCH', 'CHAT', 'likeliest', 'draw', 'generate', 'Cache', 'attend_cached', 'heads_at', 'norm_of_last',
-           'with_cache', 'Writer', 'recorded', 'in_dtype', 'device_of', 'open_model', 'tokens_of', 'TextStream',
-           'pieces', 'continued', 'text_of', 'prompts_of', 'show', 'settings', 'write_texts', 'typed', 'go_on', 'chat',
-           'sample_and_tell', 'our_writing', 'their_writing', 'writing_speed']
+           'with_cache', 'Writer', 'recorded', 'in_dtype', 'device_of', 'open_model', 'encoded', 'tokens_of',
+           'TextStream', 'pieces', 'continued', 'text_of', 'prompts_of', 'show', 'settings', 'write_texts', 'typed',
+           'go_on', 'chat', 'sample_and_tell', 'our_writing', 'their_writing', 'writing_speed']
 
 # %% ../nbs/60_sample.ipynb #97f2dc01
 import sys
@@ -251,13 +251,23 @@ def open_model(folder, # a run's, or one that transformers wrote
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return in_dtype(run, dtype or ("bf16" if native else "fp32")), tok
 
+# %% ../nbs/60_sample.ipynb #60encoded
+def encoded(text, # a prompt, or a line of a chat
+            tok): # a `Tokenizer`
+    "The tokens of `text`. Raises `InputError` for what is no text, or has no token"
+    try: return tok.encode(text).ids
+    except TypeError: raise InputError(f"the prompt {text[:20]!r} is no text in UTF-8") from None
+    except Exception as e: # of the tokenizer, which has no class of its own for them
+        unknown = "".join(dict.fromkeys(c for c in text if tok.token_to_id(c) is None))
+        what = unknown[:20] or text[:20]
+        raise InputError(f"this tokenizer can't encode {what!r} ({e}): leave it out") from None
+
 # %% ../nbs/60_sample.ipynb #99506001
 def tokens_of(text, # a prompt; empty for a new document
               tok, # a `Tokenizer`
               longest): # most tokens that the model reads
     "The tokens to go on from. Raises `InputError` where there is none, too many, or no text"
-    try: ids = tok.encode(text).ids
-    except TypeError: raise InputError(f"the prompt {text[:20]!r} is no text in UTF-8") from None
+    ids = encoded(text, tok)
     if len(ids) > longest:
         raise InputError(f"the prompt {text[:20]!r}... has {len(ids):,} tokens, and the model reads at most "
                          f"{longest:,}: shorten it")
@@ -386,7 +396,7 @@ def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
     print(CHAT, file=sys.stderr)
     while (line := typed()) is not None:
         try:
-            go_on(writer, said, tok.encode(line).ids, eot)
+            go_on(writer, said, encoded(line, tok), eot)
             show([""], pieces(writer, tok, c.n, g, **settings(c)))
         except InputError as e: print(f"error: {e}", file=sys.stderr)
         except KeyboardInterrupt: print()

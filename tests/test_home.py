@@ -118,7 +118,7 @@ def test_readme_and_home_are_short(): # 900 words
 
 def test_the_first_lines_say_what_it_is():
     "A sentence of promise, one for whom, three ways in, the commands, four facts, then the chart"
-    order = ["> Train", "For PyTorch users", "Take the course", "Train on your text", "Use the kernels", "git clone", "make speedrun",
+    order = ["> Train", "for PyTorch users", "Take the course", "Train on your text", "Use the kernels", "git clone", "make speedrun",
              '<div class="facts">', "images/ladder.png", "## Try it"]
     places = [README.index(o) for o in order]
     assert places == sorted(places)
@@ -218,7 +218,7 @@ def test_a_wrong_shape_is_found():
 
 def test_minutes_are_the_trainers():
     "Three on a GPU and a good one on a CPU"
-    assert "three minutes on a\nlarge GPU, a tiny model for a good minute on a CPU" in MARKDOWN
+    assert "three minutes on a\nlarge GPU, a tiny model for a little over a minute on a CPU" in MARKDOWN
     assert "c.minutes or (3. if gpu else 1.2)" in (ROOT/"llm_speedrun/train/trainer.py").read_text(encoding="utf-8")
 
 def test_the_rungs_of_use_it_run():

@@ -575,5 +575,5 @@ def test_another_vocabulary_is_another_job(tmp_path, capsys, monkeypatch, other)
 def test_tokens_are_no_stream(texts, tok, tmp_path):
     "A folder of tokens has no text to stream, and the error says that it needn't"
     write_shards(stdlib(50_000), tok, tmp_path/"tok")
-    with pytest.raises(InputError, match="tok is tokenized already: .* without streaming"): document_source(tmp_path/"tok")
+    with pytest.raises(InputError, match="tok is tokenized already: .* without --stream"): document_source(tmp_path/"tok")
     document_source(texts)

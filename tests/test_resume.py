@@ -15,7 +15,8 @@ from llm_speedrun.train.options import TrainConfig, speedrun_train
 from llm_speedrun.train.run_dir import Finished
 from llm_speedrun.train.saving import *
 from llm_speedrun.train.trainer import *
-from small import fails, nano, options, texts, write_bins
+from tokenizers import Tokenizer, models
+from small import VOCAB, fails, nano, options, texts, write_bins
 from test_trainer import COMMAND, curve, names, posix, rows, start, when
 from timeouts import TIMEOUT
 
@@ -462,6 +463,16 @@ def test_data_that_is_elsewhere(tmp_path, monkeypatch, nano, kind):
         assert resume(tmp_path, steps=5)[1]["steps"] == 5
         write_bins(other/"a", train=5000)
         with fails(InputError, "a isn't what this run was trained on .training tokens 4,097 -> 5,000"): resume(tmp_path, steps=6, data="a")
+
+def test_tokens_that_get_a_tokenizer(tmp_path, nano):
+    "As the doctor advises where they came without one: they are the same tokens, and another tokenizer later is refused"
+    bins = write_bins(tmp_path/"bins")
+    go(tmp_path, steps=2, data=str(bins))
+    tok = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}))
+    tok.save(str(bins/"tokenizer.json"))
+    assert resume(tmp_path, steps=3)[1]["steps"] == 3
+    Tokenizer(models.WordLevel({f"u{i}": i for i in range(VOCAB)})).save(str(bins/"tokenizer.json"))
+    with fails(InputError, "isn't what this run was trained on .tokenizer"): resume(tmp_path, steps=4)
 
 def test_a_run_whose_data_gets_shorter(tmp_path, monkeypatch, nano):
     "An error with the file's name, and not SIGBUS; with the file back, the run goes on"

@@ -5,6 +5,7 @@ import pytest, torch
 from tokenizers import Tokenizer
 from llm_speedrun import sample
 from llm_speedrun.data import train_tokenizer
+from llm_speedrun.files import InputError
 from llm_speedrun.export import export_folder, from_pretrained, write_folder
 from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
@@ -438,3 +439,11 @@ def test_tokenizers(folder, tmp_path, capsys, what, message):
     if what != "none": (tmp_path/"tokenizer.json").write_text(json.dumps(tok), encoding="utf-8")
     with pytest.raises(SystemExit) as e: speedrun_sample([str(tmp_path)])
     assert e.value.code == 2 and message in capsys.readouterr().err
+
+def test_what_the_tokenizer_has_no_token_for():
+    "A tokenizer of characters, as nanoGPT's meta.pkl makes one, raises a bare Exception for any other"
+    from llm_speedrun.sample import encoded
+    from llm_speedrun.token_files import Characters, character_tokenizer
+    tok = character_tokenizer(Characters({0: "a", 1: "b"}, 2))
+    assert encoded("abba", tok) == [0, 1, 1, 0]
+    with fails(InputError, "can't encode 'é~'"): encoded("aé~a", tok)

@@ -211,9 +211,9 @@ def document_source(
     if str(data) in HUB: return partial(hub_documents, str(data))
     path = Path(data).expanduser()
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
-    if path.is_dir() and token_files(path, "train") and not document_files(path, text_key):
-        raise InputError(f"{data} is tokenized already: train on it as it is, without "
-                         "streaming")
+    tokens = path.is_dir() and token_files(path, "train")
+    if tokens and ((path/"meta.pkl").exists() or not document_files(path, text_key)): # nanoGPT's characters
+        raise InputError(f"{data} is tokenized already: speedrun_train takes it as it is, without --stream")
     return partial(read_documents, path, text_key)
 
 # %% ../../nbs/38_corpora.ipynb #3c099b5a

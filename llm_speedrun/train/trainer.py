@@ -844,7 +844,9 @@ def check_corpus(self:Trainer):
     "Raise `InputError` where the tokens aren't those that the run was trained on"
     found, about = self.found[0], self.found[3]
     was = converted(about.facts.get("corpus"), dict[str, Any], f"{found}: corpus")
-    if diff := differences(was, self.print):
+    # Tokens without a tokenizer may have got theirs meanwhile: they are the same tokens
+    now = self.print if was.get("tokenizer") else self.print | dict(tokenizer=was.get("tokenizer"))
+    if diff := differences(was, now):
         raise InputError(f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was "
                          f"there, or begin a run with these weights: --init {self.folder}")
 
