@@ -28,11 +28,12 @@ from tqdm.auto import tqdm
 from .files import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
                                 replace_file)
 from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
-from .tokenizer import end_of_text, tokenizer_of, vocabulary_size
+from .tokenizer import end_of_text
+from .token_files import named_as_tokens
 from .data import HUB, open_corpus
 from .model import set_parts
 from .measure import default_device, machine, version_of
-from .export import file_of, from_pretrained, run_of
+from .export import file_of, from_pretrained, run_of, text_tokenizer
 from .rungs.flash import attend_with
 
 # %% ../nbs/61_evals.ipynb #69c5f1d9
@@ -59,10 +60,7 @@ def weights_digest(model): # ours, or one of `transformers`
 # %% ../nbs/61_evals.ipynb #07e0d85b
 def our_tokenizer(folder, vocab): # of a model, the tokens that it knows
     "The tokenizer in a model's folder, and its `<|endoftext|>`. Raises `InputError` without them"
-    tok = tokenizer_of(run_of(folder))
-    if not tok: raise InputError(f"{folder} has no tokenizer.json: it knows tokens, and no text")
-    if (size := vocabulary_size(tok)) > vocab:
-        raise InputError(f"{folder}/tokenizer.json has {size} tokens, and the model {vocab}: it is another's")
+    tok = text_tokenizer(folder, vocab)
     if (eot := end_of_text(tok)) is None:
         raise InputError(f"{folder}/tokenizer.json has no {EOT}, which stands before a text's first token")
     return tok, eot
@@ -230,7 +228,7 @@ def validation_texts(corpus): # a `Corpus`
 def documents(path): # a file or folder of text; a tokenized corpus, or "stdlib"
     "The documents there. Raises as `read_documents` and `open_corpus` do"
     p = Path(path)
-    tokens = p.suffix in (".bin", ".npy") or p.is_dir() and any(p.glob("*.bin"))
+    tokens = named_as_tokens(p) or p.is_dir() and any(p.glob("*.bin"))
     if tokens or str(path) in ("stdlib", *HUB): return validation_texts(open_corpus(path))
     return in_one(read_documents(path))
 

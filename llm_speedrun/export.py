@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['EXPORT_DTYPES', 'Rope', 'HEAD', 'SHAPE', 'FIXED', 'STATED', 'qwen3_config', 'up_to', 'Qwen3', 'qwen3', 'shapes',
            'as_fp32', 'qwen3_name', 'without_copy', 'model_of', 'fitted', 'read_tensors', 'file_of', 'no_weights',
-           'run_of', 'checkpoint_weights', 'read_run', 'unfinished', 'json_bytes', 'tokenizer_files', 'check_new',
-           'written_whole', 'write_folder', 'export_folder', 'check_plain', 'stated_model', 'rope_base', 'gpt_config',
-           'read_config', 'Index', 'weight_files', 'check_no_adapter', 'import_folder', 'from_pretrained', 'recipe_for',
-           'export_and_tell']
+           'run_of', 'checkpoint_weights', 'read_run', 'unfinished', 'json_bytes', 'tokenizer_files', 'text_tokenizer',
+           'check_new', 'written_whole', 'write_folder', 'export_folder', 'check_plain', 'stated_model', 'rope_base',
+           'gpt_config', 'read_config', 'Index', 'weight_files', 'check_no_adapter', 'import_folder', 'from_pretrained',
+           'recipe_for', 'export_and_tell']
 
 # %% ../nbs/62_export.ipynb #1e90e64a
 import json, os
@@ -27,7 +27,7 @@ from .compat import FakeTensorMode
 # %% ../nbs/62_export.ipynb #cb20c69c
 from .files import (InputError, check_writable, lookup, read_bytes_of, read_json, reason,
                                 synced)
-from .tokenizer import end_of_text, read_tokenizer, vocabulary_size
+from .tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
 from .measure import default_device
 from .model import GPT, GPTConfig
 from .recipes.architecture import NORM, NormedGPT, UntiedGPT, folded
@@ -228,6 +228,15 @@ def tokenizer_files(path, # of a `tokenizer.json`
     about = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.seq,
                  clean_up_tokenization_spaces=False, **ends)
     return {"tokenizer.json": data, "tokenizer_config.json": json_bytes(about)}, eot
+
+# %% ../nbs/62_export.ipynb #62token2
+def text_tokenizer(folder, vocab): # of a model; the tokens that it knows
+    "Return the tokenizer of a model. Raises `InputError` where there is none, or one with more tokens"
+    tok = tokenizer_of(run_of(folder))
+    if not tok: raise InputError(f"{folder} has no tokenizer.json: it knows tokens, and no text")
+    if (size := vocabulary_size(tok)) > vocab:
+        raise InputError(f"{folder}/tokenizer.json has {size} tokens, and the model {vocab}: it is another's")
+    return tok
 
 # %% ../nbs/62_export.ipynb #d4db29fd
 def check_new(out): # the folder to write

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['REASONS', 'OTHER_CACHE', 'SpeedrunError', 'InputError', 'RunError', 'reason', 'in_words', 'unread', 'short_of_memory',
-           'clean_errors', 'lookup', 'synced', 'replace_file', 'check_writable', 'read_bytes_of', 'decoded',
-           'read_json', 'python_command', 'safe_children', 'check_processes', 'env_number', 'hold', 'cache_dir',
-           'is_stub', 'exercise']
+           'clean_errors', 'lookup', 'synced', 'replace_file', 'check_writable', 'read_bytes_of', 'sha256_of',
+           'file_sha256', 'decoded', 'read_json', 'python_command', 'safe_children', 'check_processes', 'env_number',
+           'hold', 'cache_dir', 'is_stub', 'exercise']
 
 # %% ../nbs/06_files.ipynb #29a8ccb6
-import difflib, errno, inspect, os, re, stat, sys
+import difflib, errno, hashlib, inspect, os, re, stat, sys
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -144,6 +144,17 @@ def read_bytes_of(path, # of a file
         raise InputError(f"{path} has {s.st_size:,} bytes, and such a file has at most {most:,}: is it "
                          "another file of that name?")
     return path.read_bytes()
+
+# %% ../nbs/06_files.ipynb #sha25602
+def sha256_of(f): # a binary file, from where it stands
+    "Return the SHA-256 of what is left to read, in hexadecimal"
+    h = hashlib.sha256()
+    while part := f.read(2**20): h.update(part)
+    return h.hexdigest()
+
+def file_sha256(path):
+    "Return the SHA-256 of a file, in hexadecimal"
+    with open(path, "rb") as f: return sha256_of(f)
 
 # %% ../nbs/06_files.ipynb #1142079a
 def decoded(data, # bytes of JSON

@@ -15,14 +15,10 @@ from .measure import (ladder_chart, ladder_table, load_records, record_key, reco
                                   save_records, smoke)
 from .model import workload as find_workload
 from .peers import peer_paths, tell_peers
-from .runs import bench, check_rung, in_order, measure_run, rung_name
+from .runs import bench, check_rung, in_order, measure_here, rung_name
 from .train.hardware import parse_rungs
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
-def _measure(*args, **kw):
-    "What `measure_run` measures, on a CPU too, without what a GPU recorded"
-    return [{k: v for k, v in r.items() if k != "on_gpu"} for r in measure_run(*args, **kw)]
-
 def climb(config, # a `GPTConfig`
           batch, # sequences in a step
           rungs, # names, in the order to climb
@@ -33,11 +29,11 @@ def climb(config, # a `GPTConfig`
     for r, _ in in_order(rungs): check_rung(r, applied); applied.append(r.__name__)
     for r in rungs:
         if not only or rung_name(r) in only:
-            before, after = _measure(config, below + [r], before=below, batch=batch)
+            before, after = measure_here(config, below + [r], before=below, batch=batch)
             if before["rung"] not in [o["rung"] for o in records]: records.append(before)
             records.append(after)
         below = below + [r]
-    return [r | dict(kept=True) for r in records or _measure(config, [], batch=batch)]
+    return [r | dict(kept=True) for r in records or measure_here(config, [], batch=batch)]
 
 # %% ../nbs/22_ladder.ipynb #ddb99a89
 def save_ladder(records, # of one ladder

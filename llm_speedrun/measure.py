@@ -10,8 +10,8 @@ __all__ = ['DATASHEET_BF16', 'KEYS', 'MOST_CHOICES', 'COURSE_GPU', 'SPINE', 'NO_
            'progress', 'warm_up', 'take_turns', 'compare', 'written_by', 'without_docs', 'syntax', 'digest',
            'make_record', 'course_dir', 'measurements_dir', 'records_path', 'load_records', 'rung_names', 'record_key',
            'save_records', 'publish', 'choices_path', 'code_version', 'choosing_machine', 'as_json', 'Choice',
-           'Choices', 'recorded', 'noted', 'on_gpu', 'show_recorded', 'mfu_text', 'ladder_table', 'caption',
-           'ladder_chart', 'rungs_below', 'course_records', 'you_are_here', 'guess_chart', 'paid_text']
+           'Choices', 'spine_records', 'recorded', 'noted', 'on_gpu', 'show_recorded', 'mfu_text', 'ladder_table',
+           'caption', 'ladder_chart', 'rungs_below', 'course_records', 'you_are_here', 'guess_chart', 'paid_text']
 
 # %% ../nbs/01_measure.ipynb #0db3b81b
 import ast, hashlib, importlib.metadata, json, os, platform, re, statistics, subprocess, sys, time
@@ -494,12 +494,16 @@ COURSE_GPU = "NVIDIA H200" # whose records the course shows
 SPINE = ("124m", 64) # the course's workload, and sequences in a step
 NO_GPU = "No GPU here, and no record of this on file: nothing to show."
 
+def spine_records():
+    "The records of `COURSE_GPU` at the course's shapes; [] outside of a checkout"
+    found = load_records(records_path(COURSE_GPU))
+    return [r for r in found if (r["workload"], r["batch"]) == SPINE]
+
 # %% ../nbs/01_measure.ipynb #ongpu001
 def recorded(record): # made on a CPU
     "The record of `COURSE_GPU` with the same rungs, against the same, at the course's shapes, or None"
     names = lambda r, key: rung_names(r.get(key) or ())
-    found = [r for r in load_records(records_path(COURSE_GPU))
-             if (r["workload"], r["batch"], r["rung"]) == (*SPINE, record["rung"])
+    found = [r for r in spine_records() if r["rung"] == record["rung"]
              and names(r, "rungs") == names(record, "rungs")]
     if not record["before"]: return found[0] | dict(before=None) if found else None
     return next((r for r in found if names(r, "rungs_before") == names(record, "rungs_before")), None)
@@ -589,8 +593,7 @@ def rungs_below(rung): # the name of a rung of the course
 
 def course_records():
     "The records of the course's ladder, each against the one before it; [] outside of a checkout"
-    found = {(rung_names(r["rungs"]), r["before"]): r for r in load_records(records_path(COURSE_GPU))
-             if (r["workload"], r["batch"]) == SPINE}
+    found = {(rung_names(r["rungs"]), r["before"]): r for r in spine_records()}
     keys = [(tuple(COURSE[1:i + 1]), COURSE[i - 1] if i else None) for i in range(len(COURSE))]
     return [found[k] for k in keys if k in found]
 

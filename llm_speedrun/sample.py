@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from .files import InputError, RunError, lookup, read_bytes_of
 from .text_files import EOT
-from .tokenizer import end_of_text, tokenizer_of, vocabulary_size
-from .export import EXPORT_DTYPES, from_pretrained, run_of
+from .tokenizer import end_of_text
+from .export import EXPORT_DTYPES, from_pretrained, text_tokenizer
 from .measure import compare, default_device, version_of
 from .model import set_parts
 from .runs import entered, uncompiled
@@ -244,10 +244,8 @@ def open_model(folder, # a run's, or one that transformers wrote
                dtype=""): # of the weights: fp32 or bf16; by default bf16 on a GPU that computes in it
     "The `Run` with its weights, and its tokenizer. Raises `InputError` where it knows no text"
     device = device_of(device)
-    run, tok = from_pretrained(folder, device), tokenizer_of(run_of(folder))
-    if not tok: raise InputError(f"{folder} has no tokenizer.json: it knows tokens, and no text")
-    if (size := vocabulary_size(tok)) > (vocab := run.model.config.vocab):
-        raise InputError(f"{folder}/tokenizer.json has {size} tokens, and the model {vocab}: it is another's")
+    run = from_pretrained(folder, device)
+    tok = text_tokenizer(folder, run.model.config.vocab)
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return in_dtype(run, dtype or ("bf16" if native else "fp32")), tok
 

@@ -21,8 +21,8 @@ from .tokenizer import TextSummary
 
 # %% auto #0
 __all__ = ['WIDTHS', 'GPT2_VOCAB', 'GPT2_EOT', 'Vocabulary', 'Tokens', 'Width', 'TokenWriter', 'TokenFile', 'token_file',
-           'Shards', 'named_as_tokens', 'token_files', 'check_meta', 'Meta', 'check_counts', 'file_sha256',
-           'Characters', 'read_characters', 'character_tokenizer', 'check_gpt2']
+           'Shards', 'named_as_tokens', 'token_files', 'check_meta', 'Meta', 'check_counts', 'Characters',
+           'read_characters', 'character_tokenizer', 'check_gpt2']
 
 # %% ../nbs/03d_token_files.ipynb #tokf0010
 @contextmanager
@@ -391,14 +391,6 @@ def check_counts(folder, meta, split, shards):
     if said is not None and said != have:
         raise InputError(f"{folder} has {have:,} tokens in its {split} files, and meta.json says {said:,}: a "
                          "file is missing, cut off or not one of them; copy or write them again")
-
-# %% ../nbs/03d_token_files.ipynb #tokf0051
-def file_sha256(path):
-    "Return the SHA-256 of a file in hexadecimal"
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while b := f.read(2**22): digest.update(b)
-    return digest.hexdigest()
 
 # %% ../nbs/03d_token_files.ipynb #tokf0054
 class Characters(msgspec.Struct):

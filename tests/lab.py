@@ -2,10 +2,10 @@
     tests/lab.py [options of jupyter lab]   bring lab/ up to date, and open its table of contents
     tests/lab.py --reset 10_tf32            put the course's notebook back in place of your copy, which is kept beside it
 A copy that you have changed stays as it is, also when the course's notebook changes."""
-import hashlib, json, os, re, shutil, sys
+import json, os, re, shutil, sys
 from pathlib import Path
 import yaml
-from llm_speedrun.files import InputError, clean_errors, lookup, replace_file
+from llm_speedrun.files import InputError, clean_errors, file_sha256, lookup, replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 # No pop-ups, and the table of contents is shown as a page, not as its source
@@ -13,8 +13,6 @@ SETTINGS = {"@jupyterlab/apputils-extension:notification": dict(fetchNews="false
             "@jupyterlab/docmanager-extension:plugin": dict(defaultViewers=dict(markdown="Markdown Preview"))}
 # The profiler's notes on its own start and end look like errors of a cell
 ENVIRONMENT = dict(KINETO_LOG_LEVEL="6")
-
-def digest(path): return hashlib.sha256(path.read_bytes()).hexdigest()
 
 def sources(nbs):
     "Relative path -> file: the notebooks, and what they read"
@@ -29,14 +27,14 @@ def kept_digests(lab):
 def copy(name, source, lab, copied):
     (lab/name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, lab/name)
-    copied[name] = digest(source)
+    copied[name] = file_sha256(source)
 
 def update(nbs, lab):
     "Copy what is new or has changed in `nbs`, unless the reader has changed the copy. Returns the names of copies that stay behind"
     copied, behind = kept_digests(lab), []
     for name, source in sources(nbs).items():
-        if not (lab/name).exists() or digest(lab/name) in (copied.get(name), digest(source)): copy(name, source, lab, copied)
-        elif copied.get(name) != digest(source): behind.append(name)
+        if not (lab/name).exists() or file_sha256(lab/name) in (copied.get(name), file_sha256(source)): copy(name, source, lab, copied)
+        elif copied.get(name) != file_sha256(source): behind.append(name)
     replace_file(lab/".copied.json", json.dumps(copied, indent=1) + "\n")
     return behind
 
@@ -45,7 +43,7 @@ def reset(lesson, nbs, lab):
     names = {Path(n).stem: n for n in sources(nbs) if n.endswith(".ipynb")}
     name = lookup(names, Path(lesson).stem, "lesson")
     copied, kept = kept_digests(lab), None
-    if (lab/name).exists() and digest(lab/name) not in (copied.get(name), digest(nbs/name)):
+    if (lab/name).exists() and file_sha256(lab/name) not in (copied.get(name), file_sha256(nbs/name)):
         kept = next(p for i in range(1, 10**6) if not (p := lab/f"{Path(name).stem}.mine{i}.ipynb").exists())
         (lab/name).rename(kept)
     copy(name, nbs/name, lab, copied)

@@ -3,6 +3,7 @@ from dataclasses import fields
 import gc
 import numpy as np, pytest
 from matplotlib.figure import Figure
+from llm_speedrun import data
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
 from llm_speedrun.runs import entered
@@ -22,6 +23,23 @@ def nano(request):
         yield NANO
     recipe.BEST = best
     del WORKLOADS["nano"]
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    "Each test has an empty cache of its own, and finds no GPT-2 tokenizer of this machine."
+    path = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(path))
+    monkeypatch.setattr(data, "_cached_gpt2", lambda: None)
+    return path
+
+def trained_on_text(folder):
+    "The trainer of a finished run in `folder`, on text that has a tokenizer of its own"
+    from llm_speedrun.train.trainer import train # not for tests that need none of it
+    (folder/"texts").mkdir()
+    for i in range(80): (folder/"texts"/f"{i}.txt").write_text(f"Text {i}: {i} times 3 is {3*i}, naïve 漢字.\n" * 4, "utf-8")
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("LLM_SPEEDRUN_CACHE", str(folder/"cache"))
+        return train(options(folder, data=str(folder/"texts"), steps=60, lr=.01, seq=NANO.seq), progress=False)[0]
 
 def fails(kind, *parts):
     "The next block must raise `kind` with every part in its message"

@@ -8,19 +8,12 @@ from llm_speedrun.files import InputError, cache_dir
 from llm_speedrun.text_files import *
 from llm_speedrun.token_files import *
 from llm_speedrun.tokenizer import *
+from small import cache
 from timeouts import TIMEOUT
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and pipes")
 
 TEXT = "the quick brown fox jumps over the lazy dog, again and again.\n" * 200
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    "Each test has an empty cache of its own, and finds no GPT-2 tokenizer of this machine."
-    path = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(path))
-    monkeypatch.setattr(data, "_cached_gpt2", lambda: None)
-    return path
 
 @pytest.fixture
 def offline(monkeypatch):

@@ -13,7 +13,7 @@ from llm_speedrun.sample import generate
 from llm_speedrun.train.hardware import presets
 from llm_speedrun.train.options import speedrun_export
 from llm_speedrun.train.trainer import train
-from small import NANO, fails, nano, options
+from small import NANO, fails, nano, options, trained_on_text
 from timeouts import TIMEOUT
 
 def names(folder): return {p.name for p in folder.iterdir()}
@@ -33,11 +33,7 @@ def copied(folder, to):
 def trained(tmp_path_factory):
     "A finished run on text, which has a tokenizer: the trainer and the run's folder"
     folder = tmp_path_factory.mktemp("trained")
-    (folder/"texts").mkdir()
-    for i in range(80): (folder/"texts"/f"{i}.txt").write_text(f"Text {i}: {i} times 3 is {3*i}, naïve 漢字.\n" * 4, "utf-8")
-    with pytest.MonkeyPatch.context() as m:
-        m.setenv("LLM_SPEEDRUN_CACHE", str(folder/"cache"))
-        trainer, _ = train(options(folder, data=str(folder/"texts"), steps=60, lr=.01, seq=NANO.seq), progress=False)
+    trainer = trained_on_text(folder)
     trainer.run.model.cpu()
     return trainer, folder/"runs"/"run"
 

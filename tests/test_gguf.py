@@ -5,8 +5,7 @@ import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun.export import export_folder, from_pretrained
 from llm_speedrun.sample import generate
-from llm_speedrun.train.trainer import train
-from small import NANO, nano, options
+from small import NANO, nano, trained_on_text
 
 gguf = pytest.importorskip("gguf")
 TEXTS = ["Text 7: 7 times 3 is", "naïve 漢字 🙂", "it's 1,234,567.89 — isn't it?\n\n\t  two  spaces \r\n", "12 times", " a , b ."]
@@ -15,11 +14,7 @@ TEXTS = ["Text 7: 7 times 3 is", "naïve 漢字 🙂", "it's 1,234,567.89 — is
 def exported(tmp_path_factory):
     "A model that was trained on text with a tokenizer of its own"
     folder = tmp_path_factory.mktemp("gguf")
-    (folder/"texts").mkdir()
-    for i in range(80): (folder/"texts"/f"{i}.txt").write_text(f"Text {i}: {i} times 3 is {3*i}, naïve 漢字.\n" * 4, "utf-8")
-    with pytest.MonkeyPatch.context() as m:
-        m.setenv("LLM_SPEEDRUN_CACHE", str(folder/"cache"))
-        train(options(folder, data=str(folder/"texts"), steps=60, lr=.01, seq=NANO.seq), progress=False)
+    trained_on_text(folder)
     return export_folder(folder/"runs"/"run", folder/"hf")
 
 def settings_of(writer, c):

@@ -216,7 +216,7 @@ def test_the_ladder_is_measured_when_asked_for(tmp_path, monkeypatch, capsys):
 
 def test_climb_refuses_before_it_measures(monkeypatch):
     "What doesn't go together is refused before minutes of measuring"
-    monkeypatch.setattr(ladder, "measure_run", lambda *args, **kw: pytest.fail("measured"))
+    monkeypatch.setattr(ladder, "measure_here", lambda *args, **kw: pytest.fail("measured"))
     with fails(ValueError, "exclude each other"): climb(NANO, 1, ["flash", "checkpoint", "selective_checkpoint"])
     with fails(ValueError, "applied twice"): climb(NANO, 1, ["flash", "flash"])
 
@@ -228,7 +228,7 @@ def test_options_of_the_ladder(tmp_path, monkeypatch, capsys, option, message):
     "Options that can't be are refused with a word, and nothing is written"
     monkeypatch.chdir(tmp_path)
     (tmp_path/"file").touch()
-    monkeypatch.setattr(ladder, "measure_run", lambda *args, **kw: pytest.fail("measured"))
+    monkeypatch.setattr(ladder, "measure_here", lambda *args, **kw: pytest.fail("measured"))
     with pytest.raises(SystemExit) as e: speedrun_ladder(words(LADDER, **option))
     assert e.value.code == 2 and message in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["file"]
 

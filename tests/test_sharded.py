@@ -243,7 +243,7 @@ def rewritten(c, name, change):
     signed(c)
 
 def signed(c):
-    files = {n: dict(bytes=(c/n).stat().st_size, sha256=sharded.digest(c/n)) for n in sorted(p.name for p in c.iterdir()) if n != "manifest.json"}
+    files = {n: dict(bytes=(c/n).stat().st_size, sha256=sharded.file_sha256(c/n)) for n in sorted(p.name for p in c.iterdir()) if n != "manifest.json"}
     (c/"manifest.json").write_text(json.dumps(dict(files=files, sum=sharded.sum_of(files))))
 
 def test_what_is_there(good):

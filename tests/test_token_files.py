@@ -8,20 +8,13 @@ from llm_speedrun import data
 from llm_speedrun.data import *
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.token_files import *
+from small import cache
 
 TEXT = "the quick brown fox jumps over the lazy dog, again and again.\n" * 100
 N = 3000
 GPT2 = np.random.default_rng(0).integers(0, 50257, N)
 CHARS = GPT2 % 65
 LLAMA = np.random.default_rng(0).integers(0, 128_256, N)
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    "Each test has an empty cache of its own, and finds no GPT-2 tokenizer of this machine."
-    path = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(path))
-    monkeypatch.setattr(data, "_cached_gpt2", lambda: None)
-    return path
 
 def header(n=N, magic=20240520, version=1, order="<"):
     return np.array([magic, version, n] + [0]*253, f"{order}i4").tobytes()

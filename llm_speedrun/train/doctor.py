@@ -13,7 +13,7 @@ __all__ = ['ok', 'note', 'PACKAGES', 'HELD_BACK', 'LONG', 'SAMPLE', 'Finding', '
            'examine', 'checkup', 'tell', 'examined', 'examine_and_tell']
 
 # %% ../../nbs/36_doctor.ipynb #4885a0ac
-import hashlib, math, os, platform, re, shutil, socket, subprocess, sys, tempfile, textwrap, time
+import math, os, platform, re, shutil, socket, subprocess, sys, tempfile, textwrap, time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..data import cache_dir
 from ..tokenizer import check_ratio, check_round_trip, summary_lines
-from ..files import InputError, SpeedrunError, in_words
+from ..files import InputError, SpeedrunError, in_words, sha256_of
 from ..measure import (Timings, default_device, driver_version, memory_limit, process_start,
                                   sample_ms, summarize, version_of)
 from ..runs import RUNGS, World
@@ -383,8 +383,7 @@ def write_speed(trainer): # a `Trainer`
         with tempfile.TemporaryFile(dir=there) as f:
             t0 = time.perf_counter()
             f.write(data); f.flush(); os.fsync(f.fileno()); f.seek(0)
-            h = hashlib.sha256()
-            while part := f.read(2**20): h.update(part)
+            sha256_of(f)
             return len(data)/max(1e-9, time.perf_counter() - t0)
     except OSError: return math.inf # `check_disk` says what is wrong
 

@@ -20,8 +20,8 @@ from ..measure import moment, ms_between, sample_ms, summarize
 from .words import Encoder, encoders, in_order
 from ..text_files import text_pieces
 from ..tokenizer import end_token, prepare_tokenizer, token_dtype, vocabulary_size
-from ..data import (Batches, Shards, Tokens, digest_pieces, is_held_out, parcels, prefetch,
-                               text_digest)
+from ..token_files import Shards, Tokens
+from ..data import Batches, digest_pieces, is_held_out, parcels, prefetch, text_digest
 
 # %% ../../nbs/39_loader.ipynb #7cc04bf3
 class RankBatches(Batches):

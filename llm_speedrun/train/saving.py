@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'HOW', 'MANIFEST', 'VERSION', 'MOST', 'taken_apart', 'put_together', 'OptimizerState', 'names_in_order',
-           'named_state', 'converted', 'load_named_state', 'check_moments', 'FileSum', 'Manifest', 'digest', 'listed',
-           'sum_of', 'reason_of', 'write_tensors', 'write_checkpoint', 'write_files', 'About', 'read_about', 'broken',
-           'damaged', 'checkpoints', 'step_of_name', 'prune', 'newest', 'to_host', 'pinned', 'Saver', 'read_checkpoint',
-           'Record', 'of_transformers', 'read_record', 'shapes_in', 'check_size', 'Result', 'read_result']
+           'named_state', 'converted', 'load_named_state', 'check_moments', 'FileSum', 'Manifest', 'listed', 'sum_of',
+           'reason_of', 'write_tensors', 'write_checkpoint', 'write_files', 'About', 'read_about', 'broken', 'damaged',
+           'checkpoints', 'step_of_name', 'prune', 'newest', 'to_host', 'pinned', 'Saver', 'read_checkpoint', 'Record',
+           'of_transformers', 'read_record', 'shapes_in', 'check_size', 'Result', 'read_result']
 
 # %% ../../nbs/31_saving.ipynb #731e1a2a
 import hashlib, json, math, re, shutil
@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from msgspec import UNSET, Meta, UnsetType
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from ..files import InputError, read_json, reason, synced
+from ..files import InputError, file_sha256, read_json, reason, synced
 from ..model import GPTConfig
 
 # %% ../../nbs/31_saving.ipynb #e6e0eb74
@@ -139,17 +139,10 @@ class Manifest(msgspec.Struct):
     sum: str # of the list
 
 # %% ../../nbs/31_saving.ipynb #6555b449
-def digest(path): # a file
-    "SHA-256 of the file's bytes, in hexadecimal"
-    h = hashlib.sha256()
-    with open(path, "rb") as f:
-        while part := f.read(2**20): h.update(part)
-    return h.hexdigest()
-
 def listed(folder): # of a checkpoint
     "What a manifest says of the folder's files: a dict from name to size and sum"
     files = sorted(p for p in Path(folder).iterdir() if p.name != MANIFEST)
-    return {p.name: dict(bytes=p.stat().st_size, sha256=digest(p)) for p in files}
+    return {p.name: dict(bytes=p.stat().st_size, sha256=file_sha256(p)) for p in files}
 
 def sum_of(files): # from `listed`
     "SHA-256 of the list itself"
@@ -243,7 +236,7 @@ def damaged(path, # of a file
     if not path.is_file(): return f"{name} is missing"
     there = path.stat().st_size
     if there != f.bytes: return f"{name} has {there:,} bytes of {f.bytes:,}"
-    return "" if digest(path) == f.sha256 else f"{name} doesn't match its sum"
+    return "" if file_sha256(path) == f.sha256 else f"{name} doesn't match its sum"
 
 # %% ../../nbs/31_saving.ipynb #6aa3eea9
 def checkpoints(folder): # that holds checkpoints

@@ -21,14 +21,14 @@ import msgspec, torch, torch.distributed as dist
 from fastcore.basics import patch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
-from ..files import InputError, read_json, replace_file, synced
+from ..files import InputError, file_sha256, read_json, replace_file, synced
 from ..runs import World
 from ..world import Piece, local, pieces
 
 # %% ../../nbs/54_sharded_saving.ipynb #db54c384
 from ..rungs.optim import SMALL, encode_moments, in_blocks
 from .saving import (
-    MANIFEST, FileSum, OptimizerState, Saver, broken, checkpoints, converted, digest, load_named_state,
+    MANIFEST, FileSum, OptimizerState, Saver, broken, checkpoints, converted, load_named_state,
     named_state, prune, put_together, read_about, sum_of, taken_apart, to_host, write_tensors)
 
 # %% ../../nbs/54_sharded_saving.ipynb #f64a2dae
@@ -306,7 +306,7 @@ def write_part(self:WorldSaver, tmp, host, part): # the folder, name -> CPU tens
     if host:
         write_tensors(host, file := path.with_suffix(".safetensors"))
         synced(file)
-        part = part | dict(sum=dict(bytes=file.stat().st_size, sha256=digest(file)))
+        part = part | dict(sum=dict(bytes=file.stat().st_size, sha256=file_sha256(file)))
     replace_file(path.with_suffix(".json"), json.dumps(part), sync=True)
 
 # %% ../../nbs/54_sharded_saving.ipynb #0f820508
@@ -385,7 +385,7 @@ def sign(self:WorldSaver, tmp, parts, # the folder, file name -> `Part`
         if there != want: raise OSError(f"{n} has {there:,} bytes of {want:,}")
     for n, x in texts.items():
         (tmp/n).write_text(json.dumps(x), encoding="utf-8")
-        files[n] = dict(bytes=(tmp/n).stat().st_size, sha256=digest(tmp/n))
+        files[n] = dict(bytes=(tmp/n).stat().st_size, sha256=file_sha256(tmp/n))
     (tmp/MANIFEST).write_text(json.dumps(dict(files=files, sum=sum_of(files))), encoding="utf-8")
     for p in (*(tmp/n for n in texts), tmp/MANIFEST, tmp): synced(p)
 
