@@ -2,6 +2,7 @@
 import os, re, shutil, subprocess, sys
 from collections import namedtuple
 from dataclasses import replace
+from types import SimpleNamespace
 import numpy as np, pytest, torch
 from llm_speedrun.train import doctor
 from llm_speedrun.data import Batches, train_tokenizer, write_shards
@@ -65,7 +66,7 @@ def test_it_takes_the_steps_of_training(tmp_path, monkeypatch, recipe):
         taken.clear()
         trainer.train_step(phase.step, *batch)
         ms[phase.updates, phase.pieces] = [*taken]
-        return 100.*len(taken)
+        return 100.*len(taken), .5
     monkeypatch.setattr(doctor, "phase_ms", phase_ms)
     t = first_steps(doc)
     doc.let_go()
@@ -73,7 +74,21 @@ def test_it_takes_the_steps_of_training(tmp_path, monkeypatch, recipe):
     want, i = [], n - sum(per_step) # what came before was the trial's
     for k in per_step: want.append(training[i:i + k]); i += k
     assert {str(v) for v in ms.values()} == {str(w) for w in want}
-    assert t.ms == pytest.approx(100*sum(per_step)/12)
+    assert t.ms == pytest.approx(100*sum(per_step)/12) and t.once_s >= .5*len(ms)
+
+def test_what_comes_once_is_counted_once(tmp_path, clock):
+    "Recording and compiling take seconds in the first steps of a phase: a run waits for them once, not at each step"
+    calls = []
+    def step(*args): calls.append(args); clock.sleep(2. if len(calls) <= 3 else .1)
+    trainer = SimpleNamespace(train_step=step, device=torch.device("cpu"))
+    ms, once_s = doctor.phase_ms(trainer, SimpleNamespace(step=5), ("x", "y"))
+    assert ms == pytest.approx(100.) and once_s == pytest.approx(3*2. + .1 - 4*.1)
+    doc = doctor.Trainer(options(tmp_path), progress=False)
+    try:
+        t = first_steps(doc)
+        said = [re.search(r"about (\d+) seconds", next(doctor.check_time(doc, replace(t, once_s=s))).text)[1] for s in (0., 60.)]
+        assert int(said[1]) - int(said[0]) == 60
+    finally: doc.let_go()
 
 def test_accumulation_and_a_schedule_in_minutes(tmp_path):
     "Micro-batches are those of the run, and where steps aren't given the trainer's choice is told"

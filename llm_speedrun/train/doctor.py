@@ -35,7 +35,7 @@ from .options import to_start
 from .saving import newest, read_record, taken_apart
 from .sharded_saving import Each, weights_to_save
 from .hardware import divisors, prepare_process, presets, refused
-from .train_step import median_ms, phases_of, without_learning
+from .train_step import WARM_UP, median_ms, phases_of, without_learning
 from .trainer import Trainer
 
 # %% ../../nbs/36_doctor.ipynb #2291ddd3
@@ -344,6 +344,7 @@ class FirstSteps:
     val_loss: float # after these two
     norm: float # of the gradients of the second one
     ms: float # of a step once it is warm, a mean over the phases of the run
+    once_s: float # seconds that what comes once takes longer: the first steps of each phase, the first evaluation
     loader_ms: float # of a batch
     eval_s: float # of an evaluation, in seconds
     bytes_s: float # bytes of a checkpoint that are written in a second
@@ -359,18 +360,20 @@ def wall_ms(f, reps=20): # a function without arguments, and how often to call i
 LONG = 2. # seconds to time each phase of a run on a GPU: its clock falls under load, and settles
 
 def phase_ms(trainer, phase, batch): # a `Trainer`, a `Phase` of its run, the sequences of a step
-    "Milliseconds of a step of that phase, once it is warm"
+    "Milliseconds of a step of that phase once it is warm, and the seconds that its first steps took longer"
     take = partial(trainer.train_step, phase.step, *batch)
-    ms = median_ms(take, 3)
-    return median_ms(take, min(100, math.ceil(1e3*LONG/ms))) if trainer.device.type == "cuda" else ms
+    first, ms = sum(sample_ms(take, WARM_UP)), median_ms(take, 3)
+    if trainer.device.type == "cuda": ms = median_ms(take, min(100, math.ceil(1e3*LONG/ms)))
+    return ms, max(0., first - WARM_UP*ms) / 1e3
 
 # %% ../../nbs/36_doctor.ipynb #000f0c62
-def _evaluated(trainer): # a `Trainer`; returns the loss and the seconds of an evaluation that is warm
+def _evaluated(trainer): # a `Trainer`; returns the loss, the seconds of the first evaluation and of one that is warm
     size = next(d for d in divisors(len(trainer.val[0])) if d <= trainer.cfg.batch)
     loss = lambda: trainer.mean_loss([*zip(*(t.split(size) for t in trainer.val))])
-    val_loss, t0 = loss(), time.perf_counter()
+    t0 = time.perf_counter()
+    val_loss, t1 = loss(), time.perf_counter()
     loss()
-    return val_loss, time.perf_counter() - t0
+    return val_loss, t1 - t0, time.perf_counter() - t1
 
 # %% ../../nbs/36_doctor.ipynb #36write2
 SAMPLE = 2**27 # bytes to write for a trial; fewer on a CPU, whose models are small
@@ -395,13 +398,14 @@ def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, 
     batches = [[t.to(trainer.device) for t in next(trainer.batches)] for _ in range(2)]
     with trainer.timings("the first step"): losses = [step(0, *batches[0]).item()]
     trainer.timings.stop()
-    losses.append(step(1, *batches[1]).item())
-    norm, (val_loss, eval_s) = float(trainer.step.norm), _evaluated(trainer)
+    second, = sample_ms(lambda: losses.append(step(1, *batches[1]).item()), 1)
+    norm, (val_loss, cold_s, eval_s) = float(trainer.step.norm), _evaluated(trainer)
     with without_learning(step): # in training the loader has put a batch on the device
-        found = [(p, phase_ms(trainer, p, batches[1])) for p in phases_of(trainer.run, trainer.cfg.steps)]
-    ms, loader_ms = sum(p.share*t for p, t in found), wall_ms(lambda: next(trainer.batches))
+        found = [(p, *phase_ms(trainer, p, batches[1])) for p in phases_of(trainer.run, trainer.cfg.steps)]
+    ms, loader_ms = sum(p.share*t for p, t, _ in found), wall_ms(lambda: next(trainer.batches))
+    once_s = max(0., second - found[0][1])/1e3 + max(0., cold_s - eval_s) + sum(s for *_, s in found)
     tokens = batches[0][0].numel()*trainer.world.place("dp")[1]
-    return FirstSteps(losses, val_loss, norm, ms, loader_ms, eval_s, write_speed(trainer), tokens,
+    return FirstSteps(losses, val_loss, norm, ms, once_s, loader_ms, eval_s, write_speed(trainer), tokens,
                       torch.cuda.max_memory_allocated() / 2**30 if gpu else None)
 
 # %% ../../nbs/36_doctor.ipynb #6b9e601a
@@ -563,7 +567,7 @@ def check_time(trainer, # a `Trainer`
     wait_s = max(0., whole/t.bytes_s - n/c.evals*step_s) # after each evaluation, for the checkpoint before
     tokens, per_s = n*t.tokens, t.tokens/step_s
     after = f" after the {trainer.done:,} that were taken" if trainer.done else ""
-    last = lasting(n*step_s + c.evals*(t.eval_s + wait_s) + weights/t.bytes_s)
+    last = lasting(n*step_s + t.once_s + c.evals*(t.eval_s + wait_s) + weights/t.bytes_s)
     yield Finding("ok", "time", f"{n:,} steps{after}, {tokens:,} tokens: about {last} at {per_s:,.0f} "
                   f"tokens/s, with {c.evals} evaluations")
     if not c.stream: yield _passes(trainer)
