@@ -86,7 +86,7 @@ def test_what_comes_once_is_counted_once(tmp_path, clock):
     doc = doctor.Trainer(options(tmp_path), progress=False)
     try:
         t = first_steps(doc)
-        said = [re.search(r"about (\d+) seconds", next(doctor.check_time(doc, replace(t, once_s=s))).text)[1] for s in (0., 60.)]
+        said = [re.search(r"about (\d+) seconds", next(doctor.check_time(doc, replace(t, ms=1., once_s=s))).text)[1] for s in (0., 60.)]
         assert int(said[1]) - int(said[0]) == 60
     finally: doc.let_go()
 
