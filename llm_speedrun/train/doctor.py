@@ -344,7 +344,7 @@ class FirstSteps:
     val_loss: float # after these two
     norm: float # of the gradients of the second one
     ms: float # of a step once it is warm, a mean over the phases of the run
-    once_s: float # seconds that what comes once takes longer: the first steps of each phase, the first evaluation
+    once_s: float # seconds that first steps of phases and the first evaluation take beyond later ones
     loader_ms: float # of a batch
     eval_s: float # of an evaluation, in seconds
     bytes_s: float # bytes of a checkpoint that are written in a second
@@ -366,14 +366,20 @@ def phase_ms(trainer, phase, batch): # a `Trainer`, a `Phase` of its run, the se
     if trainer.device.type == "cuda": ms = median_ms(take, min(100, math.ceil(1e3*LONG/ms)))
     return ms, max(0., first - WARM_UP*ms) / 1e3
 
+def _phases(trainer, batch): # as for `phase_ms`
+    with without_learning(trainer.train_step): # in training the loader has put a batch on the device
+        found = [(p.share, *phase_ms(trainer, p, batch)) for p in phases_of(trainer.run, trainer.cfg.steps)]
+    return sum(share*ms for share, ms, _ in found), sum(once_s for *_, once_s in found)
+
 # %% ../../nbs/36_doctor.ipynb #000f0c62
-def _evaluated(trainer): # a `Trainer`; returns the loss, the seconds of the first evaluation and of one that is warm
+def _evaluated(trainer): # a `Trainer`; returns the loss, a warm one's seconds, what the first took beyond
     size = next(d for d in divisors(len(trainer.val[0])) if d <= trainer.cfg.batch)
     loss = lambda: trainer.mean_loss([*zip(*(t.split(size) for t in trainer.val))])
     t0 = time.perf_counter()
     val_loss, t1 = loss(), time.perf_counter()
     loss()
-    return val_loss, t1 - t0, time.perf_counter() - t1
+    warm = time.perf_counter() - t1
+    return val_loss, warm, max(0., t1 - t0 - warm)
 
 # %% ../../nbs/36_doctor.ipynb #36write2
 SAMPLE = 2**27 # bytes to write for a trial; fewer on a CPU, whose models are small
@@ -399,11 +405,9 @@ def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, 
     with trainer.timings("the first step"): losses = [step(0, *batches[0]).item()]
     trainer.timings.stop()
     second, = sample_ms(lambda: losses.append(step(1, *batches[1]).item()), 1)
-    norm, (val_loss, cold_s, eval_s) = float(trainer.step.norm), _evaluated(trainer)
-    with without_learning(step): # in training the loader has put a batch on the device
-        found = [(p, *phase_ms(trainer, p, batches[1])) for p in phases_of(trainer.run, trainer.cfg.steps)]
-    ms, loader_ms = sum(p.share*t for p, t, _ in found), wall_ms(lambda: next(trainer.batches))
-    once_s = max(0., second - found[0][1])/1e3 + max(0., cold_s - eval_s) + sum(s for *_, s in found)
+    norm, (val_loss, eval_s, once) = float(trainer.step.norm), _evaluated(trainer)
+    (ms, once_s), loader_ms = _phases(trainer, batches[1]), wall_ms(lambda: next(trainer.batches))
+    once_s += once + max(0., second - ms)/1e3
     tokens = batches[0][0].numel()*trainer.world.place("dp")[1]
     return FirstSteps(losses, val_loss, norm, ms, once_s, loader_ms, eval_s, write_speed(trainer), tokens,
                       torch.cuda.max_memory_allocated() / 2**30 if gpu else None)
