@@ -11,6 +11,7 @@ from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.report import loss_chart
 from llm_speedrun.train.options import LadderOptions, TrainConfig
+from llm_speedrun.train.console import *
 from llm_speedrun.train.trainer import *
 from llm_speedrun.train.saving import newest
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins

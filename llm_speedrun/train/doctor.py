@@ -608,7 +608,7 @@ def check_run(cfg, # a `TrainConfig`
         trainer.world.wait() # all have seen the folder
     finally:
         trainer.let_go() # of it
-        if trainer.world.size > 1: trainer.lifeline.close() # nobody waits for the others any more
+        trainer.coordinator.stop_watching() # no process waits for the others any more
 
 # %% ../../nbs/36_doctor.ipynb #e2c49c76
 def examine(cfg, # a `TrainConfig`
