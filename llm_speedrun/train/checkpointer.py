@@ -17,6 +17,8 @@ from fastcore.basics import patch
 from ..files import InputError
 from ..world import local
 from .metrics import read_rows
+
+# %% ../../nbs/30f_checkpointer.ipynb #30ckp004b
 from .saving import (check_size, converted, load_named_state, newest, read_checkpoint,
                                        write_tensors)
 from llm_speedrun.train.sharded_saving import (
@@ -137,6 +139,7 @@ class FoundCheckpoint:
     state: Any # a `State`
     about: Any # an `About`: its step and facts
 
+# %% ../../nbs/30f_checkpointer.ipynb #30ckp012b
 def find_checkpoint(folder, # of the run
                     run_id, # of the run: checkpoints of another one are passed over
                     config, # the model's `GPTConfig`
@@ -174,6 +177,7 @@ def open(self:Checkpointer, folder, # of the run
     self.saver.reserve(parts*3) # the weights and about as much twice for the moments
     self.saved, self.saved_at = done, time.perf_counter()
 
+# %% ../../nbs/30f_checkpointer.ipynb #30ckp015b
 @patch
 def save(self:Checkpointer, done, # steps so far
          **facts): # what else a resumed run must know

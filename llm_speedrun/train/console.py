@@ -16,7 +16,7 @@ from .report import notebook_display
 def console_print(*args, # what to print
                   to=None, # a stream; by default the standard output
                   end="\n"):
-    "Print `args`. Replaces characters that the stream can't encode; ignores a stream that is closed or broken"
+    "Print `args`; replaces characters that the stream can't encode, ignores a stream that is closed"
     to = to or sys.stdout
     if to is None: return # as Python has it where it was closed from the start
     try: print(*args, file=to, end=end, flush=True)
@@ -59,15 +59,17 @@ TERMINATION_SIGNALS = [getattr(signal, s) for s in ("SIGTERM", "SIGHUP", "SIGUSR
 PRESSED = ("stopping after this step, then saving; a second Ctrl-C leaves out evaluation and report",
            "stopping after this step, without an evaluation; a third Ctrl-C breaks the step off")
 
+# %% ../../nbs/30d_console.ipynb #30sigcls
 class Signals:
-    """Note SIGINT and `TERMINATION_SIGNALS` in `got` inside its `with`. Inside of `during` each one raises `KeyboardInterrupt`;
-    elsewhere a third SIGINT does. Neither does if other processes wait for this one (`alone` is False)"""
+    """Note SIGINT and `TERMINATION_SIGNALS` in `got` inside its `with`. Inside of `during` each one raises
+    `KeyboardInterrupt`, elsewhere a third SIGINT does; neither if other processes wait (`alone` is False)"""
     def __init__(self, say=print): # called with what a SIGINT does
         self.got, self.old, self.raising, self.alone, self.pressed, self.say = None, {}, False, True, 0, say
     def __enter__(self):
         main = threading.current_thread() is threading.main_thread() # no other may set handlers
-        ignored = {s for s in TERMINATION_SIGNALS if signal.getsignal(s) == signal.SIG_IGN} # SIGHUP under nohup
-        self.old = {s: signal.signal(s, self.note) for s in {signal.SIGINT, *TERMINATION_SIGNALS} - ignored if main}
+        wanted = {signal.SIGINT, *TERMINATION_SIGNALS} if main else {}
+        ignored = {s for s in wanted if signal.getsignal(s) == signal.SIG_IGN} - {signal.SIGINT} # under nohup
+        self.old = {s: signal.signal(s, self.note) for s in wanted if s not in ignored}
         return self
     def __exit__(self, *args):
         for s, handler in self.old.items(): signal.signal(s, handler or signal.SIG_DFL)
@@ -95,6 +97,6 @@ def during(self:Signals, f): # takes no arguments, changes nothing that is saved
 
 @patch
 def forget(self:Signals):
-    "Forget the signals so far. Returns whether Ctrl-C was pressed twice and no other process waits for this one"
+    "Forget the signals so far. Returns whether Ctrl-C was pressed twice, and no other process waits"
     twice, self.got, self.pressed = self.alone and self.pressed > 1, None, 0
     return twice

@@ -20,7 +20,7 @@ from .console import console_print
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo007
 class Coordinator:
-    "Coordinate one process, which has nothing to wait for. `GroupCoordinator` has the same methods for several"
+    "Coordinate one process, which waits for nothing. `GroupCoordinator` has the same methods for several"
     def __init__(self, world, # a `World`
                  device, # of this process
                  signals): # `Signals` that this process gets
@@ -34,7 +34,7 @@ class Coordinator:
     def stop_signal(self): "Return the signal that ends the run, None without one"; return self.signals.got
     def sync(self, save): "Return whether to save a checkpoint now; `save`: whether one is due"; return save
     def drain(self): "Read what was sent and not read yet: nothing was"
-    def raise_if_peer_lost(self, error): "Raise `Lost` if `error` came from a process that is gone: there is none"
+    def raise_if_peer_lost(self, error): "Raise `Lost` if `error` comes from a lost process"
     def stop_watching(self): "End the run without an end of training: nobody watches"
     def close(self): "Leave the other processes after all have saved: there are none"
 
@@ -71,17 +71,19 @@ class GroupCoordinator(Coordinator):
         self.heartbeat = self.flags = None # from `start` on
         self.watchdog, signals.alone = PeerWatchdog(world), False
 
-    def run_on_rank_zero(self, f): # () -> something that can be pickled
-        "Run `f` on the first process. Returns its result, or raises its error, on every process"
-        self.turns, res = self.turns + 1, None
-        if self.world.first:
-            try: res = f(), None
-            except Exception as e: res = None, e
-            notes().set(f"turn {self.turns}", "over")
-        while not notes().check([f"turn {self.turns}"]): time.sleep(.05)
-        value, error = self.world.shared(res)
-        if error: raise error
-        return value
+# %% ../../nbs/30e_coordinator.ipynb #30coo013b
+@patch
+def run_on_rank_zero(self:GroupCoordinator, f): # () -> something that can be pickled
+    "Run `f` on the first process. Returns its result, or raises its error, on every process"
+    self.turns, res = self.turns + 1, None
+    if self.world.first:
+        try: res = f(), None
+        except Exception as e: res = None, e
+        notes().set(f"turn {self.turns}", "over")
+    while not notes().check([f"turn {self.turns}"]): time.sleep(.05)
+    value, error = self.world.shared(res)
+    if error: raise error
+    return value
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo015
 @patch
@@ -133,6 +135,7 @@ def log_to_rank_file(self:GroupCoordinator, text):
     "Write a line into this process' own log, if it has one"
     if self.rank_log: console_print(f"{datetime.now():%H:%M:%S}", text, to=self.rank_log)
 
+# %% ../../nbs/30e_coordinator.ipynb #30coo019b
 @patch
 def stop_watching(self:GroupCoordinator):
     "End the watch over the other processes, which all of them do"
@@ -165,7 +168,7 @@ def model_parallel_size(rungs): # as `--rungs` has them
 def join_group(cfg, # a `TrainConfig`; gets `gpus`
                given, # names of the options that were given
                signals): # `Signals` of this process
-    "Join the processes that were started together. Returns a `Coordinator`; raises `InputError` if they differ"
+    "Join the processes that were started together: a `Coordinator`. Raises `InputError` if options differ"
     size = env_number("WORLD_SIZE", 1, 1)
     if size > 1 and cfg.gpus and "gpus" in given and cfg.gpus != size: raise InputError(
         f"gpus is {cfg.gpus}, and {size} processes were started: leave it out")

@@ -246,6 +246,7 @@ def open(self:MetricsLogger, trackers): # `Trackers`
     self.train_s = max((r["train_s"] for r in self.rows() if r.get("train_s")), default=0.)
     if self.world.first: self.file = (self.folder/"metrics.jsonl").open("a", encoding="utf-8")
 
+# %% ../../nbs/34_metrics.ipynb #34log005b
 @patch
 def rows(self:MetricsLogger):
     "Return the rows that are written so far"
@@ -278,6 +279,7 @@ def restart_clock(self:MetricsLogger):
     "Count no time before now as training"
     self.last = self.clock.now()
 
+# %% ../../nbs/34_metrics.ipynb #34log009b
 @patch
 def flush(self:MetricsLogger, later=False): # True leaves the newest losses for the next time
     "Log the steps whose losses have arrived; all steps, unless `later`"
@@ -300,6 +302,7 @@ def write_step(self:MetricsLogger, row): # with `loss` and `grad_norm`
     self.write(row if finite else row | dict(event=f"skipped: the {what} finite"))
     return finite
 
+# %% ../../nbs/34_metrics.ipynb #34log011b
 @patch
 def raise_bad_steps(self:MetricsLogger, step, x, y): # number of the last bad step, its sequences
     "Save the batch and raise `AllFailed`"

@@ -41,13 +41,16 @@ class TrainData:
         self.val = [t.to(device) for t in val] # x and y, each B T
         if cfg.documents: check_documents(self.corpus)
 
-    @property
-    def corpora(self): # whose tokens are on disk
-        return [corpus for corpus, _ in self.parts]
+# %% ../../nbs/30b_train_data.ipynb #30dat007b
+@patch(as_prop=True)
+def corpora(self:TrainData):
+    "Those whose tokens are on disk"
+    return [corpus for corpus, _ in self.parts]
 
-    def close(self):
-        "Stop the threads of a stream"
-        if self.cfg.stream: self.batches.close()
+@patch
+def close(self:TrainData):
+    "Stop the threads of a stream"
+    if self.cfg.stream: self.batches.close()
 
 # %% ../../nbs/30b_train_data.ipynb #d1d8d9a3
 @patch
@@ -80,7 +83,7 @@ def open_stream(self:TrainData):
 # %% ../../nbs/30b_train_data.ipynb #tokf0111
 def with_vocabulary(config, # a `GPTConfig`
               vocab): # of the data
-    "Return `config` with a vocabulary that holds `vocab` tokens: its own, or `vocab` padded to a multiple of 64"
+    "Return `config` with room for `vocab` tokens: as it is, or with `vocab` padded to a multiple of 64"
     return config if vocab <= config.vocab else replace(config, vocab=-(-vocab // 64) * 64)
 
 # %% ../../nbs/30b_train_data.ipynb #3d40a1bf
@@ -101,7 +104,8 @@ def check_unchanged(self:TrainData, facts, # of a checkpoint's metadata
     "Raise `InputError` if the tokens are not those that the run was trained on"
     was = converted(facts.get("corpus"), dict[str, Any], f"{found}: corpus")
     # Tokens without a tokenizer may have got theirs meanwhile: they are the same tokens
-    now = self.fingerprint if was.get("tokenizer") else self.fingerprint | dict(tokenizer=was.get("tokenizer"))
+    now = self.fingerprint
+    if not was.get("tokenizer"): now = now | dict(tokenizer=was.get("tokenizer"))
     if diff := differences(was, now):
         raise InputError(f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was "
                          f"there, or begin a run with these weights: --init {self.cfg.resume}")
@@ -122,7 +126,7 @@ def go_on(self:TrainData, state, done): # as `state` returned it, the steps of i
 # %% ../../nbs/30b_train_data.ipynb #30dat019
 @patch
 def bigram_loss(self:TrainData):
-    "Return a bigram model's loss on the validation sequences; None for a stream, whose tokens nobody has counted"
+    "Return a bigram model's loss on the validation sequences; None for a stream, whose tokens aren't counted"
     if self.cfg.stream: return None
     whole = self.corpus if len(self.parts) == 1 else self.parts # of a mixture, every corpus counts
     return bigram_loss(whole, [tuple(t.cpu() for t in self.val)])

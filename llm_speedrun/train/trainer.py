@@ -870,7 +870,8 @@ def try_batch(self:Trainer, rungs):
     if self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs):
         return trial_of(*of, self.world, self.recipe, named=named)
     choices = Choices(again=c.measure, say=self.say)
-    return self.coordinator.run_on_rank_zero(lambda: remembered_trial(choices, *of, World(), self.recipe, named=named))
+    trial = partial(remembered_trial, choices, *of, World(), self.recipe, named=named)
+    return self.coordinator.run_on_rank_zero(trial)
 
 # %% ../../nbs/30_trainer.ipynb #b82413ec
 @patch
@@ -941,7 +942,8 @@ def last_words(e): # an error
     text = str(e) or "interrupted before training began"
     once = f"lost {os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if isinstance(e, Lost) else text
     if not (meant or later): text = f"process {os.environ['RANK']}: {''.join(traceback.format_exception(e))}"
-    if not said_already(once): console_print(f"error: {text}" if code else text, to=sys.stderr if code else sys.stdout)
+    to = sys.stderr if code else sys.stdout
+    if not said_already(once): console_print(f"error: {text}" if code else text, to=to)
     for stream in (sys.stdout, sys.stderr): stream.flush()
     os._exit(code if meant else 1)
 
@@ -972,7 +974,8 @@ def report(trainer, # a `Trainer` after `fit`
     "Print what a run has to show"
     steps, folder = res["steps"], res["folder"]
     if not trainer.world.first: return
-    if trainer.signal in TERMINATION_SIGNALS: return console_print(f"stopped after step {steps}; --resume {folder}")
+    if trainer.signal in TERMINATION_SIGNALS:
+        return console_print(f"stopped after step {steps}; --resume {folder}")
     console_print(f"\n--- sample ---\n{res['sample']}\n--------------\n")
     if trainer.ladder: console_print(ladder_table(trainer.ladder), end="\n\n")
     bigram = "" if res["bigram_loss"] is None else f" (a bigram model: {res['bigram_loss']:.3f})"
