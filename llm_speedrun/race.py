@@ -538,7 +538,7 @@ def judged(self:OwnRun, referee): # a `Referee`
     def nats(x, y):
         with entered(s.run.step_contexts + s.run.forward_contexts):
             return s.run.loss(s.run.model, x, y)*y.numel()
-    with self.averaged(): return referee(nats)
+    with self.validator.averaged(): return referee(nats)
 
 @patch
 def plan_for(self:OwnRun, total): # steps

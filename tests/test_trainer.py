@@ -599,7 +599,7 @@ def test_out_of_memory_in_an_evaluation(tmp_path, monkeypatch, capsys):
         return evaluate(self, batches)
     monkeypatch.setattr(Stepper, "evaluate", crowded)
     trainer, less = train(options(tmp_path))
-    assert less["val_loss"] == pytest.approx(res["val_loss"], abs=1e-5) and trainer.eval_batch == 2
+    assert less["val_loss"] == pytest.approx(res["val_loss"], abs=1e-5) and trainer.validator.reduced == 2
     assert capsys.readouterr().out.count("in an evaluation: going on with batches of 2") == 1
     most[0] = 0
     with fails(RunError, "evaluation of one sequence", "--resume"): train(options(tmp_path, name="b"), progress=False)

@@ -398,7 +398,7 @@ class Search:
         t = self.trainer = Trainer(replace(c, steps=steps, name=name), progress, given)
         self.steps, self.usual = t.cfg.steps, t.cfg.lr
         self.rates = rates_to_try(c, self.usual)
-        t.average = None # a recipe may have one: the weights themselves are evaluated
+        t.average = t.validator.average = None # a recipe may have one: the weights themselves are evaluated
         self.weights = {k: v.clone() for k, v in t.run.model.state_dict().items()}
         self.states = deepcopy({k: o.state_dict() for k, o in t.run.stateful})
 

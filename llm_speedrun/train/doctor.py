@@ -374,7 +374,7 @@ def _phases(trainer, batch): # as for `phase_ms`
 # %% ../../nbs/36_doctor.ipynb #000f0c62
 def _evaluated(trainer): # a `Trainer`; returns the loss, a warm one's seconds, what the first took beyond
     size = next(d for d in divisors(len(trainer.data.val[0])) if d <= trainer.cfg.batch)
-    loss = lambda: trainer.mean_loss([*zip(*(t.split(size) for t in trainer.data.val))])
+    loss = lambda: trainer.validator.mean_loss([*zip(*(t.split(size) for t in trainer.data.val))])
     t0 = time.perf_counter()
     val_loss, t1 = loss(), time.perf_counter()
     loss()

@@ -9,7 +9,7 @@ __all__ = ['CHANGEABLE', 'Trainer', 'own_values', 'run_folder', 'read_options', 
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
 import json, math, os, signal, sys, time, traceback, uuid, weakref
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..measure import (Choices, Timings, ladder_table, machine, mfu,
 from ..tokenizer import write_tokenizer
 from ..data import prefetch
 from ..model import train_flops, workload
-from ..runs import World, build, find_rung, free_memory, rung_name
+from ..runs import World, build, find_rung, rung_name
 from ..world import Lost, check_alike, notes
 from ..rungs.documents import mean_length, within_documents
 from ..sample import generate
@@ -44,6 +44,7 @@ from .metrics import (MetricsLogger, StepProfile, cut_rows, json_line, open_trac
 from .run_dir import (Finished, check_fixed, check_unfinished, clear,
                                         fixed_options, given_back, remove_unfinished, reopened, taken)
 from .console import TERMINATION_SIGNALS, Progress, Signals, console_print
+from .validator import Validator
 from .train_data import TrainData, check_tokens, with_vocabulary
 from .coordinator import join_group
 from .report import LivePlot, html_report, loss_chart, styled
@@ -66,7 +67,7 @@ class Trainer:
                  given=None, # names of the options that were given, where values don't tell
                  timings=None): # `Timings` of the start; by default from here on
         self.progress, self.ladder, self.done = progress, [], 0
-        self.signals, self.eval_batch, self.timings = Signals(), 0, timings or Timings()
+        self.signals, self.timings = Signals(), timings or Timings()
         agree(cfg, given or ())
         cfg, given = again(cfg, given)
         self.given = own_values(cfg) if given is None else {*given}
@@ -89,41 +90,13 @@ def lr_schedule(self:Trainer, steps=0): # steps of the whole run; by default as 
     c = self.cfg
     return LrSchedule(steps or c.steps, c.lr, self.warmup, c.schedule, c.final_lr, c.cooldown)
 
-# %% ../../nbs/30_trainer.ipynb #aebd22dd
-@patch
-def mean_loss(self:Trainer, batches): # of equal size, a list
-    "Mean loss of the batches, each of which one of the processes takes that don't share a model's parts"
-    place, n = self.world.place("dp")
-    mine = batches[place::n]
-    with self.averaged():
-        if self.world.size == 1: return self.step.evaluate(batches)
-        total = self.step.evaluate(mine)*len(mine) if mine else 0.
-        if len(mine) < -(-len(batches)//n): self.step.evaluate(batches[:1]) # all take as many passes
-    return self.world.shared(self.world.mean(total)*n/len(batches))
-
 # %% ../../nbs/30_trainer.ipynb #f102d1b5
 @patch
 def evaluate(self:Trainer):
-    "The loss of the validation sequences, in batches of equal size, smaller ones where memory runs out"
-    rows = len(self.data.val[0])
-    size = self.eval_batch or next(d for d in divisors(rows) if d <= self.cfg.batch)
-    while True:
-        batches = [*zip(*(t.split(size) for t in self.data.val))]
-        try: return self.signals.during(lambda: self.mean_loss(batches))
-        except torch.OutOfMemoryError: pass # as long as it is handled, its traceback holds every tensor
-        self.not_alone("an evaluation")
-        if not (size := smaller(rows, size)): raise RunError("out of GPU memory in an evaluation of one "
-            f"sequence. Go on where there is more room: --resume {self.folder}")
-        self.eval_batch = size
-        self.say(f"out of GPU memory in an evaluation: going on with batches of {size}")
-        free_memory()
+    "Return the validation loss of the weights, or of their average"
+    return self.validator.evaluate()
 
 # %% ../../nbs/30_trainer.ipynb #a6593c07
-@patch
-def averaged(self:Trainer):
-    "A context in which the weights are their average, if there is one"
-    return self.average.used() if self.average else nullcontext()
-
 @patch
 def say(self:Trainer, *args):
     "Print, unless the run is to be quiet. Of several processes the first one does"
@@ -181,15 +154,17 @@ def build_run(self:Trainer):
     try: self.average = Average(own_weights(self.run, self.step), cfg.ema) if cfg.ema else None
     except torch.OutOfMemoryError: raise RunError("no GPU memory for an average of the weights: leave out "
                                                   "--ema, or try --rungs smallest") from None
-    self.train_step.average = self.average
+    self.train_step.average = self.validator.average = self.average
     self.checkpointer = Checkpointer(self.run, self.train_step, self.data, self.average, self.world, self.say)
 
 # %% ../../nbs/30_trainer.ipynb #30step51
 @patch
 def make_step(self:Trainer):
-    "Make what takes the run's steps, with an optimizer that begins anew"
+    "Make what takes the run's steps, with an optimizer that begins anew, and what evaluates"
     self.train_step = TrainStep(self.run, self.cfg.batch, self.lr_schedule(), self.cfg.clip)
     self.step = self.train_step.stepper
+    self.validator = Validator(self.step, self.data.val, self.world, batch=self.cfg.batch, say=self.say,
+                               during=self.signals.during, on_oom=self.not_alone, folder=self.folder)
 
 # %% ../../nbs/30_trainer.ipynb #76fcc158
 @patch
@@ -218,7 +193,7 @@ def save_if_needed(self:Trainer):
 @patch
 def save(self:Trainer):
     "Write the weights, and the ladder if one was measured"
-    with self.averaged(): self.checkpointer.save_weights(self.folder/"model.safetensors")
+    with self.validator.averaged(): self.checkpointer.save_weights(self.folder/"model.safetensors")
     if self.ladder and self.world.first:
         replace_file(self.folder/"ladder.json", json.dumps(self.ladder, indent=1))
 
@@ -298,7 +273,7 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
     ids, c = self.data.val[0][0, :prompt].tolist(), self.cfg
     write = partial(generate, self.run, ids, c.sample, seed=c.seed)
     try:
-        with self.averaged(): out = self.signals.during(write)
+        with self.validator.averaged(): out = self.signals.during(write)
     except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"
     tok = self.data.corpus.tokenizer
     if tok: return tok.decode(out)
