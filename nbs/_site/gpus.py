@@ -15,7 +15,7 @@ from llm_speedrun.rungs import compile, flash, fused_fp8, fused_ops
 from llm_speedrun.runs import RUNGS, count_step
 from llm_speedrun.train.hardware import HARDWARE, NARROWEST, RECORDED, ROOM, left_out, most_sequences, preset
 from datasheets import GPUS
-from pages import page
+from templating import page
 from procs import slug
 from records import by_gpu, fits
 

@@ -13,7 +13,7 @@ from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
 from llm_speedrun.train import corpora, hardware, loader, metrics, options, run_dir, saving, trainer
 from gpus import as_if, find_all_rungs
 from measured import sources, times
-from pages import code, escaped, page
+from templating import code, escaped, page
 from procs import slug
 from records import Fit, all_records
 
