@@ -9,7 +9,7 @@ import build_pages, train_pages
 from llm_speedrun.files import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.train import options, trainer
-from llm_speedrun.train.hardware import parse_rungs
+from llm_speedrun.train.presets import parse_rungs
 from prose import measured_numbers
 from shown import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train
 from test_cli import COMMANDS, messages, parser

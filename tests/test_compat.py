@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest, torch
 import llm_speedrun
 from llm_speedrun import compat
+from llm_speedrun.measure import Choices
 from llm_speedrun.model import workload
 from llm_speedrun.rungs import epilogues, fastest
 from llm_speedrun.runs import RUNGS, build
-from llm_speedrun.train.hardware import Choices, preset, settle_preset
+from llm_speedrun.train.autotune import settle_preset
+from llm_speedrun.train.presets import preset
 from llm_speedrun.train.options import rung_lines
 from small import fails
 

@@ -22,9 +22,9 @@ from fastcore.basics import patch
 from ..data import prefetch
 from ..files import (InputError, RunError, check_writable, decoded, env_number, read_bytes_of,
                                 replace_file)
-from ..measure import fmt, table
+from ..measure import fmt, memory_limit, table
 from ..recipes.recipe import set_groups
-from .hardware import prepare_process, memory_limit
+from .autotune import prepare_process
 from .options import unused_names
 from .report import (BLUE, GREEN, GREY, ORANGE, PURPLE, TEMPLATES, number, one_line, part,
                                        points, read_run, rendered, running_mean, short_number, spoken,

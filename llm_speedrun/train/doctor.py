@@ -34,7 +34,8 @@ from ..world import Piece, collective_ms, join_world, leave_world, pieces, proce
 from .options import to_start
 from .saving import newest, read_record, taken_apart
 from .sharded_saving import Each, weights_to_save
-from .hardware import divisors, prepare_process, presets, refused
+from .autotune import divisors, prepare_process, refused
+from .presets import presets
 from .train_step import WARM_UP, median_ms, phases_of, without_learning
 from .trainer import Trainer
 

@@ -25,8 +25,8 @@ from tqdm.auto import tqdm
 # %% ../../nbs/30_trainer.ipynb #9b3a31e8
 from ..files import (InputError, RunError, SpeedrunError, env_number, lookup, read_json,
                           replace_file)
-from ..measure import (Choices, Timings, default_device, ladder_table, machine, mfu, ms_between,
-                                  process_start)
+from ..measure import (Choices, Timings, default_device, ladder_table, machine, memory_limit, mfu,
+                                  ms_between, process_start)
 from ..tokenizer import end_of_text, tokenizer_of, vocabulary_size, write_tokenizer
 from ..data import Batches, Corpus, bigram_loss, differences, prefetch, val_batches
 from ..model import train_flops, workload
@@ -40,10 +40,10 @@ from ..export import import_folder, recipe_for
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .train_step import LrSchedule, TrainStep
-from .hardware import (PARALLEL, candidates, choose_list, divisors, hardware, left_out,
-                                         memory_limit, parallel_rungs, parse_rungs, prepare_process, preset,
-                                         preset_of, recorded_preset, remembered_trial, settle_preset,
-                                         settle_rungs, smaller, trial_of)
+from .autotune import (choose_list, divisors, parallel_rungs, prepare_process,
+                                         remembered_trial, settle_preset, settle_rungs, smaller, trial_of)
+from .presets import (PARALLEL, candidates, hardware, left_out, parse_rungs, preset,
+                                        preset_of, recorded_preset)
 from .corpora import document_source, located, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
 from .options import TrainConfig, agree, end_group, first_to_say, group_file, unused_names

@@ -1,7 +1,6 @@
 """The pages of nbs/_site/train/ that show measured numbers: templates whose `{{ ... }}` are read from the
 H200's records and from the outputs of the finale."""
 import json, re
-from pathlib import Path
 from llm_speedrun.measure import course_records, load_records, records_path
 from llm_speedrun.model import WORKLOADS, matrix_params
 from headline import OURS, best, newest, packages
