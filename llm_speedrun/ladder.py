@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['climb', 'save_ladder', 'check_ladder', 'new_ladder', 'speeds_of', 'gpus_chart', 'check_share', 'share_ladder',
-           'climb_and_tell', 'turn', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable',
+           'climb_and_tell', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable',
            'tell_together', 'climb_with_gpus']
 
 # %% ../nbs/22_ladder.ipynb #984985f4
@@ -21,8 +21,8 @@ from .peers import peer_paths, tell_peers
 from .roofline import predict_ms
 
 # %% ../nbs/22_ladder.ipynb #22import
-from .runs import (World, bench, build, check_rung, count_step, free_memory, in_order,
-                               measure_here, micro_batch, parsed, rung_name, rung_options, run_record, settled, stepper_of)
+from .runs import (World, bench, check_rung, count_step, free_memory, in_order,
+                               measure_here, micro_batch, parsed, rung_name, rung_options, run_record, settled, step_of)
 from .train.autotune import parallel_rungs, refused, settle_preset
 from .train.presets import PARALLEL, clash, parse_rungs, preset_of
 from .world import compare_together, processes
@@ -143,23 +143,13 @@ def climb_and_tell(c): # a `LadderOptions`
     if paths: tell_peers(config, batch, rungs, paths, folder)
     print(f"\nsaved in {folder}/", *(share_ladder(records, c.share) if c.share else ()), sep="\n")
 
-# %% ../nbs/22_ladder.ipynb #6a8e2683
-def turn(config, rungs, batch, micro, world): # as for `step_of`
-    "As `step_of`; processes that share one model's parts get the same tokens"
-    def build_step():
-        run = build(config, rungs, world=world)
-        step, g = stepper_of(run)(run), torch.Generator(run.device).manual_seed(world.place("dp")[0])
-        x, y = torch.randint(config.vocab, (2, batch, config.seq), device=run.device, generator=g)
-        return lambda: step(*zip(x.split(micro), y.split(micro)))
-    return build_step
-
 # %% ../nbs/22_ladder.ipynb #03ef9e92
 def in_turns(world, config, below, rung, batch, micro, reps): # in each of several processes
     "One GPU alone and all together, interleaved: two `Measured`, the rungs, how many have own data"
     gib = gpu_gib() if torch.cuda.is_available() else 0
     rungs = parallel_rungs(config, [*below, rung], world, gib).rungs # tensor_parallel may need another
     versions = dict(alone=(below, World()), together=(rungs, world))
-    turns = {k: turn(config, r, batch, micro, w) for k, (r, w) in versions.items()}
+    turns = {k: step_of(config, r, batch, micro=micro, world=w) for k, (r, w) in versions.items()}
     res = compare_together(world, turns, reps=reps, warmup=4) # the third step may be recorded
     return res["alone"], res["together"], rungs, world.place("dp")[1]
 
