@@ -10,7 +10,7 @@ from llm_speedrun.train.autotune import *
 from llm_speedrun.train.presets import *
 from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
-from llm_speedrun.train.report import loss_chart
+from llm_speedrun.train.run_charts import loss_chart
 from llm_speedrun.train.options import LadderOptions, TrainConfig
 from llm_speedrun.train.trainer import *
 from llm_speedrun.train.saving import newest

@@ -26,9 +26,10 @@ from ..measure import fmt, memory_limit, table
 from ..recipes.recipe import set_groups
 from .autotune import prepare_process
 from .options import unused_names
-from .report import (BLUE, GREEN, GREY, ORANGE, PURPLE, TEMPLATES, number, one_line, part,
-                                       points, read_run, rendered, running_mean, short_number, spoken,
-                                       step_tokens, steps_done, styled, svg, thinned)
+from .report import (TEMPLATES, number, part, read_run, rendered, spoken, step_tokens,
+                                       steps_done)
+from .run_charts import (BLUE, GREEN, GREY, ORANGE, PURPLE, one_line, points, running_mean,
+                                           short_number, styled, svg, thinned)
 from .trainer import Trainer, deterministic, tell
 
 # %% ../../nbs/64_comparison.ipynb #cf42a2f7

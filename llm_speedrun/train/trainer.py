@@ -51,7 +51,8 @@ from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_tracker
                                         parse_trackers)
 from .run_dir import (STOPPED, Finished, check_fixed, check_unfinished, clear,
                                         fixed_options, given_back, remove_unfinished, reopened, taken)
-from .report import LivePlot, html_report, loss_chart, notebook_display, styled
+from .report import html_report
+from .run_charts import LivePlot, loss_chart, notebook_display, styled
 
 # %% ../../nbs/30_trainer.ipynb #50b4f2d5
 from ..recipes.batch import settled_phases
