@@ -12,10 +12,11 @@ import json
 from dataclasses import replace
 from datetime import datetime; from pathlib import Path
 import torch
+from .choices import Choices
 from .files import InputError, check_writable, lookup, read_json, replace_file
 from .gpu import COLORS
-from .measure import (Choices, gpu_gib, ladder_chart, ladder_table, load_records,
-                                  ratio, record_key, records_path, save_records, smoke)
+from .measure import (gpu_gib, ladder_chart, ladder_table, load_records, ratio,
+                                  record_key, records_path, save_records, smoke)
 from .model import workload
 from .peers import peer_paths, tell_peers
 from .roofline import predict_ms

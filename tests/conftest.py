@@ -78,7 +78,7 @@ def cache(shared_folder):
 def choices(tmp_path_factory, monkeypatch):
     "What a test measures is remembered in a file of its own"
     path = tmp_path_factory.mktemp("choices")/"choices.json"
-    monkeypatch.setattr("llm_speedrun.measure.choices_path", lambda: path)
+    monkeypatch.setattr("llm_speedrun.choices.choices_path", lambda: path)
     return path
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 import pytest, torch
 from torch._subclasses.fake_tensor import FakeTensor
-from llm_speedrun import ladder, measure, runs
+from llm_speedrun import choices as choices_module, ladder, measure, runs
+from llm_speedrun.choices import Choices
 from llm_speedrun.ladder import climb
 from llm_speedrun.train.options import LadderOptions, speedrun_ladder
 from llm_speedrun.files import InputError
-from llm_speedrun.measure import Choices, Timings, process_start
+from llm_speedrun.measure import Timings, process_start
 from llm_speedrun.model import workload
 from llm_speedrun.runs import find_rung, rung_name
 from llm_speedrun.train import autotune, trainer as trainer_module
@@ -267,18 +268,18 @@ def test_another_machine_measures_again(choices, monkeypatch, change):
     "A choice holds for the machine, the versions and the code that it was measured with, and no other"
     choose(Choices(), T=1)
     real = measure.machine()
-    monkeypatch.setattr(measure, "machine", lambda: real | change)
+    monkeypatch.setattr(choices_module, "machine", lambda: real | change)
     assert choose(Choices(), "cudnn", T=1) == "cudnn"
-    monkeypatch.setattr(measure, "machine", lambda: real | dict(date="2000-01-01")) # another day is no other machine
+    monkeypatch.setattr(choices_module, "machine", lambda: real | dict(date="2000-01-01")) # another day is no other machine
     assert choose(Choices(), "other", T=1) == "flash"
-    monkeypatch.setattr(measure, "code_version", lambda: "other code")
+    monkeypatch.setattr(choices_module, "code_version", lambda: "other code")
     assert choose(Choices(), "cudnn", T=1) == "cudnn"
 
 def test_choices_of_other_things_are_kept(choices):
     "Each choice has its place, and of very many the newest stay"
-    for t in range(measure.MOST_CHOICES + 5): choose(Choices(), f"v{t}", T=t)
+    for t in range(choices_module.MOST_CHOICES + 5): choose(Choices(), f"v{t}", T=t)
     kept = json.loads(choices.read_text())
-    assert len(kept) == measure.MOST_CHOICES and kept[-1]["value"] == f"v{t}" and choose(Choices(), "new", T=t - 3) == f"v{t - 3}"
+    assert len(kept) == choices_module.MOST_CHOICES and kept[-1]["value"] == f"v{t}" and choose(Choices(), "new", T=t - 3) == f"v{t - 3}"
 
 def test_what_fails_is_not_remembered(choices):
     "An error while measuring is raised, and leaves nothing"

@@ -186,7 +186,7 @@ def test_rungs_list(capsys):
 
 ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
-    "rungs.documents": ALL, ("measure", "--measure"): ALL, ("train.autotune", "--seq"): ALL, "world": ALL,
+    "rungs.documents": ALL, ("choices", "--measure"): ALL, ("train.autotune", "--seq"): ALL, "world": ALL,
     "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
     "train.trainer": ALL, "train.run_dir": ALL, "train.doctor": "doctor", "train.machine_checks": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
     "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",

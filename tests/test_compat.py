@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest, torch
 import llm_speedrun
 from llm_speedrun import compat
-from llm_speedrun.measure import Choices
+from llm_speedrun.choices import Choices
 from llm_speedrun.model import workload
 from llm_speedrun.rungs import epilogues, fastest
 from llm_speedrun.runs import RUNGS, build

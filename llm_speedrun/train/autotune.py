@@ -34,7 +34,7 @@ class Settled(msgspec.Struct):
 
 def settle_rungs(config, # a `GPTConfig`
                  rungs, # as `build` takes them
-                 choices): # a `measure.Choices`
+                 choices): # a `choices.Choices`
     "The `Settled` of this machine, remembered or measured; nothing is asked where nothing is to choose"
     if not to_settle(rungs): return Settled(list(rungs), {})
     about = dict(model=asdict(config), rungs=list(rungs),
@@ -240,7 +240,7 @@ def free_gib():
     return (torch.cuda.mem_get_info()[0] + mine)/2**30
 
 # %% ../../nbs/32a_autotune.ipynb #32list2b
-def remembered_trial(choices, # a `measure.Choices`
+def remembered_trial(choices, # a `choices.Choices`
                      config, rungs, rows, gib, batch, timed, world, recipe, # as for `trial`
                      named=False): # as for `trial_of`
     """As `trial_of`, remembered for this machine, model, list, recipe and step. On a CPU a step is timed
@@ -293,7 +293,7 @@ def compare_lists(config, # a `GPTConfig`
 def choose_list(config, # a `GPTConfig`
                 lists, # name -> rungs
                 rows, gib, batch, recipe, # as for `remembered_trial`
-                choices): # a `measure.Choices`
+                choices): # a `choices.Choices`
     "The `ChosenList` of this machine, remembered or measured"
     about = dict(model=asdict(config), lists=lists, rows=rows, gib=gib, batch=batch, recipe=recipe.spec(),
                  deterministic=torch.are_deterministic_algorithms_enabled())

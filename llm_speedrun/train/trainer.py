@@ -25,8 +25,9 @@ from tqdm.auto import tqdm
 # %% ../../nbs/30_trainer.ipynb #9b3a31e8
 from ..files import (InputError, RunError, SpeedrunError, env_number, lookup, read_json,
                           replace_file)
-from ..measure import (Choices, Timings, default_device, ladder_table, machine, memory_limit, mfu,
-                                  ms_between, process_start)
+from ..choices import Choices
+from ..measure import (Timings, default_device, ladder_table, machine, memory_limit, mfu, ms_between,
+                                  process_start)
 from ..tokenizer import end_of_text, tokenizer_of, vocabulary_size, write_tokenizer
 from ..data import Batches, Corpus, bigram_loss, differences, prefetch, val_batches
 from ..model import train_flops, workload

@@ -6,7 +6,7 @@ from typing import get_origin
 from unittest.mock import patch
 import msgspec, torch
 from fastcore.docments import docments
-from llm_speedrun import data, export, measure, model, runs
+from llm_speedrun import choices, data, export, measure, model, runs
 from llm_speedrun.files import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
@@ -259,7 +259,7 @@ def formats_page(root):
     doc = " ".join(inspect.getdoc(data.write_shards).split())
     types = (data.Meta, data.TextSummary, corpora.Journal, saving.Manifest, saving.FileSum, saving.About, trainer.State,
              saving.OptimizerState, loader.Position, saving.Record, model.GPTConfig, saving.Result,
-             measure.Choice, autotune.ChosenList, autotune.Settled, autotune.Tried, autotune.Trial, export.Qwen3, export.Index, Fit)
+             choices.Choice, autotune.ChosenList, autotune.Settled, autotune.Tried, autotune.Trial, export.Qwen3, export.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
                 records=record_rows(), version=saving.VERSION, manifest=saving.MANIFEST,
                 structs={c.__name__: struct(c) for c in types})
