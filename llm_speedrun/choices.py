@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from filelock import FileLock, Timeout
 from .data import cache_dir
 from .files import InputError, read_json, replace_file
-from .measure import for_real, machine
+from .measure import without_dispatch_modes, machine
 
 # %% ../nbs/01a_choices.ipynb #4074dccc
 def choices_path():
@@ -86,7 +86,7 @@ def get(self:Choices, what, # is chosen, such as "rungs"
     if (c := self.made_before(what, where, kind)) and still(c.value):
         self.say(f"{what}, as measured here on {c.date}: {tell(c.value)} (--measure measures again)")
         return c.value
-    with for_real(): value = measure()
+    with without_dispatch_modes(): value = measure()
     self.remember(Choice(what, where, as_json(value), date.today().isoformat()))
     return value
 

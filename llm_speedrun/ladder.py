@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['climb', 'save_ladder', 'check_ladder', 'new_ladder', 'speeds_of', 'gpus_chart', 'check_share', 'share_ladder',
-           'climb_and_tell', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable',
-           'tell_together', 'climb_with_gpus']
+           'climb_one_gpu', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable',
+           'tell_together', 'run_ladder']
 
 # %% ../nbs/22_ladder.ipynb #984985f4
 import json
@@ -23,8 +23,9 @@ from .roofline import predict_ms
 
 # %% ../nbs/22_ladder.ipynb #22import
 from .runs import (World, bench, check_rung, count_step, free_memory, in_order,
-                               measure_here, micro_batch, parsed, rung_name, rung_options, run_record, settled, step_of)
-from .train.autotune import parallel_rungs, refused, settle_preset
+                               measure_here, micro_batch, parsed, rung_name, rung_options, run_record,
+                               settled, step_of)
+from .train.autotune import parallel_rungs, refused, resolve_preset
 from .train.presets import PARALLEL, clash, parse_rungs, preset_of
 from .world import compare_together, processes
 
@@ -130,7 +131,7 @@ def share_ladder(records, # of one ladder
     return path, path.with_suffix(".png")
 
 # %% ../nbs/22_ladder.ipynb #a32186b3
-def climb_and_tell(c): # a `LadderOptions`
+def climb_one_gpu(c): # a `LadderOptions`
     "What `speedrun_ladder` does"
     if c.rungs == "auto": raise InputError("a ladder keeps every rung; auto is for speedrun_train")
     check_share(c.share)
@@ -207,7 +208,7 @@ def buildable(c): # `LadderOptions`
     if not preset_of(c.rungs) or c.rungs == "auto": return c
     config, rungs = workload(c.workload) if c.workload else bench()[0], parse_rungs(c.rungs)
     parallel = [r for r in rungs if rung_name(r) in PARALLEL]
-    on = settle_preset(config, [r for r in rungs if r not in parallel], Choices(again=True, say=print))
+    on = resolve_preset(config, [r for r in rungs if r not in parallel], Choices(again=True, say=print))
     for name, why in refused(on.rungs, on.why): print(f"not {name}: {why}")
     return replace(c, rungs=",".join(on.rungs + parallel) or "naive")
 
@@ -224,17 +225,17 @@ def tell_together(records, # of `measure_together`
     print(f"saved in {folder}/")
 
 # %% ../nbs/22_ladder.ipynb #e480aeca
-def climb_with_gpus(c): # a `LadderOptions`
-    "What `speedrun_ladder` does: `climb_and_tell`, and on with the rungs for several GPUs"
+def run_ladder(c): # a `LadderOptions`
+    "What `speedrun_ladder` does: `climb_one_gpu`, and on with the rungs for several GPUs"
     c = buildable(c)
     rungs, only = parse_rungs(c.rungs), [n.strip() for n in c.only.split(",") if n.strip()]
     parallel = [r for r in rungs if rung_name(r) in PARALLEL]
-    if not parallel: return climb_and_tell(on_one(c))
+    if not parallel: return climb_one_gpu(on_one(c))
     alone, n = [r for r in rungs if r not in parallel], gpus_of(c, parallel)
     check_parallel(alone, parallel)
     c = replace(c, out=c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
     of_one = ",".join(k for k in only if k not in PARALLEL)
-    if of_one or not only: climb_and_tell(replace(c, rungs=",".join(alone) or "naive", only=of_one))
+    if of_one or not only: climb_one_gpu(replace(c, rungs=",".join(alone) or "naive", only=of_one))
     config, size = (workload(c.workload), bench()[1]) if c.workload else bench()
     wanted = [r for r in parallel if not only or rung_name(r) in only]
     tell_together([measure_together(config, alone, r, n, c.batch or size) for r in wanted], Path(c.out))

@@ -6,12 +6,12 @@
 __all__ = ['DATASHEET_BF16', 'KEYS', 'COURSE_GPU', 'SPINE', 'NO_GPU', 'COURSE', 'default_device', 'gpu_gib', 'gpu_uuid',
            'memory_limit', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'Table', 'table', 'fmt',
            'Times', 'summarize', 'moment', 'ms_between', 'sample_ms', 'time_ms', 'process_start', 'Timings',
-           'compiler_imported', 'for_real', 'Known', 'flops_per_token', 'datasheet_flops', 'mfu', 'Measured', 'ratio',
-           'progress', 'warm_up', 'take_turns', 'compare', 'written_by', 'without_docs', 'syntax', 'digest',
-           'make_record', 'course_dir', 'measurements_dir', 'records_path', 'load_records', 'rung_names', 'record_key',
-           'save_records', 'publish', 'spine_records', 'recorded', 'noted', 'on_gpu', 'show_recorded', 'mfu_text',
-           'ladder_table', 'caption', 'ladder_chart', 'rungs_below', 'course_records', 'you_are_here', 'guess_chart',
-           'paid_text']
+           'compiler_imported', 'without_dispatch_modes', 'CachedMeasurement', 'flops_per_token', 'datasheet_flops',
+           'mfu', 'Measured', 'ratio', 'progress', 'warm_up', 'take_turns', 'compare', 'written_by', 'without_docs',
+           'syntax', 'digest', 'make_record', 'course_dir', 'measurements_dir', 'records_path', 'load_records',
+           'rung_names', 'record_key', 'save_records', 'publish', 'spine_records', 'recorded', 'noted', 'on_gpu',
+           'show_recorded', 'mfu_text', 'ladder_table', 'caption', 'ladder_chart', 'rungs_below', 'course_records',
+           'you_are_here', 'guess_chart', 'paid_text']
 
 # %% ../nbs/01_measure.ipynb #0db3b81b
 import ast, hashlib, importlib.metadata, json, os, re, statistics, subprocess, sys, time
@@ -199,13 +199,13 @@ def compiler_imported():
     return "torch._dynamo" in sys.modules
 
 @contextmanager
-def for_real():
+def without_dispatch_modes():
     "Inside, work is done and compiled functions are compiled, also while somebody counts or takes them apart"
     stance = torch.compiler.set_stance("default") if compiler_imported() else nullcontext()
     with disable_current_modes(), stance: yield
 
 # %% ../nbs/01_measure.ipynb #12d7ef3b
-class Known:
+class CachedMeasurement:
     "What is measured when it's first asked for, and then known; `when` says since when"
     def __init__(self, measure): # () -> what is to be known
         self.measure = measure
@@ -214,7 +214,7 @@ class Known:
     def __call__(self): # what is known, measured now if it wasn't
         "What is known, measured now if it wasn't"
         if self.when is None:
-            with for_real(): self.set(self.measure())
+            with without_dispatch_modes(): self.set(self.measure())
         return self.value
 
     def set(self, value): "Know `value` from now on"; self.value, self.when = value, time.time()

@@ -13,7 +13,7 @@ from llm_speedrun.measure import Timings, process_start
 from llm_speedrun.model import workload
 from llm_speedrun.runs import find_rung, rung_name
 from llm_speedrun.train import autotune, trainer as trainer_module
-from llm_speedrun.train.autotune import divisors, trial
+from llm_speedrun.train.autotune import divisors, find_micro_batch
 from llm_speedrun.train.presets import PRESETS, parse_rungs, preset, presets
 from llm_speedrun.train.trainer import Trainer, train
 from small import NANO, fails, nano, options, words
@@ -46,7 +46,7 @@ def gpu(monkeypatch):
 def test_attempts_are_few(gpu, rows, most):
     "The largest divisor up to 64 is tried first, then at most half of it each time: nothing else is built"
     gpu.most = most
-    t = trial(NANO, [], rows)
+    t = find_micro_batch(NANO, [], rows)
     wanted = max(d for d in divisors(rows) if d <= 64)
     assert gpu.built[0] == wanted and len(gpu.built) <= 1 + math.log2(wanted) and gpu.built[-1] == t.batch <= most
     assert rows % t.batch == 0 and all(2*b <= a for a, b in zip(gpu.built, gpu.built[1:]))
@@ -55,17 +55,17 @@ def test_attempts_are_few(gpu, rows, most):
 def test_what_fits_is_built_once(gpu):
     "Where the wanted batch fits there is one build, which is also the one that is timed"
     gpu.most = 10**9
-    assert trial(NANO, [], 32).batch == 32 and gpu.built == [32]
+    assert find_micro_batch(NANO, [], 32).batch == 32 and gpu.built == [32]
 
 def test_room(gpu):
     "What is found leaves some memory for evaluations; what was asked for may have it all"
-    trial(NANO, [], 64, gib=12); trial(NANO, [], 64, gib=12, batch=16)
+    find_micro_batch(NANO, [], 64, gib=12); find_micro_batch(NANO, [], 64, gib=12, batch=16)
     assert gpu.limits == [.95*12, 12]
 
 def test_nothing_fits(gpu):
     "Where one sequence doesn't fit, the error says what to do"
     gpu.most = 0
-    with fails(RuntimeError, "with one sequence of 32 tokens", "--rungs smallest", "--workload or --seq"): trial(NANO, [], 64, batch=48)
+    with fails(RuntimeError, "with one sequence of 32 tokens", "--rungs smallest", "--workload or --seq"): find_micro_batch(NANO, [], 64, batch=48)
     assert gpu.built == [48, 16, 8, 4, 2, 1]
 
 def test_cards_without_a_recording(gpu, monkeypatch):
@@ -83,7 +83,7 @@ def test_other_errors_are_errors(gpu, monkeypatch):
     "What isn't a lack of memory is raised at once"
     def broken(*args): raise RuntimeError("a kernel is wrong")
     monkeypatch.setattr(autotune, "mean_step_ms", broken)
-    with fails(RuntimeError, "a kernel is wrong"): trial(NANO, [], 64)
+    with fails(RuntimeError, "a kernel is wrong"): find_micro_batch(NANO, [], 64)
     assert len(gpu.built) == 1
 
 def test_micro_batch(monkeypatch):
@@ -102,7 +102,7 @@ def test_start_of_fastest(monkeypatch):
     "On a GPU the wanted batch of a small model fits at the first attempt"
     attempt, tried = autotune.attempt, []
     monkeypatch.setattr(autotune, "attempt", lambda *args, **kw: (tried.append(args), attempt(*args, **kw))[1])
-    t = trial(NANO, presets()["fastest16"], 32)
+    t = find_micro_batch(NANO, presets()["fastest16"], 32)
     assert t.batch == 32 and 0 < t.peak_gib < 8 and len(tried) == 1
 
 @pytest.fixture
@@ -143,8 +143,8 @@ def unknown(monkeypatch):
 
 def test_a_recorded_preset_is_not_measured(tmp_path, monkeypatch):
     "On a CPU, and on a GPU whose fastest preset is recorded, `auto` takes that at once; it is noted with all its rungs"
-    def choose_list(*args): raise AssertionError("measured")
-    monkeypatch.setattr(trainer_module, "choose_list", choose_list)
+    def choose_rungs(*args): raise AssertionError("measured")
+    monkeypatch.setattr(trainer_module, "choose_rungs", choose_rungs)
     for name in ("cpu", "safe"):
         monkeypatch.setattr(trainer_module, "recorded_preset", lambda config: name)
         trainer = Trainer(options(tmp_path, rungs="auto", name=name), progress=False)
@@ -154,7 +154,7 @@ def test_a_recorded_preset_is_not_measured(tmp_path, monkeypatch):
 def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
     "Whatever its name; what is not in it is told"
     speed = {2: 1., 1: 2.} # thousand tokens/s by the number of rungs
-    def list_speed(config, rungs, *args): return autotune.Settled(list(rungs), {}), 4, 1e3*speed[len(rungs)]
+    def list_speed(config, rungs, *args): return autotune.ResolvedRungs(list(rungs), {}), 4, 1e3*speed[len(rungs)]
     monkeypatch.setattr(autotune, "list_speed", list_speed)
     trainer = Trainer(options(tmp_path, rungs="auto", name="a"))
     said = capsys.readouterr().out
@@ -169,7 +169,7 @@ def test_lists_are_measured_as_training_runs_them(tmp_path, unknown, monkeypatch
     seen = []
     def list_speed(config, rungs, rows, gib, batch, recipe, choices):
         seen.append((len(rungs), rows, batch, recipe.spec()))
-        return autotune.Settled(list(rungs), {}), 8, 1.
+        return autotune.ResolvedRungs(list(rungs), {}), 8, 1.
     monkeypatch.setattr(autotune, "list_speed", list_speed)
     Trainer(options(tmp_path, rungs="auto", batch=None, step_tokens=16*16, recipe="speedrun"), progress=False)
     assert seen == [(2, 16, 0, "speedrun"), (1, 16, 0, "speedrun")] + [(2, 16, 8, "speedrun"), (1, 16, 8, "speedrun")]*2
@@ -381,4 +381,4 @@ def test_gpus_of_a_ladder(monkeypatch, there, asked, n):
 
 def test_gpus_that_no_rung_takes():
     c = LadderOptions(rungs="bf16,flash", gpus=2)
-    with pytest.raises(InputError, match="gpus is 2, and none of these rungs takes several"): ladder.climb_with_gpus(c)
+    with pytest.raises(InputError, match="gpus is 2, and none of these rungs takes several"): ladder.run_ladder(c)

@@ -26,8 +26,8 @@ from ..measure import fmt, memory_limit, table
 from ..recipes.recipe import set_groups
 from .autotune import prepare_process
 from .options import unused_names
-from .report import (TEMPLATES, number, part, read_run, rendered, spoken, step_tokens,
-                                       steps_done)
+from .report import (TEMPLATES, format_duration, number, part, read_run, rendered,
+                                       step_tokens, steps_done)
 from .run_charts import (BLUE, GREEN, GREY, ORANGE, PURPLE, one_line, points, running_mean,
                                            short_number, styled, svg, thinned)
 from .trainer import Trainer, deterministic, tell
@@ -508,7 +508,8 @@ def try_all(self:Search, more=0): # runs that will come after these
         t0 = time.perf_counter()
         tried.append(o := self.try_rate(rate))
         if len(tried) == 2: # the first one may have compiled
-            say(f"{left - 2} more runs of {self.steps} steps, about {spoken(time.perf_counter() - t0)} each")
+            each = format_duration(time.perf_counter() - t0)
+            say(f"{left - 2} more runs of {self.steps} steps, about {each} each")
         end = f"diverged after {o['steps']} steps" if o["val_loss"] is None else f"{o['val_loss']:.4f}"
         say(f"learning rate {rate:.3g}: {end}")
     return tried

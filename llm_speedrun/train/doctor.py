@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LONG', 'SAMPLE', 'FirstSteps', 'wall_ms', 'phase_ms', 'write_speed', 'first_steps', 'check_trial', 'check_memory',
            'check_text', 'check_data', 'check_loader', 'stored', 'stored_bytes', 'checkpoint_bytes', 'size',
-           'check_disk', 'check_start', 'lasting', 'check_time', 'check_resume', 'check_trainer', 'check_run',
+           'check_disk', 'check_start', 'rough_duration', 'check_time', 'check_resume', 'check_trainer', 'check_run',
            'examine', 'checkup', 'tell', 'examined', 'examine_and_tell']
 
 # %% ../../nbs/36_doctor.ipynb #4885a0ac
@@ -240,7 +240,7 @@ def check_start(trainer): # a `Trainer` that has taken a step
                   (f": {said}" if said else ""))
 
 # %% ../../nbs/36_doctor.ipynb #f0a4ad41
-def lasting(seconds): # of a run
+def rough_duration(seconds): # of a run
     "A time as people say it"
     for unit, n in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2*n: return f"{seconds/n:.1f} {unit}"
@@ -265,7 +265,7 @@ def check_time(trainer, # a `Trainer`
     wait_s = max(0., whole/t.bytes_s - n/c.evals*step_s) # after each evaluation, for the checkpoint before
     tokens, per_s = n*t.tokens, t.tokens/step_s
     after = f" after the {trainer.done:,} that were taken" if trainer.done else ""
-    last = lasting(n*step_s + t.once_s + c.evals*(t.eval_s + wait_s) + weights/t.bytes_s)
+    last = rough_duration(n*step_s + t.once_s + c.evals*(t.eval_s + wait_s) + weights/t.bytes_s)
     yield Finding("ok", "time", f"{n:,} steps{after}, {tokens:,} tokens: about {last} at {per_s:,.0f} "
                   f"tokens/s, with {c.evals} evaluations")
     if not c.stream: yield _passes(trainer)

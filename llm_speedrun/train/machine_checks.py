@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ok', 'note', 'PACKAGES', 'HELD_BACK', 'Finding', 'of_error', 'guarded', 'wrong_versions', 'check_versions',
-           'check_gpu', 'check_rungs', 'link_kinds', 'links_here', 'fabric', 'versions_here', 'here', 'named',
+           'check_gpu', 'check_rungs', 'link_kinds', 'links_here', 'fabric', 'versions_here', 'collect_env', 'named',
            'check_same', 'check_links', 'check_network', 'check_settings', 'check_shm', 'least_gbs', 'check_speed',
            'clock', 'under_load', 'check_pace', 'seen', 'mark_in', 'check_shared', 'check_cluster']
 
@@ -146,7 +146,7 @@ def versions_here():
                 Python=platform.python_version(), driver=driver_version())
 
 # %% ../../nbs/36a_machine_checks.ipynb #1e0332d3
-def here():
+def collect_env():
     "What one of several processes has: a dict of plain values"
     gpu, shm, reach = torch.cuda.is_available(), Path("/dev/shm"), torch.cuda.can_device_access_peer
     me, n = (torch.cuda.current_device(), torch.cuda.device_count()) if gpu else (0, 0)
@@ -163,7 +163,7 @@ def named(ranks): # of processes
     return f"process{'es'*(len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
 
 # %% ../../nbs/36a_machine_checks.ipynb #b8c0f0e3
-def check_same(have): # of each process what `here` says
+def check_same(have): # of each process what `collect_env` says
     "Findings: whether versions and GPUs are the same everywhere"
     versions, gpus = [h["versions"] for h in have], Counter(h["gpu"] for h in have)
     differ = {k: [r for r, v in enumerate(versions) if v[k] != versions[0][k]] for k in versions[0]}
@@ -315,7 +315,7 @@ def check_shared(world, folder, what, # where the first process writes, and what
 def check_cluster(world, # a `World` of several
                   out): # the folder of the runs
     "Findings about several processes, to be asked by all of them"
-    have = world.gathered(here())
+    have = world.gathered(collect_env())
     for check in (check_links, check_same, check_network, check_settings, check_shm): yield from check(have)
     yield from check_speed(world, have)
     world.wait()

@@ -595,8 +595,8 @@ def speedrun_data(c, given):
 @command(LadderOptions)
 def speedrun_ladder(c, given):
     "Measure each rung against the one before on this machine, print the ladder, save records and chart"
-    from llm_speedrun.ladder import climb_with_gpus
-    climb_with_gpus(c)
+    from llm_speedrun.ladder import run_ladder
+    run_ladder(c)
 
 # %% ../../nbs/33_options.ipynb #f110d1db
 @command(ReportOptions)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Leaf', 'Options', 'TEMPLATES', 'VERSIONS', 'MACHINE', 'SCHEDULED', 'CURVES', 'PAGE_CSS', 'PARTS_CSS', 'TEXT_CSS',
            'PARTS', 'Rung', 'Phase', 'Start', 'Ending', 'Score', 'read_run', 'number', 'layout', 'step_tokens',
-           'model_config', 'mfu_at', 'phase_ms', 'spoken', 'steps_done', 'key_figures', 'part', 'recipe_text',
+           'model_config', 'mfu_at', 'phase_ms', 'format_duration', 'steps_done', 'key_figures', 'part', 'recipe_text',
            'step_texts', 'about_part', 'loss_part', 'drawn', 'speed_part', 'breakdown_part', 'rank_times', 'ranks_part',
            'group_rates', 'training_part', 'gpu_part', 'ladder_part', 'start_part', 'choices_part', 'eval_part',
            'profile_part', 'events_part', 'sample_part', 'options_part', 'rendered', 'page_of', 'html_report']
@@ -134,7 +134,7 @@ def phase_ms(rows): # of `metrics.jsonl`
     return {n: statistics.median(v) for n, v in found.items() if v}
 
 # %% ../../nbs/35_report.ipynb #58ff4a6f
-def spoken(seconds): # a number
+def format_duration(seconds): # a number
     "A duration in two units: 1 h 5 min"
     s = round(seconds)
     for unit, below, size in (("h", "min", 3600), ("min", "s", 60)):
@@ -151,7 +151,7 @@ def _speeds(run): # of its steps
     c, speeds = run["config"], [v for _, v in points(run["rows"], "tok_s") if v > 0]
     each, median = step_tokens(c), statistics.median(speeds or [0])
     seconds, used = number(each*sum(1/v for v in speeds)) if each else None, mfu_at(c, median)
-    if seconds: yield spoken(seconds), "in training steps", ""
+    if seconds: yield format_duration(seconds), "in training steps", ""
     if speeds: yield short_number(median), "tokens/s", f"median; MFU {used:.1%}" if used else "median"
 
 # %% ../../nbs/35_report.ipynb #ad9ee5e1

@@ -26,8 +26,8 @@ from tqdm.auto import tqdm
 from ..files import (InputError, RunError, SpeedrunError, env_number, lookup, read_json,
                           replace_file)
 from ..choices import Choices
-from ..measure import (Timings, default_device, ladder_table, machine, memory_limit, mfu, ms_between,
-                                  process_start)
+from ..measure import (Timings, default_device, ladder_table, machine, memory_limit, mfu,
+                                  ms_between, process_start)
 from ..tokenizer import end_of_text, tokenizer_of, vocabulary_size, write_tokenizer
 from ..data import Batches, Corpus, bigram_loss, differences, prefetch, val_batches
 from ..model import train_flops, workload
@@ -41,9 +41,9 @@ from ..export import import_folder, recipe_for
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .train_step import LrSchedule, TrainStep
-from .autotune import (choose_list, divisors, parallel_rungs, prepare_process,
-                                         remembered_trial, settle_preset, settle_rungs, smaller, trial_of)
-from .presets import (PARALLEL, candidates, hardware, left_out, parse_rungs, preset,
+from .autotune import (choose_rungs, divisors, parallel_rungs, prepare_process,
+                                         remembered_trial, resolve_preset, resolve_rungs, smaller, trial_of)
+from .presets import (PARALLEL, candidates, device_limits, left_out, parse_rungs, preset,
                                         preset_of, recorded_preset)
 from .corpora import document_source, located, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
@@ -86,7 +86,7 @@ class Trainer:
         self.cfg = cfg = resumed(cfg, self.given) if cfg.resume else replace(cfg) # the caller's stays
         self.record = read_record(cfg.resume) if cfg.resume else None
         self.enter_world()
-        self.hardware = hardware(cfg.hardware)
+        self.hardware = device_limits(cfg.hardware)
         with deterministic(cfg.deterministic): self.make()
 
 # %% ../../nbs/30_trainer.ipynb #e39b5420
@@ -1332,7 +1332,7 @@ def compare(self:Trainer, lists): # name -> rungs
     "The preset that the fastest of some lists is of, and its rungs. It is one process that measures"
     c, choices = self.cfg, Choices(again=self.cfg.measure, say=self.say)
     of = self.config, lists, self.rows_here, self.hardware.gib, c.batch or 0, self.recipe, choices
-    chosen = self.first_does(lambda: choose_list(*of))
+    chosen = self.first_does(lambda: choose_rungs(*of))
     name, _, without = chosen.name.partition(" without ")
     slow = {r: "the list is faster without it here" for r in without.split(", ") if r}
     self.why = self.why | chosen.why | slow
@@ -1396,7 +1396,7 @@ def with_parallel(self:Trainer, rungs):
 # %% ../../nbs/30_trainer.ipynb #30room01
 @patch
 def try_batch(self:Trainer, rungs):
-    """The `Trial` of a micro-batch, and its `Settled` rungs: of all processes where they share the model's
+    """The `Trial` of a micro-batch, and its `ResolvedRungs`: of all processes where they share the model's
     parts, else of the first one"""
     c, named = self.cfg, not preset_of(self.wanted)
     of = self.config, rungs, self.rows_here, self.hardware.gib, c.batch or 0, 0 if c.steps else 5
@@ -1411,7 +1411,7 @@ def plan(self:Trainer, rungs):
     "Settle the rungs' options, the micro-batch, the number of steps and the learning rate"
     c = self.cfg
     choices = Choices(again=c.measure, say=self.say)
-    find = settle_preset if preset_of(self.wanted) else settle_rungs
+    find = resolve_preset if preset_of(self.wanted) else resolve_rungs
     on = self.first_does(lambda: find(self.config, rungs, choices))
     c.steps = c.steps or c.total_tokens//c.step_tokens
     t, kept = self.try_batch(on.rungs)

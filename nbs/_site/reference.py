@@ -259,7 +259,7 @@ def formats_page(root):
     doc = " ".join(inspect.getdoc(data.write_shards).split())
     types = (data.Meta, data.TextSummary, corpora.Journal, saving.Manifest, saving.FileSum, saving.About, trainer.State,
              saving.OptimizerState, loader.Position, saving.Record, model.GPTConfig, saving.Result,
-             choices.Choice, autotune.ChosenList, autotune.Settled, autotune.Tried, autotune.Trial, export.Qwen3, export.Index, Fit)
+             choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.Tried, autotune.Trial, export.Qwen3, export.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
                 records=record_rows(), version=saving.VERSION, manifest=saving.MANIFEST,
                 structs={c.__name__: struct(c) for c in types})
