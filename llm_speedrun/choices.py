@@ -19,25 +19,25 @@ from .measure import without_dispatch_modes, machine
 
 # %% ../nbs/01a_choices.ipynb #4074dccc
 def choices_path():
-    "The file of remembered choices, in the folder of `data.cache_dir`"
+    "Return the path of the file of remembered choices, in the folder of `data.cache_dir`"
     return cache_dir()/"choices.json"
 
 def code_version():
-    "A digest of this package's code"
+    "Return a digest of this package's code"
     import llm_speedrun
     folder, res = Path(llm_speedrun.__file__).parent, hashlib.sha256()
     for p in sorted(folder.rglob("*.py")): res.update(p.read_bytes())
     return res.hexdigest()[:16]
 
 def choosing_machine():
-    "What a choice depends on wherever it is made: `machine` without the date, the CPU and the code"
+    "Return what every choice depends on: `machine` without the date, the CPU and the code"
     here = {k: v for k, v in machine().items() if k != "date"}
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     return here | dict(cpu=cpu, code=code_version())
 
 # %% ../nbs/01a_choices.ipynb #91767a35
 def as_json(x): # what JSON can hold
-    "`x` as it comes back from a file: tuples are lists, objects are dicts"
+    "Return `x` as it comes back from a file: tuples are lists, objects are dicts"
     return msgspec.json.decode(msgspec.json.encode(x))
 
 class Choice(msgspec.Struct):
@@ -56,7 +56,7 @@ class Choices:
         self.path, self.again, self.say = path, again, say
 
     def read(self):
-        "What the file remembers, a list of `Choice`; of a file that can't be used nothing, which is said"
+        "Read the file: a list of `Choice`. An unusable file is reported, and counts as empty"
         try: return read_json(self.path or choices_path(), list[Choice])
         except FileNotFoundError: return []
         except (InputError, OSError) as e: self.say(f"remembered choices are left aside: {e}"); return []
@@ -66,12 +66,11 @@ class Choices:
 def made_before(self:Choices, what, # is chosen, such as "rungs"
                 where, # all that the choice depends on, a dict
                 kind): # a type that msgspec knows
-    "The remembered `Choice` of the same circumstances; None where there is none, or not of that type"
+    "Return the remembered `Choice` of the same circumstances; None without one of that type"
     same = [c for c in self.read() if (c.what, c.where) == (what, where)]
     if not same or self.again: return None
     try: return msgspec.structs.replace(same[0], value=msgspec.convert(same[0].value, kind))
     except msgspec.ValidationError as e: self.say(f"the remembered {what} can't be used: {e}")
-
 
 # %% ../nbs/01a_choices.ipynb #538a59f7
 @patch
@@ -81,7 +80,7 @@ def get(self:Choices, what, # is chosen, such as "rungs"
         kind=Any, # a type that msgspec knows: what the choice must be
         tell=str, # the choice -> what to say of it
         still=lambda choice: True): # whether a remembered choice can still be used
-    "The choice that was made before in the same circumstances, or else `measure()`, remembered"
+    "Return the choice that was made before in the same circumstances, or else `measure()`, remembered"
     where = as_json(about) | choosing_machine()
     if (c := self.made_before(what, where, kind)) and still(c.value):
         self.say(f"{what}, as measured here on {c.date}: {tell(c.value)} (--measure measures again)")
@@ -95,7 +94,7 @@ MOST_CHOICES = 200 # the newest are kept
 
 @patch
 def remember(self:Choices, choice): # a `Choice`
-    "Write `choice` over one of the same circumstances. Where that can't be done it's said, and no error"
+    "Write `choice` over one of the same circumstances. A failure is reported, and is no error"
     try:
         path = Path(self.path or choices_path())
         path.parent.mkdir(parents=True, exist_ok=True)

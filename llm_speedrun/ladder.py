@@ -132,7 +132,7 @@ def share_ladder(records, # of one ladder
 
 # %% ../nbs/22_ladder.ipynb #a32186b3
 def climb_one_gpu(c): # a `LadderOptions`
-    "What `speedrun_ladder` does"
+    "Measure, print and save the ladder of one GPU, as `speedrun_ladder` does"
     if c.rungs == "auto": raise InputError("a ladder keeps every rung; auto is for speedrun_train")
     check_share(c.share)
     folder = Path(c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
@@ -147,7 +147,7 @@ def climb_one_gpu(c): # a `LadderOptions`
 
 # %% ../nbs/22_ladder.ipynb #03ef9e92
 def in_turns(world, config, below, rung, batch, micro, reps): # in each of several processes
-    "One GPU alone and all together, interleaved: two `Measured`, the rungs, how many have own data"
+    "Time one GPU alone and all together, interleaved: two `Measured`, the rungs, the data-parallel size"
     gib = gpu_gib() if torch.cuda.is_available() else 0
     rungs = parallel_rungs(config, [*below, rung], world, gib).rungs # tensor_parallel may need another
     versions = dict(alone=(below, World()), together=(rungs, world))
@@ -161,7 +161,7 @@ def measure_together(config, # a `GPTConfig`
                      rung, # one of `PARALLEL`, with or without options
                      gpus, # processes, each with a GPU where there are enough
                      batch): # sequences in a step of one GPU alone
-    "The record of `rung` on top of `below`: tokens of all GPUs, `gpus` of them, and the MFU of each"
+    "Measure `rung` on top of `below`, and return its record: tokens of all GPUs, and the MFU of each"
     from llm_speedrun.ladder import in_turns # from there, also in this notebook: others import it
     below, (r, options) = [k for k in settled(config, below) if not clash(k, rung)], parsed(rung)
     micro = micro_batch(config, below, batch)
@@ -178,7 +178,7 @@ def measure_together(config, # a `GPTConfig`
 # %% ../nbs/22_ladder.ipynb #32bd3e5a
 def gpus_of(c, # a `LadderOptions`
             parallel): # rungs for several GPUs
-    "On how many GPUs to measure them. Raises `InputError` where there are too few"
+    "Return the number of GPUs to measure on. Raises `InputError` where there are too few"
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     n = c.gpus or there
     smoke = ", or --gpus 2 for a smoke run on the CPU"*(not there)
@@ -189,7 +189,7 @@ def gpus_of(c, # a `LadderOptions`
 
 # %% ../nbs/22_ladder.ipynb #11871dcd
 def check_parallel(alone, parallel): # rungs of one GPU, rungs of several
-    "Raises as `check_rung` does where one of `parallel` can't be added to `alone`"
+    "Raise as `check_rung` does where one of `parallel` can't be added to `alone`"
     for r in parallel:
         applied = []
         for k, _ in in_order([k for k in alone if not clash(k, r)] + [r]):
@@ -197,14 +197,14 @@ def check_parallel(alone, parallel): # rungs of one GPU, rungs of several
             applied.append(k.__name__)
 
 def on_one(c): # `LadderOptions` whose rungs leave each process alone
-    "`c`. Raises `InputError` where several GPUs were asked for, which nobody would use"
+    "Return `c`. Raises `InputError` where several GPUs were asked for, and no rung uses them"
     if c.gpus < 2: return c
     raise InputError(f"gpus is {c.gpus}, and none of these rungs takes several: add ddp, fsdp or "
                      "tensor_parallel to --rungs, or leave out --gpus")
 
 # %% ../nbs/22_ladder.ipynb #32refus5
 def buildable(c): # `LadderOptions`
-    "`c` with the rungs of its preset that can be built here, their options settled; tells of the others"
+    "Return `c` with those rungs of its preset that can be built, resolved; print why others can't"
     if not preset_of(c.rungs) or c.rungs == "auto": return c
     config, rungs = workload(c.workload) if c.workload else bench()[0], parse_rungs(c.rungs)
     parallel = [r for r in rungs if rung_name(r) in PARALLEL]
@@ -215,7 +215,7 @@ def buildable(c): # `LadderOptions`
 # %% ../nbs/22_ladder.ipynb #4fef6a8b
 def tell_together(records, # of `measure_together`
                   folder): # of the ladder
-    "Add them to the ladder in `folder`, and print what each gains"
+    "Add the records to the ladder in `folder`, and print what each gains"
     path, records = folder/"ladder.json", [r | dict(kept=True) for r in records]
     save_ladder((read_json(path, list) if path.exists() else []) + records, folder)
     for r in records:
@@ -226,7 +226,7 @@ def tell_together(records, # of `measure_together`
 
 # %% ../nbs/22_ladder.ipynb #e480aeca
 def run_ladder(c): # a `LadderOptions`
-    "What `speedrun_ladder` does: `climb_one_gpu`, and on with the rungs for several GPUs"
+    "Run `speedrun_ladder`: the ladder of one GPU, then the rungs for several GPUs"
     c = buildable(c)
     rungs, only = parse_rungs(c.rungs), [n.strip() for n in c.only.split(",") if n.strip()]
     parallel = [r for r in rungs if rung_name(r) in PARALLEL]

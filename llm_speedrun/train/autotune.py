@@ -36,7 +36,7 @@ class ResolvedRungs(msgspec.Struct):
 def resolve_rungs(config, # a `GPTConfig`
                  rungs, # as `build` takes them
                  choices): # a `choices.Choices`
-    "The `ResolvedRungs` of this machine, remembered or measured; nothing is asked where nothing is to choose"
+    "Return the `ResolvedRungs` of this machine, remembered or measured where an option is \"auto\""
     if not to_settle(rungs): return ResolvedRungs(list(rungs), {})
     about = dict(model=asdict(config), rungs=list(rungs),
                  deterministic=torch.are_deterministic_algorithms_enabled())
@@ -48,25 +48,25 @@ def resolve_rungs(config, # a `GPTConfig`
 # %% ../../nbs/32a_autotune.ipynb #32refus2
 def drop_failed_rung(rungs, # of a preset, with options or without
              error): # an `InputError` or `RunError` of building them
-    "`rungs` without the one that raised it and those that build on it. Raises `error` where none of them did"
+    "Return `rungs` without the rung that raised `error` and those that build on it, else raise `error`"
     name = getattr(error, "rung", "")
     if name not in map(rung_name, rungs) or name in PARALLEL: raise error
     return without(rungs, name)
 
 # %% ../../nbs/32a_autotune.ipynb #32refus6
 def reason(error): # of a rung
-    "What it says, in one line, without the rung's name and what to do about it"
+    "Return the message of a rung's error in one line, without the rung's name and the advice"
     said = str(error).removeprefix(f"rung {error.rung!r}: ").removesuffix(". Leave the rung out")
     return " ".join(said.split())[:300]
 
 def refused(rungs, why): # as a `ResolvedRungs` has them
-    "Pairs of a rung that gave way, and the reason"
+    "Return pairs of a rung that was dropped, and the reason"
     on = [*map(rung_name, rungs)]
     return [(name, words) for name, words in why.items() if name not in on]
 
 # %% ../../nbs/32a_autotune.ipynb #32refus4
 def resolve_preset(config, rungs, choices): # as for `resolve_rungs`
-    "As `resolve_rungs`; those that can't be built here are dropped, and `why` has the reason"
+    "Resolve the rungs as `resolve_rungs` does, and drop those that can't be built, each with its reason"
     why, one = {}, replace(config, layers=1) # whose kernels are those of all layers
     while True:
         try:
@@ -80,7 +80,7 @@ def resolve_preset(config, rungs, choices): # as for `resolve_rungs`
 # %% ../../nbs/32a_autotune.ipynb #2a0f314b
 def state_gib(config, # a `GPTConfig`
               rungs): # as `build` takes them
-    "GiB of weights, gradients and optimizer state, counted without making them"
+    "Return the GiB of weights, gradients and optimizer state, counted on fake tensors"
     of_state = lambda r: parsed(r)[0].stage == "optimizer" or rung_name(r) in ("bf16", "bf16_weights")
     with FakeTensorMode(), MemoryCounter() as meter:
         kept = prepared(lambda: build(config, [*filter(of_state, rungs)], "cpu"), 1)
@@ -92,7 +92,7 @@ def parallel_rungs(config, # a `GPTConfig`
                    world, # the `World` that shares a step
                    gib, # memory of each GPU, 0 for a CPU
                    spec=""): # what `parse_rungs` was given: a preset's rungs may be dropped, named ones not
-    "The `ResolvedRungs`, with `ddp` or `fsdp` and why where a world of several needs one and has neither"
+    "Add `ddp` or `fsdp` where several processes need one and have neither: the `ResolvedRungs`"
     dp, tp = (world.place(dim)[1] for dim in ("dp", "tp"))
     if dp == 1 or {"ddp", "fsdp"} & {*map(rung_name, rungs)}: return ResolvedRungs(list(rungs), {})
     need = state_gib(config, rungs)/tp
@@ -116,22 +116,22 @@ def prepare_process():
 
 # %% ../../nbs/32a_autotune.ipynb #038cce3b
 def divisors(n): # a positive integer
-    "Its divisors, the largest first"
+    "Return the divisors of `n`, the largest first"
     return [d for d in range(n, 0, -1) if n % d == 0]
 
 def smaller(rows, # sequences in a step
             batch): # a micro-batch that was too large
-    "The largest divisor of `rows` that is at most half of `batch`; 0 if there is none"
+    "Return the largest divisor of `rows` that is at most half of `batch`, or 0"
     return next((d for d in divisors(rows) if d <= batch // 2), 0)
 
 # %% ../../nbs/32a_autotune.ipynb #7d6b985d
 def most_sequences():
-    "The most that a micro-batch should have: 64, on a CPU 16"
+    "Return the most sequences that a micro-batch should have: 64, on a CPU 16"
     return 64 if torch.cuda.is_available() else 16
 
 def micro_batches(rows, # sequences in a step
                   batch=0): # the size that is wanted; by default the largest of at most `most_sequences()`
-    "Sizes to try, one after another: the wanted one, then each time half of it or the next smaller divisor"
+    "Yield sizes to try: the wanted one, then each time half of it or the next smaller divisor"
     n = batch or next(d for d in divisors(rows) if d <= most_sequences())
     while n:
         yield n
@@ -169,7 +169,7 @@ def attempt(config, rungs, batch, # a `GPTConfig`, names, sequences in a micro-b
 
 # %% ../../nbs/32a_autotune.ipynb #32slow01
 def slowest(trials): # of all processes; None where it didn't fit
-    "The `Trial` of all: the most time and memory that one of them took. None if it didn't fit one of them"
+    "Merge the trials of all processes: the most time and memory. None if one of them is None"
     if None in trials: return None
     most = lambda k: None if getattr(trials[0], k) is None else max(getattr(t, k) for t in trials)
     return Trial(*map(most, ("batch", "ms", "peak_gib", "warmup_s")))
@@ -183,7 +183,7 @@ def first_that_fits(config, rungs, sizes, # a `GPTConfig`, names, batches in the
                     world=World(), # the processes that share the steps
                     recipe=ADAMW, # how the weights learn
                     rows=0): # sequences in a step
-    "The `Trial` of the first of `sizes` that fits, None if none does"
+    "Return the `Trial` of the first of `sizes` that fits, None if none does"
     with memory_limit(gib):
         tried = (attempt(config, rungs, n, timed, world, recipe, rows) for n in sizes)
         try: return next(filter(None, tried), None)
@@ -206,7 +206,7 @@ def find_micro_batch(config, # a `GPTConfig`
           timed=5, # steps to time
           world=World(), # the processes that share the steps; all of them must ask
           recipe=ADAMW): # how the weights learn
-    "The `Trial` of the first micro-batch that fits. Raises `NoRoom` where one sequence doesn't"
+    "Return the `Trial` of the first micro-batch that fits. Raises `NoRoom` where one sequence doesn't"
     gib = gib or (gpu_gib() if torch.cuda.is_available() else 0)
     sizes, room = micro_batches(rows, batch), gib if batch else ROOM*gib
     t = first_that_fits(config, rungs, sizes, room, timed, world, recipe, rows)
@@ -215,14 +215,14 @@ def find_micro_batch(config, # a `GPTConfig`
 
 # %% ../../nbs/32a_autotune.ipynb #32room02
 def fallback_rungs(rungs): # of a preset, with options or without
-    "Lists to try: `rungs`, and, where they record a step, those without a recording"
+    "Return the lists to try: `rungs`, and, where they capture a CUDA graph, those without it"
     recorded = "cuda_graphs" in map(rung_name, rungs)
     return [list(rungs)] + ([without(rungs, "cuda_graphs")] if recorded else [])
 
 def trial_of(config, rungs, *args, # as for `find_micro_batch`
              named=False): # each rung by the user, not by a preset
-    """As `find_micro_batch`, and the `ResolvedRungs` that it is of: a preset's `cuda_graphs` is dropped where
-    nothing fits beside a recording"""
+    """Find a micro-batch: the `Trial` and the `ResolvedRungs`. A preset's `cuda_graphs` is dropped where
+    nothing fits next to a CUDA graph"""
     try: return find_micro_batch(config, rungs, *args), ResolvedRungs(rungs, {})
     except NoRoom:
         if named or len(lists := fallback_rungs(rungs)) == 1: raise
@@ -236,7 +236,7 @@ class Tried(msgspec.Struct):
     settled: ResolvedRungs
 
 def free_gib():
-    "GiB of GPU memory that this process may still take; infinite on a CPU"
+    "Return the GiB of GPU memory that this process may still take; infinite on a CPU"
     if not torch.cuda.is_available(): return float("inf")
     mine = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return (torch.cuda.mem_get_info()[0] + mine)/2**30
@@ -245,8 +245,8 @@ def free_gib():
 def remembered_trial(choices, # a `choices.Choices`
                      config, rungs, rows, gib, batch, timed, world, recipe, # as for `find_micro_batch`
                      named=False): # as for `trial_of`
-    """As `trial_of`, remembered for this machine, model, list, recipe and step. On a CPU a step is timed
-    each time, since its time depends on what else the machine does"""
+    """Return what `trial_of` does, remembered for this machine, model, list, recipe and step. On a CPU a step
+    is timed each time, since its time depends on what else the machine does"""
     of = config, rungs, rows, gib, batch, timed, world, recipe
     if timed and not torch.cuda.is_available(): return trial_of(*of, named=named)
     about = dict(model=asdict(config), rungs=list(rungs), rows=rows, gib=gib, batch=batch, timed=timed > 0,
@@ -296,7 +296,7 @@ def choose_rungs(config, # a `GPTConfig`
                 lists, # name -> rungs
                 rows, gib, batch, recipe, # as for `remembered_trial`
                 choices): # a `choices.Choices`
-    "The `ChosenList` of this machine, remembered or measured"
+    "Return the `ChosenList` of this machine, remembered or measured"
     about = dict(model=asdict(config), lists=lists, rows=rows, gib=gib, batch=batch, recipe=recipe.spec(),
                  deterministic=torch.are_deterministic_algorithms_enabled())
     def measure():
@@ -309,7 +309,7 @@ def fits(config, # a `GPTConfig`
          rungs, # names
          gibs, # GPU memory of cards in GiB, the largest first
          rows=64): # sequences in the largest micro-batch to try
-    "A record a card: `micro` is the largest of `rows`, its half, ... that fits there, 0 where none does"
+    "Return a record for each card: `micro` is the largest of `rows`, its half, ... that fits, or 0"
     res, lists, n = [], fallback_rungs(rungs), rows
     for gib in gibs:
         t = None

@@ -44,7 +44,7 @@ ok, note = partial(Finding, "ok"), partial(Finding, "note")
 # %% ../../nbs/36a_machine_checks.ipynb #225cbddd
 def of_error(e, # an exception
              about): # what was looked at
-    "The `Finding` that an exception is"
+    "Turn an exception into a `Finding`"
     if isinstance(e, torch.OutOfMemoryError):
         return Finding("problem", about, "out of GPU memory: choose a smaller --batch, --rungs smallest, "
                        "or a smaller --workload or --seq")
@@ -54,7 +54,7 @@ def of_error(e, # an exception
 
 def guarded(findings, # an iterator of `Finding`
             about): # what was looked at, should it fail
-    "The same findings. An exception among them is a problem, and the last but a note"
+    "Yield the findings. An exception becomes a problem, followed by a note that the rest is unchecked"
     try: yield from findings
     except Exception as e:
         yield of_error(e, about)
@@ -64,7 +64,7 @@ def guarded(findings, # an iterator of `Finding`
 PACKAGES = "torch triton torchao flash-attn-4 quack-kernels numpy tokenizers safetensors datasets".split()
 
 def wrong_versions(package="llm_speedrun"): # an installed package
-    "Pairs of a requirement of `package` that isn't met, and the version there is (None: not installed)"
+    "Return pairs of an unmet requirement of `package` and the installed version (None: not installed)"
     try: lines = metadata.requires(package) or []
     except metadata.PackageNotFoundError: return []
     needed = [r for r in map(Requirement, lines) if not r.marker or r.marker.evaluate(dict(extra=""))]
@@ -72,7 +72,7 @@ def wrong_versions(package="llm_speedrun"): # an installed package
     return [(r, v) for r, v in have if v is None or not r.specifier.contains(v, prereleases=True)]
 
 def check_versions():
-    "Findings about Python, PyTorch and the packages beside it"
+    "Check Python, PyTorch and the packages next to it"
     there = ", ".join(f"{p} {version_of(p) or 'not installed'}" for p in PACKAGES)
     yield Finding("ok", "software", f"Python {platform.python_version()}, {there}")
     for r, v in wrong_versions():
@@ -89,7 +89,7 @@ def _without_gpu():
 
 # %% ../../nbs/36a_machine_checks.ipynb #b36abd42
 def check_gpu():
-    "Findings about the GPU, its driver and its memory"
+    "Check the GPU, its driver and its memory"
     if not torch.cuda.is_available(): yield _without_gpu(); return
     (free, total), n = (m / 2**30 for m in torch.cuda.mem_get_info()), torch.cuda.device_count()
     capability = "{}.{}".format(*torch.cuda.get_device_capability())
@@ -104,7 +104,7 @@ def check_gpu():
 
 # %% ../../nbs/36a_machine_checks.ipynb #11c6c787
 def check_rungs():
-    "Findings about the rungs: which this machine can run, and why not the others"
+    "Check which rungs this machine can run, and why not the others"
     presets() # knows them all, so that they are in `RUNGS` afterwards
     why = {k: r.needs() for k, r in RUNGS.items()}
     yield Finding("ok", "rungs", f"this machine can run {', '.join(k for k in why if not why[k]) or 'none'}")
@@ -114,20 +114,20 @@ def check_rungs():
 
 # %% ../../nbs/36a_machine_checks.ipynb #52345d2a
 def link_kinds(said): # what `nvidia-smi topo -m` prints
-    "How the GPUs of this machine are joined: a sorted list without repetitions"
+    "Return the kinds of links between the GPUs of a machine, sorted, each once"
     rows = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in said.splitlines()]
     gpus = [r for r in rows if r and re.fullmatch(r"GPU\d+", r[0]) and "X" in r]
     return sorted({k for r in gpus for k in r[1:len(gpus) + 1]} - {"X"})
 
 def links_here():
-    "The same of this machine; an empty list where there is nobody to ask"
+    "Return the kinds of links of this machine; an empty list without nvidia-smi"
     cmd = ["nvidia-smi", "topo", "-m"]
     try: return link_kinds(subprocess.run(cmd, capture_output=True, text=True, timeout=20, check=True).stdout)
     except (OSError, subprocess.SubprocessError): return []
 
 # %% ../../nbs/36a_machine_checks.ipynb #80de40fa
 def fabric(root="/sys/class/infiniband"):
-    "InfiniBand and RoCE devices of this machine: name -> state and rate of its ports, in words"
+    "Return the InfiniBand and RoCE devices: name -> state and rate of the ports, as text"
     def port(p):
         with suppress(OSError):
             return f"{(p/'state').read_text().split()[-1]} {(p/'rate').read_text().strip()}"
@@ -138,7 +138,7 @@ def fabric(root="/sys/class/infiniband"):
 
 # %% ../../nbs/36a_machine_checks.ipynb #1c58ccc1
 def versions_here():
-    "Name -> version of what all processes should have alike"
+    "Return name -> version of what all processes should have alike"
     gpu = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpu else None
     packages = {k: version_of(k) for k in ("triton", "llm_speedrun")}
@@ -147,7 +147,7 @@ def versions_here():
 
 # %% ../../nbs/36a_machine_checks.ipynb #1e0332d3
 def collect_env():
-    "What one of several processes has: a dict of plain values"
+    "Collect what this process has, its environment and links: a dict of plain values"
     gpu, shm, reach = torch.cuda.is_available(), Path("/dev/shm"), torch.cuda.can_device_access_peer
     me, n = (torch.cuda.current_device(), torch.cuda.device_count()) if gpu else (0, 0)
     return dict(machine=socket.gethostname(), versions=versions_here(), links=links_here(), fabric=fabric(),
@@ -158,13 +158,13 @@ def collect_env():
 
 # %% ../../nbs/36a_machine_checks.ipynb #c19e3491
 def named(ranks): # of processes
-    "Those processes, in words"
+    "Return the ranks as text: processes 0, 1"
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
     return f"process{'es'*(len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
 
 # %% ../../nbs/36a_machine_checks.ipynb #b8c0f0e3
 def check_same(have): # of each process what `collect_env` says
-    "Findings: whether versions and GPUs are the same everywhere"
+    "Check whether versions and GPUs are the same everywhere"
     versions, gpus = [h["versions"] for h in have], Counter(h["gpu"] for h in have)
     differ = {k: [r for r, v in enumerate(versions) if v[k] != versions[0][k]] for k in versions[0]}
     if not any(differ.values()):
@@ -178,7 +178,7 @@ def check_same(have): # of each process what `collect_env` says
 
 # %% ../../nbs/36a_machine_checks.ipynb #ab1f773a
 def check_links(have): # as for `check_same`
-    "Findings: where the processes are, and what joins their GPUs"
+    "Check where the processes are, and what joins their GPUs"
     there, kinds = Counter(h["machine"] for h in have), sorted({k for h in have for k in h["links"]})
     met = ":".join(os.environ.get(k, "?") for k in ("MASTER_ADDR", "MASTER_PORT"))
     where, joined = ", ".join(f"{n} on {k}" for k, n in there.items()), f"joined by {', '.join(kinds)}"
@@ -193,7 +193,7 @@ def check_links(have): # as for `check_same`
 
 # %% ../../nbs/36a_machine_checks.ipynb #9119e029
 def check_network(have): # as for `check_same`
-    "A finding, where there are several machines: what leads from one to the other"
+    "Check what leads from one machine to another, where there are several"
     if len({h["machine"] for h in have}) < 2: return
     dead = [r for r, h in enumerate(have) if not any("ACTIVE" in s for s in h["fabric"].values())]
     if not dead: yield ok("network", "; ".join(f"{k} {v}" for k, v in have[0]["fabric"].items()))
@@ -202,7 +202,7 @@ def check_network(have): # as for `check_same`
 
 # %% ../../nbs/36a_machine_checks.ipynb #96f4b4fa
 def check_settings(have): # as for `check_same`
-    "A finding: what the environment tells those who send"
+    "Check the environment variables of NCCL and Gloo"
     mine, off = have[0]["settings"], [f"NCCL_{k}_DISABLE" for k in ("P2P", "SHM", "IB")]
     said = ", ".join(f"{k}={v}" for k, v in mine.items()) or "no variable NCCL_... or GLOO_... is set"
     others = [r for r, h in enumerate(have) if h["settings"] != mine]
@@ -213,7 +213,7 @@ def check_settings(have): # as for `check_same`
 
 # %% ../../nbs/36a_machine_checks.ipynb #cf1f9b4a
 def check_shm(have): # as for `check_same`
-    "A finding about shared memory"
+    "Check the size of shared memory"
     sizes = [h["shm"] for h in have if h["shm"]]
     if not sizes: return
     text = f"/dev/shm has {min(sizes)/2**30:,.1f} GiB"
@@ -223,13 +223,13 @@ def check_shm(have): # as for `check_same`
 
 # %% ../../nbs/36a_machine_checks.ipynb #4c270dc8
 def least_gbs(have): # as for `check_same`
-    "GB/s that each process should send at, at the very least; 0 where nothing can be said"
+    "Return the GB/s that each process should at least send at; 0 where that is unknown"
     if have[0]["gpu"] == "CPU": return 0
     if len({h["machine"] for h in have}) > 1: return 5 if all(h["fabric"] for h in have) else 1
     return 100 if any(k.startswith("NV") for k in have[0]["links"]) else 5
 
 def check_speed(world, have): # as for `check_same`
-    "A finding: how fast the processes really add up"
+    "Check how fast an all-reduce really is"
     mib = 256 if have[0]["gpu"] != "CPU" else 4
     large, small = (collective_ms(world, "all_reduce", n) for n in (mib*2**20, 4*world.size))
     gbs, least = ring("all_reduce", world.size)[1]*mib*2**20/large/1e6, least_gbs(have)
@@ -244,7 +244,7 @@ HELD_BACK = {0x8: "slowed down by its hardware", 0x20: "too hot", 0x40: "far too
              0x80: "short of power"} # by NVML's bits
 
 def clock(): # of this process's GPU
-    "Its clock in MHz, the highest one, degrees, and what holds it back: a dict, empty where nobody says"
+    "Return the GPU's clock, the highest one, degrees, and what throttles it: a dict, empty without NVML"
     try:
         import pynvml as nv
         nv.nvmlInit()
@@ -259,7 +259,7 @@ def clock(): # of this process's GPU
 
 # %% ../../nbs/36a_machine_checks.ipynb #e6381d03
 def under_load():
-    "Milliseconds of a product of matrices, and the `clock` meanwhile"
+    "Measure a matmul: its milliseconds, and the `clock` meanwhile"
     n, dtype, queued = (8192, torch.half, 200) if torch.cuda.is_available() else (256, torch.float, 0)
     x = torch.randn(n, n, device=default_device(), dtype=dtype)
     sample_ms(lambda: x @ x, 3)
@@ -270,7 +270,7 @@ def under_load():
 # %% ../../nbs/36a_machine_checks.ipynb #a1b74e51
 def check_pace(paces, # of each process, from `under_load`
                have): # as for `check_same`
-    "Findings: whether a GPU is slower than the others, or held back"
+    "Check whether a GPU is slower than the others, or throttled"
     ms, fast = [p["ms"] for p in paces], min(p["ms"] for p in paces)
     text = f"a product of matrices takes {fast:.2f} to {max(ms):.2f} ms"
     if all("mhz" in p for p in paces):
@@ -286,20 +286,20 @@ def check_pace(paces, # of each process, from `under_load`
 # %% ../../nbs/36a_machine_checks.ipynb #1a38163a
 def seen(path, # what another process has written
          seconds=3): # how long to wait for it
-    "Whether it is there. A disk of the network may take a moment"
+    "Return whether `path` exists. A network disk may take a moment"
     end = time.monotonic() + seconds
     names = lambda: os.listdir(path.parent) if path.parent.exists() else ()
     while not (there := path.name in names()) and time.monotonic() < end: time.sleep(.1)
     return there
 
 def mark_in(folder):
-    "A new empty folder in it; None where nothing can be written"
+    "Make a new empty folder in `folder`; None where nothing can be written"
     with suppress(OSError): return Path(tempfile.mkdtemp(prefix=".seen-", dir=folder))
 
 # %% ../../nbs/36a_machine_checks.ipynb #4dc47387
 def check_shared(world, folder, what, # where the first process writes, and what it is for
                  level, advice): # if the others don't see it
-    "A finding: whether all processes have the same folder. None where it can't be written into"
+    "Check whether all processes see the same folder. No finding where it can't be written into"
     there = Path(world.shared(str(next(p for p in (folder, *folder.parents) if p.exists()))))
     mine = mark_in(there) if world.first else None
     mark = world.shared(mine)
@@ -314,7 +314,7 @@ def check_shared(world, folder, what, # where the first process writes, and what
 # %% ../../nbs/36a_machine_checks.ipynb #f79c47a5
 def check_cluster(world, # a `World` of several
                   out): # the folder of the runs
-    "Findings about several processes, to be asked by all of them"
+    "Check several processes. All of them must call it"
     have = world.gathered(collect_env())
     for check in (check_links, check_same, check_network, check_settings, check_shm): yield from check(have)
     yield from check_speed(world, have)

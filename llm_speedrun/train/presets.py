@@ -26,13 +26,13 @@ PRESETS = dict(naive="", fastest="tf32 half flash flash4 fused_ops tied_embeddin
 
 # %% ../../nbs/32_presets.ipynb #c45f3f46
 def clash(a, b): # with options or without
-    "Whether two rungs exclude each other"
+    "Return whether two rungs exclude each other"
     a, b = (find_rung(rung_name(r)) for r in (a, b))
     return a.__name__ in b.excludes or b.__name__ in a.excludes
 
 def fitting(rungs, # with options or without
             beside=()): # rungs that are there already
-    "Those of `rungs` that can run here and go together with those before them"
+    "Return those of `rungs` that can run here and are compatible with those before them"
     kept, gpu = list(beside), torch.cuda.is_available()
     for spec in rungs:
         r = find_rung(rung_name(spec))
@@ -44,17 +44,17 @@ def fitting(rungs, # with options or without
 def preset(name, # a key of `PRESETS`
            lacks=(), # rungs to leave out, as another machine would
            beside=()): # rungs that it must go together with
-    "The rungs of a preset that this machine can run"
+    "Return the rungs of a preset that this machine can run"
     return fitting([r for r in PRESETS[name].replace("half", half_rung()).split() if r not in lacks], beside)
 
 def presets(lacks=()): # as for `preset`
-    "All presets: a dict from name to list"
+    "Return all presets: a dict from name to list"
     return {k: preset(k, lacks) for k in PRESETS}
 
 # %% ../../nbs/32_presets.ipynb #812ad7ed
 def check_name(spec, # a rung with or without options
                beside): # the preset that it stands beside, "" for none
-    "Raises `InputError` for a rung or an option that there isn't, and for what can't stand beside a preset"
+    "Raise `InputError` for an unknown rung or option, and for a rung that can't be next to a preset"
     name = rung_name(spec)
     if beside and name not in PARALLEL or name in (*PRESETS, "auto"):
         raise InputError(f"preset {beside or name!r} stands alone, or with {', '.join(PARALLEL)} beside it: "
@@ -67,14 +67,14 @@ def check_name(spec, # a rung with or without options
 PARALLEL = "ddp", "fsdp", "tensor_parallel" # for several processes: these may stand beside a preset
 
 def preset_of(spec): # as `parse_rungs` takes it
-    "The preset that it names, \"\" for none"
+    "Return the preset that `spec` names, \"\" for none"
     first = spec.split(",")[0].strip()
     if first == "auto": return "fastest" if torch.cuda.is_available() else "cpu"
     return first if first in PRESETS else ""
 
 def parse_rungs(spec, # "auto", a preset's name, perhaps with `PARALLEL` ones, or rungs, commas between
                 lacks=()): # rungs that presets leave out
-    "The rungs that `spec` asks for, each checked to exist. \"auto\" is `fastest`, on a CPU `cpu`"
+    "Return the rungs of `spec`, each checked to exist. \"auto\" is `fastest`, on a CPU `cpu`"
     names = [n.strip() for n in spec.split(",") if n.strip()]
     name = preset_of(spec)
     beside = names.pop(0) if name else ""
@@ -85,7 +85,7 @@ def parse_rungs(spec, # "auto", a preset's name, perhaps with `PARALLEL` ones, o
 def left_out(spec, # as `parse_rungs` takes it
              kept, # what is left of it
              said={}): # name -> why, where that is known
-    "Pairs of a rung that the preset names and isn't there, and why"
+    "Return pairs of a rung that the preset names and `kept` lacks, and why"
     names, gpu = list(map(rung_name, filter(None, kept))), torch.cuda.is_available()
     def why(r):
         clash = [k for k in names if k in r.excludes or r.__name__ in find_rung(k).excludes]
@@ -98,7 +98,7 @@ def left_out(spec, # as `parse_rungs` takes it
 
 # %% ../../nbs/32_presets.ipynb #96d65a9d
 def without(rungs, name): # of a preset, with options or without; of one of them
-    "`rungs` without it and those that build on it"
+    "Return `rungs` without `name` and those that build on it"
     return fitting([r for r in rungs if rung_name(r) != name])
 
 # %% ../../nbs/32_presets.ipynb #32list05
@@ -126,7 +126,7 @@ def candidates(lacks=(), beside=()): # as for `preset`
 # %% ../../nbs/32_presets.ipynb #c29e3249
 @dataclass(frozen=True)
 class DeviceLimits:
-    "What a run may use of a machine"
+    "Limits of a machine for a run: GPU memory, and rungs that it can't run"
     gib: float # GPU memory, 0 for a CPU
     lacks: tuple = () # rungs that it can't run
 

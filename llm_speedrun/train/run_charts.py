@@ -17,13 +17,13 @@ from fastcore.basics import patch
 # %% ../../nbs/34a_run_charts.ipynb #0b9352ba
 def points(rows, # of `metrics.jsonl`
            key): # "loss", "lr", ...
-    "Pairs of step and value, where both are finite numbers"
+    "Return pairs of step and value, where both are finite numbers"
     ok = lambda v: isinstance(v, (int, float)) and math.isfinite(v)
     return [(r["step"], r[key]) for r in rows if ok(r.get("step")) and ok(r.get(key))]
 
 def thinned(pts, # pairs of step and value
             most=800): # pairs to keep
-    "Steps and values as two arrays, neighbours averaged where there are more than `most`"
+    "Return steps and values as two arrays, neighbours averaged where there are more than `most`"
     xy = np.array(pts, dtype=float).reshape(-1, 2)
     n = -(-len(xy) // most) # to average
     if n > 1: xy = np.array([xy[i:i + n].mean(0) for i in range(0, len(xy), n)])
@@ -32,7 +32,7 @@ def thinned(pts, # pairs of step and value
 # %% ../../nbs/34a_run_charts.ipynb #803c37cc
 def running_mean(y, # an array
                  part=.02): # of its length
-    "Centred means over `part` of the values, fewer at the ends"
+    "Return centred means over `part` of the values, fewer at the ends"
     n = max(1, round(part*len(y)) // 2)
     total = np.concatenate([[0.], np.cumsum(y)])
     i = np.arange(len(y))
@@ -49,7 +49,7 @@ STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "
 
 @contextmanager
 def styled():
-    "In this context matplotlib draws in this style, and says nothing of letters that its font lacks"
+    "Draw in this style inside of the `with`, without warnings of letters that the font lacks"
     from matplotlib import rc_context
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from") # who reads a page has other fonts
@@ -58,7 +58,7 @@ def styled():
 # %% ../../nbs/34a_run_charts.ipynb #1475632e
 def one_line(text, # a run's name
              most=80): # characters
-    "The text for a chart: in one line, without what can't be printed, and cut off where it is too long"
+    "Return `text` in one line, without unprintable characters, cut off where it is too long"
     s = "".join(c if c.isprintable() else " " for c in text)
     return s if len(s) <= most else s[:most - 1] + "…"
 
@@ -66,7 +66,7 @@ def axes(width=7.4, height=2.8, # in inches
          title="", # a text, which may have dollars in it: no formula
          pad=None, # points between the axes and the title, by default a few
          **settings): # of the axes: xlabel, xlim, ...
-    "The axes of a new Figure, made without touching pyplot's state"
+    "Return the axes of a new Figure, made without touching pyplot's state"
     from matplotlib.figure import Figure
     ax = Figure(figsize=(width, height), layout="constrained").subplots()
     ax.set(**settings)
@@ -79,7 +79,7 @@ def loss_chart(rows, # of `metrics.jsonl`
                yard=None, # a bigram model's validation loss, for comparison
                title="", # above the chart
                height=3.4): # in inches
-    "Training and validation loss as a matplotlib Figure"
+    "Draw training and validation loss, and return the matplotlib Figure"
     with styled():
         ax = axes(height=height, title=title, pad=24, # above the legend
                   xlabel="step", ylabel="loss (nats per token)")
@@ -96,7 +96,7 @@ def loss_chart(rows, # of `metrics.jsonl`
 
 # %% ../../nbs/34a_run_charts.ipynb #e7c2ccb0
 def notebook_display():
-    "IPython's `display` in a notebook, None elsewhere"
+    "Return IPython's `display` in a notebook, None elsewhere"
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if not hasattr(shell, "kernel"): return None # a terminal, or no IPython
     from IPython.display import display
@@ -130,7 +130,7 @@ def update(self:LivePlot, read, # () -> the rows of `metrics.jsonl`; called when
 # %% ../../nbs/34a_run_charts.ipynb #65fd5759
 def svg(fig, # a matplotlib Figure
         label): # what it shows, in words
-    "The Figure as inline SVG, in which matplotlib has escaped all text"
+    "Return the Figure as inline SVG, in which matplotlib has escaped all text"
     text = io.StringIO()
     with styled():
         from matplotlib import rcParams
@@ -144,7 +144,7 @@ def svg(fig, # a matplotlib Figure
 
 # %% ../../nbs/34a_run_charts.ipynb #34ashort
 def short_number(n): # a number
-    "Three digits and K, M, B: 39.3 M"
+    "Format a number with three digits and K, M or B: 39.3 M"
     for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
         if n >= size: return f"{n/size:.3g}{unit}"
     return f"{n:,.0f}"
@@ -165,7 +165,7 @@ def curve(rows, # of `metrics.jsonl`
           smooth=True, # a running mean above the single points
           log=False, # a logarithmic axis
           zero=False): # an axis from zero
-    "A small chart of one or a few values over the steps, as SVG; None where no row has them"
+    "Draw a small chart of one or a few values over the steps: SVG, None where no row has them"
     found = {name: pts for k, name in keys.items() if (pts := points(rows, k))}
     if not found: return None
     with styled():
@@ -182,7 +182,7 @@ def curve(rows, # of `metrics.jsonl`
 PHASE_COLORS = dict(data=ORANGE, forward=BLUE, backward="#7fa3c7", optimizer=GREEN)
 
 def breakdown_chart(ms): # from `phase_ms`
-    "A step's phases as one stacked bar, as SVG"
+    "Draw a step's phases as one stacked bar: SVG"
     total, left = sum(ms.values()), 0
     with styled():
         ax = axes(7.4, .75, xlim=(0, total or 1), yticks=[], xlabel="milliseconds")
@@ -196,7 +196,7 @@ def breakdown_chart(ms): # from `phase_ms`
 
 # %% ../../nbs/34a_run_charts.ipynb #4040fa15
 def ranks_chart(steps, ms): # from `rank_times`
-    "A line for each of few processes; of many the middle, the extremes, and the slowest one, as SVG"
+    "Draw a line for each of few processes; of many the median, the range, and the slowest one: SVG"
     slow, few, colors = int(np.median(ms, 0).argmax()), ms.shape[1] <= 4, (ORANGE, BLUE, GREEN, PURPLE)
     with styled():
         ax = axes(7.4, 2.1, title="Forward pass (ms)", xlabel="step")
