@@ -83,7 +83,7 @@ quarto:
 	@command -v quarto >/dev/null || { \
 	    echo 'The docs site needs Quarto: get it from https://quarto.org/docs/get-started/ and try again.'; exit 1; }
 	@$(MAKE) --no-print-directory readme
-	@$(BIN)/python nbs/_site/pages.py
+	@$(BIN)/python nbs/_site/build_pages.py
 	@rm -rf _proc
 
 notebooks: $(READY) ## run every notebook and keep its outputs (best on a GPU, takes some minutes)

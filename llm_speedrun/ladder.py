@@ -4,19 +4,30 @@
 
 # %% auto #0
 __all__ = ['climb', 'save_ladder', 'check_ladder', 'new_ladder', 'speeds_of', 'gpus_chart', 'check_share', 'share_ladder',
-           'climb_and_tell']
+           'climb_one_gpu', 'in_turns', 'measure_together', 'gpus_of', 'check_parallel', 'on_one', 'buildable',
+           'tell_together', 'run_ladder']
 
 # %% ../nbs/22_ladder.ipynb #984985f4
 import json
+from dataclasses import replace
 from datetime import datetime; from pathlib import Path
-from .files import InputError, check_writable, lookup, replace_file
+import torch
+from .choices import Choices
+from .files import InputError, check_writable, lookup, read_json, replace_file
 from .gpu import COLORS
-from .measure import (ladder_chart, ladder_table, load_records, record_key, records_path,
-                                  save_records, smoke)
-from .model import workload as find_workload
+from .measure import (gpu_gib, ladder_chart, ladder_table, load_records, ratio,
+                                  record_key, records_path, save_records, smoke)
+from .model import workload
 from .peers import peer_paths, tell_peers
-from .runs import bench, check_rung, in_order, measure_here, rung_name
-from .train.hardware import parse_rungs
+from .roofline import predict_ms
+
+# %% ../nbs/22_ladder.ipynb #22import
+from .runs import (World, bench, check_rung, count_step, free_memory, in_order,
+                               measure_here, micro_batch, parsed, rung_name, rung_options, run_record,
+                               settled, step_of)
+from .train.autotune import parallel_rungs, refused, resolve_preset
+from .train.presets import PARALLEL, clash, parse_rungs, preset_of
+from .world import compare_together, processes
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
 def climb(config, # a `GPTConfig`
@@ -120,16 +131,111 @@ def share_ladder(records, # of one ladder
     return path, path.with_suffix(".png")
 
 # %% ../nbs/22_ladder.ipynb #a32186b3
-def climb_and_tell(c): # a `LadderOptions`
-    "What `speedrun_ladder` does"
+def climb_one_gpu(c): # a `LadderOptions`
+    "Measure, print and save the ladder of one GPU, as `speedrun_ladder` does"
     if c.rungs == "auto": raise InputError("a ladder keeps every rung; auto is for speedrun_train")
     check_share(c.share)
     folder = Path(c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
     config, size = bench()
-    if c.workload: config = find_workload(c.workload)
+    if c.workload: config = workload(c.workload)
     only = [n.strip() for n in c.only.split(",") if n.strip()]
     rungs, batch, paths = parse_rungs(c.rungs), c.batch or size, peer_paths(c.peer)
     records = new_ladder(config, batch, rungs, folder, only)
     print(ladder_table(records))
     if paths: tell_peers(config, batch, rungs, paths, folder)
     print(f"\nsaved in {folder}/", *(share_ladder(records, c.share) if c.share else ()), sep="\n")
+
+# %% ../nbs/22_ladder.ipynb #03ef9e92
+def in_turns(world, config, below, rung, batch, micro, reps): # in each of several processes
+    "Time one GPU alone and all together, interleaved: two `Measured`, the rungs, the data-parallel size"
+    gib = gpu_gib() if torch.cuda.is_available() else 0
+    rungs = parallel_rungs(config, [*below, rung], world, gib).rungs # tensor_parallel may need another
+    versions = dict(alone=(below, World()), together=(rungs, world))
+    turns = {k: step_of(config, r, batch, micro=micro, world=w) for k, (r, w) in versions.items()}
+    res = compare_together(world, turns, reps=reps, warmup=4) # the third step may be recorded
+    return res["alone"], res["together"], rungs, world.place("dp")[1]
+
+# %% ../nbs/22_ladder.ipynb #7dd461db
+def measure_together(config, # a `GPTConfig`
+                     below, # rungs of one GPU, with their options
+                     rung, # one of `PARALLEL`, with or without options
+                     gpus, # processes, each with a GPU where there are enough
+                     batch): # sequences in a step of one GPU alone
+    "Measure `rung` on top of `below`, and return its record: tokens of all GPUs, and the MFU of each"
+    from llm_speedrun.ladder import in_turns # from there, also in this notebook: others import it
+    below, (r, options) = [k for k in settled(config, below) if not clash(k, rung)], parsed(rung)
+    micro = micro_batch(config, below, batch)
+    ops = count_step(config, below, batch, micro)
+    reps, tp = max(1, min(4, int(600/predict_ms(ops)))), (rung_options(r) | options).get("size", 1)
+    free_memory() # of this process: the others have the same GPUs
+    alone, res, rungs, dp = processes(gpus, in_turns, config, below, rung, batch, micro, reps, tp=tp)[0]
+    before, gain = rung_name(below[-1]) if below else "fp32", dp*ratio(alone, res)
+    res = run_record(config, dp*batch, rungs, ops, None, res, micro=micro, before=before, rungs_before=below,
+                     ratio=gain)
+    each = {k: res[k] and res[k]/gpus for k in ("mfu_full", "mfu_causal")}
+    return res | each | dict(rung=r.__name__, gpus=gpus)
+
+# %% ../nbs/22_ladder.ipynb #32bd3e5a
+def gpus_of(c, # a `LadderOptions`
+            parallel): # rungs for several GPUs
+    "Return the number of GPUs to measure on. Raises `InputError` where there are too few"
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    n = c.gpus or there
+    smoke = ", or --gpus 2 for a smoke run on the CPU"*(not there)
+    if n < 2: raise InputError(f"{', '.join(parallel)} takes several GPUs, and this machine has {there}: "
+                               f"leave it out{smoke}")
+    if 0 < there < n: raise InputError(f"gpus is {n}, and this machine has {there}: choose --gpus {there}")
+    return n
+
+# %% ../nbs/22_ladder.ipynb #11871dcd
+def check_parallel(alone, parallel): # rungs of one GPU, rungs of several
+    "Raise as `check_rung` does where one of `parallel` can't be added to `alone`"
+    for r in parallel:
+        applied = []
+        for k, _ in in_order([k for k in alone if not clash(k, r)] + [r]):
+            check_rung(k, applied)
+            applied.append(k.__name__)
+
+def on_one(c): # `LadderOptions` whose rungs leave each process alone
+    "Return `c`. Raises `InputError` where several GPUs were asked for, and no rung uses them"
+    if c.gpus < 2: return c
+    raise InputError(f"gpus is {c.gpus}, and none of these rungs takes several: add ddp, fsdp or "
+                     "tensor_parallel to --rungs, or leave out --gpus")
+
+# %% ../nbs/22_ladder.ipynb #32refus5
+def buildable(c): # `LadderOptions`
+    "Return `c` with those rungs of its preset that can be built, resolved; print why others can't"
+    if not preset_of(c.rungs) or c.rungs == "auto": return c
+    config, rungs = workload(c.workload) if c.workload else bench()[0], parse_rungs(c.rungs)
+    parallel = [r for r in rungs if rung_name(r) in PARALLEL]
+    on = resolve_preset(config, [r for r in rungs if r not in parallel], Choices(again=True, say=print))
+    for name, why in refused(on.rungs, on.why): print(f"not {name}: {why}")
+    return replace(c, rungs=",".join(on.rungs + parallel) or "naive")
+
+# %% ../nbs/22_ladder.ipynb #4fef6a8b
+def tell_together(records, # of `measure_together`
+                  folder): # of the ladder
+    "Add the records to the ladder in `folder`, and print what each gains"
+    path, records = folder/"ladder.json", [r | dict(kept=True) for r in records]
+    save_ladder((read_json(path, list) if path.exists() else []) + records, folder)
+    for r in records:
+        n, gain, what = r["gpus"], r["ratio"], "GPUs" if r["gpu"] != "CPU" else "processes of a CPU"
+        print(f"{r['rung']} on {n} {what}: {r['tok_s']:,.0f} tokens/s, {gain:.2f} times those of one, "
+              f"{gain/n:.0%} of {n} by themselves")
+    print(f"saved in {folder}/")
+
+# %% ../nbs/22_ladder.ipynb #e480aeca
+def run_ladder(c): # a `LadderOptions`
+    "Run `speedrun_ladder`: the ladder of one GPU, then the rungs for several GPUs"
+    c = buildable(c)
+    rungs, only = parse_rungs(c.rungs), [n.strip() for n in c.only.split(",") if n.strip()]
+    parallel = [r for r in rungs if rung_name(r) in PARALLEL]
+    if not parallel: return climb_one_gpu(on_one(c))
+    alone, n = [r for r in rungs if r not in parallel], gpus_of(c, parallel)
+    check_parallel(alone, parallel)
+    c = replace(c, out=c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
+    of_one = ",".join(k for k in only if k not in PARALLEL)
+    if of_one or not only: climb_one_gpu(replace(c, rungs=",".join(alone) or "naive", only=of_one))
+    config, size = (workload(c.workload), bench()[1]) if c.workload else bench()
+    wanted = [r for r in parallel if not only or rung_name(r) in only]
+    tell_together([measure_together(config, alone, r, n, c.batch or size) for r in wanted], Path(c.out))

@@ -43,7 +43,12 @@ from .ladder import check_share
 from .model import workload as find_workload
 from .recipes.recipe import parse_recipe
 from .recipes.schedules import SCHEDULES, warmup_steps
-from .train.hardware import prepare_process, parse_rungs
+
+# %% ../nbs/48_race.ipynb #48import
+from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
+from .train.trainer import AllFailed, Trainer
+from .train.autotune import prepare_process
+from .train.presets import parse_rungs
 
 # %% ../nbs/48_race.ipynb #race0004
 def energy_counter():

@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from .compat import (FakeTensor, FakeTensorMode, TorchDispatchMode, graph_task, scaled_mm,
                                  schema_of, storage_id, tree_leaves)
 from torch.utils.flop_counter import flop_registry
-from .measure import Known, default_device, table, time_ms
+from .measure import CachedMeasurement, default_device, table, time_ms
 
 # %% ../nbs/02_roofline.ipynb #31955861
 @contextmanager
@@ -80,7 +80,7 @@ def measure_ceilings(n=None, # matrix size; by default 8192 on a GPU and 512 on 
     return Ceilings({k: matmul_rate(k, n, device) for k in formats}, copy_rate(nbytes, device))
 
 # %% ../nbs/02_roofline.ipynb #df4b65c4
-ceilings = Known(measure_ceilings) # this machine's
+ceilings = CachedMeasurement(measure_ceilings) # this machine's
 
 # %% ../nbs/02_roofline.ipynb #f0b074b5
 def nbytes(t): # a tensor

@@ -78,7 +78,7 @@ def cache(shared_folder):
 def choices(tmp_path_factory, monkeypatch):
     "What a test measures is remembered in a file of its own"
     path = tmp_path_factory.mktemp("choices")/"choices.json"
-    monkeypatch.setattr("llm_speedrun.measure.choices_path", lambda: path)
+    monkeypatch.setattr("llm_speedrun.choices.choices_path", lambda: path)
     return path
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def process(tmp):
     def run(*command):
         p = subprocess.run([sys.executable, *command], cwd=tmp, env=env, capture_output=True, text=True)
         assert p.returncode == 0 and "Warning" not in p.stderr, p.stderr
-    run("nbs/_site/pages.py")
+    run("nbs/_site/build_pages.py")
     run("-c", "from nbdev.serve import proc_nbs; proc_nbs(n_workers=0)")
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import numpy as np, pytest, torch
 from llm_speedrun.files import InputError, clean_errors, decoded
 from llm_speedrun.runs import RUNGS, find_rung, rung_name
 from llm_speedrun.train import options as commands
-from llm_speedrun.train.hardware import presets
+from llm_speedrun.train.presets import presets
 from llm_speedrun.train.options import *
 from llm_speedrun.train.trainer import train
 from small import VOCAB, fails, nano, options, words, write_bins
@@ -186,9 +186,9 @@ def test_rungs_list(capsys):
 
 ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
-    "rungs.documents": ALL, ("measure", "--measure"): ALL, ("train.hardware", "--seq"): ALL, "world": ALL,
+    "rungs.documents": ALL, ("choices", "--measure"): ALL, ("train.autotune", "--seq"): ALL, "world": ALL,
     "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
-    "train.trainer": ALL, "train.run_dir": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
+    "train.trainer": ALL, "train.run_dir": ALL, "train.doctor": "doctor", "train.machine_checks": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
     "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",
     ("export", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", "race": "race",
     **{("race", f"--{k}"): "train" for k in "epochs name out overwrite sample save_minutes seed".split()}}    # our own runs' command line

@@ -5,11 +5,11 @@ from contextlib import nullcontext
 from unittest.mock import patch
 import pytest, torch
 import torch.distributed.run as torchrun
-import train_pages
+import build_pages, train_pages
 from llm_speedrun.files import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.train import options, trainer
-from llm_speedrun.train.hardware import parse_rungs
+from llm_speedrun.train.presets import parse_rungs
 from prose import measured_numbers
 from shown import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train
 from test_cli import COMMANDS, messages, parser
@@ -198,9 +198,9 @@ def test_pages_with_numbers():
         assert md.startswith("---\ntitle: ") and train_pages.NOTE.format(name) in md
 
 def test_pages_are_written(tmp_path):
-    train_pages.render_all(ROOT, tmp_path)
+    build_pages.write_train_pages(tmp_path)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path/"train").iterdir()}
-    train_pages.render_all(ROOT, tmp_path)
+    build_pages.write_train_pages(tmp_path)
     assert {p.name for p in before} == {p.name for p in (ROOT/"nbs/_site/train").glob("*.qmd")}
     assert before == {p: p.stat().st_mtime_ns for p in before}
 

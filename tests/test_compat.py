@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest, torch
 import llm_speedrun
 from llm_speedrun import compat
+from llm_speedrun.choices import Choices
 from llm_speedrun.model import workload
 from llm_speedrun.rungs import epilogues, fastest
 from llm_speedrun.runs import RUNGS, build
-from llm_speedrun.train.hardware import Choices, preset, settle_preset
+from llm_speedrun.train.autotune import resolve_preset
+from llm_speedrun.train.presets import preset
 from llm_speedrun.train.options import rung_lines
 from small import fails
 
@@ -170,7 +172,7 @@ def test_what_is_wrong_gives_way_where_it_was_not_tried(untried, monkeypatch):
     with fails(RuntimeError, "rung 'epilogues'", "they are off by"): build(SMALL, ["bf16", "fused_ops", "epilogues"])
     for rung, rest in (("flash4", ["bf16"]), ("epilogues", ["bf16", "fused_ops"])):
         fastest.flash4_error.cache_clear(); epilogues.epilogues_error.cache_clear(); seen.clear()
-        on = settle_preset(SMALL, [*rest, rung], Choices(again=True, say=lambda *a: None))
+        on = resolve_preset(SMALL, [*rest, rung], Choices(again=True, say=lambda *a: None))
         assert on.rungs == rest and "off by" in on.why[rung]
 
 # --- warnings ---

@@ -4,9 +4,10 @@ from collections import namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
 import numpy as np, pytest, torch
-from llm_speedrun.train import doctor
+from llm_speedrun.train import doctor, machine_checks
 from llm_speedrun.data import Batches, train_tokenizer, write_shards
 from llm_speedrun.train.doctor import *
+from llm_speedrun.train.machine_checks import *
 from llm_speedrun.measure import version_of
 from llm_speedrun.runs import RUNGS, Stepper
 from llm_speedrun.train.options import TrainConfig, speedrun_doctor
@@ -232,7 +233,7 @@ def fake_gpu(monkeypatch, free=70, count=1):
     for name, value in dict(is_available=True, get_device_name="NVIDIA Test", get_device_capability=(8, 6), device_count=count,
                             mem_get_info=(free*2**30, 80*2**30)).items():
         monkeypatch.setattr(torch.cuda, name, lambda *a, value=value: value)
-    monkeypatch.setattr(doctor, "driver_version", lambda: "999.1")
+    monkeypatch.setattr(machine_checks, "driver_version", lambda: "999.1")
 
 def test_gpu(monkeypatch):
     "A GPU is named with all that it has; memory that others hold, and GPUs that stay unused, are told"
@@ -249,14 +250,14 @@ def test_no_gpu(monkeypatch, driver, cuda, part):
     "Without a GPU there is a note; with a driver and no GPU it says where to look"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(doctor, "driver_version", lambda: driver)
+    monkeypatch.setattr(machine_checks, "driver_version", lambda: driver)
     f, = check_gpu()
     assert f.level == "note" and part in f.text
 
 def test_versions(monkeypatch):
     "A requirement that isn't met is a note with the command that mends it; markers and local versions are understood"
     lines = ["torch>=99", "numpy", "no-such-package>1", "nothing>1; sys_platform == 'plan9'", "pytest>99; extra == 'dev'", "torch>=2.0"]
-    monkeypatch.setattr(doctor.metadata, "requires", lambda p: lines)
+    monkeypatch.setattr(machine_checks.metadata, "requires", lambda p: lines)
     assert [r.name for r, v in wrong_versions()] == ["torch", "no-such-package"]
     said = notes(check_versions(), "software")
     assert "pip install 'torch>=99'" in said[0] and "no-such-package is not installed" in said[1]

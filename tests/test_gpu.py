@@ -14,7 +14,7 @@ from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table,
 from llm_speedrun.runs import (Run, Stepper, baseline, build, count_step, micro_batch, peak_gib, reference_errors,
                                step_of)
 from llm_speedrun.rungs.tf32 import tf32
-from llm_speedrun.train.hardware import parse_rungs, presets
+from llm_speedrun.train.presets import parse_rungs, presets
 from llm_speedrun.train.trainer import TrainConfig, train
 from torch.nn.attention import sdpa_kernel
 from flags import changed, flags

@@ -7,8 +7,8 @@ from make_readme import ROOT, make_readme, site, targets
 from prose import measured_numbers
 from llm_speedrun.measure import COURSE, SPINE, course_records, records_path
 from llm_speedrun.race import shared_record, with_spread
-import pages
-pages.load()
+import build_pages
+build_pages.load()
 import compare as site_compare, headline, train_pages
 from timeouts import TIMEOUT
 
@@ -48,7 +48,7 @@ def test_no_number_is_typed():
 def test_one_number_leads():
     "Where a reader enters no other speed of ours stands beside it: the ladder's top has it in pictures and tables alone"
     lead = headline.thousands(headline.newest()[headline.OURS])
-    made = [pages.written(k, ROOT) for k in ("course.qmd", "compare.qmd", "measured/index.qmd")]
+    made = [build_pages.written(k, ROOT) for k in ("course.qmd", "compare.qmd", "measured/index.qmd")]
     made += [text for _, text in train_pages.rendered(ROOT)]
     for text in [README, MARKDOWN, *outputs(), *made]:
         prose = re.sub(r"^\|.*$|^```.*?^```", "", text, flags=re.M | re.S)
@@ -224,7 +224,7 @@ def test_minutes_are_the_trainers():
 def test_the_rungs_of_use_it_run():
     "The shown list is the course's, and the shown lines take a step, here with what any machine can run"
     import torch
-    block = re.search(r"```python\n(.*?)```", pages.written("course.qmd", ROOT), re.S)[1]
+    block = re.search(r"```python\n(.*?)```", build_pages.written("course.qmd", ROOT), re.S)[1]
     shown = re.search(r"rungs = (\[.*\])", block)[1]
     assert ast.literal_eval(shown) == COURSE[1:]
     x = y = torch.zeros(1, 8, dtype=torch.long)
@@ -254,11 +254,11 @@ def missing(page): return re.search(r"^Not measured yet .*: (.*?)\. ", page, re.
 
 def test_compare_without_a_race(checkout):
     root = checkout(WITHOUT)
-    page = pages.written("compare.qmd", root)
+    page = build_pages.written("compare.qmd", root)
     assert missing(page) == [*site_compare.RIVALS.values()] and "What exactly ran" not in page
 
 def test_compare_with_a_race(checkout):
-    page = pages.written("compare.qmd", checkout(WITHOUT + RACE))
+    page = build_pages.written("compare.qmd", checkout(WITHOUT + RACE))
     found = rows(page)
     assert found["nanoGPT"] == ["350,000", "20.0", "2.00×", "1.60×"] and found["**llm_speedrun**, FP8"][2:] == ["", ""]
     assert missing(page) == ["transformers with Liger", "litgpt", "torchtitan"]
@@ -267,7 +267,7 @@ def test_compare_with_a_race(checkout):
         "torch.compile as a whole", "torch.compile by blocks", "nanoGPT", "nanochat"]
 
 def test_compare_says_the_losses_of_the_record():
-    page = pages.written("compare.qmd", ROOT)
+    page = build_pages.written("compare.qmd", ROOT)
     for k, rs in FIVE["results"].items():
         loss, seeds, bpb, *_ = rows(page)[site_compare.RACED[k]]
         assert (loss, seeds) == (with_spread([r["loss"] for r in rs]), str(len(rs)))
@@ -278,11 +278,11 @@ def test_compare_says_the_losses_of_the_record():
     assert f"not run yet: {', '.join(waiting)}" in page if waiting else "not run yet" not in page
 
 def test_compare_without_losses(checkout):
-    assert "To a loss" not in pages.written("compare.qmd", checkout(RACE))
+    assert "To a loss" not in build_pages.written("compare.qmd", checkout(RACE))
 
 def test_compare_takes_the_newest_race(checkout):
     old = [r | dict(date="2026-01-01", tok_s=1.) for r in [*RACE, contender("transformers", .3)]]
-    found = rows(pages.written("compare.qmd", checkout(old + RACE)))
+    found = rows(build_pages.written("compare.qmd", checkout(old + RACE)))
     assert found["nanoGPT"][0] == "350,000" and "transformers with Liger" not in found
 
 def test_every_project_has_a_commit_and_a_date():
@@ -304,7 +304,7 @@ def test_a_fact_without_a_source_is_refused():
     with pytest.raises(ValueError, match="names no file"): site_compare.split("yes, the best")
 
 def test_the_table_links_each_fact():
-    page = pages.written("compare.qmd", ROOT)
+    page = build_pages.written("compare.qmd", ROOT)
     for feature, facts in FACTS["features"].items():
         row = rows(page)[f"**{feature}**"]
         assert len(row) == len(FACTS["projects"]) and sum("](" in c for c in row) == sum(bool(f) for f in facts.values())

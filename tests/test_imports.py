@@ -88,7 +88,7 @@ def note(what): loaded[what] = sorted(HEAVY & (set(sys.modules) - known))
 import llm_speedrun.train.options; note("the options")
 import llm_speedrun.train.trainer, llm_speedrun.train.doctor; note("the trainer and the doctor")
 from llm_speedrun.runs import build, stepper_of
-from llm_speedrun.train.hardware import preset
+from llm_speedrun.train.presets import preset
 preset("fastest"); note("every rung")
 from llm_speedrun.model import workload
 from llm_speedrun.recipes.recipe import parse_recipe

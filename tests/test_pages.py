@@ -11,9 +11,9 @@ from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.runs import RUNGS
 from llm_speedrun.train import options
 
-import pages
-pages.load()
-import datasheets, gpus, measured, records, reference
+import build_pages
+build_pages.load()
+import datasheets, gpus, measured, records, reference, templating
 
 GPU = {g.name: g for g in datasheets.GPUS}
 
@@ -28,7 +28,7 @@ def two_sizes():
 @pytest.fixture(scope="module")
 def made(processed):
     "Address -> text of each page, as `make docs` writes it"
-    return {address: (processed.parent/"nbs"/address).read_text(encoding="utf-8") for address in pages.PAGES}
+    return {address: (processed.parent/"nbs"/address).read_text(encoding="utf-8") for address in templating.PAGES}
 
 @pytest.fixture
 def root(tmp_path):
@@ -49,7 +49,7 @@ def part(text, heading):
 # --- all is there ---
 
 def test_every_page_is_written(made):
-    assert set(made) == {*pages.PAGES} == {
+    assert set(made) == {*templating.PAGES} == {
         "compare.qmd", "course.qmd", "gpus.qmd", *(f"measured/{k}.qmd" for k in ("index", "claims", "trainers", "yours")),
         *(f"reference/{k}.qmd" for k in ("commands", "options", "rungs", "formats", "api", "glossary"))}
     for address, text in made.items():
@@ -59,7 +59,7 @@ def test_every_page_is_written(made):
 
 def test_pages_are_not_committed():
     tracked = subprocess.run(["git", "ls-files", "nbs"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    assert not {f"nbs/{a}" for a in pages.PAGES} & {*tracked}
+    assert not {f"nbs/{a}" for a in templating.PAGES} & {*tracked}
 
 @pytest.mark.parametrize("name, f", reference.commands(ROOT).items())
 def test_commands_are_shown_as_they_print(made, name, f, capsys, monkeypatch):
@@ -100,7 +100,7 @@ def test_what_a_rung_needs_is_what_it_says(made):
 @pytest.mark.parametrize("text, same", [
     ("it needs A, which is not installed: pip install --pre 'a[b]'", "it needs A, which is not installed: `pip install --pre 'a[b]'`"),
     ("--all of `--all`, a_b", r"\-\-all of `--all`, a\_b"), ("it's 1-2, -1", "it's 1-2, -1")])
-def test_what_markdown_would_garble(text, same): assert pages.escaped(text) == same
+def test_what_markdown_would_garble(text, same): assert templating.escaped(text) == same
 
 def test_every_exported_name_leads_to_its_definition(made):
     text, n = made["reference/api.qmd"], 0
@@ -158,30 +158,30 @@ def test_all_records_are_shown(made):
 def test_a_broken_record_is_an_error(root, edit, said):
     change(root, edit)
     for address in ("measured/index.qmd", "reference/rungs.qmd", "gpus.qmd"):
-        with fails(InputError, "nvidia-h200.json", said): pages.PAGES[address](root)
+        with fails(InputError, "nvidia-h200.json", said): templating.PAGES[address](root)
 
 def test_a_changed_record_changes_the_page(root):
     change(root, lambda rs: [r.update(ratio=7.77, tok_s=123457.) for r in rs if r["rung"] == "tf32"])
-    assert "7.77×" in pages.written("measured/index.qmd", root) and "123,457" in pages.written("measured/index.qmd", root)
+    assert "7.77×" in build_pages.written("measured/index.qmd", root) and "123,457" in build_pages.written("measured/index.qmd", root)
 
 def test_another_gpu_has_its_own_part(root):
     rows = json.loads((root/"nbs/measurements/nvidia-h200.json").read_text(encoding="utf-8"))[:1]
     (root/"nbs/measurements/tesla-t4.json").write_text(json.dumps([r | dict(gpu="Tesla T4", notebook="speedrun_ladder") for r in rows]))
-    assert "### `speedrun_ladder`" in part(pages.written("measured/index.qmd", root), "Tesla T4")
-    assert "NVIDIA H200 and Tesla T4" in pages.written("measured/yours.qmd", root)
-    assert "](measured/index.qmd#tesla-t4)" in part(pages.written("gpus.qmd", root), "T4")
+    assert "### `speedrun_ladder`" in part(build_pages.written("measured/index.qmd", root), "Tesla T4")
+    assert "NVIDIA H200 and Tesla T4" in build_pages.written("measured/yours.qmd", root)
+    assert "](measured/index.qmd#tesla-t4)" in part(build_pages.written("gpus.qmd", root), "T4")
     (root/"nbs/measurements/tesla-t4.png").write_bytes(b"")
-    assert "![](../measurements/tesla-t4.png){fig-alt=" in part(pages.written("measured/index.qmd", root), "Tesla T4")
+    assert "![](../measurements/tesla-t4.png){fig-alt=" in part(build_pages.written("measured/index.qmd", root), "Tesla T4")
 
 def test_claims_are_judged_from_the_records(root, made):
     rows = re.findall(r"^\| TF32, the step \| .*$", made["measured/claims.qmd"], re.M)
     assert len(rows) == 1 and "| too low |" in rows[0]
     change(root, lambda rs: [r.update(ratio=1.2) for r in rs if r["rung"] == "tf32"])
-    assert "| complete guide, frontier guide, RTX 4080 guide | 1.10 to 1.50× | 1.20× | agree |" in pages.written("measured/claims.qmd", root)
+    assert "| complete guide, frontier guide, RTX 4080 guide | 1.10 to 1.50× | 1.20× | agree |" in build_pages.written("measured/claims.qmd", root)
     change(root, lambda rs: rs.clear() or rs.append(dict.fromkeys(records.Shown.__struct_fields__, 1.) | dict(
         rung="x", before=None, workload="w", batch=1, seq=1, dtype="bf16", notebook="01", gpu="NVIDIA H200", driver="", torch="",
         triton="", date="2026-01-01", rungs=[], rungs_before=[], micro=1)))
-    assert pages.PAGES["measured/claims.qmd"](root)["counts"][0][0] == "not measured yet"
+    assert templating.PAGES["measured/claims.qmd"](root)["counts"][0][0] == "not measured yet"
 
 def test_only_what_is_needed_of_a_notebook_runs(tmp_path):
     source = ["import os\na = 2\nb = a + 1", "def f(x):\n    return x*b", "b += 1\nprint('no')", "c = 1/0"]
@@ -192,10 +192,10 @@ def test_only_what_is_needed_of_a_notebook_runs(tmp_path):
 
 def test_other_trainers_are_shown_when_they_are_measured(root):
     change(root, lambda rs: [rs.remove(r) for r in list(rs) if "in_products" in r])
-    assert "Not measured yet" in pages.written("measured/trainers.qmd", root)
+    assert "Not measured yet" in build_pages.written("measured/trainers.qmd", root)
     first = lambda rs: dict(rs[0], rung="llm_speedrun", joules=50., parameters=124e6, in_products=1e8, source="code 1", workload="124m")
     change(root, lambda rs: rs.extend([first(rs), first(rs) | dict(rung="nanogpt", before="llm_speedrun", ratio=.5, joules=None)]))
-    text = pages.written("measured/trainers.qmd", root)
+    text = build_pages.written("measured/trainers.qmd", root)
     assert "Not measured yet" not in text and re.search(r"\| `nanogpt` \| .*\| 2.00× \|", text)
 
 def test_claims_of_memory_are_of_the_loss_alone(made):
@@ -261,17 +261,17 @@ def test_the_largest_micro_batch_that_fits(root):
     assert largest("RTX 4090", w="350m") == 0 and largest("RTX 4090", w="1b") is None
     assert largest("T4", ["fp16", "flash", "fused_ops", "tied_embedding", "chunked_ce", "fused_adamw"]) == 4   # as much as bf16's
     assert largest("RTX 3080", ["tf32", "bf16", "flash", "fused_ops", "tied_embedding", "chunked_ce", "fused_adamw"]) == 0
-    text = pages.written("gpus.qmd", root)
+    text = build_pages.written("gpus.qmd", root)
     assert re.search(r"\| `124m` \| 32 \| not measured yet \|", part(text, "RTX 4090")) and "| `350m` | none | not measured yet |  |  |  |  |" in part(text, "RTX 4090")
     assert "2026-11-23" in text and "there is no `nbs/measurements/fits.json`" not in text
 
 def test_without_fits_the_page_says_so(root):
-    text = pages.written("gpus.qmd", root)
+    text = build_pages.written("gpus.qmd", root)
     assert "**Not measured yet**: there is no `nbs/measurements/fits.json`" in text and "| `124m` | not measured yet |" in text
 
 def test_fits_that_are_broken_are_an_error(root):
     fits_file(root, dict(workload="124m", rungs=FASTEST, gib=24, micro="8", peak_gib=5.))
-    with fails(InputError, "fits.json", "micro"): pages.written("gpus.qmd", root)
+    with fails(InputError, "fits.json", "micro"): build_pages.written("gpus.qmd", root)
 
 # --- examples ---
 

@@ -5,7 +5,7 @@ import pytest, torch
 from llm_speedrun import peers as module
 from llm_speedrun.data import open_corpus
 from llm_speedrun.files import InputError, RunError
-from llm_speedrun.ladder import climb_and_tell
+from llm_speedrun.ladder import climb_one_gpu
 from llm_speedrun.model import matrix_params
 from llm_speedrun.peers import *
 from llm_speedrun.runs import uncompiled
@@ -210,7 +210,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "| compile_blocks " in said and "| nanogpt " in said and "did not learn" not in said
     assert [r["rung"] for r in json.loads((tmp_path/"out/peers.json").read_text())] == ["llm_speedrun", "compile_blocks", "nanogpt"]
     assert "nanogpt" in (tmp_path/"out/peers.md").read_text() and (tmp_path/"out/ladder.json").exists()
-    climb_and_tell(LadderOptions(workload="nano", rungs="naive", batch=1, out="idle_too", peer=f"nanogpt={idle}"))
+    climb_one_gpu(LadderOptions(workload="nano", rungs="naive", batch=1, out="idle_too", peer=f"nanogpt={idle}"))
     assert "nanogpt did not learn" in capsys.readouterr().out
 
 def test_command_refuses_first(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import pytest, yaml
 from nbdev.config import get_config
 from packaging.requirements import Requirement
 from make_readme import ROOT, make_readme, relink, targets
-import llm_speedrun, pages
+import build_pages, llm_speedrun
 
 def config(): return get_config(path=ROOT)
 def lines(key): return config()[key].strip().splitlines()
@@ -131,8 +131,8 @@ def test_sidebar_is_in_reading_order():
     assert pages[0] == "index.ipynb" and numbers(pages) == sorted(numbers(pages)), "nbs/sidebar.yml isn't in numeric order"
 
 def test_the_course_lists_every_notebook():
-    pages.load()
-    listed = re.findall(r"^\| \[\w[^\]]*\]\((\w+\.ipynb)\) \|", pages.written("course.qmd"), re.M)
+    build_pages.load()
+    listed = re.findall(r"^\| \[\w[^\]]*\]\((\w+\.ipynb)\) \|", build_pages.written("course.qmd"), re.M)
     assert listed == sidebar_notebooks()[1:], "the tables of the course's page and the sidebar differ"
 
 PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 5: "rungs", 6: ""}    # tens -> folder of the modules

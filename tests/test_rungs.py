@@ -10,7 +10,7 @@ from llm_speedrun.model import *
 from llm_speedrun.runs import *
 
 from llm_speedrun.rungs.tf32 import tf32
-from llm_speedrun.train.hardware import parse_rungs, presets
+from llm_speedrun.train.presets import parse_rungs, presets
 from small import NANO, fails
 
 @pytest.fixture(scope="module")

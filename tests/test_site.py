@@ -25,7 +25,7 @@ SOURCES = [source for _, source, _ in LISTED]
 def ignored(): return [o for o in (ROOT/".gitignore").read_text(encoding="utf-8").splitlines() if o.startswith("nbs/")]
 
 def generated(source): # of a page, seen from nbs/
-    "Whether git ignores it, because nbs/_site/pages.py writes it"
+    "Whether git ignores it, because nbs/_site/build_pages.py writes it"
     return any(f"nbs/{source}".startswith(o) if o.endswith("/") else fnmatch(f"nbs/{source}", o) for o in ignored())
 
 def test_every_page_stands_in_the_sidebar_once():
@@ -34,7 +34,7 @@ def test_every_page_stands_in_the_sidebar_once():
     shown = {o for o in found if not any(part.startswith((".", "_")) for part in Path(o).parts)} - {"404.qmd"}
     assert not (extra := shown - set(SOURCES)), f"not in nbs/sidebar.yml: {sorted(extra)}"
     missing = [o for o in SOURCES if o not in shown and not generated(o)]
-    assert not missing, f"in nbs/sidebar.yml, and neither a file nor one that nbs/_site/pages.py writes: {missing}"
+    assert not missing, f"in nbs/sidebar.yml, and neither a file nor one that nbs/_site/build_pages.py writes: {missing}"
 
 def title(source):
     "A notebook's title"

@@ -4,13 +4,14 @@ from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun import ladder
-from llm_speedrun.train import hardware as hardware_module, trainer as module
 from llm_speedrun.data import bigram_loss
+from llm_speedrun.train import autotune, trainer as module
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
-from llm_speedrun.train.hardware import *
+from llm_speedrun.train.autotune import *
+from llm_speedrun.train.presets import *
 from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
-from llm_speedrun.train.report import loss_chart
+from llm_speedrun.train.run_charts import loss_chart
 from llm_speedrun.train.options import LadderOptions, TrainConfig
 from llm_speedrun.train.console import *
 from llm_speedrun.train.trainer import *
@@ -250,7 +251,7 @@ def test_auto_says_what_refuses(tmp_path, refusing, monkeypatch, capsys):
 
 def test_a_preset_goes_on_without_a_recording_that_has_no_room(tmp_path, monkeypatch, capsys):
     "The run says so and notes it; of rungs that the user named none gives way"
-    named, was, trial, gone = [], module.remembered_trial, hardware_module.trial, "cuda_graphs" if torch.cuda.is_available() else "flash" # on a CPU nothing is recorded
+    named, was, trial, gone = [], module.remembered_trial, autotune.find_micro_batch, "cuda_graphs" if torch.cuda.is_available() else "flash" # on a CPU nothing is recorded
     def noted(*args, **kw):
         named.append(kw["named"])
         return was(*args, **kw)
@@ -258,8 +259,8 @@ def test_a_preset_goes_on_without_a_recording_that_has_no_room(tmp_path, monkeyp
         if gone in map(rung_name, rungs) and not named[-1]: raise NoRoom("not even one sequence")
         return trial(config, rungs, *args)
     monkeypatch.setattr(module, "remembered_trial", noted)
-    monkeypatch.setattr(hardware_module, "trial", tight)
-    monkeypatch.setattr(hardware_module, "ways", lambda rungs: [rungs, without(rungs, gone)])
+    monkeypatch.setattr(autotune, "find_micro_batch", tight)
+    monkeypatch.setattr(autotune, "fallback_rungs", lambda rungs: [rungs, without(rungs, gone)])
     monkeypatch.setattr(RUNGS["cuda_graphs"], "needs", lambda: "")
     trainer, _ = train(options(tmp_path, rungs="fastest16", steps=2))
     said = "not cuda_graphs: not even one sequence fits beside a recording"
@@ -276,16 +277,16 @@ def test_a_refusal_keeps_its_rung_between_processes(refusing):
     "What the first process raises is sent to the others"
     with pytest.raises(RunError) as e: build(NANO, ["stubborn"], "cpu")
     error = pickle.loads(pickle.dumps(e.value))
-    assert error.rung == "stubborn" and give_way(["flash", "stubborn", "needy"], error) == ["flash"]
+    assert error.rung == "stubborn" and drop_failed_rung(["flash", "stubborn", "needy"], error) == ["flash"]
     error.rung = "ddp" # without it the processes would train apart
-    with fails(RunError, "its kernels can't run here"): give_way(["flash", "ddp"], error)
+    with fails(RunError, "its kernels can't run here"): drop_failed_rung(["flash", "ddp"], error)
 
 def test_a_ladder_goes_without_a_rung_that_refuses(refusing, capsys):
     "Before anything is measured"
-    c = hardware_module.buildable(LadderOptions(rungs="safe", workload="nano"))
+    c = ladder.buildable(LadderOptions(rungs="safe", workload="nano"))
     rungs = c.rungs.split(",") # with their options, so that the ladder needn't measure them again
     assert [*map(rung_name, rungs)] == ["flash", "fused_adamw"] and not to_settle(rungs) and "not stubborn: its kernels can't run here: a TypeError" in capsys.readouterr().out
-    for c in (LadderOptions(rungs="flash,stubborn"), LadderOptions(rungs="auto")): assert hardware_module.buildable(c) is c
+    for c in (LadderOptions(rungs="flash,stubborn"), LadderOptions(rungs="auto")): assert ladder.buildable(c) is c
 
 # Stopped
 

@@ -22,14 +22,15 @@ from fastcore.basics import patch
 from ..data import prefetch
 from ..files import (InputError, RunError, check_writable, decoded, env_number, read_bytes_of,
                                 replace_file)
-from ..measure import fmt, table
+from ..measure import fmt, memory_limit, table
 from ..recipes.recipe import set_groups
-from .hardware import prepare_process, memory_limit
+from .autotune import prepare_process
 from .options import unused_names
-from .report import (BLUE, GREEN, GREY, ORANGE, PURPLE, TEMPLATES, number, one_line, part,
-                                       points, read_run, rendered, running_mean, short_number, spoken,
-                                       step_tokens, steps_done, styled, svg, thinned)
 from .console import console_print
+from .report import (TEMPLATES, format_duration, number, part, read_run, rendered,
+                                       step_tokens, steps_done)
+from .run_charts import (BLUE, GREEN, GREY, ORANGE, PURPLE, one_line, points, running_mean,
+                                           short_number, styled, svg, thinned)
 from .trainer import Trainer, deterministic
 
 # %% ../../nbs/64_comparison.ipynb #cf42a2f7
@@ -508,7 +509,8 @@ def try_all(self:Search, more=0): # runs that will come after these
         t0 = time.perf_counter()
         tried.append(o := self.try_rate(rate))
         if len(tried) == 2: # the first one may have compiled
-            say(f"{left - 2} more runs of {self.steps} steps, about {spoken(time.perf_counter() - t0)} each")
+            each = format_duration(time.perf_counter() - t0)
+            say(f"{left - 2} more runs of {self.steps} steps, about {each} each")
         end = f"diverged after {o['steps']} steps" if o["val_loss"] is None else f"{o['val_loss']:.4f}"
         say(f"learning rate {rate:.3g}: {end}")
     return tried

@@ -10,7 +10,7 @@ import os, signal, sys, threading, time
 from contextlib import suppress
 from fastcore.basics import patch
 from tqdm.auto import tqdm
-from .report import notebook_display
+from .run_charts import notebook_display
 
 # %% ../../nbs/30d_console.ipynb #38e3c3a7
 def console_print(*args, # what to print

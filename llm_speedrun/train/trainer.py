@@ -19,8 +19,8 @@ from fastcore.basics import patch
 # %% ../../nbs/30_trainer.ipynb #9b3a31e8
 from ..files import (AllFailed, InputError, RunError, SpeedrunError, env_number, lookup, read_json,
                           replace_file)
-from ..measure import (Choices, Timings, ladder_table, machine, mfu,
-                                  process_start)
+from ..choices import Choices
+from ..measure import Timings, ladder_table, machine, memory_limit, mfu, process_start
 from ..tokenizer import write_tokenizer
 from ..data import prefetch
 from ..model import train_flops, workload
@@ -33,10 +33,10 @@ from ..export import import_folder, recipe_for
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .train_step import LrSchedule, TrainStep
-from .hardware import (PARALLEL, candidates, choose_list, divisors, hardware, left_out,
-                                         memory_limit, parallel_rungs, parse_rungs, prepare_process, preset,
-                                         preset_of, recorded_preset, remembered_trial, settle_preset,
-                                         settle_rungs, smaller, trial_of)
+from .autotune import (choose_rungs, divisors, parallel_rungs, prepare_process,
+                                         remembered_trial, resolve_preset, resolve_rungs, smaller, trial_of)
+from .presets import (PARALLEL, candidates, device_limits, left_out, parse_rungs, preset,
+                                        preset_of, recorded_preset)
 from .corpora import located
 from .options import TrainConfig, agree, end_group, first_to_say, group_file, unused_names
 from .metrics import (MetricsLogger, StepProfile, cut_rows, json_line, open_trackers,
@@ -47,7 +47,8 @@ from .console import TERMINATION_SIGNALS, Progress, Signals, console_print
 from .validator import Validator
 from .train_data import TrainData, check_tokens, with_vocabulary
 from .coordinator import join_group
-from .report import LivePlot, html_report, loss_chart, styled
+from .report import html_report
+from .run_charts import LivePlot, loss_chart, styled
 
 # %% ../../nbs/30_trainer.ipynb #50b4f2d5
 from ..recipes.batch import settled_phases
@@ -75,7 +76,7 @@ class Trainer:
         self.record = read_record(cfg.resume) if cfg.resume else None
         self.coordinator = c = join_group(cfg, self.given, self.signals)
         self.world, self.device = c.world, c.device
-        self.hardware = hardware(cfg.hardware)
+        self.hardware = device_limits(cfg.hardware)
         with deterministic(cfg.deterministic): self.make()
 
 # %% ../../nbs/30_trainer.ipynb #e39b5420
@@ -774,7 +775,7 @@ def compare(self:Trainer, lists): # name -> rungs
     "The preset that the fastest of some lists is of, and its rungs. It is one process that measures"
     c, choices = self.cfg, Choices(again=self.cfg.measure, say=self.say)
     of = self.config, lists, self.rows_here, self.hardware.gib, c.batch or 0, self.recipe, choices
-    chosen = self.coordinator.run_on_rank_zero(lambda: choose_list(*of))
+    chosen = self.coordinator.run_on_rank_zero(lambda: choose_rungs(*of))
     name, _, without = chosen.name.partition(" without ")
     slow = {r: "the list is faster without it here" for r in without.split(", ") if r}
     self.why = self.why | chosen.why | slow
@@ -838,7 +839,7 @@ def with_parallel(self:Trainer, rungs):
 # %% ../../nbs/30_trainer.ipynb #30room01
 @patch
 def try_batch(self:Trainer, rungs):
-    """The `Trial` of a micro-batch, and its `Settled` rungs: of all processes where they share the model's
+    """The `Trial` of a micro-batch, and its `ResolvedRungs`: of all processes where they share the model's
     parts, else of the first one"""
     c, named = self.cfg, not preset_of(self.wanted)
     of = self.config, rungs, self.rows_here, self.hardware.gib, c.batch or 0, 0 if c.steps else 5
@@ -854,7 +855,7 @@ def plan(self:Trainer, rungs):
     "Settle the rungs' options, the micro-batch, the number of steps and the learning rate"
     c = self.cfg
     choices = Choices(again=c.measure, say=self.say)
-    find = settle_preset if preset_of(self.wanted) else settle_rungs
+    find = resolve_preset if preset_of(self.wanted) else resolve_rungs
     on = self.coordinator.run_on_rank_zero(lambda: find(self.config, rungs, choices))
     c.steps = c.steps or c.total_tokens//c.step_tokens
     t, kept = self.try_batch(on.rungs)

@@ -11,7 +11,7 @@ import torch
 from fastcore.basics import patch
 from ..files import RunError
 from ..runs import free_memory
-from .hardware import divisors, smaller
+from .autotune import divisors, smaller
 
 # %% ../../nbs/30g_validator.ipynb #30val006
 class Validator:

@@ -5,7 +5,7 @@ import yaml
 from llm_speedrun.race import lowest_loss, race_table, rose, shared_record
 from nbdev.config import get_config
 from headline import OURS, OURS_16, cautions, newest
-from pages import page, table
+from templating import page, table
 
 HERE = Path(__file__).resolve().parent
 # Who may have a record beside ours: the name of the record -> the name to show

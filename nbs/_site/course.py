@@ -1,7 +1,7 @@
 "What course.qmd is filled with: the notebooks by the sections of the sidebar, each with its one line and minutes."
 import re
 import yaml
-from pages import page, table
+from templating import page, table
 
 def sections(contents): # of the sidebar
     "Pairs of a section's title and its notebooks' stems, in the sidebar's order"

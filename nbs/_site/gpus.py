@@ -13,13 +13,14 @@ from llm_speedrun.model import WORKLOADS, train_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.rungs import compile, flash, fused_fp8, fused_ops
 from llm_speedrun.runs import RUNGS, count_step
-from llm_speedrun.train.hardware import HARDWARE, NARROWEST, RECORDED, ROOM, left_out, most_sequences, preset
+from llm_speedrun.train.autotune import ROOM, most_sequences
+from llm_speedrun.train.presets import DEVICE_LIMITS, NARROWEST, RECORDED, left_out, preset
 from datasheets import GPUS
-from pages import page
+from templating import page
 from procs import slug
 from records import by_gpu, fits
 
-SIZES = "124m", "350m", "1b" # whose memory is measured, in notebook 32
+SIZES = "124m", "350m", "1b" # whose memory is measured, in notebook 32a
 ROWS = 32 # sequences in a step: the trainer's default
 
 @contextmanager
@@ -146,7 +147,7 @@ def gpu_row(gpu, workload, kept, small, known, found):
 def plays(gpu):
     "The name with which `--hardware` gives a larger GPU this one's limits"
     missing = tuple(n for n in ("fp8",) if why_not(n, gpu))
-    same = {k: h for k, h in HARDWARE.items() if h.gib == gpu.gb}
+    same = {k: h for k, h in DEVICE_LIMITS.items() if h.gib == gpu.gb}
     return next((k for k, h in same.items() if h.lacks == missing), next(iter(same), ""))
 
 def facts(gpu, known, found, measured):

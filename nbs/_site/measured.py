@@ -7,7 +7,7 @@ from llm_speedrun import measure
 from llm_speedrun.measure import COURSE, course_records, fmt, mfu_text, records_path
 from llm_speedrun.peers import PEERS
 from headline import newest, packages
-from pages import code, page
+from templating import code, page
 from records import all_records, by_gpu, folder
 
 def sources(path, kind):

@@ -6,14 +6,14 @@ from typing import get_origin
 from unittest.mock import patch
 import msgspec, torch
 from fastcore.docments import docments
-from llm_speedrun import data, export, measure, model, runs
+from llm_speedrun import choices, data, export, measure, model, runs
 from llm_speedrun.files import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
-from llm_speedrun.train import corpora, hardware, loader, metrics, options, run_dir, saving, trainer
+from llm_speedrun.train import autotune, corpora, loader, metrics, options, presets, run_dir, saving, trainer
 from gpus import as_if, find_all_rungs
 from measured import sources, times
-from pages import code, escaped, page
+from templating import code, escaped, page
 from procs import slug
 from records import Fit, all_records
 
@@ -122,7 +122,7 @@ def below(name):
     wanted = ["bf16", *required(r), *(k for k in r.follows if not RUNGS[k].gpu_only)]
     kept = [name]
     for k in wanted: # of two that exclude each other the first
-        if k not in kept and not any(hardware.clash(k, o) for o in kept): kept.append(k)
+        if k not in kept and not any(presets.clash(k, o) for o in kept): kept.append(k)
     return kept[1:]
 
 def replaced(name):
@@ -161,9 +161,9 @@ def rungs_page(root):
     facts = [rung_facts(r, records) for r in all_rungs().values()]
     every = [[f"[`{f['name']}`](#{slug(f['name'])})", f["stage"], escaped(f["first"]),
               f"[{f['notebook']}](../{f['notebook']}.ipynb)"] for f in facts]
-    presets = [[f"`{k}`", ", ".join(map(code, v.split())) or "none"] for k, v in hardware.PRESETS.items()]
-    return dict(stages=STAGES, every=every, rungs=facts, presets=presets, records=records, recorded=hardware.RECORDED,
-                narrowest=hardware.NARROWEST, break_even=[*map(code, hardware.BREAK_EVEN)])
+    named = [[f"`{k}`", ", ".join(map(code, v.split())) or "none"] for k, v in presets.PRESETS.items()]
+    return dict(stages=STAGES, every=every, rungs=facts, presets=named, records=records, recorded=presets.RECORDED,
+                narrowest=presets.NARROWEST, break_even=[*map(code, presets.BREAK_EVEN)])
 
 # --- file formats ---
 
@@ -259,7 +259,7 @@ def formats_page(root):
     doc = " ".join(inspect.getdoc(data.write_shards).split())
     types = (data.Meta, data.TextSummary, corpora.Journal, saving.Manifest, saving.FileSum, saving.About, trainer.State,
              saving.OptimizerState, loader.Position, saving.Record, model.GPTConfig, saving.Result,
-             measure.Choice, hardware.ChosenList, hardware.Settled, hardware.Tried, hardware.Trial, export.Qwen3, export.Index, Fit)
+             choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.Tried, autotune.Trial, export.Qwen3, export.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
                 records=record_rows(), version=saving.VERSION, manifest=saving.MANIFEST,
                 structs={c.__name__: struct(c) for c in types})

@@ -1,13 +1,12 @@
 """The pages of nbs/_site/train/ that show measured numbers: templates whose `{{ ... }}` are read from the
 H200's records and from the outputs of the finale."""
 import json, re
-from pathlib import Path
 from llm_speedrun.measure import course_records, load_records, records_path
 from llm_speedrun.model import WORKLOADS, matrix_params
-import pages
 from headline import OURS, best, newest, packages
 from measured import times
 from records import fits, folder
+from templating import environment as for_all_pages, table
 
 NOTE = "<!-- Made from nbs/_site/train/{}: edit that, not this. -->"
 TOP = dict(rung="fused_adamw", before="fp32", workload="124m", batch=64)   # the whole list of rungs over none
@@ -50,7 +49,7 @@ def needs(root):
         return f"{f.gib:g} GB, {f.micro} sequences ({f.peak_gib:.1f} GiB)"
     rows = [[f"`{w}`", f"{matrix_params(c)/1e6:,.0f} M", f"{c.seq:,}", least(w, False), least(w, True)]
             for w, c in WORKLOADS.items() if any(f.workload == w for f in fits(root))]
-    return pages.table(["model", "weights in matmuls", "tokens a sequence", "`fastest` fits into", "`smallest` fits into"], rows)
+    return table(["model", "weights in matmuls", "tokens a sequence", "`fastest` fits into", "`smallest` fits into"], rows)
 
 # --- what the finale printed ---
 
@@ -80,7 +79,7 @@ def finale_tokens(root):
 
 def environment(root):
     "That of all pages, with what these templates use"
-    env, top, race = pages.environment(), record(**TOP), newest(folder(root))
+    env, top, race = for_all_pages(), record(**TOP), newest(folder(root))
     env.globals |= dict(record=record, gain=gain, of_two=of_two, step=step, rounded=rounded, top=top,
                         gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), lead=race[OURS],
                         lead_needs=packages(race), rival=best(race, "torch.compile"),
@@ -93,7 +92,3 @@ def rendered(root): # of the repository
     for path in sorted((root/"nbs/_site/train").glob("*.qmd")):
         head, mark, body = env.from_string(path.read_text(encoding="utf-8")).render().partition("\n---\n")
         yield path.name, f"{head}{mark}{NOTE.format(path.name)}\n{body}\n{measured_on()}\n"
-
-def render_all(root, out=None): # of the repository; the folder of the site's pages, by default its nbs/
-    "Write the pages"
-    for name, text in rendered(root): pages.write(Path(out or root/"nbs")/"train"/name, text)

@@ -4,15 +4,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 import pytest, torch
 from torch._subclasses.fake_tensor import FakeTensor
-from llm_speedrun import ladder, measure, runs
+from llm_speedrun import choices as choices_module, ladder, measure, runs
+from llm_speedrun.choices import Choices
 from llm_speedrun.ladder import climb
 from llm_speedrun.train.options import LadderOptions, speedrun_ladder
 from llm_speedrun.files import InputError
-from llm_speedrun.measure import Choices, Timings, process_start
+from llm_speedrun.measure import Timings, process_start
 from llm_speedrun.model import workload
 from llm_speedrun.runs import find_rung, rung_name
-from llm_speedrun.train import hardware, trainer as trainer_module
-from llm_speedrun.train.hardware import PRESETS, divisors, preset, presets, trial
+from llm_speedrun.train import autotune, trainer as trainer_module
+from llm_speedrun.train.autotune import divisors, find_micro_batch
+from llm_speedrun.train.presets import PRESETS, parse_rungs, preset, presets
 from llm_speedrun.train.trainer import Trainer, train
 from small import NANO, fails, nano, options, words
 
@@ -34,7 +36,7 @@ def gpu(monkeypatch):
         build()()
         return None, SimpleNamespace(peak_gib=1., warmup_s=2.)
     for name, value in dict(build=lambda *a, **kw: SimpleNamespace(rungs=()), TrainStep=TrainStep, mean_step_ms=mean_step_ms, warm_up=warm_up,
-                            memory_limit=limit, most_sequences=lambda: 64, gpu_gib=lambda: 40.).items(): monkeypatch.setattr(hardware, name, value)
+                            memory_limit=limit, most_sequences=lambda: 64, gpu_gib=lambda: 40.).items(): monkeypatch.setattr(autotune, name, value)
     return said
 
 # What fits
@@ -44,7 +46,7 @@ def gpu(monkeypatch):
 def test_attempts_are_few(gpu, rows, most):
     "The largest divisor up to 64 is tried first, then at most half of it each time: nothing else is built"
     gpu.most = most
-    t = trial(NANO, [], rows)
+    t = find_micro_batch(NANO, [], rows)
     wanted = max(d for d in divisors(rows) if d <= 64)
     assert gpu.built[0] == wanted and len(gpu.built) <= 1 + math.log2(wanted) and gpu.built[-1] == t.batch <= most
     assert rows % t.batch == 0 and all(2*b <= a for a, b in zip(gpu.built, gpu.built[1:]))
@@ -53,35 +55,35 @@ def test_attempts_are_few(gpu, rows, most):
 def test_what_fits_is_built_once(gpu):
     "Where the wanted batch fits there is one build, which is also the one that is timed"
     gpu.most = 10**9
-    assert trial(NANO, [], 32).batch == 32 and gpu.built == [32]
+    assert find_micro_batch(NANO, [], 32).batch == 32 and gpu.built == [32]
 
 def test_room(gpu):
     "What is found leaves some memory for evaluations; what was asked for may have it all"
-    trial(NANO, [], 64, gib=12); trial(NANO, [], 64, gib=12, batch=16)
+    find_micro_batch(NANO, [], 64, gib=12); find_micro_batch(NANO, [], 64, gib=12, batch=16)
     assert gpu.limits == [.95*12, 12]
 
 def test_nothing_fits(gpu):
     "Where one sequence doesn't fit, the error says what to do"
     gpu.most = 0
-    with fails(RuntimeError, "with one sequence of 32 tokens", "--rungs smallest", "--workload or --seq"): trial(NANO, [], 64, batch=48)
+    with fails(RuntimeError, "with one sequence of 32 tokens", "--rungs smallest", "--workload or --seq"): find_micro_batch(NANO, [], 64, batch=48)
     assert gpu.built == [48, 16, 8, 4, 2, 1]
 
 def test_cards_without_a_recording(gpu, monkeypatch):
     "Where nothing fits beside it, all sizes are tried without; smaller cards go on from there"
-    monkeypatch.setattr(hardware, "fitting", list) # here, too, where there is no GPU
+    monkeypatch.setattr(autotune, "fitting", list) # here, too, where there is no GPU
     def build(config, rungs, **kw): return SimpleNamespace(rungs=tuple(rungs))
     def TrainStep(run, batch, lr): return batch/2 + 4.5*("cuda_graphs" in run.rungs) # GiB
-    def mean_step_ms(needs, *args): return 7. if needs <= gpu.limits[-1]/hardware.ROOM else out_of_memory()
-    for f in (build, TrainStep, mean_step_ms): monkeypatch.setattr(hardware, f.__name__, f)
-    found = hardware.fits(NANO, ["flash", "cuda_graphs"], (16, 12, 9, 5, 4.9, 1, .25, .2))
+    def mean_step_ms(needs, *args): return 7. if needs <= gpu.limits[-1]/autotune.ROOM else out_of_memory()
+    for f in (build, TrainStep, mean_step_ms): monkeypatch.setattr(autotune, f.__name__, f)
+    found = autotune.fits(NANO, ["flash", "cuda_graphs"], (16, 12, 9, 5, 4.9, 1, .25, .2))
     assert [(r["micro"], len(r["rungs"])) for r in found] == [(16, 2), (8, 2), (8, 2), (1, 2), (8, 1), (2, 1), (0, 1), (0, 1)]
-    assert all(r["micro"] == 0 for r in hardware.fits(NANO, ["flash"], (.25, .2)))
+    assert all(r["micro"] == 0 for r in autotune.fits(NANO, ["flash"], (.25, .2)))
 
 def test_other_errors_are_errors(gpu, monkeypatch):
     "What isn't a lack of memory is raised at once"
     def broken(*args): raise RuntimeError("a kernel is wrong")
-    monkeypatch.setattr(hardware, "mean_step_ms", broken)
-    with fails(RuntimeError, "a kernel is wrong"): trial(NANO, [], 64)
+    monkeypatch.setattr(autotune, "mean_step_ms", broken)
+    with fails(RuntimeError, "a kernel is wrong"): find_micro_batch(NANO, [], 64)
     assert len(gpu.built) == 1
 
 def test_micro_batch(monkeypatch):
@@ -98,9 +100,9 @@ def test_micro_batch(monkeypatch):
 @pytest.mark.cuda
 def test_start_of_fastest(monkeypatch):
     "On a GPU the wanted batch of a small model fits at the first attempt"
-    attempt, tried = hardware.attempt, []
-    monkeypatch.setattr(hardware, "attempt", lambda *args, **kw: (tried.append(args), attempt(*args, **kw))[1])
-    t = trial(NANO, presets()["fastest16"], 32)
+    attempt, tried = autotune.attempt, []
+    monkeypatch.setattr(autotune, "attempt", lambda *args, **kw: (tried.append(args), attempt(*args, **kw))[1])
+    t = find_micro_batch(NANO, presets()["fastest16"], 32)
     assert t.batch == 32 and 0 < t.peak_gib < 8 and len(tried) == 1
 
 @pytest.fixture
@@ -141,8 +143,8 @@ def unknown(monkeypatch):
 
 def test_a_recorded_preset_is_not_measured(tmp_path, monkeypatch):
     "On a CPU, and on a GPU whose fastest preset is recorded, `auto` takes that at once; it is noted with all its rungs"
-    def choose_list(*args): raise AssertionError("measured")
-    monkeypatch.setattr(trainer_module, "choose_list", choose_list)
+    def choose_rungs(*args): raise AssertionError("measured")
+    monkeypatch.setattr(trainer_module, "choose_rungs", choose_rungs)
     for name in ("cpu", "safe"):
         monkeypatch.setattr(trainer_module, "recorded_preset", lambda config: name)
         trainer = Trainer(options(tmp_path, rungs="auto", name=name), progress=False)
@@ -152,8 +154,8 @@ def test_a_recorded_preset_is_not_measured(tmp_path, monkeypatch):
 def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
     "Whatever its name; what is not in it is told"
     speed = {2: 1., 1: 2.} # thousand tokens/s by the number of rungs
-    def list_speed(config, rungs, *args): return hardware.Settled(list(rungs), {}), 4, 1e3*speed[len(rungs)]
-    monkeypatch.setattr(hardware, "list_speed", list_speed)
+    def list_speed(config, rungs, *args): return autotune.ResolvedRungs(list(rungs), {}), 4, 1e3*speed[len(rungs)]
+    monkeypatch.setattr(autotune, "list_speed", list_speed)
     trainer = Trainer(options(tmp_path, rungs="auto", name="a"))
     said = capsys.readouterr().out
     assert trainer.run.rungs == ("flash",) and trainer.wanted == "fastest"
@@ -167,18 +169,18 @@ def test_lists_are_measured_as_training_runs_them(tmp_path, unknown, monkeypatch
     seen = []
     def list_speed(config, rungs, rows, gib, batch, recipe, choices):
         seen.append((len(rungs), rows, batch, recipe.spec()))
-        return hardware.Settled(list(rungs), {}), 8, 1.
-    monkeypatch.setattr(hardware, "list_speed", list_speed)
+        return autotune.ResolvedRungs(list(rungs), {}), 8, 1.
+    monkeypatch.setattr(autotune, "list_speed", list_speed)
     Trainer(options(tmp_path, rungs="auto", batch=None, step_tokens=16*16, recipe="speedrun"), progress=False)
     assert seen == [(2, 16, 0, "speedrun"), (1, 16, 0, "speedrun")] + [(2, 16, 8, "speedrun"), (1, 16, 8, "speedrun")]*2
 
 def test_out_of_memory_in_one_list(tmp_path, unknown, monkeypatch):
     "A list that doesn't fit is no choice; where none fits the error says what to do, and nothing is remembered"
-    real, fit = hardware.trial_of, ["flash"]
+    real, fit = autotune.trial_of, ["flash"]
     def trial_of(config, rungs, *args, **kw):
-        if [*map(rung_name, rungs)] != fit: raise hardware.NoRoom("out of GPU memory")
+        if [*map(rung_name, rungs)] != fit: raise autotune.NoRoom("out of GPU memory")
         return real(config, rungs, *args, **kw)
-    monkeypatch.setattr(hardware, "trial_of", trial_of)
+    monkeypatch.setattr(autotune, "trial_of", trial_of)
     assert Trainer(options(tmp_path, rungs="auto", name="a"), progress=False).run.rungs == ("flash",)
     fit[:] = ["none"]
     with fails(RuntimeError, "out of GPU memory with one sequence", "--rungs smallest"): Trainer(options(tmp_path, rungs="auto", name="b", measure=True), progress=False)
@@ -266,18 +268,18 @@ def test_another_machine_measures_again(choices, monkeypatch, change):
     "A choice holds for the machine, the versions and the code that it was measured with, and no other"
     choose(Choices(), T=1)
     real = measure.machine()
-    monkeypatch.setattr(measure, "machine", lambda: real | change)
+    monkeypatch.setattr(choices_module, "machine", lambda: real | change)
     assert choose(Choices(), "cudnn", T=1) == "cudnn"
-    monkeypatch.setattr(measure, "machine", lambda: real | dict(date="2000-01-01")) # another day is no other machine
+    monkeypatch.setattr(choices_module, "machine", lambda: real | dict(date="2000-01-01")) # another day is no other machine
     assert choose(Choices(), "other", T=1) == "flash"
-    monkeypatch.setattr(measure, "code_version", lambda: "other code")
+    monkeypatch.setattr(choices_module, "code_version", lambda: "other code")
     assert choose(Choices(), "cudnn", T=1) == "cudnn"
 
 def test_choices_of_other_things_are_kept(choices):
     "Each choice has its place, and of very many the newest stay"
-    for t in range(measure.MOST_CHOICES + 5): choose(Choices(), f"v{t}", T=t)
+    for t in range(choices_module.MOST_CHOICES + 5): choose(Choices(), f"v{t}", T=t)
     kept = json.loads(choices.read_text())
-    assert len(kept) == measure.MOST_CHOICES and kept[-1]["value"] == f"v{t}" and choose(Choices(), "new", T=t - 3) == f"v{t - 3}"
+    assert len(kept) == choices_module.MOST_CHOICES and kept[-1]["value"] == f"v{t}" and choose(Choices(), "new", T=t - 3) == f"v{t - 3}"
 
 def test_what_fails_is_not_remembered(choices):
     "An error while measuring is raised, and leaves nothing"
@@ -333,50 +335,50 @@ def test_a_run_says_how_long_its_start_took(tmp_path, capsys):
 
 def world_of(dp, tp=1): return SimpleNamespace(place=lambda dim: (0, dict(dp=dp, tp=tp)[dim]))
 
-@pytest.mark.parametrize("gib, rung", [(0, "ddp"), (2.1*hardware.state_gib(NANO, []), "ddp"), (1.9*hardware.state_gib(NANO, []), "fsdp")])
+@pytest.mark.parametrize("gib, rung", [(0, "ddp"), (2.1*autotune.state_gib(NANO, []), "ddp"), (1.9*autotune.state_gib(NANO, []), "fsdp")])
 def test_parallelism_by_memory(gib, rung):
     "All of it in under half of a GPU's memory is ddp; the reason is said, also on a CPU"
-    found = hardware.parallel_rungs(NANO, ["flash"], world_of(2), gib)
+    found = autotune.parallel_rungs(NANO, ["flash"], world_of(2), gib)
     assert found.rungs == ["flash", rung] and "weights, gradients and optimizer state take" in found.why[rung]
-    assert hardware.parallel_rungs(NANO, found.rungs, world_of(2), gib).rungs == found.rungs # named: stays
+    assert autotune.parallel_rungs(NANO, found.rungs, world_of(2), gib).rungs == found.rungs # named: stays
 
 def test_optimizers_decide_too():
     "8-bit moments make room for ddp where FP32's don't"
     tiny = workload("tiny")
-    gib = 1.5*hardware.state_gib(tiny, [])
-    assert [hardware.parallel_rungs(tiny, [r], world_of(4), gib).rungs[-1] for r in ("fused_adamw", "adamw8bit")] == ["fsdp", "ddp"]
+    gib = 1.5*autotune.state_gib(tiny, [])
+    assert [autotune.parallel_rungs(tiny, [r], world_of(4), gib).rungs[-1] for r in ("fused_adamw", "adamw8bit")] == ["fsdp", "ddp"]
 
 def test_tensor_parallel_shares_the_weights():
     "It halves what a process has, and goes on with fsdp where others have other data"
-    found = hardware.parallel_rungs(NANO, ["tensor_parallel"], world_of(2, 2), 10**6)
+    found = autotune.parallel_rungs(NANO, ["tensor_parallel"], world_of(2, 2), 10**6)
     assert found.rungs == ["tensor_parallel", "fsdp"]
-    assert hardware.parallel_rungs(NANO, ["tensor_parallel"], world_of(1, 2), 10**6).rungs == ["tensor_parallel"]
+    assert autotune.parallel_rungs(NANO, ["tensor_parallel"], world_of(1, 2), 10**6).rungs == ["tensor_parallel"]
 
 def test_presets_give_way_and_names_do_not():
     "What doesn't go with fsdp leaves a preset, with the reason; rungs that were named are for `build` to refuse"
-    found = lambda spec: hardware.parallel_rungs(NANO, ["flash", "cuda_graphs"], world_of(2), 1e-9, spec).rungs
+    found = lambda spec: autotune.parallel_rungs(NANO, ["flash", "cuda_graphs"], world_of(2), 1e-9, spec).rungs
     assert "cuda_graphs" not in found("fastest") and "cuda_graphs" not in found("auto")
     assert found("flash,cuda_graphs") == ["flash", "cuda_graphs", "fsdp"]
-    with fails(ValueError, "exclude each other"): hardware.check_parallel(["checkpoint", "selective_checkpoint"], ["ddp"])
+    with fails(ValueError, "exclude each other"): ladder.check_parallel(["checkpoint", "selective_checkpoint"], ["ddp"])
 
 @pytest.mark.parametrize("spec", ["fastest,flash", "ddp,fastest", "safe,fastest", "fastest,ddp,flash"])
 def test_what_stands_beside_a_preset(spec):
-    with fails(InputError, "stands alone, or with ddp, fsdp, tensor_parallel beside it"): hardware.parse_rungs(spec)
+    with fails(InputError, "stands alone, or with ddp, fsdp, tensor_parallel beside it"): parse_rungs(spec)
 
 def test_all_processes_decide_what_fits():
     "The slowest one's time, the largest memory; where one has no room none has"
-    a, b = hardware.Trial(4, 2., 1., 9.), hardware.Trial(4, 3., .5, 8.)
-    assert hardware.slowest([a, b]) == hardware.Trial(4, 3., 1., 9.) and hardware.slowest([a, None]) is None
-    assert hardware.slowest([replace(a, ms=None), replace(b, ms=None)]).ms is None
+    a, b = autotune.Trial(4, 2., 1., 9.), autotune.Trial(4, 3., .5, 8.)
+    assert autotune.slowest([a, b]) == autotune.Trial(4, 3., 1., 9.) and autotune.slowest([a, None]) is None
+    assert autotune.slowest([replace(a, ms=None), replace(b, ms=None)]).ms is None
 
 @pytest.mark.parametrize("there, asked, n", [(2, 0, 2), (8, 4, 4), (0, 2, 2), (0, 0, "several GPUs, and this machine has 0"),
                                              (1, 0, "several GPUs, and this machine has 1"), (2, 3, "this machine has 2: choose --gpus 2")])
 def test_gpus_of_a_ladder(monkeypatch, there, asked, n):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0); monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     c = SimpleNamespace(gpus=asked)
-    if isinstance(n, int): assert hardware.gpus_of(c, ["ddp"]) == n; return
-    with fails(InputError, n): hardware.gpus_of(c, ["ddp"])
+    if isinstance(n, int): assert ladder.gpus_of(c, ["ddp"]) == n; return
+    with fails(InputError, n): ladder.gpus_of(c, ["ddp"])
 
 def test_gpus_that_no_rung_takes():
     c = LadderOptions(rungs="bf16,flash", gpus=2)
-    with pytest.raises(InputError, match="gpus is 2, and none of these rungs takes several"): hardware.climb_with_gpus(c)
+    with pytest.raises(InputError, match="gpus is 2, and none of these rungs takes several"): ladder.run_ladder(c)

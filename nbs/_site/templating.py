@@ -1,10 +1,9 @@
-"""Writes the pages of the site that are made of code and records: the reference, the measurements, what GPUs
-can do. `python nbs/_site/pages.py` writes them into nbs/, where Quarto finds them; they aren't committed."""
-import argparse, os, re
+"""What the modules beside this one make pages with: the registry of pages, Markdown helpers, and Jinja2's environment.
+build_pages.py writes the pages."""
+import re
 from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-ROOT = Path(__file__).parents[2]
 PAGES = {} # address below nbs/ -> function of the repository's folder: what fills the page's template
 
 def page(address):
@@ -62,31 +61,3 @@ def environment():
     env.filters |= dict(code=code, escaped=escaped, sentence=lambda text: text.rstrip(".") + ".")
     env.globals.update(table=table, dates=dates)
     return env
-
-# --- writing ---
-
-def written(address, root=ROOT):
-    "The page's text"
-    return environment().get_template(address).render(**PAGES[address](Path(root)))
-
-def write(path, text):
-    "Write a page. One that says what it said before keeps its date"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")
-
-def write_pages(out=ROOT/"nbs", root=ROOT):
-    "Write all pages below `out`"
-    for address in PAGES: write(Path(out)/address, written(address, root))
-
-def load():
-    "All pages: the modules beside this one add theirs to `PAGES`"
-    import compare, course, gpus, measured, reference # noqa: F401
-
-if __name__ == "__main__":
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("out", nargs="?", default=ROOT/"nbs", help="folder to write into (default: nbs)")
-    os.environ["CUDA_VISIBLE_DEVICES"] = "" # a page says the same wherever it is written
-    import pages, train_pages # the module that the others import, and not this program
-    pages.load()
-    pages.write_pages(out := p.parse_args().out)
-    train_pages.render_all(ROOT, out)
