@@ -37,8 +37,6 @@ from .measure import (default_device, digest, fmt, gpu_uuid, machine, measuremen
                                   records_path, table)
 from .peers import importing_from, load_package, source_of
 from .runs import baseline, code_of, entered, rung_name, uncompiled
-from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
-from .train.trainer import Trainer
 from .ladder import check_share
 from .model import workload as find_workload
 from .recipes.recipe import parse_recipe
@@ -46,7 +44,7 @@ from .recipes.schedules import SCHEDULES, warmup_steps
 
 # %% ../nbs/48_race.ipynb #48import
 from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
-from .train.trainer import AllFailed, Trainer
+from .train.trainer import Trainer
 from .train.autotune import prepare_process
 from .train.presets import parse_rungs
 
