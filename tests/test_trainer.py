@@ -7,6 +7,7 @@ from llm_speedrun import ladder
 from llm_speedrun.train import hardware as hardware_module, trainer as module
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
 from llm_speedrun.train.hardware import *
+from llm_speedrun.data import train_tokenizer, write_shards
 from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.report import loss_chart
@@ -446,8 +447,32 @@ def test_init(tmp_path):
     assert second.evaluate() == pytest.approx(res["val_loss"], abs=1e-4) and second.config.width == NANO.width
     second.fit()
     with fails(ValueError, "leave out --workload"): Trainer(options(tmp_path, **how | dict(workload="nano")), progress=False)
-    with fails(ValueError, "texts was tokenized otherwise than .*run: tokenize it with speedrun_data"):
-        Trainer(options(tmp_path, **how | dict(vocab=280, name="c")), progress=False)
+    write_shards(["Other text, of which there is enough.\n"*99]*9, train_tokenizer(["Other text"], 280), tmp_path/"other")
+    with fails(ValueError, "other was tokenized otherwise than .*run: tokenize it with speedrun_data"):
+        Trainer(options(tmp_path, **how | dict(data=str(tmp_path/"other"), name="c")), progress=False)
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_init_with_new_text(tmp_path, stream, capsys):
+    "Text is encoded with the tokenizer of the weights; one that isn't the model's is refused before anything is encoded"
+    first, _ = train(options(tmp_path, data=str(texts(tmp_path/"texts")), steps=1), progress=False)
+    (tmp_path/"new").mkdir()
+    for i in range(60): (tmp_path/f"new/{i}.txt").write_text(f"Text {i}, in which other words are frequent.\n"*30)
+    how = dict(data=str(tmp_path/"new"), init=str(tmp_path/"runs/run"), workload="", name="second", vocab=280, stream=stream)
+    second = Trainer(options(tmp_path, **how), progress=False)
+    assert second.corpus.tokenizer.get_vocab() == first.corpus.tokenizer.get_vocab() and second.config.vocab == NANO.vocab
+    (tmp_path/"new/0.txt").write_text("Another one.\n"*2000)
+    train_tokenizer([(tmp_path/"texts/1.txt").read_text()], 400).save(str(tmp_path/"runs/run/tokenizer.json"))
+    capsys.readouterr()
+    with fails(ValueError, "tokenizer.json has .* tokens, and the model there 320"): Trainer(options(tmp_path, **how | dict(name="third")), progress=False)
+    assert "Tokenizing" not in capsys.readouterr().out
+
+def test_a_sample_without_a_tokenizer(tmp_path, capsys):
+    "A few tokens, how many there are, and how to get text; and which type of token was found"
+    _, res = train(options(tmp_path, sample=99))
+    lines = res["sample"].splitlines()
+    assert lines[0].startswith("no tokenizer came with the data. The first of 115 tokens: ") and len(lines[0].split(": ")[1].split()) == 21
+    assert "put the tokenizer.json" in lines[1]
+    assert "read 4,097 uint16 tokens from train.bin; to validate, 1,025 uint16 tokens from val.bin" in capsys.readouterr().out
 
 # Schedules, averages, targets
 

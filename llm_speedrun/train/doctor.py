@@ -451,6 +451,7 @@ def check_text(corpus): # a `Corpus`
     "Findings about the text that its tokens are from: what was read, bytes per token, a round trip"
     read, tok = corpus.text, corpus.tokenizer
     if read: yield ok("text", f"{corpus.name}: {'; '.join(summary_lines(read))}")
+    else: yield ok("data", f"{corpus.name}: read {corpus.train.in_words()}")
     if not tok: return
     ids = corpus.train[:20_000]
     text = tok.decode(ids[ids != corpus.eot].tolist(), skip_special_tokens=False)

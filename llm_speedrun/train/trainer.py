@@ -7,7 +7,8 @@ __all__ = ['BAD_STEPS', 'AT_ONCE', 'PRESSED', 'CHANGEABLE', 'Trainer', 'own_valu
            'json_line', 'tell', 'Progress', 'Signals', 'rng_states', 'set_rng_states', 'State', 'fitting_state',
            'no_checkpoint', 'run_folder', 'read_options', 'resumed', 'with_parts', 'check_tokens', 'deterministic',
            'sharing', 'Lifeline', 'Group', 'again', 'NoMemory', 'layout', 'divide', 'check_division', 'check_shares',
-           'with_room', 'train', 'last_words', 'said_already', 'as_one_of_many', 'report', 'train_and_tell']
+           'with_room', 'own_tokenizer', 'train', 'last_words', 'said_already', 'as_one_of_many', 'report',
+           'train_and_tell']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
 import json, math, os, platform, shutil, signal, sys, threading, time, traceback, uuid, weakref
@@ -36,7 +37,7 @@ from ..world import (Agreement, Lost, Watch, check_alike, device_of_process, joi
 from ..rungs.documents import check_documents, mean_length, within_documents
 from ..sample import generate
 from ..ladder import climb
-from ..export import import_folder, recipe_for
+from ..export import import_folder, recipe_for, run_of
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .train_step import LrSchedule, TrainStep
@@ -534,7 +535,9 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
     except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"
     tok = self.corpus.tokenizer
     if tok: return tok.decode(out)
-    return "no tokenizer came with the data; the tokens are " + " ".join(map(str, out))
+    first = f"{' '.join(map(str, out[:20]))}{' ...'*(len(out) > 20)}"
+    return (f"no tokenizer came with the data. The first of {len(out)} tokens: {first}\nFor text, put the "
+            "tokenizer.json of these tokens next to the data, or into the run's folder for speedrun_sample")
 
 # %% ../../nbs/30_trainer.ipynb #2b597454
 @patch
@@ -793,9 +796,10 @@ def tell_plan(self:Trainer, was): # the number of steps when the checkpoint was 
     "Say what another number of steps does to the learning rate"
     c = self.cfg
     if was == c.steps: return
-    old, new = (self.lr_schedule(n)(self.done) for n in (was, c.steps))
-    self.say(f"{c.steps:,} steps in place of {was:,}: the learning rate follows the new length, {new:.2e} in "
-             f"the next step where it would have been {old:.2e}, without another warm-up")
+    old, new = (f"{self.lr_schedule(n)(self.done):.2e}" for n in (was, c.steps))
+    change = f"stays {new}" if old == new else f"is {new} instead of {old}"
+    self.say(f"{c.steps:,} steps instead of {was:,}: the learning rate of the next step {change}. It follows the "
+             "schedule of the new length, without another warm-up")
 
 # %% ../../nbs/30_trainer.ipynb #f585fcf2
 CHANGEABLE = ("data hardware rungs batch gpus restarts rank_logs steps target save_minutes keep_last "
@@ -856,7 +860,7 @@ def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where
     if corpus.vocab > config.vocab:
         raise InputError(f"{corpus.name} has {corpus.vocab} tokens, and the model of {folder} knows "
                          f"{config.vocab}: take data that was tokenized for it")
-    theirs = tokenizer_of(folder)
+    theirs = tokenizer_of(run_of(folder))
     if theirs and corpus.tokenizer and theirs.get_vocab() != corpus.tokenizer.get_vocab():
         raise InputError(f"{corpus.name} was tokenized otherwise than {folder}: tokenize it with "
                          f"speedrun_data --tokenizer {folder}, and train on what that makes")
@@ -1283,14 +1287,32 @@ def with_room(config, # a `GPTConfig`
     "`config` with a vocabulary that holds `vocab` tokens: its own, or `vocab` padded to a multiple of 64"
     return config if vocab <= config.vocab else replace(config, vocab=-(-vocab // 64) * 64)
 
+# %% ../../nbs/30_trainer.ipynb #own42
+def own_tokenizer(c, config): # a `TrainConfig`, a `GPTConfig`
+    "Return the tokenizer of the weights to begin with, or None. Raises `InputError` for a larger one"
+    folder = c.resume or c.init and run_of(c.init)
+    tok = tokenizer_of(folder) if folder else None
+    if tok and (n := vocabulary_size(tok)) > config.vocab: raise InputError(
+        f"{folder}/tokenizer.json has {n:,} tokens, and the model there {config.vocab:,}: it is another's")
+    return tok
+
+# %% ../../nbs/30_trainer.ipynb #own42b
+@patch
+def open_parts(self:Trainer):
+    "Open the corpora of a mixture, look at every token, and print what was found in files of bare tokens"
+    c, own = self.cfg, own_tokenizer(self.cfg, self.config)
+    own = {"tokenizer" if c.resume else "for_text": own}
+    self.parts = open_mix(c.data, c.vocab or None, text_key=c.text_key, **own)
+    for corpus, _ in self.parts:
+        if not corpus.text: self.say(f"read {corpus.train.in_words()}; to validate, {corpus.val.in_words()}")
+        corpus.train.check(); corpus.val.check()
+    return self.parts
+
 # %% ../../nbs/30_trainer.ipynb #d1d8d9a3
 @patch
 def open_tokens(self:Trainer):
     "Open tokens on disk, one corpus or a mixture; returns sequences to validate on"
-    c = self.cfg
-    own = tokenizer_of(c.resume) if c.resume else None # new text doesn't change the tokens of a run
-    self.parts = parts = open_mix(c.data, c.vocab or None, tokenizer=own, text_key=c.text_key)
-    for corpus, _ in parts: corpus.train.check(); corpus.val.check()
+    c, parts = self.cfg, self.open_parts()
     self.corpora, self.print = [corpus for corpus, _ in parts], mix_fingerprint(parts)
     self.corpus = self.corpora[0]
     if len(parts) == 1:
@@ -1305,7 +1327,7 @@ def open_tokens(self:Trainer):
 def open_stream(self:Trainer):
     "Open documents that are tokenized as they come; returns sequences to validate on"
     c, source = self.cfg, document_source(self.cfg.data, self.cfg.text_key)
-    tok = c.resume and tokenizer_of(c.resume) or stream_tokenizer(c.data, source, c.vocab)
+    tok = own_tokenizer(c, self.config) or stream_tokenizer(c.data, source, c.vocab)
     self.corpus = Corpus(Path(c.data).stem, None, None, vocabulary_size(tok), tok, end_of_text(tok))
     self.corpora, self.print = [], self.corpus.fingerprint()
     whole = StreamBatches(one_side(source, False), tok, self.sequences, c.seq, seed=c.seed)
