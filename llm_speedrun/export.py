@@ -215,6 +215,7 @@ def json_bytes(d): # a dict
     "The bytes of a JSON file"
     return (json.dumps(d, indent=2) + "\n").encode()
 
+# %% ../nbs/62_export.ipynb #62tokf
 def tokenizer_files(path, # of a `tokenizer.json`
                     config): # a `GPTConfig`
     "The exported tokenizer, file name -> bytes, and the ids of its bos, eos and pad tokens, by name"

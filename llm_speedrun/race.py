@@ -38,7 +38,8 @@ from .measure import (default_device, digest, fmt, gpu_uuid, machine, measuremen
 from .peers import importing_from, load_package, source_of
 from .runs import baseline, code_of, entered, rung_name, uncompiled
 from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
-from .train.trainer import AllFailed, Trainer
+from .train.coordinator import AllFailed
+from .train.trainer import Trainer
 from .ladder import check_share
 from .model import workload as find_workload
 from .recipes.recipe import parse_recipe

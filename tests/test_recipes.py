@@ -42,7 +42,7 @@ def test_what_was_given_stays(tmp_path):
 
 def test_rate_and_decay_follow_the_length(tmp_path):
     "More steps, lower rate; more passes, more decay; and no step loses much of a weight"
-    per_epoch = made(tmp_path)[0].batches.per_epoch
+    per_epoch = made(tmp_path)[0].data.batches.per_epoch
     for passes in (1, 4, 1000):
         n = round(passes*per_epoch)
         c = made(tmp_path, steps=n, name=f"p{passes}")[1]

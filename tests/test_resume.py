@@ -14,6 +14,7 @@ from llm_speedrun.runs import Stepper
 from llm_speedrun.train.options import TrainConfig, speedrun_train
 from llm_speedrun.train.run_dir import Finished
 from llm_speedrun.train.saving import *
+from llm_speedrun.train.console import *
 from llm_speedrun.train.trainer import *
 from tokenizers import Tokenizer, models
 from small import VOCAB, fails, nano, options, texts, write_bins

@@ -5,6 +5,7 @@ import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun import ladder
 from llm_speedrun.train import hardware as hardware_module, trainer as module
+from llm_speedrun.data import bigram_loss
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
 from llm_speedrun.train.hardware import *
 from llm_speedrun.data import train_tokenizer, write_shards
@@ -12,6 +13,7 @@ from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.report import loss_chart
 from llm_speedrun.train.options import LadderOptions, TrainConfig
+from llm_speedrun.train.console import *
 from llm_speedrun.train.trainer import *
 from llm_speedrun.train.saving import newest
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins
@@ -156,7 +158,7 @@ def test_evaluation_changes_nothing(finished, tmp_path):
     seldom, _ = train(options(tmp_path, steps=24, evals=1, eval_tokens=320, seed=3), progress=False)
     assert np.allclose(curve(seldom), curve(trainer), atol=1e-3 if torch.cuda.is_available() else 0)
     before = weights(seldom)
-    assert seldom.step.evaluate([seldom.val]) == seldom.step.evaluate([seldom.val])
+    assert seldom.step.evaluate([seldom.data.val]) == seldom.step.evaluate([seldom.data.val])
     assert all(v.equal(before[k]) for k, v in weights(seldom).items())
     assert all(p.grad is None for p in seldom.run.model.parameters())
 
@@ -178,7 +180,7 @@ def test_schedule():
 def test_epochs(tmp_path, capsys):
     "Without `steps`, the text ends a run where it is shorter than the time; time ends it otherwise"
     t = Trainer(options(tmp_path, steps=0, minutes=60., epochs=2., accumulate=2))
-    assert t.cfg.steps == 2*t.batches.per_epoch and "2 passes over the text" in capsys.readouterr().out
+    assert t.cfg.steps == 2*t.data.batches.per_epoch and "2 passes over the text" in capsys.readouterr().out
     assert Trainer(options(tmp_path, steps=0, minutes=1e-3, epochs=1e9, name="b")).cfg.steps < 1e6
 
 # Rungs
@@ -414,8 +416,8 @@ def test_mixture(tmp_path):
     for name in "ab": write_bins(tmp_path/name)
     spec = f"{tmp_path/'a'}:2,{tmp_path/'b'}:1"
     trainer, res = train(options(tmp_path, data=spec, steps=12), progress=False)
-    assert type(trainer.batches).__name__ == "MixedBatches" and curve(trainer)[-1] < curve(trainer)[0]
-    assert len(trainer.val[0]) == 8 and res["bigram_loss"]
+    assert type(trainer.data.batches).__name__ == "MixedBatches" and curve(trainer)[-1] < curve(trainer)[0]
+    assert len(trainer.data.val[0]) == 8 and res["bigram_loss"]
 
 def test_stream(tmp_path):
     "Documents tokenized while training: no bigram model to compare with, and the loss falls"
@@ -430,7 +432,7 @@ def test_documents_apart(tmp_path, rungs):
     apart, joined = (Trainer(options(tmp_path, documents=d, name=str(d), **how), progress=False) for d in (True, False))
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randint(1, 257, (1, 32), generator=g).to(apart.device) for _ in range(2))
-    a[0, 12] = b[0, 12] = apart.corpus.eot
+    a[0, 12] = b[0, 12] = apart.data.corpus.eot
     b[0, 12:] = a[0, 12:]
     def differ(trainer):
         with torch.no_grad(): x, y = (trainer.run.model.hidden(t)[0, 12:].float() for t in (a, b))
@@ -496,7 +498,7 @@ def test_target(tmp_path):
 
 def test_evaluations_compare(tmp_path):
     "The tokens of an evaluation don't depend on the micro-batch"
-    vals = [Trainer(options(tmp_path, batch=b, name=str(b)), progress=False).val for b in (1, 3, 8)]
+    vals = [Trainer(options(tmp_path, batch=b, name=str(b)), progress=False).data.val for b in (1, 3, 8)]
     assert all(a[0].equal(b[0]) and a[1].equal(b[1]) for a, b in zip(vals, vals[1:]))
 
 # Out of memory
@@ -585,7 +587,7 @@ def test_a_trial_knows_documents(tmp_path, monkeypatch):
         trainer = Trainer(options(tmp_path, **how), progress=False)
         tried = seen[-1](baseline(trainer.config, trainer.device))
         a = torch.randint(1, 257, (1, 32), device=trainer.device)
-        a[0, 12] = trainer.corpus.eot
+        a[0, 12] = trainer.data.corpus.eot
         b = a.clone()
         b[0, :12] = 1 # another document before it
         with torch.no_grad(): x, y = (tried.model.hidden(t)[0, 12:] for t in (a, b))
@@ -607,8 +609,8 @@ def test_bigram_of_a_mixture(tmp_path):
             (np.cumsum(step) % VOCAB).astype("<u2").tofile(tmp_path/name/f"{split}.bin")
     one, _ = train(options(tmp_path, data=str(tmp_path/"b"), name="one"), progress=False)
     mix = Trainer(options(tmp_path, data=f"{tmp_path/'a'}:1,{tmp_path/'b'}:1"), progress=False)
-    alone = module.bigram_loss(mix.corpus, [tuple(t.cpu() for t in mix.val)])
-    assert mix.yardstick() < alone - .5
+    alone = bigram_loss(mix.data.corpus, [tuple(t.cpu() for t in mix.data.val)])
+    assert mix.data.bigram_loss() < alone - .5
 
 # Memory for what isn't training
 
@@ -709,14 +711,12 @@ def test_the_loop_keeps_up(tmp_path, rows):
     for k, ms in median.items(): print(f"{rows} x 1024, {k}: {ms:.2f} ms, {rows*1024/ms*1e3:,.0f} tokens/s")
     assert median["bare step, text"] / median["the trainer"] >= .98, median
 
-def test_a_vocabulary_that_is_not_used_is_told(tmp_path, capsys):
+def test_a_vocabulary_that_is_not_used_is_told(tmp_path, capsys, monkeypatch):
     write_bins(tmp_path/"bins")
     train(options(tmp_path, data="stdlib", vocab=300, steps=2, name="a"))
     assert "were asked for" not in capsys.readouterr().out
     made = Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="b"))
-    made.corpus, made.first_does, made.print = made_of(290), lambda f: None, {}
-    made.open_together()
+    monkeypatch.setattr(module, "TrainData", lambda *args: SimpleNamespace(corpus=SimpleNamespace(vocab=290), fingerprint={}))
+    made.open_data()
     assert "the vocabulary has 290 tokens, and 300 were asked for" in capsys.readouterr().out
     made.let_go()
-
-def made_of(vocab): return type("C", (), dict(vocab=vocab))()

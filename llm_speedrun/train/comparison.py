@@ -29,7 +29,8 @@ from .options import unused_names
 from .report import (BLUE, GREEN, GREY, ORANGE, PURPLE, TEMPLATES, number, one_line, part,
                                        points, read_run, rendered, running_mean, short_number, spoken,
                                        step_tokens, steps_done, styled, svg, thinned)
-from .trainer import Trainer, deterministic, tell
+from .console import console_print
+from .trainer import Trainer, deterministic
 
 # %% ../../nbs/64_comparison.ipynb #cf42a2f7
 def clock(rows, # of `metrics.jsonl`
@@ -352,7 +353,7 @@ def compare_and_tell(c): # `CompareOptions`
     both = Comparison(c.runs)
     path = page_path(c.runs, c.out)
     replace_file(path, both.page())
-    tell(both.text(), end="\n\n"); tell(path)
+    console_print(both.text(), end="\n\n"); console_print(path)
 
 # %% ../../nbs/64_comparison.ipynb #6b53dbba
 FEW = dict(cuda=100, cpu=30) # steps at each rate
@@ -609,4 +610,4 @@ def search_and_tell(c, # a `LrOptions`
     found = s.search(c.repeats)
     save_found(found, s.trainer.folder)
     s.trainer.let_go() # the folder stays, as there is something in it
-    tell(f"\n{found.text()}\n\nin {s.trainer.folder}/: lr.png, lr.md, lr.json")
+    console_print(f"\n{found.text()}\n\nin {s.trainer.folder}/: lr.png, lr.md, lr.json")

@@ -373,8 +373,8 @@ def _phases(trainer, batch): # as for `phase_ms`
 
 # %% ../../nbs/36_doctor.ipynb #000f0c62
 def _evaluated(trainer): # a `Trainer`; returns the loss, a warm one's seconds, what the first took beyond
-    size = next(d for d in divisors(len(trainer.val[0])) if d <= trainer.cfg.batch)
-    loss = lambda: trainer.mean_loss([*zip(*(t.split(size) for t in trainer.val))])
+    size = next(d for d in divisors(len(trainer.data.val[0])) if d <= trainer.cfg.batch)
+    loss = lambda: trainer.mean_loss([*zip(*(t.split(size) for t in trainer.data.val))])
     t0 = time.perf_counter()
     val_loss, t1 = loss(), time.perf_counter()
     loss()
@@ -401,12 +401,12 @@ def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, 
     "Take the first two steps of the run, then time steps of each of its phases: the `FirstSteps`"
     gpu, step = trainer.device.type == "cuda", trainer.train_step
     if gpu: torch.cuda.reset_peak_memory_stats()
-    batches = [[t.to(trainer.device) for t in next(trainer.batches)] for _ in range(2)]
+    batches = [[t.to(trainer.device) for t in next(trainer.data.batches)] for _ in range(2)]
     with trainer.timings("the first step"): losses = [step(0, *batches[0]).item()]
     trainer.timings.stop()
     second, = sample_ms(lambda: losses.append(step(1, *batches[1]).item()), 1)
     norm, (val_loss, eval_s, once) = float(trainer.step.norm), _evaluated(trainer)
-    (ms, once_s), loader_ms = _phases(trainer, batches[1]), wall_ms(lambda: next(trainer.batches))
+    (ms, once_s), loader_ms = _phases(trainer, batches[1]), wall_ms(lambda: next(trainer.data.batches))
     once_s += once + max(0., second - ms)/1e3
     tokens = batches[0][0].numel()*trainer.world.place("dp")[1]
     return FirstSteps(losses, val_loss, norm, ms, once_s, loader_ms, eval_s, write_speed(trainer), tokens,
@@ -450,8 +450,7 @@ def check_memory(t, # `FirstSteps`
 def check_text(corpus): # a `Corpus`
     "Findings about the text that its tokens are from: what was read, bytes per token, a round trip"
     read, tok = corpus.text, corpus.tokenizer
-    if read: yield ok("text", f"{corpus.name}: {'; '.join(summary_lines(read))}")
-    else: yield ok("data", f"{corpus.name}: read {corpus.train.in_words()}")
+    yield ok("text", f"{corpus.name}: {'; '.join(summary_lines(read)) if read else corpus.train.in_words()}")
     if not tok: return
     ids = corpus.train[:20_000]
     text = tok.decode(ids[ids != corpus.eot].tolist(), skip_special_tokens=False)
@@ -467,9 +466,9 @@ def check_text(corpus): # a `Corpus`
 # %% ../../nbs/36_doctor.ipynb #7e951fff
 def check_data(trainer): # a `Trainer`
     "Findings about the data: what there is, and whether it suits the model"
-    c, V = trainer.corpus, trainer.config.vocab
-    if not trainer.corpora: yield Finding("ok", "data", f"{c.name}: a stream, its tokens aren't counted")
-    for o in trainer.corpora:
+    c, V = trainer.data.corpus, trainer.config.vocab
+    if not trainer.data.corpora: yield Finding("ok", "data", f"{c.name}: a stream, its tokens aren't counted")
+    for o in trainer.data.corpora:
         yield ok("data", f"{o.name}: {len(o.train):,} tokens to train on, {len(o.val):,} to validate")
         yield from check_text(o)
     if V > 2*c.vocab:
@@ -556,7 +555,7 @@ def lasting(seconds): # of a run
 # %% ../../nbs/36_doctor.ipynb #053ff943
 def _passes(trainer):
     c = trainer.cfg
-    passes = c.steps / trainer.batches.per_epoch
+    passes = c.steps / trainer.data.batches.per_epoch
     times = f"{passes:,.1f}" if passes >= 1 else f"{passes:.1g}"
     text = f"by its end the run has passed over the data {times} times"
     if passes <= max(1, 1.05*c.epochs): return Finding("ok", "time", text)
@@ -609,7 +608,7 @@ def check_run(cfg, # a `TrainConfig`
         trainer.world.wait() # all have seen the folder
     finally:
         trainer.let_go() # of it
-        if trainer.world.size > 1: trainer.lifeline.close() # nobody waits for the others any more
+        trainer.coordinator.stop_watching() # no process waits for the others any more
 
 # %% ../../nbs/36_doctor.ipynb #e2c49c76
 def examine(cfg, # a `TrainConfig`
