@@ -44,8 +44,7 @@ class TrainData:
                  world, # a `World`
                  device, # for the validation sequences
                  vocab=2**32): # of the model, whose own tokenizer must fit it
-        self.cfg, self.rows, self.world, self.parts = cfg, rows, world, []
-        self.tokenizer = own_tokenizer(cfg, vocab)
+        self.cfg, self.rows, self.world, self.parts, self.tokenizer = cfg, rows, world, [], own_tokenizer(cfg, vocab)
         try: val = self.open_stream() if cfg.stream else self.open_tokens()
         except FileNotFoundError as e:
             if not cfg.resume: raise
@@ -103,8 +102,8 @@ def lines(self:TrainData):
         if not o.text: yield f"read {o.train.in_words()}; to validate, {o.val.in_words()}"
     asked, there = self.cfg.vocab, self.corpus.vocab
     if asked not in (0, there):
-        yield (f"the vocabulary has {there:,} tokens, and {asked:,} were asked for: tokenized text keeps its own, "
-               "and a short text has no more")
+        yield (f"the vocabulary has {there:,} tokens, and {asked:,} were asked for: tokenized text keeps "
+               "its own, and a short text has no more")
 
 # %% ../../nbs/30b_train_data.ipynb #3d40a1bf
 def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where that comes from

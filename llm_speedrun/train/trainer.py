@@ -658,8 +658,8 @@ def tell_plan(self:Trainer, was): # the number of steps when the checkpoint was 
     if was == c.steps: return
     old, new = (f"{self.lr_schedule(n)(self.done):.2e}" for n in (was, c.steps))
     change = f"stays {new}" if old == new else f"is {new} instead of {old}"
-    self.say(f"{c.steps:,} steps instead of {was:,}: the learning rate of the next step {change}. It follows the "
-             "schedule of the new length, without another warm-up")
+    self.say(f"{c.steps:,} steps instead of {was:,}: the learning rate of the next step {change}. It follows "
+             "the schedule of the new length, without another warm-up")
 
 # %% ../../nbs/30_trainer.ipynb #f585fcf2
 CHANGEABLE = ("data hardware rungs batch gpus restarts rank_logs steps target save_minutes keep_last "
