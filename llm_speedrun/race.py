@@ -30,15 +30,14 @@ from fastcore.basics import patch
 
 # %% ../nbs/48_race.ipynb #race0003
 from .compat import uncompiled_module
-from .files import (InputError, RunError, check_writable, clean_errors, hold, lookup,
-                                python_command, read_json, replace_file)
+from .files import (AllFailed, InputError, RunError, check_writable, clean_errors, hold,
+                                lookup, python_command, read_json, replace_file)
 from .data import Batches, open_corpus, prefetch
 from .measure import (default_device, digest, fmt, gpu_uuid, machine, measurements_dir,
                                   records_path, table)
 from .peers import importing_from, load_package, source_of
 from .runs import baseline, code_of, entered, rung_name, uncompiled
 from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
-from .train.coordinator import AllFailed
 from .train.trainer import Trainer
 from .ladder import check_share
 from .model import workload as find_workload
@@ -527,9 +526,9 @@ def look_after(self:OwnRun):
     Trainer.look_after(self)
     self.pace.in_time(self.done)
     if self.done < self.pace.next: return
-    self.flush()
+    self.logger.flush()
     self.pace.after(self.done)
-    self.last = self.clock.now() # the trainer's own tokens/s leave out what came between, too
+    self.logger.restart_clock() # the trainer's own tokens/s leave out what came between, too
 
 # %% ../nbs/48_race.ipynb #race0041
 @patch

@@ -52,7 +52,7 @@ def go(folder, **kw): return train(options(folder, **kw), progress=False)
 def resume(folder, **kw): return train(TrainConfig(resume=str(folder/"runs/run"), **kw), progress=False)
 def state(trainer):
     tensors = {}
-    taken_apart(dict(model=trainer.run.model.state_dict(), state=trainer.state()), tensors)
+    taken_apart(dict(model=trainer.run.model.state_dict(), state=trainer.checkpointer.state(trainer.done)), tensors)
     return {k: t.clone() for k, t in tensors.items()}
 
 # The same bits
@@ -583,7 +583,7 @@ def test_a_loss_is_of_its_own_step(tmp_path, monkeypatch):
     "A checkpoint between two evaluations has no loss, so it isn't kept for that of the one before"
     monkeypatch.setattr(Trainer, "evaluate", lambda self: {4: 1., 8: 2., 12: 3.}[self.done])
     trainer, _ = go(tmp_path, steps=12, evals=3, save_minutes=0., keep_last=1)
-    assert [int(c.name[5:]) for c in checkpoints(tmp_path/"runs/run/checkpoints")][-2:] == [4, 12] and trainer.saver.losses == {4: 1., 8: 2., 12: 3.}
+    assert [int(c.name[5:]) for c in checkpoints(tmp_path/"runs/run/checkpoints")][-2:] == [4, 12] and trainer.checkpointer.saver.losses == {4: 1., 8: 2., 12: 3.}
 
 # What can change
 

@@ -411,7 +411,7 @@ def again(self:Search, turn=0): # which batches: 0 the first ones, 1 those after
     t.run.model.load_state_dict(self.weights)
     for k, o in t.run.stateful: o.load_state_dict(deepcopy(self.states[k]))
     t.make_step()
-    t.done, t.batches.i = 0, turn*self.steps
+    t.done, t.data.batches.i = 0, turn*self.steps
 
 # %% ../../nbs/64_comparison.ipynb #44bd09a6
 def diverged(losses, # of the steps so far
@@ -427,7 +427,7 @@ def descend(self:Search, set_rates, # (step, groups of parameters): sets the rat
     self.again(turn)
     t, losses = self.trainer, []
     with (memory_limit(t.hardware.gib), deterministic(t.cfg.deterministic),
-          closing(prefetch(t.batches, t.device)) as batches):
+          closing(prefetch(t.data.batches, t.device)) as batches):
         while len(losses) < self.steps and not (len(losses) % 10 == 0 and losses and diverged(losses)):
             losses.append(self.one_step(set_rates, *next(batches)))
             if len(losses) % 10 == 0: losses = [float(v) for v in losses]

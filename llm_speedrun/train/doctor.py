@@ -503,7 +503,7 @@ def stored_bytes(tree, world): # of dicts, lists, tensors, `Piece`s and plain va
 def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
     "Bytes of the weights, and of a whole checkpoint, which several processes write together"
     weights, world = stored_bytes(weights_to_save(trainer.run), trainer.world), trainer.world
-    return weights, weights + stored_bytes(trainer.step_state(), world)
+    return weights, weights + stored_bytes(trainer.checkpointer.step_state(), world)
 
 # %% ../../nbs/36_doctor.ipynb #49c693c2
 def size(n): # bytes
