@@ -450,7 +450,7 @@ def check_memory(t, # `FirstSteps`
 def check_text(corpus): # a `Corpus`
     "Findings about the text that its tokens are from: what was read, bytes per token, a round trip"
     read, tok = corpus.text, corpus.tokenizer
-    yield ok("text", f"{corpus.name}: {'; '.join(summary_lines(read)) if read else corpus.train.in_words()}")
+    if read: yield ok("text", f"{corpus.name}: {'; '.join(summary_lines(read))}")
     if not tok: return
     ids = corpus.train[:20_000]
     text = tok.decode(ids[ids != corpus.eot].tolist(), skip_special_tokens=False)

@@ -44,7 +44,7 @@ class TrainData:
                  world, # a `World`
                  device, # for the validation sequences
                  vocab=2**32): # of the model, whose own tokenizer must fit it
-        self.cfg, self.rows, self.world, self.parts, self.tokenizer = cfg, rows, world, [], own_tokenizer(cfg, vocab)
+        self.cfg, self.rows, self.world, self.parts, self.vocab = cfg, rows, world, [], vocab
         try: val = self.open_stream() if cfg.stream else self.open_tokens()
         except FileNotFoundError as e:
             if not cfg.resume: raise
@@ -65,7 +65,7 @@ class TrainData:
 def open_tokens(self:TrainData):
     "Open tokens on disk, one corpus or a mixture. Returns sequences to validate on"
     c = self.cfg
-    own = {"tokenizer" if c.resume else "for_text": self.tokenizer}
+    own = {"tokenizer" if c.resume else "for_text": own_tokenizer(c, self.vocab)}
     self.parts = parts = open_mix(c.data, c.vocab or None, text_key=c.text_key, **own)
     for corpus in self.corpora: corpus.train.check(); corpus.val.check()
     self.corpus, self.fingerprint = self.corpora[0], mix_fingerprint(parts)
@@ -81,7 +81,7 @@ def open_tokens(self:TrainData):
 def open_stream(self:TrainData):
     "Open documents that are tokenized as they come. Returns sequences to validate on"
     c, source = self.cfg, document_source(self.cfg.data, self.cfg.text_key)
-    tok = self.tokenizer or stream_tokenizer(c.data, source, c.vocab)
+    tok = own_tokenizer(c, self.vocab) or stream_tokenizer(c.data, source, c.vocab)
     self.corpus = Corpus(Path(c.data).stem, None, None, vocabulary_size(tok), tok, end_of_text(tok))
     self.fingerprint = self.corpus.fingerprint()
     whole = StreamBatches(one_side(source, False), tok, self.rows, c.seq, seed=c.seed)
