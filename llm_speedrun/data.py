@@ -33,7 +33,7 @@ from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_toke
 from .files import (OTHER_CACHE, InputError, RunError, cache_dir, check_writable,
                                 file_sha256, hold, in_words, read_json, replace_file, synced)
 from .token_files import (GPT2_EOT, GPT2_VOCAB, Meta, Shards, TokenWriter,
-                                      character_tokenizer, check_counts, check_gpt2,
+                                      character_tokenizer, check_counts, check_gpt2, check_width,
                                       named_as_tokens, read_characters, token_files)
 
 # %% ../nbs/03_data.ipynb #8a4918a7
@@ -338,6 +338,7 @@ def _open_shards(path, vocab=None, name=None):
     meta, tok = _said_of(folder, vocab)
     vocab, sums = meta.vocab or GPT2_VOCAB, meta.sha256
     train = Shards(trains, meta.dtype, vocab, sums)
+    if meta.dtype and not meta.files: check_width(train.files, meta.dtype) # ours have their counts
     if not meta.vocab: check_gpt2(train)
     if both: check_counts(folder, meta, "train", train)
     if vals: val = Shards(vals, meta.dtype, vocab, sums, train.dtype); check_counts(folder, meta, "val", val)
@@ -455,12 +456,13 @@ def open_corpus(
     max_tokens=None,    # use no more tokens than this (default: all; `HUB_TOKENS` of a preset)
     tokenizer=None,     # encode text with this one, and train none; tokens must have been made with it
     text_key="text",    # the key or column of JSON lines, Parquet and Arrow that holds the text
+    for_text=None,      # a tokenizer to encode text with; tokens may be of another
 ) -> Corpus:
     """Open a corpus; text is tokenized into `cache_dir()` the first time, and a line printed that says so.
     A `.bin` is nanoGPT's format: `train.bin` takes the `val.bin` beside it, any other holds out its last 5%.
     Raises FileNotFoundError, OSError, ValueError or ConnectionError, saying what to do."""
     check_sizes(max_tokens=max_tokens)
-    how = vocab or OFFLINE_VOCAB, max_tokens, tokenizer
+    how = vocab or OFFLINE_VOCAB, max_tokens, tokenizer or for_text
     if data is None or str(data) == "stdlib": return _open_stdlib(*how)
     if str(data) in HUB: return _open_hub(str(data), vocab, *how[1:])
     path = Path(data).expanduser().absolute()
@@ -481,9 +483,11 @@ def _with_tokenizer(corpus, tokenizer, path):
 
 # %% ../nbs/03_data.ipynb #4bf1d75f
 def _samples(shards, n=64, size=256):
-    "A hash of `n` windows of `size` tokens, evenly spread"
+    "A hash of `n` windows of `size` tokens, evenly spread, the same however wide a token is on disk"
     starts = np.linspace(0, max(0, len(shards) - size), n).astype(int).tolist()
-    return hashlib.blake2b(b"".join(shards[s:s+size].tobytes() for s in starts), digest_size=8).hexdigest()
+    tokens = np.concatenate([shards[s:s+size] for s in starts])
+    tokens = tokens.astype("<u2" if tokens.max(initial=0) < 2**16 else "<u4")
+    return hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
 
 @patch
 def fingerprint(self: Corpus):

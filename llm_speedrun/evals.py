@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from .files import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
                                 replace_file)
 from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
-from .tokenizer import end_of_text
+from .tokenizer import encode_texts, end_of_text
 from .token_files import named_as_tokens
 from .data import HUB, open_corpus
 from .model import set_parts
@@ -47,6 +47,7 @@ class LM:
     vocab: int # V
     device: torch.device
     about: dict # what a record says of it
+    no_tasks: str = "" # why it can't be asked `TASKS`; empty if it can
 
 # %% ../nbs/61_evals.ipynb #b38bf9a3
 def weights_digest(model): # ours, or one of `transformers`
@@ -59,11 +60,14 @@ def weights_digest(model): # ours, or one of `transformers`
 
 # %% ../nbs/61_evals.ipynb #07e0d85b
 def our_tokenizer(folder, vocab): # of a model, the tokens that it knows
-    "The tokenizer in a model's folder, and its `<|endoftext|>`. Raises `InputError` without them"
+    "The tokenizer in a model's folder, the token before a text's first, and why it can't be asked `TASKS`"
     tok = text_tokenizer(folder, vocab)
-    if (eot := end_of_text(tok)) is None:
+    if (eot := end_of_text(tok)) is not None: return tok, eot, ""
+    if {*map(len, tok.get_vocab())} != {1}:
         raise InputError(f"{folder}/tokenizer.json has no {EOT}, which stands before a text's first token")
-    return tok, eot
+    why = (f"{folder} is a character model: its {tok.get_vocab_size()} characters can't spell every question "
+           "of --tasks. It can score a --text")
+    return tok, tok.token_to_id("\n") or 0, why
 
 # %% ../nbs/61_evals.ipynb #9ee9db7c
 def our_lm(folder, # a run's, an export's, or another that `from_pretrained` opens
@@ -71,11 +75,10 @@ def our_lm(folder, # a run's, an export's, or another that `from_pretrained` ope
     "The `LM` in a folder. Raises as `from_pretrained` and `our_tokenizer` do"
     run = from_pretrained(folder, device)
     c = run.model.config
-    tok, eot = our_tokenizer(folder, c.vocab)
-    def encode(texts, special): return [e.ids for e in tok.encode_batch(texts, add_special_tokens=special)]
+    tok, start, why = our_tokenizer(folder, c.vocab)
     about = dict(engine="ours", weights=weights_digest(run.model))
     set_parts(run.model, attend=attend_with("efficient"))
-    return LM(run.model, encode, eot, c.seq, c.vocab, run.device, about)
+    return LM(run.model, partial(encode_texts, tok), start, c.seq, c.vocab, run.device, about, why)
 
 # %% ../nbs/61_evals.ipynb #44604b3b
 def first_line(e): # an error
@@ -225,12 +228,13 @@ def validation_texts(corpus): # a `Corpus`
         if len(ids): yield corpus.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 # %% ../nbs/61_evals.ipynb #f19a8bee
-def documents(path): # a file or folder of text; a tokenized corpus, or "stdlib"
+def documents(path, # a file or folder of text; a tokenized corpus, or "stdlib"
+              text_key="text"): # the key or column that holds the text
     "The documents there. Raises as `read_documents` and `open_corpus` do"
     p = Path(path)
     tokens = named_as_tokens(p) or p.is_dir() and any(p.glob("*.bin"))
     if tokens or str(path) in ("stdlib", *HUB): return validation_texts(open_corpus(path))
-    return in_one(read_documents(path))
+    return in_one(read_documents(path, text_key))
 
 # %% ../nbs/61_evals.ipynb #90d24e7b
 def text_requests(lm, text, context): # an `LM`, a document, as for `windows`
@@ -444,9 +448,10 @@ def asked_tasks(spec, limit=0): # such as "hellaswag,arc_easy=arc.jsonl"; as for
         res.append(questions_of(name.strip(), path, limit))
     return res
 
-def asked_texts(spec, limit=0): # paths with commas; most documents of each
+def asked_texts(spec, limit=0, text_key="text"): # paths with commas; most documents of each; for `documents`
     "Pairs of a path and its documents"
-    res = [(path, [*islice(documents(path), limit or None)]) for path in filter(None, spec.split(","))]
+    paths = filter(None, spec.split(","))
+    res = [(path, [*islice(documents(path, text_key), limit or None)]) for path in paths]
     for path, texts in res:
         if not texts: raise InputError(f"{path} has no text in it")
     return res
@@ -501,13 +506,14 @@ def evaluate_and_tell(c): # an `EvalOptions`
     "What `speedrun_eval` does"
     if not (c.tasks or c.text):
         raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")
-    engine = lookup(ENGINES, c.engine, "engine")
     bf16 = lookup(dict(fp32=False, bf16=True), c.dtype, "dtype")
+    engine = lookup(ENGINES, c.engine, "engine")
     out = Path(c.out or run_of(c.folder)/"evals.json")
     file_of(run_of(c.folder), "config.json", "it is not the folder of a model")
     check_writable(out.parent); saved_evals(out) # before minutes of work
-    tasks, texts = asked_tasks(c.tasks, c.limit), asked_texts(c.text, c.limit)
-    records = evaluate(engine(c.folder), tasks, texts, c.context, batch=c.batch, bf16=bf16)
+    if (lm := engine(c.folder)).no_tasks and c.tasks: raise InputError(lm.no_tasks)
+    tasks, texts = asked_tasks(c.tasks, c.limit), asked_texts(c.text, c.limit, c.text_key)
+    records = evaluate(lm, tasks, texts, c.context, batch=c.batch, bf16=bf16)
     print(*eval_lines(records), sep="\n")
     save_evals(out, records)
     print(f"saved in {out}")

@@ -215,19 +215,21 @@ def json_bytes(d): # a dict
     "The bytes of a JSON file"
     return (json.dumps(d, indent=2) + "\n").encode()
 
+# %% ../nbs/62_export.ipynb #62tokf
 def tokenizer_files(path, # of a `tokenizer.json`
                     config): # a `GPTConfig`
-    "The exported tokenizer, file name -> bytes, and the id of `<|endoftext|>` (None if it has none)"
+    "The exported tokenizer, file name -> bytes, and the ids of its bos, eos and pad tokens, by name"
     data, tok = read_bytes_of(path, most=2**28), read_tokenizer(path)
     saved = json.loads(data)
     if saved.get("truncation") or saved.get("padding"): data = tok.to_str(pretty=True).encode()
     if (n := vocabulary_size(tok)) > config.vocab:
         raise InputError(f"{path} has {n} tokens, and the model knows {config.vocab}: it is another model's")
-    eot = end_of_text(tok)
-    ends = {} if eot is None else dict.fromkeys(("bos_token", "eos_token", "pad_token"), tok.id_to_token(eot))
+    eot, pad = end_of_text(tok), getattr(tok, "pad", None)
+    ends = {} if eot is None else dict.fromkeys(("bos_token", "eos_token", "pad_token"), eot)
+    if pad: ends["pad_token"] = tok.token_to_id(pad)
     about = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.seq,
-                 clean_up_tokenization_spaces=False, **ends)
-    return {"tokenizer.json": data, "tokenizer_config.json": json_bytes(about)}, eot
+                 clean_up_tokenization_spaces=False, **{k: tok.id_to_token(i) for k, i in ends.items()})
+    return {"tokenizer.json": data, "tokenizer_config.json": json_bytes(about)}, ends
 
 # %% ../nbs/62_export.ipynb #62token2
 def text_tokenizer(folder, vocab): # of a model; the tokens that it knows
@@ -271,11 +273,10 @@ def write_folder(out, # the folder to write, which must not exist
     """Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files`, `qwen3_config` and
     `check_qwen3` do"""
     check_qwen3(state, out)
-    files, eot = tokenizer_files(tokenizer, config) if tokenizer else ({}, None)
+    files, ends = tokenizer_files(tokenizer, config) if tokenizer else ({}, {})
     state = folded(state, config.eps)
-    files["config.json"] = json_bytes(qwen3_config(config, dtype, eot, tied=HEAD not in state))
-    ends = json_bytes(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot))
-    if eot is not None: files["generation_config.json"] = ends
+    files["config.json"] = json_bytes(qwen3_config(config, dtype, ends.get("eos_token"), HEAD not in state))
+    if ends: files["generation_config.json"] = json_bytes({f"{k}_id": i for k, i in ends.items()})
     as_written = dict(device="cpu", dtype=EXPORT_DTYPES[dtype])
     tensors = {qwen3_name(k): t.detach().to(**as_written).contiguous() for k, t in state.items()}
     with written_whole(out) as new:

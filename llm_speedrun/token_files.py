@@ -21,8 +21,8 @@ from .tokenizer import TextSummary
 
 # %% auto #0
 __all__ = ['WIDTHS', 'GPT2_VOCAB', 'GPT2_EOT', 'Vocabulary', 'Tokens', 'Width', 'TokenWriter', 'TokenFile', 'token_file',
-           'Shards', 'named_as_tokens', 'token_files', 'check_meta', 'Meta', 'check_counts', 'Characters',
-           'read_characters', 'character_tokenizer', 'check_gpt2']
+           'check_width', 'Shards', 'named_as_tokens', 'token_files', 'check_meta', 'Meta', 'check_counts',
+           'Characters', 'read_characters', 'character_tokenizer', 'check_gpt2']
 
 # %% ../nbs/03d_token_files.ipynb #tokf0010
 @contextmanager
@@ -149,21 +149,30 @@ def _used(sample, width): # bytes, a multiple of `width`
     "How often each byte of a token is other than 0"
     return np.count_nonzero(np.frombuffer(sample, np.uint8).reshape(-1, width), 0)
 
+# %% ../nbs/03d_token_files.ipynb #tokf0030b
+def _never(n, *empty): # uses of one byte, of others
+    "Whether the others are never used, and that is no coincidence"
+    return n >= 16 and not any(empty)
+
+def _seems_wider(sample, width): # bytes; of a token
+    "Whether tokens seem to be twice as wide: the upper half is never used, or its highest byte"
+    u = _used(sample, 2*width)
+    return _never(u[width - 1], u[-1]) or _never(u[:width].max(), *u[width:])
+
 # %% ../nbs/03d_token_files.ipynb #tokf0030
 def _by_bytes(path, size):
     "The same by which bytes are used. Raises `InputError` where that is no integer type we know"
     sample = _sample(path, size)
     if not sample: return np.dtype("<u2"), 0                    # some tokens
     a, b, c = (_used(sample, w) for w in (8, 4, 3))
-    never = lambda n, *empty: n >= 16 and not any(empty)
     if not a.any(): raise InputError(f"{path} holds nothing but zeros: write it again")
-    if never(c[0], c[2]): raise InputError(f"{path} seems to have three bytes a token; {_WRITE}")
-    wrong = never(b[2], b[0]), never(b[3], b[1]), never(b[1], b[0], b[2]), never(a[4:].max(), *a[:4])
+    if _never(c[0], c[2]): raise InputError(f"{path} seems to have three bytes a token; {_WRITE}")
+    wrong = (_never(b[2], b[0]), _never(b[3], b[1]), _never(b[1], b[0], b[2]),
+             _never(a[4:].max(), *a[:4]))
     if any(wrong): raise InputError(
         f"{path} seems to be big-endian, or of floating-point numbers; {_WRITE}")
-    if never(a[:4].max(), *a[4:]): return np.dtype("<u8"), 0
-    if never(b[1], b[3]) or never(b[0], b[2], b[3]): return np.dtype("<u4"), 0
-    return np.dtype("<u2"), 0
+    wide = next((w for w in (4, 2) if _seems_wider(sample, w)), 1)
+    return np.dtype(f"<u{2*wide}"), 0
 
 # %% ../nbs/03d_token_files.ipynb #tokf0031b
 def _from_header(path, head, size, dtype):
@@ -193,6 +202,15 @@ def token_file(
     if rest: raise InputError(f"{path} has {size} bytes, no multiple of a {kind.name} token's "
                               f"{kind.itemsize}: it is truncated, or no raw token file; copy it again")
     return TokenFile(path, kind, start, n, (stat.st_dev, stat.st_ino), sha256)
+
+# %% ../nbs/03d_token_files.ipynb #tokf0035c
+def check_width(files, dtype): # `TokenFile`s; of a token, as `meta.json` states it
+    "Raise `InputError` where the bytes of files without a header say that a token is wider"
+    for f in files:
+        width = f.dtype.itemsize
+        if f.start or width > 4 or not _seems_wider(_sample(f.path, len(f)*width), width): continue
+        raise InputError(f"{f.path}: meta.json says dtype {dtype}, and its bytes are those of a wider type: "
+                         f"every second token would be 0, or nearly. Correct the dtype, or leave it out")
 
 # %% ../nbs/03d_token_files.ipynb #tokf0036
 class _Opened:
@@ -243,7 +261,7 @@ class Shards:
         self.vocab, self.source = vocab, str(paths[0])      # the second is what errors call it
         self.place()
     def __len__(self): return self.hi - self.lo
-    def __repr__(self): return f"Shards({len(self):,} tokens of {self.vocab}, {[p.name for p in self.paths]})"
+    def __repr__(self): return f"Shards({self.in_words()}, a vocabulary of {self.vocab})"
 
 # %% ../nbs/03d_token_files.ipynb #tokf0040
 @patch
@@ -263,6 +281,14 @@ def part(self: Shards, lo, hi):
     res = copy(self)
     res.lo, res.hi = self.lo + lo, self.lo + min(hi, len(self))
     return res
+
+# %% ../nbs/03d_token_files.ipynb #tokf0083c
+@patch
+def in_words(self: Shards):
+    "Return in words what was read: how many tokens, of which type, and from which files"
+    more = len(self.paths) - 1
+    return (f"{len(self):,} {self.dtype.name} tokens from {self.paths[0].name}"
+            + f" and {more:,} more file{'s'*(more > 1)}"*(more > 0))
 
 # %% ../nbs/03d_token_files.ipynb #dd7f5694
 @patch

@@ -17,7 +17,7 @@ from .text_files import EOT, ReadReport, utf8_text
 __all__ = ['SAMPLE', 'TRIFLE', 'PLAUSIBLE', 'prepare_tokenizer', 'end_of_text', 'parse_tokenizer', 'read_tokenizer',
            'tokenizer_of', 'vocabulary_size', 'token_dtype', 'tokenizer_hash', 'end_token', 'set_end_token',
            'write_tokenizer', 'changed_characters', 'there_and_back', 'first_difference', 'check_round_trip', 'tried',
-           'Losses', 'TextSummary', 'Tally', 'check_ratio', 'summary_lines']
+           'encode_texts', 'Losses', 'TextSummary', 'Tally', 'check_ratio', 'summary_lines']
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0007
 def prepare_tokenizer(tokenizer): # changed, and returned
@@ -30,10 +30,11 @@ def prepare_tokenizer(tokenizer): # changed, and returned
 # %% ../nbs/03c_tokenizer.ipynb #03ct0009
 _CONFIG = "tokenizer_config.json"
 
-def _named_end(path):
-    "The end token that `tokenizer_config.json` names, or None"
-    name = read_json(path, dict).get("eos_token") if path.exists() else None
-    return name.get("content") if isinstance(name, dict) else name
+def _named_tokens(path):
+    "The end token and the pad token that `tokenizer_config.json` names, each a name or None"
+    about = read_json(path, dict) if path.exists() else {}
+    names = (about.get(k) for k in ("eos_token", "pad_token"))
+    return [o.get("content") if isinstance(o, dict) else o for o in names]
 
 def end_of_text(tokenizer):
     "Return the id of the token that ends a text, or None"
@@ -49,8 +50,8 @@ def parse_tokenizer(text, where): # of a `tokenizer.json`, and what to call it
 def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
     "The tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file that holds none"
     tokenizer = parse_tokenizer(utf8_text(read_bytes_of(path, most=2**28), path), path)
-    name = _named_end(Path(path).with_name(_CONFIG))
-    if isinstance(name, str) and tokenizer.token_to_id(name) is not None: tokenizer.end = name
+    for k, name in zip(("end", "pad"), _named_tokens(Path(path).with_name(_CONFIG))):
+        if isinstance(name, str) and tokenizer.token_to_id(name) is not None: setattr(tokenizer, k, name)
     return tokenizer
 
 def tokenizer_of(
@@ -93,11 +94,12 @@ def set_end_token(tokenizer, name): # prepared
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0019
 def write_tokenizer(folder, tokenizer, sync=False):
-    "Write `tokenizer.json`, and the end token's name beside it if that isn't `<|endoftext|>`"
+    "Write `tokenizer.json`, and the names of a pad token and of an end token that isn't `<|endoftext|>`"
     replace_file(Path(folder)/"tokenizer.json", tokenizer.to_str(pretty=True), sync)
-    name = getattr(tokenizer, "end", EOT)
-    about = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=name)
-    if name != EOT: replace_file(Path(folder)/_CONFIG, json.dumps(about, indent=2), sync)
+    end, pad = getattr(tokenizer, "end", EOT), getattr(tokenizer, "pad", None)
+    about = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end)
+    if pad: about["pad_token"] = pad
+    if end != EOT or pad: replace_file(Path(folder)/_CONFIG, json.dumps(about, indent=2), sync)
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0022
 SAMPLE, TRIFLE = 200_000, .001      # characters that are tried; the share of them that may be lost
@@ -141,6 +143,18 @@ def tried(docs, tokenizer): # an iterable of documents
             if left <= 0: check_round_trip(tokenizer, first)
         yield text
     if left > 0: check_round_trip(tokenizer, first)
+
+# %% ../nbs/03c_tokenizer.ipynb #03ct0027c
+def encode_texts(tokenizer, texts, special=False): # whether to add what the tokenizer puts around a text
+    "Return the tokens of texts, a list for each. Raises `InputError` for what the tokenizer can't encode"
+    try: return [o.ids for o in tokenizer.encode_batch(texts, add_special_tokens=special)]
+    except Exception as e:      # the library raises no other class
+        known, characters = tokenizer.get_vocab(), dict.fromkeys("".join(texts))
+        lacks = [f"{c!r} ({unicodedata.name(c, f'U+{ord(c):04X}')})" for c in characters if c not in known]
+        what = f"its vocabulary lacks {', '.join(lacks[:3])}" if lacks else e
+        more = f" and {len(lacks) - 3:,} more"*(len(lacks) > 3)
+        raise InputError(
+            f"the tokenizer can't encode the text: {what}{more}. Remove that from the text") from None
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0029
 _RARE = "A\ufb01\x01\u0378\u5be7\ue123\U0001f9ff\U000e0041"          # who spells these, spells anything

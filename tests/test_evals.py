@@ -1,10 +1,12 @@
 """Evaluations: every log-likelihood and score as lm-evaluation-harness gives it, ours and transformers' alike, and one line for what
 can't be. What the harness says of a tiny model is in evals/expected.json, which make_evals.py wrote."""
-import importlib.util, json, math, shutil
+import importlib.util, json, math, pickle, re, shutil
+from pathlib import Path
 from dataclasses import replace
 import numpy as np, pytest
 from llm_speedrun.data import open_corpus, train_tokenizer, write_shards
 from llm_speedrun.evals import *
+from llm_speedrun.export import write_folder
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPT
 from llm_speedrun.recipes.architecture import UntiedGPT
@@ -106,6 +108,38 @@ def test_more_context_is_no_other_text(ours):
     with pytest.raises(InputError, match="reads 48 tokens"): text_scores(ours, ["x"], context=49)
 
 # --- texts ---
+
+@pytest.fixture(scope="module")
+def characters(tmp_path_factory):
+    "nanoGPT's folder of characters, and a model of them that knows nothing"
+    top = tmp_path_factory.mktemp("characters")
+    itos = dict(enumerate("\n abcdefgh"))
+    (top/"data").mkdir(); (top/"model").mkdir()
+    (top/"data/meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=len(itos), itos=itos, stoi={c: i for i, c in itos.items()})))
+    for name in ("train", "val"): (np.arange(3000) % 10).astype("<u2").tofile(top/f"data/{name}.bin")
+    tok = open_corpus(top/"data").tokenizer
+    tok.save(str(top/"tokenizer.json"))
+    config = replace(TINY, vocab=64)
+    state = GPT(config).state_dict()
+    state["embed_tokens.weight"].zero_()
+    write_folder(top/"model/tiny", config, state, top/"tokenizer.json")
+    return top
+
+def test_a_character_model(characters, capsys):
+    "Bits per byte of its corpus and of a text; other characters are named, and questions refused before they are looked for"
+    model, text = str(characters/"model/tiny"), characters/"text.jsonl"
+    text.write_text(json.dumps(dict(body="abc\n"*50)) + "\n")
+    speedrun_eval([model, f"--text={characters/'data'}"])
+    speedrun_eval([model, f"--text={text}", "--text_key=body"])
+    got = {Path(r["source"]).name: r for r in json.loads((characters/"model/tiny/evals.json").read_text())}
+    assert (got["data"]["bytes"], got["text.jsonl"]["bytes"]) == (3000, 200) and got["data"]["tokens"] == 3000
+    assert all(r["scores"]["bits_per_byte"] == pytest.approx(6) for r in got.values())    # of 64 equally likely tokens
+    (characters/"bad.txt").write_text("abcé", encoding="utf-8")
+    capsys.readouterr()
+    for words, why in ((["--text", str(characters/"bad.txt")], "'é' .LATIN SMALL LETTER E WITH ACUTE"), (["--tasks=hellaswag"], "is a character model: its 10 characters"),
+                       (["--text", str(text)], "has no key 'text'")):
+        with pytest.raises(SystemExit): speedrun_eval([model, *words])
+        assert re.search(why, capsys.readouterr().err)
 
 def test_validation_side(tmp_path, ours):
     "A tokenized corpus gives the documents that it holds out, whole"

@@ -11,9 +11,9 @@ from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
 from llm_speedrun.sample import generate
 from llm_speedrun.train.presets import presets
-from llm_speedrun.train.options import speedrun_export
+from llm_speedrun.train.options import speedrun_data, speedrun_export, speedrun_report, speedrun_train
 from llm_speedrun.train.trainer import train
-from small import NANO, fails, nano, options, trained_on_text
+from small import NANO, fails, nano, options, texts, trained_on_text
 from timeouts import TIMEOUT
 
 def names(folder): return {p.name for p in folder.iterdir()}
@@ -442,12 +442,31 @@ def test_interrupted_export_leaves_nothing(trained, tmp_path, monkeypatch, error
     import_folder(export_folder(trained[1], tmp_path/"out"))
 
 def test_an_export_is_no_run(trained, tmp_path, capsys):
-    "It is said that it is a model of transformers already"
-    export_folder(trained[1], tmp_path/"out")
+    "Nothing exports, resumes or reports it: it is said that it is a model of transformers already, and what can be done with one"
+    out = str(export_folder(trained[1], tmp_path/"out"))
     before = names(tmp_path/"out")
-    with pytest.raises(SystemExit) as e: speedrun_export([str(tmp_path/"out")])
-    assert e.value.code == 2 and names(tmp_path/"out") == before
-    assert re.fullmatch("error: .*out is a model as transformers reads it, and so is an export: name the run.*\n", capsys.readouterr().err)
+    for command, words in ((speedrun_export, [out]), (speedrun_train, ["--resume", out])):
+        with pytest.raises(SystemExit) as e: command(words)
+        assert e.value.code == 2 and names(tmp_path/"out") == before
+        assert re.fullmatch(f"error: .*out is a model in the format of transformers, not a run.*speedrun_train --init {re.escape(out)}.*\n", capsys.readouterr().err)
+    with pytest.raises(SystemExit): speedrun_report([out])
+    assert "not a run: a run's folder has the metrics.jsonl" in capsys.readouterr().err and names(tmp_path/"out") == before
+
+def test_a_pad_token_stays(trained, tmp_path, monkeypatch):
+    "A run that begins with a folder that has a pad token of its own is exported with it, also by way of speedrun_data"
+    monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(tmp_path/"cache"))
+    base = export_folder(trained[1], tmp_path/"base")
+    tok = json.loads((base/"tokenizer.json").read_text(encoding="utf-8"))
+    name = next(k for k, i in tok["model"]["vocab"].items() if i == 7)
+    about = json.loads((base/"tokenizer_config.json").read_text(encoding="utf-8")) | dict(pad_token=dict(content=name))
+    (base/"tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
+    data = str(texts(tmp_path/"texts"))
+    speedrun_data([f"--data={data}", f"--tokenizer={base}", f"--out={tmp_path/'tokens'}", "--workers=1"])
+    for i, data in enumerate((data, str(tmp_path/"tokens"))):
+        train(options(tmp_path, data=data, init=str(base), workload="", name=f"tuned{i}", steps=1, lr=1e-3, vocab=0), progress=False)
+        out = export_folder(tmp_path/f"runs/tuned{i}", tmp_path/f"out{i}")
+        assert json.loads((out/"tokenizer_config.json").read_text(encoding="utf-8"))["pad_token"] == name
+        assert json.loads((out/"generation_config.json").read_text())["pad_token_id"] == 7
 
 @pytest.mark.parametrize("what", ["write_bytes", "save_file"])
 def test_full_disk(trained, tmp_path, monkeypatch, capsys, what):

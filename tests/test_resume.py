@@ -212,7 +212,7 @@ def test_edited_steps_are_told(stopped, capsys):
     path = stopped/"runs/run/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(steps=20)))
     Trainer(TrainConfig(resume=str(stopped/"runs/run"))).let_go()
-    assert "20 steps in place of 12: the learning rate follows the new length" in capsys.readouterr().out
+    assert "20 steps instead of 12: the learning rate of the next step " in capsys.readouterr().out
 
 @posix
 @pytest.mark.parametrize("error", [RuntimeError("a fault"), RunError("out of GPU memory in the middle of an update")], ids=repr)
@@ -614,7 +614,7 @@ def test_more_steps(stopped, capsys):
     run = stopped/"runs/run"
     rise = json.loads((run/"config.json").read_text())["warmup_steps"]
     trainer = Trainer(TrainConfig(resume=str(run), steps=400))
-    assert re.search("400 steps in place of 12: the learning rate follows the new length, .* without another warm-up", capsys.readouterr().out)
+    assert re.search("400 steps instead of 12: the learning rate of the next step .* without another warm-up", capsys.readouterr().out)
     assert trainer.warmup == rise == 1      # 20 of 400 steps would rise
     trainer.cfg.steps = 8; trainer.train_step.lr = trainer.lr_schedule(); trainer.fit()
     lrs = [r["lr"] for r in rows(run) if "lr" in r]

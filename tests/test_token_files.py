@@ -62,6 +62,11 @@ CASES = {
     "two shards of other widths": ({"train_000.bin": GPT2.astype("<u2"), "train_001.bin": GPT2.astype("<i4")}, "not all of the tokens have one width"),
     "meta.json against the header": ({"train.bin": header() + GPT2.astype("<u2").tobytes(), "meta.json": b'{"dtype": "int32"}'},
                                      "has a header of tokens of 2 bytes, and they are said to be int32"),
+    "int64, and meta.json says uint16": ({"train.bin": GPT2.astype("<i8"), "meta.json": b'{"dtype": "uint16", "vocab": 50257}'}, "meta.json says dtype uint16.*wider type"),
+    "Llama's uint32, and meta.json says uint16": ({"train.bin": LLAMA.astype("<u4"), "meta.json": b'{"dtype": "uint16", "vocab": 65536}'}, "meta.json says dtype uint16.*wider type"),
+    "int64 of characters, and meta.json says int32": ({"train.bin": CHARS.astype("<i8"), "meta.json": b'{"dtype": "int32", "vocab": 65}'}, "meta.json says dtype int32.*wider type"),
+    "uint16 of characters, and meta.json says uint8": ({"train.bin": CHARS.astype("<u2"), "meta.json": b'{"dtype": "uint8", "vocab": 65}'}, "meta.json says dtype uint8.*wider type"),
+    "uint16, and meta.json says int32": ({"train.bin": GPT2.astype("<u2"), "meta.json": b'{"dtype": "int32", "vocab": 50257}'}, "outside the vocabulary of 50257.*another integer type"),
     # headers
     "llm.c, GPT-2": ({"train.bin": header() + GPT2.astype("<u2").tobytes()}, (50257, GPT2)),
     "llm.c, Llama 3 (version 7)": ({"train.bin": header(magic=20240801, version=7) + LLAMA.astype("<u4").tobytes(), "meta.json": b'{"vocab": 128256}'},
@@ -139,6 +144,14 @@ def test_the_last_resort(tmp_path):
     CHARS[:90].astype("<i4").tofile(tmp_path/"train.bin")
     (tmp_path/"meta.json").write_text('{"dtype": "int32", "vocab": 65}')
     assert open_corpus(tmp_path).train[:5].tolist() == CHARS[:5].tolist()
+
+@pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8"])
+def test_width_is_told_and_makes_no_difference(tmp_path, dtype):
+    "The type that was found is shown, and the fingerprint is of the tokens: that of uint16 is what it always was"
+    GPT2.astype(dtype).tofile(tmp_path/"train.bin")
+    c = open_corpus(tmp_path)
+    assert c.train.in_words() == f"{len(c.train):,} {c.train.dtype.name} tokens from train.bin" and f"{c.train.in_words()}, a vocabulary of 50257" in repr(c)
+    assert c.fingerprint()["training samples"] == "15ff5544c5ef1f06" and c.train.dtype.itemsize == int(dtype[-1])
 
 def test_characters_are_text(tmp_path):
     "meta.pkl gives a tokenizer that goes with a run; one that can't be made leaves the vocabulary alone"

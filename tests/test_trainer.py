@@ -1,5 +1,5 @@
 "The trainer refuses bad options before it writes anything, loses nothing when stopped, and repeats itself exactly."
-import dataclasses, itertools, json, os, pickle, re, shlex, signal, subprocess, sys, time
+import copy, dataclasses, itertools, json, os, pickle, re, shlex, signal, subprocess, sys, time
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
@@ -9,6 +9,7 @@ from llm_speedrun.train import autotune, trainer as module
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
 from llm_speedrun.train.autotune import *
 from llm_speedrun.train.presets import *
+from llm_speedrun.data import train_tokenizer, write_shards
 from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.run_charts import loss_chart
@@ -449,8 +450,40 @@ def test_init(tmp_path):
     assert second.evaluate() == pytest.approx(res["val_loss"], abs=1e-4) and second.config.width == NANO.width
     second.fit()
     with fails(ValueError, "leave out --workload"): Trainer(options(tmp_path, **how | dict(workload="nano")), progress=False)
-    with fails(ValueError, "texts was tokenized otherwise than .*run: tokenize it with speedrun_data"):
-        Trainer(options(tmp_path, **how | dict(vocab=280, name="c")), progress=False)
+    write_shards(["Other text, of which there is enough.\n"*99]*9, train_tokenizer(["Other text"], 280), tmp_path/"other")
+    with fails(ValueError, "other was tokenized otherwise than .*run: tokenize it with speedrun_data"):
+        Trainer(options(tmp_path, **how | dict(data=str(tmp_path/"other"), name="c")), progress=False)
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_init_with_new_text(tmp_path, stream, capsys):
+    "Text is encoded with the tokenizer of the weights; one that isn't the model's is refused before anything is encoded"
+    first, _ = train(options(tmp_path, data=str(texts(tmp_path/"texts")), steps=1), progress=False)
+    (tmp_path/"new").mkdir()
+    for i in range(60): (tmp_path/f"new/{i}.txt").write_text(f"Text {i}, in which other words are frequent.\n"*30)
+    how = dict(data=str(tmp_path/"new"), init=str(tmp_path/"runs/run"), workload="", name="second", vocab=280, stream=stream)
+    second = Trainer(options(tmp_path, **how), progress=False)
+    assert second.data.corpus.tokenizer.get_vocab() == first.data.corpus.tokenizer.get_vocab() and second.config.vocab == NANO.vocab
+    (tmp_path/"new/0.txt").write_text("Another one.\n"*2000)
+    train_tokenizer([(tmp_path/"texts/1.txt").read_text()], 400).save(str(tmp_path/"runs/run/tokenizer.json"))
+    capsys.readouterr()
+    with fails(ValueError, "tokenizer.json has .* tokens, and the model there 320"): Trainer(options(tmp_path, **how | dict(name="third")), progress=False)
+    assert "Tokenizing" not in capsys.readouterr().out
+
+def test_a_rate_that_stays():
+    "Where another number of steps doesn't change the next step's learning rate, no two equal numbers are printed"
+    said = []
+    for old, new in ((1e-3, 1.0001e-3), (1e-3, 2e-3)):
+        t = SimpleNamespace(cfg=SimpleNamespace(steps=9), done=3, say=said.append, lr_schedule=lambda n: lambda i: new if n == 9 else old)
+        Trainer.tell_plan(t, 6)
+    assert "next step stays 1.00e-03." in said[0] and "next step is 2.00e-03 instead of 1.00e-03." in said[1]
+
+def test_a_sample_without_a_tokenizer(tmp_path, capsys):
+    "A few tokens, how many there are, and how to get text; and which type of token was found"
+    _, res = train(options(tmp_path, sample=99))
+    lines = res["sample"].splitlines()
+    assert lines[0].startswith("no tokenizer came with the data. The first of 115 tokens: ") and len(lines[0].split(": ")[1].split()) == 21
+    assert "put the tokenizer.json" in lines[1]
+    assert "read 4,097 uint16 tokens from train.bin; to validate, 1,025 uint16 tokens from val.bin" in capsys.readouterr().out
 
 # Schedules, averages, targets
 
@@ -692,7 +725,9 @@ def test_a_vocabulary_that_is_not_used_is_told(tmp_path, capsys, monkeypatch):
     train(options(tmp_path, data="stdlib", vocab=300, steps=2, name="a"))
     assert "were asked for" not in capsys.readouterr().out
     made = Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="b"))
-    monkeypatch.setattr(module, "TrainData", lambda *args: SimpleNamespace(corpus=SimpleNamespace(vocab=290), fingerprint={}))
+    smaller = copy.copy(made.data)
+    smaller.corpus = dataclasses.replace(smaller.corpus, vocab=290)
+    monkeypatch.setattr(module, "TrainData", lambda *args: smaller)
     made.open_data()
     assert "the vocabulary has 290 tokens, and 300 were asked for" in capsys.readouterr().out
     made.let_go()

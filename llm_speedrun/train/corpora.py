@@ -316,10 +316,10 @@ def open_mix(spec, # as for `parse_mix`, each name as for `open_corpus`
              vocab=None, # as for `open_corpus`
              max_tokens=None, # of each corpus
              tokenizer=None, # as for `open_corpus`
-             text_key="text", # as for `open_corpus`
+             **how, # `text_key` and `for_text`, as for `open_corpus`
             ) -> list: # of (Corpus, Fraction)
     "Open the corpora of a mixture. ValueError if they don't share a tokenizer, else as `open_corpus` raises"
-    res = [(open_corpus(n, vocab, max_tokens, tokenizer, text_key), w) for n, w in parse_mix(spec)]
+    res = [(open_corpus(n, vocab, max_tokens, tokenizer, **how), w) for n, w in parse_mix(spec)]
     first = res[0][0]
     for c, _ in res[1:]:
         toks = [o.tokenizer and tokenizer_hash(o.tokenizer) for o in (first, c)]

@@ -235,6 +235,7 @@ class EvalOptions(Options):
     # What
     tasks: Several = "" # hellaswag, lambada, arc_easy, arc_challenge: from the Hub, or NAME=FILE; with commas
     text: Several = "" # files, folders, tokenized corpora (their validation side): bits per byte; with commas
+    text_key: Text = "text" # the key (JSONL) or column (Parquet, Arrow) that holds the text
     limit: Count = 0 # most questions of a task, most documents of a text; by default all
     context: Count = 0 # fewest tokens before a scored one of a text; by default half of what the model reads
     # Output

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['Leaf', 'Options', 'TEMPLATES', 'VERSIONS', 'MACHINE', 'SCHEDULED', 'CURVES', 'PAGE_CSS', 'PARTS_CSS', 'TEXT_CSS',
-           'PARTS', 'Rung', 'Phase', 'Start', 'Ending', 'Score', 'read_run', 'number', 'layout', 'step_tokens',
-           'model_config', 'mfu_at', 'phase_ms', 'format_duration', 'steps_done', 'key_figures', 'part', 'recipe_text',
-           'step_texts', 'about_part', 'loss_part', 'drawn', 'speed_part', 'breakdown_part', 'rank_times', 'ranks_part',
-           'group_rates', 'training_part', 'gpu_part', 'ladder_part', 'start_part', 'choices_part', 'eval_part',
-           'profile_part', 'events_part', 'sample_part', 'options_part', 'rendered', 'page_of', 'html_report']
+           'PARTS', 'Rung', 'Phase', 'Start', 'Ending', 'Score', 'check_run', 'read_run', 'number', 'layout',
+           'step_tokens', 'model_config', 'mfu_at', 'phase_ms', 'format_duration', 'steps_done', 'key_figures', 'part',
+           'recipe_text', 'step_texts', 'about_part', 'loss_part', 'drawn', 'speed_part', 'breakdown_part',
+           'rank_times', 'ranks_part', 'group_rates', 'training_part', 'gpu_part', 'ladder_part', 'start_part',
+           'choices_part', 'eval_part', 'profile_part', 'events_part', 'sample_part', 'options_part', 'rendered',
+           'page_of', 'html_report']
 
 # %% ../../nbs/35_report.ipynb #d4c7d114
 import json, math, re, statistics
@@ -21,7 +22,7 @@ from ..model import GPTConfig, matrix_params, train_flops
 from .metrics import PHASES, Number, Value, read_rows
 from .run_charts import (PHASE_COLORS, PURPLE, breakdown_chart, curve, loss_chart, points,
                                            ranks_chart, short_number, svg)
-from .saving import Result, checkpoints, step_of_name
+from .saving import Result, checkpoints, of_transformers, step_of_name
 
 # %% ../../nbs/35_report.ipynb #8f163955
 Leaf = Value | list[Value] | dict[str, Value]
@@ -80,13 +81,22 @@ _JSON = dict(config=(Options, dict), result=(Ending, partial(Ending, steps=0)), 
 _MISSING = dict(config="without config.json the options, the machine and MFU are unknown",
                 rows="metrics.jsonl has no rows: no step was noted")
 
+# %% ../../nbs/35_report.ipynb #35run02
+def check_run(folder): # a path
+    "Raise `FileNotFoundError` for a folder that isn't a run's, and `InputError` for a model's"
+    if (folder/"metrics.jsonl").exists(): return
+    if not (folder/"config.json").exists():
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it has neither config.json nor "
+                                "metrics.jsonl")
+    if of_transformers(folder/"config.json"): raise InputError(
+        f"{folder} is a model in the format of transformers, not a run: a run's folder has the metrics.jsonl "
+        "of its training, such as runs/<name>")
+
 # %% ../../nbs/35_report.ipynb #afe3cb5b
 def read_run(folder): # of a run, finished or not
     "What a run's files say, a dict. Raises `FileNotFoundError` for a folder that isn't one"
     folder, notes = Path(folder), []
-    if not any((folder/n).exists() for n in ("config.json", "metrics.jsonl")):
-        raise FileNotFoundError(f"{folder} is not the folder of a run: it has neither config.json nor "
-                                "metrics.jsonl")
+    check_run(folder)
     load = lambda name, read, empty: _loaded(folder/name, read, empty, notes)
     run = {k: load(f"{k}.json", partial(read_json, kind=kind), empty) for k, (kind, empty) in _JSON.items()}
     for k, name in (("rows", "metrics"), ("samples", "samples")):

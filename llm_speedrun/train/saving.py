@@ -398,8 +398,9 @@ def read_record(folder): # of a run
     "Its `Record`. Raises `FileNotFoundError` for a folder that is none, and `InputError` for a bad file"
     path = Path(folder)/"config.json"
     try:
-        if of_transformers(path): raise InputError(f"{folder} is a model as transformers reads it, and so is "
-                                                   "an export: name the run that it is of")
+        if of_transformers(path): raise InputError(
+            f"{folder} is a model in the format of transformers, not a run. To train from its weights: "
+            f"speedrun_train --init {folder}. To go on with a run or to export it, name the run's folder")
         record = read_json(path, Record)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json") from None

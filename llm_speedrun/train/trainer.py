@@ -278,7 +278,9 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
     except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"
     tok = self.data.corpus.tokenizer
     if tok: return tok.decode(out)
-    return "no tokenizer came with the data; the tokens are " + " ".join(map(str, out))
+    first = f"{' '.join(map(str, out[:20]))}{' ...'*(len(out) > 20)}"
+    return (f"no tokenizer came with the data. The first of {len(out)} tokens: {first}\nFor text, put the "
+            "tokenizer.json of these tokens next to the data, or into the run's folder for speedrun_sample")
 
 # %% ../../nbs/30_trainer.ipynb #2b597454
 @patch
@@ -413,9 +415,10 @@ def tell_plan(self:Trainer, was): # the number of steps when the checkpoint was 
     "Say what another number of steps does to the learning rate"
     c = self.cfg
     if was == c.steps: return
-    old, new = (self.lr_schedule(n)(self.done) for n in (was, c.steps))
-    self.say(f"{c.steps:,} steps in place of {was:,}: the learning rate follows the new length, {new:.2e} in "
-             f"the next step where it would have been {old:.2e}, without another warm-up")
+    old, new = (f"{self.lr_schedule(n)(self.done):.2e}" for n in (was, c.steps))
+    change = f"stays {new}" if old == new else f"is {new} instead of {old}"
+    self.say(f"{c.steps:,} steps instead of {was:,}: the learning rate of the next step {change}. It follows "
+             "the schedule of the new length, without another warm-up")
 
 # %% ../../nbs/30_trainer.ipynb #f585fcf2
 CHANGEABLE = ("data hardware rungs batch gpus restarts rank_logs steps target save_minutes keep_last "
@@ -745,17 +748,14 @@ def open_data(self:Trainer):
     "Open the data, first on the first process, which may tokenize it: the others find the tokens on disk"
     c = self.cfg
     def opened():
-        self.data = TrainData(c, self.sequences, self.world, self.device)
+        self.data = TrainData(c, self.sequences, self.world, self.device, self.config.vocab)
         if c.resume: self.data.check_unchanged(self.found.about.facts, self.found.folder)
         if c.init: check_tokens(self.data.corpus, self.config, c.init)
         else: self.config = with_vocabulary(self.config, self.data.corpus.vocab)
     self.coordinator.run_on_rank_zero(opened)
     if not self.world.first: opened()
     check_alike(self.world, data=self.data.fingerprint)
-    asked, there = c.vocab, self.data.corpus.vocab
-    if asked not in (0, there):
-        self.say(f"the vocabulary has {there:,} tokens, and {asked:,} were asked for: tokenized text keeps "
-                 "its own, and a short text has no more")
+    for line in self.data.lines(): self.say(line)
 
 # %% ../../nbs/30_trainer.ipynb #d3da2420
 @patch
