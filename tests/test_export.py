@@ -44,7 +44,7 @@ def exported(trained, tmp_path_factory):
 
 def validation(trainer):
     "Validation batches of a trainer's corpus"
-    return val_batches(trainer.corpus.val, 8, trainer.config.seq, 2)
+    return val_batches(trainer.data.corpus.val, 8, trainer.config.seq, 2)
 
 def gap(trainer, theirs):
     "Largest difference of the logits on the validation batch"
@@ -73,11 +73,11 @@ def test_command_to_transformers(trained, tmp_path):
     assert type(theirs).__name__ == "Qwen3ForCausalLM" and theirs.dtype == torch.float32
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
     assert gap(trainer, theirs) < 1e-4
-    tok, ours = transformers.AutoTokenizer.from_pretrained(out), trainer.corpus.tokenizer
+    tok, ours = transformers.AutoTokenizer.from_pretrained(out), trainer.data.corpus.tokenizer
     for s in ("Text 7: 7 times", " a , b .\n\n\tc ", "naïve 漢字 🙂", ""):
         ids = tok(s)["input_ids"]
         assert ids == ours.encode(s).ids and tok.decode(ids) == s
-    assert len(tok) == ours.get_vocab_size() and tok.eos_token_id == tok.bos_token_id == trainer.corpus.eot
+    assert len(tok) == ours.get_vocab_size() and tok.eos_token_id == tok.bos_token_id == trainer.data.corpus.eot
     prompt = tok("Text 7: 7", return_tensors="pt")
     ids = prompt["input_ids"][0].tolist()
     n = NANO.seq - len(ids) # further on, ours forgets the beginning and theirs knows no positions
