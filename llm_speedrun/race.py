@@ -514,9 +514,11 @@ class OwnRun(Trainer):
         self.job = job
         super().__init__(*args)
 
-    def fill_in(self):
-        super().fill_in() # from here on rate and decay are known
-        self.cfg.lr, self.cfg.weight_decay = self.cfg.lr*self.job.lr, self.cfg.weight_decay*self.job.wd
+    def resolve(self, resolver):
+        plan = super().resolve(resolver)
+        c = plan.options
+        c.lr, c.weight_decay = c.lr*self.job.lr, c.weight_decay*self.job.wd
+        return plan
 
     def loop(self, batches):
         self.pace.clock.go()
@@ -546,8 +548,9 @@ def judged(self:OwnRun, referee): # a `Referee`
 @patch
 def plan_for(self:OwnRun, total): # steps
     "Let the schedules end there"
-    self.cfg.steps, self.warmup = total, warmup_steps(self.cfg.warmup, total)
-    self.train_step.lr = self.lr_schedule()
+    self.cfg.steps = total
+    self.plan = replace(self.plan, warmup=warmup_steps(self.cfg.warmup, total))
+    self.train_step.lr = self.plan.lr_schedule()
     self.write_config()
 
 # %% ../nbs/48_race.ipynb #race0042

@@ -12,7 +12,7 @@ from llm_speedrun.files import InputError
 from llm_speedrun.measure import Timings, process_start
 from llm_speedrun.model import workload
 from llm_speedrun.runs import find_rung, rung_name
-from llm_speedrun.train import autotune, trainer as trainer_module
+from llm_speedrun.train import autotune, resolve, trainer as trainer_module
 from llm_speedrun.train.autotune import divisors, find_micro_batch
 from llm_speedrun.train.presets import PRESETS, parse_rungs, preset, presets
 from llm_speedrun.train.trainer import Trainer, train
@@ -137,18 +137,18 @@ def test_nothing_in_8_bits():
 def unknown(monkeypatch):
     "No preset is recorded for this machine; two short lists are compared"
     lists = {"fastest": ["flash", "fused_adamw"], "fastest without fused_adamw": ["flash"]}
-    monkeypatch.setattr(trainer_module, "recorded_preset", lambda config: "")
-    monkeypatch.setattr(trainer_module, "candidates", lambda lacks, beside: lists)
+    monkeypatch.setattr(resolve, "recorded_preset", lambda config: "")
+    monkeypatch.setattr(resolve, "candidates", lambda lacks, beside: lists)
     return lists
 
 def test_a_recorded_preset_is_not_measured(tmp_path, monkeypatch):
     "On a CPU, and on a GPU whose fastest preset is recorded, `auto` takes that at once; it is noted with all its rungs"
     def choose_rungs(*args): raise AssertionError("measured")
-    monkeypatch.setattr(trainer_module, "choose_rungs", choose_rungs)
+    monkeypatch.setattr(resolve, "choose_rungs", choose_rungs)
     for name in ("cpu", "safe"):
-        monkeypatch.setattr(trainer_module, "recorded_preset", lambda config: name)
+        monkeypatch.setattr(resolve, "recorded_preset", lambda config: name)
         trainer = Trainer(options(tmp_path, rungs="auto", name=name), progress=False)
-        assert [*map(rung_name, trainer.cfg.rungs.split(","))] == [*trainer.run.rungs] and trainer.wanted == name
+        assert [*map(rung_name, trainer.cfg.rungs.split(","))] == [*trainer.run.rungs] and trainer.plan.wanted == name
         assert {rung_name(r) for r in trainer.cfg.rungs.split(",")} == {rung_name(r) for r in preset(name)}
 
 def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
@@ -158,7 +158,7 @@ def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
     monkeypatch.setattr(autotune, "list_speed", list_speed)
     trainer = Trainer(options(tmp_path, rungs="auto", name="a"))
     said = capsys.readouterr().out
-    assert trainer.run.rungs == ("flash",) and trainer.wanted == "fastest"
+    assert trainer.run.rungs == ("flash",) and trainer.plan.wanted == "fastest"
     assert "fastest: 1,000 tokens/s" in said and "fastest without fused_adamw: 2,000 tokens/s" in said
     assert "not fused_adamw: the list is faster without it here" in " ".join(said.split())
     speed[2] = 3.
@@ -214,7 +214,7 @@ def test_the_ladder_is_measured_when_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trainer_module, "climb", lambda config, rows, rungs: [dict(rungs=list(rungs), rows=rows)])
     plain, asked = (Trainer(options(tmp_path, rungs="safe", name=str(on), ladder=on), progress=False) for on in (False, True))
     assert plain.ladder == [] and plain.cfg.rungs == asked.cfg.rungs
-    assert asked.ladder == [dict(rungs=asked.cfg.rungs.split(","), rows=asked.rows_here)]
+    assert asked.ladder == [dict(rungs=asked.cfg.rungs.split(","), rows=asked.plan.rows_here)]
 
 def test_climb_refuses_before_it_measures(monkeypatch):
     "What doesn't go together is refused before minutes of measuring"

@@ -8,7 +8,7 @@ import torch.distributed.run as torchrun
 import build_pages, train_pages
 from llm_speedrun.files import InputError
 from llm_speedrun.model import workload
-from llm_speedrun.train import options, trainer
+from llm_speedrun.train import options, resolve
 from llm_speedrun.train.presets import parse_rungs
 from prose import measured_numbers
 from shown import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train
@@ -133,7 +133,7 @@ def small_steps(body):
     """Steps of 16 sequences instead of 64, where a command says nothing else: enough to tell the form of what is printed. Not for the
     doctor, whose advice depends on them"""
     if "speedrun_doctor" in body: return nullcontext()
-    return patch.object(trainer, "divide", lambda c, default, dp=1, divide=trainer.divide: divide(c, default//4, dp))
+    return patch.object(resolve, "divide", lambda c, default, dp=1, divide=resolve.divide: divide(c, default//4, dp))
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory):

@@ -69,6 +69,6 @@ def test_trained_weights_open_in_transformers(tmp_path):
     qwen3_config(config).save_pretrained(tmp_path/"hf")
     theirs, info = Qwen3ForCausalLM.from_pretrained(tmp_path/"hf", output_loading_info=True, dtype=torch.float32)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    x = trainer.val[0].cpu()
+    x = trainer.data.val[0].cpu()
     with torch.no_grad(): a, b = trainer.run.model.cpu()(x), theirs(x).logits
     assert (a - b).abs().max() < 1e-4

@@ -237,7 +237,7 @@ def test_a_run_from_before_recipes_goes_on_as_it_was(tmp_path):
     trainer = Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), steps=20), progress=False)
     c = trainer.cfg
     assert (c.recipe, c.cooldown, c.final_lr, type(trainer.step.opt).__name__) == ("adamw", .2, .1, "AdamW")
-    assert trainer.lr_schedule(20)(6) == lr_at(6, 20, c.lr, trainer.warmup, "wsd")
+    assert trainer.plan.lr_schedule(20)(6) == lr_at(6, 20, c.lr, trainer.plan.warmup, "wsd")
     trainer.let_go()
 
 def test_another_recipe_is_another_run(tmp_path):

@@ -15,6 +15,7 @@ from llm_speedrun.train.options import TrainConfig, speedrun_train
 from llm_speedrun.train.run_dir import Finished
 from llm_speedrun.train.saving import *
 from llm_speedrun.train.console import *
+from llm_speedrun.train.resolve import *
 from llm_speedrun.train.trainer import *
 from tokenizers import Tokenizer, models
 from small import VOCAB, fails, nano, options, texts, write_bins
@@ -615,8 +616,8 @@ def test_more_steps(stopped, capsys):
     rise = json.loads((run/"config.json").read_text())["warmup_steps"]
     trainer = Trainer(TrainConfig(resume=str(run), steps=400))
     assert re.search("400 steps instead of 12: the learning rate of the next step .* without another warm-up", capsys.readouterr().out)
-    assert trainer.warmup == rise == 1      # 20 of 400 steps would rise
-    trainer.cfg.steps = 8; trainer.train_step.lr = trainer.lr_schedule(); trainer.fit()
+    assert trainer.plan.warmup == rise == 1      # 20 of 400 steps would rise
+    trainer.cfg.steps = 8; trainer.train_step.lr = trainer.plan.lr_schedule(); trainer.fit()
     lrs = [r["lr"] for r in rows(run) if "lr" in r]
     c = trainer.cfg
     assert lrs[6] == lr_at(6, 8, c.lr, rise, c.schedule, c.final_lr, c.cooldown)

@@ -5,7 +5,7 @@ import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun import ladder
 from llm_speedrun.data import bigram_loss
-from llm_speedrun.train import autotune, trainer as module
+from llm_speedrun.train import autotune, resolve, trainer as module
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
 from llm_speedrun.train.autotune import *
 from llm_speedrun.train.presets import *
@@ -243,7 +243,7 @@ def test_a_preset_goes_on_without_a_rung_that_refuses(tmp_path, refusing, capsys
 
 def test_auto_says_what_refuses(tmp_path, refusing, monkeypatch, capsys):
     "A rung that fails here is left out of `auto`, which says so and why; named by the user it is an error"
-    monkeypatch.setattr(module, "recorded_preset", lambda config: "safe")
+    monkeypatch.setattr(resolve, "recorded_preset", lambda config: "safe")
     trainer, _ = train(options(tmp_path, rungs="auto", steps=2))
     assert trainer.run.rungs == ("flash", "fused_adamw")
     assert "not stubborn: its kernels can't run here: a TypeError" in " ".join(capsys.readouterr().out.split())
@@ -252,14 +252,14 @@ def test_auto_says_what_refuses(tmp_path, refusing, monkeypatch, capsys):
 
 def test_a_preset_goes_on_without_a_recording_that_has_no_room(tmp_path, monkeypatch, capsys):
     "The run says so and notes it; of rungs that the user named none gives way"
-    named, was, trial, gone = [], module.remembered_trial, autotune.find_micro_batch, "cuda_graphs" if torch.cuda.is_available() else "flash" # on a CPU nothing is recorded
+    named, was, trial, gone = [], resolve.remembered_trial, autotune.find_micro_batch, "cuda_graphs" if torch.cuda.is_available() else "flash" # on a CPU nothing is recorded
     def noted(*args, **kw):
         named.append(kw["named"])
         return was(*args, **kw)
     def tight(config, rungs, *args):
         if gone in map(rung_name, rungs) and not named[-1]: raise NoRoom("not even one sequence")
         return trial(config, rungs, *args)
-    monkeypatch.setattr(module, "remembered_trial", noted)
+    monkeypatch.setattr(resolve, "remembered_trial", noted)
     monkeypatch.setattr(autotune, "find_micro_batch", tight)
     monkeypatch.setattr(autotune, "fallback_rungs", lambda rungs: [rungs, without(rungs, gone)])
     monkeypatch.setattr(RUNGS["cuda_graphs"], "needs", lambda: "")
@@ -269,8 +269,8 @@ def test_a_preset_goes_on_without_a_recording_that_has_no_room(tmp_path, monkeyp
     assert said in " ".join(capsys.readouterr().out.split())
     assert "one sequence" in json.loads((tmp_path/"runs/run/config.json").read_text())["why"]["cuda_graphs"]
     trainer, _ = train(options(tmp_path, rungs="flash,fused_adamw", steps=2, name="b"), progress=False)
-    assert trainer.run.rungs == ("flash", "fused_adamw") and "cuda_graphs" not in trainer.why and named == [False, True]
-    monkeypatch.setattr(module, "recorded_preset", lambda config: "fastest16")
+    assert trainer.run.rungs == ("flash", "fused_adamw") and "cuda_graphs" not in trainer.plan.why and named == [False, True]
+    monkeypatch.setattr(resolve, "recorded_preset", lambda config: "fastest16")
     train(options(tmp_path, rungs="auto", steps=2, name="c"))
     assert said in " ".join(capsys.readouterr().out.split())
 
@@ -473,7 +473,8 @@ def test_a_rate_that_stays():
     "Where another number of steps doesn't change the next step's learning rate, no two equal numbers are printed"
     said = []
     for old, new in ((1e-3, 1.0001e-3), (1e-3, 2e-3)):
-        t = SimpleNamespace(cfg=SimpleNamespace(steps=9), done=3, say=said.append, lr_schedule=lambda n: lambda i: new if n == 9 else old)
+        t = SimpleNamespace(cfg=SimpleNamespace(steps=9), done=3, say=said.append)
+        t.plan = SimpleNamespace(lr_schedule=lambda n: lambda i: new if n == 9 else old)
         Trainer.tell_plan(t, 6)
     assert "next step stays 1.00e-03." in said[0] and "next step is 2.00e-03 instead of 1.00e-03." in said[1]
 
@@ -589,8 +590,8 @@ def test_a_loss_that_is_no_number(tmp_path, rungs):
 
 def test_a_trial_knows_documents(tmp_path, monkeypatch):
     "Their attention is slower and takes more memory: a run that is planned without it gets too many steps, or too large a micro-batch"
-    seen, was = [], module.remembered_trial
-    monkeypatch.setattr(module, "remembered_trial", lambda *a, **kw: seen.append(a[-1]) or was(*a, **kw))
+    seen, was = [], resolve.remembered_trial
+    monkeypatch.setattr(resolve, "remembered_trial", lambda *a, **kw: seen.append(a[-1]) or was(*a, **kw))
     for documents in (False, True):
         how = dict(data=str(texts(tmp_path/"texts")), rungs="naive", seq=32, recipe="adamw", documents=documents, name=str(documents))
         trainer = Trainer(options(tmp_path, **how), progress=False)
@@ -727,7 +728,7 @@ def test_a_vocabulary_that_is_not_used_is_told(tmp_path, capsys, monkeypatch):
     made = Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="b"))
     smaller = copy.copy(made.data)
     smaller.corpus = dataclasses.replace(smaller.corpus, vocab=290)
-    monkeypatch.setattr(module, "TrainData", lambda *args: smaller)
-    made.open_data()
-    assert "the vocabulary has 290 tokens, and 300 were asked for" in capsys.readouterr().out
     made.let_go()
+    monkeypatch.setattr(resolve, "TrainData", lambda *args: smaller)
+    Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="c")).let_go()
+    assert "the vocabulary has 290 tokens, and 300 were asked for" in capsys.readouterr().out

@@ -427,7 +427,7 @@ def descend(self:Search, set_rates, # (step, groups of parameters): sets the rat
     "The losses of a short run, which ends early where it diverges"
     self.again(turn)
     t, losses = self.trainer, []
-    with (memory_limit(t.hardware.gib), deterministic(t.cfg.deterministic),
+    with (memory_limit(t.limits.gib), deterministic(t.cfg.deterministic),
           closing(prefetch(t.data.batches, t.device)) as batches):
         while len(losses) < self.steps and not (len(losses) % 10 == 0 and losses and diverged(losses)):
             losses.append(self.one_step(set_rates, *next(batches)))

@@ -113,7 +113,7 @@ def _planned(trainer, t):
     yield Finding("ok", "run", f"{c.workload}, {n/1e6:,.1f} million weights, with the rungs "
                   f"{c.rungs.replace(',', ', ') or '(none)'}. A step has {t.tokens:,} tokens, {c.accumulate} "
                   f"times {c.batch} sequences of {c.seq}" + f" on each of {dp} that have other data"*(dp > 1))
-    for name, why in refused(c.rungs.split(","), trainer.why):
+    for name, why in refused(c.rungs.split(","), trainer.plan.why):
         yield Finding("note", "run", f"left out rung {name}: {why}")
 
 # %% ../../nbs/36_doctor.ipynb #de3f0921
@@ -285,7 +285,7 @@ def check_trainer(trainer): # a `Trainer` that hasn't trained
     yield from check_data(trainer)
     if trainer.cfg.overwrite and (trainer.folder/"config.json").exists():
         yield Finding("note", "run", f"{trainer.folder} exists, and --overwrite will replace what is in it")
-    gib = trainer.hardware.gib if trainer.device.type == "cuda" else None
+    gib = trainer.limits.gib if trainer.device.type == "cuda" else None
     with memory_limit(gib): t = first_steps(trainer)
     for found in (check_trial(trainer, t), check_memory(t, gib), check_loader(t), check_disk(trainer),
                   check_start(trainer), check_time(trainer, t)): yield from found
