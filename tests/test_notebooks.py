@@ -105,6 +105,22 @@ def figures_have_alternative_texts(nb):
         drawn = any(k.startswith("image/") for o in c["outputs"] for k in o.get("data", {}))
         if drawn and len(c["metadata"].get("fig-alt", "")) < 20: yield f"a figure without `#| fig-alt`: {first_line(c)}"
 
+# What draws, and what else a cell calls that only draws
+DRAWS = set("""subplots bar barh plot scatter semilogx semilogy loglog hist imshow fill_between axhline axvline text annotate legend grid
+    invert_xaxis invert_yaxis set set_visible set_title set_xlabel set_ylabel set_xscale set_yscale""".split())
+FEEDS = set("enumerate zip range dict list len max min sorted sum values keys items".split())
+
+def only_draws(source):
+    "Whether all calls of this code draw, or feed one that does"
+    calls = [n.func for n in ast.walk(parsed(source)) if isinstance(n, ast.Call)]
+    methods, functions = ({getattr(f, k, None) for f in calls} - {None} for k in ("attr", "id"))
+    return bool(methods & DRAWS) and methods <= DRAWS | FEEDS and functions <= FEEDS
+
+@rule(NBS, put(4, py("fig, ax = plt.subplots()\nax.plot(list(range(3)))", picture(740), **ALT)))
+def drawing_code_is_hidden(nb):
+    for c in of_kind(nb, "code"):
+        if not directives(c).keys() & {"hide", "echo", "code-fold", "export"} and only_draws(source(c)): yield f"draws, and says no `#| echo: false`: {first_line(c)}"
+
 @rule(with_outputs(NBS), put(4, py("plot()", picture(741), **ALT)))
 def figures_fit_the_page(nb):
     for c in of_kind(nb, "code"):
