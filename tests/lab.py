@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # No pop-ups, and the table of contents is shown as a page, not as its source
 SETTINGS = {"@jupyterlab/apputils-extension:notification": dict(fetchNews="false", checkForUpdates=False),
             "@jupyterlab/docmanager-extension:plugin": dict(defaultViewers=dict(markdown="Markdown Preview"))}
-# The profiler's notes on its own start and end look like errors of a cell
-ENVIRONMENT = dict(KINETO_LOG_LEVEL="6")
+# What looks like an error of a cell: the profiler's notes on its own start and end, and what NumPy says of the lanes that a kernel masks,
+# which Triton's interpreter computes too
+ENVIRONMENT = dict(KINETO_LOG_LEVEL="6", PYTHONWARNINGS="ignore::RuntimeWarning:triton.runtime.interpreter")
 
 def sources(nbs):
     "Relative path -> file: the notebooks, and what they read"

@@ -1,10 +1,11 @@
 "What `make lab` opens: copies that the reader may change, a table of contents, and notebooks whose drawing code and solutions are folded."
-import json, re
+import json, os, re, subprocess, sys
 import pytest
 import hide_sources, lab
 from cells import LESSONS, NBS, of_kind, read, source
 from make_readme import ROOT
 from small import fails
+from timeouts import TIMEOUT
 from llm_speedrun.files import InputError
 
 @pytest.fixture
@@ -75,6 +76,20 @@ def test_which_sources_are_folded(source, hidden, first):
         assert c["metadata"].get("jupyter", {}).get("source_hidden", False) is hidden
         assert c["metadata"].get("jupyter", {}).get("outputs_hidden") == before.get("jupyter", {}).get("outputs_hidden")
         assert "".join(c["source"]).splitlines()[0] == first and sorted("".join(c["source"])) == sorted(source)
+
+@pytest.mark.parametrize("source, left", [('#| echo: false\n#| fig-alt: "A bar: \\"10\\" high"\nplot()', "#| echo: false\nplot()"),
+                                          ('#| fig-alt: "A bar: \\"10\\" high"\nplot()', "plot()")])
+def test_texts_of_figures_leave_the_source(source, left):
+    "Where they would run off the cell; a new text takes the place of an older one"
+    cell = dict(cell_type="code", source=source.splitlines(keepends=True), metadata={"fig-alt": "Old"})
+    for _ in range(2): cell, = hide_sources.hide(dict(cells=[cell]))["cells"]
+    assert "".join(cell["source"]) == left and cell["metadata"]["fig-alt"] == 'A bar: "10" high'
+
+def test_masked_lanes_warn_of_nothing():
+    "Red lines below a cell that is right would look like an error. Other warnings come through"
+    warn = "import warnings\nfor m in ('triton.runtime.interpreter', 'numpy'): warnings.warn_explicit(f'of {m}', RuntimeWarning, 'f', 1, m)"
+    p = subprocess.run([sys.executable, "-c", warn], env=os.environ | lab.ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT)
+    assert "of numpy" in p.stderr and "interpreter" not in p.stderr
 
 def test_every_recorded_output_is_there():
     "What a CPU shows instead of its own numbers: each name belongs to one cell, of that lesson, with outputs from a GPU"

@@ -11,9 +11,10 @@ from make_readme import ROOT, targets, text
 from prose import measured_numbers, shows, typed_numbers
 
 def md(source): return dict(cell_type="markdown", source=source)
-def py(source, *outputs): return dict(cell_type="code", source=source, outputs=list(outputs))
+def py(source, *outputs, **metadata): return dict(cell_type="code", source=source, outputs=list(outputs), metadata=metadata)
 def printed(text): return dict(output_type="stream", name="stdout", text=text)
 def value(**data): return dict(output_type="display_data", data={k.replace("_", "/"): v for k, v in data.items()})
+ALT = {"fig-alt": "Bars that fall from left to right"}
 def picture(width): return value(image_png="", text_plain=f"<Figure size {width}x300 with 1 Axes>")
 def here(outputs=()): return py('#| echo: false\nyou_are_here("flash")', *outputs)
 def exercise(level):
@@ -22,7 +23,7 @@ def exercise(level):
             py("#| code-fold: true\ncheck_sum(lambda a, b: a + b)\ntest_fail(lambda: check_sum(lambda *args: None))")]
 SHOWN = py("x", printed("4 tokens/work, runs/home\n100%|##| 2/2 {'interrupted': False}, on 2026-11-21: 2.434 ms"))
 GOOD = [md("# A title\n\n> What it is."), py("#| default_exp x"), here([value(text_plain="")]),
-        py('#| fig-alt: "Bars that fall from left to right"\nplot()', picture(740)),
+        py("plot()", picture(740), **ALT),
         py("#| export\ndef double(x):\n    'Twice `x`.'\n    return 2*x"), py("x = 2"), py("x = 3"), SHOWN,
         md("It takes 2.4 ms. See [the licence](../LICENSE), `[this](nowhere.md)` and what a [warp](00_gpu.ipynb#warp) is."),
         *exercise("easy"), SHOWN, *exercise("kernel"), SHOWN, *exercise("open")]
@@ -54,7 +55,7 @@ def no_errors(nb):
 @rule(NBS, put(4, py("x = '" + "y" * 110 + "'")))
 def short_lines(nb):
     for line in (o for c in of_kind(nb, "code") for o in source(c).splitlines()):
-        if len(line) > 110 and not line.startswith("#| fig-alt"): yield f"a line of {len(line)} characters, and 110 is the most: {line}"
+        if len(line) > 110: yield f"a line of {len(line)} characters, and 110 is the most: {line}"
 
 ABSOLUTE = re.compile(r"(?<![\w.~/])/(?:work|workspace|root|home|Users|tmp|mnt)\b[^\s'\"]*"
                       r"|(?<![\w.])/\S*site-packages/\S*")
@@ -102,9 +103,25 @@ def exports_have_docstrings(nb):
 def figures_have_alternative_texts(nb):
     for c in of_kind(nb, "code"):
         drawn = any(k.startswith("image/") for o in c["outputs"] for k in o.get("data", {}))
-        if drawn and len(directives(c).get("fig-alt", "")) < 20: yield f"a figure without `#| fig-alt`: {first_line(c)}"
+        if drawn and len(c["metadata"].get("fig-alt", "")) < 20: yield f"a figure without `#| fig-alt`: {first_line(c)}"
 
-@rule(with_outputs(NBS), put(4, py('#| fig-alt: "Bars that fall from left to right"\nplot()', picture(741))))
+# What draws, and what else a cell calls that only draws
+DRAWS = set("""subplots bar barh plot scatter semilogx semilogy loglog hist imshow fill_between axhline axvline text annotate legend grid
+    invert_xaxis invert_yaxis set set_visible set_title set_xlabel set_ylabel set_xscale set_yscale""".split())
+FEEDS = set("enumerate zip range dict list len max min sorted sum values keys items".split())
+
+def only_draws(source):
+    "Whether all calls of this code draw, or feed one that does"
+    calls = [n.func for n in ast.walk(parsed(source)) if isinstance(n, ast.Call)]
+    methods, functions = ({getattr(f, k, None) for f in calls} - {None} for k in ("attr", "id"))
+    return bool(methods & DRAWS) and methods <= DRAWS | FEEDS and functions <= FEEDS
+
+@rule(NBS, put(4, py("fig, ax = plt.subplots()\nax.plot(list(range(3)))", picture(740), **ALT)))
+def drawing_code_is_hidden(nb):
+    for c in of_kind(nb, "code"):
+        if not directives(c).keys() & {"hide", "echo", "code-fold", "export"} and only_draws(source(c)): yield f"draws, and says no `#| echo: false`: {first_line(c)}"
+
+@rule(with_outputs(NBS), put(4, py("plot()", picture(741), **ALT)))
 def figures_fit_the_page(nb):
     for c in of_kind(nb, "code"):
         for width in re.findall(r"<Figure size (\d+)x", "\n".join(s for o in c["outputs"] for s in output_text(o))):

@@ -277,6 +277,12 @@ def test_fits_that_are_broken_are_an_error(root):
 
 BLOCKS = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", (ROOT/"nbs/kernels.qmd").read_text(encoding="utf-8"), re.S)
 
+def test_python_fits_the_page():
+    "As in notebooks: code of 110 columns is seen whole at 1280 pixels"
+    for path in (ROOT/"nbs").rglob("*.qmd"):
+        for source in re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S):
+            assert not [o for o in source.splitlines() if len(o) > 110], path
+
 def test_kernels_run_as_shown():
     assert len(BLOCKS) > 7
     space = {}
