@@ -190,7 +190,7 @@ CAN_PRINT = { # module, or one of its options -> the commands that can print its
     "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
     "train.trainer": ALL, "train.run_dir": ALL, "train.doctor": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
     "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",
-    ("export", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", "race": "race",
+    ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", "race": "race",
     **{("race", f"--{k}"): "train" for k in "epochs name out overwrite sample save_minutes seed".split()}}    # our own runs' command line
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
 ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm", "--long"} # of pip, nvidia-smi, torchrun, docker, zstd

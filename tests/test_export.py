@@ -6,6 +6,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import *
+from llm_speedrun.recipes.model_registry import shapes
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung

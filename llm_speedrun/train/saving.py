@@ -425,7 +425,7 @@ def shapes_in(path): # of a safetensors file, or of a checkpoint's folder
 def check_size(config, # a `GPTConfig`, as read
                path): # of the weights that belong to it, as for `shapes_in`
     "Raise `InputError` where that has more or fewer weights than such a model, before that is built"
-    from llm_speedrun.export import model_of, shapes # which imports this module
+    from llm_speedrun.recipes.model_registry import model_of, shapes
     there, total = shapes_in(path), lambda shapes: sum(map(math.prod, shapes.values()))
     if config.layers > len(there):
         raise InputError(f"{path} has {len(there)} tensors, too few for the {config.layers} layers of its "

@@ -36,7 +36,8 @@ from ..world import (Agreement, Lost, Watch, check_alike, device_of_process, joi
 from ..rungs.documents import check_documents, mean_length, within_documents
 from ..sample import generate
 from ..ladder import climb
-from ..export import import_folder, recipe_for
+from ..export import import_folder
+from ..recipes.model_registry import recipe_for
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .train_step import LrSchedule, TrainStep
