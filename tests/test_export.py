@@ -437,7 +437,7 @@ def test_interrupted_export_leaves_nothing(trained, tmp_path, monkeypatch, error
     def half(tensors, path, metadata):
         path.write_bytes(b"half"); raise error
     with monkeypatch.context() as m:
-        m.setattr("llm_speedrun.train.saving.save_file", half)
+        m.setattr("llm_speedrun.checkpoint.format.save_file", half)
         with pytest.raises((KeyboardInterrupt, OSError)): export_folder(trained[1], tmp_path/"out")
     assert names(tmp_path) == set()
     import_folder(export_folder(trained[1], tmp_path/"out"))
@@ -454,7 +454,7 @@ def test_an_export_is_no_run(trained, tmp_path, capsys):
 def test_full_disk(trained, tmp_path, monkeypatch, capsys, what):
     "The error names the folder, and says what to do"
     def full(*args, **kw): raise OSError(28, "No space left on device")
-    if what == "save_file": monkeypatch.setattr("llm_speedrun.train.saving.save_file", full)
+    if what == "save_file": monkeypatch.setattr("llm_speedrun.checkpoint.format.save_file", full)
     else: monkeypatch.setattr("pathlib.Path.write_bytes", full)
     with pytest.raises(SystemExit): speedrun_export([str(trained[1]), "--out", str(tmp_path/"out")])
     said = capsys.readouterr().err

@@ -17,7 +17,7 @@ from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import guarded
 from llm_speedrun.runs import HandedOut, Run, Stepper, build, count_step, entered, find_rung, reference_errors, stepper_of
 from llm_speedrun.world import ParallelStepper
-from llm_speedrun.train.saving import load_named_state, named_state, put_together, taken_apart
+from llm_speedrun.checkpoint.format import load_named_state, named_state, put_together, taken_apart
 from small import NANO, fails, pass_of
 
 GPU = torch.cuda.is_available()

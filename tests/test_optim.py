@@ -11,7 +11,7 @@ from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, AdamW8bit, Bf1
                                 bf16_weights, decode_moments, encode_moments, in_blocks, join_fp32, make_8bit,
                                 make_bf16, make_fused, philox, random_bits, split_fp32, stochastic_round,
                                 update_torch, update_triton)
-from llm_speedrun.train.saving import put_together, taken_apart
+from llm_speedrun.checkpoint.format import put_together, taken_apart
 from flags import changed, flags, random_states
 from small import NANO, fails
 

@@ -6,14 +6,17 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from llm_speedrun.train import saving, trainer as module
+from llm_speedrun.checkpoint import format
+from llm_speedrun.train import trainer as module
 from llm_speedrun.data import Batches
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.runs import Stepper
 from llm_speedrun.train.options import TrainConfig, speedrun_train
 from llm_speedrun.train.run_dir import Finished
-from llm_speedrun.train.saving import *
+from llm_speedrun.checkpoint.format import *
+from llm_speedrun.checkpoint.load import *
+from llm_speedrun.checkpoint.save import *
 from llm_speedrun.train.trainer import *
 from tokenizers import Tokenizer, models
 from small import VOCAB, fails, nano, options, texts, write_bins
@@ -309,11 +312,11 @@ def test_nothing_to_go_on_from(stopped):
 
 def test_a_full_disk(tmp_path, monkeypatch, capsys):
     "Checkpoints that can't be written are told, training goes on, and the ones from before stay"
-    real, full = saving.save_file, [False]
+    real, full = format.save_file, [False]
     def save_file(*args, **kw):
         if full[0] and "checkpoints" in str(args[1]): raise SafetensorError("I/O error: No space left on device")
         return real(*args, **kw)
-    monkeypatch.setattr(saving, "save_file", save_file)
+    monkeypatch.setattr(format, "save_file", save_file)
     def fill(n, batches): full[0] = n > 4
     watch_updates(monkeypatch, fill)
     with fails(OSError, "No space left"): train(options(tmp_path, steps=8, save_minutes=0.))
@@ -333,12 +336,12 @@ def test_others_may_read_it(tmp_path):
 @posix
 def test_a_checkpoint_after_one_that_failed(tmp_path, monkeypatch, capsys):
     "One that couldn't be written costs none of those after it: SIGTERM in the next step leaves one"
-    real, n = saving.save_file, [0]
+    real, n = format.save_file, [0]
     def save_file(*args, **kw):
         n[0] += 1
         if n[0] == 1: raise SafetensorError("I/O error: No space left on device")
         return real(*args, **kw)
-    monkeypatch.setattr(saving, "save_file", save_file)
+    monkeypatch.setattr(format, "save_file", save_file)
     stop_at(monkeypatch, 2, signal.SIGTERM)
     train(options(tmp_path, steps=8, save_minutes=0.))
     assert "before step 2 could not be written" in capsys.readouterr().out

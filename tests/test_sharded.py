@@ -13,9 +13,12 @@ from llm_speedrun.export import export_folder, from_pretrained, read_run, unfini
 from llm_speedrun.files import InputError
 from llm_speedrun.recipes.schedules import Average
 from llm_speedrun.runs import World, build, stepper_of
-from llm_speedrun.train import saving, sharded_saving as sharded
-from llm_speedrun.train.saving import Saver, broken, check_size, checkpoints, newest, read_checkpoint, taken_apart
-from llm_speedrun.train.sharded_saving import *
+from llm_speedrun.checkpoint import format, save_sharded as sharded
+from llm_speedrun.checkpoint.format import *
+from llm_speedrun.checkpoint.load import *
+from llm_speedrun.checkpoint.save import *
+from llm_speedrun.checkpoint.save_sharded import *
+from llm_speedrun.checkpoint.state import *
 from llm_speedrun.world import Piece, local, pieces, processes
 from small import NANO, fails
 from timeouts import TIMEOUT, calls_of, wait_until
@@ -262,13 +265,13 @@ def test_what_is_there(good):
 
 def fill_disk(monkeypatch, *full):
     "Files of these names are on a disk without room, from the second checkpoint's on to the third's"
-    real = saving.save_file
+    real = format.save_file
     def save_file(tensors, path, metadata):
         if path.name in full and "step-00000002" in str(path):
             path.write_bytes(b"half of it")
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         real(tensors, path, metadata)
-    monkeypatch.setattr(saving, "save_file", save_file)
+    monkeypatch.setattr(format, "save_file", save_file)
 
 def test_a_full_disk_on_one(tmp_path, monkeypatch):
     "Everybody learns which process and why, nothing is left of it, and the run goes on to the next checkpoint"

@@ -12,7 +12,7 @@ from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.report import loss_chart
 from llm_speedrun.train.options import LadderOptions, TrainConfig
 from llm_speedrun.train.trainer import *
-from llm_speedrun.train.saving import newest
+from llm_speedrun.checkpoint.format import newest
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins
 from timeouts import TIMEOUT, wait_until
 

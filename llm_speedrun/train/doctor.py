@@ -32,8 +32,10 @@ from ..measure import (Timings, default_device, driver_version, memory_limit, pr
 from ..runs import RUNGS, World
 from ..world import Piece, collective_ms, join_world, leave_world, pieces, processes, ring
 from .options import to_start
-from .saving import newest, read_record, taken_apart
-from .sharded_saving import Each, weights_to_save
+from ..checkpoint.format import newest, taken_apart
+from ..checkpoint.save_sharded import Each
+from ..checkpoint.state import weights_to_save
+from .run_dir import read_record
 from .hardware import divisors, prepare_process, presets, refused
 from .train_step import WARM_UP, median_ms, phases_of, without_learning
 from .trainer import Trainer

@@ -25,7 +25,8 @@ from ..files import InputError, read_bytes_of, read_json, replace_file
 from ..measure import fmt, mfu
 from ..model import GPTConfig, matrix_params, train_flops
 from .metrics import PHASES, Number, Value, read_rows
-from .saving import Result, checkpoints, step_of_name
+from .run_dir import Result
+from ..checkpoint.format import checkpoints, step_of_name
 
 # %% ../../nbs/35_report.ipynb #0b9352ba
 def points(rows, # of `metrics.jsonl`

@@ -51,7 +51,8 @@ from .options import TrainConfig, agree, end_group, first_to_say, group_file, un
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers)
 from .run_dir import (STOPPED, Finished, check_fixed, check_unfinished, clear,
-                                        fixed_options, given_back, remove_unfinished, reopened, taken)
+                                        fixed_options, given_back, read_record, remove_unfinished, reopened,
+                                        taken)
 from .report import LivePlot, html_report, loss_chart, notebook_display, styled
 
 # %% ../../nbs/30_trainer.ipynb #50b4f2d5
@@ -60,13 +61,14 @@ from ..recipes.recipe import best_recipe, parse_recipe, why_not_best
 from ..recipes.schedules import SCHEDULES, Average, warmup_steps
 
 # %% ../../nbs/30_trainer.ipynb #4af454f9
-from .saving import (Saver, check_size, checkpoints, converted, load_named_state, newest,
-                                       read_checkpoint, read_record, shapes_in, to_host,
-                                       write_tensors)
-from llm_speedrun.train.sharded_saving import (
-    as_piece, average_to_save, cells, each, load_average, load_optimizer as load_moments, load_weights,
-    newest_together, optimizer_to_save, read_any, saver_for, state_of, trained_pieces, weights_to_save,
-    whole_weights)
+from ..checkpoint.format import checkpoints, converted, load_named_state, newest, write_tensors
+from ..checkpoint.save import Saver, to_host
+from ..checkpoint.save_sharded import as_piece, each, saver_for
+from ..checkpoint.load import (cells, check_size, newest_together, read_any, read_checkpoint, shapes_in,
+                                          state_of)
+from ..checkpoint.state import (
+    average_to_save, load_average, load_optimizer as load_moments, load_weights, optimizer_to_save,
+    trained_pieces, weights_to_save, whole_weights)
 
 # %% ../../nbs/30_trainer.ipynb #1bc039b8
 class Trainer:
