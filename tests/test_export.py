@@ -10,7 +10,7 @@ from llm_speedrun.recipes.model_registry import shapes
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
-from llm_speedrun.sample import generate
+from llm_speedrun.generate import generate
 from llm_speedrun.train.hardware import presets
 from llm_speedrun.train.options import speedrun_export
 from llm_speedrun.train.trainer import train

@@ -10,7 +10,8 @@ from llm_speedrun.export import export_folder, from_pretrained, write_folder
 from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.runs import Run, baseline, build
-from llm_speedrun.sample import TextStream, Writer, continued, draw, generate, in_dtype, likeliest, open_model, pieces
+from llm_speedrun.generate import TextStream, Writer, draw, generate, likeliest, pieces
+from llm_speedrun.sample import continued, in_dtype, open_model
 from llm_speedrun.train.options import speedrun_sample
 from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options, texts

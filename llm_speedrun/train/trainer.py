@@ -34,7 +34,7 @@ from ..runs import World, build, find_rung, free_memory, parsed, rung_name, rung
 from ..world import (Agreement, Lost, Watch, check_alike, device_of_process, join_world,
                                 leave_world, local, lost, notes)
 from ..rungs.documents import check_documents, mean_length, within_documents
-from ..sample import generate
+from ..generate import generate
 from ..ladder import climb
 from ..export import import_folder
 from ..recipes.model_registry import recipe_for
