@@ -100,7 +100,7 @@ def test_recorded_passes(monkeypatch):
         out = f()
         recordings.append(Recording(f, torch.full_like(out, torch.nan)))
         return recordings[-1], recordings[-1].out
-    monkeypatch.setattr(sample, "recorded", recorded)
+    monkeypatch.setattr("llm_speedrun.generate.recorded", recorded)
     run = lively(replace(NANO, seq=600))
     writer, plain = Writer(run, 2), Writer(run, 2)
     for w in (writer, plain): w.begin(tokens(250, 3)); w.ahead = draw(w.read(w.ahead), torch.Generator().manual_seed(0))
