@@ -32,7 +32,7 @@ from .recipes.model_registry import HEAD, model_of, shapes
 from .recipes.architecture import UntiedGPT, folded
 from .recipes.beyond import check_qwen3
 from .runs import Run
-from .checkpoint.format import broken, checkpoints, write_tensors
+from .checkpoint.format import checkpoints, validation_error, write_tensors
 from .train.run_dir import read_record, read_result
 
 # %% ../nbs/62_export.ipynb #b0a3ee44
@@ -164,10 +164,10 @@ def run_of(folder): # of a run, of a checkpoint in it, or of a model
 
 def checkpoint_weights(config, folder): # a `GPTConfig`, a checkpoint's folder
     "Its weights under Qwen3's names. Raises `InputError` for a damaged one, and for those of another model"
-    from llm_speedrun.checkpoint.load import check_size, read_any # here, since it takes a second
-    if why := broken(folder): raise InputError(f"{folder} can't be used: {why}")
+    from llm_speedrun.checkpoint.load import check_size, open_checkpoint # here, since it takes a second
+    if why := validation_error(folder): raise InputError(f"{folder} can't be used: {why}")
     check_size(config, folder)
-    read = read_any(folder)
+    read = open_checkpoint(folder)
     return {n: read[n].whole() for n in read.index.tensors if n.startswith("model.")}
 
 # %% ../nbs/62_export.ipynb #2bbdd95e

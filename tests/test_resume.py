@@ -54,7 +54,7 @@ def go(folder, **kw): return train(options(folder, **kw), progress=False)
 def resume(folder, **kw): return train(TrainConfig(resume=str(folder/"runs/run"), **kw), progress=False)
 def state(trainer):
     tensors = {}
-    taken_apart(dict(model=trainer.run.model.state_dict(), state=trainer.state()), tensors)
+    flatten_state(dict(model=trainer.run.model.state_dict(), state=trainer.state()), tensors)
     return {k: t.clone() for k, t in tensors.items()}
 
 # The same bits
@@ -323,7 +323,7 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
     run = tmp_path/"runs/run"
     assert "can't be written: I/O error: No space left on device" in capsys.readouterr().out
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, 9)) and load_file(run/"model.safetensors")
-    assert not broken(newest(run/"checkpoints")) and not list((run/"checkpoints").glob("*.tmp"))
+    assert not validation_error(newest(run/"checkpoints")) and not list((run/"checkpoints").glob("*.tmp"))
 
 @posix
 def test_others_may_read_it(tmp_path):
@@ -387,7 +387,7 @@ def test_going_on_from_an_older_checkpoint(tmp_path, monkeypatch):
     stop_at(monkeypatch, 1)
     _, res = resume(tmp_path, keep_last=3)
     names = [c.name for c in checkpoints(run/"checkpoints")]
-    assert res["steps"] == 7 and f"step-{7:08}" in names and not any(broken(run/"checkpoints"/n) for n in names) and len(names) <= 4
+    assert res["steps"] == 7 and f"step-{7:08}" in names and not any(validation_error(run/"checkpoints"/n) for n in names) and len(names) <= 4
 
 def test_sigterm_is_not_forgotten():
     "SIGINT after SIGTERM changes nothing; SIGTERM after SIGINT does"
@@ -668,7 +668,7 @@ def test_a_config_that_is_wrong(stopped, monkeypatch, kind):
 
 def rewrite(c, change=lambda about: about, tensors=lambda ts: ts):
     "A checkpoint with something else in it, whose sums are right"
-    about, model, state = read_about(c), load_file(c/"model.safetensors"), load_file(c/"state.safetensors")
+    about, model, state = read_metadata(c), load_file(c/"model.safetensors"), load_file(c/"state.safetensors")
     about = change(json.loads((c/"about.json").read_text()))
     shutil.rmtree(c)
     write_checkpoint(c, dict(model=model, state=tensors(state)), about)

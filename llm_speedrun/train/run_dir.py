@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from ..files import InputError, RunError, check_writable, hold, read_json
 from ..model import GPTConfig
-from ..checkpoint.format import checkpoints, converted
+from ..checkpoint.format import checkpoints, convert_to
 
 # %% ../../nbs/33a_run_dir.ipynb #b611ea0a
 MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20, seq=2**24,
@@ -149,10 +149,10 @@ def fixed_options(cfg, config, # a `TrainConfig`, a `GPTConfig`
     shape = {f"model.{k}": v for k, v in asdict(config).items()}
     return {k: getattr(cfg, k) for k in FIXED} | shape | dict(warmup_steps=warmup)
 
-def check_fixed(found, about, # a checkpoint's folder, its `About`
+def check_fixed(found, about, # a checkpoint's folder, its `CheckpointMetadata`
                 now): # from `fixed_options`, for the `config.json` that was read
     "Raise `InputError` that names what differs from the options with which the checkpoint was trained"
-    was = converted(about.facts.get("fixed", now), dict[str, Any], f"{found}: options") # older ones have none
+    was = convert_to(about.facts.get("fixed", now), dict[str, Any], f"{found}: options") # not in older ones
     diff = [f"{k} is {now.get(k)!r} and was {was.get(k)!r}" for k in now | was if now.get(k) != was.get(k)]
     if diff: raise InputError(f"config.json doesn't fit {found}, which it was changed after: "
                               f"{', '.join(diff)}. Change it back, or begin a run with its weights (--init)")

@@ -61,14 +61,17 @@ from ..recipes.recipe import best_recipe, parse_recipe, why_not_best
 from ..recipes.schedules import SCHEDULES, Average, warmup_steps
 
 # %% ../../nbs/30_trainer.ipynb #4af454f9
-from ..checkpoint.format import checkpoints, converted, load_named_state, newest, write_tensors
-from ..checkpoint.save import Saver, to_host
-from ..checkpoint.save_sharded import as_piece, each, saver_for
-from ..checkpoint.load import (cells, check_size, newest_together, read_any, read_checkpoint, shapes_in,
-                                          state_of)
+from ..checkpoint.format import (checkpoints, convert_to as converted, load_named_state, newest,
+                                            write_tensors)
+from ..checkpoint.save import Saver, copy_to_host as to_host
+from ..checkpoint.save_sharded import (make_saver as saver_for, per_rank as each,
+                                                  to_piece as as_piece)
+from ..checkpoint.load import (
+    box_slices as cells, check_size, newest_on_all_ranks as newest_together, open_checkpoint as read_any,
+    rank_state as state_of, read_checkpoint, shapes_in)
 from ..checkpoint.state import (
-    average_to_save, load_average, load_optimizer as load_moments, load_weights, optimizer_to_save,
-    trained_pieces, weights_to_save, whole_weights)
+    average_to_save, full_state_dict as whole_weights, load_average, load_optimizer as load_moments,
+    load_weights, optimizer_to_save, trained_pieces, weights_to_save)
 
 # %% ../../nbs/30_trainer.ipynb #1bc039b8
 class Trainer:

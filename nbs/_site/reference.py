@@ -258,7 +258,7 @@ def files_of_a_run():
 @page("reference/formats.qmd")
 def formats_page(root):
     doc = " ".join(inspect.getdoc(data.write_shards).split())
-    types = (data.Meta, data.TextSummary, corpora.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.About, trainer.State,
+    types = (data.Meta, data.TextSummary, corpora.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.CheckpointMetadata, trainer.State,
              checkpoint.OptimizerState, loader.Position, run_dir.Record, model.GPTConfig, run_dir.Result,
              measure.Choice, hardware.ChosenList, hardware.Settled, hardware.Tried, hardware.Trial, export.Qwen3, export.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
