@@ -16,7 +16,7 @@ from .files import InputError, RunError, lookup, read_bytes_of
 from .text_files import EOT
 from .tokenizer import end_of_text
 from .export import EXPORT_DTYPES, from_pretrained, text_tokenizer
-from .generate import Writer, generate, pieces
+from .generate import Generator, generate, stream_pieces
 from .measure import compare, default_device, version_of
 from .train.options import JOINTS, Texts
 
@@ -79,13 +79,13 @@ def continued(folder, # a run's, or one that transformers wrote
               n=200, # most tokens to add
               seed=0, # of the sampling
               device="", dtype="", # as for `open_model`
-              **how): # as for `likeliest`
+              **how): # as for `top_k_top_p`
     "The prompt and what the model of that folder writes after it. Raises `InputError` where it knows no text"
     run, tok = open_model(folder, device, dtype)
-    writer = Writer(run)
-    writer.begin([tokens_of(prompt, tok, run.model.config.seq)])
+    generator = Generator(run)
+    generator.begin([tokens_of(prompt, tok, run.model.config.seq)])
     g = torch.Generator(run.device).manual_seed(seed)
-    return prompt + "".join(p or "" for p, in pieces(writer, tok, n, g, **how))
+    return prompt + "".join(p or "" for p, in stream_pieces(generator, tok, n, g, **how))
 
 # %% ../nbs/60a_sample.ipynb #89fdd577
 def text_of(path): # of a text file; "-" for standard input
@@ -103,7 +103,7 @@ def prompts_of(c): # a `SampleOptions`
 
 # %% ../nbs/60a_sample.ipynb #2bba6d22
 def show(texts, # what there is of each, to begin with
-         new): # lists of pieces that follow, as `pieces` yields them
+         new): # lists of pieces that follow, as `stream_pieces` yields them
     "Print texts that are written together, each as it grows, once those before it have ended"
     now = 0
     for p in chain([[""]*len(texts)], new, [[None]*len(texts)]):
@@ -119,7 +119,7 @@ def show(texts, # what there is of each, to begin with
 BATCH = 32 # most texts that are written together
 
 def settings(c): # a `SampleOptions`
-    "What `likeliest` takes of it"
+    "What `top_k_top_p` takes of it"
     return dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p)
 
 def write_texts(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
@@ -129,10 +129,10 @@ def write_texts(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
     several = len(prompts) > 1
     heads = [f"--- {i + 1} of {len(prompts)} ---\n"*several for i in range(len(prompts))]
     for part in (slice(i, i + BATCH) for i in range(0, len(prompts), BATCH)):
-        writer = Writer(run, len(ids[part]))
-        writer.begin(ids[part])
+        generator = Generator(run, len(ids[part]))
+        generator.begin(ids[part])
         texts = [h + p for h, p in zip(heads[part], prompts[part])]
-        show(texts, pieces(writer, tok, c.n, g, **settings(c)))
+        show(texts, stream_pieces(generator, tok, c.n, g, **settings(c)))
 
 # %% ../nbs/60a_sample.ipynb #295cd8db
 CHAT = ("A base model continues text, and was never taught to answer: begin something for it. An empty line "
@@ -145,23 +145,23 @@ def typed():
         return line.removesuffix("\n") if (line := sys.stdin.readline()) else None
     except (EOFError, KeyboardInterrupt): return print() # the line that it was typed on is over
 
-def go_on(writer, said, ids, eot): # a `Writer`; tokens to begin with, tokens that were typed; the end's id
-    "Have the writer read what was typed next. A document that had ended goes on, if there is something typed"
-    if writer.ahead is None: return writer.begin([said + ids])
-    if ids and writer.ahead[0, -1].item() == eot: writer.ahead = writer.ahead[:, :-1]
-    writer.add(ids)
+def go_on(generator, said, ids, eot): # a `Generator`; tokens to begin with, and typed ones; the end's id
+    "Have the generator read what was typed. A document that had ended goes on, if anything was typed"
+    if generator.ahead is None: return generator.begin([said + ids])
+    if ids and generator.ahead[0, -1].item() == eot: generator.ahead = generator.ahead[:, :-1]
+    generator.add(ids)
 
 # %% ../nbs/60a_sample.ipynb #c6cecd6a
 def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
     "Take turns in one text, until standard input ends"
-    writer, g = Writer(run), torch.Generator(run.device).manual_seed(c.seed)
+    generator, g = Generator(run), torch.Generator(run.device).manual_seed(c.seed)
     eot = end_of_text(tok)
     said = tokens_of(c.prompt, tok, run.model.config.seq) if c.prompt or eot is not None else []
     print(CHAT, file=sys.stderr)
     while (line := typed()) is not None:
         try:
-            go_on(writer, said, encoded(line, tok), eot)
-            show([""], pieces(writer, tok, c.n, g, **settings(c)))
+            go_on(generator, said, encoded(line, tok), eot)
+            show([""], stream_pieces(generator, tok, c.n, g, **settings(c)))
         except InputError as e: print(f"error: {e}", file=sys.stderr)
         except KeyboardInterrupt: print()
 
@@ -183,10 +183,10 @@ def our_writing(folder, rows, prompt, n, device, dtype, # as for `writing_speed`
     "A function without arguments that writes"
     run, ids = in_dtype(from_pretrained(folder, device), dtype), [1]*prompt
     if not cache: return lambda: generate(run, ids, n, temperature=0)
-    writer, g = Writer(run, rows), torch.Generator(device)
+    generator, g = Generator(run, rows), torch.Generator(device)
     def write():
-        writer.begin([ids]*rows)
-        for _ in writer.write(n, g, temperature=0): pass
+        generator.begin([ids]*rows)
+        for _ in generator.write(n, g, temperature=0): pass
     return write
 
 # %% ../nbs/60a_sample.ipynb #3f09a254
