@@ -8,7 +8,8 @@ from llm_speedrun.export import export_folder, from_pretrained, import_folder, r
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.recipes.architecture import *
 from llm_speedrun.runs import Run, Stepper, baseline, build, entered, in_order
-from llm_speedrun.train.saving import Saver, check_size
+from llm_speedrun.checkpoint.load import check_size
+from llm_speedrun.checkpoint.save import Saver
 from small import NANO, fails, nano
 
 def built(model, rungs):

@@ -188,9 +188,9 @@ ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
     "rungs.documents": ALL, ("choices", "--measure"): ALL, ("train.autotune", "--seq"): ALL, "world": ALL,
     "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
-    "train.trainer": ALL, "train.run_dir": ALL, "train.doctor": "doctor", "train.machine_checks": "doctor", "train.saving": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
+    "train.trainer": ALL, "train.run_dir": ALL, "train.doctor": "doctor", "train.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
     "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",
-    ("export", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", "race": "race",
+    ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", "race": "race",
     **{("race", f"--{k}"): "train" for k in "epochs name out overwrite sample save_minutes seed".split()}}    # our own runs' command line
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
 ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm", "--long"} # of pip, nvidia-smi, torchrun, docker, zstd
@@ -395,7 +395,7 @@ def test_full_disk(tmp_path, monkeypatch):
     import torch
     from safetensors import SafetensorError
     from llm_speedrun.files import replace_file
-    from llm_speedrun.train import saving
+    from llm_speedrun.checkpoint import format
     def full(path, *args, **kw): path.write_bytes(b"half"); raise OSError(28, "No space left on device")
     replace_file(tmp_path/"a.txt", "old")
     with monkeypatch.context() as m:
@@ -404,9 +404,9 @@ def test_full_disk(tmp_path, monkeypatch):
     assert (tmp_path/"a.txt").read_text() == "old"
     for e in (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), OSError(28, "No space left on device")):
         def half(tensors, path, metadata): path.write_bytes(b"half"); raise e
-        monkeypatch.setattr(saving, "save_file", half)
+        monkeypatch.setattr(format, "save_file", half)
         with fails(OSError, "^.*w.safetensors can't be written: no space left on device: make room"):
-            saving.write_tensors(dict(a=torch.ones(2)), tmp_path/"w.safetensors")
+            format.write_tensors(dict(a=torch.ones(2)), tmp_path/"w.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 @pytest.mark.skipif(os.name != "posix", reason="a pipe's end as POSIX has it")

@@ -10,7 +10,7 @@ from llm_speedrun.roofline import (OpCounter, fused, has_fp8, kernel_kind, launc
                                    profile_kinds, profiled)
 from llm_speedrun.model import *
 from llm_speedrun.runs import *
-from llm_speedrun.sample import generate
+from llm_speedrun.generate import generate
 from flags import changed, flags
 from small import NANO, fails, recorded
 

@@ -11,7 +11,7 @@ from llm_speedrun.train.machine_checks import *
 from llm_speedrun.measure import version_of
 from llm_speedrun.runs import RUNGS, Stepper
 from llm_speedrun.train.options import TrainConfig, speedrun_doctor
-from llm_speedrun.train.saving import checkpoints
+from llm_speedrun.checkpoint.format import checkpoints
 from llm_speedrun.train.trainer import train
 from small import nano, options, words
 from timeouts import TIMEOUT

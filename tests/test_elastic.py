@@ -6,7 +6,7 @@ import pytest, torch
 from small import write_bins
 from timeouts import TIMEOUT, until_some_moment, wait_until
 from llm_speedrun.train.options import TrainConfig, words_for
-from llm_speedrun.train.saving import checkpoints
+from llm_speedrun.checkpoint.format import checkpoints
 
 pytestmark = [pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found in /proc"),
               pytest.mark.skipif(torch.cuda.device_count() == 1, reason="each process needs a GPU of its own")]

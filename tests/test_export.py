@@ -6,10 +6,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import *
+from llm_speedrun.recipes.model_registry import shapes
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
-from llm_speedrun.sample import generate
+from llm_speedrun.generate import generate
 from llm_speedrun.train.presets import presets
 from llm_speedrun.train.options import speedrun_data, speedrun_export, speedrun_report, speedrun_train
 from llm_speedrun.train.trainer import train
@@ -436,7 +437,7 @@ def test_interrupted_export_leaves_nothing(trained, tmp_path, monkeypatch, error
     def half(tensors, path, metadata):
         path.write_bytes(b"half"); raise error
     with monkeypatch.context() as m:
-        m.setattr("llm_speedrun.train.saving.save_file", half)
+        m.setattr("llm_speedrun.checkpoint.format.save_file", half)
         with pytest.raises((KeyboardInterrupt, OSError)): export_folder(trained[1], tmp_path/"out")
     assert names(tmp_path) == set()
     import_folder(export_folder(trained[1], tmp_path/"out"))
@@ -472,7 +473,7 @@ def test_a_pad_token_stays(trained, tmp_path, monkeypatch):
 def test_full_disk(trained, tmp_path, monkeypatch, capsys, what):
     "The error names the folder, and says what to do"
     def full(*args, **kw): raise OSError(28, "No space left on device")
-    if what == "save_file": monkeypatch.setattr("llm_speedrun.train.saving.save_file", full)
+    if what == "save_file": monkeypatch.setattr("llm_speedrun.checkpoint.format.save_file", full)
     else: monkeypatch.setattr("pathlib.Path.write_bytes", full)
     with pytest.raises(SystemExit): speedrun_export([str(trained[1]), "--out", str(tmp_path/"out")])
     said = capsys.readouterr().err

@@ -10,7 +10,7 @@ from llm_speedrun.recipes.beyond import beyond
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs.fp8 import sqnr
 from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, entered, settled, stepper_of
-from llm_speedrun.sample import generate
+from llm_speedrun.generate import generate
 from small import NANO, fails
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,7 +17,7 @@ from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import guarded
 from llm_speedrun.runs import HandedOut, Run, Stepper, build, count_step, entered, find_rung, reference_errors, stepper_of
 from llm_speedrun.world import ParallelStepper
-from llm_speedrun.train.saving import load_named_state, named_state, put_together, taken_apart
+from llm_speedrun.checkpoint.format import load_named_state, named_state, flatten_state, unflatten_state
 from small import NANO, fails, pass_of
 
 GPU = torch.cuda.is_available()
@@ -437,7 +437,7 @@ def test_resume_is_bitwise():
         run.model.load_state_dict(half[0].model.state_dict())
         saved = named_state(half[0].model, half[1].opt)
         tensors = {}
-        load_named_state(run.model, step.opt, put_together(taken_apart(saved, tensors), tensors))
+        load_named_state(run.model, step.opt, unflatten_state(flatten_state(saved, tensors), tensors))
         return 3
     again = trained(["direct_update"], 6, resume=resume)
     for p, q in zip(whole[1].params, again[1].params): assert torch.equal(p, q)

@@ -4,7 +4,7 @@ import json
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun.export import export_folder, from_pretrained
-from llm_speedrun.sample import generate
+from llm_speedrun.generate import generate
 from small import NANO, nano, trained_on_text
 
 gguf = pytest.importorskip("gguf")

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest, torch
 from llm_speedrun.roofline import matmul_precision
 from llm_speedrun.runs import Stepper, build, count_step, find_rung, reference_errors, stepper_of
-from llm_speedrun.sample import generate
+from llm_speedrun.generate import generate
 from llm_speedrun.rungs import amp, flash, tf32
 from llm_speedrun.train.trainer import train
 from flags import changed, flags, random_states

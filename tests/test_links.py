@@ -181,7 +181,7 @@ def test_a_name_is_linked(pages, stem, said, linked):
     ("12_flash", "FlashAttention-2 (`flash`)"), ("20_checkpointing", "what `checkpoint` was given"),    # PyTorch's
     ("15_chunked_ce", "`checkpoint` runs a function"), ("21_optim", "PyTorch's `load_state_dict`"),
     ("62_export", "`transformers`' `from_pretrained`"),
-    ("01_measure", "Write `spread` of `tensors`"), ("60_sample", "have a `part` of the probability"),    # the reader's
+    ("01_measure", "Write `spread` of `tensors`"), ("60_generate", "have a `part` of the probability"),    # the reader's
     ("18_compile", "`ours` has our kernels"),    # a row of a table
     ("30_trainer", "`checkpoint` is a rung, or a method"), ("34_metrics", "with `step` and whatever"),
     ("26_claims", "as in [`fp16`](11_amp.ipynb)"), ("05_runs", "## A `Run`"), ("05_runs", "``a `Run` ``"),

@@ -11,7 +11,7 @@ from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, AdamW8bit, Bf1
                                 bf16_weights, decode_moments, encode_moments, in_blocks, join_fp32, make_8bit,
                                 make_bf16, make_fused, philox, random_bits, split_fp32, stochastic_round,
                                 update_torch, update_triton)
-from llm_speedrun.train.saving import put_together, taken_apart
+from llm_speedrun.checkpoint.format import flatten_state, unflatten_state
 from flags import changed, flags, random_states
 from small import NANO, fails
 
@@ -329,10 +329,10 @@ def test_resuming_is_exact(rounding, moments):
     opt = make(groups)
     first(opt, ps)
     tensors = {}
-    saved = taken_apart(copy.deepcopy(opt.state_dict()), tensors)
+    saved = flatten_state(copy.deepcopy(opt.state_dict()), tensors)
     assert all(type(t) is torch.Tensor for t in tensors.values()) and json.loads(json.dumps(saved)) == saved
     again = make([dict(params=[p]) for p in ps])    # the decay comes with the state
-    again.load_state_dict(put_together(saved, tensors))
+    again.load_state_dict(unflatten_state(saved, tensors))
     assert {t.dtype for s in again.state.values() for t in s.values()} <= {torch.float32, torch.int16, torch.int8, torch.uint8}
     assert (torch.uint8 in {t.dtype for t in again.state[ps[0]].values()}) == (moments == "8bit")
     for a, b in zip(train(again, ps, 5, start=5), whole): assert torch.equal(a, b)

@@ -137,14 +137,17 @@ def test_the_course_lists_every_notebook():
 
 PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 5: "rungs", 6: ""}    # tens -> folder of the modules
 ABOUT_ALL = {"22_ladder", "25_peers", "48_race", "50_world"}    # stand among rungs or recipes and are none
-TRAINER = {"54_sharded_saving", "64_comparison"}    # likewise, and belong to the trainer
+TRAINER = {"64_comparison"}    # likewise, and belong to the trainer
+CHECKPOINT = {"31_saving": "checkpoint.format", "31a_save": "checkpoint.save", "54_sharded_saving": "checkpoint.save_sharded",
+              "54a_load": "checkpoint.load", "54b_state": "checkpoint.state"}    # lessons of two parts make one package
 
 def test_a_module_is_in_the_folder_of_its_part():
     for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):
         if not (found := re.search(r"#\| default_exp ([\w.]+)", f.read_text(encoding="utf-8"))): continue    # it exports nothing
         module = found[1]
         folder = "" if f.stem in ABOUT_ALL else "train" if f.stem in TRAINER else PARTS[int(f.name[0])]
-        assert module == ".".join(filter(None, [folder, f.stem.partition("_")[2]])), f"{f.name} exports {module}"
+        want = ".".join(filter(None, [folder, f.stem.partition("_")[2]]))
+        assert module == CHECKPOINT.get(f.stem, want), f"{f.name} exports {module}"
 
 def test_site_files_exist():
     for f in read_yaml(ROOT/"nbs/_quarto.yml")["metadata-files"]: assert (ROOT/"nbs"/f).exists(), f

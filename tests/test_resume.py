@@ -6,14 +6,17 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from llm_speedrun.train import saving, trainer as module
+from llm_speedrun.checkpoint import format
+from llm_speedrun.train import trainer as module
 from llm_speedrun.data import Batches
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.runs import Stepper
 from llm_speedrun.train.options import TrainConfig, speedrun_train
 from llm_speedrun.train.run_dir import Finished
-from llm_speedrun.train.saving import *
+from llm_speedrun.checkpoint.format import *
+from llm_speedrun.checkpoint.load import *
+from llm_speedrun.checkpoint.save import *
 from llm_speedrun.train.console import *
 from llm_speedrun.train.resolve import *
 from llm_speedrun.train.trainer import *
@@ -53,7 +56,7 @@ def go(folder, **kw): return train(options(folder, **kw), progress=False)
 def resume(folder, **kw): return train(TrainConfig(resume=str(folder/"runs/run"), **kw), progress=False)
 def state(trainer):
     tensors = {}
-    taken_apart(dict(model=trainer.run.model.state_dict(), state=trainer.checkpointer.state(trainer.done)), tensors)
+    flatten_state(dict(model=trainer.run.model.state_dict(), state=trainer.checkpointer.state(trainer.done)), tensors)
     return {k: t.clone() for k, t in tensors.items()}
 
 # The same bits
@@ -314,18 +317,18 @@ def test_nothing_to_go_on_from(stopped):
 
 def test_a_full_disk(tmp_path, monkeypatch, capsys):
     "Checkpoints that can't be written are told, training goes on, and the ones from before stay"
-    real, full = saving.save_file, [False]
+    real, full = format.save_file, [False]
     def save_file(*args, **kw):
         if full[0] and "checkpoints" in str(args[1]): raise SafetensorError("I/O error: No space left on device")
         return real(*args, **kw)
-    monkeypatch.setattr(saving, "save_file", save_file)
+    monkeypatch.setattr(format, "save_file", save_file)
     def fill(n, batches): full[0] = n > 4
     watch_updates(monkeypatch, fill)
     with fails(OSError, "No space left"): train(options(tmp_path, steps=8, save_minutes=0.))
     run = tmp_path/"runs/run"
     assert "can't be written: I/O error: No space left on device" in capsys.readouterr().out
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, 9)) and load_file(run/"model.safetensors")
-    assert not broken(newest(run/"checkpoints")) and not list((run/"checkpoints").glob("*.tmp"))
+    assert not validation_error(newest(run/"checkpoints")) and not list((run/"checkpoints").glob("*.tmp"))
 
 @posix
 def test_others_may_read_it(tmp_path):
@@ -338,12 +341,12 @@ def test_others_may_read_it(tmp_path):
 @posix
 def test_a_checkpoint_after_one_that_failed(tmp_path, monkeypatch, capsys):
     "One that couldn't be written costs none of those after it: SIGTERM in the next step leaves one"
-    real, n = saving.save_file, [0]
+    real, n = format.save_file, [0]
     def save_file(*args, **kw):
         n[0] += 1
         if n[0] == 1: raise SafetensorError("I/O error: No space left on device")
         return real(*args, **kw)
-    monkeypatch.setattr(saving, "save_file", save_file)
+    monkeypatch.setattr(format, "save_file", save_file)
     stop_at(monkeypatch, 2, signal.SIGTERM)
     train(options(tmp_path, steps=8, save_minutes=0.))
     assert "before step 2 could not be written" in capsys.readouterr().out
@@ -389,7 +392,7 @@ def test_going_on_from_an_older_checkpoint(tmp_path, monkeypatch):
     stop_at(monkeypatch, 1)
     _, res = resume(tmp_path, keep_last=3)
     names = [c.name for c in checkpoints(run/"checkpoints")]
-    assert res["steps"] == 7 and f"step-{7:08}" in names and not any(broken(run/"checkpoints"/n) for n in names) and len(names) <= 4
+    assert res["steps"] == 7 and f"step-{7:08}" in names and not any(validation_error(run/"checkpoints"/n) for n in names) and len(names) <= 4
 
 def test_sigterm_is_not_forgotten():
     "SIGINT after SIGTERM changes nothing; SIGTERM after SIGINT does"
@@ -670,7 +673,7 @@ def test_a_config_that_is_wrong(stopped, monkeypatch, kind):
 
 def rewrite(c, change=lambda about: about, tensors=lambda ts: ts):
     "A checkpoint with something else in it, whose sums are right"
-    about, model, state = read_about(c), load_file(c/"model.safetensors"), load_file(c/"state.safetensors")
+    about, model, state = read_metadata(c), load_file(c/"model.safetensors"), load_file(c/"state.safetensors")
     about = change(json.loads((c/"about.json").read_text()))
     shutil.rmtree(c)
     write_checkpoint(c, dict(model=model, state=tensors(state)), about)

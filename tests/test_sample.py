@@ -10,7 +10,8 @@ from llm_speedrun.export import export_folder, from_pretrained, write_folder
 from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.runs import Run, baseline, build
-from llm_speedrun.sample import TextStream, Writer, continued, draw, generate, in_dtype, likeliest, open_model, pieces
+from llm_speedrun.generate import Generator, TextStream, draw, generate, stream_pieces, top_k_top_p
+from llm_speedrun.sample import continued, in_dtype, open_model
 from llm_speedrun.train.options import speedrun_sample
 from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options, texts
@@ -29,63 +30,63 @@ def tokens(*lengths):
     g = torch.Generator().manual_seed(2)
     return [torch.randint(NANO.vocab, (n,), generator=g).tolist() for n in lengths]
 
-def gaps(run, writer, n):
+def gaps(run, generator, n):
     "Let the writer draw `n` tokens of each text. Yields how far its logits are from the plain model's on the same window"
     g = torch.Generator(run.device).manual_seed(0)
     for _ in range(n):
-        logits = writer.read(writer.ahead)
-        windows = [t[pad:writer.used] for t, pad in zip(writer.tokens, writer.cache.pad[:, 0].tolist())]
+        logits = generator.read(generator.ahead)
+        windows = [t[pad:generator.used] for t, pad in zip(generator.tokens, generator.cache.pad[:, 0].tolist())]
         with torch.no_grad(): want = torch.cat([run.model(w[None])[:, -1] for w in windows])
         yield (logits - want).abs().max().item()
-        writer.ahead = draw(logits, g)
+        generator.ahead = draw(logits, g)
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [(1,), (7,), (22,), (5, 1, 11), (23, 3)], ids=str)
 def test_logits_are_those_without_a_cache(kv_heads, lengths):
     "At every position, for texts of several lengths in a batch, and on after the context is full, several times"
     run = lively(replace(NANO, seq=23, kv_heads=kv_heads))
-    writer = Writer(run, len(lengths))
-    writer.begin(tokens(*lengths))
-    assert max(gaps(run, writer, 40)) < 1e-5
+    generator = Generator(run, len(lengths))
+    generator.begin(tokens(*lengths))
+    assert max(gaps(run, generator, 40)) < 1e-5
 
 @pytest.mark.parametrize("seq", [1, 2, 3, 4])
 def test_shortest_contexts(seq):
     run = lively(replace(NANO, seq=seq))
-    writer = Writer(run, 2)
-    writer.begin(tokens(1, seq))
-    assert max(gaps(run, writer, 12)) < 1e-5
+    generator = Generator(run, 2)
+    generator.begin(tokens(1, seq))
+    assert max(gaps(run, generator, 12)) < 1e-5
 
 def test_the_window_slides():
     "The newest three quarters of the context stay; all that was said is there while there is room"
     run, said = lively(replace(NANO, seq=20)), tokens(20)[0]
-    writer = Writer(run)
-    writer.begin([said[:17]])
+    generator = Generator(run)
+    generator.begin([said[:17]])
     lengths = []
-    for t, in writer.write(13, torch.Generator().manual_seed(0)): lengths.append(writer.used)
+    for t, in generator.write(13, torch.Generator().manual_seed(0)): lengths.append(generator.used)
     assert lengths == [17, 18, 19, 20, 15, 16, 17, 18, 19, 20, 15, 16, 17]
-    writer.add(said)    # what is added may be as long as the context
-    assert max(gaps(run, writer, 3)) < 1e-5
-    writer.add([*said, *said])    # and longer: its own beginning falls out
-    writer.read(writer.ahead)
-    assert writer.tokens[0].tolist() == said
+    generator.add(said)    # what is added may be as long as the context
+    assert max(gaps(run, generator, 3)) < 1e-5
+    generator.add([*said, *said])    # and longer: its own beginning falls out
+    generator.read(generator.ahead)
+    assert generator.tokens[0].tolist() == said
 
 def test_turns():
     "What is added between is read as if it had been one text"
     run, (a, b) = lively(NANO), tokens(5, 6)
-    writer = Writer(run)
-    writer.begin([a])
-    said = a + [t for t, in writer.write(4, torch.Generator().manual_seed(0))]
-    writer.add(b)
-    logits = writer.read(writer.ahead)
+    generator = Generator(run)
+    generator.begin([a])
+    said = a + [t for t, in generator.write(4, torch.Generator().manual_seed(0))]
+    generator.add(b)
+    logits = generator.read(generator.ahead)
     with torch.no_grad(): want = run.model(torch.tensor([said + b]))[:, -1]
     assert (logits - want).abs().max() < 1e-5
 
 @pytest.mark.parametrize("seed", range(4))
 def test_text_is_that_of_generate(seed):
     run, ids = lively(NANO), tokens(6)[0]
-    writer = Writer(run)
-    writer.begin([ids])
-    said = [t for t, in writer.write(20, torch.Generator().manual_seed(seed), temperature=.9, top_k=20, top_p=.9)]
+    generator = Generator(run)
+    generator.begin([ids])
+    said = [t for t, in generator.write(20, torch.Generator().manual_seed(seed), temperature=.9, top_k=20, top_p=.9)]
     assert ids + said == generate(run, ids, 20, temperature=.9, top_k=20, top_p=.9, seed=seed)
 
 @torch.no_grad()
@@ -95,34 +96,34 @@ def test_recorded_passes(monkeypatch):
         def __init__(self, f, out): self.f, self.out = f, out
         def replay(self): self.out.copy_(self.f())
     recordings = []
-    def recorded(f):
+    def capture_graph(f):
         out = f()
         recordings.append(Recording(f, torch.full_like(out, torch.nan)))
         return recordings[-1], recordings[-1].out
-    monkeypatch.setattr(sample, "recorded", recorded)
+    monkeypatch.setattr("llm_speedrun.generate.capture_graph", capture_graph)
     run = lively(replace(NANO, seq=600))
-    writer, plain = Writer(run, 2), Writer(run, 2)
-    for w in (writer, plain): w.begin(tokens(250, 3)); w.ahead = draw(w.read(w.ahead), torch.Generator().manual_seed(0))
+    generator, plain = Generator(run, 2), Generator(run, 2)
+    for w in (generator, plain): w.begin(tokens(250, 3)); w.ahead = draw(w.read(w.ahead), torch.Generator().manual_seed(0))
     for _ in range(12):
         want = plain.read(plain.ahead)
-        writer.cache.at.fill_(writer.used)
-        got = writer.replay(writer.ahead, writer.used + 1)
-        writer.used += 1
+        generator.cache.at.fill_(generator.used)
+        got = generator.replay(generator.ahead, generator.used + 1)
+        generator.used += 1
         assert (got - want).abs().max() < 1e-5
-        for w in (writer, plain): w.ahead = want.argmax(-1, keepdim=True)
-    assert [*writer.graphs] == [256, 512] and len(recordings) == 2
-    writer.replay(writer.ahead, 600)
-    assert [*writer.graphs] == [256, 512, 600]    # no more slots than there are
+        for w in (generator, plain): w.ahead = want.argmax(-1, keepdim=True)
+    assert [*generator.graphs] == [256, 512] and len(recordings) == 2
+    generator.replay(generator.ahead, 600)
+    assert [*generator.graphs] == [256, 512, 600]    # no more slots than there are
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_recorded_on_a_gpu(kv_heads):
     "Logits by graphs are those without them, for texts of several lengths, also when the context is full"
     run = Run(lively(replace(NANO, seq=300, kv_heads=kv_heads)).model.cuda())
-    writer = Writer(run, 2)
-    writer.begin(tokens(9, 250))
-    assert max(gaps(run, writer, 320)) < 1e-4
-    assert [*writer.graphs] == [256, 300]
+    generator = Generator(run, 2)
+    generator.begin(tokens(9, 250))
+    assert max(gaps(run, generator, 320)) < 1e-4
+    assert [*generator.graphs] == [256, 300]
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -131,9 +132,9 @@ def test_text_on_a_gpu(folder, dtype):
     run, tok = open_model(folder, "cuda", dtype)
     ids, said = tok.encode("7 times").ids, []
     for _ in range(2):
-        writer = Writer(run)
-        writer.begin([ids])
-        said.append(ids + [t for t, in writer.write(40, torch.Generator("cuda").manual_seed(0))])
+        generator = Generator(run)
+        generator.begin([ids])
+        said.append(ids + [t for t, in generator.write(40, torch.Generator("cuda").manual_seed(0))])
     assert said[0] == said[1] and len(said[0]) == len(ids) + 40
     if dtype == "fp32": assert said[0][:16] == generate(run, ids, 40)[:16]
 
@@ -143,46 +144,46 @@ def test_the_model_is_left_alone():
     parts, weights = [vars(b).copy() for b in run.model.layers], [*run.model.parameters()]
     half = in_dtype(run, "bf16")
     for r in (run, half):
-        writer = Writer(r)
-        writer.begin([ids])
-        assert len([*writer.write(3, torch.Generator().manual_seed(0))]) == 3
+        generator = Generator(r)
+        generator.begin([ids])
+        assert len([*generator.write(3, torch.Generator().manual_seed(0))]) == 3
     assert [vars(b) for b in run.model.layers] == parts and run.model.layers[0].heads is naive_heads
     assert all(a is b and a.dtype == torch.float32 for a, b in zip(run.model.parameters(), weights))
-    assert all(a is b for a, b in zip(writer.model.parameters(), half.model.parameters()))
+    assert all(a is b for a, b in zip(generator.model.parameters(), half.model.parameters()))
     dtypes = {(p.ndim > 1, p.dtype) for p in half.model.parameters()}
-    assert dtypes == {(True, torch.bfloat16), (False, torch.float32)} and writer.cache.k[0].dtype == torch.bfloat16
+    assert dtypes == {(True, torch.bfloat16), (False, torch.float32)} and generator.cache.k[0].dtype == torch.bfloat16
 
 def test_bf16_is_near():
     run, (ids,) = baseline(NANO, "cpu"), tokens(20)
-    writer = Writer(in_dtype(run, "bf16"))
-    writer.begin([ids])
+    generator = Generator(in_dtype(run, "bf16"))
+    generator.begin([ids])
     with torch.no_grad(): want = run.model(torch.tensor([ids]))[:, -1]
-    gap = (writer.read(writer.ahead) - want).norm() / want.norm()
+    gap = (generator.read(generator.ahead) - want).norm() / want.norm()
     assert 1e-5 < gap < .03
 
 @pytest.mark.parametrize("model", [UntiedGPT, NormedGPT])
 def test_models_of_recipes(model):
     "A head of its own, an embedding with a norm"
     run = lively(NANO, model)
-    writer = Writer(run)
-    writer.begin(tokens(3))
-    assert max(gaps(run, writer, 9)) < 2e-5
+    generator = Generator(run)
+    generator.begin(tokens(3))
+    assert max(gaps(run, generator, 9)) < 2e-5
 
 def test_an_untied_export(tmp_path):
     "What is exported with a head of its own writes as its model did, also in bf16"
     run = lively(NANO, UntiedGPT)
     write_folder(tmp_path/"export", NANO, run.model.state_dict())
-    writer, (ids,) = Writer(from_pretrained(tmp_path/"export", "cpu")), tokens(5)
-    writer.begin([ids])
-    assert ids + [t for t, in writer.write(9, torch.Generator(), temperature=0)] == generate(run, ids, 9, temperature=0)
+    generator, (ids,) = Generator(from_pretrained(tmp_path/"export", "cpu")), tokens(5)
+    generator.begin([ids])
+    assert ids + [t for t, in generator.write(9, torch.Generator(), temperature=0)] == generate(run, ids, 9, temperature=0)
     half = in_dtype(from_pretrained(tmp_path/"export", "cpu"), "bf16").model
     assert half.lm_head.weight.dtype == torch.bfloat16
 
 def test_what_a_writer_refuses():
-    with fails(ValueError, "run with rungs .flash", "generate"): Writer(build(NANO, ["flash"], device="cpu"))
-    writer = Writer(lively(NANO), 2)
-    with fails(ValueError, "a token to begin with"): writer.begin([[1], []])
-    with fails(ValueError, "33 tokens", "at most 32"): writer.begin([[1], [1]*33])
+    with fails(ValueError, "run with rungs .flash", "generate"): Generator(build(NANO, ["flash"], device="cpu"))
+    generator = Generator(lively(NANO), 2)
+    with fails(ValueError, "a token to begin with"): generator.begin([[1], []])
+    with fails(ValueError, "33 tokens", "at most 32"): generator.begin([[1], [1]*33])
 
 # Drawing
 
@@ -191,7 +192,7 @@ def test_what_a_writer_refuses():
 def test_the_nucleus(top_p, temperature):
     "As in float64: the fewest tokens that reach `top_p`, with their probabilities"
     logits = torch.randn(5, 4096, generator=torch.Generator().manual_seed(3))*3
-    i, p = likeliest(logits, temperature, 0, top_p)
+    i, p = top_k_top_p(logits, temperature, 0, top_p)
     for row, order, got in zip(logits.double(), i, p.double()):
         want, by_size = (row/temperature).softmax(-1).sort(descending=True)
         n = next(n for n in range(1, 4097) if want[:n].sum() >= top_p)
@@ -201,7 +202,7 @@ def test_the_nucleus(top_p, temperature):
 
 def test_the_nucleus_of_the_likeliest():
     "`top_k` first: then the nucleus is of what these have"
-    i, p = likeliest(torch.tensor([[4., 4., 4., 4., 1.]]).log(), 1., 4, .7)
+    i, p = top_k_top_p(torch.tensor([[4., 4., 4., 4., 1.]]).log(), 1., 4, .7)
     assert (p > 0).sum() == 3 and 4 not in i[p > 0]
 
 @pytest.mark.parametrize("how", [dict(temperature=0), dict(temperature=0., top_k=0, top_p=.2), dict(top_k=1, temperature=100.), dict(top_p=1e-6)], ids=str)
@@ -239,7 +240,7 @@ def test_whole_characters():
         assert "".join(parts) + stream.rest() == tok.decode(ids).rstrip("\ufffd")
 
 class Script:
-    "What `pieces` asks of a `Writer`, with tokens that are known"
+    "What `stream_pieces` asks of a `Generator`, with tokens that are known"
     def __init__(self, steps): self.steps, self.tokens = steps, steps[0]
     def write(self, n, g, **how): self.written = 0; yield from map(self.one, self.steps[:n])
     def one(self, step): self.written += 1; return step
@@ -249,8 +250,8 @@ def test_a_text_ends_at_the_token_of_the_end():
     tok = train_tokenizer(["ab"], 257)
     (a,), (b,), half = tok.encode("a").ids, tok.encode("b").ids, tok.encode("漢").ids[0]
     script = Script([[a, b], [0, half], [a, b], [b, 0], [a, a]])
-    assert [*pieces(script, tok, 9, None)] == [["a", "b"], [None, ""], [None, "\ufffdb"], [None, None]] and script.written == 4
-    assert [*pieces(Script([[a, half]]), tok, 1, None)] == [["a", ""], [None, None]]
+    assert [*stream_pieces(script, tok, 9, None)] == [["a", "b"], [None, ""], [None, "\ufffdb"], [None, None]] and script.written == 4
+    assert [*stream_pieces(Script([[a, half]]), tok, 1, None)] == [["a", ""], [None, None]]
 
 # The command
 
@@ -282,7 +283,7 @@ def test_greedy(folder, capsys):
 def test_stops_at_the_end_of_a_document(folder, monkeypatch):
     "What the model writes after it would be another text"
     eot = Tokenizer.from_file(str(folder/"tokenizer.json")).token_to_id("<|endoftext|>")
-    monkeypatch.setattr(Writer, "write", lambda self, n, g, **how: iter([[66], [67], [eot], [68]]))
+    monkeypatch.setattr(Generator, "write", lambda self, n, g, **how: iter([[66], [67], [eot], [68]]))
     assert continued(folder, "x") == "x" + Tokenizer.from_file(str(folder/"tokenizer.json")).decode([66, 67])
 
 def test_temperature_0_is_greedy(folder, capsys):
@@ -313,18 +314,18 @@ def test_several(folder, tmp_path, capsys, monkeypatch):
 def test_many_are_written_in_batches(folder, capsys, monkeypatch):
     args = folder, "--prompt=7 times", "--samples=5", "--n=4", "--temperature=0"
     text = said(capsys, *args)
-    sizes, begin = [], Writer.begin
+    sizes, begin = [], Generator.begin
     monkeypatch.setattr(sample, "BATCH", 2)
-    monkeypatch.setattr(Writer, "begin", lambda self, texts: sizes.append(len(texts)) or begin(self, texts))
+    monkeypatch.setattr(Generator, "begin", lambda self, texts: sizes.append(len(texts)) or begin(self, texts))
     assert said(capsys, *args) == text and sizes == [2, 2, 1]
 
 def test_streaming(folder, monkeypatch):
     "Text is printed while it is written, piece by piece"
-    seen, write = [], Writer.write
+    seen, write = [], Generator.write
     out = io.StringIO()
     def watched(self, n, g, **how):
         for t in write(self, n, g, **how): seen.append(out.getvalue()); yield t
-    monkeypatch.setattr(Writer, "write", watched)
+    monkeypatch.setattr(Generator, "write", watched)
     monkeypatch.setattr("sys.stdout", out)
     speedrun_sample([str(folder), "--prompt=7 times", "--n=20", "--temperature=0"])
     assert seen[0] == "7 times" and len(set(seen)) > 10 and all(b.startswith(a) for a, b in zip(seen, seen[1:]))
@@ -364,19 +365,19 @@ def test_chat_after_an_end(folder, capsys, monkeypatch):
         heard.append(self.ahead[0].tolist())
         self.ahead = torch.tensor([[0]])
         yield [0]
-    monkeypatch.setattr(Writer, "write", write)
+    monkeypatch.setattr(Generator, "write", write)
     chat(capsys, monkeypatch, folder, "7", "8", "", "9")
     one = lambda t: tok.encode(t).ids
     assert heard == [[0, *one("7")], one("8"), [0], one("9")]
 
 def test_ctrl_c_ends_a_turn(folder, capsys, monkeypatch):
-    turns, write = [], Writer.write
+    turns, write = [], Generator.write
     def interrupted(self, n, g, **how):
         turns.append(1)
         for i, t in enumerate(write(self, n, g, **how)):
             if len(turns) == 1 and i == 2: raise KeyboardInterrupt
             yield t
-    monkeypatch.setattr(Writer, "write", interrupted)
+    monkeypatch.setattr(Generator, "write", interrupted)
     assert chat(capsys, monkeypatch, folder, "7 times", "8 times").out.count("\n") >= 2 and len(turns) == 2
 
 @pytest.mark.parametrize("args,message", [
@@ -396,7 +397,7 @@ def test_refused(folder, tmp_path, capsys, args, message):
 
 def test_too_little_memory(folder, capsys, monkeypatch):
     def full(self, n, g, **how): raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(Writer, "write", full)
+    monkeypatch.setattr(Generator, "write", full)
     with pytest.raises(SystemExit): speedrun_sample([str(folder), "--prompt=7"])
     assert "fewer --samples" in capsys.readouterr().err
 
@@ -413,9 +414,9 @@ def test_greedy_text_is_that_of_transformers(tmp_path):
     for name, w in model.named_parameters(): w.data.mul_(6 if "proj" in name else 1)    # or each token would repeat itself
     write_folder(tmp_path/"export", config, model.state_dict())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path/"export").eval()
-    ids, writer = tokens(3, 7, 13), Writer(from_pretrained(tmp_path/"export", "cpu"), 3)
-    writer.begin(ids)
-    texts = [*zip(*writer.write(50, torch.Generator().manual_seed(0), temperature=0))]
+    ids, generator = tokens(3, 7, 13), Generator(from_pretrained(tmp_path/"export", "cpu"), 3)
+    generator.begin(ids)
+    texts = [*zip(*generator.write(50, torch.Generator().manual_seed(0), temperature=0))]
     assert max(len({*t}) for t in texts) > 15    # no text that a broken model could write too
     for i, text in zip(ids, texts):
         want = theirs.generate(torch.tensor([i]), attention_mask=torch.ones(1, len(i)), max_new_tokens=50, do_sample=False)

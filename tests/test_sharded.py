@@ -13,9 +13,12 @@ from llm_speedrun.export import export_folder, from_pretrained, read_run, unfini
 from llm_speedrun.files import InputError
 from llm_speedrun.recipes.schedules import Average
 from llm_speedrun.runs import World, build, stepper_of
-from llm_speedrun.train import saving, sharded_saving as sharded
-from llm_speedrun.train.saving import Saver, broken, check_size, checkpoints, newest, read_checkpoint, taken_apart
-from llm_speedrun.train.sharded_saving import *
+from llm_speedrun.checkpoint import format, save_sharded as sharded
+from llm_speedrun.checkpoint.format import *
+from llm_speedrun.checkpoint.load import *
+from llm_speedrun.checkpoint.save import *
+from llm_speedrun.checkpoint.save_sharded import *
+from llm_speedrun.checkpoint.state import *
 from llm_speedrun.world import Piece, local, pieces, processes
 from small import NANO, fails
 from timeouts import TIMEOUT, calls_of, wait_until
@@ -49,9 +52,9 @@ def take(run, step, average, n):
 
 def saved(run, step, average, folder, n=2):
     "Save what they have"
-    saver = saver_for(run.world, folder, run="run")
+    saver = make_saver(run.world, folder, run="run")
     state = dict(optimizer=optimizer_to_save(run, step), average=average_to_save(run, average),
-                 rng=each(run.world, dict(cpu=torch.tensor([run.world.rank]))), rungs={}, stream=None)
+                 rng=per_rank(run.world, dict(cpu=torch.tensor([run.world.rank]))), rungs={}, stream=None)
     saver.save(n, weights_to_save(run), state, about=3)
     saver.close()
     return folder/f"step-{n:08}"
@@ -61,7 +64,7 @@ def loaded(parts, checkpoint):
     "The run, stepper and average with what the checkpoint has"
     run, step, average = parts
     for t in (*run.model.parameters(), *average.mean): local(t.detach()).fill_(torch.nan)
-    read = read_any(checkpoint)
+    read = open_checkpoint(checkpoint)
     load_weights(run, read)
     assert load_optimizer(run, step, read) == type(step.opt).__name__
     load_average(run, average, read)
@@ -82,7 +85,7 @@ def work(world, folder, names, sources):
             parts = loaded(others[name], found)
             saved(*parts, folder/f"{source} in {name}")
             said[f"{source} in {name}"] = take(*parts, 1)
-    whole = whole_weights(parts[0])
+    whole = full_state_dict(parts[0])
     if world.first: save_file(whole, folder/f"whole {name}.safetensors")
     torch.manual_seed(0)
     said["weights"] = {n: t.double().sum().item() for n, t in weights_of(parts[0]).items()} 
@@ -107,7 +110,7 @@ def eight_bits(world, folder):
 
 def named_tensors(run, step, average):
     tensors = {}
-    taken_apart(dict(opt=step.opt.state_dict(), mean=[local(m) for m in average.mean],
+    flatten_state(dict(opt=step.opt.state_dict(), mean=[local(m) for m in average.mean],
                      weights=[local(p) for p in run.model.parameters()]), tensors)
     return {k: t.clone() for k, t in tensors.items()}
 
@@ -128,7 +131,7 @@ def tensors_of(checkpoint):
     "All tensors of a checkpoint as one process reads it"
     model, state, about = read_checkpoint(checkpoint)
     tensors = {}
-    taken_apart(dict(model=model, optimizer=state["optimizer"], average=state["average"]), tensors)
+    flatten_state(dict(model=model, optimizer=state["optimizer"], average=state["average"]), tensors)
     return tensors
 
 @pytest.mark.parametrize("source", LAYOUTS)
@@ -153,7 +156,7 @@ def test_all_layouts_train_alike(world_of_all):
         assert got.keys() == want.keys()
         for k in want: torch.testing.assert_close(got[k], want[k], atol=2e-4, rtol=2e-2, msg=f"{name} {k}")
         check_size(CONFIG, folder/name/"step-00000002")
-        assert not broken(folder/name/"step-00000002") and not [*(folder/name).glob(".*")] + [*(folder/name).glob("*.tmp")]
+        assert not validation_error(folder/name/"step-00000002") and not [*(folder/name).glob(".*")] + [*(folder/name).glob("*.tmp")]
 
 def test_the_same_layout_to_the_bit(world_of_all):
     "Codes of moments and lower halves of weights come back as they were, on each process"
@@ -170,7 +173,7 @@ def test_eight_bits_of_many_in_one(world_of_all):
         for n, kept in step.opt.state.items(): assert kept["exp_avg"].isfinite().all()
         mine = optimizer_to_save(run, step)
         want, got = {}, {}
-        taken_apart(state["optimizer"], want); taken_apart(mine, got)
+        flatten_state(state["optimizer"], want); flatten_state(mine, got)
         assert want.keys() == got.keys() and any(t.dtype == torch.int8 for t in got.values())
         for k in want: assert torch.equal(want[k], got[k]), k
 
@@ -185,9 +188,9 @@ def test_the_whole_model(world_of_all):
 def test_own_states(world_of_all):
     "Of what each process has its own, each gets its own again, and one of many more some"
     folder, _, _ = world_of_all
-    read = read_any(folder/"fsdp x tp"/"step-00000002")
-    assert [state_of(read, r)["rng"]["cpu"].item() for r in range(6)] == [0, 1, 2, 3, 0, 1]
-    assert read.about.facts == dict(about=3) and state_of(read)["stream"] is None
+    read = open_checkpoint(folder/"fsdp x tp"/"step-00000002")
+    assert [rank_state(read, r)["rng"]["cpu"].item() for r in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert read.about.facts == dict(about=3) and rank_state(read)["stream"] is None
 
 # What goes wrong, with processes that are threads
 
@@ -219,7 +222,7 @@ def part_of(world):
 def save(saver, step):
     "Save something; what that raises in the end"
     world = saver.world
-    state = dict(one=torch.tensor(step), list=[torch.ones(3)*step, None, (1.5, math.inf)], rng=each(world, torch.tensor([world.rank])))
+    state = dict(one=torch.tensor(step), list=[torch.ones(3)*step, None, (1.5, math.inf)], rng=per_rank(world, torch.tensor([world.rank])))
     saver.save(step, {"w": part_of(world)}, state)
     try: saver.wait()
     except OSError as e: return e
@@ -229,7 +232,7 @@ def good(tmp_path_factory):
     "A checkpoint that four wrote"
     folder = tmp_path_factory.mktemp("good")
     def four(world):
-        saver = WorldSaver(folder, run="r", world=world)
+        saver = ShardedSaver(folder, run="r", world=world)
         assert save(saver, 7) is None; saver.close()
     assert together(4, four) == [None]*4
     return folder/"step-00000007"
@@ -244,13 +247,13 @@ def rewritten(c, name, change):
 
 def signed(c):
     files = {n: dict(bytes=(c/n).stat().st_size, sha256=sharded.file_sha256(c/n)) for n in sorted(p.name for p in c.iterdir()) if n != "manifest.json"}
-    (c/"manifest.json").write_text(json.dumps(dict(files=files, sum=sharded.sum_of(files))))
+    (c/"manifest.json").write_text(json.dumps(dict(files=files, sum=sharded.manifest_sum(files))))
 
 def test_what_is_there(good):
     "Files, index and tensors; any box can be read"
     assert sorted(p.name for p in good.iterdir()) == ["about.json", "index.json", "manifest.json", *(f"part-{r:05}.safetensors" for r in range(4))]
-    assert not broken(good) and [p.name for p in good.parent.iterdir()] == [good.name]
-    read = read_any(good)
+    assert not validation_error(good) and [p.name for p in good.parent.iterdir()] == [good.name]
+    read = open_checkpoint(good)
     for i in range(8):
         for j in range(10): assert torch.equal(read["model.w"].box((i, j), (8 - i, 10 - j)), W[i:, j:])
     assert read["model.w"].box((2, 3), (0, 4)).shape == (0, 4) and read.index.tensors["state.one"].boxes[0].file == "part-00000.safetensors"
@@ -262,19 +265,19 @@ def test_what_is_there(good):
 
 def fill_disk(monkeypatch, *full):
     "Files of these names are on a disk without room, from the second checkpoint's on to the third's"
-    real = saving.save_file
+    real = format.save_file
     def save_file(tensors, path, metadata):
         if path.name in full and "step-00000002" in str(path):
             path.write_bytes(b"half of it")
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         real(tensors, path, metadata)
-    monkeypatch.setattr(saving, "save_file", save_file)
+    monkeypatch.setattr(format, "save_file", save_file)
 
 def test_a_full_disk_on_one(tmp_path, monkeypatch):
     "Everybody learns which process and why, nothing is left of it, and the run goes on to the next checkpoint"
     fill_disk(monkeypatch, "part-00001.safetensors")
     def four(world):
-        saver, errors = WorldSaver(tmp_path, keep=2, world=world, patience=TIMEOUT), []
+        saver, errors = ShardedSaver(tmp_path, keep=2, world=world, patience=TIMEOUT), []
         errors += [save(saver, 1), save(saver, 2)]
         world.gathered(0)
         left = {p for p in tmp_path.rglob("*.safetensors")}
@@ -285,7 +288,7 @@ def test_a_full_disk_on_one(tmp_path, monkeypatch):
         assert ok is None and again is None
         assert "process 1 on" in str(error) and "step-00000002" in str(error) and "no space left" in str(error), error
         assert len(left) == 4 # of the first checkpoint
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000003"] and not broken(tmp_path/"step-00000003")
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000003"] and not validation_error(tmp_path/"step-00000003")
 
 def test_a_disk_without_room_for_a_word(tmp_path, monkeypatch):
     "Not even the reason can be written: the process is named"
@@ -295,7 +298,7 @@ def test_a_disk_without_room_for_a_word(tmp_path, monkeypatch):
         if self.suffix == ".note": raise OSError(28, "No space left on device")
         return write_text(self, *args, **kw)
     monkeypatch.setattr(Path, "write_text", no_text)
-    errors = together(4, lambda world: save(WorldSaver(tmp_path, world=world, patience=TIMEOUT), 2))
+    errors = together(4, lambda world: save(ShardedSaver(tmp_path, world=world, patience=TIMEOUT), 2))
     assert all("process 2" in str(e) for e in errors) and sum("is its disk full" in str(e) for e in errors) == 3, errors
     assert not checkpoints(tmp_path) and not [*tmp_path.rglob("*.safetensors")]
 
@@ -307,33 +310,33 @@ def test_the_first_fails_at_the_end(tmp_path, monkeypatch, name):
         if self.name == name: raise OSError(28, "No space left on device")
         return write_text(self, *args, **kw)
     monkeypatch.setattr(Path, "write_text", no_text)
-    errors = together(2, lambda world: save(WorldSaver(tmp_path, world=world, patience=TIMEOUT), 1))
+    errors = together(2, lambda world: save(ShardedSaver(tmp_path, world=world, patience=TIMEOUT), 1))
     assert all("process 0 on" in str(e) and "No space" in str(e) for e in errors), errors
     assert not checkpoints(tmp_path)
 
 def test_silence(tmp_path):
     "A process that writes nothing, without a word: named after some time"
     def two(world):
-        saver = WorldSaver(tmp_path, world=world, patience=.3)
+        saver = ShardedSaver(tmp_path, world=world, patience=.3)
         return save(saver, 1) if world.first else None
     error, _ = together(2, two)
     assert "process 1 on" in str(error) and "written nothing for" in str(error)
 
 def test_another_folder(tmp_path, monkeypatch):
     "Processes whose folders have one name and aren't the same: told before anything is trained"
-    sees = WorldSaver.sees
-    monkeypatch.setattr(WorldSaver, "sees", lambda self: sees(self, seconds=.2))
-    errors = together(3, lambda world: WorldSaver(tmp_path/("a" if world.rank < 2 else "b"), world=world, patience=TIMEOUT))
+    sees = ShardedSaver.sees
+    monkeypatch.setattr(ShardedSaver, "sees", lambda self: sees(self, seconds=.2))
+    errors = together(3, lambda world: ShardedSaver(tmp_path/("a" if world.rank < 2 else "b"), world=world, patience=TIMEOUT))
     assert all(isinstance(e, InputError) and "process 2 on" in str(e) and "disk that all machines share" in str(e) for e in errors), errors
 
 def test_bad_keep(tmp_path):
-    assert all(isinstance(e, InputError) and "keep must be" in str(e) for e in together(2, lambda w: WorldSaver(tmp_path, keep=0, world=w)))
+    assert all(isinstance(e, InputError) and "keep must be" in str(e) for e in together(2, lambda w: ShardedSaver(tmp_path, keep=0, world=w)))
 
 def test_pruned_by_the_first(tmp_path):
     "The newest and the best stay; a run that goes on removes later ones, and what was left by a killed one"
     (tmp_path/"step-00000009.abc-1.tmp").mkdir()
     def two(world):
-        saver = WorldSaver(tmp_path, keep=2, world=world)
+        saver = ShardedSaver(tmp_path, keep=2, world=world)
         saver.losses = {1: 5., 2: 3., 3: 4.}
         for step in (1, 2, 3, 4, 5): assert save(saver, step) is None
         world.gathered(0) # the first process removes after the others are told
@@ -364,7 +367,7 @@ def test_killed_while_writing(tmp_path):
     pid = os.fork()
     world.rank = int(not pid)
     try:
-        saver = WorldSaver(c, world=world, patience=TIMEOUT)
+        saver = ShardedSaver(c, world=world, patience=TIMEOUT)
         assert save(saver, 1) is None
         if not pid: sharded.write_tensors = killed
         error = save(saver, 2)
@@ -373,7 +376,7 @@ def test_killed_while_writing(tmp_path):
     os.waitpid(pid, 0) # until here it is a zombie
     assert "process 1 has died" in str(error), error # and not that nothing was written for the time of `patience`
     assert newest(c).name == "step-00000001" and len([*c.glob("step-00000002.*.tmp/part-00001.safetensors")]) == 1
-    def start(world): WorldSaver(c, world=world, patience=TIMEOUT).close()
+    def start(world): ShardedSaver(c, world=world, patience=TIMEOUT).close()
     assert together(2, start) == [None]*2 and [p.name for p in c.iterdir()] == ["step-00000001"]
 
 # What is read
@@ -385,23 +388,23 @@ def test_damaged(some, name, how):
     path, data = some/name, (some/name).read_bytes()
     if how == "missing": path.unlink()
     else: path.write_bytes(data[:-9] if how == "short" else data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-    why, said = broken(some), []
+    why, said = validation_error(some), []
     assert why and (name in why or name == "manifest.json")
     assert newest(some.parent, say=said.append) is None and why in said[0]
-    said = together(4, lambda world: newest_together(world, some.parent, say=(words := []).append) or words)
+    said = together(4, lambda world: newest_on_all_ranks(world, some.parent, say=(words := []).append) or words)
     assert said[1:] == [[], [], []] and len(said[0]) == 1 and (name in said[0][0] or name == "manifest.json")
 
 def test_together_takes_the_newest_of_the_run(good, some):
     later = Path(shutil.copytree(good, some.parent/"step-00000009"))
     rewritten(later, "about.json", lambda a: a.update(step=9, run="other"))
-    assert together(3, lambda world: newest_together(world, some.parent, "r", say=lambda s: None)) == [some]*3
-    assert together(3, lambda world: newest_together(world, some.parent)) == [later]*3
-    assert together(2, lambda world: newest_together(world, some.parent/"nowhere")) == [None]*2
+    assert together(3, lambda world: newest_on_all_ranks(world, some.parent, "r", say=lambda s: None)) == [some]*3
+    assert together(3, lambda world: newest_on_all_ranks(world, some.parent)) == [later]*3
+    assert together(2, lambda world: newest_on_all_ranks(world, some.parent/"nowhere")) == [None]*2
 
 def test_a_shard_is_gone(some):
     "The other parts can be read; what was in that one is an error with its name"
     (some/"part-00003.safetensors").unlink()
-    read = read_any(some)
+    read = open_checkpoint(some)
     assert torch.equal(read["model.w"].box((0, 0), (4, 10)), W[:4])
     with fails(InputError, r"part-00003.safetensors can't be used"): read["model.w"].whole()
     with fails(InputError, r"part-00003.safetensors"): read_checkpoint(some)
@@ -425,7 +428,7 @@ LIES = dict(
 def test_an_index_that_lies(some, lie):
     "An `InputError` at once, without the memory it speaks of"
     rewritten(some, "index.json", LIES[lie])
-    assert not broken(some)
+    assert not validation_error(some)
     def read():
         with fails(InputError, "step-00000007|state"): read_checkpoint(some)
     assert calls_of(read) < 20_000
@@ -448,16 +451,16 @@ def test_an_older_checkpoint_of_one(tmp_path):
     c = tmp_path/"step-00000003"
     assert sorted(p.name for p in c.iterdir()) == ["about.json", "manifest.json", "model.safetensors", "state.safetensors"]
     assert json.loads((c/"about.json").read_text())["version"] == 2
-    read = read_any(c)
-    assert torch.equal(read["model.w"].box((1, 2), (3, 4)), W[1:4, 2:6]) and torch.equal(state_of(read, 5)["x"][0], torch.ones(2, dtype=torch.int16))
+    read = open_checkpoint(c)
+    assert torch.equal(read["model.w"].box((1, 2), (3, 4)), W[1:4, 2:6]) and torch.equal(rank_state(read, 5)["x"][0], torch.ones(2, dtype=torch.int16))
     (c/"model.safetensors").write_bytes(b"x"*100)
-    with fails(InputError, "model.safetensors"): read_any(c)
+    with fails(InputError, "model.safetensors"): open_checkpoint(c)
 
 def test_what_cannot_be_saved(tmp_path):
     class Part(torch.Tensor):
         def to_local(self): return self
     p = Piece(torch.zeros(2, 3), (4, 3), (0, 0), True)
-    with fails(TypeError, "DTensor"): as_piece(torch.zeros(3).as_subclass(Part), True)
+    with fails(TypeError, "DTensor"): to_piece(torch.zeros(3).as_subclass(Part), True)
     with fails(InputError, "rows of w can't be cut"): state_to_save("w", p, dict(rows=torch.zeros(2)))
     assert state_to_save("w", p, dict(step=torch.tensor(3.), n=2)) == dict(step=torch.tensor(3.), n=2)
 
@@ -484,12 +487,12 @@ def cut_of(start, size, shape=(4, 4)): return dict(w=sharded.Cut([*shape], [*sta
 def test_parts_that_are_no_whole_are_not_saved(parts):
     "Also where their sizes add up"
     named = {f"part-0000{i}.safetensors": sharded.Part(None, cut_of(*p), {}) for i, p in enumerate(parts)}
-    with fails(OSError, "parts of w don't make the whole"): sharded.index_of(named)
+    with fails(OSError, "parts of w don't make the whole"): sharded.build_index(named)
 
 def test_empty_parts_are_no_overlap():
     named = {f"part-0000{i}.safetensors": sharded.Part(None, cut_of(*p), {}) for i, p in enumerate([((0, 0), (4, 4)), ((4, 0), (0, 4)), ((4, 0), (0, 4))])}
-    assert len(sharded.index_of(named)["tensors"]["w"]["boxes"]) == 3
-    assert sharded.index_of({"part-00000.safetensors": sharded.Part(None, cut_of((0, 0), (0, 4), (0, 4)), {})})
+    assert len(sharded.build_index(named)["tensors"]["w"]["boxes"]) == 3
+    assert sharded.build_index({"part-00000.safetensors": sharded.Part(None, cut_of((0, 0), (0, 4), (0, 4)), {})})
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_long_save_is_looked_at_seldom(rank, tmp_path, monkeypatch):
@@ -499,8 +502,8 @@ def test_a_long_save_is_looked_at_seldom(rank, tmp_path, monkeypatch):
     def there(tmp):
         looks.append(now[0])
         return {} if now[0] < 600 else {"part-00000.json": 1, "part-00001.json": 1} if rank == 0 else None
-    monkeypatch.setattr(sharded, "sizes_in", there)
+    monkeypatch.setattr(sharded, "file_sizes", there)
     monkeypatch.setattr(sharded, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)))
     saver = SimpleNamespace(world=World(rank, 2), check_late=lambda late, seconds: None)
-    WorldSaver.wait_for_parts(saver, tmp_path/"a.tmp", folder)
+    ShardedSaver.wait_for_parts(saver, tmp_path/"a.tmp", folder)
     assert len(looks) < 250 and looks[2] < .2 and looks[-1] < 606

@@ -16,7 +16,7 @@ from llm_speedrun.train.run_charts import loss_chart
 from llm_speedrun.train.options import LadderOptions, TrainConfig
 from llm_speedrun.train.console import *
 from llm_speedrun.train.trainer import *
-from llm_speedrun.train.saving import newest
+from llm_speedrun.checkpoint.format import newest
 from small import NANO, VOCAB, fails, nano, options, texts, write_bins
 from timeouts import TIMEOUT, wait_until
 

@@ -19,12 +19,13 @@ from ..world import local
 from .metrics import read_rows
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp004b
-from .saving import (check_size, converted, load_named_state, newest, read_checkpoint,
-                                       write_tensors)
-from llm_speedrun.train.sharded_saving import (
-    as_piece, average_to_save, cells, each, load_average, load_optimizer as load_moments, load_weights,
-    newest_together, optimizer_to_save, read_any, saver_for, state_of, trained_pieces, weights_to_save,
-    whole_weights)
+from ..checkpoint.format import convert_to, load_named_state, newest, write_tensors
+from ..checkpoint.load import (box_slices, check_size, newest_on_all_ranks, open_checkpoint,
+                                          rank_state, read_checkpoint)
+from ..checkpoint.save_sharded import make_saver, per_rank, to_piece
+from ..checkpoint.state import (
+    average_to_save, full_state_dict, load_average, load_optimizer as load_moments, load_weights,
+    optimizer_to_save, trained_pieces, weights_to_save)
 
 # %% ../../nbs/30f_checkpointer.ipynb #c047502d
 def rng_states(alone=True): # whether this process has all GPUs, or only its own
@@ -70,7 +71,7 @@ def step_state(self:Checkpointer):
     "Return what the next step depends on, weights and data aside"
     s, rng = self.stepper, rng_states(self.world.size == 1)
     return dict(optimizer=optimizer_to_save(self.run, s), scaler=s.scaler.state_dict(),
-                rng=each(self.world, rng), rungs={k: o.state_dict() for k, o in self.run.stateful},
+                rng=per_rank(self.world, rng), rungs={k: o.state_dict() for k, o in self.run.stateful},
                 average=self.average and average_to_save(self.run, self.average))
 
 @patch
@@ -137,7 +138,7 @@ class FoundCheckpoint:
     folder: Path # its own
     weights: Any # name -> tensor; of several processes an `OpenCheckpoint`
     state: Any # a `State`
-    about: Any # an `About`: its step and facts
+    about: Any # a `CheckpointMetadata`: its step and facts
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp012b
 def find_checkpoint(folder, # of the run
@@ -147,14 +148,14 @@ def find_checkpoint(folder, # of the run
                     say=print): # told of checkpoints that are passed over
     "Read the newest complete checkpoint. Raises `FileNotFoundError`, and `InputError` for another model"
     many, where = world.size > 1, (folder/"checkpoints", run_id)
-    found = newest_together(world, *where, say=say) if many else newest(*where, say=say)
+    found = newest_on_all_ranks(world, *where, say=say) if many else newest(*where, say=say)
     if not found: raise FileNotFoundError(no_checkpoint(folder))
     check_size(config, found)
     if not many: weights, state, about = read_checkpoint(found)
     else: # of weights and moments each process will read what it has
-        weights = read_any(found)
-        state, about = state_of(weights, world.rank) | dict(optimizer={}), weights.about
-    return FoundCheckpoint(found, weights, converted(state, State, found), about)
+        weights = open_checkpoint(found)
+        state, about = rank_state(weights, world.rank) | dict(optimizer={}), weights.about
+    return FoundCheckpoint(found, weights, convert_to(state, State, found), about)
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp013
 def no_checkpoint(folder): # of a run
@@ -169,7 +170,7 @@ def open(self:Checkpointer, folder, # of the run
          run_id, keep_last, # of the run; newest checkpoints to keep
          done): # steps so far; more than 0 in a resumed run
     "Start the thread that writes, and reserve memory for its copies"
-    self.saver = saver_for(self.world, folder/"checkpoints", keep_last, run_id)
+    self.saver = make_saver(self.world, folder/"checkpoints", keep_last, run_id)
     loss_of = lambda r: math.nan if r["val_loss"] is None else r["val_loss"] # null if it was no number
     self.saver.losses = {r["step"]: loss_of(r) for r in read_rows(folder/"metrics.jsonl") if "val_loss" in r}
     if done: self.saver.go_on(done)
@@ -197,7 +198,7 @@ def due(self:Checkpointer, minutes): # between checkpoints; 0 saves after every 
 @patch
 def save_weights(self:Checkpointer, path): # of a `.safetensors`
     "Write the weights alone, under Qwen3's names, beside `path` first; with an average, the average"
-    weights = whole_weights(self.run)
+    weights = full_state_dict(self.run)
     if not self.world.first: return
     tmp = path.with_name(path.name + ".tmp")
     write_tensors({f"model.{k}": v for k, v in weights.items()}, tmp)
@@ -209,8 +210,8 @@ def load_initial_weights(run, weights): # a `Run`, name -> whole tensor
     "Give the run's model these weights, each process its shards"
     if run.world.size == 1: return run.model.load_state_dict(weights)
     for n, t in weights_to_save(run).items():
-        p = as_piece(t, True)
-        p.tensor.copy_(weights[n][cells(p.start, p.tensor.shape, (0,)*t.ndim)])
+        p = to_piece(t, True)
+        p.tensor.copy_(weights[n][box_slices(p.start, p.tensor.shape, (0,)*t.ndim)])
 
 def own_weights(run, stepper): # a `Run` and its `Stepper`
     "Return the weights that are trained, or this process' shards of them"

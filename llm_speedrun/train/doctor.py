@@ -22,8 +22,10 @@ from ..measure import Timings, memory_limit, process_start, sample_ms, summarize
 from ..runs import World
 from ..world import Piece, join_world, leave_world, pieces, processes
 from .options import to_start
-from .saving import newest, read_record, taken_apart
-from .sharded_saving import Each, weights_to_save
+from ..checkpoint.format import flatten_state, newest
+from ..checkpoint.save_sharded import PerRank
+from ..checkpoint.state import weights_to_save
+from .run_dir import read_record
 from .autotune import divisors, prepare_process, refused
 from .machine_checks import (Finding, check_cluster, check_gpu, check_rungs, check_versions,
                                                guarded, ok)
@@ -183,15 +185,15 @@ def check_loader(t): # `FirstSteps`
                         "disk, or stop what else runs on these cores")
 
 # %% ../../nbs/36_doctor.ipynb #fa86486a
-def stored(t, world): # what `taken_apart` finds, a `World`
+def stored(t, world): # what `flatten_state` finds, a `World`
     "Bytes of it in a checkpoint that all processes write"
     if isinstance(t, Piece): return math.prod(t.shape)*t.tensor.element_size() # the others have the rest
-    if isinstance(t, Each): return world.size*stored_bytes(t.value, world)
+    if isinstance(t, PerRank): return world.size*stored_bytes(t.value, world)
     return t.nbytes
 
 def stored_bytes(tree, world): # of dicts, lists, tensors, `Piece`s and plain values
     "Bytes of all its tensors"
-    taken_apart(tree, tensors := {}, leaves=(Piece, Each))
+    flatten_state(tree, tensors := {}, leaves=(Piece, PerRank))
     return sum(stored(t, world) for t in tensors.values())
 
 def checkpoint_bytes(trainer): # a `Trainer` that has taken a step

@@ -19,7 +19,8 @@ from ..files import (AllFailed, InputError, RunError, decoded, lookup, read_byte
                                 replace_file)
 from ..measure import moment, ms_between, table
 from ..roofline import kernel_kind, op_kind
-from .saving import to_host, write_tensors
+from ..checkpoint.format import write_tensors
+from ..checkpoint.save import copy_to_host
 
 # %% ../../nbs/34_metrics.ipynb #2e89e0ff
 PHASES = "data", "forward", "backward", "optimizer" # of a step; the last one ends it
@@ -284,7 +285,7 @@ def restart_clock(self:MetricsLogger):
 def flush(self:MetricsLogger, later=False): # True leaves the newest losses for the next time
     "Log the steps whose losses have arrived; all steps, unless `later`"
     if self.pending:
-        values = to_host(torch.stack([torch.stack([p[i].float() for p in self.pending]) for i in (2, 3)]))
+        values = copy_to_host(torch.stack([torch.stack([p[i].float() for p in self.pending]) for i in (2, 3)]))
         self.copied.append((self.pending, values, self.clock, self.clock.now()))
         self.pending, self.clock = [], Breakdown(self.device)
         self.stepper.mark = self.clock

@@ -22,7 +22,8 @@ from ..model import GPTConfig, matrix_params, train_flops
 from .metrics import PHASES, Number, Value, read_rows
 from .run_charts import (PHASE_COLORS, PURPLE, breakdown_chart, curve, loss_chart, points,
                                            ranks_chart, short_number, svg)
-from .saving import Result, checkpoints, of_transformers, step_of_name
+from .run_dir import Result, of_transformers
+from ..checkpoint.format import checkpoints, step_of_name
 
 # %% ../../nbs/35_report.ipynb #8f163955
 Leaf = Value | list[Value] | dict[str, Value]

@@ -20,7 +20,8 @@ from ..model import GPTConfig, workload
 from ..runs import World, find_rung, rung_name
 from ..world import check_alike
 from ..rungs.documents import mean_length, within_documents
-from ..export import import_folder, recipe_for
+from ..export import import_folder
+from ..recipes.model_registry import recipe_for
 
 # %% ../../nbs/30a_resolve.ipynb #30res005
 from ..recipes.batch import settled_phases
@@ -33,7 +34,9 @@ from .metrics import parse_trackers
 from .options import TrainConfig
 from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, preset_of,
                                         recorded_preset)
-from .saving import checkpoints, read_record, shapes_in
+from ..checkpoint.format import checkpoints
+from ..checkpoint.load import shapes_in
+from .run_dir import read_record
 from .train_data import TrainData, check_tokens, with_vocabulary
 from .train_step import LrSchedule
 

@@ -18,7 +18,7 @@ from ..data import Batches, Corpus, bigram_loss, differences, val_batches
 from ..rungs.documents import check_documents
 from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
-from .saving import converted
+from ..checkpoint.format import convert_to
 
 # %% ../../nbs/30b_train_data.ipynb #30dat035
 def own_tokenizer(cfg, vocab): # a `TrainConfig`; of the model
@@ -124,7 +124,7 @@ def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where
 def check_unchanged(self:TrainData, facts, # of a checkpoint's metadata
                     found): # its folder
     "Raise `InputError` if the tokens are not those that the run was trained on"
-    was = converted(facts.get("corpus"), dict[str, Any], f"{found}: corpus")
+    was = convert_to(facts.get("corpus"), dict[str, Any], f"{found}: corpus")
     # Tokens without a tokenizer may have got theirs meanwhile: they are the same tokens
     now = self.fingerprint
     if not was.get("tokenizer"): now = now | dict(tokenizer=was.get("tokenizer"))

@@ -23,7 +23,7 @@ from ..data import prefetch
 from ..model import train_flops
 from ..runs import build, rung_name
 from ..world import Lost, notes
-from ..sample import generate
+from ..generate import generate
 from ..ladder import climb
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
@@ -34,7 +34,8 @@ from .options import agree, end_group, first_to_say, group_file, unused_names
 from .metrics import (MetricsLogger, StepProfile, cut_rows, json_line, open_trackers,
                                         read_rows)
 from .run_dir import (Finished, check_fixed, check_unfinished, clear,
-                                        fixed_options, given_back, remove_unfinished, reopened, taken)
+                                        fixed_options, given_back, read_record, remove_unfinished, reopened,
+                                        taken)
 from .console import TERMINATION_SIGNALS, Progress, Signals, console_print
 from .validator import Validator
 from .coordinator import join_group
@@ -47,9 +48,9 @@ from .run_charts import LivePlot, loss_chart, styled
 from ..recipes.schedules import Average
 
 # %% ../../nbs/30_trainer.ipynb #4af454f9
+from ..checkpoint.format import newest
 from .checkpointer import (Checkpointer, find_checkpoint, load_initial_weights,
                                              own_weights)
-from .saving import newest, read_record
 
 # %% ../../nbs/30_trainer.ipynb #1bc039b8
 class Trainer:

@@ -10,7 +10,8 @@ from llm_speedrun import choices, data, export, measure, model, runs
 from llm_speedrun.files import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
-from llm_speedrun.train import autotune, corpora, loader, metrics, options, presets, run_dir, saving, trainer
+from llm_speedrun.checkpoint import format as checkpoint
+from llm_speedrun.train import autotune, checkpointer, corpora, loader, metrics, options, presets, run_dir, trainer
 from gpus import as_if, find_all_rungs
 from measured import sources, times
 from templating import code, escaped, page
@@ -257,11 +258,11 @@ def files_of_a_run():
 @page("reference/formats.qmd")
 def formats_page(root):
     doc = " ".join(inspect.getdoc(data.write_shards).split())
-    types = (data.Meta, data.TextSummary, corpora.Journal, saving.Manifest, saving.FileSum, saving.About, trainer.State,
-             saving.OptimizerState, loader.Position, saving.Record, model.GPTConfig, saving.Result,
+    types = (data.Meta, data.TextSummary, corpora.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.CheckpointMetadata, checkpointer.State,
+             checkpoint.OptimizerState, loader.Position, run_dir.Record, model.GPTConfig, run_dir.Result,
              choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.Tried, autotune.Trial, export.Qwen3, export.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
-                records=record_rows(), version=saving.VERSION, manifest=saving.MANIFEST,
+                records=record_rows(), version=checkpoint.VERSION, manifest=checkpoint.MANIFEST,
                 structs={c.__name__: struct(c) for c in types})
 
 # --- names ---
