@@ -142,7 +142,7 @@ def make_step(self:Trainer):
     self.train_step = TrainStep(self.run, self.cfg.batch, self.plan.lr_schedule(), self.cfg.clip)
     self.step = self.train_step.stepper
     self.validator = Validator(self.step, self.data.val, self.world, batch=self.cfg.batch, say=self.say,
-                               during=self.signals.during, on_oom=self.not_alone, folder=self.folder)
+                               during=self.signals.during, on_oom=lambda where: self.not_alone(where), folder=self.folder)
 
 # %% ../../nbs/30_trainer.ipynb #76fcc158
 @patch
