@@ -37,7 +37,7 @@ from .measure import (default_device, digest, fmt, gpu_uuid, machine, measuremen
                                   records_path, table)
 from .peers import importing_from, load_package, source_of
 from .runs import baseline, code_of, entered, rung_name, uncompiled
-from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
+from .train.config import LENGTHS, TrainConfig, parser_of, resolved, words_of
 from .train.trainer import AllFailed, Trainer
 from .ladder import check_share
 from .model import workload as find_workload

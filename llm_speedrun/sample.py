@@ -23,7 +23,7 @@ from .measure import compare, default_device, version_of
 from .model import set_parts
 from .runs import entered, uncompiled
 from .rungs.cuda_graphs import warm_up_aside
-from .train.options import JOINTS, Texts
+from .train.config import JOINTS, Texts
 
 # %% ../nbs/60_sample.ipynb #4ba165b0
 def likeliest(logits, # B V

@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from llm_speedrun.files import InputError, clean_errors, decoded
 from llm_speedrun.runs import RUNGS, find_rung, rung_name
-from llm_speedrun.train import options as commands
+from llm_speedrun import cli
+from llm_speedrun.cli import *
 from llm_speedrun.train.hardware import presets
-from llm_speedrun.train.options import *
+from llm_speedrun.train.config import *
+from llm_speedrun.train.launch import *
 from llm_speedrun.train.trainer import train
 from small import VOCAB, fails, nano, options, words, write_bins
 from timeouts import TIMEOUT
@@ -18,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ini = ConfigParser()
 ini.read(ROOT/"settings.ini", encoding="utf-8")
 SCRIPTS = dict(re.fullmatch(r"(\w+)=(.+):\w+", s).groups() for s in ini["DEFAULT"]["console_scripts"].split())
-COMMANDS = {name: getattr(commands, name) for name in SCRIPTS}
+COMMANDS = {name: getattr(cli, name) for name in SCRIPTS}
 
 def run(folder, name, *args, say="pass", before=""):
     "Run a command in `folder` as its console script does, with a cache of its own; what it said, on stdout and stderr"
@@ -135,7 +137,7 @@ def test_what_would_take_all_memory(config, args):
 def test_too_many_processes(monkeypatch, capsys):
     "None of them is started; a number that torchrun's variables can't have is named"
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("llm_speedrun.train.options.torchrun", lambda words: pytest.fail("processes are started"))
+    monkeypatch.setattr("llm_speedrun.train.launch.torchrun", lambda words: pytest.fail("processes are started"))
     with pytest.raises(SystemExit, match="2"): speedrun_train(["--gpus", "1000000000"])
     assert re.match("error: gpus is 1000000000, and .*: choose ", capsys.readouterr().err)
     monkeypatch.setenv("WORLD_SIZE", "x")
@@ -219,7 +221,7 @@ def test_advice_names_options_that_exist():
     "In messages of the whole package"
     for path in (ROOT/"llm_speedrun").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT/"llm_speedrun").with_suffix("").parts)
-        if module in ("_modidx", "train.options"): continue
+        if module in ("_modidx", "cli", "train.config", "train.launch"): continue
         for text in messages(ast.parse(path.read_text(encoding="utf-8"))):
             assert not [*wrong_advice(text, module)], (module, text)
 

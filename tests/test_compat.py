@@ -9,7 +9,7 @@ from llm_speedrun.model import workload
 from llm_speedrun.rungs import epilogues, fastest
 from llm_speedrun.runs import RUNGS, build
 from llm_speedrun.train.hardware import Choices, preset, settle_preset
-from llm_speedrun.train.options import rung_lines
+from llm_speedrun.cli import rung_lines
 from small import fails
 
 PACKAGE = Path(llm_speedrun.__file__).parent

@@ -11,7 +11,7 @@ from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
 from llm_speedrun.sample import generate
 from llm_speedrun.train.hardware import presets
-from llm_speedrun.train.options import speedrun_export
+from llm_speedrun.cli import speedrun_export
 from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options, trained_on_text
 from timeouts import TIMEOUT
@@ -56,7 +56,7 @@ def gap(trainer, theirs):
 def command(folder, *args):
     "Run the command as its console script does"
     script = folder/"command.py"
-    script.write_text("import sys\nfrom llm_speedrun.train.options import speedrun_export\nsys.exit(speedrun_export())\n")
+    script.write_text("import sys\nfrom llm_speedrun.cli import speedrun_export\nsys.exit(speedrun_export())\n")
     return subprocess.run([sys.executable, str(script), *map(str, args)], cwd=folder, capture_output=True, text=True,
                           encoding="utf-8", env=os.environ | dict(PYTHONIOENCODING="utf-8"), timeout=TIMEOUT)
 

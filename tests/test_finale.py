@@ -2,7 +2,7 @@
 import os, shutil, subprocess
 import pytest
 from make_readme import ROOT
-from llm_speedrun.train.options import DataOptions, parser_of, resolved, words_of
+from llm_speedrun.train.config import DataOptions, parser_of, resolved, words_of
 
 NOTES = """#!/bin/sh
 case "$*" in -c*) exit $WITHOUT_GPU;; esac

@@ -3,7 +3,7 @@ import io, json, os, re, time, types
 from html.parser import HTMLParser
 import pytest, torch
 from small import fails, nano, options
-from llm_speedrun.train.options import speedrun_report
+from llm_speedrun.cli import speedrun_report
 from llm_speedrun.train.report import (VERSIONS, LivePlot, html_report, loss_chart, notebook_display,
                                        points, read_run, running_mean, svg, thinned)
 from timeouts import calls_of

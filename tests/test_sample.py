@@ -11,7 +11,7 @@ from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.runs import Run, baseline, build
 from llm_speedrun.sample import TextStream, Writer, continued, draw, generate, in_dtype, likeliest, open_model, pieces
-from llm_speedrun.train.options import speedrun_sample
+from llm_speedrun.cli import speedrun_sample
 from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options, texts
 

@@ -25,7 +25,7 @@ from ..files import (InputError, RunError, check_writable, decoded, env_number, 
 from ..measure import fmt, table
 from ..recipes.recipe import set_groups
 from .hardware import prepare_process, memory_limit
-from .options import unused_names
+from .config import unused_names
 from .report import (BLUE, GREEN, GREY, ORANGE, PURPLE, TEMPLATES, number, one_line, part,
                                        points, read_run, rendered, running_mean, short_number, spoken,
                                        step_tokens, steps_done, styled, svg, thinned)

@@ -31,7 +31,7 @@ from ..measure import (Timings, default_device, driver_version, memory_limit, pr
                                   sample_ms, summarize, version_of)
 from ..runs import RUNGS, World
 from ..world import Piece, collective_ms, join_world, leave_world, pieces, processes, ring
-from .options import to_start
+from .launch import to_start
 from .saving import newest, read_record, taken_apart
 from .sharded_saving import Each, weights_to_save
 from .hardware import divisors, prepare_process, presets, refused

@@ -46,7 +46,8 @@ from .hardware import (PARALLEL, candidates, choose_list, divisors, hardware, le
                                          settle_rungs, smaller, trial_of)
 from .corpora import document_source, located, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
-from .options import TrainConfig, agree, end_group, first_to_say, group_file, unused_names
+from .config import TrainConfig, agree, unused_names
+from .launch import end_group, first_to_say, group_file
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers)
 from .run_dir import (STOPPED, Finished, check_fixed, check_unfinished, clear,
