@@ -37,7 +37,7 @@ from .measure import (default_device, digest, fmt, gpu_uuid, machine, measuremen
                                   records_path, table)
 from .peers import importing_from, load_package, source_of
 from .runs import baseline, code_of, entered, rung_name, uncompiled
-from .train.config import LENGTHS, TrainConfig, parser_of, resolved, words_of
+from .train.config import LENGTHS, TrainConfig, parse_options
 from .train.trainer import AllFailed, Trainer
 from .ladder import check_share
 from .model import workload as find_workload
@@ -552,7 +552,7 @@ KEPT = {*LENGTHS, *"data seed name out overwrite resume target gpus epochs evals
 
 def own_options(name, words): # of a contestant of ours: options of `speedrun_train`
     "The `TrainConfig` and the names given. Raises `InputError` for what is wrong, or for the race to say"
-    try: c, given = resolved(TrainConfig, words_of(parser_of(TrainConfig, "speedrun_train", ""), words))
+    try: c, given = parse_options(TrainConfig, "speedrun_train", words)
     except InputError as e: raise InputError(f"--run {name!r}: {e}") from None
     if wrong := given & KEPT: raise InputError(
         f"--run {name!r}: leave out {', '.join(sorted(wrong))}: the race sets that alike for all")
@@ -576,7 +576,7 @@ def recipe_code():
 # %% ../nbs/48_race.ipynb #race0044
 def ours(c): # a `Course`
     "A run of `speedrun_train` with the contestant's options"
-    cfg, given = resolved(TrainConfig, words_of(parser_of(TrainConfig, "speedrun_train", ""), own_words(c)))
+    cfg, given = parse_options(TrainConfig, "speedrun_train", own_words(c))
     run = OwnRun(c.job, cfg, False, given)
     run.cfg.steps = max(run.cfg.steps, 4*(WARM + GAUGE)) # until `plan_for` knows better
     run.pace = Pace(c.job, run.cfg.step_tokens, lambda: run.judged(c.referee), run.plan_for, c.note)

@@ -12,10 +12,9 @@ OLD = ["30c_train_step", "32_hardware"]
 AWAITING = [*OLD, *"""
     01_measure 02_roofline 03_data 03d_token_files 04_model 05_runs 06_files 07_compat 12_flash 13_triton
     14_fused_ops 15_chunked_ce 16_fp8 17_fused_fp8 20_checkpointing 21_optim 22_ladder 23_fastest 24_documents
-    26_claims 27_fewer_bytes 28_fewer_passes 29_epilogues 30_trainer 31_saving 33_config 33a_run_dir 33b_launch 33c_cli 34_metrics
+    26_claims 27_fewer_bytes 28_fewer_passes 29_epilogues 30_trainer 31_saving 33a_run_dir 34_metrics
     35_report 36_doctor 37_words 38_corpora 39_loader 40_schedules 41_recipe 42_batch 44_fast_muon 48_race
-    50_world 51_ddp 52_fsdp 53_tensor_parallel 54_sharded_saving 60_sample 61_evals 62_export 63_finale 64_comparison
-    65_plan""".split()]
+    50_world 51_ddp 52_fsdp 53_tensor_parallel 54_sharded_saving 60_sample 61_evals 62_export 63_finale 64_comparison""".split()]
 def with_outputs(paths): return [p for p in paths if p.stem not in OLD]
 
 def read(path): return json.loads(path.read_text(encoding="utf-8"))

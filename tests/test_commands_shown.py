@@ -35,9 +35,9 @@ PROGRAMS = set("git cd source pip ls tail head cat grep until [ do done sleep ki
 def check_options(name, words):
     "Read the words as the command does. Raises what it would"
     f = COMMANDS[name]
-    got = config.words_of(parser(f.config), words)
+    got = config.parse_args(parser(f.config), words)
     got.pop("config", None) # a file that isn't there
-    c, _ = config.resolved(f.config, got)
+    c, _ = config.resolve_options(f.config, got)
     if getattr(c, "rungs", "list") not in ("list", ""): parse_rungs(c.rungs)
     if getattr(c, "workload", ""): workload(c.workload)
 

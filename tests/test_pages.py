@@ -71,7 +71,7 @@ def test_every_option_is_there(made):
     classes = {f.config for f in reference.commands(ROOT).values()}
     assert config.TrainConfig in classes
     for c in classes:
-        text, used = part(made["reference/options.qmd"], c.__name__), config.shown(c)
+        text, used = part(made["reference/options.qmd"], c.__name__), config.visible_specs(c)
         rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", text, re.M)
         assert [name for name, _ in rows] == [o.name for o in used]
         for (name, flag), o in zip(rows, used):

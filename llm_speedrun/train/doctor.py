@@ -31,7 +31,7 @@ from ..measure import (Timings, default_device, driver_version, memory_limit, pr
                                   sample_ms, summarize, version_of)
 from ..runs import RUNGS, World
 from ..world import Piece, collective_ms, join_world, leave_world, pieces, processes, ring
-from .launch import to_start
+from .launch import num_processes
 from .saving import newest, read_record, taken_apart
 from .sharded_saving import Each, weights_to_save
 from .hardware import divisors, prepare_process, presets, refused
@@ -652,7 +652,7 @@ def examine_and_tell(cfg, # a `TrainConfig`
                      given): # names of the options that were given
     "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
     prepare_process()
-    n = to_start(cfg, given or ())
+    n = num_processes(cfg, given or ())
     problems = processes(n, examined, cfg, given)[0] if n > 1 else examined(join_world(), cfg, given)
     leave_world()
     if problems: sys.exit(1)

@@ -46,8 +46,8 @@ from .hardware import (PARALLEL, candidates, choose_list, divisors, hardware, le
                                          settle_rungs, smaller, trial_of)
 from .corpora import document_source, located, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
-from .config import TrainConfig, agree, unused_names
-from .launch import end_group, first_to_say, group_file
+from .config import TrainConfig, unused_run_names, validate
+from .launch import end_group, group_file, is_first_to_report
 from .metrics import (read_rows, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers)
 from .run_dir import (STOPPED, Finished, check_fixed, check_unfinished, clear,
@@ -79,7 +79,7 @@ class Trainer:
                  timings=None): # `Timings` of the start; by default from here on
         self.progress, self.ladder, self.done = progress, [], 0
         self.signals, self.eval_batch, self.timings = Signals(), 0, timings or Timings()
-        agree(cfg, given or ())
+        validate(cfg, given or ())
         cfg, given = again(cfg, given)
         self.given = own_values(cfg) if given is None else {*given}
         self.cfg = cfg = resumed(cfg, self.given) if cfg.resume else replace(cfg) # the caller's stays
@@ -1027,7 +1027,7 @@ def take_folder(self:Trainer):
 def claim(self:Trainer):
     "Lock the run's folder. Returns its name: where none is given, one that nobody has"
     c = self.cfg
-    names = [c.name] if c.name else unused_names(f"{c.workload}-{Path(c.data).stem}")
+    names = [c.name] if c.name else unused_run_names(f"{c.workload}-{Path(c.data).stem}")
     for c.name in names:
         self.folder = Path(c.out)/c.name
         new = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
@@ -1480,7 +1480,7 @@ def last_words(e): # an error
 # %% ../../nbs/30_trainer.ipynb #5035842d
 def said_already(text):
     "Whether another process has said it: in the group's folder, or in the store where all have met"
-    if group_file("") or not dist.is_initialized(): return not first_to_say(text)
+    if group_file("") or not dist.is_initialized(): return not is_first_to_report(text)
     try: return notes().add(f"said {text}", 1) > 1
     except RuntimeError: return False # who keeps the store is gone
 

@@ -38,7 +38,7 @@ def commands(root):
 def help_of(name, f):
     "What `NAME --help` prints"
     with patch.dict(os.environ, COLUMNS=HELP_WIDTH, NO_COLOR="1"):
-        return config.parser_of(f.config, name, f.__doc__).format_help()
+        return config.make_parser(f.config, name, f.__doc__).format_help()
 
 @page("reference/commands.qmd")
 def commands_page(root):
@@ -47,7 +47,7 @@ def commands_page(root):
     return dict(every=rows, commands={k: help_of(k, f) for k, f in commands(root).items()}, width=HELP_WIDTH)
 
 def flag(o):
-    "How a command line gives an option, a `config.Option`"
+    "How a command line gives an option, a `config.OptionSpec`"
     if o.default is MISSING: return o.name.upper()
     if o.base is bool: return f"--{o.name} --no-{o.name}"
     return f"--{o.name} " + {int: "N", float: "X", str: "TEXT"}[o.base]
@@ -59,12 +59,12 @@ def default_of(o):
 
 def option_row(o):
     about = re.sub(r"(?<![\w-])(--[\w-]+)", r"`\1`", o.help.replace("*", r"\*"))
-    return [f"`{o.name}`", f"`{flag(o)}`", config.in_words(o.kind), default_of(o), about]
+    return [f"`{o.name}`", f"`{flag(o)}`", config.describe_type(o.kind), default_of(o), about]
 
 def option_groups(options):
     "Group -> rows of a table"
     res = {}
-    for o in config.shown(options): res.setdefault(o.group, []).append(option_row(o))
+    for o in config.visible_specs(options): res.setdefault(o.group, []).append(option_row(o))
     return res
 
 @page("reference/options.qmd")
