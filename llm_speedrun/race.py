@@ -43,7 +43,7 @@ from .recipes.recipe import parse_recipe
 from .recipes.schedules import SCHEDULES, warmup_steps
 
 # %% ../nbs/48_race.ipynb #48import
-from .train.options import LENGTHS, TrainConfig, parser_of, resolved, words_of
+from .train.config import LENGTHS, TrainConfig, parse_options
 from .train.trainer import Trainer
 from .train.autotune import prepare_process
 from .train.presets import parse_rungs
@@ -558,7 +558,7 @@ KEPT = {*LENGTHS, *"data seed name out overwrite resume target gpus epochs evals
 
 def own_options(name, words): # of a contestant of ours: options of `speedrun_train`
     "The `TrainConfig` and the names given. Raises `InputError` for what is wrong, or for the race to say"
-    try: c, given = resolved(TrainConfig, words_of(parser_of(TrainConfig, "speedrun_train", ""), words))
+    try: c, given = parse_options(TrainConfig, "speedrun_train", words)
     except InputError as e: raise InputError(f"--run {name!r}: {e}") from None
     if wrong := given & KEPT: raise InputError(
         f"--run {name!r}: leave out {', '.join(sorted(wrong))}: the race sets that alike for all")
@@ -582,7 +582,7 @@ def recipe_code():
 # %% ../nbs/48_race.ipynb #race0044
 def ours(c): # a `Course`
     "A run of `speedrun_train` with the contestant's options"
-    cfg, given = resolved(TrainConfig, words_of(parser_of(TrainConfig, "speedrun_train", ""), own_words(c)))
+    cfg, given = parse_options(TrainConfig, "speedrun_train", own_words(c))
     run = OwnRun(c.job, cfg, False, given)
     run.cfg.steps = max(run.cfg.steps, 4*(WARM + GAUGE)) # until `plan_for` knows better
     run.pace = Pace(c.job, run.cfg.step_tokens, lambda: run.judged(c.referee), run.plan_for, c.note)

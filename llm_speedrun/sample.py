@@ -18,7 +18,7 @@ from .tokenizer import end_of_text
 from .export import EXPORT_DTYPES, from_pretrained, text_tokenizer
 from .generate import Generator, generate, stream_pieces
 from .measure import compare, default_device, version_of
-from .train.options import JOINTS, Texts
+from .train.config import SEPARATORS, TextList
 
 # %% ../nbs/60a_sample.ipynb #b381f70a
 def in_dtype(run, # a `Run` in FP32
@@ -95,7 +95,7 @@ def text_of(path): # of a text file; "-" for standard input
 
 def prompts_of(c): # a `SampleOptions`
     "The texts to go on from, each as often as it is asked for. Raises `InputError` for a file without one"
-    given = c.prompt.split(JOINTS[Texts]) if c.prompt or not c.prompts else []
+    given = c.prompt.split(SEPARATORS[TextList]) if c.prompt or not c.prompts else []
     texts = [text_of(t).removesuffix("\n") if t == "-" else t for t in given]
     lines = [t for t in text_of(c.prompts).splitlines() if t] if c.prompts else []
     if c.prompts and not lines: raise InputError(f"{c.prompts} has no line with a prompt: write one")
@@ -169,7 +169,7 @@ def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
 def sample_and_tell(c): # a `SampleOptions`
     """What `speedrun_sample` does. Raises `InputError` where several texts should be one chat, and `RunError`
     where the GPU has too little memory"""
-    if c.chat and (c.prompts or c.samples > 1 or c.prompt == "-" or JOINTS[Texts] in c.prompt):
+    if c.chat and (c.prompts or c.samples > 1 or c.prompt == "-" or SEPARATORS[TextList] in c.prompt):
         raise InputError("a chat is one text: leave out --prompts, --samples, --prompt - and a second prompt")
     run, tok = open_model(c.run, c.device, c.dtype)
     try: (chat if c.chat else write_texts)(run, tok, c)

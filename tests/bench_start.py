@@ -7,7 +7,7 @@ from pathlib import Path
 
 def command(name, words):
     "Run a command of the package in a process of its own; its output. Its error ends this program"
-    code = f"from llm_speedrun.train.options import {name}; {name}()"
+    code = f"from llm_speedrun.cli import {name}; {name}()"
     p = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True)
     if p.returncode: sys.exit(f"{name} {' '.join(map(str, words))}\n{p.stdout[-2000:]}\n{p.stderr[-2000:]}")
     return p.stdout

@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 import llm_speedrun.train.trainer as module
 from llm_speedrun.model import WORKLOADS
-from llm_speedrun.train.options import TrainConfig
+from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import newest
 from llm_speedrun.train.trainer import train
 from small import NANO, options

@@ -9,8 +9,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
+from llm_speedrun import cli
 from llm_speedrun.data import cache_dir
-from llm_speedrun.train import options
 from small import texts
 from timeouts import TIMEOUT
 
@@ -120,7 +120,7 @@ def in_this_process(body, folder):
     try:
         with patch.dict(os.environ, environment(folder)), redirect_stdout(said), redirect_stderr(said):
             for name, *args in commands(body):
-                try: getattr(options, name)(args)
+                try: getattr(cli, name)(args)
                 except SystemExit: pass
     finally: os.chdir(before)
     return said.getvalue()

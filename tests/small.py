@@ -7,7 +7,7 @@ from llm_speedrun import data
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
 from llm_speedrun.runs import entered
-from llm_speedrun.train.options import TrainConfig
+from llm_speedrun.train.config import TrainConfig
 
 NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq=32, rope_theta=500.)
 VOCAB = 300     # of the data: the model has some rows to spare

@@ -7,7 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from llm_speedrun import choices as choices_module, ladder, measure, runs
 from llm_speedrun.choices import Choices
 from llm_speedrun.ladder import climb
-from llm_speedrun.train.options import LadderOptions, speedrun_ladder
+from llm_speedrun.cli import speedrun_ladder
+from llm_speedrun.train.config import LadderOptions
 from llm_speedrun.files import InputError
 from llm_speedrun.measure import Timings, process_start
 from llm_speedrun.model import workload

@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from llm_speedrun.files import InputError, clean_errors, decoded
 from llm_speedrun.runs import RUNGS, find_rung, rung_name
-from llm_speedrun.train import options as commands
+from llm_speedrun import cli
+from llm_speedrun.cli import *
 from llm_speedrun.train.presets import presets
-from llm_speedrun.train.options import *
+from llm_speedrun.train.config import *
+from llm_speedrun.train.launch import *
 from llm_speedrun.train.trainer import train
 from small import VOCAB, fails, nano, options, words, write_bins
 from timeouts import TIMEOUT
@@ -18,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ini = ConfigParser()
 ini.read(ROOT/"settings.ini", encoding="utf-8")
 SCRIPTS = dict(re.fullmatch(r"(\w+)=(.+):\w+", s).groups() for s in ini["DEFAULT"]["console_scripts"].split())
-COMMANDS = {name: getattr(commands, name) for name in SCRIPTS}
+COMMANDS = {name: getattr(cli, name) for name in SCRIPTS}
 
 def run(folder, name, *args, say="pass", before=""):
     "Run a command in `folder` as its console script does, with a cache of its own; what it said, on stdout and stderr"
@@ -49,28 +51,28 @@ def test_says_at_once(tmp_path, name, args):
 def test_help(name):
     "It lists every option with what it does, in groups, but for those that the command has no use for"
     f = COMMANDS[name]
-    said = re.sub(r"\s+", " ", parser_of(f.config, name, f.__doc__).format_help())
+    said = re.sub(r"\s+", " ", make_parser(f.config, name, f.__doc__).format_help())
     assert " ".join(f.__doc__.split()) in said
-    assert [o.name for o in listed(f.config)] == [o.name for o in fields(f.config)] # each line of the dataclass was read
-    used = shown(f.config)
+    assert [o.name for o in option_specs(f.config)] == [o.name for o in fields(f.config)] # each line of the dataclass was read
+    used = visible_specs(f.config)
     for o in used: assert re.search(rf"(--| ){o.name}\b(, --no-\w+)?( \w+)? {re.escape(o.help)}", said), o.name
     for o in f.config.hidden: assert f"--{o} " not in said
     for group in {o.group for o in used}: assert f" {group}: " in said
     for preset in presets() if "--rungs TEXT" in said else []: assert re.search(rf"--rungs\b[^-]*\b{preset}\b", said), preset
 
 def test_groups():
-    groups = dict.fromkeys(o.group.split(" (")[0] for o in listed(TrainConfig))
+    groups = dict.fromkeys(o.group.split(" (")[0] for o in option_specs(TrainConfig))
     assert [*groups] == "Data Model Rungs GPUs Length Recipe Evaluation Output Resuming".split()
 
 # What is understood
 
-parser = lru_cache(lambda config: parser_of(config, "speedrun_x", "")) # reading all its options takes a tenth of a second
+parser = lru_cache(lambda config: make_parser(config, "speedrun_x", "")) # reading all its options takes a tenth of a second
 
-def told(*args, config=TrainConfig): return resolved(config, words_of(parser(config), args))
+def told(*args, config=TrainConfig): return resolve_options(config, parse_args(parser(config), args))
 
 def test_every_option_comes_through():
     "Each option, its name in both spellings, is set and known as given; a boolean also in its negative form"
-    for o in listed(TrainConfig):
+    for o in option_specs(TrainConfig):
         if o.base is bool:
             assert told(f"--no-{o.name}") == (TrainConfig(), {o.name})
             c, given = told(f"--{o.name}")
@@ -135,7 +137,7 @@ def test_what_would_take_all_memory(config, args):
 def test_too_many_processes(monkeypatch, capsys):
     "None of them is started; a number that torchrun's variables can't have is named"
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("llm_speedrun.train.options.torchrun", lambda words: pytest.fail("processes are started"))
+    monkeypatch.setattr("llm_speedrun.train.launch.run_torchrun", lambda words: pytest.fail("processes are started"))
     with pytest.raises(SystemExit, match="2"): speedrun_train(["--gpus", "1000000000"])
     assert re.match("error: gpus is 1000000000, and .*: choose ", capsys.readouterr().err)
     monkeypatch.setenv("WORLD_SIZE", "x")
@@ -196,7 +198,7 @@ EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
 ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm", "--long"} # of pip, nvidia-smi, torchrun, docker, zstd
 
 @lru_cache
-def has(name): return {f"--{o.name}" for o in listed(COMMANDS[f"speedrun_{name}"].config)} | {"--debug", "--help"}
+def has(name): return {f"--{o.name}" for o in option_specs(COMMANDS[f"speedrun_{name}"].config)} | {"--debug", "--help"}
 
 def messages(tree):
     "A module's texts that aren't docstrings, an f-string with its braces emptied"
@@ -219,7 +221,7 @@ def test_advice_names_options_that_exist():
     "In messages of the whole package"
     for path in (ROOT/"llm_speedrun").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT/"llm_speedrun").with_suffix("").parts)
-        if module in ("_modidx", "train.options"): continue
+        if module in ("_modidx", "cli", "train.config", "train.launch"): continue
         for text in messages(ast.parse(path.read_text(encoding="utf-8"))):
             assert not [*wrong_advice(text, module)], (module, text)
 

@@ -8,7 +8,7 @@ import torch.distributed.run as torchrun
 import build_pages, train_pages
 from llm_speedrun.files import InputError
 from llm_speedrun.model import workload
-from llm_speedrun.train import options, resolve
+from llm_speedrun.train import config, resolve
 from llm_speedrun.train.presets import parse_rungs
 from prose import measured_numbers
 from shown import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train
@@ -35,9 +35,9 @@ PROGRAMS = set("git cd source pip ls tail head cat grep until [ do done sleep ki
 def check_options(name, words):
     "Read the words as the command does. Raises what it would"
     f = COMMANDS[name]
-    got = options.words_of(parser(f.config), words)
+    got = config.parse_args(parser(f.config), words)
     got.pop("config", None) # a file that isn't there
-    c, _ = options.resolved(f.config, got)
+    c, _ = config.resolve_options(f.config, got)
     if getattr(c, "rungs", "list") not in ("list", ""): parse_rungs(c.rungs)
     if getattr(c, "workload", ""): workload(c.workload)
 

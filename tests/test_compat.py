@@ -11,7 +11,7 @@ from llm_speedrun.rungs import epilogues, fastest
 from llm_speedrun.runs import RUNGS, build
 from llm_speedrun.train.autotune import resolve_preset
 from llm_speedrun.train.presets import preset
-from llm_speedrun.train.options import rung_lines
+from llm_speedrun.cli import describe_rung
 from small import fails
 
 PACKAGE = Path(llm_speedrun.__file__).parent
@@ -125,12 +125,12 @@ def test_how_to_install_them(gpu):
 
 def test_a_list_of_rungs_says_what_was_not_tried(gpu):
     gpu(10, 0)
-    said = {n: next(rung_lines(RUNGS[n])) for n in ("flash4", "epilogues", "fused_ce", "flash")}
+    said = {n: next(describe_rung(RUNGS[n])) for n in ("flash4", "epilogues", "fused_ce", "flash")}
     for n in ("flash4", "epilogues"): assert "never run on compute capability 10.0" in said[n]
     assert "needs a Hopper GPU" in said["fused_ce"] and "never run" not in said["fused_ce"] + said["flash"]
     assert {"flash4", "epilogues"} <= {*preset("fastest16")} and "fused_ce" not in preset("fastest16")
     gpu(9, 0)
-    for n in said: assert "never run" not in next(rung_lines(RUNGS[n]))
+    for n in said: assert "never run" not in next(describe_rung(RUNGS[n]))
 
 def test_tiles_elsewhere_are_quacks(gpu, monkeypatch):
     "On Hopper ours, with pingpong; QuACK is made up here"

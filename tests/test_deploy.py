@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec, pytest, yaml
 from torch.distributed.run import get_args_parser
 from cells import LESSONS, read, source
-from llm_speedrun.train import options
+from llm_speedrun.train.config import TrainConfig, parse_options
 from make_readme import ROOT
 from timeouts import TIMEOUT
 
@@ -427,8 +427,7 @@ def scripts():
 
 def known_options(words):
     "The options of speedrun_train as the command itself reads them"
-    got = options.words_of(options.parser_of(options.TrainConfig, "speedrun_train", ""), words)
-    return options.resolved(options.TrainConfig, got)[0]
+    return parse_options(TrainConfig, "speedrun_train", words)[0]
 
 def trained(told):
     "What torchrun and speedrun_train were told: torchrun's arguments or None, the options of the run"

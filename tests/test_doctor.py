@@ -10,7 +10,8 @@ from llm_speedrun.train.doctor import *
 from llm_speedrun.train.machine_checks import *
 from llm_speedrun.measure import version_of
 from llm_speedrun.runs import RUNGS, Stepper
-from llm_speedrun.train.options import TrainConfig, speedrun_doctor
+from llm_speedrun.cli import speedrun_doctor
+from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import checkpoints
 from llm_speedrun.train.trainer import train
 from small import nano, options, words
@@ -271,7 +272,7 @@ def test_command(tmp_path, capsys):
 
 def test_command_in_a_process(tmp_path):
     "Exit code 1, words on stdout alone, and nothing written"
-    script = "import sys\nfrom llm_speedrun.train.options import speedrun_doctor\nsys.exit(speedrun_doctor())\n"
+    script = "import sys\nfrom llm_speedrun.cli import speedrun_doctor\nsys.exit(speedrun_doctor())\n"
     (tmp_path/"command.py").write_text(script)
     res = subprocess.run([sys.executable, "command.py", "--data", "nowhere.txt", "--workload", "tiny"], cwd=tmp_path,
                          capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT,

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest, torch
 from small import write_bins
 from timeouts import TIMEOUT, until_some_moment, wait_until
-from llm_speedrun.train.options import TrainConfig, words_for
+from llm_speedrun.train.config import TrainConfig, to_args
 from llm_speedrun.checkpoint.format import checkpoints
 
 pytestmark = [pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found in /proc"),
               pytest.mark.skipif(torch.cuda.device_count() == 1, reason="each process needs a GPU of its own")]
 NEAR = 1e-3 if torch.cuda.is_available() else 1e-4 # nats
-COMMAND = [sys.executable, "-c", "from llm_speedrun.train.options import speedrun_train; speedrun_train()"]
+COMMAND = [sys.executable, "-c", "from llm_speedrun.cli import speedrun_train; speedrun_train()"]
 STEPS, PARTS = 40, 60 if torch.cuda.is_available() else 2 # micro-batches of each process in a step, which must take some time
 
 def chosen(folder, **kw):
@@ -24,7 +24,7 @@ def start(folder, *more, **kw):
     "The command in a process of its own, which is a group of processes"
     env = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"} | dict(OMP_NUM_THREADS="1")
     c = chosen(folder, **kw)
-    given = [*more] or words_for(TrainConfig(**c), c)
+    given = [*more] or to_args(TrainConfig(**c), c)
     return subprocess.Popen([*COMMAND, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
 
 def ended(p):

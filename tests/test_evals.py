@@ -10,7 +10,7 @@ from llm_speedrun.export import write_folder
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPT
 from llm_speedrun.recipes.architecture import UntiedGPT
-from llm_speedrun.train.options import speedrun_eval
+from llm_speedrun.cli import speedrun_eval
 from make_evals import EVALS, TINY, tiny_model
 
 EXPECTED = json.loads((EVALS/"expected.json").read_text(encoding="utf-8"))

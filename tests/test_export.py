@@ -12,7 +12,7 @@ from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
 from llm_speedrun.generate import generate
 from llm_speedrun.train.presets import presets
-from llm_speedrun.train.options import speedrun_data, speedrun_export, speedrun_report, speedrun_train
+from llm_speedrun.cli import speedrun_data, speedrun_export, speedrun_report, speedrun_train
 from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options, texts, trained_on_text
 from timeouts import TIMEOUT
@@ -57,7 +57,7 @@ def gap(trainer, theirs):
 def command(folder, *args):
     "Run the command as its console script does"
     script = folder/"command.py"
-    script.write_text("import sys\nfrom llm_speedrun.train.options import speedrun_export\nsys.exit(speedrun_export())\n")
+    script.write_text("import sys\nfrom llm_speedrun.cli import speedrun_export\nsys.exit(speedrun_export())\n")
     return subprocess.run([sys.executable, str(script), *map(str, args)], cwd=folder, capture_output=True, text=True,
                           encoding="utf-8", env=os.environ | dict(PYTHONIOENCODING="utf-8"), timeout=TIMEOUT)
 

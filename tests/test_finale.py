@@ -2,7 +2,7 @@
 import os, shutil, subprocess
 import pytest
 from make_readme import ROOT
-from llm_speedrun.train.options import DataOptions, parser_of, resolved, words_of
+from llm_speedrun.train.config import DataOptions, parse_options
 
 NOTES = """#!/bin/sh
 case "$*" in -c*) exit $WITHOUT_GPU;; esac
@@ -41,7 +41,7 @@ def test_text_is_prepared_once(lesson, tmp_path):
     code, _, noted = lesson()
     assert code == 0 and noted[0].startswith("speedrun_data --data fineweb-edu ") and "--out HERE/runs/fineweb-edu |" in noted[0]
     words = noted[0].partition(" |")[0].split()[1:]
-    c, _ = resolved(DataOptions, words_of(parser_of(DataOptions, "speedrun_data", ""), words)) # which knows each option
+    c, _ = parse_options(DataOptions, "speedrun_data", words) # which knows each option
     assert c.max_tokens > 1e8 and c.val_frac*c.max_tokens > 1e6
     assert noted[1:] == [RUN + "HERE/runs/fineweb-edu"]
     (tmp_path/"runs/fineweb-edu").mkdir(); (tmp_path/"noted").unlink()

@@ -85,7 +85,7 @@ import json, sys
 import torch
 known, loaded = set(sys.modules), {}
 def note(what): loaded[what] = sorted(HEAVY & (set(sys.modules) - known))
-import llm_speedrun.train.options; note("the options")
+import llm_speedrun.cli; note("the commands")
 import llm_speedrun.train.trainer, llm_speedrun.train.doctor; note("the trainer and the doctor")
 from llm_speedrun.runs import build, stepper_of
 from llm_speedrun.train.presets import preset

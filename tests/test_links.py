@@ -164,7 +164,7 @@ def test_parameters_of_classes():
     ("05_runs", "`by_kind`", "[`by_kind`](02_roofline.ipynb#by_kind)"),
     ("05_runs", "`roofline.Op`", "[`roofline.Op`](02_roofline.ipynb#Op)"),
     ("22_ladder", "the rung `flash`", "the rung [`flash`](12_flash.ipynb#flash)"),
-    ("36_doctor", "`speedrun_train`", "[`speedrun_train`](33_options.ipynb#speedrun_train)"),
+    ("36_doctor", "`speedrun_train`", "[`speedrun_train`](33c_cli.ipynb#speedrun_train)"),
     ("36_doctor", "makes a `Trainer`", "makes a [`Trainer`](30_trainer.ipynb#Trainer)"),
     ("30_trainer", "`fit`", "[`fit`](#Trainer.fit)"),
     ("30_trainer", "`Trainer.checkpoint`", "[`Trainer.checkpoint`](#Trainer.checkpoint)"),

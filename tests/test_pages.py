@@ -9,7 +9,7 @@ from llm_speedrun.files import InputError
 from llm_speedrun.measure import DATASHEET_BF16, datasheet_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.runs import RUNGS
-from llm_speedrun.train import options
+from llm_speedrun.train import config
 
 import build_pages
 build_pages.load()
@@ -69,9 +69,9 @@ def test_commands_are_shown_as_they_print(made, name, f, capsys, monkeypatch):
 
 def test_every_option_is_there(made):
     classes = {f.config for f in reference.commands(ROOT).values()}
-    assert options.TrainConfig in classes
+    assert config.TrainConfig in classes
     for c in classes:
-        text, used = part(made["reference/options.qmd"], c.__name__), options.shown(c)
+        text, used = part(made["reference/options.qmd"], c.__name__), config.visible_specs(c)
         rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", text, re.M)
         assert [name for name, _ in rows] == [o.name for o in used]
         for (name, flag), o in zip(rows, used):

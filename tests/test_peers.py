@@ -9,7 +9,8 @@ from llm_speedrun.ladder import climb_one_gpu
 from llm_speedrun.model import matrix_params
 from llm_speedrun.peers import *
 from llm_speedrun.runs import uncompiled
-from llm_speedrun.train.options import LadderOptions, speedrun_ladder
+from llm_speedrun.cli import speedrun_ladder
+from llm_speedrun.train.config import LadderOptions
 from small import NANO, fails, nano, write_bins
 
 MODEL = '''

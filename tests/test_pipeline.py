@@ -7,7 +7,8 @@ import numpy as np, pytest, torch
 from llm_speedrun import data
 from llm_speedrun.files import InputError
 from llm_speedrun.train import corpora as pipeline
-from llm_speedrun.train.options import DataOptions, speedrun_data
+from llm_speedrun.cli import speedrun_data
+from llm_speedrun.train.config import DataOptions
 from llm_speedrun.data import Batches, open_corpus, stdlib_files, train_tokenizer, write_shards
 from llm_speedrun.text_files import read_documents
 from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_borders, document_mask,
@@ -58,7 +59,7 @@ def assert_same(a, b):
 SLOW = """
 import sys, time
 from llm_speedrun.train import corpora as pipeline
-from llm_speedrun.train.options import speedrun_data
+from llm_speedrun.cli import speedrun_data
 parcels = pipeline.parcels
 def slowly(texts):                                      # many small parcels, so that some are done when the kill comes
     for i, parcel in enumerate(parcels(texts, 100_000)):
@@ -462,7 +463,7 @@ def test_modules_of_the_current_folder_are_not_run(tmp_path):
     here = tmp_path/"here"
     here.mkdir()
     for name in ("json", "numpy", "llm_speedrun", "signal"): (here/f"{name}.py").write_text("open('was_run', 'w')")
-    (tmp_path/"command.py").write_text("from llm_speedrun.train.options import speedrun_data\n"
+    (tmp_path/"command.py").write_text("from llm_speedrun.cli import speedrun_data\n"
                                        "speedrun_data('--data a.txt --out out --vocab 300 --workers 1'.split())\n")
     (here/"a.txt").write_text("the cat sat on the mat. "*500)
     res = subprocess.run([sys.executable, str(tmp_path/"command.py")], cwd=here, capture_output=True, text=True)

@@ -6,7 +6,7 @@ from small import fails
 from llm_speedrun import race
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.race import Contestant, Job, Pace, Race, check_gpus
-from llm_speedrun.train.options import speedrun_race
+from llm_speedrun.cli import speedrun_race
 
 # --- the clock ---
 

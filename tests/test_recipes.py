@@ -12,7 +12,7 @@ from llm_speedrun.recipes.schedules import GuardedStepper, lr_at
 from llm_speedrun.recipes.speedrun import decay_for, rate_for
 from llm_speedrun.runs import Stepper, build, settled
 from llm_speedrun.train.presets import parse_rungs
-from llm_speedrun.train.options import TrainConfig
+from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import load_named_state, named_state
 from llm_speedrun.train.trainer import Trainer, train
 from llm_speedrun.world import processes

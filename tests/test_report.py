@@ -3,7 +3,7 @@ import io, json, os, re, time, types
 from html.parser import HTMLParser
 import pytest, torch
 from small import fails, nano, options
-from llm_speedrun.train.options import speedrun_report
+from llm_speedrun.cli import speedrun_report
 from llm_speedrun.train.report import VERSIONS, html_report, read_run
 from llm_speedrun.train.run_charts import LivePlot, loss_chart, notebook_display, points, running_mean, svg, thinned
 from timeouts import calls_of

@@ -12,7 +12,8 @@ from llm_speedrun.data import Batches
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.runs import Stepper
-from llm_speedrun.train.options import TrainConfig, speedrun_train
+from llm_speedrun.cli import speedrun_train
+from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.train.run_dir import Finished
 from llm_speedrun.checkpoint.format import *
 from llm_speedrun.checkpoint.load import *
@@ -526,7 +527,7 @@ def test_default_names_differ(tmp_path, monkeypatch):
     class Then(datetime):
         @classmethod
         def now(cls): return cls(2026, 1, 2, 3, 4, 5)
-    monkeypatch.setattr("llm_speedrun.train.options.datetime", Then)
+    monkeypatch.setattr("llm_speedrun.train.config.datetime", Then)
     trainers = [Trainer(options(tmp_path, name=""), progress=False) for _ in range(3)]
     assert [t.folder.name for t in trainers] == [f"nano-bins-20260102-030405{s}" for s in ("", "-2", "-3")]
     for t in trainers: t.fit()

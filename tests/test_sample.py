@@ -12,7 +12,7 @@ from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.runs import Run, baseline, build
 from llm_speedrun.generate import Generator, TextStream, draw, generate, stream_pieces, top_k_top_p
 from llm_speedrun.sample import continued, in_dtype, open_model
-from llm_speedrun.train.options import speedrun_sample
+from llm_speedrun.cli import speedrun_sample
 from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options, texts
 

@@ -11,7 +11,7 @@ from llm_speedrun.export import export_folder
 from llm_speedrun.tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
 from llm_speedrun.train.corpora import tokenize_corpus
 from llm_speedrun.train.doctor import check_text
-from llm_speedrun.train.options import speedrun_data
+from llm_speedrun.cli import speedrun_data
 from llm_speedrun.train.trainer import train
 from small import VOCAB, nano, options
 

@@ -13,7 +13,7 @@ from llm_speedrun.data import train_tokenizer, write_shards
 from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.run_charts import loss_chart
-from llm_speedrun.train.options import LadderOptions, TrainConfig
+from llm_speedrun.train.config import LadderOptions, TrainConfig
 from llm_speedrun.train.console import *
 from llm_speedrun.train.trainer import *
 from llm_speedrun.checkpoint.format import newest
@@ -314,7 +314,7 @@ def test_plot_without_steps(finished):
     assert not [t.get_text() for t in fig.axes[0].get_yticklabels() if t.get_text() == "-"]
     assert "training" not in [t.get_text() for t in fig.axes[0].get_legend().get_texts()]
 
-COMMAND = [sys.executable, "-c", "from llm_speedrun.train.options import speedrun_train; speedrun_train()"]
+COMMAND = [sys.executable, "-c", "from llm_speedrun.cli import speedrun_train; speedrun_train()"]
 
 def start(folder, rungs, *more):
     "The command in a process of its own, on data in `folder`, with more steps than it will ever take, and `more` words"
@@ -651,7 +651,7 @@ def test_out_of_memory_for_an_average(tmp_path, monkeypatch):
 
 # Nobody looks on
 
-SCRIPT = "import sys; from llm_speedrun.train.options import speedrun_train; speedrun_train()"
+SCRIPT = "import sys; from llm_speedrun.cli import speedrun_train; speedrun_train()"
 
 def command(folder, *more):
     args = dict(data=write_bins(folder/"bins"), workload="tiny", rungs="naive", steps=12, batch=4, seq=32, vocab=VOCAB, eval_tokens=128,

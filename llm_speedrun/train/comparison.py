@@ -25,7 +25,7 @@ from ..files import (InputError, RunError, check_writable, decoded, env_number, 
 from ..measure import fmt, memory_limit, table
 from ..recipes.recipe import set_groups
 from .autotune import prepare_process
-from .options import unused_names
+from .config import unused_run_names
 from .console import console_print
 from .report import (TEMPLATES, format_duration, number, part, read_run, rendered,
                                        step_tokens, steps_done)
@@ -393,7 +393,7 @@ class Search:
     def __init__(self, c, # a `LrOptions`
                  given=None, progress=True): # as for `Trainer`
         check_search(c, given or ())
-        names = unused_names(f"lr-{Path(c.data).stem}")
+        names = unused_run_names(f"lr-{Path(c.data).stem}")
         name = c.name or next(n for n in names if not (Path(c.out)/n).exists())
         steps = c.steps or FEW["cuda" if torch.cuda.is_available() else "cpu"]
         t = self.trainer = Trainer(replace(c, steps=steps, name=name), progress, given)

@@ -21,7 +21,7 @@ from ..files import InputError, sha256_of
 from ..measure import Timings, memory_limit, process_start, sample_ms, summarize
 from ..runs import World
 from ..world import Piece, join_world, leave_world, pieces, processes
-from .options import to_start
+from .launch import num_processes
 from ..checkpoint.format import flatten_state, newest
 from ..checkpoint.save_sharded import PerRank
 from ..checkpoint.state import weights_to_save
@@ -348,7 +348,7 @@ def examine_and_tell(cfg, # a `TrainConfig`
                      given): # names of the options that were given
     "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
     prepare_process()
-    n = to_start(cfg, given or ())
+    n = num_processes(cfg, given or ())
     problems = processes(n, examined, cfg, given)[0] if n > 1 else examined(join_world(), cfg, given)
     leave_world()
     if problems: sys.exit(1)

@@ -31,7 +31,7 @@ from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
                                          resolve_preset, resolve_rungs, trial_of)
 from .corpora import located
 from .metrics import parse_trackers
-from .options import TrainConfig
+from .config import TrainConfig
 from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, preset_of,
                                         recorded_preset)
 from ..checkpoint.format import checkpoints

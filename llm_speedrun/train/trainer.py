@@ -30,7 +30,8 @@ from ..ladder import climb
 from .train_step import TrainStep
 from .autotune import prepare_process, smaller
 from .presets import PARALLEL, device_limits
-from .options import agree, end_group, first_to_say, group_file, unused_names
+from .config import unused_run_names, validate
+from .launch import end_group, group_file, is_first_to_report
 from .metrics import (MetricsLogger, StepProfile, cut_rows, json_line, open_trackers,
                                         read_rows)
 from .run_dir import (Finished, check_fixed, check_unfinished, clear,
@@ -61,7 +62,7 @@ class Trainer:
                  timings=None): # `Timings` of the start; by default from here on
         self.progress, self.ladder, self.done = progress, [], 0
         self.signals, self.timings = Signals(), timings or Timings()
-        agree(cfg, given or ())
+        validate(cfg, given or ())
         cfg, given = options_for_restart(cfg, given)
         self.given = own_values(cfg) if given is None else {*given}
         self.cfg = cfg = resumed(cfg, self.given) if cfg.resume else replace(cfg) # the caller's stays
@@ -462,7 +463,7 @@ def take_folder(self:Trainer):
 def claim(self:Trainer):
     "Lock the run's folder. Returns its name: where none is given, one that nobody has"
     c = self.cfg
-    names = [c.name] if c.name else unused_names(f"{c.workload}-{Path(c.data).stem}")
+    names = [c.name] if c.name else unused_run_names(f"{c.workload}-{Path(c.data).stem}")
     for c.name in names:
         self.folder = Path(c.out)/c.name
         new = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
@@ -604,7 +605,7 @@ def last_words(e): # an error
 # %% ../../nbs/30_trainer.ipynb #5035842d
 def said_already(text):
     "Whether another process has said it: in the group's folder, or in the store where all have met"
-    if group_file("") or not dist.is_initialized(): return not first_to_say(text)
+    if group_file("") or not dist.is_initialized(): return not is_first_to_report(text)
     try: return notes().add(f"said {text}", 1) > 1
     except RuntimeError: return False # who keeps the store is gone
 

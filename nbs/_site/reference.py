@@ -11,7 +11,7 @@ from llm_speedrun.files import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
 from llm_speedrun.checkpoint import format as checkpoint
-from llm_speedrun.train import autotune, checkpointer, corpora, loader, metrics, options, presets, run_dir, trainer
+from llm_speedrun.train import autotune, checkpointer, config, corpora, loader, metrics, presets, run_dir, trainer
 from gpus import as_if, find_all_rungs
 from measured import sources, times
 from templating import code, escaped, page
@@ -39,7 +39,7 @@ def commands(root):
 def help_of(name, f):
     "What `NAME --help` prints"
     with patch.dict(os.environ, COLUMNS=HELP_WIDTH, NO_COLOR="1"):
-        return options.parser_of(f.config, name, f.__doc__).format_help()
+        return config.make_parser(f.config, name, f.__doc__).format_help()
 
 @page("reference/commands.qmd")
 def commands_page(root):
@@ -48,7 +48,7 @@ def commands_page(root):
     return dict(every=rows, commands={k: help_of(k, f) for k, f in commands(root).items()}, width=HELP_WIDTH)
 
 def flag(o):
-    "How a command line gives an option, an `options.Option`"
+    "How a command line gives an option, a `config.OptionSpec`"
     if o.default is MISSING: return o.name.upper()
     if o.base is bool: return f"--{o.name} --no-{o.name}"
     return f"--{o.name} " + {int: "N", float: "X", str: "TEXT"}[o.base]
@@ -60,12 +60,12 @@ def default_of(o):
 
 def option_row(o):
     about = re.sub(r"(?<![\w-])(--[\w-]+)", r"`\1`", o.help.replace("*", r"\*"))
-    return [f"`{o.name}`", f"`{flag(o)}`", options.in_words(o.kind), default_of(o), about]
+    return [f"`{o.name}`", f"`{flag(o)}`", config.describe_type(o.kind), default_of(o), about]
 
-def option_groups(config):
+def option_groups(options):
     "Group -> rows of a table"
     res = {}
-    for o in options.shown(config): res.setdefault(o.group, []).append(option_row(o))
+    for o in config.visible_specs(options): res.setdefault(o.group, []).append(option_row(o))
     return res
 
 @page("reference/options.qmd")
@@ -74,7 +74,7 @@ def options_page(root):
     for name, f in commands(root).items(): classes.setdefault(f.config, []).append(name)
     facts = [dict(name=c.__name__, commands=names, about=first_sentence(c), groups=option_groups(c))
              for c, names in classes.items()]
-    return dict(classes=facts, lengths=options.LENGTHS)
+    return dict(classes=facts, lengths=config.LENGTHS)
 
 # --- rungs ---
 
