@@ -15,7 +15,8 @@ from llm_speedrun.runs import (Run, Stepper, baseline, build, count_step, micro_
                                step_of)
 from llm_speedrun.rungs.tf32 import tf32
 from llm_speedrun.train.presets import parse_rungs, presets
-from llm_speedrun.train.trainer import TrainConfig, train
+from llm_speedrun.train.config import TrainConfig
+from llm_speedrun.train.trainer import train
 from torch.nn.attention import sdpa_kernel
 from flags import changed, flags
 
