@@ -8,7 +8,7 @@ __all__ = ['rng_states', 'set_rng_states', 'State', 'Checkpointer', 'fitting_sta
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp004
 import math, time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class Checkpointer:
         self.run, self.train_step, self.data, self.average = run, train_step, data, average
         self.world, self.say = world, say
         self.saver, self.saved, self.saved_at = None, 0, time.perf_counter() # from `open` on
+        self.folder, self.run_id = None, ""
 
     @property
     def stepper(self): return self.train_step.stepper
@@ -170,6 +171,7 @@ def open(self:Checkpointer, folder, # of the run
          run_id, keep_last, # of the run; newest checkpoints to keep
          done): # steps so far; more than 0 in a resumed run
     "Start the thread that writes, and reserve memory for its copies"
+    self.folder, self.run_id = folder, run_id
     self.saver = make_saver(self.world, folder/"checkpoints", keep_last, run_id)
     loss_of = lambda r: math.nan if r["val_loss"] is None else r["val_loss"] # null if it was no number
     self.saver.losses = {r["step"]: loss_of(r) for r in read_rows(folder/"metrics.jsonl") if "val_loss" in r}
@@ -197,12 +199,21 @@ def due(self:Checkpointer, minutes): # between checkpoints; 0 saves after every 
 
 @patch
 def save_weights(self:Checkpointer, path): # of a `.safetensors`
-    "Write the weights alone, under Qwen3's names, beside `path` first; with an average, the average"
-    weights = full_state_dict(self.run)
+    "Write the weights, or their average, under Qwen3's names"
+    with self.average.used() if self.average else nullcontext(): weights = full_state_dict(self.run)
     if not self.world.first: return
     tmp = path.with_name(path.name + ".tmp")
     write_tensors({f"model.{k}": v for k, v in weights.items()}, tmp)
     tmp.replace(path)
+
+# %% ../../nbs/30f_checkpointer.ipynb #30ckp016b
+@patch
+def say_broken_off(self:Checkpointer, step): # number of the step
+    "Print what is left of a run whose step was broken off: half-updated weights are not saved"
+    self.saver.wait()
+    found = newest(self.folder/"checkpoints", self.run_id)
+    self.say(f"step {step} was broken off; " + (f"--resume {self.folder} goes on from {found.name}"
+             if found else "there is no checkpoint before it to go on from"))
 
 # %% ../../nbs/30f_checkpointer.ipynb #304e5d1d
 @torch.no_grad()

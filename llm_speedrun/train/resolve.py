@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHANGEABLE', 'own_values', 'run_folder', 'read_options', 'resumed', 'with_micro_batches', 'Group',
            'options_for_restart', 'divide', 'check_division', 'check_shares', 'TrainPlan', 'PlanResolver',
-           'set_micro_batch', 'plan_lines']
+           'set_micro_batch', 'NoMemory', 'MicroBatchReducer', 'plan_lines']
 
 # %% ../../nbs/30a_resolve.ipynb #30res004
 import math, os
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 import msgspec
 from fastcore.basics import patch
-from ..files import InputError, env_number, lookup, read_json
+from ..files import InputError, RunError, env_number, lookup, read_json
 from ..choices import Choices
 from ..model import GPTConfig, workload
 from ..runs import World, find_rung, rung_name
@@ -28,7 +28,7 @@ from ..recipes.batch import settled_phases
 from ..recipes.recipe import Recipe, best_recipe, parse_recipe, why_not_best
 from ..recipes.schedules import SCHEDULES, warmup_steps
 from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
-                                         resolve_preset, resolve_rungs, trial_of)
+                                         resolve_preset, resolve_rungs, smaller, trial_of)
 from .corpora import located
 from .metrics import parse_trackers
 from .config import TrainConfig
@@ -154,10 +154,27 @@ class TrainPlan:
     why: dict # rung -> what was measured for it, or why it is left out
     weights: dict | None = None # to begin with, name -> tensor
 
-    def lr_schedule(self, steps=0): # of the whole run; by default as many as it will take
-        "Return the `LrSchedule` of the run"
-        c = self.options
-        return LrSchedule(steps or c.steps, c.lr, self.warmup, c.schedule, c.final_lr, c.cooldown)
+    def eval_due(self, done): # steps so far
+        "Return whether an evaluation belongs to this step, however the run is stopped and resumed"
+        every = max(1, self.options.steps//self.options.evals)
+        return done == self.options.steps or done > 0 == done % every
+
+# %% ../../nbs/30a_resolve.ipynb #30res011b
+@patch
+def lr_schedule(self:TrainPlan, steps=0): # of the whole run; by default as many as it will take
+    "Return the `LrSchedule` of the run"
+    c = self.options
+    return LrSchedule(steps or c.steps, c.lr, self.warmup, c.schedule, c.final_lr, c.cooldown)
+
+@patch
+def length_change(self:TrainPlan, was, done): # steps of the run when its checkpoint was saved, and of that
+    "Return what another number of steps does to the learning rate, in words; an empty text if it is the same"
+    new = self.options.steps
+    if was == new: return ""
+    before, after = (f"{self.lr_schedule(n)(done):.2e}" for n in (was, new))
+    change = f"stays {after}" if before == after else f"is {after} instead of {before}"
+    return (f"{new:,} steps instead of {was:,}: the learning rate of the next step {change}. It follows "
+            "the schedule of the new length, without another warm-up")
 
 # %% ../../nbs/30a_resolve.ipynb #30res013
 class PlanResolver:
@@ -333,6 +350,53 @@ def set_micro_batch(cfg, # a `TrainConfig`; gets `batch` and `accumulate`
     was, cfg.batch, cfg.accumulate = cfg.batch, batch, rows//batch
     if was and batch < was:
         say(f"out of GPU memory with {was} sequences in a micro-batch: going on with {cfg.accumulate} x {batch}")
+
+# %% ../../nbs/30a_resolve.ipynb #30res041
+class NoMemory(RunError):
+    "A process for which others are waiting is out of GPU memory"
+
+class MicroBatchReducer:
+    "Reduce the micro-batch of a run that is out of GPU memory"
+    def __init__(self, plan, # the `TrainPlan`
+                 train_step, # the `TrainStep` of the run
+                 world, # a `World`
+                 folder, # of the run, for messages
+                 say, write_config, # called with a line; called when options have changed
+                 log_event): # called with an event of this step
+        self.plan, self.train_step, self.world, self.folder = plan, train_step, world, folder
+        self.say, self.write_config, self.log_event = say, write_config, log_event
+
+    def raise_in_group(self, where): # in words
+        "Raise `NoMemory` if other processes wait for this one; one alone can do something about it"
+        if self.world.size > 1: raise self.group_error(where)
+
+# %% ../../nbs/30a_resolve.ipynb #30res042
+@patch
+def group_error(self:MicroBatchReducer, where): # in words
+    "Return the error for that. Whatever goes on from here takes smaller micro-batches"
+    c, was, rows = self.plan.options, self.plan.options.batch, self.plan.rows_here
+    who = f"process {self.world.rank} of {self.world.size}"
+    said = f"out of GPU memory in {where} on {who}, with micro-batches of {was}"
+    if not (new := smaller(rows, was)): return NoMemory(f"{said}: try --rungs smallest, or fsdp")
+    c.batch, c.accumulate = new, rows//new
+    self.write_config()
+    return NoMemory(f"{said}. This run goes on with micro-batches of {new}, when torchrun starts the "
+                    f"processes again, or by --resume {self.folder}")
+
+@patch
+def __call__(self:MicroBatchReducer, batch): # sequences that did not fit
+    "Go on with smaller micro-batches, in the middle of a step. Raises `RunError` if that is impossible"
+    self.raise_in_group("a step")
+    if self.train_step.stepper.applying: raise RunError(
+        f"out of GPU memory in the middle of an update. Make room, and go on with --resume {self.folder}")
+    c, rows = self.plan.options, self.plan.rows_here
+    if not (new := smaller(rows, batch)): raise RunError(
+        f"out of GPU memory with one sequence of {c.seq} tokens: try --rungs smallest, "
+        "or a smaller --workload or --seq")
+    set_micro_batch(c, new, rows, self.say)
+    self.train_step.micro_batch = new
+    self.write_config()
+    self.log_event(f"out of memory: micro-batches of {new}")
 
 # %% ../../nbs/30a_resolve.ipynb #7ed98700
 @patch

@@ -1,0 +1,87 @@
+"""The package's structure: no module imports itself through others, no class and no module outgrows its reader. What is still too large
+is listed with its size, and may only shrink; a name leaves its list with the change that brings it under the limit."""
+import ast, re
+from collections import defaultdict
+import pytest
+from make_readme import ROOT
+
+PACKAGE, SITE = ROOT/"llm_speedrun", ROOT/"nbs/_site"
+METHODS, LINES = 20, 500 # the most of a class and of a module
+LARGE = {"Trainer": 46} # classes
+LONG = dict(data=560, race=930, world=560, measure=505) | {"rungs.epilogues": 945, "rungs.fused_fp8": 700, "train.trainer": 500} # modules
+CIRCLES = [{"runs", "world"}] # modules that import each other: code digests of records see the cut, so it waits for a run of them
+
+def modules(folder):
+    return {".".join(p.relative_to(folder).with_suffix("").parts): p for p in sorted(folder.rglob("*.py")) if not p.stem.startswith("_")}
+
+def tree(path): return ast.parse(path.read_text(encoding="utf-8"))
+
+def imports(name, path, known, package=""):
+    "The modules of `known` that a module imports, also inside of functions"
+    found = set()
+    for o in ast.walk(tree(path)):
+        if isinstance(o, ast.Import): names = [a.name for a in o.names]
+        elif isinstance(o, ast.ImportFrom):
+            above = name.split(".")[:-o.level] if o.level else None
+            base = ".".join([*above, *filter(None, [o.module])]) if o.level else o.module
+            names = [base, *(f"{base}.{a.name}".strip(".") for a in o.names)]
+        else: continue
+        found |= {n.removeprefix(f"{package}.") for n in names} & known.keys()
+    return found - {name}
+
+def graph(folder, package=""):
+    known = modules(folder)
+    return {name: imports(name, path, known, package) for name, path in known.items()}
+
+def circles(edges): # module -> those that it imports
+    "Groups of modules that import each other, each a set"
+    def reached(start):
+        seen, todo = set(), [start]
+        while todo:
+            for n in edges[todo.pop()] - seen: seen.add(n); todo.append(n)
+        return seen
+    far = {n: reached(n) for n in edges}
+    return {frozenset({n} | {m for m in far[n] if n in far[m]}) for n in edges if n in far[n]}
+
+def methods(folder): # -> class -> how many methods it has
+    "In its body and patched; names that two classes of different modules share count together only if one is patched from the other's module"
+    found = defaultdict(set)
+    for path in modules(folder).values():
+        for o in ast.walk(tree(path)):
+            if isinstance(o, ast.ClassDef): found[o.name] |= {(path.stem, f.name) for f in o.body if isinstance(f, ast.FunctionDef)}
+            if isinstance(o, ast.FunctionDef) and any("patch" in ast.unparse(d) for d in o.decorator_list) and o.args.args:
+                kind = o.args.args[0].annotation
+                names = [kind] if isinstance(kind, ast.Name) else kind.elts if isinstance(kind, ast.Tuple) else []
+                for n in names: found[n.id].add((path.stem, o.name))
+    return {k: len(v) for k, v in found.items()}
+
+def lines(path): # neither blank nor nbdev's mark of a cell
+    return sum(bool(line.strip()) and not line.startswith("# %%") for line in path.read_text(encoding="utf-8").splitlines())
+
+@pytest.mark.parametrize("folder, package", [(PACKAGE, "llm_speedrun"), (SITE, "")], ids=["package", "site"])
+def test_no_import_is_a_circle(folder, package):
+    found = circles(graph(folder, package))
+    new = [sorted(c) for c in found if not any(c <= known for known in CIRCLES)]
+    assert not new, f"these modules import each other: {new}"
+
+def test_circles_are_found():
+    assert circles(dict(a={"b"}, b={"c"}, c={"a"}, d={"a"})) == {frozenset("abc")} and not circles(dict(a={"b"}, b=set()))
+
+def test_classes_are_small():
+    large = {k: n for k, n in methods(PACKAGE).items() if n > METHODS}
+    assert large.keys() <= LARGE.keys(), f"more than {METHODS} methods: {large}"
+    assert all(n <= LARGE[k] for k, n in large.items()), f"they have grown: {large}"
+
+def test_modules_are_short():
+    long = {k: n for k, p in modules(PACKAGE).items() if (n := lines(p)) > LINES}
+    assert long.keys() <= LONG.keys(), f"more than {LINES} lines: {long}"
+    assert all(n <= LONG[k] for k, n in long.items()), f"they have grown: {long}"
+
+def test_what_shrank_leaves_the_lists():
+    found, sizes = methods(PACKAGE), {k: lines(p) for k, p in modules(PACKAGE).items()}
+    assert all(found[k] > METHODS for k in LARGE) and all(sizes[k] > LINES for k in LONG), (found, sizes)
+
+def test_no_class_is_exchanged():
+    "No object gets another class: it would have attributes that no `__init__` has set"
+    found = [p.name for p in modules(PACKAGE).values() if re.search(r"\.__class__ = ", p.read_text(encoding="utf-8"))]
+    assert set(found) <= {"fewer_bytes.py", "tensor_parallel.py"}, found
