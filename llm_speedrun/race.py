@@ -7,13 +7,14 @@ __all__ = ['WARM', 'GAUGE', 'LOOKS', 'ENOUGH', 'NEVER', 'PEER_OPTIONS', 'RACERS'
            'RULES', 'MISSED', 'energy_counter', 'Clock', 'Job', 'Referee', 'Diverged', 'utf8_bytes', 'Pace', 'edited',
            'Script', 'write_tokens', 'link', 'peer_defaults', 'Course', 'Racer', 'racer', 'nanogpt_changes',
            'nanogpt_words', 'padded', 'nanogpt_files', 'nanogpt', 'modded_changes', 'modded_shards', 'modded_missing',
-           'alone', 'modded', 'Nanochat', 'nanochat_model', 'nanochat_optimizer', 'nanochat_step', 'nanochat', 'OwnRun',
-           'own_options', 'own_words', 'recipe_code', 'ours', 'default_workload', 'weights_of', 'run_job',
-           'job_and_tell', 'raced', 'note_in', 'result', 'Contestant', 'check_name', 'own_contestant', 'check_own',
-           'peer_contestant', 'peer_options', 'contestants', 'Race', 'last_lines', 'check_gpus', 'wanted', 'curve',
-           'reached', 'final', 'lowest_loss', 'rose', 'by_loss', 'spread', 'with_spread', 'race_table', 'passing_table',
-           'tried_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path', 'share_race',
-           'shared_record', 'shared_race', 'as_option', 'race_of', 'race_and_tell']
+           'alone', 'modded', 'Nanochat', 'nanochat_model', 'nanochat_optimizer', 'nanochat_step', 'nanochat',
+           'RaceClock', 'judged', 'plan_for', 'own_options', 'own_words', 'recipe_code', 'ours', 'default_workload',
+           'weights_of', 'run_job', 'job_and_tell', 'raced', 'note_in', 'result', 'Contestant', 'check_name',
+           'own_contestant', 'check_own', 'peer_contestant', 'peer_options', 'contestants', 'Race', 'last_lines',
+           'check_gpus', 'wanted', 'curve', 'reached', 'final', 'lowest_loss', 'rose', 'by_loss', 'spread',
+           'with_spread', 'race_table', 'passing_table', 'tried_table', 'draw_losses', 'race_chart', 'waterfall',
+           'without_paths', 'race_path', 'share_race', 'shared_record', 'shared_race', 'as_option', 'race_of',
+           'race_and_tell']
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import mean, stdev
@@ -44,6 +46,7 @@ from .recipes.schedules import SCHEDULES, warmup_steps
 
 # %% ../nbs/48_race.ipynb #48import
 from .train.config import LENGTHS, TrainConfig, parse_options
+from .train.callbacks import Callback, default_callbacks
 from .train.trainer import Trainer
 from .train.autotune import prepare_process
 from .train.presets import parse_rungs
@@ -508,50 +511,38 @@ def nanochat(c): # a `Course`
     return model, pace, {}
 
 # %% ../nbs/48_race.ipynb #race0039
-class OwnRun(Trainer):
-    "A `Trainer` whose run ends with the clock"
-    def __init__(self, job, *args): # a `Job`; as for `Trainer`
-        self.job = job
-        super().__init__(*args)
+class RaceClock(Callback):
+    "Ends a run with the clock of a race"
+    pace = None # a `Pace`, which needs the run
+    def __init__(self, job): self.job = job # a `Job`
 
-    def resolve(self, resolver):
-        plan = super().resolve(resolver)
-        c = plan.options
+    def after_plan(self, trainer):
+        c = trainer.plan.options
         c.lr, c.weight_decay = c.lr*self.job.lr, c.weight_decay*self.job.wd
-        return plan
 
-    def loop(self, batches):
-        self.pace.clock.go()
-        super().loop(batches)
+    def before_loop(self, trainer): self.pace.clock.go()
 
-# %% ../nbs/48_race.ipynb #race0040
-@patch
-def look_after(self:OwnRun):
-    "What is due after a step, by the trainer and by the race"
-    Trainer.look_after(self)
-    self.pace.in_time(self.done)
-    if self.done < self.pace.next: return
-    self.logger.flush()
-    self.pace.after(self.done)
-    self.logger.restart_clock() # the trainer's own tokens/s leave out what came between, too
+    def after_step(self, trainer):
+        self.pace.in_time(trainer.done)
+        if trainer.done < self.pace.next: return
+        trainer.logger.flush()
+        self.pace.after(trainer.done)
+        trainer.logger.restart_clock() # its own tokens/s leave out what came between, too
 
 # %% ../nbs/48_race.ipynb #race0041
-@patch
-def judged(self:OwnRun, referee): # a `Referee`
-    "Its result, by the run's own forward pass in its own formats"
-    s = self.step
+def judged(trainer, referee): # a `Referee`
+    "Return the result of a run of ours, by its own forward pass in its own formats"
+    run = trainer.run
     def nats(x, y):
-        with entered(s.run.step_contexts + s.run.forward_contexts):
-            return s.run.loss(s.run.model, x, y)*y.numel()
-    with self.validator.averaged(): return referee(nats)
+        with entered(run.step_contexts + run.forward_contexts): return run.loss(run.model, x, y)*y.numel()
+    with trainer.validator.averaged(): return referee(nats)
 
-@patch
-def plan_for(self:OwnRun, total): # steps
-    "Let the schedules end there"
-    self.cfg.steps = total
-    self.plan = replace(self.plan, warmup=warmup_steps(self.cfg.warmup, total))
-    self.train_step.lr = self.plan.lr_schedule()
-    self.write_config()
+def plan_for(trainer, total): # steps
+    "Let the schedules of a run of ours end there"
+    trainer.cfg.steps = total
+    trainer.plan = replace(trainer.plan, warmup=warmup_steps(trainer.cfg.warmup, total))
+    trainer.train_step.lr = trainer.plan.lr_schedule()
+    trainer.run_dir.write_config(trainer.plan)
 
 # %% ../nbs/48_race.ipynb #race0042
 KEPT = {*LENGTHS, *"data seed name out overwrite resume target gpus epochs evals stream seq".split()}
@@ -583,13 +574,14 @@ def recipe_code():
 def ours(c): # a `Course`
     "A run of `speedrun_train` with the contestant's options"
     cfg, given = parse_options(TrainConfig, "speedrun_train", own_words(c))
-    run = OwnRun(c.job, cfg, False, given)
+    clock = RaceClock(c.job)
+    run = Trainer(cfg, False, given, callbacks=[*default_callbacks(), clock])
     run.cfg.steps = max(run.cfg.steps, 4*(WARM + GAUGE)) # until `plan_for` knows better
-    run.pace = Pace(c.job, run.cfg.step_tokens, lambda: run.judged(c.referee), run.plan_for, c.note)
+    clock.pace = Pace(c.job, run.cfg.step_tokens, partial(judged, run, c.referee), partial(plan_for, run), c.note)
     if run.fit()["interrupted"]: raise KeyboardInterrupt
     shutil.rmtree(run.folder/"checkpoints", ignore_errors=True) # the weights stay
     code = code_of([r for r in run.cfg.rungs.split(",") if r])
-    return run.run.model, run.pace, dict(source=f"code {code}", recipes=recipe_code(), ran=asdict(run.cfg))
+    return run.run.model, clock.pace, dict(source=f"code {code}", recipes=recipe_code(), ran=asdict(run.cfg))
 
 # %% ../nbs/48_race.ipynb #race0045
 def default_workload():

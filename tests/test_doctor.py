@@ -44,7 +44,7 @@ def test_what_it_says_of_time_and_disk_is_so(tmp_path):
     doc = doctor.Trainer(replace(cfg), progress=False)
     t = first_steps(doc)
     weights, whole = checkpoint_bytes(doc)
-    doc.let_go() # of the folder
+    doc.run_dir.release() # of the folder
     trainer, res = train(replace(cfg), progress=False)
     sizes = [sum(p.stat().st_size for p in c.glob("*.safetensors")) for c in (trainer.folder/"checkpoints").iterdir()]
     assert len(sizes) <= 2 and all(whole <= s < 1.2*whole + 20_000 for s in sizes) # headers and random states
@@ -71,7 +71,7 @@ def test_it_takes_the_steps_of_training(tmp_path, monkeypatch, recipe):
         return 100.*len(taken), .5
     monkeypatch.setattr(doctor, "phase_ms", phase_ms)
     t = first_steps(doc)
-    doc.let_go()
+    doc.run_dir.release()
     per_step = [dict(adamw=[1]*12).get(recipe) or [4]*4 + [2]*4 + [1]*4][0]
     want, i = [], n - sum(per_step) # what came before was the trial's
     for k in per_step: want.append(training[i:i + k]); i += k
@@ -90,7 +90,7 @@ def test_what_comes_once_is_counted_once(tmp_path, clock):
         t = first_steps(doc)
         said = [re.search(r"about (\d+) seconds", next(doctor.check_time(doc, replace(t, ms=1., once_s=s))).text)[1] for s in (0., 60.)]
         assert int(said[1]) - int(said[0]) == 60
-    finally: doc.let_go()
+    finally: doc.run_dir.release()
 
 def test_accumulation_and_a_schedule_in_minutes(tmp_path):
     "Micro-batches are those of the run, and where steps aren't given the trainer's choice is told"

@@ -24,7 +24,7 @@ def best(monkeypatch): monkeypatch.setattr("llm_speedrun.recipes.recipe.BEST", "
 def made(folder, **kw):
     "A `Trainer` that has not begun, and its options"
     t = Trainer(options(folder, **kw), progress=False)
-    t.let_go()
+    t.run_dir.release()
     return t, t.cfg
 
 # --- what a run takes by itself ---
@@ -238,7 +238,7 @@ def test_a_run_from_before_recipes_goes_on_as_it_was(tmp_path):
     c = trainer.cfg
     assert (c.recipe, c.cooldown, c.final_lr, type(trainer.step.opt).__name__) == ("adamw", .2, .1, "AdamW")
     assert trainer.plan.lr_schedule(20)(6) == lr_at(6, 20, c.lr, trainer.plan.warmup, "wsd")
-    trainer.let_go()
+    trainer.run_dir.release()
 
 def test_another_recipe_is_another_run(tmp_path):
     train(options(tmp_path, recipe="muon"), progress=False)

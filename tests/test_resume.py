@@ -216,7 +216,7 @@ def test_edited_steps_are_told(stopped, capsys):
     "Another number of steps in config.json is as one on the command line"
     path = stopped/"runs/run/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(steps=20)))
-    Trainer(TrainConfig(resume=str(stopped/"runs/run"))).let_go()
+    Trainer(TrainConfig(resume=str(stopped/"runs/run"))).run_dir.release()
     assert "20 steps instead of 12: the learning rate of the next step " in capsys.readouterr().out
 
 @posix
@@ -448,7 +448,7 @@ def test_new_text_trains_no_tokenizer(stopped_text, monkeypatch):
     from llm_speedrun import data
     run = stopped_text/"runs/run"
     monkeypatch.setattr(data, "train_tokenizer", lambda *args, **kw: pytest.fail("a tokenizer was trained"))
-    Trainer(TrainConfig(resume=str(run)), progress=False).let_go()
+    Trainer(TrainConfig(resume=str(run)), progress=False).run_dir.release()
     other = json.loads((run/"tokenizer.json").read_text())
     other["model"]["merges"].pop(); other["model"]["vocab"].popitem()
     (run/"tokenizer.json").write_text(json.dumps(other))
@@ -535,7 +535,7 @@ def test_default_names_differ(tmp_path, monkeypatch):
 
 def test_a_trainer_that_is_not_used_leaves_nothing(tmp_path):
     "Neither one that is let go nor one that fails to be made; and a folder whose process died before it trained is free"
-    Trainer(options(tmp_path), progress=False).let_go()
+    Trainer(options(tmp_path), progress=False).run_dir.release()
     with fails(ValueError, "tokens are fewer"): Trainer(options(tmp_path, batch=300), progress=False)
     assert not (tmp_path/"runs").exists()
     (tmp_path/"runs/run").mkdir(parents=True); (tmp_path/"runs/run/.lock").touch()

@@ -473,9 +473,8 @@ def test_a_rate_that_stays():
     "Where another number of steps doesn't change the next step's learning rate, no two equal numbers are printed"
     said = []
     for old, new in ((1e-3, 1.0001e-3), (1e-3, 2e-3)):
-        t = SimpleNamespace(cfg=SimpleNamespace(steps=9), done=3, say=said.append)
-        t.plan = SimpleNamespace(lr_schedule=lambda n: lambda i: new if n == 9 else old)
-        Trainer.tell_plan(t, 6)
+        plan = SimpleNamespace(options=SimpleNamespace(steps=9), lr_schedule=lambda n: lambda i: new if n == 9 else old)
+        said.append(resolve.TrainPlan.length_change(plan, was=6, done=3))
     assert "next step stays 1.00e-03." in said[0] and "next step is 2.00e-03 instead of 1.00e-03." in said[1]
 
 def test_a_sample_without_a_tokenizer(tmp_path, capsys):
@@ -728,7 +727,7 @@ def test_a_vocabulary_that_is_not_used_is_told(tmp_path, capsys, monkeypatch):
     made = Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="b"))
     smaller = copy.copy(made.data)
     smaller.corpus = dataclasses.replace(smaller.corpus, vocab=290)
-    made.let_go()
+    made.run_dir.release()
     monkeypatch.setattr(resolve, "TrainData", lambda *args: smaller)
-    Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="c")).let_go()
+    Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="c")).run_dir.release()
     assert "the vocabulary has 290 tokens, and 300 were asked for" in capsys.readouterr().out

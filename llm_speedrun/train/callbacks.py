@@ -6,7 +6,6 @@
 __all__ = ['Callback', 'ProgressBar', 'LossCurve', 'Samples', 'Profiler', 'Report', 'default_callbacks']
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal004
-from ..files import replace_file
 from ..measure import mfu
 from ..model import train_flops
 from .console import Progress

@@ -611,5 +611,5 @@ def search_and_tell(c, # a `LrOptions`
     s = Search(c, given)
     found = s.search(c.repeats)
     save_found(found, s.trainer.folder)
-    s.trainer.let_go() # the folder stays, as there is something in it
+    s.trainer.run_dir.release() # the folder stays, as there is something in it
     console_print(f"\n{found.text()}\n\nin {s.trainer.folder}/: lr.png, lr.md, lr.json")

@@ -303,7 +303,7 @@ def check_run(cfg, # a `TrainConfig`
         yield from check_trainer(trainer)
         trainer.world.wait() # all have seen the folder
     finally:
-        trainer.let_go() # of it
+        trainer.run_dir.release() # of it
         trainer.coordinator.stop_watching() # no process waits for the others any more
 
 # %% ../../nbs/36_doctor.ipynb #e2c49c76

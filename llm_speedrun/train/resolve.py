@@ -362,7 +362,7 @@ class MicroBatchReducer:
                  world, # a `World`
                  folder, # of the run, for messages
                  say, write_config, # called with a line; called when options have changed
-                 log_event): # called with an event of this step
+                 log_event=lambda text: None): # called with an event of this step
         self.plan, self.train_step, self.world, self.folder = plan, train_step, world, folder
         self.say, self.write_config, self.log_event = say, write_config, log_event
 
