@@ -219,7 +219,7 @@ class TextStream:
     def __init__(self, tok): self.tok, self.ids = tok, [] # a `Tokenizer`; what isn't given out yet
 
     def __call__(self, token): # an id
-        "The text that is whole now and wasn't before, often empty"
+        "Return the text that is whole now and wasn't before, often empty"
         self.ids.append(token)
         text = self.tok.decode(self.ids)
         if text.endswith("\ufffd"): return "" # perhaps the first bytes of a character
@@ -227,7 +227,7 @@ class TextStream:
         return text
 
     def rest(self):
-        "What is left at the end of the text, without half a character"
+        "Return what is left at the end of the text, without half a character"
         text, self.ids = self.tok.decode(self.ids), []
         return text.rstrip("\ufffd")
 
