@@ -22,7 +22,7 @@ def top_k_top_p(logits, # B V
               temperature=.8, # below 1 sharpens the distribution; 0 leaves the likeliest alone
               top_k=50, # keep so many, 0 for all
               top_p=1.): # of them the fewest that have this part of the probability together
-    "The tokens that may come, the likeliest first, and their weights in a draw: B k each"
+    "Return the tokens that may come, the likeliest first, and their weights in a draw: B k each"
     k = 1 if not temperature else min(top_k or logits.shape[-1], logits.shape[-1])
     v, i = logits.float().topk(k)
     p = (v / (temperature or 1)).softmax(-1)
@@ -35,7 +35,7 @@ def top_k_top_p(logits, # B V
 def draw(logits, # B V
          g, # a `torch.Generator` on their device
          **how): # as for `top_k_top_p`
-    "A token of each row, B 1"
+    "Draw a token for each row, B 1"
     i, p = top_k_top_p(logits, **how)
     speed = p / torch.empty_like(p).exponential_(generator=g) # 1 over the time that it takes
     return i.gather(-1, speed.argmax(-1, keepdim=True))
@@ -49,7 +49,7 @@ def generate(run, # a `Run`; its forward contexts are entered
              top_k=50, # sample among the most likely k
              seed=0, # of the sampling
              top_p=1.): # and among those that have this part of the probability together
-    "`ids` and `n` sampled tokens after them, a list"
+    "Return `ids` and `n` sampled tokens after them, a list"
     model, device = run.model, run.device
     g = torch.Generator(device).manual_seed(seed)
     x = torch.tensor([ids], device=device)
@@ -76,7 +76,7 @@ class Cache:
 # %% ../nbs/60_generate.ipynb #49b9630f
 @patch
 def prepare(self:Cache, model, T, room): # a `GPT`, new tokens, slots that are looked at
-    "Work out the new tokens' slots, their rotations B 1 T D/2, and their sight B 1 G*T `room`"
+    "Compute the new tokens' slots, rotations B 1 T D/2, and attention mask B 1 G*T `room`"
     keys = torch.arange(room, device=self.at.device)
     self.slots = self.at + torch.arange(T, device=self.at.device)
     where = (self.slots - self.pad).clamp(min=0) # B T, positions in each text
@@ -91,7 +91,7 @@ def attend_cached(cache, # a `Cache` that was aimed
                   layer, # index
                   q, # B H T D, of the new tokens
                   k, v): # B K T D
-    "Attention of the new tokens over all in the cache, to which they are added. Returns B H T D"
+    "Add the new tokens to the cache, and attend to all in it. Returns B H T D"
     kept = cache.k[layer].index_copy_(2, cache.slots, k), cache.v[layer].index_copy_(2, cache.slots, v)
     k, v = (t[:, :, :cache.bias.shape[-1]] for t in kept) # B K room D
     q = q.unflatten(1, (-1, cache.group)).flatten(2, 3) # B K G*T D
@@ -101,15 +101,15 @@ def attend_cached(cache, # a `Cache` that was aimed
 # %% ../nbs/60_generate.ipynb #6967894c
 def heads_at(cache, heads, # a `Cache`, a block's part
              block, h, cos, sin): # as for `naive_heads`
-    "`heads` for tokens at the cache's positions"
+    "Compute `heads` for tokens at the cache's positions"
     return heads(block, h, cache.cos, cache.sin)
 
 def norm_of_last(norm, model, h): # a model's part, a `GPT`, B T d
-    "`norm` of the last token's hidden state, B 1 d"
+    "Return `norm` of the last token's hidden state, B 1 d"
     return norm(model, h[:, -1:])
 
 def with_cache(run, cache): # a `Run` without rungs, a `Cache`
-    "The run with a copy of its model that reads and fills the cache. It gives the last token's logits, B 1 V"
+    "Return the run with a copy of its model that uses the cache. It gives the last token's logits, B 1 V"
     def change(model):
         for i, b in enumerate(model.layers):
             heads, attend = partial(heads_at, cache, b.heads), partial(attend_cached, cache, i)
@@ -119,7 +119,7 @@ def with_cache(run, cache): # a `Run` without rungs, a `Cache`
 
 # %% ../nbs/60_generate.ipynb #9e6bdb17
 class Generator:
-    """Reads and continues some texts at once, with a cache. Raises `InputError` for a run with rungs,
+    """Batched generation with a KV cache. Raises `InputError` for a run with rungs,
     whose parts are made for training"""
     def __init__(self, run, # a `Run` without rungs, such as `from_pretrained` reads
                  rows=1): # texts
@@ -136,7 +136,7 @@ class Generator:
 # %% ../nbs/60_generate.ipynb #32b9753b
 @patch
 def begin(self:Generator, texts): # a list of tokens for each row
-    "Forget everything and read these texts next. Raises `InputError` for an empty or too long one"
+    "Clear the cache and read these texts next. Raises `InputError` for an empty or too long one"
     most = self.config.seq
     for t in texts:
         if not t: raise InputError("a text needs a token to begin with: the end of another, for example")
@@ -151,7 +151,7 @@ def begin(self:Generator, texts): # a list of tokens for each row
 # %% ../nbs/60_generate.ipynb #0a9ba2b2
 @patch
 def evict(self:Generator, x): # B T tokens for which there are too few slots
-    "Forget all but the newest three quarters of a context. Returns them, to be read, with `x` at the end"
+    "Evict all but the newest three quarters of a context. Returns them, to be read, with `x` at the end"
     S = self.config.seq
     keep = min(S, max(x.shape[1], S - S//4)) # all of `x`, if there is room for it
     x = torch.cat([self.tokens[:, :self.used], x], 1)
@@ -164,7 +164,7 @@ ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 @patch
 def run_pass(self:Generator, x, room): # B T tokens, slots to look at
-    "Logits of the token after them, B V, in FP32"
+    "Return the logits of the token after `x`, B V, in FP32"
     self.cache.prepare(self.model, x.shape[1], room)
     with sdpa_kernel(ATTENTION_BACKENDS): return self.model(x)[:, -1].float()
 
@@ -172,7 +172,7 @@ def run_pass(self:Generator, x, room): # B T tokens, slots to look at
 @patch
 @torch.no_grad()
 def read(self:Generator, x): # B T tokens that follow those read
-    "Logits of the token after them, B V, in FP32"
+    "Return the logits of the token after `x`, B V, in FP32"
     if self.used + x.shape[1] > self.config.seq: x = self.evict(x)
     end = self.used + x.shape[1]
     self.tokens[:, self.used:end] = x
@@ -183,7 +183,7 @@ def read(self:Generator, x): # B T tokens that follow those read
 
 # %% ../nbs/60_generate.ipynb #3b10df1d
 def capture_graph(f): # () -> a tensor; it may be called any number of times
-    "`f` as a CUDA graph, and the tensor that each replay fills"
+    "Capture `f` as a CUDA graph. Returns it, and the tensor that each replay fills"
     warm_up_aside(f)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"): out = f()
@@ -191,7 +191,7 @@ def capture_graph(f): # () -> a tensor; it may be called any number of times
 
 @patch
 def replay(self:Generator, x, end): # B 1 tokens, slots that are filled with them
-    "As `run_pass`, by a graph that is recorded for 256, 512, 1024, ... slots"
+    "Replay `run_pass`, by a CUDA graph that is captured for 256, 512, 1024, ... slots"
     room = min(self.config.seq, max(256, 1 << (end - 1).bit_length()))
     self.last.copy_(x)
     if room not in self.graphs: self.graphs[room] = capture_graph(partial(self.run_pass, self.last, room))
@@ -209,7 +209,7 @@ def write(self:Generator, n, g, **how): # tokens, a `torch.Generator` on the dev
 
 @patch
 def add(self:Generator, ids): # tokens
-    "Have every text go on with these"
+    "Append these tokens to every text"
     more = torch.tensor([ids], dtype=torch.long, device=self.tokens.device).expand(len(self.tokens), -1)
     self.ahead = torch.cat([self.ahead, more], 1)
 
@@ -219,7 +219,7 @@ class TextStream:
     def __init__(self, tok): self.tok, self.ids = tok, [] # a `Tokenizer`; what isn't given out yet
 
     def __call__(self, token): # an id
-        "The text that is whole now and wasn't before, often empty"
+        "Return the text that is whole now and wasn't before, often empty"
         self.ids.append(token)
         text = self.tok.decode(self.ids)
         if text.endswith("\ufffd"): return "" # perhaps the first bytes of a character
@@ -227,7 +227,7 @@ class TextStream:
         return text
 
     def rest(self):
-        "What is left at the end of the text, without half a character"
+        "Return what is left at the end of the text, without half a character"
         text, self.ids = self.tok.decode(self.ids), []
         return text.rstrip("\ufffd")
 

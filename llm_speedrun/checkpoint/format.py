@@ -26,7 +26,7 @@ def flatten_state(x, # a tree of dicts, lists, tuples, tensors and plain values
                 tensors, # a dict that gets the tensors
                 path="state", # of `x` in the tree
                 leaves=()): # classes of what else goes there
-    "`x` as JSON knows it; its tensors go to `tensors`, by their paths. Raises `TypeError` for anything else"
+    "Convert `x` to JSON, with its tensors in `tensors`, by their paths. Raises `TypeError` for other types"
     child = lambda v, k: flatten_state(v, tensors, f"{path}.{k}", leaves)
     if isinstance(x, (torch.Tensor, *leaves)):
         while path in tensors: path += "'" # "a.b" beside {"a": {"b": ...}}
@@ -43,7 +43,7 @@ def flatten_state(x, # a tree of dicts, lists, tuples, tensors and plain values
 # %% ../../nbs/31_saving.ipynb #7237906d
 def unflatten_state(x, # from `flatten_state`
                  tensors): # the tensors by name
-    "The tree again. Raises `InputError` for what `flatten_state` doesn't write"
+    "Rebuild the tree. Raises `InputError` for what `flatten_state` doesn't write"
     whole = lambda xs: [unflatten_state(v, tensors) for v in xs]
     pair = lambda p: isinstance(p, list) and len(p) == 2 and isinstance(p[0], (str, int))
     match x:
@@ -66,13 +66,13 @@ class OptimizerState(msgspec.Struct):
     groups: list[dict[str, Any]] # settings, and `params`: names
 
 def parameter_names(model, opt): # an optimizer of the model's parameters
-    "The parameters' names in the optimizer's order"
+    "Return the parameters' names in the optimizer's order"
     names = {p: n for n, p in model.named_parameters()} # each once, however many names it has
     return [names[p] for g in opt.param_groups for p in g["params"]]
 
 def named_state(model, # whose parameters are updated
                 opt): # an optimizer of them
-    "The optimizer's state with names in place of numbers, a tree for `flatten_state`"
+    "Return the optimizer's state with names in place of numbers, a tree for `flatten_state`"
     order, state = parameter_names(model, opt), opt.state_dict()
     groups = [g | dict(params=[order[i] for i in g["params"]]) for g in state["param_groups"]]
     kept = {order[i]: s for i, s in state["state"].items()}
@@ -82,7 +82,7 @@ def named_state(model, # whose parameters are updated
 def convert_to(x, # a tree of plain values
               kind, # a type that msgspec knows
               what): # to call it in an error
-    "`x` as a `kind`. Raises `InputError` where it is none"
+    "Convert `x` to a `kind`. Raises `InputError` where it is none"
     try: return msgspec.convert(x, kind)
     except msgspec.ValidationError as e: raise InputError(f"{what} can't be used: {e}") from None
 
@@ -92,7 +92,7 @@ IMPLEMENTATION_KEYS = "fused", "foreach", "capturable", "differentiable" # how i
 def load_named_state(model, # whose parameters are updated
                      opt, # an optimizer of them, of the class that the state is of
                      saved): # from `named_state`
-    "Give the optimizer that state, in whatever order and groups it is. Raises `InputError` if it doesn't fit"
+    "Load the state into the optimizer, whatever its order and groups. Raises `InputError` if it doesn't fit"
     saved, params = convert_to(saved, OptimizerState, "an optimizer's state"), dict(model.named_parameters())
     order, now = parameter_names(model, opt), opt.state_dict()
     lists = [convert_to(g.get("params"), list[str], "a group of parameters") for g in saved.groups]
@@ -130,23 +130,23 @@ class FileSum(msgspec.Struct):
     sha256: str # in hexadecimal
 
 class Manifest(msgspec.Struct):
-    "What a checkpoint's manifest says"
+    "A checkpoint's manifest"
     files: dict[str, FileSum]
     sum: str # of the list
 
 # %% ../../nbs/31_saving.ipynb #6555b449
 def file_sums(folder): # of a checkpoint
-    "What a manifest says of the folder's files: a dict from name to size and sum"
+    "Return size and SHA-256 of each file in the folder but the manifest, by name"
     files = sorted(p for p in Path(folder).iterdir() if p.name != MANIFEST)
     return {p.name: dict(bytes=p.stat().st_size, sha256=file_sha256(p)) for p in files}
 
 def manifest_sum(files): # from `file_sums`
-    "SHA-256 of the list itself"
+    "Return the SHA-256 of the list itself"
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 # %% ../../nbs/31_saving.ipynb #90c2a00f
 def write_error_text(e): # an error of the library, or an `OSError`
-    "Why a file can't be written, and what to do"
+    "Return why a file can't be written, and what to do"
     if found := re.search(r"\(os error (\d+)\)", str(e)): e = OSError(int(found[1]), found[0])
     return reason(e) if isinstance(e, OSError) else str(e)
 
@@ -167,7 +167,7 @@ def write_tensors(tensors, # name -> CPU tensor
 def write_checkpoint(folder, # where it will be; it must not exist
                      tensors, # file name without suffix -> dict of CPU tensors
                      about): # a dict for `about.json`
-    "Write a checkpoint beside its place, sync it, and rename it there. What fails leaves nothing behind"
+    "Write a checkpoint under another name, sync it, and rename it. A failure leaves nothing behind"
     folder = Path(folder)
     tmp = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
@@ -193,7 +193,7 @@ def write_files(folder, tensors, about): # an empty folder; the rest as for `wri
 VERSION = 2 # of what is written here
 
 class CheckpointMetadata(msgspec.Struct):
-    "What a checkpoint says about itself"
+    "A checkpoint's metadata, in its `about.json`"
     step: Annotated[int, Meta(ge=0, lt=2**53)]
     state: Any # from `flatten_state`
     version: int = 1
@@ -201,7 +201,7 @@ class CheckpointMetadata(msgspec.Struct):
     facts: dict[str, Any] = {} # plain values
 
 def read_metadata(checkpoint): # a checkpoint's folder
-    "Its `CheckpointMetadata`. Raises `InputError` for what is none, or of another step than its name says"
+    "Read a checkpoint's metadata. Raises `InputError` for a bad file, or one of another step than the folder"
     path = checkpoint/"about.json"
     about = read_json(path, CheckpointMetadata, most=2**32)
     if checkpoint.name != f"step-{about.step:08}":
@@ -211,7 +211,7 @@ def read_metadata(checkpoint): # a checkpoint's folder
 # %% ../../nbs/31_saving.ipynb #f116e10f
 def validation_error(folder, # of a checkpoint
            part=slice(None)): # which of its files to read: several processes share them
-    "Why the checkpoint can't be trusted, in words; an empty string if it can"
+    "Return why the checkpoint is invalid, in words; an empty string if it is valid"
     folder = Path(folder)
     try:
         manifest = read_json(folder/MANIFEST, Manifest)
@@ -228,7 +228,7 @@ def validation_error(folder, # of a checkpoint
 def file_error(path, # of a file
             name, # what the manifest calls it
             f): # its `FileSum`
-    "What is wrong with the file, in words; an empty string if nothing is"
+    "Return what is wrong with the file, in words; an empty string if nothing is"
     if not path.is_file(): return f"{name} is missing"
     there = path.stat().st_size
     if there != f.bytes: return f"{name} has {there:,} bytes of {f.bytes:,}"
@@ -236,12 +236,12 @@ def file_error(path, # of a file
 
 # %% ../../nbs/31_saving.ipynb #6aa3eea9
 def checkpoints(folder): # that holds checkpoints
-    "The folders of its checkpoints, the newest last"
+    "Return the checkpoints in the folder, the newest last"
     found = [p for p in Path(folder).glob("step-*") if p.is_dir() and p.name[5:].isdecimal()]
     return sorted(found, key=step_of_name)
 
 def step_of_name(checkpoint): # a checkpoint's folder
-    "The number of the step in its name"
+    "Return the step in a checkpoint's name"
     return int(checkpoint.name[5:])
 
 def prune(folder, # that holds checkpoints
@@ -258,7 +258,7 @@ def prune(folder, # that holds checkpoints
 def newest(folder, # that holds checkpoints
            run="", # a run's id: only its checkpoints count
            say=print): # is told of those that are passed over
-    "The newest whole checkpoint's folder, or None"
+    "Return the newest valid checkpoint's folder, or None"
     for c in reversed(checkpoints(folder)):
         why = validation_error(c)
         if not why and run and read_metadata(c).run != run: why = "it is of another run"

@@ -26,19 +26,19 @@ from .save_sharded import INDEX, MOMENTS, SHARDED, Box, Boxes, Index, disjoint
 
 # %% ../../nbs/54a_load.ipynb #19e760c6
 def box_intersection(start, size, start2, size2): # two boxes
-    "First index and shape of what both have, a pair; None if that is nothing"
+    "Return first index and shape of the boxes' intersection, a pair; None if it is empty"
     first = [max(a, b) for a, b in zip(start, start2)]
     shape = [min(a + n, b + m) - f for a, n, b, m, f in zip(start, size, start2, size2, first)]
     return (first, shape) if all(n > 0 for n in shape) else None
 
 def box_slices(start, size, # of a box
           origin): # first index of the tensor that it is in
-    "The slices that take the box out of that tensor"
+    "Return the slices that take the box out of that tensor"
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(start, size, origin))
 
 # %% ../../nbs/54a_load.ipynb #2012309b
 def read_index(checkpoint): # a folder that `ShardedSaver` has written
-    "Its `Index`. Raises `InputError` for what can't be one"
+    "Read a checkpoint's `Index`. Raises `InputError` for what can't be one"
     path = Path(checkpoint)/INDEX
     index = read_json(path, Index, most=2**32)
     for n, t in index.tensors.items():
@@ -48,7 +48,7 @@ def read_index(checkpoint): # a folder that `ShardedSaver` has written
 
 # %% ../../nbs/54a_load.ipynb #6570a645
 def index_of_one(checkpoint): # a folder that `Saver` has written
-    "The `Index` that such a checkpoint would have: each tensor is one box"
+    "Return the `Index` that such a checkpoint would have: each tensor is one box"
     tensors = {}
     for file, before in (("model", "model."), ("state", "")):
         path = Path(checkpoint)/f"{file}.safetensors"
@@ -73,7 +73,7 @@ class OpenCheckpoint:
         raise InputError(f"{self.folder} has no tensor {name}")
 
 def open_checkpoint(checkpoint): # its folder
-    "The checkpoint, opened. Raises `InputError` for what is none"
+    "Open a checkpoint. Raises `InputError` for what is none"
     return OpenCheckpoint(checkpoint)
 
 # %% ../../nbs/54a_load.ipynb #db992871
@@ -84,13 +84,13 @@ class StoredTensor:
     name: str
     shape: tuple # of the whole tensor
     def whole(self):
-        "All of it, on the CPU"
+        "Read the whole tensor, on the CPU"
         return self.box((0,)*len(self.shape), self.shape)
 
 # %% ../../nbs/54a_load.ipynb #b8a1c449
 @patch
 def parts_of(self:StoredTensor, start, size): # of a box
-    "Each `Box` that has some of it, and what: first index, shape. Raises `InputError` if that isn't all"
+    "Return each `Box` with a part of it, and which (first index, shape). Raises `InputError` for a gap"
     boxes = self.checkpoint.index.tensors[self.name].boxes
     found = [(b, s) for b in boxes if (s := box_intersection(start, size, b.start, b.size))]
     if 0 in size and boxes: return [(boxes[0], (boxes[0].start, size))] # nothing, but of the right type
@@ -103,7 +103,7 @@ def parts_of(self:StoredTensor, start, size): # of a box
 def read(self:OpenCheckpoint, name, # of a tensor
          box, # a `Box` of it
          start, size): # what to read of that
-    "Numbers from one file, on the CPU. Raises `InputError` where it is damaged or isn't what the index says"
+    "Read values from one file, on the CPU. Raises `InputError` where it is damaged or differs from the index"
     path, key = self.folder/box.file, name.removeprefix("model.") if box.file == "model.safetensors" else name
     try:
         if path not in self.files: self.files[path] = safe_open(path, "pt")
@@ -116,7 +116,7 @@ def read(self:OpenCheckpoint, name, # of a tensor
 # %% ../../nbs/54a_load.ipynb #161f5b48
 @patch
 def box(self:StoredTensor, start, size): # first index and shape
-    "That part of the tensor, on the CPU. Raises `InputError` if the files haven't each of its numbers once"
+    "Read a part of the tensor, on the CPU. Raises `InputError` unless the files have each value once"
     found = self.parts_of(start, size)
     got = [self.checkpoint.read(self.name, b, *s) for b, s in found]
     if len(got) == 1: return got[0]
@@ -128,7 +128,7 @@ def box(self:StoredTensor, start, size): # first index and shape
 
 # %% ../../nbs/54a_load.ipynb #ec47491a
 class StateTensors:
-    "What `unflatten_state` takes for the tensors: a checkpoint's, with what was each process's own"
+    "The tensors for `unflatten_state`: a checkpoint's, with what was each process's own"
     def __init__(self, checkpoint, # an `OpenCheckpoint`
                  rank=0, # of the process whose own is taken
                  whole=False): # tensors, read as a whole; else `StoredTensor`
@@ -143,7 +143,7 @@ class StateTensors:
 @patch
 def state(self:OpenCheckpoint, *keys, # of the state; none for all of it
           **how): # as for `StateTensors`
-    "The state that was saved, a dict. Raises `InputError` for what `save` doesn't write"
+    "Read the state that was saved, a dict. Raises `InputError` for what `save` doesn't write"
     match self.about.state:
         case {"dict": list(pairs)} if all(isinstance(p, list) and len(p) == 2 for p in pairs): pass
         case _: raise InputError(f"{self.folder}/about.json has no state")
@@ -153,7 +153,7 @@ def state(self:OpenCheckpoint, *keys, # of the state; none for all of it
 
 def rank_state(read, # an `OpenCheckpoint`
              rank=0): # of a process, of any number of them
-    "What else there is in the state, whole, as that process left it: all but the optimizer and the average"
+    "Read all of the state but the optimizer and the average, as that process left it"
     keys = read.state().keys() - {"optimizer", "average"}
     return read.state(*keys, rank=rank, whole=True)
 
@@ -188,7 +188,7 @@ def read_checkpoint(folder): # of a checkpoint
 
 # %% ../../nbs/54a_load.ipynb #b6c15567
 def shapes_in(path): # of a safetensors file, or of a checkpoint's folder
-    "Names of its weights and their shapes; reads headers alone. Raises `InputError` if it is none"
+    "Return names and shapes of the weights, from headers alone. Raises `InputError` for another file"
     path = Path(path)
     if path.is_dir():
         if not (path/INDEX).exists(): return shapes_in(path/"model.safetensors")
@@ -212,7 +212,7 @@ def check_size(config, # a `GPTConfig`, as read
 def newest_on_all_ranks(world, # a `World`
                     folder, # that holds checkpoints
                     run="", say=print): # as for `newest`; the first process says
-    "As `newest`, for all processes at once: each reads some of the files"
+    "Return what `newest` returns, on all processes: each checks some of the files"
     def why_not(c):
         try: why = validation_error(c, slice(world.rank, None, world.size))
         except OSError as e: why = f"it can't be read: {e}"

@@ -17,17 +17,17 @@ from .format import (VERSION, checkpoints, flatten_state, prune, step_of_name,
 
 # %% ../../nbs/31a_save.ipynb #74afea9b
 def copy_to_host(t): # a tensor
-    "A copy in main memory: pinned, and still to come, where `t` is on a GPU"
+    "Copy a tensor to main memory: pinned, and without waiting, where `t` is on a GPU"
     if not t.is_cuda: return t.detach().clone(memory_format=torch.contiguous_format)
     return empty_pinned(t).copy_(t, non_blocking=True)
 
 def empty_pinned(t): # a tensor
-    "Pinned memory for a copy of it"
+    "Allocate pinned memory for a copy of `t`"
     return torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
 
 # %% ../../nbs/31a_save.ipynb #4dc3f967
 class Saver:
-    "Writes checkpoints into a folder in the background, and prunes them"
+    "Writer of checkpoints in a background thread, which also prunes them"
     def __init__(self, folder, # of the checkpoints
                  keep=2, # how many of the newest to keep, at least 1
                  run=""): # id of the run that they are of
@@ -38,29 +38,29 @@ class Saver:
         self.tidy()
 
     def tidy(self):
-        "Remove what a process that was killed has left"
+        "Remove unfinished checkpoints of a process that was killed"
         for p in self.folder.glob("step-*.tmp"): shutil.rmtree(p)
 
     def busy(self):
-        "Whether a checkpoint is still being written"
+        "Return whether a checkpoint is still being written"
         return bool(self.writing) and not self.writing.done()
 
 # %% ../../nbs/31a_save.ipynb #71e26a6b
 @patch
 def reserve(self:Saver, tensors): # of the shapes and types that will be saved
-    "Make pinned memory for copies of them in the background, so that the first `save` needn't wait for it"
+    "Allocate pinned memory for the copies in the background, so that the first `save` needn't wait for it"
     like = [torch.empty_like(t, device="meta") for t in tensors if t.is_cuda]
     if like: self.reserved = self.pool.submit(lambda: [empty_pinned(t) for t in like])
 
 @patch
 def wait(self:Saver):
-    "Until what is being written is on the disk. Raises what went wrong there"
+    "Wait until the checkpoint that is being written is on the disk. Raises what went wrong there"
     writing, self.writing = self.writing, None
     if writing: writing.result()
 
 @patch
 def close(self:Saver):
-    "Wait, and end the thread"
+    "Wait for the last checkpoint, and end the thread"
     try: self.wait()
     finally: self.pool.shutdown()
 
@@ -86,7 +86,7 @@ def save(self:Saver, step, # its number
 def write(self:Saver, step, host, about, # its number, copies on their way, a dict for `about.json`
           copied, # a CUDA event after the copies, or None
           losses): # step -> validation loss, as it was at the copy
-    "In the thread: wait for the copies, write the checkpoint, remove those that are too many"
+    "Wait for the copies, write the checkpoint and prune older ones, in the thread"
     if copied: copied.synchronize()
     folder = self.folder/f"step-{step:08}"
     if folder.exists(): shutil.rmtree(folder) # a broken one, or of a run that went back
@@ -96,7 +96,7 @@ def write(self:Saver, step, host, about, # its number, copies on their way, a di
 # %% ../../nbs/31a_save.ipynb #e1856462
 @patch
 def go_on(self:Saver, step): # of the checkpoint that was read
-    "Remove those of later steps, which couldn't be read, and those that are too many"
+    "Remove checkpoints of later steps, which couldn't be read, and prune older ones"
     for c in checkpoints(self.folder):
         if step_of_name(c) > step: shutil.rmtree(c)
     prune(self.folder, self.keep, self.losses)

@@ -30,16 +30,16 @@ from .save import Saver, copy_to_host
 # %% ../../nbs/54_sharded_saving.ipynb #f64a2dae
 @dataclass(frozen=True)
 class PerRank:
-    "What each process has its own of, such as its random states"
+    "A value of which each process has its own, such as its random state"
     value: Any
 
 def per_rank(world, x): # a `World`, and what this process has
-    "`x` as `ShardedSaver` knows that each process has its own; as it is for one process alone"
+    "Mark `x` as this process's own value, for `ShardedSaver`; return it unchanged for one process"
     return x if world.size == 1 else PerRank(x)
 
 def to_piece(t, # a tensor, or a `Piece`
              first): # whether this is the first process: what all have alike it alone writes
-    "The `Piece` that is saved. Raises `TypeError` for a `DTensor`, of which nobody knows the place"
+    "Convert a tensor to the `Piece` to save. Raises `TypeError` for a `DTensor`, whose place isn't known"
     if isinstance(t, Piece): return t
     if hasattr(t, "to_local"): raise TypeError("a DTensor can only be saved as a `Piece`")
     return Piece(t.detach(), tuple(t.shape), (0,)*t.ndim, first)
@@ -47,18 +47,18 @@ def to_piece(t, # a tensor, or a `Piece`
 # %% ../../nbs/54_sharded_saving.ipynb #f9586096
 def decode_moment(codes, # int8 of a first moment, or uint8 of a second one
             scale): # of each block
-    "The moment, FP32"
+    "Decode a moment to FP32, so that encoding it gives the same codes and scales"
     x = in_blocks(codes).float()
     x, most = (x*x.abs(), 127.**2) if codes.dtype == torch.int8 else (x*x*(x*x), 255.**4)
     x = x / x.new_tensor(most) # 1 where the largest are
     return (x*scale[:, None]).flatten()[:codes.numel()].view_as(codes)
 
 def decode_moments_exactly(c, d, scales): # from `encode_moments`
-    "The moments, FP32, of which `encode_moments` makes these codes and scales again, to the bit"
+    "Decode both moments to FP32, so that `encode_moments` returns the same codes and scales, to the bit"
     return decode_moment(c, scales[0]), decode_moment(d, scales[1])
 
 def stores_codes(opt, n): # an optimizer, how many numbers a weight has
-    "Whether it keeps moments of such a weight as codes"
+    "Return whether the optimizer keeps the moments of such a weight as codes"
     return getattr(opt, "moments", "") == "8bit" and n >= SMALL
 
 # %% ../../nbs/54_sharded_saving.ipynb #6f0a6b02
@@ -81,7 +81,7 @@ class Cut(msgspec.Struct):
     size: Sizes # its shape
 
 class Part(msgspec.Struct):
-    "What a process says of its part of a checkpoint, when the disk has that"
+    "A process's part of a checkpoint, described once it is on the disk"
     sum: FileSum | None # of its tensors; None if it has none to write
     tensors: dict[str, Cut]
     own: dict[str, Any] # path in the state -> what is this process's own there, from `flatten_state`
@@ -99,13 +99,13 @@ class Boxes(msgspec.Struct):
     boxes: Annotated[list[Box], Meta(max_length=PROCESSES)]
 
 class Index(msgspec.Struct):
-    "What a checkpoint's `index.json` says"
+    "A checkpoint's `index.json`"
     tensors: dict[str, Boxes]
     own: dict[str, Annotated[list[Any], Meta(min_length=1, max_length=PROCESSES)]] # path -> of each process
 
 # %% ../../nbs/54_sharded_saving.ipynb #54apart2
 def disjoint(boxes): # pairs (start, size), of the same number of dimensions
-    "Whether no two of them have a number in common"
+    "Return whether no two of the boxes overlap"
     start = torch.tensor([b[0] for b in boxes])
     end = start + torch.tensor([b[1] for b in boxes])
     both = torch.maximum(start[:, None], start) < torch.minimum(end[:, None], end)
@@ -113,7 +113,7 @@ def disjoint(boxes): # pairs (start, size), of the same number of dimensions
 
 # %% ../../nbs/54_sharded_saving.ipynb #df18ec44
 def build_index(parts): # file name -> `Part`
-    "The `Index` of what they have, as a dict. Raises `OSError` where that isn't the whole of each tensor"
+    "Build the `Index` of the parts, a dict. Raises `OSError` where they don't cover each tensor exactly"
     tensors = {}
     for file, p in parts.items():
         for n, c in p.tensors.items():
@@ -130,23 +130,23 @@ def build_index(parts): # file name -> `Part`
 
 # %% ../../nbs/54_sharded_saving.ipynb #4f862070
 def part_name(rank): # of a process
-    "What its files are called, without a suffix"
+    "Return the name of a process's files, without a suffix"
     return f"part-{rank:05}"
 
 def process_location():
-    "Which machine this process is on, as far as process numbers mean the same there; and its number"
+    "Return this process's machine (with its PID namespace) and its PID"
     node = platform.node()
     with suppress(OSError): node += os.readlink("/proc/self/ns/pid") # containers count on their own
     return node, os.getpid()
 
 def is_dead(pid): # a process's number on this machine
-    "Whether it is known that the process runs no more"
+    "Return whether the process is known to have ended"
     try: return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX" # a zombie
     except FileNotFoundError: return Path("/proc/self").exists()
 
 # %% ../../nbs/54_sharded_saving.ipynb #943f2ed9
 def file_sizes(folder): # whose files are being written
-    "Name -> bytes; None if there is no such folder"
+    "Return the bytes of each file in the folder, by name; None if there is no such folder"
     res = {}
     try: entries = [*os.scandir(folder)]
     except FileNotFoundError: return None
@@ -177,7 +177,7 @@ class ShardedSaver(Saver):
 # %% ../../nbs/54_sharded_saving.ipynb #9e53e83a
 @patch
 def tidy_up(self:ShardedSaver):
-    "What the first process does before the others go on: a clean folder with a mark in it. Returns the mark"
+    "Clean the folder and leave a mark in it, on the first process. Returns the mark"
     super(ShardedSaver, self).tidy()
     self.folder.mkdir(parents=True, exist_ok=True)
     token = uuid.uuid4().hex[:8]
@@ -187,7 +187,7 @@ def tidy_up(self:ShardedSaver):
 @patch
 def sees(self:ShardedSaver,
          seconds=5): # network disks take some
-    "Whether this process finds the mark"
+    "Return whether this process finds the mark"
     end, there = time.monotonic() + seconds, lambda: f".{self.token}" in (file_sizes(self.folder) or ())
     while not (found := there()) and time.monotonic() < end: time.sleep(.1)
     return found
@@ -195,7 +195,7 @@ def sees(self:ShardedSaver,
 # %% ../../nbs/54_sharded_saving.ipynb #0a482cb5
 @patch
 def divided(self:ShardedSaver, found): # path -> tensor, `Piece` or `PerRank`
-    "What is this process's own, path -> tree, and the `Piece`s that it writes"
+    "Return what is this process's own, path -> tree, and the `Piece`s that it writes"
     own, mine, first = {}, {}, self.world.first
     for n, x in found.items():
         if isinstance(x, PerRank): own[n] = flatten_state(x.value, alone := {}, f"{n}.{self.world.rank}")
@@ -205,7 +205,7 @@ def divided(self:ShardedSaver, found): # path -> tensor, `Piece` or `PerRank`
 
 @patch
 def reserve(self:ShardedSaver, tensors): # of the shapes and types that will be saved: tensors, or `Piece`s
-    "Have memory ready for copies of those that this process writes"
+    "Allocate pinned memory for copies of what this process writes"
     own = (to_piece(local(t) if isinstance(t, torch.Tensor) else t, True) for t in tensors)
     super(ShardedSaver, self).reserve([p.tensor for p in own if p.mine])
 
@@ -233,7 +233,7 @@ def save(self:ShardedSaver, step, # its number
 def write(self:ShardedSaver, step, host, # its number, copies on their way
           part, about, # a `Part` and a `CheckpointMetadata` as dicts
           copied, losses): # as for `Saver`'s
-    """In the thread: write this process's part, wait for the others'; the first makes a checkpoint of all.
+    """Write this process's part, in the thread, and wait for the others'; the first makes a checkpoint of all.
     Raises `OSError` that names the process where that failed"""
     folder = self.folder/f"step-{step:08}"
     tmp = self.folder/f"{folder.name}.{self.token}-{self.saves}.tmp"
@@ -259,11 +259,11 @@ def write_part(self:ShardedSaver, tmp, host, part): # the folder, name -> CPU te
 
 # %% ../../nbs/54_sharded_saving.ipynb #0f820508
 class PeerSaveError(OSError):
-    "A failure that another process has told of"
+    "An error that another process reported"
 
 @patch
 def drop(self:ShardedSaver, tmp, folder, error): # what failed; the rest as for `wait_for_parts`
-    "Make room again, tell the others, and raise `OSError`"
+    "Remove this process's files, report the error to the others, and raise `OSError`"
     path, node = tmp/part_name(self.world.rank), platform.node()
     with suppress(OSError): path.with_suffix(".safetensors").unlink(missing_ok=True)
     if isinstance(error, PeerSaveError): raise error
@@ -277,14 +277,14 @@ def drop(self:ShardedSaver, tmp, folder, error): # what failed; the rest as for 
 
 # %% ../../nbs/54_sharded_saving.ipynb #9d04d7fe
 def read_peer_error(path): # of a file that `drop` has written
-    "What it says"
+    "Return the error that the process reported"
     text = path.read_text(encoding="utf-8", errors="replace")
     return text or f"process {int(path.stem[5:])} could not write its part, nor why: is its disk full?"
 
 # %% ../../nbs/54_sharded_saving.ipynb #344e0a77
 @patch
 def wait_for_parts(self:ShardedSaver, tmp, folder): # where the parts are written, what it will be called
-    """Until all parts are there or, on the other processes, until the first has made a checkpoint of them.
+    """Wait until all parts are there or, on the other processes, until the first has made a checkpoint of them.
     Raises `PeerSaveError` where a process says that it failed, `TimeoutError` where it says nothing"""
     wanted = {f"{part_name(r)}.json": r for r in range(self.world.size)}
     before, since = None, (start := time.monotonic())
@@ -313,7 +313,7 @@ def check_late(self:ShardedSaver, late, seconds): # processes, and for how long 
 # %% ../../nbs/54_sharded_saving.ipynb #075f9615
 @patch
 def finish(self:ShardedSaver, tmp, folder, about): # as for `wait_for_parts`; metadata as a dict
-    "Of all parts make a checkpoint, on the first process: index, manifest, sync, rename"
+    "Make a checkpoint of all parts, on the first process: index, manifest, sync, rename"
     names = [part_name(r) for r in range(self.world.size)]
     parts = {f"{n}.safetensors": read_json(tmp/f"{n}.json", Part, most=2**30) for n in names}
     self.sign(tmp, parts, {INDEX: build_index(parts), "about.json": about})
@@ -342,9 +342,9 @@ def sign(self:ShardedSaver, tmp, parts, # the folder, file name -> `Part`
 # %% ../../nbs/54_sharded_saving.ipynb #09a19289
 @patch
 def go_on(self:ShardedSaver, step): # of the checkpoint that was read
-    "As `Saver`'s; the first process does it for all"
+    "Prune checkpoints as `Saver` does, on the first process"
     self.world.first_does(lambda: super(ShardedSaver, self).go_on(step))
 
 def make_saver(world, folder, keep=2, run=""): # a `World`; the rest as for `Saver`
-    "What saves the checkpoints of that many processes"
+    "Return the saver for that many processes"
     return Saver(folder, keep, run) if world.size == 1 else ShardedSaver(folder, keep, run, world)

@@ -22,13 +22,13 @@ from .load import StoredTensor, box_slices
 
 # %% ../../nbs/54b_state.ipynb #ae76ee9a
 def weights_to_save(run): # a `Run`
-    "Name -> tensor, or `Piece` where several processes share the run: what `save` takes as the weights"
+    "Return the weights to save: name -> tensor, or `Piece` where several processes share the run"
     state = run.model.state_dict()
     return state if run.world.size == 1 else state | pieces(run)
 
 # %% ../../nbs/54b_state.ipynb #94f22e2b
 class OwnParameters:
-    "Stands for a run's model towards its optimizer: has the parts of parameters that this process updates"
+    "The parts of a run's parameters that this process updates, in place of the model for its optimizer"
     def __init__(self, run, stepper): # a `Run`, and its `Stepper`
         updated = {p for g in stepper.opt.param_groups for p in g["params"]}
         parts = getattr(stepper, "parts", {})
@@ -38,13 +38,13 @@ class OwnParameters:
     def named_parameters(self): return self.params.items()
 
 def trained_pieces(run): # a `Run`
-    "Pairs of name and `Piece` of the parameters that are trained, in the order of a `Stepper`'s"
+    "Return pairs of name and `Piece` of the trained parameters, in the order of a `Stepper`'s"
     parts = pieces(run)
     return [(n, parts[n]) for n, p in run.model.named_parameters() if p.requires_grad]
 
 # %% ../../nbs/54b_state.ipynb #afc6aa2c
 def state_to_save(name, p, kept): # a parameter's name, its `Piece`, what the optimizer keeps for it
-    "What is kept, with a `Piece` for each tensor of the parameter's shape. Raises `InputError` for others"
+    "Return what is kept, tensors of the parameter's shape as `Piece`s. Raises `InputError` for others"
     cut, kept = p.tensor.shape != p.shape, dict(kept)
     scales = zip(MOMENTS, kept.pop("scales")) if cut and "scales" in kept else () # of blocks of this piece
     for k, scale in scales: kept[k] = CodedPiece(kept[k], p.shape, p.start, p.mine, scale)
@@ -57,14 +57,14 @@ def state_to_save(name, p, kept): # a parameter's name, its `Piece`, what the op
 
 # %% ../../nbs/54b_state.ipynb #5ed0f5d5
 def optimizer_to_save(run, stepper): # a `Run`, and its `Stepper`
-    "The optimizer's state as `save` takes it: of one process as `named_state` has it, else with `Piece`s"
+    "Return the optimizer's state to save: for one process that of `named_state`, else with `Piece`s"
     if run.world.size == 1: return named_state(run.model, stepper.opt)
     res, parts = named_state(OwnParameters(run, stepper), stepper.opt), pieces(run)
     res["state"] = {n: state_to_save(n, parts[n], kept) for n, kept in res["state"].items()}
     return res | dict(moments=getattr(stepper.opt, "moments", ""))
 
 def average_to_save(run, average): # a `Run`, and the `Average` of its parameters
-    "The average's state as `save` takes it"
+    "Return the average's state to save"
     if run.world.size == 1: return average.state_dict()
     pairs = zip(trained_pieces(run), average.mean, strict=True)
     return dict(n=average.n, mean=[replace(p, tensor=local(m)) for (_, p), m in pairs])
@@ -72,14 +72,14 @@ def average_to_save(run, average): # a `Run`, and the `Average` of its parameter
 # %% ../../nbs/54b_state.ipynb #f837901e
 def read_piece(t, p, # a `StoredTensor`, the `Piece` that it is for
             what): # it is
-    "The numbers of that piece, on the CPU. Raises `InputError` for a tensor of another shape"
+    "Read the values of a piece, on the CPU. Raises `InputError` for a tensor of another shape"
     if t.shape == p.shape: return t.box(p.start, tuple(p.tensor.shape))
     raise InputError(f"{what} is {list(t.shape)} in {t.checkpoint.folder}, and {list(p.shape)} in this model")
 
 @torch.no_grad()
 def load_weights(run, # a `Run`
                  read): # an `OpenCheckpoint`
-    "Give the model the weights, each process its pieces. Raises `InputError` for those of another model"
+    "Load the weights, each process its pieces. Raises `InputError` for those of another model"
     here = {n: to_piece(t, True) for n, t in weights_to_save(run).items()}
     if other := here.keys() ^ {n[6:] for n in read.index.tensors if n.startswith("model.")}:
         raise InputError(f"{read.folder} has other weights than this model: {', '.join(sorted(other)[:3])}")
@@ -89,7 +89,7 @@ def load_weights(run, # a `Run`
 def shard_optimizer_state(opt, n, # an optimizer, how many numbers of the parameter it updates
               p, kept, # the parameter's `Piece`; what is kept for all of it, tensors as `StoredTensor`
               what): # the parameter's name
-    "What the optimizer keeps for the piece. Codes of moments are made anew, as their blocks are others"
+    "Return the optimizer's state of the piece. Codes of moments are made anew, as their blocks are others"
     def read(t):
         if not isinstance(t, StoredTensor): return t
         return read_piece(t, p, f"the optimizer's state of {what}") if t.shape == p.shape else t.whole()
@@ -105,7 +105,7 @@ def shard_optimizer_state(opt, n, # an optimizer, how many numbers of the parame
 # %% ../../nbs/54b_state.ipynb #33c8243f
 def load_optimizer(run, stepper, # a `Run`, and its `Stepper`
                    read): # an `OpenCheckpoint`
-    """Give the optimizer its state, each process that of its pieces. Returns the kind of optimizer that it is
+    """Load the optimizer's state, each process that of its pieces. Returns the kind of optimizer that it is
     of: where that isn't this one's class, nothing is done. Raises `InputError` if the state doesn't fit"""
     saved = convert_to(read.state("optimizer").get("optimizer"), OptimizerState, "an optimizer's state")
     opt, held, parts = stepper.opt, OwnParameters(run, stepper).params, dict(trained_pieces(run))
@@ -124,7 +124,7 @@ def load_optimizer(run, stepper, # a `Run`, and its `Stepper`
 @torch.no_grad()
 def load_average(run, average, # a `Run`, and the `Average` of its parameters
                  read): # an `OpenCheckpoint`
-    "Give the average its state. Raises `InputError` where there is none, or it is of other parameters"
+    "Load the average's state. Raises `InputError` where there is none, or it is of other parameters"
     saved, parts = read.state("average").get("average"), trained_pieces(run)
     if not isinstance(saved, dict) or len(saved["mean"]) != len(parts):
         raise InputError(f"{read.folder} has no average of these parameters")
@@ -135,7 +135,7 @@ def load_average(run, average, # a `Run`, and the `Average` of its parameters
 # %% ../../nbs/54b_state.ipynb #be18f068
 def send_full_tensor(world, p, # a `World`, the `Piece` that this process has of a tensor
                places): # of each process's: start, shape, whether it sends it
-    "The whole tensor, on the first process's CPU; None on the others"
+    "Gather the whole tensor on the first process's CPU; None on the others"
     if not world.first: return dist.send(p.tensor.cpu().contiguous(), 0) if places[world.rank][2] else None
     if tuple(p.tensor.shape) == p.shape: return p.tensor.cpu().clone(memory_format=torch.contiguous_format)
     whole = torch.empty(p.shape, dtype=p.tensor.dtype)
@@ -149,7 +149,7 @@ def send_full_tensor(world, p, # a `World`, the `Piece` that this process has of
 # %% ../../nbs/54b_state.ipynb #c13ecd64
 @torch.no_grad()
 def full_state_dict(run): # a `Run`; all its processes call this
-    "Name -> whole tensor, on the first process's CPU; None on the others. One tensor at a time travels"
+    "Gather whole weights by name on the first process's CPU, one at a time; None on the others"
     world, here = run.world, {n: to_piece(t, run.world.first) for n, t in weights_to_save(run).items()}
     sent = lambda p: p.mine and p.tensor.numel() > 0
     places = world.gathered({n: (p.start, tuple(p.tensor.shape), sent(p)) for n, p in here.items()})

@@ -18,7 +18,7 @@ HEAD = "lm_head.weight"
 
 # %% ../../nbs/49a_model_registry.ipynb #ac59b5dd
 def model_of(weights): # name -> weight, under our names or Qwen3's
-    "The class of the models that have such weights"
+    "Return the class of the model that has these weights"
     weights = {k.removeprefix("model."): w for k, w in weights.items()}
     if on := switches_of(weights): return beyond(**on)
     if HEAD not in weights: return GPT
@@ -27,13 +27,13 @@ def model_of(weights): # name -> weight, under our names or Qwen3's
 # %% ../../nbs/49a_model_registry.ipynb #8d01890b
 def shapes(config, # a `GPTConfig`
            model=GPT): # or another class of models
-    "Names of its weights and their shapes, a dict"
+    "Return the names and shapes of a model's weights, a dict, without allocating them"
     with FakeTensorMode(): return {k: tuple(v.shape) for k, v in model(config).state_dict().items()}
 
 # %% ../../nbs/49a_model_registry.ipynb #e09bbb47
 def recipe_for(recipe, # a `Recipe`
                weights): # that the run begins with, name -> weight or shape
-    "The recipe, for the model that has these weights. Raises `InputError` where their switches aren't its"
+    "Adapt the recipe to the model of these weights. Raises `InputError` where their switches aren't its"
     model = model_of(weights)
     on, its = (getattr(m, "switches", {}).keys() for m in (model, recipe.model))
     refused = tuple(getattr(model, "excludes", {}).items())

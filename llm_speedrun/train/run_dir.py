@@ -29,7 +29,7 @@ MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12,
             eps=1)
 
 class Record(msgspec.Struct):
-    "What a run's `config.json` says beside its options"
+    "A run's `config.json`, without its options"
     model: GPTConfig
     run_id: str = "" # its checkpoints have it too
     cwd: str = "" # the folder in which the command was given, from which a relative path of `data` starts
@@ -41,13 +41,13 @@ class Record(msgspec.Struct):
 
 # %% ../../nbs/33a_run_dir.ipynb #9bb7d6d6
 def of_transformers(path): # of a `config.json`
-    "Whether it is that of a model as `transformers` reads it, such as `speedrun_export` writes"
+    "Return whether `path` is the config of a transformers model, such as `speedrun_export` writes"
     with suppress(InputError): return "model" not in (d := read_json(path, dict)) and "model_type" in d
     return False
 
 # %% ../../nbs/33a_run_dir.ipynb #8390fe4e
 def read_record(folder): # of a run
-    "Its `Record`. Raises `FileNotFoundError` for a folder that is none, and `InputError` for a bad file"
+    "Read a run's `Record`. Raises `FileNotFoundError` where there is no run, `InputError` for a bad file"
     path = Path(folder)/"config.json"
     try:
         if of_transformers(path): raise InputError(
@@ -64,7 +64,7 @@ def read_record(folder): # of a run
 
 # %% ../../nbs/33a_run_dir.ipynb #7a52a743
 class Result(msgspec.Struct):
-    "What a run's `result.json` says"
+    "A run's `result.json`"
     steps: Annotated[int, Meta(ge=0, lt=2**53)]
     val_loss: float | None | UnsetType = UNSET # null if it was no number; not there after SIGTERM
     bigram_loss: float | None = None
@@ -72,7 +72,7 @@ class Result(msgspec.Struct):
     reached: bool = False # its target
 
 def read_result(folder): # of a run
-    "Its `Result`, or None while there is none. Raises `InputError` for a bad file"
+    "Read a run's `Result`, or None while there is none. Raises `InputError` for a bad file"
     try: return read_json(Path(folder)/"result.json", Result)
     except FileNotFoundError: return None
 
