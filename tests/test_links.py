@@ -278,3 +278,10 @@ def test_a_broken_link_of_the_built_site_is_found(tmp_path, tag):
     page = f"<p id=y></p><a href='sub/#x'></a><a href='https://example.org'></a>{tag}"
     (tmp_path/"a.html").write_text(page, encoding="utf-8")
     assert [page for page, _ in missed(tmp_path)] == ["a.html"]
+
+def test_the_card_lets_the_reader_guess():
+    "A lesson that asks for a guess doesn't begin with the answer"
+    found = {stem: procs.gains(lesson) for stem, lesson in procs.lessons().items()}
+    asked = {stem for stem in found if any("my_guess" in s for s in procs.texts(procs.lessons()[stem], "code"))}
+    assert len(asked) > 9 and "you guess first" in found["10_tf32"]
+    assert not [s for s in asked if "× the speed" in found[s] or "×** the speed" in found[s]]

@@ -335,8 +335,11 @@ def added(r):
     return f"`{more[0]}` to `{more[-1]}`" if len(more) > 1 else f"`{r['rung']}`"
 
 def gains(lesson):
-    "What the rungs of a lesson gain, a line each; nothing without records"
+    "What the rungs of a lesson gain, a line each, but where the reader guesses it; nothing without records"
+    guessed = any("my_guess" in s for s in texts(lesson, "code")) # then the answer comes after it
     def line(r):
+        if guessed: return (f"- {added(r)} on top of `{r['before']}`, {r['batch']} × {r['seq']:,} tokens a step: you guess first, "
+                            "then see what was measured\n")
         predicted = "" if r["predicted_ratio"] is None else f" (*predicted* {r['predicted_ratio']:.2f}×)"
         return (f"- {added(r)} on top of `{r['before']}`: **{r['ratio']:.2f}×** the speed{predicted}, "
                 f"peak memory {r['peak_gib']:.1f} GiB, {r['batch']} × {r['seq']:,} tokens a step\n")
