@@ -98,9 +98,9 @@ def log_eval(self:Trainer):
     losses, new = self.checkpointer.saver.losses, self.done not in self.checkpointer.saver.losses
     if new:
         self.coordinator.set_status(f"the evaluation after step {self.done}")
-        row = dict(step=self.done, val_loss=self.evaluate()) # and a mark if only a stop is the reason
-        if self.interrupted and not self.plan.eval_due(self.done): row["stopped"] = True
-        self.logger.write(row)
+        only_stopped = self.interrupted and not self.plan.eval_due(self.done) # a resumed run removes the row
+        row = dict(step=self.done, val_loss=self.evaluate(), stopped=only_stopped)
+        self.logger.write({k: v for k, v in row.items() if v is not False})
         losses[self.done] = row["val_loss"]
         notify(self, "after_eval", row["val_loss"])
     loss, best = losses[self.done], min(filter(math.isfinite, losses.values()), default=-math.inf)

@@ -21,7 +21,7 @@ def speeds(found): # of `race`
     def row(r):
         return [SHOWN.get(r["rung"], r["rung"]), f"{r['tok_s']:,.0f}", f"{r['peak_gib']:.1f}", times(OURS, r), times(OURS_16, r)]
     ran = sorted(found.values(), key=lambda r: -r["ratio"])
-    return table(["", "tokens/s", "GiB", "our speedup", "our speedup, bf16 only"], [row(r) for r in ran]) if ran else ""
+    return table(["", "tokens/s", "memory, GiB", "our speedup", "in bf16"], [row(r) for r in ran]) if ran else ""
 
 # Names of the race to a loss -> the name to show
 RACED = {"speedrun": OURS, "without_muon": "the same with AdamW", "modded": "modded-nanogpt, track 3", "nanogpt": "nanoGPT",

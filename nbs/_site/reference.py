@@ -11,7 +11,7 @@ from llm_speedrun.files import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
 from llm_speedrun.checkpoint import format as checkpoint
-from llm_speedrun.train import autotune, checkpointer, config, corpora, loader, metrics, presets, run_dir, trainer
+from llm_speedrun.train import autotune, callbacks, checkpointer, config, corpora, loader, metrics, presets, run_dir, trainer
 from gpus import as_if, find_all_rungs
 from measured import sources, times
 from templating import code, escaped, page
@@ -212,8 +212,8 @@ ROW = dict( # of `metrics.jsonl` and `samples.jsonl`
     text="what the model wrote", event="what went wrong, such as a step that was skipped")
 
 def row_keys():
-    "The keys of the rows that the trainer writes, from its source"
-    calls = [n for n in ast.walk(ast.parse(inspect.getsource(trainer))) if isinstance(n, ast.Call)
+    "The keys of the rows that a run writes, from the source of what writes them"
+    calls = [n for m in (trainer, metrics, callbacks) for n in ast.walk(ast.parse(inspect.getsource(m))) if isinstance(n, ast.Call)
              and getattr(n.func, "id", "") == "dict" and n.keywords and n.keywords[0].arg == "step"]
     return list(dict.fromkeys(k.arg for n in calls for k in n.keywords))
 
