@@ -577,7 +577,8 @@ def ours(c): # a `Course`
     clock = RaceClock(c.job)
     run = Trainer(cfg, False, given, callbacks=[*default_callbacks(), clock])
     run.cfg.steps = max(run.cfg.steps, 4*(WARM + GAUGE)) # until `plan_for` knows better
-    clock.pace = Pace(c.job, run.cfg.step_tokens, partial(judged, run, c.referee), partial(plan_for, run), c.note)
+    judge, plan = partial(judged, run, c.referee), partial(plan_for, run)
+    clock.pace = Pace(c.job, run.cfg.step_tokens, judge, plan, c.note)
     if run.fit()["interrupted"]: raise KeyboardInterrupt
     shutil.rmtree(run.folder/"checkpoints", ignore_errors=True) # the weights stay
     code = code_of([r for r in run.cfg.rungs.split(",") if r])

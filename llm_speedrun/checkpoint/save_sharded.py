@@ -233,7 +233,7 @@ def save(self:ShardedSaver, step, # its number
 def write(self:ShardedSaver, step, host, # its number, copies on their way
           part, about, # a `Part` and a `CheckpointMetadata` as dicts
           copied, losses): # as for `Saver`'s
-    """Write this process's part, in the thread, and wait for the others'; the first makes a checkpoint of all.
+    """Write this process's part, in the thread, and wait for the others; the first makes a checkpoint of all.
     Raises `OSError` that names the process where that failed"""
     folder = self.folder/f"step-{step:08}"
     tmp = self.folder/f"{folder.name}.{self.token}-{self.saves}.tmp"
@@ -284,7 +284,7 @@ def read_peer_error(path): # of a file that `drop` has written
 # %% ../../nbs/54_sharded_saving.ipynb #344e0a77
 @patch
 def wait_for_parts(self:ShardedSaver, tmp, folder): # where the parts are written, what it will be called
-    """Wait until all parts are there or, on the other processes, until the first has made a checkpoint of them.
+    """Wait until all parts are there or, on the other processes, until the first has made a checkpoint.
     Raises `PeerSaveError` where a process says that it failed, `TimeoutError` where it says nothing"""
     wanted = {f"{part_name(r)}.json": r for r in range(self.world.size)}
     before, since = None, (start := time.monotonic())

@@ -285,7 +285,8 @@ def restart_clock(self:MetricsLogger):
 def flush(self:MetricsLogger, later=False): # True leaves the newest losses for the next time
     "Log the steps whose losses have arrived; all steps, unless `later`"
     if self.pending:
-        values = copy_to_host(torch.stack([torch.stack([p[i].float() for p in self.pending]) for i in (2, 3)]))
+        both = [torch.stack([p[i].float() for p in self.pending]) for i in (2, 3)] # losses and norms
+        values = copy_to_host(torch.stack(both))
         self.copied.append((self.pending, values, self.clock, self.clock.now()))
         self.pending, self.clock = [], Breakdown(self.device)
         self.stepper.mark = self.clock

@@ -80,7 +80,7 @@ def resumed(cfg, # a `TrainConfig` with `resume`
 
 # %% ../../nbs/30a_resolve.ipynb #f3231467
 def with_micro_batches(c): # options of a run that goes on
-    "Return those with as many micro-batches as `batch` makes of a step. Raises `InputError` if it doesn't divide"
+    "Return those with the micro-batches that `batch` makes of a step; raises `InputError` if it can't"
     rows = c.step_tokens//c.seq
     if c.batch and rows % c.batch: raise InputError(
         f"a step of this run has {rows} sequences, which batches of {c.batch} don't divide: choose a divisor")
@@ -349,7 +349,8 @@ def set_micro_batch(cfg, # a `TrainConfig`; gets `batch` and `accumulate`
     "Go on with micro-batches of `batch` sequences"
     was, cfg.batch, cfg.accumulate = cfg.batch, batch, rows//batch
     if was and batch < was:
-        say(f"out of GPU memory with {was} sequences in a micro-batch: going on with {cfg.accumulate} x {batch}")
+        say(f"out of GPU memory with {was} sequences in a micro-batch: going on "
+            f"with {cfg.accumulate} x {batch}")
 
 # %% ../../nbs/30a_resolve.ipynb #30res041
 class NoMemory(RunError):
@@ -383,6 +384,7 @@ def group_error(self:MicroBatchReducer, where): # in words
     return NoMemory(f"{said}. This run goes on with micro-batches of {new}, when torchrun starts the "
                     f"processes again, or by --resume {self.folder}")
 
+# %% ../../nbs/30a_resolve.ipynb #30res042b
 @patch
 def __call__(self:MicroBatchReducer, batch): # sequences that did not fit
     "Go on with smaller micro-batches, in the middle of a step. Raises `RunError` if that is impossible"
@@ -426,7 +428,7 @@ def fill_in(self:PlanResolver):
 # %% ../../nbs/30a_resolve.ipynb #b82413ec
 @patch
 def resolve(self:PlanResolver):
-    "Decide the rungs' options, the micro-batch, the number of steps and the learning rate. Returns the `TrainPlan`"
+    "Decide the rungs' options, the micro-batch, the steps and the learning rate. Returns the `TrainPlan`"
     c, choices = self.cfg, Choices(again=self.cfg.measure, say=self.say)
     find = resolve_preset if preset_of(self.wanted) else resolve_rungs
     on = self.coordinator.run_on_rank_zero(lambda: find(self.config, self.rungs, choices))
@@ -437,8 +439,8 @@ def resolve(self:PlanResolver):
     if not c.steps: self.fill_time(t.ms)
     self.fill_in() # the warm-up is the first run's, also where it goes on for longer
     warmup = self.record.warmup_steps if self.record else warmup_steps(c.warmup, c.steps)
-    return TrainPlan(c, self.config, self.recipe, self.sequences, self.rows_here, warmup, self.wanted, self.why,
-                     self.weights)
+    rows = self.sequences, self.rows_here
+    return TrainPlan(c, self.config, self.recipe, *rows, warmup, self.wanted, self.why, self.weights)
 
 # %% ../../nbs/30a_resolve.ipynb #db7f4850
 def plan_lines(plan, # a `TrainPlan`

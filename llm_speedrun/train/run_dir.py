@@ -194,10 +194,14 @@ def open(self:RunDir, plan, # a `TrainPlan`
     (self.path/"result.json").unlink(missing_ok=True) # there when the run is over
     cut_rows(self.path, done, say)
 
+# %% ../../nbs/33a_run_dir.ipynb #33arun05b
 @patch
-def write_result(self:RunDir, result): # a dict
-    "Write `result.json`, if this is the first process"
-    if self.coordinator.world.first: replace_file(self.path/"result.json", json_line(result))
+def write_result(self:RunDir, result, # a dict
+                 sample=None): # a text
+    "Write `result.json`, and the text into `sample.txt`, if this is the first process"
+    if not self.coordinator.world.first: return
+    if sample is not None: replace_file(self.path/"sample.txt", sample)
+    replace_file(self.path/"result.json", json_line(result))
 
 # %% ../../nbs/33a_run_dir.ipynb #c333b53e
 class Finished(InputError):

@@ -56,6 +56,7 @@ def batches(self:Validator):
     size = self.reduced or next(d for d in divisors(rows) if d <= self.batch)
     return [*zip(*(t.split(size) for t in self.val))]
 
+# %% ../../nbs/30g_validator.ipynb #f102d1b6
 @patch
 def evaluate(self:Validator):
     "Return the validation loss. Raises `RunError` if there is no memory for a single sequence"
