@@ -66,8 +66,8 @@ def speedrun_data(c, given):
 @command(LadderOptions)
 def speedrun_ladder(c, given):
     "Measure each rung against the one before on this machine, print the ladder, save records and chart"
-    from llm_speedrun.train.hardware import climb_with_gpus
-    climb_with_gpus(c)
+    from llm_speedrun.ladder import run_ladder
+    run_ladder(c)
 
 # %% ../nbs/33c_cli.ipynb #f110d1db
 @command(ReportOptions)
@@ -133,7 +133,7 @@ def describe_rung(r): # a rung
 def format_rungs():
     "Return the text of `--rungs list`: all presets, and all rungs with their options, by stage"
     from llm_speedrun.runs import RUNGS, STAGES
-    from llm_speedrun.train.hardware import presets
+    from llm_speedrun.train.presets import presets
     lines = [f"{name:<22}{', '.join(rungs) or 'no rungs'}" for name, rungs in presets().items()]
     in_order = sorted(RUNGS.values(), key=lambda r: (STAGES.index(r.stage), r.__name__))
     rungs = [line for r in in_order for line in describe_rung(r)]
