@@ -1,6 +1,6 @@
 """The package's structure: no module imports itself through others, no class and no module outgrows its reader. What is still too large
 is listed with its size, and may only shrink; a name leaves its list with the change that brings it under the limit."""
-import ast, re
+import ast, importlib, importlib.util, re
 from collections import defaultdict
 import pytest
 from make_readme import ROOT
@@ -85,3 +85,20 @@ def test_no_class_is_exchanged():
     "No object gets another class: it would have attributes that no `__init__` has set"
     found = [p.name for p in modules(PACKAGE).values() if re.search(r"\.__class__ = ", p.read_text(encoding="utf-8"))]
     assert set(found) <= {"fewer_bytes.py", "tensor_parallel.py"}, found
+
+def imported_names(name, path): # of a module; also inside of functions
+    "Pairs of a module of the package and a name that is imported from it"
+    for o in ast.walk(tree(path)):
+        if not isinstance(o, ast.ImportFrom): continue
+        above = ["llm_speedrun", *name.split(".")[:-1]]
+        module = ".".join([*above[:len(above) - o.level + 1], *filter(None, [o.module])]) if o.level else o.module
+        if module.split(".")[0] == "llm_speedrun": yield from ((module, a.name) for a in o.names)
+
+@pytest.mark.parametrize("name", modules(PACKAGE))
+def test_what_is_imported_exists(name):
+    "An import inside of a function fails only when it is called: here it is looked up"
+    for module, what in set(imported_names(name, PACKAGE/(name.replace(".", "/") + ".py"))):
+        if module == "llm_speedrun.compat": continue # its names are another test's, and may be missing here
+        try: found = hasattr(importlib.import_module(module), what)
+        except ModuleNotFoundError: found = False
+        assert found or importlib.util.find_spec(f"{module}.{what}"), f"{name} imports {what} from {module}, which has no such name"
