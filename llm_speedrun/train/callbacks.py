@@ -15,20 +15,20 @@ from .run_charts import LivePlot, loss_chart, styled
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal006
 class Callback:
-    "Follows a run. Each method is called at its moment, and does nothing by default"
-    def after_plan(self, trainer): "The options are decided, the run isn't built yet"
-    def before_fit(self, trainer): "The run's files are open"
-    def before_loop(self, trainer): "Training begins or goes on: do what is due at this step"
-    def after_step(self, trainer): "A step was taken, and evaluated if it was due"
-    def on_log(self, trainer, step, loss, tok_s): "The rows up to `step` are logged"
-    def after_eval(self, trainer, loss): "The validation loss of this step is known"
-    def after_fit(self, trainer, result): "The run is over, its files are open; `fit` will return `result`"
-    def on_close(self, trainer): "The loop has ended, also by an error"
-    def after_close(self, trainer): "All files are written"
+    "Follow a run. The trainer calls each method at its moment; by default it does nothing"
+    def after_plan(self, trainer): "Called when the options are decided, and the run isn't built yet"
+    def before_fit(self, trainer): "Called when the run's files are open"
+    def before_loop(self, trainer): "Called when training begins or goes on, for what is due at this step"
+    def after_step(self, trainer): "Called after each step, and after its evaluation if one was due"
+    def on_log(self, trainer, step, loss, tok_s): "Called when the rows up to `step` are logged"
+    def after_eval(self, trainer, loss): "Called when this step is evaluated"
+    def after_fit(self, trainer, result): "Called with what `fit` returns. Files are still open"
+    def on_close(self, trainer): "Called when the loop has ended, also by an error"
+    def after_close(self, trainer): "Called when all files are written"
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal008
 class ProgressBar(Callback):
-    "Shows how far the run is"
+    "Show how far the run is"
     def before_fit(self, trainer):
         self.bar = Progress(trainer.cfg.steps, trainer.done, on=trainer.progress)
 
@@ -41,7 +41,7 @@ class ProgressBar(Callback):
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal009
 class LossCurve(Callback):
-    "Draws the losses: live in a notebook, and at the end into `loss.png`"
+    "Draw the losses: live in a notebook, and at the end into `loss.png`"
     def before_fit(self, trainer): self.plot = LivePlot(trainer.cfg.name)
 
     def on_log(self, trainer, *args):
@@ -62,7 +62,7 @@ def append(path, text): # of a file
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal012
 class Samples(Callback):
-    "Appends a text to `samples.jsonl` after each part of the run"
+    "Append a text sample to `samples.jsonl` after each part of the run"
     def before_fit(self, trainer):
         self.there = {r["step"] for r in read_rows(trainer.folder/"samples.jsonl")}
 
@@ -76,13 +76,13 @@ class Samples(Callback):
         trainer.logger.flush()
         row = json_line(dict(step=trainer.done, text=trainer.sample()))
         if trainer.world.first: append(trainer.folder/"samples.jsonl", row)
-        trainer.logger.restart_clock() # it is no time of training
+        trainer.logger.restart_clock() # the sample is no training time
 
     before_loop = after_step
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal014
 class Profiler(Callback):
-    "Traces some steps with PyTorch's profiler"
+    "Trace some steps with PyTorch's profiler"
     profile = None
     def before_fit(self, trainer):
         c = trainer.cfg
@@ -94,10 +94,10 @@ class Profiler(Callback):
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal014b
 class Report(Callback):
-    "Writes `report.html` when everything else is written"
+    "Write `report.html` after all other files"
     def after_close(self, trainer):
         if trainer.world.first: html_report(trainer.folder)
 
 def default_callbacks():
-    "Return those of `speedrun_train`, in the order in which they are called"
+    "Return the callbacks of `speedrun_train`, in the order in which they are called"
     return [ProgressBar(), Profiler(), Samples(), LossCurve(), Report()]

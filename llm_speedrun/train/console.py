@@ -18,7 +18,7 @@ def console_print(*args, # what to print
                   end="\n"):
     "Print `args`; replaces characters that the stream can't encode, ignores a stream that is closed"
     to = to or sys.stdout
-    if to is None: return # as Python has it where it was closed from the start
+    if to is None: return # what Python sets where it was closed from the start
     try: print(*args, file=to, end=end, flush=True)
     except UnicodeEncodeError:
         known = (str(a).encode(to.encoding, "replace").decode(to.encoding) for a in args)
@@ -39,14 +39,14 @@ class Progress:
         self.lines = on and not seen
 
     def close(self):
-        "Leave the bar as it is"
+        "Close the bar, which stays visible"
         try: self.bar and self.bar.close()
         except (OSError, ValueError): pass
 
 # %% ../../nbs/30d_console.ipynb #4aacc763
 @patch
 def update(self:Progress, step, text): # steps so far, how it goes
-    "Show the step and a text, if it is time to. Ignores a terminal that was closed"
+    "Show the step and a text in the bar, or in a line if one is due. Ignores a terminal that was closed"
     if self.lines and time.perf_counter() >= self.next:
         self.next = time.perf_counter() + self.every
         console_print(f"step {step:,} of {self.total:,} ({step/self.total:.0%}): {text}", to=sys.stderr)
@@ -61,7 +61,7 @@ PRESSED = ("stopping after this step, then saving; a second Ctrl-C leaves out ev
 
 # %% ../../nbs/30d_console.ipynb #30sigcls
 class Signals:
-    """Note SIGINT and `TERMINATION_SIGNALS` in `got` inside its `with`. Inside of `during` each one raises
+    """Note SIGINT and `TERMINATION_SIGNALS` in `got` inside a `with`. Inside `during` each one raises
     `KeyboardInterrupt`, elsewhere a third SIGINT does; neither if other processes wait (`alone` is False)"""
     def __init__(self, say=print): # called with what a SIGINT does
         self.got, self.old, self.raising, self.alone, self.pressed, self.say = None, {}, False, True, 0, say
@@ -97,6 +97,6 @@ def during(self:Signals, f): # takes no arguments, changes nothing that is saved
 
 @patch
 def forget(self:Signals):
-    "Forget the signals so far. Returns whether Ctrl-C was pressed twice, and no other process waits"
+    "Forget the signals so far. Returns whether Ctrl-C was pressed twice and no other process waits"
     twice, self.got, self.pressed = self.alone and self.pressed > 1, None, 0
     return twice

@@ -33,7 +33,7 @@ class Validator:
 # %% ../../nbs/30g_validator.ipynb #30val006b
 @patch
 def averaged(self:Validator):
-    "Return a context in which the weights are their average, if there is one"
+    "Return a context manager in which the weights are their average, if there is one"
     return self.average.used() if self.average else nullcontext()
 
 # %% ../../nbs/30g_validator.ipynb #aebd22dd
