@@ -167,7 +167,7 @@ def test_parameters_of_classes():
     ("36_doctor", "`speedrun_train`", "[`speedrun_train`](33c_cli.ipynb#speedrun_train)"),
     ("36_doctor", "makes a `Trainer`", "makes a [`Trainer`](30_trainer.ipynb#Trainer)"),
     ("30_trainer", "`fit`", "[`fit`](#Trainer.fit)"),
-    ("30_trainer", "`Trainer.checkpoint`", "[`Trainer.checkpoint`](#Trainer.checkpoint)"),
+    ("30_trainer", "`Trainer.finish`", "[`Trainer.finish`](#Trainer.finish)"),
     ("38_corpora", "`in_order`", "[`in_order`](37_words.ipynb#in_order)"),    # runs has another one
     ("14_fused_ops", "`swiglu`", "[`swiglu`](#def-swiglu)"),    # a heading has its name
     ("10_tf32", "reached in notebook 02, not in 99", "reached in [notebook 02](02_roofline.ipynb), not in 99")])

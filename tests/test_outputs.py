@@ -17,7 +17,8 @@ def stale(entries): # a dict of what `run_notebook.py` notes, by notebook
 
 # They show names, files, options, records, made-up runs, runs of a very small model on a CPU: nothing that is measured on the GPU
 ANYWHERE = """
-    03b_text_files 03c_tokenizer 06a_choices 07_compat 33_config 33b_launch 33c_cli 34a_run_charts 41_recipe 48_race 55_cluster
+    03b_text_files 03c_tokenizer 06a_choices 07_compat 30a_resolve 30b_train_data 30d_console 30e_coordinator 30f_checkpointer 30g_validator
+    30h_callbacks 33_config 33b_launch 33c_cli 34a_run_charts 41_recipe 48_race 55_cluster
     61_evals 64_comparison 65_plan""".split()
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_outputs_come_from_one_machine(entries):
         machines.setdefault((entries[name]["gpu"], entries[name]["torch"]), []).append(name)
     assert len(machines) < 2, f"outputs of several machines, a sitting on one is due: {machines}"
 
-def test_all_of_it_runs_in_about_an_hour(entries): assert sum(e["seconds"] for e in entries.values()) < 72*60    # on one GPU, some on empty caches, of which 25 and 27 to 29 take 11; 25 minutes is the aim
+def test_all_of_it_runs_in_about_an_hour(entries): assert sum(e["seconds"] for e in entries.values() if e["gpu"] != "CPU") < 72*60    # on one GPU, some on empty caches, of which 25 and 27 to 29 take 11; 25 minutes is the aim
 
 def test_entries_are_of_notebooks(entries): assert entries.keys() <= {p.stem for p in NBS}, "notebooks that are gone"
 

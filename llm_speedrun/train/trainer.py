@@ -99,7 +99,7 @@ def log_eval(self:Trainer):
         losses[self.done] = write_eval(self)
         notify(self, "after_eval", losses[self.done])
     loss, best = losses[self.done], min(filter(math.isfinite, losses.values()), default=-math.inf)
-    self.reached = bool(self.cfg.target) and loss <= self.cfg.target
+    if self.cfg.target and loss <= self.cfg.target: self.reached = True
     if new and loss <= best: self.save_if_needed()
     self.logger.restart_clock() # neither counts as training time
     return loss
