@@ -90,7 +90,7 @@ def test_a_padded_batch(trained, exported):
     transformers = pytest.importorskip("transformers")
     tok = transformers.AutoTokenizer.from_pretrained(exported)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
-    assert tok.pad_token_id == tok.eos_token_id == trained[0].corpus.eot and model.config.pad_token_id is None # whose row then trains
+    assert tok.pad_token_id == tok.eos_token_id == trained[0].data.corpus.eot and model.config.pad_token_id is None # whose row then trains
     short, long = "Text 7: 7", "Text 12: 12 times 3 is"
     both = tok([short, long], padding=True, return_tensors="pt")
     n = len(tok(short)["input_ids"])
