@@ -349,7 +349,7 @@ def test_ctrl_c_in_training(tmp_path):
 def test_ctrl_c_before_training(tmp_path):
     "A real Ctrl-C while the ladder is measured: nothing is written, and the output says so"
     p = start(tmp_path, "auto", "--ladder", "--measure") # whatever an earlier test has had measured
-    assert p.stdout.readline().startswith("measuring what each rung gains")
+    assert p.stdout.readline().startswith("read 4,097 uint16 tokens") and p.stdout.readline().startswith("measuring what each rung gains")
     p.send_signal(signal.SIGINT)
     out, err = p.communicate(timeout=TIMEOUT)
     assert p.returncode == 130 and "Traceback" not in err
@@ -676,7 +676,7 @@ def test_a_log_of_another_encoding(tmp_path):
 
 def test_log_lines(tmp_path, monkeypatch, capsys):
     "Where no terminal looks on there is a line from time to time in place of a bar"
-    monkeypatch.setattr(module.Progress.__init__, "__defaults__", (True, 0.))
+    monkeypatch.setattr(Progress.__init__, "__defaults__", (True, 0.))
     train(options(tmp_path, steps=20))
     err = capsys.readouterr().err
     assert re.search(r"^step 10 of 20 \(50%\): loss \d\.\d+, [\d,]+ tok/s", err, re.M) and "\r" not in err
