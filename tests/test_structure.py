@@ -44,7 +44,7 @@ def circles(edges): # module -> those that it imports
     return {frozenset({n} | {m for m in far[n] if n in far[m]}) for n in edges if n in far[n]}
 
 def methods(folder): # -> class -> how many methods it has
-    "In its body and patched; names that two classes of different modules share count together only if one is patched from the other's module"
+    "In its body and patched; classes of the same name count together, whose patches name no module"
     found = defaultdict(set)
     for path in modules(folder).values():
         for o in ast.walk(tree(path)):

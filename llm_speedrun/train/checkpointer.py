@@ -61,7 +61,6 @@ class Checkpointer:
         self.run, self.train_step, self.data, self.average = run, train_step, data, average
         self.world, self.say = world, say
         self.saver, self.saved, self.saved_at = None, 0, time.perf_counter() # from `open` on
-        self.folder, self.run_id = None, ""
 
     @property
     def stepper(self): return self.train_step.stepper
@@ -171,7 +170,6 @@ def open(self:Checkpointer, folder, # of the run
          run_id, keep_last, # of the run; newest checkpoints to keep
          done): # steps so far; more than 0 in a resumed run
     "Start the thread that writes, and reserve memory for its copies"
-    self.folder, self.run_id = folder, run_id
     self.saver = make_saver(self.world, folder/"checkpoints", keep_last, run_id)
     loss_of = lambda r: math.nan if r["val_loss"] is None else r["val_loss"] # null if it wasn't finite
     self.saver.losses = {r["step"]: loss_of(r) for r in read_rows(folder/"metrics.jsonl") if "val_loss" in r}
@@ -211,8 +209,8 @@ def save_weights(self:Checkpointer, path): # of a `.safetensors`
 def say_broken_off(self:Checkpointer, step): # number of the step
     "Print how to go on with a run whose step was broken off: its half-updated weights are not saved"
     self.saver.wait()
-    found = newest(self.folder/"checkpoints", self.run_id)
-    self.say(f"step {step} was broken off; " + (f"--resume {self.folder} goes on from {found.name}"
+    found, folder = newest(self.saver.folder, self.saver.run), self.saver.folder.parent
+    self.say(f"step {step} was broken off; " + (f"--resume {folder} goes on from {found.name}"
              if found else "there is no checkpoint before it to go on from"))
 
 # %% ../../nbs/30f_checkpointer.ipynb #304e5d1d

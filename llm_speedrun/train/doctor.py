@@ -29,7 +29,7 @@ from .run_dir import read_record
 from .autotune import divisors, prepare_process, refused
 from .machine_checks import (Finding, check_cluster, check_gpu, check_rungs, check_versions,
                                                guarded, ok)
-from .train_step import WARM_UP, median_ms, phases_of, without_learning
+from .train_step import WARM_UP, phases_of, without_learning
 from .trainer import Trainer
 
 # %% ../../nbs/36_doctor.ipynb #1fa4b6be
@@ -58,8 +58,8 @@ LONG = 2. # seconds to time each phase of a run on a GPU: its clock falls under 
 def phase_ms(trainer, phase, batch): # a `Trainer`, a `Phase` of its run, the sequences of a step
     "Milliseconds of a step of that phase once it is warm, and the seconds that its first steps took longer"
     take = partial(trainer.train_step, phase.step, *batch)
-    first, ms = sum(sample_ms(take, WARM_UP)), median_ms(take, 3)
-    if trainer.device.type == "cuda": ms = median_ms(take, min(100, math.ceil(1e3*LONG/ms)))
+    first, ms = sum(sample_ms(take, WARM_UP)), summarize(sample_ms(take, 3)).ms
+    if trainer.device.type == "cuda": ms = summarize(sample_ms(take, min(100, math.ceil(1e3*LONG/ms)))).ms
     return ms, max(0., first - WARM_UP*ms) / 1e3
 
 def _phases(trainer, batch): # as for `phase_ms`

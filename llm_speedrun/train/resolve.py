@@ -188,7 +188,8 @@ class PlanResolver:
         self.cfg, self.given, self.limits, self.record, self.say = cfg, given, limits, record, say
         self.coordinator, self.world, self.device = coordinator, coordinator.world, coordinator.device
         self.wanted, self.why, self.rungs = cfg.rungs, {}, parse_rungs(cfg.rungs, limits.lacks)
-        self.config = self.weights = self.recipe = self.data = None
+        self.config = self.weights = self.recipe = self.data = self.sequences = None
+        self.choices = Choices(again=cfg.measure, say=say) # what is measured is remembered
 
     @property
     def rows_here(self): # of a step's sequences
@@ -320,8 +321,7 @@ def choose(self:PlanResolver):
 @patch
 def compare(self:PlanResolver, lists): # name -> rungs
     "Measure on the first process which of some lists is the fastest. Returns its preset's name and the list"
-    c, choices = self.cfg, Choices(again=self.cfg.measure, say=self.say)
-    of = self.config, lists, self.rows_here, self.limits.gib, c.batch or 0, self.recipe, choices
+    of = self.config, lists, self.rows_here, self.limits.gib, self.cfg.batch or 0, self.recipe, self.choices
     chosen = self.coordinator.run_on_rank_zero(lambda: choose_rungs(*of))
     name, _, without = chosen.name.partition(" without ")
     slow = {r: "the list is faster without it here" for r in without.split(", ") if r}
@@ -337,8 +337,7 @@ def try_batch(self:PlanResolver, rungs):
     of = self.config, rungs, self.rows_here, self.limits.gib, c.batch or 0, 0 if c.steps else 5
     if self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs):
         return trial_of(*of, self.world, self.recipe, named=named)
-    choices = Choices(again=c.measure, say=self.say)
-    trial = partial(remembered_trial, choices, *of, World(), self.recipe, named=named)
+    trial = partial(remembered_trial, self.choices, *of, World(), self.recipe, named=named)
     return self.coordinator.run_on_rank_zero(trial)
 
 # %% ../../nbs/30a_resolve.ipynb #30res022
@@ -429,9 +428,9 @@ def fill_in(self:PlanResolver):
 @patch
 def resolve(self:PlanResolver):
     "Decide the rungs' options, the micro-batch, the steps and the learning rate. Returns the `TrainPlan`"
-    c, choices = self.cfg, Choices(again=self.cfg.measure, say=self.say)
+    c = self.cfg
     find = resolve_preset if preset_of(self.wanted) else resolve_rungs
-    on = self.coordinator.run_on_rank_zero(lambda: find(self.config, self.rungs, choices))
+    on = self.coordinator.run_on_rank_zero(lambda: find(self.config, self.rungs, self.choices))
     c.steps = c.steps or c.total_tokens//c.step_tokens
     t, kept = self.try_batch(on.rungs)
     c.rungs, self.why = ",".join(kept.rungs), self.why | on.why | kept.why

@@ -181,11 +181,9 @@ def layout(world): # a `World`
 # %% ../../nbs/33a_run_dir.ipynb #33arun05
 @patch
 def open(self:RunDir, plan, # a `TrainPlan`
-         run_id, # of the run
          tokenizer, done, # of its text, or None; steps so far
          say=print): # called about lines in logs that are no rows
     "Write the files that a run has from the start, and remove what an older run has left"
-    self.run_id = run_id
     self.write_config(plan) # from here on checkpoints of an older run aren't this run's
     remove_unfinished(self.path)
     if not plan.options.resume:

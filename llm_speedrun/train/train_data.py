@@ -93,7 +93,7 @@ def open_stream(self:TrainData):
 
 # %% ../../nbs/30b_train_data.ipynb #tokf0111
 def with_vocabulary(config, # a `GPTConfig`
-              vocab): # of the data
+                    vocab): # of the data
     "Return `config` with room for `vocab` tokens: as it is, or with `vocab` padded to a multiple of 64"
     return config if vocab <= config.vocab else replace(config, vocab=-(-vocab // 64) * 64)
 

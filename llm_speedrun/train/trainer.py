@@ -30,7 +30,7 @@ from .autotune import prepare_process
 from .presets import PARALLEL, device_limits
 from .config import validate
 from .launch import end_group, group_file, is_first_to_report
-from .metrics import MetricsLogger, open_trackers, read_rows
+from .metrics import MetricsLogger, open_trackers
 from .run_dir import (Finished, RunDir, check_fixed, check_unfinished, fixed_options,
                                         read_record)
 from .console import TERMINATION_SIGNALS, Signals, console_print
@@ -63,7 +63,8 @@ class Trainer:
         self.cfg = resumed(cfg, given) if cfg.resume else replace(cfg) # the caller's stays
         self.coordinator = c = join_group(self.cfg, given, self.signals)
         self.world, self.device, self.progress = c.world, c.device, progress and c.world.first
-        self.say, self.limits = console_print if self.progress else silent, device_limits(self.cfg.hardware)
+        self.say = self.signals.say = console_print if self.progress else silent
+        self.limits = device_limits(self.cfg.hardware)
         for name in LATER.split(): setattr(self, name, None) # `assemble` and `fit` fill them in
         with deterministic(self.cfg.deterministic): self.assemble(given)
 
@@ -152,7 +153,7 @@ def make_step(self:Trainer):
 @patch
 def rows(self:Trainer):
     "Return the rows of `metrics.jsonl` so far: after a week they are too many to keep in memory"
-    return read_rows(self.folder/"metrics.jsonl")
+    return self.logger.rows()
 
 # %% ../../nbs/30_trainer.ipynb #14aec8c7
 @patch
@@ -230,7 +231,6 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
 @patch
 def fit(self:Trainer):
     "Train, then save. Returns a dict of results. A signal ends the training early, with everything saved"
-    self.signals.say = self.say
     try:
         with self.timings("open the run's folder"): open_files(self)
         with self.signals:
@@ -238,9 +238,7 @@ def fit(self:Trainer):
             if self.signal in TERMINATION_SIGNALS or self.hurried: return self.stop_fast()
             try: return self.finish()
             except KeyboardInterrupt as e: return stop_again(self, e)
-    finally:
-        self.signals.say = print
-        self.run_dir.unlock()
+    finally: self.run_dir.unlock()
 
 # %% ../../nbs/30_trainer.ipynb #30again1
 def stop_again(trainer, error): # the `KeyboardInterrupt` that a signal has caused
@@ -367,10 +365,9 @@ def deterministic(on): # False changes nothing
 def open_files(trainer):
     "Open the files in the run's folder, and with `overwrite` remove those of an older run"
     t, c, one = trainer, trainer.cfg, trainer.world.first # which writes for all
-    run_id = t.record.run_id if t.record else t.world.shared(uuid.uuid4().hex)
-    of = t.plan, run_id, t.data.corpus.tokenizer, t.done, t.say
+    run_id = t.run_dir.run_id = t.record.run_id if t.record else t.world.shared(uuid.uuid4().hex)
+    of = t.plan, t.data.corpus.tokenizer, t.done, t.say
     t.coordinator.run_on_rank_zero(lambda: t.run_dir.open(*of))
-    t.run_dir.run_id = run_id # on the other processes, too
     if t.ladder and one: replace_file(t.folder/"ladder.json", json.dumps(t.ladder, indent=1))
     t.checkpointer.open(t.folder, run_id, c.keep_last, t.done)
     trackers = open_trackers(c.track if one else "", t.folder, asdict(c), step=t.done, say=t.say)
