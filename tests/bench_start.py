@@ -2,7 +2,7 @@
     tests/bench_start.py runs 10 OUT [options]             ten runs without options, each next to one with --rungs fastest
     tests/bench_start.py doctor OUT "options" "options"    the doctor's time and speed next to a run with the same options
 Prints a line for each run, and writes all of them into OUT/runs.json."""
-import json, re, statistics, subprocess, sys
+import json, re, shutil, statistics, subprocess, sys
 from pathlib import Path
 
 def command(name, words):
@@ -20,9 +20,11 @@ def run(out, name, words):
     rows = [json.loads(line) for line in open(folder/"metrics.jsonl")]
     last = [r for r in rows if "train_s" in r][-1]
     phases = {p["name"]: p["seconds"] for p in result["start"]["phases"]}
+    shutil.rmtree(folder/"checkpoints", ignore_errors=True) # twenty runs would fill a disk
+    (folder/"model.safetensors").unlink()
     return dict(name=name, rungs=config["rungs"], gpu=config["gpu"], torch=config["torch"], triton=config["triton"], date=config["date"],
                 micro_batch=config["batch"], steps=result["steps"], choose_s=phases.get("choose rungs"), start_s=result["start"]["seconds"],
-                phases=phases, tok_s=last["step"]*config["step_tokens"]/last["train_s"], val_loss=result["val_loss"], seconds=result["seconds"])
+                phases=phases, tok_s=last["step"]*config["step_tokens"]/last["train_s"], train_s=last["train_s"], val_loss=result["val_loss"], seconds=result["seconds"])
 
 def default_runs(n, out, *words):
     "Runs without options and with `--rungs fastest`, interleaved"

@@ -267,7 +267,7 @@ def check_time(trainer, # a `Trainer`
     wait_s = max(0., whole/t.bytes_s - n/c.evals*step_s) # after each evaluation, for the checkpoint before
     tokens, per_s = n*t.tokens, t.tokens/step_s
     after = f" after the {trainer.done:,} that were taken" if trainer.done else ""
-    last = rough_duration(n*step_s + t.once_s + c.evals*(t.eval_s + wait_s) + weights/t.bytes_s)
+    last = rough_duration(n*step_s + t.once_s + c.evals*(t.eval_s + wait_s) + 2*weights/t.bytes_s)
     yield Finding("ok", "time", f"{n:,} steps{after}, {tokens:,} tokens: about {last} at {per_s:,.0f} "
                   f"tokens/s, with {c.evals} evaluations")
     if not c.stream: yield _passes(trainer)
