@@ -1,8 +1,9 @@
 """Measure what a user's first command does: the list it takes, the seconds until the first step, its speed; and the doctor's promise.
     tests/bench_start.py runs 10 OUT [options]             ten runs without options, each next to one with --rungs fastest
     tests/bench_start.py doctor OUT "options" "options"    the doctor's time and speed next to a run with the same options
+    tests/bench_start.py first                             `make speedrun` as it is, for the home page: nbs/measurements/first_run/nvidia-h100.json
 Prints a line for each run, and writes all of them into OUT/runs.json."""
-import json, re, shutil, statistics, subprocess, sys
+import json, re, shutil, statistics, subprocess, sys, time
 from pathlib import Path
 
 def command(name, words):
@@ -51,7 +52,26 @@ def promises(out, *options):
         print(f"{text}: the doctor says {m[1]} {m[2]} at {m[3]} tokens/s; the run takes {r['seconds']:.1f} s at {r['tok_s']:,.0f}", flush=True)
     return found
 
+ROOT = Path(__file__).resolve().parents[1]
+
+def printed_by(target):
+    "Run a target of the Makefile; what it prints, and its seconds"
+    t0, lines = time.perf_counter(), []
+    with subprocess.Popen(["make", target], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
+        for line in p.stdout: print(line, end="", flush=True); lines.append(line)
+    if p.returncode: sys.exit(p.returncode)
+    return "".join(lines), round(time.perf_counter() - t0)
+
+def first_run(record=ROOT/"nbs/measurements/first_run/nvidia-h100.json"):
+    "What the README's command prints, the seconds that it takes after the installation, and its machine"
+    installed, _ = printed_by("hopper")
+    text, seconds = printed_by("speedrun")
+    config = json.loads((ROOT/re.search(r"everything is in (\S+)", text)[1]/"config.json").read_text())
+    machine = {k: config[k] for k in ("gpu", "driver", "torch", "triton", "date") if k in config}
+    record.write_text(json.dumps(machine | dict(seconds=seconds, text=installed + text), indent=1) + "\n")
+
 if __name__ == "__main__":
     what, *args = sys.argv[1:]
+    if what == "first": sys.exit(first_run(*args))
     found, out = (default_runs(*args), args[1]) if what == "runs" else (promises(*args), args[0])
     (Path(out)/"runs.json").write_text(json.dumps(found, indent=1))

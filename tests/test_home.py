@@ -37,7 +37,7 @@ def test_the_home_page_is_what_records_say():
     "The facts, the table with its cautions, and the number that all of them share"
     race, again = headline.newest(), "run nbs/index.ipynb again: tests/run_notebook.py, then make readme"
     table = f'<div class="race">\n\n{site_compare.speeds(race)}\n\n</div>'
-    assert outputs() == [headline.facts(race), f"{table}\n\n{headline.cautions(race)}"], again
+    assert outputs() == [headline.facts(race), headline.first_run(), f"{table}\n\n{headline.cautions(race)}"], again
     ours = race[headline.OURS]
     for part in (f"{ours['tok_s']/1e3:.0f} K tokens/s", ours["gpu"], ours["date"]): assert part in outputs()[0]
 
@@ -149,7 +149,7 @@ def test_the_doors_exist():
 
 # --- what the commands print ---
 
-BLOCKS = dict(re.findall(r"```text\n(Installing|ok)(.*?)```", MARKDOWN, re.S))
+BLOCKS = dict(re.findall(r"```text\n(A Hopper GPU|ok)(.*?)```", README, re.S))
 
 def plain(text): return re.sub("  +", " ", text) # columns are as wide as what is in them
 
@@ -174,11 +174,11 @@ def program(folder, *args):
     return p.stdout
 
 def test_make_speedrun_prints_what_is_shown(tmp_path):
-    "Seen on a run of a few steps. How `make speedrun` calls it, and what it says before, is in the Makefile"
+    "Seen on a run of a few steps. How `make speedrun` calls it, and what it prints before, is in the Makefile"
     made = (ROOT/"Makefile").read_text(encoding="utf-8")
-    torch = re.search(r"^TORCH +\?= (.+)$", made, re.M)[1]
-    first, rest = ("Installing" + BLOCKS["Installing"]).split("\n", 1)
-    assert re.search(pattern(first), made.replace("$(TORCH)", torch).replace("'", "")) and "$(BIN)/speedrun_train $(ARGS)" in made
+    first, rest = ("A Hopper GPU" + BLOCKS["A Hopper GPU"]).split("\n", 1)
+    assert f"echo '{first}'" in made and "$(BIN)/speedrun_train $(ARGS)" in made
+    rest = re.sub(r"^step .* MFU .*\n", "", rest, flags=re.M).replace("runs/124m", "runs/tiny") # a CPU has no MFU
     (tmp_path/"stdlib-3-v300").mkdir() # little text, so that it takes seconds
     for i in range(60):
         (tmp_path/f"stdlib-3-v300/{i}.txt").write_text(f"Document {i}. The fox jumps over the lazy dog, {i} times.\n" * 20)
@@ -187,6 +187,9 @@ def test_make_speedrun_prints_what_is_shown(tmp_path):
     call = "from llm_speedrun.cli import speedrun_train as f; f()"
     printed = program(tmp_path, sys.executable, "-c", call, *small)
     assert re.search(pattern(rest), plain(printed)), f"shown:\n{rest}\nprinted:\n{printed}"
+
+def test_shown_lines():
+    assert headline.shown_lines("a\nb\nc\nd\ne", ("b", "d", "e")) == "b\n⋮\nd\ne"
 
 def test_make_test_prints_what_is_shown(tmp_path):
     "Seen on two notebooks and a test of a line each"

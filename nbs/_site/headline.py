@@ -1,5 +1,6 @@
 """The speed that the site leads with: our list and others in the newest race of lesson 25, on one card. Home, README, the page that
 compares and the social image take it from here, so that they say the same."""
+import json
 from pathlib import Path
 from llm_speedrun.gpu import COLORS
 from llm_speedrun.measure import SPINE, course_records, load_records, records_path
@@ -52,6 +53,22 @@ def facts(found, loss=None): # of `race`, a fact as `losses` gives it
             f"**{speedups(found)}** with ours in FP8, theirs in bf16",
             f"**{speedups(found, OURS_16)}** with ours in bf16 as well", loss]
     return "\n".join(['<div class="facts">', "", *(f"- {o}." for o in said if o), "", "</div>"])
+
+FIRST = "A Hopper GPU", "Tokenizing", "1 x", "  fp8:", "  recipe", "step", "validation loss", "everything is" # how the shown lines begin
+
+def shown_lines(text, starts=FIRST): # what a command printed
+    "The lines that begin in one of those ways, with ⋮ for what is left out between two of them"
+    kept = []
+    for line in text.splitlines():
+        if line.startswith(starts): kept.append(line)
+        elif kept and kept[-1] != "⋮": kept.append("⋮")
+    return "\n".join(kept)
+
+def first_run(path=MEASUREMENTS/"first_run/nvidia-h100.json"): # as tests/bench_start.py writes it
+    "What `make speedrun` printed on a GPU, and which"
+    r = json.loads(path.read_text(encoding="utf-8"))
+    return (f"One {r['gpu']} with torch {r['torch'].split('+')[0]} and triton {r['triton']} printed this on {r['date']}, "
+            f"in {r['seconds']} seconds after the installation (⋮ are lines left out):\n\n```text\n{shown_lines(r['text'])}\n```")
 
 def packages(found): # of `race`
     "The packages that our list needs and that pip doesn't install with ours, in words"
