@@ -34,7 +34,8 @@ from fastcore.basics import patch
 from .compat import uncompiled_module
 from .files import (AllFailed, InputError, RunError, check_writable, clean_errors, hold,
                                 lookup, python_command, read_json, replace_file)
-from .data import Batches, open_corpus, prefetch
+from .data import Batches, prefetch
+from .corpus import open_corpus
 from .measure import (default_device, digest, fmt, gpu_uuid, machine, measurements_dir,
                                   records_path, table)
 from .peers import importing_from, load_package, source_of

@@ -20,7 +20,7 @@ import torch
 from packaging.requirements import Requirement
 
 # %% ../../nbs/36a_machine_checks.ipynb #ddb069e9
-from ..data import cache_dir
+from ..files import cache_dir
 from ..files import SpeedrunError, in_words
 from ..measure import default_device, driver_version, sample_ms, summarize, version_of
 from ..runs import RUNGS
