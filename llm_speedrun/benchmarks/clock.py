@@ -7,24 +7,22 @@ __all__ = ['GRID', 'WARM', 'GAUGE', 'LOOKS', 'ENOUGH', 'NEVER', 'energy_counter'
            'utf8_bytes', 'Pace']
 
 # %% ../../nbs/48a_clock.ipynb #48a00004
-import importlib.util, math, time
+import math, time
 from itertools import count
 import msgspec, numpy as np, torch
 from fastcore.basics import patch
 from ..files import InputError, RunError
-from ..measure import default_device, gpu_uuid
+from ..measure import default_device, nvml_gpu
 
 # %% ../../nbs/48a_clock.ipynb #race0004
 def energy_counter():
     "A function: joules that our GPU has taken since its driver was loaded. None where nobody counts them"
-    if not (torch.cuda.is_available() and importlib.util.find_spec("pynvml")): return None
-    import pynvml as nv
+    if not torch.cuda.is_available(): return None
     try:
-        nv.nvmlInit()
-        gpu = nv.nvmlDeviceGetHandleByUUID(gpu_uuid())
+        nv, gpu = nvml_gpu()
         read = lambda: nv.nvmlDeviceGetTotalEnergyConsumption(gpu)/1e3
         read()
-    except nv.NVMLError: return None
+    except Exception: return None # no NVML, or a driver that doesn't count
     return read
 
 # %% ../../nbs/48a_clock.ipynb #race0005
