@@ -137,7 +137,7 @@ def finish(top, low, courses, over): # two axes, as for `overlay`
 # %% ../../nbs/64_comparison.ipynb #a9ba90fb
 def reached(curve, # places and losses of evaluations, in their order
             level): # a loss
-    "Return where the losses first come down to `level`, on straight lines between them; None if they never do"
+    "Return where the losses first come down to `level`, on straight lines between them, or None"
     x, losses = map(np.asarray, curve)
     below = np.flatnonzero(losses <= level)
     if not below.size: return None
