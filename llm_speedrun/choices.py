@@ -13,7 +13,7 @@ from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
 from filelock import FileLock, Timeout
-from .data import cache_dir
+from .files import cache_dir
 from .files import InputError, read_json, replace_file
 from .measure import without_dispatch_modes, machine
 

@@ -30,7 +30,7 @@ from .files import (InputError, check_writable, decoded, lookup, read_bytes_of, 
 from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
 from .tokenizer import encode_texts, end_of_text
 from .token_files import named_as_tokens
-from .data import HUB, open_corpus
+from .corpus import HUB, open_corpus
 from .model import set_parts
 from .measure import default_device, machine, version_of
 from .export import file_of, from_pretrained, run_of, text_tokenizer

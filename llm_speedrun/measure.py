@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DATASHEET_BF16', 'KEYS', 'COURSE_GPU', 'SPINE', 'NO_GPU', 'COURSE', 'default_device', 'gpu_gib', 'gpu_uuid',
-           'memory_limit', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'Table', 'table', 'fmt',
-           'Times', 'summarize', 'moment', 'ms_between', 'sample_ms', 'time_ms', 'process_start', 'Timings',
+           'nvml_gpu', 'memory_limit', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'Table', 'table',
+           'fmt', 'Times', 'summarize', 'moment', 'ms_between', 'sample_ms', 'time_ms', 'process_start', 'Timings',
            'compiler_imported', 'without_dispatch_modes', 'CachedMeasurement', 'flops_per_token', 'datasheet_flops',
            'mfu', 'Measured', 'ratio', 'progress', 'warm_up', 'take_turns', 'compare', 'written_by', 'without_docs',
            'syntax', 'digest', 'make_record', 'course_dir', 'measurements_dir', 'records_path', 'load_records',
@@ -37,7 +37,13 @@ def gpu_gib():
 
 def gpu_uuid():
     "Our GPU's name for nvidia-smi and NVML: with `CUDA_VISIBLE_DEVICES` it needn't be the machine's first"
-    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+def nvml_gpu():
+    "Return `pynvml` and its handle of our GPU. Raises what either of them raises where there is none"
+    import pynvml
+    pynvml.nvmlInit()
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid())
 
 @contextmanager
 def memory_limit(gib): # GPU memory to use, in GiB

@@ -24,7 +24,8 @@ from .files import InputError, RunError, lookup
 from .measure import SPINE, compare, default_device, digest, make_record, noted, progress
 from .measure import ratio, smoke, warm_up
 from .roofline import count, main_format, predict_ms
-from .data import Batches, open_corpus, prefetch
+from .data import Batches, prefetch
+from .corpus import open_corpus
 from .model import GPT, WORKLOADS, rope_table, train_flops
 
 # %% ../nbs/05_runs.ipynb #c0f74138

@@ -63,7 +63,7 @@ def clock(monkeypatch):
 def cache(shared_folder):
     """Tests, and the programs that they start, keep tokens and choices in a folder of this session, which begins with the user's
     tokens of the standard library (some seconds of work)"""
-    from llm_speedrun.data import cache_dir
+    from llm_speedrun.files import cache_dir
     folder = shared_folder/"cache"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():

@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 from llm_speedrun import cli
-from llm_speedrun.data import cache_dir
+from llm_speedrun.files import cache_dir
 from small import texts
 from timeouts import TIMEOUT
 

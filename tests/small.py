@@ -3,7 +3,7 @@ from dataclasses import fields
 import gc
 import numpy as np, pytest
 from matplotlib.figure import Figure
-from llm_speedrun import data
+from llm_speedrun import corpus
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
 from llm_speedrun.runs import entered
@@ -29,7 +29,7 @@ def cache(tmp_path_factory, monkeypatch):
     "Each test has an empty cache of its own, and finds no GPT-2 tokenizer of this machine."
     path = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(path))
-    monkeypatch.setattr(data, "_cached_gpt2", lambda: None)
+    monkeypatch.setattr(corpus, "_cached_gpt2", lambda: None)
     return path
 
 def trained_on_text(folder):

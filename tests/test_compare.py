@@ -6,7 +6,7 @@ from small import fails, nano, options, texts, write_bins
 from test_report import HOSTILE, Balanced
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.train.comparison import (Comparison, Course, Found, Search, apart, clock, diverged, gap, mismatch, overlay, page_path,
-                                        place, repeats, spaced, when)
+                                        reached, repeats, spaced, when)
 from llm_speedrun.cli import speedrun_compare, speedrun_lr
 from llm_speedrun.train.config import LrOptions
 from llm_speedrun.train.report import html_report, read_run
@@ -40,7 +40,7 @@ def test_time_and_tokens_of_a_run(tmp_path):
         x, y = c.curve(over)
         assert list(x) == pytest.approx([at, 2*at, 3*at]) and list(y) == [5., 4., 3.]
         assert c.curve(over, "loss")[0][-1] == pytest.approx(3*at)
-    assert [place(c.curve("seconds"), v) for v in (3.5, 3., 2.9, 6.)] == pytest.approx([5., 6., None, 2.])
+    assert [reached(c.curve("seconds"), v) for v in (3.5, 3., 2.9, 6.)] == pytest.approx([5., 6., None, 2.])
 
 def test_compiling_evaluating_and_lost_lines():
     "What was noted first counts as the middle; a lost line's time is counted; evaluations take none; an unknown speed is the middle one"
@@ -75,7 +75,7 @@ def test_tables(tmp_path):
 def test_a_loss_that_rises_again():
     "The lowest loss isn't the last; a level is reached the first time"
     curve = np.array([10., 20., 30., 40.]), np.array([5., 3., 4., 3.])
-    assert place(curve, 3.5) == 17.5 and place(curve, 3.) == 20.
+    assert reached(curve, 3.5) == 17.5 and reached(curve, 3.) == 20.
 
 def test_seeds_are_found_and_nothing_else(tmp_path):
     runs = [made(tmp_path/f"a{s}", losses=(5., 3. + s/10), seed=s) for s in range(3)]

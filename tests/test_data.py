@@ -2,7 +2,8 @@
 import bz2, gzip, itertools, json, lzma, os, re, signal, subprocess, sys, threading, tracemalloc
 import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from tokenizers import Tokenizer
-from llm_speedrun import data, text_files
+from llm_speedrun import corpus, data, text_files
+from llm_speedrun.corpus import *
 from llm_speedrun.data import *
 from llm_speedrun.files import InputError, cache_dir
 from llm_speedrun.text_files import *
@@ -154,7 +155,7 @@ def test_hub_streams(tmp_path, monkeypatch, kind):
     else: pq.write_table(pa.Table.from_pylist(rows), p)
     monkeypatch.setitem(HUB, "fineweb-edu", dict(path=kind, data_files=str(p), split="train"))
     assert list(hub_documents("fineweb-edu")) == [o["text"] for o in rows]
-    monkeypatch.setattr(data, "gpt2_tokenizer", lambda: train_tokenizer([TEXT], 280))
+    monkeypatch.setattr(corpus, "gpt2_tokenizer", lambda: train_tokenizer([TEXT], 280))
     c = open_corpus("fineweb-edu", max_tokens=2000)
     assert len(c.train) + len(c.val) == 2000 and c.vocab == 280
     assert open_corpus("fineweb-edu", vocab=270).vocab == 270
@@ -168,7 +169,7 @@ NO_NETWORK = """
 import socket, sys
 def no(*args, **kw): print("ASKED", args); raise OSError("no network")
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = no
-from llm_speedrun.data import open_corpus
+from llm_speedrun.corpus import open_corpus
 print(open_corpus(sys.argv[1]).tokenizer)
 """
 
@@ -207,7 +208,7 @@ def test_text_without_spaces():
     for text in ("".join(rng.choice(list("acgt"), 400_000)), "a"*400_000, " "*400_000):
         tok = train_tokenizer([text], 400)
         assert tok.decode(tok.encode(text[:5000]).ids) == text[:5000] and len(tok.encode(text[:5000]).ids) < 3000
-        assert max(map(len, tok.get_vocab())) <= data.LONGEST # it learns from pieces: the time for a whole text grows with its square
+        assert max(map(len, tok.get_vocab())) <= corpus.LONGEST # it learns from pieces: the time for a whole text grows with its square
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", "not JSON", '{"model": {"type": "BPE"}}', "\udcff"])
 def test_garbage_for_a_tokenizer(tmp_path, text):
@@ -433,14 +434,14 @@ def test_nanogpt_bin(tmp_path):
 
 KILLED = """
 import sys
-from llm_speedrun import data
+from llm_speedrun import corpus
 def docs(path, text_key):
     yield "some text"
     print("begun", flush=True)
     sys.stdin.read()
-data.read_documents = docs
-data.train_tokenizer = lambda *args, train=data.train_tokenizer: train(["some text"], 300)
-data.open_corpus(sys.argv[1])
+corpus.read_documents = docs
+corpus.train_tokenizer = lambda *args, train=corpus.train_tokenizer: train(["some text"], 300)
+corpus.open_corpus(sys.argv[1])
 """
 
 @posix
@@ -482,7 +483,7 @@ def test_tokenizer_of_a_run_that_goes_on(tmp_path, cache, monkeypatch):
     "With its own tokenizer given, text to which files were added trains none, and isn't tokenized again where nothing changed"
     for i in range(60): (tmp_path/f"{i}.txt").write_text(f"document {i}: {TEXT[:500]}")
     first = open_corpus(tmp_path, vocab=300)
-    monkeypatch.setattr(data, "train_tokenizer", None)
+    monkeypatch.setattr(corpus, "train_tokenizer", None)
     assert open_corpus(tmp_path, tokenizer=first.tokenizer, vocab=300).fingerprint() == first.fingerprint() and len(list(cache.iterdir())) == 1
     (tmp_path/"new.txt").write_text("entirely other words, and many more of them")
     again = open_corpus(tmp_path, tokenizer=first.tokenizer, vocab=300)
@@ -491,14 +492,14 @@ def test_tokenizer_of_a_run_that_goes_on(tmp_path, cache, monkeypatch):
         or len(again.val) > len(first.val)
 
 def test_stdlib_is_cached(cache, capsys, monkeypatch):
-    monkeypatch.setattr(data, "stdlib_files", lambda files=stdlib_files()[:150]: files)
+    monkeypatch.setattr(corpus, "stdlib_files", lambda files=stdlib_files()[:150]: files)
     c = open_corpus(vocab=300)
     assert "Tokenizing stdlib" in capsys.readouterr().out
     assert next(Batches(open_corpus("stdlib", 300).train, 2, 16))[0].equal(next(Batches(c.train, 2, 16))[0])
     assert capsys.readouterr().out == "" and len(list(cache.iterdir())) == 1
 
 def test_no_stdlib_sources(monkeypatch):
-    monkeypatch.setattr(data, "stdlib_files", lambda: [])
+    monkeypatch.setattr(corpus, "stdlib_files", lambda: [])
     with fails(FileNotFoundError, "no standard library sources", "give a file or folder"): open_corpus()
 
 # Batches

@@ -5,7 +5,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from llm_speedrun.train import doctor, machine_checks
-from llm_speedrun.data import Batches, train_tokenizer, write_shards
+from llm_speedrun.data import Batches
+from llm_speedrun.corpus import train_tokenizer, write_shards
 from llm_speedrun.train.doctor import *
 from llm_speedrun.train.machine_checks import *
 from llm_speedrun.measure import version_of

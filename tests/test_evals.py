@@ -4,7 +4,7 @@ import importlib.util, json, math, pickle, re, shutil
 from pathlib import Path
 from dataclasses import replace
 import numpy as np, pytest
-from llm_speedrun.data import open_corpus, train_tokenizer, write_shards
+from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
 from llm_speedrun.evals import *
 from llm_speedrun.export import write_folder
 from llm_speedrun.files import InputError

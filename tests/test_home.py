@@ -6,7 +6,7 @@ from cells import cells, source
 from make_readme import ROOT, make_readme, site, targets
 from prose import measured_numbers
 from llm_speedrun.measure import COURSE, SPINE, course_records, records_path
-from llm_speedrun.race import shared_record, with_spread
+from llm_speedrun.benchmarks.race_report import shared_record, with_spread
 import build_pages
 build_pages.load()
 import compare as site_compare, headline, train_pages

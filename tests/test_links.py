@@ -216,7 +216,7 @@ def test_facts_of_a_rung():
     record, = procs.rung_rows(lesson)
     assert f"{record['ratio']:.2f}×" not in procs.box(lesson), "the reader guesses first"
     assert procs.before(lesson) == ["01_measure", "02_roofline", "05_runs"], "as its opening says"
-    assert procs.before(procs.lessons()["05_runs"]) == ["02_roofline", "03_data", "04_model"], "as it imports"
+    assert procs.before(procs.lessons()["05_runs"]) == ["02_roofline", "03_data", "03e_corpus", "04_model"], "as it imports"
     assert "21_optim" in procs.before(procs.lessons()["22_ladder"]), "the end of the ladder"
     for o in procs.lessons().values(): assert all(procs.lessons()[s].number < o.number for s in procs.before(o)), o.stem
     over = lambda before, *rungs: procs.added(dict(before=before, rung=rungs[-1], rungs=rungs))

@@ -4,12 +4,13 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 import numpy as np, pytest, torch
-from llm_speedrun import data
+from llm_speedrun import corpus
 from llm_speedrun.files import InputError
 from llm_speedrun.train import corpora as pipeline
 from llm_speedrun.cli import speedrun_data
 from llm_speedrun.train.config import DataOptions
-from llm_speedrun.data import Batches, open_corpus, stdlib_files, train_tokenizer, write_shards
+from llm_speedrun.data import Batches
+from llm_speedrun.corpus import open_corpus, stdlib_files, train_tokenizer, write_shards
 from llm_speedrun.text_files import read_documents
 from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_borders, document_mask,
                                            mean_length, padded_borders, within_documents)
@@ -182,8 +183,8 @@ def test_interrupted_between_any_two_writes(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     parcels = [[(f"text {i}", True, False), (f"more {i}", False, False)] for i in range(3)]
     tokens = [(rng.integers(0, 999, 17).astype("<u2"), rng.random(17) < .3) for _ in parcels]
-    writes = (pipeline._Unfinished.add, pipeline._Unfinished.sync, data.TokenWriter.write, data.TokenWriter.sync,
-              data.TokenWriter.close, data.digest_pieces, data.replace_file)
+    writes = (pipeline._Unfinished.add, pipeline._Unfinished.sync, corpus.TokenWriter.write, corpus.TokenWriter.sync,
+              corpus.TokenWriter.close, corpus.digest_pieces, corpus.replace_file)
     def work(out, at=0): # True if it was interrupted
         u = pipeline._Unfinished(out, dict(shard_tokens=8), np.dtype("<u2"))
         try:
@@ -254,7 +255,7 @@ def test_less_work_than_encode_batch(tok, tmp_path, monkeypatch):
 
 MEMORY = """
 import resource, sys
-from llm_speedrun.data import train_tokenizer
+from llm_speedrun.corpus import train_tokenizer
 from llm_speedrun.train import corpora as pipeline
 pipeline.parcels.__defaults__ = (100_000,)
 rng, words = __import__("numpy").random.default_rng(0), [f"w{i}" for i in range(5000)]
@@ -476,7 +477,7 @@ def test_nobody_waits_for_a_stalled_process(tok, tmp_path):
     script = tmp_path/"stalled.py"
     script.write_text(f"""
 import itertools, os, signal
-from llm_speedrun.data import train_tokenizer
+from llm_speedrun.corpus import train_tokenizer
 from llm_speedrun.train import corpora, words
 stalled = []
 class Stalled(words.Worker):

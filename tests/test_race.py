@@ -3,9 +3,10 @@ import json
 from dataclasses import replace
 import pytest, torch
 from small import fails
-from llm_speedrun import race
+from llm_speedrun.benchmarks import clock
 from llm_speedrun.files import InputError, RunError
-from llm_speedrun.race import Contestant, Job, Pace, Race, check_gpus
+from llm_speedrun.race import Contestant, Race, check_gpus
+from llm_speedrun.benchmarks.clock import Job, Pace
 from llm_speedrun.cli import speedrun_race
 
 # --- the clock ---
@@ -37,7 +38,7 @@ def test_few_evaluations_meet_the_clock(evals, cost, seconds):
     steps = [m["step"] for m in pace.marks]
     assert len(steps) == evals and steps == sorted(set(steps)) and steps[-1] == plans[-1]
     assert pace.marks[-1]["seconds"] == pytest.approx(seconds, rel=.02)
-    if cost == "flat": assert all(abs(s - race.WARM - k*plans[-1]/evals) < race.GAUGE + race.WARM for k, s in enumerate(steps, 1))
+    if cost == "flat": assert all(abs(s - clock.WARM - k*plans[-1]/evals) < clock.GAUGE + clock.WARM for k, s in enumerate(steps, 1))
 
 # What five and more evaluations gave when the races of nbs/measurements/races were recorded: steps at the evaluations, and plans
 RECORDED = {
@@ -60,15 +61,15 @@ def test_what_was_raced_stays(cost, evals):
 def test_few_steps(evals, steps):
     "Each evaluation has a step of its own, or the race says at once that there are too few"
     try: pace, plans = run(evals, "flat", steps*.1)
-    except RunError as e: assert "too few to race" in str(e) and steps < race.WARM + race.GAUGE + 2*evals; return
+    except RunError as e: assert "too few to race" in str(e) and steps < clock.WARM + clock.GAUGE + 2*evals; return
     assert len({m["step"] for m in pace.marks}) == evals and abs(plans[-1] - steps) <= 1
 
 def test_too_short_a_clock_is_seen_in_the_step_that_ends_it(monkeypatch):
     "On a CPU from the second step on; on a GPU the first ones may compile, and the clock begins after them"
-    for gpu, most in ((False, 3), (True, race.WARM + 2)):
+    for gpu, most in ((False, 3), (True, clock.WARM + 2)):
         now = iter(range(100))
-        monkeypatch.setattr(race.time, "perf_counter", lambda: float(next(now)))
-        pace = race.Pace(race.Job("a", "ours", "", seconds=1.5, evals=1), 1, lambda: dict(loss=1.))
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(now)))
+        pace = clock.Pace(clock.Job("a", "ours", "", seconds=1.5, evals=1), 1, lambda: dict(loss=1.))
         pace.clock = MadeUp(); pace.clock.gpu = gpu
         with fails(RunError, "time for . steps of 1 tokens, too few to race"):
             for i in pace.steps(): pass

@@ -304,7 +304,8 @@ def test_a_step_costs_three_percent_at_most():
 @pytest.mark.cuda
 def test_fp8_learns_as_bf16_does():
     "Losses at the end of two runs each, from two starts: two in bf16 differ, too, from the order of sums alone"
-    from llm_speedrun.data import Batches, open_corpus, prefetch
+    from llm_speedrun.data import Batches, prefetch
+    from llm_speedrun.corpus import open_corpus
     from llm_speedrun.runs import curve_gap
     corpus, curves = open_corpus(), {}
     config = find_recipe("speedrun").shape(replace(workload("124m"), vocab=max(1024, corpus.vocab)))

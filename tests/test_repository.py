@@ -140,6 +140,7 @@ ABOUT_ALL = {"22_ladder", "25_peers", "33c_cli", "48_race", "50_world"}    # sta
 TRAINER = {"64_comparison"}    # likewise, and belong to the trainer
 CHECKPOINT = {"31_saving": "checkpoint.format", "31a_save": "checkpoint.save", "54_sharded_saving": "checkpoint.save_sharded",
               "54a_load": "checkpoint.load", "54b_state": "checkpoint.state"}    # lessons of two parts make one package
+BENCHMARKS = {"48a_clock": "benchmarks.clock", "48b_adapters": "benchmarks.adapters", "48c_race_report": "benchmarks.race_report"}    # likewise
 
 def test_a_module_is_in_the_folder_of_its_part():
     for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):
@@ -147,7 +148,7 @@ def test_a_module_is_in_the_folder_of_its_part():
         module = found[1]
         folder = "" if f.stem in ABOUT_ALL else "train" if f.stem in TRAINER else PARTS[int(f.name[0])]
         want = ".".join(filter(None, [folder, f.stem.partition("_")[2]]))
-        assert module == CHECKPOINT.get(f.stem, want), f"{f.name} exports {module}"
+        assert module == (CHECKPOINT | BENCHMARKS).get(f.stem, want), f"{f.name} exports {module}"
 
 def test_site_files_exist():
     for f in read_yaml(ROOT/"nbs/_quarto.yml")["metadata-files"]: assert (ROOT/"nbs"/f).exists(), f

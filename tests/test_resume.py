@@ -445,9 +445,9 @@ def test_other_tokens(tmp_path, monkeypatch, stream):
 @posix
 def test_new_text_trains_no_tokenizer(stopped_text, monkeypatch):
     "The text is opened with the run's own tokenizer; another one in its place is told"
-    from llm_speedrun import data
+    from llm_speedrun import corpus
     run = stopped_text/"runs/run"
-    monkeypatch.setattr(data, "train_tokenizer", lambda *args, **kw: pytest.fail("a tokenizer was trained"))
+    monkeypatch.setattr(corpus, "train_tokenizer", lambda *args, **kw: pytest.fail("a tokenizer was trained"))
     Trainer(TrainConfig(resume=str(run)), progress=False).run_dir.release()
     other = json.loads((run/"tokenizer.json").read_text())
     other["model"]["merges"].pop(); other["model"]["vocab"].popitem()

@@ -4,7 +4,7 @@ import bz2, gzip, io, json, lzma, os, pickle, re, struct, sys, tempfile, zipfile
 from pathlib import Path
 import numpy as np, pyarrow as pa, pyarrow.feather, pyarrow.parquet as pq, pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from llm_speedrun.data import open_corpus, train_tokenizer, write_shards
+from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
 from llm_speedrun.files import InputError
 from llm_speedrun.text_files import EOT, read_documents
 from llm_speedrun.export import export_folder
@@ -248,8 +248,8 @@ def test_every_tokenizer_is_read_in_one_place():
     "And so without its settings: nobody else calls the library's functions that read one, but for GPT-2's from the Hub, which is prepared too"
     root = Path(read_tokenizer.__code__.co_filename).parent
     calls = {f.name: re.findall(r"\bTokenizer\.from_\w+", f.read_text(encoding="utf-8")) for f in root.rglob("*.py")}
-    assert {k: v for k, v in calls.items() if v} == {"tokenizer.py": ["Tokenizer.from_str"], "data.py": ["Tokenizer.from_pretrained"]}
-    assert "prepare_tokenizer(Tokenizer.from_pretrained" in (root/"data.py").read_text(encoding="utf-8")
+    assert {k: v for k, v in calls.items() if v} == {"tokenizer.py": ["Tokenizer.from_str"], "corpus.py": ["Tokenizer.from_pretrained"]}
+    assert "prepare_tokenizer(Tokenizer.from_pretrained" in (root/"corpus.py").read_text(encoding="utf-8")
 
 # Through the commands
 

@@ -4,8 +4,8 @@ import os, pickle, struct
 from pathlib import Path
 import numpy as np, pytest
 import llm_speedrun.token_files as module
-from llm_speedrun import data
-from llm_speedrun.data import *
+from llm_speedrun import corpus as corpus_module
+from llm_speedrun.corpus import *
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.token_files import *
 from small import cache
@@ -260,4 +260,4 @@ def table():
             except InputError as e: said = str(e).replace(f"{d}{os.sep}", "").replace("|", "/")
         print(f"| {name} | {said} |")
 
-if __name__ == "__main__": data._cached_gpt2 = lambda: None; table()
+if __name__ == "__main__": corpus_module._cached_gpt2 = lambda: None; table()

@@ -9,7 +9,7 @@ from llm_speedrun.train import autotune, resolve, trainer as module
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
 from llm_speedrun.train.autotune import *
 from llm_speedrun.train.presets import *
-from llm_speedrun.data import train_tokenizer, write_shards
+from llm_speedrun.corpus import train_tokenizer, write_shards
 from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.run_charts import loss_chart

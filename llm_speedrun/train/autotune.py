@@ -16,7 +16,7 @@ import msgspec, torch
 from ..compat import FakeTensorMode
 
 # %% ../../nbs/32a_autotune.ipynb #d7878d4d
-from ..data import cache_dir
+from ..files import cache_dir
 from ..files import InputError, RunError
 from ..measure import gpu_gib, machine, memory_limit, warm_up, written_by
 from ..runs import (World, build, code_of, free_memory, parsed, rung_name, settle,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OVER', 'ASIDE', 'VIEWS', 'COLORS', 'CLOCK', 'RACES', 'FEW', 'NOT_SEARCHED', 'clock', 'Course', 'gap', 'smooth',
-           'draw_course', 'draw_gap', 'limits', 'overlay', 'finish', 'place', 'settings', 'in_short', 'apart',
+           'draw_course', 'draw_gap', 'limits', 'overlay', 'finish', 'reached', 'settings', 'in_short', 'apart',
            'repeats', 'Vocabulary', 'vocabulary', 'same_pairs', 'mismatch', 'Comparison', 'figures', 'when',
            'page_path', 'compare_and_tell', 'check_search', 'spaced', 'rates_to_try', 'Search', 'diverged', 'Found',
            'ended', 'save_found', 'search_and_tell']
@@ -135,10 +135,10 @@ def finish(top, low, courses, over): # two axes, as for `overlay`
     for t in top.legend(loc="upper right").get_texts(): t.set_parse_math(False)
 
 # %% ../../nbs/64_comparison.ipynb #a9ba90fb
-def place(curve, # places and losses of evaluations, in their order
-          level): # a loss
-    "Where the losses first come down to `level`, on straight lines between them; None if they never do"
-    x, losses = curve
+def reached(curve, # places and losses of evaluations, in their order
+            level): # a loss
+    "Return where the losses first come down to `level`, on straight lines between them, or None"
+    x, losses = map(np.asarray, curve)
     below = np.flatnonzero(losses <= level)
     if not below.size: return None
     i = below[0]
@@ -261,8 +261,8 @@ def summary(self:Comparison):
 # %% ../../nbs/64_comparison.ipynb #e9599125
 def when(c, level): # a `Course`, a loss
     "The seconds and tokens that it took to come down to this loss, a text"
-    if place(c.curve("steps"), level) is None: return "never"
-    seconds, tokens = (place(c.curve(k), level) for k in ("seconds", "tokens"))
+    if reached(c.curve("steps"), level) is None: return "never"
+    seconds, tokens = (reached(c.curve(k), level) for k in ("seconds", "tokens"))
     return "-" if seconds is None else f"{seconds:,.1f} s, {short_number(tokens)}"
 
 @patch

@@ -25,10 +25,10 @@ from ..tokenizer import (Tally, TextSummary, end_token, prepare_tokenizer, read_
                                     set_end_token, summary_lines, token_dtype, tokenizer_hash, tried,
                                     vocabulary_size, write_tokenizer)
 from ..token_files import TokenWriter, Tokens, token_files
-from ..data import (HUB, OFFLINE_VOCAB, check_sizes, describe_tokens, digest_pieces,
-                               first_characters, gpt2_tokenizer, hold_out_tail, hub_documents, marked_pieces,
-                               open_corpus, parcels, split_kind, stdlib_documents, stdlib_files, text_digest,
-                               train_tokenizer, unknown_corpus)
+from ..corpus import (HUB, OFFLINE_VOCAB, check_sizes, describe_tokens, digest_pieces,
+                                 first_characters, gpt2_tokenizer, hold_out_tail, hub_documents,
+                                 marked_pieces, open_corpus, parcels, split_kind, stdlib_documents,
+                                 stdlib_files, text_digest, train_tokenizer, unknown_corpus)
 
 # %% ../../nbs/38_corpora.ipynb #869ac81d
 def _assembled(parcel, encoded, eot, dtype):

@@ -21,7 +21,8 @@ from .words import Encoder, encoders, in_order
 from ..text_files import text_pieces
 from ..tokenizer import end_token, prepare_tokenizer, token_dtype, vocabulary_size
 from ..token_files import Shards, Tokens
-from ..data import Batches, digest_pieces, is_held_out, parcels, prefetch, text_digest
+from ..data import Batches, prefetch
+from ..corpus import digest_pieces, is_held_out, parcels, text_digest
 
 # %% ../../nbs/39_loader.ipynb #7cc04bf3
 class RankBatches(Batches):

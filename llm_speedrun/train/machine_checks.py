@@ -20,9 +20,8 @@ import torch
 from packaging.requirements import Requirement
 
 # %% ../../nbs/36a_machine_checks.ipynb #ddb069e9
-from ..data import cache_dir
-from ..files import SpeedrunError, in_words
-from ..measure import default_device, driver_version, sample_ms, summarize, version_of
+from ..files import SpeedrunError, cache_dir, in_words
+from ..measure import default_device, driver_version, nvml_gpu, sample_ms, summarize, version_of
 from ..runs import RUNGS
 from .presets import presets
 from ..world import collective_ms, ring
@@ -246,10 +245,7 @@ HELD_BACK = {0x8: "slowed down by its hardware", 0x20: "too hot", 0x40: "far too
 def clock(): # of this process's GPU
     "Return the GPU's clock, the highest one, degrees, and what throttles it: a dict, empty without NVML"
     try:
-        import pynvml as nv
-        nv.nvmlInit()
-        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        gpu = nv.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        nv, gpu = nvml_gpu()
         why = nv.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
         return dict(mhz=nv.nvmlDeviceGetClockInfo(gpu, nv.NVML_CLOCK_SM),
                     most=nv.nvmlDeviceGetMaxClockInfo(gpu, nv.NVML_CLOCK_SM),

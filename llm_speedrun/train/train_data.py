@@ -14,7 +14,8 @@ from fastcore.basics import patch
 from ..files import InputError
 from ..tokenizer import end_of_text, tokenizer_of, vocabulary_size
 from ..export import run_of
-from ..data import Batches, Corpus, bigram_loss, differences, val_batches
+from ..data import Batches, bigram_loss, val_batches
+from ..corpus import Corpus, differences
 from ..rungs.documents import check_documents
 from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of

@@ -2,7 +2,7 @@
 import re
 from pathlib import Path
 import yaml
-from llm_speedrun.race import lowest_loss, race_table, rose, shared_record
+from llm_speedrun.benchmarks.race_report import lowest_loss, race_table, rose, shared_record
 from nbdev.config import get_config
 from headline import OURS, OURS_16, cautions, newest
 from templating import page, table

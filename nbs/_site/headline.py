@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from llm_speedrun.gpu import COLORS
 from llm_speedrun.measure import SPINE, course_records, load_records, records_path
-from llm_speedrun.race import final, shared_record
+from llm_speedrun.benchmarks.race_report import final, shared_record
 
 MEASUREMENTS = Path(__file__).resolve().parents[1]/"measurements"
 CARDS = "NVIDIA H100 80GB HBM3", "NVIDIA H200" # the first that has a race

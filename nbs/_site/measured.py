@@ -127,7 +127,7 @@ def trainers_page(root):
     for r in found: races.setdefault((r["gpu"], r["workload"], r["batch"], r["seq"], r["date"]), []).append(r)
     tables = [dict(title=f"{workload} on {gpu}, {batch} × {seq} tokens a step", versions=versions(rs),
                    rows=list(map(peer_row, rs))) for (gpu, workload, batch, seq, _), rs in races.items()]
-    option = lambda k, a: f"`--peer {k}{'=FOLDER' * bool(a.clone)}`" if a.build else "runs alone"
+    option = lambda k, a: f"`--peer {k}{'=FOLDER' * bool(a.clone)}`" if a.step else "runs alone"
     adapters = [[f"`{k}`", f"<{a.clone}>" if a.clone else "pip", option(k, a)] for k, a in PEERS.items()]
     return dict(head=PEER_HEAD, tables=tables, adapters=adapters, records=found)
 

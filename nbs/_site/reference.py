@@ -6,7 +6,7 @@ from typing import get_origin
 from unittest.mock import patch
 import msgspec, torch
 from fastcore.docments import docments
-from llm_speedrun import choices, data, export, measure, model, runs
+from llm_speedrun import choices, corpus, export, measure, model, runs
 from llm_speedrun.files import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
@@ -257,8 +257,8 @@ def files_of_a_run():
 
 @page("reference/formats.qmd")
 def formats_page(root):
-    doc = " ".join(inspect.getdoc(data.write_shards).split())
-    types = (data.Meta, data.TextSummary, corpora.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.CheckpointMetadata, checkpointer.State,
+    doc = " ".join(inspect.getdoc(corpus.write_shards).split())
+    types = (corpus.Meta, corpus.TextSummary, corpora.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.CheckpointMetadata, checkpointer.State,
              checkpoint.OptimizerState, loader.Position, run_dir.Record, model.GPTConfig, run_dir.Result,
              choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.Tried, autotune.Trial, export.Qwen3, export.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
