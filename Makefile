@@ -10,6 +10,10 @@ READY  := .venv/ready
 HOPPER := .venv/hopper
 # Whether one of the GPUs has compute capability 9.0. Asks the driver, since it comes before torch.
 HAS_HOPPER = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | grep -q '^9\.'
+# pip compiles each file that it installs, most of which nothing imports: it takes longer than all else of an installation. Python compiles
+# what it imports, and keeps that, unless an environment forbids it.
+export PIP_COMPILE := 0
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help speedrun hopper lab lesson test export clean readme docs preview quarto notebooks exported FORCE
 .NOTPARALLEL:

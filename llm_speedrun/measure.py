@@ -336,9 +336,13 @@ def syntax(node): # an `ast` node, a list of them, or a constant
     fields = [(k, part(k, getattr(node, k, None))) for k in node._fields]
     return [type(node).__name__, *([k, syntax(v)] for k, v in fields if v not in (None, []))]
 
+# %% ../nbs/01_measure.ipynb #d1gest02
+@lru_cache(maxsize=None)
+def _syntax_text(source): return repr(syntax(ast.parse(source)))
+
 def digest(*sources): # Python source texts
     "A short hash of what `sources` do: comments, docstrings and formatting don't count"
-    return hashlib.sha256(repr([syntax(ast.parse(s)) for s in sources]).encode()).hexdigest()[:16]
+    return hashlib.sha256(f"[{', '.join(map(_syntax_text, sources))}]".encode()).hexdigest()[:16]
 
 # %% ../nbs/01_measure.ipynb #94a6ad9e
 def make_record(rung, # name of the rung

@@ -6,6 +6,7 @@ On a CPU two run at a time. With a GPU they run one at a time, since they time t
 import faulthandler, multiprocessing, os, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from quick_figures import draw_figures_quickly
 from quick_kernels import run_kernels_quickly
 from quick_start import start_quickly
 from timeouts import NOTEBOOK_TIMEOUT
@@ -19,7 +20,7 @@ def test(path, flags, log):
     for fd in (1, 2): os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), fd)
     faulthandler.dump_traceback_later(NOTEBOOK_TIMEOUT, exit=True, file=2)
     from nbdev.test import nbdev_test
-    if "cuda" not in flags: start_quickly(); run_kernels_quickly()
+    if "cuda" not in flags: start_quickly(); run_kernels_quickly(); draw_figures_quickly()
     nbdev_test(path, flags)
 
 def tested(start, path, flags):

@@ -2,13 +2,14 @@
 stands below them."""
 import ast, json, os, re, shlex, shutil
 from contextlib import nullcontext
+from functools import cache
 from unittest.mock import patch
 import pytest, torch
 import torch.distributed.run as torchrun
 import build_pages, train_pages
 from llm_speedrun.files import InputError
 from llm_speedrun.model import workload
-from llm_speedrun.train import config, resolve
+from llm_speedrun.train import config, doctor, resolve, train_step
 from llm_speedrun.train.presets import parse_rungs
 from prose import measured_numbers
 from shown import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train
@@ -106,12 +107,17 @@ def test_messages_are_the_packages():
 
 def words_of_text(text): return [w.strip(":,.!;") for w in text.split()]
 
-def stands_in(words, template):
-    "Whether the words come one after another in the template, where `{}`, `…`, numbers and names in quotes are any few words"
+@cache
+def pattern_of(words):
+    "A regular expression of `stands_in`, and the words that it must have"
     free = lambda w: "{}" in w or "…" in w or re.fullmatch(r"[\d.,]+|'.*'", w)
     pattern = "".join(r"(\S+ ){0,4}?" if free(w) else f"({re.escape(w)}|" + r"\S*\{\}\S*) " for w in words)
-    literal = [w for w in words if not free(w)]
-    return 2*sum(w in template for w in literal) > len(literal) and bool(re.search(f"(^| ){pattern}", " ".join(template) + " "))
+    return re.compile(f"(^| ){pattern}"), [w for w in words if not free(w)]
+
+def stands_in(words, template):
+    "Whether the words come one after another in the template, where `{}`, `…`, numbers and names in quotes are any few words"
+    pattern, literal = pattern_of(tuple(words))
+    return 2*sum(w in template for w in literal) > len(literal) and bool(pattern.search(" ".join(template) + " "))
 
 def quoted(md):
     "Messages that stand in the text: code of several words that is no command"
@@ -134,6 +140,13 @@ def small_steps(body):
     doctor, whose advice depends on them"""
     if "speedrun_doctor" in body: return nullcontext()
     return patch.object(resolve, "divide", lambda c, default, dp=1, divide=resolve.divide: divide(c, default//4, dp))
+
+@pytest.fixture(autouse=True)
+def once_each(monkeypatch):
+    "What is timed is timed once, after one step: nobody compares how long it took"
+    for m in (doctor, train_step):
+        monkeypatch.setattr(m, "WARM_UP", 1)
+        monkeypatch.setattr(m, "sample_ms", lambda f, reps, sample_ms=m.sample_ms: sample_ms(f, min(1, reps)))
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory):
