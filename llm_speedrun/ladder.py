@@ -22,12 +22,14 @@ from .peers import peer_paths, tell_peers
 from .roofline import predict_ms
 
 # %% ../nbs/22_ladder.ipynb #22import
-from .runs import (World, bench, check_rung, count_step, free_memory, in_order,
-                               measure_here, micro_batch, parsed, rung_name, rung_options, run_record,
-                               settled, step_of)
+from .runs import (bench, check_rung, count_step, free_memory, in_order, micro_batch, parsed,
+                               rung_name, rung_options, settled, step_of)
+from .records import measure_here, run_record
+from .distributed.world import World
 from .train.autotune import parallel_rungs, refused, resolve_preset
 from .train.presets import PARALLEL, clash, parse_rungs, preset_of
-from .world import compare_together, processes
+from .distributed.spawn import processes
+from .distributed.collectives import compare_together
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
 def climb(config, # a `GPTConfig`

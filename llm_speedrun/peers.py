@@ -22,7 +22,8 @@ from .measure import (Measured, Table, caption, default_device, fmt, gpu_uuid, m
                                   table, take_turns, version_of, warm_up)
 from .model import GPT, matrix_params
 from .roofline import matmul_precision
-from .runs import ROOM_GIB, Stepper, build, code_of, find_rung, free_memory, stepper_of
+from .runs import ROOM_GIB, Stepper, build, find_rung, free_memory
+from .records import code_of
 
 # %% ../nbs/25_peers.ipynb #25peer10
 class Step:
@@ -90,7 +91,7 @@ def ours(rungs, # names
          config): # a `GPTConfig`
     "Our own run with `rungs`, as a `Peer`"
     run = build(config, rungs)
-    return Peer(stepper_of(run)(run), run.model, f"code {code_of(rungs)}")
+    return Peer(Stepper(run), run.model, f"code {code_of(rungs)}")
 
 # %% ../nbs/25_peers.ipynb #25peer22
 def plain_compile(config, path, whole): # of all as one program, or block by block

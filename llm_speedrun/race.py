@@ -18,7 +18,6 @@ __all__ = ['WARM', 'GAUGE', 'LOOKS', 'ENOUGH', 'NEVER', 'PEER_OPTIONS', 'RACERS'
 
 # %% ../nbs/48_race.ipynb #race0002
 import gc, importlib.util, json, math, os, pickle, queue, re, shlex, shutil, socket, subprocess, sys, time
-import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import mean, stdev
-import msgspec, numpy as np, torch
+import types, msgspec, numpy as np, torch
 from fastcore.basics import patch
 
 # %% ../nbs/48_race.ipynb #race0003
@@ -38,7 +37,8 @@ from .data import Batches, open_corpus, prefetch
 from .measure import (default_device, digest, fmt, gpu_uuid, machine, measurements_dir,
                                   records_path, table)
 from .peers import importing_from, load_package, source_of
-from .runs import baseline, code_of, entered, rung_name, uncompiled
+from .runs import baseline, entered, rung_name, uncompiled
+from .records import code_of
 from .ladder import check_share
 from .model import workload as find_workload
 from .recipes.recipe import parse_recipe

@@ -10,7 +10,7 @@ if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = was
 from llm_speedrun.files import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.roofline import count
-from llm_speedrun.world import processes
+from llm_speedrun.distributed.spawn import processes
 from llm_speedrun.measure import sample_ms, summarize, version_of
 from llm_speedrun.recipes.fast_muon import POLAR_EXPRESS, Stack, fast_muon, new_state, stacks_of, type_on
 

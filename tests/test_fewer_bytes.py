@@ -9,7 +9,7 @@ from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.beyond import beyond
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs.fp8 import sqnr
-from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, entered, settled, stepper_of
+from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, entered, settled
 from llm_speedrun.generate import generate
 from small import NANO, fails
 
@@ -187,7 +187,7 @@ def test_it_leaves_nothing_behind():
     "After a step, and after one that broke off: the model can be copied, and the run before is as it was"
     before = build(SMALL, ["chunked_ce"])
     run = fewer.tied_embedding(before)
-    step = stepper_of(run)(run)
+    step = Stepper(run)
     step(*batches())
     def broken(*args): raise ArithmeticError
     model, loss = run.model, run.model.loss

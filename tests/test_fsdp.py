@@ -7,8 +7,10 @@ from small import NANO, fails
 from llm_speedrun.files import InputError
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.rungs.documents import within_documents
-from llm_speedrun.runs import World, build, stepper_of
-from llm_speedrun.world import local, pieces, processes
+from llm_speedrun.runs import LocalSync, Stepper, build
+from llm_speedrun.distributed.world import World
+from llm_speedrun.distributed.spawn import processes
+from llm_speedrun.distributed.parallel import local, pieces
 
 CONFIG = replace(NANO, layers=3, vocab=321)    # a row more than two processes can share evenly
 FUSED = ["flash", "fused_ops", "chunked_ce"]
@@ -31,7 +33,7 @@ def trained(world, rungs, micro=1, steps=4, config=CONFIG, change=None):
     "Losses, norms, evaluations between them, and the weights before and after"
     run = build(config, rungs, seed=3, world=world)
     run = change(run) if change else run
-    before, step = whole(run), stepper_of(run)(run, clip=.5)
+    before, step = whole(run), Stepper(run, clip=.5)
     x, y = torch.randint(config.vocab, (2, 4, config.seq), generator=torch.Generator().manual_seed(0)).to(run.device)
     i, n = world.place("dp")
     x, y = (t.chunk(n)[i] for t in (x, y))
@@ -145,7 +147,7 @@ def test_the_parts_make_the_whole(name, both):
 
 def test_alone_it_changes_nothing():
     run = build(CONFIG, [*FUSED, "fsdp"])
-    assert not run.engines and run.stepper is None and type(run.model).__name__ == "GPT" and "fsdp" in run.rungs
+    assert not run.engines and run.sync is LocalSync and type(run.model).__name__ == "GPT" and "fsdp" in run.rungs
 
 def test_a_copy_is_refused(both):
     "It would be the same model under another name"

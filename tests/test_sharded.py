@@ -12,14 +12,16 @@ from safetensors.torch import load_file, save_file
 from llm_speedrun.export import export_folder, from_pretrained, read_run, unfinished
 from llm_speedrun.files import InputError
 from llm_speedrun.recipes.schedules import Average
-from llm_speedrun.runs import World, build, stepper_of
+from llm_speedrun.runs import Stepper, build
+from llm_speedrun.distributed.world import World
 from llm_speedrun.checkpoint import format, save_sharded as sharded
 from llm_speedrun.checkpoint.format import *
 from llm_speedrun.checkpoint.load import *
 from llm_speedrun.checkpoint.save import *
 from llm_speedrun.checkpoint.save_sharded import *
 from llm_speedrun.checkpoint.state import *
-from llm_speedrun.world import Piece, local, pieces, processes
+from llm_speedrun.distributed.spawn import processes
+from llm_speedrun.distributed.parallel import Piece, local, pieces
 from small import NANO, fails
 from timeouts import TIMEOUT, calls_of, wait_until
 
@@ -37,7 +39,7 @@ def in_layout(world, name, rungs=(), seed=0):
     (dp, tp), parallel = LAYOUTS[name]
     if world.size > 1 and (dp, tp) != world.mesh.shape: world = replace(world, mesh=mesh_of(dp, tp))
     run = build(CONFIG, [*FUSED, *rungs, *parallel], device="cpu", seed=seed, world=world)
-    step = stepper_of(run)(run)
+    step = Stepper(run)
     return run, step, Average(step.params, .9)
 
 def take(run, step, average, n):

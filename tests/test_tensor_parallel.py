@@ -5,8 +5,10 @@ import llm_speedrun.rungs.tensor_parallel as tp
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, loss_maths
 from llm_speedrun.rungs.tensor_parallel import (Share, TensorParallel, part_grads, part_grads_maths, part_stats, part_stats_maths,
                                                 row_losses)
-from llm_speedrun.runs import World, build, entered, stepper_of
-from llm_speedrun.world import pieces, processes
+from llm_speedrun.runs import LocalSync, Stepper, build, entered
+from llm_speedrun.distributed.world import World
+from llm_speedrun.distributed.spawn import processes
+from llm_speedrun.distributed.parallel import pieces
 from small import NANO, fails
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,7 +36,7 @@ def train(world, rungs, steps, micro, parallel=("tensor_parallel",), change=lamb
     "Losses and norms of some steps, whole weights, evaluation, and logits of an odd number of tokens"
     run = build(NANO, [*rungs, *parallel] if world.size > 1 else rungs, world=world)
     change(run)
-    step, (i, n) = stepper_of(run)(run, clip=.5), world.place("dp")
+    step, (i, n) = Stepper(run, clip=.5), world.place("dp")
     x, y = (t.chunk(n)[i] for t in data())
     res = [(step(*zip(x.chunk(micro), y.chunk(micro))).item(), step.norm.item()) for _ in range(steps)]
     with torch.no_grad(), entered(run.step_contexts + run.forward_contexts): logits = run.model(data()[0, :3, :31]).float().tolist()
@@ -65,7 +67,7 @@ def refusals(world):
     return [said(f) for f in (make(NANO, "tensor_parallel:size=4"), other(kv_heads=1), other(heads=1, kv_heads=1), other(vocab=321),
         other(hidden=49), make(NANO, "bf16", "bf16_stream", "tensor_parallel"),
         make(NANO, "bf16", *FUSED, "fp8:parts=mlp+head", "tensor_parallel"), lambda: run.model(odd, odd),
-        lambda: stepper_of(replace(run, engines=()))(run) and run.stepper(replace(run, engines=())))]
+        lambda: Stepper(replace(run, engines=())))]
 
 def loss_errors(world):
     "The loss and its gradients of both processes' parts: largest relative errors against float64, ours and PyTorch's"
@@ -158,7 +160,7 @@ def test_refused_anywhere():
                          (["cuda_graphs"], ["exclude each other"])):
         with fails(ValueError, *parts): build(NANO, [*rungs, "tensor_parallel"])
     run = build(NANO, ["tensor_parallel"])
-    assert run.stepper is None and not run.engines and run.model.embed_tokens.num_embeddings == NANO.vocab
+    assert run.sync is LocalSync and not run.engines and run.model.embed_tokens.num_embeddings == NANO.vocab
 
 # The kernels, on both halves of some logits
 

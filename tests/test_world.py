@@ -2,7 +2,7 @@
 import os, pickle, re, socket, subprocess, sys, threading
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
-from llm_speedrun import world
+from llm_speedrun.distributed import spawn, watchdog, world
 from llm_speedrun.files import InputError, RunError
 from timeouts import TIMEOUT
 
@@ -16,7 +16,7 @@ def as_process(monkeypatch):
     "Sets what torchrun would tell a process on a machine without GPUs"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     def told(rank=0, size=2, port=None, **more):
-        env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port or world.free_port()) | more
+        env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port or spawn.free_port()) | more
         for k, v in env.items(): monkeypatch.setenv(k, str(v))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     meet = dist.rendezvous
@@ -36,9 +36,9 @@ def test_one_process_joins_nobody(monkeypatch):
     w = world.join_world(tp=8)
     assert (w.rank, w.size, w.mesh, w.first, w.place("dp")) == (0, 1, None, True, (0, 1)) and not dist.is_initialized()
     world.leave_world()
-    watch = world.Watch(w, logs="nowhere")
+    watch = watchdog.Watch(w, logs="nowhere")
     watch("step 1"); watch.close()
-    agree = world.Agreement(w, "stop", "save", watch=watch)
+    agree = watchdog.Agreement(w, "stop", "save", watch=watch)
     assert agree(stop=1) == dict(stop=1, save=0) and not Path("nowhere").exists()
     world.check_alike(w, options=dict(lr=1))
 
@@ -97,7 +97,7 @@ def differing(w, logs):
     import faulthandler, os
     from pathlib import Path
     from timeouts import wait_until
-    from llm_speedrun import world
+    from llm_speedrun.distributed import spawn, watchdog, world
     def said(f):
         try: f()
         except Exception as e: return type(e).__name__, str(e)
@@ -108,12 +108,12 @@ def differing(w, logs):
         digest=said(lambda: world.check_alike(w, data="abcd"[mine])))
     true, world.version_of = world.version_of, lambda p: "2.11.0" if mine and p == "torch" else true(p)
     res["versions"] = said(lambda: world.check_alike(w))
-    agree = world.Agreement(w, "stop", lag=1)
+    agree = watchdog.Agreement(w, "stop", lag=1)
     res["agreed"] = [agree(stop=i*mine)["stop"] for i in range(4)], agree.drain()["stop"]
     dump, after = faulthandler.dump_traceback_later, []
     faulthandler.dump_traceback_later = lambda seconds, **how: (after.append(seconds), dump(seconds, **how))
-    watch = world.Watch(w, logs, timeout=1)
-    agree = world.Agreement(w, "stop", lag=1, timeout=1, watch=watch)
+    watch = watchdog.Watch(w, logs, timeout=1)
+    agree = watchdog.Agreement(w, "stop", lag=1, timeout=1, watch=watch)
     given_up, stack = Path(logs)/"given up", Path(logs)/"stack-1.txt"
     def hang():
         watch("step 7")
@@ -129,7 +129,7 @@ def differing(w, logs):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
-    return world.processes(2, differing, str(logs)), logs
+    return spawn.processes(2, differing, str(logs)), logs
 
 def test_alike_is_no_error(two): assert [r["same"] for r in two[0]] == [None, None]
 
@@ -154,7 +154,8 @@ def test_a_process_that_hangs_is_named(two):
 
 DIES = """
 import os, signal, sys
-from llm_speedrun.world import Agreement, Watch, join_world, leave_world
+from llm_speedrun.distributed.world import join_world, leave_world
+from llm_speedrun.distributed.watchdog import Agreement, Watch
 w = join_world()
 watch = Watch(w)
 agree = Agreement(w, "stop", watch=watch)
@@ -172,7 +173,7 @@ except RuntimeError as e:
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_process_that_dies_is_named():
-    env = os.environ | dict(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(world.free_port()), CUDA_VISIBLE_DEVICES="-1",
+    env = os.environ | dict(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(spawn.free_port()), CUDA_VISIBLE_DEVICES="-1",
                             OMP_NUM_THREADS="1", PYTHONPATH=str(HERE.parent))
     ps = [subprocess.Popen([sys.executable, "-c", DIES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                            env=env | dict(RANK=str(r), LOCAL_RANK=str(r))) for r in range(3)]

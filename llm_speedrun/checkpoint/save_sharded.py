@@ -18,8 +18,8 @@ import msgspec, torch
 from fastcore.basics import patch
 from msgspec import Meta
 from ..files import InputError, file_sha256, read_json, replace_file, synced
-from ..runs import World
-from ..world import Piece, local
+from ..distributed.world import World
+from ..distributed.parallel import Piece, local
 
 # %% ../../nbs/54_sharded_saving.ipynb #db54c384
 from ..rungs.optim import SMALL, in_blocks

@@ -19,7 +19,7 @@ from ..gpu import COLORS
 from ..measure import publish, records_path, save_records, smoke
 from ..runs import rung
 from .cuda_graphs import RecordedPass
-from ..world import Engine, ParallelStepper
+from ..distributed.parallel import Engine, ParallelSync
 
 # %% ../../nbs/51_ddp.ipynb #51ddp018
 @torch.no_grad()
@@ -79,7 +79,7 @@ class WeightsAndLoss(nn.Module):
 # %% ../../nbs/51_ddp.ipynb #51ddp026
 class HookedLoss(SharedLoss):
     "PyTorch's DDP: its hooks send a bucket of gradients as soon as the backward pass has them"
-    ddp = model = None
+    ddp, model, hooked = None, None, True
     def wrap(self, model): # a `GPT`
         "Put DDP around it. Waits for the other processes, and gives all of them the first one's weights"
         self.model = model
@@ -187,7 +187,7 @@ def ddp(run, # a `Run`
     kind = HookedLoss if "cuda_graphs" not in run.rungs else ReplayedLoss if early else SharedLoss
     engine = kind(run.loss, run.world.group("dp"), mb)
     if "compile" in run.rungs: run = run.in_step(whole_blocks)
-    return replace(run, loss=engine, engines=run.engines + (engine,), stepper=ParallelStepper,
+    return replace(run, loss=engine, engines=run.engines + (engine,), sync=ParallelSync,
                    releases=run.releases + (engine.forget,))
 
 # %% ../../nbs/51_ddp.ipynb #51ddp059

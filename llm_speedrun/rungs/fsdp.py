@@ -16,7 +16,7 @@ from ..compat import replace_tensors
 from ..files import InputError, lookup
 from ..roofline import DTYPES
 from ..runs import rung
-from ..world import Engine, ParallelStepper, fill, pieces
+from ..distributed.parallel import Engine, ParallelSync, fill, pieces
 from .fp8 import as_list
 
 # %% ../../nbs/52_fsdp.ipynb #33edc4d0
@@ -61,6 +61,7 @@ def make_weights(run): # whose weights are shapes, and whose engines know who ho
 # %% ../../nbs/52_fsdp.ipynb #5a36f8ca
 class FSDP(Engine):
     "FSDP2's hooks gather and reduce what is cut. What isn't, is reduced when the passes are over"
+    hooked = True
     def __init__(self, run, # a `Run` whose model is cut
                  each): # reduce after each micro-batch
         from torch.distributed.tensor import DTensor
@@ -123,6 +124,6 @@ def fsdp(run, # a `Run`
     run = run.with_model(partial(shard, mesh=run.world.mesh["dp"], reshard=reshard, **how))
     if keeps_copies(run):
         for b in run.model.layers: b.set_unshard_in_backward(False)
-    run = replace(run, engines=run.engines + (FSDP(run, each),), stepper=ParallelStepper)
+    run = replace(run, engines=run.engines + (FSDP(run, each),), sync=ParallelSync)
     if any(p.is_meta for p in run.model.parameters()): make_weights(run)
     return run

@@ -20,7 +20,7 @@ from ..files import InputError
 from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, naive_project, rope,
                                 set_parts)
 from ..runs import rung
-from ..world import Engine, ParallelStepper, local
+from ..distributed.parallel import Engine, ParallelSync, local
 
 # %% ../../nbs/53_tensor_parallel.ipynb #53imports
 from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets,
@@ -479,7 +479,7 @@ def tensor_parallel(run, # a `Run`
     check_cut(run.model.config, size)
     group = run.world.group("tp")
     share, whole = Share(rank, size, group.group_name), bool({"fp8", "lean"} & {*run.rungs})
-    return replace(run.with_model(lambda model: cut_model(model, share, whole)), stepper=ParallelStepper,
+    return replace(run.with_model(lambda model: cut_model(model, share, whole)), sync=ParallelSync,
                    engines=run.engines + (TensorParallel(share, group),))
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5085ff8b

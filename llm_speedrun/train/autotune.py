@@ -19,8 +19,9 @@ from ..compat import FakeTensorMode
 from ..data import cache_dir
 from ..files import InputError, RunError
 from ..measure import gpu_gib, machine, memory_limit, warm_up, written_by
-from ..runs import (World, build, code_of, free_memory, parsed, rung_name, settle,
-                               to_settle)
+from ..runs import build, free_memory, parsed, rung_name, settle, to_settle
+from ..records import code_of
+from ..distributed.world import World
 from ..recipes.recipe import RECIPES
 from ..recipes.recipe import adamw as ADAMW
 from ..rungs.checkpointing import MemoryCounter, prepared

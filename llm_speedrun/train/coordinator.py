@@ -14,8 +14,9 @@ from dataclasses import asdict
 from ..files import InputError, SpeedrunError, env_number
 from ..measure import default_device
 from ..runs import parsed, rung_name, rung_options
-from ..world import (Agreement, Watch, check_alike, device_of_process, join_world, leave_world,
-                                lost, notes)
+from ..distributed.world import (check_alike, device_of_process, join_world, leave_world, lost,
+                                            notes)
+from ..distributed.watchdog import Agreement, Watch
 from .console import console_print
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo007

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 import torch
+from ..distributed.world import World, join_world, leave_world
+from ..distributed.spawn import processes
+from ..distributed.parallel import Piece, pieces
 
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..tokenizer import check_ratio, check_round_trip, summary_lines
 from ..files import InputError, sha256_of
 from ..measure import Timings, memory_limit, process_start, sample_ms, summarize
-from ..runs import World
-from ..world import Piece, join_world, leave_world, pieces, processes
 from .launch import num_processes
 from ..checkpoint.format import flatten_state, newest
 from ..checkpoint.save_sharded import PerRank

@@ -25,7 +25,7 @@ from ..files import SpeedrunError, in_words
 from ..measure import default_device, driver_version, sample_ms, summarize, version_of
 from ..runs import RUNGS
 from .presets import presets
-from ..world import collective_ms, ring
+from ..distributed.collectives import collective_ms, ring
 
 # %% ../../nbs/36a_machine_checks.ipynb #2291ddd3
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from ..files import InputError, RunError, env_number, lookup, read_json
 from ..choices import Choices
 from ..model import GPTConfig, workload
-from ..runs import World, find_rung, rung_name
-from ..world import check_alike
+from ..runs import find_rung, rung_name
+from ..distributed.world import World, check_alike
 from ..rungs.documents import mean_length, within_documents
 from ..export import import_folder
 from ..recipes.model_registry import recipe_for

@@ -20,7 +20,7 @@ from ..files import AllFailed, InputError, RunError, SpeedrunError, env_number, 
 from ..measure import Timings, ladder_table, memory_limit, process_start
 from ..data import prefetch
 from ..runs import build, rung_name
-from ..world import Lost, notes
+from ..distributed.world import Lost, notes
 from ..generate import generate
 from ..ladder import climb
 
