@@ -247,7 +247,7 @@ def peers():
 
 # %% ../nbs/25_peers.ipynb #25peer47
 def random_tokens(config, batch): # a `GPTConfig`, sequences
-    "x and y as `step_of` draws them, 2 B T"
+    "x and y as `make_step` draws them, 2 B T"
     g = torch.Generator(default_device()).manual_seed(0)
     return torch.randint(config.vocab, (2, batch, config.seq), device=default_device(), generator=g)
 

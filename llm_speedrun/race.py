@@ -37,7 +37,7 @@ from .data import Batches, open_corpus, prefetch
 from .measure import (default_device, digest, fmt, gpu_uuid, machine, measurements_dir,
                                   records_path, table)
 from .peers import importing_from, load_package, source_of
-from .runs import baseline, entered, rung_name, uncompiled
+from .runs import baseline, enter_all, rung_name, uncompiled
 from .records import code_of
 from .ladder import check_share
 from .model import workload as find_workload
@@ -534,7 +534,7 @@ def judged(trainer, referee): # a `Referee`
     "Return the result of a run of ours, by its own forward pass in its own formats"
     run = trainer.run
     def nats(x, y):
-        with entered(run.step_contexts + run.forward_contexts): return run.loss(run.model, x, y)*y.numel()
+        with enter_all(run.step_contexts + run.forward_contexts): return run.loss(run.model, x, y)*y.numel()
     with trainer.validator.averaged(): return referee(nats)
 
 def plan_for(trainer, total): # steps

@@ -13,7 +13,7 @@ from . import model, runs
 from .measure import compare, digest, make_record, noted, ratio
 from .model import train_flops
 from .roofline import main_format, predict_ms
-from .runs import count_step, micro_batch, rung_name, settled, step_of
+from .runs import count_step, micro_batch, rung_name, settled, make_step
 
 # %% ../nbs/05a_records.ipynb #a853ebae
 def rung_sources(rungs): # names
@@ -67,7 +67,7 @@ def measure_here(config, # a `GPTConfig`
     ops = {k: count_step(config, r, batch, micro[k]) for k, r in variants.items()}
     ms = {k: predict_ms(o) for k, o in ops.items()}
     reps = max(1, min(4, int(600/max(ms.values())))) # of slow steps fewer
-    res = compare({k: step_of(config, r, batch, micro=micro[k]) for k, r in variants.items()}, reps=reps)
+    res = compare({k: make_step(config, r, batch, micro=micro[k]) for k, r in variants.items()}, reps=reps)
     def record(k, **more):
         return run_record(config, batch, variants[k], ops[k], ms[k], res[k], micro=micro[k], **more)
     if before is None: return [record("after")]

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'RUNGS', 'ROOM_GIB', 'param_groups', 'adamw', 'no_scaler', 'model_loss', 'LocalSync', 'Backward', 'Run',
-           'entered', 'Stepper', 'average_and_clip', 'HandedOut', 'model_has_parts', 'apply_rung', 'rung', 'check_rung',
-           'rung_options', 'option_value', 'parsed', 'rung_name', 'option_text', 'chosen', 'find_rung', 'Unfilled',
-           'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'bench',
-           'train_curve', 'curve_gap', 'curves_chart', 'step_of', 'free_memory', 'peak_gib', 'micro_batch', 'to_settle',
-           'settle', 'settled', 'count_step']
+           'enter_all', 'Stepper', 'average_and_clip', 'PrecomputedGrads', 'model_has_parts', 'apply_rung', 'rung',
+           'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name', 'option_text', 'chosen', 'find_rung',
+           'UninitializedGPT', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled',
+           'bench', 'train_curve', 'curve_gap', 'curves_chart', 'make_step', 'free_memory', 'peak_gib', 'micro_batch',
+           'to_settle', 'resolve_auto_options', 'settled', 'count_step']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, gc, importlib, inspect, pkgutil
@@ -94,7 +94,7 @@ class Run:
     options: dict = field(default_factory=dict) # of each rung that has any: name -> value, as it was built
     why: dict = field(default_factory=dict) # rung -> what was measured to choose its options, in words
     world: World = World() # the processes that share the step
-    engines: tuple = () # what brings their gradients together, from `parallel.Engine`; none for one process
+    gradient_syncs: tuple = () # of several processes: each a `parallel.GradientSync`
     sync: Callable = LocalSync # (run, optimizer) -> what brings a step of several processes together
     backward: Callable = Backward # () -> what gives the weights the gradients of a loss
     seed: int = 0 # of the initial weights
@@ -134,7 +134,7 @@ def with_model(self:Run, change): # changes the model that it gets in place
 
 # %% ../nbs/05_runs.ipynb #96dae94d
 @contextmanager
-def entered(contexts): # functions without arguments that return context managers
+def enter_all(contexts): # functions without arguments that return context managers
     "Enter all `contexts`, leave them in reverse"
     with ExitStack() as stack:
         for c in contexts: stack.enter_context(c())
@@ -156,7 +156,7 @@ class Stepper:
 def __call__(self:Stepper, *batches): # micro-batches (x, y), each B T
     """One step over `batches`. Returns their mean loss, on the device. Notes it as `loss`, and the norm
     of the gradients as `norm`: infinite where a check of the run says that the step must not be taken"""
-    with entered(self.run.step_contexts):
+    with enter_all(self.run.step_contexts):
         losses = [self.forward_backward(x, y, i == len(batches)) for i, (x, y) in enumerate(batches, 1)]
         self.loss = sum(losses) / len(batches)
         self.update(len(batches))
@@ -191,7 +191,7 @@ def mark(self:Stepper, name): "Called after each phase of a step; what measures 
 def backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
     "Forward and backward of one micro-batch. Returns its loss"
     self.backward_pass.prepare()
-    with entered(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y)
+    with enter_all(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y)
     self.mark("forward")
     self.backward_pass(self.scaler.scale(loss))
     self.mark("backward")
@@ -222,11 +222,11 @@ def apply(self:Stepper):
 @torch.no_grad()
 def evaluate(self:Stepper, batches): # pairs (x, y) on the run's device
     "Mean loss over `batches` of equal size, a float"
-    with entered(self.run.step_contexts + self.run.forward_contexts):
+    with enter_all(self.run.step_contexts + self.run.forward_contexts):
         return torch.stack([self.run.loss(self.run.model, x, y) for x, y in batches]).mean().item()
 
 # %% ../nbs/05_runs.ipynb #ae76f34e
-class HandedOut(torch.autograd.Function):
+class PrecomputedGrads(torch.autograd.Function):
     "(loss, () -> its gradients, the weights) -> the loss, whose backward pass hands out these gradients"
     @staticmethod
     def forward(ctx, loss, grads, *params):
@@ -380,7 +380,7 @@ def find_rung(name): # a rung's name
     return lookup(RUNGS, name, "rung")
 
 # %% ../nbs/05_runs.ipynb #d993021a
-class Unfilled(GPT):
+class UninitializedGPT(GPT):
     "A `GPT` whose weights somebody else makes"
     def init_weights(self, seed): pass
 
@@ -391,7 +391,7 @@ def baseline(config, # a `GPTConfig`
              model=GPT): # its class
     "The naive FP32 `Run` that every ladder starts from"
     with torch.device(device or default_device()):
-        run = Run((Unfilled if device == "meta" else model)(config, seed), world=world, seed=seed)
+        run = Run((UninitializedGPT if device == "meta" else model)(config, seed), world=world, seed=seed)
     if device == "meta": # what isn't a weight is made all the same
         for k, t in zip(("cos", "sin"), rope_table(config.seq, config.head_dim, config.rope_theta)):
             run.model.register_buffer(k, t.to(default_device()), persistent=False)
@@ -441,7 +441,7 @@ def reference_errors(config, # a `GPTConfig`
     x, y = torch.randint(config.vocab, (2, batch, config.seq), device=step.run.device, generator=g)
     losses = []
     for s in (step, ref):
-        with entered(s.run.step_contexts): losses.append(s.backward(x, y).double())
+        with enter_all(s.run.step_contexts): losses.append(s.backward(x, y).double())
     grad = lambda s: torch.cat([p.grad.double().flatten() for p in s.params]) / s.scaler.get_scale()
     rel = lambda a, b: ((a - b).norm() / b.norm()).item()
     return rel(*losses), rel(grad(step), grad(ref))
@@ -496,18 +496,18 @@ def curves_chart(curves): # name -> list of losses
     fig.legend([*l.lines, band], [*names, "± 0.01"], loc="outside lower center", ncols=len(names) + 1)
 
 # %% ../nbs/05_runs.ipynb #9eda74cf
-def step_of(config, # a `GPTConfig`
-            rungs=(), # names
-            batch=1, # sequences in a step
-            change=lambda run: run, # a last change to the run
-            micro=None, # sequences in a micro-batch, by default all of them
-            world=World(), # the processes that share the step; `batch` and `micro` are each one's
-            model=GPT): # the class of the model
+def make_step(config, # a `GPTConfig`
+              rungs=(), # names
+              batch=1, # sequences in a step
+              change=lambda run: run, # a last change to the run
+              micro=None, # sequences in a micro-batch, by default all of them
+              world=World(), # the processes that share the step; `batch` and `micro` are each one's
+              model=GPT): # the class of the model
     "A builder for `count` and `compare`: builds a run, returns its step on one batch of random tokens"
     def build_step():
         run = change(build(config, rungs, world=world, model=model))
         step, device = Stepper(run), run.device
-        g = torch.Generator(device).manual_seed(world.place("dp")[0] if world.size > 1 else 0)
+        g = torch.Generator(device).manual_seed(world.rank_and_size("dp")[0] if world.size > 1 else 0)
         x, y = torch.randint(config.vocab, (2, batch, config.seq), device=device, generator=g)
         batches = list(zip(x.split(micro or batch), y.split(micro or batch)))
         return partial(step, *batches)
@@ -518,13 +518,13 @@ def free_memory():
     "Give the GPU's memory back that nobody holds any more, cycles of Python's included"
     if torch.cuda.is_available(): gc.collect(); torch.cuda.empty_cache()
 
-def peak_gib(config, rungs, batch, micro): # as for `step_of`
+def peak_gib(config, rungs, batch, micro): # as for `make_step`
     "GPU memory in GiB that a step of at most two micro-batches needs; infinite where it doesn't fit"
     plain = [r for r in rungs if find_rung(rung_name(r)).stage not in ("compile", "record")]
     free_memory()
     try:
         with uncompiled():
-            return warm_up(step_of(config, plain, min(batch, 2*micro), micro=micro), 1)[1].peak_gib
+            return warm_up(make_step(config, plain, min(batch, 2*micro), micro=micro), 1)[1].peak_gib
     except torch.OutOfMemoryError: return float("inf") # the traceback, which holds every tensor, goes with it
 
 # %% ../nbs/05_runs.ipynb #afadec3a
@@ -547,17 +547,17 @@ def to_settle(rungs): # as `build` takes them
     "Whether an option of theirs is still to be found by measuring"
     return any(r.choose and "auto" in map(str, (rung_options(r) | o).values()) for r, o in map(parsed, rungs))
 
-def settle(config, # a `GPTConfig`
-           rungs): # as `build` takes them
+def resolve_auto_options(config, # a `GPTConfig`
+                         rungs): # as `build` takes them
     "`rungs` as texts with every option, in the order given; and rung -> what was measured for it"
     device = default_device()
     with FakeTensorMode(): run = build(config, rungs, device)
     specs = {rung_name(s): s for s in run.specs()}
     return [specs[rung_name(r)] for r in rungs], run.why
 
-def settled(config, rungs): # as for `settle`
+def settled(config, rungs): # as for `resolve_auto_options`
     "The texts alone, measured only if something is to choose: to build the same run again and again"
-    return settle(config, rungs)[0] if to_settle(rungs) else list(rungs)
+    return resolve_auto_options(config, rungs)[0] if to_settle(rungs) else list(rungs)
 
 # %% ../nbs/05_runs.ipynb #b1abfe30
 def count_step(config, # a `GPTConfig`
@@ -567,5 +567,5 @@ def count_step(config, # a `GPTConfig`
     "The operations of one steady training step, counted without running it: a list of `roofline.Op`"
     without_scaler, rungs = partial(replace, scaler=no_scaler), settled(config, rungs)
     played = [r for r in rungs if parsed(r)[0].stage != "record"] # the same operations
-    with uncompiled(): ops = count(step_of(config, played, batch, without_scaler, micro))
+    with uncompiled(): ops = count(make_step(config, played, batch, without_scaler, micro))
     return reduce(lambda ops, r: r[0].counts(ops), map(parsed, rungs), ops)

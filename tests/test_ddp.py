@@ -9,12 +9,12 @@ from llm_speedrun.files import InputError
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.recipe import find_recipe, set_groups
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import Backward, LocalSync, Stepper, build, entered, find_rung
+from llm_speedrun.runs import Backward, LocalSync, Stepper, build, enter_all, find_rung
 from llm_speedrun.distributed.world import World
 from llm_speedrun.rungs import ddp as module
 from llm_speedrun.rungs.fewer_passes import DirectBackward
 from llm_speedrun.rungs.cuda_graphs import RecordedLoss, RecordedPass
-from llm_speedrun.distributed.spawn import processes
+from llm_speedrun.distributed.spawn import run_distributed
 
 CONFIG = replace(NANO, layers=2)
 BATCH, POISON = 8, 7 # a batch whose first token is POISON has a loss that is NaN
@@ -68,17 +68,17 @@ def built(rungs, world, poison):
     if "autograd" in rungs: return replace(built([r for r in rungs if r != "autograd"], world, poison), backward=Backward)
     replay = "replay" in rungs
     if not (poison or replay): return build(CONFIG, [*rungs, "ddp:mb=.02"], device="cpu", world=world)
-    late = [r for r in rungs if r in ("fused_adamw", "direct_update")] # after ddp, which is to be given its engine here
+    late = [r for r in rungs if r in ("fused_adamw", "direct_update")] # after ddp, which is to be given its gradient sync here
     run = build(CONFIG, [r for r in rungs if r not in ("replay", "after", *late)], device="cpu", world=world)
     if poison: run = replace(run, loss=poisoned(run.loss))
     if not replay or world.size == 1: return reduce(lambda run, r: find_rung(r)(run), late, find_rung("ddp")(run, mb=.02))
-    engine = (module.SharedLoss if "after" in rungs else module.ReplayedLoss)(Replays(run.loss, plain=1), world.group("dp"), .02)
-    return reduce(lambda run, r: find_rung(r)(run), late, replace(find_rung("ddp")(run), loss=engine, engines=(engine,)))
+    sync = (module.SharedLoss if "after" in rungs else module.ReplayedLoss)(Replays(run.loss, plain=1), world.group("dp"), .02)
+    return reduce(lambda run, r: find_rung(r)(run), late, replace(find_rung("ddp")(run), loss=sync, gradient_syncs=(sync,)))
 
 def steps(world, rungs, n, poison, count, broken=False):
     "Losses and norms of some steps in `n` micro-batches, the weights at the end, and the loss of an evaluation"
     run, i = built(rungs, world, poison), world.rank
-    if broken: leave_out(run.engines[0])
+    if broken: leave_out(run.gradient_syncs[0])
     step = GuardedStepper(run, clip=.5)
     x, y = torch.randint(8, CONFIG.vocab, (2, count, BATCH, CONFIG.seq), generator=torch.Generator().manual_seed(1))
     if poison: x[3, -1, 0] = POISON # in the last process's part
@@ -95,17 +95,17 @@ def steps(world, rungs, n, poison, count, broken=False):
 def released(run):
     "As after a step that broke off: what was recorded or wrapped is gone"
     run.release()
-    for e in run.engines:
+    for e in run.gradient_syncs:
         if isinstance(e, module.ReplayedLoss): e.loss.forget(); e.sent = True
 
-def leave_out(engine):
-    "Let `engine` forget to bring the gradients together"
+def leave_out(sync):
+    "Let `sync` forget to bring the gradients together"
     module.take_mean = lambda grads, group: None
-    if isinstance(engine, module.HookedLoss): engine.micro = partial(quiet, engine)
+    if isinstance(sync, module.HookedLoss): sync.micro = partial(quiet, sync)
 
-def quiet(engine, last):
-    engine.last = last
-    return engine.ddp.no_sync() if engine.ddp else nullcontext()
+def quiet(sync, last):
+    sync.last = last
+    return sync.ddp.no_sync() if sync.ddp else nullcontext()
 
 def gap(a, b): return 0. if a == b or a != a and b != b else abs(a - b) # NaN and infinity are to be in both
 
@@ -132,7 +132,7 @@ def compared(world):
         one = alone(tuple(r for r in rungs if r not in SAME), poison, count)
         for broken in (False, True)[:1 + (name in BROKEN)]:
             both = steps(world, rungs, n, poison, count, broken)
-            sums = world.gathered([p.double().sum().item() for p in both[1].values()])
+            sums = world.all_gather_object([p.double().sum().item() for p in both[1].values()])
             res[name, broken] = gaps(one, both), [l for l, _ in both[0]], sums[0] == sums[-1]
             module.take_mean = take_mean
     for name, (rungs, n) in DIRECT.items():
@@ -147,7 +147,7 @@ def compared(world):
 def results(once):
     with pytest.MonkeyPatch.context() as m:
         m.setenv("CUDA_VISIBLE_DEVICES", "")
-        return once("ddp", lambda: processes(2, compared)[0])
+        return once("ddp", lambda: run_distributed(2, compared)[0])
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_are_one(results, name):
@@ -170,9 +170,9 @@ def test_without_the_mean_they_differ(results, name):
     (loss, norm, weights, _), _, same = results[name, True]
     assert not same and loss > 2e-4 and norm > .1 and weights > 2e-3
 
-def test_one_process_alone_has_no_engine():
+def test_one_process_alone_has_no_gradient_sync():
     run = build(CONFIG, ["ddp"], device="cpu")
-    assert run.engines == () and run.sync is LocalSync and run.loss is build(CONFIG, [], device="cpu").loss
+    assert run.gradient_syncs == () and run.sync is LocalSync and run.loss is build(CONFIG, [], device="cpu").loss
     assert run.rungs == ("ddp",) and run.releases == ()
 
 def test_what_does_not_go_together():
@@ -201,15 +201,15 @@ LARGE = GPTConfig(name="large", vocab=8192, layers=6, width=768, heads=12, kv_he
 LISTS = {"hooks": ["ddp"], "after": ["cuda_graphs", "ddp"], "during": ["cuda_graphs", "ddp:overlap=yes"],
          "during, whole": ["cuda_graphs", "ddp:overlap=yes:mb=1000"]}
 
-def passed(run, batches, engine=None):
-    "The gradients of micro-batches, in a step of `engine` or outside of one"
+def passed(run, batches, sync=None):
+    "The gradients of micro-batches, in a step of `sync` or outside of one"
     for p in run.model.parameters(): p.grad = None
     for i, (x, y) in enumerate(batches, 1):
-        with engine.micro(i == len(batches)) if engine else nullcontext():
-            with entered(run.forward_contexts): loss = run.loss(run.model, x, y)
+        with sync.micro(i == len(batches)) if sync else nullcontext():
+            with enter_all(run.forward_contexts): loss = run.loss(run.model, x, y)
             loss.backward()
     params = [*run.model.parameters()]
-    if engine: engine.reduce(params)
+    if sync: sync.reduce(params)
     return [p.grad.clone() for p in params]
 
 def gpu_gaps(world, more):
@@ -221,7 +221,7 @@ def gpu_gaps(world, more):
             x, y = torch.randint(LARGE.vocab, (2, n, 8, LARGE.seq), device="cuda", generator=g)
             want = passed(run, [*zip(x, y)])
             module.take_mean(want, world.group("dp"))
-            have = passed(run, [*zip(x, y)], run.engines[0])
+            have = passed(run, [*zip(x, y)], run.gradient_syncs[0])
             res[n, k] = max(((a - b).norm()/b.norm()).item() for a, b in zip(have, want))
     return res
 
@@ -233,14 +233,14 @@ def gpu_compared(world):
         step, g = Stepper(run), torch.Generator("cuda").manual_seed(world.rank)
         x, y = torch.randint(LARGE.vocab, (2, 16, LARGE.seq), device="cuda", generator=g)
         losses = [step(*zip(x.split(n), y.split(n))) for n in (16,)*6 + (8,)*6]
-        sums = world.gathered([p.double().sum().item() for p in run.model.parameters()])
+        sums = world.all_gather_object([p.double().sum().item() for p in run.model.parameters()])
         curves[name] = torch.stack(losses).tolist(), sums[0] == sums[1]
     return res, curves
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_two_gpus():
-    res, curves = processes(2, gpu_compared)[0]
+    res, curves = run_distributed(2, gpu_compared)[0]
     for name, found in res.items(): assert max(found.values()) < 1e-2, (name, found)
     first = curves["hooks"][0]
     for name, (losses, same) in curves.items():
@@ -273,7 +273,7 @@ def divided(world):
     for name in ("normuon", "speedrun"):
         (losses, weights, _), (alone, whole, _) = learned(world, name), learned(World(), name)
         said = learned(world, name)[2]
-        sums = world.gathered([p.double().sum().item() for p in weights])
+        sums = world.all_gather_object([p.double().sum().item() for p in weights])
         res[name] = max(map(gap, losses, alone)), max((a - b).abs().max().item() for a, b in zip(weights, whole)), sums[0] == sums[-1], said
     return res
 
@@ -281,7 +281,7 @@ def test_an_update_is_divided():
     "Two processes orthogonalize half of the matrices each, have the same weights to the bit, and nearly those of one process"
     with pytest.MonkeyPatch.context() as m:
         m.setenv("CUDA_VISIBLE_DEVICES", "")
-        found = processes(2, divided)
+        found = run_distributed(2, divided)
     for rank, res in enumerate(found):
         for name, (loss, weights, same, shares) in res.items():
             assert same and shares == [(rank, 2)]*6, name

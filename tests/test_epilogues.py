@@ -4,7 +4,7 @@ import pytest, torch, torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPTConfig, rope, rope_table, workload
-from llm_speedrun.runs import Stepper, build, count_step, entered
+from llm_speedrun.runs import Stepper, build, count_step, enter_all
 from llm_speedrun.rungs import epilogues as e, fused_fp8 as f8
 from llm_speedrun.rungs.fewer_passes import GroupedCE
 from small import fails, pass_of
@@ -337,7 +337,7 @@ def grads(rungs, micro=1, config=SMALL, evals=False):
     y[:, ::5] = -100
     total = 0
     for a, b in zip(x.chunk(micro), y.chunk(micro)):
-        with entered(run.forward_contexts): loss = run.loss(run.model, a, b)
+        with enter_all(run.forward_contexts): loss = run.loss(run.model, a, b)
         (loss/micro).backward(); total += loss.item()/micro
     return total, {k: p.grad.clone() for k, p in run.model.named_parameters()}
 
@@ -471,8 +471,8 @@ def test_products_with_gradients_hand_out_their_sums(monkeypatch):
     monkeypatch.setattr(e, "product", product)
     x, y = torch.randint(SMALL.vocab, (2, 2, SMALL.seq), device=DEVICE)
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues"], DEVICE)
-    with entered(run.step_contexts):
-        with entered(run.forward_contexts): run.loss(run.model, x, y).backward()
+    with enter_all(run.step_contexts):
+        with enter_all(run.forward_contexts): run.loss(run.model, x, y).backward()
     assert len(seen) == 8*SMALL.layers and all(a[0] == "d" and not fast for a, _, fast in seen)
 
 @pytest.mark.parametrize("N, width", [(37, 48), (64, 128), (5, 1040), *(pytest.param(*s, marks=cuda) for s in [(65536, 2048), (3001, 5632)])])

@@ -16,7 +16,7 @@ from llm_speedrun.rungs.fused_fp8 import Fp8CE, LayerScales, Scaling, empty_pair
 from llm_speedrun.recipes.beyond import beyond
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import Backward, HandedOut, Run, Stepper, build, count_step, entered, find_rung, reference_errors
+from llm_speedrun.runs import Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all, find_rung, reference_errors
 from llm_speedrun.checkpoint.format import load_named_state, named_state, flatten_state, unflatten_state
 from small import NANO, fails, pass_of
 
@@ -233,7 +233,7 @@ def model_grads(rungs, change=lambda run: run, config=NANO, times=1):
     if why := next(filter(None, (find_rung(r.partition(":")[0]).needs() for r in rungs)), ""): pytest.skip(why)
     run = change(build(config, rungs, DEVICE))
     x, y = torch.randint(config.vocab, (2, 2, config.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
-    with entered(run.step_contexts): return [pass_of(run, x, y) for _ in range(times)][-1]
+    with enter_all(run.step_contexts): return [pass_of(run, x, y) for _ in range(times)][-1]
 
 @pytest.mark.parametrize("rungs", AGAIN.values(), ids=AGAIN)
 @pytest.mark.parametrize("documents", [False, True])
@@ -330,7 +330,7 @@ def steps_of(backward, kinds):
     def loss_of(model, x, y):
         if not kinds[int(x) - 1]: return (model.weight*x).sum()
         kept.fill_(float(x))
-        return HandedOut.apply(x.clone(), lambda: (kept,), model.weight)
+        return PrecomputedGrads.apply(x.clone(), lambda: (kept,), model.weight)
     step = Stepper(Run(model, loss=loss_of, backward=backward))
     for i in range(len(kinds)): step.backward(torch.tensor(1. + i, device=DEVICE), None)
     return model.weight.grad[0].tolist()
@@ -448,8 +448,8 @@ def test_direct_update_composes():
     for other, kind in (("adamw8bit", "AdamW8bit"), ("bf16_weights", "Bf16AdamW")):     # their optimizers stay
         run = build(NANO, ["bf16", other, "direct_update"])
         assert run.backward is DirectBackward and type(run.optimizer(run.model)).__name__ == kind
-    for hooked, kind in ((False, DirectBackward), (True, Backward)):     # engines of several processes, without hooks and with
-        run = direct_update(replace(build(NANO, []), engines=(SimpleNamespace(hooked=hooked),)))
+    for hooked, kind in ((False, DirectBackward), (True, Backward)):     # gradient syncs of several processes, without hooks and with
+        run = direct_update(replace(build(NANO, []), gradient_syncs=(SimpleNamespace(hooked=hooked),)))
         assert run.backward is kind and type(run.optimizer(run.model)) is ClippedAdamW
     for rungs in (["fp16", "direct_update"], ["fp16", "chunked_ce", "head_groups"]):
         with fails(ValueError, "exclude each other"): build(NANO, rungs)

@@ -151,6 +151,6 @@ def full_state_dict(run): # a `Run`; all its processes call this
     "Gather whole weights by name on the first process's CPU, one at a time; None on the others"
     world, here = run.world, {n: to_piece(t, run.world.first) for n, t in weights_to_save(run).items()}
     sent = lambda p: p.mine and p.tensor.numel() > 0
-    places = world.gathered({n: (p.start, tuple(p.tensor.shape), sent(p)) for n, p in here.items()})
+    places = world.all_gather_object({n: (p.start, tuple(p.tensor.shape), sent(p)) for n, p in here.items()})
     res = {n: send_full_tensor(world, p, [at[n] for at in places]) for n, p in here.items()}
     return res if world.first else None

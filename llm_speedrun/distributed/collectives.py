@@ -31,8 +31,9 @@ def compare_together(world, # a `World`
     for _ in range(rounds):
         for name, step in steps.items():
             if torch.cuda.is_available(): torch.cuda.synchronize()
-            world.wait()
-            res[name].rounds.append(torch.tensor(world.gathered(sample_ms(step, reps))).amax(0).tolist())
+            world.barrier()
+            every = world.all_gather_object(sample_ms(step, reps))
+            res[name].rounds.append(torch.tensor(every).amax(0).tolist())
     return res
 
 # %% ../../nbs/50c_collectives.ipynb #4ec5f232
@@ -73,8 +74,8 @@ def collective_ms(world, # a `World`
     "Median milliseconds of a collective operation, each run as long as on the slowest process"
     f = collective(world, name, nbytes)
     for n in (2, reps if not in_test() else 3): # the first to warm up
-        world.wait()
-        samples = world.gathered(sample_ms(f, n))
+        world.barrier()
+        samples = world.all_gather_object(sample_ms(f, n))
     return statistics.median(torch.tensor(samples).amax(0).tolist())
 
 # %% ../../nbs/50c_collectives.ipynb #7e26df71

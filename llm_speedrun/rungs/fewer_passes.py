@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GROUP', 'group_sizes', 'logits_into', 'mm8_into', 'group8', 'grouped8', 'mean_loss_kernel', 'mean_loss', 'grouped16',
-           'times_kernel', 'times_', 'GroupedLoss', 'GroupedCE', 'head_groups', 'handed_out', 'DirectBackward',
+           'times_kernel', 'times_', 'GroupedLoss', 'GroupedCE', 'head_groups', 'precomputed_grads', 'DirectBackward',
            'clipped_adamw_kernel', 'adamw_numbers', 'clipped_triton', 'clipped_torch', 'ClippedAdamW', 'make_clipped',
            'direct_update', 'remade', 'heads_product', 'attend_again', 'layer_again', 'recompute_rope']
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..compat import FakeTensor, node_class, scaled_mm, storage_id
 from ..files import InputError, RunError
 from ..model import naive_layer, set_parts
-from ..runs import Backward, HandedOut, param_groups, rung
+from ..runs import Backward, PrecomputedGrads, param_groups, rung
 from .triton import (blocks, jit, kernel_op, launch, programs, runs_kernel, tl, traced,
                                        triton)
 from .fused_ops import compute_dtype, needs_triton, qk_rope
@@ -230,10 +230,10 @@ def head_groups(run, # a `Run` with chunked_ce
     return run.with_model(change)
 
 # %% ../../nbs/28_fewer_passes.ipynb #c22c5e60
-def handed_out(loss): # of a forward pass
+def precomputed_grads(loss): # of a forward pass
     "The weights and their gradients, two lists, of a loss that has them; None of any other"
     node = loss.grad_fn
-    if not isinstance(node, node_class(HandedOut)): return None
+    if not isinstance(node, node_class(PrecomputedGrads)): return None
     leaves = [f for f, _ in node.next_functions if f is not None] # of the weights alone
     return [f.variable for f in leaves], list(node.grads())
 
@@ -266,7 +266,7 @@ def take(self:DirectBackward, params, grads): # lists; the gradients lie where a
 @patch
 def __call__(self:DirectBackward, loss): # of a forward pass
     "Give the weights the gradients of `loss`"
-    if made := handed_out(loss): self.take(*made)
+    if made := precomputed_grads(loss): self.take(*made)
     else: loss.backward()
 
 # %% ../../nbs/28_fewer_passes.ipynb #b59bf9c7
@@ -345,7 +345,7 @@ def direct_update(run): # a `Run`
     of optimizer the first alone; where autograd's hooks send the gradients to other processes, the second"""
     kept = {"adamw8bit", "bf16_weights"} & {*run.rungs}
     optimizer = run.optimizer if kept else make_clipped
-    hooked = any(e.hooked for e in run.engines)
+    hooked = any(e.hooked for e in run.gradient_syncs)
     return replace(run, optimizer=optimizer, backward=run.backward if hooked else DirectBackward)
 
 # %% ../../nbs/28_fewer_passes.ipynb #e20c6ecc
