@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from .files import InputError
 from .model import set_parts
-from .runs import entered, uncompiled
+from .runs import enter_all, uncompiled
 from .rungs.cuda_graphs import warm_up_aside
 from .tokenizer import end_of_text
 
@@ -54,7 +54,7 @@ def generate(run, # a `Run`; its forward contexts are entered
     g = torch.Generator(device).manual_seed(seed)
     x = torch.tensor([ids], device=device)
     for _ in range(n):
-        with uncompiled(), entered(run.forward_contexts):
+        with uncompiled(), enter_all(run.forward_contexts):
             logits = model(x[:, -model.config.seq:])[:, -1]
         x = torch.cat([x, draw(logits, g, temperature=temperature, top_k=top_k, top_p=top_p)], 1)
     return x[0].tolist()

@@ -22,12 +22,14 @@ from .peers import peer_paths, tell_peers
 from .roofline import predict_ms
 
 # %% ../nbs/22_ladder.ipynb #22import
-from .runs import (World, bench, check_rung, count_step, free_memory, in_order,
-                               measure_here, micro_batch, parsed, rung_name, rung_options, run_record,
-                               settled, step_of)
+from .runs import (bench, check_rung, count_step, free_memory, in_order, micro_batch, parsed,
+                               rung_name, rung_options, settled, make_step)
+from .records import measure_here, run_record
+from .distributed.world import World
 from .train.autotune import parallel_rungs, refused, resolve_preset
 from .train.presets import PARALLEL, clash, parse_rungs, preset_of
-from .world import compare_together, processes
+from .distributed.spawn import run_distributed
+from .distributed.collectives import compare_together
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
 def climb(config, # a `GPTConfig`
@@ -151,9 +153,9 @@ def in_turns(world, config, below, rung, batch, micro, reps): # in each of sever
     gib = gpu_gib() if torch.cuda.is_available() else 0
     rungs = parallel_rungs(config, [*below, rung], world, gib).rungs # tensor_parallel may need another
     versions = dict(alone=(below, World()), together=(rungs, world))
-    turns = {k: step_of(config, r, batch, micro=micro, world=w) for k, (r, w) in versions.items()}
+    turns = {k: make_step(config, r, batch, micro=micro, world=w) for k, (r, w) in versions.items()}
     res = compare_together(world, turns, reps=reps, warmup=4) # the third step may be recorded
-    return res["alone"], res["together"], rungs, world.place("dp")[1]
+    return res["alone"], res["together"], rungs, world.rank_and_size("dp")[1]
 
 # %% ../nbs/22_ladder.ipynb #7dd461db
 def measure_together(config, # a `GPTConfig`
@@ -168,7 +170,7 @@ def measure_together(config, # a `GPTConfig`
     ops = count_step(config, below, batch, micro)
     reps, tp = max(1, min(4, int(600/predict_ms(ops)))), (rung_options(r) | options).get("size", 1)
     free_memory() # of this process: the others have the same GPUs
-    alone, res, rungs, dp = processes(gpus, in_turns, config, below, rung, batch, micro, reps, tp=tp)[0]
+    alone, res, rungs, dp = run_distributed(gpus, in_turns, config, below, rung, batch, micro, reps, tp=tp)[0]
     before, gain = rung_name(below[-1]) if below else "fp32", dp*ratio(alone, res)
     res = run_record(config, dp*batch, rungs, ops, None, res, micro=micro, before=before, rungs_before=below,
                      ratio=gain)

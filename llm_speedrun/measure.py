@@ -336,6 +336,14 @@ def syntax(node): # an `ast` node, a list of them, or a constant
     fields = [(k, part(k, getattr(node, k, None))) for k in node._fields]
     return [type(node).__name__, *([k, syntax(v)] for k, v in fields if v not in (None, []))]
 
+# %% ../nbs/01_measure.ipynb #01syntaxof
+@lru_cache
+def _syntax_of(source): return syntax(ast.parse(source)) # most sources are in many digests
+
+def digest(*sources): # Python source texts
+    "A short hash of what `sources` do: comments, docstrings and formatting don't count"
+    return hashlib.sha256(repr([_syntax_of(s) for s in sources]).encode()).hexdigest()[:16]
+
 # %% ../nbs/01_measure.ipynb #d1gest02
 @lru_cache(maxsize=None)
 def _syntax_text(source): return repr(syntax(ast.parse(source)))

@@ -20,14 +20,16 @@ from .files import InputError, RunError, lookup, replace_file
 from .data import Batches
 from .measure import (Measured, Table, caption, default_device, fmt, make_record, ratio, table,
                                   take_turns, version_of, warm_up)
-from .runs import ROOM_GIB, Stepper, build, code_of, find_rung, free_memory, stepper_of
+from .records import code_of
+from .runs import ROOM_GIB, Stepper, build, find_rung, free_memory
+
 
 # %% ../nbs/25_peers.ipynb #25peer19
 def ours(rungs, # names
          config): # a `GPTConfig`
     "Our own run with `rungs`, as a `Peer`"
     run = build(config, rungs)
-    return Peer(stepper_of(run)(run), run.model, f"code {code_of(rungs)}")
+    return Peer(Stepper(run), run.model, f"code {code_of(rungs)}")
 
 # %% ../nbs/25_peers.ipynb #25peer22
 class PlainCompile(Adapter):
@@ -103,7 +105,7 @@ def peers():
 
 # %% ../nbs/25_peers.ipynb #25peer47
 def random_tokens(config, batch): # a `GPTConfig`, sequences
-    "x and y as `step_of` draws them, 2 B T"
+    "x and y as `make_step` draws them, 2 B T"
     g = torch.Generator(default_device()).manual_seed(0)
     return torch.randint(config.vocab, (2, batch, config.seq), device=default_device(), generator=g)
 

@@ -29,7 +29,8 @@ from .data import Batches
 from .files import (AllFailed, InputError, RunError, check_writable, clean_errors, hold,
                                 lookup, python_command, read_json, replace_file)
 from .measure import digest, machine
-from .runs import baseline, code_of, entered, rung_name, uncompiled
+from .runs import baseline, enter_all, rung_name, uncompiled
+from .records import code_of
 from .ladder import check_share
 from .model import workload as find_workload
 from .recipes.recipe import parse_recipe
@@ -66,7 +67,7 @@ def judged(trainer, referee): # a `Referee`
     "Return the result of a run of ours, by its own forward pass in its own formats"
     run = trainer.run
     def nats(x, y):
-        with entered(run.step_contexts + run.forward_contexts): return run.loss(run.model, x, y)*y.numel()
+        with enter_all(run.step_contexts + run.forward_contexts): return run.loss(run.model, x, y)*y.numel()
     with trainer.validator.averaged(): return referee(nats)
 
 def plan_for(trainer, total): # steps

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from llm_speedrun import corpus
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
-from llm_speedrun.runs import entered
+from llm_speedrun.runs import enter_all
 from llm_speedrun.train.config import TrainConfig
 
 NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq=32, rope_theta=500.)
@@ -52,7 +52,7 @@ def recorded():
 
 def pass_of(run, x, y):
     "Loss and gradients of a pass, of which nothing is left but numbers: a recording can't share what autograd keeps of a pass before"
-    with entered(run.forward_contexts): loss = run.loss(run.model, x, y)
+    with enter_all(run.forward_contexts): loss = run.loss(run.model, x, y)
     loss.backward()
     res = [loss.detach().clone(), *(p.grad.clone() for p in run.model.parameters())]
     run.model.zero_grad(set_to_none=True)

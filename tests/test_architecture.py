@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from llm_speedrun.export import export_folder, from_pretrained, import_folder, read_run, write_folder
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.recipes.architecture import *
-from llm_speedrun.runs import Run, Stepper, baseline, build, entered, in_order
+from llm_speedrun.runs import Run, Stepper, baseline, build, enter_all, in_order
 from llm_speedrun.checkpoint.load import check_size
 from llm_speedrun.checkpoint.save import Saver
 from small import NANO, fails, nano
@@ -23,7 +23,7 @@ def tokens(config, batch=4, seed=0):
 def loss_and_grads(run):
     "Of one batch: the loss, and gradients by name"
     step = Stepper(run)
-    with entered(run.step_contexts): loss = step.backward(*tokens(run.model.config))
+    with enter_all(run.step_contexts): loss = step.backward(*tokens(run.model.config))
     return loss, {n: p.grad for n, p in run.model.named_parameters()}
 
 FP8 = ["bf16", "flash", "fused_ops", "chunked_ce", "fp8:parts=heads+out+mlp+head"]

@@ -334,7 +334,7 @@ def test_a_run_says_how_long_its_start_took(tmp_path, capsys):
 
 # Several processes
 
-def world_of(dp, tp=1): return SimpleNamespace(place=lambda dim: (0, dict(dp=dp, tp=tp)[dim]))
+def world_of(dp, tp=1): return SimpleNamespace(rank_and_size=lambda dim: (0, dict(dp=dp, tp=tp)[dim]))
 
 @pytest.mark.parametrize("gib, rung", [(0, "ddp"), (2.1*autotune.state_gib(NANO, []), "ddp"), (1.9*autotune.state_gib(NANO, []), "fsdp")])
 def test_parallelism_by_memory(gib, rung):

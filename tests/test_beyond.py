@@ -7,7 +7,7 @@ from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.architecture import UntiedGPT, init
 from llm_speedrun.recipes.beyond import *
 from llm_speedrun.rungs.flash import sdpa
-from llm_speedrun.runs import Run, Stepper, entered
+from llm_speedrun.runs import Run, Stepper, enter_all
 from llm_speedrun.train.trainer import train
 from small import NANO, fails, nano, options
 import test_resume as test_resume_module

@@ -24,7 +24,7 @@ def tokens(n=2, device="cpu"):
 def gradients(run, *batches):
     "Loss and gradients of micro-batches, as a list; the weights, which other runs share, are left without gradients"
     step = Stepper(run)
-    with entered(run.step_contexts): res = [sum(step.backward(x, y) for x, y in batches) / len(batches)]
+    with enter_all(run.step_contexts): res = [sum(step.backward(x, y) for x, y in batches) / len(batches)]
     res += [p.grad for p in step.params]
     for p in step.params: p.grad = None
     return res

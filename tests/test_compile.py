@@ -124,7 +124,7 @@ def test_the_stream_in_16_bits():
     run, (x, y) = build(NANO, ["bf16", "bf16_stream"]), batch()
     types = []
     for m in run.model.layers: m.layer = lambda *a, f=m.layer: (lambda h: types.append(h.dtype) or h)(f(*a))
-    with entered(run.forward_contexts): loss = run.loss(run.model, x, y)
+    with enter_all(run.forward_contexts): loss = run.loss(run.model, x, y)
     assert types == [torch.bfloat16]*NANO.layers and loss.item() == pytest.approx(losses(Stepper(build(NANO, ["bf16"])), (x, y))[0], rel=1e-2)
     with fails(ValueError, "exclude each other"): build(NANO, ["bf16", "fused_ops", "bf16_stream"])
     with fails(ValueError, "builds on 'bf16'"): build(NANO, ["bf16_stream"])
@@ -193,7 +193,7 @@ def test_gradients_on_a_gpu(rungs):
     assert fast[1] < 2*eager[1]
 
 def attention_kernels(rungs):
-    step = step_of(BIG, rungs, 4)()
+    step = make_step(BIG, rungs, 4)()
     step()
     return {k.name for k, c in launches(profiled(step, 1).events()) if launch_kind(k, c) == "fused attention"}
 
@@ -210,7 +210,7 @@ def test_the_attention_kernel_is_kept(backend, monkeypatch):
 @pytest.mark.parametrize("rungs", [[], OURS[:3], OURS, OURS + ["compile"]], ids=lambda r: "+".join(r[-1:]) or "naive")
 def test_kinds_add_up(rungs):
     "The kinds' times are all the time that the GPU worked, and each kernel belongs to one of them"
-    step = step_of(BIG, rungs, 2)()
+    step = make_step(BIG, rungs, 2)()
     prof = profiled(step, 3)
     on_gpu = [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
     pairs = list(launches(prof.events()))

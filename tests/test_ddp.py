@@ -1,18 +1,20 @@
 "The rung ddp: two processes, each with half of the batch, take the steps of one, whatever else is on the list; without the mean they don't."
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from types import SimpleNamespace
 import pytest, torch
 from small import NANO, fails
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.recipe import find_recipe, set_groups
-from llm_speedrun.recipes.schedules import guarded
-from llm_speedrun.runs import World, build, entered, find_rung, stepper_of
+from llm_speedrun.recipes.schedules import GuardedStepper
+from llm_speedrun.runs import Backward, LocalSync, Stepper, build, enter_all, find_rung
+from llm_speedrun.distributed.world import World
 from llm_speedrun.rungs import ddp as module
+from llm_speedrun.rungs.fewer_passes import DirectBackward
 from llm_speedrun.rungs.cuda_graphs import RecordedLoss, RecordedPass
-from llm_speedrun.world import processes
+from llm_speedrun.distributed.spawn import run_distributed
 
 CONFIG = replace(NANO, layers=2)
 BATCH, POISON = 8, 7 # a batch whose first token is POISON has a loss that is NaN
@@ -24,6 +26,7 @@ CASES = dict( # rungs, micro-batches of a process; a "replay" is a recording tha
     direct=([*FUSED, "recompute_rope", "tied_embedding", "head_groups", "fused_adamw", "direct_update"], 2), two=([], 2), four=(FUSED, 4), four_at_once=([*FUSED, "cuda_graphs"], 4), replayed=(["replay"], 1),
     four_replayed=([*FUSED, "replay"], 4), nan=([], 2), nan_at_once=(["cuda_graphs"], 1), nan_fp8=(["bf16", *FUSED, "fp8"], 2))
 SAME = {"compile", "checkpoint", "cuda_graphs", "replay"} # change no number: one process takes the steps without them
+DIRECT = dict(hooks=([], 2), replayed=(["replay"], 2), after=(["replay", "after"], 2)) # rungs and micro-batches, each with direct_update and without
 BROKEN = "naive", "two", "four_at_once", "four_replayed"
 
 # --- a recording on a CPU: marks and streams do nothing, since a replay is over when it has been queued ---
@@ -62,19 +65,21 @@ def poisoned(loss):
     return lambda model, x, y: loss(model, x, y) * torch.where((x[:, 0] == POISON).any(), torch.nan, 1.)
 
 def built(rungs, world, poison):
+    if "autograd" in rungs: return replace(built([r for r in rungs if r != "autograd"], world, poison), backward=Backward)
     replay = "replay" in rungs
     if not (poison or replay): return build(CONFIG, [*rungs, "ddp:mb=.02"], device="cpu", world=world)
-    run = build(CONFIG, [r for r in rungs if r != "replay"], device="cpu", world=world)
+    late = [r for r in rungs if r in ("fused_adamw", "direct_update")] # after ddp, which is to be given its gradient sync here
+    run = build(CONFIG, [r for r in rungs if r not in ("replay", "after", *late)], device="cpu", world=world)
     if poison: run = replace(run, loss=poisoned(run.loss))
-    if not replay or world.size == 1: return find_rung("ddp")(run, mb=.02)
-    engine = module.ReplayedLoss(Replays(run.loss, plain=1), world.group("dp"), .02)
-    return replace(find_rung("ddp")(run), loss=engine, engines=(engine,))
+    if not replay or world.size == 1: return reduce(lambda run, r: find_rung(r)(run), late, find_rung("ddp")(run, mb=.02))
+    sync = (module.SharedLoss if "after" in rungs else module.ReplayedLoss)(Replays(run.loss, plain=1), world.group("dp"), .02)
+    return reduce(lambda run, r: find_rung(r)(run), late, replace(find_rung("ddp")(run), loss=sync, gradient_syncs=(sync,)))
 
 def steps(world, rungs, n, poison, count, broken=False):
     "Losses and norms of some steps in `n` micro-batches, the weights at the end, and the loss of an evaluation"
     run, i = built(rungs, world, poison), world.rank
-    if broken: leave_out(run.engines[0])
-    step = guarded(stepper_of(run))(run, clip=.5)
+    if broken: leave_out(run.gradient_syncs[0])
+    step = GuardedStepper(run, clip=.5)
     x, y = torch.randint(8, CONFIG.vocab, (2, count, BATCH, CONFIG.seq), generator=torch.Generator().manual_seed(1))
     if poison: x[3, -1, 0] = POISON # in the last process's part
     if world.first: run.loss(run.model, x[0], y[0]) # outside of a step: nobody else need be there
@@ -90,17 +95,17 @@ def steps(world, rungs, n, poison, count, broken=False):
 def released(run):
     "As after a step that broke off: what was recorded or wrapped is gone"
     run.release()
-    for e in run.engines:
+    for e in run.gradient_syncs:
         if isinstance(e, module.ReplayedLoss): e.loss.forget(); e.sent = True
 
-def leave_out(engine):
-    "Let `engine` forget to bring the gradients together"
+def leave_out(sync):
+    "Let `sync` forget to bring the gradients together"
     module.take_mean = lambda grads, group: None
-    if isinstance(engine, module.HookedLoss): engine.micro = partial(quiet, engine)
+    if isinstance(sync, module.HookedLoss): sync.micro = partial(quiet, sync)
 
-def quiet(engine, last):
-    engine.last = last
-    return engine.ddp.no_sync() if engine.ddp else nullcontext()
+def quiet(sync, last):
+    sync.last = last
+    return sync.ddp.no_sync() if sync.ddp else nullcontext()
 
 def gap(a, b): return 0. if a == b or a != a and b != b else abs(a - b) # NaN and infinity are to be in both
 
@@ -112,25 +117,37 @@ def gaps(a, b):
 @lru_cache
 def alone(rungs, poison, count): return steps(World(), list(rungs), 1, poison, count)
 
+TAKEN = [] # gradients that were taken where they lie
+
+def noting_gradients():
+    take = DirectBackward.take
+    DirectBackward.take = lambda self, params, grads: (TAKEN.append(len(grads)), take(self, params, grads))[1]
+
 def compared(world):
     "Name -> `gaps` to one process, the losses, and whether all have the same weights to the bit; with a True, without the mean"
-    no_gpu()
+    no_gpu(); noting_gradients()
     res, take_mean = {}, module.take_mean
     for name, (rungs, n) in CASES.items():
         poison, count = "nan" in name, STEPS.get(name, 5)
         one = alone(tuple(r for r in rungs if r not in SAME), poison, count)
         for broken in (False, True)[:1 + (name in BROKEN)]:
             both = steps(world, rungs, n, poison, count, broken)
-            sums = world.gathered([p.double().sum().item() for p in both[1].values()])
+            sums = world.all_gather_object([p.double().sum().item() for p in both[1].values()])
             res[name, broken] = gaps(one, both), [l for l, _ in both[0]], sums[0] == sums[-1]
             module.take_mean = take_mean
+    for name, (rungs, n) in DIRECT.items():
+        one = alone((*FUSED, "fused_adamw"), False, 5)
+        bare, plain, direct = (steps(world, [*FUSED, "fused_adamw", *rungs, *more], n, False, 5)
+                               for more in ([], ["direct_update", "autograd"], ["direct_update"]))
+        res[name] = gaps(plain, direct), gaps(bare, direct), gaps(one, direct), len(TAKEN)
+        TAKEN.clear()
     return res
 
 @pytest.fixture(scope="module")
 def results(once):
     with pytest.MonkeyPatch.context() as m:
         m.setenv("CUDA_VISIBLE_DEVICES", "")
-        return once("ddp", lambda: processes(2, compared)[0])
+        return once("ddp", lambda: run_distributed(2, compared)[0])
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_are_one(results, name):
@@ -140,14 +157,22 @@ def test_two_processes_are_one(results, name):
     assert loss < rounds and norm < rounds and evaluated < rounds
     assert weights < (1e-4 if rounds == 1e-4 else 1e-2)
 
+@pytest.mark.parametrize("name", DIRECT)
+def test_direct_update_composes(results, name):
+    """With its AdamW the bits of autograd's backward pass, and what `ddp` alone and one process find. A recording's gradients are taken where
+    they lie; those that hooks send aren't"""
+    plain, bare, one, taken = results[name]
+    assert plain == (0, 0, 0, 0) and max(bare) < 1e-6 and max(one) < 1e-4
+    assert (taken > 0) == (not name.startswith("hooks"))
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_without_the_mean_they_differ(results, name):
     (loss, norm, weights, _), _, same = results[name, True]
     assert not same and loss > 2e-4 and norm > .1 and weights > 2e-3
 
-def test_one_process_alone_has_no_engine():
+def test_one_process_alone_has_no_gradient_sync():
     run = build(CONFIG, ["ddp"], device="cpu")
-    assert run.engines == () and run.stepper is None and run.loss is build(CONFIG, [], device="cpu").loss
+    assert run.gradient_syncs == () and run.sync is LocalSync and run.loss is build(CONFIG, [], device="cpu").loss
     assert run.rungs == ("ddp",) and run.releases == ()
 
 def test_what_does_not_go_together():
@@ -176,15 +201,15 @@ LARGE = GPTConfig(name="large", vocab=8192, layers=6, width=768, heads=12, kv_he
 LISTS = {"hooks": ["ddp"], "after": ["cuda_graphs", "ddp"], "during": ["cuda_graphs", "ddp:overlap=yes"],
          "during, whole": ["cuda_graphs", "ddp:overlap=yes:mb=1000"]}
 
-def passed(run, batches, engine=None):
-    "The gradients of micro-batches, in a step of `engine` or outside of one"
+def passed(run, batches, sync=None):
+    "The gradients of micro-batches, in a step of `sync` or outside of one"
     for p in run.model.parameters(): p.grad = None
     for i, (x, y) in enumerate(batches, 1):
-        with engine.micro(i == len(batches)) if engine else nullcontext():
-            with entered(run.forward_contexts): loss = run.loss(run.model, x, y)
+        with sync.micro(i == len(batches)) if sync else nullcontext():
+            with enter_all(run.forward_contexts): loss = run.loss(run.model, x, y)
             loss.backward()
     params = [*run.model.parameters()]
-    if engine: engine.reduce(params)
+    if sync: sync.reduce(params)
     return [p.grad.clone() for p in params]
 
 def gpu_gaps(world, more):
@@ -196,7 +221,7 @@ def gpu_gaps(world, more):
             x, y = torch.randint(LARGE.vocab, (2, n, 8, LARGE.seq), device="cuda", generator=g)
             want = passed(run, [*zip(x, y)])
             module.take_mean(want, world.group("dp"))
-            have = passed(run, [*zip(x, y)], run.engines[0])
+            have = passed(run, [*zip(x, y)], run.gradient_syncs[0])
             res[n, k] = max(((a - b).norm()/b.norm()).item() for a, b in zip(have, want))
     return res
 
@@ -205,17 +230,17 @@ def gpu_compared(world):
     curves = {}
     for name, more in LISTS.items():
         run = build(LARGE, ["bf16", "flash", "fused_ops", "chunked_ce", "fp8", "fused_adamw", *more], world=world)
-        step, g = stepper_of(run)(run), torch.Generator("cuda").manual_seed(world.rank)
+        step, g = Stepper(run), torch.Generator("cuda").manual_seed(world.rank)
         x, y = torch.randint(LARGE.vocab, (2, 16, LARGE.seq), device="cuda", generator=g)
         losses = [step(*zip(x.split(n), y.split(n))) for n in (16,)*6 + (8,)*6]
-        sums = world.gathered([p.double().sum().item() for p in run.model.parameters()])
+        sums = world.all_gather_object([p.double().sum().item() for p in run.model.parameters()])
         curves[name] = torch.stack(losses).tolist(), sums[0] == sums[1]
     return res, curves
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_two_gpus():
-    res, curves = processes(2, gpu_compared)[0]
+    res, curves = run_distributed(2, gpu_compared)[0]
     for name, found in res.items(): assert max(found.values()) < 1e-2, (name, found)
     first = curves["hooks"][0]
     for name, (losses, same) in curves.items():
@@ -233,7 +258,7 @@ def learned(world, name):
         return update(group, params, grads, states, found_inf, share, **more)
     normuon.fast_muon = noted
     run = find_recipe(name)(build(CONFIG, ["ddp"], device="cpu", world=world))
-    step = guarded(stepper_of(run))(run, clip=.5)
+    step = GuardedStepper(run, clip=.5)
     x, y = torch.randint(8, CONFIG.vocab, (2, 6, BATCH, CONFIG.seq), generator=torch.Generator().manual_seed(1))
     own, losses = lambda t: t.unflatten(0, (world.size, -1))[world.rank], []
     for k in range(6):
@@ -248,7 +273,7 @@ def divided(world):
     for name in ("normuon", "speedrun"):
         (losses, weights, _), (alone, whole, _) = learned(world, name), learned(World(), name)
         said = learned(world, name)[2]
-        sums = world.gathered([p.double().sum().item() for p in weights])
+        sums = world.all_gather_object([p.double().sum().item() for p in weights])
         res[name] = max(map(gap, losses, alone)), max((a - b).abs().max().item() for a, b in zip(weights, whole)), sums[0] == sums[-1], said
     return res
 
@@ -256,7 +281,7 @@ def test_an_update_is_divided():
     "Two processes orthogonalize half of the matrices each, have the same weights to the bit, and nearly those of one process"
     with pytest.MonkeyPatch.context() as m:
         m.setenv("CUDA_VISIBLE_DEVICES", "")
-        found = processes(2, divided)
+        found = run_distributed(2, divided)
     for rank, res in enumerate(found):
         for name, (loss, weights, same, shares) in res.items():
             assert same and shares == [(rank, 2)]*6, name

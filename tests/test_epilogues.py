@@ -4,7 +4,7 @@ import pytest, torch, torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPTConfig, rope, rope_table, workload
-from llm_speedrun.runs import build, count_step, entered, stepper_of
+from llm_speedrun.runs import Stepper, build, count_step, enter_all
 from llm_speedrun.rungs import epilogues as e, fused_fp8 as f8
 from llm_speedrun.rungs.fewer_passes import GroupedCE
 from small import fails, pass_of
@@ -337,7 +337,7 @@ def grads(rungs, micro=1, config=SMALL, evals=False):
     y[:, ::5] = -100
     total = 0
     for a, b in zip(x.chunk(micro), y.chunk(micro)):
-        with entered(run.forward_contexts): loss = run.loss(run.model, a, b)
+        with enter_all(run.forward_contexts): loss = run.loss(run.model, a, b)
         (loss/micro).backward(); total += loss.item()/micro
     return total, {k: p.grad.clone() for k, p in run.model.named_parameters()}
 
@@ -391,7 +391,7 @@ def test_steps_learn():
     res = []
     for rungs in (OURS, HALF):
         run = build(SMALL, [*rungs, "fused_adamw"], DEVICE)
-        step = stepper_of(run)(run)
+        step = Stepper(run)
         x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
         res.append([step((x[0], x[1])).item() for _ in range(8)])
     assert res[0][-1] < res[0][0] - .3 and max(abs(a - b) for a, b in zip(*res)) < 3e-2
@@ -440,7 +440,7 @@ def test_in_fp8_with_fewer_key_heads():
 def test_scales_grow_with_what_they_cut_off():
     "Gate and up fill half of the format. Where they outgrow it, what is kept tells no more than that; the scale halves until they fit"
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues"], DEVICE)
-    step = stepper_of(run)(run)
+    step = Stepper(run)
     x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
     scales = run.model.layers[0].scales
     i, j = (f8.NAMES.index(k) for k in (e.AB, "h"))
@@ -471,8 +471,8 @@ def test_products_with_gradients_hand_out_their_sums(monkeypatch):
     monkeypatch.setattr(e, "product", product)
     x, y = torch.randint(SMALL.vocab, (2, 2, SMALL.seq), device=DEVICE)
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues"], DEVICE)
-    with entered(run.step_contexts):
-        with entered(run.forward_contexts): run.loss(run.model, x, y).backward()
+    with enter_all(run.step_contexts):
+        with enter_all(run.forward_contexts): run.loss(run.model, x, y).backward()
     assert len(seen) == 8*SMALL.layers and all(a[0] == "d" and not fast for a, _, fast in seen)
 
 @pytest.mark.parametrize("N, width", [(37, 48), (64, 128), (5, 1040), *(pytest.param(*s, marks=cuda) for s in [(65536, 2048), (3001, 5632)])])
@@ -538,7 +538,7 @@ def test_sums_of_exponentials(n, d, V, shift):
 def test_a_nan_is_noticed(weight):
     "Whatever it comes from: the norm of such a step is infinite, as without, and the trainer doesn't take it"
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues", "fused_adamw"], DEVICE)
-    step = stepper_of(run)(run)
+    step = Stepper(run)
     x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
     for _ in range(2): step((x[0], x[1])); assert step.norm.isfinite()
     with torch.no_grad(): run.model.layers[0].get_submodule(weight).weight[3, 5] = torch.nan

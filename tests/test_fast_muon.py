@@ -10,7 +10,7 @@ if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = was
 from llm_speedrun.files import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.roofline import count
-from llm_speedrun.world import processes
+from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.measure import sample_ms, summarize, version_of
 from llm_speedrun.recipes.fast_muon import POLAR_EXPRESS, Stack, fast_muon, new_state, stacks_of, type_on
 
@@ -266,7 +266,7 @@ def shared(world, shapes, group):
     g, device = torch.Generator().manual_seed(0), default_device()
     new = lambda: [torch.randn(s, generator=g).to(device) for s in shapes]
     both, grads = new(), new()
-    start, alone, share = [p.clone() for p in both], [p.clone() for p in both], (*world.place("dp"), world.group("dp"))
+    start, alone, share = [p.clone() for p in both], [p.clone() for p in both], (*world.rank_and_size("dp"), world.group("dp"))
     states, states2 = ([new_state(p, .9) for p in both] for _ in range(2))
     for _ in range(2):
         fast_muon(group, both, grads, states, share=share)
@@ -277,7 +277,7 @@ shared.__module__ = "__main__"      # sent as source: a process must not ask for
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
 def test_shares():
     "Two processes that orthogonalize half of each stack have the weights of one that does it all, also of a stack of one"
-    (a, one, went), (b, *_) = processes(2, shared, SHAPES, GROUP | dict(variance=.9))
+    (a, one, went), (b, *_) = run_distributed(2, shared, SHAPES, GROUP | dict(variance=.9))
     for x, y, z, far in zip(a, b, one, went):
         # on a GPU a batch's size may choose another product
         assert (x == y).all() and far > 0 and np.linalg.norm(x - z) <= (.05*far if DEVICE.type == "cuda" else 0)

@@ -9,7 +9,7 @@ from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.beyond import beyond
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs.fp8 import sqnr
-from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, entered, settled, stepper_of
+from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, enter_all, settled
 from llm_speedrun.generate import generate
 from small import NANO, fails
 
@@ -189,7 +189,7 @@ def test_it_leaves_nothing_behind():
     "After a step, and after one that broke off: the model can be copied, and the run before is as it was"
     before = build(SMALL, ["chunked_ce"])
     run = fewer.tied_embedding(before)
-    step = stepper_of(run)(run)
+    step = Stepper(run)
     step(*batches())
     def broken(*args): raise ArithmeticError
     model, loss = run.model, run.model.loss
@@ -227,7 +227,7 @@ def test_two_passes_of_one_graph():
     "A second backward pass finds what the first found: nothing that is kept was written to"
     for rungs in (["chunked_ce"], ["bf16", "fused_ops", "chunked_ce"], []):
         run, (x, y) = build(SMALL, [*rungs, "tied_embedding"]), batches()[0]
-        with entered(run.step_contexts + run.forward_contexts): loss = run.loss(run.model, x, y)
+        with enter_all(run.step_contexts + run.forward_contexts): loss = run.loss(run.model, x, y)
         first, second = (torch.autograd.grad(loss, [*run.model.parameters()], retain_graph=True) for _ in range(2))
         assert all(map(torch.equal, first, second))
 

@@ -2,6 +2,7 @@
 deliberate mistakes that must not pass."""
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 import pytest, torch, torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 import llm_speedrun.rungs.fewer_passes as module
@@ -14,9 +15,8 @@ from llm_speedrun.rungs.fp8 import E5M2, mm8
 from llm_speedrun.rungs.fused_fp8 import Fp8CE, LayerScales, Scaling, empty_pair, logits_quantize
 from llm_speedrun.recipes.beyond import beyond
 from llm_speedrun.recipes.recipe import parse_recipe
-from llm_speedrun.recipes.schedules import guarded
-from llm_speedrun.runs import HandedOut, Run, Stepper, build, count_step, entered, find_rung, reference_errors, stepper_of
-from llm_speedrun.world import ParallelStepper
+from llm_speedrun.recipes.schedules import GuardedStepper
+from llm_speedrun.runs import Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all, find_rung, reference_errors
 from llm_speedrun.checkpoint.format import load_named_state, named_state, flatten_state, unflatten_state
 from small import NANO, fails, pass_of
 
@@ -233,7 +233,7 @@ def model_grads(rungs, change=lambda run: run, config=NANO, times=1):
     if why := next(filter(None, (find_rung(r.partition(":")[0]).needs() for r in rungs)), ""): pytest.skip(why)
     run = change(build(config, rungs, DEVICE))
     x, y = torch.randint(config.vocab, (2, 2, config.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
-    with entered(run.step_contexts): return [pass_of(run, x, y) for _ in range(times)][-1]
+    with enter_all(run.step_contexts): return [pass_of(run, x, y) for _ in range(times)][-1]
 
 @pytest.mark.parametrize("rungs", AGAIN.values(), ids=AGAIN)
 @pytest.mark.parametrize("documents", [False, True])
@@ -324,41 +324,41 @@ def test_remade_at_real_shapes(kind):
 
 # The update without detours
 
-def steps_of(stepper, kinds):
+def steps_of(backward, kinds):
     "Gradients of a step whose micro-batches 1, 2, ... are handed out as a recording's, or made by autograd"
     model, kept = torch.nn.Linear(3, 1, bias=False, device=DEVICE), torch.zeros(1, 3, device=DEVICE)
     def loss_of(model, x, y):
         if not kinds[int(x) - 1]: return (model.weight*x).sum()
         kept.fill_(float(x))
-        return HandedOut.apply(x.clone(), lambda: (kept,), model.weight)
-    step = stepper(Run(model, loss=loss_of))
+        return PrecomputedGrads.apply(x.clone(), lambda: (kept,), model.weight)
+    step = Stepper(Run(model, loss=loss_of, backward=backward))
     for i in range(len(kinds)): step.backward(torch.tensor(1. + i, device=DEVICE), None)
     return model.weight.grad[0].tolist()
 
 @pytest.mark.parametrize("kinds", ["r", "rr", "rrrr", "er", "re", "rer", "eer", "ree", "rre"])
 def test_gradients_add_up(kinds):
     kinds, n = [k == "r" for k in kinds], len(kinds)
-    assert steps_of(DirectStepper, kinds) == steps_of(Stepper, kinds) == [n*(n + 1)/2]*3
-    class Forgetful(DirectStepper):
-        def keep(self): pass
+    assert steps_of(DirectBackward, kinds) == steps_of(Backward, kinds) == [n*(n + 1)/2]*3
+    class Forgetful(DirectBackward):
+        def prepare(self): pass
     if "rr" in "".join("r" if k else "e" for k in kinds): assert steps_of(Forgetful, kinds) != [n*(n + 1)/2]*3
 
 def test_a_step_that_was_given_up():
     "Gradients that somebody has dropped, as the trainer does where memory runs out, aren't copied"
     p = torch.nn.Parameter(torch.ones(2, device=DEVICE))
-    step = DirectStepper(Run(torch.nn.ParameterList([p])))
+    step = DirectBackward()
     step.take([p], [torch.ones(2, device=DEVICE)])
     p.grad = None
-    step.keep(); step.take([p], [torch.full((2,), 3., device=DEVICE)]); step.keep()
+    step.prepare(); step.take([p], [torch.full((2,), 3., device=DEVICE)]); step.prepare()
     assert p.grad.tolist() == [3., 3.] and not step.borrowed
 
 def test_a_weight_without_gradient():
     model = torch.nn.ModuleList(torch.nn.Linear(2, 1, bias=False, device=DEVICE) for _ in range(2))
     a, b = (m.weight for m in model)
-    step = DirectStepper(Run(model))
+    step = DirectBackward()
     a.grad = torch.ones_like(a)     # of an eager pass that didn't need the other one
     step.take([a, b], [torch.full_like(a, 2.), torch.full_like(b, 5.)])
-    step.keep(); step.take([a, b], [torch.ones_like(a), torch.ones_like(b)])
+    step.prepare(); step.take([a, b], [torch.ones_like(a), torch.ones_like(b)])
     assert a.grad.tolist() == [[4., 4.]] and b.grad.tolist() == [[6., 6.]]
 
 GROUP_OF = dict(lr=.01, betas=(.9, .95), eps=1e-8, weight_decay=.1, t=3)
@@ -400,7 +400,7 @@ def test_steps_that_are_not_taken_and_nan():
 def trained(rungs, steps=4, micro=1, recipe=None, resume=None, clip=.05, spoil=None):
     run = build(NANO, rungs)
     if recipe: run = parse_recipe(recipe)(run)
-    step = guarded(stepper_of(run))(run, clip=clip)
+    step = GuardedStepper(run, clip=clip)
     g, start = torch.Generator(DEVICE).manual_seed(0), 0
     if resume: start = resume(run, step)
     for i in range(steps):
@@ -444,12 +444,13 @@ def test_resume_is_bitwise():
 
 def test_direct_update_composes():
     run = build(NANO, FP8 + ["head_groups", "direct_update"])
-    assert stepper_of(run) is DirectStepper and isinstance(run.optimizer(run.model), ClippedAdamW)
+    assert run.backward is DirectBackward and isinstance(run.optimizer(run.model), ClippedAdamW)
     for other, kind in (("adamw8bit", "AdamW8bit"), ("bf16_weights", "Bf16AdamW")):     # their optimizers stay
         run = build(NANO, ["bf16", other, "direct_update"])
-        assert stepper_of(run) is DirectStepper and type(run.optimizer(run.model)).__name__ == kind
-    run = direct_update(replace(build(NANO, []), stepper=ParallelStepper))     # as several processes have it
-    assert stepper_of(run) is ParallelStepper and type(run.optimizer(run.model)) is ClippedAdamW
+        assert run.backward is DirectBackward and type(run.optimizer(run.model)).__name__ == kind
+    for hooked, kind in ((False, DirectBackward), (True, Backward)):     # gradient syncs of several processes, without hooks and with
+        run = direct_update(replace(build(NANO, []), gradient_syncs=(SimpleNamespace(hooked=hooked),)))
+        assert run.backward is kind and type(run.optimizer(run.model)) is ClippedAdamW
     for rungs in (["fp16", "direct_update"], ["fp16", "chunked_ce", "head_groups"]):
         with fails(ValueError, "exclude each other"): build(NANO, rungs)
     with fails(ValueError, "FP32"): ClippedAdamW([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))])

@@ -15,7 +15,7 @@ from llm_speedrun.measure import version_of
 from llm_speedrun.roofline import has_fp8, main_format
 from llm_speedrun.model import rope, rope_table, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build, count_step, entered
+from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build, count_step, enter_all
 from small import NANO
 
 GPU = torch.cuda.is_available()
@@ -500,7 +500,7 @@ def test_a_weighted_backward_pass_would_be_found(monkeypatch):
     "With 1/n sent through the backward pass, a recorded pass clips what plain ones have learned"
     update = Stepper.update
     def weighted(self, x, y):
-        with entered(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y) / 8
+        with enter_all(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y) / 8
         loss.backward()
         return loss.detach()*8
     monkeypatch.setattr(Stepper, "backward", weighted)

@@ -7,8 +7,10 @@ from small import NANO, fails
 from llm_speedrun.files import InputError
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.rungs.documents import within_documents
-from llm_speedrun.runs import World, build, stepper_of
-from llm_speedrun.world import local, pieces, processes
+from llm_speedrun.runs import LocalSync, Stepper, build
+from llm_speedrun.distributed.world import World
+from llm_speedrun.distributed.spawn import run_distributed
+from llm_speedrun.distributed.parallel import local, pieces
 
 CONFIG = replace(NANO, layers=3, vocab=321)    # a row more than two processes can share evenly
 FUSED = ["flash", "fused_ops", "chunked_ce"]
@@ -31,9 +33,9 @@ def trained(world, rungs, micro=1, steps=4, config=CONFIG, change=None):
     "Losses, norms, evaluations between them, and the weights before and after"
     run = build(config, rungs, seed=3, world=world)
     run = change(run) if change else run
-    before, step = whole(run), stepper_of(run)(run, clip=.5)
+    before, step = whole(run), Stepper(run, clip=.5)
     x, y = torch.randint(config.vocab, (2, 4, config.seq), generator=torch.Generator().manual_seed(0)).to(run.device)
-    i, n = world.place("dp")
+    i, n = world.rank_and_size("dp")
     x, y = (t.chunk(n)[i] for t in (x, y))
     said = []
     for k in range(steps):
@@ -50,13 +52,13 @@ def copied(world):
 
 # Mistakes, each of which a test must see.
 def unreduced(run):
-    for e in run.engines: e.micro = lambda last: torch.enable_grad(run.model.set_requires_gradient_sync(False))
+    for e in run.gradient_syncs: e.micro = lambda last: torch.enable_grad(run.model.set_requires_gradient_sync(False))
     return run
 def vectors_apart(run):
-    for e in run.engines: e.reduce = lambda params: None
+    for e in run.gradient_syncs: e.reduce = lambda params: None
     return run
 def kept_whole(run):
-    run.model._forward_hooks.popitem()    # `give_back`
+    run.model._forward_hooks.popitem()    # `reshard_after_eval`
     return run
 def documents(run): return within_documents(run, 0)
 
@@ -98,7 +100,7 @@ def every(world, cases):
 @pytest.fixture(scope="module")
 def both(once):
     cases = CASES | {k: (FUSED, "", dict(change=f, micro=2), "fp32") for k, f in MISTAKES.items()}
-    return once("fsdp", lambda: processes(2, every, cases))
+    return once("fsdp", lambda: run_distributed(2, every, cases))
 
 @pytest.fixture(scope="module")
 def alone(once):
@@ -145,7 +147,7 @@ def test_the_parts_make_the_whole(name, both):
 
 def test_alone_it_changes_nothing():
     run = build(CONFIG, [*FUSED, "fsdp"])
-    assert not run.engines and run.stepper is None and type(run.model).__name__ == "GPT" and "fsdp" in run.rungs
+    assert not run.gradient_syncs and run.sync is LocalSync and type(run.model).__name__ == "GPT" and "fsdp" in run.rungs
 
 def test_a_copy_is_refused(both):
     "It would be the same model under another name"
@@ -172,7 +174,7 @@ GPU_CASES = {"fp8": (["tf32", *FP8, "fused_adamw"], "", dict(config=WORKLOADS["t
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_are_one():
     "The kernels of a GPU, and NCCL"
-    both = processes(2, every, GPU_CASES)
+    both = run_distributed(2, every, GPU_CASES)
     for k, (rungs, _, how, _) in GPU_CASES.items():
         alone = trained(World(), rungs, **how)
         for got in both: assert not differs(got[k], alone, dict(rel=3e-2)), k

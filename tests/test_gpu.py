@@ -12,7 +12,7 @@ from llm_speedrun.measure import version_of, warm_up
 from llm_speedrun.roofline import OpCounter, has_fp8
 from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
 from llm_speedrun.runs import (Run, Stepper, baseline, build, count_step, micro_batch, peak_gib, reference_errors,
-                               step_of)
+                               make_step)
 from llm_speedrun.rungs.tf32 import tf32
 from llm_speedrun.train.presets import parse_rungs, presets
 from llm_speedrun.train.config import TrainConfig
@@ -96,7 +96,7 @@ def test_a_kernel_runs_at_every_workload():
 def test_flash_saves_memory():
     "Without the scores the 124m step's peak is lower by at least one layer's scores for every layer"
     c, B = workload("124m"), 8
-    naive, flash = (warm_up(step_of(c, r, B))[1].peak_gib for r in (["bf16"], ["bf16", "flash"]))
+    naive, flash = (warm_up(make_step(c, r, B))[1].peak_gib for r in (["bf16"], ["bf16", "flash"]))
     scores = B * c.heads * c.seq**2 * 2 / 2**30     # GiB in bf16, one layer
     assert naive - flash > c.layers * scores, (naive, flash)
 
@@ -236,7 +236,7 @@ def test_presets_of_an_h200():
     assert ("flash4" in most) == bool(version_of("flash-attn-4")) and ("fp8_epilogues" in most) == bool(version_of("quack-kernels"))
     c, gib = workload("124m"), {}
     for k in ("smallest", "fastest", "safe"):
-        for _ in range(2): gib[k] = warm_up(step_of(c, presets()[k], 16))[1].peak_gib      # the first time kernels are chosen
+        for _ in range(2): gib[k] = warm_up(make_step(c, presets()[k], 16))[1].peak_gib      # the first time kernels are chosen
     assert gib["smallest"] < gib["fastest"] < gib["safe"], gib
 
 def test_first_loss():
@@ -264,7 +264,7 @@ def test_nothing_leaks(half):
 def test_counted_flops():
     "A real naive step does as many FLOPs as are counted on fake tensors, and as many as the convention says"
     c, B = workload("124m"), 2
-    step = step_of(c, [], B)()
+    step = make_step(c, [], B)()
     step()
     with OpCounter() as real: step()
     flops = [sum(o.flops for o in ops) for ops in (real.ops, count_step(c, [], B))]

@@ -87,7 +87,7 @@ known, loaded = set(sys.modules), {}
 def note(what): loaded[what] = sorted(HEAVY & (set(sys.modules) - known))
 import llm_speedrun.cli; note("the commands")
 import llm_speedrun.train.trainer, llm_speedrun.train.doctor; note("the trainer and the doctor")
-from llm_speedrun.runs import build, stepper_of
+from llm_speedrun.runs import Stepper, build
 from llm_speedrun.train.presets import preset
 preset("fastest"); note("every rung")
 from llm_speedrun.model import workload
@@ -96,7 +96,7 @@ for recipe in ("speedrun", "muon"):
     made = parse_recipe(recipe)
     config = made.shape(workload("tiny"))
     run = made(build(config, ["tf32", "fused_ops", "chunked_ce"], model=made.model))
-    step = stepper_of(run)(run)
+    step = Stepper(run)
     x = torch.arange(config.seq)[None]
     step((x, x)); note(f"a step of {recipe}")
 print(json.dumps(loaded))
@@ -117,7 +117,7 @@ def test_one_way_to_start_python():
     "`python_command`, and the encoder pool's own, which takes Python's isolated mode"
     assert {name for name, text in sources().items() if "sys.executable" in text} == {"files.py", "train/words.py"}
     spawning = {name for name, text in sources().items() if re.search(r"get_context\(|mp\.Process|multiprocessing\.Process|ProcessPool", text)}
-    assert spawning == {"world.py"} and "with safe_children(): p.start()" in sources()["world.py"]
+    assert spawning == {"distributed/spawn.py"} and "with safe_children(): p.start()" in sources()["distributed/spawn.py"]
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 import pytest, torch
 from llm_speedrun.roofline import matmul_precision
-from llm_speedrun.runs import Stepper, build, count_step, find_rung, reference_errors, stepper_of
+from llm_speedrun.runs import Stepper, build, count_step, find_rung, reference_errors
 from llm_speedrun.generate import generate
 from llm_speedrun.rungs import amp, flash, tf32
 from llm_speedrun.train.trainer import train
@@ -84,7 +84,7 @@ def test_later_rungs_leak_nothing(rungs, batch):
     if why := next(filter(None, (find_rung(r).needs() for r in rungs)), ""): pytest.skip(why)
     was, states = flags(), random_states()
     run = build(NANO, rungs)
-    step = stepper_of(run)(run)
+    step = Stepper(run)
     assert not changed(was) and random_states() == states, "build"
     for _ in range(2): assert step(*batch).isfinite()
     assert not changed(was) and random_states() == states, "step"
@@ -102,7 +102,7 @@ def test_nothing_leaks_where_a_step_raises(rungs, loss, batch):
     "An error in the forward or the backward pass leaves every setting as it was"
     run = replace(build(NANO, rungs.split(",")), loss=loss)
     was = flags()
-    with pytest.raises(ArithmeticError): stepper_of(run)(run)(*batch)
+    with pytest.raises(ArithmeticError): Stepper(run)(*batch)
     with pytest.raises(ArithmeticError) if loss is fault_forward else torch.no_grad(): Stepper(run).evaluate(batch)
     assert not changed(was)
 

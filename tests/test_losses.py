@@ -3,7 +3,7 @@ from dataclasses import replace
 from functools import partial
 import pytest, torch
 from llm_speedrun.files import InputError
-from llm_speedrun.recipes.schedules import guarded
+from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, chunked_cross_entropy, linear_cross_entropy, softmax_loss
 from llm_speedrun.rungs.epilogues import FusedCE, hopper_missing, summed_loss
 from llm_speedrun.rungs.fewer_passes import GroupedCE, mean_loss, times_
@@ -11,7 +11,7 @@ from llm_speedrun.rungs.fp8 import E5M2
 from llm_speedrun.rungs.fused_fp8 import HALF_MOST, Fp8CE, LayerScales, Scaling, logits_quantize, loss_lse
 from llm_speedrun.rungs.fused_ops import swiglu_backward
 from llm_speedrun.rungs.tensor_parallel import CutChunkedCE, part_grads, part_stats, row_losses
-from llm_speedrun.runs import build, stepper_of
+from llm_speedrun.runs import Stepper, build
 from small import NANO, fails
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,7 +140,7 @@ RUNGS = dict(chunked=["chunked_ce"], grouped=["chunked_ce", "head_groups"], fp8=
 def test_the_step_is_not_taken(rungs):
     "One bad target in one of two micro-batches: all weights stay, and the next step is as if this one had not been"
     run = build(replace(NANO, width=32, hidden=32, heads=2, kv_heads=1, vocab=64), rungs, DEVICE)
-    step = guarded(stepper_of(run))(run)
+    step = GuardedStepper(run)
     x, y = torch.randint(64, (2, 4, NANO.seq), device=DEVICE)
     before = [p.clone() for p in run.model.parameters()]
     bad = y.clone()

@@ -6,7 +6,7 @@ from torch import nn
 from llm_speedrun.measure import compare, ratio, sample_ms, summarize, version_of
 from llm_speedrun.roofline import count, ceilings
 from llm_speedrun.model import workload
-from llm_speedrun.runs import Stepper, adamw, baseline, build, check_rung, find_rung, step_of
+from llm_speedrun.runs import Stepper, adamw, baseline, build, check_rung, find_rung, make_step
 from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, AdamW8bit, Bf16AdamW, bf16_matrices,
                                 bf16_weights, decode_moments, encode_moments, in_blocks, join_fp32, make_8bit,
                                 make_bf16, make_fused, philox, random_bits, split_fp32, stochastic_round,
@@ -549,7 +549,7 @@ def test_bf16_weights_with_8bit_moments(batch):
 def optimizer_bytes(rungs, change=lambda run: run):
     "Counted bytes of the update for each weight"
     n = sum(p.numel() for p in baseline(workload("tiny")).model.parameters())
-    return sum(o.bytes for o in count(step_of(workload("tiny"), rungs, 1, change)) if o.kind == "optimizer" and o.name != "_foreach_mul_")/n
+    return sum(o.bytes for o in count(make_step(workload("tiny"), rungs, 1, change)) if o.kind == "optimizer" and o.name != "_foreach_mul_")/n
 
 def test_counted_bytes():
     "On fake tensors an update is counted with what it has to move"
@@ -634,7 +634,7 @@ def test_8bit_step_at_124m():
     "A training step with 8-bit moments is as fast as one with fused AdamW, to 3%, in at least 0.5 GiB less"
     rungs = ["tf32", "bf16", "flash", "fused_ops", "chunked_ce"]
     makers = dict(fused=make_fused, eight=make_8bit)
-    res = compare({k: step_of(workload("124m"), rungs, 16, lambda run, make=make: replace(run, optimizer=make))
+    res = compare({k: make_step(workload("124m"), rungs, 16, lambda run, make=make: replace(run, optimizer=make))
                    for k, make in makers.items()})
     assert ratio(res["fused"], res["eight"]) > .97 and res["eight"].peak_gib < res["fused"].peak_gib - .5
 

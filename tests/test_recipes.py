@@ -15,7 +15,7 @@ from llm_speedrun.train.presets import parse_rungs
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import load_named_state, named_state
 from llm_speedrun.train.trainer import Trainer, train
-from llm_speedrun.world import processes
+from llm_speedrun.distributed.spawn import run_distributed
 from small import NANO, fails, nano, options, recorded, texts
 
 @pytest.fixture(autouse=True)
@@ -258,9 +258,9 @@ def shared(world, steps): # in each of two processes
     "Weights after some steps of a recipe under ddp"
     config = replace(NANO, vocab=320)
     run = find_recipe("speedrun")(build(config, ["ddp"], world=world))
-    from llm_speedrun.runs import stepper_of
-    step = stepper_of(run)(replace(run, optimizer=partial(run.optimizer, lr=.02, weight_decay=.1)))
-    place, n = world.place("dp") if world.size > 1 else (0, 1)
+    from llm_speedrun.runs import Stepper
+    step = Stepper(replace(run, optimizer=partial(run.optimizer, lr=.02, weight_decay=.1)))
+    place, n = world.rank_and_size("dp") if world.size > 1 else (0, 1)
     for i in range(steps):
         x, y = torch.randint(320, (2, 4, 16), generator=torch.Generator().manual_seed(i))
         set_groups(run, step.opt, i, steps, .02)
@@ -269,8 +269,8 @@ def shared(world, steps): # in each of two processes
 
 def test_two_processes_train_as_one():
     "Each does the whole update of gradients that are the mean of all"
-    from llm_speedrun.runs import World
-    two = processes(2, shared, 8)
+    from llm_speedrun.distributed.world import World
+    two = run_distributed(2, shared, 8)
     one = shared(World(), 8)
     for k, w in one.items():
         assert np.array_equal(two[0][k], two[1][k]), k

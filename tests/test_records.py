@@ -2,7 +2,7 @@
 import json
 from collections import Counter
 import pytest
-from llm_speedrun import measure, runs
+from llm_speedrun import measure, records as record_module
 from cells import NBS
 from make_readme import ROOT
 
@@ -10,9 +10,9 @@ OTHERS = {"outputs.json", "fits.json", "collectives.json"}  # where outputs come
 FILES = sorted(p for p in (ROOT/"nbs/measurements").glob("*.json") if p.name not in OTHERS)
 # Records, as `name` calls them, whose code has changed since they were measured. One leaves this list when it's measured again.
 AWAITING = set()
-# Records with one of these rungs wait to be measured again: its kernels have changed since 2026-11-26, so that a target which is no token
-# makes the gradient NaN, too
-AWAITING_RUNGS = {"chunked_ce"}
+# Every record waits to be measured again: the step has changed since 2026-11-26 (one `Stepper` for one process and several), and with it the
+# code of all lists of rungs. When a GPU has measured them, this becomes False, and AWAITING names those that wait still
+ALL_AWAIT = True
 SHARED = "speedrun_ladder"  # by `--share`, on a GPU that we needn't have
 VERSIONS = "gpu", "driver", "torch", "triton"
 
@@ -59,15 +59,13 @@ def tell_themselves_apart(records):
     for key, n in Counter(map(measure.record_key, records)).items():
         if n > 1: yield f"{n} records of {key}"
 
+def ours(records): # what isn't ours has no `code`
+    return [r for r in records if r.get("code") and r["notebook"] != SHARED]
+
 def changed(records):
-    """The records of our notebooks whose rungs consist of other code now, each with those of `AWAITING_RUNGS` in it. What isn't ours has no
-    `code`"""
-    now = {}
-    def code(rungs):
-        if rungs not in now: now[rungs] = runs.code_of(rungs)
-        return now[rungs]
-    ours = (r for r in records if r.get("code") and r["notebook"] != SHARED)
-    return {name(r): {*measure.rung_names(r["rungs"])} & AWAITING_RUNGS for r in ours if r["code"] != code(tuple(r["rungs"]))}
+    "The records of our notebooks whose rungs consist of other code now"
+    now = {rungs: record_module.code_of(rungs) for rungs in {tuple(r["rungs"]) for r in ours(records)}}
+    return {name(r) for r in ours(records) if r["code"] != now[tuple(r["rungs"])]}
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
@@ -76,9 +74,11 @@ def test_records(path, rule):
     assert not wrong, f"{path.name}:\n  " + "\n  ".join(wrong)
 
 def test_records_come_from_the_code_as_it_is():
-    found = {n: why for p in FILES for n, why in changed(json.loads(p.read_text(encoding="utf-8"))).items()}
-    assert set().union(*found.values()) == AWAITING_RUNGS, "records of all others are of today's code: take those out of AWAITING_RUNGS"
-    found = {n for n, why in found.items() if not why}
+    records = [r for p in FILES for r in json.loads(p.read_text(encoding="utf-8"))]
+    found = changed(records)
+    if ALL_AWAIT:
+        assert found == {*map(name, ours(records))}, "some records are of today's code: name the others in AWAITING"
+        return
     assert found <= AWAITING, "their code has changed since, measure them again:\n  " + "\n  ".join(sorted(found - AWAITING))
     assert found == AWAITING, f"need not stand in AWAITING any more: {sorted(AWAITING - found)}"
 
@@ -91,7 +91,7 @@ def test_a_file_is_named_after_its_gpu(path):
 def record(rung="flash", **changes):
     "A good record, with changes: `...` takes a key away"
     r = dict.fromkeys(measure.KEYS, 1.) | dict(
-        rung=rung, before="bf16", workload="124m", dtype="bf16", rungs=["flash"], code=runs.code_of(["flash"]),
+        rung=rung, before="bf16", workload="124m", dtype="bf16", rungs=["flash"], code=record_module.code_of(["flash"]),
         notebook="12_flash", gpu="NVIDIA H200", driver="580", torch="2.11", triton="3.6", date="2026-01-01", predicted_ms=1.) | changes
     return {k: v for k, v in r.items() if v is not ...}
 
@@ -104,6 +104,6 @@ def test_rule_passes_good_records(rule): assert list(RULES[rule](GOOD)) == []
 def test_rule_finds_broken_records(rule, changes): assert list(RULES[rule](GOOD + [record(**changes)]))
 
 def test_changed_code_is_found():
-    other = record("other", rungs=["tf32"], code=runs.code_of(["flash"]))
-    assert not changed(GOOD) and {*changed(GOOD + [other, record("peer", code=None, rungs=[])])} == {name(other)}
+    other = record("other", rungs=["tf32"], code=record_module.code_of(["flash"]))
+    assert not changed(GOOD) and changed(GOOD + [other, record("peer", code=None, rungs=[])]) == {name(other)}
     assert not changed([other | dict(notebook=SHARED)])

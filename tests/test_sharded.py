@@ -12,14 +12,16 @@ from safetensors.torch import load_file, save_file
 from llm_speedrun.export import export_folder, from_pretrained, read_run, unfinished
 from llm_speedrun.files import InputError
 from llm_speedrun.recipes.schedules import Average
-from llm_speedrun.runs import World, build, stepper_of
+from llm_speedrun.runs import Stepper, build
+from llm_speedrun.distributed.world import World
 from llm_speedrun.checkpoint import format, save_sharded as sharded
 from llm_speedrun.checkpoint.format import *
 from llm_speedrun.checkpoint.load import *
 from llm_speedrun.checkpoint.save import *
 from llm_speedrun.checkpoint.save_sharded import *
 from llm_speedrun.checkpoint.state import *
-from llm_speedrun.world import Piece, local, pieces, processes
+from llm_speedrun.distributed.spawn import run_distributed
+from llm_speedrun.distributed.parallel import Piece, local, pieces
 from small import NANO, fails
 from timeouts import TIMEOUT, calls_of, wait_until
 
@@ -37,13 +39,13 @@ def in_layout(world, name, rungs=(), seed=0):
     (dp, tp), parallel = LAYOUTS[name]
     if world.size > 1 and (dp, tp) != world.mesh.shape: world = replace(world, mesh=mesh_of(dp, tp))
     run = build(CONFIG, [*FUSED, *rungs, *parallel], device="cpu", seed=seed, world=world)
-    step = stepper_of(run)(run)
+    step = Stepper(run)
     return run, step, Average(step.params, .9)
 
 def take(run, step, average, n):
     "The losses of so many steps, always of the same batch"
     x, y = torch.randint(320, (2, 4, CONFIG.seq), generator=torch.Generator().manual_seed(0))
-    i, n_dp = run.world.place("dp")
+    i, n_dp = run.world.rank_and_size("dp")
     losses = []
     for _ in range(n):
         losses.append(step((x.chunk(n_dp)[i], y.chunk(n_dp)[i])).item())
@@ -196,10 +198,10 @@ def test_own_states(world_of_all):
 
 class InThread:
     "A `World` whose processes are threads of one"
-    first_does, shared = World.first_does, lambda self, x=None: self.gathered(x)[0]
+    run_on_rank_zero, broadcast_object = World.run_on_rank_zero, lambda self, x=None: self.all_gather_object(x)[0]
     first = property(lambda self: self.rank == 0)
     def __init__(self, rank, size, box, barrier): self.rank, self.size, self.box, self.barrier = rank, size, box, barrier
-    def gathered(self, x):
+    def all_gather_object(self, x):
         self.box[self.rank] = x; self.barrier.wait()
         res = list(self.box); self.barrier.wait()
         return res
@@ -279,9 +281,9 @@ def test_a_full_disk_on_one(tmp_path, monkeypatch):
     def four(world):
         saver, errors = ShardedSaver(tmp_path, keep=2, world=world, patience=TIMEOUT), []
         errors += [save(saver, 1), save(saver, 2)]
-        world.gathered(0)
+        world.all_gather_object(0)
         left = {p for p in tmp_path.rglob("*.safetensors")}
-        world.gathered(0)
+        world.all_gather_object(0)
         errors.append(save(saver, 3)); saver.close()
         return errors, left
     for (ok, error, again), left in together(4, four):
@@ -339,7 +341,7 @@ def test_pruned_by_the_first(tmp_path):
         saver = ShardedSaver(tmp_path, keep=2, world=world)
         saver.losses = {1: 5., 2: 3., 3: 4.}
         for step in (1, 2, 3, 4, 5): assert save(saver, step) is None
-        world.gathered(0) # the first process removes after the others are told
+        world.all_gather_object(0) # the first process removes after the others are told
         assert [p.name[-1] for p in sorted(tmp_path.iterdir())] == ["2", "4", "5"]
         saver.go_on(4); assert save(saver, 5) is None
         saver.close()
@@ -349,7 +351,7 @@ def test_pruned_by_the_first(tmp_path):
 class InFork(InThread):
     "A `World` whose two processes are one and its fork"
     def __init__(self, folder): self.folder, self.rank, self.size, self.n = folder, 0, 2, 0
-    def gathered(self, x):
+    def all_gather_object(self, x):
         self.n += 1
         files = [self.folder/f"said-{self.n}-{r}" for r in range(2)]
         (mine := self.folder/f"mine-{self.rank}").write_text(json.dumps(x)); mine.replace(files[self.rank])

@@ -15,7 +15,7 @@ class Length:
     def __init__(self, n): self.n, self.paths = n, ["long.bin"]
     def __len__(self): return self.n
 
-def place(p, n): return SimpleNamespace(place=lambda dim: (p, n))
+def place(p, n): return SimpleNamespace(rank_and_size=lambda dim: (p, n))
 
 # Orders
 

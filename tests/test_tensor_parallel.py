@@ -5,8 +5,10 @@ import llm_speedrun.rungs.tensor_parallel as tp
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, loss_maths
 from llm_speedrun.rungs.tensor_parallel import (Share, TensorParallel, part_grads, part_grads_maths, part_stats, part_stats_maths,
                                                 row_losses)
-from llm_speedrun.runs import World, build, entered, stepper_of
-from llm_speedrun.world import pieces, processes
+from llm_speedrun.runs import LocalSync, Stepper, build, enter_all
+from llm_speedrun.distributed.world import World
+from llm_speedrun.distributed.spawn import run_distributed
+from llm_speedrun.distributed.parallel import pieces
 from small import NANO, fails
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +27,7 @@ def data(n=4): return torch.randint(NANO.vocab, (2, n, NANO.seq), generator=torc
 def whole(run):
     "Name -> each weight put together from all processes' pieces"
     res = {}
-    for mine in run.world.gathered({n: (p.shape, p.start, p.tensor.float().cpu().numpy()) for n, p in pieces(run).items()}):
+    for mine in run.world.all_gather_object({n: (p.shape, p.start, p.tensor.float().cpu().numpy()) for n, p in pieces(run).items()}):
         for n, (shape, start, t) in mine.items():
             res.setdefault(n, np.full(shape, np.nan))[tuple(slice(i, i + k) for i, k in zip(start, t.shape))] = t
     return res
@@ -34,10 +36,10 @@ def train(world, rungs, steps, micro, parallel=("tensor_parallel",), change=lamb
     "Losses and norms of some steps, whole weights, evaluation, and logits of an odd number of tokens"
     run = build(NANO, [*rungs, *parallel] if world.size > 1 else rungs, world=world)
     change(run)
-    step, (i, n) = stepper_of(run)(run, clip=.5), world.place("dp")
+    step, (i, n) = Stepper(run, clip=.5), world.rank_and_size("dp")
     x, y = (t.chunk(n)[i] for t in data())
     res = [(step(*zip(x.chunk(micro), y.chunk(micro))).item(), step.norm.item()) for _ in range(steps)]
-    with torch.no_grad(), entered(run.step_contexts + run.forward_contexts): logits = run.model(data()[0, :3, :31]).float().tolist()
+    with torch.no_grad(), enter_all(run.step_contexts + run.forward_contexts): logits = run.model(data()[0, :3, :31]).float().tolist()
     return res, whole(run), step.evaluate([(x, y)]), logits
 
 def check(got, want, loss=1e-4, weight=1e-4, norm=1e-4):
@@ -65,7 +67,7 @@ def refusals(world):
     return [said(f) for f in (make(NANO, "tensor_parallel:size=4"), other(kv_heads=1), other(heads=1, kv_heads=1), other(vocab=321),
         other(hidden=49), make(NANO, "bf16", "bf16_stream", "tensor_parallel"),
         make(NANO, "bf16", *FUSED, "fp8:parts=mlp+head", "tensor_parallel"), lambda: run.model(odd, odd),
-        lambda: stepper_of(replace(run, engines=()))(run) and run.stepper(replace(run, engines=())))]
+        lambda: Stepper(replace(run, gradient_syncs=())))]
 
 def loss_errors(world):
     "The loss and its gradients of both processes' parts: largest relative errors against float64, ours and PyTorch's"
@@ -87,7 +89,7 @@ def loss_errors(world):
             def ours(loss):
                 a, b = rows(h), rows(w)
                 l = loss(a, b, y)
-                return [world.gathered(t.detach().float().cpu()) for t in (l, *torch.autograd.grad(2*l, (a, b)))]
+                return [world.all_gather_object(t.detach().float().cpu()) for t in (l, *torch.autograd.grad(2*l, (a, b)))]
             exact, theirs = by_autograd(torch.float64), by_autograd(dtype)
             losses = [tp.CutChunkedCE(share, ChunkedCE(ignore, z, cap, 1))] + [tp.CutCrossEntropy(share)]*((ignore, z, cap) == (-100, 0., 0.))
             for loss in losses:
@@ -106,7 +108,7 @@ def shows_nan(world):
 
 def two(world):
     "What two processes do"
-    def no_norms(run): run.engines[0].reduce = lambda params: None
+    def no_norms(run): run.gradient_syncs[0].reduce = lambda params: None
     res = {k: train(world, *how) for k, how in LISTS.items()}
     cut_model, tp.cut_model = tp.cut_model, lambda model, share, whole: cut_model(model, share, True)
     res["whole stream"] = train(world, *LISTS["checkpoint"])
@@ -122,7 +124,7 @@ def two(world):
 @needs(2)
 def test_two_processes_are_one():
     "Losses, norms, weights, evaluation and logits; mutations are seen; refusals; the loss by itself; NaN"
-    (a, refused, errors, nan), (b, *_, nan2) = processes(2, two, tp=2)
+    (a, refused, errors, nan), (b, *_, nan2) = run_distributed(2, two, tp=2)
     for name, (rungs, steps, micro) in LISTS.items():
         plain = [r for r in rungs if r not in ("checkpoint", "compile")]    # which change no number
         want, bars = train(World(), plain, steps, micro), (3e-3, 2e-2, 2e-2) if name == "bf16" else (1e-4, 1e-4, 1e-4)
@@ -147,7 +149,7 @@ def four(world):
 @needs(4)
 def test_four_processes_are_one():
     "A model cut in two, each half in shards of two or twice there: two halves of the batch"
-    every = processes(4, four, tp=2)
+    every = run_distributed(4, four, tp=2)
     for name, how in FOUR.items():
         want = train(World(), *how)
         for got in every: check((*got[name][:2], want[2], got[name][3]), want)    # each evaluated its own half
@@ -158,7 +160,7 @@ def test_refused_anywhere():
                          (["cuda_graphs"], ["exclude each other"])):
         with fails(ValueError, *parts): build(NANO, [*rungs, "tensor_parallel"])
     run = build(NANO, ["tensor_parallel"])
-    assert run.stepper is None and not run.engines and run.model.embed_tokens.num_embeddings == NANO.vocab
+    assert run.sync is LocalSync and not run.gradient_syncs and run.model.embed_tokens.num_embeddings == NANO.vocab
 
 # The kernels, on both halves of some logits
 

@@ -2,7 +2,7 @@
 import os, pickle, re, socket, subprocess, sys, threading
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
-from llm_speedrun import world
+from llm_speedrun.distributed import spawn, watchdog, world
 from llm_speedrun.files import InputError, RunError
 from timeouts import TIMEOUT
 
@@ -16,7 +16,7 @@ def as_process(monkeypatch):
     "Sets what torchrun would tell a process on a machine without GPUs"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     def told(rank=0, size=2, port=None, **more):
-        env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port or world.free_port()) | more
+        env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port or spawn.free_port()) | more
         for k, v in env.items(): monkeypatch.setenv(k, str(v))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     meet = dist.rendezvous
@@ -34,11 +34,11 @@ def fails(error, part, **how):
 def test_one_process_joins_nobody(monkeypatch):
     for k in ("RANK", "WORLD_SIZE"): monkeypatch.delenv(k, raising=False)
     w = world.join_world(tp=8)
-    assert (w.rank, w.size, w.mesh, w.first, w.place("dp")) == (0, 1, None, True, (0, 1)) and not dist.is_initialized()
+    assert (w.rank, w.size, w.mesh, w.first, w.rank_and_size("dp")) == (0, 1, None, True, (0, 1)) and not dist.is_initialized()
     world.leave_world()
-    watch = world.Watch(w, logs="nowhere")
+    watch = watchdog.Heartbeat(w, logs="nowhere")
     watch("step 1"); watch.close()
-    agree = world.Agreement(w, "stop", "save", watch=watch)
+    agree = watchdog.FlagSync(w, "stop", "save", heartbeat=watch)
     assert agree(stop=1) == dict(stop=1, save=0) and not Path("nowhere").exists()
     world.check_alike(w, options=dict(lr=1))
 
@@ -97,7 +97,7 @@ def differing(w, logs):
     import faulthandler, os
     from pathlib import Path
     from timeouts import wait_until
-    from llm_speedrun import world
+    from llm_speedrun.distributed import spawn, watchdog, world
     def said(f):
         try: f()
         except Exception as e: return type(e).__name__, str(e)
@@ -108,12 +108,12 @@ def differing(w, logs):
         digest=said(lambda: world.check_alike(w, data="abcd"[mine])))
     true, world.version_of = world.version_of, lambda p: "2.11.0" if mine and p == "torch" else true(p)
     res["versions"] = said(lambda: world.check_alike(w))
-    agree = world.Agreement(w, "stop", lag=1)
+    agree = watchdog.FlagSync(w, "stop", lag=1)
     res["agreed"] = [agree(stop=i*mine)["stop"] for i in range(4)], agree.drain()["stop"]
     dump, after = faulthandler.dump_traceback_later, []
     faulthandler.dump_traceback_later = lambda seconds, **how: (after.append(seconds), dump(seconds, **how))
-    watch = world.Watch(w, logs, timeout=1)
-    agree = world.Agreement(w, "stop", lag=1, timeout=1, watch=watch)
+    watch = watchdog.Heartbeat(w, logs, timeout=1)
+    agree = watchdog.FlagSync(w, "stop", lag=1, timeout=1, heartbeat=watch)
     given_up, stack = Path(logs)/"given up", Path(logs)/"stack-1.txt"
     def hang():
         watch("step 7")
@@ -129,7 +129,7 @@ def differing(w, logs):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
-    return world.processes(2, differing, str(logs)), logs
+    return spawn.run_distributed(2, differing, str(logs)), logs
 
 def test_alike_is_no_error(two): assert [r["same"] for r in two[0]] == [None, None]
 
@@ -145,7 +145,7 @@ def test_all_know_what_one_wants_one_call_later(two):
 def test_a_process_that_hangs_is_named(two):
     (waits, hangs), logs = two
     kind, said = waits["hang"]
-    assert kind == "Lost" and "process 1 of 2 does not answer: it was last seen at step 7" in said and "1000ms" in said
+    assert kind == "PeerLostError" and "process 1 of 2 does not answer: it was last seen at step 7" in said and "1000ms" in said
     assert hangs["stack after"] == .8 # of the second after which the others give up
     assert re.search(r"There it was in wait_until \(timeouts.py, line \d+\), called from hang \(test_world.py, line", said) and hangs["hang"] is None, said
     assert "in hang" in (logs/"stack-1.txt").read_text(encoding="utf-8")
@@ -154,16 +154,17 @@ def test_a_process_that_hangs_is_named(two):
 
 DIES = """
 import os, signal, sys
-from llm_speedrun.world import Agreement, Watch, join_world, leave_world
+from llm_speedrun.distributed.world import join_world, leave_world
+from llm_speedrun.distributed.watchdog import FlagSync, Heartbeat
 w = join_world()
-watch = Watch(w)
-agree = Agreement(w, "stop", watch=watch)
+watch = Heartbeat(w)
+agree = FlagSync(w, "stop", heartbeat=watch)
 try:
     for i in range(10):
         watch(f"step {i}")
         if w.rank == 1 and i == 3: os.kill(os.getpid(), signal.SIGKILL)
         agree()
-        w.wait()
+        w.barrier()
 except RuntimeError as e:
     print(e)
     leave_world(lost=True)
@@ -172,7 +173,7 @@ except RuntimeError as e:
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_process_that_dies_is_named():
-    env = os.environ | dict(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(world.free_port()), CUDA_VISIBLE_DEVICES="-1",
+    env = os.environ | dict(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(spawn.free_port()), CUDA_VISIBLE_DEVICES="-1",
                             OMP_NUM_THREADS="1", PYTHONPATH=str(HERE.parent))
     ps = [subprocess.Popen([sys.executable, "-c", DIES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                            env=env | dict(RANK=str(r), LOCAL_RANK=str(r))) for r in range(3)]
@@ -187,9 +188,9 @@ class TwoArguments(InputError):
 
 class Sent:
     "A `World` of two: what the first process shares is what the other gets, pickled on the way"
-    size, first_does = 2, world.World.first_does
+    size, run_on_rank_zero = 2, world.World.run_on_rank_zero
     def __init__(self, first, line): self.first, self.line = first, line
-    def shared(self, x=None):
+    def broadcast_object(self, x=None):
         if self.first: self.line.append(pickle.dumps(x))
         return pickle.loads(self.line[-1])
 
@@ -205,13 +206,13 @@ def test_what_the_first_raises_is_raised_on_all(error, kind, text):
     "Its own error there, and elsewhere one that names the cause, whether pickling can keep it or not"
     def fails(): raise error
     line = []
-    with pytest.raises(type(error)) as e: Sent(True, line).first_does(fails)
+    with pytest.raises(type(error)) as e: Sent(True, line).run_on_rank_zero(fails)
     assert e.value is error
-    with pytest.raises(kind, match=text) as e: Sent(False, line).first_does(fails)
+    with pytest.raises(kind, match=text) as e: Sent(False, line).run_on_rank_zero(fails)
 
 def test_an_answer_that_cannot_be_sent():
     "Is an error on all, too, not one that leaves the others waiting"
     line = []
-    with pytest.raises(Exception, match="pickle"): Sent(True, line).first_does(threading.Lock)
-    with pytest.raises(Exception, match="pickle"): Sent(False, line).first_does(threading.Lock)
-    assert Sent(True, line).first_does(lambda: 3) == Sent(False, line).first_does(None) == 3
+    with pytest.raises(Exception, match="pickle"): Sent(True, line).run_on_rank_zero(threading.Lock)
+    with pytest.raises(Exception, match="pickle"): Sent(False, line).run_on_rank_zero(threading.Lock)
+    assert Sent(True, line).run_on_rank_zero(lambda: 3) == Sent(False, line).run_on_rank_zero(None) == 3

@@ -25,7 +25,7 @@ from ..measure import default_device, version_of
 from ..model import GPT, matrix_params
 from ..roofline import matmul_precision
 from ..runs import uncompiled
-from ..world import free_port
+from ..distributed.spawn import free_port
 
 # %% ../../nbs/48b_adapters.ipynb #25peer10
 class Step:

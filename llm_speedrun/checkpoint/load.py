@@ -217,7 +217,7 @@ def newest_on_all_ranks(world, # a `World`
         try: why = validation_error(c, slice(world.rank, None, world.size))
         except OSError as e: why = f"it can't be read: {e}"
         if not why and run and read_metadata(c).run != run: why = "it is of another run"
-        return next(filter(None, world.gathered(why)), "")
-    for c in reversed(world.shared(checkpoints(folder))):
+        return next(filter(None, world.all_gather_object(why)), "")
+    for c in reversed(world.broadcast_object(checkpoints(folder))):
         if not (why := why_not(c)): return c
         if world.first: say(f"passing over {c}: {why}")

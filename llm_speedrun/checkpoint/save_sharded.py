@@ -18,8 +18,8 @@ import msgspec, torch
 from fastcore.basics import patch
 from msgspec import Meta
 from ..files import InputError, file_sha256, read_json, replace_file, synced
-from ..runs import World
-from ..world import Piece, local
+from ..distributed.world import World
+from ..distributed.parallel import Piece, local
 
 # %% ../../nbs/54_sharded_saving.ipynb #db54c384
 from ..rungs.optim import SMALL, in_blocks
@@ -161,13 +161,13 @@ class ShardedSaver(Saver):
                  world=World(), # the processes, which all make theirs together
                  patience=300): # seconds without any progress after which a checkpoint is given up
         self.world, self.patience, self.saves = world, patience, 0
-        self.places = world.gathered(process_location())
+        self.places = world.all_gather_object(process_location())
         super().__init__(folder, keep, run)
 
     def tidy(self):
         "Remove what killed processes have left. Raises `InputError` where the folder isn't the same for all"
-        self.token = self.world.first_does(self.tidy_up)
-        blind = [r for r, sees in enumerate(self.world.gathered(self.sees())) if not sees]
+        self.token = self.world.run_on_rank_zero(self.tidy_up)
+        blind = [r for r, sees in enumerate(self.world.all_gather_object(self.sees())) if not sees]
         if self.world.first: (self.folder/f".{self.token}").unlink()
         if blind: raise InputError(
             f"{self.folder} isn't the same folder for all processes: process {blind[0]} on "
@@ -343,7 +343,7 @@ def sign(self:ShardedSaver, tmp, parts, # the folder, file name -> `Part`
 @patch
 def go_on(self:ShardedSaver, step): # of the checkpoint that was read
     "Prune checkpoints as `Saver` does, on the first process"
-    self.world.first_does(lambda: super(ShardedSaver, self).go_on(step))
+    self.world.run_on_rank_zero(lambda: super(ShardedSaver, self).go_on(step))
 
 def make_saver(world, folder, keep=2, run=""): # a `World`; the rest as for `Saver`
     "Return the saver for that many processes"

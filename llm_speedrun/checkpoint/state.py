@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch, torch.distributed as dist
 from ..files import InputError
 from ..rungs.optim import encode_moments
-from ..world import local, pieces
+from ..distributed.parallel import local, pieces
 
 # %% ../../nbs/54b_state.ipynb #4e300e44
 from .format import OptimizerState, convert_to, load_named_state, named_state
@@ -31,8 +31,7 @@ class OwnParameters:
     "The parts of a run's parameters that this process updates, in place of the model for its optimizer"
     def __init__(self, run, stepper): # a `Run`, and its `Stepper`
         updated = {p for g in stepper.opt.param_groups for p in g["params"]}
-        parts = getattr(stepper, "parts", {})
-        own = {n: parts.get(p, p) for n, p in run.model.named_parameters()}
+        own = {n: stepper.sync.parts.get(p, p) for n, p in run.model.named_parameters()}
         self.params = {n: p for n, p in own.items() if p in updated} # without those of which it has nothing
 
     def named_parameters(self): return self.params.items()
@@ -152,6 +151,6 @@ def full_state_dict(run): # a `Run`; all its processes call this
     "Gather whole weights by name on the first process's CPU, one at a time; None on the others"
     world, here = run.world, {n: to_piece(t, run.world.first) for n, t in weights_to_save(run).items()}
     sent = lambda p: p.mine and p.tensor.numel() > 0
-    places = world.gathered({n: (p.start, tuple(p.tensor.shape), sent(p)) for n, p in here.items()})
+    places = world.all_gather_object({n: (p.start, tuple(p.tensor.shape), sent(p)) for n, p in here.items()})
     res = {n: send_full_tensor(world, p, [at[n] for at in places]) for n, p in here.items()}
     return res if world.first else None

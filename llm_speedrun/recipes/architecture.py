@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch, torch.nn as nn, torch.nn.functional as F
 from ..files import InputError
 from ..model import GPT, Embedding, RMSNorm
-from ..world import pieces
+from ..distributed.parallel import pieces
 
 # %% ../../nbs/46_architecture.ipynb #939306fc
 class Head(nn.Module):

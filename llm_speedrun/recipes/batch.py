@@ -17,7 +17,7 @@ from ..compat import flash_attention
 from ..files import InputError
 from ..measure import sample_ms, summarize
 from ..model import set_parts
-from ..runs import entered, step_of
+from ..runs import enter_all, make_step
 from ..rungs.documents import by_mask
 from ..rungs.fused_ops import compute_dtype
 
@@ -36,7 +36,7 @@ def noise_scale(step, # a `Stepper`; no step is taken
     grads = [torch.zeros_like(p) for p in step.params]
     for x, y in batches:
         step.opt.zero_grad(set_to_none=True)
-        with entered(step.run.step_contexts): step.backward(x, y)
+        with enter_all(step.run.step_contexts): step.backward(x, y)
         small += squared_length(p.grad for p in step.params).item()/n
         torch._foreach_add_(grads, [p.grad/n for p in step.params])
     step.opt.zero_grad(set_to_none=True)
@@ -51,7 +51,7 @@ def step_times(config, # a `GPTConfig`
                recipe): # a `Recipe`
     "Milliseconds of a step of each size, a list"
     def ms(n):
-        step = step_of(config, rungs, n, recipe, model=recipe.model)()
+        step = make_step(config, rungs, n, recipe, model=recipe.model)()
         for _ in range(4): step()
         return summarize(sample_ms(step, 10)).ms
     return [ms(n) for n in sizes]

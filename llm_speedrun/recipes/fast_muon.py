@@ -19,7 +19,7 @@ from ..files import InputError
 from ..measure import compare, default_device
 from ..rungs.optim import fake_update, to_device
 from ..rungs.triton import blocks, jit, pow2, runs_kernel, tl
-from ..world import all_gather_parts
+from ..distributed.collectives import all_gather_parts
 
 # %% ../../nbs/44_fast_muon.ipynb #3c914a9a
 def matrix_shapes(config): # a `GPTConfig`

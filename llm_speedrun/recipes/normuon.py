@@ -32,7 +32,7 @@ class NorMuonRule:
 def same_gradients(run): # a `Run` with all its rungs
     "Rank, number and group of the processes with the same gradients and whole matrices; None for one alone"
     if "ddp" not in run.rungs or run.world.size == 1: return None
-    return *run.world.place("dp"), run.world.group("dp")
+    return *run.world.rank_and_size("dp"), run.world.group("dp")
 
 # %% ../../nbs/45_normuon.ipynb #1c7232fa
 @recipe(excludes=WHY_NOT, lr=MUON_LR, **MUON)

@@ -18,7 +18,7 @@ from ..compat import FakeTensorMode, TorchDispatchMode, storage_id
 from ..files import InputError
 from ..measure import memory_limit
 from ..roofline import op_kind, tensors
-from ..runs import Stepper, build, entered, rung
+from ..runs import Stepper, build, enter_all, rung
 
 # %% ../../nbs/20_checkpointing.ipynb #3a1ff34d
 class MemoryCounter(TorchDispatchMode):
@@ -54,8 +54,8 @@ def pass_memory(step, # a `Stepper` whose gradients and optimizer state exist
     "The `Memory` of one forward and backward pass"
     run, static = step.run, meter.now
     meter.reset()
-    with entered(run.step_contexts):
-        with entered(run.forward_contexts): loss = run.loss(run.model, x, y)
+    with enter_all(run.step_contexts):
+        with enter_all(run.forward_contexts): loss = run.loss(run.model, x, y)
         saved = meter.now - static
         step.scaler.scale(loss).backward()
     return Memory(static, saved, meter.peak - static)

@@ -14,7 +14,7 @@ from ..files import lookup
 from ..measure import version_of
 from ..model import naive_heads, set_parts
 from ..roofline import fused
-from ..runs import HandedOut, needs_capability, rung
+from ..runs import PrecomputedGrads, needs_capability, rung
 
 # %% ../../nbs/18_compile.ipynb #1863f340
 def own_code(f): # a function
@@ -52,7 +52,7 @@ def whole_pass(loss): # (model, x, y) -> mean loss
         res, params = loss(model, x, y), [p for p in model.parameters() if p.requires_grad]
         if not torch.is_grad_enabled(): return res
         grads = torch.autograd.grad(res, params)
-        return HandedOut.apply(res.detach(), lambda: grads, *params)
+        return PrecomputedGrads.apply(res.detach(), lambda: grads, *params)
     return run_pass
 
 # %% ../../nbs/18_compile.ipynb #a57c2d7d

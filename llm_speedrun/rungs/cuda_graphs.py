@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from fastcore.basics import patch
 from ..files import InputError, RunError
-from ..runs import HandedOut, needs_capability, param_groups, rung
+from ..runs import PrecomputedGrads, needs_capability, param_groups, rung
 
 # %% ../../nbs/19_cuda_graphs.ipynb #335e07d5
 def capturable_adamw(model, # the model to optimize
@@ -91,7 +91,7 @@ def __call__(self:RecordedPass, x, y): # of the recorded shape
     for to, new in zip(self.batch, (x, y)): copy_same(to, new)
     self.graph.replay()
     self.replays += 1
-    return HandedOut.apply(self.loss, partial(self.grads_of, self.replays), *self.params)
+    return PrecomputedGrads.apply(self.loss, partial(self.grads_of, self.replays), *self.params)
 
 @patch
 def grads_of(self:RecordedPass, replay): # its number

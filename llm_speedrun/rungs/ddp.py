@@ -19,7 +19,7 @@ from ..gpu import COLORS
 from ..measure import publish, records_path, save_records, smoke
 from ..runs import rung
 from .cuda_graphs import RecordedPass
-from ..world import Engine, ParallelStepper
+from ..distributed.parallel import GradientSync, ParallelSync
 
 # %% ../../nbs/51_ddp.ipynb #51ddp018
 @torch.no_grad()
@@ -49,11 +49,11 @@ def in_buckets(params, # in the order in which the forward pass reaches them
     return res
 
 # %% ../../nbs/51_ddp.ipynb #51ddp023
-class SharedLoss(Engine):
+class SharedLoss(GradientSync):
     "The loss of a run, whose gradients become those of all processes in one call after the backward pass"
     def __init__(self, loss, # (model, x, y) -> mean loss
                  group, # of processes
-                 mb): # megabytes of a bucket, for engines that have any
+                 mb): # megabytes of a bucket, where there are any
         self.loss, self.group, self.mb = loss, group, mb
         self.last = None # whether the micro-batch is the step's last one; None outside of a step
 
@@ -79,7 +79,7 @@ class WeightsAndLoss(nn.Module):
 # %% ../../nbs/51_ddp.ipynb #51ddp026
 class HookedLoss(SharedLoss):
     "PyTorch's DDP: its hooks send a bucket of gradients as soon as the backward pass has them"
-    ddp = model = None
+    ddp, model, hooked = None, None, True
     def wrap(self, model): # a `GPT`
         "Put DDP around it. Waits for the other processes, and gives all of them the first one's weights"
         self.model = model
@@ -185,10 +185,10 @@ def ddp(run, # a `Run`
     if run.world.size == 1: return run
     early = overlap and run.device.type == "cuda" # on a CPU nothing is replayed
     kind = HookedLoss if "cuda_graphs" not in run.rungs else ReplayedLoss if early else SharedLoss
-    engine = kind(run.loss, run.world.group("dp"), mb)
+    shared = kind(run.loss, run.world.group("dp"), mb)
     if "compile" in run.rungs: run = run.in_step(whole_blocks)
-    return replace(run, loss=engine, engines=run.engines + (engine,), stepper=ParallelStepper,
-                   releases=run.releases + (engine.forget,))
+    return replace(run, loss=shared, gradient_syncs=run.gradient_syncs + (shared,), sync=ParallelSync,
+                   releases=run.releases + (shared.forget,))
 
 # %% ../../nbs/51_ddp.ipynb #51ddp059
 def record_of_gpus(record, # of a step that GPUs take together: its batch is that of all of them
@@ -212,7 +212,7 @@ def step_timeline(world, # a `World`
     gpu = torch.cuda.is_available()
     for _ in range(warmup): step()
     if gpu: torch.cuda.synchronize()
-    world.wait()
+    world.barrier()
     activity = ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as prof:
         step()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GROUP', 'group_sizes', 'logits_into', 'mm8_into', 'group8', 'grouped8', 'mean_loss_kernel', 'mean_loss', 'grouped16',
-           'times_kernel', 'times_', 'GroupedLoss', 'GroupedCE', 'head_groups', 'handed_out', 'DirectStepper',
+           'times_kernel', 'times_', 'GroupedLoss', 'GroupedCE', 'head_groups', 'precomputed_grads', 'DirectBackward',
            'clipped_adamw_kernel', 'adamw_numbers', 'clipped_triton', 'clipped_torch', 'ClippedAdamW', 'make_clipped',
            'direct_update', 'remade', 'heads_product', 'attend_again', 'layer_again', 'recompute_rope']
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..compat import FakeTensor, node_class, scaled_mm, storage_id
 from ..files import InputError, RunError
 from ..model import naive_layer, set_parts
-from ..runs import HandedOut, Stepper, average_and_clip, entered, param_groups, rung
+from ..runs import Backward, PrecomputedGrads, param_groups, rung
 from .triton import (blocks, jit, kernel_op, launch, programs, runs_kernel, tl, traced,
                                        triton)
 from .fused_ops import compute_dtype, needs_triton, qk_rope
@@ -230,19 +230,19 @@ def head_groups(run, # a `Run` with chunked_ce
     return run.with_model(change)
 
 # %% ../../nbs/28_fewer_passes.ipynb #c22c5e60
-def handed_out(loss): # of a forward pass
+def precomputed_grads(loss): # of a forward pass
     "The weights and their gradients, two lists, of a loss that has them; None of any other"
     node = loss.grad_fn
-    if not isinstance(node, node_class(HandedOut)): return None
+    if not isinstance(node, node_class(PrecomputedGrads)): return None
     leaves = [f for f, _ in node.next_functions if f is not None] # of the weights alone
     return [f.variable for f in leaves], list(node.grads())
 
 # %% ../../nbs/28_fewer_passes.ipynb #c8bac016
-class DirectStepper(Stepper):
-    "A `Stepper` that takes finished gradients where they lie, and lets the optimizer clip if it can"
+class DirectBackward(Backward):
+    "Takes finished gradients where they lie; where a loss has none, it is autograd's backward pass"
     borrowed = () # weights whose gradients are a recording's, until its next pass
 
-    def keep(self):
+    def prepare(self):
         "Copy the gradients that the next pass would write over"
         params = [p for p in self.borrowed if p.grad is not None] # a step may have been given up
         if params:
@@ -254,7 +254,7 @@ class DirectStepper(Stepper):
 # %% ../../nbs/28_fewer_passes.ipynb #0bee3430
 @patch
 @torch.no_grad()
-def take(self:DirectStepper, params, grads): # lists; the gradients lie where a recording has put them
+def take(self:DirectBackward, params, grads): # lists; the gradients lie where a recording has put them
     "Make them the weights' gradients, or add them to what is there"
     old = [(p.grad, g) for p, g in zip(params, grads) if p.grad is not None]
     new = [(p, g) for p, g in zip(params, grads) if p.grad is None]
@@ -264,15 +264,10 @@ def take(self:DirectStepper, params, grads): # lists; the gradients lie where a 
 
 # %% ../../nbs/28_fewer_passes.ipynb #546cf75c
 @patch
-def backward(self:DirectStepper, x, y): # B T tokens, B T tokens that follow
-    "As a `Stepper`'s"
-    self.keep()
-    with entered(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y)
-    self.mark("forward")
-    if made := handed_out(loss): self.take(*made)
+def __call__(self:DirectBackward, loss): # of a forward pass
+    "Give the weights the gradients of `loss`"
+    if made := precomputed_grads(loss): self.take(*made)
     else: loss.backward()
-    self.mark("backward")
-    return loss.detach()
 
 # %% ../../nbs/28_fewer_passes.ipynb #b59bf9c7
 @jit
@@ -343,30 +338,15 @@ def make_clipped(model, lr=1e-3, betas=(.9, .95), weight_decay=.1): # as for `ma
     "`ClippedAdamW` in the usual two groups"
     return ClippedAdamW(param_groups(model, weight_decay), lr=lr, betas=betas)
 
-# %% ../../nbs/28_fewer_passes.ipynb #ce3f0b4d
-@patch
-@torch.no_grad()
-def update(self:DirectStepper, n=1): # micro-batches whose gradients have been added up
-    "As a `Stepper`'s"
-    inside = hasattr(self.opt, "factor")
-    if inside:
-        self.norm = nn.utils.get_total_norm([p.grad for p in self.params if p.grad is not None]) / n
-        self.opt.factor = (self.clip / (self.norm + 1e-6)).clamp(max=1.) / n
-    else: self.norm = average_and_clip(self.params, n, self.clip)
-    for bad in self.run.checks: self.norm = self.norm.masked_fill(bad(), torch.inf)
-    self.apply()
-    if inside: self.opt.factor = None
-    self.opt.zero_grad(set_to_none=True)
-    self.borrowed = ()
-
 # %% ../../nbs/28_fewer_passes.ipynb #871951e5
 @rung("optimizer", needs=needs_triton, follows=["fused_adamw", "adamw8bit"], excludes=["fp16"], gpu_only=True)
 def direct_update(run): # a `Run`
     """Recorded gradients are taken where they lie, and AdamW clips them as it reads them. With another kind
-    of optimizer the first alone, with several processes the AdamW alone"""
+    of optimizer the first alone; where autograd's hooks send the gradients to other processes, the second"""
     kept = {"adamw8bit", "bf16_weights"} & {*run.rungs}
     optimizer = run.optimizer if kept else make_clipped
-    return replace(run, optimizer=optimizer, stepper=run.stepper or DirectStepper)
+    hooked = any(e.hooked for e in run.gradient_syncs)
+    return replace(run, optimizer=optimizer, backward=run.backward if hooked else DirectBackward)
 
 # %% ../../nbs/28_fewer_passes.ipynb #e20c6ecc
 def remade(t, # a tensor, alive as long as the context

@@ -20,7 +20,7 @@ from ..files import InputError
 from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, naive_project, rope,
                                 set_parts)
 from ..runs import rung
-from ..world import Engine, ParallelStepper, local
+from ..distributed.parallel import GradientSync, ParallelSync, local
 
 # %% ../../nbs/53_tensor_parallel.ipynb #53imports
 from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets,
@@ -435,7 +435,7 @@ def cut_model(model, # a `GPT`, changed in place
     model.loss, model.__class__ = cut_loss(model.loss, share), CutGPT
 
 # %% ../../nbs/53_tensor_parallel.ipynb #f1036839
-class TensorParallel(Engine):
+class TensorParallel(GradientSync):
     "Adds up what each process has for the norms; knows where a part of a weight belongs"
     dim = "tp"
     def __init__(self, share, group): self.share, self.group = share, group # a `Share`, its processes
@@ -472,15 +472,15 @@ def tensor_parallel(run, # a `Run`
     Raises `InputError` for a `size` that the world wasn't joined with, and for what that doesn't divide"""
     check_goes(run)
     if run.world.size == 1 or size == 1: return run
-    rank, there = run.world.place("tp")
+    rank, there = run.world.rank_and_size("tp")
     if size != there:
         raise InputError(f"rung 'tensor_parallel': {size} processes are to share a model, and the world was "
                          f"joined with tp={there}: give both the same size")
     check_cut(run.model.config, size)
     group = run.world.group("tp")
     share, whole = Share(rank, size, group.group_name), bool({"fp8", "lean"} & {*run.rungs})
-    return replace(run.with_model(lambda model: cut_model(model, share, whole)), stepper=ParallelStepper,
-                   engines=run.engines + (TensorParallel(share, group),))
+    return replace(run.with_model(lambda model: cut_model(model, share, whole)), sync=ParallelSync,
+                   gradient_syncs=run.gradient_syncs + (TensorParallel(share, group),))
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5085ff8b
 def step_messages(config, # a `GPTConfig`

@@ -19,8 +19,9 @@ from ..compat import FakeTensorMode
 from ..files import cache_dir
 from ..files import InputError, RunError
 from ..measure import gpu_gib, machine, memory_limit, warm_up, written_by
-from ..runs import (World, build, code_of, free_memory, parsed, rung_name, settle,
-                               to_settle)
+from ..runs import build, free_memory, parsed, rung_name, resolve_auto_options, to_settle
+from ..records import code_of
+from ..distributed.world import World
 from ..recipes.recipe import RECIPES
 from ..recipes.recipe import adamw as ADAMW
 from ..rungs.checkpointing import MemoryCounter, prepared
@@ -42,7 +43,7 @@ def resolve_rungs(config, # a `GPTConfig`
                  deterministic=torch.are_deterministic_algorithms_enabled())
     words = lambda s, r: f"{r} ({w})" if (w := s.why.get(rung_name(r))) else r
     tell = lambda s: ", ".join(words(s, r) for r in s.rungs)
-    measure = lambda: ResolvedRungs(*settle(config, rungs))
+    measure = lambda: ResolvedRungs(*resolve_auto_options(config, rungs))
     return choices.get("options of rungs", about, measure, ResolvedRungs, tell)
 
 # %% ../../nbs/32a_autotune.ipynb #32refus2
@@ -93,7 +94,7 @@ def parallel_rungs(config, # a `GPTConfig`
                    gib, # memory of each GPU, 0 for a CPU
                    spec=""): # what `parse_rungs` was given: a preset's rungs may be dropped, named ones not
     "Add `ddp` or `fsdp` where several processes need one and have neither: the `ResolvedRungs`"
-    dp, tp = (world.place(dim)[1] for dim in ("dp", "tp"))
+    dp, tp = (world.rank_and_size(dim)[1] for dim in ("dp", "tp"))
     if dp == 1 or {"ddp", "fsdp"} & {*map(rung_name, rungs)}: return ResolvedRungs(list(rungs), {})
     need = state_gib(config, rungs)/tp
     whole = tp == 1 and (not gib or need < gib/2)
@@ -156,7 +157,7 @@ def attempt(config, rungs, batch, # a `GPTConfig`, names, sequences in a micro-b
             rows=0): # sequences in a step, where they are more
     "Take updates of each phase of a run and time some: a `Trial`. None if they don't fit"
     free_memory()
-    ms, seed = [], world.place("dp")[0] if world.size > 1 else 0
+    ms, seed = [], world.rank_and_size("dp")[0] if world.size > 1 else 0
     def build_steps():
         run = recipe(build(config, rungs, world=world, model=recipe.model))
         step = TrainStep(run, batch, LrSchedule(PLANNED))
@@ -165,7 +166,7 @@ def attempt(config, rungs, batch, # a `GPTConfig`, names, sequences in a micro-b
         m = warm_up(build_steps, steps=1)[1]
         res = Trial(batch, ms[0] if timed else None, m.peak_gib, m.warmup_s)
     except torch.OutOfMemoryError: res = None # the traceback, which holds every tensor, goes with it
-    return slowest(world.gathered(res))
+    return slowest(world.all_gather_object(res))
 
 # %% ../../nbs/32a_autotune.ipynb #32slow01
 def slowest(trials): # of all processes; None where it didn't fit

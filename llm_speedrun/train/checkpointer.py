@@ -15,7 +15,7 @@ from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
 from ..files import InputError
-from ..world import local
+from ..distributed.parallel import local
 from .metrics import read_rows
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp004b

@@ -14,8 +14,9 @@ from dataclasses import asdict
 from ..files import InputError, SpeedrunError, env_number
 from ..measure import default_device
 from ..runs import parsed, rung_name, rung_options
-from ..world import (Agreement, Watch, check_alike, device_of_process, join_world, leave_world,
-                                lost, notes)
+from ..distributed.world import (check_alike, device_of_process, join_world, leave_world, notes,
+                                            peer_lost_error)
+from ..distributed.watchdog import FlagSync, Heartbeat
 from .console import console_print
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo007
@@ -34,7 +35,7 @@ class Coordinator:
     def stop_signal(self): "Return the signal that ends the run, None without one"; return self.signals.got
     def sync(self, save): "Return whether to save a checkpoint now; `save`: whether one is due"; return save
     def drain(self): "Read what the processes sent and haven't read yet: nothing"
-    def raise_if_peer_lost(self, error): "Raise `Lost` if `error` comes from a lost process"
+    def raise_if_peer_lost(self, error): "Raise `PeerLostError` if `error` comes from a lost process"
     def stop_watching(self): "Stop watching the other processes: there are none"
     def close(self): "Leave the process group after all have saved: there is none"
 
@@ -81,7 +82,7 @@ def run_on_rank_zero(self:GroupCoordinator, f): # () -> something that can be pi
         except Exception as e: res = None, e
         notes().set(f"turn {self.turns}", "over")
     while not notes().check([f"turn {self.turns}"]): time.sleep(.05)
-    value, error = self.world.shared(res)
+    value, error = self.world.broadcast_object(res)
     if error: raise error
     return value
 
@@ -112,8 +113,8 @@ def start(self:GroupCoordinator, folder, # of the run
     "Start to publish this process's status, to agree with the other ones, and to log if asked for"
     logs, rank = folder/"logs", self.world.rank
     logs.mkdir(exist_ok=True)
-    self.heartbeat = Watch(self.world, logs=logs)
-    self.flags = Agreement(self.world, "stop", "save", watch=self.heartbeat)
+    self.heartbeat = Heartbeat(self.world, logs=logs)
+    self.flags = FlagSync(self.world, "stop", "save", heartbeat=self.heartbeat)
     if not rank_logs: return
     self.rank_log = open(logs/f"rank-{rank:05}.log", "a", encoding="utf-8", errors="replace")
     where = f"{platform.node()}, {self.device}"
@@ -151,9 +152,9 @@ def close(self:GroupCoordinator):
 # %% ../../nbs/30e_coordinator.ipynb #30coo021
 @patch
 def raise_if_peer_lost(self:GroupCoordinator, error): # that has ended the loop
-    "Raise `Lost`, from `error`, if another process was lost and this error is only its consequence"
+    "Raise `PeerLostError`, from `error`, if another process was lost and this error is only its consequence"
     ours = isinstance(error, SpeedrunError)
-    if not ours and self.watchdog.lost.wait(2): raise lost(self.world, error) from error
+    if not ours and self.watchdog.lost.wait(2): raise peer_lost_error(self.world, error) from error
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo023
 def model_parallel_size(rungs): # as `--rungs` has them

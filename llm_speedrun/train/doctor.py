@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 import torch
+from ..distributed.world import World, join_world, leave_world
+from ..distributed.spawn import run_distributed
+from ..distributed.parallel import Piece, pieces
 
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..tokenizer import check_ratio, check_round_trip, summary_lines
 from ..files import InputError, sha256_of
 from ..measure import Timings, memory_limit, process_start, sample_ms, summarize
-from ..runs import World
-from ..world import Piece, join_world, leave_world, pieces, processes
 from .launch import num_processes
 from ..checkpoint.format import flatten_state, newest
 from ..checkpoint.save_sharded import PerRank
@@ -104,13 +105,13 @@ def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, 
     norm, (val_loss, eval_s, once) = float(trainer.step.norm), _evaluated(trainer)
     (ms, once_s), loader_ms = _phases(trainer, batches[1]), wall_ms(lambda: next(trainer.data.batches))
     once_s += once + max(0., second - ms)/1e3
-    tokens = batches[0][0].numel()*trainer.world.place("dp")[1]
+    tokens = batches[0][0].numel()*trainer.world.rank_and_size("dp")[1]
     return FirstSteps(losses, val_loss, norm, ms, once_s, loader_ms, eval_s, write_speed(trainer), tokens,
                       torch.cuda.max_memory_allocated() / 2**30 if gpu else None)
 
 # %% ../../nbs/36_doctor.ipynb #6b9e601a
 def _planned(trainer, t):
-    c, dp = trainer.cfg, trainer.world.place("dp")[1]
+    c, dp = trainer.cfg, trainer.world.rank_and_size("dp")[1]
     n = sum(math.prod(p.shape) for p in pieces(trainer.run).values())
     yield Finding("ok", "run", f"{c.workload}, {n/1e6:,.1f} million weights, with the rungs "
                   f"{c.rungs.replace(',', ', ') or '(none)'}. A step has {t.tokens:,} tokens, {c.accumulate} "
@@ -301,7 +302,7 @@ def check_run(cfg, # a `TrainConfig`
     trainer = Trainer(cfg, progress=False, given=given, timings=timings)
     try:
         yield from check_trainer(trainer)
-        trainer.world.wait() # all have seen the folder
+        trainer.world.barrier() # all have seen the folder
     finally:
         trainer.run_dir.release() # of it
         trainer.coordinator.stop_watching() # no process waits for the others any more
@@ -329,7 +330,7 @@ def tell(findings, # an iterator of `Finding`
     for f in findings:
         said(f, flush=True)
         if f.level == "problem": mine.append(f)
-    first, *others = world.gathered(mine)
+    first, *others = world.all_gather_object(mine)
     new = [(r, f) for r, fs in enumerate(others, 1) for f in fs if f not in first]
     for r, f in new: said(replace(f, text=f"process {r}: {f.text}"))
     problems = len(first) + len(new)
@@ -349,6 +350,6 @@ def examine_and_tell(cfg, # a `TrainConfig`
     "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
     prepare_process()
     n = num_processes(cfg, given or ())
-    problems = processes(n, examined, cfg, given)[0] if n > 1 else examined(join_world(), cfg, given)
+    problems = run_distributed(n, examined, cfg, given)[0] if n > 1 else examined(join_world(), cfg, given)
     leave_world()
     if problems: sys.exit(1)

@@ -345,7 +345,7 @@ def lanes_for(rows, # sequences in a step
 def shares_of(batches, # `Batches`, `MixedBatches` or `StreamBatches` of the whole step
               world): # a `World`
     "This process's rows of them, by its place in `dp`. Those who share one model's parts get the same"
-    place, n = world.place("dp")
+    place, n = world.rank_and_size("dp")
     if isinstance(batches, StreamBatches): return LaneBatches(batches, place, n, lanes_for(batches.batch, n))
     return batches if n == 1 else RankBatches(batches, place, n)
 

@@ -24,7 +24,7 @@ from ..files import SpeedrunError, cache_dir, in_words
 from ..measure import default_device, driver_version, nvml_gpu, sample_ms, summarize, version_of
 from ..runs import RUNGS
 from .presets import presets
-from ..world import collective_ms, ring
+from ..distributed.collectives import collective_ms, ring
 
 # %% ../../nbs/36a_machine_checks.ipynb #2291ddd3
 @dataclass(frozen=True)
@@ -296,10 +296,10 @@ def mark_in(folder):
 def check_shared(world, folder, what, # where the first process writes, and what it is for
                  level, advice): # if the others don't see it
     "Check whether all processes see the same folder. No finding where it can't be written into"
-    there = Path(world.shared(str(next(p for p in (folder, *folder.parents) if p.exists()))))
+    there = Path(world.broadcast_object(str(next(p for p in (folder, *folder.parents) if p.exists()))))
     mine = mark_in(there) if world.first else None
-    mark = world.shared(mine)
-    sight = world.gathered(mark is not None and seen(mark))
+    mark = world.broadcast_object(mine)
+    sight = world.all_gather_object(mark is not None and seen(mark))
     if mine: mine.rmdir()
     blind = [r for r, sees in enumerate(sight) if not sees]
     if mark is None: return # `check_disk` says so
@@ -311,11 +311,11 @@ def check_shared(world, folder, what, # where the first process writes, and what
 def check_cluster(world, # a `World` of several
                   out): # the folder of the runs
     "Check several processes. All of them must call it"
-    have = world.gathered(collect_env())
+    have = world.all_gather_object(collect_env())
     for check in (check_links, check_same, check_network, check_settings, check_shm): yield from check(have)
     yield from check_speed(world, have)
-    world.wait()
-    yield from check_pace(world.gathered(under_load()), have)
+    world.barrier()
+    yield from check_pace(world.all_gather_object(under_load()), have)
     yield from check_shared(world, Path(out).absolute(), "where runs are kept", "problem", "choose an --out "
                             "on a disk that all machines share, or the parts of a checkpoint lie apart")
     yield from check_shared(world, cache_dir(), "where prepared text is kept", "note", "each machine "

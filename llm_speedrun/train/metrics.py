@@ -308,8 +308,8 @@ def write_step(self:MetricsLogger, row): # with `loss` and `grad_norm`
 @patch
 def raise_bad_steps(self:MetricsLogger, step, x, y): # number of the last bad step, its sequences
     "Save the batch of the last bad step, and raise `AllFailed`"
-    path, tp = self.folder/"bad_batch.safetensors", self.world.place("tp")[1]
-    x, y = (torch.cat(ts[::tp]).contiguous() for ts in zip(*self.world.gathered((x.cpu(), y.cpu()))))
+    path, tp = self.folder/"bad_batch.safetensors", self.world.rank_and_size("tp")[1]
+    x, y = (torch.cat(ts[::tp]).contiguous() for ts in zip(*self.world.all_gather_object((x.cpu(), y.cpu()))))
     if self.world.first: write_tensors(dict(x=x, y=y), path)
     raise AllFailed(f"{BAD_STEPS} steps in a row, the last of them step {step}, had a loss or gradients that "
                    f"aren't finite. None of them was taken. The last one's batch is {path}: look at it, or "
@@ -344,7 +344,7 @@ def phases(self:MetricsLogger, step, clock): # a `Breakdown`
     ms = clock.read()
     if self.world.size == 1 or not ms: return ms
     self.log_locally(f"step {step}: " + ", ".join(f"{k[3:]} {v:.2f} ms" for k, v in ms.items()))
-    return ms | dict(rank_ms=self.world.gathered(ms["ms_forward"]))
+    return ms | dict(rank_ms=self.world.all_gather_object(ms["ms_forward"]))
 
 # %% ../../nbs/34_metrics.ipynb #a66e4b84
 def top_ops(prof, # a `torch.profiler.profile` that has stopped

@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from ..files import InputError, RunError, env_number, lookup, read_json
 from ..choices import Choices
 from ..model import GPTConfig, workload
-from ..runs import World, find_rung, rung_name
-from ..world import check_alike
+from ..runs import find_rung, rung_name
+from ..distributed.world import World, check_alike
 from ..rungs.documents import mean_length, within_documents
 from ..export import import_folder
 from ..recipes.model_registry import recipe_for
@@ -193,7 +193,7 @@ class PlanResolver:
 
     @property
     def rows_here(self): # of a step's sequences
-        return self.sequences//self.world.place("dp")[1]
+        return self.sequences//self.world.rank_and_size("dp")[1]
 
 # %% ../../nbs/30a_resolve.ipynb #2252c886
 @patch
@@ -222,7 +222,7 @@ def check_names(self:PlanResolver):
 @patch
 def fit_batch(self:PlanResolver):
     "Choose a micro-batch that divides each process's share, where a run goes on with other processes"
-    c, dp = self.cfg, self.world.place("dp")[1]
+    c, dp = self.cfg, self.world.rank_and_size("dp")[1]
     c.accumulate, rows = None, c.step_tokens//c.seq
     if "batch" in self.given or rows % dp: return # what was given must divide it
     c.batch = next(d for d in divisors(rows//dp) if d <= c.batch)
@@ -241,7 +241,7 @@ def resolve_shape(self:PlanResolver):
                          "choose a smaller --seq")
     self.config = replace(self.config, seq=c.seq)
     if c.resume: self.fit_batch()
-    self.sequences = divide(c, 64, self.world.place("dp")[1])
+    self.sequences = divide(c, 64, self.world.rank_and_size("dp")[1])
 
 # %% ../../nbs/30a_resolve.ipynb #b14ac3ce
 @patch

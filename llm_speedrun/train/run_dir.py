@@ -176,7 +176,7 @@ def write_config(self:RunDir, plan): # a `TrainPlan`
 
 def layout(world): # a `World`
     "Return the numbers of processes that `config.json` records"
-    return dict(processes=world.size, dp=world.place("dp")[1], tp=world.place("tp")[1])
+    return dict(processes=world.size, dp=world.rank_and_size("dp")[1], tp=world.rank_and_size("tp")[1])
 
 # %% ../../nbs/33a_run_dir.ipynb #33arun05
 @patch

@@ -137,7 +137,7 @@ def check_unchanged(self:TrainData, facts, # of a checkpoint's metadata
 @patch
 def state(self:TrainData, done): # steps so far
     "Return the place in a stream, or None for tokens on disk. All processes must call it"
-    stream = self.world.gathered(self.batches.state_dict(done)) if self.cfg.stream else None
+    stream = self.world.all_gather_object(self.batches.state_dict(done)) if self.cfg.stream else None
     return stream and joined_lanes(stream)
 
 @patch

@@ -15,10 +15,10 @@ from functools import partial
 from fastcore.basics import patch
 import torch
 from ..measure import sample_ms, summarize
-from ..runs import free_memory, stepper_of
+from ..runs import free_memory
 from ..recipes.batch import divided, most_that_divides
 from ..recipes.recipe import set_groups
-from ..recipes.schedules import guarded, lr_at
+from ..recipes.schedules import GuardedStepper, lr_at
 
 # %% ../../nbs/30c_train_step.ipynb #30step06
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TrainStep:
                  average=None, # an `Average` of the weights to update after each step
                  on_oom=None): # called with the sequences that didn't fit; raises or shrinks `micro_batch`
         self.run, self.micro_batch, self.lr, self.average, self.on_oom = run, micro_batch, lr, average, on_oom
-        self.stepper = guarded(stepper_of(run))(run, clip=clip or math.inf)
+        self.stepper = GuardedStepper(run, clip=clip or math.inf)
         self.rate = None # of the matrices in the newest step
 
     def __call__(self, step, x, y): # number of the step, 0 is the first; B T tokens, B T that follow

@@ -20,7 +20,7 @@ from ..files import AllFailed, InputError, RunError, SpeedrunError, env_number, 
 from ..measure import Timings, ladder_table, memory_limit, process_start
 from ..data import prefetch
 from ..runs import build, rung_name
-from ..world import Lost, notes
+from ..distributed.world import PeerLostError, notes
 from ..generate import generate
 from ..ladder import climb
 
@@ -172,7 +172,7 @@ def close(self:Trainer):
     self.logger.close()
     self.checkpointer.saver.close()
     self.data.close()
-    self.world.wait() # until all have saved
+    self.world.barrier() # until all have saved
 
 # %% ../../nbs/30_trainer.ipynb #fa8391ee
 @patch
@@ -365,7 +365,7 @@ def deterministic(on): # False changes nothing
 def open_files(trainer):
     "Open the files in the run's folder, and with `overwrite` remove those of an older run"
     t, c, one = trainer, trainer.cfg, trainer.world.first # which writes for all
-    run_id = t.run_dir.run_id = t.record.run_id if t.record else t.world.shared(uuid.uuid4().hex)
+    run_id = t.run_dir.run_id = t.record.run_id if t.record else t.world.broadcast_object(uuid.uuid4().hex)
     of = t.plan, t.data.corpus.tokenizer, t.done, t.say
     t.coordinator.run_on_rank_zero(lambda: t.run_dir.open(*of))
     if t.ladder and one: replace_file(t.folder/"ladder.json", json.dumps(t.ladder, indent=1))
@@ -405,7 +405,7 @@ def decide(self:Trainer, r): # a `PlanResolver` that knows the shape
     notify(self, "after_plan")
     if self.cfg.ladder: self.ladder = measured_ladder(r, phase)
     with phase("build the model"): self.build_run()
-    for line in plan_lines(self.plan, self.world.place("dp")[1], self.run.batching): self.say(line)
+    for line in plan_lines(self.plan, self.world.rank_and_size("dp")[1], self.run.batching): self.say(line)
     if found: resume_from(self, found)
 
 # %% ../../nbs/30_trainer.ipynb #30lad001
@@ -430,12 +430,12 @@ def train(cfg, # a `TrainConfig`
 # %% ../../nbs/30_trainer.ipynb #148ff1a9
 def last_words(e): # an error
     "Print what ends this process, and exit at once: other processes may be waiting for it"
-    later = isinstance(e, (Lost, NoMemory)) # the next start may succeed
+    later = isinstance(e, (PeerLostError, NoMemory)) # the next start may succeed
     meant = isinstance(e, (SpeedrunError, OSError, KeyboardInterrupt)) and not later
     code = {KeyboardInterrupt: 130, Finished: 0}.get(type(e), 2)
     if meant: end_group(code)
     text = str(e) or "interrupted before training began"
-    once = f"lost {os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if isinstance(e, Lost) else text
+    once = f"lost {os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if isinstance(e, PeerLostError) else text
     if not (meant or later): text = f"process {os.environ['RANK']}: {''.join(traceback.format_exception(e))}"
     to = sys.stderr if code else sys.stdout
     if not said_already(once): console_print(f"error: {text}" if code else text, to=to)

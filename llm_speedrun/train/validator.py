@@ -40,13 +40,13 @@ def averaged(self:Validator):
 @patch
 def mean_loss(self:Validator, batches): # of equal size, a list
     "Return the mean loss of the batches, of which each data-parallel process takes its part"
-    place, n = self.world.place("dp")
+    place, n = self.world.rank_and_size("dp")
     mine, evaluate = batches[place::n], self.stepper.evaluate
     with self.averaged():
         if self.world.size == 1: return evaluate(batches)
         total = evaluate(mine)*len(mine) if mine else 0.
         if len(mine) < -(-len(batches)//n): evaluate(batches[:1]) # all take as many passes
-    return self.world.shared(self.world.mean(total)*n/len(batches))
+    return self.world.broadcast_object(self.world.mean(total)*n/len(batches))
 
 # %% ../../nbs/30g_validator.ipynb #f102d1b5
 @patch

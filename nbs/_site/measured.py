@@ -1,11 +1,13 @@
 "Pages of measurements, from the records and from the code that reads them."
 import ast, dis, json, math
 from contextlib import contextmanager
+from functools import lru_cache
 from types import CodeType
 from unittest.mock import patch
 from llm_speedrun import measure
 from llm_speedrun.measure import COURSE, course_records, fmt, mfu_text, records_path
 from llm_speedrun.peers import PEERS
+from llm_speedrun.records import code_of
 from headline import newest, packages
 from templating import code, page
 from records import all_records, by_gpu, folder
@@ -50,6 +52,14 @@ def by_lesson(records, root):
     return [dict(title=lesson(name, root), rows=list(map(row, rs)), versions=versions(rs))
             for name, rs in groups.items()]
 
+@lru_cache
+def code_now(rungs): return code_of(rungs) # names, a tuple
+
+def waiting(records):
+    "How many records are of other code than today's, and so wait to be measured again"
+    ours = (r for r in records if r.get("code") and r["notebook"] != "speedrun_ladder") # which is run on any GPU
+    return sum(r["code"] != code_now(tuple(r["rungs"])) for r in ours)
+
 def chart(gpu, root):
     "The address of a GPU's chart, if somebody has shared one"
     name = records_path(gpu).with_suffix(".png").name
@@ -60,7 +70,7 @@ def by_gpu_page(root):
     found = by_gpu(root)
     with measurements_of(root): climbed = course_records()
     race = newest(folder(root))
-    gpus = {gpu: dict(groups=by_lesson(rs, root), n=len(rs), versions=versions(rs), chart=chart(gpu, root))
+    gpus = {gpu: dict(groups=by_lesson(rs, root), n=len(rs), waiting=waiting(rs), versions=versions(rs), chart=chart(gpu, root))
             for gpu, rs in found.items()}
     return dict(gpus=gpus, records=all_records(root),
                 head=HEAD, all_head=[*HEAD[:2], "workload, a step", *HEAD[2:]],

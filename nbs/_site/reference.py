@@ -99,7 +99,7 @@ PARTS = dict(
     last_norm="the last norm (`last_norm`)", embedding="the class of the embedding", model_loss="the loss (`model.loss`)",
     linear="the class of the linear layers", weights="the weights' type",
     loss="the call of the model (`Run.loss`)", optimizer="the optimizer",
-    stepper="what takes the steps (`Run.stepper`)", scaler="the gradient scaler",
+    sync="what brings several processes together (`Run.sync`)", backward="the backward pass", scaler="the gradient scaler",
     fmt="the format of matrix products", step_contexts="a setting around the step",
     forward_contexts="a setting around the forward pass", checks="checks before the update",
     releases="what can be dropped and made again", stateful="state that a checkpoint keeps")
