@@ -27,6 +27,7 @@ from .runs import (World, bench, check_rung, count_step, free_memory, in_order,
                                settled, step_of)
 from .train.autotune import parallel_rungs, refused, resolve_preset
 from .train.presets import PARALLEL, clash, parse_rungs, preset_of
+from .plugins import with_plugins
 from .world import compare_together, processes
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
@@ -168,7 +169,8 @@ def measure_together(config, # a `GPTConfig`
     ops = count_step(config, below, batch, micro)
     reps, tp = max(1, min(4, int(600/predict_ms(ops)))), (rung_options(r) | options).get("size", 1)
     free_memory() # of this process: the others have the same GPUs
-    alone, res, rungs, dp = processes(gpus, in_turns, config, below, rung, batch, micro, reps, tp=tp)[0]
+    of = config, below, rung, batch, micro, reps
+    alone, res, rungs, dp = processes(gpus, with_plugins(in_turns), *of, tp=tp)[0]
     before, gain = rung_name(below[-1]) if below else "fp32", dp*ratio(alone, res)
     res = run_record(config, dp*batch, rungs, ops, None, res, micro=micro, before=before, rungs_before=below,
                      ratio=gain)

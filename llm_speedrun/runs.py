@@ -28,7 +28,9 @@ from .data import Batches, open_corpus, prefetch
 from .model import GPT, WORKLOADS, rope_table, train_flops
 
 # %% ../nbs/05_runs.ipynb #c0f74138
+from .architectures import check_fits, model_class
 from .compat import FakeTensorMode, disable_current_modes
+from .plugins import plugin_code
 
 # %% ../nbs/05_runs.ipynb #c3f33e70
 def param_groups(model, # the model to optimize
@@ -367,8 +369,8 @@ def baseline(config, # a `GPTConfig`
              world=World(), # the processes that will share it
              model=GPT): # its class
     "The naive FP32 `Run` that every ladder starts from"
-    with torch.device(device or default_device()):
-        run = Run((Unfilled if device == "meta" else model)(config, seed), world=world, seed=seed)
+    cls = Unfilled if device == "meta" else model_class(config, model)
+    with torch.device(device or default_device()): run = Run(cls(config, seed), world=world, seed=seed)
     if device == "meta": # what isn't a weight is made all the same
         for k, t in zip(("cos", "sin"), rope_table(config.seq, config.head_dim, config.rope_theta)):
             run.model.register_buffer(k, t.to(default_device()), persistent=False)
@@ -394,6 +396,7 @@ def build(config, # a `GPTConfig`
           model=GPT): # the class of the model: a recipe may have one of its own
     "A `Run` with `rungs` applied, each at its stage. Raises as `parsed` and `check_rung` do"
     order = in_order(rungs)
+    for r, _ in order: check_fits(r, model_class(config, model))
     if world.size > 1 and any(r.fills for r, _ in order): device = "meta" # shapes alone
     return reduce(lambda run, r: r[0](run, **r[1]), order, baseline(config, device, seed, world, model))
 
@@ -568,7 +571,7 @@ def code_of(rungs): # names
     sources = rung_sources(rungs)
     if any("from ..world import" in s for s in sources.values()): step.append(world) # of several processes
     own = [textwrap.dedent(inspect.getsource(p)) for p in (model, *step)]
-    return digest(*own, *(sources[m] for m in sorted(sources)))
+    return digest(*own, *(sources[m] for m in sorted(sources)), *plugin_code(map(rung_name, rungs)))
 
 # %% ../nbs/05_runs.ipynb #58b68217
 def run_record(config, batch, # as for `measure_here`
