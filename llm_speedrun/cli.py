@@ -122,7 +122,7 @@ def speedrun_race(c, given):
 def describe_rung(r): # a rung
     "Yield the lines of `--rungs list` on a rung: its docstring, then its options"
     from fastcore.docments import docments
-    first = " ".join(inspect.getdoc(r).split()).split(". ")[0]
+    first = " ".join((inspect.getdoc(r) or "").split()).split(". ")[0]
     told = {"needs ": ", ".join(r.requires), "not with ": ", ".join(r.excludes),
             "not here: ": r.needs(), "": not r.needs() and r.untried()}
     told = "; ".join(k + v for k, v in told.items() if v)
