@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from .files import cache_dir
 from .files import InputError, read_json, replace_file
 from .measure import without_dispatch_modes, machine
+from .plugins import plugin_code
 
 # %% ../nbs/06a_choices.ipynb #4074dccc
 def choices_path():
@@ -23,10 +24,11 @@ def choices_path():
     return cache_dir()/"choices.json"
 
 def code_version():
-    "Return a digest of this package's code"
+    "Return a digest of the code of this package and of plug-ins"
     import llm_speedrun
     folder, res = Path(llm_speedrun.__file__).parent, hashlib.sha256()
     for p in sorted(folder.rglob("*.py")): res.update(p.read_bytes())
+    for text in plugin_code(): res.update(text.encode())
     return res.hexdigest()[:16]
 
 def choosing_machine():

@@ -13,6 +13,7 @@ from .files import clean_errors, safe_children
 from .train.config import (CompareOptions, DataOptions, EvalOptions, ExportOptions, LadderOptions,
                                        LrOptions, RaceOptions, ReportOptions, SampleOptions, TrainConfig,
                                        make_parser, parse_args, resolve_options, to_toml)
+from .plugins import import_plugins
 from .train.launch import group_exit_code, num_processes, start_group
 
 # %% ../nbs/33c_cli.ipynb #544d9c54
@@ -35,8 +36,10 @@ def run_command(f, config, args): # a command's function, the class of its `Opti
     got = parse_args(make_parser(config, f.__name__, f.__doc__), args)
     c, given = resolve_options(config, got)
     if got.get("print_config"): print(to_toml(c), end="")
-    elif getattr(c, "rungs", "") == "list": print(format_rungs())
-    else: f(c, given)
+    elif getattr(c, "rungs", "") == "list": import_plugins(c.plugin); print(format_rungs())
+    else:
+        if hasattr(c, "plugin") and not issubclass(config, TrainConfig): import_plugins(c.plugin)
+        f(c, given)
 
 # %% ../nbs/33c_cli.ipynb #7ff4608c
 _TRAIN = "from llm_speedrun.cli import speedrun_train; speedrun_train()" # which each process of a group runs
@@ -119,7 +122,7 @@ def speedrun_race(c, given):
 def describe_rung(r): # a rung
     "Yield the lines of `--rungs list` on a rung: its docstring, then its options"
     from fastcore.docments import docments
-    first = " ".join(inspect.getdoc(r).split()).split(". ")[0]
+    first = " ".join((inspect.getdoc(r) or "").split()).split(". ")[0]
     told = {"needs ": ", ".join(r.requires), "not with ": ", ".join(r.excludes),
             "not here: ": r.needs(), "": not r.needs() and r.untried()}
     told = "; ".join(k + v for k, v in told.items() if v)

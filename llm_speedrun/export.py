@@ -6,9 +6,9 @@
 __all__ = ['EXPORT_DTYPES', 'Rope', 'SHAPE', 'FIXED', 'STATED', 'qwen3_config', 'up_to', 'Qwen3', 'qwen3', 'as_fp32',
            'qwen3_name', 'without_copy', 'fitted', 'read_tensors', 'file_of', 'no_weights', 'run_of',
            'checkpoint_weights', 'read_run', 'unfinished', 'json_bytes', 'tokenizer_files', 'text_tokenizer',
-           'check_new', 'written_whole', 'write_folder', 'export_folder', 'check_plain', 'stated_model', 'rope_base',
-           'gpt_config', 'read_config', 'Index', 'weight_files', 'check_no_adapter', 'import_folder', 'from_pretrained',
-           'export_and_tell']
+           'check_new', 'written_whole', 'write_folder', 'check_no_plugin', 'export_folder', 'check_plain',
+           'stated_model', 'rope_base', 'gpt_config', 'read_config', 'Index', 'weight_files', 'check_no_adapter',
+           'import_folder', 'from_pretrained', 'export_and_tell']
 
 # %% ../nbs/62_export.ipynb #1e90e64a
 import json, os
@@ -28,12 +28,14 @@ from .files import (InputError, check_writable, lookup, read_bytes_of, read_json
 from .tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
 from .measure import default_device
 from .model import GPT, GPTConfig
+from .architectures import MODELS
+from .plugins import import_plugins
 from .recipes.model_registry import HEAD, model_of, shapes
 from .recipes.architecture import UntiedGPT, folded
 from .recipes.beyond import check_qwen3
 from .runs import Run
 from .checkpoint.format import checkpoints, validation_error, write_tensors
-from .train.run_dir import read_record, read_result
+from .train.run_dir import check_registered, read_record, read_result
 
 # %% ../nbs/62_export.ipynb #b0a3ee44
 EXPORT_DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
@@ -175,11 +177,14 @@ def read_run(folder): # of a run, or of a checkpoint in it, however many process
     "The `GPTConfig` of a run and its weights as a state dict. Bad ones are a `ValueError`"
     run, read = run_of(folder), read_tensors
     file_of(run, "config.json", "it is not the folder of a run")
-    config, weights = read_record(run).model, folder
+    record, weights = read_record(run), folder
+    if record.architecture and record.architecture not in MODELS: import_plugins("", run)
+    check_registered(record, run)
+    config = record.model
     if run == Path(folder): weights = file_of(folder, "model.safetensors", no_weights(folder))
     else: read = partial(checkpoint_weights, config)
     tensors = {qwen3_name(k.removeprefix("model.")): t for k, t in read(weights).items()}
-    return config, fitted(tensors, config, weights, model_of(tensors))
+    return config, fitted(tensors, config, weights, model_of(tensors, config))
 
 # %% ../nbs/62_export.ipynb #1dcdf00d
 def unfinished(folder): # of a run, or of a checkpoint in it
@@ -266,6 +271,13 @@ def write_folder(out, # the folder to write, which must not exist
         for name, data in files.items(): (new/name).write_bytes(data)
         write_tensors(tensors, new/"model.safetensors")
 
+# %% ../nbs/62_export.ipynb #62plug01
+def check_no_plugin(run): # its folder
+    "Raise `InputError` where the run's model is a plug-in's, which no other program knows"
+    if name := read_record(run).architecture: raise InputError(
+        f"{run} can't be exported: its model {name!r} is a class of a plug-in, and no model of transformers. "
+        "speedrun_sample, speedrun_eval and from_pretrained open it")
+
 # %% ../nbs/62_export.ipynb #bbb36bec
 def export_folder(run_folder, # of a finished run
                   out=None, # the folder to write, which must not exist; by default export/ in the run's
@@ -277,6 +289,7 @@ def export_folder(run_folder, # of a finished run
     file_of(run, "config.json", "it is not the folder of a run")
     check_new(out)
     lookup(EXPORT_DTYPES, dtype, "dtype")
+    check_no_plugin(run)
     config, state = read_run(run_folder)
     check_qwen3(state, run_folder)
     write_folder(out, config, state, tokenizer=tok if tok.exists() else None, dtype=dtype)
@@ -338,7 +351,8 @@ def gpt_config(d, # of a `config.json`
 # %% ../nbs/62_export.ipynb #ea599f9a
 def read_config(path): # of a Qwen3 model's `config.json`
     "Its `GPTConfig`, named after the folder. Whatever else the file holds is an `InputError`"
-    return gpt_config(read_json(path, dict[str, Any]), path, name=path.parent.name)
+    name = "custom" if path.parent.name in MODELS else path.parent.name # that is no plug-in's model
+    return gpt_config(read_json(path, dict[str, Any]), path, name=name)
 
 # %% ../nbs/62_export.ipynb #77175463
 class Index(msgspec.Struct):
@@ -386,7 +400,7 @@ def from_pretrained(folder, # a run's, written by us or by transformers' `save_p
                     device=None): # the GPU if there is one, by default
     "The naive FP32 `Run` with the weights in `folder`. Raises as `import_folder` does"
     config, state = import_folder(folder)
-    with torch.device(device or default_device()): run = Run(model_of(state)(config))
+    with torch.device(device or default_device()): run = Run(model_of(state, config)(config))
     run.model.load_state_dict(state)
     return run
 

@@ -30,6 +30,7 @@ from .train.autotune import parallel_rungs, refused, resolve_preset
 from .train.presets import PARALLEL, clash, parse_rungs, preset_of
 from .distributed.spawn import run_distributed
 from .distributed.collectives import compare_together
+from .plugins import with_plugins
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
 def climb(config, # a `GPTConfig`
@@ -170,7 +171,8 @@ def measure_together(config, # a `GPTConfig`
     ops = count_step(config, below, batch, micro)
     reps, tp = max(1, min(4, int(600/predict_ms(ops)))), (rung_options(r) | options).get("size", 1)
     free_memory() # of this process: the others have the same GPUs
-    alone, res, rungs, dp = run_distributed(gpus, in_turns, config, below, rung, batch, micro, reps, tp=tp)[0]
+    of = config, below, rung, batch, micro, reps
+    alone, res, rungs, dp = run_distributed(gpus, with_plugins(in_turns), *of, tp=tp)[0]
     before, gain = rung_name(below[-1]) if below else "fp32", dp*ratio(alone, res)
     res = run_record(config, dp*batch, rungs, ops, None, res, micro=micro, before=before, rungs_before=below,
                      ratio=gain)

@@ -32,6 +32,7 @@ from .measure import digest, machine
 from .runs import baseline, enter_all, rung_name, uncompiled
 from .records import code_of
 from .ladder import check_share
+from .plugins import plugin_args
 from .model import workload as find_workload
 from .recipes.recipe import parse_recipe
 from .recipes.schedules import SCHEDULES, warmup_steps
@@ -78,7 +79,7 @@ def plan_for(trainer, total): # steps
     trainer.run_dir.write_config(trainer.plan)
 
 # %% ../nbs/48_race.ipynb #race0042
-KEPT = {*LENGTHS, *"data seed name out overwrite resume target gpus epochs evals stream seq".split()}
+KEPT = {*LENGTHS, *"plugin data seed name out overwrite resume target gpus epochs evals stream seq".split()}
 
 def own_options(name, words): # of a contestant of ours: options of `speedrun_train`
     "The `TrainConfig` and the names given. Raises `InputError` for what is wrong, or for the race to say"
@@ -195,7 +196,7 @@ def check_name(name, option): # of a contestant; where it was given
         f"{option} {name!r}: a contestant's name is made of letters, digits, and . _ + -")
 
 # %% ../nbs/48_race.ipynb #race0052
-def own_contestant(text): # such as "muon: --recipe muon --lr .02"
+def own_contestant(text, more=()): # such as "muon: --recipe muon --lr .02"; a command line for all
     "A `Contestant` of ours. Raises `InputError` for options that can't be"
     name, colon, words = (s.strip() for s in text.partition(":"))
     if not colon: raise InputError(f"--run {text!r} has no colon: give a name, a colon, and what "
@@ -206,7 +207,7 @@ def own_contestant(text): # such as "muon: --recipe muon --lr .02"
     c, _ = own_options(name, words)
     try: check_own(c)
     except InputError as e: raise InputError(f"--run {name!r}: {e}") from None
-    return Contestant(name, "ours", tuple(words))
+    return Contestant(name, "ours", (*words, *more))
 
 # %% ../nbs/48_race.ipynb #race0053
 def check_own(c): # a `TrainConfig`
@@ -245,9 +246,9 @@ def peer_options(kind, options): # of a peer: name -> text
     return tuple(res)
 
 # %% ../nbs/48_race.ipynb #race0056
-def contestants(run, peer): # texts, of several with a newline between them
+def contestants(run, peer, more=()): # texts, of several with a newline between them; for `own_contestant`
     "All who take part, ours first. Raises `InputError`"
-    res = [own_contestant(t) for t in run.splitlines() if t.strip()]
+    res = [own_contestant(t, more) for t in run.splitlines() if t.strip()]
     res += [peer_contestant(t) for t in peer.splitlines() if t.strip()]
     if not res: raise InputError("nobody races: give --run 'NAME: OPTIONS' or --peer nanogpt=FOLDER")
     for c in res:
@@ -491,7 +492,7 @@ def claim(self:Race):
 # %% ../nbs/48_race.ipynb #race0079
 def race_of(c): # a `RaceOptions`
     "The `Race` that the options describe. Raises `InputError` before anything runs"
-    field, there = contestants(c.run, c.peer), Path(c.data).expanduser()
+    field, there = contestants(c.run, c.peer, plugin_args(c.plugin)), Path(c.data).expanduser()
     if c.tune > len(GRID): raise InputError(f"tune must be at most {len(GRID)}, not {c.tune}")
     folder = Path(c.out or f"runs/race-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     check_writable(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 from . import model, runs
 from .measure import compare, digest, make_record, noted, ratio
 from .model import train_flops
+from .plugins import plugin_code
 from .roofline import main_format, predict_ms
 from .runs import count_step, micro_batch, rung_name, settled, make_step
 
@@ -41,7 +42,8 @@ def _step_sources(): # of what all runs share
 def code_of(rungs): # names
     "Return the `digest` of the code that a run of `rungs` consists of"
     sources = rung_sources(rungs)
-    return digest(*_step_sources(), *(sources[m] for m in sorted(sources)))
+    own = plugin_code(map(rung_name, rungs))
+    return digest(*_step_sources(), *(sources[m] for m in sorted(sources)), *own)
 
 # %% ../nbs/05a_records.ipynb #58b68217
 def run_record(config, batch, # as for `measure_here`

@@ -28,6 +28,7 @@ from .model import GPT, WORKLOADS, rope_table
 from .distributed.world import World
 
 # %% ../nbs/05_runs.ipynb #c0f74138
+from .architectures import check_fits, model_class
 from .compat import FakeTensorMode, disable_current_modes
 
 # %% ../nbs/05_runs.ipynb #c3f33e70
@@ -391,8 +392,8 @@ def baseline(config, # a `GPTConfig`
              world=World(), # the processes that will share it
              model=GPT): # its class
     "The naive FP32 `Run` that every ladder starts from"
-    with torch.device(device or default_device()):
-        run = Run((UninitializedGPT if device == "meta" else model)(config, seed), world=world, seed=seed)
+    cls = UninitializedGPT if device == "meta" else model_class(config, model)
+    with torch.device(device or default_device()): run = Run(cls(config, seed), world=world, seed=seed)
     if device == "meta": # what isn't a weight is made all the same
         for k, t in zip(("cos", "sin"), rope_table(config.seq, config.head_dim, config.rope_theta)):
             run.model.register_buffer(k, t.to(default_device()), persistent=False)
@@ -418,6 +419,7 @@ def build(config, # a `GPTConfig`
           model=GPT): # the class of the model: a recipe may have one of its own
     "A `Run` with `rungs` applied, each at its stage. Raises as `parsed` and `check_rung` do"
     order = in_order(rungs)
+    for r, _ in order: check_fits(r, model_class(config, model))
     if world.size > 1 and any(r.fills for r, _ in order): device = "meta" # shapes alone
     return reduce(lambda run, r: r[0](run, **r[1]), order, baseline(config, device, seed, world, model))
 

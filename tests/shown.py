@@ -9,7 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
-from llm_speedrun import cli
+from llm_speedrun import cli, plugins
 from llm_speedrun.files import cache_dir
 from small import texts
 from timeouts import TIMEOUT
@@ -24,6 +24,7 @@ class Block:
         words = match[2].strip("{}").split()
         self.classes = {w.lstrip(".") for w in words if "=" not in w}
         self.body, self.span = match[3], match.span(3)
+        self.file = (re.search(r'filename="([^"]+)"', match[2]) or [None, None])[1] # that holds the body
     @property
     def is_shell(self): return bool(self.classes & {"bash", "sh"})
     @property
@@ -34,6 +35,11 @@ class Block:
     def runs(self): return self.is_shell and not self.classes & WHY_NOT
 
 def blocks(md): return [Block(m) for m in FENCE.finditer(md)]
+
+def write_files(md, folder):
+    "Write the files that a page shows"
+    for b in blocks(md):
+        if b.file: (folder/b.file).write_text(b.body, encoding="utf-8")
 
 def pairs(md):
     "Pairs of a block of commands and the block with what they print, or None"
@@ -122,7 +128,9 @@ def in_this_process(body, folder):
             for name, *args in commands(body):
                 try: getattr(cli, name)(args)
                 except SystemExit: pass
-    finally: os.chdir(before)
+    finally:
+        os.chdir(before)
+        for spec in [*plugins.LOADED]: plugins.forget_plugin(spec) # another process wouldn't know it either
     return said.getvalue()
 
 def printed_by(body, folder): return (in_a_shell if needs_a_shell(body) else in_this_process)(body, folder)
@@ -146,6 +154,7 @@ def renew(path, ready):
     folder = ready.with_name(path.stem)
     shutil.copytree(ready, folder, symlinks=True)
     md, at, res = path.read_text(encoding="utf-8"), 0, ""
+    write_files(md, folder)
     for shell, output in pairs(md):
         if not shell.runs: continue
         real = in_a_shell(shell.body, folder)

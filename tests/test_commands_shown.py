@@ -9,10 +9,11 @@ import torch.distributed.run as torchrun
 import build_pages, train_pages
 from llm_speedrun.files import InputError
 from llm_speedrun.model import workload
+from llm_speedrun.plugins import LOADED, forget_plugin, import_plugins
 from llm_speedrun.train import config, doctor, resolve, train_step
 from llm_speedrun.train.presets import parse_rungs
 from prose import measured_numbers
-from shown import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train
+from shown import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train, write_files
 from test_cli import COMMANDS, messages, parser
 
 PAGES = pages_of_train()
@@ -39,6 +40,7 @@ def check_options(name, words):
     got = config.parse_args(parser(f.config), words)
     got.pop("config", None) # a file that isn't there
     c, _ = config.resolve_options(f.config, got)
+    import_plugins(getattr(c, "plugin", ""))
     if getattr(c, "rungs", "list") not in ("list", ""): parse_rungs(c.rungs)
     if getattr(c, "workload", ""): workload(c.workload)
 
@@ -62,8 +64,11 @@ def wrong(words):
     return next((f"there is no {a}" for a in args if re.match(r"(nbs|tests|llm_speedrun)/", a) and not (ROOT/a).exists()), None)
 
 @pytest.mark.parametrize("path", PAGES + OTHERS, ids=NAME)
-def test_commands_are_understood(path):
+def test_commands_are_understood(path, tmp_path, monkeypatch):
+    write_files(text_of(path), tmp_path)
+    monkeypatch.chdir(tmp_path)
     found = [(words, w) for b in blocks(text_of(path)) if b.is_shell for words in commands(b.body) if (w := wrong(words))]
+    for spec in [*LOADED]: forget_plugin(spec)
     assert not found, "\n".join(f"{shlex.join(words)}: {w}" for words, w in found)
 
 @pytest.mark.parametrize("command, part", [
@@ -168,6 +173,7 @@ def test_the_exported_folder_opens_as_shown(ready, tmp_path, monkeypatch, capsys
 def test_commands_print_what_is_shown(path, ready, tmp_path):
     folder = tmp_path/"here"
     shutil.copytree(ready, folder, symlinks=True)
+    write_files(text_of(path), folder)
     for shell, output in pairs(text_of(path)):
         assert not output or shell.runs, f"an output that nobody compares:\n{shell.body}"
         if not shell.runs: continue

@@ -205,7 +205,7 @@ def check_size(config, # a `GPTConfig`, as read
     if config.layers > len(there):
         raise InputError(f"{path} has {len(there)} tensors, too few for the {config.layers} layers of its "
                          "config.json")
-    if (n := total(there)) != (want := total(shapes(config, model_of(there)))):
+    if (n := total(there)) != (want := total(shapes(config, model_of(there, config)))):
         raise InputError(f"{path} has {n:,} weights, and the model of its config.json {want:,}")
 
 # %% ../../nbs/54a_load.ipynb #b830c33d

@@ -99,6 +99,7 @@ class TrainConfig(Options):
     # Model
     workload: str = "" # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU and tiny on a CPU
     seq: Count = 0 # tokens in a sequence; by default the workload's
+    plugin: LineList = "" # a Python file or module with rungs, recipes or models of your own; repeatable
     init: str = "" # a folder to take weights and shape from: of a run, or one that transformers wrote
     # Rungs
     rungs: str = "auto" # the fastest list; naive, safe, cpu, smallest, fastest16, fastest; names; or "list"
@@ -173,6 +174,7 @@ class LadderOptions(Options):
     only: str = "" # names with commas: measure just these, each against the ladder below it
     gpus: Count = 0 # GPUs for ddp, fsdp and tensor_parallel among the rungs; by default all
     batch: BatchSize = 0 # sequences in a step; by default 64, on a CPU 4
+    plugin: LineList = "" # a Python file or module with rungs, recipes or models of your own; repeatable
     # Other projects
     peer: CommaList = "" # compile_whole, transformers, nanogpt=FOLDER, ...: beside the top; repeatable
     # Output
@@ -201,6 +203,7 @@ class SampleOptions(Options):
     "The options of `speedrun_sample`"
     # Run
     run: Text # folder of a run, such as runs/<name>, or one that transformers wrote
+    plugin: LineList = "" # a Python file or module that defines its model; by default what the run recorded
     # Text
     prompt: TextList = "" # text to go on from; by default a new document; - reads standard input; repeatable
     prompts: str = "" # a file with a prompt in each line; - reads standard input
@@ -222,6 +225,7 @@ class EvalOptions(Options):
     "The options of `speedrun_eval`"
     # Model
     folder: Text # of a run, such as runs/<name>, of an export, or one that transformers wrote
+    plugin: LineList = "" # a Python file or module that defines its model; by default what the run recorded
     engine: str = "ours" # ours; or transformers, which opens other models too
     dtype: str = "fp32" # of matrix products: fp32, or bf16, which is faster on a GPU
     batch: Count = 0 # tokens in a forward pass; by default as many as have 2**29 logits, on a CPU 2**26
@@ -262,6 +266,7 @@ class RaceOptions(Options):
     # Contestants
     run: LineList = "" # one of ours, NAME: OPTIONS, such as "muon: --recipe muon --rungs fastest"; repeatable
     peer: LineList = "" # a clone: nanogpt=FOLDER, modded=FOLDER, nanochat=FOLDER:batch=131072; repeatable
+    plugin: LineList = "" # a Python file or module with rungs, recipes or models of your own; repeatable
     # Contest
     data: Text = "stdlib" # as for speedrun_train
     minutes: Minutes = 5. # of training in each run: the clock

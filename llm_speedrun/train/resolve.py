@@ -10,18 +10,18 @@ __all__ = ['CHANGEABLE', 'own_values', 'run_folder', 'read_options', 'resumed', 
 # %% ../../nbs/30a_resolve.ipynb #30res004
 import math, os
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from pathlib import Path
-import msgspec
-from fastcore.basics import patch
+from functools import partial; from pathlib import Path
+import msgspec; from fastcore.basics import patch
 from ..files import InputError, RunError, env_number, lookup, read_json
+from ..architectures import model_class
 from ..choices import Choices
 from ..model import GPTConfig, workload
 from ..runs import find_rung, rung_name
 from ..distributed.world import World, check_alike
+from ..plugins import with_plugin_of
 from ..rungs.documents import mean_length, within_documents
 from ..export import import_folder
-from ..recipes.model_registry import recipe_for
+from ..recipes.model_registry import is_own, recipe_for
 
 # %% ../../nbs/30a_resolve.ipynb #30res005
 from ..recipes.batch import settled_phases
@@ -36,7 +36,7 @@ from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, prese
                                         recorded_preset)
 from ..checkpoint.format import checkpoints
 from ..checkpoint.load import shapes_in
-from .run_dir import read_record
+from .run_dir import check_registered, read_record
 from .train_data import TrainData, check_tokens, with_vocabulary
 from .train_step import LrSchedule
 
@@ -46,7 +46,7 @@ def own_values(cfg): # a `TrainConfig`
     return {f.name for f in fields(cfg) if getattr(cfg, f.name) != f.default}
 
 # %% ../../nbs/30a_resolve.ipynb #f585fcf2
-CHANGEABLE = ("data hardware rungs batch gpus restarts rank_logs steps target save_minutes keep_last "
+CHANGEABLE = ("data plugin hardware rungs batch gpus restarts rank_logs steps target save_minutes keep_last "
               "timings").split() # together with `resume`
 
 def run_folder(path): # as it was typed
@@ -200,13 +200,15 @@ class PlanResolver:
 def start_from(self:PlanResolver):
     "Return the model's `GPTConfig`, and weights to begin with: None for a resumed run"
     c = self.cfg
-    if c.resume: return self.record.model, None
+    if c.resume:
+        check_registered(self.record, c.resume)
+        return self.record.model, None
     if not c.init:
         c.workload = c.workload or ("124m" if self.device.type == "cuda" else "tiny")
         return workload(c.workload), None
     config, weights = import_folder(c.init)
     if c.workload: raise InputError(f"{c.init} brings a shape of its own: leave out --workload")
-    c.workload = config.name
+    c.workload, c.plugin = config.name, with_plugin_of(c.plugin, config.name)
     return config, weights
 
 # %% ../../nbs/30a_resolve.ipynb #9e553e7e
@@ -287,11 +289,18 @@ def resolve_recipe(self:PlanResolver, found=None): # a `FoundCheckpoint` to go o
     names = [*map(rung_name, self.rungs)]
     self.name_recipe(names)
     r, weights = parse_recipe(self.cfg.recipe), shapes_in(found.folder) if found else self.weights
-    self.recipe = r = self.with_document_mask(self.in_phases(recipe_for(r, weights) if weights else r))
+    self.recipe = r = self.with_document_mask(self.in_phases(self.with_model(r, weights)))
     r.check(names)
     if found: return # with its own options and shape
     self.cfg.recipe = r.spec()
     if not self.weights: self.config = r.shape(self.config)
+
+# %% ../../nbs/30a_resolve.ipynb #30aplug1
+@patch
+def with_model(self:PlanResolver, r, weights): # a `Recipe`; name -> weight or shape, or None
+    "Return the recipe for the model of the weights, or for one that a plug-in has registered"
+    own = model_class(self.config, None) or is_own(r.model)
+    return recipe_for(r, weights or {}, self.config) if weights or own else r
 
 # %% ../../nbs/30a_resolve.ipynb #30res018
 @patch
