@@ -20,8 +20,8 @@ import msgspec, torch
 from fastcore.basics import patch
 
 # %% ../nbs/48_race.ipynb #race0003
-from .benchmarks.adapters import RACERS, Course, peer_defaults, source_of
-from .benchmarks.clock import GAUGE, GRID, NEVER, WARM, Diverged, Job, Pace, Referee
+from .benchmarks.adapters import RACERS, AdapterContext, peer_defaults, source_of
+from .benchmarks.clock import GAUGE, GRID, NEVER, WARM, Diverged, Evaluator, Job, TimeBudget
 from .benchmarks.race_report import (passing_table, race_chart, race_table, share_race,
                                                  tried_table)
 from .corpus import open_corpus
@@ -45,29 +45,29 @@ from .train.presets import parse_rungs
 # %% ../nbs/48_race.ipynb #race0039
 class RaceClock(Callback):
     "Ends a run with the clock of a race"
-    pace = None # a `Pace`, which needs the run
+    budget = None # a `TimeBudget`, which needs the run
     def __init__(self, job): self.job = job # a `Job`
 
     def after_plan(self, trainer):
         c = trainer.plan.options
         c.lr, c.weight_decay = c.lr*self.job.lr, c.weight_decay*self.job.wd
 
-    def before_loop(self, trainer): self.pace.clock.go()
+    def before_loop(self, trainer): self.budget.clock.go()
 
     def after_step(self, trainer):
-        self.pace.in_time(trainer.done)
-        if trainer.done < self.pace.next: return
+        self.budget.in_time(trainer.done)
+        if trainer.done < self.budget.next: return
         trainer.logger.flush()
-        self.pace.after(trainer.done)
+        self.budget.after(trainer.done)
         trainer.logger.restart_clock() # its own tokens/s leave out what came between, too
 
 # %% ../nbs/48_race.ipynb #race0041
-def judged(trainer, referee): # a `Referee`
+def judged(trainer, evaluator): # an `Evaluator`
     "Return the result of a run of ours, by its own forward pass in its own formats"
     run = trainer.run
     def nats(x, y):
         with entered(run.step_contexts + run.forward_contexts): return run.loss(run.model, x, y)*y.numel()
-    with trainer.validator.averaged(): return referee(nats)
+    with trainer.validator.averaged(): return evaluator(nats)
 
 def plan_for(trainer, total): # steps
     "Let the schedules of a run of ours end there"
@@ -88,7 +88,7 @@ def own_options(name, words): # of a contestant of ours: options of `speedrun_tr
     return c, given
 
 # %% ../nbs/48_race.ipynb #race0043
-def own_words(c): # a `Course`
+def own_words(c): # an `AdapterContext`
     "The command line of its run: the contestant's options, and what the race says"
     job = c.job
     return [
@@ -103,18 +103,19 @@ def recipe_code():
     return digest(*(p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.py"))))
 
 # %% ../nbs/48_race.ipynb #race0044
-def ours(c): # a `Course`
+def ours(c): # an `AdapterContext`
     "A run of `speedrun_train` with the contestant's options"
     cfg, given = parse_options(TrainConfig, "speedrun_train", own_words(c))
     clock = RaceClock(c.job)
     run = Trainer(cfg, False, given, callbacks=[*default_callbacks(), clock])
     run.cfg.steps = max(run.cfg.steps, 4*(WARM + GAUGE)) # until `plan_for` knows better
-    judge, plan = partial(judged, run, c.referee), partial(plan_for, run)
-    clock.pace = Pace(c.job, run.cfg.step_tokens, judge, plan, c.note)
+    judge, plan = partial(judged, run, c.evaluator), partial(plan_for, run)
+    clock.budget = TimeBudget(c.job, run.cfg.step_tokens, judge, plan, c.note)
     if run.fit()["interrupted"]: raise KeyboardInterrupt
     shutil.rmtree(run.folder/"checkpoints", ignore_errors=True) # the weights stay
     code = code_of([r for r in run.cfg.rungs.split(",") if r])
-    return run.run.model, clock.pace, dict(source=f"code {code}", recipes=recipe_code(), ran=asdict(run.cfg))
+    about = dict(source=f"code {code}", recipes=recipe_code(), ran=asdict(run.cfg))
+    return run.run.model, clock.budget, about
 
 # %% ../nbs/48_race.ipynb #race0045
 def default_workload():
@@ -151,12 +152,12 @@ def raced(job, folder): # a `Job`, its folder
     if job.kind in ("ours", "nanochat"): prepare_process() # as their own programs do
     corpus = open_corpus(job.data)
     corpus.train.check(); corpus.val.check()
-    course = Course(job, corpus, Referee(corpus, job.seq), folder/"work", folder.parents[1]/"tokens",
-                    note_in(folder))
-    course.folder.mkdir(exist_ok=True)
-    os.chdir(course.folder) # the programs look for their data where they are
+    context = AdapterContext(job, corpus, Evaluator(corpus, job.seq), folder/"work",
+                             folder.parents[1]/"tokens", note_in(folder))
+    context.folder.mkdir(exist_ok=True)
+    os.chdir(context.folder) # the programs look for their data where they are
     run = ours if job.kind == "ours" else RACERS[job.kind].race
-    with nullcontext() if course.gpu else uncompiled(): return result(course, *run(course))
+    with nullcontext() if context.gpu else uncompiled(): return result(context, *run(context))
 
 # %% ../nbs/48_race.ipynb #race0049
 def note_in(folder): # of a job
@@ -167,16 +168,16 @@ def note_in(folder): # of a job
     return note
 
 # %% ../nbs/48_race.ipynb #race0050
-def result(course, model, pace, about): # as an adapter has it
+def result(context, model, budget, about): # as an adapter has it
     "All that there is to say of a run, a dict"
-    job, last = course.job, pace.marks[-1]
-    if job.kind != "ours": about["source"] = source_of(course.clone, RACERS[job.kind].race_files[0])
+    job, last = context.job, budget.marks[-1]
+    if job.kind != "ours": about["source"] = source_of(context.clone, RACERS[job.kind].race_files[0])
     credit = last["step"]/(last["step"] - WARM) # the first steps count as much as the others
     return msgspec.to_builtins(job) | last | dict(
-        batch=pace.tokens, epochs=last["tokens"]/len(course.corpus.train),
-        tok_s=last["tokens"]/last["seconds"], joules=pace.clock.joules*credit or None,
-        peak_gib=pace.clock.peak or None, clock=job.seconds, marks=pace.marks,
-        evaluated=course.referee.y.numel(), **weights_of(model, course.corpus.vocab), **machine()) | about
+        batch=budget.tokens, epochs=last["tokens"]/len(context.corpus.train),
+        tok_s=last["tokens"]/last["seconds"], joules=budget.clock.joules*credit or None,
+        peak_gib=budget.clock.peak or None, clock=job.seconds, marks=budget.marks,
+        evaluated=context.evaluator.y.numel(), **weights_of(model, context.corpus.vocab), **machine()) | about
 
 # %% ../nbs/48_race.ipynb #race0051
 @dataclass(frozen=True)
