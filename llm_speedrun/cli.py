@@ -60,7 +60,7 @@ def speedrun_doctor(c, given):
 @command(DataOptions, "interrupted: the same command goes on from here")
 def speedrun_data(c, given):
     "Tokenize a corpus on all cores, in flat memory, into a folder of shards"
-    from llm_speedrun.train.corpora import make_corpus
+    from llm_speedrun.train.prepare_data import make_corpus
     make_corpus(c)
 
 @command(LadderOptions)
