@@ -10,7 +10,7 @@ from llm_speedrun.train import prepare_data as pipeline
 from llm_speedrun.cli import speedrun_data
 from llm_speedrun.train.config import DataOptions
 from llm_speedrun.data import Batches
-from llm_speedrun.corpus import open_corpus, stdlib_files, train_tokenizer, write_shards
+from llm_speedrun.corpus import Corpus, open_corpus, stdlib_files, train_tokenizer, write_shards
 from llm_speedrun.text_files import read_documents
 from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_borders, document_mask,
                                            mean_length, padded_borders, within_documents)
@@ -414,7 +414,7 @@ def test_tokens_of_a_document(tmp_path):
     corpus = open_corpus()
     n = np.asarray(corpus.train[:2**20])
     assert mean_length(corpus) == len(n)/(n == corpus.eot).sum()
-    assert mean_length(data.Corpus("stream", None, None, 300, None, 0)) == 256
+    assert mean_length(Corpus("stream", None, None, 300, None, 0)) == 256
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("B, H, K, T, D, every", [(3, 4, 2, 200, 64, 20), (2, 6, 6, 1024, 128, 300), (1, 2, 1, 33, 32, 5), (4, 6, 6, 128, 128, 10**6)])
