@@ -112,7 +112,7 @@ def speedrun_lr(c, given):
 @command(RaceOptions, "interrupted: the same command with the same --out goes on from here")
 def speedrun_race(c, given):
     "Race recipes of ours and other projects' programs: one clock, one evaluator, as published or tuned alike"
-    from llm_speedrun.race import race_and_tell
+    from llm_speedrun.benchmarks.race import race_and_tell
     race_and_tell(c)
 
 # %% ../nbs/33c_cli.ipynb #5a83c941

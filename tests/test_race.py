@@ -5,7 +5,7 @@ import pytest, torch
 from small import fails
 from llm_speedrun.benchmarks import clock
 from llm_speedrun.files import InputError, RunError
-from llm_speedrun.race import Contestant, Race, check_gpus
+from llm_speedrun.benchmarks.race import Contestant, Race, check_gpus
 from llm_speedrun.benchmarks.clock import Job, TimeBudget
 from llm_speedrun.cli import speedrun_race
 
