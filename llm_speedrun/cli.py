@@ -63,7 +63,7 @@ def speedrun_doctor(c, given):
 @command(DataOptions, "interrupted: the same command goes on from here")
 def speedrun_data(c, given):
     "Tokenize a corpus on all cores, in flat memory, into a folder of shards"
-    from llm_speedrun.train.corpora import make_corpus
+    from llm_speedrun.train.prepare_data import make_corpus
     make_corpus(c)
 
 @command(LadderOptions)
@@ -115,7 +115,7 @@ def speedrun_lr(c, given):
 @command(RaceOptions, "interrupted: the same command with the same --out goes on from here")
 def speedrun_race(c, given):
     "Race recipes of ours and other projects' programs: one clock, one evaluator, as published or tuned alike"
-    from llm_speedrun.race import race_and_tell
+    from llm_speedrun.benchmarks.race import race_and_tell
     race_and_tell(c)
 
 # %% ../nbs/33c_cli.ipynb #5a83c941

@@ -6,10 +6,10 @@
 __all__ = ['REASONS', 'OTHER_CACHE', 'SpeedrunError', 'InputError', 'RunError', 'AllFailed', 'reason', 'in_words', 'unread',
            'short_of_memory', 'clean_errors', 'lookup', 'synced', 'replace_file', 'check_writable', 'read_bytes_of',
            'sha256_of', 'file_sha256', 'decoded', 'read_json', 'python_command', 'safe_children', 'check_processes',
-           'env_number', 'hold', 'cache_dir', 'is_stub', 'exercise']
+           'env_number', 'hold', 'appears', 'cache_dir', 'is_stub', 'exercise']
 
 # %% ../nbs/06_files.ipynb #29a8ccb6
-import difflib, errno, hashlib, inspect, os, re, stat, sys
+import difflib, errno, hashlib, inspect, os, re, stat, sys, time
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -230,6 +230,15 @@ def hold(folder, # to write into; made if it isn't there
         raise RunError(f"another process is writing {what}, {folder}, now: wait for it, or choose another "
                        "name") from None
     return lock
+
+# %% ../nbs/06_files.ipynb #06appea1
+def appears(path, # what another process has written
+            seconds=3): # how long to wait for it
+    "Return whether `path` is there, or comes to be within so many seconds, as a network disk may take"
+    end = time.monotonic() + seconds
+    names = lambda: os.listdir(path.parent) if path.parent.exists() else ()
+    while not (there := path.name in names()) and time.monotonic() < end: time.sleep(.1)
+    return there
 
 # %% ../nbs/06_files.ipynb #2a4b7358
 OTHER_CACHE = "set LLM_SPEEDRUN_CACHE (or XDG_CACHE_HOME) to a folder that you can write into"

@@ -18,7 +18,7 @@ from .gpu import COLORS
 from .measure import (gpu_gib, ladder_chart, ladder_table, load_records, ratio,
                                   record_key, records_path, save_records, smoke)
 from .model import workload
-from .peers import peer_paths, tell_peers
+from .benchmarks.peers import peer_paths, tell_peers
 from .roofline import predict_ms
 
 # %% ../nbs/22_ladder.ipynb #22import

@@ -191,10 +191,10 @@ CAN_PRINT = { # module, or one of its options -> the commands that can print its
     "rungs.documents": ALL, ("choices", "--measure"): ALL, ("train.autotune", "--seq"): ALL, "world": ALL,
     "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
     **dict.fromkeys("train.trainer train.run_dir train.checkpointer train.train_data train.resolve train.coordinator train.validator train.metrics".split(), ALL),
-    "train.doctor": "doctor", "train.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "train.corpora": f"data {ALL}", "train.words": f"data {ALL}",
-    "data": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",
-    ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", "race": "race",
-    **{("race", f"--{k}"): "train" for k in "epochs name out overwrite sample save_minutes seed".split()}}    # our own runs' command line
+    "train.doctor": "doctor", "train.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "train.prepare_data": f"data {ALL}", "train.encoder_pool": f"data {ALL}",
+    "data": f"data {ALL}", "corpus": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",
+    ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", **dict.fromkeys("benchmarks.race benchmarks.clock benchmarks.adapters".split(), "race"),
+    **{("benchmarks.race", f"--{k}"): "train" for k in "epochs name out overwrite sample save_minutes seed".split()}}    # our own runs' command line
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
 ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm", "--long"} # of pip, nvidia-smi, torchrun, docker, zstd
 
@@ -228,7 +228,7 @@ def test_advice_names_options_that_exist():
 
 def test_wrong_advice_is_found():
     for text in ("take fewer --workers", "{} is too little; set val_frac"): assert [*wrong_advice(text, "train.trainer")]
-    assert [*wrong_advice("speedrun_train --val_frac", "train.corpora")]
+    assert [*wrong_advice("speedrun_train --val_frac", "train.prepare_data")]
     assert not [*wrong_advice("tokenize with speedrun_data --tokenizer {}", "train.trainer")]
 
 @pytest.mark.skipif(os.name != "posix", reason="asks POSIX for permissions")

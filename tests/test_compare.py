@@ -5,7 +5,7 @@ import numpy as np, pytest, torch
 from small import fails, nano, options, texts, write_bins
 from test_report import HOSTILE, Balanced
 from llm_speedrun.files import InputError, RunError
-from llm_speedrun.train.comparison import (Comparison, Course, Found, Search, apart, clock, diverged, gap, mismatch, overlay, page_path,
+from llm_speedrun.train.comparison import (Comparison, RunCurve, Found, Search, apart, clock, diverged, gap, mismatch, overlay, page_path,
                                         reached, repeats, spaced, when)
 from llm_speedrun.cli import speedrun_compare, speedrun_lr
 from llm_speedrun.train.config import LrOptions
@@ -34,7 +34,7 @@ def made(folder, losses=(5., 4., 3.), tok_s=100., every=10, each=20, val=True, *
     return folder
 
 def test_time_and_tokens_of_a_run(tmp_path):
-    c = Course(made(tmp_path/"a"))                                     # 30 steps of 20 tokens, five a second
+    c = RunCurve(made(tmp_path/"a"))                                     # 30 steps of 20 tokens, five a second
     assert c.steps[-1] == 30 and c.tokens[-1] == 600 and c.seconds[-1] == pytest.approx(6.)
     for over, at in dict(steps=10, tokens=200, seconds=2.).items():
         x, y = c.curve(over)
@@ -84,9 +84,9 @@ def test_seeds_are_found_and_nothing_else(tmp_path):
     (names, mean, reach, deviation, error), = both.seeds()[1]
     assert (names, mean, reach, deviation) == ("a0, a1, a2", "3.1000", "3.0000 to 3.2000", "0.1000") and error == f"{.1/3**.5:.4f}"
     assert len({c.color for c in both.courses[:3]}) == 1 and len({c.color for c in both.courses}) == 3
-    assert repeats(Course(r) for r in runs[:2]) == []                  # two are no range
+    assert repeats(RunCurve(r) for r in runs[:2]) == []                  # two are no range
     again = [made(tmp_path/f"c{s}", seed=1) for s in range(3)]
-    assert repeats(Course(r) for r in again) == []                     # the same seed
+    assert repeats(RunCurve(r) for r in again) == []                     # the same seed
 
 def test_many_runs_with_one_name(tmp_path):
     runs = [made(tmp_path/k/"run", lr=i/10) for i, k in enumerate("pqrstuvwxyz", 1)]
@@ -112,7 +112,7 @@ def test_tokens_and_text_tell(tmp_path):
     "The tokenizer decides; a bigram model's loss tells whether the text is the same, wherever it lay"
     a, b = made(tmp_path/"a"), made(tmp_path/"b", data="elsewhere")
     result = lambda folder, loss: (folder/"result.json").write_text(json.dumps(dict(steps=30, bigram_loss=loss)))
-    said = lambda: [*mismatch(Course(a), Course(b))]
+    said = lambda: [*mismatch(RunCurve(a), RunCurve(b))]
     tokenizer = lambda folder, *words: (folder/"tokenizer.json").write_text(json.dumps(dict(model=dict(vocab={w: i for i, w in enumerate(words)}))))
     assert len(said()) == 1
     result(a, 3.25); assert len(said()) == 1                           # of the other nobody knows

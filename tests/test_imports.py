@@ -115,7 +115,7 @@ def sources(): return {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="
 
 def test_one_way_to_start_python():
     "`python_command`, and the encoder pool's own, which takes Python's isolated mode"
-    assert {name for name, text in sources().items() if "sys.executable" in text} == {"files.py", "train/words.py"}
+    assert {name for name, text in sources().items() if "sys.executable" in text} == {"files.py", "train/encoder_pool.py"}
     spawning = {name for name, text in sources().items() if re.search(r"get_context\(|mp\.Process|multiprocessing\.Process|ProcessPool", text)}
     assert spawning == {"distributed/spawn.py"} and "with safe_children(): p.start()" in sources()["distributed/spawn.py"]
 

@@ -2,13 +2,13 @@
 import json, logging, os, subprocess, sys, textwrap
 from dataclasses import replace
 import pytest, torch
-from llm_speedrun import peers as module
+from llm_speedrun.benchmarks import peers as module
 from llm_speedrun.benchmarks.adapters import source_of
 from llm_speedrun.corpus import open_corpus
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.ladder import climb_one_gpu
 from llm_speedrun.model import matrix_params
-from llm_speedrun.peers import *
+from llm_speedrun.benchmarks.peers import *
 from llm_speedrun.runs import uncompiled
 from llm_speedrun.cli import speedrun_ladder
 from llm_speedrun.train.config import LadderOptions

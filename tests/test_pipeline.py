@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from llm_speedrun import corpus
 from llm_speedrun.files import InputError
-from llm_speedrun.train import corpora as pipeline
+from llm_speedrun.train import prepare_data as pipeline
 from llm_speedrun.cli import speedrun_data
 from llm_speedrun.train.config import DataOptions
 from llm_speedrun.data import Batches
-from llm_speedrun.corpus import open_corpus, stdlib_files, train_tokenizer, write_shards
+from llm_speedrun.corpus import Corpus, open_corpus, stdlib_files, train_tokenizer, write_shards
 from llm_speedrun.text_files import read_documents
 from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_borders, document_mask,
                                            mean_length, padded_borders, within_documents)
-from llm_speedrun.train.corpora import *
+from llm_speedrun.train.prepare_data import *
 from llm_speedrun.train.loader import *
-from llm_speedrun.train.words import Encoder, Worker, in_order
+from llm_speedrun.train.encoder_pool import Encoder, Worker, in_order
 from small import words
 from timeouts import TIMEOUT, until_some_moment, wait_until
 
@@ -59,7 +59,7 @@ def assert_same(a, b):
 
 SLOW = """
 import sys, time
-from llm_speedrun.train import corpora as pipeline
+from llm_speedrun.train import prepare_data as pipeline
 from llm_speedrun.cli import speedrun_data
 parcels = pipeline.parcels
 def slowly(texts):                                      # many small parcels, so that some are done when the kill comes
@@ -256,7 +256,7 @@ def test_less_work_than_encode_batch(tok, tmp_path, monkeypatch):
 MEMORY = """
 import resource, sys
 from llm_speedrun.corpus import train_tokenizer
-from llm_speedrun.train import corpora as pipeline
+from llm_speedrun.train import prepare_data as pipeline
 pipeline.parcels.__defaults__ = (100_000,)
 rng, words = __import__("numpy").random.default_rng(0), [f"w{i}" for i in range(5000)]
 pool = [" ".join(rng.choice(words, 4000)) for _ in range(20)]
@@ -414,7 +414,7 @@ def test_tokens_of_a_document(tmp_path):
     corpus = open_corpus()
     n = np.asarray(corpus.train[:2**20])
     assert mean_length(corpus) == len(n)/(n == corpus.eot).sum()
-    assert mean_length(data.Corpus("stream", None, None, 300, None, 0)) == 256
+    assert mean_length(Corpus("stream", None, None, 300, None, 0)) == 256
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("B, H, K, T, D, every", [(3, 4, 2, 200, 64, 20), (2, 6, 6, 1024, 128, 300), (1, 2, 1, 33, 32, 5), (4, 6, 6, 128, 128, 10**6)])
@@ -478,18 +478,18 @@ def test_nobody_waits_for_a_stalled_process(tok, tmp_path):
     script.write_text(f"""
 import itertools, os, signal
 from llm_speedrun.corpus import train_tokenizer
-from llm_speedrun.train import corpora, words
+from llm_speedrun.train import encoder_pool, prepare_data
 stalled = []
-class Stalled(words.Worker):
+class Stalled(encoder_pool.Worker):
     def __call__(self, texts):
         os.kill(self.process.pid, signal.SIGSTOP)
         stalled.append(self)
         if len(stalled) == 2: os.kill(os.getpid(), signal.SIGINT)
         return super().__call__(texts)
-words.Worker = Stalled
-corpora.parcels.__defaults__ = (10_000,)
+encoder_pool.Worker = Stalled
+prepare_data.parcels.__defaults__ = (10_000,)
 tok = train_tokenizer(["some text"], 300)
-corpora.tokenize_corpus(("some text "*9000 for _ in itertools.count()), tok, {str(tmp_path/'out')!r}, workers=2)
+prepare_data.tokenize_corpus(("some text "*9000 for _ in itertools.count()), tok, {str(tmp_path/'out')!r}, workers=2)
 """)
     res = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=TIMEOUT)
     assert "KeyboardInterrupt" in res.stderr, res.stderr

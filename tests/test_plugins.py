@@ -10,7 +10,7 @@ from llm_speedrun.export import export_folder, from_pretrained, import_folder
 from llm_speedrun.files import InputError
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.plugins import import_plugins
-from llm_speedrun.race import own_contestant, own_options
+from llm_speedrun.benchmarks.race import own_contestant, own_options
 from llm_speedrun.distributed.world import World
 from llm_speedrun.records import code_of
 from llm_speedrun.runs import RUNGS, build

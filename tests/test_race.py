@@ -5,8 +5,8 @@ import pytest, torch
 from small import fails
 from llm_speedrun.benchmarks import clock
 from llm_speedrun.files import InputError, RunError
-from llm_speedrun.race import Contestant, Race, check_gpus
-from llm_speedrun.benchmarks.clock import Job, Pace
+from llm_speedrun.benchmarks.race import Contestant, Race, check_gpus
+from llm_speedrun.benchmarks.clock import Job, TimeBudget
 from llm_speedrun.cli import speedrun_race
 
 # --- the clock ---
@@ -22,22 +22,22 @@ class MadeUp:
 COSTS = dict(flat=lambda done: .1, falls=lambda done: .1*(3 - 2*min(1, done/.4)), rises=lambda done: .1*(1 + (done > .7)))
 
 def run(evals, cost, seconds=60.): # evaluations, a name in `COSTS`, of the clock
-    "A run whose steps cost what the share of the run says that is done: its `Pace`, and the numbers of steps that it was told in turn"
+    "A run whose steps cost what the share of the run says that is done: its `TimeBudget`, and the numbers of steps that it was told in turn"
     plans = []
-    pace = Pace(Job("a", "ours", "", seconds=seconds, evals=evals), 64, lambda: dict(loss=1.), plan=plans.append)
-    pace.clock = MadeUp()
-    for i in pace.steps(): pace.clock.seconds += COSTS[cost](i/(plans[-1] if plans else seconds/.1))
-    return pace, plans
+    budget = TimeBudget(Job("a", "ours", "", seconds=seconds, evals=evals), 64, lambda: dict(loss=1.), plan=plans.append)
+    budget.clock = MadeUp()
+    for i in budget.steps(): budget.clock.seconds += COSTS[cost](i/(plans[-1] if plans else seconds/.1))
+    return budget, plans
 
 @pytest.mark.parametrize("seconds", [6., 60.])
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("evals", [1, 2, 3, 4])
 def test_few_evaluations_meet_the_clock(evals, cost, seconds):
     "As many evaluations as asked for, at even distances, the last one after the last step and within 2 % of the clock"
-    pace, plans = run(evals, cost, seconds)
-    steps = [m["step"] for m in pace.marks]
+    budget, plans = run(evals, cost, seconds)
+    steps = [m["step"] for m in budget.marks]
     assert len(steps) == evals and steps == sorted(set(steps)) and steps[-1] == plans[-1]
-    assert pace.marks[-1]["seconds"] == pytest.approx(seconds, rel=.02)
+    assert budget.marks[-1]["seconds"] == pytest.approx(seconds, rel=.02)
     if cost == "flat": assert all(abs(s - clock.WARM - k*plans[-1]/evals) < clock.GAUGE + clock.WARM for k, s in enumerate(steps, 1))
 
 # What five and more evaluations gave when the races of nbs/measurements/races were recorded: steps at the evaluations, and plans
@@ -53,33 +53,33 @@ RECORDED = {
 
 @pytest.mark.parametrize("cost, evals", RECORDED)
 def test_what_was_raced_stays(cost, evals):
-    pace, plans = run(evals, cost)
-    assert ([m["step"] for m in pace.marks], plans) == RECORDED[cost, evals]
+    budget, plans = run(evals, cost)
+    assert ([m["step"] for m in budget.marks], plans) == RECORDED[cost, evals]
 
 @pytest.mark.parametrize("evals", [1, 2, 3, 4, 5, 10])
 @pytest.mark.parametrize("steps", range(15, 60, 3))
 def test_few_steps(evals, steps):
     "Each evaluation has a step of its own, or the race says at once that there are too few"
-    try: pace, plans = run(evals, "flat", steps*.1)
+    try: budget, plans = run(evals, "flat", steps*.1)
     except RunError as e: assert "too few to race" in str(e) and steps < clock.WARM + clock.GAUGE + 2*evals; return
-    assert len({m["step"] for m in pace.marks}) == evals and abs(plans[-1] - steps) <= 1
+    assert len({m["step"] for m in budget.marks}) == evals and abs(plans[-1] - steps) <= 1
 
 def test_too_short_a_clock_is_seen_in_the_step_that_ends_it(monkeypatch):
     "On a CPU from the second step on; on a GPU the first ones may compile, and the clock begins after them"
     for gpu, most in ((False, 3), (True, clock.WARM + 2)):
         now = iter(range(100))
         monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(now)))
-        pace = clock.Pace(clock.Job("a", "ours", "", seconds=1.5, evals=1), 1, lambda: dict(loss=1.))
-        pace.clock = MadeUp(); pace.clock.gpu = gpu
+        budget = clock.TimeBudget(clock.Job("a", "ours", "", seconds=1.5, evals=1), 1, lambda: dict(loss=1.))
+        budget.clock = MadeUp(); budget.clock.gpu = gpu
         with fails(RunError, "time for . steps of 1 tokens, too few to race"):
-            for i in pace.steps(): pass
+            for i in budget.steps(): pass
         assert i + 1 == most, (gpu, i)
 
 def test_a_machine_that_stops_is_not_waited_for(monkeypatch):
     "Steps that suddenly take the whole clock: one for each evaluation that is due, none for the looks between"
     monkeypatch.setitem(COSTS, "stops", lambda done: .1 if done < .5 else 100.)
-    pace, plans = run(2, "stops")
-    assert len(pace.marks) == 2 and plans[-1] < .5*plans[0] + 65
+    budget, plans = run(2, "stops")
+    assert len(budget.marks) == 2 and plans[-1] < .5*plans[0] + 65
 
 # --- the folder ---
 

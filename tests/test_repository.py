@@ -136,12 +136,12 @@ def test_the_course_lists_every_notebook():
     assert listed == sidebar_notebooks()[1:], "the tables of the course's page and the sidebar differ"
 
 PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 5: "rungs", 6: ""}    # tens -> folder of the modules
-ABOUT_ALL = {"22_ladder", "25_peers", "33c_cli", "48_race"}    # stand among rungs or recipes and are none
+ABOUT_ALL = {"22_ladder", "33c_cli"}    # stand among rungs or recipes and are none
 TRAINER = {"64_comparison"}    # likewise, and belong to the trainer
 DISTRIBUTED = {"50_world", "50a_spawn", "50b_watchdog", "50c_collectives", "50d_parallel"}    # what several processes need below the rungs
 CHECKPOINT = {"31_saving": "checkpoint.format", "31a_save": "checkpoint.save", "54_sharded_saving": "checkpoint.save_sharded",
               "54a_load": "checkpoint.load", "54b_state": "checkpoint.state"}    # lessons of two parts make one package
-BENCHMARKS = {"48a_clock": "benchmarks.clock", "48b_adapters": "benchmarks.adapters", "48c_race_report": "benchmarks.race_report"}    # likewise
+BENCHMARKS = {"25_peers": "benchmarks.peers", "48_race": "benchmarks.race", "48a_clock": "benchmarks.clock", "48b_adapters": "benchmarks.adapters", "48c_race_report": "benchmarks.race_report"}    # likewise
 
 def test_a_module_is_in_the_folder_of_its_part():
     for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):

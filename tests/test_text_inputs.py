@@ -9,7 +9,7 @@ from llm_speedrun.files import InputError
 from llm_speedrun.text_files import EOT, read_documents
 from llm_speedrun.export import export_folder
 from llm_speedrun.tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
-from llm_speedrun.train.corpora import tokenize_corpus
+from llm_speedrun.train.prepare_data import tokenize_corpus
 from llm_speedrun.train.doctor import check_text
 from llm_speedrun.cli import speedrun_data
 from llm_speedrun.train.trainer import train

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PEER_OPTIONS', 'TRACK_3', 'CLONED', 'RACERS', 'Step', 'Peer', 'Adapter', 'source_of', 'importing_from', 'load_file',
-           'load_package', 'edited', 'Script', 'write_tokens', 'link', 'peer_defaults', 'Course', 'NanoGPT',
+           'load_package', 'edited', 'Script', 'write_tokens', 'link', 'peer_defaults', 'AdapterContext', 'NanoGPT',
            'nanogpt_changes', 'nanogpt_words', 'padded', 'nanogpt_files', 'ModdedNanoGPT', 'modded_changes',
            'modded_shards', 'alone', 'Nanochat', 'NanochatSchedule', 'nanochat_optimizer', 'nanochat_step']
 
@@ -17,7 +17,7 @@ import numpy as np, torch, torch.nn as nn
 from fastcore.basics import patch
 
 # %% ../../nbs/48b_adapters.ipynb #48b00005
-from .clock import NEVER, Pace
+from .clock import NEVER, TimeBudget
 from ..compat import uncompiled_module
 from ..data import Batches, prefetch
 from ..files import InputError
@@ -77,7 +77,7 @@ class Adapter:
     clone = "" # the address to clone, "" for what pip installs
     step_files = race_files = () # in the clone, that we read
     step = None # (config, folder of the clone) -> `Peer`
-    race = None # a `Course` -> its model, its `Pace` and what was changed in it
+    race = None # an `AdapterContext` -> its model, its `TimeBudget` and what was changed in it
     def step_missing(self): return "" # why it can't take a step here
     def race_missing(self): return "" # why it can't race here
 
@@ -191,11 +191,11 @@ PEER_OPTIONS = "batch micro layers width lr wd".split()
 
 # %% ../../nbs/48b_adapters.ipynb #race0023
 @dataclass
-class Course:
+class AdapterContext:
     "What a contestant's adapter gets"
     job: object # a `Job`
     corpus: object # a `Corpus`
-    referee: object # a `Referee`
+    evaluator: object # an `Evaluator`
     folder: Path # of its own, to work in
     shared: Path # folder of the race's files of tokens
     note: object # takes each evaluation
@@ -208,7 +208,7 @@ class Course:
 
 # %% ../../nbs/48b_adapters.ipynb #race0024
 @patch
-def rows(self:Course, usual): # sequences in a micro-batch, if they divide the batch
+def rows(self:AdapterContext, usual): # sequences in a micro-batch, if they divide the batch
     "Sequences in a step and in a micro-batch. Raises `InputError` where one doesn't divide the other"
     n, rest = divmod(self.batch, self.seq)
     micro = self.micro or min(n, usual)
@@ -217,11 +217,11 @@ def rows(self:Course, usual): # sequences in a micro-batch, if they divide the b
     return n, micro
 
 @patch
-def pace(self:Course, nats, **kw): # as a `Referee` takes it; as for `Pace`
-    "The `Pace` of a peer"
+def budget(self:AdapterContext, nats, **kw): # as an `Evaluator` takes it; as for `TimeBudget`
+    "The `TimeBudget` of a peer"
     def judge():
-        with uncompiled(): return self.referee(nats)
-    return Pace(self.job, self.batch, judge, note=self.note, **kw)
+        with uncompiled(): return self.evaluator(nats)
+    return TimeBudget(self.job, self.batch, judge, note=self.note, **kw)
 
 # %% ../../nbs/48b_adapters.ipynb #25peer34
 class NanoGPT(Adapter):
@@ -247,7 +247,7 @@ def nanogpt_changes(seed):
             "if iter_num % eval_interval == 0 and master_process:": "if False:",
             "torch.manual_seed(1337 + seed_offset)": f"torch.manual_seed({1337 + seed} + seed_offset)"}
 
-def nanogpt_words(c, micro, n): # a `Course`, sequences in a micro-batch, in a step
+def nanogpt_words(c, micro, n): # an `AdapterContext`, sequences in a micro-batch, in a step
     "Its command line: the published AdamW, a warm-up of at most 100 steps, the end of the decay set later"
     shape = dict(n_layer=c.layers, n_head=max(1, c.width//64), n_embd=c.width, block_size=c.seq)
     how = {} if c.gpu else dict(device="cpu", compile=False, dtype="float32")
@@ -261,7 +261,7 @@ def padded(vocab): # tokens of the corpus
     "Rows of a table: a multiple of 64"
     return -(-vocab//64)*64
 
-def nanogpt_files(c): # a `Course`
+def nanogpt_files(c): # an `AdapterContext`
     "Lay out what train.py reads: its tokens, the number of them that there are, and its configurator"
     for side in ("train", "val"):
         link(Path(f"data/race/{side}.bin"), write_tokens(getattr(c.corpus, side), c.shared/f"{side}.bin"))
@@ -270,7 +270,7 @@ def nanogpt_files(c): # a `Course`
 
 # %% ../../nbs/48b_adapters.ipynb #race0028
 @patch
-def race(self:NanoGPT, c): # a `Course`
+def race(self:NanoGPT, c): # an `AdapterContext`
     "Run nanoGPT's train.py, in a folder of ours with its configurator and our tokens"
     n, micro = c.rows(64)
     nanogpt_files(c)
@@ -280,9 +280,9 @@ def race(self:NanoGPT, c): # a `Course`
         model = uncompiled_module(g["model"])
         with g["ctx"]: return model(x, y)[1]*y.numel()
     def plan(total): g.update(lr_decay_iters=total, warmup_iters=min(100, max(1, total//10)))
-    pace = c.pace(nats, plan=plan)
-    with importing_from(c.clone): script(*nanogpt_words(c, micro, n), race=pace)
-    return g["model"], pace, dict(changes=script.changes)
+    budget = c.budget(nats, plan=plan)
+    with importing_from(c.clone): script(*nanogpt_words(c, micro, n), race=budget)
+    return g["model"], budget, dict(changes=script.changes)
 
 # %% ../../nbs/48b_adapters.ipynb #25peer39
 TRACK_3 = "records/track_3_optimization/train_gpt_simple.py"
@@ -305,7 +305,7 @@ class ModdedNanoGPT(Adapter):
         return "" if gpu else "its script asks for CUDA and NCCL by name: it needs a GPU"
 
 # %% ../../nbs/48b_adapters.ipynb #race0029
-def modded_changes(c, micro): # a `Course`, sequences in a micro-batch
+def modded_changes(c, micro): # an `AdapterContext`, sequences in a micro-batch
     "What is changed in track 3's script: batch, loop, no evaluation of its own, shape, and the two factors"
     shape = f"GPT(vocab_size={padded(c.corpus.vocab)}, num_layers={c.layers}, model_dim={c.width})"
     return {"batch_size = 8 * 64 * 1024": f"batch_size = {c.batch}", "mbs = 64": f"mbs = {micro}",
@@ -318,7 +318,7 @@ def modded_changes(c, micro): # a `Course`, sequences in a micro-batch
             "lr=0.025, weight_decay=0.05)": f"lr=0.025, weight_decay={.05*c.wd})"}
 
 # %% ../../nbs/48b_adapters.ipynb #race0030
-def modded_shards(c): # a `Course`
+def modded_shards(c): # an `AdapterContext`
     "Lay out its data: one file of tokens, and as many links to it as epochs there may be"
     path = write_tokens(c.corpus.train, c.shared/"modded.bin", header=(20240520, 1))
     if len(c.corpus.train) < 2*c.batch: raise InputError(
@@ -335,18 +335,18 @@ def alone(): # in this process' environment
 
 # %% ../../nbs/48b_adapters.ipynb #race0032
 @patch
-def race(self:ModdedNanoGPT, c): # a `Course`
+def race(self:ModdedNanoGPT, c): # an `AdapterContext`
     "Run track 3's script on our tokens"
     _, micro = c.rows(64)
     modded_shards(c)
     script = Script(c.clone/TRACK_3, modded_changes(c, micro))
     g = script.globals
     def nats(x, y): return g["model"](x.int(), y)
-    pace = c.pace(nats, plan=lambda total: g.update(train_steps=total))
+    budget = c.budget(nats, plan=lambda total: g.update(train_steps=total))
     alone()
     torch.manual_seed(c.job.seed) # the script sets none
-    script(race=pace)
-    return g["model"], pace, dict(changes=script.changes)
+    script(race=budget)
+    return g["model"], budget, dict(changes=script.changes)
 
 # %% ../../nbs/48b_adapters.ipynb #race0034
 class Nanochat(Adapter):
@@ -392,7 +392,7 @@ class NanochatSchedule:
         return .97 - .07*max(0., 1 - (self.total - i)/self.warmdown)
 
 # %% ../../nbs/48b_adapters.ipynb #race0035
-def nanochat_optimizer(model, s, c): # its model, a `NanochatSchedule`, a `Course`
+def nanochat_optimizer(model, s, c): # its model, a `NanochatSchedule`, an `AdapterContext`
     "Its optimizer with the published rates of a model of 12 layers"
     opt = model.setup_optimizer(unembedding_lr=.008*s.rate, embedding_lr=.3*s.rate, scalar_lr=.5*s.rate,
                                 matrix_lr=.02*s.rate, weight_decay=.28*s.rate*c.wd)
@@ -421,20 +421,20 @@ def nanochat_step(model, opt, batch, micro): # compiled; its optimizer; (x, y); 
 
 # %% ../../nbs/48b_adapters.ipynb #race0038
 @patch
-def race(self:Nanochat, c): # a `Course`
+def race(self:Nanochat, c): # an `AdapterContext`
     "Train in a loop of ours that follows base_train.py, fed by our loader"
     n, micro = c.rows(32)
     torch.manual_seed(c.job.seed)
     torch.set_float32_matmul_precision("high")
     (model, _), s = self.model(c.clone, c.layers, c.width, c.corpus.vocab, c.seq), NanochatSchedule(c.batch)
     opt, fast = nanochat_optimizer(model, s, c), torch.compile(model, dynamic=False)
-    pace = c.pace(lambda x, y: model(x, y, loss_reduction="sum"), plan=s.set)
+    budget = c.budget(lambda x, y: model(x, y, loss_reduction="sum"), plan=s.set)
     batches = prefetch(Batches(c.corpus.train, n, c.seq, seed=c.job.seed), default_device())
-    for i in pace.steps():
+    for i in budget.steps():
         s.apply(opt, i, .28*s.rate*c.wd)
         nanochat_step(fast, opt, next(batches), micro)
         if not i: gc.collect(); gc.freeze(); gc.disable() # as base_train.py does
-    return model, pace, {}
+    return model, budget, {}
 
 # %% ../../nbs/48b_adapters.ipynb #48b00011
 CLONED = {"nanogpt": NanoGPT(), "nanochat": Nanochat(), "modded-nanogpt": ModdedNanoGPT()}

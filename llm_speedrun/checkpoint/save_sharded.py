@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec, torch
 from fastcore.basics import patch
 from msgspec import Meta
-from ..files import InputError, file_sha256, read_json, replace_file, synced
+from ..files import InputError, appears, file_sha256, read_json, replace_file, synced
 from ..distributed.world import World
 from ..distributed.parallel import Piece, local
 
@@ -188,9 +188,7 @@ def tidy_up(self:ShardedSaver):
 def sees(self:ShardedSaver,
          seconds=5): # network disks take some
     "Return whether this process finds the mark"
-    end, there = time.monotonic() + seconds, lambda: f".{self.token}" in (file_sizes(self.folder) or ())
-    while not (found := there()) and time.monotonic() < end: time.sleep(.1)
-    return found
+    return appears(self.folder/f".{self.token}", seconds)
 
 # %% ../../nbs/54_sharded_saving.ipynb #0a482cb5
 @patch

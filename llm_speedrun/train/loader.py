@@ -15,9 +15,11 @@ from itertools import chain, islice
 from typing import Annotated
 import msgspec, numpy as np, torch
 from fastcore.basics import patch
+
+# %% ../../nbs/39_loader.ipynb #39import
 from ..files import InputError, RunError
 from ..measure import moment, ms_between, sample_ms, summarize
-from .words import Encoder, encoders, in_order
+from .encoder_pool import Encoder, encoders, in_order
 from ..text_files import text_pieces
 from ..tokenizer import end_token, prepare_tokenizer, token_dtype, vocabulary_size
 from ..token_files import Shards, Tokens

@@ -6,10 +6,10 @@
 __all__ = ['ok', 'note', 'PACKAGES', 'HELD_BACK', 'Finding', 'of_error', 'guarded', 'wrong_versions', 'check_versions',
            'check_gpu', 'check_rungs', 'link_kinds', 'links_here', 'fabric', 'versions_here', 'collect_env', 'named',
            'check_same', 'check_links', 'check_network', 'check_settings', 'check_shm', 'least_gbs', 'check_speed',
-           'clock', 'under_load', 'check_pace', 'seen', 'mark_in', 'check_shared', 'check_cluster']
+           'clock', 'under_load', 'check_pace', 'mark_in', 'check_shared', 'check_cluster']
 
 # %% ../../nbs/36a_machine_checks.ipynb #a447ad4f
-import os, platform, re, shutil, socket, subprocess, tempfile, textwrap, time
+import os, platform, re, shutil, socket, subprocess, tempfile, textwrap
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import torch
 from packaging.requirements import Requirement
 
 # %% ../../nbs/36a_machine_checks.ipynb #ddb069e9
-from ..files import SpeedrunError, cache_dir, in_words
+from ..files import SpeedrunError, appears, cache_dir, in_words
 from ..measure import default_device, driver_version, nvml_gpu, sample_ms, summarize, version_of
 from ..runs import RUNGS
 from .presets import presets
@@ -280,14 +280,6 @@ def check_pace(paces, # of each process, from `under_load`
         if p.get("held"): yield note("clocks", f"the GPU of process {r} is {' and '.join(p['held'])}")
 
 # %% ../../nbs/36a_machine_checks.ipynb #1a38163a
-def seen(path, # what another process has written
-         seconds=3): # how long to wait for it
-    "Return whether `path` exists. A network disk may take a moment"
-    end = time.monotonic() + seconds
-    names = lambda: os.listdir(path.parent) if path.parent.exists() else ()
-    while not (there := path.name in names()) and time.monotonic() < end: time.sleep(.1)
-    return there
-
 def mark_in(folder):
     "Make a new empty folder in `folder`; None where nothing can be written"
     with suppress(OSError): return Path(tempfile.mkdtemp(prefix=".seen-", dir=folder))
@@ -299,7 +291,7 @@ def check_shared(world, folder, what, # where the first process writes, and what
     there = Path(world.broadcast_object(str(next(p for p in (folder, *folder.parents) if p.exists()))))
     mine = mark_in(there) if world.first else None
     mark = world.broadcast_object(mine)
-    sight = world.all_gather_object(mark is not None and seen(mark))
+    sight = world.all_gather_object(mark is not None and appears(mark))
     if mine: mine.rmdir()
     blind = [r for r, sees in enumerate(sight) if not sees]
     if mark is None: return # `check_disk` says so

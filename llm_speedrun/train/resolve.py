@@ -29,7 +29,7 @@ from ..recipes.recipe import Recipe, best_recipe, parse_recipe, why_not_best
 from ..recipes.schedules import SCHEDULES, warmup_steps
 from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
                                          resolve_preset, resolve_rungs, smaller, trial_of)
-from .corpora import located
+from .prepare_data import located
 from .metrics import parse_trackers
 from .config import TrainConfig
 from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, preset_of,

@@ -17,7 +17,7 @@ from ..export import run_of
 from ..data import Batches, bigram_loss, val_batches
 from ..corpus import Corpus, differences
 from ..rungs.documents import check_documents
-from .corpora import document_source, mix_fingerprint, open_mix, stream_tokenizer
+from .prepare_data import document_source, mix_fingerprint, open_mix, stream_tokenizer
 from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
 from ..checkpoint.format import convert_to
 

@@ -6,7 +6,7 @@ from types import CodeType
 from unittest.mock import patch
 from llm_speedrun import measure
 from llm_speedrun.measure import COURSE, course_records, fmt, mfu_text, records_path
-from llm_speedrun.peers import PEERS
+from llm_speedrun.benchmarks.peers import PEERS
 from llm_speedrun.records import code_of
 from headline import newest, packages
 from templating import code, page

@@ -11,7 +11,7 @@ from llm_speedrun.files import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
 from llm_speedrun.checkpoint import format as checkpoint
-from llm_speedrun.train import autotune, callbacks, checkpointer, config, corpora, loader, metrics, presets, run_dir, trainer
+from llm_speedrun.train import autotune, callbacks, checkpointer, config, loader, metrics, prepare_data, presets, run_dir, trainer
 from gpus import as_if, find_all_rungs
 from measured import sources, times
 from templating import code, escaped, page
@@ -258,7 +258,7 @@ def files_of_a_run():
 @page("reference/formats.qmd")
 def formats_page(root):
     doc = " ".join(inspect.getdoc(corpus.write_shards).split())
-    types = (corpus.Meta, corpus.TextSummary, corpora.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.CheckpointMetadata, checkpointer.State,
+    types = (corpus.Meta, corpus.TextSummary, prepare_data.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.CheckpointMetadata, checkpointer.State,
              checkpoint.OptimizerState, loader.Position, run_dir.Record, model.GPTConfig, run_dir.Result,
              choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.Tried, autotune.Trial, export.Qwen3, export.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
