@@ -7,11 +7,13 @@ __all__ = ['ATTENTION_BACKENDS', 'top_k_top_p', 'draw', 'generate', 'Cache', 'at
            'with_cache', 'Generator', 'capture_graph', 'TextStream', 'stream_pieces']
 
 # %% ../nbs/60_generate.ipynb #97f2dc01
+from contextlib import nullcontext
 from functools import partial
 import torch, torch.nn.functional as F
 from fastcore.basics import patch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from .files import InputError
+from .measure import compiler_imported
 from .model import set_parts
 from .runs import enter_all, uncompiled
 from .rungs.cuda_graphs import warm_up_aside
@@ -54,7 +56,7 @@ def generate(run, # a `Run`; its forward contexts are entered
     g = torch.Generator(device).manual_seed(seed)
     x = torch.tensor([ids], device=device)
     for _ in range(n):
-        with uncompiled(), enter_all(run.forward_contexts):
+        with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
             logits = model(x[:, -model.config.seq:])[:, -1]
         x = torch.cat([x, draw(logits, g, temperature=temperature, top_k=top_k, top_p=top_p)], 1)
     return x[0].tolist()

@@ -5,7 +5,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files her
 share = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", os.cpu_count() or 1))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1") # more begin with processes that import torch, for code of a few lines
-import pickle, shutil, signal, subprocess, sys, time, traceback
+import pickle, shutil, signal, subprocess, sys, time, traceback, uuid
 from contextlib import suppress
 from pathlib import Path
 import numpy as np, pytest, torch
@@ -74,10 +74,15 @@ def cache(shared_folder):
         patch.setenv("LLM_SPEEDRUN_CACHE", str(folder))
         yield folder
 
+@pytest.fixture(scope="session")
+def choices_folder(tmp_path_factory):
+    "One for all tests: to make a folder pytest looks through all that it has made before, which are thousands"
+    return tmp_path_factory.mktemp("choices")
+
 @pytest.fixture(autouse=True)
-def choices(tmp_path_factory, monkeypatch):
+def choices(choices_folder, monkeypatch):
     "What a test measures is remembered in a file of its own"
-    path = tmp_path_factory.mktemp("choices")/"choices.json"
+    path = choices_folder/f"{uuid.uuid4().hex}-choices.json"
     monkeypatch.setattr("llm_speedrun.choices.choices_path", lambda: path)
     return path
 

@@ -12,7 +12,8 @@ from quick_start import start_quickly
 from timeouts import NOTEBOOK_TIMEOUT
 
 # They take the longest, so they begin first: at the end no core waits for one of them
-LONG = ["30_trainer", "18_compile", "21_optim", "28_fewer_passes", "14_fused_ops", "05_runs", "63_finale", "29_epilogues", "26_claims", "23_fastest"]
+LONG = """30_trainer 18_compile 21_optim 20_checkpointing 63_finale 14_fused_ops 28_fewer_passes 29_epilogues 26_claims 22_ladder 23_fastest 05_runs
+    17_fused_fp8 15_chunked_ce 16_fp8 27_fewer_bytes 64_comparison 19_cuda_graphs 11_amp 47_speedrun""".split()
 
 def test(path, flags, log):
     "Test a notebook in this process, which prints into the file `log`. What hangs leaves its stack there"

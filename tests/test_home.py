@@ -196,7 +196,7 @@ def test_make_test_prints_what_is_shown(tmp_path):
     made = (ROOT/"Makefile").read_text(encoding="utf-8")
     assert "$(BIN)/python tests/notebooks.py; notebooks=$$?; \\\n\t$(BIN)/python -m pytest -q" in made
     for folder in ("tests", "nbs"): (tmp_path/folder).mkdir()
-    for f in ("settings.ini", "tests/notebooks.py", "tests/quick_kernels.py", "tests/quick_start.py", "tests/timeouts.py"): shutil.copy(ROOT/f, tmp_path/f)
+    for f in ("settings.ini", "tests/notebooks.py", "tests/quick_figures.py", "tests/quick_kernels.py", "tests/quick_start.py", "tests/timeouts.py"): shutil.copy(ROOT/f, tmp_path/f)
     (tmp_path/".venv").symlink_to(ROOT/".venv")
     nb = dict(cells=[dict(cell_type="code", source="1+1", metadata={}, outputs=[], execution_count=None, id="a")],
               metadata={}, nbformat=4, nbformat_minor=5)

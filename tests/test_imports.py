@@ -92,6 +92,8 @@ from llm_speedrun.train.presets import preset
 preset("fastest"); note("every rung")
 from llm_speedrun.model import workload
 from llm_speedrun.recipes.recipe import parse_recipe
+from llm_speedrun.checkpoint.format import named_state
+from llm_speedrun.generate import generate
 for recipe in ("speedrun", "muon"):
     made = parse_recipe(recipe)
     config = made.shape(workload("tiny"))
@@ -99,6 +101,7 @@ for recipe in ("speedrun", "muon"):
     step = Stepper(run)
     x = torch.arange(config.seq)[None]
     step((x, x)); note(f"a step of {recipe}")
+    named_state(run.model, step.opt); generate(run, [1, 2], 2); note(f"what is saved of {recipe}, and a sample")
 print(json.dumps(loaded))
 """
 

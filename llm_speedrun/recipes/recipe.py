@@ -57,7 +57,7 @@ class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themsel
     # Without PyTorch's guards against compiling them, whose first call imports its compiler, for a second
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
     def __init__(self, groups): # dicts with `params`, `rule`, `lr`, and what else the rule takes
         for g in groups: lookup(RULES, g["rule"], "update rule")
