@@ -14,7 +14,7 @@ from ..measure import default_device, in_test, measurements_dir, sample_ms, warm
 
 # %% ../../nbs/50c_collectives.ipynb #b2194fd8
 def renamed(*names): # of a function of `torch.distributed`, the newest name first
-    "The function, by the first of its names that this PyTorch knows; None where it has no such thing"
+    "Return the function by the first of its names that this PyTorch has; None if it has none of them"
     return next((getattr(dist, n) for n in names if hasattr(dist, n)), None)
 
 all_gather_parts = renamed("all_gather_single", "all_gather_into_tensor") # (whole, part, group=None)
@@ -24,7 +24,7 @@ reduce_scatter_parts = renamed("reduce_scatter_single", "reduce_scatter_tensor")
 def compare_together(world, # a `World`
                      builders, # name -> builds a version and returns its step, as `measure.compare` takes it
                      rounds=5, reps=4, warmup=3): # as there
-    "As `measure.compare`, with all processes at each turn's start; a step takes as long as on the slowest"
+    "Compare as `measure.compare`, with all processes at each turn's start; the slowest one's time counts"
     steps, res = {}, {}
     for name, build in builders.items(): steps[name], res[name] = warm_up(build, 1 if in_test() else warmup)
     if in_test(): rounds, reps = min(rounds, 2), 1
@@ -45,7 +45,7 @@ class Link:
 
 def ring(name, # "all_reduce", "all_gather" or "reduce_scatter"
          k): # processes
-    "Messages that each process sends one after the other, and the share of all bytes that they hold together"
+    "Return how many messages each process sends one after the other, and their share of all bytes"
     rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}[name]
     return rounds*(k - 1), rounds*(k - 1)/k
 
@@ -53,7 +53,7 @@ def ring_ms(name, # as for `ring`
             nbytes, # of the whole tensor: what is reduced, or what all have in the end
             k, # processes
             link): # a `Link`
-    "Milliseconds that a collective operation takes by the ring's formula"
+    "Return the milliseconds that a collective operation takes by the ring's formula"
     messages, share = ring(name, k)
     return messages*link.ms + share*nbytes/link.gbs/1e6
 
@@ -61,7 +61,7 @@ def ring_ms(name, # as for `ring`
 def collective(world, # a `World`
                name, # as for `ring`
                nbytes): # of the whole tensor
-    "A function without arguments that does it once, with zeros in FP32"
+    "Return a function without arguments that does it once, with zeros in FP32"
     device, n = default_device(), max(1, nbytes//4//world.size)
     part, whole = torch.zeros(n, device=device), torch.zeros(n*world.size, device=device)
     if name == "all_reduce": return lambda: dist.all_reduce(whole)
@@ -71,7 +71,7 @@ def collective(world, # a `World`
 def collective_ms(world, # a `World`
                   name, nbytes, # as for `collective`
                   reps=20): # timed runs
-    "Median milliseconds of a collective operation, each run as long as on the slowest process"
+    "Return the median milliseconds of a collective operation, each run as long as on the slowest process"
     f = collective(world, name, nbytes)
     for n in (2, reps if not in_test() else 3): # the first to warm up
         world.barrier()
@@ -82,12 +82,12 @@ def collective_ms(world, # a `World`
 def measure_collectives(world, # a `World`
                         sizes, # bytes, a list
                         names=("all_gather", "reduce_scatter", "all_reduce")): # as for `ring`
-    "What each collective operation takes at each size: a list of dicts"
+    "Measure each collective operation at each size. Returns a list of dicts"
     return [dict(name=name, bytes=n, processes=world.size, ms=collective_ms(world, name, n))
             for n in sizes for name in names]
 
 def fit_collective(points): # dicts with name, bytes, processes, ms, as `measure_collectives` gives them
-    "The `Link` by which `ring_ms` comes nearest to `points`: least squares of the relative errors"
+    "Return the `Link` by which `ring_ms` comes nearest to `points`: least squares of the relative errors"
     costs = [(*ring(p["name"], p["processes"]), p) for p in points]
     rows = torch.tensor([(m/p["ms"], s*p["bytes"]/1e6/p["ms"]) for m, s, p in costs], dtype=torch.float64)
     fit = torch.linalg.lstsq(rows, torch.ones(len(rows), 1, dtype=torch.float64)).solution
@@ -96,6 +96,6 @@ def fit_collective(points): # dicts with name, bytes, processes, ms, as `measure
 
 # %% ../../nbs/50c_collectives.ipynb #68d2327e
 def measured_link(): # a `Link`, or None
-    "What joins the GPUs of the machine that the course was measured on; None where nobody has measured it"
+    "Return the link of the GPUs that the course was measured on; None if none was measured"
     path = measurements_dir()/"collectives.json"
     return Link(**json.loads(path.read_text(encoding="utf-8"))["link"]) if path.exists() else None

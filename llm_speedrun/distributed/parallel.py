@@ -22,24 +22,24 @@ class GradientSync:
     dim = "dp" # of the mesh, along which it brings gradients together
     hooked = False # whether autograd's hooks send gradients, so that the backward pass must be autograd's
     def micro(self, last): # whether the micro-batch is the step's last one
-        "A context around the two passes of a micro-batch"
+        "Return a context around the two passes of a micro-batch"
         return nullcontext()
     def reduce(self, params): # with the gradients of this process's passes added up
         "Give each gradient what the other processes have for it"
     def groups(self, name): # of a parameter
-        "The groups of processes over which the parameter's numbers are spread, none twice"
+        "Return the groups of processes over which the parameter is sharded, none twice"
         return ()
     def place(self, name, shape, start): # of a parameter: shape and first index of a part of it
-        "Shape and first index again, in the larger tensor of which it has cut that part"
+        "Return shape and first index in the larger tensor of which it has cut that shard"
         return shape, start
 
 # %% ../../nbs/50d_parallel.ipynb #71be34ce
 def local(t): # a tensor, perhaps a `DTensor`
-    "This process's part of it, which shares its numbers"
+    "Return this process's shard of it, which shares its memory"
     return getattr(t, "to_local", lambda: t)()
 
 def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed in place
-    "Let it update each process's part as a plain tensor: a dict from those parameters to these parts"
+    "Let it update each process's shard as a plain tensor. Returns a dict from those parameters to the shards"
     parts = {}
     def part(p):
         if not hasattr(p, "to_local"): return p
@@ -78,7 +78,7 @@ class ParallelSync(LocalSync):
 @patch
 @torch.no_grad()
 def norm(self:ParallelSync, params):
-    "The norm of all gradients: squares are added up over the processes that share a parameter's numbers"
+    "Return the norm of all gradients: squares are added up over the processes that shard a parameter"
     grads = {}
     for p in params:
         if p.grad is not None: grads.setdefault(self.spread[p], []).append(local(p.grad))
@@ -102,7 +102,7 @@ def reduce(self:ParallelSync, params, loss): # with this process's gradients; th
 
 # %% ../../nbs/50d_parallel.ipynb #258201e6
 def share_maxima(run): # a `Run`
-    "Where a rung keeps largest magnitudes of this step, such as FP8, give it those of all processes"
+    "Give a rung that keeps largest magnitudes of this step, such as FP8, those of all processes"
     for _, o in run.stateful:
         if not hasattr(o, "forward_max"): continue
         kept = o.forward_max + o.backward_max
@@ -120,12 +120,12 @@ class Piece:
     mine: bool # whether this process is the one that writes it, of those that hold the same
 
 def chunk_start(n, parts, i): # rows, number of parts, which of them
-    "The first row of a part, as `torch.chunk` cuts"
+    "Return the first row of a part, as `torch.chunk` cuts"
     return min(n, i*math.ceil(n/parts))
 
 # %% ../../nbs/50d_parallel.ipynb #eaac3c36
 def piece(run, name, p): # a `Run`, a parameter's name, and it
-    "The `Piece` of a parameter that this process holds"
+    "Return the `Piece` of a parameter that this process holds"
     shape, start, world = tuple(p.shape), [0]*p.ndim, run.world
     own, (i, n) = local(p.detach()), world.rank_and_size("dp")
     if own.shape != p.shape: start[0] = chunk_start(shape[0], n, i)
@@ -135,7 +135,7 @@ def piece(run, name, p): # a `Run`, a parameter's name, and it
     return Piece(own, tuple(shape), tuple(start), world.size == 1 or alone("dp") and alone("tp"))
 
 def pieces(run): # a `Run`
-    "Name -> `Piece` of each parameter"
+    "Return name -> `Piece` of each parameter"
     return {n: piece(run, n, p) for n, p in run.model.named_parameters()}
 
 # %% ../../nbs/50d_parallel.ipynb #272ac206

@@ -15,16 +15,16 @@ from .world import PeerLostError, join_world, leave_world
 
 # %% ../../nbs/50a_spawn.ipynb #d4fac51c
 def free_port():
-    "A port that nobody uses now"
+    "Return a port that is free now"
     with socket.socket() as s: s.bind(("127.0.0.1", 0)); return s.getsockname()[1]
 
 def serialize_function(f): # a function
-    "What another process needs to have it: itself, or the source where a notebook defined it"
+    "Return what another process needs to have it: itself, or its name and source where a notebook defined it"
     if f.__module__ != "__main__": return f
     return f.__name__, textwrap.dedent(inspect.getsource(f))
 
 def deserialize_function(f): # from `serialize_function`
-    "The function again"
+    "Return the function again"
     if callable(f): return f
     name, source = f
     exec(source, there := {"__name__": "notebook"})
@@ -32,7 +32,7 @@ def deserialize_function(f): # from `serialize_function`
 
 # %% ../../nbs/50a_spawn.ipynb #16e2d97b
 def in_process(rank, size, port, tp, gpu, f, args, pipe): # of one of them; how it answers
-    "What a process of `run_distributed` does"
+    "Run `f` in a process of `run_distributed`, and send back what it returns or how it failed"
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size),
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if not gpu: os.environ["CUDA_VISIBLE_DEVICES"] = "-1"; torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def in_process(rank, size, port, tp, gpu, f, args, pipe): # of one of them; how 
 
 # %% ../../nbs/50a_spawn.ipynb #3e00db3f
 def ended(p): # a process of which nothing more comes
-    "How it ended, in words"
+    "Return how it ended, as text"
     p.join(5)
     code = p.exitcode
     how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
@@ -55,7 +55,7 @@ def ended(p): # a process of which nothing more comes
 
 # %% ../../nbs/50a_spawn.ipynb #23dae2d3
 def answers(pipes, ps): # one for each process, and these
-    "What the processes send, a list. Raises `RunError` with what the first one to fail says"
+    "Return what the processes send, a list. Raises `RunError` with what the first one to fail says"
     left, res, errors = {c: rank for rank, c in enumerate(pipes)}, {}, []
     while left and not (errors and not min(errors)[0]):
         ready = wait_for_any([*left], 5 if errors else None)
@@ -70,7 +70,7 @@ def answers(pipes, ps): # one for each process, and these
 
 # %% ../../nbs/50a_spawn.ipynb #079420df
 def start(*how): # what `in_process` takes, without the pipe
-    "A new process that does `in_process`: the pipe by which it answers, and it"
+    "Start a process that does `in_process`. Returns the pipe by which it answers, and the process"
     from llm_speedrun.distributed.spawn import in_process # here, too: the others import it by name
     ctx = torch.multiprocessing.get_context("spawn")
     ours, theirs = ctx.Pipe(False)
@@ -80,7 +80,7 @@ def start(*how): # what `in_process` takes, without the pipe
     return ours, p
 
 def on_gpus(n): # processes
-    "Whether each of `n` processes can have a GPU of its own here"
+    "Return whether each of `n` processes can have a GPU of its own here"
     return torch.cuda.device_count() >= n
 
 # %% ../../nbs/50a_spawn.ipynb #83bcfc2b
@@ -88,7 +88,7 @@ def run_distributed(n, # how many
                     f, # (world, *args) -> what can be pickled; a notebook's must import what it needs
                     *args, # that can be pickled
                     tp=1): # of them that share one model's parts
-    """What `f` returns in each of `n` new processes, a list. On GPUs where there are enough, else on the CPU.
+    """Run `f` in each of `n` new processes, on GPUs where there are enough, else on the CPU. Returns a list.
     Raises `RunError` with what the first one to fail says"""
     check_processes(n, 0)
     port = free_port()

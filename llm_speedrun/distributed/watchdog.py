@@ -31,7 +31,7 @@ class FlagSync:
 # %% ../../nbs/50b_watchdog.ipynb #6fb22911
 @patch
 def __call__(self:FlagSync, **wants): # name -> whole number; what isn't named is 0
-    "What all together wanted `lag` calls ago: a dict. Raises `RunError` where somebody doesn't answer"
+    "Return what all together wanted `lag` calls ago, a dict. Raises `RunError` if a process doesn't answer"
     if self.world.size == 1: return dict.fromkeys(self.names, 0) | wants
     self.heartbeat.count()
     t = torch.tensor([int(wants.get(k, 0)) for k in self.names])
@@ -42,14 +42,14 @@ def __call__(self:FlagSync, **wants): # name -> whole number; what isn't named i
 # %% ../../nbs/50b_watchdog.ipynb #722847f9
 @patch
 def read(self:FlagSync):
-    "The oldest answer that was not read"
+    "Return the oldest answer that was not read"
     work, t = self.sent.popleft()
     with peer_errors(self.world): work.wait()
     return dict(zip(self.names, t.tolist()))
 
 @patch
 def drain(self:FlagSync):
-    "Wait for what was sent; the largest of it"
+    "Wait for what was sent. Returns the largest of it"
     res = dict.fromkeys(self.names, 0)
     while self.sent: res = {k: max(v, res[k]) for k, v in self.read().items()}
     return res
@@ -83,14 +83,14 @@ def __call__(self:Heartbeat, where): # in words, such as "step 12"
 
 @patch
 def count(self:Heartbeat):
-    "Note that this process has asked the others once more"
+    "Note one more call of the others"
     self.calls += 1
     self(self.where)
 
 # %% ../../nbs/50b_watchdog.ipynb #8f90e301
 @patch
 def close(self:Heartbeat):
-    "Take no stacks any more. An empty file of stacks is removed"
+    "Stop writing stacks. An empty file of stacks is removed"
     if not self.file: return
     faulthandler.cancel_dump_traceback_later()
     self.file.close()

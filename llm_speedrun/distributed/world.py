@@ -20,7 +20,7 @@ from ..measure import version_of
 
 # %% ../../nbs/50_world.ipynb #8983d5fa
 def device_of_process():
-    "The GPU of this process, which is made the current one; the CPU where there is none"
+    "Return the GPU of this process, and make it the current one. The CPU where there is none"
     if not torch.cuda.is_available(): return torch.device("cpu")
     if "LOCAL_RANK" not in os.environ:
         raise InputError("WORLD_SIZE is set and LOCAL_RANK isn't, so this process can't know its GPU: "
@@ -33,7 +33,7 @@ def device_of_process():
 
 # %% ../../nbs/50_world.ipynb #f7ef3bba
 def backend_for(device): # of this process
-    "What carries its messages. Raises `RunError` where this PyTorch lacks it"
+    "Return the backend that carries its messages. Raises `RunError` where this PyTorch lacks it"
     name = {"cuda": "nccl", "cpu": "gloo"}[device.type]
     if dist.is_available() and getattr(dist, f"is_{name}_available")():
         return "cpu:gloo,cuda:nccl" if name == "nccl" else name
@@ -44,7 +44,7 @@ def backend_for(device): # of this process
 def in_time(f, # () -> anything
             seconds, # to wait for it
             why): # it may take longer
-    "What `f` returns, or raises; after so many seconds `RunError(why)`, and nobody waits for `f` any more"
+    "Return what `f` returns, or raise what it raises; after so many seconds raise `RunError(why)`"
     res = {}
     def run():
         try: res["value"] = f()
@@ -57,13 +57,13 @@ def in_time(f, # () -> anything
 
 # %% ../../nbs/50_world.ipynb #54965f3d
 def start_in_store():
-    "Which start of the processes the store sees, a text: torchrun's own store outlives them"
+    "Return which start of the processes the store sees, a text: torchrun's own store outlives them"
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
 
 # %% ../../nbs/50_world.ipynb #ab6ee0d8
 def rendezvous(patience): # seconds
-    "The store in which the processes find each other. Raises `RunError`, with what to do, where they don't"
+    "Return the store in which the processes find each other. Raises `RunError`, with what to do, where they don't"
     address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(dict(MASTER_ADDR="?", MASTER_PORT="?") | os.environ)
     come = lambda: next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))[0]
     try: store = in_time(come, patience + 5, f"what answers at {address} isn't one of us: take another port")
@@ -89,11 +89,11 @@ class World:
     def first(self): return self.rank == 0 # whether this process speaks and writes for all
 
     def group(self, dim): # "dp" or "tp"
-        "The processes that this one shares a dimension of the mesh with; None for one alone"
+        "Return the group of processes along a dimension of the mesh; None for one alone"
         return self.mesh.get_group(dim) if self.size > 1 else None
 
     def rank_and_size(self, dim): # "dp" or "tp"
-        "Which of them this process is, and how many there are"
+        "Return the rank of this process along a dimension of the mesh, and how many there are"
         if self.size == 1: return 0, 1
         return self.mesh.get_local_rank(dim), self.mesh.size(self.mesh.mesh_dim_names.index(dim))
 
@@ -128,7 +128,7 @@ def leave_world(lost=False): # whether others don't answer any more: then what i
 # %% ../../nbs/50_world.ipynb #4465f377
 @patch
 def mean(self:World, x): # a number that each process has its own of
-    "Its mean over all processes, a float. Waits for them"
+    "Return its mean over all processes, a float. Waits for them"
     if self.size == 1: return x
     t = torch.tensor(x, dtype=torch.float64)
     with peer_errors(self): dist.all_reduce(t)
@@ -136,7 +136,7 @@ def mean(self:World, x): # a number that each process has its own of
 
 @patch
 def broadcast_object(self:World, x=None): # what the first process has; the others' is not looked at
-    "What the first process has, on every process: anything that can be pickled. Waits for them"
+    "Return what the first process has, on every process: anything that can be pickled. Waits for them"
     if self.size == 1: return x
     box = [x]
     with peer_errors(self): dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
@@ -145,7 +145,7 @@ def broadcast_object(self:World, x=None): # what the first process has; the othe
 # %% ../../nbs/50_world.ipynb #35f1b26d
 @patch
 def all_gather_object(self:World, x): # what each process has: anything that can be pickled
-    "A list of what each process has, on every process. Waits for them"
+    "Return a list of what each process has, on every process. Waits for them"
     if self.size == 1: return [x]
     res = [None]*self.size
     with peer_errors(self): dist.all_gather_object(res, x)
@@ -153,13 +153,13 @@ def all_gather_object(self:World, x): # what each process has: anything that can
 
 @patch
 def barrier(self:World):
-    "Until all processes are here"
+    "Wait until all processes are here"
     if self.size == 1: return
     with peer_errors(self): dist.all_reduce(torch.zeros(1)) # on the CPU: the GPUs go on
 
 # %% ../../nbs/50_world.ipynb #b422ed4d
 def as_sendable(e): # an exception
-    "`e`, or where pickling doesn't keep it, one of the nearest class above, with its name and text"
+    "Return `e`, or where pickling doesn't keep it, an error of the nearest class above, with its name and text"
     for cls in (None, *type(e).__mro__[1:]):
         with suppress(Exception):
             made = cls(f"{type(e).__name__}: {e}") if cls else e
@@ -169,7 +169,7 @@ def as_sendable(e): # an exception
 # %% ../../nbs/50_world.ipynb #50firstdoes
 @patch
 def run_on_rank_zero(self:World, f): # () -> something that can be pickled
-    "What `f` returns on the first process, on every process; what it raises there is raised on all"
+    "Run `f` on rank 0. Returns its result on every process; what it raises there is raised on all"
     if self.size == 1: return f()
     res = cause = None
     if self.first:
@@ -182,7 +182,7 @@ def run_on_rank_zero(self:World, f): # () -> something that can be pickled
 # %% ../../nbs/50_world.ipynb #ee892ac3
 def flat(what, # a dict; of dicts, perhaps
          above=""): # name of what it is a part of
-    "The same in one level: {\"options\": {\"lr\": 1}} becomes {\"options.lr\": 1}"
+    "Return the same in one level: {\"options\": {\"lr\": 1}} becomes {\"options.lr\": 1}"
     res = {}
     for k, v in what.items(): res |= flat(v, f"{above}{k}.") if isinstance(v, dict) else {above + k: v}
     return res
@@ -201,19 +201,19 @@ def check_alike(world, # a `World`
 
 # %% ../../nbs/50_world.ipynb #d06fd316
 def notes():
-    "Where the processes note where they stand"
+    "Return the store in which the processes note where they are"
     from llm_speedrun.compat import default_store
     return dist.PrefixStore("watch", default_store())
 
 # %% ../../nbs/50_world.ipynb #d81ae746
 def read_heartbeats(world): # a `World`
-    "What the other processes noted last, the one that is behind first"
+    "Return what the other processes noted last, the one that is behind first"
     store, others = notes(), [str(r) for r in range(world.size) if r != world.rank]
     found = [json.loads(store.get(r)) for r in others if store.check([r])]
     return sorted(found, key=lambda n: (n["calls"], n["time"]))
 
 def stack_of(note): # of a `Heartbeat`
-    "The innermost calls of a process that left its stack where we can read it, in words"
+    "Return the innermost calls of a process that left its stack where we can read it, as text"
     with suppress(OSError):
         last = Path(note["stack"]).read_text(encoding="utf-8").rpartition("Thread 0x")[2] # the main thread
         calls = re.findall(r'File "(.*)", line (\d+) in (.*)', last)
@@ -227,7 +227,7 @@ class PeerLostError(RunError):
 
 def peer_lost_error(world, # a `World`
                     error): # of an operation that the others should have taken part in
-    "The `PeerLostError` that says who didn't, and where that process stood"
+    "Return the `PeerLostError` that names the process that didn't, and where it was"
     error = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]) # without C++'s files and stack
     try: stand = read_heartbeats(world)
     except RuntimeError:
@@ -237,12 +237,13 @@ def peer_lost_error(world, # a `World`
     n, late = stand[0], "imed out" in error
     how, where = ("does not answer", stack_of(n)) if late else ("is gone", "")
     others = "; ".join(f"process {o['rank']} {told(o)}" for o in stand[1:5])
+    others = f" Others: {others}."*bool(others)
     return PeerLostError(f"process {n['rank']} of {world.size} {how}: it was last seen {told(n)}{where}."
-                         f"{f' Others: {others}.'*bool(others)} Go on from a checkpoint (--resume). ({error})")
+                         f"{others} Go on from a checkpoint (--resume). ({error})")
 
 # %% ../../nbs/50_world.ipynb #4c2bb36f
 @contextmanager
 def peer_errors(world): # a `World`
-    "Around what the other processes take part in: if they don't, a `PeerLostError` says which"
+    "Turn an error of a collective inside into a `PeerLostError` that names the process that was lost"
     try: yield
     except RuntimeError as e: raise peer_lost_error(world, e) from e

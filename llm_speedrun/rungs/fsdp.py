@@ -21,7 +21,7 @@ from .fp8 import as_list
 
 # %% ../../nbs/52_fsdp.ipynb #33edc4d0
 def reshard_after_eval(model, args, out): # as a forward hook is called
-    "After a pass without gradients: give back what is still whole, which a backward pass would do"
+    "Reshard the weights after a pass without gradients, as a backward pass would"
     if torch.is_grad_enabled(): return
     from torch.distributed.fsdp import FSDPModule
     for m in model.modules():
@@ -47,7 +47,7 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
 
 # %% ../../nbs/52_fsdp.ipynb #f4d57447
 @torch.no_grad()
-def make_weights(run): # whose weights are shapes; its gradient syncs know who holds what; its model is changed
+def make_weights(run): # whose weights are shapes; its gradient syncs know who holds what; changes its model
     "Give each process its part of the weights that one process would begin with"
     device = run.device
     def made(t): return torch.empty_like(t, device=device) if t.is_meta else t # not buffers
