@@ -11,7 +11,8 @@ from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.rungs.fewer_passes import *
 from llm_speedrun.rungs.fp8 import E5M2, mm8
-from llm_speedrun.rungs.fused_fp8 import Fp8CE, LayerScales, Scaling, empty_pair, logits_quantize
+from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
+from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
 from llm_speedrun.recipes.beyond import beyond
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import guarded

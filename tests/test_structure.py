@@ -8,7 +8,7 @@ from make_readme import ROOT
 PACKAGE, SITE = ROOT/"llm_speedrun", ROOT/"nbs/_site"
 METHODS, LINES = 20, 500 # the most of a class and of a module
 LARGE = {} # classes
-LONG = dict(data=581, race=921, world=556) | {"rungs.epilogues": 941, "rungs.fused_fp8": 697} # modules
+LONG = dict(data=581, race=921, world=556) # modules
 CIRCLES = [{"runs", "world"}] # modules that import each other: code digests of records see the cut, so it waits for a run of them
 
 def modules(folder):

@@ -27,7 +27,8 @@ from .fused_ops import (joined, rotated, stream_pair, swiglu_backward_maths, swi
 from .triton import (add_rms_norm, blocks, jit, kernel_op, launch, norm_backward_maths,
                                        pow2, rms_norm, run_norm_backward, runs_kernel, tl, traced)
 from .fp8 import E4M3, LARGEST
-from .fused_fp8 import magnitude, needs_fp8
+from .fp8_kernels import magnitude
+from .fused_fp8 import needs_fp8
 
 # %% ../../nbs/23_fastest.ipynb #866ac2e1
 def flash4_missing():

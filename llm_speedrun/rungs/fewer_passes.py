@@ -28,9 +28,9 @@ from .chunked_ce import (ChunkedCE, add_product, chunk_size, logit_grad, loss_ma
                                            loss_results, loss_tile, no_loss, read_logits, row_lse, sms,
                                            write_grads)
 from .fp8 import E4M3, E5M2, LARGEST, mm8
-from .fused_fp8 import (HALF_MOST, SQUARE_TILE, Fp8CE, Slots, by_kernel, empty_pair,
-                                          logits_quantize, logits_quantize_kernel, loss_lse, product,
-                                          quantize, quantize_weights, sixteens, slot, tile_grid, with_slot)
+from .fp8_kernels import (SQUARE_TILE, Slots, by_kernel, empty_pair, product, quantize,
+                                            quantize_weights, sixteens, slot, tile_grid, with_slot)
+from .fused_fp8 import HALF_MOST, Fp8CE, logits_quantize, logits_quantize_kernel, loss_lse
 from .optim import (MultiTensorAdamW, adamw_block, adamw_pointers, one_minus_exp, tables_of,
                                       update_torch)
 
