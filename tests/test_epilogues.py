@@ -443,7 +443,7 @@ def test_scales_grow_with_what_they_cut_off():
     step = stepper_of(run)(run)
     x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
     scales = run.model.layers[0].scales
-    i, j = (f8.NAMES.index(k) for k in (ep8.AB, "h"))
+    i, j = (f8.NAMES.index(k) for k in ("ab", "h"))
     for group in step.opt.param_groups: group["lr"] = 0.
     for _ in range(3): step((x[0], x[1]))
     half, whole = scales.scale[i]*scales.forward_max[i, 0]/2, scales.scale[j]*scales.forward_max[j, 0]

@@ -17,7 +17,6 @@ from ..model import Linear, cross_entropy, set_parts
 from .architecture import UntiedGPT, init
 from .normuon import normuon
 from .recipe import RECIPES, Recipe
-from ..rungs.chunked_ce import ChunkedCE
 
 # %% ../../nbs/49_beyond.ipynb #51962701
 SWITCHES = dict(softcap="bends the logits", x0="mixes the embedding into the input of each block",
@@ -39,7 +38,7 @@ def with_cap(loss, # a model's part: (h, w, y) -> mean loss
              cap): # what logits can't exceed
     "The same with bent logits; what a compiler has made of such a loss stays as it is"
     if loss is cross_entropy: return partial(bent_cross_entropy, cap=cap)
-    return replace(loss, softcap=cap) if isinstance(loss, ChunkedCE) else loss
+    return replace(loss, softcap=cap) if getattr(loss, "takes_softcap", False) else loss
 
 # %% ../../nbs/49_beyond.ipynb #5b956b46
 class Scales(nn.Module):

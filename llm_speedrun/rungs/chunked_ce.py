@@ -254,6 +254,7 @@ class ChunkedCE:
     softcap: float = 0. # bends the logits of the loss; a model's own output stays unbent
     budget: int = BUDGET # bytes of logits at a time
     own_kernels = True # nothing for a compiler to do
+    takes_softcap = True # by its field `softcap`: a model that caps its logits sets it
 
     def __call__(self, h, w, y): # B T d, V d, B T: hidden states, output projection, tokens that follow
         return linear_cross_entropy(h, w, y, self.ignore_index, self.z_loss, self.softcap, self.budget)

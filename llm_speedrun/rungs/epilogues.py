@@ -9,11 +9,11 @@ __all__ = ['epilogues_missing', 'tile', 'tile_for', 'wide_product', 'product_mat
            'gated_product', 'gated_backward_op', 'gated_backward_shape', 'gated_backward_flops', 'gated_backward',
            'in_parts', 'grad_parts', 'weight_grad_op', 'weight_grad_shape', 'weight_grad_flops', 'weight_grad', 'rows',
            'rstd_kernel', 'row_rstd', 'row_ends', 'product_times_op', 'product_times_shape', 'product_times',
-           'product_back_op', 'product_back_shape', 'product_back', 'heads_backward_maths', 'head_norm_grads',
-           'heads_backward_kernel', 'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'squares_end',
-           'sums_rstd_kernel', 'sums_rstd', 'stream_product_op', 'stream_product_shape', 'stream_product', 'with_rstd',
-           'stream_rstd', 'stream_out', 'EpilogueProject', 'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends',
-           'project_with_ends', 'feed_with_ends', 'ends_off', 'ends_error', 'epilogues_error', 'epilogues']
+           'product_back_op', 'product_back_shape', 'product_back', 'heads_backward_maths', 'heads_backward_kernel',
+           'heads_backward', 'scale_sum_kernel', 'norm_weight_grads', 'squares_end', 'sums_rstd_kernel', 'sums_rstd',
+           'stream_product_op', 'stream_product_shape', 'stream_product', 'with_rstd', 'stream_rstd', 'stream_out',
+           'EpilogueProject', 'EpilogueMLP', 'EpilogueHeads', 'heads_with_ends', 'project_with_ends', 'feed_with_ends',
+           'ends_off', 'ends_error', 'epilogues_error', 'epilogues']
 
 # %% ../../nbs/29_epilogues.ipynb #37286c56
 from functools import lru_cache, partial
@@ -28,8 +28,9 @@ from ..roofline import DTYPES
 from ..runs import rung
 
 # %% ../../nbs/29_epilogues.ipynb #31f4c8ca
-from .fused_ops import (halves, head_grads, head_weights, qk_rope, qk_rope_backward_maths,
-                                          store_head_sums, stream_pair, swiglu_backward_maths, swiglu_maths)
+from .fused_ops import (halves, head_grads, head_norm_grads, head_weights, qk_rope,
+                                          qk_rope_backward_maths, store_head_sums, stream_pair,
+                                          swiglu_backward_maths, swiglu_maths)
 from .triton import (blocks, jit, kernel_op, launch, norm_tile, pow2, programs, runs_kernel,
                                        tl, traced)
 
@@ -321,17 +322,6 @@ def heads_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, r, eps): # as below
     dqkv, dw = qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
     g = dqkv.to(r.dtype)*r.view(*qkv.shape[:2], 1, 1)
     return g.to(qkv.dtype), dw, (g*qkv).flatten(2).sum(2).flatten()
-
-# %% ../../nbs/29_epilogues.ipynb #29norm24
-@jit
-def head_norm_grads(a, b, da, db, wa, wb, eps: tl.constexpr, D: tl.constexpr):
-    "Gradients of heads; what the norm's weights get; gradients times heads, summed. a, b: halves of heads"
-    r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
-    a, b = a*r, b*r
-    dwa, dwb, da, db = da*a, db*b, da*wa, db*wb
-    mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
-    da, db = da - a*mean, db - b*mean
-    return r*da, r*db, dwa, dwb, tl.sum(da*a + db*b, 1)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm25
 @jit

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch.autograd.function import once_differentiable
 from ..compat import (TO_BLACKWELL, cpu_attention, cpu_attention_backward, cudnn_attention,
-                                 disable_current_modes, function_of, kernels_missing, quiet_jit, untried)
+                                 function_of, kernels_missing, off_text, untried, what_fails)
 from ..files import InputError, RunError
 from ..roofline import DTYPES
 from ..model import set_parts
@@ -97,15 +97,15 @@ def flash4_off(H, K, D, dtype, device): # query heads, KV heads, head dimension
 def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device; whether it's deterministic
     "Return what goes wrong with such heads, \"\" if nothing: kernels are compiled at their first call"
     H, K, D, dtype, device, *_ = shape
-    with quiet_jit(), disable_current_modes(), torch.enable_grad(): # on real tensors
+    errors = []
+    def run():
         new = partial(torch.zeros, dtype=dtype, device=device, requires_grad=True)
         q, k, v = (new(1, h, 512, D) for h in (H, K, K)) # of several blocks, as in training: the same kernels
-        try:
-            o = mixed_attention(q, k, v)
-            o.backward(torch.ones_like(o))
-            wrong = untried() and [e for e in flash4_off(H, K, D, dtype, device) if not e < .03]
-        except Exception as e: return f"{type(e).__name__}: {e}"
-    return f"its gradients are off by {', '.join(f'{e:.1e}' for e in wrong)}" if wrong else ""
+        o = mixed_attention(q, k, v)
+        o.backward(torch.ones_like(o))
+        if untried(): errors.extend(flash4_off(H, K, D, dtype, device))
+    with torch.enable_grad(): why = what_fails(run)
+    return why or off_text(errors)
 
 # %% ../../nbs/23_fastest.ipynb #bf99f1f0
 @rung("parts", needs=flash4_missing, untried=untried, follows=["flash"], gpu_only=True)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from ..compat import is_view
 from ..model import GPT, Embedding
 from ..runs import rung
-from .fused_ops import compute_dtype, needs_triton
+from .fused_ops import compute_dtype, needs_triton, recast, replace_model
 from .triton import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
 
 # %% ../../nbs/27_fewer_bytes.ipynb #e988504c
@@ -182,14 +182,15 @@ class TiedGPT(GPT):
         return F.linear(h, head[0]) if y is None else self.loss(h, head[0], y)
 
 # %% ../../nbs/27_fewer_bytes.ipynb #03bfee02
-def tie(model, # a `GPT`, changed in place
-        narrow): # whether its first layer rounds the stream
-    "Let the embedding's gradient be summed into the head's, or alone where the head is another matrix"
+def tie(model, # a `GPT`, whose embedding changes in place
+        narrow): # whether its first layer rounds the residual stream
+    "Return the model with the embedding's gradient summed into the head's, or alone where the head is another"
     embed, cls = model.embed_tokens, type(model.embed_tokens)
     plain = cls is Embedding
-    embed.__class__ = TiedEmbedding if plain else type(cls.__name__, (cls, TiedEmbedding), {})
-    embed.narrow = narrow and plain and type(model).hidden is GPT.hidden
-    if type(model).forward is GPT.forward: model.__class__ = TiedGPT
+    tied = recast(embed, TiedEmbedding if plain else type(cls.__name__, (cls, TiedEmbedding), {}))
+    tied.narrow = narrow and plain and type(model).hidden is GPT.hidden
+    model.embed_tokens = tied
+    return recast(model, TiedGPT) if type(model).forward is GPT.forward else model
 
 # %% ../../nbs/27_fewer_bytes.ipynb #faaade60
 @rung("parts", needs=needs_triton, follows=["fused_ops", "bf16_stream"],
@@ -197,4 +198,4 @@ def tie(model, # a `GPT`, changed in place
 def tied_embedding(run): # a `Run`
     "The embedding's gradient summed straight into the tied head's; its rows rounded as they are read"
     narrow = {"fused_ops", "bf16_stream"} & {*run.rungs}
-    return run.with_model(partial(tie, narrow=bool(narrow)))
+    return replace_model(run, partial(tie, narrow=bool(narrow)))

@@ -196,6 +196,7 @@ class GroupedCE(ChunkedCE):
     "As `ChunkedCE`, with gradients of logits kept in groups"
     scales: nn.Module = None # the projection's `LayerScales`, where it is in FP8
     group: int = GROUP # bytes of gradients of logits in a group
+    in_fp8 = property(lambda self: self.scales is not None) # then another loss may replace `losses8`
 
     def sizes(self, N, d, V, nbytes, x): # tokens, width, vocabulary, bytes of a logit's gradient, a tensor
         return group_sizes(N, d, V, nbytes, self.group, self.budget, sms(x))

@@ -5,27 +5,28 @@
 # %% auto #0
 __all__ = ['NAMES', 'TILE', 'LARGE_TILE', 'SQUARE_TILE', 'Scaling', 'fitting_scale', 'store_both', 'magnitude', 'raise_amax',
            'note_amax', 'sixteens', 'round_and_transpose', 'quantize_kernel', 'tile_grid', 'by_kernel', 'empty_pair',
-           'quantize', 'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel', 'swiglu_quantize',
-           'swiglu_backward_quantize_kernel', 'swiglu_backward_quantize', 'wide_load', 'value_heads',
-           'norm_halves_backward', 'turned_heads', 'heads_quantize_kernel', 'heads_quantize', 'Slots', 'LayerScales',
-           'slot', 'with_slot', 'product', 'in_rows', 'quantize_weights']
+           'quantize', 'wide_load', 'norm_quantize_kernel', 'norm_quantize', 'swiglu_quantize_kernel',
+           'swiglu_quantize', 'swiglu_backward_quantize_kernel', 'swiglu_backward_quantize', 'value_heads',
+           'turned_heads', 'heads_quantize_kernel', 'heads_quantize', 'Slots', 'LayerScales', 'slot', 'with_slot',
+           'product', 'in_rows', 'quantize_weights']
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #16aimp01
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
+from ..files import InputError
 from ..measure import compiler_imported
 from ..runs import uncompiled
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #16aimp02
 from .fp8 import E4M3, LARGEST, mm8
-from .fused_ops import (qk_rope_backward_maths, swiglu_backward_maths, swiglu_grads,
-                                          swiglu_maths)
+from .fused_ops import (head_norm_grads, qk_rope_backward_maths, swiglu_backward_maths,
+                                          swiglu_grads, swiglu_maths)
 from .triton import add_norm_maths, blocks, jit, kernel_op, launch, runs_kernel, tl
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #17names1
-NAMES = "n1 wqkv o wo n2 wab h wdown dqkv da dab dm".split() # a layer's inputs, weights and gradients
+NAMES = "n1 wqkv o wo n2 wab ab h wdown dqkv da dab dm".split() # a layer's inputs, weights and gradients
 NAMES += "hidden head".split() # input and weight of the output projection, which no layer has
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #42ce8033
@@ -106,7 +107,12 @@ def state_dict(self:Scaling):
 
 @patch
 def load_state_dict(self:Scaling, state): # from `state_dict`
-    "Take over the scales; the tensors stay the ones that the layers know"
+    """Take over the scales; the tensors stay the ones that the layers know. Raises `InputError` for a state
+    with other slots, from another version"""
+    if state["past"].shape[1:] != self.past.shape[1:]:
+        raise InputError(f"FP8 scales for {state['past'].shape[2]} slots in {state['past'].shape[1]} layers, and this "
+                         f"model has {self.past.shape[2]} in {self.past.shape[1]}: the state comes from another version "
+                         "of llm_speedrun or from another model, so start a new run from the weights")
     for k in ("past", "scale", "inverse"): getattr(self, k).copy_(state[k])
     for k in ("forward_max", "backward_max"):
         for mine, saved in zip(getattr(self, k), state[k]): mine[:, 0].copy_(saved)
@@ -196,30 +202,40 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
            LARGEST[dt], **LARGE_TILE)
     return q, t
 
+# %% ../../nbs/16a_fp8_kernels.ipynb #16awide1
+@jit
+def wide_load(ptr, inside):
+    "What is inside, in FP32, and zeros elsewhere"
+    return tl.load(ptr, inside, 0.).to(tl.float32)
+
 # %% ../../nbs/16a_fp8_kernels.ipynb #6306d5dc
 @jit
-def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_ptr, amax_ptr, N,
-                         filled, d: tl.constexpr, eps: tl.constexpr, ADD: tl.constexpr, MOST: tl.constexpr,
-                         ROWS: tl.constexpr, COLS: tl.constexpr):
-    "The sum of `x` and `y`, its 1/rms, and its norm, rounded and transposed; ROWS COLS a tile"
+def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_ptr, amax_ptr, N, filled,
+                         d: tl.constexpr, eps: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr,
+                         MOST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    "The sum of `x` and `y` (with ADD), its 1/rms, its norm in 8 bits, both copies; KEEP stores the sum"
     rows, scale, seen = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.load(scale_ptr), tl.load(amax_ptr)
     at = rows.to(tl.int64)[:, None]*d
     squares = tl.zeros((ROWS, COLS), tl.float32)
     for c in range(0, d, COLS):
         cols = c + tl.arange(0, COLS)
         inside = (rows < N)[:, None] & (cols < d)[None, :]
-        h = tl.load(x_ptr + at + cols[None, :], inside, 0.).to(tl.float32)
-        if ADD: h += tl.load(y_ptr + at + cols[None, :], inside, 0.).to(tl.float32)
-        h = h.to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + at + cols[None, :], h, inside)
-        squares += h.to(tl.float32)*h.to(tl.float32)
-    tl.debug_barrier(); r = tl.rsqrt(tl.sum(squares, 1)/d + eps) # the next loop reads what this one stored
+        h = wide_load(x_ptr + at + cols[None, :], inside)
+        if ADD: h += wide_load(y_ptr + at + cols[None, :], inside)
+        if KEEP:
+            h = h.to(h_ptr.dtype.element_ty)
+            tl.store(h_ptr + at + cols[None, :], h, inside)
+            h = h.to(tl.float32)
+        squares += h*h
+    if KEEP: tl.debug_barrier() # the next loop reads what this one stored
+    r = tl.rsqrt(tl.sum(squares, 1)/d + eps)
     tl.store(r_ptr + rows, r, rows < N)
     for c in range(0, d, COLS):
         cols = c + tl.arange(0, COLS)
         inside = (rows < N)[:, None] & (cols < d)[None, :]
-        n = tl.load(h_ptr + at + cols[None, :], inside, 0.).to(tl.float32) * r[:, None]
-        n *= tl.load(w_ptr + cols, cols < d, 0.).to(tl.float32)[None, :]
+        if KEEP: n = wide_load(h_ptr + at + cols[None, :], inside)
+        else: n = wide_load(x_ptr + at + cols[None, :], inside)
+        n = n*r[:, None]*wide_load(w_ptr + cols, cols < d)[None, :]
         note_amax(amax_ptr, n, seen)
         store_both(q_ptr, t_ptr, n, scale, rows, cols, N, d, d, filled, MOST)
 
@@ -235,7 +251,7 @@ def norm_quantize(x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, eps:
     h, r, (q, t) = torch.empty_like(x), x.new_empty(N, dtype=torch.float32), empty_pair(x, N, d, E4M3)
     add, tile = y is not None, dict(ROWS=32, COLS=256, num_warps=8)
     launch(norm_quantize_kernel, (blocks(N, 32),), x, y.contiguous() if add else x, w.contiguous(), h, q, t,
-           r, scale, amax, N, len(q), d, eps, add, LARGEST[E4M3], **tile)
+           r, scale, amax, N, len(q), d, eps, add, True, LARGEST[E4M3], **tile)
     return h, r, q, t
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #012b7f2c
@@ -297,11 +313,6 @@ def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Te
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #6d13915c
 @jit
-def wide_load(ptr, inside):
-    "What is inside, in FP32, and zeros elsewhere"
-    return tl.load(ptr, inside, 0.).to(tl.float32)
-
-@jit
 def value_heads(d_ptr, scale, q_ptr, t_ptr, rows, N, filled, HEADS: tl.constexpr, FIRST: tl.constexpr,
                 C: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
     "Values, whose gradient is only rounded, `HEADS` of them from `FIRST` on; returns magnitudes, ROWS"
@@ -312,17 +323,6 @@ def value_heads(d_ptr, scale, q_ptr, t_ptr, rows, N, filled, HEADS: tl.constexpr
         amax = tl.maximum(amax, tl.max(magnitude(g), 1))
         store_both(q_ptr, t_ptr, g, scale, rows, (FIRST + h)*D + i, N, C, C, filled, MOST)
     return amax
-
-# %% ../../nbs/16a_fp8_kernels.ipynb #17heads5
-@jit
-def norm_halves_backward(da, db, a, b, wa, wb, D: tl.constexpr, eps: tl.constexpr):
-    "Gradients of the halves `a`, `b` of heads before their norm, and what each adds to those of its weight"
-    r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
-    a, b = a*r, b*r
-    dwa, dwb = da*a, db*b
-    da, db = da*wa, db*wb
-    mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
-    return r*(da - a*mean), r*(db - b*mean), dwa, dwb
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #7187b908
 @jit
@@ -341,8 +341,9 @@ def turned_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, rows, N
         da, db = wide_load(d, inside), wide_load(d + HALF, inside)
         a, b = wide_load(x, inside), wide_load(x + HALF, inside)
         da, db = da*c + db*s, db*c - da*s
-        da, db, ga, gb = norm_halves_backward(da, db, a, b, wa, wb, D, eps)
-        dwa += ga; dwb += gb
+        da, db, ga, gb, _ = head_norm_grads(a, b, da, db, wa, wb, eps, D)
+        dwa += ga
+        dwb += gb
         amax = tl.maximum(amax, tl.max(tl.maximum(magnitude(da), magnitude(db)), 1))
         to = (FIRST + h)*D + i
         store_both(q_ptr, t_ptr, da, scale, rows, to, N, C, C, filled, MOST)

@@ -6,11 +6,12 @@
 __all__ = ['swiglu_maths', 'swiglu_backward_maths', 'swiglu_tile', 'swiglu_kernel', 'swiglu_grads', 'swiglu_backward_kernel',
            'swiglu', 'swiglu_backward', 'SwiGLUDown', 'Promised', 'Kept', 'swiglu_down', 'qk_rope_maths', 'halves',
            'head_weights', 'qk_rope_kernel', 'qk_rope', 'qk_rope_backward_maths', 'head_grad', 'head_grads',
-           'store_head_sums', 'qk_rope_backward_kernel', 'qk_rope_backward', 'QKRope', 'compute_dtype', 'stream_pair',
-           'add_norm', 'joined', 'rotated', 'fused_heads', 'fused_project', 'fused_feed', 'fused_last_norm', 'fuse',
-           'needs_triton', 'fused_ops']
+           'store_head_sums', 'head_norm_grads', 'qk_rope_backward_kernel', 'qk_rope_backward', 'QKRope',
+           'compute_dtype', 'stream_pair', 'add_norm', 'recast', 'replace_model', 'joined', 'rotated', 'fused_heads',
+           'fused_project', 'fused_feed', 'fused_last_norm', 'fuse', 'needs_triton', 'fused_ops']
 
 # %% ../../nbs/14_fused_ops.ipynb #de73e066
+from dataclasses import replace
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from ..files import InputError
@@ -214,6 +215,18 @@ def store_head_sums(dw_ptr, dwa, dwb, head, H: tl.constexpr, D: tl.constexpr, HA
     tl.store(dw_ptr + HALF + i, tl.sum(tl.where(head < H, dwb, 0.), 0))
     tl.store(dw_ptr + D + HALF + i, tl.sum(tl.where(head < H, 0., dwb), 0))
 
+# %% ../../nbs/14_fused_ops.ipynb #14hnorm1
+@jit
+def head_norm_grads(a, b, da, db, wa, wb, eps: tl.constexpr, D: tl.constexpr):
+    "Gradients of heads; what the norm's weights get; gradients times heads, summed. a, b: halves of heads"
+    r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
+    a, b = a*r, b*r
+    dwa, dwb = da*a, db*b
+    da, db = da*wa, db*wb
+    mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
+    da, db = da - a*mean, db - b*mean
+    return r*da, r*db, dwa, dwb, tl.sum(da*a + db*b, 1)
+
 # %% ../../nbs/14_fused_ops.ipynb #b8502922
 @jit
 def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, dw_ptr,
@@ -232,12 +245,10 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
         v = tl.load(dv_ptr + n*K*D + vhead*D + j, vhead < K)
         c, s = tl.load(cos_ptr + (n % T)*HALF + i), tl.load(sin_ptr + (n % T)*HALF + i)
         da, db = da*c + db*s, db*c - da*s # turned back
-        r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
-        a, b = a*r, b*r
-        dwa, dwb, da, db = dwa + da*a, dwb + db*b, da*wa, db*wb
-        mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
-        tl.store(o_ptr + at, r*(da - a*mean), there)
-        tl.store(o_ptr + at + HALF, r*(db - b*mean), there)
+        da, db, ga, gb, _ = head_norm_grads(a, b, da, db, wa, wb, eps, D)
+        dwa, dwb = dwa + ga, dwb + gb
+        tl.store(o_ptr + at, da, there)
+        tl.store(o_ptr + at + HALF, db, there)
         tl.store(o_ptr + n*(H + 2*K)*D + (H + K + vhead)*D + j, v, vhead < K)
     store_head_sums(dw_ptr + tl.program_id(0)*2*D, dwa, dwb, head, H, D, HALF)
 
@@ -286,6 +297,18 @@ def add_norm(norm, h): # a `model.RMSNorm`, and the stream or a pair
     x, y = stream_pair(h)
     n = AddRMSNorm.apply(x, y, norm.weight, norm.eps)
     return (x, n) if y is None else n
+
+# %% ../../nbs/14_fused_ops.ipynb #14recas2
+def recast(module, cls): # a module, which gives up what it holds; a subclass of its class
+    "Return a `cls` that holds the tensors, submodules and attributes of `module`, the same objects"
+    new = cls.__new__(cls)
+    vars(new).update(vars(module))
+    return new
+
+def replace_model(run, change): # a `Run`; from a model that it may change to the one to use instead
+    "Return the run with another model, made of a new module tree that shares the weights of the old one"
+    run = run.with_model(lambda model: None)
+    return replace(run, model=change(run.model))
 
 # %% ../../nbs/14_fused_ops.ipynb #3cd22cbc
 def joined(dtype, *linears): # layers with the same input

@@ -27,7 +27,7 @@ from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets
                                            chunk_size, logit_grad, loss_results, loss_tile, no_loss,
                                            read_logits, row_lse, sms, write_grads)
 from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
-                                          joined, rotated, swiglu_down)
+                                          joined, recast, replace_model, rotated, swiglu_down)
 from .triton import jit, kernel_op, launch, runs_kernel, tl
 
 # %% ../../nbs/53_tensor_parallel.ipynb #9a6c40e0
@@ -419,10 +419,10 @@ def cut_parts(block, share, whole): # a `model.Block`, a `Share`, whether each p
                      f"{', '.join(p.__name__ for p in parts)}: use the naive blocks or those of fused_ops")
 
 # %% ../../nbs/53_tensor_parallel.ipynb #3339f531
-def cut_model(model, # a `GPT`, changed in place
+def cut_model(model, # a `GPT`, whose weights and parts change in place
               share, # a `Share`
               whole=False): # whether each process has all of the stream
-    "Keep this process's part of each weight, and use parts that know"
+    "Return the model as a `CutGPT`, with this process's part of each weight, and parts that know"
     for name, p in [*model.named_parameters()]:
         if (dim := cut_dim(name)) is None: continue
         m = model.get_submodule(name.rpartition(".")[0])
@@ -432,7 +432,8 @@ def cut_model(model, # a `GPT`, changed in place
     set_parts(model, **cut_parts(model.layers[0], share, whole))
     if whole: model.last_norm = lambda model, h: last(model, OwnRows.apply(share, *h))
     model.embed_tokens = CutEmbedding(model.embed_tokens.weight.detach(), share, narrow, whole)
-    model.loss, model.__class__ = cut_loss(model.loss, share), CutGPT
+    model.loss = cut_loss(model.loss, share)
+    return recast(model, CutGPT)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #f1036839
 class TensorParallel(Engine):
@@ -479,8 +480,8 @@ def tensor_parallel(run, # a `Run`
     check_cut(run.model.config, size)
     group = run.world.group("tp")
     share, whole = Share(rank, size, group.group_name), bool({"fp8", "lean"} & {*run.rungs})
-    return replace(run.with_model(lambda model: cut_model(model, share, whole)), stepper=ParallelStepper,
-                   engines=run.engines + (TensorParallel(share, group),))
+    run = replace_model(run, lambda model: cut_model(model, share, whole))
+    return replace(run, stepper=ParallelStepper, engines=run.engines + (TensorParallel(share, group),))
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5085ff8b
 def step_messages(config, # a `GPTConfig`
