@@ -119,10 +119,14 @@ def parts_of(w, sizes, turns): # rows of several weights in one matrix, how many
 @jit
 def place_kernel(w_ptr, norm_ptr, o_ptr, n, step, d: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     "A tile of a weight, its columns times `norm`, into rows `step` apart"
-    rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
-    i, there = rows.to(tl.int64)[:, None], (rows < n)[:, None] & (cols < d)[None, :]
-    w, norm = tl.load(w_ptr + i*d + cols[None, :], there, 0.), tl.load(norm_ptr + cols, cols < d, 0.)
-    tl.store(o_ptr + i*step + cols[None, :], w.to(tl.float32)*norm.to(tl.float32)[None, :], there)
+    # grid: tiles, down and across; w: n d, row-major; o: rows `step` apart
+    offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
+    offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
+    i = offs_m.to(tl.int64)[:, None]
+    mask = (offs_m < n)[:, None] & (offs_n < d)[None, :]
+    w = tl.load(w_ptr + i*d + offs_n[None, :], mask=mask, other=0.)
+    norm = tl.load(norm_ptr + offs_n, mask=offs_n < d, other=0.)
+    tl.store(o_ptr + i*step + offs_n[None, :], w.to(tl.float32)*norm.to(tl.float32)[None, :], mask=mask)
 
 # %% ../../nbs/29_epilogues.ipynb #5df3315b
 @kernel_op
@@ -252,10 +256,13 @@ def rows(t): # ... d, or None
 @jit
 def rstd_kernel(x_ptr, r_ptr, N, d: tl.constexpr, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     "1/rms of a tile of rows"
-    rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    there, at = (rows < N)[:, None] & (cols < d)[None, :], rows.to(tl.int64)[:, None]*d + cols[None, :]
-    h = tl.load(x_ptr + at, there, 0.).to(tl.float32)
-    tl.store(r_ptr + rows, tl.rsqrt(tl.sum(h*h, 1)/d + eps), rows < N)
+    # grid: blocks of ROWS rows; x: N d, row-major
+    offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
+    offs_n = tl.arange(0, BLOCK)
+    mask = (offs_m < N)[:, None] & (offs_n < d)[None, :]
+    offs = offs_m.to(tl.int64)[:, None]*d + offs_n[None, :]
+    h = tl.load(x_ptr + offs, mask=mask, other=0.).to(tl.float32)
+    tl.store(r_ptr + offs_m, tl.rsqrt(tl.sum(h*h, 1)/d + eps), mask=offs_m < N)
 
 @kernel_op
 def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -329,21 +336,24 @@ def heads_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_p
                           dw_ptr, s_ptr, N, T, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
                           eps: tl.constexpr, HEADS: tl.constexpr, VHEADS: tl.constexpr):
     "As `qk_rope_backward_kernel`, the gradient times r, and its sum with qkv over a token"
+    # grid: programs that share the tokens; dq: N H D, dk, dv: N K D, qkv, o: N H+2K D, row-major
     D: tl.constexpr = 2*HALF
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     wa, wb = head_weights(wq_ptr, wk_ptr, head < H, i), head_weights(wq_ptr, wk_ptr, head < H, i + HALF)
-    there, vhead, j = (head < H + K) & (i < HALF), tl.arange(0, VHEADS)[:, None], tl.arange(0, D)[None, :]
+    mask, vhead, j = (head < H + K) & (i < HALF), tl.arange(0, VHEADS)[:, None], tl.arange(0, D)[None, :]
     dwa, dwb = tl.zeros((HEADS, HALF), tl.float32), tl.zeros((HEADS, HALF), tl.float32)
     for n in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=3):
-        at, to = n*(H + 2*K)*D + head*D + i, n*(H + 2*K)*D + (H + K + vhead)*D + j
-        a, b = halves(qkv_ptr, at, there, HALF)
-        da, db = head_grads(dq_ptr, dk_ptr, n, head, i, there, H, K, HALF)
-        v, dv = tl.load(qkv_ptr + to, vhead < K, 0.), tl.load(dv_ptr + n*K*D + vhead*D + j, vhead < K, 0.)
+        offs, offs_out = n*(H + 2*K)*D + head*D + i, n*(H + 2*K)*D + (H + K + vhead)*D + j
+        a, b = halves(qkv_ptr, offs, mask, HALF)
+        da, db = head_grads(dq_ptr, dk_ptr, n, head, i, mask, H, K, HALF)
+        v = tl.load(qkv_ptr + offs_out, mask=vhead < K, other=0.)
+        dv = tl.load(dv_ptr + n*K*D + vhead*D + j, mask=vhead < K, other=0.)
         c, s = tl.load(cos_ptr + (n % T)*HALF + i), tl.load(sin_ptr + (n % T)*HALF + i)
         da, db, da_, db_, sums = head_norm_grads(a, b, da*c + db*s, db*c - da*s, wa, wb, eps, D)
         dwa, dwb, dv, r = dwa + da_, dwb + db_, dv.to(tl.float32), tl.load(r_ptr + n)
-        tl.store(o_ptr + at, r*da, there); tl.store(o_ptr + at + HALF, r*db, there)
-        tl.store(o_ptr + to, r*dv, vhead < K)
+        tl.store(o_ptr + offs, r*da, mask=mask)
+        tl.store(o_ptr + offs + HALF, r*db, mask=mask)
+        tl.store(o_ptr + offs_out, r*dv, mask=vhead < K)
         tl.store(s_ptr + n, r*(tl.sum(sums, 0) + tl.sum(tl.sum(dv*v.to(tl.float32), 1), 0)))
     store_head_sums(dw_ptr + tl.program_id(0)*2*D, dwa, dwb, head, H, D, HALF)
 
@@ -366,13 +376,16 @@ def heads_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: to
 def scale_sum_kernel(g_ptr, w_ptr, norm_ptr, o_ptr, sums_ptr, n, step, d: tl.constexpr, ROWS: tl.constexpr,
                      COLS: tl.constexpr):
     "A tile of a weight's gradient, rows `step` apart: times the norm's weights; and the sums that these get"
-    rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
-    i, there = rows.to(tl.int64)[:, None], (rows < n)[:, None] & (cols < d)[None, :]
-    g = tl.load(g_ptr + i*step + cols[None, :], there, 0.).to(tl.float32)
-    w = tl.load(w_ptr + i*d + cols[None, :], there, 0.).to(tl.float32)
-    norm = tl.load(norm_ptr + cols, cols < d, 0.).to(tl.float32)
-    tl.store(o_ptr + i*d + cols[None, :], g*norm[None, :], there)
-    tl.store(sums_ptr + tl.program_id(0)*d + cols, tl.sum(g*w, 0), cols < d)
+    # grid: tiles, down and across; g: rows `step` apart; w, o: n d; sums: a row for each block of rows
+    offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
+    offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
+    i = offs_m.to(tl.int64)[:, None]
+    mask = (offs_m < n)[:, None] & (offs_n < d)[None, :]
+    g = tl.load(g_ptr + i*step + offs_n[None, :], mask=mask, other=0.).to(tl.float32)
+    w = tl.load(w_ptr + i*d + offs_n[None, :], mask=mask, other=0.).to(tl.float32)
+    norm = tl.load(norm_ptr + offs_n, mask=offs_n < d, other=0.).to(tl.float32)
+    tl.store(o_ptr + i*d + offs_n[None, :], g*norm[None, :], mask=mask)
+    tl.store(sums_ptr + tl.program_id(0)*d + offs_n, tl.sum(g*w, 0), mask=offs_n < d)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm31
 @kernel_op
@@ -406,9 +419,13 @@ def squares_end():
 def sums_rstd_kernel(q_ptr, r_ptr, N, T, d: tl.constexpr, eps: tl.constexpr, ROWS: tl.constexpr,
                      TILES: tl.constexpr):
     "1/rms of some rows of `d` numbers, from T sums of squares for each"
-    rows, t = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.arange(0, TILES)
-    at, there = rows.to(tl.int64)[:, None]*T + t[None, :], (rows < N)[:, None] & (t < T)[None, :]
-    tl.store(r_ptr + rows, tl.rsqrt(tl.sum(tl.load(q_ptr + at, there, 0.), 1)/d + eps), rows < N)
+    # grid: blocks of ROWS rows; q: N T, row-major
+    offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
+    t = tl.arange(0, TILES)
+    offs = offs_m.to(tl.int64)[:, None]*T + t[None, :]
+    mask = (offs_m < N)[:, None] & (t < T)[None, :]
+    squares = tl.sum(tl.load(q_ptr + offs, mask=mask, other=0.), 1)
+    tl.store(r_ptr + offs_m, tl.rsqrt(squares/d + eps), mask=offs_m < N)
 
 @kernel_op
 def sums_rstd(q: torch.Tensor, d: int, eps: float) -> torch.Tensor:

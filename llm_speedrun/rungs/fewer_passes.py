@@ -19,8 +19,8 @@ from ..compat import FakeTensor, node_class, scaled_mm, storage_id
 from ..files import InputError, RunError
 from ..model import naive_layer, set_parts
 from ..runs import HandedOut, Stepper, average_and_clip, entered, param_groups, rung
-from .triton import (blocks, jit, kernel_op, launch, programs, runs_kernel, tl, traced,
-                                       triton)
+from .triton import (LOG2E, blocks, jit, kernel_op, launch, programs, runs_kernel, tl,
+                                       traced, triton)
 from .fused_ops import compute_dtype, needs_triton, qk_rope
 
 # %% ../../nbs/28_fewer_passes.ipynb #759f73df
@@ -102,20 +102,23 @@ def grouped8(s, h, w, y, ce): # `Slots`, N d in bf16, V d in FP32, N, a `Grouped
 def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
                      z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
     "A row's loss, and in the row's place the gradient of all rows' mean loss; n: how many count, FP32"
+    # grid: rows; x: N V, row-major, overwritten
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V
-    y, n = tl.load(y_ptr + row), tl.load(n_ptr)
+    y = tl.load(y_ptr + row)
+    n = tl.load(n_ptr)
     counts, valid = y != ignore_index, (y >= 0) & (y < V)
     target = read_logits(x_ptr + y, valid, softcap, False) # before anything is overwritten
-    at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-    lse = tl.where(counts & (valid == 0), float("nan"), row_lse(x_ptr, at, V, softcap, BLOCK))
+    offs = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
+    lse = tl.where(counts & (valid == 0), float("nan"), row_lse(x_ptr, offs, V, softcap, BLOCK))
     tl.store(loss_ptr + row, tl.where(counts, lse - target + z_loss*lse*lse, 0.))
-    shift = tl.where(counts, lse*1.4426950408889634 + tl.log2(n), float("inf"))
-    write_grads(x_ptr, at, shift, 1 + 2*z_loss*lse, V, z_loss, softcap, BLOCK)
+    shift = tl.where(counts, lse*LOG2E + tl.log2(n), float("inf"))
+    write_grads(x_ptr, offs, shift, 1 + 2*z_loss*lse, V, z_loss, softcap, BLOCK)
     tl.debug_barrier() # after everybody's stores
-    g, one = logit_grad(target, False, shift, 1 + 2*z_loss*lse, z_loss, softcap), 1/n
+    g = logit_grad(target, False, shift, 1 + 2*z_loss*lse, z_loss, softcap)
+    one = 1/n
     if softcap != 0: one *= 1 - target*(1/softcap)*(target*(1/softcap))
-    tl.store(x_ptr + y, g - one, counts & valid)
+    tl.store(x_ptr + y, g - one, mask=counts & valid)
 
 # %% ../../nbs/28_fewer_passes.ipynb #96f5a06e
 @kernel_op(mutates=("logits",), contiguous=("logits", "y"))
@@ -154,12 +157,13 @@ def grouped16(h, w, y, ce, want_w): # N d, V d, both of one type, N, a `GroupedC
 @jit
 def times_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
     "x *= factor, and nothing at all where that is 1"
+    # grid: programs that share the elements of x, contiguous
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1:
         for start in range(tl.program_id(0)*BLOCK, N, tl.num_programs(0)*BLOCK):
             i = start + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + i, i < N).to(tl.float32)
-            tl.store(x_ptr + i, x*factor, i < N)
+            x = tl.load(x_ptr + i, mask=i < N).to(tl.float32)
+            tl.store(x_ptr + i, x*factor, mask=i < N)
 
 @kernel_op(mutates=("x",), contiguous=("x",))
 def times_(x: torch.Tensor, factor: torch.Tensor) -> None:
@@ -196,7 +200,6 @@ class GroupedCE(ChunkedCE):
     "As `ChunkedCE`, with gradients of logits kept in groups"
     scales: nn.Module = None # the projection's `LayerScales`, where it is in FP8
     group: int = GROUP # bytes of gradients of logits in a group
-    in_fp8 = property(lambda self: self.scales is not None) # then another loss may replace `losses8`
 
     def sizes(self, N, d, V, nbytes, x): # tokens, width, vocabulary, bytes of a logit's gradient, a tensor
         return group_sizes(N, d, V, nbytes, self.group, self.budget, sms(x))
@@ -218,6 +221,11 @@ def losses8(self:GroupedCE, s, h8, w8, y, dtype): # `Slots`, 8-bit n' d and V d,
     "A chunk's logits (n V), losses and log-sum-exps (n each), which another loss may find otherwise"
     logits = product(s, h8, w8, "hidden", "head", out=dtype, fast=True)[:len(y)]
     return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
+
+@patch(as_prop=True)
+def in_fp8(self:GroupedCE):
+    "Whether its matmuls are in FP8: then another loss may replace `losses8`"
+    return self.scales is not None
 
 # %% ../../nbs/28_fewer_passes.ipynb #f0901ede
 @rung("parts", needs=needs_triton, requires=["chunked_ce"], follows=["fp8"],
@@ -280,19 +288,27 @@ def backward(self:DirectStepper, x, y): # B T tokens, B T tokens that follow
 def clipped_adamw_kernel(table_ptr, owner_ptr, factor_ptr, skipped_ptr, found_ptr, decay, lr, w1, w2, log1,
                          log2, eps, t, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     "AdamW with gradients times a factor, four blocks of one tensor in each program"
-    program, j, factor = tl.program_id(0), tl.arange(0, BLOCK), tl.load(factor_ptr)
+    # grid: pieces of 4 BLOCK weights; table: a row of 8 numbers for each tensor, its addresses first
+    program = tl.program_id(0)
+    j = tl.arange(0, BLOCK)
+    factor = tl.load(factor_ptr)
     row = table_ptr + 8*tl.load(owner_ptr + program)
     p_ptr, g_ptr, m_ptr, v_ptr, _, _, n = adamw_pointers(row, tl.float32, 32, ALIGNED)
-    start, t = (program - tl.load(row + 7))*4*BLOCK, t - tl.load(skipped_ptr)
+    start = (program - tl.load(row + 7))*4*BLOCK
+    t = t - tl.load(skipped_ptr)
     end = tl.where(tl.load(found_ptr) == 0, n, 0)
-    step, scale = lr/one_minus_exp(t*log1), 1/tl.sqrt(one_minus_exp(t*log2))
+    step = lr/one_minus_exp(t*log1)
+    scale = 1/tl.sqrt(one_minus_exp(t*log2))
     for k in tl.static_range(4):
         i = start + k*BLOCK + j
-        x, g = tl.load(p_ptr + i, i < n, 0.), tl.load(g_ptr + i, i < n, 0.)*factor
-        m, v = tl.load(m_ptr + i, i < n, 0.), tl.load(v_ptr + i, i < n, 0.)
+        x = tl.load(p_ptr + i, mask=i < n, other=0.)
+        g = tl.load(g_ptr + i, mask=i < n, other=0.)*factor
+        m = tl.load(m_ptr + i, mask=i < n, other=0.)
+        v = tl.load(v_ptr + i, mask=i < n, other=0.)
         x, m, v, _ = adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps)
-        tl.store(p_ptr + i, x, i < end)
-        tl.store(m_ptr + i, m, i < end); tl.store(v_ptr + i, v, i < end)
+        tl.store(p_ptr + i, x, mask=i < end)
+        tl.store(m_ptr + i, m, mask=i < end)
+        tl.store(v_ptr + i, v, mask=i < end)
 
 # %% ../../nbs/28_fewer_passes.ipynb #fd644bd4
 def adamw_numbers(group): # lr, betas, eps, weight_decay and t, the number of this step

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['INSIDE', 'BACK_TILE', 'EIGHTS', 'narrow_store', 'bytes_as_number', 'gated8_end', 'tile8', 'takes8', 'product8_maths',
            'in_e4m3', 'gated8_maths', 'gated8_op', 'gated8_shape', 'gated8', 'load_pairs', 'byte_of', 'store_fours',
-           'quick_sigmoid', 'quick_grads', 'gated8_back_kernel', 'gated8_back_maths', 'gated8_back', 'ends8',
-           'product8_op', 'product8_shape', 'product8', 'stream_norm', 'MLP8', 'Heads8', 'Project8', 'whole', 'heads8',
-           'project8', 'feed8', 'exps_end', 'whole_tiles', 'logits8', 'summed_loss_kernel', 'summed_loss', 'SummedCE',
-           'ends8_off', 'ends8_error', 'needs_quack_fp8', 'fp8_epilogues']
+           'store_sides', 'store_halves', 'quick_sigmoid', 'quick_grads', 'larger_of', 'gated8_back_kernel',
+           'gated8_back_maths', 'gated8_back', 'ends8', 'product8_op', 'product8_shape', 'product8', 'stream_norm',
+           'MLP8', 'Heads8', 'Project8', 'whole', 'heads8', 'project8', 'feed8', 'exps_end', 'whole_tiles', 'logits8',
+           'summed_loss_kernel', 'summed_loss', 'SummedCE', 'ends8_off', 'ends8_error', 'needs_quack_fp8',
+           'fp8_epilogues']
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #29bimp01
 from dataclasses import dataclass
@@ -127,10 +128,10 @@ def gated8(s, n8, w8): # `Slots`; N d, 2F d in turn
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #4bc0aa51
 @jit
-def load_pairs(ab_ptr, at, inside, inverse):
+def load_pairs(ab_ptr, offs, mask, inverse):
     "Gates and ups of pairs of bytes in E4M3, in FP32"
     dt: tl.constexpr = ab_ptr.dtype.element_ty
-    pairs = tl.load(ab_ptr.to(tl.pointer_type(tl.int16)) + at, inside, 0).to(tl.int32)
+    pairs = tl.load(ab_ptr.to(tl.pointer_type(tl.int16)) + offs, mask=mask, other=0).to(tl.int32)
     a, b = (pairs & 0xFF).to(tl.uint8), ((pairs >> 8) & 0xFF).to(tl.uint8)
     return a.to(dt, bitcast=True).to(tl.float32)*inverse, b.to(dt, bitcast=True).to(tl.float32)*inverse
 
@@ -143,10 +144,24 @@ def byte_of(x, scale, dt: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr):
     return x, x.to(tl.uint8, bitcast=True).to(tl.int32)
 
 @jit
-def store_fours(t_ptr, x, i, cols, C, fours):
+def store_fours(t_ptr, x, i, offs_n, C, fours):
     "Integers of four bytes, transposed into rows of `fours` of them"
-    to, there = cols.to(tl.int64)[:, None]*fours + i[None, :], (cols < C)[:, None] & (i < fours)[None, :]
-    tl.store(t_ptr.to(tl.pointer_type(tl.int32)) + to, tl.trans(x), there)
+    offs_out = offs_n.to(tl.int64)[:, None]*fours + i[None, :]
+    mask = (offs_n < C)[:, None] & (i < fours)[None, :]
+    tl.store(t_ptr.to(tl.pointer_type(tl.int32)) + offs_out, tl.trans(x), mask=mask)
+
+# %% ../../nbs/29b_fp8_epilogues.ipynb #29bstor1
+@jit
+def store_sides(q_ptr, a, b, F: tl.constexpr, mask):
+    "Store the gradients of gates, and F further on those of ups"
+    tl.store(q_ptr, a, mask=mask)
+    tl.store(q_ptr + F, b, mask=mask)
+
+@jit
+def store_halves(t_ptr, a, b, i, offs_n, F: tl.constexpr, filled):
+    "Both transposed by `store_fours`, that of ups below that of gates"
+    store_fours(t_ptr, a, i, offs_n, F, filled//4)
+    store_fours(t_ptr + tl.full((), F, tl.int64)*filled, b, i, offs_n, F, filled//4)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #494167fa
 @jit
@@ -164,32 +179,39 @@ def quick_grads(a, b, dh, GPU: tl.constexpr):
     u = a*s
     return dh*s*b*(1 + a - u), dh*u, u*b
 
+@jit
+def larger_of(m_ab, m_h, m, a, b, h, da, db):
+    "The largest so far of gate and up, of h, and, as `magnitude`, of the gradients"
+    m_ab = tl.maximum(m_ab, tl.maximum(tl.abs(a), tl.abs(b)))
+    m_h = tl.maximum(m_h, tl.abs(h))
+    return m_ab, m_h, tl.maximum(m, tl.maximum(magnitude(da), magnitude(db)))
+
 # %% ../../nbs/29b_fp8_epilogues.ipynb #5aff19ac
 @jit
 def gated8_back_kernel(ab_ptr, dh_ptr, inverse_ptr, ab_amax_ptr, sh_ptr, h_amax_ptr, scale_ptr, amax_ptr,
                        q_ptr, t_ptr, ht_ptr, N, filled, F: tl.constexpr, MOST: tl.constexpr,
                        HMOST: tl.constexpr, GPU: tl.constexpr, FOURS: tl.constexpr, COLS: tl.constexpr):
     "Gradients of gate and of up, rounded and transposed, all of gate first; and h, transposed"
-    i, cols = tl.program_id(0)*FOURS + tl.arange(0, FOURS), tl.program_id(1)*COLS + tl.arange(0, COLS)
+    # grid: blocks of 4 FOURS rows, of columns; ab: N 2F, interleaved; q: N 2F; t, ht: by columns
+    i, offs_n = tl.program_id(0)*FOURS + tl.arange(0, FOURS), tl.program_id(1)*COLS + tl.arange(0, COLS)
     inverse, sh, scale, seen = tl.load(inverse_ptr), tl.load(sh_ptr), tl.load(scale_ptr), tl.load(amax_ptr)
     ab_seen, h_seen, ta = tl.load(ab_amax_ptr), tl.load(h_amax_ptr), tl.zeros((FOURS, COLS), tl.int32)
     tb, th, m, m_ab, m_h = ta, ta, ta, ta.to(tl.float32), ta.to(tl.float32)
     for p in tl.static_range(4): # rows 4i + p
-        n, inside = (4*i + p).to(tl.int64)[:, None], (4*i + p < N)[:, None] & (cols < F)[None, :]
-        a, b = load_pairs(ab_ptr, n*F + cols[None, :], inside, inverse)
-        da, db, h = quick_grads(a, b, wide_load(dh_ptr + n*F + cols[None, :], inside), GPU)
-        m_ab, m_h = tl.maximum(m_ab, tl.maximum(tl.abs(a), tl.abs(b))), tl.maximum(m_h, tl.abs(h))
-        m = tl.maximum(m, tl.maximum(magnitude(da), magnitude(db)))
+        n, mask = (4*i + p).to(tl.int64)[:, None], (4*i + p < N)[:, None] & (offs_n < F)[None, :]
+        a, b = load_pairs(ab_ptr, n*F + offs_n[None, :], mask, inverse)
+        da, db, h = quick_grads(a, b, wide_load(dh_ptr + n*F + offs_n[None, :], mask), GPU)
+        m_ab, m_h, m = larger_of(m_ab, m_h, m, a, b, h, da, db)
         da, xa = byte_of(da, scale, q_ptr.dtype.element_ty, MOST, GPU)
         db, xb = byte_of(db, scale, q_ptr.dtype.element_ty, MOST, GPU)
         _, xh = byte_of(h, sh, ht_ptr.dtype.element_ty, HMOST, GPU)
-        to = n*(2*F) + cols[None, :]
-        tl.store(q_ptr + to, da, inside); tl.store(q_ptr + to + F, db, inside)
+        store_sides(q_ptr + n*(2*F) + offs_n[None, :], da, db, F, mask)
         ta, tb, th = ta | (xa << 8*p), tb | (xb << 8*p), th | (xh << 8*p)
     raise_amax(amax_ptr, tl.max(tl.max(m, 1), 0), seen)
-    note_amax(ab_amax_ptr, 2*m_ab, ab_seen); note_amax(h_amax_ptr, m_h, h_seen)
-    store_fours(t_ptr, ta, i, cols, F, filled//4); store_fours(ht_ptr, th, i, cols, F, filled//4)
-    store_fours(t_ptr + tl.full((), F, tl.int64)*filled, tb, i, cols, F, filled//4)
+    note_amax(ab_amax_ptr, 2*m_ab, ab_seen)
+    note_amax(h_amax_ptr, m_h, h_seen)
+    store_fours(ht_ptr, th, i, offs_n, F, filled//4)
+    store_halves(t_ptr, ta, tb, i, offs_n, F, filled)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #3dc08fc6
 def gated8_back_maths(ab, dh, inverse, ab_amax, sh, h_amax, scale, amax, dt): # as for `gated8_back`
@@ -398,13 +420,17 @@ def summed_loss_kernel(sums_ptr, x_ptr, y_ptr, loss_ptr, lse_ptr, T, V: tl.const
                        ignore_index: tl.constexpr, z_loss: tl.constexpr, SUMS: tl.constexpr,
                        BLOCK: tl.constexpr):
     "A row's loss and log-sum-exp, from its sums of exponentials by tiles, or else from its logits"
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SUMS)
-    s, y = tl.sum(tl.load(sums_ptr + row*T + i, i < T, 0.), 0), tl.load(y_ptr + row)
-    counts, valid, lse = y != ignore_index, (y >= 0) & (y < V), tl.log(s)
+    # grid: rows; sums: n T, x: n V, row-major
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SUMS)
+    s = tl.sum(tl.load(sums_ptr + row*T + i, mask=i < T, other=0.), 0)
+    y = tl.load(y_ptr + row)
+    counts, valid = y != ignore_index, (y >= 0) & (y < V)
+    lse = tl.log(s)
     if (s < 1e-30) | (s > 1e38): # out of range
-        at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-        lse = row_lse(x_ptr + row*V, at, V, 0., BLOCK)
-    target = tl.load(x_ptr + row*V + y, valid, 0.).to(tl.float32)
+        offs = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
+        lse = row_lse(x_ptr + row*V, offs, V, 0., BLOCK)
+    target = tl.load(x_ptr + row*V + y, mask=valid, other=0.).to(tl.float32)
     lse = tl.where(counts & (valid == 0), float("nan"), lse)
     tl.store(loss_ptr + row, tl.where(counts, lse - target + z_loss*lse*lse, 0.))
     tl.store(lse_ptr + row, lse)

@@ -33,7 +33,8 @@ from .fp8_kernels import (SQUARE_TILE, LayerScales, Scaling, Slots, by_kernel, e
                                             store_both, swiglu_backward_quantize, swiglu_quantize,
                                             tile_grid, with_slot)
 from .fused_ops import fused_ops, needs_triton, qk_rope, stream_pair
-from .triton import graph_ms, jit, kernel_op, launch, rms_norm_backward, runs_kernel, tl
+from .triton import (LOG2E, graph_ms, jit, kernel_op, launch, rms_norm_backward,
+                                       runs_kernel, tl)
 
 # %% ../../nbs/17_fused_fp8.ipynb #b5e3a022
 def _linear_forward(ctx, x, w, *slots):
@@ -148,12 +149,13 @@ def to_fp8(model, parts, scaling, grad): # a model of fused blocks, changed in p
 def loss_lse_kernel(x_ptr, y_ptr, loss_ptr, lse_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
                     z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
     "A row's loss and its log-sum-exp, a block of BLOCK/8 8 logits at a time"
+    # grid: rows; x: N V, row-major
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + row)
-    at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
+    offs = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
     counts, valid = y != ignore_index, (y >= 0) & (y < V)
     target = read_logits(x_ptr + row*V + y, valid, softcap, False)
-    lse = tl.where(counts & (valid == 0), float("nan"), row_lse(x_ptr + row*V, at, V, softcap, BLOCK))
+    lse = tl.where(counts & (valid == 0), float("nan"), row_lse(x_ptr + row*V, offs, V, softcap, BLOCK))
     tl.store(loss_ptr + row, tl.where(counts, lse - target + z_loss*lse*lse, 0.))
     tl.store(lse_ptr + row, lse)
 
@@ -182,20 +184,22 @@ def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl
                            ignore_index: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
                            SCALE: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     "The logits' gradients, rounded with SCALE and transposed, ROWS COLS at a time"
-    rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
-    inside = (rows < N)[:, None] & (cols < V)[None, :]
-    x = read_logits(x_ptr + rows.to(tl.int64)[:, None]*V + cols[None, :], inside, softcap, False)
-    y = tl.load(y_ptr + rows, rows < N, ignore_index).to(tl.int32)
-    lse = tl.load(lse_ptr + rows, rows < N, 0.)
-    shift = tl.where(y == ignore_index, float("inf"), lse*1.4426950408889634) # an ignored row's e^x are 0
-    g = tl.exp2(x*1.4426950408889634 - shift[:, None])
+    # grid: tiles, down and across; x, q: N V, row-major; t: V by filled
+    offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
+    offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
+    mask = (offs_m < N)[:, None] & (offs_n < V)[None, :]
+    x = read_logits(x_ptr + offs_m.to(tl.int64)[:, None]*V + offs_n[None, :], mask, softcap, False)
+    y = tl.load(y_ptr + offs_m, mask=offs_m < N, other=ignore_index).to(tl.int32)
+    lse = tl.load(lse_ptr + offs_m, mask=offs_m < N, other=0.)
+    shift = tl.where(y == ignore_index, float("inf"), lse*LOG2E) # an ignored row's e^x are 0
+    g = tl.exp2(x*LOG2E - shift[:, None])
     if z_loss != 0: g *= (1 + 2*z_loss*lse)[:, None]
     hot = tl.where(y == ignore_index, -1, y)
-    g = tl.where(cols[None, :] == hot[:, None], g - 1, g)
+    g = tl.where(offs_n[None, :] == hot[:, None], g - 1, g)
     if softcap != 0:
         t = tl.maximum(x*(1/softcap), -1.) # the tanh; beyond the end x is minus infinity
         g *= 1 - t*t
-    store_both(q_ptr, t_ptr, g, SCALE, rows, cols, N, V, V, filled, MOST)
+    store_both(q_ptr, t_ptr, g, SCALE, offs_m, offs_n, N, V, V, filled, MOST)
 
 # %% ../../nbs/17_fused_fp8.ipynb #653d87f0
 @kernel_op

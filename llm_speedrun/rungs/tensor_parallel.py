@@ -28,7 +28,7 @@ from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets
                                            read_logits, row_lse, sms, write_grads)
 from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
                                           joined, recast, replace_model, rotated, swiglu_down)
-from .triton import jit, kernel_op, launch, runs_kernel, tl
+from .triton import LOG2E, jit, kernel_op, launch, runs_kernel, tl
 
 # %% ../../nbs/53_tensor_parallel.ipynb #9a6c40e0
 CUT = dict(q_proj=0, k_proj=0, v_proj=0, gate_proj=0, up_proj=0, embed_tokens=0, # by rows: outputs
@@ -287,12 +287,13 @@ def part_grads_maths(logits, y, lse, first, ignore_index, z_loss, softcap): # N 
 def part_stats_kernel(x_ptr, y_ptr, out_ptr, N, first, V: tl.constexpr, softcap: tl.constexpr,
                       BLOCK: tl.constexpr):
     "A row's log-sum-exp over this part of the vocabulary, and its target's logit"
+    # grid: rows; x: N V, row-major; out: 2 N
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V
     y = tl.load(y_ptr + row) - first
     target = read_logits(x_ptr + y, (y >= 0) & (y < V), softcap, False) # minus infinity where it isn't here
-    at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-    tl.store(out_ptr + row, row_lse(x_ptr, at, V, softcap, BLOCK))
+    offs = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
+    tl.store(out_ptr + row, row_lse(x_ptr, offs, V, softcap, BLOCK))
     tl.store(out_ptr + N + row, target)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #ba533dd1
@@ -300,18 +301,22 @@ def part_stats_kernel(x_ptr, y_ptr, out_ptr, N, first, V: tl.constexpr, softcap:
 def part_grads_kernel(x_ptr, y_ptr, lse_ptr, first, V: tl.constexpr, ignore_index: tl.constexpr,
                       z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
     "A row's gradient in the place of this part of its logits"
+    # grid: rows; x: N V, row-major, overwritten
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V
-    y, lse = tl.load(y_ptr + row), tl.load(lse_ptr + row)
-    counts, y = y != ignore_index, y - first
+    y = tl.load(y_ptr + row)
+    lse = tl.load(lse_ptr + row)
+    counts = y != ignore_index
+    y = y - first
     here = counts & (y >= 0) & (y < V)
     target = read_logits(x_ptr + y, here, softcap, False) # before anything is overwritten
     tl.debug_barrier() # all threads have read it
-    at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-    shift, factor = tl.where(counts, lse*1.4426950408889634, float("inf")), 1 + 2*z_loss*lse
-    write_grads(x_ptr, at, shift, factor, V, z_loss, softcap, BLOCK)
+    offs = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
+    shift = tl.where(counts, lse*LOG2E, float("inf"))
+    factor = 1 + 2*z_loss*lse
+    write_grads(x_ptr, offs, shift, factor, V, z_loss, softcap, BLOCK)
     tl.debug_barrier() # all others are stored
-    tl.store(x_ptr + y, logit_grad(target, True, shift, factor, z_loss, softcap), here)
+    tl.store(x_ptr + y, logit_grad(target, True, shift, factor, z_loss, softcap), mask=here)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #3071ecec
 @kernel_op(contiguous=("logits", "y"))
