@@ -7,7 +7,7 @@ __all__ = ['MODES', 'OPS', 'FLASH4', 'CUTLASS', 'QUACK', 'QUACK_OPS', 'PYTHON', 
            'HOPPER', 'TO_BLACKWELL', 'TRIED', 'EXTRA', 'JIT_PACKAGES', 'installed', 'resolve', 'missing_text',
            'storage_id', 'write_count', 'is_view', 'schema_of', 'function_of', 'node_class', 'replace_tensors',
            'uncompiled_module', 'FoundInfOptimizer', 'store_params', 'missing', 'capability', 'kernels_missing',
-           'untried', 'about_jit', 'quiet_jit', 'what_fails', 'off_text']
+           'untried', 'about_jit', 'quiet_jit', 'kernel_error', 'off_text']
 
 # %% ../nbs/07_compat.ipynb #0764efbe
 import importlib, platform, sys, warnings
@@ -243,7 +243,7 @@ def quiet_jit():
         yield
 
 # %% ../nbs/07_compat.ipynb #29norm47
-def what_fails(f): # a function without arguments, which makes tensors and calls kernels
+def kernel_error(f): # a function without arguments, which makes tensors and calls kernels
     "What it raises, in words, \"\" if nothing. Out of memory, which tells nothing of kernels, is raised"
     from llm_speedrun.compat import disable_current_modes
     try:

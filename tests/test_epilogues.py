@@ -485,7 +485,7 @@ def test_the_way_back_from_8_bits(N, width, dt, monkeypatch):
         if bad: ab[N//2, 6] = torch.nan
         inverse, sh, scale = (torch.full((1,), t, device=DEVICE) for t in (1/16, 8., 4.))
         a, b = torch.zeros(2, 3, 4, device=DEVICE)[..., :1].unbind()     # maxima of gate and up, of h, of the gradient; each in 16 bytes of its own
-        wide = e.apart((ab.float()*inverse).bfloat16()).contiguous()
+        wide = e.deinterleave((ab.float()*inverse).bfloat16()).contiguous()
         one = *f8.swiglu_backward_quantize(wide, dh, scale, a[2], dt), f8.swiglu_quantize(wide, sh, a[1])[1]
         two = ep8.gated8_back(ab, dh, inverse, b[0], sh, b[1], scale, b[2], dt)
         for x, y in zip(one, two):
@@ -562,12 +562,12 @@ def test_refusals(rungs, why):
 def test_odd_widths_are_refused():
     with fails(ValueError, "multiples of 8", "leave it out"): build(replace(SMALL, hidden=100), OURS, DEVICE)
 
-@pytest.mark.parametrize("check, rungs", [("fused_error", OURS), ("epilogues_error", OURS), ("ends8_error", [*EIGHT, "fp8_epilogues"])])
+@pytest.mark.parametrize("check, rungs", [("fused_error", OURS), ("epilogues_error", OURS), ("fp8_epilogues_error", [*EIGHT, "fp8_epilogues"])])
 def test_kernels_that_fail_are_named(check, rungs, monkeypatch):
     "And the error knows its rung, so that a preset can go on without it"
-    monkeypatch.setattr(dict(fused_error=ce_module, epilogues_error=e, ends8_error=ep8)[check], check, lambda *a: "RuntimeError: no such tile")
+    monkeypatch.setattr(dict(fused_error=ce_module, epilogues_error=e, fp8_epilogues_error=ep8)[check], check, lambda *a: "RuntimeError: no such tile")
     with fails(RuntimeError, "no such tile", "Leave the rung out") as said: build(SMALL, rungs, DEVICE)
-    assert said.value.rung == dict(fused_error="fused_ce", epilogues_error="epilogues", ends8_error="fp8_epilogues")[check]
+    assert said.value.rung == dict(fused_error="fused_ce", epilogues_error="epilogues", fp8_epilogues_error="fp8_epilogues")[check]
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")

@@ -7,14 +7,15 @@ __all__ = ['flash4_missing', 'attention_forward', 'attention_backward_maths', 'f
            'mixed_attention', 'flash4_off', 'flash4_error', 'flash4', 'divisor', 'scaled_e4m3', 'heads_round_kernel',
            'heads_round', 'attention8_kernel', 'attention8', 'Fp8Attention', 'needs_fp8_attention', 'fp8_attention',
            'swiglu_keep_kernel', 'row_tile', 'swiglu_keep', 'swiglu_kept_backward_kernel', 'swiglu_kept_backward',
-           'LeanSwiGLUDown', 'norm_backward_again', 'NormProduct', 'norm_product', 'lean_heads', 'lean_feed', 'lean']
+           'LeanSwiGLUDown', 'norm_backward_recompute', 'NormProduct', 'norm_product', 'lean_heads', 'lean_feed',
+           'lean']
 
 # %% ../../nbs/23_fastest.ipynb #aebcdaad
 from functools import lru_cache, partial
 import torch
 from torch.autograd.function import once_differentiable
 from ..compat import (TO_BLACKWELL, cpu_attention, cpu_attention_backward, cudnn_attention,
-                                 function_of, kernels_missing, off_text, untried, what_fails)
+                                 function_of, kernels_missing, off_text, untried, kernel_error)
 from ..files import InputError, RunError
 from ..roofline import DTYPES
 from ..model import set_parts
@@ -104,7 +105,7 @@ def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device
         o = mixed_attention(q, k, v)
         o.backward(torch.ones_like(o))
         if untried(): errors.extend(flash4_off(H, K, D, dtype, device))
-    with torch.enable_grad(): why = what_fails(run)
+    with torch.enable_grad(): why = kernel_error(run)
     return why or off_text(errors)
 
 # %% ../../nbs/23_fastest.ipynb #bf99f1f0
@@ -237,7 +238,7 @@ def needs_fp8_attention():
 @rung("parts", needs=needs_fp8_attention, untried=untried, requires=["bf16"], follows=["flash"],
       excludes=["flash4"])
 def fp8_attention(run): # a `Run`
-    "Attention's forward products in FP8"
+    "Experimental, it gained nothing: attention's forward matmuls in FP8"
     return run.with_model(partial(set_parts, attend=lambda q, k, v: Fp8Attention.apply(q, k, v)))
 
 # %% ../../nbs/23_fastest.ipynb #e0f0e442
@@ -323,7 +324,7 @@ class LeanSwiGLUDown(torch.autograd.Function):
 
 # %% ../../nbs/23_fastest.ipynb #c30ba4b8
 @kernel_op
-def norm_backward_again(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
+def norm_backward_recompute(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
                         r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "As `triton.rms_norm_backward`, and the norm once more (N d)"
     if not runs_kernel(h): return *norm_backward_maths(dn, dh, h, w, r), (h*r[:, None]*w).to(h.dtype)
@@ -344,7 +345,7 @@ def _norm_product_forward(ctx, x, y, w, eps, W):
 def _norm_product_backward(ctx, dh, dz):
     (h, w, r, W), dz = ctx.saved_tensors, dz.flatten(0, -2)
     up = None if dh is None else dh.contiguous().view(h.shape)
-    dx, dw, n = norm_backward_again(dz @ W, up, h, w, r)
+    dx, dw, n = norm_backward_recompute(dz @ W, up, h, w, r)
     dx = dx.view(ctx.shape)
     return dx, dx if ctx.add else None, dw, None, dz.T @ n
 
@@ -374,5 +375,5 @@ def lean_feed(block, h): # a pair
 
 @rung("parts", needs=needs_fp8, requires=["fused_ops"], excludes=["fp8"])
 def lean(run): # a `Run`
-    "Less kept for the backward pass: norms are made again, gate and up are kept in 8 bits (E4M3, by rows)"
+    "Experimental: less kept for the backward pass. Norms are recomputed, gate and up kept in E4M3, by rows"
     return run.with_model(partial(set_parts, heads=lean_heads, feed=lean_feed))

@@ -6,7 +6,8 @@
 __all__ = ['GROUP', 'group_sizes', 'logits_into', 'mm8_into', 'group8', 'grouped8', 'mean_loss_kernel', 'mean_loss', 'grouped16',
            'times_kernel', 'times_', 'GroupedLoss', 'GroupedCE', 'head_groups', 'handed_out', 'DirectStepper',
            'clipped_adamw_kernel', 'adamw_numbers', 'clipped_triton', 'clipped_torch', 'ClippedAdamW', 'make_clipped',
-           'direct_update', 'remade', 'heads_product', 'attend_again', 'layer_again', 'recompute_rope']
+           'direct_update', 'recompute_on_unpack', 'heads_product', 'attend_recompute', 'layer_recompute',
+           'recompute_rope']
 
 # %% ../../nbs/28_fewer_passes.ipynb #3efdb728
 import math
@@ -386,7 +387,7 @@ def direct_update(run): # a `Run`
     return replace(run, optimizer=optimizer, stepper=run.stepper or DirectStepper)
 
 # %% ../../nbs/28_fewer_passes.ipynb #e20c6ecc
-def remade(t, # a tensor, alive as long as the context
+def recompute_on_unpack(t, # a tensor, alive as long as the context
            make): # () -> the same numbers in the same places
     """A context in which autograd doesn't keep the memory of `t`, nor views of it: when the backward pass
     wants one, `make` makes it again. What that reads must not change until then"""
@@ -413,20 +414,20 @@ def heads_product(v, # B K T D
     return v.detach().as_strided((B, T, n, D), (T*n*D, n*D, D, 1), 0)
 
 # %% ../../nbs/28_fewer_passes.ipynb #88661708
-def attend_again(block, q, k, v, cos, sin): # B H T D, B K T D twice
+def attend_recompute(block, q, k, v, cos, sin): # B H T D, B K T D twice
     "The part `attend`, for whose backward pass queries and keys are made again"
     a, H = block.self_attn, q.shape[1]
     qkv = heads_product(v, H)
     def turned():
         weights = a.q_norm.weight.detach(), a.k_norm.weight.detach()
         return qk_rope(qkv, *weights, cos, sin, H, a.q_norm.eps) # B T H+K D, of which q and k are parts
-    with remade(q, turned): return block.attend(q, k, v)
+    with recompute_on_unpack(q, turned): return block.attend(q, k, v)
 
-def layer_again(block, h, cos, sin): # h: the stream or a pair
-    "The part `layer`, with `attend_again`"
+def layer_recompute(block, h, cos, sin): # h: the stream or a pair
+    "The part `layer`, with `attend_recompute`"
     if not torch.is_grad_enabled(): return naive_layer(block, h, cos, sin)
     h, *heads = block.heads(block, h, cos, sin)
-    o = attend_again(block, *heads, cos, sin)
+    o = attend_recompute(block, *heads, cos, sin)
     del heads
     return block.feed(block, block.project(block, h, o))
 
@@ -441,5 +442,5 @@ def recompute_rope(run): # a `Run` with fused_ops
         if any(b.layer is not naive_layer for b in model.layers):
             raise InputError("rung 'recompute_rope': the blocks of this model run in an order of their own, "
                              "which it would replace: leave it out")
-        set_parts(model, layer=layer_again)
+        set_parts(model, layer=layer_recompute)
     return run.with_model(change)

@@ -9,7 +9,7 @@ __all__ = ['hopper_missing', 'fused_chunk', 'FusedCE', 'fused_grads', 'fused_err
 from dataclasses import dataclass
 from functools import lru_cache, partial
 import torch
-from ..compat import HOPPER, kernels_missing, what_fails
+from ..compat import HOPPER, kernels_missing, kernel_error
 from ..files import RunError
 from ..runs import rung
 from .chunked_ce import bad_targets, sms
@@ -66,7 +66,7 @@ def fused_error(ce, V, d, device): # a `FusedCE`, vocabulary, width
     "What goes wrong with such a head, if anything does: the kernels are compiled at their first call"
     if device.type != "cuda": return ""
     new = partial(torch.zeros, device=device, dtype=torch.bfloat16)
-    return what_fails(lambda: ce.grads16(new(128, d), new(V, d), new(128).long(), True))
+    return kernel_error(lambda: ce.grads16(new(128, d), new(V, d), new(128).long(), True))
 
 # %% ../../nbs/29a_fused_ce.ipynb #29fused04
 @rung("parts", needs=hopper_missing, requires=["head_groups"], excludes=["fp8"], gpu_only=True)
