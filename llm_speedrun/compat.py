@@ -7,7 +7,7 @@ __all__ = ['MODES', 'OPS', 'FLASH4', 'CUTLASS', 'QUACK', 'QUACK_OPS', 'PYTHON', 
            'HOPPER', 'TO_BLACKWELL', 'TRIED', 'EXTRA', 'JIT_PACKAGES', 'installed', 'resolve', 'missing_text',
            'storage_id', 'write_count', 'is_view', 'schema_of', 'function_of', 'node_class', 'replace_tensors',
            'uncompiled_module', 'FoundInfOptimizer', 'store_params', 'missing', 'capability', 'kernels_missing',
-           'untried', 'about_jit', 'quiet_jit']
+           'untried', 'about_jit', 'quiet_jit', 'kernel_error', 'off_text']
 
 # %% ../nbs/07_compat.ipynb #0764efbe
 import importlib, platform, sys, warnings
@@ -241,3 +241,18 @@ def quiet_jit():
             if not about_jit(category, filename): show(message, category, filename, *args, **kwargs)
         warnings.showwarning = show_others
         yield
+
+# %% ../nbs/07_compat.ipynb #29norm47
+def kernel_error(f): # a function without arguments, which makes tensors and calls kernels
+    "What it raises, in words, \"\" if nothing. Out of memory, which tells nothing of kernels, is raised"
+    from llm_speedrun.compat import disable_current_modes
+    try:
+        with quiet_jit(), disable_current_modes(): f() # on real tensors
+    except torch.OutOfMemoryError: raise
+    except Exception as e: return f"{type(e).__name__}: {e}"
+    return ""
+
+# %% ../nbs/07_compat.ipynb #07offtx1
+def off_text(errors): # relative ones
+    "Return a text if one of `errors` is too large for kernels that compute the right thing, else \"\""
+    return "" if all(e < .03 for e in errors) else f"they are off by {', '.join(f'{e:.1e}' for e in errors)}"

@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     # call: tests of kernels set this to 1, whole models would take the interpreter minutes.
     os.environ["TRITON_INTERPRET"] = "1"
     import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.fastest, llm_speedrun.rungs.tensor_parallel
-    import llm_speedrun.rungs.fewer_bytes, llm_speedrun.rungs.fewer_passes, llm_speedrun.rungs.epilogues
+    import llm_speedrun.rungs.fewer_bytes, llm_speedrun.rungs.fewer_passes, llm_speedrun.rungs.fp8_epilogues
     import llm_speedrun.recipes.fast_muon
     os.environ["TRITON_INTERPRET"] = "0"
     from quick_kernels import run_kernels_quickly

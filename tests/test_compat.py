@@ -7,7 +7,7 @@ import llm_speedrun
 from llm_speedrun import compat
 from llm_speedrun.choices import Choices
 from llm_speedrun.model import workload
-from llm_speedrun.rungs import epilogues, fastest
+from llm_speedrun.rungs import epilogues, fastest, fused_ce
 from llm_speedrun.runs import RUNGS, build
 from llm_speedrun.train.autotune import resolve_preset
 from llm_speedrun.train.presets import preset
@@ -113,14 +113,14 @@ def gpu(monkeypatch):
     ((8, 0), 0, 0, 0), ((8, 9), 0, 0, 0), ((9, 0), 1, 1, 1), ((10, 0), 1, 1, 0), ((10, 3), 1, 1, 0), ((11, 0), 1, 1, 0), ((12, 0), 1, 1, 0), ((13, 0), 0, 0, 0)])
 def test_what_each_capability_can_run(gpu, capability, flash4, epi, hopper):
     gpu(*capability)
-    can = [not why() for why in (fastest.flash4_missing, epilogues.epilogues_missing, epilogues.hopper_missing)]
+    can = [not why() for why in (fastest.flash4_missing, epilogues.epilogues_missing, fused_ce.hopper_missing)]
     assert can == [bool(flash4), bool(epi), bool(hopper)]
     assert bool(compat.untried()) == (capability != (9, 0))
-    if not hopper: assert "Hopper" in epilogues.hopper_missing() and "{}.{}".format(*capability) in epilogues.hopper_missing()
+    if not hopper: assert "Hopper" in fused_ce.hopper_missing() and "{}.{}".format(*capability) in fused_ce.hopper_missing()
 
 def test_how_to_install_them(gpu):
     gpu(9, 0, "")
-    for why in (fastest.flash4_missing(), epilogues.epilogues_missing(), epilogues.hopper_missing()):
+    for why in (fastest.flash4_missing(), epilogues.epilogues_missing(), fused_ce.hopper_missing()):
         assert "not installed: pip install 'llm_speedrun[hopper]'" in why and "--pre" not in why
 
 def test_a_list_of_rungs_says_what_was_not_tried(gpu):
@@ -205,7 +205,7 @@ def test_only_their_warnings_are_hidden(cutlass):
 def test_kernels_are_tried_without_their_warnings(cutlass, monkeypatch):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        assert epilogues.what_fails(lambda: cutlass.old(cutlass.__file__)) == ""
+        assert compat.kernel_error(lambda: cutlass.old(cutlass.__file__)) == ""
         true = compat.function_of(fastest.flash4_attention_backward)
         monkeypatch.setattr(fastest.flash4_attention_backward, "_init_fn", lambda *a: (cutlass.old(cutlass.__file__), true(*a))[1])
         fastest.flash4_error.cache_clear()

@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPTConfig, rope, rope_table, workload
 from llm_speedrun.runs import Stepper, build, count_step, enter_all
-from llm_speedrun.rungs import epilogues as e, fused_fp8 as f8
+from llm_speedrun.rungs import epilogues as e, fp8_epilogues as ep8, fused_ce as ce_module, fused_fp8, fp8_kernels as f8
 from llm_speedrun.rungs.fewer_passes import GroupedCE
 from small import fails, pass_of
 
@@ -300,8 +300,8 @@ def test_fused_loss(n, d, V, std):
     h, w, y = rand(n, d, std=std), rand(V, d, std=d**-.5), torch.randint(V, (n,), device=DEVICE)
     y[1::7] = -100
     small = dict(group=2**28, budget=2**27)
-    (l, dh, dw, count), theirs = (f(**small).grads16(h, w, y, True) for f in (e.FusedCE, GroupedCE))
-    assert e.FusedCE(**small).fits(h, w) and count == theirs[3] and dw.dtype == torch.float32
+    (l, dh, dw, count), theirs = (f(**small).grads16(h, w, y, True) for f in (ce_module.FusedCE, GroupedCE))
+    assert ce_module.FusedCE(**small).fits(h, w) and count == theirs[3] and dw.dtype == torch.float32
     m = min(n, 2048) # rows for float64
     logits = h[:m].double() @ w.double().T
     loss = F.cross_entropy(logits, y[:m], reduction="none")
@@ -323,12 +323,12 @@ def test_fused_loss_of_bad_rows():
     h, w, y = rand(300, 64), rand(384, 64, std=.1), torch.randint(384, (300,), device=DEVICE)
     bad = y.clone()
     bad[5], bad[9] = 384, -3
-    loss, dh, dw, count = e.FusedCE().grads16(h, w, bad, True)
+    loss, dh, dw, count = ce_module.FusedCE().grads16(h, w, bad, True)
     assert loss.isnan().nonzero().flatten().tolist() == [5, 9] and dw.isnan().all() and dh.isnan().all()
     h[7, 3] = torch.nan
-    loss, dh, dw, _ = e.FusedCE().grads16(h, w, y, True)
+    loss, dh, dw, _ = ce_module.FusedCE().grads16(h, w, y, True)
     assert loss[7].isnan() and dh[7].isnan().any() and dh[8].isfinite().all() and dw.isnan().any()
-    assert e.FusedCE().grads16(h, w, y, False)[2].numel() == 0
+    assert ce_module.FusedCE().grads16(h, w, y, False)[2].numel() == 0
 
 def grads(rungs, micro=1, config=SMALL, evals=False):
     "Loss and gradients of a step's batch, in some micro-batches, some targets left out"
@@ -408,21 +408,21 @@ def test_no_chunk_has_as_many_rows_as_columns():
     for d in (128, 256, 768, 1000, 2048):
         for N in [*range(1, 3000, 61), 768, 1024, 2048, 2049, 65536]:
             for most in (128, 700, 768, 2048, 16896):
-                c = e.fused_chunk(N, d, most, 132)
+                c = ce_module.fused_chunk(N, d, most, 132)
                 if c is None: assert d in (128, 256) and (most <= d or N <= d); continue
                 rows = {-(-min(c, N - i)//128)*128 for i in range(0, N, c)}
                 assert c % 128 == 0 and c < most + 128 and d not in rows
-    assert e.fused_chunk(65536, 768, 16896, 132) == 16384 and e.fused_chunk(600, 32, 600, 132) == 640 and e.fused_chunk(2048, 2048, 2048, 132) == 1024
-    assert [e.fused_chunk(65536, 768, g*2**20//(2*50304), 132) for g in (2048, 1024, 512)] == [16384, 8192, 4096]
+    assert ce_module.fused_chunk(65536, 768, 16896, 132) == 16384 and ce_module.fused_chunk(600, 32, 600, 132) == 640 and ce_module.fused_chunk(2048, 2048, 2048, 132) == 1024
+    assert [ce_module.fused_chunk(65536, 768, g*2**20//(2*50304), 132) for g in (2048, 1024, 512)] == [16384, 8192, 4096]
     for d, most in ((768, 21345), (768, 10672), (768, 5336), (2048, 21345)):     # as few rounds as of all tokens at once
-        c, cols, up = e.fused_chunk(65536, d, most, 132), 4 if d == 768 else 8, lambda a, b: -(-a//b)
+        c, cols, up = ce_module.fused_chunk(65536, d, most, 132), 4 if d == 768 else 8, lambda a, b: -(-a//b)
         assert sum(up(up(min(c, 65536 - i), 256)*cols, 66) for i in range(0, 65536, c)) == up(256*cols, 66)
 
 @pytest.mark.parametrize("how", [dict(softcap=15.), dict(z_loss=1e-4)])
 def test_what_the_fused_loss_leaves_to_the_kernel(how):
     h, w = rand(8, 64), rand(384, 64)
-    assert e.FusedCE().fits(h, w) == GPU and not e.FusedCE(**how).fits(h, w)
-    assert not e.FusedCE().fits(h.half(), w) and not e.FusedCE().fits(h, w[:200])
+    assert ce_module.FusedCE().fits(h, w) == GPU and not ce_module.FusedCE(**how).fits(h, w)
+    assert not ce_module.FusedCE().fits(h.half(), w) and not ce_module.FusedCE().fits(h, w[:200])
 
 EIGHT = ["bf16", "fused_ops", "chunked_ce", "fp8"]
 
@@ -443,7 +443,7 @@ def test_scales_grow_with_what_they_cut_off():
     step = Stepper(run)
     x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
     scales = run.model.layers[0].scales
-    i, j = (f8.NAMES.index(k) for k in (e.AB, "h"))
+    i, j = (f8.NAMES.index(k) for k in ("ab", "h"))
     for group in step.opt.param_groups: group["lr"] = 0.
     for _ in range(3): step((x[0], x[1]))
     half, whole = scales.scale[i]*scales.forward_max[i, 0]/2, scales.scale[j]*scales.forward_max[j, 0]
@@ -464,11 +464,11 @@ def test_only_where_fp8_is(parts):
 
 def test_products_with_gradients_hand_out_their_sums(monkeypatch):
     "None of them lets the tensor cores keep its sums: those drop small numbers of one sign, and random numbers don't show that"
-    seen, real = [], e.product
+    seen, real = [], ep8.product
     def product(slots, a, b, name_a, name_b, **how):
         seen.append((name_a, name_b, how.get("fast", False)))
         return real(slots, a, b, name_a, name_b, **how)
-    monkeypatch.setattr(e, "product", product)
+    monkeypatch.setattr(ep8, "product", product)
     x, y = torch.randint(SMALL.vocab, (2, 2, SMALL.seq), device=DEVICE)
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues"], DEVICE)
     with enter_all(run.step_contexts):
@@ -485,9 +485,9 @@ def test_the_way_back_from_8_bits(N, width, dt, monkeypatch):
         if bad: ab[N//2, 6] = torch.nan
         inverse, sh, scale = (torch.full((1,), t, device=DEVICE) for t in (1/16, 8., 4.))
         a, b = torch.zeros(2, 3, 4, device=DEVICE)[..., :1].unbind()     # maxima of gate and up, of h, of the gradient; each in 16 bytes of its own
-        wide = e.apart((ab.float()*inverse).bfloat16()).contiguous()
+        wide = e.deinterleave((ab.float()*inverse).bfloat16()).contiguous()
         one = *f8.swiglu_backward_quantize(wide, dh, scale, a[2], dt), f8.swiglu_quantize(wide, sh, a[1])[1]
-        two = e.gated8_back(ab, dh, inverse, b[0], sh, b[1], scale, b[2], dt)
+        two = ep8.gated8_back(ab, dh, inverse, b[0], sh, b[1], scale, b[2], dt)
         for x, y in zip(one, two):
             if GPU: assert (x.view(torch.uint8) != y.view(torch.uint8)).float().mean() < 1e-3 and (x.float().isnan() == y.float().isnan()).all()
             torch.testing.assert_close(x.float(), y.float(), rtol=.26 if GPU else 0, atol=1e-4 if dt == torch.float8_e5m2 else 2e-3, equal_nan=True)
@@ -498,7 +498,7 @@ def test_the_way_back_from_8_bits(N, width, dt, monkeypatch):
 def test_the_norm_of_the_stream(N, d, monkeypatch):
     if not GPU: monkeypatch.setenv("TRITON_INTERPRET", "1")
     x, w, scale, (a, b) = rand(N, d), rand(d, dt=torch.float32), torch.full((1,), 8., device=DEVICE), torch.zeros(2, 1, device=DEVICE).unbind()
-    for one, two in zip(e.stream_norm(x, w, 1e-6, scale, a), f8.norm_quantize(x, None, w, 1e-6, scale, b)[1:]):
+    for one, two in zip(ep8.stream_norm(x, w, 1e-6, scale, a), f8.norm_quantize(x, None, w, 1e-6, scale, b)[1:]):
         torch.testing.assert_close(one.float(), two.float(), rtol=1e-6, atol=0)
     assert a.equal(b)
 
@@ -509,16 +509,16 @@ def test_products_in_8_bits(N, d, width):
     "What QuACK stores are the exact numbers rounded, but for a few between two"
     x, w = rand(N, d, std=16.).to(f8.E4M3), rand(2*width, d, std=64*d**-.5).to(f8.E4M3)
     ia, ib, sab, sh = (torch.full((1,), t, device=DEVICE) for t in (1/16, 1/64, 16., 8.))
-    ab, h = e.gated8_op._init_fn(x, w, ia, ib, sab, sh)
+    ab, h = ep8.gated8_op._init_fn(x, w, ia, ib, sab, sh)
     rows = slice(-min(N, 512), None)
     exact = x[rows].double() @ w.double().T/1024
     for t, e8, s in zip((ab, h), (exact, F.silu(exact[:, ::2])*exact[:, 1::2]), (sab, sh)):
-        assert (t[rows].float() != e.in_e4m3(e8, s).float()).float().mean() < .06
+        assert (t[rows].float() != ep8.in_e4m3(e8, s).float()).float().mean() < .06
         assert off((e8*s.double()).clamp(-448, 448), t[rows].float()) < .04
     c, v = rand(N, d), rand(d, width, std=64*width**-.5).to(f8.E4M3)
     exact = h[rows].double() @ v.double().T/1024
-    assert off(exact, e.product8_op._init_fn(h, v, ia, ib, None)[rows]) < 4e-3
-    assert off(exact + c[rows].double(), e.product8_op._init_fn(h, v, ia, ib, c)[rows]) < 4e-3
+    assert off(exact, ep8.product8_op._init_fn(h, v, ia, ib, None)[rows]) < 4e-3
+    assert off(exact + c[rows].double(), ep8.product8_op._init_fn(h, v, ia, ib, c)[rows]) < 4e-3
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
@@ -530,8 +530,8 @@ def test_sums_of_exponentials(n, d, V, shift):
     if shift: h[::2, 0], w[:, 0] = 100., 100*shift     # some rows are far out of range
     y[1::7] = -100
     ia, ib = (torch.full((1,), t, device=DEVICE) for t in (1/8, 1/8))
-    logits, sums = e.logits8(h, w, ia, ib)
-    for one, two in zip(e.summed_loss(sums, logits, y, -100, 1e-4), f8.loss_lse(logits, y, -100, 1e-4, 0.)):
+    logits, sums = ep8.logits8(h, w, ia, ib)
+    for one, two in zip(ep8.summed_loss(sums, logits, y, -100, 1e-4), fused_fp8.loss_lse(logits, y, -100, 1e-4, 0.)):
         torch.testing.assert_close(one, two, rtol=2e-4, atol=2e-3)
 
 @pytest.mark.parametrize("weight", ["mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"])
@@ -548,9 +548,9 @@ def test_a_nan_is_noticed(weight):
 @pytest.mark.parametrize("wrong", ["wab", "dm", "turned"])
 def test_a_wrong_gradient_in_fp8_is_found(monkeypatch, wrong):
     "Such as one of another scale, or of up for gate's"
-    right, back = e.product, e.gated8_back
-    if wrong == "turned": monkeypatch.setattr(e, "gated8_back", lambda ab, *rest: back(ab.view(torch.uint8).unflatten(1, (-1, 2)).flip(2).flatten(1).view(ab.dtype), *rest))
-    else: monkeypatch.setattr(e, "product", lambda s, a, b, na, nb, **how: right(s, a, b, na, nb, **how)*(1.3 if wrong in (na, nb) else 1))
+    right, back = ep8.product, ep8.gated8_back
+    if wrong == "turned": monkeypatch.setattr(ep8, "gated8_back", lambda ab, *rest: back(ab.view(torch.uint8).unflatten(1, (-1, 2)).flip(2).flatten(1).view(ab.dtype), *rest))
+    else: monkeypatch.setattr(ep8, "product", lambda s, a, b, na, nb, **how: right(s, a, b, na, nb, **how)*(1.3 if wrong in (na, nb) else 1))
     with pytest.raises(AssertionError): near([*EIGHT, "fp8_epilogues"], EIGHT, most=1.25)
 
 @pytest.mark.parametrize("rungs, why", [
@@ -562,23 +562,23 @@ def test_refusals(rungs, why):
 def test_odd_widths_are_refused():
     with fails(ValueError, "multiples of 8", "leave it out"): build(replace(SMALL, hidden=100), OURS, DEVICE)
 
-@pytest.mark.parametrize("check, rungs", [("fused_error", OURS), ("epilogues_error", OURS), ("ends8_error", [*EIGHT, "fp8_epilogues"])])
+@pytest.mark.parametrize("check, rungs", [("fused_error", OURS), ("epilogues_error", OURS), ("fp8_epilogues_error", [*EIGHT, "fp8_epilogues"])])
 def test_kernels_that_fail_are_named(check, rungs, monkeypatch):
     "And the error knows its rung, so that a preset can go on without it"
-    monkeypatch.setattr(e, check, lambda *a: "RuntimeError: no such tile")
+    monkeypatch.setattr(dict(fused_error=ce_module, epilogues_error=e, fp8_epilogues_error=ep8)[check], check, lambda *a: "RuntimeError: no such tile")
     with fails(RuntimeError, "no such tile", "Leave the rung out") as said: build(SMALL, rungs, DEVICE)
-    assert said.value.rung == dict(fused_error="fused_ce", epilogues_error="epilogues", ends8_error="fp8_epilogues")[check]
+    assert said.value.rung == dict(fused_error="fused_ce", epilogues_error="epilogues", fp8_epilogues_error="fp8_epilogues")[check]
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
 def test_the_fused_loss_is_tried(monkeypatch):
     "Where it would run, and nowhere else"
-    ce = e.FusedCE()
-    assert e.fused_error(ce, 50304, 768, DEVICE) == ""
-    with FakeTensorMode(): assert e.fused_error(ce, 384, 72, DEVICE) == "" # as where options are chosen
-    monkeypatch.setattr(e, "fused_grads", lambda *a: 1/0)
-    assert "ZeroDivisionError" in e.fused_error(ce, 256, 80, DEVICE) # of a size that nothing else asks for
-    for other in (dict(softcap=15.), dict(z_loss=1e-4)): assert e.fused_error(e.FusedCE(**other), 256, 80, DEVICE) == ""
+    ce = ce_module.FusedCE()
+    assert ce_module.fused_error(ce, 50304, 768, DEVICE) == ""
+    with FakeTensorMode(): assert ce_module.fused_error(ce, 384, 72, DEVICE) == "" # as where options are chosen
+    monkeypatch.setattr(ce_module, "fused_grads", lambda *a: 1/0)
+    assert "ZeroDivisionError" in ce_module.fused_error(ce, 256, 80, DEVICE) # of a size that nothing else asks for
+    for other in (dict(softcap=15.), dict(z_loss=1e-4)): assert ce_module.fused_error(ce_module.FusedCE(**other), 256, 80, DEVICE) == ""
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")

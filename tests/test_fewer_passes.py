@@ -12,7 +12,8 @@ from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.rungs.fewer_passes import *
 from llm_speedrun.rungs.fp8 import E5M2, mm8
-from llm_speedrun.rungs.fused_fp8 import Fp8CE, LayerScales, Scaling, empty_pair, logits_quantize
+from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
+from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
 from llm_speedrun.recipes.beyond import beyond
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
@@ -272,7 +273,7 @@ def test_what_is_remade():
     base = 2*x
     y, z, other = base[:4], base.view(2, 4)[1], 3*x[:4]
     def make(): made.append(1); return 2*x.detach()
-    with remade(base, make): out = (y*z).sum() + y.sin().sum() + (other*y).sum()
+    with recompute_on_unpack(base, make): out = (y*z).sum() + y.sin().sum() + (other*y).sum()
     a, b = x.detach()[:4], x.detach()[4:]
     exact = torch.cat([4*b + 2*(2*a).cos() + 12*a, 4*a])
     for n in (1, 2, 3):
@@ -287,7 +288,7 @@ def test_what_is_not_remade():
     x, w = torch.ones(6, dtype=torch.float16, requires_grad=True), torch.ones(6, requires_grad=True)
     base, seen = 2*x, []
     def make(): seen.append(torch.full((6,), 2., dtype=torch.float16)); return seen[-1]
-    with remade(base, make): out = (base.sin()*1).sum(), (w*w).sum(), (w*base.detach().view(torch.bfloat16).float()).sum()
+    with recompute_on_unpack(base, make): out = (base.sin()*1).sum(), (w*w).sum(), (w*base.detach().view(torch.bfloat16).float()).sum()
     for o in out[1:]: o.backward()
     assert not seen and torch.equal(w.grad, 2 + base.detach().view(torch.bfloat16).float())
     out[0].backward()
@@ -298,8 +299,8 @@ def test_what_is_not_remade():
 def test_other_queries_are_noticed(wrong, monkeypatch):
     c = replace(NANO, kv_heads=NANO.heads)
     plain = model_grads([*FUSED[1:], "recompute_rope"], config=c)
-    real = module.remade
-    monkeypatch.setattr(module, "remade", lambda t, make: real(t, lambda: wrong(make())))
+    real = module.recompute_on_unpack
+    monkeypatch.setattr(module, "recompute_on_unpack", lambda t, make: real(t, lambda: wrong(make())))
     assert max(off(a.double(), b) for a, b in zip(plain, model_grads([*FUSED[1:], "recompute_rope"], config=c))) > .05
 
 def test_recompute_rope_refuses():

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 import pytest, torch, torch.nn.functional as F
-import llm_speedrun.rungs.fp8 as plain, llm_speedrun.rungs.fused_fp8 as module
+import llm_speedrun.rungs.fp8 as plain, llm_speedrun.rungs.fp8_kernels as kernel_module, llm_speedrun.rungs.fused_fp8 as module
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import *
+from llm_speedrun.rungs.fp8_kernels import *
 from llm_speedrun.rungs.fused_fp8 import *
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.triton import runs_kernel
@@ -554,7 +555,7 @@ def test_any_number_of_tokens(B, T, monkeypatch):
     def watched(a, b, *args, **kwargs):
         sizes.append((*a.shape, len(b)))
         return product(a, b, *args, **kwargs)
-    monkeypatch.setattr(module, "mm8", watched)
+    for m in (kernel_module, module): monkeypatch.setattr(m, "mm8", watched)
     x, y = (t[:B, :T] for t in tokens(4, SMALL))
     base, fast = (model_gradients(run, (x, y)) for run in (build(SMALL, BASE), RUNGS["fp8"](build(SMALL, BASE))))
     assert sizes and not [s for s in sizes if any(n % 16 for n in s)]

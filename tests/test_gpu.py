@@ -5,7 +5,8 @@ import numpy as np, pytest, torch, torch.nn.functional as F
 from llm_speedrun.rungs.chunked_ce import linear_cross_entropy
 from llm_speedrun.rungs.flash import BACKENDS, attend_with, why_not
 from llm_speedrun.rungs.fp8 import E4M3, E5M2, sqnr
-from llm_speedrun.rungs.fused_fp8 import Scaling, to_fp8
+from llm_speedrun.rungs.fp8_kernels import Scaling
+from llm_speedrun.rungs.fused_fp8 import to_fp8
 from llm_speedrun.rungs.fused_ops import QKRope, SwiGLUDown, fused_ops
 from llm_speedrun.rungs.triton import AddRMSNorm
 from llm_speedrun.measure import version_of, warm_up

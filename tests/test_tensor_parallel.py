@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.tensor_parallel as tp
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, loss_maths
-from llm_speedrun.rungs.tensor_parallel import (Share, TensorParallel, part_grads, part_grads_maths, part_stats, part_stats_maths,
+from llm_speedrun.rungs.tensor_parallel import (TPGroup, TensorParallel, part_grads, part_grads_maths, part_stats, part_stats_maths,
                                                 row_losses)
 from llm_speedrun.runs import LocalSync, Stepper, build, enter_all
 from llm_speedrun.distributed.world import World
@@ -71,7 +71,7 @@ def refusals(world):
 
 def loss_errors(world):
     "The loss and its gradients of both processes' parts: largest relative errors against float64, ours and PyTorch's"
-    share, res = Share(world.rank, 2, world.group("tp").group_name), []
+    share, res = TPGroup(world.rank, 2, world.group("tp").group_name), []
     off = lambda a, b: ((a.double() - b).norm()/b.norm().clamp(min=1e-30)).item()
     for dtype in (torch.float32, torch.bfloat16):
         for (ignore, z, cap), (N, d, V) in zip(OPTIONS.values(), [(6, 5, 14), (64, 16, 302), (258, 8, 62), (130, 24, 50), (8, 8, 10)]):
@@ -203,8 +203,8 @@ def test_kernels_show_bad_logits(kernels):
 
 def test_rows_of_no_token(monkeypatch):
     "No process has one: the stream is NaN there, not zero"
-    monkeypatch.setattr(tp, "scattered", lambda h, share: h.flatten(0, -2))
-    parts = [tp.CutEmbedding(torch.ones(4, 8), Share(i, 2, ""), False, False)(torch.tensor([[0, 5, 8, -1]])) for i in (0, 1)]
+    monkeypatch.setattr(tp, "reduce_scatter", lambda h, share: h.flatten(0, -2))
+    parts = [tp.CutEmbedding(torch.ones(4, 8), TPGroup(i, 2, ""), False, False)(torch.tensor([[0, 5, 8, -1]])) for i in (0, 1)]
     assert sum(parts)[:2].eq(1).all() and sum(parts)[2:].isnan().all()
 
 @cuda

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from ..files import InputError
 from .fused_ops import compute_dtype
-from .triton import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, traced
+from .triton import LOG2E, blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, traced
 from ..runs import rung
 
 # %% ../../nbs/15_chunked_ce.ipynb #95250d9c
@@ -61,42 +61,41 @@ def loss_tile(V):
 
 # %% ../../nbs/15_chunked_ce.ipynb #d71026a7
 @jit
-def read_logits(ptr, there, softcap: tl.constexpr, AGAIN: tl.constexpr):
-    "Logits in FP32, soft-capped; minus infinity where they aren't `there`. AGAIN: whether to keep them near"
+def read_logits(ptr, mask, softcap: tl.constexpr, AGAIN: tl.constexpr):
+    "Logits in FP32, soft-capped; minus infinity outside of the mask. AGAIN: whether to keep them near"
     hint: tl.constexpr = "evict_last" if AGAIN else "evict_first"
-    if there is None: x = tl.load(ptr, eviction_policy=hint).to(tl.float32)
-    else: x = tl.load(ptr, there, float("-inf"), eviction_policy=hint).to(tl.float32)
+    if mask is None: x = tl.load(ptr, eviction_policy=hint).to(tl.float32)
+    else: x = tl.load(ptr, mask=mask, other=float("-inf"), eviction_policy=hint).to(tl.float32)
     if softcap != 0:
-        x = softcap - 2*softcap/(tl.exp2(x*(2*1.4426950408889634/softcap)) + 1) # softcap * tanh
-        if there is not None: x = tl.where(there, x, float("-inf"))
+        x = softcap - 2*softcap/(tl.exp2(x*(2*LOG2E/softcap)) + 1) # softcap * tanh
+        if mask is not None: x = tl.where(mask, x, float("-inf"))
     return x
 
 # %% ../../nbs/15_chunked_ce.ipynb #9eedb8b5
 @jit
-def row_lse(x_ptr, at, V: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
-    "ln of the sum of e^x over a row; at: BLOCK/8 8, the elements of a block"
-    L: tl.constexpr = 1.4426950408889634
+def row_lse(x_ptr, offs, V: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
+    "ln of the sum of e^x over a row; offs: BLOCK/8 8, the elements of a block"
     WHOLE: tl.constexpr = V // BLOCK * BLOCK
     m, s = tl.full((BLOCK//8,), -1e30, tl.float32), tl.zeros((BLOCK//8,), tl.float32) # m in base 2
     for i in range(0, WHOLE, BLOCK):
-        x = read_logits(x_ptr + i + at, None, softcap, True)
-        new = tl.maximum(m, tl.max(x, 1)*L)
-        s = s*tl.exp2(m - new) + tl.sum(tl.exp2(x*L - new[:, None]), 1)
+        x = read_logits(x_ptr + i + offs, None, softcap, True)
+        new = tl.maximum(m, tl.max(x, 1)*LOG2E)
+        s = s*tl.exp2(m - new) + tl.sum(tl.exp2(x*LOG2E - new[:, None]), 1)
         m = new
     rest = tl.arange(0, BLOCK//8)
     for i in range(WHOLE, V, BLOCK//8):
         x = read_logits(x_ptr + i + rest, i + rest < V, softcap, True)
-        new = tl.maximum(m, x*L)
-        s = s*tl.exp2(m - new) + tl.exp2(x*L - new)
+        new = tl.maximum(m, x*LOG2E)
+        s = s*tl.exp2(m - new) + tl.exp2(x*LOG2E - new)
         m = new
     top = tl.max(m, 0)
-    return (top + tl.log2(tl.sum(s*tl.exp2(m - top), 0))) / L
+    return (top + tl.log2(tl.sum(s*tl.exp2(m - top), 0))) / LOG2E
 
 # %% ../../nbs/15_chunked_ce.ipynb #b2e4d359
 @jit
 def logit_grad(x, hot: tl.constexpr, shift, factor, z_loss: tl.constexpr, softcap: tl.constexpr):
     "The gradient of logits x, all targets if `hot`; factor: 1 + 2 z lse"
-    g = tl.exp2(x*1.4426950408889634 - shift)
+    g = tl.exp2(x*LOG2E - shift)
     if z_loss != 0: g *= factor
     if hot: g -= 1
     if softcap != 0:
@@ -105,37 +104,39 @@ def logit_grad(x, hot: tl.constexpr, shift, factor, z_loss: tl.constexpr, softca
     return g
 
 @jit
-def write_grads(x_ptr, at, shift, factor, V: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
+def write_grads(x_ptr, offs, shift, factor, V: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
                 BLOCK: tl.constexpr):
     "Put the gradient in the place of a row's logits, as if none were the target"
     WHOLE: tl.constexpr = V // BLOCK * BLOCK
     for i in range(0, WHOLE, BLOCK):
-        x = read_logits(x_ptr + i + at, None, softcap, False)
+        x = read_logits(x_ptr + i + offs, None, softcap, False)
         g = logit_grad(x, False, shift, factor, z_loss, softcap)
-        tl.store(x_ptr + i + at, g, eviction_policy="evict_first")
+        tl.store(x_ptr + i + offs, g, eviction_policy="evict_first")
     rest = tl.arange(0, BLOCK//8)
     for i in range(WHOLE, V, BLOCK//8):
         x = read_logits(x_ptr + i + rest, i + rest < V, softcap, False)
-        tl.store(x_ptr + i + rest, logit_grad(x, False, shift, factor, z_loss, softcap), i + rest < V)
+        tl.store(x_ptr + i + rest, logit_grad(x, False, shift, factor, z_loss, softcap), mask=i + rest < V)
 
 # %% ../../nbs/15_chunked_ce.ipynb #89d42b4f
 @jit
 def softmax_loss_kernel(x_ptr, y_ptr, loss_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
                         z_loss: tl.constexpr, softcap: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr):
     "A row's loss and, with GRAD, its gradient in its place"
+    # grid: rows; x: N V, row-major, overwritten
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V # 64 bits: there may be over 2**31 logits
     y = tl.load(y_ptr + row)
     counts, valid = y != ignore_index, (y >= 0) & (y < V)
     target = read_logits(x_ptr + y, valid, softcap, False) # before anything is overwritten
-    at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-    lse = tl.where(counts & (valid == 0), float("nan"), row_lse(x_ptr, at, V, softcap, BLOCK))
+    offs = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
+    lse = tl.where(counts & (valid == 0), float("nan"), row_lse(x_ptr, offs, V, softcap, BLOCK))
     tl.store(loss_ptr + row, tl.where(counts, lse - target + z_loss*lse*lse, 0.))
     if GRAD:
-        shift, factor = tl.where(counts, lse*1.4426950408889634, float("inf")), 1 + 2*z_loss*lse
-        write_grads(x_ptr, at, shift, factor, V, z_loss, softcap, BLOCK)
+        shift = tl.where(counts, lse*LOG2E, float("inf"))
+        factor = 1 + 2*z_loss*lse
+        write_grads(x_ptr, offs, shift, factor, V, z_loss, softcap, BLOCK)
         tl.debug_barrier() # after everybody's stores
-        tl.store(x_ptr + y, logit_grad(target, True, shift, factor, z_loss, softcap), counts & valid)
+        tl.store(x_ptr + y, logit_grad(target, True, shift, factor, z_loss, softcap), mask=counts & valid)
 
 # %% ../../nbs/15_chunked_ce.ipynb #b47e987f
 @kernel_op(mutates=("logits",), contiguous=("logits", "y"))
@@ -254,6 +255,7 @@ class ChunkedCE:
     softcap: float = 0. # bends the logits of the loss; a model's own output stays unbent
     budget: int = BUDGET # bytes of logits at a time
     own_kernels = True # nothing for a compiler to do
+    takes_softcap = True # by its field `softcap`: a model that caps its logits sets it
 
     def __call__(self, h, w, y): # B T d, V d, B T: hidden states, output projection, tokens that follow
         return linear_cross_entropy(h, w, y, self.ignore_index, self.z_loss, self.softcap, self.budget)

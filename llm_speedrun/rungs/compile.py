@@ -98,6 +98,6 @@ def rounded_stream(heads): # a block's part: (block, h, cos, sin) -> the stream,
 
 @rung("parts", requires=["bf16"], excludes=["fused_ops"])
 def bf16_stream(run): # a `Run`
-    "The residual stream in bf16, as `fused_ops` keeps it, for the naive blocks: half the bytes"
+    "Experimental: the residual stream in bf16, as `fused_ops` keeps it, for the naive blocks: half the bytes"
     heads = rounded_stream(naive_heads)
     return run.with_model(lambda model: set_parts(model, heads=heads))

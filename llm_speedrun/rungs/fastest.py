@@ -7,14 +7,15 @@ __all__ = ['flash4_missing', 'attention_forward', 'attention_backward_maths', 'f
            'mixed_attention', 'flash4_off', 'flash4_error', 'flash4', 'divisor', 'scaled_e4m3', 'heads_round_kernel',
            'heads_round', 'attention8_kernel', 'attention8', 'Fp8Attention', 'needs_fp8_attention', 'fp8_attention',
            'swiglu_keep_kernel', 'row_tile', 'swiglu_keep', 'swiglu_kept_backward_kernel', 'swiglu_kept_backward',
-           'LeanSwiGLUDown', 'norm_backward_again', 'NormProduct', 'norm_product', 'lean_heads', 'lean_feed', 'lean']
+           'LeanSwiGLUDown', 'norm_backward_recompute', 'NormProduct', 'norm_product', 'lean_heads', 'lean_feed',
+           'lean']
 
 # %% ../../nbs/23_fastest.ipynb #aebcdaad
 from functools import lru_cache, partial
 import torch
 from torch.autograd.function import once_differentiable
 from ..compat import (TO_BLACKWELL, cpu_attention, cpu_attention_backward, cudnn_attention,
-                                 disable_current_modes, function_of, kernels_missing, quiet_jit, untried)
+                                 function_of, kernels_missing, off_text, untried, kernel_error)
 from ..files import InputError, RunError
 from ..roofline import DTYPES
 from ..model import set_parts
@@ -27,7 +28,8 @@ from .fused_ops import (joined, rotated, stream_pair, swiglu_backward_maths, swi
 from .triton import (add_rms_norm, blocks, jit, kernel_op, launch, norm_backward_maths,
                                        pow2, rms_norm, run_norm_backward, runs_kernel, tl, traced)
 from .fp8 import E4M3, LARGEST
-from .fused_fp8 import magnitude, needs_fp8
+from .fp8_kernels import magnitude
+from .fused_fp8 import needs_fp8
 
 # %% ../../nbs/23_fastest.ipynb #866ac2e1
 def flash4_missing():
@@ -96,15 +98,15 @@ def flash4_off(H, K, D, dtype, device): # query heads, KV heads, head dimension
 def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device; whether it's deterministic
     "Return what goes wrong with such heads, \"\" if nothing: kernels are compiled at their first call"
     H, K, D, dtype, device, *_ = shape
-    with quiet_jit(), disable_current_modes(), torch.enable_grad(): # on real tensors
+    errors = []
+    def run():
         new = partial(torch.zeros, dtype=dtype, device=device, requires_grad=True)
         q, k, v = (new(1, h, 512, D) for h in (H, K, K)) # of several blocks, as in training: the same kernels
-        try:
-            o = mixed_attention(q, k, v)
-            o.backward(torch.ones_like(o))
-            wrong = untried() and [e for e in flash4_off(H, K, D, dtype, device) if not e < .03]
-        except Exception as e: return f"{type(e).__name__}: {e}"
-    return f"its gradients are off by {', '.join(f'{e:.1e}' for e in wrong)}" if wrong else ""
+        o = mixed_attention(q, k, v)
+        o.backward(torch.ones_like(o))
+        if untried(): errors.extend(flash4_off(H, K, D, dtype, device))
+    with torch.enable_grad(): why = kernel_error(run)
+    return why or off_text(errors)
 
 # %% ../../nbs/23_fastest.ipynb #bf99f1f0
 @rung("parts", needs=flash4_missing, untried=untried, follows=["flash"], gpu_only=True)
@@ -139,24 +141,27 @@ def scaled_e4m3(x, dims): # which dimensions share a scale
 def heads_round_kernel(x_ptr, q_ptr, inverse_ptr, H, T, b_stride, h_stride, t_stride, D: tl.constexpr,
                        MOST: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr):
     "One head of one sequence: its largest magnitude, then its numbers rounded, transposed if TURN"
-    n, i = tl.program_id(0), tl.arange(0, D)[None, :]
+    # grid: heads of all sequences; x: B H T D, strided; q: B H T D, or B H D T with TURN
+    n = tl.program_id(0)
+    i = tl.arange(0, D)[None, :]
     x_ptr += (n // H).to(tl.int64)*b_stride + (n % H)*h_stride
     most = tl.zeros((BLOCK, D), tl.float32)
     for t in range(0, T, BLOCK):
-        rows = t + tl.arange(0, BLOCK)[:, None]
-        x = tl.abs(tl.load(x_ptr + rows*t_stride + i, rows < T, 0.).to(tl.float32))
+        offs_m = t + tl.arange(0, BLOCK)[:, None]
+        x = tl.abs(tl.load(x_ptr + offs_m*t_stride + i, mask=offs_m < T, other=0.).to(tl.float32))
         most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL)
     most = divisor(tl.max(tl.max(magnitude(most), 1), 0))
     tl.store(inverse_ptr + n, most/MOST)
     q_ptr += n.to(tl.int64)*T*D
     for t in range(0, T, BLOCK):
-        rows = t + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + rows[:, None]*t_stride + i, (rows < T)[:, None], 0.).to(tl.float32)
+        offs_m = t + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offs_m[:, None]*t_stride + i, mask=(offs_m < T)[:, None], other=0.).to(tl.float32)
         x = tl.clamp(x*(MOST/most), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
         if TURN:
-            to = tl.arange(0, D)[:, None]*T + rows[None, :]
-            tl.store(q_ptr + to, tl.trans(x).to(q_ptr.dtype.element_ty), (rows < T)[None, :])
-        else: tl.store(q_ptr + rows[:, None]*D + i, x.to(q_ptr.dtype.element_ty), (rows < T)[:, None])
+            offs_out = tl.arange(0, D)[:, None]*T + offs_m[None, :]
+            tl.store(q_ptr + offs_out, tl.trans(x).to(q_ptr.dtype.element_ty), mask=(offs_m < T)[None, :])
+        else: tl.store(q_ptr + offs_m[:, None]*D + i, x.to(q_ptr.dtype.element_ty),
+                       mask=(offs_m < T)[:, None])
 
 # %% ../../nbs/23_fastest.ipynb #71491917
 @kernel_op
@@ -177,24 +182,27 @@ def heads_round(x: torch.Tensor, turn: bool) -> tuple[torch.Tensor, torch.Tensor
 def attention8_kernel(q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, iv_ptr, o_ptr, lse_ptr, H, G, T, to_base2,
                       D: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     "M queries of a head, the last ones first: output and log-sum-exp. G query heads share a KV head"
+    # grid: blocks of M queries, heads of all sequences; q: B H T D, k: B K T D, v: B K D T; o: B T H D
     i, n = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    kv, rows, d, c = n // G, i*M + tl.arange(0, M), tl.arange(0, D), tl.arange(0, N) # heads lie in one row
-    q = tl.load(q_ptr + n.to(tl.int64)*T*D + rows[:, None]*D + d[None, :], (rows < T)[:, None], 0.)
+    kv, offs_m = n // G, i*M + tl.arange(0, M)
+    d, c = tl.arange(0, D), tl.arange(0, N) # heads lie in one row
+    offs = n.to(tl.int64)*T*D + offs_m[:, None]*D + d[None, :]
+    q = tl.load(q_ptr + offs, mask=(offs_m < T)[:, None], other=0.)
     k_ptr, v_ptr = k_ptr + kv.to(tl.int64)*T*D, v_ptr + kv.to(tl.int64)*T*D
     scale = tl.load(iq_ptr + n)*tl.load(ik_ptr + kv)*to_base2
     m, l, o = tl.full((M,), -1e30, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, D), tl.float32)
     for j in range(0, tl.minimum((i + 1)*M, T), N):
-        there = (j + c) < T
-        s = tl.dot(q, tl.load(k_ptr + (j + c)[None, :]*D + d[:, None], there[None, :], 0.))*scale
-        if j + N > i*M: s = tl.where(rows[:, None] >= (j + c)[None, :], s, -float("inf"))
+        mask = (j + c) < T
+        s = tl.dot(q, tl.load(k_ptr + (j + c)[None, :]*D + d[:, None], mask=mask[None, :], other=0.))*scale
+        if j + N > i*M: s = tl.where(offs_m[:, None] >= (j + c)[None, :], s, -float("inf"))
         new = tl.maximum(m, tl.max(s, 1))
         p, fade = tl.exp2(s - new[:, None]), tl.exp2(m - new)
         l, m = l*fade + tl.sum(p, 1), new
-        v = tl.load(v_ptr + d[None, :]*T + (j + c)[:, None], there[:, None], 0.)
+        v = tl.load(v_ptr + d[None, :]*T + (j + c)[:, None], mask=mask[:, None], other=0.)
         o = tl.dot((p*256).to(q.dtype), v, o*fade[:, None]) # p is at most 1: 256 is its scale
-    at = ((n // H).to(tl.int64)*T + rows[:, None])*H*D + (n % H)*D + d[None, :]
-    tl.store(o_ptr + at, o*(tl.load(iv_ptr + kv)/256/l)[:, None], (rows < T)[:, None])
-    tl.store(lse_ptr + n.to(tl.int64)*T + rows, (m + tl.log2(l))*0.6931471805599453, rows < T)
+    offs = ((n // H).to(tl.int64)*T + offs_m[:, None])*H*D + (n % H)*D + d[None, :]
+    tl.store(o_ptr + offs, o*(tl.load(iv_ptr + kv)/256/l)[:, None], mask=(offs_m < T)[:, None])
+    tl.store(lse_ptr + n.to(tl.int64)*T + offs_m, (m + tl.log2(l))*0.6931471805599453, mask=offs_m < T)
 
 # %% ../../nbs/23_fastest.ipynb #d02f29d8
 @kernel_op
@@ -230,7 +238,7 @@ def needs_fp8_attention():
 @rung("parts", needs=needs_fp8_attention, untried=untried, requires=["bf16"], follows=["flash"],
       excludes=["flash4"])
 def fp8_attention(run): # a `Run`
-    "Attention's forward products in FP8"
+    "Experimental, it gained nothing: attention's forward matmuls in FP8"
     return run.with_model(partial(set_parts, attend=lambda q, k, v: Fp8Attention.apply(q, k, v)))
 
 # %% ../../nbs/23_fastest.ipynb #e0f0e442
@@ -238,17 +246,21 @@ def fp8_attention(run): # a `Run`
 def swiglu_keep_kernel(ab_ptr, h_ptr, q_ptr, inverse_ptr, F: tl.constexpr, MOST: tl.constexpr,
                        BLOCK: tl.constexpr):
     "silu(a) * b of a row; a and b in 8 bits with one scale, whose inverse is kept"
-    n, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    at, there = n*2*F + cols, cols < F
-    a, b = tl.load(ab_ptr + at, there, 0.).to(tl.float32), tl.load(ab_ptr + at + F, there, 0.).to(tl.float32)
-    tl.store(h_ptr + n*F + cols, a*tl.sigmoid(a)*b, there)
+    # grid: rows; ab, q: N 2F, row-major, a first; h: N F
+    n = tl.program_id(0).to(tl.int64)
+    offs_n = tl.arange(0, BLOCK)
+    offs = n*2*F + offs_n
+    mask = offs_n < F
+    a = tl.load(ab_ptr + offs, mask=mask, other=0.).to(tl.float32)
+    b = tl.load(ab_ptr + offs + F, mask=mask, other=0.).to(tl.float32)
+    tl.store(h_ptr + n*F + offs_n, a*tl.sigmoid(a)*b, mask=mask)
     larger = tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
     most = divisor(tl.max(magnitude(larger), 0))
     dt: tl.constexpr = q_ptr.dtype.element_ty
     a = tl.clamp(a*(MOST/most), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     b = tl.clamp(b*(MOST/most), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(q_ptr + at, a.to(dt), there)
-    tl.store(q_ptr + at + F, b.to(dt), there)
+    tl.store(q_ptr + offs, a.to(dt), mask=mask)
+    tl.store(q_ptr + offs + F, b.to(dt), mask=mask)
     tl.store(inverse_ptr + n, most/MOST)
 
 # %% ../../nbs/23_fastest.ipynb #65983958
@@ -271,14 +283,18 @@ def swiglu_keep(ab: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 @jit
 def swiglu_kept_backward_kernel(q_ptr, inverse_ptr, dh_ptr, dab_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
     "The gradients of a and b from what was kept of a row; h takes the place of its own"
-    n, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    at, there, inverse = n*2*F + cols, cols < F, tl.load(inverse_ptr + n)
-    a = tl.load(q_ptr + at, there, 0.).to(tl.float32)*inverse
-    b = tl.load(q_ptr + at + F, there, 0.).to(tl.float32)*inverse
-    da, db, h = swiglu_grads(a, b, tl.load(dh_ptr + n*F + cols, there, 0.).to(tl.float32))
-    tl.store(dab_ptr + at, da, there)
-    tl.store(dab_ptr + at + F, db, there)
-    tl.store(dh_ptr + n*F + cols, h, there)
+    # grid: rows; q, dab: N 2F, row-major, a first; dh: N F
+    n = tl.program_id(0).to(tl.int64)
+    offs_n = tl.arange(0, BLOCK)
+    offs = n*2*F + offs_n
+    mask = offs_n < F
+    inverse = tl.load(inverse_ptr + n)
+    a = tl.load(q_ptr + offs, mask=mask, other=0.).to(tl.float32)*inverse
+    b = tl.load(q_ptr + offs + F, mask=mask, other=0.).to(tl.float32)*inverse
+    da, db, h = swiglu_grads(a, b, tl.load(dh_ptr + n*F + offs_n, mask=mask, other=0.).to(tl.float32))
+    tl.store(dab_ptr + offs, da, mask=mask)
+    tl.store(dab_ptr + offs + F, db, mask=mask)
+    tl.store(dh_ptr + n*F + offs_n, h, mask=mask)
 
 # %% ../../nbs/23_fastest.ipynb #23keep06
 @kernel_op(mutates=("dh",))
@@ -308,7 +324,7 @@ class LeanSwiGLUDown(torch.autograd.Function):
 
 # %% ../../nbs/23_fastest.ipynb #c30ba4b8
 @kernel_op
-def norm_backward_again(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
+def norm_backward_recompute(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
                         r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "As `triton.rms_norm_backward`, and the norm once more (N d)"
     if not runs_kernel(h): return *norm_backward_maths(dn, dh, h, w, r), (h*r[:, None]*w).to(h.dtype)
@@ -329,7 +345,7 @@ def _norm_product_forward(ctx, x, y, w, eps, W):
 def _norm_product_backward(ctx, dh, dz):
     (h, w, r, W), dz = ctx.saved_tensors, dz.flatten(0, -2)
     up = None if dh is None else dh.contiguous().view(h.shape)
-    dx, dw, n = norm_backward_again(dz @ W, up, h, w, r)
+    dx, dw, n = norm_backward_recompute(dz @ W, up, h, w, r)
     dx = dx.view(ctx.shape)
     return dx, dx if ctx.add else None, dw, None, dz.T @ n
 
@@ -359,5 +375,5 @@ def lean_feed(block, h): # a pair
 
 @rung("parts", needs=needs_fp8, requires=["fused_ops"], excludes=["fp8"])
 def lean(run): # a `Run`
-    "Less kept for the backward pass: norms are made again, gate and up are kept in 8 bits (E4M3, by rows)"
+    "Experimental: less kept for the backward pass. Norms are recomputed, gate and up kept in E4M3, by rows"
     return run.with_model(partial(set_parts, heads=lean_heads, feed=lean_feed))

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from ..compat import is_view
 from ..model import GPT, Embedding
 from ..runs import rung
-from .fused_ops import compute_dtype, needs_triton
+from .fused_ops import compute_dtype, needs_triton, recast, replace_model
 from .triton import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
 
 # %% ../../nbs/27_fewer_bytes.ipynb #e988504c
@@ -36,38 +36,44 @@ def token_order(x, V): # N tokens, how many there are
 @jit
 def group_size(key_ptr, i, end, CHUNK: tl.constexpr):
     "The key at place `i`, and how many places from there to `end`, at most CHUNK, have it"
-    key, at = tl.load(key_ptr + i), i + tl.arange(0, CHUNK)
-    same = (at < end) & (tl.load(key_ptr + at, at < end, 0) == key)
+    key = tl.load(key_ptr + i)
+    offs = i + tl.arange(0, CHUNK)
+    same = (offs < end) & (tl.load(key_ptr + offs, mask=offs < end, other=0) == key)
     return key, tl.sum(same.to(tl.int32), 0)
 
 @jit
-def add_row(g_ptr, key, row, cols, V, d: tl.constexpr, MASK: tl.constexpr):
+def add_row(g_ptr, key, row, offs_n, V, d: tl.constexpr, MASK: tl.constexpr):
     "Add `row` to that of a key's token"
     token = key.to(tl.int32) & MASK
-    at = token.to(tl.int64)*d + cols
-    if token < V: tl.store(g_ptr + at, tl.load(g_ptr + at, cols < d, 0.).to(tl.float32) + row, cols < d)
+    offs = token.to(tl.int64)*d + offs_n
+    if token < V:
+        g = tl.load(g_ptr + offs, mask=offs_n < d, other=0.).to(tl.float32)
+        tl.store(g_ptr + offs, g + row, mask=offs_n < d)
 
 # %% ../../nbs/27_fewer_bytes.ipynb #7b65ab29
 @jit
 def group_sums_kernel(g_ptr, part_ptr, key_ptr, order_ptr, dh_ptr, N, V, d: tl.constexpr, MASK: tl.constexpr,
                       CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     "Sums of the groups in a chunk: of whole ones into `g`, of cut ones into `part`"
-    start, cols = tl.program_id(0)*CHUNK, tl.program_id(1)*COLS + tl.arange(0, COLS)
-    end, i = tl.minimum(start + CHUNK, N), start
+    # grid: chunks of the sorted tokens, blocks of columns; g: V d, dh: N d, row-major; part: two rows a chunk
+    start = tl.program_id(0)*CHUNK
+    offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
+    end = tl.minimum(start + CHUNK, N)
+    i = start
     while i < end:
         key, n = group_size(key_ptr, i, end, CHUNK)
         sums = tl.zeros((ROWS, COLS), tl.float32)
         for k in range(0, n, ROWS):
-            at = k + tl.arange(0, ROWS)
-            row = tl.load(order_ptr + i + at, at < n, 0)
-            inside = (at < n)[:, None] & (cols < d)[None, :]
-            sums += tl.load(dh_ptr + row[:, None]*d + cols[None, :], inside, 0.).to(tl.float32)
+            offs = k + tl.arange(0, ROWS)
+            row = tl.load(order_ptr + i + offs, mask=offs < n, other=0)
+            mask = (offs < n)[:, None] & (offs_n < d)[None, :]
+            sums += tl.load(dh_ptr + row[:, None]*d + offs_n[None, :], mask=mask, other=0.).to(tl.float32)
         cut = (i == start) & (i > 0) & (tl.load(key_ptr + tl.maximum(i - 1, 0)) == key)
         cut |= (i + n == end) & (end < N) & (tl.load(key_ptr + tl.minimum(i + n, N - 1)) == key)
         if cut:
             slot = 2*tl.program_id(0).to(tl.int64) + (i > start)
-            tl.store(part_ptr + slot*d + cols, tl.sum(sums, 0), cols < d)
-        else: add_row(g_ptr, key, tl.sum(sums, 0), cols, V, d, MASK)
+            tl.store(part_ptr + slot*d + offs_n, tl.sum(sums, 0), mask=offs_n < d)
+        else: add_row(g_ptr, key, tl.sum(sums, 0), offs_n, V, d, MASK)
         i += n
 
 # %% ../../nbs/27_fewer_bytes.ipynb #72668b85
@@ -75,22 +81,24 @@ def group_sums_kernel(g_ptr, part_ptr, key_ptr, order_ptr, dh_ptr, N, V, d: tl.c
 def cut_groups_kernel(g_ptr, part_ptr, key_ptr, N, V, d: tl.constexpr, MASK: tl.constexpr,
                       CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     "The sum of the group that begins in a chunk and doesn't end there, into `g`"
-    c, cols = tl.program_id(0), tl.program_id(1)*COLS + tl.arange(0, COLS)
+    # grid: chunks of the sorted tokens, blocks of columns; g: V d, row-major; part: two rows a chunk
+    c, offs_n = tl.program_id(0), tl.program_id(1)*COLS + tl.arange(0, COLS)
     start, end = c*CHUNK, tl.minimum(c*CHUNK + CHUNK, N)
     key, first = tl.load(key_ptr + end - 1), tl.load(key_ptr + start)
     begins = (c == 0) | (first != key) | (tl.load(key_ptr + tl.maximum(start - 1, 0)) != key)
     if begins & (end < N) & (tl.load(key_ptr + tl.minimum(end, N - 1)) == key):
         slot = 2*c.to(tl.int64) + (first != key)
-        row, sums = tl.load(part_ptr + slot*d + cols, cols < d, 0.), tl.zeros((ROWS, COLS), tl.float32)
+        row = tl.load(part_ptr + slot*d + offs_n, mask=offs_n < d, other=0.)
+        sums = tl.zeros((ROWS, COLS), tl.float32)
         n, j = tl.full((), ROWS, tl.int32), c + 1
         while n == ROWS: # as long as all chunks that we looked at begin with it
-            at = j + tl.arange(0, ROWS)
-            inside = at*CHUNK < N
-            same = inside & (tl.load(key_ptr + at*CHUNK, inside, 0) == key)
-            there = same[:, None] & (cols < d)[None, :]
-            sums += tl.load(part_ptr + 2*at.to(tl.int64)[:, None]*d + cols[None, :], there, 0.)
+            offs = j + tl.arange(0, ROWS)
+            inside = offs*CHUNK < N
+            same = inside & (tl.load(key_ptr + offs*CHUNK, mask=inside, other=0) == key)
+            mask = same[:, None] & (offs_n < d)[None, :]
+            sums += tl.load(part_ptr + 2*offs.to(tl.int64)[:, None]*d + offs_n[None, :], mask=mask, other=0.)
             n, j = tl.sum(same.to(tl.int32), 0), j + ROWS
-        add_row(g_ptr, key, row + tl.sum(sums, 0), cols, V, d, MASK)
+        add_row(g_ptr, key, row + tl.sum(sums, 0), offs_n, V, d, MASK)
 
 # %% ../../nbs/27_fewer_bytes.ipynb #bab46d53
 CHUNKS = dict(CHUNK=16, ROWS=4, num_warps=1) # places of a program, and rows that it loads at a time
@@ -117,12 +125,15 @@ def add_rows(g: torch.Tensor, x: torch.Tensor, dh: torch.Tensor) -> None:
 @jit
 def take_rows_kernel(x_ptr, w_ptr, h_ptr, N, V, d: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     "The rows of some tokens, in the type of `h`"
-    at, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*COLS + tl.arange(0, COLS)
-    x = tl.load(x_ptr + at, at < N, 0).to(tl.int64)
-    inside, known = (at < N)[:, None] & (cols < d)[None, :], ((x >= 0) & (x < V))[:, None]
-    w = tl.load(w_ptr + x[:, None]*d + cols[None, :], inside & known, 0.).to(tl.float32)
-    to = at.to(tl.int64)[:, None]*d + cols[None, :]
-    tl.store(h_ptr + to, tl.where(known, w, float("nan")), inside)
+    # grid: blocks of tokens, blocks of columns; w: V d, h: N d, row-major
+    offs = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
+    offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
+    x = tl.load(x_ptr + offs, mask=offs < N, other=0).to(tl.int64)
+    mask = (offs < N)[:, None] & (offs_n < d)[None, :]
+    known = ((x >= 0) & (x < V))[:, None]
+    w = tl.load(w_ptr + x[:, None]*d + offs_n[None, :], mask=mask & known, other=0.).to(tl.float32)
+    offs_out = offs.to(tl.int64)[:, None]*d + offs_n[None, :]
+    tl.store(h_ptr + offs_out, tl.where(known, w, float("nan")), mask=mask)
 
 # %% ../../nbs/27_fewer_bytes.ipynb #de99e973
 @kernel_op
@@ -182,14 +193,15 @@ class TiedGPT(GPT):
         return F.linear(h, head[0]) if y is None else self.loss(h, head[0], y)
 
 # %% ../../nbs/27_fewer_bytes.ipynb #03bfee02
-def tie(model, # a `GPT`, changed in place
-        narrow): # whether its first layer rounds the stream
-    "Let the embedding's gradient be summed into the head's, or alone where the head is another matrix"
+def tie(model, # a `GPT`, whose embedding changes in place
+        narrow): # whether its first layer rounds the residual stream
+    "Return the model with the embedding's gradient summed into the head's, or alone where that is another"
     embed, cls = model.embed_tokens, type(model.embed_tokens)
     plain = cls is Embedding
-    embed.__class__ = TiedEmbedding if plain else type(cls.__name__, (cls, TiedEmbedding), {})
-    embed.narrow = narrow and plain and type(model).hidden is GPT.hidden
-    if type(model).forward is GPT.forward: model.__class__ = TiedGPT
+    tied = recast(embed, TiedEmbedding if plain else type(cls.__name__, (cls, TiedEmbedding), {}))
+    tied.narrow = narrow and plain and type(model).hidden is GPT.hidden
+    model.embed_tokens = tied
+    return recast(model, TiedGPT) if type(model).forward is GPT.forward else model
 
 # %% ../../nbs/27_fewer_bytes.ipynb #faaade60
 @rung("parts", needs=needs_triton, follows=["fused_ops", "bf16_stream"],
@@ -197,4 +209,4 @@ def tie(model, # a `GPT`, changed in place
 def tied_embedding(run): # a `Run`
     "The embedding's gradient summed straight into the tied head's; its rows rounded as they are read"
     narrow = {"fused_ops", "bf16_stream"} & {*run.rungs}
-    return run.with_model(partial(tie, narrow=bool(narrow)))
+    return replace_model(run, partial(tie, narrow=bool(narrow)))

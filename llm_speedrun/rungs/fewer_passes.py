@@ -6,7 +6,8 @@
 __all__ = ['GROUP', 'group_sizes', 'logits_into', 'mm8_into', 'group8', 'grouped8', 'mean_loss_kernel', 'mean_loss', 'grouped16',
            'times_kernel', 'times_', 'GroupedLoss', 'GroupedCE', 'head_groups', 'precomputed_grads', 'DirectBackward',
            'clipped_adamw_kernel', 'adamw_numbers', 'clipped_triton', 'clipped_torch', 'ClippedAdamW', 'make_clipped',
-           'direct_update', 'remade', 'heads_product', 'attend_again', 'layer_again', 'recompute_rope']
+           'direct_update', 'recompute_on_unpack', 'heads_product', 'attend_recompute', 'layer_recompute',
+           'recompute_rope']
 
 # %% ../../nbs/28_fewer_passes.ipynb #3efdb728
 import math
@@ -19,8 +20,8 @@ from ..compat import FakeTensor, node_class, scaled_mm, storage_id
 from ..files import InputError, RunError
 from ..model import naive_layer, set_parts
 from ..runs import Backward, PrecomputedGrads, param_groups, rung
-from .triton import (blocks, jit, kernel_op, launch, programs, runs_kernel, tl, traced,
-                                       triton)
+from .triton import (LOG2E, blocks, jit, kernel_op, launch, programs, runs_kernel, tl,
+                                       traced, triton)
 from .fused_ops import compute_dtype, needs_triton, qk_rope
 
 # %% ../../nbs/28_fewer_passes.ipynb #759f73df
@@ -28,9 +29,9 @@ from .chunked_ce import (ChunkedCE, add_product, chunk_size, logit_grad, loss_ma
                                            loss_results, loss_tile, no_loss, read_logits, row_lse, sms,
                                            write_grads)
 from .fp8 import E4M3, E5M2, LARGEST, mm8
-from .fused_fp8 import (HALF_MOST, SQUARE_TILE, Fp8CE, Slots, by_kernel, empty_pair,
-                                          logits_quantize, logits_quantize_kernel, loss_lse, product,
-                                          quantize, quantize_weights, sixteens, slot, tile_grid, with_slot)
+from .fp8_kernels import (SQUARE_TILE, Slots, by_kernel, empty_pair, product, quantize,
+                                            quantize_weights, sixteens, slot, tile_grid, with_slot)
+from .fused_fp8 import HALF_MOST, Fp8CE, logits_quantize, logits_quantize_kernel, loss_lse
 from .optim import (MultiTensorAdamW, adamw_block, adamw_pointers, one_minus_exp, tables_of,
                                       update_torch)
 
@@ -102,20 +103,23 @@ def grouped8(s, h, w, y, ce): # `Slots`, N d in bf16, V d in FP32, N, a `Grouped
 def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
                      z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
     "A row's loss, and in the row's place the gradient of all rows' mean loss; n: how many count, FP32"
+    # grid: rows; x: N V, row-major, overwritten
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V
-    y, n = tl.load(y_ptr + row), tl.load(n_ptr)
+    y = tl.load(y_ptr + row)
+    n = tl.load(n_ptr)
     counts, valid = y != ignore_index, (y >= 0) & (y < V)
     target = read_logits(x_ptr + y, valid, softcap, False) # before anything is overwritten
-    at = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-    lse = tl.where(counts & (valid == 0), float("nan"), row_lse(x_ptr, at, V, softcap, BLOCK))
+    offs = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
+    lse = tl.where(counts & (valid == 0), float("nan"), row_lse(x_ptr, offs, V, softcap, BLOCK))
     tl.store(loss_ptr + row, tl.where(counts, lse - target + z_loss*lse*lse, 0.))
-    shift = tl.where(counts, lse*1.4426950408889634 + tl.log2(n), float("inf"))
-    write_grads(x_ptr, at, shift, 1 + 2*z_loss*lse, V, z_loss, softcap, BLOCK)
+    shift = tl.where(counts, lse*LOG2E + tl.log2(n), float("inf"))
+    write_grads(x_ptr, offs, shift, 1 + 2*z_loss*lse, V, z_loss, softcap, BLOCK)
     tl.debug_barrier() # after everybody's stores
-    g, one = logit_grad(target, False, shift, 1 + 2*z_loss*lse, z_loss, softcap), 1/n
+    g = logit_grad(target, False, shift, 1 + 2*z_loss*lse, z_loss, softcap)
+    one = 1/n
     if softcap != 0: one *= 1 - target*(1/softcap)*(target*(1/softcap))
-    tl.store(x_ptr + y, g - one, counts & valid)
+    tl.store(x_ptr + y, g - one, mask=counts & valid)
 
 # %% ../../nbs/28_fewer_passes.ipynb #96f5a06e
 @kernel_op(mutates=("logits",), contiguous=("logits", "y"))
@@ -154,12 +158,13 @@ def grouped16(h, w, y, ce, want_w): # N d, V d, both of one type, N, a `GroupedC
 @jit
 def times_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
     "x *= factor, and nothing at all where that is 1"
+    # grid: programs that share the elements of x, contiguous
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1:
         for start in range(tl.program_id(0)*BLOCK, N, tl.num_programs(0)*BLOCK):
             i = start + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + i, i < N).to(tl.float32)
-            tl.store(x_ptr + i, x*factor, i < N)
+            x = tl.load(x_ptr + i, mask=i < N).to(tl.float32)
+            tl.store(x_ptr + i, x*factor, mask=i < N)
 
 @kernel_op(mutates=("x",), contiguous=("x",))
 def times_(x: torch.Tensor, factor: torch.Tensor) -> None:
@@ -218,6 +223,11 @@ def losses8(self:GroupedCE, s, h8, w8, y, dtype): # `Slots`, 8-bit n' d and V d,
     logits = product(s, h8, w8, "hidden", "head", out=dtype, fast=True)[:len(y)]
     return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
 
+@patch(as_prop=True)
+def in_fp8(self:GroupedCE):
+    "Whether its matmuls are in FP8: then another loss may replace `losses8`"
+    return self.scales is not None
+
 # %% ../../nbs/28_fewer_passes.ipynb #f0901ede
 @rung("parts", needs=needs_triton, requires=["chunked_ce"], follows=["fp8"],
       excludes=["tensor_parallel", "fp16"], gpu_only=True)
@@ -274,19 +284,27 @@ def __call__(self:DirectBackward, loss): # of a forward pass
 def clipped_adamw_kernel(table_ptr, owner_ptr, factor_ptr, skipped_ptr, found_ptr, decay, lr, w1, w2, log1,
                          log2, eps, t, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     "AdamW with gradients times a factor, four blocks of one tensor in each program"
-    program, j, factor = tl.program_id(0), tl.arange(0, BLOCK), tl.load(factor_ptr)
+    # grid: pieces of 4 BLOCK weights; table: a row of 8 numbers for each tensor, its addresses first
+    program = tl.program_id(0)
+    j = tl.arange(0, BLOCK)
+    factor = tl.load(factor_ptr)
     row = table_ptr + 8*tl.load(owner_ptr + program)
     p_ptr, g_ptr, m_ptr, v_ptr, _, _, n = adamw_pointers(row, tl.float32, 32, ALIGNED)
-    start, t = (program - tl.load(row + 7))*4*BLOCK, t - tl.load(skipped_ptr)
+    start = (program - tl.load(row + 7))*4*BLOCK
+    t = t - tl.load(skipped_ptr)
     end = tl.where(tl.load(found_ptr) == 0, n, 0)
-    step, scale = lr/one_minus_exp(t*log1), 1/tl.sqrt(one_minus_exp(t*log2))
+    step = lr/one_minus_exp(t*log1)
+    scale = 1/tl.sqrt(one_minus_exp(t*log2))
     for k in tl.static_range(4):
         i = start + k*BLOCK + j
-        x, g = tl.load(p_ptr + i, i < n, 0.), tl.load(g_ptr + i, i < n, 0.)*factor
-        m, v = tl.load(m_ptr + i, i < n, 0.), tl.load(v_ptr + i, i < n, 0.)
+        x = tl.load(p_ptr + i, mask=i < n, other=0.)
+        g = tl.load(g_ptr + i, mask=i < n, other=0.)*factor
+        m = tl.load(m_ptr + i, mask=i < n, other=0.)
+        v = tl.load(v_ptr + i, mask=i < n, other=0.)
         x, m, v, _ = adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps)
-        tl.store(p_ptr + i, x, i < end)
-        tl.store(m_ptr + i, m, i < end); tl.store(v_ptr + i, v, i < end)
+        tl.store(p_ptr + i, x, mask=i < end)
+        tl.store(m_ptr + i, m, mask=i < end)
+        tl.store(v_ptr + i, v, mask=i < end)
 
 # %% ../../nbs/28_fewer_passes.ipynb #fd644bd4
 def adamw_numbers(group): # lr, betas, eps, weight_decay and t, the number of this step
@@ -349,7 +367,7 @@ def direct_update(run): # a `Run`
     return replace(run, optimizer=optimizer, backward=run.backward if hooked else DirectBackward)
 
 # %% ../../nbs/28_fewer_passes.ipynb #e20c6ecc
-def remade(t, # a tensor, alive as long as the context
+def recompute_on_unpack(t, # a tensor, alive as long as the context
            make): # () -> the same numbers in the same places
     """A context in which autograd doesn't keep the memory of `t`, nor views of it: when the backward pass
     wants one, `make` makes it again. What that reads must not change until then"""
@@ -376,20 +394,20 @@ def heads_product(v, # B K T D
     return v.detach().as_strided((B, T, n, D), (T*n*D, n*D, D, 1), 0)
 
 # %% ../../nbs/28_fewer_passes.ipynb #88661708
-def attend_again(block, q, k, v, cos, sin): # B H T D, B K T D twice
+def attend_recompute(block, q, k, v, cos, sin): # B H T D, B K T D twice
     "The part `attend`, for whose backward pass queries and keys are made again"
     a, H = block.self_attn, q.shape[1]
     qkv = heads_product(v, H)
     def turned():
         weights = a.q_norm.weight.detach(), a.k_norm.weight.detach()
         return qk_rope(qkv, *weights, cos, sin, H, a.q_norm.eps) # B T H+K D, of which q and k are parts
-    with remade(q, turned): return block.attend(q, k, v)
+    with recompute_on_unpack(q, turned): return block.attend(q, k, v)
 
-def layer_again(block, h, cos, sin): # h: the stream or a pair
-    "The part `layer`, with `attend_again`"
+def layer_recompute(block, h, cos, sin): # h: the stream or a pair
+    "The part `layer`, with `attend_recompute`"
     if not torch.is_grad_enabled(): return naive_layer(block, h, cos, sin)
     h, *heads = block.heads(block, h, cos, sin)
-    o = attend_again(block, *heads, cos, sin)
+    o = attend_recompute(block, *heads, cos, sin)
     del heads
     return block.feed(block, block.project(block, h, o))
 
@@ -404,5 +422,5 @@ def recompute_rope(run): # a `Run` with fused_ops
         if any(b.layer is not naive_layer for b in model.layers):
             raise InputError("rung 'recompute_rope': the blocks of this model run in an order of their own, "
                              "which it would replace: leave it out")
-        set_parts(model, layer=layer_again)
+        set_parts(model, layer=layer_recompute)
     return run.with_model(change)

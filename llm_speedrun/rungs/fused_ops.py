@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['swiglu_maths', 'swiglu_backward_maths', 'swiglu_tile', 'swiglu_kernel', 'swiglu_grads', 'swiglu_backward_kernel',
            'swiglu', 'swiglu_backward', 'SwiGLUDown', 'Promised', 'Kept', 'swiglu_down', 'qk_rope_maths', 'halves',
-           'head_weights', 'qk_rope_kernel', 'qk_rope', 'qk_rope_backward_maths', 'head_grad', 'head_grads',
-           'store_head_sums', 'qk_rope_backward_kernel', 'qk_rope_backward', 'QKRope', 'compute_dtype', 'stream_pair',
-           'add_norm', 'joined', 'rotated', 'fused_heads', 'fused_project', 'fused_feed', 'fused_last_norm', 'fuse',
-           'needs_triton', 'fused_ops']
+           'head_weights', 'qk_rope_kernel', 'qk_rope', 'qk_rope_backward_maths', 'head_norm_grads', 'head_grad',
+           'head_grads', 'store_head_sums', 'qk_rope_backward_kernel', 'qk_rope_backward', 'QKRope', 'compute_dtype',
+           'stream_pair', 'add_norm', 'recast', 'replace_model', 'joined', 'rotated', 'fused_heads', 'fused_project',
+           'fused_feed', 'fused_last_norm', 'fuse', 'needs_triton', 'fused_ops']
 
 # %% ../../nbs/14_fused_ops.ipynb #de73e066
+from dataclasses import replace
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from ..files import InputError
@@ -43,12 +44,14 @@ def swiglu_tile(F): # columns
 @jit
 def swiglu_kernel(ab_ptr, h_ptr, N, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     "silu(a) * b on a tile"
-    rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
-    there = (rows < N)[:, None] & (cols < F)[None, :]
-    rows = rows.to(tl.int64)[:, None]
-    a = tl.load(ab_ptr + rows*2*F + cols[None, :], there, 0.).to(tl.float32) # ROWS BLOCK
-    b = tl.load(ab_ptr + rows*2*F + F + cols[None, :], there, 0.).to(tl.float32)
-    tl.store(h_ptr + rows*F + cols[None, :], a*tl.sigmoid(a)*b, there)
+    # grid: blocks of rows, blocks of columns; ab: N 2F, row-major, a first; h: N F
+    offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
+    offs_n = tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
+    mask = (offs_m < N)[:, None] & (offs_n < F)[None, :]
+    offs_m = offs_m.to(tl.int64)[:, None]
+    a = tl.load(ab_ptr + offs_m*2*F + offs_n[None, :], mask=mask, other=0.).to(tl.float32) # ROWS BLOCK
+    b = tl.load(ab_ptr + offs_m*2*F + F + offs_n[None, :], mask=mask, other=0.).to(tl.float32)
+    tl.store(h_ptr + offs_m*F + offs_n[None, :], a*tl.sigmoid(a)*b, mask=mask)
 
 # %% ../../nbs/14_fused_ops.ipynb #a7c1e2f1
 @jit
@@ -61,16 +64,18 @@ def swiglu_grads(a, b, dh):
 def swiglu_backward_kernel(ab_ptr, dh_ptr, dab_ptr, N, F: tl.constexpr, ROWS: tl.constexpr,
                            BLOCK: tl.constexpr):
     "The gradients of a and b on a tile; h takes the place of its own"
-    rows, cols = tl.program_id(0)*ROWS + tl.arange(0, ROWS), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
-    there = (rows < N)[:, None] & (cols < F)[None, :]
-    rows = rows.to(tl.int64)[:, None]
-    a = tl.load(ab_ptr + rows*2*F + cols[None, :], there, 0.).to(tl.float32)
-    b = tl.load(ab_ptr + rows*2*F + F + cols[None, :], there, 0.).to(tl.float32)
-    dh = tl.load(dh_ptr + rows*F + cols[None, :], there, 0.).to(tl.float32)
+    # grid: blocks of rows, blocks of columns; ab, dab: N 2F, row-major, a first; dh: N F
+    offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
+    offs_n = tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
+    mask = (offs_m < N)[:, None] & (offs_n < F)[None, :]
+    offs_m = offs_m.to(tl.int64)[:, None]
+    a = tl.load(ab_ptr + offs_m*2*F + offs_n[None, :], mask=mask, other=0.).to(tl.float32)
+    b = tl.load(ab_ptr + offs_m*2*F + F + offs_n[None, :], mask=mask, other=0.).to(tl.float32)
+    dh = tl.load(dh_ptr + offs_m*F + offs_n[None, :], mask=mask, other=0.).to(tl.float32)
     da, db, h = swiglu_grads(a, b, dh)
-    tl.store(dab_ptr + rows*2*F + cols[None, :], da, there)
-    tl.store(dab_ptr + rows*2*F + F + cols[None, :], db, there)
-    tl.store(dh_ptr + rows*F + cols[None, :], h, there)
+    tl.store(dab_ptr + offs_m*2*F + offs_n[None, :], da, mask=mask)
+    tl.store(dab_ptr + offs_m*2*F + F + offs_n[None, :], db, mask=mask)
+    tl.store(dh_ptr + offs_m*F + offs_n[None, :], h, mask=mask)
 
 # %% ../../nbs/14_fused_ops.ipynb #3abf7dfb
 @kernel_op(contiguous=("ab",))
@@ -138,10 +143,10 @@ def qk_rope_maths(qkv, wq, wk, cos, sin, H, eps): # B T H+2K D; D; D; T D/2; T D
 
 # %% ../../nbs/14_fused_ops.ipynb #d36e3be2
 @jit
-def halves(ptr, at, there, HALF: tl.constexpr):
+def halves(ptr, offs, mask, HALF: tl.constexpr):
     "The first and the second halves of some heads: HEADS HALF each"
-    a = tl.load(ptr + at, there, 0.).to(tl.float32)
-    return a, tl.load(ptr + at + HALF, there, 0.).to(tl.float32)
+    a = tl.load(ptr + offs, mask=mask, other=0.).to(tl.float32)
+    return a, tl.load(ptr + offs + HALF, mask=mask, other=0.).to(tl.float32)
 
 @jit
 def head_weights(wq_ptr, wk_ptr, is_q, i):
@@ -152,18 +157,18 @@ def head_weights(wq_ptr, wk_ptr, is_q, i):
 def qk_rope_kernel(qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, N, T, H: tl.constexpr, K: tl.constexpr,
                    HALF: tl.constexpr, eps: tl.constexpr, HEADS: tl.constexpr):
     "One token: its query and key heads normed and turned; a, b are the halves of each head"
+    # grid: tokens; qkv: N H+2K D, o: N H+K D, row-major; cos, sin: T D/2
     n, D = tl.program_id(0).to(tl.int64), 2*HALF # a token
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    there, at = (head < H + K) & (i < HALF), n*(H + 2*K)*D + head*D + i # HEADS HALF
-    a, b = halves(qkv_ptr, at, there, HALF)
-    c = tl.load(cos_ptr + (n % T)*HALF + i)
-    s = tl.load(sin_ptr + (n % T)*HALF + i)
+    mask, offs = (head < H + K) & (i < HALF), n*(H + 2*K)*D + head*D + i # HEADS HALF
+    a, b = halves(qkv_ptr, offs, mask, HALF)
+    c, s = tl.load(cos_ptr + (n % T)*HALF + i), tl.load(sin_ptr + (n % T)*HALF + i)
     r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
     a *= r*head_weights(wq_ptr, wk_ptr, head < H, i)
     b *= r*head_weights(wq_ptr, wk_ptr, head < H, i + HALF)
-    to = n*(H + K)*D + head*D + i
-    tl.store(o_ptr + to, a*c - b*s, there)
-    tl.store(o_ptr + to + HALF, b*c + a*s, there)
+    offs_out = n*(H + K)*D + head*D + i
+    tl.store(o_ptr + offs_out, a*c - b*s, mask=mask)
+    tl.store(o_ptr + offs_out + HALF, b*c + a*s, mask=mask)
 
 # %% ../../nbs/14_fused_ops.ipynb #32c5827f
 @kernel_op(contiguous=("qkv",))
@@ -191,19 +196,31 @@ def qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps): # B T H D, B
     dw = (dy*xh).sum((0, 1)) # H+K D
     return torch.cat([dx.to(qkv.dtype), dv], 2), torch.stack([dw[:H].sum(0), dw[H:].sum(0)])
 
+# %% ../../nbs/14_fused_ops.ipynb #14hnorm1
+@jit
+def head_norm_grads(a, b, da, db, wa, wb, eps: tl.constexpr, D: tl.constexpr):
+    "Gradients of heads; what the norm's weights get; gradients times heads, summed. a, b: halves of heads"
+    r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
+    a, b = a*r, b*r
+    dwa, dwb = da*a, db*b
+    da, db = da*wa, db*wb
+    mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
+    da, db = da - a*mean, db - b*mean
+    return r*da, r*db, dwa, dwb, tl.sum(da*a + db*b, 1)
+
 # %% ../../nbs/14_fused_ops.ipynb #b41c2716
 @jit
-def head_grad(dq_ptr, dk_ptr, n, head, i, there, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr):
+def head_grad(dq_ptr, dk_ptr, n, head, i, mask, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr):
     "A token's gradients of queries and keys as one tile, from two tensors"
-    dq = tl.load(dq_ptr + n*H*D + head*D + i, there & (head < H), 0.)
-    dk = tl.load(dk_ptr + n*K*D + (head - H)*D + i, there & (head >= H), 0.)
+    dq = tl.load(dq_ptr + n*H*D + head*D + i, mask=mask & (head < H), other=0.)
+    dk = tl.load(dk_ptr + n*K*D + (head - H)*D + i, mask=mask & (head >= H), other=0.)
     return tl.where(head < H, dq, dk).to(tl.float32)
 
 @jit
-def head_grads(dq_ptr, dk_ptr, n, head, i, there, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr):
+def head_grads(dq_ptr, dk_ptr, n, head, i, mask, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr):
     "The same for both halves of the heads"
-    da = head_grad(dq_ptr, dk_ptr, n, head, i, there, H, K, 2*HALF)
-    return da, head_grad(dq_ptr, dk_ptr, n, head, i + HALF, there, H, K, 2*HALF)
+    da = head_grad(dq_ptr, dk_ptr, n, head, i, mask, H, K, 2*HALF)
+    return da, head_grad(dq_ptr, dk_ptr, n, head, i + HALF, mask, H, K, 2*HALF)
 
 @jit
 def store_head_sums(dw_ptr, dwa, dwb, head, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
@@ -220,25 +237,25 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
                             N, T, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, eps: tl.constexpr,
                             HEADS: tl.constexpr, VHEADS: tl.constexpr):
     "A share of the tokens: the gradient of qkv, and this program's part of the two weights'"
+    # grid: programs that share the tokens; dq: N H D, dk, dv: N K D, qkv, o: N H+2K D, row-major
     D: tl.constexpr = 2*HALF
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     wa, wb = head_weights(wq_ptr, wk_ptr, head < H, i), head_weights(wq_ptr, wk_ptr, head < H, i + HALF)
-    there, vhead, j = (head < H + K) & (i < HALF), tl.arange(0, VHEADS)[:, None], tl.arange(0, D)[None, :]
+    mask, vhead = (head < H + K) & (i < HALF), tl.arange(0, VHEADS)[:, None]
+    j = tl.arange(0, D)[None, :]
     dwa, dwb = tl.zeros((HEADS, HALF), tl.float32), tl.zeros((HEADS, HALF), tl.float32)
     for n in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=3):
-        at = n*(H + 2*K)*D + head*D + i # HEADS HALF
-        a, b = halves(qkv_ptr, at, there, HALF)
-        da, db = head_grads(dq_ptr, dk_ptr, n, head, i, there, H, K, HALF)
-        v = tl.load(dv_ptr + n*K*D + vhead*D + j, vhead < K)
+        offs = n*(H + 2*K)*D + head*D + i # HEADS HALF
+        a, b = halves(qkv_ptr, offs, mask, HALF)
+        da, db = head_grads(dq_ptr, dk_ptr, n, head, i, mask, H, K, HALF)
+        v = tl.load(dv_ptr + n*K*D + vhead*D + j, mask=vhead < K)
         c, s = tl.load(cos_ptr + (n % T)*HALF + i), tl.load(sin_ptr + (n % T)*HALF + i)
         da, db = da*c + db*s, db*c - da*s # turned back
-        r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
-        a, b = a*r, b*r
-        dwa, dwb, da, db = dwa + da*a, dwb + db*b, da*wa, db*wb
-        mean = (tl.sum(da*a + db*b, 1)/D)[:, None]
-        tl.store(o_ptr + at, r*(da - a*mean), there)
-        tl.store(o_ptr + at + HALF, r*(db - b*mean), there)
-        tl.store(o_ptr + n*(H + 2*K)*D + (H + K + vhead)*D + j, v, vhead < K)
+        da, db, ga, gb, _ = head_norm_grads(a, b, da, db, wa, wb, eps, D)
+        dwa, dwb = dwa + ga, dwb + gb
+        tl.store(o_ptr + offs, da, mask=mask)
+        tl.store(o_ptr + offs + HALF, db, mask=mask)
+        tl.store(o_ptr + n*(H + 2*K)*D + (H + K + vhead)*D + j, v, mask=vhead < K)
     store_head_sums(dw_ptr + tl.program_id(0)*2*D, dwa, dwb, head, H, D, HALF)
 
 # %% ../../nbs/14_fused_ops.ipynb #8f841a02
@@ -286,6 +303,18 @@ def add_norm(norm, h): # a `model.RMSNorm`, and the stream or a pair
     x, y = stream_pair(h)
     n = AddRMSNorm.apply(x, y, norm.weight, norm.eps)
     return (x, n) if y is None else n
+
+# %% ../../nbs/14_fused_ops.ipynb #14recas2
+def recast(module, cls): # a module, which gives up what it holds; a subclass of its class
+    "Return a `cls` that holds the tensors, submodules and attributes of `module`, the same objects"
+    new = cls.__new__(cls)
+    vars(new).update(vars(module))
+    return new
+
+def replace_model(run, change): # a `Run`; from a model that it may change to the one to use instead
+    "Return the run with another model, made of a new module tree that shares the weights of the old one"
+    run = run.with_model(lambda model: None)
+    return replace(run, model=change(run.model))
 
 # %% ../../nbs/14_fused_ops.ipynb #3cd22cbc
 def joined(dtype, *linears): # layers with the same input

@@ -6,7 +6,7 @@
 __all__ = ['MOMENT_BLOCK', 'SMALL', 'BLOCK', 'adamw_scalars', 'adamw_maths', 'make_fused', 'fused_adamw', 'in_blocks',
            'encode_moments', 'decode_moments', 'stochastic_round', 'philox', 'random_bits', 'split_fp32', 'join_fp32',
            'adamw_torch', 'update_torch', 'adamw_block', 'one_minus_exp', 'round_block', 'join_block', 'low_block',
-           'load_weights', 'store_weights', 'load_moments', 'largest', 'store_moments', 'adamw_pointers',
+           'largest', 'load_weights', 'store_weights', 'load_moments', 'store_moments', 'adamw_pointers',
            'adamw_kernel', 'to_device', 'address_table', 'tables_of', 'update_triton', 'check_group',
            'MultiTensorAdamW', 'fake_update', 'Bf16AdamW', 'AdamW8bit', 'make_8bit', 'adamw8bit', 'bf16_matrices',
            'make_bf16', 'bf16_weights']
@@ -185,12 +185,17 @@ def low_block(x, y):
     "What FP32 numbers have beyond their bf16: the difference of the bits, int16"
     return (x.to(tl.int32, bitcast=True) - y.to(tl.float32).to(tl.int32, bitcast=True)).to(tl.int16)
 
+@jit
+def largest(x):
+    "The largest magnitude; NaN where there is one"
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
+
 # %% ../../nbs/21_optim.ipynb #683627d8
 @jit
-def load_weights(p_ptr, low_ptr, i, there, ROUNDING: tl.constexpr):
+def load_weights(p_ptr, low_ptr, i, mask, ROUNDING: tl.constexpr):
     "Weights as FP32 numbers, with their lower halves if there are any"
-    x = tl.load(p_ptr + i, there, 0.)
-    if ROUNDING == "master": x = join_block(x, tl.load(low_ptr + i, there))
+    x = tl.load(p_ptr + i, mask=mask, other=0.)
+    if ROUNDING == "master": x = join_block(x, tl.load(low_ptr + i, mask=mask))
     return x.to(tl.float32)
 
 @jit
@@ -198,47 +203,58 @@ def store_weights(x, r, p_ptr, low_ptr, i, kept, ROUNDING: tl.constexpr):
     "FP32 numbers as weights, rounded with random words `r` or otherwise"
     y = x
     if ROUNDING != "none": y = round_block(x, r, ROUNDING)
-    tl.store(p_ptr + i, y, kept)
-    if ROUNDING == "master": tl.store(low_ptr + i, low_block(x, y), kept)
+    tl.store(p_ptr + i, y, mask=kept)
+    if ROUNDING == "master": tl.store(low_ptr + i, low_block(x, y), mask=kept)
 
 # %% ../../nbs/21_optim.ipynb #77235234
 @jit
-def load_moments(m_ptr, v_ptr, scale_ptr, i, there, block, n_blocks):
-    "As `decode_moments`, of one block"
-    y, z = tl.load(m_ptr + i, there, 0).to(tl.float32), tl.load(v_ptr + i, there, 0).to(tl.float32)
-    s = tl.load(scale_ptr + block, block < n_blocks, 0.)
-    r = tl.load(scale_ptr + n_blocks + block, block < n_blocks, 0.)
-    return y*tl.abs(y)*(s*127**-2), z*z*(z*z)*(r*255**-4)
+def load_moments(m_ptr, v_ptr, scale_ptr, i, mask, block, n_blocks, BITS: tl.constexpr):
+    "Both moments of one block, those of 8 bits as by `decode_moments`"
+    if BITS == 8:
+        y = tl.load(m_ptr + i, mask=mask, other=0).to(tl.float32)
+        z = tl.load(v_ptr + i, mask=mask, other=0).to(tl.float32)
+        s = tl.load(scale_ptr + block, mask=block < n_blocks, other=0.)
+        r = tl.load(scale_ptr + n_blocks + block, mask=block < n_blocks, other=0.)
+        return y*tl.abs(y)*(s*127**-2), z*z*(z*z)*(r*255**-4)
+    else: return tl.load(m_ptr + i, mask=mask), tl.load(v_ptr + i, mask=mask)
 
 @jit
-def largest(x):
-    "The largest magnitude; NaN where there is one"
-    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
-
-@jit
-def store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks, kept_block):
-    "As `encode_moments`, of one block; `root` is that of v"
-    s, r = largest(m), largest(v)
-    a, b = 127**2/tl.maximum(s, 1e-33), 255**2/tl.sqrt(tl.maximum(r, 1e-33))
-    c, d = (tl.sqrt(tl.abs(m)*a) + .5).to(tl.int32), (tl.sqrt(root*b) + .5).to(tl.int32)
-    tl.store(m_ptr + i, tl.where(m < 0, -c, c).to(tl.int8), kept)
-    tl.store(v_ptr + i, tl.maximum(d, 1).to(tl.uint8), kept)
-    tl.store(scale_ptr + block, s, kept_block)
-    tl.store(scale_ptr + n_blocks + block, r, kept_block)
+def store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks, kept_block,
+                  BITS: tl.constexpr):
+    "Both moments of one block, in 8 bits as by `encode_moments`; `root` is that of v"
+    if BITS == 8:
+        s, r = largest(m), largest(v)
+        a, b = 127**2/tl.maximum(s, 1e-33), 255**2/tl.sqrt(tl.maximum(r, 1e-33))
+        c, d = (tl.sqrt(tl.abs(m)*a) + .5).to(tl.int32), (tl.sqrt(root*b) + .5).to(tl.int32)
+        tl.store(m_ptr + i, tl.where(m < 0, -c, c).to(tl.int8), mask=kept)
+        tl.store(v_ptr + i, tl.maximum(d, 1).to(tl.uint8), mask=kept)
+        tl.store(scale_ptr + block, s, mask=kept_block)
+        tl.store(scale_ptr + n_blocks + block, r, mask=kept_block)
+    else:
+        tl.store(m_ptr + i, m, mask=kept)
+        tl.store(v_ptr + i, v, mask=kept)
 
 # %% ../../nbs/21_optim.ipynb #71cc00c0
 @jit
 def adamw_pointers(row, DTYPE: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr):
     "Pointers and size from a tensor's row of the table"
-    p, g = tl.load(row).to(tl.pointer_type(DTYPE)), tl.load(row + 1).to(tl.pointer_type(DTYPE))
-    m, v = tl.load(row + 2), tl.load(row + 3)
+    p = tl.load(row).to(tl.pointer_type(DTYPE))
+    g = tl.load(row + 1).to(tl.pointer_type(DTYPE))
+    m = tl.load(row + 2)
+    v = tl.load(row + 3)
     if BITS == 8: m, v = m.to(tl.pointer_type(tl.int8)), v.to(tl.pointer_type(tl.uint8))
     else: m, v = m.to(tl.pointer_type(tl.float32)), v.to(tl.pointer_type(tl.float32))
-    low, scales = tl.load(row + 4).to(tl.pointer_type(tl.int16)), tl.load(row + 5)
-    scales, n = scales.to(tl.pointer_type(tl.float32)), tl.load(row + 6)
+    low = tl.load(row + 4).to(tl.pointer_type(tl.int16))
+    scales = tl.load(row + 5)
+    scales = scales.to(tl.pointer_type(tl.float32))
+    n = tl.load(row + 6)
     if ALIGNED:
-        p, g, low = tl.multiple_of(p, 16), tl.multiple_of(g, 16), tl.multiple_of(low, 16)
-        m, v, n = tl.multiple_of(m, 16), tl.multiple_of(v, 16), tl.multiple_of(n, 16)
+        p = tl.multiple_of(p, 16)
+        g = tl.multiple_of(g, 16)
+        low = tl.multiple_of(low, 16)
+        m = tl.multiple_of(m, 16)
+        v = tl.multiple_of(v, 16)
+        n = tl.multiple_of(n, 16)
     return p, g, m, v, low, scales, n
 
 # %% ../../nbs/21_optim.ipynb #9a1e7d7c
@@ -247,6 +263,7 @@ def adamw_kernel(table_ptr, owner_ptr, key, skipped_ptr, found_ptr, decay, lr, w
                  DTYPE: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr,
                  BLOCK: tl.constexpr):
     "`update_torch`, four blocks of one tensor in each program"
+    # grid: pieces of 4 BLOCK weights; table: a row of 8 numbers for each tensor, its addresses first
     program, j = tl.program_id(0), tl.arange(0, BLOCK)
     row = table_ptr + 8*tl.load(owner_ptr + program)
     p_ptr, g_ptr, m_ptr, v_ptr, low_ptr, scale_ptr, n = adamw_pointers(row, DTYPE, BITS, ALIGNED)
@@ -256,17 +273,14 @@ def adamw_kernel(table_ptr, owner_ptr, key, skipped_ptr, found_ptr, decay, lr, w
     r = tl.randint4x(key, program*BLOCK + j)
     for k in tl.static_range(4):
         i = start + k*BLOCK + j
-        there, kept = i < n, i < end
-        x, g = load_weights(p_ptr, low_ptr, i, there, ROUNDING), tl.load(g_ptr + i, there, 0.).to(tl.float32)
-        if BITS == 8:
-            block, n_blocks = start//BLOCK + k, tl.cdiv(n, BLOCK)
-            m, v = load_moments(m_ptr, v_ptr, scale_ptr, i, there, block, n_blocks)
-        else: m, v = tl.load(m_ptr + i, there), tl.load(v_ptr + i, there)
+        mask, kept = i < n, i < end
+        x = load_weights(p_ptr, low_ptr, i, mask, ROUNDING)
+        g = tl.load(g_ptr + i, mask=mask, other=0.).to(tl.float32)
+        block, n_blocks = start//BLOCK + k, tl.cdiv(n, BLOCK)
+        m, v = load_moments(m_ptr, v_ptr, scale_ptr, i, mask, block, n_blocks, BITS)
         x, m, v, root = adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps)
         store_weights(x, r[k], p_ptr, low_ptr, i, kept, ROUNDING)
-        if BITS == 8:
-            store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks, block*BLOCK < end)
-        else: tl.store(m_ptr + i, m, kept); tl.store(v_ptr + i, v, kept)
+        store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks, block*BLOCK < end, BITS)
 
 # %% ../../nbs/21_optim.ipynb #db3c8032
 def to_device(rows, # nested lists of integers
