@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_used(tmp_path, capsys, code, parts):
     assert "error: plug-in mine.py" in said and all(p in said for p in parts), said
     assert {k: dict(t) for k, t in tables.items()} == before and not plugins.LOADED
 
-@pytest.mark.parametrize("spec, part", [("gone.py", "no such file"), ("a/b", "no such file"), ("no_such.module", "no module of that name"), ("x y", "no module")])
+@pytest.mark.parametrize("spec, part", [("gone.py", "no such file"), ("a/b", "no such file"), ("no_such.module", "no such module"), ("x y", "no such module")])
 def test_a_plug_in_that_is_not_there(capsys, spec, part): assert part in refused(capsys, speedrun_train, "--plugin", spec, "--steps", 3)
 
 def test_two_files_with_one_name(tmp_path, capsys):
