@@ -559,7 +559,7 @@ def test_out_of_memory_at_every_size(tmp_path, crowded):
 
 # Bad options and bad targets
 
-@pytest.mark.parametrize("k", "minutes epochs lr weight_decay clip ema warmup target save_minutes".split())
+@pytest.mark.parametrize("k", "minutes epochs lr weight_decay clip ema warmup target_loss save_minutes".split())
 @pytest.mark.parametrize("v", [float("nan"), float("inf")])
 def test_no_number(tmp_path, k, v):
     "NaN and infinity are refused for every option that is a number"
