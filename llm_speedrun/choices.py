@@ -85,7 +85,7 @@ def get(self:Choices, what, # is chosen, such as "rungs"
     "Return the choice that was made before in the same circumstances, or else `measure()`, remembered"
     where = as_json(about) | choosing_machine()
     if (c := self.made_before(what, where, kind)) and still(c.value):
-        self.say(f"{what}, as measured here on {c.date}: {tell(c.value)} (--measure measures again)")
+        self.say(f"{what}, as measured here on {c.date}: {tell(c.value)} (--retune measures again)")
         return c.value
     with without_dispatch_modes(): value = measure()
     self.remember(Choice(what, where, as_json(value), date.today().isoformat()))

@@ -134,6 +134,7 @@ class Generator:
         self.tokens = torch.zeros(rows, self.config.seq, dtype=torch.long, device=w.device) # those read
         self.used, self.ahead, self.graphs = 0, None, {} # slots; tokens to read; recorded passes
         self.last = torch.zeros(rows, 1, dtype=torch.long, device=w.device) # where a recorded pass reads
+        if hasattr(run.model, "fits"): self.check(run.model) # a plug-in's class
 
 # %% ../nbs/60_generate.ipynb #32b9753b
 @patch
@@ -214,6 +215,20 @@ def add(self:Generator, ids): # tokens
     "Append these tokens to every text"
     more = torch.tensor([ids], dtype=torch.long, device=self.tokens.device).expand(len(self.tokens), -1)
     self.ahead = torch.cat([self.ahead, more], 1)
+
+# %% ../nbs/60_generate.ipynb #60plug02
+@patch
+@torch.no_grad()
+def check(self:Generator, model): # whose text it writes
+    "Raise `InputError` where the model computes something else with a cache than without"
+    T, rows = self.config.seq, len(self.tokens)
+    x = torch.arange(T, device=self.tokens.device)[None] * 7 % self.config.vocab
+    self.begin([x[0].tolist()]*rows)
+    self.read(self.ahead[:, :-1])
+    cached, want = self.read(self.ahead[:, -1:]), model(x)[:, -1].float()
+    if (cached - want).norm() > .05*want.norm(): raise InputError(
+        f"a cache doesn't fit the model {type(model).__name__}: its attention isn't a GPT's, so tokens that "
+        "are written one by one would be others. Take llm_speedrun.generate.generate, which has no cache")
 
 # %% ../nbs/60_generate.ipynb #c8c83d7e
 class TextStream:

@@ -39,8 +39,8 @@ def check_new(spec, # of a plug-in
     for kind, names in before.items():
         replaced = [k for k, v in names.items() if now[kind].get(k) is not v]
         if wrong := replaced + [k for k in taken.get(kind, ()) if k in now[kind]]: raise InputError(
-            f"plug-in {as_shown(spec)} defines the {kind} {wrong[0]!r}, and there is one of that name already: "
-            "choose another name")
+            f"plug-in {as_shown(spec)} defines the {kind} {wrong[0]!r}, and there is one of that name "
+            "already: choose another name")
     return {k: sorted(now[k].keys() - names.keys()) for k, names in before.items() if k in TABLES}
 
 # %% ../nbs/06c_plugins.ipynb #33plug16
@@ -54,6 +54,7 @@ class Plugin:
 
 LOADED = {} # spec -> `Plugin`
 
+# %% ../nbs/06c_plugins.ipynb #33plug48
 def plugin_specs(text): # as `--plugin` takes it: of several, each in a line
     "Return the plug-ins of an option, a list of absolute paths and names of modules"
     whole = lambda s: os.path.abspath(Path(s).expanduser()) if is_path(s) else s
@@ -78,7 +79,7 @@ def plugin_files(spec): # of a plug-in
     try: found = importlib.util.find_spec(spec)
     except (ImportError, ValueError): found = None # a package above it that there isn't
     if not found: raise InputError(
-        f"plug-in {as_shown(spec)}: Python finds no module of that name. Install it, or give the path of its file")
+        f"plug-in {as_shown(spec)}: Python finds no such module. Install it, or give the path of its file")
     folders = found.submodule_search_locations
     return sorted(p for f in folders for p in Path(f).rglob("*.py")) if folders else [Path(found.origin)]
 
@@ -117,8 +118,8 @@ def names_kept(spec): # of a plug-in
         for m in set(sys.modules) - modules:
             if getattr(sys.modules[m], "__file__", None) in its: del sys.modules[m]
         if isinstance(e, (Exception, SystemExit)) and not getattr(e, "ours", False): raise InputError(
-            f"plug-in {as_shown(spec)} can't be imported{where(e, spec)}. Correct it, or leave it out; --debug shows "
-            "where in it the error came from") from e
+            f"plug-in {as_shown(spec)} can't be imported{where(e, spec)}. Correct it, or leave it out; "
+            "--debug shows where in it the error came from") from e
         raise
 
 # %% ../nbs/06c_plugins.ipynb #33plug20
@@ -170,7 +171,8 @@ def import_plugins(text="", # as `--plugin` takes it
     recorded, specs = recorded_plugins(folder), plugin_specs(text)
     there = list(dict.fromkeys([*installed_plugins(), *(specs or recorded)]))
     for spec in there:
-        if spec not in LOADED: say(f"importing the plug-in {as_shown(spec)}" + f" of {folder}"*(spec in recorded))
+        of = f" of {folder}"*(spec in recorded)
+        if spec not in LOADED: say(f"importing the plug-in {as_shown(spec)}{of}")
         try: import_plugin(spec)
         except InputError as e:
             if specs or spec not in recorded: raise

@@ -102,7 +102,7 @@ def whole(folder, kind):
     if kind == "target":
         losses = [r["val_loss"] for r in undisturbed(folder/"all steps", kind)["rows"] if "val_loss" in r]
         assert min(losses[:3]) > losses[3]
-        more = dict(target=losses[3])
+        more = dict(target_loss=losses[3])
     t0 = time.monotonic()
     got = undisturbed(folder/"run", kind, **more)
     seconds = time.monotonic() - t0

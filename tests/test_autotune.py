@@ -163,7 +163,7 @@ def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
     assert "fastest: 1,000 tokens/s" in said and "fastest without fused_adamw: 2,000 tokens/s" in said
     assert "not fused_adamw: the list is faster without it here" in " ".join(said.split())
     speed[2] = 3.
-    assert Trainer(options(tmp_path, rungs="auto", name="b", measure=True)).run.rungs == ("flash", "fused_adamw")
+    assert Trainer(options(tmp_path, rungs="auto", name="b", retune=True)).run.rungs == ("flash", "fused_adamw")
 
 def test_lists_are_measured_as_training_runs_them(tmp_path, unknown, monkeypatch):
     "With the recipe of the run, its micro-batch and all its sequences, each in turn"
@@ -184,7 +184,7 @@ def test_out_of_memory_in_one_list(tmp_path, unknown, monkeypatch):
     monkeypatch.setattr(autotune, "trial_of", trial_of)
     assert Trainer(options(tmp_path, rungs="auto", name="a"), progress=False).run.rungs == ("flash",)
     fit[:] = ["none"]
-    with fails(RuntimeError, "out of GPU memory with one sequence", "--rungs smallest"): Trainer(options(tmp_path, rungs="auto", name="b", measure=True), progress=False)
+    with fails(RuntimeError, "out of GPU memory with one sequence", "--rungs smallest"): Trainer(options(tmp_path, rungs="auto", name="b", retune=True), progress=False)
 
 def test_a_list_and_its_micro_batch_are_measured_once(tmp_path, builds, unknown, capsys):
     "The second run takes what the first one measured, says of when it is, and `measure` measures again"
@@ -196,9 +196,9 @@ def test_a_list_and_its_micro_batch_are_measured_once(tmp_path, builds, unknown,
     again = Trainer(replace(cfg, name="b"))
     said = capsys.readouterr().out
     assert whole() == n + 1 and (again.cfg.rungs, again.cfg.batch) == (first.cfg.rungs, first.cfg.batch)
-    assert re.search(r"list of rungs, as measured here on \d{4}-\d\d-\d\d: fastest.* \(--measure measures again\)", said)
+    assert re.search(r"list of rungs, as measured here on \d{4}-\d\d-\d\d: fastest.* \(--retune measures again\)", said)
     assert re.search(r"micro-batch, as measured here on \d{4}-\d\d-\d\d: \d+ sequences", said)
-    Trainer(replace(cfg, name="c", measure=True))
+    Trainer(replace(cfg, name="c", retune=True))
     assert whole() == 2*n + 1 and "comparing 2 lists of rungs" in capsys.readouterr().out
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's step takes the same time tomorrow")

@@ -95,10 +95,10 @@ def test_toml_round_trip(tmp_path, capsys, text):
 
 def test_command_line_wins(tmp_path):
     "Over the file's value; a length over any of the file's; a value equal to the default is given all the same"
-    (tmp_path/"a.toml").write_text("steps = 7\nlr = 0.5\ntarget = 3\nstream = true\nseed = 0\n")
-    c, given = told("--config", str(tmp_path/"a.toml"), "--minutes", "2", "--target=0", "--no-stream")
-    assert (c.steps, c.minutes, c.lr, c.target, c.stream) == (0, 2., .5, 0., False)
-    assert given == {"minutes", "lr", "target", "stream"}
+    (tmp_path/"a.toml").write_text("steps = 7\nlr = 0.5\ntarget_loss = 3\nstream = true\nseed = 0\n")
+    c, given = told("--config", str(tmp_path/"a.toml"), "--minutes", "2", "--target_loss=0", "--no-stream")
+    assert (c.steps, c.minutes, c.lr, c.target_loss, c.stream) == (0, 2., .5, 0., False)
+    assert given == {"minutes", "lr", "target_loss", "stream"}
 
 @pytest.mark.parametrize("text,message", [
     ("stpes = 3", "unknown option stpes, did you mean steps"), ("steps = '3'", "steps must be a whole number"), ("steps = 3.5", "steps must"),
@@ -116,7 +116,7 @@ def test_pipe_in_place_of_a_file(tmp_path):
 
 @pytest.mark.parametrize("args,message", [
     ("--lr nan", "lr must be a number above 0, and finite, not 'nan'"), ("--minutes inf", "minutes must"), ("--epochs nan", "epochs must"),
-    ("--target -inf", "target must"), ("--save_minutes nan", "save_minutes must"), ("--clip nan", "clip must"), ("--weight_decay nan", "weight_decay must"),
+    ("--target_loss -inf", "target_loss must"), ("--save_minutes nan", "save_minutes must"), ("--clip nan", "clip must"), ("--weight_decay nan", "weight_decay must"),
     ("--lr -1e-4", "lr must"), ("--ema 1", "ema must be a number from 0 to below 1"), ("--warmup 1", "warmup must"), ("--steps 1.5", "steps must be a whole"),
     ("--steps x", "steps must"), ("--steps=", "steps must"), ("--steps 1e30", "steps must"), ("--keep_last 0", "keep_last must"), ("--data=", "data must be a text that isn't empty"),
     ("--out=", "out must"), ("--resume=", "resume must be the folder of a run"), ("--steps 3 --minutes 1", "steps and minutes each say how long"),
@@ -184,11 +184,26 @@ def test_rungs_list(capsys):
         for name, r in RUNGS.items(): assert re.search(rf"^{name} +{re.escape(inspect.getdoc(r)[:20])}", said, re.M), name
         assert re.search(r"^  fp8:grad=e5m2 +the gradients' format", said, re.M)
 
+@pytest.mark.parametrize("words, said", [
+    (["--track", "wandb"], "--track is called --loggers now"), (["--target=2"], "--target is called --target_loss now"),
+    (["--measure"], "--measure is called --retune now"), (["--no-documents"], "--no-documents is called --no-document_mask now")])
+def test_old_names_of_options(capsys, words, said):
+    with pytest.raises(SystemExit, match="2"): speedrun_train(words)
+    assert said in capsys.readouterr().err
+
+def test_old_names_in_a_file(tmp_path):
+    (tmp_path/"a.toml").write_text("track = 'wandb'")
+    with pytest.raises(InputError, match="a.toml: track is called loggers now"): told("--config", str(tmp_path/"a.toml"))
+
+def test_new_names_are_options():
+    names = {o.name for o in option_specs(TrainConfig)}
+    assert {*RENAMED.values()} <= names and not names & RENAMED.keys()
+
 # What messages advise
 
 ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
-    "rungs.documents": ALL, ("choices", "--measure"): ALL, ("train.autotune", "--seq"): ALL, "world": ALL,
+    "rungs.documents": ALL, ("choices", "--retune"): ALL, ("train.autotune", "--seq"): ALL, "world": ALL,
     "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
     **dict.fromkeys("train.trainer train.run_dir train.checkpointer train.train_data train.resolve train.coordinator train.validator train.metrics".split(), ALL),
     "train.doctor": "doctor", "train.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "train.prepare_data": f"data {ALL}", "train.encoder_pool": f"data {ALL}",
@@ -239,12 +254,12 @@ def test_a_resumed_run_stays_where_it_is(tmp_path, monkeypatch):
     with fails(OSError, "look at its permissions"): train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=9), progress=False)
     with fails(OSError, "choose another --out"): train(options(tmp_path, name="new"), progress=False)
 
-@pytest.mark.parametrize("given", [{"steps", "target"}, {"steps"}], ids=["two", "one"])
+@pytest.mark.parametrize("given", [{"steps", "target_loss"}, {"steps"}], ids=["two", "one"])
 def test_given_on_resume(tmp_path, given):
     "A target that is given as 0 is cleared, though that is the default; one that isn't given stays"
-    train(options(tmp_path, target=1e-9), progress=False)
+    train(options(tmp_path, target_loss=1e-9), progress=False)
     trainer, _ = train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=8), progress=False, given=given | {"resume"})
-    assert trainer.cfg.target == (0. if "target" in given else 1e-9)
+    assert trainer.cfg.target_loss == (0. if "target_loss" in given else 1e-9)
 
 def test_total_tokens(tmp_path):
     "A budget of tokens is as many whole steps as it pays for"

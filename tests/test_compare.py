@@ -99,7 +99,7 @@ def test_many_runs_with_one_name(tmp_path):
 
 @pytest.mark.parametrize("change, said", [
     (dict(data="other"), r"other data \(text and other\)"), (dict(seq=40), r"sequences of other lengths \(20 and 40\)"),
-    (dict(eval_tokens=64), "other numbers of validation tokens"), (dict(documents=True), "attention across documents")], ids=str)
+    (dict(eval_tokens=64), "other numbers of validation tokens"), (dict(document_mask=True), "attention across documents")], ids=str)
 def test_not_comparable(tmp_path, change, said):
     a, b = made(tmp_path/"a"), made(tmp_path/"b", **change)
     both = Comparison([a, b])
@@ -299,7 +299,7 @@ def test_noise_decides_what_is_as_good():
 @pytest.mark.parametrize("bad, said", [
     (dict(train=dict(minutes=1., steps=0)), "minutes is not for a search"), (dict(train=dict(total_tokens=9999, steps=0)), "total_tokens is not for"),
     (dict(train=dict(resume="x")), "resume is not"), (dict(train=dict(stream=True)), "stream is not for .* the same batches"),
-    (dict(train=dict(gpus=2)), "one process"), (dict(train=dict(target=2.)), "target is not"), (dict(train=dict(ema=.9)), "ema is not"),
+    (dict(train=dict(gpus=2)), "one process"), (dict(train=dict(target_loss=2.)), "target_loss is not"), (dict(train=dict(ema=.9)), "ema is not"),
     (dict(lowest=1.), "from 1 to 0.16"), (dict(lowest=2., highest=1.), "from 2 to 1")], ids=str)
 def test_bad_searches(tmp_path, nano, bad, said):
     bad = {**bad, "train": dict(lr=.01) | bad.get("train", {})}

@@ -212,7 +212,7 @@ def test_gpus_say_what_they_cannot_run_and_why(made):
     assert "is `fp16`, `flash`" in t4 and "No: bfloat16" in part(made["gpus.qmd"], "V100") and "bf16 on a V100?" in made["gpus.qmd"]
     assert "No: bfloat16" not in a100 and "FP8 needs compute capability 8.9, and NVIDIA A100-SXM4-80GB has 8.0" in a100
     assert "`fp8`" in ada and "FP8 runs" in ada and "MFU, FP8's peak" in ada and "MFU, FP8's peak" not in a100
-    assert "How fast should an RTX 4090 be?" in ada and "--hardware 24g" in ada and "--hardware a100-80g" in a100
+    assert "How fast should an RTX 4090 be?" in ada and "--memory_limit 24g" in ada and "--memory_limit a100-80g" in a100
     for g in datasheets.GPUS:
         for w in gpus.SIZES: assert f"| `{w}` |" in part(made["gpus.qmd"], g.name)
     assert "it gains nothing on a CPU" in part(made["gpus.qmd"], "CPU")

@@ -529,7 +529,7 @@ def test_options(tmp_path, capsys, options, said):
 def test_documents_need_an_end_token(tmp_path):
     "A corpus that doesn't say where documents begin is refused before there is a run"
     np.ones(5000, "<u2").tofile(tmp_path/"train.bin")
-    with pytest.raises(InputError, match="doesn't say which token begins a document.*--documents"): check_documents(open_corpus(tmp_path, vocab=300))
+    with pytest.raises(InputError, match="doesn't say which token begins a document.*--document_mask"): check_documents(open_corpus(tmp_path, vocab=300))
     check_documents(open_corpus(tmp_path, vocab=50257))
 
 def test_command(tmp_path, capsys):

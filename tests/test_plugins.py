@@ -8,6 +8,7 @@ from llm_speedrun.choices import code_version
 from llm_speedrun.cli import speedrun_export, speedrun_sample, speedrun_train
 from llm_speedrun.export import export_folder, from_pretrained, import_folder
 from llm_speedrun.files import InputError
+from llm_speedrun.generate import Generator
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.plugins import import_plugins
 from llm_speedrun.benchmarks.race import own_contestant, own_options
@@ -143,7 +144,7 @@ def test_a_file_that_cannot_be_used(tmp_path, capsys, code, parts):
     assert "error: plug-in mine.py" in said and all(p in said for p in parts), said
     assert {k: dict(t) for k, t in tables.items()} == before and not plugins.LOADED
 
-@pytest.mark.parametrize("spec, part", [("gone.py", "no such file"), ("a/b", "no such file"), ("no_such.module", "no module of that name"), ("x y", "no module")])
+@pytest.mark.parametrize("spec, part", [("gone.py", "no such file"), ("a/b", "no such file"), ("no_such.module", "no such module"), ("x y", "no such module")])
 def test_a_plug_in_that_is_not_there(capsys, spec, part): assert part in refused(capsys, speedrun_train, "--plugin", spec, "--steps", 3)
 
 def test_two_files_with_one_name(tmp_path, capsys):
@@ -180,6 +181,15 @@ def test_a_class_must_be_registered_and_have_roles(there, capsys):
 def test_a_recipe_with_switches_is_for_its_own_model(there, capsys):
     words = OPTIONS.replace("by_hand", "beyond:x0=yes").replace("flash,nadam", "naive").replace("--name own", "--name no").split()
     assert "trains a model with x0" in refused(capsys, speedrun_train, *words)
+
+@pytest.mark.parametrize("attend, fits", [("naive_attention(q, k, v)", True), ("v.cumsum(2)/torch.arange(1, v.shape[2] + 1)[:, None]", False)])
+def test_a_cache_must_fit_the_model(tmp_path, attend, fits):
+    (tmp_path/"mine.py").write_text(CODE.replace("feed=squared_relu)", f"attend=lambda q, k, v: {attend})") + "from llm_speedrun.model import naive_attention\n")
+    import_plugins("mine.py", say=lambda text: None)
+    run = build(WORKLOADS["relu2"], device="cpu", seed=3)
+    for p in run.model.parameters(): p.data.mul_(4)
+    if fits: return Generator(run, 2).begin([[1, 2], [3]])
+    with fails(InputError, "a cache doesn't fit the model SquaredGPT"): Generator(run, 2)
 
 # --- where else names are looked up ---
 

@@ -120,7 +120,7 @@ def test_a_window_of_all_is_no_window(rungs):
 
 def test_windows_and_documents_are_refused(tmp_path):
     with pytest.raises(InputError, match="or attention within documents"):
-        train(options(tmp_path, data=str(texts(tmp_path/"texts")), recipe="speedrun:windows=8+0", documents=True, steps=4), progress=False)
+        train(options(tmp_path, data=str(texts(tmp_path/"texts")), recipe="speedrun:windows=8+0", document_mask=True, steps=4), progress=False)
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("T, D, K, window", [(1024, 128, 6, 256), (1000, 64, 3, 100), (512, 128, 6, 512), (512, 64, 6, 900)])

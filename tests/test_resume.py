@@ -62,7 +62,7 @@ def state(trainer):
 
 # The same bits
 
-DATA = dict(stream=dict(stream=True), mixture=dict(data="mixture"), average=dict(ema=.9, schedule="wsd"), documents=dict(documents=True))
+DATA = dict(stream=dict(stream=True), mixture=dict(data="mixture"), average=dict(ema=.9, schedule="wsd"), documents=dict(document_mask=True))
 
 @posix
 def test_the_same_bits_in_phases(tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def judged_whole(tmp_path_factory, nano):
     folder, how = tmp_path_factory.mktemp("judged"), dict(steps=12, evals=6, samples=6, recipe="normuon")
     go(folder/"all", **how)
     target = [r["val_loss"] for r in rows(folder/"all/runs/run") if "val_loss" in r][2]
-    how["target"] = target
+    how["target_loss"] = target
     _, res = go(folder/"whole", **how)
     assert res["reached"] and res["steps"] == 6
     return how, logged(folder/"whole/runs/run"), load_file(folder/"whole/runs/run/model.safetensors")
@@ -240,7 +240,7 @@ def test_an_error_in_a_step(tmp_path, monkeypatch, capsys, error):
 def test_a_finished_run(tmp_path, capsys):
     "The command has nothing to do: exit code 0, one line, nothing touched; also where the target was reached"
     go(tmp_path)
-    for more, said in (({}, "has taken its 6 steps"), (dict(target=100., name="early"), "has reached its target of 100 in step 3")):
+    for more, said in (({}, "has taken its 6 steps"), (dict(target_loss=100., name="early"), "has reached its target of 100 in step 3")):
         if more: go(tmp_path, **more)
         run = tmp_path/"runs"/more.get("name", "run")
         was = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
@@ -250,7 +250,7 @@ def test_a_finished_run(tmp_path, capsys):
         assert said in out and len(out.splitlines()) == 1 and not err
         assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == was
     with fails(Finished, "has taken its 6 steps"): resume(tmp_path)
-    assert train(TrainConfig(resume=str(tmp_path/"runs/early"), target=.1), progress=False)[1]["steps"] == 6
+    assert train(TrainConfig(resume=str(tmp_path/"runs/early"), target_loss=.1), progress=False)[1]["steps"] == 6
 
 @posix
 @pytest.mark.parametrize("again", ["resume", "overwrite"])
@@ -417,12 +417,18 @@ def test_bad_option(stopped, option, kind, message):
 def test_resuming_no_run(tmp_path):
     with fails(FileNotFoundError, "is not the folder of a run: it has no config.json"): resume(tmp_path)
 
+def test_a_run_of_an_older_version_is_refused(tmp_path):
+    "Its options have other names, and would be taken for unset ones"
+    (tmp_path/"runs/run").mkdir(parents=True)
+    (tmp_path/"runs/run/config.json").write_text(json.dumps(dict(seq=16, step_tokens=64, batch=4, steps=3, lr=.1, target=2., track="")))
+    with fails(InputError, "config.json is of an older version, which called target_loss target", "--init"): read_options(tmp_path/"runs/run")
+
 def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
-        "data text_key stream documents vocab workload seq init rungs batch accumulate hardware deterministic measure ladder gpus restarts rank_logs "
-        "steps total_tokens minutes epochs target recipe step_tokens lr schedule warmup cooldown final_lr weight_decay clip ema seed evals eval_tokens sample samples "
-        "name out overwrite track profile timings save_minutes keep_last resume").split()
+        "data text_key stream document_mask vocab workload seq plugin init rungs batch accumulate memory_limit deterministic retune ladder gpus restarts rank_logs "
+        "steps total_tokens minutes epochs target_loss recipe step_tokens lr schedule warmup cooldown final_lr weight_decay clip ema seed evals eval_tokens sample samples "
+        "name out overwrite loggers profile timings save_minutes keep_last resume").split()
 
 # Other tokens
 
@@ -600,9 +606,9 @@ def test_given(stopped):
     "An option that is given counts, also with its default's value"
     run = stopped/"runs/run"
     config = json.loads((run/"config.json").read_text())
-    (run/"config.json").write_text(json.dumps(config | dict(target=.5)))
-    assert resumed(TrainConfig(resume=str(run))).target == .5
-    assert resumed(TrainConfig(resume=str(run)), given={"resume", "target"}).target == 0
+    (run/"config.json").write_text(json.dumps(config | dict(target_loss=.5)))
+    assert resumed(TrainConfig(resume=str(run))).target_loss == .5
+    assert resumed(TrainConfig(resume=str(run)), given={"resume", "target_loss"}).target_loss == 0
     with fails(InputError, "leave out seed"): resumed(TrainConfig(resume=str(run)), given={"seed"})
     with fails(InputError, "resume must be"): Trainer(TrainConfig(), progress=False, given={"resume"})
 

@@ -40,10 +40,10 @@ def finished(tmp_path_factory):
     (dict(accumulate=3, batch=None, step_tokens=64), ValueError, "4 sequences, which accumulate 3 doesn't divide"),
     (dict(step_tokens=100), ValueError, "step_tokens 100 are no whole number of sequences of 16"),
     (dict(step_tokens=128, accumulate=1), ValueError, "1 batches of 4 sequences are not the 8 sequences of 128"),
-    (dict(hardware="h10"), ValueError, "unknown kind of hardware 'h10'.*'h100'"),
+    (dict(memory_limit="h10"), ValueError, "unknown kind of hardware 'h10'.*'h100'"),
     (dict(schedule="cosin"), ValueError, "unknown schedule 'cosin'.*'cosine'"),
     (dict(ema=1.), ValueError, "ema must be a number from 0 to below 1, not 1"),
-    (dict(target=-1.), ValueError, "target must be a number from 0"),
+    (dict(target_loss=-1.), ValueError, "target_loss must be a number from 0"),
     (dict(accumulate=-2), ValueError, "accumulate must be .* not -2"),
     (dict(evals=0), ValueError, "evals must be a whole number from 1 .*not 0"),
     (dict(eval_tokens=-1), ValueError, "eval_tokens must be .*not -1"),
@@ -348,7 +348,7 @@ def test_ctrl_c_in_training(tmp_path):
 @posix
 def test_ctrl_c_before_training(tmp_path):
     "A real Ctrl-C while the ladder is measured: nothing is written, and the output says so"
-    p = start(tmp_path, "auto", "--ladder", "--measure") # whatever an earlier test has had measured
+    p = start(tmp_path, "auto", "--ladder", "--retune") # whatever an earlier test has had measured
     assert p.stdout.readline().startswith("read 4,097 uint16 tokens") and p.stdout.readline().startswith("measuring what each rung gains")
     p.send_signal(signal.SIGINT)
     out, err = p.communicate(timeout=TIMEOUT)
@@ -430,7 +430,7 @@ def test_stream(tmp_path):
 def test_documents_apart(tmp_path, rungs):
     "With `documents` what comes before a document doesn't change what the model says of it; without, it does"
     how = dict(data=str(texts(tmp_path/"texts")), rungs=rungs, seq=32, recipe="adamw")     # whose blocks add something from the start
-    apart, joined = (Trainer(options(tmp_path, documents=d, name=str(d), **how), progress=False) for d in (True, False))
+    apart, joined = (Trainer(options(tmp_path, document_mask=d, name=str(d), **how), progress=False) for d in (True, False))
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randint(1, 257, (1, 32), generator=g).to(apart.device) for _ in range(2))
     a[0, 12] = b[0, 12] = apart.data.corpus.eot
@@ -502,7 +502,7 @@ def test_target(tmp_path):
     whole, _ = train(options(tmp_path, steps=40, evals=8, name="whole"), progress=False)
     losses = [(r["step"], r["val_loss"]) for r in whole.rows() if "val_loss" in r]
     target = losses[3][1]
-    trainer, res = train(options(tmp_path, steps=40, evals=8, target=target), progress=False)
+    trainer, res = train(options(tmp_path, steps=40, evals=8, target_loss=target), progress=False)
     assert res["reached"] and res["steps"] == next(n for n, l in losses if l <= target) and not res["interrupted"]
 
 def test_evaluations_compare(tmp_path):
@@ -529,7 +529,7 @@ def test_out_of_memory(tmp_path, crowded, after):
     crowded.most = 64
     whole, _ = train(options(tmp_path, batch=64, steps=8, name="whole"), progress=False)
     crowded.most, crowded.after, crowded.sizes = 18, after, []
-    trainer, _ = train(options(tmp_path, batch=64, steps=8, measure=True), progress=False) # its trial isn't remembered
+    trainer, _ = train(options(tmp_path, batch=64, steps=8, retune=True), progress=False) # its trial isn't remembered
     assert (trainer.cfg.batch, trainer.cfg.accumulate, trainer.cfg.step_tokens) == (16, 4, 1024)
     assert np.allclose(curve(trainer), curve(whole), atol=1e-4)
     assert [r["event"] for r in trainer.rows() if "event" in r] == [f"out of memory: micro-batches of {b}" for b in (32, 16)][:after]
@@ -559,7 +559,7 @@ def test_out_of_memory_at_every_size(tmp_path, crowded):
 
 # Bad options and bad targets
 
-@pytest.mark.parametrize("k", "minutes epochs lr weight_decay clip ema warmup target save_minutes".split())
+@pytest.mark.parametrize("k", "minutes epochs lr weight_decay clip ema warmup target_loss save_minutes".split())
 @pytest.mark.parametrize("v", [float("nan"), float("inf")])
 def test_no_number(tmp_path, k, v):
     "NaN and infinity are refused for every option that is a number"
@@ -592,7 +592,7 @@ def test_a_trial_knows_documents(tmp_path, monkeypatch):
     seen, was = [], resolve.remembered_trial
     monkeypatch.setattr(resolve, "remembered_trial", lambda *a, **kw: seen.append(a[-1]) or was(*a, **kw))
     for documents in (False, True):
-        how = dict(data=str(texts(tmp_path/"texts")), rungs="naive", seq=32, recipe="adamw", documents=documents, name=str(documents))
+        how = dict(data=str(texts(tmp_path/"texts")), rungs="naive", seq=32, recipe="adamw", document_mask=documents, name=str(documents))
         trainer = Trainer(options(tmp_path, **how), progress=False)
         tried = seen[-1](baseline(trainer.config, trainer.device))
         a = torch.randint(1, 257, (1, 32), device=trainer.device)
@@ -604,8 +604,8 @@ def test_a_trial_knows_documents(tmp_path, monkeypatch):
 
 def test_documents_without_an_end_token(tmp_path):
     "Said before there is a folder"
-    with fails(InputError, "doesn't say which token begins a document: leave out --documents"):
-        Trainer(options(tmp_path, documents=True), progress=False)
+    with fails(InputError, "doesn't say which token begins a document: leave out --document_mask"):
+        Trainer(options(tmp_path, document_mask=True), progress=False)
     assert names(tmp_path) == {"bins"}
 
 def test_bigram_of_a_mixture(tmp_path):

@@ -79,7 +79,8 @@ def plan_for(trainer, total): # steps
     trainer.run_dir.write_config(trainer.plan)
 
 # %% ../../nbs/48_race.ipynb #race0042
-KEPT = {*LENGTHS, *"plugin data seed name out overwrite resume target gpus epochs evals stream seq".split()}
+KEPT = {*LENGTHS, *"plugin data seed name out overwrite resume target_loss gpus epochs evals stream "
+         "seq".split()}
 
 def own_options(name, words): # of a contestant of ours: options of `speedrun_train`
     "The `TrainConfig` and the names given. Raises `InputError` for what is wrong, or for the race to say"

@@ -42,8 +42,8 @@ def document_borders(x, eot): # B T tokens, the token that begins a document
 def check_documents(corpus): # a `data.Corpus`
     "Raise `InputError` if nobody knows where its documents begin, before there is a run"
     if corpus.eot is None:
-        raise InputError(f"{corpus.name} doesn't say which token begins a document: leave out --documents, "
-                         "or tokenize its text with speedrun_data")
+        raise InputError(f"{corpus.name} doesn't say which token begins a document: leave out "
+                         "--document_mask, or tokenize its text with speedrun_data")
 
 # %% ../../nbs/24_documents.ipynb #ca9209d8
 # the second one takes a mask on CPUs alone

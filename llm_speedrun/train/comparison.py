@@ -199,7 +199,7 @@ def same_pairs(a, b): # two of `RunCurve`
 
 # %% ../../nbs/64_comparison.ipynb #b9f36f8d
 VIEWS = dict(seq="sequences of other lengths", eval_tokens="other numbers of validation tokens",
-             documents="attention across documents in one and not in the other")
+             document_mask="attention across documents in one and not in the other")
 
 def mismatch(a, b): # two of `RunCurve`
     "Why their losses aren't comparable, texts; nothing where they are, as far as the folders tell"
@@ -363,7 +363,7 @@ NOT_SEARCHED = dict(resume="a search begins with new weights", ema="the weights 
                     stream="each rate has to get the same batches: tokenize them with speedrun_data",
                     minutes="each rate gets the same steps: give --steps",
                     total_tokens="each rate gets the same steps: give --steps",
-                    target="each rate takes all its steps")
+                    target_loss="each rate takes all its steps")
 
 def check_search(c, given=()): # a `LrOptions`, names of the options that were given
     "Raise `InputError` for what a search of learning rates doesn't do"

@@ -31,7 +31,7 @@ from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
                                          resolve_preset, resolve_rungs, smaller, trial_of)
 from .prepare_data import located
 from .metrics import parse_trackers
-from .config import TrainConfig
+from .config import RENAMED, TrainConfig
 from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, preset_of,
                                         recorded_preset)
 from ..checkpoint.format import checkpoints
@@ -46,8 +46,8 @@ def own_values(cfg): # a `TrainConfig`
     return {f.name for f in fields(cfg) if getattr(cfg, f.name) != f.default}
 
 # %% ../../nbs/30a_resolve.ipynb #f585fcf2
-CHANGEABLE = ("data plugin hardware rungs batch gpus restarts rank_logs steps target save_minutes keep_last "
-              "timings").split() # together with `resume`
+CHANGEABLE = ("data plugin memory_limit rungs batch gpus restarts rank_logs steps target_loss save_minutes "
+              "keep_last timings").split() # together with `resume`
 
 def run_folder(path): # as it was typed
     "Return the path of a run's folder, with the folder's name in it: `.` has none"
@@ -56,6 +56,9 @@ def run_folder(path): # as it was typed
 def read_options(folder): # of a run
     "Return the `TrainConfig` in its `config.json`. Raises `InputError` for one that no run could have"
     path = folder/"config.json"
+    if old := sorted(RENAMED.keys() & read_json(path, dict).keys()): raise InputError(
+        f"{path} is of an older version, which called {RENAMED[old[0]]} {old[0]}: go on with that version, "
+        f"or begin a run with its weights (--init {folder})")
     c = read_json(path, TrainConfig) # which checks its bounds
     for k in ("seq", "step_tokens", "batch", "steps", "lr"):
         if not getattr(c, k): raise InputError(f"{path} can't be used: it says no {k}")
@@ -189,7 +192,7 @@ class PlanResolver:
         self.coordinator, self.world, self.device = coordinator, coordinator.world, coordinator.device
         self.wanted, self.why, self.rungs = cfg.rungs, {}, parse_rungs(cfg.rungs, limits.lacks)
         self.config = self.weights = self.recipe = self.data = self.sequences = None
-        self.choices = Choices(again=cfg.measure, say=say) # what is measured is remembered
+        self.choices = Choices(again=cfg.retune, say=say) # what is measured is remembered
 
     @property
     def rows_here(self): # of a step's sequences
@@ -218,7 +221,7 @@ def check_names(self:PlanResolver):
     c = self.cfg
     if c.schedule: lookup(SCHEDULES, c.schedule, "schedule")
     if c.recipe != "auto": parse_recipe(c.recipe).check([*map(rung_name, self.rungs)])
-    parse_trackers(c.track)
+    parse_trackers(c.loggers)
 
 # %% ../../nbs/30a_resolve.ipynb #cc59429f
 @patch
@@ -265,7 +268,7 @@ def open_data(self:PlanResolver, found=None): # a `FoundCheckpoint` to go on fro
 @patch
 def with_document_mask(self:PlanResolver, r): # a `Recipe`
     "Return the recipe, with attention within documents if that was asked for"
-    if not self.cfg.documents: return r
+    if not self.cfg.document_mask: return r
     where = self.data.corpus.eot, mean_length(self.data.corpus)
     within = lambda run, **options: within_documents(r.apply(run, **options), *where)
     return replace(r, apply=within)
@@ -319,7 +322,7 @@ def choose(self:PlanResolver):
     if self.cfg.rungs.split(",")[0] != "auto": return
     lacks, parallel = self.limits.lacks, [r for r in self.rungs if rung_name(r) in PARALLEL]
     name = recorded_preset(self.config)
-    known = name == "cpu" or name and not (self.cfg.measure or lacks)
+    known = name == "cpu" or name and not (self.cfg.retune or lacks)
     if known: self.rungs = preset(name, lacks, parallel) + parallel
     else:
         name, rungs = self.compare(candidates(lacks, parallel))

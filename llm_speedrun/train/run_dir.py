@@ -237,12 +237,13 @@ def check_unfinished(folder, # of a run
     if not over or over.val_loss is UNSET: return
     if step >= cfg.steps: raise Finished(f"{folder} has taken its {step} steps: choose more --steps to go on")
     done = over.reached and not over.interrupted and over.steps == step
-    if done and over.val_loss <= cfg.target: raise Finished(
-        f"{folder} has reached its target of {cfg.target:g} in step {step}: choose a lower --target to go on")
+    if done and over.val_loss <= cfg.target_loss: raise Finished(
+        f"{folder} has reached its target of {cfg.target_loss:g} in step {step}: choose a lower "
+        "--target_loss to go on")
 
 # %% ../../nbs/33a_run_dir.ipynb #000980ad
-FIXED = ("stream documents vocab seq recipe step_tokens lr schedule warmup cooldown final_lr weight_decay "
-         "clip ema seed evals eval_tokens sample samples").split() # not `data`: it may be moved
+FIXED = ("stream document_mask vocab seq recipe step_tokens lr schedule warmup cooldown final_lr "
+         "weight_decay clip ema seed evals eval_tokens sample samples").split() # not `data`: it may be moved
 
 def fixed_options(cfg, config, # a `TrainConfig`, a `GPTConfig`
                   warmup): # steps

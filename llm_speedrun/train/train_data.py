@@ -51,7 +51,7 @@ class TrainData:
             if not cfg.resume: raise
             raise FileNotFoundError(f"{e} If the data was moved, add --data and where it is now.") from None
         self.val = [t.to(device) for t in val] # x and y, each B T
-        if cfg.documents: check_documents(self.corpus)
+        if cfg.document_mask: check_documents(self.corpus)
 
 # %% ../../nbs/30b_train_data.ipynb #30dat007b
 @patch(as_prop=True)

@@ -65,7 +65,7 @@ class Trainer:
         self.coordinator = c = join_group(self.cfg, given, self.signals)
         self.world, self.device, self.progress = c.world, c.device, progress and c.world.first
         self.say = self.signals.say = console_print if self.progress else silent
-        self.limits = device_limits(self.cfg.hardware)
+        self.limits = device_limits(self.cfg.memory_limit)
         for name in LATER.split(): setattr(self, name, None) # `assemble` and `fit` fill them in
         with deterministic(self.cfg.deterministic): self.assemble(given)
 
@@ -105,7 +105,7 @@ def log_eval(self:Trainer):
         losses[self.done] = write_eval(self)
         notify(self, "after_eval", losses[self.done])
     loss, best = losses[self.done], min(filter(math.isfinite, losses.values()), default=-math.inf)
-    if self.cfg.target and loss <= self.cfg.target: self.reached = True
+    if self.cfg.target_loss and loss <= self.cfg.target_loss: self.reached = True
     if new and loss <= best: self.save_if_needed()
     self.logger.restart_clock() # neither counts as training time
     return loss
@@ -375,7 +375,7 @@ def open_files(trainer):
     t.coordinator.run_on_rank_zero(lambda: t.run_dir.open(*of))
     if t.ladder and one: replace_file(t.folder/"ladder.json", json.dumps(t.ladder, indent=1))
     t.checkpointer.open(t.folder, run_id, c.keep_last, t.done)
-    trackers = open_trackers(c.track if one else "", t.folder, asdict(c), step=t.done, say=t.say)
+    trackers = open_trackers(c.loggers if one else "", t.folder, asdict(c), step=t.done, say=t.say)
     t.logger = MetricsLogger(t.folder, t.step, t.world, t.device, c.step_tokens,
                              log_locally=t.coordinator.log_to_rank_file)
     t.logger.open(trackers)

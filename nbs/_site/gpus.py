@@ -145,7 +145,7 @@ def gpu_row(gpu, workload, kept, small, known, found):
     return [f"`{workload}`", *map(micro_text, micros), *fast]
 
 def plays(gpu):
-    "The name with which `--hardware` gives a larger GPU this one's limits"
+    "The name with which `--memory_limit` gives a larger GPU this one's limits"
     missing = tuple(n for n in ("fp8",) if why_not(n, gpu))
     same = {k: h for k, h in DEVICE_LIMITS.items() if h.gib == gpu.gb}
     return next((k for k, h in same.items() if h.lacks == missing), next(iter(same), ""))

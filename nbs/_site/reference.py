@@ -237,7 +237,7 @@ FILES = { # of a run
     "profile.md": "that trace as a table", "checkpoints": "a folder for each checkpoint",
     "logs": "of several processes: a log of each, and where one stood that hung",
     "bad_batch.safetensors": "tokens of the batch at which a run gave up",
-    "tensorboard": "with `--track tensorboard`", "wandb": "with `--track wandb`"}
+    "tensorboard": "with `--loggers tensorboard`", "wandb": "with `--loggers wandb`"}
 
 def record_rows():
     "The keys of a record, from what makes it"
