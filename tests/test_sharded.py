@@ -123,8 +123,8 @@ def world_of_all(once, shared_folder):
         folder = shared_folder/"sharded"
         folder.mkdir()
         with ThreadPoolExecutor(2) as pool:
-            two = pool.submit(processes, 2, work, folder, ["ddp", "fsdp", "tp"], [*LAYOUTS])
-            four = pool.submit(processes, 4, work, folder, ["fsdp x tp"], [*LAYOUTS], tp=2)
+            two = pool.submit(run_distributed, 2, work, folder, ["ddp", "fsdp", "tp"], [*LAYOUTS])
+            four = pool.submit(run_distributed, 4, work, folder, ["fsdp x tp"], [*LAYOUTS], tp=2)
             one = work(World(), folder, ["one"], [*LAYOUTS])
             return folder, one | two.result()[0] | four.result()[0], [two.result(), four.result()]
     return once("sharded", make)
