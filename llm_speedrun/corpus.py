@@ -16,9 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # %% auto #0
 __all__ = ['HUB', 'OFFLINE_VOCAB', 'LONGEST', 'HUB_TOKENS', 'stdlib_files', 'hub_documents', 'train_tokenizer', 'gpt2_tokenizer',
-           'is_held_out', 'marked_pieces', 'parcels', 'text_digest', 'digest_pieces', 'hold_out_tail', 'split_kind',
-           'check_sizes', 'describe_tokens', 'write_shards', 'Corpus', 'first_characters', 'stdlib_documents',
-           'unknown_corpus', 'open_corpus', 'differences']
+           'is_held_out', 'marked_pieces', 'parcels', 'text_digest', 'digest_pieces', 'describe_tokens', 'write_shards',
+           'Corpus', 'first_characters', 'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences']
 
 # %% ../nbs/03e_corpus.ipynb #03data03
 from .text_files import (EOT, Continued, document_files, read_documents, seems, text_pieces,

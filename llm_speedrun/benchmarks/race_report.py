@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLUMNS', 'curve', 'final', 'lowest_loss', 'rose', 'by_loss', 'spread', 'with_spread', 'race_table', 'passing_table',
-           'tried_table', 'draw_losses', 'race_chart', 'waterfall', 'without_paths', 'race_path', 'share_race',
-           'shared_record', 'shared_race']
+           'tried_table', 'race_chart', 'waterfall', 'shared_record', 'shared_race']
 
 # %% ../../nbs/48c_race_report.ipynb #48c00004
 import json
