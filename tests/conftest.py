@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 import numpy as np, pytest, torch
 from filelock import FileLock
-from timeouts import FakeClock
+from helpers.timeouts import FakeClock
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:   # as a shell starts its jobs in the background: programs of tests would be deaf to Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,10 +24,10 @@ if not torch.cuda.is_available():
     import llm_speedrun.rungs.fewer_bytes, llm_speedrun.rungs.fewer_passes, llm_speedrun.rungs.fp8_epilogues
     import llm_speedrun.recipes.fast_muon
     os.environ["TRITON_INTERPRET"] = "0"
-    from quick_kernels import run_kernels_quickly
+    from helpers.quick_kernels import run_kernels_quickly
     run_kernels_quickly()
     if os.name == "posix":
-        from quick_start import start_quickly
+        from helpers.quick_start import start_quickly
         start_quickly()
 
 @pytest.fixture
@@ -103,6 +103,7 @@ def no_strays(monkeypatch):
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT/"nbs/_site"))    # the site's own code
+sys.path += [str(p) for p in (ROOT/"tests").iterdir() if p.is_dir()]  # some tests use what those of another folder have
 
 def process(tmp):
     "What `make docs` gives to Quarto: pages that are generated, and notebooks with what nbdev adds to them"

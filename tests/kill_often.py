@@ -8,8 +8,8 @@ from llm_speedrun.model import WORKLOADS
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import newest
 from llm_speedrun.train.trainer import train
-from small import NANO, options
-from timeouts import until_some_moment
+from helpers.tiny_runs import NANO, options
+from helpers.timeouts import until_some_moment
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 TIMED = "train_s tok_s ms_data ms_forward ms_backward ms_optimizer".split() # keys of rows that differ from run to run

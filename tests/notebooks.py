@@ -6,10 +6,10 @@ On a CPU two run at a time. With a GPU they run one at a time, since they time t
 import faulthandler, multiprocessing, os, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from quick_figures import draw_figures_quickly
-from quick_kernels import run_kernels_quickly
-from quick_start import start_quickly
-from timeouts import NOTEBOOK_TIMEOUT
+from helpers.quick_figures import draw_figures_quickly
+from helpers.quick_kernels import run_kernels_quickly
+from helpers.quick_start import start_quickly
+from helpers.timeouts import NOTEBOOK_TIMEOUT
 
 # They take the longest, so they begin first: at the end no core waits for one of them
 LONG = """30_trainer 18_compile 21_optim 20_checkpointing 63_finale 14_fused_ops 28_fewer_passes 29_epilogues 26_claims 22_ladder 23_fastest 05_runs

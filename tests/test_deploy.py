@@ -6,10 +6,10 @@ from configparser import ConfigParser
 from pathlib import Path
 import msgspec, pytest, yaml
 from torch.distributed.run import get_args_parser
-from cells import LESSONS, read, source
+from helpers.cells import LESSONS, read, source
 from llm_speedrun.train.config import TrainConfig, parse_options
 from make_readme import ROOT
-from timeouts import TIMEOUT
+from helpers.timeouts import TIMEOUT
 
 DEPLOY = ROOT/"deploy"
 FILES = {str(p.relative_to(DEPLOY)): p.read_text(encoding="utf-8") for p in sorted(DEPLOY.rglob("*")) if p.is_file()}

@@ -107,7 +107,7 @@ def sidebar_pages(contents):
         else: yield from sidebar_pages(o["contents"]) if "section" in o else [o["href"]]
 
 def sidebar_notebooks():
-    "The sidebar's notebooks, in its order; tests/test_site.py looks at its other pages"
+    "The sidebar's notebooks, in its order; tests/site/test_site.py looks at its other pages"
     pages = sidebar_pages(read_yaml(ROOT/"nbs/sidebar.yml")["website"]["sidebar"]["contents"])
     return [o for o in pages if o.endswith(".ipynb")]
 

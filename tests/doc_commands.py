@@ -1,0 +1,173 @@
+"""The commands that pages show, and what they print. `python tests/doc_commands.py [pages]` runs the commands of the Train section in a
+terminal of 100 columns and writes what they print into the blocks below them.
+
+A block of `bash` or `sh` holds commands. A block of `text` right after it is what they print, where a line `...` stands for any
+lines. Commands that can't run on a CPU alone are marked by a class of `WHY_NOT`; blocks of `{.text .message}` are messages of the
+package, on whatever machine they come."""
+import os, re, shlex, shutil, subprocess, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from unittest.mock import patch
+from llm_speedrun import cli, plugins
+from llm_speedrun.files import cache_dir
+from helpers.tiny_runs import texts
+from helpers.timeouts import TIMEOUT
+
+ROOT = Path(__file__).resolve().parent.parent
+WHY_NOT = {"needs-gpu", "needs-network", "takes-hours"}
+FENCE = re.compile(r"^(```+)[ ]*(\{[^}\n]*\}|\w*)[ ]*\n(.*?)^\1[ ]*$", re.M | re.S)
+
+class Block:
+    "A fenced block of a page"
+    def __init__(self, match):
+        words = match[2].strip("{}").split()
+        self.classes = {w.lstrip(".") for w in words if "=" not in w}
+        self.body, self.span = match[3], match.span(3)
+        self.file = (re.search(r'filename="([^"]+)"', match[2]) or [None, None])[1] # that holds the body
+    @property
+    def is_shell(self): return bool(self.classes & {"bash", "sh"})
+    @property
+    def is_message(self): return self.classes == {"text", "message"}
+    @property
+    def is_output(self): return self.classes == {"text"}
+    @property
+    def runs(self): return self.is_shell and not self.classes & WHY_NOT
+
+def blocks(md): return [Block(m) for m in FENCE.finditer(md)]
+
+def write_files(md, folder):
+    "Write the files that a page shows"
+    for b in blocks(md):
+        if b.file: (folder/b.file).write_text(b.body, encoding="utf-8")
+
+def pairs(md):
+    "Pairs of a block of commands and the block with what they print, or None"
+    found = blocks(md)
+    for a, b in zip(found, [*found[1:], None]):
+        if a.is_shell: yield a, b if b and b.is_output else None
+
+def train_pages(): return sorted([*(ROOT/"nbs/_site/train").glob("*.qmd"), *hand_written()])
+
+def hand_written():
+    "Those in nbs/train/ that no template makes"
+    made = {p.name for p in (ROOT/"nbs/_site/train").glob("*.qmd")}
+    return [p for p in (ROOT/"nbs/train").glob("*.qmd") if p.name not in made]
+
+# --- what two runs have in common ---
+
+def told(text):
+    "What stays on the screen, as words: no progress bars, and not what is printed in a first run or a later one alone, or by a profiler"
+    lines = [line.rsplit("\r", 1)[-1] for line in text.splitlines()]
+    return [line for line in lines if not re.match(r"Tokenizing |read [\d,]+ files? of |left out |[\d,]+ documents?, [\d,]+ bytes|[\w -]+, as measured here on |USDT:|[\w ]+: +\d+%\||step [\d,]+ of ", line)]
+
+def masked(text):
+    "The text without what differs from run to run: numbers, sums, where lines are broken"
+    text = re.sub(r"-[0-9a-f]{12}\b", "-SUM", "\n".join(told(text)))
+    text = re.sub(r"\d[\d,]*(\.\d+)*(e[-+]?\d+)?", "N", text)
+    text = " ".join(re.sub(r"-{3,}", "---", text).split())
+    text = re.sub(r"\babout N (seconds|minutes|hours)\b", "about N TIME", text) # as busy as the machine is
+    return re.sub(r"(was done after N seconds:)( [A-MO-Za-z' -]+ N,)* [A-MO-Za-z' -]+ N", r"\1 PHASES", text) # a busy machine names more of them
+
+SAMPLE, ITS_END = "--- sample ---", "--------------"
+
+def agrees(shown, real):
+    "Whether `real` is what a page shows, with any text that a model wrote, and anything in place of `...`"
+    shown, real = (re.sub(rf"(?s){SAMPLE}.*?{ITS_END}", "SAMPLE", t) for t in (shown, real))
+    parts = [re.escape(masked(p)) for p in re.split(r"^\.\.\.$", shown, flags=re.M)]
+    return bool(re.fullmatch(r"\s*.*?\s*".join(parts), masked(real), re.S))
+
+def renewed(shown, real):
+    "The text of the block, with today's numbers"
+    lines = told(real)
+    if not agrees(shown, real): return "\n".join(lines).strip("\n") + "\n"
+    start, res, written = 0, [], False # where we are in `lines`, and whether it is in a text that a model wrote
+    for line in shown.splitlines():
+        at = start if written else next((i for i in range(start, len(lines)) if masked(lines[i]) == masked(line)), None)
+        written = (written or line == SAMPLE) and line != "..."
+        if line in ("...", "") or at is None: res.append(line)
+        else: res.append(lines[at]); start = at + 1
+    return "\n".join(res) + "\n"
+
+# --- running ---
+
+def commands(body):
+    "The words of each command in a block"
+    for line in re.sub(r"\\\n\s*", " ", body).splitlines():
+        lex = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lex.whitespace_split = True
+        words, file = [], False # that comes next, after `>`
+        for w in [*lex, ";"]:
+            if set(w) <= set("<>&"): file = "<" in w or ">" in w
+            if set(w) <= set(";|&()<>"):
+                if words and not file: yield words; words = []
+            elif file: file = False
+            else: words.append(w)
+
+def environment(folder):
+    "Of a process that runs in `folder`"
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | dict(COLUMNS="100", PATH=path, PYTHONPATH=str(ROOT), PYTHONIOENCODING="utf-8", OMP_NUM_THREADS="1",
+                             LLM_SPEEDRUN_CACHE=str(folder/"cache"), CUDA_VISIBLE_DEVICES="", MPLBACKEND="Agg")
+
+def in_a_shell(body, folder):
+    "What the block prints, on both streams"
+    return subprocess.run(["bash", "-c", body], cwd=folder, env=environment(folder), stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, encoding="utf-8", timeout=TIMEOUT).stdout
+
+def needs_a_shell(body):
+    "Whether it is more than commands of ours"
+    return any(not words[0].startswith("speedrun_") for words in commands(body)) or bool(re.search(r"[|&<>]", body))
+
+def in_this_process(body, folder):
+    "The same for a block of our commands alone, in this process, which has loaded PyTorch already"
+    before, said = os.getcwd(), StringIO()
+    os.chdir(folder)
+    try:
+        with patch.dict(os.environ, environment(folder)), redirect_stdout(said), redirect_stderr(said):
+            for name, *args in commands(body):
+                try: getattr(cli, name)(args)
+                except SystemExit: pass
+    finally:
+        os.chdir(before)
+        for spec in [*plugins.LOADED]: plugins.forget_plugin(spec) # another process wouldn't know it either
+    return said.getvalue()
+
+def printed_by(body, folder): return (in_a_shell if needs_a_shell(body) else in_this_process)(body, folder)
+
+READY = """
+speedrun_data --data my_texts --out tokens
+speedrun_train --data tokens --workload tiny --rungs naive --steps 20 --evals 1 --name mine
+"""
+
+def made_ready(folder):
+    "What the pages take for granted: `my_texts/`, its tokens in `tokens/`, and a short finished run on them, `runs/mine`"
+    texts(folder/"my_texts")
+    (folder/"cache").mkdir()
+    for corpus in cache_dir().glob("stdlib-*"): (folder/"cache"/corpus.name).symlink_to(corpus) # some seconds of tokenizing
+    said = in_this_process(READY, folder)
+    assert (folder/"runs/mine/result.json").exists(), said
+    return folder
+
+def renew(path, ready):
+    "Run a page's commands in a copy of `ready`, and write what they print into the page"
+    folder = ready.with_name(path.stem)
+    shutil.copytree(ready, folder, symlinks=True)
+    md, at, res = path.read_text(encoding="utf-8"), 0, ""
+    write_files(md, folder)
+    for shell, output in pairs(md):
+        if not shell.runs: continue
+        real = in_a_shell(shell.body, folder)
+        if not output: print(f"{path.name}: {shell.body}{real}"); continue
+        if not agrees(output.body, real): print(f"{path.name}: new output of\n{shell.body}")
+        res += md[at:output.span[0]] + renewed(output.body, real)
+        at = output.span[1]
+    path.write_text(res + md[at:], encoding="utf-8")
+
+if __name__ == "__main__":
+    from tempfile import TemporaryDirectory
+    with TemporaryDirectory() as tmp:
+        (ready := Path(tmp)/"ready").mkdir()
+        made_ready(ready)
+        for path in train_pages():
+            if len(sys.argv) == 1 or path.stem in sys.argv[1:]: renew(path, ready)
