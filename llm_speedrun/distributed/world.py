@@ -63,7 +63,7 @@ def start_in_store():
 
 # %% ../../nbs/50_world.ipynb #ab6ee0d8
 def rendezvous(patience): # seconds
-    "Return the store in which the processes find each other. Raises `RunError`, with what to do, where they don't"
+    "Return the store in which the processes meet. Raises `RunError`, with what to do, where they don't"
     address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(dict(MASTER_ADDR="?", MASTER_PORT="?") | os.environ)
     come = lambda: next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))[0]
     try: store = in_time(come, patience + 5, f"what answers at {address} isn't one of us: take another port")
@@ -159,7 +159,7 @@ def barrier(self:World):
 
 # %% ../../nbs/50_world.ipynb #b422ed4d
 def as_sendable(e): # an exception
-    "Return `e`, or where pickling doesn't keep it, an error of the nearest class above, with its name and text"
+    "Return `e`, or if pickling doesn't keep it, one of the nearest class above, with its name and text"
     for cls in (None, *type(e).__mro__[1:]):
         with suppress(Exception):
             made = cls(f"{type(e).__name__}: {e}") if cls else e
@@ -225,6 +225,7 @@ def stack_of(note): # of a `Heartbeat`
 class PeerLostError(RunError):
     "Another process doesn't answer any more. The cause is there, not here"
 
+# %% ../../nbs/50_world.ipynb #50peerlost
 def peer_lost_error(world, # a `World`
                     error): # of an operation that the others should have taken part in
     "Return the `PeerLostError` that names the process that didn't, and where it was"
