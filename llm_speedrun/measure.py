@@ -344,14 +344,6 @@ def digest(*sources): # Python source texts
     "A short hash of what `sources` do: comments, docstrings and formatting don't count"
     return hashlib.sha256(repr([_syntax_of(s) for s in sources]).encode()).hexdigest()[:16]
 
-# %% ../nbs/01_measure.ipynb #d1gest02
-@lru_cache(maxsize=None)
-def _syntax_text(source): return repr(syntax(ast.parse(source)))
-
-def digest(*sources): # Python source texts
-    "A short hash of what `sources` do: comments, docstrings and formatting don't count"
-    return hashlib.sha256(f"[{', '.join(map(_syntax_text, sources))}]".encode()).hexdigest()[:16]
-
 # %% ../nbs/01_measure.ipynb #94a6ad9e
 def make_record(rung, # name of the rung
                 measured, # its `Measured`
