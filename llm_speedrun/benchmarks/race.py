@@ -30,8 +30,7 @@ from ..files import (AllFailed, InputError, RunError, check_writable, clean_erro
 from ..measure import digest, machine
 from ..runs import baseline, enter_all, rung_name, uncompiled
 from ..records import code_of
-from ..ladder import check_share
-from ..plugins import plugin_args
+from ..ladder import check_share; from llm_speedrun.plugins import plugin_args
 from ..model import workload as find_workload
 from ..recipes.recipe import parse_recipe
 from ..recipes.schedules import SCHEDULES, warmup_steps

@@ -556,7 +556,6 @@ def project_with_epilogues(block, h, o): # B T d, B H T D
     o, eps = o.transpose(1, 2).flatten(2), block.post_attention_layernorm.eps
     return with_rstd(*EpilogueProject.apply(h, o, block.self_attn.o_proj.weight, eps), eps)
 
-# %% ../../nbs/29_epilogues.ipynb #29norm46
 def feed_with_epilogues(block, h): # B T d
     "The part `feed`: the stream, with the MLP added"
     m, norm = block.mlp, block.post_attention_layernorm

@@ -486,7 +486,8 @@ def tensor_parallel(run, # a `Run`
     group = run.world.group("tp")
     share, whole = TPGroup(rank, size, group.group_name), bool({"fp8", "lean"} & {*run.rungs})
     run = replace_model(run, lambda model: cut_model(model, share, whole))
-    return replace(run, sync=ParallelSync, gradient_syncs=run.gradient_syncs + (TensorParallel(share, group),))
+    syncs = run.gradient_syncs + (TensorParallel(share, group),)
+    return replace(run, sync=ParallelSync, gradient_syncs=syncs)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5085ff8b
 def step_messages(config, # a `GPTConfig`

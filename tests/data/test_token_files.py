@@ -6,6 +6,7 @@ import numpy as np, pytest
 import llm_speedrun.token_files as module
 from llm_speedrun import corpus as corpus_module
 from llm_speedrun.corpus import *
+from llm_speedrun.data import Batches, prefetch
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.token_files import *
 from helpers.tiny_runs import cache

@@ -313,7 +313,7 @@ def test_fused_loss(n, d, V, std):
     assert off(exact, dh[:m]) < 4e-3
     if m == n:
         dw_exact = (p*keep).T @ h.double()/count
-        assert off(dw_exact, dw) < 5e-3
+        assert off(dw_exact, dw) < (8e-3 if n == 1 else 5e-3) # the rounding of one row's factor is every element's
     else: assert off(theirs[2].double(), dw) < 2e-2
 
 @pytest.mark.cuda

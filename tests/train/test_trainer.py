@@ -3,7 +3,7 @@ import copy, dataclasses, itertools, json, os, pickle, re, shlex, signal, subpro
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
-from llm_speedrun import data, ladder
+from llm_speedrun import corpus, data, ladder
 from llm_speedrun.data import bigram_loss
 from llm_speedrun.train import autotune, resolve, trainer as module
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
@@ -722,7 +722,7 @@ def test_the_loop_keeps_up(tmp_path, rows):
 
 def test_a_vocabulary_that_is_not_used_is_told(tmp_path, capsys, monkeypatch):
     write_bins(tmp_path/"bins")
-    monkeypatch.setattr(data, "stdlib_files", lambda files=data.stdlib_files()[::20]: files) # some of them: quick to tokenize
+    monkeypatch.setattr(corpus, "stdlib_files", lambda files=corpus.stdlib_files()[::20]: files) # some of them: quick to tokenize
     train(options(tmp_path, data="stdlib", vocab=300, steps=2, name="a"))
     assert "were asked for" not in capsys.readouterr().out
     made = Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="b"))
