@@ -15,9 +15,8 @@ from fastcore.basics import patch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # %% auto #0
-__all__ = ['HUB', 'OFFLINE_VOCAB', 'LONGEST', 'HUB_TOKENS', 'stdlib_files', 'hub_documents', 'train_tokenizer', 'gpt2_tokenizer',
-           'is_held_out', 'marked_pieces', 'parcels', 'text_digest', 'digest_pieces', 'describe_tokens', 'write_shards',
-           'Corpus', 'first_characters', 'stdlib_documents', 'unknown_corpus', 'open_corpus', 'differences']
+__all__ = ['LONGEST', 'HUB_TOKENS', 'stdlib_files', 'train_tokenizer', 'write_shards', 'Corpus', 'stdlib_documents',
+           'open_corpus', 'differences']
 
 # %% ../nbs/03e_corpus.ipynb #03data03
 from .text_files import (EOT, Continued, document_files, read_documents, seems, text_pieces,

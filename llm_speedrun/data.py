@@ -15,7 +15,7 @@ from .files import InputError
 from .token_files import Shards
 
 # %% auto #0
-__all__ = ['PERMUTED', 'Batches', 'ComputedOrder', 'prefetch', 'val_batches', 'unigram_loss', 'bigram_loss']
+__all__ = ['Batches', 'prefetch', 'val_batches']
 
 # %% ../nbs/03_data.ipynb #02586755
 class Batches:

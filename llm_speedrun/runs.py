@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'RUNGS', 'ROOM_GIB', 'param_groups', 'adamw', 'no_scaler', 'model_loss', 'LocalSync', 'Backward', 'Run',
-           'enter_all', 'Stepper', 'average_and_clip', 'PrecomputedGrads', 'model_has_parts', 'apply_rung', 'rung',
-           'check_rung', 'rung_options', 'option_value', 'parsed', 'rung_name', 'option_text', 'chosen', 'find_rung',
-           'UninitializedGPT', 'baseline', 'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled',
-           'bench', 'train_curve', 'curve_gap', 'curves_chart', 'make_step', 'free_memory', 'peak_gib', 'micro_batch',
-           'to_settle', 'resolve_auto_options', 'settled', 'count_step']
+           'enter_all', 'Stepper', 'PrecomputedGrads', 'rung', 'check_rung', 'rung_options', 'option_value', 'parsed',
+           'rung_name', 'option_text', 'chosen', 'find_rung', 'UninitializedGPT', 'baseline', 'in_order', 'build',
+           'needs_capability', 'reference_errors', 'uncompiled', 'bench', 'train_curve', 'curve_gap', 'curves_chart',
+           'make_step', 'free_memory', 'peak_gib', 'micro_batch', 'to_settle', 'resolve_auto_options', 'settled',
+           'count_step']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, gc, importlib, inspect, pkgutil

@@ -17,9 +17,7 @@ from fastcore.basics import patch
 from .files import InputError
 
 # %% auto #0
-__all__ = ['FORMATS', 'PACKED', 'DATA', 'EOT', 'Format', 'format_of', 'file_kind', 'seems', 'Source', 'utf8_text',
-           'text_encoding', 'json_kind', 'text_pieces', 'Continued', 'ReadReport', 'split_of', 'document_files',
-           'Documents', 'read_documents']
+__all__ = ['FORMATS', 'EOT', 'utf8_text', 'Continued']
 
 # %% ../nbs/03b_text_files.ipynb #03bt0007
 class Format(NamedTuple):

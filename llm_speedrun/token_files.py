@@ -20,9 +20,7 @@ from .files import InputError, RunError, cache_dir, read_bytes_of, read_json
 from .tokenizer import TextSummary
 
 # %% auto #0
-__all__ = ['WIDTHS', 'GPT2_VOCAB', 'GPT2_EOT', 'Vocabulary', 'Tokens', 'Width', 'TokenWriter', 'TokenFile', 'token_file',
-           'check_width', 'Shards', 'named_as_tokens', 'token_files', 'check_meta', 'Meta', 'check_counts',
-           'Characters', 'read_characters', 'character_tokenizer', 'check_gpt2']
+__all__ = []
 
 # %% ../nbs/03d_token_files.ipynb #tokf0010
 @contextmanager

@@ -14,10 +14,7 @@ from .files import InputError, read_bytes_of, read_json, replace_file
 from .text_files import EOT, ReadReport, utf8_text
 
 # %% auto #0
-__all__ = ['SAMPLE', 'TRIFLE', 'PLAUSIBLE', 'prepare_tokenizer', 'end_of_text', 'parse_tokenizer', 'read_tokenizer',
-           'tokenizer_of', 'vocabulary_size', 'token_dtype', 'tokenizer_hash', 'end_token', 'set_end_token',
-           'write_tokenizer', 'changed_characters', 'there_and_back', 'first_difference', 'check_round_trip', 'tried',
-           'encode_texts', 'Losses', 'TextSummary', 'Tally', 'check_ratio', 'summary_lines']
+__all__ = []
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0007
 def prepare_tokenizer(tokenizer): # changed, and returned

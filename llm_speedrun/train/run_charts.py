@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'GREY', 'STYLE', 'PHASE_COLORS', 'points', 'thinned', 'running_mean', 'styled',
-           'one_line', 'axes', 'loss_chart', 'notebook_display', 'LivePlot', 'svg', 'short_number', 'curve',
-           'breakdown_chart', 'ranks_chart']
+           'one_line', 'axes', 'loss_chart', 'svg', 'short_number', 'curve', 'breakdown_chart', 'ranks_chart']
 
 # %% ../../nbs/34a_run_charts.ipynb #54e26158
 import io, math, re, sys, time, warnings

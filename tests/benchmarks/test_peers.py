@@ -8,7 +8,8 @@ from llm_speedrun.corpus import open_corpus
 from llm_speedrun.files import InputError, RunError
 from llm_speedrun.ladder import climb_one_gpu
 from llm_speedrun.model import matrix_params
-from llm_speedrun.benchmarks.peers import *
+from llm_speedrun.benchmarks.peers import (compare_with_peers, contender, Contender, contenders, on_text, ours, peer, peers,
+                                           peers_table, text_batch)
 from llm_speedrun.runs import uncompiled
 from llm_speedrun.cli import speedrun_ladder
 from llm_speedrun.train.config import LadderOptions

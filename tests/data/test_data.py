@@ -3,12 +3,12 @@ import bz2, gzip, itertools, json, lzma, os, re, signal, subprocess, sys, thread
 import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from tokenizers import Tokenizer
 from llm_speedrun import corpus, data, text_files
-from llm_speedrun.corpus import *
-from llm_speedrun.data import *
+from llm_speedrun.corpus import (HUB, Corpus, differences, gpt2_tokenizer, hub_documents, marked_pieces, open_corpus, stdlib_files,
+                                 train_tokenizer, write_shards)
+from llm_speedrun.data import Batches, bigram_loss, prefetch, val_batches
 from llm_speedrun.files import InputError, cache_dir
-from llm_speedrun.text_files import *
-from llm_speedrun.token_files import *
-from llm_speedrun.tokenizer import *
+from llm_speedrun.text_files import EOT, read_documents
+from llm_speedrun.token_files import Shards
 from helpers.tiny_runs import cache
 from helpers.timeouts import TIMEOUT
 

@@ -14,8 +14,8 @@ from llm_speedrun.corpus import Corpus, open_corpus, stdlib_files, train_tokeniz
 from llm_speedrun.text_files import read_documents
 from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_borders, document_mask,
                                            mean_length, padded_borders, within_documents)
-from llm_speedrun.train.prepare_data import *
-from llm_speedrun.train.loader import *
+from llm_speedrun.train.prepare_data import document_source, tokenize_corpus
+from llm_speedrun.train.loader import MixedBatches, RankBatches, StreamBatches
 from llm_speedrun.train.encoder_pool import Encoder, Worker, in_order
 from helpers.tiny_runs import words
 from helpers.timeouts import TIMEOUT, until_some_moment, wait_until

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np, pytest
 import llm_speedrun.token_files as module
 from llm_speedrun import corpus as corpus_module
-from llm_speedrun.corpus import *
+from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
 from llm_speedrun.data import Batches, prefetch
 from llm_speedrun.files import InputError, RunError
-from llm_speedrun.token_files import *
+from llm_speedrun.token_files import Shards, TokenWriter
 from helpers.tiny_runs import cache
 
 TEXT = "the quick brown fox jumps over the lazy dog, again and again.\n" * 100

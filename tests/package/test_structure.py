@@ -6,7 +6,7 @@ import pytest
 from make_readme import ROOT
 
 PACKAGE, SITE = ROOT/"llm_speedrun", ROOT/"nbs/_site"
-METHODS, LINES = 20, 500 # the most of a class and of a module
+METHODS, LINES, NAMES = 20, 500, 700 # the most of a class, of a module, and of what a user imports
 LARGE = {} # classes
 LONG = {} # modules
 CIRCLES = [] # groups of modules that may import each other
@@ -76,6 +76,14 @@ def test_modules_are_short():
     long = {k: n for k, p in modules(PACKAGE).items() if (n := lines(p)) > LINES}
     assert long.keys() <= LONG.keys(), f"more than {LINES} lines: {long}"
     assert all(n <= LONG[k] for k, n in long.items()), f"they have grown: {long}"
+
+def public(folder): # -> how many names its modules' `__all__` have
+    lists = (o.value.elts for p in modules(folder).values() for o in tree(p).body if isinstance(o, ast.Assign) and getattr(o.targets[0], "id", "") == "__all__")
+    return sum(map(len, lists))
+
+def test_public_names_are_few():
+    "A name that only other modules of the package use is exported by `#| exporti`, which leaves it out of `__all__`"
+    assert 300 < public(PACKAGE) <= NAMES
 
 def test_what_shrank_leaves_the_lists():
     found, sizes = methods(PACKAGE), {k: lines(p) for k, p in modules(PACKAGE).items()}

@@ -2,10 +2,11 @@
 from dataclasses import replace
 from functools import partial
 import pytest, torch
-from llm_speedrun.rungs.checkpointing import *
+from llm_speedrun.rungs.checkpointing import (checkpoint, count_memory, fits_in, largest, measure_memory, MemoryCounter, pass_memory,
+                                              prepared, recompute, saved_bytes, selective_checkpoint, spread)
 from llm_speedrun.roofline import OpCounter
-from llm_speedrun.model import *
-from llm_speedrun.runs import *
+from llm_speedrun.model import naive_layer, workload
+from llm_speedrun.runs import build, enter_all, find_rung, reference_errors, Stepper
 from helpers.tiny_runs import NANO, fails, nano
 
 FOUR = replace(NANO, layers=4)

@@ -4,12 +4,12 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 import pytest, torch
-from llm_speedrun.rungs.compile import *
-from llm_speedrun.rungs.cuda_graphs import *
+from llm_speedrun.rungs.compile import compile, whole_pass
+from llm_speedrun.rungs.cuda_graphs import capturable_adamw, graphed, RecordedLoss, RecordedPass
 from llm_speedrun.roofline import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, ceilings,
                                    profile_kinds, profiled)
-from llm_speedrun.model import *
-from llm_speedrun.runs import *
+from llm_speedrun.model import WORKLOADS, naive_attention, naive_layer, set_parts
+from llm_speedrun.runs import RUNGS, build, count_step, enter_all, make_step, reference_errors, Stepper
 from llm_speedrun.generate import generate
 from helpers.torch_globals import changed, flags
 from helpers.tiny_runs import NANO, fails, recorded

@@ -3,7 +3,7 @@ from copy import deepcopy
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.fewer_bytes as fewer
-from llm_speedrun.rungs.fewer_bytes import *
+from llm_speedrun.rungs.fewer_bytes import add_rows, add_rows_maths, take_rows, TiedGPT, TiedRows
 from llm_speedrun.model import GPT, Embedding, workload
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.beyond import beyond

@@ -6,8 +6,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from llm_speedrun.rungs.amp import bf16, fp16, half_rung
 from llm_speedrun.rungs.flash import BACKENDS, attend_with, flash, sdpa, why_not
-from llm_speedrun.model import *
-from llm_speedrun.runs import *
+from llm_speedrun.model import naive_attention, workload
+from llm_speedrun.runs import RUNGS, baseline, build, check_rung, count_step, find_rung, in_order, reference_errors, Run, rung, Stepper
 
 from llm_speedrun.rungs.tf32 import tf32
 from llm_speedrun.train.presets import parse_rungs, presets

@@ -5,7 +5,7 @@ import pytest, torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from llm_speedrun.data import val_batches
-from llm_speedrun.export import *
+from llm_speedrun.export import export_folder, from_pretrained, gpt_config, import_folder, qwen3_config, write_folder
 from llm_speedrun.recipes.model_registry import shapes
 from llm_speedrun.files import InputError
 from llm_speedrun.model import GPT, WORKLOADS

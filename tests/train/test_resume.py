@@ -15,12 +15,10 @@ from llm_speedrun.runs import Stepper
 from llm_speedrun.cli import speedrun_train
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.train.run_dir import Finished
-from llm_speedrun.checkpoint.format import *
-from llm_speedrun.checkpoint.load import *
-from llm_speedrun.checkpoint.save import *
-from llm_speedrun.train.console import *
-from llm_speedrun.train.resolve import *
-from llm_speedrun.train.trainer import *
+from llm_speedrun.checkpoint.format import checkpoints, flatten_state, newest, read_metadata, validation_error, write_checkpoint
+from llm_speedrun.train.console import Signals
+from llm_speedrun.train.resolve import read_options, resumed
+from llm_speedrun.train.trainer import train, Trainer
 from tokenizers import Tokenizer, models
 from helpers.tiny_runs import VOCAB, fails, nano, options, texts, write_bins
 from test_trainer import COMMAND, curve, names, posix, rows, start, when

@@ -7,15 +7,15 @@ from llm_speedrun import corpus, data, ladder
 from llm_speedrun.data import bigram_loss
 from llm_speedrun.train import autotune, resolve, trainer as module
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
-from llm_speedrun.train.autotune import *
-from llm_speedrun.train.presets import *
+from llm_speedrun.train.autotune import drop_failed_rung, NoRoom, smaller
+from llm_speedrun.train.presets import PRESETS, without
 from llm_speedrun.corpus import train_tokenizer, write_shards
 from llm_speedrun.files import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.run_charts import loss_chart
 from llm_speedrun.train.config import LadderOptions, TrainConfig
-from llm_speedrun.train.console import *
-from llm_speedrun.train.trainer import *
+from llm_speedrun.train.console import Progress
+from llm_speedrun.train.trainer import report, train, Trainer
 from llm_speedrun.checkpoint.format import newest
 from helpers.tiny_runs import NANO, VOCAB, fails, nano, options, texts, write_bins
 from helpers.timeouts import TIMEOUT, wait_until
