@@ -44,6 +44,7 @@ def nvml_gpu():
     pynvml.nvmlInit()
     return pynvml, pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid())
 
+# %% ../nbs/01_measure.ipynb #01memlim
 @contextmanager
 def memory_limit(gib): # GPU memory to use, in GiB
     "Inside, this process gets no more GPU memory than that; nothing on a CPU"

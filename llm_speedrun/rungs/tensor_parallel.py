@@ -478,11 +478,10 @@ def tensor_parallel(run, # a `Run`
         raise InputError(f"rung 'tensor_parallel': {size} processes are to share a model, and the world was "
                          f"joined with tp={there}: give both the same size")
     check_cut(run.model.config, size)
-    group = run.world.group("tp")
-    share, whole = TPGroup(rank, size, group.group_name), bool({"fp8", "lean"} & {*run.rungs})
-    run = replace_model(run, lambda model: cut_model(model, share, whole))
-    syncs = run.gradient_syncs + (TensorParallel(share, group),)
-    return replace(run, sync=ParallelSync, gradient_syncs=syncs)
+    share = TPGroup(rank, size, run.world.group("tp").group_name)
+    cut = lambda model: cut_model(model, share, bool({"fp8", "lean"} & {*run.rungs}))
+    return replace(replace_model(run, cut), sync=ParallelSync,
+                   gradient_syncs=run.gradient_syncs + (TensorParallel(share, run.world.group("tp")),))
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5085ff8b
 def step_messages(config, # a `GPTConfig`

@@ -434,7 +434,7 @@ def test_full_disk(tmp_path, monkeypatch):
     ("raise InputError('do that')", 2)])
 def test_nobody_reads_on(code, want, buffered):
     "After `| head -1` a command ends without a word, also where Python writes at its end; a mistake is still told"
-    script = f"import sys\nfrom llm_speedrun.files import *\ndef f():\n    sys.stdin.read()\n    {code}\nclean_errors(f)"
+    script = f"import sys\nfrom llm_speedrun.files import InputError, clean_errors\ndef f():\n    sys.stdin.read()\n    {code}\nclean_errors(f)"
     env = os.environ | dict(PYTHONUNBUFFERED="" if buffered else "1", PYTHONPATH=str(ROOT))
     p = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
     p.stdout.close(); p.stdin.close()
@@ -451,7 +451,7 @@ def test_another_pipe(capsys):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is Linux'")
 def test_output_to_a_full_disk():
-    script = "from llm_speedrun.files import *\nclean_errors(lambda: print(1))"
+    script = "from llm_speedrun.files import InputError, clean_errors\nclean_errors(lambda: print(1))"
     with open("/dev/full", "w") as out: p = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True,
                                                            env=os.environ | dict(PYTHONPATH=str(ROOT)))
     assert (p.returncode, p.stderr) == (2, "error: no space left on device: make room, then try again\n")
