@@ -119,7 +119,7 @@ def only_draws(source):
 @rule(NBS, put(4, py("fig, ax = plt.subplots()\nax.plot(list(range(3)))", picture(740), **ALT)))
 def drawing_code_is_hidden(nb):
     for c in of_kind(nb, "code"):
-        if not directives(c).keys() & {"hide", "echo", "code-fold", "export"} and only_draws(source(c)): yield f"draws, and says no `#| echo: false`: {first_line(c)}"
+        if not directives(c).keys() & {"hide", "echo", "code-fold", "export", "exporti"} and only_draws(source(c)): yield f"draws, and says no `#| echo: false`: {first_line(c)}"
 
 @rule(with_outputs(NBS), put(4, py("plot()", picture(741), **ALT)))
 def figures_fit_the_page(nb):

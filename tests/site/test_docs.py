@@ -2,7 +2,7 @@
 that step is the one that could run code again, or leave some out."""
 import ast, re
 import pytest
-from helpers.cells import NBS, cells, directives, parsed, shown, with_outputs
+from helpers.cells import NBS, cells, directives, exported, parsed, shown, with_outputs
 from make_readme import text
 
 def code(cell):
@@ -22,8 +22,8 @@ def test_the_site_shows_what_is_committed(processed, path):
 
 @pytest.mark.parametrize("path", NBS, ids=lambda p: p.stem)
 def test_the_site_shows_exported_code(path, processed):
-    exported = {c["id"] for c in cells(path) if c["cell_type"] == "code" and "export" in directives(c)}
-    assert exported <= {c["id"] for c in cells(processed/path.name) if text(c["source"]).strip()}
+    of_package = {c["id"] for c in cells(path) if c["cell_type"] == "code" and exported(c)}
+    assert of_package <= {c["id"] for c in cells(processed/path.name) if text(c["source"]).strip()}
 
 # --- what a cell says is there ---
 
@@ -62,7 +62,7 @@ def speaks(source):
 
 def silent(nb):
     "The shown cells that should have an output and have none"
-    quiet = lambda c: "export" in directives(c) or directives(c).get("eval", "").lower() == "false"
+    quiet = lambda c: exported(c) or directives(c).get("eval", "").lower() == "false"
     return {c["id"] for c in nb if c["cell_type"] == "code" and shown(c) and not quiet(c) and not c["outputs"]
             and speaks(text(c["source"]))}
 
@@ -84,5 +84,5 @@ def test_which_cells_speak(source, says): assert speaks(source) is says
 def test_a_silent_cell_is_found():
     cell = lambda source, *outputs: dict(id=source, cell_type="code", source=source, outputs=outputs)
     nb = [cell("print(1)"), cell("print(2)", "2"), cell("#| hide\nprint(3)"), cell("#| eval: false\nprint(4)"),
-          cell("#| export\nprint(5)"), cell("#| echo: false\nprint(6)"), cell("x = 1")]
+          cell("#| export\nprint(5)"), cell("#| exporti\nprint(7)"), cell("#| echo: false\nprint(6)"), cell("x = 1")]
     assert silent(nb) == {"print(1)", "#| echo: false\nprint(6)"}
