@@ -38,9 +38,11 @@ def compared(other, case, rounds):
     "Both versions of one case"
     both = [started(root, case) for root in (ROOT, other)]
     first = [json.loads(p.stdout.readline()) for p in both]
-    ms = [ask(p, 3) for p in both for _ in range(2)][1::2]
-    n = max(3, round(600/ms[0]))
-    times = [[ask(p, n) for p in (both if i % 2 else both[::-1])][:: 1 if i % 2 else -1] for i in range(rounds)]
+    for p in both: ask(p, 3) # warm
+    n, times = max(3, round(600/ask(both[0], 3))), []
+    for i in range(rounds): # who goes first changes
+        ms = {p: ask(p, n) for p in (both if i % 2 else both[::-1])}
+        times.append([ms[p] for p in both])
     for p in both: p.stdin.close(); p.wait()
     ratios = sorted(b/a for a, b in times)
     low, *_, high = statistics.quantiles(ratios, n=10)

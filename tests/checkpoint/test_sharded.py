@@ -18,11 +18,11 @@ from llm_speedrun.checkpoint import format, save_sharded as sharded
 from llm_speedrun.checkpoint.format import checkpoints, flatten_state, newest, validation_error
 from llm_speedrun.checkpoint.load import check_size, newest_on_all_ranks, open_checkpoint, rank_state, read_checkpoint
 from llm_speedrun.checkpoint.save import Saver
-from llm_speedrun.checkpoint.save_sharded import make_saver, Part, per_rank, ShardedSaver, to_piece
+from llm_speedrun.checkpoint.save_sharded import make_saver, per_rank, ShardedSaver, to_piece
 from llm_speedrun.checkpoint.state import (average_to_save, full_state_dict, load_average, load_optimizer, load_weights,
                                            optimizer_to_save, state_to_save, weights_to_save)
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.parallel import Piece, local, pieces
+from llm_speedrun.distributed.parallel import Piece, local
 from helpers.tiny_runs import NANO, fails
 from helpers.timeouts import TIMEOUT, calls_of, wait_until
 

@@ -1,6 +1,6 @@
 """Files and tokenizers of other people: each is read correctly, or refused with a reason that says what to do. `python tests/data/test_text_inputs.py`
 prints the table of all of them: files read, documents and tokens, or the reason."""
-import bz2, gzip, io, json, lzma, os, pickle, re, struct, sys, tempfile, zipfile
+import bz2, gzip, io, json, lzma, os, pickle, re, struct, tempfile, zipfile
 from pathlib import Path
 import numpy as np, pyarrow as pa, pyarrow.feather, pyarrow.parquet as pq, pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers

@@ -7,8 +7,7 @@ import numpy as np, pytest, torch
 from llm_speedrun.data import PERMUTED, Batches, ComputedOrder
 from llm_speedrun.corpus import open_corpus, train_tokenizer
 from llm_speedrun.files import InputError
-from llm_speedrun.train.loader import (LaneBatches, MixedBatches, RankBatches, StreamBatches, joined_lanes, lanes_for,
-                                       shares_of)
+from llm_speedrun.train.loader import LaneBatches, MixedBatches, StreamBatches, joined_lanes, lanes_for, shares_of
 
 class Length:
     "Tokens of which the number alone is known"

@@ -3,8 +3,7 @@ from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.tensor_parallel as tp
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, loss_maths
-from llm_speedrun.rungs.tensor_parallel import (TPGroup, TensorParallel, part_grads, part_grads_maths, part_stats, part_stats_maths,
-                                                row_losses)
+from llm_speedrun.rungs.tensor_parallel import TPGroup, part_grads, part_grads_maths, part_stats, part_stats_maths, row_losses
 from llm_speedrun.runs import LocalSync, Stepper, build, enter_all
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed

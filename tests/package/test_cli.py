@@ -8,7 +8,7 @@ import numpy as np, pytest, torch
 from llm_speedrun.files import InputError, clean_errors, decoded
 from llm_speedrun.runs import RUNGS, find_rung, rung_name
 from llm_speedrun import cli
-from llm_speedrun.cli import command, speedrun_doctor, speedrun_ladder, speedrun_train
+from llm_speedrun.cli import speedrun_doctor, speedrun_ladder, speedrun_train
 from llm_speedrun.train.presets import presets
 from llm_speedrun.train.config import (RENAMED, DataOptions, LadderOptions, LrOptions, make_parser, option_specs, parse_args,
                                        RaceOptions, resolve_options, to_toml, TrainConfig, visible_specs)

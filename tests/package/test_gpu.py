@@ -1,5 +1,5 @@
 "What only a GPU can show, at the real shapes: TF32's reach, the kernels' errors, determinism, memory, and no leaks."
-import gc, math, re
+import gc, math
 from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
 from llm_speedrun.rungs.chunked_ce import linear_cross_entropy

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from llm_speedrun.export import export_folder, from_pretrained, import_folder, read_run, write_folder
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.recipes.architecture import NORM, OUT, folded, heads_of, init, NormedGPT, UntiedGPT
-from llm_speedrun.runs import Run, Stepper, baseline, build, enter_all, in_order
+from llm_speedrun.runs import Run, Stepper, baseline, enter_all, in_order
 from llm_speedrun.checkpoint.load import check_size
 from llm_speedrun.checkpoint.save import Saver
 from helpers.tiny_runs import NANO, fails, nano

@@ -1,5 +1,4 @@
 "Each switch computes what it says, under every rung, and such a model comes back from its folder and is not exported."
-import json
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from llm_speedrun.export import export_folder, from_pretrained, write_folder
@@ -7,7 +6,7 @@ from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.architecture import UntiedGPT, init
 from llm_speedrun.recipes.beyond import SWITCHES, beyond, switch_rows
 from llm_speedrun.rungs.flash import sdpa
-from llm_speedrun.runs import Run, Stepper, enter_all
+from llm_speedrun.runs import Run
 from llm_speedrun.train.trainer import train
 from helpers.tiny_runs import NANO, fails, nano, options
 import test_resume as test_resume_module

@@ -7,7 +7,7 @@ from llm_speedrun.files import InputError
 from llm_speedrun.measure import compare, ratio
 from llm_speedrun.model import workload
 from llm_speedrun.recipes.batch import in_window, window_mask, windowed
-from llm_speedrun.recipes.recipe import RECIPES, find_recipe, parse_recipe, set_groups
+from llm_speedrun.recipes.recipe import find_recipe, parse_recipe, set_groups
 from llm_speedrun.recipes.schedules import GuardedStepper, lr_at
 from llm_speedrun.recipes.speedrun import decay_for, rate_for
 from llm_speedrun.runs import Stepper, build, settled

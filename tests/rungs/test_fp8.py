@@ -8,10 +8,10 @@ import pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.fp8 as plain, llm_speedrun.rungs.fp8_kernels as kernel_module, llm_speedrun.rungs.fused_fp8 as module
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import E4M3, E5M2, LARGEST, RECIPES, choose_layers, converted, mm8, sqnr
-from llm_speedrun.rungs.fp8_kernels import (by_kernel, heads_quantize, LayerScales, norm_quantize, product, quantize, quantize_weights,
-                                            Scaling, sixteens, slot, swiglu_backward_quantize, swiglu_quantize)
-from llm_speedrun.rungs.fused_fp8 import (HALF_MOST, PARTS, SIZES, choose_parts, Fp8LinearCE, logits_quantize, loss_lse, misrounded,
-                                          needs_fp8, rounding_cases, rounds_wrong)
+from llm_speedrun.rungs.fp8_kernels import (by_kernel, heads_quantize, LayerScales, norm_quantize, quantize, quantize_weights, Scaling,
+                                            sixteens, swiglu_backward_quantize, swiglu_quantize)
+from llm_speedrun.rungs.fused_fp8 import (HALF_MOST, PARTS, choose_parts, Fp8LinearCE, logits_quantize, loss_lse, misrounded, needs_fp8,
+                                          rounding_cases, rounds_wrong)
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.triton import runs_kernel
 from llm_speedrun.measure import version_of

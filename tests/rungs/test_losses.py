@@ -13,7 +13,7 @@ from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling
 from llm_speedrun.rungs.fused_fp8 import HALF_MOST, Fp8CE, logits_quantize, loss_lse
 from llm_speedrun.rungs.fused_ops import swiglu_backward
 from llm_speedrun.rungs.tensor_parallel import CutChunkedCE, part_grads, part_stats, row_losses
-from llm_speedrun.runs import Stepper, build
+from llm_speedrun.runs import build
 from helpers.tiny_runs import NANO, fails
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

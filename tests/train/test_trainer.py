@@ -3,11 +3,11 @@ import copy, dataclasses, itertools, json, os, pickle, re, shlex, signal, subpro
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
-from llm_speedrun import corpus, data, ladder
+from llm_speedrun import corpus, ladder
 from llm_speedrun.data import bigram_loss
 from llm_speedrun.train import autotune, resolve, trainer as module
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
-from llm_speedrun.train.autotune import drop_failed_rung, NoRoom, smaller
+from llm_speedrun.train.autotune import drop_failed_rung, NoRoom
 from llm_speedrun.train.presets import PRESETS, without
 from llm_speedrun.corpus import train_tokenizer, write_shards
 from llm_speedrun.files import InputError, RunError, clean_errors
