@@ -72,7 +72,7 @@ def our_lm(folder, # a run's, an export's, or another that `from_pretrained` ope
     tok, start, why = our_tokenizer(folder, c.vocab)
     about = dict(engine="ours", weights=weights_digest(run.model))
     set_parts(run.model, attend=attend_with("efficient"))
-    return LM(run.model, partial(encode_texts, tok), start, c.seq, c.vocab, run.device, about, why)
+    return LM(run.model, partial(encode_texts, tok), start, c.seq_len, c.vocab, run.device, about, why)
 
 # %% ../nbs/61_evals.ipynb #44604b3b
 def first_line(e): # an error
@@ -86,7 +86,7 @@ def opened_by_transformers(folder):
     except ImportError: raise InputError("--engine transformers needs the package transformers, which isn't "
                                          "installed: pip install transformers") from None
     path = file_of(folder, "config.json", "it is not the folder of a model")
-    if "model" in read_json(path, dict[str, Any]):
+    if "model_config" in read_json(path, dict[str, Any]):
         raise InputError(f"{folder} is a run: speedrun_export {folder} writes it as transformers reads it")
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
@@ -187,7 +187,8 @@ def check_requests(requests, seq, wheres): # the model's most tokens; where each
     for (_, n), where in zip(requests, wheres):
         if n < 1: raise InputError(f"{where}: an ending has no tokens of its own")
         if n > seq: raise InputError(f"{where}: an ending has {n} tokens, and this model reads {seq}: it "
-                                     "is too small for this test: train one with more (speedrun_train --seq)")
+                                     "is too small for this test: train one with more (speedrun_train "
+                                     "--seq_len)")
 
 # %% ../nbs/61_evals.ipynb #c6cd841a
 def windows(ids, # a text's tokens, with the start token before them
@@ -507,7 +508,7 @@ def evaluate_and_tell(c): # an `EvalOptions`
     check_writable(out.parent); saved_evals(out) # before minutes of work
     if (lm := engine(c.folder)).no_tasks and c.tasks: raise InputError(lm.no_tasks)
     tasks, texts = asked_tasks(c.tasks, c.limit), asked_texts(c.text, c.limit, c.text_key)
-    records = evaluate(lm, tasks, texts, c.context, batch=c.batch, bf16=bf16)
+    records = evaluate(lm, tasks, texts, c.context, batch=c.batch_tokens, bf16=bf16)
     print(*eval_lines(records), sep="\n")
     save_evals(out, records)
     print(f"saved in {out}")

@@ -46,7 +46,7 @@ def qwen3_config(config, # a `GPTConfig`
         architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=c.vocab, hidden_size=c.width,
         num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
         head_dim=c.head_dim, intermediate_size=c.hidden, hidden_act="silu", rms_norm_eps=c.eps,
-        max_position_embeddings=c.seq, initializer_range=.02,
+        max_position_embeddings=c.seq_len, initializer_range=.02,
         rope_theta=c.rope_theta, rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta),
         tie_word_embeddings=tied, attention_bias=False, attention_dropout=0., use_sliding_window=False,
         sliding_window=None, torch_dtype=str(dtype).removeprefix("torch."), **ends)
@@ -175,7 +175,7 @@ def read_run(folder): # of a run, or of a checkpoint in it, however many process
     record, weights = read_record(run), folder
     if record.architecture and record.architecture not in MODELS: import_plugins("", run)
     check_registered(record, run)
-    config = record.model
+    config = record.model_config
     if run == Path(folder): weights = file_of(folder, "model.safetensors", no_weights(folder))
     else: read = partial(checkpoint_weights, config)
     tensors = {qwen3_name(k.removeprefix("model.")): t for k, t in read(weights).items()}
@@ -210,7 +210,7 @@ def tokenizer_files(path, # of a `tokenizer.json`
     eot, pad = end_of_text(tok), getattr(tok, "pad", None)
     ends = {} if eot is None else dict.fromkeys(("bos_token", "eos_token", "pad_token"), eot)
     if pad: ends["pad_token"] = tok.token_to_id(pad)
-    about = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.seq,
+    about = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.seq_len,
                  clean_up_tokenization_spaces=False, **{k: tok.id_to_token(i) for k, i in ends.items()})
     return {"tokenizer.json": data, "tokenizer_config.json": json_bytes(about)}, ends
 
@@ -292,7 +292,7 @@ def export_folder(run_folder, # of a finished run
 
 # %% ../nbs/62_export.ipynb #15d901a4
 SHAPE = dict(vocab="vocab_size", layers="num_hidden_layers", width="hidden_size", heads="num_attention_heads",
-             kv_heads="num_key_value_heads", hidden="intermediate_size", seq="max_position_embeddings")
+             kv_heads="num_key_value_heads", hidden="intermediate_size", seq_len="max_position_embeddings")
 FIXED = dict(architectures=["Qwen3ForCausalLM"], hidden_act="silu", attention_bias=False,
              attention_dropout=0., use_sliding_window=False, quantization_config=None)
 STATED = dict(model_type="qwen3") # whose absence means something else
@@ -385,7 +385,7 @@ def import_folder(folder): # a run's, written by us or by transformers' `save_pr
     check_no_adapter(folder)
     path = file_of(run_of(folder), "config.json", "it is not the folder of a model")
     about = read_json(path, dict[str, Any])
-    if "model" in about: return read_run(folder) # ours, not exported
+    if "model_config" in about: return read_run(folder) # ours, not exported
     config, tensors = read_config(path), {}
     for f in weight_files(folder): tensors |= read_tensors(f)
     return config, fitted(tensors, config, folder, stated_model(about, path))

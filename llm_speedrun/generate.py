@@ -56,7 +56,7 @@ def generate(run, # a `Run`; its forward contexts are entered
     x = torch.tensor([ids], device=device)
     for _ in range(n):
         with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
-            logits = model(x[:, -model.config.seq:])[:, -1]
+            logits = model(x[:, -model.config.seq_len:])[:, -1]
         x = torch.cat([x, draw(logits, g, temperature=temperature, top_k=top_k, top_p=top_p)], 1)
     return x[0].tolist()
 
@@ -68,7 +68,7 @@ class Cache:
                  dtype=torch.float32, # of keys and values: the model's
                  device="cpu"): # the model's
         c = config
-        room = lambda: torch.zeros(rows, c.kv_heads, c.seq, c.head_dim, dtype=dtype, device=device)
+        room = lambda: torch.zeros(rows, c.kv_heads, c.seq_len, c.head_dim, dtype=dtype, device=device)
         self.k, self.v = ([room() for _ in range(c.layers)] for _ in range(2))
         self.dtype, self.group = dtype, c.heads // c.kv_heads # query heads that share a KV head
         self.at = torch.zeros(1, dtype=torch.long, device=device) # the slot of the next token
@@ -130,7 +130,7 @@ class Generator:
         w, self.config = run.model.embed_tokens.weight, run.model.config
         self.cache = Cache(self.config, rows, w.dtype, w.device)
         self.model = with_cache(run, self.cache).model
-        self.tokens = torch.zeros(rows, self.config.seq, dtype=torch.long, device=w.device) # those read
+        self.tokens = torch.zeros(rows, self.config.seq_len, dtype=torch.long, device=w.device) # those read
         self.used, self.ahead, self.graphs = 0, None, {} # slots; tokens to read; recorded passes
         self.last = torch.zeros(rows, 1, dtype=torch.long, device=w.device) # where a recorded pass reads
         if hasattr(run.model, "fits"): self.check(run.model) # a plug-in's class
@@ -139,7 +139,7 @@ class Generator:
 @patch
 def begin(self:Generator, texts): # a list of tokens for each row
     "Clear the cache and read these texts next. Raises `InputError` for an empty or too long one"
-    most = self.config.seq
+    most = self.config.seq_len
     for t in texts:
         if not t: raise InputError("a text needs a token to begin with: the end of another, for example")
         if len(t) > most:
@@ -154,7 +154,7 @@ def begin(self:Generator, texts): # a list of tokens for each row
 @patch
 def evict(self:Generator, x): # B T tokens for which there are too few slots
     "Evict all but the newest three quarters of a context. Returns them, to be read, with `x` at the end"
-    S = self.config.seq
+    S = self.config.seq_len
     keep = min(S, max(x.shape[1], S - S//4)) # all of `x`, if there is room for it
     x = torch.cat([self.tokens[:, :self.used], x], 1)
     self.cache.pad.sub_(x.shape[1] - keep).clamp_(min=0)
@@ -175,7 +175,7 @@ def run_pass(self:Generator, x, room): # B T tokens, slots to look at
 @torch.no_grad()
 def read(self:Generator, x): # B T tokens that follow those read
     "Return the logits of the token after `x`, B V, in FP32"
-    if self.used + x.shape[1] > self.config.seq: x = self.evict(x)
+    if self.used + x.shape[1] > self.config.seq_len: x = self.evict(x)
     end = self.used + x.shape[1]
     self.tokens[:, self.used:end] = x
     self.cache.at.fill_(self.used)
@@ -194,7 +194,7 @@ def capture_graph(f): # () -> a tensor; it may be called any number of times
 @patch
 def replay(self:Generator, x, end): # B 1 tokens, slots that are filled with them
     "Replay `run_pass`, by a CUDA graph that is captured for 256, 512, 1024, ... slots"
-    room = min(self.config.seq, max(256, 1 << (end - 1).bit_length()))
+    room = min(self.config.seq_len, max(256, 1 << (end - 1).bit_length()))
     self.last.copy_(x)
     if room not in self.graphs: self.graphs[room] = capture_graph(partial(self.run_pass, self.last, room))
     graph, logits = self.graphs[room]
@@ -220,7 +220,7 @@ def add(self:Generator, ids): # tokens
 @torch.no_grad()
 def check(self:Generator, model): # whose text it writes
     "Raise `InputError` where the model computes something else with a cache than without"
-    T, rows = self.config.seq, len(self.tokens)
+    T, rows = self.config.seq_len, len(self.tokens)
     x = torch.arange(T, device=self.tokens.device)[None] * 7 % self.config.vocab
     self.begin([x[0].tolist()]*rows)
     self.read(self.ahead[:, :-1])

@@ -138,9 +138,9 @@ def climb_one_gpu(c): # a `LadderOptions`
     check_share(c.share)
     folder = Path(c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
     config, size = bench()
-    if c.workload: config = workload(c.workload)
+    if c.model: config = workload(c.model)
     only = [n.strip() for n in c.only.split(",") if n.strip()]
-    rungs, batch, paths = parse_rungs(c.rungs), c.batch or size, peer_paths(c.peer)
+    rungs, batch, paths = parse_rungs(c.rungs), c.batch_size or size, peer_paths(c.peer)
     records = new_ladder(config, batch, rungs, folder, only)
     print(ladder_table(records))
     if paths: tell_peers(config, batch, rungs, paths, folder)
@@ -208,7 +208,7 @@ def on_one(c): # `LadderOptions` whose rungs leave each process alone
 def buildable(c): # `LadderOptions`
     "Return `c` with those rungs of its preset that can be built, resolved; print why others can't"
     if not preset_of(c.rungs) or c.rungs == "auto": return c
-    config, rungs = workload(c.workload) if c.workload else bench()[0], parse_rungs(c.rungs)
+    config, rungs = workload(c.model) if c.model else bench()[0], parse_rungs(c.rungs)
     parallel = [r for r in rungs if rung_name(r) in PARALLEL]
     on = resolve_preset(config, [r for r in rungs if r not in parallel], Choices(again=True, say=print))
     for name, why in refused(on.rungs, on.why): print(f"not {name}: {why}")
@@ -238,6 +238,6 @@ def run_ladder(c): # a `LadderOptions`
     c = replace(c, out=c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
     of_one = ",".join(k for k in only if k not in PARALLEL)
     if of_one or not only: climb_one_gpu(replace(c, rungs=",".join(alone) or "naive", only=of_one))
-    config, size = (workload(c.workload), bench()[1]) if c.workload else bench()
+    config, size = (workload(c.model), bench()[1]) if c.model else bench()
     wanted = [r for r in parallel if not only or rung_name(r) in only]
-    tell_together([measure_together(config, alone, r, n, c.batch or size) for r in wanted], Path(c.out))
+    tell_together([measure_together(config, alone, r, n, c.batch_size or size) for r in wanted], Path(c.out))

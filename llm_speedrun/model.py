@@ -17,7 +17,7 @@ from .measure import flops_per_token
 # %% ../nbs/04_model.ipynb #c9b34a3b
 def check_shape(c): # a `GPTConfig`
     "Raise `InputError` where its numbers don't fit together"
-    for k in ("vocab", "layers", "width", "heads", "kv_heads", "hidden", "seq"):
+    for k in ("vocab", "layers", "width", "heads", "kv_heads", "hidden", "seq_len"):
         if getattr(c, k) < 1: raise InputError(f"{k} must be at least 1, not {getattr(c, k)}")
     if c.width % c.heads:
         raise InputError(f"width {c.width} can't be divided among {c.heads} heads: "
@@ -39,7 +39,7 @@ class GPTConfig:
     heads: int = 12 # H, query heads
     kv_heads: int = 12 # key and value heads; fewer than H is grouped-query attention
     hidden: int = 2048 # width inside the MLP
-    seq: int = 1024 # T, the longest sequence
+    seq_len: int = 1024 # T, the longest sequence
     rope_theta: float = 10_000. # base of the rotary frequencies
     eps: float = 1e-6 # in RMSNorm's root
     name: str = "custom" # the workload's name, for records
@@ -50,11 +50,11 @@ class GPTConfig:
 
 # %% ../nbs/04_model.ipynb #fbff2a9a
 WORKLOADS = {c.name: c for c in [
-    GPTConfig(name="tiny", vocab=1024, layers=2, width=128, heads=4, kv_heads=2, hidden=352, seq=64),
+    GPTConfig(name="tiny", vocab=1024, layers=2, width=128, heads=4, kv_heads=2, hidden=352, seq_len=64),
     GPTConfig(name="124m"),
     GPTConfig(name="180m", layers=16, kv_heads=4, hidden=3072),
     GPTConfig(name="350m", layers=24, width=1024, heads=16, kv_heads=16, hidden=2816),
-    GPTConfig(name="1b", layers=16, width=2048, heads=16, kv_heads=16, hidden=5632, seq=2048)]}
+    GPTConfig(name="1b", layers=16, width=2048, heads=16, kv_heads=16, hidden=5632, seq_len=2048)]}
 
 def workload(name): # a key of `WORKLOADS`
     "The `GPTConfig` of a standard workload; an unknown name is a `ValueError` that names the nearest"
@@ -179,7 +179,7 @@ class GPT(nn.Module):
         self.embed_tokens = Embedding(c.vocab, c.width)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm, self.last_norm, self.loss = RMSNorm(c.width, c.eps), naive_last_norm, cross_entropy
-        for n, t in zip(("cos", "sin"), rope_table(c.seq, c.head_dim, c.rope_theta)):
+        for n, t in zip(("cos", "sin"), rope_table(c.seq_len, c.head_dim, c.rope_theta)):
             self.register_buffer(n, t, persistent=False)
         self.init_weights(seed)
 
@@ -203,9 +203,9 @@ def init_weights(self:GPT, seed): # of a generator of our own: the process-wide 
 def hidden(self:GPT, x): # x: B T, integer tokens
     "The last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"
     T = x.shape[1]
-    if T > self.config.seq:
-        raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq}: "
-                         f"shorten it, or build the model with seq={T}")
+    if T > self.config.seq_len:
+        raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq_len}: "
+                         f"shorten it, or build the model with seq_len={T}")
     h, cos, sin = self.embed_tokens(x), self.cos[:T], self.sin[:T]
     for layer in self.layers: h = layer(h, cos, sin)
     return self.last_norm(self, h)
@@ -238,4 +238,4 @@ def train_flops(config, # a `GPTConfig`
                 seq=None, # T, the model's by default
                 causal=False): # count only the unmasked half of attention
     "Training FLOPs per token of a `GPT`"
-    return flops_per_token(matrix_params(config), config.layers, config.width, seq or config.seq, causal)
+    return flops_per_token(matrix_params(config), config.layers, config.width, seq or config.seq_len, causal)

@@ -53,7 +53,7 @@ def run_record(config, batch, # as for `measure_here`
                **more): # of the run before, if any: its name, its rungs and the ratios; the micro-batch
     "The record of a measured run, with its prediction"
     flops = train_flops(config), train_flops(config, causal=True)
-    return make_record(rung_name(rungs[-1]) if rungs else "fp32", measured, batch=batch, seq=config.seq,
+    return make_record(rung_name(rungs[-1]) if rungs else "fp32", measured, batch=batch, seq=config.seq_len,
                        flops=flops, workload=config.name, rungs=rungs, dtype=main_format(ops),
                        code=code_of(rungs), predicted_ms=predicted_ms, **more)
 

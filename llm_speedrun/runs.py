@@ -395,7 +395,7 @@ def baseline(config, # a `GPTConfig`
     cls = UninitializedGPT if device == "meta" else model_class(config, model)
     with torch.device(device or default_device()): run = Run(cls(config, seed), world=world, seed=seed)
     if device == "meta": # what isn't a weight is made all the same
-        for k, t in zip(("cos", "sin"), rope_table(config.seq, config.head_dim, config.rope_theta)):
+        for k, t in zip(("cos", "sin"), rope_table(config.seq_len, config.head_dim, config.rope_theta)):
             run.model.register_buffer(k, t.to(default_device()), persistent=False)
     return run
 
@@ -441,7 +441,7 @@ def reference_errors(config, # a `GPTConfig`
     step = Stepper(build(config, rungs))
     ref = Stepper(Run(baseline(config).model.double()))
     g = torch.Generator(step.run.device).manual_seed(0)
-    x, y = torch.randint(config.vocab, (2, batch, config.seq), device=step.run.device, generator=g)
+    x, y = torch.randint(config.vocab, (2, batch, config.seq_len), device=step.run.device, generator=g)
     losses = []
     for s in (step, ref):
         with enter_all(s.run.step_contexts): losses.append(s.backward(x, y).double())
@@ -469,7 +469,7 @@ def train_curve(rungs, # names
     corpus, (config, _) = open_corpus(), bench()
     steps, batch = (20, 4) if smoke() else (steps, 8)
     step, losses = Stepper(build(replace(config, vocab=corpus.vocab), rungs)), []
-    batches = prefetch(Batches(corpus.train, batch, config.seq, seed=data_seed), step.run.device)
+    batches = prefetch(Batches(corpus.train, batch, config.seq_len, seed=data_seed), step.run.device)
     for i, b in progress(zip(range(steps), batches), "training", steps):
         for g in step.opt.param_groups: g["lr"] = lr * min(1, (i + 1) / warmup)
         losses.append(step(b)) # stays on the GPU: reading it here would make Python wait for every step
@@ -511,7 +511,7 @@ def make_step(config, # a `GPTConfig`
         run = change(build(config, rungs, world=world, model=model))
         step, device = Stepper(run), run.device
         g = torch.Generator(device).manual_seed(world.rank_and_size("dp")[0] if world.size > 1 else 0)
-        x, y = torch.randint(config.vocab, (2, batch, config.seq), device=device, generator=g)
+        x, y = torch.randint(config.vocab, (2, batch, config.seq_len), device=device, generator=g)
         batches = list(zip(x.split(micro or batch), y.split(micro or batch)))
         return partial(step, *batches)
     return build_step
@@ -542,7 +542,7 @@ def micro_batch(config, # a `GPTConfig`
     if default_device().type == "cpu": return batch
     sizes = [batch >> i for i in range(batch.bit_length()) if batch % (1 << i) == 0]
     try: return next(n for n in sizes if peak_gib(config, rungs, batch, n) <= room)
-    except StopIteration: raise RunError(f"{sizes[-1]} × {config.seq} tokens need over {room} GiB")
+    except StopIteration: raise RunError(f"{sizes[-1]} × {config.seq_len} tokens need over {room} GiB")
     finally: free_memory()
 
 # %% ../nbs/05_runs.ipynb #0bd8ebc0

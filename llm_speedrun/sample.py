@@ -81,7 +81,7 @@ def continued(folder, # a run's, or one that transformers wrote
     "The prompt and what the model of that folder writes after it. Raises `InputError` where it knows no text"
     run, tok = open_model(folder, device, dtype)
     generator = Generator(run)
-    generator.begin([tokens_of(prompt, tok, run.model.config.seq)])
+    generator.begin([tokens_of(prompt, tok, run.model.config.seq_len)])
     g = torch.Generator(run.device).manual_seed(seed)
     return prompt + "".join(p or "" for p, in stream_pieces(generator, tok, n, g, **how))
 
@@ -97,7 +97,7 @@ def prompts_of(c): # a `SampleOptions`
     texts = [text_of(t).removesuffix("\n") if t == "-" else t for t in given]
     lines = [t for t in text_of(c.prompts).splitlines() if t] if c.prompts else []
     if c.prompts and not lines: raise InputError(f"{c.prompts} has no line with a prompt: write one")
-    return [t for t in texts + lines for _ in range(c.samples)]
+    return [t for t in texts + lines for _ in range(c.num_samples)]
 
 # %% ../nbs/60a_sample.ipynb #2bba6d22
 def show(texts, # what there is of each, to begin with
@@ -123,7 +123,7 @@ def settings(c): # a `SampleOptions`
 def write_texts(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
     "Print a text for each prompt; of several, each below a line with its number"
     prompts, g = prompts_of(c), torch.Generator(run.device).manual_seed(c.seed)
-    ids = [tokens_of(p, tok, run.model.config.seq) for p in prompts]
+    ids = [tokens_of(p, tok, run.model.config.seq_len) for p in prompts]
     several = len(prompts) > 1
     heads = [f"--- {i + 1} of {len(prompts)} ---\n"*several for i in range(len(prompts))]
     for part in (slice(i, i + BATCH) for i in range(0, len(prompts), BATCH)):
@@ -154,7 +154,7 @@ def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
     "Take turns in one text, until standard input ends"
     generator, g = Generator(run), torch.Generator(run.device).manual_seed(c.seed)
     eot = end_of_text(tok)
-    said = tokens_of(c.prompt, tok, run.model.config.seq) if c.prompt or eot is not None else []
+    said = tokens_of(c.prompt, tok, run.model.config.seq_len) if c.prompt or eot is not None else []
     print(CHAT, file=sys.stderr)
     while (line := typed()) is not None:
         try:
@@ -167,13 +167,14 @@ def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
 def sample_and_tell(c): # a `SampleOptions`
     """What `speedrun_sample` does. Raises `InputError` where several texts should be one chat, and `RunError`
     where the GPU has too little memory"""
-    if c.chat and (c.prompts or c.samples > 1 or c.prompt == "-" or SEPARATORS[TextList] in c.prompt):
-        raise InputError("a chat is one text: leave out --prompts, --samples, --prompt - and a second prompt")
+    if c.chat and (c.prompts or c.num_samples > 1 or c.prompt == "-" or SEPARATORS[TextList] in c.prompt):
+        raise InputError("a chat is one text: leave out --prompts, --num_samples, --prompt - and "
+                         "a second prompt")
     run, tok = open_model(c.run, c.device, c.dtype)
     try: (chat if c.chat else write_texts)(run, tok, c)
     except torch.OutOfMemoryError:
         raise RunError("the GPU's memory doesn't suffice for so many texts at once: give fewer prompts, or "
-                       "fewer --samples") from None
+                       "fewer --num_samples") from None
 
 # %% ../nbs/60a_sample.ipynb #e1489c06
 def our_writing(folder, rows, prompt, n, device, dtype, # as for `writing_speed`

@@ -15,7 +15,7 @@ def command(name, words):
 
 def run(out, name, words):
     "Train, and return what the run's folder says of its start and its speed"
-    command("speedrun_train", [*words, "--name", name, "--out", out, "--sample", 0])
+    command("speedrun_train", [*words, "--name", name, "--out", out, "--sample_tokens", 0])
     folder = Path(out)/name
     config, result = (json.loads((folder/f"{k}.json").read_text()) for k in ("config", "result"))
     rows = [json.loads(line) for line in open(folder/"metrics.jsonl")]
@@ -24,7 +24,7 @@ def run(out, name, words):
     shutil.rmtree(folder/"checkpoints", ignore_errors=True) # twenty runs would fill a disk
     (folder/"model.safetensors").unlink()
     return dict(name=name, rungs=config["rungs"], gpu=config["gpu"], torch=config["torch"], triton=config["triton"], date=config["date"],
-                micro_batch=config["batch"], steps=result["steps"], choose_s=phases.get("choose rungs"), start_s=result["start"]["seconds"],
+                micro_batch=config["micro_batch_size"], steps=result["steps"], choose_s=phases.get("choose rungs"), start_s=result["start"]["seconds"],
                 phases=phases, tok_s=last["step"]*config["step_tokens"]/last["train_s"], train_s=last["train_s"], val_loss=result["val_loss"], seconds=result["seconds"])
 
 def default_runs(n, out, *words):

@@ -137,7 +137,7 @@ def printed_by(body, folder): return (in_a_shell if needs_a_shell(body) else in_
 
 READY = """
 speedrun_data --data my_texts --out tokens
-speedrun_train --data tokens --workload tiny --rungs naive --steps 20 --evals 1 --name mine
+speedrun_train --data tokens --model tiny --rungs naive --steps 20 --num_evals 1 --name mine
 """
 
 def made_ready(folder):

@@ -14,9 +14,9 @@ from helpers.timeouts import until_some_moment
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 TIMED = "train_s tok_s ms_data ms_forward ms_backward ms_optimizer".split() # keys of rows that differ from run to run
 KINDS = { # a run that takes all of its steps, and one that stops at a target before
-    "steps": dict(steps=12, evals=4, samples=3, save_minutes=0., recipe="speedrun", accumulate=1),
-    "few checkpoints": dict(steps=12, evals=4, samples=3, save_minutes=1e6, recipe="adamw"),
-    "target": dict(steps=24, evals=8, samples=6, save_minutes=0., recipe="normuon")}
+    "steps": dict(steps=12, num_evals=4, num_samples=3, save_minutes=0., recipe="speedrun", grad_accum_steps=1),
+    "few checkpoints": dict(steps=12, num_evals=4, num_samples=3, save_minutes=1e6, recipe="adamw"),
+    "target": dict(steps=24, num_evals=8, num_samples=6, save_minutes=0., recipe="normuon")}
 
 def how(folder, kind, **more): return options(folder, **KINDS[kind] | dict(overwrite=True) | more)
 

@@ -8,7 +8,7 @@ from llm_speedrun.export import write_folder
 from llm_speedrun.model import GPT, GPTConfig
 
 EVALS = Path(__file__).parent/"evals"
-TINY = GPTConfig(name="tiny", vocab=400, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq=48)
+TINY = GPTConfig(name="tiny", vocab=400, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq_len=48)
 FILES = dict(hellaswag="hellaswag.jsonl", lambada_openai="lambada.jsonl", arc_easy="arc.jsonl") # the harness's names
 SPLITS = "train", "validation", "test" # the harness opens all that a task names, and scores the last
 

@@ -535,7 +535,7 @@ def test_a_queue_gives_a_line_to_a_job(shell, tmp_path):
     for kept in (dict(WAITING=line, TAKEN=""), dict(WAITING="", TAKEN=line)): # the second pod of the same job finds the line again
         assert shell(f"set -e; {take}", "sh", JOB="job-1", **kept)[0] == 0
         _, c = trained(shell(f"set -e; {train}", "sh")[1])
-        assert (c.name, c.workload, c.steps, c.lr) == ("lr3e-4", "124m", 2000, 3e-4)
+        assert (c.name, c.model, c.steps, c.lr) == ("lr3e-4", "124m", 2000, 3e-4)
     assert shell(f"set -e; {take}", "sh", JOB="job-1", WAITING="", TAKEN="")[0] == 0
     assert shell(f"set -e; {train}", "sh")[:2] == (0, []) # nothing to do
 

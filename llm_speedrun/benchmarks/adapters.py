@@ -366,7 +366,7 @@ class Nanochat(Adapter):
 @patch
 def step(self:Nanochat, config, path): # a `GPTConfig`, the folder of a clone
     "Build what takes a step, as a `Peer`"
-    model, windows = self.model(path, config.layers, config.width, config.vocab, config.seq)
+    model, windows = self.model(path, config.layers, config.width, config.vocab, config.seq_len)
     for g in (opt := model.setup_optimizer()).param_groups: g["lr"] = .1*g["initial_lr"]
     source = f"{source_of(path, 'nanochat/gpt.py')}, {windows}"
     return Peer(Step(model, torch.compile(model, dynamic=False), opt), model, source)

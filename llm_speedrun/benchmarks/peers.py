@@ -105,7 +105,7 @@ def peers():
 def random_tokens(config, batch): # a `GPTConfig`, sequences
     "x and y as `make_step` draws them, 2 B T"
     g = torch.Generator(default_device()).manual_seed(0)
-    return torch.randint(config.vocab, (2, batch, config.seq), device=default_device(), generator=g)
+    return torch.randint(config.vocab, (2, batch, config.seq_len), device=default_device(), generator=g)
 
 # %% ../../nbs/25_peers.ipynb #25peer48
 @dataclass
@@ -184,7 +184,7 @@ def contender_record(c, # a `Contender` that has raced
     "Its record: beside the speed its source, weights, joules, and the losses of the first and the last step"
     more = {} if c is first else dict(before=first.name, ratio=ratio(first.measured, c.measured))
     rungs = getattr(getattr(c.peer.step, "run", None), "rungs", ())
-    return make_record(c.name, c.measured, batch=c.batch, seq=c.config.seq,
+    return make_record(c.name, c.measured, batch=c.batch, seq=c.config.seq_len,
                        workload=c.config.name, dtype="fp8" if "fp8" in rungs else "bf16", rungs=list(rungs),
                        source=c.peer.source, micro=c.micro, parameters=c.peer.parameters,
                        in_products=c.peer.in_products, joules=joules_of(c.step),
@@ -205,7 +205,7 @@ def peers_table(records): # of `race`
 def text_batch(shards, # of a corpus, such as `open_corpus().train`
                like): # a `Contender`
     "A batch of text as large as the random one: x and y, each B T"
-    x, y = Batches(shards, like.batch, like.config.seq)[0]
+    x, y = Batches(shards, like.batch, like.config.seq_len)[0]
     if max(x.max(), y.max()) >= like.config.vocab:
         raise InputError(f"the corpus has tokens beyond the model's {like.config.vocab}: take one with fewer")
     return torch.stack((x, y)).to(like.random.device)

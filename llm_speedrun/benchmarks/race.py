@@ -91,9 +91,9 @@ def own_words(c): # an `AdapterContext`
     "The command line of its run: the contestant's options, and what the race says"
     job = c.job
     return [
-        *job.words, f"--data={job.data}", f"--seed={job.seed}", f"--seq={c.seq}", "--epochs=1e9",
-        f"--minutes={job.seconds/60}", "--evals=1", "--sample=0", "--save_minutes=1e6", "--name=run",
-        f"--out={c.folder}", "--overwrite"]
+        *job.words, f"--data={job.data}", f"--seed={job.seed}", f"--seq_len={c.seq}", "--epochs=1e9",
+        f"--minutes={job.seconds/60}", "--num_evals=1", "--sample_tokens=0", "--save_minutes=1e6",
+        "--name=run", f"--out={c.folder}", "--overwrite"]
 
 # %% ../../nbs/48_race.ipynb #be150fa0
 def recipe_code():
@@ -215,7 +215,7 @@ def check_own(c): # a `TrainConfig`
         tiny = replace(find_workload("tiny"), layers=1, width=64, vocab=64)
         parse_recipe(c.recipe)(replace(baseline(tiny, "cpu"), rungs=tuple(rungs)))
     if c.schedule: lookup(SCHEDULES, c.schedule, "schedule")
-    if not c.init: find_workload(c.workload or default_workload())
+    if not c.init: find_workload(c.model or default_workload())
 
 # %% ../../nbs/48_race.ipynb #race0054
 def peer_contestant(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
@@ -495,11 +495,11 @@ def race_of(c): # a `RaceOptions`
     folder = Path(c.out or f"runs/race-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     check_writable(folder)
     common = dict(data=str(there.absolute()) if there.exists() else c.data,
-                  seq=c.seq or find_workload(default_workload()).seq)
+                  seq=c.seq_len or find_workload(default_workload()).seq_len)
     corpus = open_corpus(common["data"])
     for side in (corpus.train, corpus.val): Batches(side, 1, common["seq"]) # a context is there
     short = 60*c.tune_minutes or 12*c.minutes
-    return Race(folder, field, common, 60*c.minutes, c.seeds, c.tune, short, c.evals)
+    return Race(folder, field, common, 60*c.minutes, c.seeds, c.tune, short, c.num_evals)
 
 # %% ../../nbs/48_race.ipynb #race0080
 def race_and_tell(c): # a `RaceOptions`

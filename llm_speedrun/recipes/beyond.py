@@ -137,9 +137,9 @@ def forward(self:BeyondGPT, x, y=None): # B T tokens, B T tokens that follow
 def hidden(self:BeyondGPT, x): # B T tokens
     "The last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"
     T, L, early = x.shape[1], self.config.layers, []
-    if T > self.config.seq:
-        raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq}: "
-                         f"shorten it, or build the model with seq={T}")
+    if T > self.config.seq_len:
+        raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq_len}: "
+                         f"shorten it, or build the model with seq_len={T}")
     h = x0 = self.embed_tokens(x)
     normed = F.rms_norm(x0, x0.shape[-1:], eps=self.config.eps) if "values" in self.switches else None
     for i, layer in enumerate(self.layers):

@@ -55,7 +55,7 @@ def recipe_for(recipe, # a `Recipe`
     model = model_of(weights, config)
     if recipe.model is not model and is_own(recipe.model): raise InputError(
         f"recipe {recipe.name!r} trains a {recipe.model.__name__}, and the model of this run is another one: "
-        "register that class by @model, and choose it by --workload instead of @recipe(model=...)")
+        "register that class by @model, and choose it by --model instead of @recipe(model=...)")
     if model_class(config, None): check_roles(model, config)
     on, its = (getattr(m, "switches", {}).keys() for m in (model, recipe.model))
     refused = tuple(getattr(model, "excludes", {}).items())

@@ -70,7 +70,7 @@ def with_adamw(run, # a `Run`
 
 # %% ../../nbs/43_muon.ipynb #ba5e0c8a
 MUON_LR = .02 # peak rate of the matrices
-MUON = dict(schedule="wsd", warmup=0., cooldown=.7, final_lr=.01, weight_decay=.05, clip=1.)
+MUON = dict(schedule="wsd", warmup=0., cooldown=.7, final_lr=.01, weight_decay=.05, grad_clip=1.)
 
 @recipe(excludes=WHY_NOT, lr=MUON_LR, **MUON)
 def muon(run, # a `Run`

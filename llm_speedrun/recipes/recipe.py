@@ -159,7 +159,7 @@ def recipe(model=GPT, shape=lambda config: config, excludes=(), # as in `Recipe`
     return add
 
 # %% ../../nbs/41_recipe.ipynb #89d8907e
-@recipe(schedule="cosine", warmup=.05, cooldown=.2, final_lr=.1, weight_decay=.1, clip=1.,
+@recipe(schedule="cosine", warmup=.05, cooldown=.2, final_lr=.1, weight_decay=.1, grad_clip=1.,
         lr=lambda config, **length: .5/config.width)
 def adamw(run): # a `Run`
     "AdamW for every weight, by whichever of the rungs' optimizers"
@@ -170,7 +170,7 @@ WHY = "it has an update of its own, for which the recipe leaves no place"
 OWN = [(r, WHY) for r in ("adamw8bit", "bf16_weights")]
 
 # %% ../../nbs/41_recipe.ipynb #b6d4c206
-@recipe(excludes=OWN, schedule="wsd", warmup=.02, cooldown=.7, final_lr=.01, weight_decay=.1, clip=1.,
+@recipe(excludes=OWN, schedule="wsd", warmup=.02, cooldown=.7, final_lr=.01, weight_decay=.1, grad_clip=1.,
         lr=lambda config, **length: .77/config.width)
 def tuned_adamw(run, # a `Run`
                 embed=1., # rate of embedding and head in that of the matrices, at a width of 768

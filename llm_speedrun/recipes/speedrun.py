@@ -52,7 +52,7 @@ def phased(run, # a `Run`
 
 # %% ../../nbs/47_speedrun.ipynb #78d08dd8
 @recipe(shape=heads_of, excludes=WHY_NOT, lr=rate_for,
-        **MUON | dict(weight_decay=decay_for, clip=.3, final_lr=.1, ema=average_for))
+        **MUON | dict(weight_decay=decay_for, grad_clip=.3, final_lr=.1, ema_decay=average_for))
 def speedrun(run, # a `Run`
              variance=.95, cautious=True, # as for `normuon`, which the rest is of, too
              momentum=.9, rise=300, embed=.004, head=.004, vector=.015, beta2=.99, table=.5,
@@ -78,7 +78,7 @@ def adamw_decay(config, # a `GPTConfig`
 
 # %% ../../nbs/47_speedrun.ipynb #4afe0d5e
 @recipe(shape=heads_of, excludes=OWN, lr=adamw_rate,
-        **MUON | dict(warmup=.02, weight_decay=adamw_decay, clip=.3, final_lr=.1, ema=average_for))
+        **MUON | dict(warmup=.02, weight_decay=adamw_decay, grad_clip=.3, final_lr=.1, ema_decay=average_for))
 def without_muon(run, # a `Run`
                  embed=8., vector=30., beta1=.9, beta2=.99, # as for `tuned_adamw`
                  updates=(4, 2, 1), pieces=(2, 1)): # as for `Phases`

@@ -65,7 +65,7 @@ def prepared(make, # () -> `Run`
     step = Stepper(make())
     device, c = step.run.device, step.run.model.config
     g = torch.Generator(device).manual_seed(0)
-    x, y = torch.randint(c.vocab, (2, batch, c.seq), device=device, generator=g)
+    x, y = torch.randint(c.vocab, (2, batch, c.seq_len), device=device, generator=g)
     for p in step.params: p.grad = torch.zeros_like(p)
     step.opt.step()
     return step, x, y

@@ -74,10 +74,10 @@ def choose_backend(run, # the `Run` to which the rung will be applied
                    backend): # "auto"
     "The fastest backend for the shapes of `run`, on some 64 K tokens: small batches would time the launches"
     c = run.model.config
-    shape = c.heads, c.kv_heads, c.seq, c.head_dim, DTYPES[run.fmt], run.device
+    shape = c.heads, c.kv_heads, c.seq_len, c.head_dim, DTYPES[run.fmt], run.device
     can = [b for b in BACKENDS if not why_not(b, 1, *shape)]
     if len(can) < 2: return dict(backend=can[0] if can else "flash"), "" # which then says why it can't run
-    ms = backend_ms(max(1, 2**16 // c.seq), *shape)
+    ms = backend_ms(max(1, 2**16 // c.seq_len), *shape)
     return dict(backend=min(ms, key=ms.get)), ", ".join(f"{b} {t:.2f} ms" for b, t in ms.items())
 
 # %% ../../nbs/12_flash.ipynb #6d934012
@@ -88,7 +88,7 @@ def flash(run, # a `Run`
     Raises `RunError` where `backend` can't run, `InputError` where there is none of that name"""
     c = run.model.config
     lookup(BACKENDS, backend, "attention backend")
-    shape = c.heads, c.kv_heads, c.seq, c.head_dim, DTYPES[run.fmt], run.device
+    shape = c.heads, c.kv_heads, c.seq_len, c.head_dim, DTYPES[run.fmt], run.device
     with disable_current_modes(): why = why_not(backend, 1, *shape)
     if why:
         raise RunError(f"rung 'flash': the {backend!r} kernel cannot run here: {why}. Use backend=auto")

@@ -271,8 +271,8 @@ def layer_step(c, parts, device): # a `GPTConfig`, a tuple of keys of `PARTS`
     run, scaling = fused_ops(baseline(replace(c, layers=1, vocab=64), device)), Scaling(1, E5M2, device)
     set_parts(run.model, attend=sdpa)
     if parts: to_fp8(run.model, parts, scaling, E5M2)
-    g, B = torch.Generator(device).manual_seed(0), max(1, 2**15//c.seq)
-    x = torch.randn(B, c.seq, c.width, device=device, generator=g).bfloat16().requires_grad_()
+    g, B = torch.Generator(device).manual_seed(0), max(1, 2**15//c.seq_len)
+    x = torch.randn(B, c.seq_len, c.width, device=device, generator=g).bfloat16().requires_grad_()
     def step():
         with torch.autocast(device.type, torch.bfloat16), scaling.in_step(), scaling.in_pass():
             out = run.model.layers[0]((x, x), run.model.cos, run.model.sin)

@@ -191,8 +191,8 @@ class NoRoom(RunError): "Not even one sequence fits into the GPU's memory"
 
 def no_room(config): # a `GPTConfig`
     "Return the `NoRoom` that says what to do"
-    return NoRoom(f"out of GPU memory with one sequence of {config.seq} tokens: try --rungs smallest, "
-                  "or a smaller --workload or --seq")
+    return NoRoom(f"out of GPU memory with one sequence of {config.seq_len} tokens: try --rungs smallest, "
+                  "or a smaller --model or --seq_len")
 
 # %% ../../nbs/32a_autotune.ipynb #32trial1
 def find_micro_batch(config, # a `GPTConfig`
@@ -268,7 +268,7 @@ def list_speed(config, rungs, rows, gib, batch, recipe, choices): # as for `reme
     on = resolve_preset(config, rungs, choices)
     try: t, kept = trial_of(config, on.rungs, rows, gib, batch, 5, World(), recipe)
     except NoRoom: return None
-    return ResolvedRungs(kept.rungs, on.why | kept.why), t.batch, rows*config.seq/t.ms*1e3
+    return ResolvedRungs(kept.rungs, on.why | kept.why), t.batch, rows*config.seq_len/t.ms*1e3
 
 # %% ../../nbs/32a_autotune.ipynb #32list8b
 def compare_lists(config, # a `GPTConfig`
@@ -313,6 +313,6 @@ def fits(config, # a `GPTConfig`
         while lists and not (t := first_that_fits(config, lists[0], micro_batches(n, n), ROOM*gib)):
             lists, n = lists[1:], rows # the next list may have room for more
         rungs, n = lists[0] if lists else rungs, t.batch if t else 0
-        res.append(dict(workload=config.name, seq=config.seq, rungs=list(rungs), gib=gib, micro=n,
+        res.append(dict(workload=config.name, seq=config.seq_len, rungs=list(rungs), gib=gib, micro=n,
                         peak_gib=t and t.peak_gib, code=code_of(rungs), notebook=written_by(), **machine()))
     return res

@@ -68,8 +68,8 @@ class Samples(Callback):
 
     def due(self, trainer):
         "Return whether this step has a sample that isn't written yet"
-        often, done = max(1, trainer.cfg.steps//max(1, trainer.cfg.samples)), trainer.done
-        return trainer.cfg.samples and done > 0 == done % often and done not in self.there
+        often, done = max(1, trainer.cfg.steps//max(1, trainer.cfg.num_samples)), trainer.done
+        return trainer.cfg.num_samples and done > 0 == done % often and done not in self.there
 
     def after_step(self, trainer):
         if not self.due(trainer): return

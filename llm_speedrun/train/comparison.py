@@ -194,7 +194,7 @@ def same_pairs(a, b): # two of `RunCurve`
     return None if one is None or two is None else math.isclose(one, two, rel_tol=1e-5)
 
 # %% ../../nbs/64_comparison.ipynb #b9f36f8d
-VIEWS = dict(seq="sequences of other lengths", eval_tokens="other numbers of validation tokens",
+VIEWS = dict(seq_len="sequences of other lengths", eval_tokens="other numbers of validation tokens",
              document_mask="attention across documents in one and not in the other")
 
 def mismatch(a, b): # two of `RunCurve`
@@ -355,7 +355,7 @@ def compare_and_tell(c): # `CompareOptions`
 # %% ../../nbs/64_comparison.ipynb #6b53dbba
 FEW = dict(cuda=100, cpu=30) # steps at each rate
 
-NOT_SEARCHED = dict(resume="a search begins with new weights", ema="the weights themselves are evaluated",
+NOT_SEARCHED = dict(resume="a search begins with new weights", ema_decay="the weights are evaluated",
                     stream="each rate has to get the same batches: tokenize them with speedrun_data",
                     minutes="each rate gets the same steps: give --steps",
                     total_tokens="each rate gets the same steps: give --steps",
@@ -439,7 +439,7 @@ def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of
     set_rates(t.done, t.step.opt.param_groups)
     try: loss = t.train_step.take(t.done, x, y)
     except torch.OutOfMemoryError: raise RunError("out of GPU memory in a step: choose a smaller "
-                                                  "--batch") from None
+                                                  "--micro_batch_size") from None
     t.done += 1
     return loss
 

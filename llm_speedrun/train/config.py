@@ -95,14 +95,14 @@ class TrainConfig(Options):
     document_mask: bool = False # attention that doesn't cross from one document into another
     vocab: VocabSize = 0 # vocabulary of a tokenizer trained here, or of a bare .bin file
     # Model
-    workload: str = "" # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU and tiny on a CPU
-    seq: Count = 0 # tokens in a sequence; by default the workload's
+    model: str = "" # its size: tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU and tiny on a CPU
+    seq_len: Count = 0 # tokens in a sequence; by default the model's
     plugin: LineList = "" # a Python file or module with rungs, recipes or models of your own; repeatable
     init: str = "" # a folder to take weights and shape from: of a run, or one that transformers wrote
     # Rungs
     rungs: str = "auto" # the fastest list; naive, safe, cpu, smallest, fastest16, fastest; names; or "list"
-    batch: PositiveInt | None = None # sequences in a GPU's micro-batch; by default as many as fit of a step
-    accumulate: PositiveInt | None = None # micro-batches in a step; by default what `step_tokens` takes
+    micro_batch_size: PositiveInt | None = None # sequences on a GPU at once; by default as many as fit
+    grad_accum_steps: PositiveInt | None = None # micro-batches in a step; by default follows `step_tokens`
     memory_limit: str = "" # that of h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu; by default what is there
     deterministic: bool = False # on a GPU: the same bits whenever it is run, at some speed
     retune: bool = False # measure again what is remembered: list of rungs, their options, micro-batch
@@ -119,23 +119,23 @@ class TrainConfig(Options):
     target_loss: NonNegative = 0. # stop at this validation loss
     # Recipe
     recipe: str = "auto" # speedrun, with --lr or --init adamw; muon, ...; it chooses what isn't given
-    step_tokens: Count = 0 # tokens in a step; by default of 64 sequences, or --batch times --accumulate
+    step_tokens: Count = 0 # tokens in a step; by default of 64 sequences, or micro-batch size x accumulation
     lr: Positive | None = None # peak learning rate of matrices; a recipe's other rates keep their ratio to it
     schedule: str = "" # of the learning rate: cosine, wsd (stable, then a decay) or constant
     warmup: Fraction | None = None # part of the steps in which the learning rate rises
     cooldown: Fraction | None = None # part of the steps in which wsd falls
     final_lr: Fraction | None = None # the last learning rate, as a part of the peak
     weight_decay: NonNegative | None = None # on matrices; 0 is none
-    clip: NonNegative | None = None # largest norm of the gradients; 0 doesn't clip
-    ema: Fraction | None = None # decay of an average of the weights to evaluate and keep, as 0.999; 0 is none
+    grad_clip: NonNegative | None = None # largest norm of the gradients; 0 doesn't clip
+    ema_decay: Fraction | None = None # of an average of the weights to evaluate and keep, as 0.999; 0 is none
     seed: Count = 0 # of weights and batches
     # Evaluation
-    evals: PositiveInt = 10 # evaluations during the run
+    num_evals: PositiveInt = 10 # evaluations during the run
     eval_tokens: Count = 0 # tokens in an evaluation, each time the same; by default 2**18, on a CPU 2**14
-    sample: Count = 200 # tokens of text to generate at the end
-    samples: Count = 0 # texts to generate during the run
+    sample_tokens: Count = 200 # tokens of text to generate at the end
+    num_samples: Count = 0 # texts to generate during the run
     # Output
-    name: str = "" # of the run's folder; by default made of workload, data and time
+    name: str = "" # of the run's folder; by default made of model, data and time
     out: Text = "runs" # folder of the runs' folders
     overwrite: bool = False # write into a run folder that exists
     loggers: str = "" # tensorboard, wandb, or both with a comma
@@ -167,11 +167,11 @@ class DataOptions(Options):
 class LadderOptions(Options):
     "The options of `speedrun_ladder`"
     # Ladder
-    workload: str = "" # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU, a very small model on a CPU
+    model: str = "" # tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU, a very small model on a CPU
     rungs: str = "fastest" # naive, safe, cpu, smallest, fastest16, fastest; names in their order; or "list"
     only: str = "" # names with commas: measure just these, each against the ladder below it
     gpus: Count = 0 # GPUs for ddp, fsdp and tensor_parallel among the rungs; by default all
-    batch: BatchSize = 0 # sequences in a step; by default 64, on a CPU 4
+    batch_size: BatchSize = 0 # sequences in a step; by default 64, on a CPU 4
     plugin: LineList = "" # a Python file or module with rungs, recipes or models of your own; repeatable
     # Other projects
     peer: CommaList = "" # compile_whole, transformers, nanogpt=FOLDER, ...: beside the top; repeatable
@@ -207,7 +207,7 @@ class SampleOptions(Options):
     prompts: str = "" # a file with a prompt in each line; - reads standard input
     chat: bool = False # go on in turns from what you type: a base model continues it, and doesn't answer
     n: PositiveInt = 200 # most tokens to add
-    samples: PositiveInt = 1 # texts for each prompt
+    num_samples: PositiveInt = 1 # texts for each prompt
     # Sampling
     temperature: Temperature = .8 # below 1 prefers likely tokens, above 1 unlikely; 0 takes the likeliest
     top_k: Count = 50 # sample among so many tokens, the likeliest; 0 among all
@@ -226,7 +226,7 @@ class EvalOptions(Options):
     plugin: LineList = "" # a Python file or module that defines its model; by default what the run recorded
     engine: str = "ours" # ours; or transformers, which opens other models too
     dtype: str = "fp32" # of matrix products: fp32, or bf16, which is faster on a GPU
-    batch: Count = 0 # tokens in a forward pass; by default as many as have 2**29 logits, on a CPU 2**26
+    batch_tokens: Count = 0 # tokens in a forward pass; by default those of 2**29 logits, on a CPU 2**26
     # What
     tasks: CommaList = "" # hellaswag, lambada, arc_easy, arc_challenge: on the Hub, or NAME=FILE; with commas
     text: CommaList = "" # files, folders, tokenized corpora (validation side): bits per byte; with commas
@@ -254,8 +254,8 @@ class LrOptions(TrainConfig):
     highest: Positive | None = None # the highest of them; by default sixteen times that rate
     repeats: Count = 2 # how often the best rate is tried again, on other batches, to see the noise
 
-    hidden = ("stream minutes total_tokens epochs target_loss ema gpus restarts rank_logs evals sample "
-              "samples loggers profile timings save_minutes keep_last resume").split()
+    hidden = ("stream minutes total_tokens epochs target_loss ema_decay gpus restarts rank_logs num_evals "
+              "sample_tokens num_samples loggers profile timings save_minutes keep_last resume").split()
 
 # %% ../../nbs/33_config.ipynb #bfa8a849
 @dataclass
@@ -268,11 +268,11 @@ class RaceOptions(Options):
     # Contest
     data: Text = "stdlib" # as for speedrun_train
     minutes: Minutes = 5. # of training in each run: the clock
-    seq: Count = 0 # tokens of context, in training and evaluation; by default 1024, on a CPU 64
+    seq_len: Count = 0 # tokens of context, in training and evaluation; by default 1024, on a CPU 64
     seeds: RunCount = 1 # runs of each contestant
     tune: Count = 0 # short runs of each before: its main rate and weight decay, times 1, 1/2, 2, at most 9
     tune_minutes: NonNegative = 0. # of training in a short run; by default a fifth of the minutes
-    evals: PositiveInt = 10 # evaluations during a run; the clock stands still in them
+    num_evals: PositiveInt = 10 # evaluations during a run; the clock stands still in them
     # Machine
     gpus: PositiveInt = 1 # GPUs, each of which takes the next run
     only: str = "" # contestants with commas, of one seed as NAME@0: run just these, and report what is there
@@ -377,12 +377,15 @@ def normalize_args(args): # of a command line
 
 # %% ../../nbs/33_config.ipynb #33renam2
 RENAMED = dict(documents="document_mask", hardware="memory_limit", measure="retune", target="target_loss",
-               track="loggers") # old name -> new name
+               track="loggers", batch="micro_batch_size batch_size batch_tokens", seq="seq_len",
+               accumulate="grad_accum_steps", workload="model", clip="grad_clip", ema="ema_decay",
+               evals="num_evals", sample="sample_tokens", samples="num_samples") # old name -> its new ones
 
-def new_name(option): # as it was given
-    "Return what an option is called now, None where its name is no old one"
-    _, no, name = re.fullmatch("(--)?(no-|no_)?(.*)", option).groups()
-    return f"--{'no-' if no else ''}{RENAMED[name]}" if name in RENAMED else None
+def new_name(option, names): # as it was given, what there is: all with dashes or all without
+    "Return the one of `names` that `option` is called now, None where it is no old name of one"
+    dashes, no, name = re.fullmatch("(--)?(no-|no_)?(.*)", option).groups(default="")
+    new = (f"{dashes}{no and 'no-'}{n}" for n in RENAMED.get(name, "").split())
+    return next((n for n in new if n in names), None)
 
 # %% ../../nbs/33_config.ipynb #4183e682
 def with_suggestions(name, names): # what was given, a list of what there is
@@ -396,7 +399,7 @@ def parse_args(parser, args): # from `make_parser`; of a command line
     if not rest: return vars(got)
     known = [s for a in parser._actions for s in a.option_strings if s.startswith("--")]
     name = rest[0].partition("=")[0]
-    if (new := new_name(name)) in known: parser.error(f"{name} is called {new} now")
+    if new := new_name(name, known): parser.error(f"{name} is called {new} now")
     what = "unknown option" if name.startswith("--") else "no option takes"
     parser.error(f"{what} {with_suggestions(name, known)}")
 
@@ -408,7 +411,7 @@ def from_toml(path, config): # a file, a class of `Options`
     except (ValueError, RecursionError) as e: raise InputError(f"{path} is no TOML: {e}") from None
     kinds = {o.name: o.kind for o in option_specs(config)}
     for k in got.keys() - kinds:
-        if (new := RENAMED.get(k)) in kinds: raise InputError(f"{path}: {k} is called {new} now")
+        if new := new_name(k, kinds): raise InputError(f"{path}: {k} is called {new} now")
         raise InputError(f"{path} has an unknown option {with_suggestions(k, [*kinds])}")
     return {k: convert_value(f"{path}: {k}", v, kinds[k]) for k, v in got.items()}
 

@@ -67,7 +67,7 @@ def _phases(trainer, batch): # as for `phase_ms`
 
 # %% ../../nbs/36_doctor.ipynb #000f0c62
 def _evaluated(trainer): # a `Trainer`; returns the loss, a warm one's seconds, what the first took beyond
-    size = next(d for d in divisors(len(trainer.data.val[0])) if d <= trainer.cfg.batch)
+    size = next(d for d in divisors(len(trainer.data.val[0])) if d <= trainer.cfg.micro_batch_size)
     loss = lambda: trainer.validator.mean_loss([*zip(*(t.split(size) for t in trainer.data.val))])
     t0 = time.perf_counter()
     val_loss, t1 = loss(), time.perf_counter()
@@ -110,9 +110,10 @@ def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, 
 def _planned(trainer, t):
     c, dp = trainer.cfg, trainer.world.rank_and_size("dp")[1]
     n = sum(math.prod(p.shape) for p in pieces(trainer.run).values())
-    yield Finding("ok", "run", f"{c.workload}, {n/1e6:,.1f} million weights, with the rungs "
-                  f"{c.rungs.replace(',', ', ') or '(none)'}. A step has {t.tokens:,} tokens, {c.accumulate} "
-                  f"times {c.batch} sequences of {c.seq}" + f" on each of {dp} that have other data"*(dp > 1))
+    yield Finding("ok", "run", f"{c.model}, {n/1e6:,.1f} million weights, with the rungs "
+                  f"{c.rungs.replace(',', ', ') or '(none)'}. A step has {t.tokens:,} tokens, "
+                  f"{c.grad_accum_steps} times {c.micro_batch_size} sequences of {c.seq_len}"
+                  + f" on each of {dp} that have other data"*(dp > 1))
     for name, why in refused(c.rungs.split(","), trainer.plan.why):
         yield Finding("note", "run", f"left out rung {name}: {why}")
 
@@ -138,7 +139,7 @@ def check_memory(t, # `FirstSteps`
     if not total: return
     text = f"a step takes {t.peak_gib:.1f} of the GPU's {total:.1f} GiB"
     if t.peak_gib < .95*total: yield Finding("ok", "memory", text)
-    else: yield Finding("note", "memory", f"{text}, which is tight: a smaller --batch leaves some room")
+    else: yield Finding("note", "memory", f"{text}, which is tight: a smaller --micro_batch_size leaves room")
 
 # %% ../../nbs/36_doctor.ipynb #36text01
 def check_text(corpus): # a `Corpus`
@@ -168,7 +169,7 @@ def check_data(trainer): # a `Trainer`
     if V > 2*c.vocab:
         yield Finding("note", "data", f"its vocabulary is {c.vocab:,} and the model's {V:,}, so "
                       f"{1 - c.vocab/V:.0%} of the embedding stands for nothing: a larger --vocab or a "
-                      "smaller --workload makes better use of it")
+                      "smaller --model makes better use of it")
     else: yield Finding("ok", "data", f"its vocabulary of {c.vocab:,} fits into the model's {V:,}")
     if not c.tokenizer:
         yield Finding("note", "data", "it came without a tokenizer, so samples will be numbers and an export "
@@ -262,12 +263,12 @@ def check_time(trainer, # a `Trainer`
     "Findings about the steps that are to be taken: their time, their tokens, and passes over the data"
     c, n = trainer.cfg, trainer.cfg.steps - trainer.done
     step_s, (weights, whole) = max(t.ms, t.loader_ms) / 1e3, checkpoint_bytes(trainer)
-    wait_s = max(0., whole/t.bytes_s - n/c.evals*step_s) # after each evaluation, for the checkpoint before
+    wait_s = max(0., whole/t.bytes_s - n/c.num_evals*step_s) # after an evaluation, for the checkpoint before
     tokens, per_s = n*t.tokens, t.tokens/step_s
     after = f" after the {trainer.done:,} that were taken" if trainer.done else ""
-    last = rough_duration(n*step_s + t.once_s + c.evals*(t.eval_s + wait_s) + 2*weights/t.bytes_s)
+    last = rough_duration(n*step_s + t.once_s + c.num_evals*(t.eval_s + wait_s) + 2*weights/t.bytes_s)
     yield Finding("ok", "time", f"{n:,} steps{after}, {tokens:,} tokens: about {last} at {per_s:,.0f} "
-                  f"tokens/s, with {c.evals} evaluations")
+                  f"tokens/s, with {c.num_evals} evaluations")
     if not c.stream: yield _passes(trainer)
 
 # %% ../../nbs/36_doctor.ipynb #7b038108

@@ -28,7 +28,7 @@ def num_processes(c, given): # a `TrainConfig`, names of options that were given
 # %% ../../nbs/33b_launch.ipynb #5p1tlau3
 def choose_run_name(c, kind): # a `TrainConfig`, the workload that is meant where none is given
     "Return the name of the run's folder; a new one where it has none"
-    names = unused_run_names(f"{c.workload or Path(c.init).name or kind}-{Path(c.data).stem}")
+    names = unused_run_names(f"{c.model or Path(c.init).name or kind}-{Path(c.data).stem}")
     return c.name or next(name for name in names if not (Path(c.out)/name).exists())
 
 # %% ../../nbs/33b_launch.ipynb #6c96d74c

@@ -43,8 +43,8 @@ def of_error(e, # an exception
              about): # what was looked at
     "Turn an exception into a `Finding`"
     if isinstance(e, torch.OutOfMemoryError):
-        return Finding("problem", about, "out of GPU memory: choose a smaller --batch, --rungs smallest, "
-                       "or a smaller --workload or --seq")
+        return Finding("problem", about, "out of GPU memory: choose a smaller --micro_batch_size, "
+                       "--rungs smallest, or a smaller --model or --seq_len")
     if isinstance(e, OSError): text = in_words(e)
     else: text = str(e) if isinstance(e, SpeedrunError) else f"{type(e).__name__}, which nobody foresaw: {e}"
     return Finding("problem", about, text or type(e).__name__)

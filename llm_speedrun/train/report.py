@@ -115,13 +115,13 @@ def layout(config, what): # of a run; "processes", or the dimension "dp" or "tp"
 
 def step_tokens(config): # of a run
     "Tokens in an optimizer step, None if the options don't say"
-    sizes = [number(config.get(k)) for k in ("batch", "accumulate", "seq")]
+    sizes = [number(config.get(k)) for k in ("micro_batch_size", "grad_accum_steps", "seq_len")]
     return None if None in sizes else math.prod(sizes)*layout(config, "dp")
 
 # %% ../../nbs/35_report.ipynb #17f62a98
 def model_config(config): # of a run
     "The `GPTConfig` of the run's model, None if it isn't there"
-    try: return msgspec.convert(config.get("model"), GPTConfig)
+    try: return msgspec.convert(config.get("model_config"), GPTConfig)
     except msgspec.ValidationError: return None
 
 def mfu_at(config, # of a run
@@ -197,14 +197,15 @@ TEMPLATES = dict(
 
 # %% ../../nbs/35_report.ipynb #d081e8ef
 VERSIONS = "torch", "triton", "driver", "python", "llm_speedrun" # those in `config.json`
-MACHINE = "gpu", "date", "model", "world", "group", "why", *VERSIONS # what isn't an option there
+MACHINE = "gpu", "date", "model_config", "world", "group", "why", *VERSIONS # what isn't an option there
 
 # %% ../../nbs/35_report.ipynb #243017e3
 def recipe_text(config): # of a run
     "What its weights are updated by, in a line: the recipe where one is named, and what is set for it"
     get, name = lambda k: number(config.get(k)), str(config.get("recipe") or "")
     said = dict(lr="peak rate {:.3g}", warmup_steps="{:,} steps of warm-up", weight_decay="weight decay {:g}",
-                clip="gradients of norm {:g} at most", ema="an average of the weights with decay {:g}")
+                grad_clip="gradients of norm {:g} at most",
+                ema_decay="an average of the weights with decay {:g}")
     texts = [text.format(get(k)) for k, text in said.items() if get(k)]
     if config.get("schedule"): texts.insert(1, str(config["schedule"]))
     return ": ".join(filter(None, (name, ", ".join(texts))))
@@ -215,7 +216,8 @@ def step_texts(config): # of a run
     "What a step is made of, and which processes share it: two texts, empty where there is nothing to say"
     c, tokens = config, step_tokens(config)
     n, dp, tp = (layout(c, k) for k in ("processes", "dp", "tp"))
-    parts = f"{c['accumulate']} × {c['batch']} sequences × {c['seq']} tokens" if tokens else ""
+    sizes = tokens and (c[k] for k in ("grad_accum_steps", "micro_batch_size", "seq_len"))
+    parts = "{} × {} sequences × {} tokens".format(*sizes) if tokens else ""
     step = tokens and f"{f'{dp} processes × '*(dp > 1)}{parts} = {tokens:,} tokens"
     shared = f"{n} processes: a step is shared by {dp}, one model by {tp}" if n > 1 else ""
     return step or "", shared
@@ -533,7 +535,7 @@ def rendered(name, # of a template in `TEMPLATES`
 
 def page_of(run): # from `read_run`
     "The page of a run, a text"
-    what = [run["config"][k] for k in ("workload", "data", "gpu", "date") if run["config"].get(k)]
+    what = [run["config"][k] for k in ("model", "data", "gpu", "date") if run["config"].get(k)]
     return rendered("page", run=run, state=_state(run), figures=[*key_figures(run)], what=what,
                     parts=[p for f in PARTS if (p := f(run)) is not None])
 

@@ -29,7 +29,7 @@ from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
                                          resolve_preset, resolve_rungs, smaller, trial_of)
 from .prepare_data import located
 from .metrics import parse_trackers
-from .config import RENAMED, TrainConfig
+from .config import RENAMED, TrainConfig, new_name, option_specs
 from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, preset_of,
                                         recorded_preset)
 from ..checkpoint.format import checkpoints
@@ -44,8 +44,8 @@ def own_values(cfg): # a `TrainConfig`
     return {f.name for f in fields(cfg) if getattr(cfg, f.name) != f.default}
 
 # %% ../../nbs/30a_resolve.ipynb #f585fcf2
-CHANGEABLE = ("data plugin memory_limit rungs batch gpus restarts rank_logs steps target_loss save_minutes "
-              "keep_last timings").split() # together with `resume`
+CHANGEABLE = ("data plugin memory_limit rungs micro_batch_size gpus restarts rank_logs steps target_loss "
+              "save_minutes keep_last timings").split() # together with `resume`
 
 def run_folder(path): # as it was typed
     "Return the path of a run's folder, with the folder's name in it: `.` has none"
@@ -54,11 +54,12 @@ def run_folder(path): # as it was typed
 def read_options(folder): # of a run
     "Return the `TrainConfig` in its `config.json`. Raises `InputError` for one that no run could have"
     path = folder/"config.json"
-    if old := sorted(RENAMED.keys() & read_json(path, dict).keys()): raise InputError(
-        f"{path} is of an older version, which called {RENAMED[old[0]]} {old[0]}: go on with that version, "
-        f"or begin a run with its weights (--init {folder})")
+    if old := sorted(RENAMED.keys() & read_json(path, dict).keys()):
+        new = new_name(old[0], [o.name for o in option_specs(TrainConfig)])
+        raise InputError(f"{path} is of an older version, which called {new} {old[0]}: go on with that "
+                         f"version, or begin a run with its weights (--init {folder})")
     c = read_json(path, TrainConfig) # which checks its bounds
-    for k in ("seq", "step_tokens", "batch", "steps", "lr"):
+    for k in ("seq_len", "step_tokens", "micro_batch_size", "steps", "lr"):
         if not getattr(c, k): raise InputError(f"{path} can't be used: it says no {k}")
     return c
 
@@ -81,11 +82,12 @@ def resumed(cfg, # a `TrainConfig` with `resume`
 
 # %% ../../nbs/30a_resolve.ipynb #f3231467
 def with_micro_batches(c): # options of a run that goes on
-    "Set `accumulate` to the micro-batches in a step. Raises `InputError` if `batch` doesn't divide the step"
-    rows = c.step_tokens//c.seq
-    if c.batch and rows % c.batch: raise InputError(
-        f"a step of this run has {rows} sequences, which batches of {c.batch} don't divide: choose a divisor")
-    return replace(c, accumulate=rows//c.batch if c.batch else None)
+    "Set `grad_accum_steps`. Raises `InputError` if `micro_batch_size` doesn't divide the step"
+    rows = c.step_tokens//c.seq_len
+    if c.micro_batch_size and rows % c.micro_batch_size: raise InputError(
+        f"a step of this run has {rows} sequences, which batches of {c.micro_batch_size} don't divide: "
+        "choose a divisor")
+    return replace(c, grad_accum_steps=rows//c.micro_batch_size if c.micro_batch_size else None)
 
 # %% ../../nbs/30a_resolve.ipynb #76d338d8
 class Group(msgspec.Struct):
@@ -102,18 +104,19 @@ def options_for_restart(cfg, given): # a `TrainConfig`, names of options that we
     return replace(cfg, overwrite=ours and not cfg.resume or cfg.overwrite), given
 
 # %% ../../nbs/30a_resolve.ipynb #30072f4a
-def divide(c, # a `TrainConfig`; gets `step_tokens`, and `accumulate` or `batch` where the other is given
+def divide(c, # a `TrainConfig`; gets `step_tokens`, and one of its divisors where the other is given
            default, # sequences in a step where nothing says how many
            dp=1): # processes that share them
     "Return the sequences in a step. Raises `InputError` if the options contradict each other"
-    if c.step_tokens % c.seq: raise InputError(
-        f"step_tokens {c.step_tokens} are no whole number of sequences of {c.seq}: choose a multiple")
-    n = c.step_tokens//c.seq or (c.batch*dp if c.batch else default)*(c.accumulate or 1)
+    if c.step_tokens % c.seq_len: raise InputError(
+        f"step_tokens {c.step_tokens} are no whole number of sequences of {c.seq_len}: choose a multiple")
+    at_once = c.micro_batch_size*dp if c.micro_batch_size else default
+    n = c.step_tokens//c.seq_len or at_once*(c.grad_accum_steps or 1)
     check_shares(c, n, dp)
     check_division(c, n//dp, dp)
-    if c.batch: c.accumulate = n//dp//c.batch
-    elif c.accumulate: c.batch = n//dp//c.accumulate
-    c.step_tokens = n*c.seq
+    if c.micro_batch_size: c.grad_accum_steps = n//dp//c.micro_batch_size
+    elif c.grad_accum_steps: c.micro_batch_size = n//dp//c.grad_accum_steps
+    c.step_tokens = n*c.seq_len
     if 0 < c.total_tokens < c.step_tokens:
         raise InputError(f"total_tokens {c.total_tokens:,} are fewer than the {c.step_tokens:,} of one step: "
                          "choose more, or fewer step_tokens")
@@ -123,21 +126,21 @@ def divide(c, # a `TrainConfig`; gets `step_tokens`, and `accumulate` or `batch`
 def check_division(c, # a `TrainConfig`
                    n, # sequences in a step, of one process
                    dp=1): # processes that share the step
-    "Raise `InputError` where `batch` and `accumulate` don't divide a step"
+    "Raise `InputError` where `micro_batch_size` and `grad_accum_steps` don't divide a step"
     what = "a step has" if dp == 1 else f"each of {dp} processes has of a step"
-    for k in ("batch", "accumulate"):
+    for k in ("micro_batch_size", "grad_accum_steps"):
         if (v := getattr(c, k)) and n % v:
             raise InputError(f"{what} {n} sequences, which {k} {v} doesn't divide: choose a divisor")
-    if c.batch and c.accumulate and c.batch*c.accumulate != n:
-        raise InputError(f"{c.accumulate} batches of {c.batch} sequences are not the {n} sequences of "
-                         f"{c.step_tokens//dp} tokens: leave out one of the three")
+    if c.micro_batch_size and c.grad_accum_steps and c.micro_batch_size*c.grad_accum_steps != n:
+        raise InputError(f"{c.grad_accum_steps} batches of {c.micro_batch_size} sequences are not the {n} "
+                         f"sequences of {c.step_tokens//dp} tokens: leave out one of the three")
 
 # %% ../../nbs/30a_resolve.ipynb #72fe8177
 def check_shares(c, n, dp): # a `TrainConfig`, sequences in a step, processes that share them
     "Raise `InputError` where not all processes would get equally many"
     if n % dp == 0: return
     low, high = n//dp*dp, -(-n//dp)*dp
-    choose = " or ".join(f"{k*c.seq} ({k} sequences)" for k in (low, high) if k)
+    choose = " or ".join(f"{k*c.seq_len} ({k} sequences)" for k in (low, high) if k)
     raise InputError(f"a step has {n} sequences, which {dp} processes can't share equally: choose "
                      f"--step_tokens {choose}, or another number of --gpus")
 
@@ -145,7 +148,7 @@ def check_shares(c, n, dp): # a `TrainConfig`, sequences in a step, processes th
 @dataclass(frozen=True)
 class TrainPlan:
     "Hold what is decided before a run is built"
-    options: TrainConfig # each has its value; `batch` and `accumulate` change if memory runs out
+    options: TrainConfig # each has its value; the micro-batch changes if memory runs out
     model: GPTConfig
     recipe: Recipe
     sequences: int # in a step, of all processes
@@ -157,7 +160,7 @@ class TrainPlan:
 
     def eval_due(self, done): # steps so far
         "Return whether an evaluation belongs to this step, however the run is stopped and resumed"
-        every = max(1, self.options.steps//self.options.evals)
+        every = max(1, self.options.steps//self.options.num_evals)
         return done == self.options.steps or done > 0 == done % every
 
 # %% ../../nbs/30a_resolve.ipynb #30res011b
@@ -203,13 +206,13 @@ def start_from(self:PlanResolver):
     c = self.cfg
     if c.resume:
         check_registered(self.record, c.resume)
-        return self.record.model, None
+        return self.record.model_config, None
     if not c.init:
-        c.workload = c.workload or ("124m" if self.device.type == "cuda" else "tiny")
-        return workload(c.workload), None
+        c.model = c.model or ("124m" if self.device.type == "cuda" else "tiny")
+        return workload(c.model), None
     config, weights = import_folder(c.init)
-    if c.workload: raise InputError(f"{c.init} brings a shape of its own: leave out --workload")
-    c.workload, c.plugin = config.name, with_plugin_of(c.plugin, config.name)
+    if c.model: raise InputError(f"{c.init} brings a shape of its own: leave out --model")
+    c.model, c.plugin = config.name, with_plugin_of(c.plugin, config.name)
     return config, weights
 
 # %% ../../nbs/30a_resolve.ipynb #9e553e7e
@@ -226,9 +229,9 @@ def check_names(self:PlanResolver):
 def fit_batch(self:PlanResolver):
     "Choose a micro-batch that divides each process's share, where a run goes on with other processes"
     c, dp = self.cfg, self.world.rank_and_size("dp")[1]
-    c.accumulate, rows = None, c.step_tokens//c.seq
-    if "batch" in self.given or rows % dp: return # what was given must divide it
-    c.batch = next(d for d in divisors(rows//dp) if d <= c.batch)
+    c.grad_accum_steps, rows = None, c.step_tokens//c.seq_len
+    if "micro_batch_size" in self.given or rows % dp: return # what was given must divide it
+    c.micro_batch_size = next(d for d in divisors(rows//dp) if d <= c.micro_batch_size)
 
 # %% ../../nbs/30a_resolve.ipynb #bb21a373
 @patch
@@ -236,13 +239,13 @@ def resolve_shape(self:PlanResolver):
     "Decide the model's shape and the batch. Raises `InputError` for impossible numbers"
     c, gpu = self.cfg, self.device.type == "cuda"
     self.config, self.weights = self.start_from()
-    c.seq, c.minutes = c.seq or self.config.seq, c.minutes or (3. if gpu else 1.2)
+    c.seq_len, c.minutes = c.seq_len or self.config.seq_len, c.minutes or (3. if gpu else 1.2)
     c.eval_tokens = c.eval_tokens or (2**18 if gpu else 2**14)
     self.check_names()
-    if c.seq > self.config.seq:
-        raise InputError(f"seq {c.seq} is longer than the {self.config.seq} tokens of {c.workload!r}: "
-                         "choose a smaller --seq")
-    self.config = replace(self.config, seq=c.seq)
+    if c.seq_len > self.config.seq_len:
+        raise InputError(f"seq_len {c.seq_len} is longer than the {self.config.seq_len} tokens of "
+                         f"{c.model!r}: choose a smaller --seq_len")
+    self.config = replace(self.config, seq_len=c.seq_len)
     if c.resume: self.fit_batch()
     self.sequences = divide(c, 64, self.world.rank_and_size("dp")[1])
 
@@ -275,7 +278,7 @@ def with_document_mask(self:PlanResolver, r): # a `Recipe`
 @patch
 def in_phases(self:PlanResolver, r): # a `Recipe`
     "Return the recipe with phases that divide a step of this process"
-    new, c = settled_phases(r, self.rows_here, self.cfg.seq), self.cfg
+    new, c = settled_phases(r, self.rows_here, self.cfg.seq_len), self.cfg
     if new != r and ":" in c.recipe: self.say(f"{new.spec()} in place of {r.spec()}: it divides a step")
     return new
 
@@ -331,7 +334,8 @@ def choose(self:PlanResolver):
 @patch
 def compare(self:PlanResolver, lists): # name -> rungs
     "Measure on the first process which of some lists is the fastest. Returns its preset's name and the list"
-    of = self.config, lists, self.rows_here, self.limits.gib, self.cfg.batch or 0, self.recipe, self.choices
+    rows = self.rows_here, self.limits.gib, self.cfg.micro_batch_size or 0
+    of = self.config, lists, *rows, self.recipe, self.choices
     chosen = self.coordinator.run_on_rank_zero(lambda: choose_rungs(*of))
     name, _, without = chosen.name.partition(" without ")
     slow = {r: "the list is faster without it here" for r in without.split(", ") if r}
@@ -344,22 +348,22 @@ def try_batch(self:PlanResolver, rungs):
     """Try a micro-batch, on all processes if they share one model, otherwise on the first one. Returns its
     `Trial` and `ResolvedRungs`"""
     c, named = self.cfg, not preset_of(self.wanted)
-    of = self.config, rungs, self.rows_here, self.limits.gib, c.batch or 0, 0 if c.steps else 5
+    of = self.config, rungs, self.rows_here, self.limits.gib, c.micro_batch_size or 0, 0 if c.steps else 5
     if self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs):
         return trial_of(*of, self.world, self.recipe, named=named)
     trial = partial(remembered_trial, self.choices, *of, World(), self.recipe, named=named)
     return self.coordinator.run_on_rank_zero(trial)
 
 # %% ../../nbs/30a_resolve.ipynb #30res022
-def set_micro_batch(cfg, # a `TrainConfig`; gets `batch` and `accumulate`
+def set_micro_batch(cfg, # a `TrainConfig`; gets `micro_batch_size` and `grad_accum_steps`
                     batch, # sequences in a micro-batch
                     rows, # sequences in a step of this process
                     say): # called where it has become smaller
-    "Set `batch` and `accumulate` to micro-batches of `batch` sequences"
-    was, cfg.batch, cfg.accumulate = cfg.batch, batch, rows//batch
+    "Set the options for micro-batches of `batch` sequences"
+    was, cfg.micro_batch_size, cfg.grad_accum_steps = cfg.micro_batch_size, batch, rows//batch
     if was and batch < was:
         say(f"out of GPU memory with {was} sequences in a micro-batch: going on "
-            f"with {cfg.accumulate} x {batch}")
+            f"with {cfg.grad_accum_steps} x {batch}")
 
 # %% ../../nbs/30a_resolve.ipynb #30res041
 class NoMemory(RunError):
@@ -384,11 +388,11 @@ class MicroBatchReducer:
 @patch
 def group_error(self:MicroBatchReducer, where): # in words
     "Return the `NoMemory` error to raise, and record smaller micro-batches for the next start"
-    c, was, rows = self.plan.options, self.plan.options.batch, self.plan.rows_here
+    c, was, rows = self.plan.options, self.plan.options.micro_batch_size, self.plan.rows_here
     who = f"process {self.world.rank} of {self.world.size}"
     said = f"out of GPU memory in {where} on {who}, with micro-batches of {was}"
     if not (new := smaller(rows, was)): return NoMemory(f"{said}: try --rungs smallest, or fsdp")
-    c.batch, c.accumulate = new, rows//new
+    c.micro_batch_size, c.grad_accum_steps = new, rows//new
     self.write_config()
     return NoMemory(f"{said}. This run goes on with micro-batches of {new}, when torchrun starts the "
                     f"processes again, or by --resume {self.folder}")
@@ -402,8 +406,8 @@ def __call__(self:MicroBatchReducer, batch): # sequences that did not fit
         f"out of GPU memory in the middle of an update. Make room, and go on with --resume {self.folder}")
     c, rows = self.plan.options, self.plan.rows_here
     if not (new := smaller(rows, batch)): raise RunError(
-        f"out of GPU memory with one sequence of {c.seq} tokens: try --rungs smallest, "
-        "or a smaller --workload or --seq")
+        f"out of GPU memory with one sequence of {c.seq_len} tokens: try --rungs smallest, "
+        "or a smaller --model or --seq_len")
     set_micro_batch(c, new, rows, self.say)
     self.train_step.micro_batch = new
     self.write_config()
@@ -428,7 +432,7 @@ def fill_in(self:PlanResolver):
     c = self.cfg
     if c.resume: return
     length = dict(steps=c.steps, passes=0. if c.stream else c.steps/self.data.batches.per_epoch)
-    none = dict.fromkeys("warmup cooldown final_lr weight_decay clip ema".split(), 0.)
+    none = dict.fromkeys("warmup cooldown final_lr weight_decay grad_clip ema_decay".split(), 0.)
     for k, v in (none | self.recipe.defaults).items():
         if getattr(c, k) not in (None, ""): continue
         setattr(c, k, v(self.config, **length) if callable(v) else v)
@@ -459,10 +463,10 @@ def plan_lines(plan, # a `TrainPlan`
     c, measured = plan.options, lambda r: f" ({w})" if (w := plan.why.get(rung_name(r))) else ""
     rungs = [r for r in c.rungs.split(",") if r]
     many = f"{dp} x " if dp > 1 else ""
-    yield (f"{many}{c.accumulate} x {c.batch} sequences of {c.seq} tokens in a step, with"
-           + ("" if rungs else " no rungs"))
+    step = f"{c.grad_accum_steps} x {c.micro_batch_size} sequences of {c.seq_len} tokens"
+    yield (f"{many}{step} in a step, with" + ("" if rungs else " no rungs"))
     yield from (f"  {r}{measured(r)}" for r in rungs)
     yield f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}, weight decay {c.weight_decay:.3g}"
-    average = f"average of the last {1/(1 - c.ema):,.0f} steps" if c.ema else ""
+    average = f"average of the last {1/(1 - c.ema_decay):,.0f} steps" if c.ema_decay else ""
     if more := "; ".join(filter(None, [str(batching or ""), average])): yield f"  {more}"
     yield from (f"  not {name}: {why}" for name, why in left_out(plan.wanted, c.rungs.split(","), plan.why))

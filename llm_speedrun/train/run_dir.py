@@ -27,12 +27,12 @@ from ..architectures import MODELS
 from ..plugins import plugin_digests
 
 # %% ../../nbs/33a_run_dir.ipynb #b611ea0a
-MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20, seq=2**24,
+MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20, seq_len=2**24,
             eps=1)
 
 class Record(msgspec.Struct):
     "Hold a run's `config.json`, without its options"
-    model: GPTConfig
+    model_config: GPTConfig
     run_id: str = "" # its checkpoints have it too
     cwd: str = "" # the folder in which the command was given, from which a relative path of `data` starts
     steps: Annotated[int, Meta(ge=0, lt=2**53)] = 0
@@ -46,7 +46,7 @@ class Record(msgspec.Struct):
 # %% ../../nbs/33a_run_dir.ipynb #9bb7d6d6
 def of_transformers(path): # of a `config.json`
     "Return whether `path` is the config of a transformers model, such as `speedrun_export` writes"
-    with suppress(InputError): return "model" not in (d := read_json(path, dict)) and "model_type" in d
+    with suppress(InputError): return "model_config" not in (d := read_json(path, dict)) and "model_type" in d
     return False
 
 # %% ../../nbs/33a_run_dir.ipynb #33aplug2
@@ -76,9 +76,9 @@ def read_record(folder): # of a run
         record = read_json(path, Record)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json") from None
-    check_sizes(record.model, path)
-    if not record.architecture and record.model.name in MODELS: # of a shape that happens to have that name
-        record.model = replace(record.model, name="custom")
+    check_sizes(record.model_config, path)
+    if not record.architecture and record.model_config.name in MODELS: # a shape that has the same name
+        record.model_config = replace(record.model_config, name="custom")
     return record
 
 # %% ../../nbs/33a_run_dir.ipynb #7a52a743
@@ -171,7 +171,7 @@ class RunDir:
 def acquire(self:RunDir):
     "Lock the run's folder. Returns its name, a new one if `cfg` has none"
     c = self.cfg
-    names = [c.name] if c.name else unused_run_names(f"{c.workload}-{Path(c.data).stem}")
+    names = [c.name] if c.name else unused_run_names(f"{c.model}-{Path(c.data).stem}")
     for name in names:
         path = Path(c.out)/name
         new = [p for p in (path, *path.parents) if not p.exists()]
@@ -187,7 +187,7 @@ def acquire(self:RunDir):
 def write_config(self:RunDir, plan): # a `TrainPlan`
     "Write `config.json`: the plan's options and model, the run's id and processes, and the machine"
     world = self.coordinator.world
-    record = dict(run_id=self.run_id, warmup_steps=plan.warmup, model=asdict(plan.model), why=plan.why,
+    record = dict(run_id=self.run_id, warmup_steps=plan.warmup, model_config=asdict(plan.model), why=plan.why,
                   cwd=os.getcwd(), **machine())
     group = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if world.size > 1: record |= dict(group=group, world=layout(world))
@@ -240,7 +240,7 @@ def check_unfinished(folder, # of a run
         "--target_loss to go on")
 
 # %% ../../nbs/33a_run_dir.ipynb #000980ad
-FIXED = ("stream document_mask vocab seq recipe step_tokens lr schedule warmup cooldown final_lr "
+FIXED = ("stream document_mask vocab seq_len recipe step_tokens lr schedule warmup cooldown final_lr "
          "weight_decay clip ema seed evals eval_tokens sample samples").split() # not `data`: it may be moved
 
 def fixed_options(cfg, config, # a `TrainConfig`, a `GPTConfig`

@@ -40,7 +40,7 @@ def validation_sequences(shards, tokens, seq): # validation tokens, how many to 
 # %% ../../nbs/30b_train_data.ipynb #30dat007
 class TrainData:
     "Hold the batches, validation sequences and corpora of a run"
-    def __init__(self, cfg, # a `TrainConfig` whose `seq` and `eval_tokens` are known
+    def __init__(self, cfg, # a `TrainConfig` whose `seq_len` and `eval_tokens` are known
                  rows, # sequences in a step, of all processes
                  world, # a `World`
                  device, # for the validation sequences
@@ -74,11 +74,11 @@ def open_tokens(self:TrainData):
     for corpus in self.corpora: corpus.train.check(); corpus.val.check()
     self.corpus, self.fingerprint = self.corpora[0], mix_fingerprint(parts)
     if len(parts) == 1:
-        self.batches = shares_of(Batches(self.corpus.train, self.rows, c.seq, seed=c.seed), self.world)
-        return validation_sequences(self.corpus.val, c.eval_tokens, c.seq)
+        self.batches = shares_of(Batches(self.corpus.train, self.rows, c.seq_len, seed=c.seed), self.world)
+        return validation_sequences(self.corpus.val, c.eval_tokens, c.seq_len)
     sides = [[(getattr(corpus, side), w) for corpus, w in parts] for side in ("train", "val")]
-    self.batches = shares_of(MixedBatches(sides[0], self.rows, c.seq, seed=c.seed), self.world)
-    return MixedBatches(sides[1], max(1, c.eval_tokens//c.seq), c.seq)[0]
+    self.batches = shares_of(MixedBatches(sides[0], self.rows, c.seq_len, seed=c.seed), self.world)
+    return MixedBatches(sides[1], max(1, c.eval_tokens//c.seq_len), c.seq_len)[0]
 
 # %% ../../nbs/30b_train_data.ipynb #2fa7bd09
 @patch
@@ -88,9 +88,9 @@ def open_stream(self:TrainData):
     tok = own_tokenizer(c, self.vocab) or stream_tokenizer(c.data, source, c.vocab)
     self.corpus = Corpus(Path(c.data).stem, None, None, vocabulary_size(tok), tok, end_of_text(tok))
     self.fingerprint = self.corpus.fingerprint()
-    whole = StreamBatches(one_side(source, False), tok, self.rows, c.seq, seed=c.seed)
+    whole = StreamBatches(one_side(source, False), tok, self.rows, c.seq_len, seed=c.seed)
     self.batches = shares_of(whole, self.world)
-    return next(StreamBatches(one_side(source, True), tok, max(1, c.eval_tokens//c.seq), c.seq))
+    return next(StreamBatches(one_side(source, True), tok, max(1, c.eval_tokens//c.seq_len), c.seq_len))
 
 # %% ../../nbs/30b_train_data.ipynb #tokf0111
 def with_vocabulary(config, # a `GPTConfig`

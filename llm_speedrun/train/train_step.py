@@ -72,7 +72,7 @@ def updates(self:TrainStep, step, *xy):
 @patch
 def micro_batches(self:TrainStep, x, y): # B T of an update
     "Split an update into pairs with at most as many tokens as a micro-batch has"
-    size = min(max(1, self.micro_batch*self.run.model.config.seq//x.shape[1]), len(x))
+    size = min(max(1, self.micro_batch*self.run.model.config.seq_len//x.shape[1]), len(x))
     return [*zip(x.split(size), y.split(size))]
 
 @patch
@@ -93,7 +93,7 @@ def update(self:TrainStep, x, y): # B T of an update
         except torch.OutOfMemoryError:
             if not self.on_oom: raise
         # here the error is gone, and with its traceback the tensors of the failed pass
-        self.on_oom(max(1, pairs[0][0].numel()//self.run.model.config.seq))
+        self.on_oom(max(1, pairs[0][0].numel()//self.run.model.config.seq_len))
         self.stepper.opt.zero_grad(set_to_none=True)
         self.run.release()
         free_memory()
@@ -140,7 +140,7 @@ def time_update(train_step, # a `TrainStep`
                 seed=0): # of the tokens
     "Return milliseconds of an update of that phase on random tokens"
     c, g = train_step.run.model.config, torch.Generator(train_step.run.device).manual_seed(seed)
-    xy = torch.randint(c.vocab, (2, sequences, c.seq), device=train_step.run.device, generator=g)
+    xy = torch.randint(c.vocab, (2, sequences, c.seq_len), device=train_step.run.device, generator=g)
     part = [divided(t, 1, phase.pieces)[0] for t in xy]
     with without_learning(train_step):
         train_step.set_rates(phase.step)

@@ -123,12 +123,12 @@ def weights_average(run, stepper, decay): # a `Run`, its `Stepper`; 0 is no aver
     "Return an `Average` of the weights, or None. Raises `RunError` if there is no memory for it"
     try: return Average(own_weights(run, stepper), decay) if decay else None
     except torch.OutOfMemoryError: raise RunError("no GPU memory for an average of the weights: leave out "
-                                                  "--ema, or try --rungs smallest") from None
+                                                  "--ema_decay, or try --rungs smallest") from None
 
 # %% ../../nbs/30_trainer.ipynb #4fe452c7
 @patch
 def build_run(self:Trainer):
-    "Build the run, its optimizer, its `TrainStep`, and an average of the weights if `--ema` asks for one"
+    "Build the run, its optimizer, its `TrainStep`, and an average of the weights for `--ema_decay`"
     c, recipe = self.cfg, self.plan.recipe
     rungs = c.rungs.split(",") if c.rungs else []
     run = recipe(build(self.config, rungs, seed=c.seed, world=self.world, model=recipe.model))
@@ -136,7 +136,7 @@ def build_run(self:Trainer):
     optimizer = partial(run.optimizer, lr=c.lr, weight_decay=c.weight_decay) # whichever a rung chose
     self.run = replace(run, optimizer=optimizer)
     self.make_step()
-    self.average = weights_average(self.run, self.step, c.ema)
+    self.average = weights_average(self.run, self.step, c.ema_decay)
     self.train_step.average = self.validator.average = self.average
     self.checkpointer = Checkpointer(self.run, self.train_step, self.data, self.average, self.world, self.say)
 
@@ -144,12 +144,13 @@ def build_run(self:Trainer):
 @patch
 def make_step(self:Trainer):
     "Make the run's `TrainStep`, with a new optimizer, and its `Validator`"
-    self.train_step = TrainStep(self.run, self.cfg.batch, self.plan.lr_schedule(), self.cfg.clip)
+    self.train_step = TrainStep(self.run, self.cfg.micro_batch_size, self.plan.lr_schedule(),
+                                self.cfg.grad_clip)
     self.step = self.train_step.stepper
     self.reducer = MicroBatchReducer(self.plan, self.train_step, self.world, self.folder, self.say,
                                      partial(self.run_dir.write_config, self.plan))
-    self.validator = Validator(self.step, self.data.val, self.world, batch=self.cfg.batch, say=self.say,
-                               during=self.signals.during, on_oom=self.reducer.raise_in_group,
+    self.validator = Validator(self.step, self.data.val, self.world, batch=self.cfg.micro_batch_size,
+                               say=self.say, during=self.signals.during, on_oom=self.reducer.raise_in_group,
                                folder=self.folder)
 
 # %% ../../nbs/30_trainer.ipynb #76fcc158
@@ -220,7 +221,7 @@ def finish(self:Trainer):
 def sample(self:Trainer, prompt=16): # tokens of the validation text to start from
     "Return a continuation of the validation text's beginning, decoded where there is a tokenizer"
     ids, c = self.data.val[0][0, :prompt].tolist(), self.cfg
-    write = partial(generate, self.run, ids, c.sample, seed=c.seed)
+    write = partial(generate, self.run, ids, c.sample_tokens, seed=c.seed)
     try:
         with self.validator.averaged(): out = self.signals.during(write)
     except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"

@@ -87,7 +87,7 @@ def roofline_tok_s(gpu, workload, fmt):
     if fmt == "fp16": # the same operations
         ops = [[replace(o, fmt="fp16") if o.fmt == "bf16" else o for o in os] for os in ops]
     one, two = (predict_ms(o, peak) for o in ops)
-    return 1e3*ROWS*c.seq / (one + (c.layers - 1)*(two - one))
+    return 1e3*ROWS*c.seq_len / (one + (c.layers - 1)*(two - one))
 
 H200 = GPUS[0]
 
@@ -119,7 +119,7 @@ def memory_list(rungs):
 def largest_micro(found, gpu, workload, rungs):
     """The largest micro-batch that was tried and fits into the GPU's memory, or the next smaller card's: 0
     where none does, None where nothing was tried"""
-    wanted = workload, WORKLOADS[workload].seq, memory_list(rungs)
+    wanted = workload, WORKLOADS[workload].seq_len, memory_list(rungs)
     same = [f for f in found if (f.workload, f.seq, memory_list(f.rungs)) == wanted and f.gib <= gpu.gb]
     return max(same, key=lambda f: f.gib).micro if same else None
 

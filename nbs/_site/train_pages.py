@@ -47,7 +47,7 @@ def needs(root):
         alike = [f for f in fits(root) if f.workload == workload and f.micro and "fp16" not in f.rungs and ("adamw8bit" in f.rungs) == small]
         f = min(alike, key=lambda f: (f.gib, f.peak_gib))
         return f"{f.gib:g} GB, {f.micro} sequences ({f.peak_gib:.1f} GiB)"
-    rows = [[f"`{w}`", f"{matrix_params(c)/1e6:,.0f} M", f"{c.seq:,}", least(w, False), least(w, True)]
+    rows = [[f"`{w}`", f"{matrix_params(c)/1e6:,.0f} M", f"{c.seq_len:,}", least(w, False), least(w, True)]
             for w, c in WORKLOADS.items() if any(f.workload == w for f in fits(root))]
     return table(["model", "weights in matmuls", "tokens a sequence", "`fastest` fits into", "`smallest` fits into"], rows)
 

@@ -72,7 +72,7 @@ def test_a_clone_takes_turns(tmp_path, capsys):
     assert (theirs["rung"], theirs["before"], theirs["source"]) == ("nanogpt", "llm_speedrun", "commit feedbeef0011")
     assert theirs["parameters"] == theirs["in_products"] == NANO.vocab*NANO.width # tied, without a bias
     assert ours["in_products"] == matrix_params(NANO) < ours["parameters"]
-    assert (theirs["batch"], theirs["micro"], theirs["seq"], theirs["workload"]) == (2, 2, NANO.seq, "nano")
+    assert (theirs["batch"], theirs["micro"], theirs["seq"], theirs["workload"]) == (2, 2, NANO.seq_len, "nano")
     for r in (ours, theirs): assert r["losses"][1] < r["losses"][0] and r["predicted_ratio"] is None
     assert json.loads(json.dumps([ours, theirs])) == [ours, theirs]
     said = str(peers_table([ours, theirs]))
@@ -199,7 +199,7 @@ def test_text(tmp_path):
     shards = open_corpus(write_bins(tmp_path/"bins"), vocab=300).train
     (random, text), = on_text(field, shards, rounds=2).values()
     assert len(random.rounds) == len(text.rounds) == 2
-    assert text_batch(shards, field[0]).shape == (2, 2, NANO.seq)
+    assert text_batch(shards, field[0]).shape == (2, 2, NANO.seq_len)
     field[0].config = replace(NANO, vocab=100)
     with fails(InputError, "beyond the model's 100"): text_batch(shards, field[0])
 
@@ -207,17 +207,17 @@ def test_command(tmp_path, monkeypatch, capsys):
     "`--peer` may be given again; table and records are beside the ladder's, and one that doesn't learn is named"
     monkeypatch.chdir(tmp_path)
     good, idle = clone(tmp_path/"good"), clone(tmp_path/"idle", learns=False)
-    args = "--workload nano --rungs bf16 --batch 2 --out out".split()
+    args = "--model nano --rungs bf16 --micro_batch_size 2 --out out".split()
     speedrun_ladder([*args, "--peer", "compile_blocks", "--peer", f"nanogpt={good}"])
     said = capsys.readouterr().out
     assert "| compile_blocks " in said and "| nanogpt " in said and "did not learn" not in said
     assert [r["rung"] for r in json.loads((tmp_path/"out/peers.json").read_text())] == ["llm_speedrun", "compile_blocks", "nanogpt"]
     assert "nanogpt" in (tmp_path/"out/peers.md").read_text() and (tmp_path/"out/ladder.json").exists()
-    climb_one_gpu(LadderOptions(workload="nano", rungs="naive", batch=1, out="idle_too", peer=f"nanogpt={idle}"))
+    climb_one_gpu(LadderOptions(model="nano", rungs="naive", batch_size=1, out="idle_too", peer=f"nanogpt={idle}"))
     assert "nanogpt did not learn" in capsys.readouterr().out
 
 def test_command_refuses_first(tmp_path, monkeypatch, capsys):
     "A peer that can't run is an error before the ladder is measured"
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as e: speedrun_ladder(["--workload", "nano", "--out", "out", "--peer", "nanogpt=nowhere"])
+    with pytest.raises(SystemExit) as e: speedrun_ladder(["--model", "nano", "--out", "out", "--peer", "nanogpt=nowhere"])
     assert e.value.code == 2 and "nowhere has no model.py" in capsys.readouterr().err and not os.path.exists("out")

@@ -45,7 +45,7 @@ def in_layout(world, name, rungs=(), seed=0):
 
 def take(run, step, average, n):
     "The losses of so many steps, always of the same batch"
-    x, y = torch.randint(320, (2, 4, CONFIG.seq), generator=torch.Generator().manual_seed(0))
+    x, y = torch.randint(320, (2, 4, CONFIG.seq_len), generator=torch.Generator().manual_seed(0))
     i, n_dp = run.world.rank_and_size("dp")
     losses = []
     for _ in range(n):
@@ -472,7 +472,7 @@ def test_export_opens_a_checkpoint_of_many(world_of_all, tmp_path):
     folder, run = world_of_all[0], tmp_path/"run"
     found = run/"checkpoints/step-00000002"
     shutil.copytree(folder/"fsdp x tp"/"step-00000002", found)
-    (run/"config.json").write_text(json.dumps(dict(model=asdict(CONFIG), steps=9)))
+    (run/"config.json").write_text(json.dumps(dict(model_config=asdict(CONFIG), steps=9)))
     want = {f"model.{n}": t for n, t in read_checkpoint(found)[0].items()}
     config, state = read_run(found)
     assert config == CONFIG and state.keys() == {n[6:] for n in want}

@@ -379,7 +379,7 @@ def test_logits_do_not_depend_on_documents_before(rungs):
     from dataclasses import replace
     from llm_speedrun.model import workload
     from llm_speedrun.runs import build
-    eot, run = 0, build(replace(workload("tiny"), seq=48), rungs, device="cpu")
+    eot, run = 0, build(replace(workload("tiny"), seq_len=48), rungs, device="cpu")
     inside = within_documents(run, eot)
     x = torch.randint(1, 1000, (2, 48), generator=torch.Generator().manual_seed(0))
     x[:, [0, 17, 30]] = eot
@@ -446,7 +446,7 @@ def test_documents_by_borders_in_a_run(rungs):
     from llm_speedrun.model import workload
     from llm_speedrun.rungs import documents
     from llm_speedrun.runs import Stepper, build
-    config, curves = replace(workload("tiny"), seq=128), []
+    config, curves = replace(workload("tiny"), seq_len=128), []
     batches = [torch.randint(1, 1000, (2, 4, 128), generator=torch.Generator().manual_seed(i)).cuda() for i in range(6)]
     for i, (x, _) in enumerate(batches): x[:, 7*i + 3] = 0; x[1, 60:60 + i] = 0
     for takes in (documents.takes_borders, lambda w: False):

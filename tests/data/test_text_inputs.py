@@ -274,7 +274,7 @@ def test_an_end_token_of_another_name(llama, tmp_path, capsys):
     assert re.match(r"read 1 file of [\d,]+ bytes \(1 JSON lines\)\nleft out rows whose text is null or empty: 1\n60 documents, [\d,]+ bytes of text, \d\.\d\d bytes per token\n", said), said
     c = open_corpus(tmp_path/"tokens")
     assert c.eot == c.tokenizer.token_to_id("</s>") and c.train[:1].tolist() == [c.eot]
-    trainer, _ = train(options(tmp_path, data=str(tmp_path/"tokens"), steps=2, evals=1, sample=4), progress=False)
+    trainer, _ = train(options(tmp_path, data=str(tmp_path/"tokens"), steps=2, num_evals=1, sample_tokens=4), progress=False)
     (trainer.folder/"tokenizer.json").write_text(with_settings(c.tokenizer).to_str())        # as an older run could have it
     tok, out = tokenizer_of(trainer.folder), export_folder(trainer.folder, tmp_path/"export")
     assert end_of_text(tok) == c.eot and len(tok.encode(TEXT[0]).ids) > 16
@@ -287,7 +287,7 @@ def test_a_stream_of_another_column(tmp_path):
     "--text_key holds for a stream, and for text that is tokenized on the way"
     (tmp_path/"a.jsonl").write_bytes(jsonl(*TEXT, key="body"))
     for stream in (True, False):
-        trainer, res = train(options(tmp_path, data=str(tmp_path/"a.jsonl"), text_key="body", stream=stream, steps=2, evals=1, sample=4, name=f"{stream}"), progress=False)
+        trainer, res = train(options(tmp_path, data=str(tmp_path/"a.jsonl"), text_key="body", stream=stream, steps=2, num_evals=1, sample_tokens=4, name=f"{stream}"), progress=False)
         assert res["steps"] == 2
         with pytest.raises(InputError, match="has no key 'text', only body; name the right one to speedrun_data or speedrun_train with --text_key"):
             train(options(tmp_path, data=str(tmp_path/"a.jsonl"), stream=stream, steps=2, name=f"no{stream}"), progress=False)

@@ -80,7 +80,7 @@ def steps(world, rungs, n, poison, count, broken=False):
     run, i = built(rungs, world, poison), world.rank
     if broken: leave_out(run.gradient_syncs[0])
     step = GuardedStepper(run, clip=.5)
-    x, y = torch.randint(8, CONFIG.vocab, (2, count, BATCH, CONFIG.seq), generator=torch.Generator().manual_seed(1))
+    x, y = torch.randint(8, CONFIG.vocab, (2, count, BATCH, CONFIG.seq_len), generator=torch.Generator().manual_seed(1))
     if poison: x[3, -1, 0] = POISON # in the last process's part
     if world.first: run.loss(run.model, x[0], y[0]) # outside of a step: nobody else need be there
     own = lambda t: t.unflatten(0, (n, world.size, -1))[:, i].unbind()
@@ -197,7 +197,7 @@ def test_spans_of_a_profile():
 
 # --- on two GPUs ---
 
-LARGE = GPTConfig(name="large", vocab=8192, layers=6, width=768, heads=12, kv_heads=12, hidden=2048, seq=512)
+LARGE = GPTConfig(name="large", vocab=8192, layers=6, width=768, heads=12, kv_heads=12, hidden=2048, seq_len=512)
 LISTS = {"hooks": ["ddp"], "after": ["cuda_graphs", "ddp"], "during": ["cuda_graphs", "ddp:overlap=yes"],
          "during, whole": ["cuda_graphs", "ddp:overlap=yes:mb=1000"]}
 
@@ -218,7 +218,7 @@ def gpu_gaps(world, more):
     g, res = torch.Generator("cuda").manual_seed(world.rank), {}
     for n in (1, 2):
         for k in range(5):
-            x, y = torch.randint(LARGE.vocab, (2, n, 8, LARGE.seq), device="cuda", generator=g)
+            x, y = torch.randint(LARGE.vocab, (2, n, 8, LARGE.seq_len), device="cuda", generator=g)
             want = passed(run, [*zip(x, y)])
             module.take_mean(want, world.group("dp"))
             have = passed(run, [*zip(x, y)], run.gradient_syncs[0])
@@ -231,7 +231,7 @@ def gpu_compared(world):
     for name, more in LISTS.items():
         run = build(LARGE, ["bf16", "flash", "fused_ops", "chunked_ce", "fp8", "fused_adamw", *more], world=world)
         step, g = Stepper(run), torch.Generator("cuda").manual_seed(world.rank)
-        x, y = torch.randint(LARGE.vocab, (2, 16, LARGE.seq), device="cuda", generator=g)
+        x, y = torch.randint(LARGE.vocab, (2, 16, LARGE.seq_len), device="cuda", generator=g)
         losses = [step(*zip(x.split(n), y.split(n))) for n in (16,)*6 + (8,)*6]
         sums = world.all_gather_object([p.double().sum().item() for p in run.model.parameters()])
         curves[name] = torch.stack(losses).tolist(), sums[0] == sums[1]
@@ -259,7 +259,7 @@ def learned(world, name):
     normuon.fast_muon = noted
     run = find_recipe(name)(build(CONFIG, ["ddp"], device="cpu", world=world))
     step = GuardedStepper(run, clip=.5)
-    x, y = torch.randint(8, CONFIG.vocab, (2, 6, BATCH, CONFIG.seq), generator=torch.Generator().manual_seed(1))
+    x, y = torch.randint(8, CONFIG.vocab, (2, 6, BATCH, CONFIG.seq_len), generator=torch.Generator().manual_seed(1))
     own, losses = lambda t: t.unflatten(0, (world.size, -1))[world.rank], []
     for k in range(6):
         set_groups(run, step.opt, k, 6, .02)

@@ -34,7 +34,7 @@ def trained(world, rungs, micro=1, steps=4, config=CONFIG, change=None):
     run = build(config, rungs, seed=3, world=world)
     run = change(run) if change else run
     before, step = whole(run), Stepper(run, clip=.5)
-    x, y = torch.randint(config.vocab, (2, 4, config.seq), generator=torch.Generator().manual_seed(0)).to(run.device)
+    x, y = torch.randint(config.vocab, (2, 4, config.seq_len), generator=torch.Generator().manual_seed(0)).to(run.device)
     i, n = world.rank_and_size("dp")
     x, y = (t.chunk(n)[i] for t in (x, y))
     said = []

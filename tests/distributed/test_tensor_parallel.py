@@ -21,7 +21,7 @@ if DEVICE == "cuda": LISTS["compile"] = [*FUSED, "compile"], 5, 1     # on two C
 cuda = pytest.mark.cuda
 def needs(n): return pytest.mark.skipif(0 < torch.cuda.device_count() < n, reason=f"{n} processes want as many GPUs, or none")
 
-def data(n=4): return torch.randint(NANO.vocab, (2, n, NANO.seq), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+def data(n=4): return torch.randint(NANO.vocab, (2, n, NANO.seq_len), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 def whole(run):
     "Name -> each weight put together from all processes' pieces"

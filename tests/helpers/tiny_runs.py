@@ -9,7 +9,7 @@ from llm_speedrun.recipes import recipe
 from llm_speedrun.runs import enter_all
 from llm_speedrun.train.config import TrainConfig
 
-NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq=32, rope_theta=500.)
+NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq_len=32, rope_theta=500.)
 VOCAB = 300     # of the data: the model has some rows to spare
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +39,7 @@ def trained_on_text(folder):
     for i in range(80): (folder/"texts"/f"{i}.txt").write_text(f"Text {i}: {i} times 3 is {3*i}, naïve 漢字.\n" * 4, "utf-8")
     with pytest.MonkeyPatch.context() as m:
         m.setenv("LLM_SPEEDRUN_CACHE", str(folder/"cache"))
-        return train(options(folder, data=str(folder/"texts"), steps=60, lr=.01, seq=NANO.seq), progress=False)[0]
+        return train(options(folder, data=str(folder/"texts"), steps=60, lr=.01, seq_len=NANO.seq_len), progress=False)[0]
 
 def fails(kind, *parts):
     "The next block must raise `kind` with every part in its message"
@@ -77,8 +77,8 @@ def texts(folder):
 def options(folder, **kw):
     "A `TrainConfig` of a few quick steps in `folder`"
     if "data" not in kw: kw["data"] = str(write_bins(folder/"bins"))
-    return TrainConfig(**dict(workload="nano", rungs="naive", steps=6, batch=4, seq=16, vocab=VOCAB, evals=2,
-                              eval_tokens=128, sample=4, name="run", out=str(folder/"runs")) | kw)
+    return TrainConfig(**dict(model="nano", rungs="naive", steps=6, micro_batch_size=4, seq_len=16, vocab=VOCAB, num_evals=2,
+                              eval_tokens=128, sample_tokens=4, name="run", out=str(folder/"runs")) | kw)
 
 def words(cfg, **kw):
     "Options that aren't the default, and those in `kw`, as a command line has them"

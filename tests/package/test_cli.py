@@ -10,7 +10,7 @@ from llm_speedrun.runs import RUNGS, find_rung, rung_name
 from llm_speedrun import cli
 from llm_speedrun.cli import speedrun_doctor, speedrun_ladder, speedrun_train
 from llm_speedrun.train.presets import presets
-from llm_speedrun.train.config import (RENAMED, DataOptions, LadderOptions, LrOptions, make_parser, option_specs, parse_args,
+from llm_speedrun.train.config import (RENAMED, DataOptions, LadderOptions, LrOptions, Options, make_parser, new_name, option_specs, parse_args,
                                        RaceOptions, resolve_options, to_toml, TrainConfig, visible_specs)
 from llm_speedrun.train.trainer import train
 from helpers.tiny_runs import VOCAB, fails, nano, options, words, write_bins
@@ -30,7 +30,7 @@ def run(folder, name, *args, say="pass", before=""):
     return subprocess.run([sys.executable, "-c", script, *map(str, args)], cwd=folder, env=env, capture_output=True,
                           text=True, encoding="utf-8", timeout=TIMEOUT)
 
-QUICK = "--workload tiny --rungs naive --steps 12 --batch 4 --seq 32 --eval_tokens 256 --evals 2 --sample 20".split()
+QUICK = "--model tiny --rungs naive --steps 12 --micro_batch_size 4 --seq_len 32 --eval_tokens 256 --num_evals 2 --sample_tokens 20".split()
 
 # Help
 
@@ -88,10 +88,10 @@ NASTY = ['a "b" \\ c', "tab\tand\nline", "\x7f\x01", "naïve 漢字 🙂", "# '"
 @pytest.mark.parametrize("text", NASTY, ids=ascii)
 def test_toml_round_trip(tmp_path, capsys, text):
     "What --print_config prints, --config takes: any text, the smallest and the largest numbers"
-    cfg = TrainConfig(data=text, name=text, lr=5e-324, clip=1.7976931348623157e308, minutes=1/3, stream=True, epochs=2/3)
+    cfg = TrainConfig(data=text, name=text, lr=5e-324, grad_clip=1.7976931348623157e308, minutes=1/3, stream=True, epochs=2/3)
     speedrun_train([*words(cfg), "--print_config"])
     (tmp_path/"a.toml").write_text(capsys.readouterr().out, encoding="utf-8")
-    assert told("--config", str(tmp_path/"a.toml")) == (cfg, {"data", "name", "lr", "clip", "minutes", "stream", "epochs"})
+    assert told("--config", str(tmp_path/"a.toml")) == (cfg, {"data", "name", "lr", "grad_clip", "minutes", "stream", "epochs"})
 
 def test_command_line_wins(tmp_path):
     "Over the file's value; a length over any of the file's; a value equal to the default is given all the same"
@@ -116,19 +116,19 @@ def test_pipe_in_place_of_a_file(tmp_path):
 
 @pytest.mark.parametrize("args,message", [
     ("--lr nan", "lr must be a number above 0, and finite, not 'nan'"), ("--minutes inf", "minutes must"), ("--epochs nan", "epochs must"),
-    ("--target_loss -inf", "target_loss must"), ("--save_minutes nan", "save_minutes must"), ("--clip nan", "clip must"), ("--weight_decay nan", "weight_decay must"),
-    ("--lr -1e-4", "lr must"), ("--ema 1", "ema must be a number from 0 to below 1"), ("--warmup 1", "warmup must"), ("--steps 1.5", "steps must be a whole"),
+    ("--target_loss -inf", "target_loss must"), ("--save_minutes nan", "save_minutes must"), ("--grad_clip nan", "grad_clip must"), ("--weight_decay nan", "weight_decay must"),
+    ("--lr -1e-4", "lr must"), ("--ema_decay 1", "ema_decay must be a number from 0 to below 1"), ("--warmup 1", "warmup must"), ("--steps 1.5", "steps must be a whole"),
     ("--steps x", "steps must"), ("--steps=", "steps must"), ("--steps 1e30", "steps must"), ("--keep_last 0", "keep_last must"), ("--data=", "data must be a text that isn't empty"),
     ("--out=", "out must"), ("--resume=", "resume must be the folder of a run"), ("--steps 3 --minutes 1", "steps and minutes each say how long"),
     ("--steps 3 --total_tokens 9", "steps and total_tokens each"), ("--minutes 3 --total_tokens 9", "total_tokens and minutes each"),
     ("--epochs 2 --steps 3", "epochs shortens a run of minutes, not one of steps"), ("--total_tokens 9 --step_tokens 10", "fewer than the 10 of one step"),
     ("--tokens 9", "unknown option --tokens, did you mean .*--step_tokens"), ("--ste 9", "unknown option --ste"), ("--lr", "expected one argument"),
     ("there", "no option takes there"), ("--stream=yes", "ignored explicit argument"), ("--lr 0", "lr must be a number above 0"),
-    ("--lr null", "lr must be a number"), ("--batch 0", "batch must be a whole number from 1"), ("--vocab 4000000000", "vocab must .* to 1e\\+07")], ids=str)
+    ("--lr null", "lr must be a number"), ("--micro_batch_size 0", "micro_batch_size must be a whole number from 1"), ("--vocab 4000000000", "vocab must .* to 1e\\+07")], ids=str)
 def test_refused(args, message):
     with fails(InputError, message): told(*args.split())
 
-@pytest.mark.parametrize("config, args", [(DataOptions, "--workers 10000000"), (DataOptions, "--vocab 4000000000"), (LadderOptions, "--batch 1000000000"),
+@pytest.mark.parametrize("config, args", [(DataOptions, "--workers 10000000"), (DataOptions, "--vocab 4000000000"), (LadderOptions, "--micro_batch_size 1000000000"),
                                           (LrOptions, "--rates 1000000000"), (RaceOptions, "--seeds 1000000000")], ids=str)
 def test_what_would_take_all_memory(config, args):
     "Bounds of options, each of which costs a process, a run or memory"
@@ -150,13 +150,13 @@ def test_out_of_main_memory(capsys):
         with pytest.raises(SystemExit, match="2"): clean_errors(f)
         assert re.fullmatch(r"error: out of main memory: this machine has no [\d.]+ \w+ left. Choose smaller .*\n", capsys.readouterr().err)
 
-@pytest.mark.parametrize("given", [{}, dict(clip=0.), dict(weight_decay=0., warmup=0.)])
+@pytest.mark.parametrize("given", [{}, dict(grad_clip=0.), dict(weight_decay=0., warmup=0.)])
 def test_unset_is_not_zero(tmp_path, given):
     "A file with all options as they are keeps those unset that were; a 0 is one that was given"
     c = TrainConfig(**given)
     (tmp_path/"a.toml").write_text(to_toml(c), encoding="utf-8")
     assert told("--config", str(tmp_path/"a.toml")) == (c, given.keys())
-    assert c.lr is None and (c.clip == 0.) == ("clip" in given)
+    assert c.lr is None and (c.grad_clip == 0.) == ("grad_clip" in given)
 
 @pytest.mark.parametrize("value", ["0", "1", "2", "-1", "nan"])
 def test_val_frac(value):
@@ -186,6 +186,8 @@ def test_rungs_list(capsys):
 
 @pytest.mark.parametrize("words, said", [
     (["--track", "wandb"], "--track is called --loggers now"), (["--target=2"], "--target is called --target_loss now"),
+    (["--batch", "8"], "--batch is called --micro_batch_size now"), (["--seq=32"], "--seq is called --seq_len now"),
+    (["--workload", "tiny"], "--workload is called --model now"), (["--sample", "0"], "--sample is called --sample_tokens now"),
     (["--measure"], "--measure is called --retune now"), (["--no-documents"], "--no-documents is called --no-document_mask now")])
 def test_old_names_of_options(capsys, words, said):
     with pytest.raises(SystemExit, match="2"): speedrun_train(words)
@@ -196,20 +198,22 @@ def test_old_names_in_a_file(tmp_path):
     with pytest.raises(InputError, match="a.toml: track is called loggers now"): told("--config", str(tmp_path/"a.toml"))
 
 def test_new_names_are_options():
-    names = {o.name for o in option_specs(TrainConfig)}
-    assert {*RENAMED.values()} <= names and not names & RENAMED.keys()
+    commands = {k: {o.name for o in option_specs(k)} for k in Options.__subclasses__()}
+    assert {n for new in RENAMED.values() for n in new.split()} <= set().union(*commands.values())
+    assert new_name("--batch", ["--batch_size", "--micro_batch_size"]) == "--micro_batch_size" and new_name("batch", ["batch_size"]) == "batch_size"
+    for command, names in commands.items(): assert not names & RENAMED.keys(), command
 
 # What messages advise
 
 ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
-    "rungs.documents": ALL, ("choices", "--retune"): ALL, ("train.autotune", "--seq"): ALL, **dict.fromkeys("distributed.world distributed.spawn distributed.watchdog distributed.collectives distributed.parallel".split(), ALL),
+    "rungs.documents": ALL, ("choices", "--retune"): ALL, ("train.autotune", "--seq_len"): ALL, **dict.fromkeys("distributed.world distributed.spawn distributed.watchdog distributed.collectives distributed.parallel".split(), ALL),
     "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
     **dict.fromkeys("train.trainer train.run_dir train.checkpointer train.train_data train.resolve train.coordinator train.validator train.metrics".split(), ALL),
     "train.doctor": "doctor", "train.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "train.prepare_data": f"data {ALL}", "train.encoder_pool": f"data {ALL}",
     "data": f"data {ALL}", "corpus": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",
     ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", **dict.fromkeys("benchmarks.race benchmarks.clock benchmarks.adapters".split(), "race"),
-    **{("benchmarks.race", f"--{k}"): "train" for k in "epochs name out overwrite sample save_minutes seed".split()}}    # our own runs' command line
+    **{("benchmarks.race", f"--{k}"): "train" for k in "epochs name out overwrite sample_tokens save_minutes seed".split()}}    # our own runs' command line
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
 ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm", "--long"} # of pip, nvidia-smi, torchrun, docker, zstd
 
@@ -267,7 +271,7 @@ def test_total_tokens(tmp_path):
     assert (trainer.cfg.step_tokens, trainer.done) == (64, 5)
     cfg = options(tmp_path, name="other")
     with fails(InputError, "total_tokens"): train(TrainConfig(**vars(cfg) | dict(total_tokens=640)), progress=False)
-    assert (cfg.step_tokens, cfg.accumulate) == (0, None) # the caller's options stay as they are
+    assert (cfg.step_tokens, cfg.grad_accum_steps) == (0, None) # the caller's options stay as they are
 
 # Runs
 
@@ -303,11 +307,11 @@ ERRORS = [
     (dict(data="short.bin"), "short.bin: .* fewer than one batch of 4 x 16"),
     (dict(data="high.bin"), "high.bin: token 999"),
     (dict(data="a.json"), "a.json is one JSON document"), (dict(data="bad.jsonl"), "bad.jsonl line 1 is not JSON"),
-    (dict(workload="124n"), "unknown workload '124n'. Did you mean '124m'"),
+    (dict(model="124n"), "unknown workload '124n'. Did you mean '124m'"),
     (dict(rungs="fastets"), "unknown rung or preset 'fastets'. Did you mean 'fastest'"),
     (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
     (dict(rungs="bf16"), "'bf16' cannot run here: it is an old card"),
-    (dict(seq=64), "seq 64 is longer"), (dict(batch=-4), "batch must be a whole number from 1"),
+    (dict(seq_len=64), "seq_len 64 is longer"), (dict(micro_batch_size=-4), "micro_batch_size must be a whole number from 1"),
     (dict(step_tokens=-1), "step_tokens must be"), (dict(step_tokens=40), "step_tokens 40 are no whole number"),
     (dict(steps=0, total_tokens=63), "total_tokens 63 are fewer than the 64 of one step"),
     (dict(out="a.json"), "a.json"), (dict(name="there"), "there exists already"),
@@ -333,10 +337,10 @@ def test_error(there, capsys, option, message):
     assert e.value.code == 2 and len(lines) == 1 and re.match(f"error: .*{message}", lines[0]), lines
     assert not list((there/"runs/there").iterdir())
 
-LADDER = LadderOptions(workload="nano", rungs="naive", batch=1, out="ladder")
+LADDER = LadderOptions(model="nano", rungs="naive", batch_size=1, out="ladder")
 
 @pytest.mark.parametrize("option,message", [
-    (dict(batch=-1), "batch must be a whole number from 0 .*, not '-1'"), (dict(workload="124n"), "unknown workload '124n'"),
+    (dict(batch_size=-1), "batch_size must be a whole number from 0 .*, not '-1'"), (dict(model="124n"), "unknown workload '124n'"),
     (dict(rungs="flsh"), "unknown rung or preset 'flsh'"),
     (dict(rungs="tf32,flash", only="flsh"), "unknown rung of this ladder 'flsh'. Did you mean 'flash'"),
     (dict(rungs="fp8,fused_ops"), "rung 'fp8' builds on 'bf16': add that to the list"),

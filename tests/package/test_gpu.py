@@ -91,14 +91,14 @@ def test_a_kernel_runs_at_every_workload():
     "In bfloat16 a fused kernel runs the shapes of every workload"
     for name in ("tiny", "124m", "180m", "350m", "1b"):
         c = workload(name)
-        shape = 8, c.heads, c.kv_heads, c.seq, c.head_dim, torch.bfloat16, "cuda"
+        shape = 8, c.heads, c.kv_heads, c.seq_len, c.head_dim, torch.bfloat16, "cuda"
         assert not all(why_not(b, *shape) for b in BACKENDS), name
 
 def test_flash_saves_memory():
     "Without the scores the 124m step's peak is lower by at least one layer's scores for every layer"
     c, B = workload("124m"), 8
     naive, flash = (warm_up(make_step(c, r, B))[1].peak_gib for r in (["bf16"], ["bf16", "flash"]))
-    scores = B * c.heads * c.seq**2 * 2 / 2**30     # GiB in bf16, one layer
+    scores = B * c.heads * c.seq_len**2 * 2 / 2**30     # GiB in bf16, one layer
     assert naive - flash > c.layers * scores, (naive, flash)
 
 # Our kernels, in bfloat16, with sizes of which no block is a divisor
@@ -187,7 +187,7 @@ def layer(c, parts, grad=E5M2):
     run, scaling = fused_ops(baseline(replace(c, layers=1, vocab=64))), Scaling(1, grad, "cuda")
     if parts: to_fp8(run.model, parts, scaling, grad)
     g, m = torch.Generator("cuda").manual_seed(0), run.model.layers[0]
-    x, dx, dm = (torch.randn(4, c.seq, c.width, device="cuda", generator=g).bfloat16() for _ in range(3))
+    x, dx, dm = (torch.randn(4, c.seq_len, c.width, device="cuda", generator=g).bfloat16() for _ in range(3))
     for _ in range(2):      # the second time with delayed scales
         x.grad = None; run.model.zero_grad(); x.requires_grad_()
         with torch.autocast("cuda", torch.bfloat16), scaling.in_step(), scaling.in_pass(): out = m((x, x), run.model.cos, run.model.sin)
@@ -243,7 +243,7 @@ def test_presets_of_an_h200():
 def test_first_loss():
     "The loss of 124m before the first step is within 5% of ln V, in every format"
     c = workload("124m")
-    x, y = torch.randint(c.vocab, (2, 4, c.seq), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    x, y = torch.randint(c.vocab, (2, 4, c.seq_len), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     for rungs in ([], ["tf32"], ["bf16", "flash"], ["fp16", "flash"]):
         loss = Stepper(build(c, rungs)).evaluate([(x, y)])
         assert abs(loss / math.log(50304) - 1) < .05, (rungs, loss)
@@ -252,7 +252,7 @@ def test_first_loss():
 def test_nothing_leaks(half):
     "Building and stepping 124m leaves every setting, also CUDA's, and the random states as they were"
     c = workload("124m")
-    x = torch.randint(c.vocab, (2, c.seq), device="cuda")
+    x = torch.randint(c.vocab, (2, c.seq_len), device="cuda")
     was = flags()
     step = Stepper(build(c, ["tf32", half, "flash"]))
     for _ in range(3): loss = step((x, x))
@@ -269,19 +269,19 @@ def test_counted_flops():
     step()
     with OpCounter() as real: step()
     flops = [sum(o.flops for o in ops) for ops in (real.ops, count_step(c, [], B))]
-    assert flops[0] == flops[1] == pytest.approx(train_flops(c) * B * c.seq, rel=1e-6)
+    assert flops[0] == flops[1] == pytest.approx(train_flops(c) * B * c.seq_len, rel=1e-6)
     fast = count_step(c, ["tf32", "bf16", "flash"], B)
     matmul = sum(o.flops for o in fast if o.kind == "matrix products")
-    assert matmul == pytest.approx(6*matrix_params(c) * B * c.seq, rel=1e-6)
+    assert matmul == pytest.approx(6*matrix_params(c) * B * c.seq_len, rel=1e-6)
     assert {o.fmt for o in fast if o.kind == "matrix products"} == {"bf16"}
     # fused attention computes the scores again in the backward pass: 7 products for the convention's 6
     fused = sum(o.flops for o in fast if o.kind == "fused attention")
-    assert fused == pytest.approx(7 * c.layers * c.width * c.seq**2 * B, rel=1e-6)
+    assert fused == pytest.approx(7 * c.layers * c.width * c.seq_len**2 * B, rel=1e-6)
 
 def test_fp16_trains():
     "With float16 and its scaler a small model's loss falls as with bfloat16"
     c = replace(workload("tiny"), layers=2)
-    x = torch.randint(c.vocab, (8, c.seq), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    x = torch.randint(c.vocab, (8, c.seq_len), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     def last(half):
         step = Stepper(build(c, ["tf32", half, "flash"]))
         return [step((x[:, :-1], x[:, 1:])).item() for _ in range(40)][-1]
@@ -296,10 +296,10 @@ def test_out_of_memory(tmp_path):
     data = tmp_path/"tokens.bin"
     np.random.default_rng(0).integers(0, 50257, int(1.1 * rows * 1024), dtype=np.uint16).tofile(data)
     for batch in (rows, 0):
-        cfg = TrainConfig(data=str(data), workload="124m", rungs="tf32,bf16,flash", step_tokens=rows*1024, batch=batch, steps=2, evals=1,
-                          eval_tokens=1024, sample=2, name=f"run{batch}", out=str(tmp_path/"runs"))
+        cfg = TrainConfig(data=str(data), model="124m", rungs="tf32,bf16,flash", step_tokens=rows*1024, micro_batch_size=batch, steps=2, num_evals=1,
+                          eval_tokens=1024, sample_tokens=2, name=f"run{batch}", out=str(tmp_path/"runs"))
         trainer, res = train(cfg, progress=False)
-        assert 1 < trainer.cfg.batch < rows == trainer.cfg.batch*trainer.cfg.accumulate
+        assert 1 < trainer.cfg.micro_batch_size < rows == trainer.cfg.micro_batch_size*trainer.cfg.grad_accum_steps
         assert res["steps"] == 2 and math.isfinite(res["val_loss"])
         del trainer; gc.collect(); torch.cuda.empty_cache()
 

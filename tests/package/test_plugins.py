@@ -47,8 +47,8 @@ def trained(tmp_path_factory):
     forget()
     return folder
 
-OPTIONS = ("--plugin mine.py --data texts --workload relu2 --rungs flash,nadam --recipe by_hand --steps 4 --batch 4 --step_tokens 256 --evals 1 "
-           "--eval_tokens 256 --sample 4 --name own --save_minutes 0")
+OPTIONS = ("--plugin mine.py --data texts --model relu2 --rungs flash,nadam --recipe by_hand --steps 4 --micro_batch_size 4 --step_tokens 256 --num_evals 1 "
+           "--eval_tokens 256 --sample_tokens 4 --name own --save_minutes 0")
 
 @pytest.fixture
 def there(trained, tmp_path):
@@ -67,7 +67,7 @@ def refused(capsys, f, *args):
 
 def test_a_run_records_what_it_imported(trained):
     c = config_of(trained/"runs/own")
-    assert c["architecture"] == c["model"]["name"] == c["workload"] == "relu2" and c["recipe"] == "by_hand" and c["rungs"].split(",")[1] == "nadam"
+    assert c["architecture"] == c["model_config"]["name"] == c["model"] == "relu2" and c["recipe"] == "by_hand" and c["rungs"].split(",")[1] == "nadam"
     assert list(c["plugins"]) == [str(trained/"mine.py")] and "plugin" not in c
 
 def test_a_resumed_run_says_which_file_before_it_imports_it(there, capsys):
@@ -101,7 +101,7 @@ def test_its_weights_open_as_its_model(there, capsys):
     run = from_pretrained("runs/own", "cpu")
     assert type(run.model).__name__ == "SquaredGPT" and "importing the plug-in" in capsys.readouterr().err
     speedrun_sample(["runs/own", "--n", "3", "--prompt", "3 times"])
-    train(TrainConfig(init="runs/own", data="texts", steps=2, batch=4, step_tokens=256, evals=1, eval_tokens=256, sample=2, name="more"), progress=False)
+    train(TrainConfig(init="runs/own", data="texts", steps=2, micro_batch_size=4, step_tokens=256, num_evals=1, eval_tokens=256, sample_tokens=2, name="more"), progress=False)
     assert config_of(there/"runs/more")["architecture"] == "relu2" and config_of(there/"runs/more")["plugins"], "and so does what begins with them"
 
 def test_its_weights_are_not_exported(there, capsys):
@@ -171,7 +171,7 @@ def test_parts_of_a_gpt_are_no_parts_of_another_model(mine):
 def test_a_class_must_be_registered_and_have_roles(there, capsys):
     path = there/"mine.py"
     lone = CODE + "\nclass Lone(GPT): pass\n@recipe(model=Lone, lr=.1)\ndef lone(run): return run\n"
-    words = [*OPTIONS.replace("by_hand", "lone").replace("relu2", "nano").replace("--name own", "--name no").split(), "--sample", "0"]
+    words = [*OPTIONS.replace("by_hand", "lone").replace("relu2", "nano").replace("--name own", "--name no").split(), "--sample_tokens", "0"]
     path.write_text(lone, encoding="utf-8")
     assert "recipe 'lone' trains a Lone, and the model of this run is another one" in refused(capsys, speedrun_train, *words)
     path.write_text(CODE.replace("set_parts(self", "self.more = torch.nn.Linear(4, 4); set_parts(self"), encoding="utf-8")

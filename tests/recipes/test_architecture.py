@@ -18,7 +18,7 @@ def built(model, rungs):
 
 def tokens(config, batch=4, seed=0):
     "A batch of random tokens"
-    return torch.randint(config.vocab, (2, batch, config.seq), generator=torch.Generator().manual_seed(seed)).unbind()
+    return torch.randint(config.vocab, (2, batch, config.seq_len), generator=torch.Generator().manual_seed(seed)).unbind()
 
 def loss_and_grads(run):
     "Of one batch: the loss, and gradients by name"
@@ -134,7 +134,7 @@ def trained(kind, config=NANO, **kw):
 def run_folder(folder, model):
     "The folder of a finished run, as the trainer leaves it"
     folder.mkdir()
-    (folder/"config.json").write_text(json.dumps(dict(model=asdict(model.config))))
+    (folder/"config.json").write_text(json.dumps(dict(model_config=asdict(model.config))))
     save_file({f"model.{k}": v.contiguous() for k, v in model.state_dict().items()}, folder/"model.safetensors")
     return folder
 

@@ -63,7 +63,7 @@ def test_what_it_says(switches, nano):
 @pytest.mark.parametrize("switches", EACH, ids=named)
 def test_gradients(switches, nano):
     "In float64 the gradient of what a switch brings is the slope of the loss"
-    c = GPTConfig(vocab=32, layers=4, width=16, heads=2, kv_heads=1, hidden=16, seq=8)
+    c = GPTConfig(vocab=32, layers=4, width=16, heads=2, kv_heads=1, hidden=16, seq_len=8)
     model, plain = stirred(switches, c).double(), {n for n, _ in UntiedGPT(c).named_parameters()}
     x, y = tokens(c, 1)
     own = {n: p for n, p in model.named_parameters() if n not in plain} | {"embed_tokens.weight": model.embed_tokens.weight}
@@ -136,7 +136,7 @@ def test_resume(tmp_path, monkeypatch, recipe, rungs):
 def test_other_recipe(tmp_path, nano):
     "Weights with switches need a recipe that has them; weights with a head of its own bring their model to any"
     train(options(tmp_path, recipe="beyond:x0=yes"), progress=False)
-    how = dict(init=str(tmp_path/"runs/run"), workload="", name="on", steps=2)
+    how = dict(init=str(tmp_path/"runs/run"), model="", name="on", steps=2)
     with fails(ValueError, "use --recipe beyond:x0=yes"): train(options(tmp_path, **how), progress=False)
     train(options(tmp_path, recipe="beyond:x0=yes", **how), progress=False)
     train(options(tmp_path, recipe="beyond", name="plain"), progress=False)

@@ -35,10 +35,10 @@ def made(folder, **kw):
 def test_the_recipe(tmp_path, how, recipe): assert made(tmp_path, **how)[1].recipe == recipe
 
 def test_what_was_given_stays(tmp_path):
-    _, c = made(tmp_path, recipe="muon", schedule="cosine", weight_decay=.3, final_lr=.2, clip=3.)
-    assert (c.schedule, c.weight_decay, c.final_lr, c.clip, c.cooldown, c.lr) == ("cosine", .3, .2, 3., .7, .02)
+    _, c = made(tmp_path, recipe="muon", schedule="cosine", weight_decay=.3, final_lr=.2, grad_clip=3.)
+    assert (c.schedule, c.weight_decay, c.final_lr, c.grad_clip, c.cooldown, c.lr) == ("cosine", .3, .2, 3., .7, .02)
     _, c = made(tmp_path, recipe="adamw", name="b")
-    assert (c.schedule, c.weight_decay, c.final_lr, c.clip, c.warmup, c.lr) == ("cosine", .1, .1, 1., .05, .5/NANO.width)
+    assert (c.schedule, c.weight_decay, c.final_lr, c.grad_clip, c.warmup, c.lr) == ("cosine", .1, .1, 1., .05, .5/NANO.width)
 
 def test_rate_and_decay_follow_the_length(tmp_path):
     "More steps, lower rate; more passes, more decay; and no step loses much of a weight"
@@ -78,7 +78,7 @@ def test_each_group_has_its_rate(tmp_path):
 
 def test_updates_follow_the_phases(tmp_path):
     "Steps of four sequences, in four updates of one, then two, then one; and sequences whole or cut"
-    trainer = Trainer(options(tmp_path, recipe="speedrun:updates=4+2+1:pieces=2+1", steps=6, batch=4), progress=False)
+    trainer = Trainer(options(tmp_path, recipe="speedrun:updates=4+2+1:pieces=2+1", steps=6, micro_batch_size=4), progress=False)
     shapes, step = [], trainer.step
     class Noted(type(step)):
         def __call__(self, *batches):
@@ -86,14 +86,14 @@ def test_updates_follow_the_phases(tmp_path):
             return super().__call__(*batches)
     step.__class__ = Noted
     trainer.fit()
-    T = trainer.cfg.seq
+    T = trainer.cfg.seq_len
     assert shapes == [[(2, T//2)]]*8 + [[(4, T//2)]]*2 + [[(2, T)]]*2 + [[(4, T)]]*2
     rates = [r["lr"] for r in trainer.rows() if "loss" in r]
     assert rates[0] == pytest.approx(.02) and rates[2]/rates[1] == pytest.approx(2**.5, rel=.3)
 
 def test_windows_follow_the_phases(tmp_path):
     "Two steps of six see 4 keys, two see 8, two see all; no evaluation sees fewer"
-    trainer, seen = Trainer(options(tmp_path, recipe="speedrun:pieces=1:updates=1:windows=4+8+0", steps=6, batch=4, evals=3), progress=False), []
+    trainer, seen = Trainer(options(tmp_path, recipe="speedrun:pieces=1:updates=1:windows=4+8+0", steps=6, micro_batch_size=4, num_evals=3), progress=False), []
     loss = trainer.run.loss
     inner = loss.loss
     def noted(model, x, y):
@@ -108,13 +108,13 @@ def test_windows_follow_the_phases(tmp_path):
 @pytest.mark.parametrize("rungs", ["naive", "bf16,flash,fused_ops,chunked_ce,fp8,fused_adamw", "bf16,flash,checkpoint"])
 def test_a_window_of_all_is_no_window(rungs):
     "After each update the second tree of modules has the loss of the first: nothing of older weights is kept in it"
-    run = windowed(build(NANO, rungs.split(",") if rungs != "naive" else []), (NANO.seq,))
-    x, y = torch.randint(NANO.vocab, (2, 2, NANO.seq), device=run.device)
+    run = windowed(build(NANO, rungs.split(",") if rungs != "naive" else []), (NANO.seq_len,))
+    x, y = torch.randint(NANO.vocab, (2, 2, NANO.seq_len), device=run.device)
     step, losses = Stepper(run), []
     for i in range(4):
         set_groups(run, step.opt, i, 4, .01)
         losses.append(step((x, y)).item())
-        whole, window = (run.loss.loss(m, x, y).item() for m in (run.model, run.loss.models[NANO.seq]))
+        whole, window = (run.loss.loss(m, x, y).item() for m in (run.model, run.loss.models[NANO.seq_len]))
         assert whole == pytest.approx(window, rel=1e-3)
     assert losses[-1] < losses[0] - .1
 
@@ -139,7 +139,7 @@ def test_the_kernel_sees_the_window(T, D, K, window):
 
 def with_and_without_graphs(spec, steps, rate):
     "Losses of a recipe's steps without CUDA graphs and with them, and how many passes were recorded"
-    config, curves, r = replace(NANO, seq=128), [], parse_recipe(spec)
+    config, curves, r = replace(NANO, seq_len=128), [], parse_recipe(spec)
     x, y = torch.randint(NANO.vocab, (2, 4, 128), generator=torch.Generator().manual_seed(0)).cuda()
     before = recorded()
     for rungs in (["bf16", "flash"], ["bf16", "flash", "cuda_graphs"]):
@@ -172,7 +172,7 @@ def test_what_is_no_phase(spec):
 
 def test_an_update_that_is_not_taken_is_told(tmp_path):
     "The second of four updates has gradients that aren't finite: its step has an event, and the run goes on"
-    trainer, calls = Trainer(options(tmp_path, recipe="speedrun:pieces=1", steps=6, batch=4), progress=False), []
+    trainer, calls = Trainer(options(tmp_path, recipe="speedrun:pieces=1", steps=6, micro_batch_size=4), progress=False), []
     def poisoned(g):
         calls.append(1)
         return g*torch.nan if len(calls) == 6 else g     # the first step has four
@@ -183,12 +183,12 @@ def test_an_update_that_is_not_taken_is_told(tmp_path):
 
 def test_small_steps_have_fewer_updates(tmp_path):
     "A step of one sequence, which nothing can divide"
-    trainer, res = train(options(tmp_path, recipe="speedrun", batch=1, accumulate=1, steps=4), progress=False)
+    trainer, res = train(options(tmp_path, recipe="speedrun", micro_batch_size=1, grad_accum_steps=1, steps=4), progress=False)
     assert res["steps"] == 4 and trainer.cfg.recipe == "speedrun:updates=1"
 
 def test_rates_follow_the_updates_that_are_taken(tmp_path, capsys):
     "Eight were asked for, a step of four sequences has four: the rate is that of four, which is what is said and saved"
-    trainer, _ = train(options(tmp_path, recipe="speedrun:updates=8+1:pieces=7+1", steps=6, batch=4, accumulate=1))
+    trainer, _ = train(options(tmp_path, recipe="speedrun:updates=8+1:pieces=7+1", steps=6, micro_batch_size=4, grad_accum_steps=1))
     assert trainer.cfg.recipe == "speedrun:updates=4+1:pieces=4+1" and trainer.run.batching.updates == (4, 1)
     said = capsys.readouterr().out
     assert "in place of speedrun:updates=8+1:pieces=7+1" in said and "4, 1 updates a step" in said
@@ -206,8 +206,8 @@ def test_numbers_that_no_recipe_can_use(spec, said):
     with pytest.raises(InputError, match=said): parse_recipe(f"speedrun:{spec}")
 
 def test_the_average_is_of_the_tail(tmp_path):
-    assert made(tmp_path, steps=90)[1].ema == pytest.approx(.9)
-    assert made(tmp_path, steps=90, ema=.99, name="b")[1].ema == .99
+    assert made(tmp_path, steps=90)[1].ema_decay == pytest.approx(.9)
+    assert made(tmp_path, steps=90, ema_decay=.99, name="b")[1].ema_decay == .99
 
 # --- what is refused ---
 
@@ -288,7 +288,7 @@ def begun(config, k):
 def whole_step(config, k, sequences, micro):
     "A builder of the recipe's step in one update, as in the last third of a run"
     step = GuardedStepper(begun(config, k))
-    xy = torch.randint(config.vocab, (2, sequences, config.seq), device=step.run.device)
+    xy = torch.randint(config.vocab, (2, sequences, config.seq_len), device=step.run.device)
     parts = [*zip(*(t.split(micro) for t in xy))]
     return lambda: step(*parts)
 

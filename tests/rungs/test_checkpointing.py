@@ -20,7 +20,7 @@ stacks = pytest.mark.parametrize("rungs", STACKS, ids=lambda r: "+".join(r) or "
 cpu = partial(build, device="cpu")
 
 def tokens(n=2, device="cpu"):
-    return torch.randint(NANO.vocab, (2, n, NANO.seq), device=device, generator=torch.Generator(device).manual_seed(0))
+    return torch.randint(NANO.vocab, (2, n, NANO.seq_len), device=device, generator=torch.Generator(device).manual_seed(0))
 
 def gradients(run, *batches):
     "Loss and gradients of micro-batches, as a list; the weights, which other runs share, are left without gradients"
@@ -234,7 +234,7 @@ def test_fake_and_real_memory(rungs, change):
 def test_a_block_more_keeps_its_input():
     "With whole blocks recomputed, each block more keeps its input and nothing else"
     def saved(layers): return count_memory(lambda: no_logits(checkpoint(cpu(replace(NANO, layers=layers), ["flash"]))), 4)[0].saved
-    stream = 4 * NANO.seq * NANO.width * 4      # bytes of B T d in FP32
+    stream = 4 * NANO.seq_len * NANO.width * 4      # bytes of B T d in FP32
     assert saved(4) - saved(3) == stream
 
 def test_memory_falls_in_order():
@@ -294,7 +294,7 @@ def test_gpu_errors(rungs):
 def test_gpu_compiled(change):
     "Compiled block by block on the GPU the gradients are those of the run without checkpoints, but for rounding"
     run = build(replace(C, layers=3), FUSED)
-    batch = tuple(torch.randint(C.vocab, (2, 4, C.seq), device="cuda"))
+    batch = tuple(torch.randint(C.vocab, (2, 4, C.seq_len), device="cuda"))
     a, b = gradients(run, batch), gradients(compiled(change(run), "inductor"), batch)
     norm = lambda gs: sum(g.double().norm()**2 for g in gs)**.5
     assert norm([x - y for x, y in zip(a[1:], b[1:])]) < .02*norm(a[1:])

@@ -219,7 +219,7 @@ def test_scale_is_not_rounded():
 def test_accumulation():
     "Micro-batches add up to the batch, also when one of them is all ignored"
     c = replace(NANO, layers=1)
-    x, y = torch.randint(c.vocab, (2, 4, c.seq), device=DEVICE)
+    x, y = torch.randint(c.vocab, (2, 4, c.seq_len), device=DEVICE)
     def grads(*batches):
         step = Stepper(build(c, ["chunked_ce"]))
         loss = sum(step.backward(*b) for b in batches) / len(batches)
@@ -326,7 +326,7 @@ def test_rung():
     base = baseline(NANO)
     run = build(NANO, ["chunked_ce"])
     assert base.model.loss is cross_entropy and run.model.loss == ChunkedCE() and run.rungs == ("chunked_ce",)
-    x, y = torch.randint(NANO.vocab, (2, 3, NANO.seq), device=base.device)
+    x, y = torch.randint(NANO.vocab, (2, 3, NANO.seq_len), device=base.device)
     torch.testing.assert_close(run.model(x, y), base.model(x, y))
     assert chunked_ce(base, z_loss=1e-4, budget=2).model.loss == ChunkedCE(z_loss=1e-4, budget=2**21)
     with fails(TypeError, "zloss"): chunked_ce(base, zloss=1.)
@@ -415,7 +415,7 @@ def test_compiled_by_inductor():
     "The default compiler takes a whole loss with the rung, in one graph"
     c = replace(workload("tiny"), layers=1)
     run = build(c, ["bf16", "flash", "chunked_ce"])
-    x, y = torch.randint(c.vocab, (2, 4, c.seq), device="cuda")
+    x, y = torch.randint(c.vocab, (2, 4, c.seq_len), device="cuda")
     def grads(loss):
         with torch.autocast("cuda", torch.bfloat16): l = loss(run.model, x, y)
         return [l.detach(), *torch.autograd.grad(l, list(run.model.parameters()))]
@@ -429,5 +429,5 @@ def test_counted_at_124m():
     c = workload("124m")
     ops = count_step(c, ["tf32", "bf16", "flash", "chunked_ce"], 2)
     products = [o for o in ops if o.kind == "matrix products"]
-    assert sum(o.flops for o in products) == pytest.approx(6*matrix_params(c)*2*c.seq, rel=1e-6)
+    assert sum(o.flops for o in products) == pytest.approx(6*matrix_params(c)*2*c.seq_len, rel=1e-6)
     assert {o.fmt for o in products} == {"bf16"} and "softmax_loss" in {o.name for o in ops} and by_kind(ops)

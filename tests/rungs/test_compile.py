@@ -23,7 +23,7 @@ def spy(graph, inputs):
 @pytest.fixture(autouse=True)
 def no_graphs(): graphs.clear()
 
-def batch(n=2, seq=NANO.seq, config=NANO):
+def batch(n=2, seq=NANO.seq_len, config=NANO):
     device = default_device()
     return tuple(torch.randint(config.vocab, (2, n, seq), device=device, generator=torch.Generator(device).manual_seed(0)))
 
@@ -180,7 +180,7 @@ HOW = [dict(mode=m, whole=w) for m in ("default", "reduce-overhead") for w in (F
 @pytest.mark.parametrize("rungs", [OURS[:3], OURS], ids=["plain", "ours"])
 def test_inductor(rungs, how):
     "Inductor's kernels, and its CUDA graphs: the losses of the eager run, over micro-batches and evaluations too"
-    bs = [batch(2, BIG.seq, BIG), tuple(t.roll(1, 0) for t in batch(2, BIG.seq, BIG))]
+    bs = [batch(2, BIG.seq_len, BIG), tuple(t.roll(1, 0) for t in batch(2, BIG.seq_len, BIG))]
     def go(step): return [step(*bs).item() for _ in range(4)] + [step.evaluate(bs), step(bs[0]).item()]
     eager = go(Stepper(build(BIG, rungs)))
     assert go(Stepper(compile(build(BIG, rungs), **how))) == pytest.approx(eager, abs=2e-2)
@@ -231,7 +231,7 @@ def test_fp8_ceiling():
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_recorded_step(compiled):
     "A replayed CUDA graph takes the steps that the eager run takes, on each batch that it gets"
-    b, c = batch(2, BIG.seq, BIG), tuple(t.flip(0).contiguous() for t in batch(2, BIG.seq, BIG))
+    b, c = batch(2, BIG.seq_len, BIG), tuple(t.flip(0).contiguous() for t in batch(2, BIG.seq_len, BIG))
     def run():
         r = replace(build(BIG, OURS), optimizer=capturable_adamw)
         return compile(r) if compiled else r
@@ -250,7 +250,7 @@ RECORDED = [[], OURS[:3], OURS, OURS + ["fp8"], OURS + ["checkpoint"], OURS + ["
 def test_cuda_graphs(rungs):
     "Recorded or not: the same losses over micro-batches, another shape, evaluations, and with a learning rate that changes"
     if "fp8" in rungs and not has_fp8(): pytest.skip("this GPU has no FP8")
-    b, c = batch(2, BIG.seq, BIG), tuple(t.flip(0).contiguous() for t in batch(2, BIG.seq, BIG))
+    b, c = batch(2, BIG.seq_len, BIG), tuple(t.flip(0).contiguous() for t in batch(2, BIG.seq_len, BIG))
     def go(rungs):
         step, res = Stepper(build(BIG, rungs)), []
         for i in range(12):     # a shape is recorded when it comes for the third time
@@ -266,7 +266,7 @@ def test_cuda_graphs_are_freed():
     "With the run goes what it recorded: its memory can be used again"
     def go():
         step = Stepper(build(BIG, OURS + ["cuda_graphs"]))
-        for _ in range(4): step(batch(8, BIG.seq, BIG))
+        for _ in range(4): step(batch(8, BIG.seq_len, BIG))
         return weakref.ref(step.run.model)
     def reserved(): gc.collect(); torch.cuda.empty_cache(); return torch.cuda.memory_reserved()
     go(); before = reserved()

@@ -13,7 +13,7 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 pytestmark = pytest.mark.skipif(bool(e.epilogues_missing()), reason=e.epilogues_missing() or "")
 cuda = [pytest.mark.cuda, pytest.mark.skipif(not GPU, reason="no GPU")]
-SMALL = GPTConfig(vocab=384, layers=2, width=64, heads=2, kv_heads=2, hidden=96, seq=32, name="small")
+SMALL = GPTConfig(vocab=384, layers=2, width=64, heads=2, kv_heads=2, hidden=96, seq_len=32, name="small")
 HALF = ["bf16", "fused_ops", "chunked_ce", "head_groups"]
 OURS = [*HALF, "epilogues", "fused_ce"]
 
@@ -333,7 +333,7 @@ def test_fused_loss_of_bad_rows():
 def grads(rungs, micro=1, config=SMALL, evals=False):
     "Loss and gradients of a step's batch, in some micro-batches, some targets left out"
     run = build(config, rungs, DEVICE)
-    x, y = torch.randint(config.vocab, (2, 4, config.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+    x, y = torch.randint(config.vocab, (2, 4, config.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     y[:, ::5] = -100
     total = 0
     for a, b in zip(x.chunk(micro), y.chunk(micro)):
@@ -376,7 +376,7 @@ def test_a_norm_is_told_by_the_product_before(monkeypatch):
     "Only the first stream's 1/rms is made by a kernel; where the stream becomes another tensor, all of them are; the output is the same"
     run, made, right = build(SMALL, OURS, DEVICE), [], e.row_rstd
     monkeypatch.setattr(e, "row_rstd", lambda x, eps: made.append(x) or right(x, eps))
-    x = torch.randint(SMALL.vocab, (2, SMALL.seq), device=DEVICE)
+    x = torch.randint(SMALL.vocab, (2, SMALL.seq_len), device=DEVICE)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         told = run.model(x)
         assert len(made) == 1
@@ -392,7 +392,7 @@ def test_steps_learn():
     for rungs in (OURS, HALF):
         run = build(SMALL, [*rungs, "fused_adamw"], DEVICE)
         step = Stepper(run)
-        x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
+        x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
         res.append([step((x[0], x[1])).item() for _ in range(8)])
     assert res[0][-1] < res[0][0] - .3 and max(abs(a - b) for a, b in zip(*res)) < 3e-2
 
@@ -441,7 +441,7 @@ def test_scales_grow_with_what_they_cut_off():
     "Gate and up fill half of the format. Where they outgrow it, what is kept tells no more than that; the scale halves until they fit"
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues"], DEVICE)
     step = Stepper(run)
-    x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
+    x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
     scales = run.model.layers[0].scales
     i, j = (f8.NAMES.index(k) for k in ("ab", "h"))
     for group in step.opt.param_groups: group["lr"] = 0.
@@ -469,7 +469,7 @@ def test_products_with_gradients_hand_out_their_sums(monkeypatch):
         seen.append((name_a, name_b, how.get("fast", False)))
         return real(slots, a, b, name_a, name_b, **how)
     monkeypatch.setattr(ep8, "product", product)
-    x, y = torch.randint(SMALL.vocab, (2, 2, SMALL.seq), device=DEVICE)
+    x, y = torch.randint(SMALL.vocab, (2, 2, SMALL.seq_len), device=DEVICE)
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues"], DEVICE)
     with enter_all(run.step_contexts):
         with enter_all(run.forward_contexts): run.loss(run.model, x, y).backward()
@@ -539,7 +539,7 @@ def test_a_nan_is_noticed(weight):
     "Whatever it comes from: the norm of such a step is infinite, as without, and the trainer doesn't take it"
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues", "fused_adamw"], DEVICE)
     step = Stepper(run)
-    x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
+    x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
     for _ in range(2): step((x[0], x[1])); assert step.norm.isfinite()
     with torch.no_grad(): run.model.layers[0].get_submodule(weight).weight[3, 5] = torch.nan
     step((x[0], x[1]))
@@ -586,7 +586,7 @@ def test_recorded():
     "A recording gives what the passes before it gave, at 124m's width"
     c = replace(workload("124m"), layers=2)
     run = build(c, [*OURS, "cuda_graphs"])
-    x, y = torch.randint(c.vocab, (2, 2, c.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
+    x, y = torch.randint(c.vocab, (2, 2, c.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
     (first, *exact), *later = [pass_of(run, x, y) for _ in range(4)]
     for loss, *gs in later:
         assert loss.item() == pytest.approx(first.item(), abs=1e-3)     # cuBLAS may sum in another order while it is recorded, and bf16 rounds that

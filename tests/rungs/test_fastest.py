@@ -243,7 +243,7 @@ def test_the_kernels_in_a_bad_step(rung, more):
     if rung != "lean" and flash4_missing(): pytest.skip(flash4_missing())
     c = replace(workload("124m"), layers=2)
     step = GuardedStepper(build(c, RUNGS + [rung, *more]))
-    batch = torch.randint(c.vocab, (2, 4, c.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    batch = torch.randint(c.vocab, (2, 4, c.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
     for _ in range(3): step(batch)
     refuses_bad_weights(step, batch, [n.replace(".0.", ".1.") for n in WEIGHTS], [NAN, INF])
 

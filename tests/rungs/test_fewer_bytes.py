@@ -121,7 +121,7 @@ def test_a_gradient_that_is_a_view(kernels, kind):
 # In a model
 
 SMALL = replace(NANO, vocab=64, width=32, heads=2, kv_heads=1, hidden=32) # sizes that FP8 can take
-def batches(n=1, seed=0): return list(torch.randint(SMALL.vocab, (n, 2, 2, SMALL.seq), generator=gen(seed)).to(DEVICE))
+def batches(n=1, seed=0): return list(torch.randint(SMALL.vocab, (n, 2, 2, SMALL.seq_len), generator=gen(seed)).to(DEVICE))
 
 def losses_and_grads(rungs, n=1, model=GPT, batches=None):
     "Of a first step on `n` micro-batches: the loss, and the gradients before they are averaged"
@@ -205,7 +205,7 @@ def test_hooks_stay():
     seen, run = [], build(SMALL, [])
     run.model.embed_tokens.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
     Stepper(fewer.tied_embedding(run))(*batches())
-    assert seen == [(2, SMALL.seq)]
+    assert seen == [(2, SMALL.seq_len)]
 
 def test_evaluating_and_sampling():
     "Are as without the rung, to the bit, before and after training"
@@ -262,7 +262,7 @@ def as_near(ours, theirs, exact):
 def test_rounding_grows_in_8_bits(monkeypatch):
     """What the test below has to do with: one matrix that is moved by a small part of its rounding changes gradients by nearly as much as FP8 rounds them,
     and they are as near to float64's as before. With a loss that is a tenth too large, or rows that are added twice, they aren't"""
-    c, x = replace(SMALL, layers=3, seq=64), list(torch.randint(SMALL.vocab, (2, 2, 8, 64), generator=gen(3)).to(DEVICE))
+    c, x = replace(SMALL, layers=3, seq_len=64), list(torch.randint(SMALL.vocab, (2, 2, 8, 64), generator=gen(3)).to(DEVICE))
     def grads(eps=0., times=1., rungs=()):
         step = Stepper(build(c, [*EIGHT, *rungs]))
         step.update = lambda n: None
@@ -285,7 +285,7 @@ def test_recorded(more):
     another way, so they are as near to each other as those of one list, taken twice, are to themselves; and as near to float64's"""
     c = replace(workload("124m"), layers=2)
     base = settled(c, ["tf32", *EIGHT[:-1], *more])     # once: measured for each list anew, kernels and parts in FP8 may be others
-    batches = [(x, y) for x, y in torch.randint(c.vocab, (4, 2, 4, c.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))]
+    batches = [(x, y) for x, y in torch.randint(c.vocab, (4, 2, 4, c.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))]
     def grads(rungs):
         step = Stepper(build(c, [*base, *rungs]))
         step.update = lambda n: None

@@ -188,7 +188,7 @@ def test_rung_trains_as_before(rungs):
     for more in ([], ["head_groups:group=1"]):
         step = Stepper(build(replace(NANO, vocab=NANO.vocab), rungs + more))
         g = torch.Generator(DEVICE).manual_seed(0)
-        batches = [tuple(torch.randint(NANO.vocab, (2, 2, NANO.seq), device=DEVICE, generator=g)) for _ in range(4)]
+        batches = [tuple(torch.randint(NANO.vocab, (2, 2, NANO.seq_len), device=DEVICE, generator=g)) for _ in range(4)]
         losses.append([step(a, b).item() for a, b in zip(batches, batches[1:])] + [step.evaluate(batches)])
     assert losses[0] == pytest.approx(losses[1], abs=2e-3 if "bf16" in rungs else 1e-5)
 
@@ -235,7 +235,7 @@ def model_grads(rungs, change=lambda run: run, config=NANO, times=1):
     "Loss and gradients of the last of some passes"
     if why := next(filter(None, (find_rung(r.partition(":")[0]).needs() for r in rungs)), ""): pytest.skip(why)
     run = change(build(config, rungs, DEVICE))
-    x, y = torch.randint(config.vocab, (2, 2, config.seq), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+    x, y = torch.randint(config.vocab, (2, 2, config.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     with enter_all(run.step_contexts): return [pass_of(run, x, y) for _ in range(times)][-1]
 
 @pytest.mark.parametrize("rungs", AGAIN.values(), ids=AGAIN)
@@ -267,7 +267,7 @@ def test_small_batches_are_remade(B, T):
 def test_what_remaking_saves(heads, kv_heads):
     c = replace(NANO, heads=heads, kv_heads=kv_heads)
     before, after = (count_memory(partial(build, c, ["fused_ops", "flash", *r], "cpu"), 3)[0].saved for r in ([], ["recompute_rope"]))
-    assert before - after == 4*3*c.seq*(heads + kv_heads)*c.head_dim*c.layers
+    assert before - after == 4*3*c.seq_len*(heads + kv_heads)*c.head_dim*c.layers
 
 def test_what_is_remade():
     "Views of one memory, also other ones than went in; once in each backward pass of a graph that is kept; and what isn't wanted doesn't harm"
@@ -407,7 +407,7 @@ def trained(rungs, steps=4, micro=1, recipe=None, resume=None, clip=.05, spoil=N
     g, start = torch.Generator(DEVICE).manual_seed(0), 0
     if resume: start = resume(run, step)
     for i in range(steps):
-        x, y = torch.randint(NANO.vocab, (2, 4, NANO.seq), device=DEVICE, generator=g)
+        x, y = torch.randint(NANO.vocab, (2, 4, NANO.seq_len), device=DEVICE, generator=g)
         if i < start: continue
         if i == spoil: step.params[0].data[int(x[0, 0])] = torch.nan
         step(*zip(x.split(4//micro), y.split(4//micro)))

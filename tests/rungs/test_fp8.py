@@ -280,7 +280,7 @@ def test_a_bad_step_leaves_no_trace(value):
 
 # A whole step with a number that is not finite
 
-HEADS = replace(NANO, vocab=64, layers=1, width=32, heads=2, kv_heads=1, hidden=32, seq=16)     # kernels take all of its sizes
+HEADS = replace(NANO, vocab=64, layers=1, width=32, heads=2, kv_heads=1, hidden=32, seq_len=16)     # kernels take all of its sizes
 WEIGHTS = ["embed_tokens.weight", "layers.0.self_attn.k_proj.weight", "layers.0.self_attn.o_proj.weight",
            "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight"]
 
@@ -310,8 +310,8 @@ def test_runs_share_no_scales():
 # Gradients against float64, each branch alone and the whole model
 
 BARS = dict(output=18, gradient=17)     # dB of signal to noise
-SMALL = replace(NANO, vocab=512, layers=2, width=128, heads=4, kv_heads=2, hidden=256, seq=64)
-N_D = 4, SMALL.seq, SMALL.width
+SMALL = replace(NANO, vocab=512, layers=2, width=128, heads=4, kv_heads=2, hidden=256, seq_len=64)
+N_D = 4, SMALL.seq_len, SMALL.width
 
 def weights(*shapes): return [(rand(*s, dt=torch.float32, seed=10 + i)*.05).requires_grad_() for i, s in enumerate(shapes)]
 def norm_weight(n): return (1 + .1*rand(n, dt=torch.float32, seed=9)).requires_grad_()
@@ -322,7 +322,7 @@ def exact_mlp(x, y, w, wg, wu, wd):
     return x + y, (F.silu(n @ wg.T) * (n @ wu.T)) @ wd.T
 
 def exact_heads(x, y, w, wq, wk, wv, qn, kn):
-    cos, sin = (t.to(DEVICE).double() for t in rope_table(SMALL.seq, SMALL.head_dim, 1e4))
+    cos, sin = (t.to(DEVICE).double() for t in rope_table(SMALL.seq_len, SMALL.head_dim, 1e4))
     n, split = rms(x + y, w), lambda t: t.unflatten(-1, (-1, SMALL.head_dim)).transpose(1, 2)
     q, k = (rope(rms(split(n @ a.T), b), cos, sin).transpose(1, 2) for a, b in ((wq, qn), (wk, kn)))
     return x + y, q, k, split(n @ wv.T).transpose(1, 2)
@@ -331,7 +331,7 @@ def branch_cases():
     "Name -> a function in FP8 of its inputs and its slots, the same in float64, the inputs"
     d, H, K, D, F_ = SMALL.width, SMALL.heads, SMALL.kv_heads, SMALL.head_dim, SMALL.hidden
     x, y = (rand(*N_D, seed=i).requires_grad_() for i in range(2))
-    turn = [t.to(DEVICE) for t in rope_table(SMALL.seq, D, 1e4)]
+    turn = [t.to(DEVICE) for t in rope_table(SMALL.seq_len, D, 1e4)]
     return dict(mlp=(lambda *t: module.Fp8MLP.apply(*t[:6], 1e-6, *t[6:]), exact_mlp,
                      [x, y, norm_weight(d), *weights((F_, d), (F_, d), (d, F_))]),
                 heads=(lambda *t: module.Fp8Heads.apply(*t[:8], *(c[:t[0].shape[1]] for c in turn), 1e-6, *t[8:]), exact_heads,
@@ -514,7 +514,7 @@ def test_a_weighted_backward_pass_would_be_found(monkeypatch):
 
 def tokens(n=2, config=NANO, seed=0):
     g = torch.Generator(DEVICE).manual_seed(seed)
-    return tuple(torch.randint(config.vocab, (2, n, config.seq), device=DEVICE, generator=g))
+    return tuple(torch.randint(config.vocab, (2, n, config.seq_len), device=DEVICE, generator=g))
 
 def losses(run, n=4):
     step = Stepper(run)
@@ -685,7 +685,7 @@ def test_rounding_at_real_shapes(name):
     c, N = workload(name), 8192
     for sizes in ((N, c.width), (N, c.hidden)):
         for case in cases(*sizes).values(): right(case)
-    right(heads_case(N//c.seq, c.seq, c.heads, c.kv_heads, c.head_dim))
+    right(heads_case(N//c.seq_len, c.seq_len, c.heads, c.kv_heads, c.head_dim))
 
 @fp8_gpu
 @pytest.mark.cuda

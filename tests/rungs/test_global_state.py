@@ -51,7 +51,7 @@ def kept():
 @pytest.fixture(scope="module")
 def batch():
     "Two micro-batches (x, y) on the default device"
-    x = torch.randint(NANO.vocab, (4, 2, NANO.seq), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(NANO.vocab, (4, 2, NANO.seq_len), generator=torch.Generator().manual_seed(0))
     if torch.cuda.is_available():   # PyTorch orders its attention kernels when the first one is asked for
         torch.nn.functional.scaled_dot_product_attention(*torch.randn(3, 1, 1, 8, 8, device="cuda", dtype=torch.bfloat16))
     return [tuple(t.to("cuda" if torch.cuda.is_available() else "cpu") for t in x[i:i+2]) for i in (0, 2)]

@@ -143,7 +143,7 @@ def test_the_step_is_not_taken(rungs):
     "One bad target in one of two micro-batches: all weights stay, and the next step is as if this one had not been"
     run = build(replace(NANO, width=32, hidden=32, heads=2, kv_heads=1, vocab=64), rungs, DEVICE)
     step = GuardedStepper(run)
-    x, y = torch.randint(64, (2, 4, NANO.seq), device=DEVICE)
+    x, y = torch.randint(64, (2, 4, NANO.seq_len), device=DEVICE)
     before = [p.clone() for p in run.model.parameters()]
     bad = y.clone()
     bad[2, 3] = 64

@@ -464,7 +464,7 @@ def test_import_is_quick():
 
 @pytest.fixture
 def batch():
-    x = torch.randint(NANO.vocab, (4, 2, NANO.seq), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x = torch.randint(NANO.vocab, (4, 2, NANO.seq_len), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     return [tuple(x[i:i+2]) for i in (0, 2)]
 
 def losses(run, batch, steps=8):

@@ -152,7 +152,7 @@ def test_presets_step_here(preset):
     "Each preset builds and steps on this machine; on a CPU without what would only take time"
     rungs = parse_rungs(preset)
     step = Stepper(build(NANO, rungs))
-    x = torch.arange(NANO.seq, device=step.run.device)[None]
+    x = torch.arange(NANO.seq_len, device=step.run.device)[None]
     assert step((x, x)).item() < 20
     if not torch.cuda.is_available(): assert not {"fp8", "compile"} & set(rungs)
 
@@ -236,10 +236,10 @@ def test_no_heads(shape):
 
 def test_sequence_longer_than_the_model(run):
     "One token more than the model's is refused, with both numbers and what to do; exactly as many pass"
-    x = torch.zeros(1, NANO.seq + 1, dtype=torch.long, device=run.device)
+    x = torch.zeros(1, NANO.seq_len + 1, dtype=torch.long, device=run.device)
     for r in (run, flash(run)):
         with fails(ValueError, "sequence of 33 tokens is longer than the model's 32", "seq=33"): r.model(x)
-        assert r.model(x[:, 1:]).shape == (1, NANO.seq, NANO.vocab)
+        assert r.model(x[:, 1:]).shape == (1, NANO.seq_len, NANO.vocab)
 
 # Flash attention
 
@@ -252,7 +252,7 @@ MATH = "aten::_scaled_dot_product_attention_math"
 
 def test_the_math_path_is_never_taken(run):
     "Every step and evaluation with flash runs a fused kernel and not the math path, which this test can see"
-    x = torch.randint(NANO.vocab, (2, NANO.seq), device=run.device)
+    x = torch.randint(NANO.vocab, (2, NANO.seq_len), device=run.device)
     for rungs in (["flash"], ["bf16", "flash"], ["tf32", "fp16", "flash"]):
         step = Stepper(build(NANO, rungs))
         seen = kernels(lambda: (step((x, x)), step.evaluate([(x, x)])))
@@ -280,7 +280,7 @@ def test_no_backend_at_all(run, monkeypatch):
 
 def test_flash_computes_the_same():
     "Loss and gradients with flash are those of float64 to FP32's rounding, also where heads share keys and values"
-    for c in (NANO, replace(NANO, kv_heads=4), replace(NANO, kv_heads=1), replace(NANO, seq=31)):
+    for c in (NANO, replace(NANO, kv_heads=4), replace(NANO, kv_heads=1), replace(NANO, seq_len=31)):
         assert max(reference_errors(c, ["flash"])) < 1e-5
 
 def test_fp16_is_counted():

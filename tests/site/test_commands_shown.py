@@ -42,7 +42,7 @@ def check_options(name, words):
     c, _ = config.resolve_options(f.config, got)
     import_plugins(getattr(c, "plugin", ""))
     if getattr(c, "rungs", "list") not in ("list", ""): parse_rungs(c.rungs)
-    if getattr(c, "workload", ""): workload(c.workload)
+    if getattr(c, "model", ""): workload(c.model)
 
 def wrong(words):
     "What is wrong with a command, in words; nothing if it could be given"
@@ -74,7 +74,7 @@ def test_commands_are_understood(path, tmp_path, monkeypatch):
 @pytest.mark.parametrize("command, part", [
     ("speedrun_train --no_such 3", "unknown option"), ("speedrun_train --stpes 3", "did you mean"), ("speedrun_train --lr x", "lr must"),
     ("speedrun_train --steps 3 --minutes 1", "each say"), ("speedrun_train --rungs flsh", "unknown rung"), ("make fast", "no fast"),
-    ("speedrun_train --workload 124n", "unknown workload"), ("speedrun_report", "required"), ("speedrun_dokter", "none of the programs"),
+    ("speedrun_train --model 124n", "unknown workload"), ("speedrun_report", "required"), ("speedrun_dokter", "none of the programs"),
     ("if A=1 speedrun_train --no_such", "unknown option"), ("bash tests/gone.sh", "no tests/gone.sh"),
     ("torchrun --nproc_per_node 2 --no-python speedrun_train --stpes 3", "did you mean"), ("torchrun --nproc_per_node 2 --x 3 speedrun_train", "doesn't take"),
     ("make speedrun FLAVOUR=x", "no FLAVOUR"), ("ls runs && speedrun_export", "required")])

@@ -28,7 +28,7 @@ def made(folder, losses=(5., 4., 3.), tok_s=100., every=10, each=20, val=True, *
     for i, loss in enumerate(losses, 1):
         rows += [dict(step=s, loss=loss + .1, tok_s=tok_s, gpu_peak_gib=1.5) for s in range((i - 1)*every + 1, i*every + 1)]
         if val: rows.append(dict(step=i*every, val_loss=loss))
-    base = dict(data="text", batch=1, accumulate=1, seq=each, seed=0, rungs="flash", lr=1e-3, gpu="H200", name=folder.name, run_id=folder.name)
+    base = dict(data="text", micro_batch_size=1, grad_accum_steps=1, seq_len=each, seed=0, rungs="flash", lr=1e-3, gpu="H200", name=folder.name, run_id=folder.name)
     (folder/"config.json").write_text(json.dumps(base | config))
     (folder/"metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return folder
@@ -98,7 +98,7 @@ def test_many_runs_with_one_name(tmp_path):
 # --- losses that aren't comparable are shown, and it is said ---
 
 @pytest.mark.parametrize("change, said", [
-    (dict(data="other"), r"other data \(text and other\)"), (dict(seq=40), r"sequences of other lengths \(20 and 40\)"),
+    (dict(data="other"), r"other data \(text and other\)"), (dict(seq_len=40), r"sequences of other lengths \(20 and 40\)"),
     (dict(eval_tokens=64), "other numbers of validation tokens"), (dict(document_mask=True), "attention across documents")], ids=str)
 def test_not_comparable(tmp_path, change, said):
     a, b = made(tmp_path/"a"), made(tmp_path/"b", **change)
@@ -188,7 +188,7 @@ def test_files_cut_anywhere(tmp_path):
 @pytest.mark.parametrize("junk", ['{"step": 9007199254740991, "loss": 1, "tok_s": 1e-300}', '{"step": 3, "loss": "x", "tok_s": [1]}',
                                   '{"step": 0, "loss": 1e300, "tok_s": 1e300}', '{"step": 1, "val_loss": 1e300}'])
 def test_hostile_folders(tmp_path, junk):
-    a, b = made(tmp_path/"a"), made(tmp_path/"b $\\frac$ <b>", data=HOSTILE, rungs=[HOSTILE], lr={"x": HOSTILE}, seq="x")
+    a, b = made(tmp_path/"a"), made(tmp_path/"b $\\frac$ <b>", data=HOSTILE, rungs=[HOSTILE], lr={"x": HOSTILE}, seq_len="x")
     with (b/"metrics.jsonl").open("a") as f: f.write(junk + "\n")
     both = Comparison([a, b])
     text = whole(both.page())
@@ -299,7 +299,7 @@ def test_noise_decides_what_is_as_good():
 @pytest.mark.parametrize("bad, said", [
     (dict(train=dict(minutes=1., steps=0)), "minutes is not for a search"), (dict(train=dict(total_tokens=9999, steps=0)), "total_tokens is not for"),
     (dict(train=dict(resume="x")), "resume is not"), (dict(train=dict(stream=True)), "stream is not for .* the same batches"),
-    (dict(train=dict(gpus=2)), "one process"), (dict(train=dict(target_loss=2.)), "target_loss is not"), (dict(train=dict(ema=.9)), "ema is not"),
+    (dict(train=dict(gpus=2)), "one process"), (dict(train=dict(target_loss=2.)), "target_loss is not"), (dict(train=dict(ema_decay=.9)), "ema_decay is not"),
     (dict(lowest=1.), "from 1 to 0.16"), (dict(lowest=2., highest=1.), "from 2 to 1")], ids=str)
 def test_bad_searches(tmp_path, nano, bad, said):
     bad = {**bad, "train": dict(lr=.01) | bad.get("train", {})}
@@ -308,7 +308,7 @@ def test_bad_searches(tmp_path, nano, bad, said):
 
 def test_lr_command(tmp_path, nano, capsys):
     data, out = write_bins(tmp_path/"bins"), tmp_path/"out"
-    args = ["--data", str(data), "--workload", "nano", "--rungs", "naive", "--batch", "4", "--seq", "16", "--vocab", "300", "--eval_tokens", "128",
+    args = ["--data", str(data), "--model", "nano", "--rungs", "naive", "--micro_batch_size", "4", "--seq_len", "16", "--vocab", "300", "--eval_tokens", "128",
             "--steps", "10", "--rates", "2", "--lowest", "1e-3", "--highest", "1e-2", "--repeats", "1", "--out", str(out), "--name", "found"]
     speedrun_lr(args)
     said = capsys.readouterr().out
@@ -320,7 +320,7 @@ def test_lr_command(tmp_path, nano, capsys):
     with pytest.raises(SystemExit): speedrun_lr(args)
     assert "exists already and is left alone" in capsys.readouterr().err
 
-@pytest.mark.parametrize("words", [["--evals", "4"], ["--timings"], ["--keep_last", "1"], ["--minutes", "1"]])
+@pytest.mark.parametrize("words", [["--num_evals", "4"], ["--timings"], ["--keep_last", "1"], ["--minutes", "1"]])
 def test_lr_refuses_what_it_does_not_read(capsys, words):
     with pytest.raises(SystemExit): speedrun_lr(words)
     assert f"{words[0][2:]} is not for a search" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_what_it_says_of_time_and_disk_is_so(tmp_path):
 @pytest.mark.parametrize("recipe", ["adamw", "speedrun", "without_muon"])
 def test_it_takes_the_steps_of_training(tmp_path, monkeypatch, recipe):
     "Each phase of the recipe is timed as training takes it: with its updates, its shorter sequences, its micro-batches; and counts by its share"
-    cfg, taken = options(tmp_path, steps=12, recipe=recipe, batch=4, step_tokens=16*16), []
+    cfg, taken = options(tmp_path, steps=12, recipe=recipe, micro_batch_size=4, step_tokens=16*16), []
     was = Stepper.__call__
     def step(self, *batches):
         taken.append([tuple(x.shape) for x, _ in batches])
@@ -98,7 +98,7 @@ def test_what_comes_once_is_counted_once(tmp_path, clock, monkeypatch):
 
 def test_accumulation_and_a_schedule_in_minutes(tmp_path):
     "Micro-batches are those of the run, and where steps aren't given the trainer's choice is told"
-    found = checkup(options(tmp_path, steps=0, minutes=.01, accumulate=3))
+    found = checkup(options(tmp_path, steps=0, minutes=.01, grad_accum_steps=3))
     assert not problems(found) and any("192 tokens, 3 times 4 sequences of 16" in f.text for f in found)
     assert any(f.about == "time" and "steps, " in f.text for f in found)
 
@@ -106,7 +106,7 @@ def test_notes(tmp_path):
     "Worth knowing, and no failure: many passes, a wide vocabulary, files that will be replaced"
     train(options(tmp_path), progress=False)
     (tmp_path/"runs"/"run"/"mine").write_text("mine")
-    cfg = options(tmp_path, workload="tiny", steps=5000, overwrite=True)
+    cfg = options(tmp_path, model="tiny", steps=5000, overwrite=True)
     before = tree(tmp_path)
     found = checkup(cfg)
     assert not problems(found) and tree(tmp_path) == before
@@ -155,7 +155,7 @@ def inject(what, folder, monkeypatch):
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda p: namedtuple("usage", "total used free")(9**9, 9**9, 50_000))
     if what == "loss": cfg.lr = 1e30
     if what == "memory": monkeypatch.setattr(Stepper, "evaluate", out_of_memory)
-    if what == "bad number": cfg.seq = 64
+    if what == "bad number": cfg.seq_len = 64
     if what == "no run": cfg = TrainConfig(resume=str(folder/"nowhere"))
     if what == "no checkpoint":
         train(cfg, progress=False)
@@ -175,8 +175,8 @@ FAILURES = {
     "unknown rung": "Did you mean 'flash'", "rung can't run": "rung 'bf16' cannot run here: it is an old card",
     "rungs clash": "exclude each other", "folder exists": "run exists already", "out is a file": "choose another --out",
     "read-only": "can't be written into .* choose another --out", "no space": "are free in .* a smaller --keep_last",
-    "loss": "two steps .* gradients' norm nan: try a smaller --lr", "memory": "out of GPU memory: choose a smaller --batch",
-    "bad number": "seq 64 is longer than the 32 tokens", "no run": "nowhere is not the folder of a run",
+    "loss": "two steps .* gradients' norm nan: try a smaller --lr", "memory": "out of GPU memory: choose a smaller --micro_batch_size",
+    "bad number": "seq_len 64 is longer than the 32 tokens", "no run": "nowhere is not the folder of a run",
     "no checkpoint": "has no whole checkpoint", "finished run": "has taken its 6 steps", "other config": r"\w",
     "a bug": "KeyError, which nobody foresaw: 'no such key'"}
 
@@ -278,7 +278,7 @@ def test_command_in_a_process(tmp_path):
     "Exit code 1, words on stdout alone, and nothing written"
     script = "import sys\nfrom llm_speedrun.cli import speedrun_doctor\nsys.exit(speedrun_doctor())\n"
     (tmp_path/"command.py").write_text(script)
-    res = subprocess.run([sys.executable, "command.py", "--data", "nowhere.txt", "--workload", "tiny"], cwd=tmp_path,
+    res = subprocess.run([sys.executable, "command.py", "--data", "nowhere.txt", "--model", "tiny"], cwd=tmp_path,
                          capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT,
                          env=os.environ | dict(PYTHONIOENCODING="utf-8", COLUMNS="300"))
     assert (res.returncode, "Traceback" in res.stderr, [p.name for p in tmp_path.iterdir()]) == (1, False, ["command.py"])

@@ -49,7 +49,7 @@ def test_a_text_as_the_harness(lm):
     "Its windows are those with a context of one token"
     text = (EVALS/"text.txt").read_text(encoding="utf-8")
     got = text_scores(lm, [text], context=1)
-    assert got["tokens"] > 4*TINY.seq and got["bytes"] == len(text.encode()) > len(text)
+    assert got["tokens"] > 4*TINY.seq_len and got["bytes"] == len(text.encode()) > len(text)
     assert -got["scores"]["nats_per_token"]*got["tokens"] == pytest.approx(EXPECTED["text"], rel=1e-6)
     assert got["scores"]["bits_per_byte"] == pytest.approx(-EXPECTED["text"]/math.log(2)/got["bytes"], rel=1e-6)
 
@@ -87,7 +87,7 @@ def test_bf16_is_near(ours):
     one, other = likelihoods(ours, questions)[0], likelihoods(ours, questions, bf16=True)[0]
     assert 0 < np.abs(one - other).max() and np.abs(other/one - 1).max() < .1
 
-@pytest.mark.parametrize("context", [1, 7, TINY.seq])
+@pytest.mark.parametrize("context", [1, 7, TINY.seq_len])
 def test_each_token_once_with_its_context(ours, context):
     "Against a pass of its own for each token"
     text = (EVALS/"text.txt").read_text(encoding="utf-8")[:160]
@@ -96,7 +96,7 @@ def test_each_token_once_with_its_context(ours, context):
     assert sum(k for _, k in requests) == n == len(ids) - 1
     at, want = 1, []
     for _, k in requests:
-        first = max(0, at + k - TINY.seq - 1)
+        first = max(0, at + k - TINY.seq_len - 1)
         want += [(ids[first:i + 1], 1) for i in range(at, at + k)]
         at += k
     assert all(len(w) > min(context, i) for i, (w, _) in enumerate(want, 1))
@@ -104,7 +104,7 @@ def test_each_token_once_with_its_context(ours, context):
 
 def test_more_context_is_no_other_text(ours):
     a, b = (text_scores(ours, ["One text, then", "another. Größer."], context=c) for c in (1, 0))
-    assert all(a[k] == b[k] for k in ("tokens", "bytes", "documents")) and (a["context"], b["context"]) == (1, TINY.seq // 2)
+    assert all(a[k] == b[k] for k in ("tokens", "bytes", "documents")) and (a["context"], b["context"]) == (1, TINY.seq_len // 2)
     assert a["errors"]["bits_per_byte"] > 0
     with pytest.raises(InputError, match="reads 48 tokens"): text_scores(ours, ["x"], context=49)
 
@@ -241,7 +241,7 @@ def test_refused(folder, tmp_path, capsys, args, message):
     "One line, exit code 2, nothing written"
     (tmp_path/"empty").mkdir()
     shutil.copytree(folder, tmp_path/"bare", ignore=lambda *_: ["tokenizer.json", "tokenizer_config.json", "evals.json"])
-    (tmp_path/"run").mkdir(); (tmp_path/"run/config.json").write_text('{"model": {}}')
+    (tmp_path/"run").mkdir(); (tmp_path/"run/config.json").write_text('{"model_config": {}}')
     names = dict(MODEL=folder, TEXT=EVALS/"text.txt", EMPTY=tmp_path/"empty", BARE=tmp_path/"bare", RUN=tmp_path/"run")
     for name, path in names.items(): args = [a.replace(name, str(path)) for a in args]
     with pytest.raises(SystemExit) as e: speedrun_eval(args)

@@ -45,7 +45,7 @@ def exported(trained, tmp_path_factory):
 
 def validation(trainer):
     "Validation batches of a trainer's corpus"
-    return val_batches(trainer.data.corpus.val, 8, trainer.config.seq, 2)
+    return val_batches(trainer.data.corpus.val, 8, trainer.config.seq_len, 2)
 
 def gap(trainer, theirs):
     "Largest difference of the logits on the validation batch"
@@ -81,7 +81,7 @@ def test_command_to_transformers(trained, tmp_path):
     assert len(tok) == ours.get_vocab_size() and tok.eos_token_id == tok.bos_token_id == trainer.data.corpus.eot
     prompt = tok("Text 7: 7", return_tensors="pt")
     ids = prompt["input_ids"][0].tolist()
-    n = NANO.seq - len(ids) # further on, ours forgets the beginning and theirs knows no positions
+    n = NANO.seq_len - len(ids) # further on, ours forgets the beginning and theirs knows no positions
     mine, text = generate(Run(trainer.run.model), ids, n, top_k=1), theirs.generate(**prompt, max_new_tokens=n, do_sample=False)[0].tolist()
     assert text == mine[:len(text)] and n > 8 and len(text) > len(ids) and (len(text) == len(mine) or text[-1] == tok.eos_token_id)
 
@@ -146,7 +146,7 @@ def test_head_ratios(tmp_path, config):
         for p in ours.parameters(): p.mul_(4 if p.ndim == 2 else 1 + torch.rand_like(p))
     write_folder(tmp_path/"hf", config, ours.state_dict())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path/"hf", dtype=torch.float32).eval()
-    x = torch.randint(config.vocab, (2, config.seq), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(config.vocab, (2, config.seq_len), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(): a, b = ours(x), theirs(x).logits
     assert a.std() > .1 and (a - b).abs().max() < 1e-4
     assert replace(import_folder(tmp_path/"hf")[0], name=NANO.name) == config
@@ -160,7 +160,7 @@ def test_workloads(name):
     with torch.device("meta"): theirs = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**d))
     there = {k: tuple(v.shape) for k, v in theirs.state_dict().items() if k != "lm_head.weight"}
     assert there == {f"model.{k}": v for k, v in shapes(config).items()}
-    assert theirs.model.rotary_emb.config.max_position_embeddings == config.seq
+    assert theirs.model.rotary_emb.config.max_position_embeddings == config.seq_len
 
 def needed(name):
     "What a rung builds on, and what that builds on; and 16 bits for those that ask for them without naming which"
@@ -306,7 +306,7 @@ def test_config_of_nonsense(exported, tmp_path, change):
     edit(folder/"config.json", **change)
     with fails(ValueError, r"config\.json"): import_folder(folder)
 
-@pytest.mark.parametrize("text", ["null", "[]", "3", '"a"', "{", "", "[" * 100_000, '{"model": null}', '{"model": []}', "\xff"], ids=lambda s: s[:15])
+@pytest.mark.parametrize("text", ["null", "[]", "3", '"a"', "{", "", "[" * 100_000, '{"model_config": null}', '{"model_config": []}', "\xff"], ids=lambda s: s[:15])
 def test_config_that_is_no_object(exported, tmp_path, text):
     "Well-formed or not, what isn't a model's description is an error that names the file"
     folder = copied(exported, tmp_path/"a")
@@ -371,10 +371,10 @@ def broken_run(folder, what):
     if what in ("no weights", "checkpoints alone"): (folder/"model.safetensors").unlink()
     if what == "checkpoints alone": (folder/"checkpoints"/"step-00000003").mkdir(parents=True)
     if what == "failed": save_file({k: v * torch.inf for k, v in load_file(folder/"model.safetensors").items()}, folder/"model.safetensors")
-    if what == "torn config": (folder/"config.json").write_text('{"model": ')
+    if what == "torn config": (folder/"config.json").write_text('{"model_config": ')
     if what == "other config": edit(folder/"config.json", model=None)
-    if what == "unknown field": edit(folder/"config.json", model=dict(depth=3))
-    model = json.loads((folder/"config.json").read_text())["model"] if (folder/"config.json").exists() and "config" not in what else {}
+    if what == "unknown field": edit(folder/"config.json", model_config=dict(depth=3))
+    model = json.loads((folder/"config.json").read_text())["model_config"] if (folder/"config.json").exists() and "config" not in what else {}
     if what == "model of text": edit(folder/"config.json", model=model | dict(layers="2"))
     if what == "heads that don't divide": edit(folder/"config.json", model=model | dict(heads=5))
     if what == "huge": edit(folder/"config.json", model=model | dict(layers=10**9))
@@ -464,7 +464,7 @@ def test_a_pad_token_stays(trained, tmp_path, monkeypatch):
     data = str(texts(tmp_path/"texts"))
     speedrun_data([f"--data={data}", f"--tokenizer={base}", f"--out={tmp_path/'tokens'}", "--workers=1"])
     for i, data in enumerate((data, str(tmp_path/"tokens"))):
-        train(options(tmp_path, data=data, init=str(base), workload="", name=f"tuned{i}", steps=1, lr=1e-3, vocab=0), progress=False)
+        train(options(tmp_path, data=data, init=str(base), model="", name=f"tuned{i}", steps=1, lr=1e-3, vocab=0), progress=False)
         out = export_folder(tmp_path/f"runs/tuned{i}", tmp_path/f"out{i}")
         assert json.loads((out/"tokenizer_config.json").read_text(encoding="utf-8"))["pad_token"] == name
         assert json.loads((out/"generation_config.json").read_text())["pad_token_id"] == 7

@@ -76,9 +76,9 @@ def test_the_same_greedy_text(exported, written):
     "Tokens of any text, and the text that follows"
     llama_cpp = pytest.importorskip("llama_cpp")
     from tokenizers import Tokenizer
-    tok, llm = Tokenizer.from_file(str(exported/"tokenizer.json")), llama_cpp.Llama(str(written), n_ctx=NANO.seq, verbose=False)
+    tok, llm = Tokenizer.from_file(str(exported/"tokenizer.json")), llama_cpp.Llama(str(written), n_ctx=NANO.seq_len, verbose=False)
     for text in TEXTS: assert llm.tokenize(text.encode(), add_bos=False) == tok.encode(text).ids, text
     run, ids = from_pretrained(exported, torch.device("cpu")), tok.encode(TEXTS[0]).ids
-    want = generate(run, ids, n := NANO.seq - len(ids) - 1, top_k=1)[len(ids):]
+    want = generate(run, ids, n := NANO.seq_len - len(ids) - 1, top_k=1)[len(ids):]
     got = [t for t, _ in zip(llm.generate(ids, top_k=1, temp=0.), range(n))]
     assert got == want[:len(got)] and len(got) == n

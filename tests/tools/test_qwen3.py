@@ -12,7 +12,7 @@ def qwen3_config(c):
     if int(transformers.__version__.split(".")[0]) >= 5: theta = dict(rope_parameters=dict(rope_type="default", **theta))
     return transformers.Qwen3Config(
         vocab_size=c.vocab, hidden_size=c.width, intermediate_size=c.hidden, num_hidden_layers=c.layers,
-        num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim, max_position_embeddings=c.seq,
+        num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim, max_position_embeddings=c.seq_len,
         rms_norm_eps=c.eps, tie_word_embeddings=True, attention_bias=False, use_sliding_window=False, **theta)
 
 def qwen3(c, tensors):
@@ -32,7 +32,7 @@ def both():
         for p in ours.parameters():
             if p.ndim == 1: p.uniform_(.5, 1.5, generator=g)
             else: p.normal_(std=.2, generator=g)
-    x, y = torch.randint(NANO.vocab, (2, 3, NANO.seq), generator=g)
+    x, y = torch.randint(NANO.vocab, (2, 3, NANO.seq_len), generator=g)
     return ours, qwen3(NANO, {f"model.{k}": v.clone() for k, v in ours.state_dict().items()}), x, y
 
 def test_config_is_not_the_default():

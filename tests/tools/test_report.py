@@ -83,7 +83,7 @@ def test_report_of_a_real_run(run):
     assert "finished" in text and f"{res['val_loss']:.3f}" in text and f"{res['bigram_loss']:.3f}" in text
     for part in ("The run", "Loss", "Speed", "Optimization", "What it writes", "Options"): assert part in text
     assert "The ladder" not in text and "left out" not in text
-    for option in json.loads((run/"config.json").read_text()).keys() - {"model", "gpu", *VERSIONS, "date"}:
+    for option in json.loads((run/"config.json").read_text()).keys() - {"model_config", "gpu", *VERSIONS, "date"}:
         assert option in text, option
     assert torch.__version__ in text
 
@@ -113,7 +113,7 @@ def test_files_cut_anywhere_are_tolerated(copy):
         f.write_bytes(whole[:len(whole)//2])
     assert re.search(r"config\.json is no JSON: .*\. It is left out", checked(copy))
 
-@pytest.mark.parametrize("junk", ["null", "[]", "3", '{"model": 7, "batch": "x", "gpu": 5, "steps": null, "rungs": 3}', "\x00\xff"])
+@pytest.mark.parametrize("junk", ["null", "[]", "3", '{"model_config": 7, "micro_batch_size": "x", "gpu": 5, "steps": null, "rungs": 3}', "\x00\xff"])
 def test_files_of_the_wrong_kind_are_tolerated(copy, junk):
     for name in ("config.json", "result.json", "ladder.json"): (copy/name).write_text(junk, encoding="latin-1")
     with (copy/"metrics.jsonl").open("a") as f: f.write(f'\n3\n[]\n"x"\n{{"step": "a", "loss": "b"}}\n{{"loss": 1}}\n')
@@ -124,7 +124,7 @@ HOSTILE = "</pre></style></title><script>alert('x')</script> & \"quoted\" \x00\x
 @pytest.mark.filterwarnings("ignore:Glyph")    # in the picture's font
 def test_what_a_run_says_is_shown_and_never_obeyed(copy):
     config = json.loads((copy/"config.json").read_text())
-    config |= dict(data=HOSTILE, workload=HOSTILE, name="</style>", gpu=HOSTILE, rungs="cuda_graphs")
+    config |= dict(data=HOSTILE, model=HOSTILE, name="</style>", gpu=HOSTILE, rungs="cuda_graphs")
     (copy/"config.json").write_text(json.dumps(config))
     (copy/"sample.txt").write_text(HOSTILE, encoding="utf-8")
     (copy/"samples.jsonl").write_text(json.dumps(dict(step=2, text=HOSTILE)))

@@ -44,21 +44,21 @@ def gaps(run, generator, n):
 @pytest.mark.parametrize("lengths", [(1,), (7,), (22,), (5, 1, 11), (23, 3)], ids=str)
 def test_logits_are_those_without_a_cache(kv_heads, lengths):
     "At every position, for texts of several lengths in a batch, and on after the context is full, several times"
-    run = lively(replace(NANO, seq=23, kv_heads=kv_heads))
+    run = lively(replace(NANO, seq_len=23, kv_heads=kv_heads))
     generator = Generator(run, len(lengths))
     generator.begin(tokens(*lengths))
     assert max(gaps(run, generator, 40)) < 1e-5
 
 @pytest.mark.parametrize("seq", [1, 2, 3, 4])
 def test_shortest_contexts(seq):
-    run = lively(replace(NANO, seq=seq))
+    run = lively(replace(NANO, seq_len=seq))
     generator = Generator(run, 2)
     generator.begin(tokens(1, seq))
     assert max(gaps(run, generator, 12)) < 1e-5
 
 def test_the_window_slides():
     "The newest three quarters of the context stay; all that was said is there while there is room"
-    run, said = lively(replace(NANO, seq=20)), tokens(20)[0]
+    run, said = lively(replace(NANO, seq_len=20)), tokens(20)[0]
     generator = Generator(run)
     generator.begin([said[:17]])
     lengths = []
@@ -101,7 +101,7 @@ def test_recorded_passes(monkeypatch):
         recordings.append(Recording(f, torch.full_like(out, torch.nan)))
         return recordings[-1], recordings[-1].out
     monkeypatch.setattr("llm_speedrun.generate.capture_graph", capture_graph)
-    run = lively(replace(NANO, seq=600))
+    run = lively(replace(NANO, seq_len=600))
     generator, plain = Generator(run, 2), Generator(run, 2)
     for w in (generator, plain): w.begin(tokens(250, 3)); w.ahead = draw(w.read(w.ahead), torch.Generator().manual_seed(0))
     for _ in range(12):
@@ -119,7 +119,7 @@ def test_recorded_passes(monkeypatch):
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_recorded_on_a_gpu(kv_heads):
     "Logits by graphs are those without them, for texts of several lengths, also when the context is full"
-    run = Run(lively(replace(NANO, seq=300, kv_heads=kv_heads)).model.cuda())
+    run = Run(lively(replace(NANO, seq_len=300, kv_heads=kv_heads)).model.cuda())
     generator = Generator(run, 2)
     generator.begin(tokens(9, 250))
     assert max(gaps(run, generator, 320)) < 1e-4
@@ -307,12 +307,12 @@ def test_several(folder, tmp_path, capsys, monkeypatch):
     assert said(capsys, folder, "--prompt=7 times", "--prompts", "-", *greedy) == heads("7 times", "1, 2", "is not")
     feed(monkeypatch, b"two\nlines\n")
     assert said(capsys, folder, "--prompt", "-", *greedy) == alone["two\nlines"]
-    assert said(capsys, folder, "--prompt=is not", "--samples=2", *greedy) == heads("is not", "is not")
-    three = said(capsys, folder, "--prompt=is not", "--samples=3", "--n=12", "--temperature=2").split("---\n")[1:]
+    assert said(capsys, folder, "--prompt=is not", "--num_samples=2", *greedy) == heads("is not", "is not")
+    three = said(capsys, folder, "--prompt=is not", "--num_samples=3", "--n=12", "--temperature=2").split("---\n")[1:]
     assert len({t.split("\n---")[0] for t in three}) == 3
 
 def test_many_are_written_in_batches(folder, capsys, monkeypatch):
-    args = folder, "--prompt=7 times", "--samples=5", "--n=4", "--temperature=0"
+    args = folder, "--prompt=7 times", "--num_samples=5", "--n=4", "--temperature=0"
     text = said(capsys, *args)
     sizes, begin = [], Generator.begin
     monkeypatch.setattr(sample, "BATCH", 2)
@@ -383,9 +383,9 @@ def test_ctrl_c_ends_a_turn(folder, capsys, monkeypatch):
 @pytest.mark.parametrize("args,message", [
     (["nowhere"], "there is no folder nowhere"), (["RUN", "--n", "0"], "n must be a whole number from 1"), (["RUN", "--temperature", "-1"], "temperature must be a number from 0"),
     (["RUN", "--temperature", "nan"], "temperature must"), (["RUN", "--top_k", "-1"], "top_k must"), (["RUN", "--top_p", "0"], "top_p must be a number above 0 to 1"), (["RUN", "--top_p", "1.5"], "top_p must"),
-    (["RUN", "--samples", "0"], "samples must"), (["RUN", "--dtype", "fp8"], "unknown dtype"), (["RUN", "--device", "tpu"], "unknown device"), (["RUN", "--prompt", "7 times 8 "*90], "the model reads at most 16"),
+    (["RUN", "--num_samples", "0"], "num_samples must"), (["RUN", "--dtype", "fp8"], "unknown dtype"), (["RUN", "--device", "tpu"], "unknown device"), (["RUN", "--prompt", "7 times 8 "*90], "the model reads at most 16"),
     (["RUN", "--prompts", "nowhere.txt"], "nowhere.txt"), (["RUN", "--prompts", "EMPTY"], "has no line with a prompt"), (["RUN", "--prompts", "BYTES"], "is no text in UTF-8"), (["RUN", "--prompt", "\udcff"], "is no text in UTF-8"),
-    (["RUN", "--chat", "--samples", "2"], "a chat is one text"), (["RUN", "--chat", "--prompts", "EMPTY"], "a chat is one text"), (["RUN", "--chat", "--prompt", "a", "--prompt", "b"], "a chat is one text"),
+    (["RUN", "--chat", "--num_samples", "2"], "a chat is one text"), (["RUN", "--chat", "--prompts", "EMPTY"], "a chat is one text"), (["RUN", "--chat", "--prompt", "a", "--prompt", "b"], "a chat is one text"),
     ([], "arguments are required: run"), (["RUN", "more"], "no option takes more")], ids=str)
 def test_refused(folder, tmp_path, capsys, args, message):
     (tmp_path/"empty").write_text("\n\n")
@@ -399,7 +399,7 @@ def test_too_little_memory(folder, capsys, monkeypatch):
     def full(self, n, g, **how): raise torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(Generator, "write", full)
     with pytest.raises(SystemExit): speedrun_sample([str(folder), "--prompt=7"])
-    assert "fewer --samples" in capsys.readouterr().err
+    assert "fewer --num_samples" in capsys.readouterr().err
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu(folder, capsys):
@@ -409,7 +409,7 @@ def test_no_gpu(folder, capsys):
 def test_greedy_text_is_that_of_transformers(tmp_path):
     "On exported weights, for prompts of several lengths in a batch"
     transformers = pytest.importorskip("transformers")
-    config = replace(NANO, seq=64)
+    config = replace(NANO, seq_len=64)
     model = lively(config).model
     for name, w in model.named_parameters(): w.data.mul_(6 if "proj" in name else 1)    # or each token would repeat itself
     write_folder(tmp_path/"export", config, model.state_dict())

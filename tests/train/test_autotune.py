@@ -66,7 +66,7 @@ def test_room(gpu):
 def test_nothing_fits(gpu):
     "Where one sequence doesn't fit, the error says what to do"
     gpu.most = 0
-    with fails(RuntimeError, "with one sequence of 32 tokens", "--rungs smallest", "--workload or --seq"): find_micro_batch(NANO, [], 64, batch=48)
+    with fails(RuntimeError, "with one sequence of 32 tokens", "--rungs smallest", "--model or --seq_len"): find_micro_batch(NANO, [], 64, batch=48)
     assert gpu.built == [48, 16, 8, 4, 2, 1]
 
 def test_cards_without_a_recording(gpu, monkeypatch):
@@ -117,11 +117,11 @@ def builds(monkeypatch):
     monkeypatch.setattr(runs, "baseline", baseline)
     return seen
 
-@pytest.mark.parametrize("option", [dict(), dict(batch=4), dict(steps=0, minutes=.001)], ids=str)
+@pytest.mark.parametrize("option", [dict(), dict(micro_batch_size=4), dict(steps=0, minutes=.001)], ids=str)
 def test_a_start_builds_two_models(tmp_path, builds, option):
     "One for the trial, which is timed too, and the run's own; options are settled on fake tensors"
-    trainer = Trainer(options(tmp_path, **dict(rungs="flash", batch=None) | option), progress=False)
-    assert len(builds) == 2 and trainer.cfg.batch in (4, 16)
+    trainer = Trainer(options(tmp_path, **dict(rungs="flash", micro_batch_size=None) | option), progress=False)
+    assert len(builds) == 2 and trainer.cfg.micro_batch_size in (4, 16)
 
 # Presets
 
@@ -172,7 +172,7 @@ def test_lists_are_measured_as_training_runs_them(tmp_path, unknown, monkeypatch
         seen.append((len(rungs), rows, batch, recipe.spec()))
         return autotune.ResolvedRungs(list(rungs), {}), 8, 1.
     monkeypatch.setattr(autotune, "list_speed", list_speed)
-    Trainer(options(tmp_path, rungs="auto", batch=None, step_tokens=16*16, recipe="speedrun"), progress=False)
+    Trainer(options(tmp_path, rungs="auto", micro_batch_size=None, step_tokens=16*16, recipe="speedrun"), progress=False)
     assert seen == [(2, 16, 0, "speedrun"), (1, 16, 0, "speedrun")] + [(2, 16, 8, "speedrun"), (1, 16, 8, "speedrun")]*2
 
 def test_out_of_memory_in_one_list(tmp_path, unknown, monkeypatch):
@@ -188,14 +188,14 @@ def test_out_of_memory_in_one_list(tmp_path, unknown, monkeypatch):
 
 def test_a_list_and_its_micro_batch_are_measured_once(tmp_path, builds, unknown, capsys):
     "The second run takes what the first one measured, says of when it is, and `measure` measures again"
-    cfg = options(tmp_path, rungs="auto", batch=None)
+    cfg = options(tmp_path, rungs="auto", micro_batch_size=None)
     whole = lambda: sum(c.layers > 1 for c in builds) # not the single layers that tell whether kernels run
     first = Trainer(replace(cfg, name="a"))
     n = whole()
     assert "comparing 2 lists of rungs" in capsys.readouterr().out and n == 3*2 + 2 # rounds of two lists, the trial, the run
     again = Trainer(replace(cfg, name="b"))
     said = capsys.readouterr().out
-    assert whole() == n + 1 and (again.cfg.rungs, again.cfg.batch) == (first.cfg.rungs, first.cfg.batch)
+    assert whole() == n + 1 and (again.cfg.rungs, again.cfg.micro_batch_size) == (first.cfg.rungs, first.cfg.micro_batch_size)
     assert re.search(r"list of rungs, as measured here on \d{4}-\d\d-\d\d: fastest.* \(--retune measures again\)", said)
     assert re.search(r"micro-batch, as measured here on \d{4}-\d\d-\d\d: \d+ sequences", said)
     Trainer(replace(cfg, name="c", retune=True))
@@ -204,7 +204,7 @@ def test_a_list_and_its_micro_batch_are_measured_once(tmp_path, builds, unknown,
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's step takes the same time tomorrow")
 def test_a_cpu_is_timed_each_time(tmp_path, builds):
     "The number of steps in some minutes follows the machine as it is now, and not as it was when it was busy"
-    cfg = options(tmp_path, rungs="flash", batch=None, steps=0, minutes=.001)
+    cfg = options(tmp_path, rungs="flash", micro_batch_size=None, steps=0, minutes=.001)
     for name in "ab":
         before = len(builds)
         Trainer(replace(cfg, name=name), progress=False)
@@ -223,7 +223,7 @@ def test_climb_refuses_before_it_measures(monkeypatch):
     with fails(ValueError, "exclude each other"): climb(NANO, 1, ["flash", "checkpoint", "selective_checkpoint"])
     with fails(ValueError, "applied twice"): climb(NANO, 1, ["flash", "flash"])
 
-LADDER = LadderOptions(workload="nano", rungs="flash", batch=1, out="ladder")
+LADDER = LadderOptions(model="nano", rungs="flash", batch_size=1, out="ladder")
 
 @pytest.mark.parametrize("option, message", [(dict(rungs="auto"), "a ladder keeps every rung"), (dict(rungs="flash,flash"), "twice"),
                                              (dict(out="file/ladder"), "choose another --out")], ids=str)

@@ -16,8 +16,8 @@ STEPS, PARTS = 40, 60 if torch.cuda.is_available() else 2 # micro-batches of eac
 
 def chosen(folder, **kw):
     "Options of a small run on two processes"
-    return dict(data=str(folder/"bins"), workload="tiny", rungs="flash,ddp", steps=STEPS, step_tokens=512*PARTS, seq=32, batch=8, vocab=300,
-                evals=1, eval_tokens=256, sample=2, lr=1e-3, schedule="constant", name="run", out=str(folder/"runs"), gpus=2,
+    return dict(data=str(folder/"bins"), model="tiny", rungs="flash,ddp", steps=STEPS, step_tokens=512*PARTS, seq_len=32, micro_batch_size=8, vocab=300,
+                num_evals=1, eval_tokens=256, sample_tokens=2, lr=1e-3, schedule="constant", name="run", out=str(folder/"runs"), gpus=2,
                 save_minutes=0.) | kw
 
 def start(folder, *more, **kw):
@@ -77,7 +77,7 @@ def folder(tmp_path_factory):
 def alone(folder, name, **kw):
     "The folder of such a run of one process, which nothing happens to"
     from llm_speedrun.train.trainer import Trainer
-    one = Trainer(TrainConfig(**chosen(folder, gpus=0, name=name, batch=16, save_minutes=10., **kw)), progress=False)
+    one = Trainer(TrainConfig(**chosen(folder, gpus=0, name=name, micro_batch_size=16, save_minutes=10., **kw)), progress=False)
     one.fit()
     return one.folder
 
@@ -104,19 +104,19 @@ def test_killed_stopped_and_resumed(folder, undisturbed):
     assert 16 <= done < STEPS - 4 and json.loads((run/"result.json").read_text())["steps"] == done
     assert checkpoints(run/"checkpoints")[-1].name == f"step-{done:08}"
     one, _ = train(TrainConfig(resume=str(run), gpus=1, steps=done + 2), progress=False)
-    assert (one.cfg.batch, one.cfg.accumulate) == (8, 2*PARTS) and same(run, undisturbed) == done + 2
+    assert (one.cfg.micro_batch_size, one.cfg.grad_accum_steps) == (8, 2*PARTS) and same(run, undisturbed) == done + 2
     code, out, err = ended(start(folder, "--resume", str(run), "--gpus", "2", "--steps", str(STEPS), "--rank_logs"))
     c, last = json.loads((run/"config.json").read_text()), rows(run)[-1]
     assert code == 0 and same(run, undisturbed) == STEPS, err
     assert last["val_loss"] == pytest.approx(rows(undisturbed)[-1]["val_loss"], abs=NEAR)
-    assert c["world"] == dict(processes=2, dp=2, tp=1) and (c["batch"], c["accumulate"]) == (8, PARTS)
+    assert c["world"] == dict(processes=2, dp=2, tp=1) and (c["micro_batch_size"], c["grad_accum_steps"]) == (8, PARTS)
     assert [len(r["rank_ms"]) for r in rows(run) if "rank_ms" in r] == [2]*(STEPS//10)
     assert "The processes" in (run/"report.html").read_text(encoding="utf-8")
     assert f"step {STEPS}: data" in (run/"logs/rank-00001.log").read_text(encoding="utf-8")
 
 def test_refused(folder):
     "What can't be is said once, in one line, with exit code 2, and nothing is started again"
-    code, out, err = ended(start(folder, name="refused", step_tokens=96, batch=None))
+    code, out, err = ended(start(folder, name="refused", step_tokens=96, micro_batch_size=None))
     said = "a step has 3 sequences, which 2 processes can't share equally: choose --step_tokens 64 (2 sequences) or 128 (4"
     assert code == 2 and err.startswith(f"error: {said}") and err.count("\n") == 1, err
     assert not (folder/"runs/refused").exists()

@@ -60,12 +60,12 @@ def state(trainer):
 
 # The same bits
 
-DATA = dict(stream=dict(stream=True), mixture=dict(data="mixture"), average=dict(ema=.9, schedule="wsd"), documents=dict(document_mask=True))
+DATA = dict(stream=dict(stream=True), mixture=dict(data="mixture"), average=dict(ema_decay=.9, schedule="wsd"), documents=dict(document_mask=True))
 
 @posix
 def test_the_same_bits_in_phases(tmp_path, monkeypatch):
     "As below, where a step has four updates, then two, then one, and the weights have an average"
-    test_the_same_bits(tmp_path, monkeypatch, "naive", recipe="speedrun", accumulate=1, calls=4*4 + 2)
+    test_the_same_bits(tmp_path, monkeypatch, "naive", recipe="speedrun", grad_accum_steps=1, calls=4*4 + 2)
 
 @posix
 def test_the_same_bits_in_windows(tmp_path, monkeypatch):
@@ -77,14 +77,14 @@ def test_the_same_bits_in_windows(tmp_path, monkeypatch):
                                            ("speedrun", f"{FULL},fp8,cuda_graphs,fused_adamw")])
 def test_the_same_bits_on_a_gpu(tmp_path, monkeypatch, recipe, rungs):
     "Also what PyTorch would leave on the CPU: AdamW's number of steps; and with all that `fastest` has"
-    test_the_same_bits(tmp_path, monkeypatch, rungs, recipe=recipe, accumulate=1, calls=4*4 + 2)
+    test_the_same_bits(tmp_path, monkeypatch, rungs, recipe=recipe, grad_accum_steps=1, calls=4*4 + 2)
 
 @posix
 @pytest.mark.parametrize("rungs", ["naive", "flash,fused_adamw", "bf16,bf16_weights", f"{FULL},fp8,fused_adamw",
                                    "adamw8bit"])
 def test_the_same_bits(tmp_path, monkeypatch, rungs, calls=5, **more):
     "Twelve steps of two micro-batches at once, and five and seven: weights, moments, scales, losses"
-    how = dict(rungs=rungs, steps=12, accumulate=2, evals=3, deterministic=True) | more
+    how = dict(rungs=rungs, steps=12, grad_accum_steps=2, num_evals=3, deterministic=True) | more
     whole, res = go(tmp_path/"whole", **how)
     with monkeypatch.context() as m:
         stop_at(m, calls)
@@ -125,8 +125,8 @@ def test_another_micro_batch(tmp_path, monkeypatch):
         stop_at(m, 3)
         go(tmp_path/"parts", steps=8)
     first = seen[:]; seen.clear()
-    rest, _ = resume(tmp_path/"parts", batch=1)
-    assert (rest.cfg.batch, rest.cfg.accumulate) == (1, 4)
+    rest, _ = resume(tmp_path/"parts", micro_batch_size=1)
+    assert (rest.cfg.micro_batch_size, rest.cfg.grad_accum_steps) == (1, 4)
     assert all(map(torch.equal, windows, first + seen))
     assert curve(rest) == pytest.approx(curve(whole), rel=1e-4)
 
@@ -161,7 +161,7 @@ def logged(run): return [{k: r[k] for k in ROW if k in r} for r in rows(run)], [
 @pytest.fixture(scope="module")
 def judged_whole(tmp_path_factory, nano):
     "Options of a run that evaluates and samples after each second step and reaches its target at step 6; what it logs; its weights"
-    folder, how = tmp_path_factory.mktemp("judged"), dict(steps=12, evals=6, samples=6, recipe="normuon")
+    folder, how = tmp_path_factory.mktemp("judged"), dict(steps=12, num_evals=6, num_samples=6, recipe="normuon")
     go(folder/"all", **how)
     target = [r["val_loss"] for r in rows(folder/"all/runs/run") if "val_loss" in r][2]
     how["target_loss"] = target
@@ -194,7 +194,7 @@ def test_what_was_due_is_done(tmp_path, monkeypatch, judged_whole, where, at, nu
     got = load_file(run/"model.safetensors")
     assert all(torch.equal(got[k], t) for k, t in weights.items())
 
-EDITS = dict(lr=.5, seed=7, clip=.1, recipe="adamw", ema=.9, model=dict(rope_theta=10.), eps=dict(eps=1e-2), warmup_steps=9)
+EDITS = dict(lr=.5, seed=7, grad_clip=.1, recipe="adamw", ema_decay=.9, model_config=dict(rope_theta=10.), eps=dict(eps=1e-2), warmup_steps=9)
 
 @posix
 @pytest.mark.parametrize("k", EDITS)
@@ -204,7 +204,7 @@ def test_an_edited_config(stopped, k):
     path, was = run/"config.json", (run/"metrics.jsonl").read_bytes()
     there = json.loads(path.read_text())
     new = EDITS[k]
-    path.write_text(json.dumps(there | (dict(model=there["model"] | new) if isinstance(new, dict) else {k: new})))
+    path.write_text(json.dumps(there | (dict(model_config=there["model_config"] | new) if isinstance(new, dict) else {k: new})))
     name = f"model.{[*new][0]}" if isinstance(new, dict) else k
     with fails(InputError, "config.json doesn't fit", f"{name} is .* and was"): resume(stopped)
     assert (run/"metrics.jsonl").read_bytes() == was
@@ -403,8 +403,8 @@ def test_sigterm_is_not_forgotten():
 # Options
 
 @pytest.mark.parametrize("option, kind, message", [
-    (dict(seed=1), ValueError, "keeps its options: leave out seed"), (dict(lr=.1, seq=8), ValueError, "leave out lr, seq"),
-    (dict(batch=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(batch=-1), ValueError, "batch must be a whole number from 1"),
+    (dict(seed=1), ValueError, "keeps its options: leave out seed"), (dict(lr=.1, seq_len=8), ValueError, "leave out lr, seq_len"),
+    (dict(micro_batch_size=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(micro_batch_size=-1), ValueError, "micro_batch_size must be a whole number from 1"),
     (dict(steps=6), ValueError, "has taken its 6 steps: choose more --steps"), (dict(keep_last=0), ValueError, "keep_last must be a whole number from 1")], ids=str)
 @posix
 def test_bad_option(stopped, option, kind, message):
@@ -418,7 +418,7 @@ def test_resuming_no_run(tmp_path):
 def test_a_run_of_an_older_version_is_refused(tmp_path):
     "Its options have other names, and would be taken for unset ones"
     (tmp_path/"runs/run").mkdir(parents=True)
-    (tmp_path/"runs/run/config.json").write_text(json.dumps(dict(seq=16, step_tokens=64, batch=4, steps=3, lr=.1, target=2., track="")))
+    (tmp_path/"runs/run/config.json").write_text(json.dumps(dict(seq_len=16, step_tokens=64, micro_batch_size=4, steps=3, lr=.1, target=2., track="")))
     with fails(InputError, "config.json is of an older version, which called target_loss target", "--init"): read_options(tmp_path/"runs/run")
 
 def test_the_options():
@@ -436,7 +436,7 @@ def test_other_tokens(tmp_path, monkeypatch, stream):
     "Text that changed between stop and resume: an error says what, and the run's tokenizer stays; as it was, the run goes on"
     folder = texts(tmp_path/"texts")
     stop_at(monkeypatch, 3)
-    go(tmp_path, data=str(folder), stream=stream, steps=8, batch=16, seq=32)
+    go(tmp_path, data=str(folder), stream=stream, steps=8, micro_batch_size=16, seq_len=32)
     run = tmp_path/"runs/run"
     tok, was = (run/"tokenizer.json").read_bytes(), {p: p.read_text() for p in folder.iterdir()}
     for p, text in was.items(): p.write_text(text + "Something else altogether. "*20)
@@ -502,7 +502,7 @@ def stopped_text_once(tmp_path_factory, nano):
     folder = tmp_path_factory.mktemp("text")
     with pytest.MonkeyPatch.context() as m:
         stop_at(m, 3)
-        go(folder, data=str(texts(folder/"texts")), steps=8, seq=32)
+        go(folder, data=str(texts(folder/"texts")), steps=8, seq_len=32)
     return folder
 
 @pytest.fixture
@@ -540,7 +540,7 @@ def test_default_names_differ(tmp_path, monkeypatch):
 def test_a_trainer_that_is_not_used_leaves_nothing(tmp_path):
     "Neither one that is let go nor one that fails to be made; and a folder whose process died before it trained is free"
     Trainer(options(tmp_path), progress=False).run_dir.release()
-    with fails(ValueError, "tokens are fewer"): Trainer(options(tmp_path, batch=300), progress=False)
+    with fails(ValueError, "tokens are fewer"): Trainer(options(tmp_path, micro_batch_size=300), progress=False)
     assert not (tmp_path/"runs").exists()
     (tmp_path/"runs/run").mkdir(parents=True); (tmp_path/"runs/run/.lock").touch()
     assert go(tmp_path)[1]["steps"] == 6
@@ -552,7 +552,7 @@ def test_a_name_is_one_folder(tmp_path, name):
     with fails((InputError, ValueError), "name"): Trainer(options(tmp_path, name=name, overwrite=True), progress=False)
     assert names(tmp_path) <= {"bins"}
 
-@pytest.mark.parametrize("config", [None, "[]", "{}", '{"model": "mine"}'])
+@pytest.mark.parametrize("config", [None, "[]", "{}", '{"model_config": "mine"}'])
 def test_overwrite_takes_only_a_run(tmp_path, config):
     "A folder that is no run is left alone, whatever its files are called"
     folder = tmp_path/"runs/run"
@@ -587,14 +587,14 @@ def test_a_checkpoint_of_another_run(stopped, capsys):
 def test_the_best_is_kept(tmp_path, monkeypatch, losses, best):
     "The checkpoint of the step with the lowest loss stays, though none was due there; a NaN doesn't win"
     monkeypatch.setattr(Trainer, "evaluate", lambda self: losses[self.done//2 - 1])
-    go(tmp_path, steps=12, evals=6, save_minutes=1000., keep_last=1)
+    go(tmp_path, steps=12, num_evals=6, save_minutes=1000., keep_last=1)
     kept = [int(c.name[5:]) for c in checkpoints(tmp_path/"runs/run/checkpoints")]
     assert 2*best in kept and 12 in kept
 
 def test_a_loss_is_of_its_own_step(tmp_path, monkeypatch):
     "A checkpoint between two evaluations has no loss, so it isn't kept for that of the one before"
     monkeypatch.setattr(Trainer, "evaluate", lambda self: {4: 1., 8: 2., 12: 3.}[self.done])
-    trainer, _ = go(tmp_path, steps=12, evals=3, save_minutes=0., keep_last=1)
+    trainer, _ = go(tmp_path, steps=12, num_evals=3, save_minutes=0., keep_last=1)
     assert [int(c.name[5:]) for c in checkpoints(tmp_path/"runs/run/checkpoints")][-2:] == [4, 12] and trainer.checkpointer.saver.losses == {4: 1., 8: 2., 12: 3.}
 
 # What can change
@@ -655,14 +655,14 @@ def pipe(path): path.unlink(); os.mkfifo(path)
 CONFIGS = {
     "a list": lambda p: p.write_text("[]"), "null": lambda p: p.write_text("null"), "no JSON": lambda p: p.write_text("{"),
     "no model": lambda p: patched(p, model=None), "nothing": lambda p: p.write_text("{}"), "not UTF-8": lambda p: p.write_bytes(b'{"a": "\xe9"}'),
-    "text for a number": lambda p: patched(p, steps="12"), "a list for a number": lambda p: patched(p, batch=[4]),
-    "a float for a number": lambda p: patched(p, batch=1.5), "nothing for a text": lambda p: patched(p, data=None),
-    "no sequence": lambda p: patched(p, seq=0), "no tokens": lambda p: patched(p, step_tokens=0), "no batch": lambda p: patched(p, batch=0),
+    "text for a number": lambda p: patched(p, steps="12"), "a list for a number": lambda p: patched(p, micro_batch_size=[4]),
+    "a float for a number": lambda p: patched(p, micro_batch_size=1.5), "nothing for a text": lambda p: patched(p, data=None),
+    "no sequence": lambda p: patched(p, seq_len=0), "no tokens": lambda p: patched(p, step_tokens=0), "no batch": lambda p: patched(p, micro_batch_size=0),
     "no learning rate": lambda p: patched(p, lr=0.), "a warm-up of text": lambda p: patched(p, warmup_steps="5"),
-    "layers without end": lambda p: patched(p, model=json.loads(p.read_text())["model"] | dict(layers=10**9)),
-    "more layers": lambda p: patched(p, model=json.loads(p.read_text())["model"] | dict(layers=4000)),
-    "a negative width": lambda p: patched(p, model=json.loads(p.read_text())["model"] | dict(width=-32)),
-    "another width": lambda p: patched(p, model=json.loads(p.read_text())["model"] | dict(width=64)),
+    "layers without end": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(layers=10**9)),
+    "more layers": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(layers=4000)),
+    "a negative width": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(width=-32)),
+    "another width": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(width=64)),
     "a digit too many": lambda p: p.write_text(p.read_text().replace('"steps": 12', '"steps": 1' + "0"*400)),
     "nested": lambda p: p.write_text(nested(100_000)), "a pipe": pipe}
 
@@ -778,7 +778,7 @@ def test_sigterm_at_the_end(tmp_path, monkeypatch, where):
     with monkeypatch.context() as m:
         if where == "evaluate": m.setattr(Stepper, "evaluate", stopped)
         else: m.setattr(module, "generate", stopped)
-        trainer = Trainer(options(tmp_path, evals=1), progress=False)
+        trainer = Trainer(options(tmp_path, num_evals=1), progress=False)
         res = trainer.fit()
     assert not went_on and res["interrupted"] and "val_loss" not in res and trainer.signal == signal.SIGTERM
     assert newest(tmp_path/"runs/run/checkpoints").name == "step-00000006"

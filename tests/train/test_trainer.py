@@ -31,39 +31,39 @@ def names(folder): return {p.name for p in folder.iterdir()} - {".lock"}
 def finished(tmp_path_factory):
     "A run of 24 steps, its results and its folder's parent"
     folder = tmp_path_factory.mktemp("finished")
-    return *train(options(folder, steps=24, evals=4, seed=3), progress=False), folder
+    return *train(options(folder, steps=24, num_evals=4, seed=3), progress=False), folder
 
 # Options
 
 @pytest.mark.parametrize("option,kind,message", [
-    (dict(batch=-1), ValueError, "batch must be a whole number from 1 .*not -1"),
-    (dict(accumulate=3, batch=None, step_tokens=64), ValueError, "4 sequences, which accumulate 3 doesn't divide"),
+    (dict(micro_batch_size=-1), ValueError, "micro_batch_size must be a whole number from 1 .*not -1"),
+    (dict(grad_accum_steps=3, micro_batch_size=None, step_tokens=64), ValueError, "4 sequences, which grad_accum_steps 3 doesn't divide"),
     (dict(step_tokens=100), ValueError, "step_tokens 100 are no whole number of sequences of 16"),
-    (dict(step_tokens=128, accumulate=1), ValueError, "1 batches of 4 sequences are not the 8 sequences of 128"),
+    (dict(step_tokens=128, grad_accum_steps=1), ValueError, "1 batches of 4 sequences are not the 8 sequences of 128"),
     (dict(memory_limit="h10"), ValueError, "unknown kind of hardware 'h10'.*'h100'"),
     (dict(schedule="cosin"), ValueError, "unknown schedule 'cosin'.*'cosine'"),
-    (dict(ema=1.), ValueError, "ema must be a number from 0 to below 1, not 1"),
+    (dict(ema_decay=1.), ValueError, "ema_decay must be a number from 0 to below 1, not 1"),
     (dict(target_loss=-1.), ValueError, "target_loss must be a number from 0"),
-    (dict(accumulate=-2), ValueError, "accumulate must be .* not -2"),
-    (dict(evals=0), ValueError, "evals must be a whole number from 1 .*not 0"),
+    (dict(grad_accum_steps=-2), ValueError, "grad_accum_steps must be .* not -2"),
+    (dict(num_evals=0), ValueError, "num_evals must be a whole number from 1 .*not 0"),
     (dict(eval_tokens=-1), ValueError, "eval_tokens must be .*not -1"),
-    (dict(seq=-3), ValueError, "seq must be .*not -3"),
-    (dict(seq=33), ValueError, "seq 33 is longer than the 32 tokens of 'nano': choose a smaller --seq"),
+    (dict(seq_len=-3), ValueError, "seq_len must be .*not -3"),
+    (dict(seq_len=33), ValueError, "seq_len 33 is longer than the 32 tokens of 'nano': choose a smaller --seq_len"),
     (dict(steps=-1), ValueError, "steps must be .*not -1"),
     (dict(minutes=-.1), ValueError, "minutes must be a number from 0"),
     (dict(lr=-1.), ValueError, "lr must be a number above 0, and finite, not -1"),
     (dict(weight_decay=-1.), ValueError, "weight_decay.* -1"),
-    (dict(clip=-1.), ValueError, "clip"),
+    (dict(grad_clip=-1.), ValueError, "grad_clip"),
     (dict(epochs=0.), ValueError, "epochs must be a number above 0"),
     (dict(warmup=100.), ValueError, "warmup"),      # as if it were steps
     (dict(seed=-1), ValueError, "seed"),
     (dict(vocab=-1), ValueError, "vocab"),
-    (dict(workload="nanno"), ValueError, "unknown workload 'nanno'.*'nano'"),
+    (dict(model="nanno"), ValueError, "unknown workload 'nanno'.*'nano'"),
     (dict(rungs="flsh"), ValueError, "unknown rung or preset 'flsh'.*'flash'"),
     (dict(rungs="bf16,fp16"), ValueError, "exclude each other"),
     (dict(rungs="flash,flash"), ValueError, "applied twice"),
     (dict(data="stdlb"), FileNotFoundError, "'stdlb' is neither a corpus .* Did you mean stdlib"),
-    (dict(batch=300), ValueError, "train.bin: 4,097 tokens are fewer than one batch of 300 x 16"),
+    (dict(micro_batch_size=300), ValueError, "train.bin: 4,097 tokens are fewer than one batch of 300 x 16"),
 ], ids=str)
 def test_bad_option(tmp_path, option, kind, message):
     "An option that can't be is refused by name before anything is written"
@@ -127,7 +127,7 @@ def test_files(finished):
     run = folder/"runs/run"
     assert names(run) == FILES and (run/"loss.png").read_bytes().startswith(b"\x89PNG")
     config = json.loads((run/"config.json").read_text())
-    assert config["seed"] == 3 and config["model"]["width"] == NANO.width and config["torch"] == torch.__version__
+    assert config["seed"] == 3 and config["model_config"]["width"] == NANO.width and config["torch"] == torch.__version__
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, 25))
     assert [r["step"] for r in rows(run) if "val_loss" in r] == [6, 12, 18, 24] and rows(run) == trainer.rows()
     assert json.loads((run/"result.json").read_text())["val_loss"] == res["val_loss"] == rows(run)[-1]["val_loss"]
@@ -145,8 +145,8 @@ def test_it_learns(finished, tmp_path):
 def test_same_seed_same_curve(finished, tmp_path):
     "The same seed gives the same losses and weights, bitwise on a CPU; another seed gives others"
     trainer, *_ = finished
-    again, _ = train(options(tmp_path, steps=24, evals=4, seed=3), progress=False)
-    other, _ = train(options(tmp_path, steps=24, evals=4, seed=4, name="other"), progress=False)
+    again, _ = train(options(tmp_path, steps=24, num_evals=4, seed=3), progress=False)
+    other, _ = train(options(tmp_path, steps=24, num_evals=4, seed=4, name="other"), progress=False)
     if torch.cuda.is_available(): assert np.allclose(curve(again), curve(trainer), atol=1e-3)
     else:
         assert curve(again) == curve(trainer)
@@ -156,7 +156,7 @@ def test_same_seed_same_curve(finished, tmp_path):
 def test_evaluation_changes_nothing(finished, tmp_path):
     "However often a run evaluates, its losses and weights are the same"
     trainer, *_ = finished
-    seldom, _ = train(options(tmp_path, steps=24, evals=1, eval_tokens=320, seed=3), progress=False)
+    seldom, _ = train(options(tmp_path, steps=24, num_evals=1, eval_tokens=320, seed=3), progress=False)
     assert np.allclose(curve(seldom), curve(trainer), atol=1e-3 if torch.cuda.is_available() else 0)
     before = weights(seldom)
     assert seldom.step.evaluate([seldom.data.val]) == seldom.step.evaluate([seldom.data.val])
@@ -166,7 +166,7 @@ def test_evaluation_changes_nothing(finished, tmp_path):
 def test_accumulation(finished, tmp_path):
     "Two micro-batches of four are one batch of eight, with its losses and weights, and not those of four alone"
     def run(batch, accumulate):
-        cfg = options(tmp_path, batch=batch, accumulate=accumulate, seed=3, name=f"{batch}x{accumulate}")
+        cfg = options(tmp_path, micro_batch_size=batch, grad_accum_steps=accumulate, seed=3, name=f"{batch}x{accumulate}")
         return train(cfg, progress=False)[0]
     whole, parts, half = run(8, 1), run(4, 2), run(4, 1)
     assert np.allclose(curve(whole), curve(parts), atol=1e-4) and not np.allclose(curve(whole), curve(half), atol=1e-3)
@@ -180,7 +180,7 @@ def test_schedule():
 
 def test_epochs(tmp_path, capsys):
     "Without `steps`, the text ends a run where it is shorter than the time; time ends it otherwise"
-    t = Trainer(options(tmp_path, steps=0, minutes=60., epochs=2., accumulate=2))
+    t = Trainer(options(tmp_path, steps=0, minutes=60., epochs=2., grad_accum_steps=2))
     assert t.cfg.steps == 2*t.data.batches.per_epoch and "2 passes over the text" in capsys.readouterr().out
     assert Trainer(options(tmp_path, steps=0, minutes=1e-3, epochs=1e9, name="b")).cfg.steps < 1e6
 
@@ -284,7 +284,7 @@ def test_a_refusal_keeps_its_rung_between_processes(refusing):
 
 def test_a_ladder_goes_without_a_rung_that_refuses(refusing, capsys):
     "Before anything is measured"
-    c = ladder.buildable(LadderOptions(rungs="safe", workload="nano"))
+    c = ladder.buildable(LadderOptions(rungs="safe", model="nano"))
     rungs = c.rungs.split(",") # with their options, so that the ladder needn't measure them again
     assert [*map(rung_name, rungs)] == ["flash", "fused_adamw"] and not to_settle(rungs) and "not stubborn: its kernels can't run here: a TypeError" in capsys.readouterr().out
     for c in (LadderOptions(rungs="flash,stubborn"), LadderOptions(rungs="auto")): assert ladder.buildable(c) is c
@@ -318,8 +318,8 @@ COMMAND = [sys.executable, "-c", "from llm_speedrun.cli import speedrun_train; s
 
 def start(folder, rungs, *more):
     "The command in a process of its own, on data in `folder`, with more steps than it will ever take, and `more` words"
-    args = dict(data=write_bins(folder/"bins"), workload="tiny", rungs=rungs, steps=100_000, batch=8, seq=32,
-                vocab=VOCAB, eval_tokens=128, sample=4, name="run", out=folder/"runs")
+    args = dict(data=write_bins(folder/"bins"), model="tiny", rungs=rungs, steps=100_000, micro_batch_size=8, seq_len=32,
+                vocab=VOCAB, eval_tokens=128, sample_tokens=4, name="run", out=folder/"runs")
     cmd = [*COMMAND, *(str(o) for k, v in args.items() for o in (f"--{k}", v)), *more]
     return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -406,7 +406,7 @@ def test_without_clipping(tmp_path, rungs):
     "`clip=0` leaves the gradients as they are: as a bound that they never reach, and not as the recipe's"
     losses = {}
     for clip in (0., 1e30, None):
-        trainer, _ = train(options(tmp_path, name=str(clip), clip=clip, rungs=rungs, recipe="adamw", lr=1e-2), progress=False)
+        trainer, _ = train(options(tmp_path, name=str(clip), grad_clip=clip, rungs=rungs, recipe="adamw", lr=1e-2), progress=False)
         losses[clip] = curve(trainer)
     assert losses[0.] == losses[1e30] != losses[None] and losses[0.][-1] < losses[0.][0]
 
@@ -429,7 +429,7 @@ def test_stream(tmp_path):
 @pytest.mark.parametrize("rungs", ["naive", "flash", "bf16,flash,fused_ops,chunked_ce"])
 def test_documents_apart(tmp_path, rungs):
     "With `documents` what comes before a document doesn't change what the model says of it; without, it does"
-    how = dict(data=str(texts(tmp_path/"texts")), rungs=rungs, seq=32, recipe="adamw")     # whose blocks add something from the start
+    how = dict(data=str(texts(tmp_path/"texts")), rungs=rungs, seq_len=32, recipe="adamw")     # whose blocks add something from the start
     apart, joined = (Trainer(options(tmp_path, document_mask=d, name=str(d), **how), progress=False) for d in (True, False))
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randint(1, 257, (1, 32), generator=g).to(apart.device) for _ in range(2))
@@ -445,11 +445,11 @@ def test_init(tmp_path):
     "A run that starts from another's weights starts at its loss; data with other tokens and a workload beside it are refused"
     data = str(texts(tmp_path/"texts"))
     first, res = train(options(tmp_path, data=data, steps=30, lr=1e-2), progress=False)
-    how = dict(data=data, init=str(tmp_path/"runs/run"), workload="", name="second")
+    how = dict(data=data, init=str(tmp_path/"runs/run"), model="", name="second")
     second = Trainer(options(tmp_path, **how), progress=False)
     assert second.evaluate() == pytest.approx(res["val_loss"], abs=1e-4) and second.config.width == NANO.width
     second.fit()
-    with fails(ValueError, "leave out --workload"): Trainer(options(tmp_path, **how | dict(workload="nano")), progress=False)
+    with fails(ValueError, "leave out --model"): Trainer(options(tmp_path, **how | dict(model="nano")), progress=False)
     write_shards(["Other text, of which there is enough.\n"*99]*9, train_tokenizer(["Other text"], 280), tmp_path/"other")
     with fails(ValueError, "other was tokenized otherwise than .*run: tokenize it with speedrun_data"):
         Trainer(options(tmp_path, **how | dict(data=str(tmp_path/"other"), name="c")), progress=False)
@@ -460,7 +460,7 @@ def test_init_with_new_text(tmp_path, stream, capsys):
     first, _ = train(options(tmp_path, data=str(texts(tmp_path/"texts")), steps=1), progress=False)
     (tmp_path/"new").mkdir()
     for i in range(60): (tmp_path/f"new/{i}.txt").write_text(f"Text {i}, in which other words are frequent.\n"*30)
-    how = dict(data=str(tmp_path/"new"), init=str(tmp_path/"runs/run"), workload="", name="second", vocab=280, stream=stream)
+    how = dict(data=str(tmp_path/"new"), init=str(tmp_path/"runs/run"), model="", name="second", vocab=280, stream=stream)
     second = Trainer(options(tmp_path, **how), progress=False)
     assert second.data.corpus.tokenizer.get_vocab() == first.data.corpus.tokenizer.get_vocab() and second.config.vocab == NANO.vocab
     (tmp_path/"new/0.txt").write_text("Another one.\n"*2000)
@@ -479,7 +479,7 @@ def test_a_rate_that_stays():
 
 def test_a_sample_without_a_tokenizer(tmp_path, capsys):
     "A few tokens, how many there are, and how to get text; and which type of token was found"
-    _, res = train(options(tmp_path, sample=99))
+    _, res = train(options(tmp_path, sample_tokens=99))
     lines = res["sample"].splitlines()
     assert lines[0].startswith("no tokenizer came with the data. The first of 115 tokens: ") and len(lines[0].split(": ")[1].split()) == 21
     assert "put the tokenizer.json" in lines[1]
@@ -490,7 +490,7 @@ def test_a_sample_without_a_tokenizer(tmp_path, capsys):
 def test_average(tmp_path):
     "Evaluation and weights are the average's, and the training is what it is without one"
     plain, _ = train(options(tmp_path, steps=24, name="plain"), progress=False)
-    trainer, res = train(options(tmp_path, steps=24, ema=.9), progress=False)
+    trainer, res = train(options(tmp_path, steps=24, ema_decay=.9), progress=False)
     assert curve(trainer) == curve(plain) and res["val_loss"] != plain.rows()[-1]["val_loss"]
     saved = load_file(tmp_path/"runs/run/model.safetensors")
     mean = dict(zip((k for k, _ in trainer.run.model.named_parameters()), trainer.average.mean))
@@ -499,15 +499,15 @@ def test_average(tmp_path):
 
 def test_target(tmp_path):
     "A run stops at the first evaluation that reaches the target, and says so"
-    whole, _ = train(options(tmp_path, steps=40, evals=8, name="whole"), progress=False)
+    whole, _ = train(options(tmp_path, steps=40, num_evals=8, name="whole"), progress=False)
     losses = [(r["step"], r["val_loss"]) for r in whole.rows() if "val_loss" in r]
     target = losses[3][1]
-    trainer, res = train(options(tmp_path, steps=40, evals=8, target_loss=target), progress=False)
+    trainer, res = train(options(tmp_path, steps=40, num_evals=8, target_loss=target), progress=False)
     assert res["reached"] and res["steps"] == next(n for n, l in losses if l <= target) and not res["interrupted"]
 
 def test_evaluations_compare(tmp_path):
     "The tokens of an evaluation don't depend on the micro-batch"
-    vals = [Trainer(options(tmp_path, batch=b, name=str(b)), progress=False).data.val for b in (1, 3, 8)]
+    vals = [Trainer(options(tmp_path, micro_batch_size=b, name=str(b)), progress=False).data.val for b in (1, 3, 8)]
     assert all(a[0].equal(b[0]) and a[1].equal(b[1]) for a, b in zip(vals, vals[1:]))
 
 # Out of memory
@@ -527,14 +527,14 @@ def crowded(monkeypatch):
 def test_out_of_memory(tmp_path, crowded, after):
     "In the trial or in the middle: micro-batches are halved, the tokens of a step stay, and so do the losses"
     crowded.most = 64
-    whole, _ = train(options(tmp_path, batch=64, steps=8, name="whole"), progress=False)
+    whole, _ = train(options(tmp_path, micro_batch_size=64, steps=8, name="whole"), progress=False)
     crowded.most, crowded.after, crowded.sizes = 18, after, []
-    trainer, _ = train(options(tmp_path, batch=64, steps=8, retune=True), progress=False) # its trial isn't remembered
-    assert (trainer.cfg.batch, trainer.cfg.accumulate, trainer.cfg.step_tokens) == (16, 4, 1024)
+    trainer, _ = train(options(tmp_path, micro_batch_size=64, steps=8, retune=True), progress=False) # its trial isn't remembered
+    assert (trainer.cfg.micro_batch_size, trainer.cfg.grad_accum_steps, trainer.cfg.step_tokens) == (16, 4, 1024)
     assert np.allclose(curve(trainer), curve(whole), atol=1e-4)
     assert [r["event"] for r in trainer.rows() if "event" in r] == [f"out of memory: micro-batches of {b}" for b in (32, 16)][:after]
     config = json.loads((tmp_path/"runs/run/config.json").read_text())
-    assert (config["batch"], config["accumulate"]) == (16, 4)
+    assert (config["micro_batch_size"], config["grad_accum_steps"]) == (16, 4)
     steps = [r["step"] for r in trainer.rows()]
     assert steps == sorted(steps)
 
@@ -546,20 +546,20 @@ def test_out_of_memory_in_the_update(tmp_path):
         return real()
     real, trainer.step.opt.step = trainer.step.opt.step, step
     with fails(RuntimeError, "in the middle of an update", "--resume"): trainer.fit()
-    assert trainer.done == 3 and trainer.cfg.accumulate == 1
+    assert trainer.done == 3 and trainer.cfg.grad_accum_steps == 1
 
 def test_out_of_memory_at_every_size(tmp_path, crowded):
     "Where one sequence doesn't fit either, the run stops with advice, and an older run's files are left alone"
     train(options(tmp_path), progress=False)
     was = (tmp_path/"runs/run/model.safetensors").read_bytes()
     crowded.most = 0
-    with fails(RuntimeError, "out of GPU memory with one sequence of 16 tokens", "--rungs smallest", "--workload or --seq"):
-        train(options(tmp_path, batch=64, overwrite=True), progress=False)
+    with fails(RuntimeError, "out of GPU memory with one sequence of 16 tokens", "--rungs smallest", "--model or --seq_len"):
+        train(options(tmp_path, micro_batch_size=64, overwrite=True), progress=False)
     assert (tmp_path/"runs/run/model.safetensors").read_bytes() == was
 
 # Bad options and bad targets
 
-@pytest.mark.parametrize("k", "minutes epochs lr weight_decay clip ema warmup target_loss save_minutes".split())
+@pytest.mark.parametrize("k", "minutes epochs lr weight_decay grad_clip ema_decay warmup target_loss save_minutes".split())
 @pytest.mark.parametrize("v", [float("nan"), float("inf")])
 def test_no_number(tmp_path, k, v):
     "NaN and infinity are refused for every option that is a number"
@@ -592,7 +592,7 @@ def test_a_trial_knows_documents(tmp_path, monkeypatch):
     seen, was = [], resolve.remembered_trial
     monkeypatch.setattr(resolve, "remembered_trial", lambda *a, **kw: seen.append(a[-1]) or was(*a, **kw))
     for documents in (False, True):
-        how = dict(data=str(texts(tmp_path/"texts")), rungs="naive", seq=32, recipe="adamw", document_mask=documents, name=str(documents))
+        how = dict(data=str(texts(tmp_path/"texts")), rungs="naive", seq_len=32, recipe="adamw", document_mask=documents, name=str(documents))
         trainer = Trainer(options(tmp_path, **how), progress=False)
         tried = seen[-1](baseline(trainer.config, trainer.device))
         a = torch.randint(1, 257, (1, 32), device=trainer.device)
@@ -641,20 +641,20 @@ def test_out_of_memory_in_an_evaluation(tmp_path, monkeypatch, capsys):
 def test_out_of_memory_for_an_average(tmp_path, monkeypatch):
     "While the average is used, the weights wait in main memory where the GPU has no room; where there is none at all, it's said"
     from llm_speedrun.recipes import schedules
-    plain, res = train(options(tmp_path, ema=.9, name="plain"), progress=False)
+    plain, res = train(options(tmp_path, ema_decay=.9, name="plain"), progress=False)
     monkeypatch.setattr(schedules, "copies", lambda params: [p.detach().to("cpu", copy=True) for p in params])
-    assert train(options(tmp_path, ema=.9), progress=False)[1]["val_loss"] == res["val_loss"]
+    assert train(options(tmp_path, ema_decay=.9), progress=False)[1]["val_loss"] == res["val_loss"]
     def full(*args): raise torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(module, "Average", full)
-    with fails(RunError, "no GPU memory for an average", "--ema"): Trainer(options(tmp_path, ema=.9, name="b"), progress=False)
+    with fails(RunError, "no GPU memory for an average", "--ema_decay"): Trainer(options(tmp_path, ema_decay=.9, name="b"), progress=False)
 
 # Nobody looks on
 
 SCRIPT = "import sys; from llm_speedrun.cli import speedrun_train; speedrun_train()"
 
 def command(folder, *more):
-    args = dict(data=write_bins(folder/"bins"), workload="tiny", rungs="naive", steps=12, batch=4, seq=32, vocab=VOCAB, eval_tokens=128,
-                sample=4, name="run", out=folder/"runs")
+    args = dict(data=write_bins(folder/"bins"), model="tiny", rungs="naive", steps=12, micro_batch_size=4, seq_len=32, vocab=VOCAB, eval_tokens=128,
+                sample_tokens=4, name="run", out=folder/"runs")
     return [sys.executable, "-c", SCRIPT, *(str(o) for k, v in args.items() for o in (f"--{k}", v)), *more]
 
 @posix
@@ -671,7 +671,7 @@ def test_a_log_of_another_encoding(tmp_path):
     data = texts(tmp_path/"texts")
     for p in data.iterdir(): p.write_text("\u4e2d\u6587 \u00d7 caf\u00e9 "*200, encoding="utf-8")
     env = os.environ | dict(PYTHONIOENCODING="ascii", LLM_SPEEDRUN_CACHE=str(tmp_path/"cache"))
-    res = subprocess.run(command(tmp_path, "--data", str(data), "--vocab", "300", "--sample", "60"), capture_output=True, text=True, timeout=TIMEOUT, env=env)
+    res = subprocess.run(command(tmp_path, "--data", str(data), "--vocab", "300", "--sample_tokens", "60"), capture_output=True, text=True, timeout=TIMEOUT, env=env)
     assert res.returncode == 0 and "everything is in" in res.stdout, res.stderr
 
 def test_log_lines(tmp_path, monkeypatch, capsys):
@@ -691,8 +691,8 @@ def test_the_loop_keeps_up(tmp_path, rows):
     from llm_speedrun.recipes.schedules import GuardedStepper
     from llm_speedrun.runs import build
     block, rounds = 40, 6
-    cfg = TrainConfig(workload="124m", rungs="fastest", recipe="adamw", batch=rows, step_tokens=rows*1024, steps=2*block*(rounds + 1),
-                      evals=1, eval_tokens=2**15, sample=1, save_minutes=1000., name="run", out=str(tmp_path/"runs"))
+    cfg = TrainConfig(model="124m", rungs="fastest", recipe="adamw", micro_batch_size=rows, step_tokens=rows*1024, steps=2*block*(rounds + 1),
+                      num_evals=1, eval_tokens=2**15, sample_tokens=1, save_minutes=1000., name="run", out=str(tmp_path/"runs"))
     times = {}
     def timed(name, f):
         torch.cuda.synchronize(); t0 = time.perf_counter()
