@@ -241,7 +241,8 @@ def check_unfinished(folder, # of a run
 
 # %% ../../nbs/33a_run_dir.ipynb #000980ad
 FIXED = ("stream document_mask vocab seq_len recipe step_tokens lr schedule warmup cooldown final_lr "
-         "weight_decay clip ema seed evals eval_tokens sample samples").split() # not `data`: it may be moved
+         "weight_decay grad_clip ema_decay seed num_evals eval_tokens sample_tokens "
+         "num_samples").split() # not `data`: it may be moved
 
 def fixed_options(cfg, config, # a `TrainConfig`, a `GPTConfig`
                   warmup): # steps

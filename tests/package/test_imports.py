@@ -35,7 +35,7 @@ after, new = settings(), set(sys.modules) - seen
 from llm_speedrun.model import workload
 from llm_speedrun.runs import Stepper, build
 from dataclasses import replace
-step = Stepper(build(replace(workload("tiny"), layers=1, seq=16), RUNGS))
+step = Stepper(build(replace(workload("tiny"), layers=1, seq_len=16), RUNGS))
 x = torch.arange(16, device=step.run.device)[None]
 changed = [k for k in before if before[k] != after[k]]
 print(json.dumps(dict(changed=changed, calls=calls, new=sorted(new), tried=tried, loss=step((x, x)).item())))

@@ -22,7 +22,7 @@ from doc_commands import ROOT, blocks
 from helpers.tiny_runs import cache, fails, nano, texts
 
 CODE, = (b.body for b in blocks((ROOT/"nbs/train/own_rung.qmd").read_text(encoding="utf-8")) if b.file == "mine.py")
-CODE = CODE.replace("width=64", "width=32").replace("hidden=192", "hidden=64").replace("seq=64", "seq=32").replace("vocab=1024", "vocab=320")
+CODE = CODE.replace("width=64", "width=32").replace("hidden=192", "hidden=64").replace("seq_len=64", "seq_len=32").replace("vocab=1024", "vocab=320")
 
 def forget():
     for spec in [*plugins.LOADED]: plugins.forget_plugin(spec)

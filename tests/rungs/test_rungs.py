@@ -238,7 +238,7 @@ def test_sequence_longer_than_the_model(run):
     "One token more than the model's is refused, with both numbers and what to do; exactly as many pass"
     x = torch.zeros(1, NANO.seq_len + 1, dtype=torch.long, device=run.device)
     for r in (run, flash(run)):
-        with fails(ValueError, "sequence of 33 tokens is longer than the model's 32", "seq=33"): r.model(x)
+        with fails(ValueError, "sequence of 33 tokens is longer than the model's 32", "seq_len=33"): r.model(x)
         assert r.model(x[:, 1:]).shape == (1, NANO.seq_len, NANO.vocab)
 
 # Flash attention
