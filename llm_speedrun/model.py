@@ -205,7 +205,7 @@ def hidden(self:GPT, x): # x: B T, integer tokens
     T = x.shape[1]
     if T > self.config.seq_len:
         raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq_len}: "
-                         f"shorten it, or build the model with seq_len={T}")
+                         f"shorten it, or build a model of seq_len={T}")
     h, cos, sin = self.embed_tokens(x), self.cos[:T], self.sin[:T]
     for layer in self.layers: h = layer(h, cos, sin)
     return self.last_norm(self, h)

@@ -139,7 +139,7 @@ def hidden(self:BeyondGPT, x): # B T tokens
     T, L, early = x.shape[1], self.config.layers, []
     if T > self.config.seq_len:
         raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq_len}: "
-                         f"shorten it, or build the model with seq_len={T}")
+                         f"shorten it, or build a model of seq_len={T}")
     h = x0 = self.embed_tokens(x)
     normed = F.rms_norm(x0, x0.shape[-1:], eps=self.config.eps) if "values" in self.switches else None
     for i, layer in enumerate(self.layers):

@@ -128,7 +128,7 @@ def test_pipe_in_place_of_a_file(tmp_path):
 def test_refused(args, message):
     with fails(InputError, message): told(*args.split())
 
-@pytest.mark.parametrize("config, args", [(DataOptions, "--workers 10000000"), (DataOptions, "--vocab 4000000000"), (LadderOptions, "--micro_batch_size 1000000000"),
+@pytest.mark.parametrize("config, args", [(DataOptions, "--workers 10000000"), (DataOptions, "--vocab 4000000000"), (LadderOptions, "--batch_size 1000000000"),
                                           (LrOptions, "--rates 1000000000"), (RaceOptions, "--seeds 1000000000")], ids=str)
 def test_what_would_take_all_memory(config, args):
     "Bounds of options, each of which costs a process, a run or memory"

@@ -398,7 +398,7 @@ def broken_run(folder, what):
     ("no run", "there is no folder .*nowhere"), ("no config", "has no config.json: it is not the folder of a run"),
     ("no weights", "has no model.safetensors: it has saved nothing yet"), ("failed", "numbers that aren't finite"),
     ("checkpoints alone", "only checkpoints, so it is going on, or was killed. .*speedrun_train --resume .*run"), ("torn config", "config.json is no JSON"),
-    ("other config", "config.json can't be used: .*missing required field `model`"), ("unknown field", r"model.safetensors doesn't fit its config.json; missing: model.layers.2"), ("model of text", r"config.json can't be used: Expected `int`, got `str` - at `\$.model.layers`"),
+    ("other config", "config.json can't be used: .*missing required field `model_config`"), ("unknown field", r"model.safetensors doesn't fit its config.json; missing: model.layers.2"), ("model of text", r"config.json can't be used: Expected `int`, got `str` - at `\$.model_config.layers`"),
     ("heads that don't divide", "config.json can't be used: width 32 can't be divided among 5 heads"), ("huge", "config.json: layers 1,000,000,000 is above 4,096"),
     ("large eps", "config.json: eps 1.5 is above 1"),
     ("many layers", "doesn't fit its config.json: that has 4000 layers"), ("null config", "config.json can't be used: Expected `object`, got `null`"), ("list config", "config.json can't be used"),
