@@ -9,6 +9,7 @@ __all__ = ['size']
 import math, os, shutil, sys, tempfile, time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, cycle, repeat
 from pathlib import Path
 import torch
 from ..distributed.world import World, join_world, leave_world
@@ -27,7 +28,7 @@ from .run_dir import read_record
 from .autotune import divisors, prepare_process, refused
 from .machine_checks import (Finding, check_cluster, check_gpu, check_rungs, check_versions,
                                                guarded, ok)
-from .train_step import WARM_UP, phases_of, without_learning
+from .train_step import WARM_UP, phases_of
 from .trainer import Trainer
 
 # %% ../../nbs/36_doctor.ipynb #1fa4b6be
@@ -51,18 +52,21 @@ def wall_ms(f, reps=20): # a function without arguments, and how often to call i
     def once(t0): f(); return (time.perf_counter() - t0) * 1e3
     return summarize([once(time.perf_counter()) for _ in range(reps)]).ms
 
-LONG = 2. # seconds to time each phase of a run on a GPU: its clock falls under load, and settles
+SETTLE = 8. # seconds of training on a GPU before the first timed step
+LONG = 2. # seconds to time each phase of a run on a GPU
 
-def phase_ms(trainer, phase, batch): # a `Trainer`, a `Phase` of its run, the sequences of a step
+def phase_ms(trainer, phase, batches, settle): # a `Trainer`, a `Phase`, its steps' sequences, seconds
     "Milliseconds of a step of that phase once it is warm, and the seconds that its first steps took longer"
-    take = partial(trainer.train_step, phase.step, *batch)
+    take = lambda: trainer.train_step(phase.step, *next(batches))
     first, ms = sum(sample_ms(take, WARM_UP)), summarize(sample_ms(take, 3)).ms
-    if trainer.device.type == "cuda": ms = summarize(sample_ms(take, min(100, math.ceil(1e3*LONG/ms)))).ms
+    if trainer.device.type == "cuda":
+        sample_ms(take, math.ceil(1e3*settle/ms))
+        ms = summarize(sample_ms(take, math.ceil(1e3*LONG/ms))).ms
     return ms, max(0., first - WARM_UP*ms) / 1e3
 
-def _phases(trainer, batch): # as for `phase_ms`
-    with without_learning(trainer.train_step): # in training the loader has put a batch on the device
-        found = [(p.share, *phase_ms(trainer, p, batch)) for p in phases_of(trainer.run, trainer.cfg.steps)]
+def _phases(trainer, batches): # as for `phase_ms`
+    phases, settle = phases_of(trainer.run, trainer.cfg.steps), chain([SETTLE], repeat(0.))
+    found = [(p.share, *phase_ms(trainer, p, batches, s)) for p, s in zip(phases, settle)]
     return sum(share*ms for share, ms, _ in found), sum(once_s for *_, once_s in found)
 
 # %% ../../nbs/36_doctor.ipynb #000f0c62
@@ -76,12 +80,12 @@ def _evaluated(trainer): # a `Trainer`; returns the loss, a warm one's seconds, 
     return val_loss, warm, max(0., t1 - t0 - warm)
 
 # %% ../../nbs/36_doctor.ipynb #36write2
-SAMPLE = 2**27 # bytes to write for a trial; fewer on a CPU, whose models are small
+SAMPLE = 2**29 # bytes to write for a trial; fewer on a CPU, whose models are small
 
 def write_speed(trainer): # a `Trainer`
     "Bytes in a second that are written, synced and hashed in the run's folder, as a checkpoint's are"
     there = next(p for p in trainer.folder.parents if p.exists())
-    data = os.urandom(SAMPLE if trainer.device.type == "cuda" else SAMPLE//32)
+    data = os.urandom(SAMPLE if trainer.device.type == "cuda" else SAMPLE//128)
     try:
         with tempfile.TemporaryFile(dir=there) as f:
             t0 = time.perf_counter()
@@ -95,12 +99,12 @@ def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, 
     "Take the first two steps of the run, then time steps of each of its phases: the `FirstSteps`"
     gpu, step = trainer.device.type == "cuda", trainer.train_step
     if gpu: torch.cuda.reset_peak_memory_stats()
-    batches = [[t.to(trainer.device) for t in next(trainer.data.batches)] for _ in range(2)]
+    batches = [[t.to(trainer.device) for t in next(trainer.data.batches)] for _ in range(8)]
     with trainer.timings("the first step"): losses = [step(0, *batches[0]).item()]
     trainer.timings.stop()
     second, = sample_ms(lambda: losses.append(step(1, *batches[1]).item()), 1)
     norm, (val_loss, eval_s, once) = float(trainer.step.norm), _evaluated(trainer)
-    (ms, once_s), loader_ms = _phases(trainer, batches[1]), wall_ms(lambda: next(trainer.data.batches))
+    (ms, once_s), loader_ms = _phases(trainer, cycle(batches)), wall_ms(lambda: next(trainer.data.batches))
     once_s += once + max(0., second - ms)/1e3
     tokens = batches[0][0].numel()*trainer.world.rank_and_size("dp")[1]
     return FirstSteps(losses, val_loss, norm, ms, once_s, loader_ms, eval_s, write_speed(trainer), tokens,

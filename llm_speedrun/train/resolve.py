@@ -29,7 +29,7 @@ from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
                                          resolve_preset, resolve_rungs, smaller, trial_of)
 from .prepare_data import located
 from .metrics import parse_trackers
-from .config import RENAMED, TrainConfig, new_name, option_specs
+from .config import RENAMED, TrainConfig, new_name
 from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, preset_of,
                                         recorded_preset)
 from ..checkpoint.format import checkpoints
@@ -49,13 +49,13 @@ CHANGEABLE = ("data plugin memory_limit rungs micro_batch_size gpus restarts ran
 
 def run_folder(path): # as it was typed
     "Return the path of a run's folder, with the folder's name in it: `.` has none"
-    return Path(path) if Path(path).name not in ("", "..") else Path(path).resolve()
+    return p if (p := Path(path)).name not in ("", "..") else p.resolve()
 
 def read_options(folder): # of a run
     "Return the `TrainConfig` in its `config.json`. Raises `InputError` for one that no run could have"
     path = folder/"config.json"
     if old := sorted(RENAMED.keys() & read_json(path, dict).keys()):
-        new = new_name(old[0], [o.name for o in option_specs(TrainConfig)])
+        new = new_name(old[0], vars(TrainConfig))
         raise InputError(f"{path} is of an older version, which called {new} {old[0]}: go on with that "
                          f"version, or begin a run with its weights (--init {folder})")
     c = read_json(path, TrainConfig) # which checks its bounds
@@ -463,8 +463,8 @@ def plan_lines(plan, # a `TrainPlan`
     c, measured = plan.options, lambda r: f" ({w})" if (w := plan.why.get(rung_name(r))) else ""
     rungs = [r for r in c.rungs.split(",") if r]
     many = f"{dp} x " if dp > 1 else ""
-    step = f"{c.grad_accum_steps} x {c.micro_batch_size} sequences of {c.seq_len} tokens"
-    yield (f"{many}{step} in a step, with" + ("" if rungs else " no rungs"))
+    yield (f"{many}{c.grad_accum_steps} x {c.micro_batch_size} "
+           f"sequences of {c.seq_len} tokens in a step, with" + ("" if rungs else " no rungs"))
     yield from (f"  {r}{measured(r)}" for r in rungs)
     yield f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}, weight decay {c.weight_decay:.3g}"
     average = f"average of the last {1/(1 - c.ema_decay):,.0f} steps" if c.ema_decay else ""

@@ -207,7 +207,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     "`--peer` may be given again; table and records are beside the ladder's, and one that doesn't learn is named"
     monkeypatch.chdir(tmp_path)
     good, idle = clone(tmp_path/"good"), clone(tmp_path/"idle", learns=False)
-    args = "--model nano --rungs bf16 --micro_batch_size 2 --out out".split()
+    args = "--model nano --rungs bf16 --batch_size 2 --out out".split()
     speedrun_ladder([*args, "--peer", "compile_blocks", "--peer", f"nanogpt={good}"])
     said = capsys.readouterr().out
     assert "| compile_blocks " in said and "| nanogpt " in said and "did not learn" not in said
