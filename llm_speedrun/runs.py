@@ -522,13 +522,26 @@ def free_memory():
     if torch.cuda.is_available(): gc.collect(); torch.cuda.empty_cache()
 
 def peak_gib(config, rungs, batch, micro): # as for `make_step`
-    "GPU memory in GiB that a step of at most two micro-batches needs; infinite where it doesn't fit"
+    "GPU memory in GiB that a step of at most two micro-batches needs. Raises `torch.OutOfMemoryError`"
     plain = [r for r in rungs if find_rung(rung_name(r)).stage not in ("compile", "record")]
-    free_memory()
+    with uncompiled():
+        return warm_up(make_step(config, plain, min(batch, 2*micro), micro=micro), 1)[1].peak_gib
+
+# %% ../nbs/05_runs.ipynb #05fit002
+def first_fit(sizes, # in the order to try
+              attempt): # size -> what is wanted of it; false, or out of GPU memory, where it doesn't fit
+    "Return what `attempt` returns for the first of `sizes` that fits, None if none does"
     try:
-        with uncompiled():
-            return warm_up(make_step(config, plain, min(batch, 2*micro), micro=micro), 1)[1].peak_gib
-    except torch.OutOfMemoryError: return float("inf") # the traceback, which holds every tensor, goes with it
+        for n in sizes:
+            free_memory()
+            try: res = attempt(n)
+            except torch.OutOfMemoryError: res = None # the traceback, which holds every tensor, goes with it
+            if res: return res
+    finally: free_memory()
+
+def halves(batch): # a positive integer
+    "Return `batch`, its half, its quarter, ... down to an odd number"
+    return [batch >> i for i in range(batch.bit_length()) if batch % (1 << i) == 0]
 
 # %% ../nbs/05_runs.ipynb #afadec3a
 ROOM_GIB = 72 # GiB: what a card of 80 GB has left beside CUDA itself, with some to spare
@@ -540,10 +553,9 @@ def micro_batch(config, # a `GPTConfig`
     """The largest of `batch`, its half, its quarter, ... whose step needs no more than `room`: tried, not
     estimated. On a CPU `batch`. Raises `RunError` where one sequence is too much"""
     if default_device().type == "cpu": return batch
-    sizes = [batch >> i for i in range(batch.bit_length()) if batch % (1 << i) == 0]
-    try: return next(n for n in sizes if peak_gib(config, rungs, batch, n) <= room)
-    except StopIteration: raise RunError(f"{sizes[-1]} × {config.seq} tokens need over {room} GiB")
-    finally: free_memory()
+    fits = lambda n: peak_gib(config, rungs, batch, n) <= room
+    if n := first_fit(sizes := halves(batch), lambda n: n if fits(n) else None): return n
+    raise RunError(f"{sizes[-1]} × {config.seq} tokens need over {room} GiB")
 
 # %% ../nbs/05_runs.ipynb #0bd8ebc0
 def to_settle(rungs): # as `build` takes them
