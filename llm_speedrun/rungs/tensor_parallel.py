@@ -6,7 +6,6 @@
 __all__ = ['tensor_parallel']
 
 # %% ../../nbs/53_tensor_parallel.ipynb #cbcb2cd5
-import math
 from dataclasses import dataclass, replace
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
 from torch.autograd.function import once_differentiable
