@@ -134,6 +134,12 @@ def with_model(self:Run, change): # changes the model that it gets in place
     change(model)
     return replace(self, model=model)
 
+@patch
+def replace_model(self:Run, change): # from a model that it may change to the one to use instead
+    "This run with another model, made of a new module tree that shares the weights of the old one"
+    run = self.with_model(lambda model: None)
+    return replace(run, model=change(run.model))
+
 # %% ../nbs/05_runs.ipynb #96dae94d
 @contextmanager
 def enter_all(contexts): # functions without arguments that return context managers
