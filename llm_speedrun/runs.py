@@ -62,7 +62,7 @@ def model_loss(model, x, y): # B T tokens, B T tokens that follow
 
 # %% ../nbs/05_runs.ipynb #05twoparts
 class LocalSync:
-    "What several processes bring together in a step. For one alone all of it is there already"
+    "The gradient sync of a step: what several processes bring together. One alone has all of it already"
     parts = {} # parameter -> the part of it that the optimizer updates, where this process has not all of it
     def __init__(self, run=None, opt=None): "Made for a `Run` and its optimizer"
     def micro(self, last): return nullcontext() # around the passes of a micro-batch, perhaps the last one
@@ -74,7 +74,7 @@ class LocalSync:
 
 # %% ../nbs/05_runs.ipynb #05backward
 class Backward:
-    "The backward pass of a step, by autograd"
+    "Gives the weights the gradients of a loss that `Stepper.forward_backward` has computed, by autograd"
     def prepare(self): "Called before each forward pass"
     def __call__(self, loss): loss.backward()
 
@@ -164,17 +164,14 @@ class Stepper:
 def __call__(self:Stepper, *batches): # micro-batches (x, y), each B T
     """One step over `batches`. Returns their mean loss, on the device. Notes it as `loss`, and the norm
     of the gradients as `norm`: infinite where a check of the run says that the step must not be taken"""
+    losses = []
     with enter_all(self.run.step_contexts):
-        losses = [self.forward_backward(x, y, i == len(batches)) for i, (x, y) in enumerate(batches, 1)]
+        for i, (x, y) in enumerate(batches, 1):
+            with self.sync.micro(last=i == len(batches)): losses.append(self.forward_backward(x, y))
         self.loss = sum(losses) / len(batches)
         self.update(len(batches))
         self.mark("optimizer")
     return self.loss
-
-@patch
-def forward_backward(self:Stepper, x, y, last): # B T tokens, B T that follow; whether it is the last
-    "Forward and backward of a micro-batch. Returns its loss"
-    with self.sync.micro(last): return self.backward(x, y)
 
 # %% ../nbs/05_runs.ipynb #08f0a263
 @torch.no_grad()
@@ -196,8 +193,8 @@ def average_and_clip(params, # whose gradients are sums over micro-batches
 def mark(self:Stepper, name): "Called after each phase of a step; what measures them puts a function here"
 
 @patch
-def backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
-    "Forward and backward of one micro-batch. Returns its loss"
+def forward_backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
+    "Compute the loss of one micro-batch, and add its gradients to those of the weights. Returns the loss"
     self.backward_pass.prepare()
     with enter_all(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y)
     self.mark("forward")
@@ -209,7 +206,8 @@ def backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
 @patch
 @torch.no_grad()
 def update(self:Stepper, n=1): # micro-batches whose gradients have been added up
-    "Take the mean of the gradients, clip it, step the optimizer, forget the gradients"
+    """Take the mean of the gradients that `forward_backward` has added up, clip it, step the optimizer, and
+    forget the gradients. Computes no loss: brings together the one that each process has"""
     self.scaler.unscale_(self.opt)
     self.loss = self.sync.reduce(self.params, self.loss)
     self.norm = average_and_clip(self.params, n, self.clip, self.sync, self.opt)
@@ -450,7 +448,7 @@ def reference_errors(config, # a `GPTConfig`
     x, y = torch.randint(config.vocab, (2, batch, config.seq), device=step.run.device, generator=g)
     losses = []
     for s in (step, ref):
-        with enter_all(s.run.step_contexts): losses.append(s.backward(x, y).double())
+        with enter_all(s.run.step_contexts): losses.append(s.forward_backward(x, y).double())
     grad = lambda s: torch.cat([p.grad.double().flatten() for p in s.params]) / s.scaler.get_scale()
     rel = lambda a, b: ((a - b).norm() / b.norm()).item()
     return rel(*losses), rel(grad(step), grad(ref))

@@ -177,7 +177,7 @@ FAILURES = {
     "read-only": "can't be written into .* choose another --out", "no space": "are free in .* a smaller --keep_last",
     "loss": "two steps .* gradients' norm nan: try a smaller --lr", "memory": "out of GPU memory: choose a smaller --batch",
     "bad number": "seq 64 is longer than the 32 tokens", "no run": "nowhere is not the folder of a run",
-    "no checkpoint": "has no whole checkpoint", "finished run": "has taken its 6 steps", "other config": r"\w",
+    "no checkpoint": "has no valid checkpoint", "finished run": "has taken its 6 steps", "other config": r"\w",
     "a bug": "KeyError, which nobody foresaw: 'no such key'"}
 
 @pytest.mark.parametrize("what", FAILURES)
