@@ -112,6 +112,27 @@ def is_held_out(text, frac):
     "Whether a document is held out: a fixed pseudo-random `frac` of all texts"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") < frac * 2**64
 
+# %% ../nbs/03e_corpus.ipynb #03spec02
+def check_sizes(val_frac=.05, shard_tokens=1, max_tokens=None):
+    "Raise `InputError` for a share to hold out, or numbers of tokens, that can't be"
+    if not 0 < val_frac < 1:
+        raise InputError(f"val_frac is a share of the documents, above 0 and below 1, not {val_frac}")
+    for k, n in dict(shard_tokens=shard_tokens, max_tokens=max_tokens).items():
+        if n is not None and n < 1: raise InputError(f"{k} must be at least 1, not {n}")
+
+@dataclass(frozen=True)
+class CorpusSpec:
+    "How text becomes tokens on disk. Raises `InputError` for sizes, or a tokenizer, that can't be"
+    tokenizer: Tokenizer            # must know its end token, and reproduce the text; is prepared
+    val_frac: float = .05           # share of the documents held out for validation
+    shard_tokens: int = 100_000_000 # tokens in one file
+    max_tokens: int | None = None   # stop after so many
+    source: str = ""                # said in meta.json: where the text comes from
+
+    def __post_init__(self):
+        check_sizes(self.val_frac, self.shard_tokens, self.max_tokens)
+        end_token(prepare_tokenizer(self.tokenizer))
+
 # %% ../nbs/03e_corpus.ipynb #543346c5
 def marked_pieces(docs, val_frac): # documents as `read_documents` has them, share held out
     "Yield (text, is the first of its document, is held out) for each piece of each document"
@@ -138,11 +159,12 @@ def digest_pieces(digest, parcel): # from `text_digest` (changed), from `parcels
     "Take a parcel into the digest: what the pieces say, and where documents begin"
     for text, first, _ in parcel: digest.update((EOT*first + text).encode())
 
-def _encoded(docs, tokenizer, eot, val_frac, digest, tally):
+def _encoded(docs, spec, digest, tally): # documents, a `CorpusSpec`
     "Yield (is validation, token ids) of each piece of each document"
-    for parcel in parcels(marked_pieces(tried(docs, tokenizer), val_frac)):
+    eot = end_token(spec.tokenizer)
+    for parcel in parcels(marked_pieces(tried(docs, spec.tokenizer), spec.val_frac)):
         digest_pieces(digest, parcel)
-        out = tokenizer.encode_batch([p for p,_,_ in parcel], add_special_tokens=False)
+        out = spec.tokenizer.encode_batch([p for p,_,_ in parcel], add_special_tokens=False)
         tally.add(parcel, sum(map(len, out)))
         for (_,first,held),o in zip(parcel, out): yield held, [eot]*first + o.ids
 
@@ -156,11 +178,11 @@ def _tail_cut(tokens, eot, frac=.05):
     return cut - r + int(near[np.abs(near-r).argmin()]) if len(near) else cut
 
 # %% ../nbs/03e_corpus.ipynb #08e55629
-def hold_out_tail(folder, writers, eot, frac, vocab):
+def hold_out_tail(folder, writers, spec): # a `CorpusSpec`
     "Join what was written and split it again by position; returns new writers, closed"
     old = [p.rename(folder/f"old_{p.name}") for s in ("train", "val") for p in token_files(folder, s)]
-    all_ = Shards(old, writers[0].dtype, vocab)
-    cut, step = _tail_cut(all_, eot, frac), 1_000_000
+    all_ = Shards(old, writers[0].dtype, vocabulary_size(spec.tokenizer))
+    cut, step = _tail_cut(all_, end_token(spec.tokenizer), spec.val_frac), 1_000_000
     new = [TokenWriter(folder, w.split, w.dtype, w.shard_tokens) for w in writers]
     for w,part in zip(new, (all_.part(0, cut), all_.part(cut, len(all_)))):
         for i in range(0, len(part), step): w.write(part[i:i+step])
@@ -199,42 +221,36 @@ def split_kind(train, val, val_frac): # two writers, the share to hold out
     if not (total := train.n + val.n): raise InputError("no documents, so no tokens: nothing was written")
     return "document" if val.n > val_frac*total/5 and train.n > total/2 else "tail"
 
-def check_sizes(val_frac=.05, shard_tokens=1, max_tokens=None):
-    "Raise `InputError` for a share to hold out, or numbers of tokens, that can't be"
-    if not 0 < val_frac < 1:
-        raise InputError(f"val_frac is a share of the documents, above 0 and below 1, not {val_frac}")
-    for k, n in dict(shard_tokens=shard_tokens, max_tokens=max_tokens).items():
-        if n is not None and n < 1: raise InputError(f"{k} must be at least 1, not {n}")
-
 # %% ../nbs/03e_corpus.ipynb #5c465e6f
-def _write_tokens(docs, tokenizer, eot, folder, val_frac, shard_tokens, max_tokens, digest, tally):
-    "Encode `docs` into `folder`; returns the two closed writers and how the split was made"
-    train, val = [TokenWriter(folder, o, token_dtype(tokenizer), shard_tokens) for o in ("train", "val")]
-    left = max_tokens or float("inf")
-    for is_val,ids in _encoded(docs, tokenizer, eot, val_frac, digest, tally):
+def _write_tokens(docs, spec, folder, digest, tally):
+    "Encode `docs` into `folder`; returns the two closed writers, and how the split was made"
+    dtype, left = token_dtype(spec.tokenizer), spec.max_tokens or float("inf")
+    train, val = writers = [TokenWriter(folder, o, dtype, spec.shard_tokens) for o in ("train", "val")]
+    for is_val,ids in _encoded(docs, spec, digest, tally):
         (val if is_val else train).write(ids[:min(left, len(ids))])
         if (left := left - len(ids)) <= 0: break
     train.close(); val.close()
-    split = split_kind(train, val, val_frac)
-    if split == "document": return train, val, split
-    return *hold_out_tail(folder, (train, val), eot, val_frac, vocabulary_size(tokenizer)), split
+    split = split_kind(train, val, spec.val_frac)
+    return writers if split == "document" else hold_out_tail(folder, writers, spec), split
 
 # %% ../nbs/03e_corpus.ipynb #e46c9fcf
 def describe_tokens(
-    folder, tokenizer, eot, # where the tokens are, and how they were made
-    train, val,         # the two writers, closed
-    split, source,      # how documents were held out; where the text comes from
+    folder, spec,       # where the tokens are, and the `CorpusSpec` by which they were made
+    writers,            # of both sides, closed
+    split,              # how documents were held out
     digest,             # of the text, from `text_digest`
     text=None,          # its `TextSummary`
 ) -> dict:              # what `meta.json` says
     "Write `meta.json` and `tokenizer.json` beside the tokens"
-    size, paths = train.dtype.itemsize, [p for o in ("train", "val") for p in token_files(folder, o)]
-    meta = Meta(vocab=vocabulary_size(tokenizer), dtype=train.dtype.name, eot=eot, train_tokens=train.n,
-                val_tokens=val.n, files={p.name: p.stat().st_size//size for p in paths},
-                sha256={p.name: file_sha256(p) for p in paths}, split=split, source=source, text=text,
+    (train, val), tok, size = writers, spec.tokenizer, token_dtype(spec.tokenizer).itemsize
+    paths = [p for o in ("train", "val") for p in token_files(folder, o)]
+    meta = Meta(vocab=vocabulary_size(tok), dtype=train.dtype.name, eot=end_token(tok),
+                train_tokens=train.n, val_tokens=val.n, split=split, source=spec.source, text=text,
+                files={p.name: p.stat().st_size//size for p in paths},
+                sha256={p.name: file_sha256(p) for p in paths},
                 documents=digest.hexdigest(), date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
     replace_file(folder/"meta.json", msgspec.json.format(msgspec.json.encode(meta)).decode(), sync=True)
-    write_tokenizer(folder, tokenizer, sync=True)
+    write_tokenizer(folder, tok, sync=True)
     return msgspec.to_builtins(meta)
 
 # %% ../nbs/03e_corpus.ipynb #ed831180
@@ -242,22 +258,17 @@ def write_shards(
     docs: Iterable[str],        # documents
     tokenizer: Tokenizer,       # must know its end token, and reproduce the text
     folder,                     # where to; must not exist
-    val_frac=.05,               # share of the documents held out for validation
-    shard_tokens=100_000_000,   # tokens in one file
-    max_tokens=None,            # stop after so many
-    source="",                  # said in meta.json: where the text comes from
+    **how,                      # `val_frac`, `shard_tokens`, `max_tokens` and `source` of a `CorpusSpec`
 ) -> dict:                      # what meta.json says
     """Encode `docs` into `train_000.bin`, `val_000.bin`, ..., with `meta.json` and `tokenizer.json` beside.
     Raw little-endian uint16 (uint32 for a vocabulary above 65536), each document after an end-of-text token.
     Raises FileExistsError, or ValueError when there are no tokens."""
-    check_sizes(val_frac, shard_tokens, max_tokens)
-    eot, tok, digest = end_token(tokenizer), prepare_tokenizer(tokenizer), text_digest()
-    tally = Tally(tok)
+    spec, digest = CorpusSpec(tokenizer, **how), text_digest()
+    tally = Tally(spec.tokenizer)
     with _new_folder(folder) as tmp:
-        sizes = val_frac, shard_tokens, max_tokens
-        *written, split = _write_tokens(docs, tok, eot, tmp, *sizes, digest, tally)
+        writers, split = _write_tokens(docs, spec, tmp, digest, tally)
         text = tally.summary(getattr(docs, "report", None))
-        return describe_tokens(tmp, tok, eot, *written, split, source, digest, text)
+        return describe_tokens(tmp, spec, writers, split, digest, text)
 
 # %% ../nbs/03e_corpus.ipynb #ee5b2f50
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ __all__ = ['LONGEST', 'ENGINES', 'our_lm', 'transformers_lm', 'validation_texts'
 import hashlib, io, json, math, re
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
 from pathlib import Path

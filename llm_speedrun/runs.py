@@ -62,7 +62,7 @@ def model_loss(model, x, y): # B T tokens, B T tokens that follow
 
 # %% ../nbs/05_runs.ipynb #05twoparts
 class LocalSync:
-    "What several processes bring together in a step. For one alone all of it is there already"
+    "The gradient sync of a step: what several processes bring together. One alone has all of it already"
     parts = {} # parameter -> the part of it that the optimizer updates, where this process has not all of it
     def __init__(self, run=None, opt=None): "Made for a `Run` and its optimizer"
     def micro(self, last): return nullcontext() # around the passes of a micro-batch, perhaps the last one
@@ -74,7 +74,7 @@ class LocalSync:
 
 # %% ../nbs/05_runs.ipynb #05backward
 class Backward:
-    "The backward pass of a step, by autograd"
+    "Gives the weights the gradients of a loss that `Stepper.forward_backward` has computed, by autograd"
     def prepare(self): "Called before each forward pass"
     def __call__(self, loss): loss.backward()
 
@@ -134,6 +134,12 @@ def with_model(self:Run, change): # changes the model that it gets in place
     change(model)
     return replace(self, model=model)
 
+@patch
+def replace_model(self:Run, change): # from a model that it may change to the one to use instead
+    "This run with another model, made of a new module tree that shares the weights of the old one"
+    run = self.with_model(lambda model: None)
+    return replace(run, model=change(run.model))
+
 # %% ../nbs/05_runs.ipynb #96dae94d
 @contextmanager
 def enter_all(contexts): # functions without arguments that return context managers
@@ -158,17 +164,14 @@ class Stepper:
 def __call__(self:Stepper, *batches): # micro-batches (x, y), each B T
     """One step over `batches`. Returns their mean loss, on the device. Notes it as `loss`, and the norm
     of the gradients as `norm`: infinite where a check of the run says that the step must not be taken"""
+    losses = []
     with enter_all(self.run.step_contexts):
-        losses = [self.forward_backward(x, y, i == len(batches)) for i, (x, y) in enumerate(batches, 1)]
+        for i, (x, y) in enumerate(batches, 1):
+            with self.sync.micro(last=i == len(batches)): losses.append(self.forward_backward(x, y))
         self.loss = sum(losses) / len(batches)
         self.update(len(batches))
         self.mark("optimizer")
     return self.loss
-
-@patch
-def forward_backward(self:Stepper, x, y, last): # B T tokens, B T that follow; whether it is the last
-    "Forward and backward of a micro-batch. Returns its loss"
-    with self.sync.micro(last): return self.backward(x, y)
 
 # %% ../nbs/05_runs.ipynb #08f0a263
 @torch.no_grad()
@@ -190,8 +193,8 @@ def average_and_clip(params, # whose gradients are sums over micro-batches
 def mark(self:Stepper, name): "Called after each phase of a step; what measures them puts a function here"
 
 @patch
-def backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
-    "Forward and backward of one micro-batch. Returns its loss"
+def forward_backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
+    "Compute the loss of one micro-batch, and add its gradients to those of the weights. Returns the loss"
     self.backward_pass.prepare()
     with enter_all(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y)
     self.mark("forward")
@@ -203,7 +206,8 @@ def backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
 @patch
 @torch.no_grad()
 def update(self:Stepper, n=1): # micro-batches whose gradients have been added up
-    "Take the mean of the gradients, clip it, step the optimizer, forget the gradients"
+    """Take the mean of the gradients that `forward_backward` has added up, clip it, step the optimizer, and
+    forget the gradients. Computes no loss: brings together the one that each process has"""
     self.scaler.unscale_(self.opt)
     self.loss = self.sync.reduce(self.params, self.loss)
     self.norm = average_and_clip(self.params, n, self.clip, self.sync, self.opt)
@@ -444,7 +448,7 @@ def reference_errors(config, # a `GPTConfig`
     x, y = torch.randint(config.vocab, (2, batch, config.seq_len), device=step.run.device, generator=g)
     losses = []
     for s in (step, ref):
-        with enter_all(s.run.step_contexts): losses.append(s.backward(x, y).double())
+        with enter_all(s.run.step_contexts): losses.append(s.forward_backward(x, y).double())
     grad = lambda s: torch.cat([p.grad.double().flatten() for p in s.params]) / s.scaler.get_scale()
     rel = lambda a, b: ((a - b).norm() / b.norm()).item()
     return rel(*losses), rel(grad(step), grad(ref))
@@ -522,13 +526,26 @@ def free_memory():
     if torch.cuda.is_available(): gc.collect(); torch.cuda.empty_cache()
 
 def peak_gib(config, rungs, batch, micro): # as for `make_step`
-    "GPU memory in GiB that a step of at most two micro-batches needs; infinite where it doesn't fit"
+    "GPU memory in GiB that a step of at most two micro-batches needs. Raises `torch.OutOfMemoryError`"
     plain = [r for r in rungs if find_rung(rung_name(r)).stage not in ("compile", "record")]
-    free_memory()
+    with uncompiled():
+        return warm_up(make_step(config, plain, min(batch, 2*micro), micro=micro), 1)[1].peak_gib
+
+# %% ../nbs/05_runs.ipynb #05fit002
+def first_fit(sizes, # in the order to try
+              attempt): # size -> what is wanted of it; false, or out of GPU memory, where it doesn't fit
+    "Return what `attempt` returns for the first of `sizes` that fits, None if none does"
     try:
-        with uncompiled():
-            return warm_up(make_step(config, plain, min(batch, 2*micro), micro=micro), 1)[1].peak_gib
-    except torch.OutOfMemoryError: return float("inf") # the traceback, which holds every tensor, goes with it
+        for n in sizes:
+            free_memory()
+            try: res = attempt(n)
+            except torch.OutOfMemoryError: res = None # the traceback, which holds every tensor, goes with it
+            if res: return res
+    finally: free_memory()
+
+def halves(batch): # a positive integer
+    "Return `batch`, its half, its quarter, ... down to an odd number"
+    return [batch >> i for i in range(batch.bit_length()) if batch % (1 << i) == 0]
 
 # %% ../nbs/05_runs.ipynb #afadec3a
 ROOM_GIB = 72 # GiB: what a card of 80 GB has left beside CUDA itself, with some to spare
@@ -540,10 +557,10 @@ def micro_batch(config, # a `GPTConfig`
     """The largest of `batch`, its half, its quarter, ... whose step needs no more than `room`: tried, not
     estimated. On a CPU `batch`. Raises `RunError` where one sequence is too much"""
     if default_device().type == "cpu": return batch
-    sizes = [batch >> i for i in range(batch.bit_length()) if batch % (1 << i) == 0]
-    try: return next(n for n in sizes if peak_gib(config, rungs, batch, n) <= room)
-    except StopIteration: raise RunError(f"{sizes[-1]} × {config.seq_len} tokens need over {room} GiB")
-    finally: free_memory()
+    fits = lambda n: peak_gib(config, rungs, batch, n) <= room
+    if n := first_fit(sizes := halves(batch), lambda n: n if fits(n) else None): return n
+    raise RunError(f"{sizes[-1]} × {config.seq_len} tokens need over {room} GiB")
+
 
 # %% ../nbs/05_runs.ipynb #0bd8ebc0
 def to_settle(rungs): # as `build` takes them

@@ -6,7 +6,7 @@
 from __future__ import annotations
 import bz2, codecs, gzip, io, json, lzma, os, re, zipfile, zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -4,7 +4,7 @@
 
 # %% ../nbs/03d_token_files.ipynb #tokf0004
 from __future__ import annotations
-import hashlib, json, os, pickle, re, threading
+import hashlib, json, os, re, threading
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import msgspec, numpy as np
 from fastcore.basics import patch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from .compat import Unpickler
-from .files import InputError, RunError, cache_dir, read_bytes_of, read_json
+from .files import InputError, RunError, cache_dir, read_bytes_of
 from .tokenizer import TextSummary
 
 # %% auto #0

@@ -36,7 +36,7 @@ class Step:
     def __call__(self, *batches): # micro-batches (x, y), each B T
         "One step over `batches`. Returns their mean loss, on the device"
         with matmul_precision("high"): # what is left in FP32 may use TF32: the scripts all set that
-            losses = [self.backward(x, y, len(batches)) for x, y in batches]
+            losses = [self.forward_backward(x, y, len(batches)) for x, y in batches]
             if self.clip: nn.utils.clip_grad_norm_(self.params, self.clip)
             self.opt.step()
             self.opt.zero_grad(set_to_none=True)
@@ -44,7 +44,7 @@ class Step:
 
 # %% ../../nbs/48b_adapters.ipynb #25peer11
 @patch
-def backward(self:Step, x, y, n): # one of `n` micro-batches
+def forward_backward(self:Step, x, y, n): # one of `n` micro-batches
     "Forward and backward. Returns the micro-batch's part of the mean loss"
     loss = self.loss(x, y) / n
     loss.backward()

@@ -19,7 +19,7 @@ from ..data import Batches
 from ..measure import (Measured, Table, caption, default_device, fmt, make_record, ratio, table,
                                   take_turns, version_of, warm_up)
 from ..records import code_of
-from ..runs import ROOM_GIB, Stepper, build, find_rung, free_memory
+from ..runs import ROOM_GIB, Stepper, build, find_rung, first_fit, halves
 
 
 # %% ../../nbs/25_peers.ipynb #25peer19
@@ -134,14 +134,11 @@ def loss_on(self:Contender, tokens): # x and y, each B T
 # %% ../../nbs/25_peers.ipynb #25peer52
 def contender(name, setup, config, batch): # as in `Contender`
     "The `Contender` in the largest micro-batch of batch, batch/2, ... under `ROOM_GIB`, or a `RunError`"
-    micro = batch
-    while True:
-        free_memory()
-        try: c = Contender(name, setup, config, batch, micro)
-        except torch.OutOfMemoryError: c = None # what it held is gone only after this block
-        if c and (c.measured.peak_gib or 0) < ROOM_GIB: return c
-        if micro % 2: raise RunError(f"a micro-batch of {micro} takes more than {ROOM_GIB} GiB")
-        c, micro = None, micro // 2
+    def attempt(micro):
+        c = Contender(name, setup, config, batch, micro)
+        return c if (c.measured.peak_gib or 0) <= ROOM_GIB else None
+    if c := first_fit(sizes := halves(batch), attempt): return c
+    raise RunError(f"a micro-batch of {sizes[-1]} takes more than {ROOM_GIB} GiB")
 
 # %% ../../nbs/25_peers.ipynb #25peer54
 def contenders(config, # a `GPTConfig`

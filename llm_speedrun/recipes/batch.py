@@ -34,7 +34,7 @@ def noise_scale(step, # a `Stepper`; no step is taken
     grads = [torch.zeros_like(p) for p in step.params]
     for x, y in batches:
         step.opt.zero_grad(set_to_none=True)
-        with enter_all(step.run.step_contexts): step.backward(x, y)
+        with enter_all(step.run.step_contexts): step.forward_backward(x, y)
         small += squared_length(p.grad for p in step.params).item()/n
         torch._foreach_add_(grads, [p.grad/n for p in step.params])
     step.opt.zero_grad(set_to_none=True)

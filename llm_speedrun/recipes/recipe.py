@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..compat import FoundInfOptimizer
 from ..files import InputError, lookup
 from ..model import GPT
-from ..runs import RUNGS, Run, option_text, option_value
+from ..runs import option_text, option_value
 
 # %% ../../nbs/41_recipe.ipynb #039cf193
 RULES = {} # name -> rule

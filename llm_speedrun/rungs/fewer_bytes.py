@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from ..compat import is_view
 from ..model import GPT, Embedding
 from ..runs import rung
-from .fused_ops import compute_dtype, needs_triton, recast, replace_model
+from .fused_ops import compute_dtype, needs_triton, recast
 from .triton import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
 
 # %% ../../nbs/27_fewer_bytes.ipynb #e988504c
@@ -207,4 +207,4 @@ def tie(model, # a `GPT`, whose embedding changes in place
 def tied_embedding(run): # a `Run`
     "The embedding's gradient summed straight into the tied head's; its rows rounded as they are read"
     narrow = {"fused_ops", "bf16_stream"} & {*run.rungs}
-    return replace_model(run, partial(tie, narrow=bool(narrow)))
+    return run.replace_model(partial(tie, narrow=bool(narrow)))

@@ -7,7 +7,6 @@ __all__ = ['swiglu', 'swiglu_backward', 'SwiGLUDown', 'QKRope', 'fused_project',
            'fused_ops']
 
 # %% ../../nbs/14_fused_ops.ipynb #de73e066
-from dataclasses import replace
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from ..files import InputError
@@ -306,11 +305,6 @@ def recast(module, cls): # a module, which gives up what it holds; a subclass of
     new = cls.__new__(cls)
     vars(new).update(vars(module))
     return new
-
-def replace_model(run, change): # a `Run`; from a model that it may change to the one to use instead
-    "Return the run with another model, made of a new module tree that shares the weights of the old one"
-    run = run.with_model(lambda model: None)
-    return replace(run, model=change(run.model))
 
 # %% ../../nbs/14_fused_ops.ipynb #3cd22cbc
 def joined(dtype, *linears): # layers with the same input

@@ -6,7 +6,6 @@
 __all__ = ['tensor_parallel']
 
 # %% ../../nbs/53_tensor_parallel.ipynb #cbcb2cd5
-import math
 from dataclasses import dataclass, replace
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -22,7 +21,7 @@ from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets
                                            chunk_size, logit_grad, loss_results, loss_tile, no_loss,
                                            read_logits, row_lse, sms, write_grads)
 from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
-                                          joined, recast, replace_model, rotated, swiglu_down)
+                                          joined, recast, rotated, swiglu_down)
 from .triton import LOG2E, jit, kernel_op, launch, runs_kernel, tl
 
 # %% ../../nbs/53_tensor_parallel.ipynb #9a6c40e0
@@ -480,7 +479,7 @@ def tensor_parallel(run, # a `Run`
     check_cut(run.model.config, size)
     share = TPGroup(rank, size, run.world.group("tp").group_name)
     cut = lambda model: cut_model(model, share, bool({"fp8", "lean"} & {*run.rungs}))
-    return replace(replace_model(run, cut), sync=ParallelSync,
+    return replace(run.replace_model(cut), sync=ParallelSync,
                    gradient_syncs=run.gradient_syncs + (TensorParallel(share, run.world.group("tp")),))
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5085ff8b

@@ -8,14 +8,15 @@ __all__ = []
 # %% ../../nbs/32a_autotune.ipynb #352dd416
 import os, statistics, sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 import msgspec, torch
 from ..compat import FakeTensorMode
 
 # %% ../../nbs/32a_autotune.ipynb #d7878d4d
-from ..files import cache_dir
-from ..files import InputError, RunError
+from ..files import InputError, RunError, cache_dir
 from ..measure import gpu_gib, machine, memory_limit, warm_up, written_by
-from ..runs import build, free_memory, parsed, rung_name, resolve_auto_options, to_settle
+from ..runs import (build, first_fit, free_memory, parsed, rung_name, resolve_auto_options,
+                               to_settle)
 from ..records import code_of
 from ..distributed.world import World
 from ..recipes.recipe import RECIPES
@@ -171,22 +172,9 @@ def slowest(trials): # of all processes; None where it didn't fit
     most = lambda k: None if getattr(trials[0], k) is None else max(getattr(t, k) for t in trials)
     return Trial(*map(most, ("batch", "ms", "peak_gib", "warmup_s")))
 
-# %% ../../nbs/32a_autotune.ipynb #3e75d8f7
+# %% ../../nbs/32a_autotune.ipynb #5b7bcbb2
 ROOM = .95 # of the memory for the trial: a run also evaluates, and loses some to gaps between blocks
 
-def first_that_fits(config, rungs, sizes, # a `GPTConfig`, names, batches in the order to try
-                    gib, # GPU memory to use
-                    timed=0, # steps to time
-                    world=World(), # the processes that share the steps
-                    recipe=ADAMW, # how the weights learn
-                    rows=0): # sequences in a step
-    "Return the `Trial` of the first of `sizes` that fits, None if none does"
-    with memory_limit(gib):
-        tried = (attempt(config, rungs, n, timed, world, recipe, rows) for n in sizes)
-        try: return next(filter(None, tried), None)
-        finally: free_memory()
-
-# %% ../../nbs/32a_autotune.ipynb #5b7bcbb2
 class NoRoom(RunError): "Not even one sequence fits into the GPU's memory"
 
 def no_room(config): # a `GPTConfig`
@@ -205,8 +193,8 @@ def find_micro_batch(config, # a `GPTConfig`
           recipe=ADAMW): # how the weights learn
     "Return the `Trial` of the first micro-batch that fits. Raises `NoRoom` where one sequence doesn't"
     gib = gib or (gpu_gib() if torch.cuda.is_available() else 0)
-    sizes, room = micro_batches(rows, batch), gib if batch else ROOM*gib
-    t = first_that_fits(config, rungs, sizes, room, timed, world, recipe, rows)
+    one = partial(attempt, config, rungs, timed=timed, world=world, recipe=recipe, rows=rows)
+    with memory_limit(gib if batch else ROOM*gib): t = first_fit(micro_batches(rows, batch), one)
     if t is None: raise no_room(config)
     return t
 
@@ -309,9 +297,10 @@ def fits(config, # a `GPTConfig`
     "Return a record for each card: `micro` is the largest of `rows`, its half, ... that fits, or 0"
     res, lists, n = [], fallback_rungs(rungs), rows
     for gib in gibs:
-        t = None
-        while lists and not (t := first_that_fits(config, lists[0], micro_batches(n, n), ROOM*gib)):
-            lists, n = lists[1:], rows # the next list may have room for more
+        t, one = None, lambda size: attempt(config, lists[0], size, timed=0)
+        with memory_limit(ROOM*gib):
+            while lists and not (t := first_fit(micro_batches(n, n), one)):
+                lists, n = lists[1:], rows # the next list may have room for more
         rungs, n = lists[0] if lists else rungs, t.batch if t else 0
         res.append(dict(workload=config.name, seq=config.seq_len, rungs=list(rungs), gib=gib, micro=n,
                         peak_gib=t and t.peak_gib, code=code_of(rungs), notebook=written_by(), **machine()))

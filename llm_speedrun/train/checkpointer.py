@@ -145,7 +145,7 @@ def find_checkpoint(folder, # of the run
                     config, # the model's `GPTConfig`
                     world, # a `World`
                     say=print): # called about checkpoints that are passed over
-    "Read the newest complete checkpoint. Raises `FileNotFoundError`, and `InputError` for another model"
+    "Read the newest valid checkpoint. Raises `FileNotFoundError`, and `InputError` for another model"
     many, where = world.size > 1, (folder/"checkpoints", run_id)
     found = newest_on_all_ranks(world, *where, say=say) if many else newest(*where, say=say)
     if not found: raise FileNotFoundError(no_checkpoint(folder))
@@ -158,9 +158,9 @@ def find_checkpoint(folder, # of the run
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp013
 def no_checkpoint(folder): # of a run
-    "Describe what you can do with a run that has no complete checkpoint"
+    "Describe what you can do with a run that has no valid checkpoint"
     there = (folder/"model.safetensors").exists()
-    return (f"{folder} has no whole checkpoint to go on from: begin again (--name {folder.name} --overwrite)"
+    return (f"{folder} has no valid checkpoint to go on from: begin again (--name {folder.name} --overwrite)"
             + f", or with its weights (--init {folder})"*there)
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp015

@@ -144,7 +144,7 @@ class TrainConfig(Options):
     # Resuming
     save_minutes: NonNegative = 10. # time between checkpoints; 0 saves after every step
     keep_last: PositiveInt = 2 # newest checkpoints to keep, besides the one with the lowest validation loss
-    resume: str = "" # a run's folder: go on from its newest whole checkpoint, with its options
+    resume: str = "" # a run's folder: go on from its newest valid checkpoint, with its options
 
 # %% ../../nbs/33_config.ipynb #51ddef89
 @dataclass

@@ -6,17 +6,16 @@
 __all__ = ['Coordinator']
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo004
-import os, platform, threading, time
-from datetime import datetime, timedelta
+import platform, time
+from datetime import datetime
 from fastcore.basics import patch
-import torch, torch.distributed as dist
 from dataclasses import asdict
 from ..files import InputError, SpeedrunError, env_number
 from ..measure import default_device
 from ..runs import parsed, rung_name, rung_options
 from ..distributed.world import (check_alike, device_of_process, join_world, leave_world, notes,
                                             peer_lost_error)
-from ..distributed.watchdog import FlagSync, Heartbeat
+from ..distributed.watchdog import FlagExchange, Heartbeat, PeerWatchdog
 from .console import console_print
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo007
@@ -29,39 +28,15 @@ class Coordinator:
 
     def start(self, folder, done, rank_logs): "Start to watch the other processes: there are none"
     def set_status(self, where): "Note what this process is doing, such as \"step 12\": no process reads it"
-    def set_next_status(self, where): "Set the status that the next `sync` sends"
+    def set_next_status(self, where): "Set the status that the next `exchange_flags` sends"
     def log_to_rank_file(self, text): "Write a line into this process's own log: it has none"
     def run_on_rank_zero(self, f): "Return `f()`"; return f()
     def stop_signal(self): "Return the signal that ends the run, None without one"; return self.signals.got
-    def sync(self, save): "Return whether to save a checkpoint now; `save`: whether one is due"; return save
+    def exchange_flags(self, save): "Return `save`, whether a checkpoint is due: save it now"; return save
     def drain(self): "Read what the processes sent and haven't read yet: nothing"
     def raise_if_peer_lost(self, error): "Raise `PeerLostError` if `error` comes from a lost process"
     def stop_watching(self): "Stop watching the other processes: there are none"
     def close(self): "Leave the process group after all have saved: there is none"
-
-# %% ../../nbs/30e_coordinator.ipynb #30coo010
-class PeerWatchdog:
-    "Exit this process some seconds after another one was lost: its GPU would wait for it forever"
-    def __init__(self, world, # of several
-                 seconds=5): # from the loss of the other one to the exit
-        self.world, self.seconds, self.lost = world, seconds, threading.Event()
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=99))
-        self.thread = threading.Thread(target=self.listen, name="peer watchdog", daemon=True)
-        self.thread.start()
-
-    def listen(self):
-        "Wait, in the thread, for the next process, which sends nothing until the end"
-        try: return dist.recv(torch.empty(1), (self.world.rank + 1) % self.world.size, group=self.group)
-        except RuntimeError: self.lost.set()
-        time.sleep(self.seconds)
-        os._exit(1)
-
-# %% ../../nbs/30e_coordinator.ipynb #30coo011
-@patch
-def close(self:PeerWatchdog):
-    "Tell the previous process that the run is over, and wait for the next one to say so"
-    dist.send(torch.zeros(1), (self.world.rank - 1) % self.world.size, group=self.group)
-    self.thread.join()
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo013
 class GroupCoordinator(Coordinator):
@@ -93,7 +68,7 @@ def stop_signal(self:GroupCoordinator):
     return self.stop
 
 @patch
-def sync(self:GroupCoordinator, save): # whether a checkpoint is due here
+def exchange_flags(self:GroupCoordinator, save): # whether a checkpoint is due here
     "Send what this process wants, and return whether all of them save a checkpoint now"
     ask = save and self.world.first and not self.asked
     wants = self.flags(stop=self.signals.got or 0, save=ask)
@@ -114,7 +89,7 @@ def start(self:GroupCoordinator, folder, # of the run
     logs, rank = folder/"logs", self.world.rank
     logs.mkdir(exist_ok=True)
     self.heartbeat = Heartbeat(self.world, logs=logs)
-    self.flags = FlagSync(self.world, "stop", "save", heartbeat=self.heartbeat)
+    self.flags = FlagExchange(self.world, "stop", "save", heartbeat=self.heartbeat)
     if not rank_logs: return
     self.rank_log = open(logs/f"rank-{rank:05}.log", "a", encoding="utf-8", errors="replace")
     where = f"{platform.node()}, {self.device}"
@@ -128,7 +103,7 @@ def set_status(self:GroupCoordinator, where): # in words, such as "step 12"
 
 @patch
 def set_next_status(self:GroupCoordinator, where):
-    "Set the status that the next `sync` sends"
+    "Set the status that the next `exchange_flags` sends"
     if self.heartbeat: self.heartbeat.where = where
 
 @patch

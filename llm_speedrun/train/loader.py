@@ -21,7 +21,7 @@ from ..measure import moment, ms_between, sample_ms, summarize
 from .encoder_pool import Encoder, encoders, in_order
 from ..text_files import text_pieces
 from ..tokenizer import end_token, prepare_tokenizer, token_dtype, vocabulary_size
-from ..token_files import Shards, Tokens
+from ..token_files import Tokens
 from ..data import Batches, prefetch
 from ..corpus import digest_pieces, is_held_out, parcels, text_digest
 

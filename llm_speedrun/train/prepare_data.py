@@ -20,14 +20,15 @@ from tqdm.auto import tqdm
 from ..files import InputError, check_writable, hold, read_json, replace_file, synced
 from .encoder_pool import encoders, in_order
 from ..text_files import EOT, PACKED, document_files, file_kind, read_documents
-from ..tokenizer import (Tally, TextSummary, end_token, prepare_tokenizer, read_tokenizer,
-                                    set_end_token, summary_lines, token_dtype, tokenizer_hash, tried,
-                                    vocabulary_size, write_tokenizer)
+from ..tokenizer import (Tally, TextSummary, end_token, read_tokenizer, set_end_token,
+                                    summary_lines, token_dtype, tokenizer_hash, tried, vocabulary_size,
+                                    write_tokenizer)
 from ..token_files import TokenWriter, Tokens, token_files
-from ..corpus import (HUB, OFFLINE_VOCAB, check_sizes, describe_tokens, digest_pieces,
-                                 first_characters, gpt2_tokenizer, hold_out_tail, hub_documents,
-                                 marked_pieces, open_corpus, parcels, split_kind, stdlib_documents,
-                                 stdlib_files, text_digest, train_tokenizer, unknown_corpus)
+from ..corpus import (HUB, OFFLINE_VOCAB, CorpusSpec, check_sizes, describe_tokens,
+                                 digest_pieces, first_characters, gpt2_tokenizer, hold_out_tail,
+                                 hub_documents, marked_pieces, open_corpus, parcels, split_kind,
+                                 stdlib_documents, stdlib_files, text_digest, train_tokenizer,
+                                 unknown_corpus)
 
 # %% ../../nbs/38_prepare_data.ipynb #869ac81d
 def _assembled(parcel, encoded, eot, dtype):
@@ -120,20 +121,21 @@ def close(self:_Unfinished):
     finally: self.lock.release()
 
 # %% ../../nbs/38_prepare_data.ipynb #38text01
-def _read_past(unfinished, docs, tokenizer, val_frac, bar):
+def _read_past(unfinished, docs, spec, bar): # an `_Unfinished`, documents, a `CorpusSpec`
     "The pieces that are still to be encoded, and a `Tally` of those that are"
-    pieces, tally = iter(marked_pieces(tried(docs, tokenizer), val_frac)), Tally(tokenizer)
+    tok = spec.tokenizer
+    pieces, tally = iter(marked_pieces(tried(docs, tok), spec.val_frac)), Tally(tok)
     bar.update(unfinished.skip(tally.counted(pieces)))
     tally.tokens = unfinished.done.train + unfinished.done.val - tally.documents
     return pieces, tally
 
 # %% ../../nbs/38_prepare_data.ipynb #147fd948
-def _encode_all(unfinished, docs, tokenizer, eot, val_frac, max_tokens, workers, bar):
+def _encode_all(unfinished, docs, spec, workers, bar): # as for `_read_past`; processes
     "Encode `docs` into `unfinished`, from where it stands. Returns a `Tally` of all of it"
-    pieces, tally = _read_past(unfinished, docs, tokenizer, val_frac, bar)
-    left = lambda: (max_tokens or 2**62) - sum(w.n for w in unfinished.writers)
+    (pieces, tally), eot = _read_past(unfinished, docs, spec, bar), end_token(spec.tokenizer)
+    left = lambda: (spec.max_tokens or 2**62) - sum(w.n for w in unfinished.writers)
     saved, rest, texts = time.monotonic(), parcels(pieces) if left() > 0 else [], lambda p: [t[0] for t in p]
-    with encoders(workers, tokenizer, unfinished.dtype) as encode:
+    with encoders(workers, spec.tokenizer, unfinished.dtype) as encode:
         try:
             for parcel, encoded in in_order(lambda p: encode(texts(p)), rest, workers, 2*workers):
                 tokens, held = _assembled(parcel, encoded, eot, unfinished.dtype)
@@ -145,15 +147,15 @@ def _encode_all(unfinished, docs, tokenizer, eot, val_frac, max_tokens, workers,
     return tally
 
 # %% ../../nbs/38_prepare_data.ipynb #8f822aba
-def _finish(unfinished, out, tokenizer, eot, val_frac, source, text):
+def _finish(unfinished, out, spec, text): # as for `_read_past`, the final folder, a `TextSummary`
     "Describe the tokens and move them to `out`. Returns what `meta.json` says"
-    (train, val), folder = unfinished.writers, unfinished.tokens
-    for w in (train, val): w.close()
-    if (split := split_kind(train, val, val_frac)) == "tail":
+    writers, folder = unfinished.writers, unfinished.tokens
+    for w in writers: w.close()
+    if (split := split_kind(*writers, spec.val_frac)) == "tail":
         folder = unfinished.folder/"tail"
         shutil.rmtree(folder, ignore_errors=True); shutil.copytree(unfinished.tokens, folder)
-        train, val = hold_out_tail(folder, (train, val), eot, val_frac, vocabulary_size(tokenizer))
-    meta = describe_tokens(folder, tokenizer, eot, train, val, split, source, unfinished.digest, text)
+        writers = hold_out_tail(folder, writers, spec)
+    meta = describe_tokens(folder, spec, writers, split, unfinished.digest, text)
     folder.rename(out); synced(out.parent)
     unfinished.close()
     shutil.rmtree(unfinished.folder)
@@ -164,41 +166,37 @@ def cores() -> int: # at least 1
     "How many processors this process may use"
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-def _to_write(folder, val_frac, shard_tokens, max_tokens, workers):
-    check_sizes(val_frac, shard_tokens, max_tokens)
+def _to_write(folder, workers):
     if workers is not None and workers < 1: raise InputError(f"workers must be at least 1, not {workers}")
     out = Path(folder).expanduser().absolute()
     if out.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another")
     return out
 
-def _job(tokenizer, source, val_frac, shard_tokens, max_tokens):
-    text, end = tokenizer.to_str(), getattr(tokenizer, "end", EOT)
-    return dict(source=source, tokenizer=hashlib.sha256(text.encode()).hexdigest(), val_frac=val_frac,
-                shard_tokens=shard_tokens, max_tokens=max_tokens, **{} if end == EOT else {"end token": end})
+def _job(spec): # a `CorpusSpec`
+    text, end = spec.tokenizer.to_str(), getattr(spec.tokenizer, "end", EOT)
+    return dict(source=spec.source, tokenizer=hashlib.sha256(text.encode()).hexdigest(),
+                val_frac=spec.val_frac, shard_tokens=spec.shard_tokens, max_tokens=spec.max_tokens,
+                **{} if end == EOT else {"end token": end})
 
 # %% ../../nbs/38_prepare_data.ipynb #830d6ee7
 def tokenize_corpus(docs, # an iterable of documents, the same ones in the same order when it goes on
                     tokenizer: Tokenizer, # must know its end token, and reproduce the text
                     folder, # where to; must not exist
-                    val_frac=.05, # share of the documents held out for validation
-                    shard_tokens=100_000_000, # tokens in one file
-                    max_tokens=None, # stop after so many
-                    source="", # said in meta.json: where the text comes from
                     workers=None, # processes that encode; default: one for each core
                     bar=None, # a `tqdm` progress bar that counts characters
+                    **how, # as for `write_shards`
                    ) -> dict: # what meta.json says
     """What `data.write_shards` writes, token for token, encoded by `workers` processes in flat memory.
     Interrupted or killed, the same call goes on. Raises FileExistsError, ValueError (no text, remains of
     another job, a tokenizer that loses text), RuntimeError (a process died, another writes it), and
     whatever reading `docs` raises."""
-    out, tok = _to_write(folder, val_frac, shard_tokens, max_tokens, workers), prepare_tokenizer(tokenizer)
-    eot, bar = end_token(tokenizer), bar if bar is not None else tqdm(disable=True)
-    unfinished = _Unfinished(out, _job(tok, source, val_frac, shard_tokens, max_tokens), token_dtype(tok))
+    spec, out = CorpusSpec(tokenizer, **how), _to_write(folder, workers)
+    bar = bar if bar is not None else tqdm(disable=True)
+    unfinished = _Unfinished(out, _job(spec), token_dtype(tokenizer))
     try:
-        write_tokenizer(unfinished.folder, tok, sync=True)
-        tally = _encode_all(unfinished, docs, tok, eot, val_frac, max_tokens, workers or cores(), bar)
-        read = tally.summary(getattr(docs, "report", None))
-        return _finish(unfinished, out, tok, eot, val_frac, source, read)
+        write_tokenizer(unfinished.folder, tokenizer, sync=True)
+        tally = _encode_all(unfinished, docs, spec, workers or cores(), bar)
+        return _finish(unfinished, out, spec, tally.summary(getattr(docs, "report", None)))
     finally: unfinished.close()
 
 # %% ../../nbs/38_prepare_data.ipynb #fb3ed6d5

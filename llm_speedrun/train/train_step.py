@@ -86,7 +86,8 @@ def take(self:TrainStep, step, x, y): # as for a call
 # %% ../../nbs/30c_train_step.ipynb #30step41
 @patch
 def update(self:TrainStep, x, y): # B T of an update
-    "Take one update in micro-batches, smaller ones if memory runs out. Returns its loss, on the device"
+    """Take one update in micro-batches, smaller ones if memory runs out: `Stepper` computes the loss and the
+    gradients, and steps the optimizer. Returns the loss, on the device"""
     while True:
         pairs = self.micro_batches(x, y)
         try: return self.stepper(*pairs)

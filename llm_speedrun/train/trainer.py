@@ -316,7 +316,8 @@ def after_step(self:Trainer):
     if self.done % 10 == 0: self.logger.flush(later=self.device.type == "cuda")
     if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval()
     notify(self, "after_step")
-    if self.coordinator.sync(save=self.checkpointer.due(self.cfg.save_minutes)): self.save_if_needed()
+    due = self.checkpointer.due(self.cfg.save_minutes)
+    if self.coordinator.exchange_flags(save=due): self.save_if_needed()
 
 # %% ../../nbs/30_trainer.ipynb #d8f96117
 def first_step(trainer, x, y): # the sequences of a step
@@ -333,7 +334,7 @@ def first_step(trainer, x, y): # the sequences of a step
 # %% ../../nbs/30_trainer.ipynb #a2211732
 def checkpoint_to_resume(r, # a `PlanResolver` that knows the shape
                          folder): # of the run
-    "Read the newest complete checkpoint of a run, and check that the run may go on from it"
+    "Read the newest valid checkpoint of a run, and check that the run may go on from it"
     found = find_checkpoint(folder, r.record.run_id, r.config, r.world, r.say)
     check_unfinished(folder, found.about.step, r.cfg)
     check_fixed(found.folder, found.about, fixed_options(r.cfg, r.config, r.record.warmup_steps))

@@ -38,7 +38,7 @@ def test_one_process_joins_nobody(monkeypatch):
     world.leave_world()
     watch = watchdog.Heartbeat(w, logs="nowhere")
     watch("step 1"); watch.close()
-    agree = watchdog.FlagSync(w, "stop", "save", heartbeat=watch)
+    agree = watchdog.FlagExchange(w, "stop", "save", heartbeat=watch)
     assert agree(stop=1) == dict(stop=1, save=0) and not Path("nowhere").exists()
     world.check_alike(w, options=dict(lr=1))
 
@@ -108,12 +108,12 @@ def differing(w, logs):
         digest=said(lambda: world.check_alike(w, data="abcd"[mine])))
     true, world.version_of = world.version_of, lambda p: "2.11.0" if mine and p == "torch" else true(p)
     res["versions"] = said(lambda: world.check_alike(w))
-    agree = watchdog.FlagSync(w, "stop", lag=1)
+    agree = watchdog.FlagExchange(w, "stop", lag=1)
     res["agreed"] = [agree(stop=i*mine)["stop"] for i in range(4)], agree.drain()["stop"]
     dump, after = faulthandler.dump_traceback_later, []
     faulthandler.dump_traceback_later = lambda seconds, **how: (after.append(seconds), dump(seconds, **how))
     watch = watchdog.Heartbeat(w, logs, timeout=1)
-    agree = watchdog.FlagSync(w, "stop", lag=1, timeout=1, heartbeat=watch)
+    agree = watchdog.FlagExchange(w, "stop", lag=1, timeout=1, heartbeat=watch)
     given_up, stack = Path(logs)/"given up", Path(logs)/"stack-1.txt"
     def hang():
         watch("step 7")
@@ -155,10 +155,10 @@ def test_a_process_that_hangs_is_named(two):
 DIES = """
 import os, signal, sys
 from llm_speedrun.distributed.world import join_world, leave_world
-from llm_speedrun.distributed.watchdog import FlagSync, Heartbeat
+from llm_speedrun.distributed.watchdog import FlagExchange, Heartbeat
 w = join_world()
 watch = Heartbeat(w)
-agree = FlagSync(w, "stop", heartbeat=watch)
+agree = FlagExchange(w, "stop", heartbeat=watch)
 try:
     for i in range(10):
         watch(f"step {i}")

@@ -77,6 +77,20 @@ def test_modules_are_short():
     assert long.keys() <= LONG.keys(), f"more than {LINES} lines: {long}"
     assert all(n <= LONG[k] for k, n in long.items()), f"they have grown: {long}"
 
+def unused(text): # of a module
+    "The names that it imports and doesn't use"
+    nodes = list(ast.walk(ast.parse(text)))
+    found = {(a.asname or a.name).split(".")[0] for o in nodes if isinstance(o, ast.Import | ast.ImportFrom)
+             and getattr(o, "module", "") != "__future__" for a in o.names}
+    return sorted(found - {o.id for o in nodes if isinstance(o, ast.Name)})
+
+def test_imports_are_used():
+    wrong = {name: names for name, path in modules(PACKAGE).items() if (names := unused(path.read_text(encoding="utf-8")))}
+    assert not wrong, f"remove what no line of the module uses; what a lesson alone uses, its own cell imports: {wrong}"
+
+def test_unused_imports_are_found():
+    assert unused("import os, torch.nn as nn\nfrom a import b, c as d\nos.path, b") == ["d", "nn"]
+
 def public(folder): # -> how many names its modules' `__all__` have
     lists = (o.value.elts for p in modules(folder).values() for o in tree(p).body if isinstance(o, ast.Assign) and getattr(o.targets[0], "id", "") == "__all__")
     return sum(map(len, lists))

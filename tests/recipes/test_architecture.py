@@ -23,7 +23,7 @@ def tokens(config, batch=4, seed=0):
 def loss_and_grads(run):
     "Of one batch: the loss, and gradients by name"
     step = Stepper(run)
-    with enter_all(run.step_contexts): loss = step.backward(*tokens(run.model.config))
+    with enter_all(run.step_contexts): loss = step.forward_backward(*tokens(run.model.config))
     return loss, {n: p.grad for n, p in run.model.named_parameters()}
 
 FP8 = ["bf16", "flash", "fused_ops", "chunked_ce", "fp8:parts=heads+out+mlp+head"]

@@ -25,7 +25,7 @@ def tokens(n=2, device="cpu"):
 def gradients(run, *batches):
     "Loss and gradients of micro-batches, as a list; the weights, which other runs share, are left without gradients"
     step = Stepper(run)
-    with enter_all(run.step_contexts): res = [sum(step.backward(x, y) for x, y in batches) / len(batches)]
+    with enter_all(run.step_contexts): res = [sum(step.forward_backward(x, y) for x, y in batches) / len(batches)]
     res += [p.grad for p in step.params]
     for p in step.params: p.grad = None
     return res
@@ -128,7 +128,7 @@ def test_compiled_blocks_save_memory(change):
 def ops(run):
     "How often each operation runs in a forward and backward pass"
     step = Stepper(run)
-    with OpCounter() as c: step.backward(*tokens())
+    with OpCounter() as c: step.forward_backward(*tokens())
     names = [o.name for o in c.ops]
     return {n: names.count(n) for n in names}
 

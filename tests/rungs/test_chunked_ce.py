@@ -222,7 +222,7 @@ def test_accumulation():
     x, y = torch.randint(c.vocab, (2, 4, c.seq_len), device=DEVICE)
     def grads(*batches):
         step = Stepper(build(c, ["chunked_ce"]))
-        loss = sum(step.backward(*b) for b in batches) / len(batches)
+        loss = sum(step.forward_backward(*b) for b in batches) / len(batches)
         return torch.cat([p.grad.flatten() for p in step.params]) / len(batches), loss
     whole, parts = grads((x, y)), grads(*((x[i:i + 1], y[i:i + 1]) for i in range(4)))
     for a, b in zip(whole, parts): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -335,7 +335,7 @@ def steps_of(backward, kinds):
         kept.fill_(float(x))
         return PrecomputedGrads.apply(x.clone(), lambda: (kept,), model.weight)
     step = Stepper(Run(model, loss=loss_of, backward=backward))
-    for i in range(len(kinds)): step.backward(torch.tensor(1. + i, device=DEVICE), None)
+    for i in range(len(kinds)): step.forward_backward(torch.tensor(1. + i, device=DEVICE), None)
     return model.weight.grad[0].tolist()
 
 @pytest.mark.parametrize("kinds", ["r", "rr", "rrrr", "er", "re", "rer", "eer", "ree", "rre"])

@@ -506,7 +506,7 @@ def test_a_weighted_backward_pass_would_be_found(monkeypatch):
         with enter_all(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y) / 8
         loss.backward()
         return loss.detach()*8
-    monkeypatch.setattr(Stepper, "backward", weighted)
+    monkeypatch.setattr(Stepper, "forward_backward", weighted)
     monkeypatch.setattr(Stepper, "update", lambda self, n: update(self))
     assert matrix_error(8, False) > 17 and matrix_error(8, True) < 10
 

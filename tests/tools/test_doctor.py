@@ -2,6 +2,7 @@
 import os, re, shutil, subprocess, sys
 from collections import namedtuple
 from dataclasses import replace
+from itertools import cycle, repeat
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from llm_speedrun.train import doctor, machine_checks
@@ -65,9 +66,9 @@ def test_it_takes_the_steps_of_training(tmp_path, monkeypatch, recipe):
     training, n = taken[-0:], len(taken)
     doc, ms = doctor.Trainer(replace(cfg, name="b"), progress=False), {}
     taken.clear()
-    def phase_ms(trainer, phase, batch):
+    def phase_ms(trainer, phase, batches, settle):
         taken.clear()
-        trainer.train_step(phase.step, *batch)
+        trainer.train_step(phase.step, *next(batches))
         ms[phase.updates, phase.pieces] = [*taken]
         return 100.*len(taken), .5
     monkeypatch.setattr(doctor, "phase_ms", phase_ms)
@@ -84,7 +85,7 @@ def test_what_comes_once_is_counted_once(tmp_path, clock, monkeypatch):
     calls = []
     def step(*args): calls.append(args); clock.sleep(2. if len(calls) <= 3 else .1)
     trainer = SimpleNamespace(train_step=step, device=torch.device("cpu"))
-    ms, once_s = doctor.phase_ms(trainer, SimpleNamespace(step=5), ("x", "y"))
+    ms, once_s = doctor.phase_ms(trainer, SimpleNamespace(step=5), repeat(("x", "y")), 0.)
     assert ms == pytest.approx(100.) and once_s == pytest.approx(3*2. + .1 - 4*.1)
     doc = doctor.Trainer(options(tmp_path), progress=False)
     try:
@@ -95,6 +96,18 @@ def test_what_comes_once_is_counted_once(tmp_path, clock, monkeypatch):
         said = [re.search(r"about (\d+) seconds", next(doctor.check_time(doc, replace(t, ms=1., bytes_s=b))).text)[1] for b in (1e9, 1.)]
         assert int(said[1]) - int(said[0]) == 60
     finally: doc.run_dir.release()
+
+def test_a_gpu_is_warm_before_a_step_is_timed(monkeypatch):
+    "Its clock falls as it gets warm: before the first timed step it takes steps for `SETTLE` seconds, on several batches"
+    taken, timed = [], []
+    def sample_ms(f, n):
+        for _ in range(n): f()
+        timed.append((len(taken), n))
+        return [100. if len(taken) < 80 else 110.]*n    # as if it was slower from the eightieth step on
+    monkeypatch.setattr(doctor, "sample_ms", sample_ms)
+    trainer = SimpleNamespace(train_step=lambda *args: taken.append(args), device=torch.device("cuda"))
+    ms, _ = doctor.phase_ms(trainer, SimpleNamespace(step=5), cycle([("x", "y"), ("z", "y")]), doctor.SETTLE)
+    assert ms == 110. and timed[-1][1] == round(10*doctor.LONG) and {b for _, b, _ in taken} == {"x", "z"}
 
 def test_accumulation_and_a_schedule_in_minutes(tmp_path):
     "Micro-batches are those of the run, and where steps aren't given the trainer's choice is told"
@@ -177,7 +190,7 @@ FAILURES = {
     "read-only": "can't be written into .* choose another --out", "no space": "are free in .* a smaller --keep_last",
     "loss": "two steps .* gradients' norm nan: try a smaller --lr", "memory": "out of GPU memory: choose a smaller --micro_batch_size",
     "bad number": "seq_len 64 is longer than the 32 tokens", "no run": "nowhere is not the folder of a run",
-    "no checkpoint": "has no whole checkpoint", "finished run": "has taken its 6 steps", "other config": r"\w",
+    "no checkpoint": "has no valid checkpoint", "finished run": "has taken its 6 steps", "other config": r"\w",
     "a bug": "KeyError, which nobody foresaw: 'no such key'"}
 
 @pytest.mark.parametrize("what", FAILURES)

@@ -311,7 +311,7 @@ def test_nothing_to_go_on_from(stopped):
     "All are broken: said so, and nothing is touched"
     for c in checkpoints(stopped/"runs/run/checkpoints"): damage("torn", c)
     was = (stopped/"runs/run/metrics.jsonl").read_bytes()
-    with fails(FileNotFoundError, "has no whole checkpoint to go on from"): resume(stopped)
+    with fails(FileNotFoundError, "has no valid checkpoint to go on from"): resume(stopped)
     assert (stopped/"runs/run/metrics.jsonl").read_bytes() == was
 
 def test_a_full_disk(tmp_path, monkeypatch, capsys):

@@ -293,12 +293,12 @@ def test_a_ladder_goes_without_a_rung_that_refuses(refusing, capsys):
 
 def interrupted(monkeypatch, at):
     "Ctrl-C in the middle of step number `at`, 0 being the first after the four that are taken for trial"
-    backward, calls = Stepper.backward, []
+    backward, calls = Stepper.forward_backward, []
     def press(self, *args):
         calls.append(1)
         if len(calls) == 4 + at + 1: raise KeyboardInterrupt
         return backward(self, *args)
-    monkeypatch.setattr(Stepper, "backward", press)
+    monkeypatch.setattr(Stepper, "forward_backward", press)
 
 @pytest.mark.parametrize("at", [0, 1, 13])
 def test_interrupted(tmp_path, monkeypatch, at):
@@ -515,12 +515,12 @@ def test_evaluations_compare(tmp_path):
 @pytest.fixture
 def crowded(monkeypatch):
     "A GPU on which micro-batches above `most` run out of memory, from the call number `after` on"
-    said, backward = SimpleNamespace(most=18, after=0, sizes=[]), Stepper.backward
+    said, backward = SimpleNamespace(most=18, after=0, sizes=[]), Stepper.forward_backward
     def step(self, x, y):
         said.sizes.append(len(x))
         if len(said.sizes) > said.after and len(x) > said.most: raise torch.OutOfMemoryError("CUDA out of memory")
         return backward(self, x, y)
-    monkeypatch.setattr(Stepper, "backward", step)
+    monkeypatch.setattr(Stepper, "forward_backward", step)
     return said
 
 @pytest.mark.parametrize("after", [0, 10])
