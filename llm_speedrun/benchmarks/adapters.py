@@ -228,7 +228,8 @@ class NanoGPT(Adapter):
 
     def step(self, config, path):
         c, device, code = config, default_device(), load_file(path, "model.py")
-        shape = dict(block_size=c.seq_len, vocab_size=c.vocab, n_layer=c.layers, n_head=c.heads, n_embd=c.width)
+        shape = dict(block_size=c.seq_len, vocab_size=c.vocab, n_layer=c.layers, n_head=c.heads,
+                     n_embd=c.width)
         model = code.GPT(code.GPTConfig(**shape, dropout=0., bias=False)).to(device)
         opt = model.configure_optimizers(.1, 6e-4, (.9, .95), device.type)
         fast = torch.compile(model)

@@ -8,7 +8,6 @@ __all__ = ['wall_ms', 'size']
 # %% ../../nbs/36_doctor.ipynb #4885a0ac
 import math, os, shutil, sys, tempfile, time
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, cycle, repeat
 from pathlib import Path
 import torch

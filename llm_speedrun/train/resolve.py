@@ -38,15 +38,14 @@ from .run_dir import check_registered, read_record
 from .train_data import TrainData, check_tokens, with_vocabulary
 from .train_step import LrSchedule
 
-# %% ../../nbs/30a_resolve.ipynb #30folder1
-def run_folder(path): # as it was typed
-    "Return the path of a run's folder, with the folder's name in it: `.` has none"
-    return p if (p := Path(path)).name not in ("", "..") else p.resolve()
-
 # %% ../../nbs/30a_resolve.ipynb #e39b5420
 def own_values(cfg): # a `TrainConfig`
     "Return the names of the options in `cfg` that aren't the defaults"
     return {f.name for f in fields(cfg) if getattr(cfg, f.name) != f.default}
+
+def run_folder(path): # as it was typed
+    "Return the path of a run's folder, with the folder's name in it: `.` has none"
+    return p if (p := Path(path)).name not in ("", "..") else p.resolve()
 
 # %% ../../nbs/30a_resolve.ipynb #f585fcf2
 CHANGEABLE = ("data plugin memory_limit rungs micro_batch_size gpus restarts rank_logs steps target_loss "
