@@ -19,9 +19,9 @@ def test(path, flags, log):
     "Test a notebook in this process, which prints into the file `log`. What hangs leaves its stack there"
     os.environ.pop("TRITON_INTERPRET", None)    # was for what is preloaded
     for fd in (1, 2): os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), fd)
+    if "cuda" not in flags: start_quickly(now=True); run_kernels_quickly(); draw_figures_quickly()
     faulthandler.dump_traceback_later(NOTEBOOK_TIMEOUT, exit=True, file=2)
     from nbdev.test import nbdev_test
-    if "cuda" not in flags: start_quickly(); run_kernels_quickly(); draw_figures_quickly()
     nbdev_test(path, flags)
 
 def tested(start, path, flags):
