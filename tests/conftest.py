@@ -178,7 +178,10 @@ def pytest_collection_finish():
 
 def pytest_unconfigure(): gc.unfreeze() # else libraries say that it is left
 
+FIRST = "elastic ddp fsdp tensor_parallel world" # they wait for processes: at the end of all nobody else would use the cores meanwhile
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FIRST.split())
     later = pytest.mark.skip(reason="slow, and others check the same in other cases: set SLOW=1 to run it")
     for item in items:
         if "slow" in item.keywords and not os.environ.get("SLOW"): item.add_marker(later)

@@ -12,8 +12,9 @@ from helpers.quick_start import start_quickly
 from helpers.timeouts import NOTEBOOK_TIMEOUT
 
 # They take the longest, so they begin first: at the end no core waits for one of them
-LONG = """30_trainer 18_compile 21_optim 20_checkpointing 63_finale 14_fused_ops 28_fewer_passes 29_epilogues 26_claims 22_ladder 23_fastest 05_runs
-    17_fused_fp8 15_chunked_ce 16_fp8 27_fewer_bytes 64_comparison 19_cuda_graphs 11_amp 47_speedrun""".split()
+LONG = """30_trainer 18_compile 63_finale 21_optim 20_checkpointing 14_fused_ops 36_doctor 28_fewer_passes 23_fastest 22_ladder 29_epilogues 26_claims
+    05_runs 51_ddp 39_loader 50b_watchdog 52_fsdp 17_fused_fp8 15_chunked_ce 16_fp8 27_fewer_bytes 64_comparison 53_tensor_parallel 49_beyond
+    47_speedrun 19_cuda_graphs 11_amp""".split()
 
 def test(path, flags, log):
     "Test a notebook in this process, which prints into the file `log`. What hangs leaves its stack there"
