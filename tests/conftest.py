@@ -165,8 +165,9 @@ def site():
     return ROOT/"_docs"
 
 def pytest_xdist_auto_num_workers():
-    "For `-n auto`: with a GPU no workers, since tests time things there and fill its memory"
-    return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
+    """For `-n auto`: with a GPU no workers, since tests time things there and fill its memory. Else one more than there are cores, up to
+    four, since many tests wait for programs that they have started"""
+    return 0 if torch.cuda.is_available() else min(4, (os.cpu_count() or 1) + 1)
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU, skipped where there is none")

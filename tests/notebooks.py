@@ -1,8 +1,8 @@
 """Run every notebook's tests, each notebook in a process of its own, and say how each went.
     tests/notebooks.py                       all of nbs/*.ipynb
     tests/notebooks.py nbs/04_model.ipynb    one of them
-On a CPU two run at a time. With a GPU they run one at a time, since they time things and fill its memory, and the cells marked
-`#| cuda` run as well. All run, also after one that fails. What failed is kept in the file that FAILED_NOTEBOOKS names, for pytest to list."""
+On a CPU one more runs at a time than there are cores, up to four: where one waits for its processes, the others use the cores. With a GPU
+they run one at a time, since they time things and fill its memory, and the cells marked `#| cuda` run as well. All run, also after one that fails. What failed is kept in the file that FAILED_NOTEBOOKS names, for pytest to list."""
 import faulthandler, multiprocessing, os, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_all(paths):
     "Test notebooks, and exit with 1 where one fails"
     import torch
     cuda, cores = torch.cuda.is_available(), os.cpu_count() or 1
-    jobs, flags = (1, "cuda") if cuda else (2, "")
+    jobs, flags = (1, "cuda") if cuda else (min(4, cores + 1), "")
     preload = ["nbdev.test", "torch", "matplotlib.pyplot"]
     if not cuda:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores//jobs)))
