@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 
 PRELOAD = """numpy torch torch._dynamo torch.distributed safetensors.torch tokenizers tqdm jinja2 msgspec packaging.version
     matplotlib.figure matplotlib.backends.backend_agg""".split()
-GIVEN = set("""PYTHONPATH PYTHONIOENCODING PYTHONUNBUFFERED OMP_NUM_THREADS TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT""".split()) # a copy can be told these
+GIVEN = set("""PYTHONPATH PYTHONIOENCODING PYTHONUNBUFFERED OMP_NUM_THREADS TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR""".split()) # a copy can be told these
+READ_LATER = "TORCH_NCCL", "TORCH_FR", "TORCH_ELASTIC" # and those that begin so
 READ_AT_IMPORT = "PYTHON TORCH TRITON OMP KMP MKL LD_ MPL ATEN C10 PT_ NUMPY OPENBLAS LANG LC_".split() # those that begin so it can't
 SUBREAPER = 36 # PR_SET_CHILD_SUBREAPER of Linux' prctl.h
 
-def settings(env): return {k: v for k, v in env.items() if k.startswith(tuple(READ_AT_IMPORT)) and k not in GIVEN}
+def settings(env): return {k: v for k, v in env.items() if k.startswith(tuple(READ_AT_IMPORT)) and k not in GIVEN and not k.startswith(READ_LATER)}
 
 # --- here ---
 
