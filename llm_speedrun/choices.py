@@ -13,8 +13,8 @@ from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
 from filelock import FileLock, Timeout
-from .files import cache_dir
-from .files import InputError, read_json, replace_file
+from .io_utils import cache_dir
+from .io_utils import InputError, read_json, replace_file
 from .measure import without_dispatch_modes, machine
 from .plugins import plugin_code
 

@@ -9,7 +9,7 @@ __all__ = ['speedrun_train', 'speedrun_doctor', 'speedrun_data', 'speedrun_ladde
 # %% ../nbs/33c_cli.ipynb #5p1tcli2
 import inspect, sys
 from functools import wraps
-from .files import clean_errors, safe_children
+from .io_utils import clean_errors, safe_children
 from .train.config import (CompareOptions, DataOptions, EvalOptions, ExportOptions, LadderOptions,
                                        LrOptions, RaceOptions, ReportOptions, SampleOptions, TrainConfig,
                                        make_parser, parse_args, resolve_options, to_toml)

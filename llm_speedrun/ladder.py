@@ -11,8 +11,8 @@ from dataclasses import replace
 from datetime import datetime; from pathlib import Path
 import torch
 from .choices import Choices
-from .files import InputError, check_writable, lookup, read_json, replace_file
-from .gpu import COLORS
+from .io_utils import InputError, check_writable, lookup, read_json, replace_file
+from .figures import COLORS
 from .measure import (gpu_gib, ladder_chart, ladder_table, load_records, ratio,
                                   record_key, records_path, save_records, smoke)
 from .model import workload

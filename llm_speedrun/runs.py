@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Callable
 import torch, torch.nn as nn
 from fastcore.basics import patch
-from .files import InputError, RunError, lookup
+from .io_utils import InputError, RunError, lookup
 from .measure import SPINE, default_device, progress, smoke, warm_up
 from .roofline import count
 from .data import Batches, prefetch

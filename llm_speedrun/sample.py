@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from itertools import chain
 import torch
-from .files import InputError, RunError, lookup, read_bytes_of
+from .io_utils import InputError, RunError, lookup, read_bytes_of
 from .text_files import EOT
 from .tokenizer import end_of_text
 from .export import EXPORT_DTYPES, from_pretrained, text_tokenizer

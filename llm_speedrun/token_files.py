@@ -16,7 +16,7 @@ import msgspec, numpy as np
 from fastcore.basics import patch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from .compat import Unpickler
-from .files import InputError, RunError, cache_dir, read_bytes_of
+from .io_utils import InputError, RunError, cache_dir, read_bytes_of
 from .tokenizer import TextSummary
 
 # %% auto #0

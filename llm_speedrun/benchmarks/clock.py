@@ -10,7 +10,7 @@ import math, time
 from itertools import count
 import msgspec, numpy as np, torch
 from fastcore.basics import patch
-from ..files import InputError, RunError
+from ..io_utils import InputError, RunError
 from ..measure import default_device, nvml_gpu
 
 # %% ../../nbs/48a_clock.ipynb #race0004

@@ -23,7 +23,7 @@ from .race_report import (passing_table, race_chart, race_table, share_race,
                                                  tried_table)
 from ..corpus import open_corpus
 from ..data import Batches
-from ..files import (AllFailed, InputError, RunError, check_writable, clean_errors, hold,
+from ..io_utils import (AllFailed, InputError, RunError, check_writable, clean_errors, hold,
                                 lookup, python_command, read_json, replace_file)
 from ..measure import digest, machine
 from ..runs import baseline, enter_all, rung_name, uncompiled

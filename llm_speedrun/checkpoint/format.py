@@ -15,7 +15,7 @@ import msgspec, torch
 from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from ..files import InputError, file_sha256, read_json, reason, synced
+from ..io_utils import InputError, file_sha256, read_json, reason, synced
 
 # %% ../../nbs/31_saving.ipynb #e6e0eb74
 PLAIN_TYPES = type(None), bool, int, float, str

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec, torch
 from fastcore.basics import patch
 from msgspec import Meta
-from ..files import InputError, appears, file_sha256, read_json, replace_file, synced
+from ..io_utils import InputError, appears, file_sha256, read_json, replace_file, synced
 from ..distributed.world import World
 from ..distributed.parallel import Piece, local
 

@@ -8,7 +8,7 @@ __all__ = ['weights_to_save', 'optimizer_to_save', 'average_to_save']
 # %% ../../nbs/54b_state.ipynb #ffea03e7
 from dataclasses import replace
 import torch, torch.distributed as dist
-from ..files import InputError
+from ..io_utils import InputError
 from ..rungs.optim import encode_moments
 from ..distributed.parallel import local, pieces
 

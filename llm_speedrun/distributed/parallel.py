@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 import torch, torch.nn as nn, torch.distributed as dist
 from fastcore.basics import patch
-from ..files import InputError
+from ..io_utils import InputError
 from ..model import GPT
 from ..runs import LocalSync, baseline
 

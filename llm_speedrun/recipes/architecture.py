@@ -8,7 +8,7 @@ __all__ = ['NormedEmbedding', 'NormedGPT']
 # %% ../../nbs/46_architecture.ipynb #f9db5acc
 from dataclasses import replace
 import torch, torch.nn as nn, torch.nn.functional as F
-from ..files import InputError
+from ..io_utils import InputError
 from ..model import GPT, Embedding, RMSNorm
 from ..distributed.parallel import pieces
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 import torch
 from ..compat import flash_attention
-from ..files import InputError
+from ..io_utils import InputError
 from ..measure import sample_ms, summarize
 from ..model import set_parts
 from ..runs import enter_all, make_step

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from ..compat import (HOPPER, TO_BLACKWELL, capability, function_of, kernels_missing, off_text,
                                  untried, kernel_error, write_count)
-from ..files import InputError, RunError
+from ..io_utils import InputError, RunError
 from ..model import set_parts
 from ..roofline import DTYPES
 from ..runs import rung

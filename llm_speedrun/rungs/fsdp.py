@@ -13,7 +13,7 @@ from functools import partial
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 from ..compat import replace_tensors
-from ..files import InputError, lookup
+from ..io_utils import InputError, lookup
 from ..roofline import DTYPES
 from ..runs import rung
 from ..distributed.parallel import GradientSync, ParallelSync, fill, pieces

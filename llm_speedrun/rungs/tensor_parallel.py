@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from ..compat import c10d_functional
-from ..files import InputError
+from ..io_utils import InputError
 from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, naive_project, rope,
                                 set_parts)
 from ..runs import rung

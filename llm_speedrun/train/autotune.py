@@ -13,7 +13,7 @@ import msgspec, torch
 from ..compat import FakeTensorMode
 
 # %% ../../nbs/32a_autotune.ipynb #d7878d4d
-from ..files import InputError, RunError, cache_dir
+from ..io_utils import InputError, RunError, cache_dir
 from ..measure import gpu_gib, machine, memory_limit, warm_up, written_by
 from ..runs import (build, first_fit, free_memory, parsed, rung_name, resolve_auto_options,
                                to_settle)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
-from ..files import InputError
+from ..io_utils import InputError
 from ..distributed.parallel import local
 from .metrics import read_rows
 

@@ -17,7 +17,7 @@ from ..distributed.parallel import Piece, pieces
 
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..tokenizer import check_ratio, check_round_trip, summary_lines
-from ..files import InputError, sha256_of
+from ..io_utils import InputError, sha256_of
 from ..measure import Timings, memory_limit, process_start, sample_ms, summarize
 from .launch import num_processes
 from ..checkpoint.format import flatten_state, newest

@@ -16,7 +16,7 @@ import msgspec, numpy as np, torch
 from fastcore.basics import patch
 
 # %% ../../nbs/39_loader.ipynb #39import
-from ..files import InputError, RunError
+from ..io_utils import InputError, RunError
 from ..measure import moment, ms_between, sample_ms, summarize
 from .encoder_pool import Encoder, encoders, in_order
 from ..text_files import text_pieces

@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 from fastcore.basics import patch
 from msgspec import Meta
-from ..files import (AllFailed, InputError, RunError, decoded, lookup, read_bytes_of,
+from ..io_utils import (AllFailed, InputError, RunError, decoded, lookup, read_bytes_of,
                                 replace_file)
 from ..measure import moment, ms_between, table
 from ..roofline import kernel_kind, op_kind

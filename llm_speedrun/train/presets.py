@@ -8,7 +8,7 @@ __all__ = ['PARALLEL', 'clash', 'fitting', 'preset', 'presets', 'preset_of', 'pa
 # %% ../../nbs/32_presets.ipynb #01933c46
 from dataclasses import dataclass
 import torch
-from ..files import InputError, lookup
+from ..io_utils import InputError, lookup
 from ..measure import gpu_gib, machine
 from ..runs import RUNGS, find_rung, parsed, rung_name
 from ..rungs.amp import half_rung

@@ -10,7 +10,7 @@ import math, os
 from dataclasses import dataclass, fields, replace
 from functools import partial; from pathlib import Path
 import msgspec; from fastcore.basics import patch
-from ..files import InputError, RunError, env_number, lookup, read_json
+from ..io_utils import InputError, RunError, env_number, lookup, read_json
 from ..architectures import model_class
 from ..choices import Choices
 from ..model import GPTConfig, workload

@@ -14,7 +14,7 @@ import torch, torch.distributed as dist
 from fastcore.basics import patch
 
 # %% ../../nbs/30_trainer.ipynb #9b3a31e8
-from ..files import AllFailed, InputError, RunError, SpeedrunError, env_number, replace_file
+from ..io_utils import AllFailed, InputError, RunError, SpeedrunError, env_number, replace_file
 from ..measure import Timings, ladder_table, memory_limit, process_start
 from ..data import prefetch
 from ..runs import build, rung_name

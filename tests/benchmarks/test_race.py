@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest, torch
 from helpers.tiny_runs import fails
 from llm_speedrun.benchmarks import clock
-from llm_speedrun.files import InputError, RunError
+from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.benchmarks.race import Contestant, Race, check_gpus
 from llm_speedrun.benchmarks.clock import Job, TimeBudget
 from llm_speedrun.cli import speedrun_race

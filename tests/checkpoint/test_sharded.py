@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from llm_speedrun.export import export_folder, from_pretrained, read_run, unfinished
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.recipes.schedules import Average
 from llm_speedrun.runs import Stepper, build
 from llm_speedrun.distributed.world import World

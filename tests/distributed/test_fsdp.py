@@ -4,7 +4,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 import numpy as np, pytest, torch
 from helpers.tiny_runs import NANO, fails
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.runs import LocalSync, Stepper, build

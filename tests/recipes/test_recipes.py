@@ -3,7 +3,7 @@ import json, math
 from functools import partial
 from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import compare, ratio
 from llm_speedrun.model import workload
 from llm_speedrun.recipes.batch import in_window, window_mask, windowed

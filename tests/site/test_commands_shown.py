@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest, torch
 import torch.distributed.run as torchrun
 import build_pages, train_pages
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.plugins import LOADED, forget_plugin, import_plugins
 from llm_speedrun.train import config, doctor, resolve, train_step

@@ -9,7 +9,7 @@ from llm_speedrun.choices import Choices
 from llm_speedrun.ladder import climb
 from llm_speedrun.cli import speedrun_ladder
 from llm_speedrun.train.config import LadderOptions
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import Timings, process_start
 from llm_speedrun.model import workload
 from llm_speedrun.runs import find_rung, rung_name

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from llm_speedrun.checkpoint import format
 from llm_speedrun.train import trainer as module
 from llm_speedrun.data import Batches
-from llm_speedrun.files import InputError, RunError
+from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.runs import Stepper
 from llm_speedrun.cli import speedrun_train

@@ -10,7 +10,7 @@ from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, 
 from llm_speedrun.train.autotune import drop_failed_rung, NoRoom
 from llm_speedrun.train.presets import PRESETS, without
 from llm_speedrun.corpus import train_tokenizer, write_shards
-from llm_speedrun.files import InputError, RunError, clean_errors
+from llm_speedrun.io_utils import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.run_charts import loss_chart
 from llm_speedrun.train.config import LadderOptions, TrainConfig

@@ -5,18 +5,18 @@ from functools import partial
 from types import SimpleNamespace
 import pytest, torch, torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
-import llm_speedrun.rungs.fewer_passes as module
+import llm_speedrun.rungs.memory_traffic as module
 from llm_speedrun.model import workload
 from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents
-from llm_speedrun.rungs.fewer_passes import (clipped_torch, clipped_triton, ClippedAdamW, direct_update, DirectBackward, group_sizes,
+from llm_speedrun.rungs.memory_traffic import (clipped_torch, clipped_triton, ClippedAdamW, direct_update, DirectBackward, group_sizes,
                                              GroupedCE, head_groups, heads_product, logits_into, mean_loss, recompute_on_unpack,
                                              recompute_rope, times_)
 from llm_speedrun.rungs.fp8 import E5M2, mm8
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
 from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
-from llm_speedrun.recipes.beyond import beyond
+from llm_speedrun.recipes.modded_architecture import beyond
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all, find_rung, reference_errors

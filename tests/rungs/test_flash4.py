@@ -2,7 +2,7 @@
 import os
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
-from llm_speedrun.rungs.fastest import (attention8, attention_forward, flash4_attention_backward, flash4_error, flash4_missing,
+from llm_speedrun.rungs.flash4 import (attention8, attention_forward, flash4_attention_backward, flash4_error, flash4_missing,
                                         heads_round, lean_feed, mixed_attention, MixedAttention, norm_backward_recompute, NormProduct,
                                         swiglu_keep, swiglu_kept_backward)
 from llm_speedrun.rungs.fp8 import E4M3, sqnr

@@ -4,7 +4,7 @@ import pytest, torch, torch.nn.functional as F
 from llm_speedrun.export import export_folder, from_pretrained, write_folder
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.architecture import UntiedGPT, init
-from llm_speedrun.recipes.beyond import SWITCHES, beyond, switch_rows
+from llm_speedrun.recipes.modded_architecture import SWITCHES, beyond, switch_rows
 from llm_speedrun.rungs.flash import sdpa
 from llm_speedrun.runs import Run
 from llm_speedrun.train.trainer import train

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from ..compat import FakeTensor, node_class, scaled_mm, storage_id
-from ..files import InputError, RunError
+from ..io_utils import InputError, RunError
 from ..model import naive_layer, set_parts
 from ..runs import Backward, PrecomputedGrads, param_groups, rung
 from .triton import (LOG2E, blocks, jit, kernel_op, launch, programs, runs_kernel, tl,

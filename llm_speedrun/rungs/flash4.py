@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from ..compat import (TO_BLACKWELL, cpu_attention, cpu_attention_backward, cudnn_attention,
                                  function_of, kernels_missing, off_text, untried, kernel_error)
-from ..files import InputError, RunError
+from ..io_utils import InputError, RunError
 from ..roofline import DTYPES
 from ..model import set_parts
 from ..runs import rung
