@@ -478,7 +478,7 @@ def tensor_parallel(run, # a `Run`
                          f"joined with tp={there}: give both the same size")
     check_cut(run.model.config, size)
     share = TPGroup(rank, size, run.world.group("tp").group_name)
-    cut = lambda model: cut_model(model, share, bool({"fp8", "lean"} & {*run.rungs}))
+    cut = lambda model: cut_model(model, share, bool({"fp8", "fp8_activations"} & {*run.rungs}))
     return replace(run.replace_model(cut), sync=ParallelSync,
                    gradient_syncs=run.gradient_syncs + (TensorParallel(share, run.world.group("tp")),))
 

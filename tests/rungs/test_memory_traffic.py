@@ -228,7 +228,7 @@ def test_small_gradients_of_one_sign_are_summed_up(monkeypatch):
 
 # Queries and keys, made again
 
-AGAIN = {"naive attention": ["fused_ops"], "flash": FUSED[1:], "bf16": FUSED, "fp8": FP8, "lean": [*FUSED, "lean"], "tied": [*FUSED, "tied_embedding"],
+AGAIN = {"naive attention": ["fused_ops"], "flash": FUSED[1:], "bf16": FUSED, "fp8": FP8, "fp8_activations": [*FUSED, "fp8_activations"], "tied": [*FUSED, "tied_embedding"],
          "epilogues": ["bf16", "fused_ops", "flash4", "epilogues"], "fp8_epilogues": [*FP8, "head_groups", "fp8_epilogues"]}
 
 def model_grads(rungs, change=lambda run: run, config=NANO, times=1):

@@ -136,7 +136,7 @@ def check_same(rungs, n=1, model=GPT, least=60):
     for k in ga: assert ga[k].equal(gb[k]) or sqnr(ga[k].float(), gb[k].float()) > least, (k, sqnr(ga[k].float(), gb[k].float()))
 
 FUSED = ["bf16", "flash", "fused_ops"]
-LISTS = [[], ["chunked_ce"], ["bf16"], ["bf16", "bf16_stream"], FUSED, [*FUSED, "chunked_ce"], [*FUSED, "lean"],
+LISTS = [[], ["chunked_ce"], ["bf16"], ["bf16", "bf16_stream"], FUSED, [*FUSED, "chunked_ce"], [*FUSED, "fp8_activations"],
          ["bf16", "fused_ops", "chunked_ce", "fp8"], [*FUSED, "chunked_ce", "checkpoint"],
          [*FUSED, "chunked_ce", "selective_checkpoint"], ["bf16", "compile"], ["bf16", "chunked_ce", "compile"], ["compile:whole=yes"]]
 

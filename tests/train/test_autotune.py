@@ -129,7 +129,7 @@ def test_nothing_in_8_bits():
     "`fastest16` has no rung that computes or keeps anything in 8 bits, and runs on an A100"
     for name in PRESETS["fastest16"].replace("half", "bf16").split():
         r = find_rung(name)
-        assert "8" not in name and name != "lean" and "fp8" not in r.needs.__name__, name
+        assert "8" not in name and "fp8" not in r.needs.__name__, name
     assert set(presets()["fastest16"]) <= set(presets()["fastest"])
 
 # Which list
