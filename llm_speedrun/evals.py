@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 # %% ../nbs/61_evals.ipynb #2294b3a2
 from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
-                                replace_file)
+                                   replace_file)
 from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
 from .tokenizer import encode_texts, end_of_text
 from .token_files import named_as_tokens

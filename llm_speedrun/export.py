@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 # %% ../nbs/62_export.ipynb #cb20c69c
 from .io_utils import (InputError, check_writable, lookup, read_bytes_of, read_json, reason,
-                                synced)
+                                   synced)
 from .tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
 from .measure import default_device
 from .model import GPT, GPTConfig

@@ -24,7 +24,7 @@ from .race_report import (passing_table, race_chart, race_table, share_race,
 from ..corpus import open_corpus
 from ..data import Batches
 from ..io_utils import (AllFailed, InputError, RunError, check_writable, clean_errors, hold,
-                                lookup, python_command, read_json, replace_file)
+                                   lookup, python_command, read_json, replace_file)
 from ..measure import digest, machine
 from ..runs import baseline, enter_all, rung_name, uncompiled
 from ..records import code_of

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 # %% ../../nbs/64_comparison.ipynb #d2cb2b05
 from ..data import prefetch
 from ..io_utils import (InputError, RunError, check_writable, decoded, env_number, read_bytes_of,
-                                replace_file)
+                                   replace_file)
 from ..measure import fmt, memory_limit, table
 from ..recipes.recipe import set_groups
 from .autotune import prepare_process

@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 from msgspec import Meta
 from ..io_utils import (AllFailed, InputError, RunError, decoded, lookup, read_bytes_of,
-                                replace_file)
+                                   replace_file)
 from ..measure import moment, ms_between, table
 from ..roofline import kernel_kind, op_kind
 from ..checkpoint.format import write_tensors

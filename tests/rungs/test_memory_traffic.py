@@ -11,8 +11,8 @@ from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.rungs.memory_traffic import (clipped_torch, clipped_triton, ClippedAdamW, direct_update, DirectBackward, group_sizes,
-                                             GroupedCE, head_groups, heads_product, logits_into, mean_loss, recompute_on_unpack,
-                                             recompute_rope, times_)
+                                               GroupedCE, head_groups, heads_product, logits_into, mean_loss, recompute_on_unpack,
+                                               recompute_rope, times_)
 from llm_speedrun.rungs.fp8 import E5M2, mm8
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
 from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
