@@ -7,8 +7,8 @@ __all__ = ['STAGES', 'RUNGS', 'RENAMED_RUNGS', 'ROOM_GIB', 'param_groups', 'adam
            'Backward', 'Run', 'enter_all', 'Stepper', 'PrecomputedGrads', 'rung', 'check_rung', 'rung_options',
            'option_value', 'parsed', 'rung_name', 'option_text', 'chosen', 'find_rung', 'UninitializedGPT', 'baseline',
            'in_order', 'build', 'needs_capability', 'reference_errors', 'uncompiled', 'bench', 'train_curve',
-           'curve_gap', 'curves_chart', 'make_step', 'free_memory', 'peak_gib', 'micro_batch', 'to_settle',
-           'resolve_auto_options', 'settled', 'count_step']
+           'curve_gap', 'curves_chart', 'make_step', 'free_memory', 'peak_gib', 'micro_batch', 'has_auto_options',
+           'resolve_auto_options', 'resolve_options', 'count_step']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, gc, importlib, inspect, pkgutil
@@ -567,21 +567,21 @@ def micro_batch(config, # a `GPTConfig`
 
 
 # %% ../nbs/05_runs.ipynb #0bd8ebc0
-def to_settle(rungs): # as `build` takes them
-    "Whether an option of theirs is still to be found by measuring"
+def has_auto_options(rungs): # as `build` takes them
+    "Return whether an option of `rungs` is still to be found by measuring"
     return any(r.choose and "auto" in map(str, (rung_options(r) | o).values()) for r, o in map(parsed, rungs))
 
 def resolve_auto_options(config, # a `GPTConfig`
                          rungs): # as `build` takes them
-    "`rungs` as texts with every option, in the order given; and rung -> what was measured for it"
+    "Return `rungs` as texts with every option, in the order given; and rung -> what was measured for it"
     device = default_device()
     with FakeTensorMode(): run = build(config, rungs, device)
     specs = {rung_name(s): s for s in run.specs()}
     return [specs[rung_name(r)] for r in rungs], run.why
 
-def settled(config, rungs): # as for `resolve_auto_options`
-    "The texts alone, measured only if something is to choose: to build the same run again and again"
-    return resolve_auto_options(config, rungs)[0] if to_settle(rungs) else list(rungs)
+def resolve_options(config, rungs): # as for `resolve_auto_options`
+    "Return `rungs` with no option left \"auto\": to build the same run several times"
+    return resolve_auto_options(config, rungs)[0] if has_auto_options(rungs) else list(rungs)
 
 # %% ../nbs/05_runs.ipynb #b1abfe30
 def count_step(config, # a `GPTConfig`
@@ -589,7 +589,7 @@ def count_step(config, # a `GPTConfig`
                batch=1, # sequences in a step
                micro=None): # sequences in a micro-batch, by default all of them
     "The operations of one steady training step, counted without running it: a list of `roofline.Op`"
-    without_scaler, rungs = partial(replace, scaler=no_scaler), settled(config, rungs)
+    without_scaler, rungs = partial(replace, scaler=no_scaler), resolve_options(config, rungs)
     played = [r for r in rungs if parsed(r)[0].stage != "record"] # the same operations
     with uncompiled(): ops = count(make_step(config, played, batch, without_scaler, micro))
     return reduce(lambda ops, r: r[0].counts(ops), map(parsed, rungs), ops)

@@ -22,7 +22,7 @@ from ..export import import_folder
 from ..recipes.model_registry import is_own, recipe_for
 
 # %% ../../nbs/30a_resolve.ipynb #30res005
-from ..recipes.batch import settled_phases
+from ..recipes.batch import resolve_phases
 from ..recipes.recipe import Recipe, best_recipe, parse_recipe, why_not_best
 from ..recipes.schedules import SCHEDULES, warmup_steps
 from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
@@ -278,7 +278,7 @@ def with_document_mask(self:PlanResolver, r): # a `Recipe`
 @patch
 def in_phases(self:PlanResolver, r): # a `Recipe`
     "Return the recipe with phases that divide a step of this process"
-    new, c = settled_phases(r, self.rows_here, self.cfg.seq_len), self.cfg
+    new, c = resolve_phases(r, self.rows_here, self.cfg.seq_len), self.cfg
     if new != r and ":" in c.recipe: self.say(f"{new.spec()} in place of {r.spec()}: it divides a step")
     return new
 

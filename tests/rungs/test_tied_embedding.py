@@ -9,7 +9,7 @@ from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.modded_architecture import beyond
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs.fp8 import sqnr
-from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, enter_all, settled
+from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, enter_all, resolve_options
 from llm_speedrun.generate import generate
 from helpers.tiny_runs import NANO, fails
 
@@ -284,7 +284,7 @@ def test_recorded(more):
     """At 124m's width the recorded step has the gradients of the plain one, also of several micro-batches. The rung and the recording round nothing in
     another way, so they are as near to each other as those of one list, taken twice, are to themselves; and as near to float64's"""
     c = replace(workload("124m"), layers=2)
-    base = settled(c, ["tf32", *EIGHT[:-1], *more])     # once: measured for each list anew, kernels and parts in FP8 may be others
+    base = resolve_options(c, ["tf32", *EIGHT[:-1], *more])     # once: measured for each list anew, kernels and parts in FP8 may be others
     batches = [(x, y) for x, y in torch.randint(c.vocab, (4, 2, 4, c.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))]
     def grads(rungs):
         step = Stepper(build(c, [*base, *rungs]))
