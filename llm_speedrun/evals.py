@@ -496,7 +496,7 @@ def eval_lines(records): # of `evaluate`
                    "them; for lm_eval's number: --context 1")
 
 # %% ../nbs/61_evals.ipynb #61b50415
-def evaluate_and_tell(c): # an `EvalOptions`
+def run_eval(c): # an `EvalOptions`
     "What `speedrun_eval` does"
     if not (c.tasks or c.text):
         raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")

@@ -400,7 +400,7 @@ def from_pretrained(folder, # a run's, written by us or by transformers' `save_p
     return run
 
 # %% ../nbs/62_export.ipynb #5e976217
-def export_and_tell(c): # an `ExportOptions`
+def run_export(c): # an `ExportOptions`
     "What `speedrun_export` does"
     note, folder = unfinished(c.run), export_folder(c.run, c.out, c.dtype)
     mib = (folder/"model.safetensors").stat().st_size / 2**20

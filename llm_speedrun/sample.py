@@ -164,7 +164,7 @@ def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
         except KeyboardInterrupt: print()
 
 # %% ../nbs/60a_sample.ipynb #835ab160
-def sample_and_tell(c): # a `SampleOptions`
+def run_sample(c): # a `SampleOptions`
     """What `speedrun_sample` does. Raises `InputError` where several texts should be one chat, and `RunError`
     where the GPU has too little memory"""
     if c.chat and (c.prompts or c.num_samples > 1 or c.prompt == "-" or SEPARATORS[TextList] in c.prompt):

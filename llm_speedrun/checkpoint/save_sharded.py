@@ -77,7 +77,7 @@ class Cut(msgspec.Struct):
     start: Sizes # first index of the part
     size: Sizes # its shape
 
-class Part(msgspec.Struct):
+class RankManifest(msgspec.Struct):
     "A process's part of a checkpoint, described once it is on the disk"
     sum: FileSum | None # of its tensors; None if it has none to write
     tensors: dict[str, Cut]
@@ -109,7 +109,7 @@ def disjoint(boxes): # pairs (start, size), of the same number of dimensions
     return both.all(-1).sum().item() == len(boxes) # each with itself
 
 # %% ../../nbs/54_sharded_saving.ipynb #df18ec44
-def build_index(parts): # file name -> `Part`
+def build_index(parts): # file name -> `RankManifest`
     "Build the `Index` of the parts, a dict. Raises `OSError` where they don't cover each tensor exactly"
     tensors = {}
     for file, p in parts.items():
@@ -226,7 +226,7 @@ def save(self:ShardedSaver, step, # its number
 # %% ../../nbs/54_sharded_saving.ipynb #1a3c6323
 @patch
 def write(self:ShardedSaver, step, host, # its number, copies on their way
-          part, about, # a `Part` and a `CheckpointMetadata` as dicts
+          part, about, # a `RankManifest` and a `CheckpointMetadata` as dicts
           copied, losses): # as for `Saver`'s
     """Write this process's part, in the thread, and wait for the others; the first makes a checkpoint of all.
     Raises `OSError` that names the process where that failed"""
@@ -242,7 +242,7 @@ def write(self:ShardedSaver, step, host, # its number, copies on their way
 
 # %% ../../nbs/54_sharded_saving.ipynb #87f82d25
 @patch
-def write_part(self:ShardedSaver, tmp, host, part): # the folder, name -> CPU tensor, a `Part` as a dict
+def write_part(self:ShardedSaver, tmp, host, part): # folder, name -> CPU tensor, a `RankManifest` as a dict
     "Write this process's tensors and, when the disk has them, what they are"
     tmp.mkdir(parents=True, exist_ok=True)
     path = tmp/part_name(self.world.rank)
@@ -310,7 +310,7 @@ def check_late(self:ShardedSaver, late, seconds): # processes, and for how long 
 def finish(self:ShardedSaver, tmp, folder, about): # as for `wait_for_parts`; metadata as a dict
     "Make a checkpoint of all parts, on the first process: index, manifest, sync, rename"
     names = [part_name(r) for r in range(self.world.size)]
-    parts = {f"{n}.safetensors": read_json(tmp/f"{n}.json", Part, most=2**30) for n in names}
+    parts = {f"{n}.safetensors": read_json(tmp/f"{n}.json", RankManifest, most=2**30) for n in names}
     self.sign(tmp, parts, {INDEX: build_index(parts), "about.json": about})
     for p in self.folder.glob(f"step-*.{self.token}-*.tmp"):
         if p != tmp: shutil.rmtree(p, ignore_errors=True)
@@ -321,7 +321,7 @@ def finish(self:ShardedSaver, tmp, folder, about): # as for `wait_for_parts`; me
 
 # %% ../../nbs/54_sharded_saving.ipynb #2f7dde6d
 @patch
-def sign(self:ShardedSaver, tmp, parts, # the folder, file name -> `Part`
+def sign(self:ShardedSaver, tmp, parts, # the folder, file name -> `RankManifest`
          texts): # file name -> what to write there
     "Write the texts, and a manifest of all files"
     files = {n: msgspec.to_builtins(p.sum) for n, p in parts.items() if p.sum}

@@ -28,7 +28,7 @@ class GradientSync:
     def groups(self, name): # of a parameter
         "Return the groups of processes over which the parameter is sharded, none twice"
         return ()
-    def place(self, name, shape, start): # of a parameter: shape and first index of a part of it
+    def global_offset(self, name, shape, start): # of a parameter: shape and first index of a part of it
         "Return shape and first index in the larger tensor of which it has cut that shard"
         return shape, start
 
@@ -128,7 +128,7 @@ def shard_of(run, name, p): # a `Run`, a parameter's name, and it
     shape, start, world = tuple(p.shape), [0]*p.ndim, run.world
     own, (i, n) = local(p.detach()), world.rank_and_size("dp")
     if own.shape != p.shape: start[0] = chunk_start(shape[0], n, i)
-    for e in reversed(run.gradient_syncs): shape, start = e.place(name, shape, start)
+    for e in reversed(run.gradient_syncs): shape, start = e.global_offset(name, shape, start)
     spread = [g for e in run.gradient_syncs for g in e.groups(name)]
     alone = lambda d: world.group(d) in spread or world.rank_and_size(d)[0] == 0
     return Shard(own, tuple(shape), tuple(start), world.size == 1 or alone("dp") and alone("tp"))

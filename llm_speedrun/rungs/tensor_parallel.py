@@ -448,7 +448,7 @@ class TensorParallel(GradientSync):
 
     def groups(self, name): return () if cut_dim(name) is None else (self.group,)
 
-    def place(self, name, shape, start):
+    def global_offset(self, name, shape, start):
         if (dim := cut_dim(name)) is None: return shape, start
         shape, start, n = list(shape), list(start), shape[dim]
         shape[dim], start[dim] = n*self.share.size, start[dim] + n*self.share.rank

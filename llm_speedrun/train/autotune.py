@@ -39,9 +39,9 @@ def resolve_rungs(config, # a `GPTConfig`
     about = dict(model=asdict(config), rungs=list(rungs),
                  deterministic=torch.are_deterministic_algorithms_enabled())
     words = lambda s, r: f"{r} ({w})" if (w := s.why.get(rung_name(r))) else r
-    tell = lambda s: ", ".join(words(s, r) for r in s.rungs)
+    describe = lambda s: ", ".join(words(s, r) for r in s.rungs)
     measure = lambda: ResolvedRungs(*resolve_auto_options(config, rungs))
-    return choices.get("options of rungs", about, measure, ResolvedRungs, tell)
+    return choices.get("options of rungs", about, measure, ResolvedRungs, describe)
 
 # %% ../../nbs/32a_autotune.ipynb #32refus2
 def drop_failed_rung(rungs, # of a preset, with options or without

@@ -324,8 +324,8 @@ def checkup(cfg): # a `TrainConfig`, the options of the run
     return list(examine(cfg))
 
 # %% ../../nbs/36_doctor.ipynb #afa14af9
-def tell(findings, # an iterator of `Finding`
-         world=World()): # the processes that look for them together, the first of which speaks
+def print_findings(findings, # an iterator of `Finding`
+                   world=World()): # the processes that look for them together, the first of which speaks
     "Print each as it comes, and what follows from them. Returns the number of problems"
     said, mine = print if world.first else lambda *args, **kw: None, []
     for f in findings:
@@ -344,10 +344,10 @@ def examined(world, cfg, given): # a `World`, the options, names of those that w
     "What each process of `speedrun_doctor` does. Returns the number of problems"
     if world.first:
         print("Trying what speedrun_train would do\n")
-    return tell(examine(cfg, given, Timings(process_start()), world), world)
+    return print_findings(examine(cfg, given, Timings(process_start()), world), world)
 
-def examine_and_tell(cfg, # a `TrainConfig`
-                     given): # names of the options that were given
+def run_doctor(cfg, # a `TrainConfig`
+               given): # names of the options that were given
     "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
     prepare_process()
     n = num_processes(cfg, given or ())

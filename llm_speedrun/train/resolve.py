@@ -104,9 +104,9 @@ def options_for_restart(cfg, given): # a `TrainConfig`, names of options that we
     return replace(cfg, overwrite=ours and not cfg.resume or cfg.overwrite), given
 
 # %% ../../nbs/30a_resolve.ipynb #30072f4a
-def divide(c, # a `TrainConfig`; gets `step_tokens`, and one of its divisors where the other is given
-           default, # sequences in a step where nothing says how many
-           dp=1): # processes that share them
+def resolve_batch_sizes(c, # a `TrainConfig`; gets `step_tokens`, and one divisor where the other is given
+                        default, # sequences in a step where nothing says how many
+                        dp=1): # processes that share them
     "Return the sequences in a step. Raises `InputError` if the options contradict each other"
     if c.step_tokens % c.seq_len: raise InputError(
         f"step_tokens {c.step_tokens} are no whole number of sequences of {c.seq_len}: choose a multiple")
@@ -247,7 +247,7 @@ def resolve_shape(self:PlanResolver):
                          f"{c.model!r}: choose a smaller --seq_len")
     self.config = replace(self.config, seq_len=c.seq_len)
     if c.resume: self.fit_batch()
-    self.sequences = divide(c, 64, self.world.rank_and_size("dp")[1])
+    self.sequences = resolve_batch_sizes(c, 64, self.world.rank_and_size("dp")[1])
 
 # %% ../../nbs/30a_resolve.ipynb #b14ac3ce
 @patch

@@ -489,13 +489,13 @@ def cut_of(start, size, shape=(4, 4)): return dict(w=sharded.Cut([*shape], [*sta
                                    [((0, 0), (2, 4))]], ids=["twice", "overlap", "beyond", "missing"])
 def test_parts_that_are_no_whole_are_not_saved(parts):
     "Also where their sizes add up"
-    named = {f"part-0000{i}.safetensors": sharded.Part(None, cut_of(*p), {}) for i, p in enumerate(parts)}
+    named = {f"part-0000{i}.safetensors": sharded.RankManifest(None, cut_of(*p), {}) for i, p in enumerate(parts)}
     with fails(OSError, "parts of w don't make the whole"): sharded.build_index(named)
 
 def test_empty_parts_are_no_overlap():
-    named = {f"part-0000{i}.safetensors": sharded.Part(None, cut_of(*p), {}) for i, p in enumerate([((0, 0), (4, 4)), ((4, 0), (0, 4)), ((4, 0), (0, 4))])}
+    named = {f"part-0000{i}.safetensors": sharded.RankManifest(None, cut_of(*p), {}) for i, p in enumerate([((0, 0), (4, 4)), ((4, 0), (0, 4)), ((4, 0), (0, 4))])}
     assert len(sharded.build_index(named)["tensors"]["w"]["boxes"]) == 3
-    assert sharded.build_index({"part-00000.safetensors": sharded.Part(None, cut_of((0, 0), (0, 4), (0, 4)), {})})
+    assert sharded.build_index({"part-00000.safetensors": sharded.RankManifest(None, cut_of((0, 0), (0, 4), (0, 4)), {})})
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_long_save_is_looked_at_seldom(rank, tmp_path, monkeypatch):

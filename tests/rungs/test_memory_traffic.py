@@ -350,9 +350,9 @@ def test_a_step_that_was_given_up():
     "Gradients that somebody has dropped, as the trainer does where memory runs out, aren't copied"
     p = torch.nn.Parameter(torch.ones(2, device=DEVICE))
     step = DirectBackward()
-    step.take([p], [torch.ones(2, device=DEVICE)])
+    step.set_gradients([p], [torch.ones(2, device=DEVICE)])
     p.grad = None
-    step.prepare(); step.take([p], [torch.full((2,), 3., device=DEVICE)]); step.prepare()
+    step.prepare(); step.set_gradients([p], [torch.full((2,), 3., device=DEVICE)]); step.prepare()
     assert p.grad.tolist() == [3., 3.] and not step.borrowed
 
 def test_a_weight_without_gradient():
@@ -360,8 +360,8 @@ def test_a_weight_without_gradient():
     a, b = (m.weight for m in model)
     step = DirectBackward()
     a.grad = torch.ones_like(a)     # of an eager pass that didn't need the other one
-    step.take([a, b], [torch.full_like(a, 2.), torch.full_like(b, 5.)])
-    step.prepare(); step.take([a, b], [torch.ones_like(a), torch.ones_like(b)])
+    step.set_gradients([a, b], [torch.full_like(a, 2.), torch.full_like(b, 5.)])
+    step.prepare(); step.set_gradients([a, b], [torch.ones_like(a), torch.ones_like(b)])
     assert a.grad.tolist() == [[4., 4.]] and b.grad.tolist() == [[6., 6.]]
 
 GROUP_OF = dict(lr=.01, betas=(.9, .95), eps=1e-8, weight_decay=.1, t=3)
