@@ -20,8 +20,8 @@ if not torch.cuda.is_available():
     # Kernels must be made for Triton's interpreter, before any test imports them. Whether they are used is asked at each
     # call: tests of kernels set this to 1, whole models would take the interpreter minutes.
     os.environ["TRITON_INTERPRET"] = "1"
-    import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.fastest, llm_speedrun.rungs.tensor_parallel
-    import llm_speedrun.rungs.fewer_bytes, llm_speedrun.rungs.fewer_passes, llm_speedrun.rungs.fp8_epilogues
+    import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.flash4, llm_speedrun.rungs.tensor_parallel
+    import llm_speedrun.rungs.tied_embedding, llm_speedrun.rungs.memory_traffic, llm_speedrun.rungs.fp8_epilogues
     import llm_speedrun.recipes.fast_muon
     os.environ["TRITON_INTERPRET"] = "0"
     from helpers.quick_kernels import run_kernels_quickly
@@ -64,7 +64,7 @@ def clock(monkeypatch):
 def cache(shared_folder):
     """Tests, and the programs that they start, keep tokens and choices in a folder of this session, which begins with the user's
     tokens of the standard library (some seconds of work)"""
-    from llm_speedrun.files import cache_dir
+    from llm_speedrun.io_utils import cache_dir
     folder = shared_folder/"cache"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():

@@ -6,7 +6,7 @@ from llm_speedrun import corpus, data, text_files
 from llm_speedrun.corpus import (HUB, Corpus, differences, gpt2_tokenizer, hub_documents, marked_pieces, open_corpus, stdlib_files,
                                  train_tokenizer, write_shards)
 from llm_speedrun.data import Batches, bigram_loss, prefetch, val_batches
-from llm_speedrun.files import InputError, cache_dir
+from llm_speedrun.io_utils import InputError, cache_dir
 from llm_speedrun.text_files import EOT, read_documents
 from llm_speedrun.token_files import Shards
 from helpers import quick_programs

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 import numpy as np, pytest, torch
 from llm_speedrun import corpus
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.train import prepare_data as pipeline
 from llm_speedrun.cli import speedrun_data
 from llm_speedrun.train.config import DataOptions

@@ -3,7 +3,7 @@ import os, pickle, re, socket, subprocess, sys, threading
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from llm_speedrun.distributed import spawn, watchdog, world
-from llm_speedrun.files import InputError, RunError
+from llm_speedrun.io_utils import InputError, RunError
 from helpers import quick_programs
 from helpers.timeouts import TIMEOUT
 

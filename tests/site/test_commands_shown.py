@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest, torch
 import torch.distributed.run as torchrun
 import build_pages, train_pages
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.plugins import LOADED, forget_plugin, import_plugins
 from llm_speedrun.train import config, doctor, resolve, train_step
@@ -145,7 +145,7 @@ def small_steps(body):
     """Steps of 16 sequences instead of 64, where a command says nothing else: enough to tell the form of what is printed. Not for the
     doctor, whose advice depends on them"""
     if "speedrun_doctor" in body: return nullcontext()
-    return patch.object(resolve, "divide", lambda c, default, dp=1, divide=resolve.divide: divide(c, default//4, dp))
+    return patch.object(resolve, "resolve_batch_sizes", lambda c, default, dp=1, divide=resolve.resolve_batch_sizes: divide(c, default//4, dp))
 
 @pytest.fixture(autouse=True)
 def once_each(monkeypatch):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import export_folder, from_pretrained, gpt_config, import_folder, qwen3_config, write_folder
 from llm_speedrun.recipes.model_registry import shapes
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
 from llm_speedrun.generate import generate

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from llm_speedrun.checkpoint import format
 from llm_speedrun.train import trainer as module
 from llm_speedrun.data import Batches
-from llm_speedrun.files import InputError, RunError
+from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.runs import Stepper
 from llm_speedrun.cli import speedrun_train
@@ -172,7 +172,7 @@ def judged_whole(tmp_path_factory, nano):
 
 @posix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("where, at", [("evaluate", 4), ("evaluate", 6), ("sample", 4), ("take_one", 2)])
+@pytest.mark.parametrize("where, at", [("evaluate", 4), ("evaluate", 6), ("sample", 4), ("train_iteration", 2)])
 def test_what_was_due_is_done(tmp_path, monkeypatch, judged_whole, where, at, number):
     "A signal in an evaluation, a sample or a step: the resumed run does what was due, once, and stops at the target as ever"
     how, want, weights = judged_whole
@@ -181,7 +181,7 @@ def test_what_was_due_is_done(tmp_path, monkeypatch, judged_whole, where, at, nu
     def stopped(self, *args, **kw):
         if self.done == at and not sent:
             sent.append(at)
-            if where == "take_one": signal.raise_signal(number)
+            if where == "train_iteration": signal.raise_signal(number)
             else: self.signals.during(lambda: signal.raise_signal(number)) # as while it runs
         return real(self, *args, **kw)
     with monkeypatch.context() as m:

@@ -6,11 +6,11 @@ from safetensors.torch import load_file
 from llm_speedrun import corpus, ladder
 from llm_speedrun.data import bigram_loss
 from llm_speedrun.train import autotune, resolve, trainer as module
-from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
+from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, has_auto_options
 from llm_speedrun.train.autotune import drop_failed_rung, NoRoom
 from llm_speedrun.train.presets import PRESETS, without
 from llm_speedrun.corpus import train_tokenizer, write_shards
-from llm_speedrun.files import InputError, RunError, clean_errors
+from llm_speedrun.io_utils import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.run_charts import loss_chart
 from llm_speedrun.train.config import LadderOptions, TrainConfig
@@ -287,7 +287,7 @@ def test_a_ladder_goes_without_a_rung_that_refuses(refusing, capsys):
     "Before anything is measured"
     c = ladder.buildable(LadderOptions(rungs="safe", model="nano"))
     rungs = c.rungs.split(",") # with their options, so that the ladder needn't measure them again
-    assert [*map(rung_name, rungs)] == ["flash", "fused_adamw"] and not to_settle(rungs) and "not stubborn: its kernels can't run here: a TypeError" in capsys.readouterr().out
+    assert [*map(rung_name, rungs)] == ["flash", "fused_adamw"] and not has_auto_options(rungs) and "not stubborn: its kernels can't run here: a TypeError" in capsys.readouterr().out
     for c in (LadderOptions(rungs="flash,stubborn"), LadderOptions(rungs="auto")): assert ladder.buildable(c) is c
 
 # Stopped
