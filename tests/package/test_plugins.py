@@ -119,7 +119,7 @@ def test_a_model_is_not_taken_by_its_name_alone(there):
     path = there/"runs/own/config.json"
     path.write_text(json.dumps({k: v for k, v in config_of(there/"runs/own").items() if k not in ("architecture", "plugins")}), encoding="utf-8")
     import_plugins("mine.py", say=lambda text: None)
-    assert read_record("runs/own").model.name == "custom" and type(from_pretrained("runs/own", "cpu").model).__name__ == "GPT"
+    assert read_record("runs/own").model_config.name == "custom" and type(from_pretrained("runs/own", "cpu").model).__name__ == "GPT"
 
 # --- refused ---
 
