@@ -222,7 +222,7 @@ class MetricsLogger:
         self.pending, self.copied, self.bad, self.train_s = [], deque(), 0, 0.
         self.file, self.trackers = None, None # of the first process, from `open` on
         self.clock = self.stepper.mark = Breakdown(device)
-        self.last = self.clock.now()
+        self.last_event = self.clock.now()
 
 # %% ../../nbs/34_metrics.ipynb #34log004
 STOPPED = "stopped" # a key of rows that only a stop has caused
@@ -276,7 +276,7 @@ def add(self:MetricsLogger, step, rate, loss, x, y): # number, learning rate, lo
 @patch
 def restart_clock(self:MetricsLogger):
     "Count no time before now as training"
-    self.last = self.clock.now()
+    self.last_event = self.clock.now()
 
 # %% ../../nbs/34_metrics.ipynb #34log009b
 @patch
@@ -318,9 +318,9 @@ def raise_bad_steps(self:MetricsLogger, step, x, y): # number of the last bad st
 def log_steps(self:MetricsLogger, steps, values, clock, end): # what `add` and `flush` have put together
     "Write the rows of some steps. Raises `AllFailed` after too many bad ones"
     if clock.gpu: end.synchronize() # now the losses are there
-    ms = ms_between(self.last, end)
+    ms = ms_between(self.last_event, end)
     tok_s = len(steps)*self.step_tokens / ms * 1e3
-    self.last, over, self.train_s = end, None, self.train_s + ms/1e3
+    self.last_event, over, self.train_s = end, None, self.train_s + ms/1e3
     for (step, lr, _, _, x, y), loss, norm in zip(steps, *values.tolist()):
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
         if step == steps[-1][0]: row |= self.details(step, lr, clock)

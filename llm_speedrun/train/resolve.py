@@ -154,7 +154,7 @@ class TrainPlan:
     sequences: int # in a step, of all processes
     rows_here: int # in a step, of this process
     warmup: int # steps in which the learning rate rises
-    wanted: str # the preset or rungs that were asked for
+    requested_rungs: str # the preset or rungs that were asked for
     why: dict # rung -> what was measured for it, or why it is left out
     weights: dict | None = None # to begin with, name -> tensor
 
@@ -191,7 +191,7 @@ class PlanResolver:
                  log_info=print): # called with what a reader should know
         self.cfg, self.given, self.limits, self.record, self.log_info = cfg, given, limits, record, log_info
         self.coordinator, self.world, self.device = coordinator, coordinator.world, coordinator.device
-        self.wanted, self.why, self.rungs = cfg.rungs, {}, parse_rungs(cfg.rungs, limits.lacks)
+        self.requested_rungs, self.why, self.rungs = cfg.rungs, {}, parse_rungs(cfg.rungs, limits.lacks)
         self.config = self.weights = self.recipe = self.data = self.sequences = None
         self.choices = Choices(again=cfg.retune, log_info=log_info) # what is measured is remembered
 
@@ -328,7 +328,7 @@ def choose(self:PlanResolver):
     else:
         name, rungs = self.compare(candidates(lacks, parallel))
         self.rungs = rungs + parallel
-    self.wanted = ",".join([name, *parallel])
+    self.requested_rungs = ",".join([name, *parallel])
 
 # %% ../../nbs/30a_resolve.ipynb #30lst001
 @patch
@@ -347,7 +347,7 @@ def compare(self:PlanResolver, lists): # name -> rungs
 def try_batch(self:PlanResolver, rungs):
     """Try a micro-batch, on all processes if they share one model, otherwise on the first one. Returns its
     `Trial` and `ResolvedRungs`"""
-    c, named = self.cfg, not preset_of(self.wanted)
+    c, named = self.cfg, not preset_of(self.requested_rungs)
     of = self.config, rungs, self.rows_here, self.limits.gib, c.micro_batch_size or 0, 0 if c.steps else 5
     if self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs):
         return trial_of(*of, self.world, self.recipe, named=named)
@@ -443,7 +443,7 @@ def fill_in(self:PlanResolver):
 def resolve(self:PlanResolver):
     "Decide the rungs' options, the micro-batch, the steps and the learning rate. Returns the `TrainPlan`"
     c = self.cfg
-    find = resolve_preset if preset_of(self.wanted) else resolve_rungs
+    find = resolve_preset if preset_of(self.requested_rungs) else resolve_rungs
     on = self.coordinator.run_on_rank_zero(lambda: find(self.config, self.rungs, self.choices))
     c.steps = c.steps or c.total_tokens//c.step_tokens
     t, kept = self.try_batch(on.rungs)
@@ -453,7 +453,7 @@ def resolve(self:PlanResolver):
     self.fill_in() # the warm-up is the first run's, also where it goes on for longer
     warmup = self.record.warmup_steps if self.record else warmup_steps(c.warmup, c.steps)
     rows = self.sequences, self.rows_here
-    return TrainPlan(c, self.config, self.recipe, *rows, warmup, self.wanted, self.why, self.weights)
+    return TrainPlan(c, self.config, self.recipe, *rows, warmup, self.requested_rungs, self.why, self.weights)
 
 # %% ../../nbs/30a_resolve.ipynb #db7f4850
 def plan_lines(plan, # a `TrainPlan`
@@ -469,4 +469,5 @@ def plan_lines(plan, # a `TrainPlan`
     yield f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}, weight decay {c.weight_decay:.3g}"
     average = f"average of the last {1/(1 - c.ema_decay):,.0f} steps" if c.ema_decay else ""
     if more := "; ".join(filter(None, [str(batching or ""), average])): yield f"  {more}"
-    yield from (f"  not {name}: {why}" for name, why in left_out(plan.wanted, c.rungs.split(","), plan.why))
+    out = left_out(plan.requested_rungs, c.rungs.split(","), plan.why)
+    yield from (f"  not {name}: {why}" for name, why in out)

@@ -149,7 +149,7 @@ def test_a_recorded_preset_is_not_measured(tmp_path, monkeypatch):
     for name in ("cpu", "safe"):
         monkeypatch.setattr(resolve, "recorded_preset", lambda config: name)
         trainer = Trainer(options(tmp_path, rungs="auto", name=name), progress=False)
-        assert [*map(rung_name, trainer.cfg.rungs.split(","))] == [*trainer.run.rungs] and trainer.plan.wanted == name
+        assert [*map(rung_name, trainer.cfg.rungs.split(","))] == [*trainer.run.rungs] and trainer.plan.requested_rungs == name
         assert {rung_name(r) for r in trainer.cfg.rungs.split(",")} == {rung_name(r) for r in preset(name)}
 
 def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
@@ -159,7 +159,7 @@ def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
     monkeypatch.setattr(autotune, "list_speed", list_speed)
     trainer = Trainer(options(tmp_path, rungs="auto", name="a"))
     said = capsys.readouterr().out
-    assert trainer.run.rungs == ("flash",) and trainer.plan.wanted == "fastest"
+    assert trainer.run.rungs == ("flash",) and trainer.plan.requested_rungs == "fastest"
     assert "fastest: 1,000 tokens/s" in said and "fastest without fused_adamw: 2,000 tokens/s" in said
     assert "not fused_adamw: the list is faster without it here" in " ".join(said.split())
     speed[2] = 3.
