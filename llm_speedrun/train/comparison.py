@@ -419,7 +419,7 @@ def diverged(losses, # of the steps so far
 
 @patch
 def descend(self:Search, set_rates, # (step, groups of parameters): sets the rate of each
-            turn=0): # as for `again`
+            turn=0): # as for `reset`
     "The losses of a short run, which ends early where it diverges"
     self.reset(turn)
     t, losses = self.trainer, []
@@ -445,7 +445,7 @@ def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of
 
 # %% ../../nbs/64_comparison.ipynb #177c4d45
 @patch
-def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `again`
+def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `reset`
     "A short run at that rate: a dict with its losses in training, and in validation (None where it diverged)"
     def scale(step, groups):
         for g in groups: g["lr"] = g["lr"]*(rate/self.usual)
