@@ -13,6 +13,7 @@ from llm_speedrun.plugins import LOADED, forget_plugin, import_plugins
 from llm_speedrun.train import config, doctor, resolve, train_step
 from llm_speedrun.train.presets import parse_rungs
 from helpers.prose import measured_numbers
+from helpers.tiny_runs import draw_less
 from doc_commands import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train, write_files
 from test_cli import COMMANDS, messages, parser
 
@@ -148,7 +149,8 @@ def small_steps(body):
 
 @pytest.fixture(autouse=True)
 def once_each(monkeypatch):
-    "What is timed is timed once, after one step: nobody compares how long it took"
+    "What is timed is timed once, after one step: nobody compares how long it took. Nor does anybody look at charts"
+    draw_less(monkeypatch)
     for m in (doctor, train_step):
         monkeypatch.setattr(m, "WARM_UP", 1)
         monkeypatch.setattr(m, "sample_ms", lambda f, reps, sample_ms=m.sample_ms: sample_ms(f, min(1, reps)))
