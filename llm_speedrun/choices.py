@@ -54,14 +54,14 @@ class Choices:
     "Choices that were made by measuring, remembered in a file"
     def __init__(self, path=None, # the file, by default `choices_path()`
                  again=False, # measure in any case
-                 say=print): # what tells where a choice comes from
-        self.path, self.again, self.say = path, again, say
+                 log_info=print): # what tells where a choice comes from
+        self.path, self.again, self.log_info = path, again, log_info
 
     def read(self):
         "Read the file: a list of `Choice`. An unusable file is reported, and counts as empty"
         try: return read_json(self.path or choices_path(), list[Choice])
         except FileNotFoundError: return []
-        except (InputError, OSError) as e: self.say(f"remembered choices are left aside: {e}"); return []
+        except (InputError, OSError) as e: self.log_info(f"remembered choices are left aside: {e}"); return []
 
 # %% ../nbs/06a_choices.ipynb #dc66b919
 @patch
@@ -72,7 +72,7 @@ def made_before(self:Choices, what, # is chosen, such as "rungs"
     same = [c for c in self.read() if (c.what, c.where) == (what, where)]
     if not same or self.again: return None
     try: return msgspec.structs.replace(same[0], value=msgspec.convert(same[0].value, kind))
-    except msgspec.ValidationError as e: self.say(f"the remembered {what} can't be used: {e}")
+    except msgspec.ValidationError as e: self.log_info(f"the remembered {what} can't be used: {e}")
 
 # %% ../nbs/06a_choices.ipynb #538a59f7
 @patch
@@ -85,7 +85,7 @@ def get(self:Choices, what, # is chosen, such as "rungs"
     "Return the choice that was made before in the same circumstances, or else `measure()`, remembered"
     where = as_json(about) | choosing_machine()
     if (c := self.made_before(what, where, kind)) and still(c.value):
-        self.say(f"{what}, as measured here on {c.date}: {describe(c.value)} (--retune measures again)")
+        self.log_info(f"{what}, as measured here on {c.date}: {describe(c.value)} (--retune measures again)")
         return c.value
     with without_dispatch_modes(): value = measure()
     self.remember(Choice(what, where, as_json(value), date.today().isoformat()))
@@ -104,4 +104,4 @@ def remember(self:Choices, choice): # a `Choice`
             same = lambda c: (c.what, c.where) == (choice.what, choice.where)
             kept = [c for c in self.read() if not same(c)][1 - MOST_CHOICES:]
             replace_file(path, msgspec.json.format(msgspec.json.encode([*kept, choice]), indent=1).decode())
-    except (OSError, Timeout) as e: self.say(f"the choice of {choice.what} can't be remembered: {e}")
+    except (OSError, Timeout) as e: self.log_info(f"the choice of {choice.what} can't be remembered: {e}")

@@ -210,7 +210,7 @@ def buildable(c): # `LadderOptions`
     if not preset_of(c.rungs) or c.rungs == "auto": return c
     config, rungs = workload(c.model) if c.model else bench()[0], parse_rungs(c.rungs)
     parallel = [r for r in rungs if rung_name(r) in PARALLEL]
-    on = resolve_preset(config, [r for r in rungs if r not in parallel], Choices(again=True, say=print))
+    on = resolve_preset(config, [r for r in rungs if r not in parallel], Choices(again=True, log_info=print))
     for name, why in refused(on.rungs, on.why): print(f"not {name}: {why}")
     return replace(c, rungs=",".join(on.rungs + parallel) or "naive")
 

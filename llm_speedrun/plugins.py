@@ -157,25 +157,25 @@ def recorded_plugins(folder): # of a run, "" for none
     try: return read_json(Path(folder)/"config.json", Recorded).plugins if folder else {}
     except (OSError, InputError): return {} # whoever opens the run says what is wrong with it
 
-def say_once(text):
+def log_once(text):
     "Print `text` on standard error, of several processes in the first one"
     if os.environ.get("RANK", "0") == "0": print(text, file=sys.stderr, flush=True)
 
 # %% ../nbs/06c_plugins.ipynb #33plug26
 def import_plugins(text="", # as `--plugin` takes it
                    folder="", # of a run: what it has recorded is imported where `text` is empty
-                   say=say_once): # called with what is imported, before it is
+                   log_info=log_once): # called with what is imported, before it is
     "Import plug-ins. Returns them, spec -> digest. Raises `InputError` for one that can't be used"
     recorded, specs = recorded_plugins(folder), plugin_specs(text)
     there = list(dict.fromkeys([*installed_plugins(), *(specs or recorded)]))
     for spec in there:
         of = f" of {folder}"*(spec in recorded)
-        if spec not in LOADED: say(f"importing the plug-in {as_shown(spec)}{of}")
+        if spec not in LOADED: log_info(f"importing the plug-in {as_shown(spec)}{of}")
         try: import_plugin(spec)
         except InputError as e:
             if specs or spec not in recorded: raise
             raise InputError(f"{e}. {folder} needs it: give its new place, --plugin FILE") from e
-        if recorded and LOADED[spec].digest not in recorded.values(): say(
+        if recorded and LOADED[spec].digest not in recorded.values(): log_info(
             f"the plug-in {as_shown(spec)} isn't as {folder} knows it: it was changed, or is another one")
     return {spec: LOADED[spec].digest for spec in there}
 

@@ -29,7 +29,7 @@ def child(folder, kind, log, **more):
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1); os.dup2(out, 2)
         run = folder/"runs/run"
-        there = newest(run/"checkpoints", say=lambda *args: None)
+        there = newest(run/"checkpoints", log_info=lambda *args: None)
         train(TrainConfig(resume=str(run)) if there else how(folder, kind, **more), progress=False)
         os._exit(0)
     except module.Finished: os._exit(0)

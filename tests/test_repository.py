@@ -143,13 +143,17 @@ CHECKPOINT = {"31_saving": "checkpoint.format", "31a_save": "checkpoint.save", "
               "54a_load": "checkpoint.load", "54b_state": "checkpoint.state"}    # lessons of two parts make one package
 BENCHMARKS = {"25_peers": "benchmarks.peers", "48_race": "benchmarks.race", "48a_clock": "benchmarks.clock", "48b_adapters": "benchmarks.adapters", "48c_race_report": "benchmarks.race_report"}    # likewise
 
+# A module is named after what it holds, its notebook after what the lesson is about
+NAMED = {"00_gpu": "figures", "06_files": "io_utils", "23_fastest": "rungs.flash4", "27_fewer_bytes": "rungs.tied_embedding",
+         "28_fewer_passes": "rungs.memory_traffic", "49_beyond": "recipes.modded_architecture"}
+
 def test_a_module_is_in_the_folder_of_its_part():
     for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):
         if not (found := re.search(r"#\| default_exp ([\w.]+)", f.read_text(encoding="utf-8"))): continue    # it exports nothing
         module = found[1]
         folder = "" if f.stem in ABOUT_ALL else "train" if f.stem in TRAINER else "distributed" if f.stem in DISTRIBUTED else PARTS[int(f.name[0])]
         want = ".".join(filter(None, [folder, f.stem.partition("_")[2]]))
-        assert module == (CHECKPOINT | BENCHMARKS).get(f.stem, want), f"{f.name} exports {module}"
+        assert module == (CHECKPOINT | BENCHMARKS | NAMED).get(f.stem, want), f"{f.name} exports {module}"
 
 def test_site_files_exist():
     for f in read_yaml(ROOT/"nbs/_quarto.yml")["metadata-files"]: assert (ROOT/"nbs"/f).exists(), f

@@ -145,13 +145,13 @@ def contenders(config, # a `GPTConfig`
                batch, # sequences in a step
                lists, # name -> rungs: runs of ours
                paths, # name -> folder of a clone, or None: the peers
-               say=print): # takes a line about a peer that fails
+               log_info=print): # takes a line about a peer that fails
     "All of them, warm: ours first. Raises `InputError` before anything is built"
     setups = {name: peer(name, path) for name, path in paths.items()}
     res = [contender(name, partial(ours, rungs), config, batch) for name, rungs in lists.items()]
     for name, setup in setups.items():
         try: res.append(contender(name, setup, config, batch))
-        except Exception as e: say(f"{name} is left out: {type(e).__name__}: {str(e).strip():.300}")
+        except Exception as e: log_info(f"{name} is left out: {type(e).__name__}: {str(e).strip():.300}")
     return res
 
 # %% ../../nbs/25_peers.ipynb #25peer61

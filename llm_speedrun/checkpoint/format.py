@@ -255,10 +255,10 @@ def prune(folder, # that holds checkpoints
 # %% ../../nbs/31_saving.ipynb #000852c5
 def newest(folder, # that holds checkpoints
            run="", # a run's id: only its checkpoints count
-           say=print): # is told of those that are passed over
+           log_info=print): # is told of those that are passed over
     "Return the newest valid checkpoint's folder, or None"
     for c in reversed(checkpoints(folder)):
         why = validation_error(c)
         if not why and run and read_metadata(c).run != run: why = "it is of another run"
         if not why: return c
-        say(f"passing over {c}: {why}")
+        log_info(f"passing over {c}: {why}")

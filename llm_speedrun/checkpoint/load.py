@@ -209,7 +209,7 @@ def check_size(config, # a `GPTConfig`, as read
 # %% ../../nbs/54a_load.ipynb #b830c33d
 def newest_on_all_ranks(world, # a `World`
                     folder, # that holds checkpoints
-                    run="", say=print): # as for `newest`; the first process says
+                    run="", log_info=print): # as for `newest`; the first process says
     "Return what `newest` returns, on all processes: each checks some of the files"
     def why_not(c):
         try: why = validation_error(c, slice(world.rank, None, world.size))
@@ -218,4 +218,4 @@ def newest_on_all_ranks(world, # a `World`
         return next(filter(None, world.all_gather_object(why)), "")
     for c in reversed(world.broadcast_object(checkpoints(folder))):
         if not (why := why_not(c)): return c
-        if world.first: say(f"passing over {c}: {why}")
+        if world.first: log_info(f"passing over {c}: {why}")

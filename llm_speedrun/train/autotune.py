@@ -272,7 +272,7 @@ def compare_lists(config, # a `GPTConfig`
             found.setdefault(name, res); speeds[name].append(res[2])
         else: del speeds[name]
     if not found: raise no_room(config)
-    for k, v in speeds.items(): choices.say(f"  {k}: {statistics.median(v):,.0f} tokens/s")
+    for k, v in speeds.items(): choices.log_info(f"  {k}: {statistics.median(v):,.0f} tokens/s")
     best = max(speeds, key=lambda k: statistics.median(speeds[k]))
     return ChosenList(best, found[best][0].rungs, found[best][0].why, speeds)
 
@@ -285,7 +285,7 @@ def choose_rungs(config, # a `GPTConfig`
     about = dict(model=asdict(config), lists=lists, rows=rows, gib=gib, batch=batch, recipe=recipe.spec(),
                  deterministic=torch.are_deterministic_algorithms_enabled())
     def measure():
-        choices.say(f"comparing {len(lists)} lists of rungs as training will run them...")
+        choices.log_info(f"comparing {len(lists)} lists of rungs as training will run them...")
         return compare_lists(config, lists, rows, gib, batch, recipe, choices)
     return choices.get("list of rungs", about, measure, ChosenList, lambda c: c.name)
 

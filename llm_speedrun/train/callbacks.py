@@ -87,7 +87,7 @@ class Profiler(Callback):
     def before_fit(self, trainer):
         c = trainer.cfg
         if c.profile and trainer.world.first:
-            self.profile = StepProfile(trainer.folder, c.profile, say=trainer.say)
+            self.profile = StepProfile(trainer.folder, c.profile, log_info=trainer.log_info)
 
     def after_step(self, trainer): self.profile and self.profile.step()
     def on_close(self, trainer): self.profile and self.profile.close()

@@ -56,9 +56,9 @@ class Checkpointer:
                  data, # the `TrainData`
                  average, # an `Average` of the weights, or None
                  world, # a `World`
-                 say=print): # called with what a reader should know
+                 log_info=print): # called with what a reader should know
         self.run, self.train_step, self.data, self.average = run, train_step, data, average
-        self.world, self.say = world, say
+        self.world, self.log_info = world, log_info
         self.saver, self.saved, self.saved_at = None, 0, time.perf_counter() # from `open` on
 
     @property
@@ -92,17 +92,17 @@ def load_optimizer(self:Checkpointer, state): # from `named_state`
     "Restore the optimizer's moments; an optimizer of another kind begins anew"
     kind, now = state.get("kind"), type(self.stepper.opt).__name__
     if kind == now: load_named_state(self.run.model, self.stepper.opt, state)
-    else: self.say(f"the optimizer is {now}, and was {kind}: its moments begin anew")
+    else: self.log_info(f"the optimizer is {now}, and was {kind}: its moments begin anew")
 
 # %% ../../nbs/30f_checkpointer.ipynb #bbfa5797
 @patch
 def load_rungs(self:Checkpointer, states): # rung -> its state
     "Restore the rungs' states. Those of rungs that are off now are dropped, and new rungs begin anew"
     now = dict(self.run.stateful)
-    for k in states.keys() - now.keys(): self.say(f"without the rung {k!r} its state is dropped")
+    for k in states.keys() - now.keys(): self.log_info(f"without the rung {k!r} its state is dropped")
     for k, o in now.items():
         if k in states: o.load_state_dict(states[k])
-        else: self.say(f"the rung {k!r} has no state in this checkpoint and begins anew")
+        else: self.log_info(f"the rung {k!r} has no state in this checkpoint and begins anew")
 
 # %% ../../nbs/30f_checkpointer.ipynb #7e98a02f
 @patch
@@ -110,7 +110,7 @@ def restore_shards(self:Checkpointer, read): # an `OpenCheckpoint`
     "Restore this process's shards of weights, moments and average"
     load_weights(self.run, read)
     kind, now = load_moments(self.run, self.stepper, read), type(self.stepper.opt).__name__
-    if kind != now: self.say(f"the optimizer is {now}, and was {kind}: its moments begin anew")
+    if kind != now: self.log_info(f"the optimizer is {now}, and was {kind}: its moments begin anew")
     if self.average: load_average(self.run, self.average, read)
 
 # %% ../../nbs/30f_checkpointer.ipynb #16e8e376
@@ -144,10 +144,11 @@ def find_checkpoint(folder, # of the run
                     run_id, # of the run: checkpoints of another one are passed over
                     config, # the model's `GPTConfig`
                     world, # a `World`
-                    say=print): # called about checkpoints that are passed over
+                    log_info=print): # called about checkpoints that are passed over
     "Read the newest valid checkpoint. Raises `FileNotFoundError`, and `InputError` for another model"
     many, where = world.size > 1, (folder/"checkpoints", run_id)
-    found = newest_on_all_ranks(world, *where, say=say) if many else newest(*where, say=say)
+    found = (newest_on_all_ranks(world, *where, log_info=log_info) if many
+             else newest(*where, log_info=log_info))
     if not found: raise FileNotFoundError(no_checkpoint(folder))
     check_size(config, found)
     if not many: weights, state, about = read_checkpoint(found)
@@ -183,7 +184,7 @@ def save(self:Checkpointer, done, # steps so far
          **facts): # what else a resumed run must know
     "Save the state in the background. Print an error if the previous save failed"
     try: self.saver.wait()
-    except OSError as e: self.say(f"the checkpoint before step {done} could not be written: {e}")
+    except OSError as e: self.log_info(f"the checkpoint before step {done} could not be written: {e}")
     self.saver.save(done, weights_to_save(self.run), self.state(done), **facts)
     self.saved, self.saved_at = done, time.perf_counter()
 
@@ -205,11 +206,11 @@ def save_weights(self:Checkpointer, path): # of a `.safetensors`
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp016b
 @patch
-def say_broken_off(self:Checkpointer, step): # number of the step
+def log_broken_off(self:Checkpointer, step): # number of the step
     "Print how to go on with a run whose step was broken off: its half-updated weights are not saved"
     self.saver.wait()
     found, folder = newest(self.saver.folder, self.saver.run), self.saver.folder.parent
-    self.say(f"step {step} was broken off; " + (f"--resume {folder} goes on from {found.name}"
+    self.log_info(f"step {step} was broken off; " + (f"--resume {folder} goes on from {found.name}"
              if found else "there is no checkpoint before it to go on from"))
 
 # %% ../../nbs/30f_checkpointer.ipynb #304e5d1d

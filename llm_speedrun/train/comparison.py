@@ -419,7 +419,7 @@ def diverged(losses, # of the steps so far
 
 @patch
 def descend(self:Search, set_rates, # (step, groups of parameters): sets the rate of each
-            turn=0): # as for `again`
+            turn=0): # as for `reset`
     "The losses of a short run, which ends early where it diverges"
     self.reset(turn)
     t, losses = self.trainer, []
@@ -445,7 +445,7 @@ def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of
 
 # %% ../../nbs/64_comparison.ipynb #177c4d45
 @patch
-def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `again`
+def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `reset`
     "A short run at that rate: a dict with its losses in training, and in validation (None where it diverged)"
     def scale(step, groups):
         for g in groups: g["lr"] = g["lr"]*(rate/self.usual)
@@ -500,15 +500,15 @@ def edge(self:Found):
 @patch
 def try_all(self:Search, more=0): # runs that will come after these
     "A short run at each rate, told as it ends: a list of what `try_rate` returns"
-    say, tried, left = self.trainer.say, [], len(self.rates) + more
+    log_info, tried, left = self.trainer.log_info, [], len(self.rates) + more
     for rate in self.rates:
         t0 = time.perf_counter()
         tried.append(o := self.try_rate(rate))
         if len(tried) == 2: # the first one may have compiled
             each = format_duration(time.perf_counter() - t0)
-            say(f"{left - 2} more runs of {self.steps} steps, about {each} each")
+            log_info(f"{left - 2} more runs of {self.steps} steps, about {each} each")
         end = f"diverged after {o['steps']} steps" if o["val_loss"] is None else f"{o['val_loss']:.4f}"
-        say(f"learning rate {rate:.3g}: {end}")
+        log_info(f"learning rate {rate:.3g}: {end}")
     return tried
 
 # %% ../../nbs/64_comparison.ipynb #64e9356d

@@ -63,8 +63,9 @@ PRESSED = ("stopping after this step, then saving; a second Ctrl-C leaves out ev
 class Signals:
     """Note SIGINT and `TERMINATION_SIGNALS` in `got` inside a `with`. Inside `during` each one raises
     `KeyboardInterrupt`, elsewhere a third SIGINT does; neither if other processes wait (`alone` is False)"""
-    def __init__(self, say=print): # called with what a SIGINT does
-        self.got, self.old, self.raising, self.alone, self.pressed, self.say = None, {}, False, True, 0, say
+    def __init__(self, log_info=print): # called with what a SIGINT does
+        self.got, self.old, self.raising, self.alone, self.pressed = None, {}, False, True, 0
+        self.log_info = log_info
     def __enter__(self):
         main = threading.current_thread() is threading.main_thread() # no other may set handlers
         wanted = {signal.SIGINT, *TERMINATION_SIGNALS} if main else {}
@@ -83,7 +84,7 @@ def note(self:Signals, number, frame): # as Python gives them to a handler
     if self.alone and (self.raising or self.pressed > 2): raise KeyboardInterrupt
     with suppress(RuntimeError): # Python can't print in the middle of another print
         said = PRESSED[self.pressed - 1] if self.alone else PRESSED[0].partition(";")[0]
-        if number == signal.SIGINT: self.say(said)
+        if number == signal.SIGINT: self.log_info(said)
 
 # %% ../../nbs/30d_console.ipynb #6e26dc43
 @patch

@@ -43,7 +43,7 @@ class GroupCoordinator(Coordinator):
     "Coordinate several processes, each of which makes a `GroupCoordinator`"
     def __init__(self, world, device, signals): # as for `Coordinator`
         super().__init__(world, device, signals)
-        self.turns, self.stop, self.asked, self.rank_log = 0, 0, False, None
+        self.turns, self.stop, self.save_requested, self.rank_log = 0, 0, False, None
         self.heartbeat = self.flags = None # from `start` on
         self.watchdog, signals.alone = PeerWatchdog(world), False
 
@@ -70,9 +70,9 @@ def stop_signal(self:GroupCoordinator):
 @patch
 def exchange_flags(self:GroupCoordinator, save): # whether a checkpoint is due here
     "Send what this process wants, and return whether all of them save a checkpoint now"
-    ask = save and self.world.first and not self.asked
+    ask = save and self.world.first and not self.save_requested
     wants = self.flags(stop=self.signals.got or 0, save=ask)
-    self.stop, self.asked = wants["stop"], (self.asked or ask) and not wants["save"]
+    self.stop, self.save_requested = wants["stop"], (self.save_requested or ask) and not wants["save"]
     return wants["save"]
 
 @patch

@@ -278,7 +278,7 @@ def check_time(trainer, # a `Trainer`
 def check_resume(cfg): # a `TrainConfig`
     "Findings about the checkpoints of a run to go on with"
     passed = []
-    found = newest(Path(cfg.resume)/"checkpoints", read_record(cfg.resume).run_id, say=passed.append)
+    found = newest(Path(cfg.resume)/"checkpoints", read_record(cfg.resume).run_id, log_info=passed.append)
     if found and passed: passed[-1] += ". The one before it is taken"
     for text in passed: yield Finding("note", "resume", text)
     if found: yield Finding("ok", "resume", f"goes on from {found}")

@@ -86,7 +86,7 @@ def row_of(line, # bytes of JSON
 
 # %% ../../nbs/34_metrics.ipynb #c355e2d9
 def read_rows(path, # a `metrics.jsonl`
-              say=lambda problem: None): # called about lines that are passed over
+              log_info=lambda problem: None): # called about lines that are passed over
     """Read the rows of a file, dicts with `step`; none without a file. The last line may be cut off.
     Raises `InputError` for what is no regular file"""
     try: lines = read_bytes_of(path, 2**31).split(b"\n")
@@ -97,7 +97,7 @@ def read_rows(path, # a `metrics.jsonl`
         try: rows.append(row_of(line, f"line {i} of {path}"))
         except InputError as e:
             if i < len(lines): wrong.append(str(e)) # the last one ends without a newline, and was cut off
-    if wrong: say(f"lines of {Path(path).name} passed over: {len(wrong)}; the first: {wrong[0]}")
+    if wrong: log_info(f"lines of {Path(path).name} passed over: {len(wrong)}; the first: {wrong[0]}")
     return rows
 
 # %% ../../nbs/34_metrics.ipynb #a6af4a5a
@@ -157,15 +157,15 @@ class WandB:
 class Trackers:
     "Log to several trackers. One that fails is reported and dropped, and the others go on"
     def __init__(self, opened, # name -> tracker
-                 say=print): # called about failures
-        self.opened, self.say = dict(opened), say
+                 log_info=print): # called about failures
+        self.opened, self.log_info = dict(opened), log_info
 
     def each(self, f): # takes a tracker
         for name, t in [*self.opened.items()]:
             try: f(t)
             except Exception as e: # their errors are of any kind, and no reason to stop a run
                 del self.opened[name]
-                self.say(f"tracker {name!r} failed and gets no more rows: {type(e).__name__}: {e}")
+                self.log_info(f"tracker {name!r} failed and gets no more rows: {type(e).__name__}: {e}")
 
 # %% ../../nbs/34_metrics.ipynb #fbd2621f
 def spread(row): # a dict with `step`
@@ -191,9 +191,9 @@ def open_trackers(spec, # names separated by commas, of `TRACKERS`
                   folder, # of the run
                   config, # a dict, kept with the curves
                   step=0, # that a resumed run goes on after
-                  say=print): # called about failures
+                  log_info=print): # called about failures
     "Open the trackers. Raises `InputError` as `parse_trackers`, and `RunError` for one that doesn't open"
-    res = Trackers({}, say)
+    res = Trackers({}, log_info)
     for n in parse_trackers(spec):
         try: res.opened[n] = dict(tensorboard=TensorBoard, wandb=WandB)[n](Path(folder), config, step)
         except Exception as e:
@@ -222,17 +222,17 @@ class MetricsLogger:
         self.pending, self.copied, self.bad, self.train_s = [], deque(), 0, 0.
         self.file, self.trackers = None, None # of the first process, from `open` on
         self.clock = self.stepper.mark = Breakdown(device)
-        self.last = self.clock.now()
+        self.last_event = self.clock.now()
 
 # %% ../../nbs/34_metrics.ipynb #34log004
 STOPPED = "stopped" # a key of rows that only a stop has caused
 
 def cut_rows(folder, # of a run
              done, # the steps of its checkpoint
-             say=lambda problem: None): # called about lines that are no rows
+             log_info=lambda problem: None): # called about lines that are no rows
     "Keep only those rows of the logs that a run without a stop would have after `done` steps"
     for name in ("metrics.jsonl", "samples.jsonl"): # what a resumed run goes on from
-        rows = read_rows(folder/name, say)
+        rows = read_rows(folder/name, log_info)
         past = [r for r in rows if r["step"] <= done and STOPPED not in r]
         if past or name == "metrics.jsonl": replace_file(folder/name, "".join(map(json_line, past)))
         else: (folder/name).unlink(missing_ok=True)
@@ -276,7 +276,7 @@ def add(self:MetricsLogger, step, rate, loss, x, y): # number, learning rate, lo
 @patch
 def restart_clock(self:MetricsLogger):
     "Count no time before now as training"
-    self.last = self.clock.now()
+    self.last_event = self.clock.now()
 
 # %% ../../nbs/34_metrics.ipynb #34log009b
 @patch
@@ -318,9 +318,9 @@ def raise_bad_steps(self:MetricsLogger, step, x, y): # number of the last bad st
 def log_steps(self:MetricsLogger, steps, values, clock, end): # what `add` and `flush` have put together
     "Write the rows of some steps. Raises `AllFailed` after too many bad ones"
     if clock.gpu: end.synchronize() # now the losses are there
-    ms = ms_between(self.last, end)
+    ms = ms_between(self.last_event, end)
     tok_s = len(steps)*self.step_tokens / ms * 1e3
-    self.last, over, self.train_s = end, None, self.train_s + ms/1e3
+    self.last_event, over, self.train_s = end, None, self.train_s + ms/1e3
     for (step, lr, _, _, x, y), loss, norm in zip(steps, *values.tolist()):
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
         if step == steps[-1][0]: row |= self.details(step, lr, clock)
@@ -368,12 +368,12 @@ class StepProfile:
     def __init__(self, folder, # gets `profile.json.gz`, a trace, and `profile.md`, a table
                  steps=3, # to profile
                  skip=10, # before them, at least 1
-                 say=print): # called with where the profile is
+                 log_info=print): # called with where the profile is
         if steps < 1 or skip < 1:
             raise InputError(f"a profile takes at least one step after at least one other, not {steps} after "
                              f"{skip}")
         from torch.profiler import ProfilerActivity, profile, schedule
-        self.folder, self.steps, self.skip, self.say = Path(folder), steps, skip, say
+        self.folder, self.steps, self.skip, self.log_info = Path(folder), steps, skip, log_info
         self.done = 0 # steps
         plan = schedule(skip_first=skip - 1, wait=0, warmup=1, active=steps, repeat=1)
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA]*torch.cuda.is_available()
@@ -395,7 +395,7 @@ def close(self:StepProfile):
     prof, self.prof = self.prof, None
     if prof: prof.stop()
     if prof and self.done <= self.skip:
-        self.say(f"no profile: the run ended after {self.done} of the {self.skip} steps before it")
+        self.log_info(f"no profile: the run ended after {self.done} of the {self.skip} steps before it")
 
 # %% ../../nbs/34_metrics.ipynb #6f37fe31
 @patch
@@ -407,5 +407,5 @@ def write(self:StepProfile, prof): # that has stopped
         prof.export_chrome_trace(str(trace))
         text = f"{top_ops(prof, seen)}\n\ncalls and ms a step, means over {seen}\n"
         replace_file(self.folder/"profile.md", text)
-    except (OSError, RuntimeError) as e: return self.say(f"the profile could not be written: {e}")
-    self.say(f"profile of {seen} steps: {trace} (open it in https://ui.perfetto.dev), profile.md")
+    except (OSError, RuntimeError) as e: return self.log_info(f"the profile could not be written: {e}")
+    self.log_info(f"profile of {seen} steps: {trace} (open it in https://ui.perfetto.dev), profile.md")

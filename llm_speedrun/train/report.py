@@ -95,7 +95,7 @@ def read_run(folder): # of a run, finished or not
     load = lambda name, read, empty: _loaded(folder/name, read, empty, notes)
     run = {k: load(f"{k}.json", partial(read_json, kind=kind), empty) for k, (kind, empty) in _JSON.items()}
     for k, name in (("rows", "metrics"), ("samples", "samples")):
-        run[k] = load(f"{name}.jsonl", partial(read_rows, say=notes.append), list)
+        run[k] = load(f"{name}.jsonl", partial(read_rows, log_info=notes.append), list)
     for k, name in (("sample", "sample.txt"), ("profile", "profile.md")): run[k] = load(name, _text, str)
     notes += [what for k, what in _MISSING.items() if not run[k]]
     saved, over = map(step_of_name, checkpoints(folder/"checkpoints")), (folder/"result.json").exists()

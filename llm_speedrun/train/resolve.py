@@ -154,7 +154,7 @@ class TrainPlan:
     sequences: int # in a step, of all processes
     rows_here: int # in a step, of this process
     warmup: int # steps in which the learning rate rises
-    wanted: str # the preset or rungs that were asked for
+    requested_rungs: str # the preset or rungs that were asked for
     why: dict # rung -> what was measured for it, or why it is left out
     weights: dict | None = None # to begin with, name -> tensor
 
@@ -188,12 +188,12 @@ class PlanResolver:
                  coordinator, # a `Coordinator` of the processes
                  limits, # `DeviceLimits`
                  record=None, # of the run to go on with, its `Record`
-                 say=print): # called with what a reader should know
-        self.cfg, self.given, self.limits, self.record, self.say = cfg, given, limits, record, say
+                 log_info=print): # called with what a reader should know
+        self.cfg, self.given, self.limits, self.record, self.log_info = cfg, given, limits, record, log_info
         self.coordinator, self.world, self.device = coordinator, coordinator.world, coordinator.device
-        self.wanted, self.why, self.rungs = cfg.rungs, {}, parse_rungs(cfg.rungs, limits.lacks)
+        self.requested_rungs, self.why, self.rungs = cfg.rungs, {}, parse_rungs(cfg.rungs, limits.lacks)
         self.config = self.weights = self.recipe = self.data = self.sequences = None
-        self.choices = Choices(again=cfg.retune, say=say) # what is measured is remembered
+        self.choices = Choices(again=cfg.retune, log_info=log_info) # what is measured is remembered
 
     @property
     def rows_here(self): # of a step's sequences
@@ -262,7 +262,7 @@ def open_data(self:PlanResolver, found=None): # a `FoundCheckpoint` to go on fro
     self.coordinator.run_on_rank_zero(opened)
     if not self.world.first: opened()
     check_alike(self.world, data=self.data.fingerprint)
-    for line in self.data.lines(): self.say(line)
+    for line in self.data.lines(): self.log_info(line)
     return self.data
 
 # %% ../../nbs/30a_resolve.ipynb #8d4960cd
@@ -279,7 +279,7 @@ def with_document_mask(self:PlanResolver, r): # a `Recipe`
 def in_phases(self:PlanResolver, r): # a `Recipe`
     "Return the recipe with phases that divide a step of this process"
     new, c = resolve_phases(r, self.rows_here, self.cfg.seq_len), self.cfg
-    if new != r and ":" in c.recipe: self.say(f"{new.spec()} in place of {r.spec()}: it divides a step")
+    if new != r and ":" in c.recipe: self.log_info(f"{new.spec()} in place of {r.spec()}: it divides a step")
     return new
 
 # %% ../../nbs/30a_resolve.ipynb #94f183b5
@@ -314,7 +314,7 @@ def name_recipe(self:PlanResolver, names): # of rungs
     given = {"init", "lr"} & self.given
     self.cfg.recipe = best_recipe(names, given)
     why = why_not_best(names, given)
-    if why: self.say(f"the recipe is adamw and not the default: {why}")
+    if why: self.log_info(f"the recipe is adamw and not the default: {why}")
 
 # %% ../../nbs/30a_resolve.ipynb #d3da2420
 @patch
@@ -328,7 +328,7 @@ def choose(self:PlanResolver):
     else:
         name, rungs = self.compare(candidates(lacks, parallel))
         self.rungs = rungs + parallel
-    self.wanted = ",".join([name, *parallel])
+    self.requested_rungs = ",".join([name, *parallel])
 
 # %% ../../nbs/30a_resolve.ipynb #30lst001
 @patch
@@ -347,7 +347,7 @@ def compare(self:PlanResolver, lists): # name -> rungs
 def try_batch(self:PlanResolver, rungs):
     """Try a micro-batch, on all processes if they share one model, otherwise on the first one. Returns its
     `Trial` and `ResolvedRungs`"""
-    c, named = self.cfg, not preset_of(self.wanted)
+    c, named = self.cfg, not preset_of(self.requested_rungs)
     of = self.config, rungs, self.rows_here, self.limits.gib, c.micro_batch_size or 0, 0 if c.steps else 5
     if self.world.size > 1 and any(find_rung(rung_name(r)).fills for r in rungs):
         return trial_of(*of, self.world, self.recipe, named=named)
@@ -358,12 +358,12 @@ def try_batch(self:PlanResolver, rungs):
 def set_micro_batch(cfg, # a `TrainConfig`; gets `micro_batch_size` and `grad_accum_steps`
                     batch, # sequences in a micro-batch
                     rows, # sequences in a step of this process
-                    say): # called where it has become smaller
+                    log_info): # called where it has become smaller
     "Set the options for micro-batches of `batch` sequences"
     was, cfg.micro_batch_size, cfg.grad_accum_steps = cfg.micro_batch_size, batch, rows//batch
     if was and batch < was:
-        say(f"out of GPU memory with {was} sequences in a micro-batch: going on "
-            f"with {cfg.grad_accum_steps} x {batch}")
+        log_info(f"out of GPU memory with {was} sequences in a micro-batch: going on "
+                 f"with {cfg.grad_accum_steps} x {batch}")
 
 # %% ../../nbs/30a_resolve.ipynb #30res041
 class NoMemory(RunError):
@@ -375,10 +375,10 @@ class MicroBatchReducer:
                  train_step, # the `TrainStep` of the run
                  world, # a `World`
                  folder, # of the run, for messages
-                 say, write_config, # called with a line; called when options have changed
+                 log_info, write_config, # called with a line; called when options have changed
                  log_event=lambda text: None): # called with an event of this step
         self.plan, self.train_step, self.world, self.folder = plan, train_step, world, folder
-        self.say, self.write_config, self.log_event = say, write_config, log_event
+        self.log_info, self.write_config, self.log_event = log_info, write_config, log_event
 
     def raise_in_group(self, where): # in words
         "Raise `NoMemory` if other processes wait for this one; one alone can do something about it"
@@ -408,7 +408,7 @@ def __call__(self:MicroBatchReducer, batch): # sequences that did not fit
     if not (new := smaller(rows, batch)): raise RunError(
         f"out of GPU memory with one sequence of {c.seq_len} tokens: try --rungs smallest, "
         "or a smaller --model or --seq_len")
-    set_micro_batch(c, new, rows, self.say)
+    set_micro_batch(c, new, rows, self.log_info)
     self.train_step.micro_batch = new
     self.write_config()
     self.log_event(f"out of memory: micro-batches of {new}")
@@ -421,9 +421,9 @@ def fill_time(self:PlanResolver, ms): # of a step
     in_time = c.minutes*60e3 / ms
     in_text = math.inf if c.stream else c.epochs*self.data.batches.per_epoch
     c.steps = max(10, round(min(in_time, in_text, 1e15)))
-    if in_time < 10: self.say(f"10 steps, the fewest, will take some {10*ms/60e3:.2g} minutes "
-                              f"in place of {c.minutes:g}")
-    if in_text < in_time: self.say(f"{c.steps} steps are {c.epochs:g} passes over the text (--epochs)")
+    if in_time < 10: self.log_info(f"10 steps, the fewest, will take some {10*ms/60e3:.2g} minutes "
+                                   f"in place of {c.minutes:g}")
+    if in_text < in_time: self.log_info(f"{c.steps} steps are {c.epochs:g} passes over the text (--epochs)")
 
 # %% ../../nbs/30a_resolve.ipynb #a4e103c0
 @patch
@@ -443,17 +443,17 @@ def fill_in(self:PlanResolver):
 def resolve(self:PlanResolver):
     "Decide the rungs' options, the micro-batch, the steps and the learning rate. Returns the `TrainPlan`"
     c = self.cfg
-    find = resolve_preset if preset_of(self.wanted) else resolve_rungs
+    find = resolve_preset if preset_of(self.requested_rungs) else resolve_rungs
     on = self.coordinator.run_on_rank_zero(lambda: find(self.config, self.rungs, self.choices))
     c.steps = c.steps or c.total_tokens//c.step_tokens
     t, kept = self.try_batch(on.rungs)
     c.rungs, self.why = ",".join(kept.rungs), self.why | on.why | kept.why
-    set_micro_batch(c, t.batch, self.rows_here, self.say)
+    set_micro_batch(c, t.batch, self.rows_here, self.log_info)
     if not c.steps: self.fill_time(t.ms)
     self.fill_in() # the warm-up is the first run's, also where it goes on for longer
     warmup = self.record.warmup_steps if self.record else warmup_steps(c.warmup, c.steps)
     rows = self.sequences, self.rows_here
-    return TrainPlan(c, self.config, self.recipe, *rows, warmup, self.wanted, self.why, self.weights)
+    return TrainPlan(c, self.config, self.recipe, *rows, warmup, self.requested_rungs, self.why, self.weights)
 
 # %% ../../nbs/30a_resolve.ipynb #db7f4850
 def plan_lines(plan, # a `TrainPlan`
@@ -469,4 +469,5 @@ def plan_lines(plan, # a `TrainPlan`
     yield f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}, weight decay {c.weight_decay:.3g}"
     average = f"average of the last {1/(1 - c.ema_decay):,.0f} steps" if c.ema_decay else ""
     if more := "; ".join(filter(None, [str(batching or ""), average])): yield f"  {more}"
-    yield from (f"  not {name}: {why}" for name, why in left_out(plan.wanted, c.rungs.split(","), plan.why))
+    out = left_out(plan.requested_rungs, c.rungs.split(","), plan.why)
+    yield from (f"  not {name}: {why}" for name, why in out)

@@ -204,7 +204,7 @@ def layout(world): # a `World`
 @patch
 def open(self:RunDir, plan, # a `TrainPlan`
          tokenizer, done, # of its text, or None; steps so far
-         say=print): # called about lines in logs that are no rows
+         log_info=print): # called about lines in logs that are no rows
     "Write the files that a run has from the start, and remove what an older run has left"
     self.write_config(plan) # from here on checkpoints of an older run aren't this run's
     remove_unfinished(self.path)
@@ -212,7 +212,7 @@ def open(self:RunDir, plan, # a `TrainPlan`
         remove_run_outputs(self.path)
         if tokenizer: write_tokenizer(self.path, tokenizer)
     (self.path/"result.json").unlink(missing_ok=True) # there when the run is over
-    cut_rows(self.path, done, say)
+    cut_rows(self.path, done, log_info)
 
 # %% ../../nbs/33a_run_dir.ipynb #33arun05b
 @patch

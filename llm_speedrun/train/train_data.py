@@ -45,7 +45,7 @@ class TrainData:
                  world, # a `World`
                  device, # for the validation sequences
                  vocab=2**32): # of the model, whose own tokenizer must fit it
-        self.cfg, self.rows, self.world, self.parts, self.vocab = cfg, rows, world, [], vocab
+        self.cfg, self.rows, self.world, self.mixture, self.vocab = cfg, rows, world, [], vocab
         try: val = self.open_stream() if cfg.stream else self.open_tokens()
         except FileNotFoundError as e:
             if not cfg.resume: raise
@@ -57,7 +57,7 @@ class TrainData:
 @patch(as_prop=True)
 def corpora(self:TrainData):
     "Return the corpora whose tokens are on disk"
-    return [corpus for corpus, _ in self.parts]
+    return [corpus for corpus, _ in self.mixture]
 
 @patch
 def close(self:TrainData):
@@ -70,7 +70,7 @@ def open_tokens(self:TrainData):
     "Open tokens on disk, one corpus or a mixture. Returns sequences to validate on"
     c = self.cfg
     own = {"tokenizer" if c.resume else "for_text": own_tokenizer(c, self.vocab)}
-    self.parts = parts = open_mix(c.data, c.vocab or None, text_key=c.text_key, **own)
+    self.mixture = parts = open_mix(c.data, c.vocab or None, text_key=c.text_key, **own)
     for corpus in self.corpora: corpus.train.check(); corpus.val.check()
     self.corpus, self.fingerprint = self.corpora[0], mix_fingerprint(parts)
     if len(parts) == 1:
@@ -151,5 +151,5 @@ def go_on(self:TrainData, state, done): # as `state` returned it, the steps of i
 def bigram_loss(self:TrainData):
     "Return a bigram model's loss on the validation sequences; None for a stream, whose tokens aren't counted"
     if self.cfg.stream: return None
-    whole = self.corpus if len(self.parts) == 1 else self.parts # of a mixture, every corpus counts
+    whole = self.corpus if len(self.mixture) == 1 else self.mixture # of a mixture, every corpus counts
     return bigram_loss(whole, [tuple(t.cpu() for t in self.val)])

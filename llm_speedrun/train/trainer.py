@@ -62,7 +62,7 @@ class Trainer:
         self.cfg = with_plugins(resumed(cfg, given) if cfg.resume else cfg)
         self.coordinator = c = join_group(self.cfg, given, self.signals)
         self.world, self.device, self.progress = c.world, c.device, progress and c.world.first
-        self.say = self.signals.say = console_print if self.progress else silent
+        self.log_info = self.signals.log_info = console_print if self.progress else silent
         self.limits = device_limits(self.cfg.memory_limit)
         for name in LATER.split(): setattr(self, name, None) # `assemble` and `fit` fill them in
         with deterministic(self.cfg.deterministic): self.assemble(given)
@@ -138,7 +138,8 @@ def build_run(self:Trainer):
     self.make_step()
     self.average = weights_average(self.run, self.step, c.ema_decay)
     self.train_step.average = self.validator.average = self.average
-    self.checkpointer = Checkpointer(self.run, self.train_step, self.data, self.average, self.world, self.say)
+    self.checkpointer = Checkpointer(self.run, self.train_step, self.data, self.average, self.world,
+                                     self.log_info)
 
 # %% ../../nbs/30_trainer.ipynb #30step51
 @patch
@@ -147,11 +148,11 @@ def make_step(self:Trainer):
     self.train_step = TrainStep(self.run, self.cfg.micro_batch_size, self.plan.lr_schedule(),
                                 self.cfg.grad_clip)
     self.step = self.train_step.stepper
-    self.reducer = MicroBatchReducer(self.plan, self.train_step, self.world, self.folder, self.say,
+    self.reducer = MicroBatchReducer(self.plan, self.train_step, self.world, self.folder, self.log_info,
                                      partial(self.run_dir.write_config, self.plan))
     self.validator = Validator(self.step, self.data.val, self.world, batch=self.cfg.micro_batch_size,
-                               say=self.say, during=self.signals.during, on_oom=self.reducer.raise_in_group,
-                               folder=self.folder)
+                               during=self.signals.during, on_oom=self.reducer.raise_in_group,
+                               log_info=self.log_info, folder=self.folder)
 
 # %% ../../nbs/30_trainer.ipynb #76fcc158
 @patch
@@ -183,16 +184,17 @@ def close(self:Trainer):
 def save_on_error(self:Trainer):
     "Save the run after an error, but no weights of half a step; print it if even that fails"
     try:
-        if self.in_step: self.checkpointer.say_broken_off(self.done + 1)
+        if self.in_step: self.checkpointer.log_broken_off(self.done + 1)
         else: self.checkpointer.save_weights(self.folder/"model.safetensors")
         self.save_if_needed(); self.close()
-    except OSError as e: self.say(f"could not save: {e}. Earlier states are in {self.folder/'checkpoints'}")
+    except OSError as e:
+        self.log_info(f"could not save: {e}. Earlier states are in {self.folder/'checkpoints'}")
 
 # %% ../../nbs/30_trainer.ipynb #30stopf
 @patch
 def stop_fast(self:Trainer):
     "Save, and do no more, after a signal that leaves no time. Returns results without a validation loss"
-    if self.in_step: self.checkpointer.say_broken_off(self.done + 1)
+    if self.in_step: self.checkpointer.log_broken_off(self.done + 1)
     else: self.save_if_needed(); self.checkpointer.save_weights(self.folder/"model.safetensors")
     self.close()
     res = dict(steps=self.done, interrupted=True, folder=str(self.folder))
@@ -328,14 +330,14 @@ def first_step(trainer, x, y): # the sequences of a step
     trainer.timings.stop()
     trainer.first_step_at = time.perf_counter()
     trainer.logger.restart_clock() # what had to be compiled isn't counted as training
-    if trainer.cfg.timings: trainer.say(f"\n{trainer.timings}")
+    if trainer.cfg.timings: trainer.log_info(f"\n{trainer.timings}")
     return loss
 
 # %% ../../nbs/30_trainer.ipynb #a2211732
 def checkpoint_to_resume(r, # a `PlanResolver` that knows the shape
                          folder): # of the run
     "Read the newest valid checkpoint of a run, and check that the run may go on from it"
-    found = find_checkpoint(folder, r.record.run_id, r.config, r.world, r.say)
+    found = find_checkpoint(folder, r.record.run_id, r.config, r.world, r.log_info)
     check_unfinished(folder, found.about.step, r.cfg)
     check_fixed(found.folder, found.about, fixed_options(r.cfg, r.config, r.record.warmup_steps))
     return found
@@ -345,9 +347,9 @@ def resume_from(trainer, found): # a `FoundCheckpoint`
     "Restore a trainer's run from a checkpoint, and continue after its step"
     trainer.checkpointer.restore(found)
     trainer.done = found.about.step
-    trainer.say(f"going on from {found.folder}")
+    trainer.log_info(f"going on from {found.folder}")
     said = trainer.plan.length_change(found.about.facts.get("steps", trainer.record.steps), trainer.done)
-    if said: trainer.say(said)
+    if said: trainer.log_info(said)
 
 # %% ../../nbs/30_trainer.ipynb #f7d28714
 @contextmanager
@@ -371,11 +373,11 @@ def open_files(trainer):
     "Open the files in the run's folder, and with `overwrite` remove those of an older run"
     t, c, one = trainer, trainer.cfg, trainer.world.first # which writes for all
     run_id = t.run_dir.run_id = t.record.run_id if t.record else t.world.broadcast_object(uuid.uuid4().hex)
-    of = t.plan, t.data.corpus.tokenizer, t.done, t.say
+    of = t.plan, t.data.corpus.tokenizer, t.done, t.log_info
     t.coordinator.run_on_rank_zero(lambda: t.run_dir.open(*of))
     if t.ladder and one: replace_file(t.folder/"ladder.json", json.dumps(t.ladder, indent=1))
     t.checkpointer.open(t.folder, run_id, c.keep_last, t.done)
-    trackers = open_trackers(c.loggers if one else "", t.folder, asdict(c), step=t.done, say=t.say)
+    trackers = open_trackers(c.loggers if one else "", t.folder, asdict(c), step=t.done, log_info=t.log_info)
     t.logger = MetricsLogger(t.folder, t.step, t.world, t.device, c.step_tokens,
                              log_locally=t.coordinator.log_to_rank_file)
     t.logger.open(trackers)
@@ -389,7 +391,7 @@ def assemble(self:Trainer, given): # names of options
     c = self.cfg
     self.record = read_record(c.resume) if c.resume else None
     with self.timings("find the rungs"):
-        resolver = PlanResolver(c, given, self.coordinator, self.limits, self.record, self.say)
+        resolver = PlanResolver(c, given, self.coordinator, self.limits, self.record, self.log_info)
     resolver.resolve_shape()
     self.run_dir = RunDir(c, self.coordinator)
     self.folder = self.run_dir.path
@@ -410,13 +412,13 @@ def decide(self:Trainer, r): # a `PlanResolver` that knows the shape
     notify(self, "after_plan")
     if self.cfg.ladder: self.ladder = measured_ladder(r, phase)
     with phase("build the model"): self.build_run()
-    for line in plan_lines(self.plan, self.world.rank_and_size("dp")[1], self.run.batching): self.say(line)
+    for s in plan_lines(self.plan, self.world.rank_and_size("dp")[1], self.run.batching): self.log_info(s)
     if found: resume_from(self, found)
 
 # %% ../../nbs/30_trainer.ipynb #30lad001
 def measured_ladder(r, timings): # a `PlanResolver` that has resolved, `Timings`
     "Measure what each rung gains over those before it. Returns records for the report; they decide nothing"
-    r.say("measuring what each rung gains...")
+    r.log_info("measuring what each rung gains...")
     alone = [name for name in r.cfg.rungs.split(",") if name and rung_name(name) not in PARALLEL]
     with timings("measure the ladder"):
         return r.coordinator.run_on_rank_zero(lambda: climb(r.config, r.rows_here, alone))

@@ -23,11 +23,11 @@ class Validator:
                  batch=1, # most sequences in a forward pass
                  during=lambda f: f(), # runs an evaluation so that a signal can end it
                  on_oom=lambda where: None, # called where memory ran out; raises if nothing can be done
-                 say=print, # called with what a reader should know
+                 log_info=print, # called with what a reader should know
                  folder=""): # of the run, for a message
         self.stepper, self.val, self.world, self.average = stepper, val, world, average
-        self.batch, self.during, self.on_oom, self.say, self.folder = batch, during, on_oom, say, folder
-        self.reduced = 0 # sequences in a pass since memory ran out
+        self.batch, self.during, self.on_oom, self.folder = batch, during, on_oom, folder
+        self.log_info, self.reduced = log_info, 0 # sequences in a pass since memory ran out
 
 
 # %% ../../nbs/30g_validator.ipynb #30val006b
@@ -68,5 +68,5 @@ def evaluate(self:Validator):
         self.reduced = smaller(len(self.val[0]), len(batches[0][0]))
         if not self.reduced: raise RunError("out of GPU memory in an evaluation of one sequence. "
                                             f"Go on where there is more room: --resume {self.folder}")
-        self.say(f"out of GPU memory in an evaluation: going on with batches of {self.reduced}")
+        self.log_info(f"out of GPU memory in an evaluation: going on with batches of {self.reduced}")
         free_memory()

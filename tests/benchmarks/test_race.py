@@ -64,7 +64,7 @@ def test_few_steps(evals, steps):
     except RunError as e: assert "too few to race" in str(e) and steps < clock.WARM + clock.GAUGE + 2*evals; return
     assert len({m["step"] for m in budget.marks}) == evals and abs(plans[-1] - steps) <= 1
 
-def test_too_short_a_clock_is_seen_in_the_step_that_ends_it(monkeypatch):
+def test_race_fails_early_when_time_is_too_short(monkeypatch):
     "On a CPU from the second step on; on a GPU the first ones may compile, and the clock begins after them"
     for gpu, most in ((False, 3), (True, clock.WARM + 2)):
         now = iter(range(100))

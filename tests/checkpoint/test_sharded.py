@@ -393,14 +393,14 @@ def test_damaged(some, name, how):
     else: path.write_bytes(data[:-9] if how == "short" else data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     why, said = validation_error(some), []
     assert why and (name in why or name == "manifest.json")
-    assert newest(some.parent, say=said.append) is None and why in said[0]
-    said = together(4, lambda world: newest_on_all_ranks(world, some.parent, say=(words := []).append) or words)
+    assert newest(some.parent, log_info=said.append) is None and why in said[0]
+    said = together(4, lambda world: newest_on_all_ranks(world, some.parent, log_info=(words := []).append) or words)
     assert said[1:] == [[], [], []] and len(said[0]) == 1 and (name in said[0][0] or name == "manifest.json")
 
 def test_together_takes_the_newest_of_the_run(good, some):
     later = Path(shutil.copytree(good, some.parent/"step-00000009"))
     rewritten(later, "about.json", lambda a: a.update(step=9, run="other"))
-    assert together(3, lambda world: newest_on_all_ranks(world, some.parent, "r", say=lambda s: None)) == [some]*3
+    assert together(3, lambda world: newest_on_all_ranks(world, some.parent, "r", log_info=lambda s: None)) == [some]*3
     assert together(3, lambda world: newest_on_all_ranks(world, some.parent)) == [later]*3
     assert together(2, lambda world: newest_on_all_ranks(world, some.parent/"nowhere")) == [None]*2
 

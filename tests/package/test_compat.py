@@ -172,7 +172,7 @@ def test_what_is_wrong_gives_way_where_it_was_not_tried(untried, monkeypatch):
     with fails(RuntimeError, "rung 'epilogues'", "they are off by"): build(SMALL, ["bf16", "fused_ops", "epilogues"])
     for rung, rest in (("flash4", ["bf16"]), ("epilogues", ["bf16", "fused_ops"])):
         fa4.flash4_error.cache_clear(); epilogues.epilogues_error.cache_clear(); seen.clear()
-        on = resolve_preset(SMALL, [*rest, rung], Choices(again=True, say=lambda *a: None))
+        on = resolve_preset(SMALL, [*rest, rung], Choices(again=True, log_info=lambda *a: None))
         assert on.rungs == rest and "off by" in on.why[rung]
 
 # --- warnings ---

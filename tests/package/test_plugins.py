@@ -118,8 +118,8 @@ def test_a_model_is_not_taken_by_its_name_alone(there):
     "A run of a shape that happens to be called as a plug-in's model is, is a GPT"
     path = there/"runs/own/config.json"
     path.write_text(json.dumps({k: v for k, v in config_of(there/"runs/own").items() if k not in ("architecture", "plugins")}), encoding="utf-8")
-    import_plugins("mine.py", say=lambda text: None)
-    assert read_record("runs/own").model.name == "custom" and type(from_pretrained("runs/own", "cpu").model).__name__ == "GPT"
+    import_plugins("mine.py", log_info=lambda text: None)
+    assert read_record("runs/own").model_config.name == "custom" and type(from_pretrained("runs/own", "cpu").model).__name__ == "GPT"
 
 # --- refused ---
 
@@ -154,13 +154,13 @@ def test_two_files_with_one_name(tmp_path, capsys):
 def test_a_changed_file_is_imported_anew(tmp_path):
     for name in ("mine", "yours"):
         (tmp_path/"a.py").write_text(HEAD + RUNG.format(name), encoding="utf-8")
-        import_plugins("a.py", say=lambda text: None)
+        import_plugins("a.py", log_info=lambda text: None)
     assert "yours" in RUNGS and "mine" not in RUNGS
 
 @pytest.fixture
 def mine(tmp_path):
     (tmp_path/"mine.py").write_text(CODE, encoding="utf-8")
-    import_plugins("mine.py", say=lambda text: None)
+    import_plugins("mine.py", log_info=lambda text: None)
     return WORKLOADS["relu2"]
 
 def test_parts_of_a_gpt_are_no_parts_of_another_model(mine):
@@ -185,7 +185,7 @@ def test_a_recipe_with_switches_is_for_its_own_model(there, capsys):
 @pytest.mark.parametrize("attend, fits", [("naive_attention(q, k, v)", True), ("v.cumsum(2)/torch.arange(1, v.shape[2] + 1)[:, None]", False)])
 def test_a_cache_must_fit_the_model(tmp_path, attend, fits):
     (tmp_path/"mine.py").write_text(CODE.replace("feed=squared_relu)", f"attend=lambda q, k, v: {attend})") + "from llm_speedrun.model import naive_attention\n")
-    import_plugins("mine.py", say=lambda text: None)
+    import_plugins("mine.py", log_info=lambda text: None)
     run = build(WORKLOADS["relu2"], device="cpu", seed=3)
     for p in run.model.parameters(): p.data.mul_(4)
     if fits: return Generator(run, 2).begin([[1, 2], [3]])
@@ -212,7 +212,7 @@ def test_new_processes_import_the_same(mine, tmp_path):
 def test_measurements_depend_on_its_code(mine, tmp_path):
     before = code_version(), code_of(["nadam"]), code_of(["flash"])
     (tmp_path/"mine.py").write_text(CODE.replace("lr=1e-3", "lr=2e-3"), encoding="utf-8")
-    import_plugins("mine.py", say=lambda text: None)
+    import_plugins("mine.py", log_info=lambda text: None)
     after = code_version(), code_of(["nadam"]), code_of(["flash"])
     assert [a == b for a, b in zip(before, after)] == [False, False, True]
 

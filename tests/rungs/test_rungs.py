@@ -104,7 +104,7 @@ def test_unknown_stage_and_backend(run):
 
 # What this machine can't run
 
-def test_turing(card):
+def test_turing_refuses_tf32_and_bf16(card):
     "A Turing card refuses TF32 and bfloat16, naming the card and what to do; its 16-bit rung is fp16"
     card("Tesla T4", 7, 5)
     for name, what in (("tf32", "TF32"), ("bf16", "bfloat16")):
@@ -165,7 +165,7 @@ def test_presets_step_here(preset):
     assert step((x, x)).item() < 20
     if not torch.cuda.is_available(): assert not {"fp8", "compile"} & set(rungs)
 
-def test_pascal(card):
+def test_pascal_refuses_fp16(card):
     "A card without tensor cores refuses float16 too; an Ampere card takes TF32 and bfloat16"
     card("Tesla P100", 6, 0)
     with fails(RuntimeError, "'fp16' cannot run here", "7.0, and Tesla P100 has 6.0"): check_rung(find_rung("fp16"), ())
@@ -192,13 +192,13 @@ def test_a_rung_that_builds_on_another(rungs, missing):
     "A rung whose foundation is missing names it"
     with fails(ValueError, f"rung '{rungs.split(',')[0]}'", missing): build(NANO, rungs.split(","))
 
-def test_twice(run):
+def test_a_rung_is_applied_once(run):
     "A rung goes on once"
     for f in (tf32, bf16, flash):
         with fails(ValueError, f"'{f.__name__}' is applied twice: name it once"): f(f(run))
     with fails(ValueError, "'tf32' is applied twice"): build(NANO, ["tf32", "flash", "tf32"])
 
-def test_order(run):
+def test_wrong_order_is_refused(run):
     "By hand a rung of an earlier stage can't follow a later one; `build` sorts names given in any order"
     for f in (tf32, bf16):
         with fails(ValueError, f"'{f.__name__}' must come before 'flash'", "use `build`"): f(flash(run))

@@ -134,15 +134,15 @@ def test_readme_leaves_out_what_is_for_the_site():
     cell = dict(cell_type="markdown", source="<!-- not in the README -->\n\nMore.")
     assert "More." not in make_readme(dict(cells=[cell]))
 
-# --- doors ---
+# --- links of the home page ---
 
 def hrefs(contents):
     for o in contents: yield from hrefs(o["contents"]) if "contents" in o else [o["href"]] if isinstance(o, dict) else [o]
 
-def test_the_doors_exist():
+def test_links_of_the_home_page_exist():
     "A page is a file, or one that the site's code writes: it stands in the sidebar then"
-    doors = re.findall(r"^- \*\*\[.+?\]\(.+?\)\*\* ", MARKDOWN, re.M)
-    assert targets("".join(doors)) == ["course.qmd", "train/index.qmd", "kernels.qmd"]
+    links = re.findall(r"^- \*\*\[.+?\]\(.+?\)\*\* ", MARKDOWN, re.M)
+    assert targets("".join(links)) == ["course.qmd", "train/index.qmd", "kernels.qmd"]
     sidebar = yaml.safe_load((ROOT/"nbs/sidebar.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
     known = {*hrefs(sidebar)}
     for t in {*targets(MARKDOWN)}: assert (ROOT/"nbs"/t).exists() or t in known, f"{t} is no page"

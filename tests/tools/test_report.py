@@ -122,7 +122,7 @@ def test_files_of_the_wrong_kind_are_tolerated(copy, junk):
 HOSTILE = "</pre></style></title><script>alert('x')</script> & \"quoted\" \x00\x1b[31m ünïcödé \U0001f600"
 
 @pytest.mark.filterwarnings("ignore:Glyph")    # in the picture's font
-def test_what_a_run_says_is_shown_and_never_obeyed(copy):
+def test_run_text_is_escaped(copy):
     config = json.loads((copy/"config.json").read_text())
     config |= dict(data=HOSTILE, model=HOSTILE, name="</style>", gpu=HOSTILE, rungs="cuda_graphs")
     (copy/"config.json").write_text(json.dumps(config))

@@ -149,7 +149,7 @@ def test_a_recorded_preset_is_not_measured(tmp_path, monkeypatch):
     for name in ("cpu", "safe"):
         monkeypatch.setattr(resolve, "recorded_preset", lambda config: name)
         trainer = Trainer(options(tmp_path, rungs="auto", name=name), progress=False)
-        assert [*map(rung_name, trainer.cfg.rungs.split(","))] == [*trainer.run.rungs] and trainer.plan.wanted == name
+        assert [*map(rung_name, trainer.cfg.rungs.split(","))] == [*trainer.run.rungs] and trainer.plan.requested_rungs == name
         assert {rung_name(r) for r in trainer.cfg.rungs.split(",")} == {rung_name(r) for r in preset(name)}
 
 def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
@@ -159,7 +159,7 @@ def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
     monkeypatch.setattr(autotune, "list_speed", list_speed)
     trainer = Trainer(options(tmp_path, rungs="auto", name="a"))
     said = capsys.readouterr().out
-    assert trainer.run.rungs == ("flash",) and trainer.plan.wanted == "fastest"
+    assert trainer.run.rungs == ("flash",) and trainer.plan.requested_rungs == "fastest"
     assert "fastest: 1,000 tokens/s" in said and "fastest without fused_adamw: 2,000 tokens/s" in said
     assert "not fused_adamw: the list is faster without it here" in " ".join(said.split())
     speed[2] = 3.
@@ -247,21 +247,21 @@ def test_garbage_is_left_aside(choices, text):
     "A file that can't be used is as good as none: it is said, measured, and replaced"
     choices.write_bytes(text.encode("latin-1"))
     said = []
-    assert choose(Choices(say=said.append)) == "flash" and any("left aside" in s and "choices.json" in s for s in said)
+    assert choose(Choices(log_info=said.append)) == "flash" and any("left aside" in s and "choices.json" in s for s in said)
     said.clear()
-    assert choose(Choices(say=said.append), "other") == "flash" and len(said) == 1
+    assert choose(Choices(log_info=said.append), "other") == "flash" and len(said) == 1
 
 def test_a_pipe_in_its_place(choices):
     "A pipe under that name doesn't hang the start"
     os.mkfifo(choices)
     said = []
-    assert choose(Choices(say=said.append)) == "flash" and "no regular file" in said[0]
+    assert choose(Choices(log_info=said.append)) == "flash" and "no regular file" in said[0]
 
 def test_a_choice_of_another_kind_is_measured_again(choices):
     "What was remembered must be what is asked for"
     assert choose(Choices(), [1], kind=list[int]) == [1]
     said = []
-    assert choose(Choices(say=said.append), "cudnn") == "cudnn" and "can't be used" in said[0]
+    assert choose(Choices(log_info=said.append), "cudnn") == "cudnn" and "can't be used" in said[0]
     assert choose(Choices(), "other") == "cudnn"
 
 @pytest.mark.parametrize("change", [dict(torch="9.9"), dict(gpu="NVIDIA Other"), dict(driver="1"), dict(triton="0")], ids=str)
@@ -291,7 +291,7 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     "The choice is made all the same"
     (tmp_path/"file").touch()
     said = []
-    assert choose(Choices(tmp_path/"file"/"choices.json", say=said.append)) == "flash" and "can't be remembered" in said[-1]
+    assert choose(Choices(tmp_path/"file"/"choices.json", log_info=said.append)) == "flash" and "can't be remembered" in said[-1]
 
 def test_many_write_at_once(choices):
     "Processes that start together lose no choice of one another"

@@ -127,7 +127,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fakes, tmp_path,
         def finish(self): raise AssertionError("it was dropped")
     monkeypatch.setattr(sys.modules["wandb"], "init", lambda **kw: Run())
     said = []
-    t = open_trackers("wandb,tensorboard", tmp_path, {}, say=said.append)
+    t = open_trackers("wandb,tensorboard", tmp_path, {}, log_info=said.append)
     for i in range(3): t.log(dict(step=i, loss=1.))
     t.close()
     assert said == ["tracker 'wandb' failed and gets no more rows: OSError: no space left"]
@@ -188,7 +188,7 @@ def work(): return (torch.randn(64, 64) @ torch.randn(64, 64)).relu().sum().item
 
 def test_profile_closed_early_has_what_there_is(tmp_path):
     said = []
-    p = StepProfile(tmp_path, steps=5, skip=1, say=said.append)
+    p = StepProfile(tmp_path, steps=5, skip=1, log_info=said.append)
     for _ in range(3): work(); p.step()
     p.close(); p.step(); p.close()
     assert len(said) == 1 and "profile of 2 steps" in said[0]
@@ -198,7 +198,7 @@ def test_profile_closed_early_has_what_there_is(tmp_path):
 
 def test_profile_that_cannot_be_written_is_told(tmp_path):
     said = []
-    p = StepProfile(tmp_path/"missing", steps=1, skip=1, say=said.append)
+    p = StepProfile(tmp_path/"missing", steps=1, skip=1, log_info=said.append)
     for _ in range(3): work(); p.step()
     assert len(said) == 1 and "could not be written" in said[0]
 
