@@ -16,7 +16,7 @@ MODELS = {} # name -> the class of the models of that name, where it isn't `GPT`
 def model(name, # of the model, as the command line takes it
           rungs=(), # of the stage `parts`: names of those that compute the same for this model
           **shape): # of its `GPTConfig`
-    "Decorator: register a subclass of `GPT` and its shape as the model `name`"
+    "Register a subclass of `GPT` and its shape as the model `name` (decorator)"
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name): raise InputError(
         f"model {name!r}: a name is made of letters, digits, and . _ -")
     config = GPTConfig(name=name, **shape)

@@ -51,7 +51,7 @@ class Choice(msgspec.Struct):
 
 # %% ../nbs/06a_choices.ipynb #a2f9e51d
 class Choices:
-    "Choices that were made by measuring, remembered in a file"
+    "A file that remembers choices made by measuring"
     def __init__(self, path=None, # the file, by default `choices_path()`
                  again=False, # measure in any case
                  say=print): # what tells where a choice comes from

@@ -36,7 +36,7 @@ from .token_files import (GPT2_EOT, GPT2_VOCAB, Meta, Shards, TokenWriter,
 _SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 def stdlib_files() -> list[Path]:   # sorted
-    "The running Python's standard library sources, without its tests and without installed packages."
+    "Return the paths of the running Python's standard library sources, without tests and packages."
     files = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = [o for o in subfolders if o not in _SKIP]     # os.walk then never enters the others
@@ -81,7 +81,7 @@ def train_tokenizer(
     docs: Iterable[str],    # the text to learn from; reads it once, in flat memory
     vocab=OFFLINE_VOCAB,    # vocabulary size; small corpora may end below it
 ) -> Tokenizer:
-    "Byte-level BPE as GPT-2's, with `<|endoftext|>` as token 0. Encodes any text, and decodes it exactly."
+    "Train a byte-level BPE like GPT-2's on `docs`. It encodes any text; token 0 is `<|endoftext|>`."
     if vocab < 257: raise InputError(f"a vocabulary of {vocab} is too small: 256 bytes and {EOT} make 257")
     if vocab > 2**32: raise InputError(f"a vocabulary of {vocab} does not fit into 32-bit tokens")
     tok, words = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -418,7 +418,7 @@ def first_characters(docs, chars=50_000_000):
 HUB_TOKENS = 100_000_000    # how much of a preset is tokenized unless told otherwise
 
 def stdlib_documents():
-    "The sources of the standard library, each as a text"
+    "Yield the sources of the standard library, each as a text"
     return (utf8_text(p.read_bytes(), p) for p in stdlib_files())
 
 def _open_stdlib(vocab, max_tokens, tokenizer):
@@ -498,7 +498,7 @@ def _samples(shards, n=64, size=256):
 
 @patch
 def fingerprint(self: Corpus):
-    "What tells these tokens from others: a dict of plain values, for `differences`"
+    "Return what identifies these tokens, a dict of plain values that `differences` compares"
     tok = self.tokenizer and tokenizer_hash(self.tokenizer)
     res = {"vocabulary": self.vocab, "end token": self.eot, "tokenizer": tok, "documents": self.documents}
     for name, s in (("training", self.train), ("validation", self.val)):
@@ -507,7 +507,7 @@ def fingerprint(self: Corpus):
 
 # %% ../nbs/03e_corpus.ipynb #40f49a84
 def differences(old, new): # two fingerprints
-    "What differs, in words: `training tokens 1,000 -> 2,000, ...`; empty if nothing does"
+    "Describe how two fingerprints differ: `training tokens 1,000 -> 2,000, ...`; empty if they don't"
     def said(x): return f"{x:,}" if isinstance(x, int) else str(x)
     changed = [k for k in old | new if old.get(k) != new.get(k)]
     return ", ".join(f"{k} {said(old.get(k))} -> {said(new.get(k))}" for k in changed)

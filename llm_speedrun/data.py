@@ -82,7 +82,7 @@ def shuffle(self: Batches, epoch):
 # %% ../nbs/03_data.ipynb #a88ab4d9
 @patch
 def windows(self: Batches, lo, hi):
-    "Where the windows number `lo` to `hi` begin, of one epoch after another"
+    "Return where windows `lo` to `hi` begin in the tokens, counted across epochs"
     n = self.per_epoch * self.batch
     epoch, k = divmod(lo, n)
     if epoch != self.epoch: self.shuffle(epoch)
@@ -91,7 +91,7 @@ def windows(self: Batches, lo, hi):
 
 @patch
 def starts(self: Batches, i):
-    "Where the windows of batch `i` begin"
+    "Return where the windows of batch `i` begin in the tokens"
     return self.windows(i*self.batch, (i+1)*self.batch)
 
 # %% ../nbs/03_data.ipynb #f7ef18ff
@@ -143,7 +143,7 @@ def prefetch(
     device,                 # where they are wanted
     stopped=lambda: False,  # asked while it waits for a batch; once it says True, the batches end
 ) -> Iterator:              # the same tuples, on `device`
-    """Batches on `device`, the next one assembled and copied in the background while this one trains.
+    """Yield batches on `device`; the next one is assembled and copied in the background during training.
     An error in the background surfaces at the batch it belongs to; closing the generator ends the thread."""
     device, it = torch.device(device), iter(batches)
     side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -163,7 +163,7 @@ def val_batches(
     seq,                # T
     n,                  # how many batches at most
 ) -> list:              # of (x, y), int64 CPU tensors (B T)
-    "Fixed validation batches, evenly spread over `shards`. Raises ValueError if there is not one window."
+    "Return fixed validation batches, evenly spread over `shards`. Raises ValueError for too little text."
     windows = (len(shards) - 1) // seq
     if windows < 1:
         raise InputError(f"{shards.source}: {len(shards):,} validation tokens are fewer than one window of "

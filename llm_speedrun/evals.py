@@ -65,7 +65,7 @@ def our_tokenizer(folder, vocab): # of a model, the tokens that it knows
 # %% ../nbs/61_evals.ipynb #9ee9db7c
 def our_lm(folder, # a run's, an export's, or another that `from_pretrained` opens
            device=None): # the GPU if there is one, by default
-    "The `LM` in a folder. Raises as `from_pretrained` and `our_tokenizer` do"
+    "Open the `LM` in a run's or an export's folder. Raises as `from_pretrained` and `our_tokenizer` do"
     run = from_pretrained(folder, device)
     c = run.model.config
     tok, start, why = our_tokenizer(folder, c.vocab)
@@ -107,7 +107,7 @@ LONGEST = "max_position_embeddings", "n_positions", "n_ctx"
 
 def transformers_lm(folder, # written by `save_pretrained`, or by speedrun_export
                     device=None): # the GPU if there is one, by default
-    "The `LM` that `transformers` finds in a local folder. Raises `InputError` for one that it can't use"
+    "Open a local folder as an `LM` by `transformers`. Raises `InputError` for one that it can't use"
     model, tok = opened_by_transformers(folder)
     device = torch.device(device or default_device())
     about = dict(engine=f"transformers {version_of('transformers')}", weights=weights_digest(model))
@@ -211,7 +211,7 @@ def in_one(texts): # documents as `read_documents` has them, the further parts o
 
 # %% ../nbs/61_evals.ipynb #e9e7f816
 def validation_texts(corpus): # a `Corpus`
-    "The documents of its validation side. Raises `InputError` if its tokenizer isn't known"
+    "Return the documents of the validation split. Raises `InputError` if the tokenizer isn't known"
     if not corpus.tokenizer: raise InputError(f"the corpus {corpus.name} has no tokenizer, so its text isn't "
                                               "known: put its tokenizer.json into its folder")
     corpus.val.check()
@@ -254,7 +254,7 @@ def ratio_and_error(a, b): # numbers, one a document
 def text_scores(lm, texts, # an `LM`; documents
                 context=0, # the fewest tokens before a scored one; 0 for half of what the model reads
                 **how): # for `score`
-    "Bits per byte and nats per token of the documents, with their errors, and what was counted: a dict"
+    "Return bits per byte and nats per token of the documents, with standard errors and counts, a dict"
     context = context or max(1, lm.seq // 2)
     if context > lm.seq: raise InputError(f"context is {context}, and this model reads {lm.seq} tokens")
     parts = [text_requests(lm, t, context) for t in texts]

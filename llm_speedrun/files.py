@@ -93,7 +93,7 @@ def clean_errors(f, # a function without arguments
 def lookup(table, # a dict from names to things
            name, # the name asked for
            kind): # what the table holds, for the error: "rung", "workload", ...
-    "`table[name]`, or an `InputError` that names the nearest names and all there are"
+    "Return `table[name]`. An unknown name raises `InputError` with the nearest names and all that exist"
     if name in table: return table[name]
     near = difflib.get_close_matches(str(name), list(table), n=3, cutoff=0.4)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -161,7 +161,7 @@ def file_sha256(path):
 def decoded(data, # bytes of JSON
             kind, # a type that msgspec knows
             where): # what to call it in an error: a path, a path and a line
-    "The value in `data`. Raises `InputError` that says what is wrong, and where"
+    "Decode JSON to a value of type `kind`. Raises `InputError` that says what is wrong, and where"
     try: return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as e: raise InputError(f"{where} can't be used: {e}") from None
     except (msgspec.DecodeError, UnicodeError) as e: raise InputError(f"{where} is no JSON: {e}") from None
@@ -170,7 +170,7 @@ def decoded(data, # bytes of JSON
 def read_json(path, # of a JSON file
               kind, # a type that msgspec knows: what must be in it
               most=2**24): # more bytes than this are no such file
-    "What the file says, as a `kind`. Raises `FileNotFoundError`, and `InputError` with the file's name"
+    "Read a JSON file as a `kind`. Raises `FileNotFoundError`, and `InputError` with the file's name"
     return decoded(read_bytes_of(path, most), kind, path)
 
 # %% ../nbs/06_files.ipynb #b68d3558

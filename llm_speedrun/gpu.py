@@ -10,7 +10,7 @@ COLORS = dict(blue="#0072B2", orange="#E69F00", green="#009E73", red="#D55E00", 
               sky="#56B4E9", yellow="#F0E442", grey="#CCCCCC", white="#FFFFFF")
 
 def canvas(width=7.4, height=2.6): # in inches
-    "Axes without a frame on a new figure, one inch for one unit, the origin at the lower left"
+    "Return axes without a frame on a new figure: one inch is one unit, the origin is at the lower left"
     import matplotlib.pyplot as plt
     fig = plt.figure(figsize=(width, height))
     ax = fig.add_axes((0, 0, 1, 1))

@@ -51,7 +51,7 @@ def run_record(config, batch, # as for `measure_here`
                ops, predicted_ms, # the operations of a step, counted, and what the roofline makes of them
                measured, # a `Measured`
                **more): # of the run before, if any: its name, its rungs and the ratios; the micro-batch
-    "The record of a measured run, with its prediction"
+    "Return the record of a measured run, a dict, with its prediction"
     flops = train_flops(config), train_flops(config, causal=True)
     return make_record(rung_name(rungs[-1]) if rungs else "fp32", measured, batch=batch, seq=config.seq_len,
                        flops=flops, workload=config.name, rungs=rungs, dtype=main_format(ops),
@@ -79,5 +79,5 @@ def measure_here(config, # a `GPTConfig`
 
 # %% ../nbs/05a_records.ipynb #05note02
 def measure_run(config, rungs=(), before=None, batch=1): # as for `measure_here`
-    "As `measure_here`, for a lesson: on a CPU each record is `noted` with what a GPU recorded"
+    "Measure a run as `measure_here` does, and on a CPU add what a GPU recorded to each record"
     return noted(measure_here(config, rungs, before, batch))

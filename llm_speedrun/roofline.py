@@ -39,13 +39,13 @@ DTYPES = dict(fp32=torch.float32, tf32=torch.float32, bf16=torch.bfloat16, fp16=
               fp8=torch.float8_e4m3fn)
 
 def has_fp8(): # a bool
-    "Whether this GPU multiplies FP8 matrices: Ada, Hopper and newer"
+    "Return whether this GPU multiplies FP8 matrices: Ada, Hopper and newer"
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 def matmul_rate(name, # a key of `DTYPES`
                 n, # the matrices are n x n
                 device): # where
-    "FLOP/s of an `n`³ matrix product of random numbers"
+    "Measure the FLOP/s of a matmul of two random n x n matrices"
     a, b = (torch.randn(n, n, device=device).to(DTYPES[name]) for _ in range(2))
     one = torch.ones((), device=device) # the scale of an FP8 matrix
     fp8 = lambda: scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -82,7 +82,7 @@ ceilings = CachedMeasurement(measure_ceilings) # this machine's
 
 # %% ../nbs/02_roofline.ipynb #f0b074b5
 def nbytes(t): # a tensor
-    "Bytes of memory behind `t`: an expanded dimension (stride 0) counts once"
+    "Return the bytes of memory behind `t`: an expanded dimension (stride 0) counts once"
     n = t.element_size()
     for size, stride in zip(t.shape, t.stride()): n *= size if stride else 1
     return n
@@ -107,13 +107,13 @@ def op_bytes(name, # the operation's ATen name
 OVERWRITES = "copy_ fill_ zero_ normal_ uniform_ _foreach_copy_ _foreach_zero_".split() # don't read it first
 
 def tensors(x): # anything made of lists, tuples and dicts
-    "The tensors in `x`, a list"
+    "Return the tensors in nested lists, tuples and dicts, a list"
     return [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)]
 
 def reads_writes(func, # an operation: an overload, such as `torch.ops.aten.add_.Tensor`
                  args, kwargs, # its arguments
                  out): # what it returned
-    "The tensors that an operation reads and those that it writes, two lists"
+    "Return the tensors that an operation reads and those that it writes, two lists"
     named = dict(zip([a.name for a in schema_of(func).arguments], args)) | kwargs
     marked = {a.name for a in schema_of(func).arguments if a.alias_info and a.alias_info.is_write}
     if named.get("grad_scale") is None: marked.discard("grads") # fused optimizers write them to unscale them
@@ -135,7 +135,7 @@ def attention_flops(name, # the operation's ATen name
 MATMULS = "mm bmm addmm baddbmm matmul linear _scaled_mm".split()
 
 def op_kind(name): # an ATen name, such as "mm" or "_foreach_add_"
-    "An operation's kind: matrix product, attention, optimizer, softmax and loss, copy and cast, or pointwise"
+    "Return an operation's kind: a GEMM, attention, optimizer, loss, copy, or pointwise operation"
     if name in MATMULS: return "matrix products"
     if "attention" in name: return "fused attention"
     if "_foreach" in name or "adam" in name: return "optimizer"
@@ -166,7 +166,7 @@ def product_format(t): # a floating-point operand
 
 # %% ../nbs/02_roofline.ipynb #d087e490
 class OpCounter(TorchDispatchMode):
-    "Collects an `Op` for every operation that runs inside the `with`, in `ops`"
+    "A dispatch mode that collects an `Op` in `ops` for every operation run inside the `with`"
     def __init__(self): super().__init__(); self.ops, self.held, self.optimizing = [], [], False
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(t not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in types):
@@ -183,7 +183,7 @@ class OpCounter(TorchDispatchMode):
 # %% ../nbs/02_roofline.ipynb #75231832
 @patch
 def key(self:OpCounter, t):
-    "What names the memory of a tensor: its storage, and the offset in it"
+    "Return what identifies a tensor's memory: its storage, and the offset in it"
     s = t.untyped_storage()
     self.held.append(s) # while it lives, no other storage has its address
     return storage_id(s), t.storage_offset()
@@ -191,7 +191,7 @@ def key(self:OpCounter, t):
 # %% ../nbs/02_roofline.ipynb #cbb4834a
 @patch
 def op(self:OpCounter, func, name, args, kwargs, out):
-    "The `Op` of one call"
+    "Return the `Op` of one call"
     reads, writes = reads_writes(func, args, kwargs, out)
     flops = flop_registry.get(func.overloadpacket)
     if "attention" in name: f = attention_flops(name, tensors((args, kwargs)), causal_arg(func, args, kwargs))
@@ -213,7 +213,7 @@ def causal_arg(func, args, kwargs):
 
 # %% ../nbs/02_roofline.ipynb #e7671a37
 def count(build): # builds a step and returns it
-    "The list of `Op` of one step (the second), counted on fake tensors: nothing is computed or allocated"
+    "Return the `Op`s of one step (the second), a list, counted on fake tensors: nothing is computed"
     with FakeTensorMode():
         step = build()
         step()
@@ -223,27 +223,27 @@ def count(build): # builds a step and returns it
 # %% ../nbs/02_roofline.ipynb #01f901ea
 def op_ms(op, # an `Op`
           peak): # a `Ceilings`
-    "Roofline milliseconds of one operation. A format without a ceiling here (FP8) gets the highest one"
+    "Return the roofline milliseconds of one `Op`. A format without a ceiling (FP8) uses the highest one"
     rate = peak.matmul.get(op.fmt) or max(peak.matmul.values())
     return 1e3*max(op.flops / rate, op.bytes / peak.copy)
 
 def predict_ms(ops, # a list of `Op`
                peak=None): # `Ceilings`, this machine's by default
-    "Roofline milliseconds of a sequence of operations, one kernel after another"
+    "Return the roofline milliseconds of a list of `Op`s, run one kernel after another"
     peak = peak or ceilings()
     return sum(op_ms(o, peak) for o in ops)
 
 # %% ../nbs/02_roofline.ipynb #eb919961
 def by_kind(ops, # a list of `Op`
             peak=None): # `Ceilings`, this machine's by default
-    "Predicted milliseconds by kind of operation, a dict"
+    "Return the predicted milliseconds by kind of operation, a dict"
     res, peak = {}, peak or ceilings()
     for o in ops: res[o.kind] = res.get(o.kind, 0) + op_ms(o, peak)
     return res
 
 # %% ../nbs/02_roofline.ipynb #90d63c6f
 def main_format(ops): # a list of `Op`
-    "The number format in which most of the FLOPs run, a key of `DTYPES`"
+    "Return the number format in which most of the FLOPs run, a key of `DTYPES`"
     flops = {}
     for o in ops: flops[o.fmt] = flops.get(o.fmt, 0) + o.flops
     return max(flops, key=flops.get)
@@ -271,7 +271,7 @@ def fusion_groups(ops, # a list of `Op`
 # %% ../nbs/02_roofline.ipynb #459b9fcc
 def fuse(ops, # a list of `Op` that become one
          elsewhere): # storages that other operations read
-    "One `Op` with the bytes that must still be moved"
+    "Return one `Op` for the fused operations, with the bytes that must still be moved"
     if len(ops) == 1: return ops[0]
     reads, writes, made = {}, {}, set()
     for o in ops:
@@ -287,7 +287,7 @@ def fuse(ops, # a list of `Op` that become one
 # %% ../nbs/02_roofline.ipynb #ecc0f8c1
 def fused(ops, # a list of `Op`, as `count` returns them
           kinds=FUSIBLE): # what may fuse; custom operations never do
-    "The operations that a fusing compiler would make of `ops`: a floor for a compiled step"
+    "Return `ops` as a fusing compiler would merge them: a lower bound for a compiled step"
     groups, readers = {}, {}
     for o, g in zip(ops, fusion_groups(ops, kinds)):
         groups.setdefault(g, []).append(o)
@@ -311,7 +311,7 @@ def kernel_kind(name): # of a GPU kernel
 
 # %% ../nbs/02_roofline.ipynb #efe19e39
 def launches(events): # of a profile
-    "Pairs of all that ran on the GPU and the call on the CPU that launched it, None where that isn't known"
+    "Return pairs of each GPU event and the CPU call that launched it, None where that isn't known"
     from torch.autograd import DeviceType
     us = lambda e: e.time_range.end - e.time_range.start
     waiting = {} # (name, duration) -> kernels
@@ -349,7 +349,7 @@ def profiled(step, # a function without arguments
 # %% ../nbs/02_roofline.ipynb #bc4094a6
 def profile_rows(step, # a function without arguments
                  reps): # how often to call it
-    "What ran, as triples of name, kind and ms: every kernel on a GPU, every operation on a CPU"
+    "Profile `step`; return triples of name, kind and ms: of kernels on a GPU, of operations on a CPU"
     prof = profiled(step, reps)
     if torch.cuda.is_available():
         return [(k.name, launch_kind(k, c), (k.time_range.end - k.time_range.start) / 1e3)
@@ -360,7 +360,7 @@ def profile_rows(step, # a function without arguments
 # %% ../nbs/02_roofline.ipynb #fc81158f
 def profile_kinds(step, # a function without arguments
                   reps=3): # steps to average over
-    "Measured milliseconds a step by kind of operation, from PyTorch's profiler"
+    "Measure the milliseconds of a step by kind of operation with PyTorch's profiler, a dict"
     res = {}
     for _, kind, ms in profile_rows(step, reps): res[kind] = res.get(kind, 0) + ms / reps
     return res
@@ -369,7 +369,7 @@ def profile_kinds(step, # a function without arguments
 def profile_table(step, # a function without arguments
                   top=15, # rows
                   reps=3): # steps to average over
-    "A `Table` of the kernels (on a CPU: operations) that take most time, with calls and ms a step"
+    "Return a `Table` of the kernels (on a CPU: operations) that take most time, with calls and ms a step"
     rows = {}
     for name, kind, ms in profile_rows(step, reps): rows.setdefault((name, kind), []).append(ms)
     short = lambda n: re.sub(r"void |at::native::|\(anonymous namespace\)::|std::", "", n)[:60]
@@ -381,7 +381,7 @@ def profile_table(step, # a function without arguments
 def kinds_chart(predicted, # milliseconds by kind, from `by_kind`
                 measured, # milliseconds by kind, from `profile_kinds`
                 title=""): # above the chart
-    "Horizontal bars of predicted and measured milliseconds for each kind of operation"
+    "Draw predicted and measured milliseconds as horizontal bars for each kind of operation"
     import matplotlib.pyplot as plt
     kinds = sorted({*predicted, *measured}, key=lambda k: measured.get(k, 0))
     fig, ax = plt.subplots(figsize=(7.4, .6 + .45*len(kinds)), layout="constrained")

@@ -182,7 +182,7 @@ def _not_utf8(where, error, before=0): # the bytes that came before those of the
                       "(iconv -f LATIN1 -t UTF-8 suits Western European text alone), or take it out")
 
 def utf8_text(b, where): # bytes, and the path (or the path and the line, as text) that they are from
-    "UTF-8 bytes to text without a byte-order mark"
+    "Decode UTF-8 bytes to text without a byte-order mark. Raises `InputError` for other bytes"
     try: return b.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as e: raise _not_utf8(where, e) from e
 
@@ -377,7 +377,7 @@ def split_of(name): # a path below a folder
 # %% ../nbs/03b_text_files.ipynb #03bt0069
 @patch
 def keep(self: ReadReport, names, above=""): # paths below a folder or archive, and what stands before them
-    "The names that are to be read, sorted; for the others it notes why not"
+    "Return the names that are to be read, sorted; note for each other one why it isn't"
     names, why = sorted(names, key=PurePath), {}
     trained = {s[1] for n in names if (s := split_of(n)) and s[0] == "train"}
     data = any(file_kind(n) in DATA for n in names)

@@ -275,7 +275,7 @@ def place(self: Shards):
 # %% ../nbs/03d_token_files.ipynb #d40222dd
 @patch
 def part(self: Shards, lo, hi):
-    "The tokens `lo` to `hi` as Shards"
+    "Return the tokens `lo` to `hi` as `Shards`"
     res = copy(self)
     res.lo, res.hi = self.lo + lo, self.lo + min(hi, len(self))
     return res
@@ -291,7 +291,7 @@ def in_words(self: Shards):
 # %% ../nbs/03d_token_files.ipynb #dd7f5694
 @patch
 def locate(self: Shards, i):
-    "File number and position in it of token `i`"
+    "Return the number of the file that holds token `i`, and the token's position in it"
     k = int(np.searchsorted(self.ends, self.lo + i, side="right"))
     return k, self.lo + i - (int(self.ends[k-1]) if k else 0)
 
@@ -312,7 +312,7 @@ def __getitem__(self: Shards, s: slice):
 # %% ../nbs/03d_token_files.ipynb #0f70d398
 @patch
 def rows(self: Shards, starts, n):
-    "Tokens `starts[i] : starts[i]+n` as an array (len(starts), n). ValueError if one is outside `vocab`."
+    "Return tokens `starts[i] : starts[i]+n`, (len(starts), n). Raises ValueError for one outside `vocab`."
     w = np.stack([self[s:s+n] for s in starts])
     if w.max() >= self.vocab:
         r, c = np.argwhere(w >= self.vocab)[0]

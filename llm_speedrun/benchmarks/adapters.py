@@ -45,7 +45,7 @@ class Step:
 # %% ../../nbs/48b_adapters.ipynb #25peer11
 @patch
 def forward_backward(self:Step, x, y, n): # one of `n` micro-batches
-    "Forward and backward. Returns the micro-batch's part of the mean loss"
+    "Run forward and backward. Returns the micro-batch's part of the mean loss"
     loss = self.loss(x, y) / n
     loss.backward()
     return loss.detach()
@@ -206,7 +206,7 @@ class AdapterContext:
 # %% ../../nbs/48b_adapters.ipynb #race0024
 @patch
 def rows(self:AdapterContext, usual): # sequences in a micro-batch, if they divide the batch
-    "Sequences in a step and in a micro-batch. Raises `InputError` where one doesn't divide the other"
+    "Return the sequences in a step and in a micro-batch. Raises `InputError` if one doesn't divide the other"
     n, rest = divmod(self.batch, self.seq)
     micro = self.micro or min(n, usual)
     if rest or not n or n % micro: raise InputError(
@@ -215,7 +215,7 @@ def rows(self:AdapterContext, usual): # sequences in a micro-batch, if they divi
 
 @patch
 def budget(self:AdapterContext, nats, **kw): # as an `Evaluator` takes it; as for `TimeBudget`
-    "The `TimeBudget` of a peer"
+    "Return the `TimeBudget` of a peer"
     def judge():
         with uncompiled(): return self.evaluator(nats)
     return TimeBudget(self.job, self.batch, judge, note=self.note, **kw)

@@ -127,12 +127,12 @@ class TimeBudget:
 # %% ../../nbs/48a_clock.ipynb #race0013
 @patch
 def seconds(self:TimeBudget, done): # steps
-    "Seconds that the steps have taken; the first ones, which compile, count as much as the others"
+    "Return the seconds that steps have taken; the first ones, which compile, count as the others do"
     return self.clock.seconds*done/(done - WARM)
 
 @patch
 def mark(self:TimeBudget, done): # steps
-    "Have the model judged as it is now"
+    "Evaluate the model after `done` steps"
     row = dict(step=done, tokens=done*self.tokens, seconds=self.seconds(done)) | self.judge()
     self.marks.append(row)
     self.note(row)
@@ -155,7 +155,7 @@ def too_few(self:TimeBudget, n): # steps
 # %% ../../nbs/48a_clock.ipynb #ce4151e3
 @patch
 def after(self:TimeBudget, done): # steps
-    "What is due after that many steps"
+    "Do what is due after `done` steps"
     if done < self.next: return
     self.clock.halt()
     if done == WARM:
@@ -184,7 +184,7 @@ def set_end(self:TimeBudget, done): # steps
 # %% ../../nbs/48a_clock.ipynb #race0017
 @patch
 def steps(self:TimeBudget):
-    "The numbers of the steps, for a loop: from 0 to the end of the clock"
+    "Yield the numbers of the steps for a loop, from 0 until the time is used up"
     self.clock.go()
     for step in count():
         yield step

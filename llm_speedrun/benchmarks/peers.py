@@ -128,7 +128,7 @@ class Contender:
 # %% ../../nbs/25_peers.ipynb #25peer49
 @patch
 def loss_on(self:Contender, tokens): # x and y, each B T
-    "One step. Returns the mean loss before it"
+    "Take one step. Returns the mean loss before it"
     return self.peer.step(*zip(*(t.split(self.micro) for t in tokens)))
 
 # %% ../../nbs/25_peers.ipynb #25peer52
@@ -157,7 +157,7 @@ def contenders(config, # a `GPTConfig`
 # %% ../../nbs/25_peers.ipynb #25peer61
 def joules_of(step, # a function without arguments
               seconds=1.): # how long to run it
-    "Joules of a step by the GPU's own counter; None without one"
+    "Measure the joules of a step by the GPU's own counter; None without one"
     if not (used := energy_counter()): return None
     for _ in range(2): step() # the clock settles
     torch.cuda.synchronize()

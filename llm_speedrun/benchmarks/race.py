@@ -245,7 +245,7 @@ def peer_options(kind, options): # of a peer: name -> text
 
 # %% ../../nbs/48_race.ipynb #race0056
 def contestants(run, peer, more=()): # texts, of several with a newline between them; for `own_contestant`
-    "All who take part, ours first. Raises `InputError`"
+    "Return all contestants, ours first. Raises `InputError`"
     res = [own_contestant(t, more) for t in run.splitlines() if t.strip()]
     res += [peer_contestant(t) for t in peer.splitlines() if t.strip()]
     if not res: raise InputError("nobody races: give --run 'NAME: OPTIONS' or --peer nanogpt=FOLDER")
@@ -274,20 +274,20 @@ class Race:
 # %% ../../nbs/48_race.ipynb #race0059
 @patch
 def tuning(self:Race):
-    "The short runs in turn, a dict from their folder's name to the `Job`"
+    "Return the short runs, interleaved over contestants: a dict from their folder's name to the `Job`"
     return {f"{c.name}/tune-{i}": self.job(c, 0, seconds=self.tune_seconds, evals=1, lr=lr, wd=wd)
             for i, (lr, wd) in enumerate(GRID[:self.tune]) for c in self.field}
 
 # %% ../../nbs/48_race.ipynb #race0060
 @patch
 def short_runs(self:Race, c): # a `Contestant`
-    "Results of its short runs, those that have ended"
+    "Return the results of a contestant's short runs, those that have ended"
     return [r for i in range(self.tune) if (r := self.read(f"{c.name}/tune-{i}"))]
 
 # %% ../../nbs/48_race.ipynb #95078dc1
 @patch
 def picked(self:Race, c): # a `Contestant`
-    "The factors of its best short run, None if none ended, or if another process is at one of them"
+    "Return the factors of its best short run; None if none ended, or another process is running one"
     if not self.tune: return 1., 1.
     if any(self.under_way(f"{c.name}/tune-{i}") for i in range(self.tune)): return None
     ran = [r for r in self.short_runs(c) if "loss" in r]
@@ -296,7 +296,7 @@ def picked(self:Race, c): # a `Contestant`
 
 @patch
 def racing(self:Race):
-    "The runs that count, in turn A, B, C, A, B, C; those whose short runs all failed are left out"
+    "Return the runs that count, interleaved as A, B, C, A, B, C; without those whose short runs all failed"
     best = {c.name: self.picked(c) for c in self.field}
     return {f"{c.name}/seed-{s}": self.job(c, s, seconds=self.seconds, evals=self.evals,
                                            lr=best[c.name][0], wd=best[c.name][1])
@@ -305,13 +305,13 @@ def racing(self:Race):
 # %% ../../nbs/48_race.ipynb #race0061
 @patch
 def read(self:Race, name): # of a run: "nanogpt/seed-0"
-    "Its result, None where it hasn't ended"
+    "Return the result of a run, None where it hasn't ended"
     path = self.folder/name/"result.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 @patch
 def under_way(self:Race, name): # of a run
-    "Whether another process runs it now"
+    "Return whether another process runs it now"
     if not (self.folder/name).exists(): return False
     try: hold(self.folder/name, "this run").release()
     except RunError: return True
@@ -346,7 +346,7 @@ def last_lines(path, # of a log
 
 @patch
 def failure(self:Race, name): # of a run
-    "Why it has no loss, as far as known; \"\" where it has one, wasn't begun, or is still being run"
+    "Return why a run has no loss, as far as known; \"\" where it has one, or is running, or hasn't begun"
     r, log = self.read(name), self.folder/name/"log.txt"
     if r: return r.get("failed", "")
     if self.under_way(name) or not log.exists(): return ""
@@ -391,18 +391,18 @@ def wanted(names, only): # of runs; such as "nanogpt,modded@1", "" for all
 # %% ../../nbs/48_race.ipynb #race0066
 @patch
 def names(self:Race):
-    "Names of all its runs, as they are taken"
+    "Return the names of all runs, in the order in which they run"
     return [*self.tuning(), *(f"{c.name}/seed-{s}" for s in range(self.seeds) for c in self.field)]
 
 @patch
 def results(self:Race):
-    "Contestant -> its results, one for each seed that has ended; those that have none are left out"
+    "Return a dict from each contestant to its results, one per finished seed, without empty ones"
     read = lambda c: [self.read(f"{c.name}/seed-{s}") for s in range(self.seeds)]
     found = {c.name: [r for r in read(c) if r and "loss" in r] for c in self.field}
     return {k: rs for k, rs in found.items() if rs}
 @patch
 def tried(self:Race):
-    "Contestant -> results of its short runs, those that have ended"
+    "Return a dict from each contestant to the results of its finished short runs"
     return {c.name: self.short_runs(c) for c in self.field} if self.tune else {}
 
 # %% ../../nbs/48_race.ipynb #race0072
@@ -416,7 +416,7 @@ RULES = (
 # %% ../../nbs/48_race.ipynb #race0073
 @patch
 def rules(self:Race, one): # a result
-    "What the tables' numbers are, in words"
+    "Return a text that explains the numbers of the tables"
     said = RULES.format(n=one["evaluated"], gpu=one["gpu"], warm=WARM, **self.common)
     tuned = f"{self.tune} short runs of {self.tune_seconds:g} s each; the last column has what was picked."
     return f"{said}\n\nTuned alike: {tuned}" if self.tune else f"{said}\n\nAs published, without tuning."
@@ -426,7 +426,7 @@ MISSED = .05 # of its clock: what a run may end too early or too late unmentione
 
 @patch
 def missed(self:Race, name): # of a run
-    "What it took and should have taken, in words; \"\" where that is nearly the same, or there is no loss"
+    "Return how long a run took and should have taken, as text; \"\" if nearly the same, or without a loss"
     r = self.read(name) or {}
     if "loss" not in r or abs(r["seconds"] - r["clock"]) <= MISSED*r["clock"]: return ""
     return f"it trained for {r['seconds']:.1f} s in place of {r['clock']:g} s, in {r['step']:,} steps"
@@ -434,7 +434,7 @@ def missed(self:Race, name): # of a run
 # %% ../../nbs/48_race.ipynb #race0074
 @patch
 def text(self:Race):
-    "The race as Markdown: tables, what their numbers are, who missed the clock and who failed"
+    "Return the race as Markdown: tables, what their numbers mean, which runs missed the time or failed"
     found = self.results()
     said = [race_table(found), passing_table(found), self.rules([*found.values()][0][0])] if found else []
     if tried := self.tried(): said.append(tried_table(tried))
@@ -460,7 +460,7 @@ def save(self:Race):
 # %% ../../nbs/48_race.ipynb #race0077
 @patch
 def about(self:Race):
-    "What the results depend on, as JSON has it"
+    "Return what the results depend on, as JSON values"
     field = {c.name: [c.kind, c.clone, [*c.words], [*map(list, c.options)]] for c in self.field}
     return dict(clock=self.seconds, tune=self.tune, tune_seconds=self.tune_seconds, evals=self.evals,
                 **self.common, field=field)

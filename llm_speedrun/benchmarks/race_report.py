@@ -23,28 +23,28 @@ def curve(results, key): # of one contestant; "seconds" or "tokens"
 
 # %% ../../nbs/48c_race_report.ipynb #race0068
 def final(results): # of one contestant
-    "The mean of its final losses"
+    "Return the mean of a contestant's final losses"
     return mean(r["loss"] for r in results)
 
 def lowest_loss(results): # of one contestant
-    "The lowest loss that any of its runs had when it was judged, on the way or at the end"
+    "Return a contestant's lowest loss in any evaluation, in nats"
     return min(m["loss"] for r in results for m in (r, *r["marks"]))
 
 def rose(results): # of one contestant
-    "Whether its final loss is clearly above its lowest one: by more than 0.02 nats"
+    "Return whether the final loss is clearly above the lowest one: by more than 0.02 nats"
     return final(results) - lowest_loss(results) > .02
 
 def by_loss(results): # of `Race.results`
-    "The same, the lowest loss first"
+    "Return the results sorted by loss, the lowest first"
     return dict(sorted(results.items(), key=lambda named: final(named[1])))
 
 # %% ../../nbs/48c_race_report.ipynb #900e8e08
 def spread(values): # numbers
-    "Their standard deviation; 0 of a single one"
+    "Return the standard deviation of values; 0 for a single one"
     return stdev(values) if len(values) > 1 else 0.
 
 def with_spread(values): # numbers
-    "Their mean as a text, with their standard deviation if there are several"
+    "Format the mean of values, with their standard deviation if there are several"
     return f"{mean(values):.4f}" + f" ± {spread(values):.4f}"*(len(values) > 1)
 
 COLUMNS = [("bits/byte", "bpb", 1, ".4f"), ("seconds", "seconds", 1, ".1f"),
@@ -56,7 +56,7 @@ COLUMNS = [("bits/byte", "bpb", 1, ".4f"), ("seconds", "seconds", 1, ".1f"),
 # %% ../../nbs/48c_race_report.ipynb #race0069
 def race_table(results, # of `Race.results`
                titles=None): # of `COLUMNS`; None: all of them, and the factors on rate and decay
-    "What each contestant did, the lowest loss first, as a `Table`"
+    "Return the results as a `Table`, a row for each contestant, the lowest loss first"
     def value(rs, key, unit, spec): return fmt(mean(r[key]/unit for r in rs) if rs[0][key] else None, spec)
     columns, tuned = [c for c in COLUMNS if not titles or c[0] in titles], not titles
     rows = [[name, with_spread([r["loss"] for r in rs]), len(rs), *(value(rs, *how) for _, *how in columns)]
@@ -66,7 +66,7 @@ def race_table(results, # of `Race.results`
 
 # %% ../../nbs/48c_race_report.ipynb #57607b8b
 def passing_table(results): # of `Race.results`
-    "After how many seconds each contestant, a row, passes the final loss of each other one, as a `Table`"
+    "Return a `Table` of the seconds after which each contestant (row) passes the final loss of each other"
     names = [*by_loss(results)]
     points = {k: curve(results[k], "seconds") for k in names}
     time = lambda k, o: "" if k == o else fmt(reached(points[k], final(results[o])), ".1f")
@@ -75,7 +75,7 @@ def passing_table(results): # of `Race.results`
 
 # %% ../../nbs/48c_race_report.ipynb #281c221e
 def tried_table(tried): # of `Race.tried`
-    "What the short runs came to, a row for each contestant and a column for each point of the grid"
+    "Return a `Table` of the short runs: a row for each contestant, a column for each point of the grid"
     points = sorted({(r["lr"], r["wd"]) for rs in tried.values() for r in rs}, key=GRID.index)
     loss = lambda rs: {(r["lr"], r["wd"]): fmt(r.get("loss"), ".4f") for r in rs}
     rows = [[name, *(loss(rs).get(p, "") for p in points)] for name, rs in tried.items()]
@@ -93,7 +93,7 @@ def draw_losses(ax, results, key, unit): # matplotlib axes; of `Race.results`; "
 
 # %% ../../nbs/48c_race_report.ipynb #race0071
 def race_chart(results): # of `Race.results`
-    "Loss over seconds and over tokens, at the scale of the last two thirds: a matplotlib figure"
+    "Draw loss over seconds and over tokens, scaled to the last two thirds: a matplotlib figure"
     import matplotlib.pyplot as plt
     fig, (l, r) = plt.subplots(1, 2, figsize=(7.4, 3.4), sharey=True, layout="constrained")
     draw_losses(l, results, "seconds", 1)
@@ -107,7 +107,7 @@ def race_chart(results): # of `Race.results`
 
 # %% ../../nbs/48c_race_report.ipynb #d2599948
 def waterfall(results): # of `Race.results`: each contestant adds something to the one before
-    "Final losses as a staircase, each step with its size; a whisker is the standard deviation over seeds"
+    "Draw final losses as a staircase with the size of each step, and standard deviations over seeds"
     import matplotlib.pyplot as plt
     names, losses = [*results], [*map(final, results.values())]
     fig, ax = plt.subplots(figsize=(7.4, .5 + .34*len(names)), layout="constrained")
@@ -150,10 +150,10 @@ def share_race(race, # a `Race` with results
 def shared_record(name, # of its folder
                   gpu="NVIDIA H200",
                   folder=None): # of records; by default those of the course
-    "What `share_race` has put there; {} where there is none"
+    "Return what `share_race` wrote, a dict; {} where there is nothing"
     path = race_path(folder or measurements_dir(), gpu, name)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 def shared_race(*args, **kw): # as for `shared_record`
-    "The results in a `shared_record`, {} where there is none"
+    "Return the results in a `shared_record`, {} where there is none"
     return shared_record(*args, **kw).get("results", {})

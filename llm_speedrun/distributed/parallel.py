@@ -57,7 +57,7 @@ def check_gradient_syncs(run): # a `Run`
 
 # %% ../../nbs/50d_parallel.ipynb #ea492a57
 class ParallelSync(LocalSync):
-    "Brings a step of several processes together, by the gradient syncs of its run"
+    "The gradient sync of several processes, made of those of the run's rungs"
     def __init__(self, run, # a `Run` with gradient syncs
                  opt): # its optimizer, which gets this process's parts of the parameters
         check_gradient_syncs(run)

@@ -94,7 +94,7 @@ class Phases:
         return tuple(in_phase(xs, step, steps) for xs in (self.updates, self.pieces))
 
     def shares(self):
-        "Which part of a run has which of them: (updates, pieces) -> a number up to 1"
+        "Return the fraction of a run that each phase takes, a dict from (updates, pieces)"
         n = math.lcm(len(self.updates), len(self.pieces))
         return {k: v/n for k, v in Counter(self(i, n) for i in range(n)).items()}
 
@@ -105,16 +105,16 @@ class Phases:
 # %% ../../nbs/42_batch.ipynb #03edc95e
 def gentler(phases, # a `Phases`
             power=.5): # of the part of a step's tokens that an update has
-    "A schedule for `Run.schedules`: lower rates for smaller updates, as many as `phases` says"
+    "Return a schedule for `Run.schedules` that lowers the rates for smaller updates, as many as `phases` has"
     return lambda group, step, steps: dict(lr=group["lr"] * phases(step, steps)[0]**-power)
 
 def most_that_divides(n, most): # whole numbers
-    "The largest number up to `most` that divides `n`"
+    "Return the largest number up to `most` that divides `n`"
     return max(d for d in range(1, most + 1) if n % d == 0)
 
 def divided(x, # B T tokens
             updates, pieces): # at most so many: what divides B, and T
-    "The sequences of each update, a list of B' T'"
+    "Return the sequences of each update, a list of B' T'"
     (B, T), n = x.shape, most_that_divides(x.shape[1], pieces)
     return list(x.reshape(B*n, T//n).chunk(most_that_divides(B, updates)))
 

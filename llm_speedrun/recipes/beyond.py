@@ -121,21 +121,21 @@ def __setattr__(self:BeyondGPT, name, value): # which a rung may call with anoth
 @patch
 @torch.no_grad()
 def init_values(self:BeyondGPT, seed): # of a generator of our own
-    "Normal weights of deviation 0.02 for what `GPT.init_weights` doesn't know"
+    "Draw weights that `GPT.init_weights` doesn't know from a normal of deviation 0.02"
     g = torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
     for b in self.layers:
         if b.values is not None: b.values.proj.weight.normal_(std=.02, generator=g)
 
 @patch
 def forward(self:BeyondGPT, x, y=None): # B T tokens, B T tokens that follow
-    "The logits, B T V; with `y` their mean loss, a scalar"
+    "Return the logits, B T V; with targets `y` their mean loss, a scalar"
     out, cap = UntiedGPT.forward(self, x, y), self.switches.get("softcap")
     return apply_softcap(out, cap) if cap and y is None else out
 
 # %% ../../nbs/49_beyond.ipynb #22fc4b3c
 @patch
 def hidden(self:BeyondGPT, x): # B T tokens
-    "The last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"
+    "Return the last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"
     T, L, early = x.shape[1], self.config.layers, []
     if T > self.config.seq_len:
         raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq_len}: "

@@ -62,7 +62,7 @@ def polynomials(steps): # how many
 # %% ../../nbs/44_fast_muon.ipynb #c8690a89
 def polar_express(x, # ... m n, m ≤ n, of the type to compute in
                   steps=5): # polynomials
-    "Nearly U Vᵀ of the singular value decomposition U S Vᵀ of each matrix (Amsel et al., arXiv:2505.16932)"
+    "Approximate U Vᵀ of the SVD U S Vᵀ of each matrix (Polar Express, Amsel et al., arXiv:2505.16932)"
     norm = torch.linalg.matrix_norm(x.to(torch.promote_types(x.dtype, torch.float32)), keepdim=True)
     x = (x/(norm*1.02 + 1e-6)).to(x.dtype)
     for a, b, c in polynomials(steps):
@@ -73,7 +73,7 @@ def polar_express(x, # ... m n, m ≤ n, of the type to compute in
 # %% ../../nbs/44_fast_muon.ipynb #9e385b29
 def new_state(p, # a matrix
               variance=0.): # NorMuon's decay of the variance; 0 for Muon
-    "Zeros, before the first step. The variance is of rows, or of columns where there are more of these"
+    "Return a matrix's state before the first step: zeros. The variance has a value per row or column"
     state = dict(momentum=torch.zeros_like(p, dtype=torch.float32))
     return state | (dict(variance=p.new_zeros(max(p.shape), dtype=torch.float32)) if variance else {})
 
@@ -81,7 +81,7 @@ def new_state(p, # a matrix
 def even_out(o, # k m n, FP32: orthogonal matrices
              v, # k n: NorMuon's variance
              beta2): # its decay
-    "NorMuon (arXiv:2510.05491): columns divided by their running size, at the norm from before; the variance"
+    "Normalize columns by their running size as NorMuon does (arXiv:2510.05491). Returns `o` and the variance"
     mean = o.square().mean(1) # k n
     v = v.lerp(mean, 1 - beta2)
     s = v.clamp(min=1e-10).rsqrt()
@@ -91,7 +91,7 @@ def even_out(o, # k m n, FP32: orthogonal matrices
 def decayed(w, o, # a matrix of weights and its direction, FP32
             step, decay, # what they are multiplied by
             cautious): # decay only where the step goes to zero too
-    "The weights after the update"
+    "Return the weights after the update and weight decay"
     return w - step*o - decay*(w*(o*w >= 0) if cautious else w)
 
 # %% ../../nbs/44_fast_muon.ipynb #9c44a401
@@ -101,11 +101,11 @@ def type_on(device): # of the matrices
 
 # %% ../../nbs/44_fast_muon.ipynb #3f727457
 def rates(group, rows, cols): # a group of the optimizer, the shape of a weight
-    "What direction and weights are multiplied by: the learning rate for this shape, and the decay"
+    "Return the factors of direction and weights: the learning rate for this shape, and the decay"
     return group["lr"] * max(1, rows/cols)**.5, group["lr"] * group["weight_decay"]
 
 def turned(stack, xs): # a `Stack`, its matrices
-    "A list of the matrices, those that lie down or have to stand up again transposed"
+    "Return a list of the matrices, wide ones in the stack's orientation transposed"
     return [x.mT if i < len(stack.tall) else x for i, x in enumerate(xs)]
 
 def kept(old, new, found): # tensors, and whether to leave `old` as it is: a tensor, or None
@@ -409,7 +409,7 @@ def fast_muon(group, # lr, weight_decay, momentum, variance (0: none), cautious,
               found_inf=None, # a tensor: where it is 1, nothing changes
               share=None, # rank, size and process group of processes with the same gradients
               symmetric=False): # as for `orthogonalize`
-    "A step of Muon or NorMuon, in place, of all matrices at once. Never waits for the GPU"
+    "Take a step of Muon or NorMuon, in place, for all matrices at once. Never waits for the GPU"
     check_update(group, params)
     tensors = [(p, g.float().contiguous(), s["momentum"], s.get("variance"))
                for p, g, s in zip(params, grads, states)]

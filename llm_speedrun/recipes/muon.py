@@ -78,7 +78,7 @@ def muon(run, # a `Run`
          embed=.003, # learning rate of the embedding at the matrices' rate of 0.02, for a width of 768
          head=.004, # likewise, of an output matrix of its own
          vector=.015): # likewise, of norms
-    "Muon for matrices, AdamW with rates of their own for the rest; a long cool-down to nearly zero"
+    "Use Muon for matrices, AdamW with its own rates for the rest, and a long cool-down to nearly zero"
     matrix = dict(rule="muon", momentum=momentum)
     roles = with_adamw(run, matrix, MUON_LR, embed, head, vector)
     return replace(run, optimizer=partial(mixed, roles=roles))

@@ -19,7 +19,7 @@ LR, LONG = .04, 400 # peak rate of the matrices, in runs of at most so many step
 def rate_for(config, # a `GPTConfig`
              steps, # of the run
              **length): # the rest of what is known of it
-    "Peak learning rate of the matrices: lower in longer runs, down to a quarter"
+    "Return the peak learning rate of the matrices: lower in longer runs, down to a quarter"
     return LR*max(.25, min(1., LONG/steps)**.5)
 
 # %% ../../nbs/47_speedrun.ipynb #8eed2ae0
@@ -29,14 +29,14 @@ def decay_for(config, # a `GPTConfig`
               steps, # of the run
               passes, # over the data; 0 for a stream
               **length): # the rest of what is known of the run
-    "Weight decay of the matrices: some e-folds of forgetting in the run, and more with each further pass"
+    "Return the weight decay of the matrices: some e-folds of forgetting per run, more for further passes"
     return min((RUN + PASS*max(0., passes - 1))/(rate_for(config, steps)*steps), 1.)
 
 # %% ../../nbs/47_speedrun.ipynb #9b88f9a4
 def average_for(config, # a `GPTConfig`
                 steps, # of the run
                 **length): # the rest of what is known of it
-    "Decay of the average of the weights: so large that it stays one over about a tenth of the run"
+    "Return the decay of the weights' average, so that it averages over about a tenth of the run"
     return max(.5, 1 - 9/steps)
 
 # %% ../../nbs/47_speedrun.ipynb #fe346ca3
@@ -58,7 +58,7 @@ def speedrun(run, # a `Run`
              momentum=.9, rise=300, embed=.004, head=.004, vector=.015, beta2=.99, table=.5,
              updates=(4, 2, 1), pieces=(2, 1), # as for `Phases`
              windows=(0,)): # as for `windowed`
-    "NorMuon, with blocks that add nothing at first, heads of 128, batches that grow, decay in e-folds"
+    "Use NorMuon with blocks that start at zero, heads of 128, growing batches, and decay in e-folds"
     init(run, embed=.02, matrix=.577)
     run = normuon.apply(run, variance, cautious, momentum, rise, embed, head, vector, beta2, table)
     return windowed(phased(run, updates, pieces), windows)
@@ -82,6 +82,6 @@ def adamw_decay(config, # a `GPTConfig`
 def without_muon(run, # a `Run`
                  embed=8., vector=30., beta1=.9, beta2=.99, # as for `tuned_adamw`
                  updates=(4, 2, 1), pieces=(2, 1)): # as for `Phases`
-    "All of `speedrun`, with AdamW for the matrices"
+    "Use everything of `speedrun`, with AdamW for the matrices"
     init(run, embed=.02, matrix=.577)
     return phased(tuned_adamw.apply(run, embed, vector, beta1, beta2), updates, pieces)

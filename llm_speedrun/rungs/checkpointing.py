@@ -73,13 +73,13 @@ def prepared(make, # () -> `Run`
 # %% ../../nbs/20_checkpointing.ipynb #020e8d24
 def count_memory(make, # () -> `Run`
                  batch): # sequences
-    "The `Memory` of one forward and backward pass on fake tensors, and its trace, bytes after each operation"
+    "Return the `Memory` of a forward and backward pass on fake tensors, and the bytes after each operation"
     with FakeTensorMode(), MemoryCounter() as m: return pass_memory(*prepared(make, batch), m), m.trace
 
 def saved_bytes(config, # a `GPTConfig`
                 rungs=(), # names
                 batch=1): # sequences
-    "Bytes that the forward pass keeps for the backward pass, each storage once, weights left out"
+    "Return the bytes that the forward pass saves for backward, each storage once, without the weights"
     return count_memory(partial(build, config, rungs), batch)[0].saved
 
 # %% ../../nbs/20_checkpointing.ipynb #87d70cba

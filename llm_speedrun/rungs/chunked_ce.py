@@ -37,7 +37,7 @@ def bad_targets(y, V, ignore_index): # N, vocabulary
 
 # %% ../../nbs/15_chunked_ce.ipynb #15badtarget
 def loss_maths(logits, y, ignore_index, z_loss, softcap, grad): # N V, N
-    "The loss of each row (N, FP32 at least), zero where ignored. With `grad`, `logits` becomes its gradient"
+    "Return each row's loss (N, FP32 at least), zero where ignored. With `grad`, `logits` become its gradient"
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap: x = softcap*torch.tanh(x/softcap)
     counts, bad = y != ignore_index, bad_targets(y, x.shape[1], ignore_index)
@@ -153,14 +153,14 @@ def softmax_loss(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_los
 BUDGET = 640 * 2**20 # bytes of logits at a time
 
 def sms(x): # a tensor
-    "Multiprocessors of the device of `x`, 1 for a CPU"
+    "Return the number of multiprocessors of the device of `x`, 1 for a CPU"
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
 def chunk_size(N, d, V, # tokens, width, vocabulary
                nbytes, # of one logit
                budget, # bytes of logits at a time
                sms): # multiprocessors of the GPU
-    "Tokens in a chunk: a multiple of 128, or all `N`. At least 128, however small the budget"
+    "Return the tokens in a chunk: a multiple of 128 and at least 128, or all `N`"
     rows, cols = blocks(N, 128), blocks(d, 256) # tiles of a gradient of N d
     most = max(1, min(rows, budget // (128*V*nbytes)))
     waves = lambda r: rows//r * blocks(r*cols, sms) + blocks(rows % r * cols, sms)
@@ -222,7 +222,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 # %% ../../nbs/15_chunked_ce.ipynb #3ceff3dc
 def no_loss(h, w): # 0 d, V d
-    "The loss of no tokens: 0, whose gradients are zeros"
+    "Return the loss of no tokens: 0, whose gradients are zeros"
     return (h.sum() + w[:0].sum()).to(torch.promote_types(h.dtype, torch.float32))
 
 def linear_cross_entropy(h, # hidden states, N d or B T d
@@ -232,9 +232,10 @@ def linear_cross_entropy(h, # hidden states, N d or B T d
                          z_loss=0., # adds z_loss * lse² to each token's loss
                          softcap=0., # bends logits to softcap * tanh(logits / softcap), 0 for no bend
                          budget=BUDGET): # bytes of logits at a time
-    """Mean cross-entropy of `h @ w.T` in nats per token that counts, a scalar in FP32 at least; 0 if none
-    counts, where PyTorch says NaN. Computes in autocast's type, or that of `h`. Raises `ValueError` where `h`
-    and `y` differ in length. A target outside of the vocabulary makes the loss and its gradients NaN"""
+    """Return the mean cross-entropy of `h @ w.T` in nats per token that counts, a scalar in FP32 at least;
+    0 if none counts, where PyTorch says NaN. Computes in autocast's type, or that of `h`.
+    Raises `ValueError` where `h` and `y` differ in length. A target outside of the vocabulary makes the
+    loss and its gradients NaN"""
     h, y = h.flatten(0, -2), y.flatten().contiguous()
     if len(h) != len(y):
         raise InputError(f"{len(h)} hidden states and {len(y)} targets: give each hidden state one target")
@@ -264,7 +265,7 @@ def chunked_ce(run, # a `Run`
                z_loss=0., # adds z_loss * lse² to each token's loss
                softcap=0., # bends the logits of the loss
                budget=BUDGET // 2**20): # MiB of logits at a time
-    "The loss a chunk of tokens at a time, its gradient made in the forward pass: never all logits at once"
+    "Compute the loss and its gradient in chunks of tokens in the forward pass: never all logits at once"
     loss = ChunkedCE(ignore_index, z_loss, softcap, budget * 2**20)
     def change(model):
         model.loss # nothing would use a loss that the model lacks

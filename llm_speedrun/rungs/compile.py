@@ -79,7 +79,7 @@ def compile(run, # a `Run`
             mode="default", # default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs
             whole=False, # the whole loss as one program, and not block by block
             backend=""): # of torch.compile: by default inductor, on a CPU aot_eager
-    """The blocks compiled, and the plain loss; or the whole loss. No graph breaks, every shape on its own.
+    """Compile the blocks and the plain loss, or the whole loss: without graph breaks, for each shape anew.
     Raises `InputError` for a mode that doesn't exist"""
     how = compile_options(run, mode, backend)
     def change(model):
@@ -91,12 +91,12 @@ def compile(run, # a `Run`
 
 # %% ../../nbs/18_compile.ipynb #3c34a28b
 def rounded_stream(heads): # a block's part: (block, h, cos, sin) -> the stream, q, k, v
-    "`heads`, which get the stream in bf16"
+    "Return `heads` with its residual stream rounded to BF16"
     def rounded(block, h, cos, sin): return heads(block, h.to(torch.bfloat16), cos, sin)
     return rounded
 
 @rung("parts", requires=["bf16"], excludes=["fused_ops"])
 def bf16_stream(run): # a `Run`
-    "Experimental: the residual stream in bf16, as `fused_ops` keeps it, for the naive blocks: half the bytes"
+    "Experimental: keep the residual stream of the naive blocks in BF16, as `fused_ops` does: half the bytes"
     heads = rounded_stream(naive_heads)
     return run.with_model(lambda model: set_parts(model, heads=heads))

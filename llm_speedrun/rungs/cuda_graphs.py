@@ -94,7 +94,7 @@ def __call__(self:RecordedPass, x, y): # of the recorded shape
 
 @patch
 def grads_of(self:RecordedPass, replay): # its number
-    "The weights' gradients. Raises `RunError` where a later replay has written over them"
+    "Return the weights' gradients. Raises `RunError` where a later replay has overwritten them"
     if replay == self.replays: return self.grads
     raise RunError("another pass has been replayed before this one's backward(), and its gradients are "
                    "gone: call backward() after each forward pass, or leave out cuda_graphs")
@@ -120,6 +120,6 @@ class RecordedLoss:
 # %% ../../nbs/19_cuda_graphs.ipynb #8d599ce3
 @rung("record", needs=needs_capability(7, 0, "a CUDA graph of the step"), excludes=["fp16"], gpu_only=True)
 def cuda_graphs(run): # a `Run`
-    "Forward and backward pass as one CUDA graph for each shape of batch; on a CPU, as they were"
+    "Capture forward and backward pass as one CUDA graph for each batch shape; on a CPU nothing changes"
     loss = RecordedLoss(run.loss)
     return replace(run, loss=loss, releases=run.releases + (loss.forget,))

@@ -454,12 +454,12 @@ def stream_product(a, b, c, eps): # M K, K N, M N
 
 # %% ../../nbs/29_epilogues.ipynb #d7fa7ad1
 def with_rstd(h, r, eps): # ... d; 1/rms of its rows, and what it was made with
-    "`h`, which carries r along"
+    "Return `h` with r attached to it, for `stream_rstd`"
     if not h.is_inference(): h.rstd = r, eps, write_count(h)
     return h
 
 def stream_rstd(h, eps): # ... d
-    "1/rms of the rows of `h`: what it carries, if nothing was written into it since, or else made anew"
+    "Return 1/rms of the rows of `h`: attached by `with_rstd` if `h` is unchanged since, else computed"
     carried = getattr(h, "rstd", None)
     fresh = carried and carried[1:] == (eps, write_count(h))
     return carried[0] if fresh else row_rstd(rows(h), eps)
@@ -498,8 +498,8 @@ def _mlp_grads(ctx, dy, _):
 
 # %% ../../nbs/29_epilogues.ipynb #29norm36
 class EpilogueMLP(torch.autograd.Function):
-    """(h, norm, gate, up, down, eps) -> h + the MLP of its norm, and 1/rms of its rows; h: ... d; norm: d;
-    gate, up: F d; down: d F"""
+    """An autograd function (h, norm, gate, up, down, eps) -> h + the MLP of its norm, and 1/rms of its rows;
+    h: ... d; norm: d; gate, up: F d; down: d F"""
     @staticmethod
     def forward(ctx, h, norm, gate, up, down, eps):
         w, v, r = placed(h.dtype, [gate, up], True, norm), down.to(h.dtype), stream_rstd(h, eps)
@@ -595,7 +595,7 @@ def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the products
 @rung("parts", needs=epilogues_missing, untried=untried, requires=["fused_ops"], gpu_only=True,
       excludes=["fp8", "lean", "compile", "selective_checkpoint", "tensor_parallel"])
 def epilogues(run): # a `Run` in 16 bits, with fused_ops
-    """SwiGLU, its gradient, the blocks' norms and the additions to the stream inside of QuACK's products.
+    """Run SwiGLU, its gradient, the blocks' norms and the residual additions inside of QuACK's GEMMs.
     Raises `InputError` for FP32 and widths that are no multiples of 8, `RunError` without its kernels"""
     c = run.model.config
     if run.fmt not in ("bf16", "fp16"): raise InputError("rung 'epilogues' needs 16 bits: add the rung bf16")

@@ -106,8 +106,8 @@ def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device
 # %% ../../nbs/23_fastest.ipynb #bf99f1f0
 @rung("parts", needs=flash4_missing, untried=untried, follows=["flash"], gpu_only=True)
 def flash4(run): # a `Run` in 16 bits
-    """Attention with FlashAttention-4's backward pass. Raises `InputError` for FP32 and odd sizes of heads,
-    `RunError` where its kernels don't run, or not rightly"""
+    """Use FlashAttention-4's backward pass of attention. Raises `InputError` for FP32 and unsupported head
+    sizes, `RunError` where its kernels don't run, or not correctly"""
     c = run.model.config
     if run.fmt not in ("bf16", "fp16"): raise InputError("rung 'flash4' needs 16 bits: add the rung bf16")
     if c.head_dim % 8 or c.head_dim > 128:
@@ -227,7 +227,7 @@ class Fp8Attention(torch.autograd.Function):
 
 # %% ../../nbs/23_fastest.ipynb #23fp8at2
 def needs_fp8_attention():
-    "A rung's `needs`: FP8, and FlashAttention-4 for the way back"
+    "Return a rung's `needs`: FP8, and FlashAttention-4 for the backward pass"
     return needs_fp8() or flash4_missing()
 
 @rung("parts", needs=needs_fp8_attention, untried=untried, requires=["bf16"], follows=["flash"],
@@ -363,12 +363,12 @@ def lean_heads(block, h, cos, sin): # h: the stream or a pair
 
 # %% ../../nbs/23_fastest.ipynb #23norm06
 def lean_feed(block, h): # a pair
-    "The part `feed`: its norm is made again on the way back, gate and up are kept in 8 bits"
+    "Compute the part `feed`: backward recomputes its norm, and reads gate and up kept in 8 bits"
     m = block.mlp
     h, ab = norm_product(block.post_attention_layernorm, h, m.gate_proj, m.up_proj)
     return h, LeanSwiGLUDown.apply(ab.flatten(0, -2), m.down_proj.weight.to(ab.dtype)).view(h.shape)
 
 @rung("parts", needs=needs_fp8, requires=["fused_ops"], excludes=["fp8"])
 def lean(run): # a `Run`
-    "Experimental: less kept for the backward pass. Norms are recomputed, gate and up kept in E4M3, by rows"
+    "Experimental: save less for backward. Norms are recomputed, gate and up kept in E4M3, scaled by row"
     return run.with_model(partial(set_parts, heads=lean_heads, feed=lean_feed))

@@ -146,8 +146,8 @@ def take_rows(w: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 # %% ../../nbs/27_fewer_bytes.ipynb #9f3de576
 class TiedRows(torch.autograd.Function):
-    """(w, x, dtype) -> the rows of `w` (V d) for tokens `x`, in `dtype`, and `w` for its other use. That use
-    must give it a gradient that nobody else holds: the rows' gradients are added to it in place"""
+    """An autograd function (w, x, dtype) -> the rows of `w` (V d) for tokens `x`, and `w` for the output
+    projection. That must give `w` a gradient used nowhere else: the rows' are added to it in place"""
     @staticmethod
     def forward(ctx, w, x, dtype):
         ctx.set_materialize_grads(False)
@@ -205,6 +205,6 @@ def tie(model, # a `GPT`, whose embedding changes in place
 @rung("parts", needs=needs_triton, follows=["fused_ops", "bf16_stream"],
       excludes=["tensor_parallel", "fsdp"], gpu_only=True)
 def tied_embedding(run): # a `Run`
-    "The embedding's gradient summed straight into the tied head's; its rows rounded as they are read"
+    "Add the embedding's gradient straight into the tied head's, and round the embedding's rows as read"
     narrow = {"fused_ops", "bf16_stream"} & {*run.rungs}
     return run.replace_model(partial(tie, narrow=bool(narrow)))

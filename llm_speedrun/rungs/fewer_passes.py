@@ -215,13 +215,13 @@ class GroupedCE(ChunkedCE):
 # %% ../../nbs/28_fewer_passes.ipynb #6e7d6a5d
 @patch
 def losses8(self:GroupedCE, s, h8, w8, y, dtype): # `Slots`, 8-bit n' d and V d, n, type of the logits
-    "A chunk's logits (n V), losses and log-sum-exps (n each), which another loss may find otherwise"
+    "Return a chunk's logits (n V), losses and log-sum-exps (n each); another loss may replace it"
     logits = product(s, h8, w8, "hidden", "head", out=dtype, fast=True)[:len(y)]
     return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
 
 @patch(as_prop=True)
 def in_fp8(self:GroupedCE):
-    "Whether its matmuls are in FP8: then another loss may replace `losses8`"
+    "Return whether its matmuls are in FP8: then another loss may replace `losses8`"
     return self.scales is not None
 
 # %% ../../nbs/28_fewer_passes.ipynb #f0901ede
@@ -229,7 +229,7 @@ def in_fp8(self:GroupedCE):
       excludes=["tensor_parallel", "fp16"], gpu_only=True)
 def head_groups(run, # a `Run` with chunked_ce
                 group=GROUP // 2**20): # MiB of logits' gradients that are kept for one product
-    "The output projection's gradient from groups of chunks, with 1/n inside of its products"
+    "Compute the output projection's gradient from groups of chunks, with 1/n inside of its matmuls"
     if group < 1:
         raise InputError(f"rung 'head_groups': group={group} is no size in MiB: give at least 1")
     def change(model): model.loss = GroupedCE(**vars(model.loss), group=group * 2**20)
@@ -355,8 +355,8 @@ def make_clipped(model, lr=1e-3, betas=(.9, .95), weight_decay=.1): # as for `ma
 # %% ../../nbs/28_fewer_passes.ipynb #871951e5
 @rung("optimizer", needs=needs_triton, follows=["fused_adamw", "adamw8bit"], excludes=["fp16"], gpu_only=True)
 def direct_update(run): # a `Run`
-    """Recorded gradients are taken where they lie, and AdamW clips them as it reads them. With another kind
-    of optimizer the first alone; where autograd's hooks send the gradients to other processes, the second"""
+    """Let AdamW read captured gradients in place, and clip them as it reads them. With another optimizer only
+    the first; where autograd's hooks send the gradients to other processes only the second"""
     kept = {"adamw8bit", "bf16_weights"} & {*run.rungs}
     optimizer = run.optimizer if kept else make_clipped
     hooked = any(e.hooked for e in run.gradient_syncs)
@@ -411,9 +411,9 @@ def layer_recompute(block, h, cos, sin): # h: the stream or a pair
 @rung("parts", needs=needs_triton, requires=["fused_ops"], gpu_only=True,
       excludes=["checkpoint", "selective_checkpoint", "compile", "tensor_parallel"])
 def recompute_rope(run): # a `Run` with fused_ops
-    """Queries and keys, normed and turned, aren't kept for attention's backward pass but made again (where
-    attention copies them, it keeps its copies). Raises `InputError` for blocks that run in an order of their
-    own, and in the first step for values that don't lie behind queries and keys"""
+    """Recompute normed and rotated queries and keys for attention's backward pass instead of keeping them
+    (where attention copies them, it keeps its copies). Raises `InputError` for blocks that run in an order
+    of their own, and in the first step for values that don't lie behind queries and keys"""
     def change(model):
         if any(b.layer is not naive_layer for b in model.layers):
             raise InputError("rung 'recompute_rope': the blocks of this model run in an order of their own, "

@@ -20,14 +20,14 @@ LARGEST = {E4M3: 448., E5M2: 57344.}
 
 # %% ../../nbs/16_fp8.ipynb #ca5a7d0a
 def sqnr(exact, rounded): # two tensors
-    "Signal-to-quantization-noise ratio of `rounded` in dB"
+    "Return the signal-to-quantization-noise ratio of `rounded` in dB"
     e = exact.double()
     return (20*torch.log10(e.norm() / (rounded.double() - e).norm())).item()
 
 # %% ../../nbs/16_fp8.ipynb #321b5372
 def mm8(a, b, inverse_a, inverse_b, # M K; N K, both contiguous; one number each
         out=torch.bfloat16, fast=False): # type of the result; whether to sum up in fewer bits
-    "a @ b.T of 8-bit matrices with their scales divided out, M N"
+    "Multiply 8-bit matrices as a @ b.T and divide out their scales. Returns M N"
     if a.is_cuda and not any(n % 16 for n in (*a.shape, b.shape[0])):
         return scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=out, use_fast_accum=fast)
     return ((a.float() @ b.float().T) * (inverse_a*inverse_b)).to(out)
@@ -96,8 +96,8 @@ def choose_layers(run, # the `Run` to which the rung will be applied
 def torchao_fp8(run, # a `Run` with bf16
                 recipe="tensorwise", # one scale for a tensor; or rowwise, one for each row
                 layers="auto"): # "auto" for those that gain here by measuring, "all", or sizes as 768x2048
-    """Linear layers in FP8 by torchao. Needs torchao, and gains only together with the rung compile. Raises
-    `InputError` for recipes and sizes that there aren't"""
+    """Run linear layers in FP8 by torchao. Needs torchao; faster only together with the rung `compile`.
+    Raises `InputError` for recipes and sizes that don't exist"""
     sizes = linear_sizes(run.model)
     layers = sizes if layers == "all" else as_list(layers)
     for s in layers: lookup(dict.fromkeys(sizes), s, "size of a linear layer")

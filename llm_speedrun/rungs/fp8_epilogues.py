@@ -485,9 +485,9 @@ EIGHTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(
 @rung("parts", needs=needs_quack_fp8, requires=["fp8"], follows=["head_groups"],
       excludes=["tensor_parallel", "compile", "selective_checkpoint"], gpu_only=True)
 def fp8_epilogues(run): # a `Run` with fp8
-    """In FP8: SwiGLU with its roundings, the additions to the stream and, with head_groups, the loss's sums
-    inside of products, which are QuACK's; gate and up kept in 8 bits. Raises `RunError` where its kernels
-    don't run, or not rightly"""
+    """Run in the epilogues of QuACK's FP8 GEMMs: SwiGLU with its quantization, the residual additions and,
+    with head_groups, the loss's sums; keep gate and up in 8 bits. Raises `RunError` where its kernels
+    don't run, or not correctly"""
     c = run.model.config
     if why := fp8_epilogues_error(c.width, c.hidden, run.device):
         raise RunError(f"rung 'fp8_epilogues': QuACK's kernels can't be used here: {why}. Leave the rung out")

@@ -27,7 +27,7 @@ NAMES += "hidden head".split() # input and weight of the output projection, whic
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #42ce8033
 class Scaling:
-    "Scales of a model's 8-bit tensors, from the largest magnitudes of the last steps"
+    "The scales of a model's 8-bit tensors, from the largest magnitudes of the last steps"
     seen = False # whether there are scales: a pass with gradients has ended
     jit = True # whether the pass that runs finds its scales just in time
     def __init__(self, layers, # how many sets of slots
@@ -49,12 +49,12 @@ def fitting_scale(amax, largest): # tensors: the largest magnitude, and what to 
 
 @patch
 def maxima(self:Scaling):
-    "The largest magnitudes of the step so far, layers by slots"
+    "Return the largest magnitudes of the step so far, layers by slots"
     return torch.maximum(torch.stack(self.forward_max), torch.stack(self.backward_max))[..., 0]
 
 @patch
 def bad(self:Scaling):
-    "Whether one of the step's maxima isn't finite: a bool on the device"
+    "Return whether one of the step's largest magnitudes is non-finite: a bool tensor on the device"
     return ~self.maxima().isfinite().all()
 
 @patch
@@ -76,7 +76,7 @@ def update(self:Scaling):
 @patch
 @contextmanager
 def in_step(self:Scaling):
-    "Entered around each optimizer step (new scales), and around evaluations (none)"
+    "Update the scales before a training step; an evaluation leaves them as they are"
     if torch.is_grad_enabled() and self.seen: self.update()
     yield
 
@@ -84,7 +84,7 @@ def in_step(self:Scaling):
 @patch
 @contextmanager
 def in_pass(self:Scaling):
-    "Entered around each forward pass. One without gradients leaves no trace; one just in time isn't compiled"
+    "Run a forward pass inside: its maxima are discarded without gradients; just-in-time is uncompiled"
     self.jit, trains = not (self.delayed and self.seen), torch.is_grad_enabled()
     kept = None if trains else [t.clone() for t in self.forward_max]
     try:
@@ -96,7 +96,7 @@ def in_pass(self:Scaling):
 # %% ../../nbs/16a_fp8_kernels.ipynb #d0e3ba96
 @patch
 def state_dict(self:Scaling):
-    "What a checkpoint needs to go on with the same scales: a dict of tensors and a flag"
+    "Return what a checkpoint needs to continue with the same scales: a dict of tensors and a flag"
     maxima = {k: torch.stack(getattr(self, k))[..., 0] for k in ("forward_max", "backward_max")}
     return {k: getattr(self, k) for k in ("past", "scale", "inverse")} | maxima | dict(seen=self.seen)
 
@@ -181,15 +181,15 @@ LARGE_TILE = dict(ROWS=64, COLS=128, num_warps=8) # for a kernel that does nothi
 SQUARE_TILE = dict(ROWS=64, COLS=64, num_warps=4) # for logits
 
 def tile_grid(N, C, tile=TILE):
-    "How many tiles cover a matrix N C, down and across"
+    "Return how many tiles cover a matrix N C, down and across"
     return blocks(N, tile["ROWS"]), blocks(C, tile["COLS"])
 
 def by_kernel(x, *sizes): # of its columns
-    "Whether a kernel rounds `x`: where one can run, and like the tensor cores only multiples of 16"
+    "Return whether a kernel rounds `x`: where one can run, and for sizes that are multiples of 16"
     return runs_kernel(x) and not any(n % 16 for n in sizes)
 
 def empty_pair(x, N, C, dt):
-    "8-bit matrices for N rows of C and their transpose, uninitialised but for the zeros that fill up N"
+    "Allocate 8-bit matrices for N rows of C and their transpose; only the padding of N is zeroed"
     q, t = (x.new_empty(shape, dtype=dt) for shape in ((sixteens(N), C), (C, sixteens(N))))
     if N % 16: q[N:], t[:, N:] = 0, 0
     return q, t
@@ -252,7 +252,7 @@ def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_
 @kernel_op(mutates=("amax",))
 def norm_quantize(x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, eps: float, scale: torch.Tensor,
                   amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    "x + y (N d), 1/rms (N), and the norm of the sum in E4M3 and transposed, as `quantize`; `y` may be None"
+    "Return x + y (N d), 1/rms (N), and the sum's norm in E4M3 and transposed, as `quantize`"
     if not by_kernel(x, x.shape[1]):
         h, n, r = add_norm_maths(x, y, w, eps)
         return h.clone(), r, *round_and_transpose(n, scale, amax, E4M3)
@@ -285,7 +285,7 @@ def swiglu_quantize_kernel(ab_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, filled,
 @kernel_op(mutates=("amax",))
 def swiglu_quantize(ab: torch.Tensor, scale: torch.Tensor,
                     amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    "silu(a) * b of rows (a, b), N 2F, in E4M3 and transposed, as `quantize`"
+    "Return silu(a) * b of rows (a, b), N 2F, in E4M3 and transposed, as `quantize`"
     N, F = ab.shape[0], ab.shape[1]//2
     if not by_kernel(ab, F): return round_and_transpose(swiglu_maths(ab), scale, amax, E4M3)
     q, t = empty_pair(ab, N, F, E4M3)
@@ -320,7 +320,7 @@ def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, 
 @kernel_op(mutates=("amax",))
 def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
                              dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    "The gradient of `ab` (N 2F) from that of h (N F), in `dt` and transposed, as `quantize`"
+    "Return the gradient of `ab` (N 2F) from that of h (N F), in `dt` and transposed, as `quantize`"
     N, F = dh.shape
     if not by_kernel(ab, F):
         return round_and_transpose(swiglu_backward_maths(ab, dh.clone()), scale, amax, dt)

@@ -116,8 +116,8 @@ def fsdp(run, # a `Run`
          reduce="fp32", # type in which gradients are sent and added up: fp32 or bf16
          reshard=True, # gather a block's weights anew for its backward pass
          each=False): # reduce gradients after each micro-batch: less memory, and more to send
-    """Weights, gradients and optimizer state cut among the processes (FSDP2, `fully_shard`). Alone it changes
-    nothing. Raises `InputError` for what it doesn't go with"""
+    """Shard weights, gradients and optimizer state over the processes (FSDP2, `fully_shard`).
+    Alone it changes nothing. Raises `InputError` for rungs that it isn't compatible with"""
     check_goes(run)
     how = dict(reduce=lookup(REDUCE, reduce, "type of the reduction"), gather=DTYPES[run.fmt])
     if run.world.size == 1: return run

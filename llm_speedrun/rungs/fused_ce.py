@@ -71,8 +71,8 @@ def fused_error(ce, V, d, device): # a `FusedCE`, vocabulary, width
 # %% ../../nbs/29a_fused_ce.ipynb #29fused04
 @rung("parts", needs=hopper_missing, requires=["head_groups"], excludes=["fp8"], gpu_only=True)
 def fused_ce(run): # a `Run` with head_groups
-    """The loss by QuACK's fused linear cross-entropy, for which the gradients of logits never exist. Raises
-    `RunError` without its kernels"""
+    """Compute the loss by QuACK's fused linear cross-entropy, which never stores the gradients of the logits.
+    Raises `RunError` without its kernels"""
     c, ce = run.model.config, FusedCE(**vars(run.model.loss))
     if run.fmt == "bf16" and (why := fused_error(ce, c.vocab, c.width, run.device)):
         raise RunError(f"rung 'fused_ce': QuACK's kernels can't run here: {why}. Leave the rung out")

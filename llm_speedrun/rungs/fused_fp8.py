@@ -51,7 +51,7 @@ def _linear_backward(ctx, dy):
     return dx, product(s, g8t, x8t, "da", "o", out=ctx.dtype), *[None]*6
 
 class Fp8Linear(torch.autograd.Function):
-    "(x, w, slots) -> x @ w.T for the attention's output; x: B T C, w: O C"
+    "An autograd function (x, w, slots) -> x @ w.T for the attention's output; x: B T C, w: O C"
     forward, backward = staticmethod(_linear_forward), staticmethod(_linear_backward)
 
 # %% ../../nbs/17_fused_fp8.ipynb #fc356914
@@ -81,7 +81,7 @@ def _mlp_backward(ctx, dh, dm):
     return dx, dx, dw, dwg, dwu, dwd, None, *[None]*6
 
 class Fp8MLP(torch.autograd.Function):
-    "(x, y, norm, w_gate, w_up, w_down, eps, slots) -> x + y, and the MLP of its norm; x, y: B T d"
+    "An autograd function that returns x + y and the MLP of its norm; x, y: B T d"
     forward, backward = staticmethod(_mlp_forward), staticmethod(_mlp_backward)
 
 # %% ../../nbs/17_fused_fp8.ipynb #eba1fa15
@@ -111,7 +111,7 @@ def _heads_backward(ctx, dh, dq, dk, dv):
     return dx, dx if ctx.add else None, dw, *dws, *dw2, None, None, None, *[None]*6
 
 class Fp8Heads(torch.autograd.Function):
-    "(x, y, norm, wq, wk, wv, q_norm, k_norm, cos, sin, eps, slots) -> x + y; q, k, v as B T heads D"
+    "An autograd function that returns x + y and its norm's q, k, v as B T heads D; x, y: B T d"
     forward, backward = staticmethod(_heads_forward), staticmethod(_heads_backward)
 
 # %% ../../nbs/17_fused_fp8.ipynb #b3d63b13
@@ -160,8 +160,8 @@ def loss_lse_kernel(x_ptr, y_ptr, loss_ptr, lse_ptr, V: tl.constexpr, ignore_ind
 @kernel_op
 def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: float,
              softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss (0 where ignored) and log-sum-exp of each row of logits (N V). Both are NaN for a target that is
-    no token, and so is what `logits_quantize` makes of the row"""
+    """Return the loss (0 where ignored) and log-sum-exp of each row of logits (N V).
+    Both are NaN for a target that is no token, and so is what `logits_quantize` makes of the row"""
     if not runs_kernel(logits):
         x = logits.float() if not softcap else softcap*torch.tanh(logits.float()/softcap)
         counts, bad = y != ignore_index, bad_targets(y, x.shape[1], ignore_index)
@@ -180,7 +180,7 @@ HALF_MOST = LARGEST[E5M2]/2 # the scale of a logit's gradient: twice the 1 that 
 def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl.constexpr,
                            ignore_index: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
                            SCALE: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    "The logits' gradients, rounded with SCALE and transposed, ROWS COLS at a time"
+    "Write the logits' gradients, rounded with SCALE, and their transpose, ROWS COLS at a time"
     # grid: tiles, down and across; x, q: N V, row-major; t: V by filled
     offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
@@ -294,7 +294,7 @@ def head_step(c, fp8, device): # a `GPTConfig`, whether in FP8
 
 # %% ../../nbs/17_fused_fp8.ipynb #f3d2655d
 def part_gains(c, device): # a `GPTConfig`
-    "How many times faster each part is in FP8, as a part of its layer: a dict from part to ratio"
+    "Measure the speedup of a layer with each part in FP8, a dict from part to ratio"
     ms = lambda calls, step, *args: graph_ms(partial(step, c, *args, device), calls) # launches don't count
     plain, layer_parts = ms(3, layer_step, ()), [p for p in PARTS if p != "head"]
     gains = {p: plain/ms(3, layer_step, (p,)) for p in layer_parts}
@@ -395,8 +395,8 @@ def fp8(run, # a `Run`
         parts="auto", # "auto": those that break even here by measuring; or some of heads, out, mlp, head
         grad="e5m2", # the gradients' format, e5m2 or e4m3
         delayed=True): # scales from the steps before; False finds each just in time
-    """Matrix products in FP8, rounded in the kernels that hold the data; the output projection's with
-    `chunked_ce`. Raises `InputError` for parts and formats that there aren't, `RunError` for parts whose
+    """Run matmuls in FP8, rounded in the kernels that hold the data; the output projection's with
+    `chunked_ce`. Raises `InputError` for parts and formats that don't exist, `RunError` for parts whose
     kernels were compiled wrongly here"""
     parts, L = _checked_parts(run, parts), run.model.config.layers
     dt = lookup(GRADIENTS, grad, "format of gradients")

@@ -75,7 +75,7 @@ def swiglu_backward_kernel(ab_ptr, dh_ptr, dab_ptr, N, F: tl.constexpr, ROWS: tl
 # %% ../../nbs/14_fused_ops.ipynb #3abf7dfb
 @kernel_op(contiguous=("ab",))
 def swiglu(ab: torch.Tensor) -> torch.Tensor:
-    "silu(a) * b for rows (a, b): N 2F to N F, contiguous"
+    "Compute silu(a) * b for rows (a, b): N 2F to N F, contiguous"
     if not runs_kernel(ab): return swiglu_maths(ab)
     N, F = ab.shape[0], ab.shape[1]//2
     h = ab.new_empty(N, F)
@@ -86,7 +86,7 @@ def swiglu(ab: torch.Tensor) -> torch.Tensor:
 # %% ../../nbs/14_fused_ops.ipynb #fb9eea40
 @kernel_op(mutates=("dh",), contiguous=("ab", "dh"))
 def swiglu_backward(ab: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
-    "The gradient of `ab` (N 2F) from that of h (N F), both contiguous; `dh` is overwritten with h"
+    "Return the gradient of `ab` (N 2F) from that of h (N F), both contiguous; overwrites `dh` with h"
     if not runs_kernel(ab): return swiglu_backward_maths(ab, dh)
     (N, F), dab, tile = dh.shape, torch.empty_like(ab), swiglu_tile(dh.shape[1])
     launch(swiglu_backward_kernel, (N, blocks(F, tile["BLOCK"])), ab, dh, dab, N, F, **tile)
@@ -94,7 +94,7 @@ def swiglu_backward(ab: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
 
 # %% ../../nbs/14_fused_ops.ipynb #c3e1a7d2
 class SwiGLUDown(torch.autograd.Function):
-    "(ab, w) -> swiglu(ab) @ w.T, keeping `ab` alone; ab: N 2F, w: d F, both of one type"
+    "An autograd function (ab, w) -> swiglu(ab) @ w.T that saves `ab` alone; ab: N 2F, w: d F, of one type"
     @staticmethod
     def forward(ctx, ab, w):
         ctx.save_for_backward(ab, w)
@@ -269,7 +269,7 @@ def qk_rope_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: 
 
 # %% ../../nbs/14_fused_ops.ipynb #b8d45a64
 class QKRope(torch.autograd.Function):
-    "(qkv, wq, wk, cos, sin, H, eps) -> q, k, v as B T heads D, views of two tensors; qkv: B T H+2K D"
+    "An autograd function from qkv (B T H+2K D) to q, k, v (B T heads D), with q and k normed and rotated"
     @staticmethod
     def forward(ctx, qkv, wq, wk, cos, sin, H, eps):
         ctx.save_for_backward(qkv, wq, wk, cos, sin)
@@ -325,17 +325,17 @@ def fused_heads(block, h, cos, sin): # h: the stream or a pair
 
 # %% ../../nbs/14_fused_ops.ipynb #b82cb035
 def fused_project(block, h, o): # B T d, B H T D
-    "The part `project`: the stream, and what the attention has yet to add to it"
+    "Compute the block's part `project`. Returns the residual stream, and attention's output still to add"
     return h, block.self_attn.o_proj(o.transpose(1, 2).flatten(2))
 
 def fused_feed(block, h): # a pair
-    "The part `feed`: the stream, and what the MLP has yet to add to it"
+    "Compute the block's part `feed`. Returns the residual stream, and the MLP's output still to add"
     m, (h, n) = block.mlp, add_norm(block.post_attention_layernorm, h)
     ab = F.linear(n, joined(n.dtype, m.gate_proj, m.up_proj)).flatten(0, -2) # N 2F
     return h, swiglu_down(ab, m.down_proj.weight.to(ab.dtype)).view(h.shape)
 
 def fused_last_norm(model, h): # a pair
-    "The model's last norm, after the last addition"
+    "Return the model's last norm, computed together with the last addition"
     return add_norm(model.norm, h)[1]
 
 # %% ../../nbs/14_fused_ops.ipynb #c216e708
@@ -349,11 +349,11 @@ def fuse(model): # a `GPT`, changed in place
 
 # %% ../../nbs/14_fused_ops.ipynb #27f4d77e
 def needs_triton():
-    "A rung's `needs`: Triton where there is a GPU. A CPU passes, for smoke runs"
+    "Return a rung's `needs`: Triton where there is a GPU. A CPU passes, for smoke runs"
     missing = triton is None and torch.cuda.is_available()
     return "it needs Triton, which is not installed: pip install triton" if missing else ""
 
 @rung("parts", needs=needs_triton)
 def fused_ops(run): # a `Run`
-    "RMSNorm with the addition before it, SwiGLU, and QK-norm with RoPE as one Triton kernel each, both ways"
+    "Fuse RMSNorm with the addition before it, SwiGLU, and QK-norm with RoPE into Triton kernels"
     return run.with_model(fuse)

@@ -36,12 +36,12 @@ def make_fused(model, # the model to optimize
                lr=1e-3, # learning rate, may be changed in `param_groups` at each step
                betas=(.9, .95), # decay of the moments
                weight_decay=.1): # on matrices alone
-    "PyTorch's AdamW as one kernel over all weights"
+    "Make PyTorch's AdamW as one kernel over all weights"
     return torch.optim.AdamW(param_groups(model, weight_decay), lr=lr, betas=betas, fused=True)
 
 @rung("optimizer", excludes=("adamw8bit", "bf16_weights"))
 def fused_adamw(run): # a `Run`
-    "PyTorch's fused AdamW: every weight goes to the chip and back once"
+    "Use PyTorch's fused AdamW: it reads and writes every weight once per step"
     return replace(run, optimizer=make_fused)
 
 # %% ../../nbs/21_optim.ipynb #4628aeca
@@ -53,7 +53,7 @@ def in_blocks(x): # of any shape
 
 # %% ../../nbs/21_optim.ipynb #8743578a
 def encode_moments(m, v): # FP32, of one shape
-    "Codes of `m` (int8) and of `v` (uint8), of their shape, and their scales, FP32 (2, blocks)"
+    "Quantize moments: `m` to int8, `v` to uint8 (same shapes), with FP32 scales (2, blocks)"
     a, b = in_blocks(m), in_blocks(v)
     s, r = scales = torch.stack((a.abs().amax(1), b.amax(1)))
     s, r = (x[:, None].clamp(min=1e-33) for x in (s, r)) # a block of zeros is divided by something
@@ -63,7 +63,7 @@ def encode_moments(m, v): # FP32, of one shape
     return as_given(c, torch.int8), as_given(d, torch.uint8), scales
 
 def decode_moments(c, d, scales): # from `encode_moments`
-    "The moments, FP32"
+    "Return the moments in FP32"
     y, z, (s, r) = in_blocks(c).float(), in_blocks(d).float(), scales[:, :, None]
     m, v = y*y.abs()*(s*127**-2), z*z*(z*z)*(r*255**-4)
     return m.flatten()[:c.numel()].view_as(c), v.flatten()[:c.numel()].view_as(c)
@@ -371,7 +371,7 @@ def step(self:MultiTensorAdamW):
 # %% ../../nbs/21_optim.ipynb #84e576f4
 @patch
 def new_state(self:MultiTensorAdamW, p): # a weight
-    "Its moments before the first step: zeros"
+    "Return a weight's moments before the first step: zeros"
     coded, half = self.moments == "8bit" and p.numel() >= SMALL, p.dtype == torch.bfloat16
     types = (torch.int8, torch.uint8) if coded else (torch.float32, torch.float32)
     state = {k: torch.zeros_like(p, dtype=t) for k, t in zip(("exp_avg", "exp_avg_sq"), types)}
@@ -396,13 +396,13 @@ def update(self:MultiTensorAdamW, ps, g, key, found_inf): # weights with gradien
 # %% ../../nbs/21_optim.ipynb #65b120ea
 @patch
 def state_dict(self:MultiTensorAdamW):
-    "As PyTorch's. Waits for the GPU, to know how many steps were not taken"
+    "Return the state as PyTorch's does. Waits for the GPU, to count the steps that were skipped"
     for g in self.param_groups: g["skipped"] = int(self.skipped)
     return super(MultiTensorAdamW, self).state_dict()
 
 @patch
 def load_state_dict(self:MultiTensorAdamW, state_dict): # from `state_dict`
-    "As PyTorch's, which alone would give moments the type of their weights"
+    "Load a state as PyTorch's does, but keep the moments' own types"
     super(MultiTensorAdamW, self).load_state_dict(dict(state_dict, state={}))
     ps = [p for g in self.param_groups for p in g["params"]]
     for i, s in state_dict["state"].items():
@@ -419,12 +419,12 @@ class AdamW8bit(MultiTensorAdamW):
 
 # %% ../../nbs/21_optim.ipynb #89f19cd3
 def make_8bit(model, lr=1e-3, betas=(.9, .95), weight_decay=.1): # as for `make_fused`
-    "`AdamW8bit` in the usual two groups"
+    "Make an `AdamW8bit` with the usual two groups"
     return AdamW8bit(param_groups(model, weight_decay), lr=lr, betas=betas)
 
 @rung("optimizer", excludes=("fused_adamw", "bf16_weights"))
 def adamw8bit(run): # a `Run`
-    "AdamW in one kernel, whose moments take 1 byte each, and 8 for each block of 256"
+    "Run AdamW in one kernel with 8-bit moments: 1 byte each, and 8 for each block of 256"
     return replace(run, optimizer=make_8bit)
 
 # %% ../../nbs/21_optim.ipynb #95cae453
@@ -438,7 +438,7 @@ def bf16_matrices(model): # changed in place, but not the parameters that it had
 # %% ../../nbs/21_optim.ipynb #7c179746
 def make_bf16(model, lr=1e-3, betas=(.9, .95), weight_decay=.1, # as for `make_fused`
               rounding="stochastic", moments="fp32", seed=0): # as for `MultiTensorAdamW`
-    "`Bf16AdamW` in the usual two groups"
+    "Make a `Bf16AdamW` with the usual two groups"
     groups = param_groups(model, weight_decay)
     return Bf16AdamW(groups, lr=lr, betas=betas, rounding=rounding, moments=moments, seed=seed)
 
@@ -447,6 +447,6 @@ def make_bf16(model, lr=1e-3, betas=(.9, .95), weight_decay=.1, # as for `make_f
 def bf16_weights(run, # a `Run`
                  rounding="stochastic", # or "master" or "nearest"
                  moments="fp32"): # or "8bit"
-    "Matrices kept in bf16, and gradients with them"
+    "Keep matrices and their gradients in BF16"
     make = partial(make_bf16, rounding=rounding, moments=moments)
     return replace(run.with_model(bf16_matrices), optimizer=make)

@@ -468,8 +468,8 @@ def check_goes(run): # a `Run`
 @rung("parallel", excludes=["selective_checkpoint", "cuda_graphs"])
 def tensor_parallel(run, # a `Run`
                     size=2): # processes that share one model
-    """Heads, hidden units and the vocabulary cut among `size` processes, and between the products the tokens.
-    Raises `InputError` for a `size` that the world wasn't joined with, and for what that doesn't divide"""
+    """Shard heads, hidden units and the vocabulary over `size` processes, and between the matmuls the tokens.
+    Raises `InputError` for a `size` that the world wasn't joined with, or that doesn't divide the model"""
     check_goes(run)
     if run.world.size == 1 or size == 1: return run
     rank, there = run.world.rank_and_size("tp")

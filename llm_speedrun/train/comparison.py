@@ -60,14 +60,14 @@ class RunCurve:
 # %% ../../nbs/64_comparison.ipynb #c9d3b211
 @patch
 def at(self:RunCurve, steps, over): # an array; a key of `OVER`
-    "Where these steps lie on the axis; NaN where nobody knows"
+    "Return where steps lie on the axis, an array; NaN where it isn't known"
     if over == "steps": return np.asarray(steps, dtype=float)
     if not len(self.steps): return np.full(len(steps), np.nan)
     return np.interp(steps, np.append(0., self.steps), np.append(0., getattr(self, over)))
 
 @patch
 def curve(self:RunCurve, over, kind="val"): # a key of `OVER`; "val" or "loss"
-    "Places on the axis and losses, two arrays, without what can't be placed"
+    "Return places on the axis and losses, two arrays, without points that can't be placed"
     xy = np.array(getattr(self, kind), dtype=float).reshape(-1, 2)
     x = self.at(xy[:, 0], over)
     return x[np.isfinite(x)], xy[np.isfinite(x), 1]
@@ -228,7 +228,7 @@ class Comparison:
 # %% ../../nbs/64_comparison.ipynb #c9a6ea93
 @patch
 def give_colors(self:Comparison):
-    "Colours, the same for runs that differ in the seed alone; and longer titles where two are alike"
+    "Give runs that differ in the seed alone the same colour, and runs with equal titles longer ones"
     names = [c.name for c in self.courses]
     kind = {id(c): i for i, g in enumerate(self.repeats) for c in g}
     kinds = [*dict.fromkeys(kind.get(id(c), c.folder) for c in self.courses)]
@@ -250,7 +250,7 @@ def figures(c): # a `RunCurve`
 # %% ../../nbs/64_comparison.ipynb #3337cf3d
 @patch
 def summary(self:Comparison):
-    "Head and rows of a table, a row for each run"
+    "Return head and rows of a table, a row for each run"
     head = ["run", "validation loss", "lowest (step)", "steps", "tokens", "seconds", "tokens/s", "peak GiB"]
     return head, [[c.title, *figures(c)] for c in self.courses]
 
@@ -263,7 +263,7 @@ def when(c, level): # a `RunCurve`, a loss
 
 @patch
 def races(self:Comparison):
-    "Head and rows of a table: when each run came down to each other's last validation loss"
+    "Return head and rows of a table: when each run reached each other's last validation loss"
     ends = [(c.title, c.val[-1][1]) for c in self.courses if c.val]
     return (["run", *(f"to {loss:.4f} of {title}" for title, loss in ends)],
             [[c.title, *(when(c, loss) for _, loss in ends)] for c in self.courses] if ends else [])
@@ -271,14 +271,14 @@ def races(self:Comparison):
 # %% ../../nbs/64_comparison.ipynb #dfc642e5
 @patch
 def differences(self:Comparison):
-    "Head and rows of a table, a row for each setting that isn't the same in all"
+    "Return head and rows of a table, a row for each setting that isn't the same in all"
     found = apart([c.config for c in self.courses])
     return ["setting", *(c.title for c in self.courses)], [[k, *texts] for k, texts in found.items()]
 
 # %% ../../nbs/64_comparison.ipynb #42c5626b
 @patch
 def seeds(self:Comparison):
-    "Head and rows of a table: the last losses of runs that differ in the seed alone"
+    "Return head and rows of a table: the last losses of runs that differ in the seed alone"
     rows = []
     for g in self.repeats:
         last = [c.val[-1][1] for c in g if c.val]
@@ -291,7 +291,7 @@ def seeds(self:Comparison):
 # %% ../../nbs/64_comparison.ipynb #d348f5bd
 @patch
 def text(self:Comparison):
-    "What a terminal shows of it"
+    "Return the comparison as text for a terminal"
     parts = self.summary(), self.differences(), self.races(), self.seeds()
     return "\n\n".join([*self.notes, *(str(table(head, rows)) for head, rows in parts if rows)])
 
@@ -312,7 +312,7 @@ RACES = "Seconds of training, and tokens, read from straight lines between evalu
 
 @patch
 def parts(self:Comparison):
-    "The parts of the page; None in place of what there is nothing for"
+    "Yield the parts of the page; None in place of a part without data"
     def tables(title, found, note=""): return part(title, ("table", found if found[1] else None), note=note)
     yield tables("What they came to", self.summary())
     for over, name in OVER.items():
@@ -326,7 +326,7 @@ def parts(self:Comparison):
 # %% ../../nbs/64_comparison.ipynb #65f2fb65
 @patch
 def page(self:Comparison):
-    "The page, a text"
+    "Return the page as HTML text"
     titles = [c.title for c in self.courses]
     title = " and ".join(titles) if len(titles) < 4 else f"{titles[0]} and {len(titles) - 1} other runs"
     return rendered("comparison", title=title, notes=self.notes, parts=[p for p in self.parts() if p])
@@ -420,7 +420,7 @@ def diverged(losses, # of the steps so far
 @patch
 def descend(self:Search, set_rates, # (step, groups of parameters): sets the rate of each
             turn=0): # as for `again`
-    "The losses of a short run, which ends early where it diverges"
+    "Return the losses of a short run, a list that ends early where the run diverges"
     self.again(turn)
     t, losses = self.trainer, []
     with (memory_limit(t.limits.gib), deterministic(t.cfg.deterministic),
@@ -446,7 +446,7 @@ def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of
 # %% ../../nbs/64_comparison.ipynb #177c4d45
 @patch
 def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `again`
-    "A short run at that rate: a dict with its losses in training, and in validation (None where it diverged)"
+    "Train a short run at `rate`. Returns a dict with training and validation loss (None if it diverged)"
     def scale(step, groups):
         for g in groups: g["lr"] = g["lr"]*(rate/self.usual)
     losses = self.descend(scale, turn)
@@ -458,7 +458,7 @@ def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `again`
 # %% ../../nbs/64_comparison.ipynb #f7776f68
 @patch
 def sweep(self:Search):
-    "A run whose rate rises from the lowest to the highest: rates and losses, two lists"
+    "Train one run with a rate that rises from the lowest to the highest. Returns rates and losses, two lists"
     t, rates = self.trainer, spaced(self.rates[0], self.rates[-1], self.steps)
     def rise(step, groups): set_groups(t.run, t.step.opt, step, t.cfg.steps, rates[step])
     losses = self.descend(rise)
@@ -482,24 +482,24 @@ def ended(runs): # of `try_rate`
 # %% ../../nbs/64_comparison.ipynb #facb8273
 @patch(as_prop=True)
 def best(self:Found):
-    "The run with the lowest validation loss"
+    "Return the run with the lowest validation loss"
     return min(ended(self.tried), key=lambda o: o["val_loss"])
 
 @patch(as_prop=True)
 def noise(self:Found):
-    "How far apart the runs at the best rate end; None where there is one alone"
+    "Return how far apart the runs at the best rate end, in nats; None for a single run"
     ends = [o["val_loss"] for o in ended([self.best, *self.repeats])]
     return max(ends) - min(ends) if len(ends) > 1 else None
 
 @patch(as_prop=True)
 def edge(self:Found):
-    "Which end of the rates the best one lies at, None if at neither"
+    "Return at which end of the rates the best one lies, None if at neither"
     return {self.tried[0]["lr"]: "lowest", self.tried[-1]["lr"]: "highest"}.get(self.best["lr"])
 
 # %% ../../nbs/64_comparison.ipynb #1bdd1f43
 @patch
 def try_all(self:Search, more=0): # runs that will come after these
-    "A short run at each rate, told as it ends: a list of what `try_rate` returns"
+    "Train a short run at each rate and print each result. Returns a list of `try_rate`'s results"
     say, tried, left = self.trainer.say, [], len(self.rates) + more
     for rate in self.rates:
         t0 = time.perf_counter()
@@ -525,14 +525,14 @@ def search(self:Search, repeats=2): # how often the best rate runs again, on oth
 # %% ../../nbs/64_comparison.ipynb #791fb63c
 @patch
 def marked(self:Found, o): # of `tried`
-    "What is to be said of a rate, a text"
+    "Return the remark on a rate, a text"
     if o["val_loss"] is None: return f"diverged after {o['steps']} steps"
     if o is self.best: return "best"
     return "as good" if self.noise is not None and o["val_loss"] <= self.best["val_loss"] + self.noise else ""
 
 @patch
 def rows(self:Found):
-    "Head and rows of a table, a row for each rate"
+    "Return head and rows of a table, a row for each rate"
     ends = [o["losses"][-max(1, self.steps//10):] for o in self.tried]
     return (["learning rate", "times the usual", "validation loss", "training loss, last tenth", ""],
             [[f"{o['lr']:.3g}", f"{o['lr']/self.usual:.3g}", fmt(o["val_loss"], ".4f"),
@@ -541,7 +541,7 @@ def rows(self:Found):
 # %% ../../nbs/64_comparison.ipynb #72fb4813
 @patch
 def verdict(self:Found):
-    "What was found, and what it is worth: texts"
+    "Return what was found and how certain it is, as texts"
     lr, n, far = self.best["lr"], len(self.repeats) + 1, dict(lowest=1/16, highest=16)
     yield (f"best learning rate: {lr:.3g}, with a validation loss of {self.best['val_loss']:.4f} after "
            f"{self.steps} steps of {self.step_tokens:,} tokens")
@@ -556,7 +556,7 @@ def verdict(self:Found):
 # %% ../../nbs/64_comparison.ipynb #ef72983d
 @patch
 def chart(self:Found):
-    "Validation loss of the short runs over the rate, and the range test's loss below it: a Figure"
+    "Draw the short runs' validation loss over the rate, and the range test's loss below: a Figure"
     from matplotlib.figure import Figure
     with styled():
         fig = Figure(figsize=(7.4, 4.6), layout="constrained")
@@ -573,7 +573,7 @@ def chart(self:Found):
 # %% ../../nbs/64_comparison.ipynb #e3436ef8
 @patch
 def draw_tried(self:Found, ax): # axes
-    "A dot for each short run, a ring around the best one, and a band as wide as the noise"
+    "Draw a dot for each short run, a ring around the best one, and a band as wide as the noise"
     fine, least = ended(self.tried), self.best["val_loss"]
     ax.plot([o["lr"] for o in fine], [o["val_loss"] for o in fine], "o-", color=BLUE, ms=4, lw=1.4)
     for o in self.tried:
@@ -589,7 +589,7 @@ def draw_tried(self:Found, ax): # axes
 # %% ../../nbs/64_comparison.ipynb #05ece73f
 @patch
 def text(self:Found):
-    "What a terminal shows of it"
+    "Return the result as text for a terminal"
     return "\n\n".join([str(table(*self.rows())), ".\n".join(self.verdict()) + "."])
 
 # %% ../../nbs/64_comparison.ipynb #db1a08e2

@@ -65,7 +65,7 @@ def _phases(trainer, batches): # as for `phase_ms`
 
 # %% ../../nbs/36_doctor.ipynb #000f0c62
 def wall_ms(f, reps=20): # a function without arguments, and how often to call it
-    "Median milliseconds of `f` on the clock on the wall"
+    "Return the median wall-clock milliseconds of calling `f`"
     def once(t0): f(); return (time.perf_counter() - t0) * 1e3
     return summarize([once(time.perf_counter()) for _ in range(reps)]).ms
 
@@ -205,7 +205,7 @@ def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
 
 # %% ../../nbs/36_doctor.ipynb #49c693c2
 def size(n): # bytes
-    "`n` as people say it"
+    "Format a number of bytes with a unit, such as 3.5 GB"
     return f"{n/2**30:,.1f} GiB" if n > 2**29 else f"{n/2**20:,.1f} MiB"
 
 # %% ../../nbs/36_doctor.ipynb #44f7c997

@@ -119,7 +119,7 @@ def __call__(self:Worker, texts): # a list of str
 # %% ../../nbs/37_encoder_pool.ipynb #b76939e8
 @patch
 def exit_reason(self:Worker):
-    "How the process died, in words"
+    "Describe how the process exited"
     code = self.process.wait(10)
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     hint = ", as happens when memory runs out: let fewer of them run" if code == -9 else ""

@@ -84,7 +84,7 @@ class MixedBatches(Batches):
 # %% ../../nbs/39_loader.ipynb #da9071a1
 @patch
 def starts(self:MixedBatches, i):
-    "Where the windows of batch `i` begin"
+    "Return where the windows of batch `i` begin"
     rows = [mixed_row(n, self.parts) for n in range(i*self.batch, (i+1)*self.batch)]
     source, number = np.array(rows).T
     res = np.empty(self.batch, np.int64)
@@ -162,14 +162,14 @@ class StreamBatches:
 # %% ../../nbs/39_loader.ipynb #89417f05
 @patch
 def documents(self:StreamBatches, epoch):
-    "This rank's documents of an epoch, shuffled"
+    "Yield this rank's documents of an epoch, shuffled"
     rng = np.random.default_rng((self.seed, epoch, self.rank))
     yield from shuffled(islice(self.source(), self.rank, None, self.world), self.buffer, rng)
 
 # %% ../../nbs/39_loader.ipynb #7987ba05
 @patch
 def passed(self:StreamBatches, at): # a position
-    "The documents of its epoch still to come, and a digest of those before. `InputError` if it differs"
+    "Return the documents of its epoch still to come, and a digest of those before. Raises `InputError`"
     docs, digest = self.documents(at["epoch"]), text_digest()
     for text in islice(docs, at["docs"]): digest_pieces(digest, [(text, True, False)])
     if digest.hexdigest() != at["documents"]:
@@ -252,7 +252,7 @@ def __next__(self:StreamBatches):
 # %% ../../nbs/39_loader.ipynb #0e6b8a73
 @patch
 def state_dict(self:StreamBatches, i=None): # batches used; by default all that were taken
-    "The position after `i` batches, one of the last few: a small dict of plain values"
+    "Return the position after `i` batches, one of the last few: a small dict of plain values"
     past = {p["i"]: p for p in self.past.copy()}
     i = self.i if i is None else i
     if i not in past: raise InputError(f"the stream remembers batches {min(past)} to {max(past)}, not {i}")
@@ -294,7 +294,7 @@ class LaneBatches:
 # %% ../../nbs/39_loader.ipynb #971fb630
 @patch
 def lane(self:StreamBatches, k, n): # which of how many
-    "A part of this stream from its beginning: a `StreamBatches` of every `n`-th document"
+    "Return a part of this stream from its beginning: a `StreamBatches` of every `n`-th document"
     return StreamBatches(self.source, self.tokenizer, self.batch//n, self.seq, self.seed, self.buffer, k, n,
                          self.workers)
 
@@ -319,7 +319,7 @@ def close(self:LaneBatches):
 # %% ../../nbs/39_loader.ipynb #41bcac59
 @patch
 def state_dict(self:LaneBatches, i=None): # batches used; by default all that were taken
-    "The positions of this process's lanes, a list: see `joined_lanes`"
+    "Return the positions of this process's lanes, a list: see `joined_lanes`"
     return [lane.state_dict(i) for lane in self.lanes]
 
 def joined_lanes(states): # the `LaneBatches.state_dict` of every process

@@ -25,8 +25,8 @@ PHASES = "data", "forward", "backward", "optimizer" # of a step; the last one en
 
 # %% ../../nbs/34_metrics.ipynb #1c33ba6b
 class Breakdown:
-    """Time a step's phases without waiting for the GPU: call it with a phase's name where that phase ends.
-    With rung `cuda_graphs`, forward and backward pass are one graph, and `forward` is the time of both"""
+    """A timer of a step's phases that doesn't wait for the GPU: call it with a phase's name where that
+    phase ends. With rung `cuda_graphs`, forward and backward pass are one graph, timed as `forward`"""
     def __init__(self, device): # that the step runs on
         self.gpu, self.marks, self.on = torch.device(device).type == "cuda", [], False
 

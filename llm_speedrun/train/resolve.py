@@ -147,7 +147,7 @@ def check_shares(c, n, dp): # a `TrainConfig`, sequences in a step, processes th
 # %% ../../nbs/30a_resolve.ipynb #30res011
 @dataclass(frozen=True)
 class TrainPlan:
-    "Hold what is decided before a run is built"
+    "What is decided before a run is built: its options, model, data and machine"
     options: TrainConfig # each has its value; the micro-batch changes if memory runs out
     model: GPTConfig
     recipe: Recipe
@@ -370,7 +370,7 @@ class NoMemory(RunError):
     "Raised where a process that others wait for is out of GPU memory"
 
 class MicroBatchReducer:
-    "Reduce the micro-batch of a run that is out of GPU memory"
+    "A handler that reduces the micro-batch of a run that is out of GPU memory"
     def __init__(self, plan, # the `TrainPlan`
                  train_step, # the `TrainStep` of the run
                  world, # a `World`

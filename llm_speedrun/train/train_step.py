@@ -36,7 +36,7 @@ class LrSchedule:
 
 # %% ../../nbs/30c_train_step.ipynb #30step09
 class TrainStep:
-    "Take the steps of a training run: rates, updates, micro-batches, and the average of the weights"
+    "The steps of a training run: learning rates, updates, micro-batches, and the average of the weights"
     def __init__(self, run, # a `Run` with its recipe and optimizer
                  micro_batch, # sequences of the model's full length in a micro-batch
                  lr, # an `LrSchedule`

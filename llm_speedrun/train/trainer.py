@@ -48,7 +48,7 @@ from .checkpointer import (Checkpointer, find_checkpoint, load_initial_weights,
 
 # %% ../../nbs/30_trainer.ipynb #1bc039b8
 class Trainer:
-    "Train a model. The constructor decides what the options leave open; `fit` trains"
+    "A training run: the constructor decides what the options leave open, `fit` trains"
     def __init__(self, cfg, # a `TrainConfig`
                  progress=True, # show a progress bar and what is being done
                  given=None, # names of the options that were given, where values don't tell
@@ -312,7 +312,7 @@ def take_one(self:Trainer, batches): # as for `loop`
 # %% ../../nbs/30_trainer.ipynb #984e4bdf
 @patch
 def after_step(self:Trainer):
-    "Do what is due after a step: rows of the log, an evaluation, callbacks, a checkpoint"
+    "Do what is due after a step: log rows, evaluate, call callbacks, save a checkpoint"
     if self.done % 10 == 0: self.logger.flush(later=self.device.type == "cuda")
     if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval()
     notify(self, "after_step")
