@@ -62,7 +62,7 @@ def measure_here(config, # a `GPTConfig`
                  rungs=(), # names of the rungs to measure
                  before=None, # names of the rungs to compare with; None to measure alone
                  batch=1): # sequences in a step, each version's in the largest micro-batch that fits
-    "Measure a run beside the one before it, interleaved. Returns records: the one before (if any), this one"
+    "Measure a run, interleaved with the one before if given. Returns their records, this run's last"
     variants = ({} if before is None else {"before": list(before)}) | {"after": list(rungs)}
     variants = {k: settled(config, r) for k, r in variants.items()}
     micro = {k: micro_batch(config, r, batch) for k, r in variants.items()}
