@@ -99,7 +99,7 @@ def close(self:Heartbeat):
 
 # %% ../../nbs/50b_watchdog.ipynb #30coo010
 class PeerWatchdog:
-    "A thread that exits this process some seconds after another one was lost, since its GPU would wait forever"
+    "A thread that exits this process after another one was lost: its GPU would wait for it forever"
     def __init__(self, world, # of several
                  seconds=5): # from the loss of the other one to the exit
         self.world, self.seconds, self.lost = world, seconds, threading.Event()
