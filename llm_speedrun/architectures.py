@@ -7,7 +7,7 @@ __all__ = ['MODELS', 'model']
 
 # %% ../nbs/06b_architectures.ipynb #04own106
 import re
-from .files import InputError
+from .io_utils import InputError
 from .model import GPT, WORKLOADS, GPTConfig
 
 # %% ../nbs/06b_architectures.ipynb #04own107

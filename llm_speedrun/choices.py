@@ -13,8 +13,8 @@ from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
 from filelock import FileLock, Timeout
-from .files import cache_dir
-from .files import InputError, read_json, replace_file
+from .io_utils import cache_dir
+from .io_utils import InputError, read_json, replace_file
 from .measure import without_dispatch_modes, machine
 from .plugins import plugin_code
 
@@ -80,12 +80,12 @@ def get(self:Choices, what, # is chosen, such as "rungs"
         about, # what the choice depends on beside machine and versions, a dict: shapes, options
         measure, # () -> the choice, anything that JSON can hold
         kind=Any, # a type that msgspec knows: what the choice must be
-        tell=str, # the choice -> what to say of it
+        describe=str, # the choice -> what to say of it
         still=lambda choice: True): # whether a remembered choice can still be used
     "Return the choice that was made before in the same circumstances, or else `measure()`, remembered"
     where = as_json(about) | choosing_machine()
     if (c := self.made_before(what, where, kind)) and still(c.value):
-        self.say(f"{what}, as measured here on {c.date}: {tell(c.value)} (--retune measures again)")
+        self.say(f"{what}, as measured here on {c.date}: {describe(c.value)} (--retune measures again)")
         return c.value
     with without_dispatch_modes(): value = measure()
     self.remember(Choice(what, where, as_json(value), date.today().isoformat()))

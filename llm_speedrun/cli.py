@@ -9,7 +9,7 @@ __all__ = ['speedrun_train', 'speedrun_doctor', 'speedrun_data', 'speedrun_ladde
 # %% ../nbs/33c_cli.ipynb #5p1tcli2
 import inspect, sys
 from functools import wraps
-from .files import clean_errors, safe_children
+from .io_utils import clean_errors, safe_children
 from .train.config import (CompareOptions, DataOptions, EvalOptions, ExportOptions, LadderOptions,
                                        LrOptions, RaceOptions, ReportOptions, SampleOptions, TrainConfig,
                                        make_parser, parse_args, resolve_options, to_toml)
@@ -49,15 +49,15 @@ def speedrun_train(c, given):
     "Train a GPT and leave config, metrics, loss curve, sample and weights in runs/<name>/"
     if group_exit_code() is not None: return # the group was started once more, and needn't have been
     if (n := num_processes(c, given)) > 1: return start_group(n, c, given, _TRAIN)
-    from llm_speedrun.train.trainer import train_and_tell
-    train_and_tell(c, given)
+    from llm_speedrun.train.trainer import run_train
+    run_train(c, given)
 
 @command(TrainConfig)
 def speedrun_doctor(c, given):
     """Check what `speedrun_train` would do with the same options, in a minute or two, and train nothing.
     Exit code 0 if training would work, 1 if not"""
-    from llm_speedrun.train.doctor import examine_and_tell
-    examine_and_tell(c, given)
+    from llm_speedrun.train.doctor import run_doctor
+    run_doctor(c, given)
 
 # %% ../nbs/33c_cli.ipynb #a8b2bd51
 @command(DataOptions, "interrupted: the same command goes on from here")
@@ -82,41 +82,41 @@ def speedrun_report(c, given):
 @command(ExportOptions)
 def speedrun_export(c, given):
     "Write a run as a folder that transformers.AutoModelForCausalLM.from_pretrained opens"
-    from llm_speedrun.export import export_and_tell
-    export_and_tell(c)
+    from llm_speedrun.export import run_export
+    run_export(c)
 
 @command(SampleOptions)
 def speedrun_sample(c, given):
     "Print text that a trained model writes: from a prompt, from many, or in turns with you"
-    from llm_speedrun.sample import sample_and_tell
-    sample_and_tell(c)
+    from llm_speedrun.sample import run_sample
+    run_sample(c)
 
 # %% ../nbs/33c_cli.ipynb #f94cc480
 @command(EvalOptions, "interrupted: nothing was saved")
 def speedrun_eval(c, given):
     "Score a model as lm-evaluation-harness does: bits per byte of texts, HellaSwag, LAMBADA and ARC"
-    from llm_speedrun.evals import evaluate_and_tell
-    evaluate_and_tell(c)
+    from llm_speedrun.evals import run_eval
+    run_eval(c)
 
 # %% ../nbs/33c_cli.ipynb #d23e17ef
 @command(CompareOptions)
 def speedrun_compare(c, given):
     "Print losses, speed and what differs of two runs or more, and write a page with their curves"
-    from llm_speedrun.train.comparison import compare_and_tell
-    compare_and_tell(c)
+    from llm_speedrun.train.comparison import run_compare
+    run_compare(c)
 
 @command(LrOptions)
 def speedrun_lr(c, given):
     "Find the peak learning rate: short runs from the same weights, each at another rate"
-    from llm_speedrun.train.comparison import search_and_tell
-    search_and_tell(c, given)
+    from llm_speedrun.train.comparison import run_lr_search
+    run_lr_search(c, given)
 
 # %% ../nbs/33c_cli.ipynb #cf5b3ae6
 @command(RaceOptions, "interrupted: the same command with the same --out goes on from here")
 def speedrun_race(c, given):
     "Race recipes of ours and other projects' programs: one clock, one evaluator, as published or tuned alike"
-    from llm_speedrun.benchmarks.race import race_and_tell
-    race_and_tell(c)
+    from llm_speedrun.benchmarks.race import run_race
+    run_race(c)
 
 # %% ../nbs/33c_cli.ipynb #5a83c941
 def describe_rung(r): # a rung

@@ -26,8 +26,8 @@ from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_toke
                                     tried, vocabulary_size, write_tokenizer)
 
 # %% ../nbs/03e_corpus.ipynb #tokf0027b
-from .files import (OTHER_CACHE, InputError, RunError, cache_dir, check_writable,
-                                file_sha256, hold, in_words, read_json, replace_file, synced)
+from .io_utils import (OTHER_CACHE, InputError, RunError, cache_dir, check_writable,
+                                   file_sha256, hold, in_words, read_json, replace_file, synced)
 from .token_files import (GPT2_EOT, GPT2_VOCAB, Meta, Shards, TokenWriter,
                                       character_tokenizer, check_counts, check_gpt2, check_width,
                                       named_as_tokens, read_characters, token_files)

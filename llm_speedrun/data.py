@@ -11,7 +11,7 @@ from typing import Iterable, Iterator
 import numpy as np, torch
 from fastcore.basics import patch
 from .corpus import Corpus
-from .files import InputError
+from .io_utils import InputError
 from .token_files import Shards
 
 # %% auto #0

@@ -18,8 +18,8 @@ from msgspec import Meta
 from tqdm.auto import tqdm
 
 # %% ../nbs/61_evals.ipynb #2294b3a2
-from .files import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
-                                replace_file)
+from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
+                                   replace_file)
 from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
 from .tokenizer import encode_texts, end_of_text
 from .token_files import named_as_tokens
@@ -496,7 +496,7 @@ def eval_lines(records): # of `evaluate`
                    "them; for lm_eval's number: --context 1")
 
 # %% ../nbs/61_evals.ipynb #61b50415
-def evaluate_and_tell(c): # an `EvalOptions`
+def run_eval(c): # an `EvalOptions`
     "What `speedrun_eval` does"
     if not (c.tasks or c.text):
         raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")

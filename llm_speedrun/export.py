@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 # %% ../nbs/62_export.ipynb #cb20c69c
-from .files import (InputError, check_writable, lookup, read_bytes_of, read_json, reason,
-                                synced)
+from .io_utils import (InputError, check_writable, lookup, read_bytes_of, read_json, reason,
+                                   synced)
 from .tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
 from .measure import default_device
 from .model import GPT, GPTConfig
@@ -27,7 +27,7 @@ from .architectures import MODELS
 from .plugins import import_plugins
 from .recipes.model_registry import HEAD, model_of, shapes
 from .recipes.architecture import UntiedGPT, folded
-from .recipes.beyond import check_qwen3
+from .recipes.modded_architecture import check_qwen3
 from .runs import Run
 from .checkpoint.format import checkpoints, validation_error, write_tensors
 from .train.run_dir import check_registered, read_record, read_result
@@ -400,7 +400,7 @@ def from_pretrained(folder, # a run's, written by us or by transformers' `save_p
     return run
 
 # %% ../nbs/62_export.ipynb #5e976217
-def export_and_tell(c): # an `ExportOptions`
+def run_export(c): # an `ExportOptions`
     "What `speedrun_export` does"
     note, folder = unfinished(c.run), export_folder(c.run, c.out, c.dtype)
     mib = (folder/"model.safetensors").stat().st_size / 2**20

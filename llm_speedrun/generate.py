@@ -11,7 +11,7 @@ from functools import partial
 import torch, torch.nn.functional as F
 from fastcore.basics import patch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from .files import InputError
+from .io_utils import InputError
 from .measure import compiler_imported
 from .model import set_parts
 from .runs import enter_all, uncompiled

@@ -11,8 +11,8 @@ from dataclasses import replace
 from datetime import datetime; from pathlib import Path
 import torch
 from .choices import Choices
-from .files import InputError, check_writable, lookup, read_json, replace_file
-from .gpu import COLORS
+from .io_utils import InputError, check_writable, lookup, read_json, replace_file
+from .figures import COLORS
 from .measure import (gpu_gib, ladder_chart, ladder_table, load_records, ratio,
                                   record_key, records_path, save_records, smoke)
 from .model import workload
@@ -21,7 +21,7 @@ from .roofline import predict_ms
 
 # %% ../nbs/22_ladder.ipynb #22import
 from .runs import (bench, check_rung, count_step, free_memory, in_order, micro_batch, parsed,
-                               rung_name, rung_options, settled, make_step)
+                               rung_name, rung_options, resolve_options, make_step)
 from .records import measure_here, run_record
 from .distributed.world import World
 from .train.autotune import parallel_rungs, refused, resolve_preset
@@ -164,7 +164,7 @@ def measure_together(config, # a `GPTConfig`
                      batch): # sequences in a step of one GPU alone
     "Measure `rung` on top of `below`, and return its record: tokens of all GPUs, and the MFU of each"
     from llm_speedrun.ladder import in_turns # from there, also in this notebook: others import it
-    below, (r, options) = [k for k in settled(config, below) if not clash(k, rung)], parsed(rung)
+    below, (r, options) = [k for k in resolve_options(config, below) if not clash(k, rung)], parsed(rung)
     micro = micro_batch(config, below, batch)
     ops = count_step(config, below, batch, micro)
     reps, tp = max(1, min(4, int(600/predict_ms(ops)))), (rung_options(r) | options).get("size", 1)

@@ -23,8 +23,8 @@ import torch
 from fastcore.basics import patch
 from tqdm import tqdm
 from .compat import disable_current_modes
-from .files import replace_file
-from .gpu import COLORS
+from .io_utils import replace_file
+from .figures import COLORS
 
 # %% ../nbs/01_measure.ipynb #e300ee05
 def default_device():

@@ -11,7 +11,7 @@ __all__ = ['WORKLOADS', 'GPTConfig', 'workload', 'RMSNorm', 'rope_table', 'rope'
 from dataclasses import dataclass
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
-from .files import InputError, lookup
+from .io_utils import InputError, lookup
 from .measure import flops_per_token
 
 # %% ../nbs/04_model.ipynb #c9b34a3b

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 import msgspec
-from .files import InputError, read_bytes_of, read_json
+from .io_utils import InputError, read_bytes_of, read_json
 
 # %% ../nbs/06c_plugins.ipynb #33plug13
 TABLES = dict(rung="runs:RUNGS", recipe="recipes.recipe:RECIPES", model="model:WORKLOADS",

@@ -14,7 +14,7 @@ from .measure import compare, digest, make_record, noted, ratio
 from .model import train_flops
 from .plugins import plugin_code
 from .roofline import main_format, predict_ms
-from .runs import count_step, micro_batch, rung_name, settled, make_step
+from .runs import count_step, micro_batch, rung_name, resolve_options, make_step
 
 # %% ../nbs/05a_records.ipynb #a853ebae
 def rung_sources(rungs): # names
@@ -64,7 +64,7 @@ def measure_here(config, # a `GPTConfig`
                  batch=1): # sequences in a step, each version's in the largest micro-batch that fits
     "Measure a run, interleaved with the one before if given. Returns their records, this run's last"
     variants = ({} if before is None else {"before": list(before)}) | {"after": list(rungs)}
-    variants = {k: settled(config, r) for k, r in variants.items()}
+    variants = {k: resolve_options(config, r) for k, r in variants.items()}
     micro = {k: micro_batch(config, r, batch) for k, r in variants.items()}
     ops = {k: count_step(config, r, batch, micro[k]) for k, r in variants.items()}
     ms = {k: predict_ms(o) for k, o in ops.items()}

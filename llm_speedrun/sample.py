@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from itertools import chain
 import torch
-from .files import InputError, RunError, lookup, read_bytes_of
+from .io_utils import InputError, RunError, lookup, read_bytes_of
 from .text_files import EOT
 from .tokenizer import end_of_text
 from .export import EXPORT_DTYPES, from_pretrained, text_tokenizer
@@ -164,7 +164,7 @@ def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
         except KeyboardInterrupt: print()
 
 # %% ../nbs/60a_sample.ipynb #835ab160
-def sample_and_tell(c): # a `SampleOptions`
+def run_sample(c): # a `SampleOptions`
     """What `speedrun_sample` does. Raises `InputError` where several texts should be one chat, and `RunError`
     where the GPU has too little memory"""
     if c.chat and (c.prompts or c.num_samples > 1 or c.prompt == "-" or SEPARATORS[TextList] in c.prompt):

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import NamedTuple
 from fastcore.basics import patch
-from .files import InputError
+from .io_utils import InputError
 
 # %% auto #0
 __all__ = ['FORMATS', 'EOT', 'utf8_text', 'Continued']

@@ -16,7 +16,7 @@ import msgspec, numpy as np
 from fastcore.basics import patch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from .compat import Unpickler
-from .files import InputError, RunError, cache_dir, read_bytes_of
+from .io_utils import InputError, RunError, cache_dir, read_bytes_of
 from .tokenizer import TextSummary
 
 # %% auto #0
@@ -257,13 +257,13 @@ class Shards:
             self.files.append(token_file(p, dtype, dict(sha256).get(Path(p).name, ""), like))
             like = like or self.files[0].dtype
         self.vocab, self.source = vocab, str(paths[0])      # the second is what errors call it
-        self.place()
+        self.find_ends()
     def __len__(self): return self.hi - self.lo
     def __repr__(self): return f"Shards({self.in_words()}, a vocabulary of {self.vocab})"
 
 # %% ../nbs/03d_token_files.ipynb #tokf0040
 @patch
-def place(self: Shards):
+def find_ends(self: Shards):
     "Find where each file ends. Raises `InputError` where they don't have one width"
     self.ends = np.cumsum([len(f) for f in self.files])
     self.lo, self.hi = 0, int(self.ends[-1])

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec, numpy as np
 from fastcore.basics import patch
 from tokenizers import Tokenizer
-from .files import InputError, read_bytes_of, read_json, replace_file
+from .io_utils import InputError, read_bytes_of, read_json, replace_file
 from .text_files import EOT, ReadReport, utf8_text
 
 # %% auto #0

@@ -5,7 +5,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files her
 share = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", os.cpu_count() or 1))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1") # more begin with processes that import torch, for code of a few lines
-import pickle, shutil, signal, subprocess, sys, time, traceback, uuid
+import gc, pickle, shutil, signal, subprocess, sys, time, traceback, uuid
 from contextlib import suppress
 from pathlib import Path
 import numpy as np, pytest, torch
@@ -20,13 +20,14 @@ if not torch.cuda.is_available():
     # Kernels must be made for Triton's interpreter, before any test imports them. Whether they are used is asked at each
     # call: tests of kernels set this to 1, whole models would take the interpreter minutes.
     os.environ["TRITON_INTERPRET"] = "1"
-    import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.fastest, llm_speedrun.rungs.tensor_parallel
-    import llm_speedrun.rungs.fewer_bytes, llm_speedrun.rungs.fewer_passes, llm_speedrun.rungs.fp8_epilogues
+    import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.flash4, llm_speedrun.rungs.tensor_parallel
+    import llm_speedrun.rungs.tied_embedding, llm_speedrun.rungs.memory_traffic, llm_speedrun.rungs.fp8_epilogues
     import llm_speedrun.recipes.fast_muon
     os.environ["TRITON_INTERPRET"] = "0"
     from helpers.quick_kernels import run_kernels_quickly
     run_kernels_quickly()
     if os.name == "posix":
+        import helpers.quick_programs   # whose copies have these settings
         from helpers.quick_start import start_quickly
         start_quickly()
 
@@ -63,7 +64,7 @@ def clock(monkeypatch):
 def cache(shared_folder):
     """Tests, and the programs that they start, keep tokens and choices in a folder of this session, which begins with the user's
     tokens of the standard library (some seconds of work)"""
-    from llm_speedrun.files import cache_dir
+    from llm_speedrun.io_utils import cache_dir
     folder = shared_folder/"cache"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -164,14 +165,24 @@ def site():
     return ROOT/"_docs"
 
 def pytest_xdist_auto_num_workers():
-    "For `-n auto`: with a GPU no workers, since tests time things there and fill its memory"
-    return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
+    """For `-n auto`: with a GPU no workers, since tests time things there and fill its memory. Else one more than there are cores, up to
+    four, since many tests wait for programs that they have started"""
+    return 0 if torch.cuda.is_available() else min(4, (os.cpu_count() or 1) + 1)
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU, skipped where there is none")
     config.addinivalue_line("markers", "slow: one more case of what other tests check too; runs where SLOW=1 is set")
 
+def pytest_collection_finish():
+    "What is loaded now stays: a collection of garbage, which tests and PyTorch's compiler ask for, need not look through it each time"
+    gc.collect(); gc.freeze()
+
+def pytest_unconfigure(): gc.unfreeze() # else libraries say that it is left
+
+FIRST = "elastic ddp fsdp tensor_parallel world" # they wait for processes: at the end of all nobody else would use the cores meanwhile
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FIRST.split())
     later = pytest.mark.skip(reason="slow, and others check the same in other cases: set SLOW=1 to run it")
     for item in items:
         if "slow" in item.keywords and not os.environ.get("SLOW"): item.add_marker(later)

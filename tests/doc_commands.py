@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 from llm_speedrun import cli, plugins
-from llm_speedrun.files import cache_dir
+from llm_speedrun.io_utils import cache_dir
 from helpers.tiny_runs import texts
 from helpers.timeouts import TIMEOUT
 

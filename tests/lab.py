@@ -5,7 +5,7 @@ A copy that you have changed stays as it is, also when the course's notebook cha
 import json, os, re, shutil, sys
 from pathlib import Path
 import yaml
-from llm_speedrun.files import InputError, clean_errors, file_sha256, lookup, replace_file
+from llm_speedrun.io_utils import InputError, clean_errors, file_sha256, lookup, replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 # No pop-ups, and the table of contents is shown as a page, not as its source

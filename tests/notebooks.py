@@ -1,8 +1,8 @@
 """Run every notebook's tests, each notebook in a process of its own, and say how each went.
     tests/notebooks.py                       all of nbs/*.ipynb
     tests/notebooks.py nbs/04_model.ipynb    one of them
-On a CPU two run at a time. With a GPU they run one at a time, since they time things and fill its memory, and the cells marked
-`#| cuda` run as well. All run, also after one that fails. What failed is kept in the file that FAILED_NOTEBOOKS names, for pytest to list."""
+On a CPU one more runs at a time than there are cores, up to four: where one waits for its processes, the others use the cores. With a GPU
+they run one at a time, since they time things and fill its memory, and the cells marked `#| cuda` run as well. All run, also after one that fails. What failed is kept in the file that FAILED_NOTEBOOKS names, for pytest to list."""
 import faulthandler, multiprocessing, os, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,16 +12,17 @@ from helpers.quick_start import start_quickly
 from helpers.timeouts import NOTEBOOK_TIMEOUT
 
 # They take the longest, so they begin first: at the end no core waits for one of them
-LONG = """30_trainer 18_compile 21_optim 20_checkpointing 63_finale 14_fused_ops 28_fewer_passes 29_epilogues 26_claims 22_ladder 23_fastest 05_runs
-    17_fused_fp8 15_chunked_ce 16_fp8 27_fewer_bytes 64_comparison 19_cuda_graphs 11_amp 47_speedrun""".split()
+LONG = """30_trainer 18_compile 63_finale 21_optim 20_checkpointing 14_fused_ops 36_doctor 28_fewer_passes 23_fastest 22_ladder 29_epilogues 26_claims
+    05_runs 51_ddp 39_loader 50b_watchdog 52_fsdp 17_fused_fp8 15_chunked_ce 16_fp8 27_fewer_bytes 64_comparison 53_tensor_parallel 49_beyond
+    47_speedrun 19_cuda_graphs 11_amp""".split()
 
 def test(path, flags, log):
     "Test a notebook in this process, which prints into the file `log`. What hangs leaves its stack there"
     os.environ.pop("TRITON_INTERPRET", None)    # was for what is preloaded
     for fd in (1, 2): os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), fd)
+    if "cuda" not in flags: start_quickly(now=True); run_kernels_quickly(); draw_figures_quickly()
     faulthandler.dump_traceback_later(NOTEBOOK_TIMEOUT, exit=True, file=2)
     from nbdev.test import nbdev_test
-    if "cuda" not in flags: start_quickly(); run_kernels_quickly(); draw_figures_quickly()
     nbdev_test(path, flags)
 
 def tested(start, path, flags):
@@ -42,7 +43,7 @@ def test_all(paths):
     "Test notebooks, and exit with 1 where one fails"
     import torch
     cuda, cores = torch.cuda.is_available(), os.cpu_count() or 1
-    jobs, flags = (1, "cuda") if cuda else (2, "")
+    jobs, flags = (1, "cuda") if cuda else (min(4, cores + 1), "")
     preload = ["nbdev.test", "torch", "matplotlib.pyplot"]
     if not cuda:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores//jobs)))

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from .clock import NEVER, TimeBudget
 from ..compat import uncompiled_module
 from ..data import Batches, prefetch
-from ..files import InputError
+from ..io_utils import InputError
 from ..measure import default_device, version_of
 from ..model import GPT, matrix_params
 from ..roofline import matmul_precision

@@ -10,7 +10,7 @@ import math, time
 from itertools import count
 import msgspec, numpy as np, torch
 from fastcore.basics import patch
-from ..files import InputError, RunError
+from ..io_utils import InputError, RunError
 from ..measure import default_device, nvml_gpu
 
 # %% ../../nbs/48a_clock.ipynb #race0004
@@ -154,7 +154,7 @@ def too_few(self:TimeBudget, n): # steps
 
 # %% ../../nbs/48a_clock.ipynb #ce4151e3
 @patch
-def after(self:TimeBudget, done): # steps
+def after_step(self:TimeBudget, done): # steps
     "Do what is due after `done` steps"
     if done < self.next: return
     self.clock.halt()
@@ -189,5 +189,5 @@ def steps(self:TimeBudget):
     for step in count():
         yield step
         self.in_time(step + 1)
-        self.after(step + 1)
+        self.after_step(step + 1)
         if step + 1 >= self.total: return

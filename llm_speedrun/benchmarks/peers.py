@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 from .adapters import CLONED, Adapter, Peer, Step
 from .clock import energy_counter
-from ..files import InputError, RunError, lookup, replace_file
+from ..io_utils import InputError, RunError, lookup, replace_file
 from ..data import Batches
 from ..measure import (Measured, Table, caption, default_device, fmt, make_record, ratio, table,
                                   take_turns, version_of, warm_up)

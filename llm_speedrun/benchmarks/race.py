@@ -23,8 +23,8 @@ from .race_report import (passing_table, race_chart, race_table, share_race,
                                                  tried_table)
 from ..corpus import open_corpus
 from ..data import Batches
-from ..files import (AllFailed, InputError, RunError, check_writable, clean_errors, hold,
-                                lookup, python_command, read_json, replace_file)
+from ..io_utils import (AllFailed, InputError, RunError, check_writable, clean_errors, hold,
+                                   lookup, python_command, read_json, replace_file)
 from ..measure import digest, machine
 from ..runs import baseline, enter_all, rung_name, uncompiled
 from ..records import code_of
@@ -56,7 +56,7 @@ class RaceClock(Callback):
         self.budget.in_time(trainer.done)
         if trainer.done < self.budget.next: return
         trainer.logger.flush()
-        self.budget.after(trainer.done)
+        self.budget.after_step(trainer.done)
         trainer.logger.restart_clock() # its own tokens/s leave out what came between, too
 
 # %% ../../nbs/48_race.ipynb #race0041
@@ -141,7 +141,7 @@ def run_job(folder): # of a job: it has `job.json`
     replace_file(folder/"result.json", json.dumps(res, indent=1))
     lock.release()
 
-def job_and_tell(folder): # of a job
+def run_race_job(folder): # of a job
     "Run it as a program does: an error that we foresaw is one line"
     clean_errors(lambda: run_job(folder))
 
@@ -318,7 +318,7 @@ def under_way(self:Race, name): # of a run
     return False
 
 # %% ../../nbs/48_race.ipynb #c0c1af1a
-START = "from llm_speedrun.benchmarks.race import job_and_tell; job_and_tell(sys.argv[1])"
+START = "from llm_speedrun.benchmarks.race import run_race_job; run_race_job(sys.argv[1])"
 
 # %% ../../nbs/48_race.ipynb #race0062
 @patch
@@ -473,7 +473,7 @@ def as_option(key, value): # of `Race.about`
 
 # %% ../../nbs/48_race.ipynb #race0078
 @patch
-def claim(self:Race):
+def record_options(self:Race):
     "Note in the folder what race it is. Raises `InputError` where it holds another: they can't be compared"
     path, now = self.folder/"options.json", self.about()
     was = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now
@@ -502,13 +502,13 @@ def race_of(c): # a `RaceOptions`
     return Race(folder, field, common, 60*c.minutes, c.seeds, c.tune, short, c.num_evals)
 
 # %% ../../nbs/48_race.ipynb #race0080
-def race_and_tell(c): # a `RaceOptions`
+def run_race(c): # a `RaceOptions`
     "What `speedrun_race` does"
     check_share(c.share)
     check_gpus(c.gpus)
     race = race_of(c)
     names = wanted(race.names(), c.only)
-    race.claim()
+    race.record_options()
     print(f"{len(names)} runs in {race.folder}/", flush=True)
     for jobs in (race.tuning, race.racing): # the second ones are known when the first have run
         race.start_all({k: j for k, j in jobs().items() if k in names}, c.gpus)

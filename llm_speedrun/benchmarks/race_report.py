@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from statistics import mean, stdev
 from .clock import GRID
-from ..files import replace_file
+from ..io_utils import replace_file
 from ..measure import fmt, measurements_dir, records_path, table
 from ..train.comparison import reached
 

@@ -15,7 +15,7 @@ import msgspec, torch
 from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from ..files import InputError, file_sha256, read_json, reason, synced
+from ..io_utils import InputError, file_sha256, read_json, reason, synced
 
 # %% ../../nbs/31_saving.ipynb #e6e0eb74
 PLAIN_TYPES = type(None), bool, int, float, str
@@ -98,11 +98,11 @@ def load_named_state(model, # whose parameters are updated
     if other := {*order} ^ {*of} or saved.state and {*order} ^ {*saved.state}:
         raise InputError(f"an optimizer's state is of other parameters: {', '.join(sorted(other)[:3])}")
     check_moments(opt, saved.state, params, lists)
-    def settled(g): # a group as it is now, with the settings that were saved
+    def with_saved_settings(g): # a group as it is now, with the settings that were saved
         old = of[order[g["params"][0]]] if g["params"] else {}
         return g | {k: v for k, v in old.items() if k in g and k not in (*IMPLEMENTATION_KEYS, "params")}
     state = {i: saved.state[n] for i, n in enumerate(order) if n in saved.state}
-    opt.load_state_dict(dict(state=state, param_groups=[settled(g) for g in now["param_groups"]]))
+    opt.load_state_dict(dict(state=state, param_groups=[with_saved_settings(g) for g in now["param_groups"]]))
 
 # %% ../../nbs/31_saving.ipynb #695f3527
 def check_moments(opt, # an optimizer

@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from ..files import InputError, read_json
+from ..io_utils import InputError, read_json
 from ..rungs.optim import SMALL, encode_moments
 from ..recipes.model_registry import model_of, shapes
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import torch
 from fastcore.basics import patch
-from ..files import InputError
+from ..io_utils import InputError
 from .format import (VERSION, checkpoints, flatten_state, prune, step_of_name,
                                             write_checkpoint)
 

@@ -9,7 +9,7 @@ __all__ = ['free_port', 'serialize_function', 'deserialize_function', 'start', '
 import inspect, os, signal, socket, textwrap, traceback
 from multiprocessing.connection import wait as wait_for_any
 import torch
-from ..files import RunError, check_processes, safe_children
+from ..io_utils import RunError, check_processes, safe_children
 from .world import PeerLostError, join_world, leave_world
 
 # %% ../../nbs/50a_spawn.ipynb #d4fac51c

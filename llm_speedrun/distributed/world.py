@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 from fastcore.basics import patch
-from ..files import InputError, RunError, env_number
+from ..io_utils import InputError, RunError, env_number
 from ..measure import version_of
 
 # %% ../../nbs/50_world.ipynb #8983d5fa

@@ -8,9 +8,9 @@ __all__ = ['NormedEmbedding', 'NormedGPT']
 # %% ../../nbs/46_architecture.ipynb #f9db5acc
 from dataclasses import replace
 import torch, torch.nn as nn, torch.nn.functional as F
-from ..files import InputError
+from ..io_utils import InputError
 from ..model import GPT, Embedding, RMSNorm
-from ..distributed.parallel import pieces
+from ..distributed.parallel import shards_of
 
 # %% ../../nbs/46_architecture.ipynb #939306fc
 class Head(nn.Module):
@@ -57,7 +57,7 @@ def start_std(name, # of a parameter
 def check_whole(run): # a `Run`
     "Raise `InputError` where this process has only parts of the weights"
     made = not any(p.is_meta for p in run.model.parameters())
-    if made and all(tuple(p.tensor.shape) == p.shape for p in pieces(run).values()): return
+    if made and all(tuple(p.tensor.shape) == p.shape for p in shards_of(run).values()): return
     raise InputError("initial weights can't be drawn where each process has only a part of them: leave out "
                      "fsdp and tensor_parallel, and share the step by ddp")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 import torch
 from ..compat import flash_attention
-from ..files import InputError
+from ..io_utils import InputError
 from ..measure import sample_ms, summarize
 from ..model import set_parts
 from ..runs import enter_all, make_step
@@ -119,15 +119,15 @@ def divided(x, # B T tokens
     return list(x.reshape(B*n, T//n).chunk(most_that_divides(B, updates)))
 
 # %% ../../nbs/42_batch.ipynb #89233fde
-def settled_phases(recipe, # a `Recipe`, perhaps one with phases
+def resolve_phases(recipe, # a `Recipe`, perhaps one with phases
                    rows, seq): # sequences of a step in one process, their tokens
     "The recipe with updates and pieces that divide these, and no window as long as a sequence"
     fit = dict(updates=lambda k: most_that_divides(rows, k), pieces=lambda k: most_that_divides(seq, k),
                windows=lambda k: 0 if k >= seq else k)
-    def settled(name, xs):
+    def resolve(name, xs):
         xs = tuple(fit[name](x) for x in whole_numbers(xs, name, least=int(name != "windows")))
         return xs[:1] if len({*xs}) == 1 else xs
-    found = {k: settled(k, v) for k, v in recipe.options.items() if k in fit}
+    found = {k: resolve(k, v) for k, v in recipe.options.items() if k in fit}
     same = lambda k: [*map(int, recipe.options[k])] == [*found[k]]
     return replace(recipe, options=recipe.options | {k: v for k, v in found.items() if not same(k)})
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 import torch
 from ..compat import FakeTensor
-from ..files import InputError
+from ..io_utils import InputError
 from ..measure import compare, default_device
 from ..rungs.optim import fake_update, to_device
 from ..rungs.triton import blocks, jit, pow2, runs_kernel, tl

@@ -9,10 +9,10 @@ __all__ = []
 from dataclasses import replace
 from ..architectures import model_class
 from ..compat import FakeTensorMode
-from ..files import InputError
+from ..io_utils import InputError
 from ..model import GPT, GPTConfig
 from .architecture import NORM, NormedGPT, UntiedGPT
-from .beyond import beyond, switches_of
+from .modded_architecture import beyond, switches_of
 
 # %% ../../nbs/49a_model_registry.ipynb #f3e8c012
 HEAD = "lm_head.weight"

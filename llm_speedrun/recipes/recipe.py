@@ -15,7 +15,7 @@ import torch
 from torch.optim.adamw import adamw as adamw_update
 from fastcore.basics import patch
 from ..compat import FoundInfOptimizer
-from ..files import InputError, lookup
+from ..io_utils import InputError, lookup
 from ..model import GPT
 from ..runs import option_text, option_value
 

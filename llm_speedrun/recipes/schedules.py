@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 from ..compat import FOUND_INF
-from ..files import InputError
+from ..io_utils import InputError
 from ..runs import Stepper
 from ..distributed.parallel import local
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch, torch.utils.checkpoint as tc
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from ..compat import FakeTensorMode, TorchDispatchMode, storage_id
-from ..files import InputError
+from ..io_utils import InputError
 from ..measure import memory_limit
 from ..roofline import op_kind, tensors
 from ..runs import Stepper, build, enter_all, rung

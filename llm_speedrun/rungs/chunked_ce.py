@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from ..files import InputError
+from ..io_utils import InputError
 from .fused_ops import compute_dtype
 from .triton import LOG2E, blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, traced
 from ..runs import rung

@@ -9,7 +9,7 @@ __all__ = ['compile', 'rounded_stream', 'bf16_stream']
 from dataclasses import replace
 from types import FunctionType
 import torch
-from ..files import lookup
+from ..io_utils import lookup
 from ..measure import version_of
 from ..model import naive_heads, set_parts
 from ..roofline import fused

@@ -11,7 +11,7 @@ from functools import partial
 from weakref import WeakKeyDictionary
 import torch
 from fastcore.basics import patch
-from ..files import InputError, RunError
+from ..io_utils import InputError, RunError
 from ..runs import PrecomputedGrads, needs_capability, param_groups, rung
 
 # %% ../../nbs/19_cuda_graphs.ipynb #335e07d5

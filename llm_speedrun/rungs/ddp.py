@@ -13,8 +13,8 @@ import torch, torch.distributed as dist, torch.nn as nn
 from fastcore.basics import patch
 from torch.nn.parallel import DistributedDataParallel
 from ..compat import coalescing_manager
-from ..files import RunError
-from ..gpu import COLORS
+from ..io_utils import RunError
+from ..figures import COLORS
 from ..measure import publish, records_path, save_records, smoke
 from ..runs import rung
 from .cuda_graphs import RecordedPass

@@ -9,7 +9,7 @@ __all__ = []
 import math, numpy as np, torch, torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..compat import flash_attention
-from ..files import InputError
+from ..io_utils import InputError
 from ..model import set_parts
 from .fused_ops import compute_dtype
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from ..compat import (HOPPER, TO_BLACKWELL, capability, function_of, kernels_missing, off_text,
                                  untried, kernel_error, write_count)
-from ..files import InputError, RunError
+from ..io_utils import InputError, RunError
 from ..model import set_parts
 from ..roofline import DTYPES
 from ..runs import rung
@@ -593,7 +593,7 @@ def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the products
 
 # %% ../../nbs/29_epilogues.ipynb #865837cb
 @rung("parts", needs=epilogues_missing, untried=untried, requires=["fused_ops"], gpu_only=True,
-      excludes=["fp8", "lean", "compile", "selective_checkpoint", "tensor_parallel"])
+      excludes=["fp8", "fp8_activations", "compile", "selective_checkpoint", "tensor_parallel"])
 def epilogues(run): # a `Run` in 16 bits, with fused_ops
     """Run SwiGLU, its gradient, the blocks' norms and the residual additions inside of QuACK's GEMMs.
     Raises `InputError` for FP32 and widths that are no multiples of 8, `RunError` without its kernels"""

@@ -11,7 +11,7 @@ from functools import partial
 import torch, torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..compat import disable_current_modes
-from ..files import RunError, lookup
+from ..io_utils import RunError, lookup
 from ..measure import time_ms
 from ..roofline import DTYPES
 from ..model import set_parts

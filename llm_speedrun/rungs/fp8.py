@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 import torch, torch.nn as nn
 from ..compat import scaled_mm
-from ..files import lookup
+from ..io_utils import lookup
 from ..measure import time_ms
 from ..runs import needs_capability, rung
 

@@ -12,14 +12,14 @@ import torch, torch.nn as nn
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from ..compat import function_of, off_text, kernel_error
-from ..files import RunError
+from ..io_utils import RunError
 from ..model import set_parts
 from ..runs import rung
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #29bimp02
 from .chunked_ce import row_lse
 from .epilogues import deinterleave, gated_flops, rows, direct_call
-from .fewer_passes import GroupedCE
+from .memory_traffic import GroupedCE
 from .fp8 import E4M3, E5M2, LARGEST
 from .fp8_kernels import (Slots, by_kernel, empty_pair, fitting_scale, heads_quantize,
                                             magnitude, norm_quantize_kernel, note_amax, product, quantize,

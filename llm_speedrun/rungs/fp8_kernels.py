@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
-from ..files import InputError
+from ..io_utils import InputError
 from ..measure import compiler_imported
 from ..runs import uncompiled
 

@@ -13,10 +13,10 @@ from functools import partial
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 from ..compat import replace_tensors
-from ..files import InputError, lookup
+from ..io_utils import InputError, lookup
 from ..roofline import DTYPES
 from ..runs import rung
-from ..distributed.parallel import GradientSync, ParallelSync, fill, pieces
+from ..distributed.parallel import GradientSync, ParallelSync, fill, shards_of
 from .fp8 import as_list
 
 # %% ../../nbs/52_fsdp.ipynb #33edc4d0
@@ -52,7 +52,7 @@ def make_weights(run): # whose weights are shapes; its gradient syncs know who h
     device = run.device
     def made(t): return torch.empty_like(t, device=device) if t.is_meta else t # not buffers
     replace_tensors(run.model, made)
-    parts = pieces(run)
+    parts = shards_of(run)
     def give(name, whole):
         p = parts[name]
         p.tensor.copy_(whole[tuple(slice(i, i + n) for i, n in zip(p.start, p.tensor.shape))])

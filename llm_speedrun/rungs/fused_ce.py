@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 import torch
 from ..compat import HOPPER, kernels_missing, kernel_error
-from ..files import RunError
+from ..io_utils import RunError
 from ..runs import rung
 from .chunked_ce import bad_targets, sms
-from .fewer_passes import GroupedCE
+from .memory_traffic import GroupedCE
 from .triton import blocks, traced
 
 # %% ../../nbs/29a_fused_ce.ipynb #29amiss1

@@ -15,7 +15,7 @@ from warnings import warn
 import torch, torch.nn as nn
 from torch.autograd.function import once_differentiable
 from ..compat import disable_current_modes, tree_map
-from ..files import InputError, RunError, lookup
+from ..io_utils import InputError, RunError, lookup
 from ..model import set_parts
 from ..runs import baseline, needs_capability, rung
 

@@ -9,7 +9,7 @@ __all__ = ['swiglu', 'swiglu_backward', 'SwiGLUDown', 'QKRope', 'fused_project',
 # %% ../../nbs/14_fused_ops.ipynb #de73e066
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from ..files import InputError
+from ..io_utils import InputError
 from ..model import rope, set_parts
 from ..runs import rung
 from .triton import (AddRMSNorm, blocks, jit, kernel_op, launch, pow2, programs,

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
 from ..compat import FakeTensor, FoundInfOptimizer
-from ..files import InputError, lookup
+from ..io_utils import InputError, lookup
 from .triton import blocks, jit, tl, triton
 from ..runs import param_groups, rung
 

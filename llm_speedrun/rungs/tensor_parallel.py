@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from ..compat import c10d_functional
-from ..files import InputError
+from ..io_utils import InputError
 from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, naive_project, rope,
                                 set_parts)
 from ..runs import rung
@@ -55,33 +55,33 @@ class TPGroup:
         return t.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #a61cf44c
-def start_gather(x, # n ..., of each process as many
-                 share): # a `TPGroup`
-    "Begin to bring all processes' rows together, N ...; they are there after `arrived`"
+def start_all_gather(x, # n ..., of each process as many
+                     share): # a `TPGroup`
+    "Begin an all-gather of the processes' rows, N ...; they are there after `wait_tensor`"
     return c10d_functional.all_gather_into_tensor(x.contiguous(), share.size, share.group)
 
-def start_scatter(x, # N ..., this process's summand
-                  share): # a `TPGroup`
-    "Begin to add up what all processes have, of which each gets its own rows, n ..."
+def start_reduce_scatter(x, # N ..., this process's summand
+                         share): # a `TPGroup`
+    "Begin a reduce-scatter: the sum of what the processes have, of which each gets its own rows, n ..."
     return c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", share.size, share.group)
 
-def arrived(x): # from one of the two
-    "The same, when later work may read it: the GPU waits, Python doesn't"
+def wait_tensor(x): # from one of the two
+    "Return `x` when later work may read it: the GPU waits, Python doesn't"
     return c10d_functional.wait_tensor(x)
 
-def summed(x, share): # any tensor, a `TPGroup`
-    "The sum of all processes' `x`, on each"
-    return arrived(c10d_functional.all_reduce(x.contiguous(), "sum", share.group))
+def all_reduce(x, share): # any tensor, a `TPGroup`
+    "Return the sum of all processes' `x`, on each"
+    return wait_tensor(c10d_functional.all_reduce(x.contiguous(), "sum", share.group))
 
 # %% ../../nbs/53_tensor_parallel.ipynb #86c47fa3
-class ReduceScatter(torch.autograd.Function):
+class ReduceScatterToSP(torch.autograd.Function):
     "(N ... of each process, share) -> this process's n rows of their sum; backward, all rows' gradients"
     @staticmethod
     def forward(ctx, x, share):
         ctx.share = share
-        return arrived(start_scatter(x, share))
+        return wait_tensor(start_reduce_scatter(x, share))
     @staticmethod
-    def backward(ctx, dy): return arrived(start_gather(dy, ctx.share)), None
+    def backward(ctx, dy): return wait_tensor(start_all_gather(dy, ctx.share)), None
 
 # %% ../../nbs/53_tensor_parallel.ipynb #406a6246
 class GatheredLinear(torch.autograd.Function):
@@ -90,16 +90,16 @@ class GatheredLinear(torch.autograd.Function):
     def forward(ctx, x, w, share):
         ctx.save_for_backward(x, w)
         ctx.share = share
-        return arrived(start_gather(x, share)) @ w.T # N f
+        return wait_tensor(start_all_gather(x, share)) @ w.T # N f
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy): # N f
         x, w = ctx.saved_tensors
-        coming = start_gather(x, ctx.share)
-        dx = start_scatter(dy @ w, ctx.share) # while the rows come
-        dw = dy.T @ arrived(coming) # while the gradients go
-        return arrived(dx), dw, None
+        coming = start_all_gather(x, ctx.share)
+        dx = start_reduce_scatter(dy @ w, ctx.share) # while the rows come
+        dw = dy.T @ wait_tensor(coming) # while the gradients go
+        return wait_tensor(dx), dw, None
 
 # %% ../../nbs/53_tensor_parallel.ipynb #e0647cc6
 def gathered_linear(x, # n d, this process's tokens
@@ -112,7 +112,7 @@ def gathered_linear(x, # n d, this process's tokens
 def reduce_scatter(x, # ... d, this process's summand for all tokens
               share): # a `TPGroup`
     "The sum for this process's tokens, n d"
-    return ReduceScatter.apply(x.flatten(0, -2), share)
+    return ReduceScatterToSP.apply(x.flatten(0, -2), share)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #dba2ccb5
 def naive_cut(share): # a `TPGroup`
@@ -147,24 +147,24 @@ def fused_cut(share): # a `TPGroup`
     return dict(heads=heads, project=project, feed=feed)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #a611a1a9
-class Summed(torch.autograd.Function):
-    "(a summand, share) -> the sum, on each process; backward, its gradient"
+class ReduceFromTP(torch.autograd.Function):
+    "(a summand, share) -> the sum, on each process; backward, its gradient. All-reduce, then identity"
     @staticmethod
-    def forward(ctx, x, share): return summed(x, share)
+    def forward(ctx, x, share): return all_reduce(x, share)
     @staticmethod
     def backward(ctx, g): return g, None
 
-class Copied(torch.autograd.Function):
-    "(share, the stream, perhaps an addend) -> the same; backward, the sum of all processes' gradients"
+class CopyToTP(torch.autograd.Function):
+    "(share, the stream, perhaps an addend) -> the same; backward, all-reduce of the processes' gradients"
     @staticmethod
     def forward(ctx, share, *hs):
         ctx.share = share
         return tuple(h.view_as(h) for h in hs)
     @staticmethod
-    def backward(ctx, g, *same): return None, *[summed(g, ctx.share)]*(1 + len(same)) # both of one sum
+    def backward(ctx, g, *same): return None, *[all_reduce(g, ctx.share)]*(1 + len(same)) # both of one sum
 
 # %% ../../nbs/53_tensor_parallel.ipynb #4d7ffca4
-class OnlyFirst(torch.autograd.Function):
+class GradOnRankZero(torch.autograd.Function):
     "(the stream, share) -> the same; backward, its gradient on the first process, zeros on the others"
     @staticmethod
     def forward(ctx, h, share):
@@ -174,30 +174,30 @@ class OnlyFirst(torch.autograd.Function):
     def backward(ctx, g): return g if ctx.share.rank == 0 else torch.zeros_like(g), None
 
 # %% ../../nbs/53_tensor_parallel.ipynb #fc5328f8
-class OwnRows(torch.autograd.Function):
-    "(share, the stream B T d, perhaps an addend) -> this process's tokens, n d each; backward, all rows"
+class ScatterToSP(torch.autograd.Function):
+    "(share, the stream B T d, perhaps an addend) -> this process's tokens, n d each; backward, all-gather"
     @staticmethod
     def forward(ctx, share, *hs):
         ctx.share, ctx.shape = share, hs[0].shape
         return tuple(h.flatten(0, -2).chunk(share.size)[share.rank] for h in hs)
     @staticmethod
     def backward(ctx, g, *same): # both of one sum
-        return None, *[arrived(start_gather(g, ctx.share)).view(ctx.shape)]*(1 + len(same))
+        return None, *[wait_tensor(start_all_gather(g, ctx.share)).view(ctx.shape)]*(1 + len(same))
 
 # %% ../../nbs/53_tensor_parallel.ipynb #a876fce0
 def whole_stream(block, share): # a `model.Block` of fused parts, a `TPGroup`
     "Its parts for a whole stream and cut weights"
     heads, project, feed = block.heads, block.project, block.feed
-    copied = lambda h: Copied.apply(share, *h) if isinstance(h, tuple) else Copied.apply(share, h)[0]
+    copy_to_tp = lambda h: CopyToTP.apply(share, *h) if isinstance(h, tuple) else CopyToTP.apply(share, h)[0]
     def cut_heads(block, h, cos, sin): # B T d, or a pair of such
-        h, *qkv = heads(block, copied(h), cos, sin)
-        return OnlyFirst.apply(h, share), *qkv
+        h, *qkv = heads(block, copy_to_tp(h), cos, sin)
+        return GradOnRankZero.apply(h, share), *qkv
     def cut_project(block, h, o):
         h, y = project(block, h, o)
-        return h, Summed.apply(y, share)
+        return h, ReduceFromTP.apply(y, share)
     def cut_feed(block, h): # a pair
-        h, y = feed(block, copied(h))
-        return OnlyFirst.apply(h, share), Summed.apply(y, share)
+        h, y = feed(block, copy_to_tp(h))
+        return GradOnRankZero.apply(h, share), ReduceFromTP.apply(y, share)
     return dict(heads=cut_heads, project=cut_project, feed=cut_feed)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #82097d71
@@ -218,7 +218,7 @@ class CutEmbedding(Embedding):
         h = F.embedding(at.where(here, 0), self.weight).masked_fill(~here[..., None], 0.)
         h = h.masked_fill(~known[..., None], torch.nan) # no token: no process has a row for it
         if self.narrow: h = h.to(compute_dtype(h))
-        return Summed.apply(h, self.share) if self.whole else reduce_scatter(h, self.share)
+        return ReduceFromTP.apply(h, self.share) if self.whole else reduce_scatter(h, self.share)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #671801ab
 def apply_softcap(logits, softcap): # N V
@@ -245,12 +245,12 @@ def row_losses(stats, # size 2 N, of all processes
     return (lse - target + z_loss*lse**2).where(y != ignore_index, 0.), lse
 
 # %% ../../nbs/53_tensor_parallel.ipynb #0d0004f8
-class AllParts(torch.autograd.Function):
-    "(a part ..., share) -> all processes' parts, size ...; backward, its own one's gradient of the one loss"
+class GatherFromTP(torch.autograd.Function):
+    "(a part ..., share) -> all-gather of the parts, size ...; backward, its own part's gradient of the loss"
     @staticmethod
     def forward(ctx, x, share):
         ctx.share = share
-        return arrived(start_gather(x[None], share))
+        return wait_tensor(start_all_gather(x[None], share))
     @staticmethod
     def backward(ctx, g): return g[ctx.share.rank], None
 
@@ -263,7 +263,7 @@ class CutCrossEntropy:
     def __call__(self, h, w, y): # n d, V/size d, B T
         y, dtype, share = y.flatten(), compute_dtype(h), self.share
         logits = GatheredLinear.apply(h.to(dtype), w.to(dtype), share) # N V/size
-        stats = AllParts.apply(part_stats_maths(logits, y, share.rank*len(w), 0.), share)
+        stats = GatherFromTP.apply(part_stats_maths(logits, y, share.rank*len(w), 0.), share)
         return row_losses(stats, y, len(w)*share.size)[0].sum() / (y != -100).sum()
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5d7619ba
@@ -348,7 +348,7 @@ def part_loss(h, # N d, all tokens
     for i in range(0, len(h), chunk):
         part = slice(i, i + chunk)
         logits = torch.mm(h[part], w.T, out=buffer[:len(h[part])])
-        stats = arrived(start_gather(part_stats(logits, y[part], first, ce.softcap)[None], share))
+        stats = wait_tensor(start_all_gather(part_stats(logits, y[part], first, ce.softcap)[None], share))
         loss, lse = row_losses(stats, y[part], len(w)*share.size, ce.ignore_index, ce.z_loss)
         losses.append(loss)
         if want_h or want_w: part_grads(logits, y[part], lse, first, ce.ignore_index, ce.z_loss, ce.softcap)
@@ -362,9 +362,9 @@ class PartLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, y, share, ce, want_h, want_w):
         dtype = compute_dtype(h)
-        whole = arrived(start_gather(h.to(dtype), share)) # N d
+        whole = wait_tensor(start_all_gather(h.to(dtype), share)) # N d
         losses, dh, dw = part_loss(whole, w.to(dtype), y, share, ce, want_h, want_w)
-        if want_h: dh = arrived(start_scatter(dh, share)) # n d
+        if want_h: dh = wait_tensor(start_reduce_scatter(dh, share)) # n d
         n = (y != ce.ignore_index).sum().clamp(min=1)
         ctx.save_for_backward(dh, dw, n); ctx.dtypes = h.dtype, w.dtype
         return losses.sum() / n
@@ -397,7 +397,7 @@ class CutGPT(GPT):
         more = -B % share.size if B*T % share.size else 0 # sequences, which the others don't see
         h = self.hidden(F.pad(x, (0, 0, 0, more)))
         logits = GatheredLinear.apply(*(t.to(compute_dtype(h)) for t in (h, w)), share) # N V/size
-        return AllParts.apply(logits.T, share).flatten(0, 1).T.unflatten(0, (-1, T))[:B]
+        return GatherFromTP.apply(logits.T, share).flatten(0, 1).T.unflatten(0, (-1, T))[:B]
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5f56108f
 def cut_loss(loss, share): # a model's loss, a `TPGroup`
@@ -429,7 +429,7 @@ def cut_model(model, # a `GPT`, whose weights and parts change in place
         if isinstance(m, nn.Linear): m.out_features, m.in_features = m.weight.shape
     narrow, last = model.layers[0].heads is not naive_heads, model.last_norm
     set_parts(model, **cut_parts(model.layers[0], share, whole))
-    if whole: model.last_norm = lambda model, h: last(model, OwnRows.apply(share, *h))
+    if whole: model.last_norm = lambda model, h: last(model, ScatterToSP.apply(share, *h))
     model.embed_tokens = CutEmbedding(model.embed_tokens.weight.detach(), share, narrow, whole)
     model.loss = cut_loss(model.loss, share)
     return recast(model, CutGPT)
@@ -448,7 +448,7 @@ class TensorParallel(GradientSync):
 
     def groups(self, name): return () if cut_dim(name) is None else (self.group,)
 
-    def place(self, name, shape, start):
+    def global_offset(self, name, shape, start):
         if (dim := cut_dim(name)) is None: return shape, start
         shape, start, n = list(shape), list(start), shape[dim]
         shape[dim], start[dim] = n*self.share.size, start[dim] + n*self.share.rank
@@ -478,7 +478,7 @@ def tensor_parallel(run, # a `Run`
                          f"joined with tp={there}: give both the same size")
     check_cut(run.model.config, size)
     share = TPGroup(rank, size, run.world.group("tp").group_name)
-    cut = lambda model: cut_model(model, share, bool({"fp8", "lean"} & {*run.rungs}))
+    cut = lambda model: cut_model(model, share, bool({"fp8", "fp8_activations"} & {*run.rungs}))
     return replace(run.replace_model(cut), sync=ParallelSync,
                    gradient_syncs=run.gradient_syncs + (TensorParallel(share, run.world.group("tp")),))
 

@@ -12,7 +12,7 @@ from functools import partial, wraps
 import torch, torch.nn as nn
 from torch.autograd.function import once_differentiable
 from ..compat import dispatch_modes
-from ..files import InputError
+from ..io_utils import InputError
 from ..measure import time_ms
 
 # %% ../../nbs/13_triton.ipynb #6e933a79

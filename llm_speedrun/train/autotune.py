@@ -13,10 +13,10 @@ import msgspec, torch
 from ..compat import FakeTensorMode
 
 # %% ../../nbs/32a_autotune.ipynb #d7878d4d
-from ..files import InputError, RunError, cache_dir
+from ..io_utils import InputError, RunError, cache_dir
 from ..measure import gpu_gib, machine, memory_limit, warm_up, written_by
 from ..runs import (build, first_fit, free_memory, parsed, rung_name, resolve_auto_options,
-                               to_settle)
+                               has_auto_options)
 from ..records import code_of
 from ..distributed.world import World
 from ..recipes.recipe import RECIPES
@@ -35,13 +35,13 @@ def resolve_rungs(config, # a `GPTConfig`
                  rungs, # as `build` takes them
                  choices): # a `choices.Choices`
     "Return the `ResolvedRungs` of this machine, remembered or measured where an option is \"auto\""
-    if not to_settle(rungs): return ResolvedRungs(list(rungs), {})
+    if not has_auto_options(rungs): return ResolvedRungs(list(rungs), {})
     about = dict(model=asdict(config), rungs=list(rungs),
                  deterministic=torch.are_deterministic_algorithms_enabled())
     words = lambda s, r: f"{r} ({w})" if (w := s.why.get(rung_name(r))) else r
-    tell = lambda s: ", ".join(words(s, r) for r in s.rungs)
+    describe = lambda s: ", ".join(words(s, r) for r in s.rungs)
     measure = lambda: ResolvedRungs(*resolve_auto_options(config, rungs))
-    return choices.get("options of rungs", about, measure, ResolvedRungs, tell)
+    return choices.get("options of rungs", about, measure, ResolvedRungs, describe)
 
 # %% ../../nbs/32a_autotune.ipynb #32refus2
 def drop_failed_rung(rungs, # of a preset, with options or without
@@ -218,7 +218,7 @@ def trial_of(config, rungs, *args, # as for `find_micro_batch`
 class Tried(msgspec.Struct):
     "A `Trial`, and the rungs that it was of"
     trial: Trial
-    settled: ResolvedRungs
+    resolved: ResolvedRungs
 
 def free_gib():
     "Return the GiB of GPU memory that this process may still take; infinite on a CPU"
@@ -240,7 +240,7 @@ def remembered_trial(choices, # a `choices.Choices`
     measure = lambda: Tried(*trial_of(*of, named=named))
     fits_now = lambda t: (t.trial.peak_gib or 0) <= ROOM*free_gib()
     res = choices.get("micro-batch", about, measure, Tried, lambda t: f"{t.trial.batch} sequences", fits_now)
-    return res.trial, res.settled
+    return res.trial, res.resolved
 
 # %% ../../nbs/32a_autotune.ipynb #32list08
 class ChosenList(msgspec.Struct):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
-from ..files import InputError
+from ..io_utils import InputError
 from ..distributed.parallel import local
 from .metrics import read_rows
 
@@ -21,7 +21,7 @@ from .metrics import read_rows
 from ..checkpoint.format import convert_to, load_named_state, newest, write_tensors
 from ..checkpoint.load import (box_slices, check_size, newest_on_all_ranks, open_checkpoint,
                                           rank_state, read_checkpoint)
-from ..checkpoint.save_sharded import make_saver, per_rank, to_piece
+from ..checkpoint.save_sharded import make_saver, per_rank, to_shard
 from ..checkpoint.state import (
     average_to_save, full_state_dict, load_average, load_optimizer as load_moments, load_weights,
     optimizer_to_save, trained_pieces, weights_to_save)
@@ -218,7 +218,7 @@ def load_initial_weights(run, weights): # a `Run`, name -> whole tensor
     "Load `weights` into the run's model, on each process its shards"
     if run.world.size == 1: return run.model.load_state_dict(weights)
     for n, t in weights_to_save(run).items():
-        p = to_piece(t, True)
+        p = to_shard(t, True)
         p.tensor.copy_(weights[n][box_slices(p.start, p.tensor.shape, (0,)*t.ndim)])
 
 def own_weights(run, stepper): # a `Run` and its `Stepper`

@@ -16,8 +16,8 @@ from fastcore.basics import patch
 
 # %% ../../nbs/64_comparison.ipynb #d2cb2b05
 from ..data import prefetch
-from ..files import (InputError, RunError, check_writable, decoded, env_number, read_bytes_of,
-                                replace_file)
+from ..io_utils import (InputError, RunError, check_writable, decoded, env_number, read_bytes_of,
+                                   replace_file)
 from ..measure import fmt, memory_limit, table
 from ..recipes.recipe import set_groups
 from .autotune import prepare_process
@@ -158,7 +158,7 @@ def in_short(v): # anything of JSON
     return one_line(v if isinstance(v, str) else json.dumps(v), 60).replace("|", "/")
 
 # %% ../../nbs/64_comparison.ipynb #8143d85f
-def apart(configs): # of several runs
+def differing_settings(configs): # of several runs
     "The settings that aren't the same in all, name -> texts; of the rungs those that not all have"
     each = [settings(c) for c in configs]
     found = {k: [s.get(k) for s in each] for k in dict.fromkeys(k for s in each for k in s)}
@@ -272,7 +272,7 @@ def races(self:Comparison):
 @patch
 def differences(self:Comparison):
     "Return head and rows of a table, a row for each setting that isn't the same in all"
-    found = apart([c.config for c in self.courses])
+    found = differing_settings([c.config for c in self.courses])
     return ["setting", *(c.title for c in self.courses)], [[k, *texts] for k, texts in found.items()]
 
 # %% ../../nbs/64_comparison.ipynb #42c5626b
@@ -345,7 +345,7 @@ def page_path(runs, # folders
     return path
 
 # %% ../../nbs/64_comparison.ipynb #7539e49b
-def compare_and_tell(c): # `CompareOptions`
+def run_compare(c): # `CompareOptions`
     "What `speedrun_compare` does: print the tables, write the page"
     both = Comparison(c.runs)
     path = page_path(c.runs, c.out)
@@ -401,7 +401,7 @@ class Search:
 
 # %% ../../nbs/64_comparison.ipynb #02eb45dd
 @patch
-def again(self:Search, turn=0): # which batches: 0 the first ones, 1 those after them, ...
+def reset(self:Search, turn=0): # which batches: 0 the first ones, 1 those after them, ...
     "Go back to the beginning"
     t = self.trainer
     t.run.release() # what was recorded knows where the old states were
@@ -421,7 +421,7 @@ def diverged(losses, # of the steps so far
 def descend(self:Search, set_rates, # (step, groups of parameters): sets the rate of each
             turn=0): # as for `again`
     "Return the losses of a short run, a list that ends early where the run diverges"
-    self.again(turn)
+    self.reset(turn)
     t, losses = self.trainer, []
     with (memory_limit(t.limits.gib), deterministic(t.cfg.deterministic),
           closing(prefetch(t.data.batches, t.device)) as batches):
@@ -437,7 +437,7 @@ def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of
     t = self.trainer
     t.train_step.set_rates(t.done)
     set_rates(t.done, t.step.opt.param_groups)
-    try: loss = t.train_step.take(t.done, x, y)
+    try: loss = t.train_step.take_updates(t.done, x, y)
     except torch.OutOfMemoryError: raise RunError("out of GPU memory in a step: choose a smaller "
                                                   "--micro_batch_size") from None
     t.done += 1
@@ -600,8 +600,8 @@ def save_found(found, folder): # a `Found`, to write into
     replace_file(folder/"lr.md", found.text() + "\n")
     found.chart().savefig(folder/"lr.png", dpi=110)
 
-def search_and_tell(c, # a `LrOptions`
-                    given): # names of the options that were given
+def run_lr_search(c, # a `LrOptions`
+                  given): # names of the options that were given
     "What `speedrun_lr` does: search, print the table, write the folder"
     prepare_process()
     s = Search(c, given)

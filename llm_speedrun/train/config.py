@@ -16,7 +16,7 @@ from itertools import chain, count
 from typing import Annotated, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
-from ..files import InputError, read_bytes_of
+from ..io_utils import InputError, read_bytes_of
 try: import tomllib
 except ModuleNotFoundError: import tomli as tomllib # Python 3.10
 

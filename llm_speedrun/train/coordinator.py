@@ -10,7 +10,7 @@ import platform, time
 from datetime import datetime
 from fastcore.basics import patch
 from dataclasses import asdict
-from ..files import InputError, SpeedrunError, env_number
+from ..io_utils import InputError, SpeedrunError, env_number
 from ..measure import default_device
 from ..runs import parsed, rung_name, rung_options
 from ..distributed.world import (check_alike, device_of_process, join_world, leave_world, notes,

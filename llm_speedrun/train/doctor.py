@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from ..distributed.world import World, join_world, leave_world
 from ..distributed.spawn import run_distributed
-from ..distributed.parallel import Piece, pieces
+from ..distributed.parallel import Shard, shards_of
 
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..tokenizer import check_ratio, check_round_trip, summary_lines
-from ..files import InputError, sha256_of
+from ..io_utils import InputError, sha256_of
 from ..measure import Timings, memory_limit, process_start, sample_ms, summarize
 from .launch import num_processes
 from ..checkpoint.format import flatten_state, newest
@@ -112,7 +112,7 @@ def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, 
 # %% ../../nbs/36_doctor.ipynb #6b9e601a
 def _planned(trainer, t):
     c, dp = trainer.cfg, trainer.world.rank_and_size("dp")[1]
-    n = sum(math.prod(p.shape) for p in pieces(trainer.run).values())
+    n = sum(math.prod(p.shape) for p in shards_of(trainer.run).values())
     yield Finding("ok", "run", f"{c.model}, {n/1e6:,.1f} million weights, with the rungs "
                   f"{c.rungs.replace(',', ', ') or '(none)'}. A step has {t.tokens:,} tokens, "
                   f"{c.grad_accum_steps} times {c.micro_batch_size} sequences of {c.seq_len}"
@@ -189,13 +189,13 @@ def check_loader(t): # `FirstSteps`
 # %% ../../nbs/36_doctor.ipynb #fa86486a
 def stored(t, world): # what `flatten_state` finds, a `World`
     "Bytes of it in a checkpoint that all processes write"
-    if isinstance(t, Piece): return math.prod(t.shape)*t.tensor.element_size() # the others have the rest
+    if isinstance(t, Shard): return math.prod(t.shape)*t.tensor.element_size() # the others have the rest
     if isinstance(t, PerRank): return world.size*stored_bytes(t.value, world)
     return t.nbytes
 
-def stored_bytes(tree, world): # of dicts, lists, tensors, `Piece`s and plain values
+def stored_bytes(tree, world): # of dicts, lists, tensors, `Shard`s and plain values
     "Bytes of all its tensors"
-    flatten_state(tree, tensors := {}, leaves=(Piece, PerRank))
+    flatten_state(tree, tensors := {}, leaves=(Shard, PerRank))
     return sum(stored(t, world) for t in tensors.values())
 
 def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
@@ -324,8 +324,8 @@ def checkup(cfg): # a `TrainConfig`, the options of the run
     return list(examine(cfg))
 
 # %% ../../nbs/36_doctor.ipynb #afa14af9
-def tell(findings, # an iterator of `Finding`
-         world=World()): # the processes that look for them together, the first of which speaks
+def print_findings(findings, # an iterator of `Finding`
+                   world=World()): # the processes that look for them together, the first of which speaks
     "Print each as it comes, and what follows from them. Returns the number of problems"
     said, mine = print if world.first else lambda *args, **kw: None, []
     for f in findings:
@@ -344,10 +344,10 @@ def examined(world, cfg, given): # a `World`, the options, names of those that w
     "What each process of `speedrun_doctor` does. Returns the number of problems"
     if world.first:
         print("Trying what speedrun_train would do\n")
-    return tell(examine(cfg, given, Timings(process_start()), world), world)
+    return print_findings(examine(cfg, given, Timings(process_start()), world), world)
 
-def examine_and_tell(cfg, # a `TrainConfig`
-                     given): # names of the options that were given
+def run_doctor(cfg, # a `TrainConfig`
+               given): # names of the options that were given
     "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
     prepare_process()
     n = num_processes(cfg, given or ())

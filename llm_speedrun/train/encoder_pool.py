@@ -15,7 +15,7 @@ from queue import LifoQueue, SimpleQueue
 import numpy as np
 from fastcore.basics import patch
 import llm_speedrun
-from ..files import RunError
+from ..io_utils import RunError
 from ..tokenizer import parse_tokenizer
 
 # %% ../../nbs/37_encoder_pool.ipynb #fba15a3e

@@ -9,7 +9,7 @@ __all__ = []
 import hashlib, logging, os, signal, sys, tempfile
 from pathlib import Path
 import msgspec
-from ..files import InputError, RunError, check_processes, python_command, read_json
+from ..io_utils import InputError, RunError, check_processes, python_command, read_json
 from .config import to_args, unused_run_names
 
 # %% ../../nbs/33b_launch.ipynb #e2c7f00c

@@ -16,7 +16,7 @@ import msgspec, numpy as np, torch
 from fastcore.basics import patch
 
 # %% ../../nbs/39_loader.ipynb #39import
-from ..files import InputError, RunError
+from ..io_utils import InputError, RunError
 from ..measure import moment, ms_between, sample_ms, summarize
 from .encoder_pool import Encoder, encoders, in_order
 from ..text_files import text_pieces
@@ -60,7 +60,7 @@ def concatenated(shards):
     "All files of several `Shards` as one, and where the tokens of each begin in it"
     res = copy(shards[0])
     res.files = [f for s in shards for f in s.files]
-    res.place()
+    res.find_ends()
     sizes = np.cumsum([0] + [sum(map(len, s.files)) for s in shards])
     return res, [int(n) + s.lo for n, s in zip(sizes, shards)]
 

@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 
 # %% ../../nbs/36a_machine_checks.ipynb #ddb069e9
-from ..files import SpeedrunError, appears, cache_dir, in_words
+from ..io_utils import SpeedrunError, appears, cache_dir, in_words
 from ..measure import default_device, driver_version, nvml_gpu, sample_ms, summarize, version_of
 from ..runs import RUNGS
 from .presets import presets

@@ -13,8 +13,8 @@ from typing import Annotated
 import torch
 from fastcore.basics import patch
 from msgspec import Meta
-from ..files import (AllFailed, InputError, RunError, decoded, lookup, read_bytes_of,
-                                replace_file)
+from ..io_utils import (AllFailed, InputError, RunError, decoded, lookup, read_bytes_of,
+                                   replace_file)
 from ..measure import moment, ms_between, table
 from ..roofline import kernel_kind, op_kind
 from ..checkpoint.format import write_tensors
@@ -72,12 +72,12 @@ def gpu_stats(device): # a `torch.device`
 Number = Annotated[int, Meta(ge=-2**53, le=2**53)] | Annotated[float, Meta(ge=-1e300, le=1e300)]
 Value = Number | bool | str | None
 NUMBERS = "loss val_loss lr grad_norm tok_s train_s".split() # keys that a resumed run calculates with
-Several = Annotated[list[Number], Meta(max_length=2**14)] # of each process one
+PerRankNumbers = Annotated[list[Number], Meta(max_length=2**14)] # of each process one
 
 def row_of(line, # bytes of JSON
            where): # to name in an error
     "Decode a row into a dict. Raises `InputError` for anything else, and for a row without a step"
-    row = decoded(line, dict[str, Value | Several], where)
+    row = decoded(line, dict[str, Value | PerRankNumbers], where)
     if type(row.get("step")) is not int or row["step"] < 0: raise InputError(f"{where} has no step")
     for k in NUMBERS:
         if isinstance(v := row.get(k), (str, list)):

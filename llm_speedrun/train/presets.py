@@ -8,9 +8,9 @@ __all__ = ['PARALLEL', 'clash', 'fitting', 'preset', 'presets', 'preset_of', 'pa
 # %% ../../nbs/32_presets.ipynb #01933c46
 from dataclasses import dataclass
 import torch
-from ..files import InputError, lookup
+from ..io_utils import InputError, lookup
 from ..measure import gpu_gib, machine
-from ..runs import RUNGS, find_rung, parsed, rung_name
+from ..runs import RENAMED_RUNGS, RUNGS, find_rung, parsed, rung_name
 from ..rungs.amp import half_rung
 
 # %% ../../nbs/32_presets.ipynb #65ed883e
@@ -58,7 +58,9 @@ def check_name(spec, # a rung with or without options
         raise InputError(f"preset {beside or name!r} stands alone, or with {', '.join(PARALLEL)} beside it: "
                          "drop the other names")
     try: find_rung(name)
-    except ValueError: lookup({**PRESETS, **RUNGS}, name, "rung or preset")
+    except ValueError:
+        if name in RENAMED_RUNGS: raise
+        lookup({**PRESETS, **RUNGS}, name, "rung or preset")
     parsed(spec) # raises for options that there aren't
 
 # %% ../../nbs/32_presets.ipynb #1ac1011b

@@ -10,7 +10,7 @@ import json, math, re, statistics
 from functools import partial
 from pathlib import Path
 import msgspec, numpy as np
-from ..files import InputError, read_bytes_of, read_json, replace_file
+from ..io_utils import InputError, read_bytes_of, read_json, replace_file
 from ..measure import fmt, mfu
 from ..model import GPTConfig, matrix_params, train_flops
 from .metrics import PHASES, Number, Value, read_rows

@@ -10,7 +10,7 @@ import math, os
 from dataclasses import dataclass, fields, replace
 from functools import partial; from pathlib import Path
 import msgspec; from fastcore.basics import patch
-from ..files import InputError, RunError, env_number, lookup, read_json
+from ..io_utils import InputError, RunError, env_number, lookup, read_json
 from ..architectures import model_class
 from ..choices import Choices
 from ..model import GPTConfig, workload
@@ -22,7 +22,7 @@ from ..export import import_folder
 from ..recipes.model_registry import is_own, recipe_for
 
 # %% ../../nbs/30a_resolve.ipynb #30res005
-from ..recipes.batch import settled_phases
+from ..recipes.batch import resolve_phases
 from ..recipes.recipe import Recipe, best_recipe, parse_recipe, why_not_best
 from ..recipes.schedules import SCHEDULES, warmup_steps
 from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
@@ -104,9 +104,9 @@ def options_for_restart(cfg, given): # a `TrainConfig`, names of options that we
     return replace(cfg, overwrite=ours and not cfg.resume or cfg.overwrite), given
 
 # %% ../../nbs/30a_resolve.ipynb #30072f4a
-def divide(c, # a `TrainConfig`; gets `step_tokens`, and one of its divisors where the other is given
-           default, # sequences in a step where nothing says how many
-           dp=1): # processes that share them
+def resolve_batch_sizes(c, # a `TrainConfig`; gets `step_tokens`, and one divisor where the other is given
+                        default, # sequences in a step where nothing says how many
+                        dp=1): # processes that share them
     "Return the sequences in a step. Raises `InputError` if the options contradict each other"
     if c.step_tokens % c.seq_len: raise InputError(
         f"step_tokens {c.step_tokens} are no whole number of sequences of {c.seq_len}: choose a multiple")
@@ -247,7 +247,7 @@ def resolve_shape(self:PlanResolver):
                          f"{c.model!r}: choose a smaller --seq_len")
     self.config = replace(self.config, seq_len=c.seq_len)
     if c.resume: self.fit_batch()
-    self.sequences = divide(c, 64, self.world.rank_and_size("dp")[1])
+    self.sequences = resolve_batch_sizes(c, 64, self.world.rank_and_size("dp")[1])
 
 # %% ../../nbs/30a_resolve.ipynb #b14ac3ce
 @patch
@@ -278,7 +278,7 @@ def with_document_mask(self:PlanResolver, r): # a `Recipe`
 @patch
 def in_phases(self:PlanResolver, r): # a `Recipe`
     "Return the recipe with phases that divide a step of this process"
-    new, c = settled_phases(r, self.rows_here, self.cfg.seq_len), self.cfg
+    new, c = resolve_phases(r, self.rows_here, self.cfg.seq_len), self.cfg
     if new != r and ":" in c.recipe: self.say(f"{new.spec()} in place of {r.spec()}: it divides a step")
     return new
 

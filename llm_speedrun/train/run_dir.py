@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from fastcore.basics import patch
 from msgspec import UNSET, Meta, UnsetType
-from ..files import InputError, RunError, check_writable, hold, read_json, replace_file
+from ..io_utils import InputError, RunError, check_writable, hold, read_json, replace_file
 from ..measure import machine
 from ..model import GPTConfig
 from ..tokenizer import write_tokenizer

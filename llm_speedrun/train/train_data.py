@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from fastcore.basics import patch
-from ..files import InputError
+from ..io_utils import InputError
 from ..tokenizer import end_of_text, tokenizer_of, vocabulary_size
 from ..export import run_of
 from ..data import Batches, bigram_loss, val_batches

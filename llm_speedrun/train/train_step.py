@@ -50,7 +50,7 @@ class TrainStep:
     def __call__(self, step, x, y): # number of the step, 0 is the first; B T tokens, B T that follow
         "Take a step. Returns its mean loss, on the device"
         self.set_rates(step)
-        loss = self.take(step, x, y)
+        loss = self.take_updates(step, x, y)
         if self.average: self.average.update()
         return loss
 
@@ -76,7 +76,7 @@ def micro_batches(self:TrainStep, x, y): # B T of an update
     return [*zip(x.split(size), y.split(size))]
 
 @patch
-def take(self:TrainStep, step, x, y): # as for a call
+def take_updates(self:TrainStep, step, x, y): # as for a call
     "Take the updates of a step at the rates that are set. Returns their mean loss, on the device"
     taken = [(self.update(*part), self.stepper.norm) for part in self.updates(step, x, y)]
     if len(taken) == 1: return taken[0][0]

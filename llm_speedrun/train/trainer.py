@@ -14,7 +14,7 @@ import torch, torch.distributed as dist
 from fastcore.basics import patch
 
 # %% ../../nbs/30_trainer.ipynb #9b3a31e8
-from ..files import AllFailed, InputError, RunError, SpeedrunError, env_number, replace_file
+from ..io_utils import AllFailed, InputError, RunError, SpeedrunError, env_number, replace_file
 from ..measure import Timings, ladder_table, memory_limit, process_start
 from ..data import prefetch
 from ..runs import build, rung_name
@@ -291,14 +291,14 @@ def loop(self:Trainer, batches): # an iterator of batches on the device
     if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval() # left out by a stop
     notify(self, "before_loop")
     while self.done < self.cfg.steps and not self.coordinator.stop_signal() and not self.reached:
-        self.take_one(batches)
+        self.train_iteration(batches)
         self.after_step()
     self.coordinator.drain()
     self.logger.flush()
 
 # %% ../../nbs/30_trainer.ipynb #2576b1ef
 @patch
-def take_one(self:Trainer, batches): # as for `loop`
+def train_iteration(self:Trainer, batches): # as for `loop`
     "Take a step, and note what the logger will read"
     self.coordinator.set_next_status(f"step {self.done + 1}")
     if self.done % 10 == 9: self.logger.clock.start() # that step's parts are measured
@@ -433,7 +433,7 @@ def train(cfg, # a `TrainConfig`
     return trainer, trainer.fit()
 
 # %% ../../nbs/30_trainer.ipynb #148ff1a9
-def last_words(e): # an error
+def exit_with_error(e): # an error
     "Print what ends this process, and exit at once: other processes may be waiting for it"
     later = isinstance(e, (PeerLostError, NoMemory)) # the next start may succeed
     meant = isinstance(e, (SpeedrunError, OSError, KeyboardInterrupt)) and not later
@@ -443,12 +443,12 @@ def last_words(e): # an error
     once = f"lost {os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if isinstance(e, PeerLostError) else text
     if not (meant or later): text = f"process {os.environ['RANK']}: {''.join(traceback.format_exception(e))}"
     to = sys.stderr if code else sys.stdout
-    if not said_already(once): console_print(f"error: {text}" if code else text, to=to)
+    if not already_reported(once): console_print(f"error: {text}" if code else text, to=to)
     for stream in (sys.stdout, sys.stderr): stream.flush()
     os._exit(code if meant else 1)
 
 # %% ../../nbs/30_trainer.ipynb #5035842d
-def said_already(text):
+def already_reported(text):
     "Return whether another process has printed `text`: by the group's folder, or by the processes' store"
     if group_file("") or not dist.is_initialized(): return not is_first_to_report(text)
     try: return notes().add(f"said {text}", 1) > 1
@@ -457,7 +457,7 @@ def said_already(text):
 
 # %% ../../nbs/30_trainer.ipynb #f96e8ea0
 @contextmanager
-def as_one_of_many():
+def distributed_main():
     "End one of several processes as torchrun should see it; change nothing for a process alone"
     if env_number("WORLD_SIZE", 1, 1) == 1: yield; return
     try: yield
@@ -466,7 +466,7 @@ def as_one_of_many():
         if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]: raise # for each machine
     except BaseException as e:
         if "--debug" in sys.argv: traceback.print_exc()
-        last_words(e)
+        exit_with_error(e)
 
 # %% ../../nbs/30_trainer.ipynb #eff711a2
 def report(trainer, # a `Trainer` after `fit`
@@ -483,12 +483,12 @@ def report(trainer, # a `Trainer` after `fit`
     console_print(f"{'interrupted; what there is' if res['interrupted'] else 'everything'} is in {folder}/")
 
 # %% ../../nbs/30_trainer.ipynb #2e0d6840
-def train_and_tell(cfg, # a `TrainConfig`
-                   given): # names of the options that were given
+def run_train(cfg, # a `TrainConfig`
+              given): # names of the options that were given
     "Train, print the results and exit, as `speedrun_train` does"
     prepare_process()
     try:
-        with as_one_of_many():
+        with distributed_main():
             trainer, res = train(cfg, given=given, timings=Timings(process_start()))
             report(trainer, res)
             trainer.coordinator.close()

@@ -9,7 +9,7 @@ __all__ = []
 from contextlib import nullcontext
 import torch
 from fastcore.basics import patch
-from ..files import RunError
+from ..io_utils import RunError
 from ..runs import free_memory
 from .autotune import divisors, smaller
 

@@ -2,7 +2,7 @@
 compares and the social image take it from here, so that they say the same."""
 import json
 from pathlib import Path
-from llm_speedrun.gpu import COLORS
+from llm_speedrun.figures import COLORS
 from llm_speedrun.measure import SPINE, course_records, load_records, records_path
 from llm_speedrun.benchmarks.race_report import final, shared_record
 

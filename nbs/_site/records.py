@@ -1,6 +1,6 @@
 "Reads the committed measurements. A file that doesn't hold what the pages show is an error with its name."
 import msgspec
-from llm_speedrun.files import InputError, read_json
+from llm_speedrun.io_utils import InputError, read_json
 from llm_speedrun.measure import load_records
 
 OTHERS = "outputs.json", "fits.json", "collectives.json" # files in the same folder that hold something else

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import msgspec, torch
 from fastcore.docments import docments
 from llm_speedrun import choices, corpus, export, measure, model, runs
-from llm_speedrun.files import lookup
+from llm_speedrun.io_utils import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
 from llm_speedrun.checkpoint import format as checkpoint

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest, torch
 from helpers.tiny_runs import fails
 from llm_speedrun.benchmarks import clock
-from llm_speedrun.files import InputError, RunError
+from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.benchmarks.race import Contestant, Race, check_gpus
 from llm_speedrun.benchmarks.clock import Job, TimeBudget
 from llm_speedrun.cli import speedrun_race
@@ -114,8 +114,8 @@ def test_short_runs_that_missed_the_clock_are_named(there):
     (dict(common=dict(data="stdlib", seq=32)), "with seq 64, and 32 was given")], ids=str)
 def test_another_race_in_the_folder(there, change, message):
     "It is said in what the options differ, in the command's own words and units"
-    there.folder.mkdir(); there.claim(); there.claim()
-    with fails(InputError, f"race holds another race, {message}"): replace(there, **change).claim()
+    there.folder.mkdir(); there.record_options(); there.record_options()
+    with fails(InputError, f"race holds another race, {message}"): replace(there, **change).record_options()
 
 # --- GPUs ---
 

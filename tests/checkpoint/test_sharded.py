@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from llm_speedrun.export import export_folder, from_pretrained, read_run, unfinished
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.recipes.schedules import Average
 from llm_speedrun.runs import Stepper, build
 from llm_speedrun.distributed.world import World
@@ -18,11 +18,11 @@ from llm_speedrun.checkpoint import format, save_sharded as sharded
 from llm_speedrun.checkpoint.format import checkpoints, flatten_state, newest, validation_error
 from llm_speedrun.checkpoint.load import check_size, newest_on_all_ranks, open_checkpoint, rank_state, read_checkpoint
 from llm_speedrun.checkpoint.save import Saver
-from llm_speedrun.checkpoint.save_sharded import make_saver, per_rank, ShardedSaver, to_piece
+from llm_speedrun.checkpoint.save_sharded import make_saver, per_rank, ShardedSaver, to_shard
 from llm_speedrun.checkpoint.state import (average_to_save, full_state_dict, load_average, load_optimizer, load_weights,
                                            optimizer_to_save, state_to_save, weights_to_save)
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.parallel import Piece, local
+from llm_speedrun.distributed.parallel import Shard, local
 from helpers.tiny_runs import NANO, fails
 from helpers.timeouts import TIMEOUT, calls_of, wait_until
 
@@ -220,7 +220,7 @@ def part_of(world):
     "What a process holds of W: of four one quarter each, of two some columns"
     i, j = divmod(world.rank, 2)
     rows, cols = slice(4*i, 4*i + 4) if world.size == 4 else slice(0, 8), (slice(0, 4), slice(4, 10))[j]
-    return Piece(W[rows, cols].clone(), (8, 10), (rows.start, cols.start), True)
+    return Shard(W[rows, cols].clone(), (8, 10), (rows.start, cols.start), True)
 
 def save(saver, step):
     "Save something; what that raises in the end"
@@ -462,8 +462,8 @@ def test_an_older_checkpoint_of_one(tmp_path):
 def test_what_cannot_be_saved(tmp_path):
     class Part(torch.Tensor):
         def to_local(self): return self
-    p = Piece(torch.zeros(2, 3), (4, 3), (0, 0), True)
-    with fails(TypeError, "DTensor"): to_piece(torch.zeros(3).as_subclass(Part), True)
+    p = Shard(torch.zeros(2, 3), (4, 3), (0, 0), True)
+    with fails(TypeError, "DTensor"): to_shard(torch.zeros(3).as_subclass(Part), True)
     with fails(InputError, "rows of w can't be cut"): state_to_save("w", p, dict(rows=torch.zeros(2)))
     assert state_to_save("w", p, dict(step=torch.tensor(3.), n=2)) == dict(step=torch.tensor(3.), n=2)
 
@@ -489,13 +489,13 @@ def cut_of(start, size, shape=(4, 4)): return dict(w=sharded.Cut([*shape], [*sta
                                    [((0, 0), (2, 4))]], ids=["twice", "overlap", "beyond", "missing"])
 def test_parts_that_are_no_whole_are_not_saved(parts):
     "Also where their sizes add up"
-    named = {f"part-0000{i}.safetensors": sharded.Part(None, cut_of(*p), {}) for i, p in enumerate(parts)}
+    named = {f"part-0000{i}.safetensors": sharded.RankManifest(None, cut_of(*p), {}) for i, p in enumerate(parts)}
     with fails(OSError, "parts of w don't make the whole"): sharded.build_index(named)
 
 def test_empty_parts_are_no_overlap():
-    named = {f"part-0000{i}.safetensors": sharded.Part(None, cut_of(*p), {}) for i, p in enumerate([((0, 0), (4, 4)), ((4, 0), (0, 4)), ((4, 0), (0, 4))])}
+    named = {f"part-0000{i}.safetensors": sharded.RankManifest(None, cut_of(*p), {}) for i, p in enumerate([((0, 0), (4, 4)), ((4, 0), (0, 4)), ((4, 0), (0, 4))])}
     assert len(sharded.build_index(named)["tensors"]["w"]["boxes"]) == 3
-    assert sharded.build_index({"part-00000.safetensors": sharded.Part(None, cut_of((0, 0), (0, 4), (0, 4)), {})})
+    assert sharded.build_index({"part-00000.safetensors": sharded.RankManifest(None, cut_of((0, 0), (0, 4), (0, 4)), {})})
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_long_save_is_looked_at_seldom(rank, tmp_path, monkeypatch):

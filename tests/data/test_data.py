@@ -6,9 +6,10 @@ from llm_speedrun import corpus, data, text_files
 from llm_speedrun.corpus import (HUB, Corpus, differences, gpt2_tokenizer, hub_documents, marked_pieces, open_corpus, stdlib_files,
                                  train_tokenizer, write_shards)
 from llm_speedrun.data import Batches, bigram_loss, prefetch, val_batches
-from llm_speedrun.files import InputError, cache_dir
+from llm_speedrun.io_utils import InputError, cache_dir
 from llm_speedrun.text_files import EOT, read_documents
 from llm_speedrun.token_files import Shards
+from helpers import quick_programs
 from helpers.tiny_runs import cache
 from helpers.timeouts import TIMEOUT
 
@@ -179,7 +180,7 @@ def test_opening_tokens_asks_nobody(tmp_path):
     home = tmp_path/"hf"
     env = os.environ | dict(HF_HOME=str(home), AI_AGENT="x", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE"): env.pop(name, None)
-    def said(): return subprocess.run([sys.executable, "-c", NO_NETWORK, str(tmp_path/"train.bin")], env=env, capture_output=True, text=True)
+    def said(): return quick_programs.run([sys.executable, "-c", NO_NETWORK, str(tmp_path/"train.bin")], env=env, capture_output=True, text=True)
     assert said().stdout == "None\n"
     there = home/"hub/models--gpt2/snapshots/0123"
     there.mkdir(parents=True); (there.parents[1]/"refs").mkdir()
@@ -450,7 +451,7 @@ def test_a_killed_process_leaves_nothing_for_ever(tmp_path, cache):
     (tmp_path/"a.txt").write_text(TEXT)
     env = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     def start():
-        p = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path/"a.txt")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        p = quick_programs.Popen([sys.executable, "-c", KILLED, str(tmp_path/"a.txt")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         while p.stdout.readline() != b"begun\n": assert p.poll() is None
         return p
     dead, alive = start(), start()
@@ -558,7 +559,7 @@ for b in batches: pass
 def test_ctrl_c_while_the_source_stalls(times):
     "Ctrl-C, once or twice, ends a program whose source has stalled; nobody waits for the thread"
     env = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
-    p = subprocess.Popen([sys.executable, "-c", STALLED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    p = quick_programs.Popen([sys.executable, "-c", STALLED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
     assert p.stdout.readline() == b"stalled\n"
     p.send_signal(signal.SIGINT)
     assert p.stdout.readline() == b"pressed\n"

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 import numpy as np, pytest, torch
 from llm_speedrun import corpus
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.train import prepare_data as pipeline
 from llm_speedrun.cli import speedrun_data
 from llm_speedrun.train.config import DataOptions
@@ -17,6 +17,7 @@ from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, chec
 from llm_speedrun.train.prepare_data import document_source, tokenize_corpus
 from llm_speedrun.train.loader import MixedBatches, RankBatches, StreamBatches
 from llm_speedrun.train.encoder_pool import Encoder, Worker, in_order
+from helpers import quick_programs
 from helpers.tiny_runs import words
 from helpers.timeouts import TIMEOUT, until_some_moment, wait_until
 
@@ -74,7 +75,7 @@ speedrun_data(["--data", sys.argv[1], "--out", sys.argv[2], "--tokenizer", sys.a
 """
 
 def start(texts, out, expected, stop=-1): # after so many parcels; by default after none
-    return subprocess.Popen([sys.executable, "-c", SLOW, str(texts), str(out), str(expected), str(stop)], stdin=subprocess.PIPE,
+    return quick_programs.Popen([sys.executable, "-c", SLOW, str(texts), str(out), str(expected), str(stop)], stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 def pieces_done(out):

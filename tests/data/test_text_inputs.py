@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np, pyarrow as pa, pyarrow.feather, pyarrow.parquet as pq, pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.text_files import EOT, read_documents
 from llm_speedrun.export import export_folder
 from llm_speedrun.tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size

@@ -7,7 +7,7 @@ import llm_speedrun.token_files as module
 from llm_speedrun import corpus as corpus_module
 from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
 from llm_speedrun.data import Batches, prefetch
-from llm_speedrun.files import InputError, RunError
+from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.token_files import Shards, TokenWriter
 from helpers.tiny_runs import cache
 

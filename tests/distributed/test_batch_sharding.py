@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np, pytest, torch
 from llm_speedrun.data import PERMUTED, Batches, ComputedOrder
 from llm_speedrun.corpus import open_corpus, train_tokenizer
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.train.loader import LaneBatches, MixedBatches, StreamBatches, joined_lanes, lanes_for, shares_of
 
 class Length:

@@ -5,14 +5,14 @@ from functools import lru_cache, partial, reduce
 from types import SimpleNamespace
 import pytest, torch
 from helpers.tiny_runs import NANO, fails
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.recipe import find_recipe, set_groups
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Backward, LocalSync, Stepper, build, enter_all, find_rung
 from llm_speedrun.distributed.world import World
 from llm_speedrun.rungs import ddp as module
-from llm_speedrun.rungs.fewer_passes import DirectBackward
+from llm_speedrun.rungs.memory_traffic import DirectBackward
 from llm_speedrun.rungs.cuda_graphs import RecordedLoss, RecordedPass
 from llm_speedrun.distributed.spawn import run_distributed
 
@@ -120,8 +120,8 @@ def alone(rungs, poison, count): return steps(World(), list(rungs), 1, poison, c
 TAKEN = [] # gradients that were taken where they lie
 
 def noting_gradients():
-    take = DirectBackward.take
-    DirectBackward.take = lambda self, params, grads: (TAKEN.append(len(grads)), take(self, params, grads))[1]
+    take = DirectBackward.set_gradients
+    DirectBackward.set_gradients = lambda self, params, grads: (TAKEN.append(len(grads)), take(self, params, grads))[1]
 
 def compared(world):
     "Name -> `gaps` to one process, the losses, and whether all have the same weights to the bit; with a True, without the mean"

@@ -4,13 +4,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 import numpy as np, pytest, torch
 from helpers.tiny_runs import NANO, fails
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.runs import LocalSync, Stepper, build
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.parallel import local, pieces
+from llm_speedrun.distributed.parallel import local, shards_of
 
 CONFIG = replace(NANO, layers=3, vocab=321)    # a row more than two processes can share evenly
 FUSED = ["flash", "fused_ops", "chunked_ce"]
@@ -22,7 +22,7 @@ def whole(run):
 
 def parts_of(run):
     "What this process holds of each: name -> (start, array, whole shape, whether it is the one to write it)"
-    return {n: (s.start, s.tensor.float().cpu().numpy().copy(), s.shape, s.mine) for n, s in pieces(run).items()}
+    return {n: (s.start, s.tensor.float().cpu().numpy().copy(), s.shape, s.mine) for n, s in shards_of(run).items()}
 
 @torch.no_grad()
 def larger(run):

@@ -7,7 +7,7 @@ from llm_speedrun.rungs.tensor_parallel import TPGroup, part_grads, part_grads_m
 from llm_speedrun.runs import LocalSync, Stepper, build, enter_all
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.parallel import pieces
+from llm_speedrun.distributed.parallel import shards_of
 from helpers.tiny_runs import NANO, fails
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,9 +24,9 @@ def needs(n): return pytest.mark.skipif(0 < torch.cuda.device_count() < n, reaso
 def data(n=4): return torch.randint(NANO.vocab, (2, n, NANO.seq_len), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 def whole(run):
-    "Name -> each weight put together from all processes' pieces"
+    "Name -> each weight put together from all processes' shards"
     res = {}
-    for mine in run.world.all_gather_object({n: (p.shape, p.start, p.tensor.float().cpu().numpy()) for n, p in pieces(run).items()}):
+    for mine in run.world.all_gather_object({n: (p.shape, p.start, p.tensor.float().cpu().numpy()) for n, p in shards_of(run).items()}):
         for n, (shape, start, t) in mine.items():
             res.setdefault(n, np.full(shape, np.nan))[tuple(slice(i, i + k) for i, k in zip(start, t.shape))] = t
     return res

@@ -3,7 +3,8 @@ import os, pickle, re, socket, subprocess, sys, threading
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from llm_speedrun.distributed import spawn, watchdog, world
-from llm_speedrun.files import InputError, RunError
+from llm_speedrun.io_utils import InputError, RunError
+from helpers import quick_programs
 from helpers.timeouts import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +176,7 @@ except RuntimeError as e:
 def test_a_process_that_dies_is_named():
     env = os.environ | dict(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(spawn.free_port()), CUDA_VISIBLE_DEVICES="-1",
                             OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    ps = [subprocess.Popen([sys.executable, "-c", DIES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ps = [quick_programs.Popen([sys.executable, "-c", DIES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                            env=env | dict(RANK=str(r), LOCAL_RANK=str(r))) for r in range(3)]
     outs = [p.communicate(timeout=TIMEOUT) for p in ps]
     assert [p.returncode for p in ps] == [3, -9, 3], outs

@@ -1,5 +1,6 @@
 """On a CPU, Triton's interpreter spends a third of its time on looking through its own modules: it puts its functions in the place of the
 language's at each call of a kernel, and once more at each call of a function in it. Here it looks once, and does so once in a launch.
+Another third goes into the types of tensors, which are made anew for each value: here what belongs to a type is made once.
 What kernels compute stays the same."""
 from functools import cache
 
@@ -21,6 +22,7 @@ def run_kernels_quickly():
         return patch_lang(fn)
     def launch_once(self, *args, **kwargs):
         patched.clear()
+        if len(types) > 1000: types.clear() # a launch has pointers of its own
         return launch(self, *args, **kwargs)
 
     @cache
@@ -32,5 +34,19 @@ def run_kernels_quickly():
     def np_dtype(t):
         t = getattr(t, "element_ty", t) if isinstance(t, tl.block_type) else t
         return of_type(tl.uint64 if isinstance(t, tl.pointer_type) else t)
+
+    type_init, tensor_init, types = tl.block_type.__init__, tl.tensor.__init__, {}
+    def block_type(self, element_ty, shape):
+        key = id(element_ty), *shape
+        if all(type(n) is int for n in key):
+            if key not in types: type_init(self, element_ty, shape); types[key] = vars(self) # which keeps the element's type, and so its number
+            self.__dict__ = types[key]
+        else: type_init(self, element_ty, shape)
+    def tensor(self, handle, type):
+        if not (known := vars(type).get("of_tensors")):
+            tensor_init(self, handle, type)
+            type.of_tensors = vars(self) | dict(handle=None)
+        else: vars(self).update(known, handle=handle, type=type)
+    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
 
     it._patch_lang, it._patch_builtin, it._get_np_dtype, it.GridExecutor.__call__ = patch_lang_once, patch_builtin, np_dtype, launch_once

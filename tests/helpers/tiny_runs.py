@@ -2,6 +2,7 @@
 from dataclasses import fields
 import gc
 import numpy as np, pytest
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from llm_speedrun import corpus
 from llm_speedrun.model import WORKLOADS, GPTConfig
@@ -12,14 +13,19 @@ from llm_speedrun.train.config import TrainConfig
 NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq_len=32, rope_theta=500.)
 VOCAB = 300     # of the data: the model has some rows to spare
 
+def draw_less(monkeypatch):
+    "Charts are drawn without ticks and without making room for labels, which is half of what a tiny run costs"
+    monkeypatch.setattr(Figure, "set_layout_engine", lambda self, *args, **kw: None)
+    for name in ("draw", "get_tightbbox"): monkeypatch.setattr(Axis, name, lambda self, *args, **kw: None)
+
 @pytest.fixture(scope="module", autouse=True)
 def nano(request):
     """`nano` is a workload in the test modules that import this; a run takes one update a step there, for those who count them. The
-    charts of its end are drawn without making room for their labels, which is a third of what so small a run costs, but in `test_report`"""
+    charts of its end are drawn with less, but in `test_report`"""
     WORKLOADS["nano"], best = NANO, recipe.BEST
     recipe.BEST = "normuon"
     with pytest.MonkeyPatch.context() as m:
-        if request.module.__name__ != "test_report": m.setattr(Figure, "set_layout_engine", lambda self, *args, **kw: None)
+        if request.module.__name__ != "test_report": draw_less(m)
         yield NANO
     recipe.BEST = best
     del WORKLOADS["nano"]

@@ -6,7 +6,7 @@ from helpers.cells import LESSONS, NBS, of_kind, read, source
 from make_readme import ROOT
 from helpers.tiny_runs import fails
 from helpers.timeouts import TIMEOUT
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 
 @pytest.fixture
 def course(tmp_path):

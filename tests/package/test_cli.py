@@ -5,7 +5,7 @@ from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 import numpy as np, pytest, torch
-from llm_speedrun.files import InputError, clean_errors, decoded
+from llm_speedrun.io_utils import InputError, clean_errors, decoded
 from llm_speedrun.runs import RUNGS, find_rung, rung_name
 from llm_speedrun import cli
 from llm_speedrun.cli import speedrun_doctor, speedrun_ladder, speedrun_train
@@ -13,6 +13,7 @@ from llm_speedrun.train.presets import presets
 from llm_speedrun.train.config import (RENAMED, DataOptions, LadderOptions, LrOptions, Options, make_parser, new_name, option_specs, parse_args,
                                        RaceOptions, resolve_options, to_toml, TrainConfig, visible_specs)
 from llm_speedrun.train.trainer import train
+from helpers import quick_programs
 from helpers.tiny_runs import VOCAB, fails, nano, options, words, write_bins
 from helpers.timeouts import TIMEOUT
 
@@ -26,9 +27,10 @@ def run(folder, name, *args, say="pass", before=""):
     "Run a command in `folder` as its console script does, with a cache of its own; what it said, on stdout and stderr"
     env = os.environ | dict(LLM_SPEEDRUN_CACHE=str(folder/"cache"), COLUMNS="300", PYTHONIOENCODING="utf-8")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    start = quick_programs.run if say == "pass" else subprocess.run # who asks what is loaded has a program that loads it
     script = f"{before}import sys; from {SCRIPTS[name]} import {name} as f\ntry: sys.exit(f())\nfinally: {say}"
-    return subprocess.run([sys.executable, "-c", script, *map(str, args)], cwd=folder, env=env, capture_output=True,
-                          text=True, encoding="utf-8", timeout=TIMEOUT)
+    return start([sys.executable, "-c", script, *map(str, args)], cwd=folder, env=env, capture_output=True,
+                 text=True, encoding="utf-8", timeout=TIMEOUT)
 
 QUICK = "--model tiny --rungs naive --steps 12 --micro_batch_size 4 --seq_len 32 --eval_tokens 256 --num_evals 2 --sample_tokens 20".split()
 
@@ -211,7 +213,7 @@ CAN_PRINT = { # module, or one of its options -> the commands that can print its
     "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
     **dict.fromkeys("train.trainer train.run_dir train.checkpointer train.train_data train.resolve train.coordinator train.validator train.metrics".split(), ALL),
     "train.doctor": "doctor", "train.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "train.prepare_data": f"data {ALL}", "train.encoder_pool": f"data {ALL}",
-    "data": f"data {ALL}", "corpus": f"data {ALL}", "recipes.schedules": ALL, "files": f"data export ladder {ALL}",
+    "data": f"data {ALL}", "corpus": f"data {ALL}", "recipes.schedules": ALL, "io_utils": f"data export ladder {ALL}",
     ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", **dict.fromkeys("benchmarks.race benchmarks.clock benchmarks.adapters".split(), "race"),
     **{("benchmarks.race", f"--{k}"): "train" for k in "epochs name out overwrite sample_tokens save_minutes seed".split()}}    # our own runs' command line
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
@@ -254,7 +256,7 @@ def test_wrong_advice_is_found():
 def test_a_resumed_run_stays_where_it_is(tmp_path, monkeypatch):
     "Where its folder can't be written into, `--out` is no advice: it can't change"
     train(options(tmp_path), progress=False)
-    monkeypatch.setattr("llm_speedrun.files.os.access", lambda *a: False)
+    monkeypatch.setattr("llm_speedrun.io_utils.os.access", lambda *a: False)
     with fails(OSError, "look at its permissions"): train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=9), progress=False)
     with fails(OSError, "choose another --out"): train(options(tmp_path, name="new"), progress=False)
 
@@ -309,7 +311,7 @@ ERRORS = [
     (dict(data="a.json"), "a.json is one JSON document"), (dict(data="bad.jsonl"), "bad.jsonl line 1 is not JSON"),
     (dict(model="124n"), "unknown workload '124n'. Did you mean '124m'"),
     (dict(rungs="fastets"), "unknown rung or preset 'fastets'. Did you mean 'fastest'"),
-    (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
+    (dict(rungs="bf16,lean"), "the rung 'lean' is called 'fp8_activations' now"), (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
     (dict(rungs="bf16"), "'bf16' cannot run here: it is an old card"),
     (dict(seq_len=64), "seq_len 64 is longer"), (dict(micro_batch_size=-4), "micro_batch_size must be a whole number from 1"),
     (dict(step_tokens=-1), "step_tokens must be"), (dict(step_tokens=40), "step_tokens 40 are no whole number"),
@@ -416,7 +418,7 @@ def test_full_disk(tmp_path, monkeypatch):
     "The old file is whole, the new one is gone, and the error says what to do; the same of a file of tensors"
     import torch
     from safetensors import SafetensorError
-    from llm_speedrun.files import replace_file
+    from llm_speedrun.io_utils import replace_file
     from llm_speedrun.checkpoint import format
     def full(path, *args, **kw): path.write_bytes(b"half"); raise OSError(28, "No space left on device")
     replace_file(tmp_path/"a.txt", "old")
@@ -438,7 +440,7 @@ def test_full_disk(tmp_path, monkeypatch):
     ("raise InputError('do that')", 2)])
 def test_nobody_reads_on(code, want, buffered):
     "After `| head -1` a command ends without a word, also where Python writes at its end; a mistake is still told"
-    script = f"import sys\nfrom llm_speedrun.files import InputError, clean_errors\ndef f():\n    sys.stdin.read()\n    {code}\nclean_errors(f)"
+    script = f"import sys\nfrom llm_speedrun.io_utils import InputError, clean_errors\ndef f():\n    sys.stdin.read()\n    {code}\nclean_errors(f)"
     env = os.environ | dict(PYTHONUNBUFFERED="" if buffered else "1", PYTHONPATH=str(ROOT))
     p = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
     p.stdout.close(); p.stdin.close()
@@ -448,14 +450,14 @@ def test_nobody_reads_on(code, want, buffered):
 
 def test_another_pipe(capsys):
     "A pipe of ours that broke is an error, since standard output is still read"
-    from llm_speedrun.files import clean_errors
+    from llm_speedrun.io_utils import clean_errors
     def f(): raise BrokenPipeError(32, "Broken pipe")
     with pytest.raises(SystemExit) as e: clean_errors(f)
     assert e.value.code == 2 and "Broken pipe" in capsys.readouterr().err
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is Linux'")
 def test_output_to_a_full_disk():
-    script = "from llm_speedrun.files import InputError, clean_errors\nclean_errors(lambda: print(1))"
+    script = "from llm_speedrun.io_utils import InputError, clean_errors\nclean_errors(lambda: print(1))"
     with open("/dev/full", "w") as out: p = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True,
                                                            env=os.environ | dict(PYTHONPATH=str(ROOT)))
     assert (p.returncode, p.stderr) == (2, "error: no space left on device: make room, then try again\n")
@@ -471,6 +473,6 @@ def test_without_a_cache(there, capsys, monkeypatch):
     assert re.search(r"the cache .*a\.json.cache can't be made \(.*\): set LLM_SPEEDRUN_CACHE \(or XDG_CACHE_HOME\)", said)
     (there/"cache").mkdir()
     monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(there/"cache"))
-    monkeypatch.setattr("llm_speedrun.files.os.access", lambda path, mode: Path(path) != there/"cache")
+    monkeypatch.setattr("llm_speedrun.io_utils.os.access", lambda path, mode: Path(path) != there/"cache")
     assert re.search("cache is no folder that one can write into: set LLM_SPEEDRUN_CACHE", in_one_line(
         capsys, "speedrun_train", *words(options(there, data="texts", name="other"))))

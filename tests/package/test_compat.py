@@ -7,7 +7,7 @@ import llm_speedrun
 from llm_speedrun import compat
 from llm_speedrun.choices import Choices
 from llm_speedrun.model import workload
-from llm_speedrun.rungs import epilogues, fastest, fused_ce
+from llm_speedrun.rungs import epilogues, flash4 as fa4, fused_ce
 from llm_speedrun.runs import RUNGS, build
 from llm_speedrun.train.autotune import resolve_preset
 from llm_speedrun.train.presets import preset
@@ -113,14 +113,14 @@ def gpu(monkeypatch):
     ((8, 0), 0, 0, 0), ((8, 9), 0, 0, 0), ((9, 0), 1, 1, 1), ((10, 0), 1, 1, 0), ((10, 3), 1, 1, 0), ((11, 0), 1, 1, 0), ((12, 0), 1, 1, 0), ((13, 0), 0, 0, 0)])
 def test_what_each_capability_can_run(gpu, capability, flash4, epi, hopper):
     gpu(*capability)
-    can = [not why() for why in (fastest.flash4_missing, epilogues.epilogues_missing, fused_ce.hopper_missing)]
+    can = [not why() for why in (fa4.flash4_missing, epilogues.epilogues_missing, fused_ce.hopper_missing)]
     assert can == [bool(flash4), bool(epi), bool(hopper)]
     assert bool(compat.untried()) == (capability != (9, 0))
     if not hopper: assert "Hopper" in fused_ce.hopper_missing() and "{}.{}".format(*capability) in fused_ce.hopper_missing()
 
 def test_how_to_install_them(gpu):
     gpu(9, 0, "")
-    for why in (fastest.flash4_missing(), epilogues.epilogues_missing(), fused_ce.hopper_missing()):
+    for why in (fa4.flash4_missing(), epilogues.epilogues_missing(), fused_ce.hopper_missing()):
         assert "not installed: pip install 'llm_speedrun[hopper]'" in why and "--pre" not in why
 
 def test_a_list_of_rungs_says_what_was_not_tried(gpu):
@@ -149,29 +149,29 @@ SMALL = replace(workload("tiny"), layers=1)
 @pytest.fixture
 def untried(monkeypatch):
     "Rungs believe that nobody has run their kernels on this machine: they compare"
-    for m in (fastest, epilogues): monkeypatch.setattr(m, "untried", lambda: "never run here")
-    checks = fastest.flash4_error, epilogues.epilogues_error
+    for m in (fa4, epilogues): monkeypatch.setattr(m, "untried", lambda: "never run here")
+    checks = fa4.flash4_error, epilogues.epilogues_error
     for f in checks: f.cache_clear()
     yield
     for f in checks: f.cache_clear()
 
 def test_what_is_right_passes_where_it_was_not_tried(untried):
-    if fastest.flash4_missing() or epilogues.epilogues_missing(): pytest.skip("these kernels aren't there")
+    if fa4.flash4_missing() or epilogues.epilogues_missing(): pytest.skip("these kernels aren't there")
     assert {"flash4", "epilogues"} <= {*build(SMALL, ["bf16", "flash4", "fused_ops", "epilogues"]).rungs}
 
 def test_what_is_wrong_gives_way_where_it_was_not_tried(untried, monkeypatch):
     "Kernels that run, and compute something else, are named; a preset goes on without them"
-    if fastest.flash4_missing() or epilogues.epilogues_missing(): pytest.skip("these kernels aren't there")
-    true = compat.function_of(fastest.flash4_attention_backward)
-    monkeypatch.setattr(fastest.flash4_attention_backward, "_init_fn", lambda *a: [1.1*t for t in true(*a)])
+    if fa4.flash4_missing() or epilogues.epilogues_missing(): pytest.skip("these kernels aren't there")
+    true = compat.function_of(fa4.flash4_attention_backward)
+    monkeypatch.setattr(fa4.flash4_attention_backward, "_init_fn", lambda *a: [1.1*t for t in true(*a)])
     with fails(RuntimeError, "rung 'flash4'", "off by 1.0e-01", "Leave the rung out"): build(SMALL, ["bf16", "flash4"])
-    fastest.flash4_error.cache_clear()
+    fa4.flash4_error.cache_clear()
     maths = compat.function_of(epilogues.product_times_op)
     seen = []
     monkeypatch.setattr(epilogues.product_times_op, "_init_fn", lambda *a: (seen.append(0), (1 + len(seen) % 2)*maths(*a))[1])
     with fails(RuntimeError, "rung 'epilogues'", "they are off by"): build(SMALL, ["bf16", "fused_ops", "epilogues"])
     for rung, rest in (("flash4", ["bf16"]), ("epilogues", ["bf16", "fused_ops"])):
-        fastest.flash4_error.cache_clear(); epilogues.epilogues_error.cache_clear(); seen.clear()
+        fa4.flash4_error.cache_clear(); epilogues.epilogues_error.cache_clear(); seen.clear()
         on = resolve_preset(SMALL, [*rest, rung], Choices(again=True, say=lambda *a: None))
         assert on.rungs == rest and "off by" in on.why[rung]
 
@@ -206,9 +206,9 @@ def test_kernels_are_tried_without_their_warnings(cutlass, monkeypatch):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert compat.kernel_error(lambda: cutlass.old(cutlass.__file__)) == ""
-        true = compat.function_of(fastest.flash4_attention_backward)
-        monkeypatch.setattr(fastest.flash4_attention_backward, "_init_fn", lambda *a: (cutlass.old(cutlass.__file__), true(*a))[1])
-        fastest.flash4_error.cache_clear()
-        assert fastest.flash4_error(2, 2, 8, torch.bfloat16, torch.device("cpu")) == ""
-    fastest.flash4_error.cache_clear()
+        true = compat.function_of(fa4.flash4_attention_backward)
+        monkeypatch.setattr(fa4.flash4_attention_backward, "_init_fn", lambda *a: (cutlass.old(cutlass.__file__), true(*a))[1])
+        fa4.flash4_error.cache_clear()
+        assert fa4.flash4_error(2, 2, 8, torch.bfloat16, torch.device("cpu")) == ""
+    fa4.flash4_error.cache_clear()
     assert [w for w in seen if "old" in str(w.message)] == []

@@ -3,7 +3,7 @@ import json, multiprocessing, os, re, subprocess, sys
 from pathlib import Path
 import pytest
 import llm_speedrun
-from llm_speedrun.files import python_command, safe_children
+from llm_speedrun.io_utils import python_command, safe_children
 from helpers.timeouts import TIMEOUT
 
 HERE = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ for recipe in ("speedrun", "muon"):
     config = made.shape(workload("tiny"))
     run = made(build(config, ["tf32", "fused_ops", "chunked_ce"], model=made.model))
     step = Stepper(run)
-    x = torch.arange(config.seq)[None]
+    x = torch.arange(config.seq_len)[None]
     step((x, x)); note(f"a step of {recipe}")
     named_state(run.model, step.opt); generate(run, [1, 2], 2); note(f"what is saved of {recipe}, and a sample")
 print(json.dumps(loaded))
@@ -118,7 +118,7 @@ def sources(): return {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="
 
 def test_one_way_to_start_python():
     "`python_command`, and the encoder pool's own, which takes Python's isolated mode"
-    assert {name for name, text in sources().items() if "sys.executable" in text} == {"files.py", "train/encoder_pool.py"}
+    assert {name for name, text in sources().items() if "sys.executable" in text} == {"io_utils.py", "train/encoder_pool.py"}
     spawning = {name for name, text in sources().items() if re.search(r"get_context\(|mp\.Process|multiprocessing\.Process|ProcessPool", text)}
     assert spawning == {"distributed/spawn.py"} and "with safe_children(): p.start()" in sources()["distributed/spawn.py"]
 
@@ -132,9 +132,9 @@ def hostile(tmp_path, monkeypatch):
 
 def test_files_of_the_current_folder(hostile):
     "They are not executed by a child; they would be by `python -c`"
-    code = "import random, queue, socket, pickle, sys; import llm_speedrun.files as f; print(f.__file__, *sys.argv[1:])"
+    code = "import random, queue, socket, pickle, sys; import llm_speedrun.io_utils as f; print(f.__file__, *sys.argv[1:])"
     out = subprocess.run(python_command(code, "a", "b"), capture_output=True, text=True, timeout=TIMEOUT)
-    assert out.stdout.split() == [str(PACKAGE/"files.py"), "a", "b"] and not (hostile/"executed").exists(), out.stderr
+    assert out.stdout.split() == [str(PACKAGE/"io_utils.py"), "a", "b"] and not (hostile/"executed").exists(), out.stderr
     subprocess.run([sys.executable, "-c", "import queue"], timeout=TIMEOUT)
     assert (hostile/"executed").exists()
 

@@ -28,7 +28,7 @@ def loss_and_grads(run):
 
 FP8 = ["bf16", "flash", "fused_ops", "chunked_ce", "fp8:parts=heads+out+mlp+head"]
 LISTS = [[], ["bf16"], ["chunked_ce"], ["bf16", "fused_ops"], FP8, FP8 + ["cuda_graphs", "fused_adamw"], ["bf16", "flash", "compile"],
-         ["bf16", "fused_ops", "chunked_ce", "checkpoint"], ["bf16", "bf16_weights"], ["bf16", "fused_ops", "chunked_ce", "lean"], ["bf16", "torchao_fp8"]]
+         ["bf16", "fused_ops", "chunked_ce", "checkpoint"], ["bf16", "bf16_weights"], ["bf16", "fused_ops", "chunked_ce", "fp8_activations"], ["bf16", "torchao_fp8"]]
 
 @pytest.mark.parametrize("rungs", LISTS, ids=lambda r: ",".join(r).replace(":", "-") or "naive")
 def test_untied_under_rungs(rungs, nano):

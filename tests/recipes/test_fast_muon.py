@@ -7,7 +7,7 @@ if not torch.cuda.is_available():       # kernels for the interpreter, as in con
     was, os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "0"), "1"
 from llm_speedrun.recipes import fast_muon as fm
 if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = was
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.roofline import count
 from llm_speedrun.distributed.spawn import run_distributed

@@ -3,14 +3,14 @@ import json, math
 from functools import partial
 from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import compare, ratio
 from llm_speedrun.model import workload
 from llm_speedrun.recipes.batch import in_window, window_mask, windowed
 from llm_speedrun.recipes.recipe import find_recipe, parse_recipe, set_groups
 from llm_speedrun.recipes.schedules import GuardedStepper, lr_at
 from llm_speedrun.recipes.speedrun import decay_for, rate_for
-from llm_speedrun.runs import Stepper, build, settled
+from llm_speedrun.runs import Stepper, build, resolve_options
 from llm_speedrun.train.presets import parse_rungs
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import load_named_state, named_state
@@ -280,7 +280,7 @@ def test_two_processes_train_as_one():
 
 def begun(config, k):
     "A run of a recipe as if in its middle: at first some of its weights are zero"
-    run = find_recipe(k)(build(config, settled(config, parse_rungs("fastest" if torch.cuda.is_available() else "flash"))))
+    run = find_recipe(k)(build(config, resolve_options(config, parse_rungs("fastest" if torch.cuda.is_available() else "flash"))))
     with torch.no_grad():
         for p in run.model.parameters(): p.ndim == 2 and p.normal_(std=.02)
     return run
@@ -311,7 +311,7 @@ def test_fp8_learns_as_bf16_does():
     config = find_recipe("speedrun").shape(replace(workload("124m"), vocab=max(1024, corpus.vocab)))
     for k in ("fastest16", "fastest")*2:
         seed = len(curves.setdefault(k, []))
-        run = find_recipe("speedrun")(build(config, settled(config, parse_rungs(k)), seed=seed))
+        run = find_recipe("speedrun")(build(config, resolve_options(config, parse_rungs(k)), seed=seed))
         step = GuardedStepper(replace(run, optimizer=partial(run.optimizer, lr=.02, weight_decay=.05)))
         losses = []
         for i, b in zip(range(400), prefetch(Batches(corpus.train, 16, 1024), run.device)):

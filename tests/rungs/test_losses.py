@@ -2,12 +2,12 @@
 from dataclasses import replace
 from functools import partial
 import pytest, torch
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, chunked_cross_entropy, linear_cross_entropy, softmax_loss
 from llm_speedrun.rungs.fp8_epilogues import summed_loss
 from llm_speedrun.rungs.fused_ce import FusedCE, hopper_missing
-from llm_speedrun.rungs.fewer_passes import GroupedCE, mean_loss, times_
+from llm_speedrun.rungs.memory_traffic import GroupedCE, mean_loss, times_
 from llm_speedrun.rungs.fp8 import E5M2
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling
 from llm_speedrun.rungs.fused_fp8 import HALF_MOST, Fp8CE, logits_quantize, loss_lse

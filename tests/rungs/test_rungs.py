@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 from llm_speedrun.rungs.amp import bf16, fp16, half_rung
 from llm_speedrun.rungs.flash import BACKENDS, attend_with, flash, sdpa, why_not
 from llm_speedrun.model import naive_attention, workload
-from llm_speedrun.runs import RUNGS, baseline, build, check_rung, count_step, find_rung, in_order, reference_errors, Run, rung, Stepper
+from llm_speedrun.runs import RENAMED_RUNGS, RUNGS, baseline, build, check_rung, count_step, find_rung, in_order, reference_errors, Run, rung, Stepper
 
 from llm_speedrun.rungs.tf32 import tf32
 from llm_speedrun.train.presets import parse_rungs, presets
@@ -67,6 +67,15 @@ def test_unknown_rung(name, near):
     "A misspelt rung is answered with the nearest names and all there are"
     for f in (find_rung, lambda n: build(NANO, [n])):
         with fails(ValueError, f"unknown rung '{name}'", f"Did you mean .*'{near}'", "There are: .*tf32"): f(name)
+
+@pytest.mark.parametrize("old, new", RENAMED_RUNGS.items())
+def test_renamed_rung(old, new, monkeypatch):
+    "An old name is refused with the new one, and may be the name of a user's rung"
+    find_rung(new)
+    for f in (find_rung, parse_rungs, lambda n: build(NANO, [n])):
+        with fails(ValueError, f"the rung '{old}' is called '{new}' now"): f(old)
+    monkeypatch.setitem(RUNGS, old, RUNGS["tf32"])
+    assert find_rung(old) is RUNGS["tf32"]
 
 @pytest.mark.parametrize("spec,wrong,near", [
     ("fastst", "fastst", "fastest"),

@@ -7,12 +7,13 @@ from unittest.mock import patch
 import pytest, torch
 import torch.distributed.run as torchrun
 import build_pages, train_pages
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.plugins import LOADED, forget_plugin, import_plugins
 from llm_speedrun.train import config, doctor, resolve, train_step
 from llm_speedrun.train.presets import parse_rungs
 from helpers.prose import measured_numbers
+from helpers.tiny_runs import draw_less
 from doc_commands import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train, write_files
 from test_cli import COMMANDS, messages, parser
 
@@ -144,11 +145,12 @@ def small_steps(body):
     """Steps of 16 sequences instead of 64, where a command says nothing else: enough to tell the form of what is printed. Not for the
     doctor, whose advice depends on them"""
     if "speedrun_doctor" in body: return nullcontext()
-    return patch.object(resolve, "divide", lambda c, default, dp=1, divide=resolve.divide: divide(c, default//4, dp))
+    return patch.object(resolve, "resolve_batch_sizes", lambda c, default, dp=1, divide=resolve.resolve_batch_sizes: divide(c, default//4, dp))
 
 @pytest.fixture(autouse=True)
 def once_each(monkeypatch):
-    "What is timed is timed once, after one step: nobody compares how long it took"
+    "What is timed is timed once, after one step: nobody compares how long it took. Nor does anybody look at charts"
+    draw_less(monkeypatch)
     for m in (doctor, train_step):
         monkeypatch.setattr(m, "WARM_UP", 1)
         monkeypatch.setattr(m, "sample_ms", lambda f, reps, sample_ms=m.sample_ms: sample_ms(f, min(1, reps)))

@@ -222,7 +222,7 @@ def test_facts_of_a_rung():
     over = lambda before, *rungs: procs.added(dict(before=before, rung=rungs[-1], rungs=rungs))
     assert over("fp32", "tf32", "flash:backend=cudnn", "fp8") == "`tf32` to `fp8`"
     assert over("flash", "flash", "fp8") == "`fp8`"
-    assert procs.rung_capability("lean") == (8, 9) and procs.rung_capability("compile") == (7, 0)
+    assert procs.rung_capability("fp8_activations") == (8, 9) and procs.rung_capability("compile") == (7, 0)
     assert not procs.runs_on_a_t4(lesson), "a T4 has no TF32"
     assert procs.runs_on_a_t4(procs.lessons()["03_data"])
 

@@ -202,7 +202,7 @@ def test_make_test_prints_what_is_shown(tmp_path):
               metadata={}, nbformat=4, nbformat_minor=5)
     for name in ("00_gpu", "01_measure"): (tmp_path/f"nbs/{name}.ipynb").write_text(json.dumps(nb))
     lines = program(tmp_path, sys.executable, "tests/notebooks.py").splitlines()
-    lines.sort(key=lambda o: (o[:2] != "ok", o.split()[-1])) # two run at a time, so they end in any order
+    lines.sort(key=lambda o: (o[:2] != "ok", o.split()[-1])) # several run at a time, so they end in any order
     (tmp_path/"test_a.py").write_text("import pytest\ndef test_a(): pass\n@pytest.mark.skip\ndef test_b(): pass\n")
     tested = program(tmp_path, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_a.py")
     printed = "\n".join(lines) + "\n" + tested

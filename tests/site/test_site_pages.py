@@ -5,7 +5,7 @@ import msgspec, pytest
 from make_readme import ROOT
 from helpers.tiny_runs import fails
 from llm_speedrun import _modidx
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import DATASHEET_BF16, datasheet_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.runs import RUNGS

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 import numpy as np, pytest, torch
 from helpers.tiny_runs import fails, nano, options, texts, write_bins
 from test_report import HOSTILE, Balanced
-from llm_speedrun.files import InputError, RunError
+from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.train.comparison import (Comparison, RunCurve, Found, Search, clock, diverged, gap, mismatch, overlay, reached,
                                            repeats, spaced, when)
 from llm_speedrun.cli import speedrun_compare, speedrun_lr
@@ -257,9 +257,9 @@ def test_all_groups_keep_their_proportions(search):
     assert rates == pytest.approx(spaced(search.rates[0], search.rates[-1], 20)) and len(losses) == 20
 
 def test_a_run_that_diverges_ends_early(search, monkeypatch):
-    take, n = TrainStep.take, []
+    take, n = TrainStep.take_updates, []
     def worse(self, *args): n.append(1); return take(self, *args)*(1. if len(n) < 4 else math.nan)
-    monkeypatch.setattr(TrainStep, "take", worse)
+    monkeypatch.setattr(TrainStep, "take_updates", worse)
     o = search.try_rate(.01)
     assert o["val_loss"] is None and o["steps"] == 10 == len(n)
     n[:] = []

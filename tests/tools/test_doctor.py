@@ -1,5 +1,5 @@
 "The doctor finds what would fail, one failure at a time, says what to do, and writes nothing."
-import os, re, shutil, subprocess, sys
+import os, re, shutil, sys
 from collections import namedtuple
 from dataclasses import replace
 from itertools import cycle, repeat
@@ -16,6 +16,7 @@ from llm_speedrun.cli import speedrun_doctor
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import checkpoints
 from llm_speedrun.train.trainer import train
+from helpers import quick_programs
 from helpers.tiny_runs import nano, options, words
 from helpers.timeouts import TIMEOUT
 
@@ -291,7 +292,7 @@ def test_command_in_a_process(tmp_path):
     "Exit code 1, words on stdout alone, and nothing written"
     script = "import sys\nfrom llm_speedrun.cli import speedrun_doctor\nsys.exit(speedrun_doctor())\n"
     (tmp_path/"command.py").write_text(script)
-    res = subprocess.run([sys.executable, "command.py", "--data", "nowhere.txt", "--model", "tiny"], cwd=tmp_path,
+    res = quick_programs.run([sys.executable, "command.py", "--data", "nowhere.txt", "--model", "tiny"], cwd=tmp_path,
                          capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT,
                          env=os.environ | dict(PYTHONIOENCODING="utf-8", COLUMNS="300"))
     assert (res.returncode, "Traceback" in res.stderr, [p.name for p in tmp_path.iterdir()]) == (1, False, ["command.py"])

@@ -8,7 +8,7 @@ from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
 from llm_speedrun.evals import (ENGINES, asked_texts, bytes_per_token, documents, evaluate, our_lm, questions_of, requests_of, score,
                                 task_scores, text_requests, text_scores, validation_texts)
 from llm_speedrun.export import write_folder
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPT
 from llm_speedrun.recipes.architecture import UntiedGPT
 from llm_speedrun.cli import speedrun_eval

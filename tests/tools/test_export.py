@@ -1,5 +1,5 @@
 "A run opens in transformers and computes the same there, comes back as it was, and what isn't a run is refused."
-import json, os, pickle, re, stat, subprocess, sys
+import json, os, pickle, re, stat, sys
 from dataclasses import replace
 import pytest, torch
 from safetensors import SafetensorError, safe_open
@@ -7,13 +7,14 @@ from safetensors.torch import load_file, save_file
 from llm_speedrun.data import val_batches
 from llm_speedrun.export import export_folder, from_pretrained, gpt_config, import_folder, qwen3_config, write_folder
 from llm_speedrun.recipes.model_registry import shapes
-from llm_speedrun.files import InputError
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
 from llm_speedrun.generate import generate
 from llm_speedrun.train.presets import presets
 from llm_speedrun.cli import speedrun_data, speedrun_export, speedrun_report, speedrun_train
 from llm_speedrun.train.trainer import train
+from helpers import quick_programs
 from helpers.tiny_runs import NANO, fails, nano, options, texts, trained_on_text
 from helpers.timeouts import TIMEOUT
 
@@ -58,7 +59,7 @@ def command(folder, *args):
     "Run the command as its console script does"
     script = folder/"command.py"
     script.write_text("import sys\nfrom llm_speedrun.cli import speedrun_export\nsys.exit(speedrun_export())\n")
-    return subprocess.run([sys.executable, str(script), *map(str, args)], cwd=folder, capture_output=True, text=True,
+    return quick_programs.run([sys.executable, str(script), *map(str, args)], cwd=folder, capture_output=True, text=True,
                           encoding="utf-8", env=os.environ | dict(PYTHONIOENCODING="utf-8"), timeout=TIMEOUT)
 
 def test_command_to_transformers(trained, tmp_path):
@@ -118,7 +119,7 @@ def test_without_transformers_and_killed(trained, tmp_path):
     script = ("import os, sys; sys.modules['transformers'] = None\nfrom llm_speedrun import export\nrun, a, b = sys.argv[1:]\n"
               "export.export_folder(run, a); export.from_pretrained(a, 'cpu')\n"
               "export.write_tensors = lambda *a, **k: os._exit(9)\nexport.export_folder(run, b)")
-    res = subprocess.run([sys.executable, "-c", script, *map(str, (trained[1], tmp_path/"a", tmp_path/"b"))], timeout=TIMEOUT)
+    res = quick_programs.run([sys.executable, "-c", script, *map(str, (trained[1], tmp_path/"a", tmp_path/"b"))], timeout=TIMEOUT)
     assert res.returncode == 9 and (tmp_path/"a").exists() and not (tmp_path/"b").exists()
     import_folder(export_folder(trained[1], tmp_path/"b"))
 

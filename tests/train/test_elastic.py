@@ -3,6 +3,7 @@ Many times in one run, some six seconds each on an idle CPU: KILLS=20 pytest tes
 import json, os, re, signal, subprocess, sys
 from pathlib import Path
 import pytest, torch
+from helpers import quick_programs
 from helpers.tiny_runs import write_bins
 from helpers.timeouts import TIMEOUT, until_some_moment, wait_until
 from llm_speedrun.train.config import TrainConfig, to_args
@@ -25,7 +26,7 @@ def start(folder, *more, **kw):
     env = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"} | dict(OMP_NUM_THREADS="1")
     c = chosen(folder, **kw)
     given = [*more] or to_args(TrainConfig(**c), c)
-    return subprocess.Popen([*COMMAND, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
+    return quick_programs.Popen([*COMMAND, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
 
 def ended(p):
     "Its exit code, what it printed, its errors. Nothing of it is left running"

@@ -1,5 +1,5 @@
 "Stopped and resumed: the same bits, whatever stops a run and whenever; broken checkpoints are passed over, and say so."
-import json, os, re, shutil, signal, subprocess, sys, threading
+import json, os, re, shutil, signal, sys, threading
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from llm_speedrun.checkpoint import format
 from llm_speedrun.train import trainer as module
 from llm_speedrun.data import Batches
-from llm_speedrun.files import InputError, RunError
+from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.runs import Stepper
 from llm_speedrun.cli import speedrun_train
@@ -20,6 +20,7 @@ from llm_speedrun.train.console import Signals
 from llm_speedrun.train.resolve import read_options, resumed
 from llm_speedrun.train.trainer import train, Trainer
 from tokenizers import Tokenizer, models
+from helpers import quick_programs
 from helpers.tiny_runs import VOCAB, fails, nano, options, texts, write_bins
 from test_trainer import COMMAND, curve, names, posix, rows, start, when
 from helpers.timeouts import TIMEOUT
@@ -143,7 +144,7 @@ def test_sigterm(tmp_path):
     steps = json.loads((run/"result.json").read_text())["steps"]
     assert f"stopped after step {steps}; --resume {run}" in out and load_file(run/"model.safetensors")
     cmd = [*COMMAND, "--resume", str(run), "--steps", str(steps + 3)]
-    done = subprocess.run(cmd, capture_output=True, text=True, timeout=TIMEOUT)
+    done = quick_programs.run(cmd, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, steps + 4))
 
@@ -151,7 +152,7 @@ def test_sigterm(tmp_path):
 def test_stopped_at_random_moments(moments=os.environ.get("KILLS", "4")):
     "SIGTERM, SIGINT and kill -9: logs, stops and final weights are those of a run that was never stopped (more with KILLS=50)"
     cmd = [sys.executable, str(Path(__file__).parents[1]/"kill_often.py"), moments]
-    out = subprocess.run(cmd, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    out = quick_programs.run(cmd, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | dict(OMP_NUM_THREADS="1"))
     assert out.returncode == 0, out.stdout + out.stderr
     assert f"stopped {moments} times" in out.stdout
 
@@ -171,7 +172,7 @@ def judged_whole(tmp_path_factory, nano):
 
 @posix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("where, at", [("evaluate", 4), ("evaluate", 6), ("sample", 4), ("take_one", 2)])
+@pytest.mark.parametrize("where, at", [("evaluate", 4), ("evaluate", 6), ("sample", 4), ("train_iteration", 2)])
 def test_what_was_due_is_done(tmp_path, monkeypatch, judged_whole, where, at, number):
     "A signal in an evaluation, a sample or a step: the resumed run does what was due, once, and stops at the target as ever"
     how, want, weights = judged_whole
@@ -180,7 +181,7 @@ def test_what_was_due_is_done(tmp_path, monkeypatch, judged_whole, where, at, nu
     def stopped(self, *args, **kw):
         if self.done == at and not sent:
             sent.append(at)
-            if where == "take_one": signal.raise_signal(number)
+            if where == "train_iteration": signal.raise_signal(number)
             else: self.signals.during(lambda: signal.raise_signal(number)) # as while it runs
         return real(self, *args, **kw)
     with monkeypatch.context() as m:

@@ -6,17 +6,18 @@ from safetensors.torch import load_file
 from llm_speedrun import corpus, ladder
 from llm_speedrun.data import bigram_loss
 from llm_speedrun.train import autotune, resolve, trainer as module
-from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, to_settle
+from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, has_auto_options
 from llm_speedrun.train.autotune import drop_failed_rung, NoRoom
 from llm_speedrun.train.presets import PRESETS, without
 from llm_speedrun.corpus import train_tokenizer, write_shards
-from llm_speedrun.files import InputError, RunError, clean_errors
+from llm_speedrun.io_utils import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.run_charts import loss_chart
 from llm_speedrun.train.config import LadderOptions, TrainConfig
 from llm_speedrun.train.console import Progress
 from llm_speedrun.train.trainer import report, train, Trainer
 from llm_speedrun.checkpoint.format import newest
+from helpers import quick_programs
 from helpers.tiny_runs import NANO, VOCAB, fails, nano, options, texts, write_bins
 from helpers.timeouts import TIMEOUT, wait_until
 
@@ -286,7 +287,7 @@ def test_a_ladder_goes_without_a_rung_that_refuses(refusing, capsys):
     "Before anything is measured"
     c = ladder.buildable(LadderOptions(rungs="safe", model="nano"))
     rungs = c.rungs.split(",") # with their options, so that the ladder needn't measure them again
-    assert [*map(rung_name, rungs)] == ["flash", "fused_adamw"] and not to_settle(rungs) and "not stubborn: its kernels can't run here: a TypeError" in capsys.readouterr().out
+    assert [*map(rung_name, rungs)] == ["flash", "fused_adamw"] and not has_auto_options(rungs) and "not stubborn: its kernels can't run here: a TypeError" in capsys.readouterr().out
     for c in (LadderOptions(rungs="flash,stubborn"), LadderOptions(rungs="auto")): assert ladder.buildable(c) is c
 
 # Stopped
@@ -321,7 +322,7 @@ def start(folder, rungs, *more):
     args = dict(data=write_bins(folder/"bins"), model="tiny", rungs=rungs, steps=100_000, micro_batch_size=8, seq_len=32,
                 vocab=VOCAB, eval_tokens=128, sample_tokens=4, name="run", out=folder/"runs")
     cmd = [*COMMAND, *(str(o) for k, v in args.items() for o in (f"--{k}", v)), *more]
-    return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return quick_programs.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 def when(p, ready):
     "Wait until `ready()`; the process must go on meanwhile"
@@ -671,7 +672,7 @@ def test_a_log_of_another_encoding(tmp_path):
     data = texts(tmp_path/"texts")
     for p in data.iterdir(): p.write_text("\u4e2d\u6587 \u00d7 caf\u00e9 "*200, encoding="utf-8")
     env = os.environ | dict(PYTHONIOENCODING="ascii", LLM_SPEEDRUN_CACHE=str(tmp_path/"cache"))
-    res = subprocess.run(command(tmp_path, "--data", str(data), "--vocab", "300", "--sample_tokens", "60"), capture_output=True, text=True, timeout=TIMEOUT, env=env)
+    res = quick_programs.run(command(tmp_path, "--data", str(data), "--vocab", "300", "--sample_tokens", "60"), capture_output=True, text=True, timeout=TIMEOUT, env=env)
     assert res.returncode == 0 and "everything is in" in res.stdout, res.stderr
 
 def test_log_lines(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,7 @@ import pytest, torch, torch.nn.functional as F
 from llm_speedrun.export import export_folder, from_pretrained, write_folder
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.architecture import UntiedGPT, init
-from llm_speedrun.recipes.beyond import SWITCHES, beyond, switch_rows
+from llm_speedrun.recipes.modded_architecture import SWITCHES, beyond, switch_rows
 from llm_speedrun.rungs.flash import sdpa
 from llm_speedrun.runs import Run
 from llm_speedrun.train.trainer import train
@@ -94,7 +94,7 @@ def test_roles(nano):
         if r == "matrix": assert abs(p.std() / (2*32**-.5) - 1) < .1
         else: assert torch.equal(p, beyond(**ALL)(NANO).get_parameter(n)), n
 
-RUNGS = [["chunked_ce"], ["bf16", "fused_ops"], FP8, ["bf16", "fused_ops", "chunked_ce", "lean", "checkpoint"], ["bf16", "flash", "compile:whole=yes"],
+RUNGS = [["chunked_ce"], ["bf16", "fused_ops"], FP8, ["bf16", "fused_ops", "chunked_ce", "fp8_activations", "checkpoint"], ["bf16", "flash", "compile:whole=yes"],
          ["bf16", "flash", "bf16_stream", "bf16_weights"], ["bf16", "torchao_fp8"], ["bf16", "fused_ops", "chunked_ce", "selective_checkpoint", "compile"]]
 
 @pytest.mark.parametrize("rungs", RUNGS, ids=lambda r: ",".join(r).replace(":", "-"))

@@ -2,14 +2,14 @@
 from copy import deepcopy
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
-import llm_speedrun.rungs.fewer_bytes as fewer
-from llm_speedrun.rungs.fewer_bytes import add_rows, add_rows_maths, take_rows, TiedGPT, TiedRows
+import llm_speedrun.rungs.tied_embedding as module
+from llm_speedrun.rungs.tied_embedding import add_rows, add_rows_maths, take_rows, TiedGPT, TiedRows
 from llm_speedrun.model import GPT, Embedding, workload
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
-from llm_speedrun.recipes.beyond import beyond
+from llm_speedrun.recipes.modded_architecture import beyond
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs.fp8 import sqnr
-from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, enter_all, settled
+from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, enter_all, resolve_options
 from llm_speedrun.generate import generate
 from helpers.tiny_runs import NANO, fails
 
@@ -55,7 +55,7 @@ def test_nothing_to_add(kernels):
 @pytest.mark.parametrize("chunk, rows", [(2, 1), (4, 4), (8, 2), (32, 8)])
 def test_other_tiles(kernels, monkeypatch, chunk, rows):
     "The sums don't depend on how the work is cut"
-    monkeypatch.setattr(fewer, "CHUNKS", dict(CHUNK=chunk, ROWS=rows, num_warps=1))
+    monkeypatch.setattr(module, "CHUNKS", dict(CHUNK=chunk, ROWS=rows, num_warps=1))
     x, dh = tokens("text", 301, 40), rand(301, 64, seed=1)
     add_rows(g := rand(40, 64), x, dh)
     torch.testing.assert_close(g, rand(40, 64).index_add(0, x, dh), rtol=1e-5, atol=1e-4)
@@ -90,7 +90,7 @@ def test_take_rows(kernels, dt, shape):
     if 0 not in shape: assert take_rows(w, x.int(), dt).equal(take_rows(w, x, dt))
 
 def test_rows_of_no_token(kernels):
-    if not fewer.runs_kernel(torch.empty(0, device=DEVICE)): pytest.skip("PyTorch raises")
+    if not module.runs_kernel(torch.empty(0, device=DEVICE)): pytest.skip("PyTorch raises")
     h = take_rows(rand(50, 96), torch.tensor([50, -1, 49], device=DEVICE), HALF)
     assert h[:2].isnan().all() and h[2].isfinite().all()
 
@@ -136,7 +136,7 @@ def check_same(rungs, n=1, model=GPT, least=60):
     for k in ga: assert ga[k].equal(gb[k]) or sqnr(ga[k].float(), gb[k].float()) > least, (k, sqnr(ga[k].float(), gb[k].float()))
 
 FUSED = ["bf16", "flash", "fused_ops"]
-LISTS = [[], ["chunked_ce"], ["bf16"], ["bf16", "bf16_stream"], FUSED, [*FUSED, "chunked_ce"], [*FUSED, "lean"],
+LISTS = [[], ["chunked_ce"], ["bf16"], ["bf16", "bf16_stream"], FUSED, [*FUSED, "chunked_ce"], [*FUSED, "fp8_activations"],
          ["bf16", "fused_ops", "chunked_ce", "fp8"], [*FUSED, "chunked_ce", "checkpoint"],
          [*FUSED, "chunked_ce", "selective_checkpoint"], ["bf16", "compile"], ["bf16", "chunked_ce", "compile"], ["compile:whole=yes"]]
 
@@ -167,7 +167,7 @@ def test_models_with_a_head_of_their_own(model, rungs):
 def test_a_test_that_fails(monkeypatch):
     "Where the rows' gradients are left out, or doubled"
     for wrong in (lambda g, x, dh: None, lambda g, x, dh: [add_rows_maths(g, x, dh) for _ in "12"]):
-        monkeypatch.setattr(fewer, "add_rows", wrong)
+        monkeypatch.setattr(module, "add_rows", wrong)
         with pytest.raises(AssertionError): check_same([])
 
 def test_logits():
@@ -188,7 +188,7 @@ def test_hidden_alone():
 def test_it_leaves_nothing_behind():
     "After a step, and after one that broke off: the model can be copied, and the run before is as it was"
     before = build(SMALL, ["chunked_ce"])
-    run = fewer.tied_embedding(before)
+    run = module.tied_embedding(before)
     step = Stepper(run)
     step(*batches())
     def broken(*args): raise ArithmeticError
@@ -204,7 +204,7 @@ def test_hooks_stay():
     "Such as the one that notes documents"
     seen, run = [], build(SMALL, [])
     run.model.embed_tokens.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
-    Stepper(fewer.tied_embedding(run))(*batches())
+    Stepper(module.tied_embedding(run))(*batches())
     assert seen == [(2, SMALL.seq_len)]
 
 def test_evaluating_and_sampling():
@@ -275,7 +275,7 @@ def test_rounding_grows_in_8_bits(monkeypatch):
     assert min(map(sqnr, plain, moved)) < 25 and all(map(as_near, moved, plain, exact))
     assert all(map(as_near, grads(rungs=["tied_embedding"]), plain, exact))
     assert not all(map(as_near, grads(times=1.1), plain, exact))
-    monkeypatch.setattr(fewer, "add_rows", lambda g, x, dh: [add_rows_maths(g, x, dh) for _ in "12"])
+    monkeypatch.setattr(module, "add_rows", lambda g, x, dh: [add_rows_maths(g, x, dh) for _ in "12"])
     assert [*map(as_near, grads(rungs=["tied_embedding"]), plain, exact)].index(False) == 0
 
 @pytest.mark.cuda
@@ -284,7 +284,7 @@ def test_recorded(more):
     """At 124m's width the recorded step has the gradients of the plain one, also of several micro-batches. The rung and the recording round nothing in
     another way, so they are as near to each other as those of one list, taken twice, are to themselves; and as near to float64's"""
     c = replace(workload("124m"), layers=2)
-    base = settled(c, ["tf32", *EIGHT[:-1], *more])     # once: measured for each list anew, kernels and parts in FP8 may be others
+    base = resolve_options(c, ["tf32", *EIGHT[:-1], *more])     # once: measured for each list anew, kernels and parts in FP8 may be others
     batches = [(x, y) for x, y in torch.randint(c.vocab, (4, 2, 4, c.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))]
     def grads(rungs):
         step = Stepper(build(c, [*base, *rungs]))

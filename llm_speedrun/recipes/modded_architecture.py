@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
-from ..files import InputError, lookup
+from ..io_utils import InputError, lookup
 from ..model import Linear, cross_entropy, set_parts
 from .architecture import UntiedGPT, init
 from .normuon import normuon

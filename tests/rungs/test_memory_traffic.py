@@ -5,18 +5,18 @@ from functools import partial
 from types import SimpleNamespace
 import pytest, torch, torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
-import llm_speedrun.rungs.fewer_passes as module
+import llm_speedrun.rungs.memory_traffic as module
 from llm_speedrun.model import workload
 from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents
-from llm_speedrun.rungs.fewer_passes import (clipped_torch, clipped_triton, ClippedAdamW, direct_update, DirectBackward, group_sizes,
-                                             GroupedCE, head_groups, heads_product, logits_into, mean_loss, recompute_on_unpack,
-                                             recompute_rope, times_)
+from llm_speedrun.rungs.memory_traffic import (clipped_torch, clipped_triton, ClippedAdamW, direct_update, DirectBackward, group_sizes,
+                                               GroupedCE, head_groups, heads_product, logits_into, mean_loss, recompute_on_unpack,
+                                               recompute_rope, times_)
 from llm_speedrun.rungs.fp8 import E5M2, mm8
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
 from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
-from llm_speedrun.recipes.beyond import beyond
+from llm_speedrun.recipes.modded_architecture import beyond
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all, find_rung, reference_errors
@@ -228,7 +228,7 @@ def test_small_gradients_of_one_sign_are_summed_up(monkeypatch):
 
 # Queries and keys, made again
 
-AGAIN = {"naive attention": ["fused_ops"], "flash": FUSED[1:], "bf16": FUSED, "fp8": FP8, "lean": [*FUSED, "lean"], "tied": [*FUSED, "tied_embedding"],
+AGAIN = {"naive attention": ["fused_ops"], "flash": FUSED[1:], "bf16": FUSED, "fp8": FP8, "fp8_activations": [*FUSED, "fp8_activations"], "tied": [*FUSED, "tied_embedding"],
          "epilogues": ["bf16", "fused_ops", "flash4", "epilogues"], "fp8_epilogues": [*FP8, "head_groups", "fp8_epilogues"]}
 
 def model_grads(rungs, change=lambda run: run, config=NANO, times=1):
@@ -350,9 +350,9 @@ def test_a_step_that_was_given_up():
     "Gradients that somebody has dropped, as the trainer does where memory runs out, aren't copied"
     p = torch.nn.Parameter(torch.ones(2, device=DEVICE))
     step = DirectBackward()
-    step.take([p], [torch.ones(2, device=DEVICE)])
+    step.set_gradients([p], [torch.ones(2, device=DEVICE)])
     p.grad = None
-    step.prepare(); step.take([p], [torch.full((2,), 3., device=DEVICE)]); step.prepare()
+    step.prepare(); step.set_gradients([p], [torch.full((2,), 3., device=DEVICE)]); step.prepare()
     assert p.grad.tolist() == [3., 3.] and not step.borrowed
 
 def test_a_weight_without_gradient():
@@ -360,8 +360,8 @@ def test_a_weight_without_gradient():
     a, b = (m.weight for m in model)
     step = DirectBackward()
     a.grad = torch.ones_like(a)     # of an eager pass that didn't need the other one
-    step.take([a, b], [torch.full_like(a, 2.), torch.full_like(b, 5.)])
-    step.prepare(); step.take([a, b], [torch.ones_like(a), torch.ones_like(b)])
+    step.set_gradients([a, b], [torch.full_like(a, 2.), torch.full_like(b, 5.)])
+    step.prepare(); step.set_gradients([a, b], [torch.ones_like(a), torch.ones_like(b)])
     assert a.grad.tolist() == [[4., 4.]] and b.grad.tolist() == [[6., 6.]]
 
 GROUP_OF = dict(lr=.01, betas=(.9, .95), eps=1e-8, weight_decay=.1, t=3)

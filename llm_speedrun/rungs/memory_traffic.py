@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from ..compat import FakeTensor, node_class, scaled_mm, storage_id
-from ..files import InputError, RunError
+from ..io_utils import InputError, RunError
 from ..model import naive_layer, set_parts
 from ..runs import Backward, PrecomputedGrads, param_groups, rung
 from .triton import (LOG2E, blocks, jit, kernel_op, launch, programs, runs_kernel, tl,
@@ -260,7 +260,7 @@ class DirectBackward(Backward):
 # %% ../../nbs/28_fewer_passes.ipynb #0bee3430
 @patch
 @torch.no_grad()
-def take(self:DirectBackward, params, grads): # lists; the gradients lie where a recording has put them
+def set_gradients(self:DirectBackward, params, grads): # lists; the gradients lie where a CUDA graph put them
     "Make them the weights' gradients, or add them to what is there"
     old = [(p.grad, g) for p, g in zip(params, grads) if p.grad is not None]
     new = [(p, g) for p, g in zip(params, grads) if p.grad is None]
@@ -272,7 +272,7 @@ def take(self:DirectBackward, params, grads): # lists; the gradients lie where a
 @patch
 def __call__(self:DirectBackward, loss): # of a forward pass
     "Give the weights the gradients of `loss`"
-    if made := precomputed_grads(loss): self.take(*made)
+    if made := precomputed_grads(loss): self.set_gradients(*made)
     else: loss.backward()
 
 # %% ../../nbs/28_fewer_passes.ipynb #b59bf9c7

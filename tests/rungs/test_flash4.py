@@ -2,9 +2,9 @@
 import os
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
-from llm_speedrun.rungs.fastest import (attention8, attention_forward, flash4_attention_backward, flash4_error, flash4_missing,
-                                        heads_round, lean_feed, mixed_attention, MixedAttention, norm_backward_recompute, NormProduct,
-                                        swiglu_keep, swiglu_kept_backward)
+from llm_speedrun.rungs.flash4 import (attention8, attention_forward, flash4_attention_backward, flash4_error, flash4_missing,
+                                       heads_round, feed_saving_fp8, mixed_attention, MixedAttention, norm_backward_recompute, NormProduct,
+                                       swiglu_keep, swiglu_kept_backward)
 from llm_speedrun.rungs.fp8 import E4M3, sqnr
 from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths, runs_kernel
@@ -15,7 +15,7 @@ from helpers.tiny_runs import NANO, fails
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16     # the interpreter cuts off bits of bf16
-RUNGS, NEW = ["bf16", "flash", "fused_ops", "chunked_ce"], ["flash4", "fp8_attention", "lean"]
+RUNGS, NEW = ["bf16", "flash", "fused_ops", "chunked_ce"], ["flash4", "fp8_attention", "fp8_activations"]
 def rand(*shape, dt=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dt)
 def rel(a, b): return ((a.double() - b.double()).norm() / b.double().norm()).item()
@@ -227,7 +227,7 @@ def refuses_bad_weights(step, batch, names, values):
             assert all(torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(step.params, before))
             w[5] = was
 
-@pytest.mark.parametrize("where, rung", [*(pytest.param("kernel", r, marks=pytest.mark.slow) for r in ("fp8_attention", "lean")), *(("PyTorch", r) for r in NEW)], indirect=["where"])
+@pytest.mark.parametrize("where, rung", [*(pytest.param("kernel", r, marks=pytest.mark.slow) for r in ("fp8_attention", "fp8_activations")), *(("PyTorch", r) for r in NEW)], indirect=["where"])
 def test_a_step_with_a_bad_weight_is_not_taken(where, rung):
     "With any of these rungs, and its loss shows it"
     if DEVICE.type == "cuda": pytest.skip("at real sizes below")
@@ -240,7 +240,7 @@ def test_a_step_with_a_bad_weight_is_not_taken(where, rung):
 @pytest.mark.parametrize("rung", NEW)
 def test_the_kernels_in_a_bad_step(rung, more):
     "124m's layers"
-    if rung != "lean" and flash4_missing(): pytest.skip(flash4_missing())
+    if rung != "fp8_activations" and flash4_missing(): pytest.skip(flash4_missing())
     c = replace(workload("124m"), layers=2)
     step = GuardedStepper(build(c, RUNGS + [rung, *more]))
     batch = torch.randint(c.vocab, (2, 4, c.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
@@ -249,10 +249,10 @@ def test_the_kernels_in_a_bad_step(rung, more):
 
 # The rungs
 
-@pytest.mark.parametrize("rung, least", [("flash4", 40), ("fp8_attention", 15), ("lean", 20)])
+@pytest.mark.parametrize("rung, least", [("flash4", 40), ("fp8_attention", 15), ("fp8_activations", 20)])
 def test_gradients(rung, least):
     "Of the whole model, beside those of the run without the rung, in dB; weights after a step are near"
-    if rung != "lean" and flash4_missing(): pytest.skip(flash4_missing())
+    if rung != "fp8_activations" and flash4_missing(): pytest.skip(flash4_missing())
     def grads(rungs):
         step = Stepper(build(replace(workload("tiny"), layers=2), rungs))
         step.update = lambda n: None
@@ -263,32 +263,32 @@ def test_gradients(rung, least):
     for k in a: assert sqnr(a[k], b[k]) > least, (k, sqnr(a[k], b[k]))
 
 def test_what_is_kept():
-    "`lean` keeps no norm, and gate and up in 8 bits"
+    "`fp8_activations` keeps no norm, and gate and up in 8 bits"
     def kept(rungs):
         saved, run = [], build(replace(workload("tiny"), layers=1), rungs)
         x = torch.randint(1024, (2, 64), device=DEVICE)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t): Stepper(run)((x, x))
         wide = [t.dtype for t in saved if t.shape == (128, 2*run.model.config.hidden)]
         return wide, sum(t.nbytes for t in {t.data_ptr(): t for t in saved}.values())
-    (wide, n), (less, m) = kept(RUNGS), kept(RUNGS + ["lean"])
+    (wide, n), (less, m) = kept(RUNGS), kept(RUNGS + ["fp8_activations"])
     assert E4M3 not in wide and E4M3 in less and m < n - 128*128*2*2
 
-@pytest.mark.parametrize("rungs", [["lean", "bf16", "fused_ops"], ["flash4", "bf16", "flash"]])
+@pytest.mark.parametrize("rungs", [["fp8_activations", "bf16", "fused_ops"], ["flash4", "bf16", "flash"]])
 def test_any_order(rungs):
     "They come after what they change, wherever they stand in the list"
     if "flash4" in rungs and flash4_missing(): pytest.skip(flash4_missing())
     layer = build(NANO, rungs).model.layers[0]
-    assert layer.feed is lean_feed or layer.attend is mixed_attention
+    assert layer.feed is feed_saving_fp8 or layer.attend is mixed_attention
 
 def test_they_go_together():
     "All of them in one run, which trains"
-    step = Stepper(build(replace(workload("tiny"), layers=2), RUNGS + ["lean"] + ["flash4"]*(not flash4_missing())))
+    step = Stepper(build(replace(workload("tiny"), layers=2), RUNGS + ["fp8_activations"] + ["flash4"]*(not flash4_missing())))
     x, y = torch.randint(1024, (2, 4, 64), device=DEVICE)
     losses = [step((x, y)).item() for _ in range(8)]
     assert losses[-1] < losses[0] - .1
 
 @pytest.mark.parametrize("rungs, why", [(["flash4"], "add the rung bf16"), (["fp8_attention"], "builds on 'bf16'"),
-                                        (["bf16", "lean"], "builds on 'fused_ops'"), (["bf16", "fused_ops", "lean", "fp8"], "lean")])
+                                        (["bf16", "fp8_activations"], "builds on 'fused_ops'"), (["bf16", "fused_ops", "fp8_activations", "fp8"], "fp8_activations")])
 def test_errors(rungs, why):
-    if flash4_missing() and "lean" not in rungs: pytest.skip("FlashAttention-4 isn't there, which is said first")
+    if flash4_missing() and "fp8_activations" not in rungs: pytest.skip("FlashAttention-4 isn't there, which is said first")
     with fails(ValueError, why): build(NANO, rungs)
