@@ -240,7 +240,7 @@ def quiet_jit():
 
 # %% ../nbs/07_compat.ipynb #29norm47
 def kernel_error(f): # a function without arguments, which makes tensors and calls kernels
-    "What it raises, in words, \"\" if nothing. Out of memory, which tells nothing of kernels, is raised"
+    "Call `f`, and return its error as text, \"\" for none. Raises out-of-memory errors: kernels aren't wrong"
     from llm_speedrun.compat import disable_current_modes
     try:
         with quiet_jit(), disable_current_modes(): f() # on real tensors

@@ -196,7 +196,7 @@ def unigram_loss(
     batches,            # validation batches (x, y)
     n=10_000_000,       # training tokens to count
 ) -> float:             # nats per token
-    "Loss of knowing only how frequent each token is."
+    "Return the loss of a model that knows only how frequent each token is."
     y = torch.cat([y.flatten() for _,y in batches]).numpy()
     return float(-np.log(_unigram(corpus, n))[y].mean())
 
@@ -217,7 +217,7 @@ def bigram_loss(
     n=10_000_000,       # training tokens to count
     k=50.,              # strength of the fall-back on the unigram, in occurrences
 ) -> float:             # nats per token
-    "Loss of a smoothed bigram table: what there is to learn from the token before alone."
+    "Return the loss of a smoothed bigram table: what can be learned from the previous token alone."
     p1 = _unigram(corpus, n)
     x, y = (torch.cat([b[j].flatten() for b in batches]).numpy() for j in (0, 1))
     nab, na = _pair_counts(corpus, n, x, y, len(p1))

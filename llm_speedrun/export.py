@@ -39,7 +39,7 @@ def qwen3_config(config, # a `GPTConfig`
                  dtype="fp32", # of the weights, a key of `EXPORT_DTYPES`
                  eot=None, # id of the token between documents, if there is one
                  tied=True): # whether embedding and head are one matrix
-    "`config.json` of the Qwen3 model that `config` is, a dict. An unknown `dtype` is a `ValueError`"
+    "Return `config.json` of the Qwen3 model for `config`, a dict. Raises `ValueError` for an unknown `dtype`"
     c, dtype = config, lookup(EXPORT_DTYPES, dtype, "dtype")
     ends = {} if eot is None else dict(bos_token_id=eot, eos_token_id=eot)
     return dict(
@@ -53,7 +53,7 @@ def qwen3_config(config, # a `GPTConfig`
 
 # %% ../nbs/62_export.ipynb #277de37b
 def up_to(most): # this many
-    "The type of a whole number from 1"
+    "Return the type of an integer from 1 to `most`"
     return Annotated[int, Meta(ge=1, le=most)]
 
 Rope = dict[str, float | str | bool | None]
@@ -78,14 +78,14 @@ class Qwen3(msgspec.Struct):
 # %% ../nbs/62_export.ipynb #d7a8814b
 def qwen3(d, # of a `config.json`
           where): # its path, for errors
-    "The `Qwen3` in it. Raises `InputError` for what is missing, of another type or out of bounds"
+    "Return the `Qwen3` in a dict. Raises `InputError` for what is missing, of another type or out of bounds"
     try: return msgspec.convert(d, Qwen3)
     except msgspec.ValidationError as e: raise InputError(f"{where} can't be used: {e}") from None
 
 # %% ../nbs/62_export.ipynb #b3406a3c
 def as_fp32(t, # a tensor
             what): # it is, for errors
-    "The tensor in FP32. A `ValueError` if it is of a type that isn't read, or has numbers that aren't finite"
+    "Return the tensor in FP32. Raises `ValueError` for types that aren't read, and for non-finite values"
     if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"{what} is {t.dtype}, and only fp32, bf16 and fp16 are read")
     if not t.isfinite().all():
@@ -102,11 +102,11 @@ def _misfits(tensors, want): # name -> tensor, name -> shape; yields names and w
 
 # %% ../nbs/62_export.ipynb #ad88ceb7
 def qwen3_name(name): # of a weight in our model
-    "Its name in Qwen3's"
+    "Return a weight's name in Qwen3"
     return name if name == HEAD else f"model.{name}"
 
 def without_copy(tensors, where): # name -> tensor, of a tied model; they come from, for errors
-    "`tensors` without a head that is the embedding once more. Another head is an `InputError`"
+    "Return `tensors` without a head that equals the embedding. Raises `InputError` for another head"
     head, embed = tensors.get(HEAD), tensors.get("model.embed_tokens.weight")
     if not (head is None or embed is None or torch.equal(head, embed)):
         raise InputError(f"{where}: lm_head.weight is not model.embed_tokens.weight, and in this model they "
@@ -118,7 +118,7 @@ def fitted(tensors, # name -> tensor, under Qwen3's names
            config, # a `GPTConfig`
            where, # they come from, for errors
            model=GPT): # the class of the model
-    "`tensors` as the state dict of a `model(config)`, in FP32. A `ValueError` names those that don't fit"
+    "Return `tensors` as the FP32 state dict of `model(config)`. Raises `ValueError` for those that don't fit"
     if config.layers > len(tensors):
         raise InputError(f"{where} doesn't fit its config.json: that has {config.layers} layers, and this "
                          f"{len(tensors)} tensors")

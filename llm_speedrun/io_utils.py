@@ -45,11 +45,11 @@ REASONS = dict(
 
 # %% ../nbs/06_files.ipynb #c5e08f5b
 def reason(e): # an `OSError`
-    "Why it happened and what to do, in words, without the path"
+    "Return why an `OSError` happened and what to do, as text without the path"
     return REASONS.get(errno.errorcode.get(e.errno)) or e.strerror or str(e)
 
 def in_words(e): # an `OSError`
-    "Its path and the `reason`; an error of a network, and one of ours, stays as it is"
+    "Return an `OSError` as text: its path and the `reason`; network errors and ours are unchanged"
     path = e.filename2 or e.filename
     if path: return f"{path}: {reason(e)}"
     return reason(e) if e.errno in (errno.ENOSPC, errno.EROFS) else str(e)
@@ -65,7 +65,7 @@ def unread(more=""): # to print, to see whether that is possible
 
 # %% ../nbs/06_files.ipynb #fddbaf04
 def short_of_memory(e): # an error of Python, NumPy or PyTorch's CPU allocator
-    "What it asked for, and what to do"
+    "Return a text: how much memory was requested, and what to do"
     asked = re.search(r"allocate ([\d.]+ [KMGTPE]?i?B|\d+ bytes)", str(e))
     return (f"this machine has no {asked[1]} left" if asked else "this machine has no more") + (
         ". Choose smaller batches, a smaller vocabulary or model, or end other programs")
@@ -137,7 +137,7 @@ def check_writable(out, # a path that may not be there yet
 # %% ../nbs/06_files.ipynb #2485e0d6
 def read_bytes_of(path, # of a file
                   most=2**24): # more bytes than this are no such file
-    "What is in a regular file. Raises `FileNotFoundError`, and `InputError` for a pipe or too much"
+    "Read a regular file's bytes. Raises `FileNotFoundError`, and `InputError` for a pipe or too much"
     path = Path(path)
     s = path.stat()
     if not stat.S_ISREG(s.st_mode): raise InputError(f"{path} is no regular file")
@@ -187,7 +187,7 @@ _SAFE = dict(lock=Lock(), inside=0, was=None) # threads may be inside at the sam
 
 @contextmanager
 def safe_children():
-    "Inside, processes that libraries start import nothing of the current folder either (Python >= 3.11)"
+    "Let processes started inside a `with` import nothing from the current folder (Python >= 3.11)"
     name, env = "PYTHONSAFEPATH", os.environ
     with _SAFE["lock"]:
         if not _SAFE["inside"]: _SAFE["was"] = env.get(name)
@@ -220,7 +220,7 @@ def env_number(name, # of an environment variable that torchrun sets
 # %% ../nbs/06_files.ipynb #47583d33
 def hold(folder, # to write into; made if it isn't there
          what): # it is, for the error: "this run", "this corpus"
-    "A lock on `folder`, to be released with `release()`. Raises `RunError` where another process has it"
+    "Lock `folder`; returns the lock, to be released. Raises `RunError` where another process has it"
     Path(folder).mkdir(parents=True, exist_ok=True)
     lock = FileLock(Path(folder)/".lock")
     try: lock.acquire(timeout=0)
@@ -254,7 +254,7 @@ def cache_dir() -> Path:   # the folder, made if it was not there
 def _stub(): ...
 
 def is_stub(answer): # a function or a class
-    "Whether there is nothing in it yet. A lambda is never a stub, since one writes it whole"
+    "Return whether a function or class is still empty. A lambda never is, since it is written in one piece"
     if isinstance(answer, type) and answer.__module__ != "builtins":
         own = [o for k, o in vars(answer).items() if isinstance(o, FunctionType) and not k.startswith("_abc")]
         return any(map(is_stub, own)) or not (own or vars(answer).get("__annotations__"))

@@ -154,7 +154,7 @@ def time_ms(f, # a function without arguments
 
 # %% ../nbs/01_measure.ipynb #1ff6787a
 def process_start():
-    "When this process began, in seconds since 1970; without `/proc` as if it had never waited"
+    "Return when this process began, in seconds since 1970; without `/proc` the time of this call"
     try:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -232,7 +232,7 @@ def flops_per_token(matrix_params, # weights that take part in matrix products
                     width, # d: heads x head dimension
                     seq, # T
                     causal=False): # count only the unmasked half of attention
-    "Training FLOPs per token, forward and backward (PaLM, appendix B, arXiv:2204.02311)"
+    "Return the training FLOPs per token, forward and backward (PaLM, appendix B, arXiv:2204.02311)"
     return 6*matrix_params + 12*layers*width*seq / (2 if causal else 1)
 
 # %% ../nbs/01_measure.ipynb #4a5598f7
@@ -319,7 +319,7 @@ KEYS = ("rung before workload batch seq dtype tok_s ms ms_p20 ms_p80 ratio predi
 
 # %% ../nbs/01_measure.ipynb #cbef0e6c
 def written_by():
-    "The notebook or the command that this process runs: its name without folder and ending"
+    "Return the name of the notebook or command that this process runs, without folder and suffix"
     return Path(os.environ.get("JPY_SESSION_NAME") or sys.argv[0] or "python").stem
 
 # %% ../nbs/01_measure.ipynb #6cbf85a6
@@ -341,7 +341,7 @@ def syntax(node): # an `ast` node, a list of them, or a constant
 def _syntax_of(source): return syntax(ast.parse(source)) # most sources are in many digests
 
 def digest(*sources): # Python source texts
-    "A short hash of what `sources` do: comments, docstrings and formatting don't count"
+    "Return a short hash of what `sources` do: comments, docstrings and formatting don't count"
     return hashlib.sha256(repr([_syntax_of(s) for s in sources]).encode()).hexdigest()[:16]
 
 # %% ../nbs/01_measure.ipynb #94a6ad9e

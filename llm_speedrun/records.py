@@ -18,8 +18,8 @@ from .runs import count_step, micro_batch, rung_name, resolve_options, make_step
 
 # %% ../nbs/05a_records.ipynb #a853ebae
 def rung_sources(rungs): # names
-    """The sources of the modules that define `rungs`, and of those that these import from the folders `rungs`
-    and `distributed`: name -> text"""
+    """Return the sources of the modules that define `rungs`, and of those that these import from
+    the folders `rungs` and `distributed`: name -> text"""
     package = Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0])
     read = lambda name: {p.stem: p.read_text(encoding="utf-8") for p in sorted((package/name).glob("*.py"))}
     every, several = read("rungs"), read("distributed")

@@ -56,7 +56,7 @@ def matmul_rate(name, # a key of `DTYPES`
 # %% ../nbs/02_roofline.ipynb #bc8417cc
 def copy_rate(nbytes, # size of the source
               device): # where
-    "Bytes per second of a copy, counting bytes read and bytes written"
+    "Measure the bytes per second of a copy, counting bytes read and bytes written"
     src = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
     dst = torch.empty_like(src)
     return 2*nbytes / time_ms(lambda: dst.copy_(src)).ms * 1e3
@@ -94,13 +94,13 @@ NO_KERNEL = ("_unsafe_view lift_fresh empty empty_like empty_strided new_empty n
 
 def read_bytes(name, # the operation's ATen name
                t): # a tensor that goes in
-    "Bytes that must be read of `t`. Of a table none: its rows are counted where they come out"
+    "Return the bytes that must be read of `t`; 0 for a table, whose rows count where they are written"
     return 0 if name in LOOKUPS and t.is_floating_point() else nbytes(t)
 
 def op_bytes(name, # the operation's ATen name
              ins, # tensors read
              outs): # tensors written
-    "Bytes that one operation must move: every input read once, every output written once"
+    "Return the bytes that one operation must move: every input read once, every output written once"
     return sum(read_bytes(name, t) for t in ins) + sum(map(nbytes, outs))
 
 # %% ../nbs/02_roofline.ipynb #3a494104
@@ -126,7 +126,7 @@ def reads_writes(func, # an operation: an overload, such as `torch.ops.aten.add_
 def attention_flops(name, # the operation's ATen name
                     ins, # tensors in: q, k, v, ...; in a backward pass the output's gradient comes first
                     causal): # whether half is masked
-    "FLOPs of fused attention, forward or backward"
+    "Return the FLOPs of fused attention, forward or backward"
     backward = "backward" in name
     (B, H, T, D), S = ins[backward].shape, ins[backward + 1].shape[-2]
     return (5 if backward else 2) * 2*B*H*T*S*D / (2 if causal else 1)
@@ -159,7 +159,7 @@ class Op:
 
 # %% ../nbs/02_roofline.ipynb #e66f29ff
 def product_format(t): # a floating-point operand
-    "The number format in which a matrix product of `t` would run now: fp32 is tf32 where that is allowed"
+    "Return the number format in which a matmul of `t` would run now: tf32 for fp32 where that is allowed"
     if t.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32": return "tf32"
     if "float8" in str(t.dtype): return "fp8"
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(t.dtype, "fp32")
@@ -205,7 +205,7 @@ def op(self:OpCounter, func, name, args, kwargs, out):
 
 # %% ../nbs/02_roofline.ipynb #74491a11
 def causal_arg(func, args, kwargs):
-    "The value of the operation's `is_causal` argument, False where it has none"
+    "Return the operation's `is_causal` argument, False where it has none"
     for i, a in enumerate(schema_of(func).arguments):
         if a.name == "is_causal":
             return args[i] if i < len(args) else kwargs.get("is_causal", a.default_value)
@@ -254,7 +254,7 @@ FUSIBLE = ("copies and casts", "pointwise and reductions", "softmax and loss")
 # %% ../nbs/02_roofline.ipynb #ec480801
 def fusion_groups(ops, # a list of `Op`
                   kinds=FUSIBLE): # what may fuse; custom operations never do
-    "For each operation the index of the first one of its group"
+    "Return for each operation the index of the first one of its group, a list"
     level, seen, group = {}, {}, list(range(len(ops)))
     def first(i): # of the group that i is in
         while group[i] != i: i = group[i]
@@ -297,7 +297,7 @@ def fused(ops, # a list of `Op`, as `count` returns them
 
 # %% ../nbs/02_roofline.ipynb #41b74014
 def kernel_kind(name): # of a GPU kernel
-    "A kernel's kind by its name, for those that no operation of PyTorch launched"
+    "Return a kernel's kind by its name, for kernels that no operation of PyTorch launched"
     n = name.lower()
     has = lambda words: any(w in n for w in words.split())
     inductor = n.startswith("triton_") and not n.startswith("triton_tem") # named after all that it fused
@@ -326,7 +326,7 @@ def launches(events): # of a profile
 # %% ../nbs/02_roofline.ipynb #3923839d
 def launch_kind(kernel, # an event on the GPU
                 call): # the event on the CPU that launched it, or None
-    "The kind of a kernel: by what launched it where that is an operation of PyTorch, else by its name"
+    "Return a kernel's kind, by the operation of PyTorch that launched it, else by the kernel's name"
     up = call
     while up is not None:
         if up.name.startswith("Optimizer.step"): return "optimizer"
@@ -337,7 +337,7 @@ def launch_kind(kernel, # an event on the GPU
 # %% ../nbs/02_roofline.ipynb #d9255c24
 def profiled(step, # a function without arguments
              reps): # how often to call it
-    "PyTorch's profiler after `reps` calls of `step`, one more before them"
+    "Return PyTorch's profiler after `reps` calls of `step`, with one more before them"
     from torch.profiler import ProfilerActivity, profile
     gpu = torch.cuda.is_available()
     step()

@@ -252,7 +252,7 @@ _PARTS = "layer", "heads", "attend", "project", "feed" # of a block, each a func
 
 @contextmanager
 def model_has_parts(name, model): # of a rung, and what it changes
-    "Inside, an `AttributeError` of a model that isn't built as a `GPT` becomes an `InputError`"
+    "Turn an `AttributeError` inside a `with`, of a model that isn't built as a `GPT`, into an `InputError`"
     try: yield
     except AttributeError as e:
         lacks = [k for k in ("config", "loss", "layers") if not hasattr(model, k)]
@@ -270,7 +270,7 @@ def apply_rung(r, # a rung
                f, # the function that it was made from
                run, # the `Run` to apply it to
                given): # its options, a dict
-    "The run that `f` returns, checked before and noted in it"
+    "Apply a rung to a run. Returns the new run, checked before and noted in it"
     check_rung(r, run.rungs)
     with model_has_parts(f.__name__, run.model): options, why = chosen(r, run, given)
     try:

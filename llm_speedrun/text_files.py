@@ -67,14 +67,14 @@ _CLAIMS = PACKED | {".parquet": "Parquet", ".arrow": "Arrow"}   # which the byte
 DATA = {".jsonl", ".ndjson", ".json", ".parquet", ".arrow"}     # suffixes of data with columns
 
 def file_kind(path): # a path, or a name
-    "The suffix that says how to read it, compression aside: .txt, .jsonl, ..."
+    "Return the suffix that determines how to read a file, without compression: .txt, .jsonl, ..."
     s = [o.lower() for o in PurePath(path).suffixes]
     if s and s[-1] in PACKED: s.pop()
     return s[-1] if s else ""
 
 # %% ../nbs/03b_text_files.ipynb #05833096
 def seems(path): # of a file
-    "What it seems to be by its first bytes, in words, or None: packed, Parquet, an archive, text"
+    "Return what a file seems to be by its first bytes, as text: packed, Parquet, an archive, text; or None"
     with open(path, "rb") as f: head = f.read(4096)
     if f := format_of(head): return f"packed by {f.name}" if f.role in ("unpack", "zip") else f.name
     try: text = codecs.getincrementaldecoder("utf-8")().decode(head)     # it may end within a character
@@ -205,7 +205,7 @@ def _utf16_without_mark(head):
 
 # %% ../nbs/03b_text_files.ipynb #03bt0039
 def text_encoding(head, where): # the first bytes of a file, and what to call it
-    "The encoding to read it with. Raises `InputError` for what is no text, or can't be told to be"
+    "Return the encoding of a text file. Raises `InputError` for what is no text, or is undecidable"
     for mark, encoding in _BOMS.items():
         if head.startswith(mark): return encoding
     if encoding := _utf16_without_mark(head): raise InputError(
@@ -252,7 +252,7 @@ def _read_jsonl(source, key):
 
 # %% ../nbs/03b_text_files.ipynb #03bt0049
 def json_kind(source, key): # a `Source`; the key that holds the text
-    "'lines' of objects with that key, 'other lines', 'array', 'document', or None for what is no JSON"
+    "Return \"lines\" of objects with that key, \"other lines\", \"array\", \"document\", or None for no JSON"
     head = source.head().lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n")
     if head[:1] == b"[": return "array" if json.dumps(key).encode() in head else "document"
     if head[:1] != b"{": return None
@@ -366,7 +366,7 @@ _WORD = {o: re.compile(rf"(?<![a-z])({words})(?![a-z])") for o, words in _SPLITS
 _ABOUT = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing)\b", re.I)
 
 def split_of(name): # a path below a folder
-    "The split that its name says and the name without it, which is the same for the others; or None"
+    "Return the split in a file's name, and the name without it, which all splits share; None without one"
     *folders, file = PurePath(name).as_posix().lower().split("/")
     for split, word in _WORD.items():
         for i, folder in enumerate(folders):

@@ -363,11 +363,11 @@ def check(self: Shards):
 
 # %% ../nbs/03d_token_files.ipynb #841e985f
 def named_as_tokens(path): # a `Path`
-    "Whether the file's name is one of tokens"
+    "Return whether the file's name is that of a token file"
     return path.suffix in (".bin", ".npy")
 
 def token_files(folder, split): # "train" or "val"
-    "Token files of a split in order: `train_000.bin`, nanoGPT's `train.bin`, or `fineweb_train_000001.bin`"
+    "Return the token files of a split: `train_000.bin`, `train.bin`, or `fineweb_train_000001.bin`, sorted"
     named = re.compile(rf"(.+_)?{split}(_\d+)?\.(bin|npy)")
     return sorted((p for p in Path(folder).glob("*.*") if named.fullmatch(p.name)),
                   key=lambda p: (len(p.name), p.name))

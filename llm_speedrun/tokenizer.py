@@ -18,7 +18,7 @@ __all__ = []
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0007
 def prepare_tokenizer(tokenizer): # changed, and returned
-    "Have it encode a text whole, always alike, and a special token's name in it as ordinary text"
+    "Make a tokenizer encode all of a text, always alike, and special tokens' names as ordinary text"
     tokenizer.no_truncation(); tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None): tokenizer.model.dropout = None
     tokenizer.encode_special_tokens = True
@@ -45,7 +45,7 @@ def parse_tokenizer(text, where): # of a `tokenizer.json`, and what to call it
         raise InputError(f"{where} holds no tokenizer that can be read: {e}") from None
 
 def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
-    "The tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file that holds none"
+    "Read the tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file without one"
     tokenizer = parse_tokenizer(utf8_text(read_bytes_of(path, most=2**28), path), path)
     for k, name in zip(("end", "pad"), _named_tokens(Path(path).with_name(_CONFIG))):
         if isinstance(name, str) and tokenizer.token_to_id(name) is not None: setattr(tokenizer, k, name)
@@ -54,7 +54,7 @@ def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
 def tokenizer_of(
     folder,                     # of tokens, of a run, or of a model
 ) -> Tokenizer | None:          # None if the folder has no `tokenizer.json`
-    "The tokenizer that lies in a folder."
+    "Read the tokenizer in a folder."
     path = Path(folder)/"tokenizer.json"
     return read_tokenizer(path) if path.exists() else None
 
@@ -64,11 +64,11 @@ def vocabulary_size(tokenizer):
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 def token_dtype(tokenizer):
-    "The type of a token on disk"
+    "Return the NumPy type of a token on disk"
     return np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
 
 def tokenizer_hash(tokenizer):
-    "A short hash of the vocabulary"
+    "Return a short hash of the vocabulary"
     words = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     return hashlib.blake2b(words, digest_size=8).hexdigest()
 

@@ -79,7 +79,7 @@ KEPT = {*LENGTHS, *"plugin data seed name out overwrite resume target_loss gpus 
          "seq".split()}
 
 def own_options(name, words): # of a contestant of ours: options of `speedrun_train`
-    "The `TrainConfig` and the names given. Raises `InputError` for what is wrong, or for the race to say"
+    "Return the `TrainConfig` and the names given. Raises `InputError` for wrong or reserved options"
     try: c, given = parse_options(TrainConfig, "speedrun_train", words)
     except InputError as e: raise InputError(f"--run {name!r}: {e}") from None
     if wrong := given & KEPT: raise InputError(
@@ -88,7 +88,7 @@ def own_options(name, words): # of a contestant of ours: options of `speedrun_tr
 
 # %% ../../nbs/48_race.ipynb #race0043
 def own_words(c): # an `AdapterContext`
-    "The command line of its run: the contestant's options, and what the race says"
+    "Return the command line of our run: the contestant's options, and those that the race sets"
     job = c.job
     return [
         *job.words, f"--data={job.data}", f"--seed={job.seed}", f"--seq_len={c.seq}", "--epochs=1e9",
@@ -97,7 +97,7 @@ def own_words(c): # an `AdapterContext`
 
 # %% ../../nbs/48_race.ipynb #be150fa0
 def recipe_code():
-    "The `digest` of the package's recipes: where two results have another one, recipes may have changed"
+    "Return the `digest` of the package's recipes: results with another one may have other recipes"
     folder = Path(importlib.util.find_spec("llm_speedrun.recipes").submodule_search_locations[0])
     return digest(*(p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.py"))))
 
@@ -118,12 +118,12 @@ def ours(c): # an `AdapterContext`
 
 # %% ../../nbs/48_race.ipynb #race0045
 def default_workload():
-    "What `speedrun_train` takes where none is given"
+    "Return the model that `speedrun_train` takes by default"
     return "124m" if torch.cuda.is_available() else "tiny"
 
 # %% ../../nbs/48_race.ipynb #race0046
 def weights_of(model, vocab): # the number of tokens
-    "How many weights it has, in all, in tables with a row for each token, and in other matrices"
+    "Return the number of weights in all, in tables with a row for each token, and in other matrices"
     ps = [*model.parameters()] # tied ones once
     tables = sum(p.numel() for p in ps if p.ndim == 2 and p.shape[0] >= vocab)
     matrices = sum(p.numel() for p in ps if p.ndim >= 2) - tables
@@ -131,7 +131,7 @@ def weights_of(model, vocab): # the number of tokens
 
 # %% ../../nbs/48_race.ipynb #race0047
 def run_job(folder): # of a job: it has `job.json`
-    "What a contestant's process does: race once, and leave `result.json` in the folder. Raises what it meets"
+    "Run a contestant's process: race once, and write `result.json` into the folder. Raises its errors"
     folder = Path(folder).absolute()
     job = read_json(folder/"job.json", Job)
     lock = hold(folder/"work", "this contestant's run") # whoever started it holds the folder
@@ -160,7 +160,7 @@ def raced(job, folder): # a `Job`, its folder
 
 # %% ../../nbs/48_race.ipynb #race0049
 def note_in(folder): # of a job
-    "A function that tells and keeps each evaluation"
+    "Return a function that prints and saves each evaluation"
     def note(row):
         print(json.dumps(row), flush=True)
         with open(folder/"marks.jsonl", "a", encoding="utf-8") as f: f.write(json.dumps(row) + "\n")
@@ -168,7 +168,7 @@ def note_in(folder): # of a job
 
 # %% ../../nbs/48_race.ipynb #race0050
 def result(context, model, budget, about): # as an adapter has it
-    "All that there is to say of a run, a dict"
+    "Return all results of a run, a dict"
     job, last = context.job, budget.marks[-1]
     if job.kind != "ours": about["source"] = source_of(context.clone, RACERS[job.kind].race_files[0])
     credit = last["step"]/(last["step"] - WARM) # the first steps count as much as the others
@@ -195,7 +195,7 @@ def check_name(name, option): # of a contestant; where it was given
 
 # %% ../../nbs/48_race.ipynb #race0052
 def own_contestant(text, more=()): # such as "muon: --recipe muon --lr .02"; a command line for all
-    "A `Contestant` of ours. Raises `InputError` for options that can't be"
+    "Return a `Contestant` of ours. Raises `InputError` for impossible options"
     name, colon, words = (s.strip() for s in text.partition(":"))
     if not colon: raise InputError(f"--run {text!r} has no colon: give a name, a colon, and what "
                                    "speedrun_train would be told: 'adamw: --rungs fastest'")
@@ -219,7 +219,7 @@ def check_own(c): # a `TrainConfig`
 
 # %% ../../nbs/48_race.ipynb #race0054
 def peer_contestant(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
-    "A peer's `Contestant`. Raises `InputError` for one that is unknown, isn't there or can't run here"
+    "Return a peer's `Contestant`. Raises `InputError` for one that is unknown, missing or can't run here"
     kind, _, rest = (s.strip() for s in text.partition("="))
     folder, *pairs = re.split(r":(?=[a-z]+=)", rest)
     a = lookup(RACERS, kind, "peer")
@@ -232,7 +232,7 @@ def peer_contestant(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
 
 # %% ../../nbs/48_race.ipynb #race0055
 def peer_options(kind, options): # of a peer: name -> text
-    "Pairs of an option and its value. Raises `InputError`"
+    "Return pairs of an option and its value. Raises `InputError`"
     defaults, res = peer_defaults(), []
     for k, text in options.items():
         of = type(lookup(defaults, k, f"option of the peer {kind!r}"))
@@ -340,7 +340,7 @@ def start(self:Race, name, job, gpu=None): # a run's; the GPU's name for CUDA_VI
 # %% ../../nbs/48_race.ipynb #race0063
 def last_lines(path, # of a log
                n=5): # lines
-    "The end of it, each line shortened"
+    "Return the last lines of a log, each shortened"
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return "\n".join(f"  {line:.300}" for line in lines[-n:]) or "  (its log is empty)"
 
@@ -377,7 +377,7 @@ def start_all(self:Race, jobs, # name -> `Job`
 
 # %% ../../nbs/48_race.ipynb #race0065
 def wanted(names, only): # of runs; such as "nanogpt,modded@1", "" for all
-    "The runs that `only` names; short runs go with any seed. Raises `InputError` for what there isn't"
+    "Return the runs that `only` names; short runs match any seed. Raises `InputError` for unknown ones"
     res, field = set(), dict.fromkeys(k.split("/")[0] for k in names)
     for text in filter(None, (t.strip() for t in only.split(","))):
         name, at, seed = text.partition("@")
@@ -467,7 +467,7 @@ def about(self:Race):
 
 # %% ../../nbs/48_race.ipynb #5a61a031
 def as_option(key, value): # of `Race.about`
-    "The command's option that says it, and its value there"
+    "Return the command's option for a key, and its value there"
     minutes = dict(clock="minutes", tune_seconds="tune_minutes").get(key)
     return (minutes, f"{value/60:g}") if minutes else (key, value)
 
@@ -489,7 +489,7 @@ def record_options(self:Race):
 
 # %% ../../nbs/48_race.ipynb #race0079
 def race_of(c): # a `RaceOptions`
-    "The `Race` that the options describe. Raises `InputError` before anything runs"
+    "Return the `Race` that the options describe. Raises `InputError` before anything runs"
     field, there = contestants(c.run, c.peer, plugin_args(c.plugin)), Path(c.data).expanduser()
     if c.tune > len(GRID): raise InputError(f"tune must be at most {len(GRID)}, not {c.tune}")
     folder = Path(c.out or f"runs/race-{datetime.now():%Y%m%d-%H%M%S}").absolute()
@@ -503,7 +503,7 @@ def race_of(c): # a `RaceOptions`
 
 # %% ../../nbs/48_race.ipynb #race0080
 def run_race(c): # a `RaceOptions`
-    "What `speedrun_race` does"
+    "Run `speedrun_race`"
     check_share(c.share)
     check_gpus(c.gpus)
     race = race_of(c)

@@ -49,7 +49,7 @@ def start_std(name, # of a parameter
               role, # "embed", "head" or "matrix"
               fan_in, # its columns
               embed, head, matrix, out): # as for `init`
-    "Standard deviation that a parameter of two dimensions begins with"
+    "Return the standard deviation of a two-dimensional parameter's initial values"
     if role == "matrix": return (out if name.endswith(OUT) else matrix) * fan_in**-.5
     return dict(embed=embed, head=head)[role]
 
@@ -97,7 +97,7 @@ NORM = "embed_tokens.norm.weight"
 
 def folded(state, # a state dict
            eps): # of the norms
-    "The state dict of an `UntiedGPT` that computes the same as a `NormedGPT`; another state dict as it is"
+    "Return the state dict of an `UntiedGPT` that computes the same as a `NormedGPT`; others unchanged"
     if NORM not in state: return state
     name = "embed_tokens.weight"
     rows = F.rms_norm(state[name].float(), state[NORM].shape, state[NORM].float(), eps)

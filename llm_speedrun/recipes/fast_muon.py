@@ -18,7 +18,7 @@ from ..distributed.collectives import all_gather_parts
 
 # %% ../../nbs/44_fast_muon.ipynb #3c914a9a
 def matrix_shapes(config): # a `GPTConfig`
-    "Rows and columns of all matrices inside of the layers"
+    "Return rows and columns of all matrices inside of the layers"
     c, kv = config, config.kv_heads*config.head_dim
     attention = [(c.heads*c.head_dim, c.width), (kv, c.width), (kv, c.width), (c.width, c.heads*c.head_dim)]
     return (attention + [(c.hidden, c.width)]*2 + [(c.width, c.hidden)]) * c.layers
@@ -42,7 +42,7 @@ class Stack:
 
 # %% ../../nbs/44_fast_muon.ipynb #5e14220b
 def stacks_of(shapes): # a tuple of pairs: rows and columns
-    "The stacks of matrices of these shapes, a list"
+    "Return the stacks of matrices of these shapes, a list"
     sizes = {(min(s), max(s)): None for s in shapes} # in the order in which they come
     at = lambda *shape: tuple(i for i, s in enumerate(shapes) if tuple(s) == shape)
     return [Stack(m, n, at(n, m), at(m, n) if m < n else ()) for m, n in sizes]
@@ -55,7 +55,7 @@ POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
                  (2.3465413258596377, -1.7097828382687081, .42323551169305323)) # of x, x³ and x⁵
 
 def polynomials(steps): # how many
-    "The coefficients of the first `steps` polynomials. Raises `InputError` for none, or more than there are"
+    "Return the coefficients of the first `steps` polynomials. Raises `InputError` for too few or too many"
     if 1 <= steps <= len(POLAR_EXPRESS): return POLAR_EXPRESS[:steps]
     raise InputError(f"there are 1 to {len(POLAR_EXPRESS)} steps of Polar Express, not {steps}")
 
@@ -96,7 +96,7 @@ def decayed(w, o, # a matrix of weights and its direction, FP32
 
 # %% ../../nbs/44_fast_muon.ipynb #9c44a401
 def type_on(device): # of the matrices
-    "The numbers to orthogonalize in: bf16, for a GPU's tensor cores; on a CPU, which may lack it, FP32"
+    "Return the type to orthogonalize in: BF16 for a GPU's tensor cores; on a CPU, which may lack it, FP32"
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 # %% ../../nbs/44_fast_muon.ipynb #3f727457
@@ -117,7 +117,7 @@ def kept(old, new, found): # tensors, and whether to leave `old` as it is: a ten
 def update_torch(stack, # a `Stack`
                  tensors, # for each of its matrices: weight, gradient, momentum, and variance or None
                  group, found_inf, share): # as for `fast_muon`
-    "The update of a stack's matrices in plain PyTorch: what the kernels have to compute"
+    "Update a stack's matrices in plain PyTorch: the reference for the kernels"
     found, mu = None if found_inf is None else found_inf.bool(), group["momentum"]
     ps, gs, ms, vs = zip(*tensors)
     news = [m.lerp(g, 1 - mu) for m, g in zip(ms, gs)]
@@ -147,14 +147,14 @@ def in_shares(f, # slice -> its part of the result, matrix by matrix
 # %% ../../nbs/44_fast_muon.ipynb #5c4d8051
 @torch.no_grad()
 def one_by_one(group, params, grads, states):
-    "The update in a loop over the matrices, each as a stack of its own, in plain PyTorch"
+    "Update in a loop over the matrices, each as a stack of its own, in plain PyTorch"
     for p, g, s in zip(params, grads, states):
         stack, = stacks_of((tuple(p.shape),))
         update_torch(stack, [(p, g, s["momentum"], s.get("variance"))], group, None, None)
 
 @torch.no_grad()
 def stacked(group, params, grads, states):
-    "The update by stacks in plain PyTorch"
+    "Update by stacks in plain PyTorch"
     tensors = [(p, g, s["momentum"], s.get("variance")) for p, g, s in zip(params, grads, states)]
     for stack in stacks_of(tuple(tuple(p.shape) for p in params)):
         update_torch(stack, [tensors[i] for i in stack.order], group, None, None)
@@ -175,7 +175,7 @@ def update_of(update, # (group, params, grads, states)
 # %% ../../nbs/44_fast_muon.ipynb #a80d6809
 @jit
 def pointers(row, ALIGNED: tl.constexpr):
-    "Where weight, gradient and momentum of a matrix lie"
+    "Load the addresses of a matrix's weight, gradient and momentum"
     p, g = tl.load(row).to(tl.pointer_type(tl.float32)), tl.load(row + 1).to(tl.pointer_type(tl.float32))
     m = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     if ALIGNED: p, g, m = tl.multiple_of(p, 16), tl.multiple_of(g, 16), tl.multiple_of(m, 16)
@@ -183,7 +183,7 @@ def pointers(row, ALIGNED: tl.constexpr):
 
 @jit
 def tile_of(program, rows, cols, BLOCK: tl.constexpr):
-    "Rows and columns of a program's tile, where they lie in the matrix, and whether they are there"
+    "Return rows and columns of a program's tile, offsets in the matrix, and a mask"
     across = tl.cdiv(cols, BLOCK)
     i = program // across * BLOCK + tl.arange(0, BLOCK)
     j = program % across * BLOCK + tl.arange(0, BLOCK)
@@ -191,7 +191,7 @@ def tile_of(program, rows, cols, BLOCK: tl.constexpr):
 
 @jit
 def unless(found_ptr, there):
-    "`there`, and nothing of it where this step must not be taken"
+    "Return the mask, empty where this step must be skipped"
     if found_ptr is not None: there = tl.where(tl.load(found_ptr) == 0, there, False)
     return there
 
@@ -216,19 +216,19 @@ def gather_kernel(table_ptr, x_ptr, sums_ptr, found_ptr, rows, cols, fresh,
 # %% ../../nbs/44_fast_muon.ipynb #f1f1f893
 @jit
 def inverse_norm(sums_ptr, n):
-    "1 over the norm of a matrix, from the sums of its tiles' squares"
+    "Return 1 over the norm of a matrix, from the sums of its tiles' squares"
     i, total = tl.arange(0, 512), tl.zeros((512,), tl.float32)
     for start in range(0, n, 512): total += tl.load(sums_ptr + start + i, start + i < n, 0.)
     return 1/(tl.sqrt(tl.sum(total, 0))*1.02 + 1e-6)
 
 @jit
 def polynomial(A, AA, diagonal, a, b, c, r):
-    "a I + b A + c A² as FP32 numbers, for x = r X instead of X"
+    "Return a I + b A + c A² as FP32 values, for x = r X instead of X"
     return r*(tl.where(diagonal, a, 0.) + b*(A*(r*r)) + c*(AA*(r*r)*(r*r)))
 
 @jit
 def polynomial_kernel(A_ptr, P_ptr, sums_ptr, n_sums, m, a, b, c, BLOCK: tl.constexpr):
-    "P, which holds A², becomes a I + b A + c A²; with `sums` for matrices that are still to be normalised"
+    "Write a I + b A + c A² over A² in P; with `sums` for matrices that are still to be normalized"
     k, i = tl.program_id(1), tl.program_id(0)*BLOCK + tl.arange(0, BLOCK)
     there, at = i < m*m, k.to(tl.int64)*m*m + i
     A, AA = tl.load(A_ptr + at, there, 0.).to(tl.float32), tl.load(P_ptr + at, there, 0.).to(tl.float32)
@@ -239,7 +239,7 @@ def polynomial_kernel(A_ptr, P_ptr, sums_ptr, n_sums, m, a, b, c, BLOCK: tl.cons
 # %% ../../nbs/44_fast_muon.ipynb #84f23c31
 @jit
 def squares_kernel(o_ptr, v_ptr, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
-    "The mean square of some columns of a matrix"
+    "Write the mean square of some columns of a matrix"
     k, j = tl.program_id(1), tl.program_id(0)*COLS + tl.arange(0, COLS)
     o_ptr += k.to(tl.int64)*m*n
     total = tl.zeros((ROWS, COLS), tl.float32)
@@ -265,7 +265,7 @@ def variance_kernel(table_ptr, v_ptr, found_ptr, n, fresh, BLOCK: tl.constexpr):
 @jit
 def apply_kernel(table_ptr, o_ptr, s_ptr, found_ptr, rows, cols, step, decay, CAUTIOUS: tl.constexpr,
                  TALL: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    "A tile of weights: the step against the direction in the stack, and decay"
+    "Update a tile of weights: the step against the direction in the stack, and decay"
     k = tl.program_id(1)
     p_ptr, _, _ = pointers(table_ptr + 4*k, ALIGNED)
     i, j, at, there = tile_of(tl.program_id(0), rows, cols, BLOCK)
@@ -285,7 +285,7 @@ def apply_kernel(table_ptr, o_ptr, s_ptr, found_ptr, rows, cols, step, decay, CA
 # %% ../../nbs/44_fast_muon.ipynb #2ab034b2
 @jit
 def lower_tile(t):
-    "Row and column of tile `t` of a lower triangle: 0 0, 1 0, 1 1, 2 0, ..."
+    "Return row and column of tile `t` of a lower triangle: 0 0, 1 0, 1 1, 2 0, ..."
     i = ((tl.sqrt(8.*t + 1) - 1)/2).to(tl.int32)
     i = tl.where((i + 1)*(i + 2)//2 <= t, i + 1, i) # where the root was rounded down
     i = tl.where(i*(i + 1)//2 > t, i - 1, i) # and up
@@ -321,7 +321,7 @@ def symmetric_product(x, # k m n
                       out, # k m m
                       square=None, # a, b, c: instead of X Xᵀ compute a I + b X + c X² of symmetric X
                       sums=None): # sums of squares by matrix and tile, where X is still to be normalised
-    "One triangle computed, and stored twice"
+    "Compute one triangle of a symmetric matmul, and store it twice"
     (k, m, n), (a, b, c) = x.shape, square or (0., 0., 0.)
     tile = dict(BLOCK=128, DEPTH=64, num_warps=8, num_stages=3) if m > 64 else dict(BLOCK=32, DEPTH=32)
     t = blocks(m, tile["BLOCK"])
@@ -352,7 +352,7 @@ TABLES = {} # addresses -> the table of them on a GPU, and whether all are align
 
 def table_of(tensors, # for each matrix: weight, gradient, momentum, and variance or None
              device): # where the kernels read it
-    "The addresses, k 4, made where they are new, and whether they are aligned"
+    "Return the addresses, k 4, copied only if they are new, and whether they are aligned"
     rows = tuple(tuple(0 if t is None else t.data_ptr() for t in ts) for ts in tensors)
     if (rows, device) not in TABLES:
         if len(TABLES) == 128: TABLES.clear()
@@ -364,7 +364,7 @@ def table_of(tensors, # for each matrix: weight, gradient, momentum, and varianc
 TILE = 64 # rows and columns of a program's tile
 
 def columns_scale(o, table, beta2, found_inf): # k m n; of `table_of`; NorMuon's decay; a tensor or None
-    "What NorMuon multiplies the columns by, k n; takes them into the variances"
+    "Return NorMuon's factors of the columns, k n, and update the variances"
     k, m, n = o.shape
     v = torch.empty(k, n, device=o.device)
     squares_kernel[(blocks(n, 64), k)](o, v, m, n, ROWS=64, COLS=64)
@@ -374,7 +374,7 @@ def columns_scale(o, table, beta2, found_inf): # k m n; of `table_of`; NorMuon's
 # %% ../../nbs/44_fast_muon.ipynb #6783eb60
 def update_triton(stack, tensors, group, found_inf, share, # as for `update_torch`
                   symmetric): # as for `orthogonalize`
-    "The update of a stack's matrices by kernels and batched products"
+    "Update a stack's matrices by kernels and batched matmuls"
     (k, m, n), device = (len(tensors), stack.m, stack.n), tensors[0][0].device
     (table, aligned), tiles = table_of(tensors, device), blocks(m, TILE)*blocks(n, TILE)
     x, sums = torch.empty(k, m, n, dtype=type_on(device), device=device), torch.empty(k, tiles, device=device)
@@ -440,7 +440,7 @@ def count_update(stack, tensors, group): # as for `update_torch`, of fake tensor
 def time_updates(shapes, # of the matrices
                  variance=.95, # NorMuon's; 0 for Muon
                  compiled=False): # whether to compile `stacked` too, which takes its time
-    "Ways to update matrices measured in turn: name -> `Measured`"
+    "Time ways to update matrices, interleaved: name -> `Measured`"
     ways = {"matrix by matrix": one_by_one, "stacked": stacked, "our kernels": fast_muon,
             "and our products": partial(fast_muon, symmetric=True)}
     if compiled: ways["stacked, compiled"] = torch.compile(stacked, fullgraph=True, dynamic=False)

@@ -23,18 +23,18 @@ SWITCHES = dict(softcap="bends the logits", x0="mixes the embedding into the inp
 
 # %% ../../nbs/49_beyond.ipynb #f270d741
 def apply_softcap(logits, cap): # a tensor; what they can't exceed
-    "cap * tanh(logits / cap)"
+    "Return cap * tanh(logits / cap)"
     return cap * torch.tanh(logits / cap)
 
 def softcap_cross_entropy(h, w, y, cap): # B T d, V d, B T; what logits can't exceed
-    "`model.cross_entropy` of bent logits"
+    "Return `model.cross_entropy` of soft-capped logits"
     logits = F.linear(h, w).flatten(0, 1)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(apply_softcap(wide, cap), y.flatten())
 
 def with_cap(loss, # a model's part: (h, w, y) -> mean loss
              cap): # what logits can't exceed
-    "The same with bent logits; what a compiler has made of such a loss stays as it is"
+    "Return the loss with soft-capped logits; one that was compiled with a cap stays as it is"
     if loss is cross_entropy: return partial(softcap_cross_entropy, cap=cap)
     return replace(loss, softcap=cap) if getattr(loss, "takes_softcap", False) else loss
 
@@ -81,12 +81,12 @@ class Gate(nn.Module):
 
 # %% ../../nbs/49_beyond.ipynb #93b5b90a
 def whole(h): # the stream B T d, or a pair of it and what is to be added
-    "The stream as one tensor"
+    "Return the residual stream as one tensor"
     return torch.add(*h) if isinstance(h, tuple) else h
 
 def beyond_layer(block, h, cos, # as for `model.naive_layer`
                  more): # its `sin`, the embedding, and its norm where a switch needs it: B T d each
-    "The four parts of a block, with the switches between them"
+    "Run the four parts of a block, with the switches between them"
     sin, x0, normed = more
     if block.x0 is not None: h = block.x0(whole(h), x0)
     h, q, k, v = block.heads(block, h, cos, sin)
@@ -150,7 +150,7 @@ def hidden(self:BeyondGPT, x): # B T tokens
 
 # %% ../../nbs/49_beyond.ipynb #3415ce10
 def beyond(**switches): # of `SWITCHES`: True or False; softcap a number, 0 for none
-    "The class of models with these switches. Raises `InputError` for one that there isn't"
+    "Return the class of models with these switches. Raises `InputError` for an unknown one"
     for k in switches: lookup(SWITCHES, k, "switch")
     on = {k: float(v) if k == "softcap" else True for k, v in switches.items() if v}
     return type("BeyondGPT", (BeyondGPT,), dict(switches=on))
@@ -160,7 +160,7 @@ MARKS = dict(softcap="cap", x0="layers.0.x0.weight", values="layers.0.values.pro
              gate="layers.0.gate.weight", skips="cross.weight") # a weight that only this switch has
 
 def switches_of(weights): # name -> weight, under our names
-    "The switches of the model that has these weights, as `beyond` takes them"
+    "Return the switches of the model that has these weights, as `beyond` takes them"
     on = {k: True for k, name in MARKS.items() if name in weights}
     cap = weights.get("cap") # a shape, where only shapes are known
     return on | dict(softcap=cap.item() if torch.is_tensor(cap) else 1.) if "softcap" in on else on

@@ -15,7 +15,7 @@ from .recipe import mixed, recipe, rule
 # %% ../../nbs/43_muon.ipynb #7a7b2626
 def orthogonalized(G, # ... m n, matrices
                    steps=5): # of the iteration
-    "Near U Vᵀ of the singular value decomposition U S Vᵀ, by Newton-Schulz (Jordan et al., 2024)"
+    "Approximate U Vᵀ of the SVD U S Vᵀ by Newton-Schulz iterations (Jordan et al., 2024)"
     a, b, c = 3.4445, -4.7750, 2.0315
     tall, X = G.shape[-2] > G.shape[-1], G.bfloat16() if G.is_cuda else G
     if tall: X = X.mT # the small square X Xᵀ is cheaper

@@ -92,7 +92,7 @@ def load_state_dict(self:MixedOptimizer, state_dict): # from `state_dict`
 # %% ../../nbs/41_recipe.ipynb #133ef0db
 def by_role(model, # a `GPT`
             roles): # role -> settings: `rule`, `ratio` of its rate to the matrices', what the rule takes
-    "Groups for `MixedOptimizer`, in the order of `roles`. Raises `InputError` for a role without settings"
+    "Return groups for `MixedOptimizer`, in the order of `roles`. Raises `InputError` for a missing role"
     model = getattr(model, "module", model) # which a wrapper holds
     of, params = model.roles(), dict(model.named_parameters())
     lookup_role = lambda n: lookup(roles, of[n], "role of a weight in this recipe")

@@ -107,7 +107,7 @@ def load_state_dict(self:Average, state): # from `state_dict`
 
 # %% ../../nbs/40_schedules.ipynb #9c0bd6d9
 def takes_found_inf(opt): # a `torch.optim.Optimizer`
-    "Whether its kernel leaves all as it is where the tensor `found_inf` is 1, so that nobody has to wait"
+    "Return whether its kernel skips the update if the tensor `found_inf` is 1, so that Python needn't wait"
     return getattr(opt, FOUND_INF, False) # PyTorch's own word for it
 
 

@@ -41,12 +41,12 @@ def average_for(config, # a `GPTConfig`
 
 # %% ../../nbs/47_speedrun.ipynb #fe346ca3
 def as_slow(phases): # a `Phases`
-    "A schedule for `Run.schedules`: decay by the root of an update's share, so that a token costs the same"
+    "Return a schedule for `Run.schedules`: decay by the root of an update's share of the tokens"
     return lambda group, step, steps: dict(weight_decay=group["whole_decay"] * phases(step, steps)[0]**-.5)
 
 def phased(run, # a `Run`
            updates, pieces): # as for `Phases`
-    "The run with batches and sequences that grow, at rates and decays that go with them"
+    "Return the run with growing batches and sequences, and matching rates and decays"
     phases = Phases(whole_numbers(updates, "updates"), whole_numbers(pieces, "pieces"))
     return replace(run, batching=phases, schedules=run.schedules + (gentler(phases), as_slow(phases)))
 
@@ -68,12 +68,12 @@ ADAMW = 13.5 # its rate in Muon's, for a width of 1
 
 def adamw_rate(config, # a `GPTConfig`
                **length): # what is known of the run
-    "Peak learning rate of AdamW, as `rate_for`: lower for wider models, too"
+    "Return the peak learning rate of AdamW, as `rate_for` does: lower for wider models, too"
     return ADAMW/config.width * rate_for(config, **length)
 
 def adamw_decay(config, # a `GPTConfig`
                 **length): # what is known of the run
-    "Weight decay: matrices lose a third of what they lose with Muon, and the other groups by their rates"
+    "Return the weight decay: a third of Muon's for matrices; the other groups by their rates"
     return config.width/ADAMW/3 * decay_for(config, **length)
 
 # %% ../../nbs/47_speedrun.ipynb #4afe0d5e

@@ -49,7 +49,7 @@ class Memory:
 def pass_memory(step, # a `Stepper` whose gradients and optimizer state exist
                 x, y, # B T tokens, B T tokens that follow
                 meter): # has `now`, `peak` and `reset()`, as a `MemoryCounter`
-    "The `Memory` of one forward and backward pass"
+    "Return the `Memory` of one forward and backward pass"
     run, static = step.run, meter.now
     meter.reset()
     with enter_all(run.step_contexts):
@@ -61,7 +61,7 @@ def pass_memory(step, # a `Stepper` whose gradients and optimizer state exist
 # %% ../../nbs/20_checkpointing.ipynb #5786c579
 def prepared(make, # () -> `Run`
              batch): # sequences
-    "A `Stepper` with gradients and optimizer state, and a batch of random tokens"
+    "Return a `Stepper` with gradients and optimizer state, and a batch of random tokens"
     step = Stepper(make())
     device, c = step.run.device, step.run.model.config
     g = torch.Generator(device).manual_seed(0)
@@ -85,7 +85,7 @@ def saved_bytes(config, # a `GPTConfig`
 # %% ../../nbs/20_checkpointing.ipynb #87d70cba
 def recomputed(layer, # a block's part: (block, h, cos, sin) -> the stream
                contexts=None): # () -> two contexts, for the first and the second run; none by default
-    "`layer`, whose backward pass runs it again instead of having stored what it made"
+    "Return `layer` whose backward pass runs it again instead of storing its activations"
     how = dict(use_reentrant=False, preserve_rng_state=False)
     if contexts: how["context_fn"] = contexts
     def recomputed_layer(block, h, cos, sin): # h: B T d, or a pair of such
@@ -112,15 +112,15 @@ def checkpoint(run, # a `Run`
 LINEAR = "mm", "_scaled_mm" # products with a weight; a bmm's output would be naive attention's scores
 
 def answer(keep): # a bool
-    "A policy's answer"
+    "Return a policy's answer for a bool"
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 def op_name(op): # an operation as a dispatch mode sees it
-    "Its ATen name, such as \"mm\""
+    "Return an operation's ATen name, such as \"mm\""
     return getattr(op, "overloadpacket", op).__name__
 
 def keep_products(ctx, op, *args, **kwargs): # as `create_selective_checkpoint_contexts` calls it
-    "The textbook's policy: keep attention and the products with weights"
+    "Keep attention and the matmuls with weights: the textbook's policy"
     return answer(op_name(op) in LINEAR or op_kind(op_name(op)) == "fused attention")
 
 # %% ../../nbs/20_checkpointing.ipynb #a1e17b91
@@ -135,7 +135,7 @@ def keep_by_price(ctx, op, *args,
 
 # %% ../../nbs/20_checkpointing.ipynb #c0f9d5e6
 def spread(n, part): # how many there are, the part of them to take, from 0 to 1
-    "Indices of that part of `n` things, evenly spread"
+    "Return evenly spread indices of that part of `n` things"
     upto = lambda i: math.ceil(i*part - 1e-9)
     return [i for i in range(n) if upto(i + 1) > upto(i)]
 
@@ -165,7 +165,7 @@ class GPUMeter:
 # %% ../../nbs/20_checkpointing.ipynb #a4cee6ac
 def measure_memory(make, # () -> `Run`
                    batch): # sequences
-    "The `Memory` of one real forward and backward pass, after one to warm up"
+    "Measure the `Memory` of one real forward and backward pass, after one to warm up"
     gc.collect()
     meter = GPUMeter() if torch.cuda.is_available() else MemoryCounter()
     with nullcontext() if torch.cuda.is_available() else meter:
@@ -178,7 +178,7 @@ def measure_memory(make, # () -> `Run`
 # %% ../../nbs/20_checkpointing.ipynb #6afb3b21
 def largest(a, b, # two measurements: pairs of a size and its bytes
             budget): # bytes there are
-    "The largest size that fits into `budget` bytes on the line through two measured ones, 0 if none does"
+    "Return the largest size that fits into `budget` bytes on the line through two measured ones, 0 if none"
     each = (b[1] - a[1]) / (b[0] - a[0])
     return max(0, int(a[0] + (budget - a[1])/each + 1e-9))
 
@@ -186,7 +186,7 @@ def largest(a, b, # two measurements: pairs of a size and its bytes
 def fits_in(make, # () -> `Run`
             batch, # sequences
             gib): # memory to use, in GiB
-    "Whether a step of `batch` sequences runs in `gib` of this GPU's memory"
+    "Return whether a step of `batch` sequences runs in `gib` of this GPU's memory"
     gc.collect(); torch.cuda.empty_cache()
     try:
         with memory_limit(gib):

@@ -17,7 +17,7 @@ from ..runs import PrecomputedGrads, needs_capability, param_groups, rung
 # %% ../../nbs/19_cuda_graphs.ipynb #335e07d5
 def capturable_adamw(model, # the model to optimize
                      lr=1e-3): # learning rate, changed by `group["lr"].fill_(lr)`
-    "AdamW that a CUDA graph can record: its learning rate and its count of steps are tensors on the GPU"
+    "Make an AdamW that a CUDA graph can capture: learning rate and step count are tensors on the GPU"
     lr = torch.tensor(lr, device=next(model.parameters()).device)
     return torch.optim.AdamW(param_groups(model, .1), lr=lr, betas=(.9, .95), capturable=True, fused=True)
 
@@ -53,7 +53,7 @@ def warm_up_aside(f, # () -> anything
 # %% ../../nbs/19_cuda_graphs.ipynb #63ecccb9
 def graphed(step, # a `Stepper`, which takes three steps on the example
             batch): # an example (x, y), B T each
-    "The whole step as one CUDA graph: a function from a batch of the example's shape to the loss"
+    "Capture the whole step as one CUDA graph. Returns a function from a batch of that shape to the loss"
     check_graphed(step)
     x, y = static = [t.clone() for t in batch]
     warm_up_aside(lambda: step((x, y)))

@@ -220,7 +220,7 @@ def step_timeline(world, # a `World`
 
 # %% ../../nbs/51_ddp.ipynb #51ddp064
 def spans_of(events): # of the profiler
-    "As `step_timeline` gives them"
+    "Return the spans in the form of `step_timeline`"
     gpu, rows = any(e.device_type.name == "CUDA" for e in events), dict(compute=[], communication=[])
     for e in events:
         sends = e.name.startswith(("ncclDevKernel", "gloo:"))

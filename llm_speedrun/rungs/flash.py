@@ -41,7 +41,7 @@ def attend_with(backend): # a key of `BACKENDS`
 def attention_step(backend, # a key of `BACKENDS`
                    B, H, K, T, D, # batch, query heads, KV heads, sequence, head dimension
                    dtype, device):
-    "A function that runs attention forward and backward on random numbers with one backend"
+    "Return a function that runs one backend's attention forward and backward on random values"
     g = torch.Generator(device).manual_seed(0) # our own: the process-wide random state stays as it is
     q, k, v, do = (torch.randn(B, h, T, D, dtype=dtype, device=device, generator=g) for h in (H, K, K, H))
     for t in (q, k, v): t.requires_grad_()

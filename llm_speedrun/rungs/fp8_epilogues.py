@@ -105,7 +105,7 @@ def gated8_op(x: torch.Tensor, w: torch.Tensor, ia: torch.Tensor, ib: torch.Tens
 # %% ../../nbs/29b_fp8_epilogues.ipynb #f5b5b951
 @gated8_op.register_fake
 def gated8_shape(x, w, *rest):
-    "For tensors without numbers"
+    "Return empty outputs: the fake (meta) implementation"
     return [x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)]
 
 
@@ -256,7 +256,7 @@ def product8_op(a: torch.Tensor, b: torch.Tensor, ia: torch.Tensor, ib: torch.Te
 # %% ../../nbs/29b_fp8_epilogues.ipynb #1833dcc5
 @product8_op.register_fake
 def product8_shape(a, b, *rest):
-    "For tensors without numbers"
+    "Return an empty output: the fake (meta) implementation"
     return a.new_empty(len(a), len(b), dtype=torch.bfloat16)
 
 for op in (torch.ops.llm_speedrun.gated8, torch.ops.llm_speedrun.product8):

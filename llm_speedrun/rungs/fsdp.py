@@ -103,7 +103,7 @@ def check_goes(run): # a `Run`
 
 # %% ../../nbs/52_fsdp.ipynb #750eff31
 def keeps_copies(run): # a `Run`
-    "Whether the blocks' backward pass has 8-bit copies of all matrices, and needs none gathered again"
+    "Return whether the blocks' backward pass uses saved 8-bit copies, and needs no gathered matrices"
     parts = as_list(run.options.get("fp8", {}).get("parts", ()))
     again = {"checkpoint", "selective_checkpoint", "compile"} # which may ask for the weights themselves
     return {"heads", "out", "mlp"} <= {*parts} and not again & {*run.rungs}

@@ -116,18 +116,18 @@ class Fp8Heads(torch.autograd.Function):
 
 # %% ../../nbs/17_fused_fp8.ipynb #b3d63b13
 def fp8_heads(block, h, cos, sin): # h: the stream B T d, or a pair of it and what is to be added
-    "The part `heads`: the norm and the product for Q, K and V in FP8"
+    "Compute the block's part `heads`: the norm and the matmul for Q, K and V in FP8"
     a, norm = block.self_attn, block.input_layernorm
     h, *qkv = Fp8Heads.apply(*stream_pair(h), norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight,
                              a.q_norm.weight, a.k_norm.weight, cos, sin, norm.eps, *block.scales())
     return h, *(t.transpose(1, 2) for t in qkv)
 
 def fp8_project(block, h, o): # B T d, B H T D
-    "The part `project`: the attention's output projection in FP8"
+    "Compute the block's part `project`: the attention's output projection in FP8"
     return h, Fp8Linear.apply(o.transpose(1, 2).flatten(2), block.self_attn.o_proj.weight, *block.scales())
 
 def fp8_feed(block, h): # a pair
-    "The part `feed`: norm and MLP in FP8"
+    "Compute the block's part `feed`: norm and MLP in FP8"
     m, norm = block.mlp, block.post_attention_layernorm
     weights = m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
     return Fp8MLP.apply(*h, norm.weight, *weights, norm.eps, *block.scales())
@@ -145,7 +145,7 @@ def to_fp8(model, parts, scaling, grad): # a model of fused blocks, changed in p
 @jit
 def loss_lse_kernel(x_ptr, y_ptr, loss_ptr, lse_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
                     z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
-    "A row's loss and its log-sum-exp, a block of BLOCK/8 8 logits at a time"
+    "Write a row's loss and its log-sum-exp, a block of BLOCK/8 8 logits at a time"
     # grid: rows; x: N V, row-major
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + row)
@@ -202,7 +202,7 @@ def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl
 @kernel_op
 def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ignore_index: int,
                     z_loss: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    "The logits' gradients (N V) in E5M2 with scale `HALF_MOST`, and transposed, as `quantize`"
+    "Return the logits' gradients (N V) in E5M2 with scale `HALF_MOST`, and transposed, as `quantize`"
     if not by_kernel(logits, logits.shape[1]):
         t = torch.tanh(logits.float()/softcap) if softcap else logits.float()*0
         x = softcap*t if softcap else logits.float()
@@ -267,7 +267,7 @@ def head_to_fp8(model, scales): # a model with a chunked loss, changed in place;
 
 # %% ../../nbs/17_fused_fp8.ipynb #23a63cc6
 def layer_step(c, parts, device): # a `GPTConfig`, a tuple of keys of `PARTS`
-    "A function that runs one fused layer forward and backward on random tokens, with `parts` in FP8"
+    "Return a step of one fused layer, forward and backward on random tokens, with `parts` in FP8"
     run, scaling = fused_ops(baseline(replace(c, layers=1, vocab=64), device)), Scaling(1, E5M2, device)
     set_parts(run.model, attend=sdpa)
     if parts: to_fp8(run.model, parts, scaling, E5M2)
@@ -281,7 +281,7 @@ def layer_step(c, parts, device): # a `GPTConfig`, a tuple of keys of `PARTS`
 
 # %% ../../nbs/17_fused_fp8.ipynb #17parts3
 def head_step(c, fp8, device): # a `GPTConfig`, whether in FP8
-    "A function that runs the output projection and its loss forward and backward on random tokens"
+    "Return a step of the output projection and its loss, forward and backward on random tokens"
     g, scaling = torch.Generator(device).manual_seed(0), Scaling(1, E5M2, device)
     h = torch.randn(2**15, c.width, device=device, generator=g).bfloat16().requires_grad_()
     w = torch.randn(c.vocab, c.width, device=device, generator=g).mul_(.02).requires_grad_()
@@ -302,7 +302,7 @@ def part_gains(c, device): # a `GPTConfig`
 
 # %% ../../nbs/17_fused_fp8.ipynb #518d161e
 def rounding_cases(c): # a `GPTConfig`
-    "Each rounding operation, at sizes of `c`: a function of what follows it, a scale and a maximum"
+    "Return each rounding operation with random inputs at sizes of `c`: name -> (function, inputs)"
     d, F, D, H, K, g = c.width, c.hidden, c.head_dim, c.heads, c.kv_heads, torch.Generator().manual_seed(0)
     rand = lambda *shape, dt=torch.bfloat16: torch.randn(*shape, generator=g).to(dt)
     x, ab, wide, C = rand(128, d), rand(128, 2*F), partial(rand, dt=torch.float32), D*(H + 2*K)
@@ -319,7 +319,7 @@ def rounding_cases(c): # a `GPTConfig`
 
 # %% ../../nbs/17_fused_fp8.ipynb #22865326
 def rounds_wrong(case, device): # an operation and its arguments, as `rounding_cases` has them
-    "Whether its two copies on `device` aren't those of the CPU"
+    "Return whether the two copies made on `device` differ from those of the CPU"
     def copies(where):
         f, ins = case
         ins = tree_map(lambda t: t.to(where), [*ins, torch.full((1,), 16.), torch.zeros(1)])
@@ -329,7 +329,7 @@ def rounds_wrong(case, device): # an operation and its arguments, as `rounding_c
 # %% ../../nbs/17_fused_fp8.ipynb #17trial2
 @lru_cache
 def misrounded(c, device): # a `GPTConfig`
-    "Names of the rounding operations that come out wrong on `device` at the sizes of `c`"
+    "Return the names of the rounding operations that are wrong on `device` at the sizes of `c`"
     with disable_current_modes(): cases = rounding_cases(c)
     here = nullcontext if device.type == "cpu" else partial(torch.cuda.device, device)
     def wrong(case):
@@ -340,7 +340,7 @@ def misrounded(c, device): # a `GPTConfig`
 
 # %% ../../nbs/17_fused_fp8.ipynb #22b25cf6
 def needs_fp8():
-    "A rung's `needs`: a GPU that has FP8, and Triton. A CPU passes, for smoke runs"
+    "Return a rung's `needs`: a GPU with FP8, and Triton. A CPU passes, for smoke runs"
     return needs_capability(8, 9, "FP8")() or needs_triton()
 
 USED = dict(heads="norm_quantize heads_quantize quantize_weights", out="quantize quantize_weights",
@@ -348,7 +348,7 @@ USED = dict(heads="norm_quantize heads_quantize quantize_weights", out="quantize
             head="quantize quantize_weights logits_quantize")
 
 def wrong_parts(c, device): # a `GPTConfig`
-    "The parts that can't be trusted on `device`: part -> the operations of it that round wrongly"
+    "Return the parts that can't be trusted on `device`: part -> its operations that round wrongly"
     bad = misrounded(c, device) if device.type == "cuda" else []
     return {p: ops for p in PARTS if (ops := [op for op in USED[p].split() if op in bad])}
 
@@ -358,7 +358,7 @@ BREAK_EVEN = .97 # a part that is as fast in FP8 alone makes the whole step fast
 
 def choose_parts(run, # the `Run` to which the rung will be applied
                  **options): # of the rung
-    "The parts that break even here by measuring, all on a CPU; the head only with the chunked loss"
+    "Return the parts that break even here by measuring; all on a CPU; the head only with the chunked loss"
     can = [p for p in PARTS if p != "head" or "chunked_ce" in run.rungs]
     if run.device.type == "cpu": return dict(parts=can), ""
     wrong, gains = wrong_parts(run.model.config, run.device), part_gains(run.model.config, run.device)
@@ -371,7 +371,7 @@ SIZES = dict(heads=("width", "kv_width"), out=("width",), mlp=("width", "hidden"
 
 def odd_sizes(c, # a `GPTConfig`
               parts): # keys of `PARTS`
-    "The sizes of these parts' matrices that are no multiples of 16: name -> size"
+    "Return the sizes of these parts' matrices that are no multiples of 16: name -> size"
     sizes = vars(c) | dict(kv_width=c.kv_heads*c.head_dim)
     return {k: sizes[k] for p in parts for k in SIZES[p] if sizes[k] % 16}
 

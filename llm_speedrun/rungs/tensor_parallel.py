@@ -29,7 +29,7 @@ CUT = dict(q_proj=0, k_proj=0, v_proj=0, gate_proj=0, up_proj=0, embed_tokens=0,
            o_proj=1, down_proj=1) # by columns: inputs
 
 def cut_dim(name): # of a parameter
-    "The dimension that it is cut along, None for one that every process has whole: a norm's"
+    "Return the dimension that a parameter is sharded along, None for a replicated one: a norm's"
     return CUT.get(name.split(".")[-2])
 
 # %% ../../nbs/53_tensor_parallel.ipynb #fb31951f
@@ -222,7 +222,7 @@ class CutEmbedding(Embedding):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #671801ab
 def apply_softcap(logits, softcap): # N V
-    "Logits in FP32 at least, soft-capped"
+    "Return logits in FP32 at least, soft-capped"
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return softcap*torch.tanh(x/softcap) if softcap else x
 
@@ -280,7 +280,7 @@ def part_grads_maths(logits, y, lse, first, ignore_index, z_loss, softcap): # N 
 @jit
 def part_stats_kernel(x_ptr, y_ptr, out_ptr, N, first, V: tl.constexpr, softcap: tl.constexpr,
                       BLOCK: tl.constexpr):
-    "A row's log-sum-exp over this part of the vocabulary, and its target's logit"
+    "Write a row's log-sum-exp over this part of the vocabulary, and its target's logit"
     # grid: rows; x: N V, row-major; out: 2 N
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V
@@ -294,7 +294,7 @@ def part_stats_kernel(x_ptr, y_ptr, out_ptr, N, first, V: tl.constexpr, softcap:
 @jit
 def part_grads_kernel(x_ptr, y_ptr, lse_ptr, first, V: tl.constexpr, ignore_index: tl.constexpr,
                       z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
-    "A row's gradient in the place of this part of its logits"
+    "Write a row's gradient over this part of its logits"
     # grid: rows; x: N V, row-major, overwritten
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V

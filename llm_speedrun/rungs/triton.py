@@ -87,7 +87,7 @@ def add_norm_maths(x, y, w, eps): # N d, N d or None, d
 
 # %% ../../nbs/13_triton.ipynb #ff7b9fbc
 def norm_tile(d, elements): # numbers in a row, and in a tile
-    "The tile of a program for rows of `d` numbers, and its warps"
+    "Return the tile of a program for rows of `d` values, and its number of warps"
     block = pow2(d)
     return dict(ROWS=max(1, elements//block), BLOCK=block, num_warps=max(8, min(32, block//512)))
 
@@ -95,7 +95,7 @@ def norm_tile(d, elements): # numbers in a row, and in a tile
 @jit
 def norm_kernel(x_ptr, y_ptr, w_ptr, h_ptr, n_ptr, r_ptr, N, d: tl.constexpr, eps: tl.constexpr,
                 ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    "A tile of rows: their sum with `y`, its RMSNorm, and 1/rms"
+    "Write the sum of rows with `y`, its RMSNorm, and 1/rms, a tile of rows at a time"
     # grid: blocks of ROWS rows; x, y, h, n: N d, row-major
     offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     offs_n = tl.arange(0, BLOCK)
@@ -145,7 +145,7 @@ def norm_backward_maths(dn, dh, h, w, r): # N d, N d or None, N d, d, N
 @jit
 def norm_backward_kernel(dn_ptr, dh_ptr, h_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, n_ptr, N, d: tl.constexpr,
                          ADD: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    "Gradients of a share of the rows, and this program's part of the weight's; AGAIN stores the norm, too"
+    "Write gradients of a share of the rows, and its part of the weight's; AGAIN stores the norm, too"
     # grid: programs that share the blocks of rows; dn, dh, h, dx, n: N d, row-major; dw: a row a program
     offs_n = tl.arange(0, BLOCK)
     w = tl.load(w_ptr + offs_n, mask=offs_n < d, other=0.).to(tl.float32)[None, :]

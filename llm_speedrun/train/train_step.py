@@ -121,7 +121,7 @@ WARM_UP = 4 # calls before the timed ones: the third captures a CUDA graph, the 
 
 @contextmanager
 def without_learning(train_step): # a `TrainStep`
-    "Inside, its steps leave weights and average as they are"
+    "Keep weights and average unchanged by steps inside a `with`"
     lr, average = train_step.lr, train_step.average
     train_step.lr, train_step.average = LrSchedule(lr.steps), None
     try: yield

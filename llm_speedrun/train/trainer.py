@@ -110,7 +110,7 @@ def log_eval(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #30weval1
 def write_eval(trainer):
-    "Evaluate, and write the row. Returns the loss"
+    "Evaluate, write the row, and return the loss"
     done = trainer.done
     trainer.coordinator.set_status(f"the evaluation after step {done}")
     only_stopped = trainer.interrupted and not trainer.plan.eval_due(done) # a resumed run removes the row
