@@ -131,7 +131,7 @@ def fitted(tensors, # name -> tensor, under Qwen3's names
 
 # %% ../nbs/62_export.ipynb #2589ac49
 def read_tensors(path): # of the file
-    "The tensors of a safetensors file, by name. Raises `InputError` if it can't be read"
+    "Read the tensors of a safetensors file, by name. Raises `InputError` if it can't be read"
     if not Path(path).is_file(): raise InputError(f"{path} is no regular file") # one would wait for a pipe
     try: return load_file(path)
     except SafetensorError as e: raise InputError(f"{path} is no whole safetensors file: {e}") from None
@@ -140,14 +140,14 @@ def read_tensors(path): # of the file
 def file_of(folder, # of a run or a model
             name, # of a file there
             why): # what its absence means
-    "The path of a file that must be there; if it isn't, a `FileNotFoundError` says what to do"
+    "Return the path of a required file. Raises `FileNotFoundError`, which says what to do"
     path = Path(folder)/name
     if not path.parent.is_dir(): raise FileNotFoundError(f"there is no folder {folder}: look at its name")
     if not path.is_file(): raise FileNotFoundError(f"{folder} has no {name}: {why}")
     return path
 
 def no_weights(folder): # of a run
-    "What it means that a run has no weights, and what to do"
+    "Return a text: what it means that a run has no weights, and what to do"
     if not checkpoints(Path(folder)/"checkpoints"):
         return "it has saved nothing yet; let it finish, or train again"
     return ("only checkpoints, so it is going on, or was killed. Let it finish, or go on with it: "
@@ -155,12 +155,12 @@ def no_weights(folder): # of a run
 
 # %% ../nbs/62_export.ipynb #1e290cd8
 def run_of(folder): # of a run, of a checkpoint in it, or of a model
-    "The run's folder if it is a checkpoint's; else the folder itself"
+    "Return the run's folder for a checkpoint's folder; any other folder as it is"
     checkpoint = (Path(folder)/"about.json").is_file()
     return Path(folder).resolve().parents[1] if checkpoint else Path(folder)
 
 def checkpoint_weights(config, folder): # a `GPTConfig`, a checkpoint's folder
-    "Its weights under Qwen3's names. Raises `InputError` for a damaged one, and for those of another model"
+    "Return a checkpoint's weights under Qwen3's names. Raises `InputError` for damaged or other weights"
     from llm_speedrun.checkpoint.load import check_size, open_checkpoint # here, since it takes a second
     if why := validation_error(folder): raise InputError(f"{folder} can't be used: {why}")
     check_size(config, folder)

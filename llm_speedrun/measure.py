@@ -324,12 +324,12 @@ def written_by():
 
 # %% ../nbs/01_measure.ipynb #6cbf85a6
 def without_docs(node): # of a syntax tree
-    "Its statements without a docstring"
+    "Return a syntax tree's statements without a docstring"
     may_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
     return node.body[may_have and ast.get_docstring(node) is not None:]
 
 def syntax(node): # an `ast` node, a list of them, or a constant
-    "Nested lists that say the same in each version of Python"
+    "Return nested lists that describe the syntax equally in each version of Python"
     if isinstance(node, list): return [syntax(o) for o in node]
     if not isinstance(node, ast.AST): return repr(node)
     part = lambda k, v: without_docs(node) if k == "body" and isinstance(v, list) else v

@@ -78,7 +78,7 @@ def continued(folder, # a run's, or one that transformers wrote
               seed=0, # of the sampling
               device="", dtype="", # as for `open_model`
               **how): # as for `top_k_top_p`
-    "The prompt and what the model of that folder writes after it. Raises `InputError` where it knows no text"
+    "Return the prompt and the model's continuation. Raises `InputError` without a tokenizer"
     run, tok = open_model(folder, device, dtype)
     generator = Generator(run)
     generator.begin([tokens_of(prompt, tok, run.model.config.seq_len)])
@@ -165,7 +165,7 @@ def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
 
 # %% ../nbs/60a_sample.ipynb #835ab160
 def run_sample(c): # a `SampleOptions`
-    """What `speedrun_sample` does. Raises `InputError` where several texts should be one chat, and `RunError`
+    """Run `speedrun_sample`. Raises `InputError` where several texts should be one chat, and `RunError`
     where the GPU has too little memory"""
     if c.chat and (c.prompts or c.num_samples > 1 or c.prompt == "-" or SEPARATORS[TextList] in c.prompt):
         raise InputError("a chat is one text: leave out --prompts, --num_samples, --prompt - and "
@@ -207,7 +207,7 @@ def writing_speed(folder, # that transformers opens: an export
                   device=None, # the GPU if there is one, by default
                   dtype="fp32", # of the weights, a key of `EXPORT_DTYPES`
                   rounds=3): # how often each has its turn
-    "Tokens per second of all texts together, by name of the way; transformers' too, where it is installed"
+    "Measure the tokens per second of all texts together, by name of the way; transformers' too, if installed"
     device = torch.device(device) if device else default_device()
     args = folder, rows, prompt, n, device, dtype
     ways = {"ours": partial(our_writing, *args)}

@@ -523,7 +523,7 @@ def read_documents(
     path,               # a file, or a folder that is read whole, in sorted order, hidden files left out
     text_key="text",    # the key (JSON lines) or column (Parquet, Arrow) that holds the text
 ) -> Documents:         # an iterator of str, without empty ones; long ones in parts, some `Continued`
-    """Documents from text (a file is one; a .txt may have several, with `<|endoftext|>` between), JSON lines,
-    Parquet or Arrow, also packed (gzip, xz, lzma, bzip2, zstd, lz4, zip).
+    """Read documents from text (a file is one; a .txt may have several, with `<|endoftext|>` between),
+    JSON lines, Parquet or Arrow, also packed (gzip, xz, lzma, bzip2, zstd, lz4, zip).
     Raises FileNotFoundError, OSError (unreadable) or ValueError (no text, not UTF-8, bad JSON, no key)."""
     return Documents(path, text_key)

@@ -31,7 +31,7 @@ def _naming(path):
 
 # %% ../nbs/03d_token_files.ipynb #bff3488c
 class TokenWriter:
-    "Append tokens to `folder/split_000.bin`, `_001.bin` and so on, `shard_tokens` in each"
+    "A writer of tokens to `folder/split_000.bin`, `_001.bin` and so on, `shard_tokens` in each"
     def __init__(self, folder, split, dtype, shard_tokens):
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
         self.n, self.file = 0, None

@@ -157,7 +157,7 @@ def encode_texts(tokenizer, texts, special=False): # whether to add what the tok
 _RARE = "A\ufb01\x01\u0378\u5be7\ue123\U0001f9ff\U000e0041"          # who spells these, spells anything
 
 class Losses:
-    "Count the characters of texts that a tokenizer can't spell"
+    "A count of the characters that a tokenizer can't spell"
     def __init__(self, tokenizer): # prepared
         self.tokenizer, self.spells, self.characters, self.lost = tokenizer, {}, 0, Counter()
         self.exact = all(map(self.can_spell, _RARE))
@@ -192,7 +192,7 @@ class TextSummary(msgspec.Struct):
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0035
 class Tally:
-    "Count what is encoded: documents, bytes, tokens, and lost characters"
+    "A count of what is encoded: documents, bytes, tokens, and lost characters"
     def __init__(self, tokenizer): # prepared
         self.losses, self.documents, self.bytes, self.tokens = Losses(tokenizer), 0, 0, 0
     def add(self, pieces, tokens): # as `data.marked_pieces` has them; how many tokens they are

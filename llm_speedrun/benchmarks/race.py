@@ -103,7 +103,7 @@ def recipe_code():
 
 # %% ../../nbs/48_race.ipynb #race0044
 def ours(c): # an `AdapterContext`
-    "A run of `speedrun_train` with the contestant's options"
+    "Run `speedrun_train` with the contestant's options"
     cfg, given = parse_options(TrainConfig, "speedrun_train", own_words(c))
     clock = RaceClock(c.job)
     run = Trainer(cfg, False, given, callbacks=[*default_callbacks(), clock])

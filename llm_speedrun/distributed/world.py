@@ -102,8 +102,8 @@ FLIGHT_RECORDER = dict(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_DUMP_ON_TIMEOUT="
 def join_world(tp=1, # processes that share the parts of one model; must divide all
                timeout=TIMEOUT, # seconds after which a process that doesn't answer is an error
                patience=60): # seconds in which all processes must have come
-    """Become one of the processes that `torchrun` started: their `World`. Started alone, the world of one.
-    Raises `InputError` for a `tp` that doesn't divide them, `RunError` where they can't meet"""
+    """Join the processes that `torchrun` started. Returns their `World`; started alone, a world of one.
+    Raises `InputError` for a `tp` that doesn't divide them, `RunError` where the rendezvous fails"""
     size, rank = env_number("WORLD_SIZE", 1, 1), env_number("RANK", 0)
     if size == 1: return World()
     if rank >= size: raise InputError(f"RANK is {rank}, and WORLD_SIZE {size}: ranks count from 0")

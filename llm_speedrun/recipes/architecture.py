@@ -106,8 +106,8 @@ def folded(state, # a state dict
 # %% ../../nbs/46_architecture.ipynb #d65fcbc2
 def heads_of(config, # a `GPTConfig`
              dim=128): # of a head
-    """The same matrices, read as heads of dimension `dim`, with as many query heads to a KV head as before.
-    A config whose heads are as wide already, or that this doesn't divide, comes back as it is"""
+    """Return a config of the same matrices, read as heads of dimension `dim`, with as many query heads to a
+    KV head as before; the same config if its heads are as wide already, or `dim` doesn't divide it"""
     heads, group = config.width // dim, config.heads // config.kv_heads
     if config.head_dim >= dim or config.width % dim or heads % group: return config
     return replace(config, heads=heads, kv_heads=heads // group)

@@ -27,7 +27,7 @@ def squared_length(tensors): # of one vector, in parts
 # %% ../../nbs/42_batch.ipynb #6f97cb82
 def noise_scale(step, # a `Stepper`; no step is taken
                 batches): # micro-batches (x, y) of equal size, at least two
-    """The gradient noise scale in tokens, and the squared length of the true gradient, both estimated
+    """Estimate the gradient noise scale in tokens, and the squared length of the true gradient
     (McCandlish et al., arXiv:1812.06162, appendix A). Raises `InputError` for a single batch"""
     if len(batches) < 2: raise InputError("the noise of a gradient shows in two batches, and there is one")
     small, n, b = 0., len(batches), batches[0][0].numel()

@@ -134,7 +134,7 @@ def update_torch(stack, # a `Stack`
 def in_shares(f, # slice -> its part of the result, matrix by matrix
               x, # k m n
               share): # rank, size and process group of those that all have the same `x`; None: do all of it
-    "`f` of all of `x`, of which each process computes its share"
+    "Apply `f` to all of `x`, of which each process computes its share"
     if share is None: return f(slice(None))
     rank, size, group = share
     each = blocks(len(x), size)
@@ -163,7 +163,7 @@ def stacked(group, params, grads, states):
 def update_of(update, # (group, params, grads, states)
               shapes, # of the matrices
               variance=.95): # NorMuon's; 0 for Muon
-    "A builder for `compare` and `count`: random matrices, and as a step their update"
+    "Return a builder for `compare` and `count`: random matrices, and their update as a step"
     def build_step():
         new = lambda: [torch.randn(s, device=default_device()) for s in shapes]
         ps, gs = new(), new()
@@ -199,7 +199,7 @@ def unless(found_ptr, there):
 @jit
 def gather_kernel(table_ptr, x_ptr, sums_ptr, found_ptr, rows, cols, fresh,
                   TALL: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    "A tile of a matrix: its momentum; Nesterov's into the stack, lying down if TALL; the sum of its squares"
+    "Update a tile's momentum; write Nesterov's into the stack, transposed if TALL; and its sum of squares"
     tile, k = tl.program_id(0), tl.program_id(1)
     _, g_ptr, m_ptr = pointers(table_ptr + 4*k, ALIGNED)
     i, j, at, there = tile_of(tile, rows, cols, BLOCK)
@@ -251,7 +251,7 @@ def squares_kernel(o_ptr, v_ptr, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @jit
 def variance_kernel(table_ptr, v_ptr, found_ptr, n, fresh, BLOCK: tl.constexpr):
-    "A matrix's mean squares go into its variance, and become what its columns are to be multiplied by"
+    "Update a matrix's variance with mean squares, and write the factors of its columns over these"
     k, j = tl.program_id(0), tl.arange(0, BLOCK)
     old_ptr = tl.load(table_ptr + 4*k + 3).to(tl.pointer_type(tl.float32))
     mean, v = tl.load(v_ptr + k*n + j, j < n, 0.), tl.load(old_ptr + j, j < n, 0.)
@@ -295,7 +295,7 @@ def lower_tile(t):
 @jit
 def symmetric_kernel(x_ptr, o_ptr, sums_ptr, n_sums, m, n, a, b, c,
                      SQUARE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-    "A tile of the lower triangle of X Xᵀ, stored twice; SQUARE: of a I + b X + c X² for a symmetric X"
+    "Write a tile of the lower triangle of X Xᵀ twice; SQUARE: of a I + b X + c X² for a symmetric X"
     i, j = lower_tile(tl.program_id(0))
     k, rows, cols = tl.program_id(1), i*BLOCK + tl.arange(0, BLOCK), j*BLOCK + tl.arange(0, BLOCK)
     x_ptr += k.to(tl.int64)*m*n
@@ -333,7 +333,7 @@ def orthogonalize(x, # k m n, of `type_on`; its memory is used for more than it
                   sums, # k t: the squares of its numbers, summed up by tiles
                   steps=5, # polynomials
                   symmetric=False): # products that are symmetric by our kernel, not by cuBLAS
-    "`polar_express` of a stack, without a copy: x ← (a I + b A + c A²) x, where A = x xᵀ"
+    "Apply `polar_express` to a stack, without a copy: x ← (a I + b A + c A²) x, where A = x xᵀ"
     (k, m, n), y = x.shape, torch.empty_like(x)
     A, P = x.new_empty(2, k, m, m)
     for i, p in enumerate(polynomials(steps)):
@@ -421,7 +421,7 @@ def fast_muon(group, # lr, weight_decay, momentum, variance (0: none), cautious,
 
 # %% ../../nbs/44_fast_muon.ipynb #194b4ca1
 def count_update(stack, tensors, group): # as for `update_torch`, of fake tensors
-    "Does with fake tensors what `update_triton` does, for `roofline.count`"
+    "Imitate `update_triton` on fake tensors, for `roofline.count`"
     ps, gs, ms, vs = zip(*tensors)
     x = torch.empty(len(ps), stack.m, stack.n, dtype=torch.bfloat16, device=ps[0].device)
     fake_update([], ms)

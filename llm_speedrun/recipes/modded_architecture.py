@@ -175,7 +175,7 @@ def check_qwen3(weights, # name -> weight, under our names
 
 # %% ../../nbs/49_beyond.ipynb #bf9e3ea8
 def apply_beyond(run, **switches): # a `Run` of such a model
-    "NorMuon, from blocks that add nothing and an embedding of size 1, which learns accordingly quickly"
+    "Use NorMuon, from blocks that add nothing and an embedding of size 1 with a matching rate"
     init(run, embed=1., matrix=.577)
     return normuon.apply(run, **normuon.options | dict(embed=.3))
 

@@ -20,7 +20,7 @@ from ..runs import Stepper, build, enter_all, rung
 
 # %% ../../nbs/20_checkpointing.ipynb #3a1ff34d
 class MemoryCounter(TorchDispatchMode):
-    "Counts bytes of tensors made inside the `with`: alive `now`, at the `peak`, over time (`trace`)"
+    "A dispatch mode that counts bytes of tensors: alive `now`, at the `peak`, over time (`trace`)"
     def __init__(self): super().__init__(); self.now, self.peak, self.trace, self.alive = 0, 0, [], set()
     def reset(self): self.peak, self.trace = self.now, []
     def free(self, key, n): self.alive.discard(key); self.now -= n
@@ -40,7 +40,7 @@ class MemoryCounter(TorchDispatchMode):
 # %% ../../nbs/20_checkpointing.ipynb #407365b9
 @dataclass(frozen=True)
 class Memory:
-    "Bytes: weights, gradients, optimizer; saved by the forward pass; the peak above the static ones"
+    "The bytes of weights, gradients, optimizer; saved by the forward pass; the peak above the static ones"
     static: int
     saved: int
     peak: int
@@ -157,7 +157,7 @@ def selective_checkpoint(run, # a `Run`
 
 # %% ../../nbs/20_checkpointing.ipynb #f9629c68
 class GPUMeter:
-    "Bytes on the GPU by PyTorch's allocator: `now`, and `peak` since the last `reset`"
+    "A meter of bytes in PyTorch's allocator: `now`, and `peak` since the last `reset`"
     now = property(lambda self: torch.cuda.memory_allocated())
     peak = property(lambda self: torch.cuda.max_memory_allocated())
     def reset(self): torch.cuda.reset_peak_memory_stats()

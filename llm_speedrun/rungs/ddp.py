@@ -39,7 +39,7 @@ def take_mean(grads, # tensors on one device, of the same shapes on each process
 # %% ../../nbs/51_ddp.ipynb #51ddp020
 def in_buckets(params, # in the order in which the forward pass reaches them
                mb): # megabytes of gradients that fill a bucket
-    "Lists of indices into `params`, the last parameters first, as the backward pass ends with them"
+    "Return lists of indices into `params`, the last parameters first, as the backward pass ends with them"
     res, left = [], 0
     for i in reversed(range(len(params))):
         if left <= 0: res.append([]); left = mb*1e6

@@ -308,9 +308,9 @@ for op in (torch.ops.llm_speedrun.product_times, torch.ops.llm_speedrun.product_
     register_flop_formula(op, get_raw=True)(product_flops)
 
 def product_back(g, w, dh, h, r, s): # N o, o d, N d, N d, N, N
-    """The gradient of a stream `h` whose norm was multiplied by `w`, the norm's weights in it. `g`: the
-    gradient of the result times `r`, which is 1/rms; `s`: the sums of g times the result; `dh`: the
-    gradient that comes around"""
+    """Return the gradient of the residual stream `h`, whose norm was multiplied by `w` with its weights.
+    `g`: the gradient of the result times `r`, which is 1/rms; `s`: the sums of g times the result;
+    `dh`: the gradient of the residual connection"""
     return direct_call(product_back_op)(g, w, dh, h, r, s)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm21
@@ -325,7 +325,7 @@ def heads_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, r, eps): # as below
 def heads_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, r_ptr, o_ptr,
                           dw_ptr, s_ptr, N, T, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
                           eps: tl.constexpr, HEADS: tl.constexpr, VHEADS: tl.constexpr):
-    "As `qk_rope_backward_kernel`, the gradient times r, and its sum with qkv over a token"
+    "Write what `qk_rope_backward_kernel` does, the gradient times r, and its sum with qkv over a token"
     # grid: programs that share the tokens; dq: N H D, dk, dv: N K D, qkv, o: N H+2K D, row-major
     D: tl.constexpr = 2*HALF
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
@@ -473,7 +473,7 @@ def stream_out(ctx, h, x, w, eps): # a function's `ctx`; the stream, ... d; N C;
 
 # %% ../../nbs/29_epilogues.ipynb #fbb28d6a
 class EpilogueProject(torch.autograd.Function):
-    "(h, o, w, eps) -> h + o @ w.T, and 1/rms of its rows; h: ... d; o: ... C; w: d C"
+    "An autograd function (h, o, w, eps) -> h + o @ w.T, and 1/rms of its rows; h: ... d; o: ... C; w: d C"
     @staticmethod
     def forward(ctx, h, o, w, eps):
         w16, ctx.dtype = w.to(o.dtype), w.dtype
@@ -521,7 +521,7 @@ def _heads_grads(ctx, dh, *dqkv):
 
 # %% ../../nbs/29_epilogues.ipynb #29norm42
 class EpilogueHeads(torch.autograd.Function):
-    "(h, norm, wq, wk, wv, q_norm, k_norm, cos, sin, eps) -> h, and q, k, v as B T heads D; h: B T d"
+    "An autograd function that returns h (B T d), and its norm's q, k, v as B T heads D"
     @staticmethod
     def forward(ctx, h, norm, wq, wk, wv, qn, kn, cos, sin, eps):
         w, r, D = placed(h.dtype, [wq, wk, wv], False, norm), stream_rstd(h, eps), len(qn)

@@ -252,7 +252,7 @@ class Fp8LinearCE(torch.autograd.Function):
 # %% ../../nbs/17_fused_fp8.ipynb #f6991ef1
 @dataclass(frozen=True)
 class Fp8CE(ChunkedCE):
-    "`ChunkedCE` with the output projection in FP8"
+    "A `ChunkedCE` with the output projection in FP8"
     scales: nn.Module = None # the projection's `LayerScales`
 
     def __call__(self, h, w, y): # B T d, V d, B T: hidden states, output projection, tokens that follow

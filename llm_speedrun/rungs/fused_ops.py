@@ -110,14 +110,14 @@ class SwiGLUDown(torch.autograd.Function):
 
 # %% ../../nbs/14_fused_ops.ipynb #e75e7ec4
 class Promised(SwiGLUDown):
-    "(ab, w) -> a tensor of the shape of `SwiGLUDown`'s output and of one number, with its backward pass"
+    "An autograd function (ab, w) -> a one-value placeholder of `SwiGLUDown`'s output, with its backward pass"
     @staticmethod
     def forward(ctx, ab, w):
         ctx.save_for_backward(ab, w)
         return w.new_empty(1).expand(len(ab), len(w))
 
 class Kept(torch.autograd.Function):
-    "(promise, ab, w) -> swiglu(ab) @ w.T, whose gradient is the promise's"
+    "An autograd function (promise, ab, w) -> swiglu(ab) @ w.T, whose gradient is the promise's"
     @staticmethod
     def forward(ctx, promise, ab, w): return swiglu(ab) @ w.T
     @staticmethod

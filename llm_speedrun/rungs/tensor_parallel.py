@@ -105,7 +105,7 @@ class GatheredLinear(torch.autograd.Function):
 def gathered_linear(x, # n d, this process's tokens
                     share, # a `TPGroup`
                     *linears): # layers with the same input, of which this process has some rows
-    "Their outputs side by side, of all tokens: N f, in the type of products"
+    "Return the layers' outputs side by side, of all tokens: N f, in the type of matmuls"
     x = x.to(compute_dtype(x))
     return GatheredLinear.apply(x, joined(x.dtype, *linears), share)
 
@@ -116,7 +116,7 @@ def reduce_scatter(x, # ... d, this process's summand for all tokens
 
 # %% ../../nbs/53_tensor_parallel.ipynb #dba2ccb5
 def naive_cut(share): # a `TPGroup`
-    "The naive parts of a block, for a cut stream and cut weights"
+    "Return the naive parts of a block, for a sharded residual stream and sharded weights"
     def heads(block, h, cos, sin): # h: n d
         a = block.self_attn
         qkv = gathered_linear(block.input_layernorm(h), share, a.q_proj, a.k_proj, a.v_proj)
@@ -133,7 +133,7 @@ def naive_cut(share): # a `TPGroup`
 
 # %% ../../nbs/53_tensor_parallel.ipynb #572ca359
 def fused_cut(share): # a `TPGroup`
-    "The parts of `fused_ops`, for a cut stream and cut weights"
+    "Return the parts of `fused_ops`, for a sharded residual stream and sharded weights"
     def heads(block, h, cos, sin): # h: n d, or a pair of such
         a, (h, n) = block.self_attn, add_norm(block.input_layernorm, h)
         qkv = gathered_linear(n, share, a.q_proj, a.k_proj, a.v_proj)
@@ -186,7 +186,7 @@ class ScatterToSP(torch.autograd.Function):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #a876fce0
 def whole_stream(block, share): # a `model.Block` of fused parts, a `TPGroup`
-    "Its parts for a whole stream and cut weights"
+    "Return the block's parts for a whole residual stream and sharded weights"
     heads, project, feed = block.heads, block.project, block.feed
     copy_to_tp = lambda h: CopyToTP.apply(share, *h) if isinstance(h, tuple) else CopyToTP.apply(share, h)[0]
     def cut_heads(block, h, cos, sin): # B T d, or a pair of such
@@ -227,7 +227,7 @@ def apply_softcap(logits, softcap): # N V
     return softcap*torch.tanh(x/softcap) if softcap else x
 
 def part_stats_maths(logits, y, first, softcap): # N V/size, N, the first token of the part
-    "Each row's log-sum-exp, and its target's logit: minus infinity where another process has that. 2 N"
+    "Return each row's log-sum-exp, and its target's logit: minus infinity on other processes. 2 N"
     x, at = apply_softcap(logits, softcap), y - first
     here = (at >= 0) & (at < x.shape[1])
     target = x.gather(1, at.where(here, 0)[:, None])[:, 0]
@@ -238,8 +238,8 @@ def row_losses(stats, # size 2 N, of all processes
                y, # N
                vocab, # V
                ignore_index=-100, z_loss=0.): # as `ChunkedCE` has them
-    """N losses, zero where ignored, and N log-sum-exps. Both are NaN for a target outside of the vocabulary,
-    and so is each gradient that is made of them"""
+    """Return N losses, zero where ignored, and N log-sum-exps. Both are NaN for a target outside of the
+    vocabulary, and so is each gradient that is made of them"""
     lse, target = stats[:, 0].logsumexp(0), stats[:, 1].amax(0) # both keep NaN
     lse = lse * torch.where(bad_targets(y, vocab, ignore_index), torch.nan, 1.) # and so do its gradients
     return (lse - target + z_loss*lse**2).where(y != ignore_index, 0.), lse
@@ -268,7 +268,7 @@ class CutCrossEntropy:
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5d7619ba
 def part_grads_maths(logits, y, lse, first, ignore_index, z_loss, softcap): # N V/size, N, N of the whole rows
-    "Logits become the gradient of the losses' sum"
+    "Overwrite logits with the gradient of the losses' sum"
     x, at, counts = apply_softcap(logits, softcap), y - first, y != ignore_index
     here = counts & (at >= 0) & (at < x.shape[1])
     g = (1 + 2*z_loss*lse)[:, None] * (x - lse[:, None]).exp()
@@ -315,8 +315,8 @@ def part_grads_kernel(x_ptr, y_ptr, lse_ptr, first, V: tl.constexpr, ignore_inde
 # %% ../../nbs/53_tensor_parallel.ipynb #3071ecec
 @kernel_op(contiguous=("logits", "y"))
 def part_stats(logits: torch.Tensor, y: torch.Tensor, first: int, softcap: float) -> torch.Tensor:
-    """Of each row of `logits` (N V/size, contiguous), which begin at token `first`: the log-sum-exp, and the
-    logit of the target in `y` (N), minus infinity where that isn't here. 2 N, FP32 at least"""
+    """Return, for rows of `logits` (N V/size, contiguous) that begin at token `first`, the log-sum-exp and
+    the logit of the target in `y` (N), minus infinity where that isn't here. 2 N, FP32 at least"""
     if not runs_kernel(logits) or logits.dtype == torch.float64:
         return part_stats_maths(logits, y, first, softcap)
     (N, V), out = logits.shape, logits.new_empty(2, len(logits), dtype=torch.float32)
@@ -327,7 +327,7 @@ def part_stats(logits: torch.Tensor, y: torch.Tensor, first: int, softcap: float
 @kernel_op(mutates=("logits",), contiguous=("logits", "y", "lse"))
 def part_grads(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, first: int, ignore_index: int,
                z_loss: float, softcap: float) -> None:
-    "`logits` are overwritten by the gradient of the losses' sum; lse: N, of the whole rows"
+    "Overwrite `logits` with the gradient of the losses' sum; lse: N, of the whole rows"
     if not runs_kernel(logits) or logits.dtype == torch.float64:
         return part_grads_maths(logits, y, lse, first, ignore_index, z_loss, softcap)
     N, V = logits.shape
@@ -341,7 +341,7 @@ def part_loss(h, # N d, all tokens
               ce, # the `ChunkedCE` whose options to keep
               want_h, # whether to make the gradient of `h`
               want_w): # and of `w`
-    "Losses of all tokens (N); of their sum's gradients this process's summand (N d) and its part (V/size d)"
+    "Return losses of all tokens (N), and of their sum's gradients this process's summand and shard"
     dh, dw = loss_results(h, w, want_h, want_w)
     chunk = chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h))
     buffer, losses, first = h.new_empty(chunk, len(w)), [], share.rank*len(w)
@@ -401,14 +401,14 @@ class CutGPT(GPT):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5f56108f
 def cut_loss(loss, share): # a model's loss, a `TPGroup`
-    "The same for a cut vocabulary. Raises `InputError` for a loss that we don't know"
+    "Return the loss for a sharded vocabulary. Raises `InputError` for an unknown loss"
     if loss is cross_entropy: return CutCrossEntropy(share)
     if type(loss) is ChunkedCE: return CutChunkedCE(share, loss)
     raise InputError(f"rung 'tensor_parallel' doesn't know how to cut the loss {type(loss).__name__}: use "
                      "chunked_ce or the plain one, and with fp8 leave out the head: fp8:parts=heads+out+mlp")
 
 def cut_parts(block, share, whole): # a `model.Block`, a `TPGroup`, whether each process has all of the stream
-    "Its parts for cut weights. Raises `InputError` for parts that we don't know"
+    "Return the block's parts for sharded weights. Raises `InputError` for unknown parts"
     if whole: return whole_stream(block, share)
     known = {(naive_heads, naive_project, naive_feed): naive_cut,
              (fused_heads, fused_project, fused_feed): fused_cut}
@@ -486,8 +486,8 @@ def tensor_parallel(run, # a `Run`
 def step_messages(config, # a `GPTConfig`
                   tokens, # of a micro-batch
                   nbytes=2): # of a number of the stream
-    """The messages of a micro-batch under `tensor_parallel`, both ways: name, bytes of the whole, how many,
-    whether they travel beside a product"""
+    """Return the collectives of a micro-batch under `tensor_parallel`, both ways: name, bytes of the
+    whole, how many, whether they overlap with a matmul"""
     n, layers = tokens*config.width*nbytes, config.layers
     return [("all_gather", n, 2*layers + 1, False), # into QKV, into gate and up; the last hidden states
             ("reduce_scatter", n, 2*layers + 2, False), # out of attention, MLP, embedding; in the loss

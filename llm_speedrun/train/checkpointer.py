@@ -41,7 +41,7 @@ def set_rng_states(states, alone=True): # from `rng_states`, perhaps of a machin
 
 # %% ../../nbs/30f_checkpointer.ipynb #d6d8010d
 class State(msgspec.Struct):
-    "Hold what the next step depends on, besides the weights"
+    "What the next step depends on, besides the weights"
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
     rng: dict[str, Any]
@@ -133,7 +133,7 @@ def restore(self:Checkpointer, found): # a `FoundCheckpoint`
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp012
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    "Hold a checkpoint that was read"
+    "A checkpoint that was read"
     folder: Path # its own
     weights: Any # name -> tensor; of several processes an `OpenCheckpoint`
     state: Any # a `State`

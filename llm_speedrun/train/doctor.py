@@ -50,7 +50,7 @@ SETTLE = 8. # seconds of training on a GPU before the first timed step
 LONG = 2. # seconds to time each phase of a run on a GPU
 
 def phase_ms(trainer, phase, batches, settle): # a `Trainer`, a `Phase`, its steps' sequences, seconds
-    "Milliseconds of a step of that phase once it is warm, and the seconds that its first steps took longer"
+    "Return a warm step's milliseconds in a phase, and the additional seconds of its first steps"
     take = lambda: trainer.train_step(phase.step, *next(batches))
     first, ms = sum(sample_ms(take, WARM_UP)), summarize(sample_ms(take, 3)).ms
     if trainer.device.type == "cuda":
@@ -298,7 +298,7 @@ def check_trainer(trainer): # a `Trainer` that hasn't trained
 def check_run(cfg, # a `TrainConfig`
               given=None, # names of the options that were given, as for `Trainer`
               timings=None): # `Timings` of the start
-    "Findings about a run with these options. Raises what making its `Trainer` raises"
+    "Yield findings about a run with these options. Raises what making its `Trainer` raises"
     if cfg.resume: yield from check_resume(cfg)
     trainer = Trainer(cfg, progress=False, given=given, timings=timings)
     try:

@@ -45,11 +45,11 @@ class RankBatches(Batches):
 
 # %% ../../nbs/39_loader.ipynb #b315d596
 def shares(weights): # positive Fractions
-    "Of each source, the part that it takes of the rows left over by the sources before it"
+    "Return for each source its share of the rows left over by the sources before it"
     return [w / sum(weights[s:]) for s, w in enumerate(weights)]
 
 def mixed_row(n, parts): # number of a row of the mixture, from `shares`
-    "The source of row `n`, and the number of that row among those of its source"
+    "Return the source of row `n`, and the number of that row among those of its source"
     for s, part in enumerate(parts):
         before = n * part.numerator // part.denominator
         if (n + 1) * part.numerator // part.denominator > before: return s, before
@@ -57,7 +57,7 @@ def mixed_row(n, parts): # number of a row of the mixture, from `shares`
 
 # %% ../../nbs/39_loader.ipynb #34c6c5c8
 def concatenated(shards):
-    "All files of several `Shards` as one, and where the tokens of each begin in it"
+    "Return all files of several `Shards` as one, and where the tokens of each begin in it"
     res = copy(shards[0])
     res.files = [f for s in shards for f in s.files]
     res.find_ends()
@@ -95,7 +95,7 @@ def starts(self:MixedBatches, i):
 
 # %% ../../nbs/39_loader.ipynb #4f2bb75e
 def shuffled(docs, n, rng): # an iterable, documents to hold, a numpy generator
-    "The documents in an order that is random within reach of a buffer of `n`"
+    "Yield the documents in an order that is random within a buffer of `n`"
     buffer = []
     for doc in docs:
         if len(buffer) < n: buffer.append(doc); continue
@@ -109,7 +109,7 @@ def one_side(source, # () -> iterator of documents
              held_out, # True for the documents to validate on, False for those to train on
              val_frac=.05, # share of the documents held out
             ): # () -> iterator of documents
-    "The source with the documents of one side only, by the rule of `data.write_shards`"
+    "Return the source with the documents of one split only, by the rule of `write_shards`"
     return partial(_one_side, source, held_out, val_frac)
 
 def _one_side(source, held_out, val_frac):

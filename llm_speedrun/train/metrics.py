@@ -117,7 +117,7 @@ def parse_trackers(spec): # names separated by commas, of `TRACKERS`
 
 # %% ../../nbs/34_metrics.ipynb #585fc236
 class TensorBoard:
-    "Write rows for TensorBoard into `tensorboard/` of the run's folder"
+    "A tracker that writes rows for TensorBoard into `tensorboard/` of the run's folder"
     def __init__(self, folder, # of the run
                  config, # a dict
                  step): # that the run goes on after, 0 for a new one
@@ -155,7 +155,7 @@ class WandB:
 
 # %% ../../nbs/34_metrics.ipynb #44f56a43
 class Trackers:
-    "Log to several trackers. One that fails is reported and dropped, and the others go on"
+    "A group of trackers. One that fails is reported and dropped, and the others go on"
     def __init__(self, opened, # name -> tracker
                  say=print): # called about failures
         self.opened, self.say = dict(opened), say

@@ -182,7 +182,7 @@ def length_change(self:TrainPlan, was, done): # steps of the run when its checkp
 
 # %% ../../nbs/30a_resolve.ipynb #30res013
 class PlanResolver:
-    "Decide what a run's options leave open, in the order of its methods"
+    "A resolver of what a run's options leave open, in the order of its methods"
     def __init__(self, cfg, # a `TrainConfig` of its own: what is decided is written into it
                  given, # names of the options that were given
                  coordinator, # a `Coordinator` of the processes
