@@ -77,7 +77,7 @@ def made_before(self:Choices, what, # is chosen, such as "rungs"
 # %% ../nbs/06a_choices.ipynb #538a59f7
 @patch
 def get(self:Choices, what, # is chosen, such as "rungs"
-        about, # what the choice depends on beside machine and versions, a dict: shapes, options
+        about, # what the choice depends on besides machine and versions, a dict: shapes, options
         measure, # () -> the choice, anything that JSON can hold
         kind=Any, # a type that msgspec knows: what the choice must be
         describe=str, # the choice -> what to say of it

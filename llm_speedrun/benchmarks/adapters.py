@@ -63,7 +63,7 @@ class Peer:
         return sum(p.numel() for p in self.model.parameters())
 
     @property
-    def in_products(self): # of these, weights of matrix products
+    def in_products(self): # of these, weights of matmuls
         if isinstance(self.model, GPT): return matrix_params(self.model.config)
         weights = {m.weight for m in self.model.modules() if isinstance(m, nn.Linear)}
         return sum(w.numel() for w in weights)

@@ -83,7 +83,7 @@ def saved_bytes(config, # a `GPTConfig`
     return count_memory(partial(build, config, rungs), batch)[0].saved
 
 # %% ../../nbs/20_checkpointing.ipynb #87d70cba
-def recomputed(layer, # a block's part: (block, h, cos, sin) -> the stream
+def recomputed(layer, # a block's part: (block, h, cos, sin) -> the residual stream
                contexts=None): # () -> two contexts, for the first and the second run; none by default
     "Return `layer` whose backward pass runs it again instead of storing its activations"
     how = dict(use_reentrant=False, preserve_rng_state=False)
@@ -109,7 +109,7 @@ def checkpoint(run, # a `Run`
     return run.with_model(lambda model: recompute(model.layers[:-1:every]))
 
 # %% ../../nbs/20_checkpointing.ipynb #94b40e07
-LINEAR = "mm", "_scaled_mm" # products with a weight; a bmm's output would be naive attention's scores
+LINEAR = "mm", "_scaled_mm" # matmuls with a weight; a bmm's output would be naive attention's scores
 
 def answer(keep): # a bool
     "Return a policy's answer for a bool"
@@ -128,9 +128,9 @@ def keep_by_price(ctx, op, *args,
                   hidden, # size inside the MLP
                   mlp, # recompute gate and up too
                   **kwargs):
-    "A policy: keep attention and the products, but not the one out of the MLP and, with `mlp`, those into it"
+    "Keep attention and matmuls, but not the MLP's last one and, with `mlp`, none of the MLP's: a policy"
     if op_name(op) not in LINEAR: return answer(op_kind(op_name(op)) == "fused attention")
-    K, N = args[0].shape[-1], args[1].shape[-1] # of a product M K by K N
+    K, N = args[0].shape[-1], args[1].shape[-1] # of a matmul M K by K N
     return answer(K != hidden and not (mlp and N in (hidden, 2*hidden)))
 
 # %% ../../nbs/20_checkpointing.ipynb #c0f9d5e6
@@ -143,7 +143,7 @@ def spread(n, part): # how many there are, the part of them to take, from 0 to 1
 @rung("checkpoint", excludes=["checkpoint"])
 def selective_checkpoint(run, # a `Run`
                          mlp=.4): # the part of the blocks that recompute gate and up too, from 0 to 1
-    "Keep attention and products, recompute the rest; in a part of the blocks the MLP's products too"
+    "Keep attention and matmuls, recompute the rest; in a part of the blocks the MLP's matmuls, too"
     if not 0 <= mlp <= 1:
         raise InputError(f"rung 'selective_checkpoint': mlp is a part, from 0 to 1, not {mlp}")
     policies = (partial(keep_by_price, hidden=run.model.config.hidden, mlp=m) for m in (False, True))

@@ -68,7 +68,7 @@ def gated8_epilogue():
 INSIDE = dict(tile_M=128, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True,
               post_init_attrs=(("fp8_slow_accum", False),)) # sums inside of the tensor cores
 
-def tile8(columns): # of a product
+def tile8(columns): # of a matmul's output
     "Return the wide tile, or the high one where the last wide tile would be mostly empty"
     high = dict(tile_M=192, tile_N=128, cluster_M=1, cluster_N=2)
     return INSIDE | (high if blocks(columns, 192)*192 > 1.01*columns else {})
@@ -110,7 +110,7 @@ def gated8_shape(x, w, *rest):
 
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #10b2cddd
-def gated8(s, n8, w8): # `Slots`; N d, 2F d in turn
+def gated8(s, n8, w8): # `Slots`; N d, 2F d, interleaved
     "Run `gated8_op` with the scales of a layer. Returns N 2F, N F"
     if s.jit:
         ab = product8(s, n8, w8, "n2", "wab")
@@ -364,7 +364,7 @@ def whole(h): # the residual stream, or a pair of it and what is to be added
     x, y = stream_pair(h)
     return x if y is None else x + y
 
-def heads8(block, h, cos, sin): # the stream or a pair
+def heads8(block, h, cos, sin): # the residual stream or a pair
     "Compute the part `heads` of a block. Returns the residual stream, q, k, v"
     a, norm = block.self_attn, block.input_layernorm
     weights = norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_norm.weight, a.k_norm.weight
@@ -372,12 +372,12 @@ def heads8(block, h, cos, sin): # the stream or a pair
     return h, *(t.transpose(1, 2) for t in qkv)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #c62e8b9a
-def project8(block, h, o): # the stream or a pair, B H T D
+def project8(block, h, o): # the residual stream or a pair, B H T D
     "Compute the part `project` of a block. Returns the residual stream, B T d"
     o, w = o.transpose(1, 2).flatten(2), block.self_attn.o_proj.weight
     return Project8.apply(whole(h), o, w, *block.scales())
 
-def feed8(block, h): # the stream or a pair
+def feed8(block, h): # the residual stream or a pair
     "Compute the part `feed` of a block. Returns the residual stream, B T d"
     m, norm = block.mlp, block.post_attention_layernorm
     weights = norm.weight, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight

@@ -115,7 +115,7 @@ class Fp8Heads(torch.autograd.Function):
     forward, backward = staticmethod(_heads_forward), staticmethod(_heads_backward)
 
 # %% ../../nbs/17_fused_fp8.ipynb #b3d63b13
-def fp8_heads(block, h, cos, sin): # h: the stream B T d, or a pair of it and what is to be added
+def fp8_heads(block, h, cos, sin): # h: the residual stream B T d, or a pair of it and what is to be added
     "Compute the block's part `heads`: the norm and the matmul for Q, K and V in FP8"
     a, norm = block.self_attn, block.input_layernorm
     h, *qkv = Fp8Heads.apply(*stream_pair(h), norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight,
@@ -246,7 +246,7 @@ def _head_backward(ctx, g):
     return (dh*scale).to(dh.dtype), dw*scale, *[None]*9
 
 class Fp8LinearCE(torch.autograd.Function):
-    "Mean loss of h @ w.T as `chunked_ce.LinearCrossEntropy`, its products in FP8; h: N d, w: V d, y: N"
+    "An autograd function: `chunked_ce.LinearCrossEntropy` with FP8 matmuls; h: N d, w: V d, y: N"
     forward, backward = staticmethod(_head_forward), staticmethod(once_differentiable(_head_backward))
 
 # %% ../../nbs/17_fused_fp8.ipynb #f6991ef1
