@@ -472,7 +472,7 @@ def evaluate(lm, # an `LM`
 SAME = "task", "source", "weights", "engine", "dtype", "context", "n", "documents"
 
 def saved_evals(path): # a file that may not be there yet
-    "Return its records. Raises `InputError` for a file that holds something else"
+    "Read the records of a file. Raises `InputError` for a file that holds something else"
     return read_json(path, list[dict[str, Any]]) if Path(path).exists() else []
 
 def save_evals(path, new): # a file; records of `evaluate`

@@ -183,7 +183,7 @@ def read_run(folder): # of a run, or of a checkpoint in it, however many process
 
 # %% ../nbs/62_export.ipynb #1dcdf00d
 def unfinished(folder): # of a run, or of a checkpoint in it
-    "What to say of a run that hasn't taken all its steps; an empty string if it has, or reached its target"
+    "Return a note on a run that hasn't taken all its steps; \"\" if it has, or reached its target"
     run = run_of(folder)
     file_of(run, "config.json", "it is not the folder of a run")
     res, steps = read_result(run), read_record(run).steps

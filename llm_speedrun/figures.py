@@ -37,7 +37,7 @@ def arrow(ax, # of `canvas`
           text="", # at its middle
           color="k", # of matplotlib's
           size=8): # of the text, in points
-    "Draw an arrow with a text beside it"
+    "Draw an arrow with a text next to it"
     ax.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=color, lw=1.4, shrinkA=0, shrinkB=0))
     (x0, y0), (x1, y1) = start, end
     flat = abs(x1 - x0) > abs(y1 - y0) # then the text stands above, else to the right

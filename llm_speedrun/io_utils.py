@@ -20,13 +20,13 @@ from filelock import FileLock, Timeout
 
 # %% ../nbs/06_files.ipynb #c3e0d15a
 class SpeedrunError(Exception):
-    "An error that we foresaw: its message says what is wrong and what to do"
+    "A foreseen error: its message says what is wrong and what to do"
 
 class InputError(SpeedrunError, ValueError):
     "What was given can't be used: an option, a file, an argument"
 
 class RunError(SpeedrunError, RuntimeError):
-    "What was begun can't go on: this machine, its memory, a process that died"
+    "An error of a run that can't continue: this machine, its memory, a process that crashed"
 
 class AllFailed(RunError):
     "Raised by every process of a group, after the same step"
@@ -111,7 +111,7 @@ def synced(path): # a file or a folder
 def replace_file(path, # the file to write
                  text, # its new content
                  sync=False): # wait until it is on the disk
-    "Write `text` beside `path` and rename, so that a reader finds the old content or the new, never half"
+    "Write `text` to a temporary file and rename it to `path`: a reader finds the old or the new content"
     path = Path(path)
     tmp = path.with_name(path.name + ".tmp")
     try:

@@ -122,7 +122,7 @@ def check_share(folder): # of records, "" for none
 
 def share_ladder(records, # of one ladder
                  folder): # of records, a file for each GPU
-    "Add `records` to `<gpu>.json` in `folder`, draw them beside other GPUs: `<gpu>.png`. Returns both paths"
+    "Add `records` to `<gpu>.json` in `folder`, and draw all GPUs in `<gpu>.png`. Returns both paths"
     import matplotlib.pyplot as plt
     path = Path(folder)/records_path(records[0]["gpu"]).name
     path.parent.mkdir(parents=True, exist_ok=True); save_records(records, path)

@@ -295,7 +295,7 @@ def warm_up(build, # builds a version: returns its step, a function without argu
 def take_turns(steps, # a dict from name to a step that is warm
                rounds=5, # how often each has its turn
                reps=4): # timed steps in a turn
-    "Run the steps in turn, A B A B. A dict from name to rounds, lists of milliseconds"
+    "Time the steps interleaved, A B A B. Returns name -> rounds, lists of milliseconds"
     if in_test(): rounds, reps = min(rounds, 2), 1
     res = {name: [] for name in steps}
     for _ in progress(range(rounds), "measuring"):
@@ -307,7 +307,7 @@ def compare(builders, # a dict from name to a function that builds a version and
             rounds=5, # how often each has its turn
             reps=4, # timed steps in a turn
             warmup=3): # steps before the first turn
-    "Measure several versions of a step in turn, A B A B. A dict from name to `Measured`"
+    "Measure several versions of a step, interleaved as A B A B. Returns name -> `Measured`"
     steps, res = {}, {}
     for name, build in builders.items(): steps[name], res[name] = warm_up(build, 1 if in_test() else warmup)
     for name, r in take_turns(steps, rounds, reps).items(): res[name].rounds = r

@@ -136,7 +136,7 @@ def import_plugin(spec): # an absolute path or the name of a module
 
 # %% ../nbs/06c_plugins.ipynb #33plug45
 def forget_plugin(spec): # of a plug-in
-    "Remove the names that a plug-in has defined, so that it can be imported anew"
+    "Remove the names that a plug-in has defined, so that it can be imported again"
     if not (p := LOADED.pop(spec, None)): return
     for kind, table in tables().items():
         for name in p.names.get("model" if kind in OTHERS else kind, ()): table.pop(name, None)

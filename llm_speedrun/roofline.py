@@ -64,7 +64,7 @@ def copy_rate(nbytes, # size of the source
 # %% ../nbs/02_roofline.ipynb #7cf5f7e6
 @dataclass(frozen=True)
 class Ceilings:
-    "What a device does at best: FLOP/s of a large matrix product by number format, and bytes/s of a copy"
+    "A device's measured limits: FLOP/s of a large matmul by number format, and bytes/s of a copy"
     matmul: dict
     copy: float
 
@@ -146,7 +146,7 @@ def op_kind(name): # an ATen name, such as "mm" or "_foreach_add_"
 # %% ../nbs/02_roofline.ipynb #fc1373b4
 @dataclass(frozen=True)
 class Op:
-    "One counted operation: its ATen name, its kind, the format of its products, FLOPs and bytes"
+    "One counted operation: its ATen name, its kind, the format of its matmuls, FLOPs and bytes"
     name: str
     kind: str
     fmt: str

@@ -81,7 +81,7 @@ class Backward:
 # %% ../nbs/05_runs.ipynb #97cb0648
 @dataclass(frozen=True)
 class Run:
-    "What one optimizer step needs. Rungs take one and return another; none is ever changed in place"
+    "What one optimizer step needs. A rung takes a run and returns another; none is ever changed in place"
     model: nn.Module
     loss: Callable = model_loss # (model, x, y) -> mean loss
     optimizer: Callable = adamw # model -> torch.optim.Optimizer
@@ -121,7 +121,7 @@ def in_forward(self:Run, context): # () -> context manager
 
 @patch
 def release(self:Run):
-    "Drop what the rungs keep on the GPU and can make again, such as recorded graphs"
+    "Drop what the rungs keep on the GPU and can recompute, such as CUDA graphs"
     for f in self.releases: f()
 
 # %% ../nbs/05_runs.ipynb #5b415fd8
@@ -391,7 +391,7 @@ def find_rung(name): # a rung's name
 
 # %% ../nbs/05_runs.ipynb #d993021a
 class UninitializedGPT(GPT):
-    "A `GPT` whose weights somebody else makes"
+    "A `GPT` whose weights are initialized by other code"
     def init_weights(self, seed): pass
 
 def baseline(config, # a `GPTConfig`
@@ -526,7 +526,7 @@ def make_step(config, # a `GPTConfig`
 
 # %% ../nbs/05_runs.ipynb #d74b1945
 def free_memory():
-    "Give the GPU's memory back that nobody holds any more, cycles of Python's included"
+    "Free unused GPU memory, also that held by Python's reference cycles"
     if torch.cuda.is_available(): gc.collect(); torch.cuda.empty_cache()
 
 def peak_gib(config, rungs, batch, micro): # as for `make_step`

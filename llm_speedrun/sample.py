@@ -144,7 +144,7 @@ def typed():
     except (EOFError, KeyboardInterrupt): return print() # the line that it was typed on is over
 
 def go_on(generator, said, ids, eot): # a `Generator`; tokens to begin with, and typed ones; the end's id
-    "Have the generator read what was typed. A document that had ended goes on, if anything was typed"
+    "Have the generator read what was typed. A finished document is continued if anything was typed"
     if generator.ahead is None: return generator.begin([said + ids])
     if ids and generator.ahead[0, -1].item() == eot: generator.ahead = generator.ahead[:, :-1]
     generator.add(ids)

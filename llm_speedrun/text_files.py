@@ -263,7 +263,7 @@ def json_kind(source, key): # a `Source`; the key that holds the text
 
 # %% ../nbs/03b_text_files.ipynb #0e217e6d
 def text_pieces(text, size=250_000): # a document, the most characters in a piece
-    "Cut `text` into pieces, after a newline where there is one. The first pieces don't depend on the last"
+    "Split `text` into pieces, after a newline where there is one. The first ones don't depend on the last"
     lo = 0
     while len(text) - lo > size:
         hi = text.rfind("\n", lo, lo+size) + 1 or lo + size
@@ -487,7 +487,7 @@ def _read_saved(folder, key, report):
 
 # %% ../nbs/03b_text_files.ipynb #03bt0087
 class Documents:
-    "An iterator over the documents at a path. `report` says what was read so far, and what was left out"
+    "An iterator over the documents at a path. `report` counts what was read so far and what was skipped"
     def __init__(self, path, text_key="text"): # as for `read_documents`
         self.path, self.key, self.report = Path(path).expanduser(), text_key, ReadReport()
         self.files = document_files(path, text_key, self.report)

@@ -203,7 +203,7 @@ def token_file(
 
 # %% ../nbs/03d_token_files.ipynb #tokf0035c
 def check_width(files, dtype): # `TokenFile`s; of a token, as `meta.json` states it
-    "Raise `InputError` where the bytes of files without a header say that a token is wider"
+    "Raise `InputError` if the bytes of files without a header show that a token is wider"
     for f in files:
         width = f.dtype.itemsize
         if f.start or width > 4 or not _seems_wider(_sample(f.path, len(f)*width), width): continue
@@ -387,7 +387,7 @@ def check_meta(meta): # a `Meta`
 
 # %% ../nbs/03d_token_files.ipynb #22a6e04a
 class Meta(msgspec.Struct):
-    "What `meta.json` says of the token files beside it"
+    "The content of `meta.json`, which describes the token files next to it"
     vocab: Vocabulary | None = None                 # every token is below it
     dtype: Width | None = None                      # of a token on disk; by default told from the files
     eot: Tokens | None | msgspec.UnsetType = msgspec.UNSET  # the token that begins a document; null: none
@@ -405,7 +405,7 @@ class Meta(msgspec.Struct):
 
 # %% ../nbs/03d_token_files.ipynb #afa997f9
 def check_counts(folder, meta, split, shards):
-    "Raise `InputError` where the files of a split don't have the tokens that `meta.json` says"
+    "Raise `InputError` if the files of a split don't have as many tokens as `meta.json` states"
     sizes = dict(zip((p.name for p in shards.paths), map(len, shards.files)))
     for name, n in sizes.items():
         if name in meta.files and n != meta.files[name]:
@@ -418,7 +418,7 @@ def check_counts(folder, meta, split, shards):
 
 # %% ../nbs/03d_token_files.ipynb #tokf0054
 class Characters(msgspec.Struct):
-    "What nanoGPT's `meta.pkl` says"
+    "The content of nanoGPT's `meta.pkl`"
     itos: dict[int, str]                # token -> its text
     vocab_size: Vocabulary | None = None
 
@@ -453,7 +453,7 @@ def character_tokenizer(c) -> Tokenizer | None: # a `Characters`
 
 # %% ../nbs/03d_token_files.ipynb #tokf0062
 def check_gpt2(shards):
-    "Raise `InputError` where tokens that don't say otherwise can't be, or hardly are, GPT-2's"
+    "Raise `InputError` if tokens without a stated vocabulary can't be GPT-2's, or hardly are"
     n, size = 64, 2**12
     starts = np.linspace(0, max(0, len(shards) - size), n).astype(int).tolist()
     top = max(int(shards[s:s+size].max()) for s in starts)

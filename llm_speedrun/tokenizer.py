@@ -83,7 +83,7 @@ def end_token(tokenizer):
                      f"with speedrun_data --end_token{', one of ' if near else ''}{', '.join(near)}")
 
 def set_end_token(tokenizer, name): # prepared
-    "Make that token the tokenizer's end of a text. Raises `InputError` if it has none, or in ordinary text"
+    "Set the tokenizer's end-of-text token. Raises `InputError` if it has none, or in ordinary text"
     tokenizer.end = name
     if end_token(tokenizer) in tokenizer.encode(name, add_special_tokens=False).ids:
         raise InputError(f"{name} is a token of ordinary text, and an end token must not occur in any: take "
@@ -180,7 +180,7 @@ def add(self: Losses, text):
 PLAUSIBLE = .5, 50.                 # bytes per token, from 1,000 bytes on
 
 class TextSummary(msgspec.Struct):
-    "What `meta.json` says of the text that the tokens are from"
+    "A summary of the text of the tokens, as in `meta.json`"
     documents: int = 0
     bytes: int = 0                  # in UTF-8
     tokens: int = 0                 # without end tokens, and before any limit
@@ -238,7 +238,7 @@ def summary(self: Tally, report=None): # the `ReadReport` of the files, if the t
                        dict([*r.skipped.items()][:100]), r.empty, r.lines() if report else [])
 
 def summary_lines(s): # a `TextSummary`
-    "Return it in words, a list of lines"
+    "Return a summary of the text as a list of lines"
     lost = f", of which {s.lost:,} characters are lost" if s.lost else ""
     return [*s.lines, f"{s.documents:,} document{'s'*(s.documents != 1)}, {s.bytes:,} bytes of text{lost}, "
             f"{s.bytes/max(1, s.tokens):.2f} bytes per token"]

@@ -229,7 +229,7 @@ def peer_paths(text): # such as "compile_whole,nanogpt=clones/nanoGPT"
 def compare_with_peers(config, batch, # as for `contenders`
                        rungs, # names: our run
                        paths): # of `peer_paths`
-    "Measure our run and the peers in turn. Returns records, ours first"
+    "Measure our run and the peers, interleaved. Returns records, ours first"
     return race(contenders(config, batch, {"llm_speedrun": list(rungs)}, paths))
 
 # %% ../../nbs/25_peers.ipynb #25peer84

@@ -147,7 +147,7 @@ def run_race_job(folder): # of a job
 
 # %% ../../nbs/48_race.ipynb #race0048
 def raced(job, folder): # a `Job`, its folder
-    "Run the job in this process. Returns what there is to say of it, a dict"
+    "Run the job in this process. Returns its results, a dict"
     if job.kind in ("ours", "nanochat"): prepare_process() # as their own programs do
     corpus = open_corpus(job.data)
     corpus.train.check(); corpus.val.check()

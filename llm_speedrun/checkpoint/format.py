@@ -70,7 +70,7 @@ def parameter_names(model, opt): # an optimizer of the model's parameters
 
 def named_state(model, # whose parameters are updated
                 opt): # an optimizer of them
-    "Return the optimizer's state with names in place of numbers, a tree for `flatten_state`"
+    "Return the optimizer's state with parameter names as keys, a tree for `flatten_state`"
     order, state = parameter_names(model, opt), opt.state_dict()
     groups = [g | dict(params=[order[i] for i in g["params"]]) for g in state["param_groups"]]
     kept = {order[i]: s for i, s in state["state"].items()}

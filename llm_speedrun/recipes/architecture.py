@@ -25,7 +25,7 @@ class Head(nn.Module):
 CUT = "one matrix for embedding and head is all that it can cut: train on one GPU, or with ddp"
 
 class UntiedGPT(GPT):
-    "A `GPT` whose output projection is a matrix of its own, `lm_head`, beside the embedding"
+    "A `GPT` whose output projection is a matrix of its own, `lm_head`, separate from the embedding"
     excludes = dict(fsdp=CUT, tensor_parallel=CUT) # rung -> why it doesn't go with this model
     def __init__(self, config, # a `GPTConfig`
                  seed=0): # of the initial weights
@@ -68,8 +68,8 @@ def init(run, # a `Run`, whose weights change in place
          head=0., # of a head of its own; 0 makes all tokens equally likely
          matrix=.7, # of the matrices that read the stream, times the root of their columns
          out=0.): # the same of those that write into it, `o_proj` and `down_proj`; of 0, a block adds nothing
-    """Draw the embedding, the head and the matrices anew from `run.seed`, the same ones on each process.
-    Vectors stay. Raises `InputError` where the weights are cut among processes"""
+    """Redraw the embedding, the head and the matrices from `run.seed`, the same ones on each process.
+    Vectors stay. Raises `InputError` where the weights are sharded"""
     check_whole(run)
     roles, std = run.model.roles(), dict(embed=embed, head=head, matrix=matrix, out=out)
     g = torch.Generator(run.device).manual_seed(run.seed)

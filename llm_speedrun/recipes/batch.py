@@ -90,7 +90,7 @@ class Phases:
     pieces: tuple = (1,) # that a sequence is cut into
 
     def __call__(self, step, steps): # 0 is the first; of the whole run
-        "Updates of that step, and pieces of each of its sequences"
+        "Return the updates of a step, and the pieces of each of its sequences"
         return tuple(in_phase(xs, step, steps) for xs in (self.updates, self.pieces))
 
     def shares(self):
@@ -156,7 +156,7 @@ def in_window(window, # keys that a query sees
 
 # %% ../../nbs/42_batch.ipynb #ebba911f
 class Windowed:
-    "The loss of a run whose queries see fewer keys at first, and a schedule that says which window it is"
+    "The loss of a run whose queries see fewer keys at first, and a schedule that sets the window"
     def __init__(self, run, windows): # a `Run`; keys in phases of equal length, 0 for all
         self.loss, self.whole, self.windows, self.now = run.loss, run.model, windows, 0
         tree = lambda w: run.with_model(partial(set_parts, attend=partial(in_window, w))).model

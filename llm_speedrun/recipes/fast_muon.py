@@ -26,7 +26,7 @@ def matrix_shapes(config): # a `GPTConfig`
 # %% ../../nbs/44_fast_muon.ipynb #9f1da6cf
 @dataclass(frozen=True)
 class Stack:
-    "Matrices that lie in one tensor k m n, m ≤ n: first those that lie down for it, squares among them"
+    "Matrices in one tensor k m n, m ≤ n: first the transposed and square ones"
     m: int
     n: int
     tall: tuple # places of matrices of n rows and m columns in the list of all

@@ -40,7 +40,7 @@ def with_cap(loss, # a model's part: (h, w, y) -> mean loss
 
 # %% ../../nbs/49_beyond.ipynb #5b956b46
 class Scales(nn.Module):
-    "Learned numbers"
+    "Learned scale factors"
     role = "vector" # of its weight
     def __init__(self, *start): # with which they begin
         super().__init__()
@@ -48,7 +48,7 @@ class Scales(nn.Module):
     def like(self, x): return self.weight.to(x.dtype).unbind() # one by one, in the type of `x`
 
 class Mix(Scales):
-    "The stream and the embedding, mixed; in the beginning the stream alone"
+    "A mix of the residual stream and the embedding; at the beginning the residual stream alone"
     def __init__(self): super().__init__(1., 0.)
     def forward(self, h, x0): # B T d each
         a, b = self.like(h)
@@ -67,7 +67,7 @@ class Values(nn.Module):
 
 # %% ../../nbs/49_beyond.ipynb #40589c5a
 class Gate(nn.Module):
-    "A factor from 0 to 2 for each head and token, by `seen` numbers of the stream; 1 in the beginning"
+    "A factor from 0 to 2 for each head and token, from `seen` values of the residual stream; 1 at first"
     role = "vector" # of its weight: too small for what is done to matrices, and kept as a vector
     def __init__(self, c, seen=12): # a `GPTConfig`; numbers of the stream
         super().__init__()

@@ -38,7 +38,7 @@ class MuonRule:
 # %% ../../nbs/43_muon.ipynb #d5db1c02
 @patch
 def __call__(self:MuonRule, group, params, grads, states, found_inf=None): # as for `AdamWRule`
-    "One step, in place. With `found_inf` it waits for the GPU"
+    "Take one step, in place. With `found_inf` it waits for the GPU"
     if found_inf is not None and found_inf: return
     for p, g, s in zip(params, grads, states):
         m, mu = s["momentum"], group["momentum"]

@@ -25,7 +25,7 @@ class NorMuonRule:
 
     def __call__(self, group, params, grads, states, found_inf=None, # as for `AdamWRule`
                  share=None): # as for `fast_muon`
-        "One step, in place. Never waits for the GPU"
+        "Take one step, in place. Never waits for the GPU"
         fast_muon(group, params, grads, states, found_inf, share, symmetric=True)
 
 # %% ../../nbs/45_normuon.ipynb #0ce61105

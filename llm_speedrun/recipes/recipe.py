@@ -43,7 +43,7 @@ class AdamWRule:
 def __call__(self:AdamWRule, group, # settings: `lr` and those of `settings`
              params, grads, states, # lists of equal length
              found_inf=None): # a tensor: where it is 1, nothing changes
-    "One step, in place"
+    "Take one step, in place"
     m, v, t = ([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq", "step"))
     b1, b2 = group["betas"]
     adamw_update(params, grads, m, v, [], t, fused=True, found_inf=found_inf, amsgrad=False, maximize=False,

@@ -103,7 +103,7 @@ def logit_grad(x, hot: tl.constexpr, shift, factor, z_loss: tl.constexpr, softca
 @jit
 def write_grads(x_ptr, offs, shift, factor, V: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
                 BLOCK: tl.constexpr):
-    "Put the gradient in the place of a row's logits, as if none were the target"
+    "Write the gradient over a row's logits, as if none were the target"
     WHOLE: tl.constexpr = V // BLOCK * BLOCK
     for i in range(0, WHOLE, BLOCK):
         x = read_logits(x_ptr + i + offs, None, softcap, False)

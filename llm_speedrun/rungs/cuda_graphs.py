@@ -115,7 +115,7 @@ class RecordedLoss:
         of_model[x.shape] = p + 1
         return self.loss(model, x, y)
 
-    def forget(self): "Drop what was recorded, and its memory"; self.passes.clear()
+    def forget(self): "Drop the captured graphs, and their memory"; self.passes.clear()
 
 # %% ../../nbs/19_cuda_graphs.ipynb #8d599ce3
 @rung("record", needs=needs_capability(7, 0, "a CUDA graph of the step"), excludes=["fp16"], gpu_only=True)

@@ -104,8 +104,8 @@ def __call__(self:HookedLoss, model, x, y): # a `GPT`, B T tokens and the B T th
 
 # %% ../../nbs/51_ddp.ipynb #51ddp031
 class ReplayedLoss(SharedLoss):
-    """Sends gradients while a recorded pass is replayed: the graph marks when a bucket is ready, and another
-    stream waits for the mark. All passes send the same buckets in the same order, replayed or not"""
+    """A loss that sends gradients during the replay of a CUDA graph: the graph marks when a bucket is ready,
+    and another CUDA stream waits for the mark. All passes send the same buckets in the same order"""
     def __init__(self, loss, # a `RecordedLoss`
                  group, mb): # as for a `SharedLoss`
         super().__init__(loss, group, mb)

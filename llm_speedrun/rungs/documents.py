@@ -39,7 +39,7 @@ def document_borders(x, eot): # B T tokens, the token that begins a document
 
 # %% ../../nbs/24_documents.ipynb #eaef5885
 def check_documents(corpus): # a `data.Corpus`
-    "Raise `InputError` if nobody knows where its documents begin, before there is a run"
+    "Raise `InputError` before there is a run if it isn't known where documents begin"
     if corpus.eot is None:
         raise InputError(f"{corpus.name} doesn't say which token begins a document: leave out "
                          "--document_mask, or tokenize its text with speedrun_data")

@@ -60,7 +60,7 @@ def make_weights(run): # whose weights are shapes; its gradient syncs know who h
 
 # %% ../../nbs/52_fsdp.ipynb #5a36f8ca
 class FSDP(GradientSync):
-    "FSDP2's hooks gather and reduce what is cut. What isn't, is reduced when the passes are over"
+    "FSDP2's gradient sync: its hooks gather and reduce what is sharded. The rest is reduced after the passes"
     hooked = True
     def __init__(self, run, # a `Run` whose model is cut
                  each): # reduce after each micro-batch
@@ -70,12 +70,12 @@ class FSDP(GradientSync):
         self.cut = {n for n, p in run.model.named_parameters() if isinstance(p, DTensor)}
 
     def micro(self, last): # whether the micro-batch is the step's last one
-        "Nothing to enter: the hooks are told"
+        "Return an empty context; it sets how the hooks behave"
         self.model.set_requires_gradient_sync(last or self.each)
         return nullcontext()
 
     def groups(self, name): # of a parameter
-        "The processes that share the batch, for what is cut"
+        "Return the processes that share the batch, for a sharded parameter"
         return (self.group,) if name in self.cut else ()
 
 # %% ../../nbs/52_fsdp.ipynb #da06e45c

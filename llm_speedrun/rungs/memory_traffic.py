@@ -245,7 +245,7 @@ def precomputed_grads(loss): # of a forward pass
 
 # %% ../../nbs/28_fewer_passes.ipynb #c8bac016
 class DirectBackward(Backward):
-    "Takes finished gradients where they lie; where a loss has none, it is autograd's backward pass"
+    "A backward pass that uses finished gradients in place; a loss without them gets autograd's"
     borrowed = () # weights whose gradients are a recording's, until its next pass
 
     def prepare(self):
@@ -261,7 +261,7 @@ class DirectBackward(Backward):
 @patch
 @torch.no_grad()
 def set_gradients(self:DirectBackward, params, grads): # lists; the gradients lie where a CUDA graph put them
-    "Make them the weights' gradients, or add them to what is there"
+    "Make tensors the weights' gradients, or add them to existing ones"
     old = [(p.grad, g) for p, g in zip(params, grads) if p.grad is not None]
     new = [(p, g) for p, g in zip(params, grads) if p.grad is None]
     if old: torch._foreach_add_(*map(list, zip(*old)))

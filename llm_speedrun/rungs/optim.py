@@ -132,7 +132,7 @@ def update_torch(tensors, # for each weight (p, g, m, v, low, scales): see `upda
                  key, # 64 bits, for the random numbers
                  skipped, # of the steps so far, how many were not taken: a tensor
                  found_inf): # a tensor: unless 0, this one isn't either
-    "AdamW's update in place, in plain PyTorch: what the kernel has to compute"
+    "Update by AdamW in place, in plain PyTorch: the reference for the kernel"
     if found_inf: return
     lr, betas, eps, weight_decay, t = (group[k] for k in ("lr", "betas", "eps", "weight_decay", "t"))
     scalars, first = adamw_scalars(lr, betas, eps, weight_decay, t - skipped.item()), 0
@@ -309,8 +309,8 @@ def tables_of(tensors, device, tables): # as for `update_triton`
 def update_triton(tensors, # (p, g, m, v, low, scales) for each weight: itself, gradient, moments; low or None
                   group, rounding, key, skipped, found_inf, # as for `update_torch`
                   tables): # a dict, which keeps the tables of addresses
-    """AdamW's update in place, in one kernel, for weights of one type and moments of one: FP32, or int8 and
-    uint8 codes with FP32 `scales` (2, blocks). All but the gradients must be contiguous"""
+    """Update by AdamW in place, in one kernel, for weights of one type and moments of one: FP32, or int8 and
+    uint8 with FP32 `scales` (2, blocks). All but the gradients must be contiguous"""
     tensors = [(p, g.contiguous(), *rest) for p, g, *rest in tensors]
     table, owners, aligned, block = tables_of(tensors, skipped.device, tables)
     lr, log = float(group["lr"]), lambda b: math.log(max(b, 1e-30))

@@ -155,7 +155,7 @@ class ReduceFromTP(torch.autograd.Function):
     def backward(ctx, g): return g, None
 
 class CopyToTP(torch.autograd.Function):
-    "(share, the stream, perhaps an addend) -> the same; backward, all-reduce of the processes' gradients"
+    "An autograd function that returns the residual stream; backward all-reduces its gradients"
     @staticmethod
     def forward(ctx, share, *hs):
         ctx.share = share
@@ -165,7 +165,7 @@ class CopyToTP(torch.autograd.Function):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #4d7ffca4
 class GradOnRankZero(torch.autograd.Function):
-    "(the stream, share) -> the same; backward, its gradient on the first process, zeros on the others"
+    "An autograd function that returns the residual stream; backward keeps the first process's gradient alone"
     @staticmethod
     def forward(ctx, h, share):
         ctx.share = share
@@ -175,7 +175,7 @@ class GradOnRankZero(torch.autograd.Function):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #fc5328f8
 class ScatterToSP(torch.autograd.Function):
-    "(share, the stream B T d, perhaps an addend) -> this process's tokens, n d each; backward, all-gather"
+    "An autograd function from the residual stream B T d to this process's tokens, n d; backward all-gathers"
     @staticmethod
     def forward(ctx, share, *hs):
         ctx.share, ctx.shape = share, hs[0].shape
@@ -202,7 +202,7 @@ def whole_stream(block, share): # a `model.Block` of fused parts, a `TPGroup`
 
 # %% ../../nbs/53_tensor_parallel.ipynb #82097d71
 class CutEmbedding(Embedding):
-    "Some rows of an embedding. From all tokens makes this process's rows of the stream, or the whole stream"
+    "A shard of an embedding's rows. Returns this process's rows of the residual stream, or all of it"
     def __init__(self, weight, # V/size d
                  share, # a `TPGroup`
                  narrow, # whether the stream has the type of products
@@ -257,7 +257,7 @@ class GatherFromTP(torch.autograd.Function):
 # %% ../../nbs/53_tensor_parallel.ipynb #6cd58b07
 @dataclass(frozen=True)
 class CutCrossEntropy:
-    "A model's plain loss, whose vocabulary is cut"
+    "A model's plain loss with a sharded vocabulary"
     share: TPGroup
     own_kernels = True # a compiler leaves it as it is
     def __call__(self, h, w, y): # n d, V/size d, B T
@@ -374,7 +374,7 @@ class PartLoss(torch.autograd.Function):
 # %% ../../nbs/53_tensor_parallel.ipynb #5df93435
 @dataclass(frozen=True)
 class CutChunkedCE:
-    "A model's loss in chunks of tokens, whose vocabulary is cut"
+    "A model's loss in chunks of tokens with a sharded vocabulary"
     share: TPGroup
     ce: ChunkedCE # whose options it keeps
     own_kernels = True # nothing for a compiler to do

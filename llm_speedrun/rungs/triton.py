@@ -50,12 +50,12 @@ def traced():
 def launch(kernel, # of `jit`
            grid, # a tuple: how many programs to start
            *args, **kwargs): # of the kernel
-    "Run a Triton kernel, visibly to whoever traces us"
+    "Run a Triton kernel, visibly to a compiler or dispatch mode that traces operations"
     (torch.library.wrap_triton(kernel) if traced() else kernel)[grid](*args, **kwargs)
 
 # %% ../../nbs/13_triton.ipynb #e4d70f45
 def check_contiguous(op, names, tensors): # an operation's name, those of some tensors, and these
-    "Raise `InputError` for a strided one: a kernel that steps from row to row would take the wrong numbers"
+    "Raise `InputError` for a strided tensor: a kernel that steps from row to row would read wrong values"
     for name, t in zip(names, tensors):
         if not t.is_contiguous():
             raise InputError(f"{op}: {name} is a strided view, and this kernel takes contiguous rows: pass "

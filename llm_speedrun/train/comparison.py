@@ -189,7 +189,7 @@ def vocabulary(folder): # of a run
     except (OSError, InputError): return None
 
 def same_pairs(a, b): # two of `RunCurve`
-    "Whether a bigram model has the same loss on both runs' validation text; None where nobody knows"
+    "Return whether a bigram model has the same loss on both runs' validation text; None if unknown"
     one, two = (c.run["result"].bigram_loss for c in (a, b))
     return None if one is None or two is None else math.isclose(one, two, rel_tol=1e-5)
 
@@ -198,7 +198,7 @@ VIEWS = dict(seq_len="sequences of other lengths", eval_tokens="other numbers of
              document_mask="attention across documents in one and not in the other")
 
 def mismatch(a, b): # two of `RunCurve`
-    "Why their losses aren't comparable, texts; nothing where they are, as far as the folders tell"
+    "Yield why two runs' losses aren't comparable, texts; nothing where they are, as far as is known"
     said = {k: [in_short(c.config.get(k)) for c in (a, b)] for k in ("data", *VIEWS)}
     tokens, same = vocabulary(a.folder) == vocabulary(b.folder), same_pairs(a, b)
     moved = said["data"][0] != said["data"][1] # which may be the same text at another place
@@ -212,7 +212,7 @@ def mismatch(a, b): # two of `RunCurve`
 COLORS = BLUE, ORANGE, GREEN, PURPLE, "#b4534b", "#3b8ea5", GREY
 
 class Comparison:
-    "Two or more runs beside each other. Raises `InputError` for fewer, and for one without any loss"
+    "A comparison of two or more runs. Raises `InputError` for fewer, and for a run without any loss"
     def __init__(self, folders): # of runs
         places = [*dict.fromkeys(Path(f).resolve() for f in folders)]
         if len(places) < 2: raise InputError(f"{folders[0]} alone has nothing to be compared with: name two "
@@ -238,7 +238,7 @@ def give_colors(self:Comparison):
 
 # %% ../../nbs/64_comparison.ipynb #ac4f4fee
 def figures(c): # a `RunCurve`
-    "What it has come to, texts: losses, steps, tokens, seconds, speed, memory; a dash for what nobody knows"
+    "Return a run's key figures as texts: losses, steps, tokens, seconds, speed, memory; a dash for None"
     at, losses = c.curve("steps")
     last = lambda values, spec: fmt(values[-1] if len(values) and math.isfinite(values[-1]) else None, spec)
     speeds, peaks = ([v for _, v in points(c.run["rows"], k)] for k in ("tok_s", "gpu_peak_gib"))

@@ -301,7 +301,7 @@ def lane(self:StreamBatches, k, n): # which of how many
 # %% ../../nbs/39_loader.ipynb #85b8bfb9
 @patch
 def cut(self:LaneBatches, lanes): # how many
-    "Begin anew with so many lanes. Raises `InputError` where the numbers don't divide"
+    "Start with a number of lanes. Raises `InputError` where the numbers don't divide"
     rows, can = self.stream.batch, [str(k) for k in range(1, lanes + 1) if lanes % k == 0]
     if lanes % self.n: raise InputError(
         f"a stream of {lanes} lane{'s'*(lanes > 1)} can't be shared by {self.n} processes: go on with "
@@ -345,7 +345,7 @@ def lanes_for(rows, # sequences in a step
 
 def shares_of(batches, # `Batches`, `MixedBatches` or `StreamBatches` of the whole step
               world): # a `World`
-    "This process's rows of them, by its place in `dp`. Those who share one model's parts get the same"
+    "Return this process's rows of batches, by its rank in `dp`. Ranks along `tp` get the same ones"
     place, n = world.rank_and_size("dp")
     if isinstance(batches, StreamBatches): return LaneBatches(batches, place, n, lanes_for(batches.batch, n))
     return batches if n == 1 else RankBatches(batches, place, n)

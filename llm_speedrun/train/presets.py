@@ -30,7 +30,7 @@ def clash(a, b): # with options or without
 
 def fitting(rungs, # with options or without
             beside=()): # rungs that are there already
-    "Return those of `rungs` that can run here and are compatible with those before them"
+    "Return the rungs that can run here and are compatible with those before them"
     kept, gpu = list(beside), torch.cuda.is_available()
     for spec in rungs:
         r = find_rung(rung_name(spec))

@@ -43,7 +43,7 @@ class Phase(msgspec.Struct):
     depth: int = 0 # how many phases are around it
 
 class Start(msgspec.Struct):
-    "What a run's `result.json` says of the time before its first step"
+    "The time before the first step, as a run's `result.json` records it"
     seconds: Number | None = None
     phases: list[Phase] = []
 
