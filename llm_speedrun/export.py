@@ -195,13 +195,13 @@ def unfinished(folder): # of a run, or of a checkpoint in it
 
 # %% ../nbs/62_export.ipynb #a9406334
 def json_bytes(d): # a dict
-    "The bytes of a JSON file"
+    "Return the bytes of a JSON file"
     return (json.dumps(d, indent=2) + "\n").encode()
 
 # %% ../nbs/62_export.ipynb #62tokf
 def tokenizer_files(path, # of a `tokenizer.json`
                     config): # a `GPTConfig`
-    "The exported tokenizer, file name -> bytes, and the ids of its bos, eos and pad tokens, by name"
+    "Return the exported tokenizer, file name -> bytes, and its bos, eos and pad ids, by name"
     data, tok = read_bytes_of(path, most=2**28), read_tokenizer(path)
     saved = json.loads(data)
     if saved.get("truncation") or saved.get("padding"): data = tok.to_str(pretty=True).encode()
@@ -234,7 +234,7 @@ def check_new(out): # the folder to write
 # %% ../nbs/62_export.ipynb #95885793
 @contextmanager
 def written_whole(out): # the folder to write
-    "A new folder to fill, which becomes `out` when the block ends and is removed when it fails"
+    "Yield a new folder to fill, which becomes `out` if the block succeeds and is removed if it fails"
     check_new(out)
     out = Path(out).absolute()
     try:
@@ -309,7 +309,7 @@ def check_plain(d, # of a `config.json`
 
 # %% ../nbs/62_export.ipynb #56a37760
 def stated_model(d, where): # of a `config.json`; its path, for errors
-    "`GPT`, or `UntiedGPT` where the config doesn't tie the head to the embedding"
+    "Return `GPT`, or `UntiedGPT` where the config doesn't tie the head to the embedding"
     tied = d.get("tie_word_embeddings", False)
     if isinstance(tied, bool): return GPT if tied else UntiedGPT
     raise InputError(f"{where}: tie_word_embeddings is {json.dumps(tied)}, and must be true or false")
@@ -317,7 +317,7 @@ def stated_model(d, where): # of a `config.json`; its path, for errors
 # %% ../nbs/62_export.ipynb #744167d9
 def rope_base(q, # a `Qwen3`
               where): # its path, for errors
-    "The base of the rotary frequencies; a `ValueError` for scaled ones, or where two spellings disagree"
+    "Return the base of the rotary frequencies. Raises `ValueError` for scaled or contradictory ones"
     plain = dict(rope_type="default", type="default", partial_rotary_factor=1.)
     bases = {q.rope_theta} - {None}
     for name in ("rope_scaling", "rope_parameters"):
@@ -332,7 +332,7 @@ def rope_base(q, # a `Qwen3`
 def gpt_config(d, # of a `config.json`
                where, # its path, for errors
                name="custom"): # of the `GPTConfig`
-    "The `GPTConfig` of a Qwen3 config. Raises `InputError` for what a `GPT` can't express"
+    "Return the `GPTConfig` of a Qwen3 config. Raises `InputError` for what a `GPT` can't express"
     check_plain(d, where)
     q = qwen3(d, where)
     shape = {k: getattr(q, v) for k, v in SHAPE.items()}
@@ -345,7 +345,7 @@ def gpt_config(d, # of a `config.json`
 
 # %% ../nbs/62_export.ipynb #ea599f9a
 def read_config(path): # of a Qwen3 model's `config.json`
-    "Its `GPTConfig`, named after the folder. Whatever else the file holds is an `InputError`"
+    "Read a Qwen3 model's `GPTConfig`, named after the folder. Raises `InputError` for any other file"
     name = "custom" if path.parent.name in MODELS else path.parent.name # that is no plug-in's model
     return gpt_config(read_json(path, dict[str, Any]), path, name=name)
 
@@ -356,7 +356,7 @@ class Index(msgspec.Struct):
 
 # %% ../nbs/62_export.ipynb #81b803a2
 def weight_files(folder): # of a model
-    "Paths of its safetensors files. `FileNotFoundError` if there are none, `ValueError` for a bad index"
+    "Return the paths of safetensors files. Raises `FileNotFoundError` for none, `ValueError` for a bad index"
     one, index = Path(folder)/"model.safetensors", Path(folder)/"model.safetensors.index.json"
     if one.exists(): return [one]
     if not index.exists():
@@ -401,7 +401,7 @@ def from_pretrained(folder, # a run's, written by us or by transformers' `save_p
 
 # %% ../nbs/62_export.ipynb #5e976217
 def run_export(c): # an `ExportOptions`
-    "What `speedrun_export` does"
+    "Run `speedrun_export`"
     note, folder = unfinished(c.run), export_folder(c.run, c.out, c.dtype)
     mib = (folder/"model.safetensors").stat().st_size / 2**20
     tok = (folder/"tokenizer.json").exists()

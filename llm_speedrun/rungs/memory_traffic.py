@@ -304,7 +304,7 @@ def clipped_adamw_kernel(table_ptr, owner_ptr, factor_ptr, skipped_ptr, found_pt
 
 # %% ../../nbs/28_fewer_passes.ipynb #fd644bd4
 def adamw_numbers(group): # lr, betas, eps, weight_decay and t, the number of this step
-    "What the kernel takes of a group: floats"
+    "Return the kernel's arguments from a parameter group: floats"
     lr, log = float(group["lr"]), lambda b: math.log(max(b, 1e-30))
     return (1 - lr*group["weight_decay"], lr, *(1 - b for b in group["betas"]), *map(log, group["betas"]),
             float(group["eps"]), float(group["t"]))

@@ -74,7 +74,7 @@ def curve(self:RunCurve, over, kind="val"): # a key of `OVER`; "val" or "loss"
 
 # %% ../../nbs/64_comparison.ipynb #77363615
 def gap(a, b): # two curves: places and losses
-    "Places, and losses of `b` less those of `a`, on straight lines between points, where both have a curve"
+    "Return places, and losses of `b` less those of `a`, interpolated linearly where both curves exist"
     (xa, ya), (xb, yb) = a, b
     if not (len(xa) and len(xb)): return np.array([]), np.array([])
     x = np.union1d(xa, xb)
@@ -82,27 +82,27 @@ def gap(a, b): # two curves: places and losses
     return x, np.interp(x, xb, yb) - np.interp(x, xa, ya)
 
 def smooth(curve): # places and training losses
-    "The same, fewer points, as a running mean"
+    "Return a running mean of a curve, with fewer points"
     x, y = thinned([*zip(*curve)])
     return x, running_mean(y)
 
 # %% ../../nbs/64_comparison.ipynb #fe548890
 def draw_course(ax, c, over): # axes, a `RunCurve`, a key of `OVER`
-    "Its training loss, faint, and its validation loss"
+    "Draw a run's training loss, faint, and its validation loss"
     for kind, look in dict(loss=dict(lw=1, alpha=.4), val=dict(marker="o", ms=4, mec="w", lw=1.6)).items():
         x, y = smooth(c.curve(over, kind)) if kind == "loss" else c.curve(over)
         label = c.title if kind == "val" or not c.val else None
         if len(x): ax.plot(x, y, color=c.color, label=label, **look)
 
 def draw_gap(ax, a, b, over): # axes, two of `RunCurve`, a key of `OVER`
-    "What `b` has more than `a`: in validation, or in training where one has no validation yet"
+    "Draw how much higher `b` is than `a`: in validation, or in training where one has no validation yet"
     kind = "val" if a.val and b.val else "loss"
     one, two = (c.curve(over) if kind == "val" else smooth(c.curve(over, "loss")) for c in (a, b))
     ax.plot(*gap(one, two), "o-" if kind == "val" else "-", color=b.color, lw=1.4, ms=3, mec="w")
 
 # %% ../../nbs/64_comparison.ipynb #31cf8ab4
 def limits(courses, over): # of `RunCurve`, a key of `OVER`
-    "Least and greatest loss to show: all but those of the first twentieth of the training steps"
+    "Return the least and greatest loss to show, without the first twentieth of the training steps"
     seen = [v for c in courses for v in smooth(c.curve(over, "loss"))[1][min(len(c.loss), 800)//20:]]
     seen += [v for c in courses for v in c.curve(over)[1]]
     room = .05*(max(seen) - min(seen)) or .1
@@ -110,7 +110,7 @@ def limits(courses, over): # of `RunCurve`, a key of `OVER`
 
 # %% ../../nbs/64_comparison.ipynb #bc736303
 def overlay(courses, over): # a list of `RunCurve`, the first to compare with; a key of `OVER`
-    "Losses over the axis, and below them what each has more than the first: a Figure, None without a point"
+    "Draw losses over the axis, and below them the differences from the first run: a Figure, or None"
     from matplotlib.figure import Figure
     if not any(len(c.curve(over, kind)[0]) for c in courses for kind in ("val", "loss")): return None
     with styled():
@@ -145,7 +145,7 @@ def reached(curve, # places and losses of evaluations, in their order
 ASIDE = "name out cwd run_id group date resume overwrite why".split() # where and when, not what
 
 def settings(config): # of a run
-    "All that it says but where and when, groups taken apart: `model.width`"
+    "Return a run's settings without place and date, in one level: `model.width`"
     res = {}
     for k, v in config.items():
         if k in ASIDE: continue
@@ -153,13 +153,13 @@ def settings(config): # of a run
     return res
 
 def in_short(v): # anything of JSON
-    "It as text for a table"
+    "Format any JSON value as text for a table"
     if v is None or v == "": return "–"
     return one_line(v if isinstance(v, str) else json.dumps(v), 60).replace("|", "/")
 
 # %% ../../nbs/64_comparison.ipynb #8143d85f
 def differing_settings(configs): # of several runs
-    "The settings that aren't the same in all, name -> texts; of the rungs those that not all have"
+    "Return the settings that differ, name -> texts; of the rungs those that not all runs have"
     each = [settings(c) for c in configs]
     found = {k: [s.get(k) for s in each] for k in dict.fromkeys(k for s in each for k in s)}
     found = {k: vs for k, vs in found.items() if any(v != vs[0] for v in vs)}
@@ -170,7 +170,7 @@ def differing_settings(configs): # of several runs
 
 # %% ../../nbs/64_comparison.ipynb #55f4d587
 def repeats(courses): # of `RunCurve`
-    "Lists of three or more of them that differ in `seed` alone"
+    "Return lists of three or more runs that differ in `seed` alone"
     groups = {}
     for c in courses:
         same = {k: v for k, v in settings(c.config).items() if k != "seed"}
@@ -183,7 +183,7 @@ class Vocabulary(msgspec.Struct):
     model: dict
 
 def vocabulary(folder): # of a run
-    "Its tokenizer's tokens; None where there is no tokenizer, or none that can be read"
+    "Return the tokens of a run's tokenizer; None without a readable tokenizer"
     path = folder/"tokenizer.json"
     try: return decoded(read_bytes_of(path, 2**28), Vocabulary, path).model.get("vocab")
     except (OSError, InputError): return None
@@ -256,7 +256,7 @@ def summary(self:Comparison):
 
 # %% ../../nbs/64_comparison.ipynb #e9599125
 def when(c, level): # a `RunCurve`, a loss
-    "The seconds and tokens that it took to come down to this loss, a text"
+    "Return as text the seconds and tokens that a run took to reach this loss"
     if reached(c.curve("steps"), level) is None: return "never"
     seconds, tokens = (reached(c.curve(k), level) for k in ("seconds", "tokens"))
     return "-" if seconds is None else f"{seconds:,.1f} s, {short_number(tokens)}"
@@ -334,7 +334,7 @@ def page(self:Comparison):
 # %% ../../nbs/64_comparison.ipynb #9c8fa5b1
 def page_path(runs, # folders
               out=""): # as it was given
-    "Where the page goes. Raises `InputError` and `NotADirectoryError` where it can't"
+    "Return the path of the page. Raises `InputError` and `NotADirectoryError` where it can't be written"
     first, *others = [Path(r).resolve() for r in runs]
     name = others[0].name if len(others) == 1 else f"{len(others)}-others"
     beside = Path(os.path.relpath(first.parent))/f"compare-{first.name[:80]}-{name[:80]}.html"
@@ -346,7 +346,7 @@ def page_path(runs, # folders
 
 # %% ../../nbs/64_comparison.ipynb #7539e49b
 def run_compare(c): # `CompareOptions`
-    "What `speedrun_compare` does: print the tables, write the page"
+    "Run `speedrun_compare`: print the tables, write the page"
     both = Comparison(c.runs)
     path = page_path(c.runs, c.out)
     replace_file(path, both.page())
@@ -372,12 +372,12 @@ def check_search(c, given=()): # a `LrOptions`, names of the options that were g
 
 # %% ../../nbs/64_comparison.ipynb #eb16c54f
 def spaced(low, high, n): # learning rates, how many
-    "`n` rates from `low` to `high`, each the same number of times the one before; of one the middle"
+    "Return `n` rates from `low` to `high`, evenly spaced in their logarithm; for one the middle"
     return [low*(high/low)**(i/(n - 1)) for i in range(n)] if n > 1 else [math.sqrt(low*high)]
 
 def rates_to_try(c, # a `LrOptions`
                  usual): # the peak rate that training would take
-    "The rates. Raises `InputError` where the lowest isn't lower than the highest"
+    "Return the rates to try. Raises `InputError` where the lowest isn't lower than the highest"
     low, high = c.lowest or usual/16, c.highest or usual*16
     if low >= high: raise InputError(f"the learning rates would go from {low:g} to {high:g}: choose a lower "
                                      "--lowest or a higher --highest")
@@ -413,7 +413,7 @@ def reset(self:Search, turn=0): # which batches: 0 the first ones, 1 those after
 # %% ../../nbs/64_comparison.ipynb #44bd09a6
 def diverged(losses, # of the steps so far
              last=10): # steps to look at
-    "Whether they went wrong: not finite, or on average half a nat above the first one"
+    "Return whether losses are non-finite, or on average half a nat above the first one"
     new = losses[-last:]
     return not all(map(math.isfinite, new)) or len(losses) > last and statistics.mean(new) > losses[0] + .5
 
@@ -476,7 +476,7 @@ class Found(msgspec.Struct):
     sweep: tuple[list[float], list[float]] # rates and losses
 
 def ended(runs): # of `try_rate`
-    "Those that didn't diverge"
+    "Return the runs that didn't diverge"
     return [o for o in runs if o["val_loss"] is not None]
 
 # %% ../../nbs/64_comparison.ipynb #facb8273
@@ -602,7 +602,7 @@ def save_found(found, folder): # a `Found`, to write into
 
 def run_lr_search(c, # a `LrOptions`
                   given): # names of the options that were given
-    "What `speedrun_lr` does: search, print the table, write the folder"
+    "Run `speedrun_lr`: search, print the table, write the folder"
     prepare_process()
     s = Search(c, given)
     found = s.search(c.repeats)

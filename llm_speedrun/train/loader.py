@@ -323,7 +323,7 @@ def state_dict(self:LaneBatches, i=None): # batches used; by default all that we
     return [lane.state_dict(i) for lane in self.lanes]
 
 def joined_lanes(states): # the `LaneBatches.state_dict` of every process
-    "The position of the whole stream, to save: a dict of plain values. Processes may have the same lanes"
+    "Return the position of the whole stream, to save: a dict of plain values. Processes may share lanes"
     lanes = {p["rank"]: p for s in states for p in s}
     positions = [lanes[k] for k in sorted(lanes)]
     return positions[0] if len(positions) == 1 else dict(lanes=positions)
@@ -340,7 +340,7 @@ def load_state_dict(self:LaneBatches, state): # from `joined_lanes`, on every pr
 # %% ../../nbs/39_loader.ipynb #3c1d5492
 def lanes_for(rows, # sequences in a step
               n): # processes that share them
-    "Lanes of a new stream: one for one process, else two for each, or one where two don't divide a step"
+    "Return a new stream's lanes: one for one process, else two each, or one where two don't divide a step"
     return 2*n if n > 1 and rows % (2*n) == 0 else n
 
 def shares_of(batches, # `Batches`, `MixedBatches` or `StreamBatches` of the whole step

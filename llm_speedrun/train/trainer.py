@@ -246,7 +246,7 @@ def fit(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #30again1
 def stop_again(trainer, error): # the `KeyboardInterrupt` that a signal has caused
-    "A signal came while the results were made: stop at once. Raises `KeyboardInterrupt` after Ctrl-C"
+    "Stop at once after a signal that came while results were made. Raises `KeyboardInterrupt` after Ctrl-C"
     if trainer.signals.got in TERMINATION_SIGNALS:
         trainer.signal = trainer.signals.got
         return trainer.stop_fast()
