@@ -141,7 +141,7 @@ def _load(it, device, side): # an iterator of batches, where they are wanted, a 
 def prefetch(
     batches: Iterable,      # of tuples of CPU tensors
     device,                 # where they are wanted
-    stopped=lambda: False,  # asked while it waits for a batch; once it says True, the batches end
+    stopped=lambda: False,  # called while it waits for a batch; True ends the batches
 ) -> Iterator:              # the same tuples, on `device`
     """Yield batches on `device`; the next one is assembled and copied in the background during training.
     An error in the background surfaces at the batch it belongs to; closing the generator ends the thread."""

@@ -155,7 +155,7 @@ def score_batch(lm, requests): # an `LM`; pairs as for `padded`
 def score(lm, requests, # an `LM`; pairs as for `padded`
           what="", # they are, for a progress bar in a terminal; empty for none
           batch=0, # tokens in a forward pass; 0 for as many as have 2**29 logits (2**26 on a CPU)
-          bf16=False): # matrix products in bf16
+          bf16=False): # matmuls in bf16
     "Return each request's log-likelihood in nats, and whether it is greedy: two arrays"
     nats, greedy = np.zeros(len(requests)), np.zeros(len(requests), dtype=bool)
     lengths = [min(len(ids) - 1, lm.seq) for ids, _ in requests]

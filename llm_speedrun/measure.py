@@ -227,7 +227,7 @@ class CachedMeasurement:
     def forget(self): "Measure again when next asked"; self.value, self.when = None, None
 
 # %% ../nbs/01_measure.ipynb #9b69f356
-def flops_per_token(matrix_params, # weights that take part in matrix products
+def flops_per_token(matrix_params, # weights that take part in matmuls
                     layers, # L
                     width, # d: heads x head dimension
                     seq, # T

@@ -155,10 +155,10 @@ class Block(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(c.width, c.eps), RMSNorm(c.width, c.eps)
         self.layer, self.heads, self.attend = naive_layer, naive_heads, naive_attention
         self.project, self.feed = naive_project, naive_feed
-    def forward(self, h, cos, sin): return self.layer(self, h, cos, sin) # h: the stream
+    def forward(self, h, cos, sin): return self.layer(self, h, cos, sin) # h: the residual stream
 
 # %% ../nbs/04_model.ipynb #d5aefecb
-def naive_last_norm(model, h): # h: the stream that leaves the last block
+def naive_last_norm(model, h): # h: the residual stream that leaves the last block
     "Return the norm of the last hidden state, B T d"
     return model.norm(h)
 

@@ -21,7 +21,7 @@ from .measure import CachedMeasurement, default_device, table, time_ms
 
 # %% ../nbs/02_roofline.ipynb #31955861
 @contextmanager
-def matmul_precision(precision): # "highest" is plain FP32; "high" lets FP32 matrix products use TF32
+def matmul_precision(precision): # "highest" is plain FP32; "high" lets FP32 matmuls use TF32
     "Set PyTorch's FP32 matrix precision inside the `with`, and put back exactly what was there before"
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     olds = [b.fp32_precision for b in backends]

@@ -86,11 +86,11 @@ class Run:
     loss: Callable = model_loss # (model, x, y) -> mean loss
     optimizer: Callable = adamw # model -> torch.optim.Optimizer
     scaler: Callable = no_scaler # () -> torch.amp.GradScaler
-    fmt: str = "fp32" # the number format of the matrix products, a key of `roofline.DTYPES`
+    fmt: str = "fp32" # the number format of the matmuls, a key of `roofline.DTYPES`
     step_contexts: tuple = () # entered around forward, backward and optimizer: process-wide settings
     forward_contexts: tuple = () # entered around the forward pass alone: autocast
     checks: tuple = () # () -> a bool tensor on the device: whether this step must not be taken
-    releases: tuple = () # () -> None: drop what is kept on the GPU and can be made again
+    releases: tuple = () # () -> None: drop what is kept on the GPU and can be recomputed
     stateful: tuple = () # pairs of a name and an object with a state that a checkpoint needs
     rungs: tuple = () # the names of the rungs applied so far
     options: dict = field(default_factory=dict) # of each rung that has any: name -> value, as it was built
@@ -552,7 +552,7 @@ def halves(batch): # a positive integer
     return [batch >> i for i in range(batch.bit_length()) if batch % (1 << i) == 0]
 
 # %% ../nbs/05_runs.ipynb #afadec3a
-ROOM_GIB = 72 # GiB: what a card of 80 GB has left beside CUDA itself, with some to spare
+ROOM_GIB = 72 # GiB: what a card of 80 GB has left besides CUDA itself, with some to spare
 
 def micro_batch(config, # a `GPTConfig`
                 rungs=(), # names

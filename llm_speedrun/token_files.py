@@ -184,9 +184,9 @@ def _from_header(path, head, size, dtype):
 # %% ../nbs/03d_token_files.ipynb #tokf0032
 def token_file(
     path,               # of a .bin or .npy
-    dtype=None,         # of a token, where something says so; by default told from the file
+    dtype=None,         # of a token, where it is stated; by default found from the file
     sha256="",          # what its bytes should sum up to, if that is known
-    like=None,          # type of a token for a file too short to tell
+    like=None,          # type of a token for a file too short to find it
 ) -> TokenFile:
     "Look at a file of tokens. Raises `FileNotFoundError`, and `InputError` for what can't be one"
     path = Path(path)
@@ -245,10 +245,10 @@ class Shards:
     "Tokens of several files, read when asked for and seen as one array: `len`, slices, `rows`, `part`"
     def __init__(self,
         paths,              # one path or several, in order
-        dtype=None,         # of a token on disk; by default told from the files
+        dtype=None,         # of a token on disk; by default found from the files
         vocab=GPT2_VOCAB,   # every token must be below it
         sha256=(),          # name of a file -> what its bytes should sum up to
-        like=None,          # type of a token for files too short to tell
+        like=None,          # type of a token for files too short to find it
     ):
         paths = [paths] if isinstance(paths, (str, Path)) else paths
         if not paths: raise InputError("Shards needs at least one .bin file, and was given none")
@@ -389,7 +389,7 @@ def check_meta(meta): # a `Meta`
 class Meta(msgspec.Struct):
     "The content of `meta.json`, which describes the token files next to it"
     vocab: Vocabulary | None = None                 # every token is below it
-    dtype: Width | None = None                      # of a token on disk; by default told from the files
+    dtype: Width | None = None                      # of a token on disk; by default found from the files
     eot: Tokens | None | msgspec.UnsetType = msgspec.UNSET  # the token that begins a document; null: none
     train_tokens: Tokens | None = None
     val_tokens: Tokens | None = None

@@ -108,7 +108,7 @@ def utf8_bytes(corpus, n): # a `Corpus`, how many tokens
 
 # %% ../../nbs/48a_clock.ipynb #race0012
 WARM, GAUGE = 5, 10 # steps that compile and capture; steps after them that measure the speed
-LOOKS = 10 # times that the end is set anew, at least, where fewer than `ENOUGH` evaluations do that
+LOOKS = 10 # times that the end is recomputed, at least, where fewer than `ENOUGH` evaluations do that
 ENOUGH = 5
 NEVER = 10**9 # steps: the end isn't known yet
 
@@ -122,7 +122,7 @@ class TimeBudget:
         self.job, self.tokens, self.judge, self.plan, self.note = job, tokens, judge, plan, note
         self.clock, self.total, self.next, self.last, self.marks = Clock(), NEVER, WARM, (0., WARM), []
         self.each = 1 if job.evals >= ENOUGH else math.ceil(LOOKS/job.evals) # stretches to an evaluation
-        self.left = job.evals*self.each # stretches; at the end of each the number of steps is set anew
+        self.left = job.evals*self.each # stretches; at the end of each the number of steps is recomputed
 
 # %% ../../nbs/48a_clock.ipynb #race0013
 @patch

@@ -255,7 +255,7 @@ def prune(folder, # that holds checkpoints
 # %% ../../nbs/31_saving.ipynb #000852c5
 def newest(folder, # that holds checkpoints
            run="", # a run's id: only its checkpoints count
-           say=print): # is told of those that are passed over
+           say=print): # called for each one that is skipped
     "Return the newest valid checkpoint's folder, or None"
     for c in reversed(checkpoints(folder)):
         why = validation_error(c)

@@ -43,7 +43,7 @@ class UntiedGPT(GPT):
         return F.linear(h, w) if y is None else self.loss(h, w, y)
 
 # %% ../../nbs/46_architecture.ipynb #4f60f534
-OUT = "o_proj.weight", "down_proj.weight" # what writes into the stream
+OUT = "o_proj.weight", "down_proj.weight" # what writes into the residual stream
 
 def start_std(name, # of a parameter
               role, # "embed", "head" or "matrix"
@@ -66,7 +66,7 @@ def check_whole(run): # a `Run`
 def init(run, # a `Run`, whose weights change in place
          embed=1., # standard deviation of the embedding; a tied one is the head too: choose some hundredths
          head=0., # of a head of its own; 0 makes all tokens equally likely
-         matrix=.7, # of the matrices that read the stream, times the root of their columns
+         matrix=.7, # of the matrices that read the residual stream, times the root of their columns
          out=0.): # the same of those that write into it, `o_proj` and `down_proj`; of 0, a block adds nothing
     """Redraw the embedding, the head and the matrices from `run.seed`, the same ones on each process.
     Vectors stay. Raises `InputError` where the weights are sharded"""

@@ -332,7 +332,7 @@ def symmetric_product(x, # k m n
 def orthogonalize(x, # k m n, of `type_on`; its memory is used for more than it
                   sums, # k t: the squares of its numbers, summed up by tiles
                   steps=5, # polynomials
-                  symmetric=False): # products that are symmetric by our kernel, not by cuBLAS
+                  symmetric=False): # symmetric matmuls by our kernel, not by cuBLAS
     "Apply `polar_express` to a stack, without a copy: x ← (a I + b A + c A²) x, where A = x xᵀ"
     (k, m, n), y = x.shape, torch.empty_like(x)
     A, P = x.new_empty(2, k, m, m)

@@ -69,7 +69,7 @@ class Values(nn.Module):
 class Gate(nn.Module):
     "A factor from 0 to 2 for each head and token, from `seen` values of the residual stream; 1 at first"
     role = "vector" # of its weight: too small for what is done to matrices, and kept as a vector
-    def __init__(self, c, seen=12): # a `GPTConfig`; numbers of the stream
+    def __init__(self, c, seen=12): # a `GPTConfig`; values of the residual stream
         super().__init__()
         self.seen = min(seen, c.width)
         self.weight = nn.Parameter(torch.zeros(c.heads*self.seen))
@@ -80,7 +80,7 @@ class Gate(nn.Module):
         return o * (2*logits.sigmoid()).mT[..., None].to(o.dtype)
 
 # %% ../../nbs/49_beyond.ipynb #93b5b90a
-def whole(h): # the stream B T d, or a pair of it and what is to be added
+def whole(h): # the residual stream B T d, or a pair of it and what is to be added
     "Return the residual stream as one tensor"
     return torch.add(*h) if isinstance(h, tuple) else h
 

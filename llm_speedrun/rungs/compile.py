@@ -90,7 +90,7 @@ def compile(run, # a `Run`
     return replace(run, loss=whole_pass(run.loss)) if mode in ("reduce-overhead", "max-autotune") else run
 
 # %% ../../nbs/18_compile.ipynb #3c34a28b
-def rounded_stream(heads): # a block's part: (block, h, cos, sin) -> the stream, q, k, v
+def rounded_stream(heads): # a block's part: (block, h, cos, sin) -> the residual stream, q, k, v
     "Return `heads` with its residual stream rounded to BF16"
     def rounded(block, h, cos, sin): return heads(block, h.to(torch.bfloat16), cos, sin)
     return rounded

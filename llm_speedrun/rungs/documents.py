@@ -55,7 +55,7 @@ def by_mask(mask, # B 1 T T
     with sdpa_kernel(TAKE_A_MASK): return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 # %% ../../nbs/24_documents.ipynb #6bdc9fcf
-EVERY = 256 # tokens of a document, where nobody has counted
+EVERY = 256 # tokens of a document, where none were counted
 
 def mean_length(corpus, # a `data.Corpus`
                 most=2**20): # tokens to look at

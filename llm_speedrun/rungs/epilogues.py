@@ -39,7 +39,7 @@ def tile(m, n, # rows and columns
     return GemmConfig(tile_m=m, tile_n=n, pingpong=True, cluster_m=cluster[0], cluster_n=cluster[1],
                       is_dynamic_persistent=False, device_capacity=9)
 
-def tile_for(columns): # of a product
+def tile_for(columns): # of a matmul
     "Return the tile that fits a matmul's columns best"
     return tile(128, 192, (2, 1)) if columns % 192 == 0 else tile(192, 128, (1, 2))
 
@@ -91,7 +91,7 @@ def product_plus(a, b, c=None): # M K, K N, M N
     return direct_call(product_plus_op)(a, b, c)
 
 # %% ../../nbs/29_epilogues.ipynb #ddf4e743
-def deinterleave(ab): # ... 2F, gate and up in turn
+def deinterleave(ab): # ... 2F, gate and up interleaved
     "Return all gates, then all ups"
     return ab.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
@@ -465,7 +465,7 @@ def stream_rstd(h, eps): # ... d
     return carried[0] if fresh else row_rstd(rows(h), eps)
 
 # %% ../../nbs/29_epilogues.ipynb #dbbc9f70
-def stream_out(ctx, h, x, w, eps): # a function's `ctx`; the stream, ... d; N C; d C
+def stream_out(ctx, h, x, w, eps): # a function's `ctx`; the residual stream, ... d; N C; d C
     "Return the residual stream h + x @ w.T, and 1/rms of its rows, which has no gradient"
     y, r = stream_product(x, w.T, rows(h), eps)
     ctx.mark_non_differentiable(r)
@@ -533,7 +533,7 @@ class EpilogueHeads(torch.autograd.Function):
     backward = staticmethod(_heads_grads)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm45
-def heads_with_epilogues(block, h, cos, sin): # h: the stream, B T d
+def heads_with_epilogues(block, h, cos, sin): # h: the residual stream, B T d
     "Compute the block's part `heads`. Returns the residual stream, queries, keys and values"
     a, norm = block.self_attn, block.input_layernorm
     weights = norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_norm.weight, a.k_norm.weight
@@ -552,7 +552,7 @@ def feed_with_epilogues(block, h): # B T d
     return with_rstd(*EpilogueMLP.apply(h, *weights, norm.eps), norm.eps)
 
 # %% ../../nbs/29_epilogues.ipynb #29tried02
-def epilogue_deviations(d, F, dtype, device): # widths, the type of the products
+def epilogue_deviations(d, F, dtype, device): # widths, the type of the matmuls
     "Return relative errors of each operation on random matrices, against the same on a CPU"
     g = torch.Generator(device).manual_seed(0)
     def rand(*shape, dt=dtype): return torch.randn(*shape, device=device, generator=g).to(dt)
@@ -576,7 +576,7 @@ def deviation_error(d, F, dtype, device): # as for `epilogue_deviations`
 
 # %% ../../nbs/29_epilogues.ipynb #29fails02
 @lru_cache
-def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the products
+def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the matmuls
     "Return the error of kernels at such sizes, \"\" without one: they are compiled at their first call"
     d, F, kv = c.width, c.hidden, c.kv_heads*c.head_dim
     new = partial(torch.zeros, device=device, requires_grad=True)

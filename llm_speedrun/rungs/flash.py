@@ -67,7 +67,7 @@ def backend_ms(B, H, K, T, D, dtype, device): # as `attention_step` takes them
     "Measure the milliseconds of attention, forward and backward, with each backend that can run: a dict"
     shape = B, H, K, T, D, dtype, device
     steps = {b: attention_step(b, *shape) for b in BACKENDS if not why_not(b, *shape)}
-    rounds = [{b: time_ms(f, reps=5).ms for b, f in steps.items()} for _ in range(3)] # in turn
+    rounds = [{b: time_ms(f, reps=5).ms for b, f in steps.items()} for _ in range(3)] # interleaved
     return {b: statistics.median(r[b] for r in rounds) for b in steps}
 
 def choose_backend(run, # the `Run` to which the rung will be applied

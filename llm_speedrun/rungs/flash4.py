@@ -350,12 +350,12 @@ class NormProduct(torch.autograd.Function):
     backward = staticmethod(_norm_product_backward)
 
 # %% ../../nbs/23_fastest.ipynb #6611281b
-def norm_product(norm, h, *linears): # a norm, the stream or a pair, layers with the same input
+def norm_product(norm, h, *linears): # a norm, the residual stream or a pair, layers with the same input
     "Return the residual stream, and its norm times all weights; only the residual stream is saved"
     x, y = stream_pair(h)
     return NormProduct.apply(x, y, norm.weight, norm.eps, joined(x.dtype, *linears))
 
-def heads_recompute_norm(block, h, cos, sin): # h: the stream or a pair
+def heads_recompute_norm(block, h, cos, sin): # h: the residual stream or a pair
     "Compute the block's part `heads`, and recompute its norm in the backward pass"
     a = block.self_attn
     h, qkv = norm_product(block.input_layernorm, h, a.q_proj, a.k_proj, a.v_proj)

@@ -114,7 +114,7 @@ REDUCE = dict(fp32=torch.float32, bf16=torch.bfloat16)
 @rung("shard", excludes=["ddp", "fp16", "cuda_graphs"], fills=True)
 def fsdp(run, # a `Run`
          reduce="fp32", # type in which gradients are sent and added up: fp32 or bf16
-         reshard=True, # gather a block's weights anew for its backward pass
+         reshard=True, # gather a block's weights again for its backward pass
          each=False): # reduce gradients after each micro-batch: less memory, and more to send
     """Shard weights, gradients and optimizer state over the processes (FSDP2, `fully_shard`).
     Alone it changes nothing. Raises `InputError` for rungs that it isn't compatible with"""

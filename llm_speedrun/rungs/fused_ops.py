@@ -185,7 +185,7 @@ def qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps): # B T H D, B
     H, wide = dq.shape[2], torch.promote_types(qkv.dtype, torch.float32)
     x = qkv[:, :, :H + dk.shape[2]].to(wide)
     r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    dy = rope(torch.cat([dq, dk], 2).to(wide).transpose(1, 2), cos, -sin).transpose(1, 2) # turned back
+    dy = rope(torch.cat([dq, dk], 2).to(wide).transpose(1, 2), cos, -sin).transpose(1, 2) # rotated back
     xh, g = x*r, dy*torch.cat([wq.expand(H, -1), wk.expand(dk.shape[2], -1)])
     dx = r*(g - xh*(g*xh).mean(-1, keepdim=True))
     dw = (dy*xh).sum((0, 1)) # H+K D
@@ -245,7 +245,7 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
         da, db = head_grads(dq_ptr, dk_ptr, n, head, i, mask, H, K, HALF)
         v = tl.load(dv_ptr + n*K*D + vhead*D + j, mask=vhead < K)
         c, s = tl.load(cos_ptr + (n % T)*HALF + i), tl.load(sin_ptr + (n % T)*HALF + i)
-        da, db = da*c + db*s, db*c - da*s # turned back
+        da, db = da*c + db*s, db*c - da*s # rotated back
         da, db, ga, gb, _ = head_norm_grads(a, b, da, db, wa, wb, eps, D)
         dwa, dwb = dwa + ga, dwb + gb
         tl.store(o_ptr + offs, da, mask=mask)
@@ -289,11 +289,11 @@ def compute_dtype(x): # a tensor
     on = torch.is_autocast_enabled(x.device.type)
     return torch.get_autocast_dtype(x.device.type) if on else x.dtype
 
-def stream_pair(h): # the stream B T d, or a pair of it and what is to be added
+def stream_pair(h): # the residual stream B T d, or a pair of it and what is to be added
     "Return the residual stream and what is to be added, or None; a single tensor gets the matmuls' type"
     return h if isinstance(h, tuple) else (h.to(compute_dtype(h)), None)
 
-def add_norm(norm, h): # a `model.RMSNorm`, and the stream or a pair
+def add_norm(norm, h): # a `model.RMSNorm`, and the residual stream or a pair
     "Return the residual stream after the addition, and its norm, B T d each"
     x, y = stream_pair(h)
     n = AddRMSNorm.apply(x, y, norm.weight, norm.eps)
@@ -318,7 +318,7 @@ def rotated(a, qkv, cos, sin): # a `model.Attention`, B T (H + 2K)D
     qkv = QKRope.apply(qkv, a.q_norm.weight, a.k_norm.weight, cos, sin, H, a.q_norm.eps)
     return [t.transpose(1, 2) for t in qkv]
 
-def fused_heads(block, h, cos, sin): # h: the stream or a pair
+def fused_heads(block, h, cos, sin): # h: the residual stream or a pair
     "Compute the block's part `heads`. Returns the residual stream, queries, keys and values"
     a, (h, n) = block.self_attn, add_norm(block.input_layernorm, h)
     return h, *rotated(a, F.linear(n, joined(n.dtype, a.q_proj, a.k_proj, a.v_proj)), cos, sin)

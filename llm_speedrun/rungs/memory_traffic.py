@@ -32,7 +32,7 @@ from .optim import (MultiTensorAdamW, adamw_block, adamw_pointers, one_minus_exp
                                       update_torch)
 
 # %% ../../nbs/28_fewer_passes.ipynb #a5bceb65
-GROUP = 2 * 2**30 # bytes of gradients of logits kept for one product
+GROUP = 2 * 2**30 # bytes of gradients of logits kept for one matmul
 
 def group_sizes(N, d, V, # tokens, width, vocabulary
                 nbytes, # of a logit, and of what is kept of its gradient
@@ -228,7 +228,7 @@ def in_fp8(self:GroupedCE):
 @rung("parts", needs=needs_triton, requires=["chunked_ce"], follows=["fp8"],
       excludes=["tensor_parallel", "fp16"], gpu_only=True)
 def head_groups(run, # a `Run` with chunked_ce
-                group=GROUP // 2**20): # MiB of logits' gradients that are kept for one product
+                group=GROUP // 2**20): # MiB of logits' gradients that are kept for one matmul
     "Compute the output projection's gradient from groups of chunks, with 1/n inside of its matmuls"
     if group < 1:
         raise InputError(f"rung 'head_groups': group={group} is no size in MiB: give at least 1")
@@ -399,7 +399,7 @@ def attend_recompute(block, q, k, v, cos, sin): # B H T D, B K T D twice
         return qk_rope(qkv, *weights, cos, sin, H, a.q_norm.eps) # B T H+K D, of which q and k are parts
     with recompute_on_unpack(q, turned): return block.attend(q, k, v)
 
-def layer_recompute(block, h, cos, sin): # h: the stream or a pair
+def layer_recompute(block, h, cos, sin): # h: the residual stream or a pair
     "Run the block's part `layer` with `attend_recompute`"
     if not torch.is_grad_enabled(): return naive_layer(block, h, cos, sin)
     h, *heads = block.heads(block, h, cos, sin)

@@ -205,8 +205,8 @@ class CutEmbedding(Embedding):
     "A shard of an embedding's rows. Returns this process's rows of the residual stream, or all of it"
     def __init__(self, weight, # V/size d
                  share, # a `TPGroup`
-                 narrow, # whether the stream has the type of products
-                 whole): # whether each process has all of the stream
+                 narrow, # whether the residual stream has the type of matmuls
+                 whole): # whether each process has all of the residual stream
         super().__init__(*weight.shape, _weight=weight)
         self.share, self.narrow, self.whole = share, narrow, whole
 
@@ -420,7 +420,7 @@ def cut_parts(block, share, whole): # a `model.Block`, a `TPGroup`, whether each
 # %% ../../nbs/53_tensor_parallel.ipynb #3339f531
 def cut_model(model, # a `GPT`, whose weights and parts change in place
               share, # a `TPGroup`
-              whole=False): # whether each process has all of the stream
+              whole=False): # whether each process has all of the residual stream
     "Return the model as a `CutGPT`, with this process's part of each weight, and parts that know"
     for name, p in [*model.named_parameters()]:
         if (dim := cut_dim(name)) is None: continue
@@ -485,7 +485,7 @@ def tensor_parallel(run, # a `Run`
 # %% ../../nbs/53_tensor_parallel.ipynb #5085ff8b
 def step_messages(config, # a `GPTConfig`
                   tokens, # of a micro-batch
-                  nbytes=2): # of a number of the stream
+                  nbytes=2): # of a value of the residual stream
     """Return the collectives of a micro-batch under `tensor_parallel`, both ways: name, bytes of the
     whole, how many, whether they overlap with a matmul"""
     n, layers = tokens*config.width*nbytes, config.layers

@@ -165,7 +165,7 @@ class TiedRows(torch.autograd.Function):
 # %% ../../nbs/27_fewer_bytes.ipynb #1b5aa19f
 class TiedEmbedding(Embedding):
     "An embedding whose gradient is summed into that of the matrix's other use"
-    narrow, head = False, None # whether rows come in the type of products; where to note the matrix
+    narrow, head = False, None # whether rows come in the type of matmuls; where to note the matrix
 
     @contextmanager
     def shared(self):

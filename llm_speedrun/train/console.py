@@ -62,7 +62,7 @@ PRESSED = ("stopping after this step, then saving; a second Ctrl-C leaves out ev
 # %% ../../nbs/30d_console.ipynb #30sigcls
 class Signals:
     """A handler that notes SIGINT and `TERMINATION_SIGNALS` in `got` inside a `with`. Inside `during` each
-    raises `KeyboardInterrupt`, elsewhere a third SIGINT does; neither with other processes (`alone` is False)"""
+    raises `KeyboardInterrupt`, elsewhere a third SIGINT does; neither if not `alone`"""
     def __init__(self, say=print): # called with what a SIGINT does
         self.got, self.old, self.raising, self.alone, self.pressed, self.say = None, {}, False, True, 0, say
     def __enter__(self):

@@ -51,7 +51,7 @@ class Trainer:
     "A training run: the constructor decides what the options leave open, `fit` trains"
     def __init__(self, cfg, # a `TrainConfig`
                  progress=True, # show a progress bar and what is being done
-                 given=None, # names of the options that were given, where values don't tell
+                 given=None, # names of the options that were given, where values don't show it
                  timings=None, # `Timings` of the start; by default from here on
                  callbacks=None): # a list; by default `default_callbacks()`
         self.timings, self.signals, self.done, self.ladder = timings or Timings(), Signals(), 0, []
