@@ -113,7 +113,7 @@ def __getattr__(name):
 
 # %% ../nbs/07_compat.ipynb #07563453
 def storage_id(storage): # an `UntypedStorage`
-    "Return a number that tells storages that are alive apart"
+    "Return a number that identifies a storage while it is alive"
     return storage._cdata
 
 def write_count(t): # a tensor
@@ -212,7 +212,7 @@ def kernels_missing(package, # that has the kernels, as pip knows it
     return "" if installed(package) else f"it needs {name}, which is not installed: {EXTRA}"
 
 def untried():
-    "Return a warning where nobody has run FlashAttention-4's and QuACK's kernels on such a GPU, else \"\""
+    "Return a warning where FlashAttention-4's and QuACK's kernels were never tried on such a GPU, else \"\""
     if not torch.cuda.is_available() or capability()[0] in TRIED: return ""
     return ("never run on compute capability {}.{}, so its results are compared with PyTorch's first"
             .format(*capability()))
@@ -240,7 +240,7 @@ def quiet_jit():
 
 # %% ../nbs/07_compat.ipynb #29norm47
 def kernel_error(f): # a function without arguments, which makes tensors and calls kernels
-    "What it raises, in words, \"\" if nothing. Out of memory, which tells nothing of kernels, is raised"
+    "Call `f`, and return its error as text, \"\" for none. Raises out-of-memory errors: kernels aren't wrong"
     from llm_speedrun.compat import disable_current_modes
     try:
         with quiet_jit(), disable_current_modes(): f() # on real tensors

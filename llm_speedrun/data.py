@@ -82,7 +82,7 @@ def shuffle(self: Batches, epoch):
 # %% ../nbs/03_data.ipynb #a88ab4d9
 @patch
 def windows(self: Batches, lo, hi):
-    "Where the windows number `lo` to `hi` begin, of one epoch after another"
+    "Return where windows `lo` to `hi` begin in the tokens, counted across epochs"
     n = self.per_epoch * self.batch
     epoch, k = divmod(lo, n)
     if epoch != self.epoch: self.shuffle(epoch)
@@ -91,7 +91,7 @@ def windows(self: Batches, lo, hi):
 
 @patch
 def starts(self: Batches, i):
-    "Where the windows of batch `i` begin"
+    "Return where the windows of batch `i` begin in the tokens"
     return self.windows(i*self.batch, (i+1)*self.batch)
 
 # %% ../nbs/03_data.ipynb #f7ef18ff
@@ -141,9 +141,9 @@ def _load(it, device, side): # an iterator of batches, where they are wanted, a 
 def prefetch(
     batches: Iterable,      # of tuples of CPU tensors
     device,                 # where they are wanted
-    stopped=lambda: False,  # asked while it waits for a batch; once it says True, the batches end
+    stopped=lambda: False,  # called while it waits for a batch; True ends the batches
 ) -> Iterator:              # the same tuples, on `device`
-    """Batches on `device`, the next one assembled and copied in the background while this one trains.
+    """Yield batches on `device`; the next one is assembled and copied in the background during training.
     An error in the background surfaces at the batch it belongs to; closing the generator ends the thread."""
     device, it = torch.device(device), iter(batches)
     side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -163,7 +163,7 @@ def val_batches(
     seq,                # T
     n,                  # how many batches at most
 ) -> list:              # of (x, y), int64 CPU tensors (B T)
-    "Fixed validation batches, evenly spread over `shards`. Raises ValueError if there is not one window."
+    "Return fixed validation batches, evenly spread over `shards`. Raises ValueError for too little text."
     windows = (len(shards) - 1) // seq
     if windows < 1:
         raise InputError(f"{shards.source}: {len(shards):,} validation tokens are fewer than one window of "
@@ -196,7 +196,7 @@ def unigram_loss(
     batches,            # validation batches (x, y)
     n=10_000_000,       # training tokens to count
 ) -> float:             # nats per token
-    "Loss of knowing only how frequent each token is."
+    "Return the loss of a model that knows only how frequent each token is."
     y = torch.cat([y.flatten() for _,y in batches]).numpy()
     return float(-np.log(_unigram(corpus, n))[y].mean())
 
@@ -217,7 +217,7 @@ def bigram_loss(
     n=10_000_000,       # training tokens to count
     k=50.,              # strength of the fall-back on the unigram, in occurrences
 ) -> float:             # nats per token
-    "Loss of a smoothed bigram table: what there is to learn from the token before alone."
+    "Return the loss of a smoothed bigram table: what can be learned from the previous token alone."
     p1 = _unigram(corpus, n)
     x, y = (torch.cat([b[j].flatten() for b in batches]).numpy() for j in (0, 1))
     nab, na = _pair_counts(corpus, n, x, y, len(p1))

@@ -44,7 +44,7 @@ class LM:
 
 # %% ../nbs/61_evals.ipynb #b38bf9a3
 def weights_digest(model): # ours, or one of `transformers`
-    "A digest of the weights in FP32, under the names that a `GPT` has"
+    "Return a digest of the weights in FP32, under the names that a `GPT` has"
     res = hashlib.blake2b(digest_size=8)
     for name, p in sorted((k.removeprefix("model."), p) for k, p in model.named_parameters()):
         res.update(name.encode())
@@ -53,7 +53,7 @@ def weights_digest(model): # ours, or one of `transformers`
 
 # %% ../nbs/61_evals.ipynb #07e0d85b
 def our_tokenizer(folder, vocab): # of a model, the tokens that it knows
-    "The tokenizer in a model's folder, the token before a text's first, and why it can't be asked `TASKS`"
+    "Return a model folder's tokenizer, the token before a text, and why `TASKS` can't be run on it"
     tok = text_tokenizer(folder, vocab)
     if (eot := end_of_text(tok)) is not None: return tok, eot, ""
     if {*map(len, tok.get_vocab())} != {1}:
@@ -65,7 +65,7 @@ def our_tokenizer(folder, vocab): # of a model, the tokens that it knows
 # %% ../nbs/61_evals.ipynb #9ee9db7c
 def our_lm(folder, # a run's, an export's, or another that `from_pretrained` opens
            device=None): # the GPU if there is one, by default
-    "The `LM` in a folder. Raises as `from_pretrained` and `our_tokenizer` do"
+    "Open the `LM` in a run's or an export's folder. Raises as `from_pretrained` and `our_tokenizer` do"
     run = from_pretrained(folder, device)
     c = run.model.config
     tok, start, why = our_tokenizer(folder, c.vocab)
@@ -75,12 +75,12 @@ def our_lm(folder, # a run's, an export's, or another that `from_pretrained` ope
 
 # %% ../nbs/61_evals.ipynb #44604b3b
 def first_line(e): # an error
-    "The first line of its message"
+    "Return the first line of an error's message"
     return (str(e).strip().splitlines() or [type(e).__name__])[0]
 
 # %% ../nbs/61_evals.ipynb #72d088b4
 def opened_by_transformers(folder):
-    "The model in FP32 and the tokenizer that `transformers` finds there. Raises `InputError`"
+    "Open the model in FP32 and the tokenizer in a folder by `transformers`. Raises `InputError`"
     try: from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError: raise InputError("--engine transformers needs the package transformers, which isn't "
                                          "installed: pip install transformers") from None
@@ -95,7 +95,7 @@ def opened_by_transformers(folder):
 
 # %% ../nbs/61_evals.ipynb #14bdd71a
 def start_of(tok, folder): # a tokenizer of `transformers`; its folder, for errors
-    "The token before a text that begins from nothing. Raises `InputError` for a tokenizer without text"
+    "Return the token before a text that begins from nothing. Raises `InputError` for an unusable tokenizer"
     if not tok("a", add_special_tokens=False)["input_ids"]: # what is made up where there are no files
         raise InputError(f"{folder} has no tokenizer: it knows tokens, and no text")
     start = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
@@ -107,7 +107,7 @@ LONGEST = "max_position_embeddings", "n_positions", "n_ctx"
 
 def transformers_lm(folder, # written by `save_pretrained`, or by speedrun_export
                     device=None): # the GPU if there is one, by default
-    "The `LM` that `transformers` finds in a local folder. Raises `InputError` for one that it can't use"
+    "Open a local folder as an `LM` by `transformers`. Raises `InputError` for one that it can't use"
     model, tok = opened_by_transformers(folder)
     device = torch.device(device or default_device())
     about = dict(engine=f"transformers {version_of('transformers')}", weights=weights_digest(model))
@@ -122,7 +122,7 @@ ENGINES = dict(ours=our_lm, transformers=transformers_lm)
 # %% ../nbs/61_evals.ipynb #143374f6
 def padded(requests, # pairs: tokens, and how many of the last are scored
            seq): # the most tokens that the model reads
-    "Tokens, those that follow them, and whether these are scored: B T each"
+    "Return tokens, those that follow them, and whether these are scored: B T each"
     cut = [(torch.as_tensor(ids[-seq - 1:]), n) for ids, n in requests]
     ids = torch.zeros(len(cut), max(len(t) for t, _ in cut), dtype=torch.int64)
     scored = torch.zeros_like(ids, dtype=torch.bool)
@@ -132,7 +132,7 @@ def padded(requests, # pairs: tokens, and how many of the last are scored
 # %% ../nbs/61_evals.ipynb #180b7733
 def batches_of(lengths, # tokens of each request
                most): # tokens in a batch, padding included
-    "Lists of the requests' numbers; one that is longer than `most` is alone"
+    "Return lists of the requests' numbers; one that is longer than `most` is alone"
     batch = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batch and (len(batch) + 1)*lengths[batch[0]] > most: yield batch; batch = []
@@ -142,7 +142,7 @@ def batches_of(lengths, # tokens of each request
 # %% ../nbs/61_evals.ipynb #a2e27fca
 @torch.no_grad()
 def score_batch(lm, requests): # an `LM`; pairs as for `padded`
-    "Log-likelihood in nats of each request's scored tokens, and whether all are greedy: two lists"
+    "Return each request's log-likelihood in nats of the scored tokens, and whether all are greedy: two lists"
     x, y, scored = (t.to(lm.device) for t in padded(requests, lm.seq))
     logits, y = lm.logits(x)[scored].float(), y[scored] # N V, N
     nats = torch.zeros(scored.shape, dtype=torch.float64, device=lm.device)
@@ -155,8 +155,8 @@ def score_batch(lm, requests): # an `LM`; pairs as for `padded`
 def score(lm, requests, # an `LM`; pairs as for `padded`
           what="", # they are, for a progress bar in a terminal; empty for none
           batch=0, # tokens in a forward pass; 0 for as many as have 2**29 logits (2**26 on a CPU)
-          bf16=False): # matrix products in bf16
-    "Log-likelihood in nats of each request, and whether it is greedy: two arrays"
+          bf16=False): # matmuls in bf16
+    "Return each request's log-likelihood in nats, and whether it is greedy: two arrays"
     nats, greedy = np.zeros(len(requests)), np.zeros(len(requests), dtype=bool)
     lengths = [min(len(ids) - 1, lm.seq) for ids, _ in requests]
     batch = batch or max(1, 2**(29 if lm.device.type == "cuda" else 26) // lm.vocab)
@@ -170,7 +170,7 @@ def score(lm, requests, # an `LM`; pairs as for `padded`
 
 # %% ../nbs/61_evals.ipynb #fc850d12
 def requests_of(lm, pairs): # an `LM`; texts: a context, and what follows
-    "A request for each pair: its tokens, and how many of the last belong to what follows"
+    "Return a request for each pair: its tokens, and how many of the last belong to what follows"
     heads = [c.rstrip() for c, _ in pairs]
     whole = lm.encode([c + t for c, t in pairs], True)
     bare = lm.encode([c + t for c, t in pairs], False)
@@ -193,7 +193,7 @@ def check_requests(requests, seq, wheres): # the model's most tokens; where each
 def windows(ids, # a text's tokens, with the start token before them
             seq, # the most tokens that the model reads
             context): # the fewest before a scored token, the beginning of the text aside; 1 to `seq`
-    "Requests that score each token but the first once"
+    "Yield requests that score each token but the first once"
     done, n = 1, len(ids)
     while done < n:
         end = min(n, done + (seq if done == 1 else seq - context + 1))
@@ -202,7 +202,7 @@ def windows(ids, # a text's tokens, with the start token before them
 
 # %% ../nbs/61_evals.ipynb #cca5155d
 def in_one(texts): # documents as `read_documents` has them, the further parts of one `Continued`
-    "Whole documents"
+    "Yield whole documents"
     parts = []
     for t in texts:
         if parts and not isinstance(t, Continued): yield "".join(parts); parts = []
@@ -211,7 +211,7 @@ def in_one(texts): # documents as `read_documents` has them, the further parts o
 
 # %% ../nbs/61_evals.ipynb #e9e7f816
 def validation_texts(corpus): # a `Corpus`
-    "The documents of its validation side. Raises `InputError` if its tokenizer isn't known"
+    "Return the documents of the validation split. Raises `InputError` if the tokenizer isn't known"
     if not corpus.tokenizer: raise InputError(f"the corpus {corpus.name} has no tokenizer, so its text isn't "
                                               "known: put its tokenizer.json into its folder")
     corpus.val.check()
@@ -224,7 +224,7 @@ def validation_texts(corpus): # a `Corpus`
 # %% ../nbs/61_evals.ipynb #f19a8bee
 def documents(path, # a file or folder of text; a tokenized corpus, or "stdlib"
               text_key="text"): # the key or column that holds the text
-    "The documents there. Raises as `read_documents` and `open_corpus` do"
+    "Return the documents there. Raises as `read_documents` and `open_corpus` do"
     p = Path(path)
     tokens = named_as_tokens(p) or p.is_dir() and any(p.glob("*.bin"))
     if tokens or str(path) in ("stdlib", *HUB): return validation_texts(open_corpus(path))
@@ -232,19 +232,19 @@ def documents(path, # a file or folder of text; a tokenized corpus, or "stdlib"
 
 # %% ../nbs/61_evals.ipynb #90d24e7b
 def text_requests(lm, text, context): # an `LM`, a document, as for `windows`
-    "Requests that score the document, and how many tokens it has"
+    "Return requests that score the document, and how many tokens it has"
     ids = [lm.start]
     for piece in lm.encode([*text_pieces(text)], False): ids += piece
     return [*windows(np.array(ids), lm.seq, context)], len(ids) - 1
 
 # %% ../nbs/61_evals.ipynb #66d2da87
 def mean_and_error(x): # numbers, one an example
-    "Their mean and its standard error, which is None for one alone"
+    "Return the mean and its standard error, which is None for a single value"
     x = np.asarray(x, dtype=float)
     return x.mean().item(), (x.std(ddof=1) / len(x)**.5).item() if len(x) > 1 else None
 
 def ratio_and_error(a, b): # numbers, one a document
-    "The ratio of their sums and its standard error, which is None for one alone"
+    "Return the ratio of the sums and its standard error, which is None for a single value"
     a, b = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     r = (a.sum() / b.sum()).item()
     _, error = mean_and_error(a - r*b)
@@ -254,7 +254,7 @@ def ratio_and_error(a, b): # numbers, one a document
 def text_scores(lm, texts, # an `LM`; documents
                 context=0, # the fewest tokens before a scored one; 0 for half of what the model reads
                 **how): # for `score`
-    "Bits per byte and nats per token of the documents, with their errors, and what was counted: a dict"
+    "Return bits per byte and nats per token of the documents, with standard errors and counts, a dict"
     context = context or max(1, lm.seq // 2)
     if context > lm.seq: raise InputError(f"context is {context}, and this model reads {lm.seq} tokens")
     parts = [text_requests(lm, t, context) for t in texts]
@@ -269,7 +269,7 @@ def text_scores(lm, texts, # an `LM`; documents
 
 # %% ../nbs/61_evals.ipynb #1d7d8a9a
 def token_bytes(tokenizer): # byte-level, such as GPT-2's
-    "UTF-8 bytes of each token, V; 0 for special ones. Raises `InputError` for another kind of tokenizer"
+    "Return the UTF-8 bytes of each token, V; 0 for special ones. Raises `InputError` unless byte-level"
     kind = json.loads(tokenizer.to_str())["decoder"]
     if not kind or kind["type"] != "ByteLevel":
         raise InputError("only a byte-level tokenizer's tokens have bytes of their own; this is another kind")
@@ -279,7 +279,7 @@ def token_bytes(tokenizer): # byte-level, such as GPT-2's
     return np.array([size(i) for i in range(V)])
 
 def bytes_per_token(shards, tokenizer): # tokens, such as a corpus' validation side; theirs
-    "Mean UTF-8 bytes of a token, those between documents counted as tokens"
+    "Return the mean UTF-8 bytes of a token; tokens between documents count as tokens"
     sizes, n, step = token_bytes(tokenizer), len(shards), 2**22
     return sum(int(sizes[shards[i:i + step]].sum()) for i in range(0, n, step)) / n
 
@@ -292,14 +292,14 @@ class Question:
     right: int
 
 def number_of(x, n, where): # a number or its digits; how many there are; for the error
-    "Which of `n` is meant. Raises `InputError` where none is, as in a test set without answers"
+    "Return which of `n` is meant. Raises `InputError` for none, as in a test set without answers"
     if str(x).isdecimal() and int(x) < n: return int(x)
     raise InputError(f"{where}: the answer is {x!r}, and there are the endings 0 to {n - 1}: take a split "
                      "that has its answers (HellaSwag's is validation)")
 
 # %% ../nbs/61_evals.ipynb #b5096474
 def without_marks(text):
-    "WikiHow's text without its marks: a title's becomes a full stop, others vanish"
+    "Return WikiHow's text without its marks: a title's becomes a full stop, others vanish"
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
@@ -367,7 +367,7 @@ TASKS = dict(
 
 # %% ../nbs/61_evals.ipynb #30991f11
 def file_rows(path): # JSON, an object a line, or Parquet
-    "The bytes of a task's file, and its rows: pairs of a place, for errors, and a line of JSON"
+    "Return the bytes of a task's file, and its rows: pairs of a place, for errors, and a line of JSON"
     data = read_bytes_of(path, most=2**30)
     if file_kind(Path(path)) == ".parquet":
         import pyarrow as pa, pyarrow.parquet as pq
@@ -379,7 +379,7 @@ def file_rows(path): # JSON, an object a line, or Parquet
 
 # %% ../nbs/61_evals.ipynb #9afbd962
 def hub_rows(name): # a key of `TASKS`
-    "The same from the Hub. Raises `ConnectionError` where it can't be had"
+    "Return a task's bytes and rows from the Hub. Raises `ConnectionError` if it can't be downloaded"
     from huggingface_hub import constants, utils
     from datasets import load_dataset # slow to import, as the line before, so only here
     hub = TASKS[name].hub
@@ -397,7 +397,7 @@ def hub_rows(name): # a key of `TASKS`
 def questions_of(name, # a key of `TASKS`
                  path="", # of its file; empty for the Hub
                  limit=0): # most questions; 0 for all
-    "The test's `Question`s, where each comes from, and what a record says of the file"
+    "Return the test's `Question`s, where each comes from, and the record's entry for the file"
     task = lookup(TASKS, name, "task")
     data, rows = file_rows(path) if path else hub_rows(name)
     if not rows: raise InputError(f"{path} has no examples in it")
@@ -408,7 +408,7 @@ def questions_of(name, # a key of `TASKS`
 
 # %% ../nbs/61_evals.ipynb #7a43597e
 def choice_scores(questions, nats): # `Question`s; the log-likelihoods of all their endings in a row
-    "Whether the right ending is the likeliest, and the likeliest for its length: lists of 0 and 1"
+    "Return whether the right ending is the likeliest, and the likeliest for its length: lists of 0 and 1"
     acc, norm, at = [], [], 0
     for q in questions:
         ours = nats[at:at + len(q.endings)]
@@ -419,7 +419,7 @@ def choice_scores(questions, nats): # `Question`s; the log-likelihoods of all th
 
 # %% ../nbs/61_evals.ipynb #9735793f
 def task_scores(lm, name, questions, wheres, **how): # an `LM`; from `questions_of`; for `score`
-    "The test's scores and their standard errors: a dict"
+    "Return the test's scores and their standard errors: a dict"
     pairs = [(q.context, f" {e}") for q in questions for e in q.endings]
     requests = requests_of(lm, pairs)
     check_requests(requests, lm.seq, [w for q, w in zip(questions, wheres) for _ in q.endings])
@@ -434,7 +434,7 @@ def task_scores(lm, name, questions, wheres, **how): # an `LM`; from `questions_
 
 # %% ../nbs/61_evals.ipynb #dcfe5859
 def asked_tasks(spec, limit=0): # such as "hellaswag,arc_easy=arc.jsonl"; as for `questions_of`
-    "What `questions_of` returns for each, the files checked"
+    "Return what `questions_of` returns for each task, with the files checked"
     res = []
     for part in filter(None, spec.split(",")):
         name, named, path = part.partition("=")
@@ -443,7 +443,7 @@ def asked_tasks(spec, limit=0): # such as "hellaswag,arc_easy=arc.jsonl"; as for
     return res
 
 def asked_texts(spec, limit=0, text_key="text"): # paths with commas; most documents of each; for `documents`
-    "Pairs of a path and its documents"
+    "Return pairs of a path and its documents"
     paths = filter(None, spec.split(","))
     res = [(path, [*islice(documents(path, text_key), limit or None)]) for path in paths]
     for path, texts in res:
@@ -456,7 +456,7 @@ def evaluate(lm, # an `LM`
              texts=(), # from `asked_texts`
              context=0, # as for `text_scores`
              **how): # for `score`
-    "A record of each test and each text: scores, errors, counts, model, machine and versions"
+    "Return a record for each test and each text: scores, errors, counts, model, machine and versions"
     res = []
     common = dict(**lm.about, dtype="bf16" if how.get("bf16") else "fp32", seq=lm.seq, **machine(),
                   llm_speedrun=version_of("llm_speedrun"))
@@ -472,7 +472,7 @@ def evaluate(lm, # an `LM`
 SAME = "task", "source", "weights", "engine", "dtype", "context", "n", "documents"
 
 def saved_evals(path): # a file that may not be there yet
-    "Return its records. Raises `InputError` for a file that holds something else"
+    "Read the records of a file. Raises `InputError` for a file that holds something else"
     return read_json(path, list[dict[str, Any]]) if Path(path).exists() else []
 
 def save_evals(path, new): # a file; records of `evaluate`
@@ -485,7 +485,7 @@ def save_evals(path, new): # a file; records of `evaluate`
 
 # %% ../nbs/61_evals.ipynb #61evallines
 def eval_lines(records): # of `evaluate`
-    "What the command prints: a line for each score"
+    "Return the lines that the command prints, one for each score"
     for r in records:
         n = f"{r['bytes']:,} bytes" if "bytes" in r else f"{r['n']:,} questions"
         for k, v in r["scores"].items():
@@ -497,7 +497,7 @@ def eval_lines(records): # of `evaluate`
 
 # %% ../nbs/61_evals.ipynb #61b50415
 def run_eval(c): # an `EvalOptions`
-    "What `speedrun_eval` does"
+    "Run `speedrun_eval`"
     if not (c.tasks or c.text):
         raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")
     bf16 = lookup(dict(fp32=False, bf16=True), c.dtype, "dtype")

@@ -39,7 +39,7 @@ def qwen3_config(config, # a `GPTConfig`
                  dtype="fp32", # of the weights, a key of `EXPORT_DTYPES`
                  eot=None, # id of the token between documents, if there is one
                  tied=True): # whether embedding and head are one matrix
-    "`config.json` of the Qwen3 model that `config` is, a dict. An unknown `dtype` is a `ValueError`"
+    "Return `config.json` of the Qwen3 model for `config`, a dict. Raises `ValueError` for an unknown `dtype`"
     c, dtype = config, lookup(EXPORT_DTYPES, dtype, "dtype")
     ends = {} if eot is None else dict(bos_token_id=eot, eos_token_id=eot)
     return dict(
@@ -53,7 +53,7 @@ def qwen3_config(config, # a `GPTConfig`
 
 # %% ../nbs/62_export.ipynb #277de37b
 def up_to(most): # this many
-    "The type of a whole number from 1"
+    "Return the type of an integer from 1 to `most`"
     return Annotated[int, Meta(ge=1, le=most)]
 
 Rope = dict[str, float | str | bool | None]
@@ -78,14 +78,14 @@ class Qwen3(msgspec.Struct):
 # %% ../nbs/62_export.ipynb #d7a8814b
 def qwen3(d, # of a `config.json`
           where): # its path, for errors
-    "The `Qwen3` in it. Raises `InputError` for what is missing, of another type or out of bounds"
+    "Return the `Qwen3` in a dict. Raises `InputError` for what is missing, of another type or out of bounds"
     try: return msgspec.convert(d, Qwen3)
     except msgspec.ValidationError as e: raise InputError(f"{where} can't be used: {e}") from None
 
 # %% ../nbs/62_export.ipynb #b3406a3c
 def as_fp32(t, # a tensor
             what): # it is, for errors
-    "The tensor in FP32. A `ValueError` if it is of a type that isn't read, or has numbers that aren't finite"
+    "Return the tensor in FP32. Raises `ValueError` for types that aren't read, and for non-finite values"
     if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"{what} is {t.dtype}, and only fp32, bf16 and fp16 are read")
     if not t.isfinite().all():
@@ -102,11 +102,11 @@ def _misfits(tensors, want): # name -> tensor, name -> shape; yields names and w
 
 # %% ../nbs/62_export.ipynb #ad88ceb7
 def qwen3_name(name): # of a weight in our model
-    "Its name in Qwen3's"
+    "Return a weight's name in Qwen3"
     return name if name == HEAD else f"model.{name}"
 
 def without_copy(tensors, where): # name -> tensor, of a tied model; they come from, for errors
-    "`tensors` without a head that is the embedding once more. Another head is an `InputError`"
+    "Return `tensors` without a head that equals the embedding. Raises `InputError` for another head"
     head, embed = tensors.get(HEAD), tensors.get("model.embed_tokens.weight")
     if not (head is None or embed is None or torch.equal(head, embed)):
         raise InputError(f"{where}: lm_head.weight is not model.embed_tokens.weight, and in this model they "
@@ -118,7 +118,7 @@ def fitted(tensors, # name -> tensor, under Qwen3's names
            config, # a `GPTConfig`
            where, # they come from, for errors
            model=GPT): # the class of the model
-    "`tensors` as the state dict of a `model(config)`, in FP32. A `ValueError` names those that don't fit"
+    "Return `tensors` as the FP32 state dict of `model(config)`. Raises `ValueError` for those that don't fit"
     if config.layers > len(tensors):
         raise InputError(f"{where} doesn't fit its config.json: that has {config.layers} layers, and this "
                          f"{len(tensors)} tensors")
@@ -131,7 +131,7 @@ def fitted(tensors, # name -> tensor, under Qwen3's names
 
 # %% ../nbs/62_export.ipynb #2589ac49
 def read_tensors(path): # of the file
-    "The tensors of a safetensors file, by name. Raises `InputError` if it can't be read"
+    "Read the tensors of a safetensors file, by name. Raises `InputError` if it can't be read"
     if not Path(path).is_file(): raise InputError(f"{path} is no regular file") # one would wait for a pipe
     try: return load_file(path)
     except SafetensorError as e: raise InputError(f"{path} is no whole safetensors file: {e}") from None
@@ -140,14 +140,14 @@ def read_tensors(path): # of the file
 def file_of(folder, # of a run or a model
             name, # of a file there
             why): # what its absence means
-    "The path of a file that must be there; if it isn't, a `FileNotFoundError` says what to do"
+    "Return the path of a required file. Raises `FileNotFoundError`, which says what to do"
     path = Path(folder)/name
     if not path.parent.is_dir(): raise FileNotFoundError(f"there is no folder {folder}: look at its name")
     if not path.is_file(): raise FileNotFoundError(f"{folder} has no {name}: {why}")
     return path
 
 def no_weights(folder): # of a run
-    "What it means that a run has no weights, and what to do"
+    "Return a text: what it means that a run has no weights, and what to do"
     if not checkpoints(Path(folder)/"checkpoints"):
         return "it has saved nothing yet; let it finish, or train again"
     return ("only checkpoints, so it is going on, or was killed. Let it finish, or go on with it: "
@@ -155,12 +155,12 @@ def no_weights(folder): # of a run
 
 # %% ../nbs/62_export.ipynb #1e290cd8
 def run_of(folder): # of a run, of a checkpoint in it, or of a model
-    "The run's folder if it is a checkpoint's; else the folder itself"
+    "Return the run's folder for a checkpoint's folder; any other folder as it is"
     checkpoint = (Path(folder)/"about.json").is_file()
     return Path(folder).resolve().parents[1] if checkpoint else Path(folder)
 
 def checkpoint_weights(config, folder): # a `GPTConfig`, a checkpoint's folder
-    "Its weights under Qwen3's names. Raises `InputError` for a damaged one, and for those of another model"
+    "Return a checkpoint's weights under Qwen3's names. Raises `InputError` for damaged or other weights"
     from llm_speedrun.checkpoint.load import check_size, open_checkpoint # here, since it takes a second
     if why := validation_error(folder): raise InputError(f"{folder} can't be used: {why}")
     check_size(config, folder)
@@ -183,7 +183,7 @@ def read_run(folder): # of a run, or of a checkpoint in it, however many process
 
 # %% ../nbs/62_export.ipynb #1dcdf00d
 def unfinished(folder): # of a run, or of a checkpoint in it
-    "What to say of a run that hasn't taken all its steps; an empty string if it has, or reached its target"
+    "Return a note on a run that hasn't taken all its steps; \"\" if it has, or reached its target"
     run = run_of(folder)
     file_of(run, "config.json", "it is not the folder of a run")
     res, steps = read_result(run), read_record(run).steps
@@ -195,13 +195,13 @@ def unfinished(folder): # of a run, or of a checkpoint in it
 
 # %% ../nbs/62_export.ipynb #a9406334
 def json_bytes(d): # a dict
-    "The bytes of a JSON file"
+    "Return the bytes of a JSON file"
     return (json.dumps(d, indent=2) + "\n").encode()
 
 # %% ../nbs/62_export.ipynb #62tokf
 def tokenizer_files(path, # of a `tokenizer.json`
                     config): # a `GPTConfig`
-    "The exported tokenizer, file name -> bytes, and the ids of its bos, eos and pad tokens, by name"
+    "Return the exported tokenizer, file name -> bytes, and its bos, eos and pad ids, by name"
     data, tok = read_bytes_of(path, most=2**28), read_tokenizer(path)
     saved = json.loads(data)
     if saved.get("truncation") or saved.get("padding"): data = tok.to_str(pretty=True).encode()
@@ -234,7 +234,7 @@ def check_new(out): # the folder to write
 # %% ../nbs/62_export.ipynb #95885793
 @contextmanager
 def written_whole(out): # the folder to write
-    "A new folder to fill, which becomes `out` when the block ends and is removed when it fails"
+    "Yield a new folder to fill, which becomes `out` if the block succeeds and is removed if it fails"
     check_new(out)
     out = Path(out).absolute()
     try:
@@ -309,7 +309,7 @@ def check_plain(d, # of a `config.json`
 
 # %% ../nbs/62_export.ipynb #56a37760
 def stated_model(d, where): # of a `config.json`; its path, for errors
-    "`GPT`, or `UntiedGPT` where the config doesn't tie the head to the embedding"
+    "Return `GPT`, or `UntiedGPT` where the config doesn't tie the head to the embedding"
     tied = d.get("tie_word_embeddings", False)
     if isinstance(tied, bool): return GPT if tied else UntiedGPT
     raise InputError(f"{where}: tie_word_embeddings is {json.dumps(tied)}, and must be true or false")
@@ -317,7 +317,7 @@ def stated_model(d, where): # of a `config.json`; its path, for errors
 # %% ../nbs/62_export.ipynb #744167d9
 def rope_base(q, # a `Qwen3`
               where): # its path, for errors
-    "The base of the rotary frequencies; a `ValueError` for scaled ones, or where two spellings disagree"
+    "Return the base of the rotary frequencies. Raises `ValueError` for scaled or contradictory ones"
     plain = dict(rope_type="default", type="default", partial_rotary_factor=1.)
     bases = {q.rope_theta} - {None}
     for name in ("rope_scaling", "rope_parameters"):
@@ -332,7 +332,7 @@ def rope_base(q, # a `Qwen3`
 def gpt_config(d, # of a `config.json`
                where, # its path, for errors
                name="custom"): # of the `GPTConfig`
-    "The `GPTConfig` of a Qwen3 config. Raises `InputError` for what a `GPT` can't express"
+    "Return the `GPTConfig` of a Qwen3 config. Raises `InputError` for what a `GPT` can't express"
     check_plain(d, where)
     q = qwen3(d, where)
     shape = {k: getattr(q, v) for k, v in SHAPE.items()}
@@ -345,7 +345,7 @@ def gpt_config(d, # of a `config.json`
 
 # %% ../nbs/62_export.ipynb #ea599f9a
 def read_config(path): # of a Qwen3 model's `config.json`
-    "Its `GPTConfig`, named after the folder. Whatever else the file holds is an `InputError`"
+    "Read a Qwen3 model's `GPTConfig`, named after the folder. Raises `InputError` for any other file"
     name = "custom" if path.parent.name in MODELS else path.parent.name # that is no plug-in's model
     return gpt_config(read_json(path, dict[str, Any]), path, name=name)
 
@@ -356,7 +356,7 @@ class Index(msgspec.Struct):
 
 # %% ../nbs/62_export.ipynb #81b803a2
 def weight_files(folder): # of a model
-    "Paths of its safetensors files. `FileNotFoundError` if there are none, `ValueError` for a bad index"
+    "Return the paths of safetensors files. Raises `FileNotFoundError` for none, `ValueError` for a bad index"
     one, index = Path(folder)/"model.safetensors", Path(folder)/"model.safetensors.index.json"
     if one.exists(): return [one]
     if not index.exists():
@@ -393,7 +393,7 @@ def import_folder(folder): # a run's, written by us or by transformers' `save_pr
 # %% ../nbs/62_export.ipynb #54c5dbdd
 def from_pretrained(folder, # a run's, written by us or by transformers' `save_pretrained`
                     device=None): # the GPU if there is one, by default
-    "The naive FP32 `Run` with the weights in `folder`. Raises as `import_folder` does"
+    "Open the naive FP32 `Run` with the weights in `folder`. Raises as `import_folder` does"
     config, state = import_folder(folder)
     with torch.device(device or default_device()): run = Run(model_of(state, config)(config))
     run.model.load_state_dict(state)
@@ -401,7 +401,7 @@ def from_pretrained(folder, # a run's, written by us or by transformers' `save_p
 
 # %% ../nbs/62_export.ipynb #5e976217
 def run_export(c): # an `ExportOptions`
-    "What `speedrun_export` does"
+    "Run `speedrun_export`"
     note, folder = unfinished(c.run), export_folder(c.run, c.out, c.dtype)
     mib = (folder/"model.safetensors").stat().st_size / 2**20
     tok = (folder/"tokenizer.json").exists()

@@ -10,7 +10,7 @@ COLORS = dict(blue="#0072B2", orange="#E69F00", green="#009E73", red="#D55E00", 
               sky="#56B4E9", yellow="#F0E442", grey="#CCCCCC", white="#FFFFFF")
 
 def canvas(width=7.4, height=2.6): # in inches
-    "Axes without a frame on a new figure, one inch for one unit, the origin at the lower left"
+    "Return axes without a frame on a new figure: one inch is one unit, the origin is at the lower left"
     import matplotlib.pyplot as plt
     fig = plt.figure(figsize=(width, height))
     ax = fig.add_axes((0, 0, 1, 1))
@@ -37,7 +37,7 @@ def arrow(ax, # of `canvas`
           text="", # at its middle
           color="k", # of matplotlib's
           size=8): # of the text, in points
-    "Draw an arrow with a text beside it"
+    "Draw an arrow with a text next to it"
     ax.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=color, lw=1.4, shrinkA=0, shrinkB=0))
     (x0, y0), (x1, y1) = start, end
     flat = abs(x1 - x0) > abs(y1 - y0) # then the text stands above, else to the right

@@ -132,7 +132,7 @@ class Generator:
         self.model = with_cache(run, self.cache).model
         self.tokens = torch.zeros(rows, self.config.seq_len, dtype=torch.long, device=w.device) # those read
         self.used, self.ahead, self.graphs = 0, None, {} # slots; tokens to read; recorded passes
-        self.last = torch.zeros(rows, 1, dtype=torch.long, device=w.device) # where a recorded pass reads
+        self.last = torch.zeros(rows, 1, dtype=torch.long, device=w.device) # where a captured pass reads
         if hasattr(run.model, "fits"): self.check(run.model) # a plug-in's class
 
 # %% ../nbs/60_generate.ipynb #32b9753b

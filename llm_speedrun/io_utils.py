@@ -20,13 +20,13 @@ from filelock import FileLock, Timeout
 
 # %% ../nbs/06_files.ipynb #c3e0d15a
 class SpeedrunError(Exception):
-    "An error that we foresaw: its message says what is wrong and what to do"
+    "A foreseen error: its message says what is wrong and what to do"
 
 class InputError(SpeedrunError, ValueError):
     "What was given can't be used: an option, a file, an argument"
 
 class RunError(SpeedrunError, RuntimeError):
-    "What was begun can't go on: this machine, its memory, a process that died"
+    "An error of a run that can't continue: this machine, its memory, a process that crashed"
 
 class AllFailed(RunError):
     "Raised by every process of a group, after the same step"
@@ -45,11 +45,11 @@ REASONS = dict(
 
 # %% ../nbs/06_files.ipynb #c5e08f5b
 def reason(e): # an `OSError`
-    "Why it happened and what to do, in words, without the path"
+    "Return why an `OSError` happened and what to do, as text without the path"
     return REASONS.get(errno.errorcode.get(e.errno)) or e.strerror or str(e)
 
 def in_words(e): # an `OSError`
-    "Its path and the `reason`; an error of a network, and one of ours, stays as it is"
+    "Return an `OSError` as text: its path and the `reason`; network errors and ours are unchanged"
     path = e.filename2 or e.filename
     if path: return f"{path}: {reason(e)}"
     return reason(e) if e.errno in (errno.ENOSPC, errno.EROFS) else str(e)
@@ -65,7 +65,7 @@ def unread(more=""): # to print, to see whether that is possible
 
 # %% ../nbs/06_files.ipynb #fddbaf04
 def short_of_memory(e): # an error of Python, NumPy or PyTorch's CPU allocator
-    "What it asked for, and what to do"
+    "Return a text: how much memory was requested, and what to do"
     asked = re.search(r"allocate ([\d.]+ [KMGTPE]?i?B|\d+ bytes)", str(e))
     return (f"this machine has no {asked[1]} left" if asked else "this machine has no more") + (
         ". Choose smaller batches, a smaller vocabulary or model, or end other programs")
@@ -93,7 +93,7 @@ def clean_errors(f, # a function without arguments
 def lookup(table, # a dict from names to things
            name, # the name asked for
            kind): # what the table holds, for the error: "rung", "workload", ...
-    "`table[name]`, or an `InputError` that names the nearest names and all there are"
+    "Return `table[name]`. An unknown name raises `InputError` with the nearest names and all that exist"
     if name in table: return table[name]
     near = difflib.get_close_matches(str(name), list(table), n=3, cutoff=0.4)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -111,7 +111,7 @@ def synced(path): # a file or a folder
 def replace_file(path, # the file to write
                  text, # its new content
                  sync=False): # wait until it is on the disk
-    "Write `text` beside `path` and rename, so that a reader finds the old content or the new, never half"
+    "Write `text` to a temporary file and rename it to `path`: a reader finds the old or the new content"
     path = Path(path)
     tmp = path.with_name(path.name + ".tmp")
     try:
@@ -137,7 +137,7 @@ def check_writable(out, # a path that may not be there yet
 # %% ../nbs/06_files.ipynb #2485e0d6
 def read_bytes_of(path, # of a file
                   most=2**24): # more bytes than this are no such file
-    "What is in a regular file. Raises `FileNotFoundError`, and `InputError` for a pipe or too much"
+    "Read a regular file's bytes. Raises `FileNotFoundError`, and `InputError` for a pipe or too much"
     path = Path(path)
     s = path.stat()
     if not stat.S_ISREG(s.st_mode): raise InputError(f"{path} is no regular file")
@@ -161,7 +161,7 @@ def file_sha256(path):
 def decoded(data, # bytes of JSON
             kind, # a type that msgspec knows
             where): # what to call it in an error: a path, a path and a line
-    "The value in `data`. Raises `InputError` that says what is wrong, and where"
+    "Decode JSON to a value of type `kind`. Raises `InputError` that says what is wrong, and where"
     try: return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as e: raise InputError(f"{where} can't be used: {e}") from None
     except (msgspec.DecodeError, UnicodeError) as e: raise InputError(f"{where} is no JSON: {e}") from None
@@ -170,7 +170,7 @@ def decoded(data, # bytes of JSON
 def read_json(path, # of a JSON file
               kind, # a type that msgspec knows: what must be in it
               most=2**24): # more bytes than this are no such file
-    "What the file says, as a `kind`. Raises `FileNotFoundError`, and `InputError` with the file's name"
+    "Read a JSON file as a `kind`. Raises `FileNotFoundError`, and `InputError` with the file's name"
     return decoded(read_bytes_of(path, most), kind, path)
 
 # %% ../nbs/06_files.ipynb #b68d3558
@@ -187,7 +187,7 @@ _SAFE = dict(lock=Lock(), inside=0, was=None) # threads may be inside at the sam
 
 @contextmanager
 def safe_children():
-    "Inside, processes that libraries start import nothing of the current folder either (Python >= 3.11)"
+    "Let processes started inside a `with` import nothing from the current folder (Python >= 3.11)"
     name, env = "PYTHONSAFEPATH", os.environ
     with _SAFE["lock"]:
         if not _SAFE["inside"]: _SAFE["was"] = env.get(name)
@@ -220,7 +220,7 @@ def env_number(name, # of an environment variable that torchrun sets
 # %% ../nbs/06_files.ipynb #47583d33
 def hold(folder, # to write into; made if it isn't there
          what): # it is, for the error: "this run", "this corpus"
-    "A lock on `folder`, to be released with `release()`. Raises `RunError` where another process has it"
+    "Lock `folder`; returns the lock, to be released. Raises `RunError` where another process has it"
     Path(folder).mkdir(parents=True, exist_ok=True)
     lock = FileLock(Path(folder)/".lock")
     try: lock.acquire(timeout=0)
@@ -254,7 +254,7 @@ def cache_dir() -> Path:   # the folder, made if it was not there
 def _stub(): ...
 
 def is_stub(answer): # a function or a class
-    "Whether there is nothing in it yet. A lambda is never a stub, since one writes it whole"
+    "Return whether a function or class is still empty. A lambda never is, since it is written in one piece"
     if isinstance(answer, type) and answer.__module__ != "builtins":
         own = [o for k, o in vars(answer).items() if isinstance(o, FunctionType) and not k.startswith("_abc")]
         return any(map(is_stub, own)) or not (own or vars(answer).get("__annotations__"))

@@ -85,7 +85,7 @@ def new_ladder(config, # a `GPTConfig`
 # %% ../nbs/22_ladder.ipynb #6374e895
 def speeds_of(records, # of one ladder on this GPU
               folder): # of records, a file for each GPU
-    "GPU -> tokens per second of each of `records`, None where it wasn't measured: this GPU, then the others"
+    "Return GPU -> tokens per second of each of `records`, None where not measured: this GPU, then others"
     key = lambda r: record_key(r | dict(dtype=None))
     found = {records[0]["gpu"]: {key(r): r["tok_s"] for r in records}}
     for p in sorted(Path(folder).glob("*.json")):
@@ -99,7 +99,7 @@ def speeds_of(records, # of one ladder on this GPU
 # %% ../nbs/22_ladder.ipynb #92887716
 def gpus_chart(names, # of the rungs, from below
                speeds): # as `speeds_of` returns them
-    "Thousand tokens per second of each rung, a bar for each GPU: matplotlib axes"
+    "Draw thousand tokens per second of each rung, a bar for each GPU. Returns matplotlib axes"
     import matplotlib.pyplot as plt
     at, h = range(len(names)), .8/len(speeds)
     fig, ax = plt.subplots(figsize=(7.4, 1.2 + len(names)*(.15 + .2*len(speeds))), layout="constrained")
@@ -114,7 +114,7 @@ def gpus_chart(names, # of the rungs, from below
 
 # %% ../nbs/22_ladder.ipynb #401b62af
 def check_share(folder): # of records, "" for none
-    "Raises `InputError` where a ladder can't be shared"
+    "Raise `InputError` where a ladder can't be shared"
     if folder and smoke():
         raise InputError("--share: these would be the times of a smoke run, which mean nothing elsewhere. "
                          "Share a ladder that a GPU has climbed")
@@ -122,7 +122,7 @@ def check_share(folder): # of records, "" for none
 
 def share_ladder(records, # of one ladder
                  folder): # of records, a file for each GPU
-    "Add `records` to `<gpu>.json` in `folder`, draw them beside other GPUs: `<gpu>.png`. Returns both paths"
+    "Add `records` to `<gpu>.json` in `folder`, and draw all GPUs in `<gpu>.png`. Returns both paths"
     import matplotlib.pyplot as plt
     path = Path(folder)/records_path(records[0]["gpu"]).name
     path.parent.mkdir(parents=True, exist_ok=True); save_records(records, path)

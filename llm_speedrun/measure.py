@@ -28,14 +28,14 @@ from .figures import COLORS
 
 # %% ../nbs/01_measure.ipynb #e300ee05
 def default_device():
-    "The GPU if there is one, else the CPU, as a `torch.device`"
+    "Return the GPU if there is one, else the CPU, as a `torch.device`"
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def gpu_gib():
-    "GiB of GPU memory; there must be a GPU"; return torch.cuda.get_device_properties(0).total_memory / 2**30
+    "Return the GPU's memory in GiB"; return torch.cuda.get_device_properties(0).total_memory / 2**30
 
 def gpu_uuid():
-    "Our GPU's name for nvidia-smi and NVML: with `CUDA_VISIBLE_DEVICES` it needn't be the machine's first"
+    "Return our GPU's UUID for nvidia-smi and NVML, whose numbers ignore `CUDA_VISIBLE_DEVICES`"
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 def nvml_gpu():
@@ -47,7 +47,7 @@ def nvml_gpu():
 # %% ../nbs/01_measure.ipynb #01memlim
 @contextmanager
 def memory_limit(gib): # GPU memory to use, in GiB
-    "Inside, this process gets no more GPU memory than that; nothing on a CPU"
+    "Limit this process's GPU memory inside a `with`; does nothing on a CPU"
     if not torch.cuda.is_available(): yield; return
     torch.cuda.set_per_process_memory_fraction(min(1., gib/gpu_gib()))
     try: yield
@@ -55,31 +55,31 @@ def memory_limit(gib): # GPU memory to use, in GiB
 
 # %% ../nbs/01_measure.ipynb #35fe50b8
 def version_of(package): # the package's name, such as "triton"
-    "The installed version of `package`, or None where it is not installed (macOS has no Triton)"
+    "Return the installed version of `package`, or None where it is missing (macOS has no Triton)"
     try: return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError: return None
 
 # %% ../nbs/01_measure.ipynb #0bf19e13
 @lru_cache
 def driver_version():
-    "The NVIDIA driver's version, or None without one"
+    "Return the NVIDIA driver's version, or None without one"
     cmd = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try: return subprocess.run(cmd, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError): return None
 
 def machine():
-    "What a measurement was taken on: GPU, driver, versions of PyTorch and Triton, date"
+    "Return what a measurement was taken on, a dict: GPU, driver, versions of PyTorch and Triton, date"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return dict(gpu=gpu, driver=driver_version(), torch=str(torch.__version__), triton=version_of("triton"),
                 date=date.today().isoformat())
 
 # %% ../nbs/01_measure.ipynb #bd0a34e6
 def smoke(): # a bool
-    "True where this is a smoke run: no GPU, or a notebook executed as a test by `nbdev_test`"
+    "Return whether this is a smoke run: without a GPU, or a notebook executed as a test by `nbdev_test`"
     return not torch.cuda.is_available() or in_test()
 
 def in_test(): # a bool
-    "True in a notebook that `nbdev_test` executes: it must work, and needs few repetitions for that"
+    "Return whether `nbdev_test` executes this notebook; then few repetitions are enough"
     return bool(os.environ.get("IN_TEST"))
 
 # %% ../nbs/01_measure.ipynb #0428281d
@@ -89,7 +89,7 @@ class Table(str):
 
 def table(head, # column titles
           rows): # lists of strings
-    "An aligned Markdown `Table`; the first column to the left, the others to the right"
+    "Return an aligned Markdown `Table`: the first column is left-aligned, the others right-aligned"
     widths = [max(len(str(r[i])) for r in [head, *rows]) for i in range(len(head))]
     line = lambda r: "| " + " | ".join(str(c).ljust(w) if i == 0 else str(c).rjust(w)
                                        for i, (c, w) in enumerate(zip(r, widths))) + " |"
@@ -99,34 +99,34 @@ def table(head, # column titles
 # %% ../nbs/01_measure.ipynb #e2febf62
 def fmt(x, # a number or None
         spec=".2f"): # a format specification
-    "`x` formatted, a dash for None"
+    "Format `x`; return a dash for None"
     return "-" if x is None else format(x, spec)
 
 # %% ../nbs/01_measure.ipynb #c9cb6a48
 @dataclass(frozen=True)
 class Times:
-    "Milliseconds: the median, and the 20th and 80th percentile"
+    "The median, 20th and 80th percentile of timed runs, in milliseconds"
     ms: float
     p20: float
     p80: float
     def __str__(self): return f"{self.ms:.3g} ms ({self.p20:.3g} to {self.p80:.3g})"
 
 def summarize(samples): # a list of milliseconds
-    "The `Times` of a list of samples"
+    "Return the `Times` of a list of samples"
     s = sorted(samples)
     at = lambda q: s[min(len(s) - 1, int(q * len(s)))]
     return Times(statistics.median(s), at(.2), at(.8))
 
 # %% ../nbs/01_measure.ipynb #81b8618f
 def moment(gpu): # whether to mark the GPU's time
-    "A mark in time, for `ms_between`"
+    "Return a timestamp for `ms_between`: a recorded CUDA event, or the CPU's clock"
     if not gpu: return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 def ms_between(a, b): # two of `moment`, the second of which the GPU has passed
-    "Milliseconds from one to the other"
+    "Return the milliseconds from timestamp `a` to timestamp `b`"
     return 1e3*(b - a) if isinstance(a, float) else a.elapsed_time(b)
 
 # %% ../nbs/01_measure.ipynb #755d1624
@@ -147,14 +147,14 @@ def sample_ms(f, # a function without arguments that does some work
 def time_ms(f, # a function without arguments
             reps=10, # timed runs
             warmup=3): # runs before them, not timed
-    "The `Times` of `f` in milliseconds, after a warm-up"
+    "Return the `Times` of calling `f`, in milliseconds, after a warm-up"
     if in_test(): reps, warmup = min(reps, 2), min(warmup, 1)
     sample_ms(f, warmup)
     return summarize(sample_ms(f, reps))
 
 # %% ../nbs/01_measure.ipynb #1ff6787a
 def process_start():
-    "When this process began, in seconds since 1970; without `/proc` as if it had never waited"
+    "Return when this process began, in seconds since 1970; without `/proc` the time of this call"
     try:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -181,12 +181,12 @@ class Timings:
 # %% ../nbs/01_measure.ipynb #0276dc3f
 @patch
 def stop(self:Timings):
-    "The start is over: from the first call on, `total` is the seconds that it took"
+    "Stop the clock of the start: the first call sets `total`, in seconds"
     if self.total is None: self.total = time.time() - self.began
 
 @patch
 def record(self:Timings):
-    "What a run's files keep: seconds in all, and the phases as dicts"
+    "Return what a run's files store of its start: the seconds in all, and the phases as dicts"
     return dict(seconds=self.total, phases=[dict(zip(("name", "seconds", "depth"), p)) for p in self.phases])
 
 # %% ../nbs/01_measure.ipynb #1a1a1ae1
@@ -201,12 +201,12 @@ def __str__(self:Timings):
 
 # %% ../nbs/01_measure.ipynb #ef86e170
 def compiler_imported():
-    "Whether `torch._dynamo` is imported, as it is once something is compiled. It takes a second or two"
+    "Return whether `torch._dynamo` is imported. Importing it takes one or two seconds"
     return "torch._dynamo" in sys.modules
 
 @contextmanager
 def without_dispatch_modes():
-    "Inside, work is done and compiled functions are compiled, also while somebody counts or takes them apart"
+    "Suspend dispatch modes inside a `with`, so that functions can be compiled while operations are counted"
     stance = torch.compiler.set_stance("default") if compiler_imported() else nullcontext()
     with disable_current_modes(), stance: yield
 
@@ -227,12 +227,12 @@ class CachedMeasurement:
     def forget(self): "Measure again when next asked"; self.value, self.when = None, None
 
 # %% ../nbs/01_measure.ipynb #9b69f356
-def flops_per_token(matrix_params, # weights that take part in matrix products
+def flops_per_token(matrix_params, # weights that take part in matmuls
                     layers, # L
                     width, # d: heads x head dimension
                     seq, # T
                     causal=False): # count only the unmasked half of attention
-    "Training FLOPs per token, forward and backward (PaLM, appendix B, arXiv:2204.02311)"
+    "Return the training FLOPs per token, forward and backward (PaLM, appendix B, arXiv:2204.02311)"
     return 6*matrix_params + 12*layers*width*seq / (2 if causal else 1)
 
 # %% ../nbs/01_measure.ipynb #4a5598f7
@@ -242,7 +242,7 @@ DATASHEET_BF16 = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "GH200": 989e12, "H10
                   "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 def datasheet_flops(gpu=None): # the GPU's name, this machine's by default
-    "The datasheet's dense bf16 FLOP/s of `gpu`, or None where we don't know it"
+    "Return the dense BF16 FLOP/s of `gpu` by its datasheet, or None for a GPU that isn't listed"
     gpu = gpu or machine()["gpu"]
     known = [k for k in DATASHEET_BF16 if re.search(rf"\b{re.escape(k)}\b", gpu)]
     return DATASHEET_BF16[max(known, key=len)] if known else None
@@ -251,7 +251,7 @@ def datasheet_flops(gpu=None): # the GPU's name, this machine's by default
 def mfu(flops_tok, # FLOPs per token
         tok_s, # tokens per second
         gpu=None): # the GPU's name, this machine's by default
-    "Model FLOPs utilization against the datasheet, a fraction; None for an unknown GPU or a CPU"
+    "Return the model FLOPs utilization against the datasheet, a fraction; None for an unknown GPU or a CPU"
     peak = datasheet_flops(gpu)
     return flops_tok*tok_s/peak if peak else None
 
@@ -267,7 +267,7 @@ class Measured:
 
 def ratio(a, # the `Measured` before
           b): # the `Measured` after
-    "How many times faster `b` is than `a`: the median over rounds of neighbouring medians"
+    "Return the speedup of `b` over `a`: the median over rounds of the ratio of neighbouring medians"
     return statistics.median(statistics.median(x) / statistics.median(y) for x, y in zip(a.rounds, b.rounds))
 
 # %% ../nbs/01_measure.ipynb #prog0001
@@ -295,7 +295,7 @@ def warm_up(build, # builds a version: returns its step, a function without argu
 def take_turns(steps, # a dict from name to a step that is warm
                rounds=5, # how often each has its turn
                reps=4): # timed steps in a turn
-    "Run the steps in turn, A B A B. A dict from name to rounds, lists of milliseconds"
+    "Time the steps interleaved, A B A B. Returns name -> rounds, lists of milliseconds"
     if in_test(): rounds, reps = min(rounds, 2), 1
     res = {name: [] for name in steps}
     for _ in progress(range(rounds), "measuring"):
@@ -307,7 +307,7 @@ def compare(builders, # a dict from name to a function that builds a version and
             rounds=5, # how often each has its turn
             reps=4, # timed steps in a turn
             warmup=3): # steps before the first turn
-    "Measure several versions of a step in turn, A B A B. A dict from name to `Measured`"
+    "Measure several versions of a step, interleaved as A B A B. Returns name -> `Measured`"
     steps, res = {}, {}
     for name, build in builders.items(): steps[name], res[name] = warm_up(build, 1 if in_test() else warmup)
     for name, r in take_turns(steps, rounds, reps).items(): res[name].rounds = r
@@ -319,17 +319,17 @@ KEYS = ("rung before workload batch seq dtype tok_s ms ms_p20 ms_p80 ratio predi
 
 # %% ../nbs/01_measure.ipynb #cbef0e6c
 def written_by():
-    "The notebook or the command that this process runs: its name without folder and ending"
+    "Return the name of the notebook or command that this process runs, without folder and suffix"
     return Path(os.environ.get("JPY_SESSION_NAME") or sys.argv[0] or "python").stem
 
 # %% ../nbs/01_measure.ipynb #6cbf85a6
 def without_docs(node): # of a syntax tree
-    "Its statements without a docstring"
+    "Return a syntax tree's statements without a docstring"
     may_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
     return node.body[may_have and ast.get_docstring(node) is not None:]
 
 def syntax(node): # an `ast` node, a list of them, or a constant
-    "Nested lists that say the same in each version of Python"
+    "Return nested lists that describe the syntax equally in each version of Python"
     if isinstance(node, list): return [syntax(o) for o in node]
     if not isinstance(node, ast.AST): return repr(node)
     part = lambda k, v: without_docs(node) if k == "body" and isinstance(v, list) else v
@@ -341,7 +341,7 @@ def syntax(node): # an `ast` node, a list of them, or a constant
 def _syntax_of(source): return syntax(ast.parse(source)) # most sources are in many digests
 
 def digest(*sources): # Python source texts
-    "A short hash of what `sources` do: comments, docstrings and formatting don't count"
+    "Return a short hash of what `sources` do: comments, docstrings and formatting don't count"
     return hashlib.sha256(repr([_syntax_of(s) for s in sources]).encode()).hexdigest()[:16]
 
 # %% ../nbs/01_measure.ipynb #94a6ad9e
@@ -355,7 +355,7 @@ def make_record(rung, # name of the rung
                 seq=1, # tokens in a sequence
                 code=None, # `digest` of the code that was measured, None if it isn't ours
                 **more): # further keys: workload, rungs, dtype, ...
-    "A record of one measurement, with the keys of `KEYS` and whatever else `more` adds"
+    "Return the record of one measurement, a dict with the keys of `KEYS` and those in `more`"
     t, tok_s = measured.times, batch*seq / measured.times.ms * 1e3
     full, causal = (mfu(f, tok_s) if f else None for f in flops)
     return dict(rung=rung, before=before, ratio=ratio, predicted_ratio=predicted_ratio, batch=batch, seq=seq,
@@ -365,31 +365,31 @@ def make_record(rung, # name of the rung
 
 # %% ../nbs/01_measure.ipynb #eb8dcd14
 def course_dir():
-    "The folder of notebooks in the checkout that we are in, None elsewhere"
+    "Return the folder of notebooks of the checkout that we are in, None elsewhere"
     folders = (p/"nbs" for p in (Path.cwd(), *Path.cwd().parents) if (p/"settings.ini").exists())
     return next((p for p in folders if p.is_dir()), None)
 
 def measurements_dir():
-    "The folder of records: `measurements` here if there is one, else that in `course_dir`"
+    "Return the folder of records: `measurements` here if it exists, else the one in `course_dir`"
     here = Path.cwd()/"measurements"
     return here if here.is_dir() or not (nbs := course_dir()) else nbs/"measurements"
 
 def records_path(gpu=None): # the GPU's name, this machine's by default
-    "The file of the records of one GPU"
+    "Return the path of the file with the records of one GPU"
     name = re.sub(r"[^a-z0-9]+", "-", (gpu or machine()["gpu"]).lower()).strip("-")
     return measurements_dir()/f"{name}.json"
 
 def load_records(path): # a JSON file of records
-    "The records in `path`, an empty list where there is no such file"
+    "Read the records in `path`, a list; empty where the file doesn't exist"
     return json.loads(Path(path).read_text(encoding="utf-8")) if Path(path).exists() else []
 
 # %% ../nbs/01_measure.ipynb #a4278b5b
 def rung_names(specs): # rungs, with options or without
-    "Their names, a tuple"
+    "Return the names of rungs without their options, a tuple"
     return tuple(str(s).split(":")[0] for s in specs)
 
 def record_key(r): # a record
-    "What tells a record from others: what was measured, over what, on which workload. Options don't count"
+    "Return what identifies a record: what was measured, over what, on which workload; not the options"
     return (*(r.get(k) for k in ("rung", "before", "workload", "batch", "seq", "dtype")),
             rung_names(r.get("rungs") or ()), rung_names(r.get("rungs_before") or ()))
 
@@ -414,13 +414,13 @@ SPINE = ("124m", 64) # the course's workload, and sequences in a step
 NO_GPU = "No GPU here, and no record of this on file: nothing to show."
 
 def spine_records():
-    "The records of `COURSE_GPU` at the course's shapes; [] outside of a checkout"
+    "Return the records of `COURSE_GPU` at the course's shapes, a list; empty outside of a checkout"
     found = load_records(records_path(COURSE_GPU))
     return [r for r in found if (r["workload"], r["batch"]) == SPINE]
 
 # %% ../nbs/01_measure.ipynb #ongpu001
 def recorded(record): # made on a CPU
-    "The record of `COURSE_GPU` with the same rungs, against the same, at the course's shapes, or None"
+    "Return the `COURSE_GPU` record that matches: the same rungs, baseline and shapes; None without one"
     names = lambda r, key: rung_names(r.get(key) or ())
     found = [r for r in spine_records() if r["rung"] == record["rung"]
              and names(r, "rungs") == names(record, "rungs")]
@@ -428,11 +428,11 @@ def recorded(record): # made on a CPU
     return next((r for r in found if names(r, "rungs_before") == names(record, "rungs_before")), None)
 
 def noted(records): # new ones
-    "The same, each made on a CPU with what is `recorded` of a GPU under `on_gpu`"
+    "Return copies of `records`, with the matching record of a GPU added as `on_gpu` to those made on a CPU"
     return [r if r["gpu"] != "CPU" else r | dict(on_gpu=recorded(r)) for r in records]
 
 def on_gpu(records): # some may have been made on a CPU
-    "What to show of `records`: where they note what a GPU recorded, that; none that have no such record"
+    "Return the GPU records to show: of a record made on a CPU the one noted in it, if there is one"
     return [r for r in (r.get("on_gpu", r) for r in records) if r]
 
 # %% ../nbs/01_measure.ipynb #ongpu004
@@ -451,11 +451,11 @@ def show_recorded(name): # a lesson and a name, such as "00_gpu/sizes"
 
 # %% ../nbs/01_measure.ipynb #ad2a789d
 def mfu_text(r, key): # a record, "mfu_full" or "mfu_causal"
-    "MFU as a percentage; for FP8 also against FP8's datasheet rate, which is twice as high, in brackets"
+    "Format the MFU as a percentage; for FP8 add, in brackets, the MFU against FP8's doubled datasheet rate"
     return fmt(r[key], ".1%") + (f" ({r[key]/2:.1%})" if r[key] and r.get("dtype") == "fp8" else "")
 
 def ladder_table(records): # records in the ladder's order
-    "The ladder as a `Table`, with the machine, the shapes and the date below it"
+    "Return the ladder as a `Table`, with the machine, the shapes and the date below it"
     if not (records := on_gpu(records)): return Table(NO_GPU)
     name = lambda r: r["rung"] if r.get("kept", True) else f"{r['rung']} (left out)"
     times = lambda x: fmt(x, ".2f") + "×"*(x is not None) # what was chosen by measuring has no prediction
@@ -469,7 +469,7 @@ def ladder_table(records): # records in the ladder's order
 
 # %% ../nbs/01_measure.ipynb #a78a5b69
 def caption(records): # records of one machine
-    "One line that says on what, with what shapes and when `records` were measured"
+    "Return one line with the machine, the shapes and the date of `records`"
     r, left = records[0], any(not r.get("kept", True) for r in records)
     both = " MFU in brackets: against FP8's rate." if any(r["dtype"] == "fp8" for r in records) else ""
     cpu = "A CPU: a smoke run, its numbers say nothing about a GPU"
@@ -488,7 +488,7 @@ def _bar_text(ax, i, speed, x, most): # the bar's number, its speed, the predict
 
 # %% ../nbs/01_measure.ipynb #d45cf702
 def ladder_chart(records): # records in the ladder's order
-    "Tokens per second of each rung as bars, with a mark at the predicted speed"
+    "Draw the tokens per second of each rung as bars, with a mark at the predicted speed"
     import matplotlib.pyplot as plt; records = on_gpu(records)
     fig, ax = plt.subplots(figsize=(7.4, 1 + .4*len(records)), layout="constrained")
     names, speed = [r["rung"] for r in records], [r["tok_s"]/1e3 for r in records]
@@ -507,11 +507,11 @@ def ladder_chart(records): # records in the ladder's order
 COURSE = "fp32 tf32 bf16 flash fused_ops chunked_ce fp8 cuda_graphs fused_adamw".split()
 
 def rungs_below(rung): # the name of a rung of the course
-    "The list of rungs that the course has climbed when it comes to `rung`"
+    "Return the rungs of the course that come before `rung`, a list"
     return COURSE[1:COURSE.index(rung)]
 
 def course_records():
-    "The records of the course's ladder, each against the one before it; [] outside of a checkout"
+    "Return the records of the course's ladder, each against the one before; [] outside of a checkout"
     found = {(rung_names(r["rungs"]), r["before"]): r for r in spine_records()}
     keys = [(tuple(COURSE[1:i + 1]), COURSE[i - 1] if i else None) for i in range(len(COURSE))]
     return [found[k] for k in keys if k in found]
@@ -534,7 +534,7 @@ def you_are_here(*here, # the rungs of this lesson; by default none is marked
 # %% ../nbs/01_measure.ipynb #12eb81ae
 def guess_chart(my_guess, # times the speed of the version before; None for no guess
                 record): # what was measured, with its prediction
-    "The reader's guess, the roofline's prediction and the measured ratio, a bar each"
+    "Draw the reader's guess, the roofline's prediction and the measured speedup as one bar each"
     import matplotlib.pyplot as plt
     if not (found := on_gpu([record])): return print(NO_GPU)
     record, = found
@@ -551,7 +551,7 @@ def guess_chart(my_guess, # times the speed of the version before; None for no g
 
 # %% ../nbs/01_measure.ipynb #ad4307ee
 def paid_text(record): # of a rung, with what it was measured against
-    "Whether the rung paid, in a line; a CPU can't say"
+    "Return one line that says whether the rung is faster than what it was measured against"
     if not (found := on_gpu([record])): return NO_GPU
     paid = "it stays in the list" if found[0]["ratio"] > 1 else "it stays out of the list"
     if found[0]["gpu"] == record["gpu"] and smoke(): paid = "a smoke run, which decides nothing"

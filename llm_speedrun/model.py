@@ -57,7 +57,7 @@ WORKLOADS = {c.name: c for c in [
     GPTConfig(name="1b", layers=16, width=2048, heads=16, kv_heads=16, hidden=5632, seq_len=2048)]}
 
 def workload(name): # a key of `WORKLOADS`
-    "The `GPTConfig` of a standard workload; an unknown name is a `ValueError` that names the nearest"
+    "Return the `GPTConfig` of a standard workload. An unknown name raises `ValueError` with the nearest one"
     return lookup(WORKLOADS, name, "workload")
 
 # %% ../nbs/04_model.ipynb #5cc0c9d0
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
 
 # %% ../nbs/04_model.ipynb #3a7078fc
 def rope_table(seq, head_dim, theta): # T, D, base of the frequencies
-    "Cosines and sines of the rotation angles, each (T, D/2)"
+    "Return cosines and sines of the rotation angles, each (T, D/2)"
     freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(seq, dtype=torch.float32), freq)
     return angle.cos(), angle.sin()
@@ -87,7 +87,7 @@ def rope(x, # B H T D
 # %% ../nbs/04_model.ipynb #4b604275
 def naive_attention(q, # B H T D
                     k, v): # B K T D, K divides H
-    "Causal attention with the full matrix of scores. Returns B H T D"
+    "Compute causal attention with the full matrix of scores. Returns B H T D"
     T, group = q.shape[-2], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v)) # B H T D
     s = q @ k.mT * q.shape[-1]**-.5 # B H T T
@@ -127,23 +127,23 @@ class MLP(nn.Module):
 
 # %% ../nbs/04_model.ipynb #7f6d3aa6
 def naive_heads(block, h, cos, sin): # h: B T d
-    "The stream, and queries, keys and values of its norm: B H T D, B K T D twice"
+    "Return the residual stream and its norm's queries (B H T D), keys and values (B K T D)"
     a, x = block.self_attn, block.input_layernorm(h)
     split = lambda t: t.unflatten(-1, (-1, a.head_dim)).transpose(1, 2) # B H T D
     q, k, v = split(a.q_proj(x)), split(a.k_proj(x)), split(a.v_proj(x))
     return h, rope(a.q_norm(q), cos, sin), rope(a.k_norm(k), cos, sin), v
 
 def naive_project(block, h, o): # B T d, B H T D
-    "The stream after the attention, whose output is `o`"
+    "Return the residual stream, B T d, after adding the projected attention output `o`"
     return h + block.self_attn.o_proj(o.transpose(1, 2).flatten(2))
 
 def naive_feed(block, h): # B T d
-    "The stream after the MLP"
+    "Return the residual stream, B T d, after adding the MLP's output"
     return h + block.mlp(block.post_attention_layernorm(h))
 
 # %% ../nbs/04_model.ipynb #d28145fe
 def naive_layer(block, h, cos, sin):
-    "The four parts, one after the other"
+    "Run one layer: queries, keys and values, attention, output projection, MLP. Returns B T d"
     h, q, k, v = block.heads(block, h, cos, sin)
     return block.feed(block, block.project(block, h, block.attend(q, k, v)))
 
@@ -155,17 +155,17 @@ class Block(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(c.width, c.eps), RMSNorm(c.width, c.eps)
         self.layer, self.heads, self.attend = naive_layer, naive_heads, naive_attention
         self.project, self.feed = naive_project, naive_feed
-    def forward(self, h, cos, sin): return self.layer(self, h, cos, sin) # h: the stream
+    def forward(self, h, cos, sin): return self.layer(self, h, cos, sin) # h: the residual stream
 
 # %% ../nbs/04_model.ipynb #d5aefecb
-def naive_last_norm(model, h): # h: the stream that leaves the last block
-    "The norm of the last hidden state, B T d"
+def naive_last_norm(model, h): # h: the residual stream that leaves the last block
+    "Return the norm of the last hidden state, B T d"
     return model.norm(h)
 
 def cross_entropy(h, # B T d, hidden states
                   w, # V d, the output projection
                   y): # B T, tokens that follow
-    "Mean cross-entropy in nats per token, in FP32 at least"
+    "Return the mean cross-entropy in nats per token, a scalar, computed in FP32 at least"
     logits = F.linear(h, w).flatten(0, 1)
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y.flatten())
 
@@ -184,7 +184,7 @@ class GPT(nn.Module):
         self.init_weights(seed)
 
     def forward(self, x, y=None): # B T tokens, B T tokens that follow
-        "The logits, B T V; with `y` their mean loss, a scalar"
+        "Return the logits, B T V; with targets `y` their mean loss, a scalar"
         h, w = self.hidden(x), self.embed_tokens.weight
         return F.linear(h, w) if y is None else self.loss(h, w, y)
 
@@ -192,7 +192,7 @@ class GPT(nn.Module):
 @patch
 @torch.no_grad()
 def init_weights(self:GPT, seed): # of a generator of our own: the process-wide random state stays as it is
-    "Normal weights of deviation 0.02, smaller by sqrt(2L) where they write into the residual stream"
+    "Draw weights from a normal of deviation 0.02, divided by sqrt(2L) in the layers' output projections"
     g = torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
     for name, p in self.named_parameters():
         scale = (2*self.config.layers)**-.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.
@@ -201,7 +201,7 @@ def init_weights(self:GPT, seed): # of a generator of our own: the process-wide 
 # %% ../nbs/04_model.ipynb #d1e04f45
 @patch
 def hidden(self:GPT, x): # x: B T, integer tokens
-    "The last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"
+    "Return the last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"
     T = x.shape[1]
     if T > self.config.seq_len:
         raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq_len}: "
@@ -213,7 +213,7 @@ def hidden(self:GPT, x): # x: B T, integer tokens
 # %% ../nbs/04_model.ipynb #d71912ca
 @patch
 def roles(self:GPT):
-    "The role of each parameter, by name: \"embed\", \"matrix\" or \"vector\""
+    "Return the role of each parameter by name: \"embed\", \"matrix\" or \"vector\""
     return {f"{n}.{k}": m.role for n, m in self.named_modules() for k, _ in m.named_parameters(recurse=False)}
 
 def set_parts(model, # a `GPT`, changed in place
@@ -229,7 +229,7 @@ def set_parts(model, # a `GPT`, changed in place
 
 # %% ../nbs/04_model.ipynb #e50c6fd0
 def matrix_params(config): # a `GPTConfig`
-    "Weights in matrix products: the tied head once, norms not at all"
+    "Return the number of weights in matmuls: the tied head counts once, norms don't count"
     c = config
     attn = 2*c.width*c.width + 2*c.width*c.kv_heads*c.head_dim
     return c.layers*(attn + 3*c.width*c.hidden) + c.vocab*c.width
@@ -237,5 +237,5 @@ def matrix_params(config): # a `GPTConfig`
 def train_flops(config, # a `GPTConfig`
                 seq=None, # T, the model's by default
                 causal=False): # count only the unmasked half of attention
-    "Training FLOPs per token of a `GPT`"
+    "Return the FLOPs per token of a training step of a `GPT`"
     return flops_per_token(matrix_params(config), config.layers, config.width, seq or config.seq_len, causal)

@@ -18,8 +18,8 @@ from .runs import count_step, micro_batch, rung_name, resolve_options, make_step
 
 # %% ../nbs/05a_records.ipynb #a853ebae
 def rung_sources(rungs): # names
-    """The sources of the modules that define `rungs`, and of those that these import from the folders `rungs`
-    and `distributed`: name -> text"""
+    """Return the sources of the modules that define `rungs`, and of those that these import from
+    the folders `rungs` and `distributed`: name -> text"""
     package = Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0])
     read = lambda name: {p.stem: p.read_text(encoding="utf-8") for p in sorted((package/name).glob("*.py"))}
     every, several = read("rungs"), read("distributed")
@@ -51,7 +51,7 @@ def run_record(config, batch, # as for `measure_here`
                ops, predicted_ms, # the operations of a step, counted, and what the roofline makes of them
                measured, # a `Measured`
                **more): # of the run before, if any: its name, its rungs and the ratios; the micro-batch
-    "The record of a measured run, with its prediction"
+    "Return the record of a measured run, a dict, with its prediction"
     flops = train_flops(config), train_flops(config, causal=True)
     return make_record(rung_name(rungs[-1]) if rungs else "fp32", measured, batch=batch, seq=config.seq_len,
                        flops=flops, workload=config.name, rungs=rungs, dtype=main_format(ops),
@@ -62,7 +62,7 @@ def measure_here(config, # a `GPTConfig`
                  rungs=(), # names of the rungs to measure
                  before=None, # names of the rungs to compare with; None to measure alone
                  batch=1): # sequences in a step, each version's in the largest micro-batch that fits
-    "Measure a run beside the one before it, interleaved. Returns records: the one before (if any), this one"
+    "Measure a run, interleaved with the one before if given. Returns their records, this run's last"
     variants = ({} if before is None else {"before": list(before)}) | {"after": list(rungs)}
     variants = {k: resolve_options(config, r) for k, r in variants.items()}
     micro = {k: micro_batch(config, r, batch) for k, r in variants.items()}
@@ -79,5 +79,5 @@ def measure_here(config, # a `GPTConfig`
 
 # %% ../nbs/05a_records.ipynb #05note02
 def measure_run(config, rungs=(), before=None, batch=1): # as for `measure_here`
-    "As `measure_here`, for a lesson: on a CPU each record is `noted` with what a GPU recorded"
+    "Measure a run as `measure_here` does, and on a CPU add what a GPU recorded to each record"
     return noted(measure_here(config, rungs, before, batch))

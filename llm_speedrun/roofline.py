@@ -21,7 +21,7 @@ from .measure import CachedMeasurement, default_device, table, time_ms
 
 # %% ../nbs/02_roofline.ipynb #31955861
 @contextmanager
-def matmul_precision(precision): # "highest" is plain FP32; "high" lets FP32 matrix products use TF32
+def matmul_precision(precision): # "highest" is plain FP32; "high" lets FP32 matmuls use TF32
     "Set PyTorch's FP32 matrix precision inside the `with`, and put back exactly what was there before"
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     olds = [b.fp32_precision for b in backends]
@@ -39,13 +39,13 @@ DTYPES = dict(fp32=torch.float32, tf32=torch.float32, bf16=torch.bfloat16, fp16=
               fp8=torch.float8_e4m3fn)
 
 def has_fp8(): # a bool
-    "Whether this GPU multiplies FP8 matrices: Ada, Hopper and newer"
+    "Return whether this GPU multiplies FP8 matrices: Ada, Hopper and newer"
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 def matmul_rate(name, # a key of `DTYPES`
                 n, # the matrices are n x n
                 device): # where
-    "FLOP/s of an `n`³ matrix product of random numbers"
+    "Measure the FLOP/s of a matmul of two random n x n matrices"
     a, b = (torch.randn(n, n, device=device).to(DTYPES[name]) for _ in range(2))
     one = torch.ones((), device=device) # the scale of an FP8 matrix
     fp8 = lambda: scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -56,7 +56,7 @@ def matmul_rate(name, # a key of `DTYPES`
 # %% ../nbs/02_roofline.ipynb #bc8417cc
 def copy_rate(nbytes, # size of the source
               device): # where
-    "Bytes per second of a copy, counting bytes read and bytes written"
+    "Measure the bytes per second of a copy, counting bytes read and bytes written"
     src = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
     dst = torch.empty_like(src)
     return 2*nbytes / time_ms(lambda: dst.copy_(src)).ms * 1e3
@@ -64,7 +64,7 @@ def copy_rate(nbytes, # size of the source
 # %% ../nbs/02_roofline.ipynb #7cf5f7e6
 @dataclass(frozen=True)
 class Ceilings:
-    "What a device does at best: FLOP/s of a large matrix product by number format, and bytes/s of a copy"
+    "A device's measured limits: FLOP/s of a large matmul by number format, and bytes/s of a copy"
     matmul: dict
     copy: float
 
@@ -82,7 +82,7 @@ ceilings = CachedMeasurement(measure_ceilings) # this machine's
 
 # %% ../nbs/02_roofline.ipynb #f0b074b5
 def nbytes(t): # a tensor
-    "Bytes of memory behind `t`: an expanded dimension (stride 0) counts once"
+    "Return the bytes of memory behind `t`: an expanded dimension (stride 0) counts once"
     n = t.element_size()
     for size, stride in zip(t.shape, t.stride()): n *= size if stride else 1
     return n
@@ -94,26 +94,26 @@ NO_KERNEL = ("_unsafe_view lift_fresh empty empty_like empty_strided new_empty n
 
 def read_bytes(name, # the operation's ATen name
                t): # a tensor that goes in
-    "Bytes that must be read of `t`. Of a table none: its rows are counted where they come out"
+    "Return the bytes that must be read of `t`; 0 for a table, whose rows count where they are written"
     return 0 if name in LOOKUPS and t.is_floating_point() else nbytes(t)
 
 def op_bytes(name, # the operation's ATen name
              ins, # tensors read
              outs): # tensors written
-    "Bytes that one operation must move: every input read once, every output written once"
+    "Return the bytes that one operation must move: every input read once, every output written once"
     return sum(read_bytes(name, t) for t in ins) + sum(map(nbytes, outs))
 
 # %% ../nbs/02_roofline.ipynb #3a494104
 OVERWRITES = "copy_ fill_ zero_ normal_ uniform_ _foreach_copy_ _foreach_zero_".split() # don't read it first
 
 def tensors(x): # anything made of lists, tuples and dicts
-    "The tensors in `x`, a list"
+    "Return the tensors in nested lists, tuples and dicts, a list"
     return [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)]
 
 def reads_writes(func, # an operation: an overload, such as `torch.ops.aten.add_.Tensor`
                  args, kwargs, # its arguments
                  out): # what it returned
-    "The tensors that an operation reads and those that it writes, two lists"
+    "Return the tensors that an operation reads and those that it writes, two lists"
     named = dict(zip([a.name for a in schema_of(func).arguments], args)) | kwargs
     marked = {a.name for a in schema_of(func).arguments if a.alias_info and a.alias_info.is_write}
     if named.get("grad_scale") is None: marked.discard("grads") # fused optimizers write them to unscale them
@@ -126,7 +126,7 @@ def reads_writes(func, # an operation: an overload, such as `torch.ops.aten.add_
 def attention_flops(name, # the operation's ATen name
                     ins, # tensors in: q, k, v, ...; in a backward pass the output's gradient comes first
                     causal): # whether half is masked
-    "FLOPs of fused attention, forward or backward"
+    "Return the FLOPs of fused attention, forward or backward"
     backward = "backward" in name
     (B, H, T, D), S = ins[backward].shape, ins[backward + 1].shape[-2]
     return (5 if backward else 2) * 2*B*H*T*S*D / (2 if causal else 1)
@@ -135,7 +135,7 @@ def attention_flops(name, # the operation's ATen name
 MATMULS = "mm bmm addmm baddbmm matmul linear _scaled_mm".split()
 
 def op_kind(name): # an ATen name, such as "mm" or "_foreach_add_"
-    "An operation's kind: matrix product, attention, optimizer, softmax and loss, copy and cast, or pointwise"
+    "Return an operation's kind: a GEMM, attention, optimizer, loss, copy, or pointwise operation"
     if name in MATMULS: return "matrix products"
     if "attention" in name: return "fused attention"
     if "_foreach" in name or "adam" in name: return "optimizer"
@@ -146,7 +146,7 @@ def op_kind(name): # an ATen name, such as "mm" or "_foreach_add_"
 # %% ../nbs/02_roofline.ipynb #fc1373b4
 @dataclass(frozen=True)
 class Op:
-    "One counted operation: its ATen name, its kind, the format of its products, FLOPs and bytes"
+    "One counted operation: its ATen name, its kind, the format of its matmuls, FLOPs and bytes"
     name: str
     kind: str
     fmt: str
@@ -159,14 +159,14 @@ class Op:
 
 # %% ../nbs/02_roofline.ipynb #e66f29ff
 def product_format(t): # a floating-point operand
-    "The number format in which a matrix product of `t` would run now: fp32 is tf32 where that is allowed"
+    "Return the number format in which a matmul of `t` would run now: tf32 for fp32 where that is allowed"
     if t.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32": return "tf32"
     if "float8" in str(t.dtype): return "fp8"
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(t.dtype, "fp32")
 
 # %% ../nbs/02_roofline.ipynb #d087e490
 class OpCounter(TorchDispatchMode):
-    "Collects an `Op` for every operation that runs inside the `with`, in `ops`"
+    "A dispatch mode that collects an `Op` in `ops` for every operation run inside the `with`"
     def __init__(self): super().__init__(); self.ops, self.held, self.optimizing = [], [], False
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(t not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in types):
@@ -183,7 +183,7 @@ class OpCounter(TorchDispatchMode):
 # %% ../nbs/02_roofline.ipynb #75231832
 @patch
 def key(self:OpCounter, t):
-    "What names the memory of a tensor: its storage, and the offset in it"
+    "Return what identifies a tensor's memory: its storage, and the offset in it"
     s = t.untyped_storage()
     self.held.append(s) # while it lives, no other storage has its address
     return storage_id(s), t.storage_offset()
@@ -191,7 +191,7 @@ def key(self:OpCounter, t):
 # %% ../nbs/02_roofline.ipynb #cbb4834a
 @patch
 def op(self:OpCounter, func, name, args, kwargs, out):
-    "The `Op` of one call"
+    "Return the `Op` of one call"
     reads, writes = reads_writes(func, args, kwargs, out)
     flops = flop_registry.get(func.overloadpacket)
     if "attention" in name: f = attention_flops(name, tensors((args, kwargs)), causal_arg(func, args, kwargs))
@@ -205,7 +205,7 @@ def op(self:OpCounter, func, name, args, kwargs, out):
 
 # %% ../nbs/02_roofline.ipynb #74491a11
 def causal_arg(func, args, kwargs):
-    "The value of the operation's `is_causal` argument, False where it has none"
+    "Return the operation's `is_causal` argument, False where it has none"
     for i, a in enumerate(schema_of(func).arguments):
         if a.name == "is_causal":
             return args[i] if i < len(args) else kwargs.get("is_causal", a.default_value)
@@ -213,7 +213,7 @@ def causal_arg(func, args, kwargs):
 
 # %% ../nbs/02_roofline.ipynb #e7671a37
 def count(build): # builds a step and returns it
-    "The list of `Op` of one step (the second), counted on fake tensors: nothing is computed or allocated"
+    "Return the `Op`s of one step (the second), a list, counted on fake tensors: nothing is computed"
     with FakeTensorMode():
         step = build()
         step()
@@ -223,27 +223,27 @@ def count(build): # builds a step and returns it
 # %% ../nbs/02_roofline.ipynb #01f901ea
 def op_ms(op, # an `Op`
           peak): # a `Ceilings`
-    "Roofline milliseconds of one operation. A format without a ceiling here (FP8) gets the highest one"
+    "Return the roofline milliseconds of one `Op`. A format without a ceiling (FP8) uses the highest one"
     rate = peak.matmul.get(op.fmt) or max(peak.matmul.values())
     return 1e3*max(op.flops / rate, op.bytes / peak.copy)
 
 def predict_ms(ops, # a list of `Op`
                peak=None): # `Ceilings`, this machine's by default
-    "Roofline milliseconds of a sequence of operations, one kernel after another"
+    "Return the roofline milliseconds of a list of `Op`s, run one kernel after another"
     peak = peak or ceilings()
     return sum(op_ms(o, peak) for o in ops)
 
 # %% ../nbs/02_roofline.ipynb #eb919961
 def by_kind(ops, # a list of `Op`
             peak=None): # `Ceilings`, this machine's by default
-    "Predicted milliseconds by kind of operation, a dict"
+    "Return the predicted milliseconds by kind of operation, a dict"
     res, peak = {}, peak or ceilings()
     for o in ops: res[o.kind] = res.get(o.kind, 0) + op_ms(o, peak)
     return res
 
 # %% ../nbs/02_roofline.ipynb #90d63c6f
 def main_format(ops): # a list of `Op`
-    "The number format in which most of the FLOPs run, a key of `DTYPES`"
+    "Return the number format in which most of the FLOPs run, a key of `DTYPES`"
     flops = {}
     for o in ops: flops[o.fmt] = flops.get(o.fmt, 0) + o.flops
     return max(flops, key=flops.get)
@@ -254,7 +254,7 @@ FUSIBLE = ("copies and casts", "pointwise and reductions", "softmax and loss")
 # %% ../nbs/02_roofline.ipynb #ec480801
 def fusion_groups(ops, # a list of `Op`
                   kinds=FUSIBLE): # what may fuse; custom operations never do
-    "For each operation the index of the first one of its group"
+    "Return for each operation the index of the first one of its group, a list"
     level, seen, group = {}, {}, list(range(len(ops)))
     def first(i): # of the group that i is in
         while group[i] != i: i = group[i]
@@ -271,7 +271,7 @@ def fusion_groups(ops, # a list of `Op`
 # %% ../nbs/02_roofline.ipynb #459b9fcc
 def fuse(ops, # a list of `Op` that become one
          elsewhere): # storages that other operations read
-    "One `Op` with the bytes that must still be moved"
+    "Return one `Op` for the fused operations, with the bytes that must still be moved"
     if len(ops) == 1: return ops[0]
     reads, writes, made = {}, {}, set()
     for o in ops:
@@ -287,7 +287,7 @@ def fuse(ops, # a list of `Op` that become one
 # %% ../nbs/02_roofline.ipynb #ecc0f8c1
 def fused(ops, # a list of `Op`, as `count` returns them
           kinds=FUSIBLE): # what may fuse; custom operations never do
-    "The operations that a fusing compiler would make of `ops`: a floor for a compiled step"
+    "Return `ops` as a fusing compiler would merge them: a lower bound for a compiled step"
     groups, readers = {}, {}
     for o, g in zip(ops, fusion_groups(ops, kinds)):
         groups.setdefault(g, []).append(o)
@@ -297,7 +297,7 @@ def fused(ops, # a list of `Op`, as `count` returns them
 
 # %% ../nbs/02_roofline.ipynb #41b74014
 def kernel_kind(name): # of a GPU kernel
-    "A kernel's kind by its name, for those that no operation of PyTorch launched"
+    "Return a kernel's kind by its name, for kernels that no operation of PyTorch launched"
     n = name.lower()
     has = lambda words: any(w in n for w in words.split())
     inductor = n.startswith("triton_") and not n.startswith("triton_tem") # named after all that it fused
@@ -311,7 +311,7 @@ def kernel_kind(name): # of a GPU kernel
 
 # %% ../nbs/02_roofline.ipynb #efe19e39
 def launches(events): # of a profile
-    "Pairs of all that ran on the GPU and the call on the CPU that launched it, None where that isn't known"
+    "Return pairs of each GPU event and the CPU call that launched it, None where that isn't known"
     from torch.autograd import DeviceType
     us = lambda e: e.time_range.end - e.time_range.start
     waiting = {} # (name, duration) -> kernels
@@ -326,7 +326,7 @@ def launches(events): # of a profile
 # %% ../nbs/02_roofline.ipynb #3923839d
 def launch_kind(kernel, # an event on the GPU
                 call): # the event on the CPU that launched it, or None
-    "The kind of a kernel: by what launched it where that is an operation of PyTorch, else by its name"
+    "Return a kernel's kind, by the operation of PyTorch that launched it, else by the kernel's name"
     up = call
     while up is not None:
         if up.name.startswith("Optimizer.step"): return "optimizer"
@@ -337,7 +337,7 @@ def launch_kind(kernel, # an event on the GPU
 # %% ../nbs/02_roofline.ipynb #d9255c24
 def profiled(step, # a function without arguments
              reps): # how often to call it
-    "PyTorch's profiler after `reps` calls of `step`, one more before them"
+    "Return PyTorch's profiler after `reps` calls of `step`, with one more before them"
     from torch.profiler import ProfilerActivity, profile
     gpu = torch.cuda.is_available()
     step()
@@ -349,7 +349,7 @@ def profiled(step, # a function without arguments
 # %% ../nbs/02_roofline.ipynb #bc4094a6
 def profile_rows(step, # a function without arguments
                  reps): # how often to call it
-    "What ran, as triples of name, kind and ms: every kernel on a GPU, every operation on a CPU"
+    "Profile `step`; return triples of name, kind and ms: of kernels on a GPU, of operations on a CPU"
     prof = profiled(step, reps)
     if torch.cuda.is_available():
         return [(k.name, launch_kind(k, c), (k.time_range.end - k.time_range.start) / 1e3)
@@ -360,7 +360,7 @@ def profile_rows(step, # a function without arguments
 # %% ../nbs/02_roofline.ipynb #fc81158f
 def profile_kinds(step, # a function without arguments
                   reps=3): # steps to average over
-    "Measured milliseconds a step by kind of operation, from PyTorch's profiler"
+    "Measure the milliseconds of a step by kind of operation with PyTorch's profiler, a dict"
     res = {}
     for _, kind, ms in profile_rows(step, reps): res[kind] = res.get(kind, 0) + ms / reps
     return res
@@ -369,7 +369,7 @@ def profile_kinds(step, # a function without arguments
 def profile_table(step, # a function without arguments
                   top=15, # rows
                   reps=3): # steps to average over
-    "A `Table` of the kernels (on a CPU: operations) that take most time, with calls and ms a step"
+    "Return a `Table` of the kernels (on a CPU: operations) that take most time, with calls and ms a step"
     rows = {}
     for name, kind, ms in profile_rows(step, reps): rows.setdefault((name, kind), []).append(ms)
     short = lambda n: re.sub(r"void |at::native::|\(anonymous namespace\)::|std::", "", n)[:60]
@@ -381,7 +381,7 @@ def profile_table(step, # a function without arguments
 def kinds_chart(predicted, # milliseconds by kind, from `by_kind`
                 measured, # milliseconds by kind, from `profile_kinds`
                 title=""): # above the chart
-    "Horizontal bars of predicted and measured milliseconds for each kind of operation"
+    "Draw predicted and measured milliseconds as horizontal bars for each kind of operation"
     import matplotlib.pyplot as plt
     kinds = sorted({*predicted, *measured}, key=lambda k: measured.get(k, 0))
     fig, ax = plt.subplots(figsize=(7.4, .6 + .45*len(kinds)), layout="constrained")

@@ -34,7 +34,7 @@ from .compat import FakeTensorMode, disable_current_modes
 # %% ../nbs/05_runs.ipynb #c3f33e70
 def param_groups(model, # the model to optimize
                  weight_decay): # of matrices and embeddings
-    "The parameters in two groups, as optimizers take them: vectors, the norms' weights, have no weight decay"
+    "Return two parameter groups for an optimizer: matrices with weight decay, vectors without"
     model = getattr(model, "module", model) # which a wrapper such as DDP holds
     roles = model.roles() if hasattr(model, "roles") else {} # of another module we look at the dimensions
     role = lambda n, p: roles.get(n) or ("vector" if p.ndim < 2 else "matrix")
@@ -48,21 +48,21 @@ def adamw(model, # the model to optimize
           lr=1e-3, # learning rate, may be changed in `param_groups` at each step
           betas=(.9, .95), # decay of the moments
           weight_decay=.1): # on all but the norms' weights
-    "AdamW, with weight decay where it belongs (Loshchilov and Hutter, arXiv:1711.05101)"
+    "Make an AdamW optimizer with weight decay on matrices alone (Loshchilov and Hutter, arXiv:1711.05101)"
     return torch.optim.AdamW(param_groups(model, weight_decay), lr=lr, betas=betas)
 
 def no_scaler():
-    "A gradient scaler that does nothing"
+    "Make a gradient scaler that does nothing"
     return torch.amp.GradScaler("cpu", enabled=False)
 
 # %% ../nbs/05_runs.ipynb #ad798e78
 def model_loss(model, x, y): # B T tokens, B T tokens that follow
-    "The mean loss, by the model's own forward pass"
+    "Return the mean loss, a scalar, by the model's own forward pass"
     return model(x, y)
 
 # %% ../nbs/05_runs.ipynb #05twoparts
 class LocalSync:
-    "The gradient sync of a step: what several processes bring together. One alone has all of it already"
+    "The gradient sync of a single process, which has all gradients already"
     parts = {} # parameter -> the part of it that the optimizer updates, where this process has not all of it
     def __init__(self, run=None, opt=None): "Made for a `Run` and its optimizer"
     def micro(self, last): return nullcontext() # around the passes of a micro-batch, perhaps the last one
@@ -74,23 +74,23 @@ class LocalSync:
 
 # %% ../nbs/05_runs.ipynb #05backward
 class Backward:
-    "Gives the weights the gradients of a loss that `Stepper.forward_backward` has computed, by autograd"
-    def prepare(self): "Called before each forward pass"
+    "How `Stepper.forward_backward` gets gradients from a loss: by autograd"
+    def prepare(self): "Do what is needed before each forward pass"
     def __call__(self, loss): loss.backward()
 
 # %% ../nbs/05_runs.ipynb #97cb0648
 @dataclass(frozen=True)
 class Run:
-    "What one optimizer step needs. Rungs take one and return another; none is ever changed in place"
+    "What one optimizer step needs. A rung takes a run and returns another; none is ever changed in place"
     model: nn.Module
     loss: Callable = model_loss # (model, x, y) -> mean loss
     optimizer: Callable = adamw # model -> torch.optim.Optimizer
     scaler: Callable = no_scaler # () -> torch.amp.GradScaler
-    fmt: str = "fp32" # the number format of the matrix products, a key of `roofline.DTYPES`
+    fmt: str = "fp32" # the number format of the matmuls, a key of `roofline.DTYPES`
     step_contexts: tuple = () # entered around forward, backward and optimizer: process-wide settings
     forward_contexts: tuple = () # entered around the forward pass alone: autocast
     checks: tuple = () # () -> a bool tensor on the device: whether this step must not be taken
-    releases: tuple = () # () -> None: drop what is kept on the GPU and can be made again
+    releases: tuple = () # () -> None: drop what is kept on the GPU and can be recomputed
     stateful: tuple = () # pairs of a name and an object with a state that a checkpoint needs
     rungs: tuple = () # the names of the rungs applied so far
     options: dict = field(default_factory=dict) # of each rung that has any: name -> value, as it was built
@@ -111,23 +111,23 @@ class Run:
 # %% ../nbs/05_runs.ipynb #b1e7c25d
 @patch
 def in_step(self:Run, context): # () -> context manager
-    "This run with `context` around each step"
+    "Return this run with `context` around each step"
     return replace(self, step_contexts=self.step_contexts + (context,))
 
 @patch
 def in_forward(self:Run, context): # () -> context manager
-    "This run with `context` around each forward pass"
+    "Return this run with `context` around each forward pass"
     return replace(self, forward_contexts=self.forward_contexts + (context,))
 
 @patch
 def release(self:Run):
-    "Drop what the rungs keep on the GPU and can make again, such as recorded graphs"
+    "Drop what the rungs keep on the GPU and can recompute, such as CUDA graphs"
     for f in self.releases: f()
 
 # %% ../nbs/05_runs.ipynb #5b415fd8
 @patch
 def with_model(self:Run, change): # changes the model that it gets in place
-    "This run with a changed model: a new module tree which shares the weights of the old one"
+    "Return this run with a changed model: a new module tree that shares the weights of the old one"
     whole = [] if getattr(self.model, "copyable", True) else [self.model] # a sharded one is changed in place
     shared = {id(t): t for t in chain(self.model.parameters(), self.model.buffers(), whole)}
     model = copy.deepcopy(self.model, shared) # tensors in the memo are kept, not copied
@@ -136,7 +136,7 @@ def with_model(self:Run, change): # changes the model that it gets in place
 
 @patch
 def replace_model(self:Run, change): # from a model that it may change to the one to use instead
-    "This run with another model, made of a new module tree that shares the weights of the old one"
+    "Return this run with the model that `change` returns, built from a module tree that shares the weights"
     run = self.with_model(lambda model: None)
     return replace(run, model=change(run.model))
 
@@ -150,7 +150,7 @@ def enter_all(contexts): # functions without arguments that return context manag
 
 # %% ../nbs/05_runs.ipynb #b9c9aa3f
 class Stepper:
-    "Takes the optimizer steps of a `Run`"
+    "The object that takes the optimizer steps of a `Run`"
     def __init__(self, run, # a `Run`
                  clip=1.): # largest norm of the gradients
         self.run, self.clip = run, clip
@@ -190,7 +190,7 @@ def average_and_clip(params, # whose gradients are sums over micro-batches
 
 # %% ../nbs/05_runs.ipynb #32ef9237
 @patch
-def mark(self:Stepper, name): "Called after each phase of a step; what measures them puts a function here"
+def mark(self:Stepper, name): "Mark the end of a phase of a step; a timer of phases replaces this method"
 
 @patch
 def forward_backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
@@ -227,13 +227,13 @@ def apply(self:Stepper):
 @patch
 @torch.no_grad()
 def evaluate(self:Stepper, batches): # pairs (x, y) on the run's device
-    "Mean loss over `batches` of equal size, a float"
+    "Return the mean loss over `batches` of equal size, a float"
     with enter_all(self.run.step_contexts + self.run.forward_contexts):
         return torch.stack([self.run.loss(self.run.model, x, y) for x, y in batches]).mean().item()
 
 # %% ../nbs/05_runs.ipynb #ae76f34e
 class PrecomputedGrads(torch.autograd.Function):
-    "(loss, () -> its gradients, the weights) -> the loss, whose backward pass hands out these gradients"
+    "An autograd function (loss, () -> gradients, weights) -> loss; backward returns these gradients"
     @staticmethod
     def forward(ctx, loss, grads, *params):
         ctx.grads = grads
@@ -252,7 +252,7 @@ _PARTS = "layer", "heads", "attend", "project", "feed" # of a block, each a func
 
 @contextmanager
 def model_has_parts(name, model): # of a rung, and what it changes
-    "Inside, an `AttributeError` of a model that isn't built as a `GPT` becomes an `InputError`"
+    "Turn an `AttributeError` inside a `with`, of a model that isn't built as a `GPT`, into an `InputError`"
     try: yield
     except AttributeError as e:
         lacks = [k for k in ("config", "loss", "layers") if not hasattr(model, k)]
@@ -270,7 +270,7 @@ def apply_rung(r, # a rung
                f, # the function that it was made from
                run, # the `Run` to apply it to
                given): # its options, a dict
-    "The run that `f` returns, checked before and noted in it"
+    "Apply a rung to a run. Returns the new run, checked before and noted in it"
     check_rung(r, run.rungs)
     with model_has_parts(f.__name__, run.model): options, why = chosen(r, run, given)
     try:
@@ -290,7 +290,7 @@ def rung(stage, # when it is applied, one of `STAGES`
          choose=None, # (run, **options) -> options found by measuring, and in words why
          fills=False, # of several processes: it makes the weights, each one's part; before there are none
          counts=lambda ops: ops): # [Op] -> [Op]: what it makes of the operations counted without a compiler
-    "Decorator: make a function from `Run` to `Run` a rung. Each call is checked, and noted in the run"
+    "Make a function from `Run` to `Run` a rung: each call is checked and noted in the run (decorator)"
     lookup(dict.fromkeys(STAGES), stage, "stage")
     def decorate(f):
         @wraps(f)
@@ -321,19 +321,19 @@ def check_rung(r, # a rung
 
 # %% ../nbs/05_runs.ipynb #590bf491
 def rung_options(r): # a rung
-    "Its options and their defaults, a dict"
+    "Return a rung's options and their defaults, a dict"
     ps = list(inspect.signature(r).parameters.values())[1:]
     return {p.name: p.default for p in ps if p.kind != p.VAR_KEYWORD}
 
 def option_value(text, default): # as it was given; of which type it has to be
-    "The text as a value of the default's type. Raises `ValueError`"
+    "Parse an option's text as a value of the default's type. Raises `ValueError`"
     if isinstance(default, bool): return dict(yes=True, true=True, no=False, false=False)[text.lower()]
     if isinstance(default, (int, float)): return type(default)(text)
     return text.split("+") if "+" in text or isinstance(default, (list, tuple)) else text
 
 # %% ../nbs/05_runs.ipynb #950cdb54
 def parsed(spec): # such as "fp8:grad=e4m3:parts=heads+mlp"
-    "The rung and its options. Raises `InputError` for what there isn't"
+    "Parse a rung's text into the rung and its options. Raises `InputError` for unknown names and values"
     name, *pairs = [s.strip() for s in spec.split(":")]
     r, options = find_rung(name), {}
     for key, sep, text in (p.partition("=") for p in pairs):
@@ -348,18 +348,18 @@ def parsed(spec): # such as "fp8:grad=e4m3:parts=heads+mlp"
 
 # %% ../nbs/05_runs.ipynb #c3ddaf94
 def rung_name(spec): # with or without options
-    "The name of the rung that a text names"
+    "Return the name of a rung from its text, with or without options"
     return spec.split(":")[0].strip()
 
 # %% ../nbs/05_runs.ipynb #c185c997
 def option_text(v): # a value
-    "As `option_value` reads it"
+    "Format an option's value so that `option_value` parses it"
     if isinstance(v, bool): return "yes" if v else "no"
     return "+".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v)
 
 @patch
 def specs(self:Run):
-    "The rungs with all options that aren't the defaults, a list of texts that `build` takes"
+    "Return the run's rungs as texts that `build` takes, with all options that aren't the defaults"
     def spec(name):
         default = rung_options(RUNGS[name])
         return ":".join([name, *(f"{k}={option_text(v)}" for k, v in self.options.get(name, {}).items()
@@ -370,7 +370,7 @@ def specs(self:Run):
 def chosen(r, # a rung
            run, # the `Run` that it will be applied to
            given): # its options, a dict
-    "All its options, those that are \"auto\" found by measuring, and why they were"
+    "Return all options of a rung, with \"auto\" ones found by measuring, and the reasons for these"
     options = rung_options(r) | given
     if not r.choose or "auto" not in map(str, options.values()): return options, ""
     with disable_current_modes(): found, why = r.choose(run, **options)
@@ -380,7 +380,7 @@ def chosen(r, # a rung
 RENAMED_RUNGS = {"lean": "fp8_activations"} # old name -> new
 
 def find_rung(name): # a rung's name
-    "The rung of that name, from any module of the package. An unknown one is a `ValueError` with the nearest"
+    "Return the rung of a name, from any module of the package. Raises `ValueError` with the nearest name"
     if name not in RUNGS:
         import llm_speedrun.rungs
         for m in pkgutil.iter_modules(llm_speedrun.rungs.__path__):
@@ -391,7 +391,7 @@ def find_rung(name): # a rung's name
 
 # %% ../nbs/05_runs.ipynb #d993021a
 class UninitializedGPT(GPT):
-    "A `GPT` whose weights somebody else makes"
+    "A `GPT` whose weights are initialized by other code"
     def init_weights(self, seed): pass
 
 def baseline(config, # a `GPTConfig`
@@ -399,7 +399,7 @@ def baseline(config, # a `GPTConfig`
              seed=0, # of the initial weights
              world=World(), # the processes that will share it
              model=GPT): # its class
-    "The naive FP32 `Run` that every ladder starts from"
+    "Build the naive FP32 `Run` that every ladder starts from"
     cls = UninitializedGPT if device == "meta" else model_class(config, model)
     with torch.device(device or default_device()): run = Run(cls(config, seed), world=world, seed=seed)
     if device == "meta": # what isn't a weight is made all the same
@@ -409,7 +409,7 @@ def baseline(config, # a `GPTConfig`
 
 # %% ../nbs/05_runs.ipynb #a13a1812
 def in_order(rungs): # names, with or without options
-    "Pairs of a rung and its options, by stage and, within a stage, each after those that it follows"
+    "Return pairs of a rung and its options by stage and, within a stage, each after those it follows"
     left, res = sorted(map(parsed, rungs), key=lambda p: STAGES.index(p[0].stage)), []
     while left:
         names = {r.__name__ for r, _ in left}
@@ -425,7 +425,7 @@ def build(config, # a `GPTConfig`
           seed=0, # of the initial weights
           world=World(), # the processes that share it
           model=GPT): # the class of the model: a recipe may have one of its own
-    "A `Run` with `rungs` applied, each at its stage. Raises as `parsed` and `check_rung` do"
+    "Build a `Run` with `rungs` applied, each at its stage. Raises as `parsed` and `check_rung` do"
     order = in_order(rungs)
     for r, _ in order: check_fits(r, model_class(config, model))
     if world.size > 1 and any(r.fills for r, _ in order): device = "meta" # shapes alone
@@ -434,7 +434,7 @@ def build(config, # a `GPTConfig`
 # %% ../nbs/05_runs.ipynb #b1670b1f
 def needs_capability(major, minor, # smallest compute capability
                      what): # what it is needed for
-    "A rung's `needs`: a GPU of at least this compute capability. A CPU passes, for smoke runs"
+    "Return a rung's `needs`: a GPU of at least this compute capability. A CPU passes, for smoke runs"
     def why():
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (major, minor): return ""
         gpu, have = torch.cuda.get_device_name(), "{}.{}".format(*torch.cuda.get_device_capability())
@@ -445,7 +445,7 @@ def needs_capability(major, minor, # smallest compute capability
 def reference_errors(config, # a `GPTConfig`
                      rungs=(), # names
                      batch=1): # sequences
-    "Relative errors of the loss and of all gradients against the naive model in float64: a pair of floats"
+    "Return the relative errors of loss and gradients against the naive float64 model, two floats"
     step = Stepper(build(config, rungs))
     ref = Stepper(Run(baseline(config).model.double()))
     g = torch.Generator(step.run.device).manual_seed(0)
@@ -459,12 +459,12 @@ def reference_errors(config, # a `GPTConfig`
 
 # %% ../nbs/05_runs.ipynb #db93b805
 def uncompiled():
-    "A context manager in which compiled functions and modules run as plain Python"
+    "Return a context manager in which compiled functions and modules run as plain Python"
     return torch.compiler.set_stance("force_eager")
 
 # %% ../nbs/05_runs.ipynb #002e7754
 def bench(): # the configuration, and sequences in a step
-    "What the notebooks measure here: `124m` in steps of 64 sequences, a very small model on a smoke run"
+    "Return the lessons' model and batch: `124m` with 64 sequences, a very small model on a smoke run"
     return (WORKLOADS["tiny"], 4) if smoke() else (WORKLOADS[SPINE[0]], SPINE[1])
 
 # %% ../nbs/05_runs.ipynb #21c67fca
@@ -473,7 +473,7 @@ def train_curve(rungs, # names
                 lr=2e-4, # learning rate after the warm-up
                 warmup=100, # steps of linear warm-up
                 steps=200): # of the optimizer; always 20 on a smoke run
-    "Losses of some steps of the `bench` model on the offline corpus, a list"
+    "Train the `bench` model on the offline corpus for some steps. Returns their losses, a list"
     corpus, (config, _) = open_corpus(), bench()
     steps, batch = (20, 4) if smoke() else (steps, 8)
     step, losses = Stepper(build(replace(config, vocab=corpus.vocab), rungs)), []
@@ -486,13 +486,13 @@ def train_curve(rungs, # names
 # %% ../nbs/05_runs.ipynb #705df046
 def curve_gap(a, b, # two lists of losses
               last=50): # how many of the last steps
-    "Distance of the mean losses over the last steps, in nats"
+    "Return the absolute difference of two curves' mean losses over the last steps, in nats"
     n = min(last, len(a))
     return abs(sum(a[-n:]) - sum(b[-n:])) / n
 
 # %% ../nbs/05_runs.ipynb #e29e6764
 def curves_chart(curves): # name -> list of losses
-    "Loss curves, and beside them each one's difference from the first, smoothed over 20 steps"
+    "Draw loss curves and, next to them, each one's difference from the first, smoothed over 20 steps"
     import matplotlib.pyplot as plt
     fig, (l, r) = plt.subplots(1, 2, figsize=(7.4, 3.2), layout="constrained")
     names, styles = list(curves), ("-", "--", ":", "-.")
@@ -514,7 +514,7 @@ def make_step(config, # a `GPTConfig`
               micro=None, # sequences in a micro-batch, by default all of them
               world=World(), # the processes that share the step; `batch` and `micro` are each one's
               model=GPT): # the class of the model
-    "A builder for `count` and `compare`: builds a run, returns its step on one batch of random tokens"
+    "Return a builder for `count` and `compare`: it builds a run and returns its step on one random batch"
     def build_step():
         run = change(build(config, rungs, world=world, model=model))
         step, device = Stepper(run), run.device
@@ -526,11 +526,11 @@ def make_step(config, # a `GPTConfig`
 
 # %% ../nbs/05_runs.ipynb #d74b1945
 def free_memory():
-    "Give the GPU's memory back that nobody holds any more, cycles of Python's included"
+    "Free unused GPU memory, also that held by Python's reference cycles"
     if torch.cuda.is_available(): gc.collect(); torch.cuda.empty_cache()
 
 def peak_gib(config, rungs, batch, micro): # as for `make_step`
-    "GPU memory in GiB that a step of at most two micro-batches needs. Raises `torch.OutOfMemoryError`"
+    "Measure the GPU memory of a step of at most two micro-batches, in GiB. Raises `torch.OutOfMemoryError`"
     plain = [r for r in rungs if find_rung(rung_name(r)).stage not in ("compile", "record")]
     with uncompiled():
         return warm_up(make_step(config, plain, min(batch, 2*micro), micro=micro), 1)[1].peak_gib
@@ -552,14 +552,14 @@ def halves(batch): # a positive integer
     return [batch >> i for i in range(batch.bit_length()) if batch % (1 << i) == 0]
 
 # %% ../nbs/05_runs.ipynb #afadec3a
-ROOM_GIB = 72 # GiB: what a card of 80 GB has left beside CUDA itself, with some to spare
+ROOM_GIB = 72 # GiB: what a card of 80 GB has left besides CUDA itself, with some to spare
 
 def micro_batch(config, # a `GPTConfig`
                 rungs=(), # names
                 batch=64, # sequences in a step, a power of two times any number
                 room=ROOM_GIB): # GiB of GPU memory that a step may take
-    """The largest of `batch`, its half, its quarter, ... whose step needs no more than `room`: tried, not
-    estimated. On a CPU `batch`. Raises `RunError` where one sequence is too much"""
+    """Return the largest of `batch`, its half, its quarter, ... whose step needs no more GPU memory
+    than `room`, by trying; on a CPU `batch`. Raises `RunError` where one sequence is too much"""
     if default_device().type == "cpu": return batch
     fits = lambda n: peak_gib(config, rungs, batch, n) <= room
     if n := first_fit(sizes := halves(batch), lambda n: n if fits(n) else None): return n
@@ -568,19 +568,19 @@ def micro_batch(config, # a `GPTConfig`
 
 # %% ../nbs/05_runs.ipynb #0bd8ebc0
 def has_auto_options(rungs): # as `build` takes them
-    "Return whether an option of `rungs` is still to be found by measuring"
+    "Return whether an option of `rungs` is still \"auto\", to be found by measuring"
     return any(r.choose and "auto" in map(str, (rung_options(r) | o).values()) for r, o in map(parsed, rungs))
 
 def resolve_auto_options(config, # a `GPTConfig`
                          rungs): # as `build` takes them
-    "Return `rungs` as texts with every option, in the order given; and rung -> what was measured for it"
+    "Return `rungs` as texts with every option, in the order given; and what was measured, a dict by rung"
     device = default_device()
     with FakeTensorMode(): run = build(config, rungs, device)
     specs = {rung_name(s): s for s in run.specs()}
     return [specs[rung_name(r)] for r in rungs], run.why
 
 def resolve_options(config, rungs): # as for `resolve_auto_options`
-    "Return `rungs` with no option left \"auto\": to build the same run several times"
+    "Return `rungs` as texts without \"auto\" options, which are measured only if there are any"
     return resolve_auto_options(config, rungs)[0] if has_auto_options(rungs) else list(rungs)
 
 # %% ../nbs/05_runs.ipynb #b1abfe30
@@ -588,7 +588,7 @@ def count_step(config, # a `GPTConfig`
                rungs=(), # as `build` takes them
                batch=1, # sequences in a step
                micro=None): # sequences in a micro-batch, by default all of them
-    "The operations of one steady training step, counted without running it: a list of `roofline.Op`"
+    "Count the operations of one training step without running it. Returns a list of `roofline.Op`"
     without_scaler, rungs = partial(replace, scaler=no_scaler), resolve_options(config, rungs)
     played = [r for r in rungs if parsed(r)[0].stage != "record"] # the same operations
     with uncompiled(): ops = count(make_step(config, played, batch, without_scaler, micro))

@@ -21,14 +21,14 @@ from .train.config import SEPARATORS, TextList
 # %% ../nbs/60a_sample.ipynb #b381f70a
 def in_dtype(run, # a `Run` in FP32
              dtype): # "fp32" or "bf16"
-    "The run with its matrices in that type; its own model stays as it is"
+    "Return the run with its matrices in that type; its own model stays as it is"
     if lookup(EXPORT_DTYPES, dtype, "dtype") == torch.float32: return run
     from llm_speedrun.rungs.optim import bf16_matrices # here, since it loads kernels
     return run.with_model(bf16_matrices)
 
 # %% ../nbs/60a_sample.ipynb #176a0e24
 def device_of(name): # cpu or cuda; "" for the GPU if there is one
-    "The `torch.device`. Raises `InputError` for another name, and where there is no GPU"
+    "Return the `torch.device`. Raises `InputError` for another name, and where there is no GPU"
     if not name: return default_device()
     lookup(dict.fromkeys(("cpu", "cuda")), name, "device")
     if name == "cuda" and not torch.cuda.is_available():
@@ -39,7 +39,7 @@ def device_of(name): # cpu or cuda; "" for the GPU if there is one
 def open_model(folder, # a run's, or one that transformers wrote
                device="", # cpu or cuda; by default the GPU if there is one
                dtype=""): # of the weights: fp32 or bf16; by default bf16 on a GPU that computes in it
-    "The `Run` with its weights, and its tokenizer. Raises `InputError` where it knows no text"
+    "Open a model: the `Run` with its weights, and its tokenizer. Raises `InputError` without a tokenizer"
     device = device_of(device)
     run = from_pretrained(folder, device)
     tok = text_tokenizer(folder, run.model.config.vocab)
@@ -49,7 +49,7 @@ def open_model(folder, # a run's, or one that transformers wrote
 # %% ../nbs/60a_sample.ipynb #60encoded
 def encoded(text, # a prompt, or a line of a chat
             tok): # a `Tokenizer`
-    "The tokens of `text`. Raises `InputError` for what is no text, or has no token"
+    "Return the tokens of `text`. Raises `InputError` for what is no text, or has no token"
     try: return tok.encode(text).ids
     except TypeError: raise InputError(f"the prompt {text[:20]!r} is no text in UTF-8") from None
     except Exception as e: # of the tokenizer, which has no class of its own for them
@@ -61,7 +61,7 @@ def encoded(text, # a prompt, or a line of a chat
 def tokens_of(text, # a prompt; empty for a new document
               tok, # a `Tokenizer`
               longest): # most tokens that the model reads
-    "The tokens to go on from. Raises `InputError` where there is none, too many, or no text"
+    "Return the tokens to continue. Raises `InputError` where there is none, too many, or no text"
     ids = encoded(text, tok)
     if len(ids) > longest:
         raise InputError(f"the prompt {text[:20]!r}... has {len(ids):,} tokens, and the model reads at most "
@@ -78,7 +78,7 @@ def continued(folder, # a run's, or one that transformers wrote
               seed=0, # of the sampling
               device="", dtype="", # as for `open_model`
               **how): # as for `top_k_top_p`
-    "The prompt and what the model of that folder writes after it. Raises `InputError` where it knows no text"
+    "Return the prompt and the model's continuation. Raises `InputError` without a tokenizer"
     run, tok = open_model(folder, device, dtype)
     generator = Generator(run)
     generator.begin([tokens_of(prompt, tok, run.model.config.seq_len)])
@@ -87,12 +87,12 @@ def continued(folder, # a run's, or one that transformers wrote
 
 # %% ../nbs/60a_sample.ipynb #89fdd577
 def text_of(path): # of a text file; "-" for standard input
-    "What it says. Raises `InputError` where it is no text"
+    "Read a text file. Raises `InputError` where it is no text"
     try: return sys.stdin.read() if path == "-" else read_bytes_of(path, most=2**28).decode()
     except UnicodeError as e: raise InputError(f"{path} is no text in UTF-8: {e}") from None
 
 def prompts_of(c): # a `SampleOptions`
-    "The texts to go on from, each as often as it is asked for. Raises `InputError` for a file without one"
+    "Return the texts to continue, each as often as requested. Raises `InputError` for a file without one"
     given = c.prompt.split(SEPARATORS[TextList]) if c.prompt or not c.prompts else []
     texts = [text_of(t).removesuffix("\n") if t == "-" else t for t in given]
     lines = [t for t in text_of(c.prompts).splitlines() if t] if c.prompts else []
@@ -117,7 +117,7 @@ def show(texts, # what there is of each, to begin with
 BATCH = 32 # most texts that are written together
 
 def settings(c): # a `SampleOptions`
-    "What `top_k_top_p` takes of it"
+    "Return the arguments for `top_k_top_p`"
     return dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p)
 
 def write_texts(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
@@ -137,14 +137,14 @@ CHAT = ("A base model continues text, and was never taught to answer: begin some
         "lets it go on, Ctrl-C stops it, Ctrl-D ends.")
 
 def typed():
-    "A line from the keyboard or standard input; None at their end"
+    "Read a line from the keyboard or standard input; returns None at the end"
     try:
         if sys.stdin.isatty(): return input("> ")
         return line.removesuffix("\n") if (line := sys.stdin.readline()) else None
     except (EOFError, KeyboardInterrupt): return print() # the line that it was typed on is over
 
 def go_on(generator, said, ids, eot): # a `Generator`; tokens to begin with, and typed ones; the end's id
-    "Have the generator read what was typed. A document that had ended goes on, if anything was typed"
+    "Have the generator read what was typed. A finished document is continued if anything was typed"
     if generator.ahead is None: return generator.begin([said + ids])
     if ids and generator.ahead[0, -1].item() == eot: generator.ahead = generator.ahead[:, :-1]
     generator.add(ids)
@@ -165,7 +165,7 @@ def chat(run, tok, c): # a `Run`, its tokenizer, a `SampleOptions`
 
 # %% ../nbs/60a_sample.ipynb #835ab160
 def run_sample(c): # a `SampleOptions`
-    """What `speedrun_sample` does. Raises `InputError` where several texts should be one chat, and `RunError`
+    """Run `speedrun_sample`. Raises `InputError` where several texts should be one chat, and `RunError`
     where the GPU has too little memory"""
     if c.chat and (c.prompts or c.num_samples > 1 or c.prompt == "-" or SEPARATORS[TextList] in c.prompt):
         raise InputError("a chat is one text: leave out --prompts, --num_samples, --prompt - and "
@@ -179,7 +179,7 @@ def run_sample(c): # a `SampleOptions`
 # %% ../nbs/60a_sample.ipynb #e1489c06
 def our_writing(folder, rows, prompt, n, device, dtype, # as for `writing_speed`
                 cache=True): # False is `generate`, for a single text
-    "A function without arguments that writes"
+    "Return a function without arguments that generates text with our code"
     run, ids = in_dtype(from_pretrained(folder, device), dtype), [1]*prompt
     if not cache: return lambda: generate(run, ids, n, temperature=0)
     generator, g = Generator(run, rows), torch.Generator(device)
@@ -191,7 +191,7 @@ def our_writing(folder, rows, prompt, n, device, dtype, # as for `writing_speed`
 # %% ../nbs/60a_sample.ipynb #3f09a254
 def their_writing(folder, rows, prompt, n, device, dtype, # as for `writing_speed`
                   **how): # for `generate` of transformers
-    "The same by transformers"
+    "Return a function without arguments that generates text with transformers"
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=EXPORT_DTYPES[dtype]).to(device).eval()
     model.generation_config.eos_token_id = None # all tokens are written
@@ -207,7 +207,7 @@ def writing_speed(folder, # that transformers opens: an export
                   device=None, # the GPU if there is one, by default
                   dtype="fp32", # of the weights, a key of `EXPORT_DTYPES`
                   rounds=3): # how often each has its turn
-    "Tokens per second of all texts together, by name of the way; transformers' too, where it is installed"
+    "Measure the tokens per second of all texts together, by name of the way; transformers' too, if installed"
     device = torch.device(device) if device else default_device()
     args = folder, rows, prompt, n, device, dtype
     ways = {"ours": partial(our_writing, *args)}

@@ -67,14 +67,14 @@ _CLAIMS = PACKED | {".parquet": "Parquet", ".arrow": "Arrow"}   # which the byte
 DATA = {".jsonl", ".ndjson", ".json", ".parquet", ".arrow"}     # suffixes of data with columns
 
 def file_kind(path): # a path, or a name
-    "The suffix that says how to read it, compression aside: .txt, .jsonl, ..."
+    "Return the suffix that determines how to read a file, without compression: .txt, .jsonl, ..."
     s = [o.lower() for o in PurePath(path).suffixes]
     if s and s[-1] in PACKED: s.pop()
     return s[-1] if s else ""
 
 # %% ../nbs/03b_text_files.ipynb #05833096
 def seems(path): # of a file
-    "What it seems to be by its first bytes, in words, or None: packed, Parquet, an archive, text"
+    "Return what a file seems to be by its first bytes, as text: packed, Parquet, an archive, text; or None"
     with open(path, "rb") as f: head = f.read(4096)
     if f := format_of(head): return f"packed by {f.name}" if f.role in ("unpack", "zip") else f.name
     try: text = codecs.getincrementaldecoder("utf-8")().decode(head)     # it may end within a character
@@ -182,7 +182,7 @@ def _not_utf8(where, error, before=0): # the bytes that came before those of the
                       "(iconv -f LATIN1 -t UTF-8 suits Western European text alone), or take it out")
 
 def utf8_text(b, where): # bytes, and the path (or the path and the line, as text) that they are from
-    "UTF-8 bytes to text without a byte-order mark"
+    "Decode UTF-8 bytes to text without a byte-order mark. Raises `InputError` for other bytes"
     try: return b.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as e: raise _not_utf8(where, e) from e
 
@@ -205,7 +205,7 @@ def _utf16_without_mark(head):
 
 # %% ../nbs/03b_text_files.ipynb #03bt0039
 def text_encoding(head, where): # the first bytes of a file, and what to call it
-    "The encoding to read it with. Raises `InputError` for what is no text, or can't be told to be"
+    "Return the encoding of a text file. Raises `InputError` for what is no text, or is undecidable"
     for mark, encoding in _BOMS.items():
         if head.startswith(mark): return encoding
     if encoding := _utf16_without_mark(head): raise InputError(
@@ -252,7 +252,7 @@ def _read_jsonl(source, key):
 
 # %% ../nbs/03b_text_files.ipynb #03bt0049
 def json_kind(source, key): # a `Source`; the key that holds the text
-    "'lines' of objects with that key, 'other lines', 'array', 'document', or None for what is no JSON"
+    "Return \"lines\" of objects with that key, \"other lines\", \"array\", \"document\", or None for no JSON"
     head = source.head().lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n")
     if head[:1] == b"[": return "array" if json.dumps(key).encode() in head else "document"
     if head[:1] != b"{": return None
@@ -263,7 +263,7 @@ def json_kind(source, key): # a `Source`; the key that holds the text
 
 # %% ../nbs/03b_text_files.ipynb #0e217e6d
 def text_pieces(text, size=250_000): # a document, the most characters in a piece
-    "Cut `text` into pieces, after a newline where there is one. The first pieces don't depend on the last"
+    "Split `text` into pieces, after a newline where there is one. The first ones don't depend on the last"
     lo = 0
     while len(text) - lo > size:
         hi = text.rfind("\n", lo, lo+size) + 1 or lo + size
@@ -366,7 +366,7 @@ _WORD = {o: re.compile(rf"(?<![a-z])({words})(?![a-z])") for o, words in _SPLITS
 _ABOUT = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing)\b", re.I)
 
 def split_of(name): # a path below a folder
-    "The split that its name says and the name without it, which is the same for the others; or None"
+    "Return the split in a file's name, and the name without it, which all splits share; None without one"
     *folders, file = PurePath(name).as_posix().lower().split("/")
     for split, word in _WORD.items():
         for i, folder in enumerate(folders):
@@ -377,7 +377,7 @@ def split_of(name): # a path below a folder
 # %% ../nbs/03b_text_files.ipynb #03bt0069
 @patch
 def keep(self: ReadReport, names, above=""): # paths below a folder or archive, and what stands before them
-    "The names that are to be read, sorted; for the others it notes why not"
+    "Return the names that are to be read, sorted; note for each other one why it isn't"
     names, why = sorted(names, key=PurePath), {}
     trained = {s[1] for n in names if (s := split_of(n)) and s[0] == "train"}
     data = any(file_kind(n) in DATA for n in names)
@@ -487,7 +487,7 @@ def _read_saved(folder, key, report):
 
 # %% ../nbs/03b_text_files.ipynb #03bt0087
 class Documents:
-    "An iterator over the documents at a path. `report` says what was read so far, and what was left out"
+    "An iterator over the documents at a path. `report` counts what was read so far and what was skipped"
     def __init__(self, path, text_key="text"): # as for `read_documents`
         self.path, self.key, self.report = Path(path).expanduser(), text_key, ReadReport()
         self.files = document_files(path, text_key, self.report)
@@ -523,7 +523,7 @@ def read_documents(
     path,               # a file, or a folder that is read whole, in sorted order, hidden files left out
     text_key="text",    # the key (JSON lines) or column (Parquet, Arrow) that holds the text
 ) -> Documents:         # an iterator of str, without empty ones; long ones in parts, some `Continued`
-    """Documents from text (a file is one; a .txt may have several, with `<|endoftext|>` between), JSON lines,
-    Parquet or Arrow, also packed (gzip, xz, lzma, bzip2, zstd, lz4, zip).
+    """Read documents from text (a file is one; a .txt may have several, with `<|endoftext|>` between),
+    JSON lines, Parquet or Arrow, also packed (gzip, xz, lzma, bzip2, zstd, lz4, zip).
     Raises FileNotFoundError, OSError (unreadable) or ValueError (no text, not UTF-8, bad JSON, no key)."""
     return Documents(path, text_key)

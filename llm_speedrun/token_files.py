@@ -31,7 +31,7 @@ def _naming(path):
 
 # %% ../nbs/03d_token_files.ipynb #bff3488c
 class TokenWriter:
-    "Append tokens to `folder/split_000.bin`, `_001.bin` and so on, `shard_tokens` in each"
+    "A writer of tokens to `folder/split_000.bin`, `_001.bin` and so on, `shard_tokens` in each"
     def __init__(self, folder, split, dtype, shard_tokens):
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
         self.n, self.file = 0, None
@@ -184,9 +184,9 @@ def _from_header(path, head, size, dtype):
 # %% ../nbs/03d_token_files.ipynb #tokf0032
 def token_file(
     path,               # of a .bin or .npy
-    dtype=None,         # of a token, where something says so; by default told from the file
+    dtype=None,         # of a token, where it is stated; by default found from the file
     sha256="",          # what its bytes should sum up to, if that is known
-    like=None,          # type of a token for a file too short to tell
+    like=None,          # type of a token for a file too short to find it
 ) -> TokenFile:
     "Look at a file of tokens. Raises `FileNotFoundError`, and `InputError` for what can't be one"
     path = Path(path)
@@ -203,7 +203,7 @@ def token_file(
 
 # %% ../nbs/03d_token_files.ipynb #tokf0035c
 def check_width(files, dtype): # `TokenFile`s; of a token, as `meta.json` states it
-    "Raise `InputError` where the bytes of files without a header say that a token is wider"
+    "Raise `InputError` if the bytes of files without a header show that a token is wider"
     for f in files:
         width = f.dtype.itemsize
         if f.start or width > 4 or not _seems_wider(_sample(f.path, len(f)*width), width): continue
@@ -245,10 +245,10 @@ class Shards:
     "Tokens of several files, read when asked for and seen as one array: `len`, slices, `rows`, `part`"
     def __init__(self,
         paths,              # one path or several, in order
-        dtype=None,         # of a token on disk; by default told from the files
+        dtype=None,         # of a token on disk; by default found from the files
         vocab=GPT2_VOCAB,   # every token must be below it
         sha256=(),          # name of a file -> what its bytes should sum up to
-        like=None,          # type of a token for files too short to tell
+        like=None,          # type of a token for files too short to find it
     ):
         paths = [paths] if isinstance(paths, (str, Path)) else paths
         if not paths: raise InputError("Shards needs at least one .bin file, and was given none")
@@ -275,7 +275,7 @@ def find_ends(self: Shards):
 # %% ../nbs/03d_token_files.ipynb #d40222dd
 @patch
 def part(self: Shards, lo, hi):
-    "The tokens `lo` to `hi` as Shards"
+    "Return the tokens `lo` to `hi` as `Shards`"
     res = copy(self)
     res.lo, res.hi = self.lo + lo, self.lo + min(hi, len(self))
     return res
@@ -291,7 +291,7 @@ def in_words(self: Shards):
 # %% ../nbs/03d_token_files.ipynb #dd7f5694
 @patch
 def locate(self: Shards, i):
-    "File number and position in it of token `i`"
+    "Return the number of the file that holds token `i`, and the token's position in it"
     k = int(np.searchsorted(self.ends, self.lo + i, side="right"))
     return k, self.lo + i - (int(self.ends[k-1]) if k else 0)
 
@@ -312,7 +312,7 @@ def __getitem__(self: Shards, s: slice):
 # %% ../nbs/03d_token_files.ipynb #0f70d398
 @patch
 def rows(self: Shards, starts, n):
-    "Tokens `starts[i] : starts[i]+n` as an array (len(starts), n). ValueError if one is outside `vocab`."
+    "Return tokens `starts[i] : starts[i]+n`, (len(starts), n). Raises ValueError for one outside `vocab`."
     w = np.stack([self[s:s+n] for s in starts])
     if w.max() >= self.vocab:
         r, c = np.argwhere(w >= self.vocab)[0]
@@ -363,11 +363,11 @@ def check(self: Shards):
 
 # %% ../nbs/03d_token_files.ipynb #841e985f
 def named_as_tokens(path): # a `Path`
-    "Whether the file's name is one of tokens"
+    "Return whether the file's name is that of a token file"
     return path.suffix in (".bin", ".npy")
 
 def token_files(folder, split): # "train" or "val"
-    "Token files of a split in order: `train_000.bin`, nanoGPT's `train.bin`, or `fineweb_train_000001.bin`"
+    "Return the token files of a split: `train_000.bin`, `train.bin`, or `fineweb_train_000001.bin`, sorted"
     named = re.compile(rf"(.+_)?{split}(_\d+)?\.(bin|npy)")
     return sorted((p for p in Path(folder).glob("*.*") if named.fullmatch(p.name)),
                   key=lambda p: (len(p.name), p.name))
@@ -387,9 +387,9 @@ def check_meta(meta): # a `Meta`
 
 # %% ../nbs/03d_token_files.ipynb #22a6e04a
 class Meta(msgspec.Struct):
-    "What `meta.json` says of the token files beside it"
+    "The content of `meta.json`, which describes the token files next to it"
     vocab: Vocabulary | None = None                 # every token is below it
-    dtype: Width | None = None                      # of a token on disk; by default told from the files
+    dtype: Width | None = None                      # of a token on disk; by default found from the files
     eot: Tokens | None | msgspec.UnsetType = msgspec.UNSET  # the token that begins a document; null: none
     train_tokens: Tokens | None = None
     val_tokens: Tokens | None = None
@@ -405,7 +405,7 @@ class Meta(msgspec.Struct):
 
 # %% ../nbs/03d_token_files.ipynb #afa997f9
 def check_counts(folder, meta, split, shards):
-    "Raise `InputError` where the files of a split don't have the tokens that `meta.json` says"
+    "Raise `InputError` if the files of a split don't have as many tokens as `meta.json` states"
     sizes = dict(zip((p.name for p in shards.paths), map(len, shards.files)))
     for name, n in sizes.items():
         if name in meta.files and n != meta.files[name]:
@@ -418,7 +418,7 @@ def check_counts(folder, meta, split, shards):
 
 # %% ../nbs/03d_token_files.ipynb #tokf0054
 class Characters(msgspec.Struct):
-    "What nanoGPT's `meta.pkl` says"
+    "The content of nanoGPT's `meta.pkl`"
     itos: dict[int, str]                # token -> its text
     vocab_size: Vocabulary | None = None
 
@@ -453,7 +453,7 @@ def character_tokenizer(c) -> Tokenizer | None: # a `Characters`
 
 # %% ../nbs/03d_token_files.ipynb #tokf0062
 def check_gpt2(shards):
-    "Raise `InputError` where tokens that don't say otherwise can't be, or hardly are, GPT-2's"
+    "Raise `InputError` if tokens without a stated vocabulary can't be GPT-2's, or hardly are"
     n, size = 64, 2**12
     starts = np.linspace(0, max(0, len(shards) - size), n).astype(int).tolist()
     top = max(int(shards[s:s+size].max()) for s in starts)

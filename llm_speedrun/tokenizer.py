@@ -18,7 +18,7 @@ __all__ = []
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0007
 def prepare_tokenizer(tokenizer): # changed, and returned
-    "Have it encode a text whole, always alike, and a special token's name in it as ordinary text"
+    "Make a tokenizer encode all of a text, always alike, and special tokens' names as ordinary text"
     tokenizer.no_truncation(); tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None): tokenizer.model.dropout = None
     tokenizer.encode_special_tokens = True
@@ -45,7 +45,7 @@ def parse_tokenizer(text, where): # of a `tokenizer.json`, and what to call it
         raise InputError(f"{where} holds no tokenizer that can be read: {e}") from None
 
 def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
-    "The tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file that holds none"
+    "Read the tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file without one"
     tokenizer = parse_tokenizer(utf8_text(read_bytes_of(path, most=2**28), path), path)
     for k, name in zip(("end", "pad"), _named_tokens(Path(path).with_name(_CONFIG))):
         if isinstance(name, str) and tokenizer.token_to_id(name) is not None: setattr(tokenizer, k, name)
@@ -54,7 +54,7 @@ def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
 def tokenizer_of(
     folder,                     # of tokens, of a run, or of a model
 ) -> Tokenizer | None:          # None if the folder has no `tokenizer.json`
-    "The tokenizer that lies in a folder."
+    "Read the tokenizer in a folder."
     path = Path(folder)/"tokenizer.json"
     return read_tokenizer(path) if path.exists() else None
 
@@ -64,11 +64,11 @@ def vocabulary_size(tokenizer):
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 def token_dtype(tokenizer):
-    "The type of a token on disk"
+    "Return the NumPy type of a token on disk"
     return np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
 
 def tokenizer_hash(tokenizer):
-    "A short hash of the vocabulary"
+    "Return a short hash of the vocabulary"
     words = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     return hashlib.blake2b(words, digest_size=8).hexdigest()
 
@@ -83,7 +83,7 @@ def end_token(tokenizer):
                      f"with speedrun_data --end_token{', one of ' if near else ''}{', '.join(near)}")
 
 def set_end_token(tokenizer, name): # prepared
-    "Make that token the tokenizer's end of a text. Raises `InputError` if it has none, or in ordinary text"
+    "Set the tokenizer's end-of-text token. Raises `InputError` if it has none, or in ordinary text"
     tokenizer.end = name
     if end_token(tokenizer) in tokenizer.encode(name, add_special_tokens=False).ids:
         raise InputError(f"{name} is a token of ordinary text, and an end token must not occur in any: take "
@@ -157,7 +157,7 @@ def encode_texts(tokenizer, texts, special=False): # whether to add what the tok
 _RARE = "A\ufb01\x01\u0378\u5be7\ue123\U0001f9ff\U000e0041"          # who spells these, spells anything
 
 class Losses:
-    "Count the characters of texts that a tokenizer can't spell"
+    "A count of the characters that a tokenizer can't spell"
     def __init__(self, tokenizer): # prepared
         self.tokenizer, self.spells, self.characters, self.lost = tokenizer, {}, 0, Counter()
         self.exact = all(map(self.can_spell, _RARE))
@@ -180,7 +180,7 @@ def add(self: Losses, text):
 PLAUSIBLE = .5, 50.                 # bytes per token, from 1,000 bytes on
 
 class TextSummary(msgspec.Struct):
-    "What `meta.json` says of the text that the tokens are from"
+    "A summary of the text of the tokens, as in `meta.json`"
     documents: int = 0
     bytes: int = 0                  # in UTF-8
     tokens: int = 0                 # without end tokens, and before any limit
@@ -192,7 +192,7 @@ class TextSummary(msgspec.Struct):
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0035
 class Tally:
-    "Count what is encoded: documents, bytes, tokens, and lost characters"
+    "A count of what is encoded: documents, bytes, tokens, and lost characters"
     def __init__(self, tokenizer): # prepared
         self.losses, self.documents, self.bytes, self.tokens = Losses(tokenizer), 0, 0, 0
     def add(self, pieces, tokens): # as `data.marked_pieces` has them; how many tokens they are
@@ -238,7 +238,7 @@ def summary(self: Tally, report=None): # the `ReadReport` of the files, if the t
                        dict([*r.skipped.items()][:100]), r.empty, r.lines() if report else [])
 
 def summary_lines(s): # a `TextSummary`
-    "Return it in words, a list of lines"
+    "Return a summary of the text as a list of lines"
     lost = f", of which {s.lost:,} characters are lost" if s.lost else ""
     return [*s.lines, f"{s.documents:,} document{'s'*(s.documents != 1)}, {s.bytes:,} bytes of text{lost}, "
             f"{s.bytes/max(1, s.tokens):.2f} bytes per token"]

@@ -25,7 +25,7 @@ from ..runs import ROOM_GIB, Stepper, build, find_rung, first_fit, halves
 # %% ../../nbs/25_peers.ipynb #25peer19
 def ours(rungs, # names
          config): # a `GPTConfig`
-    "Our own run with `rungs`, as a `Peer`"
+    "Build our own run with `rungs`, as a `Peer`"
     run = build(config, rungs)
     return Peer(Stepper(run), run.model, f"code {code_of(rungs)}")
 
@@ -43,7 +43,7 @@ class PlainCompile(Adapter):
 
 # %% ../../nbs/25_peers.ipynb #25peer25
 def with_liger(model): # of transformers, changed in place
-    "Patch the model with Liger's kernels where there is a GPU for them. Returns what was done, in words"
+    "Patch the model with Liger's kernels where a GPU runs them. Returns a text on what was done"
     if not torch.cuda.is_available(): return "without Liger, whose kernels need a GPU"
     logging.getLogger("liger_kernel").setLevel(logging.ERROR) # it names each optional part that doesn't load
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
@@ -80,7 +80,7 @@ PEERS = PIP | CLONED # name -> its `Adapter`
 def built(adapter, # an `Adapter`
           path, # of the clone, or None
           config): # a `GPTConfig`
-    "The `Peer`; what its code prints is dropped, and the process-wide random state stays as it is"
+    "Build a `Peer`; drop what its code prints, and keep the process-wide random state unchanged"
     with torch.random.fork_rng([0]*torch.cuda.is_available()), contextlib.redirect_stdout(io.StringIO()):
         torch.manual_seed(0)
         return adapter.step(config, path)
@@ -88,7 +88,7 @@ def built(adapter, # an `Adapter`
 # %% ../../nbs/25_peers.ipynb #25peer42
 def peer(name, # a key of `PEERS`
          path=None): # folder of a clone, for those that aren't from pip
-    "A function from a `GPTConfig` to the project's `Peer`. `InputError` says what is missing, and what to do"
+    "Return a builder from a `GPTConfig` to the project's `Peer`. Raises `InputError` if something is missing"
     a = lookup(PEERS, name, "peer")
     if why := a.step_missing(): raise InputError(f"peer {name!r} can't run here: {why}")
     if path and not a.clone: raise InputError(f"peer {name!r} comes from pip: give its name alone")
@@ -98,12 +98,12 @@ def peer(name, # a key of `PEERS`
     return partial(built, a, Path(path).absolute() if path else None)
 
 def peers():
-    "Names of the peers from pip that can run here"
+    "Return the names of the peers from pip that can run here"
     return [k for k, a in PEERS.items() if not a.clone and not a.step_missing()]
 
 # %% ../../nbs/25_peers.ipynb #25peer47
 def random_tokens(config, batch): # a `GPTConfig`, sequences
-    "x and y as `make_step` draws them, 2 B T"
+    "Return x and y as `make_step` draws them, 2 B T"
     g = torch.Generator(default_device()).manual_seed(0)
     return torch.randint(config.vocab, (2, batch, config.seq_len), device=default_device(), generator=g)
 
@@ -128,12 +128,12 @@ class Contender:
 # %% ../../nbs/25_peers.ipynb #25peer49
 @patch
 def loss_on(self:Contender, tokens): # x and y, each B T
-    "One step. Returns the mean loss before it"
+    "Take one step. Returns the mean loss before it"
     return self.peer.step(*zip(*(t.split(self.micro) for t in tokens)))
 
 # %% ../../nbs/25_peers.ipynb #25peer52
 def contender(name, setup, config, batch): # as in `Contender`
-    "The `Contender` in the largest micro-batch of batch, batch/2, ... under `ROOM_GIB`, or a `RunError`"
+    "Make a `Contender` in the largest micro-batch of batch, batch/2, ... within `ROOM_GIB`; or a `RunError`"
     def attempt(micro):
         c = Contender(name, setup, config, batch, micro)
         return c if (c.measured.peak_gib or 0) <= ROOM_GIB else None
@@ -146,7 +146,7 @@ def contenders(config, # a `GPTConfig`
                lists, # name -> rungs: runs of ours
                paths, # name -> folder of a clone, or None: the peers
                log_info=print): # takes a line about a peer that fails
-    "All of them, warm: ours first. Raises `InputError` before anything is built"
+    "Make all contenders, warmed up, ours first. Raises `InputError` before anything is built"
     setups = {name: peer(name, path) for name, path in paths.items()}
     res = [contender(name, partial(ours, rungs), config, batch) for name, rungs in lists.items()]
     for name, setup in setups.items():
@@ -157,7 +157,7 @@ def contenders(config, # a `GPTConfig`
 # %% ../../nbs/25_peers.ipynb #25peer61
 def joules_of(step, # a function without arguments
               seconds=1.): # how long to run it
-    "Joules of a step by the GPU's own counter; None without one"
+    "Measure the joules of a step by the GPU's own counter; None without one"
     if not (used := energy_counter()): return None
     for _ in range(2): step() # the clock settles
     torch.cuda.synchronize()
@@ -178,7 +178,7 @@ def race(field, # `Contender`s, ours first
 # %% ../../nbs/25_peers.ipynb #25peer64
 def contender_record(c, # a `Contender` that has raced
                      first): # the one that it's compared with
-    "Its record: beside the speed its source, weights, joules, and the losses of the first and the last step"
+    "Return a contender's record: speed, source, weights, joules, and losses of the first and last step"
     more = {} if c is first else dict(before=first.name, ratio=ratio(first.measured, c.measured))
     rungs = getattr(getattr(c.peer.step, "run", None), "rungs", ())
     return make_record(c.name, c.measured, batch=c.batch, seq=c.config.seq_len,
@@ -189,7 +189,7 @@ def contender_record(c, # a `Contender` that has raced
 
 # %% ../../nbs/25_peers.ipynb #25peer65
 def peers_table(records): # of `race`
-    "The comparison as a `Table`: how many times faster ours is, weights in millions, joules a step"
+    "Return the comparison as a `Table`: our speedup, weights in millions, joules a step"
     rows = [[r["rung"], f"{r['tok_s']:,.0f}", f"{r['ms']:.1f}", f"{1/r['ratio']:.2f}×", r["micro"],
              fmt(r["peak_gib"], ".1f"), fmt(r["joules"], ".1f"), f"{r['parameters']/1e6:,.1f}",
              f"{r['in_products']/1e6:,.1f}"] for r in records]
@@ -201,7 +201,7 @@ def peers_table(records): # of `race`
 # %% ../../nbs/25_peers.ipynb #25peer72
 def text_batch(shards, # of a corpus, such as `open_corpus().train`
                like): # a `Contender`
-    "A batch of text as large as the random one: x and y, each B T"
+    "Return a batch of text as large as the random one: x and y, each B T"
     x, y = Batches(shards, like.batch, like.config.seq_len)[0]
     if max(x.max(), y.max()) >= like.config.vocab:
         raise InputError(f"the corpus has tokens beyond the model's {like.config.vocab}: take one with fewer")
@@ -210,7 +210,7 @@ def text_batch(shards, # of a corpus, such as `open_corpus().train`
 def on_text(field, # `Contender`s that have raced
             shards, # as for `text_batch`
             rounds=5, reps=2): # as `take_turns` takes them
-    "Random tokens and text in turn. Name -> two `Measured`, which differ in their rounds"
+    "Time random tokens and text, interleaved. Returns name -> two `Measured` with different rounds"
     text = text_batch(shards, field[0])
     steps = {(c.name, t): partial(c.loss_on, tokens) for c in field
              for t, tokens in (("random", c.random), ("text", text))}
@@ -229,7 +229,7 @@ def peer_paths(text): # such as "compile_whole,nanogpt=clones/nanoGPT"
 def compare_with_peers(config, batch, # as for `contenders`
                        rungs, # names: our run
                        paths): # of `peer_paths`
-    "Measure our run and the peers in turn. Returns records, ours first"
+    "Measure our run and the peers, interleaved. Returns records, ours first"
     return race(contenders(config, batch, {"llm_speedrun": list(rungs)}, paths))
 
 # %% ../../nbs/25_peers.ipynb #25peer84

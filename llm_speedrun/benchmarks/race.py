@@ -79,7 +79,7 @@ KEPT = {*LENGTHS, *"plugin data seed name out overwrite resume target_loss gpus 
          "seq".split()}
 
 def own_options(name, words): # of a contestant of ours: options of `speedrun_train`
-    "The `TrainConfig` and the names given. Raises `InputError` for what is wrong, or for the race to say"
+    "Return the `TrainConfig` and the names given. Raises `InputError` for wrong or reserved options"
     try: c, given = parse_options(TrainConfig, "speedrun_train", words)
     except InputError as e: raise InputError(f"--run {name!r}: {e}") from None
     if wrong := given & KEPT: raise InputError(
@@ -88,7 +88,7 @@ def own_options(name, words): # of a contestant of ours: options of `speedrun_tr
 
 # %% ../../nbs/48_race.ipynb #race0043
 def own_words(c): # an `AdapterContext`
-    "The command line of its run: the contestant's options, and what the race says"
+    "Return the command line of our run: the contestant's options, and those that the race sets"
     job = c.job
     return [
         *job.words, f"--data={job.data}", f"--seed={job.seed}", f"--seq_len={c.seq}", "--epochs=1e9",
@@ -97,13 +97,13 @@ def own_words(c): # an `AdapterContext`
 
 # %% ../../nbs/48_race.ipynb #be150fa0
 def recipe_code():
-    "The `digest` of the package's recipes: where two results have another one, recipes may have changed"
+    "Return the `digest` of the package's recipes: results with another one may have other recipes"
     folder = Path(importlib.util.find_spec("llm_speedrun.recipes").submodule_search_locations[0])
     return digest(*(p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.py"))))
 
 # %% ../../nbs/48_race.ipynb #race0044
 def ours(c): # an `AdapterContext`
-    "A run of `speedrun_train` with the contestant's options"
+    "Run `speedrun_train` with the contestant's options"
     cfg, given = parse_options(TrainConfig, "speedrun_train", own_words(c))
     clock = RaceClock(c.job)
     run = Trainer(cfg, False, given, callbacks=[*default_callbacks(), clock])
@@ -118,12 +118,12 @@ def ours(c): # an `AdapterContext`
 
 # %% ../../nbs/48_race.ipynb #race0045
 def default_workload():
-    "What `speedrun_train` takes where none is given"
+    "Return the model that `speedrun_train` takes by default"
     return "124m" if torch.cuda.is_available() else "tiny"
 
 # %% ../../nbs/48_race.ipynb #race0046
 def weights_of(model, vocab): # the number of tokens
-    "How many weights it has, in all, in tables with a row for each token, and in other matrices"
+    "Return the number of weights in all, in tables with a row for each token, and in other matrices"
     ps = [*model.parameters()] # tied ones once
     tables = sum(p.numel() for p in ps if p.ndim == 2 and p.shape[0] >= vocab)
     matrices = sum(p.numel() for p in ps if p.ndim >= 2) - tables
@@ -131,7 +131,7 @@ def weights_of(model, vocab): # the number of tokens
 
 # %% ../../nbs/48_race.ipynb #race0047
 def run_job(folder): # of a job: it has `job.json`
-    "What a contestant's process does: race once, and leave `result.json` in the folder. Raises what it meets"
+    "Run a contestant's process: race once, and write `result.json` into the folder. Raises its errors"
     folder = Path(folder).absolute()
     job = read_json(folder/"job.json", Job)
     lock = hold(folder/"work", "this contestant's run") # whoever started it holds the folder
@@ -147,7 +147,7 @@ def run_race_job(folder): # of a job
 
 # %% ../../nbs/48_race.ipynb #race0048
 def raced(job, folder): # a `Job`, its folder
-    "Run the job in this process. Returns what there is to say of it, a dict"
+    "Run the job in this process. Returns its results, a dict"
     if job.kind in ("ours", "nanochat"): prepare_process() # as their own programs do
     corpus = open_corpus(job.data)
     corpus.train.check(); corpus.val.check()
@@ -160,7 +160,7 @@ def raced(job, folder): # a `Job`, its folder
 
 # %% ../../nbs/48_race.ipynb #race0049
 def note_in(folder): # of a job
-    "A function that tells and keeps each evaluation"
+    "Return a function that prints and saves each evaluation"
     def note(row):
         print(json.dumps(row), flush=True)
         with open(folder/"marks.jsonl", "a", encoding="utf-8") as f: f.write(json.dumps(row) + "\n")
@@ -168,7 +168,7 @@ def note_in(folder): # of a job
 
 # %% ../../nbs/48_race.ipynb #race0050
 def result(context, model, budget, about): # as an adapter has it
-    "All that there is to say of a run, a dict"
+    "Return all results of a run, a dict"
     job, last = context.job, budget.marks[-1]
     if job.kind != "ours": about["source"] = source_of(context.clone, RACERS[job.kind].race_files[0])
     credit = last["step"]/(last["step"] - WARM) # the first steps count as much as the others
@@ -195,7 +195,7 @@ def check_name(name, option): # of a contestant; where it was given
 
 # %% ../../nbs/48_race.ipynb #race0052
 def own_contestant(text, more=()): # such as "muon: --recipe muon --lr .02"; a command line for all
-    "A `Contestant` of ours. Raises `InputError` for options that can't be"
+    "Return a `Contestant` of ours. Raises `InputError` for impossible options"
     name, colon, words = (s.strip() for s in text.partition(":"))
     if not colon: raise InputError(f"--run {text!r} has no colon: give a name, a colon, and what "
                                    "speedrun_train would be told: 'adamw: --rungs fastest'")
@@ -219,7 +219,7 @@ def check_own(c): # a `TrainConfig`
 
 # %% ../../nbs/48_race.ipynb #race0054
 def peer_contestant(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
-    "A peer's `Contestant`. Raises `InputError` for one that is unknown, isn't there or can't run here"
+    "Return a peer's `Contestant`. Raises `InputError` for one that is unknown, missing or can't run here"
     kind, _, rest = (s.strip() for s in text.partition("="))
     folder, *pairs = re.split(r":(?=[a-z]+=)", rest)
     a = lookup(RACERS, kind, "peer")
@@ -232,7 +232,7 @@ def peer_contestant(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
 
 # %% ../../nbs/48_race.ipynb #race0055
 def peer_options(kind, options): # of a peer: name -> text
-    "Pairs of an option and its value. Raises `InputError`"
+    "Return pairs of an option and its value. Raises `InputError`"
     defaults, res = peer_defaults(), []
     for k, text in options.items():
         of = type(lookup(defaults, k, f"option of the peer {kind!r}"))
@@ -245,7 +245,7 @@ def peer_options(kind, options): # of a peer: name -> text
 
 # %% ../../nbs/48_race.ipynb #race0056
 def contestants(run, peer, more=()): # texts, of several with a newline between them; for `own_contestant`
-    "All who take part, ours first. Raises `InputError`"
+    "Return all contestants, ours first. Raises `InputError`"
     res = [own_contestant(t, more) for t in run.splitlines() if t.strip()]
     res += [peer_contestant(t) for t in peer.splitlines() if t.strip()]
     if not res: raise InputError("nobody races: give --run 'NAME: OPTIONS' or --peer nanogpt=FOLDER")
@@ -274,20 +274,20 @@ class Race:
 # %% ../../nbs/48_race.ipynb #race0059
 @patch
 def tuning(self:Race):
-    "The short runs in turn, a dict from their folder's name to the `Job`"
+    "Return the short runs, interleaved over contestants: a dict from their folder's name to the `Job`"
     return {f"{c.name}/tune-{i}": self.job(c, 0, seconds=self.tune_seconds, evals=1, lr=lr, wd=wd)
             for i, (lr, wd) in enumerate(GRID[:self.tune]) for c in self.field}
 
 # %% ../../nbs/48_race.ipynb #race0060
 @patch
 def short_runs(self:Race, c): # a `Contestant`
-    "Results of its short runs, those that have ended"
+    "Return the results of a contestant's short runs, those that have ended"
     return [r for i in range(self.tune) if (r := self.read(f"{c.name}/tune-{i}"))]
 
 # %% ../../nbs/48_race.ipynb #95078dc1
 @patch
 def picked(self:Race, c): # a `Contestant`
-    "The factors of its best short run, None if none ended, or if another process is at one of them"
+    "Return the factors of its best short run; None if none ended, or another process is running one"
     if not self.tune: return 1., 1.
     if any(self.under_way(f"{c.name}/tune-{i}") for i in range(self.tune)): return None
     ran = [r for r in self.short_runs(c) if "loss" in r]
@@ -296,7 +296,7 @@ def picked(self:Race, c): # a `Contestant`
 
 @patch
 def racing(self:Race):
-    "The runs that count, in turn A, B, C, A, B, C; those whose short runs all failed are left out"
+    "Return the runs that count, interleaved as A, B, C, A, B, C; without those whose short runs all failed"
     best = {c.name: self.picked(c) for c in self.field}
     return {f"{c.name}/seed-{s}": self.job(c, s, seconds=self.seconds, evals=self.evals,
                                            lr=best[c.name][0], wd=best[c.name][1])
@@ -305,13 +305,13 @@ def racing(self:Race):
 # %% ../../nbs/48_race.ipynb #race0061
 @patch
 def read(self:Race, name): # of a run: "nanogpt/seed-0"
-    "Its result, None where it hasn't ended"
+    "Return the result of a run, None where it hasn't ended"
     path = self.folder/name/"result.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 @patch
 def under_way(self:Race, name): # of a run
-    "Whether another process runs it now"
+    "Return whether another process runs it now"
     if not (self.folder/name).exists(): return False
     try: hold(self.folder/name, "this run").release()
     except RunError: return True
@@ -340,13 +340,13 @@ def start(self:Race, name, job, gpu=None): # a run's; the GPU's name for CUDA_VI
 # %% ../../nbs/48_race.ipynb #race0063
 def last_lines(path, # of a log
                n=5): # lines
-    "The end of it, each line shortened"
+    "Return the last lines of a log, each shortened"
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return "\n".join(f"  {line:.300}" for line in lines[-n:]) or "  (its log is empty)"
 
 @patch
 def failure(self:Race, name): # of a run
-    "Why it has no loss, as far as known; \"\" where it has one, wasn't begun, or is still being run"
+    "Return why a run has no loss, as far as known; \"\" where it has one, or is running, or hasn't begun"
     r, log = self.read(name), self.folder/name/"log.txt"
     if r: return r.get("failed", "")
     if self.under_way(name) or not log.exists(): return ""
@@ -377,7 +377,7 @@ def start_all(self:Race, jobs, # name -> `Job`
 
 # %% ../../nbs/48_race.ipynb #race0065
 def wanted(names, only): # of runs; such as "nanogpt,modded@1", "" for all
-    "The runs that `only` names; short runs go with any seed. Raises `InputError` for what there isn't"
+    "Return the runs that `only` names; short runs match any seed. Raises `InputError` for unknown ones"
     res, field = set(), dict.fromkeys(k.split("/")[0] for k in names)
     for text in filter(None, (t.strip() for t in only.split(","))):
         name, at, seed = text.partition("@")
@@ -391,18 +391,18 @@ def wanted(names, only): # of runs; such as "nanogpt,modded@1", "" for all
 # %% ../../nbs/48_race.ipynb #race0066
 @patch
 def names(self:Race):
-    "Names of all its runs, as they are taken"
+    "Return the names of all runs, in the order in which they run"
     return [*self.tuning(), *(f"{c.name}/seed-{s}" for s in range(self.seeds) for c in self.field)]
 
 @patch
 def results(self:Race):
-    "Contestant -> its results, one for each seed that has ended; those that have none are left out"
+    "Return a dict from each contestant to its results, one per finished seed, without empty ones"
     read = lambda c: [self.read(f"{c.name}/seed-{s}") for s in range(self.seeds)]
     found = {c.name: [r for r in read(c) if r and "loss" in r] for c in self.field}
     return {k: rs for k, rs in found.items() if rs}
 @patch
 def tried(self:Race):
-    "Contestant -> results of its short runs, those that have ended"
+    "Return a dict from each contestant to the results of its finished short runs"
     return {c.name: self.short_runs(c) for c in self.field} if self.tune else {}
 
 # %% ../../nbs/48_race.ipynb #race0072
@@ -416,7 +416,7 @@ RULES = (
 # %% ../../nbs/48_race.ipynb #race0073
 @patch
 def rules(self:Race, one): # a result
-    "What the tables' numbers are, in words"
+    "Return a text that explains the numbers of the tables"
     said = RULES.format(n=one["evaluated"], gpu=one["gpu"], warm=WARM, **self.common)
     tuned = f"{self.tune} short runs of {self.tune_seconds:g} s each; the last column has what was picked."
     return f"{said}\n\nTuned alike: {tuned}" if self.tune else f"{said}\n\nAs published, without tuning."
@@ -426,7 +426,7 @@ MISSED = .05 # of its clock: what a run may end too early or too late unmentione
 
 @patch
 def missed(self:Race, name): # of a run
-    "What it took and should have taken, in words; \"\" where that is nearly the same, or there is no loss"
+    "Return how long a run took and should have taken, as text; \"\" if nearly the same, or without a loss"
     r = self.read(name) or {}
     if "loss" not in r or abs(r["seconds"] - r["clock"]) <= MISSED*r["clock"]: return ""
     return f"it trained for {r['seconds']:.1f} s in place of {r['clock']:g} s, in {r['step']:,} steps"
@@ -434,7 +434,7 @@ def missed(self:Race, name): # of a run
 # %% ../../nbs/48_race.ipynb #race0074
 @patch
 def text(self:Race):
-    "The race as Markdown: tables, what their numbers are, who missed the clock and who failed"
+    "Return the race as Markdown: tables, what their numbers mean, which runs missed the time or failed"
     found = self.results()
     said = [race_table(found), passing_table(found), self.rules([*found.values()][0][0])] if found else []
     if tried := self.tried(): said.append(tried_table(tried))
@@ -460,14 +460,14 @@ def save(self:Race):
 # %% ../../nbs/48_race.ipynb #race0077
 @patch
 def about(self:Race):
-    "What the results depend on, as JSON has it"
+    "Return what the results depend on, as JSON values"
     field = {c.name: [c.kind, c.clone, [*c.words], [*map(list, c.options)]] for c in self.field}
     return dict(clock=self.seconds, tune=self.tune, tune_seconds=self.tune_seconds, evals=self.evals,
                 **self.common, field=field)
 
 # %% ../../nbs/48_race.ipynb #5a61a031
 def as_option(key, value): # of `Race.about`
-    "The command's option that says it, and its value there"
+    "Return the command's option for a key, and its value there"
     minutes = dict(clock="minutes", tune_seconds="tune_minutes").get(key)
     return (minutes, f"{value/60:g}") if minutes else (key, value)
 
@@ -489,7 +489,7 @@ def record_options(self:Race):
 
 # %% ../../nbs/48_race.ipynb #race0079
 def race_of(c): # a `RaceOptions`
-    "The `Race` that the options describe. Raises `InputError` before anything runs"
+    "Return the `Race` that the options describe. Raises `InputError` before anything runs"
     field, there = contestants(c.run, c.peer, plugin_args(c.plugin)), Path(c.data).expanduser()
     if c.tune > len(GRID): raise InputError(f"tune must be at most {len(GRID)}, not {c.tune}")
     folder = Path(c.out or f"runs/race-{datetime.now():%Y%m%d-%H%M%S}").absolute()
@@ -503,7 +503,7 @@ def race_of(c): # a `RaceOptions`
 
 # %% ../../nbs/48_race.ipynb #race0080
 def run_race(c): # a `RaceOptions`
-    "What `speedrun_race` does"
+    "Run `speedrun_race`"
     check_share(c.share)
     check_gpus(c.gpus)
     race = race_of(c)

@@ -70,7 +70,7 @@ def parameter_names(model, opt): # an optimizer of the model's parameters
 
 def named_state(model, # whose parameters are updated
                 opt): # an optimizer of them
-    "Return the optimizer's state with names in place of numbers, a tree for `flatten_state`"
+    "Return the optimizer's state with parameter names as keys, a tree for `flatten_state`"
     order, state = parameter_names(model, opt), opt.state_dict()
     groups = [g | dict(params=[order[i] for i in g["params"]]) for g in state["param_groups"]]
     kept = {order[i]: s for i, s in state["state"].items()}
@@ -255,7 +255,7 @@ def prune(folder, # that holds checkpoints
 # %% ../../nbs/31_saving.ipynb #000852c5
 def newest(folder, # that holds checkpoints
            run="", # a run's id: only its checkpoints count
-           log_info=print): # is told of those that are passed over
+           log_info=print): # called for each one that is skipped
     "Return the newest valid checkpoint's folder, or None"
     for c in reversed(checkpoints(folder)):
         why = validation_error(c)

@@ -54,7 +54,7 @@ def reserve(self:Saver, tensors): # of the shapes and types that will be saved
 
 @patch
 def wait(self:Saver):
-    "Wait until the checkpoint that is being written is on the disk. Raises what went wrong there"
+    "Wait until the current checkpoint is on the disk. Raises the error of its writing, if any"
     writing, self.writing = self.writing, None
     if writing: writing.result()
 
@@ -70,7 +70,7 @@ def save(self:Saver, step, # its number
          model, # dict of tensors: the weights by their names
          state, # a tree for `flatten_state`: everything else
          **facts): # plain values to find again in `CheckpointMetadata.facts`
-    "Copy the state and write it in the background. Raises what went wrong with the checkpoint before"
+    "Copy the state and write it in the background. Raises the error of the checkpoint before, if any"
     self.wait()
     if self.reserved: self.reserved.result()
     self.reserved = None # PyTorch's to reuse now; earlier, the capture of a CUDA graph would have freed it

@@ -210,7 +210,7 @@ def save(self:ShardedSaver, step, # its number
          model, # name -> tensor or `Shard`: the weights
          state, # a tree for `flatten_state`, in which `Shard` and `PerRank` may stand too: everything else
          **facts): # plain values to find again in `CheckpointMetadata.facts`
-    "Copy this process's part, write it in the background. Raises what went wrong with the checkpoint before"
+    "Copy this process's part, write it in the background. Raises the error of the checkpoint before"
     self.wait()
     self.reserved, found, self.saves = [], {}, self.saves + 1
     tree = flatten_state(state, found, leaves=(Shard, PerRank))

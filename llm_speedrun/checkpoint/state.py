@@ -86,7 +86,7 @@ def load_weights(run, # a `Run`
 def shard_optimizer_state(opt, n, # an optimizer, how many numbers of the parameter it updates
               p, kept, # the parameter's `Shard`; what is kept for all of it, tensors as `StoredTensor`
               what): # the parameter's name
-    "Return the optimizer's state of the shard. Codes of moments are made anew, as their blocks are others"
+    "Return the optimizer's state of the shard. Quantized moments are requantized in the shard's blocks"
     def read(t):
         if not isinstance(t, StoredTensor): return t
         return read_shard(t, p, f"the optimizer's state of {what}") if t.shape == p.shape else t.whole()

@@ -13,7 +13,7 @@ from ..measure import default_device, in_test, measurements_dir, sample_ms, warm
 
 # %% ../../nbs/50c_collectives.ipynb #b2194fd8
 def renamed(*names): # of a function of `torch.distributed`, the newest name first
-    "Return the function by the first of its names that this PyTorch has; None if it has none of them"
+    "Return the function of `torch.distributed` by the first name that exists; None if none does"
     return next((getattr(dist, n) for n in names if hasattr(dist, n)), None)
 
 all_gather_parts = renamed("all_gather_single", "all_gather_into_tensor") # (whole, part, group=None)
@@ -23,7 +23,7 @@ reduce_scatter_parts = renamed("reduce_scatter_single", "reduce_scatter_tensor")
 def compare_together(world, # a `World`
                      builders, # name -> builds a version and returns its step, as `measure.compare` takes it
                      rounds=5, reps=4, warmup=3): # as there
-    "Compare as `measure.compare`, with all processes at each turn's start; the slowest one's time counts"
+    "Compare as `measure.compare` does; all processes start each turn together, and the slowest counts"
     steps, res = {}, {}
     for name, build in builders.items(): steps[name], res[name] = warm_up(build, 1 if in_test() else warmup)
     if in_test(): rounds, reps = min(rounds, 2), 1
@@ -38,13 +38,13 @@ def compare_together(world, # a `World`
 # %% ../../nbs/50c_collectives.ipynb #4ec5f232
 @dataclass(frozen=True)
 class Link:
-    "What connects neighbours in a ring of processes"
-    ms: float # milliseconds that a message takes however short it is
-    gbs: float # GB/s that a process sends, while it receives as much
+    "The latency and bandwidth between neighbours in a ring of processes"
+    ms: float # latency: milliseconds that even the shortest message takes
+    gbs: float # bandwidth: GB/s that a process sends while it receives as much
 
 def ring(name, # "all_reduce", "all_gather" or "reduce_scatter"
          k): # processes
-    "Return how many messages each process sends one after the other, and their share of all bytes"
+    "Return the number of messages that each process sends one after the other, and their share of all bytes"
     rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}[name]
     return rounds*(k - 1), rounds*(k - 1)/k
 
@@ -60,7 +60,7 @@ def ring_ms(name, # as for `ring`
 def collective(world, # a `World`
                name, # as for `ring`
                nbytes): # of the whole tensor
-    "Return a function without arguments that does it once, with zeros in FP32"
+    "Return a function without arguments that runs the operation once, on FP32 zeros"
     device, n = default_device(), max(1, nbytes//4//world.size)
     part, whole = torch.zeros(n, device=device), torch.zeros(n*world.size, device=device)
     if name == "all_reduce": return lambda: dist.all_reduce(whole)
@@ -70,7 +70,7 @@ def collective(world, # a `World`
 def collective_ms(world, # a `World`
                   name, nbytes, # as for `collective`
                   reps=20): # timed runs
-    "Return the median milliseconds of a collective operation, each run as long as on the slowest process"
+    "Measure a collective: the median over runs of the slowest process's milliseconds"
     f = collective(world, name, nbytes)
     for n in (2, reps if not in_test() else 3): # the first to warm up
         world.barrier()
@@ -86,7 +86,7 @@ def measure_collectives(world, # a `World`
             for n in sizes for name in names]
 
 def fit_collective(points): # dicts with name, bytes, processes, ms, as `measure_collectives` gives them
-    "Return the `Link` by which `ring_ms` comes nearest to `points`: least squares of the relative errors"
+    "Fit the `Link` for which `ring_ms` is nearest to `points`: least squares of the relative errors"
     costs = [(*ring(p["name"], p["processes"]), p) for p in points]
     rows = torch.tensor([(m/p["ms"], s*p["bytes"]/1e6/p["ms"]) for m, s, p in costs], dtype=torch.float64)
     fit = torch.linalg.lstsq(rows, torch.ones(len(rows), 1, dtype=torch.float64)).solution

@@ -17,28 +17,28 @@ from ..runs import LocalSync, baseline
 
 # %% ../../nbs/50d_parallel.ipynb #ff7d67b6
 class GradientSync:
-    "What makes one step of several processes' passes. A rung brings one; this one does nothing"
+    "A rung's way to combine several processes' gradients into one step; this base class does nothing"
     dim = "dp" # of the mesh, along which it brings gradients together
     hooked = False # whether autograd's hooks send gradients, so that the backward pass must be autograd's
     def micro(self, last): # whether the micro-batch is the step's last one
         "Return a context around the two passes of a micro-batch"
         return nullcontext()
     def reduce(self, params): # with the gradients of this process's passes added up
-        "Give each gradient what the other processes have for it"
+        "Reduce each gradient over the processes, in place"
     def groups(self, name): # of a parameter
         "Return the groups of processes over which the parameter is sharded, none twice"
         return ()
     def global_offset(self, name, shape, start): # of a parameter: shape and first index of a part of it
-        "Return shape and first index in the larger tensor of which it has cut that shard"
+        "Return shape and first index in the larger tensor that this sync shards"
         return shape, start
 
 # %% ../../nbs/50d_parallel.ipynb #71be34ce
 def local(t): # a tensor, perhaps a `DTensor`
-    "Return this process's shard of it, which shares its memory"
+    "Return this process's shard of a tensor, which shares its memory"
     return getattr(t, "to_local", lambda: t)()
 
 def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed in place
-    "Let it update each process's shard as a plain tensor. Returns a dict from those parameters to the shards"
+    "Let an optimizer update this process's shards as plain tensors. Returns a dict, parameter -> shard"
     parts = {}
     def part(p):
         if not hasattr(p, "to_local"): return p
@@ -48,7 +48,7 @@ def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed
 
 # %% ../../nbs/50d_parallel.ipynb #2de428c0
 def check_gradient_syncs(run): # a `Run`
-    "Raise `InputError` where the world has a dimension along which nobody would bring the gradients together"
+    "Raise `InputError` if no rung reduces gradients along a dimension of the mesh"
     need = {"dp": "ddp or fsdp", "tp": "tensor_parallel"}
     for dim in {d for d in need if run.world.rank_and_size(d)[1] > 1} - {e.dim for e in run.gradient_syncs}:
         what = dict(dp="the batch", tp="a model")[dim]
@@ -57,7 +57,7 @@ def check_gradient_syncs(run): # a `Run`
 
 # %% ../../nbs/50d_parallel.ipynb #ea492a57
 class ParallelSync(LocalSync):
-    "Brings a step of several processes together, by the gradient syncs of its run"
+    "The gradient sync of several processes, made of those of the run's rungs"
     def __init__(self, run, # a `Run` with gradient syncs
                  opt): # its optimizer, which gets this process's parts of the parameters
         check_gradient_syncs(run)
@@ -90,7 +90,7 @@ def norm(self:ParallelSync, params):
 @patch
 @torch.no_grad()
 def reduce(self:ParallelSync, params, loss): # with this process's gradients; the mean of its losses
-    "Bring gradients, losses and largest magnitudes of all processes together. Returns the mean loss"
+    "Reduce gradients, losses and FP8 maxima over all processes. Returns the mean loss"
     world = self.run.world
     for e in self.run.gradient_syncs: e.reduce(params)
     share_maxima(self.run)
@@ -101,7 +101,7 @@ def reduce(self:ParallelSync, params, loss): # with this process's gradients; th
 
 # %% ../../nbs/50d_parallel.ipynb #258201e6
 def share_maxima(run): # a `Run`
-    "Give a rung that keeps largest magnitudes of this step, such as FP8, those of all processes"
+    "Replace a rung's maxima of this step, such as FP8's, by the maxima over all processes"
     for _, o in run.stateful:
         if not hasattr(o, "forward_max"): continue
         kept = o.forward_max + o.backward_max
@@ -113,13 +113,13 @@ def share_maxima(run): # a `Run`
 @dataclass(frozen=True)
 class Shard:
     "The part of a parameter that a process holds"
-    tensor: torch.Tensor # its numbers
+    tensor: torch.Tensor # its values
     shape: tuple # of the whole parameter
     start: tuple # first index of the part, in each dimension
-    mine: bool # whether this process is the one that writes it, of those that hold the same
+    mine: bool # whether this process writes it, of all processes with the same part
 
 def chunk_start(n, parts, i): # rows, number of parts, which of them
-    "Return the first row of a part, as `torch.chunk` cuts"
+    "Return the first row of a part of `torch.chunk`"
     return min(n, i*math.ceil(n/parts))
 
 # %% ../../nbs/50d_parallel.ipynb #eaac3c36
@@ -139,13 +139,13 @@ def shards_of(run): # a `Run`
 
 # %% ../../nbs/50d_parallel.ipynb #272ac206
 class StreamingInit:
-    "Stands for a model whose weights are made one after the other, each given away before the next is made"
+    "A stand-in for a model whose weights are made one at a time; each is passed to `give` before the next"
     def __init__(self, model, # a `GPT` of whole shapes, such as one on the meta device
                  device, # where to make them
                  give): # (name, whole tensor) -> None
         self.model, self.device, self.give, self.config = model, device, give, model.config
     @property
-    def embed_tokens(self): return self # of whose weight the device is asked
+    def embed_tokens(self): return self # `init_weights` reads the device of its weight
     @property
     def weight(self): return self
     def named_parameters(self):
@@ -156,5 +156,5 @@ class StreamingInit:
 
 # %% ../../nbs/50d_parallel.ipynb #6bdd7ae9
 def fill(config, seed, device, give): # a `GPTConfig`; the rest as for `StreamingInit`
-    "Make initial weights as one process does, to the bit, with no more than one whole tensor in memory"
+    "Make initial weights bitwise as one process does, with only one whole tensor in memory at a time"
     GPT.init_weights(StreamingInit(baseline(config, "meta").model, device, give), seed)

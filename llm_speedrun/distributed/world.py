@@ -102,8 +102,8 @@ FLIGHT_RECORDER = dict(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_DUMP_ON_TIMEOUT="
 def join_world(tp=1, # processes that share the parts of one model; must divide all
                timeout=TIMEOUT, # seconds after which a process that doesn't answer is an error
                patience=60): # seconds in which all processes must have come
-    """Become one of the processes that `torchrun` started: their `World`. Started alone, the world of one.
-    Raises `InputError` for a `tp` that doesn't divide them, `RunError` where they can't meet"""
+    """Join the processes that `torchrun` started. Returns their `World`; started alone, a world of one.
+    Raises `InputError` for a `tp` that doesn't divide them, `RunError` where the rendezvous fails"""
     size, rank = env_number("WORLD_SIZE", 1, 1), env_number("RANK", 0)
     if size == 1: return World()
     if rank >= size: raise InputError(f"RANK is {rank}, and WORLD_SIZE {size}: ranks count from 0")
@@ -126,7 +126,7 @@ def leave_world(lost=False): # whether others don't answer any more: then what i
 # %% ../../nbs/50_world.ipynb #4465f377
 @patch
 def mean(self:World, x): # a number that each process has its own of
-    "Return its mean over all processes, a float. Waits for them"
+    "Return the mean of a number over all processes, a float. Waits for them"
     if self.size == 1: return x
     t = torch.tensor(x, dtype=torch.float64)
     with peer_errors(self): dist.all_reduce(t)
@@ -134,7 +134,7 @@ def mean(self:World, x): # a number that each process has its own of
 
 @patch
 def broadcast_object(self:World, x=None): # what the first process has; the others' is not looked at
-    "Return what the first process has, on every process: anything that can be pickled. Waits for them"
+    "Return the first process's object on every process: anything that can be pickled. Waits for them"
     if self.size == 1: return x
     box = [x]
     with peer_errors(self): dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
@@ -143,7 +143,7 @@ def broadcast_object(self:World, x=None): # what the first process has; the othe
 # %% ../../nbs/50_world.ipynb #35f1b26d
 @patch
 def all_gather_object(self:World, x): # what each process has: anything that can be pickled
-    "Return a list of what each process has, on every process. Waits for them"
+    "Return a list with each process's object, on every process. Waits for them"
     if self.size == 1: return [x]
     res = [None]*self.size
     with peer_errors(self): dist.all_gather_object(res, x)
@@ -180,7 +180,7 @@ def run_on_rank_zero(self:World, f): # () -> something that can be pickled
 # %% ../../nbs/50_world.ipynb #ee892ac3
 def flat(what, # a dict; of dicts, perhaps
          above=""): # name of what it is a part of
-    "Return the same in one level: {\"options\": {\"lr\": 1}} becomes {\"options.lr\": 1}"
+    "Return a nested dict in one level: {\"options\": {\"lr\": 1}} becomes {\"options.lr\": 1}"
     res = {}
     for k, v in what.items(): res |= flat(v, f"{above}{k}.") if isinstance(v, dict) else {above + k: v}
     return res

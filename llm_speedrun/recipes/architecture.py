@@ -25,7 +25,7 @@ class Head(nn.Module):
 CUT = "one matrix for embedding and head is all that it can cut: train on one GPU, or with ddp"
 
 class UntiedGPT(GPT):
-    "A `GPT` whose output projection is a matrix of its own, `lm_head`, beside the embedding"
+    "A `GPT` whose output projection is a matrix of its own, `lm_head`, separate from the embedding"
     excludes = dict(fsdp=CUT, tensor_parallel=CUT) # rung -> why it doesn't go with this model
     def __init__(self, config, # a `GPTConfig`
                  seed=0): # of the initial weights
@@ -43,13 +43,13 @@ class UntiedGPT(GPT):
         return F.linear(h, w) if y is None else self.loss(h, w, y)
 
 # %% ../../nbs/46_architecture.ipynb #4f60f534
-OUT = "o_proj.weight", "down_proj.weight" # what writes into the stream
+OUT = "o_proj.weight", "down_proj.weight" # what writes into the residual stream
 
 def start_std(name, # of a parameter
               role, # "embed", "head" or "matrix"
               fan_in, # its columns
               embed, head, matrix, out): # as for `init`
-    "Standard deviation that a parameter of two dimensions begins with"
+    "Return the standard deviation of a two-dimensional parameter's initial values"
     if role == "matrix": return (out if name.endswith(OUT) else matrix) * fan_in**-.5
     return dict(embed=embed, head=head)[role]
 
@@ -66,10 +66,10 @@ def check_whole(run): # a `Run`
 def init(run, # a `Run`, whose weights change in place
          embed=1., # standard deviation of the embedding; a tied one is the head too: choose some hundredths
          head=0., # of a head of its own; 0 makes all tokens equally likely
-         matrix=.7, # of the matrices that read the stream, times the root of their columns
+         matrix=.7, # of the matrices that read the residual stream, times the root of their columns
          out=0.): # the same of those that write into it, `o_proj` and `down_proj`; of 0, a block adds nothing
-    """Draw the embedding, the head and the matrices anew from `run.seed`, the same ones on each process.
-    Vectors stay. Raises `InputError` where the weights are cut among processes"""
+    """Redraw the embedding, the head and the matrices from `run.seed`, the same ones on each process.
+    Vectors stay. Raises `InputError` where the weights are sharded"""
     check_whole(run)
     roles, std = run.model.roles(), dict(embed=embed, head=head, matrix=matrix, out=out)
     g = torch.Generator(run.device).manual_seed(run.seed)
@@ -97,7 +97,7 @@ NORM = "embed_tokens.norm.weight"
 
 def folded(state, # a state dict
            eps): # of the norms
-    "The state dict of an `UntiedGPT` that computes the same as a `NormedGPT`; another state dict as it is"
+    "Return the state dict of an `UntiedGPT` that computes the same as a `NormedGPT`; others unchanged"
     if NORM not in state: return state
     name = "embed_tokens.weight"
     rows = F.rms_norm(state[name].float(), state[NORM].shape, state[NORM].float(), eps)
@@ -106,8 +106,8 @@ def folded(state, # a state dict
 # %% ../../nbs/46_architecture.ipynb #d65fcbc2
 def heads_of(config, # a `GPTConfig`
              dim=128): # of a head
-    """The same matrices, read as heads of dimension `dim`, with as many query heads to a KV head as before.
-    A config whose heads are as wide already, or that this doesn't divide, comes back as it is"""
+    """Return a config of the same matrices, read as heads of dimension `dim`, with as many query heads to a
+    KV head as before; the same config if its heads are as wide already, or `dim` doesn't divide it"""
     heads, group = config.width // dim, config.heads // config.kv_heads
     if config.head_dim >= dim or config.width % dim or heads % group: return config
     return replace(config, heads=heads, kv_heads=heads // group)

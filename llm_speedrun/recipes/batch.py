@@ -21,13 +21,13 @@ from ..rungs.fused_ops import compute_dtype
 
 # %% ../../nbs/42_batch.ipynb #d9977908
 def squared_length(tensors): # of one vector, in parts
-    "The sum of the squares of all their numbers, FP64"
+    "Return the sum of the squares of all values, FP64"
     return sum(t.double().square().sum() for t in tensors)
 
 # %% ../../nbs/42_batch.ipynb #6f97cb82
 def noise_scale(step, # a `Stepper`; no step is taken
                 batches): # micro-batches (x, y) of equal size, at least two
-    """The gradient noise scale in tokens, and the squared length of the true gradient, both estimated
+    """Estimate the gradient noise scale in tokens, and the squared length of the true gradient
     (McCandlish et al., arXiv:1812.06162, appendix A). Raises `InputError` for a single batch"""
     if len(batches) < 2: raise InputError("the noise of a gradient shows in two batches, and there is one")
     small, n, b = 0., len(batches), batches[0][0].numel()
@@ -47,7 +47,7 @@ def step_times(config, # a `GPTConfig`
                rungs, # names
                sizes, # sequences in a step
                recipe): # a `Recipe`
-    "Milliseconds of a step of each size, a list"
+    "Measure the milliseconds of a step of each size, a list"
     def ms(n):
         step = make_step(config, rungs, n, recipe, model=recipe.model)()
         for _ in range(4): step()
@@ -56,25 +56,25 @@ def step_times(config, # a `GPTConfig`
 
 # %% ../../nbs/42_batch.ipynb #943384e5
 def line(xs, ys): # equally many numbers
-    "a and b of the line a + b x that fits best, by least squares"
+    "Fit the line a + b x by least squares. Returns a and b"
     x, y = (torch.tensor(t, dtype=torch.float64) for t in (xs, ys))
     b = ((x - x.mean())*(y - y.mean())).sum() / (x - x.mean()).square().sum()
     return (y.mean() - b*x.mean()).item(), b.item()
 
 def best_batch(noise, # tokens
                a, b): # ms, and ms a token
-    "Tokens in a step with which a run takes the least time"
+    "Return the tokens in a step with which a run takes the least time"
     return (noise*max(a, 0.)/b)**.5
 
 # %% ../../nbs/42_batch.ipynb #4fade436
 def in_phase(values, # one for each phase
              step, steps): # 0 is the first; of the whole run
-    "The value of the phase in which that step is; all phases are equally long"
+    "Return the value of the phase that a step is in; all phases are equally long"
     return values[min(len(values) - 1, step*len(values)//steps)]
 
 def whole_numbers(values, # numbers, or texts of such
                   what, least=1): # what they are, in words; the smallest that can be
-    "A tuple of integers. Raises `InputError` for anything else"
+    "Return a tuple of integers. Raises `InputError` for anything else"
     try: res = tuple(map(int, values))
     except ValueError: res = ()
     if res and min(res) >= least: return res
@@ -90,11 +90,11 @@ class Phases:
     pieces: tuple = (1,) # that a sequence is cut into
 
     def __call__(self, step, steps): # 0 is the first; of the whole run
-        "Updates of that step, and pieces of each of its sequences"
+        "Return the updates of a step, and the pieces of each of its sequences"
         return tuple(in_phase(xs, step, steps) for xs in (self.updates, self.pieces))
 
     def shares(self):
-        "Which part of a run has which of them: (updates, pieces) -> a number up to 1"
+        "Return the fraction of a run that each phase takes, a dict from (updates, pieces)"
         n = math.lcm(len(self.updates), len(self.pieces))
         return {k: v/n for k, v in Counter(self(i, n) for i in range(n)).items()}
 
@@ -105,23 +105,23 @@ class Phases:
 # %% ../../nbs/42_batch.ipynb #03edc95e
 def gentler(phases, # a `Phases`
             power=.5): # of the part of a step's tokens that an update has
-    "A schedule for `Run.schedules`: lower rates for smaller updates, as many as `phases` says"
+    "Return a schedule for `Run.schedules` that lowers the rates for smaller updates, as many as `phases` has"
     return lambda group, step, steps: dict(lr=group["lr"] * phases(step, steps)[0]**-power)
 
 def most_that_divides(n, most): # whole numbers
-    "The largest number up to `most` that divides `n`"
+    "Return the largest number up to `most` that divides `n`"
     return max(d for d in range(1, most + 1) if n % d == 0)
 
 def divided(x, # B T tokens
             updates, pieces): # at most so many: what divides B, and T
-    "The sequences of each update, a list of B' T'"
+    "Return the sequences of each update, a list of B' T'"
     (B, T), n = x.shape, most_that_divides(x.shape[1], pieces)
     return list(x.reshape(B*n, T//n).chunk(most_that_divides(B, updates)))
 
 # %% ../../nbs/42_batch.ipynb #89233fde
 def resolve_phases(recipe, # a `Recipe`, perhaps one with phases
                    rows, seq): # sequences of a step in one process, their tokens
-    "The recipe with updates and pieces that divide these, and no window as long as a sequence"
+    "Return the recipe with updates and pieces that divide these, and no window as long as a sequence"
     fit = dict(updates=lambda k: most_that_divides(rows, k), pieces=lambda k: most_that_divides(seq, k),
                windows=lambda k: 0 if k >= seq else k)
     def resolve(name, xs):
@@ -134,19 +134,19 @@ def resolve_phases(recipe, # a `Recipe`, perhaps one with phases
 # %% ../../nbs/42_batch.ipynb #57c5538e
 def window_mask(T, window, # tokens of a sequence, keys that a query sees
                 device=None):
-    "Which key (last dimension) each query may see: the last ones, its own among them. T T, bool"
+    "Return which key (last dimension) each query may see: the last ones, with its own. T T, bool"
     far = torch.arange(T, device=device)
     far = far[:, None] - far
     return (far >= 0) & (far < window)
 
 def window_share(T, window): # as for `window_mask`
-    "The pairs of query and key in the window, of all that causal attention has"
+    "Return the share of causal attention's pairs of query and key that are in the window"
     return sum(min(i, window) for i in range(1, T + 1)) / (T*(T + 1)/2)
 
 # %% ../../nbs/42_batch.ipynb #41a3ca44
 def in_window(window, # keys that a query sees
               q, k, v): # B H T D, B K T D twice, K divides H
-    "Causal attention to the last `window` keys alone, B H T D"
+    "Compute causal attention to the last `window` keys alone, B H T D"
     half = compute_dtype(q)
     if q.is_cuda and half != torch.float32:
         rows, T = [t.to(half).transpose(1, 2) for t in (q, k, v)], q.shape[2] # B T H D
@@ -156,7 +156,7 @@ def in_window(window, # keys that a query sees
 
 # %% ../../nbs/42_batch.ipynb #ebba911f
 class Windowed:
-    "The loss of a run whose queries see fewer keys at first, and a schedule that says which window it is"
+    "The loss of a run whose queries see fewer keys at first, and a schedule that sets the window"
     def __init__(self, run, windows): # a `Run`; keys in phases of equal length, 0 for all
         self.loss, self.whole, self.windows, self.now = run.loss, run.model, windows, 0
         tree = lambda w: run.with_model(partial(set_parts, attend=partial(in_window, w))).model
@@ -178,7 +178,7 @@ ONE_MODEL = "compile", "ddp", "fsdp", "tensor_parallel" # rungs that hold on to 
 
 def windowed(run, # a `Run` with all its rungs
              windows): # keys that a query sees, in phases of equal length; 0 for all
-    "The run with windows that grow. Raises `InputError` for what isn't a window, and for rungs without them"
+    "Return the run with growing windows. Raises `InputError` for a wrong window, and for rungs without them"
     windows = whole_numbers(windows, "windows", least=0)
     if not any(windows): return run
     for r in ONE_MODEL:

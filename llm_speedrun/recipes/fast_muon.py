@@ -18,7 +18,7 @@ from ..distributed.collectives import all_gather_parts
 
 # %% ../../nbs/44_fast_muon.ipynb #3c914a9a
 def matrix_shapes(config): # a `GPTConfig`
-    "Rows and columns of all matrices inside of the layers"
+    "Return rows and columns of all matrices inside of the layers"
     c, kv = config, config.kv_heads*config.head_dim
     attention = [(c.heads*c.head_dim, c.width), (kv, c.width), (kv, c.width), (c.width, c.heads*c.head_dim)]
     return (attention + [(c.hidden, c.width)]*2 + [(c.width, c.hidden)]) * c.layers
@@ -26,7 +26,7 @@ def matrix_shapes(config): # a `GPTConfig`
 # %% ../../nbs/44_fast_muon.ipynb #9f1da6cf
 @dataclass(frozen=True)
 class Stack:
-    "Matrices that lie in one tensor k m n, m ≤ n: first those that lie down for it, squares among them"
+    "Matrices in one tensor k m n, m ≤ n: first the transposed and square ones"
     m: int
     n: int
     tall: tuple # places of matrices of n rows and m columns in the list of all
@@ -42,7 +42,7 @@ class Stack:
 
 # %% ../../nbs/44_fast_muon.ipynb #5e14220b
 def stacks_of(shapes): # a tuple of pairs: rows and columns
-    "The stacks of matrices of these shapes, a list"
+    "Return the stacks of matrices of these shapes, a list"
     sizes = {(min(s), max(s)): None for s in shapes} # in the order in which they come
     at = lambda *shape: tuple(i for i, s in enumerate(shapes) if tuple(s) == shape)
     return [Stack(m, n, at(n, m), at(m, n) if m < n else ()) for m, n in sizes]
@@ -55,14 +55,14 @@ POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
                  (2.3465413258596377, -1.7097828382687081, .42323551169305323)) # of x, x³ and x⁵
 
 def polynomials(steps): # how many
-    "The coefficients of the first `steps` polynomials. Raises `InputError` for none, or more than there are"
+    "Return the coefficients of the first `steps` polynomials. Raises `InputError` for too few or too many"
     if 1 <= steps <= len(POLAR_EXPRESS): return POLAR_EXPRESS[:steps]
     raise InputError(f"there are 1 to {len(POLAR_EXPRESS)} steps of Polar Express, not {steps}")
 
 # %% ../../nbs/44_fast_muon.ipynb #c8690a89
 def polar_express(x, # ... m n, m ≤ n, of the type to compute in
                   steps=5): # polynomials
-    "Nearly U Vᵀ of the singular value decomposition U S Vᵀ of each matrix (Amsel et al., arXiv:2505.16932)"
+    "Approximate U Vᵀ of the SVD U S Vᵀ of each matrix (Polar Express, Amsel et al., arXiv:2505.16932)"
     norm = torch.linalg.matrix_norm(x.to(torch.promote_types(x.dtype, torch.float32)), keepdim=True)
     x = (x/(norm*1.02 + 1e-6)).to(x.dtype)
     for a, b, c in polynomials(steps):
@@ -73,7 +73,7 @@ def polar_express(x, # ... m n, m ≤ n, of the type to compute in
 # %% ../../nbs/44_fast_muon.ipynb #9e385b29
 def new_state(p, # a matrix
               variance=0.): # NorMuon's decay of the variance; 0 for Muon
-    "Zeros, before the first step. The variance is of rows, or of columns where there are more of these"
+    "Return a matrix's state before the first step: zeros. The variance has a value per row or column"
     state = dict(momentum=torch.zeros_like(p, dtype=torch.float32))
     return state | (dict(variance=p.new_zeros(max(p.shape), dtype=torch.float32)) if variance else {})
 
@@ -81,7 +81,7 @@ def new_state(p, # a matrix
 def even_out(o, # k m n, FP32: orthogonal matrices
              v, # k n: NorMuon's variance
              beta2): # its decay
-    "NorMuon (arXiv:2510.05491): columns divided by their running size, at the norm from before; the variance"
+    "Normalize columns by their running size as NorMuon does (arXiv:2510.05491). Returns `o` and the variance"
     mean = o.square().mean(1) # k n
     v = v.lerp(mean, 1 - beta2)
     s = v.clamp(min=1e-10).rsqrt()
@@ -91,21 +91,21 @@ def even_out(o, # k m n, FP32: orthogonal matrices
 def decayed(w, o, # a matrix of weights and its direction, FP32
             step, decay, # what they are multiplied by
             cautious): # decay only where the step goes to zero too
-    "The weights after the update"
+    "Return the weights after the update and weight decay"
     return w - step*o - decay*(w*(o*w >= 0) if cautious else w)
 
 # %% ../../nbs/44_fast_muon.ipynb #9c44a401
 def type_on(device): # of the matrices
-    "The numbers to orthogonalize in: bf16, for a GPU's tensor cores; on a CPU, which may lack it, FP32"
+    "Return the type to orthogonalize in: BF16 for a GPU's tensor cores; on a CPU, which may lack it, FP32"
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 # %% ../../nbs/44_fast_muon.ipynb #3f727457
 def rates(group, rows, cols): # a group of the optimizer, the shape of a weight
-    "What direction and weights are multiplied by: the learning rate for this shape, and the decay"
+    "Return the factors of direction and weights: the learning rate for this shape, and the decay"
     return group["lr"] * max(1, rows/cols)**.5, group["lr"] * group["weight_decay"]
 
 def turned(stack, xs): # a `Stack`, its matrices
-    "A list of the matrices, those that lie down or have to stand up again transposed"
+    "Return a list of the matrices, wide ones in the stack's orientation transposed"
     return [x.mT if i < len(stack.tall) else x for i, x in enumerate(xs)]
 
 def kept(old, new, found): # tensors, and whether to leave `old` as it is: a tensor, or None
@@ -117,7 +117,7 @@ def kept(old, new, found): # tensors, and whether to leave `old` as it is: a ten
 def update_torch(stack, # a `Stack`
                  tensors, # for each of its matrices: weight, gradient, momentum, and variance or None
                  group, found_inf, share): # as for `fast_muon`
-    "The update of a stack's matrices in plain PyTorch: what the kernels have to compute"
+    "Update a stack's matrices in plain PyTorch: the reference for the kernels"
     found, mu = None if found_inf is None else found_inf.bool(), group["momentum"]
     ps, gs, ms, vs = zip(*tensors)
     news = [m.lerp(g, 1 - mu) for m, g in zip(ms, gs)]
@@ -134,7 +134,7 @@ def update_torch(stack, # a `Stack`
 def in_shares(f, # slice -> its part of the result, matrix by matrix
               x, # k m n
               share): # rank, size and process group of those that all have the same `x`; None: do all of it
-    "`f` of all of `x`, of which each process computes its share"
+    "Apply `f` to all of `x`, of which each process computes its share"
     if share is None: return f(slice(None))
     rank, size, group = share
     each = blocks(len(x), size)
@@ -147,14 +147,14 @@ def in_shares(f, # slice -> its part of the result, matrix by matrix
 # %% ../../nbs/44_fast_muon.ipynb #5c4d8051
 @torch.no_grad()
 def one_by_one(group, params, grads, states):
-    "The update in a loop over the matrices, each as a stack of its own, in plain PyTorch"
+    "Update in a loop over the matrices, each as a stack of its own, in plain PyTorch"
     for p, g, s in zip(params, grads, states):
         stack, = stacks_of((tuple(p.shape),))
         update_torch(stack, [(p, g, s["momentum"], s.get("variance"))], group, None, None)
 
 @torch.no_grad()
 def stacked(group, params, grads, states):
-    "The update by stacks in plain PyTorch"
+    "Update by stacks in plain PyTorch"
     tensors = [(p, g, s["momentum"], s.get("variance")) for p, g, s in zip(params, grads, states)]
     for stack in stacks_of(tuple(tuple(p.shape) for p in params)):
         update_torch(stack, [tensors[i] for i in stack.order], group, None, None)
@@ -163,7 +163,7 @@ def stacked(group, params, grads, states):
 def update_of(update, # (group, params, grads, states)
               shapes, # of the matrices
               variance=.95): # NorMuon's; 0 for Muon
-    "A builder for `compare` and `count`: random matrices, and as a step their update"
+    "Return a builder for `compare` and `count`: random matrices, and their update as a step"
     def build_step():
         new = lambda: [torch.randn(s, device=default_device()) for s in shapes]
         ps, gs = new(), new()
@@ -175,7 +175,7 @@ def update_of(update, # (group, params, grads, states)
 # %% ../../nbs/44_fast_muon.ipynb #a80d6809
 @jit
 def pointers(row, ALIGNED: tl.constexpr):
-    "Where weight, gradient and momentum of a matrix lie"
+    "Load the addresses of a matrix's weight, gradient and momentum"
     p, g = tl.load(row).to(tl.pointer_type(tl.float32)), tl.load(row + 1).to(tl.pointer_type(tl.float32))
     m = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     if ALIGNED: p, g, m = tl.multiple_of(p, 16), tl.multiple_of(g, 16), tl.multiple_of(m, 16)
@@ -183,7 +183,7 @@ def pointers(row, ALIGNED: tl.constexpr):
 
 @jit
 def tile_of(program, rows, cols, BLOCK: tl.constexpr):
-    "Rows and columns of a program's tile, where they lie in the matrix, and whether they are there"
+    "Return rows and columns of a program's tile, offsets in the matrix, and a mask"
     across = tl.cdiv(cols, BLOCK)
     i = program // across * BLOCK + tl.arange(0, BLOCK)
     j = program % across * BLOCK + tl.arange(0, BLOCK)
@@ -191,7 +191,7 @@ def tile_of(program, rows, cols, BLOCK: tl.constexpr):
 
 @jit
 def unless(found_ptr, there):
-    "`there`, and nothing of it where this step must not be taken"
+    "Return the mask, empty where this step must be skipped"
     if found_ptr is not None: there = tl.where(tl.load(found_ptr) == 0, there, False)
     return there
 
@@ -199,7 +199,7 @@ def unless(found_ptr, there):
 @jit
 def gather_kernel(table_ptr, x_ptr, sums_ptr, found_ptr, rows, cols, fresh,
                   TALL: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    "A tile of a matrix: its momentum; Nesterov's into the stack, lying down if TALL; the sum of its squares"
+    "Update a tile's momentum; write Nesterov's into the stack, transposed if TALL; and its sum of squares"
     tile, k = tl.program_id(0), tl.program_id(1)
     _, g_ptr, m_ptr = pointers(table_ptr + 4*k, ALIGNED)
     i, j, at, there = tile_of(tile, rows, cols, BLOCK)
@@ -216,19 +216,19 @@ def gather_kernel(table_ptr, x_ptr, sums_ptr, found_ptr, rows, cols, fresh,
 # %% ../../nbs/44_fast_muon.ipynb #f1f1f893
 @jit
 def inverse_norm(sums_ptr, n):
-    "1 over the norm of a matrix, from the sums of its tiles' squares"
+    "Return 1 over the norm of a matrix, from the sums of its tiles' squares"
     i, total = tl.arange(0, 512), tl.zeros((512,), tl.float32)
     for start in range(0, n, 512): total += tl.load(sums_ptr + start + i, start + i < n, 0.)
     return 1/(tl.sqrt(tl.sum(total, 0))*1.02 + 1e-6)
 
 @jit
 def polynomial(A, AA, diagonal, a, b, c, r):
-    "a I + b A + c A² as FP32 numbers, for x = r X instead of X"
+    "Return a I + b A + c A² as FP32 values, for x = r X instead of X"
     return r*(tl.where(diagonal, a, 0.) + b*(A*(r*r)) + c*(AA*(r*r)*(r*r)))
 
 @jit
 def polynomial_kernel(A_ptr, P_ptr, sums_ptr, n_sums, m, a, b, c, BLOCK: tl.constexpr):
-    "P, which holds A², becomes a I + b A + c A²; with `sums` for matrices that are still to be normalised"
+    "Write a I + b A + c A² over A² in P; with `sums` for matrices that are still to be normalized"
     k, i = tl.program_id(1), tl.program_id(0)*BLOCK + tl.arange(0, BLOCK)
     there, at = i < m*m, k.to(tl.int64)*m*m + i
     A, AA = tl.load(A_ptr + at, there, 0.).to(tl.float32), tl.load(P_ptr + at, there, 0.).to(tl.float32)
@@ -239,7 +239,7 @@ def polynomial_kernel(A_ptr, P_ptr, sums_ptr, n_sums, m, a, b, c, BLOCK: tl.cons
 # %% ../../nbs/44_fast_muon.ipynb #84f23c31
 @jit
 def squares_kernel(o_ptr, v_ptr, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
-    "The mean square of some columns of a matrix"
+    "Write the mean square of some columns of a matrix"
     k, j = tl.program_id(1), tl.program_id(0)*COLS + tl.arange(0, COLS)
     o_ptr += k.to(tl.int64)*m*n
     total = tl.zeros((ROWS, COLS), tl.float32)
@@ -251,7 +251,7 @@ def squares_kernel(o_ptr, v_ptr, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @jit
 def variance_kernel(table_ptr, v_ptr, found_ptr, n, fresh, BLOCK: tl.constexpr):
-    "A matrix's mean squares go into its variance, and become what its columns are to be multiplied by"
+    "Update a matrix's variance with mean squares, and write the factors of its columns over these"
     k, j = tl.program_id(0), tl.arange(0, BLOCK)
     old_ptr = tl.load(table_ptr + 4*k + 3).to(tl.pointer_type(tl.float32))
     mean, v = tl.load(v_ptr + k*n + j, j < n, 0.), tl.load(old_ptr + j, j < n, 0.)
@@ -265,7 +265,7 @@ def variance_kernel(table_ptr, v_ptr, found_ptr, n, fresh, BLOCK: tl.constexpr):
 @jit
 def apply_kernel(table_ptr, o_ptr, s_ptr, found_ptr, rows, cols, step, decay, CAUTIOUS: tl.constexpr,
                  TALL: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    "A tile of weights: the step against the direction in the stack, and decay"
+    "Update a tile of weights: the step against the direction in the stack, and decay"
     k = tl.program_id(1)
     p_ptr, _, _ = pointers(table_ptr + 4*k, ALIGNED)
     i, j, at, there = tile_of(tl.program_id(0), rows, cols, BLOCK)
@@ -285,7 +285,7 @@ def apply_kernel(table_ptr, o_ptr, s_ptr, found_ptr, rows, cols, step, decay, CA
 # %% ../../nbs/44_fast_muon.ipynb #2ab034b2
 @jit
 def lower_tile(t):
-    "Row and column of tile `t` of a lower triangle: 0 0, 1 0, 1 1, 2 0, ..."
+    "Return row and column of tile `t` of a lower triangle: 0 0, 1 0, 1 1, 2 0, ..."
     i = ((tl.sqrt(8.*t + 1) - 1)/2).to(tl.int32)
     i = tl.where((i + 1)*(i + 2)//2 <= t, i + 1, i) # where the root was rounded down
     i = tl.where(i*(i + 1)//2 > t, i - 1, i) # and up
@@ -295,7 +295,7 @@ def lower_tile(t):
 @jit
 def symmetric_kernel(x_ptr, o_ptr, sums_ptr, n_sums, m, n, a, b, c,
                      SQUARE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-    "A tile of the lower triangle of X Xᵀ, stored twice; SQUARE: of a I + b X + c X² for a symmetric X"
+    "Write a tile of the lower triangle of X Xᵀ twice; SQUARE: of a I + b X + c X² for a symmetric X"
     i, j = lower_tile(tl.program_id(0))
     k, rows, cols = tl.program_id(1), i*BLOCK + tl.arange(0, BLOCK), j*BLOCK + tl.arange(0, BLOCK)
     x_ptr += k.to(tl.int64)*m*n
@@ -321,7 +321,7 @@ def symmetric_product(x, # k m n
                       out, # k m m
                       square=None, # a, b, c: instead of X Xᵀ compute a I + b X + c X² of symmetric X
                       sums=None): # sums of squares by matrix and tile, where X is still to be normalised
-    "One triangle computed, and stored twice"
+    "Compute one triangle of a symmetric matmul, and store it twice"
     (k, m, n), (a, b, c) = x.shape, square or (0., 0., 0.)
     tile = dict(BLOCK=128, DEPTH=64, num_warps=8, num_stages=3) if m > 64 else dict(BLOCK=32, DEPTH=32)
     t = blocks(m, tile["BLOCK"])
@@ -332,8 +332,8 @@ def symmetric_product(x, # k m n
 def orthogonalize(x, # k m n, of `type_on`; its memory is used for more than it
                   sums, # k t: the squares of its numbers, summed up by tiles
                   steps=5, # polynomials
-                  symmetric=False): # products that are symmetric by our kernel, not by cuBLAS
-    "`polar_express` of a stack, without a copy: x ← (a I + b A + c A²) x, where A = x xᵀ"
+                  symmetric=False): # symmetric matmuls by our kernel, not by cuBLAS
+    "Apply `polar_express` to a stack, without a copy: x ← (a I + b A + c A²) x, where A = x xᵀ"
     (k, m, n), y = x.shape, torch.empty_like(x)
     A, P = x.new_empty(2, k, m, m)
     for i, p in enumerate(polynomials(steps)):
@@ -352,7 +352,7 @@ TABLES = {} # addresses -> the table of them on a GPU, and whether all are align
 
 def table_of(tensors, # for each matrix: weight, gradient, momentum, and variance or None
              device): # where the kernels read it
-    "The addresses, k 4, made where they are new, and whether they are aligned"
+    "Return the addresses, k 4, copied only if they are new, and whether they are aligned"
     rows = tuple(tuple(0 if t is None else t.data_ptr() for t in ts) for ts in tensors)
     if (rows, device) not in TABLES:
         if len(TABLES) == 128: TABLES.clear()
@@ -364,7 +364,7 @@ def table_of(tensors, # for each matrix: weight, gradient, momentum, and varianc
 TILE = 64 # rows and columns of a program's tile
 
 def columns_scale(o, table, beta2, found_inf): # k m n; of `table_of`; NorMuon's decay; a tensor or None
-    "What NorMuon multiplies the columns by, k n; takes them into the variances"
+    "Return NorMuon's factors of the columns, k n, and update the variances"
     k, m, n = o.shape
     v = torch.empty(k, n, device=o.device)
     squares_kernel[(blocks(n, 64), k)](o, v, m, n, ROWS=64, COLS=64)
@@ -374,7 +374,7 @@ def columns_scale(o, table, beta2, found_inf): # k m n; of `table_of`; NorMuon's
 # %% ../../nbs/44_fast_muon.ipynb #6783eb60
 def update_triton(stack, tensors, group, found_inf, share, # as for `update_torch`
                   symmetric): # as for `orthogonalize`
-    "The update of a stack's matrices by kernels and batched products"
+    "Update a stack's matrices by kernels and batched matmuls"
     (k, m, n), device = (len(tensors), stack.m, stack.n), tensors[0][0].device
     (table, aligned), tiles = table_of(tensors, device), blocks(m, TILE)*blocks(n, TILE)
     x, sums = torch.empty(k, m, n, dtype=type_on(device), device=device), torch.empty(k, tiles, device=device)
@@ -409,7 +409,7 @@ def fast_muon(group, # lr, weight_decay, momentum, variance (0: none), cautious,
               found_inf=None, # a tensor: where it is 1, nothing changes
               share=None, # rank, size and process group of processes with the same gradients
               symmetric=False): # as for `orthogonalize`
-    "A step of Muon or NorMuon, in place, of all matrices at once. Never waits for the GPU"
+    "Take a step of Muon or NorMuon, in place, for all matrices at once. Never waits for the GPU"
     check_update(group, params)
     tensors = [(p, g.float().contiguous(), s["momentum"], s.get("variance"))
                for p, g, s in zip(params, grads, states)]
@@ -421,7 +421,7 @@ def fast_muon(group, # lr, weight_decay, momentum, variance (0: none), cautious,
 
 # %% ../../nbs/44_fast_muon.ipynb #194b4ca1
 def count_update(stack, tensors, group): # as for `update_torch`, of fake tensors
-    "Does with fake tensors what `update_triton` does, for `roofline.count`"
+    "Imitate `update_triton` on fake tensors, for `roofline.count`"
     ps, gs, ms, vs = zip(*tensors)
     x = torch.empty(len(ps), stack.m, stack.n, dtype=torch.bfloat16, device=ps[0].device)
     fake_update([], ms)
@@ -440,7 +440,7 @@ def count_update(stack, tensors, group): # as for `update_torch`, of fake tensor
 def time_updates(shapes, # of the matrices
                  variance=.95, # NorMuon's; 0 for Muon
                  compiled=False): # whether to compile `stacked` too, which takes its time
-    "Ways to update matrices measured in turn: name -> `Measured`"
+    "Time ways to update matrices, interleaved: name -> `Measured`"
     ways = {"matrix by matrix": one_by_one, "stacked": stacked, "our kernels": fast_muon,
             "and our products": partial(fast_muon, symmetric=True)}
     if compiled: ways["stacked, compiled"] = torch.compile(stacked, fullgraph=True, dynamic=False)

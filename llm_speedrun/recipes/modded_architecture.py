@@ -23,24 +23,24 @@ SWITCHES = dict(softcap="bends the logits", x0="mixes the embedding into the inp
 
 # %% ../../nbs/49_beyond.ipynb #f270d741
 def apply_softcap(logits, cap): # a tensor; what they can't exceed
-    "cap * tanh(logits / cap)"
+    "Return cap * tanh(logits / cap)"
     return cap * torch.tanh(logits / cap)
 
 def softcap_cross_entropy(h, w, y, cap): # B T d, V d, B T; what logits can't exceed
-    "`model.cross_entropy` of bent logits"
+    "Return `model.cross_entropy` of soft-capped logits"
     logits = F.linear(h, w).flatten(0, 1)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(apply_softcap(wide, cap), y.flatten())
 
 def with_cap(loss, # a model's part: (h, w, y) -> mean loss
              cap): # what logits can't exceed
-    "The same with bent logits; what a compiler has made of such a loss stays as it is"
+    "Return the loss with soft-capped logits; one that was compiled with a cap stays as it is"
     if loss is cross_entropy: return partial(softcap_cross_entropy, cap=cap)
     return replace(loss, softcap=cap) if getattr(loss, "takes_softcap", False) else loss
 
 # %% ../../nbs/49_beyond.ipynb #5b956b46
 class Scales(nn.Module):
-    "Learned numbers"
+    "Learned scale factors"
     role = "vector" # of its weight
     def __init__(self, *start): # with which they begin
         super().__init__()
@@ -48,7 +48,7 @@ class Scales(nn.Module):
     def like(self, x): return self.weight.to(x.dtype).unbind() # one by one, in the type of `x`
 
 class Mix(Scales):
-    "The stream and the embedding, mixed; in the beginning the stream alone"
+    "A mix of the residual stream and the embedding; at the beginning the residual stream alone"
     def __init__(self): super().__init__(1., 0.)
     def forward(self, h, x0): # B T d each
         a, b = self.like(h)
@@ -67,9 +67,9 @@ class Values(nn.Module):
 
 # %% ../../nbs/49_beyond.ipynb #40589c5a
 class Gate(nn.Module):
-    "A factor from 0 to 2 for each head and token, by `seen` numbers of the stream; 1 in the beginning"
+    "A factor from 0 to 2 for each head and token, from `seen` values of the residual stream; 1 at first"
     role = "vector" # of its weight: too small for what is done to matrices, and kept as a vector
-    def __init__(self, c, seen=12): # a `GPTConfig`; numbers of the stream
+    def __init__(self, c, seen=12): # a `GPTConfig`; values of the residual stream
         super().__init__()
         self.seen = min(seen, c.width)
         self.weight = nn.Parameter(torch.zeros(c.heads*self.seen))
@@ -80,13 +80,13 @@ class Gate(nn.Module):
         return o * (2*logits.sigmoid()).mT[..., None].to(o.dtype)
 
 # %% ../../nbs/49_beyond.ipynb #93b5b90a
-def whole(h): # the stream B T d, or a pair of it and what is to be added
-    "The stream as one tensor"
+def whole(h): # the residual stream B T d, or a pair of it and what is to be added
+    "Return the residual stream as one tensor"
     return torch.add(*h) if isinstance(h, tuple) else h
 
 def beyond_layer(block, h, cos, # as for `model.naive_layer`
                  more): # its `sin`, the embedding, and its norm where a switch needs it: B T d each
-    "The four parts of a block, with the switches between them"
+    "Run the four parts of a block, with the switches between them"
     sin, x0, normed = more
     if block.x0 is not None: h = block.x0(whole(h), x0)
     h, q, k, v = block.heads(block, h, cos, sin)
@@ -121,21 +121,21 @@ def __setattr__(self:BeyondGPT, name, value): # which a rung may call with anoth
 @patch
 @torch.no_grad()
 def init_values(self:BeyondGPT, seed): # of a generator of our own
-    "Normal weights of deviation 0.02 for what `GPT.init_weights` doesn't know"
+    "Draw weights that `GPT.init_weights` doesn't know from a normal of deviation 0.02"
     g = torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
     for b in self.layers:
         if b.values is not None: b.values.proj.weight.normal_(std=.02, generator=g)
 
 @patch
 def forward(self:BeyondGPT, x, y=None): # B T tokens, B T tokens that follow
-    "The logits, B T V; with `y` their mean loss, a scalar"
+    "Return the logits, B T V; with targets `y` their mean loss, a scalar"
     out, cap = UntiedGPT.forward(self, x, y), self.switches.get("softcap")
     return apply_softcap(out, cap) if cap and y is None else out
 
 # %% ../../nbs/49_beyond.ipynb #22fc4b3c
 @patch
 def hidden(self:BeyondGPT, x): # B T tokens
-    "The last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"
+    "Return the last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"
     T, L, early = x.shape[1], self.config.layers, []
     if T > self.config.seq_len:
         raise InputError(f"a sequence of {T} tokens is longer than the model's {self.config.seq_len}: "
@@ -150,7 +150,7 @@ def hidden(self:BeyondGPT, x): # B T tokens
 
 # %% ../../nbs/49_beyond.ipynb #3415ce10
 def beyond(**switches): # of `SWITCHES`: True or False; softcap a number, 0 for none
-    "The class of models with these switches. Raises `InputError` for one that there isn't"
+    "Return the class of models with these switches. Raises `InputError` for an unknown one"
     for k in switches: lookup(SWITCHES, k, "switch")
     on = {k: float(v) if k == "softcap" else True for k, v in switches.items() if v}
     return type("BeyondGPT", (BeyondGPT,), dict(switches=on))
@@ -160,7 +160,7 @@ MARKS = dict(softcap="cap", x0="layers.0.x0.weight", values="layers.0.values.pro
              gate="layers.0.gate.weight", skips="cross.weight") # a weight that only this switch has
 
 def switches_of(weights): # name -> weight, under our names
-    "The switches of the model that has these weights, as `beyond` takes them"
+    "Return the switches of the model that has these weights, as `beyond` takes them"
     on = {k: True for k, name in MARKS.items() if name in weights}
     cap = weights.get("cap") # a shape, where only shapes are known
     return on | dict(softcap=cap.item() if torch.is_tensor(cap) else 1.) if "softcap" in on else on
@@ -175,7 +175,7 @@ def check_qwen3(weights, # name -> weight, under our names
 
 # %% ../../nbs/49_beyond.ipynb #bf9e3ea8
 def apply_beyond(run, **switches): # a `Run` of such a model
-    "NorMuon, from blocks that add nothing and an embedding of size 1, which learns accordingly quickly"
+    "Use NorMuon, from blocks that add nothing and an embedding of size 1 with a matching rate"
     init(run, embed=1., matrix=.577)
     return normuon.apply(run, **normuon.options | dict(embed=.3))
 

@@ -15,7 +15,7 @@ from .recipe import mixed, recipe, rule
 # %% ../../nbs/43_muon.ipynb #7a7b2626
 def orthogonalized(G, # ... m n, matrices
                    steps=5): # of the iteration
-    "Near U Vᵀ of the singular value decomposition U S Vᵀ, by Newton-Schulz (Jordan et al., 2024)"
+    "Approximate U Vᵀ of the SVD U S Vᵀ by Newton-Schulz iterations (Jordan et al., 2024)"
     a, b, c = 3.4445, -4.7750, 2.0315
     tall, X = G.shape[-2] > G.shape[-1], G.bfloat16() if G.is_cuda else G
     if tall: X = X.mT # the small square X Xᵀ is cheaper
@@ -38,7 +38,7 @@ class MuonRule:
 # %% ../../nbs/43_muon.ipynb #d5db1c02
 @patch
 def __call__(self:MuonRule, group, params, grads, states, found_inf=None): # as for `AdamWRule`
-    "One step, in place. With `found_inf` it waits for the GPU"
+    "Take one step, in place. With `found_inf` it waits for the GPU"
     if found_inf is not None and found_inf: return
     for p, g, s in zip(params, grads, states):
         m, mu = s["momentum"], group["momentum"]
@@ -59,7 +59,7 @@ def with_adamw(run, # a `Run`
                embed=.003, head=.004, vector=.015, # those of the other roles, for a model of width 768
                betas=(.8, .95), # AdamW's
                table=0.): # decay of embedding and head in an update, in that of matrices; 0: hardly any
-    "Roles for `mixed`: the matrices as told, everything else by AdamW; wider tables take smaller steps"
+    "Return roles for `mixed`: matrices as given, the rest by AdamW; wider tables take smaller steps"
     wider = (run.model.config.width/768)**.5
     others = dict(embed=embed/wider, head=head/wider, vector=vector)
     aside = dict(rule="adamw", betas=betas, eps=1e-10)
@@ -78,7 +78,7 @@ def muon(run, # a `Run`
          embed=.003, # learning rate of the embedding at the matrices' rate of 0.02, for a width of 768
          head=.004, # likewise, of an output matrix of its own
          vector=.015): # likewise, of norms
-    "Muon for matrices, AdamW with rates of their own for the rest; a long cool-down to nearly zero"
+    "Use Muon for matrices, AdamW with its own rates for the rest, and a long cool-down to nearly zero"
     matrix = dict(rule="muon", momentum=momentum)
     roles = with_adamw(run, matrix, MUON_LR, embed, head, vector)
     return replace(run, optimizer=partial(mixed, roles=roles))

@@ -25,7 +25,7 @@ class NorMuonRule:
 
     def __call__(self, group, params, grads, states, found_inf=None, # as for `AdamWRule`
                  share=None): # as for `fast_muon`
-        "One step, in place. Never waits for the GPU"
+        "Take one step, in place. Never waits for the GPU"
         fast_muon(group, params, grads, states, found_inf, share, symmetric=True)
 
 # %% ../../nbs/45_normuon.ipynb #0ce61105
@@ -44,7 +44,7 @@ def normuon(run, # a `Run`
             embed=.003, head=.004, vector=.015, # as for `muon`
             beta2=.95, # of AdamW, for all but the matrices
             table=0.): # decay of embedding and head in an update, as a part of the matrices'
-    "Muon, with rows of equal size, cautious decay, and momentum that warms up"
+    "Use NorMuon: Muon with rows of equal size, cautious decay, and momentum that warms up"
     matrix = dict(rule="normuon", variance=variance, cautious=cautious, momentum=momentum)
     roles = with_adamw(run, matrix, MUON_LR, embed, head, vector, (.8, beta2), table)
     warm = (warmed_up("momentum", .85, momentum, rise),) if rise else ()

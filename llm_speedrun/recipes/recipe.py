@@ -23,7 +23,7 @@ from ..runs import option_text, option_value
 RULES = {} # name -> rule
 
 def rule(name): # how groups name it
-    "Decorator: make an instance of the class the rule of that name"
+    "Register an instance of the class as the update rule `name` (decorator)"
     def add(cls): RULES[name] = cls(); return cls
     return add
 
@@ -43,7 +43,7 @@ class AdamWRule:
 def __call__(self:AdamWRule, group, # settings: `lr` and those of `settings`
              params, grads, states, # lists of equal length
              found_inf=None): # a tensor: where it is 1, nothing changes
-    "One step, in place"
+    "Take one step, in place"
     m, v, t = ([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq", "step"))
     b1, b2 = group["betas"]
     adamw_update(params, grads, m, v, [], t, fused=True, found_inf=found_inf, amsgrad=False, maximize=False,
@@ -84,7 +84,7 @@ def step(self:MixedOptimizer):
 # %% ../../nbs/41_recipe.ipynb #cbc0201d
 @patch
 def load_state_dict(self:MixedOptimizer, state_dict): # from `state_dict`
-    "As PyTorch's, with all that is remembered of a weight on the weight's device"
+    "Load a state as PyTorch's does, and move all state of a weight to the weight's device"
     super(MixedOptimizer, self).load_state_dict(state_dict)
     for p, s in self.state.items():
         for k, v in s.items(): s[k] = v.to(p.device)
@@ -92,7 +92,7 @@ def load_state_dict(self:MixedOptimizer, state_dict): # from `state_dict`
 # %% ../../nbs/41_recipe.ipynb #133ef0db
 def by_role(model, # a `GPT`
             roles): # role -> settings: `rule`, `ratio` of its rate to the matrices', what the rule takes
-    "Groups for `MixedOptimizer`, in the order of `roles`. Raises `InputError` for a role without settings"
+    "Return groups for `MixedOptimizer`, in the order of `roles`. Raises `InputError` for a missing role"
     model = getattr(model, "module", model) # which a wrapper holds
     of, params = model.roles(), dict(model.named_parameters())
     lookup_role = lambda n: lookup(roles, of[n], "role of a weight in this recipe")
@@ -107,8 +107,8 @@ def mixed(model, # the model to optimize
           weight_decay=0., # of the groups that don't say their own
           roles=None, # as for `by_role`; `decay` is the ratio of a role's decay to that one
           share=None): # as in `MixedOptimizer`
-    """A `MixedOptimizer` of the model's weights, each role by its settings. A group's `whole_decay` is its
-    decay before any schedule"""
+    """Make a `MixedOptimizer` of the model's weights, each role with its settings.
+    A group's `whole_decay` is its decay before any schedule"""
     groups = [dict(weight_decay=weight_decay*g.get("decay", 1.)) | g for g in by_role(model, roles)]
     opt = MixedOptimizer([g | dict(lr=lr*g["ratio"], whole_decay=g["weight_decay"]) for g in groups])
     opt.share = share
@@ -141,7 +141,7 @@ def check(self:Recipe, rungs): # names
 
 @patch
 def spec(self:Recipe):
-    "The recipe as text, with those options that aren't the defaults"
+    "Return the recipe as text, with those options that aren't the defaults"
     plain = RECIPES[self.name].options
     return ":".join([self.name, *(f"{k}={option_text(v)}" for k, v in self.options.items() if v != plain[k])])
 
@@ -150,7 +150,7 @@ RECIPES = {} # name -> `Recipe` with its default options
 # %% ../../nbs/41_recipe.ipynb #68d980f6
 def recipe(model=GPT, shape=lambda config: config, excludes=(), # as in `Recipe`
            **defaults): # of the trainer's options
-    "Decorator: make a function (run, **options) -> run a recipe of its name"
+    "Make a function (run, **options) -> run a recipe of its name (decorator)"
     def add(f):
         ps = list(inspect.signature(f).parameters.values())[1:]
         made = Recipe(f.__name__, f, {p.name: p.default for p in ps}, model, shape, defaults, tuple(excludes))
@@ -162,7 +162,7 @@ def recipe(model=GPT, shape=lambda config: config, excludes=(), # as in `Recipe`
 @recipe(schedule="cosine", warmup=.05, cooldown=.2, final_lr=.1, weight_decay=.1, grad_clip=1.,
         lr=lambda config, **length: .5/config.width)
 def adamw(run): # a `Run`
-    "AdamW for every weight, by whichever of the rungs' optimizers"
+    "Use AdamW for every weight, by whichever of the rungs' optimizers the run has"
     return run
 
 # %% ../../nbs/41_recipe.ipynb #0c21b9f1
@@ -176,7 +176,7 @@ def tuned_adamw(run, # a `Run`
                 embed=1., # rate of embedding and head in that of the matrices, at a width of 768
                 vector=1., # rate of norms, likewise
                 beta1=.9, beta2=.95): # AdamW's
-    "AdamW with a long cool-down, and a rate for each role if wanted"
+    "Use AdamW with a long cool-down, and a rate for each role if wanted"
     wider, betas = run.model.config.width/768, (beta1, beta2) # the matrices' rate falls with the width
     ratios = dict(matrix=1., embed=embed*wider**.5, head=embed*wider**.5, vector=vector*wider)
     roles = {k: dict(rule="adamw", betas=betas, ratio=v) for k, v in ratios.items()}
@@ -185,7 +185,7 @@ def tuned_adamw(run, # a `Run`
 
 # %% ../../nbs/41_recipe.ipynb #37f71fe7
 def find_recipe(name): # of a recipe
-    "The recipe of that name, from any module of the package. Raises `InputError`, with the nearest name"
+    "Return the recipe of a name, from any module of the package. Raises `InputError` with the nearest name"
     if name not in RECIPES:
         import llm_speedrun.recipes
         for m in pkgutil.iter_modules(llm_speedrun.recipes.__path__):
@@ -204,7 +204,7 @@ def check_number(name, v): # of an option of a recipe, its value
 
 # %% ../../nbs/41_recipe.ipynb #e55634e4
 def parse_recipe(spec): # such as "muon:momentum=.9"
-    "The `Recipe` with these options. Raises `InputError` for what there isn't"
+    "Parse a text into a `Recipe` with its options. Raises `InputError` for unknown names and values"
     name, *pairs = [s.strip() for s in spec.split(":")]
     r, options = find_recipe(name), {}
     for key, sep, text in (p.partition("=") for p in pairs):
@@ -221,11 +221,11 @@ BEST = "speedrun" # where it goes with the rungs
 
 def best_recipe(rungs, # names
                 given=()): # trainer's options that were given and mean something else to another recipe
-    "The name of the recipe for a run that names none: `BEST`, or `adamw` where that can't be"
+    "Return the recipe for a run that names none: `BEST`, or `adamw` where `BEST` can't be used"
     return "adamw" if why_not_best(rungs, given) else BEST
 
 def why_not_best(rungs, given=()): # as for `best_recipe`
-    "Why it isn't `BEST`, in words; \"\" if it is. A rate alone is AdamW's, and so are weights to go on from"
+    "Return why `BEST` can't be used, as text; \"\" if it can. A given rate or initial weights prevent it"
     if given: return " and ".join(f"--{k}" for k in sorted(given)) + " without --recipe"
     try: parse_recipe(BEST).check(rungs)
     except InputError as e: return str(e).split(". ")[0]
@@ -244,7 +244,7 @@ def set_groups(run, # a `Run`
 def warmed_up(setting, # such as "momentum", of the groups that have it
               first, last, # at the first step, and from `rise` on
               rise): # steps; in a short run half of it
-    "A schedule for `Run.schedules`: a setting that moves in a straight line, and then stays"
+    "Return a schedule for `Run.schedules` that moves a setting linearly, and then keeps it"
     def at(group, step, steps):
         if setting not in group: return {}
         return {setting: first + (last - first)*min(1., step/max(1, min(rise, steps/2)))}

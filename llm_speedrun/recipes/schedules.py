@@ -17,18 +17,18 @@ from ..distributed.parallel import local
 
 # %% ../../nbs/40_schedules.ipynb #80a7f487
 def cosine(t): # part of the time after the warm-up that is over, 0 to 1
-    "From 1 down to 0, slowly at both ends"
+    "Return the cosine schedule's factor at `t`: from 1 down to 0, slowly at both ends"
     return .5*(1 + math.cos(math.pi*t))
 
 def wsd(t, decay=.2): # part of the time after the warm-up that is over; part of it that falls
-    "1, and in the last part a straight line down to 0"
+    "Return the warmup-stable-decay schedule's factor at `t`: 1, and in the last part linearly down to 0"
     return min(1., (1 - t)/decay)
 
 SCHEDULES = dict(cosine=cosine, wsd=wsd, constant=lambda t: 1.)
 
 # %% ../../nbs/40_schedules.ipynb #43a7eb69
 def warmup_steps(part, steps): # part of the steps in which the learning rate rises, steps of the run
-    "How many steps that is, at least 1"
+    "Return the number of warm-up steps, at least 1"
     return max(1, round(part*steps))
 
 def lr_at(step, # 0 is the first
@@ -38,7 +38,7 @@ def lr_at(step, # 0 is the first
           schedule="cosine", # a key of `SCHEDULES`
           floor=.1, # the last learning rate, as a part of the peak
           cooldown=.2): # part of the time after the warm-up in which `wsd` falls
-    "Learning rate of a step: linear warm-up, then the schedule from `peak` down to `floor * peak`"
+    "Return the learning rate of a step: linear warm-up, then the schedule from `peak` to `floor * peak`"
     if step < rise: return peak * (step + 1) / rise
     t = min(1, (step - rise) / max(1, steps - rise - 1))
     part = wsd(t, cooldown) if schedule == "wsd" else SCHEDULES[schedule](t)
@@ -70,7 +70,7 @@ def update(self:Average):
 @patch
 @contextmanager
 def used(self:Average):
-    "Inside, the parameters are the average; afterwards they are what they were, to the bit"
+    "Replace the parameters with their average inside a `with`, and restore them exactly afterwards"
     with torch.no_grad():
         kept = copies(self.params)
         try: torch._foreach_copy_(self.params, self.mean); yield
@@ -85,7 +85,7 @@ def apply(self:Average):
     for p, m in zip(self.params, self.mean): p.copy_(m)
 
 def copies(params): # tensors
-    "Copies of them, in main memory where the GPU has no room for all"
+    "Copy tensors, in main memory where the GPU has no room for all"
     try: return [p.clone() for p in params]
     except torch.OutOfMemoryError: pass # as long as it is handled, its traceback holds those made so far
     return [p.detach().to("cpu", copy=True) for p in params]
@@ -93,7 +93,7 @@ def copies(params): # tensors
 # %% ../../nbs/40_schedules.ipynb #aad86cc1
 @patch
 def state_dict(self:Average):
-    "What a checkpoint needs"
+    "Return what a checkpoint needs of the average"
     return dict(n=self.n, mean=self.mean)
 
 @patch
@@ -107,13 +107,13 @@ def load_state_dict(self:Average, state): # from `state_dict`
 
 # %% ../../nbs/40_schedules.ipynb #9c0bd6d9
 def takes_found_inf(opt): # a `torch.optim.Optimizer`
-    "Whether its kernel leaves all as it is where the tensor `found_inf` is 1, so that nobody has to wait"
+    "Return whether its kernel skips the update if the tensor `found_inf` is 1, so that Python needn't wait"
     return getattr(opt, FOUND_INF, False) # PyTorch's own word for it
 
 
 # %% ../../nbs/40_schedules.ipynb #618269f5
 class GuardedStepper(Stepper):
-    "Leaves out steps whose loss or gradients aren't finite: then `loss` or `norm` isn't either"
+    "A `Stepper` that skips steps with a non-finite loss or gradient; `loss` or `norm` shows which"
     applying = False # whether an update has begun, and not ended
     def apply(self):
         scaled = self.scaler.is_enabled() # a scaler looks at the gradients itself

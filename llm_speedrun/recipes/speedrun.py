@@ -19,7 +19,7 @@ LR, LONG = .04, 400 # peak rate of the matrices, in runs of at most so many step
 def rate_for(config, # a `GPTConfig`
              steps, # of the run
              **length): # the rest of what is known of it
-    "Peak learning rate of the matrices: lower in longer runs, down to a quarter"
+    "Return the peak learning rate of the matrices: lower in longer runs, down to a quarter"
     return LR*max(.25, min(1., LONG/steps)**.5)
 
 # %% ../../nbs/47_speedrun.ipynb #8eed2ae0
@@ -29,24 +29,24 @@ def decay_for(config, # a `GPTConfig`
               steps, # of the run
               passes, # over the data; 0 for a stream
               **length): # the rest of what is known of the run
-    "Weight decay of the matrices: some e-folds of forgetting in the run, and more with each further pass"
+    "Return the weight decay of the matrices: some e-folds of forgetting per run, more for further passes"
     return min((RUN + PASS*max(0., passes - 1))/(rate_for(config, steps)*steps), 1.)
 
 # %% ../../nbs/47_speedrun.ipynb #9b88f9a4
 def average_for(config, # a `GPTConfig`
                 steps, # of the run
                 **length): # the rest of what is known of it
-    "Decay of the average of the weights: so large that it stays one over about a tenth of the run"
+    "Return the decay of the weights' average, so that it averages over about a tenth of the run"
     return max(.5, 1 - 9/steps)
 
 # %% ../../nbs/47_speedrun.ipynb #fe346ca3
 def as_slow(phases): # a `Phases`
-    "A schedule for `Run.schedules`: decay by the root of an update's share, so that a token costs the same"
+    "Return a schedule for `Run.schedules`: decay by the root of an update's share of the tokens"
     return lambda group, step, steps: dict(weight_decay=group["whole_decay"] * phases(step, steps)[0]**-.5)
 
 def phased(run, # a `Run`
            updates, pieces): # as for `Phases`
-    "The run with batches and sequences that grow, at rates and decays that go with them"
+    "Return the run with growing batches and sequences, and matching rates and decays"
     phases = Phases(whole_numbers(updates, "updates"), whole_numbers(pieces, "pieces"))
     return replace(run, batching=phases, schedules=run.schedules + (gentler(phases), as_slow(phases)))
 
@@ -58,7 +58,7 @@ def speedrun(run, # a `Run`
              momentum=.9, rise=300, embed=.004, head=.004, vector=.015, beta2=.99, table=.5,
              updates=(4, 2, 1), pieces=(2, 1), # as for `Phases`
              windows=(0,)): # as for `windowed`
-    "NorMuon, with blocks that add nothing at first, heads of 128, batches that grow, decay in e-folds"
+    "Use NorMuon with blocks that start at zero, heads of 128, growing batches, and decay in e-folds"
     init(run, embed=.02, matrix=.577)
     run = normuon.apply(run, variance, cautious, momentum, rise, embed, head, vector, beta2, table)
     return windowed(phased(run, updates, pieces), windows)
@@ -68,12 +68,12 @@ ADAMW = 13.5 # its rate in Muon's, for a width of 1
 
 def adamw_rate(config, # a `GPTConfig`
                **length): # what is known of the run
-    "Peak learning rate of AdamW, as `rate_for`: lower for wider models, too"
+    "Return the peak learning rate of AdamW, as `rate_for` does: lower for wider models, too"
     return ADAMW/config.width * rate_for(config, **length)
 
 def adamw_decay(config, # a `GPTConfig`
                 **length): # what is known of the run
-    "Weight decay: matrices lose a third of what they lose with Muon, and the other groups by their rates"
+    "Return the weight decay: a third of Muon's for matrices; the other groups by their rates"
     return config.width/ADAMW/3 * decay_for(config, **length)
 
 # %% ../../nbs/47_speedrun.ipynb #4afe0d5e
@@ -82,6 +82,6 @@ def adamw_decay(config, # a `GPTConfig`
 def without_muon(run, # a `Run`
                  embed=8., vector=30., beta1=.9, beta2=.99, # as for `tuned_adamw`
                  updates=(4, 2, 1), pieces=(2, 1)): # as for `Phases`
-    "All of `speedrun`, with AdamW for the matrices"
+    "Use everything of `speedrun`, with AdamW for the matrices"
     init(run, embed=.02, matrix=.577)
     return phased(tuned_adamw.apply(run, embed, vector, beta1, beta2), updates, pieces)

@@ -14,16 +14,16 @@ from ..runs import RUNGS, needs_capability, rung
 # %% ../../nbs/11_amp.ipynb #2cf84404
 @rung("precision", needs=needs_capability(8, 0, "bfloat16"), excludes=["fp16"])
 def bf16(run): # a `Run`
-    "Matrix products in bfloat16 by autocast; weights, norms, softmax and loss in FP32. Needs Ampere or newer"
+    "Run matmuls in bfloat16 by autocast; weights, norms, softmax and loss stay FP32. Needs Ampere or newer"
     return replace(run.in_forward(partial(torch.autocast, run.device.type, torch.bfloat16)), fmt="bf16")
 
 # %% ../../nbs/11_amp.ipynb #984249bd
 @rung("precision", needs=needs_capability(7, 0, "float16 on tensor cores"), excludes=["bf16"])
 def fp16(run): # a `Run`
-    "Matrix products in float16 by autocast, and a gradient scaler. For GPUs without bfloat16: Volta, Turing"
+    "Run matmuls in float16 by autocast, with a gradient scaler. For GPUs without bfloat16: Volta, Turing"
     return replace(run.in_forward(partial(torch.autocast, run.device.type, torch.float16)), fmt="fp16",
                    scaler=partial(torch.amp.GradScaler, run.device.type))
 
 def half_rung():
-    "The name of the 16-bit rung for this machine: `bf16`, or `fp16` on a GPU without bfloat16"
+    "Return the name of this machine's 16-bit rung: `bf16`, or `fp16` on a GPU without bfloat16"
     return "fp16" if RUNGS["bf16"].needs() else "bf16"

@@ -21,7 +21,7 @@ def chunked_cross_entropy(h, # hidden states, N d or B T d
                           y, # targets, N or B T
                           chunk=4096, # tokens at a time
                           ignore_index=-100): # a target that doesn't count
-    "Mean cross-entropy of `h @ w.T` in nats, FP32 at least. The backward pass makes a chunk's logits again"
+    "Return the mean cross-entropy of `h @ w.T` in nats, FP32 at least. Backward recomputes a chunk's logits"
     def loss(h, y):
         logits = F.linear(h, w)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -32,12 +32,12 @@ def chunked_cross_entropy(h, # hidden states, N d or B T d
 
 # %% ../../nbs/15_chunked_ce.ipynb #d66f3249
 def bad_targets(y, V, ignore_index): # N, vocabulary
-    "Which targets are neither tokens nor ignored, N"
+    "Return which targets are neither tokens nor ignored, a bool tensor N"
     return ((y < 0) | (y >= V)) & (y != ignore_index)
 
 # %% ../../nbs/15_chunked_ce.ipynb #15badtarget
 def loss_maths(logits, y, ignore_index, z_loss, softcap, grad): # N V, N
-    "The loss of each row (N, FP32 at least), zero where ignored. With `grad`, `logits` becomes its gradient"
+    "Return each row's loss (N, FP32 at least), zero where ignored. With `grad`, `logits` become its gradient"
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap: x = softcap*torch.tanh(x/softcap)
     counts, bad = y != ignore_index, bad_targets(y, x.shape[1], ignore_index)
@@ -52,14 +52,14 @@ def loss_maths(logits, y, ignore_index, z_loss, softcap, grad): # N V, N
 
 # %% ../../nbs/15_chunked_ce.ipynb #8cac7a09
 def loss_tile(V):
-    "The block of the kernel and its warps for rows of `V` logits: 16 elements a thread"
+    "Return the kernel's block and number of warps for rows of `V` logits: 16 elements a thread"
     block = max(256, min(16384, pow2(V + 1)//2)) # the largest that the row fills
     return dict(BLOCK=block, num_warps=max(1, block//512))
 
 # %% ../../nbs/15_chunked_ce.ipynb #d71026a7
 @jit
 def read_logits(ptr, mask, softcap: tl.constexpr, AGAIN: tl.constexpr):
-    "Logits in FP32, soft-capped; minus infinity outside of the mask. AGAIN: whether to keep them near"
+    "Load logits in FP32, soft-capped; minus infinity outside of the mask. AGAIN: whether to keep them cached"
     hint: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     if mask is None: x = tl.load(ptr, eviction_policy=hint).to(tl.float32)
     else: x = tl.load(ptr, mask=mask, other=float("-inf"), eviction_policy=hint).to(tl.float32)
@@ -71,7 +71,7 @@ def read_logits(ptr, mask, softcap: tl.constexpr, AGAIN: tl.constexpr):
 # %% ../../nbs/15_chunked_ce.ipynb #9eedb8b5
 @jit
 def row_lse(x_ptr, offs, V: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
-    "ln of the sum of e^x over a row; offs: BLOCK/8 8, the elements of a block"
+    "Return the log-sum-exp of a row; offs: BLOCK/8 8, the elements of a block"
     WHOLE: tl.constexpr = V // BLOCK * BLOCK
     m, s = tl.full((BLOCK//8,), -1e30, tl.float32), tl.zeros((BLOCK//8,), tl.float32) # m in base 2
     for i in range(0, WHOLE, BLOCK):
@@ -91,7 +91,7 @@ def row_lse(x_ptr, offs, V: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.const
 # %% ../../nbs/15_chunked_ce.ipynb #b2e4d359
 @jit
 def logit_grad(x, hot: tl.constexpr, shift, factor, z_loss: tl.constexpr, softcap: tl.constexpr):
-    "The gradient of logits x, all targets if `hot`; factor: 1 + 2 z lse"
+    "Return the gradient of logits x, all targets if `hot`; factor: 1 + 2 z lse"
     g = tl.exp2(x*LOG2E - shift)
     if z_loss != 0: g *= factor
     if hot: g -= 1
@@ -103,7 +103,7 @@ def logit_grad(x, hot: tl.constexpr, shift, factor, z_loss: tl.constexpr, softca
 @jit
 def write_grads(x_ptr, offs, shift, factor, V: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
                 BLOCK: tl.constexpr):
-    "Put the gradient in the place of a row's logits, as if none were the target"
+    "Write the gradient over a row's logits, as if none were the target"
     WHOLE: tl.constexpr = V // BLOCK * BLOCK
     for i in range(0, WHOLE, BLOCK):
         x = read_logits(x_ptr + i + offs, None, softcap, False)
@@ -118,7 +118,7 @@ def write_grads(x_ptr, offs, shift, factor, V: tl.constexpr, z_loss: tl.constexp
 @jit
 def softmax_loss_kernel(x_ptr, y_ptr, loss_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
                         z_loss: tl.constexpr, softcap: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr):
-    "A row's loss and, with GRAD, its gradient in its place"
+    "Write a row's loss and, with GRAD, its gradient over the logits"
     # grid: rows; x: N V, row-major, overwritten
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V # 64 bits: there may be over 2**31 logits
@@ -153,14 +153,14 @@ def softmax_loss(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_los
 BUDGET = 640 * 2**20 # bytes of logits at a time
 
 def sms(x): # a tensor
-    "Multiprocessors of the device of `x`, 1 for a CPU"
+    "Return the number of multiprocessors of the device of `x`, 1 for a CPU"
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
 def chunk_size(N, d, V, # tokens, width, vocabulary
                nbytes, # of one logit
                budget, # bytes of logits at a time
                sms): # multiprocessors of the GPU
-    "Tokens in a chunk: a multiple of 128, or all `N`. At least 128, however small the budget"
+    "Return the tokens in a chunk: a multiple of 128 and at least 128, or all `N`"
     rows, cols = blocks(N, 128), blocks(d, 256) # tiles of a gradient of N d
     most = max(1, min(rows, budget // (128*V*nbytes)))
     waves = lambda r: rows//r * blocks(r*cols, sms) + blocks(rows % r * cols, sms)
@@ -168,13 +168,13 @@ def chunk_size(N, d, V, # tokens, width, vocabulary
 
 # %% ../../nbs/15_chunked_ce.ipynb #c5b61154
 def add_product(total, a, b): # changed in place: M N, FP32 at least; M K, K N
-    "total += a @ b, on CUDA with FP32 sums of 16-bit products, in one pass"
+    "Add a @ b to `total` in place, on CUDA with FP32 sums of 16-bit values, in one pass"
     if a.dtype == total.dtype: torch.addmm(total, a, b, out=total)
     elif a.is_cuda and not traced(): torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else: total += a @ b # on a CPU; and for our counter, as PyTorch 2.11 has no shape rule for the line above
 
 def loss_results(h, w, want_h, want_w): # N d, V d
-    "Gradients of `h` and, zero and in FP32 at least, of `w`; empty ones where they aren't wanted"
+    "Allocate gradients of `h` and, zero and in FP32 at least, of `w`; empty ones where not wanted"
     wide = torch.promote_types(h.dtype, torch.float32)
     return h.new_empty(h.shape if want_h else 0), w.new_zeros(w.shape if want_w else 0, dtype=wide)
 
@@ -182,7 +182,7 @@ def loss_results(h, w, want_h, want_w): # N d, V d
 def linear_loss(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor, budget: int, ignore_index: int,
                 z_loss: float, softcap: float, want_h: bool,
                 want_w: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "Losses of `h @ w.T` (N), and the gradients of their sum with respect to `h` (N d) and `w` (V d)"
+    "Return losses of `h @ w.T` (N), and the gradients of their sum with respect to `h` (N d) and `w` (V d)"
     dh, dw = loss_results(h, w, want_h, want_w)
     chunk = chunk_size(*h.shape, len(w), h.element_size(), budget, sms(h))
     buffer, losses = h.new_empty(chunk, len(w)), []
@@ -222,7 +222,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 # %% ../../nbs/15_chunked_ce.ipynb #3ceff3dc
 def no_loss(h, w): # 0 d, V d
-    "The loss of no tokens: 0, whose gradients are zeros"
+    "Return the loss of no tokens: 0, whose gradients are zeros"
     return (h.sum() + w[:0].sum()).to(torch.promote_types(h.dtype, torch.float32))
 
 def linear_cross_entropy(h, # hidden states, N d or B T d
@@ -232,9 +232,10 @@ def linear_cross_entropy(h, # hidden states, N d or B T d
                          z_loss=0., # adds z_loss * lse² to each token's loss
                          softcap=0., # bends logits to softcap * tanh(logits / softcap), 0 for no bend
                          budget=BUDGET): # bytes of logits at a time
-    """Mean cross-entropy of `h @ w.T` in nats per token that counts, a scalar in FP32 at least; 0 if none
-    counts, where PyTorch says NaN. Computes in autocast's type, or that of `h`. Raises `ValueError` where `h`
-    and `y` differ in length. A target outside of the vocabulary makes the loss and its gradients NaN"""
+    """Return the mean cross-entropy of `h @ w.T` in nats per token that counts, a scalar in FP32 at least;
+    0 if none counts, where PyTorch says NaN. Computes in autocast's type, or that of `h`.
+    Raises `ValueError` where `h` and `y` differ in length. A target outside of the vocabulary makes the
+    loss and its gradients NaN"""
     h, y = h.flatten(0, -2), y.flatten().contiguous()
     if len(h) != len(y):
         raise InputError(f"{len(h)} hidden states and {len(y)} targets: give each hidden state one target")
@@ -264,7 +265,7 @@ def chunked_ce(run, # a `Run`
                z_loss=0., # adds z_loss * lse² to each token's loss
                softcap=0., # bends the logits of the loss
                budget=BUDGET // 2**20): # MiB of logits at a time
-    "The loss a chunk of tokens at a time, its gradient made in the forward pass: never all logits at once"
+    "Compute the loss and its gradient in chunks of tokens in the forward pass: never all logits at once"
     loss = ChunkedCE(ignore_index, z_loss, softcap, budget * 2**20)
     def change(model):
         model.loss # nothing would use a loss that the model lacks

@@ -17,7 +17,7 @@ from ..runs import PrecomputedGrads, needs_capability, rung
 
 # %% ../../nbs/18_compile.ipynb #1863f340
 def own_code(f): # a function
-    "A copy of `f` with code of its own, to which Dynamo attaches what it compiles"
+    "Return a copy of `f` with a code object of its own, to which Dynamo attaches what it compiles"
     g = FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__, f.__closure__)
     g.__kwdefaults__ = f.__kwdefaults__
     return g
@@ -31,21 +31,21 @@ def compile_layers(model, # a `GPT`, changed in place
 # %% ../../nbs/18_compile.ipynb #07384153
 def compiled_head(loss, # the model's part: (h, w, y) -> mean loss
                   how): # arguments of `torch.compile`, a dict
-    "`loss` compiled, with the output projection in it"
+    "Return `loss` compiled, with the output projection in it"
     def head(h, w, y): return loss(h, w, y)
     fast = torch.compile(own_code(head), **how)
     return lambda h, w, y: fast(h, w, y).clone() # a CUDA graph writes its next result over this one
 
 def compiled_loss(loss, # (model, x, y) -> mean loss
                   how): # arguments of `torch.compile`, a dict
-    "`loss` compiled as a whole, with the model in it"
+    "Return `loss` compiled as a whole, with the model in it"
     def whole(model, x, y): return loss(model, x, y)
     fast = torch.compile(own_code(whole), **how)
     return lambda model, x, y: fast(model, x, y).clone()
 
 # %% ../../nbs/18_compile.ipynb #b168abb1
 def whole_pass(loss): # (model, x, y) -> mean loss
-    "`loss` with its backward pass at once: one pass to PyTorch's CUDA graphs, which keep nothing of it"
+    "Return `loss` with an immediate backward pass: one pass for PyTorch's CUDA graphs"
     def run_pass(model, x, y):
         torch.compiler.cudagraph_mark_step_begin()
         res, params = loss(model, x, y), [p for p in model.parameters() if p.requires_grad]
@@ -58,7 +58,7 @@ def whole_pass(loss): # (model, x, y) -> mean loss
 MODES = "default reduce-overhead max-autotune max-autotune-no-cudagraphs".split()
 
 def needs_inductor():
-    "A rung's `needs`: Triton and a GPU that it supports. A CPU passes, for smoke runs"
+    "Return a rung's `needs`: Triton and a GPU that it supports. A CPU passes, for smoke runs"
     if torch.cuda.is_available() and not version_of("triton"):
         return "torch.compile writes Triton kernels, and Triton is not installed: pip install triton"
     return needs_capability(7, 0, "torch.compile")()
@@ -67,7 +67,7 @@ def needs_inductor():
 def compile_options(run, # a `Run`
                     mode, # one of `MODES`
                     backend): # of torch.compile, or "" for the default
-    "Arguments of `torch.compile`: no graph breaks, every shape on its own"
+    "Return arguments of `torch.compile`: no graph breaks, every shape on its own"
     lookup(dict.fromkeys(MODES), mode, "mode of torch.compile")
     backend = backend or ("inductor" if run.device.type == "cuda" else "aot_eager")
     how = dict(backend=backend, fullgraph=True, dynamic=False)
@@ -79,7 +79,7 @@ def compile(run, # a `Run`
             mode="default", # default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs
             whole=False, # the whole loss as one program, and not block by block
             backend=""): # of torch.compile: by default inductor, on a CPU aot_eager
-    """The blocks compiled, and the plain loss; or the whole loss. No graph breaks, every shape on its own.
+    """Compile the blocks and the plain loss, or the whole loss: without graph breaks, for each shape anew.
     Raises `InputError` for a mode that doesn't exist"""
     how = compile_options(run, mode, backend)
     def change(model):
@@ -90,13 +90,13 @@ def compile(run, # a `Run`
     return replace(run, loss=whole_pass(run.loss)) if mode in ("reduce-overhead", "max-autotune") else run
 
 # %% ../../nbs/18_compile.ipynb #3c34a28b
-def rounded_stream(heads): # a block's part: (block, h, cos, sin) -> the stream, q, k, v
-    "`heads`, which get the stream in bf16"
+def rounded_stream(heads): # a block's part: (block, h, cos, sin) -> the residual stream, q, k, v
+    "Return `heads` with its residual stream rounded to BF16"
     def rounded(block, h, cos, sin): return heads(block, h.to(torch.bfloat16), cos, sin)
     return rounded
 
 @rung("parts", requires=["bf16"], excludes=["fused_ops"])
 def bf16_stream(run): # a `Run`
-    "Experimental: the residual stream in bf16, as `fused_ops` keeps it, for the naive blocks: half the bytes"
+    "Experimental: keep the residual stream of the naive blocks in BF16, as `fused_ops` does: half the bytes"
     heads = rounded_stream(naive_heads)
     return run.with_model(lambda model: set_parts(model, heads=heads))

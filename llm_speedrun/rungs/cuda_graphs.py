@@ -17,7 +17,7 @@ from ..runs import PrecomputedGrads, needs_capability, param_groups, rung
 # %% ../../nbs/19_cuda_graphs.ipynb #335e07d5
 def capturable_adamw(model, # the model to optimize
                      lr=1e-3): # learning rate, changed by `group["lr"].fill_(lr)`
-    "AdamW that a CUDA graph can record: its learning rate and its count of steps are tensors on the GPU"
+    "Make an AdamW that a CUDA graph can capture: learning rate and step count are tensors on the GPU"
     lr = torch.tensor(lr, device=next(model.parameters()).device)
     return torch.optim.AdamW(param_groups(model, .1), lr=lr, betas=(.9, .95), capturable=True, fused=True)
 
@@ -53,7 +53,7 @@ def warm_up_aside(f, # () -> anything
 # %% ../../nbs/19_cuda_graphs.ipynb #63ecccb9
 def graphed(step, # a `Stepper`, which takes three steps on the example
             batch): # an example (x, y), B T each
-    "The whole step as one CUDA graph: a function from a batch of the example's shape to the loss"
+    "Capture the whole step as one CUDA graph. Returns a function from a batch of that shape to the loss"
     check_graphed(step)
     x, y = static = [t.clone() for t in batch]
     warm_up_aside(lambda: step((x, y)))
@@ -94,7 +94,7 @@ def __call__(self:RecordedPass, x, y): # of the recorded shape
 
 @patch
 def grads_of(self:RecordedPass, replay): # its number
-    "The weights' gradients. Raises `RunError` where a later replay has written over them"
+    "Return the weights' gradients. Raises `RunError` where a later replay has overwritten them"
     if replay == self.replays: return self.grads
     raise RunError("another pass has been replayed before this one's backward(), and its gradients are "
                    "gone: call backward() after each forward pass, or leave out cuda_graphs")
@@ -115,11 +115,11 @@ class RecordedLoss:
         of_model[x.shape] = p + 1
         return self.loss(model, x, y)
 
-    def forget(self): "Drop what was recorded, and its memory"; self.passes.clear()
+    def forget(self): "Drop the captured graphs, and their memory"; self.passes.clear()
 
 # %% ../../nbs/19_cuda_graphs.ipynb #8d599ce3
 @rung("record", needs=needs_capability(7, 0, "a CUDA graph of the step"), excludes=["fp16"], gpu_only=True)
 def cuda_graphs(run): # a `Run`
-    "Forward and backward pass as one CUDA graph for each shape of batch; on a CPU, as they were"
+    "Capture forward and backward pass as one CUDA graph for each batch shape; on a CPU nothing changes"
     loss = RecordedLoss(run.loss)
     return replace(run, loss=loss, releases=run.releases + (loss.forget,))

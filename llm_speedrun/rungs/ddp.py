@@ -39,7 +39,7 @@ def take_mean(grads, # tensors on one device, of the same shapes on each process
 # %% ../../nbs/51_ddp.ipynb #51ddp020
 def in_buckets(params, # in the order in which the forward pass reaches them
                mb): # megabytes of gradients that fill a bucket
-    "Lists of indices into `params`, the last parameters first, as the backward pass ends with them"
+    "Return lists of indices into `params`, the last parameters first, as the backward pass ends with them"
     res, left = [], 0
     for i in reversed(range(len(params))):
         if left <= 0: res.append([]); left = mb*1e6
@@ -91,7 +91,7 @@ class HookedLoss(SharedLoss):
 @patch
 @contextmanager
 def micro(self:HookedLoss, last): # whether the micro-batch is the step's last one
-    "Around a micro-batch: the last one's gradients are sent, and those of the very first pass"
+    "Run a micro-batch inside, whose gradients are sent if it is the step's last one or the very first"
     quiet = self.ddp.no_sync() if self.ddp and not last else nullcontext()
     with super(HookedLoss, self).micro(last), quiet: yield
 
@@ -104,8 +104,8 @@ def __call__(self:HookedLoss, model, x, y): # a `GPT`, B T tokens and the B T th
 
 # %% ../../nbs/51_ddp.ipynb #51ddp031
 class ReplayedLoss(SharedLoss):
-    """Sends gradients while a recorded pass is replayed: the graph marks when a bucket is ready, and another
-    stream waits for the mark. All passes send the same buckets in the same order, replayed or not"""
+    """A loss that sends gradients during the replay of a CUDA graph: the graph marks when a bucket is ready,
+    and another CUDA stream waits for the mark. All passes send the same buckets in the same order"""
     def __init__(self, loss, # a `RecordedLoss`
                  group, mb): # as for a `SharedLoss`
         super().__init__(loss, group, mb)
@@ -120,7 +120,7 @@ class ReplayedLoss(SharedLoss):
 @patch
 @contextmanager
 def marking(self:ReplayedLoss, params): # of the model
-    "Inside, a recording marks when a bucket's gradients are ready. Gives the set of marks that were made"
+    "Mark inside a `with`, during capture, when a bucket's gradients are ready. Yields the set of marks"
     buckets, made = in_buckets(params, self.mb), set()
     if not self.marks: self.marks = [torch.cuda.Event(external=True) for _ in buckets] # for all recordings
     left = [*map(len, buckets)]
@@ -151,7 +151,7 @@ def send(self:ReplayedLoss, done): # a `RecordedPass`, whose replay is queued
 # %% ../../nbs/51_ddp.ipynb #51ddp036
 @patch
 def recorded(self:ReplayedLoss, model, x): # a `GPT`, B T
-    "What was recorded for batches of this shape, None before"
+    "Return what was captured for batches of this shape, None before"
     res = self.loss.passes.get(model, {}).get(x.shape)
     return res if isinstance(res, RecordedPass) else None
 
@@ -172,7 +172,7 @@ def __call__(self:ReplayedLoss, model, x, y): # a `GPT`, B T tokens and the B T 
 
 # %% ../../nbs/51_ddp.ipynb #51ddp040
 def whole_blocks():
-    "A context in which Dynamo doesn't cut what it compiles where DDP's buckets end"
+    "Return a context in which Dynamo doesn't split compiled functions at DDP's buckets"
     from llm_speedrun.compat import dynamo_config # imports the compiler
     return dynamo_config.patch(optimize_ddp=False)
 
@@ -180,7 +180,7 @@ def whole_blocks():
 def ddp(run, # a `Run`
         overlap=False, # with cuda_graphs: send gradients during a replay, and not after it
         mb=25.): # megabytes of gradients that are sent together
-    "Each process has the whole model and its own part of the batch. With one process alone nothing changes"
+    "Use data parallelism: each process has the whole model and a part of the batch. Alone it changes nothing"
     if run.world.size == 1: return run
     early = overlap and run.device.type == "cuda" # on a CPU nothing is replayed
     kind = HookedLoss if "cuda_graphs" not in run.rungs else ReplayedLoss if early else SharedLoss
@@ -192,12 +192,12 @@ def ddp(run, # a `Run`
 # %% ../../nbs/51_ddp.ipynb #51ddp059
 def record_of_gpus(record, # of a step that GPUs take together: its batch is that of all of them
                    n): # GPUs
-    "The record with the number of GPUs in it, also in the GPU's name, and with the MFU of each"
+    "Return the record with the number of GPUs in it, also in the GPU's name, and with the MFU of each"
     each = {k: record[k] and record[k]/n for k in ("mfu_full", "mfu_causal")}
     return record | each | dict(gpu=f"{n} × {record['gpu']}", gpus=n)
 
 def publish_of_gpus(records): # from `record_of_gpus`, of one machine
-    "As `publish`, in a file of their own: who reads the records of one GPU doesn't see them"
+    "Save records of several GPUs as `publish` does, but in a file apart from those of one GPU"
     if smoke(): publish(records)
     else: print(f"saved to {save_records(records, records_path(records[0]['gpu'])).name}")
 
@@ -205,8 +205,8 @@ def publish_of_gpus(records): # from `record_of_gpus`, of one machine
 def step_timeline(world, # a `World`
                   step, # a function without arguments, called on all processes
                   warmup=4): # calls before
-    """What this process does when in a step, by PyTorch's profiler: lists of start and length in ms, one for
-    "compute" and one for "communication". On a GPU of kernels, on a CPU of outermost operations"""
+    """Profile when this process computes and communicates in a step: lists of start and length in ms,
+    one for "compute" and one for "communication". On a GPU of kernels, on a CPU of outermost operations"""
     from torch.profiler import ProfilerActivity, profile
     gpu = torch.cuda.is_available()
     for _ in range(warmup): step()
@@ -220,7 +220,7 @@ def step_timeline(world, # a `World`
 
 # %% ../../nbs/51_ddp.ipynb #51ddp064
 def spans_of(events): # of the profiler
-    "As `step_timeline` gives them"
+    "Return the spans in the form of `step_timeline`"
     gpu, rows = any(e.device_type.name == "CUDA" for e in events), dict(compute=[], communication=[])
     for e in events:
         sends = e.name.startswith(("ncclDevKernel", "gloo:"))
@@ -233,7 +233,7 @@ def spans_of(events): # of the profiler
 
 # %% ../../nbs/51_ddp.ipynb #51ddp065
 def draw_timelines(timelines): # name -> what `step_timeline` gives
-    "Each step as two rows of boxes over time"
+    "Draw each step as two rows of boxes over time"
     import matplotlib.pyplot as plt
     size = 7.4, 1.1*len(timelines) + .5
     fig, axes = plt.subplots(len(timelines), figsize=size, sharex=True, squeeze=False, layout="constrained")

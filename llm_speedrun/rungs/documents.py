@@ -15,22 +15,22 @@ from .fused_ops import compute_dtype
 
 # %% ../../nbs/24_documents.ipynb #8605119d
 def document_ids(x, eot): # B T tokens, the token that begins a document
-    "Number of each token's document in its window, B T; 0 is what was cut off by the window's start"
+    "Return the number of each token's document in its window, B T; 0 for one cut off by the window's start"
     return (x == eot).cumsum(-1)
 
 def document_positions(x, eot): # B T tokens, the token that begins a document
-    "Position of each token in its document (or in what the window has of it), B T"
+    "Return each token's position in its document (or in the part within the window), B T"
     i = torch.arange(x.shape[-1], device=x.device).expand_as(x)
     return i - (i * (x == eot)).cummax(-1).values
 
 def document_mask(x, eot): # B T tokens, the token that begins a document
-    "Which key (last dimension) each query may see: those before it in its own document. B 1 T T, bool"
+    "Return which key (last dimension) each query may see: earlier ones of its document. B 1 T T, bool"
     d = document_ids(x, eot)[:, None]
     return (d[..., :, None] == d[..., None, :]).tril()
 
 # %% ../../nbs/24_documents.ipynb #592c92fa
 def document_borders(x, eot): # B T tokens, the token that begins a document
-    "Cumulative lengths of the documents in the flattened windows (int32, 0 to B*T), and the longest length"
+    "Return cumulative document lengths in the flattened windows (int32, 0 to B*T), and the longest one"
     begins = x == eot
     begins[:, 0] = True
     ends = torch.tensor([x.numel()], device=x.device)
@@ -39,7 +39,7 @@ def document_borders(x, eot): # B T tokens, the token that begins a document
 
 # %% ../../nbs/24_documents.ipynb #eaef5885
 def check_documents(corpus): # a `data.Corpus`
-    "Raise `InputError` if nobody knows where its documents begin, before there is a run"
+    "Raise `InputError` before there is a run if it isn't known where documents begin"
     if corpus.eot is None:
         raise InputError(f"{corpus.name} doesn't say which token begins a document: leave out "
                          "--document_mask, or tokenize its text with speedrun_data")
@@ -50,27 +50,27 @@ TAKE_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBa
 
 def by_mask(mask, # B 1 T T
             q, k, v): # B H T D, B K T D twice, K divides H
-    "Attention to the keys that the mask lets each query see, B H T D"
+    "Compute attention to the keys that the mask lets each query see, B H T D"
     k, v = (t.repeat_interleave(q.shape[1]//k.shape[1], 1) for t in (k, v))
     with sdpa_kernel(TAKE_A_MASK): return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 # %% ../../nbs/24_documents.ipynb #6bdc9fcf
-EVERY = 256 # tokens of a document, where nobody has counted
+EVERY = 256 # tokens of a document, where none were counted
 
 def mean_length(corpus, # a `data.Corpus`
                 most=2**20): # tokens to look at
-    "Tokens of a document to train on, on average over the first ones; `EVERY` where there is no text yet"
+    "Return the mean tokens of a training document over the first ones; `EVERY` where there is no text yet"
     if corpus.train is None: return EVERY
     x = np.asarray(corpus.train[:most])
     return len(x)/max(1, int((x == corpus.eot).sum()))
 
 def border_room(tokens, every): # of a batch, of a document on average
-    "Borders inside of windows for which there is room"
+    "Return how many document borders inside of windows there is room for"
     return math.ceil(2*tokens/every) + 32
 
 # %% ../../nbs/24_documents.ipynb #c7cf9847
 def padded_borders(x, eot, every): # as for `document_borders`; tokens of a document on average
-    "Cumulative lengths as `document_borders`, but as many for every batch of this shape; the last are B*T"
+    "Return cumulative lengths, equally many for every batch of this shape; the last ones are B*T"
     (B, T), n, room = x.shape, x.numel(), border_room(x.numel(), every)
     i, begins = torch.arange(n, device=x.device), (x == eot).flatten()
     first = i % T == 0 # of a window
@@ -80,7 +80,7 @@ def padded_borders(x, eot, every): # as for `document_borders`; tokens of a docu
 
 # %% ../../nbs/24_documents.ipynb #75d13664
 def takes_borders(w): # the embedding, V d
-    "Whether FlashAttention's kernel can run beside it: on a GPU that has it, in half precision"
+    "Return whether FlashAttention's kernel can run: on a GPU that has it, in half precision"
     ready = w.is_cuda and torch.backends.cuda.is_flash_attention_available()
     half = compute_dtype(w) in (torch.bfloat16, torch.float16)
     return ready and half and torch.cuda.get_device_capability(w.device) >= (8, 0)
@@ -88,7 +88,7 @@ def takes_borders(w): # the embedding, V d
 # %% ../../nbs/24_documents.ipynb #f6e892df
 def by_borders(cu, # int32, as from `padded_borders`
                q, k, v): # B H T D, B K T D twice, K divides H
-    "Causal attention within documents, by FlashAttention's kernel; on a GPU, in half precision. B H T D"
+    "Compute causal attention within documents by FlashAttention's kernel, on a GPU, in 16 bits. B H T D"
     (B, H, T, D), half = q.shape, compute_dtype(q)
     rows = [t.to(half).transpose(1, 2).flatten(0, 1) for t in (q, k, v)] # B T, H D
     o = flash_attention(*rows, cu, cu, T, T, 0., True, False)[0]
@@ -97,7 +97,7 @@ def by_borders(cu, # int32, as from `padded_borders`
 # %% ../../nbs/24_documents.ipynb #5c887b7d
 def within_documents(run, eot, # a `Run`, the token that begins a document
                      every=EVERY): # tokens of a document on average
-    "The run with attention that doesn't cross documents instead of the attention it has"
+    "Return the run with attention that doesn't cross documents in place of its own"
     now, fits = {}, run.model.config.head_dim % 8 == 0 and run.model.config.head_dim <= 256
     def note(module, args):
         if fits and takes_borders(module.weight): how = by_borders, padded_borders(args[0], eot, every)

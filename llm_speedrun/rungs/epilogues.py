@@ -39,26 +39,26 @@ def tile(m, n, # rows and columns
     return GemmConfig(tile_m=m, tile_n=n, pingpong=True, cluster_m=cluster[0], cluster_n=cluster[1],
                       is_dynamic_persistent=False, device_capacity=9)
 
-def tile_for(columns): # of a product
-    "The tile that fits best"
+def tile_for(columns): # of a matmul
+    "Return the tile that fits a matmul's columns best"
     return tile(128, 192, (2, 1)) if columns % 192 == 0 else tile(192, 128, (1, 2))
 
 # %% ../../nbs/29_epilogues.ipynb #ce33c5b3
 def wide_product(a, b, c=None, r=None): # M K, K N, M N, M
-    "a @ b, its rows times `r`, plus `c`, in FP32 at least"
+    "Return a @ b, its rows times `r`, plus `c`, in FP32 at least"
     wide = torch.promote_types(a.dtype, torch.float32)
     with torch.autocast(a.device.type, enabled=False): p = a.to(wide) @ b.to(wide)
     p = p if r is None else p*r[:, None]
     return p if c is None else p + c
 
 def product_maths(a, *rest): # as for `wide_product`
-    "As `wide_product`, rounded once, to the type of `a`"
+    "Compute `wide_product`, rounded once, to the type of `a`"
     return wide_product(a, *rest).to(a.dtype)
 
 # %% ../../nbs/29_epilogues.ipynb #a3b62b6d
 @lru_cache
 def plain_epilogues():
-    "Two epilogues: the sum as it is, and with `c` added"
+    "Return two epilogues: one stores the sum as it is, the other adds `c`"
     from llm_speedrun.compat import gemm_epilogue
     def as_it_is(acc): return {"D": acc}
     def plus(acc, c): return {"D": acc + c}
@@ -67,48 +67,48 @@ def plain_epilogues():
 # %% ../../nbs/29_epilogues.ipynb #f9deeabb
 @torch.library.custom_op("llm_speedrun::product_plus", mutates_args=())
 def product_plus_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:
-    "a @ b (M K, K N), and c (M N) added, if there is one"
+    "Return a @ b (M K, K N), plus c (M N) if given"
     if not a.is_cuda: return product_maths(a, b, c)
     return plain_epilogues()[c is not None](a, b, c, tuned=False, config=tile_for(b.shape[1]))["D"]
 
 @product_plus_op.register_fake
 def product_plus_shape(a, b, c):
-    "For tensors without numbers"
+    "Return an empty output: the fake (meta) implementation"
     return a.new_empty(len(a), b.shape[1])
 
 # %% ../../nbs/29_epilogues.ipynb #6943f1ee
 @register_flop_formula(torch.ops.llm_speedrun.product_plus, get_raw=True)
 def product_flops(a, b, *args, **kwargs):
-    "For our counter"
+    "Return the FLOPs, for our counter"
     return 2*a.numel()*b.shape[1]
 
 def direct_call(op): # a custom operation
-    "The operation, or its function alone where nobody watches"
+    "Return the operation, or its function alone where nothing traces operations"
     return op if traced() else function_of(op)
 
 def product_plus(a, b, c=None): # M K, K N, M N
-    "a @ b + c in one kernel, M N"
+    "Compute a @ b + c in one kernel, M N"
     return direct_call(product_plus_op)(a, b, c)
 
 # %% ../../nbs/29_epilogues.ipynb #ddf4e743
-def deinterleave(ab): # ... 2F, gate and up in turn
-    "All gates, then all ups"
+def deinterleave(ab): # ... 2F, gate and up interleaved
+    "Return all gates, then all ups"
     return ab.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 def interleave(ab): # ... 2F, all gates, then all ups
-    "Gate and up in turn"
+    "Return gate and up interleaved"
     return ab.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 # %% ../../nbs/29_epilogues.ipynb #15adce39
 def parts_of(w, sizes, turns): # rows of several weights in one matrix, how many of each
-    "The rows of each weight, as views: one below the other, or in turn, for which all must have as many"
+    "Return the rows of each weight as views: stacked, or interleaved, if all have as many"
     if turns and len({*sizes}) > 1: raise InputError(f"rows in turn, of weights that have {sizes} of them")
     return w.view(-1, len(sizes), w.shape[1]).unbind(1) if turns else w.split(sizes)
 
 # %% ../../nbs/29_epilogues.ipynb #f9660d01
 @jit
 def place_kernel(w_ptr, norm_ptr, o_ptr, n, step, d: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    "A tile of a weight, its columns times `norm`, into rows `step` apart"
+    "Write a tile of a weight, its columns times `norm`, into rows `step` apart"
     # grid: tiles, down and across; w: n d, row-major; o: rows `step` apart
     offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
@@ -121,7 +121,7 @@ def place_kernel(w_ptr, norm_ptr, o_ptr, n, step, d: tl.constexpr, ROWS: tl.cons
 # %% ../../nbs/29_epilogues.ipynb #5df3315b
 @kernel_op
 def placed(dtype: torch.dtype, weights: list[torch.Tensor], turns: bool, norm: torch.Tensor) -> torch.Tensor:
-    "The weights (o d each), times `norm` (d), as one matrix of type `dtype`, which `parts_of` takes apart"
+    "Return the weights (o d each) times `norm` (d) in one matrix of type `dtype`; `parts_of` splits it"
     sizes, d = [*map(len, weights)], weights[0].shape[1]
     w, tile = weights[0].new_empty(sum(sizes), d, dtype=dtype), dict(ROWS=32, COLS=128)
     for to, new in zip(parts_of(w, sizes, turns), weights):
@@ -134,7 +134,7 @@ def placed(dtype: torch.dtype, weights: list[torch.Tensor], turns: bool, norm: t
 # %% ../../nbs/29_epilogues.ipynb #29norm02
 @lru_cache
 def swiglu_epilogues():
-    "SwiGLU of the sums times `r`; and the gradients of gate and up, which are `c`, times `r`"
+    "Return two epilogues: SwiGLU of the sums times `r`; gradients of gate and up, given as `c`, times `r`"
     from llm_speedrun.compat import ColVecLoad, ColVecReduce, gemm_epilogue, pack, unpack
     from llm_speedrun.compat import quack_dswiglu as dswiglu, quack_swiglu as swiglu
     def gated(acc, r):
@@ -150,7 +150,7 @@ def swiglu_epilogues():
 # %% ../../nbs/29_epilogues.ipynb #d21ff77c
 @torch.library.custom_op("llm_speedrun::gated_product", mutates_args=())
 def gated_product_op(x: torch.Tensor, w: torch.Tensor, r: torch.Tensor | None) -> list[torch.Tensor]:
-    "Gate and up in turn (N 2F), x @ w.T times r, and silu(gate)*up (N F); x: N d, w: 2F d, in turn, r: N"
+    "Return gate and up interleaved (N 2F), x @ w.T times r, and silu(gate)*up (N F); w: interleaved"
     if not x.is_cuda: return [ab := product_maths(x, w.T, None, r), swiglu_maths(deinterleave(ab))]
     how = dict(tuned=False, config=tile_for(len(w)))
     if r is not None: return [*map(swiglu_epilogues()[0](x, w.T, r=r, **how).get, "Dh")]
@@ -159,24 +159,24 @@ def gated_product_op(x: torch.Tensor, w: torch.Tensor, r: torch.Tensor | None) -
 
 @gated_product_op.register_fake
 def gated_product_shape(x, w, r):
-    "For tensors without numbers"
+    "Return empty outputs: the fake (meta) implementation"
     return [x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)]
 
 # %% ../../nbs/29_epilogues.ipynb #9049b833
 @register_flop_formula(torch.ops.llm_speedrun.gated_product, get_raw=True)
 def gated_flops(x, w, *args, **kwargs):
-    "For our counter"
+    "Return the FLOPs, for our counter"
     return 2*len(x)*w.numel()
 
 def gated_product(x, w, r=None): # N d, 2F d, a number for each row
-    "Gate and up in turn (N 2F), and h (N F)"
+    "Return gate and up interleaved (N 2F), and h (N F)"
     return direct_call(gated_product_op)(x, w, r)
 
 # %% ../../nbs/29_epilogues.ipynb #59b52098
 @torch.library.custom_op("llm_speedrun::gated_backward", mutates_args=())
 def gated_backward_op(dy: torch.Tensor, w: torch.Tensor, ab: torch.Tensor,
                       r: torch.Tensor | None) -> list[torch.Tensor]:
-    "The gradient of gate and up (N 2F, in turn), and h (N F); dy: N d, w: d F, ab: N 2F in turn, r: N"
+    "Return the gradient of gate and up (N 2F, interleaved), and h (N F); dy: N d, w: d F, ab: N 2F"
     if not dy.is_cuda:
         h = product_maths(dy, w, None, r) # its gradient so far
         res = [interleave(swiglu_backward_maths(deinterleave(ab), h)), h]
@@ -189,63 +189,63 @@ def gated_backward_op(dy: torch.Tensor, w: torch.Tensor, ab: torch.Tensor,
 # %% ../../nbs/29_epilogues.ipynb #c965db58
 @gated_backward_op.register_fake
 def gated_backward_shape(dy, w, ab, r):
-    "For tensors without numbers"
+    "Return empty outputs: the fake (meta) implementation"
     res = [torch.empty_like(ab), dy.new_empty(len(dy), w.shape[1])]
     return res if r is None else [*res, torch.empty_like(r)]
 
 @register_flop_formula(torch.ops.llm_speedrun.gated_backward, get_raw=True)
 def gated_backward_flops(dy, w, *args, **kwargs):
-    "For our counter"
+    "Return the FLOPs, for our counter"
     return 2*len(dy)*w.numel()
 
 def gated_backward(dy, w, ab, r=None): # N d, d F, N 2F, N
-    "The gradient of gate and up in turn (N 2F), and h (N F). With `r`, the first times r, and its sums, too"
+    "Return the gradient of gate and up, interleaved (N 2F), and h (N F). With `r`: times r, and its sums"
     return direct_call(gated_backward_op)(dy, w, ab, r)
 
 # %% ../../nbs/29_epilogues.ipynb #2c704c3e
 def in_parts(dy, x, n): # N o, N i, parts of the tokens
-    "dy.T @ x, o i in FP32, of 16-bit matrices on a GPU, as a sum of `n` products"
+    "Return dy.T @ x, o i in FP32, of 16-bit matrices on a GPU, by split-K: a sum of `n` matmuls"
     if n == 1: return torch.mm(dy.T, x, out_dtype=torch.float32)
     dy, x = (t.view(n, -1, t.shape[1]) for t in (dy, x))
     return torch.bmm(dy.mT, x, out_dtype=torch.float32).sum(0)
 
 # %% ../../nbs/29_epilogues.ipynb #038e1882
 def grad_parts(N, o, i): # tokens, sizes of the weight
-    "Parts of the tokens to multiply and add up: eight for small weights that aren't wider than high"
+    "Return how many parts to split the tokens into: eight for small weights that aren't wider than high"
     return 8 if o*i < 2**21 and o >= i and N % 8 == 0 and N >= 2**14 else 1
 
 # %% ../../nbs/29_epilogues.ipynb #922aa06e
 @torch.library.custom_op("llm_speedrun::weight_grad", mutates_args=())
 def weight_grad_op(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    "dy.T @ x (o i) in `dtype`; dy: N o, x: N i"
+    "Return dy.T @ x (o i) in `dtype`; dy: N o, x: N i"
     if not x.is_cuda: return product_maths(dy.T.to(dtype), x.to(dtype))
     if x.dtype == dtype: return dy.T @ x # weights in 16 bits, too
     return in_parts(dy, x, grad_parts(len(x), dy.shape[1], x.shape[1])).to(dtype)
 
 @weight_grad_op.register_fake
 def weight_grad_shape(dy, x, dtype):
-    "For tensors without numbers"
+    "Return an empty output: the fake (meta) implementation"
     return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
 
 # %% ../../nbs/29_epilogues.ipynb #851a8997
 @register_flop_formula(torch.ops.llm_speedrun.weight_grad, get_raw=True)
 def weight_grad_flops(dy, x, *args, **kwargs):
-    "For our counter"
+    "Return the FLOPs, for our counter"
     return 2*dy.numel()*x.shape[1]
 
 def weight_grad(dy, x, dtype): # N o, N i, of the weight
-    "dy.T @ x, o i"
+    "Return dy.T @ x, o i"
     return direct_call(weight_grad_op)(dy, x, dtype)
 
 # %% ../../nbs/29_epilogues.ipynb #3d7417f0
 def rows(t): # ... d, or None
-    "As a matrix, N d"
+    "Return a tensor as a matrix, N d"
     return None if t is None else t.contiguous().view(-1, t.shape[-1])
 
 # %% ../../nbs/29_epilogues.ipynb #29norm05
 @jit
 def rstd_kernel(x_ptr, r_ptr, N, d: tl.constexpr, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    "1/rms of a tile of rows"
+    "Write 1/rms of a tile of rows"
     # grid: blocks of ROWS rows; x: N d, row-major
     offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     offs_n = tl.arange(0, BLOCK)
@@ -256,7 +256,7 @@ def rstd_kernel(x_ptr, r_ptr, N, d: tl.constexpr, eps: tl.constexpr, ROWS: tl.co
 
 @kernel_op
 def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
-    "1/rms of each row of `x` (N d, contiguous): N, FP32"
+    "Return 1/rms of each row of `x` (N d, contiguous): N, FP32"
     if not runs_kernel(x):
         return x.to(torch.promote_types(x.dtype, torch.float32)).pow(2).mean(-1).add(eps).rsqrt()
     (N, d), r, tile = x.shape, x.new_empty(len(x), dtype=torch.float32), norm_tile(x.shape[1], 4096)
@@ -266,7 +266,7 @@ def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
 # %% ../../nbs/29_epilogues.ipynb #29norm09
 @lru_cache
 def row_epilogues():
-    "Two epilogues with a number for each row: the sums times `r`; and plus `c`, and `h` times `r`"
+    "Return two epilogues with a value for each row: the sums times `r`; and plus `c`, and `h` times `r`"
     from llm_speedrun.compat import ColVecLoad, TileLoad, gemm_epilogue
     def times(acc, r): return {"D": acc*r}
     def plus_rows(acc, c, h, r): return {"D": acc + c + h*r}
@@ -276,31 +276,31 @@ def row_epilogues():
 # %% ../../nbs/29_epilogues.ipynb #29norm10
 @torch.library.custom_op("llm_speedrun::product_times", mutates_args=())
 def product_times_op(a: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    "a @ b (M K, K N), each row times its number in r (M, FP32)"
+    "Return a @ b (M K, K N), each row times its value in r (M, FP32)"
     if not a.is_cuda: return product_maths(a, b, None, r)
     return row_epilogues()[0](a, b, r=r, tuned=False, config=tile_for(b.shape[1]))["D"]
 
 @product_times_op.register_fake
 def product_times_shape(a, b, r):
-    "For tensors without numbers"
+    "Return an empty output: the fake (meta) implementation"
     return a.new_empty(len(a), b.shape[1])
 
 def product_times(a, b, r): # M K, K N, M
-    "a @ b in one kernel, each row times its number in `r`: M N"
+    "Compute a @ b in one kernel, each row times its value in `r`: M N"
     return direct_call(product_times_op)(a, b, r)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm14
 @torch.library.custom_op("llm_speedrun::product_back", mutates_args=())
 def product_back_op(g: torch.Tensor, w: torch.Tensor, dh: torch.Tensor, h: torch.Tensor, r: torch.Tensor,
                     s: torch.Tensor) -> torch.Tensor:
-    "g @ w + dh - h*r*s/d; g: N o, w: o d, dh, h: N d, r, s: N"
+    "Return g @ w + dh - h*r*s/d; g: N o, w: o d, dh, h: N d, r, s: N"
     r = (r*s).mul_(-1/h.shape[1])
     if not g.is_cuda: return product_maths(g, w, dh + h*r[:, None])
     return row_epilogues()[1](g, w, dh, h=h, r=r, tuned=False, config=tile_for(w.shape[1]))["D"]
 
 @product_back_op.register_fake
 def product_back_shape(g, w, dh, h, r, s):
-    "For tensors without numbers"
+    "Return an empty output: the fake (meta) implementation"
     return torch.empty_like(h)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm15
@@ -308,14 +308,14 @@ for op in (torch.ops.llm_speedrun.product_times, torch.ops.llm_speedrun.product_
     register_flop_formula(op, get_raw=True)(product_flops)
 
 def product_back(g, w, dh, h, r, s): # N o, o d, N d, N d, N, N
-    """The gradient of a stream `h` whose norm was multiplied by `w`, the norm's weights in it. `g`: the
-    gradient of the result times `r`, which is 1/rms; `s`: the sums of g times the result; `dh`: the
-    gradient that comes around"""
+    """Return the gradient of the residual stream `h`, whose norm was multiplied by `w` with its weights.
+    `g`: the gradient of the result times `r`, which is 1/rms; `s`: the sums of g times the result;
+    `dh`: the gradient of the residual connection"""
     return direct_call(product_back_op)(g, w, dh, h, r, s)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm21
 def heads_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, r, eps): # as below
-    "The gradient of qkv, times r; those of both weights; the sums"
+    "Return the gradient of qkv, times r; those of both weights; the sums"
     dqkv, dw = qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
     g = dqkv.to(r.dtype)*r.view(*qkv.shape[:2], 1, 1)
     return g.to(qkv.dtype), dw, (g*qkv).flatten(2).sum(2).flatten()
@@ -325,7 +325,7 @@ def heads_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, r, eps): # as below
 def heads_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, r_ptr, o_ptr,
                           dw_ptr, s_ptr, N, T, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
                           eps: tl.constexpr, HEADS: tl.constexpr, VHEADS: tl.constexpr):
-    "As `qk_rope_backward_kernel`, the gradient times r, and its sum with qkv over a token"
+    "Write what `qk_rope_backward_kernel` does, the gradient times r, and its sum with qkv over a token"
     # grid: programs that share the tokens; dq: N H D, dk, dv: N K D, qkv, o: N H+2K D, row-major
     D: tl.constexpr = 2*HALF
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
@@ -352,7 +352,7 @@ def heads_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_p
 def heads_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: torch.Tensor,
                    wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                    r: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "As `qk_rope_backward`, the gradient of qkv times r (a number for each token); and its sums with qkv, too"
+    "Return the gradient of qkv times r (a value for each token); the weights'; sums of gradients times qkv"
     if not runs_kernel(qkv): return heads_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, r, eps)
     (B, T, H, D), K, s = dq.shape, dk.shape[2], torch.empty_like(r)
     P, heads = programs(qkv, 16, B*T), pow2(H + K)
@@ -365,7 +365,7 @@ def heads_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: to
 @jit
 def scale_sum_kernel(g_ptr, w_ptr, norm_ptr, o_ptr, sums_ptr, n, step, d: tl.constexpr, ROWS: tl.constexpr,
                      COLS: tl.constexpr):
-    "A tile of a weight's gradient, rows `step` apart: times the norm's weights; and the sums that these get"
+    "Scale a tile of a weight's gradient by the norm's weights, rows `step` apart, and write their sums"
     # grid: tiles, down and across; g: rows `step` apart; w, o: n d; sums: a row for each block of rows
     offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
@@ -381,7 +381,7 @@ def scale_sum_kernel(g_ptr, w_ptr, norm_ptr, o_ptr, sums_ptr, n, step, d: tl.con
 @kernel_op
 def norm_weight_grads(g: torch.Tensor, ws: list[torch.Tensor], norm: torch.Tensor,
                       turns: bool) -> list[torch.Tensor]:
-    "The gradients of a norm's weights (d) and of `ws` (o d each) from that of `placed(dt, ws, turns, norm)`"
+    "Return gradients of a norm's weights (d) and of `ws` (o d each) from that of `placed(dt, ws, ...)`"
     d, sizes = g.shape[1], [*map(len, ws)]
     parts = parts_of(g, sizes, turns)
     if not runs_kernel(g): return [sum((p*w).sum(0) for p, w in zip(parts, ws)), *(p*norm for p in parts)]
@@ -397,7 +397,7 @@ def norm_weight_grads(g: torch.Tensor, ws: list[torch.Tensor], norm: torch.Tenso
 # %% ../../nbs/29_epilogues.ipynb #d3240ce6
 @lru_cache
 def squares_epilogue():
-    "The sum plus `c`; and its squares, summed over a row of a tile"
+    "Return the epilogue that adds `c`, and sums up the squares over a row of a tile"
     from llm_speedrun.compat import ColVecReduce, gemm_epilogue
     def plus_squares(acc, c):
         y = acc + c
@@ -408,7 +408,7 @@ def squares_epilogue():
 @jit
 def sums_rstd_kernel(q_ptr, r_ptr, N, T, d: tl.constexpr, eps: tl.constexpr, ROWS: tl.constexpr,
                      TILES: tl.constexpr):
-    "1/rms of some rows of `d` numbers, from T sums of squares for each"
+    "Write 1/rms of some rows of `d` values, from T sums of squares for each"
     # grid: blocks of ROWS rows; q: N T, row-major
     offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     t = tl.arange(0, TILES)
@@ -419,7 +419,7 @@ def sums_rstd_kernel(q_ptr, r_ptr, N, T, d: tl.constexpr, eps: tl.constexpr, ROW
 
 @kernel_op
 def sums_rstd(q: torch.Tensor, d: int, eps: float) -> torch.Tensor:
-    "1/rms of rows of `d` numbers (N, FP32), from sums of their squares, some for each (N tiles, contiguous)"
+    "Return 1/rms of rows of `d` values (N, FP32), from sums of their squares (N tiles, contiguous)"
     if not runs_kernel(q): return q.sum(1).div(d).add(eps).rsqrt()
     (N, T), r = q.shape, q.new_empty(len(q))
     launch(sums_rstd_kernel, (blocks(N, 256),), q, r, N, T, d, eps, ROWS=256, TILES=pow2(T))
@@ -428,7 +428,7 @@ def sums_rstd(q: torch.Tensor, d: int, eps: float) -> torch.Tensor:
 # %% ../../nbs/29_epilogues.ipynb #8322bce7
 @torch.library.custom_op("llm_speedrun::stream_product", mutates_args=())
 def stream_product_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, eps: float) -> list[torch.Tensor]:
-    "a @ b + c (M N), and 1/rms of its rows (M); a: M K, b: K N"
+    "Return a @ b + c (M N), and 1/rms of its rows (M); a: M K, b: K N"
     d = b.shape[1]
     if a.is_cuda:
         config = tile_for(d)
@@ -442,38 +442,38 @@ def stream_product_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, eps: fl
 # %% ../../nbs/29_epilogues.ipynb #2e6052b8
 @stream_product_op.register_fake
 def stream_product_shape(a, b, c, eps):
-    "For tensors without numbers"
+    "Return empty outputs: the fake (meta) implementation"
     wide = torch.promote_types(a.dtype, torch.float32)
     return [a.new_empty(len(a), b.shape[1]), a.new_empty(len(a), dtype=wide)]
 
 register_flop_formula(torch.ops.llm_speedrun.stream_product, get_raw=True)(product_flops)
 
 def stream_product(a, b, c, eps): # M K, K N, M N
-    "a @ b + c in one kernel (M N), and 1/rms of its rows (M)"
+    "Compute a @ b + c in one kernel (M N), and 1/rms of its rows (M)"
     return direct_call(stream_product_op)(a, b, c, eps)
 
 # %% ../../nbs/29_epilogues.ipynb #d7fa7ad1
 def with_rstd(h, r, eps): # ... d; 1/rms of its rows, and what it was made with
-    "`h`, which carries r along"
+    "Return `h` with r attached to it, for `stream_rstd`"
     if not h.is_inference(): h.rstd = r, eps, write_count(h)
     return h
 
 def stream_rstd(h, eps): # ... d
-    "1/rms of the rows of `h`: what it carries, if nothing was written into it since, or else made anew"
+    "Return 1/rms of the rows of `h`: attached by `with_rstd` if `h` is unchanged since, else computed"
     carried = getattr(h, "rstd", None)
     fresh = carried and carried[1:] == (eps, write_count(h))
     return carried[0] if fresh else row_rstd(rows(h), eps)
 
 # %% ../../nbs/29_epilogues.ipynb #dbbc9f70
-def stream_out(ctx, h, x, w, eps): # a function's `ctx`; the stream, ... d; N C; d C
-    "Two outputs: the stream h + x @ w.T, and 1/rms of its rows, which has no gradient"
+def stream_out(ctx, h, x, w, eps): # a function's `ctx`; the residual stream, ... d; N C; d C
+    "Return the residual stream h + x @ w.T, and 1/rms of its rows, which has no gradient"
     y, r = stream_product(x, w.T, rows(h), eps)
     ctx.mark_non_differentiable(r)
     return y.view_as(h), r
 
 # %% ../../nbs/29_epilogues.ipynb #fbb28d6a
 class EpilogueProject(torch.autograd.Function):
-    "(h, o, w, eps) -> h + o @ w.T, and 1/rms of its rows; h: ... d; o: ... C; w: d C"
+    "An autograd function (h, o, w, eps) -> h + o @ w.T, and 1/rms of its rows; h: ... d; o: ... C; w: d C"
     @staticmethod
     def forward(ctx, h, o, w, eps):
         w16, ctx.dtype = w.to(o.dtype), w.dtype
@@ -498,8 +498,8 @@ def _mlp_grads(ctx, dy, _):
 
 # %% ../../nbs/29_epilogues.ipynb #29norm36
 class EpilogueMLP(torch.autograd.Function):
-    """(h, norm, gate, up, down, eps) -> h + the MLP of its norm, and 1/rms of its rows; h: ... d; norm: d;
-    gate, up: F d; down: d F"""
+    """An autograd function (h, norm, gate, up, down, eps) -> h + the MLP of its norm, and 1/rms of its rows;
+    h: ... d; norm: d; gate, up: F d; down: d F"""
     @staticmethod
     def forward(ctx, h, norm, gate, up, down, eps):
         w, v, r = placed(h.dtype, [gate, up], True, norm), down.to(h.dtype), stream_rstd(h, eps)
@@ -521,7 +521,7 @@ def _heads_grads(ctx, dh, *dqkv):
 
 # %% ../../nbs/29_epilogues.ipynb #29norm42
 class EpilogueHeads(torch.autograd.Function):
-    "(h, norm, wq, wk, wv, q_norm, k_norm, cos, sin, eps) -> h, and q, k, v as B T heads D; h: B T d"
+    "An autograd function that returns h (B T d), and its norm's q, k, v as B T heads D"
     @staticmethod
     def forward(ctx, h, norm, wq, wk, wv, qn, kn, cos, sin, eps):
         w, r, D = placed(h.dtype, [wq, wk, wv], False, norm), stream_rstd(h, eps), len(qn)
@@ -533,26 +533,26 @@ class EpilogueHeads(torch.autograd.Function):
     backward = staticmethod(_heads_grads)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm45
-def heads_with_epilogues(block, h, cos, sin): # h: the stream, B T d
-    "The part `heads`"
+def heads_with_epilogues(block, h, cos, sin): # h: the residual stream, B T d
+    "Compute the block's part `heads`. Returns the residual stream, queries, keys and values"
     a, norm = block.self_attn, block.input_layernorm
     weights = norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_norm.weight, a.k_norm.weight
     h, *qkv = EpilogueHeads.apply(stream_pair(h)[0], *weights, cos, sin, norm.eps)
     return h, *(t.transpose(1, 2) for t in qkv)
 
 def project_with_epilogues(block, h, o): # B T d, B H T D
-    "The part `project`: the stream, with the attention added"
+    "Compute the block's part `project`. Returns the residual stream, with attention added"
     o, eps = o.transpose(1, 2).flatten(2), block.post_attention_layernorm.eps
     return with_rstd(*EpilogueProject.apply(h, o, block.self_attn.o_proj.weight, eps), eps)
 
 def feed_with_epilogues(block, h): # B T d
-    "The part `feed`: the stream, with the MLP added"
+    "Compute the block's part `feed`. Returns the residual stream, with the MLP added"
     m, norm = block.mlp, block.post_attention_layernorm
     weights = norm.weight, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
     return with_rstd(*EpilogueMLP.apply(h, *weights, norm.eps), norm.eps)
 
 # %% ../../nbs/29_epilogues.ipynb #29tried02
-def epilogue_deviations(d, F, dtype, device): # widths, the type of the products
+def epilogue_deviations(d, F, dtype, device): # widths, the type of the matmuls
     "Return relative errors of each operation on random matrices, against the same on a CPU"
     g = torch.Generator(device).manual_seed(0)
     def rand(*shape, dt=dtype): return torch.randn(*shape, device=device, generator=g).to(dt)
@@ -576,8 +576,8 @@ def deviation_error(d, F, dtype, device): # as for `epilogue_deviations`
 
 # %% ../../nbs/29_epilogues.ipynb #29fails02
 @lru_cache
-def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the products
-    "What goes wrong with such sizes, if anything does: the kernels are compiled at their first call"
+def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the matmuls
+    "Return the error of kernels at such sizes, \"\" without one: they are compiled at their first call"
     d, F, kv = c.width, c.hidden, c.kv_heads*c.head_dim
     new = partial(torch.zeros, device=device, requires_grad=True)
     @torch.enable_grad()
@@ -595,7 +595,7 @@ def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the products
 @rung("parts", needs=epilogues_missing, untried=untried, requires=["fused_ops"], gpu_only=True,
       excludes=["fp8", "fp8_activations", "compile", "selective_checkpoint", "tensor_parallel"])
 def epilogues(run): # a `Run` in 16 bits, with fused_ops
-    """SwiGLU, its gradient, the blocks' norms and the additions to the stream inside of QuACK's products.
+    """Run SwiGLU, its gradient, the blocks' norms and the residual additions inside of QuACK's GEMMs.
     Raises `InputError` for FP32 and widths that are no multiples of 8, `RunError` without its kernels"""
     c = run.model.config
     if run.fmt not in ("bf16", "fp16"): raise InputError("rung 'epilogues' needs 16 bits: add the rung bf16")

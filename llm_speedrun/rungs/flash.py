@@ -19,13 +19,13 @@ from ..runs import rung
 
 # %% ../../nbs/12_flash.ipynb #ed38836d
 def repeat_heads(q, k, v): # B H T D; B K T D twice, K divides H
-    "KV heads repeated in memory for all query heads that share them, B H T D twice"
+    "Repeat KV heads in memory for all query heads that share them. Returns keys and values, each B H T D"
     return [t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v)]
 
 def sdpa(q, # B H T D
          k, v, # B K T D, K divides H
          repeat=False): # repeat the KV heads in memory, for kernels that can't share them
-    "Causal attention by PyTorch's fused kernels. Returns B H T D"
+    "Compute causal attention by PyTorch's fused kernels. Returns B H T D"
     if repeat: k, v = repeat_heads(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -34,14 +34,14 @@ BACKENDS = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENTI
                 efficient=SDPBackend.EFFICIENT_ATTENTION)
 
 def attend_with(backend): # a key of `BACKENDS`
-    "The attention function for a backend: only flash and cuDNN can share KV heads among query heads"
+    "Return the attention function of a backend; only flash and cuDNN share KV heads among query heads"
     return partial(sdpa, repeat=True) if backend == "efficient" else sdpa
 
 # %% ../../nbs/12_flash.ipynb #d3594b86
 def attention_step(backend, # a key of `BACKENDS`
                    B, H, K, T, D, # batch, query heads, KV heads, sequence, head dimension
                    dtype, device):
-    "A function that runs attention forward and backward on random numbers with one backend"
+    "Return a function that runs one backend's attention forward and backward on random values"
     g = torch.Generator(device).manual_seed(0) # our own: the process-wide random state stays as it is
     q, k, v, do = (torch.randn(B, h, T, D, dtype=dtype, device=device, generator=g) for h in (H, K, K, H))
     for t in (q, k, v): t.requires_grad_()
@@ -53,7 +53,7 @@ def attention_step(backend, # a key of `BACKENDS`
 # %% ../../nbs/12_flash.ipynb #e02cf35b
 def why_not(backend, # a key of `BACKENDS`
             *shape): # as `attention_step` takes it: B H K T D dtype device
-    "Why attention of this shape can't run with `backend` here, in PyTorch's words; \"\" if it can"
+    "Return why `backend` can't run attention of this shape here, in PyTorch's words; \"\" if it can"
     with warnings.catch_warnings(record=True) as said, disable_current_modes(): # on real tensors
         warnings.simplefilter("always")
         try: attention_step(backend, *shape)()
@@ -64,15 +64,15 @@ def why_not(backend, # a key of `BACKENDS`
 
 # %% ../../nbs/12_flash.ipynb #6223fecf
 def backend_ms(B, H, K, T, D, dtype, device): # as `attention_step` takes them
-    "Milliseconds of attention, forward and backward, with each backend that can run this shape: a dict"
+    "Measure the milliseconds of attention, forward and backward, with each backend that can run: a dict"
     shape = B, H, K, T, D, dtype, device
     steps = {b: attention_step(b, *shape) for b in BACKENDS if not why_not(b, *shape)}
-    rounds = [{b: time_ms(f, reps=5).ms for b, f in steps.items()} for _ in range(3)] # in turn
+    rounds = [{b: time_ms(f, reps=5).ms for b, f in steps.items()} for _ in range(3)] # interleaved
     return {b: statistics.median(r[b] for r in rounds) for b in steps}
 
 def choose_backend(run, # the `Run` to which the rung will be applied
                    backend): # "auto"
-    "The fastest backend for the shapes of `run`, on some 64 K tokens: small batches would time the launches"
+    "Return the fastest attention backend for the shapes of `run`, measured on about 64 K tokens"
     c = run.model.config
     shape = c.heads, c.kv_heads, c.seq_len, c.head_dim, DTYPES[run.fmt], run.device
     can = [b for b in BACKENDS if not why_not(b, 1, *shape)]
@@ -84,7 +84,7 @@ def choose_backend(run, # the `Run` to which the rung will be applied
 @rung("parts", choose=choose_backend)
 def flash(run, # a `Run`
           backend="auto"): # "auto" for the fastest here by measuring, or flash, cudnn, efficient
-    """Fused attention that never stores its scores, and never falls back to the math path.
+    """Use fused attention that never stores its scores and never falls back to the math path.
     Raises `RunError` where `backend` can't run, `InputError` where there is none of that name"""
     c = run.model.config
     lookup(BACKENDS, backend, "attention backend")

@@ -32,14 +32,14 @@ def flash4_missing():
     return kernels_missing("flash-attn-4", "FlashAttention-4", TO_BLACKWELL)
 
 def attention_forward(q, k, v): # B H T D; B K T D twice
-    "Causal attention by cuDNN, and the log-sum-exp of each row of scores: B H T D, B H T in FP32"
+    "Compute causal attention by cuDNN. Returns B H T D, and each row's log-sum-exp, B H T in FP32"
     if q.is_cuda: o, lse = cudnn_attention(q, k, v, None, True, 0., True)[:2]
     else: o, lse = cpu_attention(q, *repeat_heads(q, k, v), 0., True)
     return o, lse.view(q.shape[:3])
 
 # %% ../../nbs/23_fastest.ipynb #850c5ac0
 def attention_backward_maths(do, q, k, v, o, lse):
-    "The gradients by PyTorch, where there is no GPU"
+    "Return attention's gradients by PyTorch, where there is no GPU"
     dq, dk, dv = cpu_attention_backward(do, q, *repeat_heads(q, k, v), o, lse, 0., True)
     return [dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))]
 
@@ -47,7 +47,7 @@ def attention_backward_maths(do, q, k, v, o, lse):
 @torch.library.custom_op("llm_speedrun::flash4_attention_backward", mutates_args=())
 def flash4_attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                               o: torch.Tensor, lse: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
-    "Gradients of q (B H T D), k and v (B K T D) from that of the output; the flag is for counters"
+    "Return gradients of q (B H T D), k and v (B K T D) from the output's; the flag is for counters"
     if not q.is_cuda: return attention_backward_maths(do, q, k, v, o, lse)
     from llm_speedrun.compat import flash_attn_bwd
     rows, same = (t.transpose(1, 2) for t in (q, k, v, o, do)), torch.are_deterministic_algorithms_enabled()
@@ -59,7 +59,7 @@ def _(do, q, k, v, o, lse, is_causal):
 
 # %% ../../nbs/23_fastest.ipynb #bbdf713b
 class MixedAttention(torch.autograd.Function):
-    "(q, k, v) -> causal attention, forward by cuDNN and backward by FlashAttention-4; B H T D, B K T D twice"
+    "An autograd function (q, k, v) -> causal attention: forward by cuDNN, backward by FlashAttention-4"
     @staticmethod
     def forward(ctx, q, k, v):
         o, lse = attention_forward(q, k, v)
@@ -74,7 +74,7 @@ class MixedAttention(torch.autograd.Function):
 
 # %% ../../nbs/23_fastest.ipynb #23flash2
 def mixed_attention(q, k, v): # B H T D; B K T D twice
-    "`MixedAttention`, as a function that a compiler can look into"
+    "Apply `MixedAttention`, as a function that a compiler can trace"
     return MixedAttention.apply(q, k, v)
 
 # %% ../../nbs/23_fastest.ipynb #23tried2
@@ -106,8 +106,8 @@ def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device
 # %% ../../nbs/23_fastest.ipynb #bf99f1f0
 @rung("parts", needs=flash4_missing, untried=untried, follows=["flash"], gpu_only=True)
 def flash4(run): # a `Run` in 16 bits
-    """Attention with FlashAttention-4's backward pass. Raises `InputError` for FP32 and odd sizes of heads,
-    `RunError` where its kernels don't run, or not rightly"""
+    """Use FlashAttention-4's backward pass of attention. Raises `InputError` for FP32 and unsupported head
+    sizes, `RunError` where its kernels don't run, or not correctly"""
     c = run.model.config
     if run.fmt not in ("bf16", "fp16"): raise InputError("rung 'flash4' needs 16 bits: add the rung bf16")
     if c.head_dim % 8 or c.head_dim > 128:
@@ -121,12 +121,12 @@ def flash4(run): # a `Run` in 16 bits
 # %% ../../nbs/23_fastest.ipynb #a5a3a6a3
 @jit
 def divisor(bits):
-    "The float with the bits of a magnitude, large enough to divide by; NaN stays NaN"
+    "Return the float with the bits of a magnitude, large enough to divide by; NaN stays NaN"
     most = bits.to(tl.float32, bitcast=True)
     return tl.maximum(most, 1e-30, propagate_nan=tl.PropagateNan.ALL)
 
 def scaled_e4m3(x, dims): # which dimensions share a scale
-    "`x` in E4M3, and the inverse scales, of size 1 in `dims`"
+    "Return `x` in E4M3, and the inverse scales, of size 1 in `dims`"
     most = LARGEST[E4M3]
     inverse = x.abs().amax(dims, keepdim=True).float().clamp(min=1e-30) / most
     return (x/inverse).clamp(-most, most).to(E4M3), inverse
@@ -135,7 +135,7 @@ def scaled_e4m3(x, dims): # which dimensions share a scale
 @jit
 def heads_round_kernel(x_ptr, q_ptr, inverse_ptr, H, T, b_stride, h_stride, t_stride, D: tl.constexpr,
                        MOST: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr):
-    "One head of one sequence: its largest magnitude, then its numbers rounded, transposed if TURN"
+    "Round one head of one sequence by its largest magnitude, and store it, transposed if TURN"
     # grid: heads of all sequences; x: B H T D, strided; q: B H T D, or B H D T with TURN
     n = tl.program_id(0)
     i = tl.arange(0, D)[None, :]
@@ -161,7 +161,7 @@ def heads_round_kernel(x_ptr, q_ptr, inverse_ptr, H, T, b_stride, h_stride, t_st
 # %% ../../nbs/23_fastest.ipynb #71491917
 @kernel_op
 def heads_round(x: torch.Tensor, turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    "`x` (B H T D, strided) in E4M3, as B H T D or with `turn` B H D T, and its inverse scales, B H 1 1"
+    "Return `x` (B H T D, strided) in E4M3, as B H T D or B H D T, and its inverse scales, B H 1 1"
     B, H, T, D = x.shape
     if not runs_kernel(x):
         q, inverse = scaled_e4m3(x, (2, 3))
@@ -176,7 +176,7 @@ def heads_round(x: torch.Tensor, turn: bool) -> tuple[torch.Tensor, torch.Tensor
 @jit
 def attention8_kernel(q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, iv_ptr, o_ptr, lse_ptr, H, G, T, to_base2,
                       D: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    "M queries of a head, the last ones first: output and log-sum-exp. G query heads share a KV head"
+    "Write output and log-sum-exp of M queries of a head, the last ones first. G query heads share a KV head"
     # grid: blocks of M queries, heads of all sequences; q: B H T D, k: B K T D, v: B K D T; o: B T H D
     i, n = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     kv, offs_m = n // G, i*M + tl.arange(0, M)
@@ -203,7 +203,7 @@ def attention8_kernel(q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, iv_ptr, o_ptr, lse_pt
 @kernel_op
 def attention8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, iq: torch.Tensor, ik: torch.Tensor,
                iv: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    "Causal attention of 8-bit heads; v: B K D T. B H T D in bf16, B H T. The flag is for counters"
+    "Compute causal attention of 8-bit heads; v: B K D T. Returns B H T D in BF16, and B H T"
     B, H, T, D = q.shape
     if not runs_kernel(q):
         o, lse = attention_forward(*((t.float()*i).bfloat16() for t, i in ((q, iq), (k, ik), (v.mT, iv))))
@@ -215,7 +215,7 @@ def attention8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, iq: torch.Tens
 
 # %% ../../nbs/23_fastest.ipynb #96801a65
 class Fp8Attention(torch.autograd.Function):
-    "(q, k, v) -> causal attention with products in FP8; the backward pass is FlashAttention-4's in 16 bits"
+    "An autograd function (q, k, v) -> causal attention in FP8; backward is FlashAttention-4's in 16 bits"
     @staticmethod
     def forward(ctx, q, k, v):
         (q8, iq), (k8, ik), (v8, iv) = heads_round(q, False), heads_round(k, False), heads_round(v, True)
@@ -227,7 +227,7 @@ class Fp8Attention(torch.autograd.Function):
 
 # %% ../../nbs/23_fastest.ipynb #23fp8at2
 def needs_fp8_attention():
-    "A rung's `needs`: FP8, and FlashAttention-4 for the way back"
+    "Return a rung's `needs`: FP8, and FlashAttention-4 for the backward pass"
     return needs_fp8() or flash4_missing()
 
 @rung("parts", needs=needs_fp8_attention, untried=untried, requires=["bf16"], follows=["flash"],
@@ -240,7 +240,7 @@ def fp8_attention(run): # a `Run`
 @jit
 def swiglu_keep_kernel(ab_ptr, h_ptr, q_ptr, inverse_ptr, F: tl.constexpr, MOST: tl.constexpr,
                        BLOCK: tl.constexpr):
-    "silu(a) * b of a row; a and b in 8 bits with one scale, whose inverse is kept"
+    "Write silu(a) * b of a row; a and b in 8 bits with one scale, and its inverse"
     # grid: rows; ab, q: N 2F, row-major, a first; h: N F
     n = tl.program_id(0).to(tl.int64)
     offs_n = tl.arange(0, BLOCK)
@@ -260,13 +260,13 @@ def swiglu_keep_kernel(ab_ptr, h_ptr, q_ptr, inverse_ptr, F: tl.constexpr, MOST:
 
 # %% ../../nbs/23_fastest.ipynb #65983958
 def row_tile(F): # columns
-    "The tile of a program that takes a whole row, and its warps"
+    "Return the tile of a program that takes a whole row, and its number of warps"
     block = max(64, pow2(F))
     return dict(BLOCK=block, num_warps=max(1, min(16, block//512)))
 
 @kernel_op
 def swiglu_keep(ab: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "silu(a) * b for rows (a, b), N 2F to N F; `ab` in E4M3, and the inverse of each row's scale, N 1"
+    "Return silu(a) * b for rows (a, b), N 2F to N F; `ab` in E4M3, and inverse scales by row, N 1"
     if not runs_kernel(ab): return swiglu_maths(ab), *scaled_e4m3(ab, 1)
     N, F = ab.shape[0], ab.shape[1]//2
     h, q = ab.new_empty(N, F), torch.empty_like(ab, dtype=E4M3)
@@ -277,7 +277,7 @@ def swiglu_keep(ab: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 # %% ../../nbs/23_fastest.ipynb #23keep05
 @jit
 def swiglu_kept_backward_kernel(q_ptr, inverse_ptr, dh_ptr, dab_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
-    "The gradients of a and b from what was kept of a row; h takes the place of its own"
+    "Write the gradients of a and b from a row's 8-bit values, and h over its own gradient"
     # grid: rows; q, dab: N 2F, row-major, a first; dh: N F
     n = tl.program_id(0).to(tl.int64)
     offs_n = tl.arange(0, BLOCK)
@@ -294,7 +294,7 @@ def swiglu_kept_backward_kernel(q_ptr, inverse_ptr, dh_ptr, dab_ptr, F: tl.const
 # %% ../../nbs/23_fastest.ipynb #23keep06
 @kernel_op(mutates=("dh",))
 def swiglu_kept_backward(q: torch.Tensor, inverse: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
-    "The gradient of `ab` (N 2F) from what was kept of it and that of h (N F), which is overwritten with h"
+    "Return the gradient of `ab` (N 2F) from its 8-bit values and that of h (N F), overwritten with h"
     if not runs_kernel(q): return swiglu_backward_maths(q.to(inverse.dtype)*inverse, dh).to(dh.dtype)
     (N, F), dab = dh.shape, dh.new_empty(dh.shape[0], 2*dh.shape[1])
     launch(swiglu_kept_backward_kernel, (N,), q, inverse, dh, dab, F, **row_tile(F))
@@ -321,7 +321,7 @@ class Fp8SwiGLUDown(torch.autograd.Function):
 @kernel_op
 def norm_backward_recompute(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
                         r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "As `triton.rms_norm_backward`, and the norm once more (N d)"
+    "Return what `triton.rms_norm_backward` does, and the recomputed norm (N d)"
     if not runs_kernel(h): return *norm_backward_maths(dn, dh, h, w, r), (h*r[:, None]*w).to(h.dtype)
     return run_norm_backward(dn, dh, h, w, r, True)
 
@@ -350,25 +350,25 @@ class NormProduct(torch.autograd.Function):
     backward = staticmethod(_norm_product_backward)
 
 # %% ../../nbs/23_fastest.ipynb #6611281b
-def norm_product(norm, h, *linears): # a norm, the stream or a pair, layers with the same input
-    "The stream, and the product of its norm with all their weights, keeping the stream alone"
+def norm_product(norm, h, *linears): # a norm, the residual stream or a pair, layers with the same input
+    "Return the residual stream, and its norm times all weights; only the residual stream is saved"
     x, y = stream_pair(h)
     return NormProduct.apply(x, y, norm.weight, norm.eps, joined(x.dtype, *linears))
 
-def heads_recompute_norm(block, h, cos, sin): # h: the stream or a pair
-    "The part `heads`, its norm made again on the way back"
+def heads_recompute_norm(block, h, cos, sin): # h: the residual stream or a pair
+    "Compute the block's part `heads`, and recompute its norm in the backward pass"
     a = block.self_attn
     h, qkv = norm_product(block.input_layernorm, h, a.q_proj, a.k_proj, a.v_proj)
     return h, *rotated(a, qkv, cos, sin)
 
 # %% ../../nbs/23_fastest.ipynb #23norm06
 def feed_saving_fp8(block, h): # a pair
-    "The part `feed`: its norm is made again on the way back, gate and up are kept in 8 bits"
+    "Compute the part `feed`: backward recomputes its norm, and reads gate and up kept in 8 bits"
     m = block.mlp
     h, ab = norm_product(block.post_attention_layernorm, h, m.gate_proj, m.up_proj)
     return h, Fp8SwiGLUDown.apply(ab.flatten(0, -2), m.down_proj.weight.to(ab.dtype)).view(h.shape)
 
 @rung("parts", needs=needs_fp8, requires=["fused_ops"], excludes=["fp8"])
 def fp8_activations(run): # a `Run`
-    "Experimental: less kept for the backward pass. Norms are recomputed, gate and up kept in E4M3, by rows"
+    "Experimental: save less for backward. Norms are recomputed, gate and up kept in E4M3, scaled by row"
     return run.with_model(partial(set_parts, heads=heads_recompute_norm, feed=feed_saving_fp8))

@@ -20,14 +20,14 @@ LARGEST = {E4M3: 448., E5M2: 57344.}
 
 # %% ../../nbs/16_fp8.ipynb #ca5a7d0a
 def sqnr(exact, rounded): # two tensors
-    "Signal-to-quantization-noise ratio of `rounded` in dB"
+    "Return the signal-to-quantization-noise ratio of `rounded` in dB"
     e = exact.double()
     return (20*torch.log10(e.norm() / (rounded.double() - e).norm())).item()
 
 # %% ../../nbs/16_fp8.ipynb #321b5372
 def mm8(a, b, inverse_a, inverse_b, # M K; N K, both contiguous; one number each
         out=torch.bfloat16, fast=False): # type of the result; whether to sum up in fewer bits
-    "a @ b.T of 8-bit matrices with their scales divided out, M N"
+    "Multiply 8-bit matrices as a @ b.T and divide out their scales. Returns M N"
     if a.is_cuda and not any(n % 16 for n in (*a.shape, b.shape[0])):
         return scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=out, use_fast_accum=fast)
     return ((a.float() @ b.float().T) * (inverse_a*inverse_b)).to(out)
@@ -36,14 +36,14 @@ def mm8(a, b, inverse_a, inverse_b, # M K; N K, both contiguous; one number each
 RECIPES = ("tensorwise", "rowwise")
 
 def float8_config(recipe, device): # one of `RECIPES`
-    "torchao's settings; on a CPU it only acts as if"
+    "Return torchao's settings; on a CPU it only emulates FP8"
     from torchao.float8 import Float8LinearConfig
     lookup(dict.fromkeys(RECIPES), recipe, "recipe")
     return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type == "cpu")
 
 # %% ../../nbs/16_fp8.ipynb #f80conv4
 def linear_sizes(model):
-    "Inputs and outputs of its linear layers, each size once as \"768x2048\", where both are multiples of 16"
+    "Return the sizes of linear layers, each once as \"768x2048\", where both are multiples of 16"
     sizes = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)}
     return [f"{C}x{O}" for C, O in sorted(sizes) if not (C % 16 or O % 16)]
 
@@ -57,12 +57,12 @@ def to_float8(model, recipe, sizes): # a module, changed in place; some of its `
 
 # %% ../../nbs/16_fp8.ipynb #f80conv5
 def converted(model):
-    "The names of its layers in torchao's FP8"
+    "Return the names of the layers that are in torchao's FP8"
     return [name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"]
 
 # %% ../../nbs/16_fp8.ipynb #093dfeae
 def linear_gain(recipe, C, O, device): # one of `RECIPES`, inputs, outputs
-    "How many times faster a compiled linear layer on 32 K tokens is in FP8, forward and backward"
+    "Measure the speedup of a compiled linear layer on 32 K tokens in FP8, forward and backward"
     def layer_ms(fp8):
         with torch.device(device): layers = nn.Sequential(nn.Linear(C, O, bias=False))
         if fp8: to_float8(layers, recipe, linear_sizes(layers))
@@ -78,12 +78,12 @@ def linear_gain(recipe, C, O, device): # one of `RECIPES`, inputs, outputs
 
 # %% ../../nbs/16_fp8.ipynb #f80conv7
 def as_list(option): # as it is given: a list, or a text
-    "A text alone is a list of one, and an empty one a list of none"
+    "Return an option as a list: a text alone is a list of one, an empty one an empty list"
     return [option] if option and isinstance(option, str) else list(option)
 
 def choose_layers(run, # the `Run` to which the rung will be applied
                   recipe, **options): # of the rung
-    "The sizes of linear layers that gain here by measuring, all on a CPU"
+    "Return the sizes of linear layers that are faster here by measuring; all on a CPU"
     sizes = linear_sizes(run.model)
     if run.device.type == "cpu": return dict(layers=sizes), ""
     gains = {s: linear_gain(recipe, *map(int, s.split("x")), run.device) for s in sizes}
@@ -96,8 +96,8 @@ def choose_layers(run, # the `Run` to which the rung will be applied
 def torchao_fp8(run, # a `Run` with bf16
                 recipe="tensorwise", # one scale for a tensor; or rowwise, one for each row
                 layers="auto"): # "auto" for those that gain here by measuring, "all", or sizes as 768x2048
-    """Linear layers in FP8 by torchao. Needs torchao, and gains only together with the rung compile. Raises
-    `InputError` for recipes and sizes that there aren't"""
+    """Run linear layers in FP8 by torchao. Needs torchao; faster only together with the rung `compile`.
+    Raises `InputError` for recipes and sizes that don't exist"""
     sizes = linear_sizes(run.model)
     layers = sizes if layers == "all" else as_list(layers)
     for s in layers: lookup(dict.fromkeys(sizes), s, "size of a linear layer")

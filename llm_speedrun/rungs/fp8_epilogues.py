@@ -34,7 +34,7 @@ from .triton import (add_norm_maths, blocks, jit, kernel_op, launch, pow2,
 # %% ../../nbs/29b_fp8_epilogues.ipynb #04148374
 @lru_cache
 def narrow_store():
-    "QuACK's store for a result of half the columns, which refuses 8 bits on Hopper, without that"
+    "Return QuACK's store for a result of half the columns, without its check that refuses 8 bits on Hopper"
     from llm_speedrun.compat import TileStore, store_params
     class NarrowStore(TileStore):
         def to_params(self, gemm, args): return store_params(self, gemm, args)
@@ -43,7 +43,7 @@ def narrow_store():
 # %% ../../nbs/29b_fp8_epilogues.ipynb #b1687934
 @lru_cache
 def bytes_as_number():
-    "A function of an epilogue: two numbers rounded to E4M3, as the upper half of the bits of an FP32 number"
+    "Return an epilogue's function: round two values to E4M3, the upper half of an FP32 number's bits"
     from llm_speedrun.compat import Float32, ir_types as T, quack_asm as _asm
     ptx = ("{ .reg .b16 pair, zero; mov.b16 zero, 0; cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1; "
            "mov.b32 $0, {zero, pair}; }") # $1 becomes the lower byte
@@ -54,7 +54,7 @@ def bytes_as_number():
 # %% ../../nbs/29b_fp8_epilogues.ipynb #c9e8155a
 @lru_cache
 def gated8_epilogue():
-    "Gate and up, and h of them, in 8 bits"
+    "Return the epilogue that stores gate and up, and h computed from them, in 8 bits"
     from llm_speedrun.compat import Scalar, TileStore, gemm_epilogue, quack_swiglu as swiglu, unpack
     rounded_pair = bytes_as_number()
     def gated8(acc, ia, ib, sab, sh):
@@ -68,26 +68,26 @@ def gated8_epilogue():
 INSIDE = dict(tile_M=128, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True,
               post_init_attrs=(("fp8_slow_accum", False),)) # sums inside of the tensor cores
 
-def tile8(columns): # of a product
-    "The wide tile, or the high one where the last of the wide ones would be too empty"
+def tile8(columns): # of a matmul's output
+    "Return the wide tile, or the high one where the last wide tile would be mostly empty"
     high = dict(tile_M=192, tile_N=128, cluster_M=1, cluster_N=2)
     return INSIDE | (high if blocks(columns, 192)*192 > 1.01*columns else {})
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #7650cb70
 def takes8(a, b): # M K, N K
-    "Whether QuACK can multiply these"
+    "Return whether QuACK can multiply these matrices"
     return a.is_cuda and not any(n % 16 for n in (a.shape[1], len(b)))
 
 def product8_maths(a, b, ia, ib): # in 8 bits: M K, N K; the inverse scales, one number each
-    "a @ b.T in FP32, with the scales divided out"
+    "Return a @ b.T in FP32, with the scales divided out"
     return (a.float() @ b.float().T)*(ia*ib)
 
 def in_e4m3(x, scale): # one number
-    "x times its scale in E4M3, cut off where that ends"
+    "Return x times its scale in E4M3, clipped to the range of the format"
     return (x*scale).clamp(-LARGEST[E4M3], LARGEST[E4M3]).to(E4M3)
 
 def gated8_maths(x, w, ia, ib, sab, sh): # as for `gated8_op`
-    "As `gated8_op`, by PyTorch"
+    "Compute `gated8_op` in PyTorch"
     ab = product8_maths(x, w, ia, ib)
     return [in_e4m3(ab, sab), in_e4m3(swiglu_maths(deinterleave(ab)), sh)]
 
@@ -95,7 +95,7 @@ def gated8_maths(x, w, ia, ib, sab, sh): # as for `gated8_op`
 @torch.library.custom_op("llm_speedrun::gated8", mutates_args=())
 def gated8_op(x: torch.Tensor, w: torch.Tensor, ia: torch.Tensor, ib: torch.Tensor, sab: torch.Tensor,
               sh: torch.Tensor) -> list[torch.Tensor]:
-    "Gate and up in turn (N 2F) and h (N F) in E4M3; x: N d, w: 2F d, its rows in turn, in E4M3"
+    "Return gate and up interleaved (N 2F) and h (N F) in E4M3; x: N d, w: 2F d, interleaved, in E4M3"
     if not takes8(x, w) or len(w) % 32: return gated8_maths(x, w, ia, ib, sab, sh)
     ab, h = x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)
     to = dict(ab=ab.view(torch.bfloat16), h=h)
@@ -105,13 +105,13 @@ def gated8_op(x: torch.Tensor, w: torch.Tensor, ia: torch.Tensor, ib: torch.Tens
 # %% ../../nbs/29b_fp8_epilogues.ipynb #f5b5b951
 @gated8_op.register_fake
 def gated8_shape(x, w, *rest):
-    "For tensors without numbers"
+    "Return empty outputs: the fake (meta) implementation"
     return [x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)]
 
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #10b2cddd
-def gated8(s, n8, w8): # `Slots`; N d, 2F d in turn
-    "`gated8_op` with the scales of a layer: N 2F, N F"
+def gated8(s, n8, w8): # `Slots`; N d, 2F d, interleaved
+    "Run `gated8_op` with the scales of a layer. Returns N 2F, N F"
     if s.jit:
         ab = product8(s, n8, w8, "n2", "wab")
         for k, most in (("ab", 2*ab.abs().amax()), ("h", swiglu_maths(deinterleave(ab)).abs().amax())):
@@ -123,7 +123,7 @@ def gated8(s, n8, w8): # `Slots`; N d, 2F d in turn
 # %% ../../nbs/29b_fp8_epilogues.ipynb #4bc0aa51
 @jit
 def load_pairs(ab_ptr, offs, mask, inverse):
-    "Gates and ups of pairs of bytes in E4M3, in FP32"
+    "Load pairs of bytes in E4M3 as gates and ups in FP32"
     dt: tl.constexpr = ab_ptr.dtype.element_ty
     pairs = tl.load(ab_ptr.to(tl.pointer_type(tl.int16)) + offs, mask=mask, other=0).to(tl.int32)
     a, b = (pairs & 0xFF).to(tl.uint8), ((pairs >> 8) & 0xFF).to(tl.uint8)
@@ -131,7 +131,7 @@ def load_pairs(ab_ptr, offs, mask, inverse):
 
 @jit
 def byte_of(x, scale, dt: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr):
-    "x rounded to `dt` with `scale`, and its eight bits as an integer. A GPU's instruction cuts off by itself"
+    "Return x rounded to `dt` with `scale`, and its bits as an integer. A GPU's instruction clips by itself"
     x *= scale
     if not GPU: x = tl.clamp(x, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     x = x.to(dt)
@@ -139,7 +139,7 @@ def byte_of(x, scale, dt: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr):
 
 @jit
 def store_fours(t_ptr, x, i, offs_n, C, fours):
-    "Integers of four bytes, transposed into rows of `fours` of them"
+    "Store integers of four bytes, transposed into rows of `fours` of them"
     offs_out = offs_n.to(tl.int64)[:, None]*fours + i[None, :]
     mask = (offs_n < C)[:, None] & (i < fours)[None, :]
     tl.store(t_ptr.to(tl.pointer_type(tl.int32)) + offs_out, tl.trans(x), mask=mask)
@@ -153,14 +153,14 @@ def store_sides(q_ptr, a, b, F: tl.constexpr, mask):
 
 @jit
 def store_halves(t_ptr, a, b, i, offs_n, F: tl.constexpr, filled):
-    "Both transposed by `store_fours`, that of ups below that of gates"
+    "Store both transposed by `store_fours`, that of ups below that of gates"
     store_fours(t_ptr, a, i, offs_n, F, filled//4)
     store_fours(t_ptr + tl.full((), F, tl.int64)*filled, b, i, offs_n, F, filled//4)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #494167fa
 @jit
 def quick_sigmoid(a, GPU: tl.constexpr):
-    "1/(1 + e^-a); on a GPU by approximate instructions"
+    "Return 1/(1 + e^-a); on a GPU by approximate instructions"
     if not GPU: return tl.sigmoid(a)
     ptx: tl.constexpr = ("{ .reg .f32 t; mul.ftz.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; " # log2(e)
                          "add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }")
@@ -168,14 +168,14 @@ def quick_sigmoid(a, GPU: tl.constexpr):
 
 @jit
 def quick_grads(a, b, dh, GPU: tl.constexpr):
-    "As `swiglu_grads`: the gradients of a and b, and h"
+    "Return the gradients of a and b, and h, as `swiglu_grads` does"
     s = quick_sigmoid(a, GPU)
     u = a*s
     return dh*s*b*(1 + a - u), dh*u, u*b
 
 @jit
 def larger_of(m_ab, m_h, m, a, b, h, da, db):
-    "The largest so far of gate and up, of h, and, as `magnitude`, of the gradients"
+    "Return the maxima so far of gate and up, of h, and, as `magnitude`, of the gradients"
     m_ab = tl.maximum(m_ab, tl.maximum(tl.abs(a), tl.abs(b)))
     m_h = tl.maximum(m_h, tl.abs(h))
     return m_ab, m_h, tl.maximum(m, tl.maximum(magnitude(da), magnitude(db)))
@@ -185,7 +185,7 @@ def larger_of(m_ab, m_h, m, a, b, h, da, db):
 def gated8_back_kernel(ab_ptr, dh_ptr, inverse_ptr, ab_amax_ptr, sh_ptr, h_amax_ptr, scale_ptr, amax_ptr,
                        q_ptr, t_ptr, ht_ptr, N, filled, F: tl.constexpr, MOST: tl.constexpr,
                        HMOST: tl.constexpr, GPU: tl.constexpr, FOURS: tl.constexpr, COLS: tl.constexpr):
-    "Gradients of gate and of up, rounded and transposed, all of gate first; and h, transposed"
+    "Write gradients of gate and up, rounded and transposed, gate's first; and h, transposed"
     # grid: blocks of 4 FOURS rows, of columns; ab: N 2F, interleaved; q: N 2F; t, ht: by columns
     i, offs_n = tl.program_id(0)*FOURS + tl.arange(0, FOURS), tl.program_id(1)*COLS + tl.arange(0, COLS)
     inverse, sh, scale, seen = tl.load(inverse_ptr), tl.load(sh_ptr), tl.load(scale_ptr), tl.load(amax_ptr)
@@ -209,7 +209,7 @@ def gated8_back_kernel(ab_ptr, dh_ptr, inverse_ptr, ab_amax_ptr, sh_ptr, h_amax_
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #3dc08fc6
 def gated8_back_maths(ab, dh, inverse, ab_amax, sh, h_amax, scale, amax, dt): # as for `gated8_back`
-    "As `gated8_back`, by PyTorch"
+    "Compute `gated8_back` in PyTorch"
     a, h = deinterleave(ab.float()*inverse), dh.float() # its gradient so far
     q, t = round_and_transpose(swiglu_backward_maths(a, h), scale, amax, dt)
     ab_amax.copy_(torch.maximum(ab_amax, 2*a.abs().amax()))
@@ -223,8 +223,8 @@ BACK_TILE = dict(FOURS=8, COLS=128, num_warps=4)
 def gated8_back(ab: torch.Tensor, dh: torch.Tensor, inverse: torch.Tensor, ab_amax: torch.Tensor,
                 sh: torch.Tensor, h_amax: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
                 dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient of gate and up (N 2F, in E4M3, in turn; `inverse`: of its scale) from that of h (N F): of
-    all gates, then of all ups, in `dt` and transposed, as `quantize`; and h in E4M3 with scale `sh`, F N"""
+    """Return the gradient of gate and up from that of h (N F): all gates, then all ups, in `dt` and
+    transposed, as `quantize`; and h in E4M3 with scale `sh`, F N. `ab`: N 2F, in E4M3, interleaved"""
     N, F = dh.shape
     if not by_kernel(dh, F): return gated8_back_maths(ab, dh, inverse, ab_amax, sh, h_amax, scale, amax, dt)
     q, t = empty_pair(ab, N, 2*F, dt)
@@ -237,7 +237,7 @@ def gated8_back(ab: torch.Tensor, dh: torch.Tensor, inverse: torch.Tensor, ab_am
 # %% ../../nbs/29b_fp8_epilogues.ipynb #cfbf3ce6
 @lru_cache
 def scaled_epilogues():
-    "Two epilogues of 8-bit products: the scales divided out, and `c` added"
+    "Return two epilogues of 8-bit matmuls: one divides the scales out, the other also adds `c`"
     from llm_speedrun.compat import Scalar, gemm_epilogue
     def scaled(acc, ia, ib): return {"D": acc*(ia*ib)}
     def plus(acc, c, ia, ib): return {"D": acc*(ia*ib) + c}
@@ -247,7 +247,7 @@ def scaled_epilogues():
 @torch.library.custom_op("llm_speedrun::product8", mutates_args=())
 def product8_op(a: torch.Tensor, b: torch.Tensor, ia: torch.Tensor, ib: torch.Tensor,
                 c: torch.Tensor | None) -> torch.Tensor:
-    "a @ b.T with the scales divided out, and c (M N) added, in bf16; a: M K, b: N K, in E4M3"
+    "Return a @ b.T with the scales divided out, plus c (M N), in BF16; a: M K, b: N K, in E4M3"
     if not takes8(a, b): return (product8_maths(a, b, ia, ib) + (0 if c is None else c)).bfloat16()
     y = a.new_empty(len(a), len(b), dtype=torch.bfloat16)
     scaled_epilogues()[c is not None].gemm(a, b, y, c, epi_args=dict(ia=ia, ib=ib), **INSIDE)
@@ -256,21 +256,21 @@ def product8_op(a: torch.Tensor, b: torch.Tensor, ia: torch.Tensor, ib: torch.Te
 # %% ../../nbs/29b_fp8_epilogues.ipynb #1833dcc5
 @product8_op.register_fake
 def product8_shape(a, b, *rest):
-    "For tensors without numbers"
+    "Return an empty output: the fake (meta) implementation"
     return a.new_empty(len(a), len(b), dtype=torch.bfloat16)
 
 for op in (torch.ops.llm_speedrun.gated8, torch.ops.llm_speedrun.product8):
     register_flop_formula(op, get_raw=True)(gated_flops)
 
 def product8(s, a, b, name_a, name_b, c=None): # `Slots`; M K, N K, names of their slots; M N
-    "a @ b.T, and c added, with the scales of two slots: M N in bf16"
+    "Return a @ b.T + c with the scales of two slots: M N in BF16"
     return direct_call(product8_op)(a, b, slot(s.inverse, name_a), slot(s.inverse, name_b), c)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6a694d80
 @kernel_op(mutates=("amax",))
 def stream_norm(x: torch.Tensor, w: torch.Tensor, eps: float, scale: torch.Tensor,
                 amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "1/rms (N) of the rows of x (N d), and their norm in E4M3 and transposed, as `quantize`"
+    "Return 1/rms (N) of the rows of x (N d), and their norm in E4M3 and transposed, as `quantize`"
     if not by_kernel(x, x.shape[1]):
         _, n, r = add_norm_maths(x, None, w, eps)
         return r, *round_and_transpose(n, scale, amax, E4M3)
@@ -307,7 +307,7 @@ def _mlp8_back(ctx, dy):
     return dx.view_as(dy), dw, dwg, dwu, dwd, None, *[None]*6
 
 class MLP8(torch.autograd.Function):
-    "(x, norm, gate, up, down, eps, slots) -> x + the MLP of its norm; x: B T d"
+    "An autograd function (x, norm, gate, up, down, eps, slots) -> x + the MLP of its norm; x: B T d"
     forward, backward = staticmethod(_mlp8), staticmethod(_mlp8_back)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #7378595b
@@ -333,7 +333,7 @@ def _heads8_back(ctx, dh, dq, dk, dv):
     return dx.view_as(dh), dw, *dws, *dw2, None, None, None, *[None]*6
 
 class Heads8(torch.autograd.Function):
-    "(x, norm, wq, wk, wv, q_norm, k_norm, cos, sin, eps, slots) -> x; q, k, v as B T heads D"
+    "An autograd function that returns x (B T d) and its norm's q, k, v as B T heads D"
     forward, backward = staticmethod(_heads8), staticmethod(_heads8_back)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #ddc4f813
@@ -355,30 +355,30 @@ def _project8_back(ctx, dy):
     return dy, do.view(*dy.shape[:-1], -1), dw, *[None]*6
 
 class Project8(torch.autograd.Function):
-    "(x, o, w, slots) -> x + o @ w.T; x: B T d, o: B T C, w: d C"
+    "An autograd function (x, o, w, slots) -> x + o @ w.T; x: B T d, o: B T C, w: d C"
     forward, backward = staticmethod(_project8), staticmethod(_project8_back)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6b343945
-def whole(h): # the stream, or a pair of it and what is to be added
-    "The stream as one tensor, in the type of products"
+def whole(h): # the residual stream, or a pair of it and what is to be added
+    "Return the residual stream as one tensor, in the type of matmuls"
     x, y = stream_pair(h)
     return x if y is None else x + y
 
-def heads8(block, h, cos, sin): # the stream or a pair
-    "The part `heads`"
+def heads8(block, h, cos, sin): # the residual stream or a pair
+    "Compute the part `heads` of a block. Returns the residual stream, q, k, v"
     a, norm = block.self_attn, block.input_layernorm
     weights = norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_norm.weight, a.k_norm.weight
     h, *qkv = Heads8.apply(whole(h), *weights, cos, sin, norm.eps, *block.scales())
     return h, *(t.transpose(1, 2) for t in qkv)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #c62e8b9a
-def project8(block, h, o): # the stream or a pair, B H T D
-    "The part `project`: the stream, with the attention added"
+def project8(block, h, o): # the residual stream or a pair, B H T D
+    "Compute the part `project` of a block. Returns the residual stream, B T d"
     o, w = o.transpose(1, 2).flatten(2), block.self_attn.o_proj.weight
     return Project8.apply(whole(h), o, w, *block.scales())
 
-def feed8(block, h): # the stream or a pair
-    "The part `feed`: the stream, with the MLP added"
+def feed8(block, h): # the residual stream or a pair
+    "Compute the part `feed` of a block. Returns the residual stream, B T d"
     m, norm = block.mlp, block.post_attention_layernorm
     weights = norm.weight, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
     return MLP8.apply(whole(h), *weights, norm.eps, *block.scales())
@@ -386,7 +386,7 @@ def feed8(block, h): # the stream or a pair
 # %% ../../nbs/29b_fp8_epilogues.ipynb #2f906fc7
 @lru_cache
 def exps_epilogue():
-    "Logits rounded to bf16, and in each row of a tile the sum of their exponentials"
+    "Return the epilogue: logits rounded to BF16, and the sum of exponentials of each row of a tile"
     from llm_speedrun.compat import BFloat16, ColVecReduce, Float32, Scalar, gemm_epilogue, pexp2
     log2e = 1.4426950408889634
     def exps(acc, ia, ib):
@@ -397,11 +397,11 @@ def exps_epilogue():
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #acd99884
 def whole_tiles(V): # columns
-    "A tile that divides them: beyond the last column there'd be zeros, and their exponentials; or None"
+    "Return a tile whose width divides V, or None: zeros beyond the last column would add exponentials"
     return next((INSIDE | dict(tile_N=n) for n in (192, 128) if V % n == 0), None)
 
 def logits8(h, w, ia, ib): # n d, V d, in E4M3, on a GPU; the inverse scales
-    "Logits (n V) in bf16, and sums of their exponentials, n by tiles"
+    "Return logits (n V) in BF16, and sums of their exponentials, n by tiles"
     how = whole_tiles(len(w))
     logits = h.new_empty(len(h), len(w), dtype=torch.bfloat16)
     sums = h.new_empty(len(h), len(w)//how["tile_N"], dtype=torch.float32)
@@ -413,7 +413,7 @@ def logits8(h, w, ia, ib): # n d, V d, in E4M3, on a GPU; the inverse scales
 def summed_loss_kernel(sums_ptr, x_ptr, y_ptr, loss_ptr, lse_ptr, T, V: tl.constexpr,
                        ignore_index: tl.constexpr, z_loss: tl.constexpr, SUMS: tl.constexpr,
                        BLOCK: tl.constexpr):
-    "A row's loss and log-sum-exp, from its sums of exponentials by tiles, or else from its logits"
+    "Write a row's loss and log-sum-exp, from its tiles' sums of exponentials, or else from its logits"
     # grid: rows; sums: n T, x: n V, row-major
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SUMS)
@@ -431,7 +431,7 @@ def summed_loss_kernel(sums_ptr, x_ptr, y_ptr, loss_ptr, lse_ptr, T, V: tl.const
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #ee6467ac
 def summed_loss(sums, logits, y, ignore_index, z_loss): # n by tiles, n V, n
-    "The loss (0 where ignored) and the log-sum-exp of each row, n each"
+    "Return the loss (0 where ignored) and the log-sum-exp of each row, n each"
     n, V = logits.shape
     loss, lse = sums.new_empty(2, n).unbind()
     launch(summed_loss_kernel, (n,), sums, logits, y, loss, lse, sums.shape[1], V, ignore_index, z_loss,
@@ -441,9 +441,9 @@ def summed_loss(sums, logits, y, ignore_index, z_loss): # n by tiles, n V, n
 # %% ../../nbs/29b_fp8_epilogues.ipynb #4c33e8d4
 @dataclass(frozen=True)
 class SummedCE(GroupedCE):
-    "As `GroupedCE` in FP8, with sums of exponentials from the product of the logits"
+    "A `GroupedCE` in FP8, with sums of exponentials from the matmul of the logits"
     def losses8(self, s, h8, w8, y, dtype): # as `GroupedCE.losses8`
-        "A chunk's logits (n V), losses and log-sum-exps (n each)"
+        "Return a chunk's logits (n V), losses and log-sum-exps (n each)"
         fits = h8.is_cuda and not self.softcap and not traced() and dtype == torch.bfloat16
         if not (fits and takes8(h8, w8) and whole_tiles(len(w8))): return super().losses8(s, h8, w8, y, dtype)
         logits, sums = logits8(h8[:len(y)], w8, slot(s.inverse, "hidden"), slot(s.inverse, "head"))
@@ -451,7 +451,7 @@ class SummedCE(GroupedCE):
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #bd92997c
 def fp8_deviations(d, F, device): # sizes
-    "Relative errors of what our kernels make of random matrices of such widths, against PyTorch's maths"
+    "Yield the relative errors of our kernels on random matrices of such widths, against PyTorch's maths"
     g = torch.Generator(device).manual_seed(0)
     def rand(n, k, size): return (torch.randn(n, k, device=device, generator=g)*size).to(E4M3)
     x, h, c = rand(256, d, 16), rand(256, F, 16), torch.randn(256, d, device=device, generator=g).bfloat16()
@@ -469,14 +469,14 @@ def fp8_deviations(d, F, device): # sizes
 # %% ../../nbs/29b_fp8_epilogues.ipynb #12272d4f
 @lru_cache
 def fp8_epilogues_error(d, F, device): # sizes
-    "What goes wrong with the kernels of `fp8_epilogues` at such sizes, if anything does"
+    "Return why the kernels of `fp8_epilogues` fail at such sizes, \"\" if they don't"
     if device.type != "cuda" or d % 16 or F % 16: return "" # PyTorch multiplies these
     errors = []
     with torch.no_grad(): why = kernel_error(lambda: errors.extend(fp8_deviations(d, F, device)))
     return why or off_text(errors)
 
 def needs_quack_fp8():
-    "A rung's `needs`: FP8, and QuACK"
+    "Return a rung's `needs`: FP8, and QuACK"
     return needs_fp8() or hopper_missing()
 
 EIGHTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(fp8_feed, feed8))
@@ -485,9 +485,9 @@ EIGHTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(
 @rung("parts", needs=needs_quack_fp8, requires=["fp8"], follows=["head_groups"],
       excludes=["tensor_parallel", "compile", "selective_checkpoint"], gpu_only=True)
 def fp8_epilogues(run): # a `Run` with fp8
-    """In FP8: SwiGLU with its roundings, the additions to the stream and, with head_groups, the loss's sums
-    inside of products, which are QuACK's; gate and up kept in 8 bits. Raises `RunError` where its kernels
-    don't run, or not rightly"""
+    """Run in the epilogues of QuACK's FP8 GEMMs: SwiGLU with its quantization, the residual additions and,
+    with head_groups, the loss's sums; keep gate and up in 8 bits. Raises `RunError` where its kernels
+    don't run, or not correctly"""
     c = run.model.config
     if why := fp8_epilogues_error(c.width, c.hidden, run.device):
         raise RunError(f"rung 'fp8_epilogues': QuACK's kernels can't be used here: {why}. Leave the rung out")

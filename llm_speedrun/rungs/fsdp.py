@@ -60,7 +60,7 @@ def make_weights(run): # whose weights are shapes; its gradient syncs know who h
 
 # %% ../../nbs/52_fsdp.ipynb #5a36f8ca
 class FSDP(GradientSync):
-    "FSDP2's hooks gather and reduce what is cut. What isn't, is reduced when the passes are over"
+    "FSDP2's gradient sync: its hooks gather and reduce what is sharded. The rest is reduced after the passes"
     hooked = True
     def __init__(self, run, # a `Run` whose model is cut
                  each): # reduce after each micro-batch
@@ -70,12 +70,12 @@ class FSDP(GradientSync):
         self.cut = {n for n, p in run.model.named_parameters() if isinstance(p, DTensor)}
 
     def micro(self, last): # whether the micro-batch is the step's last one
-        "Nothing to enter: the hooks are told"
+        "Return an empty context; it sets how the hooks behave"
         self.model.set_requires_gradient_sync(last or self.each)
         return nullcontext()
 
     def groups(self, name): # of a parameter
-        "The processes that share the batch, for what is cut"
+        "Return the processes that share the batch, for a sharded parameter"
         return (self.group,) if name in self.cut else ()
 
 # %% ../../nbs/52_fsdp.ipynb #da06e45c
@@ -103,7 +103,7 @@ def check_goes(run): # a `Run`
 
 # %% ../../nbs/52_fsdp.ipynb #750eff31
 def keeps_copies(run): # a `Run`
-    "Whether the blocks' backward pass has 8-bit copies of all matrices, and needs none gathered again"
+    "Return whether the blocks' backward pass uses saved 8-bit copies, and needs no gathered matrices"
     parts = as_list(run.options.get("fp8", {}).get("parts", ()))
     again = {"checkpoint", "selective_checkpoint", "compile"} # which may ask for the weights themselves
     return {"heads", "out", "mlp"} <= {*parts} and not again & {*run.rungs}
@@ -114,10 +114,10 @@ REDUCE = dict(fp32=torch.float32, bf16=torch.bfloat16)
 @rung("shard", excludes=["ddp", "fp16", "cuda_graphs"], fills=True)
 def fsdp(run, # a `Run`
          reduce="fp32", # type in which gradients are sent and added up: fp32 or bf16
-         reshard=True, # gather a block's weights anew for its backward pass
+         reshard=True, # gather a block's weights again for its backward pass
          each=False): # reduce gradients after each micro-batch: less memory, and more to send
-    """Weights, gradients and optimizer state cut among the processes (FSDP2, `fully_shard`). Alone it changes
-    nothing. Raises `InputError` for what it doesn't go with"""
+    """Shard weights, gradients and optimizer state over the processes (FSDP2, `fully_shard`).
+    Alone it changes nothing. Raises `InputError` for rungs that it isn't compatible with"""
     check_goes(run)
     how = dict(reduce=lookup(REDUCE, reduce, "type of the reduction"), gather=DTYPES[run.fmt])
     if run.world.size == 1: return run

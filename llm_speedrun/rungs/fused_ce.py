@@ -18,15 +18,15 @@ from .triton import blocks, traced
 
 # %% ../../nbs/29a_fused_ce.ipynb #29amiss1
 def hopper_missing():
-    "Return why QuACK's kernels that are for Hopper alone can't run here, \"\" if they can, or on a CPU"
+    "Return why QuACK's kernels for Hopper can't run here; \"\" if they can, or on a CPU"
     return kernels_missing("quack-kernels", "QuACK", HOPPER)
 
 # %% ../../nbs/29a_fused_ce.ipynb #aa901735
-@lru_cache # a step that isn't recorded asks each time
+@lru_cache # without a CUDA graph each step calls it
 def fused_chunk(N, d, most, # tokens, width, the most in a chunk, which is filled up to 128
                 processors): # multiprocessors of the GPU
-    """The tokens of a chunk, a multiple of 128: so many that the tiles of dh take the fewest rounds, in the
-    fewest chunks, and of such the least. No chunk has `d` rows; None where that can't be"""
+    """Return the tokens of a chunk, a multiple of 128: so that the tiles of dh take the fewest rounds,
+    in the fewest chunks, and of such the least. No chunk has `d` rows; None where that is impossible"""
     rows, pairs = blocks(N, 128), max(1, processors//2) # two of these take two rows of tiles together
     cols = blocks(d, 192 if d % 192 == 0 else 256) # as QuACK cuts them
     def last(c): return (rows - 1) % c + 1
@@ -38,24 +38,24 @@ def fused_chunk(N, d, most, # tokens, width, the most in a chunk, which is fille
 # %% ../../nbs/29a_fused_ce.ipynb #2c7704a2
 @dataclass(frozen=True)
 class FusedCE(GroupedCE):
-    "As `GroupedCE` in 16 bits, by QuACK's fused linear cross-entropy"
+    "A `GroupedCE` whose 16-bit loss is QuACK's fused linear cross-entropy"
     def fits(self, h, w): # N d, V d
-        "Whether its kernels can take this"
+        "Return whether QuACK's kernels support this input"
         plain = not self.softcap and not self.z_loss and not traced()
         return plain and h.is_cuda and h.dtype == torch.bfloat16 and w.shape[0] % 128 == w.shape[1] % 8 == 0
 
     def grads16(self, h, w, y, want_w): # N d, V d, N
-        "Losses (N), gradients of their mean by `h` and `w` (FP32), and how many tokens count"
+        "Return losses (N), gradients of their mean by `h` and `w` (FP32), and how many tokens count"
         chunk = self.fits(h, w) and fused_chunk(*h.shape, self.group//(2*len(w)), sms(h))
         return fused_grads(h, w, y, self, want_w, chunk) if chunk else super().grads16(h, w, y, want_w)
 
 # %% ../../nbs/29a_fused_ce.ipynb #e7d28acf
 def fused_grads(h, w, y, ce, want_w, chunk): # N d, V d in bf16, N, a `FusedCE`, tokens in a chunk
-    "As `FusedCE.grads16`"
+    "Return what `FusedCE.grads16` does, by QuACK"
     from llm_speedrun.compat import fused_linear_ce
     count, N = (y != ce.ignore_index).sum().clamp(min=1), len(y)
     bad = bad_targets(y, len(w), ce.ignore_index) # would be read from beyond the row
-    scale = (1/count.float()).masked_fill(bad.any(), torch.nan) # of all gradients: the step is to be dropped
+    scale = (1/count.float()).masked_fill(bad.any(), torch.nan) # of all gradients: the step must be skipped
     loss, dh, dw = fused_linear_ce(h.contiguous(), w, y.masked_fill(bad, ce.ignore_index), chunk,
                                    ce.ignore_index, need_dw=want_w, grad_scale=scale)
     return loss[:N].masked_fill(bad, torch.nan), dh[:N], dw if want_w else h.new_empty(0), count
@@ -63,7 +63,7 @@ def fused_grads(h, w, y, ce, want_w, chunk): # N d, V d in bf16, N, a `FusedCE`,
 # %% ../../nbs/29a_fused_ce.ipynb #29fused03
 @lru_cache
 def fused_error(ce, V, d, device): # a `FusedCE`, vocabulary, width
-    "What goes wrong with such a head, if anything does: the kernels are compiled at their first call"
+    "Return the error of a head of this size, \"\" if it runs: kernels are compiled at their first call"
     if device.type != "cuda": return ""
     new = partial(torch.zeros, device=device, dtype=torch.bfloat16)
     return kernel_error(lambda: ce.grads16(new(128, d), new(V, d), new(128).long(), True))
@@ -71,8 +71,8 @@ def fused_error(ce, V, d, device): # a `FusedCE`, vocabulary, width
 # %% ../../nbs/29a_fused_ce.ipynb #29fused04
 @rung("parts", needs=hopper_missing, requires=["head_groups"], excludes=["fp8"], gpu_only=True)
 def fused_ce(run): # a `Run` with head_groups
-    """The loss by QuACK's fused linear cross-entropy, for which the gradients of logits never exist. Raises
-    `RunError` without its kernels"""
+    """Compute the loss by QuACK's fused linear cross-entropy, which never stores the gradients of the logits.
+    Raises `RunError` without its kernels"""
     c, ce = run.model.config, FusedCE(**vars(run.model.loss))
     if run.fmt == "bf16" and (why := fused_error(ce, c.vocab, c.width, run.device)):
         raise RunError(f"rung 'fused_ce': QuACK's kernels can't run here: {why}. Leave the rung out")

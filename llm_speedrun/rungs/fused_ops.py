@@ -17,12 +17,12 @@ from .triton import (AddRMSNorm, blocks, jit, kernel_op, launch, pow2, programs,
 
 # %% ../../nbs/14_fused_ops.ipynb #2ceb2a17
 def swiglu_maths(ab): # N 2F
-    "silu(a) * b, N F"
+    "Return silu(a) * b, N F"
     a, b = ab.to(torch.promote_types(ab.dtype, torch.float32)).chunk(2, -1)
     return (F.silu(a) * b).to(ab.dtype)
 
 def swiglu_backward_maths(ab, dh): # N 2F, N F
-    "The gradient of `ab` (N 2F). `dh` is overwritten with h"
+    "Return the gradient of `ab` (N 2F). `dh` is overwritten with h"
     a, b = ab.to(torch.promote_types(ab.dtype, torch.float32)).chunk(2, -1)
     s, g = a.sigmoid(), dh.to(a.dtype)
     dab = torch.cat([g*b*s*(1 + a*(1 - s)), g*a*s], -1)
@@ -31,14 +31,14 @@ def swiglu_backward_maths(ab, dh): # N 2F, N F
 
 # %% ../../nbs/14_fused_ops.ipynb #6557bbf6
 def swiglu_tile(F): # columns
-    "The tile of a program, and its warps"
+    "Return the tile of a program, and its number of warps"
     block = max(64, min(8192, pow2(F)))
     return dict(ROWS=1, BLOCK=block, num_warps=max(1, block//512))
 
 # %% ../../nbs/14_fused_ops.ipynb #bcde17a8
 @jit
 def swiglu_kernel(ab_ptr, h_ptr, N, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    "silu(a) * b on a tile"
+    "Write silu(a) * b for a tile"
     # grid: blocks of rows, blocks of columns; ab: N 2F, row-major, a first; h: N F
     offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     offs_n = tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
@@ -51,14 +51,14 @@ def swiglu_kernel(ab_ptr, h_ptr, N, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: 
 # %% ../../nbs/14_fused_ops.ipynb #a7c1e2f1
 @jit
 def swiglu_grads(a, b, dh):
-    "The gradients of a and b from that of h, and h"
+    "Return the gradients of a and b from that of h, and h"
     s = tl.sigmoid(a)
     return dh*b*s*(1 + a*(1 - s)), dh*a*s, a*s*b
 
 @jit
 def swiglu_backward_kernel(ab_ptr, dh_ptr, dab_ptr, N, F: tl.constexpr, ROWS: tl.constexpr,
                            BLOCK: tl.constexpr):
-    "The gradients of a and b on a tile; h takes the place of its own"
+    "Write the gradients of a and b for a tile, and h over its own gradient"
     # grid: blocks of rows, blocks of columns; ab, dab: N 2F, row-major, a first; dh: N F
     offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     offs_n = tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
@@ -75,7 +75,7 @@ def swiglu_backward_kernel(ab_ptr, dh_ptr, dab_ptr, N, F: tl.constexpr, ROWS: tl
 # %% ../../nbs/14_fused_ops.ipynb #3abf7dfb
 @kernel_op(contiguous=("ab",))
 def swiglu(ab: torch.Tensor) -> torch.Tensor:
-    "silu(a) * b for rows (a, b): N 2F to N F, contiguous"
+    "Compute silu(a) * b for rows (a, b): N 2F to N F, contiguous"
     if not runs_kernel(ab): return swiglu_maths(ab)
     N, F = ab.shape[0], ab.shape[1]//2
     h = ab.new_empty(N, F)
@@ -86,7 +86,7 @@ def swiglu(ab: torch.Tensor) -> torch.Tensor:
 # %% ../../nbs/14_fused_ops.ipynb #fb9eea40
 @kernel_op(mutates=("dh",), contiguous=("ab", "dh"))
 def swiglu_backward(ab: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
-    "The gradient of `ab` (N 2F) from that of h (N F), both contiguous; `dh` is overwritten with h"
+    "Return the gradient of `ab` (N 2F) from that of h (N F), both contiguous; overwrites `dh` with h"
     if not runs_kernel(ab): return swiglu_backward_maths(ab, dh)
     (N, F), dab, tile = dh.shape, torch.empty_like(ab), swiglu_tile(dh.shape[1])
     launch(swiglu_backward_kernel, (N, blocks(F, tile["BLOCK"])), ab, dh, dab, N, F, **tile)
@@ -94,7 +94,7 @@ def swiglu_backward(ab: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
 
 # %% ../../nbs/14_fused_ops.ipynb #c3e1a7d2
 class SwiGLUDown(torch.autograd.Function):
-    "(ab, w) -> swiglu(ab) @ w.T, keeping `ab` alone; ab: N 2F, w: d F, both of one type"
+    "An autograd function (ab, w) -> swiglu(ab) @ w.T that saves `ab` alone; ab: N 2F, w: d F, of one type"
     @staticmethod
     def forward(ctx, ab, w):
         ctx.save_for_backward(ab, w)
@@ -110,26 +110,26 @@ class SwiGLUDown(torch.autograd.Function):
 
 # %% ../../nbs/14_fused_ops.ipynb #e75e7ec4
 class Promised(SwiGLUDown):
-    "(ab, w) -> a tensor of the shape of `SwiGLUDown`'s output and of one number, with its backward pass"
+    "An autograd function (ab, w) -> a one-value placeholder of `SwiGLUDown`'s output, with its backward pass"
     @staticmethod
     def forward(ctx, ab, w):
         ctx.save_for_backward(ab, w)
         return w.new_empty(1).expand(len(ab), len(w))
 
 class Kept(torch.autograd.Function):
-    "(promise, ab, w) -> swiglu(ab) @ w.T, whose gradient is the promise's"
+    "An autograd function (promise, ab, w) -> swiglu(ab) @ w.T, whose gradient is the promise's"
     @staticmethod
     def forward(ctx, promise, ab, w): return swiglu(ab) @ w.T
     @staticmethod
     def backward(ctx, dy): return dy, None, None
 
 def swiglu_down(ab, w): # N 2F, d F
-    "`SwiGLUDown`, which a second run of the layer needn't run again. Returns N d"
+    "Apply `SwiGLUDown` so that recomputing the layer needn't run it again. Returns N d"
     return Kept.apply(Promised.apply(ab, w), ab.detach(), w.detach())
 
 # %% ../../nbs/14_fused_ops.ipynb #14093dc0
 def qk_rope_maths(qkv, wq, wk, cos, sin, H, eps): # B T H+2K D; D; D; T D/2; T D/2
-    "Normed and turned queries and keys, B T H+K D, in the type of `qkv`"
+    "Return normed and rotated queries and keys, B T H+K D, in the type of `qkv`"
     wide, K = torch.promote_types(qkv.dtype, torch.float32), (qkv.shape[2] - H)//2
     x = qkv[:, :, :H + K].to(wide)
     w = torch.cat([wq.expand(H, -1), wk.expand(K, -1)]) # H+K D
@@ -139,19 +139,19 @@ def qk_rope_maths(qkv, wq, wk, cos, sin, H, eps): # B T H+2K D; D; D; T D/2; T D
 # %% ../../nbs/14_fused_ops.ipynb #d36e3be2
 @jit
 def halves(ptr, offs, mask, HALF: tl.constexpr):
-    "The first and the second halves of some heads: HEADS HALF each"
+    "Load the first and the second halves of some heads: HEADS HALF each"
     a = tl.load(ptr + offs, mask=mask, other=0.).to(tl.float32)
     return a, tl.load(ptr + offs + HALF, mask=mask, other=0.).to(tl.float32)
 
 @jit
 def head_weights(wq_ptr, wk_ptr, is_q, i):
-    "The norm's weights for each head's row, of queries or of keys: HEADS D/2"
+    "Load the norm's weights for each head's row, of queries or of keys: HEADS D/2"
     return tl.where(is_q, tl.load(wq_ptr + i).to(tl.float32), tl.load(wk_ptr + i).to(tl.float32))
 
 @jit
 def qk_rope_kernel(qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, N, T, H: tl.constexpr, K: tl.constexpr,
                    HALF: tl.constexpr, eps: tl.constexpr, HEADS: tl.constexpr):
-    "One token: its query and key heads normed and turned; a, b are the halves of each head"
+    "Norm and rotate the query and key heads of one token; a, b are the halves of each head"
     # grid: tokens; qkv: N H+2K D, o: N H+K D, row-major; cos, sin: T D/2
     n, D = tl.program_id(0).to(tl.int64), 2*HALF # a token
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
@@ -169,7 +169,7 @@ def qk_rope_kernel(qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, N, T, H: tl
 @kernel_op(contiguous=("qkv",))
 def qk_rope(qkv: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
             H: int, eps: float) -> torch.Tensor:
-    """Norm and turn the query and key heads. qkv: B T H+2K D, contiguous; wq, wk: D; cos, sin: T D/2.
+    """Norm and rotate the query and key heads. qkv: B T H+2K D, contiguous; wq, wk: D; cos, sin: T D/2.
     Returns B T H+K D. D/2 must be a power of two for the kernel"""
     if not runs_kernel(qkv): return qk_rope_maths(qkv, wq, wk, cos, sin, H, eps)
     B, T, heads, D = qkv.shape
@@ -181,11 +181,11 @@ def qk_rope(qkv: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, cos: torch.Te
 
 # %% ../../nbs/14_fused_ops.ipynb #98e7f465
 def qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps): # B T H D, B T K D, B T K D, ...
-    "Gradients of qkv (B T H+2K D) and of both weights (2 D)"
+    "Return the gradients of qkv (B T H+2K D) and of both weights (2 D)"
     H, wide = dq.shape[2], torch.promote_types(qkv.dtype, torch.float32)
     x = qkv[:, :, :H + dk.shape[2]].to(wide)
     r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    dy = rope(torch.cat([dq, dk], 2).to(wide).transpose(1, 2), cos, -sin).transpose(1, 2) # turned back
+    dy = rope(torch.cat([dq, dk], 2).to(wide).transpose(1, 2), cos, -sin).transpose(1, 2) # rotated back
     xh, g = x*r, dy*torch.cat([wq.expand(H, -1), wk.expand(dk.shape[2], -1)])
     dx = r*(g - xh*(g*xh).mean(-1, keepdim=True))
     dw = (dy*xh).sum((0, 1)) # H+K D
@@ -194,7 +194,7 @@ def qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps): # B T H D, B
 # %% ../../nbs/14_fused_ops.ipynb #14hnorm1
 @jit
 def head_norm_grads(a, b, da, db, wa, wb, eps: tl.constexpr, D: tl.constexpr):
-    "Gradients of heads; what the norm's weights get; gradients times heads, summed. a, b: halves of heads"
+    "Return gradients of heads, of the norm's weights, and sums of gradients times heads. a, b: halves"
     r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
     a, b = a*r, b*r
     dwa, dwb = da*a, db*b
@@ -206,20 +206,20 @@ def head_norm_grads(a, b, da, db, wa, wb, eps: tl.constexpr, D: tl.constexpr):
 # %% ../../nbs/14_fused_ops.ipynb #b41c2716
 @jit
 def head_grad(dq_ptr, dk_ptr, n, head, i, mask, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr):
-    "A token's gradients of queries and keys as one tile, from two tensors"
+    "Load a token's gradients of queries and keys as one tile, from two tensors"
     dq = tl.load(dq_ptr + n*H*D + head*D + i, mask=mask & (head < H), other=0.)
     dk = tl.load(dk_ptr + n*K*D + (head - H)*D + i, mask=mask & (head >= H), other=0.)
     return tl.where(head < H, dq, dk).to(tl.float32)
 
 @jit
 def head_grads(dq_ptr, dk_ptr, n, head, i, mask, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr):
-    "The same for both halves of the heads"
+    "Load a token's gradients of queries and keys for both halves of the heads"
     da = head_grad(dq_ptr, dk_ptr, n, head, i, mask, H, K, 2*HALF)
     return da, head_grad(dq_ptr, dk_ptr, n, head, i + HALF, mask, H, K, 2*HALF)
 
 @jit
 def store_head_sums(dw_ptr, dwa, dwb, head, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    "The weights' sums over heads, both halves: of the queries, and D further on of the keys"
+    "Store the weights' sums over heads, both halves: of the queries, and D further on of the keys"
     i = tl.arange(0, HALF)
     tl.store(dw_ptr + i, tl.sum(tl.where(head < H, dwa, 0.), 0))
     tl.store(dw_ptr + D + i, tl.sum(tl.where(head < H, 0., dwa), 0))
@@ -231,7 +231,7 @@ def store_head_sums(dw_ptr, dwa, dwb, head, H: tl.constexpr, D: tl.constexpr, HA
 def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, dw_ptr,
                             N, T, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, eps: tl.constexpr,
                             HEADS: tl.constexpr, VHEADS: tl.constexpr):
-    "A share of the tokens: the gradient of qkv, and this program's part of the two weights'"
+    "Write the gradient of qkv for a share of the tokens, and its part of the two weights'"
     # grid: programs that share the tokens; dq: N H D, dk, dv: N K D, qkv, o: N H+2K D, row-major
     D: tl.constexpr = 2*HALF
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
@@ -245,7 +245,7 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
         da, db = head_grads(dq_ptr, dk_ptr, n, head, i, mask, H, K, HALF)
         v = tl.load(dv_ptr + n*K*D + vhead*D + j, mask=vhead < K)
         c, s = tl.load(cos_ptr + (n % T)*HALF + i), tl.load(sin_ptr + (n % T)*HALF + i)
-        da, db = da*c + db*s, db*c - da*s # turned back
+        da, db = da*c + db*s, db*c - da*s # rotated back
         da, db, ga, gb, _ = head_norm_grads(a, b, da, db, wa, wb, eps, D)
         dwa, dwb = dwa + ga, dwb + gb
         tl.store(o_ptr + offs, da, mask=mask)
@@ -258,7 +258,7 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
 def qk_rope_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: torch.Tensor,
                      wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                      eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    "Gradients of qkv (B T H+2K D) and of the two norms' weights (2 D, FP32); all contiguous"
+    "Return the gradients of qkv (B T H+2K D) and of the two norms' weights (2 D, FP32); all contiguous"
     if not runs_kernel(qkv): return qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
     (B, T, H, D), K = dq.shape, dk.shape[2]
     P, heads = programs(qkv, 16, B*T), pow2(H + K)
@@ -269,7 +269,7 @@ def qk_rope_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: 
 
 # %% ../../nbs/14_fused_ops.ipynb #b8d45a64
 class QKRope(torch.autograd.Function):
-    "(qkv, wq, wk, cos, sin, H, eps) -> q, k, v as B T heads D, views of two tensors; qkv: B T H+2K D"
+    "An autograd function from qkv (B T H+2K D) to q, k, v (B T heads D), with q and k normed and rotated"
     @staticmethod
     def forward(ctx, qkv, wq, wk, cos, sin, H, eps):
         ctx.save_for_backward(qkv, wq, wk, cos, sin)
@@ -285,16 +285,16 @@ class QKRope(torch.autograd.Function):
 
 # %% ../../nbs/14_fused_ops.ipynb #8d565404
 def compute_dtype(x): # a tensor
-    "The type that products of `x` run in: autocast's where it is on, else that of `x`"
+    "Return the type that matmuls of `x` run in: autocast's where it is on, else that of `x`"
     on = torch.is_autocast_enabled(x.device.type)
     return torch.get_autocast_dtype(x.device.type) if on else x.dtype
 
-def stream_pair(h): # the stream B T d, or a pair of it and what is to be added
-    "Both as a pair, the second None where there is nothing to add; alone it gets the products' type"
+def stream_pair(h): # the residual stream B T d, or a pair of it and what is to be added
+    "Return the residual stream and what is to be added, or None; a single tensor gets the matmuls' type"
     return h if isinstance(h, tuple) else (h.to(compute_dtype(h)), None)
 
-def add_norm(norm, h): # a `model.RMSNorm`, and the stream or a pair
-    "The stream after the addition, and its norm, B T d each"
+def add_norm(norm, h): # a `model.RMSNorm`, and the residual stream or a pair
+    "Return the residual stream after the addition, and its norm, B T d each"
     x, y = stream_pair(h)
     n = AddRMSNorm.apply(x, y, norm.weight, norm.eps)
     return (x, n) if y is None else n
@@ -308,39 +308,39 @@ def recast(module, cls): # a module, which gives up what it holds; a subclass of
 
 # %% ../../nbs/14_fused_ops.ipynb #3cd22cbc
 def joined(dtype, *linears): # layers with the same input
-    "Their weights as one matrix of type `dtype`"
+    "Return the layers' weights as one matrix of type `dtype`"
     return torch.cat([l.weight.to(dtype) for l in linears])
 
 # %% ../../nbs/14_fused_ops.ipynb #792c8203
 def rotated(a, qkv, cos, sin): # a `model.Attention`, B T (H + 2K)D
-    "Queries, keys and values from their product: normed, turned, as views B H T D, B K T D twice"
+    "Return queries, keys and values of the matmul, normed and rotated: views B H T D, B K T D twice"
     qkv, H = qkv.unflatten(-1, (-1, a.head_dim)), a.q_proj.out_features // a.head_dim
     qkv = QKRope.apply(qkv, a.q_norm.weight, a.k_norm.weight, cos, sin, H, a.q_norm.eps)
     return [t.transpose(1, 2) for t in qkv]
 
-def fused_heads(block, h, cos, sin): # h: the stream or a pair
-    "The part `heads`"
+def fused_heads(block, h, cos, sin): # h: the residual stream or a pair
+    "Compute the block's part `heads`. Returns the residual stream, queries, keys and values"
     a, (h, n) = block.self_attn, add_norm(block.input_layernorm, h)
     return h, *rotated(a, F.linear(n, joined(n.dtype, a.q_proj, a.k_proj, a.v_proj)), cos, sin)
 
 # %% ../../nbs/14_fused_ops.ipynb #b82cb035
 def fused_project(block, h, o): # B T d, B H T D
-    "The part `project`: the stream, and what the attention has yet to add to it"
+    "Compute the block's part `project`. Returns the residual stream, and attention's output still to add"
     return h, block.self_attn.o_proj(o.transpose(1, 2).flatten(2))
 
 def fused_feed(block, h): # a pair
-    "The part `feed`: the stream, and what the MLP has yet to add to it"
+    "Compute the block's part `feed`. Returns the residual stream, and the MLP's output still to add"
     m, (h, n) = block.mlp, add_norm(block.post_attention_layernorm, h)
     ab = F.linear(n, joined(n.dtype, m.gate_proj, m.up_proj)).flatten(0, -2) # N 2F
     return h, swiglu_down(ab, m.down_proj.weight.to(ab.dtype)).view(h.shape)
 
 def fused_last_norm(model, h): # a pair
-    "The model's last norm, after the last addition"
+    "Return the model's last norm, computed together with the last addition"
     return add_norm(model.norm, h)[1]
 
 # %% ../../nbs/14_fused_ops.ipynb #c216e708
 def fuse(model): # a `GPT`, changed in place
-    "Swap the parts of `model` for fused ones. Raises `InputError` for a head that the kernel can't turn"
+    "Replace the parts of `model` by fused ones. Raises `InputError` for heads that the kernel can't rotate"
     if (D := model.config.head_dim) & (D - 1):
         raise InputError(f"rung 'fused_ops': head dimension {D} is no power of two, which its kernel needs: "
                          "choose other heads, or leave the rung out")
@@ -349,11 +349,11 @@ def fuse(model): # a `GPT`, changed in place
 
 # %% ../../nbs/14_fused_ops.ipynb #27f4d77e
 def needs_triton():
-    "A rung's `needs`: Triton where there is a GPU. A CPU passes, for smoke runs"
+    "Return a rung's `needs`: Triton where there is a GPU. A CPU passes, for smoke runs"
     missing = triton is None and torch.cuda.is_available()
     return "it needs Triton, which is not installed: pip install triton" if missing else ""
 
 @rung("parts", needs=needs_triton)
 def fused_ops(run): # a `Run`
-    "RMSNorm with the addition before it, SwiGLU, and QK-norm with RoPE as one Triton kernel each, both ways"
+    "Fuse RMSNorm with the addition before it, SwiGLU, and QK-norm with RoPE into Triton kernels"
     return run.with_model(fuse)

@@ -32,13 +32,13 @@ from .optim import (MultiTensorAdamW, adamw_block, adamw_pointers, one_minus_exp
                                       update_torch)
 
 # %% ../../nbs/28_fewer_passes.ipynb #a5bceb65
-GROUP = 2 * 2**30 # bytes of gradients of logits kept for one product
+GROUP = 2 * 2**30 # bytes of gradients of logits kept for one matmul
 
 def group_sizes(N, d, V, # tokens, width, vocabulary
                 nbytes, # of a logit, and of what is kept of its gradient
                 group, budget, # bytes of gradients in a group, of logits at a time
                 sms): # multiprocessors of the GPU
-    "Tokens in a group and in a chunk: multiples of 128, of which one always has room, or all `N`"
+    "Return the tokens in a group and in a chunk: multiples of 128, and at least that, or all `N`"
     most = chunk_size(N, d, V, nbytes, group, sms)
     return most, min(most, max(128, budget // (V*nbytes) // 128 * 128))
 
@@ -46,8 +46,8 @@ def group_sizes(N, d, V, # tokens, width, vocabulary
 @kernel_op(mutates=("q", "t"))
 def logits_into(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, t: torch.Tensor,
                 ignore_index: int, z_loss: float, softcap: float) -> None:
-    """As `logits_quantize`, of logits (n V), into `q` (n or more V) and `t` (V n or more, perhaps columns of
-    a wider matrix)"""
+    """Write what `logits_quantize` returns for logits (n V) into `q` (n or more V) and `t` (V n or more,
+    perhaps columns of a wider matrix)"""
     n, V = logits.shape
     if not by_kernel(logits, V):
         a, b = logits_quantize(logits, y, lse, ignore_index, z_loss, softcap)
@@ -59,7 +59,7 @@ def logits_into(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, q: tor
 
 # %% ../../nbs/28_fewer_passes.ipynb #75ec9a59
 def mm8_into(to, a, b, inverse_a, inverse_b): # changed: n N, n up to M; M K; N K; one number each
-    "to = the first n rows of a @ b.T, of 8-bit matrices with their scales divided out"
+    "Write the first n rows of a @ b.T into `to`, of 8-bit matrices with their scales divided out"
     if a.is_cuda and not traced() and len(to) == len(a) and not any(n % 16 for n in (*a.shape, len(b))):
         scaled_mm(a, b.T, inverse_a, inverse_b, out_dtype=to.dtype, out=to)
     else: to.copy_(mm8(a, b, inverse_a, inverse_b, out=to.dtype)[:len(to)])
@@ -67,7 +67,7 @@ def mm8_into(to, a, b, inverse_a, inverse_b): # changed: n N, n up to M; M K; N 
 # %% ../../nbs/28_fewer_passes.ipynb #6e688eba
 def group8(s, h8, w8, y, ce, chunk, # `Slots`; 8-bit n' d, n' a multiple of 16, V d; n; `GroupedCE`; tokens
            dtype): # of the logits
-    "The losses of a group's tokens (n), and the logits' gradients in E5M2, both copies"
+    "Return the losses of a group's tokens (n), and the logits' gradients in E5M2, both copies"
     options, losses = (ce.ignore_index, ce.z_loss, ce.softcap), []
     q, t = empty_pair(w8, len(y), len(w8), E5M2)
     for i in range(0, len(y), chunk):
@@ -79,7 +79,7 @@ def group8(s, h8, w8, y, ce, chunk, # `Slots`; 8-bit n' d, n' a multiple of 16, 
 
 # %% ../../nbs/28_fewer_passes.ipynb #08094a61
 def grouped8(s, h, w, y, ce): # `Slots`, N d in bf16, V d in FP32, N, a `GroupedCE`
-    "Losses (N), gradients of their mean by `h` and `w` (FP32), and how many tokens count"
+    "Return losses (N), gradients of their mean by `h` and `w` (FP32), and how many tokens count"
     h8, h8t = with_slot(s, "hidden", quantize, h, dt=E4M3)
     w8, w8t = with_slot(s, "head", quantize_weights, [w])
     count, losses, dh, dw = (y != ce.ignore_index).sum().clamp(min=1), [], torch.empty_like(h), None
@@ -98,7 +98,7 @@ def grouped8(s, h, w, y, ce): # `Slots`, N d in bf16, V d in FP32, N, a `Grouped
 @jit
 def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, V: tl.constexpr, ignore_index: tl.constexpr,
                      z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
-    "A row's loss, and in the row's place the gradient of all rows' mean loss; n: how many count, FP32"
+    "Write a row's loss, and over its logits the gradient of the mean loss; n: how many count, FP32"
     # grid: rows; x: N V, row-major, overwritten
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V
@@ -121,8 +121,8 @@ def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, V: tl.constexpr, ignore_inde
 @kernel_op(mutates=("logits",), contiguous=("logits", "y"))
 def mean_loss(logits: torch.Tensor, y: torch.Tensor, count: torch.Tensor, ignore_index: int, z_loss: float,
               softcap: float) -> torch.Tensor:
-    """The loss of each row of `logits` (N V, contiguous) with targets `y` (N): N, FP32, zero where ignored.
-    The logits are overwritten by the gradient of the losses' sum divided by `count`, one FP32 number"""
+    """Return the loss of each row of `logits` (N V, contiguous) with targets `y` (N): N, FP32, zero where
+    ignored. The logits are overwritten by the gradient of the losses' sum divided by `count` (FP32)"""
     if not runs_kernel(logits) or logits.dtype == torch.float64:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         loss = loss_maths(wide, y, ignore_index, z_loss, softcap, True)
@@ -135,7 +135,7 @@ def mean_loss(logits: torch.Tensor, y: torch.Tensor, count: torch.Tensor, ignore
 
 # %% ../../nbs/28_fewer_passes.ipynb #92a55362
 def grouped16(h, w, y, ce, want_w): # N d, V d, both of one type, N, a `GroupedCE`
-    "Losses (N), gradients of their mean by `h` and `w` (FP32 at least), and how many tokens count"
+    "Return losses (N), gradients of their mean by `h` and `w` (FP32 at least), and how many tokens count"
     dh, dw = loss_results(h, w, True, want_w)
     count, losses = (y != ce.ignore_index).sum().clamp(min=1), []
     size, chunk = ce.sizes(*h.shape, len(w), h.element_size(), h)
@@ -153,7 +153,7 @@ def grouped16(h, w, y, ce, want_w): # N d, V d, both of one type, N, a `GroupedC
 # %% ../../nbs/28_fewer_passes.ipynb #9fa846c9
 @jit
 def times_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
-    "x *= factor, and nothing at all where that is 1"
+    "Multiply x by a factor in place; skip the memory access where that is 1"
     # grid: programs that share the elements of x, contiguous
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1:
@@ -164,7 +164,7 @@ def times_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
 
 @kernel_op(mutates=("x",), contiguous=("x",))
 def times_(x: torch.Tensor, factor: torch.Tensor) -> None:
-    "x *= factor in place, a contiguous tensor and one of one number"
+    "Multiply a contiguous tensor by a one-element tensor, in place"
     if not runs_kernel(x) or x.dtype == torch.float64: x.mul_(factor.view([1]*x.ndim))
     elif n := x.numel():
         launch(times_kernel, (programs(x, 4, blocks(n, 4096)),), x, factor, n, BLOCK=4096, num_warps=8)
@@ -188,13 +188,13 @@ def _grouped_backward(ctx, g):
     return *[t.to(k) if on else None for t, k, on in zip(grads, ctx.dtypes, ctx.needs_input_grad)], *[None]*9
 
 class GroupedLoss(torch.autograd.Function):
-    "(h, w, y, ce, want_w, ...) -> mean loss of h @ w.T, in FP8 with slots; h: N d, w: V d, y: N"
+    "An autograd function (h, w, y, ce, want_w, ...) -> mean loss of h @ w.T; h: N d, w: V d, y: N"
     forward, backward = staticmethod(_grouped_forward), staticmethod(_grouped_backward)
 
 # %% ../../nbs/28_fewer_passes.ipynb #2b830f77
 @dataclass(frozen=True)
 class GroupedCE(ChunkedCE):
-    "As `ChunkedCE`, with gradients of logits kept in groups"
+    "A `ChunkedCE` that keeps gradients of logits in groups"
     scales: nn.Module = None # the projection's `LayerScales`, where it is in FP8
     group: int = GROUP # bytes of gradients of logits in a group
 
@@ -215,21 +215,21 @@ class GroupedCE(ChunkedCE):
 # %% ../../nbs/28_fewer_passes.ipynb #6e7d6a5d
 @patch
 def losses8(self:GroupedCE, s, h8, w8, y, dtype): # `Slots`, 8-bit n' d and V d, n, type of the logits
-    "A chunk's logits (n V), losses and log-sum-exps (n each), which another loss may find otherwise"
+    "Return a chunk's logits (n V), losses and log-sum-exps (n each); another loss may replace it"
     logits = product(s, h8, w8, "hidden", "head", out=dtype, fast=True)[:len(y)]
     return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
 
 @patch(as_prop=True)
 def in_fp8(self:GroupedCE):
-    "Whether its matmuls are in FP8: then another loss may replace `losses8`"
+    "Return whether its matmuls are in FP8: then another loss may replace `losses8`"
     return self.scales is not None
 
 # %% ../../nbs/28_fewer_passes.ipynb #f0901ede
 @rung("parts", needs=needs_triton, requires=["chunked_ce"], follows=["fp8"],
       excludes=["tensor_parallel", "fp16"], gpu_only=True)
 def head_groups(run, # a `Run` with chunked_ce
-                group=GROUP // 2**20): # MiB of logits' gradients that are kept for one product
-    "The output projection's gradient from groups of chunks, with 1/n inside of its products"
+                group=GROUP // 2**20): # MiB of logits' gradients that are kept for one matmul
+    "Compute the output projection's gradient from groups of chunks, with 1/n inside of its matmuls"
     if group < 1:
         raise InputError(f"rung 'head_groups': group={group} is no size in MiB: give at least 1")
     def change(model): model.loss = GroupedCE(**vars(model.loss), group=group * 2**20)
@@ -237,7 +237,7 @@ def head_groups(run, # a `Run` with chunked_ce
 
 # %% ../../nbs/28_fewer_passes.ipynb #c22c5e60
 def precomputed_grads(loss): # of a forward pass
-    "The weights and their gradients, two lists, of a loss that has them; None of any other"
+    "Return the weights and their gradients, two lists, of a loss that has them; None of any other"
     node = loss.grad_fn
     if not isinstance(node, node_class(PrecomputedGrads)): return None
     leaves = [f for f, _ in node.next_functions if f is not None] # of the weights alone
@@ -245,7 +245,7 @@ def precomputed_grads(loss): # of a forward pass
 
 # %% ../../nbs/28_fewer_passes.ipynb #c8bac016
 class DirectBackward(Backward):
-    "Takes finished gradients where they lie; where a loss has none, it is autograd's backward pass"
+    "A backward pass that uses finished gradients in place; a loss without them gets autograd's"
     borrowed = () # weights whose gradients are a recording's, until its next pass
 
     def prepare(self):
@@ -261,7 +261,7 @@ class DirectBackward(Backward):
 @patch
 @torch.no_grad()
 def set_gradients(self:DirectBackward, params, grads): # lists; the gradients lie where a CUDA graph put them
-    "Make them the weights' gradients, or add them to what is there"
+    "Make tensors the weights' gradients, or add them to existing ones"
     old = [(p.grad, g) for p, g in zip(params, grads) if p.grad is not None]
     new = [(p, g) for p, g in zip(params, grads) if p.grad is None]
     if old: torch._foreach_add_(*map(list, zip(*old)))
@@ -279,7 +279,7 @@ def __call__(self:DirectBackward, loss): # of a forward pass
 @jit
 def clipped_adamw_kernel(table_ptr, owner_ptr, factor_ptr, skipped_ptr, found_ptr, decay, lr, w1, w2, log1,
                          log2, eps, t, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    "AdamW with gradients times a factor, four blocks of one tensor in each program"
+    "Update by AdamW with gradients times a factor, four blocks of one tensor in each program"
     # grid: pieces of 4 BLOCK weights; table: a row of 8 numbers for each tensor, its addresses first
     program = tl.program_id(0)
     j = tl.arange(0, BLOCK)
@@ -304,7 +304,7 @@ def clipped_adamw_kernel(table_ptr, owner_ptr, factor_ptr, skipped_ptr, found_pt
 
 # %% ../../nbs/28_fewer_passes.ipynb #fd644bd4
 def adamw_numbers(group): # lr, betas, eps, weight_decay and t, the number of this step
-    "What the kernel takes of a group: floats"
+    "Return the kernel's arguments from a parameter group: floats"
     lr, log = float(group["lr"]), lambda b: math.log(max(b, 1e-30))
     return (1 - lr*group["weight_decay"], lr, *(1 - b for b in group["betas"]), *map(log, group["betas"]),
             float(group["eps"]), float(group["t"]))
@@ -313,7 +313,7 @@ def adamw_numbers(group): # lr, betas, eps, weight_decay and t, the number of th
 def clipped_triton(tensors, # (p, g, m, v, None, None) for each weight, FP32; all contiguous but gradients
                    group, factor, skipped, found_inf, # as for `clipped_torch`
                    tables): # a dict, which keeps the tables of addresses
-    "The update in place, by the kernel"
+    "Update in place, by the kernel"
     tensors = [(p, g.contiguous(), *rest) for p, g, *rest in tensors]
     table, owners, aligned, block = tables_of(tensors, skipped.device, tables)
     clipped_adamw_kernel[(len(owners),)](table, owners, factor, skipped, found_inf, *adamw_numbers(group),
@@ -322,7 +322,7 @@ def clipped_triton(tensors, # (p, g, m, v, None, None) for each weight, FP32; al
 def clipped_torch(tensors, group, # as for `clipped_triton`
                   factor, # of the gradients, a tensor of one number
                   skipped, found_inf): # tensors: steps not taken so far; unless 0, this one isn't either
-    "The update in place, in plain PyTorch"
+    "Update in place, in plain PyTorch"
     update_torch([(p, g*factor, *rest) for p, g, *rest in tensors], group, "none", 0, skipped, found_inf)
 
 # %% ../../nbs/28_fewer_passes.ipynb #0b2b8dda
@@ -349,14 +349,14 @@ def update(self:ClippedAdamW, ps, g, key, found_inf): # as `MultiTensorAdamW.upd
 
 # %% ../../nbs/28_fewer_passes.ipynb #dd2f6c71
 def make_clipped(model, lr=1e-3, betas=(.9, .95), weight_decay=.1): # as for `make_fused`
-    "`ClippedAdamW` in the usual two groups"
+    "Make a `ClippedAdamW` with the usual two groups"
     return ClippedAdamW(param_groups(model, weight_decay), lr=lr, betas=betas)
 
 # %% ../../nbs/28_fewer_passes.ipynb #871951e5
 @rung("optimizer", needs=needs_triton, follows=["fused_adamw", "adamw8bit"], excludes=["fp16"], gpu_only=True)
 def direct_update(run): # a `Run`
-    """Recorded gradients are taken where they lie, and AdamW clips them as it reads them. With another kind
-    of optimizer the first alone; where autograd's hooks send the gradients to other processes, the second"""
+    """Let AdamW read captured gradients in place, and clip them as it reads them. With another optimizer only
+    the first; where autograd's hooks send the gradients to other processes only the second"""
     kept = {"adamw8bit", "bf16_weights"} & {*run.rungs}
     optimizer = run.optimizer if kept else make_clipped
     hooked = any(e.hooked for e in run.gradient_syncs)
@@ -365,8 +365,8 @@ def direct_update(run): # a `Run`
 # %% ../../nbs/28_fewer_passes.ipynb #e20c6ecc
 def recompute_on_unpack(t, # a tensor, alive as long as the context
            make): # () -> the same numbers in the same places
-    """A context in which autograd doesn't keep the memory of `t`, nor views of it: when the backward pass
-    wants one, `make` makes it again. What that reads must not change until then"""
+    """Return a context in which autograd doesn't keep the memory of `t`, nor views of it: when the backward
+    pass needs one, `make` recomputes it. What that reads must not change until then"""
     memory, dtype, views, made = storage_id(t.untyped_storage()), t.dtype, [], []
     def pack(t):
         if storage_id(t.untyped_storage()) != memory or t.dtype != dtype: return t
@@ -381,8 +381,8 @@ def recompute_on_unpack(t, # a tensor, alive as long as the context
 # %% ../../nbs/28_fewer_passes.ipynb #645cae37
 def heads_product(v, # B K T D
                   H): # query heads
-    """The product of all heads that the values `v` are a part of: B T H+2K D. Raises `InputError` for values
-    that lie elsewhere"""
+    """Return the matmul's output of which the values `v` are a part: B T H+2K D.
+    Raises `InputError` for values that lie elsewhere"""
     (B, K, T, D), n = v.shape, H + 2*v.shape[1]
     if v.stride() != (T*n*D, D, n*D, 1) or v.storage_offset() != (H + K)*D:
         raise InputError("rung 'recompute_rope': the values of this model don't lie behind its queries and "
@@ -391,7 +391,7 @@ def heads_product(v, # B K T D
 
 # %% ../../nbs/28_fewer_passes.ipynb #88661708
 def attend_recompute(block, q, k, v, cos, sin): # B H T D, B K T D twice
-    "The part `attend`, for whose backward pass queries and keys are made again"
+    "Compute the block's part `attend`, and recompute queries and keys for its backward pass"
     a, H = block.self_attn, q.shape[1]
     qkv = heads_product(v, H)
     def turned():
@@ -399,8 +399,8 @@ def attend_recompute(block, q, k, v, cos, sin): # B H T D, B K T D twice
         return qk_rope(qkv, *weights, cos, sin, H, a.q_norm.eps) # B T H+K D, of which q and k are parts
     with recompute_on_unpack(q, turned): return block.attend(q, k, v)
 
-def layer_recompute(block, h, cos, sin): # h: the stream or a pair
-    "The part `layer`, with `attend_recompute`"
+def layer_recompute(block, h, cos, sin): # h: the residual stream or a pair
+    "Run the block's part `layer` with `attend_recompute`"
     if not torch.is_grad_enabled(): return naive_layer(block, h, cos, sin)
     h, *heads = block.heads(block, h, cos, sin)
     o = attend_recompute(block, *heads, cos, sin)
@@ -411,9 +411,9 @@ def layer_recompute(block, h, cos, sin): # h: the stream or a pair
 @rung("parts", needs=needs_triton, requires=["fused_ops"], gpu_only=True,
       excludes=["checkpoint", "selective_checkpoint", "compile", "tensor_parallel"])
 def recompute_rope(run): # a `Run` with fused_ops
-    """Queries and keys, normed and turned, aren't kept for attention's backward pass but made again (where
-    attention copies them, it keeps its copies). Raises `InputError` for blocks that run in an order of their
-    own, and in the first step for values that don't lie behind queries and keys"""
+    """Recompute normed and rotated queries and keys for attention's backward pass instead of keeping them
+    (where attention copies them, it keeps its copies). Raises `InputError` for blocks that run in an order
+    of their own, and in the first step for values that don't lie behind queries and keys"""
     def change(model):
         if any(b.layer is not naive_layer for b in model.layers):
             raise InputError("rung 'recompute_rope': the blocks of this model run in an order of their own, "

@@ -20,13 +20,13 @@ from ..runs import param_groups, rung
 # %% ../../nbs/21_optim.ipynb #c1d2270c
 def adamw_scalars(lr, betas, eps, weight_decay, # as in `torch.optim.AdamW`
                   t): # number of this step, from 1
-    "What the update at step `t` multiplies weights, quotient, g, g² and √v by, and epsilon"
+    "Return the factors of weights, quotient, g, g² and √v in the update at step `t`, and epsilon"
     b1, b2 = betas
     return 1 - lr*weight_decay, lr/(1 - b1**t), 1 - b1, 1 - b2, (1 - b2**t)**-.5, eps
 
 def adamw_maths(x, g, m, v, # weights, gradients and moments, FP32 of one shape
                 decay, step, w1, w2, scale, eps): # from `adamw_scalars`
-    "The weights after the update; changes the moments in place"
+    "Return the weights after the update; change the moments in place"
     m.lerp_(g, w1)
     v.lerp_(g*g, w2)
     return decay*x - step*m / (v.sqrt()*scale + eps)
@@ -36,24 +36,24 @@ def make_fused(model, # the model to optimize
                lr=1e-3, # learning rate, may be changed in `param_groups` at each step
                betas=(.9, .95), # decay of the moments
                weight_decay=.1): # on matrices alone
-    "PyTorch's AdamW as one kernel over all weights"
+    "Make PyTorch's AdamW as one kernel over all weights"
     return torch.optim.AdamW(param_groups(model, weight_decay), lr=lr, betas=betas, fused=True)
 
 @rung("optimizer", excludes=("adamw8bit", "bf16_weights"))
 def fused_adamw(run): # a `Run`
-    "PyTorch's fused AdamW: every weight goes to the chip and back once"
+    "Use PyTorch's fused AdamW: it reads and writes every weight once per step"
     return replace(run, optimizer=make_fused)
 
 # %% ../../nbs/21_optim.ipynb #4628aeca
 MOMENT_BLOCK = 256 # consecutive numbers of a moment that share a scale
 
 def in_blocks(x): # of any shape
-    "`x` in rows of `MOMENT_BLOCK` numbers, the last one filled up with zeros"
+    "Return `x` in rows of `MOMENT_BLOCK` values, the last one padded with zeros"
     return F.pad(x.flatten(), (0, -x.numel() % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
 
 # %% ../../nbs/21_optim.ipynb #8743578a
 def encode_moments(m, v): # FP32, of one shape
-    "Codes of `m` (int8) and of `v` (uint8), of their shape, and their scales, FP32 (2, blocks)"
+    "Quantize moments: `m` to int8, `v` to uint8 (same shapes), with FP32 scales (2, blocks)"
     a, b = in_blocks(m), in_blocks(v)
     s, r = scales = torch.stack((a.abs().amax(1), b.amax(1)))
     s, r = (x[:, None].clamp(min=1e-33) for x in (s, r)) # a block of zeros is divided by something
@@ -63,7 +63,7 @@ def encode_moments(m, v): # FP32, of one shape
     return as_given(c, torch.int8), as_given(d, torch.uint8), scales
 
 def decode_moments(c, d, scales): # from `encode_moments`
-    "The moments, FP32"
+    "Return the moments in FP32"
     y, z, (s, r) = in_blocks(c).float(), in_blocks(d).float(), scales[:, :, None]
     m, v = y*y.abs()*(s*127**-2), z*z*(z*z)*(r*255**-4)
     return m.flatten()[:c.numel()].view_as(c), v.flatten()[:c.numel()].view_as(c)
@@ -74,14 +74,14 @@ SMALL = 4096 # tensors of fewer numbers keep FP32 moments
 # %% ../../nbs/21_optim.ipynb #560435fd
 def stochastic_round(x, # FP32
                      bits): # of the same shape: random integers from 0 to 65535
-    "`x` in bf16, rounded to one of its two neighbours so that the mean is `x`. Infinity and NaN stay"
+    "Round `x` to one of its two neighbours in BF16 so that the mean is `x`. Infinity and NaN stay"
     y = (x.view(torch.int32) + bits.int()) & -65536 # the upper 16 bits
     return torch.where(x.isfinite(), y.view(torch.float32), x).bfloat16()
 
 # %% ../../nbs/21_optim.ipynb #549b5952
 def philox(key, # 64 bits
            counters): # int64, from 0 to 2**32 - 1
-    "Four times 32 random bits for every counter: 4 and the shape of `counters` (Philox 4x32-10)"
+    "Return four times 32 random bits for every counter: 4 and the shape of `counters` (Philox 4x32-10)"
     low, zero = 0xFFFFFFFF, torch.zeros_like(counters)
     (a, b, c, d), k, l = (counters, zero, zero, zero), key & low, key >> 32
     for _ in range(10):
@@ -98,26 +98,26 @@ def random_bits(key, # 64 bits
                 first, # number of the first program among those of all tensors
                 device, # where
                 block=BLOCK): # counters of a program
-    "Random integers from 0 to 65535, in the order in which the kernel uses them"
+    "Return random integers from 0 to 65535, in the order in which the kernel uses them"
     programs = blocks(n, 4*block)
     words = philox(key, first*block + torch.arange(programs*block, device=device))
     return (words.view(4, programs, block).transpose(0, 1).flatten() & 0xFFFF)[:n]
 
 # %% ../../nbs/21_optim.ipynb #130957b4
 def split_fp32(x): # FP32
-    "`x` as bf16, rounded to the nearest, and the int16 to add to its bits to have `x` again"
+    "Return `x` rounded to the nearest BF16, and the int16 that added to its bits gives `x`"
     bits = x.view(torch.int32)
     up = torch.where(x.isfinite(), (bits + 2**15) & -65536, bits & -65536)
     return up.view(torch.float32).bfloat16(), (bits - up).to(torch.int16)
 
 def join_fp32(up, low): # from `split_fp32`
-    "The FP32 number of the two parts"
+    "Return the FP32 value of the two parts"
     return (up.float().view(torch.int32) + low.int()).view(torch.float32)
 
 # %% ../../nbs/21_optim.ipynb #ba418829
 def adamw_torch(p, g, m, v, low, scales, # a weight, its gradient and state: see `update_triton`
                 scalars, rounding): # from `adamw_scalars`; "master" where `low` is the weight's lower half
-    "AdamW on one weight: its new numbers in FP32. Changes its moments in place, which may be codes"
+    "Return one weight's new value in FP32. Changes its moments in place, which may be quantized"
     x = join_fp32(p, low) if rounding == "master" else p.float()
     M, V = (m, v) if scales is None else decode_moments(m, v, scales)
     x = adamw_maths(x, g.float(), M, V, *scalars)
@@ -132,7 +132,7 @@ def update_torch(tensors, # for each weight (p, g, m, v, low, scales): see `upda
                  key, # 64 bits, for the random numbers
                  skipped, # of the steps so far, how many were not taken: a tensor
                  found_inf): # a tensor: unless 0, this one isn't either
-    "AdamW's update in place, in plain PyTorch: what the kernel has to compute"
+    "Update by AdamW in place, in plain PyTorch: the reference for the kernel"
     if found_inf: return
     lr, betas, eps, weight_decay, t = (group[k] for k in ("lr", "betas", "eps", "weight_decay", "t"))
     scalars, first = adamw_scalars(lr, betas, eps, weight_decay, t - skipped.item()), 0
@@ -148,7 +148,7 @@ def update_torch(tensors, # for each weight (p, g, m, v, low, scales): see `upda
 # %% ../../nbs/21_optim.ipynb #82e5e84c
 @jit
 def adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps):
-    "As `adamw_maths`, but it returns the moments too, and the root of the second"
+    "Compute `adamw_maths` for a block; return the moments, too, and the root of the second"
     m += w1*(g - m)
     v += w2*(g*g - v)
     root = tl.sqrt(v)
@@ -156,14 +156,14 @@ def adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps):
 
 @jit
 def one_minus_exp(y):
-    "1 - exp(y) for y up to 0, to FP32's last digits"
+    "Return 1 - exp(y) for y up to 0, accurate to FP32's last digits"
     near = -y*(1 + y*(1/2)*(1 + y*(1/3)*(1 + y*(1/4)*(1 + y*(1/5)*(1 + y*(1/6)*(1 + y*(1/7)))))))
     return tl.where(y > -.5, near, 1 - tl.exp(y))
 
 # %% ../../nbs/21_optim.ipynb #804c018f
 @jit
 def round_block(x, r, ROUNDING: tl.constexpr):
-    "FP32 numbers and random words, to bf16"
+    "Round FP32 values to BF16, with random bits or to the nearest"
     bits = x.to(tl.uint32, bitcast=True)
     if ROUNDING == "stochastic": bits += r & 0xFFFF
     else: bits += 0x8000 # half of the spacing: to the nearest
@@ -172,12 +172,12 @@ def round_block(x, r, ROUNDING: tl.constexpr):
 
 @jit
 def join_block(p, low):
-    "As `join_fp32`"
+    "Return the FP32 values of BF16 values and their lower halves, as `join_fp32`"
     return (p.to(tl.float32).to(tl.int32, bitcast=True) + low.to(tl.int32)).to(tl.float32, bitcast=True)
 
 @jit
 def low_block(x, y):
-    "What FP32 numbers have beyond their bf16: the difference of the bits, int16"
+    "Return what FP32 values have beyond their BF16 part: the difference of the bits, int16"
     return (x.to(tl.int32, bitcast=True) - y.to(tl.float32).to(tl.int32, bitcast=True)).to(tl.int16)
 
 @jit
@@ -188,14 +188,14 @@ def largest(x):
 # %% ../../nbs/21_optim.ipynb #683627d8
 @jit
 def load_weights(p_ptr, low_ptr, i, mask, ROUNDING: tl.constexpr):
-    "Weights as FP32 numbers, with their lower halves if there are any"
+    "Load weights as FP32 values, with their lower halves if there are any"
     x = tl.load(p_ptr + i, mask=mask, other=0.)
     if ROUNDING == "master": x = join_block(x, tl.load(low_ptr + i, mask=mask))
     return x.to(tl.float32)
 
 @jit
 def store_weights(x, r, p_ptr, low_ptr, i, kept, ROUNDING: tl.constexpr):
-    "FP32 numbers as weights, rounded with random words `r` or otherwise"
+    "Store FP32 values as weights, rounded with random bits `r` or otherwise"
     y = x
     if ROUNDING != "none": y = round_block(x, r, ROUNDING)
     tl.store(p_ptr + i, y, mask=kept)
@@ -204,7 +204,7 @@ def store_weights(x, r, p_ptr, low_ptr, i, kept, ROUNDING: tl.constexpr):
 # %% ../../nbs/21_optim.ipynb #77235234
 @jit
 def load_moments(m_ptr, v_ptr, scale_ptr, i, mask, block, n_blocks, BITS: tl.constexpr):
-    "Both moments of one block, those of 8 bits as by `decode_moments`"
+    "Load both moments of one block, dequantizing 8-bit ones as `decode_moments` does"
     if BITS == 8:
         y = tl.load(m_ptr + i, mask=mask, other=0).to(tl.float32)
         z = tl.load(v_ptr + i, mask=mask, other=0).to(tl.float32)
@@ -216,7 +216,7 @@ def load_moments(m_ptr, v_ptr, scale_ptr, i, mask, block, n_blocks, BITS: tl.con
 @jit
 def store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks, kept_block,
                   BITS: tl.constexpr):
-    "Both moments of one block, in 8 bits as by `encode_moments`; `root` is that of v"
+    "Store both moments of one block, in 8 bits as `encode_moments` does; `root` is that of v"
     if BITS == 8:
         s, r = largest(m), largest(v)
         a, b = 127**2/tl.maximum(s, 1e-33), 255**2/tl.sqrt(tl.maximum(r, 1e-33))
@@ -232,7 +232,7 @@ def store_moments(m, v, root, m_ptr, v_ptr, scale_ptr, i, kept, block, n_blocks,
 # %% ../../nbs/21_optim.ipynb #71cc00c0
 @jit
 def adamw_pointers(row, DTYPE: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr):
-    "Pointers and size from a tensor's row of the table"
+    "Return pointers and size from a tensor's row of the table"
     p = tl.load(row).to(tl.pointer_type(DTYPE))
     g = tl.load(row + 1).to(tl.pointer_type(DTYPE))
     m = tl.load(row + 2)
@@ -257,7 +257,7 @@ def adamw_pointers(row, DTYPE: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.con
 def adamw_kernel(table_ptr, owner_ptr, key, skipped_ptr, found_ptr, decay, lr, w1, w2, log1, log2, eps, t,
                  DTYPE: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr,
                  BLOCK: tl.constexpr):
-    "`update_torch`, four blocks of one tensor in each program"
+    "Update weights as `update_torch` does, four blocks of one tensor in each program"
     # grid: pieces of 4 BLOCK weights; table: a row of 8 numbers for each tensor, its addresses first
     program, j = tl.program_id(0), tl.arange(0, BLOCK)
     row = table_ptr + 8*tl.load(owner_ptr + program)
@@ -280,14 +280,14 @@ def adamw_kernel(table_ptr, owner_ptr, key, skipped_ptr, found_ptr, decay, lr, w
 # %% ../../nbs/21_optim.ipynb #db3c8032
 def to_device(rows, # nested lists of integers
               dtype, device): # of the tensor
-    "A tensor of `rows` on `device`, without making Python wait for what the GPU has to do before"
+    "Copy `rows` to a tensor on `device`, without making Python wait for the GPU"
     t = torch.tensor(rows, dtype=dtype)
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 def address_table(rows, # for each tensor the addresses p, g, m, v, low, scales, and its size
                   block, # numbers in a fourth of a program
                   device): # where the kernel reads it
-    "The rows with each tensor's first program added, each program's tensor, and whether all is aligned"
+    "Return rows with each tensor's first program, each program's tensor, and whether all is aligned"
     counts = [blocks(r[6], 4*block) for r in rows]
     table = [(*r, sum(counts[:i])) for i, r in enumerate(rows)]
     owners = [i for i, n in enumerate(counts) for _ in range(n)]
@@ -296,7 +296,7 @@ def address_table(rows, # for each tensor the addresses p, g, m, v, low, scales,
 
 # %% ../../nbs/21_optim.ipynb #c22145a1
 def tables_of(tensors, device, tables): # as for `update_triton`
-    "The tables of `tensors`, made where their addresses are new, and how many numbers make a block"
+    "Return the tables of `tensors`, made only for new addresses, and the number of values in a block"
     address = lambda t: 0 if t is None else t.data_ptr()
     rows = tuple((*map(address, ts), ts[0].numel()) for ts in tensors)
     block = BLOCK if tensors[0][5] is None else MOMENT_BLOCK
@@ -309,8 +309,8 @@ def tables_of(tensors, device, tables): # as for `update_triton`
 def update_triton(tensors, # (p, g, m, v, low, scales) for each weight: itself, gradient, moments; low or None
                   group, rounding, key, skipped, found_inf, # as for `update_torch`
                   tables): # a dict, which keeps the tables of addresses
-    """AdamW's update in place, in one kernel, for weights of one type and moments of one: FP32, or int8 and
-    uint8 codes with FP32 `scales` (2, blocks). All but the gradients must be contiguous"""
+    """Update by AdamW in place, in one kernel, for weights of one type and moments of one: FP32, or int8 and
+    uint8 with FP32 `scales` (2, blocks). All but the gradients must be contiguous"""
     tensors = [(p, g.contiguous(), *rest) for p, g, *rest in tensors]
     table, owners, aligned, block = tables_of(tensors, skipped.device, tables)
     lr, log = float(group["lr"]), lambda b: math.log(max(b, 1e-30))
@@ -349,7 +349,7 @@ class MultiTensorAdamW(FoundInfOptimizer):
 # %% ../../nbs/21_optim.ipynb #7bbdca3b
 @torch.library.custom_op("llm_speedrun::fake_update", mutates_args=["changed"])
 def fake_update(read: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
-    "Stands for an update of fake tensors in `roofline.count`: reads `read`, reads and writes `changed`"
+    "Imitate an update of fake tensors in `roofline.count`: read `read`, read and write `changed`"
 
 # %% ../../nbs/21_optim.ipynb #7640a4e2
 @patch
@@ -371,7 +371,7 @@ def step(self:MultiTensorAdamW):
 # %% ../../nbs/21_optim.ipynb #84e576f4
 @patch
 def new_state(self:MultiTensorAdamW, p): # a weight
-    "Its moments before the first step: zeros"
+    "Return a weight's moments before the first step: zeros"
     coded, half = self.moments == "8bit" and p.numel() >= SMALL, p.dtype == torch.bfloat16
     types = (torch.int8, torch.uint8) if coded else (torch.float32, torch.float32)
     state = {k: torch.zeros_like(p, dtype=t) for k, t in zip(("exp_avg", "exp_avg_sq"), types)}
@@ -396,13 +396,13 @@ def update(self:MultiTensorAdamW, ps, g, key, found_inf): # weights with gradien
 # %% ../../nbs/21_optim.ipynb #65b120ea
 @patch
 def state_dict(self:MultiTensorAdamW):
-    "As PyTorch's. Waits for the GPU, to know how many steps were not taken"
+    "Return the state as PyTorch's does. Waits for the GPU, to count the steps that were skipped"
     for g in self.param_groups: g["skipped"] = int(self.skipped)
     return super(MultiTensorAdamW, self).state_dict()
 
 @patch
 def load_state_dict(self:MultiTensorAdamW, state_dict): # from `state_dict`
-    "As PyTorch's, which alone would give moments the type of their weights"
+    "Load a state as PyTorch's does, but keep the moments' own types"
     super(MultiTensorAdamW, self).load_state_dict(dict(state_dict, state={}))
     ps = [p for g in self.param_groups for p in g["params"]]
     for i, s in state_dict["state"].items():
@@ -419,12 +419,12 @@ class AdamW8bit(MultiTensorAdamW):
 
 # %% ../../nbs/21_optim.ipynb #89f19cd3
 def make_8bit(model, lr=1e-3, betas=(.9, .95), weight_decay=.1): # as for `make_fused`
-    "`AdamW8bit` in the usual two groups"
+    "Make an `AdamW8bit` with the usual two groups"
     return AdamW8bit(param_groups(model, weight_decay), lr=lr, betas=betas)
 
 @rung("optimizer", excludes=("fused_adamw", "bf16_weights"))
 def adamw8bit(run): # a `Run`
-    "AdamW in one kernel, whose moments take 1 byte each, and 8 for each block of 256"
+    "Run AdamW in one kernel with 8-bit moments: 1 byte each, and 8 for each block of 256"
     return replace(run, optimizer=make_8bit)
 
 # %% ../../nbs/21_optim.ipynb #95cae453
@@ -438,7 +438,7 @@ def bf16_matrices(model): # changed in place, but not the parameters that it had
 # %% ../../nbs/21_optim.ipynb #7c179746
 def make_bf16(model, lr=1e-3, betas=(.9, .95), weight_decay=.1, # as for `make_fused`
               rounding="stochastic", moments="fp32", seed=0): # as for `MultiTensorAdamW`
-    "`Bf16AdamW` in the usual two groups"
+    "Make a `Bf16AdamW` with the usual two groups"
     groups = param_groups(model, weight_decay)
     return Bf16AdamW(groups, lr=lr, betas=betas, rounding=rounding, moments=moments, seed=seed)
 
@@ -447,6 +447,6 @@ def make_bf16(model, lr=1e-3, betas=(.9, .95), weight_decay=.1, # as for `make_f
 def bf16_weights(run, # a `Run`
                  rounding="stochastic", # or "master" or "nearest"
                  moments="fp32"): # or "8bit"
-    "Matrices kept in bf16, and gradients with them"
+    "Keep matrices and their gradients in BF16"
     make = partial(make_bf16, rounding=rounding, moments=moments)
     return replace(run.with_model(bf16_matrices), optimizer=make)

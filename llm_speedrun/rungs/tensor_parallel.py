@@ -29,7 +29,7 @@ CUT = dict(q_proj=0, k_proj=0, v_proj=0, gate_proj=0, up_proj=0, embed_tokens=0,
            o_proj=1, down_proj=1) # by columns: inputs
 
 def cut_dim(name): # of a parameter
-    "The dimension that it is cut along, None for one that every process has whole: a norm's"
+    "Return the dimension that a parameter is sharded along, None for a replicated one: a norm's"
     return CUT.get(name.split(".")[-2])
 
 # %% ../../nbs/53_tensor_parallel.ipynb #fb31951f
@@ -105,7 +105,7 @@ class GatheredLinear(torch.autograd.Function):
 def gathered_linear(x, # n d, this process's tokens
                     share, # a `TPGroup`
                     *linears): # layers with the same input, of which this process has some rows
-    "Their outputs side by side, of all tokens: N f, in the type of products"
+    "Return the layers' outputs side by side, of all tokens: N f, in the type of matmuls"
     x = x.to(compute_dtype(x))
     return GatheredLinear.apply(x, joined(x.dtype, *linears), share)
 
@@ -116,7 +116,7 @@ def reduce_scatter(x, # ... d, this process's summand for all tokens
 
 # %% ../../nbs/53_tensor_parallel.ipynb #dba2ccb5
 def naive_cut(share): # a `TPGroup`
-    "The naive parts of a block, for a cut stream and cut weights"
+    "Return the naive parts of a block, for a sharded residual stream and sharded weights"
     def heads(block, h, cos, sin): # h: n d
         a = block.self_attn
         qkv = gathered_linear(block.input_layernorm(h), share, a.q_proj, a.k_proj, a.v_proj)
@@ -133,7 +133,7 @@ def naive_cut(share): # a `TPGroup`
 
 # %% ../../nbs/53_tensor_parallel.ipynb #572ca359
 def fused_cut(share): # a `TPGroup`
-    "The parts of `fused_ops`, for a cut stream and cut weights"
+    "Return the parts of `fused_ops`, for a sharded residual stream and sharded weights"
     def heads(block, h, cos, sin): # h: n d, or a pair of such
         a, (h, n) = block.self_attn, add_norm(block.input_layernorm, h)
         qkv = gathered_linear(n, share, a.q_proj, a.k_proj, a.v_proj)
@@ -155,7 +155,7 @@ class ReduceFromTP(torch.autograd.Function):
     def backward(ctx, g): return g, None
 
 class CopyToTP(torch.autograd.Function):
-    "(share, the stream, perhaps an addend) -> the same; backward, all-reduce of the processes' gradients"
+    "An autograd function that returns the residual stream; backward all-reduces its gradients"
     @staticmethod
     def forward(ctx, share, *hs):
         ctx.share = share
@@ -165,7 +165,7 @@ class CopyToTP(torch.autograd.Function):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #4d7ffca4
 class GradOnRankZero(torch.autograd.Function):
-    "(the stream, share) -> the same; backward, its gradient on the first process, zeros on the others"
+    "An autograd function that returns the residual stream; backward keeps the first process's gradient alone"
     @staticmethod
     def forward(ctx, h, share):
         ctx.share = share
@@ -175,7 +175,7 @@ class GradOnRankZero(torch.autograd.Function):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #fc5328f8
 class ScatterToSP(torch.autograd.Function):
-    "(share, the stream B T d, perhaps an addend) -> this process's tokens, n d each; backward, all-gather"
+    "An autograd function from the residual stream B T d to this process's tokens, n d; backward all-gathers"
     @staticmethod
     def forward(ctx, share, *hs):
         ctx.share, ctx.shape = share, hs[0].shape
@@ -186,7 +186,7 @@ class ScatterToSP(torch.autograd.Function):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #a876fce0
 def whole_stream(block, share): # a `model.Block` of fused parts, a `TPGroup`
-    "Its parts for a whole stream and cut weights"
+    "Return the block's parts for a whole residual stream and sharded weights"
     heads, project, feed = block.heads, block.project, block.feed
     copy_to_tp = lambda h: CopyToTP.apply(share, *h) if isinstance(h, tuple) else CopyToTP.apply(share, h)[0]
     def cut_heads(block, h, cos, sin): # B T d, or a pair of such
@@ -202,11 +202,11 @@ def whole_stream(block, share): # a `model.Block` of fused parts, a `TPGroup`
 
 # %% ../../nbs/53_tensor_parallel.ipynb #82097d71
 class CutEmbedding(Embedding):
-    "Some rows of an embedding. From all tokens makes this process's rows of the stream, or the whole stream"
+    "A shard of an embedding's rows. Returns this process's rows of the residual stream, or all of it"
     def __init__(self, weight, # V/size d
                  share, # a `TPGroup`
-                 narrow, # whether the stream has the type of products
-                 whole): # whether each process has all of the stream
+                 narrow, # whether the residual stream has the type of matmuls
+                 whole): # whether each process has all of the residual stream
         super().__init__(*weight.shape, _weight=weight)
         self.share, self.narrow, self.whole = share, narrow, whole
 
@@ -222,12 +222,12 @@ class CutEmbedding(Embedding):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #671801ab
 def apply_softcap(logits, softcap): # N V
-    "Logits in FP32 at least, soft-capped"
+    "Return logits in FP32 at least, soft-capped"
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return softcap*torch.tanh(x/softcap) if softcap else x
 
 def part_stats_maths(logits, y, first, softcap): # N V/size, N, the first token of the part
-    "Each row's log-sum-exp, and its target's logit: minus infinity where another process has that. 2 N"
+    "Return each row's log-sum-exp, and its target's logit: minus infinity on other processes. 2 N"
     x, at = apply_softcap(logits, softcap), y - first
     here = (at >= 0) & (at < x.shape[1])
     target = x.gather(1, at.where(here, 0)[:, None])[:, 0]
@@ -238,8 +238,8 @@ def row_losses(stats, # size 2 N, of all processes
                y, # N
                vocab, # V
                ignore_index=-100, z_loss=0.): # as `ChunkedCE` has them
-    """N losses, zero where ignored, and N log-sum-exps. Both are NaN for a target outside of the vocabulary,
-    and so is each gradient that is made of them"""
+    """Return N losses, zero where ignored, and N log-sum-exps. Both are NaN for a target outside of the
+    vocabulary, and so is each gradient that is made of them"""
     lse, target = stats[:, 0].logsumexp(0), stats[:, 1].amax(0) # both keep NaN
     lse = lse * torch.where(bad_targets(y, vocab, ignore_index), torch.nan, 1.) # and so do its gradients
     return (lse - target + z_loss*lse**2).where(y != ignore_index, 0.), lse
@@ -257,7 +257,7 @@ class GatherFromTP(torch.autograd.Function):
 # %% ../../nbs/53_tensor_parallel.ipynb #6cd58b07
 @dataclass(frozen=True)
 class CutCrossEntropy:
-    "A model's plain loss, whose vocabulary is cut"
+    "A model's plain loss with a sharded vocabulary"
     share: TPGroup
     own_kernels = True # a compiler leaves it as it is
     def __call__(self, h, w, y): # n d, V/size d, B T
@@ -268,7 +268,7 @@ class CutCrossEntropy:
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5d7619ba
 def part_grads_maths(logits, y, lse, first, ignore_index, z_loss, softcap): # N V/size, N, N of the whole rows
-    "Logits become the gradient of the losses' sum"
+    "Overwrite logits with the gradient of the losses' sum"
     x, at, counts = apply_softcap(logits, softcap), y - first, y != ignore_index
     here = counts & (at >= 0) & (at < x.shape[1])
     g = (1 + 2*z_loss*lse)[:, None] * (x - lse[:, None]).exp()
@@ -280,7 +280,7 @@ def part_grads_maths(logits, y, lse, first, ignore_index, z_loss, softcap): # N 
 @jit
 def part_stats_kernel(x_ptr, y_ptr, out_ptr, N, first, V: tl.constexpr, softcap: tl.constexpr,
                       BLOCK: tl.constexpr):
-    "A row's log-sum-exp over this part of the vocabulary, and its target's logit"
+    "Write a row's log-sum-exp over this part of the vocabulary, and its target's logit"
     # grid: rows; x: N V, row-major; out: 2 N
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V
@@ -294,7 +294,7 @@ def part_stats_kernel(x_ptr, y_ptr, out_ptr, N, first, V: tl.constexpr, softcap:
 @jit
 def part_grads_kernel(x_ptr, y_ptr, lse_ptr, first, V: tl.constexpr, ignore_index: tl.constexpr,
                       z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
-    "A row's gradient in the place of this part of its logits"
+    "Write a row's gradient over this part of its logits"
     # grid: rows; x: N V, row-major, overwritten
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row*V
@@ -315,8 +315,8 @@ def part_grads_kernel(x_ptr, y_ptr, lse_ptr, first, V: tl.constexpr, ignore_inde
 # %% ../../nbs/53_tensor_parallel.ipynb #3071ecec
 @kernel_op(contiguous=("logits", "y"))
 def part_stats(logits: torch.Tensor, y: torch.Tensor, first: int, softcap: float) -> torch.Tensor:
-    """Of each row of `logits` (N V/size, contiguous), which begin at token `first`: the log-sum-exp, and the
-    logit of the target in `y` (N), minus infinity where that isn't here. 2 N, FP32 at least"""
+    """Return, for rows of `logits` (N V/size, contiguous) that begin at token `first`, the log-sum-exp and
+    the logit of the target in `y` (N), minus infinity where that isn't here. 2 N, FP32 at least"""
     if not runs_kernel(logits) or logits.dtype == torch.float64:
         return part_stats_maths(logits, y, first, softcap)
     (N, V), out = logits.shape, logits.new_empty(2, len(logits), dtype=torch.float32)
@@ -327,7 +327,7 @@ def part_stats(logits: torch.Tensor, y: torch.Tensor, first: int, softcap: float
 @kernel_op(mutates=("logits",), contiguous=("logits", "y", "lse"))
 def part_grads(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, first: int, ignore_index: int,
                z_loss: float, softcap: float) -> None:
-    "`logits` are overwritten by the gradient of the losses' sum; lse: N, of the whole rows"
+    "Overwrite `logits` with the gradient of the losses' sum; lse: N, of the whole rows"
     if not runs_kernel(logits) or logits.dtype == torch.float64:
         return part_grads_maths(logits, y, lse, first, ignore_index, z_loss, softcap)
     N, V = logits.shape
@@ -341,7 +341,7 @@ def part_loss(h, # N d, all tokens
               ce, # the `ChunkedCE` whose options to keep
               want_h, # whether to make the gradient of `h`
               want_w): # and of `w`
-    "Losses of all tokens (N); of their sum's gradients this process's summand (N d) and its part (V/size d)"
+    "Return losses of all tokens (N), and of their sum's gradients this process's summand and shard"
     dh, dw = loss_results(h, w, want_h, want_w)
     chunk = chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h))
     buffer, losses, first = h.new_empty(chunk, len(w)), [], share.rank*len(w)
@@ -374,7 +374,7 @@ class PartLoss(torch.autograd.Function):
 # %% ../../nbs/53_tensor_parallel.ipynb #5df93435
 @dataclass(frozen=True)
 class CutChunkedCE:
-    "A model's loss in chunks of tokens, whose vocabulary is cut"
+    "A model's loss in chunks of tokens with a sharded vocabulary"
     share: TPGroup
     ce: ChunkedCE # whose options it keeps
     own_kernels = True # nothing for a compiler to do
@@ -401,14 +401,14 @@ class CutGPT(GPT):
 
 # %% ../../nbs/53_tensor_parallel.ipynb #5f56108f
 def cut_loss(loss, share): # a model's loss, a `TPGroup`
-    "The same for a cut vocabulary. Raises `InputError` for a loss that we don't know"
+    "Return the loss for a sharded vocabulary. Raises `InputError` for an unknown loss"
     if loss is cross_entropy: return CutCrossEntropy(share)
     if type(loss) is ChunkedCE: return CutChunkedCE(share, loss)
     raise InputError(f"rung 'tensor_parallel' doesn't know how to cut the loss {type(loss).__name__}: use "
                      "chunked_ce or the plain one, and with fp8 leave out the head: fp8:parts=heads+out+mlp")
 
 def cut_parts(block, share, whole): # a `model.Block`, a `TPGroup`, whether each process has all of the stream
-    "Its parts for cut weights. Raises `InputError` for parts that we don't know"
+    "Return the block's parts for sharded weights. Raises `InputError` for unknown parts"
     if whole: return whole_stream(block, share)
     known = {(naive_heads, naive_project, naive_feed): naive_cut,
              (fused_heads, fused_project, fused_feed): fused_cut}
@@ -420,7 +420,7 @@ def cut_parts(block, share, whole): # a `model.Block`, a `TPGroup`, whether each
 # %% ../../nbs/53_tensor_parallel.ipynb #3339f531
 def cut_model(model, # a `GPT`, whose weights and parts change in place
               share, # a `TPGroup`
-              whole=False): # whether each process has all of the stream
+              whole=False): # whether each process has all of the residual stream
     "Return the model as a `CutGPT`, with this process's part of each weight, and parts that know"
     for name, p in [*model.named_parameters()]:
         if (dim := cut_dim(name)) is None: continue
@@ -468,8 +468,8 @@ def check_goes(run): # a `Run`
 @rung("parallel", excludes=["selective_checkpoint", "cuda_graphs"])
 def tensor_parallel(run, # a `Run`
                     size=2): # processes that share one model
-    """Heads, hidden units and the vocabulary cut among `size` processes, and between the products the tokens.
-    Raises `InputError` for a `size` that the world wasn't joined with, and for what that doesn't divide"""
+    """Shard heads, hidden units and the vocabulary over `size` processes, and between the matmuls the tokens.
+    Raises `InputError` for a `size` that the world wasn't joined with, or that doesn't divide the model"""
     check_goes(run)
     if run.world.size == 1 or size == 1: return run
     rank, there = run.world.rank_and_size("tp")
@@ -485,9 +485,9 @@ def tensor_parallel(run, # a `Run`
 # %% ../../nbs/53_tensor_parallel.ipynb #5085ff8b
 def step_messages(config, # a `GPTConfig`
                   tokens, # of a micro-batch
-                  nbytes=2): # of a number of the stream
-    """The messages of a micro-batch under `tensor_parallel`, both ways: name, bytes of the whole, how many,
-    whether they travel beside a product"""
+                  nbytes=2): # of a value of the residual stream
+    """Return the collectives of a micro-batch under `tensor_parallel`, both ways: name, bytes of the
+    whole, how many, whether they overlap with a matmul"""
     n, layers = tokens*config.width*nbytes, config.layers
     return [("all_gather", n, 2*layers + 1, False), # into QKV, into gate and up; the last hidden states
             ("reduce_scatter", n, 2*layers + 2, False), # out of attention, MLP, embedding; in the loss

@@ -14,6 +14,6 @@ from ..runs import needs_capability, rung
 # %% ../../nbs/10_tf32.ipynb #be1110b2
 @rung("precision", needs=needs_capability(8, 0, "TF32"), gpu_only=True)
 def tf32(run): # a `Run`
-    "FP32 matrix products on tensor cores, operands rounded to TF32 (10-bit mantissa). Needs Ampere or newer"
+    "Run FP32 matmuls on tensor cores, operands rounded to TF32 (10-bit mantissa). Needs Ampere or newer"
     fmt = "tf32" if run.fmt == "fp32" else run.fmt
     return replace(run.in_step(partial(matmul_precision, "high")), fmt=fmt)

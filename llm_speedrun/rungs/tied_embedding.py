@@ -25,7 +25,7 @@ def add_rows_maths(g, x, dh): # V d, changed in place; N tokens; N d
 
 # %% ../../nbs/27_fewer_bytes.ipynb #57a51f37
 def token_order(x, V): # N tokens, how many there are
-    "The tokens in groups, as 16 bits where that is enough, and where each one was; in a group in order"
+    "Return the tokens sorted, in 16 bits where that is enough, and their positions, in order within a group"
     x = x.where((x >= 0) & (x < V), -1) # what is no token must not become one when its upper bits are cut off
     keys, order = x.to(torch.int16 if V < 2**16 else torch.int32).sort(stable=True)
     return keys, order
@@ -33,7 +33,7 @@ def token_order(x, V): # N tokens, how many there are
 # %% ../../nbs/27_fewer_bytes.ipynb #ea80704c
 @jit
 def group_size(key_ptr, i, end, CHUNK: tl.constexpr):
-    "The key at place `i`, and how many places from there to `end`, at most CHUNK, have it"
+    "Return the key at position `i`, and how many positions from there to `end`, at most CHUNK, have it"
     key = tl.load(key_ptr + i)
     offs = i + tl.arange(0, CHUNK)
     same = (offs < end) & (tl.load(key_ptr + offs, mask=offs < end, other=0) == key)
@@ -52,7 +52,7 @@ def add_row(g_ptr, key, row, offs_n, V, d: tl.constexpr, MASK: tl.constexpr):
 @jit
 def group_sums_kernel(g_ptr, part_ptr, key_ptr, order_ptr, dh_ptr, N, V, d: tl.constexpr, MASK: tl.constexpr,
                       CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    "Sums of the groups in a chunk: of whole ones into `g`, of cut ones into `part`"
+    "Write sums of the groups in a chunk: of complete ones into `g`, of divided ones into `part`"
     # grid: chunks of the sorted tokens, blocks of columns; g: V d, dh: N d, row-major; part: two rows a chunk
     start = tl.program_id(0)*CHUNK
     offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
@@ -78,7 +78,7 @@ def group_sums_kernel(g_ptr, part_ptr, key_ptr, order_ptr, dh_ptr, N, V, d: tl.c
 @jit
 def cut_groups_kernel(g_ptr, part_ptr, key_ptr, N, V, d: tl.constexpr, MASK: tl.constexpr,
                       CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    "The sum of the group that begins in a chunk and doesn't end there, into `g`"
+    "Write the sum of the group that begins in a chunk and ends in a later one into `g`"
     # grid: chunks of the sorted tokens, blocks of columns; g: V d, row-major; part: two rows a chunk
     c, offs_n = tl.program_id(0), tl.program_id(1)*COLS + tl.arange(0, COLS)
     start, end = c*CHUNK, tl.minimum(c*CHUNK + CHUNK, N)
@@ -103,7 +103,7 @@ CHUNKS = dict(CHUNK=16, ROWS=4, num_warps=1) # places of a program, and rows tha
 CUT = dict(ROWS=16, num_warps=4) # of the second kernel: partial sums at a time
 
 def columns(d, most=512): # numbers in a row
-    "Columns of a program, a power of two: one that divides `d` where that is not too small"
+    "Return a program's columns, a power of two: one that divides `d` where that is not too small"
     return min(most, d & -d if d & -d >= 64 else pow2(d))
 
 # %% ../../nbs/27_fewer_bytes.ipynb #1cdeb6c8
@@ -122,7 +122,7 @@ def add_rows(g: torch.Tensor, x: torch.Tensor, dh: torch.Tensor) -> None:
 # %% ../../nbs/27_fewer_bytes.ipynb #164ffe85
 @jit
 def take_rows_kernel(x_ptr, w_ptr, h_ptr, N, V, d: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    "The rows of some tokens, in the type of `h`"
+    "Write the rows of some tokens, in the type of `h`"
     # grid: blocks of tokens, blocks of columns; w: V d, h: N d, row-major
     offs = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
@@ -136,7 +136,7 @@ def take_rows_kernel(x_ptr, w_ptr, h_ptr, N, V, d: tl.constexpr, ROWS: tl.conste
 # %% ../../nbs/27_fewer_bytes.ipynb #de99e973
 @kernel_op
 def take_rows(w: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    "The rows of `w` (V d, contiguous) for tokens `x`, in `dtype`: the shape of `x`, and d"
+    "Return the rows of `w` (V d, contiguous) for tokens `x`, in `dtype`: the shape of `x`, and d"
     if not runs_kernel(w) or w.dtype == torch.float64: return F.embedding(x, w).to(dtype)
     (V, d), N, h = w.shape, x.numel(), w.new_empty(*x.shape, w.shape[1], dtype=dtype)
     cols, rows = columns(d), 16
@@ -146,8 +146,8 @@ def take_rows(w: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 # %% ../../nbs/27_fewer_bytes.ipynb #9f3de576
 class TiedRows(torch.autograd.Function):
-    """(w, x, dtype) -> the rows of `w` (V d) for tokens `x`, in `dtype`, and `w` for its other use. That use
-    must give it a gradient that nobody else holds: the rows' gradients are added to it in place"""
+    """An autograd function (w, x, dtype) -> the rows of `w` (V d) for tokens `x`, and `w` for the output
+    projection. That must give `w` a gradient used nowhere else: the rows' are added to it in place"""
     @staticmethod
     def forward(ctx, w, x, dtype):
         ctx.set_materialize_grads(False)
@@ -165,7 +165,7 @@ class TiedRows(torch.autograd.Function):
 # %% ../../nbs/27_fewer_bytes.ipynb #1b5aa19f
 class TiedEmbedding(Embedding):
     "An embedding whose gradient is summed into that of the matrix's other use"
-    narrow, head = False, None # whether rows come in the type of products; where to note the matrix
+    narrow, head = False, None # whether rows come in the type of matmuls; where to note the matrix
 
     @contextmanager
     def shared(self):
@@ -205,6 +205,6 @@ def tie(model, # a `GPT`, whose embedding changes in place
 @rung("parts", needs=needs_triton, follows=["fused_ops", "bf16_stream"],
       excludes=["tensor_parallel", "fsdp"], gpu_only=True)
 def tied_embedding(run): # a `Run`
-    "The embedding's gradient summed straight into the tied head's; its rows rounded as they are read"
+    "Add the embedding's gradient straight into the tied head's, and round the embedding's rows as read"
     narrow = {"fused_ops", "bf16_stream"} & {*run.rungs}
     return run.replace_model(partial(tie, narrow=bool(narrow)))

@@ -29,33 +29,33 @@ LOG2E = tl.constexpr(1.4426950408889634) # of e: kernels take powers of 2
 
 # %% ../../nbs/13_triton.ipynb #87e93485
 def runs_kernel(x): # a tensor
-    "Whether a Triton kernel can take `x`: on a GPU, or a real tensor on the CPU under Triton's interpreter"
+    "Return whether a Triton kernel can take `x`: on a GPU, or real tensors under Triton's CPU interpreter"
     if x.is_cuda or triton is None: return triton is not None
     real = type(x) in (torch.Tensor, nn.Parameter) # not a fake or a traced one
     return real and os.environ.get("TRITON_INTERPRET") == "1"
 
 def blocks(n, size):
-    "How many blocks of `size` cover `n`"
+    "Return the number of blocks of `size` that cover `n`"
     return -(-n // size)
 
 def pow2(n):
-    "The smallest power of two that is at least `n`"
+    "Return the smallest power of two that is at least `n`"
     return 1 << (n - 1).bit_length()
 
 # %% ../../nbs/13_triton.ipynb #3b6b20ac
 def traced():
-    "Whether somebody watches the operations: a compiler, or a dispatch mode such as our counter"
+    "Return whether operations are traced: by a compiler, or a dispatch mode such as our counter"
     return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 def launch(kernel, # of `jit`
            grid, # a tuple: how many programs to start
            *args, **kwargs): # of the kernel
-    "Run a Triton kernel, visibly to whoever traces us"
+    "Run a Triton kernel, visibly to a compiler or dispatch mode that traces operations"
     (torch.library.wrap_triton(kernel) if traced() else kernel)[grid](*args, **kwargs)
 
 # %% ../../nbs/13_triton.ipynb #e4d70f45
 def check_contiguous(op, names, tensors): # an operation's name, those of some tensors, and these
-    "Raise `InputError` for a strided one: a kernel that steps from row to row would take the wrong numbers"
+    "Raise `InputError` for a strided tensor: a kernel that steps from row to row would read wrong values"
     for name, t in zip(names, tensors):
         if not t.is_contiguous():
             raise InputError(f"{op}: {name} is a strided view, and this kernel takes contiguous rows: pass "
@@ -65,7 +65,7 @@ def check_contiguous(op, names, tensors): # an operation's name, those of some t
 def kernel_op(f=None, # a function of tensors and numbers, with annotations, that returns new tensors
               mutates=(), # names of the arguments that it writes into
               contiguous=()): # names of the arguments that must not be strided
-    "Decorator: make `f` PyTorch's operation `llm_speedrun::f`, called directly where nobody watches"
+    "Make `f` the PyTorch operation `llm_speedrun::f`, called directly unless traced (decorator)"
     if f is None: return partial(kernel_op, mutates=mutates, contiguous=contiguous)
     places = [list(inspect.signature(f).parameters).index(k) for k in contiguous]
     body = partial(f) # has no source, in which PyTorch would look for kernels and import its compiler
@@ -79,7 +79,7 @@ def kernel_op(f=None, # a function of tensors and numbers, with annotations, tha
 
 # %% ../../nbs/13_triton.ipynb #c54ff5d1
 def add_norm_maths(x, y, w, eps): # N d, N d or None, d
-    "h = x + y, its RMSNorm (N d each, in the type of `x`), and 1/rms (N, at least FP32)"
+    "Return h = x + y, its RMSNorm (N d each, in the type of `x`), and 1/rms (N, at least FP32)"
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x if y is None else (x.to(wide) + y.to(wide)).to(x.dtype)
     r = torch.rsqrt(h.to(wide).pow(2).mean(-1) + eps)
@@ -87,7 +87,7 @@ def add_norm_maths(x, y, w, eps): # N d, N d or None, d
 
 # %% ../../nbs/13_triton.ipynb #ff7b9fbc
 def norm_tile(d, elements): # numbers in a row, and in a tile
-    "The tile of a program for rows of `d` numbers, and its warps"
+    "Return the tile of a program for rows of `d` values, and its number of warps"
     block = pow2(d)
     return dict(ROWS=max(1, elements//block), BLOCK=block, num_warps=max(8, min(32, block//512)))
 
@@ -95,7 +95,7 @@ def norm_tile(d, elements): # numbers in a row, and in a tile
 @jit
 def norm_kernel(x_ptr, y_ptr, w_ptr, h_ptr, n_ptr, r_ptr, N, d: tl.constexpr, eps: tl.constexpr,
                 ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    "A tile of rows: their sum with `y`, its RMSNorm, and 1/rms"
+    "Write the sum of rows with `y`, its RMSNorm, and 1/rms, a tile of rows at a time"
     # grid: blocks of ROWS rows; x, y, h, n: N d, row-major
     offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     offs_n = tl.arange(0, BLOCK)
@@ -123,18 +123,18 @@ def run_norm(x, y, w, eps):
 # %% ../../nbs/13_triton.ipynb #023392db
 @kernel_op(contiguous=("x",))
 def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    "RMSNorm of the rows of `x` (N d, contiguous), and 1/rms (N)"
+    "Return the RMSNorm of the rows of `x` (N d, contiguous), and 1/rms (N)"
     return (run_norm if runs_kernel(x) else add_norm_maths)(x, None, w, eps)[1:]
 
 @kernel_op(contiguous=("x", "y"))
 def add_rms_norm(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor,
                  eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "x + y (N d, contiguous), the RMSNorm of its rows, and 1/rms (N)"
+    "Return x + y (N d, contiguous), the RMSNorm of its rows, and 1/rms (N)"
     return (run_norm if runs_kernel(x) else add_norm_maths)(x, y, w, eps)
 
 # %% ../../nbs/13_triton.ipynb #a8aed58f
 def norm_backward_maths(dn, dh, h, w, r): # N d, N d or None, N d, d, N
-    "Gradients of h (N d) and of w (d)"
+    "Return the gradients of h (N d) and of w (d)"
     wide = r.dtype
     xh, dn = h.to(wide) * r[:, None], dn.to(wide)
     g = dn * w
@@ -145,7 +145,7 @@ def norm_backward_maths(dn, dh, h, w, r): # N d, N d or None, N d, d, N
 @jit
 def norm_backward_kernel(dn_ptr, dh_ptr, h_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, n_ptr, N, d: tl.constexpr,
                          ADD: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    "Gradients of a share of the rows, and this program's part of the weight's; AGAIN stores the norm, too"
+    "Write gradients of a share of the rows, and its part of the weight's; AGAIN stores the norm, too"
     # grid: programs that share the blocks of rows; dn, dh, h, dx, n: N d, row-major; dw: a row a program
     offs_n = tl.arange(0, BLOCK)
     w = tl.load(w_ptr + offs_n, mask=offs_n < d, other=0.).to(tl.float32)[None, :]
@@ -169,7 +169,7 @@ def norm_backward_kernel(dn_ptr, dh_ptr, h_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, n_
 # %% ../../nbs/13_triton.ipynb #2cc888fb
 def programs(x, per_sm, # programs for each multiprocessor
              most): # no more than this
-    "How many programs to start where each takes a share of the work"
+    "Return how many Triton programs to start where each takes a share of the rows"
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     return min(per_sm*sms, most)
 
@@ -186,7 +186,7 @@ def run_norm_backward(dn, dh, h, w, r, again):
 @kernel_op
 def rms_norm_backward(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
                       r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    "Gradients of the normed rows `h` (N d, contiguous, as all are) and of the weight (d, FP32)"
+    "Return the gradients of the normed rows `h` (N d, contiguous, as all are) and of the weight (d, FP32)"
     if not runs_kernel(h): return norm_backward_maths(dn, dh, h, w, r)
     return run_norm_backward(dn, dh, h, w, r, False)[:2]
 
@@ -205,7 +205,7 @@ def _norm_grads(ctx, *grads):
 
 # %% ../../nbs/13_triton.ipynb #518234d9
 class AddRMSNorm(torch.autograd.Function):
-    "(x, y, w, eps) -> x + y and its RMSNorm; x, y: ... d, contiguous. Without a `y`, x comes back as it is"
+    "An autograd function (x, y, w, eps) -> x + y and its RMSNorm; x, y: ... d. `y` may be None"
     @staticmethod
     def forward(ctx, x, y, w, eps):
         ctx.set_materialize_grads(False)
@@ -219,7 +219,7 @@ class AddRMSNorm(torch.autograd.Function):
 # %% ../../nbs/13_triton.ipynb #a71450f8
 def graph_ms(build, # builds what it needs and returns a step, a function without arguments
              calls=10): # of the step in one graph
-    "Milliseconds of one step without its launches: replayed from a CUDA graph. On a CPU simply its time"
+    "Measure the milliseconds of a step replayed from a CUDA graph, without launches; on a CPU as it is"
     if not torch.cuda.is_available(): return time_ms(build(), reps=3, warmup=1).ms
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -15,20 +15,20 @@ from .run_charts import LivePlot, loss_chart, styled
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal006
 class Callback:
-    "Follow a run. The trainer calls each method at its moment; by default it does nothing"
-    def after_plan(self, trainer): "Called when the options are decided, and the run isn't built yet"
-    def before_fit(self, trainer): "Called when the run's files are open"
-    def before_loop(self, trainer): "Called when training begins or goes on, for what is due at this step"
-    def after_step(self, trainer): "Called after each step, and after its evaluation if one was due"
-    def on_log(self, trainer, step, loss, tok_s): "Called when the rows up to `step` are logged"
-    def after_eval(self, trainer, loss): "Called when this step is evaluated"
-    def after_fit(self, trainer, result): "Called with what `fit` returns. Files are still open"
-    def on_close(self, trainer): "Called when the loop has ended, also by an error"
-    def after_close(self, trainer): "Called when all files are written"
+    "A base class for what follows a run: the trainer calls each method at its moment; they do nothing here"
+    def after_plan(self, trainer): "Act when the options are decided and the run isn't built yet"
+    def before_fit(self, trainer): "Act when the run's files are open"
+    def before_loop(self, trainer): "Act when training begins or resumes, on what is due at this step"
+    def after_step(self, trainer): "Act after each step, and after its evaluation if one was due"
+    def on_log(self, trainer, step, loss, tok_s): "Act when the rows up to `step` are logged"
+    def after_eval(self, trainer, loss): "Act when this step is evaluated"
+    def after_fit(self, trainer, result): "Act on what `fit` returns, while files are still open"
+    def on_close(self, trainer): "Act when the loop has ended, also by an error"
+    def after_close(self, trainer): "Act when all files are written"
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal008
 class ProgressBar(Callback):
-    "Show how far the run is"
+    "A callback that shows how far the run is"
     def before_fit(self, trainer):
         self.bar = Progress(trainer.cfg.steps, trainer.done, on=trainer.progress)
 
@@ -41,7 +41,7 @@ class ProgressBar(Callback):
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal009
 class LossCurve(Callback):
-    "Draw the losses: live in a notebook, and at the end into `loss.png`"
+    "A callback that draws the losses: live in a notebook, and at the end into `loss.png`"
     def before_fit(self, trainer): self.plot = LivePlot(trainer.cfg.name)
 
     def on_log(self, trainer, *args):
@@ -62,7 +62,7 @@ def append(path, text): # of a file
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal012
 class Samples(Callback):
-    "Append a text sample to `samples.jsonl` after each part of the run"
+    "A callback that appends a text sample to `samples.jsonl` after each part of the run"
     def before_fit(self, trainer):
         self.there = {r["step"] for r in read_rows(trainer.folder/"samples.jsonl")}
 
@@ -94,7 +94,7 @@ class Profiler(Callback):
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal014b
 class Report(Callback):
-    "Write `report.html` after all other files"
+    "A callback that writes `report.html` after all other files"
     def after_close(self, trainer):
         if trainer.world.first: html_report(trainer.folder)
 

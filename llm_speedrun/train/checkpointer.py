@@ -41,7 +41,7 @@ def set_rng_states(states, alone=True): # from `rng_states`, perhaps of a machin
 
 # %% ../../nbs/30f_checkpointer.ipynb #d6d8010d
 class State(msgspec.Struct):
-    "Hold what the next step depends on, besides the weights"
+    "What the next step depends on, besides the weights"
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
     rng: dict[str, Any]
@@ -75,7 +75,7 @@ def step_state(self:Checkpointer):
 
 @patch
 def state(self:Checkpointer, done): # steps so far
-    "Return `step_state` and the place in the data: a tree for `Saver.save`"
+    "Return `step_state` and the position in the data: a tree for `Saver.save`"
     return self.step_state() | dict(stream=self.data.state(done))
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp010
@@ -89,7 +89,7 @@ def fitting_state(found): # a checkpoint's folder
 
 @patch
 def load_optimizer(self:Checkpointer, state): # from `named_state`
-    "Restore the optimizer's moments; an optimizer of another kind begins anew"
+    "Restore the optimizer's moments; an optimizer of another kind starts from zero"
     kind, now = state.get("kind"), type(self.stepper.opt).__name__
     if kind == now: load_named_state(self.run.model, self.stepper.opt, state)
     else: self.log_info(f"the optimizer is {now}, and was {kind}: its moments begin anew")
@@ -97,7 +97,7 @@ def load_optimizer(self:Checkpointer, state): # from `named_state`
 # %% ../../nbs/30f_checkpointer.ipynb #bbfa5797
 @patch
 def load_rungs(self:Checkpointer, states): # rung -> its state
-    "Restore the rungs' states. Those of rungs that are off now are dropped, and new rungs begin anew"
+    "Restore the rungs' states. Those of rungs that are off now are dropped, and new rungs start afresh"
     now = dict(self.run.stateful)
     for k in states.keys() - now.keys(): self.log_info(f"without the rung {k!r} its state is dropped")
     for k, o in now.items():
@@ -133,7 +133,7 @@ def restore(self:Checkpointer, found): # a `FoundCheckpoint`
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp012
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    "Hold a checkpoint that was read"
+    "A checkpoint that was read"
     folder: Path # its own
     weights: Any # name -> tensor; of several processes an `OpenCheckpoint`
     state: Any # a `State`

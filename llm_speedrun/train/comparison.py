@@ -60,21 +60,21 @@ class RunCurve:
 # %% ../../nbs/64_comparison.ipynb #c9d3b211
 @patch
 def at(self:RunCurve, steps, over): # an array; a key of `OVER`
-    "Where these steps lie on the axis; NaN where nobody knows"
+    "Return where steps lie on the axis, an array; NaN where it isn't known"
     if over == "steps": return np.asarray(steps, dtype=float)
     if not len(self.steps): return np.full(len(steps), np.nan)
     return np.interp(steps, np.append(0., self.steps), np.append(0., getattr(self, over)))
 
 @patch
 def curve(self:RunCurve, over, kind="val"): # a key of `OVER`; "val" or "loss"
-    "Places on the axis and losses, two arrays, without what can't be placed"
+    "Return places on the axis and losses, two arrays, without points that can't be placed"
     xy = np.array(getattr(self, kind), dtype=float).reshape(-1, 2)
     x = self.at(xy[:, 0], over)
     return x[np.isfinite(x)], xy[np.isfinite(x), 1]
 
 # %% ../../nbs/64_comparison.ipynb #77363615
 def gap(a, b): # two curves: places and losses
-    "Places, and losses of `b` less those of `a`, on straight lines between points, where both have a curve"
+    "Return places, and losses of `b` less those of `a`, interpolated linearly where both curves exist"
     (xa, ya), (xb, yb) = a, b
     if not (len(xa) and len(xb)): return np.array([]), np.array([])
     x = np.union1d(xa, xb)
@@ -82,27 +82,27 @@ def gap(a, b): # two curves: places and losses
     return x, np.interp(x, xb, yb) - np.interp(x, xa, ya)
 
 def smooth(curve): # places and training losses
-    "The same, fewer points, as a running mean"
+    "Return a running mean of a curve, with fewer points"
     x, y = thinned([*zip(*curve)])
     return x, running_mean(y)
 
 # %% ../../nbs/64_comparison.ipynb #fe548890
 def draw_course(ax, c, over): # axes, a `RunCurve`, a key of `OVER`
-    "Its training loss, faint, and its validation loss"
+    "Draw a run's training loss, faint, and its validation loss"
     for kind, look in dict(loss=dict(lw=1, alpha=.4), val=dict(marker="o", ms=4, mec="w", lw=1.6)).items():
         x, y = smooth(c.curve(over, kind)) if kind == "loss" else c.curve(over)
         label = c.title if kind == "val" or not c.val else None
         if len(x): ax.plot(x, y, color=c.color, label=label, **look)
 
 def draw_gap(ax, a, b, over): # axes, two of `RunCurve`, a key of `OVER`
-    "What `b` has more than `a`: in validation, or in training where one has no validation yet"
+    "Draw how much higher `b` is than `a`: in validation, or in training where one has no validation yet"
     kind = "val" if a.val and b.val else "loss"
     one, two = (c.curve(over) if kind == "val" else smooth(c.curve(over, "loss")) for c in (a, b))
     ax.plot(*gap(one, two), "o-" if kind == "val" else "-", color=b.color, lw=1.4, ms=3, mec="w")
 
 # %% ../../nbs/64_comparison.ipynb #31cf8ab4
 def limits(courses, over): # of `RunCurve`, a key of `OVER`
-    "Least and greatest loss to show: all but those of the first twentieth of the training steps"
+    "Return the least and greatest loss to show, without the first twentieth of the training steps"
     seen = [v for c in courses for v in smooth(c.curve(over, "loss"))[1][min(len(c.loss), 800)//20:]]
     seen += [v for c in courses for v in c.curve(over)[1]]
     room = .05*(max(seen) - min(seen)) or .1
@@ -110,7 +110,7 @@ def limits(courses, over): # of `RunCurve`, a key of `OVER`
 
 # %% ../../nbs/64_comparison.ipynb #bc736303
 def overlay(courses, over): # a list of `RunCurve`, the first to compare with; a key of `OVER`
-    "Losses over the axis, and below them what each has more than the first: a Figure, None without a point"
+    "Draw losses over the axis, and below them the differences from the first run: a Figure, or None"
     from matplotlib.figure import Figure
     if not any(len(c.curve(over, kind)[0]) for c in courses for kind in ("val", "loss")): return None
     with styled():
@@ -145,7 +145,7 @@ def reached(curve, # places and losses of evaluations, in their order
 ASIDE = "name out cwd run_id group date resume overwrite why".split() # where and when, not what
 
 def settings(config): # of a run
-    "All that it says but where and when, groups taken apart: `model.width`"
+    "Return a run's settings without place and date, in one level: `model.width`"
     res = {}
     for k, v in config.items():
         if k in ASIDE: continue
@@ -153,13 +153,13 @@ def settings(config): # of a run
     return res
 
 def in_short(v): # anything of JSON
-    "It as text for a table"
+    "Format any JSON value as text for a table"
     if v is None or v == "": return "–"
     return one_line(v if isinstance(v, str) else json.dumps(v), 60).replace("|", "/")
 
 # %% ../../nbs/64_comparison.ipynb #8143d85f
 def differing_settings(configs): # of several runs
-    "The settings that aren't the same in all, name -> texts; of the rungs those that not all have"
+    "Return the settings that differ, name -> texts; of the rungs those that not all runs have"
     each = [settings(c) for c in configs]
     found = {k: [s.get(k) for s in each] for k in dict.fromkeys(k for s in each for k in s)}
     found = {k: vs for k, vs in found.items() if any(v != vs[0] for v in vs)}
@@ -170,7 +170,7 @@ def differing_settings(configs): # of several runs
 
 # %% ../../nbs/64_comparison.ipynb #55f4d587
 def repeats(courses): # of `RunCurve`
-    "Lists of three or more of them that differ in `seed` alone"
+    "Return lists of three or more runs that differ in `seed` alone"
     groups = {}
     for c in courses:
         same = {k: v for k, v in settings(c.config).items() if k != "seed"}
@@ -183,13 +183,13 @@ class Vocabulary(msgspec.Struct):
     model: dict
 
 def vocabulary(folder): # of a run
-    "Its tokenizer's tokens; None where there is no tokenizer, or none that can be read"
+    "Return the tokens of a run's tokenizer; None without a readable tokenizer"
     path = folder/"tokenizer.json"
     try: return decoded(read_bytes_of(path, 2**28), Vocabulary, path).model.get("vocab")
     except (OSError, InputError): return None
 
 def same_pairs(a, b): # two of `RunCurve`
-    "Whether a bigram model has the same loss on both runs' validation text; None where nobody knows"
+    "Return whether a bigram model has the same loss on both runs' validation text; None if unknown"
     one, two = (c.run["result"].bigram_loss for c in (a, b))
     return None if one is None or two is None else math.isclose(one, two, rel_tol=1e-5)
 
@@ -198,7 +198,7 @@ VIEWS = dict(seq_len="sequences of other lengths", eval_tokens="other numbers of
              document_mask="attention across documents in one and not in the other")
 
 def mismatch(a, b): # two of `RunCurve`
-    "Why their losses aren't comparable, texts; nothing where they are, as far as the folders tell"
+    "Yield why two runs' losses aren't comparable, texts; nothing where they are, as far as is known"
     said = {k: [in_short(c.config.get(k)) for c in (a, b)] for k in ("data", *VIEWS)}
     tokens, same = vocabulary(a.folder) == vocabulary(b.folder), same_pairs(a, b)
     moved = said["data"][0] != said["data"][1] # which may be the same text at another place
@@ -212,7 +212,7 @@ def mismatch(a, b): # two of `RunCurve`
 COLORS = BLUE, ORANGE, GREEN, PURPLE, "#b4534b", "#3b8ea5", GREY
 
 class Comparison:
-    "Two or more runs beside each other. Raises `InputError` for fewer, and for one without any loss"
+    "A comparison of two or more runs. Raises `InputError` for fewer, and for a run without any loss"
     def __init__(self, folders): # of runs
         places = [*dict.fromkeys(Path(f).resolve() for f in folders)]
         if len(places) < 2: raise InputError(f"{folders[0]} alone has nothing to be compared with: name two "
@@ -228,7 +228,7 @@ class Comparison:
 # %% ../../nbs/64_comparison.ipynb #c9a6ea93
 @patch
 def give_colors(self:Comparison):
-    "Colours, the same for runs that differ in the seed alone; and longer titles where two are alike"
+    "Give runs that differ in the seed alone the same colour, and runs with equal titles longer ones"
     names = [c.name for c in self.courses]
     kind = {id(c): i for i, g in enumerate(self.repeats) for c in g}
     kinds = [*dict.fromkeys(kind.get(id(c), c.folder) for c in self.courses)]
@@ -238,7 +238,7 @@ def give_colors(self:Comparison):
 
 # %% ../../nbs/64_comparison.ipynb #ac4f4fee
 def figures(c): # a `RunCurve`
-    "What it has come to, texts: losses, steps, tokens, seconds, speed, memory; a dash for what nobody knows"
+    "Return a run's key figures as texts: losses, steps, tokens, seconds, speed, memory; a dash for None"
     at, losses = c.curve("steps")
     last = lambda values, spec: fmt(values[-1] if len(values) and math.isfinite(values[-1]) else None, spec)
     speeds, peaks = ([v for _, v in points(c.run["rows"], k)] for k in ("tok_s", "gpu_peak_gib"))
@@ -250,20 +250,20 @@ def figures(c): # a `RunCurve`
 # %% ../../nbs/64_comparison.ipynb #3337cf3d
 @patch
 def summary(self:Comparison):
-    "Head and rows of a table, a row for each run"
+    "Return head and rows of a table, a row for each run"
     head = ["run", "validation loss", "lowest (step)", "steps", "tokens", "seconds", "tokens/s", "peak GiB"]
     return head, [[c.title, *figures(c)] for c in self.courses]
 
 # %% ../../nbs/64_comparison.ipynb #e9599125
 def when(c, level): # a `RunCurve`, a loss
-    "The seconds and tokens that it took to come down to this loss, a text"
+    "Return as text the seconds and tokens that a run took to reach this loss"
     if reached(c.curve("steps"), level) is None: return "never"
     seconds, tokens = (reached(c.curve(k), level) for k in ("seconds", "tokens"))
     return "-" if seconds is None else f"{seconds:,.1f} s, {short_number(tokens)}"
 
 @patch
 def races(self:Comparison):
-    "Head and rows of a table: when each run came down to each other's last validation loss"
+    "Return head and rows of a table: when each run reached each other's last validation loss"
     ends = [(c.title, c.val[-1][1]) for c in self.courses if c.val]
     return (["run", *(f"to {loss:.4f} of {title}" for title, loss in ends)],
             [[c.title, *(when(c, loss) for _, loss in ends)] for c in self.courses] if ends else [])
@@ -271,14 +271,14 @@ def races(self:Comparison):
 # %% ../../nbs/64_comparison.ipynb #dfc642e5
 @patch
 def differences(self:Comparison):
-    "Head and rows of a table, a row for each setting that isn't the same in all"
+    "Return head and rows of a table, a row for each setting that isn't the same in all"
     found = differing_settings([c.config for c in self.courses])
     return ["setting", *(c.title for c in self.courses)], [[k, *texts] for k, texts in found.items()]
 
 # %% ../../nbs/64_comparison.ipynb #42c5626b
 @patch
 def seeds(self:Comparison):
-    "Head and rows of a table: the last losses of runs that differ in the seed alone"
+    "Return head and rows of a table: the last losses of runs that differ in the seed alone"
     rows = []
     for g in self.repeats:
         last = [c.val[-1][1] for c in g if c.val]
@@ -291,7 +291,7 @@ def seeds(self:Comparison):
 # %% ../../nbs/64_comparison.ipynb #d348f5bd
 @patch
 def text(self:Comparison):
-    "What a terminal shows of it"
+    "Return the comparison as text for a terminal"
     parts = self.summary(), self.differences(), self.races(), self.seeds()
     return "\n\n".join([*self.notes, *(str(table(head, rows)) for head, rows in parts if rows)])
 
@@ -312,7 +312,7 @@ RACES = "Seconds of training, and tokens, read from straight lines between evalu
 
 @patch
 def parts(self:Comparison):
-    "The parts of the page; None in place of what there is nothing for"
+    "Yield the parts of the page; None in place of a part without data"
     def tables(title, found, note=""): return part(title, ("table", found if found[1] else None), note=note)
     yield tables("What they came to", self.summary())
     for over, name in OVER.items():
@@ -326,7 +326,7 @@ def parts(self:Comparison):
 # %% ../../nbs/64_comparison.ipynb #65f2fb65
 @patch
 def page(self:Comparison):
-    "The page, a text"
+    "Return the page as HTML text"
     titles = [c.title for c in self.courses]
     title = " and ".join(titles) if len(titles) < 4 else f"{titles[0]} and {len(titles) - 1} other runs"
     return rendered("comparison", title=title, notes=self.notes, parts=[p for p in self.parts() if p])
@@ -334,7 +334,7 @@ def page(self:Comparison):
 # %% ../../nbs/64_comparison.ipynb #9c8fa5b1
 def page_path(runs, # folders
               out=""): # as it was given
-    "Where the page goes. Raises `InputError` and `NotADirectoryError` where it can't"
+    "Return the path of the page. Raises `InputError` and `NotADirectoryError` where it can't be written"
     first, *others = [Path(r).resolve() for r in runs]
     name = others[0].name if len(others) == 1 else f"{len(others)}-others"
     beside = Path(os.path.relpath(first.parent))/f"compare-{first.name[:80]}-{name[:80]}.html"
@@ -346,7 +346,7 @@ def page_path(runs, # folders
 
 # %% ../../nbs/64_comparison.ipynb #7539e49b
 def run_compare(c): # `CompareOptions`
-    "What `speedrun_compare` does: print the tables, write the page"
+    "Run `speedrun_compare`: print the tables, write the page"
     both = Comparison(c.runs)
     path = page_path(c.runs, c.out)
     replace_file(path, both.page())
@@ -372,12 +372,12 @@ def check_search(c, given=()): # a `LrOptions`, names of the options that were g
 
 # %% ../../nbs/64_comparison.ipynb #eb16c54f
 def spaced(low, high, n): # learning rates, how many
-    "`n` rates from `low` to `high`, each the same number of times the one before; of one the middle"
+    "Return `n` rates from `low` to `high`, evenly spaced in their logarithm; for one the middle"
     return [low*(high/low)**(i/(n - 1)) for i in range(n)] if n > 1 else [math.sqrt(low*high)]
 
 def rates_to_try(c, # a `LrOptions`
                  usual): # the peak rate that training would take
-    "The rates. Raises `InputError` where the lowest isn't lower than the highest"
+    "Return the rates to try. Raises `InputError` where the lowest isn't lower than the highest"
     low, high = c.lowest or usual/16, c.highest or usual*16
     if low >= high: raise InputError(f"the learning rates would go from {low:g} to {high:g}: choose a lower "
                                      "--lowest or a higher --highest")
@@ -413,14 +413,14 @@ def reset(self:Search, turn=0): # which batches: 0 the first ones, 1 those after
 # %% ../../nbs/64_comparison.ipynb #44bd09a6
 def diverged(losses, # of the steps so far
              last=10): # steps to look at
-    "Whether they went wrong: not finite, or on average half a nat above the first one"
+    "Return whether losses are non-finite, or on average half a nat above the first one"
     new = losses[-last:]
     return not all(map(math.isfinite, new)) or len(losses) > last and statistics.mean(new) > losses[0] + .5
 
 @patch
 def descend(self:Search, set_rates, # (step, groups of parameters): sets the rate of each
             turn=0): # as for `reset`
-    "The losses of a short run, which ends early where it diverges"
+    "Return the losses of a short run, a list that ends early where the run diverges"
     self.reset(turn)
     t, losses = self.trainer, []
     with (memory_limit(t.limits.gib), deterministic(t.cfg.deterministic),
@@ -446,7 +446,7 @@ def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of
 # %% ../../nbs/64_comparison.ipynb #177c4d45
 @patch
 def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `reset`
-    "A short run at that rate: a dict with its losses in training, and in validation (None where it diverged)"
+    "Train a short run at `rate`. Returns a dict with training and validation loss (None if it diverged)"
     def scale(step, groups):
         for g in groups: g["lr"] = g["lr"]*(rate/self.usual)
     losses = self.descend(scale, turn)
@@ -458,7 +458,7 @@ def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `reset`
 # %% ../../nbs/64_comparison.ipynb #f7776f68
 @patch
 def sweep(self:Search):
-    "A run whose rate rises from the lowest to the highest: rates and losses, two lists"
+    "Train one run with a rate that rises from the lowest to the highest. Returns rates and losses, two lists"
     t, rates = self.trainer, spaced(self.rates[0], self.rates[-1], self.steps)
     def rise(step, groups): set_groups(t.run, t.step.opt, step, t.cfg.steps, rates[step])
     losses = self.descend(rise)
@@ -476,30 +476,30 @@ class Found(msgspec.Struct):
     sweep: tuple[list[float], list[float]] # rates and losses
 
 def ended(runs): # of `try_rate`
-    "Those that didn't diverge"
+    "Return the runs that didn't diverge"
     return [o for o in runs if o["val_loss"] is not None]
 
 # %% ../../nbs/64_comparison.ipynb #facb8273
 @patch(as_prop=True)
 def best(self:Found):
-    "The run with the lowest validation loss"
+    "Return the run with the lowest validation loss"
     return min(ended(self.tried), key=lambda o: o["val_loss"])
 
 @patch(as_prop=True)
 def noise(self:Found):
-    "How far apart the runs at the best rate end; None where there is one alone"
+    "Return how far apart the runs at the best rate end, in nats; None for a single run"
     ends = [o["val_loss"] for o in ended([self.best, *self.repeats])]
     return max(ends) - min(ends) if len(ends) > 1 else None
 
 @patch(as_prop=True)
 def edge(self:Found):
-    "Which end of the rates the best one lies at, None if at neither"
+    "Return at which end of the rates the best one lies, None if at neither"
     return {self.tried[0]["lr"]: "lowest", self.tried[-1]["lr"]: "highest"}.get(self.best["lr"])
 
 # %% ../../nbs/64_comparison.ipynb #1bdd1f43
 @patch
 def try_all(self:Search, more=0): # runs that will come after these
-    "A short run at each rate, told as it ends: a list of what `try_rate` returns"
+    "Train a short run at each rate and print each result. Returns a list of `try_rate`'s results"
     log_info, tried, left = self.trainer.log_info, [], len(self.rates) + more
     for rate in self.rates:
         t0 = time.perf_counter()
@@ -525,14 +525,14 @@ def search(self:Search, repeats=2): # how often the best rate runs again, on oth
 # %% ../../nbs/64_comparison.ipynb #791fb63c
 @patch
 def marked(self:Found, o): # of `tried`
-    "What is to be said of a rate, a text"
+    "Return the remark on a rate, a text"
     if o["val_loss"] is None: return f"diverged after {o['steps']} steps"
     if o is self.best: return "best"
     return "as good" if self.noise is not None and o["val_loss"] <= self.best["val_loss"] + self.noise else ""
 
 @patch
 def rows(self:Found):
-    "Head and rows of a table, a row for each rate"
+    "Return head and rows of a table, a row for each rate"
     ends = [o["losses"][-max(1, self.steps//10):] for o in self.tried]
     return (["learning rate", "times the usual", "validation loss", "training loss, last tenth", ""],
             [[f"{o['lr']:.3g}", f"{o['lr']/self.usual:.3g}", fmt(o["val_loss"], ".4f"),
@@ -541,7 +541,7 @@ def rows(self:Found):
 # %% ../../nbs/64_comparison.ipynb #72fb4813
 @patch
 def verdict(self:Found):
-    "What was found, and what it is worth: texts"
+    "Return what was found and how certain it is, as texts"
     lr, n, far = self.best["lr"], len(self.repeats) + 1, dict(lowest=1/16, highest=16)
     yield (f"best learning rate: {lr:.3g}, with a validation loss of {self.best['val_loss']:.4f} after "
            f"{self.steps} steps of {self.step_tokens:,} tokens")
@@ -556,7 +556,7 @@ def verdict(self:Found):
 # %% ../../nbs/64_comparison.ipynb #ef72983d
 @patch
 def chart(self:Found):
-    "Validation loss of the short runs over the rate, and the range test's loss below it: a Figure"
+    "Draw the short runs' validation loss over the rate, and the range test's loss below: a Figure"
     from matplotlib.figure import Figure
     with styled():
         fig = Figure(figsize=(7.4, 4.6), layout="constrained")
@@ -573,7 +573,7 @@ def chart(self:Found):
 # %% ../../nbs/64_comparison.ipynb #e3436ef8
 @patch
 def draw_tried(self:Found, ax): # axes
-    "A dot for each short run, a ring around the best one, and a band as wide as the noise"
+    "Draw a dot for each short run, a ring around the best one, and a band as wide as the noise"
     fine, least = ended(self.tried), self.best["val_loss"]
     ax.plot([o["lr"] for o in fine], [o["val_loss"] for o in fine], "o-", color=BLUE, ms=4, lw=1.4)
     for o in self.tried:
@@ -589,7 +589,7 @@ def draw_tried(self:Found, ax): # axes
 # %% ../../nbs/64_comparison.ipynb #05ece73f
 @patch
 def text(self:Found):
-    "What a terminal shows of it"
+    "Return the result as text for a terminal"
     return "\n\n".join([str(table(*self.rows())), ".\n".join(self.verdict()) + "."])
 
 # %% ../../nbs/64_comparison.ipynb #db1a08e2
@@ -602,7 +602,7 @@ def save_found(found, folder): # a `Found`, to write into
 
 def run_lr_search(c, # a `LrOptions`
                   given): # names of the options that were given
-    "What `speedrun_lr` does: search, print the table, write the folder"
+    "Run `speedrun_lr`: search, print the table, write the folder"
     prepare_process()
     s = Search(c, given)
     found = s.search(c.repeats)

@@ -61,8 +61,8 @@ PRESSED = ("stopping after this step, then saving; a second Ctrl-C leaves out ev
 
 # %% ../../nbs/30d_console.ipynb #30sigcls
 class Signals:
-    """Note SIGINT and `TERMINATION_SIGNALS` in `got` inside a `with`. Inside `during` each one raises
-    `KeyboardInterrupt`, elsewhere a third SIGINT does; neither if other processes wait (`alone` is False)"""
+    """A handler that notes SIGINT and `TERMINATION_SIGNALS` in `got` inside a `with`. Inside `during` each
+    raises `KeyboardInterrupt`, elsewhere a third SIGINT does; neither if not `alone`"""
     def __init__(self, log_info=print): # called with what a SIGINT does
         self.got, self.old, self.raising, self.alone, self.pressed = None, {}, False, True, 0
         self.log_info = log_info

@@ -120,7 +120,7 @@ def stop_watching(self:GroupCoordinator):
 
 @patch
 def close(self:GroupCoordinator):
-    "Leave the process group, after all have saved"
+    "Leave the process group, after all processes have saved"
     self.stop_watching()
     leave_world()
 

@@ -50,7 +50,7 @@ SETTLE = 8. # seconds of training on a GPU before the first timed step
 LONG = 2. # seconds to time each phase of a run on a GPU
 
 def phase_ms(trainer, phase, batches, settle): # a `Trainer`, a `Phase`, its steps' sequences, seconds
-    "Milliseconds of a step of that phase once it is warm, and the seconds that its first steps took longer"
+    "Return a warm step's milliseconds in a phase, and the additional seconds of its first steps"
     take = lambda: trainer.train_step(phase.step, *next(batches))
     first, ms = sum(sample_ms(take, WARM_UP)), summarize(sample_ms(take, 3)).ms
     if trainer.device.type == "cuda":
@@ -65,7 +65,7 @@ def _phases(trainer, batches): # as for `phase_ms`
 
 # %% ../../nbs/36_doctor.ipynb #000f0c62
 def wall_ms(f, reps=20): # a function without arguments, and how often to call it
-    "Median milliseconds of `f` on the clock on the wall"
+    "Return the median wall-clock milliseconds of calling `f`"
     def once(t0): f(); return (time.perf_counter() - t0) * 1e3
     return summarize([once(time.perf_counter()) for _ in range(reps)]).ms
 
@@ -82,7 +82,7 @@ def _evaluated(trainer): # a `Trainer`; returns the loss, a warm one's seconds, 
 SAMPLE = 2**29 # bytes to write for a trial; fewer on a CPU, whose models are small
 
 def write_speed(trainer): # a `Trainer`
-    "Bytes in a second that are written, synced and hashed in the run's folder, as a checkpoint's are"
+    "Measure the bytes per second written, synced and hashed in the run's folder, as for a checkpoint"
     there = next(p for p in trainer.folder.parents if p.exists())
     data = os.urandom(SAMPLE if trainer.device.type == "cuda" else SAMPLE//128)
     try:
@@ -123,7 +123,7 @@ def _planned(trainer, t):
 # %% ../../nbs/36_doctor.ipynb #de3f0921
 def check_trial(trainer, # a `Trainer`
                 t): # its `FirstSteps`
-    "Findings about the run: what it is, and whether its first steps went well"
+    "Yield findings about the run: what it is, and whether its first steps went well"
     yield from _planned(trainer, t)
     lr, guess, scaled = trainer.cfg.lr, math.log(trainer.config.vocab), trainer.step.scaler.is_enabled()
     said = (f"two steps were taken, with losses {' and '.join(f'{l:.2f}' for l in t.losses)}; after them "
@@ -138,7 +138,7 @@ def check_trial(trainer, # a `Trainer`
 # %% ../../nbs/36_doctor.ipynb #973738d6
 def check_memory(t, # `FirstSteps`
                  total): # GiB there are, None on a CPU
-    "A finding about the GPU's memory, if there is a GPU"
+    "Yield a finding about the GPU's memory, if there is a GPU"
     if not total: return
     text = f"a step takes {t.peak_gib:.1f} of the GPU's {total:.1f} GiB"
     if t.peak_gib < .95*total: yield Finding("ok", "memory", text)
@@ -146,7 +146,7 @@ def check_memory(t, # `FirstSteps`
 
 # %% ../../nbs/36_doctor.ipynb #36text01
 def check_text(corpus): # a `Corpus`
-    "Findings about the text that its tokens are from: what was read, bytes per token, a round trip"
+    "Yield findings about the text of the tokens: what was read, bytes per token, a round trip"
     read, tok = corpus.text, corpus.tokenizer
     if read: yield ok("text", f"{corpus.name}: {'; '.join(summary_lines(read))}")
     if not tok: return
@@ -163,7 +163,7 @@ def check_text(corpus): # a `Corpus`
 
 # %% ../../nbs/36_doctor.ipynb #7e951fff
 def check_data(trainer): # a `Trainer`
-    "Findings about the data: what there is, and whether it suits the model"
+    "Yield findings about the data: what there is, and whether it suits the model"
     c, V = trainer.data.corpus, trainer.config.vocab
     if not trainer.data.corpora: yield Finding("ok", "data", f"{c.name}: a stream, its tokens aren't counted")
     for o in trainer.data.corpora:
@@ -180,7 +180,7 @@ def check_data(trainer): # a `Trainer`
 
 # %% ../../nbs/36_doctor.ipynb #5940ba28
 def check_loader(t): # `FirstSteps`
-    "A finding: whether the GPU will wait for its data"
+    "Yield a finding: whether the GPU will wait for its data"
     text = f"a batch takes {t.loader_ms:.2f} ms to load and {t.ms:.1f} ms to train on"
     if t.loader_ms < .5*t.ms: yield Finding("ok", "loader", text)
     else: yield Finding("note", "loader", f"{text}, so training may wait for its data: put it on a faster "
@@ -188,24 +188,24 @@ def check_loader(t): # `FirstSteps`
 
 # %% ../../nbs/36_doctor.ipynb #fa86486a
 def stored(t, world): # what `flatten_state` finds, a `World`
-    "Bytes of it in a checkpoint that all processes write"
+    "Return the bytes of tensors in a checkpoint that all processes write"
     if isinstance(t, Shard): return math.prod(t.shape)*t.tensor.element_size() # the others have the rest
     if isinstance(t, PerRank): return world.size*stored_bytes(t.value, world)
     return t.nbytes
 
 def stored_bytes(tree, world): # of dicts, lists, tensors, `Shard`s and plain values
-    "Bytes of all its tensors"
+    "Return the bytes of all tensors in a tree"
     flatten_state(tree, tensors := {}, leaves=(Shard, PerRank))
     return sum(stored(t, world) for t in tensors.values())
 
 def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
-    "Bytes of the weights, and of a whole checkpoint, which several processes write together"
+    "Return the bytes of the weights, and of a whole checkpoint, which several processes write together"
     weights, world = stored_bytes(weights_to_save(trainer.run), trainer.world), trainer.world
     return weights, weights + stored_bytes(trainer.checkpointer.step_state(), world)
 
 # %% ../../nbs/36_doctor.ipynb #49c693c2
 def size(n): # bytes
-    "`n` as people say it"
+    "Format a number of bytes with a unit, such as 3.5 GB"
     return f"{n/2**30:,.1f} GiB" if n > 2**29 else f"{n/2**20:,.1f} MiB"
 
 # %% ../../nbs/36_doctor.ipynb #44f7c997
@@ -222,7 +222,7 @@ def _disk_need(trainer): # bytes, and a whole checkpoint's
 
 # %% ../../nbs/36_doctor.ipynb #a03c5047
 def check_disk(trainer): # a `Trainer` that has taken a step
-    "Findings about the disk: whether one can write there, and whether there is room"
+    "Yield findings about the disk: whether it is writable, and whether there is room"
     there, resumed = next(p for p in trainer.folder.parents if p.exists()), trainer.cfg.resume
     if e := _cannot_write(there):
         advice = "look at its permissions" if resumed else "choose another --out"
@@ -237,7 +237,7 @@ def check_disk(trainer): # a `Trainer` that has taken a step
 
 # %% ../../nbs/36_doctor.ipynb #db9cf2c5
 def check_start(trainer): # a `Trainer` that has taken a step
-    "A finding: how long it took until the first step, and with what"
+    "Yield a finding: how long it took until the first step, and on what it was spent"
     parts = sorted(((s, name) for name, s, depth in trainer.timings.phases if not depth), reverse=True)
     said = ", ".join(f"{name} {s:.1f}" for s, name in parts if s >= .05)
     yield Finding("ok", "start", f"the first step was done after {trainer.timings.total:.1f} seconds" +
@@ -245,7 +245,7 @@ def check_start(trainer): # a `Trainer` that has taken a step
 
 # %% ../../nbs/36_doctor.ipynb #f0a4ad41
 def rough_duration(seconds): # of a run
-    "A time as people say it"
+    "Format a time roughly"
     for unit, n in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2*n: return f"{seconds/n:.1f} {unit}"
     return f"{seconds:.0f} seconds"
@@ -263,7 +263,7 @@ def _passes(trainer):
 # %% ../../nbs/36_doctor.ipynb #aa527cf4
 def check_time(trainer, # a `Trainer`
                t): # its `FirstSteps`
-    "Findings about the steps that are to be taken: their time, their tokens, and passes over the data"
+    "Yield findings about the planned steps: their time, their tokens, and passes over the data"
     c, n = trainer.cfg, trainer.cfg.steps - trainer.done
     step_s, (weights, whole) = max(t.ms, t.loader_ms) / 1e3, checkpoint_bytes(trainer)
     wait_s = max(0., whole/t.bytes_s - n/c.num_evals*step_s) # after an evaluation, for the checkpoint before
@@ -276,7 +276,7 @@ def check_time(trainer, # a `Trainer`
 
 # %% ../../nbs/36_doctor.ipynb #7b038108
 def check_resume(cfg): # a `TrainConfig`
-    "Findings about the checkpoints of a run to go on with"
+    "Yield findings about the checkpoints of a run to resume"
     passed = []
     found = newest(Path(cfg.resume)/"checkpoints", read_record(cfg.resume).run_id, log_info=passed.append)
     if found and passed: passed[-1] += ". The one before it is taken"
@@ -285,7 +285,7 @@ def check_resume(cfg): # a `TrainConfig`
 
 # %% ../../nbs/36_doctor.ipynb #3b7dc0ca
 def check_trainer(trainer): # a `Trainer` that hasn't trained
-    "Findings about what it would do"
+    "Yield findings about what a run would do"
     yield from check_data(trainer)
     if trainer.cfg.overwrite and (trainer.folder/"config.json").exists():
         yield Finding("note", "run", f"{trainer.folder} exists, and --overwrite will replace what is in it")
@@ -298,7 +298,7 @@ def check_trainer(trainer): # a `Trainer` that hasn't trained
 def check_run(cfg, # a `TrainConfig`
               given=None, # names of the options that were given, as for `Trainer`
               timings=None): # `Timings` of the start
-    "Findings about a run with these options. Raises what making its `Trainer` raises"
+    "Yield findings about a run with these options. Raises what making its `Trainer` raises"
     if cfg.resume: yield from check_resume(cfg)
     trainer = Trainer(cfg, progress=False, given=given, timings=timings)
     try:
@@ -313,14 +313,14 @@ def examine(cfg, # a `TrainConfig`
             given=None, # names of the options that were given, as for `Trainer`
             timings=None, # `Timings` of the start; by default from when the run is looked at
             world=World()): # the processes that will train; all of them must ask
-    "The findings about a run with these options, one by one as they are made"
+    "Yield all findings about a run"
     cluster = {"cluster": check_cluster(world, cfg.out)} if world.size > 1 else {}
     parts = dict(software=check_versions(), GPU=check_gpu(), rungs=check_rungs()) | cluster
     parts |= dict(run=check_run(cfg, given, timings))
     for about, found in parts.items(): yield from guarded(found, about)
 
 def checkup(cfg): # a `TrainConfig`, the options of the run
-    "All findings about a run with these options, a list. Nothing is written but the cache of tokenized text"
+    "Return all findings about a run with these options, a list. Only tokenized text is cached"
     return list(examine(cfg))
 
 # %% ../../nbs/36_doctor.ipynb #afa14af9
@@ -341,14 +341,14 @@ def print_findings(findings, # an iterator of `Finding`
 
 # %% ../../nbs/36_doctor.ipynb #f50b3f00
 def examined(world, cfg, given): # a `World`, the options, names of those that were given
-    "What each process of `speedrun_doctor` does. Returns the number of problems"
+    "Run `speedrun_doctor` on each process. Returns the number of problems"
     if world.first:
         print("Trying what speedrun_train would do\n")
     return print_findings(examine(cfg, given, Timings(process_start()), world), world)
 
 def run_doctor(cfg, # a `TrainConfig`
                given): # names of the options that were given
-    "What `speedrun_doctor` does; it ends the program with code 1 where training would not work"
+    "Run `speedrun_doctor`; exit with code 1 where training would not work"
     prepare_process()
     n = num_processes(cfg, given or ())
     problems = run_distributed(n, examined, cfg, given)[0] if n > 1 else examined(join_world(), cfg, given)

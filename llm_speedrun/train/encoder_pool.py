@@ -31,7 +31,7 @@ def split_words(text): # any text
 
 # %% ../../nbs/37_encoder_pool.ipynb #75ebbd66
 def splits_as_gpt2(tokenizer): # a `tokenizers.Tokenizer`
-    "Whether it encodes each word of `split_words` by itself: byte-level BPE of GPT-2's kind"
+    "Return whether a tokenizer encodes each word of `split_words` by itself, as GPT-2's byte-level BPE does"
     d = json.loads(tokenizer.to_str())
     pre, model = d["pre_tokenizer"] or {}, d["model"]
     return (pre.get("type") == "ByteLevel" and pre.get("use_regex", True) and not pre["add_prefix_space"]
@@ -41,7 +41,7 @@ def splits_as_gpt2(tokenizer): # a `tokenizers.Tokenizer`
 
 # %% ../../nbs/37_encoder_pool.ipynb #b1857156
 class Encoder:
-    "Encodes texts as `tokenizer` does without special tokens, and keeps the tokens of each word it has seen"
+    "An encoder equal to `tokenizer` without special tokens, which caches the tokens of each word"
     def __init__(self,
         tokenizer,          # a `tokenizers.Tokenizer`
         dtype="<u2",        # of a token: two bytes, or "<u4" for a vocabulary above 65536
@@ -70,7 +70,7 @@ def __call__(self:Encoder, texts): # a list of str
 
 # %% ../../nbs/37_encoder_pool.ipynb #ab9c42c0
 def serve():
-    "What a `Worker`'s process runs: an `Encoder` between standard input and output"
+    "Run a `Worker`'s process: an `Encoder` between standard input and output"
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)                                           # what is printed must not get among the tokens
     text, dtype, plain = pickle.load(source)
@@ -119,7 +119,7 @@ def __call__(self:Worker, texts): # a list of str
 # %% ../../nbs/37_encoder_pool.ipynb #b76939e8
 @patch
 def exit_reason(self:Worker):
-    "How the process died, in words"
+    "Describe how the process exited"
     code = self.process.wait(10)
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     hint = ", as happens when memory runs out: let fewer of them run" if code == -9 else ""
@@ -168,7 +168,7 @@ def in_order(f, xs, threads, ahead):
 # %% ../../nbs/37_encoder_pool.ipynb #119254c0
 @contextmanager
 def encoders(n, tokenizer, dtype): # how many processes; as for `Encoder`
-    "A function from texts to tokens for `n` threads: each call has one of `n` processes to itself"
+    "Yield a function from texts to tokens for `n` threads: each call uses one of `n` processes alone"
     workers, free = [], LifoQueue()                 # the last one used is taken first,
     for _ in range(n): free.put(None)               # so that none is started before it is needed
     def encode(texts):

@@ -73,7 +73,7 @@ def configure_torchrun():
 
 # %% ../../nbs/33b_launch.ipynb #7f223a7e
 def run_torchrun(args):
-    "Run torchrun in this process. Returns what went wrong: an exit code after a signal, a text, or None"
+    "Run torchrun in this process. Returns the error: an exit code after a signal, a text, or None"
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -45,11 +45,11 @@ class RankBatches(Batches):
 
 # %% ../../nbs/39_loader.ipynb #b315d596
 def shares(weights): # positive Fractions
-    "Of each source, the part that it takes of the rows left over by the sources before it"
+    "Return for each source its share of the rows left over by the sources before it"
     return [w / sum(weights[s:]) for s, w in enumerate(weights)]
 
 def mixed_row(n, parts): # number of a row of the mixture, from `shares`
-    "The source of row `n`, and the number of that row among those of its source"
+    "Return the source of row `n`, and the number of that row among those of its source"
     for s, part in enumerate(parts):
         before = n * part.numerator // part.denominator
         if (n + 1) * part.numerator // part.denominator > before: return s, before
@@ -57,7 +57,7 @@ def mixed_row(n, parts): # number of a row of the mixture, from `shares`
 
 # %% ../../nbs/39_loader.ipynb #34c6c5c8
 def concatenated(shards):
-    "All files of several `Shards` as one, and where the tokens of each begin in it"
+    "Return all files of several `Shards` as one, and where the tokens of each begin in it"
     res = copy(shards[0])
     res.files = [f for s in shards for f in s.files]
     res.find_ends()
@@ -84,7 +84,7 @@ class MixedBatches(Batches):
 # %% ../../nbs/39_loader.ipynb #da9071a1
 @patch
 def starts(self:MixedBatches, i):
-    "Where the windows of batch `i` begin"
+    "Return where the windows of batch `i` begin"
     rows = [mixed_row(n, self.parts) for n in range(i*self.batch, (i+1)*self.batch)]
     source, number = np.array(rows).T
     res = np.empty(self.batch, np.int64)
@@ -95,7 +95,7 @@ def starts(self:MixedBatches, i):
 
 # %% ../../nbs/39_loader.ipynb #4f2bb75e
 def shuffled(docs, n, rng): # an iterable, documents to hold, a numpy generator
-    "The documents in an order that is random within reach of a buffer of `n`"
+    "Yield the documents in an order that is random within a buffer of `n`"
     buffer = []
     for doc in docs:
         if len(buffer) < n: buffer.append(doc); continue
@@ -109,7 +109,7 @@ def one_side(source, # () -> iterator of documents
              held_out, # True for the documents to validate on, False for those to train on
              val_frac=.05, # share of the documents held out
             ): # () -> iterator of documents
-    "The source with the documents of one side only, by the rule of `data.write_shards`"
+    "Return the source with the documents of one split only, by the rule of `write_shards`"
     return partial(_one_side, source, held_out, val_frac)
 
 def _one_side(source, held_out, val_frac):
@@ -162,14 +162,14 @@ class StreamBatches:
 # %% ../../nbs/39_loader.ipynb #89417f05
 @patch
 def documents(self:StreamBatches, epoch):
-    "This rank's documents of an epoch, shuffled"
+    "Yield this rank's documents of an epoch, shuffled"
     rng = np.random.default_rng((self.seed, epoch, self.rank))
     yield from shuffled(islice(self.source(), self.rank, None, self.world), self.buffer, rng)
 
 # %% ../../nbs/39_loader.ipynb #7987ba05
 @patch
 def passed(self:StreamBatches, at): # a position
-    "The documents of its epoch still to come, and a digest of those before. `InputError` if it differs"
+    "Return the documents of its epoch still to come, and a digest of those before. Raises `InputError`"
     docs, digest = self.documents(at["epoch"]), text_digest()
     for text in islice(docs, at["docs"]): digest_pieces(digest, [(text, True, False)])
     if digest.hexdigest() != at["documents"]:
@@ -252,7 +252,7 @@ def __next__(self:StreamBatches):
 # %% ../../nbs/39_loader.ipynb #0e6b8a73
 @patch
 def state_dict(self:StreamBatches, i=None): # batches used; by default all that were taken
-    "The position after `i` batches, one of the last few: a small dict of plain values"
+    "Return the position after `i` batches, one of the last few: a small dict of plain values"
     past = {p["i"]: p for p in self.past.copy()}
     i = self.i if i is None else i
     if i not in past: raise InputError(f"the stream remembers batches {min(past)} to {max(past)}, not {i}")
@@ -294,14 +294,14 @@ class LaneBatches:
 # %% ../../nbs/39_loader.ipynb #971fb630
 @patch
 def lane(self:StreamBatches, k, n): # which of how many
-    "A part of this stream from its beginning: a `StreamBatches` of every `n`-th document"
+    "Return a part of this stream from its beginning: a `StreamBatches` of every `n`-th document"
     return StreamBatches(self.source, self.tokenizer, self.batch//n, self.seq, self.seed, self.buffer, k, n,
                          self.workers)
 
 # %% ../../nbs/39_loader.ipynb #85b8bfb9
 @patch
 def cut(self:LaneBatches, lanes): # how many
-    "Begin anew with so many lanes. Raises `InputError` where the numbers don't divide"
+    "Start with a number of lanes. Raises `InputError` where the numbers don't divide"
     rows, can = self.stream.batch, [str(k) for k in range(1, lanes + 1) if lanes % k == 0]
     if lanes % self.n: raise InputError(
         f"a stream of {lanes} lane{'s'*(lanes > 1)} can't be shared by {self.n} processes: go on with "
@@ -319,11 +319,11 @@ def close(self:LaneBatches):
 # %% ../../nbs/39_loader.ipynb #41bcac59
 @patch
 def state_dict(self:LaneBatches, i=None): # batches used; by default all that were taken
-    "The positions of this process's lanes, a list: see `joined_lanes`"
+    "Return the positions of this process's lanes, a list: see `joined_lanes`"
     return [lane.state_dict(i) for lane in self.lanes]
 
 def joined_lanes(states): # the `LaneBatches.state_dict` of every process
-    "The position of the whole stream, to save: a dict of plain values. Processes may have the same lanes"
+    "Return the position of the whole stream, to save: a dict of plain values. Processes may share lanes"
     lanes = {p["rank"]: p for s in states for p in s}
     positions = [lanes[k] for k in sorted(lanes)]
     return positions[0] if len(positions) == 1 else dict(lanes=positions)
@@ -340,12 +340,12 @@ def load_state_dict(self:LaneBatches, state): # from `joined_lanes`, on every pr
 # %% ../../nbs/39_loader.ipynb #3c1d5492
 def lanes_for(rows, # sequences in a step
               n): # processes that share them
-    "Lanes of a new stream: one for one process, else two for each, or one where two don't divide a step"
+    "Return a new stream's lanes: one for one process, else two each, or one where two don't divide a step"
     return 2*n if n > 1 and rows % (2*n) == 0 else n
 
 def shares_of(batches, # `Batches`, `MixedBatches` or `StreamBatches` of the whole step
               world): # a `World`
-    "This process's rows of them, by its place in `dp`. Those who share one model's parts get the same"
+    "Return this process's rows of batches, by its rank in `dp`. Ranks along `tp` get the same ones"
     place, n = world.rank_and_size("dp")
     if isinstance(batches, StreamBatches): return LaneBatches(batches, place, n, lanes_for(batches.batch, n))
     return batches if n == 1 else RankBatches(batches, place, n)

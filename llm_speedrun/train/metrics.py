@@ -25,8 +25,8 @@ PHASES = "data", "forward", "backward", "optimizer" # of a step; the last one en
 
 # %% ../../nbs/34_metrics.ipynb #1c33ba6b
 class Breakdown:
-    """Time a step's phases without waiting for the GPU: call it with a phase's name where that phase ends.
-    With rung `cuda_graphs`, forward and backward pass are one graph, and `forward` is the time of both"""
+    """A timer of a step's phases that doesn't wait for the GPU: call it with a phase's name where that
+    phase ends. With rung `cuda_graphs`, forward and backward pass are one graph, timed as `forward`"""
     def __init__(self, device): # that the step runs on
         self.gpu, self.marks, self.on = torch.device(device).type == "cuda", [], False
 
@@ -117,7 +117,7 @@ def parse_trackers(spec): # names separated by commas, of `TRACKERS`
 
 # %% ../../nbs/34_metrics.ipynb #585fc236
 class TensorBoard:
-    "Write rows for TensorBoard into `tensorboard/` of the run's folder"
+    "A tracker that writes rows for TensorBoard into `tensorboard/` of the run's folder"
     def __init__(self, folder, # of the run
                  config, # a dict
                  step): # that the run goes on after, 0 for a new one
@@ -155,7 +155,7 @@ class WandB:
 
 # %% ../../nbs/34_metrics.ipynb #44f56a43
 class Trackers:
-    "Log to several trackers. One that fails is reported and dropped, and the others go on"
+    "A group of trackers. One that fails is reported and dropped, and the others go on"
     def __init__(self, opened, # name -> tracker
                  log_info=print): # called about failures
         self.opened, self.log_info = dict(opened), log_info

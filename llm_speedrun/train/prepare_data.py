@@ -163,7 +163,7 @@ def _finish(unfinished, out, spec, text): # as for `_read_past`, the final folde
 
 # %% ../../nbs/38_prepare_data.ipynb #6bdbe428
 def cores() -> int: # at least 1
-    "How many processors this process may use"
+    "Return how many processors this process may use"
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 def _to_write(folder, workers):
@@ -204,7 +204,7 @@ def document_source(
     data,               # "stdlib", a preset of `HUB`, or a file or folder of text, JSON lines or Parquet
     text_key="text",    # the key (JSON lines) or column (Parquet) that holds the text
 ):                      # () -> iterator of documents
-    "A function that reads the documents of `data` from the start. FileNotFoundError if there is none"
+    "Return a function that reads the documents of `data` from the start. Raises FileNotFoundError"
     if str(data) == "stdlib": return stdlib_documents
     if str(data) in HUB: return partial(hub_documents, str(data))
     path = Path(data).expanduser()
@@ -227,7 +227,7 @@ def stream_tokenizer(data, # as for `document_source`
                      source, # from it
                      vocab=0, # of a tokenizer trained on the documents; by default GPT-2's for a preset
                     ) -> Tokenizer:
-    "For documents that nobody has tokenized: GPT-2's tokenizer for a preset, else one trained on the first"
+    "Return a tokenizer for raw documents: GPT-2's for a preset, else one trained on the first documents"
     if data in HUB and not vocab: return gpt2_tokenizer()
     tok = train_tokenizer(first_characters(source()), vocab or OFFLINE_VOCAB)
     if (n := tok.get_vocab_size()) < vocab:
@@ -262,7 +262,7 @@ def _origin(c, tok): # a `DataOptions`, the tokenizer
 
 # %% ../../nbs/38_prepare_data.ipynb #38d735a6
 def make_corpus(c): # a `DataOptions`
-    "What `speedrun_data` does"
+    "Run `speedrun_data`"
     _refuse(c)
     path, source = Path(c.out).expanduser().absolute(), document_source(c.data, c.text_key)
     tok = _tokenizer_for(c.tokenizer, c.data, source, c.vocab, path)
@@ -277,7 +277,7 @@ def make_corpus(c): # a `DataOptions`
 
 # %% ../../nbs/38_prepare_data.ipynb #36105614
 def parse_mix(spec): # "name" or "name:weight,name:weight"
-    "Pairs of name and weight (a positive `Fraction`, 1 if none is given). Raises ValueError for a bad weight"
+    "Parse pairs of name and weight (a positive `Fraction`, by default 1). Raises ValueError for a bad weight"
     if spec.strip() and Path(spec).expanduser().exists(): return [(spec, Fraction(1))]
     parts = [p.strip().rpartition(":") for p in spec.split(",")]
     parts = [_weighted(head, tail) for head, _, tail in parts]
@@ -298,7 +298,7 @@ def _weighted(name, weight):
 # %% ../../nbs/38_prepare_data.ipynb #corp0101
 def located(spec, # as for `parse_mix`
             cwd): # the folder in which it was given; empty if that isn't known
-    "`spec` as seen from here: relative paths of what is there in `cwd` become absolute"
+    "Return `spec` with relative paths of what exists in `cwd` made absolute"
     def there(name):
         path = Path(cwd, Path(name).expanduser())
         same = name in ("", "stdlib", *HUB) or path == Path(name).expanduser().absolute()
@@ -328,7 +328,7 @@ def open_mix(spec, # as for `parse_mix`, each name as for `open_corpus`
 # %% ../../nbs/38_prepare_data.ipynb #8c750d32
 def mix_fingerprint(parts, # from `open_mix`
                    ) -> dict: # of plain values, for `data.differences`
-    "What tells this mixture from others: the fingerprints of its corpora, and their weights"
+    "Return what identifies a mixture: the fingerprints of its corpora, and their weights"
     if len(parts) == 1: return parts[0][0].fingerprint()
     return {f"corpus {i}: {k}": v for i, (c, w) in enumerate(parts, 1)
             for k, v in (c.fingerprint() | dict(weight=str(w))).items()}

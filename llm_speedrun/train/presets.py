@@ -30,7 +30,7 @@ def clash(a, b): # with options or without
 
 def fitting(rungs, # with options or without
             beside=()): # rungs that are there already
-    "Return those of `rungs` that can run here and are compatible with those before them"
+    "Return the rungs that can run here and are compatible with those before them"
     kept, gpu = list(beside), torch.cuda.is_available()
     for spec in rungs:
         r = find_rung(rung_name(spec))
@@ -51,7 +51,7 @@ def presets(lacks=()): # as for `preset`
 
 # %% ../../nbs/32_presets.ipynb #812ad7ed
 def check_name(spec, # a rung with or without options
-               beside): # the preset that it stands beside, "" for none
+               beside): # the preset that it is combined with, "" for none
     "Raise `InputError` for an unknown rung or option, and for a rung that can't be next to a preset"
     name = rung_name(spec)
     if beside and name not in PARALLEL or name in (*PRESETS, "auto"):
@@ -64,7 +64,7 @@ def check_name(spec, # a rung with or without options
     parsed(spec) # raises for options that there aren't
 
 # %% ../../nbs/32_presets.ipynb #1ac1011b
-PARALLEL = "ddp", "fsdp", "tensor_parallel" # for several processes: these may stand beside a preset
+PARALLEL = "ddp", "fsdp", "tensor_parallel" # for several processes: these may be combined with a preset
 
 def preset_of(spec): # as `parse_rungs` takes it
     "Return the preset that `spec` names, \"\" for none"

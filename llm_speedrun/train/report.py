@@ -43,7 +43,7 @@ class Phase(msgspec.Struct):
     depth: int = 0 # how many phases are around it
 
 class Start(msgspec.Struct):
-    "What a run's `result.json` says of the time before its first step"
+    "The time before the first step, as a run's `result.json` records it"
     seconds: Number | None = None
     phases: list[Phase] = []
 
@@ -89,7 +89,7 @@ def check_run(folder): # a path
 
 # %% ../../nbs/35_report.ipynb #afe3cb5b
 def read_run(folder): # of a run, finished or not
-    "What a run's files say, a dict. Raises `FileNotFoundError` for a folder that isn't one"
+    "Read a run's files, a dict. Raises `FileNotFoundError` for a folder that isn't a run's"
     folder, notes = Path(folder), []
     check_run(folder)
     load = lambda name, read, empty: _loaded(folder/name, read, empty, notes)
@@ -104,35 +104,35 @@ def read_run(folder): # of a run, finished or not
 
 # %% ../../nbs/35_report.ipynb #2556a466
 def number(x): # anything
-    "`x` if it is a finite number, else None"
+    "Return `x` if it is a finite number, else None"
     return x if isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) else None
 
 def layout(config, what): # of a run; "processes", or the dimension "dp" or "tp"
-    "How many processes there were, in all or along a dimension; 1 where nothing is said of them"
+    "Return the number of processes, in all or along a dimension; 1 where it isn't recorded"
     world = config.get("world")
     n = number(world.get(what)) if isinstance(world, dict) else None
     return max(1, int(n or 1))
 
 def step_tokens(config): # of a run
-    "Tokens in an optimizer step, None if the options don't say"
+    "Return the tokens in an optimizer step, None if the options don't say"
     sizes = [number(config.get(k)) for k in ("micro_batch_size", "grad_accum_steps", "seq_len")]
     return None if None in sizes else math.prod(sizes)*layout(config, "dp")
 
 # %% ../../nbs/35_report.ipynb #17f62a98
 def model_config(config): # of a run
-    "The `GPTConfig` of the run's model, None if it isn't there"
+    "Return the `GPTConfig` of the run's model, None if it isn't recorded"
     try: return msgspec.convert(config.get("model_config"), GPTConfig)
     except msgspec.ValidationError: return None
 
 def mfu_at(config, # of a run
            tok_s): # tokens per second
-    "MFU at this speed, of all GPUs, attention counted causal; None where model or GPU are unknown"
+    "Return the MFU at this speed, of all GPUs, with causal attention; None for an unknown model or GPU"
     model, gpu, each = model_config(config), config.get("gpu"), tok_s/layout(config, "processes")
     return mfu(train_flops(model, causal=True), each, gpu) if model and isinstance(gpu, str) else None
 
 # %% ../../nbs/35_report.ipynb #f9551424
 def phase_ms(rows): # of `metrics.jsonl`
-    "Median milliseconds of each phase in the rows, a dict in the order of a step"
+    "Return the median milliseconds of each phase in the rows, a dict in the order of a step"
     names = {k[3:]: None for r in rows for k in r if k.startswith("ms_")}
     order = [*(p for p in PHASES if p in names), *(n for n in names if n not in PHASES)]
     found = {n: [v for _, v in points(rows, f"ms_{n}") if v >= 0] for n in order}
@@ -140,7 +140,7 @@ def phase_ms(rows): # of `metrics.jsonl`
 
 # %% ../../nbs/35_report.ipynb #58ff4a6f
 def format_duration(seconds): # a number
-    "A duration in two units: 1 h 5 min"
+    "Format a duration in two units: 1 h 5 min"
     s = round(seconds)
     for unit, below, size in (("h", "min", 3600), ("min", "s", 60)):
         if s >= size: return f"{s // size} {unit} {s % size * 60 // size} {below}"
@@ -148,7 +148,7 @@ def format_duration(seconds): # a number
 
 # %% ../../nbs/35_report.ipynb #3a7e8f24
 def steps_done(run): # from `read_run`
-    "How many steps the run took"
+    "Return how many steps the run took"
     last = max((s for s, _ in points(run["rows"], "loss")), default=0)
     return int(run["result"].steps or last)
 
@@ -161,7 +161,7 @@ def _speeds(run): # of its steps
 
 # %% ../../nbs/35_report.ipynb #ad9ee5e1
 def key_figures(run): # from `read_run`
-    "Triples of a value, what it is, and what to compare it with, as text"
+    "Return triples of a value, what it is, and what to compare it with, as text"
     c, res, rows = run["config"], run["result"], run["rows"]
     val, yard, loss = points(rows, "val_loss"), res.bigram_loss, number(res.val_loss)
     if loss is None and val: loss = val[-1][1]
@@ -180,7 +180,7 @@ def key_figures(run): # from `read_run`
 def part(title, # of the part
          *blocks, # pairs of a kind, a name in `TEMPLATES`, and what stands in it; empty ones are left out
          note=""): # a sentence below the title
-    "A section of the page, None if there is nothing in it"
+    "Return a section of the page, None if there is nothing in it"
     blocks = [(kind, data) for kind, data in blocks if data]
     return dict(title=title, note=note, blocks=blocks) if blocks else None
 
@@ -201,7 +201,7 @@ MACHINE = "gpu", "date", "model_config", "world", "group", "why", *VERSIONS # wh
 
 # %% ../../nbs/35_report.ipynb #243017e3
 def recipe_text(config): # of a run
-    "What its weights are updated by, in a line: the recipe where one is named, and what is set for it"
+    "Describe the update rule in one line: the recipe if one is named, and its settings"
     get, name = lambda k: number(config.get(k)), str(config.get("recipe") or "")
     said = dict(lr="peak rate {:.3g}", warmup_steps="{:,} steps of warm-up", weight_decay="weight decay {:g}",
                 grad_clip="gradients of norm {:g} at most",
@@ -213,7 +213,7 @@ def recipe_text(config): # of a run
 
 # %% ../../nbs/35_report.ipynb #8ddec4de
 def step_texts(config): # of a run
-    "What a step is made of, and which processes share it: two texts, empty where there is nothing to say"
+    "Describe what a step consists of, and which processes share it: two texts, empty if unknown"
     c, tokens = config, step_tokens(config)
     n, dp, tp = (layout(c, k) for k in ("processes", "dp", "tp"))
     sizes = tokens and (c[k] for k in ("grad_accum_steps", "micro_batch_size", "seq_len"))
@@ -224,7 +224,7 @@ def step_texts(config): # of a run
 
 # %% ../../nbs/35_report.ipynb #e35228cd
 def about_part(run): # from `read_run`
-    "What was trained, on what, with which versions"
+    "Return the section on what was trained, on what, with which versions"
     c, m, (step, shared) = run["config"], model_config(run["config"]), step_texts(run["config"])
     get = lambda k: str(c.get(k) or "")
     shape = m and (f"{m.name}: {m.layers} layers of width {m.width}, {m.heads} heads ({m.kv_heads} for keys "
@@ -238,7 +238,7 @@ def about_part(run): # from `read_run`
 
 # %% ../../nbs/35_report.ipynb #941a4b89
 def loss_part(run): # from `read_run`
-    "The loss curve"
+    "Return the section with the loss curve"
     if not points(run["rows"], "loss") and not points(run["rows"], "val_loss"): return None
     yard = run["result"].bigram_loss
     note = "The dashed line is a bigram model's loss on the same validation tokens: what pairs alone give."
@@ -246,12 +246,12 @@ def loss_part(run): # from `read_run`
                 note="" if yard is None else note)
 
 def drawn(charts): # each SVG or None
-    "Those for which there were values"
+    "Return the charts that exist"
     return [c for c in charts if c]
 
 # %% ../../nbs/35_report.ipynb #b79726ab
 def speed_part(run): # from `read_run`
-    "Speed and MFU over time"
+    "Return the section with speed and MFU over time"
     one, speeds = mfu_at(run["config"], 1.), points(run["rows"], "tok_s") # MFU at one token a second
     rows = [dict(step=i, tok_s=v, mfu=100*one*v if one else None) for i, v in speeds]
     charts = [curve(rows, dict(tok_s=""), "Tokens per second", zero=True),
@@ -267,7 +267,7 @@ TEMPLATES["phases"] = """<table class="narrow"><thead><tr><th>phase</th><th>ms</
 
 # %% ../../nbs/35_report.ipynb #505b22ed
 def breakdown_part(run): # from `read_run`
-    "Where a step's time goes"
+    "Return the section on where a step's time goes"
     ms = phase_ms(run["rows"])
     if not ms: return None
     total, n = sum(ms.values()), max(len(points(run["rows"], f"ms_{k}")) for k in ms)
@@ -280,7 +280,7 @@ def breakdown_part(run): # from `read_run`
 
 # %% ../../nbs/35_report.ipynb #315d1171
 def rank_times(rows): # of `metrics.jsonl`
-    "Steps, and milliseconds of the forward pass by step and process: two arrays"
+    "Return steps, and milliseconds of the forward pass by step and process: two arrays"
     lists = [(r["step"], r["rank_ms"]) for r in rows if isinstance(r.get("rank_ms"), list)]
     whole = lambda ms: len(ms) == len(lists[-1][1]) and all(number(v) is not None for v in ms)
     lists = [(s, ms) for s, ms in lists if whole(ms)]
@@ -288,7 +288,7 @@ def rank_times(rows): # of `metrics.jsonl`
 
 # %% ../../nbs/35_report.ipynb #9a3e55f6
 def ranks_part(run): # from `read_run`
-    "The processes beside each other"
+    "Return the section that compares the processes"
     steps, ms = rank_times(run["rows"])
     if not ms.size: return None
     each = np.median(ms, 0)
@@ -301,14 +301,14 @@ def ranks_part(run): # from `read_run`
 SCHEDULED = dict(momentum="Momentum", weight_decay="Weight decay") # what may have a schedule beside the rates
 
 def group_rates(rows): # of `metrics.jsonl`
-    "The keys of rates that a group of parameters has for itself, `lr_embed`, and the groups' names: a dict"
+    "Return the rates' keys of parameter groups, such as `lr_embed`, and the groups' names: a dict"
     keys = dict.fromkeys(k for r in rows for k in r if k.startswith("lr_"))
     return {k: k[3:] for k in keys}
 
 
 # %% ../../nbs/35_report.ipynb #b8d30017
 def training_part(run): # from `read_run`
-    "Learning rates, those of all groups, and what else follows a schedule; gradient norm"
+    "Return the section with learning rates, other scheduled values, and the gradient norm"
     rows, norms = run["rows"], [v for _, v in points(run["rows"], "grad_norm") if v > 0]
     rates = dict(lr="lr") | group_rates(rows)
     log = bool(norms) and max(norms) > 20*min(norms)
@@ -320,7 +320,7 @@ def training_part(run): # from `read_run`
 
 # %% ../../nbs/35_report.ipynb #15f1b5aa
 def gpu_part(run): # from `read_run`
-    "Memory, utilization, power and temperature"
+    "Return the section with memory, utilization, power and temperature"
     rows, memory = run["rows"], dict(gpu_mem_gib="held by PyTorch", gpu_peak_gib="most in tensors")
     charts = [curve(rows, memory, "Memory (GiB)", smooth=False, zero=True),
               curve(rows, dict(gpu_util=""), "Utilization (%)", zero=True),
@@ -339,7 +339,7 @@ TEMPLATES["ladder"] = """<table class="ladder"><thead><tr><th>rung</th><th>token
 
 # %% ../../nbs/35_report.ipynb #266ea83f
 def ladder_part(run): # from `read_run`
-    "The rungs that were measured before training"
+    "Return the section with the rungs that were measured before training"
     fastest = max((r.tok_s or 0 for r in run["ladder"]), default=0) or 1
     def row(r):
         gain = [f"{fmt(v)}×" if r.before and v is not None else "" for v in (r.ratio, r.predicted_ratio)]
@@ -355,7 +355,7 @@ TEMPLATES["table"] = """<table><thead><tr>{% for h in data[0] %}<th>{{ h }}</th>
 </tbody></table>"""
 
 def start_part(run): # from `read_run`
-    "What the time before the first step went into"
+    "Return the section on what the time before the first step was spent on"
     start = run["result"].start
     if not start or not start.phases: return None
     rows = [("\u2003"*min(p.depth, 9) + p.name, f"{p.seconds:.2f}") for p in start.phases]
@@ -365,7 +365,7 @@ def start_part(run): # from `read_run`
 
 # %% ../../nbs/35_report.ipynb #f8742b20
 def choices_part(run): # from `read_run`
-    "What was chosen by measuring, and why"
+    "Return the section on what was chosen by measuring, and why"
     why = run["config"].get("why")
     rows = [(k, v) for k, v in why.items() if v] if isinstance(why, dict) else []
     return part("Chosen by measuring", ("words", (("what", "why"), rows) if rows else None))
@@ -375,7 +375,7 @@ TEMPLATES["words"] = TEMPLATES["table"].replace("<table>", '<table class="events
 
 # %% ../../nbs/35_report.ipynb #fc6ba21f
 def eval_part(run): # from `read_run`
-    "Scores in tasks"
+    "Return the section with scores in tasks"
     error = lambda e: "" if e is None else f"± {e:.4f}"
     rows = [(s.task, k, f"{v:.4f}", error(s.errors.get(k)), fmt(s.n, ","))
             for s in run["evals"] for k, v in s.scores.items()]
@@ -383,7 +383,7 @@ def eval_part(run): # from `read_run`
     return part("What it can do", ("table", (head, rows) if rows else None))
 
 def profile_part(run): # from `read_run`
-    "The profiler's table, if there was one"
+    "Return the section with the profiler's table, if there was one"
     return part("Profile", ("samples", [("", run["profile"])] if run["profile"] else None))
 
 
@@ -398,7 +398,7 @@ CURVES = *"step event loss lr grad_norm tok_s train_s val_loss rank_ms".split(),
 
 def events_part(run, # from `read_run`
                 most=100): # to show
-    "What happened: rows with an `event`, and steps whose loss isn't a number"
+    "Return the section with events, and steps with a non-finite loss"
     found = [r for r in run["rows"] if "event" in r]
     found += [dict(step=r["step"], event="no finite loss") for r in run["rows"]
               if "loss" in r and number(r["loss"]) is None and "event" not in r]
@@ -412,7 +412,7 @@ def events_part(run, # from `read_run`
 # %% ../../nbs/35_report.ipynb #23fdc501
 def sample_part(run, # from `read_run`
                 most=5): # samples of the time before the end
-    "The text that the model wrote, during training and at the end"
+    "Return the section with text that the model wrote, during training and at the end"
     found = [r for r in run["samples"] if r.get("text")]
     note = f"{most} of the {len(found):,} texts in samples.jsonl." if len(found) > most else ""
     if len(found) > most: found = [found[round(i*(len(found) - 1)/(most - 1))] for i in range(most)]
@@ -421,7 +421,7 @@ def sample_part(run, # from `read_run`
     return part("What it writes", ("samples", texts), note=note)
 
 def options_part(run): # from `read_run`
-    "All options"
+    "Return the section with all options"
     show = lambda v: json.dumps(v) if isinstance(v, (dict, list, bool)) or v is None else str(v)
     options = {k: show(v) or "–" for k, v in run["config"].items() if k not in MACHINE}
     return part("Options", ("options", options))
@@ -527,14 +527,14 @@ def _state(run): # from `read_run`
 # %% ../../nbs/35_report.ipynb #5d1bb222
 def rendered(name, # of a template in `TEMPLATES`
              **values): # for it
-    "The page, a text, in which everything that isn't marked as safe is escaped"
+    "Render a template as HTML text, in which everything not marked as safe is escaped"
     from jinja2 import DictLoader, Environment, StrictUndefined
     env = Environment(loader=DictLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
     page = env.get_template(name).render(css=PAGE_CSS + PARTS_CSS + TEXT_CSS, **values)
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]", "\ufffd", page) # what no page can hold
 
 def page_of(run): # from `read_run`
-    "The page of a run, a text"
+    "Return the page of a run as HTML text"
     what = [run["config"][k] for k in ("model", "data", "gpu", "date") if run["config"].get(k)]
     return rendered("page", run=run, state=_state(run), figures=[*key_figures(run)], what=what,
                     parts=[p for f in PARTS if (p := f(run)) is not None])

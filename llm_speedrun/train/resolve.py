@@ -147,7 +147,7 @@ def check_shares(c, n, dp): # a `TrainConfig`, sequences in a step, processes th
 # %% ../../nbs/30a_resolve.ipynb #30res011
 @dataclass(frozen=True)
 class TrainPlan:
-    "Hold what is decided before a run is built"
+    "What is decided before a run is built: its options, model, data and machine"
     options: TrainConfig # each has its value; the micro-batch changes if memory runs out
     model: GPTConfig
     recipe: Recipe
@@ -182,7 +182,7 @@ def length_change(self:TrainPlan, was, done): # steps of the run when its checkp
 
 # %% ../../nbs/30a_resolve.ipynb #30res013
 class PlanResolver:
-    "Decide what a run's options leave open, in the order of its methods"
+    "A resolver of what a run's options leave open, in the order of its methods"
     def __init__(self, cfg, # a `TrainConfig` of its own: what is decided is written into it
                  given, # names of the options that were given
                  coordinator, # a `Coordinator` of the processes
@@ -370,7 +370,7 @@ class NoMemory(RunError):
     "Raised where a process that others wait for is out of GPU memory"
 
 class MicroBatchReducer:
-    "Reduce the micro-batch of a run that is out of GPU memory"
+    "A handler that reduces the micro-batch of a run that is out of GPU memory"
     def __init__(self, plan, # the `TrainPlan`
                  train_step, # the `TrainStep` of the run
                  world, # a `World`

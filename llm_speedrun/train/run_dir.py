@@ -31,7 +31,7 @@ MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12,
             eps=1)
 
 class Record(msgspec.Struct):
-    "Hold a run's `config.json`, without its options"
+    "A run's `config.json`, without its options"
     model_config: GPTConfig
     run_id: str = "" # its checkpoints have it too
     cwd: str = "" # the folder in which the command was given, from which a relative path of `data` starts
@@ -83,7 +83,7 @@ def read_record(folder): # of a run
 
 # %% ../../nbs/33a_run_dir.ipynb #7a52a743
 class Result(msgspec.Struct):
-    "Hold a run's `result.json`"
+    "A run's `result.json`"
     steps: Annotated[int, Meta(ge=0, lt=2**53)]
     val_loss: float | None | UnsetType = UNSET # null if it wasn't finite; absent after SIGTERM
     bigram_loss: float | None = None

@@ -39,7 +39,7 @@ def validation_sequences(shards, tokens, seq): # validation tokens, how many to 
 
 # %% ../../nbs/30b_train_data.ipynb #30dat007
 class TrainData:
-    "Hold the batches, validation sequences and corpora of a run"
+    "The batches, validation sequences and corpora of a run"
     def __init__(self, cfg, # a `TrainConfig` whose `seq_len` and `eval_tokens` are known
                  rows, # sequences in a step, of all processes
                  world, # a `World`

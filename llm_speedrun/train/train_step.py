@@ -36,7 +36,7 @@ class LrSchedule:
 
 # %% ../../nbs/30c_train_step.ipynb #30step09
 class TrainStep:
-    "Take the steps of a training run: rates, updates, micro-batches, and the average of the weights"
+    "The steps of a training run: learning rates, updates, micro-batches, and the average of the weights"
     def __init__(self, run, # a `Run` with its recipe and optimizer
                  micro_batch, # sequences of the model's full length in a micro-batch
                  lr, # an `LrSchedule`
@@ -121,7 +121,7 @@ WARM_UP = 4 # calls before the timed ones: the third captures a CUDA graph, the 
 
 @contextmanager
 def without_learning(train_step): # a `TrainStep`
-    "Inside, its steps leave weights and average as they are"
+    "Keep weights and average unchanged by steps inside a `with`"
     lr, average = train_step.lr, train_step.average
     train_step.lr, train_step.average = LrSchedule(lr.steps), None
     try: yield

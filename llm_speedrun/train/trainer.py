@@ -48,10 +48,10 @@ from .checkpointer import (Checkpointer, find_checkpoint, load_initial_weights,
 
 # %% ../../nbs/30_trainer.ipynb #1bc039b8
 class Trainer:
-    "Train a model. The constructor decides what the options leave open; `fit` trains"
+    "A training run: the constructor decides what the options leave open, `fit` trains"
     def __init__(self, cfg, # a `TrainConfig`
                  progress=True, # show a progress bar and what is being done
-                 given=None, # names of the options that were given, where values don't tell
+                 given=None, # names of the options that were given, where values don't show it
                  timings=None, # `Timings` of the start; by default from here on
                  callbacks=None): # a list; by default `default_callbacks()`
         self.timings, self.signals, self.done, self.ladder = timings or Timings(), Signals(), 0, []
@@ -110,7 +110,7 @@ def log_eval(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #30weval1
 def write_eval(trainer):
-    "Evaluate, and write the row. Returns the loss"
+    "Evaluate, write the row, and return the loss"
     done = trainer.done
     trainer.coordinator.set_status(f"the evaluation after step {done}")
     only_stopped = trainer.interrupted and not trainer.plan.eval_due(done) # a resumed run removes the row
@@ -248,7 +248,7 @@ def fit(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #30again1
 def stop_again(trainer, error): # the `KeyboardInterrupt` that a signal has caused
-    "A signal came while the results were made: stop at once. Raises `KeyboardInterrupt` after Ctrl-C"
+    "Stop at once after a signal that came while results were made. Raises `KeyboardInterrupt` after Ctrl-C"
     if trainer.signals.got in TERMINATION_SIGNALS:
         trainer.signal = trainer.signals.got
         return trainer.stop_fast()
@@ -314,7 +314,7 @@ def train_iteration(self:Trainer, batches): # as for `loop`
 # %% ../../nbs/30_trainer.ipynb #984e4bdf
 @patch
 def after_step(self:Trainer):
-    "Do what is due after a step: rows of the log, an evaluation, callbacks, a checkpoint"
+    "Do what is due after a step: log rows, evaluate, call callbacks, save a checkpoint"
     if self.done % 10 == 0: self.logger.flush(later=self.device.type == "cuda")
     if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval()
     notify(self, "after_step")
