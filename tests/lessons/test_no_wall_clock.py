@@ -19,7 +19,7 @@ ALLOWED = {
     ("03_data", "woken.wait(30)"): "a source that stalls. Were it waited for, its thread would have ended, and the assertion fails",
     ("34_metrics", "time.sleep(.02)"): "a slow loader, which the reader is to see in a table",
     ("50b_watchdog", "Heartbeat(world, logs, timeout=3)"): "the process that hangs does so until the other has given up",
-    ("50b_watchdog", 'FlagExchange(world, "stop", timeout=6, heartbeat=watch)'): "as above: the text says how long it waits",
+    ("50b_watchdog", 'FlagExchange(world, "stop", timeout=15, heartbeat=watch)'): "as above: the text says how long it waits",
     ("63_finale", "time.sleep(2)"): "the meter is tried on two seconds in which nothing happens; whatever else the machine does, it shows at least these"}
 
 def name_of(f):
