@@ -295,7 +295,7 @@ def test_out_of_memory(tmp_path):
     rows = int(8 * torch.cuda.get_device_properties(0).total_memory / 2**30)       # a 124m sequence takes over 0.4 GiB
     data = tmp_path/"tokens.bin"
     np.random.default_rng(0).integers(0, 50257, int(1.1 * rows * 1024), dtype=np.uint16).tofile(data)
-    for batch in (rows, 0):
+    for batch in (rows, None):
         cfg = TrainConfig(data=str(data), model="124m", rungs="tf32,bf16,flash", step_tokens=rows*1024, micro_batch_size=batch, steps=2, num_evals=1,
                           eval_tokens=1024, sample_tokens=2, name=f"run{batch}", out=str(tmp_path/"runs"))
         trainer, res = train(cfg, progress=False)
