@@ -58,7 +58,7 @@ WORKLOADS = {c.name: c for c in [
 
 def workload(name): # a key of `WORKLOADS`
     "Return the `GPTConfig` of a standard workload. An unknown name raises `ValueError` with the nearest one"
-    return lookup(WORKLOADS, name, "workload")
+    return lookup(WORKLOADS, name, "model")
 
 # %% ../nbs/04_model.ipynb #5cc0c9d0
 class RMSNorm(nn.Module):

@@ -85,8 +85,8 @@ def with_micro_batches(c): # options of a run that goes on
     "Set `grad_accum_steps`. Raises `InputError` if `micro_batch_size` doesn't divide the step"
     rows = c.step_tokens//c.seq_len
     if c.micro_batch_size and rows % c.micro_batch_size: raise InputError(
-        f"a step of this run has {rows} sequences, which batches of {c.micro_batch_size} don't divide: "
-        "choose a divisor")
+        f"a step of this run has {rows} sequences, which micro_batch_size "
+        f"{c.micro_batch_size} doesn't divide: choose a divisor")
     return replace(c, grad_accum_steps=rows//c.micro_batch_size if c.micro_batch_size else None)
 
 # %% ../../nbs/30a_resolve.ipynb #76d338d8

@@ -309,7 +309,7 @@ ERRORS = [
     (dict(data="short.bin"), "short.bin: .* fewer than one batch of 4 x 16"),
     (dict(data="high.bin"), "high.bin: token 999"),
     (dict(data="a.json"), "a.json is one JSON document"), (dict(data="bad.jsonl"), "bad.jsonl line 1 is not JSON"),
-    (dict(model="124n"), "unknown workload '124n'. Did you mean '124m'"),
+    (dict(model="124n"), "unknown model '124n'. Did you mean '124m'"),
     (dict(rungs="fastets"), "unknown rung or preset 'fastets'. Did you mean 'fastest'"),
     (dict(rungs="bf16,lean"), "the rung 'lean' is called 'fp8_activations' now"), (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
     (dict(rungs="bf16"), "'bf16' cannot run here: it is an old card"),
@@ -342,7 +342,7 @@ def test_error(there, capsys, option, message):
 LADDER = LadderOptions(model="nano", rungs="naive", batch_size=1, out="ladder")
 
 @pytest.mark.parametrize("option,message", [
-    (dict(batch_size=-1), "batch_size must be a whole number from 0 .*, not '-1'"), (dict(model="124n"), "unknown workload '124n'"),
+    (dict(batch_size=-1), "batch_size must be a whole number from 0 .*, not '-1'"), (dict(model="124n"), "unknown model '124n'"),
     (dict(rungs="flsh"), "unknown rung or preset 'flsh'"),
     (dict(rungs="tf32,flash", only="flsh"), "unknown rung of this ladder 'flsh'. Did you mean 'flash'"),
     (dict(rungs="fp8,fused_ops"), "rung 'fp8' builds on 'bf16': add that to the list"),

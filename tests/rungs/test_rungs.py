@@ -94,7 +94,7 @@ def test_preset_among_rungs(spec):
 @pytest.mark.parametrize("name,near", [("123m", "124m"), ("350", "350m"), ("tyni", "tiny"), ("1B", "1b")])
 def test_unknown_workload(name, near):
     "A misspelt workload is answered with the nearest names and all there are"
-    with fails(ValueError, f"unknown workload '{name}'", f"'{near}'", "There are: tiny, 124m"): workload(name)
+    with fails(ValueError, f"unknown model '{name}'", f"'{near}'", "There are: tiny, 124m"): workload(name)
 
 def test_unknown_stage_and_backend(run):
     "A rung's stage and an attention backend are looked up as kindly"

@@ -75,7 +75,7 @@ def test_commands_are_understood(path, tmp_path, monkeypatch):
 @pytest.mark.parametrize("command, part", [
     ("speedrun_train --no_such 3", "unknown option"), ("speedrun_train --stpes 3", "did you mean"), ("speedrun_train --lr x", "lr must"),
     ("speedrun_train --steps 3 --minutes 1", "each say"), ("speedrun_train --rungs flsh", "unknown rung"), ("make fast", "no fast"),
-    ("speedrun_train --model 124n", "unknown workload"), ("speedrun_report", "required"), ("speedrun_dokter", "none of the programs"),
+    ("speedrun_train --model 124n", "unknown model"), ("speedrun_report", "required"), ("speedrun_dokter", "none of the programs"),
     ("if A=1 speedrun_train --no_such", "unknown option"), ("bash tests/gone.sh", "no tests/gone.sh"),
     ("torchrun --nproc_per_node 2 --no-python speedrun_train --stpes 3", "did you mean"), ("torchrun --nproc_per_node 2 --x 3 speedrun_train", "doesn't take"),
     ("make speedrun FLAVOUR=x", "no FLAVOUR"), ("ls runs && speedrun_export", "required")])

@@ -405,7 +405,7 @@ def test_sigterm_is_not_forgotten():
 
 @pytest.mark.parametrize("option, kind, message", [
     (dict(seed=1), ValueError, "keeps its options: leave out seed"), (dict(lr=.1, seq_len=8), ValueError, "leave out lr, seq_len"),
-    (dict(micro_batch_size=3), ValueError, "has 4 sequences, which batches of 3 don't divide"), (dict(micro_batch_size=-1), ValueError, "micro_batch_size must be a whole number from 1"),
+    (dict(micro_batch_size=3), ValueError, "has 4 sequences, which micro_batch_size 3 doesn't divide"), (dict(micro_batch_size=-1), ValueError, "micro_batch_size must be a whole number from 1"),
     (dict(steps=6), ValueError, "has taken its 6 steps: choose more --steps"), (dict(keep_last=0), ValueError, "keep_last must be a whole number from 1")], ids=str)
 @posix
 def test_bad_option(stopped, option, kind, message):

@@ -59,7 +59,7 @@ def finished(tmp_path_factory):
     (dict(warmup=100.), ValueError, "warmup"),      # as if it were steps
     (dict(seed=-1), ValueError, "seed"),
     (dict(vocab=-1), ValueError, "vocab"),
-    (dict(model="nanno"), ValueError, "unknown workload 'nanno'.*'nano'"),
+    (dict(model="nanno"), ValueError, "unknown model 'nanno'.*'nano'"),
     (dict(rungs="flsh"), ValueError, "unknown rung or preset 'flsh'.*'flash'"),
     (dict(rungs="bf16,fp16"), ValueError, "exclude each other"),
     (dict(rungs="flash,flash"), ValueError, "applied twice"),
