@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/50b_watchdog.ipynb #50watchimp
-import faulthandler, json, os, socket, threading, time
+import faulthandler, json, math, os, socket, threading, time
 from collections import deque
 from datetime import timedelta
 from pathlib import Path
@@ -62,12 +62,14 @@ class Heartbeat:
                  logs=None, # folder for `stack-RANK.txt` and NCCL's flight recorder; None for neither
                  timeout=TIMEOUT): # seconds after which the other processes raise
         self.world, self.timeout, self.file, self.calls, self.where = world, timeout, None, 0, "the start"
+        self.thread, self.over = threading.Thread(target=self.watch, daemon=True), threading.Event()
         if world.size == 1: return
         if logs:
             Path(logs).mkdir(parents=True, exist_ok=True)
             self.file = open(Path(logs)/f"stack-{world.rank}.txt", "a", encoding="utf-8")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(Path(logs)/"nccl-"))
         self(self.where)
+        if logs: self.thread.start()
 
 # %% ../../nbs/50b_watchdog.ipynb #8b456dd7
 @patch
@@ -76,22 +78,35 @@ def __call__(self:Heartbeat, where): # in words, such as "step 12"
     self.where = where
     if self.world.size == 1: return
     stack = str(Path(self.file.name).absolute()) if self.file else ""
-    if self.file: faulthandler.dump_traceback_later(.8*self.timeout, file=self.file) # before others give up
+    self.reported = time.monotonic()
+    if self.file: faulthandler.dump_traceback_later(.95*self.timeout, file=self.file)
     note = dict(rank=self.world.rank, calls=self.calls, where=where, time=time.time(),
                 machine=socket.gethostname(), stack=stack)
     with peer_errors(self.world): notes().set(str(self.world.rank), json.dumps(note))
 
+# %% ../../nbs/50b_watchdog.ipynb #50watch2
+@patch
+def watch(self:Heartbeat):
+    "Write the stacks of all threads, in a thread, once the process has reported nothing for too long"
+    while not self.over.wait(.05*self.timeout):
+        if time.monotonic() - self.reported < .8*self.timeout: continue # well before the others raise
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback(self.file)
+        self.reported = math.inf # until the next report
+
+# %% ../../nbs/50b_watchdog.ipynb #8f90e301
 @patch
 def count(self:Heartbeat):
     "Count one more exchange with the other processes"
     self.calls += 1
     self(self.where)
 
-# %% ../../nbs/50b_watchdog.ipynb #8f90e301
 @patch
 def close(self:Heartbeat):
     "Stop writing stacks, and remove the file of stacks if it is empty"
     if not self.file: return
+    self.over.set()
+    self.thread.join()
     faulthandler.cancel_dump_traceback_later()
     self.file.close()
     if not os.path.getsize(self.file.name): os.remove(self.file.name)

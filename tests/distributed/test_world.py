@@ -147,9 +147,10 @@ def test_a_process_that_hangs_is_named(two):
     (waits, hangs), logs = two
     kind, said = waits["hang"]
     assert kind == "PeerLostError" and "process 1 of 2 does not answer: it was last seen at step 7" in said and "1000ms" in said
-    assert hangs["stack after"] == .8 # of the second after which the others give up
+    assert hangs["stack after"] == .95 # of the second after which the others give up, if its own thread can't write before
     assert re.search(r"There it was in wait_until \(timeouts.py, line \d+\), called from hang \(test_world.py, line", said) and hangs["hang"] is None, said
-    assert "in hang" in (logs/"stack-1.txt").read_text(encoding="utf-8")
+    stacks = (logs/"stack-1.txt").read_text(encoding="utf-8")
+    assert "in hang" in stacks and "in watch" in stacks # by a thread that holds the interpreter lock: faulthandler's own can crash what it reads
 
 # --- dying ---
 
