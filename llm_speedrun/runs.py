@@ -379,7 +379,8 @@ def chosen(r, # a rung
 # %% ../nbs/05_runs.ipynb #a31d6907
 RENAMED_RUNGS = {"lean": "fp8_activations"} # old name -> new
 
-def find_rung(name): # a rung's name
+def find_rung(name, # a rung's name
+              others={}, kind="rung"): # what else could have been meant, and what all of these are called
     "Return the rung of a name, from any module of the package. Raises `ValueError` with the nearest name"
     if name not in RUNGS:
         import llm_speedrun.rungs
@@ -387,7 +388,7 @@ def find_rung(name): # a rung's name
             importlib.import_module(f"llm_speedrun.rungs.{m.name}")
         if (new := RENAMED_RUNGS.get(name)) and name not in RUNGS:
             raise InputError(f"the rung {name!r} is called {new!r} now")
-    return lookup(RUNGS, name, "rung")
+    return lookup({**others, **RUNGS}, name, kind)
 
 # %% ../nbs/05_runs.ipynb #d993021a
 class UninitializedGPT(GPT):
@@ -543,7 +544,7 @@ def first_fit(sizes, # in the order to try
         for n in sizes:
             free_memory()
             try: res = attempt(n)
-            except torch.OutOfMemoryError: res = None # the traceback, which holds every tensor, goes with it
+            except torch.OutOfMemoryError: res = None # this frees the traceback, which holds every tensor
             if res: return res
     finally: free_memory()
 

@@ -170,8 +170,8 @@ def read_sharded(folder): # of a checkpoint that several processes wrote
 
 # %% ../../nbs/54a_load.ipynb #4503ceeb
 def read_checkpoint(folder): # of a checkpoint
-    """Read all of a checkpoint, whoever wrote it: the weights by name and the state, on the CPU, and a
-    `CheckpointMetadata`. Raises `InputError` for what no saver writes, and for older checkpoints"""
+    """Read all of a checkpoint, of one file or of shards: the weights by name and the state, on the CPU, and
+    a `CheckpointMetadata`. Raises `InputError` for what no saver writes, and for older checkpoints"""
     folder = Path(folder)
     about = read_metadata(folder)
     if about.version == SHARDED: return read_sharded(folder)

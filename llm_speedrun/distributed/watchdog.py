@@ -62,14 +62,16 @@ class Heartbeat:
                  logs=None, # folder for `stack-RANK.txt` and NCCL's flight recorder; None for neither
                  timeout=TIMEOUT): # seconds after which the other processes raise
         self.world, self.timeout, self.file, self.calls, self.where = world, timeout, None, 0, "the start"
-        self.thread, self.over = threading.Thread(target=self.watch, daemon=True), threading.Event()
+        self.over = threading.Event()
         if world.size == 1: return
         if logs:
             Path(logs).mkdir(parents=True, exist_ok=True)
             self.file = open(Path(logs)/f"stack-{world.rank}.txt", "a", encoding="utf-8")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(Path(logs)/"nccl-"))
         self(self.where)
-        if logs: self.thread.start()
+        if not logs: return
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
 
 # %% ../../nbs/50b_watchdog.ipynb #8b456dd7
 @patch
@@ -79,6 +81,7 @@ def __call__(self:Heartbeat, where): # in words, such as "step 12"
     if self.world.size == 1: return
     stack = str(Path(self.file.name).absolute()) if self.file else ""
     self.reported = time.monotonic()
+    # for a thread that hangs with the GIL; `watch` comes before it, and both before others give up
     if self.file: faulthandler.dump_traceback_later(.95*self.timeout, file=self.file)
     note = dict(rank=self.world.rank, calls=self.calls, where=where, time=time.time(),
                 machine=socket.gethostname(), stack=stack)

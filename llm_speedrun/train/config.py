@@ -382,7 +382,7 @@ RENAMED = dict(documents="document_mask", hardware="memory_limit", measure="retu
                evals="num_evals", sample="sample_tokens", samples="num_samples") # old name -> its new ones
 
 def new_name(option, names): # as it was given, what there is: all with dashes or all without
-    "Return the one of `names` that `option` is called now, None where it is no old name of one"
+    "Return the one of `names` that `option` is called now, or None"
     dashes, no, name = re.fullmatch("(--)?(no-|no_)?(.*)", option).groups(default="")
     new = (f"{dashes}{no and 'no-'}{n}" for n in RENAMED.get(name, "").split())
     return next((n for n in new if n in names), None)

@@ -8,7 +8,7 @@ __all__ = ['wall_ms', 'size']
 # %% ../../nbs/36_doctor.ipynb #4885a0ac
 import math, os, shutil, sys, tempfile, time
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, repeat
+from itertools import cycle
 from pathlib import Path
 import torch
 from ..distributed.world import World, join_world, leave_world
@@ -59,8 +59,8 @@ def phase_ms(trainer, phase, batches, settle): # a `Trainer`, a `Phase`, its ste
     return ms, max(0., first - WARM_UP*ms) / 1e3
 
 def _phases(trainer, batches): # as for `phase_ms`
-    phases, settle = phases_of(trainer.run, trainer.cfg.steps), chain([SETTLE], repeat(0.))
-    found = [(p.share, *phase_ms(trainer, p, batches, s)) for p, s in zip(phases, settle)]
+    phases = phases_of(trainer.run, trainer.cfg.steps)
+    found = [(p.share, *phase_ms(trainer, p, batches, SETTLE*(i == 0))) for i, p in enumerate(phases)]
     return sum(share*ms for share, ms, _ in found), sum(once_s for *_, once_s in found)
 
 # %% ../../nbs/36_doctor.ipynb #000f0c62

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from ..io_utils import InputError, lookup
 from ..measure import gpu_gib, machine
-from ..runs import RENAMED_RUNGS, RUNGS, find_rung, parsed, rung_name
+from ..runs import find_rung, parsed, rung_name
 from ..rungs.amp import half_rung
 
 # %% ../../nbs/32_presets.ipynb #65ed883e
@@ -57,10 +57,7 @@ def check_name(spec, # a rung with or without options
     if beside and name not in PARALLEL or name in (*PRESETS, "auto"):
         raise InputError(f"preset {beside or name!r} stands alone, or with {', '.join(PARALLEL)} beside it: "
                          "drop the other names")
-    try: find_rung(name)
-    except ValueError:
-        if name in RENAMED_RUNGS: raise
-        lookup({**PRESETS, **RUNGS}, name, "rung or preset")
+    find_rung(name, PRESETS, "rung or preset")
     parsed(spec) # raises for options that there aren't
 
 # %% ../../nbs/32_presets.ipynb #1ac1011b
