@@ -252,3 +252,13 @@ def kernel_error(f): # a function without arguments, which makes tensors and cal
 def off_text(errors): # relative ones
     "Return a text if one of `errors` is too large for kernels that compute the right thing, else \"\""
     return "" if all(e < .03 for e in errors) else f"they are off by {', '.join(f'{e:.1e}' for e in errors)}"
+
+# %% ../nbs/07_compat.ipynb #07int002
+def mend_interpreter(interpreter, version): # the module `triton.runtime.interpreter`, Triton's version
+    "Let an interpreter before Triton 3.9 use its numbers as bounds of a loop, whatever NumPy is installed"
+    if tuple(map(int, version.split(".")[:2])) >= (3, 9): return
+    patch = interpreter._patch_lang_tensor # called before each kernel
+    def patch_and_mend(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+    interpreter._patch_lang_tensor = patch_and_mend

@@ -7,11 +7,11 @@ __all__ = ['runs_kernel', 'blocks', 'pow2', 'traced', 'launch', 'kernel_op', 'ad
            'norm_backward_maths', 'programs', 'run_norm_backward', 'rms_norm_backward', 'AddRMSNorm', 'graph_ms']
 
 # %% ../../nbs/13_triton.ipynb #452b1427
-import inspect, logging, os
+import importlib, inspect, logging, os
 from functools import partial, wraps
 import torch, torch.nn as nn
 from torch.autograd.function import once_differentiable
-from ..compat import dispatch_modes
+from ..compat import dispatch_modes, mend_interpreter
 from ..io_utils import InputError
 from ..measure import time_ms
 
@@ -19,6 +19,8 @@ from ..measure import time_ms
 try:
     import triton, triton.language as tl
     jit = triton.jit
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        mend_interpreter(importlib.import_module("triton.runtime.interpreter"), triton.__version__)
 except ImportError: # macOS: everything below runs on PyTorch there, and PyTorch warns once for each operation
     wanted = lambda r: "Triton not available" not in r.getMessage()
     logging.getLogger("torch._library.triton").addFilter(wanted)
