@@ -176,49 +176,62 @@ def update_of(update, # (group, params, grads, states)
 @jit
 def pointers(row, ALIGNED: tl.constexpr):
     "Load the addresses of a matrix's weight, gradient and momentum"
-    p, g = tl.load(row).to(tl.pointer_type(tl.float32)), tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    m = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-    if ALIGNED: p, g, m = tl.multiple_of(p, 16), tl.multiple_of(g, 16), tl.multiple_of(m, 16)
-    return p, g, m
+    p_ptr = tl.load(row).to(tl.pointer_type(tl.float32))
+    g_ptr = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    m_ptr = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    if ALIGNED: # whole vectors can be loaded
+        p_ptr = tl.multiple_of(p_ptr, 16)
+        g_ptr = tl.multiple_of(g_ptr, 16)
+        m_ptr = tl.multiple_of(m_ptr, 16)
+    return p_ptr, g_ptr, m_ptr
 
+# %% ../../nbs/44_fast_muon.ipynb #44tile02
 @jit
 def tile_of(program, rows, cols, BLOCK: tl.constexpr):
     "Return rows and columns of a program's tile, offsets in the matrix, and a mask"
     across = tl.cdiv(cols, BLOCK)
     i = program // across * BLOCK + tl.arange(0, BLOCK)
     j = program % across * BLOCK + tl.arange(0, BLOCK)
-    return i, j, i[:, None]*cols + j[None, :], (i < rows)[:, None] & (j < cols)[None, :]
+    mask = (i < rows)[:, None] & (j < cols)[None, :]
+    return i, j, i[:, None]*cols + j[None, :], mask
 
 @jit
-def unless(found_ptr, there):
+def unless(found_ptr, mask):
     "Return the mask, empty where this step must be skipped"
-    if found_ptr is not None: there = tl.where(tl.load(found_ptr) == 0, there, False)
-    return there
+    if found_ptr is not None: mask = tl.where(tl.load(found_ptr) == 0, mask, False)
+    return mask
 
 # %% ../../nbs/44_fast_muon.ipynb #e356cfaa
 @jit
 def gather_kernel(table_ptr, x_ptr, sums_ptr, found_ptr, rows, cols, fresh,
                   TALL: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     "Update a tile's momentum; write Nesterov's into the stack, transposed if TALL; and its sum of squares"
-    tile, k = tl.program_id(0), tl.program_id(1)
+    # grid: tiles of a matrix, matrices; table: matrices 4 (addresses); sums: matrices tiles
+    tile = tl.program_id(0)
+    k = tl.program_id(1)
     _, g_ptr, m_ptr = pointers(table_ptr + 4*k, ALIGNED)
-    i, j, at, there = tile_of(tile, rows, cols, BLOCK)
-    g, m = tl.load(g_ptr + at, there, 0.), tl.load(m_ptr + at, there, 0.)
+    i, j, offs, mask = tile_of(tile, rows, cols, BLOCK)
+    g = tl.load(g_ptr + offs, mask=mask, other=0.)
+    m = tl.load(m_ptr + offs, mask=mask, other=0.)
     m += fresh*(g - m)
     u = m + fresh*(g - m)
-    tl.store(m_ptr + at, m, unless(found_ptr, there))
+    tl.store(m_ptr + offs, m, mask=unless(found_ptr, mask))
     x_ptr += k.to(tl.int64)*rows*cols
-    if TALL: tl.store(x_ptr + j[:, None]*rows + i[None, :], tl.trans(u),
-                      (j < cols)[:, None] & (i < rows)[None, :])
-    else: tl.store(x_ptr + at, u, there)
+    if TALL:
+        turned = (j < cols)[:, None] & (i < rows)[None, :]
+        tl.store(x_ptr + j[:, None]*rows + i[None, :], tl.trans(u), mask=turned)
+    else:
+        tl.store(x_ptr + offs, u, mask=mask)
     tl.store(sums_ptr + k*tl.num_programs(0) + tile, tl.sum(tl.sum(u*u, 1), 0))
 
 # %% ../../nbs/44_fast_muon.ipynb #f1f1f893
 @jit
 def inverse_norm(sums_ptr, n):
     "Return 1 over the norm of a matrix, from the sums of its tiles' squares"
-    i, total = tl.arange(0, 512), tl.zeros((512,), tl.float32)
-    for start in range(0, n, 512): total += tl.load(sums_ptr + start + i, start + i < n, 0.)
+    i = tl.arange(0, 512)
+    total = tl.zeros((512,), tl.float32)
+    for start in range(0, n, 512):
+        total += tl.load(sums_ptr + start + i, mask=start + i < n, other=0.)
     return 1/(tl.sqrt(tl.sum(total, 0))*1.02 + 1e-6)
 
 @jit
@@ -226,61 +239,75 @@ def polynomial(A, AA, diagonal, a, b, c, r):
     "Return a I + b A + c A² as FP32 values, for x = r X instead of X"
     return r*(tl.where(diagonal, a, 0.) + b*(A*(r*r)) + c*(AA*(r*r)*(r*r)))
 
+# %% ../../nbs/44_fast_muon.ipynb #44poly02
 @jit
 def polynomial_kernel(A_ptr, P_ptr, sums_ptr, n_sums, m, a, b, c, BLOCK: tl.constexpr):
     "Write a I + b A + c A² over A² in P; with `sums` for matrices that are still to be normalized"
-    k, i = tl.program_id(1), tl.program_id(0)*BLOCK + tl.arange(0, BLOCK)
-    there, at = i < m*m, k.to(tl.int64)*m*m + i
-    A, AA = tl.load(A_ptr + at, there, 0.).to(tl.float32), tl.load(P_ptr + at, there, 0.).to(tl.float32)
+    # grid: pieces of a matrix, matrices; A, P: matrices m m
+    i = tl.program_id(0)*BLOCK + tl.arange(0, BLOCK)
+    k = tl.program_id(1)
+    offs = k.to(tl.int64)*m*m + i
+    mask = i < m*m
+    A = tl.load(A_ptr + offs, mask=mask, other=0.).to(tl.float32)
+    AA = tl.load(P_ptr + offs, mask=mask, other=0.).to(tl.float32)
     r = 1.
     if sums_ptr is not None: r = inverse_norm(sums_ptr + k*n_sums, n_sums)
-    tl.store(P_ptr + at, polynomial(A, AA, i % (m + 1) == 0, a, b, c, r), there)
+    tl.store(P_ptr + offs, polynomial(A, AA, i % (m + 1) == 0, a, b, c, r), mask=mask)
 
 # %% ../../nbs/44_fast_muon.ipynb #84f23c31
 @jit
 def squares_kernel(o_ptr, v_ptr, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
     "Write the mean square of some columns of a matrix"
-    k, j = tl.program_id(1), tl.program_id(0)*COLS + tl.arange(0, COLS)
+    # grid: pieces of a row, matrices; o: matrices m n; v: matrices n
+    j = tl.program_id(0)*COLS + tl.arange(0, COLS)
+    k = tl.program_id(1)
     o_ptr += k.to(tl.int64)*m*n
     total = tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, m, ROWS):
         i = start + tl.arange(0, ROWS)
-        o = tl.load(o_ptr + i[:, None]*n + j[None, :], (i < m)[:, None] & (j < n)[None, :], 0.).to(tl.float32)
+        mask = (i < m)[:, None] & (j < n)[None, :]
+        o = tl.load(o_ptr + i[:, None]*n + j[None, :], mask=mask, other=0.).to(tl.float32)
         total += o*o
-    tl.store(v_ptr + k*n + j, tl.sum(total, 0)/m, j < n)
+    tl.store(v_ptr + k*n + j, tl.sum(total, 0)/m, mask=j < n)
 
+# %% ../../nbs/44_fast_muon.ipynb #44vari02
 @jit
 def variance_kernel(table_ptr, v_ptr, found_ptr, n, fresh, BLOCK: tl.constexpr):
     "Update a matrix's variance with mean squares, and write the factors of its columns over these"
-    k, j = tl.program_id(0), tl.arange(0, BLOCK)
+    # grid: matrices; table: matrices 4 (addresses); v: matrices n
+    k = tl.program_id(0)
+    j = tl.arange(0, BLOCK)
+    mask = j < n
     old_ptr = tl.load(table_ptr + 4*k + 3).to(tl.pointer_type(tl.float32))
-    mean, v = tl.load(v_ptr + k*n + j, j < n, 0.), tl.load(old_ptr + j, j < n, 0.)
+    mean = tl.load(v_ptr + k*n + j, mask=mask, other=0.)
+    v = tl.load(old_ptr + j, mask=mask, other=0.)
     v += fresh*(mean - v)
-    tl.store(old_ptr + j, v, unless(found_ptr, j < n))
+    tl.store(old_ptr + j, v, mask=unless(found_ptr, mask))
     s = tl.rsqrt(tl.maximum(v, 1e-10))
     s *= tl.sqrt(tl.sum(mean, 0)/tl.maximum(tl.sum(mean*s*s, 0), 1e-30))
-    tl.store(v_ptr + k*n + j, s, j < n)
+    tl.store(v_ptr + k*n + j, s, mask=mask)
 
 # %% ../../nbs/44_fast_muon.ipynb #c525b8c0
 @jit
 def apply_kernel(table_ptr, o_ptr, s_ptr, found_ptr, rows, cols, step, decay, CAUTIOUS: tl.constexpr,
                  TALL: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     "Update a tile of weights: the step against the direction in the stack, and decay"
+    # grid: tiles of a matrix, matrices; o: matrices rows cols, or matrices cols rows if TALL
     k = tl.program_id(1)
     p_ptr, _, _ = pointers(table_ptr + 4*k, ALIGNED)
-    i, j, at, there = tile_of(tl.program_id(0), rows, cols, BLOCK)
+    i, j, offs, mask = tile_of(tl.program_id(0), rows, cols, BLOCK)
     o_ptr += k.to(tl.int64)*rows*cols
     if TALL: # row i of the matrix is column i in the stack
-        lying = (j < cols)[:, None] & (i < rows)[None, :]
-        o = tl.trans(tl.load(o_ptr + j[:, None]*rows + i[None, :], lying, 0.).to(tl.float32))
-        if s_ptr is not None: o *= tl.load(s_ptr + k*rows + i, i < rows, 0.)[:, None]
+        turned = (j < cols)[:, None] & (i < rows)[None, :]
+        o = tl.trans(tl.load(o_ptr + j[:, None]*rows + i[None, :], mask=turned, other=0.).to(tl.float32))
+        if s_ptr is not None: o *= tl.load(s_ptr + k*rows + i, mask=i < rows, other=0.)[:, None]
     else:
-        o = tl.load(o_ptr + at, there, 0.).to(tl.float32)
-        if s_ptr is not None: o *= tl.load(s_ptr + k*cols + j, j < cols, 0.)[None, :]
-    w = tl.load(p_ptr + at, there, 0.)
+        o = tl.load(o_ptr + offs, mask=mask, other=0.).to(tl.float32)
+        if s_ptr is not None: o *= tl.load(s_ptr + k*cols + j, mask=j < cols, other=0.)[None, :]
+    w = tl.load(p_ptr + offs, mask=mask, other=0.)
     shrunk = decay*w
     if CAUTIOUS: shrunk = tl.where(o*w >= 0, shrunk, 0.)
-    tl.store(p_ptr + at, w - step*o - shrunk, unless(found_ptr, there))
+    tl.store(p_ptr + offs, w - step*o - shrunk, mask=unless(found_ptr, mask))
 
 # %% ../../nbs/44_fast_muon.ipynb #2ab034b2
 @jit
@@ -293,28 +320,42 @@ def lower_tile(t):
 
 # %% ../../nbs/44_fast_muon.ipynb #b76bd0c6
 @jit
+def load_tile(ptr, i, j, i_stride, j_stride, rows, cols):
+    "Load numbers i j of a matrix of `rows` × `cols`, zeros outside of it"
+    mask = (i < rows)[:, None] & (j < cols)[None, :]
+    return tl.load(ptr + i[:, None]*i_stride + j[None, :]*j_stride, mask=mask, other=0.)
+
+@jit
+def store_tile(ptr, x, i, j, m):
+    "Store numbers i j of a matrix of m × m"
+    mask = (i < m)[:, None] & (j < m)[None, :]
+    tl.store(ptr + i[:, None]*m + j[None, :], x, mask=mask)
+
+# %% ../../nbs/44_fast_muon.ipynb #44symm02
+@jit
 def symmetric_kernel(x_ptr, o_ptr, sums_ptr, n_sums, m, n, a, b, c,
                      SQUARE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
     "Write a tile of the lower triangle of X Xᵀ twice; SQUARE: of a I + b X + c X² for a symmetric X"
+    # grid: tiles of the lower triangle, matrices; x: matrices m n; o: matrices m m
     i, j = lower_tile(tl.program_id(0))
-    k, rows, cols = tl.program_id(1), i*BLOCK + tl.arange(0, BLOCK), j*BLOCK + tl.arange(0, BLOCK)
+    k = tl.program_id(1)
+    rows = i*BLOCK + tl.arange(0, BLOCK)
+    cols = j*BLOCK + tl.arange(0, BLOCK)
     x_ptr += k.to(tl.int64)*m*n
     o_ptr += k.to(tl.int64)*m*m
     res = tl.zeros((BLOCK, BLOCK), tl.float32)
     for start in range(0, n, DEPTH):
-        at = start + tl.arange(0, DEPTH)
-        x = tl.load(x_ptr + rows[:, None]*n + at[None, :], (rows < m)[:, None] & (at < n)[None, :], 0.)
-        y = tl.load(x_ptr + cols[None, :]*n + at[:, None], (cols < m)[None, :] & (at < n)[:, None], 0.)
+        d = start + tl.arange(0, DEPTH)
+        x = load_tile(x_ptr, rows, d, n, 1, m, n)
+        y = load_tile(x_ptr, d, cols, 1, n, n, m)
         res = tl.dot(x, y, res)
-    there = (rows < m)[:, None] & (cols < m)[None, :]
     if SQUARE:
         r = 1.
         if sums_ptr is not None: r = inverse_norm(sums_ptr + k*n_sums, n_sums)
-        A = tl.load(x_ptr + rows[:, None]*n + cols[None, :], there, 0.).to(tl.float32)
+        A = load_tile(x_ptr, rows, cols, m, 1, m, m).to(tl.float32)
         res = polynomial(A, res, rows[:, None] == cols[None, :], a, b, c, r)
-    tl.store(o_ptr + rows[:, None]*m + cols[None, :], res, there)
-    tl.store(o_ptr + cols[:, None]*m + rows[None, :], tl.trans(res),
-             (cols < m)[:, None] & (rows < m)[None, :])
+    store_tile(o_ptr, res, rows, cols, m)
+    store_tile(o_ptr, tl.trans(res), cols, rows, m)
 
 # %% ../../nbs/44_fast_muon.ipynb #658a1c70
 def symmetric_product(x, # k m n
