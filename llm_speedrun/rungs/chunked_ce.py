@@ -136,7 +136,7 @@ def softmax_loss_kernel(x_ptr, y_ptr, loss_ptr, V: tl.constexpr, ignore_index: t
         tl.store(x_ptr + y, logit_grad(target, True, shift, factor, z_loss, softcap), mask=counts & valid)
 
 # %% ../../nbs/15_chunked_ce.ipynb #b47e987f
-@kernel_op(mutates=("logits",), contiguous=("logits", "y"))
+@kernel_op(mutates=("logits",))
 def softmax_loss(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: float, softcap: float,
                  grad: bool) -> torch.Tensor:
     """The loss of each row of `logits` (N V, contiguous) with targets `y` (N): N, FP32, zero where ignored.

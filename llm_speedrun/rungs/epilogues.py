@@ -119,7 +119,7 @@ def place_kernel(w_ptr, norm_ptr, o_ptr, n, step, d: tl.constexpr, ROWS: tl.cons
     tl.store(o_ptr + i*step + offs_n[None, :], w.to(tl.float32)*norm.to(tl.float32)[None, :], mask=mask)
 
 # %% ../../nbs/29_epilogues.ipynb #5df3315b
-@kernel_op
+@kernel_op(strided=("norm",))
 def placed(dtype: torch.dtype, weights: list[torch.Tensor], turns: bool, norm: torch.Tensor) -> torch.Tensor:
     "Return the weights (o d each) times `norm` (d) in one matrix of type `dtype`; `parts_of` splits it"
     sizes, d = [*map(len, weights)], weights[0].shape[1]
@@ -378,7 +378,7 @@ def scale_sum_kernel(g_ptr, w_ptr, norm_ptr, o_ptr, sums_ptr, n, step, d: tl.con
     tl.store(sums_ptr + tl.program_id(0)*d + offs_n, tl.sum(g*w, 0), mask=offs_n < d)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm31
-@kernel_op
+@kernel_op(strided=("norm",))
 def norm_weight_grads(g: torch.Tensor, ws: list[torch.Tensor], norm: torch.Tensor,
                       turns: bool) -> list[torch.Tensor]:
     "Return gradients of a norm's weights (d) and of `ws` (o d each) from that of `placed(dt, ws, ...)`"

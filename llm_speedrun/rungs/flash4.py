@@ -20,8 +20,9 @@ from ..runs import rung
 from .flash import repeat_heads, sdpa
 from .fused_ops import (joined, rotated, stream_pair, swiglu_backward_maths, swiglu_grads,
                                           swiglu_maths)
-from .triton import (add_rms_norm, blocks, jit, kernel_op, launch, norm_backward_maths,
-                                       pow2, rms_norm, run_norm_backward, runs_kernel, tl, traced)
+from .triton import (LOG2E, add_rms_norm, blocks, jit, kernel_op, launch,
+                                       norm_backward_maths, pow2, rms_norm, run_norm_backward, runs_kernel,
+                                       tl, traced)
 from .fp8 import E4M3, LARGEST
 from .fp8_kernels import magnitude
 from .fused_fp8 import needs_fp8
@@ -159,7 +160,7 @@ def heads_round_kernel(x_ptr, q_ptr, inverse_ptr, H, T, b_stride, h_stride, t_st
                        mask=(offs_m < T)[:, None])
 
 # %% ../../nbs/23_fastest.ipynb #71491917
-@kernel_op
+@kernel_op(strided=("x",))
 def heads_round(x: torch.Tensor, turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
     "Return `x` (B H T D, strided) in E4M3, as B H T D or B H D T, and its inverse scales, B H 1 1"
     B, H, T, D = x.shape
@@ -210,7 +211,7 @@ def attention8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, iq: torch.Tens
         return o.contiguous(), lse.contiguous()
     o, lse = q.new_empty(B, T, H, D, dtype=torch.bfloat16), q.new_empty(B, H, T, dtype=torch.float32)
     launch(attention8_kernel, (blocks(T, 64), B*H), q, k, v, iq, ik, iv, o, lse, H, H//k.shape[1], T,
-           D**-.5*1.4426950408889634, D, M=64, N=64, num_warps=4, num_stages=3)
+           D**-.5*LOG2E.value, D, M=64, N=64, num_warps=4, num_stages=3)
     return o.transpose(1, 2), lse
 
 # %% ../../nbs/23_fastest.ipynb #96801a65

@@ -219,7 +219,7 @@ def gated8_back_maths(ab, dh, inverse, ab_amax, sh, h_amax, scale, amax, dt): # 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #cdd1570c
 BACK_TILE = dict(FOURS=8, COLS=128, num_warps=4)
 
-@kernel_op(mutates=("ab_amax", "h_amax", "amax"))
+@kernel_op(mutates=("ab_amax", "h_amax", "amax"), strided=("dh",))
 def gated8_back(ab: torch.Tensor, dh: torch.Tensor, inverse: torch.Tensor, ab_amax: torch.Tensor,
                 sh: torch.Tensor, h_amax: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
                 dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -267,7 +267,7 @@ def product8(s, a, b, name_a, name_b, c=None): # `Slots`; M K, N K, names of the
     return direct_call(product8_op)(a, b, slot(s.inverse, name_a), slot(s.inverse, name_b), c)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6a694d80
-@kernel_op(mutates=("amax",))
+@kernel_op(mutates=("amax",), strided=("x", "w"))
 def stream_norm(x: torch.Tensor, w: torch.Tensor, eps: float, scale: torch.Tensor,
                 amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "Return 1/rms (N) of the rows of x (N d), and their norm in E4M3 and transposed, as `quantize`"

@@ -195,7 +195,7 @@ def empty_pair(x, N, C, dt):
     return q, t
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #17quant4
-@kernel_op(mutates=("amax",))
+@kernel_op(mutates=("amax",), strided=("x",))
 def quantize(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
              dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `x` (N C) rounded to `dt`, with rows of zeros up to a multiple of 16, and its transpose.
@@ -249,7 +249,7 @@ def norm_quantize_kernel(x_ptr, y_ptr, w_ptr, h_ptr, q_ptr, t_ptr, r_ptr, scale_
         store_both(q_ptr, t_ptr, n, scale, offs_m, offs_n, N, d, d, filled, MOST)
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #73b0b1ac
-@kernel_op(mutates=("amax",))
+@kernel_op(mutates=("amax",), strided=("x", "y", "w"))
 def norm_quantize(x: torch.Tensor, y: torch.Tensor | None, w: torch.Tensor, eps: float, scale: torch.Tensor,
                   amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     "Return x + y (N d), 1/rms (N), and the sum's norm in E4M3 and transposed, as `quantize`"
@@ -282,7 +282,7 @@ def swiglu_quantize_kernel(ab_ptr, scale_ptr, amax_ptr, q_ptr, t_ptr, N, filled,
     store_both(q_ptr, t_ptr, h, scale, offs_m, offs_n, N, F, F, filled, MOST)
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #a814c2dc
-@kernel_op(mutates=("amax",))
+@kernel_op(mutates=("amax",), strided=("ab",))
 def swiglu_quantize(ab: torch.Tensor, scale: torch.Tensor,
                     amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     "Return silu(a) * b of rows (a, b), N 2F, in E4M3 and transposed, as `quantize`"
@@ -317,7 +317,7 @@ def swiglu_backward_quantize_kernel(ab_ptr, dh_ptr, scale_ptr, amax_ptr, q_ptr, 
     store_both(q_ptr, t_ptr, db, scale, offs_m, offs_n, N, F, 2*F, filled, MOST)
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #17swbac3
-@kernel_op(mutates=("amax",))
+@kernel_op(mutates=("amax",), strided=("ab", "dh"))
 def swiglu_backward_quantize(ab: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor,
                              dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     "Return the gradient of `ab` (N 2F) from that of h (N F), in `dt` and transposed, as `quantize`"
@@ -398,7 +398,7 @@ def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_p
     raise_amax(amax_ptr, tl.max(amax, 0), seen)
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #fdb832c6
-@kernel_op(mutates=("amax",))
+@kernel_op(mutates=("amax",), strided=("dq", "dk", "dv", "qkv", "wq", "wk", "cos", "sin"))
 def heads_quantize(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: torch.Tensor, wq: torch.Tensor,
                    wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, scale: torch.Tensor,
                    amax: torch.Tensor, dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -157,7 +157,7 @@ def loss_lse_kernel(x_ptr, y_ptr, loss_ptr, lse_ptr, V: tl.constexpr, ignore_ind
     tl.store(lse_ptr + row, lse)
 
 # %% ../../nbs/17_fused_fp8.ipynb #3a9f3252
-@kernel_op
+@kernel_op(strided=("logits", "y"))
 def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: float,
              softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss (0 where ignored) and log-sum-exp of each row of logits (N V).
@@ -199,7 +199,7 @@ def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl
     store_both(q_ptr, t_ptr, g, SCALE, offs_m, offs_n, N, V, V, filled, MOST)
 
 # %% ../../nbs/17_fused_fp8.ipynb #653d87f0
-@kernel_op
+@kernel_op(strided=("logits", "y", "lse"))
 def logits_quantize(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, ignore_index: int,
                     z_loss: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
     "Return the logits' gradients (N V) in E5M2 with scale `HALF_MOST`, and transposed, as `quantize`"

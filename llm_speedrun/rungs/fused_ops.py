@@ -73,7 +73,7 @@ def swiglu_backward_kernel(ab_ptr, dh_ptr, dab_ptr, N, F: tl.constexpr, ROWS: tl
     tl.store(dh_ptr + offs_m*F + offs_n[None, :], h, mask=mask)
 
 # %% ../../nbs/14_fused_ops.ipynb #3abf7dfb
-@kernel_op(contiguous=("ab",))
+@kernel_op
 def swiglu(ab: torch.Tensor) -> torch.Tensor:
     "Compute silu(a) * b for rows (a, b): N 2F to N F, contiguous"
     if not runs_kernel(ab): return swiglu_maths(ab)
@@ -84,7 +84,7 @@ def swiglu(ab: torch.Tensor) -> torch.Tensor:
     return h
 
 # %% ../../nbs/14_fused_ops.ipynb #fb9eea40
-@kernel_op(mutates=("dh",), contiguous=("ab", "dh"))
+@kernel_op(mutates=("dh",))
 def swiglu_backward(ab: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
     "Return the gradient of `ab` (N 2F) from that of h (N F), both contiguous; overwrites `dh` with h"
     if not runs_kernel(ab): return swiglu_backward_maths(ab, dh)
@@ -166,7 +166,7 @@ def qk_rope_kernel(qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, N, T, H: tl
     tl.store(o_ptr + offs_out + HALF, b*c + a*s, mask=mask)
 
 # %% ../../nbs/14_fused_ops.ipynb #32c5827f
-@kernel_op(contiguous=("qkv",))
+@kernel_op
 def qk_rope(qkv: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
             H: int, eps: float) -> torch.Tensor:
     """Norm and rotate the query and key heads. qkv: B T H+2K D, contiguous; wq, wk: D; cos, sin: T D/2.
@@ -254,7 +254,7 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
     store_head_sums(dw_ptr + tl.program_id(0)*2*D, dwa, dwb, head, H, D, HALF)
 
 # %% ../../nbs/14_fused_ops.ipynb #8f841a02
-@kernel_op(contiguous=("dq", "dk", "dv", "qkv"))
+@kernel_op
 def qk_rope_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: torch.Tensor,
                      wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                      eps: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,7 +43,7 @@ def group_sizes(N, d, V, # tokens, width, vocabulary
     return most, min(most, max(128, budget // (V*nbytes) // 128 * 128))
 
 # %% ../../nbs/28_fewer_passes.ipynb #958f535a
-@kernel_op(mutates=("q", "t"))
+@kernel_op(mutates=("q", "t"), strided=("logits", "y", "lse", "t"))
 def logits_into(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, t: torch.Tensor,
                 ignore_index: int, z_loss: float, softcap: float) -> None:
     """Write what `logits_quantize` returns for logits (n V) into `q` (n or more V) and `t` (V n or more,
@@ -118,7 +118,7 @@ def mean_loss_kernel(x_ptr, y_ptr, loss_ptr, n_ptr, V: tl.constexpr, ignore_inde
     tl.store(x_ptr + y, g - one, mask=counts & valid)
 
 # %% ../../nbs/28_fewer_passes.ipynb #96f5a06e
-@kernel_op(mutates=("logits",), contiguous=("logits", "y"))
+@kernel_op(mutates=("logits",))
 def mean_loss(logits: torch.Tensor, y: torch.Tensor, count: torch.Tensor, ignore_index: int, z_loss: float,
               softcap: float) -> torch.Tensor:
     """Return the loss of each row of `logits` (N V, contiguous) with targets `y` (N): N, FP32, zero where
@@ -162,7 +162,7 @@ def times_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
             x = tl.load(x_ptr + i, mask=i < N).to(tl.float32)
             tl.store(x_ptr + i, x*factor, mask=i < N)
 
-@kernel_op(mutates=("x",), contiguous=("x",))
+@kernel_op(mutates=("x",))
 def times_(x: torch.Tensor, factor: torch.Tensor) -> None:
     "Multiply a contiguous tensor by a one-element tensor, in place"
     if not runs_kernel(x) or x.dtype == torch.float64: x.mul_(factor.view([1]*x.ndim))

@@ -313,7 +313,7 @@ def part_grads_kernel(x_ptr, y_ptr, lse_ptr, first, V: tl.constexpr, ignore_inde
     tl.store(x_ptr + y, logit_grad(target, True, shift, factor, z_loss, softcap), mask=here)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #3071ecec
-@kernel_op(contiguous=("logits", "y"))
+@kernel_op
 def part_stats(logits: torch.Tensor, y: torch.Tensor, first: int, softcap: float) -> torch.Tensor:
     """Return, for rows of `logits` (N V/size, contiguous) that begin at token `first`, the log-sum-exp and
     the logit of the target in `y` (N), minus infinity where that isn't here. 2 N, FP32 at least"""
@@ -324,7 +324,7 @@ def part_stats(logits: torch.Tensor, y: torch.Tensor, first: int, softcap: float
     return out
 
 # %% ../../nbs/53_tensor_parallel.ipynb #998df2f7
-@kernel_op(mutates=("logits",), contiguous=("logits", "y", "lse"))
+@kernel_op(mutates=("logits",))
 def part_grads(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, first: int, ignore_index: int,
                z_loss: float, softcap: float) -> None:
     "Overwrite `logits` with the gradient of the losses' sum; lse: N, of the whole rows"

@@ -107,7 +107,7 @@ def columns(d, most=512): # numbers in a row
     return min(most, d & -d if d & -d >= 64 else pow2(d))
 
 # %% ../../nbs/27_fewer_bytes.ipynb #1cdeb6c8
-@kernel_op(mutates=("g",), contiguous=("g", "dh"))
+@kernel_op(mutates=("g",), strided=("x",))
 def add_rows(g: torch.Tensor, x: torch.Tensor, dh: torch.Tensor) -> None:
     """Add to the rows of `g` (V d, contiguous) those of `dh` (N d, contiguous) that belong to their tokens
     `x` (N), summed in FP32 at least, in an order that is always the same"""
@@ -134,7 +134,7 @@ def take_rows_kernel(x_ptr, w_ptr, h_ptr, N, V, d: tl.constexpr, ROWS: tl.conste
     tl.store(h_ptr + offs_out, tl.where(known, w, float("nan")), mask=mask)
 
 # %% ../../nbs/27_fewer_bytes.ipynb #de99e973
-@kernel_op
+@kernel_op(strided=("x",))
 def take_rows(w: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     "Return the rows of `w` (V d, contiguous) for tokens `x`, in `dtype`: the shape of `x`, and d"
     if not runs_kernel(w) or w.dtype == torch.float64: return F.embedding(x, w).to(dtype)

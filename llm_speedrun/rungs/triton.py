@@ -56,27 +56,28 @@ def launch(kernel, # of `jit`
     (torch.library.wrap_triton(kernel) if traced() else kernel)[grid](*args, **kwargs)
 
 # %% ../../nbs/13_triton.ipynb #e4d70f45
-def check_contiguous(op, names, tensors): # an operation's name, those of some tensors, and these
+def check_contiguous(op, name, t): # an operation's name, that of a tensor, and this, or None
     "Raise `InputError` for a strided tensor: a kernel that steps from row to row would read wrong values"
-    for name, t in zip(names, tensors):
-        if not t.is_contiguous():
-            raise InputError(f"{op}: {name} is a strided view, and this kernel takes contiguous rows: pass "
-                             "a contiguous copy")
+    if t is not None and not t.is_contiguous():
+        raise InputError(f"{op}: {name} is a strided view, and this kernel takes contiguous rows: pass a "
+                         "contiguous copy")
 
 # %% ../../nbs/13_triton.ipynb #13opcheck
 def kernel_op(f=None, # a function of tensors and numbers, with annotations, that returns new tensors
               mutates=(), # names of the arguments that it writes into
-              contiguous=()): # names of the arguments that must not be strided
+              strided=()): # names of the tensors that need not be contiguous, as all others must
     "Make `f` the PyTorch operation `llm_speedrun::f`, called directly unless traced (decorator)"
-    if f is None: return partial(kernel_op, mutates=mutates, contiguous=contiguous)
-    places = [list(inspect.signature(f).parameters).index(k) for k in contiguous]
+    if f is None: return partial(kernel_op, mutates=mutates, strided=strided)
+    tensors = [(i, k) for i, (k, p) in enumerate(inspect.signature(f).parameters.items())
+               if p.annotation in (torch.Tensor, torch.Tensor | None) and k not in strided]
     body = partial(f) # has no source, in which PyTorch would look for kernels and import its compiler
     body.__globals__ = f.__globals__ # where PyTorch looks up the annotations
     op = torch.library.triton_op(f"llm_speedrun::{f.__name__}", body, mutates_args=mutates)
     @wraps(f)
     def call(*args):
-        check_contiguous(f.__name__, contiguous, [args[i] for i in places])
+        for i, name in tensors: check_contiguous(f.__name__, name, args[i])
         return (op if traced() else f)(*args)
+    call.strided = strided
     return call
 
 # %% ../../nbs/13_triton.ipynb #c54ff5d1
@@ -123,12 +124,12 @@ def run_norm(x, y, w, eps):
     return h, n, r
 
 # %% ../../nbs/13_triton.ipynb #023392db
-@kernel_op(contiguous=("x",))
+@kernel_op
 def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     "Return the RMSNorm of the rows of `x` (N d, contiguous), and 1/rms (N)"
     return (run_norm if runs_kernel(x) else add_norm_maths)(x, None, w, eps)[1:]
 
-@kernel_op(contiguous=("x", "y"))
+@kernel_op
 def add_rms_norm(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor,
                  eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "Return x + y (N d, contiguous), the RMSNorm of its rows, and 1/rms (N)"

@@ -1,11 +1,14 @@
 "Rungs compose, refuse what doesn't go together or can't run here, and never touch the run that they are given."
+import importlib, inspect, pkgutil
 from dataclasses import replace
 import pytest, torch
+import llm_speedrun.rungs
 import llm_speedrun.rungs.fused_fp8 as fp8_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from llm_speedrun.rungs.amp import bf16, fp16, half_rung
 from llm_speedrun.rungs.flash import BACKENDS, attend_with, flash, sdpa, why_not
+from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import naive_attention, workload
 from llm_speedrun.runs import RENAMED_RUNGS, RUNGS, baseline, build, check_rung, count_step, find_rung, in_order, reference_errors, Run, rung, Stepper
 
@@ -24,6 +27,24 @@ def card(monkeypatch):
             monkeypatch.setattr(torch.cuda, k, lambda *args, v=v: v)
         monkeypatch.setattr(fp8_module, "misrounded", lambda c, device: [])     # there is no card to try kernels on
     return be
+
+# Operations
+
+OPS = {name: op for m in pkgutil.iter_modules(llm_speedrun.rungs.__path__)
+       for name, op in vars(importlib.import_module(f"llm_speedrun.rungs.{m.name}")).items() if isinstance(getattr(op, "strided", None), tuple)}
+TENSORS = [(name, k) for name, op in OPS.items() for k, p in inspect.signature(op).parameters.items()
+           if p.annotation in (torch.Tensor, torch.Tensor | None)]
+
+@pytest.mark.parametrize("name, k", TENSORS)
+def test_an_operation_refuses_strided_tensors(name, k):
+    "All but those that it names: with these, the tests of the operation compare its results"
+    op = OPS[name]
+    if k in op.strided: return
+    args = {p: torch.ones(4, 4) for p in inspect.signature(op).parameters} | {k: torch.ones(4, 4).mT[:, ::2]}
+    with fails(InputError, f"{name}: {k} is a strided view"): op(*args.values())
+
+def test_all_operations_are_tried():
+    assert len(OPS) > 20 and all(k in inspect.signature(op).parameters for op in OPS.values() for k in op.strided)
 
 # Modules of others
 
