@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/07_compat.ipynb #0764efbe
-import importlib, platform, sys, warnings
+import importlib, logging, platform, sys, warnings
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 import torch
@@ -262,3 +262,13 @@ def mend_interpreter(interpreter, version): # the module `triton.runtime.interpr
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
     interpreter._patch_lang_tensor = patch_and_mend
+
+# %% ../nbs/07_compat.ipynb #07miss02
+SAID_WITHOUT_TRITON = {"torch._library.triton": "Triton not available",
+                       "torch.utils.flop_counter": "triton not found"}
+
+def is_news(record): # of a logger
+    "Return whether a message isn't one of `SAID_WITHOUT_TRITON`"
+    return SAID_WITHOUT_TRITON.get(record.name, "\0") not in record.getMessage()
+
+for name in SAID_WITHOUT_TRITON: logging.getLogger(name).addFilter(is_news)

@@ -64,7 +64,7 @@ def told(text):
 def masked(text):
     "The text without what differs from run to run: numbers, sums, where lines are broken"
     text = re.sub(r"-[0-9a-f]{12}\b", "-SUM", "\n".join(told(text)))
-    text = re.sub(r"\d[\d,]*(\.\d+)*(e[-+]?\d+)?", "N", text)
+    text = re.sub(r"\d[\d,]*(\.\d+)*(\+cpu|\+cu\d+)?(e[-+]?\d+)?", "N", text)
     text = " ".join(re.sub(r"-{3,}", "---", text).split())
     text = re.sub(r"\babout N (seconds|minutes|hours)\b", "about N TIME", text) # as busy as the machine is
     return re.sub(r"(was done after N seconds:)( [A-MO-Za-z' -]+ N,)* [A-MO-Za-z' -]+ N", r"\1 PHASES", text) # a busy machine names more of them

@@ -76,7 +76,8 @@ def choose_backend(run, # the `Run` to which the rung will be applied
     c = run.model.config
     shape = c.heads, c.kv_heads, c.seq_len, c.head_dim, DTYPES[run.fmt], run.device
     can = [b for b in BACKENDS if not why_not(b, 1, *shape)]
-    if len(can) < 2: return dict(backend=can[0] if can else "flash"), "" # which then says why it can't run
+    if len(can) < 2 or torch.are_deterministic_algorithms_enabled(): # a measurement isn't the same each time
+        return dict(backend=can[0] if can else "flash"), "" # which then says why it can't run
     ms = backend_ms(max(1, 2**16 // c.seq_len), *shape)
     return dict(backend=min(ms, key=ms.get)), ", ".join(f"{b} {t:.2f} ms" for b, t in ms.items())
 

@@ -118,24 +118,18 @@ def wide_load(ptr, mask):
     return tl.load(ptr, mask=mask, other=0.).to(tl.float32)
 
 @jit
-def store_rounded(q_ptr, t_ptr, h, offs_m, offs_n, N, C, q_stride, t_stride):
-    "Store a tile of 8-bit numbers in fp16, and its transpose"
+def store_both(q_ptr, t_ptr, x, scale, offs_m, offs_n, N, C, q_stride, t_stride, MOST: tl.constexpr):
+    "Round a tile, and store what lies within N C in `q_ptr`, and its transpose in `t_ptr`"
     dt: tl.constexpr = q_ptr.dtype.element_ty
+    # There and back by way of fp16, which holds every 8-bit number: ptxas 12.9 mixes up the bytes of a tile
+    # that is stored both as it is and transposed straight from the cast (triton issue 11111)
+    h = tl.clamp(x*scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(dt).to(tl.float16)
     r = offs_m.to(tl.int64)
     c = offs_n.to(tl.int64)
     q_mask = (offs_m < N)[:, None] & (offs_n < C)[None, :]
     t_mask = (offs_n < C)[:, None] & (offs_m < N)[None, :]
     tl.store(q_ptr + r[:, None]*q_stride + c[None, :], h.to(dt), mask=q_mask)
     tl.store(t_ptr + c[:, None]*t_stride + r[None, :], tl.trans(h).to(dt), mask=t_mask)
-
-@jit
-def store_both(q_ptr, t_ptr, x, scale, offs_m, offs_n, N, C, q_stride, t_stride, MOST: tl.constexpr):
-    "Round a tile, and store what lies within N C in `q_ptr`, and its transpose in `t_ptr`"
-    # There and back by way of fp16, which holds every 8-bit number: ptxas 12.9 mixes up the bytes of a tile
-    # that is stored both as it is and transposed straight from the cast (triton issue 11111)
-    x = tl.clamp(x*scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    h = x.to(q_ptr.dtype.element_ty).to(tl.float16)
-    store_rounded(q_ptr, t_ptr, h, offs_m, offs_n, N, C, q_stride, t_stride)
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #17amax01
 @jit

@@ -27,7 +27,7 @@ from .fp8 import E4M3, E5M2, LARGEST, as_list, mm8, sqnr
 from .fp8_kernels import (SQUARE_TILE, LayerScales, Scaling, Slots, by_kernel, empty_pair,
                                             heads_quantize, in_rows, norm_quantize, product, quantize,
                                             quantize_weights, sixteens, slot,
-                                            store_rounded, swiglu_backward_quantize, swiglu_quantize,
+                                            store_both, swiglu_backward_quantize, swiglu_quantize,
                                             tile_grid, with_slot)
 from .fused_ops import fused_ops, needs_triton, qk_rope, stream_pair
 from .triton import (LOG2E, graph_ms, jit, kernel_op, launch, rms_norm_backward,
@@ -174,23 +174,22 @@ def loss_lse(logits: torch.Tensor, y: torch.Tensor, ignore_index: int, z_loss: f
     return loss.clone(), lse.clone()
 
 # %% ../../nbs/17_fused_fp8.ipynb #17rand06
-def round_stochastically_maths(x, r): # FP32, within the range of E5M2; 0 to 255
-    "Round `x` to E5M2, each number to one of its two neighbours"
-    h = x.half()
-    r = r.where(h == h, 0).to(torch.int16)
-    return ((h.view(torch.int16) + r) & -256).view(torch.half).to(E5M2)
+ROUNDED = 2**21 - 1 # the bits of FP32 that E5M2 hasn't got
+
+def round_stochastically_maths(x, r): # FP32, within the range of E5M2; random numbers from 0 to `ROUNDED`
+    "Round `x` to E5M2, each number to one of its two neighbours, unless it is subnormal"
+    return ((x.view(torch.int32) + r.to(torch.int32)) & ~ROUNDED).view(torch.float32).to(E5M2)
 
 # %% ../../nbs/17_fused_fp8.ipynb #17rand11
-def random_bytes_maths(lse, y, V): # N, N, columns
-    "Return a number from 0 to 255 for each place: a hash of what belongs to its row, and the column. N V"
+def random_bits_maths(lse, y, V): # N, N, columns
+    "Return a number from 0 to `ROUNDED` for each place: N V"
     low = 2**32 - 1 # PyTorch's integers have 64 bits
     k = (lse.float().view(torch.int32) + y*0x9E3779B9) & low
     k = (k ^ k >> 16)*0x85EBCA6B & low # as MurmurHash3 ends
     k = (k ^ k >> 13)*0xC2B2AE35 & low
     k ^= k >> 16
-    r = (k[:, None] + torch.arange(V, device=y.device)*0x9E3779B9) & low
-    r = (r ^ r >> 15)*0x2C1B3C6D & low
-    return (r ^ r >> 12) >> 24
+    steps = torch.arange(V, device=y.device)*0x13C6EF # the golden section of 2^21
+    return (k[:, None] + steps & ROUNDED).where(lse.isfinite()[:, None], 0)
 
 # %% ../../nbs/17_fused_fp8.ipynb #17rand13
 HALF_MOST = LARGEST[E5M2]/2 # the scale of a logit's gradient: twice the 1 that it can reach, for z-loss
@@ -202,33 +201,29 @@ def logits_quantize_maths(logits, y, lse, ignore_index, z_loss, softcap): # as `
     counts, hot = y != ignore_index, y[:, None] == torch.arange(logits.shape[1], device=y.device)
     g = ((1 + 2*z_loss*lse)[:, None]*(x - lse[:, None]).exp() - hot.float())*(1 - t*t)
     g = (g.where(counts[:, None], 0)*HALF_MOST).clamp(-LARGEST[E5M2], LARGEST[E5M2])
-    q = round_stochastically_maths(g, random_bytes_maths(lse, y, g.shape[1])).view(torch.uint8)
+    q = round_stochastically_maths(g, random_bits_maths(lse, y, g.shape[1])).view(torch.uint8)
     q = F.pad(q, (0, 0, 0, sixteens(len(g)) - len(g))).view(E5M2)
     return q, q.T.contiguous()
 
 # %% ../../nbs/17_fused_fp8.ipynb #17rand02
 @jit
-def random_bytes(lse, y, offs_n): # of each row; columns
-    "As `random_bytes_maths`, for a tile"
+def random_bits(lse, y, offs_n): # of each row; columns
+    "As `random_bits_maths`, for a tile"
     k = lse.to(tl.uint32, bitcast=True) + y.to(tl.uint32)*0x9E3779B9
-    k ^= k >> 16 # as MurmurHash3 ends
+    k ^= k >> 16
     k *= 0x85EBCA6B
     k ^= k >> 13
     k *= 0xC2B2AE35
     k ^= k >> 16
-    r = k[:, None] + (offs_n.to(tl.uint32)*0x9E3779B9)[None, :]
-    r ^= r >> 15
-    r *= 0x2C1B3C6D
-    r ^= r >> 12
-    return r >> 24
+    steps = offs_n.to(tl.uint32)*0x13C6EF
+    most = tl.where(tl.abs(lse) < float("inf"), 0x1FFFFF, 0).to(tl.uint32)
+    return (k[:, None] + steps[None, :]) & most[:, None]
 
 @jit
-def round_stochastically(x, r): # within the range of E5M2; 0 to 255
-    "As `round_stochastically_maths`, in fp16"
-    h = x.to(tl.float16)
-    r = tl.where(h == h, r, 0).to(tl.int16)
-    bits = (h.to(tl.int16, bitcast=True) + r) & -256
-    return bits.to(tl.float16, bitcast=True)
+def round_stochastically(x, r): # within the range of E5M2
+    "As `round_stochastically_maths`, still in FP32"
+    bits = (x.to(tl.int32, bitcast=True) + r.to(tl.int32)) & -0x200000
+    return bits.to(tl.float32, bitcast=True)
 
 # %% ../../nbs/17_fused_fp8.ipynb #585026cd
 @jit
@@ -251,9 +246,8 @@ def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl
     if softcap != 0:
         t = tl.maximum(x*(1/softcap), -1.) # the tanh; beyond the end x is minus infinity
         g *= 1 - t*t
-    g = tl.clamp(g*SCALE, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    h = round_stochastically(g, random_bytes(lse, y, offs_n))
-    store_rounded(q_ptr, t_ptr, h, offs_m, offs_n, N, V, V, filled)
+    g = round_stochastically(g*SCALE, random_bits(lse, y, offs_n))
+    store_both(q_ptr, t_ptr, g, 1., offs_m, offs_n, N, V, V, filled, MOST)
 
 # %% ../../nbs/17_fused_fp8.ipynb #653d87f0
 @kernel_op(strided=("logits", "y", "lse"))
@@ -413,7 +407,10 @@ def choose_parts(run, # the `Run` to which the rung will be applied
     "Return the parts that break even here by measuring; all on a CPU; the head only with the chunked loss"
     can = [p for p in PARTS if p != "head" or "chunked_ce" in run.rungs]
     if run.device.type == "cpu": return dict(parts=can), ""
-    wrong, gains = wrong_parts(run.model.config, run.device), part_gains(run.model.config, run.device)
+    wrong = wrong_parts(run.model.config, run.device)
+    if torch.are_deterministic_algorithms_enabled(): # a measurement isn't the same each time
+        return dict(parts=[p for p in can if p not in wrong]), ""
+    gains = part_gains(run.model.config, run.device)
     but = {p: f" but {', '.join(ops)} rounds wrongly" for p, ops in wrong.items()}
     return (dict(parts=[p for p in can if gains[p] > BREAK_EVEN and p not in wrong]),
             ", ".join(f"{p} {gains[p]:.2f}x{but.get(p, '')}" for p in can))

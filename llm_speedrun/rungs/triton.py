@@ -7,7 +7,7 @@ __all__ = ['runs_kernel', 'blocks', 'pow2', 'traced', 'launch', 'kernel_op', 'ad
            'norm_backward_maths', 'programs', 'run_norm_backward', 'rms_norm_backward', 'AddRMSNorm', 'graph_ms']
 
 # %% ../../nbs/13_triton.ipynb #452b1427
-import importlib, inspect, logging, os
+import importlib, inspect, os
 from functools import partial, wraps
 import torch, torch.nn as nn
 from torch.autograd.function import once_differentiable
@@ -21,9 +21,7 @@ try:
     jit = triton.jit
     if os.environ.get("TRITON_INTERPRET") == "1":
         mend_interpreter(importlib.import_module("triton.runtime.interpreter"), triton.__version__)
-except ImportError: # macOS: everything below runs on PyTorch there, and PyTorch warns once for each operation
-    wanted = lambda r: "Triton not available" not in r.getMessage()
-    logging.getLogger("torch._library.triton").addFilter(wanted)
+except ImportError: # macOS: everything below runs on PyTorch there
     triton, jit = None, lambda f: f
     class tl: constexpr = float # what the kernels' signatures mention, and their constants
 

@@ -78,19 +78,39 @@ def _evaluated(trainer): # a `Trainer`; returns the loss, a warm one's seconds, 
     warm = time.perf_counter() - t1
     return val_loss, warm, max(0., t1 - t0 - warm)
 
+# %% ../../nbs/36_doctor.ipynb #fa86486a
+def stored(t, world): # what `flatten_state` finds, a `World`
+    "Return the bytes of tensors in a checkpoint that all processes write"
+    if isinstance(t, Shard): return math.prod(t.shape)*t.tensor.element_size() # the others have the rest
+    if isinstance(t, PerRank): return world.size*stored_bytes(t.value, world)
+    return t.nbytes
+
+def stored_bytes(tree, world): # of dicts, lists, tensors, `Shard`s and plain values
+    "Return the bytes of all tensors in a tree"
+    flatten_state(tree, tensors := {}, leaves=(Shard, PerRank))
+    return sum(stored(t, world) for t in tensors.values())
+
+def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
+    "Return the bytes of the weights, and of a whole checkpoint, which several processes write together"
+    weights, world = stored_bytes(weights_to_save(trainer.run), trainer.world), trainer.world
+    return weights, weights + stored_bytes(trainer.checkpointer.step_state(), world)
+
 # %% ../../nbs/36_doctor.ipynb #36write2
-SAMPLE = 2**29 # bytes to write for a trial; fewer on a CPU, whose models are small
+PIECE = 2**29 # bytes to write at once for a trial; fewer on a CPU, whose models are small
+PIECES = 4 # the most that are written: a disk may take the first ones faster
 
 def write_speed(trainer): # a `Trainer`
     "Measure the bytes per second written, synced and hashed in the run's folder, as for a checkpoint"
     there = next(p for p in trainer.folder.parents if p.exists())
-    data = os.urandom(SAMPLE if trainer.device.type == "cuda" else SAMPLE//128)
+    data = os.urandom(PIECE if trainer.device.type == "cuda" else PIECE//128)
+    pieces = min(PIECES, math.ceil(checkpoint_bytes(trainer)[1]/len(data)))
     try:
         with tempfile.TemporaryFile(dir=there) as f:
             t0 = time.perf_counter()
-            f.write(data); f.flush(); os.fsync(f.fileno()); f.seek(0)
+            for _ in range(pieces): f.write(data)
+            f.flush(); os.fsync(f.fileno()); f.seek(0)
             sha256_of(f)
-            return len(data)/max(1e-9, time.perf_counter() - t0)
+            return pieces*len(data)/max(1e-9, time.perf_counter() - t0)
     except OSError: return math.inf # `check_disk` says what is wrong
 
 # %% ../../nbs/36_doctor.ipynb #c3627737
@@ -185,23 +205,6 @@ def check_loader(t): # `FirstSteps`
     if t.loader_ms < .5*t.ms: yield Finding("ok", "loader", text)
     else: yield Finding("note", "loader", f"{text}, so training may wait for its data: put it on a faster "
                         "disk, or stop what else runs on these cores")
-
-# %% ../../nbs/36_doctor.ipynb #fa86486a
-def stored(t, world): # what `flatten_state` finds, a `World`
-    "Return the bytes of tensors in a checkpoint that all processes write"
-    if isinstance(t, Shard): return math.prod(t.shape)*t.tensor.element_size() # the others have the rest
-    if isinstance(t, PerRank): return world.size*stored_bytes(t.value, world)
-    return t.nbytes
-
-def stored_bytes(tree, world): # of dicts, lists, tensors, `Shard`s and plain values
-    "Return the bytes of all tensors in a tree"
-    flatten_state(tree, tensors := {}, leaves=(Shard, PerRank))
-    return sum(stored(t, world) for t in tensors.values())
-
-def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
-    "Return the bytes of the weights, and of a whole checkpoint, which several processes write together"
-    weights, world = stored_bytes(weights_to_save(trainer.run), trainer.world), trainer.world
-    return weights, weights + stored_bytes(trainer.checkpointer.step_state(), world)
 
 # %% ../../nbs/36_doctor.ipynb #49c693c2
 def size(n): # bytes

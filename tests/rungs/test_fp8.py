@@ -11,7 +11,7 @@ from llm_speedrun.rungs.fp8 import E4M3, E5M2, LARGEST, RECIPES, choose_layers, 
 from llm_speedrun.rungs.fp8_kernels import (by_kernel, heads_quantize, LayerScales, norm_quantize, quantize, quantize_weights, Scaling,
                                             sixteens, swiglu_backward_quantize, swiglu_quantize)
 from llm_speedrun.rungs.fused_fp8 import (HALF_MOST, PARTS, choose_parts, Fp8LinearCE, logits_quantize, loss_lse, misrounded, needs_fp8,
-                                          random_bytes, random_bytes_maths, round_stochastically, round_stochastically_maths,
+                                          random_bits, random_bits_maths, round_stochastically, round_stochastically_maths,
                                           rounding_cases, rounds_wrong)
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.triton import jit, runs_kernel, tl
@@ -205,45 +205,45 @@ def test_logits(options):
     assert torch.equal(q.view(torch.uint8).T, t.view(torch.uint8))
     assert sqnr(leaf.grad, q.float()/HALF_MOST) > (24 if GPU else 14)
 
-def bytes_kernel(lse_ptr, y_ptr, x_ptr, r_ptr, q_ptr, V, N: tl.constexpr, COLS: tl.constexpr):
+def bits_kernel(lse_ptr, y_ptr, x_ptr, r_ptr, q_ptr, V, N: tl.constexpr, COLS: tl.constexpr):
     offs_m = tl.arange(0, N)
     offs_n = tl.arange(0, COLS)
     mask = (offs_m >= 0)[:, None] & (offs_n < V)[None, :]
     offs = offs_m[:, None]*V + offs_n[None, :]
-    r = random_bytes(tl.load(lse_ptr + offs_m), tl.load(y_ptr + offs_m), offs_n)
+    r = random_bits(tl.load(lse_ptr + offs_m), tl.load(y_ptr + offs_m), offs_n)
     tl.store(r_ptr + offs, r.to(tl.int32), mask=mask)
-    tl.store(q_ptr + offs, round_stochastically(tl.load(x_ptr + offs, mask=mask, other=0.), r).to(tl.float32), mask=mask)
+    tl.store(q_ptr + offs, round_stochastically(tl.load(x_ptr + offs, mask=mask, other=0.), r), mask=mask)
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.skipif(not version_of("triton"), reason="a kernel")
 def test_chance_is_the_same_in_pytorch():
-    "To the bit, for targets that are no tokens too; a NaN stays one"
+    "To the bit, for targets that are no tokens too; a row that isn't finite gets none, and its NaN stays one"
     lse, y = rand(32, dt=torch.float32) + 11, torch.randint(-2**20, 2**20, (32,), device=DEVICE)
-    x = rand(32, 50, dt=torch.float32)*torch.logspace(-8, 4, 50, device=DEVICE)
-    x[3, 4], x[5] = NAN, 0
+    x = rand(32, 50, dt=torch.float32)*torch.logspace(-4, 4, 50, device=DEVICE)
+    lse[3], lse[4], x[3, 4], x[5] = NAN, INF, NAN, 0
     r, q = torch.empty(32, 50, dtype=torch.int32, device=DEVICE), torch.empty_like(x)
-    jit(bytes_kernel)[(1,)](lse, y, x, r, q, 50, N=32, COLS=64)
-    exact = random_bytes_maths(lse, y, 50)
-    assert r.equal(exact.int()) and len(r.unique()) > 200
-    torch.testing.assert_close(q, round_stochastically_maths(x, exact).float(), rtol=0, atol=0, equal_nan=True)
+    jit(bits_kernel)[(1,)](lse, y, x, r, q, 50, N=32, COLS=64)
+    exact = random_bits_maths(lse, y, 50)
+    assert r.equal(exact.int()) and len(r.unique()) > 1400 and not r[3:5].any()
+    torch.testing.assert_close(q.to(E5M2).float(), round_stochastically_maths(x, exact).float(), rtol=0, atol=0, equal_nan=True)
     assert q[3, 4].isnan() and q.isnan().sum() == 1 and not q[5].any()
 
-def test_bytes_have_no_pattern():
-    "Uniform, and neither rows nor columns nor neighbours know of each other"
-    r = random_bytes_maths(rand(2048, dt=torch.float32) + 11, torch.randint(1000, (2048,), device=DEVICE), 256).double()
-    assert abs(r.mean() - 127.5) < .6 and abs(r.std() - 73.9) < .6                            # 5 standard errors
-    z = (r - 127.5)/73.9
-    for a, b in ((z[:, 1:], z[:, :-1]), (z[1:], z[:-1]), (z[:, 16:], z[:, :-16])): assert abs((a*b).mean()) < .01
-    assert z.mean(0).abs().max() < 6/2048**.5 and z.mean(1).abs().max() < 6/256**.5
-    assert torch.bincount(r.long().flatten(), minlength=256).double().sub(2048).abs().max() < 6*2048**.5
+def test_chance_has_no_pattern_over_tokens():
+    "Uniform, and rows, whose gradients are summed up, don't know of each other; nor do neighbours in a row lie together"
+    r = random_bits_maths(rand(4096, dt=torch.float32) + 11, torch.randint(1000, (4096,), device=DEVICE), 256).double()/2**21
+    z = (r - .5)*12**.5
+    assert abs(z.mean()) < .02 and abs(z.std() - 1) < .01 and z.mean(0).abs().max() < 6/4096**.5
+    for a, b in ((z[1:], z[:-1]), (z[16:], z[:-16])): assert abs((a*b).mean()) < .01
+    assert torch.histc(r[:, 7], 64).sub(64).abs().max() < 6*8 and (r[:, 1:] - r[:, :-1]).abs().min() > .3
 
 def by_nearest(x, r): return x.to(E5M2)
 @pytest.mark.parametrize("rounded, fair", [(round_stochastically_maths, True), (by_nearest, False)])
 def test_rounding_has_no_bias(rounded, fair):
-    "Every fp16 number that E5M2 can hold, also a subnormal one, is the mean over all bytes; rounding to nearest is not"
-    x = torch.arange(0x7B01, dtype=torch.int16).view(torch.half).float()
-    mean = sum(rounded(x, torch.full((len(x),), r)).double() for r in range(256))/256
-    assert mean.equal(x.double()) is fair and (fair is False or (-mean).equal(sum(rounded(-x, torch.full((len(x),), r)).double() for r in range(256))/256))
+    "Each normal number that fp16 can hold is the mean over all bits to add; rounding to nearest is not"
+    x = torch.arange(0x0400, 0x7B01, dtype=torch.int16).view(torch.half).float()
+    for v in (x, -x):
+        mean = sum(rounded(v, torch.full((len(v),), i << 13)).double() for i in range(256))/256
+        assert mean.equal(v.double()) is fair
 
 # Scales
 
@@ -638,6 +638,15 @@ def test_parts_that_break_even_are_chosen(monkeypatch):
     assert choose_parts(Elsewhere) == (dict(parts=["heads", "mlp", "head"]), "heads 1.10x, out 0.90x, mlp 1.30x, head 0.99x")
     monkeypatch.setattr(Elsewhere, "rungs", ("bf16", "fused_ops"))
     assert choose_parts(Elsewhere)[0] == dict(parts=["heads", "mlp"])
+
+def test_nothing_is_measured_to_be_deterministic(monkeypatch):
+    "A measurement may end another way each time: all parts and layers are taken that round correctly"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(module, "misrounded", lambda c, device: ["swiglu_quantize"])
+    for m, name in ((module, "part_gains"), (plain, "linear_gain")): monkeypatch.setattr(m, name, lambda *args: pytest.fail("measured"))
+    assert choose_parts(Elsewhere) == (dict(parts=["heads", "out", "head"]), "")
+    monkeypatch.setattr(plain, "linear_sizes", lambda model: ["32x16", "48x32"])
+    assert choose_layers(Elsewhere, recipe="tensorwise") == (dict(layers=["32x16", "48x32"]), "")
 
 def test_parts_that_are_rounded_wrongly_are_left_out(monkeypatch):
     "However much they gain, and the words say so"

@@ -178,7 +178,8 @@ def test_wrong_groups_are_seen(monkeypatch):
     into = module.logits_into
     assert wrong("logits_into", into) < .2
     assert wrong("logits_into", lambda x, y, l, q, t, *o: (into(x, y, l, q, t, *o), t.zero_())) > .4     # no transpose
-    assert wrong("HALF_MOST", 100.) > .4     # another scale
+    whole = module.mm8
+    assert wrong("mm8", lambda *args, **kw: 2*whole(*args, **kw)) > .4     # another scale
     half = module.mm8_into
     assert wrong("mm8_into", lambda to, *a: (half(to, *a), to[100:].zero_())) > .4     # rows left out
 

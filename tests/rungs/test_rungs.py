@@ -2,7 +2,7 @@
 import importlib, inspect, pkgutil
 from dataclasses import replace
 import pytest, torch
-import llm_speedrun.rungs
+import llm_speedrun.rungs, llm_speedrun.rungs.flash as flash_module
 import llm_speedrun.rungs.fused_fp8 as fp8_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -45,6 +45,12 @@ def test_an_operation_refuses_strided_tensors(name, k):
 
 def test_all_operations_are_tried():
     assert len(OPS) > 20 and all(k in inspect.signature(op).parameters for op in OPS.values() for k in op.strided)
+
+def test_attention_is_not_measured_to_be_deterministic(monkeypatch, run):
+    monkeypatch.setattr(flash_module, "backend_ms", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(flash_module, "why_not", lambda *args: "")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert flash_module.choose_backend(run, "auto") == (dict(backend="flash"), "")
 
 # Modules of others
 
