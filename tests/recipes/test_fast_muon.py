@@ -105,17 +105,17 @@ def test_against_float64(each, variance):
 @pytest.mark.parametrize("cautious", [True, False])
 @pytest.mark.parametrize("variance", [0., .9])
 def test_weights(update, cautious, variance):
-    "All that is done to weights, over some steps: rate for the shape, decay, mask"
+    "All that is done to weights, over some steps: rate for the shape, decay, mask. At most twice plain bf16's errors"
     group = GROUP | dict(cautious=cautious, variance=variance, lr=.1, weight_decay=2.)
-    ps, gs, states = case(variance=variance)
+    ps, gs, states = case(MANY, variance=variance)
     for _ in range(2):
-        right, rough = plain(group, ps, gs, states), plain(group, ps, gs, states, type_on(DEVICE))
-        before = [p.detach().clone() for p in ps]
+        right, rough = ([w for w, *_ in plain(group, ps, gs, states, *dt)] for dt in ((), (type_on(DEVICE),)))
+        before = [p.detach().double().clone() for p in ps]
         update(group, ps, gs, states)
-        for p, old, (w, *_), (w16, *_) in zip(ps, before, right, rough):
-            # where the direction is near zero its rounding decides whether a weight decays
-            allowed = 2*(w16 - w).norm() + 2**-9*(w - old).norm()
-            assert (p - w).norm() <= allowed + 1e-6*w.norm() + .01*(w - old).norm(), tuple(p.shape)
+        for shape in SHAPES[:5]:    # of many: where the direction of a weight is near zero, luck decides whether it decays
+            new, w, w16, old = (torch.stack([t.detach().double() for t in ts if t.shape == shape]) for ts in (ps, right, rough, before))
+            allowed = 2*(w16 - w).norm() + (2**-9 + .01)*(w - old).norm() + 1e-6*w.norm()
+            assert (new - w).norm() <= allowed, shape
 
 def test_orthogonal(each):
     "Singular values from the largest down to a hundredth of the norm come near 1, as far as five polynomials bring them"

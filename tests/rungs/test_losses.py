@@ -92,7 +92,7 @@ def test_the_true_class_of_a_sure_token(kernels, name, dtype, V):
     x = x.to(dtype)
     exact = x.double().softmax(1)[range(4), y] - 1
     got = LOSSES[name](x, y)[1][range(4), y].double()
-    rounding = 2**-3 if name in ("fp8", "sums") else torch.finfo(dtype).eps/2 # E5M2 has two bits after the first
+    rounding = 2**-2 if name in ("fp8", "sums") else torch.finfo(dtype).eps/2 # E5M2 has two bits after the first, and chance decides
     assert ((got - exact).abs() <= rounding*exact.abs() + 1e-6).all() # FP32's p; 16 bits know p itself to 2e-4 at best
 
 @pytest.mark.parametrize("name", ["chunked", "grouped", pytest.param("fused", marks=cuda)])
