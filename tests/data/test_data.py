@@ -10,7 +10,7 @@ from llm_speedrun.io_utils import InputError, cache_dir
 from llm_speedrun.text_files import EOT, read_documents
 from llm_speedrun.token_files import Shards
 from helpers import quick_programs
-from helpers.tiny_runs import cache
+from helpers.tiny_runs import cache, fails
 from helpers.timeouts import TIMEOUT
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and pipes")
@@ -27,10 +27,6 @@ def offline(monkeypatch):
 def write_bin(path, n=5000, dtype="<u2", high=1000):
     np.random.default_rng(0).integers(0, high, n).astype(dtype).tofile(path)
     return path
-
-def fails(kind, *parts):
-    "The next block must raise `kind` with every part in its message"
-    return pytest.raises(kind, match="(?s)" + "".join(f"(?=.*{p})" for p in parts))
 
 # Documents
 

@@ -1,7 +1,7 @@
 "What the tests of the package share: a model that trains in milliseconds, and data for it."
 from dataclasses import fields
 import gc
-import numpy as np, pytest
+import numpy as np, pytest, yaml
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from llm_speedrun import corpus
@@ -50,6 +50,13 @@ def trained_on_text(folder):
 def fails(kind, *parts):
     "The next block must raise `kind` with every part in its message"
     return pytest.raises(kind, match="(?s)" + "".join(f"(?=.*{p})" for p in parts))
+
+def relative_error(t, exact):
+    "The norm of what `t` differs by from `exact`, in float64, over that of `exact`"
+    t, exact = t.double(), exact.double()
+    return ((t - exact).norm()/exact.norm().clamp(min=1e-30)).item()
+
+def read_yaml(path): return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 def recorded():
     "How many passes CUDA graphs hold now"

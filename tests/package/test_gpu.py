@@ -20,6 +20,7 @@ from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.train.trainer import train
 from torch.nn.attention import sdpa_kernel
 from helpers.torch_globals import changed, flags
+from helpers.tiny_runs import relative_error
 
 pytestmark = pytest.mark.cuda
 
@@ -27,8 +28,6 @@ pytestmark = pytest.mark.cuda
 def memory():
     "Each test starts with the GPU's memory empty"
     gc.collect(); torch.cuda.empty_cache()
-
-def rel(a, b): return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 # TF32
 
@@ -44,7 +43,7 @@ def test_tf32_reaches_the_backward_pass():
         step((x, c))
         return kept[0]
     exact = c.double().T @ x.double()
-    before, fast, after = (rel(grad(r), exact) for r in (run, tf32(run), run))
+    before, fast, after = (relative_error(grad(r), exact) for r in (run, tf32(run), run))
     assert before < 1e-6 and 1e-5 < fast < 1e-2 and after < 1e-6
 
 def test_precision_at_124m():
@@ -167,7 +166,7 @@ def test_kernel(case, name):
     for i, (a, b, e) in enumerate(zip(got, theirs, exact)):
         assert a.dtype == b.dtype and a.shape == b.shape, i
         slack = 1e-5 if e.ndim else 1e-4    # errors of one number, the mean loss, may cancel by chance
-        assert rel(a, e) <= 2*rel(b, e) + slack, (i, rel(a, e), rel(b, e))
+        assert relative_error(a, e) <= 2*relative_error(b, e) + slack, (i, relative_error(a, e), relative_error(b, e))
         largest = [(o.double() - e).abs().max().item() for o in (a, b)]
         assert largest[0] <= 2*largest[1] + slack*e.abs().max().item(), (i, largest)
 

@@ -13,6 +13,7 @@ from llm_speedrun.roofline import count
 from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.measure import sample_ms, summarize, version_of
 from llm_speedrun.recipes.fast_muon import POLAR_EXPRESS, Stack, fast_muon, new_state, stacks_of, type_on
+from helpers.tiny_runs import relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(5, 7), (7, 5), (16, 16), (24, 70), (70, 24), (1, 9), (1, 1)]
@@ -82,8 +83,6 @@ def plain(group, ps, gs, states, dtype=torch.float64):
         res.append((w - step*o - decay, m, v))
     return res
 
-def off(a, b): return ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
-
 @pytest.mark.parametrize("variance", [0., .9])
 def test_against_float64(each, variance):
     "Directions err at most twice as much as plain bf16's, momentum and variance by rounding alone"
@@ -96,11 +95,11 @@ def test_against_float64(each, variance):
         same = [i for i, p in enumerate(ps) if p.shape == shape]
         flat = lambda x: torch.cat([x(i).double().flatten() for i in same])
         w = flat(lambda i: right[i][0])
-        assert off(flat(lambda i: ps[i]), w) <= 2*off(flat(lambda i: rough[i][0]), w) + EXACT, shape
+        assert relative_error(flat(lambda i: ps[i]), w) <= 2*relative_error(flat(lambda i: rough[i][0]), w) + EXACT, shape
         if variance:
             v = flat(lambda i: right[i][2])
-            assert off(flat(lambda i: states[i]["variance"]), v) <= 2*off(flat(lambda i: rough[i][2]), v) + EXACT, shape
-    for s, (_, m, _) in zip(states, right): assert off(s["momentum"], m) < 1e-6
+            assert relative_error(flat(lambda i: states[i]["variance"]), v) <= 2*relative_error(flat(lambda i: rough[i][2]), v) + EXACT, shape
+    for s, (_, m, _) in zip(states, right): assert relative_error(s["momentum"], m) < 1e-6
 
 @pytest.mark.parametrize("cautious", [True, False])
 @pytest.mark.parametrize("variance", [0., .9])
@@ -129,7 +128,7 @@ def test_orthogonal(each):
         assert .8 < s.min() and s.max() < 1.2
         U, _, V = torch.linalg.svd(g.double(), full_matrices=False)
         o = -p.detach().double() / max(1, p.shape[0]/p.shape[1])**.5
-        assert off(o, U @ V) < .15
+        assert relative_error(o, U @ V) < .15
 
 @pytest.mark.parametrize("scale", [2.**-16, 2.**16])      # which bf16 rounds alike
 def test_any_size_of_gradient(update, scale):
@@ -140,7 +139,7 @@ def test_any_size_of_gradient(update, scale):
         update(GROUP | dict(lr=1., weight_decay=0.), ps, gs, states)
         return torch.cat([p.detach().flatten() for p in ps])
     small, one = direction(scale), direction(1.)
-    assert off(small, one.double()) < (.2 if scale < 1 else .05)
+    assert relative_error(small, one.double()) < (.2 if scale < 1 else .05)
 
 def test_zeros(each):
     "A gradient of zeros moves nothing, and no NaN comes of it"
@@ -211,7 +210,7 @@ def test_fewer_steps(update):
     x = gs[0].double(); x = x/(x.norm()*1.02 + 1e-6)
     a, b, c = POLAR_EXPRESS[0]
     A = x @ x.mT
-    assert off(-ps[0], a*x + (b*A + c*A@A) @ x) < .02
+    assert relative_error(-ps[0], a*x + (b*A + c*A@A) @ x) < .02
     for steps in (0, 6):
         with pytest.raises(InputError, match=f"not {steps}"): update(GROUP | dict(steps=steps), ps, gs, states)
 
@@ -299,7 +298,7 @@ def test_error_at_real_shapes(name, symmetric):
     for p in ps: p.data.zero_()
     right, rough = plain(group, ps, gs, states), plain(group, ps, gs, states, torch.bfloat16)
     fast_muon(group, ps, gs, states, symmetric=symmetric)
-    for p, (w, *_), (w16, *_) in zip(ps, right, rough): assert off(p, w) <= 2*off(w16, w) + 2**-9, tuple(p.shape)
+    for p, (w, *_), (w16, *_) in zip(ps, right, rough): assert relative_error(p, w) <= 2*relative_error(w16, w) + 2**-9, tuple(p.shape)
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -9,7 +9,7 @@ from llm_speedrun.measure import warm_up
 from llm_speedrun.roofline import OpCounter, by_kind, count
 from llm_speedrun.model import cross_entropy, matrix_params, workload
 from llm_speedrun.runs import Stepper, baseline, build, count_step, reference_errors
-from helpers.tiny_runs import NANO, fails
+from helpers.tiny_runs import fails, NANO, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = dict(plain=(-100, 0., 0.), ignored=(3, 0., 0.), z_loss=(-100, .01, 0.), softcap=(-100, 0., 5.), all=(3, .01, 5.))
@@ -35,10 +35,6 @@ def with_grads(loss, h, w, y, *options, up=1.):
     h, w = (t.detach().requires_grad_() for t in (h, w))
     l = loss(h, w, y, *options)
     return [l.detach(), *torch.autograd.grad(l*up, (h, w))]
-
-def off(a, b):
-    "Relative error of `a` against the float64 `b`"
-    return ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
 
 def inputs(N, d, V, dtype=torch.float32):
     h, w = torch.randn(N, d, device=DEVICE).to(dtype), .1*torch.randn(V, d, device=DEVICE)
@@ -71,7 +67,7 @@ def test_kernel_in_16_bits(kernels, name, dtype):
     theirs = x.detach().requires_grad_()
     theirs, = torch.autograd.grad(by_autograd(theirs.float(), y, *o), theirs)
     got = softmax_loss(x, y, *o, True)
-    assert off(got, losses) < 1e-5 and off(x, exact) <= 2*off(theirs, exact) + 1e-6
+    assert relative_error(got, losses) < 1e-5 and relative_error(x, exact) <= 2*relative_error(theirs, exact) + 1e-6
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_maths(name):
@@ -122,7 +118,7 @@ def test_float64(name):
     h, w, y = (t.double() if t.is_floating_point() else t for t in inputs(300, 12, 50))
     ref = with_grads(linear_by_autograd, h, w, y, *OPTIONS[name])
     got = with_grads(linear_cross_entropy, h, w, y, *OPTIONS[name], 0)
-    assert all(off(a, b) < 1e-12 for a, b in zip(got, ref)) and got[0].dtype == torch.float64
+    assert all(relative_error(a, b) < 1e-12 for a, b in zip(got, ref)) and got[0].dtype == torch.float64
 
 SHAPES = dict(one=(1, 8, 20), odd=(21, 24, 333), wide=(9, 130, 257), chunks=(130, 8, 40))   # N d V
 
@@ -132,7 +128,7 @@ def test_fp32(kernels, shape, name):
     h, w, y = inputs(*SHAPES[shape])
     ref = with_grads(linear_by_autograd, h.double(), w.double(), y, *OPTIONS[name])
     got = with_grads(linear_cross_entropy, h, w, y, *OPTIONS[name], 0)
-    assert all(off(a, b) < 1e-5 for a, b in zip(got, ref)), [off(a, b) for a, b in zip(got, ref)]
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(got, ref)), [relative_error(a, b) for a, b in zip(got, ref)]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("wide_h", [False, True], ids=["h16", "h32"])
@@ -145,9 +141,9 @@ def test_autocast(dtype, wide_h):
         def loss(*args):
             with torch.autocast(DEVICE, dtype): return f(*args)
         return loss
-    theirs = [off(a, b) for a, b in zip(with_grads(auto(linear_by_autograd), h, w, y), ref)]
+    theirs = [relative_error(a, b) for a, b in zip(with_grads(auto(linear_by_autograd), h, w, y), ref)]
     got = with_grads(auto(linear_cross_entropy), h, w, y, -100, 0., 0., 0)
-    ours = [off(a, b) for a, b in zip(got, ref)]
+    ours = [relative_error(a, b) for a, b in zip(got, ref)]
     assert all(o <= 2*t + 1e-4 for o, t in zip(ours, theirs)), (ours, theirs)
     assert [t.dtype for t in got] == [torch.float32, h.dtype, torch.float32]
 
@@ -158,7 +154,7 @@ def test_16_bit_weights():
     ref = with_grads(linear_by_autograd, h.double(), w.double(), y)
     got = with_grads(linear_cross_entropy, h, w, y, -100, 0., 0., 0)
     assert [t.dtype for t in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
-    assert all(off(a, b) < 6e-3 for a, b in zip(got, ref))
+    assert all(relative_error(a, b) < 6e-3 for a, b in zip(got, ref))
 
 def test_shapes_and_strides(kernels):
     "B T d is as good as N d, and so are strided hidden states, targets and weights"
@@ -180,7 +176,7 @@ def test_ignore_index_everywhere(kernels):
         some[kept] = y[kept]
         ref = with_grads(linear_by_autograd, h[kept].double(), w.double(), y[kept])
         l, dh, dw = with_grads(linear_cross_entropy, h, w, some)
-        assert max(off(l, ref[0]), off(dh[kept], ref[1]), off(dw, ref[2])) < 1e-5
+        assert max(relative_error(l, ref[0]), relative_error(dh[kept], ref[1]), relative_error(dw, ref[2])) < 1e-5
         assert dh.abs().sum().item() == pytest.approx(dh[kept].abs().sum().item())
     assert not any(t.any() for t in with_grads(linear_cross_entropy, h, w, torch.full_like(y, -100)))
 
@@ -357,7 +353,7 @@ def test_real_shapes(N, d, V, dtype):
     def errors(f, *options):
         def auto(*args):
             with torch.autocast("cuda", dtype): return f(*args)
-        return [off(a, b) for a, b in zip(with_grads(auto, h, w, y, *options), ref)]
+        return [relative_error(a, b) for a, b in zip(with_grads(auto, h, w, y, *options), ref)]
     theirs, ours = errors(linear_by_autograd), errors(linear_cross_entropy, -100, 0., 0., 2*V*2048)
     assert all(o <= 2*t + 1e-5 for o, t in zip(ours, theirs)), (ours, theirs)
 
@@ -368,7 +364,7 @@ def test_weight_gradient_sums_in_fp32():
     w = w.bfloat16()
     exact = linear_loss(h.double(), w.double(), y, 0, -100, 0., 0., False, True)[2]
     dw = linear_loss(h, w, y, 0, -100, 0., 0., False, True)[2]
-    assert dw.dtype == torch.float32 and off(dw, exact) < 4e-3
+    assert dw.dtype == torch.float32 and relative_error(dw, exact) < 4e-3
 
 @cuda
 def test_peak_memory():

@@ -7,7 +7,7 @@ from llm_speedrun.model import GPTConfig, rope, rope_table, workload
 from llm_speedrun.runs import Stepper, build, count_step, enter_all
 from llm_speedrun.rungs import epilogues as e, fp8_epilogues as ep8, fused_ce as ce_module, fused_fp8, fp8_kernels as f8
 from llm_speedrun.rungs.memory_traffic import GroupedCE
-from helpers.tiny_runs import fails, pass_of
+from helpers.tiny_runs import fails, pass_of, relative_error
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -21,7 +21,6 @@ def rand(*shape, dt=torch.bfloat16, std=1., seed=[0]):
     seed[0] += 1
     return (torch.randn(*shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed[0]))*std).to(dt)
 
-def off(exact, t): return ((t.double() - exact.double()).norm()/exact.double().norm()).item()
 
 SIZES = [(40, 64, 96), (33, 48, 40), (1, 64, 96), (7, 16, 24)]
 LARGE = [(4096 + 37, 768, 2048), (1000, 2048, 5632), (1, 768, 2048), (65536, 768, 2048)]
@@ -34,9 +33,9 @@ def test_products(N, d, width, dt):
     "With and without an addend, in both layouts, as near to float64 as PyTorch's; the stream's rows may be any number"
     x, w, c = rand(N, d, dt=dt), rand(width, d, dt=dt, std=d**-.5), rand(N, width, dt=dt)
     exact = x.double() @ w.double().T
-    assert off(exact, e.product_plus(x, w.T)) <= 1.1*off(exact, x @ w.T) + 1e-7
-    assert off(exact + c.double(), e.product_plus(x, w.T, c)) <= 1.1*off(exact + c.double(), (x @ w.T) + c) + 1e-7
-    assert off(c.double() @ w.double(), e.product_plus(c, w)) <= 1.1*off(c.double() @ w.double(), c @ w) + 1e-7
+    assert relative_error(e.product_plus(x, w.T), exact) <= 1.1*relative_error(x @ w.T, exact) + 1e-7
+    assert relative_error(e.product_plus(x, w.T, c), exact + c.double()) <= 1.1*relative_error((x @ w.T) + c, exact + c.double()) + 1e-7
+    assert relative_error(e.product_plus(c, w), c.double() @ w.double()) <= 1.1*relative_error(c @ w, c.double() @ w.double()) + 1e-7
 
 @TYPES
 @SIZED
@@ -45,7 +44,7 @@ def test_a_product_that_tells_its_norm(N, d, width, dt):
     x, w, c = rand(N, d, dt=dt), rand(width, d, dt=dt, std=d**-.5), rand(N, width, dt=dt, std=3.)
     y, r = e.stream_product(x, w.T, c, 1e-6)
     exact = y.double().pow(2).mean(1).add(1e-6).rsqrt()
-    assert y.equal(e.product_plus(x, w.T, c)) and r.shape == (N,) and r.dtype == torch.float32 and off(exact, r) < (1.2e-2 if dt == torch.bfloat16 else 1.5e-3)/width**.5
+    assert y.equal(e.product_plus(x, w.T, c)) and r.shape == (N,) and r.dtype == torch.float32 and relative_error(r, exact) < (1.2e-2 if dt == torch.bfloat16 else 1.5e-3)/width**.5
 
 @pytest.mark.parametrize("N", [1, 257, 600])
 @pytest.mark.parametrize("T", [1, 3, 8])
@@ -64,14 +63,14 @@ def test_gated(N, d, width, dt):
     v = rand(d, width, dt=dt, std=width**-.5)
     ab, h = e.gated_product(x, w)
     p = x.double() @ w.double().T
-    assert off(p, ab) <= 1.1*off(p, x @ w.T) + 1e-7
-    assert off(F.silu(p[:, ::2])*p[:, 1::2], h) < (6e-3 if dt == torch.bfloat16 else 1e-3)
+    assert relative_error(ab, p) <= 1.1*relative_error(x @ w.T, p) + 1e-7
+    assert relative_error(h, F.silu(p[:, ::2])*p[:, 1::2]) < (6e-3 if dt == torch.bfloat16 else 1e-3)
     dab, again = e.gated_backward(dy, v, ab)
     a, b = (t.requires_grad_() for t in ab.double().unflatten(1, (-1, 2)).unbind(2))
     mid = F.silu(a)*b
     mid.backward(dy.double() @ v.double())
-    assert off(torch.stack([a.grad, b.grad], 2).flatten(1), dab) < (6e-3 if dt == torch.bfloat16 else 1e-3)
-    assert off(mid.detach(), again) < (4e-3 if dt == torch.bfloat16 else 1e-3)
+    assert relative_error(dab, torch.stack([a.grad, b.grad], 2).flatten(1)) < (6e-3 if dt == torch.bfloat16 else 1e-3)
+    assert relative_error(again, mid.detach()) < (4e-3 if dt == torch.bfloat16 else 1e-3)
 
 @TYPES
 @SIZED
@@ -80,14 +79,14 @@ def test_products_with_a_number_for_each_row(N, d, width, dt):
     h, w, dy, dh = rand(N, d, dt=dt, std=3.), rand(width, d, dt=dt, std=d**-.5), rand(N, width, dt=dt), rand(N, d, dt=dt)
     r = e.row_rstd(h, 1e-6)
     exact_r = h.double().pow(2).mean(1).add(1e-6).rsqrt()
-    assert r.dtype == torch.float32 and off(exact_r, r) < 1e-6
+    assert r.dtype == torch.float32 and relative_error(r, exact_r) < 1e-6
     exact = r.double()[:, None]*(h.double() @ w.double().T)
     y = e.product_times(h, w.T, r)
-    assert off(exact, y) <= 1.1*off(exact, (h @ w.T)*r[:, None].to(dt)) + 1e-7
+    assert relative_error(y, exact) <= 1.1*relative_error((h @ w.T)*r[:, None].to(dt), exact) + 1e-7
     g, s = (dy*r[:, None]).to(dt), torch.rand_like(r)
     exact = g.double() @ w.double() + dh.double() - h.double()*(r*s).double()[:, None]/d
     theirs = (g @ w) + dh - h*(r*s/d)[:, None].to(dt)
-    assert off(exact, e.product_back(g, w, dh, h, r, s)) <= 1.1*off(exact, theirs) + 1e-7
+    assert relative_error(e.product_back(g, w, dh, h, r, s), exact) <= 1.1*relative_error(theirs, exact) + 1e-7
 
 @TYPES
 @SIZED
@@ -97,13 +96,13 @@ def test_gated_with_a_number_for_each_row(N, d, width, dt):
     v, most = rand(d, width, dt=dt, std=width**-.5), (6e-3 if dt == torch.bfloat16 else 1e-3)
     ab, h = e.gated_product(x, w, r)
     p = r.double()[:, None]*(x.double() @ w.double().T)
-    assert off(p, ab) < most and off(F.silu(p[:, ::2])*p[:, 1::2], h) < most
+    assert relative_error(ab, p) < most and relative_error(h, F.silu(p[:, ::2])*p[:, 1::2]) < most
     g, again, s = e.gated_backward(dy, v, ab, r)
     a, b = (t.requires_grad_() for t in ab.double().unflatten(1, (-1, 2)).unbind(2))
     mid = F.silu(a)*b
     mid.backward(dy.double() @ v.double())
     exact = r.double()[:, None]*torch.stack([a.grad, b.grad], 2).flatten(1)
-    assert off(exact, g) < most and off(mid.detach(), again) < most
+    assert relative_error(g, exact) < most and relative_error(again, mid.detach()) < most
     assert s.shape == (N,) and s.dtype == torch.float32
     assert (s - (exact*ab).sum(1)).norm()/(exact*ab).abs().sum(1).norm() < most # what is summed may cancel
 
@@ -121,7 +120,7 @@ def test_gradients_of_weights(N, o, i, dtype):
     "In one product or in parts, which must all be there: as near as PyTorch's in FP32, or rounded to 16 bits"
     dy, x = rand(N, o), rand(N, i)
     g, exact = e.weight_grad(dy, x, dtype), dy[:, :64].double().T @ x.double()
-    assert g.shape == (o, i) and g.dtype == dtype and off(exact, g[:64]) < (2e-4 if dtype == torch.float32 else 4e-3)
+    assert g.shape == (o, i) and g.dtype == dtype and relative_error(g[:64], exact) < (2e-4 if dtype == torch.float32 else 4e-3)
 
 @pytest.mark.parametrize("B, T, H, K, D", [(2, 9, 4, 2, 16), (1, 1, 2, 2, 32), (3, 5, 3, 1, 8),
     *(pytest.param(*s, marks=cuda) for s in [(8, 1024, 12, 12, 64), (3, 1000, 16, 4, 128), (64, 1024, 12, 12, 64)])])
@@ -136,8 +135,8 @@ def test_gradients_of_heads_times_r(B, T, H, K, D, dt, monkeypatch):
     before, dw_before = e.qk_rope_backward_maths(*(t.double() for t in (dq, dk, dv, qkv, *turn)), eps)
     exact = before*r.double().view(B, T, 1, 1)
     most = 4e-4 if dt == torch.float16 else 3e-3 if GPU else 5e-3 # Triton's interpreter cuts bf16 off
-    assert off(exact, g) < most and g.dtype == dt
-    assert off(dw_before, dw) < 1e-5 and off((exact*qkv).sum((2, 3)).flatten(), s) < 1e-5
+    assert relative_error(g, exact) < most and g.dtype == dt
+    assert relative_error(dw, dw_before) < 1e-5 and relative_error(s, (exact*qkv).sum((2, 3)).flatten()) < 1e-5
 
 @pytest.fixture(params=[True, False], ids=["kernel", "PyTorch"])
 def kernel(request, monkeypatch):
@@ -166,7 +165,7 @@ def test_gradients_of_a_norms_weights(weights, turns, kernel):
     ins = [t.double().requires_grad_() for t in (norm, *ws)]
     (in_one(ins[1:], turns)*ins[0]).backward(g.double())
     for t, a in zip(ins, e.norm_weight_grads(g, ws, strided(norm), turns), strict=True):
-        assert off(t.grad, a) < 1e-6 and a.is_contiguous() and a.dtype == torch.float32
+        assert relative_error(a, t.grad) < 1e-6 and a.is_contiguous() and a.dtype == torch.float32
 
 def test_weights_in_one_matrix(weights, turns, kernel):
     "By the kernel and in PyTorch, the same: times a norm's weights, rows in turn or below each other"
@@ -214,7 +213,7 @@ def function_errors(which, dt, B=2, T=13):
         ours = lambda *a: torch.cat([t.flatten(2) for t in e.EpilogueHeads.apply(*a, *turn, EPS)], -1)
     exact = all_grads(plain, [t.double() for t in ins])
     halves = [t.to(dt) for t in ins] # PyTorch's, weights in 16 bits
-    return [[off(a, b) for a, b in zip(exact, res)] for res in (all_grads(ours, ins), all_grads(plain, halves))]
+    return [[relative_error(b, a) for a, b in zip(exact, res)] for res in (all_grads(ours, ins), all_grads(plain, halves))]
 
 FUNCTIONS = pytest.mark.parametrize("which", ["mlp", "heads"])
 
@@ -309,12 +308,12 @@ def test_fused_loss(n, d, V, std):
     keep = (y[:m] != -100)[:, None]
     p[torch.arange(m), y[:m].clamp(min=0)] -= 1
     exact = (p*keep) @ w.double()/count
-    assert off(loss, l[:m]) <= 1.1*off(loss, theirs[0][:m]) + 1e-6
-    assert off(exact, dh[:m]) < 4e-3
+    assert relative_error(l[:m], loss) <= 1.1*relative_error(theirs[0][:m], loss) + 1e-6
+    assert relative_error(dh[:m], exact) < 4e-3
     if m == n:
         dw_exact = (p*keep).T @ h.double()/count
-        assert off(dw_exact, dw) < (8e-3 if n == 1 else 5e-3) # the rounding of one row's factor is every element's
-    else: assert off(theirs[2].double(), dw) < 2e-2
+        assert relative_error(dw, dw_exact) < (8e-3 if n == 1 else 5e-3) # the rounding of one row's factor is every element's
+    else: assert relative_error(dw, theirs[2].double()) < 2e-2
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
@@ -346,7 +345,7 @@ def near(rungs, others, most=1.15, **how):
     _, exact = grads([r for r in ("chunked_ce",) if r in rungs], config=how.get("config", SMALL))
     (a, ga), (b, gb) = (grads(r, **how) for r in (rungs, others))
     assert abs(a - b) < 2e-3
-    for k, t in exact.items(): assert off(t, ga[k]) <= most*(1 + 3/t.numel()**.5)*off(t, gb[k]) + 1e-3, k
+    for k, t in exact.items(): assert relative_error(ga[k], t) <= most*(1 + 3/t.numel()**.5)*relative_error(gb[k], t) + 1e-3, k
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
 @pytest.mark.parametrize("more", [[], ["checkpoint"], ["tied_embedding"]], ids=lambda m: "+".join(m) or "alone")
@@ -370,7 +369,7 @@ def test_evaluation_and_generation():
     with torch.no_grad():
         for n in (1, 2, 5):
             with torch.autocast(DEVICE.type, torch.bfloat16): a, b = (r.model(x[:, :n]) for r in (run, plain))
-            assert off(b, a) < 2e-2
+            assert relative_error(a, b) < 2e-2
 
 def test_a_norm_is_told_by_the_product_before(monkeypatch):
     "Only the first stream's 1/rms is made by a kernel; where the stream becomes another tensor, all of them are; the output is the same"
@@ -383,8 +382,8 @@ def test_a_norm_is_told_by_the_product_before(monkeypatch):
         monkeypatch.setattr(e, "with_rstd", lambda h, r, eps: h)
         anew = run.model(x)
         assert len(made) == 2 + 2*SMALL.layers - 1
-    assert off(anew, told) < 8e-3
-    with torch.inference_mode(), torch.autocast(DEVICE.type, torch.bfloat16): assert off(anew, run.model(x)) < 8e-3
+    assert relative_error(told, anew) < 8e-3
+    with torch.inference_mode(), torch.autocast(DEVICE.type, torch.bfloat16): assert relative_error(run.model(x), anew) < 8e-3
 
 def test_steps_learn():
     "Some steps of the whole list, clipped: the loss falls as it does without"
@@ -514,11 +513,11 @@ def test_products_in_8_bits(N, d, width):
     exact = x[rows].double() @ w.double().T/1024
     for t, e8, s in zip((ab, h), (exact, F.silu(exact[:, ::2])*exact[:, 1::2]), (sab, sh)):
         assert (t[rows].float() != ep8.in_e4m3(e8, s).float()).float().mean() < .06
-        assert off((e8*s.double()).clamp(-448, 448), t[rows].float()) < .04
+        assert relative_error(t[rows].float(), (e8*s.double()).clamp(-448, 448)) < .04
     c, v = rand(N, d), rand(d, width, std=64*width**-.5).to(f8.E4M3)
     exact = h[rows].double() @ v.double().T/1024
-    assert off(exact, ep8.product8_op._init_fn(h, v, ia, ib, None)[rows]) < 4e-3
-    assert off(exact + c[rows].double(), ep8.product8_op._init_fn(h, v, ia, ib, c)[rows]) < 4e-3
+    assert relative_error(ep8.product8_op._init_fn(h, v, ia, ib, None)[rows], exact) < 4e-3
+    assert relative_error(ep8.product8_op._init_fn(h, v, ia, ib, c)[rows], exact + c[rows].double()) < 4e-3
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
@@ -590,4 +589,4 @@ def test_recorded():
     (first, *exact), *later = [pass_of(run, x, y) for _ in range(4)]
     for loss, *gs in later:
         assert loss.item() == pytest.approx(first.item(), abs=1e-3)     # cuBLAS may sum in another order while it is recorded, and bf16 rounds that
-        for a, b in zip(exact, gs): assert off(a, b) < 1e-2
+        for a, b in zip(exact, gs): assert relative_error(b, a) < 1e-2

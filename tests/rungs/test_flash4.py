@@ -11,14 +11,13 @@ from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths, runs_
 from llm_speedrun.model import naive_attention, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Stepper, build
-from helpers.tiny_runs import NANO, fails
+from helpers.tiny_runs import fails, NANO, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16     # the interpreter cuts off bits of bf16
 RUNGS, NEW = ["bf16", "flash", "fused_ops", "chunked_ce"], ["flash4", "fp8_attention", "fp8_activations"]
 def rand(*shape, dt=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dt)
-def rel(a, b): return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 # Attention
 
@@ -34,7 +33,7 @@ def test_attention(B, H, K, T, D):
         return [o, *torch.autograd.grad(o, ins, do.to(dt))]
     exact, theirs = run(naive_attention, torch.float64), run(lambda q, k, v: F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=H != K), torch.bfloat16)
-    for a, b, x in zip(run(MixedAttention.apply, torch.bfloat16), theirs, exact): assert rel(a, x) < 2*rel(b, x) + 1e-3
+    for a, b, x in zip(run(MixedAttention.apply, torch.bfloat16), theirs, exact): assert relative_error(a, x) < 2*relative_error(b, x) + 1e-3
 
 def test_attention_is_counted():
     "The counter sees both directions as attention, with half of the square's FLOPs"
@@ -105,11 +104,11 @@ def test_kept_swiglu(kernels, N, n):
     ab, dh = rand(N, 2*n, dt=HALF), rand(N, n, dt=HALF, seed=1)
     h, q, inverse = swiglu_keep(ab)
     back = q.float()*inverse
-    assert rel(h, swiglu_maths(ab.double())) < 4e-3 and sqnr(ab.float(), back) > (28 if DEVICE.type == "cuda" else 20)
+    assert relative_error(h, swiglu_maths(ab.double())) < 4e-3 and sqnr(ab.float(), back) > (28 if DEVICE.type == "cuda" else 20)
     assert back.abs().amax(1).allclose(ab.float().abs().amax(1), rtol=.1)
     g, w = dh.clone(), dh.double()
     got, want = swiglu_kept_backward(q, inverse, g), swiglu_backward_maths(back.double(), w)
-    assert rel(got, want) < 5e-3 and rel(g, w) < 5e-3
+    assert relative_error(got, want) < 5e-3 and relative_error(g, w) < 5e-3
 
 def test_a_row_of_zeros(kernels):
     "Has nothing to be scaled by, and is kept as zeros"

@@ -21,7 +21,7 @@ from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all, find_rung, reference_errors
 from llm_speedrun.checkpoint.format import load_named_state, named_state, flatten_state, unflatten_state
-from helpers.tiny_runs import NANO, fails, pass_of
+from helpers.tiny_runs import fails, NANO, pass_of, relative_error
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -44,7 +44,6 @@ def grads(loss, h, w, y, factor=1.):
     (factor*out).backward()
     return out.detach(), h.grad, w.grad
 
-def off(exact, x): return ((x.double() - exact).norm()/exact.norm().clamp(min=1e-30)).item()
 
 def exactly(h, w, y, ignore=-100, z_loss=0., softcap=0.):
     x = (h.double() @ w.double().T).flatten(0, -2)
@@ -86,7 +85,7 @@ def test_gradient_of_the_mean(dt, V, z_loss, softcap):
     want = (want + z_loss*z.detach().logsumexp(1)**2).where(y != -100, 0)
     got = x.clone()
     torch.testing.assert_close(mean_loss(got, y, n, -100, z_loss, softcap).double(), want, rtol=1e-5, atol=1e-5)
-    assert not got[2].any() and off(r.grad, got) < (4e-3 if dt == torch.bfloat16 else 2e-6)     # the interpreter cuts off
+    assert not got[2].any() and relative_error(got, r.grad) < (4e-3 if dt == torch.bfloat16 else 2e-6)     # the interpreter cuts off
     poisoned = x.clone(); poisoned[1, 7], poisoned[3, 0] = torch.nan, torch.inf
     loss = mean_loss(poisoned, y, n, -100, z_loss, softcap)
     assert loss[1].isnan() and poisoned[1].isnan().all() and poisoned[0].isfinite().all()
@@ -96,7 +95,7 @@ def test_gradient_of_the_mean(dt, V, z_loss, softcap):
 def test_groups_by_the_kernels():
     h, w, y = case(n=150)
     exact = grads(exactly, h.double(), w.double(), y)
-    for e, x in zip(exact, grads(GroupedCE(**SMALL, scales=scales()), h, w, y)): assert off(e, x) < .2
+    for e, x in zip(exact, grads(GroupedCE(**SMALL, scales=scales()), h, w, y)): assert relative_error(x, e) < .2
 
 @pytest.mark.parametrize("z_loss, softcap", [(0., 0.), (1e-2, 4.)])
 @pytest.mark.parametrize("kind", ["fp8", torch.bfloat16, torch.float32])
@@ -109,7 +108,7 @@ def test_groups_are_as_exact_as_chunks(kind, z_loss, softcap):
     ours = grads(GroupedCE(**SMALL, **options, **more), h, w, y, 2.)
     theirs = grads((Fp8CE if more else ChunkedCE)(**options, budget=2**15, **more), h, w, y, 2.)
     assert ours[1].dtype == h.dtype and ours[2].dtype == w.dtype
-    for e, a, b in zip(exact, ours, theirs): assert off(e, a) < 1.1*off(e, b) + (1e-6 if kind == torch.float32 else 2e-4)
+    for e, a, b in zip(exact, ours, theirs): assert relative_error(a, e) < 1.1*relative_error(b, e) + (1e-6 if kind == torch.float32 else 2e-4)
 
 def test_sizes():
     assert group_sizes(65536, 768, 50304, 2, 2**31, 96*2**20, 132) == (16896, 896)
@@ -125,7 +124,7 @@ def test_any_number_of_tokens(n):
     for loss, most in ((GroupedCE(**SMALL, scales=scales()), .2), (GroupedCE(**SMALL), .02)):
         exact = grads(exactly, h.double(), w.double(), y)
         wide = w if loss.scales else w.bfloat16()
-        for e, x in zip(exact, grads(loss, h, wide, y)): assert off(e, x) < most
+        for e, x in zip(exact, grads(loss, h, wide, y)): assert relative_error(x, e) < most
 
 def test_one_chunk_of_logits_at_a_time(monkeypatch):
     "In FP8 each chunk's logits are gone before the next ones are made: they are most of the memory beside the groups"
@@ -174,7 +173,7 @@ def test_wrong_groups_are_seen(monkeypatch):
     def wrong(name, f):
         with monkeypatch.context() as m:
             m.setattr(module, name, f)
-            return max(off(e, x) for e, x in zip(exact, grads(GroupedCE(**SMALL, scales=scales()), h, w, y)))
+            return max(relative_error(x, e) for e, x in zip(exact, grads(GroupedCE(**SMALL, scales=scales()), h, w, y)))
     into = module.logits_into
     assert wrong("logits_into", into) < .2
     assert wrong("logits_into", lambda x, y, l, q, t, *o: (into(x, y, l, q, t, *o), t.zero_())) > .4     # no transpose
@@ -216,7 +215,7 @@ def test_small_gradients_of_one_sign_are_summed_up(monkeypatch):
     h[..., 0], w[:, 0] = 8., logp/8
     y = torch.multinomial(logp.exp(), N, True, generator=torch.Generator(DEVICE).manual_seed(0))[None]
     theirs = grads(Fp8CE(scales=scales(32.)), h, w, y)
-    ours = lambda: [off(a.double(), b) for a, b in zip(theirs, grads(GroupedCE(scales=scales(32.)), h, w, y))]
+    ours = lambda: [relative_error(b, a.double()) for a, b in zip(theirs, grads(GroupedCE(scales=scales(32.)), h, w, y))]
     assert max(ours()) < 1e-2, ours()
     for name in ("mm8", "mm8_into"):
         right = getattr(module, name)
@@ -245,7 +244,7 @@ def test_remade_queries_are_the_same(rungs, documents):
     "The same bits on a CPU; a GPU may add attention's gradients in another order"
     change = (lambda run: within_documents(run, 7)) if documents else lambda run: run
     for a, b in zip(*(model_grads(r, change) for r in (rungs, [*rungs, "recompute_rope"]))):
-        assert a.equal(b) if not GPU else off(a.double(), b) < 1e-2
+        assert a.equal(b) if not GPU else relative_error(b, a.double()) < 1e-2
 
 @pytest.mark.parametrize("kind", [k for k in AGAIN if k != "naive attention"])     # which copies them
 def test_each_attention_is_remade(kind, monkeypatch):
@@ -304,7 +303,7 @@ def test_other_queries_are_noticed(wrong, monkeypatch):
     plain = model_grads([*FUSED[1:], "recompute_rope"], config=c)
     real = module.recompute_on_unpack
     monkeypatch.setattr(module, "recompute_on_unpack", lambda t, make: real(t, lambda: wrong(make())))
-    assert max(off(a.double(), b) for a, b in zip(plain, model_grads([*FUSED[1:], "recompute_rope"], config=c))) > .05
+    assert max(relative_error(b, a.double()) for a, b in zip(plain, model_grads([*FUSED[1:], "recompute_rope"], config=c))) > .05
 
 def test_recompute_rope_refuses():
     for other in ("checkpoint", "selective_checkpoint", "compile"):
@@ -324,7 +323,7 @@ def test_remade_at_real_shapes(kind):
     rungs = [r for r in AGAIN[kind] if r != "flash"] + ["chunked_ce"]*("chunked_ce" not in AGAIN[kind]) + ["cuda_graphs"]
     for more in ([], ["recompute_rope"]):
         res.append(model_grads(["flash", *rungs, *more], config=c, times=4))
-    for a, b in zip(*res): assert off(a.double(), b) < 2e-2
+    for a, b in zip(*res): assert relative_error(b, a.double()) < 2e-2
 
 # The update without detours
 
@@ -383,8 +382,8 @@ def test_clipped_update_against_float64(sizes):
         g, (b1, b2), f = g*.37, GROUP_OF["betas"], 1/3
         m, v = b1*m + (1 - b1)*g, b2*v + (1 - b2)*g*g
         x = x*(1 - .01*.1) - .01*(m/(1 - b1**3)) / ((v/(1 - b2**3)).sqrt() + 1e-8)
-        for e, i in ((x, 0), (m, 2), (v, 3)): assert off(e, a[i]) <= 2*off(e, t[i]) + 1e-7
-        assert off(x, a[0] + 1e-5*a[1]) > 1e-6     # a little of the gradient more would be seen
+        for e, i in ((x, 0), (m, 2), (v, 3)): assert relative_error(a[i], e) <= 2*relative_error(t[i], e) + 1e-7
+        assert relative_error(a[0] + 1e-5*a[1], x) > 1e-6     # a little of the gradient more would be seen
 
 @pytest.mark.usefixtures("kernels")
 def test_steps_that_are_not_taken_and_nan():
@@ -420,16 +419,16 @@ def trained(rungs, steps=4, micro=1, recipe=None, resume=None, clip=.05, spoil=N
 def test_trains_as_before(micro, recipe):
     (_, a), (_, b) = (trained(["fused_adamw"] + more, micro=micro, recipe=recipe) for more in ([], ["direct_update"]))
     assert b.norm.item() == pytest.approx(a.norm.item(), rel=1e-4) and b.loss.item() == pytest.approx(a.loss.item(), rel=1e-5)
-    for p, q in zip(a.params, b.params): assert off(p.double(), q) < 1e-5
+    for p, q in zip(a.params, b.params): assert relative_error(q, p.double()) < 1e-5
     _, c = trained(["fused_adamw", "direct_update"], micro=micro, recipe=recipe, clip=1e9)
-    assert max(off(p.double(), q) for p, q in zip(a.params, c.params)) > 1e-5     # the clip counts
+    assert max(relative_error(q, p.double()) for p, q in zip(a.params, c.params)) > 1e-5     # the clip counts
 
 @pytest.mark.parametrize("rungs", [["adamw8bit"], ["bf16", "bf16_weights:moments=8bit"]], ids=["8bit", "bf16"])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_another_optimizer_gets_what_it_got(rungs, micro):
     (_, a), (_, b) = (trained(rungs + more, micro=micro) for more in ([], ["direct_update"]))
     assert b.norm.item() == pytest.approx(a.norm.item(), rel=1e-4)
-    for p, q in zip(a.params, b.params): assert off(p.double(), q) < 1e-5
+    for p, q in zip(a.params, b.params): assert relative_error(q, p.double()) < 1e-5
 
 def test_bad_step_is_left_out():
     _, step = trained(["direct_update"], spoil=2)

@@ -3,18 +3,16 @@ a browser is there, how it looks and what its search finds. SITE=folder tests th
 import io, json, os, re
 from fnmatch import fnmatch
 from pathlib import Path
-import matplotlib.pyplot as plt, numpy as np, pytest, yaml
+import matplotlib.pyplot as plt, numpy as np, pytest
 from PIL import Image
 import audit_site, finish
 from audit_site import CONTRAST, HEAVY, audit_page, chromium, pages, published_at, served
 from make_readme import ROOT
 from test_search import QUESTIONS
 from helpers.timeouts import TIMEOUT
+from helpers.tiny_runs import read_yaml
 
 NBS = ROOT/"nbs"
-
-def read_yaml(path): return yaml.safe_load(path.read_text(encoding="utf-8"))
-
 
 QUARTO = read_yaml(ROOT/"_quarto.yml")
 LISTED = list(finish.flat(read_yaml(NBS/"sidebar.yml")["website"]["sidebar"]["contents"]))
