@@ -230,7 +230,7 @@ def round_stochastically(x, r): # within the range of E5M2
 def logits_quantize_kernel(x_ptr, y_ptr, lse_ptr, q_ptr, t_ptr, N, filled, V: tl.constexpr,
                            ignore_index: tl.constexpr, z_loss: tl.constexpr, softcap: tl.constexpr,
                            SCALE: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    "Write the logits' gradients, with SCALE and rounded by chance, and their transpose, ROWS COLS at a time"
+    "Write the logits' gradients times SCALE, rounded stochastically, and their transpose, a tile at a time"
     # grid: tiles, down and across; x, q: N V, row-major; t: V by filled
     offs_m = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
     offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
