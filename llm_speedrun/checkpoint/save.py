@@ -93,6 +93,11 @@ def write(self:Saver, step, host, about, # its number, copies on their way, a di
     write_checkpoint(folder, host, about)
     prune(self.folder, self.keep, losses)
 
+@patch
+def settle(self:Saver):
+    "Wait until nothing is being written. What failed is still raised by `wait`"
+    if self.writing: self.writing.exception()
+
 # %% ../../nbs/31a_save.ipynb #e1856462
 @patch
 def go_on(self:Saver, step): # of the checkpoint that was read

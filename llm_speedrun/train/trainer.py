@@ -201,16 +201,22 @@ def stop_fast(self:Trainer):
     self.run_dir.write_result(res)
     return res
 
+# %% ../../nbs/30_trainer.ipynb #30resul2
+def _results(trainer):
+    res = dict(steps=trainer.done, val_loss=trainer.log_eval(), interrupted=trainer.interrupted,
+               reached=trainer.reached, folder=str(trainer.folder), start=trainer.timings.record())
+    if trainer.first_step_at: res["seconds"] = time.perf_counter() - trainer.first_step_at
+    if trainer.world.first: res["bigram_loss"] = trainer.data.bigram_loss()
+    return res
+
 # %% ../../nbs/30_trainer.ipynb #fbe298c1
 @patch
 def finish(self:Trainer):
     "Save the run, then evaluate it, sample from it and summarize it. Returns a dict of results"
     self.save_if_needed(); self.checkpointer.save_weights(self.folder/"model.safetensors")
-    res = dict(steps=self.done, val_loss=self.log_eval(), interrupted=self.interrupted, reached=self.reached,
-               folder=str(self.folder), start=self.timings.record())
-    if self.first_step_at: res["seconds"] = time.perf_counter() - self.first_step_at # with all evaluations
-    if self.world.first: res["bigram_loss"] = self.data.bigram_loss()
-    self.run_dir.write_result(res, text := self.sample())
+    res, text = _results(self), self.sample()
+    self.checkpointer.saver.settle() # a run with a result is over: nobody would clean up after a kill
+    self.run_dir.write_result(res, text)
     notify(self, "after_fit", res)
     try: self.close()
     finally: # also if the last checkpoint couldn't be written

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from llm_speedrun.checkpoint import format
+from llm_speedrun.checkpoint import format, save
 from llm_speedrun.train import trainer as module
 from llm_speedrun.data import Batches
 from llm_speedrun.io_utils import InputError, RunError
@@ -14,7 +14,7 @@ from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.runs import Stepper
 from llm_speedrun.cli import speedrun_train
 from llm_speedrun.train.config import TrainConfig
-from llm_speedrun.train.run_dir import Finished
+from llm_speedrun.train.run_dir import Finished, RunDir
 from llm_speedrun.checkpoint.format import checkpoints, flatten_state, newest, read_metadata, validation_error, write_checkpoint
 from llm_speedrun.train.console import Signals
 from llm_speedrun.train.resolve import read_options, resumed
@@ -155,6 +155,24 @@ def test_stopped_at_random_moments(moments=os.environ.get("KILLS", "4")):
     out = quick_programs.run(cmd, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | dict(OMP_NUM_THREADS="1"))
     assert out.returncode == 0, out.stdout + out.stderr
     assert f"stopped {moments} times" in out.stdout
+
+def test_a_run_with_a_result_has_all_its_checkpoints(tmp_path, nano, monkeypatch):
+    "One that is killed after that isn't resumed: what it was writing would stay unfinished"
+    settling, there = threading.Event(), []
+    write, settle, result = save.write_checkpoint, save.Saver.settle, RunDir.write_result
+    def slow(folder, *args):
+        if folder.name == "step-00000004": assert settling.wait(TIMEOUT)
+        return write(folder, *args)
+    def waited(self): settling.set(); settle(self)
+    def written(self, *args):
+        there.append(sorted(p.name for p in (self.path/"checkpoints").iterdir()))
+        settling.set()
+        return result(self, *args)
+    monkeypatch.setattr(save, "write_checkpoint", slow)
+    monkeypatch.setattr(save.Saver, "settle", waited)
+    monkeypatch.setattr(RunDir, "write_result", written)
+    train(options(tmp_path, steps=4, num_evals=2, keep_last=1), progress=False)
+    assert len(there) == 1 and there[0][-1] == "step-00000004" and not any(n.endswith(".tmp") for n in there[0])
 
 ROW = "step loss val_loss event stopped".split()
 def logged(run): return [{k: r[k] for k in ROW if k in r} for r in rows(run)], [json.loads(o) for o in (run/"samples.jsonl").read_text().splitlines()]
