@@ -254,21 +254,21 @@ def off_text(errors): # relative ones
     return "" if all(e < .03 for e in errors) else f"they are off by {', '.join(f'{e:.1e}' for e in errors)}"
 
 # %% ../nbs/07_compat.ipynb #07int002
-def mend_interpreter(interpreter, version): # the module `triton.runtime.interpreter`, Triton's version
+def fix_interpreter_index(interpreter, version): # the module `triton.runtime.interpreter`, Triton's version
     "Let an interpreter before Triton 3.9 use its numbers as bounds of a loop, whatever NumPy is installed"
     if tuple(map(int, version.split(".")[:2])) >= (3, 9): return
     patch = interpreter._patch_lang_tensor # called before each kernel
-    def patch_and_mend(tensor, scope):
+    def patch_and_fix(tensor, scope):
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-    interpreter._patch_lang_tensor = patch_and_mend
+    interpreter._patch_lang_tensor = patch_and_fix
 
 # %% ../nbs/07_compat.ipynb #07miss02
-SAID_WITHOUT_TRITON = {"torch._library.triton": "Triton not available",
+MISSING_TRITON = {"torch._library.triton": "Triton not available",
                        "torch.utils.flop_counter": "triton not found"}
 
-def is_news(record): # of a logger
-    "Return whether a message isn't one of `SAID_WITHOUT_TRITON`"
-    return SAID_WITHOUT_TRITON.get(record.name, "\0") not in record.getMessage()
+def is_other_message(record): # of a logger
+    "Return whether a message isn't one of `MISSING_TRITON`"
+    return MISSING_TRITON.get(record.name, "\0") not in record.getMessage()
 
-for name in SAID_WITHOUT_TRITON: logging.getLogger(name).addFilter(is_news)
+for name in MISSING_TRITON: logging.getLogger(name).addFilter(is_other_message)

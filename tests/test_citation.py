@@ -1,7 +1,8 @@
 "CITATION.cff has what its format requires, and says what settings.ini and the page about citing say."
 import configparser, re
-import pytest, yaml
+import pytest
 from make_readme import ROOT
+from helpers.files import read_yaml
 
 ini = configparser.ConfigParser()
 ini.read(ROOT/"settings.ini", encoding="utf-8")
@@ -15,7 +16,7 @@ KNOWN = REQUIRED | set("abstract commit contact date-released doi identifiers ke
                        "repository repository-artifact repository-code type url version".split())
 ENTITY = set("address alias city country date-end date-start email fax location name orcid post-code region tel website".split())
 
-def read(): return yaml.safe_load((ROOT/"CITATION.cff").read_text(encoding="utf-8"))
+def read(): return read_yaml(ROOT/"CITATION.cff")
 
 def wrong(c): # a citation
     "What its format wouldn't allow"

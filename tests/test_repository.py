@@ -2,12 +2,12 @@
 import json, re, runpy
 from collections import Counter
 from importlib import import_module
-import pytest, yaml
+import pytest
 from nbdev.config import get_config
 from packaging.requirements import Requirement
 from make_readme import ROOT, make_readme, relink, targets
 import build_pages, llm_speedrun
-from helpers.tiny_runs import read_yaml
+from helpers.files import read_yaml
 
 def config(): return get_config(path=ROOT)
 def lines(key): return config()[key].strip().splitlines()
@@ -59,7 +59,7 @@ def test_extras():
 
 def test_the_oldest_and_the_newest_torch_are_tested():
     "On the workflow's matrix, the oldest on the oldest Python; the Makefile takes any from the oldest on"
-    flow = yaml.safe_load((ROOT/".github/workflows/test.yml").read_text(encoding="utf-8"))
+    flow = read_yaml(ROOT/".github/workflows/test.yml")
     rows = flow["jobs"]["test"]["strategy"]["matrix"]["include"]
     oldest = re.search(r"^torch>=([\d.]+)$", config()["requirements"], re.M)
     found = {tuple(map(int, re.match(r"(\d+)\.(\d+)", r["torch"]).groups())) for r in rows}
@@ -89,7 +89,7 @@ def test_the_package_index_knows_its_place(metadata):
     "Addresses, and the Pythons on which the workflow tests"
     assert {*metadata["project_urls"]} == {"Documentation", "Source", "Issues", "Changelog"}
     assert all(u.startswith("https://") for u in metadata["project_urls"].values())
-    flow = yaml.safe_load((ROOT/".github/workflows/test.yml").read_text(encoding="utf-8"))
+    flow = read_yaml(ROOT/".github/workflows/test.yml")
     tested = {row["python"] for row in flow["jobs"]["test"]["strategy"]["matrix"]["include"]}
     there = {m[1] for c in metadata["classifiers"] if (m := re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", c))}
     assert there == tested and config()["min_python"] in there

@@ -94,7 +94,7 @@ def write(self:Saver, step, host, about, # its number, copies on their way, a di
     prune(self.folder, self.keep, losses)
 
 @patch
-def settle(self:Saver):
+def wait_until_idle(self:Saver):
     "Wait until nothing is being written. What failed is still raised by `wait`"
     if self.writing: self.writing.exception()
 

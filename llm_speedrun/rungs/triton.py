@@ -11,7 +11,7 @@ import importlib, inspect, os
 from functools import partial, wraps
 import torch, torch.nn as nn
 from torch.autograd.function import once_differentiable
-from ..compat import dispatch_modes, mend_interpreter
+from ..compat import dispatch_modes, fix_interpreter_index
 from ..io_utils import InputError
 from ..measure import time_ms
 
@@ -20,7 +20,7 @@ try:
     import triton, triton.language as tl
     jit = triton.jit
     if os.environ.get("TRITON_INTERPRET") == "1":
-        mend_interpreter(importlib.import_module("triton.runtime.interpreter"), triton.__version__)
+        fix_interpreter_index(importlib.import_module("triton.runtime.interpreter"), triton.__version__)
 except ImportError: # macOS: everything below runs on PyTorch there
     triton, jit = None, lambda f: f
     class tl: constexpr = float # what the kernels' signatures mention, and their constants

@@ -215,7 +215,7 @@ def finish(self:Trainer):
     "Save the run, then evaluate it, sample from it and summarize it. Returns a dict of results"
     self.save_if_needed(); self.checkpointer.save_weights(self.folder/"model.safetensors")
     res, text = _results(self), self.sample()
-    self.checkpointer.saver.settle() # a run with a result is over: nobody would clean up after a kill
+    self.checkpointer.saver.wait_until_idle() # a killed run with a result isn't resumed, so not cleaned up
     self.run_dir.write_result(res, text)
     notify(self, "after_fit", res)
     try: self.close()

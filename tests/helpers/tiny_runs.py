@@ -1,7 +1,7 @@
 "What the tests of the package share: a model that trains in milliseconds, and data for it."
 from dataclasses import fields
 import gc
-import numpy as np, pytest, yaml
+import numpy as np, pytest
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from llm_speedrun import corpus
@@ -55,8 +55,6 @@ def relative_error(t, exact):
     "The norm of what `t` differs by from `exact`, in float64, over that of `exact`"
     t, exact = t.double(), exact.double()
     return ((t - exact).norm()/exact.norm().clamp(min=1e-30)).item()
-
-def read_yaml(path): return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 def recorded():
     "How many passes CUDA graphs hold now"

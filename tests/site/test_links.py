@@ -6,9 +6,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from posixpath import normpath
 from urllib.parse import unquote, urlsplit
-import pytest, yaml
+import pytest
 from nbdev.config import get_config
 from helpers.cells import LESSONS, cells, of_kind, read, source
+from helpers.files import read_yaml
 from make_readme import ROOT, TARGET, text
 from llm_speedrun._modidx import d as INDEX
 import procs
@@ -93,7 +94,7 @@ def strings(o):
     for v in o.values() if isinstance(o, dict) else o if isinstance(o, list) else (): yield from strings(v)
 
 def test_every_link_of_the_frame_lands(pages):
-    frame = [yaml.safe_load(p.read_text(encoding="utf-8")) for p in (ROOT/"_quarto.yml", ROOT/"nbs/sidebar.yml")]
+    frame = [read_yaml(p) for p in (ROOT/"_quarto.yml", ROOT/"nbs/sidebar.yml")]
     texts = [s for o in frame for s in strings(o["website"])]
     found = [t for s in texts for t in ([s] if re.fullmatch(r"[\w/]+\.(ipynb|qmd)", s) else links(s))]
     assert len(found) > len(LESSONS) and [t for t in found if not pages.lands("index.ipynb", t)] == []

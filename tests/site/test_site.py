@@ -10,7 +10,7 @@ from audit_site import CONTRAST, HEAVY, audit_page, chromium, pages, published_a
 from make_readme import ROOT
 from test_search import QUESTIONS
 from helpers.timeouts import TIMEOUT
-from helpers.tiny_runs import read_yaml
+from helpers.files import read_yaml
 
 NBS = ROOT/"nbs"
 

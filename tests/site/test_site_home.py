@@ -1,8 +1,9 @@
 "The home page and the page that compares: what they claim is what records say, what they show is what commands print."
 import ast, json, os, re, shutil, subprocess, sys
 from statistics import mean
-import matplotlib.pyplot as plt, pytest, yaml
+import matplotlib.pyplot as plt, pytest
 from helpers.cells import cells, source
+from helpers.files import read_yaml
 from make_readme import ROOT, make_readme, site, targets
 from helpers.prose import measured_numbers
 from llm_speedrun.measure import COURSE, SPINE, course_records, records_path
@@ -143,7 +144,7 @@ def test_links_of_the_home_page_exist():
     "A page is a file, or one that the site's code writes: it stands in the sidebar then"
     links = re.findall(r"^- \*\*\[.+?\]\(.+?\)\*\* ", MARKDOWN, re.M)
     assert targets("".join(links)) == ["course.qmd", "train/index.qmd", "kernels.qmd"]
-    sidebar = yaml.safe_load((ROOT/"nbs/sidebar.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
+    sidebar = read_yaml(ROOT/"nbs/sidebar.yml")["website"]["sidebar"]["contents"]
     known = {*hrefs(sidebar)}
     for t in {*targets(MARKDOWN)}: assert (ROOT/"nbs"/t).exists() or t in known, f"{t} is no page"
 
@@ -237,7 +238,7 @@ def test_the_rungs_of_use_it_run():
 
 # --- the page that compares ---
 
-FACTS = yaml.safe_load((site_compare.HERE/"projects.yml").read_text(encoding="utf-8"))
+FACTS = read_yaml(site_compare.HERE/"projects.yml")
 
 @pytest.fixture
 def checkout(tmp_path):
