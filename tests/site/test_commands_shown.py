@@ -145,7 +145,7 @@ def small_steps(body):
     """Steps of 16 sequences instead of 64, where a command says nothing else: enough to tell the form of what is printed. Not for the
     doctor, whose advice depends on them"""
     if "speedrun_doctor" in body: return nullcontext()
-    return patch.object(resolve, "resolve_batch_sizes", lambda c, default, dp=1, divide=resolve.resolve_batch_sizes: divide(c, default//4, dp))
+    return patch.object(resolve, "resolve_batch_sizes", lambda c, default, dp=1, divide=resolve.resolve_batch_sizes: divide(c, default//16, dp))
 
 @pytest.fixture(autouse=True)
 def once_each(monkeypatch):
