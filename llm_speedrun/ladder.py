@@ -13,8 +13,8 @@ import torch
 from .choices import Choices
 from .io_utils import InputError, check_writable, lookup, read_json, replace_file
 from .figures import COLORS
-from .measure import (gpu_gib, ladder_chart, ladder_table, load_records, ratio,
-                                  record_key, records_path, save_records, smoke)
+from .measure import (gpu_gib, ladder_chart, ladder_table, load_records, record_key,
+                                  records_path, save_records, smoke, speedup)
 from .model import workload
 from .benchmarks.peers import peer_paths, tell_peers
 from .roofline import predict_ms
@@ -171,9 +171,9 @@ def measure_together(config, # a `GPTConfig`
     free_memory() # of this process: the others have the same GPUs
     of = config, below, rung, batch, micro, reps
     alone, res, rungs, dp = run_distributed(gpus, with_plugins(in_turns), *of, tp=tp)[0]
-    before, gain = rung_name(below[-1]) if below else "fp32", dp*ratio(alone, res)
+    before, gain = rung_name(below[-1]) if below else "fp32", speedup(alone, res)
     res = run_record(config, dp*batch, rungs, ops, None, res, micro=micro, before=before, rungs_before=below,
-                     ratio=gain)
+                     **{k: dp*r for k, r in gain.items()})
     each = {k: res[k] and res[k]/gpus for k in ("mfu_full", "mfu_causal")}
     return res | each | dict(rung=r.__name__, gpus=gpus)
 

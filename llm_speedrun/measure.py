@@ -6,11 +6,11 @@
 __all__ = ['DATASHEET_BF16', 'COURSE_GPU', 'SPINE', 'NO_GPU', 'COURSE', 'default_device', 'gpu_gib', 'gpu_uuid', 'nvml_gpu',
            'memory_limit', 'version_of', 'driver_version', 'machine', 'smoke', 'in_test', 'Table', 'table', 'fmt',
            'Times', 'summarize', 'moment', 'ms_between', 'sample_ms', 'time_ms', 'compiler_imported',
-           'without_dispatch_modes', 'datasheet_flops', 'mfu', 'Measured', 'ratio', 'progress', 'warm_up', 'take_turns',
-           'compare', 'make_record', 'course_dir', 'measurements_dir', 'records_path', 'load_records', 'rung_names',
-           'record_key', 'save_records', 'publish', 'spine_records', 'recorded', 'noted', 'on_gpu', 'show_recorded',
-           'mfu_text', 'ladder_table', 'caption', 'ladder_chart', 'rungs_below', 'course_records', 'you_are_here',
-           'guess_chart', 'paid_text']
+           'without_dispatch_modes', 'datasheet_flops', 'mfu', 'Measured', 'ratio', 'speedup', 'progress', 'warm_up',
+           'take_turns', 'compare', 'make_record', 'course_dir', 'measurements_dir', 'records_path', 'load_records',
+           'rung_names', 'record_key', 'save_records', 'publish', 'spine_records', 'recorded', 'noted', 'on_gpu',
+           'show_recorded', 'mfu_text', 'ladder_table', 'caption', 'ladder_chart', 'rungs_below', 'course_records',
+           'you_are_here', 'guess_chart', 'paid_text']
 
 # %% ../nbs/01_measure.ipynb #0db3b81b
 import ast, hashlib, importlib.metadata, json, os, re, statistics, subprocess, sys, time
@@ -268,7 +268,14 @@ class Measured:
 def ratio(a, # the `Measured` before
           b): # the `Measured` after
     "Return the speedup of `b` over `a`: the median over rounds of the ratio of neighbouring medians"
-    return statistics.median(statistics.median(x) / statistics.median(y) for x, y in zip(a.rounds, b.rounds))
+    return speedup(a, b)["ratio"]
+
+# %% ../nbs/01_measure.ipynb #01speed2
+def speedup(a, b): # as for `ratio`
+    "Return the ratio with its 10th and 90th percentile over rounds, as a record has them"
+    found = sorted(statistics.median(x)/statistics.median(y) for x, y in zip(a.rounds, b.rounds))
+    at = lambda q: found[round(q*(len(found) - 1))]
+    return dict(ratio=statistics.median(found), ratio_p10=at(.1), ratio_p90=at(.9))
 
 # %% ../nbs/01_measure.ipynb #prog0001
 def progress(items, # to iterate over

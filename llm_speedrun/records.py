@@ -10,7 +10,7 @@ import importlib.util, inspect, re, textwrap
 from functools import lru_cache
 from pathlib import Path
 from . import model, runs
-from .measure import compare, digest, make_record, noted, ratio
+from .measure import compare, digest, make_record, noted, speedup
 from .model import train_flops
 from .plugins import plugin_code
 from .roofline import main_format, predict_ms
@@ -73,8 +73,8 @@ def measure_here(config, # a `GPTConfig`
     def record(k, **more):
         return run_record(config, batch, variants[k], ops[k], ms[k], res[k], micro=micro[k], **more)
     if before is None: return [record("after")]
-    old, gain = record("before"), ratio(res["before"], res["after"])
-    return [old, record("after", before=old["rung"], rungs_before=variants["before"], ratio=gain,
+    old, gain = record("before"), speedup(res["before"], res["after"])
+    return [old, record("after", before=old["rung"], rungs_before=variants["before"], **gain,
                         predicted_ratio=ms["before"]/ms["after"])]
 
 # %% ../nbs/05a_records.ipynb #05note02

@@ -21,7 +21,7 @@ from ..io_utils import InputError
 from ..measure import default_device, version_of
 from ..model import GPT, matrix_params
 from ..roofline import matmul_precision
-from ..runs import uncompiled
+from ..runs import find_rung, uncompiled
 from ..distributed.spawn import free_port
 
 # %% ../../nbs/48b_adapters.ipynb #25peer10
@@ -220,23 +220,46 @@ def budget(self:AdapterContext, nats, **kw): # as an `Evaluator` takes it; as fo
         with uncompiled(): return self.evaluator(nats)
     return TimeBudget(self.job, self.batch, judge, note=self.note, **kw)
 
+# %% ../../nbs/48b_adapters.ipynb #48bfp8c1
+def takes_fp8(m, name=""): # a module, its name in the model
+    "Return whether FP8 takes a module: a linear layer with sizes that are multiples of 16, from 128 up"
+    sizes = (m.in_features, m.out_features) if isinstance(m, nn.Linear) else ()
+    return bool(sizes) and all(n % 16 == 0 and n >= 128 for n in sizes)
+
+def torchao_missing():
+    "Return why torchao can't train in FP8 here, or \"\""
+    if not version_of("torchao"): return "it needs pip install torchao"
+    return find_rung("torchao_fp8").needs()
+
+def fp8_layers(model, recipe): # changed in place; one of torchao's
+    "Convert the layers that `takes_fp8` names by torchao"
+    from torchao.float8 import convert_to_float8_training
+    from llm_speedrun.rungs.fp8 import float8_config
+    config = float8_config(recipe, next(model.parameters()).device)
+    convert_to_float8_training(model, module_filter_fn=takes_fp8, config=config)
+
 # %% ../../nbs/48b_adapters.ipynb #25peer34
 class NanoGPT(Adapter):
     "The adapter of nanoGPT: its model with the same layers, width and heads, and its training"
     clone = "https://github.com/karpathy/nanoGPT"
     step_files, race_files = ("model.py",), ("train.py", "model.py", "configurator.py")
+    def __init__(self, fp8=""): self.fp8 = fp8 # a recipe of torchao for its linear layers, "" for bf16
+    def step_missing(self): return torchao_missing() if self.fp8 else ""
 
-    def step(self, config, path):
-        c, device, code = config, default_device(), load_file(path, "model.py")
-        shape = dict(block_size=c.seq_len, vocab_size=c.vocab, n_layer=c.layers, n_head=c.heads,
-                     n_embd=c.width)
-        model = code.GPT(code.GPTConfig(**shape, dropout=0., bias=False)).to(device)
-        opt = model.configure_optimizers(.1, 6e-4, (.9, .95), device.type)
-        fast = torch.compile(model)
-        half = partial(torch.autocast, "cuda", torch.bfloat16, enabled=device.type == "cuda")
-        def loss(x, y):
-            with half(): return fast(x, y)[1]
-        return Peer(Step(model, loss, opt, clip=1.), model, source_of(path, "model.py"))
+# %% ../../nbs/48b_adapters.ipynb #48bfp8c2
+@patch
+def step(self:NanoGPT, config, path): # a `GPTConfig`, the folder of a clone
+    "Build what takes a step, as a `Peer`"
+    c, device, code = config, default_device(), load_file(path, "model.py")
+    shape = dict(block_size=c.seq_len, vocab_size=c.vocab, n_layer=c.layers, n_head=c.heads, n_embd=c.width)
+    model = code.GPT(code.GPTConfig(**shape, dropout=0., bias=False)).to(device)
+    if self.fp8: fp8_layers(model, self.fp8)
+    opt = model.configure_optimizers(.1, 6e-4, (.9, .95), device.type)
+    fast = torch.compile(model)
+    half = partial(torch.autocast, "cuda", torch.bfloat16, enabled=device.type == "cuda")
+    def loss(x, y):
+        with half(): return fast(x, y)[1]
+    return Peer(Step(model, loss, opt, clip=1.), model, source_of(path, "model.py"))
 
 # %% ../../nbs/48b_adapters.ipynb #race0026
 def nanogpt_changes(seed):
@@ -351,6 +374,7 @@ class Nanochat(Adapter):
     "The adapter of nanochat: its model with the same layers and width, and its training"
     clone = "https://github.com/karpathy/nanochat"
     step_files, race_files = ("nanochat/gpt.py",), ("nanochat/gpt.py", "nanochat/optim.py")
+    def __init__(self, fp8=False): self.fp8 = fp8 # whether to train as its option --fp8 does
 
     def model(self, path, layers, width, vocab, seq): # folder of the clone; the last ones are numbers
         "Build the model. Returns it, and a text that says whether its windows slide"
@@ -368,6 +392,9 @@ class Nanochat(Adapter):
 def step(self:Nanochat, config, path): # a `GPTConfig`, the folder of a clone
     "Build what takes a step, as a `Peer`"
     model, windows = self.model(path, config.layers, config.width, config.vocab, config.seq_len)
+    if self.fp8:
+        fp8 = load_package(path, "nanochat.fp8")
+        fp8.convert_to_float8_training(model, module_filter_fn=takes_fp8)
     for g in (opt := model.setup_optimizer()).param_groups: g["lr"] = .1*g["initial_lr"]
     source = f"{source_of(path, 'nanochat/gpt.py')}, {windows}"
     return Peer(Step(model, torch.compile(model, dynamic=False), opt), model, source)
@@ -436,4 +463,6 @@ def race(self:Nanochat, c): # an `AdapterContext`
 
 # %% ../../nbs/48b_adapters.ipynb #48b00011
 CLONED = {"nanogpt": NanoGPT(), "nanochat": Nanochat(), "modded-nanogpt": ModdedNanoGPT()}
+CLONED |= {f"nanogpt_{k}": NanoGPT(k) for k in ("tensorwise", "rowwise")}
+CLONED["nanochat_fp8"] = Nanochat(fp8=True)
 RACERS = {k.removesuffix("-nanogpt"): CLONED[k] for k in ("nanogpt", "modded-nanogpt", "nanochat")}

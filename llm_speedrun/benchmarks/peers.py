@@ -6,7 +6,7 @@
 __all__ = ['joules_of']
 
 # %% ../../nbs/25_peers.ipynb #25peer08
-import contextlib, io, json, logging, time
+import contextlib, io, json, logging, os, time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,10 @@ from .adapters import CLONED, Adapter, Peer, Step
 from .clock import energy_counter
 from ..io_utils import InputError, RunError, lookup, replace_file
 from ..data import Batches
-from ..measure import (Measured, Table, caption, default_device, fmt, make_record, ratio, table,
-                                  take_turns, version_of, warm_up)
+from ..measure import (Measured, Table, caption, default_device, fmt, make_record, speedup,
+                                  table, take_turns, version_of, warm_up)
 from ..records import code_of
+from ..rungs.fp8 import RECIPES
 from ..runs import ROOM_GIB, Stepper, build, find_rung, first_fit, halves
 
 
@@ -31,15 +32,19 @@ def ours(rungs, # names
 
 # %% ../../nbs/25_peers.ipynb #25peer22
 class PlainCompile(Adapter):
-    "Our model in plain PyTorch, compiled; bf16 with a bf16 stream, PyTorch's attention, fused AdamW"
-    def __init__(self, whole): self.whole = whole # compiled as one program, or block by block
+    "Our model in plain PyTorch, compiled block by block; bf16 with a bf16 stream, fused AdamW"
+    def __init__(self, attention="flash", # PyTorch's, or `flash4`
+                 parts=(), # further rungs, with their options
+                 **how): # options of the rung `compile`
+        said = ":".join(["compile", *(f"{k}={v}" for k, v in how.items())])
+        self.rungs = ["tf32", "bf16", "bf16_stream", attention, *parts, said, "fused_adamw"]
 
-    def step_missing(self): return find_rung("compile").needs()
+    def step_missing(self):
+        return next((why for r in self.rungs if (why := find_rung(r.partition(":")[0]).needs())), "")
 
     def step(self, config, path):
-        how = "compile:whole=yes" if self.whole else "compile"
-        step = Stepper(build(config, ["tf32", "bf16", "bf16_stream", "flash", how, "fused_adamw"]))
-        return Peer(step, step.run.model, f"torch {torch.__version__}")
+        step = Stepper(build(config, self.rungs))
+        return Peer(step, step.run.model, " ".join(self.rungs[3:-1]))
 
 # %% ../../nbs/25_peers.ipynb #25peer25
 def with_liger(model): # of transformers, changed in place
@@ -48,7 +53,7 @@ def with_liger(model): # of transformers, changed in place
     logging.getLogger("liger_kernel").setLevel(logging.ERROR) # it names each optional part that doesn't load
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
     apply_liger_kernel_to_qwen3(model=model) # RoPE, norms, SwiGLU, and the loss without logits
-    return f"liger-kernel {version_of('liger-kernel')}"
+    return f"liger-kernel {version_of('liger-kernel')} {os.environ.get('LIGER_KERNEL_IMPL', '')}".strip()
 
 class Transformers(Adapter):
     "Qwen3 of the same size by transformers in bf16, with Liger's kernels and PyTorch's fused AdamW"
@@ -73,7 +78,14 @@ def step(self:Transformers, config, path): # a `GPTConfig`, None
     return Peer(Step(model, loss, opt, clip=1.), model, source)
 
 # %% ../../nbs/25_peers.ipynb #25peer37
-PIP = dict(compile_blocks=PlainCompile(False), compile_whole=PlainCompile(True), transformers=Transformers())
+def by_torchao(recipe): # one of `RECIPES`
+    "Return our model with torchao's FP8 in all its linear layers, compiled as a whole"
+    return PlainCompile(parts=[f"torchao_fp8:recipe={recipe}:layers=all"], whole="yes")
+
+PIP = dict(compile_blocks=PlainCompile(), compile_whole=PlainCompile(whole="yes"),
+           transformers=Transformers(), compile_flash4=PlainCompile("flash4", ["chunked_ce"]))
+autotuned = PlainCompile("flash4", ["chunked_ce"], mode="max-autotune-no-cudagraphs")
+PIP |= dict(compile_autotuned=autotuned) | {f"compile_{k}": by_torchao(k) for k in RECIPES}
 PEERS = PIP | CLONED # name -> its `Adapter`
 
 # %% ../../nbs/25_peers.ipynb #25peer41
@@ -176,13 +188,17 @@ def race(field, # `Contender`s, ours first
     return [contender_record(c, field[0]) for c in field]
 
 # %% ../../nbs/25_peers.ipynb #25peer64
+def precision(name, rungs): # a contender's name, its rungs
+    "Return what its matmuls are in: FP8 if one of the rungs or a peer's name says so"
+    return "fp8" if "fp8" in rungs or any(k in name for k in ("_fp8", *RECIPES)) else "bf16"
+
 def contender_record(c, # a `Contender` that has raced
                      first): # the one that it's compared with
     "Return a contender's record: speed, source, weights, joules, and losses of the first and last step"
-    more = {} if c is first else dict(before=first.name, ratio=ratio(first.measured, c.measured))
+    more = {} if c is first else dict(before=first.name, **speedup(first.measured, c.measured))
     rungs = getattr(getattr(c.peer.step, "run", None), "rungs", ())
     return make_record(c.name, c.measured, batch=c.batch, seq=c.config.seq_len,
-                       workload=c.config.name, dtype="fp8" if "fp8" in rungs else "bf16", rungs=list(rungs),
+                       workload=c.config.name, dtype=precision(c.name, rungs), rungs=list(rungs),
                        source=c.peer.source, micro=c.micro, parameters=c.peer.parameters,
                        in_products=c.peer.in_products, joules=joules_of(c.step),
                        losses=[c.first, c.step().item()], code=code_of(rungs) if rungs else None, **more)

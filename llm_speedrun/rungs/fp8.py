@@ -33,7 +33,7 @@ def mm8(a, b, inverse_a, inverse_b, # M K; N K, both contiguous; one number each
     return ((a.float() @ b.float().T) * (inverse_a*inverse_b)).to(out)
 
 # %% ../../nbs/16_fp8.ipynb #5d0fb0c9
-RECIPES = ("tensorwise", "rowwise")
+RECIPES = "tensorwise", "rowwise", "rowwise_with_gw_hp" # the last keeps weight gradients in bf16
 
 def float8_config(recipe, device): # one of `RECIPES`
     "Return torchao's settings; on a CPU it only emulates FP8"
