@@ -82,7 +82,8 @@ def errors(model, batches):
     "For each way what `summary` says, against both references"
     w, batches, found = model.embed_tokens.weight.detach(), [*batches], {}
     exact = {"the model's weights": [in_pieces(h, w, y) for h, y in batches], "8-bit weights": [in_pieces(e4m3(h.double()), e4m3(w.double()), y) for h, y in batches]}
-    ways = WAYS | {"exact at 8-bit weights": lambda h, w, y: in_pieces(e4m3(h.double()), e4m3(w.double()), y)}
+    at8 = lambda h, w, y: in_pieces(e4m3(h.double()), e4m3(w.double()), y, at_random)
+    ways = WAYS | {"emulated: at random, 8-bit weights": at8} | {"exact at 8-bit weights": lambda h, w, y: in_pieces(e4m3(h.double()), e4m3(w.double()), y)}
     for name, way in ways.items():
         got = [way(h, w, y) for h, y in batches]
         found[name] = {k: summary([g - x for g, x in zip(got, xs)], xs) for k, xs in exact.items()}

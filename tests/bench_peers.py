@@ -14,6 +14,7 @@ from llm_speedrun.runs import free_memory
 from llm_speedrun.train.presets import presets
 
 QUACK = {"epilogues", "fp8_epilogues", "fused_ce"} # rungs with its kernels
+SECONDS = 10. # for which energy is measured
 LEFT_OUT = dict(installed={"flash4"} | QUACK, flash4=QUACK, quack={"flash4"})
 
 def lists():
@@ -32,14 +33,14 @@ def line_of(r):
             f"({r['ratio_p10']:.4f} to {r['ratio_p90']:.4f}), loss {r['losses'][0]:.3f} to {r['losses'][1]:.3f}, {r['joules'] or 0:.1f} J, {r['peak_gib'] or 0:.1f} GiB; "
             f"fastest took {r['ms_of_fastest']:.2f} ms")
 
-def main(out, model, batch, *names, rounds=10, reps=4):
+def main(out, model, batch, *names, rounds=10, reps=3):
     out, config, batch = Path(out), workload(model), int(batch)
     out.mkdir(parents=True, exist_ok=True)
     path = out/"peers.json"
     records = json.loads(path.read_text()) if path.exists() else []
     done = {(r["workload"], r["rung"]) for r in records}
     ours = peers.contender("fastest", setup_of("fastest", None), config, batch)
-    joules = peers.joules_of(ours.step, 10.)
+    joules = peers.joules_of(ours.step, SECONDS)
     for said in names:
         name, _, folder = said.partition("=")
         name, _, label = name.partition(":")
@@ -47,7 +48,7 @@ def main(out, model, batch, *names, rounds=10, reps=4):
         try: c = peers.contender(label or name, setup_of(name, folder), config, batch)
         except Exception as e: print(f"{said} is left out: {type(e).__name__}: {str(e).strip():.600}", flush=True); free_memory(); continue
         first, r = peers.race([ours, c], rounds, reps)
-        r |= dict(ms_of_fastest=first["ms"], joules=peers.joules_of(c.step, 10.), joules_of_fastest=joules, packages=versions())
+        r |= dict(ms_of_fastest=first["ms"], joules=peers.joules_of(c.step, SECONDS), joules_of_fastest=joules, packages=versions())
         records.append(r)
         path.write_text(json.dumps(records, indent=1))
         print(line_of(r), flush=True)

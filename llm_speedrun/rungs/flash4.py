@@ -45,18 +45,24 @@ def attention_backward_maths(do, q, k, v, o, lse):
     return [dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))]
 
 # %% ../../nbs/23_fastest.ipynb #23bwd002
+def like_rows(t): # B H T D
+    "Return an empty tensor with the strides of FlashAttention's gradients, which takes B T H D"
+    return torch.empty_like(t.transpose(1, 2)).transpose(1, 2)
+
 @torch.library.custom_op("llm_speedrun::flash4_attention_backward", mutates_args=())
 def flash4_attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                               o: torch.Tensor, lse: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
     "Return gradients of q (B H T D), k and v (B K T D) from the output's; the flag is for counters"
-    if not q.is_cuda: return attention_backward_maths(do, q, k, v, o, lse)
+    if not q.is_cuda:
+        grads = attention_backward_maths(do, q, k, v, o, lse)
+        return [like_rows(t).copy_(d) for t, d in zip((q, k, v), grads)]
     from llm_speedrun.compat import flash_attn_bwd
     rows, same = (t.transpose(1, 2) for t in (q, k, v, o, do)), torch.are_deterministic_algorithms_enabled()
     return [d.transpose(1, 2) for d in flash_attn_bwd(*rows, lse, causal=is_causal, deterministic=same)[:3]]
 
 @flash4_attention_backward.register_fake
 def _(do, q, k, v, o, lse, is_causal):
-    return [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in (q, k, v)]
+    return [like_rows(t) for t in (q, k, v)]
 
 # %% ../../nbs/23_fastest.ipynb #bbdf713b
 class MixedAttention(torch.autograd.Function):

@@ -95,7 +95,8 @@ def choose_layers(run, # the `Run` to which the rung will be applied
 @rung("parts", needs=needs_capability(8, 9, "FP8"), requires=["bf16"], excludes=["fp8", "fp16", "fused_ops"],
       choose=choose_layers)
 def torchao_fp8(run, # a `Run` with bf16
-                recipe="tensorwise", # one scale for a tensor; or rowwise, one for each row
+                recipe="tensorwise", # one scale for a tensor; rowwise, one for each row; the
+                # third keeps weight gradients in bf16, and needs the rung bf16_stream
                 layers="auto"): # "auto" for those that gain here by measuring, "all", or sizes as 768x2048
     """Run linear layers in FP8 by torchao. Needs torchao; faster only together with the rung `compile`.
     Raises `InputError` for recipes and sizes that don't exist"""

@@ -115,7 +115,10 @@ def test_weights(update, cautious, variance):
         update(group, ps, gs, states)
         for same in groups:
             new, w, w16, old = (torch.stack([ts[i].detach().double() for i in same]) for ts in (ps, right, rough, before))
-            allowed = 2*(w16 - w).norm() + (2**-9 + .01)*(w - old).norm() + 1e-6*w.norm()
+            # a row or column has one singular value, about 1, at which the first polynomial magnifies a rounding 24 times: five end anywhere within
+            # the band of `test_orthogonal`
+            luck = .2 if BF16 and 1 in ps[same[0]].shape else .01
+            allowed = 2*(w16 - w).norm() + (2**-9 + luck)*(w - old).norm() + 1e-6*w.norm()
             assert (new - w).norm() <= allowed, tuple(ps[same[0]].shape)
 
 def test_orthogonal(each):

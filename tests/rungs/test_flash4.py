@@ -2,6 +2,7 @@
 import os
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.rungs.flash4 import (attention8, attention_forward, flash4_attention_backward, flash4_error, flash4_missing,
                                        heads_round, feed_saving_fp8, mixed_attention, MixedAttention, norm_backward_recompute, NormProduct,
                                        swiglu_keep, swiglu_kept_backward)
@@ -291,3 +292,17 @@ def test_they_go_together():
 def test_errors(rungs, why):
     if flash4_missing() and "fp8_activations" not in rungs: pytest.skip("FlashAttention-4 isn't there, which is said first")
     with fails(ValueError, why): build(NANO, rungs)
+
+@pytest.mark.parametrize("layout", ["B H T D", "B T H D", "a slice"])
+def test_gradients_lie_as_a_compiler_is_told(layout):
+    "The fake implementation's strides are those of the real one: compiled code relies on them"
+    new = lambda H: torch.randn(2, 16, H, 8, device=DEVICE).bfloat16().transpose(1, 2)
+    if layout == "B H T D": tensors = [new(H).contiguous() for H in (4, 2, 2)]
+    elif layout == "B T H D": tensors = [new(H) for H in (4, 2, 2)]
+    else: tensors = [new(8)[:, a:b] for a, b in ((0, 4), (4, 6), (6, 8))]
+    o, lse = attention_forward(*tensors)
+    args = torch.randn_like(o), *tensors, o, lse, True
+    real = flash4_attention_backward(*args)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = flash4_attention_backward(*(mode.from_tensor(t) if torch.is_tensor(t) else t for t in args))
+    assert [t.stride() for t in real] == [t.stride() for t in fake]
