@@ -44,11 +44,11 @@ def attention_backward_maths(do, q, k, v, o, lse):
     dq, dk, dv = cpu_attention_backward(do, q, *repeat_heads(q, k, v), o, lse, 0., True)
     return [dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))]
 
-# %% ../../nbs/23_fastest.ipynb #23bwd002
 def like_rows(t): # B H T D
     "Return an empty tensor with the strides of FlashAttention's gradients, which takes B T H D"
     return torch.empty_like(t.transpose(1, 2)).transpose(1, 2)
 
+# %% ../../nbs/23_fastest.ipynb #23bwd002
 @torch.library.custom_op("llm_speedrun::flash4_attention_backward", mutates_args=())
 def flash4_attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                               o: torch.Tensor, lse: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
