@@ -16,8 +16,10 @@ from llm_speedrun.export import from_pretrained
 from llm_speedrun.measure import machine
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.fp8 import E4M3, E5M2, LARGEST
-from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling
+from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, product
+from llm_speedrun.rungs.fp8_epilogues import SummedCE
 from llm_speedrun.rungs.fused_fp8 import HALF_MOST, Fp8CE, random_bits_maths, round_stochastically_maths
+from llm_speedrun.rungs.fused_fp8 import loss_lse
 from llm_speedrun.rungs.memory_traffic import GroupedCE
 from bench_start import command
 
@@ -55,10 +57,18 @@ def nearest(g, lse, y): return (g*HALF_MOST).float().to(E5M2).double()/HALF_MOST
 def at_random(g, lse, y): return round_stochastically_maths((g*HALF_MOST).float(), random_bits_maths(lse, y, g.shape[1])).to(E5M2).double()/HALF_MOST
 def bf16(g, lse, y): return g.bfloat16().double()
 
+class SlowCE(GroupedCE):
+    "A `GroupedCE` whose logits are accumulated in FP32 throughout"
+    def losses8(self, s, h8, w8, y, dtype):
+        logits = product(s, h8, w8, "hidden", "head", out=dtype, fast=False)[:len(y)]
+        return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
+
 WAYS = {
     "bf16": lambda *o: gradient_of(ChunkedCE(), *o),
     "fp8": lambda *o: gradient_of(in_8_bits(Fp8CE()), *o),
-    "fastest": lambda *o: gradient_of(in_8_bits(GroupedCE()), *o),
+    "fp8, head_groups": lambda *o: gradient_of(in_8_bits(GroupedCE()), *o),
+    "fp8, head_groups, FP32 accumulation": lambda *o: gradient_of(in_8_bits(SlowCE()), *o),
+    "fp8, head_groups, fp8_epilogues": lambda *o: gradient_of(in_8_bits(SummedCE()), *o),
     "emulated: nearest": lambda *o: in_pieces(*o, nearest, e4m3),
     "emulated: at random": lambda *o: in_pieces(*o, at_random, e4m3),
     "emulated: bf16, hidden E4M3": lambda *o: in_pieces(*o, bf16, e4m3)}

@@ -66,8 +66,15 @@ def test_facts_of_a_race():
 def test_cautions():
     for part in ("in bf16", "no third party", "one NVIDIA H200", "2026-11-23"): assert part in headline.cautions(RACED)
     assert "needs" not in headline.cautions(RACED)
+    assert headline.in_8_bits() in headline.cautions(RACED)
     with_both = RACED | {headline.OURS: RACED[headline.OURS] | dict(rungs=["flash4", "fp8_epilogues"])}
     assert "needs FlashAttention-4 and QuACK" in headline.cautions(with_both)
+
+def test_8_bits_beside_8_bits(tmp_path):
+    path, r = tmp_path/"peers.json", dict(gpu="NVIDIA H100 80GB HBM3", date="2026-11-26", workload="124m", ratio=.625)
+    path.write_text(json.dumps([r | dict(rung="nanogpt_tensorwise"), r | dict(rung="nanogpt", ratio=.1), r | dict(rung="nanochat_fp8", workload="1b", ratio=.1)]))
+    assert headline.in_8_bits(path) == "FP8 on both sides (NVIDIA H100 80GB HBM3, 2026-11-26): 1.60× nanoGPT with torchao. "
+    assert headline.in_8_bits(tmp_path/"none.json") == ""
 
 @pytest.mark.parametrize("left, there", [(["llm_speedrun", "nanogpt"], "nanoGPT"), (["llm_speedrun", "compile_whole"], "torch.compile")])
 def test_who_has_no_record_is_left_out(left, there):
