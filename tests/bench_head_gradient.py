@@ -6,6 +6,7 @@ against the exact gradient at the 8-bit weights and hidden states: these are oth
 OUT/head_gradient.json."""
 import json, math, sys
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 import torch
@@ -18,8 +19,7 @@ from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.fp8 import E4M3, E5M2, LARGEST
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, product
 from llm_speedrun.rungs.fp8_epilogues import SummedCE
-from llm_speedrun.rungs.fused_fp8 import HALF_MOST, Fp8CE, random_bits_maths, round_stochastically_maths
-from llm_speedrun.rungs.fused_fp8 import loss_lse
+from llm_speedrun.rungs.fused_fp8 import HALF_MOST, Fp8CE, loss_lse, random_bits_maths, round_stochastically_maths
 from llm_speedrun.rungs.memory_traffic import GroupedCE
 from bench_start import command
 
@@ -38,16 +38,20 @@ def in_8_bits(ce):
         with scaling.in_step(), scaling.in_pass(): return replace(ce, scales=LayerScales(scaling, 0, E5M2))(h, w, y)
     return loss
 
-def in_pieces(h, w, y, g_of=lambda g, lse, y: g, h_of=lambda h: h, dt=torch.float64):
-    "The gradient from softmax - one-hot in float64, rounded by `g_of`, and hidden states by `h_of`; products in `dt`"
+def in_pieces(h, w, y, g_of=lambda g, lse, y: g, h_of=lambda h: h):
+    "The gradient from softmax - one-hot in float64, rounded by `g_of`, and hidden states by `h_of`"
     dw, kept = torch.zeros_like(w, dtype=torch.float64), h_of(h.double())
     for i in range(0, len(y), ROWS):
         x, t = h[i:i + ROWS].double() @ w.double().T, y[i:i + ROWS]
         lse = x.logsumexp(1)
         g = (x - lse[:, None]).exp_()
         g[torch.arange(len(t)), t] -= 1
-        dw += (g_of(g, lse.float(), t).to(dt).T @ kept[i:i + ROWS].to(dt)).double()
+        dw += g_of(g, lse.float(), t).T @ kept[i:i + ROWS]
     return dw/len(y)
+
+def at_8_bits(way):
+    "The same at weights and hidden states in E4M3"
+    return lambda h, w, y: way(e4m3(h.double()), e4m3(w.double()), y)
 
 def e4m3(h):
     scale = LARGEST[E4M3]/h.abs().max()
@@ -71,7 +75,9 @@ WAYS = {
     "fp8, head_groups, fp8_epilogues": lambda *o: gradient_of(in_8_bits(SummedCE()), *o),
     "emulated: nearest": lambda *o: in_pieces(*o, nearest, e4m3),
     "emulated: at random": lambda *o: in_pieces(*o, at_random, e4m3),
-    "emulated: bf16, hidden E4M3": lambda *o: in_pieces(*o, bf16, e4m3)}
+    "emulated: bf16, hidden E4M3": lambda *o: in_pieces(*o, bf16, e4m3),
+    "emulated: at random, 8-bit weights": at_8_bits(partial(in_pieces, g_of=at_random)),
+    "exact at 8-bit weights": at_8_bits(in_pieces)}
 
 def batches_of(model, corpus, tokens, n):
     "n batches of hidden states and targets from the validation text"
@@ -91,10 +97,8 @@ def summary(e, exact):
 def errors(model, batches):
     "For each way what `summary` says, against both references"
     w, batches, found = model.embed_tokens.weight.detach(), [*batches], {}
-    exact = {"the model's weights": [in_pieces(h, w, y) for h, y in batches], "8-bit weights": [in_pieces(e4m3(h.double()), e4m3(w.double()), y) for h, y in batches]}
-    at8 = lambda h, w, y: in_pieces(e4m3(h.double()), e4m3(w.double()), y, at_random)
-    ways = WAYS | {"emulated: at random, 8-bit weights": at8} | {"exact at 8-bit weights": lambda h, w, y: in_pieces(e4m3(h.double()), e4m3(w.double()), y)}
-    for name, way in ways.items():
+    exact = {k: [way(h, w, y) for h, y in batches] for k, way in (("the model's weights", in_pieces), ("8-bit weights", at_8_bits(in_pieces)))}
+    for name, way in WAYS.items():
         got = [way(h, w, y) for h, y in batches]
         found[name] = {k: summary([g - x for g, x in zip(got, xs)], xs) for k, xs in exact.items()}
         print(f"{name}:", "; ".join(f"at {k} {f['one']:.4f} of a batch's, {f['mean']:.4f} of the mean, cosine {f['cosine']:.4f}" for k, f in found[name].items()), flush=True)

@@ -21,6 +21,7 @@ from ..io_utils import InputError
 from ..measure import default_device, version_of
 from ..model import GPT, matrix_params
 from ..roofline import matmul_precision
+from ..rungs.fp8 import linear_sizes, to_float8
 from ..runs import find_rung, uncompiled
 from ..distributed.spawn import free_port
 
@@ -222,21 +223,9 @@ def budget(self:AdapterContext, nats, **kw): # as an `Evaluator` takes it; as fo
 
 # %% ../../nbs/48b_adapters.ipynb #48bfp8c1
 def takes_fp8(m, name=""): # a module, its name in the model
-    "Return whether FP8 takes a module: a linear layer with sizes that are multiples of 16, from 128 up"
+    "Return whether nanochat's option takes a module: a linear layer of sizes k·16, from 128 up"
     sizes = (m.in_features, m.out_features) if isinstance(m, nn.Linear) else ()
     return bool(sizes) and all(n % 16 == 0 and n >= 128 for n in sizes)
-
-def torchao_missing():
-    "Return why torchao can't train in FP8 here, or \"\""
-    if not version_of("torchao"): return "it needs pip install torchao"
-    return find_rung("torchao_fp8").needs()
-
-def fp8_layers(model, recipe): # changed in place; one of torchao's
-    "Convert the layers that `takes_fp8` names by torchao"
-    from torchao.float8 import convert_to_float8_training
-    from llm_speedrun.rungs.fp8 import float8_config
-    config = float8_config(recipe, next(model.parameters()).device)
-    convert_to_float8_training(model, module_filter_fn=takes_fp8, config=config)
 
 # %% ../../nbs/48b_adapters.ipynb #25peer34
 class NanoGPT(Adapter):
@@ -244,7 +233,7 @@ class NanoGPT(Adapter):
     clone = "https://github.com/karpathy/nanoGPT"
     step_files, race_files = ("model.py",), ("train.py", "model.py", "configurator.py")
     def __init__(self, fp8=""): self.fp8 = fp8 # a recipe of torchao for its linear layers, "" for bf16
-    def step_missing(self): return torchao_missing() if self.fp8 else ""
+    def step_missing(self): return find_rung("torchao_fp8").needs() if self.fp8 else ""
 
 # %% ../../nbs/48b_adapters.ipynb #48bfp8c2
 @patch
@@ -253,7 +242,7 @@ def step(self:NanoGPT, config, path): # a `GPTConfig`, the folder of a clone
     c, device, code = config, default_device(), load_file(path, "model.py")
     shape = dict(block_size=c.seq_len, vocab_size=c.vocab, n_layer=c.layers, n_head=c.heads, n_embd=c.width)
     model = code.GPT(code.GPTConfig(**shape, dropout=0., bias=False)).to(device)
-    if self.fp8: fp8_layers(model, self.fp8)
+    if self.fp8: to_float8(model, self.fp8, linear_sizes(model))
     opt = model.configure_optimizers(.1, 6e-4, (.9, .95), device.type)
     fast = torch.compile(model)
     half = partial(torch.autocast, "cuda", torch.bfloat16, enabled=device.type == "cuda")

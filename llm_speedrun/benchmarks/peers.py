@@ -19,7 +19,7 @@ from ..data import Batches
 from ..measure import (Measured, Table, caption, default_device, fmt, make_record, speedup,
                                   table, take_turns, version_of, warm_up)
 from ..records import code_of
-from ..rungs.fp8 import RECIPES
+from ..rungs.fp8 import RECIPES, converted
 from ..runs import ROOM_GIB, Stepper, build, find_rung, first_fit, halves
 
 
@@ -188,17 +188,14 @@ def race(field, # `Contender`s, ours first
     return [contender_record(c, field[0]) for c in field]
 
 # %% ../../nbs/25_peers.ipynb #25peer64
-def precision(name, rungs): # a contender's name, its rungs
-    "Return what its matmuls are in: FP8 if one of the rungs or a peer's name says so"
-    return "fp8" if "fp8" in rungs or any(k in name for k in ("_fp8", *RECIPES)) else "bf16"
-
 def contender_record(c, # a `Contender` that has raced
                      first): # the one that it's compared with
     "Return a contender's record: speed, source, weights, joules, and losses of the first and last step"
     more = {} if c is first else dict(before=first.name, **speedup(first.measured, c.measured))
     rungs = getattr(getattr(c.peer.step, "run", None), "rungs", ())
+    in_fp8 = "fp8" in rungs or converted(c.peer.model) # nanochat's layers have the same name as torchao's
     return make_record(c.name, c.measured, batch=c.batch, seq=c.config.seq_len,
-                       workload=c.config.name, dtype=precision(c.name, rungs), rungs=list(rungs),
+                       workload=c.config.name, dtype="fp8" if in_fp8 else "bf16", rungs=list(rungs),
                        source=c.peer.source, micro=c.micro, parameters=c.peer.parameters,
                        in_products=c.peer.in_products, joules=joules_of(c.step),
                        losses=[c.first, c.step().item()], code=code_of(rungs) if rungs else None, **more)

@@ -7,6 +7,7 @@ from llm_speedrun.benchmarks.adapters import source_of
 from llm_speedrun.corpus import open_corpus
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.ladder import climb_one_gpu
+from llm_speedrun.measure import version_of
 from llm_speedrun.model import matrix_params
 from llm_speedrun.benchmarks.peers import (compare_with_peers, contender, Contender, contenders, on_text, ours, peer, peers,
                                            peers_table, text_batch)
@@ -60,6 +61,19 @@ def plain():
     if torch.cuda.is_available(): yield
     else:
         with uncompiled(): yield
+
+@pytest.mark.skipif(not version_of("torchao"), reason="torchao is not installed")
+def test_a_clone_in_8_bits(tmp_path):
+    "Its linear layers are torchao's, the record says so, and it learns"
+    path = clone(tmp_path/"fake")
+    ours, theirs = compare_with_peers(NANO, 2, ["bf16"], {"nanogpt_tensorwise": path})
+    assert (ours["dtype"], theirs["dtype"], theirs["rung"]) == ("bf16", "fp8", "nanogpt_tensorwise")
+    assert theirs["losses"][1] < theirs["losses"][0]
+
+def test_what_torchao_needs_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("llm_speedrun.rungs.fp8.version_of", lambda name: None)
+    for name, path in (("compile_tensorwise", None), ("nanogpt_rowwise", clone(tmp_path/"fake"))):
+        with fails(InputError, "can't run here: torchao is not installed"): peer(name, path)
 
 def test_a_clone_takes_turns(tmp_path, capsys):
     "Ours and theirs get the same tokens; the record has their commit, their weights, and a loss that falls"
