@@ -88,6 +88,11 @@ def choices(choices_folder, monkeypatch):
     return path
 
 @pytest.fixture(autouse=True)
+def same_numbers():
+    "Random numbers of a test don't depend on which tests its worker ran before"
+    torch.manual_seed(0)
+
+@pytest.fixture(autouse=True)
 def no_strays(monkeypatch):
     "What a test starts and doesn't wait for, as one that fails may, is killed: it would take the cores from all later tests"
     started = []
