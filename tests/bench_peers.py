@@ -19,7 +19,7 @@ LEFT_OUT = dict(installed={"flash4"} | QUACK, flash4=QUACK, quack={"flash4"})
 
 def lists():
     "Name -> rungs"
-    found = {k: presets()[k] for k in ("fastest", "fastest16")}
+    found = {k: presets()[k] for k in ("fastest", "fastest16", "safe")}
     more = {f"{k}-{name}": [r for r in rungs if r not in out] for k, rungs in found.items() for name, out in LEFT_OUT.items()}
     untied = {"fastest-untied": [r for r in found["fastest"] if r != "tied_embedding"]}
     return found | more | untied

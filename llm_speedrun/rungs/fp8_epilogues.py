@@ -396,9 +396,11 @@ def exps_epilogue():
     return gemm_epilogue(ops=scalars, reduces=sums)(exps)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #acd99884
+PROMOTED = dict(tile_M=64, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True) # sums in FP32 registers
+
 def whole_tiles(V): # columns
     "Return a tile whose width divides V, or None: zeros beyond the last column would add exponentials"
-    return next((INSIDE | dict(tile_N=n) for n in (192, 128) if V % n == 0), None)
+    return next((PROMOTED | dict(tile_N=n) for n in (192, 128) if V % n == 0), None)
 
 def logits8(h, w, ia, ib): # n d, V d, in E4M3, on a GPU; the inverse scales
     "Return logits (n V) in BF16, and sums of their exponentials, n by tiles"

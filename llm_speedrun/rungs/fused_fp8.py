@@ -277,7 +277,7 @@ def _head_forward(ctx, h, w, y, ce, wanted, *slots):
     size = sixteens(chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h)))
     for i in range(0, len(h), size):
         part, t = h8[i:i + size], y[i:i + size] # rows of zeros may follow the last ones
-        logits = product(s, part, w8, "hidden", "head", out=h.dtype, fast=True)[:len(t)]
+        logits = product(s, part, w8, "hidden", "head", out=h.dtype)[:len(t)]
         loss, lse = loss_lse(logits, t, *options); losses.append(loss)
         if not wanted: continue
         more = _head_grads(s, logits, t, lse, options, h8t[:, i:i + len(part)], w8t, unscale, dh[i:i + size])

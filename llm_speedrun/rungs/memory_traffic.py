@@ -216,7 +216,7 @@ class GroupedCE(ChunkedCE):
 @patch
 def losses8(self:GroupedCE, s, h8, w8, y, dtype): # `Slots`, 8-bit n' d and V d, n, type of the logits
     "Return a chunk's logits (n V), losses and log-sum-exps (n each); another loss may replace it"
-    logits = product(s, h8, w8, "hidden", "head", out=dtype, fast=True)[:len(y)]
+    logits = product(s, h8, w8, "hidden", "head", out=dtype)[:len(y)]
     return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
 
 @patch(as_prop=True)

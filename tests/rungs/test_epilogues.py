@@ -533,6 +533,18 @@ def test_sums_of_exponentials(n, d, V, shift):
     for one, two in zip(ep8.summed_loss(sums, logits, y, -100, 1e-4), fused_fp8.loss_lse(logits, y, -100, 1e-4, 0.)):
         torch.testing.assert_close(one, two, rtol=2e-4, atol=2e-3)
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("d, V", [(768, 50304), (2048, 640)])
+def test_logits_are_not_truncated(d, V, monkeypatch):
+    "Sums inside of the tensor cores are: all logits of one sign come out too small"
+    h, w = rand(1024, d, std=8.).abs().to(f8.E4M3), rand(V, d, std=16*d**-.5).abs().to(f8.E4M3)
+    exact, ia, ib = h.double() @ w.double().T/64, *(torch.full((1,), 1/8, device=DEVICE) for _ in range(2))
+    def bias(): return (ep8.logits8(h, w, ia, ib)[0].double()/exact - 1).mean().abs().item()
+    promoted = bias()
+    monkeypatch.setattr(ep8, "PROMOTED", ep8.INSIDE)
+    assert promoted < bias()/4, (promoted, bias())
+
 @pytest.mark.parametrize("weight", ["mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"])
 def test_a_nan_is_noticed(weight):
     "Whatever it comes from: the norm of such a step is infinite, as without, and the trainer doesn't take it"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest, torch, torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 import llm_speedrun.rungs.memory_traffic as module
+from llm_speedrun.rungs import fused_fp8
 from llm_speedrun.model import workload
 from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
@@ -225,6 +226,17 @@ def test_small_gradients_of_one_sign_are_summed_up(monkeypatch):
         with monkeypatch.context() as m:
             m.setattr(module, name, inside)
             assert max(ours()) > 2e-2, (name, ours())
+
+@pytest.mark.parametrize("more", [[], ["head_groups"]])
+def test_logits_are_summed_in_fp32(more, monkeypatch):
+    "What tensor cores truncate would be a bias of all logits, and of their gradients. The other matmuls forward may be summed inside"
+    seen, right = {}, fused_fp8.product
+    def product(s, a, b, name_a, name_b, **how):
+        seen.setdefault(name_b, set()).add(how.get("fast", False))
+        return right(s, a, b, name_a, name_b, **how)
+    for m in (fused_fp8, module): monkeypatch.setattr(m, "product", product)
+    model_grads([*FP8, *more])
+    assert seen["head"] == {False} and True in seen["wo"]
 
 # Queries and keys, made again
 
