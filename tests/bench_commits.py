@@ -4,6 +4,7 @@ Each list of rungs is built once by each checkout, in a process of its own; then
 time to ours with its 10th to 90th percentile, and the first losses of both, which are equal bit by bit if both compute the same."""
 import json, os, statistics, subprocess, sys
 from pathlib import Path
+from llm_speedrun.measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 ATTENTION, END = "tf32 bf16 flash:backend=cudnn flash4 fused_ops", "cuda_graphs fused_adamw direct_update"
@@ -47,7 +48,7 @@ def compared(other, case, rounds):
     ratios = sorted(b/a for a, b in times)
     low, *_, high = statistics.quantiles(ratios, n=10)
     found = dict(case=case, rungs=LISTS[case[3]], same_losses=first[0] == first[1], losses=first, rounds=rounds,
-                 ms=[statistics.median(t) for t in zip(*times)], ratio=statistics.median(ratios), low=low, high=high)
+                 ms=[statistics.median(t) for t in zip(*times)], ratio=statistics.median(ratios), low=low, high=high, **machine())
     print(f"{case[0]} B{case[1]} {case[3]}: {found['ms'][0]:.2f} ms, the other {found['ms'][1]:.2f}: {found['ratio']:.4f}x ({low:.4f} to {high:.4f}), "
           f"losses {'equal' if found['same_losses'] else 'differ'}", flush=True)
     return found
