@@ -233,7 +233,7 @@ def peer_lost_error(world, # a `World`
         return PeerLostError(f"the process in whose store all met, or its machine, is gone: {error}")
     if not stand: return PeerLostError(f"the processes lost each other before the first step: {error}")
     told = lambda n: f"at {n['where']}, {time.time() - n['time']:.0f} s ago"
-    n, late = stand[0], "imed out" in error
+    n, late = stand[0], re.search("imed out|timeout", error) # of this one, or of another on the connection
     how, where = ("does not answer", stack_of(n)) if late else ("is gone", "")
     others = "; ".join(f"process {o['rank']} {told(o)}" for o in stand[1:5])
     others = f" Others: {others}."*bool(others)

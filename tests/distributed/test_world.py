@@ -143,10 +143,18 @@ def test_differences_are_told_to_all(two, what, part):
 def test_all_know_what_one_wants_one_call_later(two):
     for r in two[0]: assert r["agreed"] == ([0, 0, 1, 2], 3)
 
+@pytest.mark.parametrize("error, how", [("Timed out waiting 15000ms for recv operation to complete", "does not answer"),
+    ("Application timeout caused pair closure", "does not answer"), # of an operation whose connection another one's timeout closed
+    ("Connection closed by peer [127.0.0.1]:4242", "is gone"), ("Broken pipe", "is gone")])
+def test_late_or_gone(error, how, monkeypatch):
+    "As gloo says it"
+    monkeypatch.setattr(world, "read_heartbeats", lambda w: [dict(rank=1, where="step 7", time=0., stack="", machine="m")])
+    assert f"process 1 of 2 {how}: " in str(world.peer_lost_error(world.World(0, 2), RuntimeError(f"[/a/b.cc:3] {error}")))
+
 def test_a_process_that_hangs_is_named(two):
     (waits, hangs), logs = two
     kind, said = waits["hang"]
-    assert kind == "PeerLostError" and "process 1 of 2 does not answer: it was last seen at step 7" in said and "1000ms" in said
+    assert kind == "PeerLostError" and "process 1 of 2 does not answer: it was last seen at step 7" in said and re.search("1000ms|timeout", said)
     assert hangs["stack after"] == .95 # of the second after which the others give up, if its own thread can't write before
     assert re.search(r"There it was in wait_until \(timeouts.py, line \d+\), called from hang \(test_world.py, line", said) and hangs["hang"] is None, said
     stacks = (logs/"stack-1.txt").read_text(encoding="utf-8")
