@@ -92,6 +92,7 @@ class Run:
     checks: tuple = () # () -> a bool tensor on the device: whether this step must not be taken
     releases: tuple = () # () -> None: drop what is kept on the GPU and can be recomputed
     stateful: tuple = () # pairs of a name and an object with a state that a checkpoint needs
+    counts: tuple = () # pairs of a name and () -> a number on the device, for the log of a run
     rungs: tuple = () # the names of the rungs applied so far
     options: dict = field(default_factory=dict) # of each rung that has any: name -> value, as it was built
     why: dict = field(default_factory=dict) # rung -> what was measured to choose its options, in words

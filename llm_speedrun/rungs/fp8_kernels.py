@@ -16,7 +16,7 @@ from ..measure import compiler_imported
 from ..runs import uncompiled
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #16aimp02
-from .fp8 import E4M3, LARGEST, mm8
+from .fp8 import E4M3, E5M2, LARGEST, mm8
 from .fused_ops import (head_norm_grads, qk_rope_backward_maths, swiglu_backward_maths,
                                           swiglu_grads, swiglu_maths)
 from .triton import add_norm_maths, blocks, jit, kernel_op, launch, runs_kernel, tl
@@ -24,6 +24,15 @@ from .triton import add_norm_maths, blocks, jit, kernel_op, launch, runs_kernel,
 # %% ../../nbs/16a_fp8_kernels.ipynb #17names1
 NAMES = "n1 wqkv o wo n2 wab ab h wdown dqkv da dab dm".split() # a layer's inputs, weights and gradients
 NAMES += "hidden head".split() # input and weight of the output projection, which no layer has
+
+# %% ../../nbs/16a_fp8_kernels.ipynb #16aclip2
+CLIPS_AT = {E4M3: 448. + 16, E5M2: 57344. + 4096} # half a step above `LARGEST`
+
+def limits(grad): # format of the gradients
+    "Return for each slot the format's largest value, and the magnitude above which numbers are clipped"
+    formats = [grad if k[0] == "d" else E4M3 for k in NAMES]
+    clips_at = [1.99*LARGEST[E4M3] if k == "ab" else CLIPS_AT[f] for k, f in zip(NAMES, formats)]
+    return [LARGEST[f] for f in formats], clips_at
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #42ce8033
 class Scaling:
@@ -36,7 +45,8 @@ class Scaling:
                  history=16, # how many steps to look back
                  delayed=True): # False computes every scale just in time
         n, self.delayed = len(NAMES), delayed
-        self.largest = torch.tensor([LARGEST[grad if k[0] == "d" else E4M3] for k in NAMES], device=device)
+        self.largest, self.clips_at = (torch.tensor(x, device=device) for x in limits(grad))
+        self.clipped = torch.zeros((), dtype=torch.int64, device=device) # maxima out of range so far
         self.past = torch.zeros(history, layers, n, device=device)
         self.scale, self.inverse = (torch.ones(layers, n, 4, device=device)[..., 0] for _ in range(2))
         zeros = lambda: [torch.zeros(n, 4, device=device) for _ in range(layers)]
@@ -66,6 +76,7 @@ def update(self:Scaling):
     "Move the step's maxima into the history, and recompute the scales. A bad step changes neither"
     amax = self.maxima()
     good = amax.isfinite().all()
+    if self.delayed: self.clipped += ((amax*self.scale > self.clips_at) & good).sum()
     torch._foreach_zero_(self.forward_max + self.backward_max)
     past = torch.cat([amax[None], self.past[:-1]])
     for old, new in ((self.past, past), (self.scale, fitting_scale(past.amax(0), self.largest))):
@@ -94,19 +105,22 @@ def in_pass(self:Scaling):
         if kept is not None: torch._foreach_copy_(self.forward_max, kept)
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #d0e3ba96
+KEPT = "past scale inverse clipped".split()
+
 @patch
 def state_dict(self:Scaling):
     "Return what a checkpoint needs to continue with the same scales: a dict of tensors and a flag"
     maxima = {k: torch.stack(getattr(self, k))[..., 0] for k in ("forward_max", "backward_max")}
-    return {k: getattr(self, k) for k in ("past", "scale", "inverse")} | maxima | dict(seen=self.seen)
+    return {k: getattr(self, k) for k in KEPT} | maxima | dict(seen=self.seen)
 
+# %% ../../nbs/16a_fp8_kernels.ipynb #16aload1
 @patch
 def load_state_dict(self:Scaling, state): # from `state_dict`
     "Copy the saved scales into the layers' tensors. Raises `InputError` for a checkpoint with other slots"
     if state["past"].shape[1:] != self.past.shape[1:]:
         raise InputError("the FP8 scales of this checkpoint don't fit: they come from another version of "
                          "llm_speedrun, or from another model. Start a new run")
-    for k in ("past", "scale", "inverse"): getattr(self, k).copy_(state[k])
+    for k in state.keys() & KEPT: getattr(self, k).copy_(state[k]) # older ones have counted nothing
     for k in ("forward_max", "backward_max"):
         for mine, saved in zip(getattr(self, k), state[k]): mine[:, 0].copy_(saved)
     self.seen = state["seen"]

@@ -454,4 +454,5 @@ def fp8(run, # a `Run`
         to_fp8(model, parts, scaling, dt)
         if "head" in parts: head_to_fp8(model, LayerScales(scaling, L, dt))
     run = run.with_model(change).in_step(scaling.in_step).in_forward(scaling.in_pass)
-    return replace(run, checks=run.checks + (scaling.bad,), stateful=run.stateful + (("fp8", scaling),))
+    return replace(run, checks=run.checks + (scaling.bad,), stateful=run.stateful + (("fp8", scaling),),
+                   counts=run.counts + (("fp8_clipped", lambda: scaling.clipped),))

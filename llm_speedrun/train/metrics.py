@@ -216,9 +216,11 @@ class MetricsLogger:
                  world, device, # the `World`, and where this process trains
                  step_tokens, # tokens in a step, of all processes
                  on_step=lambda step, loss, tok_s: None, # called with the newest step that is logged
-                 log_locally=lambda text: None): # called with times of this process among several
+                 log_locally=lambda text: None, # called with times of this process among several
+                 counts=()): # of the `Run`
         self.folder, self.stepper, self.world, self.device = folder, stepper, world, device
-        self.step_tokens, self.on_step, self.log_locally = step_tokens, on_step, log_locally
+        self.step_tokens, self.on_step, self.counts = step_tokens, on_step, counts
+        self.log_locally = log_locally
         self.pending, self.copied, self.bad, self.train_s = [], deque(), 0, 0.
         self.file, self.trackers = None, None # of the first process, from `open` on
         self.clock = self.stepper.mark = Breakdown(device)
@@ -284,8 +286,8 @@ def flush(self:MetricsLogger, later=False): # True leaves the newest losses for 
     "Log all steps, or with `later` only those before the newest copy"
     if self.pending:
         both = [torch.stack([p[i].float() for p in self.pending]) for i in (2, 3)] # losses and norms
-        values = copy_to_host(torch.stack(both))
-        self.copied.append((self.pending, values, self.clock, self.clock.now()))
+        values, counts = copy_to_host(torch.stack(both)), {k: copy_to_host(f()) for k, f in self.counts}
+        self.copied.append((self.pending, values, counts, self.clock, self.clock.now()))
         self.pending, self.clock = [], Breakdown(self.device)
         self.stepper.mark = self.clock
     while len(self.copied) > later: self.log_steps(*self.copied.popleft())
@@ -315,7 +317,7 @@ def raise_bad_steps(self:MetricsLogger, step, x, y): # number of the last bad st
 
 # %% ../../nbs/34_metrics.ipynb #34log013
 @patch
-def log_steps(self:MetricsLogger, steps, values, clock, end): # what `add` and `flush` have put together
+def log_steps(self:MetricsLogger, steps, values, counts, clock, end): # what `add` and `flush` put together
     "Write the rows of some steps. Raises `AllFailed` after too many bad ones"
     if clock.gpu: end.synchronize() # now the losses are there
     ms = ms_between(self.last_event, end)
@@ -323,7 +325,8 @@ def log_steps(self:MetricsLogger, steps, values, clock, end): # what `add` and `
     self.last_event, over, self.train_s = end, None, self.train_s + ms/1e3
     for (step, lr, _, _, x, y), loss, norm in zip(steps, *values.tolist()):
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
-        if step == steps[-1][0]: row |= self.details(step, lr, clock)
+        if step == steps[-1][0]:
+            row |= self.details(step, lr, clock) | {k: n.item() for k, n in counts.items()}
         self.bad = 0 if self.write_step(row) else self.bad + 1
         if self.bad == BAD_STEPS: over = step, x, y
     self.on_step(step, loss, tok_s)

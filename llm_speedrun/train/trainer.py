@@ -385,7 +385,7 @@ def open_files(trainer):
     t.checkpointer.open(t.folder, run_id, c.keep_last, t.done)
     trackers = open_trackers(c.loggers if one else "", t.folder, asdict(c), step=t.done, log_info=t.log_info)
     t.logger = MetricsLogger(t.folder, t.step, t.world, t.device, c.step_tokens,
-                             log_locally=t.coordinator.log_to_rank_file)
+                             log_locally=t.coordinator.log_to_rank_file, counts=t.run.counts)
     t.logger.open(trackers)
     notify(t, "before_fit")
     t.coordinator.start(t.folder, t.done, c.rank_logs)

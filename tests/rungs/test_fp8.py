@@ -8,7 +8,7 @@ import pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.fp8 as plain, llm_speedrun.rungs.fp8_kernels as kernel_module, llm_speedrun.rungs.fused_fp8 as module
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import E4M3, E5M2, LARGEST, RECIPES, choose_layers, converted, mm8, sqnr
-from llm_speedrun.rungs.fp8_kernels import (by_kernel, heads_quantize, LayerScales, norm_quantize, quantize, quantize_weights, Scaling,
+from llm_speedrun.rungs.fp8_kernels import (by_kernel, heads_quantize, LayerScales, NAMES, norm_quantize, quantize, quantize_weights, Scaling,
                                             sixteens, swiglu_backward_quantize, swiglu_quantize)
 from llm_speedrun.rungs.fused_fp8 import (HALF_MOST, PARTS, choose_parts, Fp8LinearCE, logits_quantize, loss_lse, misrounded, needs_fp8,
                                           random_bits, random_bits_maths, round_stochastically, round_stochastically_maths,
@@ -256,6 +256,32 @@ def test_a_scale_follows_its_history():
         seen.append(s.scale[0, 0].item())
     with s.in_step(), s.in_pass(): pass
     assert seen + [s.scale[0, 0].item()] == [1., 448., 56., 56., 56., 224., 448.]
+
+def count_clipped(slot, maxima, **how):
+    "What is counted after each step that notes these maxima for a slot"
+    s, seen = Scaling(1, E5M2, DEVICE, history=1, **how), []
+    for amax in maxima:
+        with s.in_step(), s.in_pass(): (s.forward_max, s.backward_max)[slot[0] == "d"][0][NAMES.index(slot)] = amax
+        seen.append(s.clipped.item())
+    return seen
+
+@pytest.mark.parametrize("slot, maxima, seen", [
+    ("n1", [1., 2., 2., 2.08, 1.], [0, 0, 1, 1, 2]), # 3.5% more is rounded down to the largest number
+    ("dm", [1., 1.07, 1.15, 1., 1.], [0, 0, 0, 1, 1]), # E5M2's steps are wider
+    ("ab", [1., 1.9, 3.8, 1., 1.], [0, 0, 0, 1, 1]), # what is noted is twice the largest number that was stored
+    ("n1", [1., torch.inf, 1., 2., 1.], [0, 0, 0, 0, 1])], ids=str) # a step that is not taken clips nothing
+def test_what_is_clipped_is_counted(slot, maxima, seen): assert count_clipped(slot, maxima) == seen
+
+def test_scales_found_just_in_time_clip_nothing(): assert count_clipped("n1", [1., 5., 2., 1.], delayed=False) == [0]*4
+
+def test_the_count_goes_on_with_a_run():
+    "Also from a checkpoint that knows of none"
+    a, b = (Scaling(1, E5M2, DEVICE) for _ in range(2))
+    a.clipped += 3
+    state = {k: v.clone() if torch.is_tensor(v) else v for k, v in a.state_dict().items()}
+    b.load_state_dict(state)
+    b.load_state_dict({k: v for k, v in state.items() if k != "clipped"})
+    assert b.clipped == 3
 
 def test_an_evaluation_leaves_no_trace():
     "Neither in the scales nor in the maxima, and with the same loss twice"

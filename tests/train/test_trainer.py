@@ -208,6 +208,7 @@ def test_trains_with_every_rung(tmp_path, rungs):
     "A whole run, with evaluation, sample and weights, works under every rung and gives nearly the naive losses"
     trainer, res = train(options(tmp_path, rungs=rungs), progress=False)
     naive, _ = train(options(tmp_path, name="naive"), progress=False)
+    assert ["fp8_clipped" in r for r in trainer.rows() if "train_s" in r and "loss" in r] == ["fp8" in rungs]*sum("train_s" in r and "loss" in r for r in naive.rows())
     assert names(tmp_path/"runs/run") == FILES and np.allclose(curve(trainer), curve(naive), atol=.1)
     assert abs(res["val_loss"] - naive.rows()[-1]["val_loss"]) < .1
     assert set(load_file(tmp_path/"runs/run/model.safetensors")) == {f"model.{k}" for k in weights(naive)}
