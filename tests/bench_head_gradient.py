@@ -62,7 +62,7 @@ def at_random(g, lse, y): return round_stochastically_maths((g*HALF_MOST).float(
 def bf16(g, lse, y): return g.bfloat16().double()
 
 class QuickCE(GroupedCE):
-    "A `GroupedCE` whose logits are summed inside of the tensor cores, in fewer bits"
+    "A `GroupedCE` whose logits are accumulated in the tensor cores, in fewer bits"
     def losses8(self, s, h8, w8, y, dtype):
         logits = product(s, h8, w8, "hidden", "head", out=dtype, fast=True)[:len(y)]
         return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
@@ -71,7 +71,7 @@ WAYS = {
     "bf16": lambda *o: gradient_of(ChunkedCE(), *o),
     "fp8": lambda *o: gradient_of(in_8_bits(Fp8CE()), *o),
     "fp8, head_groups": lambda *o: gradient_of(in_8_bits(GroupedCE()), *o),
-    "fp8, head_groups, sums inside": lambda *o: gradient_of(in_8_bits(QuickCE()), *o),
+    "fp8, head_groups, tensor-core accumulation": lambda *o: gradient_of(in_8_bits(QuickCE()), *o),
     "fp8, head_groups, fp8_epilogues": lambda *o: gradient_of(in_8_bits(SummedCE()), *o),
     "emulated: nearest": lambda *o: in_pieces(*o, nearest, e4m3),
     "emulated: at random": lambda *o: in_pieces(*o, at_random, e4m3),

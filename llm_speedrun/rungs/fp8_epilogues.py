@@ -396,7 +396,7 @@ def exps_epilogue():
     return gemm_epilogue(ops=scalars, reduces=sums)(exps)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #acd99884
-PROMOTED = dict(tile_M=64, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True) # sums in FP32 registers
+PROMOTED = dict(tile_M=64, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True) # promoted accumulation
 
 def whole_tiles(V): # columns
     "Return a tile whose width divides V, or None: zeros beyond the last column would add exponentials"
