@@ -4,7 +4,6 @@ import gc
 import numpy as np, pytest
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from llm_speedrun import corpus
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
@@ -15,9 +14,8 @@ NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2
 VOCAB = 300     # of the data: the model has some rows to spare
 
 def draw_less(monkeypatch):
-    "Charts are drawn without ticks and words, and without making room for them, which is more than half of what a tiny run costs"
+    "Charts are drawn without ticks and without making room for labels, which is half of what a tiny run costs"
     monkeypatch.setattr(Figure, "set_layout_engine", lambda self, *args, **kw: None)
-    monkeypatch.setattr(Text, "draw", lambda self, *args, **kw: None)
     for name in ("draw", "get_tightbbox"): monkeypatch.setattr(Axis, name, lambda self, *args, **kw: None)
 
 @pytest.fixture(scope="module", autouse=True)
