@@ -26,7 +26,7 @@ NAMES = "n1 wqkv o wo n2 wab ab h wdown dqkv da dab dm".split() # a layer's inpu
 NAMES += "hidden head".split() # input and weight of the output projection, which no layer has
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #16aclip2
-CLIPS_AT = {E4M3: 448. + 16, E5M2: 57344. + 4096} # half a step above `LARGEST`
+CLIPS_AT = {f: LARGEST[f] + half for f, half in ((E4M3, 16), (E5M2, 4096))} # half a step above
 
 def limits(grad): # format of the gradients
     "Return for each slot the format's largest value, and the magnitude above which numbers are clipped"
@@ -120,7 +120,8 @@ def load_state_dict(self:Scaling, state): # from `state_dict`
     if state["past"].shape[1:] != self.past.shape[1:]:
         raise InputError("the FP8 scales of this checkpoint don't fit: they come from another version of "
                          "llm_speedrun, or from another model. Start a new run")
-    for k in state.keys() & KEPT: getattr(self, k).copy_(state[k]) # older ones have counted nothing
+    state = dict(clipped=self.clipped) | state # older ones have counted nothing
+    for k in KEPT: getattr(self, k).copy_(state[k])
     for k in ("forward_max", "backward_max"):
         for mine, saved in zip(getattr(self, k), state[k]): mine[:, 0].copy_(saved)
     self.seen = state["seen"]

@@ -2,7 +2,7 @@
 language's at each call of a kernel, and once more at each call of a function in it. Here it looks once, and does so once in a launch.
 Another third goes into the types of tensors, which are made anew for each value: here what belongs to a type is made once, and what has the
 type and shape that it shall have is not looked at further. And sums and products of integers are not computed once more in 64 bits, for an
-assertion of which nobody hears unless kernels are debugged. What kernels compute stays the same."""
+assertion that Triton makes only where kernels are debugged. What kernels compute stays the same."""
 from functools import cache
 
 def run_kernels_quickly():
@@ -57,13 +57,13 @@ def run_kernels_quickly():
         sizes = vars(a.type).get("sizes")
         return (a, b) if sizes and sizes == vars(b.type).get("sizes") else broadcast(self, a, b)
     def cast_other(self, x, to, *rounding): return x if x.type.scalar is to.scalar else cast(self, x, to, *rounding)
-    def check_overflow_aloud(self, *args):
+    def check_overflow_to_debug(self, *args):
         if self.builder.options.debug: check_overflow(self, *args)
     results = {}
     def result_type_once(self, *key): # types, and whether they are those of numbers
         if key not in results: results[key] = result_type(self, *key)
         return results[key]
     semantic.broadcast_impl_value, semantic.cast, semantic.computation_type_impl = broadcast_unequal, cast_other, result_type_once
-    semantic.binary_op_sanitize_overflow_impl = check_overflow_aloud
+    semantic.binary_op_sanitize_overflow_impl = check_overflow_to_debug
 
     it._patch_lang, it._patch_builtin, it._get_np_dtype, it.GridExecutor.__call__ = patch_lang_once, patch_builtin, np_dtype, launch_once

@@ -6,9 +6,6 @@ from unittest.mock import patch
 import torch.multiprocessing
 from helpers.timeouts import TIMEOUT
 
-PRELOAD = """torch._dynamo torch._inductor.pattern_matcher torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.tensor.experimental
-    safetensors.torch tokenizers tqdm jinja2 matplotlib.figure matplotlib.mathtext matplotlib.backends.backend_agg""".split()
-
 def in_environment(env, target, args):
     os.environ.clear(); os.environ.update(env)
     from llm_speedrun.distributed import spawn, world
@@ -32,7 +29,7 @@ def forked(path, words, kept):
 def start_quickly(now=False): # whether this process is a new one with all that they need: then they are copies of it
     "From here on"
     quick, context_of = QuickContext(), torch.multiprocessing.get_context
-    quick.set_forkserver_preload([] if now else PRELOAD)
+    quick.set_forkserver_preload(["torch._dynamo"])
     if now:
         with patch.object(multiprocessing.util, "spawnv_passfds", forked): multiprocessing.forkserver.ensure_running()
     torch.multiprocessing.get_context = lambda method=None: quick if method == "spawn" else context_of(method)
