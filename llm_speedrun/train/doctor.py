@@ -264,18 +264,49 @@ def _passes(trainer):
                    "--steps, or more text")
 
 # %% ../../nbs/36_doctor.ipynb #aa527cf4
+@dataclass(frozen=True)
+class Pace:
+    "How the rest of a run goes on from evaluation to evaluation"
+    step_s: float # seconds of a step
+    evals: int # evaluations to come
+    between_s: float # seconds from one to the next, its own included
+    write_s: float # to write a checkpoint
+
+    @property
+    def wait_s(self): # after an evaluation, for the checkpoint before
+        return max(0., self.write_s - self.between_s)
+
+def pace(trainer, t): # as for `check_time`
+    "Return the `Pace` of a run"
+    step_s, every = max(t.ms, t.loader_ms) / 1e3, trainer.plan.eval_every
+    evals = math.ceil(trainer.cfg.steps/every) - trainer.done//every
+    return Pace(step_s, evals, every*step_s + t.eval_s, checkpoint_bytes(trainer)[1]/t.bytes_s)
+
+
+# %% ../../nbs/36_doctor.ipynb #36pace06
 def check_time(trainer, # a `Trainer`
                t): # its `FirstSteps`
     "Yield findings about the planned steps: their time, their tokens, and passes over the data"
-    c, n = trainer.cfg, trainer.cfg.steps - trainer.done
-    step_s, (weights, whole) = max(t.ms, t.loader_ms) / 1e3, checkpoint_bytes(trainer)
-    wait_s = max(0., whole/t.bytes_s - n/c.num_evals*step_s) # after an evaluation, for the checkpoint before
-    tokens, per_s = n*t.tokens, t.tokens/step_s
+    c, n, p = trainer.cfg, trainer.cfg.steps - trainer.done, pace(trainer, t)
+    tokens, per_s, weights = n*t.tokens, t.tokens/p.step_s, checkpoint_bytes(trainer)[0]
     after = f" after the {trainer.done:,} that were taken" if trainer.done else ""
-    last = rough_duration(n*step_s + t.once_s + c.num_evals*(t.eval_s + wait_s) + 2*weights/t.bytes_s)
-    yield Finding("ok", "time", f"{n:,} steps{after}, {tokens:,} tokens: about {last} at {per_s:,.0f} "
-                  f"tokens/s, with {c.num_evals} evaluations")
+    seconds = n*p.step_s + t.once_s + p.evals*t.eval_s + max(0, p.evals - 1)*p.wait_s + 2*weights/t.bytes_s
+    yield Finding("ok", "time", f"{n:,} steps{after}, {tokens:,} tokens: about {rough_duration(seconds)} at "
+                  f"{per_s:,.0f} tokens/s, with {p.evals} evaluations")
     if not c.stream: yield _passes(trainer)
+
+
+# %% ../../nbs/36_doctor.ipynb #36pace02
+def check_saving(trainer, t): # as for `check_time`
+    "Yield a note if training may have to wait for its checkpoints"
+    p = pace(trainer, t)
+    if p.write_s < .5*p.between_s or p.evals*p.write_s < 10.: return
+    text = f"a checkpoint takes {p.write_s:.1f} s to write, and one is due every {p.between_s:.1f} s"
+    waits = ("training will wait for the disk" if p.wait_s else
+             "training will wait if the disk slows down, longer than counted")
+    advice = "" if trainer.cfg.resume else ". A smaller --num_evals or a faster disk for --out helps"
+    yield Finding("note", "time", f"{text}: {waits}{advice}")
+
 
 # %% ../../nbs/36_doctor.ipynb #7b038108
 def check_resume(cfg): # a `TrainConfig`
@@ -295,7 +326,7 @@ def check_trainer(trainer): # a `Trainer` that hasn't trained
     gib = trainer.limits.gib if trainer.device.type == "cuda" else None
     with memory_limit(gib): t = first_steps(trainer)
     for found in (check_trial(trainer, t), check_memory(t, gib), check_loader(t), check_disk(trainer),
-                  check_start(trainer), check_time(trainer, t)): yield from found
+                  check_start(trainer), check_time(trainer, t), check_saving(trainer, t)): yield from found
 
 # %% ../../nbs/36_doctor.ipynb #06842046
 def check_run(cfg, # a `TrainConfig`

@@ -158,10 +158,17 @@ class TrainPlan:
     why: dict # rung -> what was measured for it, or why it is left out
     weights: dict | None = None # to begin with, name -> tensor
 
-    def eval_due(self, done): # steps so far
-        "Return whether an evaluation belongs to this step, however the run is stopped and resumed"
-        every = max(1, self.options.steps//self.options.num_evals)
-        return done == self.options.steps or done > 0 == done % every
+# %% ../../nbs/30a_resolve.ipynb #30resev1
+@patch(as_prop=True)
+def eval_every(self:TrainPlan):
+    "Return the steps from one evaluation to the next"
+    return max(1, self.options.steps//self.options.num_evals)
+
+@patch
+def eval_due(self:TrainPlan, done): # steps so far
+    "Return whether an evaluation belongs to this step, however the run is stopped and resumed"
+    return done == self.options.steps or done > 0 == done % self.eval_every
+
 
 # %% ../../nbs/30a_resolve.ipynb #30res011b
 @patch

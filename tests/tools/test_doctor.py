@@ -15,6 +15,7 @@ from llm_speedrun.runs import RUNGS, Stepper
 from llm_speedrun.cli import speedrun_doctor
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import checkpoints
+from llm_speedrun.train.resolve import TrainPlan
 from llm_speedrun.train.trainer import train
 from helpers import quick_programs
 from helpers.tiny_runs import nano, options, words
@@ -97,6 +98,16 @@ def test_what_comes_once_is_counted_once(tmp_path, clock, monkeypatch):
         said = [re.search(r"about (\d+) seconds", next(doctor.check_time(doc, replace(t, ms=1., bytes_s=b))).text)[1] for b in (1e9, 1.)]
         assert int(said[1]) - int(said[0]) == 60
     finally: doc.run_dir.release()
+
+@pytest.mark.parametrize("done, evals", [(0, 10), (30, 9), (250, 2), (290, 1)])
+def test_what_is_left_of_a_resumed_run(monkeypatch, done, evals):
+    "It evaluates at the steps at which it would have, so as many are left as come after `done`, at the distance that they always have"
+    plan = TrainPlan(options=SimpleNamespace(steps=300, num_evals=10), **dict.fromkeys("model recipe sequences rows_here warmup requested_rungs why".split()))
+    trainer = SimpleNamespace(cfg=plan.options, plan=plan, done=done)
+    monkeypatch.setattr(doctor, "checkpoint_bytes", lambda trainer: (10, 40))
+    p = doctor.pace(trainer, SimpleNamespace(ms=100., loader_ms=0., eval_s=1., bytes_s=4.))
+    assert (p.evals, p.between_s, p.write_s, p.wait_s) == (evals, 4., 10., 6.)
+    assert p.evals == sum(map(plan.eval_due, range(done + 1, 301)))
 
 def test_a_gpu_is_warm_before_a_step_is_timed(monkeypatch):
     "Its clock falls as it gets warm: before the first timed step it takes steps for `SETTLE` seconds, on several batches"
