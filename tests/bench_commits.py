@@ -2,9 +2,9 @@
     tests/bench_commits.py OTHER OUT.json [rounds]     OTHER is the root of another checkout
 Each list of rungs is built once by each checkout, in a process of its own; then the two take turns. Prints the median ratio of the other's
 time to ours with its 10th to 90th percentile, and the first losses of both, which are equal bit by bit if both compute the same."""
-import json, os, statistics, subprocess, sys
+import json, os, subprocess, sys
 from pathlib import Path
-from llm_speedrun.measure import machine
+from llm_speedrun.measure import Measured, machine, speedup
 
 ROOT = Path(__file__).resolve().parents[1]
 ATTENTION, END = "tf32 bf16 flash:backend=cudnn flash4 fused_ops", "cuda_graphs fused_adamw direct_update"
@@ -45,12 +45,11 @@ def compared(other, case, rounds):
         ms = {p: ask(p, n) for p in (both if i % 2 else both[::-1])}
         times.append([ms[p] for p in both])
     for p in both: p.stdin.close(); p.wait()
-    ratios = sorted(b/a for a, b in times)
-    low, *_, high = statistics.quantiles(ratios, n=10)
+    ours, theirs = (Measured([[ms] for ms in t], None, 0.) for t in zip(*times))
     found = dict(case=case, rungs=LISTS[case[3]], same_losses=first[0] == first[1], losses=first, rounds=rounds,
-                 ms=[statistics.median(t) for t in zip(*times)], ratio=statistics.median(ratios), low=low, high=high, **machine())
-    print(f"{case[0]} B{case[1]} {case[3]}: {found['ms'][0]:.2f} ms, the other {found['ms'][1]:.2f}: {found['ratio']:.4f}x ({low:.4f} to {high:.4f}), "
-          f"losses {'equal' if found['same_losses'] else 'differ'}", flush=True)
+                 ms=[ours.times.ms, theirs.times.ms], **speedup(theirs, ours), **machine())
+    print("{} B{} {}: {:.2f} ms, the other {:.2f}:".format(case[0], case[1], case[3], *found["ms"]),
+          "{ratio:.4f}x ({ratio_p10:.4f} to {ratio_p90:.4f}), losses".format(**found), "equal" if found["same_losses"] else "differ", flush=True)
     return found
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
     tests/bench_peers.py OUT MODEL BATCH NAME ...    NAME: a list of ours below, a peer from pip, or PEER=FOLDER of its clone; NAME:LABEL renames
 Each races with our `fastest` alone, in turns: all of them would not fit in memory. Prints a line for each, and writes OUT/peers.json at once:
 a contender that lies there already for this model is not measured again. `ratio` is its speed over that of `fastest`, with the 10th and 90th
-percentile over the rounds. Lists of ours that end on `-installed` are without FlashAttention-4 and QuACK; `-flash4` and `-quack` have one of them."""
+percentile over the rounds. Lists of ours that end on `-installed` are without FlashAttention-4 and QuACK; `-flash4` and `-quack` have one of them;
+`fastest-without-RUNG` lacks one rung."""
 import json, sys
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,8 @@ def lists():
     "Name -> rungs"
     found = {k: presets()[k] for k in ("fastest", "fastest16", "safe")}
     more = {f"{k}-{name}": [r for r in rungs if r not in out] for k, rungs in found.items() for name, out in LEFT_OUT.items()}
-    untied = {"fastest-untied": [r for r in found["fastest"] if r != "tied_embedding"]}
-    return found | more | untied
+    without = {f"fastest-without-{out}": [r for r in found["fastest"] if r != out] for out in found["fastest"]}
+    return found | more | without
 
 def setup_of(name, path):
     "What builds a contender"

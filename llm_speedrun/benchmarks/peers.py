@@ -32,7 +32,7 @@ def ours(rungs, # names
 
 # %% ../../nbs/25_peers.ipynb #25peer22
 class PlainCompile(Adapter):
-    "Our model in plain PyTorch, compiled block by block; bf16 with a bf16 stream, fused AdamW"
+    "Our model in plain PyTorch, compiled by blocks or as a whole; a bf16 residual stream, fused AdamW"
     def __init__(self, attention="flash", # PyTorch's, or `flash4`
                  parts=(), # further rungs, with their options
                  **how): # options of the rung `compile`
@@ -44,29 +44,33 @@ class PlainCompile(Adapter):
 
     def step(self, config, path):
         step = Stepper(build(config, self.rungs))
-        return Peer(step, step.run.model, " ".join(self.rungs[3:-1]))
+        return Peer(step, step.run.model, f"torch {torch.__version__}, {' '.join(self.rungs[3:-1])}")
 
 # %% ../../nbs/25_peers.ipynb #25peer25
 def with_liger(model): # of transformers, changed in place
     "Patch the model with Liger's kernels where a GPU runs them. Returns a text on what was done"
     if not torch.cuda.is_available(): return "without Liger, whose kernels need a GPU"
-    logging.getLogger("liger_kernel").setLevel(logging.ERROR) # it names each optional part that doesn't load
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR) # it logs each optional part that doesn't load
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
     apply_liger_kernel_to_qwen3(model=model) # RoPE, norms, SwiGLU, and the loss without logits
     return f"liger-kernel {version_of('liger-kernel')} {os.environ.get('LIGER_KERNEL_IMPL', '')}".strip()
 
 class Transformers(Adapter):
     "Qwen3 of the same size by transformers in bf16, with Liger's kernels and PyTorch's fused AdamW"
+    def __init__(self, loss_of=None): # a model -> its loss of x and y; by default Liger's in chunks
+        self.loss_of = loss_of
+
     def step_missing(self):
         need = ["transformers", *["liger-kernel"]*torch.cuda.is_available()]
         missing = [p for p in need if not version_of(p)]
         return f"it needs pip install {' '.join(missing)}" if missing else ""
 
+
 # %% ../../nbs/25_peers.ipynb #25peer2b
 @patch
 def step(self:Transformers, config, path): # a `GPTConfig`, None
     "Build what takes a step, as a `Peer`"
-    with contextlib.redirect_stderr(io.StringIO()): # it tells which of its optional parts don't load
+    with contextlib.redirect_stderr(io.StringIO()): # it logs which of its optional parts don't load
         from transformers import Qwen3Config, Qwen3ForCausalLM
     from llm_speedrun.export import qwen3_config
     made = Qwen3Config(**qwen3_config(config, "bf16"), attn_implementation="sdpa", use_cache=False)
@@ -75,7 +79,32 @@ def step(self:Transformers, config, path): # a `GPTConfig`, None
     def loss(x, y): return model(input_ids=x, labels=y, shift_labels=y, return_dict=True).loss
     rates = dict(lr=1e-4, betas=(.9, .95), weight_decay=.1)
     opt = torch.optim.AdamW(model.parameters(), **rates, fused=True)
-    return Peer(Step(model, loss, opt, clip=1.), model, source)
+    return Peer(Step(model, self.loss_of(model) if self.loss_of else loss, opt, clip=1.), model, source)
+
+
+# %% ../../nbs/25_peers.ipynb #25hopp02
+def hopper_loss(model): # of transformers
+    "Return Liger's loss for Hopper, of x and y. Raises `InputError` where Liger has none"
+    try: from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        liger_fused_linear_cross_entropy_sm90 as f)
+    except ImportError as e: raise InputError(f"Liger's loss for Hopper GPUs doesn't load: {e}") from None
+    def loss(x, y):
+        h, weight = model.model(input_ids=x).last_hidden_state, model.lm_head.weight
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 256))
+        return f(h.flatten(0, 1), padded, y.flatten())
+    return loss
+
+
+# %% ../../nbs/25_peers.ipynb #25hopp03
+class HopperLoss(Transformers):
+    "`Transformers` with Liger's loss for Hopper, which keeps all logits"
+    def __init__(self): super().__init__(hopper_loss)
+    def step_missing(self):
+        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+        if not hopper: return "Liger's loss needs a Hopper GPU"
+        if why := super().step_missing(): return why
+        if not version_of("nvidia-cutlass-dsl"): return "Liger's loss needs pip install nvidia-cutlass-dsl"
+        return ""
 
 # %% ../../nbs/25_peers.ipynb #25peer37
 def by_torchao(recipe): # one of `RECIPES`
@@ -83,7 +112,8 @@ def by_torchao(recipe): # one of `RECIPES`
     return PlainCompile(parts=[f"torchao_fp8:recipe={recipe}:layers=all"], whole="yes")
 
 PIP = dict(compile_blocks=PlainCompile(), compile_whole=PlainCompile(whole="yes"),
-           transformers=Transformers(), compile_flash4=PlainCompile("flash4", ["chunked_ce"]))
+           transformers=Transformers(), transformers_hopper=HopperLoss(),
+           compile_flash4=PlainCompile("flash4", ["chunked_ce"]))
 autotuned = PlainCompile("flash4", ["chunked_ce"], mode="max-autotune-no-cudagraphs")
 PIP |= dict(compile_autotuned=autotuned) | {f"compile_{k}": by_torchao(k) for k in RECIPES}
 PEERS = PIP | CLONED # name -> its `Adapter`

@@ -79,14 +79,15 @@ FP8_RIVALS = dict(nanogpt_tensorwise="nanoGPT with torchao", nanochat_fp8="nanoc
 def in_8_bits(path=MEASUREMENTS/"peers/nvidia-h100.json"): # as tests/bench_peers.py writes it
     "How many times as fast ours is as others that train in FP8 too, as a sentence; nothing without records"
     if not path.exists(): return ""
-    records = [r for r in json.loads(path.read_text(encoding="utf-8")) if r["workload"] == SPINE[0]]
-    said = [f"{1/r['ratio']:.2f}× {FP8_RIVALS[r['rung']]}" for r in records if r["rung"] in FP8_RIVALS]
-    return f"FP8 on both sides ({records[0]['gpu']}, {records[0]['date']}): {', '.join(said)}. " if said else ""
+    records = [r for r in json.loads(path.read_text(encoding="utf-8")) if r["workload"] == SPINE[0] and r["rung"] in FP8_RIVALS]
+    if not records: return ""
+    said = [f"{1/r['ratio']:.2f}× {FP8_RIVALS[r['rung']]}" for r in records]
+    return f"FP8 on both sides ({records[0]['gpu']}, {' and '.join(sorted({r['date'] for r in records}))}): {', '.join(said)}. "
 
 def cautions(found): # of `race`
     "What to know of the speedups"
-    need = f"Our fastest list needs {packages(found)}. " if packages(found) else ""
-    return (f"How far to trust this: all took turns in one process, on one {found[OURS]['gpu']}, on {found[OURS]['date']}. Others run "
+    need = f"Our list needs {packages(found)}. " if packages(found) else ""
+    return (f"How far to trust this: all took turns in one process, on one {found[OURS]['gpu']}, {found[OURS]['date']}. Others run "
             f"in bf16. {in_8_bits()}{need}We measured it ourselves: no third party has confirmed it.")
 
 def chart(found, records, size=(7.4, 4.2)): # of `race`, of the ladder, in inches

@@ -1,6 +1,7 @@
 "Other projects beside ours: their code as it lies there, errors before anything is measured, and records that say what ran."
 import json, logging, os, subprocess, sys, textwrap
 from dataclasses import replace
+from types import SimpleNamespace
 import pytest, torch
 from llm_speedrun.benchmarks import peers as module
 from llm_speedrun.benchmarks.adapters import source_of
@@ -235,3 +236,24 @@ def test_command_refuses_first(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as e: speedrun_ladder(["--model", "nano", "--out", "out", "--peer", "nanogpt=nowhere"])
     assert e.value.code == 2 and "nowhere has no model.py" in capsys.readouterr().err and not os.path.exists("out")
+
+def test_ligers_loss_for_hopper(monkeypatch):
+    "It gets a head padded to a multiple of 256 rows; the gradient of the head has the head's shape; without it, what is missing is said"
+    if not torch.cuda.is_available():
+        with fails(InputError, "can't run here: Liger's loss needs a Hopper GPU"): peer("transformers_hopper")
+    name = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+    monkeypatch.setitem(sys.modules, name, None)
+    with fails(InputError, "Liger's loss for Hopper GPUs doesn't load"): module.hopper_loss(None)
+    shapes = []
+    def plain(h, weight, target):
+        shapes.append((h.shape, weight.shape))
+        return torch.nn.functional.cross_entropy(h @ weight.T, target)
+    parts = name.split(".")
+    for i in range(1, len(parts)): monkeypatch.setitem(sys.modules, ".".join(parts[:i]), SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(liger_fused_linear_cross_entropy_sm90=plain))
+    h, head, y = torch.randn(2, 3, 8), torch.nn.Linear(8, 300, bias=False), torch.randint(300, (2, 3))
+    loss = module.hopper_loss(SimpleNamespace(model=lambda input_ids: SimpleNamespace(last_hidden_state=h), lm_head=head))(None, y)
+    loss.backward()
+    logits = torch.cat((h @ head.weight.T, torch.zeros(2, 3, 212)), -1)
+    assert shapes == [((6, 8), (512, 8))] and head.weight.grad.shape == head.weight.shape
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()).item(), rel=1e-5)

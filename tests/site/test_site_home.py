@@ -74,6 +74,8 @@ def test_8_bits_beside_8_bits(tmp_path):
     path, r = tmp_path/"peers.json", dict(gpu="NVIDIA H100 80GB HBM3", date="2026-11-26", workload="124m", ratio=.625)
     path.write_text(json.dumps([r | dict(rung="nanogpt_tensorwise"), r | dict(rung="nanogpt", ratio=.1), r | dict(rung="nanochat_fp8", workload="1b", ratio=.1)]))
     assert headline.in_8_bits(path) == "FP8 on both sides (NVIDIA H100 80GB HBM3, 2026-11-26): 1.60× nanoGPT with torchao. "
+    path.write_text(json.dumps([r | dict(rung="nanogpt_tensorwise"), r | dict(rung="nanochat_fp8", date="2026-11-27", ratio=.5)]))
+    assert "2026-11-26 and 2026-11-27): 1.60× nanoGPT with torchao, 2.00× nanochat" in headline.in_8_bits(path)
     assert headline.in_8_bits(tmp_path/"none.json") == ""
 
 @pytest.mark.parametrize("left, there", [(["llm_speedrun", "nanogpt"], "nanoGPT"), (["llm_speedrun", "compile_whole"], "torch.compile")])
