@@ -6,15 +6,15 @@
 __all__ = ['joules_of']
 
 # %% ../../nbs/25_peers.ipynb #25peer08
-import contextlib, io, json, logging, os, time
+import contextlib, io, json, logging, os, time, torch
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-import torch
 from fastcore.basics import patch
 from .adapters import CLONED, Adapter, Peer, Step
 from .clock import energy_counter
 from ..io_utils import InputError, RunError, lookup, replace_file
+from ..compat import HOPPER, kernels_missing
 from ..data import Batches
 from ..measure import (Measured, Table, caption, default_device, fmt, make_record, speedup,
                                   table, take_turns, version_of, warm_up)
@@ -57,9 +57,6 @@ def with_liger(model): # of transformers, changed in place
 
 class Transformers(Adapter):
     "Qwen3 of the same size by transformers in bf16, with Liger's kernels and PyTorch's fused AdamW"
-    def __init__(self, loss_of=None): # a model -> its loss of x and y; by default Liger's in chunks
-        self.loss_of = loss_of
-
     def step_missing(self):
         need = ["transformers", *["liger-kernel"]*torch.cuda.is_available()]
         missing = [p for p in need if not version_of(p)]
@@ -67,6 +64,11 @@ class Transformers(Adapter):
 
 
 # %% ../../nbs/25_peers.ipynb #25peer2b
+@patch
+def loss_of(self:Transformers, model): # of transformers
+    "Return the loss of x and y: Liger's, in chunks"
+    return lambda x, y: model(input_ids=x, labels=y, shift_labels=y, return_dict=True).loss
+
 @patch
 def step(self:Transformers, config, path): # a `GPTConfig`, None
     "Build what takes a step, as a `Peer`"
@@ -76,15 +78,21 @@ def step(self:Transformers, config, path): # a `GPTConfig`, None
     made = Qwen3Config(**qwen3_config(config, "bf16"), attn_implementation="sdpa", use_cache=False)
     model = Qwen3ForCausalLM(made).to(default_device(), torch.bfloat16).train()
     source = f"transformers {version_of('transformers')}, {with_liger(model)}"
-    def loss(x, y): return model(input_ids=x, labels=y, shift_labels=y, return_dict=True).loss
-    rates = dict(lr=1e-4, betas=(.9, .95), weight_decay=.1)
-    opt = torch.optim.AdamW(model.parameters(), **rates, fused=True)
-    return Peer(Step(model, self.loss_of(model) if self.loss_of else loss, opt, clip=1.), model, source)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(.9, .95), weight_decay=.1, fused=True)
+    return Peer(Step(model, self.loss_of(model), opt, clip=1.), model, source)
 
 
 # %% ../../nbs/25_peers.ipynb #25hopp02
-def hopper_loss(model): # of transformers
-    "Return Liger's loss for Hopper, of x and y. Raises `InputError` where Liger has none"
+class HopperLoss(Transformers):
+    "`Transformers` with Liger's loss for Hopper, which keeps all logits"
+    def step_missing(self):
+        if not torch.cuda.is_available(): return "Liger's loss needs a Hopper GPU"
+        return super().step_missing() or kernels_missing("nvidia-cutlass-dsl", "CuTe DSL", HOPPER)
+
+# %% ../../nbs/25_peers.ipynb #25hopp03
+@patch
+def loss_of(self:HopperLoss, model): # of transformers
+    "Return the loss of x and y. Raises `InputError` where Liger has none"
     try: from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
         liger_fused_linear_cross_entropy_sm90 as f)
     except ImportError as e: raise InputError(f"Liger's loss for Hopper GPUs doesn't load: {e}") from None
@@ -93,18 +101,6 @@ def hopper_loss(model): # of transformers
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 256))
         return f(h.flatten(0, 1), padded, y.flatten())
     return loss
-
-
-# %% ../../nbs/25_peers.ipynb #25hopp03
-class HopperLoss(Transformers):
-    "`Transformers` with Liger's loss for Hopper, which keeps all logits"
-    def __init__(self): super().__init__(hopper_loss)
-    def step_missing(self):
-        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-        if not hopper: return "Liger's loss needs a Hopper GPU"
-        if why := super().step_missing(): return why
-        if not version_of("nvidia-cutlass-dsl"): return "Liger's loss needs pip install nvidia-cutlass-dsl"
-        return ""
 
 # %% ../../nbs/25_peers.ipynb #25peer37
 def by_torchao(recipe): # one of `RECIPES`

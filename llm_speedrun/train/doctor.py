@@ -268,6 +268,7 @@ def _passes(trainer):
 class Pace:
     "How the rest of a run goes on from evaluation to evaluation"
     step_s: float # seconds of a step
+    last_s: float # to write the weights beside the last checkpoint
     evals: int # evaluations to come
     between_s: float # seconds from one to the next, its own included
     write_s: float # to write a checkpoint
@@ -276,21 +277,21 @@ class Pace:
     def wait_s(self): # after an evaluation, for the checkpoint before
         return max(0., self.write_s - self.between_s)
 
+# %% ../../nbs/36_doctor.ipynb #36pace07
 def pace(trainer, t): # as for `check_time`
     "Return the `Pace` of a run"
-    step_s, every = max(t.ms, t.loader_ms) / 1e3, trainer.plan.eval_every
-    evals = math.ceil(trainer.cfg.steps/every) - trainer.done//every
-    return Pace(step_s, evals, every*step_s + t.eval_s, checkpoint_bytes(trainer)[1]/t.bytes_s)
-
+    step_s, plan, (weights, whole) = max(t.ms, t.loader_ms) / 1e3, trainer.plan, checkpoint_bytes(trainer)
+    evals = sum(map(plan.eval_due, range(trainer.done + 1, trainer.cfg.steps + 1)))
+    return Pace(step_s, 2*weights/t.bytes_s, evals, plan.eval_every*step_s + t.eval_s, whole/t.bytes_s)
 
 # %% ../../nbs/36_doctor.ipynb #36pace06
 def check_time(trainer, # a `Trainer`
                t): # its `FirstSteps`
     "Yield findings about the planned steps: their time, their tokens, and passes over the data"
     c, n, p = trainer.cfg, trainer.cfg.steps - trainer.done, pace(trainer, t)
-    tokens, per_s, weights = n*t.tokens, t.tokens/p.step_s, checkpoint_bytes(trainer)[0]
+    tokens, per_s = n*t.tokens, t.tokens/p.step_s
     after = f" after the {trainer.done:,} that were taken" if trainer.done else ""
-    seconds = n*p.step_s + t.once_s + p.evals*t.eval_s + max(0, p.evals - 1)*p.wait_s + 2*weights/t.bytes_s
+    seconds = n*p.step_s + t.once_s + p.evals*t.eval_s + max(0, p.evals - 1)*p.wait_s + p.last_s
     yield Finding("ok", "time", f"{n:,} steps{after}, {tokens:,} tokens: about {rough_duration(seconds)} at "
                   f"{per_s:,.0f} tokens/s, with {p.evals} evaluations")
     if not c.stream: yield _passes(trainer)

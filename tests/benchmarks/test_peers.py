@@ -243,7 +243,7 @@ def test_ligers_loss_for_hopper(monkeypatch):
         with fails(InputError, "can't run here: Liger's loss needs a Hopper GPU"): peer("transformers_hopper")
     name = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
     monkeypatch.setitem(sys.modules, name, None)
-    with fails(InputError, "Liger's loss for Hopper GPUs doesn't load"): module.hopper_loss(None)
+    with fails(InputError, "Liger's loss for Hopper GPUs doesn't load"): module.HopperLoss().loss_of(None)
     shapes = []
     def plain(h, weight, target):
         shapes.append((h.shape, weight.shape))
@@ -252,7 +252,7 @@ def test_ligers_loss_for_hopper(monkeypatch):
     for i in range(1, len(parts)): monkeypatch.setitem(sys.modules, ".".join(parts[:i]), SimpleNamespace(__path__=[]))
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(liger_fused_linear_cross_entropy_sm90=plain))
     h, head, y = torch.randn(2, 3, 8), torch.nn.Linear(8, 300, bias=False), torch.randint(300, (2, 3))
-    loss = module.hopper_loss(SimpleNamespace(model=lambda input_ids: SimpleNamespace(last_hidden_state=h), lm_head=head))(None, y)
+    loss = module.HopperLoss().loss_of(SimpleNamespace(model=lambda input_ids: SimpleNamespace(last_hidden_state=h), lm_head=head))(None, y)
     loss.backward()
     logits = torch.cat((h @ head.weight.T, torch.zeros(2, 3, 212)), -1)
     assert shapes == [((6, 8), (512, 8))] and head.weight.grad.shape == head.weight.shape
