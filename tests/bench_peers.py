@@ -3,7 +3,7 @@
 Each races with our `fastest` alone, in turns: all of them would not fit in memory. Prints a line for each, and writes OUT/peers.json at once:
 a contender that lies there already for this model is not measured again. `ratio` is its speed over that of `fastest`, with the 10th and 90th
 percentile over the rounds. Lists of ours that end on `-installed` are without FlashAttention-4 and QuACK; `-flash4` and `-quack` have one of them;
-`fastest-without-RUNG` lacks one rung."""
+`fastest-without-RUNG` lacks one rung and those that build on it."""
 import json, sys
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from llm_speedrun.benchmarks import peers
 from llm_speedrun.measure import version_of
 from llm_speedrun.model import workload
 from llm_speedrun.runs import free_memory
-from llm_speedrun.train.presets import presets
+from llm_speedrun.train.presets import presets, without
 
 QUACK = {"epilogues", "fp8_epilogues", "fused_ce"} # rungs with its kernels
 SECONDS = 10. # for which energy is measured
@@ -22,8 +22,7 @@ def lists():
     "Name -> rungs"
     found = {k: presets()[k] for k in ("fastest", "fastest16", "safe")}
     more = {f"{k}-{name}": [r for r in rungs if r not in out] for k, rungs in found.items() for name, out in LEFT_OUT.items()}
-    without = {f"fastest-without-{out}": [r for r in found["fastest"] if r != out] for out in found["fastest"]}
-    return found | more | without
+    return found | more | {f"fastest-without-{out}": without(found["fastest"], out) for out in found["fastest"]}
 
 def setup_of(name, path):
     "What builds a contender"
@@ -50,7 +49,7 @@ def main(out, model, batch, *names, rounds=10, reps=3):
         except Exception as e: print(f"{said} is left out: {type(e).__name__}: {str(e).strip():.600}", flush=True); free_memory(); continue
         first, r = peers.race([ours, c], rounds, reps)
         r |= dict(ms_of_fastest=first["ms"], joules=peers.joules_of(c.step, SECONDS), joules_of_fastest=joules, packages=versions())
-        records.append(r)
+        records.append(r); done.add((model, r["rung"]))
         path.write_text(json.dumps(records, indent=1))
         print(line_of(r), flush=True)
         del c; torch._dynamo.reset(); free_memory()

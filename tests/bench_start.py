@@ -1,31 +1,63 @@
 """Measure what a user's first command does: the list it takes, the seconds until the first step, its speed; and the doctor's promise.
     tests/bench_start.py runs 10 OUT [options]             ten runs without options, each next to one with --rungs fastest
     tests/bench_start.py doctor OUT "options" "options"    the doctor's time and speed next to a run with the same options
+    tests/bench_start.py train PATH [options]              a run in this process; the seconds of what training waits for, into PATH
     tests/bench_start.py first                             `make speedrun` as it is, for the home page: nbs/measurements/first_run/nvidia-h100.json
 Prints a line for each run, and writes all of them into OUT/runs.json."""
 import json, re, shutil, statistics, subprocess, sys, time
 from pathlib import Path
 
-def command(name, words):
-    "Run a command of the package in a process of its own; its output. Its error ends this program"
-    code = f"from llm_speedrun.cli import {name}; {name}()"
-    p = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True)
-    if p.returncode: sys.exit(f"{name} {' '.join(map(str, words))}\n{p.stdout[-2000:]}\n{p.stderr[-2000:]}")
+def output_of(*words):
+    "What Python prints with these arguments, in a process of its own. Its error ends this program"
+    p = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
+    if p.returncode: sys.exit(f"{' '.join(map(str, words))}\n{p.stdout[-2000:]}\n{p.stderr[-2000:]}")
     return p.stdout
 
+def command(name, words):
+    "Run a command of the package in a process of its own; its output"
+    return output_of("-c", f"from llm_speedrun.cli import {name}; {name}()", *words)
+
+def timed(owner, name, spent):
+    "Let a method add its seconds to `spent`, without those of timed methods that it calls"
+    method = getattr(owner, name)
+    def call(*args, **kw):
+        t0, others = time.perf_counter(), sum(spent.values())
+        try: return method(*args, **kw)
+        finally: spent[name] = spent.get(name, 0.) + time.perf_counter() - t0 - (sum(spent.values()) - others)
+    setattr(owner, name, call)
+
+def train(path, *words):
+    "Train as `speedrun_train` does, and write into `path` the seconds of what training waits for"
+    from llm_speedrun.checkpoint.save import Saver
+    from llm_speedrun.cli import speedrun_train
+    from llm_speedrun.train.checkpointer import Checkpointer
+    from llm_speedrun.train.trainer import Trainer
+    spent, sys.argv = {}, ["speedrun_train", *words]
+    for owner, name in ((Trainer, "evaluate"), (Saver, "save"), (Saver, "wait"), (Checkpointer, "save_weights")): timed(owner, name, spent)
+    speedrun_train()
+    if not spent: sys.exit("training ran in other processes, where nothing is timed: take one GPU")
+    Path(path).write_text(json.dumps(spent))
+
 def run(out, name, words):
-    "Train, and return what the run's folder says of its start and its speed"
-    command("speedrun_train", [*words, "--name", name, "--out", out, "--sample_tokens", 0])
-    folder = Path(out)/name
+    "Train, and return what the run's folder says of its start and its speed, and what training waited for"
+    spent = Path(out)/f"{name}-spent.json"
+    Path(out).mkdir(parents=True, exist_ok=True)
+    output_of(__file__, "train", spent, *words, "--name", name, "--out", out, "--sample_tokens", 0)
+    found = facts_of(Path(out)/name, json.loads(spent.read_text()))
+    shutil.rmtree(Path(out)/name/"checkpoints", ignore_errors=True) # twenty runs would fill a disk
+    (Path(out)/name/"model.safetensors").unlink()
+    return found
+
+def facts_of(folder, spent): # of a run, seconds as `train` writes them
+    "What a run's folder says of its start and its speed"
     config, result = (json.loads((folder/f"{k}.json").read_text()) for k in ("config", "result"))
     rows = [json.loads(line) for line in open(folder/"metrics.jsonl")]
     last = [r for r in rows if "train_s" in r][-1]
     phases = {p["name"]: p["seconds"] for p in result["start"]["phases"]}
-    shutil.rmtree(folder/"checkpoints", ignore_errors=True) # twenty runs would fill a disk
-    (folder/"model.safetensors").unlink()
-    return dict(name=name, rungs=config["rungs"], gpu=config["gpu"], torch=config["torch"], triton=config["triton"], date=config["date"],
+    return dict(name=folder.name, rungs=config["rungs"], gpu=config["gpu"], torch=config["torch"], triton=config["triton"], date=config["date"],
                 micro_batch=config["micro_batch_size"], steps=result["steps"], choose_s=phases.get("choose rungs"), start_s=result["start"]["seconds"],
-                phases=phases, tok_s=last["step"]*config["step_tokens"]/last["train_s"], train_s=last["train_s"], val_loss=result["val_loss"], seconds=result["seconds"])
+                phases=phases, tok_s=last["step"]*config["step_tokens"]/last["train_s"], train_s=last["train_s"], val_loss=result["val_loss"],
+                seconds=result["seconds"], spent=spent)
 
 def default_runs(n, out, *words):
     "Runs without options and with `--rungs fastest`, interleaved"
@@ -48,7 +80,7 @@ def promises(out, *options):
         said = " ".join(command("speedrun_doctor", words).split())
         m = re.search(r"about ([\d.]+) (\w+) at ([\d,]+) tokens/s", said)
         seconds = float(m[1])*dict(seconds=1, minutes=60, hours=3600, days=86400)[m[2]]
-        found.append(dict(options=text, doctor_seconds=seconds, doctor_tok_s=float(m[3].replace(",", ""))) | (r := run(out, f"promise-{i}", text.split())))
+        found.append(dict(options=text, doctor_seconds=seconds, doctor_tok_s=float(m[3].replace(",", "")), doctor_said=said) | (r := run(out, f"promise-{i}", text.split())))
         print(f"{text}: the doctor says {m[1]} {m[2]} at {m[3]} tokens/s; the run takes {r['seconds']:.1f} s at {r['tok_s']:,.0f}", flush=True)
     return found
 
@@ -72,6 +104,6 @@ def first_run(record=ROOT/"nbs/measurements/first_run/nvidia-h100.json"):
 
 if __name__ == "__main__":
     what, *args = sys.argv[1:]
-    if what == "first": sys.exit(first_run(*args))
+    if what in ("first", "train"): sys.exit(dict(first=first_run, train=train)[what](*args))
     found, out = (default_runs(*args), args[1]) if what == "runs" else (promises(*args), args[0])
     (Path(out)/"runs.json").write_text(json.dumps(found, indent=1))

@@ -278,17 +278,18 @@ class Pace:
         return max(0., self.write_s - self.between_s)
 
 # %% ../../nbs/36_doctor.ipynb #36pace07
-def pace(trainer, t): # as for `check_time`
+def pace(trainer, # a `Trainer`
+         t): # its `FirstSteps`
     "Return the `Pace` of a run"
     step_s, plan, (weights, whole) = max(t.ms, t.loader_ms) / 1e3, trainer.plan, checkpoint_bytes(trainer)
     evals = sum(map(plan.eval_due, range(trainer.done + 1, trainer.cfg.steps + 1)))
     return Pace(step_s, 2*weights/t.bytes_s, evals, plan.eval_every*step_s + t.eval_s, whole/t.bytes_s)
 
 # %% ../../nbs/36_doctor.ipynb #36pace06
-def check_time(trainer, # a `Trainer`
-               t): # its `FirstSteps`
+def check_time(trainer, t, # as for `pace`
+               p): # the run's `Pace`
     "Yield findings about the planned steps: their time, their tokens, and passes over the data"
-    c, n, p = trainer.cfg, trainer.cfg.steps - trainer.done, pace(trainer, t)
+    c, n = trainer.cfg, trainer.cfg.steps - trainer.done
     tokens, per_s = n*t.tokens, t.tokens/p.step_s
     after = f" after the {trainer.done:,} that were taken" if trainer.done else ""
     seconds = n*p.step_s + t.once_s + p.evals*t.eval_s + max(0, p.evals - 1)*p.wait_s + p.last_s
@@ -298,13 +299,12 @@ def check_time(trainer, # a `Trainer`
 
 
 # %% ../../nbs/36_doctor.ipynb #36pace02
-def check_saving(trainer, t): # as for `check_time`
+def check_saving(trainer, p): # as for `check_time`
     "Yield a note if training may have to wait for its checkpoints"
-    p = pace(trainer, t)
-    if p.write_s < .5*p.between_s or p.evals*p.write_s < 10.: return
+    if p.evals < 2 or p.write_s < .5*p.between_s or p.evals*p.write_s < 10.: return
     text = f"a checkpoint takes {p.write_s:.1f} s to write, and one is due every {p.between_s:.1f} s"
     waits = ("training will wait for the disk" if p.wait_s else
-             "training will wait if the disk slows down, longer than counted")
+             "if the disk slows down, training will wait, which this time doesn't count")
     advice = "" if trainer.cfg.resume else ". A smaller --num_evals or a faster disk for --out helps"
     yield Finding("note", "time", f"{text}: {waits}{advice}")
 
@@ -326,8 +326,9 @@ def check_trainer(trainer): # a `Trainer` that hasn't trained
         yield Finding("note", "run", f"{trainer.folder} exists, and --overwrite will replace what is in it")
     gib = trainer.limits.gib if trainer.device.type == "cuda" else None
     with memory_limit(gib): t = first_steps(trainer)
+    p = pace(trainer, t)
     for found in (check_trial(trainer, t), check_memory(t, gib), check_loader(t), check_disk(trainer),
-                  check_start(trainer), check_time(trainer, t), check_saving(trainer, t)): yield from found
+                  check_start(trainer), check_time(trainer, t, p), check_saving(trainer, p)): yield from found
 
 # %% ../../nbs/36_doctor.ipynb #06842046
 def check_run(cfg, # a `TrainConfig`
