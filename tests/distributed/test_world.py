@@ -163,9 +163,14 @@ def test_a_process_that_hangs_is_named(two):
 # --- dying ---
 
 DIES = """
-import os, signal, sys
+import os, signal, sys, time
+from llm_speedrun.distributed import world
 from llm_speedrun.distributed.world import join_world, leave_world
 from llm_speedrun.distributed.watchdog import FlagExchange, Heartbeat
+world.READ_SECONDS = 60.
+read = world.read_heartbeats
+def read_late(w): time.sleep(.5*w.rank); return read(w) # the first process has read long before, and holds the store
+world.read_heartbeats = read_late
 w = join_world()
 watch = Heartbeat(w)
 agree = FlagExchange(w, "stop", heartbeat=watch)
