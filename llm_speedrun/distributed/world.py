@@ -203,25 +203,11 @@ def notes():
     from llm_speedrun.compat import default_store
     return dist.PrefixStore("watch", default_store())
 
-# %% ../../nbs/50_world.ipynb #50reader2
-READ_SECONDS = 3. # for the others to read; well before a `PeerWatchdog` exits
-
-def wait_for_readers(world, # a `World`
-                     store): # what `notes` returns
-    "Count this process among those that have read the notes; the first one waits for the others"
-    end = time.monotonic() + READ_SECONDS
-    with suppress(RuntimeError): # the store is gone
-        count = store.add("readers", 1)
-        while world.first and count < world.size - 1 and time.monotonic() < end:
-            time.sleep(.02)
-            count = store.add("readers", 0)
-
 # %% ../../nbs/50_world.ipynb #d81ae746
 def read_heartbeats(world): # a `World`
     "Return what the other processes noted last, the one that is behind first"
     store, others = notes(), [str(r) for r in range(world.size) if r != world.rank]
     found = [json.loads(store.get(r)) for r in others if store.check([r])]
-    wait_for_readers(world, store)
     return sorted(found, key=lambda n: (n["calls"], n["time"]))
 
 def stack_of(note): # of a `Heartbeat`
@@ -243,8 +229,9 @@ def peer_lost_error(world, # a `World`
     "Return the `PeerLostError` that names the process that didn't, and where it was"
     error = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]) # without C++'s files and stack
     try: stand = read_heartbeats(world)
-    except RuntimeError:
-        return PeerLostError(f"the process in whose store all met, or its machine, is gone: {error}")
+    except RuntimeError: # often because it noticed first, said so, and ended
+        return PeerLostError("process 0, which holds what all noted, has ended: it or its machine was "
+            f"lost, or it ended because another was. Then its output names that one. ({error})")
     if not stand: return PeerLostError(f"the processes lost each other before the first step: {error}")
     told = lambda n: f"at {n['where']}, {time.time() - n['time']:.0f} s ago"
     n, late = stand[0], re.search("imed out|timeout", error) # of this one, or of another on the connection

@@ -163,14 +163,9 @@ def test_a_process_that_hangs_is_named(two):
 # --- dying ---
 
 DIES = """
-import os, signal, sys, time
-from llm_speedrun.distributed import world
+import os, signal, sys
 from llm_speedrun.distributed.world import join_world, leave_world
 from llm_speedrun.distributed.watchdog import FlagExchange, Heartbeat
-world.READ_SECONDS = 60.
-read = world.read_heartbeats
-def read_late(w): time.sleep(.5*w.rank); return read(w) # the first process has read long before, and holds the store
-world.read_heartbeats = read_late
 w = join_world()
 watch = Heartbeat(w)
 agree = FlagExchange(w, "stop", heartbeat=watch)
@@ -194,7 +189,10 @@ def test_a_process_that_dies_is_named():
                            env=env | dict(RANK=str(r), LOCAL_RANK=str(r))) for r in range(3)]
     outs = [p.communicate(timeout=TIMEOUT) for p in ps]
     assert [p.returncode for p in ps] == [3, -9, 3], outs
-    for out, _ in (outs[0], outs[2]): assert "process 1 of 3 is gone: it was last seen at step 3" in out, out
+    named = "process 1 of 3 is gone: it was last seen at step 3"
+    assert named in outs[0][0], outs
+    # which may notice first and end; the third one hears of it by that, and then sends its reader to the first one's output
+    assert named in outs[2][0] or "process 0, which holds what all noted, has ended" in outs[2][0], outs
 
 # --- what the first process does for all ---
 
