@@ -229,9 +229,9 @@ def peer_lost_error(world, # a `World`
     "Return the `PeerLostError` that names the process that didn't, and where it was"
     error = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]) # without C++'s files and stack
     try: stand = read_heartbeats(world)
-    except RuntimeError: # often because it noticed first, said so, and ended
-        return PeerLostError("process 0, which holds what all noted, has ended: it or its machine was "
-            f"lost, or it ended because another was. Then its output names that one. ({error})")
+    except RuntimeError: # often because process 0 noticed first, reported the loss, and exited
+        return PeerLostError("process 0, whose store holds the notes, has exited: it or its machine was "
+            f"lost, or it exited because another was. Then its output names that one. ({error})")
     if not stand: return PeerLostError(f"the processes lost each other before the first step: {error}")
     told = lambda n: f"at {n['where']}, {time.time() - n['time']:.0f} s ago"
     n, late = stand[0], re.search("imed out|timeout", error) # of this one, or of another on the connection

@@ -191,8 +191,14 @@ def test_a_process_that_dies_is_named():
     assert [p.returncode for p in ps] == [3, -9, 3], outs
     named = "process 1 of 3 is gone: it was last seen at step 3"
     assert named in outs[0][0], outs
-    # which may notice first and end; the third one hears of it by that, and then sends its reader to the first one's output
-    assert named in outs[2][0] or "process 0, which holds what all noted, has ended" in outs[2][0], outs
+    # process 0 may notice first and exit. Gloo tells process 2 only then, which finds no store, and refers to the output of process 0
+    assert named in outs[2][0] or "process 0, whose store holds the notes, has exited" in outs[2][0], outs
+
+def test_without_the_store_the_output_of_process_0_is_named(monkeypatch):
+    def gone(w): raise RuntimeError("Connection was likely closed")
+    monkeypatch.setattr(world, "read_heartbeats", gone)
+    e = world.peer_lost_error(world.World(2, 3), RuntimeError("[/a/b.cc:3] Connection closed by peer"))
+    assert isinstance(e, world.PeerLostError) and "another was. Then its output names that one. (Connection closed by peer)" in str(e)
 
 # --- what the first process does for all ---
 
