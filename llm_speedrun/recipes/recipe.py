@@ -8,7 +8,7 @@ __all__ = ['RULES', 'RECIPES', 'WHY', 'OWN', 'BEST', 'rule', 'mixed', 'Recipe', 
 
 # %% ../../nbs/41_recipe.ipynb #5f3149eb
 import importlib, inspect, math, pkgutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Callable
 import torch
@@ -17,7 +17,9 @@ from fastcore.basics import patch
 from ..compat import FoundInfOptimizer
 from ..io_utils import InputError, lookup
 from ..model import GPT
-from ..runs import option_text, option_value
+from ..measure import default_device
+from ..runs import Run, check_run, in_order, option_text, option_value, rung_options
+from ..distributed.world import World
 
 # %% ../../nbs/41_recipe.ipynb #039cf193
 RULES = {} # name -> rule
@@ -129,7 +131,9 @@ class Recipe:
     def __call__(self, run): # a `Run` with all its rungs
         "The run with this recipe. Raises `InputError` for a rung that it doesn't go with"
         self.check(run.rungs)
-        return self.apply(run, **self.options)
+        new = self.apply(run, **self.options)
+        check_run(new, "recipe", self.apply)
+        return new
 
 # %% ../../nbs/41_recipe.ipynb #df47ba92
 @patch
@@ -230,6 +234,46 @@ def why_not_best(rungs, given=()): # as for `best_recipe`
     try: parse_recipe(BEST).check(rungs)
     except InputError as e: return str(e).split(". ")[0]
     return ""
+
+# %% ../../nbs/41_recipe.ipynb #cbfc98d5
+def changed_fields(run, new): # two `Run`s
+    "Return the names of the fields in which two runs differ"
+    return {f.name for f in fields(Run) if getattr(run, f.name) is not getattr(new, f.name)}
+
+def make_optimizer(run, of): # a `Run`; what its optimizer comes from, in words
+    "Make a run's optimizer as a training run does. Raises `InputError` where that can't be"
+    try: opt = run.optimizer(run.model, lr=1e-3, weight_decay=.1)
+    except TypeError as e: raise InputError(
+        f"{of}: its optimizer can't be made by optimizer(model, lr=..., weight_decay=...): {e}") from e
+    if not hasattr(opt, "param_groups"): raise InputError(
+        f"{of}: its optimizer is {opt!r:.40}, and must be a torch.optim.Optimizer: return one")
+
+# %% ../../nbs/41_recipe.ipynb #0a4e3d61
+def unused_rungs(recipe, # a `Recipe`
+                 config, # a `GPTConfig`
+                 rungs, # as `build` takes them
+                 world=World()): # the processes that share a step
+    "Return rung -> why, for the rungs that change a run's optimizer alone and whose optimizer isn't used"
+    late = [(r, o) for r, o in in_order(rungs) if r.stage in ("record", "optimizer")]
+    if not any(r.stage == "optimizer" for r, _ in late): return {}
+    why, called, alone = {}, set(), []
+    with torch.device(default_device()):
+        run = Run(recipe.model(replace(config, layers=1, vocab=min(config.vocab, 64))), world=world)
+    def note(run, name): # its optimizer, from here on
+        def make(model, **how): called.add(name); return run.optimizer(model, **how)
+        return replace(run, optimizer=make)
+    def look(run, of):
+        called.clear(); make_optimizer(run, f"the {of}")
+        why.update({k: f"the {of} has an optimizer of its own" for k in alone if k not in {*called, *why}})
+    for r, given in late:
+        new, name = r.__wrapped__(run, **(rung_options(r) | given)), r.__name__
+        check_run(new, "rung", r.__wrapped__)
+        changed = changed_fields(run, new)
+        if "optimizer" in changed: look(new, f"rung {name}")
+        if changed == {"optimizer"}: alone.append(name); new = note(new, name)
+        run = replace(new, rungs=run.rungs + (name,))
+    look(recipe.apply(run, **recipe.options), f"recipe {recipe.name}")
+    return why
 
 # %% ../../nbs/41_recipe.ipynb #4558cd5a
 def set_groups(run, # a `Run`

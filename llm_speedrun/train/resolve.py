@@ -23,7 +23,7 @@ from ..recipes.model_registry import is_own, recipe_for
 
 # %% ../../nbs/30a_resolve.ipynb #30res005
 from ..recipes.batch import resolve_phases
-from ..recipes.recipe import Recipe, best_recipe, parse_recipe, why_not_best
+from ..recipes.recipe import Recipe, best_recipe, parse_recipe, unused_rungs, why_not_best
 from ..recipes.schedules import SCHEDULES, warmup_steps
 from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
                                          resolve_preset, resolve_rungs, smaller, trial_of)
@@ -199,6 +199,7 @@ class PlanResolver:
         self.cfg, self.given, self.limits, self.record, self.log_info = cfg, given, limits, record, log_info
         self.coordinator, self.world, self.device = coordinator, coordinator.world, coordinator.device
         self.requested_rungs, self.why, self.rungs = cfg.rungs, {}, parse_rungs(cfg.rungs, limits.lacks)
+        self.named = not preset_of(cfg.rungs) and (not cfg.resume or "rungs" in given) # each rung by hand
         self.config = self.weights = self.recipe = self.data = self.sequences = None
         self.choices = Choices(again=cfg.retune, log_info=log_info) # what is measured is remembered
 
@@ -298,8 +299,9 @@ def resolve_recipe(self:PlanResolver, found=None): # a `FoundCheckpoint` to go o
     on = self.coordinator.run_on_rank_zero(lambda: parallel_rungs(*of))
     self.rungs, self.why = on.rungs, on.why
     names = [*map(rung_name, self.rungs)]
-    self.name_recipe(names)
-    r, weights = parse_recipe(self.cfg.recipe), shapes_in(found.folder) if found else self.weights
+    weights = shapes_in(found.folder) if found else self.weights
+    self.name_recipe(names, weights)
+    r = parse_recipe(self.cfg.recipe)
     self.recipe = r = self.with_document_mask(self.in_phases(self.with_model(r, weights)))
     r.check(names)
     if found: return # with its own options and shape
@@ -315,13 +317,28 @@ def with_model(self:PlanResolver, r, weights): # a `Recipe`; name -> weight or s
 
 # %% ../../nbs/30a_resolve.ipynb #30res018
 @patch
-def name_recipe(self:PlanResolver, names): # of rungs
-    "Choose a recipe if none was named"
-    if self.cfg.recipe != "auto": return
-    given = {"init", "lr"} & self.given
-    self.cfg.recipe = best_recipe(names, given)
-    why = why_not_best(names, given)
+def name_recipe(self:PlanResolver, names, weights): # of rungs; as for `with_model`
+    """Choose a recipe if none was named, `adamw` where a rung that was named would have no effect with the
+    default one. Raises `InputError` where both were named"""
+    c, given, auto, why = self.cfg, {"init", "lr"} & self.given, self.cfg.recipe == "auto", ""
+    if auto: c.recipe, why = best_recipe(names, given), why_not_best(names, given)
+    r = self.with_model(parse_recipe(c.recipe), weights)
+    lost = unused_rungs(r, self.config, self.rungs, self.world) if self.named else {}
+    for name, of in lost.items():
+        if not of.startswith("the recipe"): continue
+        if not auto: raise InputError(f"the rung {name!r} would have no effect: {of}. Leave out one of the two; "
+                                      "--recipe adamw uses a rung's optimizer")
+        c.recipe, why = "adamw", f"{of}, which would replace that of the rung {name}"
     if why: self.log_info(f"the recipe is adamw and not the default: {why}")
+
+@patch
+def drop_unused(self:PlanResolver, rungs): # with their options
+    "Return the rungs that have an effect with the recipe, and note why the others have none"
+    lost = unused_rungs(self.recipe, self.config, rungs, self.world)
+    self.why = self.why | lost
+    if not preset_of(self.requested_rungs): # the plan lists what is left out of a preset
+        for name, why in lost.items(): self.log_info(f"not {name}: {why}")
+    return [r for r in rungs if rung_name(r) not in lost]
 
 # %% ../../nbs/30a_resolve.ipynb #d3da2420
 @patch
@@ -454,7 +471,8 @@ def resolve(self:PlanResolver):
     on = self.coordinator.run_on_rank_zero(lambda: find(self.config, self.rungs, self.choices))
     c.steps = c.steps or c.total_tokens//c.step_tokens
     t, kept = self.try_batch(on.rungs)
-    c.rungs, self.why = ",".join(kept.rungs), self.why | on.why | kept.why
+    self.why = self.why | on.why | kept.why
+    c.rungs = ",".join(self.drop_unused(kept.rungs))
     set_micro_batch(c, t.batch, self.rows_here, self.log_info)
     if not c.steps: self.fill_time(t.ms)
     self.fill_in() # the warm-up is the first run's, also where it goes on for longer
