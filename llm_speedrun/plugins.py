@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 import msgspec
-from .io_utils import InputError, read_bytes_of, read_json
+from .io_utils import InputError, SpeedrunError, defined_at, read_bytes_of, read_json
 
 # %% ../nbs/06c_plugins.ipynb #33plug13
 TABLES = dict(rung="runs:RUNGS", recipe="recipes.recipe:RECIPES", model="model:WORKLOADS",
@@ -97,14 +97,22 @@ def execute(spec, # of a plug-in
     linecache.checkcache(spec)
     exec(compile(text, spec, "exec"), vars(module))
 
+def lines_in(e, spec): # an error, a plug-in
+    "Return the numbers of the lines in a plug-in's code through which an error came, the innermost last"
+    files = {spec, *map(str, plugin_files(spec))}
+    if isinstance(e, SyntaxError) and e.filename in files: return [e.lineno]
+    return [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename in files]
+
 def where(e, spec): # an error, and the plug-in that raised it
     "Return a text: the error, and the line of the plug-in that raised it"
-    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == spec]
-    if isinstance(e, SyntaxError) and e.filename == spec: lines = [e.lineno]
-    said = e.msg if isinstance(e, SyntaxError) else str(e)
-    return f", line {lines[-1]}"*bool(lines) + f": {type(e).__name__}" + f": {said}"*bool(said)
+    lines, rung = lines_in(e, spec), getattr(e, "rung", "")
+    said = " ".join((e.msg if isinstance(e, SyntaxError) else str(e)).split())[:300]
+    of = f", line {lines[-1]}"*bool(lines) + f", in the rung {rung!r}"*bool(rung)
+    return of + f": {type(e).__name__}" + f": {said}"*bool(said)
 
 # %% ../nbs/06c_plugins.ipynb #33plug19
+CORRECT = "Correct it, or leave it out; --debug shows where in it the error came from"
+
 @contextmanager
 def names_kept(spec): # of a plug-in
     "Yield the `tables`. An error inside restores tables and modules, and becomes an `InputError`"
@@ -116,8 +124,7 @@ def names_kept(spec): # of a plug-in
         for m in set(sys.modules) - modules:
             if getattr(sys.modules[m], "__file__", None) in its: del sys.modules[m]
         if isinstance(e, (Exception, SystemExit)) and not getattr(e, "ours", False): raise InputError(
-            f"plug-in {as_shown(spec)} can't be imported{where(e, spec)}. Correct it, or leave it out; "
-            "--debug shows where in it the error came from") from e
+            f"plug-in {as_shown(spec)} can't be imported{where(e, spec)}. {CORRECT}") from e
         raise
 
 # %% ../nbs/06c_plugins.ipynb #33plug20
@@ -140,6 +147,17 @@ def forget_plugin(spec): # of a plug-in
     if not (p := LOADED.pop(spec, None)): return
     for kind, table in tables().items():
         for name in p.names.get("model" if kind in OTHERS else kind, ()): table.pop(name, None)
+
+# %% ../nbs/06c_plugins.ipynb #33plug51
+@contextmanager
+def plugin_errors():
+    "Turn an error that came from the code of a plug-in into an `InputError` that names its file and line"
+    try: yield
+    except Exception as e:
+        spec = next((s for s in LOADED if lines_in(e, s)), None)
+        memory = isinstance(e, MemoryError) or "out of memory" in str(e) or "DefaultCPUAllocator" in str(e)
+        if spec is None or memory or isinstance(e, SpeedrunError): raise
+        raise InputError(f"plug-in {as_shown(spec)}{where(e, spec)}. {CORRECT}") from e
 
 # %% ../nbs/06c_plugins.ipynb #33plug25
 GROUP = "llm_speedrun.plugins" # of entry points
@@ -178,6 +196,66 @@ def import_plugins(text="", # as `--plugin` takes it
         if recorded and LOADED[spec].digest not in recorded.values(): log_info(
             f"the plug-in {as_shown(spec)} isn't as {folder} knows it: it was changed, or is another one")
     return {spec: LOADED[spec].digest for spec in there}
+
+# %% ../nbs/06c_plugins.ipynb #33plug61
+TOLERANCE = dict(fp32=(3e-4, 5e-3), tf32=(1e-3, .02), bf16=(2e-3, .05), fp16=(2e-3, .05), fp8=(.01, .25)) # loss, gradients
+
+def is_own(f): # a rung, or a class of models
+    "Return whether it isn't one of this package"
+    return not f.__module__.startswith("llm_speedrun.")
+
+def with_required(name, rungs): # of a rung; as `build` takes them
+    "Return those of `rungs` that the rung requires, and what these require, and itself"
+    from llm_speedrun.runs import find_rung, rung_name
+    wanted = [name]
+    for n in wanted: wanted += [k for k in find_rung(n).requires if k not in wanted]
+    return [r for r in rungs if rung_name(r) in wanted]
+
+def loss_and_gradients(run, of): # a `Run`; what is tried, for errors
+    "Return loss and gradients of a pass over one sequence, with random weights of a layer's usual size"
+    import torch
+    from llm_speedrun.runs import enter_all, uncompiled
+    c, g = run.model.config, torch.Generator(run.device).manual_seed(0)
+    with torch.no_grad():
+        for _, p in sorted(run.model.named_parameters()):
+            p.normal_(std=p.shape[1]**-.5, generator=g) if p.ndim > 1 else p.uniform_(.5, 1.5, generator=g)
+    x, y = torch.randint(c.vocab, (2, 1, c.seq_len), device=run.device, generator=g)
+    with uncompiled(), enter_all(run.step_contexts):
+        with enter_all(run.forward_contexts): loss = run.loss(run.model, x, y)
+        if not torch.is_tensor(loss) or loss.ndim or not loss.requires_grad: raise InputError(
+            f"{of} gives {loss!r:.60} as loss, and must give the mean loss of a batch, a scalar tensor")
+        ps = [p for p in run.model.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(1024*loss, ps, allow_unused=True, materialize_grads=True)
+    return loss.item(), torch.cat([g.float().flatten() for g in grads])/1024
+
+def check_function(config, # a `GPTConfig`
+                   rungs, # as `build` takes them, without "auto" options
+                   model): # the class of the model
+    "Raise `InputError` where a plug-in's rung computes another function and doesn't declare it"
+    from dataclasses import replace
+    from llm_speedrun.runs import build, find_rung, rung_name
+    small = replace(config, layers=1, vocab=min(config.vocab, 512))
+    names = [n for n in map(rung_name, rungs) if is_own(find_rung(n))]
+    if is_own(model): loss_and_gradients(build(small, [], model=model), f"model {config.name!r}")
+    for r in map(find_rung, names):
+        of, both = f"rung {r.__name__!r} ({defined_at(r)})", with_required(r.__name__, rungs)
+        run = build(small, both, model=model)
+        loss, grads = loss_and_gradients(run, of)
+        if not r.same_function: continue
+        want, exact = loss_and_gradients(build(small, [b for b in both if rung_name(b) != r.__name__], model=model), of)
+        off = abs(loss - want)/abs(want), float("inf") if len(grads) != len(exact) else ((grads - exact).norm()/exact.norm()).item()
+        if all(o <= t for o, t in zip(off, TOLERANCE[run.fmt])): continue
+        raise InputError(
+            f"{of} computes another function than the run without it: from the same weights the loss differs by {off[0]:.2%} "
+            f"and the gradients by {off[1]:.2%}, more than {run.fmt} explains. If it is meant to, declare it: "
+            f"@rung({r.stage!r}, same_function=False). Then the trained model is opened with this rung. If not, correct the rung")
+
+# %% ../nbs/06c_plugins.ipynb #33plug64
+def function_rungs(rungs): # as `build` takes them
+    "Return those of `rungs` without which the trained model computes something else, and what they require"
+    from llm_speedrun.runs import find_rung, rung_name
+    other = [n for n in map(rung_name, rungs) if not find_rung(n).same_function]
+    return [r for r in rungs if any(r in with_required(n, rungs) for n in other)]
 
 # %% ../nbs/06c_plugins.ipynb #33plug29
 def plugin_args(text): # as `--plugin` takes it

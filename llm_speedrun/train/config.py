@@ -191,6 +191,7 @@ class ExportOptions(Options):
     "The options of `speedrun_export`"
     # Run
     run: Text # folder of a run, such as runs/<name>
+    plugin: LineList = "" # a Python file or module that defines its rungs; by default what the run recorded
     # Output
     out: str = "" # folder to write, which must not exist; by default export/ in the run's folder
     dtype: str = "fp32" # of the weights: fp32, which keeps every bit, or bf16, which takes half the space

@@ -24,7 +24,7 @@ from .metrics import cut_rows, json_line
 
 # %% ../../nbs/33a_run_dir.ipynb #33aplug5
 from ..architectures import MODELS
-from ..plugins import plugin_digests
+from ..plugins import function_rungs, plugin_digests
 
 # %% ../../nbs/33a_run_dir.ipynb #b611ea0a
 MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20, seq_len=2**24,
@@ -42,6 +42,8 @@ class Record(msgspec.Struct):
     torch: str | None = None
     plugins: dict[str, str] = {} # spec -> digest
     architecture: str = "" # name of the model, where a plug-in has its class
+    rungs: str = "" # with their options, commas between
+    changes_function: list[str] | None = None # rungs with which its model is opened; not in older runs
 
 # %% ../../nbs/33a_run_dir.ipynb #9bb7d6d6
 def of_transformers(path): # of a `config.json`
@@ -194,6 +196,7 @@ def write_config(self:RunDir, plan): # a `TrainPlan`
     if plan.model.name in MODELS: record["architecture"] = plan.model.name
     options = asdict(plan.options)
     record["plugins"] = plugin_digests(options.pop("plugin"))
+    record["changes_function"] = function_rungs([r for r in plan.options.rungs.split(",") if r])
     replace_file(self.path/"config.json", json.dumps(options | record, indent=1))
 
 def layout(world): # a `World`

@@ -21,7 +21,7 @@ from ..runs import build, rung_name
 from ..distributed.world import PeerLostError, notes
 from ..generate import generate
 from ..ladder import climb
-from ..plugins import import_plugins
+from ..plugins import import_plugins, plugin_errors
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from .train_step import TrainStep
@@ -496,7 +496,7 @@ def run_train(cfg, # a `TrainConfig`
     "Train, print the results and exit, as `speedrun_train` does"
     prepare_process()
     try:
-        with distributed_main():
+        with distributed_main(), plugin_errors():
             trainer, res = train(cfg, given=given, timings=Timings(process_start()))
             report(trainer, res)
             trainer.coordinator.close()

@@ -143,3 +143,219 @@ def test_an_older_run_that_lists_one_goes_on(tmp_path, capsys):
     assert "not fused_adamw: the recipe normuon has an optimizer of its own" in capsys.readouterr().out
     with fails(InputError, "the rung 'fused_adamw' would have no effect"):
         Trainer(TrainConfig(resume=str(path.parent), steps=9, rungs="flash,fused_adamw"), progress=False)
+
+# --- a rung that computes another function ---
+
+def test_an_undeclared_one_is_caught_before_training(capsys):
+    mine(UNDECLARED); forget()
+    said = refused(capsys, speedrun_train, *WORDS.split(), "--rungs", "relu")
+    assert "error: rung 'relu' (mine.py, line 16) computes another function than the run without it: from the same weights the loss differs by" in said
+    assert 'declare it: @rung("parts", same_function=False)' in said and len(said.strip().splitlines()) == 2 and not os.path.exists("runs")
+
+SAME = '''from dataclasses import replace
+import torch, torch.nn.functional as F
+from llm_speedrun.model import set_parts
+from llm_speedrun.runs import rung
+def feed(block, h):
+    x, m = block.post_attention_layernorm(h), block.mlp
+    g = m.gate_proj(x)
+    return h + m.down_proj(g/(1 + torch.exp(-g)) * m.up_proj(x))
+@rung("parts")
+def silu(run): return run.with_model(lambda model: set_parts(model, feed=feed))
+def with_z(model, x, y):
+    logits = model(x)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 1e-3*logits.logsumexp(-1).square().mean()
+@rung("parts", requires=["bf16"])
+def z_loss(run): return replace(run, loss=with_z)
+def capped(model, x, y):
+    logits = 15*torch.tanh(model(x)/15)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+@rung("parts")
+def softcap(run): return replace(run, loss=capped)
+@rung("parts")
+def dropout(run): return run.with_model(lambda model: model.norm.register_forward_hook(lambda m, args, out: F.dropout(out, .1)))
+@rung("precision")
+def half(run): return replace(run.in_forward(lambda: torch.autocast(run.device.type, torch.bfloat16)), fmt="bf16")
+'''
+
+@pytest.mark.parametrize("name, right", [("silu", True), ("half", True), ("z_loss", False), ("softcap", False), ("dropout", False)])
+def test_what_counts_as_the_same(name, right):
+    mine(SAME)
+    rungs = ["bf16", name] if name == "z_loss" else [name]
+    if right: plugins.check_function(NANO, rungs, plugins.pkgutil.resolve_name("llm_speedrun.model:GPT"))
+    else:
+        with fails(InputError, f"rung '{name}' .mine.py, line .* computes another function"):
+            plugins.check_function(NANO, rungs, plugins.pkgutil.resolve_name("llm_speedrun.model:GPT"))
+
+@pytest.fixture
+def changed(capsys):
+    "A run of a rung that changes the function, and what it printed"
+    said = trained(capsys, "--rungs", "flash,relu", "--name", "a", "--steps", "30", "--lr", ".02")
+    forget()
+    return said
+
+def loss_of(run, tokens):
+    with torch.no_grad(): return run.model(tokens[:, :-1]).flatten(0, 1), run.loss(run.model, tokens[:, :-1], tokens[:, 1:]).item()
+
+def test_it_is_opened_with_its_rung(changed, capsys, tmp_path):
+    c = config_of("runs/a")
+    assert c["changes_function"] == ["relu"] and "  relu" in changed
+    run = from_pretrained("runs/a", "cpu")
+    assert run.rungs == ("relu",) and "importing the plug-in mine.py of runs/a" in capsys.readouterr().err
+    t = Trainer(options(tmp_path, resume="runs/a") if False else resumed_config(), progress=False)
+    x, y = t.data.val[0]
+    with torch.no_grad():
+        want = t.run.loss(t.run.model, x, y).item()
+        assert abs(run.loss(run.model, x, y).item() - want) < 1e-5
+        plain = build(run.model.config, [], "cpu")
+        plain.model.load_state_dict(run.model.state_dict())
+        assert abs(plain.loss(plain.model, x, y).item() - want) > 1e-3, "and without it the loss is another"
+
+def resumed_config():
+    from llm_speedrun.train.config import TrainConfig
+    return TrainConfig(resume="runs/a", steps=31)
+
+def test_sample_and_eval_use_it(changed, capsys, tmp_path):
+    g = Generator(from_pretrained("runs/a", "cpu"), 2)
+    g.begin([[1, 2], [3]])
+    speedrun_sample(["runs/a", "--n", "3", "--prompt", "3 times"])
+    speedrun_eval(["runs/a", "--text", "texts/3.txt", "--limit", "1"])
+    both = json.loads((tmp_path/"runs/a/evals.json").read_text(encoding="utf-8"))
+    assert both[-1]["engine"] == "ours, with relu"
+
+def test_it_is_not_exported(changed, capsys):
+    said = refused(capsys, speedrun_export, "runs/a")
+    assert "error: runs/a can't be exported: the rung 'relu' changes what its model computes, the logits by" in said and not os.path.exists("runs/a/export")
+    step = sorted(os.listdir("runs/a/checkpoints"))[-1]
+    assert "can't be exported" in refused(capsys, speedrun_export, f"runs/a/checkpoints/{step}")
+
+def test_only_the_loss_may_be_another(capsys):
+    mine(SAME.replace('@rung("parts")\ndef softcap', '@rung("parts", same_function=False)\ndef softcap').replace("model(x)/15)", "model(x)/15)")); forget()
+    trained(capsys, "--rungs", "softcap", "--name", "b")
+    speedrun_export(["runs/b"])
+    assert os.path.exists("runs/b/export/model.safetensors"), "its logits are the model's"
+
+def test_a_resumed_run_keeps_it(changed, capsys):
+    assert "after 31 steps" in trained_on(capsys, "--resume", "runs/a", "--steps", "31")
+    forget()
+    said = refused(capsys, speedrun_train, "--resume", "runs/a", "--steps", "32", "--rungs", "flash")
+    assert "a resumed run keeps the rungs that change what the model computes: it had relu, and these are none" in said
+
+def trained_on(capsys, *args):
+    capsys.readouterr()
+    speedrun_train([*args])
+    return capsys.readouterr().out
+
+def test_a_lost_plug_in_is_named(changed, capsys, tmp_path):
+    (tmp_path/"mine.py").write_text(DECLARED.replace("def relu(", "def relu2("), encoding="utf-8")
+    for f in (speedrun_sample, speedrun_export):
+        assert "runs/a was trained with the rung 'relu', which changes what its model computes, and" in refused(capsys, f, "runs/a"); forget()
+    (tmp_path/"mine.py").rename(tmp_path/"moved.py")
+    assert "there is no such file. runs/a needs it: give its new place, --plugin FILE" in refused(capsys, speedrun_export, "runs/a")
+    (tmp_path/"again.py").write_text(DECLARED, encoding="utf-8")
+    assert "can't be exported: the rung 'relu' changes" in refused(capsys, speedrun_export, "runs/a", "--plugin", "again.py")
+
+def test_an_older_run_is_checked_when_it_is_opened(changed, capsys, tmp_path):
+    path = tmp_path/"runs/a/config.json"
+    old = config_of("runs/a"); old.pop("changes_function")
+    path.write_text(json.dumps(old), encoding="utf-8")
+    assert from_pretrained("runs/a", "cpu").rungs == ("relu",)
+    forget(); (tmp_path/"mine.py").write_text(UNDECLARED, encoding="utf-8")
+    for f in (speedrun_export, speedrun_sample): assert "computes another function" in refused(capsys, f, "runs/a"); forget()
+
+def test_an_optimizer_rung_is_exported(capsys):
+    trained(capsys, "--rungs", "nadam", "--name", "c")
+    forget()
+    speedrun_export(["runs/c"])
+    assert not plugins.LOADED and os.path.exists("runs/c/export/model.safetensors"), "its code isn't needed"
+
+def test_a_run_that_begins_with_its_weights_is_warned(changed, capsys):
+    capsys.readouterr()
+    speedrun_train("--init runs/a --data texts --steps 2 --micro_batch_size 4 --step_tokens 256 --num_evals 1 --eval_tokens 256 --sample_tokens 2 --name d "
+                   "--recipe adamw --rungs naive".split())
+    assert "runs/a was trained with relu, and computes something else without" in capsys.readouterr().out
+
+def test_evals_keep_the_attention_of_a_plug_in(capsys, tmp_path):
+    "Scores of a model whose class attends in its own way are those of the model, not of a GPT with its weights"
+    from llm_speedrun.evals import our_lm
+    (tmp_path/"mine.py").write_text('''from llm_speedrun.architectures import model
+from llm_speedrun.model import GPT, set_parts
+@model("mean", layers=1, width=32, heads=2, kv_heads=2, hidden=64, seq_len=32, vocab=320)
+class Mean(GPT):
+    def __init__(self, config, seed=0):
+        super().__init__(config, seed)
+        set_parts(self, attend=lambda q, k, v: v.cumsum(2))
+''', encoding="utf-8")
+    trained(capsys, "--rungs", "naive", "--name", "e", "--model", "mean")
+    run, x = from_pretrained("runs/e", "cpu"), torch.arange(20)[None]
+    with torch.no_grad(): torch.testing.assert_close(our_lm("runs/e", "cpu").logits(x), run.model(x))
+
+# --- errors ---
+
+@pytest.mark.parametrize("code, rungs, parts", [
+    (DECLARED, "forgets", ["rung 'forgets' (mine.py, line 21) returned nothing, and no Run: end it with `return run`"]),
+    (MINE.replace("SAME", "").replace('    run.with_model(lambda model: None)\n', "    return 3\n"), "forgets", ["returned 3, of type int, and no Run"]),
+    (DECLARED.replace("    run.with_model(lambda model: None)\n", "    return run.modle\n"), "forgets",
+     ["plug-in mine.py, line 24, in the rung 'forgets': AttributeError: 'Run' object has no attribute 'modle'"]),
+    (DECLARED.replace("    run.with_model(lambda model: None)\n", "    raise KeyError('two\\nlines')\n"), "forgets", ["line 24, in the rung 'forgets': KeyError"]),
+    (DECLARED.replace("lr=1e-3, weight_decay=.1:", "lr=1e-3:"), "nadam", ["the rung nadam: its optimizer can't be made by optimizer(model, lr=..., weight_decay=...)"]),
+    (DECLARED.replace("torch.optim.NAdam(", "print("), "nadam", ["TypeError"]),
+    (DECLARED.replace("replace(run, optimizer=lambda model, lr=1e-3, weight_decay=.1: torch", "replace(run, optimizer=lambda model, lr=1e-3, weight_decay=.1: None and torch"),
+     "nadam", ["the rung nadam: its optimizer is None, and must be a torch.optim.Optimizer"]),
+    (DECLARED.replace("return h + m.down", "raise OSError('no'); return h + m.down"), "relu", ["plug-in mine.py, line 13", "OSError: no"]),
+    (DECLARED.replace("set_parts(model, feed=relu_feed)", "setattr(model, 'loss', lambda h, w, y: h)"), "relu", ["rung 'relu' (mine.py, line 16) gives tensor(", "as loss"]),
+], ids=range(9))
+def test_an_error_in_a_rung_ends_in_one_line(tmp_path, capsys, code, rungs, parts):
+    (tmp_path/"mine.py").write_text(code, encoding="utf-8")
+    said = refused(capsys, speedrun_train, *WORDS.split(), "--rungs", rungs)
+    last = said.strip().splitlines()
+    assert last[0] == "importing the plug-in mine.py" and len(last) == 2 and last[1].startswith("error: ") and all(p in last[1] for p in parts), said
+    assert not os.path.exists("runs")
+
+OTHERS = '''from dataclasses import replace
+import torch
+from llm_speedrun.recipes.recipe import mixed, recipe, rule
+from llm_speedrun.recipes.schedules import SCHEDULES
+from llm_speedrun.model import GPT
+from llm_speedrun.architectures import model
+from functools import partial
+'''
+RULE = '''
+@rule("mine")
+class Mine:
+    settings = dict(weight_decay=0.)
+    def new_state(self, p, group): return {}
+    def __call__(self, group, params, grads, states, found_inf=None): BODY
+@recipe(schedule="constant", warmup=0., lr=.01)
+def own(run): return replace(run, optimizer=partial(mixed, roles={k: dict(rule="mine") for k in ("embed", "matrix", "vector", "head")}))
+'''
+
+@pytest.mark.parametrize("code, more, parts", [
+    ("@recipe(lr=.1)\ndef own(run): pass\n", "--recipe own", ["recipe 'own' (mine.py, line 8) returned nothing, and no Run"]),
+    ("@recipe(lr=.1)\ndef own(run): return run.modle\n", "--recipe own", ["plug-in mine.py, line 9", "has no attribute 'modle'"]),
+    ("@recipe(lr=lambda config, **length: 1/0)\ndef own(run): return run\n", "--recipe own", ["plug-in mine.py, line 8: ZeroDivisionError"]),
+    ("@recipe(lr='fast')\ndef own(run): return run\n", "--recipe own", ["recipe 'own': lr is 'fast', and must be a number"]),
+    ("@recipe(lr=.1, warmpu=.1)\ndef own(run): return run\n", "--recipe own", ["unknown option of the trainer in the recipe 'own' 'warmpu'", "Did you mean 'warmup'"]),
+    ("SCHEDULES['mine'] = lambda t: None\n", "--recipe adamw --schedule mine", ["schedule 'mine' (mine.py, line 8) returned None"]),
+    ("SCHEDULES['mine'] = lambda t: 1/(t - t)\n", "--recipe adamw --schedule mine", ["plug-in mine.py, line 8: ZeroDivisionError"]),
+    ("@recipe(lr=.1)\ndef own(run): return replace(run, schedules=(lambda g, step, steps: None,))\n", "--recipe own",
+     ["a schedule of the recipe (mine.py, line 9) returned None"]),
+    (RULE.replace("BODY", "1/0"), "--recipe own", ["plug-in mine.py, line 13: ZeroDivisionError"]),
+    (RULE.replace("BODY", "pass").replace("return {}", "return 3"), "--recipe own", ["rule 'mine' (of mine_", "new_state returned 3"]),
+    (RULE.replace("BODY", "pass").replace("    settings = dict(weight_decay=0.)\n", ""), "--recipe own", ["rule 'mine'", "settings"]),
+    ("@model('bad', layers=1, width=32, heads=2, kv_heads=2, hidden=64, seq_len=32, vocab=320)\nclass Bad(GPT):\n    def forward(self, x, y=None): return self.hidden(x)\n",
+     "--recipe adamw --model bad", ["model 'bad' gives tensor(", "as loss"]),
+    ("@model('bad', layers=1, width=32, heads=2, kv_heads=2, hidden=64, seq_len=32, vocab=320)\nclass Bad(GPT):\n    def hidden(self, x): return x.nothing\n",
+     "--recipe adamw --model bad", ["plug-in mine.py, line 10: AttributeError"]),
+], ids=range(13))
+def test_an_error_elsewhere_in_a_plug_in_ends_in_one_line(tmp_path, capsys, code, more, parts):
+    (tmp_path/"mine.py").write_text(OTHERS + code, encoding="utf-8")
+    words = " ".join(WORDS.split("--lr")[:1]).split()
+    if "--model bad" in more: words[words.index("nano")] = "bad"; more = more.replace(" --model bad", "")
+    said = refused(capsys, speedrun_train, *words, *more.split(), "--rungs", "naive")
+    errors = [line for line in said.splitlines() if "error: " in line]
+    assert len(errors) == 1 and all(p in errors[0] for p in parts) and "Traceback" not in said, said
+
+def test_debug_shows_where(tmp_path, capsys):
+    with pytest.raises(InputError) as e: speedrun_train([*WORDS.split(), "--rungs", "forgets", "--debug"])
+    assert "returned nothing" in str(e.value)
