@@ -98,16 +98,18 @@ def execute(spec, # of a plug-in
     exec(compile(text, spec, "exec"), vars(module))
 
 def lines_in(e, spec): # an error, a plug-in
-    "Return the numbers of the lines in a plug-in's code through which an error came, the innermost last"
-    files = {spec, *map(str, plugin_files(spec))}
-    if isinstance(e, SyntaxError) and e.filename in files: return [e.lineno]
-    return [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename in files]
+    "Return the lines of a plug-in's code through which an error came, the innermost last: number and function"
+    try: files = {spec, *map(str, plugin_files(spec))}
+    except InputError: files = {spec} # it was removed
+    if isinstance(e, SyntaxError) and e.filename in files: return [(e.lineno, "<module>")]
+    return [(f.lineno, f.name) for f in traceback.extract_tb(e.__traceback__) if f.filename in files]
 
 def where(e, spec): # an error, and the plug-in that raised it
     "Return a text: the error, and the line of the plug-in that raised it"
-    lines, rung = lines_in(e, spec), getattr(e, "rung", "")
+    (line, name), rung = (lines_in(e, spec) or [(0, "<module>")])[-1], getattr(e, "rung", "")
     said = " ".join((e.msg if isinstance(e, SyntaxError) else str(e)).split())[:300]
-    of = f", line {lines[-1]}"*bool(lines) + f", in the rung {rung!r}"*bool(rung)
+    of = f"the rung {rung!r}" if rung else "" if name.startswith("<") else name
+    of = f", line {line}"*bool(line) + f", in {of}"*bool(of)
     return of + f": {type(e).__name__}" + f": {said}"*bool(said)
 
 # %% ../nbs/06c_plugins.ipynb #33plug19
@@ -220,10 +222,11 @@ def loss_and_gradients(run, of): # a `Run`; what is tried, for errors
         for _, p in sorted(run.model.named_parameters()):
             p.normal_(std=p.shape[1]**-.5, generator=g) if p.ndim > 1 else p.uniform_(.5, 1.5, generator=g)
     x, y = torch.randint(c.vocab, (2, 1, c.seq_len), device=run.device, generator=g)
-    with uncompiled(), enter_all(run.step_contexts):
+    with torch.enable_grad(), uncompiled(), enter_all(run.step_contexts):
         with enter_all(run.forward_contexts): loss = run.loss(run.model, x, y)
-        if not torch.is_tensor(loss) or loss.ndim or not loss.requires_grad: raise InputError(
-            f"{of} gives {loss!r:.60} as loss, and must give the mean loss of a batch, a scalar tensor")
+        if not torch.is_tensor(loss) or loss.ndim or not loss.requires_grad:
+            what = f"a tensor of shape {tuple(loss.shape)}" if torch.is_tensor(loss) else repr(loss)[:40]
+            raise InputError(f"{of} gives {what} as loss, and must give the mean of a batch, a scalar with a gradient")
         ps = [p for p in run.model.parameters() if p.requires_grad]
         grads = torch.autograd.grad(1024*loss, ps, allow_unused=True, materialize_grads=True)
     return loss.item(), torch.cat([g.float().flatten() for g in grads])/1024

@@ -15,7 +15,7 @@ import torch
 from torch.optim.adamw import adamw as adamw_update
 from fastcore.basics import patch
 from ..compat import FoundInfOptimizer
-from ..io_utils import InputError, lookup
+from ..io_utils import InputError, defined_at, lookup
 from ..model import GPT
 from ..measure import default_device
 from ..runs import Run, check_run, in_order, option_text, option_value, rung_options
@@ -61,7 +61,10 @@ class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themsel
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
     def __init__(self, groups): # dicts with `params`, `rule`, `lr`, and what else the rule takes
-        for g in groups: lookup(RULES, g["rule"], "update rule")
+        for g in groups:
+            r = lookup(RULES, g["rule"], "update rule")
+            if lacks := [k for k in ("settings", "new_state", "__call__") if not hasattr(r, k)]: raise InputError(
+                f"rule {g['rule']!r} ({defined_at(type(r))}) has no {', '.join(lacks)}: see AdamWRule for what a rule has")
         super().__init__([RULES[g["rule"]].settings | g for g in groups], {})
 
     def new_state(self, p): # a weight
@@ -77,7 +80,10 @@ def step(self:MixedOptimizer):
     for g in self.param_groups:
         params = [p for p in g["params"] if p.grad is not None]
         for p in params:
-            if not self.state[p]: self.state[p] = self.new_state(p)
+            if self.state[p]: continue
+            if not isinstance(new := self.new_state(p), dict): raise InputError(
+                f"rule {g['rule']!r} ({defined_at(type(RULES[g['rule']]))}): new_state returned {new!r:.40}, no dict")
+            self.state[p] = new
         states, found_inf = [self.state[p] for p in params], getattr(self, "found_inf", None)
         rule = RULES[g["rule"]]
         more = dict(share=self.share) if getattr(rule, "divides", False) else {}
@@ -283,7 +289,10 @@ def set_groups(run, # a `Run`
     "Give each group its settings for the step that comes"
     for g in opt.param_groups:
         g["lr"] = lr*g.get("ratio", 1.)
-        for f in run.schedules: g.update(f(g, step, steps))
+        for f in run.schedules:
+            if not isinstance(new := f(g, step, steps), dict): raise InputError(
+                f"a schedule of the recipe ({defined_at(f)}) returned {new!r:.40}, and must return a dict")
+            g.update(new)
 
 def warmed_up(setting, # such as "momentum", of the groups that have it
               first, last, # at the first step, and from `rise` on

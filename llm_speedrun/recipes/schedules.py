@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 from ..compat import FOUND_INF
-from ..io_utils import InputError
+from ..io_utils import InputError, defined_at
 from ..runs import Stepper
 from ..distributed.parallel import local
 
@@ -42,6 +42,8 @@ def lr_at(step, # 0 is the first
     if step < rise: return peak * (step + 1) / rise
     t = min(1, (step - rise) / max(1, steps - rise - 1))
     part = wsd(t, cooldown) if schedule == "wsd" else SCHEDULES[schedule](t)
+    if not isinstance(part, (int, float)): raise InputError(
+        f"schedule {schedule!r} ({defined_at(SCHEDULES[schedule])}) returned {part!r:.40}, and must return a number")
     return peak * (floor + (1 - floor)*part)
 
 # %% ../../nbs/40_schedules.ipynb #4bccd10e

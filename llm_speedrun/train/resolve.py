@@ -460,8 +460,12 @@ def fill_in(self:PlanResolver):
     length = dict(steps=c.steps, passes=0. if c.stream else c.steps/self.data.batches.per_epoch)
     none = dict.fromkeys("warmup cooldown final_lr weight_decay grad_clip ema_decay".split(), 0.)
     for k, v in (none | self.recipe.defaults).items():
+        lookup(vars(c), k, f"option in the recipe {self.recipe.name!r}")
         if getattr(c, k) not in (None, ""): continue
-        setattr(c, k, v(self.config, **length) if callable(v) else v)
+        v = v(self.config, **length) if callable(v) else v
+        if k != "schedule" and not isinstance(v, (int, float)): raise InputError(
+            f"recipe {self.recipe.name!r}: {k} is {v!r:.40}, and must be a number")
+        setattr(c, k, v)
     if c.lr is None: raise InputError(f"the recipe {c.recipe} names no learning rate: give --lr")
 
 # %% ../../nbs/30a_resolve.ipynb #b82413ec
@@ -478,13 +482,13 @@ def resolve(self:PlanResolver):
     c = self.cfg
     find = resolve_preset if preset_of(self.requested_rungs) else resolve_rungs
     on = self.coordinator.run_on_rank_zero(lambda: find(self.config, self.rungs, self.choices))
+    self.coordinator.run_on_rank_zero(lambda: check_function(self.config, on.rungs, self.recipe.model))
     c.steps = c.steps or c.total_tokens//c.step_tokens
     t, kept = self.try_batch(on.rungs)
     self.why = self.why | on.why | kept.why
     rungs = self.drop_unused(kept.rungs)
     c.rungs = ",".join(rungs)
     check_kept(self.record, rungs)
-    self.coordinator.run_on_rank_zero(lambda: check_function(self.config, rungs, self.recipe.model))
     set_micro_batch(c, t.batch, self.rows_here, self.log_info)
     if not c.steps: self.fill_time(t.ms)
     self.fill_in() # the warm-up is the first run's, also where it goes on for longer
