@@ -208,10 +208,11 @@ def recorded_function(folder): # of a run, of a checkpoint in it, or of a model
     "Return the rungs without which a run's model computes something else. Raises `InputError` for a lost one"
     if "model_config" not in read_json((run := run_of(folder))/"config.json", dict): return []
     record = read_record(run)
-    rungs = [r for r in record.rungs.split(",") if r] if record.changes_function is None else record.changes_function
+    older, rungs = record.changes_function is None, record.changes_function
+    if older: rungs = [r for r in record.rungs.split(",") if r]
     lost = lambda: [n for n in map(rung_name, rungs) if n not in tables()["rung"]]
     if record.plugins and lost(): import_plugins("", run)
-    if record.changes_function is None: # of an older version, which didn't ask
+    if older: # of a version that didn't check
         rungs = [r for r in rungs if rung_name(r) not in lost()]
         check_function(record.model_config, rungs, model_class(record.model_config))
         return function_rungs(rungs)
@@ -300,13 +301,14 @@ def check_exported(folder, # of a run, or of a checkpoint in it
     "Raise `InputError` where the model computes something else without the rungs that it was trained with"
     if not (rungs := recorded_function(folder)): return
     plain = opened(config, state)
-    run, x = with_rungs(plain, rungs), torch.arange(min(config.seq_len, 64), device=plain.device)[None]*7 % config.vocab
+    run, T = with_rungs(plain, rungs), min(config.seq_len, 64)
+    x = torch.arange(T, device=plain.device)[None]*7 % config.vocab
     with enter_all(run.forward_contexts): trained = run.model(x).float()
     off = ((trained - (want := plain.model(x))).norm()/want.norm()).item()
     if off > TOLERANCE[run.fmt][1]: raise InputError(
-        f"{folder} can't be exported: the rung {' and '.join(map(repr, run.rungs))} changes what its model computes, "
-        f"the logits by {off:.0%}, and no other program knows it. speedrun_sample, speedrun_eval and from_pretrained "
-        "open it with the rung")
+        f"{folder} can't be exported: the rung {' and '.join(map(repr, run.rungs))} changes what its model "
+        f"computes, the logits by {off:.0%}, and no other program knows it. speedrun_sample, speedrun_eval and "
+        "from_pretrained open it with the rung")
 
 def check_no_plugin(run): # its folder
     "Raise `InputError` where the run's model is a plug-in's, which no other program knows"

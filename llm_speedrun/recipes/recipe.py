@@ -64,7 +64,7 @@ class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themsel
         for g in groups:
             r = lookup(RULES, g["rule"], "update rule")
             if lacks := [k for k in ("settings", "new_state", "__call__") if not hasattr(r, k)]: raise InputError(
-                f"rule {g['rule']!r} ({defined_at(type(r))}) has no {', '.join(lacks)}: see AdamWRule for what a rule has")
+                f"rule {g['rule']!r} ({defined_at(type(r))}) has no {', '.join(lacks)}: see AdamWRule")
         super().__init__([RULES[g["rule"]].settings | g for g in groups], {})
 
     def new_state(self, p): # a weight

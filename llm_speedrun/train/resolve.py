@@ -222,7 +222,7 @@ def start_from(self:PlanResolver):
     if c.model: raise InputError(f"{c.init} brings a shape of its own: leave out --model")
     c.model, c.plugin = config.name, with_plugin_of(c.plugin, config.name)
     if lost := {*map(rung_name, recorded_function(c.init))} - {*map(rung_name, self.rungs)}: self.log_info(
-        f"{c.init} was trained with {', '.join(sorted(lost))}, and computes something else without: see --rungs")
+        f"{c.init} was trained with {', '.join(sorted(lost))}, and computes something else without it")
     return config, weights
 
 # %% ../../nbs/30a_resolve.ipynb #9e553e7e
@@ -328,8 +328,8 @@ def name_recipe(self:PlanResolver, names, weights): # of rungs; as for `with_mod
     lost = unused_rungs(r, self.config, self.rungs, self.world) if self.named else {}
     for name, of in lost.items():
         if not of.startswith("the recipe"): continue
-        if not auto: raise InputError(f"the rung {name!r} would have no effect: {of}. Leave out one of the two; "
-                                      "--recipe adamw uses a rung's optimizer")
+        if not auto: raise InputError(f"the rung {name!r} would have no effect: {of}. Leave out one of the "
+                                      "two; --recipe adamw uses a rung's optimizer")
         c.recipe, why = "adamw", f"{of}, which would replace that of the rung {name}"
     if why: self.log_info(f"the recipe is adamw and not the default: {why}")
 
@@ -473,8 +473,8 @@ def check_kept(record, rungs): # of the run to go on with, or None; with their o
     "Raise `InputError` where a resumed run would go on with rungs that compute another function"
     was, now = record and record.changes_function, function_rungs(rungs)
     if was is not None and was != now: raise InputError(
-        f"a resumed run keeps the rungs that change what the model computes: it had {', '.join(was) or 'none'}, "
-        f"and these are {', '.join(now) or 'none'}. Correct --rungs")
+        f"a resumed run keeps the rungs that change what the model computes: it had "
+        f"{', '.join(was) or 'none'}, and these are {', '.join(now) or 'none'}. Correct --rungs")
 
 @patch
 def resolve(self:PlanResolver):

@@ -13,6 +13,7 @@ from llm_speedrun.runs import build
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.train.resolve import plan_lines
 from llm_speedrun.train.trainer import Trainer, train
+from helpers.timeouts import TIMEOUT
 from helpers.tiny_runs import NANO, cache, fails, nano, options, texts
 
 MINE = '''"Rungs of our own"
@@ -345,13 +346,13 @@ def own(run): return replace(run, optimizer=partial(mixed, roles={k: dict(rule="
     ("SCHEDULES['mine'] = lambda t: 1/(t - t)\n", "--recipe adamw --schedule mine", ["plug-in mine.py, line 8: ZeroDivisionError"]),
     ("@recipe(lr=.1)\ndef own(run): return replace(run, schedules=(lambda g, step, steps: None,))\n", "--recipe own",
      ["a schedule of the recipe (mine.py, line 9) returned None"]),
-    (RULE.replace("BODY", "1/0"), "--recipe own", ["plug-in mine.py, line 13: ZeroDivisionError"]),
+    (RULE.replace("BODY", "1/0"), "--recipe own", ["plug-in mine.py, line 13, in __call__: ZeroDivisionError"]),
     (RULE.replace("BODY", "pass").replace("return {}", "return 3"), "--recipe own", ["rule 'mine' (of mine_", "new_state returned 3"]),
     (RULE.replace("BODY", "pass").replace("    settings = dict(weight_decay=0.)\n", ""), "--recipe own", ["rule 'mine'", "settings"]),
     ("@model('bad', layers=1, width=32, heads=2, kv_heads=2, hidden=64, seq_len=32, vocab=320)\nclass Bad(GPT):\n    def forward(self, x, y=None): return self.hidden(x)\n",
      "--recipe adamw --model bad", ["model 'bad' gives a tensor of shape (1, 32, 32) as loss"]),
     ("@model('bad', layers=1, width=32, heads=2, kv_heads=2, hidden=64, seq_len=32, vocab=320)\nclass Bad(GPT):\n    def hidden(self, x): return x.nothing\n",
-     "--recipe adamw --model bad", ["plug-in mine.py, line 10: AttributeError"]),
+     "--recipe adamw --model bad", ["plug-in mine.py, line 10, in hidden: AttributeError"]),
 ], ids=range(13))
 def test_an_error_elsewhere_in_a_plug_in_ends_in_one_line(tmp_path, capsys, code, more, parts):
     (tmp_path/"mine.py").write_text(OTHERS + code, encoding="utf-8")
@@ -364,3 +365,19 @@ def test_an_error_elsewhere_in_a_plug_in_ends_in_one_line(tmp_path, capsys, code
 def test_debug_shows_where(tmp_path, capsys):
     with pytest.raises(InputError) as e: speedrun_train([*WORDS.split(), "--rungs", "forgets", "--debug"])
     assert "returned nothing" in str(e.value)
+
+# --- two processes ---
+
+LATER = RULE.replace("BODY", "Mine.n = getattr(Mine, 'n', 0) + 1; Mine.n > 100 and 1/0") # in training, and not in the steps before
+
+@pytest.mark.parametrize("code, more, part", [
+    (DECLARED, "--rungs forgets", "rung 'forgets' (mine.py, line 21) returned nothing, and no Run"),
+    (UNDECLARED, "--rungs relu", "rung 'relu' (mine.py, line 16) computes another function"),
+    (OTHERS + LATER, "--rungs naive --recipe own --steps 100", "plug-in mine.py, line 13, in __call__: ZeroDivisionError")], ids=["forgets", "function", "later"])
+def test_two_processes_say_it_once(tmp_path, code, more, part):
+    "Both processes end, and one of them says why"
+    (tmp_path/"mine.py").write_text(code, encoding="utf-8")
+    words = [*WORDS.replace("--model nano", "--model tiny").replace("--step_tokens 256", "--step_tokens 512").split(), "--name", "two", "--gpus", "2", "--num_evals", "1", *more.split()]
+    command = python_command("from llm_speedrun.cli import speedrun_train; speedrun_train()", *words)
+    p = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path, env=os.environ | dict(CUDA_VISIBLE_DEVICES="-1"))
+    assert p.returncode == 2 and p.stderr.count("error: ") == 1 and part in p.stderr and "Traceback" not in p.stderr, p.stderr
