@@ -28,7 +28,7 @@ from .train_step import TrainStep
 from .autotune import prepare_process
 from .presets import PARALLEL, device_limits
 from .config import validate
-from .launch import end_group, group_file, is_first_to_report
+from .launch import end_group, group_exit_code, group_file, is_first_to_report
 from .metrics import MetricsLogger, open_trackers
 from .run_dir import (Finished, RunDir, check_fixed, check_unfinished, fixed_options,
                                         read_record)
@@ -451,7 +451,8 @@ def exit_with_error(e): # an error
     once = f"lost {os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if isinstance(e, PeerLostError) else text
     if not (meant or later): text = f"process {os.environ['RANK']}: {''.join(traceback.format_exception(e))}"
     to = sys.stderr if code else sys.stdout
-    if not already_reported(once): console_print(f"error: {text}" if code else text, to=to)
+    follows = later and group_exit_code() is not None # from the error of another process, which is reported
+    if not (follows or already_reported(once)): console_print(f"error: {text}" if code else text, to=to)
     for stream in (sys.stdout, sys.stderr): stream.flush()
     os._exit(code if meant else 1)
 
