@@ -270,7 +270,7 @@ def model_has_parts(name, model): # of a rung, and what it changes
 def check_run(new, # what a function returned
               kind, f): # "rung" or "recipe", the function
     "Raise `InputError` where a function from a run to a run returned something else"
-    if isinstance(new, Run): return
+    if hasattr(new, "rungs"): return
     what = "nothing" if new is None else f"{new!r:.40}, of type {type(new).__name__}"
     raise InputError(f"{kind} {f.__name__!r} ({defined_at(f)}) returned {what}, and no Run: end it with "
                      "`return run`, or with `return replace(run, ...)` for one that it has changed")

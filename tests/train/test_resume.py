@@ -75,7 +75,7 @@ def test_the_same_bits_in_windows(tmp_path, monkeypatch):
 @posix
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe, rungs", [("speedrun", "bf16,flash"), ("without_muon", "bf16,flash"), ("speedrun:windows=8+0", "bf16,flash"),
-                                           ("speedrun", f"{FULL},fp8,cuda_graphs,fused_adamw")])
+                                           ("speedrun", f"{FULL},fp8,cuda_graphs")])
 def test_the_same_bits_on_a_gpu(tmp_path, monkeypatch, recipe, rungs):
     "Also what PyTorch would leave on the CPU: AdamW's number of steps; and with all that `fastest` has"
     test_the_same_bits(tmp_path, monkeypatch, rungs, recipe=recipe, grad_accum_steps=1, calls=4*4 + 2)

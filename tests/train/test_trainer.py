@@ -234,7 +234,7 @@ def refusing(monkeypatch):
 
 def test_a_preset_goes_on_without_a_rung_that_refuses(tmp_path, refusing, capsys):
     "The run says so and notes it, its options don't name it, and it can be gone on with; named by the user the rung is an error"
-    trainer, _ = train(options(tmp_path, rungs="safe", steps=4))
+    trainer, _ = train(options(tmp_path, rungs="safe", recipe="adamw", steps=4))
     assert trainer.run.rungs == ("flash", "fused_adamw") and not {*refusing} & {*trainer.cfg.rungs.split(",")}
     said = " ".join(capsys.readouterr().out.split())
     assert "not stubborn: its kernels can't run here: a TypeError not needy: it builds on stubborn" in said and "Leave" not in said
@@ -246,7 +246,7 @@ def test_a_preset_goes_on_without_a_rung_that_refuses(tmp_path, refusing, capsys
 def test_auto_says_what_refuses(tmp_path, refusing, monkeypatch, capsys):
     "A rung that fails here is left out of `auto`, which says so and why; named by the user it is an error"
     monkeypatch.setattr(resolve, "recorded_preset", lambda config: "safe")
-    trainer, _ = train(options(tmp_path, rungs="auto", steps=2))
+    trainer, _ = train(options(tmp_path, rungs="auto", recipe="adamw", steps=2))
     assert trainer.run.rungs == ("flash", "fused_adamw")
     assert "not stubborn: its kernels can't run here: a TypeError" in " ".join(capsys.readouterr().out.split())
     with fails(ValueError, "rung 'bf16_weights' builds on 'bf16': add that to the list"):
