@@ -113,7 +113,10 @@ def where(e, spec): # an error, and the plug-in that raised it
     return of + f": {type(e).__name__}" + f": {said}"*bool(said)
 
 # %% ../nbs/06c_plugins.ipynb #33plug19
-CORRECT = "Correct it, or leave it out; --debug shows where in it the error came from"
+def plugin_error(e, spec, what=""): # an error, the plug-in that raised it; what couldn't be done
+    "Return the `InputError` that says in one line what is wrong in a plug-in's code"
+    return InputError(f"plug-in {as_shown(spec)}{what}{where(e, spec)}. Correct it, or leave it out; "
+                      "--debug shows where in it the error came from")
 
 @contextmanager
 def names_kept(spec): # of a plug-in
@@ -125,8 +128,8 @@ def names_kept(spec): # of a plug-in
         for k, t in now.items(): t.clear(); t.update(before[k])
         for m in set(sys.modules) - modules:
             if getattr(sys.modules[m], "__file__", None) in its: del sys.modules[m]
-        if isinstance(e, (Exception, SystemExit)) and not getattr(e, "ours", False): raise InputError(
-            f"plug-in {as_shown(spec)} can't be imported{where(e, spec)}. {CORRECT}") from e
+        if isinstance(e, (Exception, SystemExit)) and not getattr(e, "ours", False):
+            raise plugin_error(e, spec, " can't be imported") from e
         raise
 
 # %% ../nbs/06c_plugins.ipynb #33plug20
@@ -159,7 +162,7 @@ def plugin_errors():
         spec = next((s for s in LOADED if lines_in(e, s)), None)
         memory = isinstance(e, MemoryError) or "out of memory" in str(e) or "DefaultCPUAllocator" in str(e)
         if spec is None or memory or isinstance(e, SpeedrunError): raise
-        raise InputError(f"plug-in {as_shown(spec)}{where(e, spec)}. {CORRECT}") from e
+        raise plugin_error(e, spec) from e
 
 # %% ../nbs/06c_plugins.ipynb #33plug25
 GROUP = "llm_speedrun.plugins" # of entry points
