@@ -113,9 +113,9 @@ def where(e, spec): # an error, and the plug-in that raised it
     return of + f": {type(e).__name__}" + f": {said}"*bool(said)
 
 # %% ../nbs/06c_plugins.ipynb #33plug19
-def plugin_error(e, spec, what=""): # an error, the plug-in that raised it; what couldn't be done
+def plugin_error(e, spec): # an error, the plug-in that raised it
     "Return the `InputError` that says in one line what is wrong in a plug-in's code"
-    return InputError(f"plug-in {as_shown(spec)}{what}{where(e, spec)}. Correct it, or leave it out; "
+    return InputError(f"plug-in {as_shown(spec)} fails{where(e, spec)}. Correct it, or leave it out; "
                       "--debug shows where in it the error came from")
 
 @contextmanager
@@ -129,7 +129,7 @@ def names_kept(spec): # of a plug-in
         for m in set(sys.modules) - modules:
             if getattr(sys.modules[m], "__file__", None) in its: del sys.modules[m]
         if isinstance(e, (Exception, SystemExit)) and not getattr(e, "ours", False):
-            raise plugin_error(e, spec, " can't be imported") from e
+            raise plugin_error(e, spec) from e
         raise
 
 # %% ../nbs/06c_plugins.ipynb #33plug20

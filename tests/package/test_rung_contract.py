@@ -302,13 +302,13 @@ class Mean(GPT):
     (DECLARED, "forgets", ["rung 'forgets' (mine.py, line 21) returned nothing, and no Run: end it with `return run`"]),
     (MINE.replace("SAME", "").replace('    run.with_model(lambda model: None)\n', "    return 3\n"), "forgets", ["returned 3, of type int, and no Run"]),
     (DECLARED.replace("    run.with_model(lambda model: None)\n", "    return run.modle\n"), "forgets",
-     ["plug-in mine.py, line 24, in the rung 'forgets': AttributeError: 'Run' object has no attribute 'modle'"]),
+     ["plug-in mine.py fails, line 24, in the rung 'forgets': AttributeError: 'Run' object has no attribute 'modle'"]),
     (DECLARED.replace("    run.with_model(lambda model: None)\n", "    raise KeyError('two\\nlines')\n"), "forgets", ["line 24, in the rung 'forgets': KeyError"]),
     (DECLARED.replace("lr=1e-3, weight_decay=.1:", "lr=1e-3:"), "nadam", ["the rung nadam: its optimizer can't be made by optimizer(model, lr=..., weight_decay=...)"]),
     (DECLARED.replace("torch.optim.NAdam(", "print("), "nadam", ["the rung nadam: its optimizer can't be made by"]),
     (DECLARED.replace("replace(run, optimizer=lambda model, lr=1e-3, weight_decay=.1: torch", "replace(run, optimizer=lambda model, lr=1e-3, weight_decay=.1: None and torch"),
      "nadam", ["the rung nadam: its optimizer is None, and must be a torch.optim.Optimizer"]),
-    (DECLARED.replace("return h + m.down", "raise OSError('no'); return h + m.down"), "relu", ["plug-in mine.py, line 14, in relu_feed: OSError: no"]),
+    (DECLARED.replace("return h + m.down", "raise OSError('no'); return h + m.down"), "relu", ["plug-in mine.py fails, line 14, in relu_feed: OSError: no"]),
     (DECLARED.replace("set_parts(model, feed=relu_feed)", "setattr(model, 'loss', lambda h, w, y: h)"), "relu", ["rung 'relu' (mine.py, line 16) gives a tensor of shape (1, 32, 32) as loss"]),
 ], ids=range(9))
 def test_an_error_in_a_rung_ends_in_one_line(tmp_path, capsys, code, rungs, parts):
@@ -338,21 +338,21 @@ def own(run): return replace(run, optimizer=partial(mixed, roles={k: dict(rule="
 
 @pytest.mark.parametrize("code, more, parts", [
     ("@recipe(lr=.1)\ndef own(run): pass\n", "--recipe own", ["recipe 'own' (mine.py, line 8) returned nothing, and no Run"]),
-    ("@recipe(lr=.1)\ndef own(run): return run.modle\n", "--recipe own", ["plug-in mine.py, line 9", "has no attribute 'modle'"]),
-    ("@recipe(lr=lambda config, **length: 1/0)\ndef own(run): return run\n", "--recipe own", ["plug-in mine.py, line 8: ZeroDivisionError"]),
+    ("@recipe(lr=.1)\ndef own(run): return run.modle\n", "--recipe own", ["plug-in mine.py fails, line 9", "has no attribute 'modle'"]),
+    ("@recipe(lr=lambda config, **length: 1/0)\ndef own(run): return run\n", "--recipe own", ["plug-in mine.py fails, line 8: ZeroDivisionError"]),
     ("@recipe(lr='fast')\ndef own(run): return run\n", "--recipe own", ["recipe 'own': lr is 'fast', and must be a number"]),
     ("@recipe(lr=.1, warmpu=.1)\ndef own(run): return run\n", "--recipe own", ["unknown option in the recipe 'own' 'warmpu'", "Did you mean 'warmup'"]),
     ("SCHEDULES['mine'] = lambda t: None\n", "--recipe adamw --schedule mine", ["schedule 'mine' (mine.py, line 8) returned None"]),
-    ("SCHEDULES['mine'] = lambda t: 1/(t - t)\n", "--recipe adamw --schedule mine", ["plug-in mine.py, line 8: ZeroDivisionError"]),
+    ("SCHEDULES['mine'] = lambda t: 1/(t - t)\n", "--recipe adamw --schedule mine", ["plug-in mine.py fails, line 8: ZeroDivisionError"]),
     ("@recipe(lr=.1)\ndef own(run): return replace(run, schedules=(lambda g, step, steps: None,))\n", "--recipe own",
      ["a schedule of the recipe (mine.py, line 9) returned None"]),
-    (RULE.replace("BODY", "1/0"), "--recipe own", ["plug-in mine.py, line 13, in __call__: ZeroDivisionError"]),
+    (RULE.replace("BODY", "1/0"), "--recipe own", ["plug-in mine.py fails, line 13, in __call__: ZeroDivisionError"]),
     (RULE.replace("BODY", "pass").replace("return {}", "return 3"), "--recipe own", ["rule 'mine' (of mine_", "new_state returned 3"]),
     (RULE.replace("BODY", "pass").replace("    settings = dict(weight_decay=0.)\n", ""), "--recipe own", ["rule 'mine'", "settings"]),
     ("@model('bad', layers=1, width=32, heads=2, kv_heads=2, hidden=64, seq_len=32, vocab=320)\nclass Bad(GPT):\n    def forward(self, x, y=None): return self.hidden(x)\n",
      "--recipe adamw --model bad", ["model 'bad' gives a tensor of shape (1, 32, 32) as loss"]),
     ("@model('bad', layers=1, width=32, heads=2, kv_heads=2, hidden=64, seq_len=32, vocab=320)\nclass Bad(GPT):\n    def hidden(self, x): return x.nothing\n",
-     "--recipe adamw --model bad", ["plug-in mine.py, line 10, in hidden: AttributeError"]),
+     "--recipe adamw --model bad", ["plug-in mine.py fails, line 10, in hidden: AttributeError"]),
 ], ids=range(13))
 def test_an_error_elsewhere_in_a_plug_in_ends_in_one_line(tmp_path, capsys, code, more, parts):
     (tmp_path/"mine.py").write_text(OTHERS + code, encoding="utf-8")
@@ -372,7 +372,7 @@ LATER = RULE.replace("BODY", "Mine.n = getattr(Mine, 'n', 0) + 1; Mine.n > 100 a
 
 @pytest.mark.parametrize("code, more, part", [
     (DECLARED, "--rungs forgets", "rung 'forgets' (mine.py, line 21) returned nothing, and no Run"),
-    (OTHERS + LATER, "--rungs naive --recipe own --steps 100", "plug-in mine.py, line 13, in __call__: ZeroDivisionError")], ids=["forgets", "later"])
+    (OTHERS + LATER, "--rungs naive --recipe own --steps 100", "plug-in mine.py fails, line 13, in __call__: ZeroDivisionError")], ids=["forgets", "later"])
 def test_two_processes_say_it_once(tmp_path, code, more, part):
     "Both processes end, and one of them says why"
     (tmp_path/"mine.py").write_text(code, encoding="utf-8")
