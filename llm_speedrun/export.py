@@ -204,6 +204,7 @@ def with_rungs(run, rungs): # a `Run`; as `build` takes them
     "Return the run with the rungs applied"
     return reduce(lambda run, r: r[0](run, **r[1]), in_order(rungs), run)
 
+# %% ../nbs/62_export.ipynb #be259fcf
 def recorded_function(folder): # of a run, of a checkpoint in it, or of a model
     "Return the rungs without which a run's model computes something else. Raises `InputError` for a lost one"
     if "model_config" not in read_json((run := run_of(folder))/"config.json", dict): return []
@@ -212,14 +213,17 @@ def recorded_function(folder): # of a run, of a checkpoint in it, or of a model
     if older: rungs = [r for r in record.rungs.split(",") if r]
     lost = lambda: [n for n in map(rung_name, rungs) if n not in tables()["rung"]]
     if record.plugins and lost(): import_plugins("", run)
-    if older: # of a version that didn't check
-        rungs = [r for r in rungs if rung_name(r) not in lost()]
-        check_function(record.model_config, rungs, model_class(record.model_config))
-        return function_rungs(rungs)
+    if older: return of_older(record, [r for r in rungs if rung_name(r) not in lost()])
     if lost(): raise InputError(
         f"{run} was trained with the rung {lost()[0]!r}, which changes what its model computes, and "
         f"{', '.join(record.plugins)} doesn't define it now: give a plug-in that does, --plugin FILE")
     return rungs
+
+# %% ../nbs/62_export.ipynb #ec3650ec
+def of_older(record, rungs): # of a run whose version didn't check; that are known, with their options
+    "Check those rungs now, and return what `recorded_function` does"
+    check_function(record.model_config, rungs, model_class(record.model_config))
+    return function_rungs(rungs)
 
 # %% ../nbs/62_export.ipynb #a9406334
 def json_bytes(d): # a dict
@@ -307,9 +311,10 @@ def check_exported(folder, # of a run, or of a checkpoint in it
     off = ((trained - (want := plain.model(x))).norm()/want.norm()).item()
     if off > TOLERANCE[run.fmt][1]: raise InputError(
         f"{folder} can't be exported: the rung {' and '.join(map(repr, run.rungs))} changes what its model "
-        f"computes, the logits by {off:.0%}, and no other program knows it. speedrun_sample, speedrun_eval and "
-        "from_pretrained open it with the rung")
+        f"computes, the logits by {off:.0%}, and no other program knows it. speedrun_sample, speedrun_eval "
+        "and from_pretrained open it with the rung")
 
+# %% ../nbs/62_export.ipynb #f1d6e824
 def check_no_plugin(run): # its folder
     "Raise `InputError` where the run's model is a plug-in's, which no other program knows"
     if name := read_record(run).architecture: raise InputError(
@@ -437,8 +442,8 @@ def import_folder(folder): # a run's, written by us or by transformers' `save_pr
 # %% ../nbs/62_export.ipynb #54c5dbdd
 def from_pretrained(folder, # a run's, written by us or by transformers' `save_pretrained`
                     device=None): # the GPU if there is one, by default
-    """Open the naive FP32 `Run` with the weights in `folder`, and with those rungs of its training that change
-    what the model computes. Raises as `import_folder` does"""
+    """Open the naive FP32 `Run` with the weights in `folder`, and with those rungs of its training that
+    change what the model computes. Raises as `import_folder` does"""
     config, state = import_folder(folder)
     return with_rungs(opened(config, state, device), recorded_function(folder))
 

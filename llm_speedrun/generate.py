@@ -227,8 +227,9 @@ def check(self:Generator, run): # whose text it writes
     cached, of = self.read(self.ahead[:, -1:]), "".join(f" with the rung {r}" for r in run.rungs)
     with enter_all(run.forward_contexts): want = run.model(x)[:, -1].float()
     if (cached - want).norm() > .05*want.norm(): raise InputError(
-        f"a cache doesn't fit the model {type(run.model).__name__}{of}: its attention isn't a GPT's, so tokens "
-        "that are written one by one would be others. Take llm_speedrun.generate.generate, which has no cache")
+        f"a cache doesn't fit the model {type(run.model).__name__}{of}: its attention isn't a GPT's, so "
+        "tokens that are written one by one would be others. Take llm_speedrun.generate.generate, which has "
+        "no cache")
 
 # %% ../nbs/60_generate.ipynb #c8c83d7e
 class TextStream:

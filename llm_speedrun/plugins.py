@@ -97,8 +97,9 @@ def execute(spec, # of a plug-in
     linecache.checkcache(spec)
     exec(compile(text, spec, "exec"), vars(module))
 
+# %% ../nbs/06c_plugins.ipynb #02d87b8e
 def lines_in(e, spec): # an error, a plug-in
-    "Return the lines of a plug-in's code through which an error came, the innermost last: number and function"
+    "Return the lines of a plug-in's code through which an error came, as pairs of a number and a function"
     try: files = {spec, *map(str, plugin_files(spec))}
     except InputError: files = {spec} # it was removed
     if isinstance(e, SyntaxError) and e.filename in files: return [(e.lineno, "<module>")]
@@ -118,6 +119,7 @@ def plugin_error(e, spec): # an error, the plug-in that raised it
     return InputError(f"plug-in {as_shown(spec)} fails{where(e, spec)}. Correct it, or leave it out; "
                       "--debug shows where in it the error came from")
 
+# %% ../nbs/06c_plugins.ipynb #9250217a
 @contextmanager
 def names_kept(spec): # of a plug-in
     "Yield the `tables`. An error inside restores tables and modules, and becomes an `InputError`"
@@ -217,47 +219,64 @@ def with_required(name, rungs): # of a rung; as `build` takes them
     for n in wanted: wanted += [k for k in find_rung(n).requires if k not in wanted]
     return [r for r in rungs if rung_name(r) in wanted]
 
+# %% ../nbs/06c_plugins.ipynb #72575f78
+def draw_weights(model, g): # a `GPT`, a `torch.Generator` on its device
+    "Fill a model with random weights of a trained layer's size: fresh ones hide what a block computes"
+    import torch
+    with torch.no_grad():
+        for _, p in sorted(model.named_parameters()):
+            p.normal_(std=p.shape[1]**-.5, generator=g) if p.ndim > 1 else p.uniform_(.5, 1.5, generator=g)
+
+def check_loss(loss, of): # of a forward pass; what it is of, for errors
+    "Raise `InputError` for a loss that is no scalar with a gradient"
+    import torch
+    there = torch.is_tensor(loss)
+    if there and loss.ndim == 0 and loss.requires_grad: return
+    what = f"a tensor of shape {tuple(loss.shape)}" if there else repr(loss)[:40]
+    raise InputError(f"{of} gives {what} as loss, and must give a batch's mean, a scalar with a gradient")
+
+# %% ../nbs/06c_plugins.ipynb #40e9fcce
 def loss_and_gradients(run, of): # a `Run`; what is tried, for errors
-    "Return loss and gradients of a pass over one sequence, with random weights of a layer's usual size"
+    "Return the loss and all gradients of a pass over one sequence, with random weights"
     import torch
     from llm_speedrun.runs import enter_all, uncompiled
     c, g = run.model.config, torch.Generator(run.device).manual_seed(0)
-    with torch.no_grad():
-        for _, p in sorted(run.model.named_parameters()):
-            p.normal_(std=p.shape[1]**-.5, generator=g) if p.ndim > 1 else p.uniform_(.5, 1.5, generator=g)
+    draw_weights(run.model, g)
     x, y = torch.randint(c.vocab, (2, 1, c.seq_len), device=run.device, generator=g)
     with torch.enable_grad(), uncompiled(), enter_all(run.step_contexts):
         with enter_all(run.forward_contexts): loss = run.loss(run.model, x, y)
-        if not torch.is_tensor(loss) or loss.ndim or not loss.requires_grad:
-            what = f"a tensor of shape {tuple(loss.shape)}" if torch.is_tensor(loss) else repr(loss)[:40]
-            raise InputError(f"{of} gives {what} as loss, and must give the mean of a batch, a scalar with a gradient")
+        check_loss(loss, of)
         ps = [p for p in run.model.parameters() if p.requires_grad]
-        grads = torch.autograd.grad(1024*loss, ps, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(1024*loss, ps, allow_unused=True, materialize_grads=True) # for fp16
     return loss.item(), torch.cat([g.float().flatten() for g in grads])/1024
 
+# %% ../nbs/06c_plugins.ipynb #6fbefd61
+def check_rung_function(r, config, rungs, model): # a rung of `rungs`; the rest as for `check_function`
+    "Raise `InputError` where the rung computes another function and doesn't declare it"
+    from llm_speedrun.runs import build, rung_name
+    of, rungs = f"rung {r.__name__!r} ({defined_at(r)})", with_required(r.__name__, rungs)
+    loss, grads = loss_and_gradients(run := build(config, rungs, model=model), of)
+    if not r.same_function: return
+    plain = build(config, [k for k in rungs if rung_name(k) != r.__name__], model=model)
+    want, exact = loss_and_gradients(plain, of)
+    same = len(grads) == len(exact) # weights of its own are another function, too
+    off = abs(loss/want - 1), ((grads - exact).norm()/exact.norm()).item() if same else float("inf")
+    if not all(o <= most for o, most in zip(off, TOLERANCE[run.fmt])): raise InputError(
+        f"{of} computes another function than the run without it: from the same weights the loss differs "
+        f"by {off[0]:.2%} and the gradients by {off[1]:.2%}, more than {run.fmt} explains. If that is "
+        f'meant, declare it: @rung("{r.stage}", same_function=False). If not, correct the rung')
+
+# %% ../nbs/06c_plugins.ipynb #65d88672
 def check_function(config, # a `GPTConfig`
                    rungs, # as `build` takes them, without "auto" options
                    model): # the class of the model
-    "Raise `InputError` where a plug-in's rung computes another function and doesn't declare it"
+    "Raise `InputError` where a plug-in's model gives no loss, or a rung breaks its promise"
     from dataclasses import replace
     from llm_speedrun.runs import build, find_rung, rung_name
     small = replace(config, layers=1, vocab=min(config.vocab, 512))
-    names = [n for n in map(rung_name, rungs) if is_own(find_rung(n))]
     if is_own(model): loss_and_gradients(build(small, [], model=model), f"model {config.name!r}")
-    for r in map(find_rung, names):
-        of, both = f"rung {r.__name__!r} ({defined_at(r)})", with_required(r.__name__, rungs)
-        run = build(small, both, model=model)
-        loss, grads = loss_and_gradients(run, of)
-        if not r.same_function: continue
-        without = [b for b in both if rung_name(b) != r.__name__]
-        want, exact = loss_and_gradients(build(small, without, model=model), of)
-        same = len(grads) == len(exact) # weights of its own are another function, too
-        off = abs(loss/want - 1), ((grads - exact).norm()/exact.norm()).item() if same else float("inf")
-        if all(o <= t for o, t in zip(off, TOLERANCE[run.fmt])): continue
-        raise InputError(
-            f"{of} computes another function than the run without it: from the same weights the loss differs "
-            f"by {off[0]:.2%} and the gradients by {off[1]:.2%}, more than {run.fmt} explains. If that is meant, "
-            f'declare it: @rung("{r.stage}", same_function=False). If not, correct the rung')
+    for r in map(find_rung, map(rung_name, rungs)):
+        if is_own(r): check_rung_function(r, small, rungs, model)
 
 # %% ../nbs/06c_plugins.ipynb #33plug64
 def function_rungs(rungs): # as `build` takes them

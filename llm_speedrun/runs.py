@@ -275,6 +275,7 @@ def check_run(new, # what a function returned
     raise InputError(f"{kind} {f.__name__!r} ({defined_at(f)}) returned {what}, and no Run: end it with "
                      "`return run`, or with `return replace(run, ...)` for one that it has changed")
 
+# %% ../nbs/05_runs.ipynb #48e3b35a
 def apply_rung(r, # a rung
                f, # the function that it was made from
                run, # the `Run` to apply it to

@@ -43,7 +43,7 @@ def lr_at(step, # 0 is the first
     t = min(1, (step - rise) / max(1, steps - rise - 1))
     part = wsd(t, cooldown) if schedule == "wsd" else SCHEDULES[schedule](t)
     if not isinstance(part, (int, float)): raise InputError(
-        f"schedule {schedule!r} ({defined_at(SCHEDULES[schedule])}) returned {part!r:.40}, and must return a number")
+        f"schedule {schedule!r} ({defined_at(SCHEDULES[schedule])}) returned {part!r:.40}, and no number")
     return peak * (floor + (1 - floor)*part)
 
 # %% ../../nbs/40_schedules.ipynb #4bccd10e

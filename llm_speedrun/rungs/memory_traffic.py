@@ -357,8 +357,8 @@ def make_clipped(model, lr=1e-3, betas=(.9, .95), weight_decay=.1): # as for `ma
 def direct_update(run): # a `Run`
     """Let AdamW read captured gradients in place, and clip them as it reads them. With another optimizer only
     the first; where autograd's hooks send the gradients to other processes only the second"""
-    own = (k for k in run.rungs if RUNGS[k].stage == "optimizer" and k != "fused_adamw" or k == "bf16_weights")
-    kept = any(own) # an optimizer that isn't AdamW in FP32
+    of = [k for k in run.rungs if RUNGS[k].stage == "optimizer" or k == "bf16_weights"]
+    kept = {*of} - {"fused_adamw"} # an optimizer that isn't AdamW in FP32
     optimizer = run.optimizer if kept else make_clipped
     hooked = any(e.hooked for e in run.gradient_syncs)
     return replace(run, optimizer=optimizer, backward=run.backward if hooked else DirectBackward)

@@ -199,6 +199,7 @@ def write_config(self:RunDir, plan): # a `TrainPlan`
     record["changes_function"] = function_rungs([r for r in plan.options.rungs.split(",") if r])
     replace_file(self.path/"config.json", json.dumps(options | record, indent=1))
 
+# %% ../../nbs/33a_run_dir.ipynb #745ba483
 def layout(world): # a `World`
     "Return the numbers of processes that `config.json` records"
     return dict(processes=world.size, dp=world.rank_and_size("dp")[1], tp=world.rank_and_size("tp")[1])
