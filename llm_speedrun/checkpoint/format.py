@@ -247,7 +247,7 @@ def prune(folder, # that holds checkpoints
           keep, # how many of the newest
           losses={}, # step -> validation loss
           kept=()): # steps whose checkpoints stay for good
-    "Remove the checkpoints before the newest `keep`, but not the one with the lowest loss, and none of `kept`"
+    "Remove the checkpoints before the newest `keep`, but not the one with the lowest loss, nor `kept` ones"
     found = checkpoints(folder)
     known = {c: l for c in found if (l := losses.get(step_of_name(c))) is not None and math.isfinite(l)}
     best = min(known, key=known.get, default=None)

@@ -239,8 +239,8 @@ def check_disk(trainer): # a `Trainer` that has taken a step
     (need, whole), keep, free = _disk_need(trainer), trainer.cfg.keep_last, shutil.disk_usage(there).free
     n, kept = _checkpoints_at_once(trainer), trainer.plan.kept_to_come(trainer.done)
     good = f"{kept} kept for good, " if kept else ""
-    text = (f"{size(free)} are free in {there}/, and a run needs {size(need)}: {n} checkpoints of {size(whole)} "
-            f"(--keep_last {keep}, the best, {good}and one being written), and its weights")
+    text = (f"{size(free)} are free in {there}/, and a run needs {size(need)}: {n} checkpoints of "
+            f"{size(whole)} (--keep_last {keep}, the best, {good}and one being written), and its weights")
     if free > need: yield Finding("ok", "disk", text)
     else: yield Finding("problem", "disk", f"{text}. Make room, or choose a smaller --keep_last"
                         + ("" if resumed else " or another --out"))

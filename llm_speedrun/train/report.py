@@ -197,8 +197,7 @@ TEMPLATES = dict(
 
 # %% ../../nbs/35_report.ipynb #d081e8ef
 VERSIONS = "torch", "triton", "driver", "python", "llm_speedrun" # those in `config.json`
-MACHINE = ("gpu date model_config world group why decay_after branched_from".split()
-           + [*VERSIONS]) # what isn't an option there
+MACHINE = "gpu", "date", "model_config", "world", "group", "why", *VERSIONS # what isn't an option there
 
 # %% ../../nbs/35_report.ipynb #243017e3
 def recipe_text(config): # of a run
@@ -239,7 +238,8 @@ def about_part(run): # from `read_run`
                    f"{short_number(matrix_params(m))} weights in matrices")
     rungs, versions = get("rungs").replace(",", ", "), ", ".join(f"{k} {get(k)}" for k in VERSIONS if get(k))
     told = {"A branch from": origin_text(c), "Data": get("data"), "Model": shape, "Recipe": recipe_text(c),
-            "Rungs": rungs, "A step": step, "Layout": shared, "Machine": get("gpu"), "Versions": versions, "Date": get("date"),
+            "Rungs": rungs, "A step": step, "Layout": shared, "Machine": get("gpu"), "Versions": versions,
+            "Date": get("date"),
             "Saved after": ", ".join(f"{n:,}" for n in run["saved"])}
     return part("The run", ("pairs", told))
 

@@ -29,7 +29,7 @@ from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
                                          resolve_preset, resolve_rungs, smaller, trial_of)
 from .prepare_data import located
 from .metrics import parse_trackers
-from .config import RENAMED, TrainConfig, branch_point, new_name, own_folder
+from .config import RENAMED, TrainConfig, branch_point, new_name, own_folder, run_folder
 from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, preset_of,
                                         recorded_preset)
 from ..checkpoint.format import checkpoints
@@ -51,6 +51,14 @@ BRANCH = ("stream text_key document_mask total_tokens lr schedule cooldown final
           "eval_tokens sample_tokens num_samples deterministic retune name out overwrite loggers "
           "profile").split() # these, too, in a branch
 
+def check_changes(given, branch): # names of options; whether they are a branch's
+    "Raise `InputError` for options that a run which goes on can't change, or a branch can't"
+    can = CHANGEABLE + BRANCH if branch else CHANGEABLE
+    if wrong := sorted(given - {*can}): raise InputError(
+        f"a {'branch of a' if branch else 'resumed'} run keeps its options: leave out {', '.join(wrong)}. "
+        f"These can change: {', '.join(can)}")
+
+# %% ../../nbs/30a_resolve.ipynb #30aopts1
 def read_options(folder): # of a run
     "Return the `TrainConfig` in its `config.json`. Raises `InputError` for one that no run could have"
     path = folder/"config.json"
@@ -61,29 +69,25 @@ def read_options(folder): # of a run
     c = read_json(path, TrainConfig) # which checks its bounds
     for k in ("seq_len", "step_tokens", "micro_batch_size", "steps", "lr"):
         if not getattr(c, k): raise InputError(f"{path} can't be used: it says no {k}")
-    return c
+    if c.recipe != "auto": return c
+    return replace(c, recipe="adamw", cooldown=.2, final_lr=.1) # it was begun before there were recipes
 
 # %% ../../nbs/30a_resolve.ipynb #767c7d5e
 def resumed(cfg, # a `TrainConfig` with `resume`
             given=None): # names of the options that were given; by default those with a value of their own
-    "Return the options of the run to go on with. Raises `FileNotFoundError`, `InputError` for a fixed option"
+    "Return the options to go on with. Raises `FileNotFoundError`, `InputError` for a fixed option"
     given = {*(own_values(cfg) if given is None else given)} & {f.name for f in fields(cfg)} - {"resume"}
     path, step = branch_point(cfg.resume)
-    folder, own = own_folder(TrainConfig(resume=path), ()), own_folder(cfg, given)
+    folder, own, branch = run_folder(path), own_folder(cfg, given), step is not None
     record = read_record(folder)
-    can, what = (CHANGEABLE, "resumed run") if step is None else (CHANGEABLE + BRANCH, "branch of a run")
-    if wrong := given - {*can}: raise InputError(
-        f"a {what} keeps its options: leave out {', '.join(sorted(wrong))}. These can change: {', '.join(can)}")
+    check_changes(given, branch)
+    if branch and own.resolve() in (folder.resolve(), Path(cfg.resume).resolve()): raise InputError(
+        f"a branch of {folder} has a folder of its own: choose another --name than {own.name}")
     old = read_options(folder)
-    if old.recipe == "auto": # it was begun before there were recipes
-        old = replace(old, recipe="adamw", cooldown=.2, final_lr=.1)
     now = dict(data=located(old.data, record.cwd)) | {k: getattr(cfg, k) for k in given}
     if "total_tokens" in given: now["steps"] = max(1, cfg.total_tokens//old.step_tokens)
     now |= dict(resume=str(folder), name=cfg.name or own.name, out=str(own.parent))
-    if step is None: return with_micro_batches(replace(old, **now | dict(overwrite=False)))
-    if own.resolve() in (folder.resolve(), Path(cfg.resume).resolve()):
-        raise InputError(f"a branch of {folder} has a folder of its own: choose another --name than {own.name}")
-    return with_micro_batches(replace(old, **now | dict(overwrite=cfg.overwrite)))
+    return with_micro_batches(replace(old, **now | dict(overwrite=branch and cfg.overwrite)))
 
 # %% ../../nbs/30a_resolve.ipynb #f3231467
 def with_micro_batches(c): # options of a run that goes on
@@ -188,11 +192,12 @@ def decay_after(self:TrainPlan):
     "Return the step after which a `wsd` schedule decays: the last one to prolong the run from; else None"
     return self.lr_schedule().steps_to_decay() if self.options.schedule == "wsd" else None
 
+# %% ../../nbs/30a_resolve.ipynb #30akept1
 @patch
 def is_kept(self:TrainPlan, done): # steps so far
     "Return whether the checkpoint of this step is saved, and never pruned"
     every = self.options.keep_every
-    return done == self.decay_after or every > 0 == done % every
+    return done == self.decay_after or every > 0 and done > 0 == done % every
 
 @patch
 def kept_to_come(self:TrainPlan, done): # steps so far
@@ -207,18 +212,18 @@ def length_change(self:TrainPlan, was, done, # steps of the run when its checkpo
                   fixed={}, # of `fixed_options`, as they were then; by default as they are now
                   saved=()): # steps of the checkpoints that the run has
     "Describe what another length or schedule does to the learning rate; return an empty text for the same"
-    names = dict(peak="lr", warmup="warmup_steps", schedule="schedule", final_lr="final_lr", cooldown="cooldown")
-    old = {k: fixed[v] for k, v in names.items() if v in fixed}
-    now, then = self.lr_schedule(), replace(self.lr_schedule(was), **old)
+    names = dict(peak="lr", warmup="warmup_steps") | {k: k for k in ("schedule", "final_lr", "cooldown")}
+    now, new = self.lr_schedule(), self.options.steps
+    then = replace(self.lr_schedule(was), **{k: fixed[v] for k, v in names.items() if v in fixed})
     if now == then: return ""
-    before, after, new = f"{then(done):.2e}", f"{now(done):.2e}", self.options.steps
+    before, after = f"{then(done):.2e}", f"{now(done):.2e}"
     what = f"{new:,} steps instead of {was:,}" if new != was else "another schedule"
     change = f"stays {after}" if before == after else f"is {after} instead of {before}"
-    text = (f"{what}: the learning rate of the next step {change}. It follows the schedule of the new length, "
-            "without another warm-up")
-    stable = max((s for s in saved if s <= then.steps_to_decay()), default=None)
-    if then.schedule != "wsd" or stable in (None, done) or now(done) <= then(done): return text
-    return f"{text}. Without this jump: --resume {self.options.resume}@{stable} --steps {new}, from before the decay"
+    text = (f"{what}: the learning rate of the next step {change}. It follows the schedule of the new "
+            "length, without another warm-up")
+    stable = max((s for s in saved if s <= then.steps_to_decay()), default=done)
+    if then.schedule != "wsd" or stable == done or now(done) <= then(done): return text
+    return f"{text}. To go on from before the decay: --resume {self.options.resume}@{stable} --steps {new}"
 
 # %% ../../nbs/30a_resolve.ipynb #30res013
 class PlanResolver:
@@ -302,7 +307,7 @@ def open_data(self:PlanResolver, found=None): # a `FoundCheckpoint` to go on fro
     self.coordinator.run_on_rank_zero(opened)
     if not self.world.first: opened()
     check_alike(self.world, data=self.data.fingerprint)
-    if found and (said := self.data.follow(found.about, found.folder, other)): self.log_info(said)
+    if found and (said := self.data.set_first_step(found.about, found.folder, other)): self.log_info(said)
     for line in self.data.lines(): self.log_info(line)
     return self.data
 

@@ -150,11 +150,12 @@ def remove_unfinished(folder): # of a run that this process holds
     for name in FILES: (folder/f"{name}.tmp").unlink(missing_ok=True)
 
 
-# %% ../../nbs/33a_run_dir.ipynb #33arun02
-def goes_on(c): # a `TrainConfig`, as `RunDir` has it
+# %% ../../nbs/33a_run_dir.ipynb #33abr001
+def goes_on(c): # a `TrainConfig` that is resolved
     "Return whether a run goes on in its own folder: neither a new run nor a branch of another one does"
     return bool(c.resume) and Path(c.resume) == Path(c.out)/c.name
 
+# %% ../../nbs/33a_run_dir.ipynb #33arun02
 class RunDir:
     "Own the folder of a run, which belongs to one run at a time"
     def __init__(self, cfg, # a `TrainConfig`; gets the `name` of the folder
@@ -189,12 +190,22 @@ def acquire(self:RunDir):
 
 # %% ../../nbs/33a_run_dir.ipynb #33arun04
 @patch
+def identify(self:RunDir, record, done, # `Record` of the run that is resumed, or None; its steps
+             run_id): # for a run that is new
+    "Set the run's id, and where a branch comes from. Returns the id"
+    here, c = goes_on(self.cfg), self.cfg
+    self.run_id = record.run_id if here else run_id
+    if record: self.branched_from = (record.branched_from if here else
+                                     dict(run_id=record.run_id, step=done, folder=c.resume))
+    return self.run_id
+
+# %% ../../nbs/33a_run_dir.ipynb #33arun4b
+@patch
 def write_config(self:RunDir, plan): # a `TrainPlan`
     "Write `config.json`: the plan's options and model, the run's id and processes, and the machine"
     world = self.coordinator.world
     record = dict(run_id=self.run_id, warmup_steps=plan.warmup, model_config=asdict(plan.model), why=plan.why,
-                  cwd=os.getcwd(), decay_after=plan.decay_after, **machine())
-    if self.branched_from: record["branched_from"] = self.branched_from
+                  cwd=os.getcwd(), decay_after=plan.decay_after, branched_from=self.branched_from, **machine())
     group = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if world.size > 1: record |= dict(group=group, world=layout(world))
     if plan.model.name in MODELS: record["architecture"] = plan.model.name

@@ -123,23 +123,29 @@ def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where
 
 # %% ../../nbs/30b_train_data.ipynb #920b635a
 @patch
-def follow(self:TrainData, about, # a checkpoint's metadata
-           found, # its folder
-           other=False): # whether a branch of that run has named data of its own
-    """Find out where this data began. Raises `InputError` if the tokens are not those that the run was trained
-    on; for `other` data, returns a text about it"""
-    facts = about.facts
+def changes_since(self:TrainData, facts, # of a checkpoint's metadata
+                  found): # its folder
+    "Describe how the tokens differ from those that a checkpoint was trained on; an empty text if they don't"
     was = convert_to(facts.get("corpus"), dict[str, Any], f"{found}: corpus")
     # Tokens without a tokenizer may have got theirs meanwhile: they are the same tokens
     now = self.fingerprint
     if not was.get("tokenizer"): now = now | dict(tokenizer=was.get("tokenizer"))
-    diff, self.first_step = differences(was, now), convert_to(facts.get("data_from", 0), int, f"{found}: data_from")
-    if other and (diff or self.cfg.stream): # of a stream, the fingerprint doesn't tell
+    return differences(was, now)
+
+# %% ../../nbs/30b_train_data.ipynb #30bfirst
+@patch
+def set_first_step(self:TrainData, about, # a checkpoint's metadata
+                   found, # its folder
+                   other=False): # whether a branch of that run has named data of its own
+    "Set `first_step`. Raises `InputError` if the tokens have changed; for `other` data returns a text on it"
+    diff = self.changes_since(about.facts, found)
+    self.first_step = convert_to(about.facts.get("data_from", 0), int, f"{found}: data_from")
+    if other and (diff or self.cfg.stream): # the fingerprint of a stream doesn't tell
         self.first_step = about.step
         return f"other data than {found} was trained on ({diff or self.cfg.data}): it begins at its beginning"
-    if diff:
-        raise InputError(f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was "
-                         f"there, or begin a run with these weights: --init {self.cfg.resume}")
+    if diff: raise InputError(
+        f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was there, or begin a run "
+        f"with these weights: --init {self.cfg.resume}")
 
 # %% ../../nbs/30b_train_data.ipynb #30dat016
 @patch

@@ -170,8 +170,9 @@ def save_if_needed(self:Trainer):
     self.logger.flush() # every step of the state has its row, and too many bad ones have ended the run
     self.coordinator.set_status(f"the checkpoint after step {self.done}")
     fixed = fixed_options(self.cfg, self.config, self.plan.warmup)
-    self.checkpointer.save(self.done, corpus=self.data.fingerprint, data_from=self.data.first_step, fixed=fixed,
-                           steps=self.cfg.steps, kept=self.plan.is_kept(self.done))
+    data = dict(corpus=self.data.fingerprint, data_from=self.data.first_step)
+    kept = self.plan.is_kept(self.done)
+    self.checkpointer.save(self.done, **data, fixed=fixed, steps=self.cfg.steps, kept=kept)
 
 # %% ../../nbs/30_trainer.ipynb #52d75c29
 @patch
@@ -350,8 +351,9 @@ def checkpoint_to_resume(r, # a `PlanResolver` that knows the shape
     folder = Path(r.cfg.resume)
     found = find_checkpoint(folder, r.record.run_id, r.config, r.world, r.log_info, step)
     if step is None: check_unfinished(folder, found.about.step, r.cfg)
-    elif step >= r.cfg.steps: raise InputError(f"a branch after step {step} of {folder} can't end after "
-                                               f"{r.cfg.steps} steps: choose more --steps, counted from the first")
+    elif step >= r.cfg.steps: raise InputError(
+        f"a branch after step {step} of {folder} can't end after {r.cfg.steps} steps: choose more --steps, "
+        "counted from the first")
     check_fixed(found.folder, found.about, fixed_options(r.cfg, r.config, r.record.warmup_steps), r.given)
     return found
 
@@ -388,9 +390,7 @@ def deterministic(on): # False changes nothing
 def open_files(trainer):
     "Open the files in the run's folder, and with `overwrite` remove those of an older run"
     t, c, one = trainer, trainer.cfg, trainer.world.first # which writes for all
-    run_id = t.run_dir.run_id = t.record.run_id if goes_on(c) else t.world.broadcast_object(uuid.uuid4().hex)
-    if goes_on(c): t.run_dir.branched_from = t.record.branched_from
-    elif t.record: t.run_dir.branched_from = dict(run_id=t.record.run_id, step=t.done, folder=c.resume)
+    run_id = t.run_dir.identify(t.record, t.done, t.world.broadcast_object(uuid.uuid4().hex))
     of = t.plan, t.data.corpus.tokenizer, t.done, t.log_info
     t.coordinator.run_on_rank_zero(lambda: t.run_dir.open(*of))
     if t.ladder and one: replace_file(t.folder/"ladder.json", json.dumps(t.ladder, indent=1))

@@ -613,7 +613,7 @@ def test_the_best_is_kept(tmp_path, monkeypatch, losses, best):
 def test_a_loss_is_of_its_own_step(tmp_path, monkeypatch):
     "A checkpoint between two evaluations has no loss, so it isn't kept for that of the one before"
     monkeypatch.setattr(Trainer, "evaluate", lambda self: {4: 1., 8: 2., 12: 3.}[self.done])
-    trainer, _ = go(tmp_path, steps=12, num_evals=3, save_minutes=0., keep_last=1)
+    trainer, _ = go(tmp_path, steps=12, num_evals=3, save_minutes=0., keep_last=1, schedule="cosine") # which keeps none before a decay
     assert [int(c.name[5:]) for c in checkpoints(tmp_path/"runs/run/checkpoints")][-2:] == [4, 12] and trainer.checkpointer.saver.losses == {4: 1., 8: 2., 12: 3.}
 
 # What can change
