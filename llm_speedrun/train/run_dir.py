@@ -205,7 +205,7 @@ def write_config(self:RunDir, plan): # a `TrainPlan`
     "Write `config.json`: the plan's options and model, the run's id and processes, and the machine"
     world = self.coordinator.world
     record = dict(run_id=self.run_id, warmup_steps=plan.warmup, model_config=asdict(plan.model), why=plan.why,
-                  cwd=os.getcwd(), decay_after=plan.decay_after, branched_from=self.branched_from, **machine())
+                  decay_after=plan.decay_after, branched_from=self.branched_from, cwd=os.getcwd()) | machine()
     group = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if world.size > 1: record |= dict(group=group, world=layout(world))
     if plan.model.name in MODELS: record["architecture"] = plan.model.name

@@ -144,8 +144,8 @@ def set_first_step(self:TrainData, about, # a checkpoint's metadata
         self.first_step = about.step
         return f"other data than {found} was trained on ({diff or self.cfg.data}): it begins at its beginning"
     if diff: raise InputError(
-        f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was there, or begin a run "
-        f"with these weights: --init {self.cfg.resume}")
+        f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was there, or begin a "
+        f"run with these weights: --init {self.cfg.resume}")
 
 # %% ../../nbs/30b_train_data.ipynb #30dat016
 @patch

@@ -227,7 +227,7 @@ def test_prolonged(tmp_path, recipe, capsys):
     go(tmp_path, name="long", steps=20, **how)
     train(TrainConfig(resume=f"{tmp_path/'runs/short'}@{step}", steps=20))
     said = capsys.readouterr().out
-    assert "20 steps instead of 10: the learning rate of the next step is 1.00e-02 instead of" in said and "Without this jump" not in said
+    assert "20 steps instead of 10: the learning rate of the next step is 1.00e-02 instead of" in said and "To go on from before" not in said
     short, long, prolonged = (learned(tmp_path/"runs"/n) for n in ("short", "long", f"short-from-{step}"))
     assert {k: v for k, v in short.items() if k <= step} | prolonged == long
     assert len({lr for k, (_, lr) in long.items() if 1 < k <= step + 1}) == 1 and trainer.plan.lr_schedule()(step) < .01
@@ -239,7 +239,7 @@ def test_a_jump_is_told(tmp_path, capsys):
     capsys.readouterr()
     train(TrainConfig(resume=str(tmp_path/"runs/run"), steps=20))
     said = capsys.readouterr().out
-    m = re.search(r"the learning rate of the next step is \S+ instead of \S+\. .* Without this jump: --resume (\S+)@(\d+) --steps 20", said)
+    m = re.search(r"the learning rate of the next step is \S+ instead of \S+\. .* To go on from before the decay: --resume (\S+)@(\d+) --steps 20", said)
     assert m and m[1] == str(tmp_path/"runs/run") and int(m[2]) in steps_of(tmp_path/"runs/run")
     _, res = branch(tmp_path, m[2], steps=20)
     assert res["steps"] == 20
