@@ -22,7 +22,7 @@ def cosine(t): # part of the time after the warm-up that is over, 0 to 1
 
 def wsd(t, decay=.2): # part of the time after the warm-up that is over; part of it that falls
     "Return the warmup-stable-decay schedule's factor at `t`: 1, and in the last part linearly down to 0"
-    return min(1., (1 - t)/decay)
+    return min(1., (1 - t)/decay) if decay else 1.
 
 SCHEDULES = dict(cosine=cosine, wsd=wsd, constant=lambda t: 1.)
 

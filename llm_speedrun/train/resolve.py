@@ -29,12 +29,12 @@ from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
                                          resolve_preset, resolve_rungs, smaller, trial_of)
 from .prepare_data import located
 from .metrics import parse_trackers
-from .config import RENAMED, TrainConfig, new_name
+from .config import RENAMED, TrainConfig, branch_point, new_name, own_folder, run_folder
 from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, preset_of,
                                         recorded_preset)
 from ..checkpoint.format import checkpoints
 from ..checkpoint.load import shapes_in
-from .run_dir import check_registered, read_record
+from .run_dir import check_registered, goes_on, read_record
 from .train_data import TrainData, check_tokens, with_vocabulary
 from .train_step import LrSchedule
 
@@ -43,14 +43,22 @@ def own_values(cfg): # a `TrainConfig`
     "Return the names of the options in `cfg` that aren't the defaults"
     return {f.name for f in fields(cfg) if getattr(cfg, f.name) != f.default}
 
-def run_folder(path): # as it was typed
-    "Return the path of a run's folder, with the folder's name in it: `.` has none"
-    return p if (p := Path(path)).name not in ("", "..") else p.resolve()
 
 # %% ../../nbs/30a_resolve.ipynb #f585fcf2
 CHANGEABLE = ("data plugin memory_limit rungs micro_batch_size gpus restarts rank_logs steps target_loss "
-              "save_minutes keep_last timings").split() # together with `resume`
+              "save_minutes keep_last keep_every timings").split() # together with `resume`
+BRANCH = ("stream text_key document_mask total_tokens lr schedule cooldown final_lr grad_clip num_evals "
+          "eval_tokens sample_tokens num_samples deterministic retune name out overwrite loggers "
+          "profile").split() # these, too, in a branch
 
+def check_changes(given, branch): # names of options; whether they are a branch's
+    "Raise `InputError` for options that a run which goes on can't change, or a branch can't"
+    can = CHANGEABLE + BRANCH if branch else CHANGEABLE
+    if wrong := sorted(given - {*can}): raise InputError(
+        f"a {'branch of a' if branch else 'resumed'} run keeps its options: leave out {', '.join(wrong)}. "
+        f"These can change: {', '.join(can)}")
+
+# %% ../../nbs/30a_resolve.ipynb #30aopts1
 def read_options(folder): # of a run
     "Return the `TrainConfig` in its `config.json`. Raises `InputError` for one that no run could have"
     path = folder/"config.json"
@@ -61,24 +69,25 @@ def read_options(folder): # of a run
     c = read_json(path, TrainConfig) # which checks its bounds
     for k in ("seq_len", "step_tokens", "micro_batch_size", "steps", "lr"):
         if not getattr(c, k): raise InputError(f"{path} can't be used: it says no {k}")
-    return c
+    if c.recipe != "auto": return c
+    return replace(c, recipe="adamw", cooldown=.2, final_lr=.1) # it was begun before there were recipes
 
 # %% ../../nbs/30a_resolve.ipynb #767c7d5e
 def resumed(cfg, # a `TrainConfig` with `resume`
             given=None): # names of the options that were given; by default those with a value of their own
-    "Return the options of the run to go on with. Raises `FileNotFoundError`, `InputError` for a fixed option"
-    folder = run_folder(cfg.resume)
+    "Return the options to go on with. Raises `FileNotFoundError`, `InputError` for a fixed option"
     given = {*(own_values(cfg) if given is None else given)} & {f.name for f in fields(cfg)} - {"resume"}
+    path, step = branch_point(cfg.resume)
+    folder, own, branch = run_folder(path), own_folder(cfg, given), step is not None
     record = read_record(folder)
-    if wrong := given - {*CHANGEABLE}: raise InputError(
-        f"a resumed run keeps its options: leave out {', '.join(sorted(wrong))}. "
-        f"These can change: {', '.join(CHANGEABLE)}")
+    check_changes(given, branch)
+    if branch and own.resolve() in (folder.resolve(), Path(cfg.resume).resolve()): raise InputError(
+        f"a branch of {folder} has a folder of its own: choose another --name than {own.name}")
     old = read_options(folder)
-    if old.recipe == "auto": # it was begun before there were recipes
-        old = replace(old, recipe="adamw", cooldown=.2, final_lr=.1)
     now = dict(data=located(old.data, record.cwd)) | {k: getattr(cfg, k) for k in given}
-    res = replace(old, **now, resume=str(folder), overwrite=False, name=folder.name, out=str(folder.parent))
-    return with_micro_batches(res)
+    if "total_tokens" in given: now["steps"] = max(1, cfg.total_tokens//old.step_tokens)
+    now |= dict(resume=str(folder), name=cfg.name or own.name, out=str(own.parent))
+    return with_micro_batches(replace(old, **now | dict(overwrite=branch and cfg.overwrite)))
 
 # %% ../../nbs/30a_resolve.ipynb #f3231467
 def with_micro_batches(c): # options of a run that goes on
@@ -97,11 +106,12 @@ class Group(msgspec.Struct):
 def options_for_restart(cfg, given): # a `TrainConfig`, names of options that were given
     "Return the options for this start: after a restart by torchrun, those of the run that was begun"
     if not env_number("TORCHELASTIC_RESTART_COUNT", 0): return cfg, given
-    folder = run_folder(cfg.resume) if cfg.resume else Path(cfg.out)/cfg.name
+    folder = own_folder(cfg, own_values(cfg) if given is None else given)
     try: ours = read_json(folder/"config.json", Group).group == os.environ["TORCHELASTIC_RUN_ID"]
     except (OSError, InputError): ours = False
     if ours and checkpoints(folder/"checkpoints"): return TrainConfig(resume=str(folder)), set()
-    return replace(cfg, overwrite=ours and not cfg.resume or cfg.overwrite), given
+    new = not cfg.resume or branch_point(cfg.resume)[1] is not None
+    return replace(cfg, overwrite=ours and new or cfg.overwrite), given
 
 # %% ../../nbs/30a_resolve.ipynb #30072f4a
 def resolve_batch_sizes(c, # a `TrainConfig`; gets `step_tokens`, and one divisor where the other is given
@@ -177,15 +187,43 @@ def lr_schedule(self:TrainPlan, steps=0): # of the whole run; by default as many
     c = self.options
     return LrSchedule(steps or c.steps, c.lr, self.warmup, c.schedule, c.final_lr, c.cooldown)
 
+@patch(as_prop=True)
+def decay_after(self:TrainPlan):
+    "Return the step after which a `wsd` schedule decays: the last one to prolong the run from; else None"
+    return self.lr_schedule().steps_to_decay() if self.options.schedule == "wsd" else None
+
+# %% ../../nbs/30a_resolve.ipynb #30akept1
 @patch
-def length_change(self:TrainPlan, was, done): # steps of the run when its checkpoint was saved, and of that
-    "Describe what another number of steps does to the learning rate; return an empty text if it is the same"
-    new = self.options.steps
-    if was == new: return ""
-    before, after = (f"{self.lr_schedule(n)(done):.2e}" for n in (was, new))
+def is_kept(self:TrainPlan, done): # steps so far
+    "Return whether the checkpoint of this step is saved, and never pruned"
+    every = self.options.keep_every
+    return done == self.decay_after or every > 0 and done > 0 == done % every
+
+@patch
+def kept_to_come(self:TrainPlan, done): # steps so far
+    "Return how many checkpoints the run will save that are never pruned"
+    c, decay = self.options, self.decay_after or 0
+    multiples = c.steps//c.keep_every - done//c.keep_every if c.keep_every else 0
+    return multiples + (done < decay < c.steps and not (c.keep_every and decay % c.keep_every == 0))
+
+# %% ../../nbs/30a_resolve.ipynb #1fe8bf38
+@patch
+def length_change(self:TrainPlan, was, done, # steps of the run when its checkpoint was saved, and of that
+                  fixed={}, # of `fixed_options`, as they were then; by default as they are now
+                  saved=()): # steps of the checkpoints that the run has
+    "Describe what another length or schedule does to the learning rate; return an empty text for the same"
+    names = dict(peak="lr", warmup="warmup_steps") | {k: k for k in ("schedule", "final_lr", "cooldown")}
+    now, new = self.lr_schedule(), self.options.steps
+    then = replace(self.lr_schedule(was), **{k: fixed[v] for k, v in names.items() if v in fixed})
+    if now == then: return ""
+    before, after = f"{then(done):.2e}", f"{now(done):.2e}"
+    what = f"{new:,} steps instead of {was:,}" if new != was else "another schedule"
     change = f"stays {after}" if before == after else f"is {after} instead of {before}"
-    return (f"{new:,} steps instead of {was:,}: the learning rate of the next step {change}. It follows "
-            "the schedule of the new length, without another warm-up")
+    text = (f"{what}: the learning rate of the next step {change}. It follows the schedule of the new "
+            "length, without another warm-up")
+    stable = max((s for s in saved if s <= then.steps_to_decay()), default=done)
+    if then.schedule != "wsd" or stable == done or now(done) <= then(done): return text
+    return f"{text}. To go on from before the decay: --resume {self.options.resume}@{stable} --steps {new}"
 
 # %% ../../nbs/30a_resolve.ipynb #30res013
 class PlanResolver:
@@ -269,14 +307,15 @@ def resolve_shape(self:PlanResolver):
 def open_data(self:PlanResolver, found=None): # a `FoundCheckpoint` to go on from
     "Open the data, first on the first process, which may tokenize it: the others read the tokens from disk"
     c = self.cfg
+    other = bool(found) and not goes_on(c) and bool({"data", "stream", "text_key"} & self.given)
     def opened():
         self.data = TrainData(c, self.sequences, self.world, self.device, self.config.vocab)
-        if found: self.data.check_unchanged(found.about.facts, found.folder)
-        if c.init: check_tokens(self.data.corpus, self.config, c.init)
+        if c.init or other: check_tokens(self.data.corpus, self.config, c.init or c.resume)
         else: self.config = with_vocabulary(self.config, self.data.corpus.vocab)
     self.coordinator.run_on_rank_zero(opened)
     if not self.world.first: opened()
     check_alike(self.world, data=self.data.fingerprint)
+    if found and (said := self.data.set_first_step(found.about, found.folder, other)): self.log_info(said)
     for line in self.data.lines(): self.log_info(line)
     return self.data
 
@@ -512,7 +551,9 @@ def plan_lines(plan, # a `TrainPlan`
     yield (f"{many}{c.grad_accum_steps} x {c.micro_batch_size} "
            f"sequences of {c.seq_len} tokens in a step, with" + ("" if rungs else " no rungs"))
     yield from (f"  {r}{measured(r)}" for r in rungs)
-    yield f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}, weight decay {c.weight_decay:.3g}"
+    decay = f" (decay after step {n:,})" if (n := plan.decay_after or c.steps) < c.steps else ""
+    yield (f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}{decay}, "
+           f"weight decay {c.weight_decay:.3g}")
     average = f"average of the last {1/(1 - c.ema_decay):,.0f} steps" if c.ema_decay else ""
     if more := "; ".join(filter(None, [str(batching or ""), average])): yield f"  {more}"
     out = left_out(plan.requested_rungs, c.rungs.split(","), plan.why)

@@ -474,10 +474,11 @@ def test_init_with_new_text(tmp_path, stream, capsys):
 def test_a_rate_that_stays():
     "Where another number of steps doesn't change the next step's learning rate, no two equal numbers are printed"
     said = []
-    for old, new in ((1e-3, 1.0001e-3), (1e-3, 2e-3)):
-        plan = SimpleNamespace(options=SimpleNamespace(steps=9), lr_schedule=lambda n: lambda i: new if n == 9 else old)
-        said.append(resolve.TrainPlan.length_change(plan, was=6, done=3))
-    assert "next step stays 1.00e-03." in said[0] and "next step is 2.00e-03 instead of 1.00e-03." in said[1]
+    for steps in (5001, 9):
+        cfg = TrainConfig(steps=steps, lr=1e-3, schedule="cosine", final_lr=0.)
+        plan = resolve.TrainPlan(cfg, *[None]*4, warmup=1, requested_rungs="", why={})
+        said.append(plan.length_change(was=5000 if steps == 5001 else 6, done=3))
+    assert "next step stays 1.00e-03." in said[0] and "next step is 8.12e-04 instead of 5.00e-04." in said[1]
 
 def test_a_sample_without_a_tokenizer(tmp_path, capsys):
     "A few tokens, how many there are, and how to get text; and which type of token was found"
