@@ -208,16 +208,16 @@ def all_kernels():
     return {name for t in trees for name in launched_in(t)} & jitted
 
 @contextmanager
-def recorded():
-    "Yield a set that collects the names of the kernels that run inside, on a GPU or in the interpreter"
+def recorded(run=True): # False: don't run them
+    "Yield a set that collects the names of the kernels that are launched inside, on a GPU or in the interpreter"
     from triton.runtime import interpreter, jit
     ran, olds = set(), {}
-    for cls, name in ((jit.JITFunction, "run"), (interpreter.InterpretedFunction, "run")):
-        def run(self, *args, old=getattr(cls, name), **kwargs):
+    for cls in (jit.JITFunction, interpreter.InterpretedFunction):
+        def launched(self, *args, old=cls.run, **kwargs):
             ran.add(self.fn.__name__)
-            return old(self, *args, **kwargs)
-        olds[cls] = getattr(cls, name)
-        cls.run = run
+            if run: return old(self, *args, **kwargs)
+        olds[cls] = cls.run
+        cls.run = launched
     try: yield ran
     finally:
         for cls, old in olds.items(): cls.run = old
