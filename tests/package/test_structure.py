@@ -136,3 +136,8 @@ def test_what_is_imported_exists(name):
         try: found = hasattr(importlib.import_module(module), what)
         except ModuleNotFoundError: found = False
         assert found or importlib.util.find_spec(f"{module}.{what}"), f"{name} imports {what} from {module}, which has no such name"
+
+def test_module_docstrings_are_whole_sentences():
+    "nbdev takes the first line of what follows `>` alone: a second line would be lost"
+    docs = {p: ast.get_docstring(ast.parse(p.read_text(encoding="utf-8"))) for p in (ROOT/"llm_speedrun").rglob("*.py") if p.name != "_modidx.py"}
+    assert not [p.name for p, d in docs.items() if d and d.rstrip()[-1] not in ".?"]

@@ -4,7 +4,8 @@ from functools import partial
 import pytest, torch
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.rungs.chunked_ce import ChunkedCE, chunked_cross_entropy, linear_cross_entropy, softmax_loss
+from llm_speedrun.rungs import chunked_ce, fused_fp8, memory_traffic, tensor_parallel
+from llm_speedrun.rungs.chunked_ce import ChunkedCE, chunked_cross_entropy, linear_cross_entropy, loss_maths, softmax_loss
 from llm_speedrun.rungs.fp8_epilogues import summed_loss
 from llm_speedrun.rungs.fused_ce import FusedCE, hopper_missing
 from llm_speedrun.rungs.memory_traffic import GroupedCE, mean_loss, times_
@@ -45,6 +46,11 @@ def by_fp8(x, y, ignore=-100, z=0., cap=0.):
 
 def by_sums(x, y, ignore=-100, z=0., cap=0.):
     loss, lse = summed_loss(x.float().exp().view(len(x), -1, x.shape[1]//2).sum(2), x, y, ignore, z)
+    return loss, logits_quantize(x, y, lse, ignore, z, cap)[0][:len(x)].float()/HALF_MOST
+
+def by_logits(x, y, ignore=-100, z=0., cap=0.):
+    "Where no sum of exponentials is in range"
+    loss, lse = summed_loss(torch.full((len(x), 3), torch.inf, device=x.device), x, y, ignore, z)
     return loss, logits_quantize(x, y, lse, ignore, z, cap)[0][:len(x)].float()/HALF_MOST
 
 LOSSES = dict(chunked=by_softmax_loss, mean=by_mean_loss, parts=by_parts, fp8=by_fp8, sums=by_sums)
@@ -133,6 +139,55 @@ def test_strided_logits_are_refused(kernels):
         with fails(InputError, "times_", "x"): times_(x, torch.ones(1, device=DEVICE))
     with fails(InputError, "y is a strided"): softmax_loss(torch.randn(4, 6, device=DEVICE), torch.arange(8, device=DEVICE)[::2], -100, 0., 0., True)
     with fails(InputError, "swiglu_backward", "dh"): swiglu_backward(torch.randn(3, 8), torch.randn(4, 3).T)
+
+# Several blocks
+
+def rows_of(V, pattern):
+    "Four rows of logits in several blocks, in whose course the maximum rises, falls, or comes in the middle, and targets at both ends"
+    t = torch.linspace(-1, 1, V, dtype=torch.float64, device=DEVICE)
+    x = dict(rises=60*t, falls=-60*t, middle=60*(1 - t.abs()))[pattern] + torch.randn(4, V, dtype=torch.float64, device=DEVICE)
+    return x.float(), torch.tensor([0, V - 1, V//2, V//3], device=DEVICE)
+
+def loss_is_exact(name, V, pattern, z, cap):
+    "Losses are float64's to FP32's rounding, and so are gradients, or to E5M2's"
+    if name == "logits": cap = 0. # which it has no part in
+    x, y = rows_of(V, pattern)
+    exact = x.double()
+    losses = loss_maths(exact, y, -100, z, cap, True)
+    got, grad = (by_logits if name == "logits" else LOSSES[name])(x, y, z=z, cap=cap)
+    torch.testing.assert_close(got.double(), losses, rtol=2e-6, atol=5e-5)
+    if name not in ("fp8", "logits"): torch.testing.assert_close(grad.double(), exact, rtol=1e-4, atol=2e-5)
+    else: assert ((grad - exact).abs() <= .25*exact.abs() + 2e-5).all()
+
+blocks_of_64 = dict(chunked=chunked_ce, mean=memory_traffic, parts=tensor_parallel, fp8=fused_fp8)
+patterns = pytest.mark.parametrize("pattern", ["rises", "falls", "middle"])
+
+@patterns
+@pytest.mark.parametrize("z, cap", [(0., 0.), (.01, 0.), (0., 30.)])
+@pytest.mark.parametrize("name", blocks_of_64)
+def test_several_blocks(kernels, monkeypatch, name, pattern, z, cap):
+    "An online softmax rescales its sum wherever the maximum rises: in whole blocks, and in the rest"
+    monkeypatch.setattr(blocks_of_64[name], "loss_tile", lambda V: dict(BLOCK=64, num_warps=1))
+    loss_is_exact(name, 2*336 if name == "parts" else 336, pattern, z, cap) # five blocks and a rest of sixteen, in each part
+
+@patterns
+@pytest.mark.parametrize("name", [*blocks_of_64, "logits"])
+def test_a_vocabulary_of_several_blocks(kernels, name, pattern):
+    "The smallest one that fills two of the largest blocks: 32,768, and a rest of one, in each part"
+    if name == "logits": pytest.importorskip("triton")
+    loss_is_exact(name, 2*32769 if name == "parts" else 32769, pattern, .01, 0.)
+
+@cuda
+@pytest.mark.parametrize("V", [1000, 16400, 32769, 50304])
+@pytest.mark.parametrize("name", ["chunked", "mean", "parts"])
+def test_the_target_is_stored_last(name, V):
+    "The gradient at the target, which one thread stores, comes after what all others store there, and is of the logit that it had"
+    N = 2*V if name == "parts" else V
+    for _ in range(3):
+        x, y = torch.randn(4096, N, device=DEVICE).bfloat16(), torch.randint(N, (4096,), device=DEVICE)
+        rows, exact = torch.arange(4096, device=DEVICE), x.float().log_softmax(1)
+        got = LOSSES[name](x, y)[1][rows, y].float()
+        assert (got - (exact[rows, y].exp() - 1)).abs().max() < 1e-2
 
 # In a step
 
