@@ -393,9 +393,10 @@ def import_folder(folder): # a run's, written by us or by transformers' `save_pr
 # %% ../nbs/62_export.ipynb #54c5dbdd
 def from_pretrained(folder, # a run's, written by us or by transformers' `save_pretrained`
                     device=None): # the GPU if there is one, by default
-    "Open the naive FP32 `Run` with the weights in `folder`. Raises as `import_folder` does"
+    """Open the naive FP32 `Run` with the weights in `folder`, its model in eval mode: a `Stepper` switches to
+    training. Raises as `import_folder` does"""
     config, state = import_folder(folder)
-    with torch.device(device or default_device()): run = Run(model_of(state, config)(config))
+    with torch.device(device or default_device()): run = Run(model_of(state, config)(config).eval())
     run.model.load_state_dict(state)
     return run
 
