@@ -195,8 +195,8 @@ def unfinished(folder): # of a run, or of a checkpoint in it
 
 # %% ../nbs/62_export.ipynb #62same01
 def opened(config, state, device=None): # as `import_folder` returns them; the GPU if there is one, by default
-    "Return the naive FP32 `Run` with these weights"
-    with torch.device(device or default_device()): run = Run(model_of(state, config)(config))
+    "Return the naive FP32 `Run` with these weights, its model in eval mode"
+    with torch.device(device or default_device()): run = Run(model_of(state, config)(config).eval())
     run.model.load_state_dict(state)
     return run
 
@@ -443,7 +443,8 @@ def import_folder(folder): # a run's, written by us or by transformers' `save_pr
 def from_pretrained(folder, # a run's, written by us or by transformers' `save_pretrained`
                     device=None): # the GPU if there is one, by default
     """Open the naive FP32 `Run` with the weights in `folder`, and with those rungs of its training that
-    change what the model computes. Raises as `import_folder` does"""
+    change what the model computes. Its model is in eval mode: a `Stepper` switches to training. Raises as
+    `import_folder` does"""
     config, state = import_folder(folder)
     return with_rungs(opened(config, state, device), recorded_function(folder))
 

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from .io_utils import InputError
 from .measure import compiler_imported
-from .model import set_parts
+from .model import eval_mode, set_parts
 from .runs import RUNGS, enter_all, uncompiled
 from .rungs.cuda_graphs import warm_up_aside
 from .tokenizer import end_of_text
@@ -54,10 +54,11 @@ def generate(run, # a `Run`; its forward contexts are entered
     model, device = run.model, run.device
     g = torch.Generator(device).manual_seed(seed)
     x = torch.tensor([ids], device=device)
-    for _ in range(n):
-        with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
-            logits = model(x[:, -model.config.seq_len:])[:, -1]
-        x = torch.cat([x, draw(logits, g, temperature=temperature, top_k=top_k, top_p=top_p)], 1)
+    with eval_mode(model):
+        for _ in range(n):
+            with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
+                logits = model(x[:, -model.config.seq_len:])[:, -1]
+            x = torch.cat([x, draw(logits, g, temperature=temperature, top_k=top_k, top_p=top_p)], 1)
     return x[0].tolist()
 
 # %% ../nbs/60_generate.ipynb #1cf0da9f
@@ -129,7 +130,7 @@ class Generator:
                              "and take from_pretrained(folder), or use generate")
         w, self.config = run.model.embed_tokens.weight, run.model.config
         self.cache = Cache(self.config, rows, w.dtype, w.device)
-        self.model = with_cache(run, self.cache).model
+        self.model = with_cache(run, self.cache).model.eval() # a copy; the run's own keeps its mode
         self.tokens = torch.zeros(rows, self.config.seq_len, dtype=torch.long, device=w.device) # those read
         self.used, self.ahead, self.graphs = 0, None, {} # slots; tokens to read; recorded passes
         self.last = torch.zeros(rows, 1, dtype=torch.long, device=w.device) # where a captured pass reads
@@ -225,7 +226,7 @@ def check(self:Generator, run): # whose text it writes
     self.begin([x[0].tolist()]*rows)
     self.read(self.ahead[:, :-1])
     cached, of = self.read(self.ahead[:, -1:]), "".join(f" with the rung {r}" for r in run.rungs)
-    with enter_all(run.forward_contexts): want = run.model(x)[:, -1].float()
+    with eval_mode(run.model), enter_all(run.forward_contexts): want = run.model(x)[:, -1].float()
     if (cached - want).norm() > .05*want.norm(): raise InputError(
         f"a cache doesn't fit the model {type(run.model).__name__}{of}: its attention isn't a GPT's, so "
         "tokens that are written one by one would be others. Take llm_speedrun.generate.generate, which has "

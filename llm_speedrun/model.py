@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['WORKLOADS', 'GPTConfig', 'workload', 'RMSNorm', 'rope_table', 'rope', 'naive_attention', 'Linear', 'Embedding',
            'Attention', 'MLP', 'naive_heads', 'naive_project', 'naive_feed', 'naive_layer', 'Block', 'naive_last_norm',
-           'cross_entropy', 'GPT', 'set_parts', 'matrix_params', 'train_flops']
+           'cross_entropy', 'GPT', 'set_parts', 'eval_mode', 'matrix_params', 'train_flops']
 
 # %% ../nbs/04_model.ipynb #b7471259
+from contextlib import contextmanager
 from dataclasses import dataclass
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
@@ -226,6 +227,17 @@ def set_parts(model, # a `GPT`, changed in place
             lookup(dict.fromkeys("heads attend project feed layer".split()), name, "part of a block")
             getattr(b, name) # nothing would use a part that the block lacks
             setattr(b, name, f)
+
+# %% ../nbs/04_model.ipynb #04evalmode
+@contextmanager
+def eval_mode(model): # a module
+    "Put a model into eval mode inside a `with`, and each of its modules into its own mode afterwards"
+    modes = {m: m.training for m in model.modules()}
+    if any(modes.values()): model.eval()
+    try: yield
+    finally:
+        for m, mode in modes.items(): # a module comes before those in it
+            if m.training != mode: m.train(mode)
 
 # %% ../nbs/04_model.ipynb #e50c6fd0
 def matrix_params(config): # a `GPTConfig`

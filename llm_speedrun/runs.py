@@ -11,7 +11,7 @@ __all__ = ['STAGES', 'RUNGS', 'RENAMED_RUNGS', 'ROOM_GIB', 'param_groups', 'adam
            'resolve_auto_options', 'resolve_options', 'count_step']
 
 # %% ../nbs/05_runs.ipynb #c5602131
-import copy, gc, importlib, inspect, pkgutil
+import copy, gc, importlib, inspect, math, pkgutil
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce, wraps
@@ -24,7 +24,7 @@ from .measure import SPINE, default_device, progress, smoke, warm_up
 from .roofline import count
 from .data import Batches, prefetch
 from .corpus import open_corpus
-from .model import GPT, WORKLOADS, rope_table
+from .model import GPT, WORKLOADS, eval_mode, rope_table
 from .distributed.world import World
 
 # %% ../nbs/05_runs.ipynb #c0f74138
@@ -149,26 +149,38 @@ def enter_all(contexts): # functions without arguments that return context manag
         for c in contexts: stack.enter_context(c())
         yield
 
+# %% ../nbs/05_runs.ipynb #05weights
+def token_weights(batches): # pairs (x, y)
+    "Return the weight of each batch's mean loss in the mean over all tokens, times the number of batches"
+    sizes = [x.numel() for x, _ in batches]
+    return [n*len(sizes)/sum(sizes) for n in sizes] # 1 where all sizes are equal
+
+def norm_limit(clip): # largest norm of the gradients; 0 doesn't clip
+    "Return the largest norm, infinite for 0. Raises `InputError` for a negative one and for NaN"
+    if clip >= 0: return clip or math.inf
+    raise InputError(f"clip is the largest norm of the gradients, 0 for any norm, and not {clip}")
+
 # %% ../nbs/05_runs.ipynb #b9c9aa3f
 class Stepper:
     "The object that takes the optimizer steps of a `Run`"
     def __init__(self, run, # a `Run`
-                 clip=1.): # largest norm of the gradients
-        self.run, self.clip = run, clip
+                 clip=1.): # largest norm of the gradients; 0 doesn't clip
+        self.run, self.clip = run, norm_limit(clip)
         self.opt, self.scaler = run.optimizer(run.model), run.scaler()
         self.params = [p for p in run.model.parameters() if p.requires_grad]
         self.sync, self.backward_pass = run.sync(run, self.opt), run.backward()
         self.loss = self.norm = None # of the newest step
+        if not run.model.training: run.model.train() # as `from_pretrained` opens it, dropout is off
 
 # %% ../nbs/05_runs.ipynb #05call
 @patch
 def __call__(self:Stepper, *batches): # micro-batches (x, y), each B T
-    """One step over `batches`. Returns their mean loss, on the device. Notes it as `loss`, and the norm
-    of the gradients as `norm`: infinite where a check of the run says that the step must not be taken"""
+    """One step over `batches`. Returns the mean loss of their tokens, on the device. Notes it as `loss`, and
+    the norm of the gradients as `norm`: infinite where a check says that the step must not be taken"""
     losses = []
     with enter_all(self.run.step_contexts):
-        for i, (x, y) in enumerate(batches, 1):
-            with self.sync.micro(last=i == len(batches)): losses.append(self.forward_backward(x, y))
+        for i, (xy, w) in enumerate(zip(batches, token_weights(batches)), 1):
+            with self.sync.micro(last=i == len(batches)): losses.append(self.forward_backward(*xy, w))
         self.loss = sum(losses) / len(batches)
         self.update(len(batches))
         self.mark("optimizer")
@@ -194,10 +206,12 @@ def average_and_clip(params, # whose gradients are sums over micro-batches
 def mark(self:Stepper, name): "Mark the end of a phase of a step; a timer of phases replaces this method"
 
 @patch
-def forward_backward(self:Stepper, x, y): # B T tokens, B T tokens that follow
-    "Compute the loss of one micro-batch, and add its gradients to those of the weights. Returns the loss"
+def forward_backward(self:Stepper, x, y, # B T tokens, B T tokens that follow
+                     weight=1.): # of this micro-batch, about 1
+    "Compute a micro-batch's loss times `weight`, and add its gradients to the weights'. Returns the loss"
     self.backward_pass.prepare()
     with enter_all(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y)
+    if weight != 1: loss = loss*weight
     self.mark("forward")
     self.backward_pass(self.scaler.scale(loss))
     self.mark("backward")
@@ -228,9 +242,10 @@ def apply(self:Stepper):
 @patch
 @torch.no_grad()
 def evaluate(self:Stepper, batches): # pairs (x, y) on the run's device
-    "Return the mean loss over `batches` of equal size, a float"
-    with enter_all(self.run.step_contexts + self.run.forward_contexts):
-        return torch.stack([self.run.loss(self.run.model, x, y) for x, y in batches]).mean().item()
+    "Return the mean loss over the tokens of `batches`, a float. The model is in eval mode meanwhile"
+    batches, loss = list(batches), partial(self.run.loss, self.run.model)
+    with eval_mode(self.run.model), enter_all(self.run.step_contexts + self.run.forward_contexts):
+        return torch.stack([loss(*xy)*w for xy, w in zip(batches, token_weights(batches))]).mean().item()
 
 # %% ../nbs/05_runs.ipynb #ae76f34e
 class PrecomputedGrads(torch.autograd.Function):

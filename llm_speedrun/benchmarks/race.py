@@ -29,7 +29,7 @@ from ..measure import digest, machine
 from ..runs import baseline, enter_all, rung_name, uncompiled
 from ..records import code_of
 from ..ladder import check_share; from llm_speedrun.plugins import plugin_args
-from ..model import workload as find_workload
+from ..model import eval_mode, workload as find_workload
 from ..recipes.recipe import parse_recipe
 from ..recipes.schedules import SCHEDULES, warmup_steps
 
@@ -65,7 +65,7 @@ def judged(trainer, evaluator): # an `Evaluator`
     run = trainer.run
     def nats(x, y):
         with enter_all(run.step_contexts + run.forward_contexts): return run.loss(run.model, x, y)*y.numel()
-    with trainer.validator.averaged(): return evaluator(nats)
+    with trainer.validator.averaged(), eval_mode(run.model): return evaluator(nats)
 
 def plan_for(trainer, total): # steps
     "Let the schedules of a run of ours end there"

@@ -103,7 +103,7 @@ class TrainConfig(Options):
     # Rungs
     rungs: str = "auto" # the fastest list; naive, safe, cpu, smallest, fastest16, fastest; names; or "list"
     micro_batch_size: PositiveInt | None = None # sequences on a GPU at once; by default as many as fit
-    grad_accum_steps: PositiveInt | None = None # micro-batches in a step; by default follows `step_tokens`
+    grad_accum_steps: PositiveInt | None = None # micro-batches in a step; by default they follow from the step
     memory_limit: str = "" # that of h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu; by default what is there
     deterministic: bool = False # on a GPU: the same bits whenever it is run, at some speed
     retune: bool = False # measure again what is remembered: list of rungs, their options, micro-batch
@@ -120,7 +120,7 @@ class TrainConfig(Options):
     target_loss: NonNegative = 0. # stop at this validation loss
     # Recipe
     recipe: str = "auto" # speedrun, with --lr or --init adamw; muon, ...; it chooses what isn't given
-    step_tokens: Count = 0 # tokens in a step; by default of 64 sequences, or micro-batch size x accumulation
+    step_tokens: Count = 0 # in a step; default: 64 sequences, or micro_batch_size x grad_accum_steps x GPUs
     lr: Positive | None = None # peak learning rate of matrices; a recipe's other rates keep their ratio to it
     schedule: str = "" # of the learning rate: cosine, wsd (stable, then a decay) or constant
     warmup: Fraction | None = None # part of the steps in which the learning rate rises

@@ -21,25 +21,27 @@ from ..checkpoint.format import write_tensors
 from ..checkpoint.save import copy_to_host
 
 # %% ../../nbs/34_metrics.ipynb #2e89e0ff
-PHASES = "data", "forward", "backward", "optimizer" # of a step; the last one ends it
+PHASES = "data", "forward", "backward", "optimizer" # of a step; all but the first in each of its updates
 
 # %% ../../nbs/34_metrics.ipynb #1c33ba6b
 class Breakdown:
-    """A timer of a step's phases that doesn't wait for the GPU: call it with a phase's name where that
-    phase ends. With rung `cuda_graphs`, forward and backward pass are one graph, timed as `forward`"""
+    """A timer of a step's phases that doesn't wait for the GPU: call it with a phase's name where that phase
+    ends, in each update. With rung `cuda_graphs`, forward and backward pass are one graph, timed as `forward`"""
     def __init__(self, device): # that the step runs on
         self.gpu, self.marks, self.on = torch.device(device).type == "cuda", [], False
 
     def start(self):
-        "Measure the step that begins here, up to its mark `optimizer`. Other steps cost nothing"
+        "Measure the step that begins here, up to the last mark before `stop`. Other steps cost nothing"
         self.marks, self.on = [("start", self.now())], True
+
+    def stop(self):
+        "End the step, after the last of its updates"
+        self.on = False
 
     def now(self): return moment(self.gpu)
 
     def __call__(self, name): # of the phase that ends here, one of `PHASES`
-        if not self.on: return
-        self.marks.append((name, self.now()))
-        self.on = name != PHASES[-1]
+        if self.on: self.marks.append((name, self.now()))
 
 # %% ../../nbs/34_metrics.ipynb #bbf3237d
 @patch
@@ -273,6 +275,7 @@ def write(self:MetricsLogger, row):
 @patch
 def add(self:MetricsLogger, step, rate, loss, x, y): # number, learning rate, loss on the device, its tokens
     "Note a step that was taken, without reading its loss"
+    self.clock.stop()
     self.pending.append((step, rate, loss, self.stepper.norm, x, y))
 
 @patch

@@ -86,8 +86,9 @@ def texts(folder):
     return folder
 
 def options(folder, **kw):
-    "A `TrainConfig` of a few quick steps in `folder`"
+    "A `TrainConfig` of a few quick steps in `folder`, by default of one micro-batch"
     if "data" not in kw: kw["data"] = str(write_bins(folder/"bins"))
+    if "step_tokens" not in kw and kw.get("micro_batch_size", 4): kw.setdefault("grad_accum_steps", 1)
     return TrainConfig(**dict(model="nano", rungs="naive", steps=6, micro_batch_size=4, seq_len=16, vocab=VOCAB, num_evals=2,
                               eval_tokens=128, sample_tokens=4, name="run", out=str(folder/"runs")) | kw)
 

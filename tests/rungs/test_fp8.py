@@ -569,7 +569,7 @@ def test_gradients_do_not_depend_on_accumulation(recorded):
 def test_a_weighted_backward_pass_would_be_found(monkeypatch):
     "With 1/n sent through the backward pass, a recorded pass clips what plain ones have learned"
     update = Stepper.update
-    def weighted(self, x, y):
+    def weighted(self, x, y, weight):
         with enter_all(self.run.forward_contexts): loss = self.run.loss(self.run.model, x, y) / 8
         loss.backward()
         return loss.detach()*8

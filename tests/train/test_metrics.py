@@ -23,6 +23,7 @@ def test_breakdown_waits_for_the_last_event_alone(monkeypatch):
     b = Breakdown(torch.device("cuda", 0))
     b.start()
     for name in ("data", "forward", "backward", "forward", "backward", "optimizer"): b(name)
+    b.stop()
     last = FakeEvent.clock
     b("data"); b("forward")     # of the next step, which isn't measured
     assert FakeEvent.clock == last and FakeEvent.waited == []
@@ -33,7 +34,7 @@ def test_breakdown_of_a_step_under_way_is_read_when_it_is_over(clock):
     b = Breakdown("cpu")
     b.start(); b("data")
     assert b.read() == {}
-    clock.sleep(.01); b("forward"); b("backward"); b("optimizer")
+    clock.sleep(.01); b("forward"); b("backward"); b("optimizer"); b.stop()
     assert b.read() == dict(ms_data=0, ms_forward=pytest.approx(10), ms_backward=0, ms_optimizer=0) and b.read() == {}
 
 def test_breakdown_marks_cost_nothing_unless_started(monkeypatch):
@@ -50,6 +51,7 @@ def test_stepper_marks_its_phases():
     x = torch.randint(300, (2, 17), device=step.run.device)
     b.start(); b("data")
     step((x[:, :-1], x[:, 1:]), (x[:, :-1], x[:, 1:]))
+    b.stop()
     assert list(b.read()) == [f"ms_{p}" for p in PHASES]
 
 @pytest.mark.cuda
@@ -63,7 +65,7 @@ def test_breakdown_on_a_gpu_never_waits():
         inside[0].record()
         for _ in range(50): x @ x
         inside[1].record()
-        b("forward"); b("backward"); b("optimizer")
+        b("forward"); b("backward"); b("optimizer"); b.stop()
     finally: torch.cuda.set_sync_debug_mode("default")
     ms = b.read()
     assert ms["ms_forward"] >= inside[0].elapsed_time(inside[1]), "the GPU's time, and not that of Python"

@@ -519,10 +519,10 @@ def test_evaluations_compare(tmp_path):
 def crowded(monkeypatch):
     "A GPU on which micro-batches above `most` run out of memory, from the call number `after` on"
     said, backward = SimpleNamespace(most=18, after=0, sizes=[]), Stepper.forward_backward
-    def step(self, x, y):
+    def step(self, x, y, *weight):
         said.sizes.append(len(x))
         if len(said.sizes) > said.after and len(x) > said.most: raise torch.OutOfMemoryError("CUDA out of memory")
-        return backward(self, x, y)
+        return backward(self, x, y, *weight)
     monkeypatch.setattr(Stepper, "forward_backward", step)
     return said
 
