@@ -205,6 +205,31 @@ def test_new_names_are_options():
     assert new_name("--batch", ["--batch_size", "--micro_batch_size"]) == "--micro_batch_size" and new_name("batch", ["batch_size"]) == "batch_size"
     for command, names in commands.items(): assert not names & RENAMED.keys(), command
 
+def lists_of_names(tree):
+    "A module's lists of names: texts that are split, tuples, lists and sets of texts"
+    for o in ast.walk(tree):
+        if isinstance(o, ast.Call) and getattr(o.func, "attr", "") == "split" and isinstance(o.func.value, ast.Constant): yield str(o.func.value.value).split()
+        if isinstance(o, (ast.Tuple, ast.List, ast.Set)): yield [v.value for v in o.elts if isinstance(v, ast.Constant) and isinstance(v.value, str)]
+
+def no_options(names):
+    "Those of a list of options that no command has; of a list of anything else none"
+    known = set().union(*({o.name for o in option_specs(f.config)} for f in COMMANDS.values()))
+    wrong = [n for n in names if n not in known]
+    return wrong if len(names) > 3 and len(wrong) < .4*len(names) else []
+
+def test_lists_name_options_that_exist():
+    "In the whole package: such as the options that a race sets, a resumed run keeps, or a command hides"
+    found = 0
+    for path in (ROOT/"llm_speedrun").rglob("*.py"):
+        for names in lists_of_names(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not no_options(names), (path.name, no_options(names))
+            found += len(names) > 2 and sum(n in {f.name for f in fields(TrainConfig)} for n in names) > .6*len(names)
+    assert found > 5
+
+def test_an_option_that_is_gone_is_found():
+    assert no_options("plugin data seed name out overwrite resume target_loss gpus epochs evals stream seq".split()) == ["evals", "seq"]
+    assert not no_options("loss val_loss lr grad_norm tok_s train_s".split())
+
 # What messages advise
 
 ALL = "train doctor"
