@@ -22,7 +22,7 @@ from ..export import import_folder
 from ..recipes.model_registry import is_own, recipe_for
 
 # %% ../../nbs/30a_resolve.ipynb #30res005
-from ..recipes.batch import resolve_phases
+from ..recipes.batch import Phases, resolve_phases
 from ..recipes.recipe import Recipe, best_recipe, parse_recipe, why_not_best
 from ..recipes.schedules import SCHEDULES, warmup_steps
 from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
@@ -463,6 +463,11 @@ def resolve(self:PlanResolver):
     return TrainPlan(c, self.config, self.recipe, *rows, warmup, self.requested_rungs, self.why, self.weights)
 
 # %% ../../nbs/30a_resolve.ipynb #db7f4850
+def describe_steps(phases, steps): # `Phases`, of the whole run
+    "Return the steps in words, and the optimizer's updates where a step has several"
+    n = phases.num_updates(steps)
+    return f"{steps:,} steps" + f", {n:,} optimizer updates"*(n > steps) + (f": {phases}" if str(phases) else "")
+
 def plan_lines(plan, # a `TrainPlan`
                dp=1, # processes that have other data
                batching=None): # of the run that was built, if its recipe has phases
@@ -475,6 +480,7 @@ def plan_lines(plan, # a `TrainPlan`
     yield from (f"  {r}{measured(r)}" for r in rungs)
     yield f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}, weight decay {c.weight_decay:.3g}"
     average = f"average of the last {1/(1 - c.ema_decay):,.0f} steps" if c.ema_decay else ""
+    if isinstance(batching, Phases): batching = describe_steps(batching, c.steps)
     if more := "; ".join(filter(None, [str(batching or ""), average])): yield f"  {more}"
     out = left_out(plan.requested_rungs, c.rungs.split(","), plan.why)
     yield from (f"  not {name}: {why}" for name, why in out)
