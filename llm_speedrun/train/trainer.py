@@ -336,7 +336,6 @@ def first_step(trainer, x, y): # the sequences of a step
     trainer.timings.stop()
     trainer.first_step_at = time.perf_counter()
     trainer.logger.restart_clock() # what had to be compiled isn't counted as training
-    if trainer.cfg.timings: trainer.log_info(f"\n{trainer.timings}")
     return loss
 
 # %% ../../nbs/30_trainer.ipynb #a2211732
@@ -388,7 +387,7 @@ def open_files(trainer):
                              log_locally=t.coordinator.log_to_rank_file, counts=t.run.counts)
     t.logger.open(trackers)
     notify(t, "before_fit")
-    t.coordinator.start(t.folder, t.done, c.rank_logs)
+    t.coordinator.start(t.folder, t.done)
 
 # %% ../../nbs/30_trainer.ipynb #d4c0f6ac
 @patch

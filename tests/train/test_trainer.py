@@ -186,6 +186,13 @@ def test_epochs(tmp_path, capsys):
     assert t.cfg.steps == 2*t.data.batches.per_epoch and "2 passes over the text" in capsys.readouterr().out
     assert Trainer(options(tmp_path, steps=0, minutes=1e-3, epochs=1e9, name="b")).cfg.steps < 1e6
 
+def test_epochs_alone(tmp_path):
+    "Without minutes they are the length, whatever the machine's speed"
+    t = Trainer(options(tmp_path, steps=0, epochs=40.), progress=False, given={"epochs"})
+    assert t.cfg.steps == 40*t.data.batches.per_epoch and t.cfg.minutes == 0
+    t.fit()
+    assert t.done == t.cfg.steps
+
 # Rungs
 
 @pytest.mark.parametrize("rungs,kind", [
