@@ -33,7 +33,8 @@ class ProgressBar(Callback):
         self.bar, self.said = Progress(trainer.cfg.steps, trainer.done, on=trainer.progress), ""
 
     def on_log(self, trainer, step, loss, tok_s):
-        used, row = mfu(train_flops(trainer.config, causal=True), tok_s/trainer.world.size), trainer.logger.newest
+        used = mfu(train_flops(trainer.config, causal=True), tok_s/trainer.world.size)
+        row = trainer.logger.newest
         self.said = f", loss {loss:.3f}, {tok_s:,.0f} tok/s" + (f", MFU {used:.1%}" if used else "")
         self.said += f", gradient norm {row['grad_norm']:#.3g}"
         if gib := row.get("gpu_peak_gib"): self.said += f", peak {gib:.1f} GiB"

@@ -103,7 +103,7 @@ class TrainConfig(Options):
     rungs: str = "auto" # the fastest list; naive, safe, cpu, smallest, fastest16, fastest; names; or "list"
     micro_batch_size: PositiveInt | None = None # sequences on a GPU at once; by default as many as fit
     grad_accum_steps: PositiveInt | None = None # micro-batches in a step; by default follows `step_tokens`
-    memory_limit: str = "" # memory of h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu; by default what is there
+    memory_limit: str = "" # of h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu; by default what is there
     deterministic: bool = False # bitwise reproducible on a GPU, slower
     retune: bool = False # measure again what is remembered: list of rungs, their options, micro-batch
     ladder: bool = False # measure first what each rung of this run gains (as speedrun_ladder), for its report
@@ -126,7 +126,7 @@ class TrainConfig(Options):
     final_lr: Fraction | None = None # the last learning rate, as a fraction of the peak
     weight_decay: NonNegative | None = None # weight decay of matrices; 0 is none
     grad_clip: NonNegative | None = None # largest norm of the gradients; 0 doesn't clip
-    ema_decay: Fraction | None = None # of an average of the weights that is evaluated and kept, as .999; 0 is none
+    ema_decay: Fraction | None = None # of an average of the weights to evaluate and keep, as .999; 0 is none
     seed: Count = 0 # random seed for the initial weights and the data order
     # Evaluation
     num_evals: PositiveInt = 10 # evaluations during the run
@@ -385,41 +385,48 @@ def new_name(option, names): # as it was given, what there is: all with dashes o
     new = (f"{dashes}{no and 'no-'}{n}" for n in RENAMED.get(name, "").split())
     return next((n for n in new if n in names), None)
 
-def as_other_tools(sentences): # sentence -> names
-    "Return a dict from each name to what to give in its place"
-    return {name: said for said, names in sentences.items() for name in names.split()}
+# %% ../../nbs/33_config.ipynb #33other1
+OTHER_TOOLS = {} # name in transformers, nanoGPT, litgpt, torchtitan, ... -> what to give in its place
 
-OTHER_TOOLS = as_other_tools({ # names that options have in transformers, nanoGPT, litgpt, torchtitan and others
-    "--lr sets the peak learning rate": "learning_rate max_lr peak_lr",
-    "--recipe chooses the optimizer, such as adamw or muon": "optimizer optim optimizer_name",
-    "--rungs chooses number formats, such as --rungs bf16": "dtype precision bf16 fp16 fp8 tf32 amp mixed_precision",
-    "it is a rung, --rungs tf32,bf16,flash,compile": "compile torch_compile",
-    "--rungs checkpoint recomputes activations": "gradient_checkpointing activation_checkpointing",
-    "--model chooses the shape by its name, --init takes that of a folder":
-        "layers n_layer num_layers n_head num_heads heads n_embd d_model width hidden_size model_name model_size",
-    "--seq_len sets the tokens of a sequence": "block_size max_seq_len max_seq_length context_length sequence_length",
-    "--step_tokens sets the batch, in tokens of a step; --micro_batch_size the sequences on a GPU at once":
-        "batch_size global_batch_size train_batch_size per_device_train_batch_size total_batch_size",
-    "--grad_accum_steps sets the micro-batches of a step":
-        "gradient_accumulation_steps grad_accum accumulate_grad_batches",
-    "--steps sets the length": "max_steps max_iters iterations num_iterations train_steps num_steps",
-    "--epochs sets the passes over the text": "num_train_epochs num_epochs max_epochs",
-    "--warmup is a part of the run, such as --warmup .02":
-        "warmup_steps warmup_iters lr_warmup_steps warmup_ratio warmup_tokens",
-    "--schedule chooses cosine, wsd or constant": "lr_scheduler_type lr_scheduler lr_schedule scheduler decay_lr",
-    "--final_lr is a part of the peak, such as --final_lr .1": "min_lr min_lr_ratio",
-    "--grad_clip sets the largest norm of the gradients": "max_grad_norm gradient_clip_val clip_grad_norm max_norm",
-    "--out is the folder of the runs' folders, --name the name of this one": "output_dir out_dir save_dir run_name",
-    "--loggers wandb or --loggers tensorboard": "wandb wandb_log use_wandb tensorboard report_to logger",
-    "--save_minutes sets the time between checkpoints": "save_steps save_interval save_every checkpoint_interval",
-    "--keep_last sets how many checkpoints stay": "save_total_limit",
-    "--num_evals sets how often a run is evaluated": "eval_interval eval_steps eval_every val_interval",
-    "--eval_tokens sets the length of an evaluation": "eval_iters val_steps eval_batches",
-    "--resume goes on with a run, and takes its folder": "resume_from_checkpoint resume_from resume_path",
-    "--gpus sets how many take part": "devices num_gpus ngpus nproc nproc_per_node world_size",
-    "--data takes a path or a name": "dataset dataset_path train_data train_file data_dir data_path",
-    "--vocab sets the vocabulary": "vocab_size",
-    "the data needs no such option: a thread reads ahead": "num_workers dataloader_num_workers"})
+def explain_names(table): # lines of a sentence, a bar and names
+    "Add the names of other tools to `OTHER_TOOLS`, each with its sentence"
+    for said, _, names in (line.partition(" | ") for line in table.strip().splitlines()):
+        OTHER_TOOLS.update(dict.fromkeys(names.split(), said))
+
+# %% ../../nbs/33_config.ipynb #33other2
+explain_names("""
+--lr sets the peak learning rate | learning_rate max_lr peak_lr
+--recipe chooses the optimizer, such as adamw or muon | optimizer optim optimizer_name
+--rungs chooses number formats, such as --rungs bf16 | dtype precision bf16 fp16 fp8 tf32 amp mixed_precision
+it is a rung, --rungs tf32,bf16,flash,compile | compile torch_compile
+--rungs checkpoint recomputes activations | gradient_checkpointing activation_checkpointing
+--model chooses the shape, --init takes that of a folder | layers n_layer num_layers n_head n_embd d_model
+--seq_len sets the tokens of a sequence | block_size max_seq_len max_seq_length context_length sequence_length
+--step_tokens sets a step's tokens, --micro_batch_size the sequences at once | batch_size global_batch_size
+--micro_batch_size sets the sequences at once | per_device_train_batch_size
+--grad_accum_steps sets the micro-batches of a step | gradient_accumulation_steps grad_accum
+--steps sets the length | max_steps max_iters iterations num_iterations train_steps num_steps
+--epochs sets the passes over the text | num_train_epochs num_epochs max_epochs
+--warmup is a part of the run, such as --warmup .02 | warmup_steps warmup_iters lr_warmup_steps warmup_ratio
+--schedule chooses cosine, wsd or constant | lr_scheduler_type lr_scheduler lr_schedule scheduler decay_lr""")
+
+# %% ../../nbs/33_config.ipynb #33other3
+explain_names("""
+--final_lr is a part of the peak, such as --final_lr .1 | min_lr min_lr_ratio
+--grad_clip sets the largest norm of the gradients | max_grad_norm gradient_clip_val clip_grad_norm max_norm
+--out is the folder of the runs' folders, --name the name of this one | output_dir out_dir save_dir run_name
+--loggers wandb or --loggers tensorboard | wandb wandb_log use_wandb tensorboard report_to logger
+--save_minutes sets the time between checkpoints | save_steps save_interval save_every checkpoint_interval
+--keep_last sets how many checkpoints stay | save_total_limit
+--num_evals sets how often a run is evaluated | eval_interval eval_steps eval_every val_interval
+--eval_tokens sets the length of an evaluation | eval_iters val_steps eval_batches
+--resume goes on with a run, and takes its folder | resume_from_checkpoint resume_from resume_path
+--gpus sets how many take part | devices num_gpus ngpus nproc nproc_per_node world_size
+--data takes a path or a name | dataset dataset_path train_data train_file data_dir data_path
+--vocab sets the vocabulary | vocab_size
+the data needs no such option: a thread reads ahead | num_workers dataloader_num_workers""")
+
+# %% ../../nbs/33_config.ipynb #33other9
 REMOVED = dict(timings="result.json always has the seconds of the start, and report.html shows them",
                rank_logs="several processes always write logs/rank-00000.log and so on into the run's folder")
 

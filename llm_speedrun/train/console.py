@@ -64,6 +64,7 @@ def time_left(self:Progress, step): # steps so far
     seconds = (time.perf_counter() - t0)/(step - first)*(self.total - step)
     return f", {tqdm.format_interval(seconds)} left"
 
+# %% ../../nbs/30d_console.ipynb #30dline2
 @patch
 def print_line(self:Progress, step, text): # as for `update`
     "Print a line that stays, with the time left: in a log, or above the bar of a terminal"

@@ -245,6 +245,7 @@ def default_minutes(gpu, given): # whether there is one, names of options that w
     "Return the minutes to train where none are given: 0 where `epochs` says how long"
     return 0. if "epochs" in given else 3. if gpu else 1.2
 
+# %% ../../nbs/30a_resolve.ipynb #30shape2
 @patch
 def resolve_shape(self:PlanResolver):
     "Decide the model's shape and the batch. Raises `InputError` for impossible numbers"
@@ -470,8 +471,10 @@ def resolve(self:PlanResolver):
 def describe_steps(phases, steps): # `Phases`, of the whole run
     "Return the steps in words, and the optimizer's updates where a step has several"
     n = phases.num_updates(steps)
-    return f"{steps:,} steps" + f", {n:,} optimizer updates"*(n > steps) + (f": {phases}" if str(phases) else "")
+    updates, said = f", {n:,} optimizer updates"*(n > steps), str(phases)
+    return f"{steps:,} steps{updates}" + (f": {said}" if said else "")
 
+# %% ../../nbs/30a_resolve.ipynb #30stepl2
 def plan_lines(plan, # a `TrainPlan`
                dp=1, # processes that have other data
                batching=None): # of the run that was built, if its recipe has phases

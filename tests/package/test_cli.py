@@ -197,7 +197,7 @@ def test_old_names_of_options(capsys, words, said):
 
 @pytest.mark.parametrize("words, said", [
     (["--learning_rate", "1e-3"], "--lr"), (["--optimizer=adamw"], "--recipe"), (["--dtype", "bf16"], "--rungs bf16"), (["--bf16"], "--rungs bf16"),
-    (["--compile"], "--rungs fastest,compile"), (["--layers", "6"], "--model"), (["--batch-size", "8"], "--step_tokens .* --micro_batch_size"),
+    (["--compile"], "--rungs tf32,bf16,flash,compile"), (["--layers", "6"], "--model"), (["--batch-size", "8"], "--step_tokens .* --micro_batch_size"),
     (["--max_steps", "9"], "--steps"), (["--num_train_epochs", "3"], "--epochs"), (["--output_dir", "x"], "--out .* --name"), (["--wandb"], "--loggers wandb"),
     (["--num_workers", "4"], "a thread reads ahead"), (["--warmup_steps", "100"], "--warmup .02"), (["--no-compile"], "--rungs")])
 def test_names_of_other_tools(words, said):
