@@ -13,7 +13,7 @@ from .io_utils import clean_errors, safe_children
 from .train.config import (CompareOptions, DataOptions, EvalOptions, ExportOptions, LadderOptions,
                                        LrOptions, RaceOptions, ReportOptions, SampleOptions, TrainConfig,
                                        make_parser, parse_args, resolve_options, to_toml)
-from .plugins import import_plugins
+from .plugins import import_plugins, plugin_errors
 from .train.launch import group_exit_code, num_processes, start_group
 
 # %% ../nbs/33c_cli.ipynb #544d9c54
@@ -39,7 +39,7 @@ def run_command(f, config, args): # a command's function, the class of its `Opti
     elif getattr(c, "rungs", "") == "list": import_plugins(c.plugin); print(format_rungs())
     else:
         if hasattr(c, "plugin") and not issubclass(config, TrainConfig): import_plugins(c.plugin)
-        f(c, given)
+        with plugin_errors(): f(c, given)
 
 # %% ../nbs/33c_cli.ipynb #7ff4608c
 _TRAIN = "from llm_speedrun.cli import speedrun_train; speedrun_train()" # which each process of a group runs

@@ -8,7 +8,7 @@ __all__ = ['write_folder', 'export_folder', 'from_pretrained']
 # %% ../nbs/62_export.ipynb #1e90e64a
 import json, os
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -23,12 +23,12 @@ from .io_utils import (InputError, check_writable, lookup, read_bytes_of, read_j
 from .tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
 from .measure import default_device
 from .model import GPT, GPTConfig
-from .architectures import MODELS
-from .plugins import import_plugins
+from .architectures import MODELS, model_class
+from .plugins import TOLERANCE, check_function, function_rungs, import_plugins, tables
 from .recipes.model_registry import HEAD, model_of, shapes
 from .recipes.architecture import UntiedGPT, folded
 from .recipes.modded_architecture import check_qwen3
-from .runs import Run
+from .runs import Run, enter_all, in_order, rung_name
 from .checkpoint.format import checkpoints, validation_error, write_tensors
 from .train.run_dir import check_registered, read_record, read_result
 
@@ -193,6 +193,38 @@ def unfinished(folder): # of a run, or of a checkpoint in it
     if res.steps >= steps or res.reached: return ""
     return f"the run was interrupted: it has taken {res.steps:,} of its {steps:,} steps"
 
+# %% ../nbs/62_export.ipynb #62same01
+def opened(config, state, device=None): # as `import_folder` returns them; the GPU if there is one, by default
+    "Return the naive FP32 `Run` with these weights"
+    with torch.device(device or default_device()): run = Run(model_of(state, config)(config))
+    run.model.load_state_dict(state)
+    return run
+
+def with_rungs(run, rungs): # a `Run`; as `build` takes them
+    "Return the run with the rungs applied"
+    return reduce(lambda run, r: r[0](run, **r[1]), in_order(rungs), run)
+
+# %% ../nbs/62_export.ipynb #be259fcf
+def recorded_function(folder): # of a run, of a checkpoint in it, or of a model
+    "Return the rungs without which a run's model computes something else. Raises `InputError` for a lost one"
+    if "model_config" not in read_json((run := run_of(folder))/"config.json", dict): return []
+    record = read_record(run)
+    older, rungs = record.changes_function is None, record.changes_function
+    if older: rungs = [r for r in record.rungs.split(",") if r]
+    lost = lambda: [n for n in map(rung_name, rungs) if n not in tables()["rung"]]
+    if record.plugins and lost(): import_plugins("", run)
+    if older: return of_older(record, [r for r in rungs if rung_name(r) not in lost()])
+    if lost(): raise InputError(
+        f"{run} was trained with the rung {lost()[0]!r}, which changes what its model computes, and "
+        f"{', '.join(record.plugins)} doesn't define it now: give a plug-in that does, --plugin FILE")
+    return rungs
+
+# %% ../nbs/62_export.ipynb #ec3650ec
+def of_older(record, rungs): # of a run whose version didn't check; that are known, with their options
+    "Check those rungs now, and return what `recorded_function` does"
+    check_function(record.model_config, rungs, model_class(record.model_config))
+    return function_rungs(rungs)
+
 # %% ../nbs/62_export.ipynb #a9406334
 def json_bytes(d): # a dict
     "Return the bytes of a JSON file"
@@ -267,6 +299,22 @@ def write_folder(out, # the folder to write, which must not exist
         write_tensors(tensors, new/"model.safetensors")
 
 # %% ../nbs/62_export.ipynb #62plug01
+@torch.no_grad()
+def check_exported(folder, # of a run, or of a checkpoint in it
+                   config, state): # what `read_run` has read there
+    "Raise `InputError` where the model computes something else without the rungs that it was trained with"
+    if not (rungs := recorded_function(folder)): return
+    plain = opened(config, state)
+    run, T = with_rungs(plain, rungs), min(config.seq_len, 64)
+    x = torch.arange(T, device=plain.device)[None]*7 % config.vocab
+    with enter_all(run.forward_contexts): trained = run.model(x).float()
+    off = ((trained - (want := plain.model(x))).norm()/want.norm()).item()
+    if off > TOLERANCE[run.fmt][1]: raise InputError(
+        f"{folder} can't be exported: the rung {' and '.join(map(repr, run.rungs))} changes what its model "
+        f"computes, the logits by {off:.0%}, and no other program knows it. speedrun_sample, speedrun_eval "
+        "and from_pretrained open it with the rung")
+
+# %% ../nbs/62_export.ipynb #f1d6e824
 def check_no_plugin(run): # its folder
     "Raise `InputError` where the run's model is a plug-in's, which no other program knows"
     if name := read_record(run).architecture: raise InputError(
@@ -286,6 +334,7 @@ def export_folder(run_folder, # of a finished run
     lookup(EXPORT_DTYPES, dtype, "dtype")
     check_no_plugin(run)
     config, state = read_run(run_folder)
+    check_exported(run_folder, config, state)
     check_qwen3(state, run_folder)
     write_folder(out, config, state, tokenizer=tok if tok.exists() else None, dtype=dtype)
     return out
@@ -393,11 +442,10 @@ def import_folder(folder): # a run's, written by us or by transformers' `save_pr
 # %% ../nbs/62_export.ipynb #54c5dbdd
 def from_pretrained(folder, # a run's, written by us or by transformers' `save_pretrained`
                     device=None): # the GPU if there is one, by default
-    "Open the naive FP32 `Run` with the weights in `folder`. Raises as `import_folder` does"
+    """Open the naive FP32 `Run` with the weights in `folder`, and with those rungs of its training that
+    change what the model computes. Raises as `import_folder` does"""
     config, state = import_folder(folder)
-    with torch.device(device or default_device()): run = Run(model_of(state, config)(config))
-    run.model.load_state_dict(state)
-    return run
+    return with_rungs(opened(config, state, device), recorded_function(folder))
 
 # %% ../nbs/62_export.ipynb #5e976217
 def run_export(c): # an `ExportOptions`

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .io_utils import InputError
 from .measure import compiler_imported
 from .model import set_parts
-from .runs import enter_all, uncompiled
+from .runs import RUNGS, enter_all, uncompiled
 from .rungs.cuda_graphs import warm_up_aside
 from .tokenizer import end_of_text
 
@@ -120,12 +120,12 @@ def with_cache(run, cache): # a `Run` without rungs, a `Cache`
 
 # %% ../nbs/60_generate.ipynb #9e6bdb17
 class Generator:
-    """Batched generation with a KV cache. Raises `InputError` for a run with rungs,
-    whose parts are made for training"""
-    def __init__(self, run, # a `Run` without rungs, such as `from_pretrained` reads
+    """Batched generation with a KV cache. Raises `InputError` for a run with rungs that make training faster,
+    and where the model computes something else with a cache"""
+    def __init__(self, run, # a `Run` such as `from_pretrained` reads
                  rows=1): # texts
-        if run.rungs:
-            raise InputError(f"a cache can't be put into a run with rungs ({', '.join(run.rungs)}): save it "
+        if fast := [r for r in run.rungs if RUNGS[r].same_function]:
+            raise InputError(f"a cache can't be put into a run with rungs ({', '.join(fast)}): save it "
                              "and take from_pretrained(folder), or use generate")
         w, self.config = run.model.embed_tokens.weight, run.model.config
         self.cache = Cache(self.config, rows, w.dtype, w.device)
@@ -133,7 +133,7 @@ class Generator:
         self.tokens = torch.zeros(rows, self.config.seq_len, dtype=torch.long, device=w.device) # those read
         self.used, self.ahead, self.graphs = 0, None, {} # slots; tokens to read; recorded passes
         self.last = torch.zeros(rows, 1, dtype=torch.long, device=w.device) # where a captured pass reads
-        if hasattr(run.model, "fits"): self.check(run.model) # a plug-in's class
+        if run.rungs or hasattr(run.model, "fits"): self.check(run) # a plug-in's rung or class
 
 # %% ../nbs/60_generate.ipynb #32b9753b
 @patch
@@ -218,16 +218,18 @@ def add(self:Generator, ids): # tokens
 # %% ../nbs/60_generate.ipynb #60plug02
 @patch
 @torch.no_grad()
-def check(self:Generator, model): # whose text it writes
+def check(self:Generator, run): # whose text it writes
     "Raise `InputError` where the model computes something else with a cache than without"
     T, rows = self.config.seq_len, len(self.tokens)
     x = torch.arange(T, device=self.tokens.device)[None] * 7 % self.config.vocab
     self.begin([x[0].tolist()]*rows)
     self.read(self.ahead[:, :-1])
-    cached, want = self.read(self.ahead[:, -1:]), model(x)[:, -1].float()
+    cached, of = self.read(self.ahead[:, -1:]), "".join(f" with the rung {r}" for r in run.rungs)
+    with enter_all(run.forward_contexts): want = run.model(x)[:, -1].float()
     if (cached - want).norm() > .05*want.norm(): raise InputError(
-        f"a cache doesn't fit the model {type(model).__name__}: its attention isn't a GPT's, so tokens that "
-        "are written one by one would be others. Take llm_speedrun.generate.generate, which has no cache")
+        f"a cache doesn't fit the model {type(run.model).__name__}{of}: its attention isn't a GPT's, so "
+        "tokens that are written one by one would be others. Take llm_speedrun.generate.generate, which has "
+        "no cache")
 
 # %% ../nbs/60_generate.ipynb #c8c83d7e
 class TextStream:

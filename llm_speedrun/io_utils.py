@@ -99,6 +99,14 @@ def lookup(table, # a dict from names to things
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     raise InputError(f"unknown {kind} {name!r}.{hint} There are: {', '.join(table)}.")
 
+# %% ../nbs/06_files.ipynb #b5f29a24
+def defined_at(f): # a function or a class
+    "Return where a function was written, as text: its file and line"
+    code = getattr(inspect.unwrap(f), "__code__", None)
+    if code is None: return f"of {f.__module__}"
+    path = Path(code.co_filename)
+    return f"{path.name if path.suffix == '.py' else 'a notebook'}, line {code.co_firstlineno}"
+
 # %% ../nbs/06_files.ipynb #0007569d
 def synced(path): # a file or a folder
     "Wait until it is on the disk, not in a cache"

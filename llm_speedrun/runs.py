@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Callable
 import torch, torch.nn as nn
 from fastcore.basics import patch
-from .io_utils import InputError, RunError, lookup
+from .io_utils import InputError, RunError, defined_at, lookup
 from .measure import SPINE, default_device, progress, smoke, warm_up
 from .roofline import count
 from .data import Batches, prefetch
@@ -267,6 +267,15 @@ def model_has_parts(name, model): # of a rung, and what it changes
             "fused_adamw take any module)") from e
 
 # %% ../nbs/05_runs.ipynb #77375cb7
+def check_run(new, # what a function returned
+              kind, f): # "rung" or "recipe", the function
+    "Raise `InputError` where a function from a run to a run returned something else"
+    if hasattr(new, "rungs"): return
+    what = "nothing" if new is None else f"{new!r:.40}, of type {type(new).__name__}"
+    raise InputError(f"{kind} {f.__name__!r} ({defined_at(f)}) returned {what}, and no Run: end it with "
+                     "`return run`, or with `return replace(run, ...)` for one that it has changed")
+
+# %% ../nbs/05_runs.ipynb #48e3b35a
 def apply_rung(r, # a rung
                f, # the function that it was made from
                run, # the `Run` to apply it to
@@ -276,7 +285,8 @@ def apply_rung(r, # a rung
     with model_has_parts(f.__name__, run.model): options, why = chosen(r, run, given)
     try:
         with model_has_parts(f.__name__, run.model): new, name = f(run, **options), f.__name__
-    except (InputError, RunError) as e: e.rung = f.__name__; raise # a preset goes on without it
+    except Exception as e: e.rung = f.__name__; raise # a preset goes on without it
+    check_run(new, "rung", f)
     return replace(new, rungs=run.rungs + (name,), options=new.options | {name: options},
                    why=new.why | ({name: why} if why else {}))
 
@@ -290,6 +300,7 @@ def rung(stage, # when it is applied, one of `STAGES`
          gpu_only=False, # on a CPU it runs too, as a smoke run, and gains nothing
          choose=None, # (run, **options) -> options found by measuring, and in words why
          fills=False, # of several processes: it makes the weights, each one's part; before there are none
+         same_function=True, # from the same weights the same loss and gradients, up to the number format
          counts=lambda ops: ops): # [Op] -> [Op]: what it makes of the operations counted without a compiler
     "Make a function from `Run` to `Run` a rung: each call is checked and noted in the run (decorator)"
     lookup(dict.fromkeys(STAGES), stage, "stage")
@@ -298,7 +309,7 @@ def rung(stage, # when it is applied, one of `STAGES`
         def apply(run, **given): return apply_rung(apply, f, run, given)
         apply.stage, apply.needs, apply.excludes, apply.counts = stage, needs, excludes, counts
         apply.requires, apply.follows, apply.gpu_only, apply.choose = requires, follows, gpu_only, choose
-        apply.fills, apply.untried = fills, untried
+        apply.fills, apply.untried, apply.same_function = fills, untried, same_function
         RUNGS[f.__name__] = apply
         return apply
     return decorate

@@ -233,10 +233,11 @@ def file_error(path, # of a file
     return "" if file_sha256(path) == f.sha256 else f"{name} doesn't match its sum"
 
 # %% ../../nbs/31_saving.ipynb #6aa3eea9
-def checkpoints(folder): # that holds checkpoints
+def checkpoints(folder, # that holds checkpoints
+                step=None): # only that of this step; by default all
     "Return the checkpoints in the folder, the newest last"
     found = [p for p in Path(folder).glob("step-*") if p.is_dir() and p.name[5:].isdecimal()]
-    return sorted(found, key=step_of_name)
+    return sorted((p for p in found if step in (None, step_of_name(p))), key=step_of_name)
 
 def step_of_name(checkpoint): # a checkpoint's folder
     "Return the step in a checkpoint's name"
@@ -244,20 +245,23 @@ def step_of_name(checkpoint): # a checkpoint's folder
 
 def prune(folder, # that holds checkpoints
           keep, # how many of the newest
-          losses={}): # step -> validation loss
-    "Remove the checkpoints before the newest `keep`, but not the one with the lowest loss"
+          losses={}, # step -> validation loss
+          kept=()): # steps whose checkpoints stay for good
+    "Remove the checkpoints before the newest `keep`, but not the one with the lowest loss, nor `kept` ones"
     found = checkpoints(folder)
     known = {c: l for c in found if (l := losses.get(step_of_name(c))) is not None and math.isfinite(l)}
     best = min(known, key=known.get, default=None)
     for c in found[:-keep]:
-        if c != best: shutil.rmtree(c.rename(c.with_name(f"{c.name}.tmp"))) # never half of a checkpoint
+        if c != best and step_of_name(c) not in kept:
+            shutil.rmtree(c.rename(c.with_name(f"{c.name}.tmp"))) # never half of a checkpoint
 
 # %% ../../nbs/31_saving.ipynb #000852c5
 def newest(folder, # that holds checkpoints
            run="", # a run's id: only its checkpoints count
-           log_info=print): # called for each one that is skipped
+           log_info=print, # called for each one that is skipped
+           step=None): # as for `checkpoints`
     "Return the newest valid checkpoint's folder, or None"
-    for c in reversed(checkpoints(folder)):
+    for c in reversed(checkpoints(folder, step)):
         why = validation_error(c)
         if not why and run and read_metadata(c).run != run: why = "it is of another run"
         if not why: return c

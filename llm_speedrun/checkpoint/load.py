@@ -209,13 +209,14 @@ def check_size(config, # a `GPTConfig`, as read
 # %% ../../nbs/54a_load.ipynb #b830c33d
 def newest_on_all_ranks(world, # a `World`
                     folder, # that holds checkpoints
-                    run="", log_info=print): # as for `newest`; the first process says
+                    run="", log_info=print, # as for `newest`; the first process says
+                    step=None): # as for `checkpoints`
     "Return what `newest` returns, on all processes: each checks some of the files"
     def why_not(c):
         try: why = validation_error(c, slice(world.rank, None, world.size))
         except OSError as e: why = f"it can't be read: {e}"
         if not why and run and read_metadata(c).run != run: why = "it is of another run"
         return next(filter(None, world.all_gather_object(why)), "")
-    for c in reversed(world.broadcast_object(checkpoints(folder))):
+    for c in reversed(world.broadcast_object(checkpoints(folder, step))):
         if not (why := why_not(c)): return c
         if world.first: log_info(f"passing over {c}: {why}")

@@ -237,7 +237,7 @@ def write(self:ShardedSaver, step, host, # its number, copies on their way
         tensors = {n: ts[0] if len(ts) == 1 else decode_moment(*ts) for n, ts in host.items()}
         self.write_part(tmp, tensors, part)
         self.wait_for_parts(tmp, folder)
-        if self.world.first: self.finish(tmp, folder, about); prune(self.folder, self.keep, losses)
+        if self.world.first: self.finish(tmp, folder, about); prune(self.folder, self.keep, losses, self.kept)
     except Exception as e: self.drop(tmp, folder, e)
 
 # %% ../../nbs/54_sharded_saving.ipynb #87f82d25

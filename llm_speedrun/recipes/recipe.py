@@ -4,20 +4,22 @@
 
 # %% auto #0
 __all__ = ['RULES', 'RECIPES', 'WHY', 'OWN', 'BEST', 'rule', 'mixed', 'Recipe', 'recipe', 'adamw', 'tuned_adamw', 'find_recipe',
-           'parse_recipe', 'best_recipe', 'why_not_best', 'set_groups', 'warmed_up']
+           'parse_recipe', 'best_recipe', 'why_not_best', 'settings_of', 'set_groups', 'warmed_up']
 
 # %% ../../nbs/41_recipe.ipynb #5f3149eb
 import importlib, inspect, math, pkgutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Callable
 import torch
 from torch.optim.adamw import adamw as adamw_update
 from fastcore.basics import patch
 from ..compat import FoundInfOptimizer
-from ..io_utils import InputError, lookup
+from ..io_utils import InputError, defined_at, lookup
 from ..model import GPT
-from ..runs import option_text, option_value
+from ..measure import default_device
+from ..runs import Run, check_run, in_order, option_text, option_value, rung_options
+from ..distributed.world import World
 
 # %% ../../nbs/41_recipe.ipynb #039cf193
 RULES = {} # name -> rule
@@ -50,6 +52,16 @@ def __call__(self:AdamWRule, group, # settings: `lr` and those of `settings`
                  beta1=b1, beta2=b2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"])
 
 # %% ../../nbs/41_recipe.ipynb #79fb4a37
+def check_rule(name, # as groups name it
+               state={}): # what it has made for a weight
+    "Return `state`. Raises `InputError` where there is no such rule, it lacks something, or this is no dict"
+    r = lookup(RULES, name, "update rule")
+    of, parts = f"rule {name!r} ({defined_at(type(r))})", ("settings", "new_state", "__call__")
+    if lacks := [k for k in parts if not hasattr(r, k)]: raise InputError(f"{of} has no {', '.join(lacks)}")
+    if not isinstance(state, dict): raise InputError(f"{of}: new_state returned {state!r:.40}, and no dict")
+    return state
+
+# %% ../../nbs/41_recipe.ipynb #e4af7915
 class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themselves
     "An optimizer whose groups are updated by rules of their own: each has a `rule`, a key of `RULES`"
     share = None # rank, number and group of processes with the same gradients, for rules with `divides`
@@ -59,13 +71,13 @@ class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themsel
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
     def __init__(self, groups): # dicts with `params`, `rule`, `lr`, and what else the rule takes
-        for g in groups: lookup(RULES, g["rule"], "update rule")
+        for g in groups: check_rule(g["rule"])
         super().__init__([RULES[g["rule"]].settings | g for g in groups], {})
 
     def new_state(self, p): # a weight
         "What its rule remembers of it, at the start"
         g = next(g for g in self.param_groups if any(p is q for q in g["params"]))
-        return RULES[g["rule"]].new_state(p, g)
+        return check_rule(g["rule"], RULES[g["rule"]].new_state(p, g))
 
 # %% ../../nbs/41_recipe.ipynb #06d6607c
 @patch
@@ -129,7 +141,9 @@ class Recipe:
     def __call__(self, run): # a `Run` with all its rungs
         "The run with this recipe. Raises `InputError` for a rung that it doesn't go with"
         self.check(run.rungs)
-        return self.apply(run, **self.options)
+        new = self.apply(run, **self.options)
+        check_run(new, "recipe", self.apply)
+        return new
 
 # %% ../../nbs/41_recipe.ipynb #df47ba92
 @patch
@@ -231,7 +245,68 @@ def why_not_best(rungs, given=()): # as for `best_recipe`
     except InputError as e: return str(e).split(". ")[0]
     return ""
 
+# %% ../../nbs/41_recipe.ipynb #cbfc98d5
+def changed_fields(run, new): # two `Run`s
+    "Return the names of the fields in which two runs differ"
+    return {f.name for f in fields(Run) if getattr(run, f.name) is not getattr(new, f.name)}
+
+def make_optimizer(run, of): # a `Run`; what its optimizer comes from, in words
+    "Make a run's optimizer as a training run does. Raises `InputError` where that can't be"
+    try: opt = run.optimizer(run.model, lr=1e-3, weight_decay=.1)
+    except TypeError as e: raise InputError(
+        f"{of}: its optimizer can't be made by optimizer(model, lr=..., weight_decay=...): {e}") from e
+    if not hasattr(opt, "param_groups"): raise InputError(
+        f"{of}: its optimizer is {opt!r:.40}, and must be a torch.optim.Optimizer: return one")
+
+# %% ../../nbs/41_recipe.ipynb #0a4e3d61
+def trial_run(recipe, config, world): # as for `unused_rungs`
+    "Return a small `Run` of one layer, to try rungs and a recipe on"
+    small = replace(config, layers=1, vocab=min(config.vocab, 64))
+    with torch.device(default_device()): return Run(recipe.model(small), world=world)
+
+# %% ../../nbs/41_recipe.ipynb #6a619fd5
+class OptimizerUse:
+    "Find out whose optimizer is called, of rungs that change nothing else"
+    def __init__(self): self.alone, self.called, self.why = [], set(), {}
+
+    def noted(self, run, name): # a `Run` whose optimizer is that of the rung `name`
+        "Return the run with an optimizer that notes its calls"
+        def make(model, **how): self.called.add(name); return run.optimizer(model, **how)
+        self.alone.append(name)
+        return replace(run, optimizer=make)
+
+    def look(self, run, of): # a `Run`, what has changed its optimizer
+        "Make the optimizer, and note in `why` which ones that is made without"
+        self.called.clear(); make_optimizer(run, f"the {of}")
+        lost = (k for k in self.alone if k not in {*self.called, *self.why})
+        self.why |= {k: f"the {of} has an optimizer of its own" for k in lost}
+
+# %% ../../nbs/41_recipe.ipynb #41unused
+def unused_rungs(recipe, # a `Recipe`
+                 config, # a `GPTConfig`
+                 rungs, # as `build` takes them
+                 world=World()): # the processes that share a step
+    "Return rung -> why, for the rungs that change a run's optimizer alone and whose optimizer isn't used"
+    late = [(r, o) for r, o in in_order(rungs) if r.stage in ("record", "optimizer")]
+    if not any(r.stage == "optimizer" for r, _ in late): return {}
+    use, run = OptimizerUse(), trial_run(recipe, config, world)
+    for r, given in late:
+        new, name = r.__wrapped__(run, **(rung_options(r) | given)), r.__name__
+        check_run(new, "rung", r.__wrapped__)
+        changed = changed_fields(run, new)
+        if "optimizer" in changed: use.look(new, f"rung {name}")
+        if changed == {"optimizer"}: new = use.noted(new, name)
+        run = replace(new, rungs=run.rungs + (name,))
+    use.look(recipe.apply(run, **recipe.options), f"recipe {recipe.name}")
+    return use.why
+
 # %% ../../nbs/41_recipe.ipynb #4558cd5a
+def settings_of(f, group, step, steps): # one of `Run.schedules`, and what it is called with
+    "Return the settings of a group at a step. Raises `InputError` where the schedule gives none"
+    if isinstance(new := f(group, step, steps), dict): return new
+    raise InputError(f"a schedule of the recipe ({defined_at(f)}) returned {new!r:.40}, and no dict")
+
+# %% ../../nbs/41_recipe.ipynb #c1397939
 def set_groups(run, # a `Run`
                opt, # its optimizer
                step, steps, # 0 is the first; of the whole run
@@ -239,8 +314,9 @@ def set_groups(run, # a `Run`
     "Give each group its settings for the step that comes"
     for g in opt.param_groups:
         g["lr"] = lr*g.get("ratio", 1.)
-        for f in run.schedules: g.update(f(g, step, steps))
+        for f in run.schedules: g.update(settings_of(f, g, step, steps))
 
+# %% ../../nbs/41_recipe.ipynb #68ea3c9e
 def warmed_up(setting, # such as "momentum", of the groups that have it
               first, last, # at the first step, and from `rise` on
               rise): # steps; in a short run half of it

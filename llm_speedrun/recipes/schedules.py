@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 from ..compat import FOUND_INF
-from ..io_utils import InputError
+from ..io_utils import InputError, defined_at
 from ..runs import Stepper
 from ..distributed.parallel import local
 
@@ -22,7 +22,7 @@ def cosine(t): # part of the time after the warm-up that is over, 0 to 1
 
 def wsd(t, decay=.2): # part of the time after the warm-up that is over; part of it that falls
     "Return the warmup-stable-decay schedule's factor at `t`: 1, and in the last part linearly down to 0"
-    return min(1., (1 - t)/decay)
+    return min(1., (1 - t)/decay) if decay else 1.
 
 SCHEDULES = dict(cosine=cosine, wsd=wsd, constant=lambda t: 1.)
 
@@ -42,6 +42,8 @@ def lr_at(step, # 0 is the first
     if step < rise: return peak * (step + 1) / rise
     t = min(1, (step - rise) / max(1, steps - rise - 1))
     part = wsd(t, cooldown) if schedule == "wsd" else SCHEDULES[schedule](t)
+    if not isinstance(part, (int, float)): raise InputError(
+        f"schedule {schedule!r} ({defined_at(SCHEDULES[schedule])}) returned {part!r:.40}, and no number")
     return peak * (floor + (1 - floor)*part)
 
 # %% ../../nbs/40_schedules.ipynb #4bccd10e

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..compat import FakeTensor, node_class, scaled_mm, storage_id
 from ..io_utils import InputError, RunError
 from ..model import naive_layer, set_parts
-from ..runs import Backward, PrecomputedGrads, param_groups, rung
+from ..runs import RUNGS, Backward, PrecomputedGrads, param_groups, rung
 from .triton import (LOG2E, blocks, jit, kernel_op, launch, programs, runs_kernel, tl,
                                        traced, triton)
 from .fused_ops import compute_dtype, needs_triton, qk_rope
@@ -357,7 +357,8 @@ def make_clipped(model, lr=1e-3, betas=(.9, .95), weight_decay=.1): # as for `ma
 def direct_update(run): # a `Run`
     """Let AdamW read captured gradients in place, and clip them as it reads them. With another optimizer only
     the first; where autograd's hooks send the gradients to other processes only the second"""
-    kept = {"adamw8bit", "bf16_weights"} & {*run.rungs}
+    of = [k for k in run.rungs if RUNGS[k].stage == "optimizer" or k == "bf16_weights"]
+    kept = {*of} - {"fused_adamw"} # an optimizer that isn't AdamW in FP32
     optimizer = run.optimizer if kept else make_clipped
     hooked = any(e.hooked for e in run.gradient_syncs)
     return replace(run, optimizer=optimizer, backward=run.backward if hooked else DirectBackward)

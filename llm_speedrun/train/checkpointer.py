@@ -18,7 +18,8 @@ from ..distributed.parallel import local
 from .metrics import read_rows
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp004b
-from ..checkpoint.format import convert_to, load_named_state, newest, write_tensors
+from ..checkpoint.format import (checkpoints, convert_to, load_named_state, newest, step_of_name,
+                                            write_tensors)
 from ..checkpoint.load import (box_slices, check_size, newest_on_all_ranks, open_checkpoint,
                                           rank_state, read_checkpoint)
 from ..checkpoint.save_sharded import make_saver, per_rank, to_shard
@@ -144,12 +145,12 @@ def find_checkpoint(folder, # of the run
                     run_id, # of the run: checkpoints of another one are passed over
                     config, # the model's `GPTConfig`
                     world, # a `World`
-                    log_info=print): # called about checkpoints that are passed over
-    "Read the newest valid checkpoint. Raises `FileNotFoundError`, and `InputError` for another model"
-    many, where = world.size > 1, (folder/"checkpoints", run_id)
-    found = (newest_on_all_ranks(world, *where, log_info=log_info) if many
-             else newest(*where, log_info=log_info))
-    if not found: raise FileNotFoundError(no_checkpoint(folder))
+                    log_info=print, # called about checkpoints that are passed over
+                    step=None): # of the checkpoint to read; by default the newest
+    "Read a valid checkpoint. Raises `FileNotFoundError`, and `InputError` for another model"
+    many, where = world.size > 1, (folder/"checkpoints", run_id, log_info, step)
+    found = newest_on_all_ranks(world, *where) if many else newest(*where)
+    if not found: raise FileNotFoundError(no_checkpoint(folder) if step is None else no_step(folder, step))
     check_size(config, found)
     if not many: weights, state, about = read_checkpoint(found)
     else: # of weights and moments each process will read what it has
@@ -158,6 +159,12 @@ def find_checkpoint(folder, # of the run
     return FoundCheckpoint(found, weights, convert_to(state, State, found), about)
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp013
+def no_step(folder, step): # of a run, a step of which it has no valid checkpoint
+    "Describe which checkpoints a run has instead"
+    steps = ", ".join(str(step_of_name(c)) for c in checkpoints(folder/"checkpoints"))
+    there = f"{folder} has checkpoints of steps {steps}" if steps else f"{folder} has no checkpoints"
+    return f"{there}: there is none of step {step} to branch from, or it isn't valid"
+
 def no_checkpoint(folder): # of a run
     "Describe what you can do with a run that has no valid checkpoint"
     there = (folder/"model.safetensors").exists()
@@ -168,11 +175,13 @@ def no_checkpoint(folder): # of a run
 @patch
 def open(self:Checkpointer, folder, # of the run
          run_id, keep_last, # of the run; newest checkpoints to keep
-         done): # steps so far; more than 0 in a resumed run
+         done, # steps so far; more than 0 in a resumed run
+         is_kept=lambda step: False): # whether the checkpoint of a step is never pruned
     "Start the thread that writes, and reserve memory for its copies"
     self.saver = make_saver(self.world, folder/"checkpoints", keep_last, run_id)
     loss_of = lambda r: math.nan if r["val_loss"] is None else r["val_loss"] # null if it wasn't finite
     self.saver.losses = {r["step"]: loss_of(r) for r in read_rows(folder/"metrics.jsonl") if "val_loss" in r}
+    self.saver.kept = {s for c in checkpoints(self.saver.folder) if is_kept(s := step_of_name(c))}
     if done: self.saver.go_on(done)
     parts = self.stepper.params if self.world.size == 1 else [p for _, p in trained_pieces(self.run)]
     self.saver.reserve(parts*3) # the weights and about as much twice for the moments
@@ -185,6 +194,7 @@ def save(self:Checkpointer, done, # steps so far
     "Save the state in the background. Print an error if the previous save failed"
     try: self.saver.wait()
     except OSError as e: self.log_info(f"the checkpoint before step {done} could not be written: {e}")
+    if facts.get("kept"): self.saver.kept.add(done)
     self.saver.save(done, weights_to_save(self.run), self.state(done), **facts)
     self.saved, self.saved_at = done, time.perf_counter()
 

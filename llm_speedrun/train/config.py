@@ -8,11 +8,12 @@ __all__ = ['TrainConfig', 'DataOptions', 'LadderOptions', 'ReportOptions', 'Expo
            'resolve_options', 'parse_options']
 
 # %% ../../nbs/33_config.ipynb #12072fdc
-import argparse, difflib, inspect, json, re, sys
+import argparse, difflib, inspect, json, os, re, sys
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import chain, count
+from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
@@ -142,7 +143,8 @@ class TrainConfig(Options):
     # Resuming
     save_minutes: NonNegative = 10. # time between checkpoints; 0 saves after every step
     keep_last: PositiveInt = 2 # newest checkpoints to keep, besides the one with the lowest validation loss
-    resume: str = "" # a run's folder: go on from its newest valid checkpoint, with its options
+    keep_every: Count = 0 # also save and keep for good each checkpoint whose step is a multiple; 0 is none
+    resume: str = "" # RUN, a run's folder, to go on with; RUN@STEP: a new run from its checkpoint of a step
 
 # %% ../../nbs/33_config.ipynb #51ddef89
 @dataclass
@@ -189,6 +191,7 @@ class ExportOptions(Options):
     "The options of `speedrun_export`"
     # Run
     run: Text # folder of a run, such as runs/<name>
+    plugin: LineList = "" # a Python file or module that defines its rungs; by default what the run recorded
     # Output
     out: str = "" # folder to write, which must not exist; by default export/ in the run's folder
     dtype: str = "fp32" # number format of the weights: fp32, which keeps every bit, or bf16, half the size
@@ -253,7 +256,8 @@ class LrOptions(TrainConfig):
     repeats: Count = 2 # how often the best rate is tried again, on other batches, to see the noise
 
     hidden = ("stream minutes total_tokens epochs target_loss ema_decay gpus restarts num_evals "
-              "sample_tokens num_samples loggers profile save_minutes keep_last resume").split()
+              "sample_tokens num_samples loggers profile save_minutes keep_last keep_every "
+              "resume").split()
 
 # %% ../../nbs/33_config.ipynb #bfa8a849
 @dataclass
@@ -523,3 +527,25 @@ def unused_run_names(what): # is trained, on what
     "Yield names for a run's folder: with the time, and a number where several begin in the same second"
     yield (name := f"{what}-{datetime.now():%Y%m%d-%H%M%S}")
     for k in count(2): yield f"{name}-{k}"
+
+# %% ../../nbs/33_config.ipynb #33cbr001
+def run_folder(path): # as it was typed
+    "Return the path of a run's folder, with the folder's name in it: `.` has none"
+    return p if (p := Path(path)).name not in ("", "..") else p.resolve()
+
+def branch_point(resume): # as it was given
+    "Return the folder of the run to go on with, and the step to branch from: None without @STEP"
+    source, _, step = resume.rpartition("@")
+    if os.path.isdir(resume) or not source: return resume, None # a folder's name may have an @
+    if re.fullmatch("[0-9]{1,15}", step): return source, int(step)
+    if os.path.isdir(source): raise InputError(f"resume is RUN or RUN@STEP, a number, and not {resume!r}")
+    return resume, None
+
+# %% ../../nbs/33_config.ipynb #33cbr003
+def own_folder(c, given): # a `TrainConfig`, names of options that were given
+    "Return the folder of a run with these options; that of a branch is next to the run that it comes from"
+    if not c.resume: return Path(c.out)/c.name
+    path, step = branch_point(c.resume)
+    source = run_folder(path)
+    if step is None: return source
+    return (Path(c.out) if "out" in given else source.parent)/(c.name or f"{source.name}-from-{step}")

@@ -12,6 +12,7 @@ from fastcore.basics import patch
 from dataclasses import asdict
 from ..io_utils import InputError, SpeedrunError, env_number
 from ..measure import default_device
+from ..plugins import plugin_errors
 from ..runs import parsed, rung_name, rung_options
 from ..distributed.world import (check_alike, device_of_process, join_world, leave_world, notes,
                                             peer_lost_error)
@@ -53,7 +54,8 @@ def run_on_rank_zero(self:GroupCoordinator, f): # () -> something that can be pi
     "Run `f` on the first process. Returns its result, or raises its error, on every process"
     self.turns, res = self.turns + 1, None
     if self.world.first:
-        try: res = f(), None
+        try:
+            with plugin_errors(): res = f(), None # its traceback doesn't reach the others
         except Exception as e: res = None, e
         notes().set(f"turn {self.turns}", "over")
     while not notes().check([f"turn {self.turns}"]): time.sleep(.05)

@@ -10,7 +10,7 @@ import hashlib, logging, os, signal, sys, tempfile
 from pathlib import Path
 import msgspec
 from ..io_utils import InputError, RunError, check_processes, python_command, read_json
-from .config import to_args, unused_run_names
+from .config import branch_point, own_folder, to_args, unused_run_names
 
 # %% ../../nbs/33b_launch.ipynb #e2c7f00c
 class GpuCount(msgspec.Struct):
@@ -21,7 +21,7 @@ def num_processes(c, given): # a `TrainConfig`, names of options that were given
     "Return how many processes to start; at most 1 where this one is enough"
     if "WORLD_SIZE" in os.environ: return 1
     if c.resume and "gpus" not in given:
-        try: return read_json(Path(c.resume)/"config.json", GpuCount).gpus
+        try: return read_json(Path(branch_point(c.resume)[0])/"config.json", GpuCount).gpus
         except (OSError, InputError): pass # the trainer says what is wrong with it
     return c.gpus
 
@@ -98,7 +98,7 @@ def start_group(n, c, # processes, a `TrainConfig`
     failed, code = run_group(n, c, python_command(program, *args))
     if code is not None or isinstance(failed, int): sys.exit(failed if code is None else code)
     if failed: raise RunError(f"{failed}, after {c.restarts} new starts (--restarts). What there is is in "
-                              f"{c.resume or Path(c.out)/c.name}: go on with --resume")
+                              f"{own_folder(c, given)}: go on with --resume")
 
 # %% ../../nbs/33b_launch.ipynb #ebaf4f55
 def run_group(n, c, command): # as for `torchrun_args`

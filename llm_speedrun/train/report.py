@@ -203,7 +203,8 @@ MACHINE = "gpu", "date", "model_config", "world", "group", "why", *VERSIONS # wh
 def recipe_text(config): # of a run
     "Describe the update rule in one line: the recipe if one is named, and its settings"
     get, name = lambda k: number(config.get(k)), str(config.get("recipe") or "")
-    said = dict(lr="peak rate {:.3g}", warmup_steps="{:,} steps of warm-up", weight_decay="weight decay {:g}",
+    said = dict(lr="peak rate {:.3g}", warmup_steps="{:,} steps of warm-up",
+                decay_after="decay after step {:,}", weight_decay="weight decay {:g}",
                 grad_clip="gradients of norm {:g} at most",
                 ema_decay="an average of the weights with decay {:g}")
     texts = [text.format(get(k)) for k, text in said.items() if get(k)]
@@ -212,6 +213,11 @@ def recipe_text(config): # of a run
 
 
 # %% ../../nbs/35_report.ipynb #8ddec4de
+def origin_text(config): # of a run
+    "Describe the checkpoint that a branch began with; an empty text for another run"
+    origin = config.get("branched_from")
+    return f"step {origin.get('step')} of {origin.get('folder')}" if isinstance(origin, dict) else ""
+
 def step_texts(config): # of a run
     "Describe what a step consists of, and which processes share it: two texts, empty if unknown"
     c, tokens = config, step_tokens(config)
@@ -231,8 +237,9 @@ def about_part(run): # from `read_run`
                    f"and values), {m.hidden} in the MLP, {m.vocab:,} tokens in the vocabulary; "
                    f"{short_number(matrix_params(m))} weights in matrices")
     rungs, versions = get("rungs").replace(",", ", "), ", ".join(f"{k} {get(k)}" for k in VERSIONS if get(k))
-    told = {"Data": get("data"), "Model": shape, "Recipe": recipe_text(c), "Rungs": rungs, "A step": step,
-            "Layout": shared, "Machine": get("gpu"), "Versions": versions, "Date": get("date"),
+    told = {"A branch from": origin_text(c), "Data": get("data"), "Model": shape, "Recipe": recipe_text(c),
+            "Rungs": rungs, "A step": step, "Layout": shared, "Machine": get("gpu"), "Versions": versions,
+            "Date": get("date"),
             "Saved after": ", ".join(f"{n:,}" for n in run["saved"])}
     return part("The run", ("pairs", told))
 

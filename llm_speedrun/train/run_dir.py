@@ -24,7 +24,7 @@ from .metrics import cut_rows, json_line
 
 # %% ../../nbs/33a_run_dir.ipynb #33aplug5
 from ..architectures import MODELS
-from ..plugins import plugin_digests
+from ..plugins import function_rungs, plugin_digests
 
 # %% ../../nbs/33a_run_dir.ipynb #b611ea0a
 MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20, seq_len=2**24,
@@ -42,6 +42,9 @@ class Record(msgspec.Struct):
     torch: str | None = None
     plugins: dict[str, str] = {} # spec -> digest
     architecture: str = "" # name of the model, where a plug-in has its class
+    rungs: str = "" # with their options, commas between
+    changes_function: list[str] | None = None # rungs with which its model is opened; not in older runs
+    branched_from: dict[str, str | int] | None = None # `run_id`, step and folder of a branch's origin
 
 # %% ../../nbs/33a_run_dir.ipynb #9bb7d6d6
 def of_transformers(path): # of a `config.json`
@@ -149,6 +152,11 @@ def remove_unfinished(folder): # of a run that this process holds
     for name in FILES: (folder/f"{name}.tmp").unlink(missing_ok=True)
 
 
+# %% ../../nbs/33a_run_dir.ipynb #33abr001
+def goes_on(c): # a `TrainConfig` that is resolved
+    "Return whether a run goes on in its own folder: neither a new run nor a branch of another one does"
+    return bool(c.resume) and Path(c.resume) == Path(c.out)/c.name
+
 # %% ../../nbs/33a_run_dir.ipynb #33arun02
 class RunDir:
     "Own the folder of a run, which belongs to one run at a time"
@@ -156,7 +164,7 @@ class RunDir:
                  coordinator): # a `Coordinator` of the processes
         if cfg.name and (Path(cfg.name).name != cfg.name or cfg.name == ".." or "\0" in cfg.name):
             raise InputError(f"name {cfg.name!r} must be the name of one folder: say where it is by --out")
-        self.cfg, self.coordinator, self.run_id = cfg, coordinator, ""
+        self.cfg, self.coordinator, self.run_id, self.branched_from = cfg, coordinator, "", None
         self.lock, self.release = None, weakref.finalize(self, lambda: None)
         cfg.name = coordinator.run_on_rank_zero(self.acquire)
         self.path = Path(cfg.out)/cfg.name
@@ -175,7 +183,7 @@ def acquire(self:RunDir):
     for name in names:
         path = Path(c.out)/name
         new = [p for p in (path, *path.parents) if not p.exists()]
-        try: self.lock = lock_run_dir(path) if c.resume else create_run_dir(path, c.overwrite)
+        try: self.lock = lock_run_dir(path) if goes_on(c) else create_run_dir(path, c.overwrite)
         except (FileExistsError, RunError):
             if names == [c.name]: raise # otherwise another run has begun in the same second
         else: break
@@ -184,18 +192,31 @@ def acquire(self:RunDir):
 
 # %% ../../nbs/33a_run_dir.ipynb #33arun04
 @patch
+def identify(self:RunDir, record, done, # `Record` of the run that is resumed, or None; its steps
+             run_id): # for a run that is new
+    "Set the run's id, and where a branch comes from. Returns the id"
+    here, c = goes_on(self.cfg), self.cfg
+    self.run_id = record.run_id if here else run_id
+    if record: self.branched_from = (record.branched_from if here else
+                                     dict(run_id=record.run_id, step=done, folder=c.resume))
+    return self.run_id
+
+# %% ../../nbs/33a_run_dir.ipynb #33arun4b
+@patch
 def write_config(self:RunDir, plan): # a `TrainPlan`
     "Write `config.json`: the plan's options and model, the run's id and processes, and the machine"
     world = self.coordinator.world
     record = dict(run_id=self.run_id, warmup_steps=plan.warmup, model_config=asdict(plan.model), why=plan.why,
-                  cwd=os.getcwd(), **machine())
+                  decay_after=plan.decay_after, branched_from=self.branched_from, cwd=os.getcwd()) | machine()
     group = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if world.size > 1: record |= dict(group=group, world=layout(world))
     if plan.model.name in MODELS: record["architecture"] = plan.model.name
     options = asdict(plan.options)
     record["plugins"] = plugin_digests(options.pop("plugin"))
+    record["changes_function"] = function_rungs([r for r in plan.options.rungs.split(",") if r])
     replace_file(self.path/"config.json", json.dumps(options | record, indent=1))
 
+# %% ../../nbs/33a_run_dir.ipynb #745ba483
 def layout(world): # a `World`
     "Return the numbers of processes that `config.json` records"
     return dict(processes=world.size, dp=world.rank_and_size("dp")[1], tp=world.rank_and_size("tp")[1])
@@ -208,7 +229,7 @@ def open(self:RunDir, plan, # a `TrainPlan`
     "Write the files that a run has from the start, and remove what an older run has left"
     self.write_config(plan) # from here on checkpoints of an older run aren't this run's
     remove_unfinished(self.path)
-    if not plan.options.resume:
+    if not goes_on(plan.options):
         remove_run_outputs(self.path)
         if tokenizer: write_tokenizer(self.path, tokenizer)
     (self.path/"result.json").unlink(missing_ok=True) # there when the run is over
@@ -251,9 +272,11 @@ def fixed_options(cfg, config, # a `TrainConfig`, a `GPTConfig`
     return {k: getattr(cfg, k) for k in FIXED} | shape | dict(warmup_steps=warmup)
 
 def check_fixed(found, about, # a checkpoint's folder, its `CheckpointMetadata`
-                now): # from `fixed_options`, for the `config.json` that was read
+                now, # from `fixed_options`, for the `config.json` that was read
+                given=()): # names of options that a branch has instead
     "Raise an `InputError` that names what differs from the options with which the checkpoint was trained"
     was = convert_to(about.facts.get("fixed", now), dict[str, Any], f"{found}: options") # not in older ones
-    diff = [f"{k} is {now.get(k)!r} and was {was.get(k)!r}" for k in now | was if now.get(k) != was.get(k)]
+    diff = [f"{k} is {now.get(k)!r} and was {was.get(k)!r}" for k in now | was
+            if k not in given and now.get(k) != was.get(k)]
     if diff: raise InputError(f"config.json doesn't fit {found}, which it was changed after: "
                               f"{', '.join(diff)}. Change it back, or begin a run with its weights (--init)")

@@ -46,6 +46,7 @@ class TrainData:
                  device, # for the validation sequences
                  vocab=2**32): # of the model, whose own tokenizer must fit it
         self.cfg, self.rows, self.world, self.mixture, self.vocab = cfg, rows, world, [], vocab
+        self.first_step = 0 # of the run, that had this data: another one in a branch with other data
         try: val = self.open_stream() if cfg.stream else self.open_tokens()
         except FileNotFoundError as e:
             if not cfg.resume: raise
@@ -122,29 +123,44 @@ def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where
 
 # %% ../../nbs/30b_train_data.ipynb #920b635a
 @patch
-def check_unchanged(self:TrainData, facts, # of a checkpoint's metadata
-                    found): # its folder
-    "Raise `InputError` if the tokens are not those that the run was trained on"
+def changes_since(self:TrainData, facts, # of a checkpoint's metadata
+                  found): # its folder
+    "Describe how the tokens differ from those that a checkpoint was trained on; an empty text if they don't"
     was = convert_to(facts.get("corpus"), dict[str, Any], f"{found}: corpus")
     # Tokens without a tokenizer may have got theirs meanwhile: they are the same tokens
     now = self.fingerprint
     if not was.get("tokenizer"): now = now | dict(tokenizer=was.get("tokenizer"))
-    if diff := differences(was, now):
-        raise InputError(f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was "
-                         f"there, or begin a run with these weights: --init {self.cfg.resume}")
+    return differences(was, now)
+
+# %% ../../nbs/30b_train_data.ipynb #30bfirst
+@patch
+def set_first_step(self:TrainData, about, # a checkpoint's metadata
+                   found, # its folder
+                   other=False): # whether a branch of that run has named data of its own
+    "Set `first_step`. Raises `InputError` if the tokens have changed; for `other` data returns a text on it"
+    diff = self.changes_since(about.facts, found)
+    self.first_step = convert_to(about.facts.get("data_from", 0), int, f"{found}: data_from")
+    if other and (diff or self.cfg.stream): # the fingerprint of a stream doesn't tell
+        self.first_step = about.step
+        return f"other data than {found} was trained on ({diff or self.cfg.data}): it begins at its beginning"
+    if diff: raise InputError(
+        f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was there, or begin a "
+        f"run with these weights: --init {self.cfg.resume}")
 
 # %% ../../nbs/30b_train_data.ipynb #30dat016
 @patch
 def state(self:TrainData, done): # steps so far
     "Return the place in a stream, or None for tokens on disk. All processes must call it"
-    stream = self.world.all_gather_object(self.batches.state_dict(done)) if self.cfg.stream else None
+    taken = done - self.first_step
+    stream = self.world.all_gather_object(self.batches.state_dict(taken)) if self.cfg.stream else None
     return stream and joined_lanes(stream)
 
 @patch
 def go_on(self:TrainData, state, done): # as `state` returned it, the steps of its checkpoint
     "Continue the batches after `done` steps"
+    if done == self.first_step: return # at its beginning
     if self.cfg.stream: self.batches.load_state_dict(state)
-    else: self.batches.i = done
+    else: self.batches.i = done - self.first_step
 
 # %% ../../nbs/30b_train_data.ipynb #30dat019
 @patch

@@ -7,6 +7,7 @@ __all__ = ['LrSchedule', 'TrainStep']
 
 # %% ../../nbs/30c_train_step.ipynb #30step03
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ class LrSchedule:
     def __call__(self, step): # 0 is the first step
         "Return the learning rate of that step"
         return lr_at(step, self.steps, self.peak, self.warmup, self.schedule, self.final_lr, self.cooldown)
+
+    def steps_to_decay(self):
+        "Return the number of steps before the rate falls below its peak; all steps if it never does"
+        decays = lambda step: self(step) < self(self.warmup)
+        return bisect_left(range(self.steps), True, lo=min(self.warmup, self.steps), key=decays)
 
 # %% ../../nbs/30c_train_step.ipynb #30step09
 class TrainStep:

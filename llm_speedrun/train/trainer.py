@@ -10,6 +10,7 @@ import importlib, json, math, os, signal, sys, time, traceback, uuid
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 
@@ -21,17 +22,18 @@ from ..runs import build, rung_name
 from ..distributed.world import PeerLostError, notes
 from ..generate import generate
 from ..ladder import climb
-from ..plugins import import_plugins
+from ..plugins import import_plugins, plugin_errors
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
+from ..checkpoint.format import checkpoints, step_of_name
 from .train_step import TrainStep
 from .autotune import prepare_process
 from .presets import PARALLEL, device_limits
-from .config import validate
-from .launch import end_group, group_file, is_first_to_report
+from .config import branch_point, validate
+from .launch import end_group, group_exit_code, group_file, is_first_to_report
 from .metrics import MetricsLogger, open_trackers
 from .run_dir import (Finished, RunDir, check_fixed, check_unfinished, fixed_options,
-                                        read_record)
+                                        goes_on, read_record)
 from .console import TERMINATION_SIGNALS, Signals, console_print
 from .validator import Validator
 from .coordinator import join_group
@@ -58,7 +60,7 @@ class Trainer:
         self.callbacks = default_callbacks() if callbacks is None else callbacks
         validate(cfg, given or ())
         cfg, given = options_for_restart(cfg, given)
-        given = own_values(cfg) if given is None else {*given}
+        given, self.branch_step = own_values(cfg) if given is None else {*given}, branch_point(cfg.resume)[1]
         self.cfg = with_plugins(resumed(cfg, given) if cfg.resume else cfg)
         self.coordinator = c = join_group(self.cfg, given, self.signals)
         self.world, self.device, self.progress = c.world, c.device, progress and c.world.first
@@ -168,7 +170,9 @@ def save_if_needed(self:Trainer):
     self.logger.flush() # every step of the state has its row, and too many bad ones have ended the run
     self.coordinator.set_status(f"the checkpoint after step {self.done}")
     fixed = fixed_options(self.cfg, self.config, self.plan.warmup)
-    self.checkpointer.save(self.done, corpus=self.data.fingerprint, fixed=fixed, steps=self.cfg.steps)
+    data = dict(corpus=self.data.fingerprint, data_from=self.data.first_step)
+    kept = self.plan.is_kept(self.done)
+    self.checkpointer.save(self.done, **data, fixed=fixed, steps=self.cfg.steps, kept=kept)
 
 # %% ../../nbs/30_trainer.ipynb #52d75c29
 @patch
@@ -325,7 +329,8 @@ def after_step(self:Trainer):
     if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval()
     notify(self, "after_step")
     due = self.checkpointer.due(self.cfg.save_minutes)
-    if self.coordinator.exchange_flags(save=due): self.save_if_needed()
+    agreed = self.coordinator.exchange_flags(save=due) # for a kept step the processes needn't agree
+    if agreed or self.plan.is_kept(self.done): self.save_if_needed()
 
 # %% ../../nbs/30_trainer.ipynb #d8f96117
 def first_step(trainer, x, y): # the sequences of a step
@@ -340,11 +345,15 @@ def first_step(trainer, x, y): # the sequences of a step
 
 # %% ../../nbs/30_trainer.ipynb #a2211732
 def checkpoint_to_resume(r, # a `PlanResolver` that knows the shape
-                         folder): # of the run
-    "Read the newest valid checkpoint of a run, and check that the run may go on from it"
-    found = find_checkpoint(folder, r.record.run_id, r.config, r.world, r.log_info)
-    check_unfinished(folder, found.about.step, r.cfg)
-    check_fixed(found.folder, found.about, fixed_options(r.cfg, r.config, r.record.warmup_steps))
+                         step=None): # to branch from
+    "Read the newest valid checkpoint of a run, or that of a step, and check that the run may go on from it"
+    folder = Path(r.cfg.resume)
+    found = find_checkpoint(folder, r.record.run_id, r.config, r.world, r.log_info, step)
+    if step is None: check_unfinished(folder, found.about.step, r.cfg)
+    elif step >= r.cfg.steps: raise InputError(
+        f"a branch after step {step} of {folder} can't end after {r.cfg.steps} steps: choose more --steps, "
+        "counted from the first")
+    check_fixed(found.folder, found.about, fixed_options(r.cfg, r.config, r.record.warmup_steps), r.given)
     return found
 
 # %% ../../nbs/30_trainer.ipynb #5b3e019e
@@ -352,8 +361,11 @@ def resume_from(trainer, found): # a `FoundCheckpoint`
     "Restore a trainer's run from a checkpoint, and continue after its step"
     trainer.checkpointer.restore(found)
     trainer.done = found.about.step
-    trainer.log_info(f"going on from {found.folder}")
-    said = trainer.plan.length_change(found.about.facts.get("steps", trainer.record.steps), trainer.done)
+    branch = "" if goes_on(trainer.cfg) else f", in {trainer.folder}"
+    trainer.log_info(f"going on from {found.folder}{branch}")
+    facts, saved = found.about.facts, [*map(step_of_name, checkpoints(found.folder.parent))]
+    steps = facts.get("steps", trainer.record.steps)
+    said = trainer.plan.length_change(steps, trainer.done, facts.get("fixed", {}), saved)
     if said: trainer.log_info(said)
 
 # %% ../../nbs/30_trainer.ipynb #f7d28714
@@ -377,11 +389,11 @@ def deterministic(on): # False changes nothing
 def open_files(trainer):
     "Open the files in the run's folder, and with `overwrite` remove those of an older run"
     t, c, one = trainer, trainer.cfg, trainer.world.first # which writes for all
-    run_id = t.run_dir.run_id = t.record.run_id if t.record else t.world.broadcast_object(uuid.uuid4().hex)
+    run_id = t.run_dir.identify(t.record, t.done, t.world.broadcast_object(uuid.uuid4().hex))
     of = t.plan, t.data.corpus.tokenizer, t.done, t.log_info
     t.coordinator.run_on_rank_zero(lambda: t.run_dir.open(*of))
     if t.ladder and one: replace_file(t.folder/"ladder.json", json.dumps(t.ladder, indent=1))
-    t.checkpointer.open(t.folder, run_id, c.keep_last, t.done)
+    t.checkpointer.open(t.folder, run_id, c.keep_last, t.done, t.plan.is_kept)
     trackers = open_trackers(c.loggers if one else "", t.folder, asdict(c), step=t.done, log_info=t.log_info)
     t.logger = MetricsLogger(t.folder, t.step, t.world, t.device, c.step_tokens,
                              log_locally=t.coordinator.log_to_rank_file, counts=t.run.counts)
@@ -410,7 +422,7 @@ def decide(self:Trainer, r): # a `PlanResolver` that knows the shape
     "Open the data, choose what is left open, build the run, and restore what it goes on from"
     phase, found = self.timings, None
     if self.record:
-        with phase("read the checkpoint"): found = checkpoint_to_resume(r, self.folder)
+        with phase("read the checkpoint"): found = checkpoint_to_resume(r, self.branch_step)
     with phase("open the data"): self.data = r.open_data(found)
     r.resolve_recipe(found)
     with phase("choose rungs"): r.choose()
@@ -451,7 +463,8 @@ def exit_with_error(e): # an error
     once = f"lost {os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if isinstance(e, PeerLostError) else text
     if not (meant or later): text = f"process {os.environ['RANK']}: {''.join(traceback.format_exception(e))}"
     to = sys.stderr if code else sys.stdout
-    if not already_reported(once): console_print(f"error: {text}" if code else text, to=to)
+    follows = later and group_exit_code() is not None # from the error of another process, which is reported
+    if not (follows or already_reported(once)): console_print(f"error: {text}" if code else text, to=to)
     for stream in (sys.stdout, sys.stderr): stream.flush()
     os._exit(code if meant else 1)
 
@@ -496,7 +509,7 @@ def run_train(cfg, # a `TrainConfig`
     "Train, print the results and exit, as `speedrun_train` does"
     prepare_process()
     try:
-        with distributed_main():
+        with distributed_main(), plugin_errors():
             trainer, res = train(cfg, given=given, timings=Timings(process_start()))
             report(trainer, res)
             trainer.coordinator.close()

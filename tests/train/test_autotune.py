@@ -149,7 +149,7 @@ def test_a_recorded_preset_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(resolve, "choose_rungs", choose_rungs)
     for name in ("cpu", "safe"):
         monkeypatch.setattr(resolve, "recorded_preset", lambda config: name)
-        trainer = Trainer(options(tmp_path, rungs="auto", name=name), progress=False)
+        trainer = Trainer(options(tmp_path, rungs="auto", recipe="adamw", name=name), progress=False)
         assert [*map(rung_name, trainer.cfg.rungs.split(","))] == [*trainer.run.rungs] and trainer.plan.requested_rungs == name
         assert {rung_name(r) for r in trainer.cfg.rungs.split(",")} == {rung_name(r) for r in preset(name)}
 
@@ -158,13 +158,13 @@ def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
     speed = {2: 1., 1: 2.} # thousand tokens/s by the number of rungs
     def list_speed(config, rungs, *args): return autotune.ResolvedRungs(list(rungs), {}), 4, 1e3*speed[len(rungs)]
     monkeypatch.setattr(autotune, "list_speed", list_speed)
-    trainer = Trainer(options(tmp_path, rungs="auto", name="a"))
+    trainer = Trainer(options(tmp_path, rungs="auto", recipe="adamw", name="a"))
     said = capsys.readouterr().out
     assert trainer.run.rungs == ("flash",) and trainer.plan.requested_rungs == "fastest"
     assert "fastest: 1,000 tokens/s" in said and "fastest without fused_adamw: 2,000 tokens/s" in said
     assert "not fused_adamw: the list is faster without it here" in " ".join(said.split())
     speed[2] = 3.
-    assert Trainer(options(tmp_path, rungs="auto", name="b", retune=True)).run.rungs == ("flash", "fused_adamw")
+    assert Trainer(options(tmp_path, rungs="auto", recipe="adamw", name="b", retune=True)).run.rungs == ("flash", "fused_adamw")
 
 def test_lists_are_measured_as_training_runs_them(tmp_path, unknown, monkeypatch):
     "With the recipe of the run, its micro-batch and all its sequences, each in turn"

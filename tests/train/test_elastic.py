@@ -115,6 +115,21 @@ def test_killed_stopped_and_resumed(folder, undisturbed):
     assert "The processes" in (run/"report.html").read_text(encoding="utf-8")
     assert f"step {STEPS}: data" in (run/"logs/rank-00001.log").read_text(encoding="utf-8")
 
+def test_a_branch(folder):
+    """Two processes branch from a kept checkpoint of one. kill -9 of one of them: the group goes on with the branch, and not with the run that it came
+    from, which stays as it was. Both keep the same steps"""
+    whole = alone(folder, "whole", keep_every=16)
+    was = {p: p.read_bytes() for p in whole.rglob("*") if p.is_file()}
+    p, run = start(folder, "--resume", f"{whole}@16", "--gpus", "2", "--save_minutes", "0", "--keep_every", "10", "--keep_last", "1"), folder/"runs/whole-from-16"
+    kill_one(p, run, 24, rank=1)
+    code, out, err = ended(p)
+    assert code == 0 and err.count("process 1 of 2 is gone") == 1 and f"in {run}" in out, err
+    assert [*losses(run)] == [*range(17, STEPS + 1)] and losses(run) == pytest.approx({k: v for k, v in losses(whole).items() if k > 16}, abs=NEAR)
+    assert {c.name for c in checkpoints(run/"checkpoints")} >= {f"step-{n:08}" for n in (20, 30, 40)}
+    config = json.loads((run/"config.json").read_text())
+    assert config["branched_from"]["step"] == 16 and config["world"]["processes"] == 2
+    assert {p: p.read_bytes() for p in whole.rglob("*") if p.is_file()} == was
+
 def test_refused(folder):
     "What can't be is said once, in one line, with exit code 2, and nothing is started again"
     code, out, err = ended(start(folder, name="refused", step_tokens=96, micro_batch_size=None))

@@ -242,7 +242,7 @@ def refusing(monkeypatch):
 
 def test_a_preset_goes_on_without_a_rung_that_refuses(tmp_path, refusing, capsys):
     "The run says so and notes it, its options don't name it, and it can be gone on with; named by the user the rung is an error"
-    trainer, _ = train(options(tmp_path, rungs="safe", steps=4))
+    trainer, _ = train(options(tmp_path, rungs="safe", recipe="adamw", steps=4))
     assert trainer.run.rungs == ("flash", "fused_adamw") and not {*refusing} & {*trainer.cfg.rungs.split(",")}
     said = " ".join(capsys.readouterr().out.split())
     assert "not stubborn: its kernels can't run here: a TypeError not needy: it builds on stubborn" in said and "Leave" not in said
@@ -254,7 +254,7 @@ def test_a_preset_goes_on_without_a_rung_that_refuses(tmp_path, refusing, capsys
 def test_auto_says_what_refuses(tmp_path, refusing, monkeypatch, capsys):
     "A rung that fails here is left out of `auto`, which says so and why; named by the user it is an error"
     monkeypatch.setattr(resolve, "recorded_preset", lambda config: "safe")
-    trainer, _ = train(options(tmp_path, rungs="auto", steps=2))
+    trainer, _ = train(options(tmp_path, rungs="auto", recipe="adamw", steps=2))
     assert trainer.run.rungs == ("flash", "fused_adamw")
     assert "not stubborn: its kernels can't run here: a TypeError" in " ".join(capsys.readouterr().out.split())
     with fails(ValueError, "rung 'bf16_weights' builds on 'bf16': add that to the list"):
@@ -482,10 +482,11 @@ def test_init_with_new_text(tmp_path, stream, capsys):
 def test_a_rate_that_stays():
     "Where another number of steps doesn't change the next step's learning rate, no two equal numbers are printed"
     said = []
-    for old, new in ((1e-3, 1.0001e-3), (1e-3, 2e-3)):
-        plan = SimpleNamespace(options=SimpleNamespace(steps=9), lr_schedule=lambda n: lambda i: new if n == 9 else old)
-        said.append(resolve.TrainPlan.length_change(plan, was=6, done=3))
-    assert "next step stays 1.00e-03." in said[0] and "next step is 2.00e-03 instead of 1.00e-03." in said[1]
+    for steps in (5001, 9):
+        cfg = TrainConfig(steps=steps, lr=1e-3, schedule="cosine", final_lr=0.)
+        plan = resolve.TrainPlan(cfg, *[None]*4, warmup=1, requested_rungs="", why={})
+        said.append(plan.length_change(was=5000 if steps == 5001 else 6, done=3))
+    assert "next step stays 1.00e-03." in said[0] and "next step is 8.12e-04 instead of 5.00e-04." in said[1]
 
 def test_a_sample_without_a_tokenizer(tmp_path, capsys):
     "A few tokens, how many there are, and how to get text; and which type of token was found"
