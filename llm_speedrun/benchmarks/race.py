@@ -34,7 +34,7 @@ from ..recipes.recipe import parse_recipe
 from ..recipes.schedules import SCHEDULES, warmup_steps
 
 # %% ../../nbs/48_race.ipynb #48import
-from ..train.config import LENGTHS, TrainConfig, parse_options
+from ..train.config import LENGTHS, TrainConfig, parse_options, to_args
 from ..train.callbacks import Callback, default_callbacks
 from ..train.trainer import Trainer
 from ..train.autotune import prepare_process
@@ -75,8 +75,8 @@ def plan_for(trainer, total): # steps
     trainer.run_dir.write_config(trainer.plan)
 
 # %% ../../nbs/48_race.ipynb #race0042
-KEPT = {*LENGTHS, *"plugin data seed name out overwrite resume target_loss gpus epochs evals stream "
-         "seq".split()}
+ALIKE = dict(epochs=1e9, num_evals=1, sample_tokens=0, save_minutes=1e6, name="run", overwrite=True)
+KEPT = {*LENGTHS, *ALIKE, *"data seed seq_len out plugin resume target_loss gpus stream".split()}
 
 def own_options(name, words): # of a contestant of ours: options of `speedrun_train`
     "Return the `TrainConfig` and the names given. Raises `InputError` for wrong or reserved options"
@@ -90,10 +90,8 @@ def own_options(name, words): # of a contestant of ours: options of `speedrun_tr
 def own_words(c): # an `AdapterContext`
     "Return the command line of our run: the contestant's options, and those that the race sets"
     job = c.job
-    return [
-        *job.words, f"--data={job.data}", f"--seed={job.seed}", f"--seq_len={c.seq}", "--epochs=1e9",
-        f"--minutes={job.seconds/60}", "--num_evals=1", "--sample_tokens=0", "--save_minutes=1e6",
-        "--name=run", f"--out={c.folder}", "--overwrite"]
+    own = ALIKE | dict(data=job.data, seed=job.seed, seq_len=c.seq, minutes=job.seconds/60, out=str(c.folder))
+    return [*job.words, *to_args(TrainConfig(**own), own)]
 
 # %% ../../nbs/48_race.ipynb #be150fa0
 def recipe_code():

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 import torch
+from fastcore.basics import patch
 from ..compat import flash_attention
 from ..io_utils import InputError
 from ..measure import sample_ms, summarize
@@ -103,6 +104,14 @@ class Phases:
     def __str__(self): # what it says where there is more than one
         said = ((self.updates, "updates a step"), (self.pieces, "pieces a sequence"))
         return "; ".join(f"{', '.join(map(str, xs))} {of}" for xs, of in said if xs != (1,))
+
+# %% ../../nbs/42_batch.ipynb #42numupd
+@patch
+def num_updates(self:Phases, steps): # of the whole run
+    "Return the updates of a run, of all its steps together"
+    n = len(self.updates)
+    first = [-(-i*steps//n) for i in range(n + 1)] # step of each phase
+    return sum(k*(b - a) for k, a, b in zip(self.updates, first, first[1:]))
 
 # %% ../../nbs/42_batch.ipynb #03edc95e
 def gentler(phases, # a `Phases`

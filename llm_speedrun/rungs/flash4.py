@@ -238,7 +238,7 @@ def needs_fp8_attention():
     return needs_fp8() or flash4_missing()
 
 @rung("parts", needs=needs_fp8_attention, untried=untried, requires=["bf16"], follows=["flash"],
-      excludes=["flash4"])
+      excludes=["flash4"], gpu_only=True)
 def fp8_attention(run): # a `Run`
     "Experimental, it gained nothing: attention's forward matmuls in FP8"
     return run.with_model(partial(set_parts, attend=lambda q, k, v: Fp8Attention.apply(q, k, v)))
@@ -375,7 +375,7 @@ def feed_saving_fp8(block, h): # a pair
     h, ab = norm_product(block.post_attention_layernorm, h, m.gate_proj, m.up_proj)
     return h, Fp8SwiGLUDown.apply(ab.flatten(0, -2), m.down_proj.weight.to(ab.dtype)).view(h.shape)
 
-@rung("parts", needs=needs_fp8, requires=["fused_ops"], excludes=["fp8"])
+@rung("parts", needs=needs_fp8, requires=["fused_ops"], excludes=["fp8"], gpu_only=True)
 def fp8_activations(run): # a `Run`
     "Experimental: save less for backward. Norms are recomputed, gate and up kept in E4M3, scaled by row"
     return run.with_model(partial(set_parts, heads=heads_recompute_norm, feed=feed_saving_fp8))

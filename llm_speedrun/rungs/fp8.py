@@ -98,7 +98,7 @@ def needs_torchao():
     return needs_capability(8, 9, "FP8")()
 
 @rung("parts", needs=needs_torchao, requires=["bf16"], excludes=["fp8", "fp16", "fused_ops"],
-      choose=choose_layers)
+      gpu_only=True, choose=choose_layers)
 def torchao_fp8(run, # a `Run` with bf16
                 recipe="tensorwise", # one scale for a tensor; rowwise, one for each row; the
                 # third keeps weight gradients in bf16, and needs the rung bf16_stream

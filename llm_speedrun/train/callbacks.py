@@ -30,12 +30,18 @@ class Callback:
 class ProgressBar(Callback):
     "A callback that shows how far the run is"
     def before_fit(self, trainer):
-        self.bar = Progress(trainer.cfg.steps, trainer.done, on=trainer.progress)
+        self.bar, self.said = Progress(trainer.cfg.steps, trainer.done, on=trainer.progress), ""
 
     def on_log(self, trainer, step, loss, tok_s):
         used = mfu(train_flops(trainer.config, causal=True), tok_s/trainer.world.size)
-        said = f"loss {loss:.3f}, {tok_s:,.0f} tok/s" + (f", MFU {used:.1%}" if used else "")
-        self.bar.update(step, said)
+        row = trainer.logger.newest
+        self.said = f", loss {loss:.3f}, {tok_s:,.0f} tok/s" + (f", MFU {used:.1%}" if used else "")
+        self.said += f", gradient norm {row['grad_norm']:#.3g}"
+        if gib := row.get("gpu_peak_gib"): self.said += f", peak {gib:.1f} GiB"
+        self.bar.update(step, self.said[2:])
+
+    def after_eval(self, trainer, loss):
+        self.bar.print_line(trainer.done, f"validation loss {loss:.3f}{self.said}")
 
     def on_close(self, trainer): self.bar.close()
 

@@ -104,44 +104,42 @@ class TrainConfig(Options):
     rungs: str = "auto" # the fastest list; naive, safe, cpu, smallest, fastest16, fastest; names; or "list"
     micro_batch_size: PositiveInt | None = None # sequences on a GPU at once; by default as many as fit
     grad_accum_steps: PositiveInt | None = None # micro-batches in a step; by default they follow from the step
-    memory_limit: str = "" # that of h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu; by default what is there
-    deterministic: bool = False # on a GPU: the same bits whenever it is run, at some speed
+    memory_limit: str = "" # of h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu; by default what is there
+    deterministic: bool = False # bitwise reproducible on a GPU, slower
     retune: bool = False # measure again what is remembered: list of rungs, their options, micro-batch
-    ladder: bool = False # measure before training what each rung gains, and print it at the end
+    ladder: bool = False # measure first what each rung of this run gains (as speedrun_ladder), for its report
     # GPUs
-    gpus: Count = 0 # how many, each with a process of its own; by default those of torchrun, without it one
-    restarts: Count = 3 # how often these processes are started again, from the newest checkpoint, if one dies
-    rank_logs: bool = False # a log of each process, logs/rank-00003.log in the run's folder
+    gpus: Count = 0 # number of GPUs, each with its own process; by default those of torchrun, else one
+    restarts: Count = 3 # how often to start these processes again, from the newest checkpoint, if one crashes
     # Length (one of these)
-    steps: Count = 0 # optimizer steps
+    steps: Count = 0 # training steps; a recipe may take several optimizer updates in a step
     total_tokens: Count = 0 # tokens to train on, such as 1e9
     minutes: NonNegative = 0. # time to train; by default 3 on a GPU and 1.2 on a CPU
-    epochs: Positive = 6. # most passes over the text in these minutes
+    epochs: Positive = 6. # passes over the text; together with --minutes the most
     target_loss: NonNegative = 0. # stop at this validation loss
     # Recipe
     recipe: str = "auto" # speedrun, with --lr or --init adamw; muon, ...; it chooses what isn't given
     step_tokens: Count = 0 # in a step; default: 64 sequences, or micro_batch_size x grad_accum_steps x GPUs
     lr: Positive | None = None # peak learning rate of matrices; a recipe's other rates keep their ratio to it
-    schedule: str = "" # of the learning rate: cosine, wsd (stable, then a decay) or constant
-    warmup: Fraction | None = None # part of the steps in which the learning rate rises
-    cooldown: Fraction | None = None # part of the steps in which wsd falls
-    final_lr: Fraction | None = None # the last learning rate, as a part of the peak
-    weight_decay: NonNegative | None = None # on matrices; 0 is none
+    schedule: str = "" # learning-rate schedule: cosine, wsd (warmup, stable, decay) or constant
+    warmup: Fraction | None = None # fraction of the steps in which the learning rate rises
+    cooldown: Fraction | None = None # fraction of the steps in which the learning rate of wsd falls
+    final_lr: Fraction | None = None # the last learning rate, as a fraction of the peak
+    weight_decay: NonNegative | None = None # weight decay of matrices; 0 is none
     grad_clip: NonNegative | None = None # largest norm of the gradients; 0 doesn't clip
-    ema_decay: Fraction | None = None # of an average of the weights to evaluate and keep, as 0.999; 0 is none
-    seed: Count = 0 # of weights and batches
+    ema_decay: Fraction | None = None # of an average of the weights to evaluate and keep, as .999; 0 is none
+    seed: Count = 0 # random seed for the initial weights and the data order
     # Evaluation
     num_evals: PositiveInt = 10 # evaluations during the run
     eval_tokens: Count = 0 # tokens in an evaluation, each time the same; by default 2**18, on a CPU 2**14
-    sample_tokens: Count = 200 # tokens of text to generate at the end
-    num_samples: Count = 0 # texts to generate during the run
+    sample_tokens: Count = 200 # length in tokens of each generated text; one is printed at the end
+    num_samples: Count = 0 # texts to generate during the run as well, into samples.jsonl
     # Output
-    name: str = "" # of the run's folder; by default made of model, data and time
+    name: str = "" # name of the run's folder; by default made of model, data and time
     out: Text = "runs" # folder of the runs' folders
     overwrite: bool = False # write into a run folder that exists
-    loggers: str = "" # tensorboard, wandb, or both with a comma
-    profile: Count = 0 # steps to trace with the profiler
-    timings: bool = False # say where the seconds before the first step went
+    loggers: str = "" # where to send metrics: tensorboard, wandb, or both with a comma
+    profile: Count = 0 # training steps to trace with PyTorch's profiler
     # Resuming
     save_minutes: NonNegative = 10. # time between checkpoints; 0 saves after every step
     keep_last: PositiveInt = 2 # newest checkpoints to keep, besides the one with the lowest validation loss
@@ -186,7 +184,7 @@ class LadderOptions(Options):
 class ReportOptions(Options):
     "The options of `speedrun_report`"
     # Run
-    folder: Text # of a run: runs/<name>
+    folder: Text # folder of a run, such as runs/<name>
 
 @dataclass
 class ExportOptions(Options):
@@ -196,7 +194,7 @@ class ExportOptions(Options):
     plugin: LineList = "" # a Python file or module that defines its rungs; by default what the run recorded
     # Output
     out: str = "" # folder to write, which must not exist; by default export/ in the run's folder
-    dtype: str = "fp32" # of the weights: fp32, which keeps every bit, or bf16, which takes half the space
+    dtype: str = "fp32" # number format of the weights: fp32, which keeps every bit, or bf16, half the size
 
 # %% ../../nbs/33_config.ipynb #81010c71
 @dataclass
@@ -215,20 +213,20 @@ class SampleOptions(Options):
     temperature: Temperature = .8 # below 1 prefers likely tokens, above 1 unlikely; 0 takes the likeliest
     top_k: Count = 50 # sample among so many tokens, the likeliest; 0 among all
     top_p: TopP = 1. # of those keep the fewest that have this part of the probability together
-    seed: Count = 0 # of the sampling
+    seed: Count = 0 # random seed for the sampling
     # Machine
     device: str = "" # cpu or cuda; by default the GPU if there is one
-    dtype: str = "" # of the weights: fp32 or bf16; by default bf16 on a GPU that computes in it
+    dtype: str = "" # number format of the weights: fp32 or bf16; by default bf16 on a GPU that computes in it
 
 # %% ../../nbs/33_config.ipynb #7d9be8ca
 @dataclass
 class EvalOptions(Options):
     "The options of `speedrun_eval`"
     # Model
-    folder: Text # of a run, such as runs/<name>, of an export, or one that transformers wrote
+    folder: Text # folder of a run, such as runs/<name>, of an export, or one that transformers wrote
     plugin: LineList = "" # a Python file or module that defines its model; by default what the run recorded
     engine: str = "ours" # ours; or transformers, which opens other models too
-    dtype: str = "fp32" # of matrix products: fp32, or bf16, which is faster on a GPU
+    dtype: str = "fp32" # number format of matmuls: fp32, or bf16, which is faster on a GPU
     batch_tokens: Count = 0 # tokens in a forward pass; by default those of 2**29 logits, on a CPU 2**26
     # What
     tasks: CommaList = "" # hellaswag, lambada, arc_easy, arc_challenge: on the Hub, or NAME=FILE; with commas
@@ -257,8 +255,8 @@ class LrOptions(TrainConfig):
     highest: Positive | None = None # the highest of them; by default sixteen times that rate
     repeats: Count = 2 # how often the best rate is tried again, on other batches, to see the noise
 
-    hidden = ("stream minutes total_tokens epochs target_loss ema_decay gpus restarts rank_logs num_evals "
-              "sample_tokens num_samples loggers profile timings save_minutes keep_last keep_every "
+    hidden = ("stream minutes total_tokens epochs target_loss ema_decay gpus restarts num_evals "
+              "sample_tokens num_samples loggers profile save_minutes keep_last keep_every "
               "resume").split()
 
 # %% ../../nbs/33_config.ipynb #bfa8a849
@@ -391,6 +389,59 @@ def new_name(option, names): # as it was given, what there is: all with dashes o
     new = (f"{dashes}{no and 'no-'}{n}" for n in RENAMED.get(name, "").split())
     return next((n for n in new if n in names), None)
 
+# %% ../../nbs/33_config.ipynb #33other1
+OTHER_TOOLS = {} # name in transformers, nanoGPT, litgpt, torchtitan, ... -> what to give in its place
+
+def explain_names(table): # lines of a sentence, a bar and names
+    "Add the names of other tools to `OTHER_TOOLS`, each with its sentence"
+    for said, _, names in (line.partition(" | ") for line in table.strip().splitlines()):
+        OTHER_TOOLS.update(dict.fromkeys(names.split(), said))
+
+# %% ../../nbs/33_config.ipynb #33other2
+explain_names("""
+--lr sets the peak learning rate | learning_rate max_lr peak_lr
+--recipe chooses the optimizer, such as adamw or muon | optimizer optim optimizer_name
+--rungs chooses number formats, such as --rungs bf16 | dtype precision bf16 fp16 fp8 tf32 amp mixed_precision
+it is a rung, --rungs tf32,bf16,flash,compile | compile torch_compile
+--rungs checkpoint recomputes activations | gradient_checkpointing activation_checkpointing
+--model chooses the shape, --init takes that of a folder | layers n_layer num_layers n_head n_embd d_model
+--seq_len sets the tokens of a sequence | block_size max_seq_len max_seq_length context_length sequence_length
+--step_tokens sets a step's tokens, --micro_batch_size the sequences at once | batch_size global_batch_size
+--micro_batch_size sets the sequences at once | per_device_train_batch_size
+--grad_accum_steps sets the micro-batches of a step | gradient_accumulation_steps grad_accum
+--steps sets the length | max_steps max_iters iterations num_iterations train_steps num_steps
+--epochs sets the passes over the text | num_train_epochs num_epochs max_epochs
+--warmup is a part of the run, such as --warmup .02 | warmup_steps warmup_iters lr_warmup_steps warmup_ratio
+--schedule chooses cosine, wsd or constant | lr_scheduler_type lr_scheduler lr_schedule scheduler decay_lr""")
+
+# %% ../../nbs/33_config.ipynb #33other3
+explain_names("""
+--final_lr is a part of the peak, such as --final_lr .1 | min_lr min_lr_ratio
+--grad_clip sets the largest norm of the gradients | max_grad_norm gradient_clip_val clip_grad_norm max_norm
+--out is the folder of the runs' folders, --name the name of this one | output_dir out_dir save_dir run_name
+--loggers wandb or --loggers tensorboard | wandb wandb_log use_wandb tensorboard report_to logger
+--save_minutes sets the time between checkpoints | save_steps save_interval save_every checkpoint_interval
+--keep_last sets how many checkpoints stay | save_total_limit
+--num_evals sets how often a run is evaluated | eval_interval eval_steps eval_every val_interval
+--eval_tokens sets the length of an evaluation | eval_iters val_steps eval_batches
+--resume goes on with a run, and takes its folder | resume_from_checkpoint resume_from resume_path
+--gpus sets how many take part | devices num_gpus ngpus nproc nproc_per_node world_size
+--data takes a path or a name | dataset dataset_path train_data train_file data_dir data_path
+--vocab sets the vocabulary | vocab_size
+the data needs no such option: a thread reads ahead | num_workers dataloader_num_workers""")
+
+# %% ../../nbs/33_config.ipynb #33other9
+REMOVED = dict(timings="result.json always has the seconds of the start, and report.html shows them",
+               rank_logs="several processes always write logs/rank-00000.log and so on into the run's folder")
+
+def explain_name(option, names): # as for `new_name`
+    "Return a sentence on an option that `names` lacks: its new name, or what to give in its place; or None"
+    name, options = option.removeprefix("--").removeprefix("no-"), {n.removeprefix("--") for n in names}
+    if new := new_name(option, names): return f"{option} is called {new} now"
+    if name in REMOVED and "resume" in options: return f"{option} isn't needed any more: {REMOVED[name]}"
+    said = OTHER_TOOLS.get(name, "")
+    if said and {*re.findall(r"--(\w+)", said)} <= options: return f"there is no option {option}: {said}"
+
 # %% ../../nbs/33_config.ipynb #4183e682
 def with_suggestions(name, names): # what was given, a list of what there is
     "Return `name`, with the nearest of `names` where there are any"
@@ -403,7 +454,7 @@ def parse_args(parser, args): # from `make_parser`; of a command line
     if not rest: return vars(got)
     known = [s for a in parser._actions for s in a.option_strings if s.startswith("--")]
     name = rest[0].partition("=")[0]
-    if new := new_name(name, known): parser.error(f"{name} is called {new} now")
+    if said := explain_name(name, known): parser.error(said)
     what = "unknown option" if name.startswith("--") else "no option takes"
     parser.error(f"{what} {with_suggestions(name, known)}")
 
@@ -415,7 +466,7 @@ def from_toml(path, config): # a file, a class of `Options`
     except (ValueError, RecursionError) as e: raise InputError(f"{path} is no TOML: {e}") from None
     kinds = {o.name: o.kind for o in option_specs(config)}
     for k in got.keys() - kinds:
-        if new := new_name(k, kinds): raise InputError(f"{path}: {k} is called {new} now")
+        if said := explain_name(k, kinds): raise InputError(f"{path}: {said}")
         raise InputError(f"{path} has an unknown option {with_suggestions(k, [*kinds])}")
     return {k: convert_value(f"{path}: {k}", v, kinds[k]) for k, v in got.items()}
 
@@ -438,7 +489,9 @@ def validate(c, given): # a `TrainConfig`, names of options that were given
     if len(both := [k for k in LENGTHS if getattr(c, k)]) > 1:
         raise InputError(f"{' and '.join(both)} each say how long to train: give one of them")
     if "epochs" in given and (c.steps or c.total_tokens):
-        raise InputError(f"epochs shortens a run of minutes, not one of {both[0]}: leave out one of the two")
+        raise InputError(f"epochs and {both[0]} each say how long to train: give one of them")
+    if "epochs" in given and c.stream and not c.minutes:
+        raise InputError("epochs is no length of a stream, which isn't counted: give steps or total_tokens")
     if 0 < c.total_tokens < c.step_tokens:
         raise InputError(f"total_tokens {c.total_tokens:,} are fewer than the {c.step_tokens:,} of one step: "
                          "choose more, or fewer step_tokens")

@@ -34,24 +34,46 @@ class Progress:
                  on=True, # False shows nothing
                  every=30.): # seconds between two lines
         self.total, self.every, self.next = total, every, time.perf_counter() + every
+        self.first = None # the time of the first update, and its step
         seen = sys.stderr and (sys.stderr.isatty() or notebook_display())
         self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True) if on and seen else None
         self.lines = on and not seen
 
     def close(self):
-        "Close the bar, which stays visible"
-        try: self.bar and self.bar.close()
+        "Close the bar, which stays visible, and print no more lines"
+        self.lines, bar, self.bar = False, self.bar, None
+        try: bar and bar.close()
         except (OSError, ValueError): pass
 
 # %% ../../nbs/30d_console.ipynb #4aacc763
 @patch
 def update(self:Progress, step, text): # steps so far, how it goes
     "Show the step and a text in the bar, or in a line if one is due. Ignores a terminal that was closed"
-    if self.lines and time.perf_counter() >= self.next:
-        self.next = time.perf_counter() + self.every
-        console_print(f"step {step:,} of {self.total:,} ({step/self.total:.0%}): {text}", to=sys.stderr)
+    self.first = self.first or (time.perf_counter(), step)
+    if self.lines and time.perf_counter() >= self.next: self.print_line(step, text)
     if not self.bar: return
     try: self.bar.set_postfix_str(text, refresh=False); self.bar.update(step - self.bar.n)
+    except (OSError, ValueError): self.bar = None
+
+# %% ../../nbs/30d_console.ipynb #30dline1
+@patch
+def time_left(self:Progress, step): # steps so far
+    "Return the time that the other steps take at the pace so far, such as `, 02:10 left`; empty at first"
+    t0, first = self.first or (0., step)
+    if step <= first: return ""
+    seconds = (time.perf_counter() - t0)/(step - first)*(self.total - step)
+    return f", {tqdm.format_interval(seconds)} left"
+
+# %% ../../nbs/30d_console.ipynb #30dline2
+@patch
+def print_line(self:Progress, step, text): # as for `update`
+    "Print a line that stays, with the time left: in a log, or above the bar of a terminal"
+    said = f"step {step:,} of {self.total:,} ({step/self.total:.0%}): {text}{self.time_left(step)}"
+    if self.lines:
+        self.next = time.perf_counter() + self.every
+        console_print(said, to=sys.stderr)
+    if not self.bar or notebook_display(): return
+    try: self.bar.write(said, file=sys.stderr)
     except (OSError, ValueError): self.bar = None
 
 # %% ../../nbs/30d_console.ipynb #15cd9818

@@ -27,7 +27,7 @@ class Coordinator:
                  signals): # `Signals` that this process gets
         self.world, self.device, self.signals = world, device, signals
 
-    def start(self, folder, done, rank_logs): "Start to watch the other processes: there are none"
+    def start(self, folder, done): "Start to watch the other processes: there are none"
     def set_status(self, where): "Note what this process is doing, such as \"step 12\": no process reads it"
     def set_next_status(self, where): "Set the status that the next `exchange_flags` sends"
     def log_to_rank_file(self, text): "Write a line into this process's own log: it has none"
@@ -85,14 +85,12 @@ def drain(self:GroupCoordinator):
 # %% ../../nbs/30e_coordinator.ipynb #30coo018
 @patch
 def start(self:GroupCoordinator, folder, # of the run
-          done, # steps so far
-          rank_logs): # whether each process writes a log of its own
-    "Start to publish this process's status, to agree with the other ones, and to log if asked for"
+          done): # steps so far
+    "Start to publish this process's status, to agree with the other ones, and to write its log"
     logs, rank = folder/"logs", self.world.rank
     logs.mkdir(exist_ok=True)
     self.heartbeat = Heartbeat(self.world, logs=logs)
     self.flags = FlagExchange(self.world, "stop", "save", heartbeat=self.heartbeat)
-    if not rank_logs: return
     self.rank_log = open(logs/f"rank-{rank:05}.log", "a", encoding="utf-8", errors="replace")
     where = f"{platform.node()}, {self.device}"
     self.log_to_rank_file(f"process {rank} of {self.world.size} on {where}, goes on after step {done}")
@@ -110,7 +108,7 @@ def set_next_status(self:GroupCoordinator, where):
 
 @patch
 def log_to_rank_file(self:GroupCoordinator, text):
-    "Write a line into this process's own log, if it has one"
+    "Write a line into this process's own log"
     if self.rank_log: console_print(f"{datetime.now():%H:%M:%S}", text, to=self.rank_log)
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo019b

@@ -101,10 +101,13 @@ def check_gpu():
 
 # %% ../../nbs/36a_machine_checks.ipynb #11c6c787
 def check_rungs():
-    "Check which rungs this machine can run, and why not the others"
+    "Check which rungs this machine can run, and why not the others; on a CPU without those for a GPU"
     presets() # knows them all, so that they are in `RUNGS` afterwards
-    why = {k: r.needs() for k, r in RUNGS.items()}
-    yield Finding("ok", "rungs", f"this machine can run {', '.join(k for k in why if not why[k]) or 'none'}")
+    gpu = torch.cuda.is_available()
+    why = {k: r.needs() for k, r in RUNGS.items() if gpu or not r.gpu_only}
+    can = ", ".join(k for k in why if not why[k]) or "none"
+    yield Finding("ok", "rungs", f"this machine can run {can}" if gpu else
+                  f"this CPU can run {can}; all others need a GPU")
     for k in why:
         if why[k]: yield Finding("note", "rungs", f"{k} can't run here: {why[k]}")
         elif new := RUNGS[k].untried(): yield Finding("note", "rungs", f"{k}: {new}")

@@ -224,6 +224,7 @@ class MetricsLogger:
         self.step_tokens, self.on_step, self.counts = step_tokens, on_step, counts
         self.log_locally = log_locally
         self.pending, self.copied, self.bad, self.train_s = [], deque(), 0, 0.
+        self.newest = {} # row of a step
         self.file, self.trackers = None, None # of the first process, from `open` on
         self.clock = self.stepper.mark = Breakdown(device)
         self.last_event = self.clock.now()
@@ -330,7 +331,7 @@ def log_steps(self:MetricsLogger, steps, values, counts, clock, end): # what `ad
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
         if step == steps[-1][0]:
             row |= self.details(step, lr, clock) | {k: n.item() for k, n in counts.items()}
-        self.bad = 0 if self.write_step(row) else self.bad + 1
+        self.newest, self.bad = row, 0 if self.write_step(row) else self.bad + 1
         if self.bad == BAD_STEPS: over = step, x, y
     self.on_step(step, loss, tok_s)
     if over: self.raise_bad_steps(*over)

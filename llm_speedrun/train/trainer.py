@@ -6,7 +6,7 @@
 __all__ = ['Trainer', 'train']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
-import json, math, os, signal, sys, time, traceback, uuid
+import importlib, json, math, os, signal, sys, time, traceback, uuid
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -341,7 +341,6 @@ def first_step(trainer, x, y): # the sequences of a step
     trainer.timings.stop()
     trainer.first_step_at = time.perf_counter()
     trainer.logger.restart_clock() # what had to be compiled isn't counted as training
-    if trainer.cfg.timings: trainer.log_info(f"\n{trainer.timings}")
     return loss
 
 # %% ../../nbs/30_trainer.ipynb #a2211732
@@ -400,7 +399,7 @@ def open_files(trainer):
                              log_locally=t.coordinator.log_to_rank_file, counts=t.run.counts)
     t.logger.open(trackers)
     notify(t, "before_fit")
-    t.coordinator.start(t.folder, t.done, c.rank_logs)
+    t.coordinator.start(t.folder, t.done)
 
 # %% ../../nbs/30_trainer.ipynb #d4c0f6ac
 @patch
@@ -408,6 +407,7 @@ def assemble(self:Trainer, given): # names of options
     "Lock the run's folder, decide what the options leave open, and build the run"
     c = self.cfg
     self.record = read_record(c.resume) if c.resume else None
+    with self.timings("import PyTorch's compiler"): importlib.import_module("torch._dynamo") # optimizers do
     with self.timings("find the rungs"):
         resolver = PlanResolver(c, given, self.coordinator, self.limits, self.record, self.log_info)
     resolver.resolve_shape()

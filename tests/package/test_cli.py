@@ -10,7 +10,7 @@ from llm_speedrun.runs import RUNGS, find_rung, rung_name
 from llm_speedrun import cli
 from llm_speedrun.cli import speedrun_doctor, speedrun_ladder, speedrun_train
 from llm_speedrun.train.presets import presets
-from llm_speedrun.train.config import (RENAMED, DataOptions, LadderOptions, LrOptions, Options, make_parser, new_name, option_specs, parse_args,
+from llm_speedrun.train.config import (OTHER_TOOLS, RENAMED, DataOptions, LadderOptions, LrOptions, Options, explain_name, make_parser, new_name, normalize_args, option_specs, parse_args,
                                        RaceOptions, resolve_options, to_toml, TrainConfig, visible_specs)
 from llm_speedrun.train.trainer import train
 from helpers import quick_programs
@@ -123,8 +123,8 @@ def test_pipe_in_place_of_a_file(tmp_path):
     ("--steps x", "steps must"), ("--steps=", "steps must"), ("--steps 1e30", "steps must"), ("--keep_last 0", "keep_last must"), ("--data=", "data must be a text that isn't empty"),
     ("--out=", "out must"), ("--resume=", "resume must be the folder of a run"), ("--steps 3 --minutes 1", "steps and minutes each say how long"),
     ("--steps 3 --total_tokens 9", "steps and total_tokens each"), ("--minutes 3 --total_tokens 9", "total_tokens and minutes each"),
-    ("--epochs 2 --steps 3", "epochs shortens a run of minutes, not one of steps"), ("--total_tokens 9 --step_tokens 10", "fewer than the 10 of one step"),
-    ("--tokens 9", "unknown option --tokens, did you mean .*--step_tokens"), ("--ste 9", "unknown option --ste"), ("--lr", "expected one argument"),
+    ("--epochs 2 --steps 3", "epochs and steps each say how long to train"), ("--total_tokens 9 --step_tokens 10", "fewer than the 10 of one step"),
+    ("--epochs 2 --stream", "epochs is no length of a stream"), ("--tokens 9", "unknown option --tokens, did you mean .*--step_tokens"), ("--ste 9", "unknown option --ste"), ("--lr", "expected one argument"),
     ("there", "no option takes there"), ("--stream=yes", "ignored explicit argument"), ("--lr 0", "lr must be a number above 0"),
     ("--lr null", "lr must be a number"), ("--micro_batch_size 0", "micro_batch_size must be a whole number from 1"), ("--vocab 4000000000", "vocab must .* to 1e\\+07")], ids=str)
 def test_refused(args, message):
@@ -195,6 +195,30 @@ def test_old_names_of_options(capsys, words, said):
     with pytest.raises(SystemExit, match="2"): speedrun_train(words)
     assert said in capsys.readouterr().err
 
+@pytest.mark.parametrize("words, said", [
+    (["--learning_rate", "1e-3"], "--lr"), (["--optimizer=adamw"], "--recipe"), (["--dtype", "bf16"], "--rungs bf16"), (["--bf16"], "--rungs bf16"),
+    (["--compile"], "--rungs tf32,bf16,flash,compile"), (["--layers", "6"], "--model"), (["--batch-size", "8"], "--step_tokens .* --micro_batch_size"),
+    (["--max_steps", "9"], "--steps"), (["--num_train_epochs", "3"], "--epochs"), (["--output_dir", "x"], "--out .* --name"), (["--wandb"], "--loggers wandb"),
+    (["--num_workers", "4"], "a thread reads ahead"), (["--warmup_steps", "100"], "--warmup .02"), (["--no-compile"], "--rungs")])
+def test_names_of_other_tools(words, said):
+    "Each in one sentence; a name that is an option of ours with a dash is that option"
+    with fails(InputError, f"there is no option {normalize_args(words)[0].partition('=')[0]}: .*{said}"): told(*words)
+    assert told("--weight-decay", ".1")[0].weight_decay == .1
+
+def test_other_tools_names_are_no_options():
+    "And what is advised exists; a command that lacks it says nothing of it"
+    every = {o.name for o in option_specs(TrainConfig)}
+    for name, said in OTHER_TOOLS.items():
+        assert name not in every and {*re.findall(r"--(\w+)", said)} <= every, name
+        assert explain_name(f"--{name}", [f"--{n}" for n in every]) and explain_name(name, every)
+    with fails(InputError, "unknown option --epochs"): told("--epochs", "3", config=DataOptions)
+    with fails(InputError, "unknown option --learning_rate"): told("--learning_rate", "3", config=DataOptions)
+
+def test_options_that_are_gone(tmp_path):
+    with fails(InputError, "--timings isn't needed any more: result.json"): told("--timings")
+    (tmp_path/"a.toml").write_text("rank_logs = true")
+    with fails(InputError, "a.toml: rank_logs isn't needed any more: several processes always"): told("--config", str(tmp_path/"a.toml"))
+
 def test_old_names_in_a_file(tmp_path):
     (tmp_path/"a.toml").write_text("track = 'wandb'")
     with pytest.raises(InputError, match="a.toml: track is called loggers now"): told("--config", str(tmp_path/"a.toml"))
@@ -204,6 +228,31 @@ def test_new_names_are_options():
     assert {n for new in RENAMED.values() for n in new.split()} <= set().union(*commands.values())
     assert new_name("--batch", ["--batch_size", "--micro_batch_size"]) == "--micro_batch_size" and new_name("batch", ["batch_size"]) == "batch_size"
     for command, names in commands.items(): assert not names & RENAMED.keys(), command
+
+def lists_of_names(tree):
+    "A module's lists of names: texts that are split, tuples, lists and sets of texts"
+    for o in ast.walk(tree):
+        if isinstance(o, ast.Call) and getattr(o.func, "attr", "") == "split" and isinstance(o.func.value, ast.Constant): yield str(o.func.value.value).split()
+        if isinstance(o, (ast.Tuple, ast.List, ast.Set)): yield [v.value for v in o.elts if isinstance(v, ast.Constant) and isinstance(v.value, str)]
+
+def no_options(names):
+    "Those of a list of options that no command has; of a list of anything else none"
+    known = set().union(*({o.name for o in option_specs(f.config)} for f in COMMANDS.values()))
+    wrong = [n for n in names if n not in known]
+    return wrong if len(names) > 3 and len(wrong) < .4*len(names) else []
+
+def test_lists_name_options_that_exist():
+    "In the whole package: such as the options that a race sets, a resumed run keeps, or a command hides"
+    found = 0
+    for path in (ROOT/"llm_speedrun").rglob("*.py"):
+        for names in lists_of_names(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not no_options(names), (path.name, no_options(names))
+            found += len(names) > 2 and sum(n in {f.name for f in fields(TrainConfig)} for n in names) > .6*len(names)
+    assert found > 5
+
+def test_an_option_that_is_gone_is_found():
+    assert no_options("plugin data seed name out overwrite resume target_loss gpus epochs evals stream seq".split()) == ["evals", "seq"]
+    assert not no_options("loss val_loss lr grad_norm tok_s train_s".split())
 
 # What messages advise
 

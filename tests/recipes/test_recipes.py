@@ -191,7 +191,7 @@ def test_rates_follow_the_updates_that_are_taken(tmp_path, capsys):
     trainer, _ = train(options(tmp_path, recipe="speedrun:updates=8+1:pieces=7+1", steps=6, micro_batch_size=4, grad_accum_steps=1))
     assert trainer.cfg.recipe == "speedrun:updates=4+1:pieces=4+1" and trainer.run.batching.updates == (4, 1)
     said = capsys.readouterr().out
-    assert "in place of speedrun:updates=8+1:pieces=7+1" in said and "4, 1 updates a step" in said
+    assert "in place of speedrun:updates=8+1:pieces=7+1" in said and "  6 steps, 15 optimizer updates: 4, 1 updates a step" in said
     rates = [r["lr"] for r in trainer.rows() if "loss" in r]
     assert rates[0] == pytest.approx(trainer.cfg.lr/2)
 

@@ -320,7 +320,7 @@ def test_lr_command(tmp_path, nano, capsys):
     with pytest.raises(SystemExit): speedrun_lr(args)
     assert "exists already and is left alone" in capsys.readouterr().err
 
-@pytest.mark.parametrize("words", [["--num_evals", "4"], ["--timings"], ["--keep_last", "1"], ["--minutes", "1"]])
+@pytest.mark.parametrize("words", [["--num_evals", "4"], ["--profile", "3"], ["--keep_last", "1"], ["--minutes", "1"]])
 def test_lr_refuses_what_it_does_not_read(capsys, words):
     with pytest.raises(SystemExit): speedrun_lr(words)
     assert f"{words[0][2:]} is not for a search" in capsys.readouterr().err

@@ -42,6 +42,14 @@ def test_all_is_well(tmp_path):
     assert notes(found, "data") == ["it came without a tokenizer, so samples will be numbers and an export has none: "
                                     "put its tokenizer.json beside the .bin"]
 
+def test_a_cpu_runs_no_rungs_of_gpus(monkeypatch):
+    "Neither named as possible nor said to lack something that a CPU wouldn't help"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = [*machine_checks.check_rungs()]
+    assert found[0].text.endswith("; all others need a GPU") and {"flash", "bf16", "fused_adamw", "ddp"} <= {*re.findall(r"\w+", found[0].text)}
+    for name in "tf32 cuda_graphs flash4 fp8 torchao_fp8 fp8_attention fp8_activations epilogues fused_ce fp8_epilogues".split():
+        assert not [f for f in found if re.search(rf"\b{name}\b", f.text)], name
+
 def test_what_it_says_of_time_and_disk_is_so(tmp_path):
     "A run takes the steps, tokens and bytes that were foretold"
     cfg = options(tmp_path, steps=6, keep_last=1, save_minutes=0.)

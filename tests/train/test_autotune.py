@@ -1,5 +1,5 @@
 "A start tries what is wanted first, builds few models, remembers what it chose, and says how long it took."
-import json, math, os, re, threading, time
+import json, math, os, re, subprocess, sys, threading, time
 from dataclasses import replace
 from types import SimpleNamespace
 import pytest, torch
@@ -18,6 +18,7 @@ from llm_speedrun.train.autotune import divisors, find_micro_batch
 from llm_speedrun.train.presets import PRESETS, parse_rungs, preset, presets
 from llm_speedrun.train.trainer import Trainer, train
 from helpers.tiny_runs import NANO, fails, nano, options, words
+from helpers.timeouts import TIMEOUT
 
 def out_of_memory(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
@@ -325,12 +326,26 @@ def test_the_process_began_before_this(monkeypatch):
     assert Timings(990.).phases == [["Python and imports", 10., 0]]
 
 def test_a_run_says_how_long_its_start_took(tmp_path, capsys):
-    "The phases are in result.json and add up to no more than the whole; `timings` prints them"
-    trainer, res = train(options(tmp_path, timings=True), timings=Timings(process_start()))
-    out = capsys.readouterr().out
-    for name in ("Python and imports", "open the data", "try the micro-batch", "build the model", "the first step"): assert name in out
+    "The phases are in result.json and add up to no more than the whole"
+    trainer, res = train(options(tmp_path), timings=Timings(process_start()))
     start = json.loads((tmp_path/"runs/run/result.json").read_text())["start"]
     assert sum(p["seconds"] for p in start["phases"] if not p["depth"]) <= start["seconds"] == trainer.timings.total
+    assert {"Python and imports", "import PyTorch's compiler", "open the data", "try the micro-batch", "build the model", "the first step"} <= {p["name"] for p in start["phases"]}
+
+def test_reading_a_checkpoint_imports_nothing_large(tmp_path):
+    "What PyTorch imports by and by isn't counted as reading: the compiler's modules are there before"
+    code = f"""import sys
+from llm_speedrun.measure import Timings
+from llm_speedrun.train.trainer import Trainer
+from llm_speedrun.train.config import TrainConfig
+class Counted(Timings):
+    def __call__(self, name):
+        if name == "read the checkpoint": print("torch._dynamo" in sys.modules)
+        return super().__call__(name)
+Trainer(TrainConfig(resume={str(tmp_path/"runs/run")!r}, steps=9), progress=False, timings=Counted())"""
+    train(options(tmp_path), progress=False)
+    res = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT)
+    assert res.stdout == "True\n", res.stderr
 
 # Several processes
 

@@ -106,7 +106,7 @@ def test_killed_stopped_and_resumed(folder, undisturbed):
     assert checkpoints(run/"checkpoints")[-1].name == f"step-{done:08}"
     one, _ = train(TrainConfig(resume=str(run), gpus=1, steps=done + 2), progress=False)
     assert (one.cfg.micro_batch_size, one.cfg.grad_accum_steps) == (8, 2*PARTS) and same(run, undisturbed) == done + 2
-    code, out, err = ended(start(folder, "--resume", str(run), "--gpus", "2", "--steps", str(STEPS), "--rank_logs"))
+    code, out, err = ended(start(folder, "--resume", str(run), "--gpus", "2", "--steps", str(STEPS)))
     c, last = json.loads((run/"config.json").read_text()), rows(run)[-1]
     assert code == 0 and same(run, undisturbed) == STEPS, err
     assert last["val_loss"] == pytest.approx(rows(undisturbed)[-1]["val_loss"], abs=NEAR)

@@ -1,5 +1,5 @@
 "The trainer refuses bad options before it writes anything, loses nothing when stopped, and repeats itself exactly."
-import copy, dataclasses, itertools, json, os, pickle, re, shlex, signal, subprocess, sys, time
+import copy, dataclasses, io, itertools, json, os, pickle, re, shlex, signal, subprocess, sys, time
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
@@ -15,6 +15,7 @@ from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.run_charts import loss_chart
 from llm_speedrun.train.config import LadderOptions, TrainConfig
 from llm_speedrun.train.console import Progress
+from llm_speedrun.train.metrics import read_rows
 from llm_speedrun.train.trainer import report, train, Trainer
 from llm_speedrun.checkpoint.format import newest
 from helpers import quick_programs
@@ -184,6 +185,13 @@ def test_epochs(tmp_path, capsys):
     t = Trainer(options(tmp_path, steps=0, minutes=60., epochs=2., grad_accum_steps=2))
     assert t.cfg.steps == 2*t.data.batches.per_epoch and "2 passes over the text" in capsys.readouterr().out
     assert Trainer(options(tmp_path, steps=0, minutes=1e-3, epochs=1e9, name="b")).cfg.steps < 1e6
+
+def test_epochs_alone(tmp_path):
+    "Without minutes they are the length, whatever the machine's speed"
+    t = Trainer(options(tmp_path, steps=0, epochs=40.), progress=False, given={"epochs"})
+    assert t.cfg.steps == 40*t.data.batches.per_epoch and t.cfg.minutes == 0
+    t.fit()
+    assert t.done == t.cfg.steps
 
 # Rungs
 
@@ -682,7 +690,24 @@ def test_log_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Progress.__init__, "__defaults__", (True, 0.))
     train(options(tmp_path, steps=20))
     err = capsys.readouterr().err
-    assert re.search(r"^step 10 of 20 \(50%\): loss \d\.\d+, [\d,]+ tok/s", err, re.M) and "\r" not in err
+    assert re.search(r"^step 20 of 20 \(100%\): loss \d\.\d+, [\d,]+ tok/s, gradient norm [\d.]+, \d\d:\d\d left$", err, re.M) and "\r" not in err
+
+def test_evaluations_are_printed(tmp_path, capsys):
+    "While a run goes on, a line for each, also within the first seconds; the last one is the result"
+    train(options(tmp_path, steps=20, num_evals=4))
+    losses = [r["val_loss"] for r in read_rows(tmp_path/"runs/run/metrics.jsonl") if "val_loss" in r]
+    said = re.findall(r"^step (\d+) of 20 \(\d+%\): validation loss ([\d.]+), loss [\d.]+, [\d,]+ tok/s, gradient norm .*$", capsys.readouterr().err, re.M)
+    assert said == [(f"{5*i}", f"{x:.3f}") for i, x in enumerate(losses[:-1], 1)] and len(said) == 3
+
+class Terminal(io.StringIO):
+    def isatty(self): return True
+
+def test_evaluations_stay_above_the_bar(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", out := Terminal())
+    train(options(tmp_path, steps=20, num_evals=4))
+    lines = [line for line in re.split(r"[\r\n]+", out.getvalue()) if "validation loss" in line]
+    assert len(lines) == 3 and all(re.match(r"step \d+ of 20 ", line) for line in lines), lines
+    assert "20/20" in out.getvalue()
 
 # Speed
 
