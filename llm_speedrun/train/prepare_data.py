@@ -153,7 +153,8 @@ def _finish(unfinished, out, spec, text): # as for `_read_past`, the final folde
     for w in writers: w.close()
     if (split := split_kind(*writers, spec.val_frac)) == "tail":
         folder = unfinished.folder/"tail"
-        shutil.rmtree(folder, ignore_errors=True); shutil.copytree(unfinished.tokens, folder)
+        shutil.rmtree(folder, ignore_errors=True); folder.mkdir()
+        for p in unfinished.tokens.iterdir(): shutil.copyfile(p, folder/p.name)
         writers = hold_out_tail(folder, writers, spec)
     meta = describe_tokens(folder, spec, writers, split, unfinished.digest, text)
     folder.rename(out); synced(out.parent)
