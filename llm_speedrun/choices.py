@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from .io_utils import cache_dir
-from .io_utils import InputError, read_json, replace_file
+from .io_utils import InputError, lock_file, read_json, replace_file
 from .measure import without_dispatch_modes, machine
 from .plugins import plugin_code
 
@@ -100,7 +100,7 @@ def remember(self:Choices, choice): # a `Choice`
     try:
         path = Path(self.path or choices_path())
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock", timeout=10):
+        with lock_file(f"{path}.lock", 10):
             same = lambda c: (c.what, c.where) == (choice.what, choice.where)
             kept = [c for c in self.read() if not same(c)][1 - MOST_CHOICES:]
             replace_file(path, msgspec.json.format(msgspec.json.encode([*kept, choice]), indent=1).decode())

@@ -233,7 +233,8 @@ def json_bytes(d): # a dict
 # %% ../nbs/62_export.ipynb #62tokf
 def tokenizer_files(path, # of a `tokenizer.json`
                     config): # a `GPTConfig`
-    "Return the exported tokenizer, file name -> bytes, and its bos, eos and pad ids, by name"
+    """Return the exported tokenizer, file name -> bytes, and its bos, eos and pad ids, by name. Without a pad
+    token of its own it pads with the end of a text, which a collator that masks pads hides from the loss"""
     data, tok = read_bytes_of(path, most=2**28), read_tokenizer(path)
     saved = json.loads(data)
     if saved.get("truncation") or saved.get("padding"): data = tok.to_str(pretty=True).encode()

@@ -7,7 +7,7 @@ __all__ = ['SpeedrunError', 'InputError', 'RunError', 'AllFailed', 'lookup', 're
            'decoded', 'read_json', 'exercise']
 
 # %% ../nbs/06_files.ipynb #29a8ccb6
-import difflib, errno, hashlib, inspect, os, re, stat, sys, time
+import difflib, errno, hashlib, inspect, math, os, re, stat, sys, time
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -16,7 +16,7 @@ from threading import Lock
 from types import FunctionType
 import msgspec
 from fastcore.xdg import xdg_cache_home
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 # %% ../nbs/06_files.ipynb #c3e0d15a
 class SpeedrunError(Exception):
@@ -108,11 +108,19 @@ def defined_at(f): # a function or a class
     return f"{path.name if path.suffix == '.py' else 'a notebook'}, line {code.co_firstlineno}"
 
 # %% ../nbs/06_files.ipynb #0007569d
+NOT_OFFERED = {getattr(errno, k) for k in "EINVAL ENOSYS ENOTSUP EOPNOTSUPP ENOLCK".split()}
+
+def sync_descriptor(fd): # of an open file or folder
+    "Wait until it is on the disk, as far as its file system can: SMB and FUSE may have no `fsync`"
+    try: os.fsync(fd)
+    except OSError as e:
+        if e.errno not in NOT_OFFERED: raise
+
 def synced(path): # a file or a folder
     "Wait until it is on the disk, not in a cache"
     if os.name != "posix" and Path(path).is_dir(): return # Windows can't open folders
     fd = os.open(path, os.O_RDONLY)
-    try: os.fsync(fd)
+    try: sync_descriptor(fd)
     finally: os.close(fd)
 
 # %% ../nbs/06_files.ipynb #9357b256
@@ -207,12 +215,27 @@ def safe_children():
             if not _SAFE["inside"] and _SAFE["was"] is None: env.pop(name, None)
 
 # %% ../nbs/06_files.ipynb #36395fb6
+CGROUP = Path("/sys/fs/cgroup") # where Linux has the limits of a container, of version 1 or 2
+
+def core_quota():
+    "Return how many cores' time this container may take, infinity without a limit"
+    try:
+        if (v2 := CGROUP/"cpu.max").exists(): quota, period = v2.read_text().split()
+        else: quota, period = ((CGROUP/f"cpu/cpu.cfs_{k}_us").read_text() for k in ("quota", "period"))
+        return int(quota)/int(period) if int(quota) > 0 else math.inf
+    except (OSError, ValueError, ZeroDivisionError): return math.inf # no Linux, or "max"
+
+def usable_cores() -> int: # at least 1
+    "Return how many cores this process may use: its affinity and its container's quota limit the machine's"
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(n, core_quota())))
+
 def check_processes(n, # that are asked for
                     gpus): # of this machine
     "Raise `InputError` where this machine can't run `n` processes, each with a GPU, or all on the CPU"
     if gpus and n > gpus: raise InputError(f"gpus is {n}, and this machine has {gpus}: choose at most "
                                            f"{gpus}, or start torchrun on several machines")
-    most = max(8, os.cpu_count() or 1)
+    most = max(8, usable_cores())
     if not gpus and n > most: raise InputError(f"gpus is {n}, and without GPUs the cores of this machine "
                                                f"take at most {most} processes: choose fewer")
 
@@ -226,16 +249,30 @@ def env_number(name, # of an environment variable that torchrun sets
                      f"torchrun sets it: start with torchrun, or unset {name}")
 
 # %% ../nbs/06_files.ipynb #47583d33
+LOCK, SOFT = ".lock", ".soft" # the lock of a folder; what a lock's name ends with where there is no `flock`
+
+def lock_file(path, # of the lock
+              seconds=0): # to wait for it
+    "Lock the file `path`. Returns the lock, to be released; raises `Timeout` where another process has it"
+    try: (lock := FileLock(path)).acquire(timeout=seconds)
+    except Timeout: raise
+    except (OSError, NotImplementedError) as e: # the second one of older versions of filelock
+        if isinstance(e, OSError) and e.errno not in NOT_OFFERED:
+            raise OSError(f"{path} can't be locked: {reason(e)}") from e
+        (lock := SoftFileLock(f"{path}{SOFT}")).acquire(timeout=seconds)
+    return lock
+
 def hold(folder, # to write into; made if it isn't there
          what): # it is, for the error: "this run", "this corpus"
     "Lock `folder`; returns the lock, to be released. Raises `RunError` where another process has it"
     Path(folder).mkdir(parents=True, exist_ok=True)
-    lock = FileLock(Path(folder)/".lock")
-    try: lock.acquire(timeout=0)
+    path = Path(folder)/LOCK
+    try: return lock_file(path)
     except Timeout:
+        held = [p for p in (path, Path(f"{path}{SOFT}")) if p.exists() and p.stat().st_size] # names its owner
+        crashed = "".join(f". If no process is left that does, remove {p}" for p in held)
         raise RunError(f"another process is writing {what}, {folder}, now: wait for it, or choose another "
-                       "name") from None
-    return lock
+                       f"name{crashed}") from None
 
 # %% ../nbs/06_files.ipynb #06appea1
 def appears(path, # what another process has written

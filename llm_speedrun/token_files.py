@@ -16,7 +16,7 @@ import msgspec, numpy as np
 from fastcore.basics import patch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from .compat import Unpickler
-from .io_utils import InputError, RunError, cache_dir, read_bytes_of
+from .io_utils import InputError, RunError, cache_dir, read_bytes_of, sync_descriptor
 from .tokenizer import TextSummary
 
 # %% auto #0
@@ -50,7 +50,7 @@ class TokenWriter:
 def sync(self: TokenWriter):
     "Wait until what was written is on the disk"
     if not self.file or self.file.closed: return
-    with _naming(self.file.name): self.file.flush(); os.fsync(self.file.fileno())
+    with _naming(self.file.name): self.file.flush(); sync_descriptor(self.file.fileno())
 
 @patch
 def close(self: TokenWriter):

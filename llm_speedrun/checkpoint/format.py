@@ -9,6 +9,7 @@ __all__ = ['IMPLEMENTATION_KEYS', 'VERSION', 'OptimizerState', 'parameter_names'
 
 # %% ../../nbs/31_saving.ipynb #731e1a2a
 import hashlib, json, math, re, shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 import msgspec, torch
@@ -156,8 +157,9 @@ def write_tensors(tensors, # name -> CPU tensor
     try:
         path.touch()
         mode = path.stat().st_mode # as any new file has it
-        try: save_file(tensors, path, metadata=dict(format="pt")); path.chmod(mode)
+        try: save_file(tensors, path, metadata=dict(format="pt"))
         except BaseException: path.unlink(missing_ok=True); raise
+        with suppress(OSError): path.chmod(mode) # a bucket's mount may have no permissions
     except (OSError, SafetensorError) as e:
         raise OSError(f"{path} can't be written: {write_error_text(e)}") from None
 

@@ -17,7 +17,7 @@ from ..distributed.parallel import Shard, shards_of
 
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..tokenizer import check_ratio, check_round_trip, summary_lines
-from ..io_utils import InputError, sha256_of
+from ..io_utils import InputError, sha256_of, sync_descriptor
 from ..measure import Timings, memory_limit, process_start, sample_ms, summarize
 from .launch import num_processes
 from ..checkpoint.format import checkpoints, flatten_state, newest
@@ -110,7 +110,7 @@ def write_speed(trainer): # a `Trainer`
         with tempfile.TemporaryFile(dir=there) as f:
             t0 = time.perf_counter()
             for _ in range(pieces): f.write(data)
-            f.flush(); os.fsync(f.fileno()); f.seek(0)
+            f.flush(); sync_descriptor(f.fileno()); f.seek(0)
             sha256_of(f)
             return pieces*len(data)/max(1e-9, time.perf_counter() - t0)
     except OSError: return math.inf # `check_disk` says what is wrong
@@ -236,12 +236,15 @@ def check_disk(trainer): # a `Trainer` that has taken a step
         advice = "look at its permissions" if resumed else "choose another --out"
         yield Finding("problem", "disk", f"{there}/ can't be written into ({e}): {advice}")
         return
-    (need, whole), keep, free = _disk_need(trainer), trainer.cfg.keep_last, shutil.disk_usage(there).free
+    (need, whole), keep, disk = _disk_need(trainer), trainer.cfg.keep_last, shutil.disk_usage(there)
+    if not disk.total: # as a bucket's mount
+        yield Finding("note", "disk", f"{there}/ doesn't say what is free; a run needs {size(need)}")
+        return
     n, kept = _checkpoints_at_once(trainer), trainer.plan.kept_to_come(trainer.done)
     good = f"{kept} kept for good, " if kept else ""
-    text = (f"{size(free)} are free in {there}/, and a run needs {size(need)}: {n} checkpoints of "
+    text = (f"{size(disk.free)} are free in {there}/, and a run needs {size(need)}: {n} checkpoints of "
             f"{size(whole)} (--keep_last {keep}, the best, {good}and one being written), and its weights")
-    if free > need: yield Finding("ok", "disk", text)
+    if disk.free > need: yield Finding("ok", "disk", text)
     else: yield Finding("problem", "disk", f"{text}. Make room, or choose a smaller --keep_last"
                         + ("" if resumed else " or another --out"))
 

@@ -6,10 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/33b_launch.ipynb #5p1tlau2
-import hashlib, logging, os, signal, sys, tempfile
+import hashlib, logging, os, sys, tempfile
+from contextlib import contextmanager
 from pathlib import Path
 import msgspec
-from ..io_utils import InputError, RunError, check_processes, python_command, read_json
+from ..distributed.spawn import LOOPBACK, use_loopback
+from ..io_utils import (InputError, RunError, check_processes, python_command, read_json,
+                                   usable_cores)
 from .config import branch_point, own_folder, to_args, unused_run_names
 
 # %% ../../nbs/33b_launch.ipynb #e2c7f00c
@@ -58,18 +61,55 @@ def is_first_to_report(text):
 # %% ../../nbs/33b_launch.ipynb #c1afffe2
 def torchrun_args(n, c, command, folder): # processes, a `TrainConfig`, what each runs, the group's folder
     "Return torchrun's command line for `n` processes of `command`"
-    return ["--standalone", f"--nproc-per-node={n}", f"--max-restarts={c.restarts}", f"--log-dir={folder}",
-            "--no-python", *command]
+    return ["--standalone", f"--local-addr={LOOPBACK}", f"--nproc-per-node={n}",
+            f"--max-restarts={c.restarts}", f"--log-dir={folder}", "--no-python", *command]
 
 def configure_torchrun():
-    "Set torchrun's environment, and filter its log: it names the process that crashed, not intended exits"
-    threads = max(1, (os.cpu_count() or 1)//8)
+    "Set torchrun's environment, and silence its log of processes that failed: `failure_text` says it"
+    threads = max(1, usable_cores()//8)
+    use_loopback()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads)) # else torchrun takes 1, and says so
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300") # seconds to save in, after a signal
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGUSR1") # those that it passes on
-    log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    log.setLevel(logging.ERROR)
-    log.addFilter(lambda record: group_exit_code() is None)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+
+# %% ../../nbs/33b_launch.ipynb #5p1tlauu
+RETRY = 75 # exit code of a process that ends because of another one: EX_TEMPFAIL of sysexits.h
+
+def why_file():
+    "Return the path of what the processes of this start say of its end; None outside of a group"
+    return group_file(f"why-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+
+def leave_reason(text): # why this process ends, although another start may succeed
+    "Leave the reason for the launcher. Returns whether there is one, which will print it"
+    if path := why_file(): path.write_text(text.partition(" Go on from")[0].rstrip("."), encoding="utf-8")
+    return bool(path)
+
+def failure_text(failures, # rank -> a `ProcessFailure` of torchrun
+                 restart=None): # number of the start that failed, by default the last one
+    "Return what ended the processes: the one that crashed, or what the others said of one that hangs"
+    rank = min(failures, key=lambda r: (failures[r].exitcode == RETRY, failures[r].timestamp))
+    code, said = failures[rank].exitcode, sorted(group_file("").glob("why-*"), key=lambda p: int(p.name[4:]))
+    if restart is not None: said = [p for p in said if p.name == f"why-{restart}"]
+    if code == RETRY and said: return said[-1].read_text(encoding="utf-8")
+    return f"worker {rank} exited with " + (f"signal {-code}" if code < 0 else f"code {code}")
+
+# %% ../../nbs/33b_launch.ipynb #5p1tlauw
+@contextmanager
+def restarts_in_words():
+    "Let torchrun's agent print why it starts the processes again, inside a `with`"
+    from torch.distributed.launcher import api
+    class Agent(plain := api.LocalElasticAgent):
+        def _monitor_workers(self, group):
+            res, most = super()._monitor_workers(group), group.spec.max_restarts
+            n = most - self._remaining_restarts # of the start that failed
+            if res.is_failed() and n < most and group_exit_code() is None:
+                said = f"{failure_text(res.failures, n)}; restarting, {n + 1} of {most}"
+                print(said, file=sys.stderr, flush=True)
+            return res
+    api.LocalElasticAgent = Agent
+    try: yield
+    finally: api.LocalElasticAgent = plain
 
 # %% ../../nbs/33b_launch.ipynb #7f223a7e
 def run_torchrun(args):
@@ -77,12 +117,10 @@ def run_torchrun(args):
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    try: run.run(run.parse_args(args))
+    try:
+        with restarts_in_words(): run.run(run.parse_args(args))
     except SignalException as e: return 128 + e.sigval
-    except ChildFailedError as e:
-        rank, failure = e.get_first_failure()
-        how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"code {failure.exitcode}"
-        return f"process {rank} ended with {how}"
+    except ChildFailedError as e: return failure_text(e.failures)
 
 # %% ../../nbs/33b_launch.ipynb #0308b08a
 def start_group(n, c, # processes, a `TrainConfig`
@@ -97,7 +135,7 @@ def start_group(n, c, # processes, a `TrainConfig`
     if "--debug" in sys.argv: args.append("--debug")
     failed, code = run_group(n, c, python_command(program, *args))
     if code is not None or isinstance(failed, int): sys.exit(failed if code is None else code)
-    if failed: raise RunError(f"{failed}, after {c.restarts} new starts (--restarts). What there is is in "
+    if failed: raise RunError(f"{failed}, after {c.restarts} restarts (--restarts). What there is is in "
                               f"{own_folder(c, given)}: go on with --resume")
 
 # %% ../../nbs/33b_launch.ipynb #ebaf4f55

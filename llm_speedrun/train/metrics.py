@@ -6,8 +6,9 @@
 __all__ = ['GPU_STATS', 'Breakdown', 'gpu_stats', 'read_rows']
 
 # %% ../../nbs/34_metrics.ipynb #f1ba45c5
-import importlib, json, math, re, uuid
+import importlib, json, math, os, re, uuid
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 import torch
@@ -139,19 +140,22 @@ class TensorBoard:
 # %% ../../nbs/34_metrics.ipynb #3748c33e
 class WandB:
     "Send rows to Weights & Biases; with `WANDB_MODE=offline` they stay in `wandb/` of the run's folder"
-    def __init__(self, folder, config, step): # as `TensorBoard` takes them
+    def __init__(self, folder, config, step, # as `TensorBoard` takes them
+                 sent=0): # the last step that was sent before; its rows can't be taken back
         import wandb
         file = folder/"wandb"/"run-id.txt"
-        known = step and file.exists()
-        run_id = file.read_text(encoding="utf-8") if known else uuid.uuid4().hex[:12]
-        if not known: replace_file(file, run_id)
-        self.run = wandb.init(project="llm_speedrun", name=folder.name, dir=str(folder), config=config,
+        known = file.read_text(encoding="utf-8").split() if step and file.exists() else []
+        run_id = known[0] if known else uuid.uuid4().hex[:12]
+        self.sent = max(sent, *map(int, known[1:]), 0) if known else 0
+        replace_file(file, f"{run_id} {self.sent}")
+        project = os.environ.get("WANDB_PROJECT") or "llm_speedrun" # `init` reads the other variables itself
+        self.run = wandb.init(project=project, name=folder.name, dir=str(folder), config=config,
                               id=run_id, resume="allow")
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step") # all curves over our own step
 
     def log(self, row): # a dict with `step`
-        self.run.log({k: v for k, v in row.items() if v is not None})
+        if row["step"] > self.sent: self.run.log({k: v for k, v in row.items() if v is not None})
 
     def close(self): self.run.finish()
 
@@ -193,11 +197,13 @@ def open_trackers(spec, # names separated by commas, of `TRACKERS`
                   folder, # of the run
                   config, # a dict, kept with the curves
                   step=0, # that a resumed run goes on after
-                  log_info=print): # called about failures
+                  log_info=print, # called about failures
+                  sent=0): # the last step that a resumed run had logged
     "Open the trackers. Raises `InputError` as `parse_trackers`, and `RunError` for one that doesn't open"
     res = Trackers({}, log_info)
     for n in parse_trackers(spec):
-        try: res.opened[n] = dict(tensorboard=TensorBoard, wandb=WandB)[n](Path(folder), config, step)
+        try: res.opened[n] = dict(tensorboard=TensorBoard, wandb=partial(WandB, sent=sent))[n](
+            Path(folder), config, step)
         except Exception as e:
             res.close()
             hint = ": log in (wandb login), or keep it here (WANDB_MODE=offline)" if n == "wandb" else ""
@@ -235,12 +241,16 @@ STOPPED = "stopped" # a key of rows that only a stop has caused
 def cut_rows(folder, # of a run
              done, # the steps of its checkpoint
              log_info=lambda problem: None): # called about lines that are no rows
-    "Keep only those rows of the logs that a run without a stop would have after `done` steps"
+    """Keep only those rows of the logs that a run without a stop would have after `done` steps. Returns the last
+    step that was logged before"""
+    last = 0
     for name in ("metrics.jsonl", "samples.jsonl"): # what a resumed run goes on from
         rows = read_rows(folder/name, log_info)
+        last = max(last, *(r["step"] for r in rows if name == "metrics.jsonl"), 0)
         past = [r for r in rows if r["step"] <= done and STOPPED not in r]
         if past or name == "metrics.jsonl": replace_file(folder/name, "".join(map(json_line, past)))
         else: (folder/name).unlink(missing_ok=True)
+    return last
 
 # %% ../../nbs/34_metrics.ipynb #34log005
 @patch
@@ -272,12 +282,21 @@ def write(self:MetricsLogger, row):
         raise OSError(f"{self.folder/'metrics.jsonl'} can't be written: {e}. Make room, and go on with "
                       f"--resume {self.folder}") from e
 
+# %% ../../nbs/34_metrics.ipynb #34sched1
+SCHEDULED = dict(momentum="Momentum", weight_decay="Weight decay") # what may have a schedule besides the rates
+
+def scheduled_settings(stepper): # a `Stepper` that has taken a step
+    "Return those settings of the matrices that the recipe changes during the run, as they were in that step"
+    g = next((g for g in stepper.opt.param_groups if g.get("role") == "matrix"), {})
+    changed = {k for f in stepper.run.schedules for k in f(g, 0, 1)} if g else ()
+    return {k: g[k] for k in SCHEDULED if k in changed}
+
 # %% ../../nbs/34_metrics.ipynb #34log009
 @patch
 def add(self:MetricsLogger, step, rate, loss, x, y): # number, learning rate, loss on the device, its tokens
     "Note a step that was taken, without reading its loss"
     self.clock.stop()
-    self.pending.append((step, rate, loss, self.stepper.norm, x, y))
+    self.pending.append((step, rate, loss, self.stepper.norm, x, y, scheduled_settings(self.stepper)))
 
 @patch
 def restart_clock(self:MetricsLogger):
@@ -327,10 +346,10 @@ def log_steps(self:MetricsLogger, steps, values, counts, clock, end): # what `ad
     ms = ms_between(self.last_event, end)
     tok_s = len(steps)*self.step_tokens / ms * 1e3
     self.last_event, over, self.train_s = end, None, self.train_s + ms/1e3
-    for (step, lr, _, _, x, y), loss, norm in zip(steps, *values.tolist()):
+    for (step, lr, _, _, x, y, scheduled), loss, norm in zip(steps, *values.tolist()):
         row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
         if step == steps[-1][0]:
-            row |= self.details(step, lr, clock) | {k: n.item() for k, n in counts.items()}
+            row |= self.details(step, lr, clock) | scheduled | {k: n.item() for k, n in counts.items()}
         self.newest, self.bad = row, 0 if self.write_step(row) else self.bad + 1
         if self.bad == BAD_STEPS: over = step, x, y
     self.on_step(step, loss, tok_s)

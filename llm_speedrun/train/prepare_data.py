@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
 # %% ../../nbs/38_prepare_data.ipynb #4732407b
-from ..io_utils import InputError, check_writable, hold, read_json, replace_file, synced
+from ..io_utils import (InputError, check_writable, hold, read_json, replace_file, synced,
+                                   usable_cores)
 from .encoder_pool import encoders, in_order
 from ..text_files import EOT, PACKED, document_files, file_kind, read_documents
 from ..tokenizer import (Tally, TextSummary, end_token, read_tokenizer, set_end_token,
@@ -153,7 +154,8 @@ def _finish(unfinished, out, spec, text): # as for `_read_past`, the final folde
     for w in writers: w.close()
     if (split := split_kind(*writers, spec.val_frac)) == "tail":
         folder = unfinished.folder/"tail"
-        shutil.rmtree(folder, ignore_errors=True); shutil.copytree(unfinished.tokens, folder)
+        shutil.rmtree(folder, ignore_errors=True); folder.mkdir()
+        for p in unfinished.tokens.iterdir(): shutil.copyfile(p, folder/p.name)
         writers = hold_out_tail(folder, writers, spec)
     meta = describe_tokens(folder, spec, writers, split, unfinished.digest, text)
     folder.rename(out); synced(out.parent)
@@ -162,10 +164,6 @@ def _finish(unfinished, out, spec, text): # as for `_read_past`, the final folde
     return meta
 
 # %% ../../nbs/38_prepare_data.ipynb #6bdbe428
-def cores() -> int: # at least 1
-    "Return how many processors this process may use"
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
 def _to_write(folder, workers):
     if workers is not None and workers < 1: raise InputError(f"workers must be at least 1, not {workers}")
     out = Path(folder).expanduser().absolute()
@@ -195,7 +193,7 @@ def tokenize_corpus(docs, # an iterable of documents, the same ones in the same 
     unfinished = _Unfinished(out, _job(spec), token_dtype(tokenizer))
     try:
         write_tokenizer(unfinished.folder, tokenizer, sync=True)
-        tally = _encode_all(unfinished, docs, spec, workers or cores(), bar)
+        tally = _encode_all(unfinished, docs, spec, workers or usable_cores(), bar)
         return _finish(unfinished, out, spec, tally.summary(getattr(docs, "report", None)))
     finally: unfinished.close()
 

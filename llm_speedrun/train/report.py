@@ -13,7 +13,7 @@ import msgspec, numpy as np
 from ..io_utils import InputError, read_bytes_of, read_json, replace_file
 from ..measure import fmt, mfu
 from ..model import GPTConfig, matrix_params, train_flops
-from .metrics import PHASES, Number, Value, read_rows
+from .metrics import PHASES, SCHEDULED, Number, Value, read_rows
 from .run_charts import (PHASE_COLORS, PURPLE, breakdown_chart, curve, loss_chart, points,
                                            ranks_chart, short_number, svg)
 from .run_dir import Result, of_transformers
@@ -305,8 +305,6 @@ def ranks_part(run): # from `read_run`
     return part("The processes", ("charts", [ranks_chart(steps, ms)]), note=note)
 
 # %% ../../nbs/35_report.ipynb #278ca728
-SCHEDULED = dict(momentum="Momentum", weight_decay="Weight decay") # what may have a schedule beside the rates
-
 def group_rates(rows): # of `metrics.jsonl`
     "Return the rates' keys of parameter groups, such as `lr_embed`, and the groups' names: a dict"
     keys = dict.fromkeys(k for r in rows for k in r if k.startswith("lr_"))

@@ -11,14 +11,16 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
-import msgspec
+import msgspec, torch
 from fastcore.basics import patch
 from msgspec import UNSET, Meta, UnsetType
-from ..io_utils import InputError, RunError, check_writable, hold, read_json, replace_file
+from ..io_utils import (LOCK, InputError, RunError, check_writable, hold, read_json, reason,
+                                   replace_file)
 from ..measure import machine
 from ..model import GPTConfig
 from ..tokenizer import write_tokenizer
-from ..checkpoint.format import checkpoints, convert_to
+from ..checkpoint.format import (checkpoints, convert_to, prune, validation_error,
+                                            write_checkpoint)
 from .config import unused_run_names
 from .metrics import cut_rows, json_line
 
@@ -99,13 +101,15 @@ def read_result(folder): # of a run
     except FileNotFoundError: return None
 
 # %% ../../nbs/33a_run_dir.ipynb #74cab087
+PROBE = ".probe" # a folder in that of a run, while its storage is tried
+
 def create_run_dir(folder, # of a run that begins
                    overwrite): # take that of an older run
     "Create and lock a new run's folder. Returns the lock; raises `FileExistsError`, or `RunError` if in use"
     check_writable(folder)
     try: folder.mkdir(parents=True)
     except FileExistsError:
-        begun = not folder.is_dir() or [p.name for p in folder.iterdir()] != [".lock"]
+        begun = not folder.is_dir() or {p.name for p in folder.iterdir()} - {PROBE} != {LOCK}
         if begun and not overwrite:
             on = f"; or go on with it: --resume {folder}" if (folder/"checkpoints").is_dir() else ""
             raise FileExistsError(f"{folder} exists already and is left alone: choose another --name, or "
@@ -121,12 +125,41 @@ def lock_run_dir(folder): # of a run that goes on
     check_writable(folder, "look at its permissions") # it stays where it is
     return hold(folder, "this run")
 
+# %% ../../nbs/33a_run_dir.ipynb #33astor2
+def try_storage(folder): # where a checkpoint, a log and a file are written, read and removed; made for it
+    "Do in a new folder all that saving a run does"
+    folder.mkdir()
+    for text in ("old", "new"): # the second one replaces the first
+        replace_file(folder/"result.json", text, sync=True)
+        with (folder/"metrics.jsonl").open("a", encoding="utf-8") as f: f.write(f"{text}\n")
+    wrong = "" if (folder/"metrics.jsonl").read_text(encoding="utf-8") == "old\nnew\n" else "a log lost a line"
+    for c, step in ((folder/f"step-{i:08}", i) for i in (0, 1)):
+        write_checkpoint(c, dict(model=dict(w=torch.ones(2))), dict(step=step, state=dict(value=None)))
+        wrong = wrong or validation_error(c)
+    prune(folder, 1); shutil.rmtree(folder)
+    if wrong: raise OSError(wrong)
+
+def check_storage(folder): # of a run, which this process holds
+    "Raise `OSError` where the storage can't do what saving a run needs"
+    probe, before = folder/PROBE, folder.stat() if folder.exists() else None
+    shutil.rmtree(probe, ignore_errors=True) # of a process that was killed
+    try: try_storage(probe)
+    except OSError as e:
+        raise OSError(f"{folder} can't hold a run: its storage failed to write, rename, append to, replace or "
+                      f"remove a small file ({reason(e)}). Choose an --out on a disk that can, and copy the "
+                      "run when it is over") from e
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+        with suppress(OSError): # a check, such as the doctor's, leaves no trace
+            if before: os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+
 # %% ../../nbs/33a_run_dir.ipynb #d3f7bf93
 def release_run_dir(lock, # on a run's folder
                     new): # folders that were made for it, the innermost first
     "Release the lock, and remove those new folders that hold nothing else"
     path = Path(lock.lock_file)
-    if new and [*path.parent.iterdir()] == [path]: path.unlink()
+    own = {path.parent/LOCK, path} # the second one is another where there is no `flock`
+    if new and {*path.parent.iterdir()} <= own: (path.parent/LOCK).unlink(missing_ok=True)
     lock.release()
     for p in new:
         try: p.rmdir()
@@ -188,6 +221,8 @@ def acquire(self:RunDir):
             if names == [c.name]: raise # otherwise another run has begun in the same second
         else: break
     self.release = weakref.finalize(self, release_run_dir, self.lock, new)
+    try: check_storage(path)
+    except BaseException: self.release(); raise
     return name
 
 # %% ../../nbs/33a_run_dir.ipynb #33arun04
@@ -226,14 +261,15 @@ def layout(world): # a `World`
 def open(self:RunDir, plan, # a `TrainPlan`
          tokenizer, done, # of its text, or None; steps so far
          log_info=print): # called about lines in logs that are no rows
-    "Write the files that a run has from the start, and remove what an older run has left"
+    """Write the files that a run has from the start, and remove what an older run has left. Returns the last
+    step that a resumed run had logged"""
     self.write_config(plan) # from here on checkpoints of an older run aren't this run's
     remove_unfinished(self.path)
     if not goes_on(plan.options):
         remove_run_outputs(self.path)
         if tokenizer: write_tokenizer(self.path, tokenizer)
     (self.path/"result.json").unlink(missing_ok=True) # there when the run is over
-    cut_rows(self.path, done, log_info)
+    return cut_rows(self.path, done, log_info)
 
 # %% ../../nbs/33a_run_dir.ipynb #33arun05b
 @patch

@@ -30,7 +30,8 @@ from .train_step import TrainStep
 from .autotune import prepare_process
 from .presets import PARALLEL, device_limits
 from .config import branch_point, validate
-from .launch import end_group, group_exit_code, group_file, is_first_to_report
+from .launch import (RETRY, end_group, group_file, is_first_to_report,
+                                       leave_reason)
 from .metrics import MetricsLogger, open_trackers
 from .run_dir import (Finished, RunDir, check_fixed, check_unfinished, fixed_options,
                                         goes_on, read_record)
@@ -391,10 +392,11 @@ def open_files(trainer):
     t, c, one = trainer, trainer.cfg, trainer.world.first # which writes for all
     run_id = t.run_dir.identify(t.record, t.done, t.world.broadcast_object(uuid.uuid4().hex))
     of = t.plan, t.data.corpus.tokenizer, t.done, t.log_info
-    t.coordinator.run_on_rank_zero(lambda: t.run_dir.open(*of))
+    sent = t.coordinator.run_on_rank_zero(lambda: t.run_dir.open(*of))
     if t.ladder and one: replace_file(t.folder/"ladder.json", json.dumps(t.ladder, indent=1))
     t.checkpointer.open(t.folder, run_id, c.keep_last, t.done, t.plan.is_kept)
-    trackers = open_trackers(c.loggers if one else "", t.folder, asdict(c), step=t.done, log_info=t.log_info)
+    trackers = open_trackers(c.loggers if one else "", t.folder, asdict(c), step=t.done, log_info=t.log_info,
+                             sent=sent)
     t.logger = MetricsLogger(t.folder, t.step, t.world, t.device, c.step_tokens,
                              log_locally=t.coordinator.log_to_rank_file, counts=t.run.counts)
     t.logger.open(trackers)
@@ -462,11 +464,11 @@ def exit_with_error(e): # an error
     text = str(e) or "interrupted before training began"
     once = f"lost {os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if isinstance(e, PeerLostError) else text
     if not (meant or later): text = f"process {os.environ['RANK']}: {''.join(traceback.format_exception(e))}"
-    to = sys.stderr if code else sys.stdout
-    follows = later and group_exit_code() is not None # from the error of another process, which is reported
-    if not (follows or already_reported(once)): console_print(f"error: {text}" if code else text, to=to)
+    to, final = sys.stderr if code else sys.stdout, meant or not group_file("") # no launcher starts it again
+    told = later and leave_reason(text) or already_reported(once)
+    if not told: console_print(f"error: {text}" if code and final else text, to=to)
     for stream in (sys.stdout, sys.stderr): stream.flush()
-    os._exit(code if meant else 1)
+    os._exit(code if meant else RETRY if later else 1)
 
 # %% ../../nbs/30_trainer.ipynb #5035842d
 def already_reported(text):

@@ -252,7 +252,7 @@ def test_less_work_than_encode_batch(tok, tmp_path, monkeypatch):
     monkeypatch.setattr(Worker, "__init__", lambda self, *args: (started.append(self), begin(self, *args))[1])
     monkeypatch.setattr(pipeline.parcels, "__defaults__", (10_000,))
     tokenize_corpus(docs, tok, tmp_path/"c")
-    assert len(started) == pipeline.cores()
+    assert len(started) == pipeline.usable_cores()
 
 MEMORY = """
 import resource, sys

@@ -14,6 +14,7 @@ from llm_speedrun.generate import generate
 from llm_speedrun.train.presets import presets
 from llm_speedrun.cli import speedrun_data, speedrun_export, speedrun_report, speedrun_train
 from llm_speedrun.train.trainer import train
+from make_readme import ROOT
 from helpers import quick_programs
 from helpers.tiny_runs import NANO, fails, nano, options, texts, trained_on_text
 from helpers.timeouts import TIMEOUT
@@ -98,6 +99,17 @@ def test_a_padded_batch(trained, exported):
     assert both["attention_mask"].sum(1).tolist() == [n, both["input_ids"].shape[1]] and n < both["input_ids"].shape[1]
     with torch.no_grad(): padded, alone = model(**both).logits[0, :n], model(**tok(short, return_tensors="pt")).logits[0]
     torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-5)
+
+def test_the_end_of_a_text_in_their_collator(exported):
+    "What the page on exports says: the pad token is the end of a text, so the standard collator hides it; one of its own needs no new row"
+    transformers = pytest.importorskip("transformers")
+    tok, vocab = transformers.AutoTokenizer.from_pretrained(exported), transformers.AutoConfig.from_pretrained(exported).vocab_size
+    masked = lambda: (transformers.DataCollatorForLanguageModeling(tok, mlm=False)([tok(f"Text 7{tok.eos_token}")])["labels"][0, -1] == -100).item()
+    page = (ROOT/"nbs/train/export.qmd").read_text(encoding="utf-8")
+    assert masked() and "it hides every end from the loss" in " ".join(page.split())
+    there = [p for p in page.split("```python\n")[1:] if p.startswith("tok.add_special_tokens")]
+    exec(there[0].split("```")[0], dict(tok=tok, model=transformers.AutoModelForCausalLM.from_pretrained(exported)))
+    assert not masked() and len(tok) <= vocab
 
 def test_two_steps_of_their_trainer(exported, tmp_path):
     "With the standard collator, which pads; the folder it saves comes back"

@@ -253,3 +253,12 @@ def test_letters_that_the_font_lacks(copy):
     ax = loss_chart([dict(step=s, loss=3.) for s in range(9)]).axes[0]
     ax.set_title("漢字")
     assert "漢字" in svg(ax.figure, "Loss")
+
+def test_what_a_recipe_schedules_has_a_chart(tmp_path):
+    "A recipe that moves its momentum logs it, as it was in that step; one that doesn't has no such chart"
+    from llm_speedrun.train.trainer import train
+    for recipe, there in (("normuon", True), ("adamw", False)):
+        trainer, _ = train(options(tmp_path/recipe, steps=20, recipe=recipe), progress=False)
+        rows = [r for r in trainer.rows() if "train_s" in r]
+        assert ("momentum" in rows[-1]) == there == ("Momentum" in (trainer.folder/"report.html").read_text(encoding="utf-8"))
+        if there: assert [r["momentum"] for r in rows] == pytest.approx([.85 + .1*min(1, (r["step"] - 1)/10) for r in rows])

@@ -150,12 +150,22 @@ class Server:
 def test_wandb_keeps_the_rows_of_a_resumed_run(fakes, tmp_path, monkeypatch):
     server = Server()
     monkeypatch.setattr(sys.modules["wandb"], "init", server.init)
-    for start, end in ((0, 9), (5, 12)):    # killed after step 9, the last checkpoint was of step 5
-        t = open_trackers("wandb", tmp_path, {}, step=start)
+    for start, end, sent in ((0, 9, 0), (5, 7, 9), (6, 12, 7)):    # killed after step 9, the last checkpoint was of step 5; then after step 7
+        t = open_trackers("wandb", tmp_path, {}, step=start, sent=sent)
         for i in range(start + 1, end + 1): t.log(dict(step=i, loss=1/i)); t.log(dict(step=i, val_loss=None))
     kept, = server.runs.values()
-    assert [r["step"] for r in kept.rows if "loss" in r] == [*range(1, 10), *range(6, 13)]
+    assert [r["step"] for r in kept.rows if "loss" in r] == [*range(1, 13)]    # each once: no row can be taken back
     assert kept.axis == {"step": None, "*": "step"}     # and they are drawn over our step
+
+def test_wandb_takes_the_project_of_its_environment(fakes, tmp_path, monkeypatch):
+    "`init` itself reads entity and group where they aren't given"
+    asked = []
+    monkeypatch.setattr(sys.modules["wandb"], "init", lambda **kw: asked.append(kw) or Server().init(**kw))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    open_trackers("wandb", tmp_path/"a", {})
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    open_trackers("wandb", tmp_path/"b", {})
+    assert [kw["project"] for kw in asked] == ["llm_speedrun", "mine"] and not {"entity", "group"} & asked[1].keys()
 
 def test_tracker_names(monkeypatch, fakes):
     assert parse_trackers(" wandb,tensorboard, wandb") == ["wandb", "tensorboard"]
