@@ -235,7 +235,7 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
     ids, c = self.data.val[0][0, :prompt].tolist(), self.cfg
     write = partial(generate, self.run, ids, c.sample_tokens, seed=c.seed)
     try:
-        with self.validator.averaged(): out = self.signals.during(write)
+        out = self.validator.interruptible(write, self.run.forward_contexts)
     except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"
     tok = self.data.corpus.tokenizer
     if tok: return tok.decode(out)
@@ -316,8 +316,9 @@ def train_iteration(self:Trainer, batches): # as for `loop`
     if self.done % 10 == 9: self.logger.clock.start() # that step's parts are measured
     x, y = self.signals.during(partial(next, batches))
     self.logger.clock("data")
+    take = partial(self.train_step, self.done) if self.timings.total else partial(first_step, self)
     self.in_step = True
-    loss = self.train_step(self.done, x, y) if self.timings.total else first_step(self, x, y)
+    loss = self.signals.during(partial(take, x, y), presses=3)
     self.done, self.in_step = self.done + 1, False
     self.logger.add(self.done, self.train_step.rate, loss, x, y)
 
