@@ -2,6 +2,7 @@
 import json, math, os, signal, threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 import pytest, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from llm_speedrun.checkpoint import save
@@ -12,8 +13,10 @@ from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.schedules import Average, GuardedStepper
 from llm_speedrun.rungs.fp8_kernels import Scaling
 from llm_speedrun.runs import build
-from llm_speedrun.train import trainer as module, train_data
+from llm_speedrun.train import trainer as module
 from llm_speedrun.train.checkpointer import Checkpointer
+from llm_speedrun.train.encoder_pool import Encoder
+from llm_speedrun.train.loader import StreamBatches
 from llm_speedrun.train.console import TERMINATION_SIGNALS, Signals
 from llm_speedrun.train.trainer import Trainer, train
 from llm_speedrun.train.validator import Validator
@@ -101,3 +104,41 @@ def test_a_third_ctrl_c_breaks_off_a_step_alone():
             for _ in range(4): signal.raise_signal(signal.SIGINT)
         assert all(map(torch.equal, kept(), trained)) and len(said) == 4
         with pytest.raises(KeyboardInterrupt): signals.during(lambda: signal.raise_signal(signal.SIGINT), presses=3)
+
+# A stream that stalls
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, None])
+def test_a_stream_that_stalls(tmp_path, monkeypatch, number):
+    """A signal, or the end of a run, while its source gives no document: the run is saved, with a result, and its thread is left alone.
+    When the source goes on, the thread ends"""
+    training, stalled, released = [], threading.Event(), threading.Event()
+    def stalling(self, epoch): # each line is a document
+        for line in chain.from_iterable(map(str.splitlines, self.source())):
+            if training and self.i >= 6 and not released.is_set(): # the thread makes the seventh batch
+                stalled.set()
+                if number: os.kill(os.getpid(), number)
+                assert released.wait(TIMEOUT)
+            yield line
+    def after_last(self): # the thread has been asked for a batch that no step will take
+        if self.done == 6: assert stalled.wait(TIMEOUT)
+        return after_step(self)
+    monkeypatch.setattr(StreamBatches, "documents", stalling)
+    monkeypatch.setattr(StreamBatches, "encoded", small_parcels)
+    after_step = Trainer.after_step
+    if number is None: monkeypatch.setattr(Trainer, "after_step", after_last)
+    trainer = Trainer(options(tmp_path, data=str(texts(tmp_path/"texts")), stream=True, steps=8 if number else 6), progress=False)
+    training.append(trainer)
+    res = trainer.fit()
+    assert stalled.is_set() and res["interrupted"] == bool(number) and json.loads((tmp_path/"runs/run/result.json").read_text())["steps"] == res["steps"]
+    threads = [t for t in threading.enumerate() if t.name == "prefetch"]
+    assert threads and all(t.daemon for t in threads) # none is waited for when the program ends
+    released.set()
+    for t in threads: t.join(TIMEOUT)
+    assert not any(t.is_alive() for t in threads)
+    if number: assert resume(tmp_path)[1]["steps"] == 8
+
+def small_parcels(self, pieces):
+    "As `StreamBatches.encoded`, a piece at a time, so that a batch is one or a few documents ahead of its tokens"
+    encoder = Encoder(self.tokenizer, self.dtype)
+    for p in pieces: yield [p], encoder([p[0]])
