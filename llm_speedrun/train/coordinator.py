@@ -6,7 +6,7 @@
 __all__ = ['Coordinator']
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo004
-import platform
+import platform, signal
 from datetime import datetime
 from fastcore.basics import patch
 from dataclasses import asdict
@@ -17,7 +17,7 @@ from ..runs import parsed, rung_name, rung_options
 from ..distributed.world import (check_alike, device_of_process, join_world, leave_world,
                                             peer_lost_error)
 from ..distributed.watchdog import FlagExchange, Heartbeat, PeerWatchdog
-from .console import console_print
+from .console import TERMINATION_SIGNALS, console_print
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo007
 class Coordinator:
@@ -53,16 +53,18 @@ class GroupCoordinator(Coordinator):
         return self.world.run_on_rank_zero(plugin_errors()(f))
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo015
+URGENCY = 0, signal.SIGINT, *reversed(TERMINATION_SIGNALS) # the processes send a signal's place among these
+
 @patch
 def stop_signal(self:GroupCoordinator):
-    "Return the signal that all processes know of, 0 without one"
-    return self.stop
+    "Return the most urgent signal that all processes know of, 0 without one"
+    return URGENCY[self.stop]
 
 @patch
 def exchange_flags(self:GroupCoordinator, save): # whether a checkpoint is due here
     "Send what this process wants, and return whether all of them save a checkpoint now"
     ask = save and self.world.first and not self.save_requested
-    wants = self.flags(stop=self.signals.got or 0, save=ask)
+    wants = self.flags(stop=URGENCY.index(self.signals.got or 0), save=ask)
     self.stop, self.save_requested = wants["stop"], (self.save_requested or ask) and not wants["save"]
     return wants["save"]
 

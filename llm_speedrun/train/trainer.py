@@ -199,7 +199,10 @@ def save_on_error(self:Trainer):
 def stop_fast(self:Trainer):
     "Save, and do no more, after a signal that leaves no time. Returns results without a validation loss"
     if self.in_step: self.checkpointer.log_broken_off(self.done + 1)
-    else: self.save_if_needed(); self.checkpointer.save_weights(self.folder/"model.safetensors")
+    else:
+        self.save_if_needed()
+        self.checkpointer.saver.wait_until_idle() # a slow disk may not get to the weights, which it has, too
+        self.checkpointer.save_weights(self.folder/"model.safetensors")
     self.close()
     res = dict(steps=self.done, interrupted=True, folder=str(self.folder))
     self.run_dir.write_result(res)
@@ -221,12 +224,13 @@ def finish(self:Trainer):
     res, text = _results(self), self.sample()
     self.checkpointer.saver.wait_until_idle() # a killed run with a result isn't resumed, so not cleaned up
     self.run_dir.write_result(res, text)
+    res["sample"] = text
     notify(self, "after_fit", res)
     try: self.close()
     finally: # also if the last checkpoint couldn't be written
         if self.average: self.average.apply() # what the saved weights are
         notify(self, "after_close")
-    return res | dict(sample=text)
+    return res
 
 # %% ../../nbs/30_trainer.ipynb #ad8e6103
 @patch
@@ -234,8 +238,7 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
     "Return a continuation of the validation text's beginning, decoded where there is a tokenizer"
     ids, c = self.data.val[0][0, :prompt].tolist(), self.cfg
     write = partial(generate, self.run, ids, c.sample_tokens, seed=c.seed)
-    try:
-        out = self.validator.interruptible(write, self.run.forward_contexts)
+    try: out = self.validator.interruptible(write, self.run.forward_contexts)
     except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"
     tok = self.data.corpus.tokenizer
     if tok: return tok.decode(out)

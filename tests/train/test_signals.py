@@ -6,24 +6,26 @@ from itertools import chain
 import pytest, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from llm_speedrun.checkpoint import save
-from llm_speedrun.checkpoint.format import newest
+from llm_speedrun.distributed.spawn import run_distributed
+from llm_speedrun.distributed.watchdog import FlagExchange
 from llm_speedrun.distributed.world import World
 from llm_speedrun.generate import generate
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.schedules import Average, GuardedStepper
 from llm_speedrun.rungs.fp8_kernels import Scaling
 from llm_speedrun.runs import build
-from llm_speedrun.train import trainer as module
 from llm_speedrun.train.checkpointer import Checkpointer
 from llm_speedrun.train.encoder_pool import Encoder
 from llm_speedrun.train.loader import StreamBatches
-from llm_speedrun.train.console import TERMINATION_SIGNALS, Signals
-from llm_speedrun.train.trainer import Trainer, train
+from llm_speedrun.train.console import Signals
+from llm_speedrun.train.coordinator import GroupCoordinator
+from llm_speedrun.train.run_dir import Finished
+from llm_speedrun.train.trainer import Trainer
 from llm_speedrun.train.validator import Validator
 from helpers.timeouts import TIMEOUT
-from helpers.tiny_runs import NANO, nano, options, texts
-from test_resume import go, resume, state, watch_updates
-from test_trainer import posix, rows, weights
+from helpers.tiny_runs import nano, options, texts
+from test_resume import go, resume, stop_at
+from test_trainer import posix
 
 # What is swapped and restored
 
@@ -142,3 +144,61 @@ def small_parcels(self, pieces):
     "As `StreamBatches.encoded`, a piece at a time, so that a batch is one or a few documents ahead of its tokens"
     encoder = Encoder(self.tokenizer, self.dtype)
     for p in pieces: yield [p], encoder([p[0]])
+
+# What a stop leaves to do
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_last_sample(tmp_path, monkeypatch, number):
+    "The run ends with the sample of its last step, or a resumed one writes it"
+    how = dict(steps=6, num_samples=3, num_evals=1)
+    go(tmp_path/"whole", **how)
+    sample, sent = Trainer.sample, []
+    def pressed(self):
+        if self.done == 6 and not sent: sent.append(1); self.signals.during(lambda: signal.raise_signal(number))
+        return sample(self)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(Trainer, "sample", pressed)
+    go(tmp_path/"stopped", **how)
+    with suppress(Finished): resume(tmp_path/"stopped")
+    got, want = ((tmp_path/name/"runs/run/samples.jsonl").read_text() for name in ("stopped", "whole"))
+    assert sent and got == want and [json.loads(o)["step"] for o in got.splitlines()] == [2, 4, 6]
+
+@posix
+def test_the_checkpoint_is_on_the_disk_before_the_weights(tmp_path, monkeypatch):
+    "A slow disk, and a signal that leaves no time: what a resumed run needs is written first, and whole"
+    order, go_on, write, weights = [], threading.Event(), save.write_checkpoint, Checkpointer.save_weights
+    def slow(folder, *args):
+        assert go_on.wait(TIMEOUT)
+        write(folder, *args); order.append(folder.name)
+    def idle(self): go_on.set(); return wait(self)
+    def saved(self, path): order.append(path.name); go_on.set(); return weights(self, path)
+    wait = save.Saver.wait_until_idle
+    monkeypatch.setattr(save, "write_checkpoint", slow)
+    monkeypatch.setattr(save.Saver, "wait_until_idle", idle)
+    monkeypatch.setattr(Checkpointer, "save_weights", saved)
+    stop_at(monkeypatch, 2, signal.SIGTERM)
+    go(tmp_path, steps=6, num_evals=1)
+    assert order == ["step-00000002", "model.safetensors"]
+
+PAIRS = {(signal.SIGHUP, signal.SIGINT): signal.SIGHUP, (signal.SIGINT, signal.SIGTERM): signal.SIGTERM,
+         (None, signal.SIGINT): signal.SIGINT, (None, None): 0} if os.name == "posix" else {} # what each of two processes gets: what ends both
+
+def stops(w):
+    "What each of two processes ends by, if they get a pair of signals in the same step, or too late for the last answer that they read in it"
+    res = []
+    for ours in PAIRS:
+        for late in (False, True):
+            c = GroupCoordinator.__new__(GroupCoordinator)
+            c.world, c.signals, c.save_requested, c.stop, c.flags = w, Signals(), False, 0, FlagExchange(w, "stop", "save")
+            for step in range(4):
+                if step == late*3: c.signals.got = ours[w.rank]
+                c.exchange_flags(save=False)
+            c.drain()
+            res.append(c.stop_signal())
+    return res
+
+@posix
+def test_the_more_urgent_signal_wins():
+    "On all processes, whichever of them gets it, though SIGHUP is a smaller number than SIGINT"
+    assert run_distributed(2, stops) == [[urgent for urgent in PAIRS.values() for _ in range(2)]]*2
