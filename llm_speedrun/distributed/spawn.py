@@ -46,11 +46,12 @@ def in_process(rank, size, port, tp, gpu, f, args, pipe): # of one process; wher
     if not gpu: os.environ["CUDA_VISIBLE_DEVICES"] = "-1"; torch.set_num_threads(1)
     try:
         world = join_world(tp, timeout=120)
-        res = deserialize_function(f)(world, *args), "", False
+        res = deserialize_function(f)(world, *args)
         world.barrier()
         leave_world()
-    except BaseException as e: res = None, traceback.format_exc(), isinstance(e, PeerLostError)
-    pipe.send(res); pipe.close()
+        pipe.send((res, "", False)) # an error, too, if it can't be pickled
+    except BaseException as e: pipe.send((None, traceback.format_exc(), isinstance(e, PeerLostError)))
+    pipe.close()
     leave_world(lost=True) # close what an error left open
 
 # %% ../../nbs/50a_spawn.ipynb #3e00db3f

@@ -6,14 +6,15 @@
 __all__ = ['World']
 
 # %% ../../nbs/50_world.ipynb #c115082f
-import json, os, pickle, re, threading, time
+import itertools, json, os, pickle, re, threading, time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 import torch, torch.distributed as dist
 from fastcore.basics import patch
-from ..io_utils import InputError, RunError, env_number
+from ..io_utils import InputError, RunError, SpeedrunError, env_number
 from ..measure import version_of
 
 # %% ../../nbs/50_world.ipynb #8983d5fa
@@ -157,24 +158,44 @@ def barrier(self:World):
 
 # %% ../../nbs/50_world.ipynb #b422ed4d
 def as_sendable(e): # an exception
-    "Return `e`, or if pickling doesn't keep it, one of the nearest class above, with its name and text"
-    for cls in (None, *type(e).__mro__[1:]):
+    """Return `e` if pickling keeps it, else the same without its attributes, else one of the nearest class
+    above with its text; unless that is a `SpeedrunError`, with its name, too"""
+    try: text = str(e)
+    except Exception: text = "its text can't be read"
+    named = text if isinstance(e, SpeedrunError) else f"{type(e).__name__}: {text}"
+    def bare(): cls, args = e.__reduce__()[:2]; return cls(*args)
+    for make in (lambda: e, bare, *(partial(cls, named) for cls in type(e).__mro__[1:])):
         with suppress(Exception):
-            made = cls(f"{type(e).__name__}: {e}") if cls else e
-            sent = pickle.loads(pickle.dumps(made))
-            if (type(sent), str(sent)) == (type(made), str(made)): return made
+            sent = pickle.loads(pickle.dumps(made := make()))
+            if type(sent) is type(made) and str(sent) in (text, named): return made
 
 # %% ../../nbs/50_world.ipynb #50firstdoes
+TURNS = itertools.count(1) # numbers for the waits of this process, which are those of every other one
+
+@patch
+def wait_for_rank_zero(self:World): # on rank 0, when it is done
+    "Wait until rank 0 calls this, too, however long that takes"
+    turn = f"turn {next(TURNS)}"
+    with peer_errors(self):
+        if self.first: return notes().set(turn, "over")
+        while not notes().check([turn]): time.sleep(.05)
+
+def outcome(f): # () -> something that can be pickled
+    "Return what `f` returns and None, or None and its error. A result that can't be sent is an error, too"
+    try: res = f()
+    except Exception as e: return None, e
+    try: pickle.loads(pickle.dumps(res))
+    except Exception as e: return None, TypeError(f"a result can't be sent to the other processes: {e}")
+    return res, None
+
 @patch
 def run_on_rank_zero(self:World, f): # () -> something that can be pickled
     "Run `f` on rank 0. Returns its result on every process; what it raises there is raised on all"
     if self.size == 1: return f()
-    res = cause = None
-    if self.first:
-        try: pickle.dumps(res := (f(), None)) # an answer that can't be sent is an error, too
-        except Exception as e: res, cause = (None, as_sendable(e)), e
-    value, error = self.broadcast_object(res)
-    if error: raise cause or error
+    value, cause = outcome(f) if self.first else (None, None)
+    self.wait_for_rank_zero()
+    value, error = self.broadcast_object((value, cause and as_sendable(cause)))
+    if error is not None: raise cause or error
     return value
 
 # %% ../../nbs/50_world.ipynb #ee892ac3

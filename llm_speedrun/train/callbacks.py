@@ -77,14 +77,21 @@ class Samples(Callback):
         often, done = max(1, trainer.cfg.steps//max(1, trainer.cfg.num_samples)), trainer.done
         return trainer.cfg.num_samples and done > 0 == done % often and done not in self.there
 
+    def write(self, trainer, text): # of this step's sample
+        self.there.add(trainer.done)
+        row = json_line(dict(step=trainer.done, text=text))
+        if trainer.world.first: append(trainer.folder/"samples.jsonl", row)
+
     def after_step(self, trainer):
         if not self.due(trainer): return
         trainer.logger.flush()
-        row = json_line(dict(step=trainer.done, text=trainer.sample()))
-        if trainer.world.first: append(trainer.folder/"samples.jsonl", row)
+        self.write(trainer, trainer.sample())
         trainer.logger.restart_clock() # the sample is no training time
 
     before_loop = after_step
+
+    def after_fit(self, trainer, result): # where Ctrl-C has ended this step's sample
+        if self.due(trainer): self.write(trainer, result["sample"])
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal014
 class Profiler(Callback):

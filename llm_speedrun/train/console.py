@@ -83,11 +83,11 @@ PRESSED = ("stopping after this step, then saving; a second Ctrl-C leaves out ev
 
 # %% ../../nbs/30d_console.ipynb #30sigcls
 class Signals:
-    """A handler that notes SIGINT and `TERMINATION_SIGNALS` in `got` inside a `with`. Inside `during` each
-    raises `KeyboardInterrupt`, elsewhere a third SIGINT does; neither if not `alone`"""
+    """A handler that notes SIGINT and `TERMINATION_SIGNALS` in `got` inside a `with`. Only inside `during`,
+    and if `alone`, they raise `KeyboardInterrupt`"""
     def __init__(self, log_info=print): # called with what a SIGINT does
-        self.got, self.old, self.raising, self.alone, self.pressed = None, {}, False, True, 0
-        self.log_info = log_info
+        self.got, self.old, self.alone, self.pressed, self.log_info = None, {}, True, 0, log_info
+        self.presses = 0 # how many SIGINTs raise, 1 for any signal; 0 outside of `during`
     def __enter__(self):
         main = threading.current_thread() is threading.main_thread() # no other may set handlers
         wanted = {signal.SIGINT, *TERMINATION_SIGNALS} if main else {}
@@ -103,20 +103,25 @@ def note(self:Signals, number, frame): # as Python gives them to a handler
     "Handle a signal. One of `TERMINATION_SIGNALS` leaves no time, so no later signal replaces it"
     self.pressed += number == signal.SIGINT
     if self.got not in TERMINATION_SIGNALS: self.got = number
-    if self.alone and (self.raising or self.pressed > 2): raise KeyboardInterrupt
+    self.interrupt()
     with suppress(RuntimeError): # Python can't print in the middle of another print
-        said = PRESSED[self.pressed - 1] if self.alone else PRESSED[0].partition(";")[0]
+        said = PRESSED[min(self.pressed, 2) - 1] if self.alone else PRESSED[0].partition(";")[0]
         if number == signal.SIGINT: self.log_info(said)
 
 # %% ../../nbs/30d_console.ipynb #6e26dc43
 @patch
-def during(self:Signals, f): # takes no arguments, changes nothing that is saved
-    "Return `f()`. A signal raises `KeyboardInterrupt` in it"
-    self.raising = True
-    try:
-        if self.got and self.alone: raise KeyboardInterrupt
-        return f()
-    finally: self.raising = False
+def interrupt(self:Signals):
+    "Raise `KeyboardInterrupt` if the signals so far are to end what `during` runs; only once, so that it can clean up"
+    enough = self.got if self.presses == 1 else self.pressed >= self.presses > 0
+    if self.alone and enough: self.presses = 0; raise KeyboardInterrupt
+
+@patch
+def during(self:Signals, f, # () -> anything; restores nothing that is saved
+           presses=1): # SIGINTs that end it; 1 lets any signal do so
+    "Return `f()`. In it a signal raises `KeyboardInterrupt`"
+    self.presses = presses
+    try: self.interrupt(); return f()
+    finally: self.presses = 0
 
 @patch
 def forget(self:Signals):

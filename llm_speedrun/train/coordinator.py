@@ -6,7 +6,7 @@
 __all__ = ['Coordinator']
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo004
-import platform, time
+import platform, signal
 from datetime import datetime
 from fastcore.basics import patch
 from dataclasses import asdict
@@ -14,10 +14,10 @@ from ..io_utils import InputError, SpeedrunError, env_number
 from ..measure import default_device
 from ..plugins import plugin_errors
 from ..runs import parsed, rung_name, rung_options
-from ..distributed.world import (check_alike, device_of_process, join_world, leave_world, notes,
+from ..distributed.world import (check_alike, device_of_process, join_world, leave_world,
                                             peer_lost_error)
 from ..distributed.watchdog import FlagExchange, Heartbeat, PeerWatchdog
-from .console import console_print
+from .console import TERMINATION_SIGNALS, console_print
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo007
 class Coordinator:
@@ -31,7 +31,7 @@ class Coordinator:
     def set_status(self, where): "Note what this process is doing, such as \"step 12\": no process reads it"
     def set_next_status(self, where): "Set the status that the next `exchange_flags` sends"
     def log_to_rank_file(self, text): "Write a line into this process's own log: it has none"
-    def run_on_rank_zero(self, f): "Return `f()`"; return f()
+    def run_on_rank_zero(self, f): "As `World.run_on_rank_zero`"; return self.world.run_on_rank_zero(f)
     def stop_signal(self): "Return the signal that ends the run, None without one"; return self.signals.got
     def exchange_flags(self, save): "Return `save`, whether a checkpoint is due: save it now"; return save
     def drain(self): "Read what the processes sent and haven't read yet: nothing"
@@ -44,36 +44,27 @@ class GroupCoordinator(Coordinator):
     "Coordinate several processes, each of which makes a `GroupCoordinator`"
     def __init__(self, world, device, signals): # as for `Coordinator`
         super().__init__(world, device, signals)
-        self.turns, self.stop, self.save_requested, self.rank_log = 0, 0, False, None
+        self.stop, self.save_requested, self.rank_log = 0, False, None
         self.heartbeat = self.flags = None # from `start` on
         self.watchdog, signals.alone = PeerWatchdog(world), False
 
-# %% ../../nbs/30e_coordinator.ipynb #30coo013b
-@patch
-def run_on_rank_zero(self:GroupCoordinator, f): # () -> something that can be pickled
-    "Run `f` on the first process. Returns its result, or raises its error, on every process"
-    self.turns, res = self.turns + 1, None
-    if self.world.first:
-        try:
-            with plugin_errors(): res = f(), None # its traceback doesn't reach the others
-        except Exception as e: res = None, e
-        notes().set(f"turn {self.turns}", "over")
-    while not notes().check([f"turn {self.turns}"]): time.sleep(.05)
-    value, error = self.world.broadcast_object(res)
-    if error: raise error
-    return value
+    def run_on_rank_zero(self, f): # () -> something that can be pickled
+        "As `World.run_on_rank_zero`; an error of a plug-in names its line, since no traceback is sent"
+        return self.world.run_on_rank_zero(plugin_errors()(f))
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo015
+URGENCY = 0, signal.SIGINT, *reversed(TERMINATION_SIGNALS) # the processes send a signal's place among these
+
 @patch
 def stop_signal(self:GroupCoordinator):
-    "Return the signal that all processes know of, 0 without one"
-    return self.stop
+    "Return the most urgent signal that all processes know of, 0 without one"
+    return URGENCY[self.stop]
 
 @patch
 def exchange_flags(self:GroupCoordinator, save): # whether a checkpoint is due here
     "Send what this process wants, and return whether all of them save a checkpoint now"
     ask = save and self.world.first and not self.save_requested
-    wants = self.flags(stop=self.signals.got or 0, save=ask)
+    wants = self.flags(stop=URGENCY.index(self.signals.got or 0), save=ask)
     self.stop, self.save_requested = wants["stop"], (self.save_requested or ask) and not wants["save"]
     return wants["save"]
 

@@ -231,8 +231,9 @@ def begin(self:StreamBatches):
 
 @patch
 def close(self:StreamBatches):
-    "End the processes"
-    if self.batches is not None: self.batches.close(); self.batches = None
+    "End the processes. A thread that is still in the source is left alone: it ends them when it leaves"
+    rows, self.batches = self.batches, None
+    if rows is not None and not rows.gi_running: rows.close()
 
 # %% ../../nbs/39_loader.ipynb #35fdfa93
 @patch

@@ -200,7 +200,10 @@ def save_on_error(self:Trainer):
 def stop_fast(self:Trainer):
     "Save, and do no more, after a signal that leaves no time. Returns results without a validation loss"
     if self.in_step: self.checkpointer.log_broken_off(self.done + 1)
-    else: self.save_if_needed(); self.checkpointer.save_weights(self.folder/"model.safetensors")
+    else:
+        self.save_if_needed()
+        self.checkpointer.saver.wait_until_idle() # a slow disk may not get to the weights, which it has, too
+        self.checkpointer.save_weights(self.folder/"model.safetensors")
     self.close()
     res = dict(steps=self.done, interrupted=True, folder=str(self.folder))
     self.run_dir.write_result(res)
@@ -222,12 +225,13 @@ def finish(self:Trainer):
     res, text = _results(self), self.sample()
     self.checkpointer.saver.wait_until_idle() # a killed run with a result isn't resumed, so not cleaned up
     self.run_dir.write_result(res, text)
+    res["sample"] = text
     notify(self, "after_fit", res)
     try: self.close()
     finally: # also if the last checkpoint couldn't be written
         if self.average: self.average.apply() # what the saved weights are
         notify(self, "after_close")
-    return res | dict(sample=text)
+    return res
 
 # %% ../../nbs/30_trainer.ipynb #ad8e6103
 @patch
@@ -235,8 +239,7 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
     "Return a continuation of the validation text's beginning, decoded where there is a tokenizer"
     ids, c = self.data.val[0][0, :prompt].tolist(), self.cfg
     write = partial(generate, self.run, ids, c.sample_tokens, seed=c.seed)
-    try:
-        with self.validator.averaged(): out = self.signals.during(write)
+    try: out = self.validator.interruptible(write, self.run.forward_contexts)
     except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"
     tok = self.data.corpus.tokenizer
     if tok: return tok.decode(out)
@@ -317,8 +320,9 @@ def train_iteration(self:Trainer, batches): # as for `loop`
     if self.done % 10 == 9: self.logger.clock.start() # that step's parts are measured
     x, y = self.signals.during(partial(next, batches))
     self.logger.clock("data")
+    take = partial(self.train_step, self.done) if self.timings.total else partial(first_step, self)
     self.in_step = True
-    loss = self.train_step(self.done, x, y) if self.timings.total else first_step(self, x, y)
+    loss = self.signals.during(partial(take, x, y), presses=3)
     self.done, self.in_step = self.done + 1, False
     self.logger.add(self.done, self.train_step.rate, loss, x, y)
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 from fastcore.basics import patch
 from ..io_utils import RunError
-from ..runs import free_memory
+from ..runs import enter_all, free_memory
 from .autotune import divisors, smaller
 
 # %% ../../nbs/30g_validator.ipynb #30val006
@@ -36,16 +36,23 @@ def averaged(self:Validator):
     "Return a context manager in which the weights are their average, if there is one"
     return self.average.used() if self.average else nullcontext()
 
+# %% ../../nbs/30g_validator.ipynb #30val006c
+@patch
+@torch.no_grad()
+def interruptible(self:Validator, f, # () -> anything: forward passes that change nothing
+                  contexts): # of the run that `f` enters, which restore what they set
+    "Return `f()`, on the averaged weights if there is an average. A signal can end `f`, but nothing that is restored"
+    with self.averaged(), enter_all(contexts): return self.during(f)
+
 # %% ../../nbs/30g_validator.ipynb #aebd22dd
 @patch
 def mean_loss(self:Validator, batches): # of equal size, a list
     "Return the mean loss of the batches, of which each data-parallel process takes its part"
     place, n = self.world.rank_and_size("dp")
     mine, evaluate = batches[place::n], self.stepper.evaluate
-    with self.averaged():
-        if self.world.size == 1: return evaluate(batches)
-        total = evaluate(mine)*len(mine) if mine else 0.
-        if len(mine) < -(-len(batches)//n): evaluate(batches[:1]) # all take as many passes
+    if self.world.size == 1: return evaluate(batches)
+    total = evaluate(mine)*len(mine) if mine else 0.
+    if len(mine) < -(-len(batches)//n): evaluate(batches[:1]) # all take as many passes
     return self.world.broadcast_object(self.world.mean(total)*n/len(batches))
 
 # %% ../../nbs/30g_validator.ipynb #f102d1b5
@@ -60,9 +67,11 @@ def batches(self:Validator):
 @patch
 def evaluate(self:Validator):
     "Return the validation loss. Raises `RunError` if there is no memory for a single sequence"
+    run = self.stepper.run
+    contexts = run.step_contexts + run.forward_contexts
     while True:
         batches = self.batches()
-        try: return self.during(lambda: self.mean_loss(batches))
+        try: return self.interruptible(lambda: self.mean_loss(batches), contexts)
         except torch.OutOfMemoryError: pass # as long as it is handled, its traceback holds every tensor
         self.on_oom("an evaluation")
         self.reduced = smaller(len(self.val[0]), len(batches[0][0]))

@@ -201,6 +201,7 @@ class InThread:
     "A `World` whose processes are threads of one"
     run_on_rank_zero, broadcast_object = World.run_on_rank_zero, lambda self, x=None: self.all_gather_object(x)[0]
     first = property(lambda self: self.rank == 0)
+    def wait_for_rank_zero(self): "What it broadcasts is waited for without a limit"
     def __init__(self, rank, size, box, barrier): self.rank, self.size, self.box, self.barrier = rank, size, box, barrier
     def all_gather_object(self, x):
         self.box[self.rank] = x; self.barrier.wait()

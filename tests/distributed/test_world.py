@@ -1,9 +1,13 @@
 "Processes that can't meet, differ, hang or die: each an error that says which one, and soon."
-import os, pickle, re, socket, subprocess, sys, threading
+import itertools, os, pickle, re, socket, subprocess, sys, threading
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from llm_speedrun.distributed import spawn, watchdog, world
+from llm_speedrun.distributed.world import World
 from llm_speedrun.io_utils import InputError, RunError
+from llm_speedrun.train.console import Signals
+from llm_speedrun.train.coordinator import GroupCoordinator
+from llm_speedrun.train.run_dir import Finished
 from helpers import quick_programs
 from helpers.timeouts import TIMEOUT
 
@@ -208,6 +212,7 @@ class TwoArguments(InputError):
 class Sent:
     "A `World` of two: what the first process shares is what the other gets, pickled on the way"
     size, run_on_rank_zero = 2, world.World.run_on_rank_zero
+    def wait_for_rank_zero(self): "It is done"
     def __init__(self, first, line): self.first, self.line = first, line
     def broadcast_object(self, x=None):
         if self.first: self.line.append(pickle.dumps(x))
@@ -219,7 +224,7 @@ def unpicklable():
     return e
 
 @pytest.mark.parametrize("error, kind, text", [
-    (TwoArguments("lr", "wrong"), InputError, "TwoArguments: lr is wrong"), (unpicklable(), Exception, "No space left"),
+    (TwoArguments("lr", "wrong"), InputError, "^lr is wrong$"), (unpicklable(), OSError, "No space left.*'/runs'$"),
     (InputError("as it is"), InputError, "^as it is$"), (FileNotFoundError(2, "No such file", "a"), FileNotFoundError, "No such file")])
 def test_what_the_first_raises_is_raised_on_all(error, kind, text):
     "Its own error there, and elsewhere one that names the cause, whether pickling can keep it or not"
@@ -235,3 +240,72 @@ def test_an_answer_that_cannot_be_sent():
     with pytest.raises(Exception, match="pickle"): Sent(True, line).run_on_rank_zero(threading.Lock)
     with pytest.raises(Exception, match="pickle"): Sent(False, line).run_on_rank_zero(threading.Lock)
     assert Sent(True, line).run_on_rank_zero(lambda: 3) == Sent(False, line).run_on_rank_zero(None) == 3
+
+class KeywordOnly(RunError):
+    "Pickled, it has no `code`, and can't be made from what is sent"
+    def __init__(self, text, *, code): super().__init__(text); self.code = code
+
+class Mute(Exception):
+    def __str__(self): raise ValueError("no text")
+
+def local_error():
+    class Local(InputError): pass # which pickle doesn't find by its name
+    return Local("only here")
+
+def with_lock(e): e.lock = threading.Lock(); return e
+
+ERRORS = dict( # name -> what the first process raises, the class that the other one gets, and the text of both
+    plain=(lambda: Finished("nothing left to do"), Finished, "nothing left to do"),
+    unpicklable=(lambda: with_lock(Finished("with a lock")), Finished, "with a lock"),
+    disk=(unpicklable, OSError, "[Errno 28] No space left: '/runs'"), keyword=(lambda: KeywordOnly("no GPU", code=3), RunError, "no GPU"),
+    local=(local_error, InputError, "only here"), foreign=(lambda: with_lock(KeyError("k")), KeyError, "'k'"), mute=(Mute, Exception, None))
+
+def outcomes(w):
+    "Of each of `ERRORS`, of a result that can't be sent, and of one that can: what this process gets, from a world and from a coordinator"
+    def got(run, f):
+        try: return run(f)
+        except Exception as e:
+            try: return type(e).__name__, str(e)
+            except ValueError: return type(e).__name__, None
+    def raising(make):
+        def f(): raise make()
+        return f
+    c, res = GroupCoordinator(w, torch.device("cpu"), Signals()), []
+    for run in (w.run_on_rank_zero, c.run_on_rank_zero):
+        res.append({k: got(run, raising(make)) for k, (make, *_) in ERRORS.items()} | dict(result=got(run, threading.Lock), value=got(run, lambda: w.rank)))
+    c.stop_watching()
+    return res
+
+def test_errors_and_results_between_processes():
+    "What the first process raises ends all of them with its text, and none waits for another; what foreseen errors are, they stay"
+    first, other = spawn.run_distributed(2, outcomes)
+    for mine, sent in zip(first, other):
+        for k, (make, kind, text) in ERRORS.items():
+            assert mine[k] == (type(make()).__name__, text), k
+            assert sent[k][0] == kind.__name__ and (sent[k][1] == text or text is None and "Mute" in sent[k][1]), (k, sent[k])
+        assert mine["result"] == sent["result"] and "pickle" in mine["result"][1] and "result" in mine["result"][1]
+        assert (mine["value"], sent["value"]) == (0, 0)
+
+def test_the_others_wait_for_the_first(monkeypatch):
+    "However long it takes: without the time limit of a collective, and until it is lost"
+    looks, store = [], {}
+    class Store:
+        def set(self, k, v): store[k] = v
+        def check(self, ks):
+            looks.append(ks)
+            if len(looks) == 3: World(0, 2).wait_for_rank_zero()
+            if len(looks) > 9: raise RuntimeError("Connection was likely closed")
+            return ks[0] in store
+    monkeypatch.setattr(world, "notes", Store)
+    monkeypatch.setattr(world, "TURNS", itertools.cycle([1]))
+    monkeypatch.setattr(world.time, "sleep", lambda s: None)
+    World(1, 2).wait_for_rank_zero()
+    assert len(looks) == 3
+    monkeypatch.setattr(world, "TURNS", itertools.count(2))
+    with pytest.raises(world.PeerLostError, match="Connection was likely closed"): World(1, 2).wait_for_rank_zero()
+
+def test_a_result_of_a_notebook_that_cannot_be_sent():
+    "`run_distributed` says why, instead of that the process died"
+    with pytest.raises(RunError, match="cannot pickle '_thread.lock' object"): spawn.run_distributed(2, lock_of)
+
+def lock_of(w): return threading.Lock()
