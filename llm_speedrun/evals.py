@@ -259,18 +259,21 @@ def ratio_and_error(a, b): # numbers, one a document
 def text_scores(lm, texts, # an `LM`; documents
                 context=0, # the fewest tokens before a scored one; 0 for half of what the model reads
                 **how): # for `score`
-    "Return bits per byte and nats per token of the documents, with standard errors and counts, a dict"
+    """Return bits per byte and nats per token of the documents, with standard errors and counts, a dict. A
+    document without tokens is left out, and counted as `empty`. Raises `InputError` if all of them are"""
     context = context or max(1, lm.seq // 2)
     if context > lm.seq: raise InputError(f"context is {context}, and this model reads {lm.seq} tokens")
-    parts = [text_requests(lm, t, context) for t in texts]
-    tokens, sizes = [n for _, n in parts], [len(t.encode()) for t in texts]
-    nats, _ = score(lm, [r for rs, _ in parts for r in rs], **how)
-    starts = np.cumsum([0] + [len(rs) for rs, _ in parts])[:-1]
+    parts = [(*text_requests(lm, t, context), len(t.encode())) for t in texts]
+    there = [p for p in parts if p[1]]
+    if not there: raise InputError("there is no document with a token in it: nothing to score")
+    requests, tokens, sizes = zip(*there)
+    nats, _ = score(lm, [r for rs in requests for r in rs], **how)
+    starts = np.cumsum([0] + [*map(len, requests)])[:-1]
     nats = -np.add.reduceat(nats, starts)
     (bits, e), (per_token, f) = ratio_and_error(nats/math.log(2), sizes), ratio_and_error(nats, tokens)
     return dict(scores=dict(bits_per_byte=bits, nats_per_token=per_token),
-                errors=dict(bits_per_byte=e, nats_per_token=f), documents=len(texts), context=context,
-                tokens=sum(tokens), bytes=sum(sizes))
+                errors=dict(bits_per_byte=e, nats_per_token=f), documents=len(requests), context=context,
+                tokens=sum(tokens), bytes=sum(sizes), empty=len(parts) - len(requests))
 
 # %% ../nbs/61_evals.ipynb #1d7d8a9a
 def token_bytes(tokenizer): # byte-level, such as GPT-2's
@@ -408,6 +411,8 @@ def questions_of(name, # a key of `TASKS`
     if not rows: raise InputError(f"{path} has no examples in it")
     wheres = [where for where, _ in rows[:limit or None]]
     questions = [decoded(line, task.line, where).question(where) for where, line in rows[:limit or None]]
+    for q, where in zip(questions, wheres):
+        if not all(q.endings): raise InputError(f"{where}: an ending has no text: mend or delete it")
     about = dict(task=name, source=str(path) or task.hub["path"], sha256=hashlib.sha256(data).hexdigest())
     return questions, wheres, about
 
@@ -496,6 +501,7 @@ def eval_lines(records): # of `evaluate`
         for k, v in r["scores"].items():
             error = "" if r["errors"][k] is None else f" ± {r['errors'][k]:.2g}"
             yield f"{r['task']:<14}{k:<15}{v:.5g}{error}  ({n}, {r['source']})"
+        if r.get("empty"): yield f"{'':<14}left out documents without a token: {r['empty']:,}"
         if r.get("context", 1) > 1:
             yield (f"{'':<14}with {r['context']} or more tokens before each scored one, where the text has "
                    "them; for lm_eval's number: --context 1")

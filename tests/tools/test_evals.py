@@ -161,6 +161,18 @@ def test_text_files(tmp_path):
     (tmp_path/"b.txt").write_text(long)
     assert [len(t) for t in documents(tmp_path)] == [4, len(long)]
 
+def test_a_document_without_tokens(folder, tmp_path, capsys):
+    "Left out and counted, wherever it stands: of a tokenizer that drops spaces, a text of spaces is one"
+    (tmp_path/"t.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in ("the cat sat", "   ", "on a mat", " ")))
+    from tokenizers import normalizers
+    from llm_speedrun.tokenizer import read_tokenizer
+    shutil.copytree(folder, tmp_path/"m")
+    tok = read_tokenizer(folder/"tokenizer.json")
+    tok.normalizer = normalizers.Strip(); tok.save(str(tmp_path/"m/tokenizer.json"))
+    said = told(capsys, tmp_path/"m", "--text", tmp_path/"t.jsonl")
+    r, = json.loads((tmp_path/"m/evals.json").read_text())
+    assert (r["documents"], r["empty"], r["bytes"]) == (2, 2, 19) and "left out documents without a token: 2" in said
+
 # --- files of tasks ---
 
 def write(path, *rows):
@@ -182,6 +194,7 @@ def test_kinds_of_files(tmp_path):
     ("hellaswag", [LINE, {k: v for k, v in LINE.items() if k != "endings"}], "line 2 can't be used: Object missing required field `endings`"),
     ("hellaswag", [LINE | dict(label="")], "line 1: the answer is ''"), ("hellaswag", [LINE | dict(label=2)], "line 1: the answer is 2"),
     ("hellaswag", [LINE | dict(endings="ef")], "Expected `array`, got `str` - at `$.endings`"), ("hellaswag", [LINE | dict(endings=["e", ""])], "endings"),
+    ("hellaswag", [LINE | dict(endings=["e", "[header]"])], "line 1: an ending has no text"), ("lambada", [dict(text="a b")] * 2 + [dict(text="a ")], "line 3: an ending has no text"),
     ("lambada", [LINE], "missing required field `text`"), ("arc_easy", [LINE], "missing required field `question`"),
     ("arc_easy", [dict(question="a", choices=dict(text=["b", "c"], label=["A", "B"]), answerKey="C")], "answerKey is 'C', and the labels are ['A', 'B']"),
     ("arc_challenge", [], "has no examples in it")], ids=str)
