@@ -4,20 +4,21 @@
 
 # %% ../nbs/03b_text_files.ipynb #03bt0004
 from __future__ import annotations
-import bz2, codecs, gzip, io, json, lzma, os, re, zipfile, zlib
+import bz2, codecs, difflib, gzip, io, json, lzma, os, re, zipfile, zlib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import NamedTuple
+import msgspec
 from fastcore.basics import patch
-from .io_utils import InputError
+from .io_utils import InputError, read_json
 
 # %% auto #0
-__all__ = ['FORMATS', 'EOT', 'utf8_text', 'Continued']
+__all__ = ['FORMATS', 'EOT', 'SEPARATED', 'utf8_text', 'Continued']
 
 # %% ../nbs/03b_text_files.ipynb #03bt0007
 class Format(NamedTuple):
@@ -64,7 +65,8 @@ def format_of(head): # the first bytes of a file, 300 or more
 PACKED = {".gz": "gzip", ".xz": "xz", ".lzma": "lzma", ".bz2": "bzip2", ".zst": "zstd", ".lz4": "lz4",
           ".zip": "zip"}                                        # suffixes of packed files
 _CLAIMS = PACKED | {".parquet": "Parquet", ".arrow": "Arrow"}   # which the bytes must bear out
-DATA = {".jsonl", ".ndjson", ".json", ".parquet", ".arrow"}     # suffixes of data with columns
+DATA = {".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv"}     # suffixes of data with columns
+TOKENS = ".bin", ".npy"                                         # suffixes of token files
 
 def file_kind(path): # a path, or a name
     "Return the suffix that determines how to read a file, without compression: .txt, .jsonl, ..."
@@ -219,6 +221,12 @@ def text_encoding(head, where): # the first bytes of a file, and what to call it
 # %% ../nbs/03b_text_files.ipynb #002457a3
 _NAME_IT = "name the right one to speedrun_data or speedrun_train with --text_key"
 
+def _no_key(where, what, key, names): # "key" or "column"; those that there are
+    "The `InputError` for data that doesn't have the key of its text"
+    near = difflib.get_close_matches(key.lower(), [*names], n=1, cutoff=.5)
+    return InputError(f"{where} has no {what} {key!r}, only {', '.join([*names][:30])}; {_NAME_IT}"
+                      + f". Did you mean {near[0] if near else ''}?"*bool(near))
+
 def _json_object(line, where):
     try: d = json.loads(utf8_text(line, where))
     except InputError: raise
@@ -228,10 +236,8 @@ def _json_object(line, where):
     return d
 
 # %% ../nbs/03b_text_files.ipynb #03bt0044
-def _json_text(line, where, key):
-    "The text under `key` in one line of JSON, or None if that is null or empty"
-    d = _json_object(line, where)
-    if key not in d: raise InputError(f"{where} has no key {key!r}, only {', '.join(d)}; {_NAME_IT}")
+def _json_text(d, where, key): # from `_json_object`
+    "The text under `key`, or None if that is null or empty"
     if not (text := d[key]) and text in (None, ""): return None
     if not isinstance(text, str): raise InputError(f"{where}: {key!r} is a {type(text).__name__}, not text")
     try: text.encode()
@@ -247,8 +253,14 @@ def _lines(source):
         for i, line in enumerate(f, 1):
             if line.strip(b"\xef\xbb\xbf \t\r\n"): yield f"{source.where} line {i}", line
 
-def _read_jsonl(source, key):
-    for where, line in _lines(source): yield _json_text(line, where, key)
+def _read_jsonl(source, key, report, most=100_000): # rows without the key before we stop
+    "The text of each line, None for a null. A line without the key is counted; `InputError` if all are"
+    n, lacking, names = 0, 0, {}
+    for n, (where, line) in enumerate(_lines(source), 1):
+        if key in (d := _json_object(line, where)): yield _json_text(d, where, key); continue
+        lacking += 1; report.lacking += 1; names |= dict.fromkeys(d)
+        if lacking == n == most: break
+    if lacking == n > 0: raise _no_key(source.where, "key", key, names)
 
 # %% ../nbs/03b_text_files.ipynb #03bt0049
 def json_kind(source, key): # a `Source`; the key that holds the text
@@ -309,8 +321,7 @@ def _read_text(source, key, size=2**23):
 def _check_column(where, types, key): # name -> Arrow type
     "Raise `InputError` if there is no such column, or it holds no text"
     import pyarrow.types as t
-    if key not in types:
-        raise InputError(f"{where} has no column {key!r}, only {', '.join(types)}; {_NAME_IT}")
+    if key not in types: raise _no_key(where, "column", key, types)
     kind = types[key].value_type if t.is_dictionary(types[key]) else types[key]
     if not (t.is_string(kind) or t.is_large_string(kind) or getattr(t, "is_string_view", t.is_string)(kind)):
         raise InputError(f"{where}: column {key!r} holds {types[key]}, not text; {_NAME_IT}")
@@ -340,6 +351,27 @@ def _read_table(source, key, format): # "Parquet" or "Arrow"
     except (OSError, pa.ArrowException) as e:
         raise OSError(f"cannot read {source.where}: {e}; is it whole?") from e
 
+# %% ../nbs/03b_text_files.ipynb #03bt0064c
+SEPARATED = {".csv": ",", ".tsv": "\t"}     # suffix -> what is between the columns
+
+def _read_separated(source, key, size=2**26): # the most bytes of a row
+    "The column of a CSV or TSV file"
+    import pyarrow as pa, pyarrow.csv as csv
+    encoding = text_encoding(source.head(), source.where).removesuffix("-sig")
+    def rows(f, **convert):
+        parse = csv.ParseOptions(delimiter=SEPARATED[file_kind(source.name)], newlines_in_values=True)
+        read = csv.ReadOptions(block_size=size, encoding=encoding)
+        return csv.open_csv(f, read, parse, csv.ConvertOptions(**convert))
+    try:
+        with source.open() as f: names = rows(f).schema.names
+        if key not in names: raise _no_key(source.where, "column", key, names)
+        with source.open() as f:
+            for batch in rows(f, include_columns=[key], column_types={key: pa.string()}):
+                for text in batch.column(0).to_pylist(): yield text or None
+    except (OSError, EOFError, pa.ArrowException, UnicodeError) as e:
+        raise OSError(f"cannot read {source.where}: {e}; is it whole, and UTF-8? If it is plain text, call it "
+                      ".txt") from e
+
 # %% ../nbs/03b_text_files.ipynb #03bt0066
 @dataclass
 class ReadReport:
@@ -347,6 +379,7 @@ class ReadReport:
     read: Counter = field(default_factory=Counter)          # format -> files
     skipped: dict[str, str] = field(default_factory=dict)   # file -> why it is not read
     empty: int = 0                                          # rows whose text is null or empty
+    lacking: int = 0                                        # rows of JSON lines without the key
     bytes: int = 0                                          # of the files that were opened
 
     def lines(self):
@@ -357,22 +390,98 @@ class ReadReport:
         said = [f"{o[0]}{f' and {len(o) - 1:,} more'*(len(o) > 1)} ({k})" for k, o in why.items()]
         return ([f"read {n:,} file{'s'*(n != 1)} of {self.bytes:,} bytes ({formats or 'none'})"]
                 + ([f"left out {', '.join(said)}"] if said else [])
-                + ([f"left out rows whose text is null or empty: {self.empty:,}"] if self.empty else []))
+                + ([f"left out rows whose text is null or empty: {self.empty:,}"] if self.empty else [])
+                + ([f"left out rows without the key: {self.lacking:,}"] if self.lacking else []))
 
 # %% ../nbs/03b_text_files.ipynb #03bt0068
 _SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
            "test": "test|testing|eval|evaluation"}
 _WORD = {o: re.compile(rf"(?<![a-z])({words})(?![a-z])") for o, words in _SPLITS.items()}
-_ABOUT = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing)\b", re.I)
 
 def split_of(name): # a path below a folder
     "Return the split in a file's name, and the name without it, which all splits share; None without one"
     *folders, file = PurePath(name).as_posix().lower().split("/")
     for split, word in _WORD.items():
         for i, folder in enumerate(folders):
-            if word.fullmatch(folder): return split, "/".join(folders[:i])
+            if word.fullmatch(folder.rpartition("=")[2]): return split, "/".join(folders[:i])
         if word.search(file):
-            return split, "/".join([*folders, re.sub(r"\d+", "0", word.sub("*", file, count=1))])
+            return split, "/".join([*folders, re.sub(r"-\d+-of-\d+|\d+", "", word.sub("*", file, count=1))])
+
+# %% ../nbs/03b_text_files.ipynb #03layo01
+class Beside(NamedTuple):
+    "Files next to data, that hold none of it"
+    what: str               # as it is reported
+    begins: str             # a regular expression of the path, from the beginning of a name on
+    columns: bool = False   # left out only where there are files with columns
+
+BESIDE = [Beside(*o) for o in (
+    ("hidden", r"\.|(__pycache__|__MACOSX)/"),              # also Spark's .part-0.crc
+    ("a note of Spark, Dask or Arrow", r"_(SUCCESS|(common_)?metadata)$|_(started|committed)_\d+$"),
+    ("a note of Spark, Dask or Arrow", r"_(temporary|spark_metadata)/|[^/]*\.crc$"),
+    ("a cache of datasets or of the Hub", r"cache-[0-9a-f]{16}[^/]*\.arrow$|[^/]*\.(lock|incomplete)$"),
+    ("begins with _", r"_[^/=.]*(\.(parquet|arrow|jsonl?|ndjson|[ct]sv)\b[^/]*)?$", True),
+    ("about the data", r"(?i:readme|licen[cs]e|copying|notice|citation|changelog|contributing)\b[^/]*$", True))]
+
+def beside(path, columns): # below a folder; whether the folder has files with columns
+    "Return what a file next to data is, by its name; None for one that may be data"
+    return next((o.what for o in BESIDE if columns >= o.columns and re.search(f"(^|/)({o.begins})", path)), None)
+
+# %% ../nbs/03b_text_files.ipynb #03layo04
+_LOGS = {"_delta_log": "a Delta Lake table", ".hoodie": "a Hudi table"}     # a subfolder
+_INDEXED = dict(chunks="chunks of litdata, as litgpt writes them", shards="shards of MosaicML Streaming") # a key
+
+def check_folder(folder): # a `Path`
+    "Raise `InputError` for a folder of another program whose files can't be read one by one"
+    for name, what in _LOGS.items():
+        if (folder/name).exists(): raise InputError(f"{folder} is {what}, whose files also hold rows that were "
+                                                    f"deleted or replaced: {_TABLE}")
+    if not (path := folder/"index.json").is_file(): return
+    about = {}
+    with suppress(InputError): about = read_json(path, dict, most=2**30)
+    for key, what in _INDEXED.items():
+        if isinstance(about.get(key), list): raise InputError(
+            f"{folder} has {what}, which we don't read: give the text that they were made from, or write the "
+            "tokens as they are, np.array(tokens, np.uint16).tofile('train.bin')")
+
+# %% ../nbs/03b_text_files.ipynb #03layo06
+class SavedFile(msgspec.Struct):
+    "A file of `SavedState`"
+    filename: str
+
+class SavedState(msgspec.Struct):
+    "The content of `state.json`"
+    files: list[SavedFile] = msgspec.field(name="_data_files")
+    indices: list = msgspec.field(name="_indices_data_files", default_factory=list) # by old versions
+
+def _saved_files(folder): # with a state.json
+    "The names of the files that a data set of `save_to_disk` consists of; None for another's state.json"
+    try: state = read_json(folder/"state.json", SavedState)
+    except InputError: return None
+    names = [o.filename for o in state.files]
+    if state.indices: raise InputError(f"{folder} was saved by an old version of datasets, with a selection of "
+                                       "its rows: load it and save it again")
+    if gone := [o for o in names if not (folder/o).is_file()]:
+        raise InputError(f"{folder/gone[0]} isn't there, and state.json names it: bring it back")
+    return names
+
+# %% ../nbs/03b_text_files.ipynb #03layo07
+def _snapshot(folder): # with the subfolders blobs, refs and snapshots
+    "The version of a repository in the Hub's cache: that of `refs/main`, or the only one"
+    there, main = sorted(os.listdir(folder/"snapshots")), folder/"refs/main"
+    name = main.read_text().strip() if main.is_file() else ""
+    if name in there: return f"snapshots/{name}"
+    if len(there) == 1: return f"snapshots/{there[0]}"
+    raise InputError(f"{folder} has {len(there)} versions in snapshots/: name the folder of one of them")
+
+def _laid_out(folder, subfolders, names):
+    "Those of the subfolders and files that are a folder's data, by what it says of itself"
+    check_folder(folder)
+    if {"blobs", "refs", "snapshots"} <= {*subfolders}: return [_snapshot(folder)], []
+    if "dataset_dict.json" in names and subfolders:
+        if "train" in subfolders: return ["train"], names
+        raise InputError(f"{folder} has no split train, only {', '.join(subfolders)}: name the folder of one")
+    files = _saved_files(folder) if "state.json" in names else None
+    return subfolders, names if files is None else files
 
 # %% ../nbs/03b_text_files.ipynb #03bt0069
 @patch
@@ -382,11 +491,10 @@ def keep(self: ReadReport, names, above=""): # paths below a folder or archive, 
     trained = {s[1] for n in names if (s := split_of(n)) and s[0] == "train"}
     data = any(file_kind(n) in DATA for n in names)
     for n in names:
-        parts, split = PurePath(n).parts, split_of(n)
-        if any(o.startswith(".") or o in ("__pycache__", "__MACOSX") for o in parts): why[n] = "hidden"
-        elif file_kind(n) == ".bin": why[n] = "called .bin"
+        what, split = beside(PurePath(n).as_posix(), data), split_of(n)
+        if what: why[n] = what
+        elif file_kind(n) in TOKENS: why[n] = f"called {file_kind(n)}"
         elif split and split[0] != "train" and split[1] in trained: why[n] = f"of the {split[0]} split"
-        elif data and _ABOUT.match(parts[-1]): why[n] = "about the data"
     self.skipped |= {f"{above}{n}": reason for n, reason in why.items()}
     return [n for n in names if n not in why]
 
@@ -396,7 +504,11 @@ def _walk(top, report):
     seen = {os.path.realpath(top)}
     def fail(e): raise OSError(f"cannot read {e.filename}: {e.strerror}; check its permissions") from e
     for folder, subfolders, names in os.walk(top, followlinks=True, onerror=fail):
-        subfolders[:] = sorted(o for o in subfolders if not o.startswith(".") and o != "__pycache__")
+        subfolders[:] = sorted(o for o in subfolders if not beside(f"{o}/", False))
+        kept, files = _laid_out(Path(folder), subfolders, names)
+        for o in {*subfolders} - {k.split("/")[0] for k in kept} | {*names} - {*files}:
+            report.skipped[os.path.relpath(Path(folder)/o, top)] = "not of this data set, or of another split"
+        subfolders[:], names = kept, files
         for o in subfolders[:]:
             real = os.path.realpath(os.path.join(folder, o))
             if real in seen:
@@ -454,36 +566,19 @@ def document_files(
 def _file_documents(source, f, key, report):
     "The documents of a `Source` of that `Format`; None for each row without text"
     kind, where = file_kind(source.name), str(source.where)
-    if kind == ".bin":
-        raise InputError(f"{where} is called .bin, and tokens can't be read as text, nor while packed")
+    if kind in TOKENS:
+        raise InputError(f"{where} is called {kind}, and tokens can't be read as text, nor while packed")
     if f and f.role == "skip": report.skipped[where] = f.name; return ()
     if not f and not source.head(1): report.skipped[where] = "empty"; return ()
-    lines = "lines" if kind in (".jsonl", ".ndjson") or f else json_kind(source, key)
+    lines = "lines" if kind in (".jsonl", ".ndjson") or f or kind in SEPARATED else json_kind(source, key)
     if kind == ".json" and lines not in ("lines", "other lines"):
         raise InputError(f"{where} is one JSON document; write one object a line, as .jsonl (jq -c '.[]' "
                          "FILE does it for an array), or as text")
     is_lines = lines == "lines" or kind == ".json"
-    report.read[f.name if f else "JSON lines" if is_lines else "text"] += 1
+    report.read[f.name if f else kind[1:].upper() if kind in SEPARATED else "JSON lines" if is_lines else "text"] += 1
     if f: return _read_table(source, key, f.name)
-    return _read_jsonl(source, key) if is_lines else _read_text(source, key)
-
-# %% ../nbs/03b_text_files.ipynb #03bt0085
-def _is_saved(folder): # by `save_to_disk`
-    there = [(folder/o).is_file() for o in ("dataset_dict.json", "state.json", "dataset_info.json")]
-    return there[0] or all(there[1:])
-
-def _read_saved(folder, key, report):
-    from datasets import load_from_disk         # slow to import, so only here
-    with _reading(folder): d = load_from_disk(str(folder))
-    if isinstance(d, dict):
-        if "train" not in d:
-            raise InputError(f"{folder} has no split train, only {', '.join(d)}: name the folder of one")
-        report.skipped |= {k: f"of the {k} split" for k in d if k != "train"}
-        d = d["train"]
-    _check_column(folder, {o.name: o.type for o in d.features.arrow_schema}, key)
-    report.read["dataset"] += 1
-    for rows in d.select_columns([key]).with_format(None).iter(256):
-        for text in rows[key]: yield text or None
+    if kind in SEPARATED: return _read_separated(source, key)
+    return _read_jsonl(source, key, report) if is_lines else _read_text(source, key)
 
 # %% ../nbs/03b_text_files.ipynb #03bt0087
 class Documents:
@@ -499,10 +594,7 @@ class Documents:
 @patch
 def all_rows(self: Documents):
     "Yield every document, and None for a row without text"
-    if saved := self.path.is_dir() and _is_saved(self.path):
-        self.report.bytes = sum(p.stat().st_size for p in self.files)
-        yield from _read_saved(self.path, self.key, self.report)
-    for p in () if saved else self.files:
+    for p in self.files:
         self.report.bytes += p.stat().st_size
         for source, f in _contents(_source(p), self.report):
             yield from _file_documents(source, f, self.key, self.report)
