@@ -19,7 +19,7 @@ __all__ = ['LONGEST', 'HUB_TOKENS', 'stdlib_files', 'train_tokenizer', 'write_sh
            'open_corpus', 'differences']
 
 # %% ../nbs/03e_corpus.ipynb #03data03
-from .text_files import (EOT, Continued, document_files, read_documents, seems, text_pieces,
+from .text_files import (EOT, Continued, check_folder, document_files, read_documents, seems, text_pieces,
                                      utf8_text)
 from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_tokenizer,
                                     read_tokenizer, summary_lines, token_dtype, tokenizer_hash, tokenizer_of,
@@ -30,7 +30,7 @@ from .io_utils import (OTHER_CACHE, InputError, RunError, cache_dir, check_writa
                                    file_sha256, hold, in_words, read_json, replace_file, synced)
 from .token_files import (GPT2_EOT, GPT2_VOCAB, Meta, Shards, TokenWriter,
                                       character_tokenizer, check_counts, check_gpt2, check_width,
-                                      named_as_tokens, read_characters, token_files)
+                                      all_token_files, named_as_tokens, read_characters, token_files)
 
 # %% ../nbs/03e_corpus.ipynb #8a4918a7
 _SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -286,7 +286,8 @@ class Corpus:
 # %% ../nbs/03e_corpus.ipynb #fe867072
 def _holds_tokens(folder):
     "Return whether a folder is a tokenized corpus. Raises `InputError` if it may also be one of texts"
-    bins, described = sorted(folder.glob("*.bin")), (folder/"meta.json", folder/"tokenizer.json")
+    check_folder(folder)
+    bins, described = all_token_files(folder), (folder/"meta.json", folder/"tokenizer.json")
     if token_files(folder, "train") or all(p.exists() for p in described): return True
     if not bins or not (texts := document_files(folder)): return bool(bins)
     raise InputError(f"{folder} has text ({texts[0].name}, ...) and {bins[0].name}: if that holds tokens, "
@@ -334,7 +335,7 @@ def _split_files(path):
     both = path.is_dir() or path.stem == "train"
     folder = path if path.is_dir() else path.parent
     trains, vals = [path], token_files(folder, "val") if both else []
-    if path.is_dir(): trains = token_files(path, "train") or sorted({*path.glob("*.bin")} - {*vals})
+    if path.is_dir(): trains = token_files(path, "train") or [p for p in all_token_files(path) if p not in vals]
     for p in (*trains, *vals): _check_holds_tokens(p)
     return trains, vals, folder, both
 
@@ -462,7 +463,7 @@ def open_corpus(
     vocab=None,         # of the tokenizer we train (default `OFFLINE_VOCAB`), or of a bare `.bin` (GPT-2's)
     max_tokens=None,    # use no more tokens than this (default: all; `HUB_TOKENS` of a preset)
     tokenizer=None,     # encode text with this one, and train none; tokens must have been made with it
-    text_key="text",    # the key or column of JSON lines, Parquet and Arrow that holds the text
+    text_key="text",    # the key or column of JSON lines, CSV, Parquet and Arrow that holds the text
     for_text=None,      # a tokenizer to encode text with; tokens may be of another
 ) -> Corpus:
     """Open a corpus; text is tokenized into `cache_dir()` the first time, and a line printed that says so.

@@ -22,7 +22,7 @@ from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_o
                                    replace_file)
 from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
 from .tokenizer import encode_texts, end_of_text
-from .token_files import named_as_tokens
+from .token_files import all_token_files, named_as_tokens
 from .corpus import HUB, open_corpus
 from .model import naive_attention, set_parts
 from .runs import enter_all
@@ -231,7 +231,7 @@ def documents(path, # a file or folder of text; a tokenized corpus, or "stdlib"
               text_key="text"): # the key or column that holds the text
     "Return the documents there. Raises as `read_documents` and `open_corpus` do"
     p = Path(path)
-    tokens = named_as_tokens(p) or p.is_dir() and any(p.glob("*.bin"))
+    tokens = named_as_tokens(p) or p.is_dir() and all_token_files(p)
     if tokens or str(path) in ("stdlib", *HUB): return validation_texts(open_corpus(path))
     return in_one(read_documents(path, text_key))
 

@@ -187,7 +187,7 @@ class TextSummary(msgspec.Struct):
     lost: int = 0                   # characters that the tokenizer can't spell
     read: dict[str, int] = {}       # files by their format
     skipped: dict[str, str] = {}    # files that were left out, the first hundred, and why
-    empty: int = 0                  # rows whose text is null or empty
+    empty: int = 0                  # rows whose text is missing, null or empty
     lines: list[str] = []           # what was printed about files
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0035
@@ -235,7 +235,8 @@ def summary(self: Tally, report=None): # the `ReadReport` of the files, if the t
     self.check()
     r = report or ReadReport()
     return TextSummary(self.documents, self.bytes, self.tokens, self.losses.lost.total(), dict(r.read),
-                       dict([*r.skipped.items()][:100]), r.empty, r.lines() if report else [])
+                       dict([*r.skipped.items()][:100]), r.empty + r.lacking,
+                       r.lines() if report else [])
 
 def summary_lines(s): # a `TextSummary`
     "Return a summary of the text as a list of lines"

@@ -393,7 +393,7 @@ def rows():
     "Markdown: each input, files read, documents and tokens, or the reason"
     tok = train_tokenizer(TEXT, 300)
     yield from ("| input | files read | documents | tokens | left out, or the reason |", "|---|---|---|---|---|")
-    for of, inputs in (("", OTHERS), (" (issue)", NAMED)):
+    for of, inputs in (("", OTHERS | FOLDERS), (" (issue)", NAMED)):
         for name, (content, _) in inputs.items():
             with tempfile.TemporaryDirectory() as d:
                 got, report = tried(made(name, content, Path(d)))
