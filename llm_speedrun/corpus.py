@@ -19,15 +19,16 @@ __all__ = ['LONGEST', 'HUB_TOKENS', 'stdlib_files', 'train_tokenizer', 'write_sh
            'open_corpus', 'differences']
 
 # %% ../nbs/03e_corpus.ipynb #03data03
-from .text_files import (EOT, Continued, check_folder, document_files, read_documents, seems, text_pieces,
-                                     utf8_text)
+from .text_files import (EOT, Continued, check_folder, document_files, read_documents, seems,
+                                     text_pieces)
 from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_tokenizer,
                                     read_tokenizer, summary_lines, token_dtype, tokenizer_hash, tokenizer_of,
                                     tried, vocabulary_size, write_tokenizer)
 
 # %% ../nbs/03e_corpus.ipynb #tokf0027b
 from .io_utils import (OTHER_CACHE, InputError, RunError, cache_dir, check_writable,
-                                   file_sha256, hold, in_words, read_json, replace_file, synced)
+                                   file_sha256, hold, in_words, read_json, replace_file, synced,
+                                   utf8_text)
 from .token_files import (GPT2_EOT, GPT2_VOCAB, Meta, Shards, TokenWriter,
                                       character_tokenizer, check_counts, check_gpt2, check_width,
                                       all_token_files, named_as_tokens, read_characters, token_files)

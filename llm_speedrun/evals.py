@@ -18,7 +18,7 @@ from msgspec import Meta
 from tqdm.auto import tqdm
 
 # %% ../nbs/61_evals.ipynb #2294b3a2
-from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
+from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json, read_text_of,
                                    replace_file)
 from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
 from .tokenizer import encode_texts, end_of_text
@@ -382,7 +382,7 @@ def file_rows(path): # JSON, an object a line, or Parquet
         try: rows = pq.read_table(io.BytesIO(data)).to_pylist()
         except pa.ArrowException as e: raise InputError(f"{path} is no whole Parquet file: {e}") from None
         return data, [(f"{path} row {i}", msgspec.json.encode(r)) for i, r in enumerate(rows, 1)]
-    lines = enumerate(data.split(b"\n"), 1)
+    lines = enumerate(read_text_of(path, most=2**30).encode().split(b"\n"), 1)
     return data, [(f"{path} line {i}", line) for i, line in lines if line.strip()]
 
 # %% ../nbs/61_evals.ipynb #9afbd962

@@ -15,10 +15,10 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 import msgspec
 from fastcore.basics import patch
-from .io_utils import InputError, read_json
+from .io_utils import InputError, not_utf8, read_json, utf8_text
 
 # %% auto #0
-__all__ = ['FORMATS', 'EOT', 'SEPARATED', 'utf8_text', 'Continued']
+__all__ = ['FORMATS', 'EOT', 'SEPARATED', 'Continued']
 
 # %% ../nbs/03b_text_files.ipynb #03bt0007
 class Format(NamedTuple):
@@ -176,18 +176,6 @@ def _contents(source, report, depth=0):
         f"{suffix} and is not {_CLAIMS[suffix]}; rename it, or take it out")
     else: yield source, f
 
-# %% ../nbs/03b_text_files.ipynb #ef7f8f9a
-def _not_utf8(where, error, before=0): # the bytes that came before those of the `error`
-    "The `InputError` for bytes that aren't UTF-8"
-    return InputError(f"{where} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
-                      f"{before + error.start:,} ({error.reason}); convert it from the encoding that it has "
-                      "(iconv -f LATIN1 -t UTF-8 suits Western European text alone), or take it out")
-
-def utf8_text(b, where): # bytes, and the path (or the path and the line, as text) that they are from
-    "Decode UTF-8 bytes to text without a byte-order mark. Raises `InputError` for other bytes"
-    try: return b.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as e: raise _not_utf8(where, e) from e
-
 # %% ../nbs/03b_text_files.ipynb #03bt0038
 _BOMS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
          codecs.BOM_UTF16_BE: "utf-16"}                 # in this order: one begins with another
@@ -228,10 +216,9 @@ def _no_key(where, what, key, names): # "key" or "column"; those that there are
                       + f". Did you mean {near[0] if near else ''}?"*bool(near))
 
 def _json_object(line, where):
-    try: d = json.loads(utf8_text(line, where))
-    except InputError: raise
-    except (ValueError, RecursionError) as e:
-        raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
+    text = utf8_text(line, where)
+    try: d = json.loads(text)
+    except (ValueError, RecursionError) as e: raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
     if not isinstance(d, dict): raise InputError(f"{where} is a {type(d).__name__}, not an object: {{...}}")
     return d
 
@@ -294,7 +281,7 @@ def _blocks(source, size):
             n += len(block)
             try: yield decoder.decode(block, final=not block)
             except UnicodeDecodeError as e:
-                if encoding == "utf-8-sig": raise _not_utf8(source.where, e, n - len(e.object)) from e
+                if encoding == "utf-8-sig": raise not_utf8(source.where, e, n - len(e.object)) from e
                 raise InputError(f"{source.where} is damaged: it begins as {encoding}, and {e.reason}") from e
             if not block: return
 
@@ -444,20 +431,16 @@ def check_folder(folder): # a `Path`
             "tokens as they are, np.array(tokens, np.uint16).tofile('train.bin')")
 
 # %% ../nbs/03b_text_files.ipynb #03layo06
-class SavedFile(msgspec.Struct):
-    "A file of `SavedState`"
-    filename: str
-
 class SavedState(msgspec.Struct):
     "The content of `state.json`"
-    files: list[SavedFile] = msgspec.field(name="_data_files")
+    files: list[dict[str, str]] = msgspec.field(name="_data_files")
     indices: list = msgspec.field(name="_indices_data_files", default_factory=list) # by old versions
 
 def _saved_files(folder): # with a state.json
     "The names of the files that a data set of `save_to_disk` consists of; None for another's state.json"
     try: state = read_json(folder/"state.json", SavedState)
     except InputError: return None
-    names = [o.filename for o in state.files]
+    names = [o.get("filename", "") for o in state.files]
     if state.indices: raise InputError(f"{folder} was saved by an old version of datasets, with a selection of "
                                        "its rows: load it and save it again")
     if gone := [o for o in names if not (folder/o).is_file()]:
@@ -468,9 +451,8 @@ def _saved_files(folder): # with a state.json
 def _snapshot(folder): # with the subfolders blobs, refs and snapshots
     "The version of a repository in the Hub's cache: that of `refs/main`, or the only one"
     there, main = sorted(os.listdir(folder/"snapshots")), folder/"refs/main"
-    name = main.read_text().strip() if main.is_file() else ""
+    name = main.read_text().strip() if main.is_file() else there[0] if len(there) == 1 else ""
     if name in there: return f"snapshots/{name}"
-    if len(there) == 1: return f"snapshots/{there[0]}"
     raise InputError(f"{folder} has {len(there)} versions in snapshots/: name the folder of one of them")
 
 def _laid_out(folder, subfolders, names):

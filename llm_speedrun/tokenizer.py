@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec, numpy as np
 from fastcore.basics import patch
 from tokenizers import Tokenizer
-from .io_utils import InputError, read_bytes_of, read_json, replace_file
-from .text_files import EOT, ReadReport, utf8_text
+from .io_utils import InputError, read_json, read_text_of, replace_file
+from .text_files import EOT, ReadReport
 
 # %% auto #0
 __all__ = []
@@ -46,7 +46,7 @@ def parse_tokenizer(text, where): # of a `tokenizer.json`, and what to call it
 
 def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
     "Read the tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file without one"
-    tokenizer = parse_tokenizer(utf8_text(read_bytes_of(path, most=2**28), path), path)
+    tokenizer = parse_tokenizer(read_text_of(path, most=2**28), path)
     for k, name in zip(("end", "pad"), _named_tokens(Path(path).with_name(_CONFIG))):
         if isinstance(name, str) and tokenizer.token_to_id(name) is not None: setattr(tokenizer, k, name)
     return tokenizer

@@ -4,8 +4,14 @@ import bz2, gzip, io, json, lzma, os, pickle, re, struct, tempfile, zipfile
 from pathlib import Path
 import numpy as np, pyarrow as pa, pyarrow.feather, pyarrow.parquet as pq, pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from llm_speedrun.benchmarks.adapters import edited
 from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
-from llm_speedrun.io_utils import InputError
+from llm_speedrun.evals import questions_of
+from llm_speedrun.io_utils import InputError, read_json
+from llm_speedrun.plugins import plugin_text
+from llm_speedrun.sample import prompts_of
+from llm_speedrun.token_files import Meta
+from llm_speedrun.train.config import SampleOptions, TrainConfig, from_toml
 from llm_speedrun.text_files import EOT, read_documents
 from llm_speedrun.export import export_folder
 from llm_speedrun.tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
@@ -363,6 +369,42 @@ def test_an_end_token_of_another_name(llama, tmp_path, capsys):
     assert not exported["truncation"] and not exported["padding"]
     assert json.loads((tmp_path/"export/config.json").read_text())["eos_token_id"] == c.eot
     assert json.loads((tmp_path/"export/tokenizer_config.json").read_text())["eos_token"] == "</s>"
+
+# Files that people write, as a Windows editor saves them
+
+def toml(path): return from_toml(path, TrainConfig)["steps"]
+def prompts(path): return prompts_of(SampleOptions("run", prompts=str(path)))
+def tasks(path): return questions_of("lambada", path)[0][0].context
+def plugin(path): return plugin_text(str(path)).splitlines()[0]
+def tokenizer(path): return read_tokenizer(path).token_to_id("a")
+def meta(path): return read_json(path, Meta).vocab
+def race(path): return edited(path, {"steps = 7\nmore": "x"})
+def text(path): return [*read_documents(path)]
+HAND_WRITTEN = dict(toml=(".toml", "steps = 7\nseed = 1\n", 7), prompts=(".txt", "Once\nTwice\n", ["Once", "Twice"]), tasks=(".jsonl", '{"text": "a b"}\n{"text": "a c"}\n', "a"),
+                    plugin=(".py", "x = 1\ny = 2\n", "x = 1"), meta=(".json", '{\n"vocab": 300}\n', 300), race=(".py", "steps = 7\nmore", "x"),
+                    tokenizer=(".json", Tokenizer(models.WordLevel({"a": 3})).to_str(True), 3), text=(".txt", "one", ["one"]))
+
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+@pytest.mark.parametrize("ends", ["\n", "\r\n"], ids=["LF", "CRLF"])
+def test_a_byte_order_mark(tmp_path, name, ends):
+    "It is no part of what is read, and neither are the line ends of Windows"
+    suffix, content, want = HAND_WRITTEN[name]
+    path = tmp_path/f"a{suffix}"
+    for mark in ("", "\ufeff"):
+        path.write_text(mark + content, encoding="utf-8", newline=ends)
+        assert globals()[name](path) == want
+
+@pytest.mark.parametrize("name", sorted(HAND_WRITTEN.keys() - {"text"}))
+def test_utf16_is_named(tmp_path, name):
+    suffix, content, _ = HAND_WRITTEN[name]
+    path = tmp_path/f"a{suffix}"
+    for encoding in ("utf-16", "utf-16-le"):
+        path.write_text(content, encoding=encoding)
+        with pytest.raises(InputError, match=f"a{suffix}.* UTF-16.*save it as UTF-8"): globals()[name](path)
+
+def test_standard_input_with_a_mark(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\ufeffOnce\r\n".encode()), encoding="utf-8"))
+    assert prompts_of(SampleOptions("run", prompts="-")) == ["Once"]
 
 def test_a_stream_of_another_column(tmp_path):
     "--text_key holds for a stream, and for text that is tokenized on the way"
