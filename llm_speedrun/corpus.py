@@ -19,7 +19,7 @@ __all__ = ['LONGEST', 'HUB_TOKENS', 'stdlib_files', 'train_tokenizer', 'write_sh
            'open_corpus', 'differences']
 
 # %% ../nbs/03e_corpus.ipynb #03data03
-from .text_files import (EOT, Continued, check_folder, document_files, read_documents, seems,
+from .text_files import (EOT, Continued, check_folder, document_files, has_columns, read_documents, seems,
                                      text_pieces)
 from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_tokenizer,
                                     read_tokenizer, summary_lines, token_dtype, tokenizer_hash, tokenizer_of,
@@ -489,6 +489,17 @@ def _with_tokenizer(corpus, tokenizer, path):
     elif tokenizer_hash(tokenizer) != tokenizer_hash(corpus.tokenizer):
         raise InputError(f"{path} was tokenized with another tokenizer: the same numbers mean other text")
     return replace(corpus, tokenizer=tokenizer)
+
+# %% ../nbs/03e_corpus.ipynb #03key001
+def check_text_key(names, text_key): # each name as `open_corpus` takes it
+    "Raise `InputError` if a key other than `text` is given, and none of the corpora has keys or columns"
+    def may_have(name): # a wrong path is for another error
+        path = Path(name).expanduser()
+        if str(name) in ("stdlib", *HUB) or named_as_tokens(path): return False
+        return not path.exists() or not (path.is_dir() and _holds_tokens(path)) and has_columns(path, text_key)
+    if text_key == "text" or any(map(may_have, names)): return
+    raise InputError(f"text_key {text_key!r} has no effect: {', '.join(map(str, names))} has no JSON lines, CSV, "
+                     "Parquet or Arrow in it. Leave it out")
 
 # %% ../nbs/03e_corpus.ipynb #4bf1d75f
 def _samples(shards, n=64, size=256):

@@ -18,14 +18,13 @@ from msgspec import Meta
 from tqdm.auto import tqdm
 
 # %% ../nbs/61_evals.ipynb #2294b3a2
-from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json, read_text_of,
+from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json, read_text_of, split_paths,
                                    replace_file)
 from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
 from .tokenizer import encode_texts, end_of_text
 from .token_files import all_token_files, named_as_tokens
-from .corpus import HUB, open_corpus
-from .model import naive_attention, set_parts
-from .runs import enter_all
+from .corpus import HUB, check_text_key, open_corpus
+from .model import set_parts
 from .measure import default_device, machine, version_of
 from .export import file_of, from_pretrained, run_of, text_tokenizer
 from .rungs.flash import attend_with
@@ -70,13 +69,9 @@ def our_lm(folder, # a run's, an export's, or another that `from_pretrained` ope
     run = from_pretrained(folder, device)
     c = run.model.config
     tok, start, why = our_tokenizer(folder, c.vocab)
-    engine = ", ".join(["ours", *(f"with {r}" for r in run.rungs)])
-    about = dict(engine=engine, weights=weights_digest(run.model))
-    naive = [b for b in run.model.layers if b.attend is naive_attention] # not what a plug-in attends with
-    set_parts(run.model, naive, attend=attend_with("efficient"))
-    def logits(x):
-        with enter_all(run.forward_contexts): return run.model(x)
-    return LM(logits, partial(encode_texts, tok), start, c.seq_len, c.vocab, run.device, about, why)
+    about = dict(engine="ours", weights=weights_digest(run.model))
+    set_parts(run.model, attend=attend_with("efficient"))
+    return LM(run.model, partial(encode_texts, tok), start, c.seq_len, c.vocab, run.device, about, why)
 
 # %% ../nbs/61_evals.ipynb #44604b3b
 def first_line(e): # an error
@@ -230,7 +225,7 @@ def validation_texts(corpus): # a `Corpus`
 def documents(path, # a file or folder of text; a tokenized corpus, or "stdlib"
               text_key="text"): # the key or column that holds the text
     "Return the documents there. Raises as `read_documents` and `open_corpus` do"
-    p = Path(path)
+    p = Path(path).expanduser()
     tokens = named_as_tokens(p) or p.is_dir() and all_token_files(p)
     if tokens or str(path) in ("stdlib", *HUB): return validation_texts(open_corpus(path))
     return in_one(read_documents(path, text_key))
@@ -446,7 +441,7 @@ def task_scores(lm, name, questions, wheres, **how): # an `LM`; from `questions_
 def asked_tasks(spec, limit=0): # such as "hellaswag,arc_easy=arc.jsonl"; as for `questions_of`
     "Return what `questions_of` returns for each task, with the files checked"
     res = []
-    for part in filter(None, spec.split(",")):
+    for part in filter(None, split_paths(spec, lambda s: Path(s.partition("=")[2]).is_file())):
         name, named, path = part.partition("=")
         if named and not path: raise InputError(f"--tasks {part}: name the file after the equals sign")
         res.append(questions_of(name.strip(), path, limit))
@@ -454,7 +449,7 @@ def asked_tasks(spec, limit=0): # such as "hellaswag,arc_easy=arc.jsonl"; as for
 
 def asked_texts(spec, limit=0, text_key="text"): # paths with commas; most documents of each; for `documents`
     "Return pairs of a path and its documents"
-    paths = filter(None, spec.split(","))
+    if paths := [*filter(None, split_paths(spec))]: check_text_key(paths, text_key)
     res = [(path, [*islice(documents(path, text_key), limit or None)]) for path in paths]
     for path, texts in res:
         if not texts: raise InputError(f"{path} has no text in it")
@@ -511,6 +506,8 @@ def run_eval(c): # an `EvalOptions`
     "Run `speedrun_eval`"
     if not (c.tasks or c.text):
         raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")
+    if not c.text and (unused := [k for k, n in (("text_key", c.text_key != "text"), ("context", c.context)) if n]):
+        raise InputError(f"{' and '.join(unused)} has no effect on --tasks: leave it out, or give a --text")
     bf16 = lookup(dict(fp32=False, bf16=True), c.dtype, "dtype")
     engine = lookup(ENGINES, c.engine, "engine")
     out = Path(c.out or run_of(c.folder)/"evals.json")

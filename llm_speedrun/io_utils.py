@@ -176,6 +176,16 @@ def read_text_of(path, most=2**24): # of a file that a person wrote; more bytes 
     if seems_utf16(data): raise InputError(f"{path} seems to be UTF-16, or no text: save it as UTF-8")
     return utf8_text(data, path).replace("\r\n", "\n")
 
+# %% ../nbs/06_files.ipynb #06comma1
+def split_paths(spec, # paths, or other names, with commas
+                there=lambda name: os.path.exists(os.path.expanduser(name))): # whether there is such a path
+    "Return the list of names: `spec` divided at its commas, but at none in the name of what is there"
+    parts, res = spec.split(","), []
+    while parts:
+        n = next((n for n in range(len(parts), 1, -1) if there(",".join(parts[:n]).strip())), 1)
+        res.append(",".join(parts[:n]).strip()); parts = parts[n:]
+    return res
+
 # %% ../nbs/06_files.ipynb #sha25602
 def sha256_of(f): # a binary file, from where it stands
     "Return the SHA-256 of what is left to read, in hexadecimal"

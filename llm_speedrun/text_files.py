@@ -601,3 +601,12 @@ def read_documents(
     JSON lines, CSV, Parquet or Arrow, also packed (gzip, xz, lzma, bzip2, zstd, lz4, zip).
     Raises FileNotFoundError, OSError (unreadable) or ValueError (no text, not UTF-8, bad JSON, no key)."""
     return Documents(path, text_key)
+
+# %% ../nbs/03b_text_files.ipynb #03cols01
+def has_columns(path, text_key): # a file or folder
+    "Return whether JSON lines, CSV, Parquet or Arrow are there, also packed, or a file that can't be read"
+    def of(p):
+        try: return any(f and f.role == "table" or file_kind(s.name) in DATA or json_kind(s, text_key) == "lines"
+                        for s, f in _contents(_source(p), ReadReport()))
+        except (InputError, OSError): return True
+    return any(map(of, document_files(path, text_key)))

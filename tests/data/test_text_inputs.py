@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np, pyarrow as pa, pyarrow.feather, pyarrow.parquet as pq, pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from llm_speedrun.benchmarks.adapters import edited
-from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
+from llm_speedrun.corpus import check_text_key, open_corpus, train_tokenizer, write_shards
 from llm_speedrun.evals import questions_of
 from llm_speedrun.io_utils import InputError, read_json
 from llm_speedrun.plugins import plugin_text
@@ -414,6 +414,17 @@ def test_a_stream_of_another_column(tmp_path):
         assert res["steps"] == 2
         with pytest.raises(InputError, match="has no key 'text', only body; name the right one to speedrun_data or speedrun_train with --text_key"):
             train(options(tmp_path, data=str(tmp_path/"a.jsonl"), stream=stream, steps=2, name=f"no{stream}"), progress=False)
+
+def test_a_key_without_effect(tmp_path):
+    "--text_key is refused where nothing has keys, and not where one corpus of a mixture has"
+    (tmp_path/"a.txt").write_text("plain text, line after line\n"*99)
+    (tmp_path/"b.jsonl").write_bytes(jsonl(*TEXT, key="body"))
+    def run(data, **kw): return train(options(tmp_path, data=data, text_key="body", steps=1, num_evals=1, sample_tokens=4, **kw), progress=False)[1]
+    for data, kw in ((f"{tmp_path}/a.txt", {}), (f"{tmp_path}/a.txt", dict(stream=True)), ("stdlib", {})):
+        with pytest.raises(InputError, match="text_key 'body' has no effect.*Leave it out"): run(data, name=f"x{len(kw)}", **kw)
+    write_shards(TEXT, train_tokenizer(TEXT, 300), tmp_path/"tokens")
+    with pytest.raises(InputError, match="text_key 'body' has no effect"): run(f"{tmp_path}/tokens")
+    check_text_key([tmp_path/"tokens", tmp_path/"b.jsonl"], "body")
 
 def test_the_doctor_says_what_the_tokens_are_from(tmp_path):
     "Files, documents and bytes per token, of a bare .bin those of a sample; another tokenizer's tokens are a problem"

@@ -5,7 +5,7 @@ from pathlib import Path
 from dataclasses import replace
 import numpy as np, pytest
 from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
-from llm_speedrun.evals import (ENGINES, asked_texts, bytes_per_token, documents, evaluate, our_lm, questions_of, requests_of, score,
+from llm_speedrun.evals import (ENGINES, asked_tasks, asked_texts, bytes_per_token, documents, evaluate, our_lm, questions_of, requests_of, score,
                                 task_scores, text_requests, text_scores, validation_texts)
 from llm_speedrun.export import write_folder
 from llm_speedrun.io_utils import InputError
@@ -161,6 +161,14 @@ def test_text_files(tmp_path):
     (tmp_path/"b.txt").write_text(long)
     assert [len(t) for t in documents(tmp_path)] == [4, len(long)]
 
+def test_a_comma_in_a_path(tmp_path):
+    "Texts and tasks are divided as the corpora of --data are: not within what is there"
+    (tmp_path/"a,b").mkdir(); (tmp_path/"a,b/t.txt").write_text("one"); (tmp_path/"c.txt").write_text("two")
+    one, two = f"{tmp_path}/a,b/t.txt", f"{tmp_path}/c.txt"
+    assert asked_texts(f"{one},{two}") == [(one, ["one"]), (two, ["two"])]
+    file = write(tmp_path/"a,b/l.jsonl", dict(text="a b"))
+    assert [about["source"] for _, _, about in asked_tasks(f"lambada={file},lambada={EVALS/'lambada.jsonl'}")] == [str(file), str(EVALS/"lambada.jsonl")]
+
 def test_a_document_without_tokens(folder, tmp_path, capsys):
     "Left out and counted, wherever it stands: of a tokenizer that drops spaces, a text of spaces is one"
     (tmp_path/"t.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in ("the cat sat", "   ", "on a mat", " ")))
@@ -246,6 +254,7 @@ def test_command(folder, tmp_path, capsys):
     (["MODEL", "--text", "TEXT", "--engine", "jax"], "unknown engine 'jax'"), (["MODEL", "--text", "TEXT", "--dtype", "fp8"], "unknown dtype 'fp8'"),
     (["nowhere", "--text", "TEXT"], "there is no folder nowhere"), (["EMPTY", "--text", "TEXT"], "has no config.json"),
     (["MODEL", "--text", "TEXT", "--context", "99"], "context is 99"), (["BARE", "--text", "TEXT"], "has no tokenizer.json: it knows tokens, and no text"),
+    (["MODEL", "--text", "TEXT", "--text_key", "body"], "text_key 'body' has no effect"), (["MODEL", "--tasks", "lambada", "--context", "9"], "context has no effect on --tasks"),
     (["MODEL", "--text", "TEXT", "--out", "TEXT/x.json"], "is no folder that one can write into"),
     (["MODEL", "--text", "TEXT", "--out", "TEXT"], "is no JSON"), (["MODEL", "--text", "TEXT", "--out", "MODEL"], "is no regular file")]
     + [(["BARE", "--text", "TEXT", "--engine", "transformers"], "has no tokenizer"),
