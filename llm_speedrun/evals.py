@@ -20,14 +20,16 @@ from tqdm.auto import tqdm
 # %% ../nbs/61_evals.ipynb #2294b3a2
 from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json, read_text_of, split_paths,
                                    replace_file)
-from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
+from .text_files import (EOT, Continued, document_files, file_kind, read_documents,
+                                     text_pieces)
 from .tokenizer import encode_texts, end_of_text
-from .token_files import all_token_files, named_as_tokens
+from .token_files import Meta as TokenMeta, all_token_files, named_as_tokens, token_files
 from .corpus import HUB, check_text_key, open_corpus
 from .model import set_parts
 from .measure import default_device, machine, version_of
 from .export import file_of, from_pretrained, run_of, text_tokenizer
 from .rungs.flash import attend_with
+from .train.prepare_data import located, parse_mix
 
 # %% ../nbs/61_evals.ipynb #69c5f1d9
 @dataclass(frozen=True)
@@ -229,6 +231,32 @@ def documents(path, # a file or folder of text; a tokenized corpus, or "stdlib"
     tokens = named_as_tokens(p) or p.is_dir() and all_token_files(p)
     if tokens or str(path) in ("stdlib", *HUB): return validation_texts(open_corpus(path))
     return in_one(read_documents(path, text_key))
+
+# %% ../nbs/61_evals.ipynb #61seen01
+class TrainedOn(msgspec.Struct):
+    "What a run's `config.json` says of its data"
+    data: str = ""
+    cwd: str = "" # from which a relative path starts
+    text_key: str = "text"
+
+def training_files(data, text_key, cwds): # a corpus; folders from which its text's path may start
+    "Return the files of text and tokens that are trained on, absolute; of tokens, also the text that they are from"
+    path = Path(data).expanduser()
+    if not path.exists() or named_as_tokens(path): return set() # of a token file, both hold out the same part
+    tokens, found = token_files(path, "train") if path.is_dir() else [], set()
+    if not tokens: return {p.resolve() for p in document_files(path, text_key)}
+    if (path/"meta.json").exists() and (m := re.match(r"(.*) \((.*)\), tokenizer ", read_json(path/"meta.json", TokenMeta).source)):
+        for cwd in cwds: found |= training_files(Path(cwd, Path(m[1]).expanduser()), m[2], ())
+    return found | {p.resolve() for p in tokens}
+
+def seen_in_training(folder, path, text_key): # of a run; what `documents` takes
+    "Return whether the text at a path, or a part of it, is one that the run in a folder was trained on"
+    try:
+        about = read_json(run_of(folder)/"config.json", TrainedOn)
+        mine = {Path(path).resolve()} if named_as_tokens(Path(path)) else {p.resolve() for p in document_files(path, text_key)}
+        return any(mine & training_files(name, about.text_key, (Path(name).parent, about.cwd, "."))
+                   for name, _ in parse_mix(located(about.data, about.cwd)))
+    except (InputError, OSError): return False
 
 # %% ../nbs/61_evals.ipynb #90d24e7b
 def text_requests(lm, text, context): # an `LM`, a document, as for `windows`
@@ -515,6 +543,10 @@ def run_eval(c): # an `EvalOptions`
     check_writable(out.parent); saved_evals(out) # before minutes of work
     if (lm := engine(c.folder)).no_tasks and c.tasks: raise InputError(lm.no_tasks)
     tasks, texts = asked_tasks(c.tasks, c.limit), asked_texts(c.text, c.limit, c.text_key)
+    for path, _ in texts:
+        if seen_in_training(c.folder, path, c.text_key): print(
+            f"warning: {c.folder} was trained on text of {path}, so its score says how well the model remembers "
+            "it. A tokenized corpus is scored on its held-out side")
     records = evaluate(lm, tasks, texts, c.context, batch=c.batch_tokens, bf16=bf16)
     print(*eval_lines(records), sep="\n")
     save_evals(out, records)

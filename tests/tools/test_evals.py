@@ -11,7 +11,7 @@ from llm_speedrun.export import write_folder
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPT
 from llm_speedrun.recipes.architecture import UntiedGPT
-from llm_speedrun.cli import speedrun_eval
+from llm_speedrun.cli import speedrun_data, speedrun_eval, speedrun_train
 from make_evals import EVALS, TINY, tiny_model
 
 EXPECTED = json.loads((EVALS/"expected.json").read_text(encoding="utf-8"))
@@ -160,6 +160,22 @@ def test_text_files(tmp_path):
     long = "words and words\n" * 700_000
     (tmp_path/"b.txt").write_text(long)
     assert [len(t) for t in documents(tmp_path)] == [4, len(long)]
+
+def test_a_text_of_the_training(tmp_path, capsys, monkeypatch):
+    "Scored with a warning: the run's own text, by another path, or the text of its tokens; not the held-out side, and no other text"
+    monkeypatch.chdir(tmp_path); monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(tmp_path/"cache"))
+    (tmp_path/"texts").mkdir()
+    for i in range(40): (tmp_path/f"texts/{i}.txt").write_text(f"{i} is a number, and {i + 1} comes after it. "*20)
+    (tmp_path/"other.txt").write_text("A text of others.")
+    speedrun_data(["--data", "texts", "--out", "tokens", "--vocab", "300"])
+    for name, data in (("raw", "texts"), ("made", "tokens")):
+        speedrun_train([f"--data={data}", f"--name={name}", "--model=tiny", "--rungs=naive", "--steps=1", "--seq_len=16", "--micro_batch_size=1",
+                        "--grad_accum_steps=1", "--num_evals=1", "--sample_tokens=1", "--recipe=adamw"])
+    capsys.readouterr()
+    seen = {(run, text): "warning: " in told(capsys, f"runs/{run}", "--text", text, "--out", "e.json") for run in ("raw", "made")
+            for text in ("texts", f"{tmp_path}/texts/3.txt", "other.txt", "tokens", "tokens/train_000.bin")}
+    assert [t for (run, t), w in seen.items() if w and run == "raw"] == ["texts", f"{tmp_path}/texts/3.txt"]
+    assert [t for (run, t), w in seen.items() if w and run == "made"] == ["texts", f"{tmp_path}/texts/3.txt", "tokens/train_000.bin"]
 
 def test_a_comma_in_a_path(tmp_path):
     "Texts and tasks are divided as the corpora of --data are: not within what is there"
