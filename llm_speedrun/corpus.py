@@ -19,8 +19,8 @@ __all__ = ['LONGEST', 'HUB_TOKENS', 'stdlib_files', 'train_tokenizer', 'write_sh
            'open_corpus', 'differences']
 
 # %% ../nbs/03e_corpus.ipynb #03data03
-from .text_files import (EOT, Continued, check_folder, document_files, has_columns, read_documents, seems,
-                                     text_pieces)
+from .text_files import (EOT, Continued, check_folder, document_files, has_columns,
+                                     read_documents, seems, text_pieces)
 from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_tokenizer,
                                     read_tokenizer, summary_lines, token_dtype, tokenizer_hash, tokenizer_of,
                                     tried, vocabulary_size, write_tokenizer)
@@ -336,7 +336,8 @@ def _split_files(path):
     both = path.is_dir() or path.stem == "train"
     folder = path if path.is_dir() else path.parent
     trains, vals = [path], token_files(folder, "val") if both else []
-    if path.is_dir(): trains = token_files(path, "train") or [p for p in all_token_files(path) if p not in vals]
+    if path.is_dir():
+        trains = token_files(path, "train") or [p for p in all_token_files(path) if p not in vals]
     for p in (*trains, *vals): _check_holds_tokens(p)
     return trains, vals, folder, both
 
@@ -495,11 +496,12 @@ def check_text_key(names, text_key): # each name as `open_corpus` takes it
     "Raise `InputError` if a key other than `text` is given, and none of the corpora has keys or columns"
     def may_have(name): # a wrong path is for another error
         path = Path(name).expanduser()
-        if str(name) in ("stdlib", *HUB) or named_as_tokens(path): return False
-        return not path.exists() or not (path.is_dir() and _holds_tokens(path)) and has_columns(path, text_key)
+        if not path.exists(): return str(name) not in ("stdlib", *HUB)
+        tokens = _holds_tokens(path) if path.is_dir() else named_as_tokens(path)
+        return not tokens and has_columns(path, text_key)
     if text_key == "text" or any(map(may_have, names)): return
-    raise InputError(f"text_key {text_key!r} has no effect: {', '.join(map(str, names))} has no JSON lines, CSV, "
-                     "Parquet or Arrow in it. Leave it out")
+    raise InputError(f"text_key {text_key!r} has no effect: {', '.join(map(str, names))} has no JSON lines, "
+                     "CSV, Parquet or Arrow in it. Leave it out")
 
 # %% ../nbs/03e_corpus.ipynb #4bf1d75f
 def _samples(shards, n=64, size=256):

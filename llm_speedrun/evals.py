@@ -18,8 +18,8 @@ from msgspec import Meta
 from tqdm.auto import tqdm
 
 # %% ../nbs/61_evals.ipynb #2294b3a2
-from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json, read_text_of, split_paths,
-                                   replace_file)
+from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
+                                   read_text_of, replace_file, split_paths)
 from .text_files import (EOT, Continued, document_files, file_kind, read_documents,
                                      text_pieces)
 from .tokenizer import encode_texts, end_of_text
@@ -239,24 +239,33 @@ class TrainedOn(msgspec.Struct):
     cwd: str = "" # from which a relative path starts
     text_key: str = "text"
 
-def training_files(data, text_key, cwds): # a corpus; folders from which its text's path may start
-    "Return the files of text and tokens that are trained on, absolute; of tokens, also the text that they are from"
-    path = Path(data).expanduser()
-    if not path.exists() or named_as_tokens(path): return set() # of a token file, both hold out the same part
-    tokens, found = token_files(path, "train") if path.is_dir() else [], set()
-    if not tokens: return {p.resolve() for p in document_files(path, text_key)}
-    if (path/"meta.json").exists() and (m := re.match(r"(.*) \((.*)\), tokenizer ", read_json(path/"meta.json", TokenMeta).source)):
-        for cwd in cwds: found |= training_files(Path(cwd, Path(m[1]).expanduser()), m[2], ())
-    return found | {p.resolve() for p in tokens}
+def text_of_tokens(folder): # of tokens
+    "Return the path and the key of the text that they were made from, as it was given, or None"
+    if not (path := Path(folder)/"meta.json").exists(): return None
+    m = re.fullmatch(r"(.*) \((.*)\), tokenizer .*", read_json(path, TokenMeta).source)
+    return m and m.groups()
 
+# %% ../nbs/61_evals.ipynb #61seen03
+def training_files(data, text_key, folders): # a corpus; where the path of its text may start
+    "Return the files that are trained on, a set of paths: of tokens also the text that they are from"
+    path = Path(data).expanduser()
+    if not path.exists() or named_as_tokens(path): return set() # a token file holds out the same part
+    tokens = token_files(path, "train") if path.is_dir() else []
+    found = {p.resolve() for p in tokens or document_files(path, text_key)}
+    name, key = tokens and text_of_tokens(path) or ("", "")
+    for o in folders if name else (): found |= training_files(Path(o, Path(name).expanduser()), key, ())
+    return found
+
+# %% ../nbs/61_evals.ipynb #61seen04
 def seen_in_training(folder, path, text_key): # of a run; what `documents` takes
-    "Return whether the text at a path, or a part of it, is one that the run in a folder was trained on"
+    "Return whether the run in a folder was trained on the text at a path, or on a part of it"
     try:
         about = read_json(run_of(folder)/"config.json", TrainedOn)
-        mine = {Path(path).resolve()} if named_as_tokens(Path(path)) else {p.resolve() for p in document_files(path, text_key)}
-        return any(mine & training_files(name, about.text_key, (Path(name).parent, about.cwd, "."))
-                   for name, _ in parse_mix(located(about.data, about.cwd)))
+        files = [Path(path)] if named_as_tokens(Path(path)) else document_files(path, text_key)
+        trained = [training_files(name, about.text_key, (Path(name).parent, about.cwd, "."))
+                   for name, _ in parse_mix(located(about.data, about.cwd))]
     except (InputError, OSError): return False
+    return not {p.resolve() for p in files}.isdisjoint(set().union(*trained))
 
 # %% ../nbs/61_evals.ipynb #90d24e7b
 def text_requests(lm, text, context): # an `LM`, a document, as for `windows`
@@ -282,8 +291,7 @@ def ratio_and_error(a, b): # numbers, one a document
 def text_scores(lm, texts, # an `LM`; documents
                 context=0, # the fewest tokens before a scored one; 0 for half of what the model reads
                 **how): # for `score`
-    """Return bits per byte and nats per token of the documents, with standard errors and counts, a dict. A
-    document without tokens is left out, and counted as `empty`. Raises `InputError` if all of them are"""
+    "Return bits per byte and nats per token with standard errors, and counts; `empty` are without tokens"
     context = context or max(1, lm.seq // 2)
     if context > lm.seq: raise InputError(f"context is {context}, and this model reads {lm.seq} tokens")
     parts = [(*text_requests(lm, t, context), len(t.encode())) for t in texts]
@@ -529,13 +537,26 @@ def eval_lines(records): # of `evaluate`
             yield (f"{'':<14}with {r['context']} or more tokens before each scored one, where the text has "
                    "them; for lm_eval's number: --context 1")
 
+# %% ../nbs/61_evals.ipynb #61asked00
+def check_asked(c): # an `EvalOptions`
+    "Raise `InputError` where nothing is to be evaluated, or an option has no effect"
+    if not (c.tasks or c.text):
+        raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")
+    unused = dict(text_key=c.text_key != "text", context=c.context)
+    if not c.text and (unused := [k for k, given in unused.items() if given]): raise InputError(
+        f"{' and '.join(unused)} has no effect on --tasks: leave it out, or give a --text")
+
+def warnings(c, texts): # an `EvalOptions`; from `asked_texts`
+    "Yield a line for each text that the model was trained on"
+    for path, _ in texts:
+        if seen_in_training(c.folder, path, c.text_key): yield (
+            f"warning: {c.folder} was trained on text of {path}, so its score says how well the model "
+            "remembers it. A tokenized corpus is scored on its held-out side")
+
 # %% ../nbs/61_evals.ipynb #61b50415
 def run_eval(c): # an `EvalOptions`
     "Run `speedrun_eval`"
-    if not (c.tasks or c.text):
-        raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")
-    if not c.text and (unused := [k for k, n in (("text_key", c.text_key != "text"), ("context", c.context)) if n]):
-        raise InputError(f"{' and '.join(unused)} has no effect on --tasks: leave it out, or give a --text")
+    check_asked(c)
     bf16 = lookup(dict(fp32=False, bf16=True), c.dtype, "dtype")
     engine = lookup(ENGINES, c.engine, "engine")
     out = Path(c.out or run_of(c.folder)/"evals.json")
@@ -543,10 +564,7 @@ def run_eval(c): # an `EvalOptions`
     check_writable(out.parent); saved_evals(out) # before minutes of work
     if (lm := engine(c.folder)).no_tasks and c.tasks: raise InputError(lm.no_tasks)
     tasks, texts = asked_tasks(c.tasks, c.limit), asked_texts(c.text, c.limit, c.text_key)
-    for path, _ in texts:
-        if seen_in_training(c.folder, path, c.text_key): print(
-            f"warning: {c.folder} was trained on text of {path}, so its score says how well the model remembers "
-            "it. A tokenized corpus is scored on its held-out side")
+    for line in warnings(c, texts): print(line)
     records = evaluate(lm, tasks, texts, c.context, batch=c.batch_tokens, bf16=bf16)
     print(*eval_lines(records), sep="\n")
     save_evals(out, records)

@@ -166,6 +166,7 @@ def utf8_text(data, where): # bytes, and the path (or the path and the line, as 
     try: return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as e: raise not_utf8(where, e) from e
 
+# %% ../nbs/06_files.ipynb #06utf803
 def seems_utf16(data): # bytes of a file that a person wrote
     "Return whether it begins with UTF-16's byte-order mark, or has zero bytes"
     return data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in data[:1000]

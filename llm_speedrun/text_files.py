@@ -65,8 +65,8 @@ def format_of(head): # the first bytes of a file, 300 or more
 PACKED = {".gz": "gzip", ".xz": "xz", ".lzma": "lzma", ".bz2": "bzip2", ".zst": "zstd", ".lz4": "lz4",
           ".zip": "zip"}                                        # suffixes of packed files
 _CLAIMS = PACKED | {".parquet": "Parquet", ".arrow": "Arrow"}   # which the bytes must bear out
-DATA = {".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv"}     # suffixes of data with columns
-TOKENS = ".bin", ".npy"                                         # suffixes of token files
+DATA = {".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv"}     # of data with columns
+TOKENS = ".bin", ".npy"                                         # of token files
 
 def file_kind(path): # a path, or a name
     "Return the suffix that determines how to read a file, without compression: .txt, .jsonl, ..."
@@ -218,7 +218,8 @@ def _no_key(where, what, key, names): # "key" or "column"; those that there are
 def _json_object(line, where):
     text = utf8_text(line, where)
     try: d = json.loads(text)
-    except (ValueError, RecursionError) as e: raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{where} is not JSON: {e}; mend or delete it") from e
     if not isinstance(d, dict): raise InputError(f"{where} is a {type(d).__name__}, not an object: {{...}}")
     return d
 
@@ -341,22 +342,26 @@ def _read_table(source, key, format): # "Parquet" or "Arrow"
 # %% ../nbs/03b_text_files.ipynb #03bt0064c
 SEPARATED = {".csv": ",", ".tsv": "\t"}     # suffix -> what is between the columns
 
-def _read_separated(source, key, size=2**26): # the most bytes of a row
-    "The column of a CSV or TSV file"
-    import pyarrow as pa, pyarrow.csv as csv
+def _rows(source, f, size=2**26, **convert): # an open `Source`; the most bytes of a row
+    "pyarrow's reader of a CSV or TSV file"
+    import pyarrow.csv as csv
     encoding = text_encoding(source.head(), source.where).removesuffix("-sig")
-    def rows(f, **convert):
-        parse = csv.ParseOptions(delimiter=SEPARATED[file_kind(source.name)], newlines_in_values=True)
-        read = csv.ReadOptions(block_size=size, encoding=encoding)
-        return csv.open_csv(f, read, parse, csv.ConvertOptions(**convert))
+    parse = csv.ParseOptions(delimiter=SEPARATED[file_kind(source.name)], newlines_in_values=True)
+    read = csv.ReadOptions(block_size=size, encoding=encoding)
+    return csv.open_csv(f, read, parse, csv.ConvertOptions(**convert))
+
+# %% ../nbs/03b_text_files.ipynb #03bt0064f
+def _read_separated(source, key):
+    "The column of a CSV or TSV file"
+    import pyarrow as pa
     try:
-        with source.open() as f: names = rows(f).schema.names
+        with source.open() as f: names = _rows(source, f).schema.names
         if key not in names: raise _no_key(source.where, "column", key, names)
         with source.open() as f:
-            for batch in rows(f, include_columns=[key], column_types={key: pa.string()}):
+            for batch in _rows(source, f, include_columns=[key], column_types={key: pa.string()}):
                 for text in batch.column(0).to_pylist(): yield text or None
     except (OSError, EOFError, pa.ArrowException, UnicodeError) as e:
-        raise OSError(f"cannot read {source.where}: {e}; is it whole, and UTF-8? If it is plain text, call it "
+        raise OSError(f"cannot read {source.where}: {e}; is it whole, and UTF-8? Plain text is called "
                       ".txt") from e
 
 # %% ../nbs/03b_text_files.ipynb #03bt0066
@@ -399,29 +404,31 @@ class Beside(NamedTuple):
     "Files next to data, that hold none of it"
     what: str               # as it is reported
     begins: str             # a regular expression of the path, from the beginning of a name on
-    columns: bool = False   # left out only where there are files with columns
+    columns: bool = 0       # left out only where there are files with columns
 
 BESIDE = [Beside(*o) for o in (
     ("hidden", r"\.|(__pycache__|__MACOSX)/"),              # also Spark's .part-0.crc
     ("a note of Spark, Dask or Arrow", r"_(SUCCESS|(common_)?metadata)$|_(started|committed)_\d+$"),
     ("a note of Spark, Dask or Arrow", r"_(temporary|spark_metadata)/|[^/]*\.crc$"),
     ("a cache of datasets or of the Hub", r"cache-[0-9a-f]{16}[^/]*\.arrow$|[^/]*\.(lock|incomplete)$"),
-    ("begins with _", r"_[^/=.]*(\.(parquet|arrow|jsonl?|ndjson|[ct]sv)\b[^/]*)?$", True),
-    ("about the data", r"(?i:readme|licen[cs]e|copying|notice|citation|changelog|contributing)\b[^/]*$", True))]
+    ("begins with _", r"_[^/=.]*(\.(parquet|arrow|jsonl?|ndjson|[ct]sv)\b[^/]*)?$", 1),
+    ("about the data", r"(?i:readme|licen[cs]e|copying|notice|citation|changelog|contributing)\b[^/]*$", 1))]
 
 def beside(path, columns): # below a folder; whether the folder has files with columns
     "Return what a file next to data is, by its name; None for one that may be data"
-    return next((o.what for o in BESIDE if columns >= o.columns and re.search(f"(^|/)({o.begins})", path)), None)
+    there = (o for o in BESIDE if columns >= o.columns and re.search(f"(^|/)({o.begins})", path))
+    return next((o.what for o in there), None)
 
 # %% ../nbs/03b_text_files.ipynb #03layo04
 _LOGS = {"_delta_log": "a Delta Lake table", ".hoodie": "a Hudi table"}     # a subfolder
-_INDEXED = dict(chunks="chunks of litdata, as litgpt writes them", shards="shards of MosaicML Streaming") # a key
+_INDEXED = dict(chunks="chunks of litdata, as litgpt writes them",          # a key of index.json
+                shards="shards of MosaicML Streaming")
 
 def check_folder(folder): # a `Path`
     "Raise `InputError` for a folder of another program whose files can't be read one by one"
     for name, what in _LOGS.items():
-        if (folder/name).exists(): raise InputError(f"{folder} is {what}, whose files also hold rows that were "
-                                                    f"deleted or replaced: {_TABLE}")
+        if (folder/name).exists(): raise InputError(
+            f"{folder} is {what}, whose files also hold rows that were deleted or replaced: {_TABLE}")
     if not (path := folder/"index.json").is_file(): return
     about = {}
     with suppress(InputError): about = read_json(path, dict, most=2**30)
@@ -441,8 +448,8 @@ def _saved_files(folder): # with a state.json
     try: state = read_json(folder/"state.json", SavedState)
     except InputError: return None
     names = [o.get("filename", "") for o in state.files]
-    if state.indices: raise InputError(f"{folder} was saved by an old version of datasets, with a selection of "
-                                       "its rows: load it and save it again")
+    if state.indices: raise InputError(f"{folder} was saved by an old version of datasets, with a selection "
+                                       "of its rows: load it and save it again")
     if gone := [o for o in names if not (folder/o).is_file()]:
         raise InputError(f"{folder/gone[0]} isn't there, and state.json names it: bring it back")
     return names
@@ -455,7 +462,8 @@ def _snapshot(folder): # with the subfolders blobs, refs and snapshots
     if name in there: return f"snapshots/{name}"
     raise InputError(f"{folder} has {len(there)} versions in snapshots/: name the folder of one of them")
 
-def _laid_out(folder, subfolders, names):
+# %% ../nbs/03b_text_files.ipynb #03layo08
+def _own_data(folder, subfolders, names):
     "Those of the subfolders and files that are a folder's data, by what it says of itself"
     check_folder(folder)
     if {"blobs", "refs", "snapshots"} <= {*subfolders}: return [_snapshot(folder)], []
@@ -464,6 +472,13 @@ def _laid_out(folder, subfolders, names):
         raise InputError(f"{folder} has no split train, only {', '.join(subfolders)}: name the folder of one")
     files = _saved_files(folder) if "state.json" in names else None
     return subfolders, names if files is None else files
+
+def _laid_out(folder, subfolders, names, top, report):
+    "The same; what is left out is reported, by its path below `top`"
+    kept, files = _own_data(folder, subfolders, names)
+    for o in {*subfolders} - {k.split("/")[0] for k in kept} | {*names} - {*files}:
+        report.skipped[os.path.relpath(folder/o, top)] = "of another data set, version or split"
+    return kept, files
 
 # %% ../nbs/03b_text_files.ipynb #03bt0069
 @patch
@@ -487,10 +502,7 @@ def _walk(top, report):
     def fail(e): raise OSError(f"cannot read {e.filename}: {e.strerror}; check its permissions") from e
     for folder, subfolders, names in os.walk(top, followlinks=True, onerror=fail):
         subfolders[:] = sorted(o for o in subfolders if not beside(f"{o}/", False))
-        kept, files = _laid_out(Path(folder), subfolders, names)
-        for o in {*subfolders} - {k.split("/")[0] for k in kept} | {*names} - {*files}:
-            report.skipped[os.path.relpath(Path(folder)/o, top)] = "not of this data set, or of another split"
-        subfolders[:], names = kept, files
+        subfolders[:], names = _laid_out(Path(folder), subfolders, names, top, report)
         for o in subfolders[:]:
             real = os.path.realpath(os.path.join(folder, o))
             if real in seen:
@@ -548,18 +560,18 @@ def document_files(
 def _file_documents(source, f, key, report):
     "The documents of a `Source` of that `Format`; None for each row without text"
     kind, where = file_kind(source.name), str(source.where)
-    if kind in TOKENS:
-        raise InputError(f"{where} is called {kind}, and tokens can't be read as text, nor while packed")
+    if kind in TOKENS: raise InputError(
+        f"{where} is called {kind}, and tokens can't be read as text, nor while packed")
     if f and f.role == "skip": report.skipped[where] = f.name; return ()
     if not f and not source.head(1): report.skipped[where] = "empty"; return ()
-    lines = "lines" if kind in (".jsonl", ".ndjson") or f or kind in SEPARATED else json_kind(source, key)
+    if f: report.read[f.name] += 1; return _read_table(source, key, f.name)
+    if kind in SEPARATED: report.read[kind[1:].upper()] += 1; return _read_separated(source, key)
+    lines = "lines" if kind in (".jsonl", ".ndjson") else json_kind(source, key)
     if kind == ".json" and lines not in ("lines", "other lines"):
         raise InputError(f"{where} is one JSON document; write one object a line, as .jsonl (jq -c '.[]' "
                          "FILE does it for an array), or as text")
     is_lines = lines == "lines" or kind == ".json"
-    report.read[f.name if f else kind[1:].upper() if kind in SEPARATED else "JSON lines" if is_lines else "text"] += 1
-    if f: return _read_table(source, key, f.name)
-    if kind in SEPARATED: return _read_separated(source, key)
+    report.read["JSON lines" if is_lines else "text"] += 1
     return _read_jsonl(source, key, report) if is_lines else _read_text(source, key)
 
 # %% ../nbs/03b_text_files.ipynb #03bt0087
@@ -606,7 +618,8 @@ def read_documents(
 def has_columns(path, text_key): # a file or folder
     "Return whether JSON lines, CSV, Parquet or Arrow are there, also packed, or a file that can't be read"
     def of(p):
-        try: return any(f and f.role == "table" or file_kind(s.name) in DATA or json_kind(s, text_key) == "lines"
-                        for s, f in _contents(_source(p), ReadReport()))
+        sources = _contents(_source(p), ReadReport())
+        try: return any(f and f.role == "table" or file_kind(s.name) in DATA
+                        or json_kind(s, text_key) == "lines" for s, f in sources)
         except (InputError, OSError): return True
     return any(map(of, document_files(path, text_key)))

@@ -17,8 +17,7 @@ from fastcore.basics import patch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from .compat import Unpickler
 from .io_utils import InputError, RunError, cache_dir, read_bytes_of
-from .text_files import TOKENS
-from .tokenizer import TextSummary
+from .text_files import TOKENS; from llm_speedrun.tokenizer import TextSummary
 
 # %% auto #0
 __all__ = []
@@ -169,9 +168,18 @@ def _seems_wider(sample, width): # bytes; of a token
     u = _used(sample, 2*width)
     return _never(u[width - 1], u[-1]) or _never(u[:width].max(), *u[width:])
 
-# %% ../nbs/03d_token_files.ipynb #tokf0030
+# %% ../nbs/03d_token_files.ipynb #tokfhead1
 _HEAD = 4104        # bytes that an unknown header may take, a multiple of 24
 
+def _width_of(path, sample):
+    "Bytes of a token. Raises `InputError` where the file seems to have a header"
+    width, rest = (next((2*w for w in (4, 2) if _seems_wider(o, w)), 2) for o in (sample, sample[_HEAD:]))
+    if len(sample) <= 2*_HEAD or width == rest: return width
+    raise InputError(
+        f"{path} seems to have a header that we don't know: its first bytes aren't of {rest}-byte tokens, "
+        f"and what follows is; {_WRITE}")
+
+# %% ../nbs/03d_token_files.ipynb #tokf0030
 def _by_bytes(path, size):
     "The same by which bytes are used. Raises `InputError` where that is no integer type we know"
     sample = _sample(path, size)
@@ -183,11 +191,7 @@ def _by_bytes(path, size):
              _never(a[4:].max(), *a[:4]))
     if any(wrong): raise InputError(
         f"{path} seems to be big-endian, or of floating-point numbers; {_WRITE}")
-    width, rest = (next((2*w for w in (4, 2) if _seems_wider(o, w)), 2) for o in (sample, sample[_HEAD:]))
-    if len(sample) > 2*_HEAD and width != rest: raise InputError(
-        f"{path} seems to have a header that we don't know: its first bytes aren't of {rest}-byte tokens, and "
-        f"what follows is; {_WRITE}")
-    return np.dtype(f"<u{width}"), 0
+    return np.dtype(f"<u{_width_of(path, sample)}"), 0
 
 # %% ../nbs/03d_token_files.ipynb #tokf0031b
 def _from_header(path, head, size, dtype):
@@ -473,17 +477,21 @@ def character_tokenizer(c) -> Tokenizer | None: # a `Characters`
     tok.decoder = decoders.Fuse()               # nothing between the characters
     return tok
 
+# %% ../nbs/03d_token_files.ipynb #tokfhigh
+def _highest(shards, n=64, size=2**12):
+    "The highest of the first tokens, which may be a header, and the highest seen of the others"
+    begin = min(256, len(shards)//2)
+    starts = np.linspace(begin, max(begin, len(shards) - size), n).astype(int).tolist()
+    return int(shards[:max(1, begin)].max()), max(int(shards[s:s+size].max()) for s in starts)
+
 # %% ../nbs/03d_token_files.ipynb #tokf0062
 def check_gpt2(shards):
     "Raise `InputError` if tokens without a stated vocabulary can't be GPT-2's, or hardly are"
-    n, size = 64, 2**12
-    begin = min(256, len(shards)//2)                        # what may be a header
-    starts = np.linspace(begin, max(begin, len(shards) - size), n).astype(int).tolist()
-    first, rest = int(shards[:max(1, begin)].max()), max(int(shards[s:s+size].max()) for s in starts)
+    first, rest = _highest(shards)
     if GPT2_VOCAB//2 <= (top := max(first, rest)) < GPT2_VOCAB: return
     if first > max(2*rest, 2000): raise InputError(
-        f"{shards.source} begins with the number {first:,}, and no other is above {rest:,}: is that a header of a "
-        f"format that we don't know? Leave it out; {_WRITE}")
+        f"{shards.source} begins with the number {first:,}, and no other is above {rest:,}: is that a "
+        f"header? Leave it out; {_WRITE}")
     if top >= 2**24: raise InputError(f"{shards.source} has negative numbers or none of a tokenizer, such as "
                                       f"{top:,} without a sign; {_WRITE}")
     raise InputError(f"{shards.source} doesn't say what its vocabulary is, and it is hardly GPT-2's of "

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
 # %% ../../nbs/38_prepare_data.ipynb #4732407b
-from ..io_utils import InputError, check_writable, hold, read_json, replace_file, split_paths, synced
+from ..io_utils import (InputError, check_writable, hold, read_json, replace_file, split_paths,
+                                   synced)
 from .encoder_pool import encoders, in_order
 from ..text_files import EOT, PACKED, document_files, file_kind, read_documents
 from ..tokenizer import (Tally, TextSummary, end_token, read_tokenizer, set_end_token,

@@ -124,7 +124,7 @@ def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where
 # %% ../../nbs/30b_train_data.ipynb #30bpass1
 @patch
 def passes(self:TrainData, steps):
-    "Return how often the tokens on disk are read in so many steps; of a mixture, those that are read most often"
+    "Return how often the tokens are read in so many steps; of a mixture, those that are read most often"
     tokens, total = steps*self.rows*self.cfg.seq_len, sum(w for _, w in self.mixture)
     return max(tokens*float(w/total)/len(corpus.train) for corpus, w in self.mixture)
 
