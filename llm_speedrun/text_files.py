@@ -7,7 +7,7 @@ from __future__ import annotations
 import bz2, codecs, difflib, gzip, io, json, lzma, os, re, zipfile, zlib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -361,8 +361,7 @@ def _read_separated(source, key):
             for batch in _rows(source, f, include_columns=[key], column_types={key: pa.string()}):
                 for text in batch.column(0).to_pylist(): yield text or None
     except (OSError, EOFError, pa.ArrowException, UnicodeError) as e:
-        raise OSError(f"cannot read {source.where}: {e}; is it whole, and UTF-8? Plain text is called "
-                      ".txt") from e
+        raise OSError(f"cannot read {source.where}: {e}; is it whole, and UTF-8? Plain text is .txt") from e
 
 # %% ../nbs/03b_text_files.ipynb #03bt0066
 @dataclass
@@ -404,20 +403,18 @@ class Beside(NamedTuple):
     "Files next to data, that hold none of it"
     what: str               # as it is reported
     begins: str             # a regular expression of the path, from the beginning of a name on
-    columns: bool = 0       # left out only where there are files with columns
+    data: bool = 0          # left out only where there are files with columns
 
 BESIDE = [Beside(*o) for o in (
     ("hidden", r"\.|(__pycache__|__MACOSX)/"),              # also Spark's .part-0.crc
-    ("a note of Spark, Dask or Arrow", r"_(SUCCESS|(common_)?metadata)$|_(started|committed)_\d+$"),
-    ("a note of Spark, Dask or Arrow", r"_(temporary|spark_metadata)/|[^/]*\.crc$"),
+    ("of Spark or Dask", r"_(SUCCESS|(common_)?metadata)$|_(temporary|spark_metadata)/"),
     ("a cache of datasets or of the Hub", r"cache-[0-9a-f]{16}[^/]*\.arrow$|[^/]*\.(lock|incomplete)$"),
     ("begins with _", r"_[^/=.]*(\.(parquet|arrow|jsonl?|ndjson|[ct]sv)\b[^/]*)?$", 1),
     ("about the data", r"(?i:readme|licen[cs]e|copying|notice|citation|changelog|contributing)\b[^/]*$", 1))]
 
-def beside(path, columns): # below a folder; whether the folder has files with columns
+def beside(path, data): # below a folder; whether the folder has files with columns
     "Return what a file next to data is, by its name; None for one that may be data"
-    there = (o for o in BESIDE if columns >= o.columns and re.search(f"(^|/)({o.begins})", path))
-    return next((o.what for o in there), None)
+    return next((o.what for o in BESIDE if data >= o.data and re.search(f"(^|/)({o.begins})", path)), None)
 
 # %% ../nbs/03b_text_files.ipynb #03layo04
 _LOGS = {"_delta_log": "a Delta Lake table", ".hoodie": "a Hudi table"}     # a subfolder
@@ -429,27 +426,25 @@ def check_folder(folder): # a `Path`
     for name, what in _LOGS.items():
         if (folder/name).exists(): raise InputError(
             f"{folder} is {what}, whose files also hold rows that were deleted or replaced: {_TABLE}")
-    if not (path := folder/"index.json").is_file(): return
-    about = {}
-    with suppress(InputError): about = read_json(path, dict, most=2**30)
+    try: about = read_json(folder/"index.json", dict, most=2**30)
+    except (InputError, OSError): return
     for key, what in _INDEXED.items():
         if isinstance(about.get(key), list): raise InputError(
             f"{folder} has {what}, which we don't read: give the text that they were made from, or write the "
             "tokens as they are, np.array(tokens, np.uint16).tofile('train.bin')")
 
 # %% ../nbs/03b_text_files.ipynb #03layo06
-class SavedState(msgspec.Struct):
-    "The content of `state.json`"
-    files: list[dict[str, str]] = msgspec.field(name="_data_files")
-    indices: list = msgspec.field(name="_indices_data_files", default_factory=list) # by old versions
+# the second has a selection of rows, by old versions
+SavedState = msgspec.defstruct("SavedState", [("_data_files", list[dict[str, str]]),
+                                              ("_indices_data_files", list, [])])
 
-def _saved_files(folder): # with a state.json
-    "The names of the files that a data set of `save_to_disk` consists of; None for another's state.json"
+def _saved_files(folder, names):
+    "Those of the names that a data set of `save_to_disk` consists of; all where there is none"
     try: state = read_json(folder/"state.json", SavedState)
-    except InputError: return None
-    names = [o.get("filename", "") for o in state.files]
-    if state.indices: raise InputError(f"{folder} was saved by an old version of datasets, with a selection "
-                                       "of its rows: load it and save it again")
+    except (InputError, FileNotFoundError): return names
+    names = [o.get("filename", "") for o in state._data_files]
+    if state._indices_data_files: raise InputError(
+        f"{folder} was saved by an old version of datasets, with a selection of its rows: save it again")
     if gone := [o for o in names if not (folder/o).is_file()]:
         raise InputError(f"{folder/gone[0]} isn't there, and state.json names it: bring it back")
     return names
@@ -470,8 +465,7 @@ def _own_data(folder, subfolders, names):
     if "dataset_dict.json" in names and subfolders:
         if "train" in subfolders: return ["train"], names
         raise InputError(f"{folder} has no split train, only {', '.join(subfolders)}: name the folder of one")
-    files = _saved_files(folder) if "state.json" in names else None
-    return subfolders, names if files is None else files
+    return subfolders, _saved_files(folder, names)
 
 def _laid_out(folder, subfolders, names, top, report):
     "The same; what is left out is reported, by its path below `top`"
@@ -560,10 +554,9 @@ def document_files(
 def _file_documents(source, f, key, report):
     "The documents of a `Source` of that `Format`; None for each row without text"
     kind, where = file_kind(source.name), str(source.where)
-    if kind in TOKENS: raise InputError(
-        f"{where} is called {kind}, and tokens can't be read as text, nor while packed")
-    if f and f.role == "skip": report.skipped[where] = f.name; return ()
-    if not f and not source.head(1): report.skipped[where] = "empty"; return ()
+    if kind in TOKENS: raise InputError(f"{where} is called {kind}, and tokens can't be read as text")
+    if why := f.role == "skip" and f.name if f else not source.head(1) and "empty":
+        report.skipped[where] = why; return ()
     if f: report.read[f.name] += 1; return _read_table(source, key, f.name)
     if kind in SEPARATED: report.read[kind[1:].upper()] += 1; return _read_separated(source, key)
     lines = "lines" if kind in (".jsonl", ".ndjson") else json_kind(source, key)
