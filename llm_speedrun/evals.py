@@ -25,7 +25,8 @@ from .text_files import (EOT, Continued, document_files, file_kind, read_documen
 from .tokenizer import encode_texts, end_of_text
 from .token_files import Meta as TokenMeta, all_token_files, named_as_tokens, token_files
 from .corpus import HUB, check_text_key, open_corpus
-from .model import set_parts
+from .model import naive_attention, set_parts
+from .runs import enter_all
 from .measure import default_device, machine, version_of
 from .export import file_of, from_pretrained, run_of, text_tokenizer
 from .rungs.flash import attend_with
@@ -71,9 +72,13 @@ def our_lm(folder, # a run's, an export's, or another that `from_pretrained` ope
     run = from_pretrained(folder, device)
     c = run.model.config
     tok, start, why = our_tokenizer(folder, c.vocab)
-    about = dict(engine="ours", weights=weights_digest(run.model))
-    set_parts(run.model, attend=attend_with("efficient"))
-    return LM(run.model, partial(encode_texts, tok), start, c.seq_len, c.vocab, run.device, about, why)
+    engine = ", ".join(["ours", *(f"with {r}" for r in run.rungs)])
+    about = dict(engine=engine, weights=weights_digest(run.model))
+    naive = [b for b in run.model.layers if b.attend is naive_attention] # not what a plug-in attends with
+    set_parts(run.model, naive, attend=attend_with("efficient"))
+    def logits(x):
+        with enter_all(run.forward_contexts): return run.model(x)
+    return LM(logits, partial(encode_texts, tok), start, c.seq_len, c.vocab, run.device, about, why)
 
 # %% ../nbs/61_evals.ipynb #44604b3b
 def first_line(e): # an error

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 import msgspec
-from .io_utils import InputError, read_json, read_text_of
+from .io_utils import InputError, SpeedrunError, defined_at, read_json, read_text_of
 
 # %% ../nbs/06c_plugins.ipynb #33plug13
 TABLES = dict(rung="runs:RUNGS", recipe="recipes.recipe:RECIPES", model="model:WORKLOADS",
@@ -96,14 +96,29 @@ def execute(spec, # of a plug-in
     linecache.checkcache(spec)
     exec(compile(text, spec, "exec"), vars(module))
 
+# %% ../nbs/06c_plugins.ipynb #02d87b8e
+def lines_in(e, spec): # an error, a plug-in
+    "Return the lines of a plug-in's code through which an error came, as pairs of a number and a function"
+    try: files = {spec, *map(str, plugin_files(spec))}
+    except InputError: files = {spec} # it was removed
+    if isinstance(e, SyntaxError) and e.filename in files: return [(e.lineno, "<module>")]
+    return [(f.lineno, f.name) for f in traceback.extract_tb(e.__traceback__) if f.filename in files]
+
 def where(e, spec): # an error, and the plug-in that raised it
     "Return a text: the error, and the line of the plug-in that raised it"
-    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == spec]
-    if isinstance(e, SyntaxError) and e.filename == spec: lines = [e.lineno]
-    said = e.msg if isinstance(e, SyntaxError) else str(e)
-    return f", line {lines[-1]}"*bool(lines) + f": {type(e).__name__}" + f": {said}"*bool(said)
+    (line, name), rung = (lines_in(e, spec) or [(0, "<module>")])[-1], getattr(e, "rung", "")
+    said = " ".join((e.msg if isinstance(e, SyntaxError) else str(e)).split())[:300]
+    of = f"the rung {rung!r}" if rung else "" if name.startswith("<") else name
+    of = f", line {line}"*bool(line) + f", in {of}"*bool(of)
+    return of + f": {type(e).__name__}" + f": {said}"*bool(said)
 
 # %% ../nbs/06c_plugins.ipynb #33plug19
+def plugin_error(e, spec): # an error, the plug-in that raised it
+    "Return the `InputError` that says in one line what is wrong in a plug-in's code"
+    return InputError(f"plug-in {as_shown(spec)} fails{where(e, spec)}. Correct it, or leave it out; "
+                      "--debug shows where in it the error came from")
+
+# %% ../nbs/06c_plugins.ipynb #9250217a
 @contextmanager
 def names_kept(spec): # of a plug-in
     "Yield the `tables`. An error inside restores tables and modules, and becomes an `InputError`"
@@ -114,9 +129,8 @@ def names_kept(spec): # of a plug-in
         for k, t in now.items(): t.clear(); t.update(before[k])
         for m in set(sys.modules) - modules:
             if getattr(sys.modules[m], "__file__", None) in its: del sys.modules[m]
-        if isinstance(e, (Exception, SystemExit)) and not getattr(e, "ours", False): raise InputError(
-            f"plug-in {as_shown(spec)} can't be imported{where(e, spec)}. Correct it, or leave it out; "
-            "--debug shows where in it the error came from") from e
+        if isinstance(e, (Exception, SystemExit)) and not getattr(e, "ours", False):
+            raise plugin_error(e, spec) from e
         raise
 
 # %% ../nbs/06c_plugins.ipynb #33plug20
@@ -139,6 +153,17 @@ def forget_plugin(spec): # of a plug-in
     if not (p := LOADED.pop(spec, None)): return
     for kind, table in tables().items():
         for name in p.names.get("model" if kind in OTHERS else kind, ()): table.pop(name, None)
+
+# %% ../nbs/06c_plugins.ipynb #33plug51
+@contextmanager
+def plugin_errors():
+    "Turn an error that came from the code of a plug-in into an `InputError` that names its file and line"
+    try: yield
+    except Exception as e:
+        spec = next((s for s in LOADED if lines_in(e, s)), None)
+        memory = isinstance(e, MemoryError) or "out of memory" in str(e) or "DefaultCPUAllocator" in str(e)
+        if spec is None or memory or isinstance(e, SpeedrunError): raise
+        raise plugin_error(e, spec) from e
 
 # %% ../nbs/06c_plugins.ipynb #33plug25
 GROUP = "llm_speedrun.plugins" # of entry points
@@ -177,6 +202,87 @@ def import_plugins(text="", # as `--plugin` takes it
         if recorded and LOADED[spec].digest not in recorded.values(): log_info(
             f"the plug-in {as_shown(spec)} isn't as {folder} knows it: it was changed, or is another one")
     return {spec: LOADED[spec].digest for spec in there}
+
+# %% ../nbs/06c_plugins.ipynb #33plug61
+TOLERANCE = dict(fp32=(3e-4, 5e-3), tf32=(1e-3, .02), bf16=(2e-3, .05), fp16=(2e-3, .05),
+                 fp8=(.01, .25)) # number format -> what loss and gradients may differ by, relative
+
+def is_own(f): # a rung, or a class of models
+    "Return whether it isn't one of this package"
+    return not f.__module__.startswith("llm_speedrun.")
+
+def with_required(name, rungs): # of a rung; as `build` takes them
+    "Return those of `rungs` that the rung requires, and what these require, and itself"
+    from llm_speedrun.runs import find_rung, rung_name
+    wanted = [name]
+    for n in wanted: wanted += [k for k in find_rung(n).requires if k not in wanted]
+    return [r for r in rungs if rung_name(r) in wanted]
+
+# %% ../nbs/06c_plugins.ipynb #72575f78
+def draw_weights(model, g): # a `GPT`, a `torch.Generator` on its device
+    "Fill a model with random weights of a trained layer's size: fresh ones hide what a block computes"
+    import torch
+    with torch.no_grad():
+        for _, p in sorted(model.named_parameters()):
+            p.normal_(std=p.shape[1]**-.5, generator=g) if p.ndim > 1 else p.uniform_(.5, 1.5, generator=g)
+
+def check_loss(loss, of): # of a forward pass; what it is of, for errors
+    "Raise `InputError` for a loss that is no scalar with a gradient"
+    import torch
+    there = torch.is_tensor(loss)
+    if there and loss.ndim == 0 and loss.requires_grad: return
+    what = f"a tensor of shape {tuple(loss.shape)}" if there else repr(loss)[:40]
+    raise InputError(f"{of} gives {what} as loss, and must give a batch's mean, a scalar with a gradient")
+
+# %% ../nbs/06c_plugins.ipynb #40e9fcce
+def loss_and_gradients(run, of): # a `Run`; what is tried, for errors
+    "Return the loss and all gradients of a pass over one sequence, with random weights"
+    import torch
+    from llm_speedrun.runs import enter_all, uncompiled
+    c, g = run.model.config, torch.Generator(run.device).manual_seed(0)
+    draw_weights(run.model, g)
+    x, y = torch.randint(c.vocab, (2, 1, c.seq_len), device=run.device, generator=g)
+    with torch.enable_grad(), uncompiled(), enter_all(run.step_contexts):
+        with enter_all(run.forward_contexts): loss = run.loss(run.model, x, y)
+        check_loss(loss, of)
+        ps = [p for p in run.model.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(1024*loss, ps, allow_unused=True, materialize_grads=True) # for fp16
+    return loss.item(), torch.cat([g.float().flatten() for g in grads])/1024
+
+# %% ../nbs/06c_plugins.ipynb #6fbefd61
+def check_rung_function(r, config, rungs, model): # a rung of `rungs`; the rest as for `check_function`
+    "Raise `InputError` where the rung computes another function and doesn't declare it"
+    from llm_speedrun.runs import build, rung_name
+    of, rungs = f"rung {r.__name__!r} ({defined_at(r)})", with_required(r.__name__, rungs)
+    loss, grads = loss_and_gradients(run := build(config, rungs, model=model), of)
+    if not r.same_function: return
+    plain = build(config, [k for k in rungs if rung_name(k) != r.__name__], model=model)
+    want, exact = loss_and_gradients(plain, of)
+    same = len(grads) == len(exact) # weights of its own are another function, too
+    off = abs(loss/want - 1), ((grads - exact).norm()/exact.norm()).item() if same else float("inf")
+    if not all(o <= most for o, most in zip(off, TOLERANCE[run.fmt])): raise InputError(
+        f"{of} computes another function than the run without it: from the same weights the loss differs "
+        f"by {off[0]:.2%} and the gradients by {off[1]:.2%}, more than {run.fmt} explains. If that is "
+        f'meant, declare it: @rung("{r.stage}", same_function=False). If not, correct the rung')
+
+# %% ../nbs/06c_plugins.ipynb #65d88672
+def check_function(config, # a `GPTConfig`
+                   rungs, # as `build` takes them, without "auto" options
+                   model): # the class of the model
+    "Raise `InputError` where a plug-in's model gives no loss, or a rung breaks its promise"
+    from dataclasses import replace
+    from llm_speedrun.runs import build, find_rung, rung_name
+    small = replace(config, layers=1, vocab=min(config.vocab, 512))
+    if is_own(model): loss_and_gradients(build(small, [], model=model), f"model {config.name!r}")
+    for r in map(find_rung, map(rung_name, rungs)):
+        if is_own(r): check_rung_function(r, small, rungs, model)
+
+# %% ../nbs/06c_plugins.ipynb #33plug64
+def function_rungs(rungs): # as `build` takes them
+    "Return those of `rungs` without which the trained model computes something else, and what they require"
+    from llm_speedrun.runs import find_rung, rung_name
+    other = [n for n in map(rung_name, rungs) if not find_rung(n).same_function]
+    return [r for r in rungs if any(r in with_required(n, rungs) for n in other)]
 
 # %% ../nbs/06c_plugins.ipynb #33plug29
 def plugin_args(text): # as `--plugin` takes it

@@ -20,10 +20,12 @@ from ..tokenizer import check_ratio, check_round_trip, summary_lines
 from ..io_utils import InputError, sha256_of
 from ..measure import Timings, memory_limit, process_start, sample_ms, summarize
 from .launch import num_processes
-from ..checkpoint.format import flatten_state, newest
+from ..checkpoint.format import checkpoints, flatten_state, newest
+from ..checkpoint.save import is_kept
 from ..checkpoint.save_sharded import PerRank
 from ..checkpoint.state import weights_to_save
-from .run_dir import read_record
+from .config import branch_point
+from .run_dir import goes_on, read_record
 from .autotune import divisors, prepare_process, refused
 from .machine_checks import (Finding, check_cluster, check_gpu, check_rungs, check_versions,
                                                guarded, ok)
@@ -218,22 +220,27 @@ def _cannot_write(there): # a folder; returns the error
     except OSError as e: return e
 
 def _disk_need(trainer): # bytes, and a whole checkpoint's
-    weights, whole = checkpoint_bytes(trainer)
-    kept, keep = [*(trainer.folder/"checkpoints").rglob("*.safetensors")], trainer.cfg.keep_last
-    there = sum(p.stat().st_size for p in kept) # these give way
-    return max(whole, (keep + 2)*whole - there) + weights, whole
+    (weights, whole), n = checkpoint_bytes(trainer), _checkpoints_at_once(trainer)
+    old = [c for c in checkpoints(trainer.folder/"checkpoints") if not is_kept(c)] # these give way
+    there = sum(p.stat().st_size for c in old for p in c.glob("*.safetensors"))
+    return max(whole, n*whole - there) + weights, whole
+
+def _checkpoints_at_once(trainer): # most of them
+    return trainer.cfg.keep_last + 2 + trainer.plan.kept_to_come(trainer.done)
 
 # %% ../../nbs/36_doctor.ipynb #a03c5047
 def check_disk(trainer): # a `Trainer` that has taken a step
     "Yield findings about the disk: whether it is writable, and whether there is room"
-    there, resumed = next(p for p in trainer.folder.parents if p.exists()), trainer.cfg.resume
+    there, resumed = next(p for p in trainer.folder.parents if p.exists()), goes_on(trainer.cfg)
     if e := _cannot_write(there):
         advice = "look at its permissions" if resumed else "choose another --out"
         yield Finding("problem", "disk", f"{there}/ can't be written into ({e}): {advice}")
         return
     (need, whole), keep, free = _disk_need(trainer), trainer.cfg.keep_last, shutil.disk_usage(there).free
-    text = (f"{size(free)} are free in {there}/, and a run needs {size(need)}: {keep + 2} checkpoints of "
-            f"{size(whole)} (--keep_last {keep}, the best, and one being written), and its weights")
+    n, kept = _checkpoints_at_once(trainer), trainer.plan.kept_to_come(trainer.done)
+    good = f"{kept} kept for good, " if kept else ""
+    text = (f"{size(free)} are free in {there}/, and a run needs {size(need)}: {n} checkpoints of "
+            f"{size(whole)} (--keep_last {keep}, the best, {good}and one being written), and its weights")
     if free > need: yield Finding("ok", "disk", text)
     else: yield Finding("problem", "disk", f"{text}. Make room, or choose a smaller --keep_last"
                         + ("" if resumed else " or another --out"))
@@ -256,7 +263,7 @@ def rough_duration(seconds): # of a run
 # %% ../../nbs/36_doctor.ipynb #053ff943
 def _passes(trainer):
     c = trainer.cfg
-    passes = trainer.data.passes(c.steps)
+    passes = trainer.data.passes(c.steps - trainer.data.first_step)
     times = f"{passes:,.1f}" if passes >= 1 else f"{passes:.1g}"
     text = f"by its end the run has passed over the data {times} times"
     if passes <= max(1, 1.05*c.epochs): return Finding("ok", "time", text)
@@ -305,15 +312,15 @@ def check_saving(trainer, p): # as for `check_time`
     text = f"a checkpoint takes {p.write_s:.1f} s to write, and one is due every {p.between_s:.1f} s"
     waits = ("training will wait for the disk" if p.wait_s else
              "if the disk slows down, training will wait, which this time doesn't count")
-    advice = "" if trainer.cfg.resume else ". A smaller --num_evals or a faster disk for --out helps"
+    advice = "" if goes_on(trainer.cfg) else ". A smaller --num_evals or a faster disk for --out helps"
     yield Finding("note", "time", f"{text}: {waits}{advice}")
 
 
 # %% ../../nbs/36_doctor.ipynb #7b038108
 def check_resume(cfg): # a `TrainConfig`
     "Yield findings about the checkpoints of a run to resume"
-    passed = []
-    found = newest(Path(cfg.resume)/"checkpoints", read_record(cfg.resume).run_id, log_info=passed.append)
+    passed, (folder, step) = [], branch_point(cfg.resume)
+    found = newest(Path(folder)/"checkpoints", read_record(folder).run_id, passed.append, step)
     if found and passed: passed[-1] += ". The one before it is taken"
     for text in passed: yield Finding("note", "resume", text)
     if found: yield Finding("ok", "resume", f"goes on from {found}")
