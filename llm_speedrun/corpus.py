@@ -19,18 +19,19 @@ __all__ = ['LONGEST', 'HUB_TOKENS', 'stdlib_files', 'train_tokenizer', 'write_sh
            'open_corpus', 'differences']
 
 # %% ../nbs/03e_corpus.ipynb #03data03
-from .text_files import (EOT, Continued, document_files, read_documents, seems, text_pieces,
-                                     utf8_text)
+from .text_files import (EOT, Continued, check_folder, document_files, has_columns,
+                                     read_documents, seems, text_pieces)
 from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_tokenizer,
                                     read_tokenizer, summary_lines, token_dtype, tokenizer_hash, tokenizer_of,
                                     tried, vocabulary_size, write_tokenizer)
 
 # %% ../nbs/03e_corpus.ipynb #tokf0027b
 from .io_utils import (OTHER_CACHE, InputError, RunError, cache_dir, check_writable,
-                                   file_sha256, hold, in_words, read_json, replace_file, synced)
+                                   file_sha256, hold, in_words, read_json, replace_file, synced,
+                                   utf8_text)
 from .token_files import (GPT2_EOT, GPT2_VOCAB, Meta, Shards, TokenWriter,
                                       character_tokenizer, check_counts, check_gpt2, check_width,
-                                      named_as_tokens, read_characters, token_files)
+                                      all_token_files, named_as_tokens, read_characters, token_files)
 
 # %% ../nbs/03e_corpus.ipynb #8a4918a7
 _SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -286,7 +287,8 @@ class Corpus:
 # %% ../nbs/03e_corpus.ipynb #fe867072
 def _holds_tokens(folder):
     "Return whether a folder is a tokenized corpus. Raises `InputError` if it may also be one of texts"
-    bins, described = sorted(folder.glob("*.bin")), (folder/"meta.json", folder/"tokenizer.json")
+    check_folder(folder)
+    bins, described = all_token_files(folder), (folder/"meta.json", folder/"tokenizer.json")
     if token_files(folder, "train") or all(p.exists() for p in described): return True
     if not bins or not (texts := document_files(folder)): return bool(bins)
     raise InputError(f"{folder} has text ({texts[0].name}, ...) and {bins[0].name}: if that holds tokens, "
@@ -334,7 +336,8 @@ def _split_files(path):
     both = path.is_dir() or path.stem == "train"
     folder = path if path.is_dir() else path.parent
     trains, vals = [path], token_files(folder, "val") if both else []
-    if path.is_dir(): trains = token_files(path, "train") or sorted({*path.glob("*.bin")} - {*vals})
+    if path.is_dir():
+        trains = token_files(path, "train") or [p for p in all_token_files(path) if p not in vals]
     for p in (*trains, *vals): _check_holds_tokens(p)
     return trains, vals, folder, both
 
@@ -462,7 +465,7 @@ def open_corpus(
     vocab=None,         # of the tokenizer we train (default `OFFLINE_VOCAB`), or of a bare `.bin` (GPT-2's)
     max_tokens=None,    # use no more tokens than this (default: all; `HUB_TOKENS` of a preset)
     tokenizer=None,     # encode text with this one, and train none; tokens must have been made with it
-    text_key="text",    # the key or column of JSON lines, Parquet and Arrow that holds the text
+    text_key="text",    # the key or column of JSON lines, CSV, Parquet and Arrow that holds the text
     for_text=None,      # a tokenizer to encode text with; tokens may be of another
 ) -> Corpus:
     """Open a corpus; text is tokenized into `cache_dir()` the first time, and a line printed that says so.
@@ -487,6 +490,18 @@ def _with_tokenizer(corpus, tokenizer, path):
     elif tokenizer_hash(tokenizer) != tokenizer_hash(corpus.tokenizer):
         raise InputError(f"{path} was tokenized with another tokenizer: the same numbers mean other text")
     return replace(corpus, tokenizer=tokenizer)
+
+# %% ../nbs/03e_corpus.ipynb #03key001
+def check_text_key(names, text_key): # each name as `open_corpus` takes it
+    "Raise `InputError` if a key other than `text` is given, and none of the corpora has keys or columns"
+    def may_have(name): # a wrong path is for another error
+        path = Path(name).expanduser()
+        if not path.exists(): return str(name) not in ("stdlib", *HUB)
+        tokens = _holds_tokens(path) if path.is_dir() else named_as_tokens(path)
+        return not tokens and has_columns(path, text_key)
+    if text_key == "text" or any(map(may_have, names)): return
+    raise InputError(f"text_key {text_key!r} has no effect: {', '.join(map(str, names))} has no JSON lines, "
+                     "CSV, Parquet or Arrow in it. Leave it out")
 
 # %% ../nbs/03e_corpus.ipynb #4bf1d75f
 def _samples(shards, n=64, size=256):

@@ -19,16 +19,18 @@ from tqdm.auto import tqdm
 
 # %% ../nbs/61_evals.ipynb #2294b3a2
 from .io_utils import (InputError, check_writable, decoded, lookup, read_bytes_of, read_json,
-                                   replace_file)
-from .text_files import EOT, Continued, file_kind, read_documents, text_pieces
+                                   read_text_of, replace_file, split_paths)
+from .text_files import (EOT, Continued, document_files, file_kind, read_documents,
+                                     text_pieces)
 from .tokenizer import encode_texts, end_of_text
-from .token_files import named_as_tokens
-from .corpus import HUB, open_corpus
+from .token_files import Meta as TokenMeta, all_token_files, named_as_tokens, token_files
+from .corpus import HUB, check_text_key, open_corpus
 from .model import naive_attention, set_parts
 from .runs import enter_all
 from .measure import default_device, machine, version_of
 from .export import file_of, from_pretrained, run_of, text_tokenizer
 from .rungs.flash import attend_with
+from .train.prepare_data import located, parse_mix
 
 # %% ../nbs/61_evals.ipynb #69c5f1d9
 @dataclass(frozen=True)
@@ -230,10 +232,45 @@ def validation_texts(corpus): # a `Corpus`
 def documents(path, # a file or folder of text; a tokenized corpus, or "stdlib"
               text_key="text"): # the key or column that holds the text
     "Return the documents there. Raises as `read_documents` and `open_corpus` do"
-    p = Path(path)
-    tokens = named_as_tokens(p) or p.is_dir() and any(p.glob("*.bin"))
+    p = Path(path).expanduser()
+    tokens = named_as_tokens(p) or p.is_dir() and all_token_files(p)
     if tokens or str(path) in ("stdlib", *HUB): return validation_texts(open_corpus(path))
     return in_one(read_documents(path, text_key))
+
+# %% ../nbs/61_evals.ipynb #61seen01
+class TrainedOn(msgspec.Struct):
+    "What a run's `config.json` says of its data"
+    data: str = ""
+    cwd: str = "" # from which a relative path starts
+    text_key: str = "text"
+
+def text_of_tokens(folder): # of tokens
+    "Return the path and the key of the text that they were made from, as it was given, or None"
+    if not (path := Path(folder)/"meta.json").exists(): return None
+    m = re.fullmatch(r"(.*) \((.*)\), tokenizer .*", read_json(path, TokenMeta).source)
+    return m and m.groups()
+
+# %% ../nbs/61_evals.ipynb #61seen03
+def training_files(data, text_key, folders): # a corpus; where the path of its text may start
+    "Return the files that are trained on, a set of paths: of tokens also the text that they are from"
+    path = Path(data).expanduser()
+    if not path.exists() or named_as_tokens(path): return set() # a token file holds out the same part
+    tokens = token_files(path, "train") if path.is_dir() else []
+    found = {p.resolve() for p in tokens or document_files(path, text_key)}
+    name, key = tokens and text_of_tokens(path) or ("", "")
+    for o in folders if name else (): found |= training_files(Path(o, Path(name).expanduser()), key, ())
+    return found
+
+# %% ../nbs/61_evals.ipynb #61seen04
+def seen_in_training(folder, path, text_key): # of a run; what `documents` takes
+    "Return whether the run in a folder was trained on the text at a path, or on a part of it"
+    try:
+        about = read_json(run_of(folder)/"config.json", TrainedOn)
+        files = [Path(path)] if named_as_tokens(Path(path)) else document_files(path, text_key)
+        trained = [training_files(name, about.text_key, (Path(name).parent, about.cwd, "."))
+                   for name, _ in parse_mix(located(about.data, about.cwd))]
+    except (InputError, OSError): return False
+    return not {p.resolve() for p in files}.isdisjoint(set().union(*trained))
 
 # %% ../nbs/61_evals.ipynb #90d24e7b
 def text_requests(lm, text, context): # an `LM`, a document, as for `windows`
@@ -259,18 +296,20 @@ def ratio_and_error(a, b): # numbers, one a document
 def text_scores(lm, texts, # an `LM`; documents
                 context=0, # the fewest tokens before a scored one; 0 for half of what the model reads
                 **how): # for `score`
-    "Return bits per byte and nats per token of the documents, with standard errors and counts, a dict"
+    "Return bits per byte and nats per token with standard errors, and counts; `empty` are without tokens"
     context = context or max(1, lm.seq // 2)
     if context > lm.seq: raise InputError(f"context is {context}, and this model reads {lm.seq} tokens")
-    parts = [text_requests(lm, t, context) for t in texts]
-    tokens, sizes = [n for _, n in parts], [len(t.encode()) for t in texts]
-    nats, _ = score(lm, [r for rs, _ in parts for r in rs], **how)
-    starts = np.cumsum([0] + [len(rs) for rs, _ in parts])[:-1]
+    parts = [(*text_requests(lm, t, context), len(t.encode())) for t in texts]
+    there = [p for p in parts if p[1]]
+    if not there: raise InputError("there is no document with a token in it: nothing to score")
+    requests, tokens, sizes = zip(*there)
+    nats, _ = score(lm, [r for rs in requests for r in rs], **how)
+    starts = np.cumsum([0] + [*map(len, requests)])[:-1]
     nats = -np.add.reduceat(nats, starts)
     (bits, e), (per_token, f) = ratio_and_error(nats/math.log(2), sizes), ratio_and_error(nats, tokens)
     return dict(scores=dict(bits_per_byte=bits, nats_per_token=per_token),
-                errors=dict(bits_per_byte=e, nats_per_token=f), documents=len(texts), context=context,
-                tokens=sum(tokens), bytes=sum(sizes))
+                errors=dict(bits_per_byte=e, nats_per_token=f), documents=len(requests), context=context,
+                tokens=sum(tokens), bytes=sum(sizes), empty=len(parts) - len(requests))
 
 # %% ../nbs/61_evals.ipynb #1d7d8a9a
 def token_bytes(tokenizer): # byte-level, such as GPT-2's
@@ -379,7 +418,7 @@ def file_rows(path): # JSON, an object a line, or Parquet
         try: rows = pq.read_table(io.BytesIO(data)).to_pylist()
         except pa.ArrowException as e: raise InputError(f"{path} is no whole Parquet file: {e}") from None
         return data, [(f"{path} row {i}", msgspec.json.encode(r)) for i, r in enumerate(rows, 1)]
-    lines = enumerate(data.split(b"\n"), 1)
+    lines = enumerate(read_text_of(path, most=2**30).encode().split(b"\n"), 1)
     return data, [(f"{path} line {i}", line) for i, line in lines if line.strip()]
 
 # %% ../nbs/61_evals.ipynb #9afbd962
@@ -408,6 +447,8 @@ def questions_of(name, # a key of `TASKS`
     if not rows: raise InputError(f"{path} has no examples in it")
     wheres = [where for where, _ in rows[:limit or None]]
     questions = [decoded(line, task.line, where).question(where) for where, line in rows[:limit or None]]
+    for q, where in zip(questions, wheres):
+        if not all(q.endings): raise InputError(f"{where}: an ending has no text: mend or delete it")
     about = dict(task=name, source=str(path) or task.hub["path"], sha256=hashlib.sha256(data).hexdigest())
     return questions, wheres, about
 
@@ -441,7 +482,7 @@ def task_scores(lm, name, questions, wheres, **how): # an `LM`; from `questions_
 def asked_tasks(spec, limit=0): # such as "hellaswag,arc_easy=arc.jsonl"; as for `questions_of`
     "Return what `questions_of` returns for each task, with the files checked"
     res = []
-    for part in filter(None, spec.split(",")):
+    for part in filter(None, split_paths(spec, lambda s: Path(s.partition("=")[2]).is_file())):
         name, named, path = part.partition("=")
         if named and not path: raise InputError(f"--tasks {part}: name the file after the equals sign")
         res.append(questions_of(name.strip(), path, limit))
@@ -449,7 +490,7 @@ def asked_tasks(spec, limit=0): # such as "hellaswag,arc_easy=arc.jsonl"; as for
 
 def asked_texts(spec, limit=0, text_key="text"): # paths with commas; most documents of each; for `documents`
     "Return pairs of a path and its documents"
-    paths = filter(None, spec.split(","))
+    if paths := [*filter(None, split_paths(spec))]: check_text_key(paths, text_key)
     res = [(path, [*islice(documents(path, text_key), limit or None)]) for path in paths]
     for path, texts in res:
         if not texts: raise InputError(f"{path} has no text in it")
@@ -496,15 +537,31 @@ def eval_lines(records): # of `evaluate`
         for k, v in r["scores"].items():
             error = "" if r["errors"][k] is None else f" ± {r['errors'][k]:.2g}"
             yield f"{r['task']:<14}{k:<15}{v:.5g}{error}  ({n}, {r['source']})"
+        if r.get("empty"): yield f"{'':<14}left out documents without a token: {r['empty']:,}"
         if r.get("context", 1) > 1:
             yield (f"{'':<14}with {r['context']} or more tokens before each scored one, where the text has "
                    "them; for lm_eval's number: --context 1")
 
+# %% ../nbs/61_evals.ipynb #61asked00
+def check_asked(c): # an `EvalOptions`
+    "Raise `InputError` where nothing is to be evaluated, or an option has no effect"
+    if not (c.tasks or c.text):
+        raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")
+    unused = dict(text_key=c.text_key != "text", context=c.context)
+    if not c.text and (unused := [k for k, given in unused.items() if given]): raise InputError(
+        f"{' and '.join(unused)} has no effect on --tasks: leave it out, or give a --text")
+
+def warnings(c, texts): # an `EvalOptions`; from `asked_texts`
+    "Yield a line for each text that the model was trained on"
+    for path, _ in texts:
+        if seen_in_training(c.folder, path, c.text_key): yield (
+            f"warning: {c.folder} was trained on text of {path}, so its score says how well the model "
+            "remembers it. A tokenized corpus is scored on its held-out side")
+
 # %% ../nbs/61_evals.ipynb #61b50415
 def run_eval(c): # an `EvalOptions`
     "Run `speedrun_eval`"
-    if not (c.tasks or c.text):
-        raise InputError(f"nothing to evaluate: give --tasks ({', '.join(TASKS)}) or --text")
+    check_asked(c)
     bf16 = lookup(dict(fp32=False, bf16=True), c.dtype, "dtype")
     engine = lookup(ENGINES, c.engine, "engine")
     out = Path(c.out or run_of(c.folder)/"evals.json")
@@ -512,6 +569,7 @@ def run_eval(c): # an `EvalOptions`
     check_writable(out.parent); saved_evals(out) # before minutes of work
     if (lm := engine(c.folder)).no_tasks and c.tasks: raise InputError(lm.no_tasks)
     tasks, texts = asked_tasks(c.tasks, c.limit), asked_texts(c.text, c.limit, c.text_key)
+    for line in warnings(c, texts): print(line)
     records = evaluate(lm, tasks, texts, c.context, batch=c.batch_tokens, bf16=bf16)
     print(*eval_lines(records), sep="\n")
     save_evals(out, records)

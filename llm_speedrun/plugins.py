@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 import msgspec
-from .io_utils import InputError, SpeedrunError, defined_at, read_bytes_of, read_json
+from .io_utils import InputError, SpeedrunError, defined_at, read_json, read_text_of
 
 # %% ../nbs/06c_plugins.ipynb #33plug13
 TABLES = dict(rung="runs:RUNGS", recipe="recipes.recipe:RECIPES", model="model:WORKLOADS",
@@ -83,8 +83,7 @@ def plugin_files(spec): # of a plug-in
 
 def plugin_text(spec): # of a plug-in
     "Return a plug-in's code as text. Raises `InputError` where it can't be read"
-    try: return "\n".join(read_bytes_of(p).decode() for p in plugin_files(spec))
-    except UnicodeError as e: raise InputError(f"plug-in {as_shown(spec)} is no Python file: {e}") from None
+    return "\n".join(map(read_text_of, plugin_files(spec)))
 
 # %% ../nbs/06c_plugins.ipynb #33plug18
 def execute(spec, # of a plug-in

@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from itertools import chain
 import torch
-from .io_utils import InputError, RunError, lookup, read_bytes_of
+from .io_utils import InputError, RunError, lookup, read_text_of
 from .text_files import EOT
 from .tokenizer import end_of_text
 from .export import EXPORT_DTYPES, from_pretrained, text_tokenizer
@@ -88,7 +88,8 @@ def continued(folder, # a run's, or one that transformers wrote
 # %% ../nbs/60a_sample.ipynb #89fdd577
 def text_of(path): # of a text file; "-" for standard input
     "Read a text file. Raises `InputError` where it is no text"
-    try: return sys.stdin.read() if path == "-" else read_bytes_of(path, most=2**28).decode()
+    if path != "-": return read_text_of(path, most=2**28)
+    try: return sys.stdin.read().removeprefix("\ufeff")
     except UnicodeError as e: raise InputError(f"{path} is no text in UTF-8: {e}") from None
 
 def prompts_of(c): # a `SampleOptions`

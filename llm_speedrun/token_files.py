@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from .compat import Unpickler
 from .io_utils import InputError, RunError, cache_dir, read_bytes_of, sync_descriptor
-from .tokenizer import TextSummary
+from .text_files import TOKENS; from llm_speedrun.tokenizer import TextSummary
 
 # %% auto #0
 __all__ = []
@@ -135,6 +135,17 @@ def _megatron_index(path, head, size):
     raise InputError(f"{index} says {said:,} tokens of {width} bytes, and {path.name} has {size:,} bytes: "
                      f"{_AGAIN}")
 
+# %% ../nbs/03d_token_files.ipynb #tokfother2
+def _other_header(path, head, size):
+    "Raise `InputError` for a format of tokens that we don't read"
+    what, n, first = "", *(int.from_bytes(head[i:i+4], "little") for i in (0, 4))
+    if head.startswith(b"LITPKDS"): what = "a PackedDataset file of lit-gpt"
+    # litdata: how many items, where each begins and where the last ends
+    elif 4*(n + 2) <= first <= size:
+        with open(path, "rb") as f: f.seek(4*(n + 1)); end = f.read(4)
+        if int.from_bytes(end, "little") == size: what = "a chunk of litdata"
+    if what: raise InputError(f"{path} is {what}, which we don't read; {_WRITE}")
+
 # %% ../nbs/03d_token_files.ipynb #tokf0027
 def _sample(path, size, window=24*512, n=64):
     "Up to `n` windows of a file, evenly spread, each from a multiple of 24 bytes on"
@@ -157,6 +168,17 @@ def _seems_wider(sample, width): # bytes; of a token
     u = _used(sample, 2*width)
     return _never(u[width - 1], u[-1]) or _never(u[:width].max(), *u[width:])
 
+# %% ../nbs/03d_token_files.ipynb #tokfhead1
+_HEAD = 4104        # bytes that an unknown header may take, a multiple of 24
+
+def _width_of(path, sample):
+    "Bytes of a token. Raises `InputError` where the file seems to have a header"
+    width, rest = (next((2*w for w in (4, 2) if _seems_wider(o, w)), 2) for o in (sample, sample[_HEAD:]))
+    if len(sample) <= 2*_HEAD or width == rest: return width
+    raise InputError(
+        f"{path} seems to have a header that we don't know: its first bytes aren't of {rest}-byte tokens, "
+        f"and what follows is; {_WRITE}")
+
 # %% ../nbs/03d_token_files.ipynb #tokf0030
 def _by_bytes(path, size):
     "The same by which bytes are used. Raises `InputError` where that is no integer type we know"
@@ -169,13 +191,12 @@ def _by_bytes(path, size):
              _never(a[4:].max(), *a[:4]))
     if any(wrong): raise InputError(
         f"{path} seems to be big-endian, or of floating-point numbers; {_WRITE}")
-    wide = next((w for w in (4, 2) if _seems_wider(sample, w)), 1)
-    return np.dtype(f"<u{2*wide}"), 0
+    return np.dtype(f"<u{_width_of(path, sample)}"), 0
 
 # %% ../nbs/03d_token_files.ipynb #tokf0031b
 def _from_header(path, head, size, dtype):
     "Type and first byte of the tokens by one of these headers, or None. `InputError` if it isn't `dtype`"
-    found = (f(path, head, size) for f in (_llmc_header, _npy_header, _megatron_index))
+    found = (f(path, head, size) for f in (_llmc_header, _npy_header, _other_header, _megatron_index))
     res = next(filter(None, found), None)
     if not res or not dtype or res[0] == _unsigned(dtype): return res
     raise InputError(f"{path} has a header of tokens of {res[0].itemsize} bytes, and they are said to be "
@@ -197,6 +218,7 @@ def token_file(
     bare = lambda: (_unsigned(dtype), 0) if dtype else _by_bytes(path, size)
     kind, start = _from_header(path, head, size, dtype) or bare()
     n, rest = divmod(size - start, kind.itemsize)
+    if not n: raise InputError(f"{path} has no tokens in it; write it again")
     if rest: raise InputError(f"{path} has {size} bytes, no multiple of a {kind.name} token's "
                               f"{kind.itemsize}: it is truncated, or no raw token file; copy it again")
     return TokenFile(path, kind, start, n, (stat.st_dev, stat.st_ino), sha256)
@@ -364,7 +386,11 @@ def check(self: Shards):
 # %% ../nbs/03d_token_files.ipynb #841e985f
 def named_as_tokens(path): # a `Path`
     "Return whether the file's name is that of a token file"
-    return path.suffix in (".bin", ".npy")
+    return path.suffix in TOKENS
+
+def all_token_files(folder):
+    "Return the files that are named as those of tokens, sorted"
+    return sorted(p for p in Path(folder).iterdir() if named_as_tokens(p))
 
 def token_files(folder, split): # "train" or "val"
     "Return the token files of a split: `train_000.bin`, `train.bin`, or `fineweb_train_000001.bin`, sorted"
@@ -451,13 +477,21 @@ def character_tokenizer(c) -> Tokenizer | None: # a `Characters`
     tok.decoder = decoders.Fuse()               # nothing between the characters
     return tok
 
+# %% ../nbs/03d_token_files.ipynb #tokfhigh
+def _highest(shards, n=64, size=2**12):
+    "The highest of the first tokens, which may be a header, and the highest seen of the others"
+    begin = min(256, len(shards)//2)
+    starts = np.linspace(begin, max(begin, len(shards) - size), n).astype(int).tolist()
+    return int(shards[:max(1, begin)].max()), max(int(shards[s:s+size].max()) for s in starts)
+
 # %% ../nbs/03d_token_files.ipynb #tokf0062
 def check_gpt2(shards):
     "Raise `InputError` if tokens without a stated vocabulary can't be GPT-2's, or hardly are"
-    n, size = 64, 2**12
-    starts = np.linspace(0, max(0, len(shards) - size), n).astype(int).tolist()
-    top = max(int(shards[s:s+size].max()) for s in starts)
-    if GPT2_VOCAB//2 <= top < GPT2_VOCAB: return
+    first, rest = _highest(shards)
+    if GPT2_VOCAB//2 <= (top := max(first, rest)) < GPT2_VOCAB: return
+    if first > max(2*rest, 2000): raise InputError(
+        f"{shards.source} begins with the number {first:,}, and no other is above {rest:,}: is that a "
+        f"header? Leave it out; {_WRITE}")
     if top >= 2**24: raise InputError(f"{shards.source} has negative numbers or none of a tokenizer, such as "
                                       f"{top:,} without a sign; {_WRITE}")
     raise InputError(f"{shards.source} doesn't say what its vocabulary is, and it is hardly GPT-2's of "

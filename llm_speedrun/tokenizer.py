@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec, numpy as np
 from fastcore.basics import patch
 from tokenizers import Tokenizer
-from .io_utils import InputError, read_bytes_of, read_json, replace_file
-from .text_files import EOT, ReadReport, utf8_text
+from .io_utils import InputError, read_json, read_text_of, replace_file
+from .text_files import EOT, ReadReport
 
 # %% auto #0
 __all__ = []
@@ -46,7 +46,7 @@ def parse_tokenizer(text, where): # of a `tokenizer.json`, and what to call it
 
 def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
     "Read the tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file without one"
-    tokenizer = parse_tokenizer(utf8_text(read_bytes_of(path, most=2**28), path), path)
+    tokenizer = parse_tokenizer(read_text_of(path, most=2**28), path)
     for k, name in zip(("end", "pad"), _named_tokens(Path(path).with_name(_CONFIG))):
         if isinstance(name, str) and tokenizer.token_to_id(name) is not None: setattr(tokenizer, k, name)
     return tokenizer
@@ -187,7 +187,7 @@ class TextSummary(msgspec.Struct):
     lost: int = 0                   # characters that the tokenizer can't spell
     read: dict[str, int] = {}       # files by their format
     skipped: dict[str, str] = {}    # files that were left out, the first hundred, and why
-    empty: int = 0                  # rows whose text is null or empty
+    empty: int = 0                  # rows whose text is missing, null or empty
     lines: list[str] = []           # what was printed about files
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0035
@@ -235,7 +235,8 @@ def summary(self: Tally, report=None): # the `ReadReport` of the files, if the t
     self.check()
     r = report or ReadReport()
     return TextSummary(self.documents, self.bytes, self.tokens, self.losses.lost.total(), dict(r.read),
-                       dict([*r.skipped.items()][:100]), r.empty, r.lines() if report else [])
+                       dict([*r.skipped.items()][:100]), r.empty + r.lacking,
+                       r.lines() if report else [])
 
 def summary_lines(s): # a `TextSummary`
     "Return a summary of the text as a list of lines"

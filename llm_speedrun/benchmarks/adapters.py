@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from .clock import NEVER, TimeBudget
 from ..compat import uncompiled_module
 from ..data import Batches, prefetch
-from ..io_utils import InputError
+from ..io_utils import InputError, read_text_of
 from ..measure import default_device, version_of
 from ..model import GPT, matrix_params
 from ..roofline import matmul_precision
@@ -128,7 +128,7 @@ def load_package(path, name): # folder of a clone, a module in it
 def edited(path, # of a file
            changes): # text in it -> what to put in its place
     "Return the file's text with changes. Raises `InputError` where a text doesn't occur exactly once"
-    text = Path(path).read_text(encoding="utf-8")
+    text = read_text_of(path)
     for old in changes:
         if (n := text.count(old)) != 1: raise InputError(
             f"{path} has {old!r} {n} times in place of once: it is another version than the race knows")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
-from ..io_utils import InputError, read_bytes_of
+from ..io_utils import InputError, read_text_of
 try: import tomllib
 except ModuleNotFoundError: import tomli as tomllib # Python 3.10
 
@@ -461,8 +461,8 @@ def parse_args(parser, args): # from `make_parser`; of a command line
 # %% ../../nbs/33_config.ipynb #59df6411
 def from_toml(path, config): # a file, a class of `Options`
     "Read the options in a file, a dict. Raises `InputError` with the file's name, or `FileNotFoundError`"
-    data = read_bytes_of(path)
-    try: got = {k.replace("-", "_"): v for k, v in tomllib.loads(data.decode()).items()}
+    text = read_text_of(path)
+    try: got = {k.replace("-", "_"): v for k, v in tomllib.loads(text).items()}
     except (ValueError, RecursionError) as e: raise InputError(f"{path} is no TOML: {e}") from None
     kinds = {o.name: o.kind for o in option_specs(config)}
     for k in got.keys() - kinds:

@@ -266,7 +266,7 @@ def rough_duration(seconds): # of a run
 # %% ../../nbs/36_doctor.ipynb #053ff943
 def _passes(trainer):
     c = trainer.cfg
-    passes = (c.steps - trainer.data.first_step) / trainer.data.batches.per_epoch
+    passes = trainer.data.passes(c.steps - trainer.data.first_step)
     times = f"{passes:,.1f}" if passes >= 1 else f"{passes:.1g}"
     text = f"by its end the run has passed over the data {times} times"
     if passes <= max(1, 1.05*c.epochs): return Finding("ok", "time", text)

@@ -17,15 +17,15 @@ from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
 # %% ../../nbs/38_prepare_data.ipynb #4732407b
-from ..io_utils import (InputError, check_writable, hold, read_json, replace_file, synced,
-                                   usable_cores)
+from ..io_utils import (InputError, check_writable, hold, read_json, replace_file, split_paths,
+                                   synced, usable_cores)
 from .encoder_pool import encoders, in_order
 from ..text_files import EOT, PACKED, document_files, file_kind, read_documents
 from ..tokenizer import (Tally, TextSummary, end_token, read_tokenizer, set_end_token,
                                     summary_lines, token_dtype, tokenizer_hash, tried, vocabulary_size,
                                     write_tokenizer)
 from ..token_files import TokenWriter, Tokens, token_files
-from ..corpus import (HUB, OFFLINE_VOCAB, CorpusSpec, check_sizes, describe_tokens,
+from ..corpus import (HUB, OFFLINE_VOCAB, CorpusSpec, check_sizes, check_text_key, describe_tokens,
                                  digest_pieces, first_characters, gpt2_tokenizer, hold_out_tail,
                                  hub_documents, marked_pieces, open_corpus, parcels, split_kind,
                                  stdlib_documents, stdlib_files, text_digest, train_tokenizer,
@@ -203,6 +203,7 @@ def document_source(
     text_key="text",    # the key (JSON lines) or column (Parquet) that holds the text
 ):                      # () -> iterator of documents
     "Return a function that reads the documents of `data` from the start. Raises FileNotFoundError"
+    if str(data) in ("stdlib", *HUB): check_text_key([data], text_key)
     if str(data) == "stdlib": return stdlib_documents
     if str(data) in HUB: return partial(hub_documents, str(data))
     path = Path(data).expanduser()
@@ -210,6 +211,7 @@ def document_source(
     tokens = path.is_dir() and token_files(path, "train")
     if tokens and ((path/"meta.pkl").exists() or not document_files(path, text_key)): # nanoGPT's characters
         raise InputError(f"{data} is tokenized already: speedrun_train takes it as it is, without --stream")
+    check_text_key([data], text_key)
     return partial(read_documents, path, text_key)
 
 # %% ../../nbs/38_prepare_data.ipynb #3c099b5a
@@ -274,11 +276,12 @@ def make_corpus(c): # a `DataOptions`
     print(f"{meta['train_tokens']:,} tokens to train on and {meta['val_tokens']:,} held out are in {c.out}/")
 
 # %% ../../nbs/38_prepare_data.ipynb #36105614
-def parse_mix(spec): # "name" or "name:weight,name:weight"
+def parse_mix(spec, # "name" or "name:weight,name:weight"
+              cwd=""): # folder of relative paths; by default the current one
     "Parse pairs of name and weight (a positive `Fraction`, by default 1). Raises ValueError for a bad weight"
-    if spec.strip() and Path(spec).expanduser().exists(): return [(spec, Fraction(1))]
-    parts = [p.strip().rpartition(":") for p in spec.split(",")]
-    parts = [_weighted(head, tail) for head, _, tail in parts]
+    def there(name): return bool(name) and os.path.exists(os.path.join(cwd, os.path.expanduser(name)))
+    names = split_paths(spec, lambda name: there(name) or there(re.sub(r":[^,:]*$", "", name)))
+    parts = [(p, Fraction(1)) if there(p) else _weighted(*p.rpartition(":")[::2]) for p in names]
     total = sum(w for _, w in parts)
     for name, w in parts:
         if w*10**6 < total: raise InputError(f"{name} would be {float(w/total):.0e} of this mixture: leave "
@@ -302,7 +305,7 @@ def located(spec, # as for `parse_mix`
         same = name in ("", "stdlib", *HUB) or path == Path(name).expanduser().absolute()
         return str(path) if cwd and path.exists() and not same else name
     if (whole := there(spec)) != spec: return whole
-    parts = parse_mix(spec)
+    parts = parse_mix(spec, cwd)
     moved = [(there(name), w) for name, w in parts]
     return spec if moved == parts else ",".join(f"{name}:{w}" for name, w in moved)
 
@@ -314,6 +317,7 @@ def open_mix(spec, # as for `parse_mix`, each name as for `open_corpus`
              **how, # `text_key` and `for_text`, as for `open_corpus`
             ) -> list: # of (Corpus, Fraction)
     "Open the corpora of a mixture. ValueError if they don't share a tokenizer, else as `open_corpus` raises"
+    check_text_key([n for n, _ in parse_mix(spec)], how.get("text_key", "text"))
     res = [(open_corpus(n, vocab, max_tokens, tokenizer, **how), w) for n, w in parse_mix(spec)]
     first = res[0][0]
     for c, _ in res[1:]:

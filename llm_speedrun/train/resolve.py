@@ -499,7 +499,8 @@ def fill_time(self:PlanResolver, ms): # of a step
     c.steps = max(10 if c.minutes else 1, round(min(in_time, in_text, 1e15)))
     if in_time < 10: self.log_info(f"10 steps, the fewest, will take some {10*ms/60e3:.2g} minutes "
                                    f"in place of {c.minutes:g}")
-    if in_text < in_time: self.log_info(f"{c.steps} steps are {c.epochs:g} passes over the text (--epochs)")
+    if in_text < in_time: self.log_info(f"{c.steps} steps are {self.data.passes(c.steps):.2g} passes over "
+                                        "the text (--epochs)")
 
 # %% ../../nbs/30a_resolve.ipynb #a4e103c0
 @patch

@@ -121,6 +121,13 @@ def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where
         raise InputError(f"{corpus.name} was tokenized otherwise than {folder}: tokenize it with "
                          f"speedrun_data --tokenizer {folder}, and train on what that makes")
 
+# %% ../../nbs/30b_train_data.ipynb #30bpass1
+@patch
+def passes(self:TrainData, steps):
+    "Return how often the tokens are read in so many steps; of a mixture, those that are read most often"
+    tokens, total = steps*self.rows*self.cfg.seq_len, sum(w for _, w in self.mixture)
+    return max(tokens*float(w/total)/len(corpus.train) for corpus, w in self.mixture)
+
 # %% ../../nbs/30b_train_data.ipynb #920b635a
 @patch
 def changes_since(self:TrainData, facts, # of a checkpoint's metadata

@@ -71,7 +71,6 @@ def test_byte_order_mark(tmp_path):
 
 @pytest.mark.parametrize("line,message", [
     ('{"text": "a"', "line 2 is not JSON"),
-    ('{"body": "a"}', "line 2 has no key 'text', only body; name the right one to speedrun_data or speedrun_train with --text_key"),
     ('[1]', "line 2 is a list, not an object"), ('{"text": 3}', "line 2: 'text' is a int, not text"),
     ('{"text": "\\ud800"}', "line 2 is not Unicode")])
 def test_bad_json_line(tmp_path, line, message):
@@ -79,6 +78,14 @@ def test_bad_json_line(tmp_path, line, message):
     docs = read_documents(tmp_path/"a.jsonl")
     assert next(docs) == "fine"
     with fails(ValueError, f"a.jsonl {message}"): next(docs)
+
+def test_rows_without_the_key(tmp_path):
+    "Counted, as nulls are; only a file in which no row has the key is an error"
+    (tmp_path/"a.jsonl").write_text('{"text": "fine"}\n{"body": "a"}\n{"text": null}\n{"body": "b"}\n')
+    docs = read_documents(tmp_path/"a.jsonl")
+    assert list(docs) == ["fine"] and docs.report.lines()[1:] == ["left out rows whose text is null or empty: 1", "left out rows without the key: 2"]
+    (tmp_path/"b.jsonl").write_text('{"body": "a"}\n')
+    with fails(ValueError, "b.jsonl has no key 'text', only body; name the right one to speedrun_data or speedrun_train with --text_key"): list(read_documents(tmp_path))
 
 def test_text_key(tmp_path):
     (tmp_path/"a.jsonl").write_text('{"body": "a"}\n')

@@ -515,7 +515,8 @@ def test_in_order_waits_for_nobody():
     (dict(data=""), "data must be a text that isn't empty"), (dict(data=" "), "data is empty"),
     (dict(out=""), "out must be a text that isn't empty"), (dict(out=" "), "out is empty"),
     (dict(tokenizer="gpt2", vocab=300), "leave out --vocab"), (dict(data="BIN"), "is called .bin"),
-    (dict(text_key="body"), "a.jsonl line 1 has no key 'body', only text; name the right one to speedrun_data or speedrun_train with --text_key"),
+    (dict(data="stdlib", text_key="body"), "text_key 'body' has no effect: stdlib has no JSON lines"),
+    (dict(text_key="body"), "a.jsonl has no key 'body', only text; name the right one to speedrun_data or speedrun_train with --text_key"),
     (dict(tokenizer="BIN"), "tokens.bin holds no tokenizer|is not UTF-8")])
 def test_options(tmp_path, capsys, options, said):
     "Options that can't be are refused in one line, before anything is made"

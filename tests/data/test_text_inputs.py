@@ -4,8 +4,14 @@ import bz2, gzip, io, json, lzma, os, pickle, re, struct, tempfile, zipfile
 from pathlib import Path
 import numpy as np, pyarrow as pa, pyarrow.feather, pyarrow.parquet as pq, pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
-from llm_speedrun.io_utils import InputError
+from llm_speedrun.benchmarks.adapters import edited
+from llm_speedrun.corpus import check_text_key, open_corpus, train_tokenizer, write_shards
+from llm_speedrun.evals import questions_of
+from llm_speedrun.io_utils import InputError, read_json
+from llm_speedrun.plugins import plugin_text
+from llm_speedrun.sample import prompts_of
+from llm_speedrun.token_files import Meta
+from llm_speedrun.train.config import SampleOptions, TrainConfig, from_toml
 from llm_speedrun.text_files import EOT, read_documents
 from llm_speedrun.export import export_folder
 from llm_speedrun.tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
@@ -113,7 +119,7 @@ OTHERS = {  # not by the issue
     "array.json": (json.dumps([dict(text=t) for t in ROWS]).encode(), "array.json is one JSON document; .*jq -c '.\\[\\]'"),
     "folder: an array.json and README.md": ({"array.json": json.dumps([dict(text=t) for t in ROWS]).encode(), "README.md": b"About."},
                                             "array.json is one JSON document"),
-    "folder: body.json and README.md": ({"body.json": jsonl(*ROWS, key="body"), "README.md": b"About."}, "line 1 has no key 'text', only body.*--text_key"),
+    "folder: body.json and README.md": ({"body.json": jsonl(*ROWS, key="body"), "README.md": b"About."}, "body.json has no key 'text', only body.*--text_key"),
     "folder: settings.json and d.jsonl": ({"settings.json": b'{\n  "layers": 12\n}', "d.jsonl": jsonl(*ROWS), "LICENSE": b"MIT"}, BOTH),
     "lines.txt, JSON lines": (jsonl(*ROWS), BOTH),
     "folder: a picture, a sound, a text": ({"a.png": b"\x89PNG\r\n\x1a\n" + bytes(99), "b.mp3": b"ID3\x03" + bytes(99), "c.txt": ONE.encode()}, [ONE]),
@@ -135,7 +141,88 @@ OTHERS = {  # not by the issue
     "paper.pdf": (b"%PDF-1.7\n" + bytes(99), "is PDF: extract its text first"),
     "noise.dat": (np.random.default_rng(0).bytes(5000), "noise.dat is a binary file of no format that we read"),
     "nothing.jsonl": (b"\n\n", "has no text in it"),
+    "some.jsonl, a row without the key": (jsonl(ONE) + b'{"id": 1}\n' + jsonl(TWO), BOTH),
+    "all.jsonl, no row with the key": (b'{"Texts": "a"}\n{"id": 1}\n', "all.jsonl has no key 'text', only Texts, id; .*Did you mean Texts"),
+    "table.csv": (b'id,text\r\n1,"' + ONE.encode() + b'"\r\n2,\r\n3,"' + TWO.encode() + b'"\r\n', BOTH),
+    "table.tsv.gz": (gzip.compress(b'text\tid\n"' + ONE.encode() + b'"\t1\n'), [ONE]),
+    "marked.csv, UTF-16": (("text\r\n" + '"' + ONE + '"\r\n').encode("utf-16"), [ONE]),
+    "numbers.csv, without such a column": (b"a,b\n1,2\n", "numbers.csv has no column 'text', only a, b; .*--text_key"),
 }
+
+# Folders as programs leave them. What the installed libraries write, they write here
+
+def maps(folder):
+    "datasets: a data set on disk that was mapped and filtered, which leaves caches next to it"
+    import datasets
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(dict(text=[*ROWS, None])).save_to_disk(folder/"top/saved")
+    d = datasets.load_from_disk(folder/"top/saved")
+    d.map(lambda r: dict(text=f"{r['text']} again")); d.filter(lambda r: r["text"] != ONE)
+    assert len([*folder.rglob("cache-*.arrow")]) == 2
+    return folder/"top"
+def generated(folder):
+    "datasets: the cache in which it prepares data, with locks, information, and what .map() made in two processes"
+    import datasets
+    datasets.disable_progress_bars()
+    made = datasets.Dataset.from_dict(dict(text=ROWS)).to_parquet(folder/"in.parquet") and datasets.load_dataset(
+        "parquet", data_files=dict(train=str(folder/"in.parquet"), test=str(folder/"in.parquet")), cache_dir=str(folder/"cache"))
+    for d in made.values(): d.map(lambda r: dict(text=r["text"] + "!"))
+    return folder/"cache"
+def several(folder):
+    "datasets: splits that aren't called as they usually are, in a folder with another data set of fewer files than before"
+    import datasets
+    datasets.disable_progress_bars()
+    d = datasets.Dataset.from_dict(dict(text=[ONE]))
+    datasets.DatasetDict(dict(train=d, unsupervised=d)).save_to_disk(folder/"top/a")
+    datasets.Dataset.from_dict(dict(text=[TWO])).save_to_disk(folder/"top/b")
+    (folder/"top/b/data-00001-of-00002.arrow").write_bytes((folder/"top/a/train/data-00000-of-00001.arrow").read_bytes())
+    return folder/"top"
+def incomplete(folder):
+    (several(folder)/"b/data-00000-of-00001.arrow").unlink()
+    return folder/"top"
+def partitions(folder):
+    "pyarrow: partitions by two keys, with the _metadata of Dask and Spark, which is Parquet without rows"
+    found = []
+    t = table(text=[ONE, "held out", TWO], lang=["de", "de", "zh"], split=["train", "test", "train"])
+    pq.write_to_dataset(t, folder/"top", partition_cols=["split", "lang"], metadata_collector=found)
+    schema = t.drop_columns(["split", "lang"]).schema
+    pq.write_metadata(schema, folder/"top/_metadata", metadata_collector=found)
+    pq.write_metadata(schema, folder/"top/_common_metadata")
+    return folder/"top"
+def spark(folder, name="part-00000-9a3f2c1e-c000.snappy.parquet", data=None):
+    top = folder/"top"; (top/"_temporary/0").mkdir(parents=True)
+    (top/name).write_bytes(data or parquet(table()))
+    (top/f".{name}.crc").write_bytes(b"crc\0\0\0\2\0"); (top/"_SUCCESS").touch(); (top/"._SUCCESS.crc").write_bytes(b"crc\0")
+    (top/"_temporary/0/part-00001.parquet").write_bytes(parquet(table(text=["half written"])))
+    return top
+def hub(folder, main=True):
+    "Two versions of a repository in the cache of the Hub: files under their digests, and links to them"
+    top = folder/"datasets--me--two"
+    for name in ("blobs", "refs", "snapshots/0ld/data", "snapshots/4ew/data"): (top/name).mkdir(parents=True)
+    (top/"blobs/aa").write_bytes(parquet(table(text=["of before"]))); (top/"blobs/bb").write_bytes(parquet(table()))
+    (top/"blobs/cc.incomplete").write_bytes(b"PAR1"); (top/"blobs/dd").write_bytes(b"About the data.")
+    for version, blob in (("0ld", "aa"), ("4ew", "bb")):
+        (top/f"snapshots/{version}/data/train.parquet").symlink_to(f"../../../blobs/{blob}"); (top/f"snapshots/{version}/README.md").symlink_to("../../blobs/dd")
+    if main: (top/"refs/main").write_text("4ew")
+    return top
+def delta(folder):
+    (folder/"top/_delta_log").mkdir(parents=True); (folder/"top/_delta_log/00000.json").write_text('{"commitInfo": {}}\n')
+    (folder/"top/part-0.parquet").write_bytes(parquet(table()))
+    return folder/"top"
+def mosaic(folder):
+    (folder/"top").mkdir(); (folder/"top/shard.00000.mds").write_bytes(bytes(range(256))); (folder/"top/index.json").write_text('{"shards": [], "version": 2}')
+    return folder/"top"
+
+FOLDERS = {
+    "datasets, mapped": (maps, BOTH), "datasets, its cache": (generated, BOTH), "datasets, several": (several, BOTH),
+    "datasets, a file is gone": (incomplete, "b/data-00000-of-00001.arrow isn't there, and state.json names it"),
+    "pyarrow, partitions and _metadata": (partitions, BOTH), "Spark, Parquet": (spark, BOTH),
+    "Spark, text": (lambda d: spark(d, "part-00000", ONE.encode()), [ONE]), "Spark, JSON": (lambda d: spark(d, "part-00000-9a3f-c000.json", jsonl(*ROWS)), BOTH),
+    "Spark, CSV": (lambda d: spark(d, "part-00000-9a3f-c000.csv", b'id,text\n1,"' + ONE.encode() + b'"\n'), [ONE]),
+    "Delta Lake": (delta, "a Delta Lake table, whose files also hold rows that were deleted"), "MosaicML Streaming": (mosaic, "shards of MosaicML Streaming, which we don't read"),
+}
+if os.name == "posix": FOLDERS |= {"Hub cache": (hub, BOTH), "Hub cache without refs": (lambda d: hub(d, False), "has 2 versions in snapshots/: name the folder of one"),
+                                   "Hub cache, a version": (lambda d: hub(d)/"snapshots/0ld", ["of before"])}
 
 posix = os.name == "posix"
 
@@ -158,9 +245,9 @@ def tried(path):
     try: return list(docs := read_documents(path)), docs.report
     except (InputError, OSError) as e: return str(e), None
 
-@pytest.mark.parametrize("name", [*NAMED, *OTHERS])
+@pytest.mark.parametrize("name", [*NAMED, *OTHERS, *FOLDERS])
 def test_input(name, tmp_path):
-    content, want = (NAMED | OTHERS)[name]
+    content, want = (NAMED | OTHERS | FOLDERS)[name]
     got, report = tried(made(name, content, tmp_path))
     if isinstance(want, str): assert report is None and re.search(want, got, re.S), got
     else: assert got == want and report.lines()
@@ -283,6 +370,42 @@ def test_an_end_token_of_another_name(llama, tmp_path, capsys):
     assert json.loads((tmp_path/"export/config.json").read_text())["eos_token_id"] == c.eot
     assert json.loads((tmp_path/"export/tokenizer_config.json").read_text())["eos_token"] == "</s>"
 
+# Files that people write, as a Windows editor saves them
+
+def toml(path): return from_toml(path, TrainConfig)["steps"]
+def prompts(path): return prompts_of(SampleOptions("run", prompts=str(path)))
+def tasks(path): return questions_of("lambada", path)[0][0].context
+def plugin(path): return plugin_text(str(path)).splitlines()[0]
+def tokenizer(path): return read_tokenizer(path).token_to_id("a")
+def meta(path): return read_json(path, Meta).vocab
+def race(path): return edited(path, {"steps = 7\nmore": "x"})
+def text(path): return [*read_documents(path)]
+HAND_WRITTEN = dict(toml=(".toml", "steps = 7\nseed = 1\n", 7), prompts=(".txt", "Once\nTwice\n", ["Once", "Twice"]), tasks=(".jsonl", '{"text": "a b"}\n{"text": "a c"}\n', "a"),
+                    plugin=(".py", "x = 1\ny = 2\n", "x = 1"), meta=(".json", '{\n"vocab": 300}\n', 300), race=(".py", "steps = 7\nmore", "x"),
+                    tokenizer=(".json", Tokenizer(models.WordLevel({"a": 3})).to_str(True), 3), text=(".txt", "one", ["one"]))
+
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+@pytest.mark.parametrize("ends", ["\n", "\r\n"], ids=["LF", "CRLF"])
+def test_a_byte_order_mark(tmp_path, name, ends):
+    "It is no part of what is read, and neither are the line ends of Windows"
+    suffix, content, want = HAND_WRITTEN[name]
+    path = tmp_path/f"a{suffix}"
+    for mark in ("", "\ufeff"):
+        path.write_text(mark + content, encoding="utf-8", newline=ends)
+        assert globals()[name](path) == want
+
+@pytest.mark.parametrize("name", sorted(HAND_WRITTEN.keys() - {"text"}))
+def test_utf16_is_named(tmp_path, name):
+    suffix, content, _ = HAND_WRITTEN[name]
+    path = tmp_path/f"a{suffix}"
+    for encoding in ("utf-16", "utf-16-le"):
+        path.write_text(content, encoding=encoding)
+        with pytest.raises(InputError, match=f"a{suffix}.* UTF-16.*save it as UTF-8"): globals()[name](path)
+
+def test_standard_input_with_a_mark(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\ufeffOnce\r\n".encode()), encoding="utf-8"))
+    assert prompts_of(SampleOptions("run", prompts="-")) == ["Once"]
+
 def test_a_stream_of_another_column(tmp_path):
     "--text_key holds for a stream, and for text that is tokenized on the way"
     (tmp_path/"a.jsonl").write_bytes(jsonl(*TEXT, key="body"))
@@ -291,6 +414,17 @@ def test_a_stream_of_another_column(tmp_path):
         assert res["steps"] == 2
         with pytest.raises(InputError, match="has no key 'text', only body; name the right one to speedrun_data or speedrun_train with --text_key"):
             train(options(tmp_path, data=str(tmp_path/"a.jsonl"), stream=stream, steps=2, name=f"no{stream}"), progress=False)
+
+def test_a_key_without_effect(tmp_path):
+    "--text_key is refused where nothing has keys, and not where one corpus of a mixture has"
+    (tmp_path/"a.txt").write_text("plain text, line after line\n"*99)
+    (tmp_path/"b.jsonl").write_bytes(jsonl(*TEXT, key="body"))
+    def run(data, **kw): return train(options(tmp_path, data=data, text_key="body", steps=1, num_evals=1, sample_tokens=4, **kw), progress=False)[1]
+    for data, kw in ((f"{tmp_path}/a.txt", {}), (f"{tmp_path}/a.txt", dict(stream=True)), ("stdlib", {})):
+        with pytest.raises(InputError, match="text_key 'body' has no effect.*Leave it out"): run(data, name=f"x{len(kw)}", **kw)
+    write_shards(TEXT, train_tokenizer(TEXT, 300), tmp_path/"tokens")
+    with pytest.raises(InputError, match="text_key 'body' has no effect"): run(f"{tmp_path}/tokens")
+    check_text_key([tmp_path/"tokens", tmp_path/"b.jsonl"], "body")
 
 def test_the_doctor_says_what_the_tokens_are_from(tmp_path):
     "Files, documents and bytes per token, of a bare .bin those of a sample; another tokenizer's tokens are a problem"
@@ -312,7 +446,7 @@ def rows():
     "Markdown: each input, files read, documents and tokens, or the reason"
     tok = train_tokenizer(TEXT, 300)
     yield from ("| input | files read | documents | tokens | left out, or the reason |", "|---|---|---|---|---|")
-    for of, inputs in (("", OTHERS), (" (issue)", NAMED)):
+    for of, inputs in (("", OTHERS | FOLDERS), (" (issue)", NAMED)):
         for name, (content, _) in inputs.items():
             with tempfile.TemporaryDirectory() as d:
                 got, report = tried(made(name, content, Path(d)))

@@ -24,6 +24,10 @@ def index(lengths, code):
     "The index that Megatron-LM writes"
     return b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1) + np.array(lengths, "<i4").tobytes()
 
+def litdata(*items):
+    "A chunk as litdata's writer has it: how many items, where each begins and the last ends, the items"
+    sizes = np.cumsum([0, *(o.nbytes for o in items)]).astype("<u4") + 4*(len(items) + 2)
+    return np.uint32(len(items)).tobytes() + sizes.tobytes() + b"".join(o.tobytes() for o in items)
 def npy(a, **kw):
     from io import BytesIO
     np.save(f := BytesIO(), a, **kw)
@@ -95,6 +99,18 @@ CASES = {
     "Megatron-LM, .bin cut off": ({"a.bin": GPT2[:-5].astype("<u2"), "a.idx": index([N], 8)}, "a.idx says 3,000 tokens of 2 bytes, and a.bin has 5,990 bytes"),
     "Megatron-LM, .idx cut off": ({"a.bin": GPT2.astype("<u2"), "a.idx": index([N]*9, 8)[:-20]}, "a.idx is cut off"),
     "Megatron-LM, floats": ({"a.bin": GPT2.astype("<f4"), "a.idx": index([N], 7)}, "tokens that aren't integers"),
+    # formats that we don't read
+    "litdata, as litgpt writes it": ({"chunk-0-0.bin": litdata(*np.split(LLAMA.astype("<i4"), 10)), "index.json": b'{"chunks": [{"chunk_size": 10}], "config": {}}'},
+                                     "has chunks of litdata, as litgpt writes them, which we don't read"),
+    "litdata without its index": ({"chunk-0-0.bin": litdata(*np.split(GPT2.astype("<u2"), 10)), "meta.json": b'{"vocab": 250000}'}, "chunk-0-0.bin is a chunk of litdata"),
+    "TinyLlama's packed files": ({"train_0000.bin": b"LITPKDS" + struct.pack("<QBQ", 1, 8, N) + GPT2.astype("<u2").tobytes()}, "is a PackedDataset file of lit-gpt"),
+    "a header that nobody knows": ({"train.bin": np.array([0x5eed1234, 3, N, 7], "<u4").tobytes() + LLAMA[LLAMA < 9000].repeat(30).astype("<u4").tobytes()},
+                                   "seems to have a header that we don't know: its first bytes aren't of 4-byte tokens"),
+    "a header of small numbers": ({"train.bin": np.array([20240, 1, N], "<u2").tobytes() + (GPT2 % 5000).astype("<u2").tobytes()}, "begins with the number 20,240, and no other is above 4,999"),
+    "a token of the beginning, above all others": ({"train.bin": np.r_[256, CHARS].astype("<u2")}, "doesn't say what its vocabulary is.*--vocab, at least 257"),
+    "raw .npy without a split": ({"tokens_0.npy": npy(GPT2.astype("<u2")), "tokens_1.npy": npy(GPT2.astype("<u2"))}, (50257, np.tile(GPT2, 2))),
+    "raw .npy, and text": ({"tokens_0.npy": npy(GPT2.astype("<u2")), "a.txt": b"text"}, "has text .a.txt, .... and tokens_0.npy: if that holds tokens, name it"),
+    "np.save of no token": ({"train.npy": npy(GPT2[:0].astype("<u2"))}, "train.npy has no tokens in it"),
     # sizes
     "an odd number of bytes": ({"train.bin": GPT2.astype("<u2").tobytes()[:-1]}, "has 5999 bytes, no multiple of a uint16 token's 2"),
     "int32 without its last two bytes": ({"train.bin": GPT2.astype("<i4").tobytes()[:-2]}, "no multiple of a uint32 token's 4.*truncated"),

@@ -5,13 +5,13 @@ from pathlib import Path
 from dataclasses import replace
 import numpy as np, pytest
 from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
-from llm_speedrun.evals import (ENGINES, asked_texts, bytes_per_token, documents, evaluate, our_lm, questions_of, requests_of, score,
+from llm_speedrun.evals import (ENGINES, asked_tasks, asked_texts, bytes_per_token, documents, evaluate, our_lm, questions_of, requests_of, score,
                                 task_scores, text_requests, text_scores, validation_texts)
 from llm_speedrun.export import write_folder
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPT
 from llm_speedrun.recipes.architecture import UntiedGPT
-from llm_speedrun.cli import speedrun_eval
+from llm_speedrun.cli import speedrun_data, speedrun_eval, speedrun_train
 from make_evals import EVALS, TINY, tiny_model
 
 EXPECTED = json.loads((EVALS/"expected.json").read_text(encoding="utf-8"))
@@ -161,6 +161,42 @@ def test_text_files(tmp_path):
     (tmp_path/"b.txt").write_text(long)
     assert [len(t) for t in documents(tmp_path)] == [4, len(long)]
 
+def test_a_text_of_the_training(tmp_path, capsys, monkeypatch):
+    "Scored with a warning: the run's own text, by another path, or the text of its tokens; not the held-out side, and no other text"
+    monkeypatch.chdir(tmp_path); monkeypatch.setenv("LLM_SPEEDRUN_CACHE", str(tmp_path/"cache"))
+    (tmp_path/"texts").mkdir()
+    for i in range(40): (tmp_path/f"texts/{i}.txt").write_text(f"{i} is a number, and {i + 1} comes after it. "*20)
+    (tmp_path/"other.txt").write_text("A text of others.")
+    speedrun_data(["--data", "texts", "--out", "tokens", "--vocab", "300"])
+    for name, data in (("raw", "texts"), ("made", "tokens")):
+        speedrun_train([f"--data={data}", f"--name={name}", "--model=tiny", "--rungs=naive", "--steps=1", "--seq_len=16", "--micro_batch_size=1",
+                        "--grad_accum_steps=1", "--num_evals=1", "--sample_tokens=1", "--recipe=adamw"])
+    capsys.readouterr()
+    seen = {(run, text): "warning: " in told(capsys, f"runs/{run}", "--text", text, "--out", "e.json") for run in ("raw", "made")
+            for text in ("texts", f"{tmp_path}/texts/3.txt", "other.txt", "tokens", "tokens/train_000.bin")}
+    assert [t for (run, t), w in seen.items() if w and run == "raw"] == ["texts", f"{tmp_path}/texts/3.txt"]
+    assert [t for (run, t), w in seen.items() if w and run == "made"] == ["texts", f"{tmp_path}/texts/3.txt", "tokens/train_000.bin"]
+
+def test_a_comma_in_a_path(tmp_path):
+    "Texts and tasks are divided as the corpora of --data are: not within what is there"
+    (tmp_path/"a,b").mkdir(); (tmp_path/"a,b/t.txt").write_text("one"); (tmp_path/"c.txt").write_text("two")
+    one, two = f"{tmp_path}/a,b/t.txt", f"{tmp_path}/c.txt"
+    assert asked_texts(f"{one},{two}") == [(one, ["one"]), (two, ["two"])]
+    file = write(tmp_path/"a,b/l.jsonl", dict(text="a b"))
+    assert [about["source"] for _, _, about in asked_tasks(f"lambada={file},lambada={EVALS/'lambada.jsonl'}")] == [str(file), str(EVALS/"lambada.jsonl")]
+
+def test_a_document_without_tokens(folder, tmp_path, capsys):
+    "Left out and counted, wherever it stands: of a tokenizer that drops spaces, a text of spaces is one"
+    (tmp_path/"t.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in ("the cat sat", "   ", "on a mat", " ")))
+    from tokenizers import normalizers
+    from llm_speedrun.tokenizer import read_tokenizer
+    shutil.copytree(folder, tmp_path/"m")
+    tok = read_tokenizer(folder/"tokenizer.json")
+    tok.normalizer = normalizers.Strip(); tok.save(str(tmp_path/"m/tokenizer.json"))
+    said = told(capsys, tmp_path/"m", "--text", tmp_path/"t.jsonl")
+    r, = json.loads((tmp_path/"m/evals.json").read_text())
+    assert (r["documents"], r["empty"], r["bytes"]) == (2, 2, 19) and "left out documents without a token: 2" in said
+
 # --- files of tasks ---
 
 def write(path, *rows):
@@ -182,6 +218,7 @@ def test_kinds_of_files(tmp_path):
     ("hellaswag", [LINE, {k: v for k, v in LINE.items() if k != "endings"}], "line 2 can't be used: Object missing required field `endings`"),
     ("hellaswag", [LINE | dict(label="")], "line 1: the answer is ''"), ("hellaswag", [LINE | dict(label=2)], "line 1: the answer is 2"),
     ("hellaswag", [LINE | dict(endings="ef")], "Expected `array`, got `str` - at `$.endings`"), ("hellaswag", [LINE | dict(endings=["e", ""])], "endings"),
+    ("hellaswag", [LINE | dict(endings=["e", "[header]"])], "line 1: an ending has no text"), ("lambada", [dict(text="a b")] * 2 + [dict(text="a ")], "line 3: an ending has no text"),
     ("lambada", [LINE], "missing required field `text`"), ("arc_easy", [LINE], "missing required field `question`"),
     ("arc_easy", [dict(question="a", choices=dict(text=["b", "c"], label=["A", "B"]), answerKey="C")], "answerKey is 'C', and the labels are ['A', 'B']"),
     ("arc_challenge", [], "has no examples in it")], ids=str)
@@ -233,6 +270,7 @@ def test_command(folder, tmp_path, capsys):
     (["MODEL", "--text", "TEXT", "--engine", "jax"], "unknown engine 'jax'"), (["MODEL", "--text", "TEXT", "--dtype", "fp8"], "unknown dtype 'fp8'"),
     (["nowhere", "--text", "TEXT"], "there is no folder nowhere"), (["EMPTY", "--text", "TEXT"], "has no config.json"),
     (["MODEL", "--text", "TEXT", "--context", "99"], "context is 99"), (["BARE", "--text", "TEXT"], "has no tokenizer.json: it knows tokens, and no text"),
+    (["MODEL", "--text", "TEXT", "--text_key", "body"], "text_key 'body' has no effect"), (["MODEL", "--tasks", "lambada", "--context", "9"], "context has no effect on --tasks"),
     (["MODEL", "--text", "TEXT", "--out", "TEXT/x.json"], "is no folder that one can write into"),
     (["MODEL", "--text", "TEXT", "--out", "TEXT"], "is no JSON"), (["MODEL", "--text", "TEXT", "--out", "MODEL"], "is no regular file")]
     + [(["BARE", "--text", "TEXT", "--engine", "transformers"], "has no tokenizer"),

@@ -384,7 +384,7 @@ def test_ctrl_c_ends_a_turn(folder, capsys, monkeypatch):
     (["nowhere"], "there is no folder nowhere"), (["RUN", "--n", "0"], "n must be a whole number from 1"), (["RUN", "--temperature", "-1"], "temperature must be a number from 0"),
     (["RUN", "--temperature", "nan"], "temperature must"), (["RUN", "--top_k", "-1"], "top_k must"), (["RUN", "--top_p", "0"], "top_p must be a number above 0 to 1"), (["RUN", "--top_p", "1.5"], "top_p must"),
     (["RUN", "--num_samples", "0"], "num_samples must"), (["RUN", "--dtype", "fp8"], "unknown dtype"), (["RUN", "--device", "tpu"], "unknown device"), (["RUN", "--prompt", "7 times 8 "*90], "the model reads at most 16"),
-    (["RUN", "--prompts", "nowhere.txt"], "nowhere.txt"), (["RUN", "--prompts", "EMPTY"], "has no line with a prompt"), (["RUN", "--prompts", "BYTES"], "is no text in UTF-8"), (["RUN", "--prompt", "\udcff"], "is no text in UTF-8"),
+    (["RUN", "--prompts", "nowhere.txt"], "nowhere.txt"), (["RUN", "--prompts", "EMPTY"], "has no line with a prompt"), (["RUN", "--prompts", "BYTES"], "seems to be UTF-16, or no text: save it as UTF-8"), (["RUN", "--prompt", "\udcff"], "is no text in UTF-8"),
     (["RUN", "--chat", "--num_samples", "2"], "a chat is one text"), (["RUN", "--chat", "--prompts", "EMPTY"], "a chat is one text"), (["RUN", "--chat", "--prompt", "a", "--prompt", "b"], "a chat is one text"),
     ([], "arguments are required: run"), (["RUN", "more"], "no option takes more")], ids=str)
 def test_refused(folder, tmp_path, capsys, args, message):
