@@ -287,7 +287,6 @@ def fit_batch(self:PlanResolver):
     if "micro_batch_size" in self.given or rows % dp: return # what was given must divide it
     c.micro_batch_size = next(d for d in divisors(rows//dp) if d <= c.micro_batch_size)
 
-# %% ../../nbs/30a_resolve.ipynb #bb21a373
 def default_minutes(gpu, given): # whether there is one, names of options that were given
     "Return the minutes to train where none are given: 0 where `epochs` says how long"
     return 0. if "epochs" in given else 3. if gpu else 1.2
@@ -548,8 +547,9 @@ def resolve(self:PlanResolver):
     return TrainPlan(*of, self.why, self.weights)
 
 # %% ../../nbs/30a_resolve.ipynb #db7f4850
-def describe_steps(phases, steps): # `Phases`, of the whole run
-    "Return the steps in words, and the optimizer's updates where a step has several"
+def describe_steps(phases, steps): # a `Run.batching` or None, of the whole run
+    "Return the steps in words, and the optimizer's updates where a step has several; empty without phases"
+    if not isinstance(phases, Phases): return str(phases or "")
     n = phases.num_updates(steps)
     updates, said = f", {n:,} optimizer updates"*(n > steps), str(phases)
     return f"{steps:,} steps{updates}" + (f": {said}" if said else "")
@@ -569,7 +569,6 @@ def plan_lines(plan, # a `TrainPlan`
     yield (f"  recipe {c.recipe}: learning rate {c.lr:.3g}, {c.schedule}{decay}, "
            f"weight decay {c.weight_decay:.3g}")
     average = f"average of the last {1/(1 - c.ema_decay):,.0f} steps" if c.ema_decay else ""
-    if isinstance(batching, Phases): batching = describe_steps(batching, c.steps)
-    if more := "; ".join(filter(None, [str(batching or ""), average])): yield f"  {more}"
+    if more := "; ".join(filter(None, [describe_steps(batching, c.steps), average])): yield f"  {more}"
     out = left_out(plan.requested_rungs, c.rungs.split(","), plan.why)
     yield from (f"  not {name}: {why}" for name, why in out)
