@@ -142,7 +142,8 @@ def reached(curve, # places and losses of evaluations, in their order
     return float(x[i - 1] + (x[i] - x[i - 1])*(losses[i - 1] - level)/(losses[i - 1] - losses[i]))
 
 # %% ../../nbs/64_comparison.ipynb #eca14380
-ASIDE = "name out cwd run_id group date resume overwrite why".split() # where and when, not what
+ASIDE = ("name out cwd run_id group date resume overwrite why "
+         "decay_after").split() # where and when, and what follows from other settings
 
 def settings(config): # of a run
     "Return a run's settings without place and date, in one level: `model.width`"
