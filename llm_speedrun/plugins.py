@@ -161,8 +161,8 @@ def plugin_errors():
     try: yield
     except Exception as e:
         spec = next((s for s in LOADED if lines_in(e, s)), None)
-        memory = isinstance(e, MemoryError) or "out of memory" in str(e) or "DefaultCPUAllocator" in str(e)
-        if spec is None or memory or isinstance(e, SpeedrunError): raise
+        if spec is None or isinstance(e, SpeedrunError): raise
+        if isinstance(e, MemoryError) or "out of memory" in str(e) or "DefaultCPUAllocator" in str(e): raise
         raise plugin_error(e, spec) from e
 
 # %% ../nbs/06c_plugins.ipynb #33plug25

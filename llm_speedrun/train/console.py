@@ -111,7 +111,7 @@ def note(self:Signals, number, frame): # as Python gives them to a handler
 # %% ../../nbs/30d_console.ipynb #6e26dc43
 @patch
 def interrupt(self:Signals):
-    "Raise `KeyboardInterrupt` if the signals so far are to end what `during` runs; only once, so that it can clean up"
+    "Raise `KeyboardInterrupt` if the signals so far end what `during` runs; once, so that it can clean up"
     enough = self.got if self.presses == 1 else self.pressed >= self.presses > 0
     if self.alone and enough: self.presses = 0; raise KeyboardInterrupt
 
