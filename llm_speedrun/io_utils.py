@@ -107,6 +107,14 @@ def defined_at(f): # a function or a class
     path = Path(code.co_filename)
     return f"{path.name if path.suffix == '.py' else 'a notebook'}, line {code.co_firstlineno}"
 
+def check_run(new, # what a function returned
+              kind, f): # "rung" or "recipe", the function
+    "Raise `InputError` where a function from a run to a run returned something else"
+    if hasattr(new, "rungs"): return
+    what = "nothing" if new is None else f"{new!r:.40}, of type {type(new).__name__}"
+    raise InputError(f"{kind} {f.__name__!r} ({defined_at(f)}) returned {what}, and no Run: end it with "
+                     "`return run`, or with `return replace(run, ...)` for one that it has changed")
+
 # %% ../nbs/06_files.ipynb #0007569d
 NOT_OFFERED = {getattr(errno, k) for k in "EINVAL ENOSYS ENOTSUP EOPNOTSUPP ENOLCK".split()}
 

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Callable
 import torch, torch.nn as nn
 from fastcore.basics import patch
-from .io_utils import InputError, RunError, defined_at, lookup
+from .io_utils import InputError, RunError, check_run, lookup
 from .measure import SPINE, default_device, progress, smoke, warm_up
 from .roofline import count
 from .data import Batches, prefetch
@@ -280,15 +280,6 @@ def model_has_parts(name, model): # of a rung, and what it changes
             f"{', '.join(lacks)}: give it config (a GPTConfig), loss (h, w, y -> mean loss) and layers, "
             f"blocks that call their functions {', '.join(_PARTS)}; or leave the rung out (tf32, bf16 and "
             "fused_adamw take any module)") from e
-
-# %% ../nbs/05_runs.ipynb #77375cb7
-def check_run(new, # what a function returned
-              kind, f): # "rung" or "recipe", the function
-    "Raise `InputError` where a function from a run to a run returned something else"
-    if hasattr(new, "rungs"): return
-    what = "nothing" if new is None else f"{new!r:.40}, of type {type(new).__name__}"
-    raise InputError(f"{kind} {f.__name__!r} ({defined_at(f)}) returned {what}, and no Run: end it with "
-                     "`return run`, or with `return replace(run, ...)` for one that it has changed")
 
 # %% ../nbs/05_runs.ipynb #48e3b35a
 def apply_rung(r, # a rung

@@ -15,10 +15,10 @@ import torch
 from torch.optim.adamw import adamw as adamw_update
 from fastcore.basics import patch
 from ..compat import FoundInfOptimizer
-from ..io_utils import InputError, defined_at, lookup
+from ..io_utils import InputError, check_run, defined_at, lookup
 from ..model import GPT
 from ..measure import default_device
-from ..runs import Run, check_run, in_order, option_text, option_value, rung_options
+from ..runs import Run, in_order, option_text, option_value, rung_options
 from ..distributed.world import World
 
 # %% ../../nbs/41_recipe.ipynb #039cf193
