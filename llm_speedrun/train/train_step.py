@@ -151,7 +151,7 @@ def time_update(train_step, # a `TrainStep`
                 reps=5, # updates to time; 0 only warms up
                 seed=0): # of the tokens
     """Return the number of micro-batches of an update of that phase, and milliseconds of such an update on
-    random tokens: of one with the first of them alone, and with the first and the last, which have all shapes"""
+    random tokens: with the first of them alone, and with the first and the last, which have all shapes"""
     c, g = train_step.run.model.config, torch.Generator(train_step.run.device).manual_seed(seed)
     xy = torch.randint(c.vocab, (2, sequences, c.seq_len), device=train_step.run.device, generator=g)
     pairs = train_step.micro_batches(*(divided(t, 1, phase.pieces)[0] for t in xy))
