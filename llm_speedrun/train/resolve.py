@@ -118,7 +118,7 @@ def resolve_batch_sizes(c, # a `TrainConfig`; gets `step_tokens`, and one diviso
                         default, # sequences in a step where nothing says how many
                         dp=1): # processes that share them
     """Return the sequences in a step: those of `step_tokens`, or of `grad_accum_steps` micro-batches of a
-    given size, or the default; a micro-batch alone changes no step. Raises `InputError` for a contradiction"""
+    given size, or the default; a micro-batch alone changes none. Raises `InputError` for a contradiction"""
     if c.step_tokens % c.seq_len: raise InputError(
         f"step_tokens {c.step_tokens} are no whole number of sequences of {c.seq_len}: choose a multiple")
     n = c.step_tokens//c.seq_len or (c.micro_batch_size or 0)*(c.grad_accum_steps or 0)*dp or default
