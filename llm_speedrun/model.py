@@ -239,6 +239,12 @@ def eval_mode(model): # a module
         for m, mode in modes.items(): # a module comes before those in it
             if m.training != mode: m.train(mode)
 
+# %% ../nbs/04_model.ipynb #04weights
+def token_weights(batches): # pairs (x, y)
+    "Return the weight of each batch's mean loss in the mean over all tokens, times the number of batches"
+    sizes = [x.numel() for x, _ in batches]
+    return [n*len(sizes)/sum(sizes) for n in sizes] # 1 where all sizes are equal
+
 # %% ../nbs/04_model.ipynb #e50c6fd0
 def matrix_params(config): # a `GPTConfig`
     "Return the number of weights in matmuls: the tied head counts once, norms don't count"

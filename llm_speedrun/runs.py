@@ -24,7 +24,7 @@ from .measure import SPINE, default_device, progress, smoke, warm_up
 from .roofline import count
 from .data import Batches, prefetch
 from .corpus import open_corpus
-from .model import GPT, WORKLOADS, eval_mode, rope_table
+from .model import GPT, WORKLOADS, eval_mode, rope_table, token_weights
 from .distributed.world import World
 
 # %% ../nbs/05_runs.ipynb #c0f74138
@@ -149,23 +149,13 @@ def enter_all(contexts): # functions without arguments that return context manag
         for c in contexts: stack.enter_context(c())
         yield
 
-# %% ../nbs/05_runs.ipynb #05weights
-def token_weights(batches): # pairs (x, y)
-    "Return the weight of each batch's mean loss in the mean over all tokens, times the number of batches"
-    sizes = [x.numel() for x, _ in batches]
-    return [n*len(sizes)/sum(sizes) for n in sizes] # 1 where all sizes are equal
-
-def norm_limit(clip): # largest norm of the gradients; 0 doesn't clip
-    "Return the largest norm, infinite for 0. Raises `InputError` for a negative one and for NaN"
-    if clip >= 0: return clip or math.inf
-    raise InputError(f"clip is the largest norm of the gradients, 0 for any norm, and not {clip}")
-
 # %% ../nbs/05_runs.ipynb #b9c9aa3f
 class Stepper:
     "The object that takes the optimizer steps of a `Run`"
     def __init__(self, run, # a `Run`
                  clip=1.): # largest norm of the gradients; 0 doesn't clip
-        self.run, self.clip = run, norm_limit(clip)
+        if not clip >= 0: raise InputError(f"clip is the largest norm of gradients, 0 for any, not {clip}")
+        self.run, self.clip = run, clip or math.inf
         self.opt, self.scaler = run.optimizer(run.model), run.scaler()
         self.params = [p for p in run.model.parameters() if p.requires_grad]
         self.sync, self.backward_pass = run.sync(run, self.opt), run.backward()

@@ -31,10 +31,8 @@ def noise_scale(step, # a `Stepper`; no step is taken
     """Estimate the gradient noise scale in tokens, and the squared length of the true gradient
     (McCandlish et al., arXiv:1812.06162, appendix A). Raises `InputError` for fewer, and for other sizes"""
     if len(batches) < 2: raise InputError("the noise of a gradient shows in two batches, and there is one")
-    if len(sizes := {x.numel() for x, _ in batches}) > 1:
-        raise InputError(f"the noise of a gradient shows in batches of equal size, not of {sorted(sizes)} tokens")
-    small, n, b = 0., len(batches), batches[0][0].numel()
-    grads = [torch.zeros_like(p) for p in step.params]
+    if len({x.numel() for x, _ in batches}) > 1: raise InputError("the noise needs batches of equal size")
+    small, n, b, grads = 0., len(batches), batches[0][0].numel(), [torch.zeros_like(p) for p in step.params]
     for x, y in batches:
         step.opt.zero_grad(set_to_none=True)
         with enter_all(step.run.step_contexts): step.forward_backward(x, y)

@@ -103,7 +103,7 @@ class TrainConfig(Options):
     # Rungs
     rungs: str = "auto" # the fastest list; naive, safe, cpu, smallest, fastest16, fastest; names; or "list"
     micro_batch_size: PositiveInt | None = None # sequences on a GPU at once; by default as many as fit
-    grad_accum_steps: PositiveInt | None = None # micro-batches in a step; by default they follow from the step
+    grad_accum_steps: PositiveInt | None = None # micro-batches in a step; by default they follow from it
     memory_limit: str = "" # of h100, a100-80g, a100-40g, 24g, 16g, 12g or cpu; by default what is there
     deterministic: bool = False # bitwise reproducible on a GPU, slower
     retune: bool = False # measure again what is remembered: list of rungs, their options, micro-batch

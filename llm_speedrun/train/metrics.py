@@ -27,7 +27,7 @@ PHASES = "data", "forward", "backward", "optimizer" # of a step; all but the fir
 # %% ../../nbs/34_metrics.ipynb #1c33ba6b
 class Breakdown:
     """A timer of a step's phases that doesn't wait for the GPU: call it with a phase's name where that phase
-    ends, in each update. With rung `cuda_graphs`, forward and backward pass are one graph, timed as `forward`"""
+    ends, in each update. With rung `cuda_graphs`, both passes are one graph, timed as `forward`"""
     def __init__(self, device): # that the step runs on
         self.gpu, self.marks, self.on = torch.device(device).type == "cuda", [], False
 

@@ -117,8 +117,8 @@ def options_for_restart(cfg, given): # a `TrainConfig`, names of options that we
 def resolve_batch_sizes(c, # a `TrainConfig`; gets `step_tokens`, and one divisor where the other is given
                         default, # sequences in a step where nothing says how many
                         dp=1): # processes that share them
-    """Return the sequences in a step: those of `step_tokens`, or of `grad_accum_steps` micro-batches of a given
-    size, or the default; a micro-batch alone changes no step. Raises `InputError` for a contradiction"""
+    """Return the sequences in a step: those of `step_tokens`, or of `grad_accum_steps` micro-batches of a
+    given size, or the default; a micro-batch alone changes none. Raises `InputError` for a contradiction"""
     if c.step_tokens % c.seq_len: raise InputError(
         f"step_tokens {c.step_tokens} are no whole number of sequences of {c.seq_len}: choose a multiple")
     n = c.step_tokens//c.seq_len or (c.micro_batch_size or 0)*(c.grad_accum_steps or 0)*dp or default
@@ -140,8 +140,8 @@ def check_division(c, # a `TrainConfig`
     what = "a step has" if dp == 1 else f"each of {dp} processes has of a step"
     for k in ("micro_batch_size", "grad_accum_steps"):
         if (v := getattr(c, k)) and n % v:
-            raise InputError(f"{what} {n} sequences, which {k} {v} doesn't divide: choose a divisor, or another "
-                             "step (--step_tokens)")
+            raise InputError(f"{what} {n} sequences, which {k} {v} doesn't divide: choose a divisor, or "
+                             "another step (--step_tokens)")
     if c.micro_batch_size and c.grad_accum_steps and c.micro_batch_size*c.grad_accum_steps != n:
         raise InputError(f"{c.grad_accum_steps} batches of {c.micro_batch_size} sequences are not the {n} "
                          f"sequences of {c.step_tokens//dp} tokens: leave out one of the three")

@@ -11,6 +11,7 @@ import torch
 from fastcore.basics import patch
 from ..io_utils import RunError
 from ..runs import enter_all, free_memory
+from ..model import eval_mode
 from .autotune import divisors, smaller
 
 # %% ../../nbs/30g_validator.ipynb #30val006
@@ -42,7 +43,7 @@ def averaged(self:Validator):
 def interruptible(self:Validator, f, # () -> anything: forward passes that change nothing
                   contexts): # of the run that `f` enters, which restore what they set
     "Return `f()`, on the averaged weights if there is an average. A signal can end `f`, but nothing that is restored"
-    with self.averaged(), enter_all(contexts): return self.during(f)
+    with self.averaged(), eval_mode(self.stepper.run.model), enter_all(contexts): return self.during(f)
 
 # %% ../../nbs/30g_validator.ipynb #aebd22dd
 @patch
