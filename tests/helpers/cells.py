@@ -14,7 +14,7 @@ AWAITING = [*OLD, *"""
     14_fused_ops 15_chunked_ce 16_fp8 16a_fp8_kernels 17_fused_fp8 18_compile 19_cuda_graphs 20_checkpointing 21_optim 22_ladder 23_fastest 24_documents
     25_peers 26_claims 27_fewer_bytes 28_fewer_passes 29_epilogues 29a_fused_ce 29b_fp8_epilogues 30_trainer
     31_saving 31a_save 33a_run_dir 34_metrics 35_report 36_doctor 36a_machine_checks 37_encoder_pool 38_prepare_data 39_loader
-    40_schedules 41_recipe 42_batch 43_muon 44_fast_muon 45_normuon 46_architecture 47_speedrun 49_beyond 49a_model_registry
+    40_schedules 42_batch 43_muon 44_fast_muon 45_normuon 46_architecture 47_speedrun 49_beyond 49a_model_registry
     50c_collectives 51_ddp 52_fsdp 53_tensor_parallel 54_sharded_saving 54a_load 54b_state 55_cluster 60_generate 60a_sample
     61_evals 62_export 63_finale 64_comparison""".split()]
 def with_outputs(paths): return [p for p in paths if p.stem not in OLD]
