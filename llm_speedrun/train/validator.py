@@ -41,7 +41,7 @@ def averaged(self:Validator):
 @torch.no_grad()
 def interruptible(self:Validator, f, # () -> anything: forward passes that change nothing
                   contexts): # of the run that `f` enters, which restore what they set
-    "Return `f()`, on the averaged weights if there is an average. A signal can end `f`, but nothing that is restored"
+    "Return `f()`, on the averaged weights if there is an average. A signal ends `f`, and then all is restored"
     with self.averaged(), enter_all(contexts): return self.during(f)
 
 # %% ../../nbs/30g_validator.ipynb #aebd22dd
