@@ -38,9 +38,6 @@ def deserialize_function(f): # from `serialize_function`
     return there[name]
 
 # %% ../../nbs/50a_spawn.ipynb #16e2d97b
-#| exporti
-
-# %% ../../nbs/50a_spawn.ipynb #50spawn1
 def in_process(rank, size, port, tp, gpu, f, args, pipe): # of one process; where to send the answer
     "Run `f` in a process of `run_distributed`, and send back what it returns or how it failed"
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size),
