@@ -47,8 +47,7 @@ def in_process(rank, size, port, tp, gpu, f, args, pipe): # of one process; wher
     try:
         world = join_world(tp, timeout=120)
         res = deserialize_function(f)(world, *args)
-        world.barrier()
-        leave_world()
+        world.barrier(); leave_world()
         pipe.send((res, "", False)) # an error, too, if it can't be pickled
     except BaseException as e: pipe.send((None, traceback.format_exc(), isinstance(e, PeerLostError)))
     pipe.close()

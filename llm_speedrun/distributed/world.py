@@ -180,6 +180,7 @@ def wait_for_rank_zero(self:World): # on rank 0, when it is done
         if self.first: return notes().set(turn, "over")
         while not notes().check([turn]): time.sleep(.05)
 
+# %% ../../nbs/50_world.ipynb #50firstdoes2
 def outcome(f): # () -> something that can be pickled
     "Return what `f` returns and None, or None and its error. A result that can't be sent is an error, too"
     try: res = f()
@@ -188,6 +189,7 @@ def outcome(f): # () -> something that can be pickled
     except Exception as e: return None, TypeError(f"a result can't be sent to the other processes: {e}")
     return res, None
 
+# %% ../../nbs/50_world.ipynb #50firstdoes3
 @patch
 def run_on_rank_zero(self:World, f): # () -> something that can be pickled
     "Run `f` on rank 0. Returns its result on every process; what it raises there is raised on all"

@@ -6,6 +6,7 @@
 __all__ = ['Callback', 'ProgressBar', 'LossCurve', 'append', 'Samples', 'Report', 'default_callbacks']
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal004
+from fastcore.basics import patch
 from ..measure import mfu
 from ..model import train_flops
 from .console import Progress
@@ -72,16 +73,6 @@ class Samples(Callback):
     def before_fit(self, trainer):
         self.there = {r["step"] for r in read_rows(trainer.folder/"samples.jsonl")}
 
-    def due(self, trainer):
-        "Return whether this step has a sample that isn't written yet"
-        often, done = max(1, trainer.cfg.steps//max(1, trainer.cfg.num_samples)), trainer.done
-        return trainer.cfg.num_samples and done > 0 == done % often and done not in self.there
-
-    def write(self, trainer, text): # of this step's sample
-        self.there.add(trainer.done)
-        row = json_line(dict(step=trainer.done, text=text))
-        if trainer.world.first: append(trainer.folder/"samples.jsonl", row)
-
     def after_step(self, trainer):
         if not self.due(trainer): return
         trainer.logger.flush()
@@ -92,6 +83,20 @@ class Samples(Callback):
 
     def after_fit(self, trainer, result): # where Ctrl-C has ended this step's sample
         if self.due(trainer): self.write(trainer, result["sample"])
+
+# %% ../../nbs/30h_callbacks.ipynb #30cal012b
+@patch
+def due(self:Samples, trainer):
+    "Return whether this step has a sample that isn't written yet"
+    often, done = max(1, trainer.cfg.steps//max(1, trainer.cfg.num_samples)), trainer.done
+    return trainer.cfg.num_samples and done > 0 == done % often and done not in self.there
+
+@patch
+def write(self:Samples, trainer, text): # of this step's sample
+    "Append a row with the text, on the first process"
+    self.there.add(trainer.done)
+    row = json_line(dict(step=trainer.done, text=text))
+    if trainer.world.first: append(trainer.folder/"samples.jsonl", row)
 
 # %% ../../nbs/30h_callbacks.ipynb #30cal014
 class Profiler(Callback):

@@ -123,6 +123,7 @@ def during(self:Signals, f, # () -> anything; restores nothing that is saved
     try: self.interrupt(); return f()
     finally: self.presses = 0
 
+# %% ../../nbs/30d_console.ipynb #30con6f1
 @patch
 def forget(self:Signals):
     "Forget the signals so far. Returns whether Ctrl-C was pressed twice and no other process waits"

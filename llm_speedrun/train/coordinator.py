@@ -60,6 +60,7 @@ def stop_signal(self:GroupCoordinator):
     "Return the most urgent signal that all processes know of, 0 without one"
     return URGENCY[self.stop]
 
+# %% ../../nbs/30e_coordinator.ipynb #30coo015b
 @patch
 def exchange_flags(self:GroupCoordinator, save): # whether a checkpoint is due here
     "Send what this process wants, and return whether all of them save a checkpoint now"

@@ -31,18 +31,17 @@ class Validator:
         self.log_info, self.reduced = log_info, 0 # sequences in a pass since memory ran out
 
 
-# %% ../../nbs/30g_validator.ipynb #30val006b
+# %% ../../nbs/30g_validator.ipynb #30val006c
 @patch
 def averaged(self:Validator):
     "Return a context manager in which the weights are their average, if there is one"
     return self.average.used() if self.average else nullcontext()
 
-# %% ../../nbs/30g_validator.ipynb #30val006c
 @patch
 @torch.no_grad()
 def interruptible(self:Validator, f, # () -> anything: forward passes that change nothing
                   contexts): # of the run that `f` enters, which restore what they set
-    "Return `f()`, on the averaged weights if there is an average. A signal can end `f`, but nothing that is restored"
+    "Return `f()`, on the averaged weights if there is an average. A signal ends `f`; then all is restored"
     with self.averaged(), eval_mode(self.stepper.run.model), enter_all(contexts): return self.during(f)
 
 # %% ../../nbs/30g_validator.ipynb #aebd22dd
