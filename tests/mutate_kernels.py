@@ -141,7 +141,7 @@ def survives(row):
         path = Path(tmp)/"llm_speedrun"/module
         path.write_text(mutated(path.read_text(encoding="utf-8"), function, old, new), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(ROOT/"tests"/t for t in tests)]
-        p = subprocess.run(command, cwd=tmp, env=os.environ | dict(PYTHONPATH=tmp), capture_output=True, text=True)
+        p = subprocess.run(command, cwd=tmp, env=os.environ | dict(PYTHONPATH=os.pathsep.join([tmp, *filter(None, [os.environ.get("PYTHONPATH")])])), capture_output=True, text=True)
         if p.returncode in (2, 3, 4, 5): raise RuntimeError(f"the tests of {row!r} didn't run:\n{p.stdout[-2000:]}") # pytest's own errors
         return p.returncode == 0
 
