@@ -294,7 +294,8 @@ def unused_rungs(recipe, # a `Recipe`
         new, name = r.__wrapped__(run, **(rung_options(r) | given)), r.__name__
         check_run(new, "rung", r.__wrapped__)
         changed = changed_fields(run, new)
-        if "optimizer" in changed: use.look(new, f"rung {name}")
+        ours = r.__wrapped__.__module__.startswith("llm_speedrun.") # made without need, it costs an import
+        if "optimizer" in changed and (use.alone or not ours): use.look(new, f"rung {name}")
         if changed == {"optimizer"}: new = use.noted(new, name)
         run = replace(new, rungs=run.rungs + (name,))
     use.look(recipe.apply(run, **recipe.options), f"recipe {recipe.name}")

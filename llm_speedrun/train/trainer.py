@@ -413,7 +413,8 @@ def assemble(self:Trainer, given): # names of options
     "Lock the run's folder, decide what the options leave open, and build the run"
     c = self.cfg
     self.record = read_record(c.resume) if c.resume else None
-    with self.timings("import PyTorch's compiler"): importlib.import_module("torch._dynamo") # optimizers do
+    if c.resume: # what reads a checkpoint imports it: its own seconds, not those of reading
+        with self.timings("import PyTorch's compiler"): importlib.import_module("torch._dynamo")
     with self.timings("find the rungs"):
         resolver = PlanResolver(c, given, self.coordinator, self.limits, self.record, self.log_info)
     resolver.resolve_shape()
