@@ -273,6 +273,7 @@ def usable_cores() -> int: # at least 1
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(n, core_quota())))
 
+# %% ../nbs/06_files.ipynb #06procs0
 def check_processes(n, # that are asked for
                     gpus): # of this machine
     "Raise `InputError` where this machine can't run `n` processes, each with a GPU, or all on the CPU"
@@ -305,6 +306,7 @@ def lock_file(path, # of the lock
         (lock := SoftFileLock(f"{path}{SOFT}")).acquire(timeout=seconds)
     return lock
 
+# %% ../nbs/06_files.ipynb #06hold00
 def hold(folder, # to write into; made if it isn't there
          what): # it is, for the error: "this run", "this corpus"
     "Lock `folder`; returns the lock, to be released. Raises `RunError` where another process has it"

@@ -228,6 +228,17 @@ def _disk_need(trainer): # bytes, and a whole checkpoint's
 def _checkpoints_at_once(trainer): # most of them
     return trainer.cfg.keep_last + 2 + trainer.plan.kept_to_come(trainer.done)
 
+# %% ../../nbs/36_doctor.ipynb #36room00
+def _room(trainer, there, free): # a folder, bytes
+    (need, whole), keep = _disk_need(trainer), trainer.cfg.keep_last
+    n, kept = _checkpoints_at_once(trainer), trainer.plan.kept_to_come(trainer.done)
+    good = f"{kept} kept for good, " if kept else ""
+    text = (f"{size(free)} are free in {there}/, and a run needs {size(need)}: {n} checkpoints of "
+            f"{size(whole)} (--keep_last {keep}, the best, {good}and one being written), and its weights")
+    if free > need: return Finding("ok", "disk", text)
+    return Finding("problem", "disk", f"{text}. Make room, or choose a smaller --keep_last"
+                   + ("" if goes_on(trainer.cfg) else " or another --out"))
+
 # %% ../../nbs/36_doctor.ipynb #a03c5047
 def check_disk(trainer): # a `Trainer` that has taken a step
     "Yield findings about the disk: whether it is writable, and whether there is room"
@@ -236,17 +247,10 @@ def check_disk(trainer): # a `Trainer` that has taken a step
         advice = "look at its permissions" if resumed else "choose another --out"
         yield Finding("problem", "disk", f"{there}/ can't be written into ({e}): {advice}")
         return
-    (need, whole), keep, disk = _disk_need(trainer), trainer.cfg.keep_last, shutil.disk_usage(there)
-    if not disk.total: # as a bucket's mount
+    (need, _), disk = _disk_need(trainer), shutil.disk_usage(there)
+    if disk.total: yield _room(trainer, there, disk.free)
+    else: # as a bucket's mount
         yield Finding("note", "disk", f"{there}/ doesn't say what is free; a run needs {size(need)}")
-        return
-    n, kept = _checkpoints_at_once(trainer), trainer.plan.kept_to_come(trainer.done)
-    good = f"{kept} kept for good, " if kept else ""
-    text = (f"{size(disk.free)} are free in {there}/, and a run needs {size(need)}: {n} checkpoints of "
-            f"{size(whole)} (--keep_last {keep}, the best, {good}and one being written), and its weights")
-    if disk.free > need: yield Finding("ok", "disk", text)
-    else: yield Finding("problem", "disk", f"{text}. Make room, or choose a smaller --keep_last"
-                        + ("" if resumed else " or another --out"))
 
 # %% ../../nbs/36_doctor.ipynb #db9cf2c5
 def check_start(trainer): # a `Trainer` that has taken a step

@@ -137,17 +137,24 @@ class TensorBoard:
 
     def close(self): self.writer.close()
 
+# %% ../../nbs/34_metrics.ipynb #34wandbid
+def identify(folder, step, # of the run; that it goes on after
+             sent): # the last step that was sent before
+    "Return the run's identifier, a new one for a new run, and the last step sent; note both in the folder"
+    file = folder/"wandb"/"run-id.txt"
+    known = file.read_text(encoding="utf-8").split() if step and file.exists() else []
+    run_id = known[0] if known else uuid.uuid4().hex[:12]
+    sent = max(sent, *map(int, known[1:]), 0) if known else 0
+    replace_file(file, f"{run_id} {sent}")
+    return run_id, sent
+
 # %% ../../nbs/34_metrics.ipynb #3748c33e
 class WandB:
     "Send rows to Weights & Biases; with `WANDB_MODE=offline` they stay in `wandb/` of the run's folder"
     def __init__(self, folder, config, step, # as `TensorBoard` takes them
                  sent=0): # the last step that was sent before; its rows can't be taken back
         import wandb
-        file = folder/"wandb"/"run-id.txt"
-        known = file.read_text(encoding="utf-8").split() if step and file.exists() else []
-        run_id = known[0] if known else uuid.uuid4().hex[:12]
-        self.sent = max(sent, *map(int, known[1:]), 0) if known else 0
-        replace_file(file, f"{run_id} {self.sent}")
+        run_id, self.sent = identify(folder, step, sent)
         project = os.environ.get("WANDB_PROJECT") or "llm_speedrun" # `init` reads the other variables itself
         self.run = wandb.init(project=project, name=folder.name, dir=str(folder), config=config,
                               id=run_id, resume="allow")
@@ -173,7 +180,7 @@ class Trackers:
                 del self.opened[name]
                 self.log_info(f"tracker {name!r} failed and gets no more rows: {type(e).__name__}: {e}")
 
-# %% ../../nbs/34_metrics.ipynb #fbd2621f
+# %% ../../nbs/34_metrics.ipynb #34spread
 def spread(row): # a dict with `step`
     "Return the row with each number of a list under a name of its own: `rank_ms/0`"
     res = {}
@@ -181,6 +188,7 @@ def spread(row): # a dict with `step`
         res |= {f"{k}/{i}": x for i, x in enumerate(v)} if isinstance(v, list) else {k: v}
     return res
 
+# %% ../../nbs/34_metrics.ipynb #fbd2621f
 @patch
 def log(self:Trackers, row): # a dict with `step`
     "Give the row to each tracker"
@@ -241,8 +249,8 @@ STOPPED = "stopped" # a key of rows that only a stop has caused
 def cut_rows(folder, # of a run
              done, # the steps of its checkpoint
              log_info=lambda problem: None): # called about lines that are no rows
-    """Keep only those rows of the logs that a run without a stop would have after `done` steps. Returns the last
-    step that was logged before"""
+    """Keep only those rows of the logs that a run without a stop would have after `done` steps. Returns the
+    last step that was logged before"""
     last = 0
     for name in ("metrics.jsonl", "samples.jsonl"): # what a resumed run goes on from
         rows = read_rows(folder/name, log_info)
@@ -283,7 +291,7 @@ def write(self:MetricsLogger, row):
                       f"--resume {self.folder}") from e
 
 # %% ../../nbs/34_metrics.ipynb #34sched1
-SCHEDULED = dict(momentum="Momentum", weight_decay="Weight decay") # what may have a schedule besides the rates
+SCHEDULED = dict(momentum="Momentum", weight_decay="Weight decay") # what may change besides the rates
 
 def scheduled_settings(stepper): # a `Stepper` that has taken a step
     "Return those settings of the matrices that the recipe changes during the run, as they were in that step"

@@ -19,14 +19,14 @@ from ..io_utils import (LOCK, InputError, RunError, check_writable, hold, read_j
 from ..measure import machine
 from ..model import GPTConfig
 from ..tokenizer import write_tokenizer
-from ..checkpoint.format import (checkpoints, convert_to, prune, validation_error,
-                                            write_checkpoint)
-from .config import unused_run_names
-from .metrics import cut_rows, json_line
 
 # %% ../../nbs/33a_run_dir.ipynb #33aplug5
 from ..architectures import MODELS
 from ..plugins import function_rungs, plugin_digests
+from ..checkpoint.format import (checkpoints, convert_to, prune, validation_error,
+                                            write_checkpoint)
+from .config import unused_run_names
+from .metrics import cut_rows, json_line
 
 # %% ../../nbs/33a_run_dir.ipynb #b611ea0a
 MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20, seq_len=2**24,
@@ -132,22 +132,24 @@ def try_storage(folder): # where a checkpoint, a log and a file are written, rea
     for text in ("old", "new"): # the second one replaces the first
         replace_file(folder/"result.json", text, sync=True)
         with (folder/"metrics.jsonl").open("a", encoding="utf-8") as f: f.write(f"{text}\n")
-    wrong = "" if (folder/"metrics.jsonl").read_text(encoding="utf-8") == "old\nnew\n" else "a log lost a line"
+    log = (folder/"metrics.jsonl").read_text(encoding="utf-8")
+    wrong = "" if log == "old\nnew\n" else "a log lost a line"
     for c, step in ((folder/f"step-{i:08}", i) for i in (0, 1)):
         write_checkpoint(c, dict(model=dict(w=torch.ones(2))), dict(step=step, state=dict(value=None)))
         wrong = wrong or validation_error(c)
     prune(folder, 1); shutil.rmtree(folder)
     if wrong: raise OSError(wrong)
 
+# %% ../../nbs/33a_run_dir.ipynb #33astor4
 def check_storage(folder): # of a run, which this process holds
     "Raise `OSError` where the storage can't do what saving a run needs"
     probe, before = folder/PROBE, folder.stat() if folder.exists() else None
     shutil.rmtree(probe, ignore_errors=True) # of a process that was killed
     try: try_storage(probe)
     except OSError as e:
-        raise OSError(f"{folder} can't hold a run: its storage failed to write, rename, append to, replace or "
-                      f"remove a small file ({reason(e)}). Choose an --out on a disk that can, and copy the "
-                      "run when it is over") from e
+        raise OSError(f"{folder} can't hold a run: its storage failed to write, rename, append to, replace "
+                      f"or remove a small file ({reason(e)}). Choose an --out on a disk that can, and copy "
+                      "the run when it is over") from e
     finally:
         shutil.rmtree(probe, ignore_errors=True)
         with suppress(OSError): # a check, such as the doctor's, leaves no trace
@@ -213,8 +215,7 @@ def acquire(self:RunDir):
     "Lock the run's folder. Returns its name, a new one if `cfg` has none"
     c = self.cfg
     names = [c.name] if c.name else unused_run_names(f"{c.model}-{Path(c.data).stem}")
-    for name in names:
-        path = Path(c.out)/name
+    for path in (Path(c.out)/name for name in names):
         new = [p for p in (path, *path.parents) if not p.exists()]
         try: self.lock = lock_run_dir(path) if goes_on(c) else create_run_dir(path, c.overwrite)
         except (FileExistsError, RunError):
@@ -223,7 +224,7 @@ def acquire(self:RunDir):
     self.release = weakref.finalize(self, release_run_dir, self.lock, new)
     try: check_storage(path)
     except BaseException: self.release(); raise
-    return name
+    return path.name
 
 # %% ../../nbs/33a_run_dir.ipynb #33arun04
 @patch

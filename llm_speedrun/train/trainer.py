@@ -30,8 +30,7 @@ from .train_step import TrainStep
 from .autotune import prepare_process
 from .presets import PARALLEL, device_limits
 from .config import branch_point, validate
-from .launch import (RETRY, end_group, group_file, is_first_to_report,
-                                       leave_reason)
+from .launch import RETRY, end_group, group_file, is_first_to_report, leave_reason
 from .metrics import MetricsLogger, open_trackers
 from .run_dir import (Finished, RunDir, check_fixed, check_unfinished, fixed_options,
                                         goes_on, read_record)
