@@ -7,7 +7,7 @@ __all__ = ['SpeedrunError', 'InputError', 'RunError', 'AllFailed', 'lookup', 're
            'seems_utf16', 'read_text_of', 'sha256_of', 'file_sha256', 'decoded', 'read_json', 'exercise']
 
 # %% ../nbs/06_files.ipynb #29a8ccb6
-import codecs, difflib, errno, hashlib, inspect, math, os, re, stat, sys, time
+import codecs, difflib, errno, hashlib, inspect, math, os, re, socket, stat, sys, time
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -291,6 +291,14 @@ def env_number(name, # of an environment variable that torchrun sets
     if re.fullmatch(r"\d{1,9}", text) and int(text) >= least: return int(text)
     raise InputError(f"the environment variable {name} is {text!r}, and must be a whole number from {least}. "
                      f"torchrun sets it: start with torchrun, or unset {name}")
+
+# %% ../nbs/06_files.ipynb #06loopb1
+LOOPBACK = "127.0.0.1" # where the processes of one machine meet, whatever the machine's name leads to
+
+def use_loopback():
+    "Let Gloo's processes of one machine meet there too: it would look the machine's name up, which may hang"
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if name: os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 # %% ../nbs/06_files.ipynb #47583d33
 LOCK, SOFT = ".lock", ".soft" # the lock of a folder; what a lock's name ends with where there is no `flock`

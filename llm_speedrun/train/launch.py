@@ -10,9 +10,8 @@ import hashlib, logging, os, sys, tempfile
 from contextlib import contextmanager
 from pathlib import Path
 import msgspec
-from ..distributed.spawn import LOOPBACK, use_loopback
-from ..io_utils import (InputError, RunError, check_processes, python_command, read_json,
-                                   usable_cores)
+from ..io_utils import (LOOPBACK, InputError, RunError, check_processes, python_command, read_json,
+                                   usable_cores, use_loopback)
 from .config import branch_point, own_folder, to_args, unused_run_names
 
 # %% ../../nbs/33b_launch.ipynb #e2c7f00c

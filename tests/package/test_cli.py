@@ -322,7 +322,7 @@ def test_total_tokens(tmp_path):
     assert (trainer.cfg.step_tokens, trainer.done) == (64, 5)
     cfg = options(tmp_path, name="other")
     with fails(InputError, "total_tokens"): train(TrainConfig(**vars(cfg) | dict(total_tokens=640)), progress=False)
-    assert (cfg.step_tokens, cfg.grad_accum_steps) == (0, None) # the caller's options stay as they are
+    assert (cfg.step_tokens, cfg.grad_accum_steps) == (0, 1) # the caller's options stay as they are
 
 # Runs
 
