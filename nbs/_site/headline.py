@@ -54,7 +54,7 @@ def facts(found, loss=None): # of `race`, a fact as `losses` gives it
             f"**{speedups(found, OURS_16)}** with ours in bf16 as well", loss]
     return "\n".join(['<div class="facts">', "", *(f"- {o}." for o in said if o), "", "</div>"])
 
-FIRST = "A Hopper GPU", "Tokenizing", "1 x", "  fp8:", "  recipe", "step", "validation loss", "everything is" # how the shown lines begin
+FIRST = "A Hopper GPU", "Tokenizing", "1 x", "  fp8:", "validation loss", "everything is" # how the shown lines begin, alike since the record
 
 def shown_lines(text, starts=FIRST): # what a command printed
     "The lines that begin in one of those ways, with ⋮ for what is left out between two of them"

@@ -150,9 +150,10 @@ def test_replayed_gradients():
     second.backward()
 
 def test_a_whole_pass():
-    "Forward and backward pass at once: the losses of the run without, over two micro-batches and an evaluation"
-    plain = build(NANO, OURS)
-    def go(step): return [step(batch(), batch(1)).item() for _ in range(3)] + [step.evaluate([batch()])]
+    """Forward and backward pass at once: the losses of the run without, over two micro-batches and an evaluation. These are of equal size: a
+    weight would be applied to finished gradients here, and before the backward pass there"""
+    plain, pairs = build(NANO, OURS), [*zip(*(t.split(2) for t in batch(4)))]
+    def go(step): return [step(*pairs).item() for _ in range(3)] + [step.evaluate(pairs)]
     assert go(Stepper(replace(plain, loss=whole_pass(plain.loss)))) == go(Stepper(build(NANO, OURS)))
 
 def test_cuda_graphs_on_a_cpu():
