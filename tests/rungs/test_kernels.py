@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, epilogues, f8, few_programs, first, flash4, fp8_epilogues,
-                                  fused_fp8, fused_ops, memory_traffic, muon, one, optim, rand, recorded, tensor_parallel, tied_embedding)
+                                  fused_fp8, fused_ops, heads, memory_traffic, muon, one, optim, rand, recorded, tensor_parallel, tied_embedding)
 from helpers.kernel_memory import checked_memory
+from helpers.tiny_runs import relative_error
 
 pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
@@ -32,6 +33,26 @@ def test_the_sanitizer_lists_its_cases():
 def test_nothing_beyond_the_tensors(kernels, name):
     "No load, store or atomic of any kernel touches a place outside of its tensors, even if a mask hides the value later"
     with checked_memory(): CASES[name](DEVICE)
+
+# Sums over the rows that programs share
+
+def summed_by_norm():
+    dn, h, w, r = rand(DEVICE, 64*3 + 5, 33), rand(DEVICE, 64*3 + 5, 33), rand(DEVICE, 33, dt=FP32), rand(DEVICE, 64*3 + 5, dt=FP32)
+    return [f(dn, None, h, w, r)[1] for f in (first.rms_norm_backward, in_float64(first.norm_backward_maths))]
+def summed_by_rope():
+    grads, qkv, ws, turn = heads(DEVICE, H=3, K=2)
+    return [f(*grads, qkv, *ws, *turn, 1e-6)[1] for f in (fused_ops.qk_rope_backward, in_float64(fused_ops.qk_rope_backward_maths))]
+def summed_by_heads():
+    (grads, qkv, ws, turn), r = heads(DEVICE, H=3, K=2), rand(DEVICE, 10, dt=FP32)
+    return [f(*grads, qkv, *ws, *turn, r, 1e-6)[1] for f in (epilogues.heads_backward, in_float64(epilogues.heads_backward_maths))]
+
+def in_float64(f): return lambda *args: f(*(t.double() if torch.is_tensor(t) else t for t in args))
+
+@pytest.mark.parametrize("summed", [summed_by_norm, summed_by_rope, summed_by_heads])
+def test_a_program_sums_all_of_its_blocks(kernels, summed):
+    "Gradients of weights, by two programs that each loop over several blocks of rows or tokens"
+    with few_programs(): ours, exact = summed()
+    assert exact.dtype == torch.float64 and relative_error(ours, exact) < 1e-5
 
 # Beyond 2^31 elements
 
