@@ -79,7 +79,7 @@ rungs/epilogues.py | place_kernel | tl.load(w_ptr + i*d + offs_n[None, :], mask=
 rungs/epilogues.py | rstd_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/epilogues.py | rstd_kernel | tl.load(x_ptr + offs, mask=mask, other=0.) | tl.load(x_ptr + offs) | KERNELS
 rungs/epilogues.py | heads_backward_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
-rungs/epilogues.py | heads_backward_kernel | dwa + da_, dwb + db_ | da_, db_ | rungs/test_epilogues.py
+rungs/epilogues.py | heads_backward_kernel | dwa + da_, dwb + db_ | da_, db_ | KERNELS
 rungs/epilogues.py | scale_sum_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/epilogues.py | scale_sum_kernel | tl.load(g_ptr + i*step + offs_n[None, :], mask=mask, other=0.) | tl.load(g_ptr + i*step + offs_n[None, :]) | KERNELS
 rungs/epilogues.py | sums_rstd_kernel | offs_m.to(tl.int64) | offs_m | KERNELS

@@ -63,7 +63,7 @@ def heads(device, B=2, T=5, H=3, K=1, D=16):
 @case()
 def rope(device):
     with few_programs():
-        for H, K, D in ((3, 1, 16), (2, 2, 32), (12, 4, 64)):
+        for H, K, D in ((3, 1, 16), (2, 2, 32), (12, 4, 64), (6, 3, 16)): # the last, as tiles of 16 and 4 heads go beyond 12 and 3
             grads, qkv, ws, turn = heads(device, H=H, K=K, D=D)
             fused_ops.qk_rope(qkv, *ws, *turn, H, 1e-6)
             fused_ops.qk_rope_backward(*grads, qkv, *ws, *turn, 1e-6)
@@ -142,7 +142,7 @@ def attention8(device):
 
 @case(8, 9)
 def kept_activations(device):
-    for N, F in ((3, 100), (2, 1040)):
+    for N, F in ((3, 100), (2, 1040), (3, 5)): # the last as in `swiglu`
         h, *kept = flash4.swiglu_keep(rand(device, N, 2*F))
         flash4.swiglu_kept_backward(*kept, h)
 

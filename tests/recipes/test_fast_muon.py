@@ -252,6 +252,17 @@ def test_lower_tiles(m, tiles, kernels):
     every[(n,)](out)
     assert out.tolist() == [[i, j] for i in range(tiles) for j in range(i + 1)][:n]
 
+def test_sums_over_more_than_a_block(kernels):
+    "Norms from more sums than are added at once, and mean squares of columns of more rows than a block has"
+    if not version_of("triton"): pytest.skip("needs Triton")
+    A, AA, sums, x = (torch.rand(2, *s, device=DEVICE) for s in ((9, 9), (9, 9), (1100,), (150, 70)))
+    P, r = AA.clone(), 1/(sums.double().sum(1).sqrt()*1.02 + 1e-6)[:, None, None]
+    fm.polynomial_kernel[1, 2](A, P, sums, 1100, 9, 1., 2., 3., BLOCK=128)
+    exact = r*(torch.eye(9, device=DEVICE) + 2*r**2*A.double() + 3*r**4*AA.double())
+    mean = torch.empty(2, 70, device=DEVICE)
+    fm.squares_kernel[2, 2](x, mean, 150, 70, ROWS=64, COLS=64)
+    assert relative_error(P, exact) < 1e-5 and relative_error(mean, x.double().square().mean(1)) < 1e-5
+
 def test_counted():
     "On fake tensors: five times 4 m² n + 2 m³ FLOPs for each matrix, the bytes of a perfect update, and nothing of PyTorch's own"
     shapes = fm.matrix_shapes(workload("tiny"))

@@ -20,7 +20,7 @@ from llm_speedrun.roofline import has_fp8, main_format
 from llm_speedrun.model import rope, rope_table, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build, count_step, enter_all
-from helpers.tiny_runs import NANO
+from helpers.tiny_runs import NANO, relative_error
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -38,10 +38,13 @@ def normed(x, y, w):
     h = (x if y is None else (x.float() + y.float()).to(x.dtype)).float()
     return h * torch.rsqrt(h.pow(2).mean(-1) + 1e-6)[:, None] * w
 
-def heads_case(B, T, H, K, D):
+def heads_inputs(B, T, H, K, D):
     cos, sin = (t.to(DEVICE) for t in rope_table(T, D, 1e4))
     ins = *(rand(B, T, h, D, seed=i) for i, h in enumerate((H, K, K))), rand(B, T, H + 2*K, D, seed=4)
-    ins += rand(D, dt=torch.float32, seed=5), rand(D, dt=torch.float32, seed=6), cos, sin
+    return *ins, rand(D, dt=torch.float32, seed=5), rand(D, dt=torch.float32, seed=6), cos, sin
+
+def heads_case(*sizes):
+    ins = heads_inputs(*sizes)
     want = qk_rope_backward_maths(*(t.float() for t in ins), 1e-6)[0].flatten(0, 1).flatten(1)
     return partial(heads_quantize, *ins, 1e-6), (E5M2,), want, E5M2
 
@@ -127,6 +130,18 @@ def test_any_strides(name, form):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("B, T, H, K, D", [(2, 24, 4, 2, 16), (1, 80, 2, 2, 32), (1, 48, 3, 1, 64), (1, 7, 3, 1, 8), (2, 8, 2, 2, 4)])
 def test_heads(B, T, H, K, D): right(heads_case(B, T, H, K, D))
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", range(3), ids=["queries", "keys", "values"])
+def test_each_head_counts(kind):
+    "In the maximum and in the gradients of the norms' weights: here the first of several heads is far larger than the others"
+    ins = heads_inputs(3, 23, 3, 2, 16)
+    ins[kind][:, :, 0] *= 1000
+    s, a = slot(1.)
+    dw = heads_quantize(*ins, 1e-6, s, a, E5M2)[0]
+    dqkv, exact = qk_rope_backward_maths(*(t.double() for t in ins), 1e-6)
+    torch.testing.assert_close(a[0].double(), dqkv.abs().max(), rtol=1e-2, atol=0)
+    assert relative_error(dw, exact) < 1e-5
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dt", [E4M3, E5M2], ids=str)
