@@ -434,10 +434,9 @@ def check_folder(folder): # a `Path`
             "tokens as they are, np.array(tokens, np.uint16).tofile('train.bin')")
 
 # %% ../nbs/03b_text_files.ipynb #03layo06
-class SavedState(msgspec.Struct):
-    "What datasets writes into `state.json`"
-    files: list[dict[str, str]] = msgspec.field(name="_data_files")
-    selection: list = msgspec.field(name="_indices_data_files", default=[]) # of rows, by old versions
+# `selection` is one of rows, by old versions
+SavedState = msgspec.defstruct("SavedState", [("files", list[dict[str, str]]), ("selection", list, [])],
+                               rename=dict(files="_data_files", selection="_indices_data_files"))
 
 def _saved_files(folder, names):
     "Those of the names that a data set of `save_to_disk` consists of; all where there is none"

@@ -85,6 +85,7 @@ def leave_reason(text): # why this process ends, although another start may succ
         part.replace(path)
     return bool(path)
 
+# %% ../../nbs/33b_launch.ipynb #5p1tlaux
 def ended_by_torchrun(f, first): # a `ProcessFailure`, the first one that torchrun noticed
     "Return whether torchrun's own signal ended a process: it ends all others after a failure"
     killed = f.exitcode == -9 and f.timestamp > first.timestamp + 1 # one that SIGTERM left running for long
