@@ -153,6 +153,22 @@ class FoundInfOptimizer(torch.optim.Optimizer):
 
 setattr(FoundInfOptimizer, FOUND_INF, True)
 
+# %% ../nbs/07_compat.ipynb #07agent2
+@contextmanager
+def watch_workers(report): # a function of the failures, rank -> `ProcessFailure`
+    "Let torchrun call `report` after each start that failed, inside. Yields whether this torchrun can"
+    from torch.distributed.launcher import api
+    plain = getattr(api, "LocalElasticAgent", None)
+    monitor = getattr(plain, "_monitor_workers", None)
+    if monitor is None: yield False; return
+    def watched(self, *args, **kwargs):
+        res = monitor(self, *args, **kwargs)
+        if failures := getattr(res, "failures", None): report(failures)
+        return res
+    api.LocalElasticAgent = type("Agent", (plain,), dict(_monitor_workers=watched))
+    try: yield True
+    finally: api.LocalElasticAgent = plain
+
 # %% ../nbs/07_compat.ipynb #07b88f35
 def store_params(store, gemm, args): # a `TileStore`, the GEMM that it belongs to, the GEMM's arguments
     "Return what `TileStore.to_params` returns, without its check of the type"
@@ -168,6 +184,7 @@ def store_params(store, gemm, args): # a `TileStore`, the GEMM that it belongs t
 MEMBERS = {"torch": ["torch:UntypedStorage._cdata", "torch:Tensor._version", "torch:Tensor._is_view",
                      "torch.ops:aten.add.Tensor._schema", "torch:autograd.Function._backward_cls",
                      "torch:nn.Module._apply",
+                     "torch.distributed.launcher.api:LocalElasticAgent._monitor_workers",
                      *(f"torch.ops:_c10d_functional.{op}" for op in (
                          "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "wait_tensor"))],
            "quack-kernels": [f"quack.epilogue.ops:TileStore.{k}" for k in (

@@ -434,16 +434,16 @@ def check_folder(folder): # a `Path`
             "tokens as they are, np.array(tokens, np.uint16).tofile('train.bin')")
 
 # %% ../nbs/03b_text_files.ipynb #03layo06
-# the second has a selection of rows, by old versions
-SavedState = msgspec.defstruct("SavedState", [("_data_files", list[dict[str, str]]),
-                                              ("_indices_data_files", list, [])])
+# `selection` is one of rows, by old versions
+SavedState = msgspec.defstruct("SavedState", [("files", list[dict[str, str]]), ("selection", list, [])],
+                               rename=dict(files="_data_files", selection="_indices_data_files"))
 
 def _saved_files(folder, names):
     "Those of the names that a data set of `save_to_disk` consists of; all where there is none"
     try: state = read_json(folder/"state.json", SavedState)
     except (InputError, FileNotFoundError): return names
-    names = [o.get("filename", "") for o in state._data_files]
-    if state._indices_data_files: raise InputError(
+    names = [o.get("filename", "") for o in state.files]
+    if state.selection: raise InputError(
         f"{folder} was saved by an old version of datasets, with a selection of its rows: save it again")
     if gone := [o for o in names if not (folder/o).is_file()]:
         raise InputError(f"{folder/gone[0]} isn't there, and state.json names it: bring it back")

@@ -6,8 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/33b_launch.ipynb #5p1tlau2
-import hashlib, logging, os, sys, tempfile
-from contextlib import contextmanager
+import hashlib, itertools, logging, os, signal, sys, tempfile
 from pathlib import Path
 import msgspec
 from ..io_utils import (LOOPBACK, InputError, RunError, check_processes, python_command, read_json,
@@ -64,13 +63,12 @@ def torchrun_args(n, c, command, folder): # processes, a `TrainConfig`, what eac
             f"--max-restarts={c.restarts}", f"--log-dir={folder}", "--no-python", *command]
 
 def configure_torchrun():
-    "Set torchrun's environment, and silence its log of processes that failed: `failure_text` says it"
+    "Set torchrun's environment"
     threads = max(1, usable_cores()//8)
     use_loopback()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads)) # else torchrun takes 1, and says so
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300") # seconds to save in, after a signal
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGUSR1") # those that it passes on
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 # %% ../../nbs/33b_launch.ipynb #5p1tlauu
 RETRY = 75 # exit code of a process that ends because of another one: EX_TEMPFAIL of sysexits.h
@@ -81,43 +79,53 @@ def why_file():
 
 def leave_reason(text): # why this process ends, although another start may succeed
     "Leave the reason for the launcher. Returns whether there is one, which will print it"
-    if path := why_file(): path.write_text(text.partition(" Go on from")[0].rstrip("."), encoding="utf-8")
+    if path := why_file():
+        part = path.with_name(f"part-{os.getpid()}") # torchrun may end this process while it writes
+        part.write_text(text.partition(" Go on from")[0].rstrip("."), encoding="utf-8")
+        part.replace(path)
     return bool(path)
+
+# %% ../../nbs/33b_launch.ipynb #5p1tlaux
+def ended_by_torchrun(f, first): # a `ProcessFailure`, the first one that torchrun noticed
+    "Return whether torchrun's own signal ended a process: it ends all others after a failure"
+    killed = f.exitcode == -9 and f.timestamp > first.timestamp + 1 # one that SIGTERM left running for long
+    return f is not first and (f.exitcode == -signal.SIGTERM or killed)
 
 def failure_text(failures, # rank -> a `ProcessFailure` of torchrun
                  restart=None): # number of the start that failed, by default the last one
     "Return what ended the processes: the one that crashed, or what the others said of one that hangs"
-    rank = min(failures, key=lambda r: (failures[r].exitcode == RETRY, failures[r].timestamp))
+    first = min(failures.values(), key=lambda f: f.timestamp)
+    own = [r for r, f in failures.items() if not ended_by_torchrun(f, first)]
+    rank = min(own, key=lambda r: (failures[r].exitcode == RETRY, failures[r].timestamp))
     code, said = failures[rank].exitcode, sorted(group_file("").glob("why-*"), key=lambda p: int(p.name[4:]))
     if restart is not None: said = [p for p in said if p.name == f"why-{restart}"]
     if code == RETRY and said: return said[-1].read_text(encoding="utf-8")
     return f"worker {rank} exited with " + (f"signal {-code}" if code < 0 else f"code {code}")
 
 # %% ../../nbs/33b_launch.ipynb #5p1tlauw
-@contextmanager
-def restarts_in_words():
-    "Let torchrun's agent print why it starts the processes again, inside a `with`"
-    from torch.distributed.launcher import api
-    class Agent(plain := api.LocalElasticAgent):
-        def _monitor_workers(self, group):
-            res, most = super()._monitor_workers(group), group.spec.max_restarts
-            n = most - self._remaining_restarts # of the start that failed
-            if res.is_failed() and n < most and group_exit_code() is None:
-                said = f"{failure_text(res.failures, n)}; restarting, {n + 1} of {most}"
-                print(said, file=sys.stderr, flush=True)
-            return res
-    api.LocalElasticAgent = Agent
-    try: yield
-    finally: api.LocalElasticAgent = plain
+def restart_reporter(most): # restarts
+    "Return a function of the failures of a start, which prints why torchrun starts the processes again"
+    numbers = itertools.count()
+    def report(failures): # rank -> a `ProcessFailure` of torchrun
+        n = next(numbers) # of the start that failed
+        if n == most or group_exit_code() is not None: return
+        print(f"{failure_text(failures, n)}; restarting, {n + 1} of {most}", file=sys.stderr, flush=True)
+    return report
 
 # %% ../../nbs/33b_launch.ipynb #7f223a7e
+LOG_OF_FAILURES = "torch.distributed.elastic.multiprocessing.api" # of torchrun
+
 def run_torchrun(args):
     "Run torchrun in this process. Returns the error: an exit code after a signal, a text, or None"
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from llm_speedrun.compat import watch_workers
+    options = run.parse_args(args)
     try:
-        with restarts_in_words(): run.run(run.parse_args(args))
+        with watch_workers(restart_reporter(options.max_restarts)) as watched:
+            if watched: logging.getLogger(LOG_OF_FAILURES).setLevel(logging.CRITICAL) # we print it in words
+            run.run(options)
     except SignalException as e: return 128 + e.sigval
     except ChildFailedError as e: return failure_text(e.failures)
 

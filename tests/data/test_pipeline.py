@@ -134,16 +134,18 @@ def test_corrupt_document(texts, tok, expected, tmp_path, monkeypatch):
     call()
     assert_same(tmp_path/"out", expected)
 
-@pytest.mark.parametrize("moment", ["copytree", "rename", "rmtree"])
+@pytest.mark.parametrize("moment", ["copyfile", "rename", "rmtree"])
 def test_killed_at_the_end(tok, tmp_path, monkeypatch, moment):
     "Killed in any of the last acts, there is the whole result or none, and the same call makes it"
     class Killed(BaseException): pass
     def die(*args, **kw): raise Killed
+    def half(source, to): Path(to).write_bytes(Path(source).read_bytes()[:-1]); die()
     docs, calls = ["a single document. " * 3000], lambda: tokenize_corpus(docs, tok, tmp_path/"out", workers=1)
     with monkeypatch.context() as m:
         if moment == "rename":
             rename = Path.rename
             m.setattr(Path, "rename", lambda self, to: die() if to == tmp_path/"out" else rename(self, to))
+        elif moment == "copyfile": m.setattr(pipeline.shutil, moment, half)
         else: m.setattr(pipeline.shutil, moment, lambda *a, **k: None if k.get("ignore_errors") else die())
         with pytest.raises(Killed): calls()
     if moment != "rmtree": assert not (tmp_path/"out").exists(); calls()

@@ -1,11 +1,13 @@
 "The launcher of `--gpus`: restarts in words, hosts without a name, and the cores that there are."
 import os, re, shutil, subprocess, sys
+from pathlib import Path
+from types import SimpleNamespace
 import pytest
 from helpers import quick_programs
 from helpers.timeouts import TIMEOUT
 from llm_speedrun import io_utils
 from llm_speedrun.train.config import TrainConfig
-from llm_speedrun.train.launch import configure_torchrun, torchrun_args
+from llm_speedrun.train.launch import GROUP_ENV, RETRY, configure_torchrun, failure_text, leave_reason, torchrun_args
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="torchrun starts processes that signals end")
 LAUNCH = """import sys
@@ -48,10 +50,35 @@ def test_a_process_that_hangs_is_named_once():
     code, out, err = launched(LOST, 3)
     assert (code, err) == (0, "process 1 of 2 does not answer: it was last seen at step 7, 9 s ago; restarting, 1 of 3\n")
 
+def test_a_reason_is_whole(monkeypatch, tmp_path):
+    "torchrun may end a process while it writes its reason: that of another one stays"
+    monkeypatch.setenv(GROUP_ENV, str(tmp_path))
+    leave_reason("process 1 of 2 does not answer")
+    def killed(self, *args, **kw): self.touch(); self.open("w").close(); raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt): leave_reason("process 1 of 2 does not answer")
+    assert failure_text({0: SimpleNamespace(exitcode=RETRY, timestamp=1)}, 0) == "process 1 of 2 does not answer"
+
+RENAMED = """from torch.distributed.launcher import api
+code = api.launch_agent.__code__
+api.launch_agent.__code__ = code.replace(co_names=tuple("Other" if n == "LocalElasticAgent" else n for n in code.co_names))
+api.Other = vars(api).pop("LocalElasticAgent")
+"""
+
+def test_a_torchrun_with_other_names(monkeypatch):
+    "Its restarts are not told in words but by its own log: the processes run, and fail, as with any other"
+    monkeypatch.setitem(globals(), "LAUNCH", RENAMED + LAUNCH)
+    again = "and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' "
+    code, out, err = launched(ONE_DIES.format(more=again).replace("signal.pause()", "0"), 3)
+    assert code == 0 and "failed (exitcode: -9) local_rank: 1" in err and "restarting" not in err, err
+    code, out, err = launched(ONE_DIES.format(more=""), 0)
+    assert code == 2 and "error: worker 1 exited with signal 9, after 0 restarts" in err, err
+
 MEETS = """import os
 from llm_speedrun.distributed.world import join_world, leave_world
 world = join_world(); world.barrier()
-print(f'process {world.rank} of {world.size}', flush=True)
+print(f'process {world.rank} of {world.size}\\n', end='', flush=True) # in one write
 leave_world(); os._exit(0)"""
 
 def test_one_machine_needs_no_name(monkeypatch):
