@@ -448,7 +448,7 @@ def questions_of(name, # a key of `TASKS`
     wheres = [where for where, _ in rows[:limit or None]]
     questions = [decoded(line, task.line, where).question(where) for where, line in rows[:limit or None]]
     for q, where in zip(questions, wheres):
-        if not all(q.endings): raise InputError(f"{where}: an ending has no text: mend or delete it")
+        if not all(q.endings): raise InputError(f"{where}: an ending has no text: correct or delete it")
     about = dict(task=name, source=str(path) or task.hub["path"], sha256=hashlib.sha256(data).hexdigest())
     return questions, wheres, about
 

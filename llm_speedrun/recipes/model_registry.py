@@ -11,6 +11,7 @@ from ..architectures import model_class
 from ..compat import FakeTensorMode
 from ..io_utils import InputError
 from ..model import GPT, GPTConfig
+from ..plugins import is_own
 from .architecture import NORM, NormedGPT, UntiedGPT
 from .modded_architecture import beyond, switches_of
 
@@ -34,10 +35,6 @@ def shapes(config, # a `GPTConfig`
     with FakeTensorMode(): return {k: tuple(v.shape) for k, v in model(config).state_dict().items()}
 
 # %% ../../nbs/49a_model_registry.ipynb #49plug02
-def is_own(model): # a class of models
-    "Return whether it isn't one of this package"
-    return not model.__module__.startswith("llm_speedrun.")
-
 def check_roles(model, config): # a class of models, a `GPTConfig`
     "Raise `InputError` where a weight has no role"
     with FakeTensorMode(): modules = dict(model(config).named_modules())

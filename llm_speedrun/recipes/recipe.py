@@ -18,6 +18,7 @@ from ..compat import FoundInfOptimizer
 from ..io_utils import InputError, check_run, defined_at, lookup
 from ..model import GPT
 from ..measure import default_device
+from ..plugins import is_own
 from ..runs import Run, in_order, option_text, option_value, rung_options
 from ..distributed.world import World
 
@@ -294,8 +295,8 @@ def unused_rungs(recipe, # a `Recipe`
         new, name = r.__wrapped__(run, **(rung_options(r) | given)), r.__name__
         check_run(new, "rung", r.__wrapped__)
         changed = changed_fields(run, new)
-        ours = r.__wrapped__.__module__.startswith("llm_speedrun.") # made without need, it costs an import
-        if "optimizer" in changed and (use.alone or not ours): use.look(new, f"rung {name}")
+        if "optimizer" in changed and (use.alone or is_own(r)): # ours needn't be tried: that costs an import
+            use.look(new, f"rung {name}")
         if changed == {"optimizer"}: new = use.noted(new, name)
         run = replace(new, rungs=run.rungs + (name,))
     use.look(recipe.apply(run, **recipe.options), f"recipe {recipe.name}")

@@ -229,8 +229,8 @@ def _checkpoints_at_once(trainer): # most of them
     return trainer.cfg.keep_last + 2 + trainer.plan.kept_to_come(trainer.done)
 
 # %% ../../nbs/36_doctor.ipynb #36room00
-def _room(trainer, there, free): # a folder, bytes
-    (need, whole), keep = _disk_need(trainer), trainer.cfg.keep_last
+def _room(trainer, there, free, need, whole): # a folder, bytes; the others as `_disk_need` returns them
+    keep = trainer.cfg.keep_last
     n, kept = _checkpoints_at_once(trainer), trainer.plan.kept_to_come(trainer.done)
     good = f"{kept} kept for good, " if kept else ""
     text = (f"{size(free)} are free in {there}/, and a run needs {size(need)}: {n} checkpoints of "
@@ -247,8 +247,8 @@ def check_disk(trainer): # a `Trainer` that has taken a step
         advice = "look at its permissions" if resumed else "choose another --out"
         yield Finding("problem", "disk", f"{there}/ can't be written into ({e}): {advice}")
         return
-    (need, _), disk = _disk_need(trainer), shutil.disk_usage(there)
-    if disk.total: yield _room(trainer, there, disk.free)
+    (need, whole), disk = _disk_need(trainer), shutil.disk_usage(there)
+    if disk.total: yield _room(trainer, there, disk.free, need, whole)
     else: # as a bucket's mount
         yield Finding("note", "disk", f"{there}/ doesn't say what is free; a run needs {size(need)}")
 

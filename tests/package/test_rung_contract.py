@@ -15,6 +15,7 @@ from llm_speedrun.train.resolve import plan_lines
 from llm_speedrun.train.trainer import Trainer, train
 from helpers.timeouts import TIMEOUT
 from helpers.tiny_runs import NANO, cache, fails, nano, options, texts
+from test_plugins import forget
 
 MINE = '''"Rungs of our own"
 from dataclasses import replace
@@ -44,9 +45,6 @@ def forgets(run):
 DECLARED, UNDECLARED = MINE.replace("SAME", ", same_function=False"), MINE.replace("SAME", "")
 WORDS = ("--plugin mine.py --data texts --model nano --steps 4 --micro_batch_size 4 --step_tokens 256 --num_evals 1 --eval_tokens 256 --sample_tokens 4 "
          "--save_minutes 0 --lr .02")
-
-def forget():
-    for spec in [*plugins.LOADED]: plugins.forget_plugin(spec)
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
