@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/07_compat.ipynb #0764efbe
-import importlib, logging, platform, sys, warnings
+import importlib, inspect, logging, platform, sys, warnings
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 import torch
@@ -150,6 +150,11 @@ FOUND_INF = "_step_supports_amp_scaling" # of a class or an object: whether it s
 
 class FoundInfOptimizer(torch.optim.Optimizer):
     "An optimizer whose kernels read `found_inf` on the GPU, and change nothing where it is 1"
+    # Without PyTorch's guards against compiling them, whose first call imports its compiler, for a second
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
 
 setattr(FoundInfOptimizer, FOUND_INF, True)
 

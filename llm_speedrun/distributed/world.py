@@ -178,7 +178,8 @@ def wait_for_rank_zero(self:World): # on rank 0, when it is done
     turn = f"turn {next(TURNS)}"
     with peer_errors(self):
         if self.first: return notes().set(turn, "over")
-        while not notes().check([turn]): time.sleep(.05)
+        pause = .001 # seconds
+        while not notes().check([turn]): time.sleep(pause := min(2*pause, .05))
 
 # %% ../../nbs/50_world.ipynb #50firstdoes2
 def outcome(f): # () -> something that can be pickled

@@ -7,6 +7,8 @@ __all__ = []
 
 # %% ../../nbs/49a_model_registry.ipynb #4c9c3dd0
 from dataclasses import replace
+import torch
+from torch.overrides import TorchFunctionMode
 from ..architectures import model_class
 from ..compat import FakeTensorMode
 from ..io_utils import InputError
@@ -29,15 +31,28 @@ def model_of(weights, # name -> weight, under our names or Qwen3's
     return NormedGPT if NORM in weights else UntiedGPT
 
 # %% ../../nbs/49a_model_registry.ipynb #8d01890b
+class MetaWeights(TorchFunctionMode):
+    "Let new weights be on the device `meta`, and compute all else as usual: some of it imports SymPy there"
+    def __torch_function__(self, f, types, args=(), kwargs=None):
+        where = dict(device="meta") if f in (torch.empty, torch.ones, torch.zeros, torch.tensor) else {}
+        return f(*args, **(kwargs or {}) | where)
+
+def without_weights(config, model): # a `GPTConfig`, a class of models
+    "Return a model whose weights take no memory: they have a shape, and no values. Its sequences are short"
+    if is_own(model): # fake tensors take whatever a plug-in does, and import PyTorch's compiler
+        with FakeTensorMode(): return model(config)
+    bare = type(model.__name__, (model,), dict(init_weights=lambda self, seed: None))
+    with MetaWeights(): return bare(replace(config, seq_len=1)) # the table of RoPE, which has values
+
 def shapes(config, # a `GPTConfig`
            model=GPT): # or another class of models
     "Return the names and shapes of a model's weights, a dict, without allocating them"
-    with FakeTensorMode(): return {k: tuple(v.shape) for k, v in model(config).state_dict().items()}
+    return {k: tuple(v.shape) for k, v in without_weights(config, model).state_dict().items()}
 
 # %% ../../nbs/49a_model_registry.ipynb #49plug02
 def check_roles(model, config): # a class of models, a `GPTConfig`
     "Raise `InputError` where a weight has no role"
-    with FakeTensorMode(): modules = dict(model(config).named_modules())
+    modules = dict(without_weights(config, model).named_modules())
     lacks = [k for k, m in modules.items() if [*m.parameters(recurse=False)] and not hasattr(m, "role")]
     if lacks: raise InputError(
         f"model {config.name!r}: {', '.join(lacks[:3])} has weights without a role, by which recipes choose "

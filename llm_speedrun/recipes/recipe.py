@@ -66,10 +66,6 @@ def check_rule(name, # as groups name it
 class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themselves
     "An optimizer whose groups are updated by rules of their own: each has a `rule`, a key of `RULES`"
     share = None # rank, number and group of processes with the same gradients, for rules with `divides`
-    # Without PyTorch's guards against compiling them, whose first call imports its compiler, for a second
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
     def __init__(self, groups): # dicts with `params`, `rule`, `lr`, and what else the rule takes
         for g in groups: check_rule(g["rule"])

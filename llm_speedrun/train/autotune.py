@@ -8,20 +8,21 @@ __all__ = []
 # %% ../../nbs/32a_autotune.ipynb #352dd416
 import os, statistics, sys
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, reduce
 import msgspec, torch
-from ..compat import FakeTensorMode
+from ..architectures import model_class
 
 # %% ../../nbs/32a_autotune.ipynb #d7878d4d
 from ..io_utils import InputError, RunError, cache_dir
 from ..measure import gpu_gib, machine, memory_limit, warm_up, written_by
-from ..runs import (build, first_fit, free_memory, parsed, rung_name, resolve_auto_options,
-                               has_auto_options)
+from ..model import GPT
+from ..runs import (Run, adamw, build, first_fit, free_memory, has_auto_options, in_order, parsed,
+                               resolve_auto_options, rung_name)
 from ..records import code_of
 from ..distributed.world import World
 from ..recipes.recipe import RECIPES
 from ..recipes.recipe import adamw as ADAMW
-from ..rungs.checkpointing import MemoryCounter, prepared
+from ..recipes.model_registry import without_weights
 from .presets import PARALLEL, fitting, preset_of, without
 from .train_step import LrSchedule, TrainStep, mean_step_ms
 
@@ -78,11 +79,17 @@ def resolve_preset(config, rungs, choices): # as for `resolve_rungs`
 # %% ../../nbs/32a_autotune.ipynb #2a0f314b
 def state_gib(config, # a `GPTConfig`
               rungs): # as `build` takes them
-    "Return the GiB of weights, gradients and optimizer state, counted on fake tensors"
-    of_state = lambda r: parsed(r)[0].stage == "optimizer" or rung_name(r) in ("bf16", "bf16_weights")
-    with FakeTensorMode(), MemoryCounter() as meter:
-        kept = prepared(lambda: build(config, [*filter(of_state, rungs)], "cpu"), 1)
-        return meter.now/2**30 # of what is kept
+    """Return the GiB of weights, gradients and optimizer state, from shapes alone. An optimizer without
+    `new_state` counts as PyTorch's AdamW: making one would import PyTorch's compiler"""
+    def of_state(r): # a rung
+        optimizer = parsed(r)[0].stage == "optimizer" and rung_name(r) != "fused_adamw" # AdamW, as without it
+        return optimizer or rung_name(r) in ("bf16", "bf16_weights")
+    model = without_weights(config, model_class(config, GPT))
+    run = reduce(lambda run, r: r[0](run, **r[1]), in_order(filter(of_state, rungs)), Run(model))
+    opt = run.optimizer is not adamw and run.optimizer(run.model)
+    moments = getattr(opt, "new_state", lambda p: dict(exp_avg=p, exp_avg_sq=p))
+    kept = [t for p in run.model.parameters() for t in (p, p, *moments(p).values())] # with its gradient
+    return sum(t.nbytes for t in kept)/2**30
 
 # %% ../../nbs/32a_autotune.ipynb #a7cf84c3
 def parallel_rungs(config, # a `GPTConfig`

@@ -6,7 +6,7 @@
 __all__ = ['Trainer', 'train']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
-import importlib, json, math, os, signal, sys, time, traceback, uuid
+import json, math, os, signal, sys, time, traceback, uuid
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -412,8 +412,6 @@ def assemble(self:Trainer, given): # names of options
     "Lock the run's folder, decide what the options leave open, and build the run"
     c = self.cfg
     self.record = read_record(c.resume) if c.resume else None
-    if c.resume: # what reads a checkpoint imports it: its own seconds, not those of reading
-        with self.timings("import PyTorch's compiler"): importlib.import_module("torch._dynamo")
     with self.timings("find the rungs"):
         resolver = PlanResolver(c, given, self.coordinator, self.limits, self.record, self.log_info)
     resolver.resolve_shape()

@@ -3,8 +3,10 @@ import json, multiprocessing, os, re, subprocess, sys
 from pathlib import Path
 import pytest
 import llm_speedrun
-from llm_speedrun.io_utils import python_command, safe_children
+from llm_speedrun.distributed.spawn import free_port
+from llm_speedrun.io_utils import LOOPBACK, python_command, safe_children
 from helpers.timeouts import TIMEOUT
+from helpers.tiny_runs import write_bins
 
 HERE = Path(__file__).parents[1]
 PACKAGE = Path(llm_speedrun.__file__).parent
@@ -75,7 +77,7 @@ def test_importing_is_quick(there):
     slow = set("transformers datasets pandas pyarrow sklearn scipy IPython huggingface_hub triton torchao liger_kernel matplotlib".split())
     assert not slow & set(there["new"]) and there["calls"] < 4_000_000, there["calls"]
 
-HEAVY = set("""torch._dynamo torch._inductor torch.distributed.tensor torch.distributed.fsdp torch.onnx torch.profiler torch.utils.tensorboard
+HEAVY = set("""torch._dynamo torch._inductor sympy torch.distributed.tensor torch.distributed.fsdp torch.onnx torch.profiler torch.utils.tensorboard
     torchao transformers accelerate peft liger_kernel quack flash_attn cutlass bitsandbytes datasets pyarrow pandas huggingface_hub
     scipy sklearn matplotlib PIL IPython ipywidgets jinja2 tensorboard wandb pynvml""".split())
 
@@ -113,6 +115,43 @@ def test_heavy_modules_wait(tmp_path):
     assert res.returncode == 0, res.stderr
     loaded = json.loads(res.stdout.splitlines()[-1])
     assert not any(loaded.values()), loaded
+
+# In each process of a run, and once more for the run that goes on
+FIRST_STEP = """
+import json, os, sys
+import torch
+known = set(sys.modules)
+from llm_speedrun.train import trainer
+from llm_speedrun.train.config import TrainConfig
+take, heavy = trainer.first_step, lambda: sorted(HEAVY & (set(sys.modules) - known))
+def first_step(t, x, y):
+    before, loss = heavy(), take(t, x, y)
+    found[f"before the first step of a {'resumed' if t.record else 'new'} run"] = before
+    found[f"after the first step of a {'resumed' if t.record else 'new'} run"] = heavy()
+    return loss
+trainer.first_step, trainer.Trainer.finish, found = first_step, trainer.Trainer.stop_fast, {}
+options = dict(data="bins", model="tiny", seq_len=16, step_tokens=64, vocab=300, eval_tokens=64, name="run", num_evals=1, lr=1e-3)
+for how in (dict(options, recipe=RECIPE, rungs=RUNGS, steps=2), dict(resume="runs/run", steps=3)):
+    trainer.train(TrainConfig(**how), progress=False)[0].coordinator.stop_watching()
+print(json.dumps(found))
+"""
+
+@pytest.mark.parametrize("recipe, rungs, n", [("speedrun", "flash:backend=flash", 1), ("adamw", "flash:backend=flash,adamw8bit", 1), ("speedrun", "flash:backend=flash", 2)])
+def test_heavy_modules_wait_for_the_first_step(tmp_path, recipe, rungs, n):
+    """A run and one that goes on, of one process or two, take their first step without PyTorch's compiler, and without sympy, which autograd imports
+    where it is given a gradient. PyTorch's DDP, which a CPU takes, imports them in the first step"""
+    write_bins(tmp_path/"bins")
+    env = os.environ | dict(CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(map(str, (HERE.parent, HERE))), OMP_NUM_THREADS="1",
+                            LLM_SPEEDRUN_CACHE=str(tmp_path/"cache"))
+    if n > 1: env |= dict(WORLD_SIZE=str(n), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
+    cmd = [sys.executable, "-c", f"HEAVY, RECIPE, RUNGS = {HEAVY}, {recipe!r}, {rungs!r}\n{FIRST_STEP}"]
+    ps = [subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+                           env=env | (dict(RANK=str(i), LOCAL_RANK=str(i)) if n > 1 else {})) for i in range(n)]
+    for p in ps:
+        out, err = p.communicate(timeout=TIMEOUT)
+        assert p.returncode == 0, err
+        found = json.loads(out.splitlines()[-1])
+        assert len(found) == 4 and not any(found[k] for k in found if n == 1 or k.startswith("before")), found
 
 def sources(): return {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py") if p.name != "_modidx.py"}
 

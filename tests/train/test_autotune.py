@@ -332,21 +332,6 @@ def test_a_run_says_how_long_its_start_took(tmp_path, capsys):
     assert sum(p["seconds"] for p in start["phases"] if not p["depth"]) <= start["seconds"] == trainer.timings.total
     assert {"Python and imports", "open the data", "try the micro-batch", "build the model", "the first step"} <= {p["name"] for p in start["phases"]}
 
-def test_reading_a_checkpoint_imports_nothing_large(tmp_path):
-    "What PyTorch imports by and by isn't counted as reading: the compiler's modules are there before"
-    code = f"""import sys
-from llm_speedrun.measure import Timings
-from llm_speedrun.train.trainer import Trainer
-from llm_speedrun.train.config import TrainConfig
-class Counted(Timings):
-    def __call__(self, name):
-        if name == "read the checkpoint": print("torch._dynamo" in sys.modules)
-        return super().__call__(name)
-Trainer(TrainConfig(resume={str(tmp_path/"runs/run")!r}, steps=9), progress=False, timings=Counted())"""
-    train(options(tmp_path), progress=False)
-    res = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT)
-    assert res.stdout == "True\n", res.stderr
-
 # Several processes
 
 def world_of(dp, tp=1): return SimpleNamespace(rank_and_size=lambda dim: (0, dict(dp=dp, tp=tp)[dim]))
