@@ -34,7 +34,7 @@ from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, prese
                                         recorded_preset)
 from ..checkpoint.format import checkpoints
 from ..checkpoint.load import shapes_in
-from .run_dir import check_registered, goes_on, read_record
+from .run_dir import check_registered, goes_on, read_record, trial_conditions
 from .train_data import TrainData, check_tokens, with_vocabulary
 from .train_step import LrSchedule
 
@@ -387,9 +387,7 @@ def drop_unused(self:PlanResolver, rungs, why): # with their options; what was m
     self.why = self.why | why | lost
     if not preset_of(self.requested_rungs): # the plan lists what is left out of a preset
         for name, why in lost.items(): self.log_info(f"not {name}: {why}")
-    kept = [r for r in rungs if rung_name(r) not in lost]
-    check_kept(self.record, kept)
-    return kept
+    return [r for r in rungs if rung_name(r) not in lost]
 
 # %% ../../nbs/30a_resolve.ipynb #d3da2420
 @patch
@@ -532,15 +530,28 @@ def check_kept(record, rungs): # of the run to go on with, or None; with their o
 
 # %% ../../nbs/30a_resolve.ipynb #278f9013
 @patch
-def resolve(self:PlanResolver):
-    "Decide the rungs' options, the micro-batch, the steps and the learning rate. Returns the `TrainPlan`"
+def fits_as_before(self:PlanResolver):
+    "Return whether the run to go on with has trained with these rungs and this micro-batch, on such GPUs"
+    if not self.record or "retune" in self.given: return False
+    return self.record.tried_on == trial_conditions(self.cfg, self.world)
+
+@patch
+def try_rungs(self:PlanResolver):
+    "Decide the rungs' options, the micro-batch, and the steps that there is time for, by steps that it takes"
     c, of = self.cfg, (self.config, self.rungs, self.choices, self.recipe.model)
     on = self.coordinator.run_on_rank_zero(lambda: find_rungs(preset_of(self.requested_rungs), *of))
-    c.steps = c.steps or c.total_tokens//c.step_tokens
     t, kept = self.try_batch(on.rungs)
     c.rungs = ",".join(self.drop_unused(kept.rungs, on.why | kept.why))
     set_micro_batch(c, t.batch, self.rows_here, self.log_info)
     if not c.steps: self.fill_time(t.ms)
+
+@patch
+def resolve(self:PlanResolver):
+    "Decide the rungs' options, the micro-batch, the steps and the learning rate. Returns the `TrainPlan`"
+    c = self.cfg
+    c.steps = c.steps or c.total_tokens//c.step_tokens
+    if not self.coordinator.run_on_rank_zero(self.fits_as_before): self.try_rungs()
+    check_kept(self.record, [r for r in c.rungs.split(",") if r])
     self.fill_in() # the warm-up is the first run's, also where it goes on for longer
     warmup = self.record.warmup_steps if self.record else warmup_steps(c.warmup, c.steps)
     of = c, self.config, self.recipe, self.sequences, self.rows_here, warmup, self.requested_rungs

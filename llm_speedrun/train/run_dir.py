@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from msgspec import UNSET, Meta, UnsetType
 from ..io_utils import (LOCK, InputError, RunError, check_writable, hold, read_json, reason,
                                    replace_file)
-from ..measure import machine
+from ..measure import gpu_gib, machine
 from ..model import GPTConfig
 from ..tokenizer import write_tokenizer
 
@@ -46,6 +46,7 @@ class Record(msgspec.Struct):
     architecture: str = "" # name of the model, where a plug-in has its class
     rungs: str = "" # with their options, commas between
     changes_function: list[str] | None = None # rungs with which its model is opened; not in older runs
+    tried_on: dict[str, Any] = {} # what its micro-batch was tried on: `trial_conditions`
     branched_from: dict[str, str | int] | None = None # `run_id`, step and folder of a branch's origin
 
 # %% ../../nbs/33a_run_dir.ipynb #9bb7d6d6
@@ -247,7 +248,7 @@ def write_config(self:RunDir, plan): # a `TrainPlan`
     group = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if world.size > 1: record |= dict(group=group, world=layout(world))
     if plan.model.name in MODELS: record["architecture"] = plan.model.name
-    options = asdict(plan.options)
+    options, record["tried_on"] = asdict(plan.options), trial_conditions(plan.options, world)
     record["plugins"] = plugin_digests(options.pop("plugin"))
     record["changes_function"] = function_rungs([r for r in plan.options.rungs.split(",") if r])
     replace_file(self.path/"config.json", json.dumps(options | record, indent=1))
@@ -256,6 +257,14 @@ def write_config(self:RunDir, plan): # a `TrainPlan`
 def layout(world): # a `World`
     "Return the numbers of processes that `config.json` records"
     return dict(processes=world.size, dp=world.rank_and_size("dp")[1], tp=world.rank_and_size("tp")[1])
+
+DECIDE_MEMORY = "rungs micro_batch_size memory_limit document_mask deterministic".split() # that may change
+
+def trial_conditions(c, world): # a `TrainConfig` with its rungs and micro-batch, a `World`
+    "Return what may change in a run and decides whether its micro-batch fits: options, GPU and processes"
+    here = dict(gpu=machine()["gpu"], gpu_gib=gpu_gib() if torch.cuda.is_available() else 0)
+    options = {k: getattr(c, k) for k in DECIDE_MEMORY}
+    return options | here | layout(world) | dict(plugins=[*plugin_digests(c.plugin).values()])
 
 # %% ../../nbs/33a_run_dir.ipynb #33arun05
 @patch

@@ -17,7 +17,7 @@ from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.train.run_dir import PROBE, Finished, RunDir
 from llm_speedrun.checkpoint.format import checkpoints, flatten_state, newest, read_metadata, validation_error, write_checkpoint
 from llm_speedrun.train.console import Signals
-from llm_speedrun.train.resolve import read_options, resumed
+from llm_speedrun.train.resolve import PlanResolver, read_options, resumed
 from llm_speedrun.train.trainer import train, Trainer
 from tokenizers import Tokenizer, models
 from helpers import quick_programs
@@ -58,6 +58,51 @@ def state(trainer):
     tensors = {}
     flatten_state(dict(model=trainer.run.model.state_dict(), state=trainer.checkpointer.state(trainer.done)), tensors)
     return {k: t.clone() for k, t in tensors.items()}
+
+# What is known isn't tried
+
+@pytest.fixture
+def trials(monkeypatch):
+    "A list that has an entry for each trial of rungs and a micro-batch"
+    made, trial = [], PlanResolver.try_batch
+    monkeypatch.setattr(PlanResolver, "try_batch", lambda self, rungs: (made.append(rungs), trial(self, rungs))[1])
+    return made
+
+def recorded_as(folder, **changes):
+    "Change what `config.json` says of the conditions under which the run's micro-batch was tried"
+    path = folder/"runs/run/config.json"
+    config = json.loads(path.read_text())
+    config["tried_on"] |= changes
+    path.write_text(json.dumps(config))
+
+def test_a_run_that_goes_on_makes_no_trial(tmp_path, trials):
+    "It knows its rungs, their options and its micro-batch"
+    before, _ = go(tmp_path, rungs="cpu")
+    assert len(trials) == 1
+    again, _ = resume(tmp_path, steps=8)
+    assert len(trials) == 1 and again.cfg.rungs == before.cfg.rungs == "flash:backend=flash"
+    assert (again.cfg.micro_batch_size, again.cfg.grad_accum_steps) == (4, 1)
+    resume(tmp_path, steps=9, micro_batch_size=4, rungs=before.cfg.rungs) # given, and as it was
+    assert len(trials) == 1
+
+@pytest.mark.parametrize("change", [dict(micro_batch_size=2), dict(rungs="flash"), dict(memory_limit="cpu"), dict(gpu="another"), dict(gpu_gib=24.),
+                                    dict(processes=2, dp=2), dict(plugins=["another"])], ids=lambda d: "+".join(d))
+def test_what_has_changed_is_tried(tmp_path, trials, change):
+    "Another GPU, another number of processes, another option that decides what fits"
+    go(tmp_path, rungs="flash,fused_adamw")
+    options = {k: v for k, v in change.items() if k in {f.name for f in fields(TrainConfig)}}
+    if options != change: recorded_as(tmp_path, **change)
+    resume(tmp_path, steps=8, **options)
+    assert len(trials) == 2
+    resume(tmp_path, steps=10)
+    assert len(trials) == 2 # what was tried then is known now
+
+def test_a_smaller_micro_batch_is_known(tmp_path, trials):
+    "One that training went on with where memory ran out"
+    trainer, _ = go(tmp_path)
+    trainer.reducer(4)
+    resume(tmp_path, steps=8)
+    assert len(trials) == 1 and read_options(tmp_path/"runs/run").micro_batch_size == 2
 
 # The same bits
 
