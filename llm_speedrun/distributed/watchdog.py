@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/50b_watchdog.ipynb #50watchimp
 import faulthandler, json, math, os, socket, threading, time
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
@@ -119,7 +120,7 @@ def close(self:Heartbeat):
 class PeerWatchdog:
     "A thread that exits this process after another one was lost: its GPU would wait for it forever"
     def __init__(self, world, # of several
-                 seconds=5): # from the loss of the other one to the exit
+                 seconds=1): # from the loss of the other one to the exit: until then, this one can say why
         self.world, self.seconds, self.lost = world, seconds, threading.Event()
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=99))
         self.thread = threading.Thread(target=self.listen, name="peer watchdog", daemon=True)
@@ -129,6 +130,8 @@ class PeerWatchdog:
         "Wait, in the thread, for the message that the next process sends at the end"
         try: return dist.recv(torch.empty(1), (self.world.rank + 1) % self.world.size, group=self.group)
         except RuntimeError: self.lost.set()
+        with suppress(Exception): dist.destroy_process_group(self.group)
+        self.group = None # which breaks its connections: the process before this one notices at once, too
         time.sleep(self.seconds)
         os._exit(1)
 
@@ -136,5 +139,5 @@ class PeerWatchdog:
 @patch
 def close(self:PeerWatchdog):
     "Send the previous process the end of the run, and wait for that of the next one"
-    dist.send(torch.zeros(1), (self.world.rank - 1) % self.world.size, group=self.group)
+    if group := self.group: dist.send(torch.zeros(1), (self.world.rank - 1) % self.world.size, group=group)
     self.thread.join()

@@ -1,5 +1,6 @@
 "Processes that can't meet, differ, hang or die: each an error that says which one, and soon."
 import itertools, os, pickle, re, socket, subprocess, sys, threading
+from datetime import timedelta
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from llm_speedrun.distributed import spawn, watchdog, world
@@ -197,6 +198,16 @@ def test_a_process_that_dies_is_named():
     assert named in outs[0][0], outs
     # process 0 may notice first and exit. Gloo tells process 2 only then, which finds no store, and refers to the output of process 0
     assert named in outs[2][0] or "process 0, whose store holds the notes, has exited" in outs[2][0], outs
+
+def noticed(w):
+    "Whether this process's watchdog notices that the last process is gone: it drops the connection that the others listen on"
+    if w.rank < w.size - 1: return watchdog.PeerWatchdog(w, seconds=2*TIMEOUT).lost.wait(TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=99))
+    dist.destroy_process_group(group)
+
+def test_all_notice_the_loss_of_one():
+    "Each watchdog listens to the next process alone. One that notices a loss tells the one before it at once, and not only when it exits"
+    assert spawn.run_distributed(3, noticed) == [True, True, None]
 
 def test_without_the_store_the_output_of_process_0_is_named(monkeypatch):
     def gone(w): raise RuntimeError("Connection was likely closed")
