@@ -14,7 +14,7 @@ __all__ = ['DATASHEET_BF16', 'COURSE_GPU', 'SPINE', 'NO_GPU', 'COURSE', 'default
 
 # %% ../nbs/01_measure.ipynb #0db3b81b
 import ast, hashlib, importlib.metadata, json, os, re, statistics, subprocess, sys, time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -61,8 +61,10 @@ def version_of(package): # the package's name, such as "triton"
 
 # %% ../nbs/01_measure.ipynb #0bf19e13
 @lru_cache
-def driver_version():
+def driver_version(path="/proc/driver/nvidia/version"): # where Linux's driver says it; nvidia-smi is slower
     "Return the NVIDIA driver's version, or None without one"
+    with suppress(OSError, TypeError):
+        return re.search(r"Kernel Module.*?\s(\d+(\.\d+)+)\s", Path(path).read_text())[1]
     cmd = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try: return subprocess.run(cmd, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError): return None

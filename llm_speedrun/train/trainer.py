@@ -435,7 +435,8 @@ def decide(self:Trainer, r): # a `PlanResolver` that knows the shape
     if self.cfg.ladder: self.ladder = measured_ladder(r, phase)
     with phase("build the model"): self.build_run()
     for s in plan_lines(self.plan, self.world.rank_and_size("dp")[1], self.run.batching): self.log_info(s)
-    if found: resume_from(self, found)
+    if found:
+        with phase("load the checkpoint"): resume_from(self, found)
 
 # %% ../../nbs/30_trainer.ipynb #30lad001
 def measured_ladder(r, timings): # a `PlanResolver` that has resolved, `Timings`

@@ -1,5 +1,5 @@
 "A start tries what is wanted first, builds few models, remembers what it chose, and says how long it took."
-import json, math, os, re, subprocess, sys, threading, time
+import json, math, os, re, sys, threading, time
 from dataclasses import replace
 from types import SimpleNamespace
 import pytest, torch
@@ -18,7 +18,6 @@ from llm_speedrun.train.autotune import divisors, find_micro_batch
 from llm_speedrun.train.presets import PRESETS, parse_rungs, preset, presets
 from llm_speedrun.train.trainer import Trainer, train
 from helpers.tiny_runs import NANO, fails, nano, options, words
-from helpers.timeouts import TIMEOUT
 
 def out_of_memory(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
@@ -331,6 +330,18 @@ def test_a_run_says_how_long_its_start_took(tmp_path, capsys):
     start = json.loads((tmp_path/"runs/run/result.json").read_text())["start"]
     assert sum(p["seconds"] for p in start["phases"] if not p["depth"]) <= start["seconds"] == trainer.timings.total
     assert {"Python and imports", "open the data", "try the micro-batch", "build the model", "the first step"} <= {p["name"] for p in start["phases"]}
+
+@pytest.mark.parametrize("said", ["NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07  Thu Oct 19 18:56:32 UTC 2025\nGCC version:  gcc version 12.3.0\n",
+                                  "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build  (dvs-builder@U22-I3-09-6)\n"])
+def test_the_driver_is_read_from_its_file(tmp_path, monkeypatch, said):
+    "nvidia-smi takes up to seconds, and is started only where there is no such file, or one that says something else"
+    started = []
+    def run(cmd, **how): started.append(cmd[0]); return SimpleNamespace(stdout="580.82.07\n")
+    monkeypatch.setattr(measure.subprocess, "run", run)
+    (tmp_path/"version").write_text(said)
+    assert measure.driver_version.__wrapped__(tmp_path/"version") == "580.82.07" and not started
+    (tmp_path/"version").write_text("something else")
+    assert [measure.driver_version.__wrapped__(tmp_path/name) for name in ("version", "none")] == ["580.82.07"]*2 and len(started) == 2
 
 # Several processes
 
