@@ -34,7 +34,7 @@ from .presets import (PARALLEL, candidates, left_out, parse_rungs, preset, prese
                                         recorded_preset)
 from ..checkpoint.format import checkpoints
 from ..checkpoint.load import shapes_in
-from .run_dir import check_registered, goes_on, read_record, trial_conditions
+from .run_dir import check_registered, goes_on, read_record, was_tried
 from .train_data import TrainData, check_tokens, with_vocabulary
 from .train_step import LrSchedule
 
@@ -530,12 +530,6 @@ def check_kept(record, rungs): # of the run to go on with, or None; with their o
 
 # %% ../../nbs/30a_resolve.ipynb #278f9013
 @patch
-def fits_as_before(self:PlanResolver):
-    "Return whether the run to go on with has trained with these rungs and this micro-batch, on such GPUs"
-    if not self.record or "retune" in self.given: return False
-    return self.record.tried_on == trial_conditions(self.cfg, self.world)
-
-@patch
 def try_rungs(self:PlanResolver):
     "Decide the rungs' options, the micro-batch, and the steps that there is time for, by steps that it takes"
     c, of = self.cfg, (self.config, self.rungs, self.choices, self.recipe.model)
@@ -548,9 +542,9 @@ def try_rungs(self:PlanResolver):
 @patch
 def resolve(self:PlanResolver):
     "Decide the rungs' options, the micro-batch, the steps and the learning rate. Returns the `TrainPlan`"
-    c = self.cfg
+    c, known = self.cfg, partial(was_tried, self.record, self.cfg, self.world)
     c.steps = c.steps or c.total_tokens//c.step_tokens
-    if not self.coordinator.run_on_rank_zero(self.fits_as_before): self.try_rungs()
+    if "retune" in self.given or not self.coordinator.run_on_rank_zero(known): self.try_rungs()
     check_kept(self.record, [r for r in c.rungs.split(",") if r])
     self.fill_in() # the warm-up is the first run's, also where it goes on for longer
     warmup = self.record.warmup_steps if self.record else warmup_steps(c.warmup, c.steps)

@@ -266,6 +266,10 @@ def trial_conditions(c, world): # a `TrainConfig` with its rungs and micro-batch
     options = {k: getattr(c, k) for k in DECIDE_MEMORY}
     return options | here | layout(world) | dict(plugins=[*plugin_digests(c.plugin).values()])
 
+def was_tried(record, c, world): # of the run to go on with, or None; as for `trial_conditions`
+    "Return whether the run has trained with these rungs and this micro-batch, on such GPUs"
+    return bool(record) and record.tried_on == trial_conditions(c, world)
+
 # %% ../../nbs/33a_run_dir.ipynb #33arun05
 @patch
 def open(self:RunDir, plan, # a `TrainPlan`

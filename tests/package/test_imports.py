@@ -131,7 +131,8 @@ def first_step(t, x, y):
     return loss
 trainer.first_step, trainer.Trainer.finish, found = first_step, trainer.Trainer.stop_fast, {}
 options = dict(data="bins", model="tiny", seq_len=16, step_tokens=64, vocab=300, eval_tokens=64, name="run", num_evals=1, lr=1e-3)
-for how in (dict(options, recipe=RECIPE, rungs=RUNGS, steps=2), dict(resume="runs/run", steps=3)):
+runs = dict(options, recipe=RECIPE, rungs=RUNGS, steps=2), dict(resume="runs/run", steps=3)
+for how in (runs[i] for i in WHICH):
     trainer.train(TrainConfig(**how), progress=False)[0].coordinator.stop_watching()
 print(json.dumps(found))
 """
@@ -144,14 +145,15 @@ def test_heavy_modules_wait_for_the_first_step(tmp_path, recipe, rungs, n):
     env = os.environ | dict(CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(map(str, (HERE.parent, HERE))), OMP_NUM_THREADS="1",
                             LLM_SPEEDRUN_CACHE=str(tmp_path/"cache"))
     if n > 1: env |= dict(WORLD_SIZE=str(n), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
-    cmd = [sys.executable, "-c", f"HEAVY, RECIPE, RUNGS = {HEAVY}, {recipe!r}, {rungs!r}\n{FIRST_STEP}"]
-    ps = [subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-                           env=env | (dict(RANK=str(i), LOCAL_RANK=str(i)) if n > 1 else {})) for i in range(n)]
-    for p in ps:
-        out, err = p.communicate(timeout=TIMEOUT)
-        assert p.returncode == 0, err
-        found = json.loads(out.splitlines()[-1])
-        assert len(found) == 4 and not any(found[k] for k in found if n == 1 or k.startswith("before")), found
+    def found_by(*which): # runs that one process begins, 1 is the one that goes on
+        code = f"HEAVY, RECIPE, RUNGS, WHICH = {HEAVY}, {recipe!r}, {rungs!r}, {which}\n{FIRST_STEP}"
+        ps = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+                               env=env | (dict(RANK=str(i), LOCAL_RANK=str(i)) if n > 1 else {})) for i in range(n)]
+        outs = [p.communicate(timeout=TIMEOUT) for p in ps]
+        assert not any(p.returncode for p in ps), outs
+        return [json.loads(out.splitlines()[-1]) for out, _ in outs]
+    for found in found_by(0, 1) if n == 1 else found_by(0) + found_by(1):
+        assert found and not any(found[k] for k in found if n == 1 or k.startswith("before")), found
 
 def sources(): return {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py") if p.name != "_modidx.py"}
 

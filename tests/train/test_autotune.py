@@ -1,5 +1,5 @@
 "A start tries what is wanted first, builds few models, remembers what it chose, and says how long it took."
-import json, math, os, re, sys, threading, time
+import json, math, os, re, threading, time
 from dataclasses import replace
 from types import SimpleNamespace
 import pytest, torch
