@@ -539,6 +539,7 @@ def try_rungs(self:PlanResolver):
     set_micro_batch(c, t.batch, self.rows_here, self.log_info)
     if not c.steps: self.fill_time(t.ms)
 
+# %% ../../nbs/30a_resolve.ipynb #0f70479b
 @patch
 def resolve(self:PlanResolver):
     "Decide the rungs' options, the micro-batch, the steps and the learning rate. Returns the `TrainPlan`"

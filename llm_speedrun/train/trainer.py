@@ -363,7 +363,7 @@ def checkpoint_to_resume(r, # a `PlanResolver` that knows the shape
 # %% ../../nbs/30_trainer.ipynb #5b3e019e
 def resume_from(trainer, found): # a `FoundCheckpoint`
     "Restore a trainer's run from a checkpoint, and continue after its step"
-    trainer.checkpointer.restore(found)
+    with trainer.timings("load the checkpoint"): trainer.checkpointer.restore(found)
     trainer.done = found.about.step
     branch = "" if goes_on(trainer.cfg) else f", in {trainer.folder}"
     trainer.log_info(f"going on from {found.folder}{branch}")
@@ -435,8 +435,7 @@ def decide(self:Trainer, r): # a `PlanResolver` that knows the shape
     if self.cfg.ladder: self.ladder = measured_ladder(r, phase)
     with phase("build the model"): self.build_run()
     for s in plan_lines(self.plan, self.world.rank_and_size("dp")[1], self.run.batching): self.log_info(s)
-    if found:
-        with phase("load the checkpoint"): resume_from(self, found)
+    if found: resume_from(self, found)
 
 # %% ../../nbs/30_trainer.ipynb #30lad001
 def measured_ladder(r, timings): # a `PlanResolver` that has resolved, `Timings`
