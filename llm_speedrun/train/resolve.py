@@ -319,8 +319,8 @@ def grow_step(self:PlanResolver, epoch): # tokens of a pass over the text
         c.step_tokens = 0
         for k in {"micro_batch_size", "grad_accum_steps"} - self.given: setattr(c, k, None)
         self.sequences = resolve_batch_sizes(c, default_sequences(dp, self.growth), dp)
-        self.log_info(f"the run is long enough for steps of {self.sequences} sequences, {self.growth} times as "
-                      "many as on one GPU (--step_tokens)")
+        self.log_info(f"the run is long enough for steps of {self.sequences} sequences, {self.growth} times "
+                      "one GPU's (--step_tokens)")
     return self.sequences
 
 # %% ../../nbs/30a_resolve.ipynb #b14ac3ce
