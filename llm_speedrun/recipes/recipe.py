@@ -171,7 +171,7 @@ def recipe(model=GPT, shape=lambda config: config, excludes=(), # as in `Recipe`
 
 # %% ../../nbs/41_recipe.ipynb #89d8907e
 @recipe(schedule="cosine", warmup=.05, cooldown=.2, final_lr=.1, weight_decay=.1, grad_clip=1.,
-        lr=lambda config, **length: .5/config.width)
+        lr=lambda config, growth=1, **length: .5/config.width*growth**.5)
 def adamw(run): # a `Run`
     "Use AdamW for every weight, by whichever of the rungs' optimizers the run has"
     return run
@@ -182,7 +182,7 @@ OWN = [(r, WHY) for r in ("adamw8bit", "bf16_weights")]
 
 # %% ../../nbs/41_recipe.ipynb #b6d4c206
 @recipe(excludes=OWN, schedule="wsd", warmup=.02, cooldown=.7, final_lr=.01, weight_decay=.1, grad_clip=1.,
-        lr=lambda config, **length: .77/config.width)
+        lr=lambda config, growth=1, **length: .77/config.width*growth**.5)
 def tuned_adamw(run, # a `Run`
                 embed=1., # rate of embedding and head in that of the matrices, at a width of 768
                 vector=1., # rate of norms, likewise

@@ -22,7 +22,7 @@ from ..export import import_folder, recorded_function
 from ..recipes.model_registry import recipe_for
 
 # %% ../../nbs/30a_resolve.ipynb #30res005
-from ..recipes.batch import Phases, resolve_phases
+from ..recipes.batch import Phases, default_growth, default_sequences, resolve_phases
 from ..recipes.recipe import Recipe, best_recipe, parse_recipe, unused_rungs, why_not_best
 from ..recipes.schedules import SCHEDULES, warmup_steps
 from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
@@ -240,6 +240,7 @@ class PlanResolver:
         self.requested_rungs, self.why, self.rungs = cfg.rungs, {}, parse_rungs(cfg.rungs, limits.lacks)
         self.named = not preset_of(cfg.rungs) and (not cfg.resume or "rungs" in given) # each rung by hand
         self.config = self.weights = self.recipe = self.data = self.sequences = None
+        self.growth = 1 # of a step, in times that of one process
         self.choices = Choices(again=cfg.retune, log_info=log_info) # what is measured is remembered
 
     @property
@@ -305,7 +306,22 @@ def resolve_shape(self:PlanResolver):
                          f"{c.model!r}: choose a smaller --seq_len")
     self.config = replace(self.config, seq_len=c.seq_len)
     if c.resume: self.fit_batch()
-    self.sequences = resolve_batch_sizes(c, 64, self.world.rank_and_size("dp")[1])
+    dp = self.world.rank_and_size("dp")[1]
+    self.sequences = resolve_batch_sizes(c, default_sequences(dp), dp)
+
+# %% ../../nbs/30a_resolve.ipynb #30grow02
+@patch
+def grow_step(self:PlanResolver, epoch): # tokens of a pass over the text
+    "Return the sequences in a step, which grows with the processes in a long run"
+    c, dp = self.cfg, self.world.rank_and_size("dp")[1]
+    self.growth = default_growth(c, self.given, self.config, self.world, epoch)
+    if self.growth > 1:
+        c.step_tokens = 0
+        for k in {"micro_batch_size", "grad_accum_steps"} - self.given: setattr(c, k, None)
+        self.sequences = resolve_batch_sizes(c, default_sequences(dp, self.growth), dp)
+        self.log_info(f"the run is long enough for steps of {self.sequences} sequences, {self.growth} times "
+                      "one GPU's (--step_tokens)")
+    return self.sequences
 
 # %% ../../nbs/30a_resolve.ipynb #b14ac3ce
 @patch
@@ -314,7 +330,7 @@ def open_data(self:PlanResolver, found=None): # a `FoundCheckpoint` to go on fro
     c = self.cfg
     other = bool(found) and not goes_on(c) and bool({"data", "stream", "text_key"} & self.given)
     def opened():
-        self.data = TrainData(c, self.sequences, self.world, self.device, self.config.vocab)
+        self.data = TrainData(c, self.grow_step, self.world, self.device, self.config.vocab)
         if c.init or other: check_tokens(self.data.corpus, self.config, c.init or c.resume)
         else: self.config = with_vocabulary(self.config, self.data.corpus.vocab)
     self.coordinator.run_on_rank_zero(opened)
@@ -505,11 +521,13 @@ def fill_in(self:PlanResolver):
     "Give unset options the recipe's values, of which some depend on how long the run is"
     c = self.cfg
     if c.resume: return
-    length = dict(steps=c.steps, passes=0. if c.stream else c.steps/self.data.batches.per_epoch)
+    passes = 0. if c.stream else c.steps/self.data.batches.per_epoch
+    length = dict(steps=c.steps, passes=passes, growth=self.growth)
     none = dict.fromkeys("warmup cooldown final_lr weight_decay grad_clip ema_decay".split(), 0.)
     for k, v in (none | self.recipe.defaults).items():
         if lookup(vars(c), k, f"option in the recipe {self.recipe.name!r}") not in (None, ""): continue
-        setattr(c, k, v := v(self.config, **length) if callable(v) else v)
+        v = v(self.config, **length) if callable(v) else v*self.growth**.5 if k == "lr" else v
+        setattr(c, k, v)
         if k != "schedule" and not isinstance(v, (int, float)): raise InputError(
             f"recipe {self.recipe.name!r}: {k} is {v!r:.40}, and must be a number")
     if c.lr is None: raise InputError(f"the recipe {c.recipe} names no learning rate: give --lr")

@@ -41,7 +41,7 @@ def validation_sequences(shards, tokens, seq): # validation tokens, how many to 
 class TrainData:
     "The batches, validation sequences and corpora of a run"
     def __init__(self, cfg, # a `TrainConfig` whose `seq_len` and `eval_tokens` are known
-                 rows, # sequences in a step, of all processes
+                 rows, # sequences in a step, of all processes; or tokens of a pass over the text -> them
                  world, # a `World`
                  device, # for the validation sequences
                  vocab=2**32): # of the model, whose own tokenizer must fit it
@@ -74,6 +74,7 @@ def open_tokens(self:TrainData):
     self.mixture = parts = open_mix(c.data, c.vocab or None, text_key=c.text_key, **own)
     for corpus in self.corpora: corpus.train.check(); corpus.val.check()
     self.corpus, self.fingerprint = self.corpora[0], mix_fingerprint(parts)
+    if callable(self.rows): self.rows = self.rows(self.epoch_tokens())
     if len(parts) == 1:
         self.batches = shares_of(Batches(self.corpus.train, self.rows, c.seq_len, seed=c.seed), self.world)
         return validation_sequences(self.corpus.val, c.eval_tokens, c.seq_len)
@@ -89,6 +90,7 @@ def open_stream(self:TrainData):
     tok = own_tokenizer(c, self.vocab) or stream_tokenizer(c.data, source, c.vocab)
     self.corpus = Corpus(Path(c.data).stem, None, None, vocabulary_size(tok), tok, end_of_text(tok))
     self.fingerprint = self.corpus.fingerprint()
+    if callable(self.rows): self.rows = self.rows(self.epoch_tokens())
     whole = StreamBatches(one_side(source, False), tok, self.rows, c.seq_len, seed=c.seed)
     self.batches = shares_of(whole, self.world)
     return next(StreamBatches(one_side(source, True), tok, max(1, c.eval_tokens//c.seq_len), c.seq_len))
@@ -125,8 +127,13 @@ def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where
 @patch
 def passes(self:TrainData, steps):
     "Return how often the tokens are read in so many steps; of a mixture, those that are read most often"
-    tokens, total = steps*self.rows*self.cfg.seq_len, sum(w for _, w in self.mixture)
-    return max(tokens*float(w/total)/len(corpus.train) for corpus, w in self.mixture)
+    return steps*self.rows*self.cfg.seq_len / self.epoch_tokens()
+
+@patch
+def epoch_tokens(self:TrainData):
+    "Return the tokens after which some of them have all been read; infinite for a stream"
+    total = sum(w for _, w in self.mixture)
+    return min((len(corpus.train)/float(w/total) for corpus, w in self.mixture), default=math.inf)
 
 # %% ../../nbs/30b_train_data.ipynb #920b635a
 @patch
