@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from filelock import Timeout
 from .io_utils import cache_dir
 from .io_utils import InputError, lock_file, read_json, replace_file
-from .measure import without_dispatch_modes, machine
+from .measure import machine, version_of, without_dispatch_modes
 from .plugins import plugin_code
 
 # %% ../nbs/06a_choices.ipynb #4074dccc
@@ -31,11 +31,13 @@ def code_version():
     for text in plugin_code(): res.update(text.encode())
     return res.hexdigest()[:16]
 
+KERNELS = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torchao" # packages that rungs may use
+
 def choosing_machine():
-    "Return what every choice depends on: `machine` without the date, the CPU and the code"
+    "Return what every choice depends on: `machine` without the date, CPU, code, versions of kernels' packages"
     here = {k: v for k, v in machine().items() if k != "date"}
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    return here | dict(cpu=cpu, code=code_version())
+    return here | dict(cpu=cpu, code=code_version(), packages={p: version_of(p) for p in KERNELS})
 
 # %% ../nbs/06a_choices.ipynb #91767a35
 def as_json(x): # what JSON can hold

@@ -32,17 +32,26 @@ class ResolvedRungs(msgspec.Struct):
     rungs: list[str]
     why: dict[str, str]
 
-def resolve_rungs(config, # a `GPTConfig`
-                 rungs, # as `build` takes them
-                 choices): # a `choices.Choices`
-    "Return the `ResolvedRungs` of this machine, remembered or measured where an option is \"auto\""
-    if not has_auto_options(rungs): return ResolvedRungs(list(rungs), {})
+def measured_options(config, # a `GPTConfig`
+                     rungs): # as `build` takes them
+    "Return the `ResolvedRungs`, measured where an option is \"auto\""
+    return ResolvedRungs(*(resolve_auto_options(config, rungs) if has_auto_options(rungs) else ([*rungs], {})))
+
+def remembered_options(config, rungs, choices, measure, **how): # as for `resolve_rungs` and `Choices.get`
+    "Return the `ResolvedRungs` of this machine, remembered or `measure()`; nothing is remembered without \"auto\""
+    if not has_auto_options(rungs): return measure()
     about = dict(model=asdict(config), rungs=list(rungs),
                  deterministic=torch.are_deterministic_algorithms_enabled())
     words = lambda s, r: f"{r} ({w})" if (w := s.why.get(rung_name(r))) else r
     describe = lambda s: ", ".join(words(s, r) for r in s.rungs)
-    measure = lambda: ResolvedRungs(*resolve_auto_options(config, rungs))
-    return choices.get("options of rungs", about, measure, ResolvedRungs, describe)
+    what = "options of a preset" if how else "options of rungs"
+    return choices.get(what, about, measure, ResolvedRungs, describe, **how)
+
+def resolve_rungs(config, # a `GPTConfig`
+                 rungs, # as `build` takes them
+                 choices): # a `choices.Choices`
+    "Return the `ResolvedRungs` of this machine, remembered or measured where an option is \"auto\""
+    return remembered_options(config, rungs, choices, partial(measured_options, config, rungs))
 
 # %% ../../nbs/32a_autotune.ipynb #32refus2
 def drop_failed_rung(rungs, # of a preset, with options or without
@@ -66,15 +75,23 @@ def refused(rungs, why): # as a `ResolvedRungs` has them
 # %% ../../nbs/32a_autotune.ipynb #32refus4
 def resolve_preset(config, rungs, choices): # as for `resolve_rungs`
     "Resolve the rungs as `resolve_rungs` does, and drop those that can't be built, each with its reason"
-    why, one = {}, replace(config, layers=1) # whose kernels are those of all layers
-    while True:
-        try:
-            on = resolve_rungs(config, rungs, choices)
-            build(one, on.rungs) # for real: fake tensors would import PyTorch's compiler
-            return ResolvedRungs(on.rungs, on.why | why)
-        except (InputError, RunError) as e:
-            rungs = drop_failed_rung(rungs, e)
-            why[e.rung] = reason(e)
+    one = replace(config, layers=1) # whose kernels are those of all layers
+    def measure():
+        on, why = rungs, {}
+        while True:
+            try:
+                res = measured_options(config, on)
+                build(one, res.rungs) # for real: fake tensors would import PyTorch's compiler
+                return ResolvedRungs(res.rungs, res.why | why)
+            except (InputError, RunError) as e:
+                on = drop_failed_rung(on, e)
+                why[e.rung] = reason(e)
+    return remembered_options(config, rungs, choices, measure, still=partial(can_be_built, one))
+
+def can_be_built(config, resolved): # a `ResolvedRungs` that is remembered
+    "Return whether a model with these rungs can be built"
+    try: return bool(build(config, resolved.rungs))
+    except (InputError, RunError): return False
 
 # %% ../../nbs/32a_autotune.ipynb #2a0f314b
 def state_gib(config, # a `GPTConfig`
