@@ -35,7 +35,8 @@ class ResolvedRungs(msgspec.Struct):
 def measured_options(config, # a `GPTConfig`
                      rungs): # as `build` takes them
     "Return the `ResolvedRungs`, measured where an option is \"auto\""
-    return ResolvedRungs(*(resolve_auto_options(config, rungs) if has_auto_options(rungs) else ([*rungs], {})))
+    if not has_auto_options(rungs): return ResolvedRungs(list(rungs), {})
+    return ResolvedRungs(*resolve_auto_options(config, rungs))
 
 def remembered_options(config, rungs, choices, measure, **how): # as for `resolve_rungs` and `Choices.get`
     "Return the `ResolvedRungs` of this machine, remembered or `measure()`; nothing is remembered without \"auto\""
