@@ -228,6 +228,7 @@ def call_in_threads(calls): # tuples of a function and its arguments
     except RuntimeError: return [call(*c) for c in calls] # Python 3.12 starts no thread then
     with pool: return pool.starmap(call, calls, chunksize=1)
 
+# %% ../nbs/06_files.ipynb #sha2pc01
 def piece_sum(path, start): # of a file; a multiple of `PIECE`
     "Return the SHA-256 of the piece of a file that begins there"
     with open(path, "rb") as f: f.seek(start); return sha256_of(f, PIECE)

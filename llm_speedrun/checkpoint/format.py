@@ -165,6 +165,7 @@ def write_tensors(tensors, # name -> CPU tensor
     except (OSError, SafetensorError) as e:
         raise OSError(f"{path} can't be written: {write_error_text(e)}") from None
 
+# %% ../../nbs/31_saving.ipynb #31rept01
 def replace_tensors(tensors, path): # as for `write_tensors`
     "Write a safetensors file under another name, sync it, and rename it to `path`: never half of it is there"
     tmp = path.with_name(f"{path.name}.tmp")
@@ -207,6 +208,7 @@ def write_manifest(folder, files): # from `synced_sums`
     (folder/MANIFEST).write_text(text, encoding="utf-8")
     for p in (folder/MANIFEST, folder): synced(p)
 
+# %% ../../nbs/31_saving.ipynb #31wrif01
 def write_files(folder, tensors, about, spent): # an empty folder; the rest as for `write_checkpoint`
     "Write a checkpoint's files into the folder, the manifest last, and wait until the disk has them"
     paths = [folder/f"{name}.safetensors" for name in tensors]

@@ -39,13 +39,16 @@ class Saver:
         self.spent = {} # seconds of the last checkpoint: waiting for copies, `write`, `sync` (with the sums)
         self.tidy()
 
-    def tidy(self):
-        "Remove unfinished checkpoints of a process that was killed"
-        for p in self.folder.glob("step-*.tmp"): shutil.rmtree(p)
+# %% ../../nbs/31a_save.ipynb #31asav01
+@patch
+def tidy(self:Saver):
+    "Remove unfinished checkpoints of a process that was killed"
+    for p in self.folder.glob("step-*.tmp"): shutil.rmtree(p)
 
-    def busy(self):
-        "Return whether a checkpoint or a file is still being written"
-        return not all(f.done() for f in self.writing)
+@patch
+def busy(self:Saver):
+    "Return whether a checkpoint or a file is still being written"
+    return not all(f.done() for f in self.writing)
 
 # %% ../../nbs/31a_save.ipynb #71e26a6b
 @patch
@@ -60,6 +63,7 @@ def free_reserved(self:Saver):
     if self.reserved: self.reserved.result()
     self.reserved = None
 
+# %% ../../nbs/31a_save.ipynb #31asav02
 @patch
 def wait(self:Saver):
     "Wait until all that was saved is on the disk. Raises the error of its writing, or all errors as one"
@@ -90,6 +94,7 @@ def save(self:Saver, step, # its number
     copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
     self.writing.append(self.pool.submit(self.write, step, host, about, copied, dict(self.losses)))
 
+# %% ../../nbs/31a_save.ipynb #31asav03
 @patch
 def save_file(self:Saver, path, # of a `.safetensors`
               tensors): # name -> CPU tensor; nothing changes them afterwards

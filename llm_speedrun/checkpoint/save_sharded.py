@@ -211,8 +211,7 @@ def save(self:ShardedSaver, step, # its number
          state, # a tree for `flatten_state`, in which `Shard` and `PerRank` may stand too: everything else
          **facts): # plain values to find again in `CheckpointMetadata.facts`
     "Copy this process's part, write it in the background. Raises the error of the checkpoint before"
-    self.wait()
-    self.free_reserved()
+    self.wait(); self.free_reserved()
     found, self.saves = {}, self.saves + 1
     tree = flatten_state(state, found, leaves=(Shard, PerRank))
     own, mine = self.divided(found | {f"model.{n}": t for n, t in model.items()})
@@ -229,8 +228,7 @@ def save(self:ShardedSaver, step, # its number
 def write(self:ShardedSaver, step, host, # its number, copies on their way
           part, about, # a `RankManifest` and a `CheckpointMetadata` as dicts
           copied, losses): # as for `Saver`'s
-    """Write this process's part, in the thread, and wait for the others; the first makes a checkpoint of all.
-    Raises `OSError` that names the process where that failed"""
+    "Write this process's part and wait for the others; the first makes a checkpoint. Raises `OSError`"
     folder = self.folder/f"step-{step:08}"
     tmp = self.folder/f"{folder.name}.{self.token}-{self.saves}.tmp"
     try:
