@@ -94,13 +94,6 @@ def save(self:Saver, step, # its number
     copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
     self.writing.append(self.pool.submit(self.write, step, host, about, copied, dict(self.losses)))
 
-# %% ../../nbs/31a_save.ipynb #31asav03
-@patch
-def save_file(self:Saver, path, # of a `.safetensors`
-              tensors): # name -> CPU tensor; nothing changes them afterwards
-    "Write a file in the background, after the checkpoint that is being written. `wait` raises its error"
-    self.writing.append(self.pool.submit(replace_tensors, tensors, Path(path)))
-
 # %% ../../nbs/31a_save.ipynb #0528b9cb
 @patch
 def write(self:Saver, step, host, about, # its number, copies on their way, a dict for `about.json`
@@ -118,6 +111,13 @@ def write(self:Saver, step, host, about, # its number, copies on their way, a di
 def wait_until_idle(self:Saver):
     "Wait until nothing is being written. What failed is still raised by `wait`"
     for f in self.writing: f.exception()
+
+# %% ../../nbs/31a_save.ipynb #31asav03
+@patch
+def save_file(self:Saver, path, # of a `.safetensors`
+              tensors): # name -> CPU tensor; nothing changes them afterwards
+    "Write a file in the background, after the checkpoint that is being written. `wait` raises its error"
+    self.writing.append(self.pool.submit(replace_tensors, tensors, Path(path)))
 
 # %% ../../nbs/31a_save.ipynb #e1856462
 def is_kept(checkpoint): # its folder
