@@ -10,6 +10,7 @@ __all__ = ['SpeedrunError', 'InputError', 'RunError', 'AllFailed', 'lookup', 're
 import codecs, difflib, errno, hashlib, inspect, math, os, re, socket, stat, sys, time
 from contextlib import contextmanager, suppress
 from functools import wraps
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock
@@ -129,6 +130,7 @@ def synced(path): # a file or a folder
     if os.name != "posix" and Path(path).is_dir(): return # Windows can't open folders
     fd = os.open(path, os.O_RDONLY)
     try: sync_descriptor(fd)
+    except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from None # which names no file
     finally: os.close(fd)
 
 # %% ../nbs/06_files.ipynb #9357b256
@@ -204,15 +206,40 @@ def split_paths(spec, # paths, or other names, with commas
     return res
 
 # %% ../nbs/06_files.ipynb #sha25602
-def sha256_of(f): # a binary file, from where it stands
+def sha256_of(f, # a binary file, from where it stands
+              most=math.inf): # bytes to read
     "Return the SHA-256 of what is left to read, in hexadecimal"
     h = hashlib.sha256()
-    while part := f.read(2**20): h.update(part)
+    while part := f.read(min(most, 2**20)): h.update(part); most -= len(part)
     return h.hexdigest()
 
 def file_sha256(path):
     "Return the SHA-256 of a file, in hexadecimal"
     with open(path, "rb") as f: return sha256_of(f)
+
+# %% ../nbs/06_files.ipynb #sha25605
+PIECE = 2**26 # bytes of a file with a sum of their own: of the format of checkpoints, which hold such sums
+THREADS = 8 # as many as a fast disk needs
+
+def call_in_threads(calls): # tuples of a function and its arguments
+    "Return what the calls return, made in a few threads. Raises the first error after all calls have ended"
+    call = lambda f, *args: f(*args)
+    try: pool = ThreadPool(THREADS) # which may work while Python exits: a checkpoint may be under way
+    except RuntimeError: return [call(*c) for c in calls] # Python 3.12 starts no thread then
+    with pool: return pool.starmap(call, calls, chunksize=1)
+
+# %% ../nbs/06_files.ipynb #sha2pc01
+def piece_sum(path, start): # of a file; a multiple of `PIECE`
+    "Return the SHA-256 of the piece of a file that begins there"
+    with open(path, "rb") as f: f.seek(start); return sha256_of(f, PIECE)
+
+def piece_sums(paths, # of files
+               sync=False): # wait until the disk has them, too
+    "Return the SHA-256 of each piece of each file: a list of lists"
+    pieces = [[(piece_sum, p, i) for i in range(0, p.stat().st_size, PIECE)] for p in paths]
+    syncs = [(synced, p) for p in paths if sync]
+    found = iter(call_in_threads([*syncs, *(call for calls in pieces for call in calls)])[len(syncs):])
+    return [[next(found) for _ in calls] for calls in pieces]
 
 # %% ../nbs/06_files.ipynb #1142079a
 def decoded(data, # bytes of JSON

@@ -4,19 +4,21 @@
 
 # %% auto #0
 __all__ = ['IMPLEMENTATION_KEYS', 'VERSION', 'OptimizerState', 'parameter_names', 'named_state', 'load_named_state',
-           'write_tensors', 'write_checkpoint', 'CheckpointMetadata', 'read_metadata', 'validation_error',
-           'checkpoints', 'step_of_name', 'prune', 'newest']
+           'write_tensors', 'replace_tensors', 'write_checkpoint', 'CheckpointMetadata', 'read_metadata',
+           'validation_error', 'checkpoints', 'step_of_name', 'prune', 'newest']
 
 # %% ../../nbs/31_saving.ipynb #731e1a2a
-import hashlib, json, math, re, shutil
-from contextlib import suppress
+import hashlib, json, math, os, re, shutil, time
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 import msgspec, torch
 from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from ..io_utils import InputError, file_sha256, read_json, reason, synced
+from ..io_utils import (InputError, call_in_threads, file_sha256, piece_sums, read_json, reason,
+                                   synced)
 
 # %% ../../nbs/31_saving.ipynb #e6e0eb74
 PLAIN_TYPES = type(None), bool, int, float, str
@@ -124,9 +126,9 @@ def check_moments(opt, # an optimizer
 MANIFEST = "manifest.json"
 
 class FileSum(msgspec.Struct):
-    "Size and sum of a file"
+    "Size and sums of a file"
     bytes: int
-    sha256: str # in hexadecimal
+    sha256: list[str] | str # of its pieces, in hexadecimal; in older checkpoints of the whole file
 
 class Manifest(msgspec.Struct):
     "A checkpoint's manifest"
@@ -134,12 +136,12 @@ class Manifest(msgspec.Struct):
     sum: str # of the list
 
 # %% ../../nbs/31_saving.ipynb #6555b449
-def file_sums(folder): # of a checkpoint
-    "Return size and SHA-256 of each file in the folder but the manifest, by name"
-    files = sorted(p for p in Path(folder).iterdir() if p.name != MANIFEST)
-    return {p.name: dict(bytes=p.stat().st_size, sha256=file_sha256(p)) for p in files}
+def synced_sums(paths): # of files
+    "Return each file's `FileSum` as a dict, by name, when the disk has the files: threads sum meanwhile"
+    sums = piece_sums(paths, sync=True)
+    return {p.name: dict(bytes=p.stat().st_size, sha256=s) for p, s in zip(paths, sums)}
 
-def manifest_sum(files): # from `file_sums`
+def manifest_sum(files): # from `synced_sums`
     "Return the SHA-256 of the list itself"
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
@@ -163,17 +165,29 @@ def write_tensors(tensors, # name -> CPU tensor
     except (OSError, SafetensorError) as e:
         raise OSError(f"{path} can't be written: {write_error_text(e)}") from None
 
+# %% ../../nbs/31_saving.ipynb #31rept01
+def replace_tensors(tensors, path): # as for `write_tensors`
+    "Write a safetensors file under another name, sync it, and rename it to `path`: never half of it is there"
+    tmp = path.with_name(f"{path.name}.tmp")
+    try:
+        write_tensors(tensors, tmp)
+        synced(tmp)
+        tmp.replace(path)
+        synced(path.parent)
+    except BaseException: tmp.unlink(missing_ok=True); raise
+
 # %% ../../nbs/31_saving.ipynb #28d7bef6
 def write_checkpoint(folder, # where it will be; it must not exist
                      tensors, # file name without suffix -> dict of CPU tensors
-                     about): # a dict for `about.json`
+                     about, # a dict for `about.json`
+                     spent=None): # a dict that gets the seconds of each part
     "Write a checkpoint under another name, sync it, and rename it. A failure leaves nothing behind"
     folder = Path(folder)
     tmp = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     try:
-        write_files(tmp, tensors, about)
+        write_files(tmp, tensors, about, {} if spent is None else spent)
         tmp.rename(folder)
         synced(folder.parent)
     except BaseException:
@@ -181,13 +195,37 @@ def write_checkpoint(folder, # where it will be; it must not exist
         raise
 
 # %% ../../nbs/31_saving.ipynb #e897fc11
-def write_files(folder, tensors, about): # an empty folder; the rest as for `write_checkpoint`
+@contextmanager
+def timed(spent, part): # a dict; the name of what is timed
+    "Note the seconds of a `with` in `spent`"
+    t0 = time.perf_counter()
+    try: yield
+    finally: spent[part] = time.perf_counter() - t0
+
+def write_manifest(folder, files): # from `synced_sums`
+    "Write a checkpoint's manifest, and wait until the disk has it and the names of all files"
+    text = json.dumps(dict(files=files, sum=manifest_sum(files)))
+    (folder/MANIFEST).write_text(text, encoding="utf-8")
+    for p in (folder/MANIFEST, folder): synced(p)
+
+# %% ../../nbs/31_saving.ipynb #31wrif01
+def write_files(folder, tensors, about, spent): # an empty folder; the rest as for `write_checkpoint`
     "Write a checkpoint's files into the folder, the manifest last, and wait until the disk has them"
-    for name, ts in tensors.items(): write_tensors(ts, folder/f"{name}.safetensors")
-    (folder/"about.json").write_text(json.dumps(about), encoding="utf-8")
-    files = file_sums(folder)
-    (folder/MANIFEST).write_text(json.dumps(dict(files=files, sum=manifest_sum(files))), encoding="utf-8")
-    for p in (*folder.iterdir(), folder): synced(p)
+    paths = [folder/f"{name}.safetensors" for name in tensors]
+    with timed(spent, "write"):
+        call_in_threads([(write_tensors, ts, p) for ts, p in zip(tensors.values(), paths)])
+        (folder/"about.json").write_text(json.dumps(about), encoding="utf-8")
+    with timed(spent, "sync"): write_manifest(folder, synced_sums([*paths, folder/"about.json"]))
+
+# %% ../../nbs/31_saving.ipynb #31trial1
+def write_trial(folder, # where a run would write
+                sizes): # file name without suffix -> bytes
+    "Write made-up files as those of a checkpoint, and remove them. Returns the seconds of each part"
+    noise, spent = torch.frombuffer(bytearray(os.urandom(2**22)), dtype=torch.uint8), {}
+    made_up = lambda n: dict(x=noise.repeat(-(-n//noise.numel()))[:n])
+    with TemporaryDirectory(dir=folder) as tmp:
+        write_files(Path(tmp), {k: made_up(n) for k, n in sizes.items()}, {}, spent)
+    return spent
 
 # %% ../../nbs/31_saving.ipynb #1bf22e51
 VERSION = 2 # of what is written here
@@ -232,7 +270,8 @@ def file_error(path, # of a file
     if not path.is_file(): return f"{name} is missing"
     there = path.stat().st_size
     if there != f.bytes: return f"{name} has {there:,} bytes of {f.bytes:,}"
-    return "" if file_sha256(path) == f.sha256 else f"{name} doesn't match its sum"
+    sums = file_sha256(path) if isinstance(f.sha256, str) else piece_sums([path])[0]
+    return "" if sums == f.sha256 else f"{name} doesn't match its sum"
 
 # %% ../../nbs/31_saving.ipynb #6aa3eea9
 def checkpoints(folder, # that holds checkpoints

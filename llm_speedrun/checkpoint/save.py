@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 from ..io_utils import InputError
 from .format import (VERSION, checkpoints, flatten_state, prune, read_metadata,
-                                            step_of_name, write_checkpoint)
+                                            replace_tensors, step_of_name, timed, write_checkpoint)
 
 # %% ../../nbs/31a_save.ipynb #74afea9b
 def copy_to_host(t): # a tensor
@@ -35,16 +35,20 @@ class Saver:
         self.folder, self.keep, self.run = Path(folder), keep, run
         self.losses = {} # step -> validation loss, which the trainer fills in
         self.kept = set() # steps whose checkpoints are never pruned, also filled in
-        self.pool, self.writing, self.reserved = ThreadPoolExecutor(1, "saver"), None, None
+        self.pool, self.writing, self.reserved = ThreadPoolExecutor(1, "saver"), [], None
+        self.spent = {} # seconds of the last checkpoint: waiting for copies, `write`, `sync` (with the sums)
         self.tidy()
 
-    def tidy(self):
-        "Remove unfinished checkpoints of a process that was killed"
-        for p in self.folder.glob("step-*.tmp"): shutil.rmtree(p)
+# %% ../../nbs/31a_save.ipynb #31asav01
+@patch
+def tidy(self:Saver):
+    "Remove unfinished checkpoints of a process that was killed"
+    for p in self.folder.glob("step-*.tmp"): shutil.rmtree(p)
 
-    def busy(self):
-        "Return whether a checkpoint is still being written"
-        return bool(self.writing) and not self.writing.done()
+@patch
+def busy(self:Saver):
+    "Return whether a checkpoint or a file is still being written"
+    return not all(f.done() for f in self.writing)
 
 # %% ../../nbs/31a_save.ipynb #71e26a6b
 @patch
@@ -54,10 +58,19 @@ def reserve(self:Saver, tensors): # of the shapes and types that will be saved
     if like: self.reserved = self.pool.submit(lambda: [empty_pinned(t) for t in like])
 
 @patch
+def free_reserved(self:Saver):
+    "Let PyTorch reuse what was reserved. Earlier, the capture of a CUDA graph would have freed it"
+    if self.reserved: self.reserved.result()
+    self.reserved = None
+
+# %% ../../nbs/31a_save.ipynb #31asav02
+@patch
 def wait(self:Saver):
-    "Wait until the current checkpoint is on the disk. Raises the error of its writing, if any"
-    writing, self.writing = self.writing, None
-    if writing: writing.result()
+    "Wait until all that was saved is on the disk. Raises the error of its writing, or all errors as one"
+    writing, self.writing = self.writing, []
+    errors = [e for f in writing if (e := f.exception())]
+    if len(errors) > 1: raise OSError("; ".join(map(str, errors))) from errors[0]
+    for e in errors: raise e
 
 @patch
 def close(self:Saver):
@@ -73,14 +86,13 @@ def save(self:Saver, step, # its number
          **facts): # plain values to find again in `CheckpointMetadata.facts`
     "Copy the state and write it in the background. Raises the error of the checkpoint before, if any"
     self.wait()
-    if self.reserved: self.reserved.result()
-    self.reserved = None # PyTorch's to reuse now; earlier, the capture of a CUDA graph would have freed it
+    self.free_reserved()
     tensors = {}
     about = dict(version=VERSION, step=step, run=self.run, facts=facts, state=flatten_state(state, tensors))
     groups = dict(model=model, state=tensors)
     host = {n: {k: copy_to_host(t) for k, t in ts.items()} for n, ts in groups.items()}
     copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
-    self.writing = self.pool.submit(self.write, step, host, about, copied, dict(self.losses))
+    self.writing.append(self.pool.submit(self.write, step, host, about, copied, dict(self.losses)))
 
 # %% ../../nbs/31a_save.ipynb #0528b9cb
 @patch
@@ -88,16 +100,24 @@ def write(self:Saver, step, host, about, # its number, copies on their way, a di
           copied, # a CUDA event after the copies, or None
           losses): # step -> validation loss, as it was at the copy
     "Wait for the copies, write the checkpoint and prune older ones, in the thread"
-    if copied: copied.synchronize()
-    folder = self.folder/f"step-{step:08}"
+    folder, spent = self.folder/f"step-{step:08}", {}
+    with timed(spent, "copies"): copied and copied.synchronize()
     if folder.exists(): shutil.rmtree(folder) # a broken one, or of a run that went back
-    write_checkpoint(folder, host, about)
+    write_checkpoint(folder, host, about, spent)
+    self.spent = spent
     prune(self.folder, self.keep, losses, self.kept)
 
 @patch
 def wait_until_idle(self:Saver):
     "Wait until nothing is being written. What failed is still raised by `wait`"
-    if self.writing: self.writing.exception()
+    for f in self.writing: f.exception()
+
+# %% ../../nbs/31a_save.ipynb #31asav03
+@patch
+def save_file(self:Saver, path, # of a `.safetensors`
+              tensors): # name -> CPU tensor; nothing changes them afterwards
+    "Write a file in the background, after the checkpoint that is being written. `wait` raises its error"
+    self.writing.append(self.pool.submit(replace_tensors, tensors, Path(path)))
 
 # %% ../../nbs/31a_save.ipynb #e1856462
 def is_kept(checkpoint): # its folder

@@ -14,14 +14,14 @@ from typing import Annotated, Any
 import msgspec, torch
 from fastcore.basics import patch
 from msgspec import Meta
-from ..io_utils import InputError, appears, file_sha256, read_json, replace_file, synced
+from ..io_utils import InputError, appears, read_json, replace_file, synced
 from ..distributed.world import World
 from ..distributed.parallel import Shard, local
 
 # %% ../../nbs/54_sharded_saving.ipynb #db54c384
 from ..rungs.optim import SMALL, in_blocks
-from .format import (MANIFEST, FileSum, flatten_state, manifest_sum, prune,
-                                            write_tensors)
+from .format import (FileSum, flatten_state, prune, synced_sums, timed,
+                                            write_manifest, write_tensors)
 from .save import Saver, copy_to_host
 
 # %% ../../nbs/54_sharded_saving.ipynb #f64a2dae
@@ -211,8 +211,8 @@ def save(self:ShardedSaver, step, # its number
          state, # a tree for `flatten_state`, in which `Shard` and `PerRank` may stand too: everything else
          **facts): # plain values to find again in `CheckpointMetadata.facts`
     "Copy this process's part, write it in the background. Raises the error of the checkpoint before"
-    self.wait()
-    self.reserved, found, self.saves = [], {}, self.saves + 1
+    self.wait(); self.free_reserved()
+    found, self.saves = {}, self.saves + 1
     tree = flatten_state(state, found, leaves=(Shard, PerRank))
     own, mine = self.divided(found | {f"model.{n}": t for n, t in model.items()})
     codes = lambda p: (p.tensor, p.scale) if isinstance(p, QuantizedShard) else (p.tensor,)
@@ -221,35 +221,35 @@ def save(self:ShardedSaver, step, # its number
     cuts = {n: dict(shape=p.shape, start=p.start, size=p.tensor.shape) for n, p in mine.items()}
     about = dict(version=SHARDED, step=step, run=self.run, facts=facts, state=tree)
     part, losses = dict(sum=None, tensors=cuts, own=own), dict(self.losses)
-    self.writing = self.pool.submit(self.write, step, host, part, about, copied, losses)
+    self.writing.append(self.pool.submit(self.write, step, host, part, about, copied, losses))
 
 # %% ../../nbs/54_sharded_saving.ipynb #1a3c6323
 @patch
 def write(self:ShardedSaver, step, host, # its number, copies on their way
           part, about, # a `RankManifest` and a `CheckpointMetadata` as dicts
           copied, losses): # as for `Saver`'s
-    """Write this process's part, in the thread, and wait for the others; the first makes a checkpoint of all.
-    Raises `OSError` that names the process where that failed"""
+    "Write this process's part and wait for the others; the first makes a checkpoint. Raises `OSError`"
     folder = self.folder/f"step-{step:08}"
     tmp = self.folder/f"{folder.name}.{self.token}-{self.saves}.tmp"
     try:
-        if copied: copied.synchronize()
+        with timed(spent := {}, "copies"): copied and copied.synchronize()
         tensors = {n: ts[0] if len(ts) == 1 else decode_moment(*ts) for n, ts in host.items()}
-        self.write_part(tmp, tensors, part)
-        self.wait_for_parts(tmp, folder)
+        self.write_part(tmp, tensors, part, spent)
+        with timed(spent, "others"): self.wait_for_parts(tmp, folder)
+        self.spent = spent
         if self.world.first: self.finish(tmp, folder, about); prune(self.folder, self.keep, losses, self.kept)
     except Exception as e: self.drop(tmp, folder, e)
 
 # %% ../../nbs/54_sharded_saving.ipynb #87f82d25
 @patch
-def write_part(self:ShardedSaver, tmp, host, part): # folder, name -> CPU tensor, a `RankManifest` as a dict
+def write_part(self:ShardedSaver, tmp, host, # folder, name -> CPU tensor
+               part, spent): # a `RankManifest` as a dict; gets seconds
     "Write this process's tensors and, when the disk has them, what they are"
     tmp.mkdir(parents=True, exist_ok=True)
     path = tmp/part_name(self.world.rank)
     if host:
-        write_tensors(host, file := path.with_suffix(".safetensors"))
-        synced(file)
-        part = part | dict(sum=dict(bytes=file.stat().st_size, sha256=file_sha256(file)))
+        with timed(spent, "write"): write_tensors(host, file := path.with_suffix(".safetensors"))
+        with timed(spent, "sync"): part = part | dict(sum=synced_sums([file])[file.name])
     replace_file(path.with_suffix(".json"), json.dumps(part), sync=True)
 
 # %% ../../nbs/54_sharded_saving.ipynb #0f820508
@@ -328,11 +328,8 @@ def sign(self:ShardedSaver, tmp, parts, # the folder, file name -> `RankManifest
     for n, f in files.items():
         there, want = (tmp/n).stat().st_size, f["bytes"]
         if there != want: raise OSError(f"{n} has {there:,} bytes of {want:,}")
-    for n, x in texts.items():
-        (tmp/n).write_text(json.dumps(x), encoding="utf-8")
-        files[n] = dict(bytes=(tmp/n).stat().st_size, sha256=file_sha256(tmp/n))
-    (tmp/MANIFEST).write_text(json.dumps(dict(files=files, sum=manifest_sum(files))), encoding="utf-8")
-    for p in (*(tmp/n for n in texts), tmp/MANIFEST, tmp): synced(p)
+    for n, x in texts.items(): (tmp/n).write_text(json.dumps(x), encoding="utf-8")
+    write_manifest(tmp, files | synced_sums([tmp/n for n in texts]))
 
 # %% ../../nbs/54_sharded_saving.ipynb #09a19289
 @patch

@@ -134,7 +134,8 @@ def send_full_tensor(world, p, # a `World`, the `Shard` that this process has of
                places): # of each process's: start, shape, whether it sends it
     "Gather the whole tensor on the first process's CPU; None on the others"
     if not world.first: return dist.send(p.tensor.cpu().contiguous(), 0) if places[world.rank][2] else None
-    if tuple(p.tensor.shape) == p.shape: return p.tensor.cpu().clone(memory_format=torch.contiguous_format)
+    if tuple(p.tensor.shape) == p.shape: # one copy, from a GPU too
+        return p.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
     whole = torch.empty(p.shape, dtype=p.tensor.dtype)
     for rank, (start, size, sent) in enumerate(places):
         if not sent: continue

@@ -18,8 +18,7 @@ from ..distributed.parallel import local
 from .metrics import read_rows
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp004b
-from ..checkpoint.format import (checkpoints, convert_to, load_named_state, newest, step_of_name,
-                                            write_tensors)
+from ..checkpoint.format import checkpoints, convert_to, load_named_state, newest, step_of_name
 from ..checkpoint.load import (box_slices, check_size, newest_on_all_ranks, open_checkpoint,
                                           rank_state, read_checkpoint)
 from ..checkpoint.save_sharded import make_saver, per_rank, to_shard
@@ -51,6 +50,8 @@ class State(msgspec.Struct):
     stream: dict[str, Any] | None = None
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp007
+BEST_SECONDS = 60 # a new best is saved only if the checkpoint before is as old
+
 class Checkpointer:
     "Save and restore what a run's next step depends on"
     def __init__(self, run, train_step, # a `Run`, the `TrainStep` that trains it
@@ -206,19 +207,21 @@ def due(self:Checkpointer, minutes): # between checkpoints; 0 saves after every 
     return late and not (minutes and self.saver.busy())
 
 @patch
+def best_due(self:Checkpointer, minutes): # between checkpoints, as for `due`
+    "Return whether to save a new best: the checkpoint before is old enough, by the first process's clock"
+    return self.world.broadcast_object(time.perf_counter() - self.saved_at >= min(BEST_SECONDS, 60*minutes))
+
+@patch
 def save_weights(self:Checkpointer, path): # of a `.safetensors`
-    "Write the weights, or their average, into `path`, under Qwen3's names"
+    "Copy the weights, or their average, and write them in the background, under Qwen3's names"
     with self.average.used() if self.average else nullcontext(): weights = full_state_dict(self.run)
-    if not self.world.first: return
-    tmp = path.with_name(path.name + ".tmp")
-    write_tensors({f"model.{k}": v for k, v in weights.items()}, tmp)
-    tmp.replace(path)
+    if self.world.first: self.saver.save_file(path, {f"model.{k}": v for k, v in weights.items()})
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp016b
 @patch
 def log_broken_off(self:Checkpointer, step): # number of the step
     "Print how to go on with a run whose step was broken off: its half-updated weights are not saved"
-    self.saver.wait()
+    self.saver.wait_until_idle() # what failed is raised when the run is closed
     found, folder = newest(self.saver.folder, self.saver.run), self.saver.folder.parent
     self.log_info(f"step {step} was broken off; " + (f"--resume {folder} goes on from {found.name}"
              if found else "there is no checkpoint before it to go on from"))

@@ -106,7 +106,7 @@ def log_eval(self:Trainer):
         notify(self, "after_eval", losses[self.done])
     loss, best = losses[self.done], min(filter(math.isfinite, losses.values()), default=-math.inf)
     if self.cfg.target_loss and loss <= self.cfg.target_loss: self.reached = True
-    if new and loss <= best: self.save_if_needed()
+    if new and loss <= best and self.checkpointer.best_due(self.cfg.save_minutes): self.save_if_needed()
     self.logger.restart_clock() # neither counts as training time
     return loss
 
@@ -177,9 +177,9 @@ def save_if_needed(self:Trainer):
 # %% ../../nbs/30_trainer.ipynb #52d75c29
 @patch
 def close(self:Trainer):
-    "Close the log and the data, and wait for the checkpoint that is being written"
-    self.logger.close()
-    self.checkpointer.saver.close()
+    "Close the log and the data, and wait for what is being written"
+    try: self.logger.close()
+    finally: self.checkpointer.saver.close()
     self.data.close()
     self.world.barrier() # until all have saved
 
@@ -187,12 +187,13 @@ def close(self:Trainer):
 @patch
 def save_on_error(self:Trainer):
     "Save the run after an error, but no weights of half a step; print it if even that fails"
-    try:
-        if self.in_step: self.checkpointer.log_broken_off(self.done + 1)
-        else: self.checkpointer.save_weights(self.folder/"model.safetensors")
-        self.save_if_needed(); self.close()
-    except OSError as e:
-        self.log_info(f"could not save: {e}. Earlier states are in {self.folder/'checkpoints'}")
+    weights = partial(self.checkpointer.save_weights, self.folder/"model.safetensors")
+    broken_off = partial(self.checkpointer.log_broken_off, self.done + 1)
+    for part in (*([broken_off] if self.in_step else [self.save_if_needed, weights]), self.close):
+        try: part() # and if it fails, the others
+        except AllFailed: pass # steps that the log hadn't yet are bad, too: not a state to save
+        except OSError as e:
+            self.log_info(f"could not save: {e}. Earlier states are in {self.folder/'checkpoints'}")
 
 # %% ../../nbs/30_trainer.ipynb #30stopf
 @patch
@@ -200,8 +201,7 @@ def stop_fast(self:Trainer):
     "Save, and do no more, after a signal that leaves no time. Returns results without a validation loss"
     if self.in_step: self.checkpointer.log_broken_off(self.done + 1)
     else:
-        self.save_if_needed()
-        self.checkpointer.saver.wait_until_idle() # a slow disk may not get to the weights, which it has, too
+        self.save_if_needed() # written first: a slow disk may not get to the weights, which it has, too
         self.checkpointer.save_weights(self.folder/"model.safetensors")
     self.close()
     res = dict(steps=self.done, interrupted=True, folder=str(self.folder))

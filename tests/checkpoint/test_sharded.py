@@ -15,7 +15,7 @@ from llm_speedrun.recipes.schedules import Average
 from llm_speedrun.runs import Stepper, build
 from llm_speedrun.distributed.world import World
 from llm_speedrun.checkpoint import format, save_sharded as sharded
-from llm_speedrun.checkpoint.format import checkpoints, flatten_state, newest, validation_error
+from llm_speedrun.checkpoint.format import checkpoints, flatten_state, newest, synced_sums, validation_error, write_manifest
 from llm_speedrun.checkpoint.load import check_size, newest_on_all_ranks, open_checkpoint, rank_state, read_checkpoint
 from llm_speedrun.checkpoint.save import Saver
 from llm_speedrun.checkpoint.save_sharded import make_saver, per_rank, ShardedSaver, to_shard
@@ -250,8 +250,8 @@ def rewritten(c, name, change):
     signed(c)
 
 def signed(c):
-    files = {n: dict(bytes=(c/n).stat().st_size, sha256=sharded.file_sha256(c/n)) for n in sorted(p.name for p in c.iterdir()) if n != "manifest.json"}
-    (c/"manifest.json").write_text(json.dumps(dict(files=files, sum=sharded.manifest_sum(files))))
+    (c/"manifest.json").unlink(missing_ok=True)
+    write_manifest(c, synced_sums(sorted(c.iterdir())))
 
 def test_what_is_there(good):
     "Files, index and tensors; any box can be read"

@@ -393,6 +393,32 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
     assert [r["step"] for r in rows(run) if "loss" in r] == list(range(1, 9)) and load_file(run/"model.safetensors")
     assert not validation_error(newest(run/"checkpoints")) and not list((run/"checkpoints").glob("*.tmp"))
 
+@pytest.mark.parametrize("full", [["step-"], ["model.safetensors.tmp"], ["step-", "model.safetensors.tmp"]], ids=" ".join)
+def test_an_error_and_a_full_disk(tmp_path, monkeypatch, capsys, full):
+    "What can't be written after an error is told, all of it, and the other is there; the first error is the one that is raised"
+    real, trainer = format.save_file, Trainer(options(tmp_path, steps=8))
+    def save_file(tensors, path, **kw):
+        if any(f in str(Path(path).relative_to(tmp_path)) for f in full): raise SafetensorError("I/O error: No space left on device")
+        return real(tensors, path, **kw)
+    def fail(n, batches):
+        if n == 4: monkeypatch.setattr(format, "save_file", save_file)
+    monkeypatch.setattr(Trainer, "after_step", lambda self: 1/(self.done < 4)) # between two steps
+    watch_updates(monkeypatch, fail)
+    with fails(ZeroDivisionError, "division"): trainer.fit()
+    said, run = capsys.readouterr().out, tmp_path/"runs/run"
+    for f in full: assert f in said and "could not save" in said and f"{f}" in said.partition("could not save")[2]
+    assert bool(newest(run/"checkpoints")) == ("step-" not in full) and (run/"model.safetensors").exists() == (len(full) == 1 and "step-" in full)
+
+def test_weights_that_cannot_be_written(tmp_path, monkeypatch):
+    "The run ends by the error, which names the file, after all else is there"
+    real = format.save_file
+    def save_file(tensors, path, **kw):
+        if Path(path).name == "model.safetensors.tmp": raise SafetensorError("I/O error: No space left on device (os error 28)")
+        return real(tensors, path, **kw)
+    monkeypatch.setattr(format, "save_file", save_file)
+    with fails(OSError, "model.safetensors.tmp can't be written: no space left"): go(tmp_path)
+    assert newest(tmp_path/"runs/run/checkpoints").name == "step-00000006" and not (tmp_path/"runs/run/model.safetensors").exists()
+
 @posix
 def test_others_may_read_it(tmp_path):
     "A checkpoint's files and the weights have the mode of any new file"
@@ -647,13 +673,28 @@ def test_a_checkpoint_of_another_run(stopped, capsys):
 
 # Best
 
+def each_step_takes_a_second(monkeypatch, clock):
+    step = Trainer.train_iteration
+    monkeypatch.setattr(Trainer, "train_iteration", lambda self, batches: (step(self, batches), clock.sleep(1)))
+
 @pytest.mark.parametrize("losses,best", [([3., 1., 2., 2.5, 2.4, 2.3], 2), ([3., 1., float("nan"), 2., 2., 2.], 2), ([float("nan")]*5 + [1.], 6)])
-def test_the_best_is_kept(tmp_path, monkeypatch, losses, best):
+def test_the_best_is_kept(tmp_path, monkeypatch, clock, losses, best):
     "The checkpoint of the step with the lowest loss stays, though none was due there; a NaN doesn't win"
-    monkeypatch.setattr(Trainer, "evaluate", lambda self: losses[self.done//2 - 1])
+    each_step_takes_a_second(monkeypatch, clock)
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: clock.sleep(60) or losses[self.done//2 - 1])
     go(tmp_path, steps=12, num_evals=6, save_minutes=1000., keep_last=1)
     kept = [int(c.name[5:]) for c in checkpoints(tmp_path/"runs/run/checkpoints")]
     assert 2*best in kept and 12 in kept
+
+@pytest.mark.parametrize("minutes, saved", [(1000., [8]), (.4, [4, 8]), (0., range(1, 9))])
+def test_no_best_is_saved_in_the_first_minute(tmp_path, monkeypatch, clock, minutes, saved):
+    "Nor in less than `save_minutes` after the checkpoint before, where each evaluation finds a lower loss than the one before"
+    steps, write = [], save.write_checkpoint
+    monkeypatch.setattr(save, "write_checkpoint", lambda folder, *args: (steps.append(int(folder.name[5:])), write(folder, *args)))
+    each_step_takes_a_second(monkeypatch, clock)
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: clock.sleep(12) or 9. - self.done) # 14 s, 28 s and 42 s after the start
+    go(tmp_path, steps=8, num_evals=4, save_minutes=minutes, schedule="cosine") # which keeps none before a decay
+    assert steps == [*saved]
 
 def test_a_loss_is_of_its_own_step(tmp_path, monkeypatch):
     "A checkpoint between two evaluations has no loss, so it isn't kept for that of the one before"
