@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .io_utils import InputError
 from .measure import compiler_imported
 from .model import eval_mode, set_parts
+from .plugins import is_own
 from .runs import RUNGS, enter_all, uncompiled
 from .rungs.cuda_graphs import warm_up_aside
 from .tokenizer import end_of_text
@@ -41,6 +42,21 @@ def draw(logits, # B V
     speed = p / torch.empty_like(p).exponential_(generator=g) # 1 over the time that it takes
     return i.gather(-1, speed.argmax(-1, keepdim=True))
 
+# %% ../nbs/60_generate.ipynb #60pad001
+def is_causal(run): # a `Run`
+    "Return whether the logits of a token can't depend on later ones, which no plug-in's code promises"
+    its = (c for c in type(run.model).__mro__ if not c.__module__.startswith("torch.")) # without FSDP's class
+    return not any(map(is_own, [next(its), *(RUNGS[r] for r in run.rungs)]))
+
+def padded(x, # 1 T tokens
+           most, # which the model reads
+           multiple): # of which the length will be one, where `most` allows it
+    "Return the newest `most` tokens, padded at the end, and the index of the last one before the padding"
+    x = x[:, -most:]
+    T = x.shape[1]
+    return F.pad(x, (0, min(most, -(-T // multiple)*multiple) - T)), T - 1
+
+
 # %% ../nbs/60_generate.ipynb #18c37ff3
 @torch.no_grad()
 def generate(run, # a `Run`; its forward contexts are entered
@@ -49,15 +65,18 @@ def generate(run, # a `Run`; its forward contexts are entered
              temperature=.8, # below 1 sharpens the distribution
              top_k=50, # sample among the most likely k
              seed=0, # of the sampling
-             top_p=1.): # and among those that have this part of the probability together
+             top_p=1., # and among those that have this part of the probability together
+             multiple=None): # to which sequences are padded; by default 256 on a GPU if the model is causal
     "Return `ids` and `n` sampled tokens after them, a list"
     model, device = run.model, run.device
+    if multiple is None: multiple = 256 if device.type == "cuda" and is_causal(run) else 1
     g = torch.Generator(device).manual_seed(seed)
     x = torch.tensor([ids], device=device)
     with eval_mode(model):
         for _ in range(n):
+            read, last = padded(x, model.config.seq_len, multiple)
             with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
-                logits = model(x[:, -model.config.seq_len:])[:, -1]
+                logits = model(read)[:, last]
             x = torch.cat([x, draw(logits, g, temperature=temperature, top_k=top_k, top_p=top_p)], 1)
     return x[0].tolist()
 

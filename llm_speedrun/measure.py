@@ -165,11 +165,12 @@ def process_start():
 
 # %% ../nbs/01_measure.ipynb #7f6a0240
 class Timings:
-    """Seconds of a start by phases, in `phases`: lists of a name, seconds, and how many phases are around it.
-    `with timings("open the data"): ...` adds one"""
+    """Seconds of a run: of its start by phases, in `phases`, lists of a name, seconds, how many are around.
+    `with timings("open the data"): ...` adds one. And of the whole run by parts, one at a time"""
     def __init__(self, since=None): # seconds since 1970, such as `process_start()`; now by default
         self.began, self.depth, self.total = since or time.time(), 0, None
         self.phases = [["Python and imports", time.time() - since, 0]] if since else []
+        self.now, self.switched, self.seconds = "start", time.perf_counter() + self.began - time.time(), {}
 
     @contextmanager
     def __call__(self, name): # of the phase, a few words
@@ -183,13 +184,53 @@ class Timings:
 # %% ../nbs/01_measure.ipynb #0276dc3f
 @patch
 def stop(self:Timings):
-    "Stop the clock of the start: the first call sets `total`, in seconds"
-    if self.total is None: self.total = time.time() - self.began
+    "Stop the clock of the start: the first call sets `total`, in seconds, and training begins"
+    if self.total is not None: return
+    self.total = time.time() - self.began
+    self.switch("training")
 
 @patch
 def record(self:Timings):
     "Return what a run's files store of its start: the seconds in all, and the phases as dicts"
     return dict(seconds=self.total, phases=[dict(zip(("name", "seconds", "depth"), p)) for p in self.phases])
+
+# %% ../nbs/01_measure.ipynb #01parts2
+@patch
+def switch(self:Timings, name): # of a part, one or two words
+    "Count the seconds from now on for this part of the run. Returns the part before"
+    before, t = self.now, time.perf_counter()
+    self.seconds[before] = self.seconds.get(before, 0.) + t - self.switched
+    self.now, self.switched = name, t
+    return before
+
+@patch
+@contextmanager
+def part(self:Timings, name): # of a part
+    "Count what happens inside of the `with` for this part, and what comes after it for the part before"
+    before = self.switch(name)
+    try: yield
+    finally: self.switch(before)
+
+# %% ../nbs/01_measure.ipynb #01parts4
+@patch
+def parts(self:Timings):
+    "Return the seconds of the run so far by parts, a dict in the order in which they began"
+    self.switch(self.now)
+    return dict(self.seconds)
+
+def format_duration(seconds): # a number
+    "Format a duration in two units: 1 h 5 min"
+    s = round(seconds)
+    for unit, below, size in (("h", "min", 3600), ("min", "s", 60)):
+        if s >= size: return f"{s // size} {unit} {s % size * 60 // size} {below}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{s} s"
+
+# %% ../nbs/01_measure.ipynb #01parts5
+def parts_text(parts): # name -> seconds
+    "Describe the parts of a run in one line, without those below half a percent"
+    total = sum(parts.values())
+    said = (f"{format_duration(s)} {name}" for name, s in parts.items() if s > total/200)
+    return f"{format_duration(total)} from start to end: {', '.join(said)}"
 
 # %% ../nbs/01_measure.ipynb #1a1a1ae1
 @patch

@@ -23,7 +23,7 @@ from ..recipes.recipe import set_groups
 from .autotune import prepare_process
 from .config import unused_run_names
 from .console import console_print
-from .report import (TEMPLATES, format_duration, number, part, read_run, rendered,
+from .report import (TEMPLATES, number, part, read_run, rendered,
                                        step_tokens, steps_done)
 from .run_charts import (BLUE, GREEN, GREY, ORANGE, PURPLE, one_line, points, running_mean,
                                            short_number, styled, svg, thinned)

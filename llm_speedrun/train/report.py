@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 import msgspec, numpy as np
 from ..io_utils import InputError, read_bytes_of, read_json, replace_file
-from ..measure import fmt, mfu
+from ..measure import fmt, format_duration, mfu
 from ..model import GPTConfig, matrix_params, train_flops
 from .metrics import PHASES, SCHEDULED, Number, Value, read_rows
 from .run_charts import (PHASE_COLORS, PURPLE, breakdown_chart, curve, loss_chart, points,
@@ -50,6 +50,7 @@ class Start(msgspec.Struct):
 class Ending(Result):
     "What the page shows of a run's `result.json`"
     start: Start | None = None
+    parts: dict[str, Number] = {} # of the whole run: name -> seconds
 
 
 # %% ../../nbs/35_report.ipynb #26176e2c
@@ -137,14 +138,6 @@ def phase_ms(rows): # of `metrics.jsonl`
     order = [*(p for p in PHASES if p in names), *(n for n in names if n not in PHASES)]
     found = {n: [v for _, v in points(rows, f"ms_{n}") if v >= 0] for n in order}
     return {n: statistics.median(v) for n, v in found.items() if v}
-
-# %% ../../nbs/35_report.ipynb #58ff4a6f
-def format_duration(seconds): # a number
-    "Format a duration in two units: 1 h 5 min"
-    s = round(seconds)
-    for unit, below, size in (("h", "min", 3600), ("min", "s", 60)):
-        if s >= size: return f"{s // size} {unit} {s % size * 60 // size} {below}"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{s} s"
 
 # %% ../../nbs/35_report.ipynb #3a7e8f24
 def steps_done(run): # from `read_run`
@@ -367,8 +360,15 @@ def start_part(run): # from `read_run`
     if start.seconds is not None: rows.append(("from the start to the first step", f"{start.seconds:.2f}"))
     return part("The start", ("table", (("phase", "seconds"), rows)))
 
-
 # %% ../../nbs/35_report.ipynb #f8742b20
+def whole_part(run): # from `read_run`
+    "Return the section on what the time from the start of the run to its result was spent on"
+    parts = run["result"].parts
+    if not parts: return None
+    rows = [(name, f"{s:.2f}") for name, s in (parts | {"from start to end": sum(parts.values())}).items()]
+    return part("The whole run", ("table", (("part", "seconds"), rows)),
+                note="Until result.json was written. Only this page was made after that.")
+
 def choices_part(run): # from `read_run`
     "Return the section on what was chosen by measuring, and why"
     why = run["config"].get("why")
@@ -522,7 +522,8 @@ TEMPLATES["sections"] = """{% for part in parts %}<section><h2>{{ part.title }}<
 
 # %% ../../nbs/35_report.ipynb #67653447
 PARTS = (about_part, loss_part, eval_part, speed_part, breakdown_part, ranks_part, training_part, gpu_part,
-         start_part, ladder_part, choices_part, profile_part, events_part, sample_part, options_part)
+         start_part, whole_part, ladder_part, choices_part, profile_part, events_part, sample_part,
+         options_part)
 
 def _state(run): # from `read_run`
     if not run["over"]: return "not finished: still running, or killed"

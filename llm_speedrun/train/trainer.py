@@ -7,7 +7,9 @@ __all__ = ['Trainer', 'train']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
 import json, math, os, signal, sys, time, traceback, uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from fastcore.basics import patch
 
 # %% ../../nbs/30_trainer.ipynb #9b3a31e8
 from ..io_utils import AllFailed, InputError, RunError, SpeedrunError, env_number, replace_file
-from ..measure import Timings, ladder_table, memory_limit, process_start
+from ..measure import Timings, ladder_table, memory_limit, parts_text, process_start
 from ..data import prefetch
 from ..runs import build, rung_name
 from ..distributed.world import PeerLostError, notes
@@ -116,7 +118,8 @@ def write_eval(trainer):
     done = trainer.done
     trainer.coordinator.set_status(f"the evaluation after step {done}")
     only_stopped = trainer.interrupted and not trainer.plan.eval_due(done) # a resumed run removes the row
-    row = dict(step=done, val_loss=trainer.evaluate(), stopped=only_stopped)
+    with trainer.timings.part("evaluations"):
+        row = dict(step=done, val_loss=trainer.evaluate(), stopped=only_stopped)
     trainer.logger.write({k: v for k, v in row.items() if v is not False})
     return row["val_loss"]
 
@@ -172,7 +175,8 @@ def save_if_needed(self:Trainer):
     fixed = fixed_options(self.cfg, self.config, self.plan.warmup)
     data = dict(corpus=self.data.fingerprint, data_from=self.data.first_step)
     kept = self.plan.is_kept(self.done)
-    self.checkpointer.save(self.done, **data, fixed=fixed, steps=self.cfg.steps, kept=kept)
+    with self.timings.part("checkpoints"): # until the previous one is written and this one is copied
+        self.checkpointer.save(self.done, **data, fixed=fixed, steps=self.cfg.steps, kept=kept)
 
 # %% ../../nbs/30_trainer.ipynb #52d75c29
 @patch
@@ -204,33 +208,40 @@ def stop_fast(self:Trainer):
         self.save_if_needed() # written first: a slow disk may not get to the weights, which it has, too
         self.checkpointer.save_weights(self.folder/"model.safetensors")
     self.close()
-    res = dict(steps=self.done, interrupted=True, folder=str(self.folder))
+    res = dict(steps=self.done, interrupted=True, folder=str(self.folder), parts=self.timings.parts())
     self.run_dir.write_result(res)
     return res
 
 # %% ../../nbs/30_trainer.ipynb #30resul2
-def _results(trainer):
-    res = dict(steps=trainer.done, val_loss=trainer.log_eval(), interrupted=trainer.interrupted,
-               reached=trainer.reached, folder=str(trainer.folder), start=trainer.timings.record())
+def bigram_later(trainer, pool): # of threads
+    "Compute the bigram model's loss in a thread, without the GPU, on the first process. Returns a `Future`"
+    data = copy(trainer.data)
+    data.val = [t.cpu() for t in data.val]
+    return trainer.world.first and pool.submit(data.bigram_loss)
+
+def _results(trainer): # and the sample
+    with ThreadPoolExecutor(1) as pool:
+        bigram, loss, text = bigram_later(trainer, pool), trainer.log_eval(), trainer.sample()
+    res = dict(steps=trainer.done, val_loss=loss, interrupted=trainer.interrupted, reached=trainer.reached,
+               folder=str(trainer.folder), start=trainer.timings.record())
     if trainer.first_step_at: res["seconds"] = time.perf_counter() - trainer.first_step_at
-    if trainer.world.first: res["bigram_loss"] = trainer.data.bigram_loss()
-    return res
+    return res | (dict(bigram_loss=bigram.result()) if bigram else {}), text
 
 # %% ../../nbs/30_trainer.ipynb #fbe298c1
 @patch
 def finish(self:Trainer):
-    "Save the run, then evaluate it, sample from it and summarize it. Returns a dict of results"
-    self.save_if_needed(); self.checkpointer.save_weights(self.folder/"model.safetensors")
-    res, text = _results(self), self.sample()
-    self.checkpointer.saver.wait_until_idle() # a killed run with a result isn't resumed, so not cleaned up
-    self.run_dir.write_result(res, text)
-    res["sample"] = text
-    notify(self, "after_fit", res)
+    "Save the run, and evaluate it, sample from it and draw it while it is written. Returns a dict of results"
+    part, last, draw = self.timings.part, "last checkpoint and weights", "charts and report"
+    with part(last): self.save_if_needed(); self.checkpointer.save_weights(self.folder/"model.safetensors")
+    res, text = _results(self)
+    with part(draw): notify(self, "after_fit", fit := res | dict(sample=text))
+    with part(last): self.checkpointer.saver.wait_until_idle() # a run with a result is not resumed
+    self.run_dir.write_result(res | dict(parts=self.timings.parts()), text)
     try: self.close()
     finally: # also if the last checkpoint couldn't be written
         if self.average: self.average.apply() # what the saved weights are
-        notify(self, "after_close")
-    return res
+        with part(draw): notify(self, "after_close")
+    return fit
 
 # %% ../../nbs/30_trainer.ipynb #ad8e6103
 @patch
@@ -238,7 +249,9 @@ def sample(self:Trainer, prompt=16): # tokens of the validation text to start fr
     "Return a continuation of the validation text's beginning, decoded where there is a tokenizer"
     ids, c = self.data.val[0][0, :prompt].tolist(), self.cfg
     write = partial(generate, self.run, ids, c.sample_tokens, seed=c.seed)
-    try: out = self.validator.interruptible(write, self.run.forward_contexts)
+    try:
+        with self.timings.part("samples"):
+            out = self.validator.interruptible(write, self.run.forward_contexts)
     except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"
     tok = self.data.corpus.tokenizer
     if tok: return tok.decode(out)
@@ -254,6 +267,7 @@ def fit(self:Trainer):
         with self.timings("open the run's folder"): open_files(self)
         with self.signals:
             self.run_loop()
+            self.timings.switch("the rest")
             if self.signal in TERMINATION_SIGNALS or self.hurried: return self.stop_fast()
             try: return self.finish()
             except KeyboardInterrupt as e: return stop_again(self, e)
@@ -496,15 +510,16 @@ def distributed_main():
 # %% ../../nbs/30_trainer.ipynb #eff711a2
 def report(trainer, # a `Trainer` after `fit`
            res): # what it returned
-    "Print the sample, the losses and the folder of a run, on the first process"
-    steps, folder = res["steps"], res["folder"]
+    "Print the sample, the losses and the folder of a run, and where its time went, on the first process"
+    steps, folder, spent = res["steps"], res["folder"], parts_text(trainer.timings.parts())
     if not trainer.world.first: return
     if trainer.signal in TERMINATION_SIGNALS:
-        return console_print(f"stopped after step {steps}; --resume {folder}")
+        return console_print(f"{spent}\nstopped after step {steps}; --resume {folder}")
     console_print(f"\n--- sample ---\n{res['sample']}\n--------------\n")
     if trainer.ladder: console_print(ladder_table(trainer.ladder), end="\n\n")
     bigram = "" if res["bigram_loss"] is None else f" (a bigram model: {res['bigram_loss']:.3f})"
     console_print(f"validation loss {res['val_loss']:.3f} nats per token after {steps} steps{bigram}")
+    console_print(spent)
     console_print(f"{'interrupted; what there is' if res['interrupted'] else 'everything'} is in {folder}/")
 
 # %% ../../nbs/30_trainer.ipynb #2e0d6840

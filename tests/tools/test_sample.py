@@ -9,8 +9,9 @@ from llm_speedrun.io_utils import InputError
 from llm_speedrun.export import export_folder, from_pretrained, write_folder
 from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
-from llm_speedrun.runs import Run, baseline, build
-from llm_speedrun.generate import Generator, TextStream, draw, generate, stream_pieces, top_k_top_p
+from llm_speedrun.recipes.recipe import RECIPES, parse_recipe
+from llm_speedrun.runs import RUNGS, Run, baseline, build, enter_all, rung, uncompiled
+from llm_speedrun.generate import Generator, TextStream, draw, generate, is_causal, padded, stream_pieces, top_k_top_p
 from llm_speedrun.sample import continued, in_dtype, open_model
 from llm_speedrun.cli import speedrun_sample
 from llm_speedrun.train.trainer import train
@@ -88,6 +89,52 @@ def test_text_is_that_of_generate(seed):
     generator.begin([ids])
     said = [t for t, in generator.write(20, torch.Generator().manual_seed(seed), temperature=.9, top_k=20, top_p=.9)]
     assert ids + said == generate(run, ids, 20, temperature=.9, top_k=20, top_p=.9, seed=seed)
+
+# Sequences that are padded
+
+@torch.no_grad()
+def padding_shows(run, lengths=(1, 7, 13)):
+    "By how much the padding changes the logits of the last token, relative to them"
+    run.model.eval()
+    def logits(x, last):
+        with uncompiled(), enter_all(run.forward_contexts): return run.model(x)[0, last].double()
+    texts = [torch.tensor([t]) for t in tokens(*lengths)]
+    pairs = [(logits(x, -1), logits(*padded(x, run.model.config.seq_len, 16))) for x in texts]
+    return max(((a - b).norm()/a.norm()).item() for a, b in pairs)
+
+@pytest.mark.parametrize("name", [r for r in RUNGS if r not in ("ddp", "fsdp", "tensor_parallel") and not RUNGS[r].needs() and not RUNGS[r].gpu_only])
+def test_padding_is_not_seen_with_any_rung(name):
+    run = build(NANO, [*RUNGS[name].requires, name], "cpu")
+    assert is_causal(run) and padding_shows(run) < (.02 if run.fmt in ("bf16", "fp16", "fp8") else 1e-4)
+
+@pytest.mark.parametrize("name", [*RECIPES, "beyond:x0=yes:softcap=15"])
+def test_padding_is_not_seen_by_any_model(name):
+    r = parse_recipe(name)
+    run = lively(r.shape(replace(NANO, kv_heads=2)), r.model)
+    assert is_causal(run) and padding_shows(Run(run.model.double())) < 1e-9
+
+def test_what_a_plug_in_computes_is_not_padded():
+    "Its logits may depend on later tokens or on how many there are; a sharded model is still the one that it was made from"
+    class Both(GPT):
+        def forward(self, x): return super().forward(x) + x.float().mean()
+    run = lively(NANO, Both)
+    assert not is_causal(run) and padding_shows(run) > .01
+    try:
+        @rung("parts", same_function=False)
+        def own(run): return run
+        assert not is_causal(build(NANO, ["own"], "cpu")) and is_causal(build(NANO, [], "cpu"))
+    finally: del RUNGS["own"]
+    for cls in (GPT, Both):
+        sharded = type("Sharded", (cls,), dict(__module__="torch.distributed.fsdp"))
+        assert is_causal(lively(NANO, sharded)) == (cls is GPT)
+
+@pytest.mark.cuda
+def test_a_gpu_reads_few_lengths():
+    run, lengths = build(replace(NANO, seq_len=600), [], "cuda"), []
+    run.model.register_forward_pre_hook(lambda model, args: lengths.append(args[0].shape[1]))
+    text = generate(run, [1, 2, 3], 320, temperature=0)
+    assert [*dict.fromkeys(lengths)] == [256, 512] and len(lengths) == 320
+    assert text[:99] == generate(run, [1, 2, 3], 96, temperature=0, multiple=1)
 
 @torch.no_grad()
 def test_recorded_passes(monkeypatch):

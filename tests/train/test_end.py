@@ -1,0 +1,53 @@
+"The end of a run: it says where its seconds went, and its result is written last."
+import json, os, signal, threading, time
+import pytest
+from llm_speedrun.checkpoint import save
+from llm_speedrun.checkpoint.format import step_of_name
+from llm_speedrun.measure import Timings, format_duration
+from llm_speedrun.train.callbacks import Callback
+from llm_speedrun.train.run_dir import RunDir
+from llm_speedrun.train.trainer import Trainer, report, train
+from helpers.tiny_runs import nano, options
+from helpers.timeouts import TIMEOUT
+
+@pytest.mark.parametrize("stop", [None, signal.SIGINT, signal.SIGTERM])
+def test_a_run_says_where_its_seconds_went(tmp_path, monkeypatch, capsys, stop):
+    "Its parts are in result.json and in one line at the end, and add up to the time since it began: none counts twice"
+    begun = time.perf_counter() - 5
+    def stopped(self):
+        if self.done == 5 and stop: os.kill(os.getpid(), stop)
+        return after_step(self)
+    after_step = Trainer.after_step
+    monkeypatch.setattr(Trainer, "after_step", stopped)
+    trainer, res = train(options(tmp_path, num_samples=2, sample_tokens=4, save_minutes=0), timings=Timings(time.time() - 5))
+    report(trainer, res)
+    parts, ended = trainer.timings.parts(), time.perf_counter()
+    assert 5 < sum(parts.values()) <= ended - begun + 1e-3 # two clocks
+    assert sum(parts.values()) == pytest.approx(trainer.timings.switched - begun, abs=.01)
+    written = json.loads((tmp_path/"runs/run/result.json").read_text())["parts"]
+    assert set(written) <= set(parts) and all(s <= parts[k] for k, s in written.items())
+    most = ["start", "training", "evaluations", "checkpoints", "samples", "the rest", "last checkpoint and weights", "charts and report"]
+    assert set(parts) <= set(most) and (stop == signal.SIGTERM or set(parts) == set(most))
+    line, = (s for s in capsys.readouterr().out.splitlines() if "from start to end" in s)
+    assert line.startswith(format_duration(sum(parts.values()))) and " start" in line
+
+def test_a_result_is_the_last_that_is_written(tmp_path, monkeypatch):
+    "The checkpoint and the weights are on the disk before result.json, which says that a run is over; charts are drawn while they are written"
+    done, order, write = threading.Event(), [], save.write_checkpoint
+    def slow(folder, *args):
+        if step_of_name(folder) == 6: assert done.wait(TIMEOUT)
+        return write(folder, *args)
+    def waited(self): order.append("wait"); done.set(); return wait(self)
+    def result(self, *args):
+        order.append("result while the disk works" if not done.is_set() else "result"); done.set()
+        assert not self.path.joinpath("result.json").exists()
+        return write_result(self, *args)
+    class Drawn(Callback):
+        def after_fit(self, trainer, res): order.append("drawn")
+        def after_close(self, trainer): order.append("report")
+    wait, write_result = save.Saver.wait_until_idle, RunDir.write_result
+    monkeypatch.setattr(save, "write_checkpoint", slow)
+    monkeypatch.setattr(save.Saver, "wait_until_idle", waited)
+    monkeypatch.setattr(RunDir, "write_result", result)
+    Trainer(options(tmp_path, steps=6), progress=False, callbacks=[Drawn()]).fit()
+    assert order == ["drawn", "wait", "result", "report"]
