@@ -6,10 +6,10 @@
 __all__ = ['Trainer', 'train']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
+import copy
 import json, math, os, signal, sys, time, traceback, uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -215,7 +215,7 @@ def stop_fast(self:Trainer):
 # %% ../../nbs/30_trainer.ipynb #30resul2
 def bigram_later(trainer, pool): # of threads
     "Compute the bigram model's loss in a thread, without the GPU, on the first process. Returns a `Future`"
-    data = copy(trainer.data)
+    data = copy.copy(trainer.data)
     data.val = [t.cpu() for t in data.val]
     return trainer.world.first and pool.submit(data.bigram_loss)
 
