@@ -13,13 +13,14 @@ from helpers.timeouts import TIMEOUT
 @pytest.mark.parametrize("stop", [None, signal.SIGINT, signal.SIGTERM])
 def test_a_run_says_where_its_seconds_went(tmp_path, monkeypatch, capsys, stop):
     "Its parts are in result.json and in one line at the end, and add up to the time since it began: none counts twice"
-    begun = time.perf_counter() - 5
+    cfg = options(tmp_path, num_samples=2, sample_tokens=4, save_minutes=0)
     def stopped(self):
         if self.done == 5 and stop: os.kill(os.getpid(), stop)
         return after_step(self)
     after_step = Trainer.after_step
     monkeypatch.setattr(Trainer, "after_step", stopped)
-    trainer, res = train(options(tmp_path, num_samples=2, sample_tokens=4, save_minutes=0), timings=Timings(time.time() - 5))
+    begun, timings = time.perf_counter() - 5, Timings(time.time() - 5)
+    trainer, res = train(cfg, timings=timings)
     report(trainer, res)
     parts, ended = trainer.timings.parts(), time.perf_counter()
     assert 5 < sum(parts.values()) <= ended - begun + 1e-3 # two clocks
