@@ -6,10 +6,11 @@
 __all__ = ['wall_ms', 'size']
 
 # %% ../../nbs/36_doctor.ipynb #4885a0ac
-import math, os, shutil, sys, tempfile, time
+import json, math, os, shutil, sys, tempfile, time
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from ..distributed.world import World, join_world, leave_world
 from ..distributed.spawn import run_distributed
@@ -17,16 +18,19 @@ from ..distributed.parallel import Shard, shards_of
 
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..tokenizer import check_ratio, check_round_trip, summary_lines
-from ..io_utils import InputError, sha256_of, sync_descriptor
-from ..measure import Timings, memory_limit, process_start, sample_ms, summarize
+from ..io_utils import InputError
+from ..measure import Timings, memory_limit, parts_text, process_start, sample_ms, summarize
 from .launch import num_processes
-from ..checkpoint.format import checkpoints, flatten_state, newest
+from ..checkpoint.format import checkpoints, flatten_state, newest, write_checkpoint
 from ..checkpoint.save import is_kept
 from ..checkpoint.save_sharded import PerRank
 from ..checkpoint.state import weights_to_save
 from .config import branch_point
 from .run_dir import goes_on, read_record
+
+# %% ../../nbs/36_doctor.ipynb #36import
 from .autotune import divisors, prepare_process, refused
+from .callbacks import LossCurve, Report, sample_due
 from .machine_checks import (Finding, check_cluster, check_gpu, check_rungs, check_versions,
                                                guarded, ok)
 from .train_step import WARM_UP, phases_of
@@ -40,9 +44,11 @@ class FirstSteps:
     val_loss: float # after these two
     norm: float # of the gradients of the second one
     ms: float # of a step once it is warm, a mean over the phases of the run
-    once_s: float # seconds that first steps of phases and the first evaluation take beyond later ones
+    once_s: float # seconds that first steps of phases take beyond later ones
     loader_ms: float # of a batch
-    eval_s: float # of an evaluation, in seconds
+    eval_s: tuple # seconds of an evaluation, and what the first takes beyond later ones
+    sample_s: tuple # seconds of a sample, and what the first takes beyond later ones
+    draw_s: tuple # seconds of the chart of the losses, and of the report
     bytes_s: float # bytes of a checkpoint that are written in a second
     tokens: int # in a step, of all processes
     peak_gib: float | None # the most GPU memory that was in use; None on a CPU
@@ -71,14 +77,14 @@ def wall_ms(f, reps=20): # a function without arguments, and how often to call i
     def once(t0): f(); return (time.perf_counter() - t0) * 1e3
     return summarize([once(time.perf_counter()) for _ in range(reps)]).ms
 
-def _evaluated(trainer): # a `Trainer`; returns the loss, a warm one's seconds, what the first took beyond
+def _evaluated(trainer): # a `Trainer`; returns the loss, and as `eval_s` is
     size = next(d for d in divisors(len(trainer.data.val[0])) if d <= trainer.cfg.micro_batch_size)
     loss = lambda: trainer.validator.mean_loss([*zip(*(t.split(size) for t in trainer.data.val))])
     t0 = time.perf_counter()
     val_loss, t1 = loss(), time.perf_counter()
     loss()
     warm = time.perf_counter() - t1
-    return val_loss, warm, max(0., t1 - t0 - warm)
+    return val_loss, (warm, max(0., t1 - t0 - warm))
 
 # %% ../../nbs/36_doctor.ipynb #fa86486a
 def stored(t, world): # what `flatten_state` finds, a `World`
@@ -98,22 +104,48 @@ def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
     return weights, weights + stored_bytes(trainer.checkpointer.step_state(), world)
 
 # %% ../../nbs/36_doctor.ipynb #36write2
-PIECE = 2**29 # bytes to write at once for a trial; fewer on a CPU, whose models are small
+PIECE = 2**29 # bytes of a tensor in a trial; fewer on a CPU, whose models are small
 PIECES = 4 # the most that are written: a disk may take the first ones faster
 
 def write_speed(trainer): # a `Trainer`
-    "Measure the bytes per second written, synced and hashed in the run's folder, as for a checkpoint"
+    "Measure the bytes per second of a checkpoint that is written next to the run's folder, and removed"
     there = next(p for p in trainer.folder.parents if p.exists())
-    data = os.urandom(PIECE if trainer.device.type == "cuda" else PIECE//128)
-    pieces = min(PIECES, math.ceil(checkpoint_bytes(trainer)[1]/len(data)))
+    n = PIECE if trainer.device.type == "cuda" else PIECE//128
+    data = torch.frombuffer(bytearray(os.urandom(n)), dtype=torch.uint8)
+    pieces = min(PIECES, math.ceil(checkpoint_bytes(trainer)[1]/n))
+    tensors = {f"piece{i}": data.clone() for i in range(pieces)}
     try:
-        with tempfile.TemporaryFile(dir=there) as f:
+        with tempfile.TemporaryDirectory(dir=there) as d:
             t0 = time.perf_counter()
-            for _ in range(pieces): f.write(data)
-            f.flush(); sync_descriptor(f.fileno()); f.seek(0)
-            sha256_of(f)
-            return pieces*len(data)/max(1e-9, time.perf_counter() - t0)
+            write_checkpoint(Path(d)/"step-00000000", dict(model=tensors), dict(step=0, state={}))
+            return len(tensors)*n/max(1e-9, time.perf_counter() - t0)
     except OSError: return math.inf # `check_disk` says what is wrong
+
+# %% ../../nbs/36_doctor.ipynb #36end002
+FEW = 16 # tokens of a sample, to time it
+
+def _sampled(trainer): # a `Trainer`; returns what `sample_s` is
+    n = trainer.cfg.sample_tokens
+    few = min(n, FEW)
+    if not few: return 0., 0.
+    def seconds(t0): trainer.sample(16 + (n - few)//2, few); return time.perf_counter() - t0
+    first, warm = (seconds(time.perf_counter()) for _ in range(2))
+    return warm*n/few, max(0., first - warm)
+
+ROW = dict(loss=3., val_loss=3., lr=.01, grad_norm=1., tok_s=1e5, ms_forward=1., ms_backward=2.) # of a log
+GPU = {k: 1. for k in "gpu_mem_gib gpu_peak_gib gpu_util gpu_power_w gpu_temp_c".split()}
+
+# %% ../../nbs/36_doctor.ipynb #36end004
+def _drawn(trainer): # a `Trainer`; returns what `draw_s` is
+    rows = [dict(step=i + 1) | ROW | (GPU if trainer.device.type == "cuda" else {}) for i in range(100)]
+    with tempfile.TemporaryDirectory() as d:
+        like = SimpleNamespace(folder=Path(d), rows=lambda: rows, cfg=trainer.cfg, world=trainer.world)
+        (like.folder/"metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+        curve, t0 = LossCurve(), time.perf_counter()
+        curve.before_fit(like); curve.after_fit(like, dict(bigram_loss=3.))
+        t1 = time.perf_counter()
+        Report().after_close(like)
+        return t1 - t0, time.perf_counter() - t1
 
 # %% ../../nbs/36_doctor.ipynb #c3627737
 def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, so don't `fit` it
@@ -124,12 +156,13 @@ def first_steps(trainer): # a `Trainer` that hasn't trained; afterwards it has, 
     with trainer.timings("the first step"): losses = [step(0, *batches[0]).item()]
     trainer.timings.stop()
     second, = sample_ms(lambda: losses.append(step(1, *batches[1]).item()), 1)
-    norm, (val_loss, eval_s, once) = float(trainer.step.norm), _evaluated(trainer)
+    norm, (val_loss, eval_s) = float(trainer.step.norm), _evaluated(trainer)
     (ms, once_s), loader_ms = _phases(trainer, cycle(batches)), wall_ms(lambda: next(trainer.data.batches))
-    once_s += once + max(0., second - ms)/1e3
+    once_s += max(0., second - ms)/1e3
     tokens = batches[0][0].numel()*trainer.world.rank_and_size("dp")[1]
-    return FirstSteps(losses, val_loss, norm, ms, once_s, loader_ms, eval_s, write_speed(trainer), tokens,
-                      torch.cuda.max_memory_allocated() / 2**30 if gpu else None)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else None
+    return FirstSteps(losses, val_loss, norm, ms, once_s, loader_ms, eval_s, _sampled(trainer),
+                      _drawn(trainer), write_speed(trainer), tokens, peak)
 
 # %% ../../nbs/36_doctor.ipynb #6b9e601a
 def _planned(trainer, t):
@@ -253,11 +286,17 @@ def check_disk(trainer): # a `Trainer` that has taken a step
         yield Finding("note", "disk", f"{there}/ doesn't say what is free; a run needs {size(need)}")
 
 # %% ../../nbs/36_doctor.ipynb #db9cf2c5
+CHECKS = "the doctor's other checks" # a phase that a run doesn't have
+
+def start_seconds(trainer): # a `Trainer` that has taken a step
+    "Return the seconds that the same start takes without the doctor's other checks"
+    return trainer.timings.total - sum(s for name, s, _ in trainer.timings.phases if name == CHECKS)
+
 def check_start(trainer): # a `Trainer` that has taken a step
-    "Yield a finding: how long it took until the first step, and on what it was spent"
-    parts = sorted(((s, name) for name, s, depth in trainer.timings.phases if not depth), reverse=True)
-    said = ", ".join(f"{name} {s:.1f}" for s, name in parts if s >= .05)
-    yield Finding("ok", "start", f"the first step was done after {trainer.timings.total:.1f} seconds" +
+    "Yield a finding: how long it takes until the first step, and on what it is spent"
+    parts = [(s, name) for name, s, depth in trainer.timings.phases if not depth and name != CHECKS]
+    said = ", ".join(f"{name} {s:.1f}" for s, name in sorted(parts, reverse=True) if s >= .05)
+    yield Finding("ok", "start", f"the first step was done after {start_seconds(trainer):.1f} seconds" +
                   (f": {said}" if said else ""))
 
 # %% ../../nbs/36_doctor.ipynb #f0a4ad41
@@ -278,17 +317,20 @@ def _passes(trainer):
                    "--steps, or more text")
 
 # %% ../../nbs/36_doctor.ipynb #aa527cf4
+BEST_SECONDS = 60 # as old is a checkpoint before a new best is saved
+
 @dataclass(frozen=True)
 class Pace:
-    "How the rest of a run goes on from evaluation to evaluation"
+    "How the rest of a run goes on from checkpoint to checkpoint"
     step_s: float # seconds of a step
-    last_s: float # to write the weights beside the last checkpoint
+    last_s: float # to write the last checkpoint and the weights
     evals: int # evaluations to come
-    between_s: float # seconds from one to the next, its own included
+    saves: int # checkpoints of a new best loss, if each evaluation finds one
+    between_s: float # seconds from one to the next, with evaluations
     write_s: float # to write a checkpoint
 
     @property
-    def wait_s(self): # after an evaluation, for the checkpoint before
+    def wait_s(self): # before a checkpoint, for the one before
         return max(0., self.write_s - self.between_s)
 
 # %% ../../nbs/36_doctor.ipynb #36pace07
@@ -297,25 +339,37 @@ def pace(trainer, # a `Trainer`
     "Return the `Pace` of a run"
     step_s, plan, (weights, whole) = max(t.ms, t.loader_ms) / 1e3, trainer.plan, checkpoint_bytes(trainer)
     evals = sum(map(plan.eval_due, range(trainer.done + 1, trainer.cfg.steps + 1)))
-    return Pace(step_s, 2*weights/t.bytes_s, evals, plan.eval_every*step_s + t.eval_s, whole/t.bytes_s)
+    between_s = plan.eval_every*step_s + t.eval_s[0]
+    each = max(1, math.ceil(min(BEST_SECONDS, 60*trainer.cfg.save_minutes)/between_s)) # evaluations
+    return Pace(step_s, (whole + weights)/t.bytes_s, evals, max(0, evals - 1)//each, each*between_s,
+                whole/t.bytes_s)
+
+# %% ../../nbs/36_doctor.ipynb #36parts2
+def parts(trainer, t, # as for `pace`
+          p): # the run's `Pace`
+    "Return the seconds that the run will take by parts, as its `Timings` will have them: a dict"
+    c, (evaluate, once_e), (sample, once_s), (chart, page) = trainer.cfg, t.eval_s, t.sample_s, t.draw_s
+    n = 1 + sum(bool(sample_due(c, i)) for i in range(trainer.done + 1, c.steps + 1))
+    last_s = p.last_s - evaluate - sample - chart # these are done meanwhile
+    return {"start": start_seconds(trainer), "training": (c.steps - trainer.done - 1)*p.step_s + t.once_s,
+            "evaluations": p.evals*evaluate + once_e, "checkpoints": p.saves*p.wait_s,
+            "samples": n*sample + once_s, "last checkpoint and weights": max(0., last_s),
+            "charts and report": chart + page}
 
 # %% ../../nbs/36_doctor.ipynb #36pace06
 def check_time(trainer, t, # as for `pace`
                p): # the run's `Pace`
     "Yield findings about the planned steps: their time, their tokens, and passes over the data"
     c, n = trainer.cfg, trainer.cfg.steps - trainer.done
-    tokens, per_s = n*t.tokens, t.tokens/p.step_s
     after = f" after the {trainer.done:,} that were taken" if trainer.done else ""
-    seconds = n*p.step_s + t.once_s + p.evals*t.eval_s + max(0, p.evals - 1)*p.wait_s + p.last_s
-    yield Finding("ok", "time", f"{n:,} steps{after}, {tokens:,} tokens: about {rough_duration(seconds)} at "
-                  f"{per_s:,.0f} tokens/s, with {p.evals} evaluations")
+    yield Finding("ok", "time", f"{n:,} steps{after}, {n*t.tokens:,} tokens at {t.tokens/p.step_s:,.0f} "
+                  f"tokens/s, with {p.evals} evaluations: about {parts_text(parts(trainer, t, p))}")
     if not c.stream: yield _passes(trainer)
-
 
 # %% ../../nbs/36_doctor.ipynb #36pace02
 def check_saving(trainer, p): # as for `check_time`
     "Yield a note if training may have to wait for its checkpoints"
-    if p.evals < 2 or p.write_s < .5*p.between_s or p.evals*p.write_s < 10.: return
+    if not p.saves or p.write_s < .5*p.between_s or p.saves*p.write_s < 10.: return
     text = f"a checkpoint takes {p.write_s:.1f} s to write, and one is due every {p.between_s:.1f} s"
     waits = ("training will wait for the disk" if p.wait_s else
              "if the disk slows down, training will wait, which this time doesn't count")
@@ -361,13 +415,15 @@ def check_run(cfg, # a `TrainConfig`
 # %% ../../nbs/36_doctor.ipynb #e2c49c76
 def examine(cfg, # a `TrainConfig`
             given=None, # names of the options that were given, as for `Trainer`
-            timings=None, # `Timings` of the start; by default from when the run is looked at
+            timings=None, # `Timings` of the start; by default from here on
             world=World()): # the processes that will train; all of them must ask
     "Yield all findings about a run"
     cluster = {"cluster": check_cluster(world, cfg.out)} if world.size > 1 else {}
-    parts = dict(software=check_versions(), GPU=check_gpu(), rungs=check_rungs()) | cluster
-    parts |= dict(run=check_run(cfg, given, timings))
-    for about, found in parts.items(): yield from guarded(found, about)
+    timings = timings or Timings()
+    with timings(CHECKS):
+        machine = dict(software=check_versions(), GPU=check_gpu(), rungs=check_rungs()) | cluster
+        for about, found in machine.items(): yield from guarded(found, about)
+    yield from guarded(check_run(cfg, given, timings), "run")
 
 def checkup(cfg): # a `TrainConfig`, the options of the run
     "Return all findings about a run with these options, a list. Only tokenized text is cached"

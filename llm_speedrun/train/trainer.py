@@ -245,10 +245,11 @@ def finish(self:Trainer):
 
 # %% ../../nbs/30_trainer.ipynb #ad8e6103
 @patch
-def sample(self:Trainer, prompt=16): # tokens of the validation text to start from
+def sample(self:Trainer, prompt=16, # tokens of the validation text to start from
+           n=None): # tokens to add; by default as many as the options say
     "Return a continuation of the validation text's beginning, decoded where there is a tokenizer"
     ids, c = self.data.val[0][0, :prompt].tolist(), self.cfg
-    write = partial(generate, self.run, ids, c.sample_tokens, seed=c.seed)
+    write = partial(generate, self.run, ids, c.sample_tokens if n is None else n, seed=c.seed)
     try:
         with self.timings.part("samples"):
             out = self.validator.interruptible(write, self.run.forward_contexts)

@@ -1,5 +1,5 @@
 "The doctor finds what would fail, one failure at a time, says what to do, and writes nothing."
-import os, re, shutil, sys
+import os, re, shutil, sys, time
 from collections import namedtuple
 from dataclasses import replace
 from itertools import cycle, repeat
@@ -10,7 +10,7 @@ from llm_speedrun.data import Batches
 from llm_speedrun.corpus import train_tokenizer, write_shards
 from llm_speedrun.train.doctor import check_resume, check_run, checkpoint_bytes, checkup, first_steps
 from llm_speedrun.train.machine_checks import check_gpu, check_versions, Finding, wrong_versions
-from llm_speedrun.measure import version_of
+from llm_speedrun.measure import Timings, version_of
 from llm_speedrun.runs import RUNGS, Stepper
 from llm_speedrun.cli import speedrun_doctor
 from llm_speedrun.train.config import TrainConfig
@@ -23,7 +23,7 @@ from helpers.timeouts import TIMEOUT
 
 def problems(found): return [f.text for f in found if f.level == "problem"]
 def notes(found, about): return [f.text for f in found if (f.level, f.about) == ("note", about)]
-def tree(folder): return {p.relative_to(folder): p.stat().st_mtime_ns for p in folder.rglob("*")}
+def tree(folder): return {p.relative_to(folder): p.is_file() and p.stat().st_mtime_ns for p in folder.rglob("*")} # a trial changes a folder's time
 
 # A run that would work
 
@@ -90,6 +90,35 @@ def test_it_takes_the_steps_of_training(tmp_path, monkeypatch, recipe):
     assert {str(v) for v in ms.values()} == {str(w) for w in want}
     assert t.ms == pytest.approx(100*sum(per_step)/12) and t.once_s >= .5*len(ms)
 
+@pytest.mark.parametrize("more", [dict(), dict(num_samples=2, sample_tokens=20), dict(sample_tokens=0, num_evals=6)], ids=str)
+def test_its_parts_are_those_of_the_run(tmp_path, more):
+    "Under the same names, with as many evaluations, samples and checkpoints, and in the same form"
+    cfg = options(tmp_path, **more)
+    doc = doctor.Trainer(replace(cfg), progress=False)
+    t = first_steps(doc)
+    p, counted = doctor.pace(doc, t), replace(t, eval_s=(1., 0.), sample_s=(1., 0.), once_s=0., ms=2e3, loader_ms=0.)
+    found, exact = doctor.parts(doc, t, p), doctor.parts(doc, counted, replace(p, step_s=2.))
+    doc.run_dir.release()
+    trainer, res = train(replace(cfg), progress=False, timings=Timings())
+    run = trainer.timings.parts()
+    assert found.keys() == run.keys() - {"the rest"} and min(found.values()) >= 0
+    evals = sum("val_loss" in r for r in trainer.rows())
+    samples = 1 + len((trainer.folder/"samples.jsonl").read_text().splitlines()) if cfg.num_samples else 1
+    assert (exact["evaluations"], exact["samples"], exact["training"]) == (evals, samples, 2.*5)
+
+def test_its_own_checks_are_not_the_start_of_a_run(tmp_path):
+    "The doctor looks at software and GPU before it makes a trainer: the start that it foretells doesn't have that"
+    timings = Timings()
+    with timings("open the data"): pass
+    with timings(doctor.CHECKS): time.sleep(.02)
+    timings.stop()
+    trainer = SimpleNamespace(timings=timings)
+    assert doctor.start_seconds(trainer) <= timings.total - .02
+    assert doctor.CHECKS not in next(doctor.check_start(trainer)).text
+    asked = Timings()
+    found = list(doctor.examine(options(tmp_path), timings=asked))
+    assert [p[2] for p in asked.phases if p[0] == doctor.CHECKS] == [0] and asked.total and found
+
 def test_what_comes_once_is_counted_once(tmp_path, clock, monkeypatch):
     "Recording and compiling take seconds in the first steps of a phase: a run waits for them once, not at each step"
     calls = []
@@ -100,20 +129,28 @@ def test_what_comes_once_is_counted_once(tmp_path, clock, monkeypatch):
     doc = doctor.Trainer(options(tmp_path), progress=False)
     try:
         t = first_steps(doc)
-        def seconds(t): return int(re.search(r"about (\d+) seconds", next(doctor.check_time(doc, t, doctor.pace(doc, t))).text)[1])
-        assert seconds(replace(t, ms=1., once_s=60.)) - seconds(replace(t, ms=1., once_s=0.)) == 60
-        monkeypatch.setattr(doctor, "checkpoint_bytes", lambda trainer: (30, 0)) # the weights' file shares the disk with the last checkpoint
-        assert seconds(replace(t, ms=1., bytes_s=1.)) - seconds(replace(t, ms=1., bytes_s=1e9)) == 60
+        parts = lambda **kw: doctor.parts(doc, u := replace(t, ms=1., **kw), doctor.pace(doc, u))
+        assert parts(once_s=60.)["training"] - parts(once_s=0.)["training"] == pytest.approx(60)
+        monkeypatch.setattr(doctor, "checkpoint_bytes", lambda trainer: (30, 60)) # the weights' file shares the disk with the last checkpoint
+        last = lambda **kw: parts(bytes_s=1., **kw)["last checkpoint and weights"]
+        assert last(eval_s=(0., 9.), sample_s=(0., 9.), draw_s=(0., 9.)) == pytest.approx(90)
+        assert last(eval_s=(5., 9.), sample_s=(6., 9.), draw_s=(7., 9.)) == pytest.approx(90 - 18) # what is done meanwhile
+        assert last(eval_s=(95., 0.)) == 0
     finally: doc.run_dir.release()
 
 @pytest.mark.parametrize("done, evals", [(0, 10), (30, 9), (250, 2), (290, 1)])
 def test_what_is_left_of_a_resumed_run(monkeypatch, done, evals):
     "It evaluates at the steps at which it would have, so as many are left as come after `done`, at the distance that they always have"
-    plan = TrainPlan(options=SimpleNamespace(steps=300, num_evals=10), **dict.fromkeys("model recipe sequences rows_here warmup requested_rungs why".split()))
+    plan = TrainPlan(options=SimpleNamespace(steps=300, num_evals=10, save_minutes=0), **dict.fromkeys("model recipe sequences rows_here warmup requested_rungs why".split()))
     trainer = SimpleNamespace(cfg=plan.options, plan=plan, done=done)
     monkeypatch.setattr(doctor, "checkpoint_bytes", lambda trainer: (10, 40))
-    p = doctor.pace(trainer, SimpleNamespace(ms=100., loader_ms=0., eval_s=1., bytes_s=4.))
-    assert (p.evals, p.between_s, p.write_s, p.wait_s) == (evals, 4., 10., 6.)
+    p = doctor.pace(trainer, t := SimpleNamespace(ms=100., loader_ms=0., eval_s=(1., 0.), bytes_s=4.))
+    assert (p.evals, p.saves, p.between_s, p.write_s, p.wait_s) == (evals, evals - 1, 4., 10., 6.)
+    plan.options.save_minutes = .1 # a best one is saved only if the last one is six seconds old
+    p = doctor.pace(trainer, t)
+    assert (p.evals, p.saves, p.between_s, p.wait_s) == (evals, (evals - 1)//2, 8., 2.)
+    plan.options.save_minutes = 10
+    assert doctor.pace(trainer, t).between_s == doctor.BEST_SECONDS == 60
     assert p.evals == sum(map(plan.eval_due, range(done + 1, 301)))
 
 def test_a_gpu_is_warm_before_a_step_is_timed(monkeypatch):
@@ -246,7 +283,7 @@ def test_slow_loader(tmp_path, monkeypatch, clock):
     slower(Batches, "__getitem__", .1); slower(Stepper, "__call__", .01)
     found = checkup(options(tmp_path, steps=1000))
     assert "a batch takes 100.00 ms to load and 10.0 ms to train on" in (said := notes(found, "loader")[0]) and "training may wait for its data" in said
-    assert any("about 100 seconds" in f.text for f in found if f.about == "time")
+    assert any("1 min 40 s training" in f.text for f in found if f.about == "time")
 
 def test_resume(tmp_path):
     "A run to go on with: what is left, which checkpoint it goes on from, and the torn one that is passed over"
