@@ -1,7 +1,8 @@
 """Measure what a user's first command does: the list it takes, the seconds until the first step, its speed; and the doctor's promise.
     tests/bench_start.py runs 10 OUT [options]             ten runs without options, each next to one with --rungs fastest
-    tests/bench_start.py doctor OUT "options" "options"    the doctor's time and speed next to a run with the same options
-    tests/bench_start.py train PATH [options]              a run in this process; the seconds of what training waits for, into PATH
+    tests/bench_start.py doctor OUT "options" "options"    the doctor's parts and speed next to a run with the same options, from Enter to the prompt
+    tests/bench_start.py train PATH [options]              a run in this process; the seconds of its parts, and of what it waits for, into PATH
+    tests/bench_start.py asked PATH [options]              the doctor in this process; the parts that it foretells, and its speed, into PATH
     tests/bench_start.py first                             `make speedrun` as it is, for the home page: nbs/measurements/first_run/nvidia-h100.json
 Prints a line for each run, and writes all of them into OUT/runs.json."""
 import json, re, shutil, statistics, subprocess, sys, time
@@ -27,28 +28,45 @@ def timed(owner, name, spent):
     setattr(owner, name, call)
 
 def train(path, *words):
-    "Train as `speedrun_train` does, and write into `path` the seconds of what training waits for"
+    "Train as `speedrun_train` does, and write into `path` the seconds of the run's parts and of what training waits for"
     from llm_speedrun.checkpoint.save import Saver
     from llm_speedrun.cli import speedrun_train
+    from llm_speedrun.train import trainer as module
     from llm_speedrun.train.checkpointer import Checkpointer
-    from llm_speedrun.train.trainer import Trainer
-    spent, sys.argv = {}, ["speedrun_train", *words]
-    for owner, name in ((Trainer, "evaluate"), (Saver, "save"), (Saver, "wait"), (Checkpointer, "save_weights")): timed(owner, name, spent)
+    spent, parts, sys.argv = {}, {}, ["speedrun_train", *words]
+    for owner, name in ((module.Trainer, "evaluate"), (Saver, "save"), (Saver, "wait"), (Checkpointer, "save_weights")): timed(owner, name, spent)
+    report = module.report
+    def reported(trainer, res): report(trainer, res); parts.update(trainer.timings.parts())
+    module.report = reported
     speedrun_train()
-    if not spent: sys.exit("training ran in other processes, where nothing is timed: take one GPU")
-    Path(path).write_text(json.dumps(spent))
+    if not parts: sys.exit("training ran in other processes, where nothing is timed: take one GPU")
+    Path(path).write_text(json.dumps(dict(spent=spent, parts=parts)))
+
+def asked(path, *words):
+    "Ask the doctor as `speedrun_doctor` does, and write into `path` the parts that it foretells, and its tokens/s"
+    from llm_speedrun.cli import speedrun_doctor
+    from llm_speedrun.train import doctor
+    found, sys.argv, parts = {}, ["speedrun_doctor", *words], doctor.parts
+    def told(trainer, t, p):
+        found.update(parts=parts(trainer, t, p), tok_s=t.tokens/p.step_s)
+        return found["parts"]
+    doctor.parts = told
+    speedrun_doctor()
+    if not found: sys.exit("the doctor looked in other processes, or found a problem: take one GPU, and see what it says")
+    Path(path).write_text(json.dumps(found))
 
 def run(out, name, words):
-    "Train, and return what the run's folder says of its start and its speed, and what training waited for"
-    spent = Path(out)/f"{name}-spent.json"
+    "Train, and return what the run's folder says of its start and its speed, its parts, and the seconds from Enter to the prompt"
+    path, t0 = Path(out)/f"{name}-spent.json", time.perf_counter()
     Path(out).mkdir(parents=True, exist_ok=True)
-    output_of(__file__, "train", spent, *words, "--name", name, "--out", out, "--sample_tokens", 0)
-    found = facts_of(Path(out)/name, json.loads(spent.read_text()))
+    output_of(__file__, "train", path, *words, "--name", name, "--out", out)
+    seconds = time.perf_counter() - t0
+    found = facts_of(Path(out)/name, **json.loads(path.read_text())) | dict(to_prompt_s=seconds)
     shutil.rmtree(Path(out)/name/"checkpoints", ignore_errors=True) # twenty runs would fill a disk
     (Path(out)/name/"model.safetensors").unlink()
     return found
 
-def facts_of(folder, spent): # of a run, seconds as `train` writes them
+def facts_of(folder, spent, parts): # of a run, seconds as `train` writes them
     "What a run's folder says of its start and its speed"
     config, result = (json.loads((folder/f"{k}.json").read_text()) for k in ("config", "result"))
     rows = [json.loads(line) for line in open(folder/"metrics.jsonl")]
@@ -57,7 +75,7 @@ def facts_of(folder, spent): # of a run, seconds as `train` writes them
     return dict(name=folder.name, rungs=config["rungs"], gpu=config["gpu"], torch=config["torch"], triton=config["triton"], date=config["date"],
                 micro_batch=config["micro_batch_size"], steps=result["steps"], choose_s=phases.get("choose rungs"), start_s=result["start"]["seconds"],
                 phases=phases, tok_s=last["step"]*config["step_tokens"]/last["train_s"], train_s=last["train_s"], val_loss=result["val_loss"],
-                seconds=result["seconds"], spent=spent)
+                seconds=result["seconds"], spent=spent, parts=parts)
 
 def default_runs(n, out, *words):
     "Runs without options and with `--rungs fastest`, interleaved"
@@ -73,15 +91,18 @@ def default_runs(n, out, *words):
     return found
 
 def promises(out, *options):
-    "The doctor's time and tokens/s, and those of a run"
+    "What the doctor foretells, and what a run takes: its parts, their sum, the seconds from Enter to the prompt, and tokens/s"
     found = []
     for i, text in enumerate(options):
-        words = [*text.split(), "--name", f"promise-{i}", "--out", out]
-        said = " ".join(command("speedrun_doctor", words).split())
-        m = re.search(r"about ([\d.]+) (\w+) at ([\d,]+) tokens/s", said)
-        seconds = float(m[1])*dict(seconds=1, minutes=60, hours=3600, days=86400)[m[2]]
-        found.append(dict(options=text, doctor_seconds=seconds, doctor_tok_s=float(m[3].replace(",", "")), doctor_said=said) | (r := run(out, f"promise-{i}", text.split())))
-        print(f"{text}: the doctor says {m[1]} {m[2]} at {m[3]} tokens/s; the run takes {r['seconds']:.1f} s at {r['tok_s']:,.0f}", flush=True)
+        words, path = [*text.split(), "--name", f"promise-{i}", "--out", out], Path(out)/f"promise-{i}-asked.json"
+        Path(out).mkdir(parents=True, exist_ok=True)
+        output_of(__file__, "asked", path, *words)
+        said, r = json.loads(path.read_text()), run(out, f"promise-{i}", text.split())
+        found.append(dict(options=text, doctor_seconds=sum(said["parts"].values()), doctor_tok_s=said["tok_s"], doctor_parts=said["parts"]) | r)
+        print(f"{text}\n{'seconds':<28}{'doctor':>10}{'run':>10}")
+        for k in dict.fromkeys([*said["parts"], *r["parts"]]): print(f"{k:<28}{said['parts'].get(k, 0.):10.2f}{r['parts'].get(k, 0.):10.2f}")
+        print(f"{'from start to end':<28}{sum(said['parts'].values()):10.2f}{sum(r['parts'].values()):10.2f}")
+        print(f"{'from Enter to the prompt':<28}{'':10}{r['to_prompt_s']:10.2f}\n{'tokens/s':<28}{said['tok_s']:10,.0f}{r['tok_s']:10,.0f}\n", flush=True)
     return found
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,6 +125,6 @@ def first_run(record=ROOT/"nbs/measurements/first_run/nvidia-h100.json"):
 
 if __name__ == "__main__":
     what, *args = sys.argv[1:]
-    if what in ("first", "train"): sys.exit(dict(first=first_run, train=train)[what](*args))
+    if what in ("first", "train", "asked"): sys.exit(dict(first=first_run, train=train, asked=asked)[what](*args))
     found, out = (default_runs(*args), args[1]) if what == "runs" else (promises(*args), args[0])
     (Path(out)/"runs.json").write_text(json.dumps(found, indent=1))

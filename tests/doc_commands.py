@@ -67,6 +67,9 @@ def masked(text):
     text = re.sub(r"\d[\d,]*(\.\d+)*(\+cpu|\+cu\d+)?(e[-+]?\d+)?", "N", text)
     text = " ".join(re.sub(r"-{3,}", "---", text).split())
     text = re.sub(r"\babout N (seconds|minutes|hours)\b", "about N TIME", text) # as busy as the machine is
+    took = r"N (?:s|min N s|h N min)"
+    text = re.sub(rf"{took} from start to end:(,? {took} (?:start|training|evaluations|checkpoints|samples|the rest|last checkpoint and weights|charts and report))+",
+                  "PARTS", text)
     return re.sub(r"(was done after N seconds:)( [A-MO-Za-z' -]+ N,)* [A-MO-Za-z' -]+ N", r"\1 PHASES", text) # a busy machine names more of them
 
 SAMPLE, ITS_END = "--- sample ---", "--------------"

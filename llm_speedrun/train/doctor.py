@@ -30,7 +30,7 @@ from .run_dir import goes_on, read_record
 
 # %% ../../nbs/36_doctor.ipynb #36import
 from .autotune import divisors, prepare_process, refused
-from .callbacks import LossCurve, Report, sample_due
+from .callbacks import LossCurve, Report, Samples
 from .machine_checks import (Finding, check_cluster, check_gpu, check_rungs, check_versions,
                                                guarded, ok)
 from .train_step import WARM_UP, phases_of
@@ -349,7 +349,9 @@ def parts(trainer, t, # as for `pace`
           p): # the run's `Pace`
     "Return the seconds that the run will take by parts, as its `Timings` will have them: a dict"
     c, (evaluate, once_e), (sample, once_s), (chart, page) = trainer.cfg, t.eval_s, t.sample_s, t.draw_s
-    n = 1 + sum(bool(sample_due(c, i)) for i in range(trainer.done + 1, c.steps + 1))
+    during = Samples(); during.there = ()
+    to_come = (SimpleNamespace(cfg=c, done=i) for i in range(trainer.done + 1, c.steps + 1))
+    n = 1 + sum(bool(during.due(at)) for at in to_come) # and the last
     last_s = p.last_s - evaluate - sample - chart # these are done meanwhile
     return {"start": start_seconds(trainer), "training": (c.steps - trainer.done - 1)*p.step_s + t.once_s,
             "evaluations": p.evals*evaluate + once_e, "checkpoints": p.saves*p.wait_s,
