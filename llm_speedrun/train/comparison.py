@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from ..data import prefetch
 from ..io_utils import (InputError, RunError, check_writable, decoded, env_number, read_bytes_of,
                                    replace_file)
-from ..measure import fmt, memory_limit, table
+from ..measure import fmt, format_duration, memory_limit, table
 from ..recipes.recipe import set_groups
 from .autotune import prepare_process
 from .config import unused_run_names
