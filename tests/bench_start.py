@@ -1,6 +1,7 @@
 """Measure what a user's first command does: the list it takes, the seconds until the first step, its speed; and the doctor's promise.
     tests/bench_start.py runs 10 OUT [options]             ten runs without options, each next to one with --rungs fastest
-    tests/bench_start.py doctor OUT "options" "options"    the doctor's parts and speed next to a run with the same options, from Enter to the prompt
+    tests/bench_start.py doctor OUT "options" "options"    the doctor's parts and speed next to a run with the same options, from Enter to the prompt; what either has
+                                                           compiled or tried, the next finds done: give the same options twice for a warm start
     tests/bench_start.py train PATH [options]              a run in this process; the seconds of its parts, and of what it waits for, into PATH
     tests/bench_start.py asked PATH [options]              the doctor in this process; the parts that it foretells, and its speed, into PATH
     tests/bench_start.py first                             `make speedrun` as it is, for the home page: nbs/measurements/first_run/nvidia-h100.json
@@ -98,7 +99,7 @@ def promises(out, *options):
         Path(out).mkdir(parents=True, exist_ok=True)
         output_of(__file__, "asked", path, *words)
         said, r = json.loads(path.read_text()), run(out, f"promise-{i}", text.split())
-        found.append(dict(options=text, doctor_seconds=sum(said["parts"].values()), doctor_tok_s=said["tok_s"], doctor_parts=said["parts"]) | r)
+        found.append(dict(options=text, doctor_seconds=sum(said["parts"].values()), doctor_tok_s=said["tok_s"], doctor_parts=said["parts"]) | r | dict(seconds=sum(r["parts"].values())))
         print(f"{text}\n{'seconds':<28}{'doctor':>10}{'run':>10}")
         for k in dict.fromkeys([*said["parts"], *r["parts"]]): print(f"{k:<28}{said['parts'].get(k, 0.):10.2f}{r['parts'].get(k, 0.):10.2f}")
         print(f"{'from start to end':<28}{sum(said['parts'].values()):10.2f}{sum(r['parts'].values()):10.2f}")
