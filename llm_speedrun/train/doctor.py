@@ -21,10 +21,11 @@ from ..tokenizer import check_ratio, check_round_trip, summary_lines
 from ..io_utils import InputError
 from ..measure import Timings, memory_limit, parts_text, process_start, sample_ms, summarize
 from .launch import num_processes
-from ..checkpoint.format import checkpoints, flatten_state, newest, write_checkpoint
+from ..checkpoint.format import checkpoints, flatten_state, newest, write_trial
 from ..checkpoint.save import is_kept
 from ..checkpoint.save_sharded import PerRank
 from ..checkpoint.state import weights_to_save
+from .checkpointer import BEST_SECONDS
 from .config import branch_point
 from .run_dir import goes_on, read_record
 
@@ -104,21 +105,14 @@ def checkpoint_bytes(trainer): # a `Trainer` that has taken a step
     return weights, weights + stored_bytes(trainer.checkpointer.step_state(), world)
 
 # %% ../../nbs/36_doctor.ipynb #36write2
-PIECE = 2**29 # bytes of a tensor in a trial; fewer on a CPU, whose models are small
-PIECES = 4 # the most that are written: a disk may take the first ones faster
+MOST = 2**31 # bytes that are written for a trial
 
 def write_speed(trainer): # a `Trainer`
     "Measure the bytes per second of a checkpoint that is written next to the run's folder, and removed"
-    there = next(p for p in trainer.folder.parents if p.exists())
-    n = PIECE if trainer.device.type == "cuda" else PIECE//128
-    data = torch.frombuffer(bytearray(os.urandom(n)), dtype=torch.uint8)
-    pieces = min(PIECES, math.ceil(checkpoint_bytes(trainer)[1]/n))
-    tensors = {f"piece{i}": data.clone() for i in range(pieces)}
-    try:
-        with tempfile.TemporaryDirectory(dir=there) as d:
-            t0 = time.perf_counter()
-            write_checkpoint(Path(d)/"step-00000000", dict(model=tensors), dict(step=0, state={}))
-            return len(tensors)*n/max(1e-9, time.perf_counter() - t0)
+    there, (weights, whole) = next(p for p in trainer.folder.parents if p.exists()), checkpoint_bytes(trainer)
+    share = min(1., MOST/whole)
+    sizes = dict(model=math.ceil(share*weights), state=math.ceil(share*(whole - weights)))
+    try: return sum(sizes.values())/max(1e-9, sum(write_trial(there, sizes).values()))
     except OSError: return math.inf # `check_disk` says what is wrong
 
 # %% ../../nbs/36_doctor.ipynb #36end002
@@ -317,8 +311,6 @@ def _passes(trainer):
                    "--steps, or more text")
 
 # %% ../../nbs/36_doctor.ipynb #aa527cf4
-BEST_SECONDS = 60 # as old is a checkpoint before a new best is saved
-
 @dataclass(frozen=True)
 class Pace:
     "How the rest of a run goes on from checkpoint to checkpoint"
