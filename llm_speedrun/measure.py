@@ -229,7 +229,7 @@ def format_duration(seconds): # a number
 def parts_text(parts): # name -> seconds
     "Describe the parts of a run in one line, without those below half a percent"
     total = sum(parts.values())
-    said = (f"{format_duration(s)} {name}" for name, s in parts.items() if s > total/200)
+    said = (f"{format_duration(s)} {name}" for name, s in parts.items() if s > max(.05, total/200))
     return f"{format_duration(total)} from start to end: {', '.join(said)}"
 
 # %% ../nbs/01_measure.ipynb #1a1a1ae1

@@ -6,7 +6,7 @@
 __all__ = ['wall_ms', 'size']
 
 # %% ../../nbs/36_doctor.ipynb #4885a0ac
-import json, math, os, shutil, sys, tempfile, time
+import json, math, shutil, sys, tempfile, time
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
