@@ -31,6 +31,7 @@ def code_version():
     for text in plugin_code(): res.update(text.encode())
     return res.hexdigest()[:16]
 
+# %% ../nbs/06a_choices.ipynb #06kerne1
 KERNELS = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torchao" # packages that rungs may use
 
 def choosing_machine():

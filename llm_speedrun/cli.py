@@ -9,23 +9,30 @@ __all__ = ['speedrun_train', 'speedrun_doctor', 'speedrun_data', 'speedrun_ladde
 # %% ../nbs/33c_cli.ipynb #5p1tcli2
 import inspect, sys
 from functools import wraps
-from .io_utils import clean_errors, safe_children
+from pathlib import Path
+from .io_utils import clean_errors, quick_exit, safe_children
 from .train.config import (CompareOptions, DataOptions, EvalOptions, ExportOptions, LadderOptions,
                                        LrOptions, RaceOptions, ReportOptions, SampleOptions, TrainConfig,
                                        make_parser, parse_args, resolve_options, to_toml)
 from .plugins import import_plugins, plugin_errors
-from .train.launch import group_exit_code, num_processes, start_group
+from .train.launch import group_exit_code, group_file, num_processes, start_group
 
 # %% ../nbs/33c_cli.ipynb #544d9c54
+def is_program(name): # of a command
+    "Return whether the command is all that this process does: it is called by its name, or by `--gpus`"
+    return Path(sys.argv[0]).stem == name or bool(group_file(""))
+
 def command(config, # the class of its `Options`
             stopped="interrupted before anything was written"): # what to print after Ctrl-C
     "Make a command, a function of `args`, of a function of options and of the names that were given"
     def decorate(f):
         @wraps(f)
         def run(args=None): # of a command line; by default this program's
+            succeed = quick_exit() if args is None and is_program(f.__name__) else lambda: None
             args = sys.argv[1:] if args is None else args
             with safe_children():
                 clean_errors(lambda: run_command(f, config, args), stopped, debug="--debug" in args)
+            succeed()
         run.config = config
         return run
     return decorate

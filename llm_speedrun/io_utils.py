@@ -7,7 +7,7 @@ __all__ = ['SpeedrunError', 'InputError', 'RunError', 'AllFailed', 'lookup', 're
            'seems_utf16', 'read_text_of', 'sha256_of', 'file_sha256', 'decoded', 'read_json', 'exercise']
 
 # %% ../nbs/06_files.ipynb #29a8ccb6
-import codecs, difflib, errno, hashlib, inspect, math, os, re, socket, stat, sys, time
+import atexit, codecs, difflib, errno, hashlib, inspect, math, os, re, socket, stat, sys, time
 from contextlib import contextmanager, suppress
 from functools import wraps
 from multiprocessing.pool import ThreadPool
@@ -267,6 +267,16 @@ def python_command(code, # a program
     package = str(Path(llm_speedrun.__file__).parents[1])
     path = f"import sys; sys.path[:] = [*filter(None, sys.path), {package!r}]; "
     return [sys.executable, "-c", path + code, *words]
+
+# %% ../nbs/06_files.ipynb #06quick2
+def quick_exit():
+    """Register what ends the process at once, after the threads and the other exit handlers. Returns a function
+    that says that the program has succeeded: without it the program ends as any other"""
+    succeeded = []
+    def end():
+        if succeeded and not unread(): sys.stderr.flush(); os._exit(0)
+    atexit.register(end)
+    return lambda: succeeded.append(True)
 
 # %% ../nbs/06_files.ipynb #894cd054
 _SAFE = dict(lock=Lock(), inside=0, was=None) # threads may be inside at the same time

@@ -38,8 +38,9 @@ def measured_options(config, # a `GPTConfig`
     if not has_auto_options(rungs): return ResolvedRungs(list(rungs), {})
     return ResolvedRungs(*resolve_auto_options(config, rungs))
 
+# %% ../../nbs/32a_autotune.ipynb #32remem1
 def remembered_options(config, rungs, choices, measure, **how): # as for `resolve_rungs` and `Choices.get`
-    "Return the `ResolvedRungs` of this machine, remembered or `measure()`; nothing is remembered without \"auto\""
+    "Return the `ResolvedRungs` of this machine, remembered or `measure()`; without \"auto\" nothing is"
     if not has_auto_options(rungs): return measure()
     about = dict(model=asdict(config), rungs=list(rungs),
                  deterministic=torch.are_deterministic_algorithms_enabled())
@@ -89,6 +90,7 @@ def resolve_preset(config, rungs, choices): # as for `resolve_rungs`
                 why[e.rung] = reason(e)
     return remembered_options(config, rungs, choices, measure, still=partial(can_be_built, one))
 
+# %% ../../nbs/32a_autotune.ipynb #32refus8
 def can_be_built(config, resolved): # a `ResolvedRungs` that is remembered
     "Return whether a model with these rungs can be built"
     try: return bool(build(config, resolved.rungs))
