@@ -7,6 +7,7 @@ __all__ = ['Choices']
 
 # %% ../nbs/06a_choices.ipynb #fb61a159
 import hashlib, platform
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,22 @@ def remember(self:Choices, choice): # a `Choice`
             kept = [c for c in self.read() if not same(c)][1 - MOST_CHOICES:]
             replace_file(path, msgspec.json.format(msgspec.json.encode([*kept, choice]), indent=1).decode())
     except (OSError, Timeout) as e: self.log_info(f"the choice of {choice.what} can't be remembered: {e}")
+
+# %% ../nbs/06a_choices.ipynb #06check2
+MEMORY = [] # the `Choices` that remember checks; the last one counts
+
+@contextmanager
+def remembered_checks(choices): # a `Choices`
+    "Let `checked` remember, inside a `with`, which checks have found nothing wrong"
+    MEMORY.append(choices)
+    try: yield
+    finally: MEMORY.pop()
+
+def checked(check, *args): # a function, which says what is wrong with kernels or returns something empty
+    "Return `check(*args)`, or what it returned when it found nothing wrong here, if that is remembered"
+    if not MEMORY: return check(*args)
+    choices, what, name = MEMORY[-1], "kernels that are right", f"{check.__module__}.{check.__qualname__}"
+    where = dict(check=name, args=[*map(str, args)]) | choosing_machine()
+    if c := choices.made_before(what, where, str | list): return c.value
+    if not (wrong := check(*args)): choices.remember(Choice(what, where, wrong, date.today().isoformat()))
+    return wrong

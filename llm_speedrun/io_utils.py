@@ -8,12 +8,12 @@ __all__ = ['SpeedrunError', 'InputError', 'RunError', 'AllFailed', 'lookup', 're
 
 # %% ../nbs/06_files.ipynb #29a8ccb6
 import atexit, codecs, difflib, errno, hashlib, inspect, math, os, re, socket, stat, sys, time
+from collections import deque
 from contextlib import contextmanager, suppress
 from functools import wraps
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import Lock
+from threading import Lock, Thread
 from types import FunctionType
 import msgspec
 from fastcore.xdg import xdg_cache_home
@@ -222,11 +222,28 @@ PIECE = 2**26 # bytes of a file with a sum of their own: of the format of checkp
 THREADS = 8 # as many as a fast disk needs
 
 def call_in_threads(calls): # tuples of a function and its arguments
-    "Return what the calls return, made in a few threads. Raises the first error after all calls have ended"
-    call = lambda f, *args: f(*args)
-    try: pool = ThreadPool(THREADS) # which may work while Python exits: a checkpoint may be under way
-    except RuntimeError: return [call(*c) for c in calls] # Python 3.12 starts no thread then
-    with pool: return pool.starmap(call, calls, chunksize=1)
+    "Return what the calls return, made in a few threads. Raises the first one's error after all have ended"
+    left, done, errors = deque(enumerate(calls)), {}, {}
+    def work():
+        with suppress(IndexError): # none is left
+            while True:
+                i, (f, *args) = left.popleft()
+                try: done[i] = f(*args)
+                except Exception as e: errors[i] = e
+    threads = started(work, min(THREADS, len(calls)) - 1)
+    work()
+    for t in threads: t.join()
+    if errors: raise errors[min(errors)]
+    return [done[i] for i in range(len(calls))]
+
+# %% ../nbs/06_files.ipynb #sha2sta1
+def started(f, n): # a function without arguments, how often
+    "Start `f` in `n` threads, and return them. None while Python exits: a checkpoint may be under way then"
+    threads = [Thread(target=f) for _ in range(n)]
+    for i, t in enumerate(threads):
+        try: t.start()
+        except RuntimeError: return threads[:i] # Python 3.12 starts none then
+    return threads
 
 # %% ../nbs/06_files.ipynb #sha2pc01
 def piece_sum(path, start): # of a file; a multiple of `PIECE`

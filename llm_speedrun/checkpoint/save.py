@@ -7,6 +7,7 @@ __all__ = ['Saver', 'is_kept']
 
 # %% ../../nbs/31a_save.ipynb #2934a921
 import shutil
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import torch
@@ -16,14 +17,35 @@ from .format import (VERSION, checkpoints, flatten_state, prune, read_metadata,
                                             replace_tensors, step_of_name, timed, write_checkpoint)
 
 # %% ../../nbs/31a_save.ipynb #74afea9b
-def copy_to_host(t): # a tensor
-    "Copy a tensor to main memory: pinned, and without waiting, where `t` is on a GPU"
-    if not t.is_cuda: return t.detach().clone(memory_format=torch.contiguous_format)
-    return empty_pinned(t).copy_(t, non_blocking=True)
+def host_memory(t): # a tensor
+    "Allocate main memory for a copy of `t`: pinned, where `t` is on a GPU"
+    return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
 
-def empty_pinned(t): # a tensor
-    "Allocate pinned memory for a copy of `t`"
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+def copy_to_host(t): # a tensor
+    "Copy a tensor to main memory; without waiting, where `t` is on a GPU"
+    return host_memory(t).copy_(t.detach(), non_blocking=t.is_cuda)
+
+# %% ../../nbs/31a_save.ipynb #31abuf02
+class HostBuffers:
+    "Main memory for the copies of one checkpoint after the other"
+    def __init__(self): self.free, self.used = defaultdict(list), []
+
+    def add(self, t): # memory that `host_memory` gave for a tensor like this
+        "Keep more memory for copies"
+        self.free[t.shape, t.dtype].append(t)
+
+    def copy(self, t): # a tensor
+        "Copy a tensor as `copy_to_host` does, into free memory if there is some of that shape and type"
+        free = self.free[t.shape, t.dtype]
+        to = free.pop() if free else host_memory(t)
+        self.used.append(to)
+        return to.copy_(t.detach(), non_blocking=t.is_cuda)
+
+    def reuse(self):
+        "Let the next copies have the memory of the last ones, which nobody reads any more; give back other memory"
+        self.free.clear()
+        for t in self.used: self.add(t)
+        self.used = []
 
 # %% ../../nbs/31a_save.ipynb #4dc3f967
 class Saver:
@@ -36,6 +58,7 @@ class Saver:
         self.losses = {} # step -> validation loss, which the trainer fills in
         self.kept = set() # steps whose checkpoints are never pruned, also filled in
         self.pool, self.writing, self.reserved = ThreadPoolExecutor(1, "saver"), [], None
+        self.buffers = HostBuffers() # which the checkpoint that is being written has copies in
         self.spent = {} # seconds of the last checkpoint: waiting for copies, `write`, `sync` (with the sums)
         self.tidy()
 
@@ -54,21 +77,18 @@ def busy(self:Saver):
 @patch
 def reserve(self:Saver, tensors): # of the shapes and types that will be saved
     "Allocate pinned memory for the copies in the background, so that the first `save` needn't wait for it"
-    like = [torch.empty_like(t, device="meta") for t in tensors if t.is_cuda]
-    if like: self.reserved = self.pool.submit(lambda: [empty_pinned(t) for t in like])
-
-@patch
-def free_reserved(self:Saver):
-    "Let PyTorch reuse what was reserved. Earlier, the capture of a CUDA graph would have freed it"
-    if self.reserved: self.reserved.result()
-    self.reserved = None
+    like = [t for t in tensors if t.is_cuda]
+    def allocate():
+        for t in like: self.buffers.add(host_memory(t))
+    if like: self.reserved = self.pool.submit(allocate)
 
 # %% ../../nbs/31a_save.ipynb #31asav02
 @patch
 def wait(self:Saver):
     "Wait until all that was saved is on the disk. Raises the error of its writing, or all errors as one"
-    writing, self.writing = self.writing, []
-    errors = [e for f in writing if (e := f.exception())]
+    errors = [e for f in self.writing if (e := f.exception())]
+    self.writing = [] # a signal may have ended the waiting before, and then something is still being written
+    if self.buffers.used: self.buffers.reuse()
     if len(errors) > 1: raise OSError("; ".join(map(str, errors))) from errors[0]
     for e in errors: raise e
 
@@ -86,11 +106,11 @@ def save(self:Saver, step, # its number
          **facts): # plain values to find again in `CheckpointMetadata.facts`
     "Copy the state and write it in the background. Raises the error of the checkpoint before, if any"
     self.wait()
-    self.free_reserved()
-    tensors = {}
+    if self.reserved: self.reserved.result()
+    tensors, copy = {}, self.buffers.copy
     about = dict(version=VERSION, step=step, run=self.run, facts=facts, state=flatten_state(state, tensors))
     groups = dict(model=model, state=tensors)
-    host = {n: {k: copy_to_host(t) for k, t in ts.items()} for n, ts in groups.items()}
+    host = {n: {k: copy(t) for k, t in ts.items()} for n, ts in groups.items()}
     copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
     self.writing.append(self.pool.submit(self.write, step, host, about, copied, dict(self.losses)))
 

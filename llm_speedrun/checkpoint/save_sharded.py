@@ -22,7 +22,7 @@ from ..distributed.parallel import Shard, local
 from ..rungs.optim import SMALL, in_blocks
 from .format import (FileSum, flatten_state, prune, synced_sums, timed,
                                             write_manifest, write_tensors)
-from .save import Saver, copy_to_host
+from .save import Saver
 
 # %% ../../nbs/54_sharded_saving.ipynb #f64a2dae
 @dataclass(frozen=True)
@@ -211,12 +211,13 @@ def save(self:ShardedSaver, step, # its number
          state, # a tree for `flatten_state`, in which `Shard` and `PerRank` may stand too: everything else
          **facts): # plain values to find again in `CheckpointMetadata.facts`
     "Copy this process's part, write it in the background. Raises the error of the checkpoint before"
-    self.wait(); self.free_reserved()
+    self.wait()
+    if self.reserved: self.reserved.result()
     found, self.saves = {}, self.saves + 1
     tree = flatten_state(state, found, leaves=(Shard, PerRank))
     own, mine = self.divided(found | {f"model.{n}": t for n, t in model.items()})
     codes = lambda p: (p.tensor, p.scale) if isinstance(p, QuantizedShard) else (p.tensor,)
-    host = {n: [copy_to_host(t) for t in codes(p)] for n, p in mine.items()}
+    host = {n: [self.buffers.copy(t) for t in codes(p)] for n, p in mine.items()}
     copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
     cuts = {n: dict(shape=p.shape, start=p.start, size=p.tensor.shape) for n, p in mine.items()}
     about = dict(version=SHARDED, step=step, run=self.run, facts=facts, state=tree)

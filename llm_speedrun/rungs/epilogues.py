@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
+from ..choices import checked
 from ..compat import (HOPPER, TO_BLACKWELL, capability, function_of, kernels_missing, off_text,
                                  untried, kernel_error, write_count)
 from ..io_utils import InputError, RunError
@@ -602,7 +603,7 @@ def epilogues(run): # a `Run` in 16 bits, with fused_ops
     if c.width % 8 or c.hidden % 8 or c.kv_heads*c.head_dim % 8:
         raise InputError(f"rung 'epilogues': widths {c.width} and {c.hidden} aren't all multiples of 8, "
                          "as its kernels need: leave it out")
-    if why := epilogues_error(c, DTYPES[run.fmt], run.device):
+    if why := checked(epilogues_error, c, DTYPES[run.fmt], run.device):
         raise RunError(f"rung 'epilogues': QuACK's kernels can't run here: {why}. Leave the rung out")
     parts = dict(heads=heads_with_epilogues, project=project_with_epilogues, feed=feed_with_epilogues)
     return run.with_model(partial(set_parts, **parts))

@@ -9,6 +9,7 @@ __all__ = ['flash4', 'needs_fp8_attention', 'fp8_attention', 'feed_saving_fp8', 
 from functools import lru_cache, partial
 import torch
 from torch.autograd.function import once_differentiable
+from ..choices import checked
 from ..compat import (TO_BLACKWELL, cpu_attention, cpu_attention_backward, cudnn_attention,
                                  function_of, kernels_missing, off_text, untried, kernel_error)
 from ..io_utils import InputError, RunError
@@ -121,7 +122,7 @@ def flash4(run): # a `Run` in 16 bits
         raise InputError("rung 'flash4': its kernels need heads of a multiple of 8 up to 128, not "
                          f"{c.head_dim}: leave it out")
     same = torch.are_deterministic_algorithms_enabled()
-    if why := flash4_error(c.heads, c.kv_heads, c.head_dim, DTYPES[run.fmt], run.device, same):
+    if why := checked(flash4_error, c.heads, c.kv_heads, c.head_dim, DTYPES[run.fmt], run.device, same):
         raise RunError(f"rung 'flash4': FlashAttention-4 can't run here: {why}. Leave the rung out")
     return run.with_model(partial(set_parts, attend=mixed_attention))
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch, torch.nn as nn
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
+from ..choices import checked
 from ..compat import function_of, off_text, kernel_error
 from ..io_utils import RunError
 from ..model import set_parts
@@ -491,7 +492,7 @@ def fp8_epilogues(run): # a `Run` with fp8
     with head_groups, the loss's sums; keep gate and up in 8 bits. Raises `RunError` where its kernels
     don't run, or not correctly"""
     c = run.model.config
-    if why := fp8_epilogues_error(c.width, c.hidden, run.device):
+    if why := checked(fp8_epilogues_error, c.width, c.hidden, run.device):
         raise RunError(f"rung 'fp8_epilogues': QuACK's kernels can't be used here: {why}. Leave the rung out")
     def change(model):
         for b in model.layers:

@@ -9,6 +9,7 @@ __all__ = ['fused_ce']
 from dataclasses import dataclass
 from functools import lru_cache, partial
 import torch
+from ..choices import checked
 from ..compat import HOPPER, kernels_missing, kernel_error
 from ..io_utils import RunError
 from ..runs import rung
@@ -74,7 +75,7 @@ def fused_ce(run): # a `Run` with head_groups
     """Compute the loss by QuACK's fused linear cross-entropy, which never stores the gradients of the logits.
     Raises `RunError` without its kernels"""
     c, ce = run.model.config, FusedCE(**vars(run.model.loss))
-    if run.fmt == "bf16" and (why := fused_error(ce, c.vocab, c.width, run.device)):
+    if run.fmt == "bf16" and (why := checked(fused_error, ce, c.vocab, c.width, run.device)):
         raise RunError(f"rung 'fused_ce': QuACK's kernels can't run here: {why}. Leave the rung out")
     def change(model): model.loss = ce
     return run.with_model(change)

@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from warnings import warn
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from ..choices import checked
 from ..compat import disable_current_modes, tree_map
 from ..io_utils import InputError, RunError, lookup
 from ..model import set_parts
@@ -395,7 +396,7 @@ USED = dict(heads="norm_quantize heads_quantize quantize_weights", out="quantize
 
 def wrong_parts(c, device): # a `GPTConfig`
     "Return the parts that can't be trusted on `device`: part -> its operations that round wrongly"
-    bad = misrounded(c, device) if device.type == "cuda" else []
+    bad = checked(misrounded, c, device) if device.type == "cuda" else []
     return {p: ops for p in PARTS if (ops := [op for op in USED[p].split() if op in bad])}
 
 # %% ../../nbs/17_fused_fp8.ipynb #08a10688

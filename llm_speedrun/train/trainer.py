@@ -17,6 +17,7 @@ import torch, torch.distributed as dist
 from fastcore.basics import patch
 
 # %% ../../nbs/30_trainer.ipynb #9b3a31e8
+from ..choices import remembered_checks
 from ..io_utils import AllFailed, InputError, RunError, SpeedrunError, env_number, replace_file
 from ..measure import Timings, ladder_table, memory_limit, parts_text, process_start
 from ..data import prefetch
@@ -432,7 +433,8 @@ def assemble(self:Trainer, given): # names of options
     resolver.resolve_shape()
     self.run_dir = RunDir(c, self.coordinator)
     self.folder = self.run_dir.path
-    try: self.decide(resolver)
+    try:
+        with remembered_checks(resolver.choices): self.decide(resolver)
     except BaseException: self.run_dir.release(); raise
 
 # %% ../../nbs/30_trainer.ipynb #ac4bcb34

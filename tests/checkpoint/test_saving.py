@@ -86,8 +86,8 @@ def test_what_is_being_written_when_python_exits(tmp_path):
     assert not validation_error(tmp_path/"c/step-00000001") and {p.name for p in (tmp_path/"c").iterdir()} == {"step-00000001", "weights.safetensors"}
 
 def test_without_threads(tmp_path, monkeypatch):
-    def none(n): raise RuntimeError("can't create new thread at interpreter shutdown")
-    monkeypatch.setattr(io_utils, "ThreadPool", none)
+    def none(thread): raise RuntimeError("can't create new thread at interpreter shutdown")
+    monkeypatch.setattr(io_utils.Thread, "start", none)
     write_checkpoint(tmp_path/"step-00000001", dict(model=W, state=W), dict(step=1, state=None))
     assert not validation_error(tmp_path/"step-00000001")
 
