@@ -137,7 +137,7 @@ class Manifest(msgspec.Struct):
 
 # %% ../../nbs/31_saving.ipynb #6555b449
 def synced_sums(paths): # of files
-    "Wait until the disk has the files. Returns each one's `FileSum` as a dict, by name: threads hash meanwhile"
+    "Wait until the disk has the files, hashed by threads. Returns each one's `FileSum` as a dict, by name"
     sums = piece_sums(paths, sync=True)
     return {p.name: dict(bytes=p.stat().st_size, sha256=s) for p, s in zip(paths, sums)}
 
@@ -167,7 +167,7 @@ def write_tensors(tensors, # name -> CPU tensor
 
 # %% ../../nbs/31_saving.ipynb #31rept01
 def replace_tensors(tensors, path): # as for `write_tensors`
-    "Write a safetensors file under another name, sync it, and rename it to `path`, which is never half-written"
+    "Write a safetensors file under another name, sync it, and rename it to `path`: no half of it stays there"
     tmp = path.with_name(f"{path.name}.tmp")
     try:
         write_tensors(tensors, tmp)

@@ -201,8 +201,8 @@ ENOUGH, POWER = 11e6, .383 # tokens of a run for which 64 sequences a step are e
 
 def step_growth(most, # the largest growth
                 tokens): # growth -> the tokens of a run with such a step
-    """Return the growth of a step: how many times one GPU's it may be in a run of that length, at least 1. The
-    best step grows as the tokens to the power of 0.383 (nanochat's scaling law)"""
+    """Return the growth of a step: how many times one GPU's it may be in a run of that length, at least 1.
+    The best step grows as the tokens to the power of 0.383 (nanochat's scaling law)"""
     fits = lambda k: k - .5 <= (tokens(k)/ENOUGH)**POWER
     return max(k for k in range(1, most + 1) if k == 1 or fits(k))
 
@@ -215,7 +215,7 @@ def horizon(c, config, gpus, # a `TrainConfig`, a `GPTConfig`, processes
     return min(60*c.minutes*speed*gpus if c.minutes else math.inf, c.epochs*epoch)
 
 def default_growth(c, given, config, world, epoch): # a `TrainConfig`, names of options; as for `horizon`
-    """Return the growth of a step that no option decides: at most the number of processes with different data,
+    """Return the growth of a step that no option decides: at most the number of processes with other data,
     and no more than the run's length allows. With a given learning rate it is 1"""
     fixed = c.resume or {"step_tokens", "lr"} & given or {"micro_batch_size", "grad_accum_steps"} <= given
     dp = 1 if fixed else world.rank_and_size("dp")[1]

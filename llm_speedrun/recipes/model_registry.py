@@ -32,7 +32,7 @@ def model_of(weights, # name -> weight, under our names or Qwen3's
 
 # %% ../../nbs/49a_model_registry.ipynb #8d01890b
 class MetaWeights(TorchFunctionMode):
-    "Create new weights on the device `meta`, and compute all else as usual: some of it would import SymPy there"
+    "Create new weights on the device `meta`, and compute all else as usual: there it might import SymPy"
     def __torch_function__(self, f, types, args=(), kwargs=None):
         where = dict(device="meta") if f in (torch.empty, torch.ones, torch.zeros, torch.tensor) else {}
         return f(*args, **(kwargs or {}) | where)

@@ -548,7 +548,7 @@ def check_kept(record, rungs): # of the run to go on with, or None; with their o
 # %% ../../nbs/30a_resolve.ipynb #278f9013
 @patch
 def try_rungs(self:PlanResolver):
-    "Decide the rungs' options, the micro-batch, and the steps that there is time for, by taking some for trial"
+    "Decide the rungs' options, the micro-batch and the steps that there is time for, by trial steps"
     c, of = self.cfg, (self.config, self.rungs, self.choices, self.recipe.model)
     on = self.coordinator.run_on_rank_zero(lambda: find_rungs(preset_of(self.requested_rungs), *of))
     t, kept = self.try_batch(on.rungs)
