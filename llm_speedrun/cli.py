@@ -18,10 +18,6 @@ from .plugins import import_plugins, plugin_errors
 from .train.launch import group_exit_code, group_file, num_processes, start_group
 
 # %% ../nbs/33c_cli.ipynb #544d9c54
-def is_program(name): # of a command
-    "Return whether the command is all that this process does: it is called by its name, or by `--gpus`"
-    return Path(sys.argv[0]).stem == name or bool(group_file(""))
-
 def command(config, # the class of its `Options`
             stopped="interrupted before anything was written"): # what to print after Ctrl-C
     "Make a command, a function of `args`, of a function of options and of the names that were given"
@@ -47,6 +43,10 @@ def run_command(f, config, args): # a command's function, the class of its `Opti
     else:
         if hasattr(c, "plugin") and not issubclass(config, TrainConfig): import_plugins(c.plugin)
         with plugin_errors(): f(c, given)
+
+def is_program(name): # of a command
+    "Return whether the command is all that this process does: it is called by its name, or by `--gpus`"
+    return Path(sys.argv[0]).stem == name or bool(group_file(""))
 
 # %% ../nbs/33c_cli.ipynb #7ff4608c
 _TRAIN = "from llm_speedrun.cli import speedrun_train; speedrun_train()" # which each process of a group runs

@@ -130,7 +130,7 @@ def synced(path): # a file or a folder
     if os.name != "posix" and Path(path).is_dir(): return # Windows can't open folders
     fd = os.open(path, os.O_RDONLY)
     try: sync_descriptor(fd)
-    except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from None # which names no file
+    except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from None # `fsync` names no file
     finally: os.close(fd)
 
 # %% ../nbs/06_files.ipynb #9357b256
@@ -218,7 +218,7 @@ def file_sha256(path):
     with open(path, "rb") as f: return sha256_of(f)
 
 # %% ../nbs/06_files.ipynb #sha25605
-PIECE = 2**26 # bytes of a file with a sum of their own: of the format of checkpoints, which hold such sums
+PIECE = 2**26 # bytes of a file that share a sum. Checkpoints hold such sums, so it is part of their format
 THREADS = 8 # as many as a fast disk needs
 
 def call_in_threads(calls): # tuples of a function and its arguments
@@ -287,8 +287,8 @@ def python_command(code, # a program
 
 # %% ../nbs/06_files.ipynb #06quick2
 def quick_exit():
-    """Register what ends the process at once, after the threads and the other exit handlers. Returns a function
-    that says that the program has succeeded: without it the program ends as any other"""
+    """Register an exit handler that ends the process at once, after all threads and other handlers. Returns a
+    function to call when the program has succeeded: without that call it exits as usual"""
     succeeded = []
     def end():
         if succeeded and not unread(): sys.stderr.flush(); os._exit(0)

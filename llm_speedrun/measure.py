@@ -61,7 +61,7 @@ def version_of(package): # the package's name, such as "triton"
 
 # %% ../nbs/01_measure.ipynb #0bf19e13
 @lru_cache
-def driver_version(path="/proc/driver/nvidia/version"): # where Linux's driver says it; nvidia-smi is slower
+def driver_version(path="/proc/driver/nvidia/version"): # which Linux's driver writes; nvidia-smi is slower
     "Return the NVIDIA driver's version, or None without one"
     with suppress(OSError, TypeError):
         return re.search(r"Kernel Module.*?\s(\d+(\.\d+)+)\s", Path(path).read_text())[1]
@@ -165,8 +165,8 @@ def process_start():
 
 # %% ../nbs/01_measure.ipynb #7f6a0240
 class Timings:
-    """Seconds of a run: of its start by phases, in `phases`, lists of a name, seconds, how many are around.
-    `with timings("open the data"): ...` adds one. And of the whole run by parts, one at a time"""
+    """Seconds of a run's start by phases, and of the whole run by parts. `with timings("open the data"): ...`
+    adds a phase to `phases`: a list of its name, its seconds, and how many phases are around it"""
     def __init__(self, since=None): # seconds since 1970, such as `process_start()`; now by default
         self.began, self.depth, self.total = since or time.time(), 0, None
         self.phases = [["Python and imports", time.time() - since, 0]] if since else []
@@ -227,7 +227,7 @@ def format_duration(seconds): # a number
 
 # %% ../nbs/01_measure.ipynb #01parts5
 def parts_text(parts): # name -> seconds
-    "Describe the parts of a run in one line, without those below half a percent"
+    "Describe the parts of a run in one line, without those below half a percent or 0.05 s"
     total = sum(parts.values())
     said = (f"{format_duration(s)} {name}" for name, s in parts.items() if s > max(.05, total/200))
     return f"{format_duration(total)} from start to end: {', '.join(said)}"

@@ -3,7 +3,7 @@
     tests/bench_start.py doctor OUT "options" "options"    the doctor's parts and speed next to a run with the same options, from Enter to the prompt; what either has
                                                            compiled or tried, the next finds done: give the same options twice for a warm start
     tests/bench_start.py train PATH [options]              a run in this process; the seconds of its parts, and of what it waits for, into PATH
-    tests/bench_start.py asked PATH [options]              the doctor in this process; the parts that it foretells, and its speed, into PATH
+    tests/bench_start.py asked PATH [options]              the doctor in this process; the parts that it predicts, and its speed, into PATH
     tests/bench_start.py first                             `make speedrun` as it is, for the home page: nbs/measurements/first_run/nvidia-h100.json
 Prints a line for each run, and writes all of them into OUT/runs.json."""
 import json, re, shutil, statistics, subprocess, sys, time
@@ -44,7 +44,7 @@ def train(path, *words):
     Path(path).write_text(json.dumps(dict(spent=spent, parts=parts)))
 
 def asked(path, *words):
-    "Ask the doctor as `speedrun_doctor` does, and write into `path` the parts that it foretells, and its tokens/s"
+    "Ask the doctor as `speedrun_doctor` does, and write into `path` the parts that it predicts, and its tokens/s"
     from llm_speedrun.cli import speedrun_doctor
     from llm_speedrun.train import doctor
     found, sys.argv, parts = {}, ["speedrun_doctor", *words], doctor.parts
@@ -92,7 +92,7 @@ def default_runs(n, out, *words):
     return found
 
 def promises(out, *options):
-    "What the doctor foretells, and what a run takes: its parts, their sum, the seconds from Enter to the prompt, and tokens/s"
+    "What the doctor predicts, and what a run takes: its parts, their sum, the seconds from Enter to the prompt, and tokens/s"
     found = []
     for i, text in enumerate(options):
         words, path = [*text.split(), "--name", f"promise-{i}", "--out", out], Path(out)/f"promise-{i}-asked.json"

@@ -86,7 +86,8 @@ def renewed(shown, real):
     if not agrees(shown, real): return "\n".join(lines).strip("\n") + "\n"
     start, res, written = 0, [], False # where we are in `lines`, and whether it is in a text that a model wrote
     for line in shown.splitlines():
-        at = start if written else next((i for i in range(start, len(lines)) if masked(lines[i]) == masked(line)), None)
+        like = masked(line) # empty where only some runs print it: such a line stays
+        at = start if written else next((i for i in range(start, len(lines)) if like and masked(lines[i]) == like), None)
         written = (written or line == SAMPLE) and line != "..."
         if line in ("...", "") or at is None: res.append(line)
         else: res.append(lines[at]); start = at + 1

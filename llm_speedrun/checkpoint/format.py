@@ -137,7 +137,7 @@ class Manifest(msgspec.Struct):
 
 # %% ../../nbs/31_saving.ipynb #6555b449
 def synced_sums(paths): # of files
-    "Return each file's `FileSum` as a dict, by name, when the disk has the files: threads sum meanwhile"
+    "Wait until the disk has the files, hashed by threads. Returns each one's `FileSum` as a dict, by name"
     sums = piece_sums(paths, sync=True)
     return {p.name: dict(bytes=p.stat().st_size, sha256=s) for p, s in zip(paths, sums)}
 
@@ -167,7 +167,7 @@ def write_tensors(tensors, # name -> CPU tensor
 
 # %% ../../nbs/31_saving.ipynb #31rept01
 def replace_tensors(tensors, path): # as for `write_tensors`
-    "Write a safetensors file under another name, sync it, and rename it to `path`: never half of it is there"
+    "Write a safetensors file under another name, sync it, and rename it to `path`: no half of it stays there"
     tmp = path.with_name(f"{path.name}.tmp")
     try:
         write_tensors(tensors, tmp)
@@ -220,7 +220,7 @@ def write_files(folder, tensors, about, spent): # an empty folder; the rest as f
 # %% ../../nbs/31_saving.ipynb #31trial1
 def write_trial(folder, # where a run would write
                 sizes): # file name without suffix -> bytes
-    "Write made-up files as those of a checkpoint, and remove them. Returns the seconds of each part"
+    "Write made-up files as a checkpoint's are written, and remove them. Returns the seconds of each part"
     noise, spent = torch.frombuffer(bytearray(os.urandom(2**22)), dtype=torch.uint8), {}
     made_up = lambda n: dict(x=noise.repeat(-(-n//noise.numel()))[:n])
     with TemporaryDirectory(dir=folder) as tmp:

@@ -131,7 +131,7 @@ class PeerWatchdog:
         try: return dist.recv(torch.empty(1), (self.world.rank + 1) % self.world.size, group=self.group)
         except RuntimeError: self.lost.set()
         with suppress(Exception): dist.destroy_process_group(self.group)
-        self.group = None # which breaks its connections: the process before this one notices at once, too
+        self.group = None # its connections are closed: the process before this one notices at once, too
         time.sleep(self.seconds)
         os._exit(1)
 

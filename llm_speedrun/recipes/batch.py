@@ -197,26 +197,26 @@ def windowed(run, # a `Run` with all its rungs
     return replace(run, loss=loss, schedules=run.schedules + (loss.schedule,))
 
 # %% ../../nbs/42_batch.ipynb #42growth1
-ENOUGH, POWER = 11e6, .383 # tokens of a run for which 64 sequences a step are enough; how fast that grows
+ENOUGH, POWER = 11e6, .383 # tokens of a run for which 64 sequences a step are enough; the exponent
 
-def step_growth(most, # times: more aren't wanted
-                tokens): # times -> the tokens of a run with such a step
-    """Return how many times as large as on one GPU a step may be in a run of that length, at least 1: the
-    best step grows with the tokens to the power of 0.383 (a law of nanochat's)"""
+def step_growth(most, # the largest growth
+                tokens): # growth -> the tokens of a run with such a step
+    """Return the growth of a step: how many times one GPU's it may be in a run of that length, at least 1.
+    The best step grows as the tokens to the power of 0.383 (nanochat's scaling law)"""
     fits = lambda k: k - .5 <= (tokens(k)/ENOUGH)**POWER
     return max(k for k in range(1, most + 1) if k == 1 or fits(k))
 
 # %% ../../nbs/42_batch.ipynb #42growth3
 def horizon(c, config, gpus, # a `TrainConfig`, a `GPTConfig`, processes
-            growth, epoch): # of the step, in times one GPU's; tokens of a pass over the text
+            growth, epoch): # of the step; tokens of a pass over the text
     "Return the tokens that a run will take; where its time decides, at half of the GPUs' FLOP/s"
     if c.total_tokens or c.steps: return c.total_tokens or c.steps*64*growth*c.seq_len
     speed = (datasheet_flops() or 0)/train_flops(config, causal=True)/2 # tokens in a second on a GPU
     return min(60*c.minutes*speed*gpus if c.minutes else math.inf, c.epochs*epoch)
 
 def default_growth(c, given, config, world, epoch): # a `TrainConfig`, names of options; as for `horizon`
-    """Return how many times one GPU's sequences a step has that no option decides: as many as processes with
-    other data, as far as the run's length allows. A given learning rate is one for one GPU's step"""
+    """Return the growth of a step that no option decides: at most the number of processes with other data,
+    and no more than the run's length allows. With a given learning rate it is 1"""
     fixed = c.resume or {"step_tokens", "lr"} & given or {"micro_batch_size", "grad_accum_steps"} <= given
     dp = 1 if fixed else world.rank_and_size("dp")[1]
     return step_growth(dp, lambda k: horizon(c, config, world.size, k, epoch))

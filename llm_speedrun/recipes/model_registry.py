@@ -32,13 +32,13 @@ def model_of(weights, # name -> weight, under our names or Qwen3's
 
 # %% ../../nbs/49a_model_registry.ipynb #8d01890b
 class MetaWeights(TorchFunctionMode):
-    "Let new weights be on the device `meta`, and compute all else as usual: some of it imports SymPy there"
+    "Create new weights on the device `meta`, and compute all else as usual: there it might import SymPy"
     def __torch_function__(self, f, types, args=(), kwargs=None):
         where = dict(device="meta") if f in (torch.empty, torch.ones, torch.zeros, torch.tensor) else {}
         return f(*args, **(kwargs or {}) | where)
 
 def without_weights(config, model): # a `GPTConfig`, a class of models
-    "Return a model whose weights take no memory: they have a shape, and no values. Its sequences are short"
+    "Return a model whose weights have shapes but no values, and take no memory. It has room for one token"
     if is_own(model): # fake tensors take whatever a plug-in does, and import PyTorch's compiler
         with FakeTensorMode(): return model(config)
     bare = type(model.__name__, (model,), dict(init_weights=lambda self, seed: None))

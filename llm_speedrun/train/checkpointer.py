@@ -50,7 +50,7 @@ class State(msgspec.Struct):
     stream: dict[str, Any] | None = None
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp007
-BEST_SECONDS = 60 # a new best is saved only if the checkpoint before is as old
+BEST_SECONDS = 60 # a new best is saved only if the last checkpoint is that old
 
 class Checkpointer:
     "Save and restore what a run's next step depends on"
@@ -208,7 +208,7 @@ def due(self:Checkpointer, minutes): # between checkpoints; 0 saves after every 
 
 @patch
 def best_due(self:Checkpointer, minutes): # between checkpoints, as for `due`
-    "Return whether to save a new best: the checkpoint before is old enough, by the first process's clock"
+    "Return whether to save a new best: the last checkpoint is old enough, by the first process's clock"
     return self.world.broadcast_object(time.perf_counter() - self.saved_at >= min(BEST_SECONDS, 60*minutes))
 
 @patch

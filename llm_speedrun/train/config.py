@@ -119,7 +119,7 @@ class TrainConfig(Options):
     target_loss: NonNegative = 0. # stop at this validation loss
     # Recipe
     recipe: str = "auto" # speedrun, with --lr or --init adamw; muon, ...; it chooses what isn't given
-    step_tokens: Count = 0 # 64 sequences, up to 64 a GPU in long runs; or micro_batch_size x grad_accum_steps
+    step_tokens: Count = 0 # in a step; of given micro-batches, else 64 sequences, up to 64 a GPU in long runs
     lr: Positive | None = None # peak learning rate of matrices; a recipe's other rates keep their ratio to it
     schedule: str = "" # learning-rate schedule: cosine, wsd (warmup, stable, decay) or constant
     warmup: Fraction | None = None # fraction of the steps in which the learning rate rises

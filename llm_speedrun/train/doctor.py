@@ -317,7 +317,7 @@ class Pace:
     step_s: float # seconds of a step
     last_s: float # to write the last checkpoint and the weights
     evals: int # evaluations to come
-    saves: int # checkpoints of a new best loss, if each evaluation finds one
+    saves: int # checkpoints of new best losses, if each evaluation finds one
     between_s: float # seconds from one to the next, with evaluations
     write_s: float # to write a checkpoint
 

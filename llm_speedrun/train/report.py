@@ -367,7 +367,7 @@ def whole_part(run): # from `read_run`
     if not parts: return None
     rows = [(name, f"{s:.2f}") for name, s in (parts | {"from start to end": sum(parts.values())}).items()]
     return part("The whole run", ("table", (("part", "seconds"), rows)),
-                note="Until result.json was written. Only this page was made after that.")
+                note="Until result.json was written. Only this page was made later.")
 
 def choices_part(run): # from `read_run`
     "Return the section on what was chosen by measuring, and why"

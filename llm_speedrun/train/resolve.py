@@ -241,7 +241,7 @@ class PlanResolver:
         self.requested_rungs, self.why, self.rungs = cfg.rungs, {}, parse_rungs(cfg.rungs, limits.lacks)
         self.named = not preset_of(cfg.rungs) and (not cfg.resume or "rungs" in given) # each rung by hand
         self.config = self.weights = self.recipe = self.data = self.sequences = None
-        self.growth = 1 # of a step, in times that of one process
+        self.growth = 1 # of a step: how many times one GPU's it is
         self.choices = Choices(again=cfg.retune, log_info=log_info) # what is measured is remembered
 
     @property
@@ -548,7 +548,7 @@ def check_kept(record, rungs): # of the run to go on with, or None; with their o
 # %% ../../nbs/30a_resolve.ipynb #278f9013
 @patch
 def try_rungs(self:PlanResolver):
-    "Decide the rungs' options, the micro-batch, and the steps that there is time for, by steps that it takes"
+    "Decide the rungs' options, the micro-batch and the steps that there is time for, by trial steps"
     c, of = self.cfg, (self.config, self.rungs, self.choices, self.recipe.model)
     on = self.coordinator.run_on_rank_zero(lambda: find_rungs(preset_of(self.requested_rungs), *of))
     t, kept = self.try_batch(on.rungs)

@@ -41,7 +41,7 @@ def validation_sequences(shards, tokens, seq): # validation tokens, how many to 
 class TrainData:
     "The batches, validation sequences and corpora of a run"
     def __init__(self, cfg, # a `TrainConfig` whose `seq_len` and `eval_tokens` are known
-                 rows, # sequences in a step, of all processes; or tokens of a pass over the text -> them
+                 rows, # sequences in a step, of all processes, or a function of the tokens of an epoch
                  world, # a `World`
                  device, # for the validation sequences
                  vocab=2**32): # of the model, whose own tokenizer must fit it

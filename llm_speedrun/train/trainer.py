@@ -195,7 +195,7 @@ def save_on_error(self:Trainer):
     weights = partial(self.checkpointer.save_weights, self.folder/"model.safetensors")
     broken_off = partial(self.checkpointer.log_broken_off, self.done + 1)
     for part in (*([broken_off] if self.in_step else [self.save_if_needed, weights]), self.close):
-        try: part() # and if it fails, the others
+        try: part() # if it fails, the others are still tried
         except AllFailed: pass # steps that the log hadn't yet are bad, too: not a state to save
         except OSError as e:
             self.log_info(f"could not save: {e}. Earlier states are in {self.folder/'checkpoints'}")

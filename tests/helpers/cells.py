@@ -12,11 +12,11 @@ OLD = ["30c_train_step", "32_presets", "32a_autotune"]
 AWAITING = [*OLD, *"""
     00_gpu 01_measure 02_roofline 03_data 03d_token_files 04_model 05_runs 06_files 10_tf32 11_amp 12_flash 13_triton
     14_fused_ops 15_chunked_ce 16_fp8 16a_fp8_kernels 17_fused_fp8 18_compile 19_cuda_graphs 20_checkpointing 21_optim 22_ladder 23_fastest 24_documents
-    25_peers 26_claims 27_fewer_bytes 28_fewer_passes 29_epilogues 29a_fused_ce 29b_fp8_epilogues 30_trainer 30f_checkpointer
+    25_peers 26_claims 27_fewer_bytes 28_fewer_passes 29_epilogues 29a_fused_ce 29b_fp8_epilogues 30_trainer
     31_saving 31a_save 33a_run_dir 34_metrics 35_report 36_doctor 36a_machine_checks 37_encoder_pool 38_prepare_data 39_loader
     40_schedules 42_batch 43_muon 44_fast_muon 45_normuon 46_architecture 47_speedrun 49_beyond 49a_model_registry
-    50c_collectives 51_ddp 52_fsdp 53_tensor_parallel 54_sharded_saving 54a_load 54b_state 55_cluster 60_generate 60a_sample
-    61_evals 62_export 63_finale 64_comparison""".split()]
+    50c_collectives 51_ddp 52_fsdp 53_tensor_parallel 54_sharded_saving 54a_load 54b_state 60_generate 60a_sample
+    62_export 63_finale""".split()]
 def with_outputs(paths): return [p for p in paths if p.stem not in OLD]
 
 def read(path): return json.loads(path.read_text(encoding="utf-8"))

@@ -209,6 +209,7 @@ def test_a_page_is_renewed():
     assert renewed("12 times\n...\nloss 1 after 2 steps\n...\n", A_RUN) == "12 times\n...\nloss 2.500 after 60 steps\n...\n"
     assert renewed("--- sample ---\nx\n...\n--------------\n...\n", A_RUN.partition("\n")[2]).startswith("--- sample ---\nabc\n...\n--------------\n...")
     assert renewed("other\n", "new 1\n") == "new 1\n"
+    assert renewed("read 40 files of 5 bytes\nloss 1\n", "\nloss 2.5\n") == "read 40 files of 5 bytes\nloss 2.5\n" # printed in a first run alone
 
 # --- numbers ---
 

@@ -51,7 +51,7 @@ def test_a_cpu_runs_no_rungs_of_gpus(monkeypatch):
         assert not [f for f in found if re.search(rf"\b{name}\b", f.text)], name
 
 def test_what_it_says_of_time_and_disk_is_so(tmp_path):
-    "A run takes the steps, tokens and bytes that were foretold"
+    "A run takes the steps, tokens and bytes that were predicted"
     cfg = options(tmp_path, steps=6, keep_last=1, save_minutes=0.)
     doc = doctor.Trainer(replace(cfg), progress=False)
     t = first_steps(doc)
@@ -107,7 +107,7 @@ def test_its_parts_are_those_of_the_run(tmp_path, more):
     assert (exact["evaluations"], exact["samples"], exact["training"]) == (evals, samples, 2.*5)
 
 def test_its_own_checks_are_not_the_start_of_a_run(tmp_path):
-    "The doctor looks at software and GPU before it makes a trainer: the start that it foretells doesn't have that"
+    "The doctor looks at software and GPU before it makes a trainer: the start that it predicts doesn't have that"
     timings = Timings()
     with timings("open the data"): pass
     with timings(doctor.CHECKS): time.sleep(.02)
