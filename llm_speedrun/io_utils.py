@@ -221,6 +221,7 @@ def file_sha256(path):
 PIECE = 2**26 # bytes of a file that share a sum. Checkpoints hold such sums, so it is part of their format
 THREADS = 8 # as many as a fast disk needs
 
+# %% ../nbs/06_files.ipynb #sha2cal1
 def call_in_threads(calls): # tuples of a function and its arguments
     "Return what the calls return, made in a few threads. Raises the first one's error after all have ended"
     left, done, errors = deque(enumerate(calls)), {}, {}

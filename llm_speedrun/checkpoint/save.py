@@ -41,11 +41,13 @@ class HostBuffers:
         self.used.append(to)
         return to.copy_(t.detach(), non_blocking=t.is_cuda)
 
-    def reuse(self):
-        "Let the next copies have the memory of the last ones, which nobody reads any more; give back other memory"
-        self.free.clear()
-        for t in self.used: self.add(t)
-        self.used = []
+# %% ../../nbs/31a_save.ipynb #31abuf04
+@patch
+def reuse(self:HostBuffers):
+    "Let the next copies have the memory of the last ones, which nobody reads any more, and free the rest"
+    self.free.clear()
+    for t in self.used: self.add(t)
+    self.used = []
 
 # %% ../../nbs/31a_save.ipynb #4dc3f967
 class Saver:
