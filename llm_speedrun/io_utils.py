@@ -217,11 +217,9 @@ def file_sha256(path):
     "Return the SHA-256 of a file, in hexadecimal"
     with open(path, "rb") as f: return sha256_of(f)
 
-# %% ../nbs/06_files.ipynb #sha25605
-PIECE = 2**26 # bytes of a file that share a sum. Checkpoints hold such sums, so it is part of their format
+# %% ../nbs/06_files.ipynb #sha2cal1
 THREADS = 8 # as many as a fast disk needs
 
-# %% ../nbs/06_files.ipynb #sha2cal1
 def call_in_threads(calls): # tuples of a function and its arguments
     "Return what the calls return, made in a few threads. Raises the first one's error after all have ended"
     left, done, errors = deque(enumerate(calls)), {}, {}
@@ -247,6 +245,8 @@ def started(f, n): # a function without arguments, how often
     return threads
 
 # %% ../nbs/06_files.ipynb #sha2pc01
+PIECE = 2**26 # bytes of a file that share a sum. Checkpoints hold such sums, so it is part of their format
+
 def piece_sum(path, start): # of a file; a multiple of `PIECE`
     "Return the SHA-256 of the piece of a file that begins there"
     with open(path, "rb") as f: f.seek(start); return sha256_of(f, PIECE)
