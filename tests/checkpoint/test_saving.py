@@ -1,12 +1,13 @@
 "What a checkpoint promises at the moment in which it appears: everything in it is on the disk, and has its sums."
-import json, os, sys
+import json, os, sys, threading
 from pathlib import Path
 import pytest, torch
 from helpers import quick_programs
 from helpers.tiny_runs import fails
 from helpers.timeouts import TIMEOUT
+from safetensors.torch import load_file
 from llm_speedrun import io_utils
-from llm_speedrun.checkpoint import format
+from llm_speedrun.checkpoint import format, save as saving
 from llm_speedrun.checkpoint.format import replace_tensors, validation_error, write_checkpoint
 from llm_speedrun.checkpoint.save_sharded import ShardedSaver
 from test_sharded import save, together
@@ -84,6 +85,20 @@ def test_what_is_being_written_when_python_exits(tmp_path):
     out = quick_programs.run([sys.executable, "-c", AT_EXIT, str(tmp_path/"c")], capture_output=True, text=True, timeout=TIMEOUT)
     assert out.returncode == 0 and not out.stderr, out.stderr
     assert not validation_error(tmp_path/"c/step-00000001") and {p.name for p in (tmp_path/"c").iterdir()} == {"step-00000001", "weights.safetensors"}
+
+def test_copies_that_are_being_written_stay(tmp_path, monkeypatch):
+    "A signal ends the waiting for a checkpoint; the next one uses the memory of its copies only when it is written"
+    go, write = threading.Event(), saving.write_checkpoint
+    monkeypatch.setattr(saving, "write_checkpoint", lambda *args: go.wait(TIMEOUT) and write(*args))
+    saver = saving.Saver(tmp_path)
+    saver.save(1, dict(w=torch.ones(3)), {})
+    wait = saver.writing[0].exception
+    def interrupted(): saver.writing[0].exception = wait; raise KeyboardInterrupt
+    saver.writing[0].exception = interrupted
+    with pytest.raises(KeyboardInterrupt): saver.wait()
+    threading.Timer(.05, go.set).start()
+    saver.save(2, dict(w=torch.zeros(3)), {}); saver.close()
+    for step, value in ((1, 1.), (2, 0.)): assert (load_file(tmp_path/f"step-0000000{step}/model.safetensors")["w"] == value).all()
 
 def test_without_threads(tmp_path, monkeypatch):
     def none(thread): raise RuntimeError("can't create new thread at interpreter shutdown")
