@@ -529,7 +529,7 @@ def fill_in(self:PlanResolver):
         if k != "schedule" and not isinstance(v, (int, float)): raise InputError(
             f"recipe {self.recipe.name!r}: {k} is {v!r:.40}, and must be a number")
     if c.lr is None: raise InputError(f"the recipe {c.recipe} names no learning rate: give --lr")
-    if not callable(self.recipe.defaults.get("lr")): c.lr *= self.growth**.5 # which is 1 if the rate was given
+    if not callable(self.recipe.defaults.get("lr")): c.lr *= self.growth**.5 # 1 if the rate was given
 
 # %% ../../nbs/30a_resolve.ipynb #b82413ec
 def find_rungs(of, config, rungs, choices, model): # a preset or "", as for `resolve_rungs`, its class
