@@ -167,7 +167,7 @@ def write_tensors(tensors, # name -> CPU tensor
 
 # %% ../../nbs/31_saving.ipynb #31rept01
 def replace_tensors(tensors, path): # as for `write_tensors`
-    "Write a safetensors file under another name, sync it, and rename it to `path`: no half of it stays there"
+    "Write a safetensors file under another name, sync it, and rename it to `path`: it appears as a whole"
     tmp = path.with_name(f"{path.name}.tmp")
     try:
         write_tensors(tensors, tmp)

@@ -525,11 +525,11 @@ def fill_in(self:PlanResolver):
     none = dict.fromkeys("warmup cooldown final_lr weight_decay grad_clip ema_decay".split(), 0.)
     for k, v in (none | self.recipe.defaults).items():
         if lookup(vars(c), k, f"option in the recipe {self.recipe.name!r}") not in (None, ""): continue
-        v = v(self.config, **length) if callable(v) else v*self.growth**.5 if k == "lr" else v
-        setattr(c, k, v)
+        setattr(c, k, v := v(self.config, **length) if callable(v) else v)
         if k != "schedule" and not isinstance(v, (int, float)): raise InputError(
             f"recipe {self.recipe.name!r}: {k} is {v!r:.40}, and must be a number")
     if c.lr is None: raise InputError(f"the recipe {c.recipe} names no learning rate: give --lr")
+    if not callable(self.recipe.defaults.get("lr")): c.lr *= self.growth**.5 # 1 if the rate was given
 
 # %% ../../nbs/30a_resolve.ipynb #b82413ec
 def find_rungs(of, config, rungs, choices, model): # a preset or "", as for `resolve_rungs`, its class

@@ -19,12 +19,12 @@ def test_a_run_says_where_its_seconds_went(tmp_path, monkeypatch, capsys, stop):
         return after_step(self)
     after_step = Trainer.after_step
     monkeypatch.setattr(Trainer, "after_step", stopped)
-    begun, timings = time.perf_counter() - 5, Timings(time.time() - 5)
+    timings = Timings(time.time() - 5)
+    begun = timings.switched
     trainer, res = train(cfg, timings=timings)
     report(trainer, res)
-    parts, ended = trainer.timings.parts(), time.perf_counter()
-    assert 5 < sum(parts.values()) <= ended - begun + 1e-3 # two clocks
-    assert sum(parts.values()) == pytest.approx(trainer.timings.switched - begun, abs=.01)
+    parts = trainer.timings.parts()
+    assert sum(parts.values()) == pytest.approx(trainer.timings.switched - begun)
     written = json.loads((tmp_path/"runs/run/result.json").read_text())["parts"]
     assert set(written) <= set(parts) and all(s <= parts[k] for k, s in written.items())
     most = ["start", "training", "evaluations", "checkpoints", "samples", "the rest", "last checkpoint and weights", "charts and report"]
