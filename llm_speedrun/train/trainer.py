@@ -236,13 +236,19 @@ def finish(self:Trainer):
     with part(last): self.save_if_needed(); self.checkpointer.save_weights(self.folder/"model.safetensors")
     res, text = _results(self)
     with part(draw): notify(self, "after_fit", fit := res | dict(sample=text))
-    with part(last): self.checkpointer.saver.wait_until_idle() # a run with a result is not resumed
-    self.run_dir.write_result(res | dict(parts=self.timings.parts()), text)
-    try: self.close()
-    finally: # also if the last checkpoint couldn't be written
-        if self.average: self.average.apply() # what the saved weights are
-        with part(draw): notify(self, "after_close")
+    try:
+        with part(last): self.checkpointer.saver.wait() # a run with a result is not resumed: it has all
+        self.run_dir.write_result(res | dict(parts=self.timings.parts()), text)
+    finally: finish_files(self)
     return fit
+
+# %% ../../nbs/30_trainer.ipynb #30finis2
+def finish_files(trainer):
+    "Close a run's files, and report on it, also if something couldn't be written"
+    try: trainer.close()
+    finally:
+        if trainer.average: trainer.average.apply() # what the saved weights are
+        with trainer.timings.part("charts and report"): notify(trainer, "after_close")
 
 # %% ../../nbs/30_trainer.ipynb #ad8e6103
 @patch

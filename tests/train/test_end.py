@@ -5,6 +5,7 @@ from llm_speedrun.checkpoint import save
 from llm_speedrun.checkpoint.format import step_of_name
 from llm_speedrun.measure import Timings, format_duration
 from llm_speedrun.train.callbacks import Callback
+from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.train.run_dir import RunDir
 from llm_speedrun.train.trainer import Trainer, report, train
 from helpers.tiny_runs import nano, options
@@ -38,7 +39,9 @@ def test_a_result_is_the_last_that_is_written(tmp_path, monkeypatch):
     def slow(folder, *args):
         if step_of_name(folder) == 6: assert done.wait(TIMEOUT)
         return write(folder, *args)
-    def waited(self): order.append("wait"); done.set(); return wait(self)
+    def waited(self):
+        if "drawn" in order and not done.is_set(): order.append("wait"); done.set()
+        return wait(self)
     def result(self, *args):
         order.append("result while the disk works" if not done.is_set() else "result"); done.set()
         assert not self.path.joinpath("result.json").exists()
@@ -46,9 +49,23 @@ def test_a_result_is_the_last_that_is_written(tmp_path, monkeypatch):
     class Drawn(Callback):
         def after_fit(self, trainer, res): order.append("drawn")
         def after_close(self, trainer): order.append("report")
-    wait, write_result = save.Saver.wait_until_idle, RunDir.write_result
+    wait, write_result = save.Saver.wait, RunDir.write_result
     monkeypatch.setattr(save, "write_checkpoint", slow)
-    monkeypatch.setattr(save.Saver, "wait_until_idle", waited)
+    monkeypatch.setattr(save.Saver, "wait", waited)
     monkeypatch.setattr(RunDir, "write_result", result)
     Trainer(options(tmp_path, steps=6), progress=False, callbacks=[Drawn()]).fit()
     assert order == ["drawn", "wait", "result", "report"]
+
+def test_without_its_weights_a_run_has_no_result(tmp_path, monkeypatch):
+    "A full disk under the last file: the error is raised, the report written, and the resumed run writes what is missing"
+    write, full = save.replace_tensors, [True]
+    def replace(tensors, path):
+        if full: raise OSError(f"{path} can't be written: no space left")
+        write(tensors, path)
+    monkeypatch.setattr(save, "replace_tensors", replace)
+    with pytest.raises(OSError, match="model.safetensors can't be written"): Trainer(options(tmp_path, steps=4), progress=False).fit()
+    run = tmp_path/"runs/run"
+    assert not (run/"result.json").exists() and (run/"report.html").exists()
+    full.clear()
+    _, res = train(TrainConfig(resume=str(run)), progress=False)
+    assert res["steps"] == 4 and (run/"model.safetensors").exists() and (run/"result.json").exists()

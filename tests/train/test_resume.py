@@ -203,18 +203,22 @@ def test_stopped_at_random_moments(moments=os.environ.get("KILLS", "4")):
 
 def test_a_run_with_a_result_has_all_its_checkpoints(tmp_path, nano, monkeypatch):
     "One that is killed after that isn't resumed: what it was writing would stay unfinished"
-    asked, there = threading.Event(), []
-    write, wait, result = save.write_checkpoint, save.Saver.wait_until_idle, RunDir.write_result
+    asked, saved, there = threading.Event(), [], []
+    write, saves, wait, result = save.write_checkpoint, save.Saver.save, save.Saver.wait, RunDir.write_result
     def slow(folder, *args):
         if folder.name == "step-00000004": assert asked.wait(TIMEOUT)
         return write(folder, *args)
-    def waited(self): asked.set(); wait(self)
+    def saving(self, step, *args, **facts): saves(self, step, *args, **facts); saved.append(step)
+    def waited(self):
+        if 4 in saved: asked.set()
+        return wait(self)
     def written(self, *args):
         there.append(sorted(p.name for p in (self.path/"checkpoints").iterdir()))
         asked.set()
         return result(self, *args)
     monkeypatch.setattr(save, "write_checkpoint", slow)
-    monkeypatch.setattr(save.Saver, "wait_until_idle", waited)
+    monkeypatch.setattr(save.Saver, "save", saving)
+    monkeypatch.setattr(save.Saver, "wait", waited)
     monkeypatch.setattr(RunDir, "write_result", written)
     train(options(tmp_path, steps=4, num_evals=2, keep_last=1), progress=False)
     assert len(there) == 1 and there[0][-1] == "step-00000004" and not any(n.endswith(".tmp") for n in there[0])
