@@ -188,6 +188,13 @@ def close(self:Trainer):
     self.data.close()
     self.world.barrier() # until all have saved
 
+def finish_files(trainer): # a `Trainer`
+    "Close a run's files, and report on it, also if something couldn't be written"
+    try: trainer.close()
+    finally:
+        if trainer.average: trainer.average.apply() # what the saved weights are
+        with trainer.timings.part("charts and report"): notify(trainer, "after_close")
+
 # %% ../../nbs/30_trainer.ipynb #fa8391ee
 @patch
 def save_on_error(self:Trainer):
@@ -241,14 +248,6 @@ def finish(self:Trainer):
         self.run_dir.write_result(res | dict(parts=self.timings.parts()), text)
     finally: finish_files(self)
     return fit
-
-# %% ../../nbs/30_trainer.ipynb #30finis2
-def finish_files(trainer):
-    "Close a run's files, and report on it, also if something couldn't be written"
-    try: trainer.close()
-    finally:
-        if trainer.average: trainer.average.apply() # what the saved weights are
-        with trainer.timings.part("charts and report"): notify(trainer, "after_close")
 
 # %% ../../nbs/30_trainer.ipynb #ad8e6103
 @patch
