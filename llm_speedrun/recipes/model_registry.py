@@ -41,7 +41,8 @@ def without_weights(config, model): # a `GPTConfig`, a class of models
     "Return a model whose weights have shapes but no values, and take no memory. It has room for one token"
     if is_own(model): # fake tensors take whatever a plug-in does, and import PyTorch's compiler
         with FakeTensorMode(): return model(config)
-    bare = type(model.__name__, (model,), dict(init_weights=lambda self, seed: None))
+    nothing = lambda self, seed: None # draws no values
+    bare = type(model.__name__, (model,), dict(init_weights=nothing, init_values=nothing))
     with MetaWeights(): return bare(replace(config, seq_len=1)) # the table of RoPE, which has values
 
 def shapes(config, # a `GPTConfig`

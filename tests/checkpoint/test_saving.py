@@ -92,13 +92,17 @@ def test_copies_that_are_being_written_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "write_checkpoint", lambda *args: go.wait(TIMEOUT) and write(*args))
     saver = saving.Saver(tmp_path)
     saver.save(1, dict(w=torch.ones(3)), {})
-    first = saver.writing[0]
-    def interrupted(): del first.exception; raise KeyboardInterrupt
-    first.exception = interrupted
-    try:
-        with pytest.raises(KeyboardInterrupt): saver.wait()
-    finally: threading.Timer(.05, go.set).start()
-    saver.save(2, dict(w=torch.zeros(3)), {}); saver.close()
+    first, asked = saver.writing[0], []
+    ended = first.exception
+    def exception(): # the first time a signal ends the waiting
+        asked.append(1)
+        if len(asked) == 1: raise KeyboardInterrupt
+        go.set()
+        return ended()
+    first.exception = exception
+    with pytest.raises(KeyboardInterrupt): saver.wait()
+    saver.save(2, dict(w=torch.zeros(3)), {})
+    go.set(); saver.close()
     for step, value in ((1, 1.), (2, 0.)): assert (load_file(tmp_path/f"step-0000000{step}/model.safetensors")["w"] == value).all()
 
 def test_without_threads(tmp_path, monkeypatch):

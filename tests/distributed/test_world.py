@@ -201,8 +201,12 @@ def test_a_process_that_dies_is_named():
 
 def noticed(w):
     "Whether this process's watchdog notices that the last process is gone: it drops the connection that the others listen on"
-    if w.rank < w.size - 1: return watchdog.PeerWatchdog(w, seconds=2*TIMEOUT).lost.wait(TIMEOUT)
+    if w.rank < w.size - 1:
+        dog = watchdog.PeerWatchdog(w, seconds=2*TIMEOUT)
+        w.barrier() # all are connected
+        return dog.lost.wait(TIMEOUT)
     group = dist.new_group(backend="gloo", timeout=timedelta(days=99))
+    w.barrier()
     dist.destroy_process_group(group)
 
 def test_all_notice_the_loss_of_one():
