@@ -4,9 +4,12 @@
                                                            compiled or tried, the next finds done: give the same options twice for a warm start
     tests/bench_start.py train PATH [options]              a run in this process; the seconds of its parts, and of what it waits for, into PATH
     tests/bench_start.py asked PATH [options]              the doctor in this process; the parts that it predicts, and its speed, into PATH
+    tests/bench_start.py enter OUT FOLDER,FOLDER "options" "options"    the seconds from Enter to the prompt with the package of each checkout in turn, and their parts; the first
+                                                           run of each finds nothing compiled
+    tests/bench_start.py restart OUT [options]             kill -9 of one of two processes after a checkpoint: the seconds until the first step of the next start
     tests/bench_start.py first                             `make speedrun` as it is, for the home page: nbs/measurements/first_run/nvidia-h100.json
 Prints a line for each run, and writes all of them into OUT/runs.json."""
-import json, re, shutil, statistics, subprocess, sys, time
+import json, os, re, shutil, signal, statistics, subprocess, sys, time
 from pathlib import Path
 
 def output_of(*words):
@@ -107,6 +110,58 @@ def promises(out, *options):
     return found
 
 ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = "import sys; sys.argv[0] = 'speedrun_train'; from llm_speedrun.cli import speedrun_train; sys.exit(speedrun_train())" # as it is installed
+
+def as_user(out, folder, caches, words):
+    "Start `speedrun_train` of a checkout, with folders of its own for what it compiles and remembers; its output is what it prints"
+    caches = dict(LLM_SPEEDRUN_CACHE=caches, TRITON_CACHE_DIR=f"{caches}/triton")
+    env = os.environ | caches | dict(PYTHONPATH=os.pathsep.join(filter(None, [str(Path(folder).resolve()), os.environ.get("PYTHONPATH")])))
+    Path(out).mkdir(parents=True, exist_ok=True)
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, words)], cwd=out, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+def entered(out, folders, *options):
+    "Runs from Enter to the prompt: of each options one with each checkout, in turns"
+    found, out = [], Path(out).resolve()
+    for i, text in enumerate(options):
+        for k, folder in enumerate(folders.split(",")):
+            name, t0 = f"enter-{i}-{k}", time.perf_counter()
+            p = as_user(out, folder, out/f"caches-{k}", [*text.split(), "--name", name, "--out", out])
+            said, _ = p.communicate()
+            seconds = time.perf_counter() - t0
+            if p.returncode: print(f"{name}: exit code {p.returncode}\n{said[-2000:]}", flush=True); continue
+            parts = json.loads((out/name/"result.json").read_text()).get("parts", {}) # older versions have none
+            found.append(r := facts_of(out/name, {}, parts) | dict(options=text, checkout=folder, to_prompt_s=seconds))
+            shutil.rmtree(out/name/"checkpoints", ignore_errors=True)
+            print(f"{folder}, {text}: {seconds:.1f} s from Enter to the prompt, {r['start_s']:.1f} of them to the first step; training {r['train_s']:.1f} s, "
+                  f"{r['tok_s']:,.0f} tokens/s; validation loss {r['val_loss']:.3f}", flush=True)
+            for what in ("parts", "phases"): print("   ", ", ".join(f"{k} {s:.1f}" for k, s in r[what].items()), flush=True)
+    return found
+
+def worker(rank):
+    "The number of the process of a group that has this rank, and when it began, or None"
+    for p in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RANK={rank}".encode() in (p/"environ").read_bytes().split(b"\0"): return int(p.name), p.stat().st_ctime
+        except OSError: pass # it has ended, or is another user's
+
+def restarted(out, *words):
+    "Kill the second of two processes once a checkpoint is there, and return the seconds until the next start has taken a step, and its phases"
+    out = Path(out).resolve()
+    p = as_user(out, ROOT, out/"caches", ["--gpus", 2, "--num_evals", 1, "--sample_tokens", 0, "--save_minutes", .05, *words, "--name", "killed", "--out", out])
+    there = out/"killed/checkpoints"
+    while not [*there.glob("step-*[0-9]")] and p.poll() is None: time.sleep(.2)
+    time.sleep(2)
+    killed, (pid, _) = time.time(), worker(1)
+    os.kill(pid, signal.SIGKILL)
+    while not ((new := worker(0)) and new[1] > killed) and p.poll() is None: time.sleep(.05)
+    said, _ = p.communicate()
+    if p.returncode: sys.exit(f"exit code {p.returncode}\n{said[-2000:]}")
+    start = json.loads((out/"killed/result.json").read_text())["start"]
+    r = dict(new_process_s=new[1] - killed, start_s=start["seconds"], phases={q["name"]: q["seconds"] for q in start["phases"]})
+    print(f"{r['new_process_s'] + r['start_s']:.1f} s from the kill to a step: a new process after {r['new_process_s']:.1f}, its first step after {r['start_s']:.1f}:",
+          ", ".join(f"{k} {s:.1f}" for k, s in r["phases"].items()), flush=True)
+    print(*(line for line in said.splitlines() if "restarting" in line or "going on from" in line), sep="\n")
+    return r
 
 def printed_by(target):
     "Run a target of the Makefile; what it prints, and its seconds"
@@ -127,5 +182,6 @@ def first_run(record=ROOT/"nbs/measurements/first_run/nvidia-h100.json"):
 if __name__ == "__main__":
     what, *args = sys.argv[1:]
     if what in ("first", "train", "asked"): sys.exit(dict(first=first_run, train=train, asked=asked)[what](*args))
-    found, out = (default_runs(*args), args[1]) if what == "runs" else (promises(*args), args[0])
+    ways = dict(doctor=promises, enter=entered, restart=restarted)
+    found, out = (default_runs(*args), args[1]) if what == "runs" else (ways[what](*args), args[0])
     (Path(out)/"runs.json").write_text(json.dumps(found, indent=1))
