@@ -149,8 +149,7 @@ def restarted(out, *words):
     out = Path(out).resolve()
     p = as_user(out, ROOT, out/"caches", ["--gpus", 2, "--num_evals", 1, "--sample_tokens", 0, "--save_minutes", .05, *words, "--name", "killed", "--out", out])
     there = out/"killed/checkpoints"
-    while not [*there.glob("step-*[0-9]")] and p.poll() is None: time.sleep(.2)
-    time.sleep(2)
+    while len([*there.glob("step-*[0-9]")]) < 2 and p.poll() is None: time.sleep(.2) # and some steps after the first of them
     killed, (pid, _) = time.time(), worker(1)
     os.kill(pid, signal.SIGKILL)
     while not ((new := worker(0)) and new[1] > killed) and p.poll() is None: time.sleep(.05)

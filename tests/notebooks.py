@@ -34,7 +34,7 @@ def tested(start, path, flags):
         said = log.read()
     good, took = p.exitcode == 0 and "\nSuccess." in "\n" + said, time.monotonic() - began
     if good: print(f"ok      {took:4.0f} s  {path}", flush=True)
-    else: print(f"FAILED  {took:4.0f} s  {path}\n{said or f'It ended with exit code {p.exitcode}'}", flush=True)
+    else: print(f"FAILED  {took:4.0f} s  {path}\n{said}\nIt ended with exit code {p.exitcode}", flush=True)
     return good
 
 def longest_first(paths): return sorted(paths, key=lambda p: LONG.index(Path(p).stem) if Path(p).stem in LONG else len(LONG))
