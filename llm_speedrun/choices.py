@@ -36,7 +36,7 @@ def code_version():
 KERNELS = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torchao" # packages that rungs may use
 
 def choosing_machine():
-    "Return what every choice depends on: `machine` without the date, CPU, code, packages of kernels"
+    "Return what every choice depends on: CPU, code, kernels' packages, and `machine` without its date"
     here = {k: v for k, v in machine().items() if k != "date"}
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     return here | dict(cpu=cpu, code=code_version(), packages={p: version_of(p) for p in KERNELS})
