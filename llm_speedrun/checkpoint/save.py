@@ -21,9 +21,10 @@ def host_memory(t): # a tensor
     "Allocate main memory for a copy of `t`: pinned, where `t` is on a GPU"
     return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
 
-def copy_to_host(t): # a tensor
+def copy_to_host(t, # a tensor
+                 to=None): # memory that `host_memory` gave for one like it, by default for this one
     "Copy a tensor to main memory; without waiting, where `t` is on a GPU"
-    return host_memory(t).copy_(t.detach(), non_blocking=t.is_cuda)
+    return (host_memory(t) if to is None else to).copy_(t.detach(), non_blocking=t.is_cuda)
 
 # %% ../../nbs/31a_save.ipynb #31abuf02
 class HostBuffers:
@@ -37,9 +38,8 @@ class HostBuffers:
     def copy(self, t): # a tensor
         "Copy a tensor as `copy_to_host` does, into free memory if there is some of that shape and type"
         free = self.free[t.shape, t.dtype]
-        to = free.pop() if free else host_memory(t)
-        self.used.append(to)
-        return to.copy_(t.detach(), non_blocking=t.is_cuda)
+        self.used.append(host := copy_to_host(t, free.pop() if free else None))
+        return host
 
 # %% ../../nbs/31a_save.ipynb #31abuf04
 @patch
