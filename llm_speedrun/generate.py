@@ -56,6 +56,18 @@ def padded(x, # 1 T tokens
     T = x.shape[1]
     return F.pad(x, (0, min(most, -(-T // multiple)*multiple) - T)), T - 1
 
+class Replayed:
+    "A pass over 1 T tokens that is captured as a CUDA graph for each T, and replayed"
+    def __init__(self, f): self.f, self.graphs = f, {} # a tensor of tokens -> a tensor
+
+    def __call__(self, x): # 1 T tokens
+        "Return `f(x)`, which the next call for that T writes over"
+        if x.shape[1] not in self.graphs:
+            self.graphs[x.shape[1]] = static, *capture_graph(partial(self.f, static := x.clone()))
+        static, graph, out = self.graphs[x.shape[1]]
+        static.copy_(x)
+        graph.replay()
+        return out
 
 # %% ../nbs/60_generate.ipynb #18c37ff3
 @torch.no_grad()
@@ -68,16 +80,18 @@ def generate(run, # a `Run`; its forward contexts are entered
              top_p=1., # and among those that have this part of the probability together
              multiple=None): # to which sequences are padded; by default 256 on a GPU if the model is causal
     "Return `ids` and `n` sampled tokens after them, a list"
-    model, device = run.model, run.device
+    model, device, how = run.model, run.device, dict(temperature=temperature, top_k=top_k, top_p=top_p)
     if multiple is None: multiple = 256 if device.type == "cuda" and is_causal(run) else 1
     g = torch.Generator(device).manual_seed(seed)
     x = torch.tensor([ids], device=device)
+    def logits_of(read):
+        with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
+            return model(read)
+    if x.is_cuda and multiple > 1 and "cuda_graphs" in run.rungs: logits_of = Replayed(logits_of)
     with eval_mode(model):
         for _ in range(n):
             read, last = padded(x, model.config.seq_len, multiple)
-            with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
-                logits = model(read)[:, last]
-            x = torch.cat([x, draw(logits, g, temperature=temperature, top_k=top_k, top_p=top_p)], 1)
+            x = torch.cat([x, draw(logits_of(read)[:, last], g, **how)], 1)
     return x[0].tolist()
 
 # %% ../nbs/60_generate.ipynb #1cf0da9f

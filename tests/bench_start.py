@@ -5,7 +5,7 @@
     tests/bench_start.py train PATH [options]              a run in this process; the seconds of its parts, and of what it waits for, into PATH
     tests/bench_start.py asked PATH [options]              the doctor in this process; the parts that it predicts, and its speed, into PATH
     tests/bench_start.py enter OUT FOLDER,FOLDER "options" "options"    the seconds from Enter to the prompt with the package of each checkout in turn, and their parts; the first
-                                                           run of each finds nothing compiled
+                                                           run of each finds nothing compiled; after each of this checkout what its doctor predicts
     tests/bench_start.py restart OUT [options]             kill -9 of one of two processes after a checkpoint: the seconds until the first step of the next start
     tests/bench_start.py first                             `make speedrun` as it is, for the home page: nbs/measurements/first_run/nvidia-h100.json
 Prints a line for each run, and writes all of them into OUT/runs.json."""
@@ -112,12 +112,12 @@ def promises(out, *options):
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = "import sys; sys.argv[0] = 'speedrun_train'; from llm_speedrun.cli import speedrun_train; sys.exit(speedrun_train())" # as it is installed
 
-def as_user(out, folder, caches, words):
+def as_user(out, folder, caches, words, program=("-c", PROGRAM)):
     "Start `speedrun_train` of a checkout, with folders of its own for what it compiles and remembers; its output is what it prints"
-    caches = dict(LLM_SPEEDRUN_CACHE=caches, TRITON_CACHE_DIR=f"{caches}/triton")
-    env = os.environ | caches | dict(PYTHONPATH=os.pathsep.join(filter(None, [str(Path(folder).resolve()), os.environ.get("PYTHONPATH")])))
-    Path(out).mkdir(parents=True, exist_ok=True)
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, words)], cwd=out, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for p in (out, Path(caches)/"tmp"): Path(p).mkdir(parents=True, exist_ok=True)
+    caches = dict(LLM_SPEEDRUN_CACHE=caches, TRITON_CACHE_DIR=f"{caches}/triton", TMPDIR=f"{caches}/tmp") # where FlashAttention-4 and QuACK keep theirs
+    env = os.environ | {k: str(v) for k, v in caches.items()} | dict(PYTHONPATH=os.pathsep.join(filter(None, [str(Path(folder).resolve()), os.environ.get("PYTHONPATH")])))
+    return subprocess.Popen([sys.executable, *map(str, [*program, *words])], cwd=out, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 def entered(out, folders, *options):
     "Runs from Enter to the prompt: of each options one with each checkout, in turns"
@@ -135,6 +135,12 @@ def entered(out, folders, *options):
             print(f"{folder}, {text}: {seconds:.1f} s from Enter to the prompt, {r['start_s']:.1f} of them to the first step; training {r['train_s']:.1f} s, "
                   f"{r['tok_s']:,.0f} tokens/s; validation loss {r['val_loss']:.3f}", flush=True)
             for what in ("parts", "phases"): print("   ", ", ".join(f"{k} {s:.1f}" for k, s in r[what].items()), flush=True)
+            if Path(folder).resolve() != ROOT: continue # older doctors predict no parts
+            path = out/f"{name}-asked.json"
+            said, _ = as_user(out, folder, out/f"caches-{k}", [path, *text.split(), "--name", f"{name}-asked", "--out", out], [__file__, "asked"]).communicate()
+            if not path.exists(): print(said[-2000:], flush=True); continue
+            r |= dict(doctor_parts=(told := json.loads(path.read_text()))["parts"])
+            print(f"    the doctor: {sum(told['parts'].values()):.1f} s:", ", ".join(f"{k} {s:.1f}" for k, s in told["parts"].items()), flush=True)
     return found
 
 def worker(rank):

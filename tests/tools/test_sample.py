@@ -136,6 +136,18 @@ def test_a_gpu_reads_few_lengths():
     assert [*dict.fromkeys(lengths)] == [256, 512] and len(lengths) == 320
     assert text[:99] == generate(run, [1, 2, 3], 96, temperature=0, multiple=1)
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("n", [20, 320])
+def test_passes_that_are_replayed_write_the_same_text(n):
+    "A run that captures its steps also captures the passes of a sample, one for each length"
+    run = build(replace(NANO, seq_len=600), ["bf16", "fused_ops", "cuda_graphs"], "cuda")
+    plain = replace(run, rungs=tuple(r for r in run.rungs if r != "cuda_graphs"))
+    calls = []
+    run.model.register_forward_pre_hook(lambda model, args: calls.append(args[0].shape[1]))
+    text = generate(run, [1, 2, 3], n)
+    assert len(calls) == 4*len({*calls}) and {*calls} == ({256} if n == 20 else {256, 512}) # three to warm up, one to capture
+    assert text == generate(plain, [1, 2, 3], n)
+
 @torch.no_grad()
 def test_recorded_passes(monkeypatch):
     "With more slots than are filled, and with tokens that a recording reads where they always are"
