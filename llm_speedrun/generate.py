@@ -63,7 +63,8 @@ class Replayed:
     def __call__(self, x): # 1 T tokens
         "Return `f(x)`, which the next call for that T writes over"
         if x.shape[1] not in self.graphs:
-            self.graphs[x.shape[1]] = static, *capture_graph(partial(self.f, static := x.clone()))
+            static = x.clone()
+            self.graphs[x.shape[1]] = static, *capture_graph(partial(self.f, static))
         static, graph, out = self.graphs[x.shape[1]]
         static.copy_(x)
         graph.replay()
