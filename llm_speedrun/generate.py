@@ -83,8 +83,7 @@ def generate(run, # a `Run`; its forward contexts are entered
     "Return `ids` and `n` sampled tokens after them, a list"
     model, device, how = run.model, run.device, dict(temperature=temperature, top_k=top_k, top_p=top_p)
     if multiple is None: multiple = 256 if device.type == "cuda" and is_causal(run) else 1
-    g = torch.Generator(device).manual_seed(seed)
-    x = torch.tensor([ids], device=device)
+    g, x = torch.Generator(device).manual_seed(seed), torch.tensor([ids], device=device)
     def logits_of(read):
         with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
             return model(read)

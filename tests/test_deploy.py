@@ -6,7 +6,7 @@ from configparser import ConfigParser
 from pathlib import Path
 import msgspec, pytest, yaml
 from torch.distributed.run import get_args_parser
-from helpers.cells import LESSONS, read, source
+from helpers.cells import NUMBERED, read, source
 from llm_speedrun.train.config import TrainConfig, parse_options
 from make_readme import ROOT
 from helpers.timeouts import TIMEOUT
@@ -578,7 +578,7 @@ def shown_lines(nb, files):
             yield from ((name, at + i) for i in range(n))
 
 def test_the_lesson_explains_every_line_once():
-    path, = [p for p in LESSONS if p.stem == "55_cluster"]
+    path, = [p for p in NUMBERED if p.stem == "55_cluster"]
     found = [*shown_lines(read(path), FILES)]
     there = [(name, i) for name, text in FILES.items() for i, line in enumerate(text.splitlines()) if line.strip()]
     missing, twice = [o for o in there if o not in found], sorted({o for o in found if found.count(o) > 1})

@@ -2,7 +2,7 @@
 import json, os, re, subprocess, sys
 import pytest
 import hide_sources, lab
-from helpers.cells import LESSONS, NBS, of_kind, read, source
+from helpers.cells import NUMBERED, NBS, of_kind, read, source
 from make_readme import ROOT
 from helpers.tiny_runs import fails
 from helpers.timeouts import TIMEOUT
@@ -48,7 +48,7 @@ def test_reset(course):
 
 def test_contents_name_every_lesson():
     page = lab.contents(ROOT/"nbs")
-    assert re.findall(r"\]\((\d\d[^)]*)\)", page) == [p.name for p in LESSONS]
+    assert re.findall(r"\]\((\d\d[^)]*)\)", page) == [p.name for p in NUMBERED]
     assert "10_tf32.ipynb): The first rung" in page
 
 def test_records_of_a_copy_are_its_own(course, monkeypatch):
@@ -93,7 +93,7 @@ def test_masked_lanes_warn_of_nothing():
 
 def test_every_recorded_output_is_there():
     "What a CPU shows instead of its own numbers: each name belongs to one cell, of that lesson, with outputs from a GPU"
-    calls = [(name, p.stem, c) for p in LESSONS for c in of_kind(read(p), "code") if "def show_recorded" not in source(c)
+    calls = [(name, p.stem, c) for p in NUMBERED for c in of_kind(read(p), "code") if "def show_recorded" not in source(c)
              for name in re.findall(r'show_recorded\("([^"]+)"\)', source(c))]
     assert len(calls) >= 12 and len({name for name, *_ in calls}) == len(calls)
     outputs = json.loads((ROOT/"nbs/measurements/outputs.json").read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ import ast, builtins, itertools, re
 from contextlib import redirect_stdout
 from io import StringIO
 import pytest
-from helpers.cells import (LADDER, LESSONS, NBS, directives, exported, first_line, lines, of_kind, output_text, parsed, read, said, shown,
+from helpers.cells import (LADDER, LESSONS, NBS, NUMBERED, SOURCE, directives, exported, first_line, lines, of_kind, output_text, parsed, read, said, shown,
                    source, with_outputs)
 from llm_speedrun.io_utils import exercise as exercise_check
 from make_readme import ROOT, targets, text
@@ -137,7 +137,7 @@ def tables_are_displayed(nb):
         elif any(re.search(r"^\|[-:|]+\|$", text(o.get("text", "")), re.M) for o in c["outputs"]):
             yield f"the output holds a table that is printed, not displayed: {first_line(c)}"
 
-@rule(LESSONS, put(4, py("x", printed("measured on 2026-11-22")))) # the home page shows records of several days, each with its own
+@rule(NUMBERED, put(4, py("x", printed("measured on 2026-11-22")))) # the home page shows records of several days, each with its own
 def outputs_have_one_date(nb):
     dates = {}
     for c in of_kind(nb, "code"):
@@ -146,7 +146,7 @@ def outputs_have_one_date(nb):
                 if d not in source(c): dates.setdefault(d, first_line(c)) # a date that the code names is meant
     if len(dates) > 1: yield "outputs of several days: " + "; ".join(f"{d} in {where}" for d, where in sorted(dates.items()))
 
-@rule(LESSONS, put(4, md("Ours takes 2.4 ms.")), put(9, md("It is 2.5 times as fast.")), put(9, md("That is `81%` of the copy's speed.")))
+@rule(NUMBERED, put(4, md("Ours takes 2.4 ms.")), put(9, md("It is 2.5 times as fast.")), put(9, md("That is `81%` of the copy's speed.")))
 def numbers_are_shown_above(nb):
     for number, context in typed_numbers(nb["cells"]): yield f"a number that nothing above shows, {number}: ...{context}..."
 
@@ -244,7 +244,7 @@ def test_rule_finds_what_is_broken(name, cells): assert list(RULES[name][0](dict
 
 def test_every_rule_is_tried(): assert {name for name, _ in BROKEN} == set(RULES)
 
-def test_there_are_notebooks(): assert LESSONS and LADDER
+def test_there_are_notebooks(): assert LESSONS and LADDER and SOURCE
 
 def test_readme_links_resolve():
     assert not [t for t in targets((ROOT/"README.md").read_text(encoding="utf-8")) if not (ROOT/t).exists()]

@@ -2,7 +2,7 @@
 import json, subprocess, sys
 from functools import lru_cache
 import pytest
-from helpers.cells import AWAITING, LESSONS, NBS, OLD, read
+from helpers.cells import AWAITING, NUMBERED, NBS, OLD, read
 from make_readme import ROOT
 from run_notebook import code_digest
 
@@ -33,7 +33,7 @@ def test_outputs_come_from_the_code_beside_them(entries):
 
 def test_outputs_come_from_one_machine(entries):
     machines = {}
-    for name in {p.stem for p in LESSONS} & entries.keys() - {*OLD, *ANYWHERE}:
+    for name in {p.stem for p in NUMBERED} & entries.keys() - {*OLD, *ANYWHERE}:
         machines.setdefault((entries[name]["gpu"], entries[name]["torch"]), []).append(name)
     assert len(machines) < 2, f"outputs of several machines, a sitting on one is due: {machines}"
 

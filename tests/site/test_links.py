@@ -8,7 +8,7 @@ from posixpath import normpath
 from urllib.parse import unquote, urlsplit
 import pytest
 from nbdev.config import get_config
-from helpers.cells import LESSONS, cells, of_kind, read, source
+from helpers.cells import NUMBERED, cells, of_kind, read, source
 from helpers.files import read_yaml
 from make_readme import ROOT, TARGET, text
 from llm_speedrun._modidx import d as INDEX
@@ -85,7 +85,7 @@ MADE_BY_QUARTO = "llms.txt", "sitemap.xml"
 def pages(processed): return Pages(processed)
 
 def test_every_link_lands(pages):
-    assert len(pages.paths) > len(LESSONS) and sum(len(links(markdown(p))) for p in pages.paths) > 500
+    assert len(pages.paths) > len(NUMBERED) and sum(len(links(markdown(p))) for p in pages.paths) > 500
     assert not pages.missed()
 
 def strings(o):
@@ -97,13 +97,13 @@ def test_every_link_of_the_frame_lands(pages):
     frame = [read_yaml(p) for p in (ROOT/"_quarto.yml", ROOT/"nbs/sidebar.yml")]
     texts = [s for o in frame for s in strings(o["website"])]
     found = [t for s in texts for t in ([s] if re.fullmatch(r"[\w/]+\.(ipynb|qmd)", s) else links(s))]
-    assert len(found) > len(LESSONS) and [t for t in found if not pages.lands("index.ipynb", t)] == []
+    assert len(found) > len(NUMBERED) and [t for t in found if not pages.lands("index.ipynb", t)] == []
 
 # --- definitions ---
 
 def page_of(url):
     "The notebook that is built as the page of `url`"
-    return next(p.stem for p in LESSONS if p.stem.partition("_")[2] + ".html" == url)
+    return next(p.stem for p in NUMBERED if p.stem.partition("_")[2] + ".html" == url)
 
 @pytest.mark.parametrize("module", INDEX["syms"])
 def test_each_name_of_the_index_has_its_anchor(pages, module):
@@ -112,7 +112,7 @@ def test_each_name_of_the_index_has_its_anchor(pages, module):
         url, anchor = address.split("#")
         assert anchor in pages.marks[f"{page_of(url)}.ipynb"], name
 
-@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda p: p.stem)
 def test_an_anchor_stands_right_before_its_definition(processed, path):
     site = read(processed/path.name)
     md = "\n\n".join(map(source, of_kind(site, "markdown")))
@@ -123,7 +123,7 @@ def test_an_anchor_stands_right_before_its_definition(processed, path):
         found = re.findall(r'id="([^"]+)"', source(before))
         assert {procs.anchors(path.stem)[n][0] for n in names} <= set(found)
 
-@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda p: p.stem)
 def test_each_public_definition_has_its_signature_and_source(processed, path):
     lesson = procs.lessons()[path.stem]
     site = "".join(map(source, of_kind(read(processed/path.name), "markdown")))
@@ -200,7 +200,7 @@ def test_headings():
 
 # --- the box on top of a lesson ---
 
-@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda p: p.stem)
 def test_a_lesson_begins_with_its_facts(processed, path):
     front, box = map(source, cells(processed/path.name)[:2])
     assert front.startswith("---") and box.startswith("::: {.lesson-facts}") and f"/nbs/{path.name})" in box
