@@ -56,6 +56,12 @@ def padded(x, # 1 T tokens
     T = x.shape[1]
     return F.pad(x, (0, min(most, -(-T // multiple)*multiple) - T)), T - 1
 
+# %% ../nbs/60_generate.ipynb #60rep001
+def logits_of(run, x): # a `Run`, 1 T tokens
+    "Return the logits of all tokens, 1 T V; compiled functions run as the Python that they were made from"
+    with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
+        return run.model(x)
+
 class Replayed:
     "A pass over 1 T tokens that is captured as a CUDA graph for each T, and replayed"
     def __init__(self, f): self.f, self.graphs = f, {} # a tensor of tokens -> a tensor
@@ -84,14 +90,12 @@ def generate(run, # a `Run`; its forward contexts are entered
     model, device, how = run.model, run.device, dict(temperature=temperature, top_k=top_k, top_p=top_p)
     if multiple is None: multiple = 256 if device.type == "cuda" and is_causal(run) else 1
     g, x = torch.Generator(device).manual_seed(seed), torch.tensor([ids], device=device)
-    def logits_of(read):
-        with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
-            return model(read)
-    if x.is_cuda and multiple > 1 and "cuda_graphs" in run.rungs: logits_of = Replayed(logits_of)
+    forward = partial(logits_of, run)
+    if x.is_cuda and multiple > 1 and "cuda_graphs" in run.rungs: forward = Replayed(forward)
     with eval_mode(model):
         for _ in range(n):
             read, last = padded(x, model.config.seq_len, multiple)
-            x = torch.cat([x, draw(logits_of(read)[:, last], g, **how)], 1)
+            x = torch.cat([x, draw(forward(read)[:, last], g, **how)], 1)
     return x[0].tolist()
 
 # %% ../nbs/60_generate.ipynb #1cf0da9f
