@@ -97,7 +97,7 @@ class Run:
     options: dict = field(default_factory=dict) # of each rung that has any: name -> value, as it was built
     why: dict = field(default_factory=dict) # rung -> what was measured to choose its options, in words
     world: World = World() # the processes that share the step
-    gradient_syncs: tuple = () # of several processes: each a `parallel.GradientSync`
+    gradient_syncs: tuple = () # of several processes: each a `sharding.GradientSync`
     sync: Callable = LocalSync # (run, optimizer) -> what brings a step of several processes together
     backward: Callable = Backward # () -> what gives the weights the gradients of a loss
     seed: int = 0 # of the initial weights

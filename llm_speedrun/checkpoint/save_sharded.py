@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from msgspec import Meta
 from ..io_utils import InputError, appears, read_json, replace_file, synced
 from ..distributed.world import World
-from ..distributed.parallel import Shard, local
+from ..sharding import Shard, local
 
 # %% ../../nbs/54_sharded_saving.ipynb #db54c384
 from ..rungs.optim import SMALL, in_blocks

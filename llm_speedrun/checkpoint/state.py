@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch, torch.distributed as dist
 from ..io_utils import InputError
 from ..rungs.optim import encode_moments
-from ..distributed.parallel import local, shards_of
+from ..sharding import local, shards_of
 
 # %% ../../nbs/54b_state.ipynb #4e300e44
 from .format import OptimizerState, convert_to, load_named_state, named_state

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..compat import FOUND_INF
 from ..io_utils import InputError, defined_at
 from ..runs import Stepper
-from ..distributed.parallel import local
+from ..sharding import local
 
 # %% ../../nbs/40_schedules.ipynb #80a7f487
 def cosine(t): # part of the time after the warm-up that is over, 0 to 1

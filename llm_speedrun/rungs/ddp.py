@@ -18,7 +18,7 @@ from ..figures import COLORS
 from ..measure import publish, records_path, save_records, smoke
 from ..runs import rung
 from .cuda_graphs import RecordedPass
-from ..distributed.parallel import GradientSync, ParallelSync
+from ..sharding import GradientSync, ParallelSync
 
 # %% ../../nbs/51_ddp.ipynb #51ddp018
 @torch.no_grad()

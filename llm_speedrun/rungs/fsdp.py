@@ -16,7 +16,7 @@ from ..compat import replace_tensors
 from ..io_utils import InputError, lookup
 from ..roofline import DTYPES
 from ..runs import rung
-from ..distributed.parallel import GradientSync, ParallelSync, fill, shards_of
+from ..sharding import GradientSync, ParallelSync, fill, shards_of
 from .fp8 import as_list
 
 # %% ../../nbs/52_fsdp.ipynb #33edc4d0

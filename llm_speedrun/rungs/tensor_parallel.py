@@ -14,7 +14,7 @@ from ..io_utils import InputError
 from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, naive_project, rope,
                                 set_parts)
 from ..runs import rung
-from ..distributed.parallel import GradientSync, ParallelSync, local
+from ..sharding import GradientSync, ParallelSync, local
 
 # %% ../../nbs/53_tensor_parallel.ipynb #53imports
 from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
 from ..io_utils import InputError
-from ..distributed.parallel import local
+from ..sharding import local
 from .metrics import read_rows
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp004b

@@ -22,7 +22,7 @@ from llm_speedrun.checkpoint.save_sharded import make_saver, per_rank, ShardedSa
 from llm_speedrun.checkpoint.state import (average_to_save, full_state_dict, load_average, load_optimizer, load_weights,
                                            optimizer_to_save, state_to_save, weights_to_save)
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.parallel import Shard, local
+from llm_speedrun.sharding import Shard, local
 from helpers.tiny_runs import NANO, fails
 from helpers.timeouts import TIMEOUT, calls_of, wait_until
 

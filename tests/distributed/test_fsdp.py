@@ -10,7 +10,7 @@ from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.runs import LocalSync, Stepper, build
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.parallel import local, shards_of
+from llm_speedrun.sharding import local, shards_of
 
 CONFIG = replace(NANO, layers=3, vocab=321)    # a row more than two processes can share evenly
 FUSED = ["flash", "fused_ops", "chunked_ce"]

@@ -7,7 +7,7 @@ from llm_speedrun.rungs.tensor_parallel import TPGroup, part_grads, part_grads_m
 from llm_speedrun.runs import LocalSync, Stepper, build, enter_all
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.parallel import shards_of
+from llm_speedrun.sharding import shards_of
 from helpers.tiny_runs import NANO, fails
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

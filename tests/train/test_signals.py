@@ -7,7 +7,7 @@ import pytest, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from llm_speedrun.checkpoint import save
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.watchdog import FlagExchange
+from llm_speedrun.distributed.liveness import FlagExchange
 from llm_speedrun.distributed.world import World
 from llm_speedrun.generate import generate
 from llm_speedrun.model import GPTConfig
