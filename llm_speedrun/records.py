@@ -36,7 +36,7 @@ def rung_sources(rungs): # names
 # %% ../nbs/05a_records.ipynb #02bd9a0a
 @lru_cache
 def _step_sources(): # of what all runs share
-    step = [runs.adamw, runs.average_and_clip, runs.LocalSync, runs.Backward]
+    step = [runs.adamw, runs.average_and_clip, runs.StepSync, runs.Backward]
     step += filter(inspect.isfunction, vars(runs.Stepper).values())
     return [textwrap.dedent(inspect.getsource(p)) for p in (model, *step)]
 

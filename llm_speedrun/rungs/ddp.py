@@ -18,7 +18,7 @@ from ..figures import COLORS
 from ..measure import publish, records_path, save_records, smoke
 from ..runs import rung
 from .cuda_graphs import RecordedPass
-from ..sharding import GradientSync, ParallelSync
+from ..sharding import GradReducer, ParallelStepSync
 
 # %% ../../nbs/51_ddp.ipynb #51ddp018
 @torch.no_grad()
@@ -48,7 +48,7 @@ def in_buckets(params, # in the order in which the forward pass reaches them
     return res
 
 # %% ../../nbs/51_ddp.ipynb #51ddp023
-class SharedLoss(GradientSync):
+class SharedLoss(GradReducer):
     "The loss of a run, whose gradients become those of all processes in one call after the backward pass"
     def __init__(self, loss, # (model, x, y) -> mean loss
                  group, # of processes
@@ -186,7 +186,7 @@ def ddp(run, # a `Run`
     kind = HookedLoss if "cuda_graphs" not in run.rungs else ReplayedLoss if early else SharedLoss
     shared = kind(run.loss, run.world.group("dp"), mb)
     if "compile" in run.rungs: run = run.in_step(whole_blocks)
-    return replace(run, loss=shared, gradient_syncs=run.gradient_syncs + (shared,), sync=ParallelSync,
+    return replace(run, loss=shared, grad_reducers=run.grad_reducers + (shared,), sync=ParallelStepSync,
                    releases=run.releases + (shared.forget,))
 
 # %% ../../nbs/51_ddp.ipynb #51ddp059

@@ -16,7 +16,7 @@ from ..compat import replace_tensors
 from ..io_utils import InputError, lookup
 from ..roofline import DTYPES
 from ..runs import rung
-from ..sharding import GradientSync, ParallelSync, fill, shards_of
+from ..sharding import GradReducer, ParallelStepSync, fill, shards_of
 from .fp8 import as_list
 
 # %% ../../nbs/52_fsdp.ipynb #33edc4d0
@@ -47,7 +47,7 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
 
 # %% ../../nbs/52_fsdp.ipynb #f4d57447
 @torch.no_grad()
-def make_weights(run): # whose weights are shapes; its gradient syncs know who holds what; changes its model
+def make_weights(run): # whose weights are shapes; its gradient reducers know who holds what; changes its model
     "Give each process its part of the weights that one process would begin with"
     device = run.device
     def made(t): return torch.empty_like(t, device=device) if t.is_meta else t # not buffers
@@ -59,8 +59,8 @@ def make_weights(run): # whose weights are shapes; its gradient syncs know who h
     fill(run.model.config, run.seed, device, give)
 
 # %% ../../nbs/52_fsdp.ipynb #5a36f8ca
-class FSDP(GradientSync):
-    "FSDP2's gradient sync: its hooks gather and reduce what is sharded. The rest is reduced after the passes"
+class FSDP(GradReducer):
+    "FSDP2's gradient reducer: its hooks gather and reduce what is sharded. The rest is reduced after the passes"
     hooked = True
     def __init__(self, run, # a `Run` whose model is cut
                  each): # reduce after each micro-batch
@@ -124,6 +124,6 @@ def fsdp(run, # a `Run`
     run = run.with_model(partial(shard, mesh=run.world.mesh["dp"], reshard=reshard, **how))
     if keeps_copies(run):
         for b in run.model.layers: b.set_unshard_in_backward(False)
-    run = replace(run, gradient_syncs=run.gradient_syncs + (FSDP(run, each),), sync=ParallelSync)
+    run = replace(run, grad_reducers=run.grad_reducers + (FSDP(run, each),), sync=ParallelStepSync)
     if any(p.is_meta for p in run.model.parameters()): make_weights(run)
     return run

@@ -361,7 +361,7 @@ def direct_update(run): # a `Run`
     of = [k for k in run.rungs if RUNGS[k].stage == "optimizer" or k == "bf16_weights"]
     kept = {*of} - {"fused_adamw"} # an optimizer that isn't AdamW in FP32
     optimizer = run.optimizer if kept else make_clipped
-    hooked = any(e.hooked for e in run.gradient_syncs)
+    hooked = any(e.hooked for e in run.grad_reducers)
     return replace(run, optimizer=optimizer, backward=run.backward if hooked else DirectBackward)
 
 # %% ../../nbs/28_fewer_passes.ipynb #e20c6ecc

@@ -463,8 +463,8 @@ def test_direct_update_composes():
     for other, kind in (("adamw8bit", "AdamW8bit"), ("bf16_weights", "Bf16AdamW")):     # their optimizers stay
         run = build(NANO, ["bf16", other, "direct_update"])
         assert run.backward is DirectBackward and type(run.optimizer(run.model)).__name__ == kind
-    for hooked, kind in ((False, DirectBackward), (True, Backward)):     # gradient syncs of several processes, without hooks and with
-        run = direct_update(replace(build(NANO, []), gradient_syncs=(SimpleNamespace(hooked=hooked),)))
+    for hooked, kind in ((False, DirectBackward), (True, Backward)):     # gradient reducers of several processes, without hooks and with
+        run = direct_update(replace(build(NANO, []), grad_reducers=(SimpleNamespace(hooked=hooked),)))
         assert run.backward is kind and type(run.optimizer(run.model)) is ClippedAdamW
     for rungs in (["fp16", "direct_update"], ["fp16", "chunked_ce", "head_groups"]):
         with fails(ValueError, "exclude each other"): build(NANO, rungs)
