@@ -72,7 +72,7 @@ def built(rungs, world, poison):
     run = build(CONFIG, [r for r in rungs if r not in ("replay", "after", *late)], device="cpu", world=world)
     if poison: run = replace(run, loss=poisoned(run.loss))
     if not replay or world.size == 1: return reduce(lambda run, r: find_rung(r)(run), late, find_rung("ddp")(run, mb=.02))
-    sync = (module.SharedLoss if "after" in rungs else module.ReplayedLoss)(Replays(run.loss, plain=1), world.group("dp"), .02)
+    sync = (module.AllReduceAfterBackward if "after" in rungs else module.OverlappedGraphAllReduce)(Replays(run.loss, plain=1), world.group("dp"), .02)
     return reduce(lambda run, r: find_rung(r)(run), late, replace(find_rung("ddp")(run), loss=sync, grad_reducers=(sync,)))
 
 def steps(world, rungs, n, poison, count, broken=False):
@@ -96,12 +96,12 @@ def released(run):
     "As after a step that broke off: what was recorded or wrapped is gone"
     run.release()
     for e in run.grad_reducers:
-        if isinstance(e, module.ReplayedLoss): e.loss.forget(); e.sent = True
+        if isinstance(e, module.OverlappedGraphAllReduce): e.loss.forget(); e.sent = True
 
 def leave_out(sync):
     "Let `sync` forget to bring the gradients together"
-    module.take_mean = lambda grads, group: None
-    if isinstance(sync, module.HookedLoss): sync.micro = partial(quiet, sync)
+    module.all_reduce_mean_ = lambda grads, group: None
+    if isinstance(sync, module.DDPLoss): sync.micro = partial(quiet, sync)
 
 def quiet(sync, last):
     sync.last = last
@@ -126,7 +126,7 @@ def noting_gradients():
 def compared(world):
     "Name -> `gaps` to one process, the losses, and whether all have the same weights to the bit; with a True, without the mean"
     no_gpu(); noting_gradients()
-    res, take_mean = {}, module.take_mean
+    res, all_reduce_mean_ = {}, module.all_reduce_mean_
     for name, (rungs, n) in CASES.items():
         poison, count = "nan" in name, STEPS.get(name, 5)
         one = alone(tuple(r for r in rungs if r not in SAME), poison, count)
@@ -134,7 +134,7 @@ def compared(world):
             both = steps(world, rungs, n, poison, count, broken)
             sums = world.all_gather_object([p.double().sum().item() for p in both[1].values()])
             res[name, broken] = gaps(one, both), [l for l, _ in both[0]], sums[0] == sums[-1]
-            module.take_mean = take_mean
+            module.all_reduce_mean_ = all_reduce_mean_
     for name, (rungs, n) in DIRECT.items():
         one = alone((*FUSED, "fused_adamw"), False, 5)
         bare, plain, direct = (steps(world, [*FUSED, "fused_adamw", *rungs, *more], n, False, 5)
@@ -220,7 +220,7 @@ def gpu_gaps(world, more):
         for k in range(5):
             x, y = torch.randint(LARGE.vocab, (2, n, 8, LARGE.seq_len), device="cuda", generator=g)
             want = passed(run, [*zip(x, y)])
-            module.take_mean(want, world.group("dp"))
+            module.all_reduce_mean_(want, world.group("dp"))
             have = passed(run, [*zip(x, y)], run.grad_reducers[0])
             res[n, k] = max(((a - b).norm()/b.norm()).item() for a, b in zip(have, want))
     return res
