@@ -115,7 +115,7 @@ class Shard:
     tensor: torch.Tensor # its values
     shape: tuple # of the whole parameter
     start: tuple # first index of the part, in each dimension
-    mine: bool # whether this process writes it, of all processes with the same part
+    is_writer: bool # whether this process writes it, of all processes with the same part
 
 def chunk_start(n, parts, i): # rows, number of parts, which of them
     "Return the first row of a part of `torch.chunk`"

@@ -20,7 +20,8 @@ from ..recipes.model_registry import model_of, shapes
 # %% ../../nbs/54a_load.ipynb #45f65d79
 from .format import (VERSION, checkpoints, read_metadata, unflatten_state,
                                             validation_error)
-from .save_sharded import INDEX, MOMENTS, SHARDED, Box, Boxes, Index, disjoint
+from .save_sharded import (INDEX, MOMENTS, SHARDED, ChunkStorageMetadata, Index,
+                                                  TensorStorageMetadata, disjoint)
 
 # %% ../../nbs/54a_load.ipynb #19e760c6
 def box_intersection(start, size, start2, size2): # two boxes
@@ -54,7 +55,8 @@ def index_of_one(checkpoint): # a folder that `Saver` has written
             with safe_open(path, "pt") as f:
                 shapes = {before + k: f.get_slice(k).get_shape() for k in f.keys()}
         except (SafetensorError, OSError) as e: raise InputError(f"{path} can't be used: {e}") from None
-        tensors |= {n: Boxes(s, [Box(path.name, [0]*len(s), s)]) for n, s in shapes.items()}
+        box = lambda shape: ChunkStorageMetadata(path.name, [0]*len(shape), shape)
+        tensors |= {n: TensorStorageMetadata(s, [box(s)]) for n, s in shapes.items()}
     return Index(tensors, {})
 
 # %% ../../nbs/54a_load.ipynb #347b390f
@@ -88,7 +90,7 @@ class StoredTensor:
 # %% ../../nbs/54a_load.ipynb #b8a1c449
 @patch
 def parts_of(self:StoredTensor, start, size): # of a box
-    "Return each `Box` with a part of it, and which (first index, shape). Raises `InputError` for a gap"
+    "Return each stored chunk with a part of it, and which (first index, shape). Raises `InputError` for a gap"
     boxes = self.checkpoint.index.tensors[self.name].boxes
     found = [(b, s) for b in boxes if (s := box_intersection(start, size, b.start, b.size))]
     if 0 in size and boxes: return [(boxes[0], (boxes[0].start, size))] # nothing, but of the right type
@@ -99,7 +101,7 @@ def parts_of(self:StoredTensor, start, size): # of a box
 # %% ../../nbs/54a_load.ipynb #89a765b5
 @patch
 def read(self:OpenCheckpoint, name, # of a tensor
-         box, # a `Box` of it
+         box, # a `ChunkStorageMetadata` of it
          start, size): # what to read of that
     "Read values from one file, on the CPU. Raises `InputError` where it is damaged or differs from the index"
     path, key = self.folder/box.file, name.removeprefix("model.") if box.file == "model.safetensors" else name

@@ -71,7 +71,7 @@ SHARDED, INDEX = 3, "index.json" # the version of such checkpoints
 PROCESSES = 2**12 # at most write one
 Sizes = Annotated[list[Annotated[int, Meta(ge=0, le=2**40)]], Meta(max_length=8)]
 
-class Cut(msgspec.Struct):
+class ShardMetadata(msgspec.Struct):
     "Which part of a tensor a process has written"
     shape: Sizes # of the whole tensor
     start: Sizes # first index of the part
@@ -80,24 +80,24 @@ class Cut(msgspec.Struct):
 class RankManifest(msgspec.Struct):
     "A process's part of a checkpoint, described once it is on the disk"
     sum: FileSum | None # of its tensors; None if it has none to write
-    tensors: dict[str, Cut]
+    tensors: dict[str, ShardMetadata]
     own: dict[str, Any] # path in the state -> what is this process's own there, from `flatten_state`
 
 # %% ../../nbs/54_sharded_saving.ipynb #bcbca47c
-class Box(msgspec.Struct):
+class ChunkStorageMetadata(msgspec.Struct):
     "A part of a tensor, and where it is"
     file: Annotated[str, Meta(pattern=r"^part-[0-9]{5}\.safetensors\Z")]
     start: Sizes
     size: Sizes
 
-class Boxes(msgspec.Struct):
+class TensorStorageMetadata(msgspec.Struct):
     "A tensor as it lies in the files"
     shape: Sizes
-    boxes: Annotated[list[Box], Meta(max_length=PROCESSES)]
+    boxes: Annotated[list[ChunkStorageMetadata], Meta(max_length=PROCESSES)]
 
 class Index(msgspec.Struct):
     "A checkpoint's `index.json`"
-    tensors: dict[str, Boxes]
+    tensors: dict[str, TensorStorageMetadata]
     own: dict[str, Annotated[list[Any], Meta(min_length=1, max_length=PROCESSES)]] # path -> of each process
 
 # %% ../../nbs/54_sharded_saving.ipynb #54apart2
@@ -196,13 +196,13 @@ def divided(self:ShardedSaver, found): # path -> tensor, `Shard` or `PerRank`
         if isinstance(x, PerRank): own[n] = flatten_state(x.value, alone := {}, f"{n}.{self.world.rank}")
         else: alone = {n: x}
         mine |= {k: to_shard(t, first or isinstance(x, PerRank)) for k, t in alone.items()}
-    return own, {n: p for n, p in mine.items() if p.mine and (p.tensor.numel() or 0 in p.shape)}
+    return own, {n: p for n, p in mine.items() if p.is_writer and (p.tensor.numel() or 0 in p.shape)}
 
 @patch
 def reserve(self:ShardedSaver, tensors): # of the shapes and types that will be saved: tensors, or `Shard`s
     "Allocate pinned memory for copies of what this process writes"
     own = (to_shard(local(t) if isinstance(t, torch.Tensor) else t, True) for t in tensors)
-    super(ShardedSaver, self).reserve([p.tensor for p in own if p.mine])
+    super(ShardedSaver, self).reserve([p.tensor for p in own if p.is_writer])
 
 # %% ../../nbs/54_sharded_saving.ipynb #2d16cdf7
 @patch

@@ -44,7 +44,7 @@ def state_to_save(name, p, kept): # a parameter's name, its `Shard`, what the op
     "Return what is kept, tensors of the parameter's shape as `Shard`s. Raises `InputError` for others"
     cut, kept = p.tensor.shape != p.shape, dict(kept)
     scales = zip(MOMENTS, kept.pop("scales")) if cut and "scales" in kept else () # of blocks of this shard
-    for k, scale in scales: kept[k] = QuantizedShard(kept[k], p.shape, p.start, p.mine, scale)
+    for k, scale in scales: kept[k] = QuantizedShard(kept[k], p.shape, p.start, p.is_writer, scale)
     for k, t in kept.items():
         if not isinstance(t, torch.Tensor): continue
         if t.shape == p.tensor.shape: kept[k] = replace(p, tensor=t)
@@ -149,7 +149,7 @@ def send_full_tensor(world, p, # a `World`, the `Shard` that this process has of
 def full_state_dict(run): # a `Run`; all its processes call this
     "Gather whole weights by name on the first process's CPU, one at a time; None on the others"
     world, here = run.world, {n: to_shard(t, run.world.first) for n, t in weights_to_save(run).items()}
-    sent = lambda p: p.mine and p.tensor.numel() > 0
+    sent = lambda p: p.is_writer and p.tensor.numel() > 0
     places = world.all_gather_object({n: (p.start, tuple(p.tensor.shape), sent(p)) for n, p in here.items()})
     res = {n: send_full_tensor(world, p, [at[n] for at in places]) for n, p in here.items()}
     return res if world.first else None

@@ -484,7 +484,7 @@ def test_export_opens_a_checkpoint_of_many(world_of_all, tmp_path):
     (found/"part-00001.safetensors").unlink()
     with fails(InputError, "part-00001.safetensors is missing"): read_run(found)
 
-def cut_of(start, size, shape=(4, 4)): return dict(w=sharded.Cut([*shape], [*start], [*size]))
+def cut_of(start, size, shape=(4, 4)): return dict(w=sharded.ShardMetadata([*shape], [*start], [*size]))
 
 @pytest.mark.parametrize("parts", [[((0, 0), (2, 4)), ((0, 0), (2, 4))], [((0, 0), (4, 2)), ((0, 1), (4, 2))], [((0, 0), (2, 4)), ((3, 0), (2, 4))],
                                    [((0, 0), (2, 4))]], ids=["twice", "overlap", "beyond", "missing"])

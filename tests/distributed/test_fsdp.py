@@ -22,7 +22,7 @@ def whole(run):
 
 def parts_of(run):
     "What this process holds of each: name -> (start, array, whole shape, whether it is the one to write it)"
-    return {n: (s.start, s.tensor.float().cpu().numpy().copy(), s.shape, s.mine) for n, s in shards_of(run).items()}
+    return {n: (s.start, s.tensor.float().cpu().numpy().copy(), s.shape, s.is_writer) for n, s in shards_of(run).items()}
 
 @torch.no_grad()
 def larger(run):
