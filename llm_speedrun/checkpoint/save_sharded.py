@@ -19,7 +19,7 @@ from ..distributed.world import World
 from ..sharding import Shard, local
 
 # %% ../../nbs/54_sharded_saving.ipynb #db54c384
-from ..rungs.optim import SMALL, in_blocks
+from ..rungs.optim import in_blocks
 from .format import (FileSum, flatten_state, prune, synced_sums, timed,
                                             write_manifest, write_tensors)
 from .save import Saver
@@ -53,10 +53,6 @@ def decode_moment(codes, # int8 of a first moment, or uint8 of a second one
 def decode_moments_exactly(c, d, scales): # from `encode_moments`
     "Decode both moments to FP32, so that `encode_moments` returns the same codes and scales, to the bit"
     return decode_moment(c, scales[0]), decode_moment(d, scales[1])
-
-def stores_codes(opt, n): # an optimizer, how many numbers a weight has
-    "Return whether the optimizer keeps the moments of such a weight as codes"
-    return getattr(opt, "moments", "") == "8bit" and n >= SMALL
 
 # %% ../../nbs/54_sharded_saving.ipynb #6f0a6b02
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -151,6 +147,12 @@ def file_sizes(folder): # whose files are being written
         with suppress(FileNotFoundError): res[e.name] = e.stat().st_size # it may have been renamed
     return res
 
+# %% ../../nbs/54_sharded_saving.ipynb #1534f54f
+def blind_ranks(world, mark, # a `World`; a file or folder that its first process has made
+                seconds=5): # to wait for it: network disks take some
+    "Return the ranks of the processes that don't see the mark"
+    return [r for r, sees in enumerate(world.all_gather_object(appears(mark, seconds))) if not sees]
+
 # %% ../../nbs/54_sharded_saving.ipynb #f2170413
 class ShardedSaver(Saver):
     "A `Saver` of several processes: each writes its part, and the first makes a checkpoint of all of them"
@@ -164,7 +166,7 @@ class ShardedSaver(Saver):
     def tidy(self):
         "Remove what killed processes have left. Raises `InputError` where the folder isn't the same for all"
         self.token = self.world.run_on_rank_zero(self.tidy_up)
-        blind = [r for r, sees in enumerate(self.world.all_gather_object(self.sees())) if not sees]
+        blind = blind_ranks(self.world, self.folder/f".{self.token}")
         if self.world.first: (self.folder/f".{self.token}").unlink()
         if blind: raise InputError(
             f"{self.folder} isn't the same folder for all processes: process {blind[0]} on "
@@ -180,12 +182,6 @@ def tidy_up(self:ShardedSaver):
     token = uuid.uuid4().hex[:8]
     (self.folder/f".{token}").touch()
     return token
-
-@patch
-def sees(self:ShardedSaver,
-         seconds=5): # network disks take some
-    "Return whether this process finds the mark"
-    return appears(self.folder/f".{self.token}", seconds)
 
 # %% ../../nbs/54_sharded_saving.ipynb #0a482cb5
 @patch

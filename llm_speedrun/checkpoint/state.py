@@ -9,13 +9,13 @@ __all__ = ['weights_to_save', 'optimizer_to_save', 'average_to_save']
 from dataclasses import replace
 import torch, torch.distributed as dist
 from ..io_utils import InputError
-from ..rungs.optim import encode_moments
+from ..rungs.optim import SMALL, encode_moments
 from ..sharding import local, shards_of
 
 # %% ../../nbs/54b_state.ipynb #4e300e44
 from .format import OptimizerState, convert_to, load_named_state, named_state
 from .save_sharded import (MOMENTS, QuantizedShard, decode_moments_exactly,
-                                                  stores_codes, to_shard)
+                                                  to_shard)
 from .load import StoredTensor, box_slices
 
 # %% ../../nbs/54b_state.ipynb #ae76ee9a
@@ -95,7 +95,7 @@ def shard_optimizer_state(opt, n, # an optimizer, how many numbers of the parame
         whole = decode_moments_exactly(*(kept[k].whole() for k in (*MOMENTS, "scales")))
         mine = {k: read(t) for k, t in kept.items() if k not in (*MOMENTS, "scales")}
         mine |= {k: t[box_slices(p.start, p.tensor.shape, [0]*t.ndim)] for k, t in zip(MOMENTS, whole)}
-    if stores_codes(opt, n):
+    if getattr(opt, "moments", "") == "8bit" and n >= SMALL:
         mine |= dict(zip((*MOMENTS, "scales"), encode_moments(*(mine[k] for k in MOMENTS))))
     return mine
 

@@ -19,7 +19,7 @@ from .metrics import read_rows
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp004b
 from ..checkpoint.format import checkpoints, convert_to, load_named_state, newest, step_of_name
-from ..checkpoint.load import (box_slices, check_size, newest_on_all_ranks, open_checkpoint,
+from ..checkpoint.load import (box_slices, check_size, newest_on_all_ranks, OpenCheckpoint,
                                           rank_state, read_checkpoint)
 from ..checkpoint.save_sharded import make_saver, per_rank, to_shard
 from ..checkpoint.state import (
@@ -155,7 +155,7 @@ def find_checkpoint(folder, # of the run
     check_size(config, found)
     if not many: weights, state, about = read_checkpoint(found)
     else: # of weights and moments each process will read what it has
-        weights = open_checkpoint(found)
+        weights = OpenCheckpoint(found)
         state, about = rank_state(weights, world.rank) | dict(optimizer={}), weights.about
     return FoundCheckpoint(found, weights, convert_to(state, State, found), about)
 
