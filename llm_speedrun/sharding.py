@@ -11,7 +11,6 @@ import math
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 import torch, torch.nn as nn, torch.distributed as dist
-from fastcore.basics import patch
 from .io_utils import InputError
 from .model import GPT
 from .runs import StepSync, baseline
@@ -74,31 +73,28 @@ class ParallelStepSync(StepSync):
 
     def gradients(self, params): return [local(p.grad) for p in params if p.grad is not None]
 
-# %% ../nbs/50d_parallel.ipynb #4ad3245e
-@patch
-@torch.no_grad()
-def norm(self:ParallelStepSync, params):
-    "Return the norm of all gradients: squares are added up over the processes that shard a parameter"
-    grads = {}
-    for p in params:
-        if p.grad is not None: grads.setdefault(self.spread[p], []).append(local(p.grad))
-    squares = [(gs, torch.stack(torch._foreach_norm(ts)).float().square().sum()) for gs, ts in grads.items()]
-    for groups, s in squares:
-        for g in groups: dist.all_reduce(s, group=g)
-    return sum(s for _, s in squares).sqrt()
+    @torch.no_grad()
+    def norm(self, params):
+        "Return the norm of all gradients: squares are added up over the processes that shard a parameter"
+        grads = {}
+        for p in params:
+            if p.grad is not None: grads.setdefault(self.spread[p], []).append(local(p.grad))
+        square = lambda ts: torch.stack(torch._foreach_norm(ts)).float().square().sum()
+        squares = [(groups, square(ts)) for groups, ts in grads.items()]
+        for groups, s in squares:
+            for g in groups: dist.all_reduce(s, group=g)
+        return sum(s for _, s in squares).sqrt()
 
-# %% ../nbs/50d_parallel.ipynb #1d7102aa
-@patch
-@torch.no_grad()
-def reduce(self:ParallelStepSync, params, loss): # with this process's gradients; the mean of its losses
-    "Reduce gradients, losses and FP8 maxima over all processes. Returns the mean loss"
-    world = self.run.world
-    for e in self.run.grad_reducers: e.reduce(params)
-    all_reduce_amax(self.run)
-    for p, own in self.parts.items(): own.grad = None if p.grad is None else local(p.grad)
-    loss = loss / world.rank_and_size("dp")[1]
-    dist.all_reduce(loss, group=world.group("dp"))
-    return loss
+    @torch.no_grad()
+    def reduce(self, params, loss): # with this process's gradients; the mean of its losses
+        "Reduce gradients, losses and FP8 maxima over all processes. Returns the mean loss"
+        world = self.run.world
+        for e in self.run.grad_reducers: e.reduce(params)
+        all_reduce_amax(self.run)
+        for p, own in self.parts.items(): own.grad = None if p.grad is None else local(p.grad)
+        loss = loss / world.rank_and_size("dp")[1]
+        dist.all_reduce(loss, group=world.group("dp"))
+        return loss
 
 # %% ../nbs/50d_parallel.ipynb #258201e6
 def all_reduce_amax(run): # a `Run`

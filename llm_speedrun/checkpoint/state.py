@@ -14,8 +14,7 @@ from ..sharding import local, shards_of
 
 # %% ../../nbs/54b_state.ipynb #4e300e44
 from .format import OptimizerState, convert_to, load_named_state, named_state
-from .save_sharded import (MOMENTS, QuantizedShard, decode_moments_exactly,
-                                                  to_shard)
+from .save_sharded import MOMENTS, QuantizedShard, decode_moments_exactly, to_shard
 from .load import StoredTensor, box_slices
 
 # %% ../../nbs/54b_state.ipynb #ae76ee9a
