@@ -60,7 +60,7 @@ def init_sharded_params(run): # of shapes; its gradient reducers know who holds 
 
 # %% ../../nbs/52_fsdp.ipynb #5a36f8ca
 class FSDP(GradReducer):
-    "FSDP2's gradient reducer: its hooks gather and reduce what is sharded. The rest is reduced after the passes"
+    "FSDP2's gradient reducer: its hooks gather and reduce what is sharded. The rest is reduced afterwards"
     hooked = True
     def __init__(self, run, # a `Run` whose model is cut
                  each): # reduce after each micro-batch
