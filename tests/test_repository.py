@@ -144,7 +144,7 @@ BENCHMARKS = {"25_peers": "benchmarks.peers", "48_race": "benchmarks.race", "48a
 
 # A module is named after what it holds, its notebook after what the lesson is about
 NAMED = {"00_gpu": "figures", "06_files": "io_utils", "23_fastest": "rungs.flash4", "27_fewer_bytes": "rungs.tied_embedding",
-         "28_fewer_passes": "rungs.memory_traffic", "49_beyond": "recipes.modded_architecture"}
+         "28_fewer_passes": "rungs.memory_traffic"}
 
 def test_a_module_is_in_the_folder_of_its_part():
     for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):

@@ -17,11 +17,11 @@ from llm_speedrun.rungs.memory_traffic import (clipped_torch, clipped_triton, Cl
 from llm_speedrun.rungs.fp8 import E5M2, mm8
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
 from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
-from llm_speedrun.recipes.modded_architecture import beyond
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all, find_rung, reference_errors
 from llm_speedrun.checkpoint.format import load_named_state, named_state, flatten_state, unflatten_state
+from helpers.examples import example
 from helpers.tiny_runs import fails, NANO, pass_of, relative_error
 
 GPU = torch.cuda.is_available()
@@ -322,7 +322,7 @@ def test_recompute_rope_refuses():
         with fails(ValueError, "exclude each other"): build(NANO, ["fused_ops", "recompute_rope", other])
     with fails(ValueError, "builds on 'fused_ops'"): build(NANO, ["recompute_rope"])
     with fails(ValueError, "order of their own", "leave it out"):
-        recompute_rope(build(NANO, ["fused_ops"], model=beyond(x0=True)))
+        recompute_rope(build(NANO, ["fused_ops"], model=example("modded_architecture").beyond(x0=True)))
     with fails(ValueError, "leave the rung out"): heads_product(torch.zeros(1, 2, 8, 16), 4)
     with fails(ValueError, "leave the rung out"): heads_product(torch.zeros(1, 8, 4, 16)[:, :, :2].transpose(1, 2), 4)    # too near the front
 
