@@ -46,7 +46,7 @@ class TrainStep:
                  micro_batch, # sequences of the model's full length in a micro-batch
                  lr, # an `LrSchedule`
                  clip=1., # largest norm of the gradients; 0 doesn't clip
-                 average=None, # an `Average` of the weights to update after each step
+                 average=None, # a `WeightEMA` of the weights to update after each step
                  on_oom=None): # called with the sequences that didn't fit; raises or shrinks `micro_batch`
         self.run, self.micro_batch, self.lr, self.average, self.on_oom = run, micro_batch, lr, average, on_oom
         self.stepper = GuardedStepper(run, clip=clip)
