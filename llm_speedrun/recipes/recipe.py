@@ -244,10 +244,6 @@ def why_not_best(rungs, given=()): # as for `best_recipe`
     return ""
 
 # %% ../../nbs/41_recipe.ipynb #cbfc98d5
-def changed_fields(run, new): # two `Run`s
-    "Return the names of the fields in which two runs differ"
-    return {f.name for f in fields(Run) if getattr(run, f.name) is not getattr(new, f.name)}
-
 def make_optimizer(run, of): # a `Run`; what its optimizer comes from, in words
     "Make a run's optimizer as a training run does. Raises `InputError` where that can't be"
     try: opt = run.optimizer(run.model, lr=1e-3, weight_decay=.1)
@@ -291,7 +287,7 @@ def unused_rungs(recipe, # a `Recipe`
     for r, given in late:
         new, name = r.__wrapped__(run, **(rung_options(r) | given)), r.__name__
         check_run(new, "rung", r.__wrapped__)
-        changed = changed_fields(run, new)
+        changed = {f.name for f in fields(Run) if getattr(run, f.name) is not getattr(new, f.name)}
         if "optimizer" in changed and (use.alone or is_own(r)): # ours needn't be tried: that costs an import
             use.look(new, f"rung {name}")
         if changed == {"optimizer"}: new = use.noted(new, name)

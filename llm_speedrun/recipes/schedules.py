@@ -107,12 +107,6 @@ def load_state_dict(self:WeightEMA, state): # from `state_dict`
     self.n = state["n"]
     for mine, theirs in zip(self.mean, mean): mine.copy_(theirs)
 
-# %% ../../nbs/40_schedules.ipynb #9c0bd6d9
-def takes_found_inf(opt): # a `torch.optim.Optimizer`
-    "Return whether its kernel skips the update if the tensor `found_inf` is 1, so that Python needn't wait"
-    return getattr(opt, FOUND_INF, False) # PyTorch's own word for it
-
-
 # %% ../../nbs/40_schedules.ipynb #618269f5
 class GuardedStepper(Stepper):
     "A `Stepper` that skips steps with a non-finite loss or gradient; `loss` or `norm` shows which"
@@ -120,7 +114,8 @@ class GuardedStepper(Stepper):
     def apply(self):
         scaled = self.scaler.is_enabled() # a scaler looks at the gradients itself
         both = self.loss if scaled else self.loss + self.norm
-        if takes_found_inf(self.opt) and not scaled: self.opt.found_inf = (both - both != 0).float()
+        on_gpu = getattr(self.opt, FOUND_INF, False) and not scaled # the kernel skips it: Python needn't wait
+        if on_gpu: self.opt.found_inf = (both - both != 0).float()
         elif not both.isfinite(): return self.scaler.update()
         self.applying = True
         super().apply()
