@@ -134,6 +134,14 @@ def test_the_course_lists_every_notebook():
     listed = re.findall(r"^\| \[\w[^\]]*\]\((\w+\.ipynb)\) \|", build_pages.written("course.qmd"), re.M)
     assert listed == sidebar_notebooks()[1:], "the tables of the course's page and the sidebar differ"
 
+def test_plug_ins_come_with_the_source():
+    "Files in examples/ are in the source distribution, a page names them, and tests import them"
+    assert "graft examples" in (ROOT/"MANIFEST.in").read_text(encoding="utf-8").splitlines()
+    pages = "".join(p.read_text(encoding="utf-8") for p in (ROOT/"nbs").rglob("*.qmd"))
+    tests = "".join(p.read_text(encoding="utf-8") for p in (ROOT/"tests").rglob("test_*.py"))
+    assert (files := [*(ROOT/"examples").glob("*.py")])
+    for f in files: assert f"examples/{f.name}" in pages and f'"{f.stem}"' in tests, f.name
+
 PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 5: "rungs", 6: ""}    # tens -> folder of the modules
 ABOUT_ALL = {"22_ladder", "33c_cli"}    # stand among rungs or recipes and are none
 TRAINER = {"64_comparison"}    # likewise, and belong to the trainer
