@@ -29,7 +29,7 @@ def model(name, # of the model, as the command line takes it
 
 def recipe_model(name): # that runs record
     """Register a subclass of `GPT` that a recipe brings, for any shape (decorator). It has two class methods:
-    `of_weights(weights)` -> the class of the model that has these, or None; `recipe()` -> its recipe as text"""
+    `of_weights(weights)` -> the class that has these, or None; `recipe()` -> a recipe as text"""
     def add(cls): MODELS[name] = cls; return cls
     return add
 

@@ -133,7 +133,7 @@ def update_torch(stack, # a `Stack`
 # %% ../../nbs/44_fast_muon.ipynb #6d03bd71
 def split_among_ranks(f, # slice -> its part of the result, matrix by matrix
                       x, # k m n
-                      share): # rank, size and process group of those that all have the same `x`; None: do all of it
+                      share): # rank, size and process group of those with the same `x`; None: do all of it
     "Apply `f` to all of `x`, of which each process computes its share"
     if share is None: return f(slice(None))
     rank, size, group = share
@@ -423,7 +423,8 @@ def update_triton(stack, tensors, group, found_inf, share, # as for `update_torc
     for rows, cols, tall, part in stack.parts:
         gather_kernel[grid(part)](table[part], x[part], sums[part], found_inf, rows, cols,
                                   1 - group["momentum"], TALL=tall, **how)
-    o = split_among_ranks(lambda part: orthogonalize(x[part], sums[part], group["steps"], symmetric), x, share)
+    one_share = lambda part: orthogonalize(x[part], sums[part], group["steps"], symmetric)
+    o = split_among_ranks(one_share, x, share)
     s = columns_scale(o, table, group["variance"], found_inf) if group["variance"] else None
     for rows, cols, tall, part in stack.parts:
         apply_kernel[grid(part)](table[part], o[part], None if s is None else s[part], found_inf, rows, cols,

@@ -59,8 +59,8 @@ def with_adamw(run, # a `Run`
                embed=.003, head=.004, vector=.015, # those of the other roles, for a model of width 768
                betas=(.8, .95), # AdamW's
                table=0.): # decay of embedding and head in an update, in that of matrices; 0: hardly any
-    """Return roles for `make_mixed_optimizer`: matrices as given, the rest by AdamW; wider tables take smaller
-    steps"""
+    """Return roles for `make_mixed_optimizer`: matrices as given, the rest by AdamW; wider tables take
+    smaller steps"""
     wider = (run.model.config.width/768)**.5
     others = dict(embed=embed/wider, head=head/wider, vector=vector)
     aside = dict(rule="adamw", betas=betas, eps=1e-10)

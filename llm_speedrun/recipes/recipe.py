@@ -100,7 +100,7 @@ def load_state_dict(self:MixedOptimizer, state_dict): # from `state_dict`
 
 # %% ../../nbs/41_recipe.ipynb #133ef0db
 def param_groups_by_role(model, # a `GPT`
-                         roles): # role -> settings: `rule`, `ratio` to the matrices' rate, what the rule takes
+                         roles): # role -> settings: `rule`, `ratio` to the matrices' rate, those of the rule
     "Return groups for `MixedOptimizer`, in the order of `roles`. Raises `InputError` for a missing role"
     model = getattr(model, "module", model) # which a wrapper holds
     of, params = model.roles(), dict(model.named_parameters())
