@@ -26,8 +26,7 @@ from .model import GPT, GPTConfig
 from .architectures import MODELS, model_class
 from .plugins import TOLERANCE, check_function, function_rungs, import_plugins, tables
 from .recipes.model_registry import HEAD, model_of, shapes
-from .recipes.architecture import UntiedGPT, folded
-from .recipes.modded_architecture import check_qwen3
+from .recipes.architecture import NormedGPT, UntiedGPT, folded
 from .runs import Run, enter_all, in_order, rung_name
 from .checkpoint.format import checkpoints, validation_error, write_tensors
 from .train.run_dir import check_registered, read_record, read_result
@@ -286,9 +285,11 @@ def write_folder(out, # the folder to write, which must not exist
                  state, # of a model, name -> tensor
                  tokenizer=None, # path of a `tokenizer.json`
                  dtype="fp32"): # of the weights, a key of `EXPORT_DTYPES`
-    """Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files`, `qwen3_config` and
-    `check_qwen3` do"""
-    check_qwen3(state, out)
+    """Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files` and `qwen3_config`
+    do, and `InputError` for weights that no Qwen3 has"""
+    if more := sorted(state.keys() - shapes(config, NormedGPT).keys()): raise InputError(
+        f"{out} can't be written: no Qwen3 has {', '.join(more[:3])}. speedrun_sample and from_pretrained "
+        "open a model that has")
     files, ends = tokenizer_files(tokenizer, config) if tokenizer else ({}, {})
     state = folded(state, config.eps)
     files["config.json"] = json_bytes(qwen3_config(config, dtype, ends.get("eos_token"), HEAD not in state))
@@ -336,7 +337,6 @@ def export_folder(run_folder, # of a finished run
     check_no_plugin(run)
     config, state = read_run(run_folder)
     check_exported(run_folder, config, state)
-    check_qwen3(state, run_folder)
     write_folder(out, config, state, tokenizer=tok if tok.exists() else None, dtype=dtype)
     return out
 

@@ -59,7 +59,7 @@ def optimizer_to_save(run, stepper): # a `Run`, and its `Stepper`
     res["state"] = {n: state_to_save(n, parts[n], kept) for n, kept in res["state"].items()}
     return res | dict(moments=getattr(stepper.opt, "moments", ""))
 
-def average_to_save(run, average): # a `Run`, and the `Average` of its parameters
+def average_to_save(run, average): # a `Run`, and the `WeightEMA` of its parameters
     "Return the average's state to save"
     if run.world.size == 1: return average.state_dict()
     pairs = zip(trained_pieces(run), average.mean, strict=True)
@@ -118,7 +118,7 @@ def load_optimizer(run, stepper, # a `Run`, and its `Stepper`
 
 # %% ../../nbs/54b_state.ipynb #9264d9f0
 @torch.no_grad()
-def load_average(run, average, # a `Run`, and the `Average` of its parameters
+def load_average(run, average, # a `Run`, and the `WeightEMA` of its parameters
                  read): # an `OpenCheckpoint`
     "Load the average's state. Raises `InputError` where there is none, or it is of other parameters"
     saved, parts = read.state("average").get("average"), trained_pieces(run)

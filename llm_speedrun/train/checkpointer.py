@@ -56,7 +56,7 @@ class Checkpointer:
     "Save and restore what a run's next step depends on"
     def __init__(self, run, train_step, # a `Run`, the `TrainStep` that trains it
                  data, # the `TrainData`
-                 average, # an `Average` of the weights, or None
+                 average, # a `WeightEMA` of the weights, or None
                  world, # a `World`
                  log_info=print): # called with what a reader should know
         self.run, self.train_step, self.data, self.average = run, train_step, data, average

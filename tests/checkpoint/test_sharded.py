@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from llm_speedrun.export import export_folder, from_pretrained, read_run, unfinished
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.recipes.schedules import Average
+from llm_speedrun.recipes.schedules import WeightEMA
 from llm_speedrun.runs import Stepper, build
 from llm_speedrun.distributed.world import World
 from llm_speedrun.checkpoint import format, save_sharded as sharded
@@ -41,7 +41,7 @@ def in_layout(world, name, rungs=(), seed=0):
     if world.size > 1 and (dp, tp) != world.mesh.shape: world = replace(world, mesh=mesh_of(dp, tp))
     run = build(CONFIG, [*FUSED, *rungs, *parallel], device="cpu", seed=seed, world=world)
     step = Stepper(run)
-    return run, step, Average(step.params, .9)
+    return run, step, WeightEMA(step.params, .9)
 
 def take(run, step, average, n):
     "The losses of so many steps, always of the same batch"
