@@ -467,13 +467,6 @@ def _own_data(folder, subfolders, names):
         raise InputError(f"{folder} has no split train, only {', '.join(subfolders)}: name the folder of one")
     return subfolders, _saved_files(folder, names)
 
-def _laid_out(folder, subfolders, names, top, report):
-    "The same; what is left out is reported, by its path below `top`"
-    kept, files = _own_data(folder, subfolders, names)
-    for o in {*subfolders} - {k.split("/")[0] for k in kept} | {*names} - {*files}:
-        report.skipped[os.path.relpath(folder/o, top)] = "of another data set, version or split"
-    return kept, files
-
 # %% ../nbs/03b_text_files.ipynb #03bt0069
 @patch
 def keep(self: ReadReport, names, above=""): # paths below a folder or archive, and what stands before them
@@ -491,27 +484,21 @@ def keep(self: ReadReport, names, above=""): # paths below a folder or archive, 
 
 # %% ../nbs/03b_text_files.ipynb #03bt0072
 def _walk(top, report):
-    "Yield the files below a folder, links followed, no folder twice"
+    "Yield each file below a folder and its path without linked folders; links are followed, no folder twice"
     seen = {os.path.realpath(top)}
     def fail(e): raise OSError(f"cannot read {e.filename}: {e.strerror}; check its permissions") from e
+    def leave_out(path, why): report.skipped[os.path.relpath(path, top)] = why
     for folder, subfolders, names in os.walk(top, followlinks=True, onerror=fail):
-        subfolders[:] = sorted(o for o in subfolders if not beside(f"{o}/", False))
-        subfolders[:], names = _laid_out(Path(folder), subfolders, names, top, report)
+        folder, there = Path(folder), sorted(o for o in subfolders if not beside(f"{o}/", False))
+        subfolders[:], files = _own_data(folder, there, names)
+        for o in {*there} - {k.split("/")[0] for k in subfolders} | {*names} - {*files}:
+            leave_out(folder/o, "of another data set, version or split")
         for o in subfolders[:]:
-            real = os.path.realpath(os.path.join(folder, o))
-            if real in seen:
-                subfolders.remove(o); report.skipped[os.path.relpath(Path(folder)/o, top)] = "linked twice"
+            real = os.path.realpath(folder/o)
+            if real in seen: subfolders.remove(o); leave_out(folder/o, "linked twice")
             seen.add(real)
-        yield from (Path(folder)/o for o in names)
-
-# %% ../nbs/03b_text_files.ipynb #03bt0074
-def _again(paths):
-    "Those of the paths that are links to a file that is among them already"
-    links = {p: os.path.realpath(p) for p in paths if p.is_symlink()}
-    seen = {os.path.realpath(p) for p in paths if p not in links} if links else set()
-    for p, real in links.items():
-        if real in seen: yield p
-        seen.add(real)
+        here = os.path.realpath(folder)
+        yield from ((folder/o, os.path.join(here, o)) for o in files)
 
 # %% ../nbs/03b_text_files.ipynb #885cc683
 def _is_one_document(path, key):
@@ -522,10 +509,12 @@ def _is_one_document(path, key):
 
 # %% ../nbs/03b_text_files.ipynb #03bt0078
 def _kept(folder, key, report):
-    paths = [*_walk(folder, report)]
-    again = {*_again(paths)}
-    names = {os.path.relpath(p, folder): p for p in paths if p not in again}
-    report.skipped |= {os.path.relpath(p, folder): "linked twice" for p in again}
+    names, seen = {}, set()
+    for p, real in sorted(_walk(folder, report), key=lambda o: o[0].is_symlink()):      # links last
+        n, real = os.path.relpath(p, folder), os.path.realpath(p) if p.is_symlink() else real
+        if real in seen: report.skipped[n] = "linked twice"
+        else: names[n] = p
+        seen.add(real)
     for n in report.keep(names):
         if not (p := names[n]).exists():
             raise InputError(f"{p} is a link to {os.readlink(p)}, which isn't there: bring it back, or "
