@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import NamedTuple
 import msgspec
-from fastcore.basics import patch
 from .io_utils import InputError, not_utf8, read_json, utf8_text
 
 # %% auto #0
@@ -363,27 +362,6 @@ def _read_separated(source, key):
     except (OSError, EOFError, pa.ArrowException, UnicodeError) as e:
         raise OSError(f"cannot read {source.where}: {e}; is it whole, and UTF-8? Plain text is .txt") from e
 
-# %% ../nbs/03b_text_files.ipynb #03bt0066
-@dataclass
-class ReadReport:
-    "What was read so far, and what was left out"
-    read: Counter = field(default_factory=Counter)          # format -> files
-    skipped: dict[str, str] = field(default_factory=dict)   # file -> why it is not read
-    empty: int = 0                                          # rows whose text is null or empty
-    lacking: int = 0                                        # rows of JSON lines without the key
-    bytes: int = 0                                          # of the files that were opened
-
-    def lines(self):
-        "It in words, a list of lines"
-        n, why = sum(self.read.values()), {}
-        formats = ", ".join(f"{n:,} {o}" for o, n in self.read.items())
-        for name, reason in self.skipped.items(): why.setdefault(reason, []).append(name)
-        said = [f"{o[0]}{f' and {len(o) - 1:,} more'*(len(o) > 1)} ({k})" for k, o in why.items()]
-        return ([f"read {n:,} file{'s'*(n != 1)} of {self.bytes:,} bytes ({formats or 'none'})"]
-                + ([f"left out {', '.join(said)}"] if said else [])
-                + ([f"left out rows whose text is null or empty: {self.empty:,}"] if self.empty else [])
-                + ([f"left out rows without the key: {self.lacking:,}"] if self.lacking else []))
-
 # %% ../nbs/03b_text_files.ipynb #03bt0068
 _SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
            "test": "test|testing|eval|evaluation"}
@@ -467,20 +445,39 @@ def _own_data(folder, subfolders, names):
         raise InputError(f"{folder} has no split train, only {', '.join(subfolders)}: name the folder of one")
     return subfolders, _saved_files(folder, names)
 
-# %% ../nbs/03b_text_files.ipynb #03bt0069
-@patch
-def keep(self: ReadReport, names, above=""): # paths below a folder or archive, and what stands before them
-    "Return the names that are to be read, sorted; note for each other one why it isn't"
-    names, why = sorted(names, key=PurePath), {}
-    trained = {s[1] for n in names if (s := split_of(n)) and s[0] == "train"}
-    data = any(file_kind(n) in DATA for n in names)
-    for n in names:
-        what, split = beside(PurePath(n).as_posix(), data), split_of(n)
-        if what: why[n] = what
-        elif file_kind(n) in TOKENS: why[n] = f"called {file_kind(n)}"
-        elif split and split[0] != "train" and split[1] in trained: why[n] = f"of the {split[0]} split"
-    self.skipped |= {f"{above}{n}": reason for n, reason in why.items()}
-    return [n for n in names if n not in why]
+# %% ../nbs/03b_text_files.ipynb #03bt0066
+@dataclass
+class ReadReport:
+    "What was read so far, and what was left out"
+    read: Counter = field(default_factory=Counter)          # format -> files
+    skipped: dict[str, str] = field(default_factory=dict)   # file -> why it is not read
+    empty: int = 0                                          # rows whose text is null or empty
+    lacking: int = 0                                        # rows of JSON lines without the key
+    bytes: int = 0                                          # of the files that were opened
+
+    def lines(self):
+        "It in words, a list of lines"
+        n, why = sum(self.read.values()), {}
+        formats = ", ".join(f"{n:,} {o}" for o, n in self.read.items())
+        for name, reason in self.skipped.items(): why.setdefault(reason, []).append(name)
+        said = [f"{o[0]}{f' and {len(o) - 1:,} more'*(len(o) > 1)} ({k})" for k, o in why.items()]
+        return ([f"read {n:,} file{'s'*(n != 1)} of {self.bytes:,} bytes ({formats or 'none'})"]
+                + ([f"left out {', '.join(said)}"] if said else [])
+                + ([f"left out rows whose text is null or empty: {self.empty:,}"] if self.empty else [])
+                + ([f"left out rows without the key: {self.lacking:,}"] if self.lacking else []))
+
+    def keep(self, names, above=""): # paths below a folder or archive, and what stands before them
+        "Return the names that are to be read, sorted; note for each other one why it isn't"
+        names, why = sorted(names, key=PurePath), {}
+        trained = {s[1] for n in names if (s := split_of(n)) and s[0] == "train"}
+        data = any(file_kind(n) in DATA for n in names)
+        for n in names:
+            what, split = beside(PurePath(n).as_posix(), data), split_of(n)
+            if what: why[n] = what
+            elif file_kind(n) in TOKENS: why[n] = f"called {file_kind(n)}"
+            elif split and split[0] != "train" and split[1] in trained: why[n] = f"of the {split[0]} split"
+        self.skipped |= {f"{above}{n}": reason for n, reason in why.items()}
+        return [n for n in names if n not in why]
 
 # %% ../nbs/03b_text_files.ipynb #03bt0072
 def _walk(top, report):
@@ -566,25 +563,21 @@ class Documents:
     def __iter__(self): return self
     def __next__(self): return next(self.documents)
 
-# %% ../nbs/03b_text_files.ipynb #03bt0088
-@patch
-def all_rows(self: Documents):
-    "Yield every document, and None for a row without text"
-    for p in self.files:
-        self.report.bytes += p.stat().st_size
-        for source, f in _contents(_source(p), self.report):
-            yield from _file_documents(source, f, self.key, self.report)
+    def all_rows(self):
+        "Yield every document, and None for a row without text"
+        for p in self.files:
+            self.report.bytes += p.stat().st_size
+            for source, f in _contents(_source(p), self.report):
+                yield from _file_documents(source, f, self.key, self.report)
 
-# %% ../nbs/03b_text_files.ipynb #03bt0090
-@patch
-def read(self: Documents):
-    "Yield the documents. `InputError` if there is none"
-    found = False
-    for text in self.all_rows():
-        if text: found = True; yield text
-        elif text is None: self.report.empty += 1
-    said = "; ".join(self.report.lines())
-    if not found: raise InputError(f"{self.path} has no text in it: {said}. Name one with text")
+    def read(self):
+        "Yield the documents. `InputError` if there is none"
+        found = False
+        for text in self.all_rows():
+            if text: found = True; yield text
+            elif text is None: self.report.empty += 1
+        said = "; ".join(self.report.lines())
+        if not found: raise InputError(f"{self.path} has no text in it: {said}. Name one with text")
 
 # %% ../nbs/03b_text_files.ipynb #d27b57e2
 def read_documents(
