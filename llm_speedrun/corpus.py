@@ -160,14 +160,23 @@ def digest_pieces(digest, parcel): # from `text_digest` (changed), from `parcels
     "Update the digest with a parcel: the text of its pieces, and where documents begin"
     for text, first, _ in parcel: digest.update((EOT*first + text).encode())
 
-def _encoded(docs, spec, digest, tally): # documents, a `CorpusSpec`
-    "Yield (is validation, token ids) of each piece of each document"
-    eot = end_token(spec.tokenizer)
-    for parcel in parcels(marked_pieces(tried(docs, spec.tokenizer), spec.val_frac)):
-        digest_pieces(digest, parcel)
-        out = spec.tokenizer.encode_batch([p for p,_,_ in parcel], add_special_tokens=False)
-        tally.add(parcel, sum(map(len, out)))
-        for (_,first,held),o in zip(parcel, out): yield held, [eot]*first + o.ids
+# %% ../nbs/03e_corpus.ipynb #03eassm1
+def token_arrays(
+    encoded,            # pairs of a parcel and the tokens of each piece, as bytes
+    spec, tally,        # a `CorpusSpec`; a `Tally`, which counts them
+    written=0,          # tokens that there are already
+):
+    "Yield (parcel, its tokens, which are held out) until there are `max_tokens`; `<|endoftext|>` is first"
+    eot, dtype = end_token(spec.tokenizer), token_dtype(spec.tokenizer)
+    left = (spec.max_tokens or 2**62) - written
+    if left <= 0: return
+    for parcel, texts in encoded:
+        n = np.array([len(b) // dtype.itemsize for b in texts])
+        first, held = (np.array([p[k] for p in parcel]) for k in (1, 2))
+        tokens = np.insert(np.frombuffer(b"".join(texts), dtype), (np.cumsum(n) - n)[first], eot)
+        tally.add(parcel, int(n.sum()))
+        yield parcel, tokens[:left], np.repeat(held, n + first)[:left]
+        if (left := left - len(tokens)) <= 0: return
 
 # %% ../nbs/03e_corpus.ipynb #aaec8a52
 def _tail_cut(tokens, eot, frac=.05):
@@ -222,18 +231,6 @@ def split_kind(train, val, val_frac): # two writers, the share to hold out
     if not (total := train.n + val.n): raise InputError("no documents, so no tokens: nothing was written")
     return "document" if val.n > val_frac*total/5 and train.n > total/2 else "tail"
 
-# %% ../nbs/03e_corpus.ipynb #5c465e6f
-def _write_tokens(docs, spec, folder, digest, tally):
-    "Encode `docs` into `folder`. Returns the two closed writers, and how the split was made"
-    dtype, left = token_dtype(spec.tokenizer), spec.max_tokens or float("inf")
-    train, val = writers = [TokenWriter(folder, o, dtype, spec.shard_tokens) for o in ("train", "val")]
-    for is_val,ids in _encoded(docs, spec, digest, tally):
-        (val if is_val else train).write(ids[:min(left, len(ids))])
-        if (left := left - len(ids)) <= 0: break
-    train.close(); val.close()
-    split = split_kind(train, val, spec.val_frac)
-    return writers if split == "document" else hold_out_tail(folder, writers, spec), split
-
 # %% ../nbs/03e_corpus.ipynb #e46c9fcf
 def describe_tokens(
     folder, spec,       # where the tokens are, and the `CorpusSpec` by which they were made
@@ -264,10 +261,19 @@ def write_shards(
     """Encode `docs` into `train_000.bin`, `val_000.bin`, ..., `meta.json` and `tokenizer.json`.
     Raw little-endian uint16 (uint32 for a vocabulary above 65536), each document after an end-of-text token.
     Raises FileExistsError, or ValueError when there are no tokens."""
-    spec, digest = CorpusSpec(tokenizer, **how), text_digest()
-    tally = Tally(spec.tokenizer)
+    spec, digest, dtype = CorpusSpec(tokenizer, **how), text_digest(), token_dtype(tokenizer)
+    tally, pieces = Tally(tokenizer), marked_pieces(tried(docs, tokenizer), spec.val_frac)
+    def encode(parcel):
+        out = tokenizer.encode_batch([p[0] for p in parcel], add_special_tokens=False)
+        return [np.array(o.ids, dtype).tobytes() for o in out]
     with _new_folder(folder) as tmp:
-        writers, split = _write_tokens(docs, spec, tmp, digest, tally)
+        writers = [TokenWriter(tmp, o, dtype, spec.shard_tokens) for o in ("train", "val")]
+        for parcel, tokens, held in token_arrays(((p, encode(p)) for p in parcels(pieces)), spec, tally):
+            digest_pieces(digest, parcel)
+            for w, side in zip(writers, (~held, held)): w.write(tokens[side])
+        for w in writers: w.close()
+        split = split_kind(*writers, spec.val_frac)
+        if split == "tail": writers = hold_out_tail(tmp, writers, spec)
         text = tally.summary(getattr(docs, "report", None))
         return describe_tokens(tmp, spec, writers, split, digest, text)
 
@@ -357,12 +363,6 @@ def _open_shards(path, vocab=None, name=None):
     name = name or (folder.name if both else path.stem)
     return Corpus(name, train, val, vocab, tok, meta.eot, meta.documents, meta.text)
 
-# %% ../nbs/03e_corpus.ipynb #8a044a49
-def _in_cache(name, *origin):
-    "Return the folder in the cache for tokens of that origin"
-    key = json.dumps([3, name, *origin]).encode()
-    return cache_dir()/f"{name}-{hashlib.blake2b(key, digest_size=6).hexdigest()}"
-
 # %% ../nbs/03e_corpus.ipynb #tokf0107
 def _made_with(folder, tokenizer):
     "Return whether the tokens in a folder were made with this tokenizer"
@@ -396,7 +396,9 @@ def _room_in_cache():
 # %% ../nbs/03e_corpus.ipynb #b3eb7f36
 def _prepared(name, docs, train, max_tokens, source, key, given):
     "Open a corpus from the cache; if missing, tokenize `docs()` with the tokenizer `given` or `train()`"
-    def of(*key): return _in_cache(name, max_tokens, source, *key)
+    def of(*key): # the folder in the cache for tokens of that origin
+        digest = hashlib.blake2b(json.dumps([3, name, max_tokens, source, *key]).encode(), digest_size=6)
+        return cache_dir()/f"{name}-{digest.hexdigest()}"
     folder, text = of(key), None
     if given and not _made_with(folder, given): folder = of(key, tokenizer_hash(given))
     if not (res := _from_cache(folder, name)):
