@@ -11,7 +11,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Iterable, Iterator
 import msgspec, numpy as np
-from fastcore.basics import patch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # %% auto #0
@@ -290,6 +289,14 @@ class Corpus:
     documents: str | None = field(default=None, repr=False)         # digest of the text, where it is known
     text: TextSummary | None = field(default=None, repr=False)      # what was read, where it is known
 
+    def fingerprint(self):
+        "Return what identifies these tokens, a dict of plain values that `differences` compares"
+        tok = self.tokenizer and tokenizer_hash(self.tokenizer)
+        res = {"vocabulary": self.vocab, "end token": self.eot, "tokenizer": tok, "documents": self.documents}
+        for name, s in (("training", self.train), ("validation", self.val)):
+            if s is not None: res |= {f"{name} tokens": len(s), f"{name} samples": _samples(s)}
+        return res
+
 # %% ../nbs/03e_corpus.ipynb #fe867072
 def _holds_tokens(folder):
     "Return whether a folder is a tokenized corpus. Raises `InputError` if it may also be one of texts"
@@ -512,15 +519,6 @@ def _samples(shards, n=64, size=256):
     tokens = np.concatenate([shards[s:s+size] for s in starts])
     tokens = tokens.astype("<u2" if tokens.max(initial=0) < 2**16 else "<u4")
     return hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
-
-@patch
-def fingerprint(self: Corpus):
-    "Return what identifies these tokens, a dict of plain values that `differences` compares"
-    tok = self.tokenizer and tokenizer_hash(self.tokenizer)
-    res = {"vocabulary": self.vocab, "end token": self.eot, "tokenizer": tok, "documents": self.documents}
-    for name, s in (("training", self.train), ("validation", self.val)):
-        if s is not None: res |= {f"{name} tokens": len(s), f"{name} samples": _samples(s)}
-    return res
 
 # %% ../nbs/03e_corpus.ipynb #40f49a84
 def differences(old, new): # two fingerprints

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 import msgspec, numpy as np
-from fastcore.basics import patch
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
@@ -65,52 +64,44 @@ class _Unfinished:
         try: self.open(job)
         except BaseException: self.lock.release(); raise
 
-# %% ../../nbs/38_prepare_data.ipynb #4266bf55
-@patch
-def open(self:_Unfinished, job):
-    "Read the journal and open the token files"
-    self.tokens.mkdir(exist_ok=True)
-    self.done = read_json(self.journal, Journal) if self.journal.exists() else Journal(job)
-    if changed := [k for k in job if job[k] != self.done.job.get(k)]:
-        raise InputError(f"{self.folder} was begun with another {' and '.join(changed)}: start with the "
-                         "same to go on, or delete it to begin anew")
-    self.writers = [_reopened(self.tokens, o, self.dtype, job["shard_tokens"], getattr(self.done, o))
-                    for o in ("train", "val")]
+    def open(self, job):
+        "Read the journal and open the token files"
+        self.tokens.mkdir(exist_ok=True)
+        self.done = read_json(self.journal, Journal) if self.journal.exists() else Journal(job)
+        if changed := [k for k in job if job[k] != self.done.job.get(k)]:
+            raise InputError(f"{self.folder} was begun with another {' and '.join(changed)}: start with the "
+                             "same to go on, or delete it to begin anew")
+        self.writers = [_reopened(self.tokens, o, self.dtype, job["shard_tokens"], getattr(self.done, o))
+                        for o in ("train", "val")]
 
-# %% ../../nbs/38_prepare_data.ipynb #0c4ec6bf
-@patch
-def skip(self:_Unfinished, pieces):
-    "Read the pieces that are in already, return their characters. `InputError` if they aren't what they were"
-    self.digest, chars = text_digest(), 0
-    for p in islice(pieces, self.done.pieces): digest_pieces(self.digest, [p]); chars += len(p[0])
-    if self.digest.hexdigest() != self.done.documents:
-        raise InputError("the documents have changed since this began: give the same ones in the same order "
-                         f"to go on, or delete {self.folder} to begin anew")
-    return chars
+    def skip(self, pieces):
+        "Read the pieces that are in already, return their characters. `InputError` if they have changed"
+        self.digest, chars = text_digest(), 0
+        for p in islice(pieces, self.done.pieces): digest_pieces(self.digest, [p]); chars += len(p[0])
+        if self.digest.hexdigest() != self.done.documents:
+            raise InputError("the documents have changed since this began: give the same ones in the same "
+                             f"order to go on, or delete {self.folder} to begin anew")
+        return chars
 
-# %% ../../nbs/38_prepare_data.ipynb #56673a1f
-@patch
-def add(self:_Unfinished, parcel, tokens, held):
-    "Append a parcel's tokens, each to its side"
-    for w, side in zip(self.writers, (~held, held)): w.write(tokens[side])
-    train, val = (w.n for w in self.writers)
-    digest_pieces(self.digest, parcel)
-    self.done = Journal(self.done.job, self.done.pieces + len(parcel), train, val, self.digest.hexdigest())
+    def add(self, parcel, tokens, held):
+        "Append a parcel's tokens, each to its side"
+        for w, side in zip(self.writers, (~held, held)): w.write(tokens[side])
+        train, val = (w.n for w in self.writers)
+        digest_pieces(self.digest, parcel)
+        done, documents = self.done, self.digest.hexdigest()
+        self.done = Journal(done.job, done.pieces + len(parcel), train, val, documents)
 
-# %% ../../nbs/38_prepare_data.ipynb #c13fe278
-@patch
-def sync(self:_Unfinished):
-    "Bring what was added to the disk, then say so in the journal"
-    for w in self.writers: w.sync()
-    synced(self.tokens)
-    replace_file(self.journal, msgspec.json.encode(self.done).decode(), sync=True)
+    def sync(self):
+        "Bring what was added to the disk, then say so in the journal"
+        for w in self.writers: w.sync()
+        synced(self.tokens)
+        replace_file(self.journal, msgspec.json.encode(self.done).decode(), sync=True)
 
-@patch
-def close(self:_Unfinished):
-    "Close the token files and let others in"
-    try:
-        for w in self.writers: w.close()
-    finally: self.lock.release()
+    def close(self):
+        "Close the token files and let others in"
+        try:
+            for w in self.writers: w.close()
+        finally: self.lock.release()
 
 # %% ../../nbs/38_prepare_data.ipynb #38text01
 def _encode_all(unfinished, docs, spec, workers, bar): # documents, a `CorpusSpec`, processes, a `tqdm`
@@ -130,7 +121,7 @@ def _encode_all(unfinished, docs, spec, workers, bar): # documents, a `CorpusSpe
     return tally
 
 # %% ../../nbs/38_prepare_data.ipynb #8f822aba
-def _finish(unfinished, out, spec, text): # as for `_read_past`, the final folder, a `TextSummary`
+def _finish(unfinished, out, spec, text): # the final folder, a `CorpusSpec`, a `TextSummary`
     "Describe the tokens and move them to `out`. Returns what `meta.json` says"
     writers, folder = unfinished.writers, unfinished.tokens
     for w in writers: w.close()
