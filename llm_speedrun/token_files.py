@@ -403,14 +403,6 @@ Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 Width = Literal["uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 
-# %% ../nbs/03d_token_files.ipynb #tokf0081
-def check_meta(meta): # a `Meta`
-    "Raise `ValueError` where its values don't fit each other"
-    if meta.dtype and (meta.vocab or 0) > 256**WIDTHS[meta.dtype]:
-        raise ValueError(f"`vocab` {meta.vocab} doesn't fit into a `dtype` of {meta.dtype}")
-    if meta.vocab and meta.eot not in (None, msgspec.UNSET) and meta.eot >= meta.vocab:
-        raise ValueError(f"`eot` {meta.eot} is outside the vocabulary of {meta.vocab}")
-
 # %% ../nbs/03d_token_files.ipynb #22a6e04a
 class Meta(msgspec.Struct):
     "The content of `meta.json`, which describes the token files next to it"
@@ -427,7 +419,11 @@ class Meta(msgspec.Struct):
     text: TextSummary | None = None                 # what was read, and what was left out
     date: str = ""                                  # when they were written
 
-    def __post_init__(self): check_meta(self)
+    def __post_init__(self):
+        if self.dtype and (self.vocab or 0) > 256**WIDTHS[self.dtype]:
+            raise ValueError(f"`vocab` {self.vocab} doesn't fit into a `dtype` of {self.dtype}")
+        if self.vocab and self.eot not in (None, msgspec.UNSET) and self.eot >= self.vocab:
+            raise ValueError(f"`eot` {self.eot} is outside the vocabulary of {self.vocab}")
 
 # %% ../nbs/03d_token_files.ipynb #afa997f9
 def check_counts(folder, meta, split, shards):
