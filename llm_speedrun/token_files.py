@@ -13,7 +13,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Literal
 import msgspec, numpy as np
-from fastcore.basics import patch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from .compat import Unpickler
 from .io_utils import InputError, RunError, cache_dir, read_bytes_of, sync_descriptor
@@ -45,20 +44,17 @@ class TokenWriter:
             with _naming(self.path(shard)): self.file.write(a[:k].tobytes())
             self.n += k; a = a[k:]
 
-# %% ../nbs/03d_token_files.ipynb #55db7727
-@patch
-def sync(self: TokenWriter):
-    "Wait until what was written is on the disk"
-    if not self.file or self.file.closed: return
-    with _naming(self.file.name): self.file.flush(); sync_descriptor(self.file.fileno())
+    def sync(self):
+        "Wait until what was written is on the disk"
+        if not self.file or self.file.closed: return
+        with _naming(self.file.name): self.file.flush(); sync_descriptor(self.file.fileno())
 
-@patch
-def close(self: TokenWriter):
-    "Wait for the disk, and close the file, also where the disk is full"
-    try: self.sync()
-    finally:
-        with suppress(OSError): # `sync` has raised it
-            if self.file: self.file.close()
+    def close(self):
+        "Wait for the disk, and close the file, also where the disk is full"
+        try: self.sync()
+        finally:
+            with suppress(OSError): # `sync` has raised it
+                if self.file: self.file.close()
 
 # %% ../nbs/03d_token_files.ipynb #tokf0017
 WIDTHS = dict(uint8=1, int16=2, uint16=2, int32=4, uint32=4, int64=8, uint64=8)  # bytes
@@ -262,6 +258,17 @@ def _read_tokens(file, opened, lo, n): # a `TokenFile`, its `_Opened`, first tok
                             f"before token {lo + n:,}; bring the whole file back")
     return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), file.dtype)
 
+# %% ../nbs/03d_token_files.ipynb #c94d2a15
+_ALWAYS = 2**27         # bytes that are read at every start
+
+def _marker(file, vocab): # a `TokenFile`
+    "The file in the cache that is there when these tokens were looked at; None without a cache"
+    s = file.path.stat()
+    key = [str(file.path.resolve()), s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns, file.dtype.name,
+           vocab, file.sha256]
+    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
+    with suppress(OSError): return cache_dir()/"checked"/name
+
 # %% ../nbs/03d_token_files.ipynb #1691be10
 class Shards:
     "Tokens of several files, read when asked for and seen as one array: `len`, slices, `rows`, `part`"
@@ -283,105 +290,78 @@ class Shards:
     def __len__(self): return self.hi - self.lo
     def __repr__(self): return f"Shards({self.in_words()}, a vocabulary of {self.vocab})"
 
-# %% ../nbs/03d_token_files.ipynb #tokf0040
-@patch
-def find_ends(self: Shards):
-    "Find where each file ends. Raises `InputError` where they don't have one width"
-    self.ends = np.cumsum([len(f) for f in self.files])
-    self.lo, self.hi = 0, int(self.ends[-1])
-    self.paths, self.dtype = [f.path for f in self.files], self.files[0].dtype
-    if len({f.dtype for f in self.files}) == 1: return
-    widths = ", ".join(f"{f.path.name} {f.dtype.name}" for f in self.files[:8])
-    raise InputError(f"not all of the tokens have one width: {widths}; {_WIDTH}")
+    def find_ends(self):
+        "Find where each file ends. Raises `InputError` where they don't have one width"
+        self.ends = np.cumsum([len(f) for f in self.files])
+        self.lo, self.hi = 0, int(self.ends[-1])
+        self.paths, self.dtype = [f.path for f in self.files], self.files[0].dtype
+        if len({f.dtype for f in self.files}) == 1: return
+        widths = ", ".join(f"{f.path.name} {f.dtype.name}" for f in self.files[:8])
+        raise InputError(f"not all of the tokens have one width: {widths}; {_WIDTH}")
 
-# %% ../nbs/03d_token_files.ipynb #d40222dd
-@patch
-def part(self: Shards, lo, hi):
-    "Return the tokens `lo` to `hi` as `Shards`"
-    res = copy(self)
-    res.lo, res.hi = self.lo + lo, self.lo + min(hi, len(self))
-    return res
+    def part(self, lo, hi):
+        "Return the tokens `lo` to `hi` as `Shards`"
+        res = copy(self)
+        res.lo, res.hi = self.lo + lo, self.lo + min(hi, len(self))
+        return res
 
-# %% ../nbs/03d_token_files.ipynb #tokf0083c
-@patch
-def in_words(self: Shards):
-    "Return in words what was read: how many tokens, of which type, and from which files"
-    more = len(self.paths) - 1
-    return (f"{len(self):,} {self.dtype.name} tokens from {self.paths[0].name}"
-            + f" and {more:,} more file{'s'*(more > 1)}"*(more > 0))
+    def in_words(self):
+        "Return in words what was read: how many tokens, of which type, and from which files"
+        more = len(self.paths) - 1
+        return (f"{len(self):,} {self.dtype.name} tokens from {self.paths[0].name}"
+                + f" and {more:,} more file{'s'*(more > 1)}"*(more > 0))
 
-# %% ../nbs/03d_token_files.ipynb #dd7f5694
-@patch
-def locate(self: Shards, i):
-    "Return the number of the file that holds token `i`, and the token's position in it"
-    k = int(np.searchsorted(self.ends, self.lo + i, side="right"))
-    return k, self.lo + i - (int(self.ends[k-1]) if k else 0)
+    def locate(self, i):
+        "Return the number of the file that holds token `i`, and the token's position in it"
+        k = int(np.searchsorted(self.ends, self.lo + i, side="right"))
+        return k, self.lo + i - (int(self.ends[k-1]) if k else 0)
 
-# %% ../nbs/03d_token_files.ipynb #tokf0079
-@patch
-def __getitem__(self: Shards, s: slice):
-    "Tokens of a slice with step 1 as a 1-d array that can't be changed"
-    lo, hi, _ = s.indices(len(self))
-    if lo >= hi: return np.empty(0, self.dtype)
-    k, pos = self.locate(lo)
-    out, left = [], hi - lo
-    while left:
-        n = min(left, len(self.files[k]) - pos)
-        if n: out.append(_read_tokens(self.files[k], self.opened(self.files[k]), pos, n))
-        k, pos, left = k + 1, 0, left - n
-    return out[0] if len(out) == 1 else np.concatenate(out)
+    def __getitem__(self, s: slice):
+        "Tokens of a slice with step 1 as a 1-d array that can't be changed"
+        lo, hi, _ = s.indices(len(self))
+        if lo >= hi: return np.empty(0, self.dtype)
+        k, pos = self.locate(lo)
+        out, left = [], hi - lo
+        while left:
+            n = min(left, len(self.files[k]) - pos)
+            if n: out.append(_read_tokens(self.files[k], self.opened(self.files[k]), pos, n))
+            k, pos, left = k + 1, 0, left - n
+        return out[0] if len(out) == 1 else np.concatenate(out)
 
-# %% ../nbs/03d_token_files.ipynb #0f70d398
-@patch
-def rows(self: Shards, starts, n):
-    "Return tokens `starts[i] : starts[i]+n`, (len(starts), n). Raises ValueError for one outside `vocab`."
-    w = np.stack([self[s:s+n] for s in starts])
-    if w.max() >= self.vocab:
-        r, c = np.argwhere(w >= self.vocab)[0]
-        k, pos = self.locate(int(starts[r]) + int(c))
-        raise InputError(f"{self.paths[k]}: token {w[r,c]} at position {pos} is outside the vocabulary of "
-                         f"{self.vocab} (0 to {self.vocab-1}). Was it made with another tokenizer, or in "
-                         "another integer type? Give the right vocabulary, or tokenize the text again.")
-    return w
+    def rows(self, starts, n):
+        "Return tokens `starts[i] : starts[i]+n`, (len(starts), n). Raises ValueError for any outside `vocab`"
+        w = np.stack([self[s:s+n] for s in starts])
+        if w.max() >= self.vocab:
+            r, c = np.argwhere(w >= self.vocab)[0]
+            k, pos = self.locate(int(starts[r]) + int(c))
+            raise InputError(f"{self.paths[k]}: token {w[r,c]} at position {pos} is outside the vocabulary "
+                             f"of {self.vocab} (0 to {self.vocab-1}). Was it made with another tokenizer, or "
+                             "in another integer type? Give the right vocabulary, or tokenize the text again.")
+        return w
 
-# %% ../nbs/03d_token_files.ipynb #c94d2a15
-_ALWAYS = 2**27         # bytes that are read at every start
+    def check_file(self, k, n=2**22): # number of a file, tokens to look at together
+        "Look at every token of a file. `InputError` for one outside `vocab`, or a bit that has changed"
+        file, whole, digest = self.files[k], copy(self), hashlib.sha256()
+        whole.lo, whole.hi = int(self.ends[k]) - len(file), int(self.ends[k])
+        with open(file.path, "rb") as f: digest.update(f.read(file.start))
+        for lo in range(0, len(file), n):
+            tokens = whole.rows([lo], min(n, len(file) - lo))
+            if file.sha256: digest.update(tokens)
+        if file.sha256 not in ("", digest.hexdigest()): raise InputError(
+            f"{file.path} doesn't match the sum in meta.json: its bits have changed since it was written. "
+            "Copy it again, or make these tokens again (speedrun_data)")
 
-def _marker(file, vocab): # a `TokenFile`
-    "The file in the cache that is there when these tokens were looked at; None without a cache"
-    s = file.path.stat()
-    key = [str(file.path.resolve()), s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns, file.dtype.name,
-           vocab, file.sha256]
-    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
-    with suppress(OSError): return cache_dir()/"checked"/name
-
-# %% ../nbs/03d_token_files.ipynb #tokf0045
-@patch
-def check_file(self: Shards, k, n=2**22): # number of a file, tokens to look at together
-    "Look at every token of a file. `InputError` if one is outside `vocab`, or a bit isn't as it was written"
-    file, whole, digest = self.files[k], copy(self), hashlib.sha256()
-    whole.lo, whole.hi = int(self.ends[k]) - len(file), int(self.ends[k])
-    with open(file.path, "rb") as f: digest.update(f.read(file.start))
-    for lo in range(0, len(file), n):
-        tokens = whole.rows([lo], min(n, len(file) - lo))
-        if file.sha256: digest.update(tokens)
-    if file.sha256 not in ("", digest.hexdigest()): raise InputError(
-        f"{file.path} doesn't match the sum in meta.json: its bits have changed since it was written. Copy "
-        "it again, or make these tokens again (speedrun_data)")
-
-# %% ../nbs/03d_token_files.ipynb #fe2dd347
-@patch
-def check(self: Shards):
-    "Look at every token of the files; of large ones, once in their life. Raises as `check_file` does"
-    parts = [(k, f) for k, (f, end) in enumerate(zip(self.files, self.ends.tolist()))
-             if end > self.lo and end - len(f) < self.hi]       # others have nothing in this part
-    large = sum(len(f)*f.dtype.itemsize for _, f in parts) > _ALWAYS
-    for k, f in parts:
-        marker = _marker(f, self.vocab) if large else None
-        if marker and marker.exists(): continue
-        self.check_file(k)
-        with suppress(OSError):                 # a cache that can't be written costs time, and nothing else
-            if marker: marker.parent.mkdir(exist_ok=True); marker.touch()
+    def check(self):
+        "Look at every token of the files; of large ones, once in their life. Raises as `check_file` does"
+        parts = [(k, f) for k, (f, end) in enumerate(zip(self.files, self.ends.tolist()))
+                 if end > self.lo and end - len(f) < self.hi]       # others have nothing in this part
+        large = sum(len(f)*f.dtype.itemsize for _, f in parts) > _ALWAYS
+        for k, f in parts:
+            marker = _marker(f, self.vocab) if large else None
+            if marker and marker.exists(): continue
+            self.check_file(k)
+            with suppress(OSError):             # a cache that can't be written costs time, and nothing else
+                if marker: marker.parent.mkdir(exist_ok=True); marker.touch()
 
 # %% ../nbs/03d_token_files.ipynb #841e985f
 def named_as_tokens(path): # a `Path`
