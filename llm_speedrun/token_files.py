@@ -336,7 +336,8 @@ class Shards:
             k, pos = self.locate(int(starts[r]) + int(c))
             raise InputError(f"{self.paths[k]}: token {w[r,c]} at position {pos} is outside the vocabulary "
                              f"of {self.vocab} (0 to {self.vocab-1}). Was it made with another tokenizer, or "
-                             "in another integer type? Give the right vocabulary, or tokenize the text again.")
+                             "in another integer type? Give the right vocabulary, or tokenize the text "
+                             "again.")
         return w
 
     def check_file(self, k, n=2**22): # number of a file, tokens to look at together
