@@ -26,7 +26,7 @@ from ..data import Batches, prefetch
 from ..corpus import digest_pieces, is_held_out, parcels, text_digest
 
 # %% ../../nbs/39_loader.ipynb #7cc04bf3
-class RankBatches(Batches):
+class DistributedBatches(Batches):
     "One rank's rows of each global batch: those of all ranks together are `batches[i]`"
     def __init__(self, batches: Batches, # of the whole step
                  rank=0, # 0 to world-1
@@ -344,12 +344,12 @@ def lanes_for(rows, # sequences in a step
     "Return a new stream's lanes: one for one process, else two each, or one where two don't divide a step"
     return 2*n if n > 1 and rows % (2*n) == 0 else n
 
-def shares_of(batches, # `Batches`, `MixedBatches` or `StreamBatches` of the whole step
+def shard_batches(batches, # `Batches`, `MixedBatches` or `StreamBatches` of the whole step
               world): # a `World`
     "Return this process's rows of batches, by its rank in `dp`. Ranks along `tp` get the same ones"
     place, n = world.rank_and_size("dp")
     if isinstance(batches, StreamBatches): return LaneBatches(batches, place, n, lanes_for(batches.batch, n))
-    return batches if n == 1 else RankBatches(batches, place, n)
+    return batches if n == 1 else DistributedBatches(batches, place, n)
 
 # %% ../../nbs/39_loader.ipynb #88e57dbd
 def _busy(seconds, gpu):
