@@ -124,7 +124,7 @@ def test_mixtures_keep_their_order(corpus):
     "As each row was looked up alone"
     from llm_speedrun.train.loader import mixed_row
     mix = made(corpus)["a mixture"]()
-    decks = [Batches(s, 1, 32, seed=d.seed) for s, d in zip((corpus.train, corpus.val), mix.decks)]
+    decks = [Batches(s, 1, 32, seed=d.seed) for s, d in zip((corpus.train, corpus.val), mix.shuffled_sources)]
     for i in (0, 3, mix.per_epoch - 1, mix.per_epoch, 3*mix.per_epoch + 1):
         rows = (mixed_row(n, mix.parts) for n in range(i*12, (i + 1)*12))
         assert mix.starts(i).tolist() == [mix.bases[s] + int(decks[s].starts(j)[0]) for s, j in rows]
