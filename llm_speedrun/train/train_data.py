@@ -171,7 +171,7 @@ def state(self:TrainData, done): # steps so far
     return stream and joined_lanes(stream)
 
 @patch
-def go_on(self:TrainData, state, done): # as `state` returned it, the steps of its checkpoint
+def seek(self:TrainData, state, done): # as `state` returned it, the steps of its checkpoint
     "Continue the batches after `done` steps"
     if done == self.first_step: return # at its beginning
     if self.cfg.stream: self.batches.load_state_dict(state)
