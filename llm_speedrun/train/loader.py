@@ -9,7 +9,6 @@ __all__ = ['loader_wait']
 import math, time
 from collections import deque
 from copy import copy
-from functools import partial
 from itertools import chain, islice
 from typing import Annotated
 import msgspec, numpy as np, torch
@@ -110,10 +109,7 @@ def one_side(source, # () -> iterator of documents
              val_frac=.05, # share of the documents held out
             ): # () -> iterator of documents
     "Return the source with the documents of one split only, by the rule of `write_shards`"
-    return partial(_one_side, source, held_out, val_frac)
-
-def _one_side(source, held_out, val_frac):
-    return (t for t in source() if is_held_out(t, val_frac) == held_out)
+    return lambda: (t for t in source() if is_held_out(t, val_frac) == held_out)
 
 # %% ../../nbs/39_loader.ipynb #3a3246b4
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
