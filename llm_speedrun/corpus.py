@@ -199,14 +199,6 @@ def hold_out_tail(folder, writers, spec): # a `CorpusSpec`
     for p in old: p.unlink()
     return new
 
-# %% ../nbs/03e_corpus.ipynb #6612c157
-def _sweep(folder):
-    "Remove what killed processes left unfinished in `folder`"
-    for part in [p.parent for p in folder.glob(".*.part/.lock")]:
-        with suppress(RunError):        # its process is alive
-            lock = hold(part, "this corpus")
-            shutil.rmtree(part, ignore_errors=True); lock.release()
-
 # %% ../nbs/03e_corpus.ipynb #19ac4d24
 @contextmanager
 def _new_folder(folder):
@@ -215,7 +207,11 @@ def _new_folder(folder):
     exists = FileExistsError(f"{folder} exists already and is left as it is; name another, or delete it")
     if folder.exists(): raise exists
     tmp = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
-    _sweep(folder.parent); lock = hold(tmp, "this corpus")
+    for part in [p.parent for p in folder.parent.glob(".*.part/.lock")]:
+        with suppress(RunError):        # it is left as it is where its process is alive
+            lock = hold(part, "this corpus")
+            shutil.rmtree(part, ignore_errors=True); lock.release()
+    lock = hold(tmp, "this corpus")
     try:
         yield tmp
         lock.release(); (tmp/".lock").unlink(missing_ok=True)
@@ -315,28 +311,15 @@ def _check_tokenizer(where, tokenizer, vocab, eot, exact):
         raise InputError(f"{where}: the tokenizer has {n:,} tokens, and {end} ends a text; the data is said "
                          f"to have {vocab:,} and {eot}: they don't belong together")
 
-# %% ../nbs/03e_corpus.ipynb #tokf0021
-def _check_holds_tokens(path):
-    "Raise `InputError` if a .bin file seems to hold something else than tokens"
-    what = seems(path) if path.is_file() else None
-    if what not in (None, "a numpy array"):
-        raise InputError(f"{path} is called .bin, and seems to be {what}, not tokens: unpack it, or give it "
-                         "the suffix of what it is")
-
-# %% ../nbs/03e_corpus.ipynb #84cf17ea
-def _tokenizer_beside(folder, vocab):
-    "Return the tokenizer next to tokens, and the vocabulary: as given, its own, or that of `meta.pkl`"
-    if tok := tokenizer_of(folder): return tok, vocab or vocabulary_size(tok)
-    if vocab or not (folder/"meta.pkl").exists(): return None, vocab
-    c = read_characters(folder/"meta.pkl")
-    return character_tokenizer(c), c.vocab_size
-
 # %% ../nbs/03e_corpus.ipynb #tokf0024b
 def _said_of(folder, vocab):
     "Return what a folder states about its tokens, a `Meta`, and its tokenizer or None"
     meta = read_json(folder/"meta.json", Meta) if (folder/"meta.json").exists() else Meta()
-    exact = meta.vocab is not None
-    tok, meta.vocab = _tokenizer_beside(folder, meta.vocab or vocab)
+    exact, tok, meta.vocab = meta.vocab is not None, tokenizer_of(folder), meta.vocab or vocab
+    if tok: meta.vocab = meta.vocab or vocabulary_size(tok)
+    elif not meta.vocab and (folder/"meta.pkl").exists():
+        c = read_characters(folder/"meta.pkl")
+        tok, meta.vocab = character_tokenizer(c), c.vocab_size
     if meta.eot is msgspec.UNSET:
         gpt2 = not tok and GPT2_VOCAB <= (meta.vocab or GPT2_VOCAB) <= 50304      # padded, at most
         meta.eot = GPT2_EOT if gpt2 else end_of_text(tok) if tok else None
@@ -351,7 +334,11 @@ def _split_files(path):
     trains, vals = [path], token_files(folder, "val") if both else []
     if path.is_dir():
         trains = token_files(path, "train") or [p for p in all_token_files(path) if p not in vals]
-    for p in (*trains, *vals): _check_holds_tokens(p)
+    for p in (*trains, *vals):
+        what = seems(p) if p.is_file() else None
+        if what not in (None, "a numpy array"):
+            raise InputError(f"{p} is called .bin, and seems to be {what}, not tokens: unpack it, or give it "
+                             "the suffix of what it is")
     return trains, vals, folder, both
 
 # %% ../nbs/03e_corpus.ipynb #d9423760
@@ -488,17 +475,13 @@ def open_corpus(
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
     if not (_holds_tokens(path) if path.is_dir() else named_as_tokens(path)):
         return _open_text(path, *how, text_key)
-    c = _with_tokenizer(_open_shards(path, vocab), tokenizer, path)
+    c = _open_shards(path, vocab)
+    if tokenizer: # it must be the one that the tokens were made with
+        if not c.tokenizer: _check_tokenizer(path, tokenizer, c.vocab, c.eot, False)
+        elif tokenizer_hash(tokenizer) != tokenizer_hash(c.tokenizer): raise InputError(
+            f"{path} was tokenized with another tokenizer: the same numbers mean other text")
+        c = replace(c, tokenizer=tokenizer)
     return replace(c, train=c.train.part(0, max_tokens)) if max_tokens else c
-
-# %% ../nbs/03e_corpus.ipynb #8507a1c9
-def _with_tokenizer(corpus, tokenizer, path):
-    "Return the corpus with that tokenizer, if one is given. Raises `InputError` if it has another"
-    if not tokenizer: return corpus
-    if not corpus.tokenizer: _check_tokenizer(path, tokenizer, corpus.vocab, corpus.eot, False)
-    elif tokenizer_hash(tokenizer) != tokenizer_hash(corpus.tokenizer):
-        raise InputError(f"{path} was tokenized with another tokenizer: the same numbers mean other text")
-    return replace(corpus, tokenizer=tokenizer)
 
 # %% ../nbs/03e_corpus.ipynb #03key001
 def check_text_key(names, text_key): # each name as `open_corpus` takes it

@@ -94,11 +94,6 @@ class Batches:
         return tuple(torch.from_numpy(o.astype(np.int64)) for o in (w[:, :-1], w[:, 1:]))
 
 # %% ../nbs/03_data.ipynb #d433ae50
-def _tried(f):
-    "What `f` returns and None, or None and its error"
-    try: return f(), None
-    except BaseException as e: return None, e
-
 def _answers(asked, ready, stopped):
     "What comes out of the queue `ready`, the next one asked for at once, until `stopped()`"
     while not stopped():
@@ -114,7 +109,9 @@ def _one_ahead(f, stopped):
     "An endless iterator of what `f` returns, called in a thread and one call ahead, until `stopped()`"
     asked, ready = SimpleQueue(), SimpleQueue()
     def work():
-        while asked.get(): ready.put(_tried(f))
+        while asked.get():
+            try: ready.put((f(), None))
+            except BaseException as e: ready.put((None, e))
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start(); asked.put(True)
     try: yield _answers(asked, ready, stopped)
@@ -183,16 +180,6 @@ def _unigram(corpus, n):
     return c / c.sum()
 
 # %% ../nbs/03_data.ipynb #9221deeb
-def _pair_counts(corpus, n, x, y, V): # tokens, and those that follow them
-    "How often each pair (x, y) occurs in what is counted, and how often each x does before any token"
-    both = before = 0.
-    for t, often in _counted(corpus, n):
-        pairs, seen = np.unique(t[:-1]*V + t[1:], return_counts=True)
-        i = np.searchsorted(pairs, x*V + y).clip(max=len(pairs) - 1)
-        both = both + often*np.where(pairs[i] == x*V + y, seen[i], 0)
-        before = before + often*np.bincount(t[:-1], minlength=V)[x]
-    return both, before
-
 def bigram_loss(
     corpus,             # its training tokens are counted; or a mixture: pairs of corpus and weight
     batches,            # validation batches (x, y)
@@ -202,5 +189,10 @@ def bigram_loss(
     "Return the loss of a smoothed bigram table: what can be learned from the previous token alone."
     p1 = _unigram(corpus, n)
     x, y = (torch.cat([b[j].flatten() for b in batches]).numpy() for j in (0, 1))
-    nab, na = _pair_counts(corpus, n, x, y, len(p1))
+    nab = na = 0.                       # how often each pair (x, y) occurs, and each x before any token
+    for t, often in _counted(corpus, n):
+        pairs, seen = np.unique(t[:-1]*len(p1) + t[1:], return_counts=True)
+        i = np.searchsorted(pairs, x*len(p1) + y).clip(max=len(pairs) - 1)
+        nab = nab + often*np.where(pairs[i] == x*len(p1) + y, seen[i], 0)
+        na = na + often*np.bincount(t[:-1], minlength=len(p1))[x]
     return float(-np.log((nab + k*p1[y]) / (na + k)).mean())

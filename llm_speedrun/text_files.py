@@ -313,26 +313,23 @@ def _check_column(where, types, key): # name -> Arrow type
     if not (t.is_string(kind) or t.is_large_string(kind) or getattr(t, "is_string_view", t.is_string)(kind)):
         raise InputError(f"{where}: column {key!r} holds {types[key]}, not text; {_NAME_IT}")
 
-# %% ../nbs/03b_text_files.ipynb #03bt0062
-def _batches(path, format, key):
-    "The column, some hundred rows at a time"
-    import pyarrow as pa, pyarrow.parquet as pq
-    f = pq.ParquetFile(path) if format == "Parquet" else pa.memory_map(str(path))
-    if format == "Arrow":
-        with open(path, "rb") as raw: is_file = raw.read(6) == b"ARROW1"
-        f = pa.ipc.open_file(f) if is_file else pa.ipc.open_stream(f)
-    schema = f.schema_arrow if format == "Parquet" else f.schema
-    _check_column(path, {o.name: o.type for o in schema}, key)
-    if format == "Parquet": yield from (rows.column(0) for rows in f.iter_batches(256, columns=[key]))
-    elif is_file: yield from (f.get_batch(i).column(key) for i in range(f.num_record_batches))
-    else: yield from (rows.column(key) for rows in f)
-
 # %% ../nbs/03b_text_files.ipynb #03bt0063
 def _read_table(source, key, format): # "Parquet" or "Arrow"
-    import pyarrow as pa
+    "Yield the column, some hundred rows at a time"
+    import pyarrow as pa, pyarrow.parquet as pq
     if not source.path: raise InputError(f"{source.where} is {format} in a packed file: {_UNPACK}")
     try:
-        for column in _batches(source.path, format, key):
+        if format == "Parquet":
+            f = pq.ParquetFile(source.path)
+            schema, columns = f.schema_arrow, (rows.column(0) for rows in f.iter_batches(256, columns=[key]))
+        elif source.head(6) == b"ARROW1":
+            f = pa.ipc.open_file(pa.memory_map(str(source.path)))
+            schema, columns = f.schema, (f.get_batch(i).column(key) for i in range(f.num_record_batches))
+        else:
+            f = pa.ipc.open_stream(pa.memory_map(str(source.path)))
+            schema, columns = f.schema, (rows.column(key) for rows in f)
+        _check_column(source.path, {o.name: o.type for o in schema}, key)
+        for column in columns:
             for text in column.to_pylist(): yield text or None
     except UnicodeDecodeError as e: raise InputError(f"{source.where}: {key!r} is not UTF-8: {e}") from e
     except (OSError, pa.ArrowException) as e:
@@ -504,11 +501,23 @@ def _is_one_document(path, key):
     try: return all(json_kind(s, key) in ("document", None) for s in sources)
     except (InputError, OSError): return False              # its reader says what is wrong
 
-# %% ../nbs/03b_text_files.ipynb #03bt0078
-def _kept(folder, key, report):
-    names, seen = {}, set()
-    for p, real in sorted(_walk(folder, report), key=lambda o: o[0].is_symlink()):      # links last
-        n, real = os.path.relpath(p, folder), os.path.realpath(p) if p.is_symlink() else real
+# %% ../nbs/03b_text_files.ipynb #03bt0080
+def document_files(
+    path,               # a file or a folder
+    text_key="text",    # the key or column that holds the text
+    report=None,        # a `ReadReport`, which notes what is left out
+) -> list[Path]:        # sorted
+    "Return the document files at `path`: itself, or all below it. Raises FileNotFoundError, or InputError"
+    path, report = Path(path).expanduser(), ReadReport() if report is None else report
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder; check the path (this is {Path.cwd()})")
+    if path.is_file(): return [path]
+    if not path.is_dir():
+        raise InputError(f"{path} is neither a file nor a folder, and text is read more than once: write "
+                         "what comes out of it to a file, and give that")
+    names, seen, res = {}, set(), []
+    for p, real in sorted(_walk(path, report), key=lambda o: o[0].is_symlink()):        # links last
+        n, real = os.path.relpath(p, path), os.path.realpath(p) if p.is_symlink() else real
         if real in seen: report.skipped[n] = "linked twice"
         else: names[n] = p
         seen.add(real)
@@ -517,24 +526,9 @@ def _kept(folder, key, report):
             raise InputError(f"{p} is a link to {os.readlink(p)}, which isn't there: bring it back, or "
                              "delete the link")
         if not p.is_file(): report.skipped[n] = "not a regular file"
-        elif file_kind(n) == ".json" and _is_one_document(p, key): report.skipped[n] = "one JSON document"
-        else: yield p
-
-# %% ../nbs/03b_text_files.ipynb #03bt0080
-def document_files(
-    path,               # a file or a folder
-    text_key="text",    # the key or column that holds the text
-    report=None,        # a `ReadReport`, which notes what is left out
-) -> list[Path]:        # sorted
-    "Return the document files at `path`: itself, or all below it. Raises FileNotFoundError, or InputError"
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder; check the path (this is {Path.cwd()})")
-    if path.is_file(): return [path]
-    if not path.is_dir():
-        raise InputError(f"{path} is neither a file nor a folder, and text is read more than once: write "
-                         "what comes out of it to a file, and give that")
-    return [*_kept(path, text_key, ReadReport() if report is None else report)]
+        elif file_kind(n) != ".json" or not _is_one_document(p, text_key): res.append(p)
+        else: report.skipped[n] = "one JSON document"
+    return res
 
 # %% ../nbs/03b_text_files.ipynb #ce7b29fd
 def _file_documents(source, f, key, report):

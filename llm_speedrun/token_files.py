@@ -167,14 +167,6 @@ def _seems_wider(sample, width): # bytes; of a token
 # %% ../nbs/03d_token_files.ipynb #tokfhead1
 _HEAD = 4104        # bytes that an unknown header may take, a multiple of 24
 
-def _width_of(path, sample):
-    "Bytes of a token. Raises `InputError` where the file seems to have a header"
-    width, rest = (next((2*w for w in (4, 2) if _seems_wider(o, w)), 2) for o in (sample, sample[_HEAD:]))
-    if len(sample) <= 2*_HEAD or width == rest: return width
-    raise InputError(
-        f"{path} seems to have a header that we don't know: its first bytes aren't of {rest}-byte tokens, "
-        f"and what follows is; {_WRITE}")
-
 # %% ../nbs/03d_token_files.ipynb #tokf0030
 def _by_bytes(path, size):
     "The same by which bytes are used. Raises `InputError` where that is no integer type we know"
@@ -187,16 +179,11 @@ def _by_bytes(path, size):
              _never(a[4:].max(), *a[:4]))
     if any(wrong): raise InputError(
         f"{path} seems to be big-endian, or of floating-point numbers; {_WRITE}")
-    return np.dtype(f"<u{_width_of(path, sample)}"), 0
-
-# %% ../nbs/03d_token_files.ipynb #tokf0031b
-def _from_header(path, head, size, dtype):
-    "Type and first byte of the tokens by one of these headers, or None. `InputError` if it isn't `dtype`"
-    found = (f(path, head, size) for f in (_llmc_header, _npy_header, _other_header, _megatron_index))
-    res = next(filter(None, found), None)
-    if not res or not dtype or res[0] == _unsigned(dtype): return res
-    raise InputError(f"{path} has a header of tokens of {res[0].itemsize} bytes, and they are said to be "
-                     f"{dtype}; {_WIDTH}")
+    width, rest = (next((2*w for w in (4, 2) if _seems_wider(o, w)), 2) for o in (sample, sample[_HEAD:]))
+    if width == rest or len(sample) <= 2*_HEAD: return np.dtype(f"<u{width}"), 0
+    raise InputError(
+        f"{path} seems to have a header that we don't know: its first bytes aren't of {rest}-byte tokens, "
+        f"and what follows is; {_WRITE}")
 
 # %% ../nbs/03d_token_files.ipynb #tokf0032
 def token_file(
@@ -211,8 +198,11 @@ def token_file(
     with open(path, "rb") as f: head, stat = f.read(4096), os.fstat(f.fileno())
     if not (size := stat.st_size): raise InputError(f"{path} is empty: 0 bytes, so no tokens; write it again")
     if size < 512: dtype = dtype or like
-    bare = lambda: (_unsigned(dtype), 0) if dtype else _by_bytes(path, size)
-    kind, start = _from_header(path, head, size, dtype) or bare()
+    found = (f(path, head, size) for f in (_llmc_header, _npy_header, _other_header, _megatron_index))
+    if (header := next(filter(None, found), None)) and dtype and header[0] != _unsigned(dtype):
+        raise InputError(f"{path} has a header of tokens of {header[0].itemsize} bytes, and they are said to "
+                         f"be {dtype}; {_WIDTH}")
+    kind, start = header or ((_unsigned(dtype), 0) if dtype else _by_bytes(path, size))
     n, rest = divmod(size - start, kind.itemsize)
     if not n: raise InputError(f"{path} has no tokens in it; write it again")
     if rest: raise InputError(f"{path} has {size} bytes, no multiple of a {kind.name} token's "
@@ -454,17 +444,12 @@ def character_tokenizer(c) -> Tokenizer | None: # a `Characters`
     tok.decoder = decoders.Fuse()               # nothing between the characters
     return tok
 
-# %% ../nbs/03d_token_files.ipynb #tokfhigh
-def _highest(shards, n=64, size=2**12):
-    "The highest of the first tokens, which may be a header, and the highest seen of the others"
-    begin = min(256, len(shards)//2)
-    starts = np.linspace(begin, max(begin, len(shards) - size), n).astype(int).tolist()
-    return int(shards[:max(1, begin)].max()), max(int(shards[s:s+size].max()) for s in starts)
-
 # %% ../nbs/03d_token_files.ipynb #tokf0062
 def check_gpt2(shards):
     "Raise `InputError` if tokens without a stated vocabulary can't be GPT-2's, or hardly are"
-    first, rest = _highest(shards)
+    begin = min(256, len(shards)//2)        # a header would be here
+    starts = np.linspace(begin, max(begin, len(shards) - 2**12), 64).astype(int).tolist()
+    first, rest = int(shards[:max(1, begin)].max()), max(int(shards[s:s+2**12].max()) for s in starts)
     if GPT2_VOCAB//2 <= (top := max(first, rest)) < GPT2_VOCAB: return
     if first > max(2*rest, 2000): raise InputError(
         f"{shards.source} begins with the number {first:,}, and no other is above {rest:,}: is that a "

@@ -26,12 +26,6 @@ def prepare_tokenizer(tokenizer): # changed, and returned
 # %% ../nbs/03c_tokenizer.ipynb #03ct0009
 _CONFIG = "tokenizer_config.json"
 
-def _named_tokens(path):
-    "The end token and the pad token that `tokenizer_config.json` names, each a name or None"
-    about = read_json(path, dict) if path.exists() else {}
-    names = (about.get(k) for k in ("eos_token", "pad_token"))
-    return [o.get("content") if isinstance(o, dict) else o for o in names]
-
 def end_of_text(tokenizer):
     "Return the id of the token that ends a text, or None"
     return tokenizer.token_to_id(getattr(tokenizer, "end", EOT))
@@ -46,7 +40,10 @@ def parse_tokenizer(text, where): # of a `tokenizer.json`, and what to call it
 def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
     "Read the tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file without one"
     tokenizer = parse_tokenizer(read_text_of(path, most=2**28), path)
-    for k, name in zip(("end", "pad"), _named_tokens(Path(path).with_name(_CONFIG))):
+    config = Path(path).with_name(_CONFIG)
+    about = read_json(config, dict) if config.exists() else {}
+    for k, name in dict(end=about.get("eos_token"), pad=about.get("pad_token")).items():
+        if isinstance(name, dict): name = name.get("content")
         if isinstance(name, str) and tokenizer.token_to_id(name) is not None: setattr(tokenizer, k, name)
     return tokenizer
 

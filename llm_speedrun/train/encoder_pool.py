@@ -108,14 +108,10 @@ class Worker:
             self.send(texts)
             return pickle.load(self.process.stdout)
         except (OSError, EOFError, ValueError, pickle.UnpicklingError) as e:
-            raise RunError(self.exit_reason()) from e
-
-    def exit_reason(self):
-        "Describe how the process exited"
-        code = self.process.wait(10)
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        hint = ", as happens when memory runs out: let fewer of them run" if code == -9 else ""
-        return f"tokenizing process {self.process.pid} {how}{hint}"
+            code = self.process.wait(10)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            hint = ", as happens when memory runs out: let fewer of them run" if code == -9 else ""
+            raise RunError(f"tokenizing process {self.process.pid} {how}{hint}") from e
 
     def close(self):
         "End the process, also while a thread waits for it"

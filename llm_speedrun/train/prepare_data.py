@@ -219,12 +219,6 @@ def _refuse(c): # a `DataOptions`
     check_sizes(c.val_frac, 1, None)
     check_writable(Path(c.out).expanduser())
 
-def _origin(c, tok): # a `DataOptions`, the tokenizer
-    "What `meta.json` says of where the text and the tokenizer come from"
-    n = vocabulary_size(tok)
-    trained = c.vocab and (f"{n}" if n == c.vocab else f"{n} ({c.vocab} asked for)")
-    return f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or trained or 'default'}"
-
 # %% ../../nbs/38_prepare_data.ipynb #38d735a6
 def make_corpus(c): # a `DataOptions`
     "Run `speedrun_data`"
@@ -232,7 +226,10 @@ def make_corpus(c): # a `DataOptions`
     path, source = Path(c.out).expanduser().absolute(), document_source(c.data, c.text_key)
     tok = _tokenizer_for(c.tokenizer, c.data, source, c.vocab, path)
     if c.end_token: set_end_token(tok, c.end_token)
-    about = dict(source=_origin(c, tok), val_frac=c.val_frac, max_tokens=c.max_tokens or None,
+    n = vocabulary_size(tok)
+    trained = c.vocab and (f"{n}" if n == c.vocab else f"{n} ({c.vocab} asked for)")
+    origin = f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or trained or 'default'}"
+    about = dict(source=origin, val_frac=c.val_frac, max_tokens=c.max_tokens or None,
                  workers=c.workers or None)
     with tqdm(total=_characters(c.data, c.text_key), unit="char", unit_scale=True, dynamic_ncols=True,
               desc="tokenizing") as bar:
