@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
-import msgspec, numpy as np
+import msgspec
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
