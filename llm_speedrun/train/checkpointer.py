@@ -129,7 +129,7 @@ def restore(self:Checkpointer, found): # a `FoundCheckpoint`
         scaler = self.stepper.scaler
         if state.scaler and scaler.is_enabled(): scaler.load_state_dict(state.scaler)
         self.load_rungs(state.rungs)
-        self.data.go_on(state.stream, step)
+        self.data.seek(state.stream, step)
         set_rng_states(state.rng, self.world.size == 1)
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp012
