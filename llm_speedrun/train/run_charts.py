@@ -11,7 +11,6 @@ import io, math, re, sys, time, warnings
 from contextlib import contextmanager
 from itertools import cycle
 import numpy as np
-from fastcore.basics import patch
 
 # %% ../../nbs/34a_run_charts.ipynb #0b9352ba
 def points(rows, # of `metrics.jsonl`
@@ -111,20 +110,18 @@ class LivePlot:
         self.title, self.yard, self.every = title, yard, every
         self.display, self.handle, self.next = display or notebook_display(), None, 0.
 
-# %% ../../nbs/34a_run_charts.ipynb #e1f0734e
-@patch
-def update(self:LivePlot, read, # () -> the rows of `metrics.jsonl`; called when there is something to draw
-           last=False): # draw, however short the last drawing is ago
-    "Draw the curve if it's time to"
-    t = time.perf_counter()
-    if not self.display or t < self.next and not last or not points(rows := read(), "loss"): return
-    from IPython.display import Image
-    png = io.BytesIO()
-    loss_chart(rows, self.yard, self.title).savefig(png, dpi=90, format="png")
-    if self.handle: self.handle.update(Image(png.getvalue()))
-    else: self.handle = self.display(Image(png.getvalue()), display_id=True)
-    now = time.perf_counter()
-    self.next = now + max(self.every, 100*(now - t))
+    def update(self, read, # () -> the rows of `metrics.jsonl`; called when there is something to draw
+               last=False): # draw, however short the last drawing is ago
+        "Draw the curve if it's time to"
+        t = time.perf_counter()
+        if not self.display or t < self.next and not last or not points(rows := read(), "loss"): return
+        from IPython.display import Image
+        png = io.BytesIO()
+        loss_chart(rows, self.yard, self.title).savefig(png, dpi=90, format="png")
+        if self.handle: self.handle.update(Image(png.getvalue()))
+        else: self.handle = self.display(Image(png.getvalue()), display_id=True)
+        now = time.perf_counter()
+        self.next = now + max(self.every, 100*(now - t))
 
 # %% ../../nbs/34a_run_charts.ipynb #65fd5759
 def svg(fig, # a matplotlib Figure
