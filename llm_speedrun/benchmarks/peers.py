@@ -272,8 +272,8 @@ def compare_with_peers(config, batch, # as for `contenders`
     return race(contenders(config, batch, {"llm_speedrun": list(rungs)}, paths))
 
 # %% ../../nbs/25_peers.ipynb #25peer84
-def tell_peers(config, batch, rungs, paths, # as for `compare_with_peers`
-               folder): # to write into
+def measure_peers(config, batch, rungs, paths, # as for `compare_with_peers`
+                  folder): # to write into
     "Measure, write `peers.json` and `peers.md` into `folder`, and print the table"
     records = compare_with_peers(config, batch, rungs, paths)
     replace_file(Path(folder)/"peers.json", json.dumps(records, indent=1))

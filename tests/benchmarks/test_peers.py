@@ -7,7 +7,7 @@ from llm_speedrun.benchmarks import peers as module
 from llm_speedrun.benchmarks.adapters import source_of
 from llm_speedrun.corpus import open_corpus
 from llm_speedrun.io_utils import InputError, RunError
-from llm_speedrun.ladder import climb_one_gpu
+from llm_speedrun.ladder import measure_one_gpu
 from llm_speedrun.measure import version_of
 from llm_speedrun.model import matrix_params
 from llm_speedrun.benchmarks.peers import (compare_with_peers, contender, Contender, contenders, on_text, ours, peer, peers,
@@ -228,7 +228,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "| compile_blocks " in said and "| nanogpt " in said and "did not learn" not in said
     assert [r["rung"] for r in json.loads((tmp_path/"out/peers.json").read_text())] == ["llm_speedrun", "compile_blocks", "nanogpt"]
     assert "nanogpt" in (tmp_path/"out/peers.md").read_text() and (tmp_path/"out/ladder.json").exists()
-    climb_one_gpu(LadderOptions(model="nano", rungs="naive", batch_size=1, out="idle_too", peer=f"nanogpt={idle}"))
+    measure_one_gpu(LadderOptions(model="nano", rungs="naive", batch_size=1, out="idle_too", peer=f"nanogpt={idle}"))
     assert "nanogpt did not learn" in capsys.readouterr().out
 
 def test_command_refuses_first(tmp_path, monkeypatch, capsys):
