@@ -243,13 +243,6 @@ def padded(vocab): # tokens of the corpus
     "Return the rows of an embedding for a vocabulary: the next multiple of 64"
     return -(-vocab//64)*64
 
-def nanogpt_files(c): # an `AdapterContext`
-    "Write or link what train.py reads: tokens, the vocabulary's size, and its configurator"
-    for side in ("train", "val"):
-        link(Path(f"data/race/{side}.bin"), write_tokens(getattr(c.corpus, side), c.shared/f"{side}.bin"))
-    Path("data/race/meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=padded(c.corpus.vocab))))
-    link(Path("configurator.py"), c.clone/"configurator.py")
-
 # %% ../../nbs/48b_adapters.ipynb #25peer34
 class NanoGPT(Adapter):
     "The adapter of nanoGPT: its model with the same layers, width and heads, and its training"
@@ -275,7 +268,11 @@ class NanoGPT(Adapter):
     def race(self, c): # an `AdapterContext`
         "Run nanoGPT's train.py, in a folder of ours with its configurator and our tokens"
         n, micro = c.rows(64)
-        nanogpt_files(c)
+        for side in ("train", "val"):
+            tokens = write_tokens(getattr(c.corpus, side), c.shared/f"{side}.bin")
+            link(Path(f"data/race/{side}.bin"), tokens)
+        Path("data/race/meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=padded(c.corpus.vocab))))
+        link(Path("configurator.py"), c.clone/"configurator.py")
         script = Script(c.clone/"train.py", nanogpt_changes(c.job.seed))
         g = script.globals
         def nats(x, y):
@@ -298,22 +295,6 @@ def modded_changes(c, micro): # an `AdapterContext`, sequences in a micro-batch
             "GPT(vocab_size=50304, num_layers=12, model_dim=768)": shape,
             'group["initial_lr"] = group["lr"]': f'group["initial_lr"] = {c.lr} * group["lr"]',
             "lr=0.025, weight_decay=0.05)": f"lr=0.025, weight_decay={.05*c.wd})"}
-
-# %% ../../nbs/48b_adapters.ipynb #race0030
-def modded_shards(c): # an `AdapterContext`
-    "Write its data: one file of tokens, and as many links to it as there may be epochs"
-    path = write_tokens(c.corpus.train, c.shared/"modded.bin", header=(20240520, 1))
-    if len(c.corpus.train) < 2*c.batch: raise InputError(
-        f"{c.corpus.name} has {len(c.corpus.train):,} training tokens, fewer than two steps of {c.batch:,}")
-    epochs = 2 + math.ceil(c.job.seconds*2e6/len(c.corpus.train))
-    names = ["val_000000", *(f"train_{k:06}" for k in range(epochs))]
-    for name in names: link(Path(f"data/fineweb10B/fineweb_{name}.bin"), path)
-
-# %% ../../nbs/48b_adapters.ipynb #race0031
-def alone(): # in this process' environment
-    "Tell the process that it is the only one, as torchrun would"
-    names = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=free_port())
-    os.environ.update({k: str(v) for k, v in names.items()})
 
 # %% ../../nbs/48b_adapters.ipynb #25peer39
 TRACK_3 = "records/track_3_optimization/train_gpt_simple.py"
@@ -338,12 +319,19 @@ class ModdedNanoGPT(Adapter):
     def race(self, c): # an `AdapterContext`
         "Run modded-nanogpt's track 3 script on our tokens"
         _, micro = c.rows(64)
-        modded_shards(c)
+        path = write_tokens(c.corpus.train, c.shared/"modded.bin", header=(20240520, 1))
+        if len(c.corpus.train) < 2*c.batch: raise InputError(
+            f"{c.corpus.name} has {len(c.corpus.train):,} training tokens, fewer than two steps of "
+            f"{c.batch:,}")
+        epochs = 2 + math.ceil(c.job.seconds*2e6/len(c.corpus.train)) # at most
+        names = ["val_000000", *(f"train_{k:06}" for k in range(epochs))]
+        for name in names: link(Path(f"data/fineweb10B/fineweb_{name}.bin"), path)
         script = Script(c.clone/TRACK_3, modded_changes(c, micro))
         g = script.globals
         def nats(x, y): return g["model"](x.int(), y)
         budget = c.budget(nats, plan=lambda total: g.update(train_steps=total))
-        alone()
+        alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=free_port())
+        os.environ.update({k: str(v) for k, v in alone.items()}) # as torchrun would
         torch.manual_seed(c.job.seed) # the script sets none
         script(race=budget)
         return g["model"], budget, dict(changes=script.changes)
@@ -371,25 +359,6 @@ class NanochatSchedule:
             g["lr"] = g["initial_lr"]*self.lr(i)
             left = .5*(1 + math.cos(math.pi*i/self.total))
             if g["kind"] == "muon": g.update(momentum=self.momentum(i), weight_decay=decay*left)
-
-# %% ../../nbs/48b_adapters.ipynb #race0035
-def nanochat_optimizer(model, s, c): # its model, a `NanochatSchedule`, an `AdapterContext`
-    "Make nanochat's optimizer with the published rates of a model of 12 layers"
-    opt = model.setup_optimizer(unembedding_lr=.008*s.rate, embedding_lr=.3*s.rate, scalar_lr=.5*s.rate,
-                                matrix_lr=.02*s.rate, weight_decay=.28*s.rate*c.wd)
-    for g in opt.param_groups: g["initial_lr"] *= c.lr
-    return opt
-
-# %% ../../nbs/48b_adapters.ipynb #race0037
-def nanochat_step(model, opt, batch, micro): # compiled; its optimizer; (x, y); sequences in a micro-batch
-    "Take a step and wait for its loss, as base_train.py does"
-    pairs = [*zip(*(t.split(micro) for t in batch))]
-    for x, y in pairs:
-        loss = model(x, y)
-        (loss/len(pairs)).backward()
-    opt.step()
-    model.zero_grad(set_to_none=True)
-    return loss.item()
 
 # %% ../../nbs/48b_adapters.ipynb #race0034
 class Nanochat(Adapter):
@@ -426,12 +395,21 @@ class Nanochat(Adapter):
         torch.set_float32_matmul_precision("high")
         model, _ = self.model(c.clone, c.layers, c.width, c.corpus.vocab, c.seq)
         s = NanochatSchedule(c.batch)
-        opt, fast = nanochat_optimizer(model, s, c), torch.compile(model, dynamic=False)
+        opt = model.setup_optimizer(unembedding_lr=.008*s.rate, embedding_lr=.3*s.rate, scalar_lr=.5*s.rate,
+                                    matrix_lr=.02*s.rate, weight_decay=.28*s.rate*c.wd) # of 12 layers
+        for g in opt.param_groups: g["initial_lr"] *= c.lr
+        fast = torch.compile(model, dynamic=False)
         budget = c.budget(lambda x, y: model(x, y, loss_reduction="sum"), plan=s.set)
         batches = prefetch(Batches(c.corpus.train, n, c.seq, seed=c.job.seed), default_device())
         for i in budget.steps():
             s.apply(opt, i, .28*s.rate*c.wd)
-            nanochat_step(fast, opt, next(batches), micro)
+            pairs = [*zip(*(t.split(micro) for t in next(batches)))]
+            for x, y in pairs:
+                loss = fast(x, y)
+                (loss/len(pairs)).backward()
+            opt.step()
+            fast.zero_grad(set_to_none=True)
+            loss.item() # it waits, as base_train.py does
             if not i: gc.collect(); gc.freeze(); gc.disable() # as base_train.py does
         return model, budget, {}
 

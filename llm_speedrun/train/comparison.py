@@ -143,11 +143,6 @@ def vocabulary(folder): # of a run
     try: return decoded(read_bytes_of(path, 2**28), Vocabulary, path).model.get("vocab")
     except (OSError, InputError): return None
 
-def same_pairs(a, b): # two of `RunCurve`
-    "Return whether a bigram model has the same loss on both runs' validation text; None if unknown"
-    one, two = (c.run["result"].bigram_loss for c in (a, b))
-    return None if one is None or two is None else math.isclose(one, two, rel_tol=1e-5)
-
 # %% ../../nbs/64_comparison.ipynb #b9f36f8d
 VIEWS = dict(seq_len="sequences of other lengths", eval_tokens="other numbers of validation tokens",
              document_mask="attention across documents in one and not in the other")
@@ -155,7 +150,9 @@ VIEWS = dict(seq_len="sequences of other lengths", eval_tokens="other numbers of
 def mismatch(a, b): # two of `RunCurve`
     "Yield why two runs' losses aren't comparable, texts; nothing where they are, as far as is known"
     said = {k: [in_short(c.config.get(k)) for c in (a, b)] for k in ("data", *VIEWS)}
-    tokens, same = vocabulary(a.folder) == vocabulary(b.folder), same_pairs(a, b)
+    one, two = (c.run["result"].bigram_loss for c in (a, b)) # equal on the same text
+    same = None if one is None or two is None else math.isclose(one, two, rel_tol=1e-5)
+    tokens = vocabulary(a.folder) == vocabulary(b.folder)
     moved = said["data"][0] != said["data"][1] # which may be the same text at another place
     wrong = [f"{what} ({' and '.join(said[k])})" for k, what in VIEWS.items() if said[k][0] != said[k][1]]
     if not tokens: yield "they have other tokenizers, so a token is another piece of text"

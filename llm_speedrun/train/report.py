@@ -70,8 +70,6 @@ def _loaded(path, read, empty, notes):
     except (InputError, OSError) as e: notes.append(f"{e}. It is left out")
     return empty()
 
-def _text(path): return read_bytes_of(path).decode(errors="replace")
-
 _JSON = dict(config=(Options, dict), result=(Ending, partial(Ending, steps=0)), ladder=(list[Rung], list),
              evals=(list[Score], list))
 _MISSING = dict(config="without config.json the options, the machine and MFU are unknown",
@@ -97,7 +95,8 @@ def read_run(folder): # of a run, finished or not
     run = {k: load(f"{k}.json", partial(read_json, kind=kind), empty) for k, (kind, empty) in _JSON.items()}
     for k, name in (("rows", "metrics"), ("samples", "samples")):
         run[k] = load(f"{name}.jsonl", partial(read_rows, log_info=notes.append), list)
-    for k, name in (("sample", "sample.txt"), ("profile", "profile.md")): run[k] = load(name, _text, str)
+    for k, name in (("sample", "sample.txt"), ("profile", "profile.md")):
+        run[k] = load(name, lambda path: read_bytes_of(path).decode(errors="replace"), str)
     notes += [what for k, what in _MISSING.items() if not run[k]]
     saved, over = map(step_of_name, checkpoints(folder/"checkpoints")), (folder/"result.json").exists()
     return run | dict(name=folder.resolve().name, over=over, saved=[*saved],

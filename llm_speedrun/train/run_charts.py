@@ -145,15 +145,6 @@ def short_number(n): # a number
         if n >= size: return f"{n/size:.3g}{unit}"
     return f"{n:,.0f}"
 
-# %% ../../nbs/34a_run_charts.ipynb #f72f68c7
-def _y_axis(ax, top, log):
-    "Plain numbers on the axis: from zero up to `top` where that is given, logarithmic where `log`"
-    if top is not None: ax.set_ylim(0, 1.1*top or 1)
-    if log:
-        ax.set_yscale("log", subs=()) # no small ticks, and plain numbers at the others
-        ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    ax.yaxis.set_major_formatter(lambda v, _: short_number(v) if abs(v) >= 1000 else f"{v:g}")
-
 # %% ../../nbs/34a_run_charts.ipynb #680bcca1
 def curve(rows, # of `metrics.jsonl`
           keys, # key -> name of the curve; one curve needs no name
@@ -171,7 +162,11 @@ def curve(rows, # of `metrics.jsonl`
             if smooth: ax.plot(x, y, color=color, lw=.7, alpha=.3)
             ax.plot(x, running_mean(y) if smooth else y, color=color, lw=1.5, label=name)
         if len(found) > 1: ax.legend()
-        _y_axis(ax, max(v for pts in found.values() for _, v in pts) if zero else None, log)
+        if zero: ax.set_ylim(0, 1.1*max(v for pts in found.values() for _, v in pts) or 1)
+        if log:
+            ax.set_yscale("log", subs=()) # no small ticks, and plain numbers at the others
+            ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        ax.yaxis.set_major_formatter(lambda v, _: short_number(v) if abs(v) >= 1000 else f"{v:g}")
         return svg(ax.figure, title)
 
 # %% ../../nbs/34a_run_charts.ipynb #f2c6c23e
