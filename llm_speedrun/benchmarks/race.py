@@ -78,14 +78,6 @@ def plan_for(trainer, total): # steps
 ALIKE = dict(epochs=1e9, num_evals=1, sample_tokens=0, save_minutes=1e6, name="run", overwrite=True)
 RESERVED = {*LENGTHS, *ALIKE, *"data seed seq_len out plugin resume target_loss gpus stream".split()}
 
-def own_options(name, words): # of a contestant of ours: options of `speedrun_train`
-    "Return the `TrainConfig` and the names given. Raises `InputError` for wrong or reserved options"
-    try: c, given = parse_options(TrainConfig, "speedrun_train", words)
-    except InputError as e: raise InputError(f"--run {name!r}: {e}") from None
-    if wrong := given & RESERVED: raise InputError(
-        f"--run {name!r}: leave out {', '.join(sorted(wrong))}: the race sets that alike for all")
-    return c, given
-
 # %% ../../nbs/48_race.ipynb #race0043
 def own_words(c): # an `AdapterContext`
     "Return the command line of our run: the contestant's options, and those that the race sets"
@@ -188,22 +180,22 @@ def check_name(name, option): # of a contestant; where it was given
         f"{option} {name!r}: a contestant's name is made of letters, digits, and . _ + -")
 
 # %% ../../nbs/48_race.ipynb #race0052
-def own_contestant(text, more=()): # such as "muon: --recipe muon --lr .02"; a command line for all
+def parse_contestant(text, more=()): # such as "muon: --recipe muon --lr .02"; a command line for all
     "Return a `Contestant` of ours. Raises `InputError` for impossible options"
     name, colon, words = (s.strip() for s in text.partition(":"))
     if not colon: raise InputError(f"--run {text!r} has no colon: give a name, a colon, and what "
                                    "speedrun_train would be told: 'adamw: --rungs fastest'")
     check_name(name, "--run")
-    try: words = shlex.split(words)
+    try: check_options(words := shlex.split(words))
     except ValueError as e: raise InputError(f"--run {name!r}: {e}") from None
-    c, _ = own_options(name, words)
-    try: check_own(c)
-    except InputError as e: raise InputError(f"--run {name!r}: {e}") from None
     return Contestant(name, "ours", (*words, *more))
 
 # %% ../../nbs/48_race.ipynb #race0053
-def check_own(c): # a `TrainConfig`
-    "Raise `InputError` for what the trainer would refuse, as far as that shows with a tiny model"
+def check_options(words): # of a contestant of ours, for `speedrun_train`
+    "Raise `InputError` for reserved options, and for what the trainer would refuse even with a tiny model"
+    c, given = parse_options(TrainConfig, "speedrun_train", words)
+    if wrong := given & RESERVED:
+        raise InputError(f"leave out {', '.join(sorted(wrong))}: the race sets that alike for all")
     rungs = [*map(rung_name, parse_rungs(c.rungs))]
     if c.recipe != "auto":
         tiny = replace(find_workload("tiny"), layers=1, width=64, vocab=64)
@@ -212,7 +204,7 @@ def check_own(c): # a `TrainConfig`
     if not c.init: find_workload(c.model or default_workload())
 
 # %% ../../nbs/48_race.ipynb #race0054
-def peer_contestant(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
+def parse_peer(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
     "Return a peer's `Contestant`. Raises `InputError` for one that is unknown, missing or can't run here"
     kind, _, rest = (s.strip() for s in text.partition("="))
     folder, *pairs = re.split(r":(?=[a-z]+=)", rest)
@@ -238,10 +230,11 @@ def peer_options(kind, options): # of a peer: name -> text
     return tuple(res)
 
 # %% ../../nbs/48_race.ipynb #race0056
-def contestants(run, peer, more=()): # texts, of several with a newline between them; for `own_contestant`
+def contestants(run, peer, # texts, of several contestants with a newline between them
+                more=()): # a command line for all of ours
     "Return all contestants, ours first. Raises `InputError`"
-    res = [own_contestant(t, more) for t in run.splitlines() if t.strip()]
-    res += [peer_contestant(t) for t in peer.splitlines() if t.strip()]
+    res = [parse_contestant(t, more) for t in run.splitlines() if t.strip()]
+    res += [parse_peer(t) for t in peer.splitlines() if t.strip()]
     if not res: raise InputError("nobody races: give --run 'NAME: OPTIONS' or --peer nanogpt=FOLDER")
     for c in res:
         if sum(c.name == o.name for o in res) > 1: raise InputError(
