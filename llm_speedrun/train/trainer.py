@@ -24,7 +24,7 @@ from ..data import prefetch
 from ..runs import build, rung_name
 from ..distributed.world import PeerLostError, notes
 from ..generate import generate
-from ..ladder import climb
+from ..ladder import measure_ladder
 from ..plugins import import_plugins, plugin_errors
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
@@ -465,7 +465,7 @@ def measured_ladder(r, timings): # a `PlanResolver` that has resolved, `Timings`
     r.log_info("measuring what each rung gains...")
     alone = [name for name in r.cfg.rungs.split(",") if name and rung_name(name) not in PARALLEL]
     with timings("measure the ladder"):
-        return r.coordinator.run_on_rank_zero(lambda: climb(r.config, r.rows_here, alone))
+        return r.coordinator.run_on_rank_zero(lambda: measure_ladder(r.config, r.rows_here, alone))
 
 # %% ../../nbs/30_trainer.ipynb #a4bb1750
 def train(cfg, # a `TrainConfig`

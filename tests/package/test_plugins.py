@@ -11,7 +11,7 @@ from llm_speedrun.io_utils import InputError
 from llm_speedrun.generate import Generator
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.plugins import import_plugins
-from llm_speedrun.benchmarks.race import own_contestant, own_options
+from llm_speedrun.benchmarks.race import parse_contestant
 from llm_speedrun.distributed.world import World
 from llm_speedrun.records import code_of
 from llm_speedrun.runs import RUNGS, build
@@ -202,9 +202,9 @@ def test_the_list_of_rungs_has_mine(mine, capsys):
 def test_children_get_the_option(): assert to_args(TrainConfig(plugin="a.py\nb.py"), {"plugin"}) == ["--plugin=a.py\nb.py"]
 
 def test_a_race_imports_for_all(mine, tmp_path):
-    c = own_contestant("a: --recipe by_hand --rungs nadam", plugins.plugin_args("mine.py"))
+    c = parse_contestant("a: --recipe by_hand --rungs nadam", plugins.plugin_args("mine.py"))
     assert c.words[-1] == f"--plugin={tmp_path/'mine.py'}"
-    with fails(InputError, "leave out plugin"): own_options("a", ["--plugin", "mine.py"])
+    with fails(InputError, "leave out plugin"): parse_contestant("a: --plugin mine.py")
 
 def test_new_processes_import_the_same(mine, tmp_path):
     f = plugins.with_plugins(lambda world: "nadam" in RUNGS)
