@@ -23,7 +23,7 @@ from .epilogues import deinterleave, gated_flops, rows, direct_call
 from .memory_traffic import GroupedCE
 from .fp8 import E4M3, E5M2, LARGEST
 from .fp8_kernels import (Slots, by_kernel, empty_pair, fitting_scale, heads_quantize,
-                                            magnitude, norm_quantize_kernel, note_amax, product, quantize,
+                                            magnitude, norm_quantize_kernel, note_amax, matmul, quantize,
                                             quantize_weights, raise_amax, round_and_transpose, slot,
                                             wide_load, with_slot)
 from .fused_ce import hopper_missing
@@ -298,12 +298,12 @@ def _mlp8(ctx, x, w, wg, wu, wd, eps, *slots):
 def _mlp8_back(ctx, dy):
     (h, r, n8t, w8t, ab, d8t, w), s, g = ctx.saved_tensors, Slots(*ctx.slots), rows(dy)
     g8, g8t = with_slot(s, "dm", quantize, g, dt=s.grad)
-    dh = product(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
+    dh = matmul(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
     kept = slot(s.inverse, "ab"), slot(s.forward_max, "ab"), slot(s.scale, "h"), slot(s.forward_max, "h")
     q8, q8t, h8t = with_slot(s, "dab", gated8_back, ab, dh, *kept, dt=s.grad)
-    dwd = product(s, g8t, h8t, "dm", "h", out=w.dtype)
-    dn = product(s, q8, w8t, "dab", "wab", out=h.dtype)[:len(h)]
-    dwg, dwu = product(s, q8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
+    dwd = matmul(s, g8t, h8t, "dm", "h", out=w.dtype)
+    dn = matmul(s, q8, w8t, "dab", "wab", out=h.dtype)[:len(h)]
+    dwg, dwu = matmul(s, q8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
     dx, dw = rms_norm_backward(dn, g, h, w, r)
     return dx.view_as(dy), dw, dwg, dwu, dwd, None, *[None]*6
 
@@ -328,8 +328,8 @@ def _heads8(ctx, x, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
 def _heads8_back(ctx, dh, dq, dk, dv):
     (h, r, n8t, w8t, qkv, w, *turn), s = ctx.saved_tensors, Slots(*ctx.slots)
     dw2, g8, g8t = with_slot(s, "dqkv", heads_quantize, dq, dk, dv, qkv, *turn, ctx.eps, dt=s.grad)
-    dn = product(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
-    dws = product(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
+    dn = matmul(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
+    dws = matmul(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
     dx, dw = rms_norm_backward(dn, rows(dh), h, w, r)
     return dx.view_as(dh), dw, *dws, *dw2, None, None, None, *[None]*6
 
@@ -351,8 +351,8 @@ def _project8(ctx, x, o, w, *slots):
 def _project8_back(ctx, dy):
     (o8t, w8t), s, g = ctx.saved_tensors, Slots(*ctx.slots), rows(dy)
     g8, g8t = with_slot(s, "da", quantize, g, dt=s.grad)
-    do = product(s, g8, w8t, "da", "wo", out=dy.dtype)[:len(g)]
-    dw = product(s, g8t, o8t, "da", "o", out=ctx.dtype)
+    do = matmul(s, g8, w8t, "da", "wo", out=dy.dtype)[:len(g)]
+    dw = matmul(s, g8t, o8t, "da", "o", out=ctx.dtype)
     return dy, do.view(*dy.shape[:-1], -1), dw, *[None]*6
 
 class Project8(torch.autograd.Function):

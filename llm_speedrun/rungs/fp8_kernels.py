@@ -468,7 +468,7 @@ def with_slot(slots, name, op, *args, dt=None): # an operation that rounds; its 
     return op(*args, scale, amax, *more)
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #17prod02
-def product(slots, a, b, name_a, name_b, **kwargs): # 8-bit matrices and the names of their slots
+def matmul(slots, a, b, name_a, name_b, **kwargs): # 8-bit matrices and the names of their slots
     "Multiply 8-bit matrices by `mm8` with the scales of two slots"
     return mm8(a, b, slot(slots.inverse, name_a), slot(slots.inverse, name_b), **kwargs)
 

@@ -26,7 +26,7 @@ from .chunked_ce import (ChunkedCE, bad_targets, chunk_size, linear_cross_entrop
 from .flash import sdpa
 from .fp8 import E4M3, E5M2, LARGEST, as_list, mm8, sqnr
 from .fp8_kernels import (SQUARE_TILE, LayerScales, Scaling, Slots, by_kernel, empty_pair,
-                                            heads_quantize, in_rows, norm_quantize, product, quantize,
+                                            heads_quantize, in_rows, norm_quantize, matmul, quantize,
                                             quantize_weights, sixteens, slot,
                                             store_both, swiglu_backward_quantize, swiglu_quantize,
                                             tile_grid, with_slot)
@@ -41,15 +41,15 @@ def _linear_forward(ctx, x, w, *slots):
     w8, w8t = with_slot(s, "wo", quantize_weights, [w])
     ctx.save_for_backward(x8t, w8t)
     ctx.slots, ctx.dtype = slots, w.dtype
-    return in_rows(product(s, x8, w8, "o", "wo", out=x.dtype, fast=True), x)
+    return in_rows(matmul(s, x8, w8, "o", "wo", out=x.dtype, fast=True), x)
 
 # %% ../../nbs/17_fused_fp8.ipynb #17linea2
 @once_differentiable
 def _linear_backward(ctx, dy):
     (x8t, w8t), s = ctx.saved_tensors, Slots(*ctx.slots)
     g8, g8t = with_slot(s, "da", quantize, dy.flatten(0, 1), dt=s.grad)
-    dx = in_rows(product(s, g8, w8t, "da", "wo", out=dy.dtype), dy)
-    return dx, product(s, g8t, x8t, "da", "o", out=ctx.dtype), *[None]*6
+    dx = in_rows(matmul(s, g8, w8t, "da", "wo", out=dy.dtype), dy)
+    return dx, matmul(s, g8t, x8t, "da", "o", out=ctx.dtype), *[None]*6
 
 class Fp8Linear(torch.autograd.Function):
     "An autograd function (x, w, slots) -> x @ w.T for the attention's output; x: B T C, w: O C"
@@ -60,23 +60,23 @@ def _mlp_forward(ctx, x, y, w, wg, wu, wd, eps, *slots):
     s = Slots(*slots)
     h, r, n8, n8t = with_slot(s, "n2", norm_quantize, x.flatten(0, 1), y.flatten(0, 1), w, eps)
     w8, w8t = with_slot(s, "wab", quantize_weights, [wg, wu])
-    ab = product(s, n8, w8, "n2", "wab", out=x.dtype, fast=True)[:len(h)]
+    ab = matmul(s, n8, w8, "n2", "wab", out=x.dtype, fast=True)[:len(h)]
     h8, h8t = with_slot(s, "h", swiglu_quantize, ab)
     d8, d8t = with_slot(s, "wdown", quantize_weights, [wd])
     ctx.save_for_backward(h, r, n8t, w8t, ab, h8t, d8t, w)
     ctx.slots = slots
-    return h.view(x.shape), in_rows(product(s, h8, d8, "h", "wdown", out=x.dtype, fast=True), x)
+    return h.view(x.shape), in_rows(matmul(s, h8, d8, "h", "wdown", out=x.dtype, fast=True), x)
 
 # %% ../../nbs/17_fused_fp8.ipynb #17mlpba1
 @once_differentiable
 def _mlp_backward(ctx, dh, dm):
     (h, r, n8t, w8t, ab, h8t, d8t, w), s = ctx.saved_tensors, Slots(*ctx.slots)
     g8, g8t = with_slot(s, "dm", quantize, dm.flatten(0, 1), dt=s.grad)
-    up = product(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
-    dwd = product(s, g8t, h8t, "dm", "h", out=w.dtype)
+    up = matmul(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
+    dwd = matmul(s, g8t, h8t, "dm", "h", out=w.dtype)
     g8, g8t = with_slot(s, "dab", swiglu_backward_quantize, ab, up, dt=s.grad)
-    dn = product(s, g8, w8t, "dab", "wab", out=h.dtype)[:len(h)]
-    dwg, dwu = product(s, g8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
+    dn = matmul(s, g8, w8t, "dab", "wab", out=h.dtype)[:len(h)]
+    dwg, dwu = matmul(s, g8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
     dx, dw = rms_norm_backward(dn, dh.contiguous().view_as(h), h, w, r)
     dx = dx.view(dh.shape)
     return dx, dx, dw, dwg, dwu, dwd, None, *[None]*6
@@ -91,7 +91,7 @@ def _heads_forward(ctx, x, y, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
     flat = lambda t: None if t is None else t.flatten(0, 1)
     h, r, n8, n8t = with_slot(s, "n1", norm_quantize, flat(x), flat(y), w, eps)
     w8, w8t = with_slot(s, "wqkv", quantize_weights, [wq, wk, wv])
-    qkv = product(s, n8, w8, "n1", "wqkv", out=x.dtype, fast=True)[:len(h)].view(*x.shape[:2], -1, D)
+    qkv = matmul(s, n8, w8, "n1", "wqkv", out=x.dtype, fast=True)[:len(h)].view(*x.shape[:2], -1, D)
     qk = qk_rope(qkv, qn, kn, cos, sin, wq.shape[0]//D, eps)
     ctx.save_for_backward(h, r, n8t, w8t, qkv, w, qn, kn, cos, sin)
     ctx.eps, ctx.slots, ctx.add, ctx.sizes = eps, slots, y is not None, [t.shape[0] for t in (wq, wk, wv)]
@@ -105,8 +105,8 @@ def _heads_backward(ctx, dh, dq, dk, dv):
     s = Slots(*ctx.slots)
     turned = dq, dk, dv, qkv, qn, kn, cos, sin
     dw2, g8, g8t = with_slot(s, "dqkv", heads_quantize, *turned, ctx.eps, dt=s.grad)
-    dn = product(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
-    dws = product(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
+    dn = matmul(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
+    dws = matmul(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
     dx, dw = rms_norm_backward(dn, dh.contiguous().view_as(h), h, w, r)
     dx = dx.view(dh.shape)
     return dx, dx if ctx.add else None, dw, *dws, *dw2, None, None, None, *[None]*6
@@ -278,7 +278,7 @@ def _head_forward(ctx, h, w, y, ce, wanted, *slots):
     size = sixteens(chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h)))
     for i in range(0, len(h), size):
         part, t = h8[i:i + size], y[i:i + size] # rows of zeros may follow the last ones
-        logits = product(s, part, w8, "hidden", "head", out=h.dtype)[:len(t)]
+        logits = matmul(s, part, w8, "hidden", "head", out=h.dtype)[:len(t)]
         loss, lse = loss_lse(logits, t, *options); losses.append(loss)
         if not wanted: continue
         more = _head_grads(s, logits, t, lse, options, h8t[:, i:i + len(part)], w8t, unscale, dh[i:i + size])

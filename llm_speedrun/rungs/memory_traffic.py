@@ -25,7 +25,7 @@ from .chunked_ce import (ChunkedCE, add_product, chunk_size, logit_grad, loss_ma
                                            loss_results, loss_tile, no_loss, read_logits, row_lse, sms,
                                            write_grads)
 from .fp8 import E4M3, E5M2, LARGEST, mm8
-from .fp8_kernels import (SQUARE_TILE, Slots, by_kernel, empty_pair, product, quantize,
+from .fp8_kernels import (SQUARE_TILE, Slots, by_kernel, empty_pair, matmul, quantize,
                                             quantize_weights, sixteens, slot, tile_grid, with_slot)
 from .fused_fp8 import HALF_MOST, Fp8CE, logits_quantize, logits_quantize_kernel, loss_lse
 from .optim import (MultiTensorAdamW, adamw_block, adamw_pointers, one_minus_exp, tables_of,
@@ -217,7 +217,7 @@ class GroupedCE(ChunkedCE):
 @patch
 def losses8(self:GroupedCE, s, h8, w8, y, dtype): # `Slots`, 8-bit n' d and V d, n, type of the logits
     "Return a chunk's logits (n V), losses and log-sum-exps (n each); another loss may replace it"
-    logits = product(s, h8, w8, "hidden", "head", out=dtype)[:len(y)]
+    logits = matmul(s, h8, w8, "hidden", "head", out=dtype)[:len(y)]
     return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
 
 @patch(as_prop=True)

@@ -463,11 +463,11 @@ def test_only_where_fp8_is(parts):
 
 def test_products_with_gradients_hand_out_their_sums(monkeypatch):
     "None of them lets the tensor cores keep its sums: those drop small numbers of one sign, and random numbers don't show that"
-    seen, real = [], ep8.product
-    def product(slots, a, b, name_a, name_b, **how):
+    seen, real = [], ep8.matmul
+    def matmul(slots, a, b, name_a, name_b, **how):
         seen.append((name_a, name_b, how.get("fast", False)))
         return real(slots, a, b, name_a, name_b, **how)
-    monkeypatch.setattr(ep8, "product", product)
+    monkeypatch.setattr(ep8, "matmul", matmul)
     x, y = torch.randint(SMALL.vocab, (2, 2, SMALL.seq_len), device=DEVICE)
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues"], DEVICE)
     with enter_all(run.step_contexts):
@@ -559,9 +559,9 @@ def test_a_nan_is_noticed(weight):
 @pytest.mark.parametrize("wrong", ["wab", "dm", "turned"])
 def test_a_wrong_gradient_in_fp8_is_found(monkeypatch, wrong):
     "Such as one of another scale, or of up for gate's"
-    right, back = ep8.product, ep8.gated8_back
+    right, back = ep8.matmul, ep8.gated8_back
     if wrong == "turned": monkeypatch.setattr(ep8, "gated8_back", lambda ab, *rest: back(ab.view(torch.uint8).unflatten(1, (-1, 2)).flip(2).flatten(1).view(ab.dtype), *rest))
-    else: monkeypatch.setattr(ep8, "product", lambda s, a, b, na, nb, **how: right(s, a, b, na, nb, **how)*(1.3 if wrong in (na, nb) else 1))
+    else: monkeypatch.setattr(ep8, "matmul", lambda s, a, b, na, nb, **how: right(s, a, b, na, nb, **how)*(1.3 if wrong in (na, nb) else 1))
     with pytest.raises(AssertionError): near([*EIGHT, "fp8_epilogues"], EIGHT, most=1.25)
 
 @pytest.mark.parametrize("rungs, why", [

@@ -129,13 +129,13 @@ def test_any_number_of_tokens(n):
 
 def test_one_chunk_of_logits_at_a_time(monkeypatch):
     "In FP8 each chunk's logits are gone before the next ones are made: they are most of the memory beside the groups"
-    seen, plain = [], module.product
-    def product(*args, **how):
+    seen, plain = [], module.matmul
+    def matmul(*args, **how):
         assert all(s.expired() for s in seen)
         out = plain(*args, **how)
         seen.append(StorageWeakRef(out.untyped_storage()))
         return out
-    monkeypatch.setattr(module, "product", product)
+    monkeypatch.setattr(module, "matmul", matmul)
     grads(GroupedCE(**SMALL, scales=scales()), *case())
     assert len(seen) == 3     # two chunks in the first group, and one in the second
 
@@ -230,11 +230,11 @@ def test_small_gradients_of_one_sign_are_summed_up(monkeypatch):
 @pytest.mark.parametrize("more", [[], ["head_groups"]])
 def test_logits_are_summed_in_fp32(more, monkeypatch):
     "What tensor cores truncate would be a bias of all logits, and of their gradients. The other matmuls forward may be summed inside"
-    seen, right = {}, fused_fp8.product
-    def product(s, a, b, name_a, name_b, **how):
+    seen, right = {}, fused_fp8.matmul
+    def matmul(s, a, b, name_a, name_b, **how):
         seen.setdefault(name_b, set()).add(how.get("fast", False))
         return right(s, a, b, name_a, name_b, **how)
-    for m in (fused_fp8, module): monkeypatch.setattr(m, "product", product)
+    for m in (fused_fp8, module): monkeypatch.setattr(m, "matmul", matmul)
     model_grads([*FP8, *more])
     assert seen["head"] == {False} and True in seen["wo"]
 
