@@ -75,11 +75,11 @@ def tile8(columns): # of a matmul's output
     return INSIDE | (high if blocks(columns, 192)*192 > 1.01*columns else {})
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #7650cb70
-def takes8(a, b): # M K, N K
+def can_run_fp8_gemm(a, b): # M K, N K
     "Return whether QuACK can multiply these matrices"
     return a.is_cuda and not any(n % 16 for n in (a.shape[1], len(b)))
 
-def product8_maths(a, b, ia, ib): # in 8 bits: M K, N K; the inverse scales, one number each
+def matmul8_maths(a, b, ia, ib): # in 8 bits: M K, N K; the inverse scales, one number each
     "Return a @ b.T in FP32, with the scales divided out"
     return (a.float() @ b.float().T)*(ia*ib)
 
@@ -89,7 +89,7 @@ def in_e4m3(x, scale): # one number
 
 def gated8_maths(x, w, ia, ib, sab, sh): # as for `gated8_op`
     "Compute `gated8_op` in PyTorch"
-    ab = product8_maths(x, w, ia, ib)
+    ab = matmul8_maths(x, w, ia, ib)
     return [in_e4m3(ab, sab), in_e4m3(swiglu_maths(deinterleave(ab)), sh)]
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #bb08692a
@@ -97,7 +97,7 @@ def gated8_maths(x, w, ia, ib, sab, sh): # as for `gated8_op`
 def gated8_op(x: torch.Tensor, w: torch.Tensor, ia: torch.Tensor, ib: torch.Tensor, sab: torch.Tensor,
               sh: torch.Tensor) -> list[torch.Tensor]:
     "Return gate and up interleaved (N 2F) and h (N F) in E4M3; x: N d, w: 2F d, interleaved, in E4M3"
-    if not takes8(x, w) or len(w) % 32: return gated8_maths(x, w, ia, ib, sab, sh)
+    if not can_run_fp8_gemm(x, w) or len(w) % 32: return gated8_maths(x, w, ia, ib, sab, sh)
     ab, h = x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)
     to = dict(ab=ab.view(torch.bfloat16), h=h)
     gated8_epilogue().gemm(x, w, None, epi_args=dict(ia=ia, ib=ib, sab=sab, sh=sh, **to), **tile8(len(w)))
@@ -114,7 +114,7 @@ def gated8_shape(x, w, *rest):
 def gated8(s, n8, w8): # `Slots`; N d, 2F d, interleaved
     "Run `gated8_op` with the scales of a layer. Returns N 2F, N F"
     if s.jit:
-        ab = product8(s, n8, w8, "n2", "wab")
+        ab = matmul8(s, n8, w8, "n2", "wab")
         for k, most in (("ab", 2*ab.abs().amax()), ("h", swiglu_maths(deinterleave(ab)).abs().amax())):
             slot(s.scale, k).copy_(fitting_scale(most.float(), LARGEST[E4M3]))
             slot(s.inverse, k).copy_(1/slot(s.scale, k))
@@ -123,7 +123,7 @@ def gated8(s, n8, w8): # `Slots`; N d, 2F d, interleaved
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #4bc0aa51
 @jit
-def load_pairs(ab_ptr, offs, mask, inverse):
+def load_packed2(ab_ptr, offs, mask, inverse):
     "Load pairs of bytes in E4M3 as gates and ups in FP32"
     dt: tl.constexpr = ab_ptr.dtype.element_ty
     pairs = tl.load(ab_ptr.to(tl.pointer_type(tl.int16)) + offs, mask=mask, other=0).to(tl.int32)
@@ -139,7 +139,7 @@ def byte_of(x, scale, dt: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr):
     return x, x.to(tl.uint8, bitcast=True).to(tl.int32)
 
 @jit
-def store_fours(t_ptr, x, i, offs_n, C, fours):
+def store_packed4(t_ptr, x, i, offs_n, C, fours):
     "Store integers of four bytes, transposed into rows of `fours` of them"
     offs_out = offs_n.to(tl.int64)[:, None]*fours + i[None, :]
     mask = (offs_n < C)[:, None] & (i < fours)[None, :]
@@ -154,9 +154,9 @@ def store_sides(q_ptr, a, b, F: tl.constexpr, mask):
 
 @jit
 def store_halves(t_ptr, a, b, i, offs_n, F: tl.constexpr, filled):
-    "Store both transposed by `store_fours`, that of ups below that of gates"
-    store_fours(t_ptr, a, i, offs_n, F, filled//4)
-    store_fours(t_ptr + tl.full((), F, tl.int64)*filled, b, i, offs_n, F, filled//4)
+    "Store both transposed by `store_packed4`, that of ups below that of gates"
+    store_packed4(t_ptr, a, i, offs_n, F, filled//4)
+    store_packed4(t_ptr + tl.full((), F, tl.int64)*filled, b, i, offs_n, F, filled//4)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #494167fa
 @jit
@@ -175,7 +175,7 @@ def quick_grads(a, b, dh, GPU: tl.constexpr):
     return dh*s*b*(1 + a - u), dh*u, u*b
 
 @jit
-def larger_of(m_ab, m_h, m, a, b, h, da, db):
+def running_amax(m_ab, m_h, m, a, b, h, da, db):
     "Return the maxima so far of gate and up, of h, and, as `magnitude`, of the gradients"
     m_ab = tl.maximum(m_ab, tl.maximum(tl.abs(a), tl.abs(b)))
     m_h = tl.maximum(m_h, tl.abs(h))
@@ -194,9 +194,9 @@ def gated8_back_kernel(ab_ptr, dh_ptr, inverse_ptr, ab_amax_ptr, sh_ptr, h_amax_
     tb, th, m, m_ab, m_h = ta, ta, ta, ta.to(tl.float32), ta.to(tl.float32)
     for p in tl.static_range(4): # rows 4i + p
         n, mask = (4*i + p).to(tl.int64)[:, None], (4*i + p < N)[:, None] & (offs_n < F)[None, :]
-        a, b = load_pairs(ab_ptr, n*F + offs_n[None, :], mask, inverse)
+        a, b = load_packed2(ab_ptr, n*F + offs_n[None, :], mask, inverse)
         da, db, h = quick_grads(a, b, wide_load(dh_ptr + n*F + offs_n[None, :], mask), GPU)
-        m_ab, m_h, m = larger_of(m_ab, m_h, m, a, b, h, da, db)
+        m_ab, m_h, m = running_amax(m_ab, m_h, m, a, b, h, da, db)
         da, xa = byte_of(da, scale, q_ptr.dtype.element_ty, MOST, GPU)
         db, xb = byte_of(db, scale, q_ptr.dtype.element_ty, MOST, GPU)
         _, xh = byte_of(h, sh, ht_ptr.dtype.element_ty, HMOST, GPU)
@@ -205,7 +205,7 @@ def gated8_back_kernel(ab_ptr, dh_ptr, inverse_ptr, ab_amax_ptr, sh_ptr, h_amax_
     raise_amax(amax_ptr, tl.max(tl.max(m, 1), 0), seen)
     note_amax(ab_amax_ptr, 2*m_ab, ab_seen)
     note_amax(h_amax_ptr, m_h, h_seen)
-    store_fours(ht_ptr, th, i, offs_n, F, filled//4)
+    store_packed4(ht_ptr, th, i, offs_n, F, filled//4)
     store_halves(t_ptr, ta, tb, i, offs_n, F, filled)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #3dc08fc6
@@ -245,27 +245,27 @@ def scaled_epilogues():
     return [gemm_epilogue(ops={k: Scalar(k) for k in ("ia", "ib")})(f) for f in (scaled, plus)]
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #b62b5128
-@torch.library.custom_op("llm_speedrun::product8", mutates_args=())
-def product8_op(a: torch.Tensor, b: torch.Tensor, ia: torch.Tensor, ib: torch.Tensor,
-                c: torch.Tensor | None) -> torch.Tensor:
+@torch.library.custom_op("llm_speedrun::matmul8", mutates_args=())
+def matmul8_op(a: torch.Tensor, b: torch.Tensor, ia: torch.Tensor, ib: torch.Tensor,
+               c: torch.Tensor | None) -> torch.Tensor:
     "Return a @ b.T with the scales divided out, plus c (M N), in BF16; a: M K, b: N K, in E4M3"
-    if not takes8(a, b): return (product8_maths(a, b, ia, ib) + (0 if c is None else c)).bfloat16()
+    if not can_run_fp8_gemm(a, b): return (matmul8_maths(a, b, ia, ib) + (0 if c is None else c)).bfloat16()
     y = a.new_empty(len(a), len(b), dtype=torch.bfloat16)
     scaled_epilogues()[c is not None].gemm(a, b, y, c, epi_args=dict(ia=ia, ib=ib), **INSIDE)
     return y
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #1833dcc5
-@product8_op.register_fake
-def product8_shape(a, b, *rest):
+@matmul8_op.register_fake
+def matmul8_shape(a, b, *rest):
     "Return an empty output: the fake (meta) implementation"
     return a.new_empty(len(a), len(b), dtype=torch.bfloat16)
 
-for op in (torch.ops.llm_speedrun.gated8, torch.ops.llm_speedrun.product8):
+for op in (torch.ops.llm_speedrun.gated8, torch.ops.llm_speedrun.matmul8):
     register_flop_formula(op, get_raw=True)(gated_flops)
 
-def product8(s, a, b, name_a, name_b, c=None): # `Slots`; M K, N K, names of their slots; M N
+def matmul8(s, a, b, name_a, name_b, c=None): # `Slots`; M K, N K, names of their slots; M N
     "Return a @ b.T + c with the scales of two slots: M N in BF16"
-    return direct_call(product8_op)(a, b, slot(s.inverse, name_a), slot(s.inverse, name_b), c)
+    return direct_call(matmul8_op)(a, b, slot(s.inverse, name_a), slot(s.inverse, name_b), c)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6a694d80
 @kernel_op(mutates=("amax",), strided=("x", "w"))
@@ -291,7 +291,7 @@ def _mlp8(ctx, x, w, wg, wu, wd, eps, *slots):
     d8, d8t = with_slot(s, "wdown", quantize_weights, [wd])
     ctx.save_for_backward(h, r, n8t, w8t, ab, d8t, w)
     ctx.slots = slots
-    return product8(s, h8, d8, "h", "wdown", h).view_as(x)
+    return matmul8(s, h8, d8, "h", "wdown", h).view_as(x)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #3342e265
 @once_differentiable
@@ -316,7 +316,7 @@ def _heads8(ctx, x, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
     s, h, D = Slots(*slots), rows(x), len(qn)
     r, n8, n8t = with_slot(s, "n1", stream_norm, h, w, eps)
     w8, w8t = with_slot(s, "wqkv", quantize_weights, [wq, wk, wv])
-    qkv = product8(s, n8[:len(h)], w8, "n1", "wqkv").view(*x.shape[:2], -1, D)
+    qkv = matmul8(s, n8[:len(h)], w8, "n1", "wqkv").view(*x.shape[:2], -1, D)
     H = len(wq)//D
     qk = qk_rope(qkv, qn, kn, cos, sin, H, eps)
     ctx.save_for_backward(h, r, n8t, w8t, qkv, w, qn, kn, cos, sin)
@@ -344,7 +344,7 @@ def _project8(ctx, x, o, w, *slots):
     w8, w8t = with_slot(s, "wo", quantize_weights, [w])
     ctx.save_for_backward(o8t, w8t)
     ctx.slots, ctx.dtype = slots, w.dtype
-    return product8(s, o8[:len(rows(x))], w8, "o", "wo", rows(x)).view_as(x)
+    return matmul8(s, o8[:len(rows(x))], w8, "o", "wo", rows(x)).view_as(x)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #d62cdb51
 @once_differentiable
@@ -448,7 +448,7 @@ class SummedCE(GroupedCE):
     def losses8(self, s, h8, w8, y, dtype): # as `GroupedCE.losses8`
         "Return a chunk's logits (n V), losses and log-sum-exps (n each)"
         fits = h8.is_cuda and not self.softcap and not traced() and dtype == torch.bfloat16
-        if not (fits and takes8(h8, w8) and whole_tiles(len(w8))): return super().losses8(s, h8, w8, y, dtype)
+        if not (fits and can_run_fp8_gemm(h8, w8) and whole_tiles(len(w8))): return super().losses8(s, h8, w8, y, dtype)
         logits, sums = logits8(h8[:len(y)], w8, slot(s.inverse, "hidden"), slot(s.inverse, "head"))
         return logits, *summed_loss(sums, logits, y, self.ignore_index, self.z_loss)
 
@@ -464,8 +464,8 @@ def fp8_deviations(d, F, device): # sizes
     ab = gated8_maths(x, wab, ia, ib, s, s)[0]
     ways = ((function_of(gated8_op)(x, wab, ia, ib, s, s), gated8_maths(x, wab, ia, ib, s, s)),
             (gated8_back(ab, dh, *back), gated8_back_maths(ab, dh, *back)),
-            ([function_of(product8_op)(h, wd, ia, ib, c)], [product8_maths(h, wd, ia, ib) + c]),
-            (logits8(x, w, ia, ib)[:1], [product8_maths(x, w, ia, ib)]))
+            ([function_of(matmul8_op)(h, wd, ia, ib, c)], [matmul8_maths(h, wd, ia, ib) + c]),
+            (logits8(x, w, ia, ib)[:1], [matmul8_maths(x, w, ia, ib)]))
     for a, b in ((a.float(), b.float()) for mine, exact in ways for a, b in zip(mine, exact)):
         yield ((a - b).norm()/b.norm()).item()
 

@@ -361,9 +361,9 @@ def value_heads(d_ptr, scale, q_ptr, t_ptr, offs_m, N, filled, HEADS: tl.constex
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #7187b908
 @jit
-def turned_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, offs_m, N, filled,
-                 HEADS: tl.constexpr, FIRST: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
-                 eps: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
+def rotated_heads(d_ptr, x_ptr, w_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, offs_m, N, filled,
+                  HEADS: tl.constexpr, FIRST: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
+                  eps: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
     "Round gradients of `HEADS` heads of queries or keys, and sum their weight's. Returns magnitudes, ROWS"
     D: tl.constexpr = 2*HALF
     i = tl.arange(0, HALF)
@@ -405,11 +405,11 @@ def heads_quantize_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_p
     else:
         c, s = tl.load(cos_ptr + turn, mask=mask, other=0.), tl.load(sin_ptr + turn, mask=mask, other=0.)
         if kind == 0:
-            amax = turned_heads(dq_ptr, qkv_ptr, wq_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, offs_m, N,
-                                filled, H, 0, C, HALF, eps, MOST, ROWS)
+            amax = rotated_heads(dq_ptr, qkv_ptr, wq_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr, offs_m, N,
+                                 filled, H, 0, C, HALF, eps, MOST, ROWS)
         else:
-            amax = turned_heads(dk_ptr, qkv_ptr, wk_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr + D, offs_m, N,
-                                filled, K, H, C, HALF, eps, MOST, ROWS)
+            amax = rotated_heads(dk_ptr, qkv_ptr, wk_ptr, c, s, scale, q_ptr, t_ptr, dw_ptr + D, offs_m, N,
+                                 filled, K, H, C, HALF, eps, MOST, ROWS)
     raise_amax(amax_ptr, tl.max(amax, 0), seen)
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #fdb832c6

@@ -516,8 +516,8 @@ def test_products_in_8_bits(N, d, width):
         assert relative_error(t[rows].float(), (e8*s.double()).clamp(-448, 448)) < .04
     c, v = rand(N, d), rand(d, width, std=64*width**-.5).to(f8.E4M3)
     exact = h[rows].double() @ v.double().T/1024
-    assert relative_error(ep8.product8_op._init_fn(h, v, ia, ib, None)[rows], exact) < 4e-3
-    assert relative_error(ep8.product8_op._init_fn(h, v, ia, ib, c)[rows], exact + c[rows].double()) < 4e-3
+    assert relative_error(ep8.matmul8_op._init_fn(h, v, ia, ib, None)[rows], exact) < 4e-3
+    assert relative_error(ep8.matmul8_op._init_fn(h, v, ia, ib, c)[rows], exact + c[rows].double()) < 4e-3
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
