@@ -47,8 +47,8 @@ rungs/memory_traffic.py | mean_loss_kernel | write_grads(x_ptr, offs, shift, 1 +
 rungs/memory_traffic.py | mean_loss_kernel | one *= 1 - | one *= 1 + 0* | LOSSES
 rungs/memory_traffic.py | mean_loss_kernel | + z_loss*lse*lse |  | LOSSES
 rungs/memory_traffic.py | mean_loss_kernel | tl.debug_barrier() | pass | LOSSES | gpu
-rungs/memory_traffic.py | times_kernel | tl.load(x_ptr + i, mask=i < N) | tl.load(x_ptr + i) | KERNELS
-rungs/memory_traffic.py | times_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
+rungs/memory_traffic.py | mul_kernel | tl.load(x_ptr + i, mask=i < N) | tl.load(x_ptr + i) | KERNELS
+rungs/memory_traffic.py | mul_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
 rungs/memory_traffic.py | clipped_adamw_kernel | m = tl.load(m_ptr + i, mask=i < n, other=0.) | m = tl.load(m_ptr + i) | KERNELS
 rungs/tensor_parallel.py | part_stats_kernel | .to(tl.int64) |  | KERNELS
 rungs/tensor_parallel.py | part_grads_kernel | .to(tl.int64) |  | KERNELS

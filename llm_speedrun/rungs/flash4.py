@@ -334,7 +334,7 @@ def norm_backward_recompute(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.
     return run_norm_backward(dn, dh, h, w, r, True)
 
 # %% ../../nbs/23_fastest.ipynb #23norm03
-def _norm_product_forward(ctx, x, y, w, eps, W):
+def _norm_matmul_forward(ctx, x, y, w, eps, W):
     ctx.set_materialize_grads(False)
     h = x.contiguous().view(-1, x.shape[-1])
     if y is None: n, r = rms_norm(h, w, eps)
@@ -345,35 +345,35 @@ def _norm_product_forward(ctx, x, y, w, eps, W):
 
 # %% ../../nbs/23_fastest.ipynb #d59f6347
 @once_differentiable
-def _norm_product_backward(ctx, dh, dz):
+def _norm_matmul_backward(ctx, dh, dz):
     (h, w, r, W), dz = ctx.saved_tensors, dz.flatten(0, -2)
     up = None if dh is None else dh.contiguous().view(h.shape)
     dx, dw, n = norm_backward_recompute(dz @ W, up, h, w, r)
     dx = dx.view(ctx.shape)
     return dx, dx if ctx.add else None, dw, None, dz.T @ n
 
-class NormProduct(torch.autograd.Function):
+class NormMatmul(torch.autograd.Function):
     "(x, y, w, eps, W) -> h = x + y, norm(h) @ W.T, keeping h alone; x, y: ... d, y may be None; w: d; W: O d"
-    forward = staticmethod(_norm_product_forward)
-    backward = staticmethod(_norm_product_backward)
+    forward = staticmethod(_norm_matmul_forward)
+    backward = staticmethod(_norm_matmul_backward)
 
 # %% ../../nbs/23_fastest.ipynb #6611281b
-def norm_product(norm, h, *linears): # a norm, the residual stream or a pair, layers with the same input
+def norm_matmul(norm, h, *linears): # a norm, the residual stream or a pair, layers with the same input
     "Return the residual stream, and its norm times all weights; only the residual stream is saved"
     x, y = stream_pair(h)
-    return NormProduct.apply(x, y, norm.weight, norm.eps, joined(x.dtype, *linears))
+    return NormMatmul.apply(x, y, norm.weight, norm.eps, joined(x.dtype, *linears))
 
 def heads_recompute_norm(block, h, cos, sin): # h: the residual stream or a pair
     "Compute the block's part `heads`, and recompute its norm in the backward pass"
     a = block.self_attn
-    h, qkv = norm_product(block.input_layernorm, h, a.q_proj, a.k_proj, a.v_proj)
+    h, qkv = norm_matmul(block.input_layernorm, h, a.q_proj, a.k_proj, a.v_proj)
     return h, *rotated(a, qkv, cos, sin)
 
 # %% ../../nbs/23_fastest.ipynb #23norm06
 def feed_saving_fp8(block, h): # a pair
     "Compute the part `feed`: backward recomputes its norm, and reads gate and up kept in 8 bits"
     m = block.mlp
-    h, ab = norm_product(block.post_attention_layernorm, h, m.gate_proj, m.up_proj)
+    h, ab = norm_matmul(block.post_attention_layernorm, h, m.gate_proj, m.up_proj)
     return h, Fp8SwiGLUDown.apply(ab.flatten(0, -2), m.down_proj.weight.to(ab.dtype)).view(h.shape)
 
 @rung("parts", needs=needs_fp8, requires=["fused_ops"], excludes=["fp8"], gpu_only=True)

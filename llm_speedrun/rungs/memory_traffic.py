@@ -21,7 +21,7 @@ from .triton import (LOG2E, blocks, jit, kernel_op, launch, programs, runs_kerne
 from .fused_ops import compute_dtype, needs_triton, qk_rope
 
 # %% ../../nbs/28_fewer_passes.ipynb #759f73df
-from .chunked_ce import (ChunkedCE, add_product, chunk_size, logit_grad, loss_maths,
+from .chunked_ce import (ChunkedCE, add_matmul_, chunk_size, logit_grad, loss_maths,
                                            loss_results, loss_tile, no_loss, read_logits, row_lse, sms,
                                            write_grads)
 from .fp8 import E4M3, E5M2, LARGEST, mm8
@@ -147,12 +147,12 @@ def grouped16(h, w, y, ce, want_w): # N d, V d, both of one type, N, a `GroupedC
             logits = torch.mm(h[piece], w.T, out=grads[j - i:piece.stop - i])
             losses.append(mean_loss(logits, y[piece], n, ce.ignore_index, ce.z_loss, ce.softcap))
         torch.mm(grads[:part.stop - i], w, out=dh[part])
-        if want_w: add_product(dw, grads[:part.stop - i].T, h[part])
+        if want_w: add_matmul_(dw, grads[:part.stop - i].T, h[part])
     return torch.cat(losses), dh, dw, count
 
 # %% ../../nbs/28_fewer_passes.ipynb #9fa846c9
 @jit
-def times_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
+def mul_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
     "Multiply x by a factor in place; skip the memory access where that is 1"
     # grid: programs that share the elements of x, contiguous
     factor = tl.load(factor_ptr).to(tl.float32)
@@ -164,11 +164,11 @@ def times_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
             tl.store(x_ptr + i, x*factor, mask=i < N)
 
 @kernel_op(mutates=("x",))
-def times_(x: torch.Tensor, factor: torch.Tensor) -> None:
+def mul_(x: torch.Tensor, factor: torch.Tensor) -> None:
     "Multiply a contiguous tensor by a one-element tensor, in place"
     if not runs_kernel(x) or x.dtype == torch.float64: x.mul_(factor.view([1]*x.ndim))
     elif n := x.numel():
-        launch(times_kernel, (programs(x, 4, blocks(n, 4096)),), x, factor, n, BLOCK=4096, num_warps=8)
+        launch(mul_kernel, (programs(x, 4, blocks(n, 4096)),), x, factor, n, BLOCK=4096, num_warps=8)
 
 # %% ../../nbs/28_fewer_passes.ipynb #bf33c2b4
 def _grouped_forward(ctx, h, w, y, ce, want_w, *slots):
@@ -185,7 +185,7 @@ def _grouped_backward(ctx, g):
     if ctx.grads is None:
         raise RunError("the gradients of this loss are gone: call backward() once, or leave out head_groups")
     grads, ctx.grads = ctx.grads, None
-    for t in grads: times_(t, g)
+    for t in grads: mul_(t, g)
     return *[t.to(k) if on else None for t, k, on in zip(grads, ctx.dtypes, ctx.needs_input_grad)], *[None]*9
 
 class GroupedLoss(torch.autograd.Function):
@@ -381,7 +381,7 @@ def recompute_on_unpack(t, # a tensor, alive as long as the context
     return saved_tensors_hooks(pack, unpack)
 
 # %% ../../nbs/28_fewer_passes.ipynb #645cae37
-def heads_product(v, # B K T D
+def qkv_of_values(v, # B K T D
                   H): # query heads
     """Return the matmul's output of which the values `v` are a part: B T H+2K D.
     Raises `InputError` for values that lie elsewhere"""
@@ -395,7 +395,7 @@ def heads_product(v, # B K T D
 def attend_recompute(block, q, k, v, cos, sin): # B H T D, B K T D twice
     "Compute the block's part `attend`, and recompute queries and keys for its backward pass"
     a, H = block.self_attn, q.shape[1]
-    qkv = heads_product(v, H)
+    qkv = qkv_of_values(v, H)
     def turned():
         weights = a.q_norm.weight.detach(), a.k_norm.weight.detach()
         return qk_rope(qkv, *weights, cos, sin, H, a.q_norm.eps) # B T H+K D, of which q and k are parts

@@ -12,8 +12,8 @@ from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.rungs.memory_traffic import (clipped_torch, clipped_triton, ClippedAdamW, direct_update, DirectBackward, group_sizes,
-                                               GroupedCE, head_groups, heads_product, logits_into, mean_loss, recompute_on_unpack,
-                                               recompute_rope, times_)
+                                               GroupedCE, head_groups, qkv_of_values, logits_into, mean_loss, recompute_on_unpack,
+                                               recompute_rope, mul_)
 from llm_speedrun.rungs.fp8 import E5M2, mm8
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
 from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
@@ -152,9 +152,9 @@ def test_nothing_counts_and_nan():
 def test_a_factor_of_one_reads_nothing():
     x = rand(3, 5000)
     for f in (1., 3., float("nan")):
-        y = x.clone(); times_(y, torch.tensor(f, device=DEVICE))
+        y = x.clone(); mul_(y, torch.tensor(f, device=DEVICE))
         assert torch.equal(y.nan_to_num(7.), (x*f).nan_to_num(7.))
-    times_(x.new_empty(0), torch.ones((), device=DEVICE))
+    mul_(x.new_empty(0), torch.ones((), device=DEVICE))
 
 def test_handed_out_once():
     h, w, y = case()
@@ -323,8 +323,8 @@ def test_recompute_rope_refuses():
     with fails(ValueError, "builds on 'fused_ops'"): build(NANO, ["recompute_rope"])
     with fails(ValueError, "order of their own", "leave it out"):
         recompute_rope(build(NANO, ["fused_ops"], model=beyond(x0=True)))
-    with fails(ValueError, "leave the rung out"): heads_product(torch.zeros(1, 2, 8, 16), 4)
-    with fails(ValueError, "leave the rung out"): heads_product(torch.zeros(1, 8, 4, 16)[:, :, :2].transpose(1, 2), 4)    # too near the front
+    with fails(ValueError, "leave the rung out"): qkv_of_values(torch.zeros(1, 2, 8, 16), 4)
+    with fails(ValueError, "leave the rung out"): qkv_of_values(torch.zeros(1, 8, 4, 16)[:, :, :2].transpose(1, 2), 4)    # too near the front
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
