@@ -204,14 +204,14 @@ def gated_backward(dy, w, ab, r=None): # N d, d F, N 2F, N
     return direct_call(gated_backward_op)(dy, w, ab, r)
 
 # %% ../../nbs/29_epilogues.ipynb #2c704c3e
-def in_parts(dy, x, n): # N o, N i, parts of the tokens
+def split_k_matmul(dy, x, n): # N o, N i, parts of the tokens
     "Return dy.T @ x, o i in FP32, of 16-bit matrices on a GPU, by split-K: a sum of `n` matmuls"
     if n == 1: return torch.mm(dy.T, x, out_dtype=torch.float32)
     dy, x = (t.view(n, -1, t.shape[1]) for t in (dy, x))
     return torch.bmm(dy.mT, x, out_dtype=torch.float32).sum(0)
 
 # %% ../../nbs/29_epilogues.ipynb #038e1882
-def grad_parts(N, o, i): # tokens, sizes of the weight
+def grad_splits(N, o, i): # tokens, sizes of the weight
     "Return how many parts to split the tokens into: eight for small weights that aren't wider than high"
     return 8 if o*i < 2**21 and o >= i and N % 8 == 0 and N >= 2**14 else 1
 
@@ -221,7 +221,7 @@ def weight_grad_op(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> tor
     "Return dy.T @ x (o i) in `dtype`; dy: N o, x: N i"
     if not x.is_cuda: return matmul_maths(dy.T.to(dtype), x.to(dtype))
     if x.dtype == dtype: return dy.T @ x # weights in 16 bits, too
-    return in_parts(dy, x, grad_parts(len(x), dy.shape[1], x.shape[1])).to(dtype)
+    return split_k_matmul(dy, x, grad_splits(len(x), dy.shape[1], x.shape[1])).to(dtype)
 
 @weight_grad_op.register_fake
 def weight_grad_shape(dy, x, dtype):

@@ -110,7 +110,7 @@ PARTS = [(65536, 2304, 768, 8), (65536, 768, 768, 8), (65528, 768, 768, 8), (655
 
 @pytest.mark.parametrize("N, o, i, parts", PARTS)
 def test_parts_of_a_gradient(N, o, i, parts):
-    assert e.grad_parts(N, o, i) == parts
+    assert e.grad_splits(N, o, i) == parts
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
