@@ -109,7 +109,7 @@ def checkpoint(run, # a `Run`
     return run.with_model(lambda model: recompute(model.layers[:-1:every]))
 
 # %% ../../nbs/20_checkpointing.ipynb #94b40e07
-LINEAR = "mm", "_scaled_mm" # matmuls with a weight; a bmm's output would be naive attention's scores
+LINEAR_OPS = "mm", "_scaled_mm" # matmuls with a weight; a bmm's output would be naive attention's scores
 
 def answer(keep): # a bool
     "Return a policy's answer for a bool"
@@ -121,7 +121,7 @@ def op_name(op): # an operation as a dispatch mode sees it
 
 def keep_matmuls(ctx, op, *args, **kwargs): # as `create_selective_checkpoint_contexts` calls it
     "Keep attention and the matmuls with weights: the textbook's policy"
-    return answer(op_name(op) in LINEAR or op_kind(op_name(op)) == "fused attention")
+    return answer(op_name(op) in LINEAR_OPS or op_kind(op_name(op)) == "fused attention")
 
 # %% ../../nbs/20_checkpointing.ipynb #a1e17b91
 def keep_by_price(ctx, op, *args,
@@ -129,7 +129,7 @@ def keep_by_price(ctx, op, *args,
                   mlp, # recompute gate and up too
                   **kwargs):
     "Keep attention and matmuls, but not the MLP's last one and, with `mlp`, none of the MLP's: a policy"
-    if op_name(op) not in LINEAR: return answer(op_kind(op_name(op)) == "fused attention")
+    if op_name(op) not in LINEAR_OPS: return answer(op_kind(op_name(op)) == "fused attention")
     K, N = args[0].shape[-1], args[1].shape[-1] # of a matmul M K by K N
     return answer(K != hidden and not (mlp and N in (hidden, 2*hidden)))
 

@@ -55,7 +55,7 @@ def whole_pass(loss): # (model, x, y) -> mean loss
     return run_pass
 
 # %% ../../nbs/18_compile.ipynb #a57c2d7d
-MODES = "default reduce-overhead max-autotune max-autotune-no-cudagraphs".split()
+COMPILE_MODES = "default reduce-overhead max-autotune max-autotune-no-cudagraphs".split()
 
 def needs_inductor():
     "Return a rung's `needs`: Triton and a GPU that it supports. A CPU passes, for smoke runs"
@@ -65,10 +65,10 @@ def needs_inductor():
 
 # %% ../../nbs/18_compile.ipynb #28844915
 def compile_options(run, # a `Run`
-                    mode, # one of `MODES`
+                    mode, # one of `COMPILE_MODES`
                     backend): # of torch.compile, or "" for the default
     "Return arguments of `torch.compile`: no graph breaks, every shape on its own"
-    lookup(dict.fromkeys(MODES), mode, "mode of torch.compile")
+    lookup(dict.fromkeys(COMPILE_MODES), mode, "mode of torch.compile")
     backend = backend or ("inductor" if run.device.type == "cuda" else "aot_eager")
     how = dict(backend=backend, fullgraph=True, dynamic=False)
     return how | dict(mode=mode) if backend == "inductor" else how

@@ -66,13 +66,13 @@ def gated8_epilogue():
     return gemm_epilogue(outputs=outputs, ops=scalars, mode="acc_pair")(gated8)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #e70c468b
-INSIDE = dict(tile_M=128, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True,
-              post_init_attrs=(("fp8_slow_accum", False),)) # sums inside of the tensor cores
+FAST_ACCUM = dict(tile_M=128, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True,
+                  post_init_attrs=(("fp8_slow_accum", False),)) # sums inside of the tensor cores
 
 def tile8(columns): # of a matmul's output
     "Return the wide tile, or the high one where the last wide tile would be mostly empty"
     high = dict(tile_M=192, tile_N=128, cluster_M=1, cluster_N=2)
-    return INSIDE | (high if blocks(columns, 192)*192 > 1.01*columns else {})
+    return FAST_ACCUM | (high if blocks(columns, 192)*192 > 1.01*columns else {})
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #7650cb70
 def can_run_fp8_gemm(a, b): # M K, N K
@@ -251,7 +251,7 @@ def matmul8_op(a: torch.Tensor, b: torch.Tensor, ia: torch.Tensor, ib: torch.Ten
     "Return a @ b.T with the scales divided out, plus c (M N), in BF16; a: M K, b: N K, in E4M3"
     if not can_run_fp8_gemm(a, b): return (matmul8_maths(a, b, ia, ib) + (0 if c is None else c)).bfloat16()
     y = a.new_empty(len(a), len(b), dtype=torch.bfloat16)
-    scaled_epilogues()[c is not None].gemm(a, b, y, c, epi_args=dict(ia=ia, ib=ib), **INSIDE)
+    scaled_epilogues()[c is not None].gemm(a, b, y, c, epi_args=dict(ia=ia, ib=ib), **FAST_ACCUM)
     return y
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #1833dcc5
@@ -482,7 +482,7 @@ def needs_quack_fp8():
     "Return a rung's `needs`: FP8, and QuACK"
     return needs_fp8() or hopper_missing()
 
-EIGHTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(fp8_feed, feed8))
+EPILOGUE_PARTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(fp8_feed, feed8))
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6976dfb5
 @rung("parts", needs=needs_quack_fp8, requires=["fp8"], follows=["head_groups"],
@@ -496,7 +496,7 @@ def fp8_epilogues(run): # a `Run` with fp8
         raise RunError(f"rung 'fp8_epilogues': QuACK's kernels can't be used here: {why}. Leave the rung out")
     def change(model):
         for b in model.layers:
-            set_parts(model, [b], **{k: ours for k, (old, ours) in EIGHTS.items() if getattr(b, k) is old})
+            set_parts(model, [b], **{k: ours for k, (old, ours) in EPILOGUE_PARTS.items() if getattr(b, k) is old})
         if getattr(model.loss, "in_fp8", False):
             model.loss = SummedCE(**vars(model.loss))
     return run.with_model(change)

@@ -32,7 +32,7 @@ from .optim import (MultiTensorAdamW, adamw_block, adamw_pointers, one_minus_exp
                                       update_torch)
 
 # %% ../../nbs/28_fewer_passes.ipynb #a5bceb65
-GROUP = 2 * 2**30 # bytes of gradients of logits kept for one matmul
+GROUP_BYTES = 2 * 2**30 # bytes of gradients of logits kept for one matmul
 
 def group_sizes(N, d, V, # tokens, width, vocabulary
                 nbytes, # of a logit, and of what is kept of its gradient
@@ -197,7 +197,7 @@ class GroupedLoss(torch.autograd.Function):
 class GroupedCE(ChunkedCE):
     "A `ChunkedCE` that keeps gradients of logits in groups"
     scales: nn.Module = None # the projection's `LayerScales`, where it is in FP8
-    group: int = GROUP # bytes of gradients of logits in a group
+    group: int = GROUP_BYTES # bytes of gradients of logits in a group
 
     def sizes(self, N, d, V, nbytes, x): # tokens, width, vocabulary, bytes of a logit's gradient, a tensor
         return group_sizes(N, d, V, nbytes, self.group, self.budget, sms(x))
@@ -229,7 +229,7 @@ def in_fp8(self:GroupedCE):
 @rung("parts", needs=needs_triton, requires=["chunked_ce"], follows=["fp8"],
       excludes=["tensor_parallel", "fp16"], gpu_only=True)
 def head_groups(run, # a `Run` with chunked_ce
-                group=GROUP // 2**20): # MiB of logits' gradients that are kept for one matmul
+                group=GROUP_BYTES // 2**20): # MiB of logits' gradients that are kept for one matmul
     "Compute the output projection's gradient from groups of chunks, with 1/n inside of its matmuls"
     if group < 1:
         raise InputError(f"rung 'head_groups': group={group} is no size in MiB: give at least 1")

@@ -442,7 +442,7 @@ def test_scales_grow_with_what_they_cut_off():
     step = Stepper(run)
     x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
     scales = run.model.layers[0].scales
-    i, j = (f8.NAMES.index(k) for k in ("ab", "h"))
+    i, j = (f8.SLOT_NAMES.index(k) for k in ("ab", "h"))
     for group in step.opt.param_groups: group["lr"] = 0.
     for _ in range(3): step((x[0], x[1]))
     half, whole = scales.scale[i]*scales.forward_max[i, 0]/2, scales.scale[j]*scales.forward_max[j, 0]
@@ -542,7 +542,7 @@ def test_logits_are_not_truncated(d, V, monkeypatch):
     exact, ia, ib = h.double() @ w.double().T/64, *(torch.full((1,), 1/8, device=DEVICE) for _ in range(2))
     def bias(): return (ep8.logits8(h, w, ia, ib)[0].double()/exact - 1).mean().abs().item()
     promoted = bias()
-    monkeypatch.setattr(ep8, "PROMOTED", ep8.INSIDE)
+    monkeypatch.setattr(ep8, "PROMOTED", ep8.FAST_ACCUM)
     assert promoted < bias()/4, (promoted, bias())
 
 @pytest.mark.parametrize("weight", ["mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"])
