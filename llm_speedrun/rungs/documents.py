@@ -59,7 +59,7 @@ DEFAULT_LENGTH = 256 # tokens of a document, where none were counted
 
 def mean_length(corpus, # a `data.Corpus`
                 most=2**20): # tokens to look at
-    "Return the mean tokens of a training document over the first ones; `DEFAULT_LENGTH` where there is no text yet"
+    "Return the mean tokens of a training document over the first ones; `DEFAULT_LENGTH` without text"
     if corpus.train is None: return DEFAULT_LENGTH
     x = np.asarray(corpus.train[:most])
     return len(x)/max(1, int((x == corpus.eot).sum()))

@@ -448,7 +448,8 @@ class SummedCE(GroupedCE):
     def losses8(self, s, h8, w8, y, dtype): # as `GroupedCE.losses8`
         "Return a chunk's logits (n V), losses and log-sum-exps (n each)"
         fits = h8.is_cuda and not self.softcap and not traced() and dtype == torch.bfloat16
-        if not (fits and can_run_fp8_gemm(h8, w8) and whole_tiles(len(w8))): return super().losses8(s, h8, w8, y, dtype)
+        if not (fits and can_run_fp8_gemm(h8, w8) and whole_tiles(len(w8))):
+            return super().losses8(s, h8, w8, y, dtype)
         logits, sums = logits8(h8[:len(y)], w8, slot(s.inverse, "hidden"), slot(s.inverse, "head"))
         return logits, *summed_loss(sums, logits, y, self.ignore_index, self.z_loss)
 
@@ -496,7 +497,8 @@ def fp8_epilogues(run): # a `Run` with fp8
         raise RunError(f"rung 'fp8_epilogues': QuACK's kernels can't be used here: {why}. Leave the rung out")
     def change(model):
         for b in model.layers:
-            set_parts(model, [b], **{k: ours for k, (old, ours) in EPILOGUE_PARTS.items() if getattr(b, k) is old})
+            new = {k: ours for k, (old, ours) in EPILOGUE_PARTS.items() if getattr(b, k) is old}
+            set_parts(model, [b], **new)
         if getattr(model.loss, "in_fp8", False):
             model.loss = SummedCE(**vars(model.loss))
     return run.with_model(change)

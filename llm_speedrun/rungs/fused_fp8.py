@@ -417,7 +417,8 @@ def choose_parts(run, # the `Run` to which the rung will be applied
             ", ".join(f"{p} {gains[p]:.2f}x{but.get(p, '')}" for p in can))
 
 # %% ../../nbs/17_fused_fp8.ipynb #17odd001
-PART_SIZES = dict(heads=("width", "kv_width"), out=("width",), mlp=("width", "hidden"), head=("width", "vocab"))
+PART_SIZES = dict(heads=("width", "kv_width"), out=("width",), mlp=("width", "hidden"),
+                  head=("width", "vocab"))
 
 def odd_sizes(c, # a `GPTConfig`
               parts): # keys of `FP8_PARTS`
