@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from ..io_utils import InputError
 from .fused_ops import compute_dtype
-from .triton import LOG2E, blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, traced
+from .kernel_ops import blocks, jit, kernel_op, launch, LOG2E, pow2, runs_kernel, tl, traced
 from ..runs import rung
 
 # %% ../../nbs/15_chunked_ce.ipynb #95250d9c

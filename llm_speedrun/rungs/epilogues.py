@@ -22,8 +22,8 @@ from ..runs import rung
 from .fused_ops import (halves, head_grads, head_norm_grads, head_weights, qk_rope,
                                           qk_rope_backward_maths, store_head_sums, stream_pair,
                                           swiglu_backward_maths, swiglu_maths)
-from .triton import (blocks, jit, kernel_op, launch, norm_tile, pow2, programs, runs_kernel,
-                                       tl, traced)
+from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, traced
+from .triton import norm_tile, programs
 
 # %% ../../nbs/29_epilogues.ipynb #f2a464d9
 def epilogues_missing():

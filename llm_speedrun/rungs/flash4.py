@@ -21,9 +21,8 @@ from ..runs import rung
 from .flash import repeat_heads, sdpa
 from .fused_ops import (joined, rotated, stream_pair, swiglu_backward_maths, swiglu_grads,
                                           swiglu_maths)
-from .triton import (LOG2E, add_rms_norm, blocks, jit, kernel_op, launch,
-                                       norm_backward_maths, pow2, rms_norm, run_norm_backward, runs_kernel,
-                                       tl, traced)
+from .kernel_ops import blocks, jit, kernel_op, launch, LOG2E, pow2, runs_kernel, tl, traced
+from .triton import add_rms_norm, norm_backward_maths, rms_norm, run_norm_backward
 from .fp8 import E4M3, LARGEST
 from .fp8_kernels import magnitude
 from .fused_fp8 import needs_fp8

@@ -29,8 +29,8 @@ from .fp8_kernels import (Slots, by_kernel, empty_pair, fitting_scale, heads_qua
 from .fused_ce import hopper_missing
 from .fused_fp8 import fp8_feed, fp8_heads, fp8_project, needs_fp8
 from .fused_ops import qk_rope, stream_pair, swiglu_backward_maths, swiglu_maths
-from .triton import (add_norm_maths, blocks, jit, kernel_op, launch, pow2,
-                                       rms_norm_backward, tl, traced)
+from .kernel_ops import blocks, jit, kernel_op, launch, pow2, tl, traced
+from .triton import add_norm_maths, rms_norm_backward
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #04148374
 @lru_cache

@@ -19,7 +19,8 @@ from ..runs import uncompiled
 from .fp8 import E4M3, E5M2, LARGEST, mm8
 from .fused_ops import (head_norm_grads, qk_rope_backward_maths, swiglu_backward_maths,
                                           swiglu_grads, swiglu_maths)
-from .triton import add_norm_maths, blocks, jit, kernel_op, launch, runs_kernel, tl
+from .kernel_ops import blocks, jit, kernel_op, launch, runs_kernel, tl
+from .triton import add_norm_maths
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #17names1
 SLOT_NAMES = "n1 wqkv o wo n2 wab ab h wdown dqkv da dab dm".split() # a layer's inputs, weights and gradients

@@ -31,8 +31,8 @@ from .fp8_kernels import (SQUARE_TILE, LayerScales, Scaling, Slots, by_kernel, e
                                             store_both, swiglu_backward_quantize, swiglu_quantize,
                                             tile_grid, with_slot)
 from .fused_ops import fused_ops, needs_triton, qk_rope, stream_pair
-from .triton import (LOG2E, graph_ms, jit, kernel_op, launch, rms_norm_backward,
-                                       runs_kernel, tl)
+from .kernel_ops import jit, kernel_op, launch, LOG2E, runs_kernel, tl
+from .triton import graph_ms, rms_norm_backward
 
 # %% ../../nbs/17_fused_fp8.ipynb #b5e3a022
 def _linear_forward(ctx, x, w, *slots):

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from ..io_utils import InputError
 from ..model import rope, set_parts
 from ..runs import rung
-from .triton import (AddRMSNorm, blocks, jit, kernel_op, launch, pow2, programs,
-                                       runs_kernel, tl, triton)
+from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, triton
+from .triton import AddRMSNorm, programs
 
 # %% ../../nbs/14_fused_ops.ipynb #2ceb2a17
 def swiglu_maths(ab): # N 2F

@@ -16,8 +16,9 @@ from ..compat import FakeTensor, node_class, scaled_mm, storage_id
 from ..io_utils import InputError, RunError
 from ..model import naive_layer, set_parts
 from ..runs import RUNGS, Backward, PrecomputedGrads, param_groups, rung
-from .triton import (LOG2E, blocks, jit, kernel_op, launch, programs, runs_kernel, tl,
-                                       traced, triton)
+from .kernel_ops import (blocks, jit, kernel_op, launch, LOG2E, runs_kernel, tl, traced,
+                                           triton)
+from .triton import programs
 from .fused_ops import compute_dtype, needs_triton, qk_rope
 
 # %% ../../nbs/28_fewer_passes.ipynb #759f73df

@@ -22,7 +22,7 @@ from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_matmul_, bad_targets
                                            read_logits, row_lse, sms, write_grads)
 from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
                                           joined, recast, rotated, swiglu_down)
-from .triton import LOG2E, jit, kernel_op, launch, runs_kernel, tl
+from .kernel_ops import jit, kernel_op, launch, LOG2E, runs_kernel, tl
 
 # %% ../../nbs/53_tensor_parallel.ipynb #9a6c40e0
 CUT = dict(q_proj=0, k_proj=0, v_proj=0, gate_proj=0, up_proj=0, embed_tokens=0, # by rows: outputs

@@ -14,7 +14,7 @@ from ..compat import is_view
 from ..model import GPT, Embedding
 from ..runs import rung
 from .fused_ops import compute_dtype, needs_triton, recast
-from .triton import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
+from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
 
 # %% ../../nbs/27_fewer_bytes.ipynb #e988504c
 def add_rows_maths(g, x, dh): # V d, changed in place; N tokens; N d

@@ -8,7 +8,8 @@ from llm_speedrun.rungs.flash4 import (attention8, attention_forward, flash4_att
                                        swiglu_keep, swiglu_kept_backward)
 from llm_speedrun.rungs.fp8 import E4M3, sqnr
 from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
-from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths, runs_kernel
+from llm_speedrun.rungs.kernel_ops import runs_kernel
+from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths
 from llm_speedrun.model import naive_attention, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Stepper, build

@@ -14,7 +14,7 @@ from llm_speedrun.rungs.fused_fp8 import (HALF_MOST, FP8_PARTS, choose_parts, Fp
                                           random_bits, random_bits_maths, round_stochastically, round_stochastically_maths,
                                           rounding_cases, rounds_wrong)
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, swiglu_backward_maths, swiglu_maths
-from llm_speedrun.rungs.triton import jit, runs_kernel, tl
+from llm_speedrun.rungs.kernel_ops import jit, runs_kernel, tl
 from llm_speedrun.measure import version_of
 from llm_speedrun.roofline import has_fp8, main_format
 from llm_speedrun.model import rope, rope_table, workload
