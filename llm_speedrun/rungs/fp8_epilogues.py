@@ -499,6 +499,5 @@ def fp8_epilogues(run): # a `Run` with fp8
         for b in model.layers:
             new = {k: ours for k, (old, ours) in EPILOGUE_PARTS.items() if getattr(b, k) is old}
             set_parts(model, [b], **new)
-        if getattr(model.loss, "in_fp8", False):
-            model.loss = SummedCE(**vars(model.loss))
+        if getattr(model.loss, "in_fp8", False): model.loss = SummedCE(**vars(model.loss))
     return run.with_model(change)

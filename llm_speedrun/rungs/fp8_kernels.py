@@ -10,7 +10,6 @@ __all__ = ['SLOT_NAMES', 'SMALL_TILE', 'LARGE_TILE', 'SQUARE_TILE', 'Scaling', '
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 import torch, torch.nn as nn, torch.nn.functional as F
-from fastcore.basics import patch
 from ..io_utils import InputError
 from ..measure import compiler_imported
 from ..runs import uncompiled
@@ -35,6 +34,13 @@ def limits(grad): # format of the gradients
     clips_at = [1.99*LARGEST[E4M3] if k == "ab" else CLIPS_AT[f] for k, f in zip(SLOT_NAMES, formats)]
     return [LARGEST[f] for f in formats], clips_at
 
+# %% ../../nbs/16a_fp8_kernels.ipynb #7474eb90
+def fitting_scale(amax, largest): # tensors: the largest magnitude, and what to make it
+    "Return the scale that maps `amax` to the format's largest value; 1 where it is zero or non-finite"
+    return torch.where((amax > 0) & amax.isfinite(), (largest/amax).clamp(max=2.**100), 1.)
+
+SAVED_BUFFERS = "past scale inverse clipped".split()
+
 # %% ../../nbs/16a_fp8_kernels.ipynb #42ce8033
 class Scaling:
     "The scales of a model's 8-bit tensors, from the largest magnitudes of the last steps"
@@ -53,79 +59,58 @@ class Scaling:
         zeros = lambda: [torch.zeros(n, 4, device=device) for _ in range(layers)]
         self.forward_max, self.backward_max = zeros(), zeros()
 
-# %% ../../nbs/16a_fp8_kernels.ipynb #7474eb90
-def fitting_scale(amax, largest): # tensors: the largest magnitude, and what to make it
-    "Return the scale that maps `amax` to the format's largest value; 1 where it is zero or non-finite"
-    return torch.where((amax > 0) & amax.isfinite(), (largest/amax).clamp(max=2.**100), 1.)
+    def maxima(self):
+        "Return the largest magnitudes of the step so far, layers by slots"
+        return torch.maximum(torch.stack(self.forward_max), torch.stack(self.backward_max))[..., 0]
 
-@patch
-def maxima(self:Scaling):
-    "Return the largest magnitudes of the step so far, layers by slots"
-    return torch.maximum(torch.stack(self.forward_max), torch.stack(self.backward_max))[..., 0]
+    def bad(self):
+        "Return whether one of the step's largest magnitudes is non-finite: a bool tensor on the device"
+        return ~self.maxima().isfinite().all()
 
-@patch
-def bad(self:Scaling):
-    "Return whether one of the step's largest magnitudes is non-finite: a bool tensor on the device"
-    return ~self.maxima().isfinite().all()
+    def __deepcopy__(self, memo): return self # a rung's copy of the model shares it, like the weights
 
-@patch
-def __deepcopy__(self:Scaling, memo): return self # a rung's copy of the model shares it, like the weights
+    def update(self):
+        "Move the step's maxima into the history, and recompute the scales. A bad step changes neither"
+        amax = self.maxima()
+        good = amax.isfinite().all()
+        if self.delayed: self.clipped += ((amax*self.scale > self.clips_at) & good).sum()
+        torch._foreach_zero_(self.forward_max + self.backward_max)
+        past = torch.cat([amax[None], self.past[:-1]])
+        for old, new in ((self.past, past), (self.scale, fitting_scale(past.amax(0), self.largest))):
+            old.copy_(torch.where(good, new, old))
+        self.inverse.copy_(1/self.scale)
 
-# %% ../../nbs/16a_fp8_kernels.ipynb #17updat2
-@patch
-def update(self:Scaling):
-    "Move the step's maxima into the history, and recompute the scales. A bad step changes neither"
-    amax = self.maxima()
-    good = amax.isfinite().all()
-    if self.delayed: self.clipped += ((amax*self.scale > self.clips_at) & good).sum()
-    torch._foreach_zero_(self.forward_max + self.backward_max)
-    past = torch.cat([amax[None], self.past[:-1]])
-    for old, new in ((self.past, past), (self.scale, fitting_scale(past.amax(0), self.largest))):
-        old.copy_(torch.where(good, new, old))
-    self.inverse.copy_(1/self.scale)
+    @contextmanager
+    def in_step(self):
+        "Update the scales before a training step; an evaluation leaves them as they are"
+        if torch.is_grad_enabled() and self.seen: self.update()
+        yield
 
-# %% ../../nbs/16a_fp8_kernels.ipynb #e8f2cd7f
-@patch
-@contextmanager
-def in_step(self:Scaling):
-    "Update the scales before a training step; an evaluation leaves them as they are"
-    if torch.is_grad_enabled() and self.seen: self.update()
-    yield
+    @contextmanager
+    def in_pass(self):
+        "Run a forward pass inside: its maxima are discarded without gradients; just-in-time is uncompiled"
+        self.jit, trains = not (self.delayed and self.seen), torch.is_grad_enabled()
+        kept = None if trains else [t.clone() for t in self.forward_max]
+        try:
+            with uncompiled() if self.jit and compiler_imported() else nullcontext(): yield
+            self.seen |= trains
+        finally:
+            if kept is not None: torch._foreach_copy_(self.forward_max, kept)
 
-# %% ../../nbs/16a_fp8_kernels.ipynb #17inpas2
-@patch
-@contextmanager
-def in_pass(self:Scaling):
-    "Run a forward pass inside: its maxima are discarded without gradients; just-in-time is uncompiled"
-    self.jit, trains = not (self.delayed and self.seen), torch.is_grad_enabled()
-    kept = None if trains else [t.clone() for t in self.forward_max]
-    try:
-        with uncompiled() if self.jit and compiler_imported() else nullcontext(): yield
-        self.seen |= trains
-    finally:
-        if kept is not None: torch._foreach_copy_(self.forward_max, kept)
+    def state_dict(self):
+        "Return what a checkpoint needs to continue with the same scales: a dict of tensors and a flag"
+        maxima = {k: torch.stack(getattr(self, k))[..., 0] for k in ("forward_max", "backward_max")}
+        return {k: getattr(self, k) for k in SAVED_BUFFERS} | maxima | dict(seen=self.seen)
 
-# %% ../../nbs/16a_fp8_kernels.ipynb #d0e3ba96
-SAVED_BUFFERS = "past scale inverse clipped".split()
-
-@patch
-def state_dict(self:Scaling):
-    "Return what a checkpoint needs to continue with the same scales: a dict of tensors and a flag"
-    maxima = {k: torch.stack(getattr(self, k))[..., 0] for k in ("forward_max", "backward_max")}
-    return {k: getattr(self, k) for k in SAVED_BUFFERS} | maxima | dict(seen=self.seen)
-
-# %% ../../nbs/16a_fp8_kernels.ipynb #16aload1
-@patch
-def load_state_dict(self:Scaling, state): # from `state_dict`
-    "Copy the saved scales into the layers' tensors. Raises `InputError` for a checkpoint with other slots"
-    if state["past"].shape[1:] != self.past.shape[1:]:
-        raise InputError("the FP8 scales of this checkpoint don't fit: they come from another version of "
-                         "llm_speedrun, or from another model. Start a new run")
-    state = dict(clipped=self.clipped) | state # older ones have counted nothing
-    for k in SAVED_BUFFERS: getattr(self, k).copy_(state[k])
-    for k in ("forward_max", "backward_max"):
-        for mine, saved in zip(getattr(self, k), state[k]): mine[:, 0].copy_(saved)
-    self.seen = state["seen"]
+    def load_state_dict(self, state): # from `state_dict`
+        "Copy saved scales into the layers' tensors. Raises `InputError` for a checkpoint with other slots"
+        if state["past"].shape[1:] != self.past.shape[1:]:
+            raise InputError("the FP8 scales of this checkpoint don't fit: they come from another version of "
+                             "llm_speedrun, or from another model. Start a new run")
+        for k in SAVED_BUFFERS: getattr(self, k).copy_(state[k])
+        for k in ("forward_max", "backward_max"):
+            for mine, saved in zip(getattr(self, k), state[k]): mine[:, 0].copy_(saved)
+        self.seen = state["seen"]
 
 # %% ../../nbs/16a_fp8_kernels.ipynb #a5a9c33e
 @jit
