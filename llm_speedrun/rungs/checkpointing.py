@@ -119,10 +119,6 @@ def op_name(op): # an operation as a dispatch mode sees it
     "Return an operation's ATen name, such as \"mm\""
     return getattr(op, "overloadpacket", op).__name__
 
-def keep_matmuls(ctx, op, *args, **kwargs): # as `create_selective_checkpoint_contexts` calls it
-    "Keep attention and the matmuls with weights: the textbook's policy"
-    return answer(op_name(op) in LINEAR_OPS or op_kind(op_name(op)) == "fused attention")
-
 # %% ../../nbs/20_checkpointing.ipynb #a1e17b91
 def keep_by_price(ctx, op, *args,
                   hidden, # size inside the MLP

@@ -18,11 +18,6 @@ def document_ids(x, eot): # B T tokens, the token that begins a document
     "Return the number of each token's document in its window, B T; 0 for one cut off by the window's start"
     return (x == eot).cumsum(-1)
 
-def document_positions(x, eot): # B T tokens, the token that begins a document
-    "Return each token's position in its document (or in the part within the window), B T"
-    i = torch.arange(x.shape[-1], device=x.device).expand_as(x)
-    return i - (i * (x == eot)).cummax(-1).values
-
 def document_mask(x, eot): # B T tokens, the token that begins a document
     "Return which key (last dimension) each query may see: earlier ones of its document. B 1 T T, bool"
     d = document_ids(x, eot)[:, None]

@@ -23,7 +23,7 @@ from .fused_ops import (halves, head_grads, head_norm_grads, head_weights, qk_ro
                                           qk_rope_backward_maths, store_head_sums, stream_pair,
                                           swiglu_backward_maths, swiglu_maths)
 from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, traced
-from .triton import norm_tile, programs
+from .triton import as_rows, norm_tile, programs
 
 # %% ../../nbs/29_epilogues.ipynb #f2a464d9
 def epilogues_missing():
@@ -73,7 +73,7 @@ def matmul_add_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None) -> t
     return plain_epilogues()[c is not None](a, b, c, tuned=False, config=tile_for(b.shape[1]))["D"]
 
 @matmul_add_op.register_fake
-def matmul_add_shape(a, b, c):
+def matmul_shape(a, b, c):
     "Return an empty output: the fake (meta) implementation"
     return a.new_empty(len(a), b.shape[1])
 
@@ -194,10 +194,7 @@ def gated_backward_shape(dy, w, ab, r):
     res = [torch.empty_like(ab), dy.new_empty(len(dy), w.shape[1])]
     return res if r is None else [*res, torch.empty_like(r)]
 
-@register_flop_formula(torch.ops.llm_speedrun.gated_backward, get_raw=True)
-def gated_backward_flops(dy, w, *args, **kwargs):
-    "Return the FLOPs, for our counter"
-    return 2*len(dy)*w.numel()
+register_flop_formula(torch.ops.llm_speedrun.gated_backward, get_raw=True)(gated_flops)
 
 def gated_backward(dy, w, ab, r=None): # N d, d F, N 2F, N
     "Return the gradient of gate and up, interleaved (N 2F), and h (N F). With `r`: times r, and its sums"
@@ -229,19 +226,11 @@ def weight_grad_shape(dy, x, dtype):
     return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
 
 # %% ../../nbs/29_epilogues.ipynb #851a8997
-@register_flop_formula(torch.ops.llm_speedrun.weight_grad, get_raw=True)
-def weight_grad_flops(dy, x, *args, **kwargs):
-    "Return the FLOPs, for our counter"
-    return 2*dy.numel()*x.shape[1]
+register_flop_formula(torch.ops.llm_speedrun.weight_grad, get_raw=True)(matmul_flops)
 
 def weight_grad(dy, x, dtype): # N o, N i, of the weight
     "Return dy.T @ x, o i"
     return direct_call(weight_grad_op)(dy, x, dtype)
-
-# %% ../../nbs/29_epilogues.ipynb #3d7417f0
-def rows(t): # ... d, or None
-    "Return a tensor as a matrix, N d"
-    return None if t is None else t.contiguous().view(-1, t.shape[-1])
 
 # %% ../../nbs/29_epilogues.ipynb #29norm05
 @jit
@@ -281,10 +270,7 @@ def matmul_scale_rows_op(a: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> t
     if not a.is_cuda: return matmul_maths(a, b, None, r)
     return row_epilogues()[0](a, b, r=r, tuned=False, config=tile_for(b.shape[1]))["D"]
 
-@matmul_scale_rows_op.register_fake
-def matmul_scale_rows_shape(a, b, r):
-    "Return an empty output: the fake (meta) implementation"
-    return a.new_empty(len(a), b.shape[1])
+matmul_scale_rows_op.register_fake(matmul_shape)
 
 def matmul_scale_rows(a, b, r): # M K, K N, M
     "Compute a @ b in one kernel, each row times its value in `r`: M N"
@@ -463,12 +449,12 @@ def stream_rstd(h, eps): # ... d
     "Return 1/rms of the rows of `h`: attached by `with_rstd` if `h` is unchanged since, else computed"
     carried = getattr(h, "rstd", None)
     fresh = carried and carried[1:] == (eps, write_count(h))
-    return carried[0] if fresh else row_rstd(rows(h), eps)
+    return carried[0] if fresh else row_rstd(as_rows(h), eps)
 
 # %% ../../nbs/29_epilogues.ipynb #dbbc9f70
 def stream_out(ctx, h, x, w, eps): # a function's `ctx`; the residual stream, ... d; N C; d C
     "Return the residual stream h + x @ w.T, and 1/rms of its rows, which has no gradient"
-    y, r = residual_matmul(x, w.T, rows(h), eps)
+    y, r = residual_matmul(x, w.T, as_rows(h), eps)
     ctx.mark_non_differentiable(r)
     return y.view_as(h), r
 
@@ -479,22 +465,22 @@ class EpilogueProject(torch.autograd.Function):
     def forward(ctx, h, o, w, eps):
         w16, ctx.dtype = w.to(o.dtype), w.dtype
         ctx.save_for_backward(o, w16)
-        return stream_out(ctx, h, rows(o), w16, eps)
+        return stream_out(ctx, h, as_rows(o), w16, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, _):
-        (o, w), g = ctx.saved_tensors, rows(dy)
-        return dy, matmul_add(g, w).view_as(o), weight_grad(g, rows(o), ctx.dtype), None
+        (o, w), g = ctx.saved_tensors, as_rows(dy)
+        return dy, matmul_add(g, w).view_as(o), weight_grad(g, as_rows(o), ctx.dtype), None
 
 # %% ../../nbs/29_epilogues.ipynb #29norm34
 @once_differentiable
 def _mlp_grads(ctx, dy, _):
     "The gradients of the arguments of `EpilogueMLP`"
-    (h, r, ab, w, v, norm, *ws), g = ctx.saved_tensors, rows(dy)
+    (h, r, ab, w, v, norm, *ws), g = ctx.saved_tensors, as_rows(dy)
     dab, mid, s = gated_backward(g, v, ab, r)
-    dws = norm_weight_grads(weight_grad(dab, rows(h), ctx.dtype), ws, norm, True)
-    dx = matmul_backward(dab, w, g, rows(h), r, s).view_as(h)
+    dws = norm_weight_grads(weight_grad(dab, as_rows(h), ctx.dtype), ws, norm, True)
+    dx = matmul_backward(dab, w, g, as_rows(h), r, s).view_as(h)
     return dx, *dws, weight_grad(g, mid, ctx.dtype), None
 
 # %% ../../nbs/29_epilogues.ipynb #29norm36
@@ -504,7 +490,7 @@ class EpilogueMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, norm, gate, up, down, eps):
         w, v, r = placed(h.dtype, [gate, up], True, norm), down.to(h.dtype), stream_rstd(h, eps)
-        ab, mid = gated_matmul(rows(h), w, r)
+        ab, mid = gated_matmul(as_rows(h), w, r)
         ctx.save_for_backward(h, r, ab, w, v, norm, gate, up)
         ctx.dtype = down.dtype
         return stream_out(ctx, h, mid, v, eps)
@@ -516,9 +502,9 @@ def _heads_grads(ctx, dh, *dqkv):
     "The gradients of the arguments of `EpilogueHeads`"
     h, r, qkv, w, norm, *ws, qn, kn, cos, sin = ctx.saved_tensors
     g, dns, s = heads_backward(*(t.contiguous() for t in dqkv), qkv, qn, kn, cos, sin, r, ctx.eps)
-    g = rows(g.flatten(2))
-    dws = norm_weight_grads(weight_grad(g, rows(h), ws[0].dtype), ws, norm, False)
-    return matmul_backward(g, w, rows(dh), rows(h), r, s).view_as(h), *dws, *dns, None, None, None
+    g = as_rows(g.flatten(2))
+    dws = norm_weight_grads(weight_grad(g, as_rows(h), ws[0].dtype), ws, norm, False)
+    return matmul_backward(g, w, as_rows(dh), as_rows(h), r, s).view_as(h), *dws, *dns, None, None, None
 
 # %% ../../nbs/29_epilogues.ipynb #29norm42
 class EpilogueHeads(torch.autograd.Function):
@@ -526,7 +512,7 @@ class EpilogueHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, norm, wq, wk, wv, qn, kn, cos, sin, eps):
         w, r, D = placed(h.dtype, [wq, wk, wv], False, norm), stream_rstd(h, eps), len(qn)
-        qkv, H = matmul_scale_rows(rows(h), w.T, r).view(*h.shape[:2], -1, D), len(wq)//D
+        qkv, H = matmul_scale_rows(as_rows(h), w.T, r).view(*h.shape[:2], -1, D), len(wq)//D
         qk = qk_rope(qkv, qn, kn, cos, sin, H, eps)
         ctx.save_for_backward(h, r, qkv, w, norm, wq, wk, wv, qn, kn, cos, sin)
         ctx.eps = eps

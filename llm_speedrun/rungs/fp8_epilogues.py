@@ -19,7 +19,7 @@ from ..runs import rung
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #29bimp02
 from .chunked_ce import row_lse
-from .epilogues import deinterleave, gated_flops, rows, direct_call
+from .epilogues import deinterleave, direct_call, gated_flops
 from .memory_traffic import GroupedCE
 from .fp8 import E4M3, E5M2, LARGEST
 from .fp8_kernels import (Slots, by_kernel, empty_pair, fitting_scale, heads_quantize,
@@ -30,7 +30,7 @@ from .fused_ce import hopper_missing
 from .fused_fp8 import fp8_feed, fp8_heads, fp8_project, needs_fp8
 from .fused_ops import qk_rope, stream_pair, swiglu_backward_maths, swiglu_maths
 from .kernel_ops import blocks, jit, kernel_op, launch, pow2, tl, traced
-from .triton import add_norm_maths, rms_norm_backward
+from .triton import add_norm_maths, as_rows, rms_norm_backward
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #04148374
 @lru_cache
@@ -283,7 +283,7 @@ def stream_norm(x: torch.Tensor, w: torch.Tensor, eps: float, scale: torch.Tenso
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #b7acb016
 def _mlp8(ctx, x, w, wg, wu, wd, eps, *slots):
-    s, h = Slots(*slots), rows(x)
+    s, h = Slots(*slots), as_rows(x)
     r, n8, n8t = with_slot(s, "n2", stream_norm, h, w, eps)
     w8, w8t = with_slot(s, "wab", quantize_weights, [wg, wu])
     turns = w8.view(2, len(wg), -1).transpose(0, 1).reshape(w8.shape)
@@ -296,7 +296,7 @@ def _mlp8(ctx, x, w, wg, wu, wd, eps, *slots):
 # %% ../../nbs/29b_fp8_epilogues.ipynb #3342e265
 @once_differentiable
 def _mlp8_back(ctx, dy):
-    (h, r, n8t, w8t, ab, d8t, w), s, g = ctx.saved_tensors, Slots(*ctx.slots), rows(dy)
+    (h, r, n8t, w8t, ab, d8t, w), s, g = ctx.saved_tensors, Slots(*ctx.slots), as_rows(dy)
     g8, g8t = with_slot(s, "dm", quantize, g, dt=s.grad)
     dh = matmul(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
     kept = slot(s.inverse, "ab"), slot(s.forward_max, "ab"), slot(s.scale, "h"), slot(s.forward_max, "h")
@@ -313,7 +313,7 @@ class MLP8(torch.autograd.Function):
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #7378595b
 def _heads8(ctx, x, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
-    s, h, D = Slots(*slots), rows(x), len(qn)
+    s, h, D = Slots(*slots), as_rows(x), len(qn)
     r, n8, n8t = with_slot(s, "n1", stream_norm, h, w, eps)
     w8, w8t = with_slot(s, "wqkv", quantize_weights, [wq, wk, wv])
     qkv = matmul8(s, n8[:len(h)], w8, "n1", "wqkv").view(*x.shape[:2], -1, D)
@@ -330,7 +330,7 @@ def _heads8_back(ctx, dh, dq, dk, dv):
     dw2, g8, g8t = with_slot(s, "dqkv", heads_quantize, dq, dk, dv, qkv, *turn, ctx.eps, dt=s.grad)
     dn = matmul(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
     dws = matmul(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
-    dx, dw = rms_norm_backward(dn, rows(dh), h, w, r)
+    dx, dw = rms_norm_backward(dn, as_rows(dh), h, w, r)
     return dx.view_as(dh), dw, *dws, *dw2, None, None, None, *[None]*6
 
 class Heads8(torch.autograd.Function):
@@ -340,16 +340,16 @@ class Heads8(torch.autograd.Function):
 # %% ../../nbs/29b_fp8_epilogues.ipynb #ddc4f813
 def _project8(ctx, x, o, w, *slots):
     s = Slots(*slots)
-    o8, o8t = with_slot(s, "o", quantize, rows(o), dt=E4M3)
+    o8, o8t = with_slot(s, "o", quantize, as_rows(o), dt=E4M3)
     w8, w8t = with_slot(s, "wo", quantize_weights, [w])
     ctx.save_for_backward(o8t, w8t)
     ctx.slots, ctx.dtype = slots, w.dtype
-    return matmul8(s, o8[:len(rows(x))], w8, "o", "wo", rows(x)).view_as(x)
+    return matmul8(s, o8[:len(as_rows(x))], w8, "o", "wo", as_rows(x)).view_as(x)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #d62cdb51
 @once_differentiable
 def _project8_back(ctx, dy):
-    (o8t, w8t), s, g = ctx.saved_tensors, Slots(*ctx.slots), rows(dy)
+    (o8t, w8t), s, g = ctx.saved_tensors, Slots(*ctx.slots), as_rows(dy)
     g8, g8t = with_slot(s, "da", quantize, g, dt=s.grad)
     do = matmul(s, g8, w8t, "da", "wo", out=dy.dtype)[:len(g)]
     dw = matmul(s, g8t, o8t, "da", "o", out=ctx.dtype)
@@ -479,14 +479,10 @@ def fp8_epilogues_error(d, F, device): # sizes
     with torch.no_grad(): why = kernel_error(lambda: errors.extend(fp8_deviations(d, F, device)))
     return why or off_text(errors)
 
-def needs_quack_fp8():
-    "Return a rung's `needs`: FP8, and QuACK"
-    return needs_fp8() or hopper_missing()
-
 EPILOGUE_PARTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(fp8_feed, feed8))
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6976dfb5
-@rung("parts", needs=needs_quack_fp8, requires=["fp8"], follows=["head_groups"],
+@rung("parts", needs=lambda: needs_fp8() or hopper_missing(), requires=["fp8"], follows=["head_groups"],
       excludes=["tensor_parallel", "compile", "selective_checkpoint"], gpu_only=True)
 def fp8_epilogues(run): # a `Run` with fp8
     """Run in the epilogues of QuACK's FP8 GEMMs: SwiGLU with its quantization, the residual additions and,

@@ -126,7 +126,8 @@ def rms_norm_backward(dn: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor
     return run_norm_backward(dn, dh, h, w, r, False)[:2]
 
 # %% ../../nbs/13_triton.ipynb #f26e151f
-def _rows(t): # ... d, or None
+def as_rows(t): # ... d, or None
+    "Return a tensor as a matrix, N d"
     return None if t is None else t.contiguous().view(-1, t.shape[-1])
 
 @once_differentiable
@@ -134,7 +135,7 @@ def _norm_grads(ctx, *grads):
     "The gradients of the arguments of `AddRMSNorm`"
     h, w, r = ctx.saved_tensors
     dh, dn = grads if ctx.add else (None, *grads)
-    dx, dw = rms_norm_backward(_rows(dn), _rows(dh), _rows(h), w, r)
+    dx, dw = rms_norm_backward(as_rows(dn), as_rows(dh), as_rows(h), w, r)
     dx = dx.view_as(dn)
     return dx, dx if ctx.add else None, dw, None
 
@@ -144,8 +145,8 @@ class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, w, eps):
         ctx.set_materialize_grads(False)
-        if y is None: h, n, r = x, *rms_norm(_rows(x), w, eps)
-        else: h, n, r = add_rms_norm(_rows(x), _rows(y), w, eps)
+        if y is None: h, n, r = x, *rms_norm(as_rows(x), w, eps)
+        else: h, n, r = add_rms_norm(as_rows(x), as_rows(y), w, eps)
         ctx.save_for_backward(h, w, r)
         ctx.add = y is not None
         return (h.view_as(x), n.view_as(x)) if ctx.add else n.view_as(x)
