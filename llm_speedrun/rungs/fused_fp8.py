@@ -307,6 +307,11 @@ class Fp8CE(ChunkedCE):
         if not len(h): return no_loss(h, w)
         return Fp8LinearCE.apply(h, w, y.flatten().contiguous(), self, wanted, *self.scales())
 
+def head_to_fp8(model, scales): # a model with a chunked loss, changed in place; a `LayerScales`
+    "Put the output projection into FP8"
+    model.head_scales = scales # a module like any other: copies of the model share its numbers
+    model.loss = Fp8CE(**vars(model.loss), scales=scales)
+
 # %% ../../nbs/17_fused_fp8.ipynb #23a63cc6
 def layer_step(c, parts, device): # a `GPTConfig`, a tuple of keys of `FP8_PARTS`
     "Return a step of one fused layer, forward and backward on random tokens, with `parts` in FP8"
@@ -448,9 +453,7 @@ def fp8(run, # a `Run`
     scaling = Scaling(L + 1, dt, run.device, delayed=delayed)
     def change(model):
         to_fp8(model, parts, scaling, dt)
-        if "head" in parts:
-            model.head_scales = LayerScales(scaling, L, dt) # a module like any other, which copies share
-            model.loss = Fp8CE(**vars(model.loss), scales=model.head_scales)
+        if "head" in parts: head_to_fp8(model, LayerScales(scaling, L, dt))
     run = run.with_model(change).in_step(scaling.in_step).in_forward(scaling.in_pass)
     return replace(run, checks=run.checks + (scaling.bad,), stateful=run.stateful + (("fp8", scaling),),
                    amaxes=run.amaxes + (scaling.forward_max + scaling.backward_max,),
