@@ -20,7 +20,7 @@ rungs/fused_ops.py | swiglu_kernel | a*tl.sigmoid(a)*b, mask=mask) | a*tl.sigmoi
 rungs/fused_ops.py | swiglu_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/fused_ops.py | swiglu_backward_kernel | tl.load(dh_ptr + offs_m*F + offs_n[None, :], mask=mask, other=0.) | tl.load(dh_ptr + offs_m*F + offs_n[None, :]) | KERNELS
 rungs/fused_ops.py | swiglu_backward_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/fused_ops.py | halves | tl.load(ptr + offs, mask=mask, other=0.) | tl.load(ptr + offs) | KERNELS
+rungs/fused_ops.py | load_halves | tl.load(ptr + offs, mask=mask, other=0.) | tl.load(ptr + offs) | KERNELS
 rungs/fused_ops.py | head_grad | mask=mask & (head >= H) | mask=mask | KERNELS
 rungs/fused_ops.py | qk_rope_kernel | .to(tl.int64) |  | KERNELS
 rungs/fused_ops.py | qk_rope_backward_kernel | dwa, dwb = dwa + ga, dwb + gb | dwa, dwb = ga, gb | KERNELS

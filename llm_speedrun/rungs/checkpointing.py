@@ -130,8 +130,8 @@ def keep_by_price(ctx, op, *args,
     return answer(K != hidden and not (mlp and N in (hidden, 2*hidden)))
 
 # %% ../../nbs/20_checkpointing.ipynb #c0f9d5e6
-def spread(n, part): # how many there are, the part of them to take, from 0 to 1
-    "Return evenly spread indices of that part of `n` things"
+def evenly_spread(n, part): # how many there are, the part of them to take, from 0 to 1
+    "Return evenly evenly_spread indices of that part of `n` things"
     upto = lambda i: math.ceil(i*part - 1e-9)
     return [i for i in range(n) if upto(i + 1) > upto(i)]
 
@@ -146,7 +146,7 @@ def selective_checkpoint(run, # a `Run`
     some, more = (partial(create_selective_checkpoint_contexts, p) for p in policies)
     def change(model):
         blocks = model.layers[:-1]
-        chosen = spread(len(blocks), mlp)
+        chosen = evenly_spread(len(blocks), mlp)
         recompute([blocks[i] for i in chosen], more)
         recompute([b for i, b in enumerate(blocks) if i not in chosen], some)
     return run.with_model(change)
@@ -172,9 +172,9 @@ def measure_memory(make, # () -> `Run`
     return Memory(m.static - before, m.saved, m.peak)
 
 # %% ../../nbs/20_checkpointing.ipynb #6afb3b21
-def largest(a, b, # two measurements: pairs of a size and its bytes
-            budget): # bytes there are
-    "Return the largest size that fits into `budget` bytes on the line through two measured ones, 0 if none"
+def largest_that_fits(a, b, # two measurements: pairs of a size and its bytes
+                      budget): # bytes there are
+    "Return the largest_that_fits size that fits into `budget` bytes on the line through two measured ones, 0 if none"
     each = (b[1] - a[1]) / (b[0] - a[0])
     return max(0, int(a[0] + (budget - a[1])/each + 1e-9))
 

@@ -19,7 +19,7 @@ from ..roofline import DTYPES
 from ..runs import rung
 
 # %% ../../nbs/29_epilogues.ipynb #31f4c8ca
-from .fused_ops import (halves, head_grads, head_norm_grads, head_weights, qk_rope,
+from .fused_ops import (load_halves, head_grads, head_norm_grads, head_weights, qk_rope,
                                           qk_rope_backward_maths, store_head_sums, stream_pair,
                                           swiglu_backward_maths, swiglu_maths)
 from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, traced
@@ -101,7 +101,7 @@ def interleave(ab): # ... 2F, all gates, then all ups
     return ab.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 # %% ../../nbs/29_epilogues.ipynb #15adce39
-def parts_of(w, sizes, turns): # rows of several weights in one matrix, how many of each
+def weight_views(w, sizes, turns): # rows of several weights in one matrix, how many of each
     "Return the rows of each weight as views: stacked, or interleaved, if all have as many"
     if turns and len({*sizes}) > 1: raise InputError(f"rows in turn, of weights that have {sizes} of them")
     return w.view(-1, len(sizes), w.shape[1]).unbind(1) if turns else w.split(sizes)
@@ -122,10 +122,10 @@ def place_kernel(w_ptr, norm_ptr, o_ptr, n, step, d: tl.constexpr, ROWS: tl.cons
 # %% ../../nbs/29_epilogues.ipynb #5df3315b
 @kernel_op(strided=("norm",))
 def placed(dtype: torch.dtype, weights: list[torch.Tensor], turns: bool, norm: torch.Tensor) -> torch.Tensor:
-    "Return the weights (o d each) times `norm` (d) in one matrix of type `dtype`; `parts_of` splits it"
+    "Return the weights (o d each) times `norm` (d) in one matrix of type `dtype`; `weight_views` splits it"
     sizes, d = [*map(len, weights)], weights[0].shape[1]
     w, tile = weights[0].new_empty(sum(sizes), d, dtype=dtype), dict(ROWS=32, COLS=128)
-    for to, new in zip(parts_of(w, sizes, turns), weights):
+    for to, new in zip(weight_views(w, sizes, turns), weights):
         if not runs_kernel(w): torch.mul(new, norm, out=to)
         else:
             args, grid = (new.contiguous(), norm.contiguous(), to), (blocks(len(new), 32), blocks(d, 128))
@@ -321,7 +321,7 @@ def heads_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_p
     dwa, dwb = tl.zeros((HEADS, HALF), tl.float32), tl.zeros((HEADS, HALF), tl.float32)
     for n in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=3):
         offs, offs_out = n*(H + 2*K)*D + head*D + i, n*(H + 2*K)*D + (H + K + vhead)*D + j
-        a, b = halves(qkv_ptr, offs, mask, HALF)
+        a, b = load_halves(qkv_ptr, offs, mask, HALF)
         da, db = head_grads(dq_ptr, dk_ptr, n, head, i, mask, H, K, HALF)
         v = tl.load(qkv_ptr + offs_out, mask=vhead < K, other=0.)
         dv = tl.load(dv_ptr + n*K*D + vhead*D + j, mask=vhead < K, other=0.)
@@ -370,7 +370,7 @@ def norm_weight_grads(g: torch.Tensor, ws: list[torch.Tensor], norm: torch.Tenso
                       turns: bool) -> list[torch.Tensor]:
     "Return gradients of a norm's weights (d) and of `ws` (o d each) from that of `placed(dt, ws, ...)`"
     d, sizes = g.shape[1], [*map(len, ws)]
-    parts = parts_of(g, sizes, turns)
+    parts = weight_views(g, sizes, turns)
     if not runs_kernel(g): return [sum((p*w).sum(0) for p, w in zip(parts, ws)), *(p*norm for p in parts)]
     dws, tile = [w.new_empty(w.shape) for w in ws], dict(ROWS=32, COLS=128)
     tops = [blocks(n, tile["ROWS"]) for n in sizes]

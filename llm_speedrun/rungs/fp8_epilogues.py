@@ -360,7 +360,7 @@ class Project8(torch.autograd.Function):
     forward, backward = staticmethod(_project8), staticmethod(_project8_back)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6b343945
-def whole(h): # the residual stream, or a pair of it and what is to be added
+def whole_stream(h): # the residual stream, or a pair of it and what is to be added
     "Return the residual stream as one tensor, in the type of matmuls"
     x, y = stream_pair(h)
     return x if y is None else x + y
@@ -369,20 +369,20 @@ def heads8(block, h, cos, sin): # the residual stream or a pair
     "Compute the part `heads` of a block. Returns the residual stream, q, k, v"
     a, norm = block.self_attn, block.input_layernorm
     weights = norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_norm.weight, a.k_norm.weight
-    h, *qkv = Heads8.apply(whole(h), *weights, cos, sin, norm.eps, *block.scales())
+    h, *qkv = Heads8.apply(whole_stream(h), *weights, cos, sin, norm.eps, *block.scales())
     return h, *(t.transpose(1, 2) for t in qkv)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #c62e8b9a
 def project8(block, h, o): # the residual stream or a pair, B H T D
     "Compute the part `project` of a block. Returns the residual stream, B T d"
     o, w = o.transpose(1, 2).flatten(2), block.self_attn.o_proj.weight
-    return Project8.apply(whole(h), o, w, *block.scales())
+    return Project8.apply(whole_stream(h), o, w, *block.scales())
 
 def feed8(block, h): # the residual stream or a pair
     "Compute the part `feed` of a block. Returns the residual stream, B T d"
     m, norm = block.mlp, block.post_attention_layernorm
     weights = norm.weight, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
-    return MLP8.apply(whole(h), *weights, norm.eps, *block.scales())
+    return MLP8.apply(whole_stream(h), *weights, norm.eps, *block.scales())
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #2f906fc7
 @lru_cache

@@ -28,7 +28,7 @@ SLOT_NAMES += "hidden head".split() # input and weight of the output projection,
 # %% ../../nbs/16a_fp8_kernels.ipynb #16aclip2
 CLIPS_AT = {f: LARGEST[f] + half for f, half in ((E4M3, 16), (E5M2, 4096))} # half a step above
 
-def limits(grad): # format of the gradients
+def slot_limits(grad): # format of the gradients
     "Return for each slot the format's largest value, and the magnitude above which numbers are clipped"
     formats = [grad if k[0] == "d" else E4M3 for k in SLOT_NAMES]
     clips_at = [1.99*LARGEST[E4M3] if k == "ab" else CLIPS_AT[f] for k, f in zip(SLOT_NAMES, formats)]
@@ -52,7 +52,7 @@ class Scaling:
                  history=16, # how many steps to look back
                  delayed=True): # False computes every scale just in time
         n, self.delayed = len(SLOT_NAMES), delayed
-        self.largest, self.clips_at = (torch.tensor(x, device=device) for x in limits(grad))
+        self.largest, self.clips_at = (torch.tensor(x, device=device) for x in slot_limits(grad))
         self.clipped = torch.zeros((), dtype=torch.int64, device=device) # maxima out of range so far
         self.past = torch.zeros(history, layers, n, device=device)
         self.scale, self.inverse = (torch.ones(layers, n, 4, device=device)[..., 0] for _ in range(2))
