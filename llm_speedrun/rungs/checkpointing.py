@@ -131,7 +131,7 @@ def keep_by_price(ctx, op, *args,
 
 # %% ../../nbs/20_checkpointing.ipynb #c0f9d5e6
 def evenly_spread(n, part): # how many there are, the part of them to take, from 0 to 1
-    "Return evenly evenly_spread indices of that part of `n` things"
+    "Return evenly spread indices of that part of `n` things"
     upto = lambda i: math.ceil(i*part - 1e-9)
     return [i for i in range(n) if upto(i + 1) > upto(i)]
 
@@ -174,7 +174,7 @@ def measure_memory(make, # () -> `Run`
 # %% ../../nbs/20_checkpointing.ipynb #6afb3b21
 def largest_that_fits(a, b, # two measurements: pairs of a size and its bytes
                       budget): # bytes there are
-    "Return the largest_that_fits size that fits into `budget` bytes on the line through two measured ones, 0 if none"
+    "Return the largest size that fits into `budget` bytes on the line through two measured ones, 0 if none"
     each = (b[1] - a[1]) / (b[0] - a[0])
     return max(0, int(a[0] + (budget - a[1])/each + 1e-9))
 

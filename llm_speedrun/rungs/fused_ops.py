@@ -139,7 +139,7 @@ def qk_rope_maths(qkv, wq, wk, cos, sin, H, eps): # B T H+2K D; D; D; T D/2; T D
 # %% ../../nbs/14_fused_ops.ipynb #d36e3be2
 @jit
 def load_halves(ptr, offs, mask, HALF: tl.constexpr):
-    "Load the first and the second load_halves of some heads: HEADS HALF each"
+    "Load the first and the second halves of some heads: HEADS HALF each"
     a = tl.load(ptr + offs, mask=mask, other=0.).to(tl.float32)
     return a, tl.load(ptr + offs + HALF, mask=mask, other=0.).to(tl.float32)
 
@@ -151,7 +151,7 @@ def head_weights(wq_ptr, wk_ptr, is_q, i):
 @jit
 def qk_rope_kernel(qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, N, T, H: tl.constexpr, K: tl.constexpr,
                    HALF: tl.constexpr, eps: tl.constexpr, HEADS: tl.constexpr):
-    "Norm and rotate the query and key heads of one token; a, b are the load_halves of each head"
+    "Norm and rotate the query and key heads of one token; a, b are the halves of each head"
     # grid: tokens; qkv: N H+2K D, o: N H+K D, row-major; cos, sin: T D/2
     n, D = tl.program_id(0).to(tl.int64), 2*HALF # a token
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
@@ -194,7 +194,7 @@ def qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps): # B T H D, B
 # %% ../../nbs/14_fused_ops.ipynb #14hnorm1
 @jit
 def head_norm_grads(a, b, da, db, wa, wb, eps: tl.constexpr, D: tl.constexpr):
-    "Return gradients of heads, of the norm's weights, and sums of gradients times heads. a, b: load_halves"
+    "Return gradients of heads, of the norm's weights, and sums of gradients times heads. a, b: halves"
     r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
     a, b = a*r, b*r
     dwa, dwb = da*a, db*b
@@ -213,13 +213,13 @@ def head_grad(dq_ptr, dk_ptr, n, head, i, mask, H: tl.constexpr, K: tl.constexpr
 
 @jit
 def head_grads(dq_ptr, dk_ptr, n, head, i, mask, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr):
-    "Load a token's gradients of queries and keys for both load_halves of the heads"
+    "Load a token's gradients of queries and keys for both halves of the heads"
     da = head_grad(dq_ptr, dk_ptr, n, head, i, mask, H, K, 2*HALF)
     return da, head_grad(dq_ptr, dk_ptr, n, head, i + HALF, mask, H, K, 2*HALF)
 
 @jit
 def store_head_sums(dw_ptr, dwa, dwb, head, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    "Store the weights' sums over heads, both load_halves: of the queries, and D further on of the keys"
+    "Store the weights' sums over heads, both halves: of the queries, and D further on of the keys"
     i = tl.arange(0, HALF)
     tl.store(dw_ptr + i, tl.sum(tl.where(head < H, dwa, 0.), 0))
     tl.store(dw_ptr + D + i, tl.sum(tl.where(head < H, 0., dwa), 0))

@@ -203,7 +203,7 @@ def test_which_blocks():
     for change in CHANGES.values(): assert equal(gradients(change(one), tokens()), gradients(one, tokens()))
 
 def test_spread():
-    "A part of n things is that many, and evenly evenly_spread: gaps between neighbours differ by one at most"
+    "A part of n things is that many, and evenly spread: gaps between neighbours differ by one at most"
     for n in range(1, 14):
         for k in range(1, n + 1):
             at = evenly_spread(n, k/n)
