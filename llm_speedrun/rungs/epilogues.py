@@ -19,10 +19,10 @@ from ..roofline import DTYPES
 from ..runs import rung
 
 # %% ../../nbs/29_epilogues.ipynb #31f4c8ca
-from .fused_ops import (load_halves, head_grads, head_norm_grads, head_weights, qk_rope,
+from .fused_ops import (head_grads, head_norm_grads, head_weights, load_halves, qk_rope,
                                           qk_rope_backward_maths, store_head_sums, stream_pair,
                                           swiglu_backward_maths, swiglu_maths)
-from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, traced
+from .kernel_ops import blocks, direct_call, jit, kernel_op, launch, pow2, runs_kernel, tl
 from .triton import as_rows, norm_tile, programs
 
 # %% ../../nbs/29_epilogues.ipynb #f2a464d9
@@ -82,10 +82,6 @@ def matmul_shape(a, b, c):
 def matmul_flops(a, b, *args, **kwargs):
     "Return the FLOPs, for our counter"
     return 2*a.numel()*b.shape[1]
-
-def direct_call(op): # a custom operation
-    "Return the operation, or its function alone where nothing traces operations"
-    return op if traced() else function_of(op)
 
 def matmul_add(a, b, c=None): # M K, K N, M N
     "Compute a @ b + c in one kernel, M N"

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from ..choices import checked
 from ..compat import (TO_BLACKWELL, cpu_attention, cpu_attention_backward, cudnn_attention,
-                                 function_of, kernels_missing, off_text, untried, kernel_error)
+                                 kernel_error, kernels_missing, off_text, untried)
 from ..io_utils import InputError, RunError
 from ..roofline import DTYPES
 from ..model import set_parts
@@ -21,7 +21,7 @@ from ..runs import rung
 from .flash import repeat_heads, sdpa
 from .fused_ops import (joined, rotated, stream_pair, swiglu_backward_maths, swiglu_grads,
                                           swiglu_maths)
-from .kernel_ops import blocks, jit, kernel_op, launch, LOG2E, pow2, runs_kernel, tl, traced
+from .kernel_ops import LOG2E, blocks, direct_call, jit, kernel_op, launch, pow2, runs_kernel, tl
 from .triton import add_rms_norm, as_rows, norm_backward_maths, rms_norm, run_norm_backward
 from .fp8 import E4M3, LARGEST
 from .fp8_kernels import magnitude
@@ -76,8 +76,7 @@ class MixedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        f = flash4_attention_backward if traced() else function_of(flash4_attention_backward)
-        return tuple(f(do, *ctx.saved_tensors, True))
+        return tuple(direct_call(flash4_attention_backward)(do, *ctx.saved_tensors, True))
 
 # %% ../../nbs/23_fastest.ipynb #23flash2
 def mixed_attention(q, k, v): # B H T D; B K T D twice

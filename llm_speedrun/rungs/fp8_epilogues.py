@@ -19,7 +19,7 @@ from ..runs import rung
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #29bimp02
 from .chunked_ce import row_lse
-from .epilogues import deinterleave, direct_call, gated_flops
+from .epilogues import deinterleave, gated_flops
 from .memory_traffic import GroupedCE
 from .fp8 import E4M3, E5M2, LARGEST
 from .fp8_kernels import (Slots, by_kernel, empty_pair, fitting_scale, heads_quantize,
@@ -29,7 +29,7 @@ from .fp8_kernels import (Slots, by_kernel, empty_pair, fitting_scale, heads_qua
 from .fused_ce import hopper_missing
 from .fused_fp8 import fp8_feed, fp8_heads, fp8_project, needs_fp8
 from .fused_ops import qk_rope, stream_pair, swiglu_backward_maths, swiglu_maths
-from .kernel_ops import blocks, jit, kernel_op, launch, pow2, tl, traced
+from .kernel_ops import blocks, direct_call, jit, kernel_op, launch, pow2, tl, traced
 from .triton import add_norm_maths, as_rows, rms_norm_backward
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #04148374
