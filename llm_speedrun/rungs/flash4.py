@@ -21,7 +21,8 @@ from ..runs import rung
 from .flash import repeat_heads, sdpa
 from .fused_ops import (joined, rotated, stream_pair, swiglu_backward_maths, swiglu_grads,
                                           swiglu_maths)
-from .kernel_ops import LOG2E, blocks, direct_call, jit, kernel_op, launch, pow2, runs_kernel, tl
+from .kernel_ops import (LOG2E, blocks, direct_call, jit, kernel_op, launch, pow2,
+                                           runs_kernel, tl)
 from .triton import add_rms_norm, as_rows, norm_backward_maths, rms_norm, run_norm_backward
 from .fp8 import E4M3, LARGEST
 from .fp8_kernels import magnitude
