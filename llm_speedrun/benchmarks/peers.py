@@ -19,7 +19,7 @@ from ..data import Batches
 from ..measure import (Measured, Table, caption, default_device, fmt, make_record, speedup,
                                   table, take_turns, version_of, warm_up)
 from ..records import code_of
-from ..rungs.fp8 import RECIPES, converted
+from ..rungs.fp8 import TORCHAO_RECIPES, converted
 from ..runs import ROOM_GIB, Stepper, build, find_rung, first_fit, halves
 
 
@@ -103,7 +103,7 @@ def loss_of(self:HopperLoss, model): # of transformers
     return loss
 
 # %% ../../nbs/25_peers.ipynb #25peer37
-def by_torchao(recipe): # one of `RECIPES`
+def by_torchao(recipe): # one of `TORCHAO_RECIPES`
     "Return our model with torchao's FP8 in all its linear layers, compiled as a whole"
     return PlainCompile(parts=[f"torchao_fp8:recipe={recipe}:layers=all"], whole="yes")
 
@@ -111,7 +111,7 @@ PIP = dict(compile_blocks=PlainCompile(), compile_whole=PlainCompile(whole="yes"
            transformers=Transformers(), transformers_hopper=HopperLoss(),
            compile_flash4=PlainCompile("flash4", ["chunked_ce"]))
 autotuned = PlainCompile("flash4", ["chunked_ce"], mode="max-autotune-no-cudagraphs")
-PIP |= dict(compile_autotuned=autotuned) | {f"compile_{k}": by_torchao(k) for k in RECIPES}
+PIP |= dict(compile_autotuned=autotuned) | {f"compile_{k}": by_torchao(k) for k in TORCHAO_RECIPES}
 PEERS = PIP | CLONED # name -> its `Adapter`
 
 # %% ../../nbs/25_peers.ipynb #25peer41

@@ -13,7 +13,7 @@ from ..compat import FakeTensor
 from ..io_utils import InputError
 from ..measure import compare, default_device
 from ..rungs.optim import fake_update, to_device
-from ..rungs.triton import blocks, jit, pow2, runs_kernel, tl
+from ..rungs.kernel_ops import blocks, jit, pow2, runs_kernel, tl
 from ..distributed.collectives import all_gather_parts
 
 # %% ../../nbs/44_fast_muon.ipynb #3c914a9a

@@ -14,7 +14,7 @@ import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
 from ..compat import FakeTensor, FoundInfOptimizer
 from ..io_utils import InputError, lookup
-from .triton import blocks, jit, tl, triton
+from .kernel_ops import blocks, jit, tl, triton
 from ..runs import param_groups, rung
 
 # %% ../../nbs/21_optim.ipynb #c1d2270c

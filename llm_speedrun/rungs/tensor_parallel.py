@@ -17,12 +17,12 @@ from ..runs import rung
 from ..sharding import GradReducer, ParallelStepSync, local
 
 # %% ../../nbs/53_tensor_parallel.ipynb #53imports
-from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets,
+from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_matmul_, bad_targets,
                                            chunk_size, logit_grad, loss_results, loss_tile, no_loss,
                                            read_logits, row_lse, sms, write_grads)
 from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
                                           joined, recast, rotated, swiglu_down)
-from .triton import LOG2E, jit, kernel_op, launch, runs_kernel, tl
+from .kernel_ops import jit, kernel_op, launch, LOG2E, runs_kernel, tl
 
 # %% ../../nbs/53_tensor_parallel.ipynb #9a6c40e0
 CUT = dict(q_proj=0, k_proj=0, v_proj=0, gate_proj=0, up_proj=0, embed_tokens=0, # by rows: outputs
@@ -353,7 +353,7 @@ def part_loss(h, # N d, all tokens
         losses.append(loss)
         if want_h or want_w: part_grads(logits, y[part], lse, first, ce.ignore_index, ce.z_loss, ce.softcap)
         if want_h: torch.mm(logits, w, out=dh[part]) # they are gradients by now
-        if want_w: add_product(dw, logits.T, h[part])
+        if want_w: add_matmul_(dw, logits.T, h[part])
     return torch.cat(losses), dh, dw
 
 # %% ../../nbs/53_tensor_parallel.ipynb #c58795c1

@@ -84,7 +84,7 @@ def losses(device):
         tensor_parallel.part_grads(x.clone(), y, y.float(), 2, *options)
         memory_traffic.mean_loss(x.clone(), y, one(device, 4.), *options)
         chunked_ce.softmax_loss(x, y, *options, True)
-    with few_programs(): memory_traffic.times_(rand(device, 3*4096 + 5), one(device, 2.))
+    with few_programs(): memory_traffic.mul_(rand(device, 3*4096 + 5), one(device, 2.))
 
 @case()
 def summed_loss(device):

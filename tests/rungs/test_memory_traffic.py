@@ -12,8 +12,8 @@ from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.rungs.memory_traffic import (ClippedAdamW, direct_update, DirectBackward, group_sizes,
-                                               GroupedCE, head_groups, heads_product, logits_into, mean_loss, recompute_on_unpack,
-                                               recompute_rope, times_)
+                                               GroupedCE, head_groups, qkv_of_values, logits_into, mean_loss, recompute_on_unpack,
+                                               recompute_rope, mul_)
 from llm_speedrun.rungs.fp8 import E5M2, mm8
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
 from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
@@ -130,13 +130,13 @@ def test_any_number_of_tokens(n):
 
 def test_one_chunk_of_logits_at_a_time(monkeypatch):
     "In FP8 each chunk's logits are gone before the next ones are made: they are most of the memory beside the groups"
-    seen, plain = [], module.product
-    def product(*args, **how):
+    seen, plain = [], module.matmul
+    def matmul(*args, **how):
         assert all(s.expired() for s in seen)
         out = plain(*args, **how)
         seen.append(StorageWeakRef(out.untyped_storage()))
         return out
-    monkeypatch.setattr(module, "product", product)
+    monkeypatch.setattr(module, "matmul", matmul)
     grads(GroupedCE(**SMALL, scales=scales()), *case())
     assert len(seen) == 3     # two chunks in the first group, and one in the second
 
@@ -153,9 +153,9 @@ def test_nothing_counts_and_nan():
 def test_a_factor_of_one_reads_nothing():
     x = rand(3, 5000)
     for f in (1., 3., float("nan")):
-        y = x.clone(); times_(y, torch.tensor(f, device=DEVICE))
+        y = x.clone(); mul_(y, torch.tensor(f, device=DEVICE))
         assert torch.equal(y.nan_to_num(7.), (x*f).nan_to_num(7.))
-    times_(x.new_empty(0), torch.ones((), device=DEVICE))
+    mul_(x.new_empty(0), torch.ones((), device=DEVICE))
 
 def test_handed_out_once():
     h, w, y = case()
@@ -231,11 +231,11 @@ def test_small_gradients_of_one_sign_are_summed_up(monkeypatch):
 @pytest.mark.parametrize("more", [[], ["head_groups"]])
 def test_logits_are_summed_in_fp32(more, monkeypatch):
     "What tensor cores truncate would be a bias of all logits, and of their gradients. The other matmuls forward may be summed inside"
-    seen, right = {}, fused_fp8.product
-    def product(s, a, b, name_a, name_b, **how):
+    seen, right = {}, fused_fp8.matmul
+    def matmul(s, a, b, name_a, name_b, **how):
         seen.setdefault(name_b, set()).add(how.get("fast", False))
         return right(s, a, b, name_a, name_b, **how)
-    for m in (fused_fp8, module): monkeypatch.setattr(m, "product", product)
+    for m in (fused_fp8, module): monkeypatch.setattr(m, "matmul", matmul)
     model_grads([*FP8, *more])
     assert seen["head"] == {False} and True in seen["wo"]
 
@@ -324,8 +324,8 @@ def test_recompute_rope_refuses():
     with fails(ValueError, "builds on 'fused_ops'"): build(NANO, ["recompute_rope"])
     with fails(ValueError, "order of their own", "leave it out"):
         recompute_rope(build(NANO, ["fused_ops"], model=example("modded_architecture").beyond(x0=True)))
-    with fails(ValueError, "leave the rung out"): heads_product(torch.zeros(1, 2, 8, 16), 4)
-    with fails(ValueError, "leave the rung out"): heads_product(torch.zeros(1, 8, 4, 16)[:, :, :2].transpose(1, 2), 4)    # too near the front
+    with fails(ValueError, "leave the rung out"): qkv_of_values(torch.zeros(1, 2, 8, 16), 4)
+    with fails(ValueError, "leave the rung out"): qkv_of_values(torch.zeros(1, 8, 4, 16)[:, :, :2].transpose(1, 2), 4)    # too near the front
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")

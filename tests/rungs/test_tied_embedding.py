@@ -55,7 +55,7 @@ def test_nothing_to_add(kernels):
 @pytest.mark.parametrize("chunk, rows", [(2, 1), (4, 4), (8, 2), (32, 8)])
 def test_other_tiles(kernels, monkeypatch, chunk, rows):
     "The sums don't depend on how the work is cut"
-    monkeypatch.setattr(module, "CHUNKS", dict(CHUNK=chunk, ROWS=rows, num_warps=1))
+    monkeypatch.setattr(module, "CHUNK_TILE", dict(CHUNK=chunk, ROWS=rows, num_warps=1))
     x, dh = tokens("text", 301, 40), rand(301, 64, seed=1)
     add_rows(g := rand(40, 64), x, dh)
     torch.testing.assert_close(g, rand(40, 64).index_add(0, x, dh), rtol=1e-5, atol=1e-4)
