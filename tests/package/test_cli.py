@@ -360,7 +360,7 @@ ERRORS = [
     (dict(data="a.json"), "a.json is one JSON document"), (dict(data="bad.jsonl"), "bad.jsonl line 1 is not JSON"),
     (dict(model="124n"), "unknown model '124n'. Did you mean '124m'"),
     (dict(rungs="fastets"), "unknown rung or preset 'fastets'. Did you mean 'fastest'"),
-    (dict(rungs="bf16,lean"), "the rung 'lean' is called 'fp8_activations' now"), (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
+    (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
     (dict(rungs="bf16"), "'bf16' cannot run here: it is an old card"),
     (dict(seq_len=64), "seq_len 64 is longer"), (dict(micro_batch_size=-4), "micro_batch_size must be a whole number from 1"),
     (dict(step_tokens=-1), "step_tokens must be"), (dict(step_tokens=40), "step_tokens 40 are no whole number"),
