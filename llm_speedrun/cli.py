@@ -145,6 +145,6 @@ def format_rungs():
     from llm_speedrun.runs import RUNGS, STAGES
     from llm_speedrun.train.presets import presets
     lines = [f"{name:<22}{', '.join(rungs) or 'no rungs'}" for name, rungs in presets().items()]
-    in_order = sorted(RUNGS.values(), key=lambda r: (STAGES.index(r.stage), r.__name__))
-    rungs = [line for r in in_order for line in describe_rung(r)]
+    by_stage = sorted(RUNGS.values(), key=lambda r: (STAGES.index(r.stage), r.__name__))
+    rungs = [line for r in by_stage for line in describe_rung(r)]
     return "\n".join(["Presets, as they are on this machine:", *lines, "", "Rungs:", *rungs])

@@ -63,8 +63,8 @@ def check_changes(given, branch): # names of options; whether they are a branch'
 def read_options(folder): # of a run
     "Return the `TrainConfig` in its `config.json`. Raises `InputError` for one that no run could have"
     c = read_json(path := folder/"config.json", TrainConfig) # which checks its bounds
-    for k in ("seq_len", "step_tokens", "micro_batch_size", "steps", "lr"):
-        if not getattr(c, k): raise InputError(f"{path} can't be used: it says no {k}")
+    for k in ("seq_len", "step_tokens", "micro_batch_size", "steps", "lr", "recipe"):
+        if getattr(c, k) in (None, 0, "", "auto"): raise InputError(f"{path} can't be used: it says no {k}")
     return c
 
 # %% ../../nbs/30a_resolve.ipynb #767c7d5e
@@ -389,7 +389,7 @@ class PlanResolver:
         return recipe_for(r, weights or {}, self.config) if weights or own else r
 
     def name_recipe(self, names, weights): # of rungs; as for `with_model`
-        "Choose a recipe if none was named: one that uses the named rungs. `InputError` if a named one doesn't"
+        "Choose a recipe if none was named, one that uses the named rungs. `InputError` if a named one can't"
         c, given, auto, why = self.cfg, {"init", "lr"} & self.given, self.cfg.recipe == "auto", ""
         if auto: c.recipe, why = best_recipe(names, given), why_not_best(names, given)
         r = self.with_model(parse_recipe(c.recipe), weights)
@@ -419,7 +419,7 @@ class PlanResolver:
         self.rungs = [*rungs, *parallel]
 
     def compare(self, lists): # name -> names of rungs
-        "Measure on the first process which list is the fastest. Returns its preset's name and the `RungSpec`s"
+        "Measure on the first process which list is the fastest. Returns its preset and the `RungSpec`s"
         rows = self.rows_here, self.limits.gib, self.cfg.micro_batch_size or 0
         of = self.config, lists, *rows, self.recipe, self.choices
         best = self.coordinator.run_on_rank_zero(lambda: choose_rungs(*of))
