@@ -131,7 +131,7 @@ def describe_rung(r): # a rung
     from fastcore.docments import docments
     first = " ".join((inspect.getdoc(r) or "").split()).split(". ")[0]
     told = {"needs ": ", ".join(r.requires), "not with ": ", ".join(r.excludes),
-            "not here: ": r.needs(), "": not r.needs() and r.untried()}
+            "not here: ": r.needs(), "": not r.needs() and r.untested_reason()}
     told = "; ".join(k + v for k, v in told.items() if v)
     yield f"{r.__name__:<22}{first}" + (f" ({told})" if told else "")
     help, (_, *params) = docments(r, returns=False), inspect.signature(r).parameters.values()

@@ -289,13 +289,13 @@ def apply_rung(r, # a rung
 # %% ../nbs/05_runs.ipynb #e490ca2a
 def rung(stage, # when it is applied, one of `STAGES`
          needs=lambda: "", # () -> why this machine can't run it, "" if it can
-         untried=lambda: "", # () -> a warning where it has not been run on this kind of GPU, else ""
+         untested_reason=lambda: "", # () -> a warning where it has not been run on this kind of GPU, else ""
          requires=(), # names of the rungs that must be applied before it
-         follows=(), # names of rungs that come before it, if they are in use
+         after=(), # names of rungs that come before it, if they are in use
          excludes=(), # names of the rungs that it doesn't go with
          gpu_only=False, # on a CPU it runs too, as a smoke run, and gains nothing
          choose=None, # (run, **options) -> options found by measuring, and in words why
-         fills=False, # of several processes: it makes the weights, each one's part; before there are none
+         materializes_weights=False, # of several processes: it makes each one's part of the weights
          same_function=True, # from the same weights the same loss and gradients, up to the number format
          counts=lambda ops: ops): # [Op] -> [Op]: what it makes of the operations counted without a compiler
     "Make a function from `Run` to `Run` a rung: each call is checked and noted in the run (decorator)"
@@ -304,8 +304,9 @@ def rung(stage, # when it is applied, one of `STAGES`
         @wraps(f)
         def apply(run, **given): return apply_rung(apply, f, run, given)
         apply.stage, apply.needs, apply.excludes, apply.counts = stage, needs, excludes, counts
-        apply.requires, apply.follows, apply.gpu_only, apply.choose = requires, follows, gpu_only, choose
-        apply.fills, apply.untried, apply.same_function = fills, untried, same_function
+        apply.requires, apply.after, apply.gpu_only, apply.choose = requires, after, gpu_only, choose
+        apply.materializes_weights, apply.same_function = materializes_weights, same_function
+        apply.untested_reason = untested_reason
         RUNGS[f.__name__] = apply
         return apply
     return decorate
@@ -322,7 +323,7 @@ def check_rung(r, # a rung
         if name == other: raise InputError(f"rung {name!r} is applied twice: name it once")
         if other in r.excludes or name in o.excludes:
             raise InputError(f"rungs {other!r} and {name!r} exclude each other: choose one")
-        if STAGES.index(o.stage) > STAGES.index(r.stage) or name in o.follows:
+        if STAGES.index(o.stage) > STAGES.index(r.stage) or name in o.after:
             raise InputError(f"rung {name!r} must come before {other!r}: use `build`, which sorts them")
     if missing := [k for k in r.requires if k not in applied]:
         raise InputError(f"rung {name!r} builds on {' and '.join(map(repr, missing))}: add that to the list")
@@ -436,7 +437,7 @@ def sort_rungs(rungs): # texts or `RungSpec`s
     left, res = sorted(rung_specs(rungs), key=lambda s: STAGES.index(s.rung.stage)), []
     while left:
         names = {s.name for s in left}
-        ready = (s for s in left if not names & {*s.rung.follows, *s.rung.requires} - {s.name})
+        ready = (s for s in left if not names & {*s.rung.after, *s.rung.requires} - {s.name})
         res.append(next(ready, left[0]))
         left.remove(res[-1])
     return res
@@ -455,7 +456,7 @@ def build(config, # a `GPTConfig`
     "Build a `Run` with `rungs` applied. Raises as `parse_rung_spec` and `check_rung` do"
     specs = rung_specs(rungs)
     for s in specs: check_fits(s.rung, model_class(config, model))
-    if world.size > 1 and any(s.rung.fills for s in specs): device = "meta" # shapes alone
+    if world.size > 1 and any(s.rung.materializes_weights for s in specs): device = "meta" # shapes alone
     return add_rungs(baseline(config, device, seed, world, model), specs)
 
 # %% ../nbs/05_runs.ipynb #b1670b1f

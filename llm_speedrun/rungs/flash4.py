@@ -112,7 +112,7 @@ def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device
     return why or off_text(errors)
 
 # %% ../../nbs/23_fastest.ipynb #bf99f1f0
-@rung("parts", needs=flash4_missing, untried=untried, follows=["flash"], gpu_only=True)
+@rung("parts", needs=flash4_missing, untested_reason=untried, after=["flash"], gpu_only=True)
 def flash4(run): # a `Run` in 16 bits
     """Use FlashAttention-4's backward pass of attention. Raises `InputError` for FP32 and unsupported head
     sizes, `RunError` where its kernels don't run, or not correctly"""
@@ -238,7 +238,7 @@ def needs_fp8_attention():
     "Return a rung's `needs`: FP8, and FlashAttention-4 for the backward pass"
     return needs_fp8() or flash4_missing()
 
-@rung("parts", needs=needs_fp8_attention, untried=untried, requires=["bf16"], follows=["flash"],
+@rung("parts", needs=needs_fp8_attention, untested_reason=untried, requires=["bf16"], after=["flash"],
       excludes=["flash4"], gpu_only=True)
 def fp8_attention(run): # a `Run`
     "Experimental, it gained nothing: attention's forward matmuls in FP8"

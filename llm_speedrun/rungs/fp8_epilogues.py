@@ -485,7 +485,7 @@ def needs_quack_fp8():
 EIGHTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(fp8_feed, feed8))
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6976dfb5
-@rung("parts", needs=needs_quack_fp8, requires=["fp8"], follows=["head_groups"],
+@rung("parts", needs=needs_quack_fp8, requires=["fp8"], after=["head_groups"],
       excludes=["tensor_parallel", "compile", "selective_checkpoint"], gpu_only=True)
 def fp8_epilogues(run): # a `Run` with fp8
     """Run in the epilogues of QuACK's FP8 GEMMs: SwiGLU with its quantization, the residual additions and,

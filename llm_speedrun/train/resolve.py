@@ -433,7 +433,7 @@ class PlanResolver:
         its `Trial` and `ResolvedRungs`"""
         c, named = self.cfg, not self.preset
         of = self.config, rungs, self.rows_here, self.limits.gib, c.micro_batch_size or 0, 0 if c.steps else 5
-        if self.world.size > 1 and any(s.rung.fills for s in rungs):
+        if self.world.size > 1 and any(s.rung.materializes_weights for s in rungs):
             return trial_of(*of, self.world, self.recipe, named=named)
         trial = partial(remembered_trial, self.choices, *of, World(), self.recipe, named=named)
         return self.coordinator.run_on_rank_zero(trial)

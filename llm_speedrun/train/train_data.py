@@ -127,8 +127,8 @@ class TrainData:
             return (f"other data than {found} was trained on ({diff or self.cfg.data}): it begins at its "
                     "beginning")
         if diff: raise InputError(
-            f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was there, or begin "
-            f"a run with these weights: --init {self.cfg.resume}")
+            f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was there, or "
+            f"begin a run with these weights: --init {self.cfg.resume}")
 
     def state(self, done): # steps so far
         "Return the place in a stream, or None for tokens on disk. All processes must call it"

@@ -120,7 +120,7 @@ def required(r):
 def below(name):
     "Rungs to apply before this one, so that it can do all that it does"
     r = RUNGS[name]
-    wanted = ["bf16", *required(r), *(k for k in r.follows if not RUNGS[k].gpu_only)]
+    wanted = ["bf16", *required(r), *(k for k in r.after if not RUNGS[k].gpu_only)]
     kept = [name]
     for k in wanted: # of two that exclude each other the first
         if k not in kept and not any(presets.excludes_each_other(RungSpec(k), RungSpec(o)) for o in kept): kept.append(k)
@@ -150,7 +150,7 @@ def rung_facts(r, records):
     said, both = docments(r, returns=False), lambda k: k in r.excludes or name in RUNGS[k].excludes
     about = " ".join(inspect.getdoc(r).split()).split(" Raises `")[0]
     return dict(name=name, first=first_sentence(r), about=about, stage=r.stage, replaces=replaced(name),
-                needs=needs_of(r), gpu_only=r.gpu_only, requires=links(r.requires), follows=links(r.follows),
+                needs=needs_of(r), gpu_only=r.gpu_only, requires=links(r.requires), after=links(r.after),
                 excludes=links(filter(both, RUNGS)), chooses=bool(r.choose),
                 notebook=notebook_of(r.__module__), records=rung_records(name, records),
                 options=[[f"`{k}`", code(runs.option_text(v)), (said.get(k) or "").strip()]
