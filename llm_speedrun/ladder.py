@@ -164,13 +164,14 @@ def in_turns(world, config, below, rung, batch, micro, reps): # in each of sever
 # %% ../nbs/22_ladder.ipynb #7dd461db
 def measure_together(config, # a `GPTConfig`
                      below, # rungs of one GPU, as `build` takes them
-                     rung, # a `RungSpec` of one of `PARALLEL`
+                     rung, # one of `PARALLEL`, with or without options
                      gpus, # processes, each with a GPU where there are enough
                      batch): # sequences in a step of one GPU alone
     "Measure `rung` on top of `below`, and return its record: tokens of all GPUs, and the MFU of each"
     from llm_speedrun.ladder import in_turns # from there, also in this notebook: others import it
-    below = [k for k in rung_specs(resolve_options(config, below)) if not excludes_each_other(k, rung)]
-    below, size = [*map(str, below)], (rung_options(rung.rung) | dict(rung.options)).get("size", 1)
+    rung, *below = rung_specs([rung, *resolve_options(config, below)])
+    below = [str(k) for k in below if not excludes_each_other(k, rung)]
+    size = (rung_options(rung.rung) | dict(rung.options)).get("size", 1)
     micro = micro_batch(config, below, batch)
     ops = count_step(config, below, batch, micro)
     reps = max(1, min(4, int(600/predict_ms(ops))))

@@ -353,13 +353,9 @@ def make_parser(config, # a class of `Options`
     return p
 
 # %% ../../nbs/33_config.ipynb #89fb34be
-def takes_config_file(config): # a class of `Options`
-    "Return whether the options may come from a file: if none must be given by its place"
-    return all(o.default is not MISSING for o in option_specs(config))
-
 def add_common_options(group, config): # of a `Parser`, a class of `Options`
     "Add the options of every command: a file of options, and how errors are shown"
-    if takes_config_file(config):
+    if all(o.default is not MISSING for o in option_specs(config)): # a file can't give what has a place
         group.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
         group.add_argument("--print_config", action="store_true", help="print all options as such a file")
     group.add_argument("--debug", action="store_true", help="show where in the program an error came from")

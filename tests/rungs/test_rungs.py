@@ -1,5 +1,5 @@
 "Rungs compose, refuse what doesn't go together or can't run here, and never touch the run that they are given."
-import importlib, inspect, pkgutil
+import importlib, inspect, pickle, pkgutil
 from dataclasses import replace
 import pytest, torch
 import llm_speedrun.rungs, llm_speedrun.rungs.flash as flash_module
@@ -191,6 +191,19 @@ def test_pascal_refuses_fp16(card):
     card("NVIDIA A100", 8, 0)
     for r in ("tf32", "bf16", "fp16"): check_rung(find_rung(r), ())
     assert half_rung() == "bf16"
+
+# A rung and its options as a value
+
+@pytest.mark.parametrize("text", ["tf32", "flash:backend=cudnn", "fp8:parts=heads+mlp:delayed=no", "tensor_parallel:size=4"])
+def test_a_spec_is_the_text_and_back(text):
+    "It is a value that a set can hold and a process can send, and nothing changes it"
+    spec, = rung_specs([text])
+    assert str(spec) == text and rung_specs([str(spec)]) == [spec] == rung_specs([spec]) and spec.rung is RUNGS[spec.name]
+    assert pickle.loads(pickle.dumps(spec)) == spec and {spec, *rung_specs([text])} == {spec}
+    with pytest.raises(AttributeError): spec.name = "bf16"
+
+def test_a_run_built_from_its_specs_is_the_same(): assert build(NANO, build(NANO, ["flash:backend=flash", "bf16"], "cpu").specs(), "cpu").specs() == \
+    rung_specs(["bf16", "flash:backend=flash"])
 
 # What doesn't go together
 
