@@ -21,7 +21,7 @@ from .roofline import predict_ms
 
 # %% ../nbs/22_ladder.ipynb #22import
 from .runs import (bench, check_rung, count_step, free_memory, micro_batch, rung_name,
-                               rung_options, rung_specs, resolve_options, make_step, sort_rungs)
+                               rung_specs, resolve_options, make_step, sort_rungs)
 from .records import measure_here, run_record
 from .distributed.world import World
 from .train.autotune import failed_rungs, parallel_rungs, resolve_preset
@@ -171,13 +171,12 @@ def measure_together(config, # a `GPTConfig`
     from llm_speedrun.ladder import in_turns # from there, also in this notebook: others import it
     rung, *below = rung_specs([rung, *resolve_options(config, below)])
     below = [str(k) for k in below if not excludes_each_other(k, rung)]
-    size = (rung_options(rung.rung) | dict(rung.options)).get("size", 1)
     micro = micro_batch(config, below, batch)
     ops = count_step(config, below, batch, micro)
-    reps = max(1, min(4, int(600/predict_ms(ops))))
+    reps, tp = max(1, min(4, int(600/predict_ms(ops)))), rung.settings.get("size", 1)
     free_memory() # of this process: the others have the same GPUs
     of = config, below, rung, batch, micro, reps
-    alone, res, rungs, dp = run_distributed(gpus, with_plugins(in_turns), *of, tp=size)[0]
+    alone, res, rungs, dp = run_distributed(gpus, with_plugins(in_turns), *of, tp=tp)[0]
     before, gain = rung_name(below[-1]) if below else "fp32", speedup(alone, res)
     res = run_record(config, dp*batch, rungs, ops, None, res, micro=micro, before=before, rungs_before=below,
                      **{k: dp*r for k, r in gain.items()})

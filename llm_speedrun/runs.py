@@ -357,6 +357,9 @@ class RungSpec:
     @property
     def rung(self): return find_rung(self.name)
 
+    @property
+    def settings(self): return rung_options(self.rung) | dict(self.options) # all options, defaults too
+
     def apply(self, run): return self.rung(run, **dict(self.options)) # a `Run` -> a `Run`
 
 # %% ../nbs/05_runs.ipynb #c3ddaf94
@@ -606,8 +609,7 @@ def micro_batch(config, # a `GPTConfig`
 # %% ../nbs/05_runs.ipynb #0bd8ebc0
 def has_auto_options(rungs): # as `build` takes them
     "Return whether an option of `rungs` is still \"auto\", to be found by measuring"
-    options = lambda s: rung_options(s.rung) | dict(s.options)
-    return any(s.rung.choose and "auto" in map(str, options(s).values()) for s in rung_specs(rungs))
+    return any(s.rung.choose and "auto" in map(str, s.settings.values()) for s in rung_specs(rungs))
 
 def resolve_auto_options(config, # a `GPTConfig`
                          rungs): # as `build` takes them
