@@ -30,12 +30,13 @@ from .distributed.spawn import run_distributed
 from .distributed.collectives import compare_together
 from .plugins import with_plugins
 
-# %% ../nbs/22_ladder.ipynb #b792c03e
+# %% ../nbs/22_ladder.ipynb #22check1
 def check_rungs(rungs): # texts or `RungSpec`s
     "Raise as `check_rung` does where one of `rungs` can't be added to the others"
     applied = []
     for s in sort_rungs(rungs): check_rung(s.rung, applied); applied.append(s.name)
 
+# %% ../nbs/22_ladder.ipynb #b792c03e
 def climb(config, # a `GPTConfig`
           batch, # sequences in a step
           rungs, # names, in the order to climb
@@ -171,8 +172,7 @@ def measure_together(config, # a `GPTConfig`
     from llm_speedrun.ladder import in_turns # from there, also in this notebook: others import it
     rung, *below = rung_specs([rung, *resolve_options(config, below)])
     below = [str(k) for k in below if not excludes_each_other(k, rung)]
-    micro = micro_batch(config, below, batch)
-    ops = count_step(config, below, batch, micro)
+    ops = count_step(config, below, batch, micro := micro_batch(config, below, batch))
     reps, tp = max(1, min(4, int(600/predict_ms(ops)))), rung.settings.get("size", 1)
     free_memory() # of this process: the others have the same GPUs
     of = config, below, rung, batch, micro, reps

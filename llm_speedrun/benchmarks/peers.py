@@ -20,8 +20,7 @@ from ..measure import (Measured, Table, caption, default_device, fmt, make_recor
                                   table, take_turns, version_of, warm_up)
 from ..records import code_of
 from ..rungs.fp8 import RECIPES, converted
-from ..runs import (ROOM_GIB, Stepper, build, first_that_fits, micro_batch_sizes,
-                               parse_rung_spec)
+from ..runs import ROOM_GIB, Stepper, build, first_that_fits, micro_batch_sizes, rung_specs
 
 
 # %% ../../nbs/25_peers.ipynb #25peer19
@@ -41,7 +40,7 @@ class PlainCompile(Adapter):
         self.rungs = ["tf32", "bf16", "bf16_stream", attention, *parts, said, "fused_adamw"]
 
     def step_missing(self):
-        return next((why for r in self.rungs if (why := parse_rung_spec(r).rung.needs())), "")
+        return next((why for s in rung_specs(self.rungs) if (why := s.rung.needs())), "")
 
     def step(self, config, path):
         step = Stepper(build(config, self.rungs))
