@@ -62,20 +62,6 @@ def logits_of(run, x): # a `Run`, 1 T tokens
     with uncompiled() if compiler_imported() else nullcontext(), enter_all(run.forward_contexts):
         return run.model(x)
 
-class Replayed:
-    "A pass over 1 T tokens that is captured as a CUDA graph for each T, and replayed"
-    def __init__(self, f): self.f, self.graphs = f, {} # a tensor of tokens -> a tensor
-
-    def __call__(self, x): # 1 T tokens
-        "Return `f(x)`, which the next call for that T writes over"
-        if x.shape[1] not in self.graphs:
-            static = x.clone()
-            self.graphs[x.shape[1]] = static, *capture_graph(partial(self.f, static))
-        static, graph, out = self.graphs[x.shape[1]]
-        static.copy_(x)
-        graph.replay()
-        return out
-
 # %% ../nbs/60_generate.ipynb #18c37ff3
 @torch.no_grad()
 def generate(run, # a `Run`; its forward contexts are entered
@@ -238,6 +224,21 @@ def replay(self:Generator, x, end): # B 1 tokens, slots that are filled with the
     graph, logits = self.graphs[room]
     graph.replay()
     return logits.clone() # the next replay writes over them
+
+# %% ../nbs/60_generate.ipynb #60rep002
+class Replayed:
+    "A pass over 1 T tokens that is captured as a CUDA graph for each T, and replayed"
+    def __init__(self, f): self.f, self.graphs = f, {} # a tensor of tokens -> a tensor
+
+    def __call__(self, x): # 1 T tokens
+        "Return `f(x)`, which the next call for that T writes over"
+        if x.shape[1] not in self.graphs:
+            static = x.clone()
+            self.graphs[x.shape[1]] = static, *capture_graph(partial(self.f, static))
+        static, graph, out = self.graphs[x.shape[1]]
+        static.copy_(x)
+        graph.replay()
+        return out
 
 # %% ../nbs/60_generate.ipynb #2886b3af
 @patch

@@ -49,7 +49,6 @@ rungs/memory_traffic.py | mean_loss_kernel | + z_loss*lse*lse |  | LOSSES
 rungs/memory_traffic.py | mean_loss_kernel | tl.debug_barrier() | pass | LOSSES | gpu
 rungs/memory_traffic.py | times_kernel | tl.load(x_ptr + i, mask=i < N) | tl.load(x_ptr + i) | KERNELS
 rungs/memory_traffic.py | times_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
-rungs/memory_traffic.py | clipped_adamw_kernel | m = tl.load(m_ptr + i, mask=i < n, other=0.) | m = tl.load(m_ptr + i) | KERNELS
 rungs/tensor_parallel.py | part_stats_kernel | .to(tl.int64) |  | KERNELS
 rungs/tensor_parallel.py | part_grads_kernel | .to(tl.int64) |  | KERNELS
 rungs/tensor_parallel.py | part_grads_kernel | tl.debug_barrier() # all others are stored | pass | LOSSES | gpu
@@ -105,6 +104,8 @@ rungs/tied_embedding.py | take_rows_kernel | offs.to(tl.int64) | offs | KERNELS
 rungs/tied_embedding.py | take_rows_kernel | mask=mask & known | mask=mask | KERNELS
 rungs/optim.py | load_weights | tl.load(p_ptr + i, mask=mask, other=0.) | tl.load(p_ptr + i) | KERNELS
 rungs/optim.py | load_moments | mask=block < n_blocks, other=0.) | other=None) | KERNELS
+rungs/optim.py | load_moments | return tl.load(m_ptr + i, mask=mask), | return tl.load(m_ptr + i), | KERNELS
+rungs/optim.py | adamw_kernel | g *= factor | pass | rungs/test_memory_traffic.py
 rungs/optim.py | round_block | bits += r & 0xFFFF | bits += 0 | rungs/test_optim.py
 rungs/optim.py | adamw_kernel | block, n_blocks = start//BLOCK + k | block, n_blocks = start//BLOCK | rungs/test_optim.py
 recipes/fast_muon.py | gather_kernel | k.to(tl.int64) | k | KERNELS

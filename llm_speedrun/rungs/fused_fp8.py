@@ -445,9 +445,8 @@ def fp8(run, # a `Run`
         parts="auto", # "auto": those that break even here by measuring; or some of heads, out, mlp, head
         grad="e5m2", # the gradients' format, e5m2 or e4m3
         delayed=True): # scales from the steps before; False finds each just in time
-    """Run matmuls in FP8, rounded in the kernels that hold the data; the output projection's with
-    `chunked_ce`. Raises `InputError` for parts and formats that don't exist, `RunError` for parts whose
-    kernels were compiled wrongly here"""
+    """Run matmuls in FP8, rounded in the kernels that hold the data; the head's with `chunked_ce`. Raises
+    `InputError` for unknown parts and formats, `RunError` for parts with kernels compiled wrongly here"""
     parts, L = _checked_parts(run, parts), run.model.config.layers
     dt = lookup(GRADIENTS, grad, "format of gradients")
     scaling = Scaling(L + 1, dt, run.device, delayed=delayed)
@@ -456,4 +455,5 @@ def fp8(run, # a `Run`
         if "head" in parts: head_to_fp8(model, LayerScales(scaling, L, dt))
     run = run.with_model(change).in_step(scaling.in_step).in_forward(scaling.in_pass)
     return replace(run, checks=run.checks + (scaling.bad,), stateful=run.stateful + (("fp8", scaling),),
+                   amaxes=run.amaxes + (scaling.forward_max + scaling.backward_max,),
                    counts=run.counts + (("fp8_clipped", lambda: scaling.clipped),))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from ..distributed.world import World, join_world, leave_world
 from ..distributed.spawn import run_distributed
-from ..distributed.parallel import Shard, shards_of
+from ..sharding import Shard, shards_of
 
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..tokenizer import check_ratio, check_round_trip, summary_lines

@@ -18,11 +18,12 @@ import torch
 from packaging.requirements import Requirement
 
 # %% ../../nbs/36a_machine_checks.ipynb #ddb069e9
-from ..io_utils import SpeedrunError, appears, cache_dir, in_words
+from ..io_utils import SpeedrunError, cache_dir, in_words
 from ..measure import default_device, driver_version, nvml_gpu, sample_ms, summarize, version_of
 from ..runs import RUNGS
 from .presets import presets
 from ..distributed.collectives import collective_ms, ring
+from ..checkpoint.save_sharded import blind_ranks
 
 # %% ../../nbs/36a_machine_checks.ipynb #2291ddd3
 @dataclass(frozen=True)
@@ -290,12 +291,10 @@ def check_shared(world, folder, what, # where the first process writes, and what
                  level, advice): # if the others don't see it
     "Check whether all processes see the same folder. No finding where it can't be written into"
     there = Path(world.broadcast_object(str(next(p for p in (folder, *folder.parents) if p.exists()))))
-    mine = mark_in(there) if world.first else None
-    mark = world.broadcast_object(mine)
-    sight = world.all_gather_object(mark is not None and appears(mark))
-    if mine: mine.rmdir()
-    blind = [r for r, sees in enumerate(sight) if not sees]
+    mark = world.broadcast_object(mark_in(there) if world.first else None)
     if mark is None: return # `check_disk` says so
+    blind = blind_ranks(world, mark, 3)
+    if world.first: mark.rmdir()
     if not blind: yield ok("disk", f"all processes see {there}/, {what}")
     else: yield Finding(level, "disk", f"{named(blind)} doesn't see what process 0 writes into {there}/, "
                         f"{what}: {advice}")

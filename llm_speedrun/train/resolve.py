@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial; from pathlib import Path
 import msgspec
 from ..io_utils import InputError, RunError, env_number, lookup, read_json
-from ..architectures import model_class
+from ..architectures import model_class, registered_name
 from ..choices import Choices
 from ..model import GPTConfig, workload
 from ..runs import RungSpec, next_smaller_divisor, rung_name, rung_specs
@@ -19,7 +19,7 @@ from ..distributed.world import World, check_alike
 from ..plugins import check_function, function_rungs, is_own, with_plugin_of
 from ..rungs.documents import mean_length, within_documents
 from ..export import import_folder, recorded_function
-from ..recipes.model_registry import recipe_for
+from ..recipes.model_registry import model_of, recipe_for
 
 # %% ../../nbs/30a_resolve.ipynb #30res005
 from ..recipes.batch import Phases, default_growth, default_sequences, resolve_phases
@@ -284,7 +284,8 @@ class PlanResolver:
             return workload(c.model), None
         config, weights = import_folder(c.init)
         if c.model: raise InputError(f"{c.init} brings a shape of its own: leave out --model")
-        c.model, c.plugin = config.name, with_plugin_of(c.plugin, config.name)
+        name = registered_name(config, model_of(weights, config))
+        c.model, c.plugin = config.name, with_plugin_of(c.plugin, name)
         lost = sorted({*map(rung_name, recorded_function(c.init))} - {s.name for s in self.rungs})
         if lost: self.log_info(f"{c.init} was trained with {', '.join(lost)}, and computes something else "
                                "without it")

@@ -45,7 +45,7 @@ from .resolve import (MicroBatchReducer, NoMemory, PlanResolver, options_for_res
                                         own_values, plan_lines, resumed)
 
 # %% ../../nbs/30_trainer.ipynb #50b4f2d5
-from ..recipes.schedules import Average
+from ..recipes.schedules import WeightEMA
 
 # %% ../../nbs/30_trainer.ipynb #4af454f9
 from .checkpointer import (Checkpointer, find_checkpoint, load_initial_weights,
@@ -126,8 +126,8 @@ def write_eval(trainer):
 
 # %% ../../nbs/30_trainer.ipynb #30avg001
 def weights_average(run, stepper, decay): # a `Run`, its `Stepper`; 0 is no average
-    "Return an `Average` of the weights, or None. Raises `RunError` if there is no memory for it"
-    try: return Average(own_weights(run, stepper), decay) if decay else None
+    "Return a `WeightEMA` of the weights, or None. Raises `RunError` if there is no memory for it"
+    try: return WeightEMA(own_weights(run, stepper), decay) if decay else None
     except torch.OutOfMemoryError: raise RunError("no GPU memory for an average of the weights: leave out "
                                                   "--ema_decay, or try --rungs smallest") from None
 
