@@ -49,8 +49,9 @@ def check_fits(r, # a rung
                cls): # of models
     "Raise `InputError` where a rung would put parts of a `GPT` in place of those of a registered model"
     fits, name = getattr(cls, "fits", None), r.__name__
-    if fits is None or name in fits and not r.fills or not (r.stage == "parts" or r.fills): return
-    why = ("it makes the weights of a GPT, on each process a part of them" if r.fills else
+    makes = r.materializes_weights
+    if fits is None or name in fits and not makes or not (r.stage == "parts" or makes): return
+    why = ("it makes the weights of a GPT, on each process a part of them" if makes else
            "it replaces parts of a GPT. If these compute the same as the model's own, add "
            f"{name!r} to `rungs` of @model")
     e = InputError(f"rung {name!r} isn't known to fit the model {cls.__name__}: {why}. Leave the rung out")

@@ -9,6 +9,7 @@ __all__ = ['Choices']
 import hashlib, platform
 from contextlib import contextmanager
 from datetime import date
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 import msgspec, torch
@@ -24,11 +25,17 @@ def choices_path():
     "Return the path of the file of remembered choices, in the folder of `data.cache_dir`"
     return cache_dir()/"choices.json"
 
-def code_version():
-    "Return a digest of the code of this package and of plug-ins"
+@lru_cache # 20 ms, and a process runs the code that it has imported, whatever happens to the files
+def package_hash():
+    "Return a `hashlib` hash of the code of this package"
     import llm_speedrun
     folder, res = Path(llm_speedrun.__file__).parent, hashlib.sha256()
     for p in sorted(folder.rglob("*.py")): res.update(p.read_bytes())
+    return res
+
+def code_version():
+    "Return a digest of the code of this package and of plug-ins, which may come later"
+    res = package_hash().copy()
     for text in plugin_code(): res.update(text.encode())
     return res.hexdigest()[:16]
 

@@ -131,7 +131,7 @@ def describe_rung(r): # a rung
     from fastcore.docments import docments
     first = " ".join((inspect.getdoc(r) or "").split()).split(". ")[0]
     told = {"needs ": ", ".join(r.requires), "not with ": ", ".join(r.excludes),
-            "not here: ": r.needs(), "": not r.needs() and r.untried()}
+            "not here: ": r.needs(), "": not r.needs() and r.untested_reason()}
     told = "; ".join(k + v for k, v in told.items() if v)
     yield f"{r.__name__:<22}{first}" + (f" ({told})" if told else "")
     help, (_, *params) = docments(r, returns=False), inspect.signature(r).parameters.values()
@@ -145,6 +145,6 @@ def format_rungs():
     from llm_speedrun.runs import RUNGS, STAGES
     from llm_speedrun.train.presets import presets
     lines = [f"{name:<22}{', '.join(rungs) or 'no rungs'}" for name, rungs in presets().items()]
-    in_order = sorted(RUNGS.values(), key=lambda r: (STAGES.index(r.stage), r.__name__))
-    rungs = [line for r in in_order for line in describe_rung(r)]
+    by_stage = sorted(RUNGS.values(), key=lambda r: (STAGES.index(r.stage), r.__name__))
+    rungs = [line for r in by_stage for line in describe_rung(r)]
     return "\n".join(["Presets, as they are on this machine:", *lines, "", "Rungs:", *rungs])

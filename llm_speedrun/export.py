@@ -8,7 +8,7 @@ __all__ = ['write_folder', 'export_folder', 'from_pretrained']
 # %% ../nbs/62_export.ipynb #1e90e64a
 import json, os
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from .architectures import MODELS, model_class
 from .plugins import TOLERANCE, check_function, function_rungs, import_plugins, tables
 from .recipes.model_registry import HEAD, model_of, shapes
 from .recipes.architecture import NormedGPT, UntiedGPT, folded
-from .runs import Run, enter_all, in_order, rung_name
+from .runs import Run, add_rungs, enter_all, rung_name
 from .checkpoint.format import checkpoints, validation_error, write_tensors
 from .train.run_dir import check_registered, read_record, read_result
 
@@ -199,9 +199,7 @@ def opened(config, state, device=None): # as `import_folder` returns them; the G
     run.model.load_state_dict(state)
     return run
 
-def with_rungs(run, rungs): # a `Run`; as `build` takes them
-    "Return the run with the rungs applied"
-    return reduce(lambda run, r: r[0](run, **r[1]), in_order(rungs), run)
+
 
 # %% ../nbs/62_export.ipynb #be259fcf
 def recorded_function(folder): # of a run, of a checkpoint in it, or of a model
@@ -222,7 +220,7 @@ def recorded_function(folder): # of a run, of a checkpoint in it, or of a model
 def of_older(record, rungs): # of a run whose version didn't check; that are known, with their options
     "Check those rungs now, and return what `recorded_function` does"
     check_function(record.model_config, rungs, model_class(record.model_config))
-    return function_rungs(rungs)
+    return [*map(str, function_rungs(rungs))]
 
 # %% ../nbs/62_export.ipynb #a9406334
 def json_bytes(d): # a dict
@@ -307,7 +305,7 @@ def check_exported(folder, # of a run, or of a checkpoint in it
     "Raise `InputError` where the model computes something else without the rungs that it was trained with"
     if not (rungs := recorded_function(folder)): return
     plain = opened(config, state)
-    run, T = with_rungs(plain, rungs), min(config.seq_len, 64)
+    run, T = add_rungs(plain, rungs), min(config.seq_len, 64)
     x = torch.arange(T, device=plain.device)[None]*7 % config.vocab
     with enter_all(run.forward_contexts): trained = run.model(x).float()
     off = ((trained - (want := plain.model(x))).norm()/want.norm()).item()
@@ -447,7 +445,7 @@ def from_pretrained(folder, # a run's, written by us or by transformers' `save_p
     change what the model computes. Its model is in eval mode: a `Stepper` switches to training. Raises as
     `import_folder` does"""
     config, state = import_folder(folder)
-    return with_rungs(opened(config, state, device), recorded_function(folder))
+    return add_rungs(opened(config, state, device), recorded_function(folder))
 
 # %% ../nbs/62_export.ipynb #5e976217
 def run_export(c): # an `ExportOptions`

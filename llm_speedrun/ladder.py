@@ -20,15 +20,21 @@ from .benchmarks.peers import measure_peers, peer_paths
 from .roofline import predict_ms
 
 # %% ../nbs/22_ladder.ipynb #22import
-from .runs import (bench, check_rung, count_step, free_memory, in_order, micro_batch, parsed,
-                               rung_name, rung_options, resolve_options, make_step)
+from .runs import (bench, check_rung, count_step, free_memory, micro_batch, rung_name,
+                               rung_specs, resolve_options, make_step, sort_rungs)
 from .records import measure_here, run_record
 from .distributed.world import World
-from .train.autotune import parallel_rungs, refused, resolve_preset
-from .train.presets import PARALLEL, clash, parse_rungs, preset_of
+from .train.autotune import failed_rungs, parallel_rungs, resolve_preset
+from .train.presets import PARALLEL, excludes_each_other, join_rungs, parse_rungs, preset_of
 from .distributed.spawn import run_distributed
 from .distributed.collectives import compare_together
 from .plugins import with_plugins
+
+# %% ../nbs/22_ladder.ipynb #22check1
+def check_rungs(rungs): # texts or `RungSpec`s
+    "Raise as `check_rung` does where one of `rungs` can't be added to the others"
+    applied = []
+    for s in sort_rungs(rungs): check_rung(s.rung, applied); applied.append(s.name)
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
 def measure_ladder(config, # a `GPTConfig`
@@ -37,8 +43,8 @@ def measure_ladder(config, # a `GPTConfig`
                    only=None): # names to measure; the others are climbed unmeasured
     """Measure each rung against those below it. Returns records, the lowest run's first, with a key `kept`.
     What doesn't go together is an error before anything is measured"""
-    applied, below, records = [], [], []
-    for r, _ in in_order(rungs): check_rung(r, applied); applied.append(r.__name__)
+    check_rungs(rungs)
+    below, records = [], []
     for r in rungs:
         if not only or rung_name(r) in only:
             before, after = measure_here(config, below + [r], before=below, batch=batch)
@@ -140,7 +146,7 @@ def measure_one_gpu(c): # a `LadderOptions`
     config, size = bench()
     if c.model: config = workload(c.model)
     only = [n.strip() for n in c.only.split(",") if n.strip()]
-    rungs, batch, paths = parse_rungs(c.rungs), c.batch_size or size, peer_paths(c.peer)
+    rungs, batch, paths = [*map(str, parse_rungs(c.rungs))], c.batch_size or size, peer_paths(c.peer)
     records = new_ladder(config, batch, rungs, folder, only)
     print(ladder_table(records))
     if paths: measure_peers(config, batch, rungs, paths, folder)
@@ -158,16 +164,16 @@ def time_interleaved(world, config, below, rung, batch, micro, reps): # in each 
 
 # %% ../nbs/22_ladder.ipynb #7dd461db
 def measure_together(config, # a `GPTConfig`
-                     below, # rungs of one GPU, with their options
+                     below, # rungs of one GPU, as `build` takes them
                      rung, # one of `PARALLEL`, with or without options
                      gpus, # processes, each with a GPU where there are enough
                      batch): # sequences in a step of one GPU alone
     "Measure `rung` on top of `below`, and return its record: tokens of all GPUs, and the MFU of each"
     from llm_speedrun.ladder import time_interleaved # from there, also in this notebook: others import it
-    below, (r, options) = [k for k in resolve_options(config, below) if not clash(k, rung)], parsed(rung)
-    micro = micro_batch(config, below, batch)
-    ops = count_step(config, below, batch, micro)
-    reps, tp = max(1, min(4, int(600/predict_ms(ops)))), (rung_options(r) | options).get("size", 1)
+    rung, *below = rung_specs([rung, *resolve_options(config, below)])
+    below = [str(k) for k in below if not excludes_each_other(k, rung)]
+    ops = count_step(config, below, batch, micro := micro_batch(config, below, batch))
+    reps, tp = max(1, min(4, int(600/predict_ms(ops)))), rung.settings.get("size", 1)
     free_memory() # of this process: the others have the same GPUs
     of = config, below, rung, batch, micro, reps
     alone, res, rungs, dp = run_distributed(gpus, with_plugins(time_interleaved), *of, tp=tp)[0]
@@ -175,7 +181,7 @@ def measure_together(config, # a `GPTConfig`
     res = run_record(config, dp*batch, rungs, ops, None, res, micro=micro, before=before, rungs_before=below,
                      **{k: dp*r for k, r in gain.items()})
     each = {k: res[k] and res[k]/gpus for k in ("mfu_full", "mfu_causal")}
-    return res | each | dict(rung=r.__name__, gpus=gpus)
+    return res | each | dict(rung=rung.name, gpus=gpus)
 
 # %% ../nbs/22_ladder.ipynb #32bd3e5a
 def gpus_of(c, # a `LadderOptions`
@@ -190,13 +196,9 @@ def gpus_of(c, # a `LadderOptions`
     return n
 
 # %% ../nbs/22_ladder.ipynb #11871dcd
-def check_parallel(alone, parallel): # rungs of one GPU, rungs of several
+def check_parallel(alone, parallel): # `RungSpec`s of one GPU, and of several
     "Raise as `check_rung` does where one of `parallel` can't be added to `alone`"
-    for r in parallel:
-        applied = []
-        for k, _ in in_order([k for k in alone if not clash(k, r)] + [r]):
-            check_rung(k, applied)
-            applied.append(k.__name__)
+    for r in parallel: check_rungs([*(k for k in alone if not excludes_each_other(k, r)), r])
 
 def require_single_gpu(c): # `LadderOptions` whose rungs leave each process alone
     "Return `c`. Raises `InputError` where several GPUs were asked for, and no rung uses them"
@@ -209,10 +211,10 @@ def drop_unbuildable(c): # `LadderOptions`
     "Return `c` with those rungs of its preset that can be built, resolved; print why others can't"
     if not preset_of(c.rungs) or c.rungs == "auto": return c
     config, rungs = workload(c.model) if c.model else bench()[0], parse_rungs(c.rungs)
-    parallel = [r for r in rungs if rung_name(r) in PARALLEL]
+    parallel = [r for r in rungs if r.name in PARALLEL]
     on = resolve_preset(config, [r for r in rungs if r not in parallel], Choices(again=True, log_info=print))
-    for name, why in refused(on.rungs, on.why): print(f"not {name}: {why}")
-    return replace(c, rungs=",".join(on.rungs + parallel) or "naive")
+    for name, why in failed_rungs(on.specs, on.why): print(f"not {name}: {why}")
+    return replace(c, rungs=join_rungs(on.specs + parallel) or "naive")
 
 # %% ../nbs/22_ladder.ipynb #4fef6a8b
 def save_parallel_records(records, # of `measure_together`
@@ -231,14 +233,14 @@ def run_ladder(c): # a `LadderOptions`
     "Run `speedrun_ladder`: the ladder of one GPU, then the rungs for several GPUs"
     c = drop_unbuildable(c)
     rungs, only = parse_rungs(c.rungs), [n.strip() for n in c.only.split(",") if n.strip()]
-    parallel = [r for r in rungs if rung_name(r) in PARALLEL]
+    parallel = [r for r in rungs if r.name in PARALLEL]
     if not parallel: return measure_one_gpu(require_single_gpu(c))
     alone, n = [r for r in rungs if r not in parallel], gpus_of(c, parallel)
     check_parallel(alone, parallel)
     c = replace(c, out=c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
     of_one = ",".join(k for k in only if k not in PARALLEL)
-    if of_one or not only: measure_one_gpu(replace(c, rungs=",".join(alone) or "naive", only=of_one))
+    if of_one or not only: measure_one_gpu(replace(c, rungs=join_rungs(alone) or "naive", only=of_one))
     config, size = (workload(c.model), bench()[1]) if c.model else bench()
-    wanted = [r for r in parallel if not only or rung_name(r) in only]
+    wanted = [r for r in parallel if not only or r.name in only]
     found = [measure_together(config, alone, r, n, c.batch_size or size) for r in wanted]
     save_parallel_records(found, Path(c.out))

@@ -210,10 +210,10 @@ def is_own(f): # a rung, or a class of models
 
 def with_required(name, rungs): # of a rung; as `build` takes them
     "Return those of `rungs` that the rung requires, and what these require, and itself"
-    from llm_speedrun.runs import find_rung, rung_name
+    from llm_speedrun.runs import find_rung, rung_specs
     wanted = [name]
     for n in wanted: wanted += [k for k in find_rung(n).requires if k not in wanted]
-    return [r for r in rungs if rung_name(r) in wanted]
+    return [s for s in rung_specs(rungs) if s.name in wanted]
 
 # %% ../nbs/06c_plugins.ipynb #72575f78
 def draw_weights(model, g): # a `GPT`, a `torch.Generator` on its device
@@ -249,11 +249,11 @@ def loss_and_gradients(run, of): # a `Run`; what is tried, for errors
 # %% ../nbs/06c_plugins.ipynb #6fbefd61
 def check_rung_function(r, config, rungs, model): # a rung of `rungs`; the rest as for `check_function`
     "Raise `InputError` where the rung computes another function and doesn't declare it"
-    from llm_speedrun.runs import build, rung_name
+    from llm_speedrun.runs import build
     of, rungs = f"rung {r.__name__!r} ({defined_at(r)})", with_required(r.__name__, rungs)
     loss, grads = loss_and_gradients(run := build(config, rungs, model=model), of)
     if not r.same_function: return
-    plain = build(config, [k for k in rungs if rung_name(k) != r.__name__], model=model)
+    plain = build(config, [s for s in rungs if s.name != r.__name__], model=model)
     want, exact = loss_and_gradients(plain, of)
     same = len(grads) == len(exact) # weights of its own are another function, too
     off = abs(loss/want - 1), ((grads - exact).norm()/exact.norm()).item() if same else float("inf")
@@ -268,18 +268,19 @@ def check_function(config, # a `GPTConfig`
                    model): # the class of the model
     "Raise `InputError` where a plug-in's model gives no loss, or a rung breaks its promise"
     from dataclasses import replace
-    from llm_speedrun.runs import build, find_rung, rung_name
+    from llm_speedrun.runs import build, rung_specs
     small = replace(config, layers=1, vocab=min(config.vocab, 512))
     if is_own(model): loss_and_gradients(build(small, [], model=model), f"model {config.name!r}")
-    for r in map(find_rung, map(rung_name, rungs)):
-        if is_own(r): check_rung_function(r, small, rungs, model)
+    for s in rung_specs(rungs):
+        if is_own(s.rung): check_rung_function(s.rung, small, rungs, model)
 
 # %% ../nbs/06c_plugins.ipynb #33plug64
 def function_rungs(rungs): # as `build` takes them
     "Return those of `rungs` without which the trained model computes something else, and what they require"
-    from llm_speedrun.runs import find_rung, rung_name
-    other = [n for n in map(rung_name, rungs) if not find_rung(n).same_function]
-    return [r for r in rungs if any(r in with_required(n, rungs) for n in other)]
+    from llm_speedrun.runs import rung_specs
+    rungs = rung_specs(rungs)
+    other = [s.name for s in rungs if not s.rung.same_function]
+    return [s for s in rungs if any(s in with_required(n, rungs) for n in other)]
 
 # %% ../nbs/06c_plugins.ipynb #33plug29
 def plugin_args(text): # as `--plugin` takes it

@@ -11,8 +11,8 @@ import torch
 from llm_speedrun.benchmarks import peers
 from llm_speedrun.measure import version_of
 from llm_speedrun.model import workload
-from llm_speedrun.runs import free_memory
-from llm_speedrun.train.presets import presets, without
+from llm_speedrun.runs import free_memory, rung_specs
+from llm_speedrun.train.presets import presets, without_rung
 
 QUACK = {"epilogues", "fp8_epilogues", "fused_ce"} # rungs with its kernels
 SECONDS = 10. # for which energy is measured
@@ -22,7 +22,7 @@ def lists():
     "Name -> rungs"
     found = {k: presets()[k] for k in ("fastest", "fastest16", "safe")}
     more = {f"{k}-{name}": [r for r in rungs if r not in out] for k, rungs in found.items() for name, out in LEFT_OUT.items()}
-    return found | more | {f"fastest-without-{out}": without(found["fastest"], out) for out in found["fastest"]}
+    return found | more | {f"fastest-without-{out}": without_rung(rung_specs(found["fastest"]), out) for out in found["fastest"]}
 
 def setup_of(name, path):
     "What builds a contender"

@@ -20,7 +20,7 @@ from ..measure import (Measured, Table, caption, default_device, fmt, make_recor
                                   table, take_turns, version_of, warm_up)
 from ..records import code_of
 from ..rungs.fp8 import TORCHAO_RECIPES, converted
-from ..runs import ROOM_GIB, Stepper, build, find_rung, first_fit, halves
+from ..runs import ROOM_GIB, Stepper, build, first_that_fits, micro_batch_sizes, rung_specs
 
 
 # %% ../../nbs/25_peers.ipynb #25peer19
@@ -40,7 +40,7 @@ class PlainCompile(Adapter):
         self.rungs = ["tf32", "bf16", "bf16_stream", attention, *parts, said, "fused_adamw"]
 
     def step_missing(self):
-        return next((why for r in self.rungs if (why := find_rung(r.partition(":")[0]).needs())), "")
+        return next((why for s in rung_specs(self.rungs) if (why := s.rung.needs())), "")
 
     def step(self, config, path):
         step = Stepper(build(config, self.rungs))
@@ -175,8 +175,8 @@ def contender(name, setup, config, batch): # as in `Contender`
     def attempt(micro):
         c = Contender(name, setup, config, batch, micro)
         return c if (c.measured.peak_gib or 0) <= ROOM_GIB else None
-    if c := first_fit(sizes := halves(batch), attempt): return c
-    raise RunError(f"a micro-batch of {sizes[-1]} takes more than {ROOM_GIB} GiB")
+    if c := first_that_fits(micro_batch_sizes(batch, batch), attempt): return c
+    raise RunError(f"a micro-batch of one sequence takes more than {ROOM_GIB} GiB")
 
 # %% ../../nbs/25_peers.ipynb #25peer54
 def contenders(config, # a `GPTConfig`

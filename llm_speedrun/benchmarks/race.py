@@ -26,12 +26,12 @@ from ..data import Batches
 from ..io_utils import (AllFailed, InputError, RunError, check_writable, hold, lookup,
                                    python_command, read_json, replace_file)
 from ..measure import digest, machine
-from ..runs import baseline, enter_all, rung_name, uncompiled
+from ..runs import baseline, enter_all, uncompiled
 from ..records import code_of
 from ..ladder import check_share; from llm_speedrun.plugins import plugin_args
 from ..model import eval_mode, workload as find_workload
 from ..recipes.recipe import parse_recipe
-from ..recipes.schedules import SCHEDULES, warmup_steps
+from ..recipes.schedules import SCHEDULES
 
 # %% ../../nbs/48_race.ipynb #48import
 from ..train.config import LENGTHS, TrainConfig, parse_options, to_args
@@ -46,9 +46,7 @@ class RaceClock(Callback):
     budget = None # a `TimeBudget`, which needs the run
     def __init__(self, job): self.job = job # a `Job`
 
-    def after_plan(self, trainer):
-        c = trainer.plan.options
-        c.lr, c.weight_decay = c.lr*self.job.lr, c.weight_decay*self.job.wd
+    def after_plan(self, trainer): trainer.plan.scale_rates(self.job.lr, self.job.wd)
 
     def before_loop(self, trainer): self.budget.clock.go()
 
@@ -69,8 +67,7 @@ def evaluate_run(trainer, evaluator): # an `Evaluator`
 
 def plan_for(trainer, total): # steps
     "Let the schedules of a run of ours end there"
-    trainer.cfg.steps = total
-    trainer.plan = replace(trainer.plan, warmup=warmup_steps(trainer.cfg.warmup, total))
+    trainer.plan.set_length(total)
     trainer.train_step.lr = trainer.plan.lr_schedule()
     trainer.run_dir.write_config(trainer.plan)
 
@@ -102,7 +99,7 @@ def race_ours(c): # an `AdapterContext`
     clock.budget = TimeBudget(c.job, run.cfg.step_tokens, judge, plan, c.note)
     if run.fit()["interrupted"]: raise KeyboardInterrupt
     shutil.rmtree(run.folder/"checkpoints", ignore_errors=True) # the weights stay
-    code = code_of([r for r in run.cfg.rungs.split(",") if r])
+    code = code_of(run.plan.rungs)
     about = dict(source=f"code {code}", recipes=recipe_code(), ran=asdict(run.cfg))
     return run.run.model, clock.budget, about
 
@@ -196,7 +193,7 @@ def check_options(words): # of a contestant of ours, for `speedrun_train`
     c, given = parse_options(TrainConfig, "speedrun_train", words)
     if wrong := given & RESERVED:
         raise InputError(f"leave out {', '.join(sorted(wrong))}: the race sets that alike for all")
-    rungs = [*map(rung_name, parse_rungs(c.rungs))]
+    rungs = [s.name for s in parse_rungs(c.rungs)]
     if c.recipe != "auto":
         tiny = replace(find_workload("tiny"), layers=1, width=64, vocab=64)
         parse_recipe(c.recipe)(replace(baseline(tiny, "cpu"), rungs=tuple(rungs)))

@@ -19,7 +19,7 @@ from ..io_utils import InputError, check_run, defined_at, lookup
 from ..model import GPT
 from ..measure import default_device
 from ..plugins import is_own
-from ..runs import Run, in_order, option_text, option_value, rung_options
+from ..runs import Run, option_text, option_value, sort_rungs
 from ..distributed.world import World
 
 # %% ../../nbs/41_recipe.ipynb #039cf193
@@ -281,11 +281,11 @@ def unused_rungs(recipe, # a `Recipe`
                  rungs, # as `build` takes them
                  world=World()): # the processes that share a step
     "Return rung -> why, for the rungs that change a run's optimizer alone and whose optimizer isn't used"
-    late = [(r, o) for r, o in in_order(rungs) if r.stage in ("record", "optimizer")]
+    late = [(s.rung, s.settings) for s in sort_rungs(rungs) if s.rung.stage in ("record", "optimizer")]
     if not any(r.stage == "optimizer" for r, _ in late): return {}
     use, run = OptimizerUse(), trial_run(recipe, config, world)
-    for r, given in late:
-        new, name = r.__wrapped__(run, **(rung_options(r) | given)), r.__name__
+    for r, options in late:
+        new, name = r.__wrapped__(run, **options), r.__name__
         check_run(new, "rung", r.__wrapped__)
         changed = {f.name for f in fields(Run) if getattr(run, f.name) is not getattr(new, f.name)}
         if "optimizer" in changed and (use.alone or is_own(r)): # ours needn't be tried: that costs an import

@@ -176,7 +176,7 @@ def no_ddp_optimizer():
     from llm_speedrun.compat import dynamo_config # imports the compiler
     return dynamo_config.patch(optimize_ddp=False)
 
-@rung("record", follows=["cuda_graphs"], excludes=["fp16", "fsdp"])
+@rung("record", after=["cuda_graphs"], excludes=["fp16", "fsdp"])
 def ddp(run, # a `Run`
         overlap=False, # with cuda_graphs: send gradients during a replay, and not after it
         mb=25.): # megabytes of gradients that are sent together

@@ -575,7 +575,7 @@ def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the matmuls
     return deviation_error(d, F, dtype, device) if not why and untried() else why
 
 # %% ../../nbs/29_epilogues.ipynb #865837cb
-@rung("parts", needs=epilogues_missing, untried=untried, requires=["fused_ops"], gpu_only=True,
+@rung("parts", needs=epilogues_missing, untested_reason=untried, requires=["fused_ops"], gpu_only=True,
       excludes=["fp8", "fp8_activations", "compile", "selective_checkpoint", "tensor_parallel"])
 def epilogues(run): # a `Run` in 16 bits, with fused_ops
     """Run SwiGLU, its gradient, the blocks' norms and the residual additions inside of QuACK's GEMMs.

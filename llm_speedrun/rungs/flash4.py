@@ -111,7 +111,7 @@ def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device
     return why or off_text(errors)
 
 # %% ../../nbs/23_fastest.ipynb #bf99f1f0
-@rung("parts", needs=flash4_missing, untried=untried, follows=["flash"], gpu_only=True)
+@rung("parts", needs=flash4_missing, untested_reason=untried, after=["flash"], gpu_only=True)
 def flash4(run): # a `Run` in 16 bits
     """Use FlashAttention-4's backward pass of attention. Raises `InputError` for FP32 and unsupported head
     sizes, `RunError` where its kernels don't run, or not correctly"""
@@ -233,8 +233,8 @@ class Fp8Attention(torch.autograd.Function):
     backward = staticmethod(MixedAttention.backward)
 
 # %% ../../nbs/23_fastest.ipynb #23fp8at2
-@rung("parts", needs=lambda: needs_fp8() or flash4_missing(), untried=untried, requires=["bf16"],
-      follows=["flash"], excludes=["flash4"], gpu_only=True) # the backward pass is FlashAttention-4's
+@rung("parts", needs=lambda: needs_fp8() or flash4_missing(), untested_reason=untried, requires=["bf16"],
+      after=["flash"], excludes=["flash4"], gpu_only=True) # the backward pass is FlashAttention-4's
 def fp8_attention(run): # a `Run`
     "Experimental, it gained nothing: attention's forward matmuls in FP8"
     return run.with_model(partial(set_parts, attend=lambda q, k, v: Fp8Attention.apply(q, k, v)))

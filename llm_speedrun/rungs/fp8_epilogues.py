@@ -482,7 +482,7 @@ def fp8_epilogues_error(d, F, device): # sizes
 EPILOGUE_PARTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(fp8_feed, feed8))
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6976dfb5
-@rung("parts", needs=lambda: needs_fp8() or hopper_missing(), requires=["fp8"], follows=["head_groups"],
+@rung("parts", needs=lambda: needs_fp8() or hopper_missing(), requires=["fp8"], after=["head_groups"],
       excludes=["tensor_parallel", "compile", "selective_checkpoint"], gpu_only=True)
 def fp8_epilogues(run): # a `Run` with fp8
     """Run in the epilogues of QuACK's FP8 GEMMs: SwiGLU with its quantization, the residual additions and,

@@ -111,7 +111,7 @@ def backward_uses_saved_copies(run): # a `Run`
 # %% ../../nbs/52_fsdp.ipynb #dc19852e
 REDUCE = dict(fp32=torch.float32, bf16=torch.bfloat16)
 
-@rung("shard", excludes=["ddp", "fp16", "cuda_graphs"], fills=True)
+@rung("shard", excludes=["ddp", "fp16", "cuda_graphs"], materializes_weights=True)
 def fsdp(run, # a `Run`
          reduce="fp32", # type in which gradients are sent and added up: fp32 or bf16
          reshard=True, # gather a block's weights again for its backward pass

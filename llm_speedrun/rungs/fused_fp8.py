@@ -440,7 +440,7 @@ def _checked_parts(run, parts): # a `Run`, keys of `FP8_PARTS`
     return parts
 
 # %% ../../nbs/17_fused_fp8.ipynb #9af1cfb8
-@rung("parts", needs=needs_fp8, requires=["bf16", "fused_ops"], follows=["flash", "flash4", "chunked_ce"],
+@rung("parts", needs=needs_fp8, requires=["bf16", "fused_ops"], after=["flash", "flash4", "chunked_ce"],
       excludes=["fp16"], gpu_only=True, choose=choose_parts)
 def fp8(run, # a `Run`
         parts="auto", # "auto": those that break even here by measuring; or some of heads, out, mlp, head

@@ -224,7 +224,7 @@ def in_fp8(self:GroupedCE):
     return self.scales is not None
 
 # %% ../../nbs/28_fewer_passes.ipynb #f0901ede
-@rung("parts", needs=needs_triton, requires=["chunked_ce"], follows=["fp8"],
+@rung("parts", needs=needs_triton, requires=["chunked_ce"], after=["fp8"],
       excludes=["tensor_parallel", "fp16"], gpu_only=True)
 def head_groups(run, # a `Run` with chunked_ce
                 group=GROUP_BYTES // 2**20): # MiB of logits' gradients that are kept for one matmul
@@ -289,7 +289,7 @@ def make_clipped(model, lr=1e-3, betas=(.9, .95), weight_decay=.1): # as for `ma
     return ClippedAdamW(param_groups(model, weight_decay), lr=lr, betas=betas)
 
 # %% ../../nbs/28_fewer_passes.ipynb #871951e5
-@rung("optimizer", needs=needs_triton, follows=["fused_adamw", "adamw8bit"], excludes=["fp16"], gpu_only=True)
+@rung("optimizer", needs=needs_triton, after=["fused_adamw", "adamw8bit"], excludes=["fp16"], gpu_only=True)
 def direct_update(run): # a `Run`
     """Let AdamW read captured gradients in place, and clip them as it reads them. With another optimizer only
     the first; where autograd's hooks send the gradients to other processes only the second"""

@@ -202,7 +202,7 @@ def tie(model, # a `GPT`, whose embedding changes in place
     return recast(model, TiedGPT) if type(model).forward is GPT.forward else model
 
 # %% ../../nbs/27_fewer_bytes.ipynb #faaade60
-@rung("parts", needs=needs_triton, follows=["fused_ops", "bf16_stream"],
+@rung("parts", needs=needs_triton, after=["fused_ops", "bf16_stream"],
       excludes=["tensor_parallel", "fsdp"], gpu_only=True)
 def tied_embedding(run): # a `Run`
     "Add the embedding's gradient straight into the tied head's, and round the embedding's rows as read"

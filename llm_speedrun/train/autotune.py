@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/32a_autotune.ipynb #352dd416
 import os, statistics, sys
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
+from functools import partial
 import msgspec, torch
 from ..architectures import model_class
 
@@ -16,14 +16,14 @@ from ..architectures import model_class
 from ..io_utils import InputError, RunError, cache_dir
 from ..measure import gpu_gib, machine, memory_limit, warm_up, written_by
 from ..model import GPT
-from ..runs import (Run, adamw, build, first_fit, free_memory, has_auto_options, in_order, parsed,
-                               resolve_auto_options, rung_name)
+from ..runs import (Run, RungSpec, add_rungs, adamw, build, first_that_fits, free_memory,
+                               has_auto_options, micro_batch_sizes, resolve_auto_options, rung_specs)
 from ..records import code_of
 from ..distributed.world import World
 from ..recipes.recipe import RECIPES
 from ..recipes.recipe import adamw as ADAMW
 from ..recipes.model_registry import without_weights
-from .presets import PARALLEL, fitting, preset_of, without
+from .presets import PARALLEL, runnable, without_rung
 from .train_step import LrSchedule, TrainStep, mean_step_ms
 
 # %% ../../nbs/32a_autotune.ipynb #014e91da
@@ -32,36 +32,44 @@ class ResolvedRungs(msgspec.Struct):
     rungs: list[str]
     why: dict[str, str]
 
+    @property
+    def specs(self): return rung_specs(self.rungs)
+
+def as_resolved(rungs, why): # `RungSpec`s; rung -> what was measured
+    "Return the `ResolvedRungs`, which `choices.json` can hold"
+    return ResolvedRungs([*map(str, rungs)], why)
+
 def measured_options(config, # a `GPTConfig`
-                     rungs): # as `build` takes them
+                     rungs): # `RungSpec`s
     "Return the `ResolvedRungs`, measured where an option is \"auto\""
-    if not has_auto_options(rungs): return ResolvedRungs(list(rungs), {})
-    return ResolvedRungs(*resolve_auto_options(config, rungs))
+    if not has_auto_options(rungs): return as_resolved(rungs, {})
+    return as_resolved(*resolve_auto_options(config, rungs))
 
 # %% ../../nbs/32a_autotune.ipynb #32remem1
 def remembered_options(config, rungs, choices, measure, **how): # as for `resolve_rungs` and `Choices.get`
     "Return the `ResolvedRungs` of this machine, remembered or `measure()`; without \"auto\" nothing is"
     if not has_auto_options(rungs): return measure()
-    about = dict(model=asdict(config), rungs=list(rungs),
+    about = dict(model=asdict(config), rungs=[*map(str, rungs)],
                  deterministic=torch.are_deterministic_algorithms_enabled())
-    words = lambda s, r: f"{r} ({w})" if (w := s.why.get(rung_name(r))) else r
-    describe = lambda s: ", ".join(words(s, r) for r in s.rungs)
+    words = lambda why, s: f"{s} ({w})" if (w := why.get(s.name)) else str(s)
+    describe = lambda on: ", ".join(words(on.why, s) for s in on.specs)
     what = "options of a preset" if how else "options of rungs"
     return choices.get(what, about, measure, ResolvedRungs, describe, **how)
 
 def resolve_rungs(config, # a `GPTConfig`
-                 rungs, # as `build` takes them
-                 choices): # a `choices.Choices`
+                  rungs, # as `build` takes them
+                  choices): # a `choices.Choices`
     "Return the `ResolvedRungs` of this machine, remembered or measured where an option is \"auto\""
+    rungs = rung_specs(rungs)
     return remembered_options(config, rungs, choices, partial(measured_options, config, rungs))
 
 # %% ../../nbs/32a_autotune.ipynb #32refus2
-def drop_failed_rung(rungs, # of a preset, with options or without
-             error): # an `InputError` or `RunError` of building them
+def drop_failed_rung(rungs, # `RungSpec`s of a preset
+                     error): # an `InputError` or `RunError` of building them
     "Return `rungs` without the rung that raised `error` and those that build on it, else raise `error`"
     name = getattr(error, "rung", "")
-    if name not in map(rung_name, rungs) or name in PARALLEL: raise error
-    return without(rungs, name)
+    if name not in [s.name for s in rungs] or name in PARALLEL: raise error
+    return without_rung(rungs, name)
 
 # %% ../../nbs/32a_autotune.ipynb #32refus6
 def reason(error): # of a rung
@@ -69,21 +77,21 @@ def reason(error): # of a rung
     said = str(error).removeprefix(f"rung {error.rung!r}: ").removesuffix(". Leave the rung out")
     return " ".join(said.split())[:300]
 
-def refused(rungs, why): # as a `ResolvedRungs` has them
+def failed_rungs(rungs, why): # as a `ResolvedRungs` has them
     "Return pairs of a rung that was dropped, and the reason"
-    on = [*map(rung_name, rungs)]
+    on = {s.name for s in rungs}
     return [(name, words) for name, words in why.items() if name not in on]
 
 # %% ../../nbs/32a_autotune.ipynb #32refus4
 def resolve_preset(config, rungs, choices): # as for `resolve_rungs`
     "Resolve the rungs as `resolve_rungs` does, and drop those that can't be built, each with its reason"
-    one = replace(config, layers=1) # whose kernels are those of all layers
+    rungs, one = rung_specs(rungs), replace(config, layers=1) # whose kernels are those of all layers
     def measure():
         on, why = rungs, {}
         while True:
             try:
                 res = measured_options(config, on)
-                build(one, res.rungs) # for real: fake tensors would import PyTorch's compiler
+                build(one, res.specs) # for real: fake tensors would import PyTorch's compiler
                 return ResolvedRungs(res.rungs, res.why | why)
             except (InputError, RunError) as e:
                 on = drop_failed_rung(on, e)
@@ -93,7 +101,7 @@ def resolve_preset(config, rungs, choices): # as for `resolve_rungs`
 # %% ../../nbs/32a_autotune.ipynb #32refus8
 def can_be_built(config, resolved): # a `ResolvedRungs` that is remembered
     "Return whether a model with these rungs can be built"
-    try: return bool(build(config, resolved.rungs))
+    try: return bool(build(config, resolved.specs))
     except (InputError, RunError): return False
 
 # %% ../../nbs/32a_autotune.ipynb #2a0f314b
@@ -101,11 +109,11 @@ def state_gib(config, # a `GPTConfig`
               rungs): # as `build` takes them
     """Return the GiB of weights, gradients and optimizer state, from shapes alone. An optimizer without
     `new_state` counts as PyTorch's AdamW: making one would import PyTorch's compiler"""
-    def of_state(r): # a rung
-        optimizer = parsed(r)[0].stage == "optimizer" and rung_name(r) != "fused_adamw" # AdamW, as without it
-        return optimizer or rung_name(r) in ("bf16", "bf16_weights")
+    def of_state(s): # a `RungSpec`
+        optimizer = s.rung.stage == "optimizer" and s.name != "fused_adamw" # AdamW, as without it
+        return optimizer or s.name in ("bf16", "bf16_weights")
     model = without_weights(config, model_class(config, GPT))
-    run = reduce(lambda run, r: r[0](run, **r[1]), in_order(filter(of_state, rungs)), Run(model))
+    run = add_rungs(Run(model), filter(of_state, rung_specs(rungs)))
     opt = run.optimizer is not adamw and run.optimizer(run.model)
     moments = getattr(opt, "new_state", lambda p: dict(exp_avg=p, exp_avg_sq=p))
     kept = [t for p in run.model.parameters() for t in (p, p, *moments(p).values())] # with its gradient
@@ -113,20 +121,20 @@ def state_gib(config, # a `GPTConfig`
 
 # %% ../../nbs/32a_autotune.ipynb #a7cf84c3
 def parallel_rungs(config, # a `GPTConfig`
-                   rungs, # of `parse_rungs`, perhaps with options
+                   rungs, # as `build` takes them
                    world, # the `World` that shares a step
                    gib, # memory of each GPU, 0 for a CPU
-                   spec=""): # what `parse_rungs` was given: a preset's rungs may be dropped, named ones not
+                   preset=""): # that they are of: its rungs may be dropped, those that were named may not
     "Add `ddp` or `fsdp` where several processes need one and have neither: the `ResolvedRungs`"
-    dp, tp = (world.rank_and_size(dim)[1] for dim in ("dp", "tp"))
-    if dp == 1 or {"ddp", "fsdp"} & {*map(rung_name, rungs)}: return ResolvedRungs(list(rungs), {})
+    rungs, dp, tp = rung_specs(rungs), *(world.rank_and_size(dim)[1] for dim in ("dp", "tp"))
+    if dp == 1 or {"ddp", "fsdp"} & {s.name for s in rungs}: return as_resolved(rungs, {})
     need = state_gib(config, rungs)/tp
     whole = tp == 1 and (not gib or need < gib/2)
     name, so = ("ddp", "each process has all") if whole else ("fsdp", "each process keeps a part")
-    kept = fitting(rungs, [name]) if preset_of(spec) else rungs
+    kept = runnable(rungs, [RungSpec(name)]) if preset else rungs
     of = f" of {gib:.0f}" if gib else ""
     why = f"weights, gradients and optimizer state take {need:.2f}{of} GiB: {so}"
-    return ResolvedRungs([*kept, name], {name: why})
+    return as_resolved([*kept, RungSpec(name)], {name: why})
 
 # %% ../../nbs/32a_autotune.ipynb #21467122
 def prepare_process():
@@ -139,28 +147,18 @@ def prepare_process():
     for name in ("FLASH_ATTENTION_CUTE_DSL", "QUACK"):
         os.environ.setdefault(f"{name}_CACHE_DIR", str(kernels/name.lower()))
 
-# %% ../../nbs/32a_autotune.ipynb #038cce3b
+# %% ../../nbs/32a_autotune.ipynb #7d6b985d
 def divisors(n): # a positive integer
     "Return the divisors of `n`, the largest first"
     return [d for d in range(n, 0, -1) if n % d == 0]
 
-def smaller(rows, # sequences in a step
-            batch): # a micro-batch that was too large
-    "Return the largest divisor of `rows` that is at most half of `batch`, or 0"
-    return next((d for d in divisors(rows) if d <= batch // 2), 0)
-
-# %% ../../nbs/32a_autotune.ipynb #7d6b985d
 def most_sequences():
     "Return the most sequences that a micro-batch should have: 64, on a CPU 16"
     return 64 if torch.cuda.is_available() else 16
 
-def micro_batches(rows, # sequences in a step
-                  batch=0): # the size that is wanted; by default the largest of at most `most_sequences()`
-    "Yield sizes to try: the wanted one, then each time half of it or the next smaller divisor"
-    n = batch or next(d for d in divisors(rows) if d <= most_sequences())
-    while n:
-        yield n
-        n = smaller(rows, n)
+def first_size(rows): # sequences in a step
+    "Return the micro-batch to try first: the largest divisor up to `most_sequences()`"
+    return next(d for d in divisors(rows) if d <= most_sequences())
 
 # %% ../../nbs/32a_autotune.ipynb #f4fd49d8
 @dataclass(frozen=True)
@@ -174,11 +172,11 @@ class Trial:
 # %% ../../nbs/32a_autotune.ipynb #59de9bcc
 PLANNED = 600 # steps of the run that a trial stands for: only the phases of its recipe depend on it
 
-def attempt(config, rungs, batch, # a `GPTConfig`, names, sequences in a micro-batch
-            timed=5, # updates of each phase to time
-            world=World(), # the processes that share the steps, `batch` each
-            recipe=ADAMW, # how the weights learn
-            rows=0): # sequences in a step, where they are more
+def try_micro_batch(config, rungs, batch, # a `GPTConfig`, as `build` takes them, sequences in a micro-batch
+                    timed=5, # updates of each phase to time
+                    world=World(), # the processes that share the steps, `batch` each
+                    recipe=ADAMW, # how the weights learn
+                    rows=0): # sequences in a step, where they are more
     "Take updates of each phase of a run and time some: a `Trial`. None if they don't fit"
     free_memory()
     ms, seed = [], world.rank_and_size("dp")[0] if world.size > 1 else 0
@@ -211,38 +209,40 @@ def no_room(config): # a `GPTConfig`
 
 # %% ../../nbs/32a_autotune.ipynb #32trial1
 def find_micro_batch(config, # a `GPTConfig`
-          rungs, # names
-          rows, # sequences of this process in a step
-          gib=0, # GPU memory to use; by default all there is
-          batch=0, # sequences in a micro-batch to begin with; by default as `micro_batches` says
-          timed=5, # steps to time
-          world=World(), # the processes that share the steps; all of them must ask
-          recipe=ADAMW): # how the weights learn
+                     rungs, # as `build` takes them
+                     rows, # sequences of this process in a step
+                     gib=0, # GPU memory to use; by default all there is
+                     batch=0, # sequences in a micro-batch to begin with; by default `first_size`
+                     timed=5, # steps to time
+                     world=World(), # the processes that share the steps; all of them must ask
+                     recipe=ADAMW): # how the weights learn
     "Return the `Trial` of the first micro-batch that fits. Raises `NoRoom` where one sequence doesn't"
     gib = gib or (gpu_gib() if torch.cuda.is_available() else 0)
-    one = partial(attempt, config, rungs, timed=timed, world=world, recipe=recipe, rows=rows)
-    with memory_limit(gib if batch else ROOM*gib): t = first_fit(micro_batches(rows, batch), one)
+    one = partial(try_micro_batch, config, rungs, timed=timed, world=world, recipe=recipe, rows=rows)
+    sizes = micro_batch_sizes(rows, batch or first_size(rows))
+    with memory_limit(gib if batch else ROOM*gib): t = first_that_fits(sizes, one)
     if t is None: raise no_room(config)
     return t
 
 # %% ../../nbs/32a_autotune.ipynb #32room02
-def fallback_rungs(rungs): # of a preset, with options or without
+def fallback_rungs(rungs): # `RungSpec`s of a preset
     "Return the lists to try: `rungs`, and, where they capture a CUDA graph, those without it"
-    recorded = "cuda_graphs" in map(rung_name, rungs)
-    return [list(rungs)] + ([without(rungs, "cuda_graphs")] if recorded else [])
+    captured = "cuda_graphs" in [s.name for s in rungs]
+    return [list(rungs)] + ([without_rung(rungs, "cuda_graphs")] if captured else [])
 
 def trial_of(config, rungs, *args, # as for `find_micro_batch`
              named=False): # each rung by the user, not by a preset
     """Find a micro-batch: the `Trial` and the `ResolvedRungs`. A preset's `cuda_graphs` is dropped where
     nothing fits next to a CUDA graph"""
-    try: return find_micro_batch(config, rungs, *args), ResolvedRungs(rungs, {})
+    rungs = rung_specs(rungs)
+    try: return find_micro_batch(config, rungs, *args), as_resolved(rungs, {})
     except NoRoom:
         if named or len(lists := fallback_rungs(rungs)) == 1: raise
     why = {"cuda_graphs": "not even one sequence fits beside a recording"}
-    return find_micro_batch(config, lists[1], *args), ResolvedRungs(lists[1], why)
+    return find_micro_batch(config, lists[1], *args), as_resolved(lists[1], why)
 
 # %% ../../nbs/32a_autotune.ipynb #32list02
-class Tried(msgspec.Struct):
+class RememberedTrial(msgspec.Struct):
     "A `Trial`, and the rungs that it was of"
     trial: Trial
     resolved: ResolvedRungs
@@ -261,12 +261,14 @@ def remembered_trial(choices, # a `choices.Choices`
     is timed each time, since its time depends on what else the machine does"""
     of = config, rungs, rows, gib, batch, timed, world, recipe
     if timed and not torch.cuda.is_available(): return trial_of(*of, named=named)
-    about = dict(model=asdict(config), rungs=list(rungs), rows=rows, gib=gib, batch=batch, timed=timed > 0,
-                 recipe=recipe.spec(), named=named, documents=recipe.apply is not RECIPES[recipe.name].apply,
+    about = dict(model=asdict(config), rungs=[*map(str, rungs)], rows=rows, gib=gib, batch=batch,
+                 timed=timed > 0, recipe=recipe.spec(), named=named,
+                 documents=recipe.apply is not RECIPES[recipe.name].apply,
                  deterministic=torch.are_deterministic_algorithms_enabled())
-    measure = lambda: Tried(*trial_of(*of, named=named))
+    measure = lambda: RememberedTrial(*trial_of(*of, named=named))
     fits_now = lambda t: (t.trial.peak_gib or 0) <= ROOM*free_gib()
-    res = choices.get("micro-batch", about, measure, Tried, lambda t: f"{t.trial.batch} sequences", fits_now)
+    describe = lambda t: f"{t.trial.batch} sequences"
+    res = choices.get("micro-batch", about, measure, RememberedTrial, describe, fits_now)
     return res.trial, res.resolved
 
 # %% ../../nbs/32a_autotune.ipynb #32list08
@@ -287,7 +289,7 @@ def list_speed(config, rungs, rows, gib, batch, recipe, choices): # as for `reme
 
 # %% ../../nbs/32a_autotune.ipynb #32list8b
 def compare_lists(config, # a `GPTConfig`
-                  lists, # name -> rungs
+                  lists, # name -> rungs, as `build` takes them
                   rows, gib, batch, recipe, choices, # as for `remembered_trial`
                   rounds=3): # how often each list is built and measured
     "Return the `ChosenList` of lists that are measured interleaved. Raises `NoRoom` if none fits"
@@ -305,9 +307,9 @@ def compare_lists(config, # a `GPTConfig`
 
 # %% ../../nbs/32a_autotune.ipynb #32list09
 def choose_rungs(config, # a `GPTConfig`
-                lists, # name -> rungs
-                rows, gib, batch, recipe, # as for `remembered_trial`
-                choices): # a `choices.Choices`
+                 lists, # name -> names of rungs
+                 rows, gib, batch, recipe, # as for `remembered_trial`
+                 choices): # a `choices.Choices`
     "Return the `ChosenList` of this machine, remembered or measured"
     about = dict(model=asdict(config), lists=lists, rows=rows, gib=gib, batch=batch, recipe=recipe.spec(),
                  deterministic=torch.are_deterministic_algorithms_enabled())
@@ -322,13 +324,13 @@ def fits(config, # a `GPTConfig`
          gibs, # GPU memory of cards in GiB, the largest first
          rows=64): # sequences in the largest micro-batch to try
     "Return a record for each card: `micro` is the largest of `rows`, its half, ... that fits, or 0"
-    res, lists, n = [], fallback_rungs(rungs), rows
+    res, lists, n = [], fallback_rungs(rungs := rung_specs(rungs)), rows
     for gib in gibs:
-        t, one = None, lambda size: attempt(config, lists[0], size, timed=0)
+        t, one = None, lambda size: try_micro_batch(config, lists[0], size, timed=0)
         with memory_limit(ROOM*gib):
-            while lists and not (t := first_fit(micro_batches(n, n), one)):
+            while lists and not (t := first_that_fits(micro_batch_sizes(rows, n), one)):
                 lists, n = lists[1:], rows # the next list may have room for more
         rungs, n = lists[0] if lists else rungs, t.batch if t else 0
-        res.append(dict(workload=config.name, seq=config.seq_len, rungs=list(rungs), gib=gib, micro=n,
+        res.append(dict(workload=config.name, seq=config.seq_len, rungs=[*map(str, rungs)], gib=gib, micro=n,
                         peak_gib=t and t.peak_gib, code=code_of(rungs), notebook=written_by(), **machine()))
     return res

@@ -353,13 +353,9 @@ def make_parser(config, # a class of `Options`
     return p
 
 # %% ../../nbs/33_config.ipynb #89fb34be
-def takes_config_file(config): # a class of `Options`
-    "Return whether the options may come from a file: if none must be given by its place"
-    return all(o.default is not MISSING for o in option_specs(config))
-
 def add_common_options(group, config): # of a `Parser`, a class of `Options`
     "Add the options of every command: a file of options, and how errors are shown"
-    if takes_config_file(config):
+    if all(o.default is not MISSING for o in option_specs(config)): # a file can't give what has a place
         group.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
         group.add_argument("--print_config", action="store_true", help="print all options as such a file")
     group.add_argument("--debug", action="store_true", help="show where in the program an error came from")
@@ -376,18 +372,6 @@ def normalize_args(args): # of a command line
         elif a.startswith("-") and a != "-h" and res and re.fullmatch(r"--\w+", res[-1]): res[-1] += f"={a}"
         else: res.append(a)
     return res
-
-# %% ../../nbs/33_config.ipynb #33renam2
-RENAMED = dict(documents="document_mask", hardware="memory_limit", measure="retune", target="target_loss",
-               track="loggers", batch="micro_batch_size batch_size batch_tokens", seq="seq_len",
-               accumulate="grad_accum_steps", workload="model", clip="grad_clip", ema="ema_decay",
-               evals="num_evals", sample="sample_tokens", samples="num_samples") # old name -> its new ones
-
-def new_name(option, names): # as it was given, what there is: all with dashes or all without
-    "Return the one of `names` that `option` is called now, or None"
-    dashes, no, name = re.fullmatch("(--)?(no-|no_)?(.*)", option).groups(default="")
-    new = (f"{dashes}{no and 'no-'}{n}" for n in RENAMED.get(name, "").split())
-    return next((n for n in new if n in names), None)
 
 # %% ../../nbs/33_config.ipynb #33other1
 OTHER_TOOLS = {} # name in transformers, nanoGPT, litgpt, torchtitan, ... -> what to give in its place
@@ -407,7 +391,7 @@ it is a rung, --rungs tf32,bf16,flash,compile | compile torch_compile
 --model chooses the shape, --init takes that of a folder | layers n_layer num_layers n_head n_embd d_model
 --seq_len sets the tokens of a sequence | block_size max_seq_len max_seq_length context_length sequence_length
 --step_tokens sets a step's tokens, --micro_batch_size the sequences at once | batch_size global_batch_size
---micro_batch_size sets the sequences at once | per_device_train_batch_size
+--micro_batch_size sets the sequences at once | batch per_device_train_batch_size
 --grad_accum_steps sets the micro-batches of a step | gradient_accumulation_steps grad_accum
 --steps sets the length | max_steps max_iters iterations num_iterations train_steps num_steps
 --epochs sets the passes over the text | num_train_epochs num_epochs max_epochs
@@ -431,14 +415,9 @@ explain_names("""
 the data needs no such option: a thread reads ahead | num_workers dataloader_num_workers""")
 
 # %% ../../nbs/33_config.ipynb #33other9
-REMOVED = dict(timings="result.json always has the seconds of the start, and report.html shows them",
-               rank_logs="several processes always write logs/rank-00000.log and so on into the run's folder")
-
-def explain_name(option, names): # as for `new_name`
-    "Return a sentence on an option that `names` lacks: its new name, or what to give in its place; or None"
+def explain_name(option, names): # an option or a key of a file; those that there are
+    "Return what to give in place of another tool's `option`, or None"
     name, options = option.removeprefix("--").removeprefix("no-"), {n.removeprefix("--") for n in names}
-    if new := new_name(option, names): return f"{option} is called {new} now"
-    if name in REMOVED and "resume" in options: return f"{option} isn't needed any more: {REMOVED[name]}"
     said = OTHER_TOOLS.get(name, "")
     if said and {*re.findall(r"--(\w+)", said)} <= options: return f"there is no option {option}: {said}"
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from ..io_utils import InputError, SpeedrunError, env_number
 from ..measure import default_device
 from ..plugins import plugin_errors
-from ..runs import parsed, rung_name, rung_options
+from ..runs import parse_rung_spec, rung_name
 from ..distributed.world import (check_alike, device_of_process, join_world, leave_world,
                                             peer_lost_error)
 from ..distributed.liveness import FlagExchange, Heartbeat, PeerWatchdog
@@ -126,10 +126,8 @@ def raise_if_peer_lost(self:GroupCoordinator, error): # that has ended the loop
 # %% ../../nbs/30e_coordinator.ipynb #30coo023
 def model_parallel_size(rungs): # as `--rungs` has them
     "Return how many processes share one model: an option of the rung `tensor_parallel`; 1 without it"
-    for spec in filter(None, rungs.split(",")):
-        if rung_name(spec) == "tensor_parallel":
-            r, options = parsed(spec)
-            return (rung_options(r) | options)["size"]
+    for text in rungs.split(","):
+        if rung_name(text) == "tensor_parallel": return parse_rung_spec(text).settings["size"]
     return 1
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo024

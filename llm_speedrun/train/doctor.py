@@ -30,7 +30,7 @@ from .config import branch_point
 from .run_dir import goes_on, read_record
 
 # %% ../../nbs/36_doctor.ipynb #36import
-from .autotune import divisors, prepare_process, refused
+from .autotune import divisors, failed_rungs, prepare_process
 from .callbacks import LossCurve, Report, Samples
 from .machine_checks import (Finding, check_cluster, check_gpu, check_rungs, check_versions,
                                                guarded, ok)
@@ -166,7 +166,7 @@ def _planned(trainer, t):
                   f"{c.rungs.replace(',', ', ') or '(none)'}. A step has {t.tokens:,} tokens, "
                   f"{c.grad_accum_steps} times {c.micro_batch_size} sequences of {c.seq_len}"
                   + f" on each of {dp} that have other data"*(dp > 1))
-    for name, why in refused(c.rungs.split(","), trainer.plan.why):
+    for name, why in failed_rungs(trainer.plan.rungs, trainer.plan.why):
         yield Finding("note", "run", f"left out rung {name}: {why}")
 
 # %% ../../nbs/36_doctor.ipynb #de3f0921

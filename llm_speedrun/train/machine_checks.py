@@ -109,7 +109,7 @@ def check_rungs():
                   f"this CPU can run {can}; all others need a GPU")
     for k in why:
         if why[k]: yield Finding("note", "rungs", f"{k} can't run here: {why[k]}")
-        elif new := RUNGS[k].untried(): yield Finding("note", "rungs", f"{k}: {new}")
+        elif new := RUNGS[k].untested_reason(): yield Finding("note", "rungs", f"{k}: {new}")
 
 # %% ../../nbs/36a_machine_checks.ipynb #52345d2a
 def link_kinds(said): # what `nvidia-smi topo -m` prints

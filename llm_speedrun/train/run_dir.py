@@ -250,7 +250,7 @@ def write_config(self:RunDir, plan): # a `TrainPlan`
     if name := registered_name(plan.model, plan.recipe.model): record["architecture"] = name
     options, record["tried_on"] = asdict(plan.options), trial_conditions(plan.options, world)
     record["plugins"] = plugin_digests(options.pop("plugin"))
-    record["changes_function"] = function_rungs([r for r in plan.options.rungs.split(",") if r])
+    record["changes_function"] = [*map(str, function_rungs(plan.rungs))]
     replace_file(self.path/"config.json", json.dumps(options | record, indent=1))
 
 # %% ../../nbs/33a_run_dir.ipynb #745ba483

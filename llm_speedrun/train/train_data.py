@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from fastcore.basics import patch
 from ..io_utils import InputError
 from ..tokenizer import end_of_text, tokenizer_of, vocabulary_size
 from ..export import run_of
@@ -54,64 +53,106 @@ class TrainData:
         self.val = [t.to(device) for t in val] # x and y, each B T
         if cfg.document_mask: check_documents(self.corpus)
 
-# %% ../../nbs/30b_train_data.ipynb #30dat007b
-@patch(as_prop=True)
-def corpora(self:TrainData):
-    "Return the corpora whose tokens are on disk"
-    return [corpus for corpus, _ in self.mixture]
+    @property
+    def corpora(self):
+        "Return the corpora whose tokens are on disk"
+        return [corpus for corpus, _ in self.mixture]
 
-@patch
-def close(self:TrainData):
-    "Stop the threads of a stream"
-    if self.cfg.stream: self.batches.close()
+    def close(self):
+        "Stop the threads of a stream"
+        if self.cfg.stream: self.batches.close()
 
-# %% ../../nbs/30b_train_data.ipynb #d1d8d9a3
-@patch
-def open_tokens(self:TrainData):
-    "Open tokens on disk, one corpus or a mixture. Returns sequences to validate on"
-    c = self.cfg
-    own = {"tokenizer" if c.resume else "for_text": own_tokenizer(c, self.vocab)}
-    self.mixture = parts = open_mix(c.data, c.vocab or None, text_key=c.text_key, **own)
-    for corpus in self.corpora: corpus.train.check(); corpus.val.check()
-    self.corpus, self.fingerprint = self.corpora[0], mix_fingerprint(parts)
-    if callable(self.rows): self.rows = self.rows(self.epoch_tokens())
-    if len(parts) == 1:
-        batches = Batches(self.corpus.train, self.rows, c.seq_len, seed=c.seed)
-        self.batches = shard_batches(batches, self.world)
-        return validation_sequences(self.corpus.val, c.eval_tokens, c.seq_len)
-    sides = [[(getattr(corpus, side), w) for corpus, w in parts] for side in ("train", "val")]
-    self.batches = shard_batches(MixedBatches(sides[0], self.rows, c.seq_len, seed=c.seed), self.world)
-    return MixedBatches(sides[1], max(1, c.eval_tokens//c.seq_len), c.seq_len)[0]
+    def open_tokens(self):
+        "Open tokens on disk, one corpus or a mixture. Returns sequences to validate on"
+        c = self.cfg
+        own = {"tokenizer" if c.resume else "for_text": own_tokenizer(c, self.vocab)}
+        self.mixture = parts = open_mix(c.data, c.vocab or None, text_key=c.text_key, **own)
+        for corpus in self.corpora: corpus.train.check(); corpus.val.check()
+        self.corpus, self.fingerprint = self.corpora[0], mix_fingerprint(parts)
+        if callable(self.rows): self.rows = self.rows(self.epoch_tokens())
+        if len(parts) == 1:
+            whole = Batches(self.corpus.train, self.rows, c.seq_len, seed=c.seed)
+            self.batches = shard_batches(whole, self.world)
+            return validation_sequences(self.corpus.val, c.eval_tokens, c.seq_len)
+        sides = [[(getattr(corpus, side), w) for corpus, w in parts] for side in ("train", "val")]
+        self.batches = shard_batches(MixedBatches(sides[0], self.rows, c.seq_len, seed=c.seed), self.world)
+        return MixedBatches(sides[1], max(1, c.eval_tokens//c.seq_len), c.seq_len)[0]
 
-# %% ../../nbs/30b_train_data.ipynb #2fa7bd09
-@patch
-def open_stream(self:TrainData):
-    "Open documents that are tokenized as they come. Returns sequences to validate on"
-    c, source = self.cfg, document_source(self.cfg.data, self.cfg.text_key)
-    tok = own_tokenizer(c, self.vocab) or stream_tokenizer(c.data, source, c.vocab)
-    self.corpus = Corpus(Path(c.data).stem, None, None, vocabulary_size(tok), tok, end_of_text(tok))
-    self.fingerprint = self.corpus.fingerprint()
-    if callable(self.rows): self.rows = self.rows(self.epoch_tokens())
-    whole = StreamBatches(one_side(source, False), tok, self.rows, c.seq_len, seed=c.seed)
-    self.batches = shard_batches(whole, self.world)
-    return next(StreamBatches(one_side(source, True), tok, max(1, c.eval_tokens//c.seq_len), c.seq_len))
+    def open_stream(self):
+        "Open documents that are tokenized as they come. Returns sequences to validate on"
+        c, source = self.cfg, document_source(self.cfg.data, self.cfg.text_key)
+        tok = own_tokenizer(c, self.vocab) or stream_tokenizer(c.data, source, c.vocab)
+        self.corpus = Corpus(Path(c.data).stem, None, None, vocabulary_size(tok), tok, end_of_text(tok))
+        self.fingerprint = self.corpus.fingerprint()
+        if callable(self.rows): self.rows = self.rows(self.epoch_tokens())
+        whole = StreamBatches(one_side(source, False), tok, self.rows, c.seq_len, seed=c.seed)
+        self.batches = shard_batches(whole, self.world)
+        return next(StreamBatches(one_side(source, True), tok, max(1, c.eval_tokens//c.seq_len), c.seq_len))
+
+    def lines(self):
+        "Yield lines about files of bare tokens, and about a vocabulary that isn't what was asked for"
+        for o in self.corpora:
+            if not o.text: yield f"read {o.train.in_words()}; to validate, {o.val.in_words()}"
+        asked, there = self.cfg.vocab, self.corpus.vocab
+        if asked not in (0, there):
+            yield (f"the vocabulary has {there:,} tokens, and {asked:,} were asked for: tokenized text keeps "
+                   "its own, and a short text has no more")
+
+    def passes(self, steps):
+        "Return how often the tokens are read in so many steps; of a mixture, those that are read most often"
+        return steps*self.rows*self.cfg.seq_len / self.epoch_tokens()
+
+    def epoch_tokens(self):
+        "Return the tokens after which some of them have all been read; infinite for a stream"
+        total = sum(w for _, w in self.mixture)
+        return min((len(corpus.train)/float(w/total) for corpus, w in self.mixture), default=math.inf)
+
+    def changes_since(self, facts, # of a checkpoint's metadata
+                      found): # its folder
+        "Describe how the tokens differ from those that a checkpoint was trained on; \"\" if they don't"
+        was = convert_to(facts.get("corpus"), dict[str, Any], f"{found}: corpus")
+        # Tokens without a tokenizer may have got theirs meanwhile: they are the same tokens
+        now = self.fingerprint
+        if not was.get("tokenizer"): now = now | dict(tokenizer=was.get("tokenizer"))
+        return differences(was, now)
+
+    def set_first_step(self, about, # a checkpoint's metadata
+                       found, # its folder
+                       other=False): # whether a branch of that run has named data of its own
+        "Set `first_step`. Raises `InputError` if the tokens have changed; for `other` data returns a text"
+        diff = self.changes_since(about.facts, found)
+        self.first_step = convert_to(about.facts.get("data_from", 0), int, f"{found}: data_from")
+        if other and (diff or self.cfg.stream): # the fingerprint of a stream doesn't tell
+            self.first_step = about.step
+            return (f"other data than {found} was trained on ({diff or self.cfg.data}): it begins at its "
+                    "beginning")
+        if diff: raise InputError(
+            f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was there, or "
+            f"begin a run with these weights: --init {self.cfg.resume}")
+
+    def state(self, done): # steps so far
+        "Return the place in a stream, or None for tokens on disk. All processes must call it"
+        taken = done - self.first_step
+        stream = self.world.all_gather_object(self.batches.state_dict(taken)) if self.cfg.stream else None
+        return stream and joined_lanes(stream)
+
+    def seek(self, state, done): # as `state` returned it, the steps of its checkpoint
+        "Continue the batches after `done` steps"
+        if done == self.first_step: return # at its beginning
+        if self.cfg.stream: self.batches.load_state_dict(state)
+        else: self.batches.i = done - self.first_step
+
+    def bigram_loss(self):
+        "Return a bigram model's loss on the validation sequences; None for a stream: it isn't counted"
+        if self.cfg.stream: return None
+        whole = self.corpus if len(self.mixture) == 1 else self.mixture # of a mixture, every corpus counts
+        return bigram_loss(whole, [tuple(t.cpu() for t in self.val)])
 
 # %% ../../nbs/30b_train_data.ipynb #tokf0111
 def with_vocabulary(config, # a `GPTConfig`
                     vocab): # of the data
     "Return `config` with room for `vocab` tokens: as it is, or with `vocab` padded to a multiple of 64"
     return config if vocab <= config.vocab else replace(config, vocab=-(-vocab // 64) * 64)
-
-# %% ../../nbs/30b_train_data.ipynb #30dat038
-@patch
-def lines(self:TrainData):
-    "Yield lines about files of bare tokens, and about a vocabulary that isn't what was asked for"
-    for o in self.corpora:
-        if not o.text: yield f"read {o.train.in_words()}; to validate, {o.val.in_words()}"
-    asked, there = self.cfg.vocab, self.corpus.vocab
-    if asked not in (0, there):
-        yield (f"the vocabulary has {there:,} tokens, and {asked:,} were asked for: tokenized text keeps "
-               "its own, and a short text has no more")
 
 # %% ../../nbs/30b_train_data.ipynb #3d40a1bf
 def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where that comes from
@@ -123,64 +164,3 @@ def check_tokens(corpus, config, folder): # a `Corpus`, a `GPTConfig`, and where
     if theirs and corpus.tokenizer and theirs.get_vocab() != corpus.tokenizer.get_vocab():
         raise InputError(f"{corpus.name} was tokenized otherwise than {folder}: tokenize it with "
                          f"speedrun_data --tokenizer {folder}, and train on what that makes")
-
-# %% ../../nbs/30b_train_data.ipynb #30bpass1
-@patch
-def passes(self:TrainData, steps):
-    "Return how often the tokens are read in so many steps; of a mixture, those that are read most often"
-    return steps*self.rows*self.cfg.seq_len / self.epoch_tokens()
-
-@patch
-def epoch_tokens(self:TrainData):
-    "Return the tokens after which some of them have all been read; infinite for a stream"
-    total = sum(w for _, w in self.mixture)
-    return min((len(corpus.train)/float(w/total) for corpus, w in self.mixture), default=math.inf)
-
-# %% ../../nbs/30b_train_data.ipynb #920b635a
-@patch
-def changes_since(self:TrainData, facts, # of a checkpoint's metadata
-                  found): # its folder
-    "Describe how the tokens differ from those that a checkpoint was trained on; an empty text if they don't"
-    was = convert_to(facts.get("corpus"), dict[str, Any], f"{found}: corpus")
-    # Tokens without a tokenizer may have got theirs meanwhile: they are the same tokens
-    now = self.fingerprint
-    if not was.get("tokenizer"): now = now | dict(tokenizer=was.get("tokenizer"))
-    return differences(was, now)
-
-# %% ../../nbs/30b_train_data.ipynb #30bfirst
-@patch
-def set_first_step(self:TrainData, about, # a checkpoint's metadata
-                   found, # its folder
-                   other=False): # whether a branch of that run has named data of its own
-    "Set `first_step`. Raises `InputError` if the tokens have changed; for `other` data returns a text on it"
-    diff = self.changes_since(about.facts, found)
-    self.first_step = convert_to(about.facts.get("data_from", 0), int, f"{found}: data_from")
-    if other and (diff or self.cfg.stream): # the fingerprint of a stream doesn't tell
-        self.first_step = about.step
-        return f"other data than {found} was trained on ({diff or self.cfg.data}): it begins at its beginning"
-    if diff: raise InputError(
-        f"{self.cfg.data} isn't what this run was trained on ({diff}): bring back what was there, or begin a "
-        f"run with these weights: --init {self.cfg.resume}")
-
-# %% ../../nbs/30b_train_data.ipynb #30dat016
-@patch
-def state(self:TrainData, done): # steps so far
-    "Return the place in a stream, or None for tokens on disk. All processes must call it"
-    taken = done - self.first_step
-    stream = self.world.all_gather_object(self.batches.state_dict(taken)) if self.cfg.stream else None
-    return stream and joined_lanes(stream)
-
-@patch
-def seek(self:TrainData, state, done): # as `state` returned it, the steps of its checkpoint
-    "Continue the batches after `done` steps"
-    if done == self.first_step: return # at its beginning
-    if self.cfg.stream: self.batches.load_state_dict(state)
-    else: self.batches.i = done - self.first_step
-
-# %% ../../nbs/30b_train_data.ipynb #30dat019
-@patch
-def bigram_loss(self:TrainData):
-    "Return a bigram model's loss on the validation sequences; None for a stream, whose tokens aren't counted"
-    if self.cfg.stream: return None
-    whole = self.corpus if len(self.mixture) == 1 else self.mixture # of a mixture, every corpus counts
-    return bigram_loss(whole, [tuple(t.cpu() for t in self.val)])

@@ -11,7 +11,6 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from fastcore.basics import patch
 import torch
 from ..measure import sample_ms, summarize
 from ..runs import free_memory
@@ -39,6 +38,13 @@ class LrSchedule:
         decays = lambda step: self(step) < self(self.warmup)
         return bisect_left(range(self.steps), True, lo=min(self.warmup, self.steps), key=decays)
 
+# %% ../../nbs/30c_train_step.ipynb #30step39
+def passes(rows, # sequences in an update
+           most): # in a micro-batch
+    "Return the number of micro-batches: equal ones, if they take at most twice as many passes as needed"
+    fewest = -(-rows//most)
+    return next((n for n in range(fewest, min(2*fewest, rows) + 1) if rows % n == 0), fewest)
+
 # %% ../../nbs/30c_train_step.ipynb #30step09
 class TrainStep:
     "The steps of a training run: learning rates, updates, micro-batches, and the average of the weights"
@@ -59,57 +65,42 @@ class TrainStep:
         if self.average: self.average.update()
         return loss
 
-# %% ../../nbs/30c_train_step.ipynb #30step37
-@patch
-def set_rates(self:TrainStep, step):
-    "Give each group of weights its settings for that step, and note the rate of the matrices in `rate`"
-    groups, lr = self.stepper.opt.param_groups, self.lr(step)
-    set_groups(self.run, self.stepper.opt, step, self.lr.steps, lr)
-    self.rate = next((g["lr"] for g in groups if g.get("role") == "matrix"), lr)
+    def set_rates(self, step):
+        "Give each group of weights its settings for that step, and note the rate of the matrices in `rate`"
+        groups, lr = self.stepper.opt.param_groups, self.lr(step)
+        set_groups(self.run, self.stepper.opt, step, self.lr.steps, lr)
+        self.rate = next((g["lr"] for g in groups if g.get("role") == "matrix"), lr)
 
-@patch
-def updates(self:TrainStep, step, *xy):
-    "Divide the sequences of a step (each B T) among its updates, as the recipe says: a list of tuples"
-    parts = self.run.batching(step, self.lr.steps) if self.run.batching else (1, 1)
-    return [*zip(*(split_into_updates(t, *parts) for t in xy))]
+    def updates(self, step, *xy):
+        "Divide the sequences of a step (each B T) among its updates, as the recipe says: a list of tuples"
+        parts = self.run.batching(step, self.lr.steps) if self.run.batching else (1, 1)
+        return [*zip(*(split_into_updates(t, *parts) for t in xy))]
 
-# %% ../../nbs/30c_train_step.ipynb #30step39
-def passes(rows, # sequences in an update
-           most): # in a micro-batch
-    "Return the number of micro-batches: equal ones, if they take at most twice as many passes as needed"
-    fewest = -(-rows//most)
-    return next((n for n in range(fewest, min(2*fewest, rows) + 1) if rows % n == 0), fewest)
+    def micro_batches(self, x, y): # B T of an update
+        "Split an update into pairs with at most as many tokens as a micro-batch has, the largest first"
+        n = passes(len(x), max(1, self.micro_batch*self.run.model.config.seq_len//x.shape[1]))
+        return [*zip(x.tensor_split(n), y.tensor_split(n))]
 
-# %% ../../nbs/30c_train_step.ipynb #30step39b
-@patch
-def micro_batches(self:TrainStep, x, y): # B T of an update
-    "Split an update into pairs with at most as many tokens as a micro-batch has, the largest first"
-    n = passes(len(x), max(1, self.micro_batch*self.run.model.config.seq_len//x.shape[1]))
-    return [*zip(x.tensor_split(n), y.tensor_split(n))]
+    def take_updates(self, step, x, y): # as for a call
+        "Take the updates of a step at the rates that are set. Returns their mean loss, on the device"
+        taken = [(self.update(*part), self.stepper.norm) for part in self.updates(step, x, y)]
+        if len(taken) == 1: return taken[0][0]
+        loss, self.stepper.norm = (torch.stack(each).mean() for each in zip(*taken)) # NaN where one is
+        return loss
 
-@patch
-def take_updates(self:TrainStep, step, x, y): # as for a call
-    "Take the updates of a step at the rates that are set. Returns their mean loss, on the device"
-    taken = [(self.update(*part), self.stepper.norm) for part in self.updates(step, x, y)]
-    if len(taken) == 1: return taken[0][0]
-    loss, self.stepper.norm = (torch.stack(each).mean() for each in zip(*taken)) # NaN where one is
-    return loss
-
-# %% ../../nbs/30c_train_step.ipynb #30step41
-@patch
-def update(self:TrainStep, x, y): # B T of an update
-    """Take one update in micro-batches, smaller ones if memory runs out: `Stepper` computes the loss and the
-    gradients, and steps the optimizer. Returns the loss, on the device"""
-    while True:
-        pairs = self.micro_batches(x, y)
-        try: return self.stepper(*pairs)
-        except torch.OutOfMemoryError:
-            if not self.on_oom: raise
-        # here the error is gone, and with its traceback the tensors of the failed pass
-        self.on_oom(max(1, pairs[0][0].numel()//self.run.model.config.seq_len))
-        self.stepper.opt.zero_grad(set_to_none=True)
-        self.run.release()
-        free_memory()
+    def update(self, x, y): # B T of an update
+        """Take one update in micro-batches, smaller ones if memory runs out: `Stepper` computes the loss and
+        the gradients, and steps the optimizer. Returns the loss, on the device"""
+        while True:
+            pairs = self.micro_batches(x, y)
+            try: return self.stepper(*pairs)
+            except torch.OutOfMemoryError:
+                if not self.on_oom: raise
+            # here the error is gone, and with its traceback the tensors of the failed pass
+            self.on_oom(max(1, pairs[0][0].numel()//self.run.model.config.seq_len))
+            self.stepper.opt.zero_grad(set_to_none=True)
+            self.run.release()
+            free_memory()
 
 # %% ../../nbs/30c_train_step.ipynb #30step17
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..choices import remembered_checks
 from ..io_utils import AllFailed, InputError, RunError, SpeedrunError, env_number, replace_file
 from ..measure import Timings, ladder_table, memory_limit, parts_text, process_start
 from ..data import prefetch
-from ..runs import build, rung_name
+from ..runs import build
 from ..distributed.world import PeerLostError, notes
 from ..generate import generate
 from ..ladder import measure_ladder
@@ -136,8 +136,7 @@ def weights_average(run, stepper, decay): # a `Run`, its `Stepper`; 0 is no aver
 def build_run(self:Trainer):
     "Build the run, its optimizer, its `TrainStep`, and an average of the weights for `--ema_decay`"
     c, recipe = self.cfg, self.plan.recipe
-    rungs = c.rungs.split(",") if c.rungs else []
-    run = recipe(build(self.config, rungs, seed=c.seed, world=self.world, model=recipe.model))
+    run = recipe(build(self.config, self.plan.rungs, seed=c.seed, world=self.world, model=recipe.model))
     if self.plan.weights: load_initial_weights(run, self.plan.weights)
     optimizer = partial(run.optimizer, lr=c.lr, weight_decay=c.weight_decay) # whichever a rung chose
     self.run = replace(run, optimizer=optimizer)
@@ -463,7 +462,7 @@ def decide(self:Trainer, r): # a `PlanResolver` that knows the shape
 def measured_ladder(r, timings): # a `PlanResolver` that has resolved, `Timings`
     "Measure what each rung gains over those before it. Returns records for the report; they decide nothing"
     r.log_info("measuring what each rung gains...")
-    alone = [name for name in r.cfg.rungs.split(",") if name and rung_name(name) not in PARALLEL]
+    alone = [str(s) for s in r.rungs if s.name not in PARALLEL]
     with timings("measure the ladder"):
         return r.coordinator.run_on_rank_zero(lambda: measure_ladder(r.config, r.rows_here, alone))
 

@@ -10,9 +10,9 @@ from contextlib import nullcontext
 import torch
 from fastcore.basics import patch
 from ..io_utils import RunError
-from ..runs import enter_all, free_memory
+from ..runs import enter_all, free_memory, next_smaller_divisor
 from ..model import eval_mode
-from .autotune import divisors, smaller
+from .autotune import divisors
 
 # %% ../../nbs/30g_validator.ipynb #30val006
 class Validator:
@@ -74,7 +74,7 @@ def evaluate(self:Validator):
         try: return self.interruptible(lambda: self.mean_loss(batches), contexts)
         except torch.OutOfMemoryError: pass # as long as it is handled, its traceback holds every tensor
         self.on_oom("an evaluation")
-        self.reduced = smaller(len(self.val[0]), len(batches[0][0]))
+        self.reduced = next_smaller_divisor(len(self.val[0]), len(batches[0][0]))
         if not self.reduced: raise RunError("out of GPU memory in an evaluation of one sequence. "
                                             f"Go on where there is more room: --resume {self.folder}")
         self.log_info(f"out of GPU memory in an evaluation: going on with batches of {self.reduced}")

@@ -12,9 +12,9 @@ from llm_speedrun.measure import datasheet_flops, rung_names
 from llm_speedrun.model import WORKLOADS, train_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.rungs import compile, flash, fp8_kernels, fused_fp8, fused_ops
-from llm_speedrun.runs import RUNGS, count_step
+from llm_speedrun.runs import RUNGS, RungSpec, count_step
 from llm_speedrun.train.autotune import ROOM, most_sequences
-from llm_speedrun.train.presets import DEVICE_LIMITS, NARROWEST, RECORDED, left_out, preset
+from llm_speedrun.train.presets import DEVICE_LIMITS, NARROWEST, RECORDED, dropped_rungs, preset
 from datasheets import GPUS
 from templating import page
 from procs import slug
@@ -44,7 +44,7 @@ def runs_here(gpu):
     "The rungs of `fastest` on this GPU; pairs of a rung that is left out and why; the rungs of `smallest`"
     with as_if(gpu.capability, gpu.said):
         kept = preset("fastest")
-        return kept, left_out("fastest", kept), preset("smallest")
+        return kept, dropped_rungs("fastest", [*map(RungSpec, kept)]), preset("smallest")
 
 def why_not(name, gpu):
     "Why the GPU can't run a rung, in the rung's own words; an empty text if it can"
@@ -168,7 +168,7 @@ def cpu_facts():
     "The same of a CPU"
     with patch.object(torch.cuda, "is_available", lambda: False):
         kept = preset("fastest")
-        return dict(kept=kept, default=preset("cpu"), out=left_out("fastest", kept), most=most_sequences())
+        return dict(kept=kept, default=preset("cpu"), out=dropped_rungs("fastest", [*map(RungSpec, kept)]), most=most_sequences())
 
 @page("gpus.qmd")
 def gpus_page(root):

@@ -9,7 +9,7 @@ from fastcore.docments import docments
 from llm_speedrun import choices, corpus, export, measure, model, runs
 from llm_speedrun.io_utils import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
-from llm_speedrun.runs import RUNGS, STAGES, Run, build, rung_options
+from llm_speedrun.runs import RUNGS, STAGES, Run, RungSpec, build, rung_options
 from llm_speedrun.checkpoint import format as checkpoint
 from llm_speedrun.train import autotune, callbacks, checkpointer, config, loader, metrics, prepare_data, presets, run_dir, trainer
 from gpus import as_if, find_all_rungs
@@ -120,10 +120,10 @@ def required(r):
 def below(name):
     "Rungs to apply before this one, so that it can do all that it does"
     r = RUNGS[name]
-    wanted = ["bf16", *required(r), *(k for k in r.follows if not RUNGS[k].gpu_only)]
+    wanted = ["bf16", *required(r), *(k for k in r.after if not RUNGS[k].gpu_only)]
     kept = [name]
     for k in wanted: # of two that exclude each other the first
-        if k not in kept and not any(presets.clash(k, o) for o in kept): kept.append(k)
+        if k not in kept and not any(presets.excludes_each_other(RungSpec(k), RungSpec(o)) for o in kept): kept.append(k)
     return kept[1:]
 
 def replaced(name):
@@ -150,7 +150,7 @@ def rung_facts(r, records):
     said, both = docments(r, returns=False), lambda k: k in r.excludes or name in RUNGS[k].excludes
     about = " ".join(inspect.getdoc(r).split()).split(" Raises `")[0]
     return dict(name=name, first=first_sentence(r), about=about, stage=r.stage, replaces=replaced(name),
-                needs=needs_of(r), gpu_only=r.gpu_only, requires=links(r.requires), follows=links(r.follows),
+                needs=needs_of(r), gpu_only=r.gpu_only, requires=links(r.requires), after=links(r.after),
                 excludes=links(filter(both, RUNGS)), chooses=bool(r.choose),
                 notebook=notebook_of(r.__module__), records=rung_records(name, records),
                 options=[[f"`{k}`", code(runs.option_text(v)), (said.get(k) or "").strip()]
@@ -260,7 +260,7 @@ def formats_page(root):
     doc = " ".join(inspect.getdoc(corpus.write_shards).split())
     types = (corpus.Meta, corpus.TextSummary, prepare_data.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.CheckpointMetadata, checkpointer.State,
              checkpoint.OptimizerState, loader.Position, run_dir.Record, model.GPTConfig, run_dir.Result,
-             choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.Tried, autotune.Trial, export.Qwen3, export.Index, Fit)
+             choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.RememberedTrial, autotune.Trial, export.Qwen3, export.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
                 records=record_rows(), version=checkpoint.VERSION, manifest=checkpoint.MANIFEST,
                 structs={c.__name__: struct(c) for c in types})

@@ -10,7 +10,7 @@ from llm_speedrun.runs import RUNGS, find_rung, rung_name
 from llm_speedrun import cli
 from llm_speedrun.cli import speedrun_doctor, speedrun_ladder, speedrun_train
 from llm_speedrun.train.presets import presets
-from llm_speedrun.train.config import (OTHER_TOOLS, RENAMED, DataOptions, LadderOptions, LrOptions, Options, explain_name, make_parser, new_name, normalize_args, option_specs, parse_args,
+from llm_speedrun.train.config import (OTHER_TOOLS, DataOptions, LadderOptions, LrOptions, Options, explain_name, make_parser, normalize_args, option_specs, parse_args,
                                        RaceOptions, resolve_options, to_toml, TrainConfig, visible_specs)
 from llm_speedrun.train.trainer import train
 from helpers import quick_programs
@@ -187,15 +187,6 @@ def test_rungs_list(capsys):
         assert re.search(r"^  fp8:grad=e5m2 +the gradients' format", said, re.M)
 
 @pytest.mark.parametrize("words, said", [
-    (["--track", "wandb"], "--track is called --loggers now"), (["--target=2"], "--target is called --target_loss now"),
-    (["--batch", "8"], "--batch is called --micro_batch_size now"), (["--seq=32"], "--seq is called --seq_len now"),
-    (["--workload", "tiny"], "--workload is called --model now"), (["--sample", "0"], "--sample is called --sample_tokens now"),
-    (["--measure"], "--measure is called --retune now"), (["--no-documents"], "--no-documents is called --no-document_mask now")])
-def test_old_names_of_options(capsys, words, said):
-    with pytest.raises(SystemExit, match="2"): speedrun_train(words)
-    assert said in capsys.readouterr().err
-
-@pytest.mark.parametrize("words, said", [
     (["--learning_rate", "1e-3"], "--lr"), (["--optimizer=adamw"], "--recipe"), (["--dtype", "bf16"], "--rungs bf16"), (["--bf16"], "--rungs bf16"),
     (["--compile"], "--rungs tf32,bf16,flash,compile"), (["--layers", "6"], "--model"), (["--batch-size", "8"], "--step_tokens .* --micro_batch_size"),
     (["--max_steps", "9"], "--steps"), (["--num_train_epochs", "3"], "--epochs"), (["--output_dir", "x"], "--out .* --name"), (["--wandb"], "--loggers wandb"),
@@ -213,21 +204,6 @@ def test_other_tools_names_are_no_options():
         assert explain_name(f"--{name}", [f"--{n}" for n in every]) and explain_name(name, every)
     with fails(InputError, "unknown option --epochs"): told("--epochs", "3", config=DataOptions)
     with fails(InputError, "unknown option --learning_rate"): told("--learning_rate", "3", config=DataOptions)
-
-def test_options_that_are_gone(tmp_path):
-    with fails(InputError, "--timings isn't needed any more: result.json"): told("--timings")
-    (tmp_path/"a.toml").write_text("rank_logs = true")
-    with fails(InputError, "a.toml: rank_logs isn't needed any more: several processes always"): told("--config", str(tmp_path/"a.toml"))
-
-def test_old_names_in_a_file(tmp_path):
-    (tmp_path/"a.toml").write_text("track = 'wandb'")
-    with pytest.raises(InputError, match="a.toml: track is called loggers now"): told("--config", str(tmp_path/"a.toml"))
-
-def test_new_names_are_options():
-    commands = {k: {o.name for o in option_specs(k)} for k in Options.__subclasses__()}
-    assert {n for new in RENAMED.values() for n in new.split()} <= set().union(*commands.values())
-    assert new_name("--batch", ["--batch_size", "--micro_batch_size"]) == "--micro_batch_size" and new_name("batch", ["batch_size"]) == "batch_size"
-    for command, names in commands.items(): assert not names & RENAMED.keys(), command
 
 def lists_of_names(tree):
     "A module's lists of names: texts that are split, tuples, lists and sets of texts"
@@ -360,7 +336,7 @@ ERRORS = [
     (dict(data="a.json"), "a.json is one JSON document"), (dict(data="bad.jsonl"), "bad.jsonl line 1 is not JSON"),
     (dict(model="124n"), "unknown model '124n'. Did you mean '124m'"),
     (dict(rungs="fastets"), "unknown rung or preset 'fastets'. Did you mean 'fastest'"),
-    (dict(rungs="bf16,lean"), "the rung 'lean' is called 'fp8_activations' now"), (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
+    (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
     (dict(rungs="bf16"), "'bf16' cannot run here: it is an old card"),
     (dict(seq_len=64), "seq_len 64 is longer"), (dict(micro_batch_size=-4), "micro_batch_size must be a whole number from 1"),
     (dict(step_tokens=-1), "step_tokens must be"), (dict(step_tokens=40), "step_tokens 40 are no whole number"),

@@ -12,7 +12,7 @@ from llm_speedrun.rungs.triton import AddRMSNorm
 from llm_speedrun.measure import version_of, warm_up
 from llm_speedrun.roofline import OpCounter, has_fp8
 from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
-from llm_speedrun.runs import (Run, Stepper, baseline, build, count_step, first_fit, micro_batch, peak_gib, reference_errors,
+from llm_speedrun.runs import (Run, Stepper, baseline, build, count_step, first_that_fits, micro_batch, peak_gib, reference_errors,
                                make_step)
 from llm_speedrun.rungs.tf32 import tf32
 from llm_speedrun.train.presets import parse_rungs, presets
@@ -307,4 +307,4 @@ def test_micro_batch():
     c, rungs = workload("124m"), ["tf32", "bf16", "flash"]
     naive, flash = micro_batch(c, rungs[:2], 64), micro_batch(c, rungs, 64)
     assert naive < flash and peak_gib(c, rungs[:2], 64, naive) <= 72
-    assert not first_fit([2*naive], lambda n: peak_gib(c, rungs[:2], 64, n) <= 72)
+    assert not first_that_fits([2*naive], lambda n: peak_gib(c, rungs[:2], 64, n) <= 72)

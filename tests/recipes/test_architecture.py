@@ -1,20 +1,19 @@
 "A head of its own and a normed embedding compute what they say under every rung, and initial weights are as asked."
 import json
 from dataclasses import asdict, replace
-from functools import reduce
 import pytest, torch, torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from llm_speedrun.export import export_folder, from_pretrained, import_folder, read_run, write_folder
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.recipes.architecture import NORM, OUT, folded, heads_of, init, NormedGPT, UntiedGPT
-from llm_speedrun.runs import Run, Stepper, baseline, enter_all, in_order
+from llm_speedrun.runs import Run, Stepper, add_rungs, baseline, enter_all
 from llm_speedrun.checkpoint.load import check_size
 from llm_speedrun.checkpoint.save import Saver
 from helpers.tiny_runs import NANO, fails, nano
 
 def built(model, rungs):
     "A run of a model, with rungs"
-    return reduce(lambda run, r: r[0](run, **r[1]), in_order(rungs), Run(model))
+    return add_rungs(Run(model), rungs)
 
 def tokens(config, batch=4, seed=0):
     "A batch of random tokens"

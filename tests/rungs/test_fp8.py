@@ -719,7 +719,7 @@ def test_no_answer_is_kept_from_a_mode(monkeypatch):
     count_step(NANO, BASE + ["fp8"])
     run = build(NANO, BASE + ["fp8"])
     assert len(asked) == 2 and set(asked) == {(0, False, "default")}
-    assert run.specs()[-1] == "fp8:parts=mlp" and run.why["fp8"] == "measured"
+    assert str(run.specs()[-1]) == "fp8:parts=mlp" and run.why["fp8"] == "measured"
 
 @pytest.mark.parametrize("parts", [[], ["mlp"], ["heads", "head"]], ids=str)
 def test_chosen_parts_are_taken_back(parts):

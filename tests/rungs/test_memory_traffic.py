@@ -199,7 +199,7 @@ def test_rung_composes():
     run = head_groups(base, group=3)
     assert isinstance(run.model.loss, GroupedCE) and run.model.loss.scales is run.model.head_scales
     assert (run.model.loss.group, run.model.loss.budget) == (3*2**20, 640*2**20) and type(base.model.loss) is Fp8CE
-    assert run.specs()[-1] == "head_groups:group=3"
+    assert str(run.specs()[-1]) == "head_groups:group=3"
     with fails(ValueError, "builds on 'chunked_ce'"): build(NANO, ["head_groups"])
     with fails(ValueError, "no size in MiB"): head_groups(base, group=0)
     assert count_step(NANO, FUSED + ["head_groups"], 2)

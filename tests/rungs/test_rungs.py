@@ -1,5 +1,5 @@
 "Rungs compose, refuse what doesn't go together or can't run here, and never touch the run that they are given."
-import importlib, inspect, pkgutil
+import importlib, inspect, pickle, pkgutil
 from dataclasses import replace
 import pytest, torch
 import llm_speedrun.rungs, llm_speedrun.rungs.flash as flash_module
@@ -10,7 +10,7 @@ from llm_speedrun.rungs.amp import bf16, fp16, half_rung
 from llm_speedrun.rungs.flash import BACKENDS, attend_with, flash, sdpa, why_not
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import naive_attention, workload
-from llm_speedrun.runs import RENAMED_RUNGS, RUNGS, baseline, build, check_rung, count_step, find_rung, in_order, reference_errors, Run, rung, Stepper
+from llm_speedrun.runs import RUNGS, baseline, build, check_rung, count_step, find_rung, reference_errors, Run, rung, rung_specs, sort_rungs, Stepper
 
 from llm_speedrun.rungs.tf32 import tf32
 from llm_speedrun.train.presets import parse_rungs, presets
@@ -95,15 +95,6 @@ def test_unknown_rung(name, near):
     for f in (find_rung, lambda n: build(NANO, [n])):
         with fails(ValueError, f"unknown rung '{name}'", f"Did you mean .*'{near}'", "There are: .*tf32"): f(name)
 
-@pytest.mark.parametrize("old, new", RENAMED_RUNGS.items())
-def test_renamed_rung(old, new, monkeypatch):
-    "An old name is refused with the new one, and may be the name of a user's rung"
-    find_rung(new)
-    for f in (find_rung, parse_rungs, lambda n: build(NANO, [n])):
-        with fails(ValueError, f"the rung '{old}' is called '{new}' now"): f(old)
-    monkeypatch.setitem(RUNGS, old, RUNGS["tf32"])
-    assert find_rung(old) is RUNGS["tf32"]
-
 @pytest.mark.parametrize("spec,wrong,near", [
     ("fastst", "fastst", "fastest"),
     ("smalest", "smalest", "smallest"), ("save", "save", "safe"), ("niave", "niave", "naive"), ("tf32,flsh", "flsh", "flash"),
@@ -127,7 +118,7 @@ def test_unknown_stage_and_backend(run):
     "A rung's stage and an attention backend are looked up as kindly"
     with fails(ValueError, "unknown stage 'precison'", "'precision'"): rung("precison")
     with fails(ValueError, "unknown attention backend 'flashy'", "'flash'"): flash(run, backend="flashy")
-    assert parse_rungs(" tf32, flash ,") == ["tf32", "flash"] and parse_rungs("naive") == []
+    assert parse_rungs(" tf32, flash ,") == rung_specs(["tf32", "flash"]) and parse_rungs("naive") == []
 
 # What this machine can't run
 
@@ -145,7 +136,7 @@ def test_presets_run_on_every_card(card):
     for name, *capability in (("H200", 9, 0), ("A100", 8, 0), ("T4", 7, 5), ("V100", 7, 0), ("P100", 6, 0)):
         card(name, *capability)
         for spec in ("fastest", "smallest", "safe", "auto"):
-            rungs = [find_rung(r) for r in parse_rungs(spec)]
+            rungs = [s.rung for s in parse_rungs(spec)]
             for r in rungs: assert not r.needs() and not {o.__name__ for o in rungs} & set(r.excludes), f"{spec} on {name}"
         assert not {"fp8", "compile"} & set(presets()["safe"])
 
@@ -179,9 +170,10 @@ def test_presets_beside_several_processes(card, monkeypatch, beside, gone):
     "What doesn't go with the other drops out, and what is left can be put together"
     card("NVIDIA H200", 9, 0)
     alone, kept = (parse_rungs(s) for s in ("fastest", f"fastest,{beside}"))
-    assert {*alone} - {*kept} == {*gone.split()} & {*alone} and kept[-1] == beside
+    names = {s.name for s in alone}
+    assert names - {s.name for s in kept} == {*gone.split()} & names and str(kept[-1]) == beside
     applied = []
-    for r, _ in in_order(kept): check_rung(r, applied); applied.append(r.__name__)
+    for s in sort_rungs(kept): check_rung(s.rung, applied); applied.append(s.name)
 
 @pytest.mark.parametrize("preset", presets())
 def test_presets_step_here(preset):
@@ -190,7 +182,7 @@ def test_presets_step_here(preset):
     step = Stepper(build(NANO, rungs))
     x = torch.arange(NANO.seq_len, device=step.run.device)[None]
     assert step((x, x)).item() < 20
-    if not torch.cuda.is_available(): assert not {"fp8", "compile"} & set(rungs)
+    if not torch.cuda.is_available(): assert not {"fp8", "compile"} & {s.name for s in rungs}
 
 def test_pascal_refuses_fp16(card):
     "A card without tensor cores refuses float16 too; an Ampere card takes TF32 and bfloat16"
@@ -199,6 +191,19 @@ def test_pascal_refuses_fp16(card):
     card("NVIDIA A100", 8, 0)
     for r in ("tf32", "bf16", "fp16"): check_rung(find_rung(r), ())
     assert half_rung() == "bf16"
+
+# A rung and its options as a value
+
+@pytest.mark.parametrize("text", ["tf32", "flash:backend=cudnn", "fp8:parts=heads+mlp:delayed=no", "tensor_parallel:size=4"])
+def test_a_spec_is_the_text_and_back(text):
+    "It is a value that a set can hold and a process can send, and nothing changes it"
+    spec, = rung_specs([text])
+    assert str(spec) == text and rung_specs([str(spec)]) == [spec] == rung_specs([spec]) and spec.rung is RUNGS[spec.name]
+    assert pickle.loads(pickle.dumps(spec)) == spec and {spec, *rung_specs([text])} == {spec}
+    with pytest.raises(AttributeError): spec.name = "bf16"
+
+def test_a_run_built_from_its_specs_is_the_same(): assert build(NANO, build(NANO, ["flash:backend=flash", "bf16"], "cpu").specs(), "cpu").specs() == \
+    rung_specs(["bf16", "flash:backend=flash"])
 
 # What doesn't go together
 

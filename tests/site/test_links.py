@@ -169,7 +169,7 @@ def test_parameters_of_classes():
     ("36_doctor", "makes a `Trainer`", "makes a [`Trainer`](30_trainer.ipynb#Trainer)"),
     ("30_trainer", "`fit`", "[`fit`](#Trainer.fit)"),
     ("30_trainer", "`Trainer.finish`", "[`Trainer.finish`](#Trainer.finish)"),
-    ("38_prepare_data", "`in_order`", "[`in_order`](37_encoder_pool.ipynb#in_order)"),    # runs has another one
+    ("38_prepare_data", "`in_order`", "[`in_order`](37_encoder_pool.ipynb#in_order)"),
     ("14_fused_ops", "`swiglu`", "[`swiglu`](#def-swiglu)"),    # a heading has its name
     ("10_tf32", "reached in notebook 02, not in 99", "reached in [notebook 02](02_roofline.ipynb), not in 99")])
 def test_a_name_is_linked(pages, stem, said, linked):

@@ -85,7 +85,7 @@ def test_every_rung_is_there(made):
     for name, r in rungs.items():
         about = part(text, name)
         assert f"Stage: {r.stage}. Replaces" in about and f"[{reference.notebook_of(r.__module__)}]" in about
-        for other in (*r.requires, *r.follows, *r.excludes): assert f"(#{other})" in about
+        for other in (*r.requires, *r.after, *r.excludes): assert f"(#{other})" in about
         for option in reference.rung_options(r): assert f"| `{option}` |" in about
     assert "the optimizer" in part(text, "fused_adamw") and "the MLP (`feed`)" in part(text, "fused_ops")
     assert "attention (`attend`)" in part(text, "flash") and "`feed`" not in part(text, "flash")

@@ -143,7 +143,7 @@ def test_what_comes_once_is_counted_once(tmp_path, clock, monkeypatch):
 @pytest.mark.parametrize("done, evals", [(0, 10), (30, 9), (250, 2), (290, 1)])
 def test_what_is_left_of_a_resumed_run(monkeypatch, done, evals):
     "It evaluates at the steps at which it would have, so as many are left as come after `done`, at the distance that they always have"
-    plan = TrainPlan(options=SimpleNamespace(steps=300, num_evals=10, save_minutes=0), **dict.fromkeys("model recipe sequences rows_here warmup requested_rungs why".split()))
+    plan = TrainPlan(options=SimpleNamespace(steps=300, num_evals=10, save_minutes=0), **dict.fromkeys("model recipe sequences rows_here warmup preset why".split()))
     trainer = SimpleNamespace(cfg=plan.options, plan=plan, done=done)
     monkeypatch.setattr(doctor, "checkpoint_bytes", lambda trainer: (10, 40))
     p = doctor.pace(trainer, t := SimpleNamespace(ms=100., loader_ms=0., eval_s=(1., 0.), bytes_s=4.))

@@ -12,10 +12,10 @@ from llm_speedrun.train.config import LadderOptions
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import Timings, process_start
 from llm_speedrun.model import workload
-from llm_speedrun.runs import find_rung, rung_name
-from llm_speedrun.train import autotune, resolve, trainer as trainer_module
+from llm_speedrun.runs import find_rung, rung_name, rung_specs
+from llm_speedrun.train import autotune, presets as presets_module, resolve, trainer as trainer_module
 from llm_speedrun.train.autotune import divisors, find_micro_batch
-from llm_speedrun.train.presets import PRESETS, parse_rungs, preset, presets
+from llm_speedrun.train.presets import PRESETS, parse_rungs, preset, preset_of, presets
 from llm_speedrun.train.trainer import Trainer, train
 from helpers.tiny_runs import NANO, fails, nano, options, words
 
@@ -71,8 +71,8 @@ def test_nothing_fits(gpu):
 
 def test_cards_without_a_recording(gpu, monkeypatch):
     "Where nothing fits beside it, all sizes are tried without; smaller cards go on from there"
-    monkeypatch.setattr(autotune, "fitting", list) # here, too, where there is no GPU
-    def build(config, rungs, **kw): return SimpleNamespace(rungs=tuple(rungs))
+    monkeypatch.setattr(presets_module, "runnable", list) # here, too, where there is no GPU
+    def build(config, rungs, **kw): return SimpleNamespace(rungs=[s.name for s in rungs])
     def TrainStep(run, batch, lr): return batch/2 + 4.5*("cuda_graphs" in run.rungs) # GiB
     def mean_step_ms(needs, *args): return 7. if needs <= gpu.limits[-1]/autotune.ROOM else out_of_memory()
     for f in (build, TrainStep, mean_step_ms): monkeypatch.setattr(autotune, f.__name__, f)
@@ -88,7 +88,7 @@ def test_other_errors_are_errors(gpu, monkeypatch):
     assert len(gpu.built) == 1
 
 def test_micro_batch(monkeypatch):
-    "Each half of the step's sequences is tried until one fits, and an odd number is not halved"
+    "Each half of the step's sequences is tried until one fits; of an odd number the next divisor"
     tried = []
     def peak(config, rungs, batch, micro): tried.append(micro); return 2.*micro
     monkeypatch.setattr(runs, "peak_gib", peak)
@@ -96,13 +96,14 @@ def test_micro_batch(monkeypatch):
     monkeypatch.setattr(runs, "default_device", lambda: torch.device("cuda"))
     assert runs.micro_batch(NANO, [], 64) == 32 and tried == [64, 32]
     assert runs.micro_batch(NANO, [], 48, room=30) == 12
-    with fails(RuntimeError, "3 × 32 tokens need over 5 GiB"): runs.micro_batch(NANO, [], 12, room=5)
+    assert runs.micro_batch(NANO, [], 12, room=5) == 1 and tried[-4:] == [12, 6, 3, 1]
+    with fails(RuntimeError, "1 × 32 tokens need over 1 GiB"): runs.micro_batch(NANO, [], 12, room=1)
 
 @pytest.mark.cuda
 def test_start_of_fastest(monkeypatch):
     "On a GPU the wanted batch of a small model fits at the first attempt"
-    attempt, tried = autotune.attempt, []
-    monkeypatch.setattr(autotune, "attempt", lambda *args, **kw: (tried.append(args), attempt(*args, **kw))[1])
+    attempt, tried = autotune.try_micro_batch, []
+    monkeypatch.setattr(autotune, "try_micro_batch", lambda *args, **kw: (tried.append(args), attempt(*args, **kw))[1])
     t = find_micro_batch(NANO, presets()["fastest16"], 32)
     assert t.batch == 32 and 0 < t.peak_gib < 8 and len(tried) == 1
 
@@ -149,7 +150,7 @@ def test_a_recorded_preset_is_not_measured(tmp_path, monkeypatch):
     for name in ("cpu", "safe"):
         monkeypatch.setattr(resolve, "recorded_preset", lambda config: name)
         trainer = Trainer(options(tmp_path, rungs="auto", recipe="adamw", name=name), progress=False)
-        assert [*map(rung_name, trainer.cfg.rungs.split(","))] == [*trainer.run.rungs] and trainer.plan.requested_rungs == name
+        assert [*map(rung_name, trainer.cfg.rungs.split(","))] == [*trainer.run.rungs] and trainer.plan.preset == name
         assert {rung_name(r) for r in trainer.cfg.rungs.split(",")} == {rung_name(r) for r in preset(name)}
 
 def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
@@ -159,7 +160,7 @@ def test_the_fastest_list_is_chosen(tmp_path, unknown, monkeypatch, capsys):
     monkeypatch.setattr(autotune, "list_speed", list_speed)
     trainer = Trainer(options(tmp_path, rungs="auto", recipe="adamw", name="a"))
     said = capsys.readouterr().out
-    assert trainer.run.rungs == ("flash",) and trainer.plan.requested_rungs == "fastest"
+    assert trainer.run.rungs == ("flash",) and trainer.plan.preset == "fastest"
     assert "fastest: 1,000 tokens/s" in said and "fastest without fused_adamw: 2,000 tokens/s" in said
     assert "not fused_adamw: the list is faster without it here" in " ".join(said.split())
     speed[2] = 3.
@@ -368,10 +369,10 @@ def test_tensor_parallel_shares_the_weights():
 
 def test_presets_give_way_and_names_do_not():
     "What doesn't go with fsdp leaves a preset, with the reason; rungs that were named are for `build` to refuse"
-    found = lambda spec: autotune.parallel_rungs(NANO, ["flash", "cuda_graphs"], world_of(2), 1e-9, spec).rungs
+    found = lambda spec: autotune.parallel_rungs(NANO, ["flash", "cuda_graphs"], world_of(2), 1e-9, preset_of(spec)).rungs
     assert "cuda_graphs" not in found("fastest") and "cuda_graphs" not in found("auto")
     assert found("flash,cuda_graphs") == ["flash", "cuda_graphs", "fsdp"]
-    with fails(ValueError, "exclude each other"): ladder.check_parallel(["checkpoint", "selective_checkpoint"], ["ddp"])
+    with fails(ValueError, "exclude each other"): ladder.check_parallel(*map(rung_specs, (["checkpoint", "selective_checkpoint"], ["ddp"])))
 
 @pytest.mark.parametrize("spec", ["fastest,flash", "ddp,fastest", "safe,fastest", "fastest,ddp,flash"])
 def test_what_stands_beside_a_preset(spec):

@@ -509,12 +509,6 @@ def test_bad_option(stopped, option, kind, message):
 def test_resuming_no_run(tmp_path):
     with fails(FileNotFoundError, "is not the folder of a run: it has no config.json"): resume(tmp_path)
 
-def test_a_run_of_an_older_version_is_refused(tmp_path):
-    "Its options have other names, and would be taken for unset ones"
-    (tmp_path/"runs/run").mkdir(parents=True)
-    (tmp_path/"runs/run/config.json").write_text(json.dumps(dict(seq_len=16, step_tokens=64, micro_batch_size=4, steps=3, lr=.1, target=2., track="")))
-    with fails(InputError, "config.json is of an older version, which called target_loss target", "--init"): read_options(tmp_path/"runs/run")
-
 def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (

@@ -6,9 +6,9 @@ from safetensors.torch import load_file
 from llm_speedrun import corpus, ladder
 from llm_speedrun.data import bigram_loss
 from llm_speedrun.train import autotune, resolve, trainer as module
-from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, has_auto_options
+from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, rung_specs, has_auto_options
 from llm_speedrun.train.autotune import drop_failed_rung, NoRoom
-from llm_speedrun.train.presets import PRESETS, without
+from llm_speedrun.train.presets import PRESETS, without_rung
 from llm_speedrun.corpus import train_tokenizer, write_shards
 from llm_speedrun.io_utils import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
@@ -271,7 +271,7 @@ def test_a_preset_goes_on_without_a_recording_that_has_no_room(tmp_path, monkeyp
         return trial(config, rungs, *args)
     monkeypatch.setattr(resolve, "remembered_trial", noted)
     monkeypatch.setattr(autotune, "find_micro_batch", tight)
-    monkeypatch.setattr(autotune, "fallback_rungs", lambda rungs: [rungs, without(rungs, gone)])
+    monkeypatch.setattr(autotune, "fallback_rungs", lambda rungs: [rungs, without_rung(rungs, gone)])
     monkeypatch.setattr(RUNGS["cuda_graphs"], "needs", lambda: "")
     trainer, _ = train(options(tmp_path, rungs="fastest16", steps=2))
     said = "not cuda_graphs: not even one sequence fits beside a recording"
@@ -288,9 +288,9 @@ def test_a_refusal_keeps_its_rung_between_processes(refusing):
     "What the first process raises is sent to the others"
     with pytest.raises(RunError) as e: build(NANO, ["stubborn"], "cpu")
     error = pickle.loads(pickle.dumps(e.value))
-    assert error.rung == "stubborn" and drop_failed_rung(["flash", "stubborn", "needy"], error) == ["flash"]
+    assert error.rung == "stubborn" and drop_failed_rung(rung_specs(["flash", "stubborn", "needy"]), error) == rung_specs(["flash"])
     error.rung = "ddp" # without it the processes would train apart
-    with fails(RunError, "its kernels can't run here"): drop_failed_rung(["flash", "ddp"], error)
+    with fails(RunError, "its kernels can't run here"): drop_failed_rung(rung_specs(["flash", "ddp"]), error)
 
 def test_a_ladder_goes_without_a_rung_that_refuses(refusing, capsys):
     "Before anything is measured"
@@ -484,7 +484,7 @@ def test_a_rate_that_stays():
     said = []
     for steps in (5001, 9):
         cfg = TrainConfig(steps=steps, lr=1e-3, schedule="cosine", final_lr=0.)
-        plan = resolve.TrainPlan(cfg, *[None]*4, warmup=1, requested_rungs="", why={})
+        plan = resolve.TrainPlan(cfg, *[None]*4, warmup=1, preset="", why={})
         said.append(plan.length_change(was=5000 if steps == 5001 else 6, done=3))
     assert "next step stays 1.00e-03." in said[0] and "next step is 8.12e-04 instead of 5.00e-04." in said[1]
 
