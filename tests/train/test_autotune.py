@@ -13,7 +13,7 @@ from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import Timings, process_start
 from llm_speedrun.model import workload
 from llm_speedrun.runs import find_rung, rung_name
-from llm_speedrun.train import autotune, resolve, trainer as trainer_module
+from llm_speedrun.train import autotune, callbacks, resolve
 from llm_speedrun.train.autotune import divisors, find_micro_batch
 from llm_speedrun.train.presets import PRESETS, parse_rungs, preset, presets
 from llm_speedrun.train.trainer import Trainer, train
@@ -212,7 +212,7 @@ def test_a_cpu_is_timed_each_time(tmp_path, builds):
 
 def test_the_ladder_is_measured_when_asked_for(tmp_path, monkeypatch, capsys):
     "And decides nothing: the list is the same, whatever the rungs gain"
-    monkeypatch.setattr(trainer_module, "climb", lambda config, rows, rungs: [dict(rungs=list(rungs), rows=rows)])
+    monkeypatch.setattr(callbacks, "climb", lambda config, rows, rungs: [dict(rungs=list(rungs), rows=rows)])
     plain, asked = (Trainer(options(tmp_path, rungs="safe", name=str(on), ladder=on), progress=False) for on in (False, True))
     assert plain.ladder == [] and plain.cfg.rungs == asked.cfg.rungs
     assert asked.ladder == [dict(rungs=asked.cfg.rungs.split(","), rows=asked.plan.rows_here)]

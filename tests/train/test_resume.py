@@ -7,7 +7,7 @@ import numpy as np, pytest, torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from llm_speedrun.checkpoint import format, save
-from llm_speedrun.train import trainer as module
+from llm_speedrun.train import trainer as module, validator
 from llm_speedrun.data import Batches
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
@@ -886,7 +886,7 @@ def test_sigterm_at_the_end(tmp_path, monkeypatch, where):
     def stopped(*args, **kw): signal.raise_signal(signal.SIGTERM); went_on.append(where)
     with monkeypatch.context() as m:
         if where == "evaluate": m.setattr(Stepper, "evaluate", stopped)
-        else: m.setattr(module, "generate", stopped)
+        else: m.setattr(validator, "generate", stopped)
         trainer = Trainer(options(tmp_path, num_evals=1), progress=False)
         res = trainer.fit()
     assert not went_on and res["interrupted"] and "val_loss" not in res and trainer.signal == signal.SIGTERM

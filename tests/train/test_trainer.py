@@ -5,7 +5,7 @@ import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun import corpus, ladder
 from llm_speedrun.data import bigram_loss
-from llm_speedrun.train import autotune, resolve, trainer as module
+from llm_speedrun.train import autotune, checkpointer, resolve
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, has_auto_options
 from llm_speedrun.train.autotune import drop_failed_rung, NoRoom
 from llm_speedrun.train.presets import PRESETS, without
@@ -16,7 +16,9 @@ from llm_speedrun.train.run_charts import loss_chart
 from llm_speedrun.train.config import LadderOptions, TrainConfig
 from llm_speedrun.train.console import Progress
 from llm_speedrun.train.metrics import read_rows
-from llm_speedrun.train.trainer import report, train, Trainer
+from llm_speedrun.train.launch import report
+from llm_speedrun.train.trainer import train, Trainer
+from llm_speedrun.train.validator import TextSampler
 from llm_speedrun.checkpoint.format import newest
 from helpers import quick_programs
 from helpers.tiny_runs import NANO, VOCAB, fails, nano, options, texts, write_bins
@@ -370,7 +372,7 @@ def test_second_ctrl_c_does_not_lie(tmp_path, monkeypatch, capsys):
     "Ctrl-C again while the results are saved: the weights are there, so nobody says that nothing was written"
     interrupted(monkeypatch, 3)
     def press(self): raise KeyboardInterrupt
-    monkeypatch.setattr(Trainer, "sample", press)
+    monkeypatch.setattr(TextSampler, "__call__", press)
     with pytest.raises(SystemExit): clean_errors(lambda: train(options(tmp_path), progress=False))
     assert (tmp_path/"runs/run/model.safetensors").exists()
     said = capsys.readouterr().err
@@ -656,7 +658,7 @@ def test_out_of_memory_for_an_average(tmp_path, monkeypatch):
     monkeypatch.setattr(schedules, "copies", lambda params: [p.detach().to("cpu", copy=True) for p in params])
     assert train(options(tmp_path, ema_decay=.9), progress=False)[1]["val_loss"] == res["val_loss"]
     def full(*args): raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(module, "Average", full)
+    monkeypatch.setattr(checkpointer, "Average", full)
     with fails(RunError, "no GPU memory for an average", "--ema_decay"): Trainer(options(tmp_path, ema_decay=.9, name="b"), progress=False)
 
 # Nobody looks on
