@@ -74,13 +74,9 @@ def configure_torchrun():
 # %% ../../nbs/33b_launch.ipynb #5p1tlauu
 RETRY = 75 # exit code of a process that ends because of another one: EX_TEMPFAIL of sysexits.h
 
-def why_file():
-    "Return the path of what the processes of this start say of its end; None outside of a group"
-    return group_file(f"why-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
-
 def leave_reason(text): # why this process ends, although another start may succeed
     "Leave the reason for the launcher. Returns whether there is one, which will print it"
-    if path := why_file():
+    if path := group_file(f"why-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"):
         part = path.with_name(f"part-{os.getpid()}") # torchrun may end this process while it writes
         part.write_text(text.partition(" Go on from")[0].rstrip("."), encoding="utf-8")
         part.replace(path)

@@ -26,7 +26,7 @@ from ..checkpoint.format import checkpoints, step_of_name
 from .train_step import TrainStep
 from .presets import device_limits
 from .config import branch_point, validate
-from .metrics import STOPPED, MetricsLogger, open_trackers
+from .metrics import MetricsLogger, open_trackers
 from .run_dir import RunDir, fixed_options, goes_on, read_record
 from .console import TERMINATION_SIGNALS, Signals, console_print
 from .validator import TextSampler, Validator
@@ -264,9 +264,10 @@ class Trainer:
         losses = self.checkpointer.saver.losses
         if new := self.done not in losses:
             self.coordinator.set_status(f"the evaluation after step {self.done}")
-            with self.timings.part("evaluations"): row = dict(step=self.done, val_loss=self.evaluate())
-            only_stopped = self.interrupted and not self.plan.eval_due(self.done)
-            self.logger.write(row | ({STOPPED: True} if only_stopped else {})) # a resumed run removes the row
+            only_stopped = self.interrupted and not self.plan.eval_due(self.done) # a resumed run removes it
+            with self.timings.part("evaluations"):
+                row = dict(step=self.done, val_loss=self.evaluate(), stopped=only_stopped)
+            self.logger.write({k: v for k, v in row.items() if v is not False})
             losses[self.done] = row["val_loss"]
             self.notify("after_eval", row["val_loss"])
         loss, best = losses[self.done], min(filter(math.isfinite, losses.values()), default=-math.inf)

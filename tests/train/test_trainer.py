@@ -22,6 +22,7 @@ from llm_speedrun.train.validator import TextSampler
 from llm_speedrun.checkpoint.format import newest
 from helpers import quick_programs
 from helpers.tiny_runs import NANO, VOCAB, fails, nano, options, texts, write_bins
+from make_readme import ROOT
 from helpers.timeouts import TIMEOUT, wait_until
 
 FILES = {"checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png", "report.html"}
@@ -762,3 +763,21 @@ def test_a_vocabulary_that_is_not_used_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(resolve, "TrainData", lambda *args: smaller)
     Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="c")).run_dir.release()
     assert "the vocabulary has 290 tokens, and 300 were asked for" in capsys.readouterr().out
+
+# Editors
+
+SEEN = { # a call in the trainer's module -> what an editor must open there
+    "self.train_iteration(batches)": "train.trainer.Trainer.train_iteration", "self.checkpointer.save(": "train.checkpointer.Checkpointer.save",
+    "self.coordinator.exchange_flags(": "train.coordinator.Coordinator.exchange_flags", "self.signals.during(": "train.console.Signals.during",
+    "self.validator.evaluate(": "train.validator.Validator.evaluate", "self.run_dir.write_result(": "train.run_dir.RunDir.write_result"}
+
+@pytest.mark.parametrize("call, name", SEEN.items())
+def test_editors_find_methods(call, name):
+    "By the library that Jupyter and editors use: parts are set in the constructor, and their classes stand in one piece"
+    jedi = pytest.importorskip("jedi")
+    path = ROOT/"llm_speedrun/train/trainer.py"
+    text = path.read_text(encoding="utf-8")
+    line = text[:text.index(call)].count("\n")
+    at = text.splitlines()[line].index(call) + call.index("(") - 1
+    found = jedi.Script(text, path=path, project=jedi.Project(ROOT)).goto(line + 1, at, follow_imports=True)
+    assert [o.full_name for o in found] == [f"llm_speedrun.{name}"]
