@@ -92,6 +92,6 @@ class TextSampler:
         except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"
         if self.tokenizer: return self.tokenizer.decode(out)
         first = f"{' '.join(map(str, out[:20]))}{' ...'*(len(out) > 20)}"
-        return (f"no tokenizer came with the data. The first of {len(out)} tokens: {first}\nFor text, put the "
-                "tokenizer.json of these tokens next to the data, or into the run's folder for "
+        return (f"no tokenizer came with the data. The first of {len(out)} tokens: {first}\nFor text, put "
+                "the tokenizer.json of these tokens next to the data, or into the run's folder for "
                 "speedrun_sample")

@@ -775,9 +775,10 @@ SEEN = { # a call in the trainer's module -> what an editor must open there
 def test_editors_find_methods(call, name):
     "By the library that Jupyter and editors use: parts are set in the constructor, and their classes stand in one piece"
     jedi = pytest.importorskip("jedi")
+    from jedi.api.environment import InterpreterEnvironment # in this process
     path = ROOT/"llm_speedrun/train/trainer.py"
     text = path.read_text(encoding="utf-8")
     line = text[:text.index(call)].count("\n")
     at = text.splitlines()[line].index(call) + call.index("(") - 1
-    found = jedi.Script(text, path=path, project=jedi.Project(ROOT)).goto(line + 1, at, follow_imports=True)
+    found = jedi.Script(text, path=path, project=jedi.Project(ROOT), environment=InterpreterEnvironment()).goto(line + 1, at, follow_imports=True)
     assert [o.full_name for o in found] == [f"llm_speedrun.{name}"]
