@@ -26,8 +26,7 @@ from .model import GPT, GPTConfig
 from .architectures import MODELS, model_class
 from .plugins import TOLERANCE, check_function, function_rungs, import_plugins, tables
 from .recipes.model_registry import HEAD, model_of, shapes
-from .recipes.architecture import UntiedGPT, folded
-from .recipes.modded_architecture import check_qwen3
+from .recipes.architecture import NormedGPT, UntiedGPT, folded
 from .runs import Run, enter_all, in_order, rung_name
 from .checkpoint.format import checkpoints, validation_error, write_tensors
 from .train.run_dir import check_registered, read_record, read_result
@@ -161,10 +160,10 @@ def run_of(folder): # of a run, of a checkpoint in it, or of a model
 
 def checkpoint_weights(config, folder): # a `GPTConfig`, a checkpoint's folder
     "Return a checkpoint's weights under Qwen3's names. Raises `InputError` for damaged or other weights"
-    from llm_speedrun.checkpoint.load import check_size, open_checkpoint # here, since it takes a second
+    from llm_speedrun.checkpoint.load import check_size, OpenCheckpoint # here, since it takes a second
     if why := validation_error(folder): raise InputError(f"{folder} can't be used: {why}")
     check_size(config, folder)
-    read = open_checkpoint(folder)
+    read = OpenCheckpoint(folder)
     return {n: read[n].whole() for n in read.index.tensors if n.startswith("model.")}
 
 # %% ../nbs/62_export.ipynb #2bbdd95e
@@ -286,9 +285,11 @@ def write_folder(out, # the folder to write, which must not exist
                  state, # of a model, name -> tensor
                  tokenizer=None, # path of a `tokenizer.json`
                  dtype="fp32"): # of the weights, a key of `EXPORT_DTYPES`
-    """Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files`, `qwen3_config` and
-    `check_qwen3` do"""
-    check_qwen3(state, out)
+    """Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files` and `qwen3_config`
+    do, and `InputError` for weights that no Qwen3 has"""
+    if more := sorted(state.keys() - shapes(config, NormedGPT).keys()): raise InputError(
+        f"{out} can't be written: no Qwen3 has {', '.join(more[:3])}. speedrun_sample and from_pretrained "
+        "open a model that has")
     files, ends = tokenizer_files(tokenizer, config) if tokenizer else ({}, {})
     state = folded(state, config.eps)
     files["config.json"] = json_bytes(qwen3_config(config, dtype, ends.get("eos_token"), HEAD not in state))
@@ -336,7 +337,6 @@ def export_folder(run_folder, # of a finished run
     check_no_plugin(run)
     config, state = read_run(run_folder)
     check_exported(run_folder, config, state)
-    check_qwen3(state, run_folder)
     write_folder(out, config, state, tokenizer=tok if tok.exists() else None, dtype=dtype)
     return out
 

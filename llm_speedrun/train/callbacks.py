@@ -8,7 +8,7 @@ __all__ = ['Callback', 'ProgressBar', 'LossCurve', 'Samples', 'Report', 'default
 # %% ../../nbs/30h_callbacks.ipynb #30cal004
 import json
 from ..io_utils import replace_file
-from ..ladder import climb
+from ..ladder import measure_ladder
 from ..measure import mfu
 from ..model import train_flops
 from ..runs import rung_name
@@ -117,7 +117,7 @@ class LadderRecords(Callback):
         alone = [name for name in c.rungs.split(",") if name and rung_name(name) not in PARALLEL]
         with trainer.timings("measure the ladder"):
             of = plan.model, plan.rows_here, alone
-            trainer.ladder = trainer.coordinator.run_on_rank_zero(lambda: climb(*of))
+            trainer.ladder = trainer.coordinator.run_on_rank_zero(lambda: measure_ladder(*of))
 
     def before_fit(self, trainer):
         if trainer.ladder and trainer.world.first:

@@ -297,10 +297,10 @@ def test_a_refusal_keeps_its_rung_between_processes(refusing):
 
 def test_a_ladder_goes_without_a_rung_that_refuses(refusing, capsys):
     "Before anything is measured"
-    c = ladder.buildable(LadderOptions(rungs="safe", model="nano"))
+    c = ladder.drop_unbuildable(LadderOptions(rungs="safe", model="nano"))
     rungs = c.rungs.split(",") # with their options, so that the ladder needn't measure them again
     assert [*map(rung_name, rungs)] == ["flash", "fused_adamw"] and not has_auto_options(rungs) and "not stubborn: its kernels can't run here: a TypeError" in capsys.readouterr().out
-    for c in (LadderOptions(rungs="flash,stubborn"), LadderOptions(rungs="auto")): assert ladder.buildable(c) is c
+    for c in (LadderOptions(rungs="flash,stubborn"), LadderOptions(rungs="auto")): assert ladder.drop_unbuildable(c) is c
 
 # Stopped
 
@@ -659,7 +659,7 @@ def test_out_of_memory_for_an_average(tmp_path, monkeypatch):
     monkeypatch.setattr(schedules, "copies", lambda params: [p.detach().to("cpu", copy=True) for p in params])
     assert train(options(tmp_path, ema_decay=.9), progress=False)[1]["val_loss"] == res["val_loss"]
     def full(*args): raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(checkpointer, "Average", full)
+    monkeypatch.setattr(checkpointer, "WeightEMA", full)
     with fails(RunError, "no GPU memory for an average", "--ema_decay"): Trainer(options(tmp_path, ema_decay=.9, name="b"), progress=False)
 
 # Nobody looks on
