@@ -15,7 +15,7 @@ from .train.config import (CompareOptions, DataOptions, EvalOptions, ExportOptio
                                        LrOptions, RaceOptions, ReportOptions, SampleOptions, TrainConfig,
                                        make_parser, parse_args, resolve_options, to_toml)
 from .plugins import import_plugins, plugin_errors
-from .train.launch import group_exit_code, group_file, num_processes, start_group
+from .train.launch import group_exit_code, group_file, num_processes, run_train, start_group
 
 # %% ../nbs/33c_cli.ipynb #544d9c54
 def command(config, # the class of its `Options`
@@ -56,7 +56,6 @@ def speedrun_train(c, given):
     "Train a GPT and leave config, metrics, loss curve, sample and weights in runs/<name>/"
     if group_exit_code() is not None: return # the group was started once more, and needn't have been
     if (n := num_processes(c, given)) > 1: return start_group(n, c, given, _TRAIN)
-    from llm_speedrun.train.trainer import run_train
     run_train(c, given)
 
 @command(TrainConfig)

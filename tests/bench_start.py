@@ -35,13 +35,14 @@ def train(path, *words):
     "Train as `speedrun_train` does, and write into `path` the seconds of the run's parts and of what training waits for"
     from llm_speedrun.checkpoint.save import Saver
     from llm_speedrun.cli import speedrun_train
-    from llm_speedrun.train import trainer as module
+    from llm_speedrun.train import launch
     from llm_speedrun.train.checkpointer import Checkpointer
+    from llm_speedrun.train.trainer import Trainer
     spent, parts, sys.argv = {}, {}, ["speedrun_train", *words]
-    for owner, name in ((module.Trainer, "evaluate"), (Saver, "save"), (Saver, "wait"), (Checkpointer, "save_weights")): timed(owner, name, spent)
-    report = module.report
+    for owner, name in ((Trainer, "evaluate"), (Saver, "save"), (Saver, "wait"), (Checkpointer, "save_weights")): timed(owner, name, spent)
+    report = launch.report
     def reported(trainer, res): report(trainer, res); parts.update(trainer.timings.parts())
-    module.report = reported
+    launch.report = reported
     speedrun_train()
     if not parts: sys.exit("training ran in other processes, where nothing is timed: take one GPU")
     Path(path).write_text(json.dumps(dict(spent=spent, parts=parts)))

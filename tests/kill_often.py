@@ -3,10 +3,10 @@ never stopped. A run is a fork of this process, which has imported PyTorch. For 
 import argparse, json, os, random, signal, sys, tempfile, time
 from pathlib import Path
 from safetensors.torch import load_file
-import llm_speedrun.train.trainer as module
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import newest
+from llm_speedrun.train.run_dir import Finished
 from llm_speedrun.train.trainer import train
 from helpers.tiny_runs import NANO, options
 from helpers.timeouts import until_some_moment
@@ -32,7 +32,7 @@ def child(folder, kind, log, **more):
         there = newest(run/"checkpoints", log_info=lambda *args: None)
         train(TrainConfig(resume=str(run)) if there else how(folder, kind, **more), progress=False)
         os._exit(0)
-    except module.Finished: os._exit(0)
+    except Finished: os._exit(0)
     except KeyboardInterrupt: os._exit(130)
     except BaseException as e: print("FAILED", type(e).__name__, e, flush=True); os._exit(1)
 

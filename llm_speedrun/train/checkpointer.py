@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 import msgspec, torch
-from fastcore.basics import patch
-from ..io_utils import InputError
+from ..io_utils import InputError, RunError
 from ..sharding import local
+from ..recipes.schedules import WeightEMA
 from .metrics import read_rows
+from .run_dir import check_fixed, check_unfinished, fixed_options
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp004b
 from ..checkpoint.format import checkpoints, convert_to, load_named_state, newest, step_of_name
@@ -66,19 +67,98 @@ class Checkpointer:
     @property
     def stepper(self): return self.train_step.stepper
 
-# %% ../../nbs/30f_checkpointer.ipynb #30ckp008
-@patch
-def step_state(self:Checkpointer):
-    "Return what the next step depends on, besides weights and data"
-    s, rng = self.stepper, rng_states(self.world.size == 1)
-    return dict(optimizer=optimizer_to_save(self.run, s), scaler=s.scaler.state_dict(),
-                rng=per_rank(self.world, rng), rungs={k: o.state_dict() for k, o in self.run.stateful},
-                average=self.average and average_to_save(self.run, self.average))
+    def step_state(self):
+        "Return what the next step depends on, besides weights and data"
+        s, rng = self.stepper, rng_states(self.world.size == 1)
+        return dict(optimizer=optimizer_to_save(self.run, s), scaler=s.scaler.state_dict(),
+                    rng=per_rank(self.world, rng), rungs={k: o.state_dict() for k, o in self.run.stateful},
+                    average=self.average and average_to_save(self.run, self.average))
 
-@patch
-def state(self:Checkpointer, done): # steps so far
-    "Return `step_state` and the position in the data: a tree for `Saver.save`"
-    return self.step_state() | dict(stream=self.data.state(done))
+    def state(self, done): # steps so far
+        "Return `step_state` and the position in the data: a tree for `Saver.save`"
+        return self.step_state() | dict(stream=self.data.state(done))
+
+    def load_optimizer(self, state): # from `named_state`
+        "Restore the optimizer's moments; an optimizer of another kind starts from zero"
+        kind, now = state.get("kind"), type(self.stepper.opt).__name__
+        if kind == now: load_named_state(self.run.model, self.stepper.opt, state)
+        else: self.log_info(f"the optimizer is {now}, and was {kind}: its moments begin anew")
+
+    def load_rungs(self, states): # rung -> its state
+        "Restore the rungs' states. Those of rungs that are off now are dropped, and new rungs start afresh"
+        now = dict(self.run.stateful)
+        for k in states.keys() - now.keys(): self.log_info(f"without the rung {k!r} its state is dropped")
+        for k, o in now.items():
+            if k in states: o.load_state_dict(states[k])
+            else: self.log_info(f"the rung {k!r} has no state in this checkpoint and begins anew")
+
+    def restore_shards(self, read): # an `OpenCheckpoint`
+        "Restore this process's shards of weights, moments and average"
+        load_weights(self.run, read)
+        kind, now = load_moments(self.run, self.stepper, read), type(self.stepper.opt).__name__
+        if kind != now: self.log_info(f"the optimizer is {now}, and was {kind}: its moments begin anew")
+        if self.average: load_average(self.run, self.average, read)
+
+    def restore(self, found): # a `FoundCheckpoint`
+        "Restore the run from a checkpoint. Raises `InputError` if it doesn't fit"
+        state, step = found.state, found.about.step
+        with fitting_state(found.folder):
+            if self.world.size > 1: self.restore_shards(found.weights)
+            else:
+                self.run.model.load_state_dict(found.weights)
+                self.load_optimizer(state.optimizer)
+                if self.average: self.average.load_state_dict(state.average)
+            scaler = self.stepper.scaler
+            if state.scaler and scaler.is_enabled(): scaler.load_state_dict(state.scaler)
+            self.load_rungs(state.rungs)
+            self.data.seek(state.stream, step)
+            set_rng_states(state.rng, self.world.size == 1)
+
+    def open(self, folder, # of the run
+             run_id, keep_last, # of the run; newest checkpoints to keep
+             done, # steps so far; more than 0 in a resumed run
+             is_kept=lambda step: False): # whether the checkpoint of a step is never pruned
+        "Start the thread that writes, and reserve memory for its copies"
+        self.saver = make_saver(self.world, folder/"checkpoints", keep_last, run_id)
+        loss_of = lambda r: math.nan if r["val_loss"] is None else r["val_loss"] # null if it wasn't finite
+        logged = read_rows(folder/"metrics.jsonl")
+        self.saver.losses = {r["step"]: loss_of(r) for r in logged if "val_loss" in r}
+        self.saver.kept = {s for c in checkpoints(self.saver.folder) if is_kept(s := step_of_name(c))}
+        if done: self.saver.go_on(done)
+        parts = self.stepper.params if self.world.size == 1 else [p for _, p in trained_pieces(self.run)]
+        self.saver.reserve(parts*3) # the weights and about as much twice for the moments
+        self.saved, self.saved_at = done, time.perf_counter()
+
+    def save(self, done, # steps so far
+             **facts): # what else a resumed run must know
+        "Save the state in the background. Print an error if the previous save failed"
+        try: self.saver.wait()
+        except OSError as e: self.log_info(f"the checkpoint before step {done} could not be written: {e}")
+        if facts.get("kept"): self.saver.kept.add(done)
+        self.saver.save(done, weights_to_save(self.run), self.state(done), **facts)
+        self.saved, self.saved_at = done, time.perf_counter()
+
+    def due(self, minutes): # between checkpoints; 0 saves after every step
+        "Return whether it is time for a checkpoint and the previous one is written"
+        late = time.perf_counter() - self.saved_at >= 60*minutes
+        return late and not (minutes and self.saver.busy())
+
+    def best_due(self, minutes): # between checkpoints, as for `due`
+        "Return whether to save a new best: the last checkpoint is old enough, by the first process's clock"
+        late = time.perf_counter() - self.saved_at >= min(BEST_SECONDS, 60*minutes)
+        return self.world.broadcast_object(late)
+
+    def save_weights(self, path): # of a `.safetensors`
+        "Copy the weights, or their average, and write them in the background, under Qwen3's names"
+        with self.average.used() if self.average else nullcontext(): weights = full_state_dict(self.run)
+        if self.world.first: self.saver.save_file(path, {f"model.{k}": v for k, v in weights.items()})
+
+    def log_broken_off(self, step): # number of the step
+        "Print how to go on with a run whose step was broken off: its half-updated weights are not saved"
+        self.saver.wait_until_idle() # what failed is raised when the run is closed
+        found, folder = newest(self.saver.folder, self.saver.run), self.saver.folder.parent
+        self.log_info(f"step {step} was broken off; " + (f"--resume {folder} goes on from {found.name}"
+                 if found else "there is no checkpoint before it to go on from"))
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp010
 @contextmanager
@@ -88,49 +168,6 @@ def fitting_state(found): # a checkpoint's folder
     except torch.OutOfMemoryError: raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as e:
         raise InputError(f"{found} doesn't fit this run: {' '.join(str(e).split())[:300]}") from None
-
-@patch
-def load_optimizer(self:Checkpointer, state): # from `named_state`
-    "Restore the optimizer's moments; an optimizer of another kind starts from zero"
-    kind, now = state.get("kind"), type(self.stepper.opt).__name__
-    if kind == now: load_named_state(self.run.model, self.stepper.opt, state)
-    else: self.log_info(f"the optimizer is {now}, and was {kind}: its moments begin anew")
-
-# %% ../../nbs/30f_checkpointer.ipynb #bbfa5797
-@patch
-def load_rungs(self:Checkpointer, states): # rung -> its state
-    "Restore the rungs' states. Those of rungs that are off now are dropped, and new rungs start afresh"
-    now = dict(self.run.stateful)
-    for k in states.keys() - now.keys(): self.log_info(f"without the rung {k!r} its state is dropped")
-    for k, o in now.items():
-        if k in states: o.load_state_dict(states[k])
-        else: self.log_info(f"the rung {k!r} has no state in this checkpoint and begins anew")
-
-# %% ../../nbs/30f_checkpointer.ipynb #7e98a02f
-@patch
-def restore_shards(self:Checkpointer, read): # an `OpenCheckpoint`
-    "Restore this process's shards of weights, moments and average"
-    load_weights(self.run, read)
-    kind, now = load_moments(self.run, self.stepper, read), type(self.stepper.opt).__name__
-    if kind != now: self.log_info(f"the optimizer is {now}, and was {kind}: its moments begin anew")
-    if self.average: load_average(self.run, self.average, read)
-
-# %% ../../nbs/30f_checkpointer.ipynb #16e8e376
-@patch
-def restore(self:Checkpointer, found): # a `FoundCheckpoint`
-    "Restore the run from a checkpoint. Raises `InputError` if it doesn't fit"
-    state, step = found.state, found.about.step
-    with fitting_state(found.folder):
-        if self.world.size > 1: self.restore_shards(found.weights)
-        else:
-            self.run.model.load_state_dict(found.weights)
-            self.load_optimizer(state.optimizer)
-            if self.average: self.average.load_state_dict(state.average)
-        scaler = self.stepper.scaler
-        if state.scaler and scaler.is_enabled(): scaler.load_state_dict(state.scaler)
-        self.load_rungs(state.rungs)
-        self.data.seek(state.stream, step)
-        set_rng_states(state.rng, self.world.size == 1)
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp012
 @dataclass(frozen=True)
@@ -172,59 +209,18 @@ def no_checkpoint(folder): # of a run
     return (f"{folder} has no valid checkpoint to go on from: begin again (--name {folder.name} --overwrite)"
             + f", or with its weights (--init {folder})"*there)
 
-# %% ../../nbs/30f_checkpointer.ipynb #30ckp015
-@patch
-def open(self:Checkpointer, folder, # of the run
-         run_id, keep_last, # of the run; newest checkpoints to keep
-         done, # steps so far; more than 0 in a resumed run
-         is_kept=lambda step: False): # whether the checkpoint of a step is never pruned
-    "Start the thread that writes, and reserve memory for its copies"
-    self.saver = make_saver(self.world, folder/"checkpoints", keep_last, run_id)
-    loss_of = lambda r: math.nan if r["val_loss"] is None else r["val_loss"] # null if it wasn't finite
-    self.saver.losses = {r["step"]: loss_of(r) for r in read_rows(folder/"metrics.jsonl") if "val_loss" in r}
-    self.saver.kept = {s for c in checkpoints(self.saver.folder) if is_kept(s := step_of_name(c))}
-    if done: self.saver.go_on(done)
-    parts = self.stepper.params if self.world.size == 1 else [p for _, p in trained_pieces(self.run)]
-    self.saver.reserve(parts*3) # the weights and about as much twice for the moments
-    self.saved, self.saved_at = done, time.perf_counter()
-
-# %% ../../nbs/30f_checkpointer.ipynb #30ckp015b
-@patch
-def save(self:Checkpointer, done, # steps so far
-         **facts): # what else a resumed run must know
-    "Save the state in the background. Print an error if the previous save failed"
-    try: self.saver.wait()
-    except OSError as e: self.log_info(f"the checkpoint before step {done} could not be written: {e}")
-    if facts.get("kept"): self.saver.kept.add(done)
-    self.saver.save(done, weights_to_save(self.run), self.state(done), **facts)
-    self.saved, self.saved_at = done, time.perf_counter()
-
-# %% ../../nbs/30f_checkpointer.ipynb #30ckp016
-@patch
-def due(self:Checkpointer, minutes): # between checkpoints; 0 saves after every step
-    "Return whether it is time for a checkpoint and the previous one is written"
-    late = time.perf_counter() - self.saved_at >= 60*minutes
-    return late and not (minutes and self.saver.busy())
-
-@patch
-def best_due(self:Checkpointer, minutes): # between checkpoints, as for `due`
-    "Return whether to save a new best: the last checkpoint is old enough, by the first process's clock"
-    return self.world.broadcast_object(time.perf_counter() - self.saved_at >= min(BEST_SECONDS, 60*minutes))
-
-@patch
-def save_weights(self:Checkpointer, path): # of a `.safetensors`
-    "Copy the weights, or their average, and write them in the background, under Qwen3's names"
-    with self.average.used() if self.average else nullcontext(): weights = full_state_dict(self.run)
-    if self.world.first: self.saver.save_file(path, {f"model.{k}": v for k, v in weights.items()})
-
-# %% ../../nbs/30f_checkpointer.ipynb #30ckp016b
-@patch
-def log_broken_off(self:Checkpointer, step): # number of the step
-    "Print how to go on with a run whose step was broken off: its half-updated weights are not saved"
-    self.saver.wait_until_idle() # what failed is raised when the run is closed
-    found, folder = newest(self.saver.folder, self.saver.run), self.saver.folder.parent
-    self.log_info(f"step {step} was broken off; " + (f"--resume {folder} goes on from {found.name}"
-             if found else "there is no checkpoint before it to go on from"))
+# %% ../../nbs/30f_checkpointer.ipynb #a2211732
+def checkpoint_to_resume(r, # a `PlanResolver` that knows the shape
+                         step=None): # to branch from
+    "Read the newest valid checkpoint of a run, or that of a step, and check that the run may go on from it"
+    folder = Path(r.cfg.resume)
+    found = find_checkpoint(folder, r.record.run_id, r.config, r.world, r.log_info, step)
+    if step is None: check_unfinished(folder, found.about.step, r.cfg)
+    elif step >= r.cfg.steps: raise InputError(
+        f"a branch after step {step} of {folder} can't end after {r.cfg.steps} steps: choose more --steps, "
+        "counted from the first")
+    check_fixed(found.folder, found.about, fixed_options(r.cfg, r.config, r.record.warmup_steps), r.given)
+    return found
 
 # %% ../../nbs/30f_checkpointer.ipynb #304e5d1d
 @torch.no_grad()
@@ -239,3 +235,9 @@ def own_weights(run, stepper): # a `Run` and its `Stepper`
     "Return the weights that are trained, or this process's shards of them"
     if run.world.size == 1: return stepper.params
     return [local(p.detach()) for p in stepper.params]
+
+def weights_average(run, stepper, decay): # as for `own_weights`; 0 is no average
+    "Return a `WeightEMA` of the weights, or None. Raises `RunError` if there is no memory for it"
+    try: return WeightEMA(own_weights(run, stepper), decay) if decay else None
+    except torch.OutOfMemoryError: raise RunError("no GPU memory for an average of the weights: leave out "
+                                                  "--ema_decay, or try --rungs smallest") from None

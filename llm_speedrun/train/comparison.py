@@ -25,6 +25,7 @@ from .console import console_print
 from .report import TEMPLATES, number, part, read_run, rendered, step_tokens, steps_done
 from .run_charts import (BLUE, GREEN, GREY, ORANGE, PURPLE, axes, one_line, points,
                                            running_mean, short_number, styled, svg, thinned)
+from .train_step import TrainStep
 from .trainer import Trainer, deterministic
 
 # %% ../../nbs/64_comparison.ipynb #cf42a2f7
@@ -390,7 +391,8 @@ class Search:
         t.run.release() # what was recorded knows where the old states were
         t.run.model.load_state_dict(self.weights)
         for k, o in t.run.stateful: o.load_state_dict(deepcopy(self.states[k]))
-        t.make_step()
+        t.train_step = TrainStep(t.run, t.cfg.micro_batch_size, t.plan.lr_schedule(), t.cfg.grad_clip)
+        t.validator.stepper = t.step
         t.done, t.data.batches.i = 0, turn*self.steps
 
     def descend(self, rate, turn=0): # peak learning rate; as for `reset`

@@ -8,7 +8,6 @@ __all__ = ['Signals']
 # %% ../../nbs/30d_console.ipynb #30con004
 import os, signal, sys, threading, time
 from contextlib import suppress
-from fastcore.basics import patch
 from tqdm.auto import tqdm
 from .run_charts import notebook_display
 
@@ -45,36 +44,30 @@ class Progress:
         try: bar and bar.close()
         except (OSError, ValueError): pass
 
-# %% ../../nbs/30d_console.ipynb #4aacc763
-@patch
-def update(self:Progress, step, text): # steps so far, how it goes
-    "Show the step and a text in the bar, or in a line if one is due. Ignores a terminal that was closed"
-    self.first = self.first or (time.perf_counter(), step)
-    if self.lines and time.perf_counter() >= self.next: self.print_line(step, text)
-    if not self.bar: return
-    try: self.bar.set_postfix_str(text, refresh=False); self.bar.update(step - self.bar.n)
-    except (OSError, ValueError): self.bar = None
+    def update(self, step, text): # steps so far, how it goes
+        "Show the step and a text in the bar, or in a line if one is due. Ignores a terminal that was closed"
+        self.first = self.first or (time.perf_counter(), step)
+        if self.lines and time.perf_counter() >= self.next: self.print_line(step, text)
+        if not self.bar: return
+        try: self.bar.set_postfix_str(text, refresh=False); self.bar.update(step - self.bar.n)
+        except (OSError, ValueError): self.bar = None
 
-# %% ../../nbs/30d_console.ipynb #30dline1
-@patch
-def time_left(self:Progress, step): # steps so far
-    "Return the time that the other steps take at the pace so far, such as `, 02:10 left`; empty at first"
-    t0, first = self.first or (0., step)
-    if step <= first: return ""
-    seconds = (time.perf_counter() - t0)/(step - first)*(self.total - step)
-    return f", {tqdm.format_interval(seconds)} left"
+    def time_left(self, step): # steps so far
+        "Return the time that the other steps take at the pace so far, such as `, 02:10 left`; empty at first"
+        t0, first = self.first or (0., step)
+        if step <= first: return ""
+        seconds = (time.perf_counter() - t0)/(step - first)*(self.total - step)
+        return f", {tqdm.format_interval(seconds)} left"
 
-# %% ../../nbs/30d_console.ipynb #30dline2
-@patch
-def print_line(self:Progress, step, text): # as for `update`
-    "Print a line that stays, with the time left: in a log, or above the bar of a terminal"
-    said = f"step {step:,} of {self.total:,} ({step/self.total:.0%}): {text}{self.time_left(step)}"
-    if self.lines:
-        self.next = time.perf_counter() + self.every
-        console_print(said, to=sys.stderr)
-    if not self.bar or notebook_display(): return
-    try: self.bar.write(said, file=sys.stderr)
-    except (OSError, ValueError): self.bar = None
+    def print_line(self, step, text): # as for `update`
+        "Print a line that stays, with the time left: in a log, or above the bar of a terminal"
+        said = f"step {step:,} of {self.total:,} ({step/self.total:.0%}): {text}{self.time_left(step)}"
+        if self.lines:
+            self.next = time.perf_counter() + self.every
+            console_print(said, to=sys.stderr)
+        if not self.bar or notebook_display(): return
+        try: self.bar.write(said, file=sys.stderr)
+        except (OSError, ValueError): self.bar = None
 
 # %% ../../nbs/30d_console.ipynb #15cd9818
 TERMINATION_SIGNALS = [getattr(signal, s) for s in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, s)]
@@ -97,35 +90,28 @@ class Signals:
     def __exit__(self, *args):
         for s, handler in self.old.items(): signal.signal(s, handler or signal.SIG_DFL)
 
-# %% ../../nbs/30d_console.ipynb #c59ed352
-@patch
-def note(self:Signals, number, frame): # as Python gives them to a handler
-    "Handle a signal. One of `TERMINATION_SIGNALS` leaves no time, so no later signal replaces it"
-    self.pressed += number == signal.SIGINT
-    if self.got not in TERMINATION_SIGNALS: self.got = number
-    self.interrupt()
-    with suppress(RuntimeError): # Python can't print in the middle of another print
-        said = PRESSED[min(self.pressed, 2) - 1] if self.alone else PRESSED[0].partition(";")[0]
-        if number == signal.SIGINT: self.log_info(said)
+    def note(self, number, frame): # as Python gives them to a handler
+        "Handle a signal. One of `TERMINATION_SIGNALS` leaves no time, so no later signal replaces it"
+        self.pressed += number == signal.SIGINT
+        if self.got not in TERMINATION_SIGNALS: self.got = number
+        self.interrupt()
+        with suppress(RuntimeError): # Python can't print in the middle of another print
+            said = PRESSED[min(self.pressed, 2) - 1] if self.alone else PRESSED[0].partition(";")[0]
+            if number == signal.SIGINT: self.log_info(said)
 
-# %% ../../nbs/30d_console.ipynb #6e26dc43
-@patch
-def interrupt(self:Signals):
-    "Raise `KeyboardInterrupt` if the signals so far end what `during` runs; once, so that it can clean up"
-    enough = self.got if self.presses == 1 else self.pressed >= self.presses > 0
-    if self.alone and enough: self.presses = 0; raise KeyboardInterrupt
+    def interrupt(self):
+        "Raise `KeyboardInterrupt`, once, if the signals so far end what `during` runs: it can clean up"
+        enough = self.got if self.presses == 1 else self.pressed >= self.presses > 0
+        if self.alone and enough: self.presses = 0; raise KeyboardInterrupt
 
-@patch
-def during(self:Signals, f, # () -> anything; restores nothing that is saved
-           presses=1): # SIGINTs that end it; 1 lets any signal do so
-    "Return `f()`. In it a signal raises `KeyboardInterrupt`"
-    self.presses = presses
-    try: self.interrupt(); return f()
-    finally: self.presses = 0
+    def during(self, f, # () -> anything; restores nothing that is saved
+               presses=1): # SIGINTs that end it; 1 lets any signal do so
+        "Return `f()`. In it a signal raises `KeyboardInterrupt`"
+        self.presses = presses
+        try: self.interrupt(); return f()
+        finally: self.presses = 0
 
-# %% ../../nbs/30d_console.ipynb #30con6f1
-@patch
-def forget(self:Signals):
-    "Forget the signals so far. Returns whether Ctrl-C was pressed twice and no other process waits"
-    twice, self.got, self.pressed = self.alone and self.pressed > 1, None, 0
-    return twice
+    def forget(self):
+        "Forget the signals so far. Returns whether Ctrl-C was pressed twice and no other process waits"
+        twice, self.got, self.pressed = self.alone and self.pressed > 1, None, 0
+        return twice

@@ -6,11 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/33b_launch.ipynb #5p1tlau2
-import hashlib, itertools, logging, os, signal, sys, tempfile
+import hashlib, itertools, logging, os, signal, sys, tempfile, traceback
+from contextlib import contextmanager
 from pathlib import Path
 import msgspec
-from ..io_utils import (LOOPBACK, InputError, RunError, check_processes, python_command, read_json,
-                                   usable_cores, use_loopback)
+from ..io_utils import (LOOPBACK, InputError, RunError, SpeedrunError, check_processes, env_number,
+                                   python_command, read_json, usable_cores, use_loopback)
 from .config import branch_point, own_folder, to_args, unused_run_names
 
 # %% ../../nbs/33b_launch.ipynb #e2c7f00c
@@ -73,13 +74,9 @@ def configure_torchrun():
 # %% ../../nbs/33b_launch.ipynb #5p1tlauu
 RETRY = 75 # exit code of a process that ends because of another one: EX_TEMPFAIL of sysexits.h
 
-def why_file():
-    "Return the path of what the processes of this start say of its end; None outside of a group"
-    return group_file(f"why-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
-
 def leave_reason(text): # why this process ends, although another start may succeed
     "Leave the reason for the launcher. Returns whether there is one, which will print it"
-    if path := why_file():
+    if path := group_file(f"why-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"):
         part = path.with_name(f"part-{os.getpid()}") # torchrun may end this process while it writes
         part.write_text(text.partition(" Go on from")[0].rstrip("."), encoding="utf-8")
         part.replace(path)
@@ -152,3 +149,82 @@ def run_group(n, c, command): # as for `torchrun_args`
         os.environ[GROUP_ENV] = folder
         try: return run_torchrun(torchrun_args(n, c, command, folder)), group_exit_code()
         finally: del os.environ[GROUP_ENV]
+
+# %% ../../nbs/33b_launch.ipynb #148ff1a9
+def exit_with_error(e): # an error
+    "Print what ends this process, and exit at once: other processes may be waiting for it"
+    from llm_speedrun.distributed.world import PeerLostError
+    from llm_speedrun.train.console import console_print
+    from llm_speedrun.train.resolve import NoMemory
+    from llm_speedrun.train.run_dir import Finished
+    later = isinstance(e, (PeerLostError, NoMemory)) # the next start may succeed
+    meant = isinstance(e, (SpeedrunError, OSError, KeyboardInterrupt)) and not later
+    code = {KeyboardInterrupt: 130, Finished: 0}.get(type(e), 2)
+    if meant: end_group(code)
+    text = str(e) or "interrupted before training began"
+    once = f"lost {os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if isinstance(e, PeerLostError) else text
+    if not (meant or later): text = f"process {os.environ['RANK']}: {''.join(traceback.format_exception(e))}"
+    to, final = sys.stderr if code else sys.stdout, meant or not group_file("") # no launcher starts it again
+    told = later and leave_reason(text) or already_reported(once)
+    if not told: console_print(f"error: {text}" if code and final else text, to=to)
+    for stream in (sys.stdout, sys.stderr): stream.flush()
+    os._exit(code if meant else RETRY if later else 1)
+
+# %% ../../nbs/33b_launch.ipynb #5035842d
+def already_reported(text):
+    "Return whether another process has printed `text`: by the group's folder, or by the processes' store"
+    import torch.distributed as dist
+    from llm_speedrun.distributed.world import notes
+    if group_file("") or not dist.is_initialized(): return not is_first_to_report(text)
+    try: return notes().add(f"said {text}", 1) > 1
+    except RuntimeError: return False # the process that keeps the store was lost
+
+# %% ../../nbs/33b_launch.ipynb #f96e8ea0
+@contextmanager
+def distributed_main():
+    "End one of several processes as torchrun should see it; change nothing for a process alone"
+    if env_number("WORLD_SIZE", 1, 1) == 1: yield; return
+    try: yield
+    except SystemExit as e: # after a signal, with everything saved
+        end_group(e.code)
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]: raise # for each machine
+    except BaseException as e:
+        if "--debug" in sys.argv: traceback.print_exc()
+        exit_with_error(e)
+
+# %% ../../nbs/33b_launch.ipynb #eff711a2
+def report(trainer, # a `Trainer` after `fit`
+           res): # what it returned
+    "Print the sample, the losses and the folder of a run, and where its time went, on the first process"
+    from llm_speedrun.measure import ladder_table, parts_text
+    from llm_speedrun.train.console import TERMINATION_SIGNALS, console_print
+    steps, folder, spent = res["steps"], res["folder"], parts_text(trainer.timings.parts())
+    if not trainer.world.first: return
+    if trainer.signal in TERMINATION_SIGNALS:
+        return console_print(f"{spent}\nstopped after step {steps}; --resume {folder}")
+    console_print(f"\n--- sample ---\n{res['sample']}\n--------------\n")
+    if trainer.ladder: console_print(ladder_table(trainer.ladder), end="\n\n")
+    bigram = "" if res["bigram_loss"] is None else f" (a bigram model: {res['bigram_loss']:.3f})"
+    console_print(f"validation loss {res['val_loss']:.3f} nats per token after {steps} steps{bigram}")
+    console_print(spent)
+    console_print(f"{'interrupted; what there is' if res['interrupted'] else 'everything'} is in {folder}/")
+
+# %% ../../nbs/33b_launch.ipynb #2e0d6840
+def run_train(cfg, # a `TrainConfig`
+              given): # names of the options that were given
+    "Train, print the results and exit, as `speedrun_train` does"
+    from llm_speedrun.measure import Timings, process_start
+    from llm_speedrun.plugins import plugin_errors
+    from llm_speedrun.train.autotune import prepare_process
+    from llm_speedrun.train.console import console_print
+    from llm_speedrun.train.run_dir import Finished
+    from llm_speedrun.train.trainer import train
+    prepare_process()
+    try:
+        with distributed_main(), plugin_errors():
+            trainer, res = train(cfg, given=given, timings=Timings(process_start()))
+            report(trainer, res)
+            trainer.coordinator.close()
+            code = 128 + (trainer.signal or signal.SIGINT) # 130 and 143, as shells have it
+            if res["interrupted"]: sys.exit(code)
+    except Finished as e: console_print(e) # there is nothing left to do, which is no failure

@@ -6,13 +6,12 @@
 __all__ = ['FILES', 'FOLDERS', 'remove_run_outputs', 'remove_unfinished']
 
 # %% ../../nbs/33a_run_dir.ipynb #896aa3b2
-import json, os, shutil, weakref
-from contextlib import suppress
+import json, os, shutil, uuid, weakref
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 import msgspec, torch
-from fastcore.basics import patch
 from msgspec import UNSET, Meta, UnsetType
 from ..io_utils import (LOCK, InputError, RunError, check_writable, hold, read_json, reason,
                                    replace_file)
@@ -210,48 +209,69 @@ class RunDir:
         self.release.detach()
         if self.lock: self.lock.release()
 
-# %% ../../nbs/33a_run_dir.ipynb #33arun03
-@patch
-def acquire(self:RunDir):
-    "Lock the run's folder. Returns its name, a new one if `cfg` has none"
-    c = self.cfg
-    names = [c.name] if c.name else unused_run_names(f"{c.model}-{Path(c.data).stem}")
-    for path in (Path(c.out)/name for name in names):
-        new = [p for p in (path, *path.parents) if not p.exists()]
-        try: self.lock = lock_run_dir(path) if goes_on(c) else create_run_dir(path, c.overwrite)
-        except (FileExistsError, RunError):
-            if names == [c.name]: raise # otherwise another run has begun in the same second
-        else: break
-    self.release = weakref.finalize(self, release_run_dir, self.lock, new)
-    try: check_storage(path)
-    except BaseException: self.release(); raise
-    return path.name
+    def acquire(self):
+        "Lock the run's folder. Returns its name, a new one if `cfg` has none"
+        c = self.cfg
+        names = [c.name] if c.name else unused_run_names(f"{c.model}-{Path(c.data).stem}")
+        for path in (Path(c.out)/name for name in names):
+            new = [p for p in (path, *path.parents) if not p.exists()]
+            try: self.lock = lock_run_dir(path) if goes_on(c) else create_run_dir(path, c.overwrite)
+            except (FileExistsError, RunError):
+                if names == [c.name]: raise # otherwise another run has begun in the same second
+            else: break
+        self.release = weakref.finalize(self, release_run_dir, self.lock, new)
+        with self.released_on_error(): check_storage(path)
+        return path.name
 
-# %% ../../nbs/33a_run_dir.ipynb #33arun04
-@patch
-def identify(self:RunDir, record, done, # `Record` of the run that is resumed, or None; its steps
-             run_id): # for a run that is new
-    "Set the run's id, and where a branch comes from. Returns the id"
-    here, c = goes_on(self.cfg), self.cfg
-    self.run_id = record.run_id if here else run_id
-    if record: self.branched_from = (record.branched_from if here else
-                                     dict(run_id=record.run_id, step=done, folder=c.resume))
-    return self.run_id
+    @contextmanager
+    def released_on_error(self):
+        "Release the folder if what is done inside a `with` fails"
+        try: yield
+        except BaseException: self.release(); raise
 
-# %% ../../nbs/33a_run_dir.ipynb #33arun4b
-@patch
-def write_config(self:RunDir, plan): # a `TrainPlan`
-    "Write `config.json`: the plan's options and model, the run's id and processes, and the machine"
-    world = self.coordinator.world
-    record = dict(run_id=self.run_id, warmup_steps=plan.warmup, model_config=asdict(plan.model), why=plan.why,
-                  decay_after=plan.decay_after, branched_from=self.branched_from, cwd=os.getcwd()) | machine()
-    group = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if world.size > 1: record |= dict(group=group, world=layout(world))
-    if name := registered_name(plan.model, plan.recipe.model): record["architecture"] = name
-    options, record["tried_on"] = asdict(plan.options), trial_conditions(plan.options, world)
-    record["plugins"] = plugin_digests(options.pop("plugin"))
-    record["changes_function"] = [*map(str, function_rungs(plan.rungs))]
-    replace_file(self.path/"config.json", json.dumps(options | record, indent=1))
+    def write_config(self, plan): # a `TrainPlan`
+        "Write `config.json`: the plan's options and model, the run's id and processes, and the machine"
+        world = self.coordinator.world
+        record = dict(run_id=self.run_id, warmup_steps=plan.warmup, model_config=asdict(plan.model),
+                      why=plan.why, decay_after=plan.decay_after, branched_from=self.branched_from,
+                      cwd=os.getcwd()) | machine()
+        group = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        if world.size > 1: record |= dict(group=group, world=layout(world))
+        if name := registered_name(plan.model, plan.recipe.model): record["architecture"] = name
+        options, record["tried_on"] = asdict(plan.options), trial_conditions(plan.options, world)
+        record["plugins"] = plugin_digests(options.pop("plugin"))
+        record["changes_function"] = [*map(str, function_rungs(plan.rungs))]
+        replace_file(self.path/"config.json", json.dumps(options | record, indent=1))
+
+    def open(self, plan, # a `TrainPlan`
+             tokenizer, done, # of its text, or None; steps so far
+             record=None, # of the run to go on with, its `Record`
+             log_info=print): # called about lines in logs that are no rows
+        """Choose the run's id, write the files that a run has from the start, and remove what an older run
+        has left. Returns the last step that a resumed run had logged. All processes must call it"""
+        c, coordinator = self.cfg, self.coordinator
+        new_id = coordinator.world.broadcast_object(uuid.uuid4().hex)
+        self.run_id = record.run_id if goes_on(c) else new_id
+        if record: self.branched_from = (record.branched_from if goes_on(c) else
+                                         dict(run_id=record.run_id, step=done, folder=c.resume))
+        return coordinator.run_on_rank_zero(lambda: self.write_first_files(plan, tokenizer, done, log_info))
+
+    def write_first_files(self, plan, tokenizer, done, log_info): # as for `open`
+        "Do on the first process what `open` says"
+        self.write_config(plan) # from here on checkpoints of an older run aren't this run's
+        remove_unfinished(self.path)
+        if not goes_on(plan.options):
+            remove_run_outputs(self.path)
+            if tokenizer: write_tokenizer(self.path, tokenizer)
+        (self.path/"result.json").unlink(missing_ok=True) # there when the run is over
+        return cut_rows(self.path, done, log_info)
+
+    def write_result(self, result, # a dict
+                     sample=None): # a text
+        "Write `result.json`, and the text into `sample.txt`, if this is the first process"
+        if not self.coordinator.world.first: return
+        if sample is not None: replace_file(self.path/"sample.txt", sample)
+        replace_file(self.path/"result.json", json_line(result))
 
 # %% ../../nbs/33a_run_dir.ipynb #745ba483
 def layout(world): # a `World`
@@ -269,30 +289,6 @@ def trial_conditions(c, world): # a `TrainConfig` with its rungs and micro-batch
 def was_tried(record, c, world): # of the run to go on with, or None; as for `trial_conditions`
     "Return whether the run has trained with these rungs and this micro-batch, on such GPUs"
     return bool(record) and record.tried_on == trial_conditions(c, world)
-
-# %% ../../nbs/33a_run_dir.ipynb #33arun05
-@patch
-def open(self:RunDir, plan, # a `TrainPlan`
-         tokenizer, done, # of its text, or None; steps so far
-         log_info=print): # called about lines in logs that are no rows
-    """Write the files that a run has from the start, and remove what an older run has left. Returns the last
-    step that a resumed run had logged"""
-    self.write_config(plan) # from here on checkpoints of an older run aren't this run's
-    remove_unfinished(self.path)
-    if not goes_on(plan.options):
-        remove_run_outputs(self.path)
-        if tokenizer: write_tokenizer(self.path, tokenizer)
-    (self.path/"result.json").unlink(missing_ok=True) # there when the run is over
-    return cut_rows(self.path, done, log_info)
-
-# %% ../../nbs/33a_run_dir.ipynb #33arun05b
-@patch
-def write_result(self:RunDir, result, # a dict
-                 sample=None): # a text
-    "Write `result.json`, and the text into `sample.txt`, if this is the first process"
-    if not self.coordinator.world.first: return
-    if sample is not None: replace_file(self.path/"sample.txt", sample)
-    replace_file(self.path/"result.json", json_line(result))
 
 # %% ../../nbs/33a_run_dir.ipynb #c333b53e
 class Finished(InputError):

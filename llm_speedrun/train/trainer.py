@@ -6,391 +6,36 @@
 __all__ = ['Trainer', 'train']
 
 # %% ../../nbs/30_trainer.ipynb #2f28269e
-import copy
-import json, math, os, signal, sys, time, traceback, uuid
+import copy, math, os, time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-import torch, torch.distributed as dist
-from fastcore.basics import patch
+import torch
 
 # %% ../../nbs/30_trainer.ipynb #9b3a31e8
 from ..choices import remembered_checks
-from ..io_utils import AllFailed, InputError, RunError, SpeedrunError, env_number, replace_file
-from ..measure import Timings, ladder_table, memory_limit, parts_text, process_start
+from ..io_utils import AllFailed, InputError
+from ..measure import Timings, memory_limit
 from ..data import prefetch
 from ..runs import build
-from ..distributed.world import PeerLostError, notes
-from ..generate import generate
-from ..ladder import measure_ladder
-from ..plugins import import_plugins, plugin_errors
+from ..plugins import import_plugins
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
 from ..checkpoint.format import checkpoints, step_of_name
 from .train_step import TrainStep
-from .autotune import prepare_process
-from .presets import PARALLEL, device_limits
+from .presets import device_limits
 from .config import branch_point, validate
-from .launch import RETRY, end_group, group_file, is_first_to_report, leave_reason
 from .metrics import MetricsLogger, open_trackers
-from .run_dir import (Finished, RunDir, check_fixed, check_unfinished, fixed_options,
-                                        goes_on, read_record)
+from .run_dir import RunDir, fixed_options, goes_on, read_record
 from .console import TERMINATION_SIGNALS, Signals, console_print
-from .validator import Validator
+from .validator import TextSampler, Validator
 from .coordinator import join_group
 from .callbacks import default_callbacks
-from .resolve import (MicroBatchReducer, NoMemory, PlanResolver, options_for_restart,
-                                        own_values, plan_lines, resumed)
-
-# %% ../../nbs/30_trainer.ipynb #50b4f2d5
-from ..recipes.schedules import WeightEMA
-
-# %% ../../nbs/30_trainer.ipynb #4af454f9
-from .checkpointer import (Checkpointer, find_checkpoint, load_initial_weights,
-                                             own_weights)
-
-# %% ../../nbs/30_trainer.ipynb #1bc039b8
-class Trainer:
-    "A training run: the constructor decides what the options leave open, `fit` trains"
-    def __init__(self, cfg, # a `TrainConfig`
-                 progress=True, # show a progress bar and what is being done
-                 given=None, # names of the options that were given, where values don't show it
-                 timings=None, # `Timings` of the start; by default from here on
-                 callbacks=None): # a list; by default `default_callbacks()`
-        self.timings, self.signals, self.done, self.ladder = timings or Timings(), Signals(), 0, []
-        self.callbacks = default_callbacks() if callbacks is None else callbacks
-        validate(cfg, given or ())
-        cfg, given = options_for_restart(cfg, given)
-        given, self.branch_step = own_values(cfg) if given is None else {*given}, branch_point(cfg.resume)[1]
-        self.cfg = with_plugins(resumed(cfg, given) if cfg.resume else cfg)
-        self.coordinator = c = join_group(self.cfg, given, self.signals)
-        self.world, self.device, self.progress = c.world, c.device, progress and c.world.first
-        self.log_info = self.signals.log_info = console_print if self.progress else silent
-        self.limits = device_limits(self.cfg.memory_limit)
-        for name in LATER.split(): setattr(self, name, None) # `assemble` and `fit` fill them in
-        with deterministic(self.cfg.deterministic): self.assemble(given)
-
-# %% ../../nbs/30_trainer.ipynb #30state1
-LATER = ("record plan data run_dir folder run train_step step average validator reducer checkpointer logger "
-         "interrupted reached in_step hurried signal first_step_at") # attributes of a `Trainer`
-
-def with_plugins(cfg): # a `TrainConfig`
-    "Import its plug-ins, and return a copy of the options that names them by their absolute paths"
-    return replace(cfg, plugin="\n".join(import_plugins(cfg.plugin, cfg.resume)))
-
-def silent(*args): "Print nothing"
-
-def notify(trainer, moment, *args): # the name of a method of `Callback`
-    "Call the method `moment` of each of the trainer's callbacks"
-    for cb in trainer.callbacks: getattr(cb, moment)(trainer, *args)
-
-# %% ../../nbs/30_trainer.ipynb #30config
-@patch(as_prop=True)
-def config(self:Trainer):
-    "Return the model's `GPTConfig`"
-    return self.plan.model
-
-# %% ../../nbs/30_trainer.ipynb #f102d1b5
-@patch
-def evaluate(self:Trainer):
-    "Return the validation loss of the weights, or of their average"
-    return self.validator.evaluate()
-
-# %% ../../nbs/30_trainer.ipynb #b41bd942
-@patch
-def log_eval(self:Trainer):
-    "Return this step's validation loss, evaluated if the log has none; note whether it reaches the target"
-    self.logger.flush()
-    losses, new = self.checkpointer.saver.losses, self.done not in self.checkpointer.saver.losses
-    if new:
-        losses[self.done] = write_eval(self)
-        notify(self, "after_eval", losses[self.done])
-    loss, best = losses[self.done], min(filter(math.isfinite, losses.values()), default=-math.inf)
-    if self.cfg.target_loss and loss <= self.cfg.target_loss: self.reached = True
-    if new and loss <= best and self.checkpointer.best_due(self.cfg.save_minutes): self.save_if_needed()
-    self.logger.restart_clock() # neither counts as training time
-    return loss
-
-# %% ../../nbs/30_trainer.ipynb #30weval1
-def write_eval(trainer):
-    "Evaluate, write the row, and return the loss"
-    done = trainer.done
-    trainer.coordinator.set_status(f"the evaluation after step {done}")
-    only_stopped = trainer.interrupted and not trainer.plan.eval_due(done) # a resumed run removes the row
-    with trainer.timings.part("evaluations"):
-        row = dict(step=done, val_loss=trainer.evaluate(), stopped=only_stopped)
-    trainer.logger.write({k: v for k, v in row.items() if v is not False})
-    return row["val_loss"]
-
-# %% ../../nbs/30_trainer.ipynb #30avg001
-def weights_average(run, stepper, decay): # a `Run`, its `Stepper`; 0 is no average
-    "Return a `WeightEMA` of the weights, or None. Raises `RunError` if there is no memory for it"
-    try: return WeightEMA(own_weights(run, stepper), decay) if decay else None
-    except torch.OutOfMemoryError: raise RunError("no GPU memory for an average of the weights: leave out "
-                                                  "--ema_decay, or try --rungs smallest") from None
-
-# %% ../../nbs/30_trainer.ipynb #4fe452c7
-@patch
-def build_run(self:Trainer):
-    "Build the run, its optimizer, its `TrainStep`, and an average of the weights for `--ema_decay`"
-    c, recipe = self.cfg, self.plan.recipe
-    run = recipe(build(self.config, self.plan.rungs, seed=c.seed, world=self.world, model=recipe.model))
-    if self.plan.weights: load_initial_weights(run, self.plan.weights)
-    optimizer = partial(run.optimizer, lr=c.lr, weight_decay=c.weight_decay) # whichever a rung chose
-    self.run = replace(run, optimizer=optimizer)
-    self.make_step()
-    self.average = weights_average(self.run, self.step, c.ema_decay)
-    self.train_step.average = self.validator.average = self.average
-    self.checkpointer = Checkpointer(self.run, self.train_step, self.data, self.average, self.world,
-                                     self.log_info)
-
-# %% ../../nbs/30_trainer.ipynb #30step51
-@patch
-def make_step(self:Trainer):
-    "Make the run's `TrainStep`, with a new optimizer, and its `Validator`"
-    self.train_step = TrainStep(self.run, self.cfg.micro_batch_size, self.plan.lr_schedule(),
-                                self.cfg.grad_clip)
-    self.step = self.train_step.stepper
-    self.reducer = MicroBatchReducer(self.plan, self.train_step, self.world, self.folder, self.log_info,
-                                     partial(self.run_dir.write_config, self.plan))
-    self.validator = Validator(self.step, self.data.val, self.world, batch=self.cfg.micro_batch_size,
-                               during=self.signals.during, on_oom=self.reducer.raise_in_group,
-                               log_info=self.log_info, folder=self.folder)
-
-# %% ../../nbs/30_trainer.ipynb #76fcc158
-@patch
-def rows(self:Trainer):
-    "Return the rows of `metrics.jsonl` so far: after a week they are too many to keep in memory"
-    return self.logger.rows()
-
-# %% ../../nbs/30_trainer.ipynb #14aec8c7
-@patch
-def save_if_needed(self:Trainer):
-    "Save a checkpoint, in the background, if this step has none and is complete"
-    if self.checkpointer.saved == self.done or self.in_step: return
-    self.logger.flush() # every step of the state has its row, and too many bad ones have ended the run
-    self.coordinator.set_status(f"the checkpoint after step {self.done}")
-    fixed = fixed_options(self.cfg, self.config, self.plan.warmup)
-    data = dict(corpus=self.data.fingerprint, data_from=self.data.first_step)
-    kept = self.plan.is_kept(self.done)
-    with self.timings.part("checkpoints"): # until the previous one is written and this one is copied
-        self.checkpointer.save(self.done, **data, fixed=fixed, steps=self.cfg.steps, kept=kept)
-
-# %% ../../nbs/30_trainer.ipynb #52d75c29
-@patch
-def close(self:Trainer):
-    "Close the log and the data, and wait for what is being written"
-    try: self.logger.close()
-    finally: self.checkpointer.saver.close()
-    self.data.close()
-    self.world.barrier() # until all have saved
-
-def finish_files(trainer): # a `Trainer`
-    "Close a run's files, and report on it, also if something couldn't be written"
-    try: trainer.close()
-    finally:
-        if trainer.average: trainer.average.apply() # what the saved weights are
-        with trainer.timings.part("charts and report"): notify(trainer, "after_close")
-
-# %% ../../nbs/30_trainer.ipynb #fa8391ee
-@patch
-def save_on_error(self:Trainer):
-    "Save the run after an error, but no weights of half a step; print it if even that fails"
-    weights = partial(self.checkpointer.save_weights, self.folder/"model.safetensors")
-    broken_off = partial(self.checkpointer.log_broken_off, self.done + 1)
-    for part in (*([broken_off] if self.in_step else [self.save_if_needed, weights]), self.close):
-        try: part() # if it fails, the others are still tried
-        except AllFailed: pass # steps that the log hadn't yet are bad, too: not a state to save
-        except OSError as e:
-            self.log_info(f"could not save: {e}. Earlier states are in {self.folder/'checkpoints'}")
-
-# %% ../../nbs/30_trainer.ipynb #30stopf
-@patch
-def stop_fast(self:Trainer):
-    "Save, and do no more, after a signal that leaves no time. Returns results without a validation loss"
-    if self.in_step: self.checkpointer.log_broken_off(self.done + 1)
-    else:
-        self.save_if_needed() # written first: a slow disk may not get to the weights, which it has, too
-        self.checkpointer.save_weights(self.folder/"model.safetensors")
-    self.close()
-    res = dict(steps=self.done, interrupted=True, folder=str(self.folder), parts=self.timings.parts())
-    self.run_dir.write_result(res)
-    return res
-
-# %% ../../nbs/30_trainer.ipynb #30resul2
-def bigram_later(trainer, pool): # of threads
-    "Compute the bigram model's loss in a thread, without the GPU, on the first process. Returns a `Future`"
-    data = copy.copy(trainer.data)
-    data.val = [t.cpu() for t in data.val]
-    return trainer.world.first and pool.submit(data.bigram_loss)
-
-def _results(trainer): # and the sample
-    with ThreadPoolExecutor(1) as pool:
-        bigram, loss, text = bigram_later(trainer, pool), trainer.log_eval(), trainer.sample()
-    res = dict(steps=trainer.done, val_loss=loss, interrupted=trainer.interrupted, reached=trainer.reached,
-               folder=str(trainer.folder), start=trainer.timings.record())
-    if trainer.first_step_at: res["seconds"] = time.perf_counter() - trainer.first_step_at
-    return res | (dict(bigram_loss=bigram.result()) if bigram else {}), text
-
-# %% ../../nbs/30_trainer.ipynb #fbe298c1
-@patch
-def finish(self:Trainer):
-    "Save the run, and evaluate it, sample from it and draw it while it is written. Returns a dict of results"
-    part, last, draw = self.timings.part, "last checkpoint and weights", "charts and report"
-    with part(last): self.save_if_needed(); self.checkpointer.save_weights(self.folder/"model.safetensors")
-    res, text = _results(self)
-    with part(draw): notify(self, "after_fit", fit := res | dict(sample=text))
-    try:
-        with part(last): self.checkpointer.saver.wait() # a run with a result is not resumed: it has all
-        self.run_dir.write_result(res | dict(parts=self.timings.parts()), text)
-    finally: finish_files(self)
-    return fit
-
-# %% ../../nbs/30_trainer.ipynb #ad8e6103
-@patch
-def sample(self:Trainer, prompt=16, # tokens of the validation text to start from
-           n=None): # tokens to add; by default as many as the options say
-    "Return a continuation of the validation text's beginning, decoded where there is a tokenizer"
-    ids, c = self.data.val[0][0, :prompt].tolist(), self.cfg
-    write = partial(generate, self.run, ids, c.sample_tokens if n is None else n, seed=c.seed)
-    try:
-        with self.timings.part("samples"):
-            out = self.validator.interruptible(write, self.run.forward_contexts)
-    except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"
-    tok = self.data.corpus.tokenizer
-    if tok: return tok.decode(out)
-    first = f"{' '.join(map(str, out[:20]))}{' ...'*(len(out) > 20)}"
-    return (f"no tokenizer came with the data. The first of {len(out)} tokens: {first}\nFor text, put the "
-            "tokenizer.json of these tokens next to the data, or into the run's folder for speedrun_sample")
-
-# %% ../../nbs/30_trainer.ipynb #2b597454
-@patch
-def fit(self:Trainer):
-    "Train, then save. Returns a dict of results. A signal ends the training early, with everything saved"
-    try:
-        with self.timings("open the run's folder"): open_files(self)
-        with self.signals:
-            self.run_loop()
-            self.timings.switch("the rest")
-            if self.signal in TERMINATION_SIGNALS or self.hurried: return self.stop_fast()
-            try: return self.finish()
-            except KeyboardInterrupt as e: return stop_again(self, e)
-    finally: self.run_dir.unlock()
-
-# %% ../../nbs/30_trainer.ipynb #30again1
-def stop_again(trainer, error): # the `KeyboardInterrupt` that a signal has caused
-    "Stop at once after a signal that came while results were made. Raises `KeyboardInterrupt` after Ctrl-C"
-    if trainer.signals.got in TERMINATION_SIGNALS:
-        trainer.signal = trainer.signals.got
-        return trainer.stop_fast()
-    trainer.close()
-    raise KeyboardInterrupt(f"interrupted again; see {trainer.folder}") from error
-
-# %% ../../nbs/30_trainer.ipynb #30told01
-@contextmanager
-def told_by_parts(trainer):
-    "Let logger and training step report to the trainer inside a `with`. After it no reference cycle is left"
-    logger, reducer, step = trainer.logger, trainer.reducer, trainer.train_step
-    def log_event(text):
-        logger.flush() # the rows of the steps before
-        logger.write(dict(step=trainer.done, event=text))
-    logger.on_step, reducer.log_event, step.on_oom = partial(notify, trainer, "on_log"), log_event, reducer
-    try: yield
-    finally: logger.on_step, reducer.log_event, step.on_oom = silent, silent, None
-
-# %% ../../nbs/30_trainer.ipynb #6152f1ba
-@patch
-def run_loop(self:Trainer):
-    "Run the loop, and set `interrupted` and `signal`: whether the run was stopped, and by what"
-    self.interrupted = self.in_step = False
-    try:
-        with (memory_limit(self.limits.gib), deterministic(self.cfg.deterministic), told_by_parts(self),
-              closing(prefetch(self.data.batches, self.device)) as batches): self.loop(batches)
-    except KeyboardInterrupt: self.interrupted = True
-    except Exception as e:
-        if self.world.size == 1 or isinstance(e, AllFailed): self.save_on_error()
-        else: self.coordinator.raise_if_peer_lost(e) # this process can't save: the others wait for it
-        raise
-    finally: notify(self, "on_close")
-    self.signal, self.hurried = self.coordinator.stop_signal() or None, self.signals.forget()
-    self.interrupted |= bool(self.signal)
-
-# %% ../../nbs/30_trainer.ipynb #5ac64997
-@patch
-def loop(self:Trainer, batches): # an iterator of batches on the device
-    "Take the steps, log their losses, evaluate and save from time to time"
-    self.checkpointer.saved_at, self.reached = time.perf_counter(), False
-    self.logger.restart_clock()
-    if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval() # left out by a stop
-    notify(self, "before_loop")
-    while self.done < self.cfg.steps and not self.coordinator.stop_signal() and not self.reached:
-        self.train_iteration(batches)
-        self.after_step()
-    self.coordinator.drain()
-    self.logger.flush()
-
-# %% ../../nbs/30_trainer.ipynb #2576b1ef
-@patch
-def train_iteration(self:Trainer, batches): # as for `loop`
-    "Take a step, and note what the logger will read"
-    self.coordinator.set_next_status(f"step {self.done + 1}")
-    if self.done % 10 == 9: self.logger.clock.start() # that step's parts are measured
-    x, y = self.signals.during(partial(next, batches))
-    self.logger.clock("data")
-    take = partial(self.train_step, self.done) if self.timings.total else partial(first_step, self)
-    self.in_step = True
-    loss = self.signals.during(partial(take, x, y), presses=3)
-    self.done, self.in_step = self.done + 1, False
-    self.logger.add(self.done, self.train_step.rate, loss, x, y)
-
-# %% ../../nbs/30_trainer.ipynb #984e4bdf
-@patch
-def after_step(self:Trainer):
-    "Do what is due after a step: log rows, evaluate, call callbacks, save a checkpoint"
-    if self.done % 10 == 0: self.logger.flush(later=self.device.type == "cuda")
-    if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval()
-    notify(self, "after_step")
-    due = self.checkpointer.due(self.cfg.save_minutes)
-    agreed = self.coordinator.exchange_flags(save=due) # for a kept step the processes needn't agree
-    if agreed or self.plan.is_kept(self.done): self.save_if_needed()
-
-# %% ../../nbs/30_trainer.ipynb #d8f96117
-def first_step(trainer, x, y): # the sequences of a step
-    "Take the first step, wait for it, and note how long it took to get there. Returns its loss"
-    with trainer.timings("the first step"):
-        loss = trainer.train_step(trainer.done, x, y)
-        loss.item()
-    trainer.timings.stop()
-    trainer.first_step_at = time.perf_counter()
-    trainer.logger.restart_clock() # what had to be compiled isn't counted as training
-    return loss
-
-# %% ../../nbs/30_trainer.ipynb #a2211732
-def checkpoint_to_resume(r, # a `PlanResolver` that knows the shape
-                         step=None): # to branch from
-    "Read the newest valid checkpoint of a run, or that of a step, and check that the run may go on from it"
-    folder = Path(r.cfg.resume)
-    found = find_checkpoint(folder, r.record.run_id, r.config, r.world, r.log_info, step)
-    if step is None: check_unfinished(folder, found.about.step, r.cfg)
-    elif step >= r.cfg.steps: raise InputError(
-        f"a branch after step {step} of {folder} can't end after {r.cfg.steps} steps: choose more --steps, "
-        "counted from the first")
-    check_fixed(found.folder, found.about, fixed_options(r.cfg, r.config, r.record.warmup_steps), r.given)
-    return found
-
-# %% ../../nbs/30_trainer.ipynb #5b3e019e
-def resume_from(trainer, found): # a `FoundCheckpoint`
-    "Restore a trainer's run from a checkpoint, and continue after its step"
-    with trainer.timings("load the checkpoint"): trainer.checkpointer.restore(found)
-    trainer.done = found.about.step
-    branch = "" if goes_on(trainer.cfg) else f", in {trainer.folder}"
-    trainer.log_info(f"going on from {found.folder}{branch}")
-    facts, saved = found.about.facts, [*map(step_of_name, checkpoints(found.folder.parent))]
-    steps = facts.get("steps", trainer.record.steps)
-    said = trainer.plan.length_change(steps, trainer.done, facts.get("fixed", {}), saved)
-    if said: trainer.log_info(said)
+from .checkpointer import (Checkpointer, checkpoint_to_resume, load_initial_weights,
+                                             weights_average)
+from .resolve import (MicroBatchReducer, PlanResolver, options_for_restart, own_values,
+                                        plan_lines, resumed)
 
 # %% ../../nbs/30_trainer.ipynb #f7d28714
 @contextmanager
@@ -409,62 +54,291 @@ def deterministic(on): # False changes nothing
         fill.fill_uninitialized_memory = old[1]
         if env is None: del os.environ[cublas]
 
-# %% ../../nbs/30_trainer.ipynb #0b467797
-def open_files(trainer):
-    "Open the files in the run's folder, and with `overwrite` remove those of an older run"
-    t, c, one = trainer, trainer.cfg, trainer.world.first # which writes for all
-    run_id = t.run_dir.identify(t.record, t.done, t.world.broadcast_object(uuid.uuid4().hex))
-    of = t.plan, t.data.corpus.tokenizer, t.done, t.log_info
-    sent = t.coordinator.run_on_rank_zero(lambda: t.run_dir.open(*of))
-    if t.ladder and one: replace_file(t.folder/"ladder.json", json.dumps(t.ladder, indent=1))
-    t.checkpointer.open(t.folder, run_id, c.keep_last, t.done, t.plan.is_kept)
-    trackers = open_trackers(c.loggers if one else "", t.folder, asdict(c), step=t.done, log_info=t.log_info,
-                             sent=sent)
-    t.logger = MetricsLogger(t.folder, t.step, t.world, t.device, c.step_tokens,
-                             log_locally=t.coordinator.log_to_rank_file, counts=t.run.counts)
-    t.logger.open(trackers)
-    notify(t, "before_fit")
-    t.coordinator.start(t.folder, t.done)
+# %% ../../nbs/30_trainer.ipynb #30state1
+def with_plugins(cfg): # a `TrainConfig`
+    "Import its plug-ins, and return a copy of the options that names them by their absolute paths"
+    return replace(cfg, plugin="\n".join(import_plugins(cfg.plugin, cfg.resume)))
 
-# %% ../../nbs/30_trainer.ipynb #d4c0f6ac
-@patch
-def assemble(self:Trainer, given): # names of options
-    "Lock the run's folder, decide what the options leave open, and build the run"
-    c = self.cfg
-    self.record = read_record(c.resume) if c.resume else None
-    with self.timings("find the rungs"):
-        resolver = PlanResolver(c, given, self.coordinator, self.limits, self.record, self.log_info)
-    resolver.resolve_shape()
-    self.run_dir = RunDir(c, self.coordinator)
-    self.folder = self.run_dir.path
-    try:
-        with remembered_checks(resolver.choices): self.decide(resolver)
-    except BaseException: self.run_dir.release(); raise
+def silent(*args): "Print nothing"
 
-# %% ../../nbs/30_trainer.ipynb #ac4bcb34
-@patch
-def decide(self:Trainer, r): # a `PlanResolver` that knows the shape
-    "Open the data, choose what is left open, build the run, and restore what it goes on from"
-    phase, found = self.timings, None
-    if self.record:
-        with phase("read the checkpoint"): found = checkpoint_to_resume(r, self.branch_step)
-    with phase("open the data"): self.data = r.open_data(found)
-    r.resolve_recipe(found)
-    with phase("choose rungs"): r.choose()
-    with phase("try the micro-batch"): self.plan = r.resolve()
-    notify(self, "after_plan")
-    if self.cfg.ladder: self.ladder = measured_ladder(r, phase)
-    with phase("build the model"): self.build_run()
-    for s in plan_lines(self.plan, self.world.rank_and_size("dp")[1], self.run.batching): self.log_info(s)
-    if found: resume_from(self, found)
+def build_run(plan, world): # a `TrainPlan`, a `World`
+    "Build the plan's model with its rungs, recipe and initial weights. Returns a `Run`"
+    c, recipe = plan.options, plan.recipe
+    run = recipe(build(plan.model, plan.rungs, seed=c.seed, world=world, model=recipe.model))
+    if plan.weights: load_initial_weights(run, plan.weights)
+    optimizer = partial(run.optimizer, lr=c.lr, weight_decay=c.weight_decay) # whichever a rung chose
+    return replace(run, optimizer=optimizer)
 
-# %% ../../nbs/30_trainer.ipynb #30lad001
-def measured_ladder(r, timings): # a `PlanResolver` that has resolved, `Timings`
-    "Measure what each rung gains over those before it. Returns records for the report; they decide nothing"
-    r.log_info("measuring what each rung gains...")
-    alone = [str(s) for s in r.rungs if s.name not in PARALLEL]
-    with timings("measure the ladder"):
-        return r.coordinator.run_on_rank_zero(lambda: measure_ladder(r.config, r.rows_here, alone))
+# %% ../../nbs/30_trainer.ipynb #1bc039b8
+class Trainer:
+    "A training run: the constructor decides what the options leave open and builds the parts, `fit` trains"
+    def __init__(self, cfg, # a `TrainConfig`
+                 progress=True, # show a progress bar and what is being done
+                 given=None, # names of the options that were given, where values don't show it
+                 timings=None, # `Timings` of the start; by default from here on
+                 callbacks=None): # a list; by default `default_callbacks()`
+        self.timings, self.signals = timings or Timings(), Signals()
+        self.callbacks = default_callbacks() if callbacks is None else callbacks
+        validate(cfg, given or ())
+        cfg, given = options_for_restart(cfg, given)
+        given, branch_step = own_values(cfg) if given is None else {*given}, branch_point(cfg.resume)[1]
+        self.cfg = c = with_plugins(resumed(cfg, given) if cfg.resume else cfg)
+        self.coordinator = join_group(c, given, self.signals)
+        self.world, self.device = self.coordinator.world, self.coordinator.device
+        self.progress = progress and self.world.first
+        self.log_info = self.signals.log_info = console_print if self.progress else silent
+        self.limits = device_limits(c.memory_limit)
+        self.record = read_record(c.resume) if c.resume else None # of the run to go on with
+        self.done, self.in_step = 0, False # steps so far; whether one has begun and not ended
+        self.interrupted = self.target_reached = False # whether the loop has ended before its last step
+        self.signal, self.skip_final_eval = None, False # that ended the loop; after a second Ctrl-C
+        self.first_step_at = None # `time.perf_counter()` after the first step
+        self.ladder = [] # records of `LadderRecords`
+
+        # what the options leave open
+        with self.timings("find the rungs"):
+            r = PlanResolver(c, given, self.coordinator, self.limits, self.record, self.log_info)
+        r.resolve_shape()
+        self.run_dir = RunDir(c, self.coordinator)
+        self.folder = self.run_dir.path
+        with (self.run_dir.released_on_error(), remembered_checks(r.choices),
+              deterministic(c.deterministic)):
+            found, phase = None, self.timings
+            if self.record:
+                with phase("read the checkpoint"): found = checkpoint_to_resume(r, branch_step)
+            with phase("open the data"): self.data = r.open_data(found)
+            r.resolve_recipe(found)
+            with phase("choose rungs"): r.choose()
+            with phase("try the micro-batch"): self.plan = r.resolve()
+            self.config = self.plan.model
+            self.notify("after_plan")
+
+            # the parts of the run
+            with phase("build the model"):
+                self.run = build_run(self.plan, self.world)
+                self.train_step = TrainStep(self.run, c.micro_batch_size, self.plan.lr_schedule(),
+                                            c.grad_clip)
+                self.average = self.train_step.average = weights_average(self.run, self.step, c.ema_decay)
+                self.reducer = MicroBatchReducer(self.plan, self.train_step, self.world, self.folder,
+                                                 self.log_info, partial(self.run_dir.write_config, self.plan))
+                self.validator = Validator(self.step, self.data.val, self.world, self.average,
+                                           c.micro_batch_size, self.signals.during,
+                                           self.reducer.raise_in_group, self.log_info, self.folder)
+                self.sample = TextSampler(self.run, self.validator, self.data.corpus.tokenizer,
+                                          c.sample_tokens, c.seed, self.timings)
+                self.checkpointer = Checkpointer(self.run, self.train_step, self.data, self.average,
+                                                 self.world, self.log_info)
+                self.logger = MetricsLogger(self.folder, self.step, self.world, self.device, c.step_tokens,
+                                            log_locally=self.coordinator.log_to_rank_file,
+                                            counts=self.run.counts)
+                self.rows = self.logger.rows # of `metrics.jsonl`: after a week too many to keep in memory
+            dp = self.world.rank_and_size("dp")[1]
+            for line in plan_lines(self.plan, dp, self.run.batching): self.log_info(line)
+            if found: self.restore(found)
+
+    @property
+    def step(self): # the `GuardedStepper` that takes the updates
+        return self.train_step.stepper
+
+    def restore(self, found): # a `FoundCheckpoint`
+        "Go on after the step of a checkpoint"
+        with self.timings("load the checkpoint"): self.checkpointer.restore(found)
+        self.done = found.about.step
+        branch = "" if goes_on(self.cfg) else f", in {self.folder}"
+        self.log_info(f"going on from {found.folder}{branch}")
+        facts, saved = found.about.facts, [*map(step_of_name, checkpoints(found.folder.parent))]
+        steps = facts.get("steps", self.record.steps)
+        said = self.plan.length_change(steps, self.done, facts.get("fixed", {}), saved)
+        if said: self.log_info(said)
+
+    def notify(self, moment, *args): # the name of a method of `Callback`
+        "Call the method `moment` of each callback"
+        for cb in self.callbacks: getattr(cb, moment)(self, *args)
+
+    def fit(self):
+        "Train, then save. Returns a dict of results. A signal ends the training early, with everything saved"
+        try:
+            with self.timings("open the run's folder"): self.open_files()
+            with self.signals:
+                self.run_loop()
+                self.timings.switch("the rest")
+                if self.signal in TERMINATION_SIGNALS or self.skip_final_eval: return self.stop_fast()
+                try: return self.finish()
+                except KeyboardInterrupt as e: # by a signal that came while results were made
+                    if self.signals.got not in TERMINATION_SIGNALS:
+                        self.close()
+                        raise KeyboardInterrupt(f"interrupted again; see {self.folder}") from e
+                    self.signal = self.signals.got
+                    return self.stop_fast()
+        finally: self.run_dir.unlock()
+
+    def open_files(self):
+        "Open the files in the run's folder, and with `overwrite` remove those of an older run"
+        c, tokenizer = self.cfg, self.data.corpus.tokenizer
+        sent = self.run_dir.open(self.plan, tokenizer, self.done, self.record, self.log_info)
+        self.checkpointer.open(self.folder, self.run_dir.run_id, c.keep_last, self.done, self.plan.is_kept)
+        self.logger.open(open_trackers(c.loggers if self.world.first else "", self.folder, asdict(c),
+                                       step=self.done, log_info=self.log_info, sent=sent))
+        self.notify("before_fit")
+        self.coordinator.start(self.folder, self.done)
+
+    def run_loop(self):
+        "Run the loop, and set `interrupted` and `signal`: whether the run was stopped, and by what"
+        self.interrupted = self.in_step = False
+        try:
+            with (memory_limit(self.limits.gib), deterministic(self.cfg.deterministic),
+                  self.connect_loggers(), closing(prefetch(self.data.batches, self.device)) as batches):
+                self.loop(batches)
+        except KeyboardInterrupt: self.interrupted = True
+        except Exception as e:
+            if self.world.size == 1 or isinstance(e, AllFailed): self.save_on_error()
+            else: self.coordinator.raise_if_peer_lost(e) # this process can't save: the others wait for it
+            raise
+        finally: self.notify("on_close")
+        self.signal = self.coordinator.stop_signal() or None
+        self.skip_final_eval = self.signals.forget()
+        self.interrupted |= bool(self.signal)
+
+    @contextmanager
+    def connect_loggers(self):
+        "Let logger and training step report to the trainer inside a `with`: no reference cycle outlives it"
+        logger, reducer, step = self.logger, self.reducer, self.train_step
+        def log_event(text):
+            logger.flush() # the rows of the steps before
+            logger.write(dict(step=self.done, event=text))
+        logger.on_step, reducer.log_event, step.on_oom = partial(self.notify, "on_log"), log_event, reducer
+        try: yield
+        finally: logger.on_step, reducer.log_event, step.on_oom = silent, silent, None
+
+    def loop(self, batches): # an iterator of batches on the device
+        "Take the steps, log their losses, evaluate and save from time to time"
+        self.checkpointer.saved_at, self.target_reached = time.perf_counter(), False
+        self.logger.restart_clock()
+        if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval() # left out by a stop
+        self.notify("before_loop")
+        while self.done < self.cfg.steps and not self.coordinator.stop_signal() and not self.target_reached:
+            self.train_iteration(batches)
+            self.after_step()
+        self.coordinator.drain()
+        self.logger.flush()
+
+    def train_iteration(self, batches): # as for `loop`
+        "Take a step, and note what the logger will read"
+        self.coordinator.set_next_status(f"step {self.done + 1}")
+        if self.done % 10 == 9: self.logger.clock.start() # that step's parts are measured
+        x, y = self.signals.during(partial(next, batches))
+        self.logger.clock("data")
+        take = partial(self.train_step, self.done) if self.timings.total else self.first_step
+        self.in_step = True
+        loss = self.signals.during(partial(take, x, y), presses=3)
+        self.done, self.in_step = self.done + 1, False
+        self.logger.add(self.done, self.train_step.rate, loss, x, y)
+
+    def first_step(self, x, y): # the sequences of a step
+        "Take the first step, wait for it, and note how long it took to get there. Returns its loss"
+        with self.timings("the first step"):
+            loss = self.train_step(self.done, x, y)
+            loss.item()
+        self.timings.stop()
+        self.first_step_at = time.perf_counter()
+        self.logger.restart_clock() # what had to be compiled isn't counted as training
+        return loss
+
+    def after_step(self):
+        "Do what is due after a step: log rows, evaluate, call callbacks, save a checkpoint"
+        if self.done % 10 == 0: self.logger.flush(later=self.device.type == "cuda")
+        if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval()
+        self.notify("after_step")
+        due = self.checkpointer.due(self.cfg.save_minutes)
+        agreed = self.coordinator.exchange_flags(save=due) # for a kept step the processes needn't agree
+        if agreed or self.plan.is_kept(self.done): self.save_if_needed()
+
+    def evaluate(self):
+        "Return the validation loss of the weights, or of their average"
+        return self.validator.evaluate()
+
+    def log_eval(self):
+        "Return this step's validation loss, evaluated if the log has none; set `target_reached`"
+        self.logger.flush()
+        losses = self.checkpointer.saver.losses
+        if new := self.done not in losses:
+            self.coordinator.set_status(f"the evaluation after step {self.done}")
+            only_stopped = self.interrupted and not self.plan.eval_due(self.done) # a resumed run removes it
+            with self.timings.part("evaluations"):
+                row = dict(step=self.done, val_loss=self.evaluate(), stopped=only_stopped)
+            self.logger.write({k: v for k, v in row.items() if v is not False})
+            losses[self.done] = row["val_loss"]
+            self.notify("after_eval", row["val_loss"])
+        loss, best = losses[self.done], min(filter(math.isfinite, losses.values()), default=-math.inf)
+        if self.cfg.target_loss and loss <= self.cfg.target_loss: self.target_reached = True
+        if new and loss <= best and self.checkpointer.best_due(self.cfg.save_minutes): self.save_if_needed()
+        self.logger.restart_clock() # neither counts as training time
+        return loss
+
+    def save_if_needed(self):
+        "Save a checkpoint, in the background, if this step has none and is complete"
+        if self.checkpointer.saved == self.done or self.in_step: return
+        self.logger.flush() # every step of the state has its row, and too many bad ones have ended the run
+        self.coordinator.set_status(f"the checkpoint after step {self.done}")
+        fixed = fixed_options(self.cfg, self.config, self.plan.warmup)
+        data = dict(corpus=self.data.fingerprint, data_from=self.data.first_step)
+        kept = self.plan.is_kept(self.done)
+        with self.timings.part("checkpoints"): # until the previous one is written and this one is copied
+            self.checkpointer.save(self.done, **data, fixed=fixed, steps=self.cfg.steps, kept=kept)
+
+    def close(self):
+        "Close the log and the data, and wait for what is being written"
+        try: self.logger.close()
+        finally: self.checkpointer.saver.close()
+        self.data.close()
+        self.world.barrier() # until all have saved
+
+    def finish(self):
+        "Save the run, and evaluate it, sample from it and draw it while it is written. Returns its results"
+        part, last, draw = self.timings.part, "last checkpoint and weights", "charts and report"
+        with part(last):
+            self.save_if_needed()
+            self.checkpointer.save_weights(self.folder/"model.safetensors")
+        data = copy.copy(self.data)
+        data.val = [t.cpu() for t in data.val] # the thread that counts pairs of tokens leaves the GPU alone
+        with ThreadPoolExecutor(1) as pool:
+            bigram = self.world.first and pool.submit(data.bigram_loss)
+            loss, text = self.log_eval(), self.sample()
+        res = dict(steps=self.done, val_loss=loss, interrupted=self.interrupted, reached=self.target_reached,
+                   folder=str(self.folder), start=self.timings.record())
+        if self.first_step_at: res["seconds"] = time.perf_counter() - self.first_step_at
+        if bigram: res["bigram_loss"] = bigram.result()
+        with part(draw): self.notify("after_fit", fit := res | dict(sample=text))
+        try:
+            with part(last): self.checkpointer.saver.wait() # a run with a result is not resumed: it has all
+            self.run_dir.write_result(res | dict(parts=self.timings.parts()), text)
+        finally:
+            try: self.close()
+            finally: # also if something couldn't be written
+                if self.average: self.average.apply() # what the saved weights are
+                with part(draw): self.notify("after_close")
+        return fit
+
+    def stop_fast(self):
+        "Save, and do no more, after a signal that leaves no time. Returns results without a validation loss"
+        if self.in_step: self.checkpointer.log_broken_off(self.done + 1)
+        else:
+            self.save_if_needed() # written first: a slow disk may not get to the weights, which it has, too
+            self.checkpointer.save_weights(self.folder/"model.safetensors")
+        self.close()
+        res = dict(steps=self.done, interrupted=True, folder=str(self.folder), parts=self.timings.parts())
+        self.run_dir.write_result(res)
+        return res
+
+    def save_on_error(self):
+        "Save the run after an error, but no weights of half a step; print it if even that fails"
+        weights = partial(self.checkpointer.save_weights, self.folder/"model.safetensors")
+        broken_off = partial(self.checkpointer.log_broken_off, self.done + 1)
+        for part in (*([broken_off] if self.in_step else [self.save_if_needed, weights]), self.close):
+            try: part() # if it fails, the others are still tried
+            except AllFailed: pass # steps that the log hadn't yet are bad, too: not a state to save
+            except OSError as e:
+                self.log_info(f"could not save: {e}. Earlier states are in {self.folder/'checkpoints'}")
 
 # %% ../../nbs/30_trainer.ipynb #a4bb1750
 def train(cfg, # a `TrainConfig`
@@ -476,69 +350,3 @@ def train(cfg, # a `TrainConfig`
         f"gpus is {cfg.gpus}, and this is one process: speedrun_train starts {cfg.gpus}, or torchrun")
     trainer = Trainer(cfg, progress, given, timings)
     return trainer, trainer.fit()
-
-# %% ../../nbs/30_trainer.ipynb #148ff1a9
-def exit_with_error(e): # an error
-    "Print what ends this process, and exit at once: other processes may be waiting for it"
-    later = isinstance(e, (PeerLostError, NoMemory)) # the next start may succeed
-    meant = isinstance(e, (SpeedrunError, OSError, KeyboardInterrupt)) and not later
-    code = {KeyboardInterrupt: 130, Finished: 0}.get(type(e), 2)
-    if meant: end_group(code)
-    text = str(e) or "interrupted before training began"
-    once = f"lost {os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if isinstance(e, PeerLostError) else text
-    if not (meant or later): text = f"process {os.environ['RANK']}: {''.join(traceback.format_exception(e))}"
-    to, final = sys.stderr if code else sys.stdout, meant or not group_file("") # no launcher starts it again
-    told = later and leave_reason(text) or already_reported(once)
-    if not told: console_print(f"error: {text}" if code and final else text, to=to)
-    for stream in (sys.stdout, sys.stderr): stream.flush()
-    os._exit(code if meant else RETRY if later else 1)
-
-# %% ../../nbs/30_trainer.ipynb #5035842d
-def already_reported(text):
-    "Return whether another process has printed `text`: by the group's folder, or by the processes' store"
-    if group_file("") or not dist.is_initialized(): return not is_first_to_report(text)
-    try: return notes().add(f"said {text}", 1) > 1
-    except RuntimeError: return False # the process that keeps the store was lost
-
-
-# %% ../../nbs/30_trainer.ipynb #f96e8ea0
-@contextmanager
-def distributed_main():
-    "End one of several processes as torchrun should see it; change nothing for a process alone"
-    if env_number("WORLD_SIZE", 1, 1) == 1: yield; return
-    try: yield
-    except SystemExit as e: # after a signal, with everything saved
-        end_group(e.code)
-        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]: raise # for each machine
-    except BaseException as e:
-        if "--debug" in sys.argv: traceback.print_exc()
-        exit_with_error(e)
-
-# %% ../../nbs/30_trainer.ipynb #eff711a2
-def report(trainer, # a `Trainer` after `fit`
-           res): # what it returned
-    "Print the sample, the losses and the folder of a run, and where its time went, on the first process"
-    steps, folder, spent = res["steps"], res["folder"], parts_text(trainer.timings.parts())
-    if not trainer.world.first: return
-    if trainer.signal in TERMINATION_SIGNALS:
-        return console_print(f"{spent}\nstopped after step {steps}; --resume {folder}")
-    console_print(f"\n--- sample ---\n{res['sample']}\n--------------\n")
-    if trainer.ladder: console_print(ladder_table(trainer.ladder), end="\n\n")
-    bigram = "" if res["bigram_loss"] is None else f" (a bigram model: {res['bigram_loss']:.3f})"
-    console_print(f"validation loss {res['val_loss']:.3f} nats per token after {steps} steps{bigram}")
-    console_print(spent)
-    console_print(f"{'interrupted; what there is' if res['interrupted'] else 'everything'} is in {folder}/")
-
-# %% ../../nbs/30_trainer.ipynb #2e0d6840
-def run_train(cfg, # a `TrainConfig`
-              given): # names of the options that were given
-    "Train, print the results and exit, as `speedrun_train` does"
-    prepare_process()
-    try:
-        with distributed_main(), plugin_errors():
-            trainer, res = train(cfg, given=given, timings=Timings(process_start()))
-            report(trainer, res)
-            trainer.coordinator.close()
-            code = 128 + (trainer.signal or signal.SIGINT) # 130 and 143, as shells have it
-            if res["interrupted"]: sys.exit(code)
-    except Finished as e: console_print(e) # there is nothing left to do, which is no failure

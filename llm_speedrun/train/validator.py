@@ -7,8 +7,9 @@ __all__ = []
 
 # %% ../../nbs/30g_validator.ipynb #30val004
 from contextlib import nullcontext
+from functools import partial
 import torch
-from fastcore.basics import patch
+from ..generate import generate
 from ..io_utils import RunError
 from ..runs import enter_all, free_memory, next_smaller_divisor
 from ..model import eval_mode
@@ -30,52 +31,67 @@ class Validator:
         self.batch, self.during, self.on_oom, self.folder = batch, during, on_oom, folder
         self.log_info, self.reduced = log_info, 0 # sequences in a pass since memory ran out
 
+    def averaged(self):
+        "Return a context manager in which the weights are their average, if there is one"
+        return self.average.used() if self.average else nullcontext()
 
-# %% ../../nbs/30g_validator.ipynb #30val006c
-@patch
-def averaged(self:Validator):
-    "Return a context manager in which the weights are their average, if there is one"
-    return self.average.used() if self.average else nullcontext()
+    @torch.no_grad()
+    def interruptible(self, f, # () -> anything: forward passes that change nothing
+                      contexts): # of the run that `f` enters, which restore what they set
+        "Return `f()`, on the averaged weights if there are any. A signal ends `f`; then all is restored"
+        with self.averaged(), eval_mode(self.stepper.run.model), enter_all(contexts): return self.during(f)
 
-@patch
-@torch.no_grad()
-def interruptible(self:Validator, f, # () -> anything: forward passes that change nothing
-                  contexts): # of the run that `f` enters, which restore what they set
-    "Return `f()`, on the averaged weights if there is an average. A signal ends `f`; then all is restored"
-    with self.averaged(), eval_mode(self.stepper.run.model), enter_all(contexts): return self.during(f)
+    def mean_loss(self, batches): # of equal size, a list
+        "Return the mean loss of the batches, of which each data-parallel process takes its part"
+        place, n = self.world.rank_and_size("dp")
+        mine, evaluate = batches[place::n], self.stepper.evaluate
+        if self.world.size == 1: return evaluate(batches)
+        total = evaluate(mine)*len(mine) if mine else 0.
+        if len(mine) < -(-len(batches)//n): evaluate(batches[:1]) # all take as many passes
+        return self.world.broadcast_object(self.world.mean(total)*n/len(batches))
 
-# %% ../../nbs/30g_validator.ipynb #aebd22dd
-@patch
-def mean_loss(self:Validator, batches): # of equal size, a list
-    "Return the mean loss of the batches, of which each data-parallel process takes its part"
-    place, n = self.world.rank_and_size("dp")
-    mine, evaluate = batches[place::n], self.stepper.evaluate
-    if self.world.size == 1: return evaluate(batches)
-    total = evaluate(mine)*len(mine) if mine else 0.
-    if len(mine) < -(-len(batches)//n): evaluate(batches[:1]) # all take as many passes
-    return self.world.broadcast_object(self.world.mean(total)*n/len(batches))
+    def batches(self):
+        "Return the validation sequences in batches of equal size, as large as a forward pass may be"
+        rows = len(self.val[0])
+        size = self.reduced or next(d for d in divisors(rows) if d <= self.batch)
+        return [*zip(*(t.split(size) for t in self.val))]
 
-# %% ../../nbs/30g_validator.ipynb #f102d1b5
-@patch
-def batches(self:Validator):
-    "Return the validation sequences in batches of equal size, as large as a forward pass may be"
-    rows = len(self.val[0])
-    size = self.reduced or next(d for d in divisors(rows) if d <= self.batch)
-    return [*zip(*(t.split(size) for t in self.val))]
+    def evaluate(self):
+        "Return the validation loss. Raises `RunError` if there is no memory for a single sequence"
+        run = self.stepper.run
+        contexts = run.step_contexts + run.forward_contexts
+        while True:
+            batches = self.batches()
+            try: return self.interruptible(lambda: self.mean_loss(batches), contexts)
+            except torch.OutOfMemoryError: pass # as long as it is handled, its traceback holds every tensor
+            self.on_oom("an evaluation")
+            self.reduced = next_smaller_divisor(len(self.val[0]), len(batches[0][0]))
+            if not self.reduced: raise RunError("out of GPU memory in an evaluation of one sequence. "
+                                                f"Go on where there is more room: --resume {self.folder}")
+            self.log_info(f"out of GPU memory in an evaluation: going on with batches of {self.reduced}")
+            free_memory()
 
-# %% ../../nbs/30g_validator.ipynb #f102d1b6
-@patch
-def evaluate(self:Validator):
-    "Return the validation loss. Raises `RunError` if there is no memory for a single sequence"
-    run = self.stepper.run
-    contexts = run.step_contexts + run.forward_contexts
-    while True:
-        batches = self.batches()
-        try: return self.interruptible(lambda: self.mean_loss(batches), contexts)
-        except torch.OutOfMemoryError: pass # as long as it is handled, its traceback holds every tensor
-        self.on_oom("an evaluation")
-        self.reduced = next_smaller_divisor(len(self.val[0]), len(batches[0][0]))
-        if not self.reduced: raise RunError("out of GPU memory in an evaluation of one sequence. "
-                                            f"Go on where there is more room: --resume {self.folder}")
-        self.log_info(f"out of GPU memory in an evaluation: going on with batches of {self.reduced}")
-        free_memory()
+# %% ../../nbs/30g_validator.ipynb #ad8e6103
+class TextSampler:
+    "Continue the beginning of the validation text"
+    def __init__(self, run, validator, # a `Run`, its `Validator`
+                 tokenizer, # of the text, or None
+                 tokens, seed, # to add by default; of the random choices
+                 timings): # `Timings` of the run, of which the samples are a part
+        self.run, self.validator, self.tokenizer = run, validator, tokenizer
+        self.tokens, self.seed, self.timings = tokens, seed, timings
+
+    def __call__(self, prompt=16, # tokens of the validation text to start from
+                 n=None): # tokens to add; by default `tokens`
+        "Return a continuation, decoded where there is a tokenizer. A signal ends it, as an evaluation"
+        ids = self.validator.val[0][0, :prompt].tolist()
+        write = partial(generate, self.run, ids, self.tokens if n is None else n, seed=self.seed)
+        try:
+            with self.timings.part("samples"):
+                out = self.validator.interruptible(write, self.run.forward_contexts)
+        except torch.OutOfMemoryError: return "no sample: the GPU's memory didn't suffice for it"
+        if self.tokenizer: return self.tokenizer.decode(out)
+        first = f"{' '.join(map(str, out[:20]))}{' ...'*(len(out) > 20)}"
+        return (f"no tokenizer came with the data. The first of {len(out)} tokens: {first}\nFor text, put "
+                "the tokenizer.json of these tokens next to the data, or into the run's folder for "
+                "speedrun_sample")

@@ -7,7 +7,7 @@ from llm_speedrun.distributed import liveness, spawn, world
 from llm_speedrun.distributed.world import World
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.train.console import Signals
-from llm_speedrun.train.coordinator import GroupCoordinator
+from llm_speedrun.train.coordinator import Coordinator
 from llm_speedrun.train.run_dir import Finished
 from helpers import quick_programs
 from helpers.timeouts import TIMEOUT
@@ -285,7 +285,7 @@ def outcomes(w):
     def raising(make):
         def f(): raise make()
         return f
-    c, res = GroupCoordinator(w, torch.device("cpu"), Signals()), []
+    c, res = Coordinator(w, torch.device("cpu"), Signals()), []
     for run in (w.run_on_rank_zero, c.run_on_rank_zero):
         res.append({k: got(run, raising(make)) for k, (make, *_) in ERRORS.items()} | dict(result=got(run, threading.Lock), value=got(run, lambda: w.rank)))
     c.stop_watching()

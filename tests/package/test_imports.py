@@ -123,13 +123,13 @@ import torch
 known = set(sys.modules)
 from llm_speedrun.train import trainer
 from llm_speedrun.train.config import TrainConfig
-take, heavy = trainer.first_step, lambda: sorted(HEAVY & (set(sys.modules) - known))
+take, heavy = trainer.Trainer.first_step, lambda: sorted(HEAVY & (set(sys.modules) - known))
 def first_step(t, x, y):
     before, loss = heavy(), take(t, x, y)
     found[f"before the first step of a {'resumed' if t.record else 'new'} run"] = before
     found[f"after the first step of a {'resumed' if t.record else 'new'} run"] = heavy()
     return loss
-trainer.first_step, trainer.Trainer.finish, found = first_step, trainer.Trainer.stop_fast, {}
+trainer.Trainer.first_step, trainer.Trainer.finish, found = first_step, trainer.Trainer.stop_fast, {}
 options = dict(data="bins", model="tiny", seq_len=16, step_tokens=64, vocab=300, eval_tokens=64, name="run", num_evals=1, lr=1e-3)
 runs = dict(options, recipe=RECIPE, rungs=RUNGS, steps=2), dict(resume="runs/run", steps=3)
 for how in (runs[i] for i in WHICH):

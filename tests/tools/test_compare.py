@@ -232,11 +232,11 @@ def test_a_short_run_is_a_training_run(tmp_path, nano, recipe):
 def test_all_groups_keep_their_proportions(search):
     "A recipe's groups have rates of their own"
     t, seen = search.trainer, []
-    made = t.make_step
-    def own_rates():
-        made()
+    reset = search.reset
+    def own_rates(turn=0):
+        reset(turn)
         t.step.opt.param_groups[1]["ratio"] = 10*t.step.opt.param_groups[0].get("ratio", 1.)
-    t.make_step = own_rates # of each short run
+    search.reset = own_rates # of each short run
     one_step = search.one_step
     def noting(*args):
         loss = one_step(*args)

@@ -13,7 +13,7 @@ from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import Timings, process_start
 from llm_speedrun.model import workload
 from llm_speedrun.runs import find_rung, rung_name, rung_specs
-from llm_speedrun.train import autotune, presets as presets_module, resolve, trainer as trainer_module
+from llm_speedrun.train import autotune, callbacks, presets as presets_module, resolve
 from llm_speedrun.train.autotune import divisors, find_micro_batch
 from llm_speedrun.train.presets import PRESETS, parse_rungs, preset, preset_of, presets
 from llm_speedrun.train.trainer import Trainer, train
@@ -213,12 +213,12 @@ def test_a_cpu_is_timed_each_time(tmp_path, builds):
 
 def test_the_ladder_is_measured_when_asked_for(tmp_path, monkeypatch, capsys):
     "And decides nothing: the list is the same, whatever the rungs gain"
-    monkeypatch.setattr(trainer_module, "measure_ladder", lambda config, rows, rungs: [dict(rungs=list(rungs), rows=rows)])
+    monkeypatch.setattr(callbacks, "measure_ladder", lambda config, rows, rungs: [dict(rungs=list(rungs), rows=rows)])
     plain, asked = (Trainer(options(tmp_path, rungs="safe", name=str(on), ladder=on), progress=False) for on in (False, True))
     assert plain.ladder == [] and plain.cfg.rungs == asked.cfg.rungs
     assert asked.ladder == [dict(rungs=asked.cfg.rungs.split(","), rows=asked.plan.rows_here)]
 
-def test_climb_refuses_before_it_measures(monkeypatch):
+def test_the_ladder_refuses_before_it_measures(monkeypatch):
     "What doesn't go together is refused before minutes of measuring"
     monkeypatch.setattr(ladder, "measure_here", lambda *args, **kw: pytest.fail("measured"))
     with fails(ValueError, "exclude each other"): measure_ladder(NANO, 1, ["flash", "checkpoint", "selective_checkpoint"])

@@ -7,7 +7,8 @@ from llm_speedrun.measure import Timings, format_duration
 from llm_speedrun.train.callbacks import Callback
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.train.run_dir import RunDir
-from llm_speedrun.train.trainer import Trainer, report, train
+from llm_speedrun.train.launch import report
+from llm_speedrun.train.trainer import Trainer, train
 from helpers.tiny_runs import nano, options
 from helpers.timeouts import TIMEOUT
 

@@ -41,7 +41,7 @@ def test_a_restart_that_succeeds_prints_no_error():
 
 LOST = """import os, signal
 from llm_speedrun.distributed.world import PeerLostError
-from llm_speedrun.train.trainer import exit_with_error
+from llm_speedrun.train.launch import exit_with_error
 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': exit_with_error(PeerLostError(
     'process 1 of 2 does not answer: it was last seen at step 7, 9 s ago. Go on from a checkpoint (--resume). (timed out)'))"""
 

@@ -7,7 +7,7 @@ import numpy as np, pytest, torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from llm_speedrun.checkpoint import format, save
-from llm_speedrun.train import trainer as module
+from llm_speedrun.train import trainer as module, validator
 from llm_speedrun.data import Batches
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
@@ -19,6 +19,7 @@ from llm_speedrun.checkpoint.format import checkpoints, flatten_state, newest, r
 from llm_speedrun.train.console import Signals
 from llm_speedrun.train.resolve import PlanResolver, read_options, resumed
 from llm_speedrun.train.trainer import train, Trainer
+from llm_speedrun.train.validator import TextSampler
 from tokenizers import Tokenizer, models
 from helpers import quick_programs
 from helpers.tiny_runs import VOCAB, fails, nano, options, texts, write_bins
@@ -244,15 +245,17 @@ def test_what_was_due_is_done(tmp_path, monkeypatch, judged_whole, where, at, nu
     "A signal in an evaluation, a sample or a step: the resumed run does what was due, once, and stops at the target as ever"
     how, want, weights = judged_whole
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    real, sent = getattr(Trainer, where), []
+    owner, name = (TextSampler, "__call__") if where == "sample" else (Trainer, where)
+    real, sent, samples = getattr(owner, name), [], []
     def stopped(self, *args, **kw):
-        if self.done == at and not sent:
+        if where == "sample": samples.append(self)
+        if not sent and at == (2*len(samples) if samples else self.done): # a sample after each second step
             sent.append(at)
-            if where == "train_iteration": signal.raise_signal(number)
-            else: self.signals.during(lambda: signal.raise_signal(number)) # as while it runs
+            during = dict(train_iteration=lambda f: f(), sample=self.validator.during, evaluate=self.validator.during)[where] # as while it runs
+            during(lambda: signal.raise_signal(number))
         return real(self, *args, **kw)
     with monkeypatch.context() as m:
-        m.setattr(Trainer, where, stopped)
+        m.setattr(owner, name, stopped)
         _, first = go(tmp_path, **how)
     assert sent and first["interrupted"]
     try: _, res = resume(tmp_path)
@@ -880,7 +883,7 @@ def test_sigterm_at_the_end(tmp_path, monkeypatch, where):
     def stopped(*args, **kw): signal.raise_signal(signal.SIGTERM); went_on.append(where)
     with monkeypatch.context() as m:
         if where == "evaluate": m.setattr(Stepper, "evaluate", stopped)
-        else: m.setattr(module, "generate", stopped)
+        else: m.setattr(validator, "generate", stopped)
         trainer = Trainer(options(tmp_path, num_evals=1), progress=False)
         res = trainer.fit()
     assert not went_on and res["interrupted"] and "val_loss" not in res and trainer.signal == signal.SIGTERM

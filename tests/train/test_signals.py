@@ -18,10 +18,10 @@ from llm_speedrun.train.checkpointer import Checkpointer
 from llm_speedrun.train.encoder_pool import Encoder
 from llm_speedrun.train.loader import StreamBatches
 from llm_speedrun.train.console import Signals
-from llm_speedrun.train.coordinator import GroupCoordinator
+from llm_speedrun.train.coordinator import Coordinator
 from llm_speedrun.train.run_dir import Finished
 from llm_speedrun.train.trainer import Trainer
-from llm_speedrun.train.validator import Validator
+from llm_speedrun.train.validator import TextSampler, Validator
 from helpers.timeouts import TIMEOUT
 from helpers.tiny_runs import nano, options, texts
 from test_resume import go, resume, stop_at
@@ -153,16 +153,17 @@ def test_a_signal_in_the_last_sample(tmp_path, monkeypatch, number):
     "The run ends with the sample of its last step, or a resumed one writes it"
     how = dict(steps=6, num_samples=3, num_evals=1)
     go(tmp_path/"whole", **how)
-    sample, sent = Trainer.sample, []
+    sample, calls = TextSampler.__call__, []
     def pressed(self):
-        if self.done == 6 and not sent: sent.append(1); self.signals.during(lambda: signal.raise_signal(number))
+        calls.append(1)
+        if len(calls) == 3: self.validator.during(lambda: signal.raise_signal(number)) # after steps 2, 4 and 6
         return sample(self)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(Trainer, "sample", pressed)
+    monkeypatch.setattr(TextSampler, "__call__", pressed)
     go(tmp_path/"stopped", **how)
     with suppress(Finished): resume(tmp_path/"stopped")
     got, want = ((tmp_path/name/"runs/run/samples.jsonl").read_text() for name in ("stopped", "whole"))
-    assert sent and got == want and [json.loads(o)["step"] for o in got.splitlines()] == [2, 4, 6]
+    assert len(calls) > 2 and got == want and [json.loads(o)["step"] for o in got.splitlines()] == [2, 4, 6]
 
 @posix
 def test_the_checkpoint_is_on_the_disk_before_the_weights(tmp_path, monkeypatch):
@@ -188,7 +189,7 @@ def stops(w):
     res = []
     for ours in PAIRS:
         for late in (False, True):
-            c = GroupCoordinator.__new__(GroupCoordinator)
+            c = Coordinator.__new__(Coordinator)
             c.world, c.signals, c.save_requested, c.stop, c.flags = w, Signals(), False, 0, FlagExchange(w, "stop", "save")
             for step in range(4):
                 if step == late*3: c.signals.got = ours[w.rank]

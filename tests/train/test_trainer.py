@@ -5,7 +5,7 @@ import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun import corpus, ladder
 from llm_speedrun.data import bigram_loss
-from llm_speedrun.train import autotune, resolve, trainer as module
+from llm_speedrun.train import autotune, checkpointer, resolve
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, rung_specs, has_auto_options
 from llm_speedrun.train.autotune import drop_failed_rung, NoRoom
 from llm_speedrun.train.presets import PRESETS, without_rung
@@ -16,10 +16,13 @@ from llm_speedrun.train.run_charts import loss_chart
 from llm_speedrun.train.config import LadderOptions, TrainConfig
 from llm_speedrun.train.console import Progress
 from llm_speedrun.train.metrics import read_rows
-from llm_speedrun.train.trainer import report, train, Trainer
+from llm_speedrun.train.launch import report
+from llm_speedrun.train.trainer import train, Trainer
+from llm_speedrun.train.validator import TextSampler
 from llm_speedrun.checkpoint.format import newest
 from helpers import quick_programs
 from helpers.tiny_runs import NANO, VOCAB, fails, nano, options, texts, write_bins
+from make_readme import ROOT
 from helpers.timeouts import TIMEOUT, wait_until
 
 FILES = {"checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "sample.txt", "result.json", "loss.png", "report.html"}
@@ -370,7 +373,7 @@ def test_second_ctrl_c_does_not_lie(tmp_path, monkeypatch, capsys):
     "Ctrl-C again while the results are saved: the weights are there, so nobody says that nothing was written"
     interrupted(monkeypatch, 3)
     def press(self): raise KeyboardInterrupt
-    monkeypatch.setattr(Trainer, "sample", press)
+    monkeypatch.setattr(TextSampler, "__call__", press)
     with pytest.raises(SystemExit): clean_errors(lambda: train(options(tmp_path), progress=False))
     assert (tmp_path/"runs/run/model.safetensors").exists()
     said = capsys.readouterr().err
@@ -656,7 +659,7 @@ def test_out_of_memory_for_an_average(tmp_path, monkeypatch):
     monkeypatch.setattr(schedules, "copies", lambda params: [p.detach().to("cpu", copy=True) for p in params])
     assert train(options(tmp_path, ema_decay=.9), progress=False)[1]["val_loss"] == res["val_loss"]
     def full(*args): raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(module, "Average", full)
+    monkeypatch.setattr(checkpointer, "WeightEMA", full)
     with fails(RunError, "no GPU memory for an average", "--ema_decay"): Trainer(options(tmp_path, ema_decay=.9, name="b"), progress=False)
 
 # Nobody looks on
@@ -760,3 +763,22 @@ def test_a_vocabulary_that_is_not_used_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(resolve, "TrainData", lambda *args: smaller)
     Trainer(options(tmp_path, data="stdlib", vocab=300, steps=2, name="c")).run_dir.release()
     assert "the vocabulary has 290 tokens, and 300 were asked for" in capsys.readouterr().out
+
+# Editors
+
+SEEN = { # a call in the trainer's module -> what an editor must open there
+    "self.train_iteration(batches)": "train.trainer.Trainer.train_iteration", "self.checkpointer.save(": "train.checkpointer.Checkpointer.save",
+    "self.coordinator.exchange_flags(": "train.coordinator.Coordinator.exchange_flags", "self.signals.during(": "train.console.Signals.during",
+    "self.validator.evaluate(": "train.validator.Validator.evaluate", "self.run_dir.write_result(": "train.run_dir.RunDir.write_result"}
+
+@pytest.mark.parametrize("call, name", SEEN.items())
+def test_editors_find_methods(call, name):
+    "By the library that Jupyter and editors use: parts are set in the constructor, and their classes stand in one piece"
+    jedi = pytest.importorskip("jedi")
+    from jedi.api.environment import InterpreterEnvironment # in this process
+    path = ROOT/"llm_speedrun/train/trainer.py"
+    text = path.read_text(encoding="utf-8")
+    line = text[:text.index(call)].count("\n")
+    at = text.splitlines()[line].index(call) + call.index("(") - 1
+    found = jedi.Script(text, path=path, project=jedi.Project(ROOT), environment=InterpreterEnvironment()).goto(line + 1, at, follow_imports=True)
+    assert [o.full_name for o in found] == [f"llm_speedrun.{name}"]
