@@ -4,17 +4,15 @@
 
 # %% auto #0
 __all__ = ['SpeedrunError', 'InputError', 'RunError', 'AllFailed', 'lookup', 'replace_file', 'not_utf8', 'utf8_text',
-           'seems_utf16', 'read_text_of', 'sha256_of', 'file_sha256', 'decoded', 'read_json', 'exercise']
+           'seems_utf16', 'read_text_of', 'sha256_of', 'file_sha256', 'decoded', 'read_json']
 
 # %% ../nbs/06_files.ipynb #29a8ccb6
 import atexit, codecs, difflib, errno, hashlib, inspect, math, os, re, socket, stat, sys, time
 from collections import deque
 from contextlib import contextmanager, suppress
-from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock, Thread
-from types import FunctionType
 import msgspec
 from fastcore.xdg import xdg_cache_home
 from filelock import FileLock, SoftFileLock, Timeout
@@ -402,25 +400,3 @@ def cache_dir() -> Path:   # the folder, made if it was not there
     except OSError as e: raise OSError(
         f"the cache {path} can't be made ({e.strerror}): {OTHER_CACHE}") from None
     return path
-
-# %% ../nbs/06_files.ipynb #exer0001
-def _stub(): ...
-
-def is_stub(answer): # a function or a class
-    "Return whether a function or class is still empty. A lambda never is, since it is written in one piece"
-    if isinstance(answer, type) and answer.__module__ != "builtins":
-        own = [o for k, o in vars(answer).items() if isinstance(o, FunctionType) and not k.startswith("_abc")]
-        return any(map(is_stub, own)) or not (own or vars(answer).get("__annotations__"))
-    code = getattr(inspect.unwrap(answer), "__code__", None)
-    return bool(code) and code.co_name != "<lambda>" and code.co_code == _stub.__code__.co_code
-
-# %% ../nbs/06_files.ipynb #exer0003
-def exercise(number): # as the lesson counts it
-    "Decorate the check of an exercise: called with a stub, it prints that the answer is yours to write"
-    def decorate(check):
-        @wraps(check)
-        def checked(*answers):
-            if any(map(is_stub, answers)): print(f"Exercise {number}: yours to write")
-            else: return check(*answers)
-        return checked
-    return decorate

@@ -103,6 +103,12 @@ def test_what_shrank_leaves_the_lists():
     found, sizes = methods(PACKAGE), {k: lines(p) for k, p in modules(PACKAGE).items()}
     assert all(found[k] > METHODS for k in LARGE) and all(sizes[k] > LINES for k in LONG), (found, sizes)
 
+def test_only_notebooks_import_the_course():
+    "What a lesson draws, shows and checks is no part of the product"
+    assert not [name for name, found in graph(PACKAGE, "llm_speedrun").items() if "course" in found]
+
+def test_io_utils_imports_nothing_of_the_package(): assert not graph(PACKAGE, "llm_speedrun")["io_utils"]
+
 def class_assignments(source):
     "Lines of Python that assign an object's class"
     nodes = [o for o in ast.walk(ast.parse(source)) if isinstance(o, (ast.Attribute, ast.Call))]

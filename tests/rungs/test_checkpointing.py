@@ -6,7 +6,8 @@ from llm_speedrun.rungs.checkpointing import (checkpoint, count_memory, fits_in,
                                               prepared, recompute, saved_bytes, selective_checkpoint, spread)
 from llm_speedrun.roofline import OpCounter
 from llm_speedrun.model import naive_layer, workload
-from llm_speedrun.runs import build, enter_all, find_rung, reference_errors, Stepper
+from llm_speedrun.runs import build, enter_all, find_rung, Stepper
+from llm_speedrun.course import reference_errors
 from helpers.tiny_runs import NANO, fails, nano
 
 FOUR = replace(NANO, layers=4)

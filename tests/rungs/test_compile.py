@@ -9,7 +9,8 @@ from llm_speedrun.rungs.cuda_graphs import capturable_adamw, graphed, RecordedLo
 from llm_speedrun.roofline import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, ceilings,
                                    profile_kinds, profiled)
 from llm_speedrun.model import WORKLOADS, naive_attention, naive_layer, set_parts
-from llm_speedrun.runs import RUNGS, build, count_step, enter_all, make_step, reference_errors, Stepper
+from llm_speedrun.runs import RUNGS, build, count_step, enter_all, make_step, Stepper
+from llm_speedrun.course import reference_errors
 from llm_speedrun.generate import generate
 from helpers.torch_globals import changed, flags
 from helpers.tiny_runs import NANO, fails, recorded
