@@ -13,7 +13,8 @@ import torch
 from .io_utils import InputError, RunError, lookup, read_text_of
 from .text_files import EOT
 from .tokenizer import end_of_text
-from .export import EXPORT_DTYPES, from_pretrained, text_tokenizer
+from .export import EXPORT_DTYPES
+from .pretrained import from_pretrained, text_tokenizer
 from .generate import Generator, generate, stream_pieces
 from .measure import compare, default_device, version_of
 from .train.config import SEPARATORS, TextList
@@ -22,7 +23,7 @@ from .train.config import SEPARATORS, TextList
 def in_dtype(run, # a `Run` in FP32
              dtype): # "fp32" or "bf16"
     "Return the run with its matrices in that type; its own model stays as it is"
-    if lookup(EXPORT_DTYPES, dtype, "dtype") == torch.float32: return run
+    if not lookup(dict(fp32=False, bf16=True), dtype, "dtype"): return run
     from llm_speedrun.rungs.optim import bf16_matrices # here, since it loads kernels
     return run.with_model(bf16_matrices)
 

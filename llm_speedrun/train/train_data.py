@@ -13,7 +13,7 @@ from typing import Any
 from fastcore.basics import patch
 from ..io_utils import InputError
 from ..tokenizer import end_of_text, tokenizer_of, vocabulary_size
-from ..export import run_of
+from ..pretrained import run_of
 from ..data import Batches, bigram_loss, val_batches
 from ..corpus import Corpus, differences
 from ..rungs.documents import check_documents

@@ -4,7 +4,8 @@ from dataclasses import asdict, replace
 from functools import reduce
 import pytest, torch, torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from llm_speedrun.export import export_folder, from_pretrained, import_folder, read_run, write_folder
+from llm_speedrun.export import export_folder, write_folder
+from llm_speedrun.pretrained import from_pretrained, import_folder, read_run
 from llm_speedrun.model import GPT, WORKLOADS
 from llm_speedrun.recipes.architecture import NORM, OUT, folded, heads_of, init, NormedGPT, UntiedGPT
 from llm_speedrun.runs import Run, Stepper, baseline, enter_all, in_order

@@ -1,7 +1,8 @@
 "Each switch computes what it says, under every rung, and such a model comes back from its folder and is not exported."
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
-from llm_speedrun.export import export_folder, from_pretrained, write_folder
+from llm_speedrun.export import export_folder, write_folder
+from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.architecture import UntiedGPT, init
 from llm_speedrun.recipes.modded_architecture import SWITCHES, beyond, switch_rows

@@ -6,7 +6,8 @@ from tokenizers import Tokenizer
 from llm_speedrun import sample
 from llm_speedrun.corpus import train_tokenizer
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.export import export_folder, from_pretrained, write_folder
+from llm_speedrun.export import export_folder, write_folder
+from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.recipe import RECIPES, parse_recipe
