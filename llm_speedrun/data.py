@@ -190,16 +190,6 @@ def _unigram(corpus, n):
     c = sum(np.bincount(t, minlength=vocab)*often for t, often in _counted(corpus, n)) + 1.
     return c / c.sum()
 
-# %% ../nbs/03_data.ipynb #5698bec8
-def unigram_loss(
-    corpus,             # its training tokens are counted; or a mixture: pairs of corpus and weight
-    batches,            # validation batches (x, y)
-    n=10_000_000,       # training tokens to count
-) -> float:             # nats per token
-    "Return the loss of a model that knows only how frequent each token is."
-    y = torch.cat([y.flatten() for _,y in batches]).numpy()
-    return float(-np.log(_unigram(corpus, n))[y].mean())
-
 # %% ../nbs/03_data.ipynb #9221deeb
 def _pair_counts(corpus, n, x, y, V): # tokens, and those that follow them
     "How often each pair (x, y) occurs in what is counted, and how often each x does before any token"

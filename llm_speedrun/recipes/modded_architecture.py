@@ -187,15 +187,3 @@ class BeyondRecipe(Recipe):
 OFF = dict(softcap=0., x0=False, values=False, gate=False, skips=False)
 RECIPES["beyond"] = BeyondRecipe("beyond", apply_beyond, OFF, defaults=normuon.defaults,
                                  excludes=normuon.excludes)
-
-# %% ../../nbs/49_beyond.ipynb #144e77d8
-def switch_rows(results, # name -> one dict for each seed, in the same order: val_loss and ms, of a step
-                plain): # name of those to compare with
-    "Name, mean loss, mean difference from `plain` and its standard error (nan of one seed), times the step"
-    rows, mean = [], lambda rs, k: sum(r[k] for r in rs) / len(rs)
-    for name, rs in results.items():
-        gaps = torch.tensor([r["val_loss"] - p["val_loss"] for r, p in zip(rs, results[plain], strict=True)])
-        error = (gaps.std() / len(gaps)**.5).item() if len(gaps) > 1 else float("nan")
-        slower = mean(rs, "ms") / mean(results[plain], "ms")
-        rows.append((name, mean(rs, "val_loss"), gaps.mean().item(), error, slower))
-    return rows

@@ -18,24 +18,10 @@ def document_ids(x, eot): # B T tokens, the token that begins a document
     "Return the number of each token's document in its window, B T; 0 for one cut off by the window's start"
     return (x == eot).cumsum(-1)
 
-def document_positions(x, eot): # B T tokens, the token that begins a document
-    "Return each token's position in its document (or in the part within the window), B T"
-    i = torch.arange(x.shape[-1], device=x.device).expand_as(x)
-    return i - (i * (x == eot)).cummax(-1).values
-
 def document_mask(x, eot): # B T tokens, the token that begins a document
     "Return which key (last dimension) each query may see: earlier ones of its document. B 1 T T, bool"
     d = document_ids(x, eot)[:, None]
     return (d[..., :, None] == d[..., None, :]).tril()
-
-# %% ../../nbs/24_documents.ipynb #592c92fa
-def document_borders(x, eot): # B T tokens, the token that begins a document
-    "Return cumulative document lengths in the flattened windows (int32, 0 to B*T), and the longest one"
-    begins = x == eot
-    begins[:, 0] = True
-    ends = torch.tensor([x.numel()], device=x.device)
-    cu = torch.cat([begins.flatten().nonzero().flatten(), ends]).int()
-    return cu, int(cu.diff().max())
 
 # %% ../../nbs/24_documents.ipynb #eaef5885
 def check_documents(corpus): # a `data.Corpus`

@@ -481,15 +481,3 @@ def tensor_parallel(run, # a `Run`
     cut = lambda model: cut_model(model, share, bool({"fp8", "fp8_activations"} & {*run.rungs}))
     return replace(run.replace_model(cut), sync=ParallelSync,
                    gradient_syncs=run.gradient_syncs + (TensorParallel(share, run.world.group("tp")),))
-
-# %% ../../nbs/53_tensor_parallel.ipynb #5085ff8b
-def step_messages(config, # a `GPTConfig`
-                  tokens, # of a micro-batch
-                  nbytes=2): # of a value of the residual stream
-    """Return the collectives of a micro-batch under `tensor_parallel`, both ways: name, bytes of the
-    whole, how many, whether they overlap with a matmul"""
-    n, layers = tokens*config.width*nbytes, config.layers
-    return [("all_gather", n, 2*layers + 1, False), # into QKV, into gate and up; the last hidden states
-            ("reduce_scatter", n, 2*layers + 2, False), # out of attention, MLP, embedding; in the loss
-            ("all_gather", n, 2*layers + 1, False), # backward, the gradients of such sums
-            ("all_gather", n, 2*layers, True), ("reduce_scatter", n, 2*layers, True)] # backward, of gathers

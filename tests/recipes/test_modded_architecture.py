@@ -5,10 +5,11 @@ from llm_speedrun.export import export_folder, write_folder
 from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.architecture import UntiedGPT, init
-from llm_speedrun.recipes.modded_architecture import SWITCHES, beyond, switch_rows
+from llm_speedrun.recipes.modded_architecture import SWITCHES, beyond
 from llm_speedrun.rungs.flash import sdpa
 from llm_speedrun.runs import Run
 from llm_speedrun.train.trainer import train
+from helpers.lessons import defined_in
 from helpers.tiny_runs import NANO, fails, nano, options
 import test_resume as test_resume_module
 from test_architecture import FP8, built, loss_and_grads, run_folder, tokens
@@ -123,6 +124,7 @@ def test_folder(tmp_path, switches, nano):
 def test_rows():
     "Differences by pairs, with their error"
     plain, other = ([dict(val_loss=v, ms=m) for v in vs] for vs, m in (((3., 4., 5.), 100), ((2.9, 3.8, 4.7), 110)))
+    switch_rows = defined_in("49_beyond", "switch_rows").switch_rows
     a, b = switch_rows(dict(plain=plain, other=other), "plain")
     assert a == ("plain", 4., 0., 0., 1.) and b[0] == "other"
     assert b[1:] == pytest.approx((3.8, -.2, .1/3**.5, 1.1))
