@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 # %% ../nbs/62_export.ipynb #cb20c69c
-from .io_utils import InputError, check_writable, lookup, read_bytes_of, reason, synced
+from .io_utils import InputError, check_writable, lookup, read_bytes_of, reason, fsync_path
 from .tokenizer import end_of_text, read_tokenizer, vocabulary_size
 from .pretrained import (file_of, opened, qwen3_name, read_run, recorded_function, run_of,
                                      with_rungs)
@@ -97,10 +97,10 @@ def written_whole(out): # the folder to write
         with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
             (new := Path(beside)/out.name).mkdir()
             yield new
-            for path in (*new.iterdir(), new): synced(path)
+            for path in (*new.iterdir(), new): fsync_path(path)
             new.rename(out)
     except OSError as e: raise OSError(f"{out} was not written, nothing is left: {reason(e)}") from None
-    synced(out.parent)
+    fsync_path(out.parent)
 
 # %% ../nbs/62_export.ipynb #05644fb3
 def write_folder(out, # the folder to write, which must not exist

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec, torch
 from fastcore.basics import patch
 from msgspec import Meta
-from ..io_utils import InputError, appears, read_json, replace_file, synced
+from ..io_utils import InputError, wait_for_path, read_json, replace_file, fsync_path
 from ..distributed.world import World
 from ..distributed.parallel import Shard, local
 
@@ -185,7 +185,7 @@ def tidy_up(self:ShardedSaver):
 def sees(self:ShardedSaver,
          seconds=5): # network disks take some
     "Return whether this process finds the mark"
-    return appears(self.folder/f".{self.token}", seconds)
+    return wait_for_path(self.folder/f".{self.token}", seconds)
 
 # %% ../../nbs/54_sharded_saving.ipynb #0a482cb5
 @patch
@@ -317,7 +317,7 @@ def finish(self:ShardedSaver, tmp, folder, about): # as for `wait_for_parts`; me
         if p != tmp: shutil.rmtree(p, ignore_errors=True)
     if folder.exists(): shutil.rmtree(folder) # a broken one, or of a run that went back
     tmp.rename(folder)
-    synced(folder.parent)
+    fsync_path(folder.parent)
     for n in names: (folder/f"{n}.json").unlink() # the index has it all
 
 # %% ../../nbs/54_sharded_saving.ipynb #2f7dde6d

@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 
 # %% ../../nbs/36a_machine_checks.ipynb #ddb069e9
-from ..io_utils import SpeedrunError, appears, cache_dir, in_words
+from ..io_utils import SpeedrunError, wait_for_path, cache_dir, format_oserror
 from ..measure import default_device, driver_version, nvml_gpu, sample_ms, summarize, version_of
 from ..runs import RUNGS
 from .presets import presets
@@ -45,7 +45,7 @@ def of_error(e, # an exception
     if isinstance(e, torch.OutOfMemoryError):
         return Finding("problem", about, "out of GPU memory: choose a smaller --micro_batch_size, "
                        "--rungs smallest, or a smaller --model or --seq_len")
-    if isinstance(e, OSError): text = in_words(e)
+    if isinstance(e, OSError): text = format_oserror(e)
     else: text = str(e) if isinstance(e, SpeedrunError) else f"{type(e).__name__}, which nobody foresaw: {e}"
     return Finding("problem", about, text or type(e).__name__)
 
@@ -292,7 +292,7 @@ def check_shared(world, folder, what, # where the first process writes, and what
     there = Path(world.broadcast_object(str(next(p for p in (folder, *folder.parents) if p.exists()))))
     mine = mark_in(there) if world.first else None
     mark = world.broadcast_object(mine)
-    sight = world.all_gather_object(mark is not None and appears(mark))
+    sight = world.all_gather_object(mark is not None and wait_for_path(mark))
     if mine: mine.rmdir()
     blind = [r for r, sees in enumerate(sight) if not sees]
     if mark is None: return # `check_disk` says so
