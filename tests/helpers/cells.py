@@ -24,7 +24,7 @@ AWAITING = [*OLD, *"""
     31_saving 31a_save 33a_run_dir 34_metrics 35_report 36_doctor 36a_machine_checks 37_encoder_pool 38_prepare_data 39_loader
     40_schedules 42_batch 43_muon 44_fast_muon 45_normuon 46_architecture 47_speedrun 49_beyond 49a_model_registry
     50c_collectives 51_ddp 52_fsdp 53_tensor_parallel 54_sharded_saving 54a_load 54b_state 60_generate 60a_sample
-    62_export 63_finale 05a_records 30a_resolve 30b_train_data 33_config 33c_cli 41_recipe 48_race 50_world 50b_watchdog 55_cluster 61_evals 64_comparison
+    62_export 63_finale 03e_corpus 05a_records 30a_resolve 30b_train_data 33_config 33c_cli 41_recipe 48_race 50_world 50b_watchdog 55_cluster 61_evals 64_comparison
     65_plan""".split()]
 def with_outputs(paths): return [p for p in paths if p.stem not in OLD]
 
