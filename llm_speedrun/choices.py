@@ -86,7 +86,8 @@ class Choices:
         "Return the choice that was made before in the same circumstances, or else `measure()`, remembered"
         where = as_json(about) | choosing_machine()
         if (c := self.made_before(what, where, kind)) and still(c.value):
-            self.log_info(f"{what}, as measured here on {c.date}: {describe(c.value)} (--retune measures again)")
+            self.log_info(f"{what}, as measured here on {c.date}: {describe(c.value)} "
+                          "(--retune measures again)")
             return c.value
         with without_dispatch_modes(): value = measure()
         self.remember(Choice(what, where, as_json(value), date.today().isoformat()))
@@ -100,8 +101,10 @@ class Choices:
             with lock_file(f"{path}.lock", 10):
                 same = lambda c: (c.what, c.where) == (choice.what, choice.where)
                 kept = [c for c in self.read() if not same(c)][1 - MOST_CHOICES:]
-                replace_file(path, msgspec.json.format(msgspec.json.encode([*kept, choice]), indent=1).decode())
-        except (OSError, Timeout) as e: self.log_info(f"the choice of {choice.what} can't be remembered: {e}")
+                text = msgspec.json.format(msgspec.json.encode([*kept, choice]), indent=1).decode()
+                replace_file(path, text)
+        except (OSError, Timeout) as e:
+            self.log_info(f"the choice of {choice.what} can't be remembered: {e}")
 
 # %% ../nbs/06a_choices.ipynb #06check2
 MEMORY = [] # the `Choices` that remember checks; the last one counts
