@@ -11,7 +11,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Iterable, Iterator
 import msgspec, numpy as np
-from fastcore.basics import patch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # %% auto #0
@@ -160,14 +159,23 @@ def digest_pieces(digest, parcel): # from `text_digest` (changed), from `parcels
     "Update the digest with a parcel: the text of its pieces, and where documents begin"
     for text, first, _ in parcel: digest.update((EOT*first + text).encode())
 
-def _encoded(docs, spec, digest, tally): # documents, a `CorpusSpec`
-    "Yield (is validation, token ids) of each piece of each document"
-    eot = end_token(spec.tokenizer)
-    for parcel in parcels(marked_pieces(tried(docs, spec.tokenizer), spec.val_frac)):
-        digest_pieces(digest, parcel)
-        out = spec.tokenizer.encode_batch([p for p,_,_ in parcel], add_special_tokens=False)
-        tally.add(parcel, sum(map(len, out)))
-        for (_,first,held),o in zip(parcel, out): yield held, [eot]*first + o.ids
+# %% ../nbs/03e_corpus.ipynb #03eassm1
+def token_arrays(
+    encoded,            # pairs of a parcel and the tokens of each piece, as bytes
+    spec, tally,        # a `CorpusSpec`; a `Tally`, which counts them
+    written=0,          # tokens that there are already
+):
+    "Yield (parcel, its tokens, which are held out) until there are `max_tokens`; `<|endoftext|>` is first"
+    eot, dtype = end_token(spec.tokenizer), token_dtype(spec.tokenizer)
+    left = (spec.max_tokens or 2**62) - written
+    if left <= 0: return
+    for parcel, texts in encoded:
+        n = np.array([len(b) // dtype.itemsize for b in texts])
+        first, held = (np.array([p[k] for p in parcel]) for k in (1, 2))
+        tokens = np.insert(np.frombuffer(b"".join(texts), dtype), (np.cumsum(n) - n)[first], eot)
+        tally.add(parcel, int(n.sum()))
+        yield parcel, tokens[:left], np.repeat(held, n + first)[:left]
+        if (left := left - len(tokens)) <= 0: return
 
 # %% ../nbs/03e_corpus.ipynb #aaec8a52
 def _tail_cut(tokens, eot, frac=.05):
@@ -191,14 +199,6 @@ def hold_out_tail(folder, writers, spec): # a `CorpusSpec`
     for p in old: p.unlink()
     return new
 
-# %% ../nbs/03e_corpus.ipynb #6612c157
-def _sweep(folder):
-    "Remove what killed processes left unfinished in `folder`"
-    for part in [p.parent for p in folder.glob(".*.part/.lock")]:
-        with suppress(RunError):        # its process is alive
-            lock = lock_dir(part, "this corpus")
-            shutil.rmtree(part, ignore_errors=True); lock.release()
-
 # %% ../nbs/03e_corpus.ipynb #19ac4d24
 @contextmanager
 def _new_folder(folder):
@@ -207,7 +207,11 @@ def _new_folder(folder):
     exists = FileExistsError(f"{folder} exists already and is left as it is; name another, or delete it")
     if folder.exists(): raise exists
     tmp = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
-    _sweep(folder.parent); lock = lock_dir(tmp, "this corpus")
+    for part in [p.parent for p in folder.parent.glob(".*.part/.lock")]:
+        with suppress(RunError):        # it is left as it is where its process is alive
+            lock = lock_dir(part, "this corpus")
+            shutil.rmtree(part, ignore_errors=True); lock.release()
+    lock = lock_dir(tmp, "this corpus")
     try:
         yield tmp
         lock.release(); (tmp/".lock").unlink(missing_ok=True)
@@ -221,18 +225,6 @@ def split_kind(train, val, val_frac): # two writers, the share to hold out
     "Return \"document\", or \"tail\" if that leaves a split too small. Raises `InputError` without tokens"
     if not (total := train.n + val.n): raise InputError("no documents, so no tokens: nothing was written")
     return "document" if val.n > val_frac*total/5 and train.n > total/2 else "tail"
-
-# %% ../nbs/03e_corpus.ipynb #5c465e6f
-def _write_tokens(docs, spec, folder, digest, tally):
-    "Encode `docs` into `folder`. Returns the two closed writers, and how the split was made"
-    dtype, left = token_dtype(spec.tokenizer), spec.max_tokens or float("inf")
-    train, val = writers = [TokenWriter(folder, o, dtype, spec.shard_tokens) for o in ("train", "val")]
-    for is_val,ids in _encoded(docs, spec, digest, tally):
-        (val if is_val else train).write(ids[:min(left, len(ids))])
-        if (left := left - len(ids)) <= 0: break
-    train.close(); val.close()
-    split = split_kind(train, val, spec.val_frac)
-    return writers if split == "document" else hold_out_tail(folder, writers, spec), split
 
 # %% ../nbs/03e_corpus.ipynb #e46c9fcf
 def describe_tokens(
@@ -264,10 +256,19 @@ def write_shards(
     """Encode `docs` into `train_000.bin`, `val_000.bin`, ..., `meta.json` and `tokenizer.json`.
     Raw little-endian uint16 (uint32 for a vocabulary above 65536), each document after an end-of-text token.
     Raises FileExistsError, or ValueError when there are no tokens."""
-    spec, digest = CorpusSpec(tokenizer, **how), text_digest()
-    tally = Tally(spec.tokenizer)
+    spec, digest, dtype = CorpusSpec(tokenizer, **how), text_digest(), token_dtype(tokenizer)
+    tally, pieces = Tally(tokenizer), marked_pieces(tried(docs, tokenizer), spec.val_frac)
+    def encode(parcel):
+        out = tokenizer.encode_batch([p[0] for p in parcel], add_special_tokens=False)
+        return [np.array(o.ids, dtype).tobytes() for o in out]
     with _new_folder(folder) as tmp:
-        writers, split = _write_tokens(docs, spec, tmp, digest, tally)
+        writers = [TokenWriter(tmp, o, dtype, spec.shard_tokens) for o in ("train", "val")]
+        for parcel, tokens, held in token_arrays(((p, encode(p)) for p in parcels(pieces)), spec, tally):
+            digest_pieces(digest, parcel)
+            for w, side in zip(writers, (~held, held)): w.write(tokens[side])
+        for w in writers: w.close()
+        split = split_kind(*writers, spec.val_frac)
+        if split == "tail": writers = hold_out_tail(tmp, writers, spec)
         text = tally.summary(getattr(docs, "report", None))
         return describe_tokens(tmp, spec, writers, split, digest, text)
 
@@ -283,6 +284,14 @@ class Corpus:
     eot: int | None = None          # the token that starts a document
     documents: str | None = field(default=None, repr=False)         # digest of the text, where it is known
     text: TextSummary | None = field(default=None, repr=False)      # what was read, where it is known
+
+    def fingerprint(self):
+        "Return what identifies these tokens, a dict of plain values that `differences` compares"
+        tok = self.tokenizer and tokenizer_hash(self.tokenizer)
+        res = {"vocabulary": self.vocab, "end token": self.eot, "tokenizer": tok, "documents": self.documents}
+        for name, s in (("training", self.train), ("validation", self.val)):
+            if s is not None: res |= {f"{name} tokens": len(s), f"{name} samples": _samples(s)}
+        return res
 
 # %% ../nbs/03e_corpus.ipynb #fe867072
 def _holds_tokens(folder):
@@ -302,28 +311,15 @@ def _check_tokenizer(where, tokenizer, vocab, eot, exact):
         raise InputError(f"{where}: the tokenizer has {n:,} tokens, and {end} ends a text; the data is said "
                          f"to have {vocab:,} and {eot}: they don't belong together")
 
-# %% ../nbs/03e_corpus.ipynb #tokf0021
-def _check_holds_tokens(path):
-    "Raise `InputError` if a .bin file seems to hold something else than tokens"
-    what = seems(path) if path.is_file() else None
-    if what not in (None, "a numpy array"):
-        raise InputError(f"{path} is called .bin, and seems to be {what}, not tokens: unpack it, or give it "
-                         "the suffix of what it is")
-
-# %% ../nbs/03e_corpus.ipynb #84cf17ea
-def _tokenizer_beside(folder, vocab):
-    "Return the tokenizer next to tokens, and the vocabulary: as given, its own, or that of `meta.pkl`"
-    if tok := tokenizer_of(folder): return tok, vocab or vocabulary_size(tok)
-    if vocab or not (folder/"meta.pkl").exists(): return None, vocab
-    c = read_characters(folder/"meta.pkl")
-    return character_tokenizer(c), c.vocab_size
-
 # %% ../nbs/03e_corpus.ipynb #tokf0024b
 def _said_of(folder, vocab):
     "Return what a folder states about its tokens, a `Meta`, and its tokenizer or None"
     meta = read_json(folder/"meta.json", Meta) if (folder/"meta.json").exists() else Meta()
-    exact = meta.vocab is not None
-    tok, meta.vocab = _tokenizer_beside(folder, meta.vocab or vocab)
+    exact, tok, meta.vocab = meta.vocab is not None, tokenizer_of(folder), meta.vocab or vocab
+    if tok: meta.vocab = meta.vocab or vocabulary_size(tok)
+    elif not meta.vocab and (folder/"meta.pkl").exists():
+        c = read_characters(folder/"meta.pkl")
+        tok, meta.vocab = character_tokenizer(c), c.vocab_size
     if meta.eot is msgspec.UNSET:
         gpt2 = not tok and GPT2_VOCAB <= (meta.vocab or GPT2_VOCAB) <= 50304      # padded, at most
         meta.eot = GPT2_EOT if gpt2 else end_of_text(tok) if tok else None
@@ -338,7 +334,11 @@ def _split_files(path):
     trains, vals = [path], token_files(folder, "val") if both else []
     if path.is_dir():
         trains = token_files(path, "train") or [p for p in all_token_files(path) if p not in vals]
-    for p in (*trains, *vals): _check_holds_tokens(p)
+    for p in (*trains, *vals):
+        what = seems(p) if p.is_file() else None
+        if what not in (None, "a numpy array"):
+            raise InputError(f"{p} is called .bin, and seems to be {what}, not tokens: unpack it, or give it "
+                             "the suffix of what it is")
     return trains, vals, folder, both
 
 # %% ../nbs/03e_corpus.ipynb #d9423760
@@ -356,12 +356,6 @@ def _open_shards(path, vocab=None, name=None):
     else: cut = _tail_cut(train, meta.eot); train, val = train.part(0, cut), train.part(cut, len(train))
     name = name or (folder.name if both else path.stem)
     return Corpus(name, train, val, vocab, tok, meta.eot, meta.documents, meta.text)
-
-# %% ../nbs/03e_corpus.ipynb #8a044a49
-def _in_cache(name, *origin):
-    "Return the folder in the cache for tokens of that origin"
-    key = json.dumps([3, name, *origin]).encode()
-    return cache_dir()/f"{name}-{hashlib.blake2b(key, digest_size=6).hexdigest()}"
 
 # %% ../nbs/03e_corpus.ipynb #tokf0107
 def _made_with(folder, tokenizer):
@@ -396,7 +390,9 @@ def _room_in_cache():
 # %% ../nbs/03e_corpus.ipynb #b3eb7f36
 def _prepared(name, docs, train, max_tokens, source, key, given):
     "Open a corpus from the cache; if missing, tokenize `docs()` with the tokenizer `given` or `train()`"
-    def of(*key): return _in_cache(name, max_tokens, source, *key)
+    def of(*key): # the folder in the cache for tokens of that origin
+        digest = hashlib.blake2b(json.dumps([3, name, max_tokens, source, *key]).encode(), digest_size=6)
+        return cache_dir()/f"{name}-{digest.hexdigest()}"
     folder, text = of(key), None
     if given and not _made_with(folder, given): folder = of(key, tokenizer_hash(given))
     if not (res := _from_cache(folder, name)):
@@ -479,17 +475,13 @@ def open_corpus(
     if not str(data).strip() or not path.exists(): raise unknown_corpus(str(data))
     if not (_holds_tokens(path) if path.is_dir() else named_as_tokens(path)):
         return _open_text(path, *how, text_key)
-    c = _with_tokenizer(_open_shards(path, vocab), tokenizer, path)
+    c = _open_shards(path, vocab)
+    if tokenizer: # it must be the one that the tokens were made with
+        if not c.tokenizer: _check_tokenizer(path, tokenizer, c.vocab, c.eot, False)
+        elif tokenizer_hash(tokenizer) != tokenizer_hash(c.tokenizer): raise InputError(
+            f"{path} was tokenized with another tokenizer: the same numbers mean other text")
+        c = replace(c, tokenizer=tokenizer)
     return replace(c, train=c.train.part(0, max_tokens)) if max_tokens else c
-
-# %% ../nbs/03e_corpus.ipynb #8507a1c9
-def _with_tokenizer(corpus, tokenizer, path):
-    "Return the corpus with that tokenizer, if one is given. Raises `InputError` if it has another"
-    if not tokenizer: return corpus
-    if not corpus.tokenizer: _check_tokenizer(path, tokenizer, corpus.vocab, corpus.eot, False)
-    elif tokenizer_hash(tokenizer) != tokenizer_hash(corpus.tokenizer):
-        raise InputError(f"{path} was tokenized with another tokenizer: the same numbers mean other text")
-    return replace(corpus, tokenizer=tokenizer)
 
 # %% ../nbs/03e_corpus.ipynb #03key001
 def check_text_key(names, text_key): # each name as `open_corpus` takes it
@@ -510,15 +502,6 @@ def _samples(shards, n=64, size=256):
     tokens = np.concatenate([shards[s:s+size] for s in starts])
     tokens = tokens.astype("<u2" if tokens.max(initial=0) < 2**16 else "<u4")
     return hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
-
-@patch
-def fingerprint(self: Corpus):
-    "Return what identifies these tokens, a dict of plain values that `differences` compares"
-    tok = self.tokenizer and tokenizer_hash(self.tokenizer)
-    res = {"vocabulary": self.vocab, "end token": self.eot, "tokenizer": tok, "documents": self.documents}
-    for name, s in (("training", self.train), ("validation", self.val)):
-        if s is not None: res |= {f"{name} tokens": len(s), f"{name} samples": _samples(s)}
-    return res
 
 # %% ../nbs/03e_corpus.ipynb #40f49a84
 def differences(old, new): # two fingerprints

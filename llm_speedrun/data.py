@@ -9,35 +9,12 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Iterable, Iterator
 import numpy as np, torch
-from fastcore.basics import patch
 from .corpus import Corpus
 from .io_utils import InputError
 from .token_files import Shards
 
 # %% auto #0
 __all__ = ['Batches', 'prefetch', 'val_batches']
-
-# %% ../nbs/03_data.ipynb #02586755
-class Batches:
-    """Never-ending iterator of training batches `(x, y)`, int64 CPU tensors (B T), `y` is `x` shifted by one.
-    `self[i]` is batch number `i`. ValueError if the corpus is shorter than a batch, or has bad tokens."""
-    def __init__(self,
-        shards: Shards,     # the tokens
-        batch,              # B, windows in a batch
-        seq,                # T, tokens in a window
-        seed=0,             # of the shuffling
-        start=0,            # number of the first batch: to resume after n steps, n
-    ):
-        self.shards, self.batch, self.seq, self.seed = shards, batch, seq, seed
-        self.i, self.epoch = start, None
-        self.per_epoch = (len(shards) - 1) // seq // batch
-        if self.per_epoch < 1:
-            raise InputError(f"{shards.source}: {len(shards):,} tokens are fewer than one batch of {batch} "
-                             f"x {seq} (and one more for the last target) = {batch*seq + 1:,}; take a "
-                             "smaller batch or seq, or more text")
-    def __iter__(self): return self
-    def __next__(self):
-        self.i += 1; return self[self.i - 1]
 
 # %% ../nbs/03_data.ipynb #d5fab72b
 PERMUTED = 2**22            # windows: a permutation of them takes 32 MB; an order of more is computed
@@ -68,45 +45,55 @@ class ComputedOrder:
         while (over := x >= self.n).any(): x[over] = self._network(x[over])
         return x.astype(np.int64)
 
-# %% ../nbs/03_data.ipynb #536463a1
-@patch
-def shuffle(self: Batches, epoch):
-    "Cut and order the windows as in `epoch`"
-    rng, n = np.random.default_rng((self.seed, epoch)), len(self.shards) - 1
-    spare = n - self.per_epoch * self.batch * self.seq
-    self.offset = int(rng.integers(min(self.seq, spare + 1)))
-    n = (n - self.offset) // self.seq
-    self.order = rng.permutation(n) if n <= PERMUTED else ComputedOrder(n, rng)
-    self.epoch = epoch
+# %% ../nbs/03_data.ipynb #02586755
+class Batches:
+    """Never-ending iterator of training batches `(x, y)`, int64 CPU tensors (B T), `y` is `x` shifted by one.
+    `self[i]` is batch number `i`. ValueError if the corpus is shorter than a batch, or has bad tokens."""
+    def __init__(self,
+        shards: Shards,     # the tokens
+        batch,              # B, windows in a batch
+        seq,                # T, tokens in a window
+        seed=0,             # of the shuffling
+        start=0,            # number of the first batch: to resume after n steps, n
+    ):
+        self.shards, self.batch, self.seq, self.seed = shards, batch, seq, seed
+        self.i, self.epoch = start, None
+        self.per_epoch = (len(shards) - 1) // seq // batch
+        if self.per_epoch < 1:
+            raise InputError(f"{shards.source}: {len(shards):,} tokens are fewer than one batch of {batch} "
+                             f"x {seq} (and one more for the last target) = {batch*seq + 1:,}; take a "
+                             "smaller batch or seq, or more text")
+    def __iter__(self): return self
+    def __next__(self):
+        self.i += 1; return self[self.i - 1]
 
-# %% ../nbs/03_data.ipynb #a88ab4d9
-@patch
-def windows(self: Batches, lo, hi):
-    "Return where windows `lo` to `hi` begin in the tokens, counted across epochs"
-    n = self.per_epoch * self.batch
-    epoch, k = divmod(lo, n)
-    if epoch != self.epoch: self.shuffle(epoch)
-    here = self.offset + self.order[k:min(n, k + hi - lo)] * self.seq
-    return here if len(here) == hi - lo else np.concatenate([here, self.windows(lo + len(here), hi)])
+    def shuffle(self, epoch):
+        "Cut and order the windows as in `epoch`"
+        rng, n = np.random.default_rng((self.seed, epoch)), len(self.shards) - 1
+        spare = n - self.per_epoch * self.batch * self.seq
+        self.offset = int(rng.integers(min(self.seq, spare + 1)))
+        n = (n - self.offset) // self.seq
+        self.order = rng.permutation(n) if n <= PERMUTED else ComputedOrder(n, rng)
+        self.epoch = epoch
 
-@patch
-def starts(self: Batches, i):
-    "Return where the windows of batch `i` begin in the tokens"
-    return self.windows(i*self.batch, (i+1)*self.batch)
+    def windows(self, lo, hi):
+        "Return where windows `lo` to `hi` begin in the tokens, counted across epochs"
+        n = self.per_epoch * self.batch
+        epoch, k = divmod(lo, n)
+        if epoch != self.epoch: self.shuffle(epoch)
+        here = self.offset + self.order[k:min(n, k + hi - lo)] * self.seq
+        return here if len(here) == hi - lo else np.concatenate([here, self.windows(lo + len(here), hi)])
 
-# %% ../nbs/03_data.ipynb #f7ef18ff
-@patch
-def __getitem__(self: Batches, i):
-    "Batch number `i`"
-    w = self.shards.rows(self.starts(i), self.seq + 1)      # B T+1
-    return tuple(torch.from_numpy(o.astype(np.int64)) for o in (w[:, :-1], w[:, 1:]))
+    def starts(self, i):
+        "Return where the windows of batch `i` begin in the tokens"
+        return self.windows(i*self.batch, (i+1)*self.batch)
+
+    def __getitem__(self, i):
+        "Batch number `i`"
+        w = self.shards.rows(self.starts(i), self.seq + 1)      # B T+1
+        return tuple(torch.from_numpy(o.astype(np.int64)) for o in (w[:, :-1], w[:, 1:]))
 
 # %% ../nbs/03_data.ipynb #d433ae50
-def _tried(f):
-    "What `f` returns and None, or None and its error"
-    try: return f(), None
-    except BaseException as e: return None, e
-
 def _answers(asked, ready, stopped):
     "What comes out of the queue `ready`, the next one asked for at once, until `stopped()`"
     while not stopped():
@@ -122,7 +109,9 @@ def _one_ahead(f, stopped):
     "An endless iterator of what `f` returns, called in a thread and one call ahead, until `stopped()`"
     asked, ready = SimpleQueue(), SimpleQueue()
     def work():
-        while asked.get(): ready.put(_tried(f))
+        while asked.get():
+            try: ready.put((f(), None))
+            except BaseException as e: ready.put((None, e))
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start(); asked.put(True)
     try: yield _answers(asked, ready, stopped)
@@ -191,16 +180,6 @@ def _unigram(corpus, n):
     return c / c.sum()
 
 # %% ../nbs/03_data.ipynb #9221deeb
-def _pair_counts(corpus, n, x, y, V): # tokens, and those that follow them
-    "How often each pair (x, y) occurs in what is counted, and how often each x does before any token"
-    both = before = 0.
-    for t, often in _counted(corpus, n):
-        pairs, seen = np.unique(t[:-1]*V + t[1:], return_counts=True)
-        i = np.searchsorted(pairs, x*V + y).clip(max=len(pairs) - 1)
-        both = both + often*np.where(pairs[i] == x*V + y, seen[i], 0)
-        before = before + often*np.bincount(t[:-1], minlength=V)[x]
-    return both, before
-
 def bigram_loss(
     corpus,             # its training tokens are counted; or a mixture: pairs of corpus and weight
     batches,            # validation batches (x, y)
@@ -210,5 +189,10 @@ def bigram_loss(
     "Return the loss of a smoothed bigram table: what can be learned from the previous token alone."
     p1 = _unigram(corpus, n)
     x, y = (torch.cat([b[j].flatten() for b in batches]).numpy() for j in (0, 1))
-    nab, na = _pair_counts(corpus, n, x, y, len(p1))
+    nab = na = 0.                       # how often each pair (x, y) occurs, and each x before any token
+    for t, often in _counted(corpus, n):
+        pairs, seen = np.unique(t[:-1]*len(p1) + t[1:], return_counts=True)
+        i = np.searchsorted(pairs, x*len(p1) + y).clip(max=len(pairs) - 1)
+        nab = nab + often*np.where(pairs[i] == x*len(p1) + y, seen[i], 0)
+        na = na + often*np.bincount(t[:-1], minlength=len(p1))[x]
     return float(-np.log((nab + k*p1[y]) / (na + k)).mean())

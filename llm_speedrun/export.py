@@ -18,9 +18,8 @@ from .tokenizer import end_of_text, read_tokenizer, vocabulary_size
 from .pretrained import (file_of, opened, qwen3_name, read_run, recorded_function, run_of,
                                      with_rungs)
 from .plugins import TOLERANCE
-from .recipes.model_registry import HEAD
-from .recipes.architecture import folded
-from .recipes.modded_architecture import check_qwen3
+from .recipes.model_registry import HEAD, shapes
+from .recipes.architecture import NormedGPT, folded
 from .runs import enter_all
 from .checkpoint.format import write_tensors
 from .train.run_dir import read_record, read_result
@@ -108,9 +107,11 @@ def write_folder(out, # the folder to write, which must not exist
                  state, # of a model, name -> tensor
                  tokenizer=None, # path of a `tokenizer.json`
                  dtype="fp32"): # of the weights, a key of `EXPORT_DTYPES`
-    """Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files`, `qwen3_config` and
-    `check_qwen3` do"""
-    check_qwen3(state, out)
+    """Write a folder that `transformers` opens. Raises as `check_new`, `tokenizer_files` and `qwen3_config`
+    do, and `InputError` for weights that no Qwen3 has"""
+    if more := sorted(state.keys() - shapes(config, NormedGPT).keys()): raise InputError(
+        f"{out} can't be written: no Qwen3 has {', '.join(more[:3])}. speedrun_sample and from_pretrained "
+        "open a model that has")
     files, ends = tokenizer_files(tokenizer, config) if tokenizer else ({}, {})
     state = folded(state, config.eps)
     files["config.json"] = json_bytes(qwen3_config(config, dtype, ends.get("eos_token"), HEAD not in state))
@@ -158,7 +159,6 @@ def export_folder(run_folder, # of a finished run
     check_no_plugin(run)
     config, state = read_run(run_folder)
     check_exported(run_folder, config, state)
-    check_qwen3(state, run_folder)
     write_folder(out, config, state, tokenizer=tok if tok.exists() else None, dtype=dtype)
     return out
 

@@ -16,7 +16,7 @@ from .measure import COLORS
 from .measure import (gpu_gib, ladder_chart, ladder_table, load_records, record_key,
                                   records_path, save_records, smoke, speedup)
 from .model import workload
-from .benchmarks.peers import peer_paths, tell_peers
+from .benchmarks.peers import measure_peers, peer_paths
 from .roofline import predict_ms
 
 # %% ../nbs/22_ladder.ipynb #22import
@@ -31,10 +31,10 @@ from .distributed.collectives import compare_together
 from .plugins import with_plugins
 
 # %% ../nbs/22_ladder.ipynb #b792c03e
-def climb(config, # a `GPTConfig`
-          batch, # sequences in a step
-          rungs, # names, in the order to climb
-          only=None): # names to measure; the others are climbed unmeasured
+def measure_ladder(config, # a `GPTConfig`
+                   batch, # sequences in a step
+                   rungs, # names, in the order to climb
+                   only=None): # names to measure; the others are climbed unmeasured
     """Measure each rung against those below it. Returns records, the lowest run's first, with a key `kept`.
     What doesn't go together is an error before anything is measured"""
     applied, below, records = [], [], []
@@ -78,7 +78,7 @@ def new_ladder(config, # a `GPTConfig`
     """Measure a ladder and save it. Raises `InputError` and `FileExistsError` before anything is measured,
     and `RunError` where one sequence doesn't fit into memory"""
     check_ladder(batch, rungs, folder, only)
-    records = climb(config, batch, rungs, only=only)
+    records = measure_ladder(config, batch, rungs, only=only)
     save_ladder(records, folder)
     return records
 
@@ -132,7 +132,7 @@ def share_ladder(records, # of one ladder
     return path, path.with_suffix(".png")
 
 # %% ../nbs/22_ladder.ipynb #a32186b3
-def climb_one_gpu(c): # a `LadderOptions`
+def measure_one_gpu(c): # a `LadderOptions`
     "Measure, print and save the ladder of one GPU, as `speedrun_ladder` does"
     if c.rungs == "auto": raise InputError("a ladder keeps every rung; auto is for speedrun_train")
     check_share(c.share)
@@ -143,11 +143,11 @@ def climb_one_gpu(c): # a `LadderOptions`
     rungs, batch, paths = parse_rungs(c.rungs), c.batch_size or size, peer_paths(c.peer)
     records = new_ladder(config, batch, rungs, folder, only)
     print(ladder_table(records))
-    if paths: tell_peers(config, batch, rungs, paths, folder)
+    if paths: measure_peers(config, batch, rungs, paths, folder)
     print(f"\nsaved in {folder}/", *(share_ladder(records, c.share) if c.share else ()), sep="\n")
 
 # %% ../nbs/22_ladder.ipynb #03ef9e92
-def in_turns(world, config, below, rung, batch, micro, reps): # in each of several processes
+def time_interleaved(world, config, below, rung, batch, micro, reps): # in each of several processes
     "Time one GPU alone and all together, interleaved: two `Measured`, the rungs, the data-parallel size"
     gib = gpu_gib() if torch.cuda.is_available() else 0
     rungs = parallel_rungs(config, [*below, rung], world, gib).rungs # tensor_parallel may need another
@@ -163,14 +163,14 @@ def measure_together(config, # a `GPTConfig`
                      gpus, # processes, each with a GPU where there are enough
                      batch): # sequences in a step of one GPU alone
     "Measure `rung` on top of `below`, and return its record: tokens of all GPUs, and the MFU of each"
-    from llm_speedrun.ladder import in_turns # from there, also in this notebook: others import it
+    from llm_speedrun.ladder import time_interleaved # from there, also in this notebook: others import it
     below, (r, options) = [k for k in resolve_options(config, below) if not clash(k, rung)], parsed(rung)
     micro = micro_batch(config, below, batch)
     ops = count_step(config, below, batch, micro)
     reps, tp = max(1, min(4, int(600/predict_ms(ops)))), (rung_options(r) | options).get("size", 1)
     free_memory() # of this process: the others have the same GPUs
     of = config, below, rung, batch, micro, reps
-    alone, res, rungs, dp = run_distributed(gpus, with_plugins(in_turns), *of, tp=tp)[0]
+    alone, res, rungs, dp = run_distributed(gpus, with_plugins(time_interleaved), *of, tp=tp)[0]
     before, gain = rung_name(below[-1]) if below else "fp32", speedup(alone, res)
     res = run_record(config, dp*batch, rungs, ops, None, res, micro=micro, before=before, rungs_before=below,
                      **{k: dp*r for k, r in gain.items()})
@@ -198,14 +198,14 @@ def check_parallel(alone, parallel): # rungs of one GPU, rungs of several
             check_rung(k, applied)
             applied.append(k.__name__)
 
-def on_one(c): # `LadderOptions` whose rungs leave each process alone
+def require_single_gpu(c): # `LadderOptions` whose rungs leave each process alone
     "Return `c`. Raises `InputError` where several GPUs were asked for, and no rung uses them"
     if c.gpus < 2: return c
     raise InputError(f"gpus is {c.gpus}, and none of these rungs takes several: add ddp, fsdp or "
                      "tensor_parallel to --rungs, or leave out --gpus")
 
 # %% ../nbs/22_ladder.ipynb #32refus5
-def buildable(c): # `LadderOptions`
+def drop_unbuildable(c): # `LadderOptions`
     "Return `c` with those rungs of its preset that can be built, resolved; print why others can't"
     if not preset_of(c.rungs) or c.rungs == "auto": return c
     config, rungs = workload(c.model) if c.model else bench()[0], parse_rungs(c.rungs)
@@ -215,8 +215,8 @@ def buildable(c): # `LadderOptions`
     return replace(c, rungs=",".join(on.rungs + parallel) or "naive")
 
 # %% ../nbs/22_ladder.ipynb #4fef6a8b
-def tell_together(records, # of `measure_together`
-                  folder): # of the ladder
+def save_parallel_records(records, # of `measure_together`
+                          folder): # of the ladder
     "Add the records to the ladder in `folder`, and print what each gains"
     path, records = folder/"ladder.json", [r | dict(kept=True) for r in records]
     save_ladder((read_json(path, list) if path.exists() else []) + records, folder)
@@ -229,15 +229,16 @@ def tell_together(records, # of `measure_together`
 # %% ../nbs/22_ladder.ipynb #e480aeca
 def run_ladder(c): # a `LadderOptions`
     "Run `speedrun_ladder`: the ladder of one GPU, then the rungs for several GPUs"
-    c = buildable(c)
+    c = drop_unbuildable(c)
     rungs, only = parse_rungs(c.rungs), [n.strip() for n in c.only.split(",") if n.strip()]
     parallel = [r for r in rungs if rung_name(r) in PARALLEL]
-    if not parallel: return climb_one_gpu(on_one(c))
+    if not parallel: return measure_one_gpu(require_single_gpu(c))
     alone, n = [r for r in rungs if r not in parallel], gpus_of(c, parallel)
     check_parallel(alone, parallel)
     c = replace(c, out=c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
     of_one = ",".join(k for k in only if k not in PARALLEL)
-    if of_one or not only: climb_one_gpu(replace(c, rungs=",".join(alone) or "naive", only=of_one))
+    if of_one or not only: measure_one_gpu(replace(c, rungs=",".join(alone) or "naive", only=of_one))
     config, size = (workload(c.model), bench()[1]) if c.model else bench()
     wanted = [r for r in parallel if not only or rung_name(r) in only]
-    tell_together([measure_together(config, alone, r, n, c.batch_size or size) for r in wanted], Path(c.out))
+    found = [measure_together(config, alone, r, n, c.batch_size or size) for r in wanted]
+    save_parallel_records(found, Path(c.out))

@@ -16,8 +16,8 @@ from .io_utils import InputError, SpeedrunError, defined_at, read_json, read_tex
 
 # %% ../nbs/06c_plugins.ipynb #33plug13
 TABLES = dict(rung="runs:RUNGS", recipe="recipes.recipe:RECIPES", model="model:WORKLOADS",
-              rule="recipes.recipe:RULES", schedule="recipes.schedules:SCHEDULES")
-OTHERS = {"class of models": "architectures:MODELS"} # filled together with one of those above
+              rule="recipes.recipe:RULES", schedule="recipes.schedules:SCHEDULES",
+              architecture="architectures:MODELS")
 TAKEN = dict(rung=("auto", "list"), recipe=("auto",)) # words with a meaning on the command line
 
 def tables():
@@ -26,7 +26,7 @@ def tables():
         package = importlib.import_module(f"llm_speedrun.{part}")
         names = [m.name for m in pkgutil.iter_modules(package.__path__)]
         for m in names: importlib.import_module(f"{package.__name__}.{m}")
-    return {k: pkgutil.resolve_name(f"llm_speedrun.{v}") for k, v in (TABLES | OTHERS).items()}
+    return {k: pkgutil.resolve_name(f"llm_speedrun.{v}") for k, v in TABLES.items()}
 
 # %% ../nbs/06c_plugins.ipynb #33plug14
 def check_new(spec, # of a plug-in
@@ -39,7 +39,7 @@ def check_new(spec, # of a plug-in
         if wrong := replaced + [k for k in taken.get(kind, ()) if k in now[kind]]: raise InputError(
             f"plug-in {as_shown(spec)} defines the {kind} {wrong[0]!r}, and there is one of that name "
             "already: choose another name")
-    return {k: sorted(now[k].keys() - names.keys()) for k, names in before.items() if k in TABLES}
+    return {k: sorted(now[k].keys() - names.keys()) for k, names in before.items()}
 
 # %% ../nbs/06c_plugins.ipynb #33plug16
 @dataclass
@@ -121,16 +121,14 @@ def plugin_error(e, spec): # an error, the plug-in that raised it
 # %% ../nbs/06c_plugins.ipynb #9250217a
 @contextmanager
 def names_kept(spec): # of a plug-in
-    "Yield the `tables`. An error inside restores tables and modules, and becomes an `InputError`"
+    "Yield the `tables`, now and as they are before. An error inside restores them, and forgets modules"
     now, modules, its = tables(), set(sys.modules), {*map(str, plugin_files(spec))}
     before = {k: dict(t) for k, t in now.items()}
     try: yield now, before
-    except BaseException as e:
+    except BaseException:
         for k, t in now.items(): t.clear(); t.update(before[k])
         for m in set(sys.modules) - modules:
             if getattr(sys.modules[m], "__file__", None) in its: del sys.modules[m]
-        if isinstance(e, (Exception, SystemExit)) and not getattr(e, "ours", False):
-            raise plugin_error(e, spec) from e
         raise
 
 # %% ../nbs/06c_plugins.ipynb #33plug20
@@ -142,17 +140,16 @@ def import_plugin(spec): # an absolute path or the name of a module
         return
     forget_plugin(spec)
     with names_kept(spec) as (now, before):
-        execute(spec, text)
-        try: names = check_new(spec, before, now)
-        except InputError as e: e.ours = True; raise
-    LOADED[spec] = Plugin(spec, digest, names, text)
+        try: execute(spec, text)
+        except (Exception, SystemExit) as e: raise plugin_error(e, spec) from e
+        LOADED[spec] = Plugin(spec, digest, check_new(spec, before, now), text)
 
 # %% ../nbs/06c_plugins.ipynb #33plug45
 def forget_plugin(spec): # of a plug-in
     "Remove the names that a plug-in has defined, so that it can be imported again"
     if not (p := LOADED.pop(spec, None)): return
-    for kind, table in tables().items():
-        for name in p.names.get("model" if kind in OTHERS else kind, ()): table.pop(name, None)
+    for kind, names in p.names.items():
+        for name in names: tables()[kind].pop(name, None)
 
 # %% ../nbs/06c_plugins.ipynb #33plug51
 @contextmanager
@@ -293,9 +290,9 @@ def plugin_digests(text): # as `--plugin` takes it
     "Return the plug-ins that have been imported, spec -> digest"
     return {s: LOADED[s].digest for s in plugin_specs(text) if s in LOADED}
 
-def with_plugin_of(text, name): # as `--plugin` takes it; of a model
-    "Return `text` and the plug-in that defines this model, if one does"
-    its = [s for s, p in LOADED.items() if name in p.names.get("model", ())]
+def with_plugin_of(text, name): # as `--plugin` takes it; of a class of models
+    "Return `text` and the plug-in that defines this class, if one does"
+    its = [s for s, p in LOADED.items() if name in p.names.get("architecture", ())]
     return "\n".join(dict.fromkeys(plugin_specs(text) + its))
 
 # %% ../nbs/06c_plugins.ipynb #33plug46

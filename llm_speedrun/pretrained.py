@@ -215,10 +215,10 @@ def run_of(folder): # of a run, of a checkpoint in it, or of a model
 
 def checkpoint_weights(config, folder): # a `GPTConfig`, a checkpoint's folder
     "Return a checkpoint's weights under Qwen3's names. Raises `InputError` for damaged or other weights"
-    from llm_speedrun.checkpoint.load import check_size, open_checkpoint # here, since it takes a second
+    from llm_speedrun.checkpoint.load import check_size, OpenCheckpoint # here, since it takes a second
     if why := validation_error(folder): raise InputError(f"{folder} can't be used: {why}")
     check_size(config, folder)
-    read = open_checkpoint(folder)
+    read = OpenCheckpoint(folder)
     return {n: read[n].whole() for n in read.index.tensors if n.startswith("model.")}
 
 # %% ../nbs/62a_pretrained.ipynb #2bbdd95e

@@ -19,23 +19,24 @@ from .runs import count_step, micro_batch, rung_name, resolve_options, make_step
 # %% ../nbs/05a_records.ipynb #a853ebae
 def rung_sources(rungs): # names
     """Return the sources of the modules that define `rungs`, and of those that these import from
-    the folders `rungs` and `distributed`: name -> text"""
+    the folders `rungs` and `distributed`, and of `sharding`: name -> text"""
     package = Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0])
-    read = lambda name: {p.stem: p.read_text(encoding="utf-8") for p in sorted((package/name).glob("*.py"))}
-    every, several = read("rungs"), read("distributed")
+    every = {p.stem: p.read_text(encoding="utf-8") for p in sorted((package/"rungs").glob("*.py"))}
     defines = lambda source, r: re.search(rf"^@rung\([^@]*\ndef {rung_name(r)}\(", source, re.M)
     found, todo = {}, {m for m, s in every.items() for r in rungs if defines(s, r)}
     while todo:
         found |= {m: every[m] for m in todo}
         imported = {m for s in found.values() for m in re.findall(r"^from \.(\w+) import", s, re.M)}
         todo = imported & every.keys() - found.keys()
-    used = {m for s in found.values() for m in re.findall(r"^from \.\.distributed\.(\w+) import", s, re.M)}
-    return found | {f"distributed.{m}": several[m] for m in used}
+    among = r"^from \.\.(sharding|distributed\.\w+) import"
+    used = {m for s in found.values() for m in re.findall(among, s, re.M)}
+    source = lambda m: (package/f"{m.replace('.', '/')}.py").read_text(encoding="utf-8")
+    return found | {m: source(m) for m in used}
 
 # %% ../nbs/05a_records.ipynb #02bd9a0a
 @lru_cache
 def _step_sources(): # of what all runs share
-    step = [runs.adamw, runs.average_and_clip, runs.LocalSync, runs.Backward]
+    step = [runs.adamw, runs.average_and_clip, runs.StepSync, runs.Backward]
     step += filter(inspect.isfunction, vars(runs.Stepper).values())
     return [textwrap.dedent(inspect.getsource(p)) for p in (model, *step)]
 

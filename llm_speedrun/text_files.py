@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import NamedTuple
 import msgspec
-from fastcore.basics import patch
 from .io_utils import InputError, not_utf8, read_json, utf8_text
 
 # %% auto #0
@@ -314,26 +313,23 @@ def _check_column(where, types, key): # name -> Arrow type
     if not (t.is_string(kind) or t.is_large_string(kind) or getattr(t, "is_string_view", t.is_string)(kind)):
         raise InputError(f"{where}: column {key!r} holds {types[key]}, not text; {_NAME_IT}")
 
-# %% ../nbs/03b_text_files.ipynb #03bt0062
-def _batches(path, format, key):
-    "The column, some hundred rows at a time"
-    import pyarrow as pa, pyarrow.parquet as pq
-    f = pq.ParquetFile(path) if format == "Parquet" else pa.memory_map(str(path))
-    if format == "Arrow":
-        with open(path, "rb") as raw: is_file = raw.read(6) == b"ARROW1"
-        f = pa.ipc.open_file(f) if is_file else pa.ipc.open_stream(f)
-    schema = f.schema_arrow if format == "Parquet" else f.schema
-    _check_column(path, {o.name: o.type for o in schema}, key)
-    if format == "Parquet": yield from (rows.column(0) for rows in f.iter_batches(256, columns=[key]))
-    elif is_file: yield from (f.get_batch(i).column(key) for i in range(f.num_record_batches))
-    else: yield from (rows.column(key) for rows in f)
-
 # %% ../nbs/03b_text_files.ipynb #03bt0063
 def _read_table(source, key, format): # "Parquet" or "Arrow"
-    import pyarrow as pa
+    "Yield the column, some hundred rows at a time"
+    import pyarrow as pa, pyarrow.parquet as pq
     if not source.path: raise InputError(f"{source.where} is {format} in a packed file: {_UNPACK}")
     try:
-        for column in _batches(source.path, format, key):
+        if format == "Parquet":
+            f = pq.ParquetFile(source.path)
+            schema, columns = f.schema_arrow, (rows.column(0) for rows in f.iter_batches(256, columns=[key]))
+        elif source.head(6) == b"ARROW1":
+            f = pa.ipc.open_file(pa.memory_map(str(source.path)))
+            schema, columns = f.schema, (f.get_batch(i).column(key) for i in range(f.num_record_batches))
+        else:
+            f = pa.ipc.open_stream(pa.memory_map(str(source.path)))
+            schema, columns = f.schema, (rows.column(key) for rows in f)
+        _check_column(source.path, {o.name: o.type for o in schema}, key)
+        for column in columns:
             for text in column.to_pylist(): yield text or None
     except UnicodeDecodeError as e: raise InputError(f"{source.where}: {key!r} is not UTF-8: {e}") from e
     except (OSError, pa.ArrowException) as e:
@@ -362,27 +358,6 @@ def _read_separated(source, key):
                 for text in batch.column(0).to_pylist(): yield text or None
     except (OSError, EOFError, pa.ArrowException, UnicodeError) as e:
         raise OSError(f"cannot read {source.where}: {e}; is it whole, and UTF-8? Plain text is .txt") from e
-
-# %% ../nbs/03b_text_files.ipynb #03bt0066
-@dataclass
-class ReadReport:
-    "What was read so far, and what was left out"
-    read: Counter = field(default_factory=Counter)          # format -> files
-    skipped: dict[str, str] = field(default_factory=dict)   # file -> why it is not read
-    empty: int = 0                                          # rows whose text is null or empty
-    lacking: int = 0                                        # rows of JSON lines without the key
-    bytes: int = 0                                          # of the files that were opened
-
-    def lines(self):
-        "It in words, a list of lines"
-        n, why = sum(self.read.values()), {}
-        formats = ", ".join(f"{n:,} {o}" for o, n in self.read.items())
-        for name, reason in self.skipped.items(): why.setdefault(reason, []).append(name)
-        said = [f"{o[0]}{f' and {len(o) - 1:,} more'*(len(o) > 1)} ({k})" for k, o in why.items()]
-        return ([f"read {n:,} file{'s'*(n != 1)} of {self.bytes:,} bytes ({formats or 'none'})"]
-                + ([f"left out {', '.join(said)}"] if said else [])
-                + ([f"left out rows whose text is null or empty: {self.empty:,}"] if self.empty else [])
-                + ([f"left out rows without the key: {self.lacking:,}"] if self.lacking else []))
 
 # %% ../nbs/03b_text_files.ipynb #03bt0068
 _SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
@@ -467,51 +442,57 @@ def _own_data(folder, subfolders, names):
         raise InputError(f"{folder} has no split train, only {', '.join(subfolders)}: name the folder of one")
     return subfolders, _saved_files(folder, names)
 
-def _laid_out(folder, subfolders, names, top, report):
-    "The same; what is left out is reported, by its path below `top`"
-    kept, files = _own_data(folder, subfolders, names)
-    for o in {*subfolders} - {k.split("/")[0] for k in kept} | {*names} - {*files}:
-        report.skipped[os.path.relpath(folder/o, top)] = "of another data set, version or split"
-    return kept, files
+# %% ../nbs/03b_text_files.ipynb #03bt0066
+@dataclass
+class ReadReport:
+    "What was read so far, and what was left out"
+    read: Counter = field(default_factory=Counter)          # format -> files
+    skipped: dict[str, str] = field(default_factory=dict)   # file -> why it is not read
+    empty: int = 0                                          # rows whose text is null or empty
+    lacking: int = 0                                        # rows of JSON lines without the key
+    bytes: int = 0                                          # of the files that were opened
 
-# %% ../nbs/03b_text_files.ipynb #03bt0069
-@patch
-def keep(self: ReadReport, names, above=""): # paths below a folder or archive, and what stands before them
-    "Return the names that are to be read, sorted; note for each other one why it isn't"
-    names, why = sorted(names, key=PurePath), {}
-    trained = {s[1] for n in names if (s := split_of(n)) and s[0] == "train"}
-    data = any(file_kind(n) in DATA for n in names)
-    for n in names:
-        what, split = beside(PurePath(n).as_posix(), data), split_of(n)
-        if what: why[n] = what
-        elif file_kind(n) in TOKENS: why[n] = f"called {file_kind(n)}"
-        elif split and split[0] != "train" and split[1] in trained: why[n] = f"of the {split[0]} split"
-    self.skipped |= {f"{above}{n}": reason for n, reason in why.items()}
-    return [n for n in names if n not in why]
+    def lines(self):
+        "It in words, a list of lines"
+        n, why = sum(self.read.values()), {}
+        formats = ", ".join(f"{n:,} {o}" for o, n in self.read.items())
+        for name, reason in self.skipped.items(): why.setdefault(reason, []).append(name)
+        said = [f"{o[0]}{f' and {len(o) - 1:,} more'*(len(o) > 1)} ({k})" for k, o in why.items()]
+        return ([f"read {n:,} file{'s'*(n != 1)} of {self.bytes:,} bytes ({formats or 'none'})"]
+                + ([f"left out {', '.join(said)}"] if said else [])
+                + ([f"left out rows whose text is null or empty: {self.empty:,}"] if self.empty else [])
+                + ([f"left out rows without the key: {self.lacking:,}"] if self.lacking else []))
+
+    def keep(self, names, above=""): # paths below a folder or archive, and what stands before them
+        "Return the names that are to be read, sorted; note for each other one why it isn't"
+        names, why = sorted(names, key=PurePath), {}
+        trained = {s[1] for n in names if (s := split_of(n)) and s[0] == "train"}
+        data = any(file_kind(n) in DATA for n in names)
+        for n in names:
+            what, split = beside(PurePath(n).as_posix(), data), split_of(n)
+            if what: why[n] = what
+            elif file_kind(n) in TOKENS: why[n] = f"called {file_kind(n)}"
+            elif split and split[0] != "train" and split[1] in trained: why[n] = f"of the {split[0]} split"
+        self.skipped |= {f"{above}{n}": reason for n, reason in why.items()}
+        return [n for n in names if n not in why]
 
 # %% ../nbs/03b_text_files.ipynb #03bt0072
 def _walk(top, report):
-    "Yield the files below a folder, links followed, no folder twice"
+    "Yield each file below a folder and its path without linked folders; links are followed, no folder twice"
     seen = {os.path.realpath(top)}
     def fail(e): raise OSError(f"cannot read {e.filename}: {e.strerror}; check its permissions") from e
+    def leave_out(path, why): report.skipped[os.path.relpath(path, top)] = why
     for folder, subfolders, names in os.walk(top, followlinks=True, onerror=fail):
-        subfolders[:] = sorted(o for o in subfolders if not beside(f"{o}/", False))
-        subfolders[:], names = _laid_out(Path(folder), subfolders, names, top, report)
+        folder, there = Path(folder), sorted(o for o in subfolders if not beside(f"{o}/", False))
+        subfolders[:], files = _own_data(folder, there, names)
+        for o in {*there} - {k.split("/")[0] for k in subfolders} | {*names} - {*files}:
+            leave_out(folder/o, "of another data set, version or split")
         for o in subfolders[:]:
-            real = os.path.realpath(os.path.join(folder, o))
-            if real in seen:
-                subfolders.remove(o); report.skipped[os.path.relpath(Path(folder)/o, top)] = "linked twice"
+            real = os.path.realpath(folder/o)
+            if real in seen: subfolders.remove(o); leave_out(folder/o, "linked twice")
             seen.add(real)
-        yield from (Path(folder)/o for o in names)
-
-# %% ../nbs/03b_text_files.ipynb #03bt0074
-def _again(paths):
-    "Those of the paths that are links to a file that is among them already"
-    links = {p: os.path.realpath(p) for p in paths if p.is_symlink()}
-    seen = {os.path.realpath(p) for p in paths if p not in links} if links else set()
-    for p, real in links.items():
-        if real in seen: yield p
-        seen.add(real)
+        here = os.path.realpath(folder)
+        yield from ((folder/o, os.path.join(here, o)) for o in files)
 
 # %% ../nbs/03b_text_files.ipynb #885cc683
 def _is_one_document(path, key):
@@ -520,20 +501,6 @@ def _is_one_document(path, key):
     try: return all(json_kind(s, key) in ("document", None) for s in sources)
     except (InputError, OSError): return False              # its reader says what is wrong
 
-# %% ../nbs/03b_text_files.ipynb #03bt0078
-def _kept(folder, key, report):
-    paths = [*_walk(folder, report)]
-    again = {*_again(paths)}
-    names = {os.path.relpath(p, folder): p for p in paths if p not in again}
-    report.skipped |= {os.path.relpath(p, folder): "linked twice" for p in again}
-    for n in report.keep(names):
-        if not (p := names[n]).exists():
-            raise InputError(f"{p} is a link to {os.readlink(p)}, which isn't there: bring it back, or "
-                             "delete the link")
-        if not p.is_file(): report.skipped[n] = "not a regular file"
-        elif file_kind(n) == ".json" and _is_one_document(p, key): report.skipped[n] = "one JSON document"
-        else: yield p
-
 # %% ../nbs/03b_text_files.ipynb #03bt0080
 def document_files(
     path,               # a file or a folder
@@ -541,14 +508,27 @@ def document_files(
     report=None,        # a `ReadReport`, which notes what is left out
 ) -> list[Path]:        # sorted
     "Return the document files at `path`: itself, or all below it. Raises FileNotFoundError, or InputError"
-    path = Path(path).expanduser()
+    path, report = Path(path).expanduser(), ReadReport() if report is None else report
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder; check the path (this is {Path.cwd()})")
     if path.is_file(): return [path]
     if not path.is_dir():
         raise InputError(f"{path} is neither a file nor a folder, and text is read more than once: write "
                          "what comes out of it to a file, and give that")
-    return [*_kept(path, text_key, ReadReport() if report is None else report)]
+    names, seen, res = {}, set(), []
+    for p, real in sorted(_walk(path, report), key=lambda o: o[0].is_symlink()):        # links last
+        n, real = os.path.relpath(p, path), os.path.realpath(p) if p.is_symlink() else real
+        if real in seen: report.skipped[n] = "linked twice"
+        else: names[n] = p
+        seen.add(real)
+    for n in report.keep(names):
+        if not (p := names[n]).exists():
+            raise InputError(f"{p} is a link to {os.readlink(p)}, which isn't there: bring it back, or "
+                             "delete the link")
+        if not p.is_file(): report.skipped[n] = "not a regular file"
+        elif file_kind(n) != ".json" or not _is_one_document(p, text_key): res.append(p)
+        else: report.skipped[n] = "one JSON document"
+    return res
 
 # %% ../nbs/03b_text_files.ipynb #ce7b29fd
 def _file_documents(source, f, key, report):
@@ -577,25 +557,21 @@ class Documents:
     def __iter__(self): return self
     def __next__(self): return next(self.documents)
 
-# %% ../nbs/03b_text_files.ipynb #03bt0088
-@patch
-def all_rows(self: Documents):
-    "Yield every document, and None for a row without text"
-    for p in self.files:
-        self.report.bytes += p.stat().st_size
-        for source, f in _contents(_source(p), self.report):
-            yield from _file_documents(source, f, self.key, self.report)
+    def all_rows(self):
+        "Yield every document, and None for a row without text"
+        for p in self.files:
+            self.report.bytes += p.stat().st_size
+            for source, f in _contents(_source(p), self.report):
+                yield from _file_documents(source, f, self.key, self.report)
 
-# %% ../nbs/03b_text_files.ipynb #03bt0090
-@patch
-def read(self: Documents):
-    "Yield the documents. `InputError` if there is none"
-    found = False
-    for text in self.all_rows():
-        if text: found = True; yield text
-        elif text is None: self.report.empty += 1
-    said = "; ".join(self.report.lines())
-    if not found: raise InputError(f"{self.path} has no text in it: {said}. Name one with text")
+    def read(self):
+        "Yield the documents. `InputError` if there is none"
+        found = False
+        for text in self.all_rows():
+            if text: found = True; yield text
+            elif text is None: self.report.empty += 1
+        said = "; ".join(self.report.lines())
+        if not found: raise InputError(f"{self.path} has no text in it: {said}. Name one with text")
 
 # %% ../nbs/03b_text_files.ipynb #d27b57e2
 def read_documents(

@@ -8,7 +8,6 @@ import difflib, hashlib, json, unicodedata
 from collections import Counter
 from pathlib import Path
 import msgspec, numpy as np
-from fastcore.basics import patch
 from tokenizers import Tokenizer
 from .io_utils import InputError, read_json, read_text_of, replace_file
 from .text_files import EOT, ReadReport
@@ -27,12 +26,6 @@ def prepare_tokenizer(tokenizer): # changed, and returned
 # %% ../nbs/03c_tokenizer.ipynb #03ct0009
 _CONFIG = "tokenizer_config.json"
 
-def _named_tokens(path):
-    "The end token and the pad token that `tokenizer_config.json` names, each a name or None"
-    about = read_json(path, dict) if path.exists() else {}
-    names = (about.get(k) for k in ("eos_token", "pad_token"))
-    return [o.get("content") if isinstance(o, dict) else o for o in names]
-
 def end_of_text(tokenizer):
     "Return the id of the token that ends a text, or None"
     return tokenizer.token_to_id(getattr(tokenizer, "end", EOT))
@@ -47,7 +40,10 @@ def parse_tokenizer(text, where): # of a `tokenizer.json`, and what to call it
 def read_tokenizer(path) -> Tokenizer: # of a `tokenizer.json`
     "Read the tokenizer in a file. Raises `FileNotFoundError`, and `InputError` for a file without one"
     tokenizer = parse_tokenizer(read_text_of(path, most=2**28), path)
-    for k, name in zip(("end", "pad"), _named_tokens(Path(path).with_name(_CONFIG))):
+    config = Path(path).with_name(_CONFIG)
+    about = read_json(config, dict) if config.exists() else {}
+    for k, name in dict(end=about.get("eos_token"), pad=about.get("pad_token")).items():
+        if isinstance(name, dict): name = name.get("content")
         if isinstance(name, str) and tokenizer.token_to_id(name) is not None: setattr(tokenizer, k, name)
     return tokenizer
 
@@ -166,15 +162,13 @@ class Losses:
         same = lambda s: unicodedata.normalize("NFC", s)
         return any(same(c) in same(o) for o in there_and_back(self.tokenizer, [c, f"a{c}a"])[1])
 
-# %% ../nbs/03c_tokenizer.ipynb #03ct0031
-@patch
-def add(self: Losses, text):
-    "Count the characters of a text"
-    self.characters += len(text)
-    if self.exact: return
-    counts = Counter(text)
-    self.spells |= {c: self.can_spell(c) for c in counts.keys() - self.spells.keys()}
-    self.lost.update({c: n for c, n in counts.items() if not self.spells[c]})
+    def add(self, text):
+        "Count the characters of a text"
+        self.characters += len(text)
+        if self.exact: return
+        counts = Counter(text)
+        self.spells |= {c: self.can_spell(c) for c in counts.keys() - self.spells.keys()}
+        self.lost.update({c: n for c, n in counts.items() if not self.spells[c]})
 
 # %% ../nbs/03c_tokenizer.ipynb #03ct0034
 PLAUSIBLE = .5, 50.                 # bytes per token, from 1,000 bytes on
@@ -190,12 +184,27 @@ class TextSummary(msgspec.Struct):
     empty: int = 0                  # rows whose text is missing, null or empty
     lines: list[str] = []           # what was printed about files
 
+# %% ../nbs/03c_tokenizer.ipynb #03ct0038
+def check_ratio(bytes, tokens): # of a text
+    "Raise `InputError` for implausibly many or few bytes per token"
+    low, high = PLAUSIBLE
+    if bytes < 1000 or low <= (ratio := bytes/max(1, tokens)) <= high: return
+    raise InputError(f"{bytes:,} bytes of text became {tokens:,} tokens, which is {ratio:,.2f} bytes per "
+                     f"token, and {low:g} to {high:g} are plausible: look at the text and at the tokenizer")
+
+# %% ../nbs/03c_tokenizer.ipynb #03ct0040
+def summary_lines(s): # a `TextSummary`
+    "Return a summary of the text as a list of lines"
+    lost = f", of which {s.lost:,} characters are lost" if s.lost else ""
+    return [*s.lines, f"{s.documents:,} document{'s'*(s.documents != 1)}, {s.bytes:,} bytes of text{lost}, "
+            f"{s.bytes/max(1, s.tokens):.2f} bytes per token"]
+
 # %% ../nbs/03c_tokenizer.ipynb #03ct0035
 class Tally:
     "A count of what is encoded: documents, bytes, tokens, and lost characters"
     def __init__(self, tokenizer): # prepared
         self.losses, self.documents, self.bytes, self.tokens = Losses(tokenizer), 0, 0, 0
-    def add(self, pieces, tokens): # as `data.marked_pieces` has them; how many tokens they are
+    def add(self, pieces, tokens): # as `corpus.marked_pieces` has them; how many tokens they are
         "Count some pieces. Raises `InputError` once too much of a long text is lost"
         for text, first, _ in pieces:
             self.documents += first; self.bytes += len(text.encode()); self.losses.add(text)
@@ -205,41 +214,22 @@ class Tally:
         "Yield pieces that were encoded before, and count them"
         for p in pieces: self.add([p], 0); yield p
 
-# %% ../nbs/03c_tokenizer.ipynb #03ct0037
-@patch
-def check_losses(self: Tally):
-    "Raise `InputError` if more than a trifle of the text is lost"
-    n, lost = self.losses.characters, self.losses.lost
-    if lost.total() > TRIFLE*n: raise InputError(
-        f"the tokenizer drops or changes {lost.total()/n:.2%} of the text, {lost.total():,} characters "
-        f"of {n:,}, such as {', '.join(repr(c) for c, _ in lost.most_common(9))}: take another, or train "
-        "one (speedrun_data --vocab)")
+    def check_losses(self):
+        "Raise `InputError` if more than a trifle of the text is lost"
+        n, lost = self.losses.characters, self.losses.lost
+        if lost.total() > TRIFLE*n: raise InputError(
+            f"the tokenizer drops or changes {lost.total()/n:.2%} of the text, {lost.total():,} characters "
+            f"of {n:,}, such as {', '.join(repr(c) for c, _ in lost.most_common(9))}: take another, or train "
+            "one (speedrun_data --vocab)")
 
-# %% ../nbs/03c_tokenizer.ipynb #03ct0038
-def check_ratio(bytes, tokens): # of a text
-    "Raise `InputError` for implausibly many or few bytes per token"
-    low, high = PLAUSIBLE
-    if bytes < 1000 or low <= (ratio := bytes/max(1, tokens)) <= high: return
-    raise InputError(f"{bytes:,} bytes of text became {tokens:,} tokens, which is {ratio:,.2f} bytes per "
-                     f"token, and {low:g} to {high:g} are plausible: look at the text and at the tokenizer")
+    def check(self):
+        "Raise `InputError` if too much is lost, or there are implausibly many or few bytes per token"
+        self.check_losses(); check_ratio(self.bytes, self.tokens)
 
-@patch
-def check(self: Tally):
-    "Raise `InputError` if too much is lost, or there are implausibly many or few bytes per token"
-    self.check_losses(); check_ratio(self.bytes, self.tokens)
-
-# %% ../nbs/03c_tokenizer.ipynb #03ct0040
-@patch
-def summary(self: Tally, report=None): # the `ReadReport` of the files, if the text is from files
-    "Return the `TextSummary`. Raises as `check` does"
-    self.check()
-    r = report or ReadReport()
-    return TextSummary(self.documents, self.bytes, self.tokens, self.losses.lost.total(), dict(r.read),
-                       dict([*r.skipped.items()][:100]), r.empty + r.lacking,
-                       r.lines() if report else [])
-
-def summary_lines(s): # a `TextSummary`
-    "Return a summary of the text as a list of lines"
-    lost = f", of which {s.lost:,} characters are lost" if s.lost else ""
-    return [*s.lines, f"{s.documents:,} document{'s'*(s.documents != 1)}, {s.bytes:,} bytes of text{lost}, "
-            f"{s.bytes/max(1, s.tokens):.2f} bytes per token"]
+    def summary(self, report=None): # the `ReadReport` of the files, if the text is from files
+        "Return the `TextSummary`. Raises as `check` does"
+        self.check()
+        r = report or ReadReport()
+        return TextSummary(self.documents, self.bytes, self.tokens, self.losses.lost.total(), dict(r.read),
+                           dict([*r.skipped.items()][:100]), r.empty + r.lacking,
+                           r.lines() if report else [])

@@ -17,7 +17,7 @@ from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.measure import machine
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.fp8 import E4M3, E5M2, LARGEST
-from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, product
+from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, matmul
 from llm_speedrun.rungs.fp8_epilogues import SummedCE
 from llm_speedrun.rungs.fused_fp8 import HALF_MOST, Fp8CE, loss_lse, random_bits_maths, round_stochastically_maths
 from llm_speedrun.rungs.memory_traffic import GroupedCE
@@ -64,7 +64,7 @@ def bf16(g, lse, y): return g.bfloat16().double()
 class QuickCE(GroupedCE):
     "A `GroupedCE` whose logits are accumulated in the tensor cores, in fewer bits"
     def losses8(self, s, h8, w8, y, dtype):
-        logits = product(s, h8, w8, "hidden", "head", out=dtype, fast=True)[:len(y)]
+        logits = matmul(s, h8, w8, "hidden", "head", out=dtype, fast=True)[:len(y)]
         return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
 
 WAYS = {

@@ -26,7 +26,7 @@ def lists():
 
 def setup_of(name, path):
     "What builds a contender"
-    return partial(peers.ours, lists()[name]) if name in lists() else peers.peer(name, path or None)
+    return partial(peers.build_ours, lists()[name]) if name in lists() else peers.peer(name, path or None)
 
 def line_of(r):
     return (f"{r['workload']} B{r['batch']} {r['rung']}: {r['tok_s']:,.0f} tokens/s in micro-batches of {r['micro']}, {r['ratio']:.4f} of fastest "

@@ -20,7 +20,7 @@ rungs/fused_ops.py | swiglu_kernel | a*tl.sigmoid(a)*b, mask=mask) | a*tl.sigmoi
 rungs/fused_ops.py | swiglu_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/fused_ops.py | swiglu_backward_kernel | tl.load(dh_ptr + offs_m*F + offs_n[None, :], mask=mask, other=0.) | tl.load(dh_ptr + offs_m*F + offs_n[None, :]) | KERNELS
 rungs/fused_ops.py | swiglu_backward_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/fused_ops.py | halves | tl.load(ptr + offs, mask=mask, other=0.) | tl.load(ptr + offs) | KERNELS
+rungs/fused_ops.py | load_halves | tl.load(ptr + offs, mask=mask, other=0.) | tl.load(ptr + offs) | KERNELS
 rungs/fused_ops.py | head_grad | mask=mask & (head >= H) | mask=mask | KERNELS
 rungs/fused_ops.py | qk_rope_kernel | .to(tl.int64) |  | KERNELS
 rungs/fused_ops.py | qk_rope_backward_kernel | dwa, dwb = dwa + ga, dwb + gb | dwa, dwb = ga, gb | KERNELS
@@ -47,9 +47,8 @@ rungs/memory_traffic.py | mean_loss_kernel | write_grads(x_ptr, offs, shift, 1 +
 rungs/memory_traffic.py | mean_loss_kernel | one *= 1 - | one *= 1 + 0* | LOSSES
 rungs/memory_traffic.py | mean_loss_kernel | + z_loss*lse*lse |  | LOSSES
 rungs/memory_traffic.py | mean_loss_kernel | tl.debug_barrier() | pass | LOSSES | gpu
-rungs/memory_traffic.py | times_kernel | tl.load(x_ptr + i, mask=i < N) | tl.load(x_ptr + i) | KERNELS
-rungs/memory_traffic.py | times_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
-rungs/memory_traffic.py | clipped_adamw_kernel | m = tl.load(m_ptr + i, mask=i < n, other=0.) | m = tl.load(m_ptr + i) | KERNELS
+rungs/memory_traffic.py | mul_kernel | tl.load(x_ptr + i, mask=i < N) | tl.load(x_ptr + i) | KERNELS
+rungs/memory_traffic.py | mul_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
 rungs/tensor_parallel.py | part_stats_kernel | .to(tl.int64) |  | KERNELS
 rungs/tensor_parallel.py | part_grads_kernel | .to(tl.int64) |  | KERNELS
 rungs/tensor_parallel.py | part_grads_kernel | tl.debug_barrier() # all others are stored | pass | LOSSES | gpu
@@ -57,8 +56,8 @@ rungs/fp8_epilogues.py | summed_loss_kernel | .to(tl.int64) |  | KERNELS
 rungs/fp8_epilogues.py | summed_loss_kernel | tl.load(sums_ptr + row*T + i, mask=i < T, other=0.) | tl.load(sums_ptr + row*T + i) | KERNELS
 rungs/fp8_epilogues.py | gated8_back_kernel | (4*i + p).to(tl.int64) | (4*i + p) | KERNELS
 rungs/fp8_epilogues.py | gated8_back_kernel | (4*i + p < N)[:, None] & | (4*i + p >= 0)[:, None] & | KERNELS
-rungs/fp8_epilogues.py | store_fours | offs_n.to(tl.int64) | offs_n | KERNELS
-rungs/fp8_epilogues.py | larger_of | tl.maximum(m_h, tl.abs(h)) | tl.abs(h) | rungs/test_epilogues.py
+rungs/fp8_epilogues.py | store_packed4 | offs_n.to(tl.int64) | offs_n | KERNELS
+rungs/fp8_epilogues.py | running_amax | tl.maximum(m_h, tl.abs(h)) | tl.abs(h) | rungs/test_epilogues.py
 rungs/fp8_kernels.py | wide_load | tl.load(ptr, mask=mask, other=0.) | tl.load(ptr) | KERNELS
 rungs/fp8_kernels.py | store_both | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/fp8_kernels.py | store_both | offs_n.to(tl.int64) | offs_n | KERNELS
@@ -71,9 +70,9 @@ rungs/fp8_kernels.py | swiglu_quantize_kernel | offs_m.to(tl.int64) | offs_m | K
 rungs/fp8_kernels.py | swiglu_backward_quantize_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/fp8_kernels.py | value_heads | amax = tl.maximum(amax, tl.max(magnitude(g), 1)) | amax = tl.max(magnitude(g), 1) | FP8
 rungs/fp8_kernels.py | value_heads | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/fp8_kernels.py | turned_heads | dwa, dwb = dwa + ga, dwb + gb | dwa, dwb = ga, gb | FP8
-rungs/fp8_kernels.py | turned_heads | amax = tl.maximum(amax, tl.max(tl.maximum(magnitude(da), magnitude(db)), 1)) | amax = tl.max(tl.maximum(magnitude(da), magnitude(db)), 1) | FP8
-rungs/fp8_kernels.py | turned_heads | offs_m.to(tl.int64) | offs_m | KERNELS
+rungs/fp8_kernels.py | rotated_heads | dwa, dwb = dwa + ga, dwb + gb | dwa, dwb = ga, gb | FP8
+rungs/fp8_kernels.py | rotated_heads | amax = tl.maximum(amax, tl.max(tl.maximum(magnitude(da), magnitude(db)), 1)) | amax = tl.max(tl.maximum(magnitude(da), magnitude(db)), 1) | FP8
+rungs/fp8_kernels.py | rotated_heads | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/epilogues.py | place_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/epilogues.py | place_kernel | tl.load(w_ptr + i*d + offs_n[None, :], mask=mask, other=0.) | tl.load(w_ptr + i*d + offs_n[None, :]) | KERNELS
 rungs/epilogues.py | rstd_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
@@ -105,6 +104,8 @@ rungs/tied_embedding.py | take_rows_kernel | offs.to(tl.int64) | offs | KERNELS
 rungs/tied_embedding.py | take_rows_kernel | mask=mask & known | mask=mask | KERNELS
 rungs/optim.py | load_weights | tl.load(p_ptr + i, mask=mask, other=0.) | tl.load(p_ptr + i) | KERNELS
 rungs/optim.py | load_moments | mask=block < n_blocks, other=0.) | other=None) | KERNELS
+rungs/optim.py | load_moments | return tl.load(m_ptr + i, mask=mask), | return tl.load(m_ptr + i), | KERNELS
+rungs/optim.py | adamw_kernel | g *= factor | pass | rungs/test_memory_traffic.py
 rungs/optim.py | round_block | bits += r & 0xFFFF | bits += 0 | rungs/test_optim.py
 rungs/optim.py | adamw_kernel | block, n_blocks = start//BLOCK + k | block, n_blocks = start//BLOCK | rungs/test_optim.py
 recipes/fast_muon.py | gather_kernel | k.to(tl.int64) | k | KERNELS

@@ -134,6 +134,14 @@ def test_the_course_lists_every_notebook():
     listed = re.findall(r"^\| \[\w[^\]]*\]\((\w+\.ipynb)\) \|", build_pages.written("course.qmd"), re.M)
     assert listed == sidebar_notebooks()[1:], "the tables of the course's page and the sidebar differ"
 
+def test_plug_ins_come_with_the_source():
+    "Files in examples/ are in the source distribution, a page names them, and tests import them"
+    assert "graft examples" in (ROOT/"MANIFEST.in").read_text(encoding="utf-8").splitlines()
+    pages = "".join(p.read_text(encoding="utf-8") for p in (ROOT/"nbs").rglob("*.qmd"))
+    tests = "".join(p.read_text(encoding="utf-8") for p in (ROOT/"tests").rglob("test_*.py"))
+    assert (files := [*(ROOT/"examples").glob("*.py")])
+    for f in files: assert f"examples/{f.name}" in pages and f'"{f.stem}"' in tests, f.name
+
 PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 5: "rungs", 6: ""}    # tens -> folder of the modules
 ABOUT_ALL = {"22_ladder", "33c_cli"}    # stand among rungs or recipes and are none
 TRAINER = {"64_comparison"}    # likewise, and belong to the trainer
@@ -144,7 +152,7 @@ BENCHMARKS = {"25_peers": "benchmarks.peers", "48_race": "benchmarks.race", "48a
 
 # A module is named after what it holds, its notebook after what the lesson is about
 NAMED = {"06_files": "io_utils", "23_fastest": "rungs.flash4", "27_fewer_bytes": "rungs.tied_embedding",
-         "28_fewer_passes": "rungs.memory_traffic", "49_beyond": "recipes.modded_architecture"}
+         "28_fewer_passes": "rungs.memory_traffic", "50b_watchdog": "distributed.liveness", "50d_parallel": "sharding"}
 
 def test_a_module_is_in_the_folder_of_its_part():
     for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 import numpy as np, torch, torch.nn as nn
-from fastcore.basics import patch
 
 # %% ../../nbs/48b_adapters.ipynb #48b00005
 from .clock import NEVER, TimeBudget
@@ -43,13 +42,11 @@ class Step:
             self.opt.zero_grad(set_to_none=True)
         return sum(losses)
 
-# %% ../../nbs/48b_adapters.ipynb #25peer11
-@patch
-def forward_backward(self:Step, x, y, n): # one of `n` micro-batches
-    "Run forward and backward. Returns the micro-batch's part of the mean loss"
-    loss = self.loss(x, y) / n
-    loss.backward()
-    return loss.detach()
+    def forward_backward(self, x, y, n): # one of `n` micro-batches
+        "Run forward and backward. Returns the micro-batch's part of the mean loss"
+        loss = self.loss(x, y) / n
+        loss.backward()
+        return loss.detach()
 
 # %% ../../nbs/48b_adapters.ipynb #25peer15
 @dataclass
@@ -204,51 +201,26 @@ class AdapterContext:
         self.lr, self.wd, self.micro = o["lr"]*self.job.lr, o["wd"]*self.job.wd, o["micro"]
         self.clone, self.seq, self.gpu = Path(self.job.clone), self.job.seq, torch.cuda.is_available()
 
-# %% ../../nbs/48b_adapters.ipynb #race0024
-@patch
-def rows(self:AdapterContext, usual): # sequences in a micro-batch, if they divide the batch
-    "Return the sequences in a step and in a micro-batch. Raises `InputError` if one doesn't divide the other"
-    n, rest = divmod(self.batch, self.seq)
-    micro = self.micro or min(n, usual)
-    if rest or not n or n % micro: raise InputError(
-        f"{self.job.name}: batch {self.batch:,} is no multiple of {max(1, micro)} sequences of {self.seq}")
-    return n, micro
+    def rows(self, usual): # sequences in a micro-batch, if they divide the batch
+        "Return the sequences in a step and in a micro-batch. Raises `InputError` if they don't divide"
+        n, rest = divmod(self.batch, self.seq)
+        micro = self.micro or min(n, usual)
+        if rest or not n or n % micro: raise InputError(
+            f"{self.job.name}: batch {self.batch:,} is no multiple of {max(1, micro)} sequences of "
+            f"{self.seq}")
+        return n, micro
 
-@patch
-def budget(self:AdapterContext, nats, **kw): # as an `Evaluator` takes it; as for `TimeBudget`
-    "Return the `TimeBudget` of a peer"
-    def judge():
-        with uncompiled(): return self.evaluator(nats)
-    return TimeBudget(self.job, self.batch, judge, note=self.note, **kw)
+    def budget(self, nats, **kw): # as an `Evaluator` takes it; as for `TimeBudget`
+        "Return the `TimeBudget` of a peer"
+        def judge():
+            with uncompiled(): return self.evaluator(nats)
+        return TimeBudget(self.job, self.batch, judge, note=self.note, **kw)
 
 # %% ../../nbs/48b_adapters.ipynb #48bfp8c1
 def takes_fp8(m, name=""): # a module, its name in the model
     "Return whether nanochat's option takes a module: a linear layer of sizes k·16, from 128 up"
     sizes = (m.in_features, m.out_features) if isinstance(m, nn.Linear) else ()
     return bool(sizes) and all(n % 16 == 0 and n >= 128 for n in sizes)
-
-# %% ../../nbs/48b_adapters.ipynb #25peer34
-class NanoGPT(Adapter):
-    "The adapter of nanoGPT: its model with the same layers, width and heads, and its training"
-    clone = "https://github.com/karpathy/nanoGPT"
-    step_files, race_files = ("model.py",), ("train.py", "model.py", "configurator.py")
-    def __init__(self, fp8=""): self.fp8 = fp8 # a recipe of torchao for its linear layers, "" for bf16
-    def step_missing(self): return find_rung("torchao_fp8").needs() if self.fp8 else ""
-
-# %% ../../nbs/48b_adapters.ipynb #48bfp8c2
-@patch
-def step(self:NanoGPT, config, path): # a `GPTConfig`, the folder of a clone
-    "Build what takes a step, as a `Peer`"
-    c, device, code = config, default_device(), load_file(path, "model.py")
-    shape = dict(block_size=c.seq_len, vocab_size=c.vocab, n_layer=c.layers, n_head=c.heads, n_embd=c.width)
-    model = code.GPT(code.GPTConfig(**shape, dropout=0., bias=False)).to(device)
-    if self.fp8: to_float8(model, self.fp8, linear_sizes(model))
-    opt = model.configure_optimizers(.1, 6e-4, (.9, .95), device.type)
-    fast = torch.compile(model)
-    half = partial(torch.autocast, "cuda", torch.bfloat16, enabled=device.type == "cuda")
-    def loss(x, y):
-        with half(): return fast(x, y)[1]
-    return Peer(Step(model, loss, opt, clip=1.), model, source_of(path, "model.py"))
 
 # %% ../../nbs/48b_adapters.ipynb #race0026
 def nanogpt_changes(seed):
@@ -271,28 +243,58 @@ def padded(vocab): # tokens of the corpus
     "Return the rows of an embedding for a vocabulary: the next multiple of 64"
     return -(-vocab//64)*64
 
-def nanogpt_files(c): # an `AdapterContext`
-    "Write or link what train.py reads: tokens, the vocabulary's size, and its configurator"
-    for side in ("train", "val"):
-        link(Path(f"data/race/{side}.bin"), write_tokens(getattr(c.corpus, side), c.shared/f"{side}.bin"))
-    Path("data/race/meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=padded(c.corpus.vocab))))
-    link(Path("configurator.py"), c.clone/"configurator.py")
+# %% ../../nbs/48b_adapters.ipynb #25peer34
+class NanoGPT(Adapter):
+    "The adapter of nanoGPT: its model with the same layers, width and heads, and its training"
+    clone = "https://github.com/karpathy/nanoGPT"
+    step_files, race_files = ("model.py",), ("train.py", "model.py", "configurator.py")
+    def __init__(self, fp8=""): self.fp8 = fp8 # a recipe of torchao for its linear layers, "" for bf16
+    def step_missing(self): return find_rung("torchao_fp8").needs() if self.fp8 else ""
 
-# %% ../../nbs/48b_adapters.ipynb #race0028
-@patch
-def race(self:NanoGPT, c): # an `AdapterContext`
-    "Run nanoGPT's train.py, in a folder of ours with its configurator and our tokens"
-    n, micro = c.rows(64)
-    nanogpt_files(c)
-    script = Script(c.clone/"train.py", nanogpt_changes(c.job.seed))
-    g = script.globals
-    def nats(x, y):
-        model = uncompiled_module(g["model"])
-        with g["ctx"]: return model(x, y)[1]*y.numel()
-    def plan(total): g.update(lr_decay_iters=total, warmup_iters=min(100, max(1, total//10)))
-    budget = c.budget(nats, plan=plan)
-    with importing_from(c.clone): script(*nanogpt_words(c, micro, n), race=budget)
-    return g["model"], budget, dict(changes=script.changes)
+    def step(self, config, path): # a `GPTConfig`, the folder of a clone
+        "Build what takes a step, as a `Peer`"
+        c, device, code = config, default_device(), load_file(path, "model.py")
+        shape = dict(block_size=c.seq_len, vocab_size=c.vocab, n_layer=c.layers, n_head=c.heads,
+                     n_embd=c.width, dropout=0., bias=False)
+        model = code.GPT(code.GPTConfig(**shape)).to(device)
+        if self.fp8: to_float8(model, self.fp8, linear_sizes(model))
+        opt = model.configure_optimizers(.1, 6e-4, (.9, .95), device.type)
+        fast = torch.compile(model)
+        half = partial(torch.autocast, "cuda", torch.bfloat16, enabled=device.type == "cuda")
+        def loss(x, y):
+            with half(): return fast(x, y)[1]
+        return Peer(Step(model, loss, opt, clip=1.), model, source_of(path, "model.py"))
+
+    def race(self, c): # an `AdapterContext`
+        "Run nanoGPT's train.py, in a folder of ours with its configurator and our tokens"
+        n, micro = c.rows(64)
+        for side in ("train", "val"):
+            tokens = write_tokens(getattr(c.corpus, side), c.shared/f"{side}.bin")
+            link(Path(f"data/race/{side}.bin"), tokens)
+        Path("data/race/meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=padded(c.corpus.vocab))))
+        link(Path("configurator.py"), c.clone/"configurator.py")
+        script = Script(c.clone/"train.py", nanogpt_changes(c.job.seed))
+        g = script.globals
+        def nats(x, y):
+            model = uncompiled_module(g["model"])
+            with g["ctx"]: return model(x, y)[1]*y.numel()
+        def plan(total): g.update(lr_decay_iters=total, warmup_iters=min(100, max(1, total//10)))
+        budget = c.budget(nats, plan=plan)
+        with importing_from(c.clone): script(*nanogpt_words(c, micro, n), race=budget)
+        return g["model"], budget, dict(changes=script.changes)
+
+# %% ../../nbs/48b_adapters.ipynb #race0029
+def modded_changes(c, micro): # an `AdapterContext`, sequences in a micro-batch
+    "Return the changes in track 3's script: batch, loop, shape, the two factors, and no evaluation"
+    shape = f"GPT(vocab_size={padded(c.corpus.vocab)}, num_layers={c.layers}, model_dim={c.width})"
+    return {"batch_size = 8 * 64 * 1024": f"batch_size = {c.batch}", "mbs = 64": f"mbs = {micro}",
+            "val_tokens = 20 * 524288": f"val_tokens = {micro*c.seq}", # it loads some, and doesn't use them
+            "batch_size: int, seq_len=1024)": f"batch_size: int, seq_len={c.seq})",
+            "for step in range(train_steps + 1):": "for step in race.steps():",
+            "if step == train_steps or step % val_step_freq == 0:": "if False:",
+            "GPT(vocab_size=50304, num_layers=12, model_dim=768)": shape,
+            'group["initial_lr"] = group["lr"]': f'group["initial_lr"] = {c.lr} * group["lr"]',
+            "lr=0.025, weight_decay=0.05)": f"lr=0.025, weight_decay={.05*c.wd})"}
 
 # %% ../../nbs/48b_adapters.ipynb #25peer39
 TRACK_3 = "records/track_3_optimization/train_gpt_simple.py"
@@ -314,49 +316,49 @@ class ModdedNanoGPT(Adapter):
         gpu = torch.cuda.is_available()
         return "" if gpu else "its script asks for CUDA and NCCL by name: it needs a GPU"
 
-# %% ../../nbs/48b_adapters.ipynb #race0029
-def modded_changes(c, micro): # an `AdapterContext`, sequences in a micro-batch
-    "Return the changes in track 3's script: batch, loop, shape, the two factors, and no evaluation"
-    shape = f"GPT(vocab_size={padded(c.corpus.vocab)}, num_layers={c.layers}, model_dim={c.width})"
-    return {"batch_size = 8 * 64 * 1024": f"batch_size = {c.batch}", "mbs = 64": f"mbs = {micro}",
-            "val_tokens = 20 * 524288": f"val_tokens = {micro*c.seq}", # it loads some, and doesn't use them
-            "batch_size: int, seq_len=1024)": f"batch_size: int, seq_len={c.seq})",
-            "for step in range(train_steps + 1):": "for step in race.steps():",
-            "if step == train_steps or step % val_step_freq == 0:": "if False:",
-            "GPT(vocab_size=50304, num_layers=12, model_dim=768)": shape,
-            'group["initial_lr"] = group["lr"]': f'group["initial_lr"] = {c.lr} * group["lr"]',
-            "lr=0.025, weight_decay=0.05)": f"lr=0.025, weight_decay={.05*c.wd})"}
+    def race(self, c): # an `AdapterContext`
+        "Run modded-nanogpt's track 3 script on our tokens"
+        _, micro = c.rows(64)
+        path = write_tokens(c.corpus.train, c.shared/"modded.bin", header=(20240520, 1))
+        if len(c.corpus.train) < 2*c.batch: raise InputError(
+            f"{c.corpus.name} has {len(c.corpus.train):,} training tokens, fewer than two steps of "
+            f"{c.batch:,}")
+        epochs = 2 + math.ceil(c.job.seconds*2e6/len(c.corpus.train)) # at most
+        names = ["val_000000", *(f"train_{k:06}" for k in range(epochs))]
+        for name in names: link(Path(f"data/fineweb10B/fineweb_{name}.bin"), path)
+        script = Script(c.clone/TRACK_3, modded_changes(c, micro))
+        g = script.globals
+        def nats(x, y): return g["model"](x.int(), y)
+        budget = c.budget(nats, plan=lambda total: g.update(train_steps=total))
+        alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=free_port())
+        os.environ.update({k: str(v) for k, v in alone.items()}) # as torchrun would
+        torch.manual_seed(c.job.seed) # the script sets none
+        script(race=budget)
+        return g["model"], budget, dict(changes=script.changes)
 
-# %% ../../nbs/48b_adapters.ipynb #race0030
-def modded_shards(c): # an `AdapterContext`
-    "Write its data: one file of tokens, and as many links to it as there may be epochs"
-    path = write_tokens(c.corpus.train, c.shared/"modded.bin", header=(20240520, 1))
-    if len(c.corpus.train) < 2*c.batch: raise InputError(
-        f"{c.corpus.name} has {len(c.corpus.train):,} training tokens, fewer than two steps of {c.batch:,}")
-    epochs = 2 + math.ceil(c.job.seconds*2e6/len(c.corpus.train))
-    names = ["val_000000", *(f"train_{k:06}" for k in range(epochs))]
-    for name in names: link(Path(f"data/fineweb10B/fineweb_{name}.bin"), path)
+# %% ../../nbs/48b_adapters.ipynb #race0033
+class NanochatSchedule:
+    "The schedules of nanochat's base_train.py: rate and momentum at a step of so many steps"
+    def __init__(self, batch): # tokens in a step
+        self.rate = (batch/2**19)**.5 # factor on all learning rates and on the weight decay
+        self.set(NEVER)
 
-# %% ../../nbs/48b_adapters.ipynb #race0031
-def alone(): # in this process' environment
-    "Tell the process that it is the only one, as torchrun would"
-    names = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=free_port())
-    os.environ.update({k: str(v) for k, v in names.items()})
+    def set(self, total): self.total, self.warmdown = total, max(1, round(.65*total))
 
-# %% ../../nbs/48b_adapters.ipynb #race0032
-@patch
-def race(self:ModdedNanoGPT, c): # an `AdapterContext`
-    "Run modded-nanogpt's track 3 script on our tokens"
-    _, micro = c.rows(64)
-    modded_shards(c)
-    script = Script(c.clone/TRACK_3, modded_changes(c, micro))
-    g = script.globals
-    def nats(x, y): return g["model"](x.int(), y)
-    budget = c.budget(nats, plan=lambda total: g.update(train_steps=total))
-    alone()
-    torch.manual_seed(c.job.seed) # the script sets none
-    script(race=budget)
-    return g["model"], budget, dict(changes=script.changes)
+    def lr(self, i): # a step
+        if i < 40: return (i + 1)/40
+        return .05 + .95*min(1., (self.total - i)/self.warmdown)
+
+    def momentum(self, i):
+        if i < 400: return .85 + .12*i/400
+        return .97 - .07*max(0., 1 - (self.total - i)/self.warmdown)
+
+    def apply(self, opt, i, decay): # its optimizer, a step, the first weight decay
+        "Set the optimizer's learning rates, momentum and weight decay for step `i`"
+        for g in opt.param_groups:
+            g["lr"] = g["initial_lr"]*self.lr(i)
+            left = .5*(1 + math.cos(math.pi*i/self.total))
+            if g["kind"] == "muon": g.update(momentum=self.momentum(i), weight_decay=decay*left)
 
 # %% ../../nbs/48b_adapters.ipynb #race0034
 class Nanochat(Adapter):
@@ -376,79 +378,40 @@ class Nanochat(Adapter):
         model.init_weights()
         return model, "FlashAttention-3" if fa3 else "full windows, PyTorch's attention"
 
-# %% ../../nbs/48b_adapters.ipynb #25peer36
-@patch
-def step(self:Nanochat, config, path): # a `GPTConfig`, the folder of a clone
-    "Build what takes a step, as a `Peer`"
-    model, windows = self.model(path, config.layers, config.width, config.vocab, config.seq_len)
-    if self.fp8:
-        fp8 = load_package(path, "nanochat.fp8")
-        fp8.convert_to_float8_training(model, module_filter_fn=takes_fp8)
-    for g in (opt := model.setup_optimizer()).param_groups: g["lr"] = .1*g["initial_lr"]
-    source = f"{source_of(path, 'nanochat/gpt.py')}, {windows}"
-    return Peer(Step(model, torch.compile(model, dynamic=False), opt), model, source)
+    def step(self, config, path): # a `GPTConfig`, the folder of a clone
+        "Build what takes a step, as a `Peer`"
+        model, windows = self.model(path, config.layers, config.width, config.vocab, config.seq_len)
+        if self.fp8:
+            fp8 = load_package(path, "nanochat.fp8")
+            fp8.convert_to_float8_training(model, module_filter_fn=takes_fp8)
+        for g in (opt := model.setup_optimizer()).param_groups: g["lr"] = .1*g["initial_lr"]
+        source = f"{source_of(path, 'nanochat/gpt.py')}, {windows}"
+        return Peer(Step(model, torch.compile(model, dynamic=False), opt), model, source)
 
-# %% ../../nbs/48b_adapters.ipynb #race0033
-class NanochatSchedule:
-    "The schedules of nanochat's base_train.py: rate and momentum at a step of so many steps"
-    def __init__(self, batch): # tokens in a step
-        self.rate = (batch/2**19)**.5 # factor on all learning rates and on the weight decay
-        self.set(NEVER)
-
-    def set(self, total): self.total, self.warmdown = total, max(1, round(.65*total))
-
-    def lr(self, i): # a step
-        if i < 40: return (i + 1)/40
-        return .05 + .95*min(1., (self.total - i)/self.warmdown)
-
-    def momentum(self, i):
-        if i < 400: return .85 + .12*i/400
-        return .97 - .07*max(0., 1 - (self.total - i)/self.warmdown)
-
-# %% ../../nbs/48b_adapters.ipynb #race0035
-def nanochat_optimizer(model, s, c): # its model, a `NanochatSchedule`, an `AdapterContext`
-    "Make nanochat's optimizer with the published rates of a model of 12 layers"
-    opt = model.setup_optimizer(unembedding_lr=.008*s.rate, embedding_lr=.3*s.rate, scalar_lr=.5*s.rate,
-                                matrix_lr=.02*s.rate, weight_decay=.28*s.rate*c.wd)
-    for g in opt.param_groups: g["initial_lr"] *= c.lr
-    return opt
-
-# %% ../../nbs/48b_adapters.ipynb #race0036
-@patch
-def apply(self:NanochatSchedule, opt, i, decay): # its optimizer, a step, the first weight decay
-    "Set the optimizer's learning rates, momentum and weight decay for step `i`"
-    for g in opt.param_groups:
-        g["lr"] = g["initial_lr"]*self.lr(i)
-        left = .5*(1 + math.cos(math.pi*i/self.total))
-        if g["kind"] == "muon": g.update(momentum=self.momentum(i), weight_decay=decay*left)
-
-# %% ../../nbs/48b_adapters.ipynb #race0037
-def nanochat_step(model, opt, batch, micro): # compiled; its optimizer; (x, y); sequences in a micro-batch
-    "Take a step and wait for its loss, as base_train.py does"
-    pairs = [*zip(*(t.split(micro) for t in batch))]
-    for x, y in pairs:
-        loss = model(x, y)
-        (loss/len(pairs)).backward()
-    opt.step()
-    model.zero_grad(set_to_none=True)
-    return loss.item()
-
-# %% ../../nbs/48b_adapters.ipynb #race0038
-@patch
-def race(self:Nanochat, c): # an `AdapterContext`
-    "Train in a loop of ours that follows base_train.py, fed by our loader"
-    n, micro = c.rows(32)
-    torch.manual_seed(c.job.seed)
-    torch.set_float32_matmul_precision("high")
-    (model, _), s = self.model(c.clone, c.layers, c.width, c.corpus.vocab, c.seq), NanochatSchedule(c.batch)
-    opt, fast = nanochat_optimizer(model, s, c), torch.compile(model, dynamic=False)
-    budget = c.budget(lambda x, y: model(x, y, loss_reduction="sum"), plan=s.set)
-    batches = prefetch(Batches(c.corpus.train, n, c.seq, seed=c.job.seed), default_device())
-    for i in budget.steps():
-        s.apply(opt, i, .28*s.rate*c.wd)
-        nanochat_step(fast, opt, next(batches), micro)
-        if not i: gc.collect(); gc.freeze(); gc.disable() # as base_train.py does
-    return model, budget, {}
+    def race(self, c): # an `AdapterContext`
+        "Train in a loop of ours that follows base_train.py, fed by our loader"
+        n, micro = c.rows(32)
+        torch.manual_seed(c.job.seed)
+        torch.set_float32_matmul_precision("high")
+        model, _ = self.model(c.clone, c.layers, c.width, c.corpus.vocab, c.seq)
+        s = NanochatSchedule(c.batch)
+        opt = model.setup_optimizer(unembedding_lr=.008*s.rate, embedding_lr=.3*s.rate, scalar_lr=.5*s.rate,
+                                    matrix_lr=.02*s.rate, weight_decay=.28*s.rate*c.wd) # of 12 layers
+        for g in opt.param_groups: g["initial_lr"] *= c.lr
+        fast = torch.compile(model, dynamic=False)
+        budget = c.budget(lambda x, y: model(x, y, loss_reduction="sum"), plan=s.set)
+        batches = prefetch(Batches(c.corpus.train, n, c.seq, seed=c.job.seed), default_device())
+        for i in budget.steps():
+            s.apply(opt, i, .28*s.rate*c.wd)
+            pairs = [*zip(*(t.split(micro) for t in next(batches)))]
+            for x, y in pairs:
+                loss = fast(x, y)
+                (loss/len(pairs)).backward()
+            opt.step()
+            fast.zero_grad(set_to_none=True)
+            loss.item() # it waits, as base_train.py does
+            if not i: gc.collect(); gc.freeze(); gc.disable() # as base_train.py does
+        return model, budget, {}
 
 # %% ../../nbs/48b_adapters.ipynb #48b00011
 CLONED = {"nanogpt": NanoGPT(), "nanochat": Nanochat(), "modded-nanogpt": ModdedNanoGPT()}

@@ -9,7 +9,6 @@ __all__ = []
 import math, time
 from itertools import count
 import msgspec, numpy as np, torch
-from fastcore.basics import patch
 from ..io_utils import InputError, RunError
 from ..measure import default_device, nvml_gpu
 
@@ -38,20 +37,17 @@ class Clock:
         if self.gpu: torch.cuda.synchronize()
         return time.perf_counter(), self.energy() if self.energy else 0.
 
-# %% ../../nbs/48a_clock.ipynb #race0006
-@patch
-def go(self:Clock):
-    "Start the clock"
-    if self.gpu: torch.cuda.reset_peak_memory_stats() # what came between, an evaluation, isn't training
-    self.since = self.now()
+    def go(self):
+        "Start the clock"
+        if self.gpu: torch.cuda.reset_peak_memory_stats() # what came between, an evaluation, isn't training
+        self.since = self.now()
 
-@patch
-def halt(self:Clock):
-    "Stop the clock"
-    then, now = self.since, self.now()
-    self.seconds += now[0] - then[0]
-    self.joules += now[1] - then[1]
-    if self.gpu: self.peak = max(self.peak, torch.cuda.max_memory_allocated()/2**30)
+    def halt(self):
+        "Stop the clock"
+        then, now = self.since, self.now()
+        self.seconds += now[0] - then[0]
+        self.joules += now[1] - then[1]
+        if self.gpu: self.peak = max(self.peak, torch.cuda.max_memory_allocated()/2**30)
 
 # %% ../../nbs/48a_clock.ipynb #race0007
 class Job(msgspec.Struct):
@@ -74,6 +70,8 @@ class Job(msgspec.Struct):
 GRID = [(1., 1.), (.5, 1.), (2., 1.), (1., .5), (1., 2.), (.5, .5), (.5, 2.), (2., .5), (2., 2.)]
 
 # %% ../../nbs/48a_clock.ipynb #race0008
+class Diverged(RunError): "The error of a contestant with a non-finite loss"
+
 class Evaluator:
     "The evaluator of all contestants: every validation token once, in rows of the same context"
     def __init__(self, corpus, # a `Corpus`
@@ -85,17 +83,14 @@ class Evaluator:
         self.x, self.y = (t.contiguous().to(default_device()) for t in (w[:, :-1], w[:, 1:]))
         self.rows, self.bytes = rows, utf8_bytes(corpus, n*seq)
 
-# %% ../../nbs/48a_clock.ipynb #race0009
-class Diverged(RunError): "The error of a contestant with a non-finite loss"
-
-@patch
-@torch.no_grad()
-def __call__(self:Evaluator, nats): # (x, y) -> the sum of y's losses, by a contestant's own forward pass
-    "Return nats per token, and bits per byte of the text (None without a tokenizer), a dict"
-    pairs = zip(self.x.split(self.rows), self.y.split(self.rows))
-    total = sum(nats(x, y).double() for x, y in pairs).item()
-    if not math.isfinite(total): raise Diverged("its loss on the validation tokens isn't finite: it diverged")
-    return dict(loss=total/self.y.numel(), bpb=total/math.log(2)/self.bytes if self.bytes else None)
+    @torch.no_grad()
+    def __call__(self, nats): # (x, y) -> the sum of y's losses, by a contestant's own forward pass
+        "Return nats per token, and bits per byte of the text (None without a tokenizer), a dict"
+        pairs = zip(self.x.split(self.rows), self.y.split(self.rows))
+        total = sum(nats(x, y).double() for x, y in pairs).item()
+        if not math.isfinite(total):
+            raise Diverged("its loss on the validation tokens isn't finite: it diverged")
+        return dict(loss=total/self.y.numel(), bpb=total/math.log(2)/self.bytes if self.bytes else None)
 
 # %% ../../nbs/48a_clock.ipynb #race0010
 def utf8_bytes(corpus, n): # a `Corpus`, how many tokens
@@ -124,70 +119,58 @@ class TimeBudget:
         self.each = 1 if job.evals >= ENOUGH else math.ceil(LOOKS/job.evals) # stretches to an evaluation
         self.left = job.evals*self.each # stretches; at the end of each the number of steps is recomputed
 
-# %% ../../nbs/48a_clock.ipynb #race0013
-@patch
-def seconds(self:TimeBudget, done): # steps
-    "Return the seconds that steps have taken; the first ones, which compile, count as the others do"
-    return self.clock.seconds*done/(done - WARM)
+    def seconds(self, done): # steps
+        "Return the seconds that steps have taken; the first ones, which compile, count as the others do"
+        return self.clock.seconds*done/(done - WARM)
 
-@patch
-def mark(self:TimeBudget, done): # steps
-    "Evaluate the model after `done` steps"
-    row = dict(step=done, tokens=done*self.tokens, seconds=self.seconds(done)) | self.judge()
-    self.marks.append(row)
-    self.note(row)
+    def mark(self, done): # steps
+        "Evaluate the model after `done` steps"
+        row = dict(step=done, tokens=done*self.tokens, seconds=self.seconds(done)) | self.judge()
+        self.marks.append(row)
+        self.note(row)
 
-# %% ../../nbs/48a_clock.ipynb #race0014
-@patch
-def in_time(self:TimeBudget, done): # steps
-    "Raise `RunError` if the time is over before the speed of the steps is known. Never waits for a GPU"
-    compiling = self.clock.gpu and done <= WARM
-    if done == 1: self.began = time.perf_counter() # the very first step loads libraries
-    elif self.total == NEVER and not compiling and time.perf_counter() - self.began > self.job.seconds:
-        self.too_few(done)
+    def in_time(self, done): # steps
+        "Raise `RunError` if the time is over before the speed of the steps is known. Never waits for a GPU"
+        compiling = self.clock.gpu and done <= WARM
+        if done == 1: self.began = time.perf_counter() # the very first step loads libraries
+        elif self.total == NEVER and not compiling and time.perf_counter() - self.began > self.job.seconds:
+            self.too_few(done)
 
-@patch
-def too_few(self:TimeBudget, n): # steps
-    "Raise `RunError`: there is time for only `n` steps"
-    raise RunError(f"{self.job.seconds:g} s have time for {n} steps of {self.tokens:,} tokens, too few to "
-                   "race: give more --minutes (--tune_minutes for a short run), or a smaller batch")
+    def too_few(self, n): # steps
+        "Raise `RunError`: there is time for only `n` steps"
+        raise RunError(f"{self.job.seconds:g} s have time for {n} steps of {self.tokens:,} tokens, too few "
+                       "to race: give more --minutes (--tune_minutes for a short run), or a smaller batch")
 
-# %% ../../nbs/48a_clock.ipynb #ce4151e3
-@patch
-def after_step(self:TimeBudget, done): # steps
-    "Do what is due after `done` steps"
-    if done < self.next: return
-    self.clock.halt()
-    if done == WARM:
-        self.clock.forget()
-        self.next, self.began = WARM + GAUGE, time.perf_counter()
-    else:
-        self.left -= self.total < NEVER # a stretch is over
-        if self.total < NEVER and self.left % self.each == 0: self.mark(done)
-        self.set_end(done)
-    if done < self.total: self.clock.go()
+    def after_step(self, done): # steps
+        "Do what is due after `done` steps"
+        if done < self.next: return
+        self.clock.halt()
+        if done == WARM:
+            self.clock.forget()
+            self.next, self.began = WARM + GAUGE, time.perf_counter()
+        else:
+            self.left -= self.total < NEVER # a stretch is over
+            if self.total < NEVER and self.left % self.each == 0: self.mark(done)
+            self.set_end(done)
+        if done < self.total: self.clock.go()
 
-# %% ../../nbs/48a_clock.ipynb #race0016
-@patch
-def set_end(self:TimeBudget, done): # steps
-    "Set the number of steps from the speed of the last ones, and when to look again"
-    (before, then), seconds, marks = self.last, self.clock.seconds, self.job.evals - len(self.marks)
-    more = round((self.job.seconds - self.seconds(done))*(done - then)/(seconds - before))
-    if self.total == NEVER and more < 2*marks: self.too_few(done + max(0, more))
-    self.total, self.last = done + max(more, marks) if marks else done, (seconds, done)
-    if marks:
-        self.each = min(self.each, max(1, more//marks)) # a stretch has a step, at least
-        self.left = min(self.left, marks*self.each)
-        self.next = done + (self.total - done)//self.left
-    self.plan(self.total)
+    def set_end(self, done): # steps
+        "Set the number of steps from the speed of the last ones, and when to look again"
+        (before, then), seconds, marks = self.last, self.clock.seconds, self.job.evals - len(self.marks)
+        more = round((self.job.seconds - self.seconds(done))*(done - then)/(seconds - before))
+        if self.total == NEVER and more < 2*marks: self.too_few(done + max(0, more))
+        self.total, self.last = done + max(more, marks) if marks else done, (seconds, done)
+        if marks:
+            self.each = min(self.each, max(1, more//marks)) # a stretch has a step, at least
+            self.left = min(self.left, marks*self.each)
+            self.next = done + (self.total - done)//self.left
+        self.plan(self.total)
 
-# %% ../../nbs/48a_clock.ipynb #race0017
-@patch
-def steps(self:TimeBudget):
-    "Yield the numbers of the steps for a loop, from 0 until the time is used up"
-    self.clock.go()
-    for step in count():
-        yield step
-        self.in_time(step + 1)
-        self.after_step(step + 1)
-        if step + 1 >= self.total: return
+    def steps(self):
+        "Yield the numbers of the steps for a loop, from 0 until the time is used up"
+        self.clock.go()
+        for step in count():
+            yield step
+            self.in_time(step + 1)
+            self.after_step(step + 1)
+            if step + 1 >= self.total: return

@@ -19,13 +19,13 @@ from ..data import Batches
 from ..measure import (Measured, Table, caption, default_device, fmt, make_record, speedup,
                                   table, take_turns, version_of, warm_up)
 from ..records import code_of
-from ..rungs.fp8 import RECIPES, converted
+from ..rungs.fp8 import TORCHAO_RECIPES, converted
 from ..runs import ROOM_GIB, Stepper, build, find_rung, first_fit, halves
 
 
 # %% ../../nbs/25_peers.ipynb #25peer19
-def ours(rungs, # names
-         config): # a `GPTConfig`
+def build_ours(rungs, # names
+               config): # a `GPTConfig`
     "Build our own run with `rungs`, as a `Peer`"
     run = build(config, rungs)
     return Peer(Stepper(run), run.model, f"code {code_of(rungs)}")
@@ -103,7 +103,7 @@ def loss_of(self:HopperLoss, model): # of transformers
     return loss
 
 # %% ../../nbs/25_peers.ipynb #25peer37
-def by_torchao(recipe): # one of `RECIPES`
+def by_torchao(recipe): # one of `TORCHAO_RECIPES`
     "Return our model with torchao's FP8 in all its linear layers, compiled as a whole"
     return PlainCompile(parts=[f"torchao_fp8:recipe={recipe}:layers=all"], whole="yes")
 
@@ -111,7 +111,7 @@ PIP = dict(compile_blocks=PlainCompile(), compile_whole=PlainCompile(whole="yes"
            transformers=Transformers(), transformers_hopper=HopperLoss(),
            compile_flash4=PlainCompile("flash4", ["chunked_ce"]))
 autotuned = PlainCompile("flash4", ["chunked_ce"], mode="max-autotune-no-cudagraphs")
-PIP |= dict(compile_autotuned=autotuned) | {f"compile_{k}": by_torchao(k) for k in RECIPES}
+PIP |= dict(compile_autotuned=autotuned) | {f"compile_{k}": by_torchao(k) for k in TORCHAO_RECIPES}
 PEERS = PIP | CLONED # name -> its `Adapter`
 
 # %% ../../nbs/25_peers.ipynb #25peer41
@@ -186,7 +186,7 @@ def contenders(config, # a `GPTConfig`
                log_info=print): # takes a line about a peer that fails
     "Make all contenders, warmed up, ours first. Raises `InputError` before anything is built"
     setups = {name: peer(name, path) for name, path in paths.items()}
-    res = [contender(name, partial(ours, rungs), config, batch) for name, rungs in lists.items()]
+    res = [contender(name, partial(build_ours, rungs), config, batch) for name, rungs in lists.items()]
     for name, setup in setups.items():
         try: res.append(contender(name, setup, config, batch))
         except Exception as e: log_info(f"{name} is left out: {type(e).__name__}: {str(e).strip():.300}")
@@ -272,8 +272,8 @@ def compare_with_peers(config, batch, # as for `contenders`
     return race(contenders(config, batch, {"llm_speedrun": list(rungs)}, paths))
 
 # %% ../../nbs/25_peers.ipynb #25peer84
-def tell_peers(config, batch, rungs, paths, # as for `compare_with_peers`
-               folder): # to write into
+def measure_peers(config, batch, rungs, paths, # as for `compare_with_peers`
+                  folder): # to write into
     "Measure, write `peers.json` and `peers.md` into `folder`, and print the table"
     records = compare_with_peers(config, batch, rungs, paths)
     replace_file(Path(folder)/"peers.json", json.dumps(records, indent=1))

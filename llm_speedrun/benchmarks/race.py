@@ -23,8 +23,8 @@ from .race_report import (passing_table, race_chart, race_table, share_race,
                                                  tried_table)
 from ..corpus import open_corpus
 from ..data import Batches
-from ..io_utils import (AllFailed, InputError, RunError, check_writable, clean_errors, lock_dir,
-                                   lookup, python_command, read_json, replace_file)
+from ..io_utils import (AllFailed, InputError, RunError, check_writable, lock_dir, lookup,
+                                   python_command, read_json, replace_file)
 from ..measure import digest, machine
 from ..runs import baseline, enter_all, rung_name, uncompiled
 from ..records import code_of
@@ -60,7 +60,7 @@ class RaceClock(Callback):
         trainer.logger.restart_clock() # its own tokens/s leave out what came between, too
 
 # %% ../../nbs/48_race.ipynb #race0041
-def judged(trainer, evaluator): # an `Evaluator`
+def evaluate_run(trainer, evaluator): # an `Evaluator`
     "Return the result of a run of ours, by its own forward pass in its own formats"
     run = trainer.run
     def nats(x, y):
@@ -76,15 +76,7 @@ def plan_for(trainer, total): # steps
 
 # %% ../../nbs/48_race.ipynb #race0042
 ALIKE = dict(epochs=1e9, num_evals=1, sample_tokens=0, save_minutes=1e6, name="run", overwrite=True)
-KEPT = {*LENGTHS, *ALIKE, *"data seed seq_len out plugin resume target_loss gpus stream".split()}
-
-def own_options(name, words): # of a contestant of ours: options of `speedrun_train`
-    "Return the `TrainConfig` and the names given. Raises `InputError` for wrong or reserved options"
-    try: c, given = parse_options(TrainConfig, "speedrun_train", words)
-    except InputError as e: raise InputError(f"--run {name!r}: {e}") from None
-    if wrong := given & KEPT: raise InputError(
-        f"--run {name!r}: leave out {', '.join(sorted(wrong))}: the race sets that alike for all")
-    return c, given
+RESERVED = {*LENGTHS, *ALIKE, *"data seed seq_len out plugin resume target_loss gpus stream".split()}
 
 # %% ../../nbs/48_race.ipynb #race0043
 def own_words(c): # an `AdapterContext`
@@ -100,13 +92,13 @@ def recipe_code():
     return digest(*(p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.py"))))
 
 # %% ../../nbs/48_race.ipynb #race0044
-def ours(c): # an `AdapterContext`
+def race_ours(c): # an `AdapterContext`
     "Run `speedrun_train` with the contestant's options"
     cfg, given = parse_options(TrainConfig, "speedrun_train", own_words(c))
     clock = RaceClock(c.job)
     run = Trainer(cfg, False, given, callbacks=[*default_callbacks(), clock])
     run.cfg.steps = max(run.cfg.steps, 4*(WARM + GAUGE)) # until `plan_for` knows better
-    judge, plan = partial(judged, run, c.evaluator), partial(plan_for, run)
+    judge, plan = partial(evaluate_run, run, c.evaluator), partial(plan_for, run)
     clock.budget = TimeBudget(c.job, run.cfg.step_tokens, judge, plan, c.note)
     if run.fit()["interrupted"]: raise KeyboardInterrupt
     shutil.rmtree(run.folder/"checkpoints", ignore_errors=True) # the weights stay
@@ -134,17 +126,13 @@ def run_job(folder): # of a job: it has `job.json`
     job = read_json(folder/"job.json", Job)
     lock = lock_dir(folder/"work", "this contestant's run") # whoever started it holds the folder
     (folder/"marks.jsonl").unlink(missing_ok=True)
-    try: res = raced(job, folder)
+    try: res = run_contestant(job, folder)
     except (Diverged, AllFailed) as e: res = msgspec.to_builtins(job) | dict(failed=str(e))
     replace_file(folder/"result.json", json.dumps(res, indent=1))
     lock.release()
 
-def run_race_job(folder): # of a job
-    "Run it as a program does: an error that we foresaw is one line"
-    clean_errors(lambda: run_job(folder))
-
 # %% ../../nbs/48_race.ipynb #race0048
-def raced(job, folder): # a `Job`, its folder
+def run_contestant(job, folder): # a `Job`, its folder
     "Run the job in this process. Returns its results, a dict"
     if job.kind in ("ours", "nanochat"): prepare_process() # as their own programs do
     corpus = open_corpus(job.data)
@@ -153,7 +141,7 @@ def raced(job, folder): # a `Job`, its folder
                              folder.parents[1]/"tokens", note_in(folder))
     context.folder.mkdir(exist_ok=True)
     os.chdir(context.folder) # the programs look for their data where they are
-    run = ours if job.kind == "ours" else RACERS[job.kind].race
+    run = race_ours if job.kind == "ours" else RACERS[job.kind].race
     with nullcontext() if context.gpu else uncompiled(): return result(context, *run(context))
 
 # %% ../../nbs/48_race.ipynb #race0049
@@ -192,22 +180,22 @@ def check_name(name, option): # of a contestant; where it was given
         f"{option} {name!r}: a contestant's name is made of letters, digits, and . _ + -")
 
 # %% ../../nbs/48_race.ipynb #race0052
-def own_contestant(text, more=()): # such as "muon: --recipe muon --lr .02"; a command line for all
+def parse_contestant(text, more=()): # such as "muon: --recipe muon --lr .02"; a command line for all
     "Return a `Contestant` of ours. Raises `InputError` for impossible options"
     name, colon, words = (s.strip() for s in text.partition(":"))
     if not colon: raise InputError(f"--run {text!r} has no colon: give a name, a colon, and what "
                                    "speedrun_train would be told: 'adamw: --rungs fastest'")
     check_name(name, "--run")
-    try: words = shlex.split(words)
+    try: check_options(words := shlex.split(words))
     except ValueError as e: raise InputError(f"--run {name!r}: {e}") from None
-    c, _ = own_options(name, words)
-    try: check_own(c)
-    except InputError as e: raise InputError(f"--run {name!r}: {e}") from None
     return Contestant(name, "ours", (*words, *more))
 
 # %% ../../nbs/48_race.ipynb #race0053
-def check_own(c): # a `TrainConfig`
-    "Raise `InputError` for what the trainer would refuse, as far as that shows with a tiny model"
+def check_options(words): # of a contestant of ours, for `speedrun_train`
+    "Raise `InputError` for reserved options, and for what the trainer would refuse even with a tiny model"
+    c, given = parse_options(TrainConfig, "speedrun_train", words)
+    if wrong := given & RESERVED:
+        raise InputError(f"leave out {', '.join(sorted(wrong))}: the race sets that alike for all")
     rungs = [*map(rung_name, parse_rungs(c.rungs))]
     if c.recipe != "auto":
         tiny = replace(find_workload("tiny"), layers=1, width=64, vocab=64)
@@ -216,7 +204,7 @@ def check_own(c): # a `TrainConfig`
     if not c.init: find_workload(c.model or default_workload())
 
 # %% ../../nbs/48_race.ipynb #race0054
-def peer_contestant(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
+def parse_peer(text): # such as "nanogpt=clones/nanoGPT:batch=131072:lr=2"
     "Return a peer's `Contestant`. Raises `InputError` for one that is unknown, missing or can't run here"
     kind, _, rest = (s.strip() for s in text.partition("="))
     folder, *pairs = re.split(r":(?=[a-z]+=)", rest)
@@ -242,10 +230,11 @@ def peer_options(kind, options): # of a peer: name -> text
     return tuple(res)
 
 # %% ../../nbs/48_race.ipynb #race0056
-def contestants(run, peer, more=()): # texts, of several with a newline between them; for `own_contestant`
+def contestants(run, peer, # texts, of several contestants with a newline between them
+                more=()): # a command line for all of ours
     "Return all contestants, ours first. Raises `InputError`"
-    res = [own_contestant(t, more) for t in run.splitlines() if t.strip()]
-    res += [peer_contestant(t) for t in peer.splitlines() if t.strip()]
+    res = [parse_contestant(t, more) for t in run.splitlines() if t.strip()]
+    res += [parse_peer(t) for t in peer.splitlines() if t.strip()]
     if not res: raise InputError("nobody races: give --run 'NAME: OPTIONS' or --peer nanogpt=FOLDER")
     for c in res:
         if sum(c.name == o.name for o in res) > 1: raise InputError(
@@ -284,7 +273,7 @@ def short_runs(self:Race, c): # a `Contestant`
 
 # %% ../../nbs/48_race.ipynb #95078dc1
 @patch
-def picked(self:Race, c): # a `Contestant`
+def pick_factors(self:Race, c): # a `Contestant`
     "Return the factors of its best short run; None if none ended, or another process is running one"
     if not self.tune: return 1., 1.
     if any(self.under_way(f"{c.name}/tune-{i}") for i in range(self.tune)): return None
@@ -295,7 +284,7 @@ def picked(self:Race, c): # a `Contestant`
 @patch
 def racing(self:Race):
     "Return the runs that count, interleaved as A, B, C, A, B, C; without those whose short runs all failed"
-    best = {c.name: self.picked(c) for c in self.field}
+    best = {c.name: self.pick_factors(c) for c in self.field}
     return {f"{c.name}/seed-{s}": self.job(c, s, seconds=self.seconds, evals=self.evals,
                                            lr=best[c.name][0], wd=best[c.name][1])
             for s in range(self.seeds) for c in self.field if best[c.name]}
@@ -316,7 +305,8 @@ def under_way(self:Race, name): # of a run
     return False
 
 # %% ../../nbs/48_race.ipynb #c0c1af1a
-START = "from llm_speedrun.benchmarks.race import run_race_job; run_race_job(sys.argv[1])"
+START = ("from llm_speedrun.io_utils import clean_errors; from llm_speedrun.benchmarks.race import run_job; "
+         "clean_errors(lambda: run_job(sys.argv[1]))") # a program: an error that we foresaw is one line
 
 # %% ../../nbs/48_race.ipynb #race0062
 @patch
@@ -336,19 +326,15 @@ def start(self:Race, name, job, gpu=None): # a run's; the GPU's name for CUDA_VI
     if why := self.failure(name): print(f"{name} failed: {why}", flush=True)
 
 # %% ../../nbs/48_race.ipynb #race0063
-def last_lines(path, # of a log
-               n=5): # lines
-    "Return the last lines of a log, each shortened"
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return "\n".join(f"  {line:.300}" for line in lines[-n:]) or "  (its log is empty)"
-
 @patch
 def failure(self:Race, name): # of a run
     "Return why a run has no loss, as far as known; \"\" where it has one, or is running, or hasn't begun"
     r, log = self.read(name), self.folder/name/"log.txt"
     if r: return r.get("failed", "")
     if self.under_way(name) or not log.exists(): return ""
-    return f"the last lines of {log} are\n{last_lines(log)}"
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
+    last = "\n".join(f"  {line:.300}" for line in lines) or "  (its log is empty)"
+    return f"the last lines of {log} are\n{last}"
 
 # %% ../../nbs/48_race.ipynb #a446747d
 def check_gpus(n): # how many were asked for; without a GPU runs take turns on the CPU
@@ -374,7 +360,7 @@ def start_all(self:Race, jobs, # name -> `Job`
     with ThreadPoolExecutor(gpus) as pool: list(pool.map(on_one, jobs.items()))
 
 # %% ../../nbs/48_race.ipynb #race0065
-def wanted(names, only): # of runs; such as "nanogpt,modded@1", "" for all
+def select_runs(names, only): # of runs; such as "nanogpt,modded@1", "" for all
     "Return the runs that `only` names; short runs match any seed. Raises `InputError` for unknown ones"
     res, field = set(), dict.fromkeys(k.split("/")[0] for k in names)
     for text in filter(None, (t.strip() for t in only.split(","))):
@@ -399,7 +385,7 @@ def results(self:Race):
     found = {c.name: [r for r in read(c) if r and "loss" in r] for c in self.field}
     return {k: rs for k, rs in found.items() if rs}
 @patch
-def tried(self:Race):
+def tuning_results(self:Race):
     "Return a dict from each contestant to the results of its finished short runs"
     return {c.name: self.short_runs(c) for c in self.field} if self.tune else {}
 
@@ -420,13 +406,13 @@ def rules(self:Race, one): # a result
     return f"{said}\n\nTuned alike: {tuned}" if self.tune else f"{said}\n\nAs published, without tuning."
 
 # %% ../../nbs/48_race.ipynb #ac971a2f
-MISSED = .05 # of its clock: what a run may end too early or too late unmentioned
+TIME_TOLERANCE = .05 # of its clock: what a run may end too early or too late unmentioned
 
 @patch
-def missed(self:Race, name): # of a run
+def missed_time(self:Race, name): # of a run
     "Return how long a run took and should have taken, as text; \"\" if nearly the same, or without a loss"
     r = self.read(name) or {}
-    if "loss" not in r or abs(r["seconds"] - r["clock"]) <= MISSED*r["clock"]: return ""
+    if "loss" not in r or abs(r["seconds"] - r["clock"]) <= TIME_TOLERANCE*r["clock"]: return ""
     return f"it trained for {r['seconds']:.1f} s in place of {r['clock']:g} s, in {r['step']:,} steps"
 
 # %% ../../nbs/48_race.ipynb #race0074
@@ -435,8 +421,8 @@ def text(self:Race):
     "Return the race as Markdown: tables, what their numbers mean, which runs missed the time or failed"
     found = self.results()
     said = [race_table(found), passing_table(found), self.rules([*found.values()][0][0])] if found else []
-    if tried := self.tried(): said.append(tried_table(tried))
-    late = [f"{k} missed its clock: {how}" for k in self.names() if (how := self.missed(k))]
+    if tried := self.tuning_results(): said.append(tried_table(tried))
+    late = [f"{k} missed its clock: {how}" for k in self.names() if (how := self.missed_time(k))]
     failed = [f"{k} failed: {why}" for k in self.names() if (why := self.failure(k))]
     return "\n\n".join(map(str, [*said, *late, *failed] or ["No run has ended."])) + "\n"
 
@@ -446,7 +432,7 @@ def save(self:Race):
     "Write `race.json`, `race.md` and, if there is a result, `race.png` into the folder. Returns the text"
     import matplotlib.pyplot as plt
     found, text = self.results(), self.text()
-    record = self.about() | dict(results=found, tuning=self.tried())
+    record = self.about() | dict(results=found, tuning=self.tuning_results())
     replace_file(self.folder/"race.md", text)
     replace_file(self.folder/"race.json", json.dumps(record, indent=1))
     if found:
@@ -505,7 +491,7 @@ def run_race(c): # a `RaceOptions`
     check_share(c.share)
     check_gpus(c.gpus)
     race = race_of(c)
-    names = wanted(race.names(), c.only)
+    names = select_runs(race.names(), c.only)
     race.record_options()
     print(f"{len(names)} runs in {race.folder}/", flush=True)
     for jobs in (race.tuning, race.racing): # the second ones are known when the first have run

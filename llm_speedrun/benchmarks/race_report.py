@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLUMNS', 'curve', 'final', 'lowest_loss', 'rose', 'by_loss', 'spread', 'with_spread', 'race_table', 'passing_table',
-           'tried_table', 'race_chart', 'waterfall', 'shared_record', 'shared_race']
+           'tried_table', 'race_chart', 'shared_record']
 
 # %% ../../nbs/48c_race_report.ipynb #48c00004
 import json
@@ -74,7 +74,7 @@ def passing_table(results): # of `Race.results`
     return table(["seconds until the final loss of", *names], rows)
 
 # %% ../../nbs/48c_race_report.ipynb #281c221e
-def tried_table(tried): # of `Race.tried`
+def tried_table(tried): # of `Race.tuning_results`
     "Return a `Table` of the short runs: a row for each contestant, a column for each point of the grid"
     points = sorted({(r["lr"], r["wd"]) for rs in tried.values() for r in rs}, key=GRID.index)
     loss = lambda rs: {(r["lr"], r["wd"]): fmt(r.get("loss"), ".4f") for r in rs}
@@ -103,23 +103,6 @@ def race_chart(results): # of `Race.results`
           ylim=(min(late) - .05, max(late) + .05))
     r.set_xlabel("million tokens")
     fig.legend(*l.get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(results)))
-    return fig
-
-# %% ../../nbs/48c_race_report.ipynb #d2599948
-def waterfall(results): # of `Race.results`: each contestant adds something to the one before
-    "Draw final losses as a staircase with the size of each step, and standard deviations over seeds"
-    import matplotlib.pyplot as plt
-    names, losses = [*results], [*map(final, results.values())]
-    fig, ax = plt.subplots(figsize=(7.4, .5 + .34*len(names)), layout="constrained")
-    for i, (rs, loss, before) in enumerate(zip(results.values(), losses, [losses[0], *losses])):
-        ax.barh(i, before - loss, left=loss, color="C0" if loss <= before else "C3")
-        ax.plot([loss, loss], [i - .4, i + .4 + (i + 1 < len(names))], color="k", lw=.8)
-        if far := spread([r["loss"] for r in rs]): ax.errorbar(loss, i, xerr=far, color="k", capsize=3)
-        said = f"  {loss:.3f}" + (f" ({loss - before:+.3f})".replace("-", "−") if i else "")
-        ax.text(max(loss + far, before), i, said, va="center", fontsize=8)
-    xlim = min(losses) - .02, max(losses) + .25*(max(losses) - min(losses)) + .02
-    ax.set(yticks=range(len(names)), yticklabels=names, xlabel="final loss (nats per token)", xlim=xlim)
-    ax.invert_yaxis()
     return fig
 
 # %% ../../nbs/48c_race_report.ipynb #race0076
@@ -153,7 +136,3 @@ def shared_record(name, # of its folder
     "Return what `share_race` wrote, a dict; {} where there is nothing"
     path = race_path(folder or measurements_dir(), gpu, name)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-def shared_race(*args, **kw): # as for `shared_record`
-    "Return the results in a `shared_record`, {} where there is none"
-    return shared_record(*args, **kw).get("results", {})

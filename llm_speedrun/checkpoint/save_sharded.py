@@ -16,10 +16,10 @@ from fastcore.basics import patch
 from msgspec import Meta
 from ..io_utils import InputError, wait_for_path, read_json, replace_file, fsync_path
 from ..distributed.world import World
-from ..distributed.parallel import Shard, local
+from ..sharding import Shard, local
 
 # %% ../../nbs/54_sharded_saving.ipynb #db54c384
-from ..rungs.optim import SMALL, in_blocks
+from ..rungs.optim import in_blocks
 from .format import (FileSum, flatten_state, prune, synced_sums, timed,
                                             write_manifest, write_tensors)
 from .save import Saver
@@ -54,10 +54,6 @@ def decode_moments_exactly(c, d, scales): # from `encode_moments`
     "Decode both moments to FP32, so that `encode_moments` returns the same codes and scales, to the bit"
     return decode_moment(c, scales[0]), decode_moment(d, scales[1])
 
-def stores_codes(opt, n): # an optimizer, how many numbers a weight has
-    "Return whether the optimizer keeps the moments of such a weight as codes"
-    return getattr(opt, "moments", "") == "8bit" and n >= SMALL
-
 # %% ../../nbs/54_sharded_saving.ipynb #6f0a6b02
 MOMENTS = "exp_avg", "exp_avg_sq"
 
@@ -71,7 +67,7 @@ SHARDED, INDEX = 3, "index.json" # the version of such checkpoints
 PROCESSES = 2**12 # at most write one
 Sizes = Annotated[list[Annotated[int, Meta(ge=0, le=2**40)]], Meta(max_length=8)]
 
-class Cut(msgspec.Struct):
+class ShardMetadata(msgspec.Struct):
     "Which part of a tensor a process has written"
     shape: Sizes # of the whole tensor
     start: Sizes # first index of the part
@@ -80,24 +76,24 @@ class Cut(msgspec.Struct):
 class RankManifest(msgspec.Struct):
     "A process's part of a checkpoint, described once it is on the disk"
     sum: FileSum | None # of its tensors; None if it has none to write
-    tensors: dict[str, Cut]
+    tensors: dict[str, ShardMetadata]
     own: dict[str, Any] # path in the state -> what is this process's own there, from `flatten_state`
 
 # %% ../../nbs/54_sharded_saving.ipynb #bcbca47c
-class Box(msgspec.Struct):
+class ChunkStorageMetadata(msgspec.Struct):
     "A part of a tensor, and where it is"
     file: Annotated[str, Meta(pattern=r"^part-[0-9]{5}\.safetensors\Z")]
     start: Sizes
     size: Sizes
 
-class Boxes(msgspec.Struct):
+class TensorStorageMetadata(msgspec.Struct):
     "A tensor as it lies in the files"
     shape: Sizes
-    boxes: Annotated[list[Box], Meta(max_length=PROCESSES)]
+    boxes: Annotated[list[ChunkStorageMetadata], Meta(max_length=PROCESSES)]
 
 class Index(msgspec.Struct):
     "A checkpoint's `index.json`"
-    tensors: dict[str, Boxes]
+    tensors: dict[str, TensorStorageMetadata]
     own: dict[str, Annotated[list[Any], Meta(min_length=1, max_length=PROCESSES)]] # path -> of each process
 
 # %% ../../nbs/54_sharded_saving.ipynb #54apart2
@@ -151,6 +147,12 @@ def file_sizes(folder): # whose files are being written
         with suppress(FileNotFoundError): res[e.name] = e.stat().st_size # it may have been renamed
     return res
 
+# %% ../../nbs/54_sharded_saving.ipynb #1534f54f
+def blind_ranks(world, mark, # a `World`; a file or folder that its first process has made
+                seconds=5): # to wait for it: network disks take some
+    "Return the ranks of the processes that don't see the mark"
+    return [r for r, sees in enumerate(world.all_gather_object(wait_for_path(mark, seconds))) if not sees]
+
 # %% ../../nbs/54_sharded_saving.ipynb #f2170413
 class ShardedSaver(Saver):
     "A `Saver` of several processes: each writes its part, and the first makes a checkpoint of all of them"
@@ -164,7 +166,7 @@ class ShardedSaver(Saver):
     def tidy(self):
         "Remove what killed processes have left. Raises `InputError` where the folder isn't the same for all"
         self.token = self.world.run_on_rank_zero(self.tidy_up)
-        blind = [r for r, sees in enumerate(self.world.all_gather_object(self.sees())) if not sees]
+        blind = blind_ranks(self.world, self.folder/f".{self.token}")
         if self.world.first: (self.folder/f".{self.token}").unlink()
         if blind: raise InputError(
             f"{self.folder} isn't the same folder for all processes: process {blind[0]} on "
@@ -181,12 +183,6 @@ def tidy_up(self:ShardedSaver):
     (self.folder/f".{token}").touch()
     return token
 
-@patch
-def sees(self:ShardedSaver,
-         seconds=5): # network disks take some
-    "Return whether this process finds the mark"
-    return wait_for_path(self.folder/f".{self.token}", seconds)
-
 # %% ../../nbs/54_sharded_saving.ipynb #0a482cb5
 @patch
 def divided(self:ShardedSaver, found): # path -> tensor, `Shard` or `PerRank`
@@ -196,13 +192,13 @@ def divided(self:ShardedSaver, found): # path -> tensor, `Shard` or `PerRank`
         if isinstance(x, PerRank): own[n] = flatten_state(x.value, alone := {}, f"{n}.{self.world.rank}")
         else: alone = {n: x}
         mine |= {k: to_shard(t, first or isinstance(x, PerRank)) for k, t in alone.items()}
-    return own, {n: p for n, p in mine.items() if p.mine and (p.tensor.numel() or 0 in p.shape)}
+    return own, {n: p for n, p in mine.items() if p.is_writer and (p.tensor.numel() or 0 in p.shape)}
 
 @patch
 def reserve(self:ShardedSaver, tensors): # of the shapes and types that will be saved: tensors, or `Shard`s
     "Allocate pinned memory for copies of what this process writes"
     own = (to_shard(local(t) if isinstance(t, torch.Tensor) else t, True) for t in tensors)
-    super(ShardedSaver, self).reserve([p.tensor for p in own if p.mine])
+    super(ShardedSaver, self).reserve([p.tensor for p in own if p.is_writer])
 
 # %% ../../nbs/54_sharded_saving.ipynb #2d16cdf7
 @patch

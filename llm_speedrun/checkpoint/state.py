@@ -9,13 +9,12 @@ __all__ = ['weights_to_save', 'optimizer_to_save', 'average_to_save']
 from dataclasses import replace
 import torch, torch.distributed as dist
 from ..io_utils import InputError
-from ..rungs.optim import encode_moments
-from ..distributed.parallel import local, shards_of
+from ..rungs.optim import SMALL, encode_moments
+from ..sharding import local, shards_of
 
 # %% ../../nbs/54b_state.ipynb #4e300e44
 from .format import OptimizerState, convert_to, load_named_state, named_state
-from .save_sharded import (MOMENTS, QuantizedShard, decode_moments_exactly,
-                                                  stores_codes, to_shard)
+from .save_sharded import MOMENTS, QuantizedShard, decode_moments_exactly, to_shard
 from .load import StoredTensor, box_slices
 
 # %% ../../nbs/54b_state.ipynb #ae76ee9a
@@ -44,7 +43,7 @@ def state_to_save(name, p, kept): # a parameter's name, its `Shard`, what the op
     "Return what is kept, tensors of the parameter's shape as `Shard`s. Raises `InputError` for others"
     cut, kept = p.tensor.shape != p.shape, dict(kept)
     scales = zip(MOMENTS, kept.pop("scales")) if cut and "scales" in kept else () # of blocks of this shard
-    for k, scale in scales: kept[k] = QuantizedShard(kept[k], p.shape, p.start, p.mine, scale)
+    for k, scale in scales: kept[k] = QuantizedShard(kept[k], p.shape, p.start, p.is_writer, scale)
     for k, t in kept.items():
         if not isinstance(t, torch.Tensor): continue
         if t.shape == p.tensor.shape: kept[k] = replace(p, tensor=t)
@@ -60,7 +59,7 @@ def optimizer_to_save(run, stepper): # a `Run`, and its `Stepper`
     res["state"] = {n: state_to_save(n, parts[n], kept) for n, kept in res["state"].items()}
     return res | dict(moments=getattr(stepper.opt, "moments", ""))
 
-def average_to_save(run, average): # a `Run`, and the `Average` of its parameters
+def average_to_save(run, average): # a `Run`, and the `WeightEMA` of its parameters
     "Return the average's state to save"
     if run.world.size == 1: return average.state_dict()
     pairs = zip(trained_pieces(run), average.mean, strict=True)
@@ -95,7 +94,7 @@ def shard_optimizer_state(opt, n, # an optimizer, how many numbers of the parame
         whole = decode_moments_exactly(*(kept[k].whole() for k in (*MOMENTS, "scales")))
         mine = {k: read(t) for k, t in kept.items() if k not in (*MOMENTS, "scales")}
         mine |= {k: t[box_slices(p.start, p.tensor.shape, [0]*t.ndim)] for k, t in zip(MOMENTS, whole)}
-    if stores_codes(opt, n):
+    if getattr(opt, "moments", "") == "8bit" and n >= SMALL:
         mine |= dict(zip((*MOMENTS, "scales"), encode_moments(*(mine[k] for k in MOMENTS))))
     return mine
 
@@ -119,7 +118,7 @@ def load_optimizer(run, stepper, # a `Run`, and its `Stepper`
 
 # %% ../../nbs/54b_state.ipynb #9264d9f0
 @torch.no_grad()
-def load_average(run, average, # a `Run`, and the `Average` of its parameters
+def load_average(run, average, # a `Run`, and the `WeightEMA` of its parameters
                  read): # an `OpenCheckpoint`
     "Load the average's state. Raises `InputError` where there is none, or it is of other parameters"
     saved, parts = read.state("average").get("average"), trained_pieces(run)
@@ -149,7 +148,7 @@ def send_full_tensor(world, p, # a `World`, the `Shard` that this process has of
 def full_state_dict(run): # a `Run`; all its processes call this
     "Gather whole weights by name on the first process's CPU, one at a time; None on the others"
     world, here = run.world, {n: to_shard(t, run.world.first) for n, t in weights_to_save(run).items()}
-    sent = lambda p: p.mine and p.tensor.numel() > 0
+    sent = lambda p: p.is_writer and p.tensor.numel() > 0
     places = world.all_gather_object({n: (p.start, tuple(p.tensor.shape), sent(p)) for n, p in here.items()})
     res = {n: send_full_tensor(world, p, [at[n] for at in places]) for n, p in here.items()}
     return res if world.first else None

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch, torch.nn as nn, torch.nn.functional as F
 from ..io_utils import InputError
 from ..model import GPT, Embedding, RMSNorm
-from ..distributed.parallel import shards_of
+from ..sharding import shards_of
 
 # %% ../../nbs/46_architecture.ipynb #939306fc
 class Head(nn.Module):

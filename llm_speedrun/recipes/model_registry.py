@@ -9,13 +9,12 @@ __all__ = []
 from dataclasses import replace
 import torch
 from torch.overrides import TorchFunctionMode
-from ..architectures import model_class
+from ..architectures import MODELS, model_class
 from ..compat import FakeTensorMode
 from ..io_utils import InputError
 from ..model import GPT, GPTConfig
 from ..plugins import is_own
 from .architecture import NORM, NormedGPT, UntiedGPT
-from .modded_architecture import beyond, switches_of
 
 # %% ../../nbs/49a_model_registry.ipynb #f3e8c012
 HEAD = "lm_head.weight"
@@ -26,7 +25,8 @@ def model_of(weights, # name -> weight, under our names or Qwen3's
     "Return the class of the model that has these weights"
     if config and (own := model_class(config, None)): return own
     weights = {k.removeprefix("model."): w for k, w in weights.items()}
-    if on := switches_of(weights): return beyond(**on)
+    for find in (getattr(cls, "of_weights", None) for cls in MODELS.values()):
+        if find and (own := find(weights)): return own
     if HEAD not in weights: return GPT
     return NormedGPT if NORM in weights else UntiedGPT
 
@@ -62,18 +62,17 @@ def check_roles(model, config): # a class of models, a `GPTConfig`
 
 # %% ../../nbs/49a_model_registry.ipynb #e09bbb47
 def recipe_for(recipe, # a `Recipe`
-               weights, # that the run begins with, name -> weight or shape
+               weights, # that the run begins with, name -> weight or shape; {} for a new model
                config=GPTConfig()): # as for `model_of`
-    "Adapt the recipe to the model of these weights. Raises `InputError` where their switches aren't its"
+    "Adapt the recipe to the model of these weights. Raises `InputError` where it trains one of another class"
     model = model_of(weights, config)
+    spec, its = (getattr(m, "recipe", str)() for m in (model, recipe.model))
+    if its and (its == spec or not weights and model is GPT): return recipe
+    another = (f"recipe {recipe.spec()!r} trains a {recipe.model.__name__}, and the model of this run is "
+               "another one")
+    if its or spec: raise InputError(f"{another}, a {model.__name__}: use --recipe {spec or 'adamw'}")
     if recipe.model is not model and is_own(recipe.model): raise InputError(
-        f"recipe {recipe.name!r} trains a {recipe.model.__name__}, and the model of this run is another one: "
-        "register that class by @model, and choose it by --model instead of @recipe(model=...)")
+        f"{another}: register that class by @model, and choose it by --model, or by @recipe_model")
     if model_class(config, None): check_roles(model, config)
-    on, its = (getattr(m, "switches", {}).keys() for m in (model, recipe.model))
     refused = tuple(getattr(model, "excludes", {}).items())
-    if on == its: return recipe if on else replace(recipe, model=model, excludes=recipe.excludes + refused)
-    spec = ":".join(["beyond", *(f"{k}=15" if k == "softcap" else f"{k}=yes" for k in on)])
-    its, theirs = (", ".join(s) or "no switches" for s in (its, on))
-    raise InputError(f"recipe {recipe.name!r} trains a model with {its}, and these weights are of one with "
-                     f"{theirs}: use --recipe {spec if on else 'adamw'}")
+    return replace(recipe, model=model, excludes=recipe.excludes + refused)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 import torch
 from fastcore.basics import patch
-from .recipe import mixed, recipe, rule
+from .recipe import make_mixed_optimizer, recipe, rule
 
 # %% ../../nbs/43_muon.ipynb #7a7b2626
 def orthogonalized(G, # ... m n, matrices
@@ -59,7 +59,8 @@ def with_adamw(run, # a `Run`
                embed=.003, head=.004, vector=.015, # those of the other roles, for a model of width 768
                betas=(.8, .95), # AdamW's
                table=0.): # decay of embedding and head in an update, in that of matrices; 0: hardly any
-    "Return roles for `mixed`: matrices as given, the rest by AdamW; wider tables take smaller steps"
+    """Return roles for `make_mixed_optimizer`: matrices as given, the rest by AdamW; wider tables take
+    smaller steps"""
     wider = (run.model.config.width/768)**.5
     others = dict(embed=embed/wider, head=head/wider, vector=vector)
     aside = dict(rule="adamw", betas=betas, eps=1e-10)
@@ -81,4 +82,4 @@ def muon(run, # a `Run`
     "Use Muon for matrices, AdamW with its own rates for the rest, and a long cool-down to nearly zero"
     matrix = dict(rule="muon", momentum=momentum)
     roles = with_adamw(run, matrix, MUON_LR, embed, head, vector)
-    return replace(run, optimizer=partial(mixed, roles=roles))
+    return replace(run, optimizer=partial(make_mixed_optimizer, roles=roles))

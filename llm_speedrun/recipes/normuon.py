@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from .fast_muon import fast_muon, new_state
 from .muon import MUON, MUON_LR, WHY_NOT, with_adamw
-from .recipe import mixed, recipe, rule, warmed_up
+from .recipe import make_mixed_optimizer, recipe, rule, warmed_up
 
 # %% ../../nbs/45_normuon.ipynb #0a95617c
 @rule("normuon")
@@ -48,5 +48,5 @@ def normuon(run, # a `Run`
     matrix = dict(rule="normuon", variance=variance, cautious=cautious, momentum=momentum)
     roles = with_adamw(run, matrix, MUON_LR, embed, head, vector, (.8, beta2), table)
     warm = (warmed_up("momentum", .85, momentum, rise),) if rise else ()
-    optimizer = partial(mixed, roles=roles, share=same_gradients(run))
+    optimizer = partial(make_mixed_optimizer, roles=roles, share=same_gradients(run))
     return replace(run, optimizer=optimizer, schedules=run.schedules + warm)

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..compat import FOUND_INF
 from ..io_utils import InputError, defined_at
 from ..runs import Stepper
-from ..distributed.parallel import local
+from ..sharding import local
 
 # %% ../../nbs/40_schedules.ipynb #80a7f487
 def cosine(t): # part of the time after the warm-up that is over, 0 to 1
@@ -47,7 +47,7 @@ def lr_at(step, # 0 is the first
     return peak * (floor + (1 - floor)*part)
 
 # %% ../../nbs/40_schedules.ipynb #4bccd10e
-class Average:
+class WeightEMA:
     "An exponential moving average of parameters, in FP32 (or wider, where they are)"
     def __init__(self, params, # tensors
                  decay): # close to 1: the average is over the last 1/(1 - decay) updates
@@ -60,7 +60,7 @@ class Average:
 # %% ../../nbs/40_schedules.ipynb #ce50189b
 @patch
 @torch.no_grad()
-def update(self:Average):
+def update(self:WeightEMA):
     "Take in the parameters as they are now"
     self.n += 1
     pairs, part = [*zip(self.mean, self.params)], 1 - min(self.decay, self.n/(self.n + 9))
@@ -71,7 +71,7 @@ def update(self:Average):
 # %% ../../nbs/40_schedules.ipynb #1bfb4da2
 @patch
 @contextmanager
-def used(self:Average):
+def used(self:WeightEMA):
     "Replace the parameters with their average inside a `with`, and restore them exactly afterwards"
     with torch.no_grad():
         kept = copies(self.params)
@@ -82,7 +82,7 @@ def used(self:Average):
 # %% ../../nbs/40_schedules.ipynb #5c675af0
 @patch
 @torch.no_grad()
-def apply(self:Average):
+def apply(self:WeightEMA):
     "Make the parameters their average, for good"
     for p, m in zip(self.params, self.mean): p.copy_(m)
 
@@ -94,24 +94,18 @@ def copies(params): # tensors
 
 # %% ../../nbs/40_schedules.ipynb #aad86cc1
 @patch
-def state_dict(self:Average):
+def state_dict(self:WeightEMA):
     "Return what a checkpoint needs of the average"
     return dict(n=self.n, mean=self.mean)
 
 @patch
-def load_state_dict(self:Average, state): # from `state_dict`
+def load_state_dict(self:WeightEMA, state): # from `state_dict`
     "Take over an average. Raises `InputError` for one of other parameters"
     mean = list(state["mean"])
     if [m.shape for m in mean] != [m.shape for m in self.mean]:
         raise InputError("this average is of other parameters")
     self.n = state["n"]
     for mine, theirs in zip(self.mean, mean): mine.copy_(theirs)
-
-# %% ../../nbs/40_schedules.ipynb #9c0bd6d9
-def takes_found_inf(opt): # a `torch.optim.Optimizer`
-    "Return whether its kernel skips the update if the tensor `found_inf` is 1, so that Python needn't wait"
-    return getattr(opt, FOUND_INF, False) # PyTorch's own word for it
-
 
 # %% ../../nbs/40_schedules.ipynb #618269f5
 class GuardedStepper(Stepper):
@@ -120,7 +114,8 @@ class GuardedStepper(Stepper):
     def apply(self):
         scaled = self.scaler.is_enabled() # a scaler looks at the gradients itself
         both = self.loss if scaled else self.loss + self.norm
-        if takes_found_inf(self.opt) and not scaled: self.opt.found_inf = (both - both != 0).float()
+        on_gpu = getattr(self.opt, FOUND_INF, False) and not scaled # the kernel skips it: Python needn't wait
+        if on_gpu: self.opt.found_inf = (both - both != 0).float()
         elif not both.isfinite(): return self.scaler.update()
         self.applying = True
         super().apply()

@@ -8,7 +8,7 @@ __all__ = ['LR', 'LONG', 'RUN', 'PASS', 'rate_for', 'decay_for', 'average_for', 
 # %% ../../nbs/47_speedrun.ipynb #cccd1681
 from dataclasses import replace
 from .architecture import heads_of, init
-from .batch import Phases, gentler, whole_numbers, windowed
+from .batch import Phases, scale_lr_by_batch, whole_numbers, with_attention_windows
 from .muon import MUON, WHY_NOT
 from .normuon import normuon
 from .recipe import OWN, recipe, tuned_adamw
@@ -40,15 +40,16 @@ def average_for(config, # a `GPTConfig`
     return max(.5, 1 - 9/steps)
 
 # %% ../../nbs/47_speedrun.ipynb #fe346ca3
-def as_slow(phases): # a `Phases`
+def scale_decay_by_batch(phases): # a `Phases`
     "Return a schedule for `Run.schedules`: decay by the root of an update's share of the tokens"
     return lambda group, step, steps: dict(weight_decay=group["whole_decay"] * phases(step, steps)[0]**-.5)
 
-def phased(run, # a `Run`
-           updates, pieces): # as for `Phases`
+def with_phases(run, # a `Run`
+                updates, pieces): # as for `Phases`
     "Return the run with growing batches and sequences, and matching rates and decays"
     phases = Phases(whole_numbers(updates, "updates"), whole_numbers(pieces, "pieces"))
-    return replace(run, batching=phases, schedules=run.schedules + (gentler(phases), as_slow(phases)))
+    scaled = scale_lr_by_batch(phases), scale_decay_by_batch(phases)
+    return replace(run, batching=phases, schedules=run.schedules + scaled)
 
 # %% ../../nbs/47_speedrun.ipynb #78d08dd8
 @recipe(shape=heads_of, excludes=WHY_NOT, lr=rate_for,
@@ -57,11 +58,11 @@ def speedrun(run, # a `Run`
              variance=.95, cautious=True, # as for `normuon`, which the rest is of, too
              momentum=.9, rise=300, embed=.004, head=.004, vector=.015, beta2=.99, table=.5,
              updates=(4, 2, 1), pieces=(2, 1), # as for `Phases`
-             windows=(0,)): # as for `windowed`
+             windows=(0,)): # as for `with_attention_windows`
     "Use NorMuon with blocks that start at zero, heads of 128, growing batches, and decay in e-folds"
     init(run, embed=.02, matrix=.577)
     run = normuon.apply(run, variance, cautious, momentum, rise, embed, head, vector, beta2, table)
-    return windowed(phased(run, updates, pieces), windows)
+    return with_attention_windows(with_phases(run, updates, pieces), windows)
 
 # %% ../../nbs/47_speedrun.ipynb #6ec8af07
 ADAMW = 13.5 # its rate in Muon's, for a width of 1
@@ -84,4 +85,4 @@ def without_muon(run, # a `Run`
                  updates=(4, 2, 1), pieces=(2, 1)): # as for `Phases`
     "Use everything of `speedrun`, with AdamW for the matrices"
     init(run, embed=.02, matrix=.577)
-    return phased(tuned_adamw.apply(run, embed, vector, beta1, beta2), updates, pieces)
+    return with_phases(tuned_adamw.apply(run, embed, vector, beta1, beta2), updates, pieces)

@@ -101,7 +101,7 @@ def checkpoint(run, # a `Run`
     return run.with_model(lambda model: recompute(model.layers[:-1:every]))
 
 # %% ../../nbs/20_checkpointing.ipynb #94b40e07
-LINEAR = "mm", "_scaled_mm" # matmuls with a weight; a bmm's output would be naive attention's scores
+LINEAR_OPS = "mm", "_scaled_mm" # matmuls with a weight; a bmm's output would be naive attention's scores
 
 def answer(keep): # a bool
     "Return a policy's answer for a bool"
@@ -117,12 +117,12 @@ def keep_by_price(ctx, op, *args,
                   mlp, # recompute gate and up too
                   **kwargs):
     "Keep attention and matmuls, but not the MLP's last one and, with `mlp`, none of the MLP's: a policy"
-    if op_name(op) not in LINEAR: return answer(op_kind(op_name(op)) == "fused attention")
+    if op_name(op) not in LINEAR_OPS: return answer(op_kind(op_name(op)) == "fused attention")
     K, N = args[0].shape[-1], args[1].shape[-1] # of a matmul M K by K N
     return answer(K != hidden and not (mlp and N in (hidden, 2*hidden)))
 
 # %% ../../nbs/20_checkpointing.ipynb #c0f9d5e6
-def spread(n, part): # how many there are, the part of them to take, from 0 to 1
+def evenly_spread(n, part): # how many there are, the part of them to take, from 0 to 1
     "Return evenly spread indices of that part of `n` things"
     upto = lambda i: math.ceil(i*part - 1e-9)
     return [i for i in range(n) if upto(i + 1) > upto(i)]
@@ -138,14 +138,14 @@ def selective_checkpoint(run, # a `Run`
     some, more = (partial(create_selective_checkpoint_contexts, p) for p in policies)
     def change(model):
         blocks = model.layers[:-1]
-        chosen = spread(len(blocks), mlp)
+        chosen = evenly_spread(len(blocks), mlp)
         recompute([blocks[i] for i in chosen], more)
         recompute([b for i, b in enumerate(blocks) if i not in chosen], some)
     return run.with_model(change)
 
 # %% ../../nbs/20_checkpointing.ipynb #6afb3b21
-def largest(a, b, # two measurements: pairs of a size and its bytes
-            budget): # bytes there are
+def largest_that_fits(a, b, # two measurements: pairs of a size and its bytes
+                      budget): # bytes there are
     "Return the largest size that fits into `budget` bytes on the line through two measured ones, 0 if none"
     each = (b[1] - a[1]) / (b[0] - a[0])
     return max(0, int(a[0] + (budget - a[1])/each + 1e-9))

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from ..io_utils import InputError
 from .fused_ops import compute_dtype
-from .triton import LOG2E, blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, traced
+from .kernel_ops import blocks, jit, kernel_op, launch, LOG2E, pow2, runs_kernel, tl, traced
 from ..runs import rung
 
 # %% ../../nbs/15_chunked_ce.ipynb #95250d9c
@@ -167,7 +167,7 @@ def chunk_size(N, d, V, # tokens, width, vocabulary
     return min(N, 128 * min(range(most, 0, -1), key=waves)) # the first, so the largest, with the fewest
 
 # %% ../../nbs/15_chunked_ce.ipynb #c5b61154
-def add_product(total, a, b): # changed in place: M N, FP32 at least; M K, K N
+def add_matmul_(total, a, b): # changed in place: M N, FP32 at least; M K, K N
     "Add a @ b to `total` in place, on CUDA with FP32 sums of 16-bit values, in one pass"
     if a.dtype == total.dtype: torch.addmm(total, a, b, out=total)
     elif a.is_cuda and not traced(): torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -191,7 +191,7 @@ def linear_loss(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor, budget: int, 
         logits = torch.mm(h[part], w.T, out=buffer[:len(h[part])])
         losses.append(softmax_loss(logits, y[part], ignore_index, z_loss, softcap, want_h or want_w))
         if want_h: torch.mm(logits, w, out=dh[part]) # they are gradients by now
-        if want_w: add_product(dw, logits.T, h[part])
+        if want_w: add_matmul_(dw, logits.T, h[part])
     return torch.cat(losses), dh, dw
 
 # %% ../../nbs/15_chunked_ce.ipynb #180b3f50

@@ -41,12 +41,12 @@ def by_mask(mask, # B 1 T T
     with sdpa_kernel(TAKE_A_MASK): return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 # %% ../../nbs/24_documents.ipynb #6bdc9fcf
-EVERY = 256 # tokens of a document, where none were counted
+DEFAULT_LENGTH = 256 # tokens of a document, where none were counted
 
 def mean_length(corpus, # a `data.Corpus`
                 most=2**20): # tokens to look at
-    "Return the mean tokens of a training document over the first ones; `EVERY` where there is no text yet"
-    if corpus.train is None: return EVERY
+    "Return the mean tokens of a training document over the first ones; `DEFAULT_LENGTH` without text"
+    if corpus.train is None: return DEFAULT_LENGTH
     x = np.asarray(corpus.train[:most])
     return len(x)/max(1, int((x == corpus.eot).sum()))
 
@@ -82,7 +82,7 @@ def by_borders(cu, # int32, as from `padded_borders`
 
 # %% ../../nbs/24_documents.ipynb #5c887b7d
 def within_documents(run, eot, # a `Run`, the token that begins a document
-                     every=EVERY): # tokens of a document on average
+                     every=DEFAULT_LENGTH): # tokens of a document on average
     "Return the run with attention that doesn't cross documents in place of its own"
     now, fits = {}, run.model.config.head_dim % 8 == 0 and run.model.config.head_dim <= 256
     def note(module, args):

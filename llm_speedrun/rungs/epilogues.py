@@ -19,11 +19,11 @@ from ..roofline import DTYPES
 from ..runs import rung
 
 # %% ../../nbs/29_epilogues.ipynb #31f4c8ca
-from .fused_ops import (halves, head_grads, head_norm_grads, head_weights, qk_rope,
+from .fused_ops import (head_grads, head_norm_grads, head_weights, load_halves, qk_rope,
                                           qk_rope_backward_maths, store_head_sums, stream_pair,
                                           swiglu_backward_maths, swiglu_maths)
-from .triton import (blocks, jit, kernel_op, launch, norm_tile, pow2, programs, runs_kernel,
-                                       tl, traced)
+from .kernel_ops import blocks, direct_call, jit, kernel_op, launch, pow2, runs_kernel, tl
+from .triton import as_rows, norm_tile, programs
 
 # %% ../../nbs/29_epilogues.ipynb #f2a464d9
 def epilogues_missing():
@@ -45,16 +45,16 @@ def tile_for(columns): # of a matmul
     return tile(128, 192, (2, 1)) if columns % 192 == 0 else tile(192, 128, (1, 2))
 
 # %% ../../nbs/29_epilogues.ipynb #ce33c5b3
-def wide_product(a, b, c=None, r=None): # M K, K N, M N, M
+def wide_matmul(a, b, c=None, r=None): # M K, K N, M N, M
     "Return a @ b, its rows times `r`, plus `c`, in FP32 at least"
     wide = torch.promote_types(a.dtype, torch.float32)
     with torch.autocast(a.device.type, enabled=False): p = a.to(wide) @ b.to(wide)
     p = p if r is None else p*r[:, None]
     return p if c is None else p + c
 
-def product_maths(a, *rest): # as for `wide_product`
-    "Compute `wide_product`, rounded once, to the type of `a`"
-    return wide_product(a, *rest).to(a.dtype)
+def matmul_maths(a, *rest): # as for `wide_matmul`
+    "Compute `wide_matmul`, rounded once, to the type of `a`"
+    return wide_matmul(a, *rest).to(a.dtype)
 
 # %% ../../nbs/29_epilogues.ipynb #a3b62b6d
 @lru_cache
@@ -66,30 +66,26 @@ def plain_epilogues():
     return gemm_epilogue()(as_it_is), gemm_epilogue()(plus)
 
 # %% ../../nbs/29_epilogues.ipynb #f9deeabb
-@torch.library.custom_op("llm_speedrun::product_plus", mutates_args=())
-def product_plus_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:
+@torch.library.custom_op("llm_speedrun::matmul_add", mutates_args=())
+def matmul_add_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:
     "Return a @ b (M K, K N), plus c (M N) if given"
-    if not a.is_cuda: return product_maths(a, b, c)
+    if not a.is_cuda: return matmul_maths(a, b, c)
     return plain_epilogues()[c is not None](a, b, c, tuned=False, config=tile_for(b.shape[1]))["D"]
 
-@product_plus_op.register_fake
-def product_plus_shape(a, b, c):
+@matmul_add_op.register_fake
+def matmul_shape(a, b, c):
     "Return an empty output: the fake (meta) implementation"
     return a.new_empty(len(a), b.shape[1])
 
 # %% ../../nbs/29_epilogues.ipynb #6943f1ee
-@register_flop_formula(torch.ops.llm_speedrun.product_plus, get_raw=True)
-def product_flops(a, b, *args, **kwargs):
+@register_flop_formula(torch.ops.llm_speedrun.matmul_add, get_raw=True)
+def matmul_flops(a, b, *args, **kwargs):
     "Return the FLOPs, for our counter"
     return 2*a.numel()*b.shape[1]
 
-def direct_call(op): # a custom operation
-    "Return the operation, or its function alone where nothing traces operations"
-    return op if traced() else function_of(op)
-
-def product_plus(a, b, c=None): # M K, K N, M N
+def matmul_add(a, b, c=None): # M K, K N, M N
     "Compute a @ b + c in one kernel, M N"
-    return direct_call(product_plus_op)(a, b, c)
+    return direct_call(matmul_add_op)(a, b, c)
 
 # %% ../../nbs/29_epilogues.ipynb #ddf4e743
 def deinterleave(ab): # ... 2F, gate and up interleaved
@@ -101,7 +97,7 @@ def interleave(ab): # ... 2F, all gates, then all ups
     return ab.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 # %% ../../nbs/29_epilogues.ipynb #15adce39
-def parts_of(w, sizes, turns): # rows of several weights in one matrix, how many of each
+def weight_views(w, sizes, turns): # rows of several weights in one matrix, how many of each
     "Return the rows of each weight as views: stacked, or interleaved, if all have as many"
     if turns and len({*sizes}) > 1: raise InputError(f"rows in turn, of weights that have {sizes} of them")
     return w.view(-1, len(sizes), w.shape[1]).unbind(1) if turns else w.split(sizes)
@@ -122,10 +118,10 @@ def place_kernel(w_ptr, norm_ptr, o_ptr, n, step, d: tl.constexpr, ROWS: tl.cons
 # %% ../../nbs/29_epilogues.ipynb #5df3315b
 @kernel_op(strided=("norm",))
 def placed(dtype: torch.dtype, weights: list[torch.Tensor], turns: bool, norm: torch.Tensor) -> torch.Tensor:
-    "Return the weights (o d each) times `norm` (d) in one matrix of type `dtype`; `parts_of` splits it"
+    "Return the weights (o d each) times `norm` (d) in one matrix of type `dtype`; `weight_views` splits it"
     sizes, d = [*map(len, weights)], weights[0].shape[1]
     w, tile = weights[0].new_empty(sum(sizes), d, dtype=dtype), dict(ROWS=32, COLS=128)
-    for to, new in zip(parts_of(w, sizes, turns), weights):
+    for to, new in zip(weight_views(w, sizes, turns), weights):
         if not runs_kernel(w): torch.mul(new, norm, out=to)
         else:
             args, grid = (new.contiguous(), norm.contiguous(), to), (blocks(len(new), 32), blocks(d, 128))
@@ -149,29 +145,29 @@ def swiglu_epilogues():
     return end(mode="acc_pair")(gated), end(mode="packed_cd_b16x2", reduces=sums)(gated_back)
 
 # %% ../../nbs/29_epilogues.ipynb #d21ff77c
-@torch.library.custom_op("llm_speedrun::gated_product", mutates_args=())
-def gated_product_op(x: torch.Tensor, w: torch.Tensor, r: torch.Tensor | None) -> list[torch.Tensor]:
+@torch.library.custom_op("llm_speedrun::gated_matmul", mutates_args=())
+def gated_matmul_op(x: torch.Tensor, w: torch.Tensor, r: torch.Tensor | None) -> list[torch.Tensor]:
     "Return gate and up interleaved (N 2F), x @ w.T times r, and silu(gate)*up (N F); w: interleaved"
-    if not x.is_cuda: return [ab := product_maths(x, w.T, None, r), swiglu_maths(deinterleave(ab))]
+    if not x.is_cuda: return [ab := matmul_maths(x, w.T, None, r), swiglu_maths(deinterleave(ab))]
     how = dict(tuned=False, config=tile_for(len(w)))
     if r is not None: return [*map(swiglu_epilogues()[0](x, w.T, r=r, **how).get, "Dh")]
     from llm_speedrun.compat import gemm_gated
     return list(gemm_gated(x, w.T, activation="swiglu", **how))
 
-@gated_product_op.register_fake
-def gated_product_shape(x, w, r):
+@gated_matmul_op.register_fake
+def gated_matmul_shape(x, w, r):
     "Return empty outputs: the fake (meta) implementation"
     return [x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)]
 
 # %% ../../nbs/29_epilogues.ipynb #9049b833
-@register_flop_formula(torch.ops.llm_speedrun.gated_product, get_raw=True)
+@register_flop_formula(torch.ops.llm_speedrun.gated_matmul, get_raw=True)
 def gated_flops(x, w, *args, **kwargs):
     "Return the FLOPs, for our counter"
     return 2*len(x)*w.numel()
 
-def gated_product(x, w, r=None): # N d, 2F d, a number for each row
+def gated_matmul(x, w, r=None): # N d, 2F d, a number for each row
     "Return gate and up interleaved (N 2F), and h (N F)"
-    return direct_call(gated_product_op)(x, w, r)
+    return direct_call(gated_matmul_op)(x, w, r)
 
 # %% ../../nbs/29_epilogues.ipynb #59b52098
 @torch.library.custom_op("llm_speedrun::gated_backward", mutates_args=())
@@ -179,7 +175,7 @@ def gated_backward_op(dy: torch.Tensor, w: torch.Tensor, ab: torch.Tensor,
                       r: torch.Tensor | None) -> list[torch.Tensor]:
     "Return the gradient of gate and up (N 2F, interleaved), and h (N F); dy: N d, w: d F, ab: N 2F"
     if not dy.is_cuda:
-        h = product_maths(dy, w, None, r) # its gradient so far
+        h = matmul_maths(dy, w, None, r) # its gradient so far
         res = [interleave(swiglu_backward_maths(deinterleave(ab), h)), h]
         return res if r is None else [*res, (res[0]*ab.to(r.dtype)).sum(1)]
     how = dict(tuned=False, config=tile(128, 128, (2, 1)))
@@ -194,24 +190,21 @@ def gated_backward_shape(dy, w, ab, r):
     res = [torch.empty_like(ab), dy.new_empty(len(dy), w.shape[1])]
     return res if r is None else [*res, torch.empty_like(r)]
 
-@register_flop_formula(torch.ops.llm_speedrun.gated_backward, get_raw=True)
-def gated_backward_flops(dy, w, *args, **kwargs):
-    "Return the FLOPs, for our counter"
-    return 2*len(dy)*w.numel()
+register_flop_formula(torch.ops.llm_speedrun.gated_backward, get_raw=True)(gated_flops)
 
 def gated_backward(dy, w, ab, r=None): # N d, d F, N 2F, N
     "Return the gradient of gate and up, interleaved (N 2F), and h (N F). With `r`: times r, and its sums"
     return direct_call(gated_backward_op)(dy, w, ab, r)
 
 # %% ../../nbs/29_epilogues.ipynb #2c704c3e
-def in_parts(dy, x, n): # N o, N i, parts of the tokens
+def split_k_matmul(dy, x, n): # N o, N i, parts of the tokens
     "Return dy.T @ x, o i in FP32, of 16-bit matrices on a GPU, by split-K: a sum of `n` matmuls"
     if n == 1: return torch.mm(dy.T, x, out_dtype=torch.float32)
     dy, x = (t.view(n, -1, t.shape[1]) for t in (dy, x))
     return torch.bmm(dy.mT, x, out_dtype=torch.float32).sum(0)
 
 # %% ../../nbs/29_epilogues.ipynb #038e1882
-def grad_parts(N, o, i): # tokens, sizes of the weight
+def grad_splits(N, o, i): # tokens, sizes of the weight
     "Return how many parts to split the tokens into: eight for small weights that aren't wider than high"
     return 8 if o*i < 2**21 and o >= i and N % 8 == 0 and N >= 2**14 else 1
 
@@ -219,9 +212,9 @@ def grad_parts(N, o, i): # tokens, sizes of the weight
 @torch.library.custom_op("llm_speedrun::weight_grad", mutates_args=())
 def weight_grad_op(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     "Return dy.T @ x (o i) in `dtype`; dy: N o, x: N i"
-    if not x.is_cuda: return product_maths(dy.T.to(dtype), x.to(dtype))
+    if not x.is_cuda: return matmul_maths(dy.T.to(dtype), x.to(dtype))
     if x.dtype == dtype: return dy.T @ x # weights in 16 bits, too
-    return in_parts(dy, x, grad_parts(len(x), dy.shape[1], x.shape[1])).to(dtype)
+    return split_k_matmul(dy, x, grad_splits(len(x), dy.shape[1], x.shape[1])).to(dtype)
 
 @weight_grad_op.register_fake
 def weight_grad_shape(dy, x, dtype):
@@ -229,19 +222,11 @@ def weight_grad_shape(dy, x, dtype):
     return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
 
 # %% ../../nbs/29_epilogues.ipynb #851a8997
-@register_flop_formula(torch.ops.llm_speedrun.weight_grad, get_raw=True)
-def weight_grad_flops(dy, x, *args, **kwargs):
-    "Return the FLOPs, for our counter"
-    return 2*dy.numel()*x.shape[1]
+register_flop_formula(torch.ops.llm_speedrun.weight_grad, get_raw=True)(matmul_flops)
 
 def weight_grad(dy, x, dtype): # N o, N i, of the weight
     "Return dy.T @ x, o i"
     return direct_call(weight_grad_op)(dy, x, dtype)
-
-# %% ../../nbs/29_epilogues.ipynb #3d7417f0
-def rows(t): # ... d, or None
-    "Return a tensor as a matrix, N d"
-    return None if t is None else t.contiguous().view(-1, t.shape[-1])
 
 # %% ../../nbs/29_epilogues.ipynb #29norm05
 @jit
@@ -275,44 +260,41 @@ def row_epilogues():
     return gemm_epilogue(ops=dict(r=r))(times), gemm_epilogue(ops=dict(r=r, h=h))(plus_rows)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm10
-@torch.library.custom_op("llm_speedrun::product_times", mutates_args=())
-def product_times_op(a: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("llm_speedrun::matmul_scale_rows", mutates_args=())
+def matmul_scale_rows_op(a: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     "Return a @ b (M K, K N), each row times its value in r (M, FP32)"
-    if not a.is_cuda: return product_maths(a, b, None, r)
+    if not a.is_cuda: return matmul_maths(a, b, None, r)
     return row_epilogues()[0](a, b, r=r, tuned=False, config=tile_for(b.shape[1]))["D"]
 
-@product_times_op.register_fake
-def product_times_shape(a, b, r):
-    "Return an empty output: the fake (meta) implementation"
-    return a.new_empty(len(a), b.shape[1])
+matmul_scale_rows_op.register_fake(matmul_shape)
 
-def product_times(a, b, r): # M K, K N, M
+def matmul_scale_rows(a, b, r): # M K, K N, M
     "Compute a @ b in one kernel, each row times its value in `r`: M N"
-    return direct_call(product_times_op)(a, b, r)
+    return direct_call(matmul_scale_rows_op)(a, b, r)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm14
-@torch.library.custom_op("llm_speedrun::product_back", mutates_args=())
-def product_back_op(g: torch.Tensor, w: torch.Tensor, dh: torch.Tensor, h: torch.Tensor, r: torch.Tensor,
-                    s: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("llm_speedrun::matmul_backward", mutates_args=())
+def matmul_backward_op(g: torch.Tensor, w: torch.Tensor, dh: torch.Tensor, h: torch.Tensor, r: torch.Tensor,
+                       s: torch.Tensor) -> torch.Tensor:
     "Return g @ w + dh - h*r*s/d; g: N o, w: o d, dh, h: N d, r, s: N"
     r = (r*s).mul_(-1/h.shape[1])
-    if not g.is_cuda: return product_maths(g, w, dh + h*r[:, None])
+    if not g.is_cuda: return matmul_maths(g, w, dh + h*r[:, None])
     return row_epilogues()[1](g, w, dh, h=h, r=r, tuned=False, config=tile_for(w.shape[1]))["D"]
 
-@product_back_op.register_fake
-def product_back_shape(g, w, dh, h, r, s):
+@matmul_backward_op.register_fake
+def matmul_backward_shape(g, w, dh, h, r, s):
     "Return an empty output: the fake (meta) implementation"
     return torch.empty_like(h)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm15
-for op in (torch.ops.llm_speedrun.product_times, torch.ops.llm_speedrun.product_back):
-    register_flop_formula(op, get_raw=True)(product_flops)
+for op in (torch.ops.llm_speedrun.matmul_scale_rows, torch.ops.llm_speedrun.matmul_backward):
+    register_flop_formula(op, get_raw=True)(matmul_flops)
 
-def product_back(g, w, dh, h, r, s): # N o, o d, N d, N d, N, N
+def matmul_backward(g, w, dh, h, r, s): # N o, o d, N d, N d, N, N
     """Return the gradient of the residual stream `h`, whose norm was multiplied by `w` with its weights.
     `g`: the gradient of the result times `r`, which is 1/rms; `s`: the sums of g times the result;
     `dh`: the gradient of the residual connection"""
-    return direct_call(product_back_op)(g, w, dh, h, r, s)
+    return direct_call(matmul_backward_op)(g, w, dh, h, r, s)
 
 # %% ../../nbs/29_epilogues.ipynb #29norm21
 def heads_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, r, eps): # as below
@@ -335,7 +317,7 @@ def heads_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos_p
     dwa, dwb = tl.zeros((HEADS, HALF), tl.float32), tl.zeros((HEADS, HALF), tl.float32)
     for n in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=3):
         offs, offs_out = n*(H + 2*K)*D + head*D + i, n*(H + 2*K)*D + (H + K + vhead)*D + j
-        a, b = halves(qkv_ptr, offs, mask, HALF)
+        a, b = load_halves(qkv_ptr, offs, mask, HALF)
         da, db = head_grads(dq_ptr, dk_ptr, n, head, i, mask, H, K, HALF)
         v = tl.load(qkv_ptr + offs_out, mask=vhead < K, other=0.)
         dv = tl.load(dv_ptr + n*K*D + vhead*D + j, mask=vhead < K, other=0.)
@@ -384,7 +366,7 @@ def norm_weight_grads(g: torch.Tensor, ws: list[torch.Tensor], norm: torch.Tenso
                       turns: bool) -> list[torch.Tensor]:
     "Return gradients of a norm's weights (d) and of `ws` (o d each) from that of `placed(dt, ws, ...)`"
     d, sizes = g.shape[1], [*map(len, ws)]
-    parts = parts_of(g, sizes, turns)
+    parts = weight_views(g, sizes, turns)
     if not runs_kernel(g): return [sum((p*w).sum(0) for p, w in zip(parts, ws)), *(p*norm for p in parts)]
     dws, tile = [w.new_empty(w.shape) for w in ws], dict(ROWS=32, COLS=128)
     tops = [blocks(n, tile["ROWS"]) for n in sizes]
@@ -427,8 +409,8 @@ def sums_rstd(q: torch.Tensor, d: int, eps: float) -> torch.Tensor:
     return r
 
 # %% ../../nbs/29_epilogues.ipynb #8322bce7
-@torch.library.custom_op("llm_speedrun::stream_product", mutates_args=())
-def stream_product_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, eps: float) -> list[torch.Tensor]:
+@torch.library.custom_op("llm_speedrun::residual_matmul", mutates_args=())
+def residual_matmul_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, eps: float) -> list[torch.Tensor]:
     "Return a @ b + c (M N), and 1/rms of its rows (M); a: M K, b: K N"
     d = b.shape[1]
     if a.is_cuda:
@@ -436,22 +418,22 @@ def stream_product_op(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, eps: fl
         q = a.new_empty(len(a), blocks(d, config.tile_n), dtype=torch.float32)
         y = squares_epilogue()(a, b, c, q=q, tuned=False, config=config)["D"]
     else:
-        y = wide_product(a, b, c)
+        y = wide_matmul(a, b, c)
         y, q = y.to(a.dtype), y.pow(2).sum(1, keepdim=True)
     return [y, sums_rstd(q, d, eps)]
 
 # %% ../../nbs/29_epilogues.ipynb #2e6052b8
-@stream_product_op.register_fake
-def stream_product_shape(a, b, c, eps):
+@residual_matmul_op.register_fake
+def residual_matmul_shape(a, b, c, eps):
     "Return empty outputs: the fake (meta) implementation"
     wide = torch.promote_types(a.dtype, torch.float32)
     return [a.new_empty(len(a), b.shape[1]), a.new_empty(len(a), dtype=wide)]
 
-register_flop_formula(torch.ops.llm_speedrun.stream_product, get_raw=True)(product_flops)
+register_flop_formula(torch.ops.llm_speedrun.residual_matmul, get_raw=True)(matmul_flops)
 
-def stream_product(a, b, c, eps): # M K, K N, M N
+def residual_matmul(a, b, c, eps): # M K, K N, M N
     "Compute a @ b + c in one kernel (M N), and 1/rms of its rows (M)"
-    return direct_call(stream_product_op)(a, b, c, eps)
+    return direct_call(residual_matmul_op)(a, b, c, eps)
 
 # %% ../../nbs/29_epilogues.ipynb #d7fa7ad1
 def with_rstd(h, r, eps): # ... d; 1/rms of its rows, and what it was made with
@@ -463,12 +445,12 @@ def stream_rstd(h, eps): # ... d
     "Return 1/rms of the rows of `h`: attached by `with_rstd` if `h` is unchanged since, else computed"
     carried = getattr(h, "rstd", None)
     fresh = carried and carried[1:] == (eps, write_count(h))
-    return carried[0] if fresh else row_rstd(rows(h), eps)
+    return carried[0] if fresh else row_rstd(as_rows(h), eps)
 
 # %% ../../nbs/29_epilogues.ipynb #dbbc9f70
 def stream_out(ctx, h, x, w, eps): # a function's `ctx`; the residual stream, ... d; N C; d C
     "Return the residual stream h + x @ w.T, and 1/rms of its rows, which has no gradient"
-    y, r = stream_product(x, w.T, rows(h), eps)
+    y, r = residual_matmul(x, w.T, as_rows(h), eps)
     ctx.mark_non_differentiable(r)
     return y.view_as(h), r
 
@@ -479,22 +461,22 @@ class EpilogueProject(torch.autograd.Function):
     def forward(ctx, h, o, w, eps):
         w16, ctx.dtype = w.to(o.dtype), w.dtype
         ctx.save_for_backward(o, w16)
-        return stream_out(ctx, h, rows(o), w16, eps)
+        return stream_out(ctx, h, as_rows(o), w16, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, _):
-        (o, w), g = ctx.saved_tensors, rows(dy)
-        return dy, product_plus(g, w).view_as(o), weight_grad(g, rows(o), ctx.dtype), None
+        (o, w), g = ctx.saved_tensors, as_rows(dy)
+        return dy, matmul_add(g, w).view_as(o), weight_grad(g, as_rows(o), ctx.dtype), None
 
 # %% ../../nbs/29_epilogues.ipynb #29norm34
 @once_differentiable
 def _mlp_grads(ctx, dy, _):
     "The gradients of the arguments of `EpilogueMLP`"
-    (h, r, ab, w, v, norm, *ws), g = ctx.saved_tensors, rows(dy)
+    (h, r, ab, w, v, norm, *ws), g = ctx.saved_tensors, as_rows(dy)
     dab, mid, s = gated_backward(g, v, ab, r)
-    dws = norm_weight_grads(weight_grad(dab, rows(h), ctx.dtype), ws, norm, True)
-    dx = product_back(dab, w, g, rows(h), r, s).view_as(h)
+    dws = norm_weight_grads(weight_grad(dab, as_rows(h), ctx.dtype), ws, norm, True)
+    dx = matmul_backward(dab, w, g, as_rows(h), r, s).view_as(h)
     return dx, *dws, weight_grad(g, mid, ctx.dtype), None
 
 # %% ../../nbs/29_epilogues.ipynb #29norm36
@@ -504,7 +486,7 @@ class EpilogueMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, norm, gate, up, down, eps):
         w, v, r = placed(h.dtype, [gate, up], True, norm), down.to(h.dtype), stream_rstd(h, eps)
-        ab, mid = gated_product(rows(h), w, r)
+        ab, mid = gated_matmul(as_rows(h), w, r)
         ctx.save_for_backward(h, r, ab, w, v, norm, gate, up)
         ctx.dtype = down.dtype
         return stream_out(ctx, h, mid, v, eps)
@@ -516,9 +498,9 @@ def _heads_grads(ctx, dh, *dqkv):
     "The gradients of the arguments of `EpilogueHeads`"
     h, r, qkv, w, norm, *ws, qn, kn, cos, sin = ctx.saved_tensors
     g, dns, s = heads_backward(*(t.contiguous() for t in dqkv), qkv, qn, kn, cos, sin, r, ctx.eps)
-    g = rows(g.flatten(2))
-    dws = norm_weight_grads(weight_grad(g, rows(h), ws[0].dtype), ws, norm, False)
-    return product_back(g, w, rows(dh), rows(h), r, s).view_as(h), *dws, *dns, None, None, None
+    g = as_rows(g.flatten(2))
+    dws = norm_weight_grads(weight_grad(g, as_rows(h), ws[0].dtype), ws, norm, False)
+    return matmul_backward(g, w, as_rows(dh), as_rows(h), r, s).view_as(h), *dws, *dns, None, None, None
 
 # %% ../../nbs/29_epilogues.ipynb #29norm42
 class EpilogueHeads(torch.autograd.Function):
@@ -526,7 +508,7 @@ class EpilogueHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, norm, wq, wk, wv, qn, kn, cos, sin, eps):
         w, r, D = placed(h.dtype, [wq, wk, wv], False, norm), stream_rstd(h, eps), len(qn)
-        qkv, H = product_times(rows(h), w.T, r).view(*h.shape[:2], -1, D), len(wq)//D
+        qkv, H = matmul_scale_rows(as_rows(h), w.T, r).view(*h.shape[:2], -1, D), len(wq)//D
         qk = qk_rope(qkv, qn, kn, cos, sin, H, eps)
         ctx.save_for_backward(h, r, qkv, w, norm, wq, wk, wv, qn, kn, cos, sin)
         ctx.eps = eps
@@ -559,10 +541,10 @@ def epilogue_deviations(d, F, dtype, device): # widths, the type of the matmuls
     def rand(*shape, dt=dtype): return torch.randn(*shape, device=device, generator=g).to(dt)
     x, h, w, v = rand(256, d), rand(256, F), rand(2*F, d)*d**-.5, rand(d, F)*F**-.5
     r, s, ab = rand(256, dt=torch.float32), rand(256, dt=torch.float32), rand(256, 2*F)
-    calls = ((product_plus_op, (h, v.T, x)), (product_plus_op, (x, w.T, None)),
-             *((gated_product_op, (x, w, k)) for k in (None, r)),
-             *((gated_backward_op, (x, v, ab, k)) for k in (None, r)), (product_times_op, (x, w.T, r)),
-             (product_back_op, (ab, w, x, x, r, s)), (stream_product_op, (h, v.T, x, 1e-6)))
+    calls = ((matmul_add_op, (h, v.T, x)), (matmul_add_op, (x, w.T, None)),
+             *((gated_matmul_op, (x, w, k)) for k in (None, r)),
+             *((gated_backward_op, (x, v, ab, k)) for k in (None, r)), (matmul_scale_rows_op, (x, w.T, r)),
+             (matmul_backward_op, (ab, w, x, x, r, s)), (residual_matmul_op, (h, v.T, x, 1e-6)))
     for f, args in ((function_of(op), args) for op, args in calls):
         mine, exact = f(*args), f(*(a.cpu() if torch.is_tensor(a) else a for a in args))
         for a, b in zip(*(t if isinstance(t, list) else [t] for t in (mine, exact))):

@@ -33,12 +33,12 @@ def mm8(a, b, inverse_a, inverse_b, # M K; N K, both contiguous; one number each
     return ((a.float() @ b.float().T) * (inverse_a*inverse_b)).to(out)
 
 # %% ../../nbs/16_fp8.ipynb #5d0fb0c9
-RECIPES = "tensorwise", "rowwise", "rowwise_with_gw_hp" # the last keeps weight gradients in bf16
+TORCHAO_RECIPES = "tensorwise", "rowwise", "rowwise_with_gw_hp" # the last keeps weight gradients in bf16
 
-def float8_config(recipe, device): # one of `RECIPES`
+def float8_config(recipe, device): # one of `TORCHAO_RECIPES`
     "Return torchao's settings; on a CPU it only emulates FP8"
     from torchao.float8 import Float8LinearConfig
-    lookup(dict.fromkeys(RECIPES), recipe, "recipe")
+    lookup(dict.fromkeys(TORCHAO_RECIPES), recipe, "recipe")
     return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type == "cpu")
 
 # %% ../../nbs/16_fp8.ipynb #f80conv4
@@ -61,7 +61,7 @@ def converted(model):
     return [name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"]
 
 # %% ../../nbs/16_fp8.ipynb #093dfeae
-def linear_gain(recipe, C, O, device): # one of `RECIPES`, inputs, outputs
+def linear_gain(recipe, C, O, device): # one of `TORCHAO_RECIPES`, inputs, outputs
     "Measure the speedup of a compiled linear layer on 32 K tokens in FP8, forward and backward"
     def layer_ms(fp8):
         with torch.device(device): layers = nn.Sequential(nn.Linear(C, O, bias=False))

@@ -19,18 +19,18 @@ from ..runs import rung
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #29bimp02
 from .chunked_ce import row_lse
-from .epilogues import deinterleave, gated_flops, rows, direct_call
+from .epilogues import deinterleave, gated_flops
 from .memory_traffic import GroupedCE
 from .fp8 import E4M3, E5M2, LARGEST
 from .fp8_kernels import (Slots, by_kernel, empty_pair, fitting_scale, heads_quantize,
-                                            magnitude, norm_quantize_kernel, note_amax, product, quantize,
+                                            magnitude, norm_quantize_kernel, note_amax, matmul, quantize,
                                             quantize_weights, raise_amax, round_and_transpose, slot,
                                             wide_load, with_slot)
 from .fused_ce import hopper_missing
 from .fused_fp8 import fp8_feed, fp8_heads, fp8_project, needs_fp8
 from .fused_ops import qk_rope, stream_pair, swiglu_backward_maths, swiglu_maths
-from .triton import (add_norm_maths, blocks, jit, kernel_op, launch, pow2,
-                                       rms_norm_backward, tl, traced)
+from .kernel_ops import blocks, direct_call, jit, kernel_op, launch, pow2, tl, traced
+from .triton import add_norm_maths, as_rows, rms_norm_backward
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #04148374
 @lru_cache
@@ -66,20 +66,20 @@ def gated8_epilogue():
     return gemm_epilogue(outputs=outputs, ops=scalars, mode="acc_pair")(gated8)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #e70c468b
-INSIDE = dict(tile_M=128, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True,
-              post_init_attrs=(("fp8_slow_accum", False),)) # sums inside of the tensor cores
+FAST_ACCUM = dict(tile_M=128, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True,
+                  post_init_attrs=(("fp8_slow_accum", False),)) # sums inside of the tensor cores
 
 def tile8(columns): # of a matmul's output
     "Return the wide tile, or the high one where the last wide tile would be mostly empty"
     high = dict(tile_M=192, tile_N=128, cluster_M=1, cluster_N=2)
-    return INSIDE | (high if blocks(columns, 192)*192 > 1.01*columns else {})
+    return FAST_ACCUM | (high if blocks(columns, 192)*192 > 1.01*columns else {})
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #7650cb70
-def takes8(a, b): # M K, N K
+def can_run_fp8_gemm(a, b): # M K, N K
     "Return whether QuACK can multiply these matrices"
     return a.is_cuda and not any(n % 16 for n in (a.shape[1], len(b)))
 
-def product8_maths(a, b, ia, ib): # in 8 bits: M K, N K; the inverse scales, one number each
+def matmul8_maths(a, b, ia, ib): # in 8 bits: M K, N K; the inverse scales, one number each
     "Return a @ b.T in FP32, with the scales divided out"
     return (a.float() @ b.float().T)*(ia*ib)
 
@@ -89,7 +89,7 @@ def in_e4m3(x, scale): # one number
 
 def gated8_maths(x, w, ia, ib, sab, sh): # as for `gated8_op`
     "Compute `gated8_op` in PyTorch"
-    ab = product8_maths(x, w, ia, ib)
+    ab = matmul8_maths(x, w, ia, ib)
     return [in_e4m3(ab, sab), in_e4m3(swiglu_maths(deinterleave(ab)), sh)]
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #bb08692a
@@ -97,7 +97,7 @@ def gated8_maths(x, w, ia, ib, sab, sh): # as for `gated8_op`
 def gated8_op(x: torch.Tensor, w: torch.Tensor, ia: torch.Tensor, ib: torch.Tensor, sab: torch.Tensor,
               sh: torch.Tensor) -> list[torch.Tensor]:
     "Return gate and up interleaved (N 2F) and h (N F) in E4M3; x: N d, w: 2F d, interleaved, in E4M3"
-    if not takes8(x, w) or len(w) % 32: return gated8_maths(x, w, ia, ib, sab, sh)
+    if not can_run_fp8_gemm(x, w) or len(w) % 32: return gated8_maths(x, w, ia, ib, sab, sh)
     ab, h = x.new_empty(len(x), len(w)), x.new_empty(len(x), len(w)//2)
     to = dict(ab=ab.view(torch.bfloat16), h=h)
     gated8_epilogue().gemm(x, w, None, epi_args=dict(ia=ia, ib=ib, sab=sab, sh=sh, **to), **tile8(len(w)))
@@ -114,7 +114,7 @@ def gated8_shape(x, w, *rest):
 def gated8(s, n8, w8): # `Slots`; N d, 2F d, interleaved
     "Run `gated8_op` with the scales of a layer. Returns N 2F, N F"
     if s.jit:
-        ab = product8(s, n8, w8, "n2", "wab")
+        ab = matmul8(s, n8, w8, "n2", "wab")
         for k, most in (("ab", 2*ab.abs().amax()), ("h", swiglu_maths(deinterleave(ab)).abs().amax())):
             slot(s.scale, k).copy_(fitting_scale(most.float(), LARGEST[E4M3]))
             slot(s.inverse, k).copy_(1/slot(s.scale, k))
@@ -123,7 +123,7 @@ def gated8(s, n8, w8): # `Slots`; N d, 2F d, interleaved
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #4bc0aa51
 @jit
-def load_pairs(ab_ptr, offs, mask, inverse):
+def load_packed2(ab_ptr, offs, mask, inverse):
     "Load pairs of bytes in E4M3 as gates and ups in FP32"
     dt: tl.constexpr = ab_ptr.dtype.element_ty
     pairs = tl.load(ab_ptr.to(tl.pointer_type(tl.int16)) + offs, mask=mask, other=0).to(tl.int32)
@@ -139,7 +139,7 @@ def byte_of(x, scale, dt: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr):
     return x, x.to(tl.uint8, bitcast=True).to(tl.int32)
 
 @jit
-def store_fours(t_ptr, x, i, offs_n, C, fours):
+def store_packed4(t_ptr, x, i, offs_n, C, fours):
     "Store integers of four bytes, transposed into rows of `fours` of them"
     offs_out = offs_n.to(tl.int64)[:, None]*fours + i[None, :]
     mask = (offs_n < C)[:, None] & (i < fours)[None, :]
@@ -154,9 +154,9 @@ def store_sides(q_ptr, a, b, F: tl.constexpr, mask):
 
 @jit
 def store_halves(t_ptr, a, b, i, offs_n, F: tl.constexpr, filled):
-    "Store both transposed by `store_fours`, that of ups below that of gates"
-    store_fours(t_ptr, a, i, offs_n, F, filled//4)
-    store_fours(t_ptr + tl.full((), F, tl.int64)*filled, b, i, offs_n, F, filled//4)
+    "Store both transposed by `store_packed4`, that of ups below that of gates"
+    store_packed4(t_ptr, a, i, offs_n, F, filled//4)
+    store_packed4(t_ptr + tl.full((), F, tl.int64)*filled, b, i, offs_n, F, filled//4)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #494167fa
 @jit
@@ -175,7 +175,7 @@ def quick_grads(a, b, dh, GPU: tl.constexpr):
     return dh*s*b*(1 + a - u), dh*u, u*b
 
 @jit
-def larger_of(m_ab, m_h, m, a, b, h, da, db):
+def running_amax(m_ab, m_h, m, a, b, h, da, db):
     "Return the maxima so far of gate and up, of h, and, as `magnitude`, of the gradients"
     m_ab = tl.maximum(m_ab, tl.maximum(tl.abs(a), tl.abs(b)))
     m_h = tl.maximum(m_h, tl.abs(h))
@@ -194,9 +194,9 @@ def gated8_back_kernel(ab_ptr, dh_ptr, inverse_ptr, ab_amax_ptr, sh_ptr, h_amax_
     tb, th, m, m_ab, m_h = ta, ta, ta, ta.to(tl.float32), ta.to(tl.float32)
     for p in tl.static_range(4): # rows 4i + p
         n, mask = (4*i + p).to(tl.int64)[:, None], (4*i + p < N)[:, None] & (offs_n < F)[None, :]
-        a, b = load_pairs(ab_ptr, n*F + offs_n[None, :], mask, inverse)
+        a, b = load_packed2(ab_ptr, n*F + offs_n[None, :], mask, inverse)
         da, db, h = quick_grads(a, b, wide_load(dh_ptr + n*F + offs_n[None, :], mask), GPU)
-        m_ab, m_h, m = larger_of(m_ab, m_h, m, a, b, h, da, db)
+        m_ab, m_h, m = running_amax(m_ab, m_h, m, a, b, h, da, db)
         da, xa = byte_of(da, scale, q_ptr.dtype.element_ty, MOST, GPU)
         db, xb = byte_of(db, scale, q_ptr.dtype.element_ty, MOST, GPU)
         _, xh = byte_of(h, sh, ht_ptr.dtype.element_ty, HMOST, GPU)
@@ -205,7 +205,7 @@ def gated8_back_kernel(ab_ptr, dh_ptr, inverse_ptr, ab_amax_ptr, sh_ptr, h_amax_
     raise_amax(amax_ptr, tl.max(tl.max(m, 1), 0), seen)
     note_amax(ab_amax_ptr, 2*m_ab, ab_seen)
     note_amax(h_amax_ptr, m_h, h_seen)
-    store_fours(ht_ptr, th, i, offs_n, F, filled//4)
+    store_packed4(ht_ptr, th, i, offs_n, F, filled//4)
     store_halves(t_ptr, ta, tb, i, offs_n, F, filled)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #3dc08fc6
@@ -245,27 +245,27 @@ def scaled_epilogues():
     return [gemm_epilogue(ops={k: Scalar(k) for k in ("ia", "ib")})(f) for f in (scaled, plus)]
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #b62b5128
-@torch.library.custom_op("llm_speedrun::product8", mutates_args=())
-def product8_op(a: torch.Tensor, b: torch.Tensor, ia: torch.Tensor, ib: torch.Tensor,
-                c: torch.Tensor | None) -> torch.Tensor:
+@torch.library.custom_op("llm_speedrun::matmul8", mutates_args=())
+def matmul8_op(a: torch.Tensor, b: torch.Tensor, ia: torch.Tensor, ib: torch.Tensor,
+               c: torch.Tensor | None) -> torch.Tensor:
     "Return a @ b.T with the scales divided out, plus c (M N), in BF16; a: M K, b: N K, in E4M3"
-    if not takes8(a, b): return (product8_maths(a, b, ia, ib) + (0 if c is None else c)).bfloat16()
+    if not can_run_fp8_gemm(a, b): return (matmul8_maths(a, b, ia, ib) + (0 if c is None else c)).bfloat16()
     y = a.new_empty(len(a), len(b), dtype=torch.bfloat16)
-    scaled_epilogues()[c is not None].gemm(a, b, y, c, epi_args=dict(ia=ia, ib=ib), **INSIDE)
+    scaled_epilogues()[c is not None].gemm(a, b, y, c, epi_args=dict(ia=ia, ib=ib), **FAST_ACCUM)
     return y
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #1833dcc5
-@product8_op.register_fake
-def product8_shape(a, b, *rest):
+@matmul8_op.register_fake
+def matmul8_shape(a, b, *rest):
     "Return an empty output: the fake (meta) implementation"
     return a.new_empty(len(a), len(b), dtype=torch.bfloat16)
 
-for op in (torch.ops.llm_speedrun.gated8, torch.ops.llm_speedrun.product8):
+for op in (torch.ops.llm_speedrun.gated8, torch.ops.llm_speedrun.matmul8):
     register_flop_formula(op, get_raw=True)(gated_flops)
 
-def product8(s, a, b, name_a, name_b, c=None): # `Slots`; M K, N K, names of their slots; M N
+def matmul8(s, a, b, name_a, name_b, c=None): # `Slots`; M K, N K, names of their slots; M N
     "Return a @ b.T + c with the scales of two slots: M N in BF16"
-    return direct_call(product8_op)(a, b, slot(s.inverse, name_a), slot(s.inverse, name_b), c)
+    return direct_call(matmul8_op)(a, b, slot(s.inverse, name_a), slot(s.inverse, name_b), c)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6a694d80
 @kernel_op(mutates=("amax",), strided=("x", "w"))
@@ -283,7 +283,7 @@ def stream_norm(x: torch.Tensor, w: torch.Tensor, eps: float, scale: torch.Tenso
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #b7acb016
 def _mlp8(ctx, x, w, wg, wu, wd, eps, *slots):
-    s, h = Slots(*slots), rows(x)
+    s, h = Slots(*slots), as_rows(x)
     r, n8, n8t = with_slot(s, "n2", stream_norm, h, w, eps)
     w8, w8t = with_slot(s, "wab", quantize_weights, [wg, wu])
     turns = w8.view(2, len(wg), -1).transpose(0, 1).reshape(w8.shape)
@@ -291,19 +291,19 @@ def _mlp8(ctx, x, w, wg, wu, wd, eps, *slots):
     d8, d8t = with_slot(s, "wdown", quantize_weights, [wd])
     ctx.save_for_backward(h, r, n8t, w8t, ab, d8t, w)
     ctx.slots = slots
-    return product8(s, h8, d8, "h", "wdown", h).view_as(x)
+    return matmul8(s, h8, d8, "h", "wdown", h).view_as(x)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #3342e265
 @once_differentiable
 def _mlp8_back(ctx, dy):
-    (h, r, n8t, w8t, ab, d8t, w), s, g = ctx.saved_tensors, Slots(*ctx.slots), rows(dy)
+    (h, r, n8t, w8t, ab, d8t, w), s, g = ctx.saved_tensors, Slots(*ctx.slots), as_rows(dy)
     g8, g8t = with_slot(s, "dm", quantize, g, dt=s.grad)
-    dh = product(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
+    dh = matmul(s, g8, d8t, "dm", "wdown", out=h.dtype)[:len(h)]
     kept = slot(s.inverse, "ab"), slot(s.forward_max, "ab"), slot(s.scale, "h"), slot(s.forward_max, "h")
     q8, q8t, h8t = with_slot(s, "dab", gated8_back, ab, dh, *kept, dt=s.grad)
-    dwd = product(s, g8t, h8t, "dm", "h", out=w.dtype)
-    dn = product(s, q8, w8t, "dab", "wab", out=h.dtype)[:len(h)]
-    dwg, dwu = product(s, q8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
+    dwd = matmul(s, g8t, h8t, "dm", "h", out=w.dtype)
+    dn = matmul(s, q8, w8t, "dab", "wab", out=h.dtype)[:len(h)]
+    dwg, dwu = matmul(s, q8t, n8t, "dab", "n2", out=w.dtype).chunk(2)
     dx, dw = rms_norm_backward(dn, g, h, w, r)
     return dx.view_as(dy), dw, dwg, dwu, dwd, None, *[None]*6
 
@@ -313,10 +313,10 @@ class MLP8(torch.autograd.Function):
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #7378595b
 def _heads8(ctx, x, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
-    s, h, D = Slots(*slots), rows(x), len(qn)
+    s, h, D = Slots(*slots), as_rows(x), len(qn)
     r, n8, n8t = with_slot(s, "n1", stream_norm, h, w, eps)
     w8, w8t = with_slot(s, "wqkv", quantize_weights, [wq, wk, wv])
-    qkv = product8(s, n8[:len(h)], w8, "n1", "wqkv").view(*x.shape[:2], -1, D)
+    qkv = matmul8(s, n8[:len(h)], w8, "n1", "wqkv").view(*x.shape[:2], -1, D)
     H = len(wq)//D
     qk = qk_rope(qkv, qn, kn, cos, sin, H, eps)
     ctx.save_for_backward(h, r, n8t, w8t, qkv, w, qn, kn, cos, sin)
@@ -328,9 +328,9 @@ def _heads8(ctx, x, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
 def _heads8_back(ctx, dh, dq, dk, dv):
     (h, r, n8t, w8t, qkv, w, *turn), s = ctx.saved_tensors, Slots(*ctx.slots)
     dw2, g8, g8t = with_slot(s, "dqkv", heads_quantize, dq, dk, dv, qkv, *turn, ctx.eps, dt=s.grad)
-    dn = product(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
-    dws = product(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
-    dx, dw = rms_norm_backward(dn, rows(dh), h, w, r)
+    dn = matmul(s, g8, w8t, "dqkv", "wqkv", out=h.dtype)[:len(h)]
+    dws = matmul(s, g8t, n8t, "dqkv", "n1", out=w.dtype).split(ctx.sizes)
+    dx, dw = rms_norm_backward(dn, as_rows(dh), h, w, r)
     return dx.view_as(dh), dw, *dws, *dw2, None, None, None, *[None]*6
 
 class Heads8(torch.autograd.Function):
@@ -340,19 +340,19 @@ class Heads8(torch.autograd.Function):
 # %% ../../nbs/29b_fp8_epilogues.ipynb #ddc4f813
 def _project8(ctx, x, o, w, *slots):
     s = Slots(*slots)
-    o8, o8t = with_slot(s, "o", quantize, rows(o), dt=E4M3)
+    o8, o8t = with_slot(s, "o", quantize, as_rows(o), dt=E4M3)
     w8, w8t = with_slot(s, "wo", quantize_weights, [w])
     ctx.save_for_backward(o8t, w8t)
     ctx.slots, ctx.dtype = slots, w.dtype
-    return product8(s, o8[:len(rows(x))], w8, "o", "wo", rows(x)).view_as(x)
+    return matmul8(s, o8[:len(as_rows(x))], w8, "o", "wo", as_rows(x)).view_as(x)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #d62cdb51
 @once_differentiable
 def _project8_back(ctx, dy):
-    (o8t, w8t), s, g = ctx.saved_tensors, Slots(*ctx.slots), rows(dy)
+    (o8t, w8t), s, g = ctx.saved_tensors, Slots(*ctx.slots), as_rows(dy)
     g8, g8t = with_slot(s, "da", quantize, g, dt=s.grad)
-    do = product(s, g8, w8t, "da", "wo", out=dy.dtype)[:len(g)]
-    dw = product(s, g8t, o8t, "da", "o", out=ctx.dtype)
+    do = matmul(s, g8, w8t, "da", "wo", out=dy.dtype)[:len(g)]
+    dw = matmul(s, g8t, o8t, "da", "o", out=ctx.dtype)
     return dy, do.view(*dy.shape[:-1], -1), dw, *[None]*6
 
 class Project8(torch.autograd.Function):
@@ -360,7 +360,7 @@ class Project8(torch.autograd.Function):
     forward, backward = staticmethod(_project8), staticmethod(_project8_back)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6b343945
-def whole(h): # the residual stream, or a pair of it and what is to be added
+def whole_stream(h): # the residual stream, or a pair of it and what is to be added
     "Return the residual stream as one tensor, in the type of matmuls"
     x, y = stream_pair(h)
     return x if y is None else x + y
@@ -369,20 +369,20 @@ def heads8(block, h, cos, sin): # the residual stream or a pair
     "Compute the part `heads` of a block. Returns the residual stream, q, k, v"
     a, norm = block.self_attn, block.input_layernorm
     weights = norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_norm.weight, a.k_norm.weight
-    h, *qkv = Heads8.apply(whole(h), *weights, cos, sin, norm.eps, *block.scales())
+    h, *qkv = Heads8.apply(whole_stream(h), *weights, cos, sin, norm.eps, *block.scales())
     return h, *(t.transpose(1, 2) for t in qkv)
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #c62e8b9a
 def project8(block, h, o): # the residual stream or a pair, B H T D
     "Compute the part `project` of a block. Returns the residual stream, B T d"
     o, w = o.transpose(1, 2).flatten(2), block.self_attn.o_proj.weight
-    return Project8.apply(whole(h), o, w, *block.scales())
+    return Project8.apply(whole_stream(h), o, w, *block.scales())
 
 def feed8(block, h): # the residual stream or a pair
     "Compute the part `feed` of a block. Returns the residual stream, B T d"
     m, norm = block.mlp, block.post_attention_layernorm
     weights = norm.weight, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
-    return MLP8.apply(whole(h), *weights, norm.eps, *block.scales())
+    return MLP8.apply(whole_stream(h), *weights, norm.eps, *block.scales())
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #2f906fc7
 @lru_cache
@@ -448,7 +448,8 @@ class SummedCE(GroupedCE):
     def losses8(self, s, h8, w8, y, dtype): # as `GroupedCE.losses8`
         "Return a chunk's logits (n V), losses and log-sum-exps (n each)"
         fits = h8.is_cuda and not self.softcap and not traced() and dtype == torch.bfloat16
-        if not (fits and takes8(h8, w8) and whole_tiles(len(w8))): return super().losses8(s, h8, w8, y, dtype)
+        if not (fits and can_run_fp8_gemm(h8, w8) and whole_tiles(len(w8))):
+            return super().losses8(s, h8, w8, y, dtype)
         logits, sums = logits8(h8[:len(y)], w8, slot(s.inverse, "hidden"), slot(s.inverse, "head"))
         return logits, *summed_loss(sums, logits, y, self.ignore_index, self.z_loss)
 
@@ -464,8 +465,8 @@ def fp8_deviations(d, F, device): # sizes
     ab = gated8_maths(x, wab, ia, ib, s, s)[0]
     ways = ((function_of(gated8_op)(x, wab, ia, ib, s, s), gated8_maths(x, wab, ia, ib, s, s)),
             (gated8_back(ab, dh, *back), gated8_back_maths(ab, dh, *back)),
-            ([function_of(product8_op)(h, wd, ia, ib, c)], [product8_maths(h, wd, ia, ib) + c]),
-            (logits8(x, w, ia, ib)[:1], [product8_maths(x, w, ia, ib)]))
+            ([function_of(matmul8_op)(h, wd, ia, ib, c)], [matmul8_maths(h, wd, ia, ib) + c]),
+            (logits8(x, w, ia, ib)[:1], [matmul8_maths(x, w, ia, ib)]))
     for a, b in ((a.float(), b.float()) for mine, exact in ways for a, b in zip(mine, exact)):
         yield ((a - b).norm()/b.norm()).item()
 
@@ -478,14 +479,10 @@ def fp8_epilogues_error(d, F, device): # sizes
     with torch.no_grad(): why = kernel_error(lambda: errors.extend(fp8_deviations(d, F, device)))
     return why or off_text(errors)
 
-def needs_quack_fp8():
-    "Return a rung's `needs`: FP8, and QuACK"
-    return needs_fp8() or hopper_missing()
-
-EIGHTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(fp8_feed, feed8))
+EPILOGUE_PARTS = dict(heads=(fp8_heads, heads8), project=(fp8_project, project8), feed=(fp8_feed, feed8))
 
 # %% ../../nbs/29b_fp8_epilogues.ipynb #6976dfb5
-@rung("parts", needs=needs_quack_fp8, requires=["fp8"], follows=["head_groups"],
+@rung("parts", needs=lambda: needs_fp8() or hopper_missing(), requires=["fp8"], follows=["head_groups"],
       excludes=["tensor_parallel", "compile", "selective_checkpoint"], gpu_only=True)
 def fp8_epilogues(run): # a `Run` with fp8
     """Run in the epilogues of QuACK's FP8 GEMMs: SwiGLU with its quantization, the residual additions and,
@@ -496,7 +493,7 @@ def fp8_epilogues(run): # a `Run` with fp8
         raise RunError(f"rung 'fp8_epilogues': QuACK's kernels can't be used here: {why}. Leave the rung out")
     def change(model):
         for b in model.layers:
-            set_parts(model, [b], **{k: ours for k, (old, ours) in EIGHTS.items() if getattr(b, k) is old})
-        if getattr(model.loss, "in_fp8", False):
-            model.loss = SummedCE(**vars(model.loss))
+            new = {k: ours for k, (old, ours) in EPILOGUE_PARTS.items() if getattr(b, k) is old}
+            set_parts(model, [b], **new)
+        if getattr(model.loss, "in_fp8", False): model.loss = SummedCE(**vars(model.loss))
     return run.with_model(change)

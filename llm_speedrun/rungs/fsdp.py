@@ -16,7 +16,7 @@ from ..compat import replace_tensors
 from ..io_utils import InputError, lookup
 from ..roofline import DTYPES
 from ..runs import rung
-from ..distributed.parallel import GradientSync, ParallelSync, fill, shards_of
+from ..sharding import GradReducer, ParallelStepSync, init_params_streaming, shards_of
 from .fp8 import as_list
 
 # %% ../../nbs/52_fsdp.ipynb #33edc4d0
@@ -47,7 +47,7 @@ def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTens
 
 # %% ../../nbs/52_fsdp.ipynb #f4d57447
 @torch.no_grad()
-def make_weights(run): # whose weights are shapes; its gradient syncs know who holds what; changes its model
+def init_sharded_params(run): # of shapes; its gradient reducers know who holds what. Changes its model
     "Give each process its part of the weights that one process would begin with"
     device = run.device
     def made(t): return torch.empty_like(t, device=device) if t.is_meta else t # not buffers
@@ -56,11 +56,11 @@ def make_weights(run): # whose weights are shapes; its gradient syncs know who h
     def give(name, whole):
         p = parts[name]
         p.tensor.copy_(whole[tuple(slice(i, i + n) for i, n in zip(p.start, p.tensor.shape))])
-    fill(run.model.config, run.seed, device, give)
+    init_params_streaming(run.model.config, run.seed, device, give)
 
 # %% ../../nbs/52_fsdp.ipynb #5a36f8ca
-class FSDP(GradientSync):
-    "FSDP2's gradient sync: its hooks gather and reduce what is sharded. The rest is reduced after the passes"
+class FSDP(GradReducer):
+    "FSDP2's gradient reducer: its hooks gather and reduce what is sharded. The rest is reduced afterwards"
     hooked = True
     def __init__(self, run, # a `Run` whose model is cut
                  each): # reduce after each micro-batch
@@ -102,7 +102,7 @@ def check_goes(run): # a `Run`
                          "mode=default or max-autotune-no-cudagraphs")
 
 # %% ../../nbs/52_fsdp.ipynb #750eff31
-def keeps_copies(run): # a `Run`
+def backward_uses_saved_copies(run): # a `Run`
     "Return whether the blocks' backward pass uses saved 8-bit copies, and needs no gathered matrices"
     parts = as_list(run.options.get("fp8", {}).get("parts", ()))
     again = {"checkpoint", "selective_checkpoint", "compile"} # which may ask for the weights themselves
@@ -122,8 +122,8 @@ def fsdp(run, # a `Run`
     how = dict(reduce=lookup(REDUCE, reduce, "type of the reduction"), gather=DTYPES[run.fmt])
     if run.world.size == 1: return run
     run = run.with_model(partial(shard, mesh=run.world.mesh["dp"], reshard=reshard, **how))
-    if keeps_copies(run):
+    if backward_uses_saved_copies(run):
         for b in run.model.layers: b.set_unshard_in_backward(False)
-    run = replace(run, gradient_syncs=run.gradient_syncs + (FSDP(run, each),), sync=ParallelSync)
-    if any(p.is_meta for p in run.model.parameters()): make_weights(run)
+    run = replace(run, grad_reducers=run.grad_reducers + (FSDP(run, each),), sync=ParallelStepSync)
+    if any(p.is_meta for p in run.model.parameters()): init_sharded_params(run)
     return run

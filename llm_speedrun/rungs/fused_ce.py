@@ -15,7 +15,7 @@ from ..io_utils import RunError
 from ..runs import rung
 from .chunked_ce import bad_targets, sms
 from .memory_traffic import GroupedCE
-from .triton import blocks, traced
+from .kernel_ops import blocks, traced
 
 # %% ../../nbs/29a_fused_ce.ipynb #29amiss1
 def hopper_missing():

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from ..io_utils import InputError
 from ..model import rope, set_parts
 from ..runs import rung
-from .triton import (AddRMSNorm, blocks, jit, kernel_op, launch, pow2, programs,
-                                       runs_kernel, tl, triton)
+from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, triton
+from .triton import AddRMSNorm, programs
 
 # %% ../../nbs/14_fused_ops.ipynb #2ceb2a17
 def swiglu_maths(ab): # N 2F
@@ -138,7 +138,7 @@ def qk_rope_maths(qkv, wq, wk, cos, sin, H, eps): # B T H+2K D; D; D; T D/2; T D
 
 # %% ../../nbs/14_fused_ops.ipynb #d36e3be2
 @jit
-def halves(ptr, offs, mask, HALF: tl.constexpr):
+def load_halves(ptr, offs, mask, HALF: tl.constexpr):
     "Load the first and the second halves of some heads: HEADS HALF each"
     a = tl.load(ptr + offs, mask=mask, other=0.).to(tl.float32)
     return a, tl.load(ptr + offs + HALF, mask=mask, other=0.).to(tl.float32)
@@ -156,7 +156,7 @@ def qk_rope_kernel(qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, N, T, H: tl
     n, D = tl.program_id(0).to(tl.int64), 2*HALF # a token
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     mask, offs = (head < H + K) & (i < HALF), n*(H + 2*K)*D + head*D + i # HEADS HALF
-    a, b = halves(qkv_ptr, offs, mask, HALF)
+    a, b = load_halves(qkv_ptr, offs, mask, HALF)
     c, s = tl.load(cos_ptr + (n % T)*HALF + i), tl.load(sin_ptr + (n % T)*HALF + i)
     r = tl.rsqrt(tl.sum(a*a + b*b, 1)/D + eps)[:, None]
     a *= r*head_weights(wq_ptr, wk_ptr, head < H, i)
@@ -241,7 +241,7 @@ def qk_rope_backward_kernel(dq_ptr, dk_ptr, dv_ptr, qkv_ptr, wq_ptr, wk_ptr, cos
     dwa, dwb = tl.zeros((HEADS, HALF), tl.float32), tl.zeros((HEADS, HALF), tl.float32)
     for n in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=3):
         offs = n*(H + 2*K)*D + head*D + i # HEADS HALF
-        a, b = halves(qkv_ptr, offs, mask, HALF)
+        a, b = load_halves(qkv_ptr, offs, mask, HALF)
         da, db = head_grads(dq_ptr, dk_ptr, n, head, i, mask, H, K, HALF)
         v = tl.load(dv_ptr + n*K*D + vhead*D + j, mask=vhead < K)
         c, s = tl.load(cos_ptr + (n % T)*HALF + i), tl.load(sin_ptr + (n % T)*HALF + i)

@@ -6,33 +6,31 @@
 __all__ = ['head_groups', 'ClippedAdamW', 'direct_update', 'recompute_rope']
 
 # %% ../../nbs/28_fewer_passes.ipynb #3efdb728
-import math
 from dataclasses import dataclass, replace
 import torch, torch.nn as nn
 from fastcore.basics import patch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from ..compat import FakeTensor, node_class, scaled_mm, storage_id
+from ..compat import node_class, scaled_mm, storage_id
 from ..io_utils import InputError, RunError
 from ..model import naive_layer, set_parts
 from ..runs import RUNGS, Backward, PrecomputedGrads, param_groups, rung
-from .triton import (LOG2E, blocks, jit, kernel_op, launch, programs, runs_kernel, tl,
-                                       traced, triton)
+from .kernel_ops import blocks, jit, kernel_op, launch, LOG2E, runs_kernel, tl, traced
+from .triton import programs
 from .fused_ops import compute_dtype, needs_triton, qk_rope
 
 # %% ../../nbs/28_fewer_passes.ipynb #759f73df
-from .chunked_ce import (ChunkedCE, add_product, chunk_size, logit_grad, loss_maths,
+from .chunked_ce import (ChunkedCE, add_matmul_, chunk_size, logit_grad, loss_maths,
                                            loss_results, loss_tile, no_loss, read_logits, row_lse, sms,
                                            write_grads)
 from .fp8 import E4M3, E5M2, LARGEST, mm8
-from .fp8_kernels import (SQUARE_TILE, Slots, by_kernel, empty_pair, product, quantize,
+from .fp8_kernels import (SQUARE_TILE, Slots, by_kernel, empty_pair, matmul, quantize,
                                             quantize_weights, sixteens, slot, tile_grid, with_slot)
 from .fused_fp8 import HALF_MOST, Fp8CE, logits_quantize, logits_quantize_kernel, loss_lse
-from .optim import (MultiTensorAdamW, adamw_block, adamw_pointers, one_minus_exp, tables_of,
-                                      update_torch)
+from .optim import MultiTensorAdamW
 
 # %% ../../nbs/28_fewer_passes.ipynb #a5bceb65
-GROUP = 2 * 2**30 # bytes of gradients of logits kept for one matmul
+GROUP_BYTES = 2 * 2**30 # bytes of gradients of logits kept for one matmul
 
 def group_sizes(N, d, V, # tokens, width, vocabulary
                 nbytes, # of a logit, and of what is kept of its gradient
@@ -147,12 +145,12 @@ def grouped16(h, w, y, ce, want_w): # N d, V d, both of one type, N, a `GroupedC
             logits = torch.mm(h[piece], w.T, out=grads[j - i:piece.stop - i])
             losses.append(mean_loss(logits, y[piece], n, ce.ignore_index, ce.z_loss, ce.softcap))
         torch.mm(grads[:part.stop - i], w, out=dh[part])
-        if want_w: add_product(dw, grads[:part.stop - i].T, h[part])
+        if want_w: add_matmul_(dw, grads[:part.stop - i].T, h[part])
     return torch.cat(losses), dh, dw, count
 
 # %% ../../nbs/28_fewer_passes.ipynb #9fa846c9
 @jit
-def times_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
+def mul_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
     "Multiply x by a factor in place; skip the memory access where that is 1"
     # grid: programs that share the elements of x, contiguous
     factor = tl.load(factor_ptr).to(tl.float32)
@@ -164,11 +162,11 @@ def times_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
             tl.store(x_ptr + i, x*factor, mask=i < N)
 
 @kernel_op(mutates=("x",))
-def times_(x: torch.Tensor, factor: torch.Tensor) -> None:
+def mul_(x: torch.Tensor, factor: torch.Tensor) -> None:
     "Multiply a contiguous tensor by a one-element tensor, in place"
     if not runs_kernel(x) or x.dtype == torch.float64: x.mul_(factor.view([1]*x.ndim))
     elif n := x.numel():
-        launch(times_kernel, (programs(x, 4, blocks(n, 4096)),), x, factor, n, BLOCK=4096, num_warps=8)
+        launch(mul_kernel, (programs(x, 4, blocks(n, 4096)),), x, factor, n, BLOCK=4096, num_warps=8)
 
 # %% ../../nbs/28_fewer_passes.ipynb #bf33c2b4
 def _grouped_forward(ctx, h, w, y, ce, want_w, *slots):
@@ -185,7 +183,7 @@ def _grouped_backward(ctx, g):
     if ctx.grads is None:
         raise RunError("the gradients of this loss are gone: call backward() once, or leave out head_groups")
     grads, ctx.grads = ctx.grads, None
-    for t in grads: times_(t, g)
+    for t in grads: mul_(t, g)
     return *[t.to(k) if on else None for t, k, on in zip(grads, ctx.dtypes, ctx.needs_input_grad)], *[None]*9
 
 class GroupedLoss(torch.autograd.Function):
@@ -197,7 +195,7 @@ class GroupedLoss(torch.autograd.Function):
 class GroupedCE(ChunkedCE):
     "A `ChunkedCE` that keeps gradients of logits in groups"
     scales: nn.Module = None # the projection's `LayerScales`, where it is in FP8
-    group: int = GROUP # bytes of gradients of logits in a group
+    group: int = GROUP_BYTES # bytes of gradients of logits in a group
 
     def sizes(self, N, d, V, nbytes, x): # tokens, width, vocabulary, bytes of a logit's gradient, a tensor
         return group_sizes(N, d, V, nbytes, self.group, self.budget, sms(x))
@@ -217,7 +215,7 @@ class GroupedCE(ChunkedCE):
 @patch
 def losses8(self:GroupedCE, s, h8, w8, y, dtype): # `Slots`, 8-bit n' d and V d, n, type of the logits
     "Return a chunk's logits (n V), losses and log-sum-exps (n each); another loss may replace it"
-    logits = product(s, h8, w8, "hidden", "head", out=dtype)[:len(y)]
+    logits = matmul(s, h8, w8, "hidden", "head", out=dtype)[:len(y)]
     return logits, *loss_lse(logits, y, self.ignore_index, self.z_loss, self.softcap)
 
 @patch(as_prop=True)
@@ -229,7 +227,7 @@ def in_fp8(self:GroupedCE):
 @rung("parts", needs=needs_triton, requires=["chunked_ce"], follows=["fp8"],
       excludes=["tensor_parallel", "fp16"], gpu_only=True)
 def head_groups(run, # a `Run` with chunked_ce
-                group=GROUP // 2**20): # MiB of logits' gradients that are kept for one matmul
+                group=GROUP_BYTES // 2**20): # MiB of logits' gradients that are kept for one matmul
     "Compute the output projection's gradient from groups of chunks, with 1/n inside of its matmuls"
     if group < 1:
         raise InputError(f"rung 'head_groups': group={group} is no size in MiB: give at least 1")
@@ -276,56 +274,6 @@ def __call__(self:DirectBackward, loss): # of a forward pass
     if made := precomputed_grads(loss): self.set_gradients(*made)
     else: loss.backward()
 
-# %% ../../nbs/28_fewer_passes.ipynb #b59bf9c7
-@jit
-def clipped_adamw_kernel(table_ptr, owner_ptr, factor_ptr, skipped_ptr, found_ptr, decay, lr, w1, w2, log1,
-                         log2, eps, t, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    "Update by AdamW with gradients times a factor, four blocks of one tensor in each program"
-    # grid: pieces of 4 BLOCK weights; table: a row of 8 numbers for each tensor, its addresses first
-    program = tl.program_id(0)
-    j = tl.arange(0, BLOCK)
-    factor = tl.load(factor_ptr)
-    row = table_ptr + 8*tl.load(owner_ptr + program)
-    p_ptr, g_ptr, m_ptr, v_ptr, _, _, n = adamw_pointers(row, tl.float32, 32, ALIGNED)
-    start = (program - tl.load(row + 7))*4*BLOCK
-    t = t - tl.load(skipped_ptr)
-    end = tl.where(tl.load(found_ptr) == 0, n, 0)
-    step = lr/one_minus_exp(t*log1)
-    scale = 1/tl.sqrt(one_minus_exp(t*log2))
-    for k in tl.static_range(4):
-        i = start + k*BLOCK + j
-        x = tl.load(p_ptr + i, mask=i < n, other=0.)
-        g = tl.load(g_ptr + i, mask=i < n, other=0.)*factor
-        m = tl.load(m_ptr + i, mask=i < n, other=0.)
-        v = tl.load(v_ptr + i, mask=i < n, other=0.)
-        x, m, v, _ = adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps)
-        tl.store(p_ptr + i, x, mask=i < end)
-        tl.store(m_ptr + i, m, mask=i < end)
-        tl.store(v_ptr + i, v, mask=i < end)
-
-# %% ../../nbs/28_fewer_passes.ipynb #fd644bd4
-def adamw_numbers(group): # lr, betas, eps, weight_decay and t, the number of this step
-    "Return the kernel's arguments from a parameter group: floats"
-    lr, log = float(group["lr"]), lambda b: math.log(max(b, 1e-30))
-    return (1 - lr*group["weight_decay"], lr, *(1 - b for b in group["betas"]), *map(log, group["betas"]),
-            float(group["eps"]), float(group["t"]))
-
-# %% ../../nbs/28_fewer_passes.ipynb #218a1336
-def clipped_triton(tensors, # (p, g, m, v, None, None) for each weight, FP32; all contiguous but gradients
-                   group, factor, skipped, found_inf, # as for `clipped_torch`
-                   tables): # a dict, which keeps the tables of addresses
-    "Update in place, by the kernel"
-    tensors = [(p, g.contiguous(), *rest) for p, g, *rest in tensors]
-    table, owners, aligned, block = tables_of(tensors, skipped.device, tables)
-    clipped_adamw_kernel[(len(owners),)](table, owners, factor, skipped, found_inf, *adamw_numbers(group),
-                                         ALIGNED=aligned, BLOCK=block, num_warps=block//128)
-
-def clipped_torch(tensors, group, # as for `clipped_triton`
-                  factor, # of the gradients, a tensor of one number
-                  skipped, found_inf): # tensors: steps not taken so far; unless 0, this one isn't either
-    "Update in place, in plain PyTorch"
-    update_torch([(p, g*factor, *rest) for p, g, *rest in tensors], group, "none", 0, skipped, found_inf)
-
 # %% ../../nbs/28_fewer_passes.ipynb #0b2b8dda
 class ClippedAdamW(MultiTensorAdamW):
     "AdamW for FP32 weights in one kernel, with gradients times `factor`, a tensor of one number or None"
@@ -334,19 +282,6 @@ class ClippedAdamW(MultiTensorAdamW):
         super().__init__(params, **how)
         if any(p.dtype != torch.float32 for g in self.param_groups for p in g["params"]):
             raise InputError("this AdamW takes FP32 weights: leave out bf16_weights, or direct_update")
-
-# %% ../../nbs/28_fewer_passes.ipynb #9d3666b3
-@patch
-def update(self:ClippedAdamW, ps, g, key, found_inf): # as `MultiTensorAdamW.update`
-    "Update some weights of a group"
-    if isinstance(ps[0], FakeTensor): return super(ClippedAdamW, self).update(ps, g, key, found_inf)
-    for p in ps:
-        if p not in self.state: self.state[p] = self.new_state(p)
-    tensors = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"], None, None) for p in ps]
-    factor = torch.ones((), device=ps[0].device) if self.factor is None else self.factor
-    how = tensors, g, factor, self.skipped, found_inf
-    if triton and ps[0].is_cuda: clipped_triton(*how, self.tables)
-    else: clipped_torch(*how)
 
 # %% ../../nbs/28_fewer_passes.ipynb #dd2f6c71
 def make_clipped(model, lr=1e-3, betas=(.9, .95), weight_decay=.1): # as for `make_fused`
@@ -361,7 +296,7 @@ def direct_update(run): # a `Run`
     of = [k for k in run.rungs if RUNGS[k].stage == "optimizer" or k == "bf16_weights"]
     kept = {*of} - {"fused_adamw"} # an optimizer that isn't AdamW in FP32
     optimizer = run.optimizer if kept else make_clipped
-    hooked = any(e.hooked for e in run.gradient_syncs)
+    hooked = any(e.hooked for e in run.grad_reducers)
     return replace(run, optimizer=optimizer, backward=run.backward if hooked else DirectBackward)
 
 # %% ../../nbs/28_fewer_passes.ipynb #e20c6ecc
@@ -381,7 +316,7 @@ def recompute_on_unpack(t, # a tensor, alive as long as the context
     return saved_tensors_hooks(pack, unpack)
 
 # %% ../../nbs/28_fewer_passes.ipynb #645cae37
-def heads_product(v, # B K T D
+def qkv_of_values(v, # B K T D
                   H): # query heads
     """Return the matmul's output of which the values `v` are a part: B T H+2K D.
     Raises `InputError` for values that lie elsewhere"""
@@ -395,7 +330,7 @@ def heads_product(v, # B K T D
 def attend_recompute(block, q, k, v, cos, sin): # B H T D, B K T D twice
     "Compute the block's part `attend`, and recompute queries and keys for its backward pass"
     a, H = block.self_attn, q.shape[1]
-    qkv = heads_product(v, H)
+    qkv = qkv_of_values(v, H)
     def turned():
         weights = a.q_norm.weight.detach(), a.k_norm.weight.detach()
         return qk_rope(qkv, *weights, cos, sin, H, a.q_norm.eps) # B T H+K D, of which q and k are parts

@@ -14,7 +14,7 @@ import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
 from ..compat import FakeTensor, FoundInfOptimizer
 from ..io_utils import InputError, lookup
-from .triton import blocks, jit, tl, triton
+from .kernel_ops import blocks, jit, tl, triton
 from ..runs import param_groups, rung
 
 # %% ../../nbs/21_optim.ipynb #c1d2270c
@@ -131,9 +131,11 @@ def update_torch(tensors, # for each weight (p, g, m, v, low, scales): see `upda
                  rounding, # "stochastic", "master", "nearest", or "none" for FP32 weights
                  key, # 64 bits, for the random numbers
                  skipped, # of the steps so far, how many were not taken: a tensor
-                 found_inf): # a tensor: unless 0, this one isn't either
+                 found_inf, # a tensor: unless 0, this one isn't either
+                 factor=None): # of the gradients, a tensor of one number
     "Update by AdamW in place, in plain PyTorch: the reference for the kernel"
     if found_inf: return
+    if factor is not None: tensors = [(p, g.float()*factor, *rest) for p, g, *rest in tensors]
     lr, betas, eps, weight_decay, t = (group[k] for k in ("lr", "betas", "eps", "weight_decay", "t"))
     scalars, first = adamw_scalars(lr, betas, eps, weight_decay, t - skipped.item()), 0
     for p, g, m, v, low, scales in tensors:
@@ -254,9 +256,9 @@ def adamw_pointers(row, DTYPE: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.con
 
 # %% ../../nbs/21_optim.ipynb #9a1e7d7c
 @jit
-def adamw_kernel(table_ptr, owner_ptr, key, skipped_ptr, found_ptr, decay, lr, w1, w2, log1, log2, eps, t,
-                 DTYPE: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr,
-                 BLOCK: tl.constexpr):
+def adamw_kernel(table_ptr, owner_ptr, factor_ptr, key, skipped_ptr, found_ptr, decay, lr, w1, w2, log1, log2,
+                 eps, t, DTYPE: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr,
+                 ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     "Update weights as `update_torch` does, four blocks of one tensor in each program"
     # grid: pieces of 4 BLOCK weights; table: a row of 8 numbers for each tensor, its addresses first
     program, j = tl.program_id(0), tl.arange(0, BLOCK)
@@ -266,11 +268,13 @@ def adamw_kernel(table_ptr, owner_ptr, key, skipped_ptr, found_ptr, decay, lr, w
     end, t = tl.where(tl.load(found_ptr) == 0, n, 0), t - tl.load(skipped_ptr)
     step, scale = lr/one_minus_exp(t*log1), 1/tl.sqrt(one_minus_exp(t*log2))
     r = tl.randint4x(key, program*BLOCK + j)
+    if factor_ptr is not None: factor = tl.load(factor_ptr) # of the gradients
     for k in tl.static_range(4):
         i = start + k*BLOCK + j
         mask, kept = i < n, i < end
         x = load_weights(p_ptr, low_ptr, i, mask, ROUNDING)
         g = tl.load(g_ptr + i, mask=mask, other=0.).to(tl.float32)
+        if factor_ptr is not None: g *= factor
         block, n_blocks = start//BLOCK + k, tl.cdiv(n, BLOCK)
         m, v = load_moments(m_ptr, v_ptr, scale_ptr, i, mask, block, n_blocks, BITS)
         x, m, v, root = adamw_block(x, g, m, v, decay, step, w1, w2, scale, eps)
@@ -308,7 +312,8 @@ def tables_of(tensors, device, tables): # as for `update_triton`
 # %% ../../nbs/21_optim.ipynb #94b9ffe0
 def update_triton(tensors, # (p, g, m, v, low, scales) for each weight: itself, gradient, moments; low or None
                   group, rounding, key, skipped, found_inf, # as for `update_torch`
-                  tables): # a dict, which keeps the tables of addresses
+                  tables, # a dict, which keeps the tables of addresses
+                  factor=None): # as for `update_torch`
     """Update by AdamW in place, in one kernel, for weights of one type and moments of one: FP32, or int8 and
     uint8 with FP32 `scales` (2, blocks). All but the gradients must be contiguous"""
     tensors = [(p, g.contiguous(), *rest) for p, g, *rest in tensors]
@@ -316,7 +321,7 @@ def update_triton(tensors, # (p, g, m, v, low, scales) for each weight: itself, 
     lr, log = float(group["lr"]), lambda b: math.log(max(b, 1e-30))
     numbers = 1 - lr*group["weight_decay"], lr, *(1 - b for b in group["betas"]), *map(log, group["betas"])
     adamw_kernel[(len(owners),)](
-        table, owners, key, skipped, found_inf, *numbers, float(group["eps"]), float(group["t"]),
+        table, owners, factor, key, skipped, found_inf, *numbers, float(group["eps"]), float(group["t"]),
         DTYPE=tl.float32 if rounding == "none" else tl.bfloat16, ROUNDING=rounding, ALIGNED=aligned,
         BITS=32 if tensors[0][5] is None else 8, BLOCK=block, num_warps=block//128)
 
@@ -390,8 +395,9 @@ def update(self:MultiTensorAdamW, ps, g, key, found_inf): # weights with gradien
         changed = [u for p, _, *state in tensors for u in (p, *state) if u is not None]
         return fake_update([p.grad for p in ps], changed)
     how = tensors, g, self.rounding if ps[0].dtype == torch.bfloat16 else "none", key, self.skipped, found_inf
-    if triton and ps[0].is_cuda: update_triton(*how, self.tables)
-    else: update_torch(*how)
+    factor = getattr(self, "factor", None) # of a subclass
+    if triton and ps[0].is_cuda: update_triton(*how, self.tables, factor)
+    else: update_torch(*how, factor)
 
 # %% ../../nbs/21_optim.ipynb #65b120ea
 @patch

@@ -14,15 +14,15 @@ from ..io_utils import InputError
 from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, naive_project, rope,
                                 set_parts)
 from ..runs import rung
-from ..distributed.parallel import GradientSync, ParallelSync, local
+from ..sharding import GradReducer, ParallelStepSync, local
 
 # %% ../../nbs/53_tensor_parallel.ipynb #53imports
-from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_product, bad_targets,
+from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_matmul_, bad_targets,
                                            chunk_size, logit_grad, loss_results, loss_tile, no_loss,
                                            read_logits, row_lse, sms, write_grads)
 from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
                                           joined, recast, rotated, swiglu_down)
-from .triton import LOG2E, jit, kernel_op, launch, runs_kernel, tl
+from .kernel_ops import jit, kernel_op, launch, LOG2E, runs_kernel, tl
 
 # %% ../../nbs/53_tensor_parallel.ipynb #9a6c40e0
 CUT = dict(q_proj=0, k_proj=0, v_proj=0, gate_proj=0, up_proj=0, embed_tokens=0, # by rows: outputs
@@ -353,7 +353,7 @@ def part_loss(h, # N d, all tokens
         losses.append(loss)
         if want_h or want_w: part_grads(logits, y[part], lse, first, ce.ignore_index, ce.z_loss, ce.softcap)
         if want_h: torch.mm(logits, w, out=dh[part]) # they are gradients by now
-        if want_w: add_product(dw, logits.T, h[part])
+        if want_w: add_matmul_(dw, logits.T, h[part])
     return torch.cat(losses), dh, dw
 
 # %% ../../nbs/53_tensor_parallel.ipynb #c58795c1
@@ -435,7 +435,7 @@ def cut_model(model, # a `GPT`, whose weights and parts change in place
     return recast(model, CutGPT)
 
 # %% ../../nbs/53_tensor_parallel.ipynb #f1036839
-class TensorParallel(GradientSync):
+class TensorParallel(GradReducer):
     "Adds up what each process has for the norms; knows where a part of a weight belongs"
     dim = "tp"
     def __init__(self, share, group): self.share, self.group = share, group # a `TPGroup`, its processes
@@ -479,5 +479,5 @@ def tensor_parallel(run, # a `Run`
     check_cut(run.model.config, size)
     share = TPGroup(rank, size, run.world.group("tp").group_name)
     cut = lambda model: cut_model(model, share, bool({"fp8", "fp8_activations"} & {*run.rungs}))
-    return replace(run.replace_model(cut), sync=ParallelSync,
-                   gradient_syncs=run.gradient_syncs + (TensorParallel(share, run.world.group("tp")),))
+    return replace(run.replace_model(cut), sync=ParallelStepSync,
+                   grad_reducers=run.grad_reducers + (TensorParallel(share, run.world.group("tp")),))

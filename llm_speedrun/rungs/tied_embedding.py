@@ -14,7 +14,7 @@ from ..compat import is_view
 from ..model import GPT, Embedding
 from ..runs import rung
 from .fused_ops import compute_dtype, needs_triton, recast
-from .triton import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
+from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
 
 # %% ../../nbs/27_fewer_bytes.ipynb #e988504c
 def add_rows_maths(g, x, dh): # V d, changed in place; N tokens; N d
@@ -99,8 +99,8 @@ def cut_groups_kernel(g_ptr, part_ptr, key_ptr, N, V, d: tl.constexpr, MASK: tl.
         add_row(g_ptr, key, row + tl.sum(sums, 0), offs_n, V, d, MASK)
 
 # %% ../../nbs/27_fewer_bytes.ipynb #bab46d53
-CHUNKS = dict(CHUNK=16, ROWS=4, num_warps=1) # places of a program, and rows that it loads at a time
-CUT = dict(ROWS=16, num_warps=4) # of the second kernel: partial sums at a time
+CHUNK_TILE = dict(CHUNK=16, ROWS=4, num_warps=1) # places of a program, and rows that it loads at a time
+CUT_TILE = dict(ROWS=16, num_warps=4) # of the second kernel: partial sums at a time
 
 def columns(d, most=512): # numbers in a row
     "Return a program's columns, a power of two: one that divides `d` where that is not too small"
@@ -114,10 +114,10 @@ def add_rows(g: torch.Tensor, x: torch.Tensor, dh: torch.Tensor) -> None:
     if not runs_kernel(g) or g.dtype == torch.float64: return add_rows_maths(g, x, dh)
     (N, d), (keys, order), cols = dh.shape, token_order(x, len(g)), columns(dh.shape[1])
     if not N: return
-    grid, mask = (blocks(N, CHUNKS["CHUNK"]), blocks(d, cols)), 2**16 - 1 if len(g) < 2**16 else 2**31 - 1
+    grid, mask = (blocks(N, CHUNK_TILE["CHUNK"]), blocks(d, cols)), 2**16 - 1 if len(g) < 2**16 else 2**31 - 1
     part = dh.new_empty(2*grid[0], d, dtype=torch.float32)
-    launch(group_sums_kernel, grid, g, part, keys, order, dh, N, len(g), d, mask, COLS=cols, **CHUNKS)
-    launch(cut_groups_kernel, grid, g, part, keys, N, len(g), d, mask, COLS=cols, **CHUNKS | CUT)
+    launch(group_sums_kernel, grid, g, part, keys, order, dh, N, len(g), d, mask, COLS=cols, **CHUNK_TILE)
+    launch(cut_groups_kernel, grid, g, part, keys, N, len(g), d, mask, COLS=cols, **CHUNK_TILE | CUT_TILE)
 
 # %% ../../nbs/27_fewer_bytes.ipynb #164ffe85
 @jit

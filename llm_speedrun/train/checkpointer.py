@@ -14,12 +14,12 @@ from typing import Any
 import msgspec, torch
 from fastcore.basics import patch
 from ..io_utils import InputError
-from ..distributed.parallel import local
+from ..sharding import local
 from .metrics import read_rows
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp004b
 from ..checkpoint.format import checkpoints, convert_to, load_named_state, newest, step_of_name
-from ..checkpoint.load import (box_slices, check_size, newest_on_all_ranks, open_checkpoint,
+from ..checkpoint.load import (box_slices, check_size, newest_on_all_ranks, OpenCheckpoint,
                                           rank_state, read_checkpoint)
 from ..checkpoint.save_sharded import make_saver, per_rank, to_shard
 from ..checkpoint.state import (
@@ -56,7 +56,7 @@ class Checkpointer:
     "Save and restore what a run's next step depends on"
     def __init__(self, run, train_step, # a `Run`, the `TrainStep` that trains it
                  data, # the `TrainData`
-                 average, # an `Average` of the weights, or None
+                 average, # a `WeightEMA` of the weights, or None
                  world, # a `World`
                  log_info=print): # called with what a reader should know
         self.run, self.train_step, self.data, self.average = run, train_step, data, average
@@ -129,7 +129,7 @@ def restore(self:Checkpointer, found): # a `FoundCheckpoint`
         scaler = self.stepper.scaler
         if state.scaler and scaler.is_enabled(): scaler.load_state_dict(state.scaler)
         self.load_rungs(state.rungs)
-        self.data.go_on(state.stream, step)
+        self.data.seek(state.stream, step)
         set_rng_states(state.rng, self.world.size == 1)
 
 # %% ../../nbs/30f_checkpointer.ipynb #30ckp012
@@ -155,7 +155,7 @@ def find_checkpoint(folder, # of the run
     check_size(config, found)
     if not many: weights, state, about = read_checkpoint(found)
     else: # of weights and moments each process will read what it has
-        weights = open_checkpoint(found)
+        weights = OpenCheckpoint(found)
         state, about = rank_state(weights, world.rank) | dict(optimizer={}), weights.about
     return FoundCheckpoint(found, weights, convert_to(state, State, found), about)
 

@@ -10,23 +10,21 @@ import json, math, os, statistics, time
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 import msgspec, numpy as np, torch
-from fastcore.basics import patch
 
 # %% ../../nbs/64_comparison.ipynb #d2cb2b05
 from ..data import prefetch
 from ..io_utils import (InputError, RunError, check_writable, decoded, env_number, read_bytes_of,
                                    replace_file)
 from ..measure import fmt, format_duration, memory_limit, table
-from ..recipes.recipe import set_groups
 from .autotune import prepare_process
 from .config import unused_run_names
 from .console import console_print
-from .report import (TEMPLATES, number, part, read_run, rendered,
-                                       step_tokens, steps_done)
-from .run_charts import (BLUE, GREEN, GREY, ORANGE, PURPLE, one_line, points, running_mean,
-                                           short_number, styled, svg, thinned)
+from .report import TEMPLATES, number, part, read_run, rendered, step_tokens, steps_done
+from .run_charts import (BLUE, GREEN, GREY, ORANGE, PURPLE, axes, one_line, points,
+                                           running_mean, short_number, styled, svg, thinned)
 from .trainer import Trainer, deterministic
 
 # %% ../../nbs/64_comparison.ipynb #cf42a2f7
@@ -55,80 +53,36 @@ class RunCurve:
         if not (self.loss or self.val): raise InputError(
             f"{folder} has no losses yet to compare: wait for its first steps, or leave it out")
         self.steps, self.seconds, self.tokens = clock(rows, step_tokens(self.config))
-        self.title, self.color = one_line(self.name, 40), BLUE
+        self.title = one_line(self.name, 40)
 
-# %% ../../nbs/64_comparison.ipynb #c9d3b211
-@patch
-def at(self:RunCurve, steps, over): # an array; a key of `OVER`
-    "Return where steps lie on the axis, an array; NaN where it isn't known"
-    if over == "steps": return np.asarray(steps, dtype=float)
-    if not len(self.steps): return np.full(len(steps), np.nan)
-    return np.interp(steps, np.append(0., self.steps), np.append(0., getattr(self, over)))
+    def at(self, steps, over): # an array; a key of `OVER`
+        "Return where steps lie on the axis, an array; NaN where it isn't known"
+        if over == "steps": return np.asarray(steps, dtype=float)
+        if not len(self.steps): return np.full(len(steps), np.nan)
+        return np.interp(steps, np.append(0., self.steps), np.append(0., getattr(self, over)))
 
-@patch
-def curve(self:RunCurve, over, kind="val"): # a key of `OVER`; "val" or "loss"
-    "Return places on the axis and losses, two arrays, without points that can't be placed"
-    xy = np.array(getattr(self, kind), dtype=float).reshape(-1, 2)
-    x = self.at(xy[:, 0], over)
-    return x[np.isfinite(x)], xy[np.isfinite(x), 1]
+    def curve(self, over, kind="val"): # a key of `OVER`; "val" or "loss"
+        "Return places on the axis and losses, two arrays, without points that can't be placed"
+        xy = np.array(getattr(self, kind), dtype=float).reshape(-1, 2)
+        x = self.at(xy[:, 0], over)
+        return x[np.isfinite(x)], xy[np.isfinite(x), 1]
 
-# %% ../../nbs/64_comparison.ipynb #77363615
-def gap(a, b): # two curves: places and losses
-    "Return places, and losses of `b` less those of `a`, interpolated linearly where both curves exist"
-    (xa, ya), (xb, yb) = a, b
-    if not (len(xa) and len(xb)): return np.array([]), np.array([])
-    x = np.union1d(xa, xb)
-    x = x[(x >= max(xa[0], xb[0])) & (x <= min(xa[-1], xb[-1]))]
-    return x, np.interp(x, xb, yb) - np.interp(x, xa, ya)
+# %% ../../nbs/64_comparison.ipynb #64overl1
+COLORS = BLUE, ORANGE, GREEN, PURPLE, "#b4534b", "#3b8ea5", GREY
 
-def smooth(curve): # places and training losses
-    "Return a running mean of a curve, with fewer points"
-    x, y = thinned([*zip(*curve)])
-    return x, running_mean(y)
-
-# %% ../../nbs/64_comparison.ipynb #fe548890
-def draw_course(ax, c, over): # axes, a `RunCurve`, a key of `OVER`
-    "Draw a run's training loss, faint, and its validation loss"
-    for kind, look in dict(loss=dict(lw=1, alpha=.4), val=dict(marker="o", ms=4, mec="w", lw=1.6)).items():
-        x, y = smooth(c.curve(over, kind)) if kind == "loss" else c.curve(over)
-        label = c.title if kind == "val" or not c.val else None
-        if len(x): ax.plot(x, y, color=c.color, label=label, **look)
-
-def draw_gap(ax, a, b, over): # axes, two of `RunCurve`, a key of `OVER`
-    "Draw how much higher `b` is than `a`: in validation, or in training where one has no validation yet"
-    kind = "val" if a.val and b.val else "loss"
-    one, two = (c.curve(over) if kind == "val" else smooth(c.curve(over, "loss")) for c in (a, b))
-    ax.plot(*gap(one, two), "o-" if kind == "val" else "-", color=b.color, lw=1.4, ms=3, mec="w")
-
-# %% ../../nbs/64_comparison.ipynb #31cf8ab4
-def limits(courses, over): # of `RunCurve`, a key of `OVER`
-    "Return the least and greatest loss to show, without the first twentieth of the training steps"
-    seen = [v for c in courses for v in smooth(c.curve(over, "loss"))[1][min(len(c.loss), 800)//20:]]
-    seen += [v for c in courses for v in c.curve(over)[1]]
-    room = .05*(max(seen) - min(seen)) or .1
-    return min(seen) - room, max(seen) + room
-
-# %% ../../nbs/64_comparison.ipynb #bc736303
-def overlay(courses, over): # a list of `RunCurve`, the first to compare with; a key of `OVER`
-    "Draw losses over the axis, and below them the differences from the first run: a Figure, or None"
-    from matplotlib.figure import Figure
-    if not any(len(c.curve(over, kind)[0]) for c in courses for kind in ("val", "loss")): return None
+def overlay(courses, over): # of `RunCurve`; a key of `OVER`
+    "Draw the losses of runs over the axis: SVG, None where no run has a place on it"
     with styled():
-        fig = Figure(figsize=(7.4, 4.4), layout="constrained")
-        top, low = fig.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
-        for c in courses: draw_course(top, c, over)
-        for c in courses[1:]: draw_gap(low, courses[0], c, over)
-        finish(top, low, courses, over)
-    return fig
-
-# %% ../../nbs/64_comparison.ipynb #c94471c8
-def finish(top, low, courses, over): # two axes, as for `overlay`
-    "Name the axes, and give them limits and a legend; a run's name is no formula"
-    low.axhline(0, color=courses[0].color, lw=1)
-    low.set(xlabel=OVER[over], ylabel="more than\nthe first")
-    low.xaxis.set_major_formatter(lambda v, _: short_number(v) if v >= 1000 else f"{v:g}")
-    top.set(ylabel="loss (nats per token)", ylim=limits(courses, over)); top.margins(x=.01)
-    for t in top.legend(loc="upper right").get_texts(): t.set_parse_math(False)
+        ax = axes(height=3.2, xlabel=OVER[over], ylabel="loss (nats per token)")
+        for c, color in zip(courses, cycle(COLORS)):
+            x, y = c.curve(over, "val" if c.val else "loss")
+            if not c.val: x, y = thinned([*zip(x, y)]); y = running_mean(y)
+            mark = "o" if c.val else None
+            if len(x): ax.plot(x, y, color=color, label=c.title, marker=mark, ms=4, mec="w", lw=1.4)
+        if not ax.lines: return None
+        for t in ax.legend().get_texts(): t.set_parse_math(False)
+        ax.xaxis.set_major_formatter(lambda v, _: short_number(v) if v >= 1000 else f"{v:g}")
+        return svg(ax.figure, f"Losses, {OVER[over]}")
 
 # %% ../../nbs/64_comparison.ipynb #a9ba90fb
 def reached(curve, # places and losses of evaluations, in their order
@@ -189,11 +143,6 @@ def vocabulary(folder): # of a run
     try: return decoded(read_bytes_of(path, 2**28), Vocabulary, path).model.get("vocab")
     except (OSError, InputError): return None
 
-def same_pairs(a, b): # two of `RunCurve`
-    "Return whether a bigram model has the same loss on both runs' validation text; None if unknown"
-    one, two = (c.run["result"].bigram_loss for c in (a, b))
-    return None if one is None or two is None else math.isclose(one, two, rel_tol=1e-5)
-
 # %% ../../nbs/64_comparison.ipynb #b9f36f8d
 VIEWS = dict(seq_len="sequences of other lengths", eval_tokens="other numbers of validation tokens",
              document_mask="attention across documents in one and not in the other")
@@ -201,7 +150,9 @@ VIEWS = dict(seq_len="sequences of other lengths", eval_tokens="other numbers of
 def mismatch(a, b): # two of `RunCurve`
     "Yield why two runs' losses aren't comparable, texts; nothing where they are, as far as is known"
     said = {k: [in_short(c.config.get(k)) for c in (a, b)] for k in ("data", *VIEWS)}
-    tokens, same = vocabulary(a.folder) == vocabulary(b.folder), same_pairs(a, b)
+    one, two = (c.run["result"].bigram_loss for c in (a, b)) # equal on the same text
+    same = None if one is None or two is None else math.isclose(one, two, rel_tol=1e-5)
+    tokens = vocabulary(a.folder) == vocabulary(b.folder)
     moved = said["data"][0] != said["data"][1] # which may be the same text at another place
     wrong = [f"{what} ({' and '.join(said[k])})" for k, what in VIEWS.items() if said[k][0] != said[k][1]]
     if not tokens: yield "they have other tokenizers, so a token is another piece of text"
@@ -209,33 +160,16 @@ def mismatch(a, b): # two of `RunCurve`
     elif same is False and not wrong: yield "a bigram model's loss differs, so their validation text does"
     yield from (f"they have {w}" for w in wrong)
 
-# %% ../../nbs/64_comparison.ipynb #47d2af30
-COLORS = BLUE, ORANGE, GREEN, PURPLE, "#b4534b", "#3b8ea5", GREY
-
-class Comparison:
-    "A comparison of two or more runs. Raises `InputError` for fewer, and for a run without any loss"
-    def __init__(self, folders): # of runs
-        places = [*dict.fromkeys(Path(f).resolve() for f in folders)]
-        if len(places) < 2: raise InputError(f"{folders[0]} alone has nothing to be compared with: name two "
-                                             "runs or more. speedrun_report shows one")
-        self.courses = [RunCurve(f) for f in places]
-        self.repeats = repeats(self.courses)
-        self.give_colors()
-        first, *others = self.courses
-        self.notes = [f"Losses of {c.title} and {first.title} are not comparable: {why}." for c in others
-                      for why in mismatch(first, c)]
-        self.notes += [f"{c.title}: {n}" for c in self.courses for n in c.run["notes"]]
-
-# %% ../../nbs/64_comparison.ipynb #c9a6ea93
-@patch
-def give_colors(self:Comparison):
-    "Give runs that differ in the seed alone the same colour, and runs with equal titles longer ones"
-    names = [c.name for c in self.courses]
-    kind = {id(c): i for i, g in enumerate(self.repeats) for c in g}
-    kinds = [*dict.fromkeys(kind.get(id(c), c.folder) for c in self.courses)]
-    for c in self.courses:
-        c.color = COLORS[kinds.index(kind.get(id(c), c.folder)) % len(COLORS)]
-        if names.count(c.name) > 1: c.title = one_line(f"{c.folder.parent.name}/{c.name}", 40)
+# %% ../../nbs/64_comparison.ipynb #d348f5bd
+TEMPLATES["comparison"] = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title><style>{{ css|safe }}</style></head>
+<body><header><h1>{{ title }}</h1>
+{% for n in notes %}<p class="missing">{{ n }}</p>{% endfor %}</header>
+{% include "sections" %}
+<footer>Made by llm_speedrun from the files of the runs</footer></body></html>
+"""
 
 # %% ../../nbs/64_comparison.ipynb #ac4f4fee
 def figures(c): # a `RunCurve`
@@ -248,13 +182,6 @@ def figures(c): # a `RunCurve`
     return [last(losses, ".4f"), best, steps, last(c.tokens, ",.0f"), seconds,
             f"{statistics.median(speeds):,.0f}" if speeds else "-", fmt(max(peaks, default=None), ".1f")]
 
-# %% ../../nbs/64_comparison.ipynb #3337cf3d
-@patch
-def summary(self:Comparison):
-    "Return head and rows of a table, a row for each run"
-    head = ["run", "validation loss", "lowest (step)", "steps", "tokens", "seconds", "tokens/s", "peak GiB"]
-    return head, [[c.title, *figures(c)] for c in self.courses]
-
 # %% ../../nbs/64_comparison.ipynb #e9599125
 def when(c, level): # a `RunCurve`, a loss
     "Return as text the seconds and tokens that a run took to reach this loss"
@@ -262,75 +189,64 @@ def when(c, level): # a `RunCurve`, a loss
     seconds, tokens = (reached(c.curve(k), level) for k in ("seconds", "tokens"))
     return "-" if seconds is None else f"{seconds:,.1f} s, {short_number(tokens)}"
 
-@patch
-def races(self:Comparison):
-    "Return head and rows of a table: when each run reached each other's last validation loss"
-    ends = [(c.title, c.val[-1][1]) for c in self.courses if c.val]
-    return (["run", *(f"to {loss:.4f} of {title}" for title, loss in ends)],
-            [[c.title, *(when(c, loss) for _, loss in ends)] for c in self.courses] if ends else [])
+# %% ../../nbs/64_comparison.ipynb #47d2af30
+class Comparison:
+    "A comparison of two or more runs. Raises `InputError` for fewer, and for a run without any loss"
+    def __init__(self, folders): # of runs
+        places = [*dict.fromkeys(Path(f).resolve() for f in folders)]
+        if len(places) < 2: raise InputError(f"{folders[0]} alone has nothing to be compared with: name two "
+                                             "runs or more. speedrun_report shows one")
+        self.courses = [RunCurve(f) for f in places]
+        names = [c.name for c in self.courses]
+        for c in self.courses:
+            if names.count(c.name) > 1: c.title = one_line(f"{c.folder.parent.name}/{c.name}", 40)
+        first, *others = self.courses
+        self.notes = [f"Losses of {c.title} and {first.title} are not comparable: {why}." for c in others
+                      for why in mismatch(first, c)]
+        self.notes += [f"{c.title}: {n}" for c in self.courses for n in c.run["notes"]]
 
-# %% ../../nbs/64_comparison.ipynb #dfc642e5
-@patch
-def differences(self:Comparison):
-    "Return head and rows of a table, a row for each setting that isn't the same in all"
-    found = differing_settings([c.config for c in self.courses])
-    return ["setting", *(c.title for c in self.courses)], [[k, *texts] for k, texts in found.items()]
+    def summary(self):
+        "Return head and rows of a table, a row for each run"
+        return ["run", "validation loss", "lowest (step)", "steps", "tokens", "seconds", "tokens/s",
+                "peak GiB"], [[c.title, *figures(c)] for c in self.courses]
 
-# %% ../../nbs/64_comparison.ipynb #42c5626b
-@patch
-def seeds(self:Comparison):
-    "Return head and rows of a table: the last losses of runs that differ in the seed alone"
-    rows = []
-    for g in self.repeats:
-        last = [c.val[-1][1] for c in g if c.val]
-        if len(last) < 3: continue
-        s, reach = statistics.stdev(last), f"{min(last):.4f} to {max(last):.4f}"
-        rows.append([", ".join(c.title for c in g), f"{statistics.mean(last):.4f}", reach, f"{s:.4f}",
-                     f"{s/len(last)**.5:.4f}"])
-    return ["the same but for the seed", "mean", "range", "deviation", "error of the mean"], rows
+    def races(self):
+        "Return head and rows of a table: when each run reached each other's last validation loss"
+        ends = [(c.title, c.val[-1][1]) for c in self.courses if c.val]
+        return (["run", *(f"to {loss:.4f} of {title}" for title, loss in ends)],
+                [[c.title, *(when(c, loss) for _, loss in ends)] for c in self.courses] if ends else [])
 
-# %% ../../nbs/64_comparison.ipynb #d348f5bd
-@patch
-def text(self:Comparison):
-    "Return the comparison as text for a terminal"
-    parts = self.summary(), self.differences(), self.races(), self.seeds()
-    return "\n\n".join([*self.notes, *(str(table(head, rows)) for head, rows in parts if rows)])
+    def differences(self):
+        "Return head and rows of a table, a row for each setting that isn't the same in all"
+        found = differing_settings([c.config for c in self.courses])
+        return ["setting", *(c.title for c in self.courses)], [[k, *texts] for k, texts in found.items()]
 
-TEMPLATES["comparison"] = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title><style>{{ css|safe }}</style></head>
-<body><header><h1>{{ title }}</h1>
-{% for n in notes %}<p class="missing">{{ n }}</p>{% endfor %}</header>
-{% include "sections" %}
-<footer>Made by llm_speedrun from the files of the runs</footer></body></html>
-"""
+    def seeds(self):
+        "Return head and rows of a table: the last losses of runs that differ in the seed alone"
+        rows = []
+        for g in repeats(self.courses):
+            last = [c.val[-1][1] for c in g if c.val]
+            if len(last) < 3: continue
+            s, reach = statistics.stdev(last), f"{min(last):.4f} to {max(last):.4f}"
+            rows.append([", ".join(c.title for c in g), f"{statistics.mean(last):.4f}", reach, f"{s:.4f}",
+                         f"{s/len(last)**.5:.4f}"])
+        return ["the same but for the seed", "mean", "range", "deviation", "error of the mean"], rows
 
-# %% ../../nbs/64_comparison.ipynb #88cc23c1
-CLOCK = ("Evaluations and samples are not counted, and the steps that were noted first count as long as the "
-         "middle step: what is compiled is compiled in them.")
-RACES = "Seconds of training, and tokens, read from straight lines between evaluations."
+    def text(self):
+        "Return the comparison as text for a terminal"
+        parts = self.summary(), self.differences(), self.races(), self.seeds()
+        return "\n\n".join([*self.notes, *(str(table(head, rows)) for head, rows in parts if rows)])
 
-@patch
-def parts(self:Comparison):
-    "Yield the parts of the page; None in place of a part without data"
-    def tables(title, found, note=""): return part(title, ("table", found if found[1] else None), note=note)
-    yield tables("What they came to", self.summary())
-    for over, name in OVER.items():
-        fig = overlay(self.courses, over)
-        charts = [svg(fig, f"Losses, {name}")] if fig else []
-        yield part(f"Over {over}", ("charts", charts), note=CLOCK if over == "seconds" else "")
-    yield tables("When each came down to the last loss of the others", self.races(), RACES)
-    yield tables("Seeds", self.seeds())
-    yield tables("What differs", self.differences(), "Of the rungs those that not all runs have.")
-
-# %% ../../nbs/64_comparison.ipynb #65f2fb65
-@patch
-def page(self:Comparison):
-    "Return the page as HTML text"
-    titles = [c.title for c in self.courses]
-    title = " and ".join(titles) if len(titles) < 4 else f"{titles[0]} and {len(titles) - 1} other runs"
-    return rendered("comparison", title=title, notes=self.notes, parts=[p for p in self.parts() if p])
+    def page(self):
+        "Return the page as HTML text: the tables, and a chart for each axis"
+        titles = [c.title for c in self.courses]
+        title = " and ".join(titles) if len(titles) < 4 else f"{titles[0]} and {len(titles) - 1} other runs"
+        parts = [part(f"Over {over}", ("charts", [chart])) for over in OVER
+                 if (chart := overlay(self.courses, over))]
+        tables = {"What they came to": self.summary(), "When each came down to the last loss of the others":
+                  self.races(), "Seeds": self.seeds(), "What differs": self.differences()}
+        parts += [part(name, ("table", found)) for name, found in tables.items() if found[1]]
+        return rendered("comparison", title=title, notes=self.notes, parts=parts)
 
 # %% ../../nbs/64_comparison.ipynb #9c8fa5b1
 def page_path(runs, # folders
@@ -384,6 +300,74 @@ def rates_to_try(c, # a `LrOptions`
                                      "--lowest or a higher --highest")
     return spaced(low, high, c.rates)
 
+# %% ../../nbs/64_comparison.ipynb #3231ebb8
+def finished(runs): # of `try_rate`
+    "Return the runs that didn't diverge"
+    return [o for o in runs if o["val_loss"] is not None]
+
+class Found(msgspec.Struct):
+    "What a search has measured"
+    recipe: str # with its options
+    steps: int # of each short run
+    step_tokens: int
+    usual: float # the rate that training would have taken
+    tried: list[dict] # of `try_rate`, from the lowest rate to the highest
+    repeats: list[dict] # the best one again
+
+    @property
+    def best(self):
+        "Return the run with the lowest validation loss"
+        return min(finished(self.tried), key=lambda o: o["val_loss"])
+
+    @property
+    def noise(self):
+        "Return how far apart the runs at the best rate end, in nats; None for a single run"
+        ends = [o["val_loss"] for o in finished([self.best, *self.repeats])]
+        return max(ends) - min(ends) if len(ends) > 1 else None
+
+    @property
+    def edge(self):
+        "Return at which end of the rates the best one lies, None if at neither"
+        return {self.tried[0]["lr"]: "lowest", self.tried[-1]["lr"]: "highest"}.get(self.best["lr"])
+
+    def marked(self, o): # of `tried`
+        "Return the remark on a rate, a text"
+        if o["val_loss"] is None: return f"diverged after {o['steps']} steps"
+        if o is self.best: return "best"
+        close = self.noise is not None and o["val_loss"] <= self.best["val_loss"] + self.noise
+        return "as good" if close else ""
+
+    def rows(self):
+        "Return head and rows of a table, a row for each rate"
+        ends = [o["losses"][-max(1, self.steps//10):] for o in self.tried]
+        return (["learning rate", "times the usual", "validation loss", "training loss, last tenth", ""],
+                [[f"{o['lr']:.3g}", f"{o['lr']/self.usual:.3g}", fmt(o["val_loss"], ".4f"),
+                  f"{statistics.mean(e):.4f}", self.marked(o)] for o, e in zip(self.tried, ends)])
+
+    def verdict(self):
+        "Return what was found and how certain it is, as texts"
+        lr, n, far = self.best["lr"], len(self.repeats) + 1, dict(lowest=1/16, highest=16)
+        yield (f"best learning rate: {lr:.3g}, with a validation loss of {self.best['val_loss']:.4f} after "
+               f"{self.steps} steps of {self.step_tokens:,} tokens")
+        if self.noise is None: yield "it ran once, and how much of that is luck nobody knows: --repeats tells"
+        else: yield (f"its {n} runs, each on other batches, end within {self.noise:.4f} of each other, and "
+                     "rates that are as close to it are marked as good")
+        if self.edge: yield (f"it is the {self.edge} rate that was tried, and a better one may lie beyond: "
+                             f"search on with --{self.edge} {lr*far[self.edge]:.2g}")
+        yield "a longer run often wants a lower rate than a short one: more --steps make surer"
+        yield f"to train with it, give --recipe {self.recipe} --lr {lr:.3g}"
+
+    def text(self):
+        "Return the result as text for a terminal"
+        return "\n\n".join([str(table(*self.rows())), ".\n".join(self.verdict()) + "."])
+
+# %% ../../nbs/64_comparison.ipynb #44bd09a6
+def diverged(losses, # of the steps so far
+             last=10): # steps to look at
+    "Return whether losses are non-finite, or on average half a nat above the first one"
+    new = losses[-last:]
+    return not all(map(math.isfinite, new)) or len(losses) > last and statistics.mean(new) > losses[0] + .5
+
 # %% ../../nbs/64_comparison.ipynb #71028bac
 class Search:
     "Short runs from the same weights on the same batches, each at another learning rate"
@@ -400,206 +384,73 @@ class Search:
         self.weights = {k: v.clone() for k, v in t.run.model.state_dict().items()}
         self.states = deepcopy({k: o.state_dict() for k, o in t.run.stateful})
 
-# %% ../../nbs/64_comparison.ipynb #02eb45dd
-@patch
-def reset(self:Search, turn=0): # which batches: 0 the first ones, 1 those after them, ...
-    "Go back to the beginning"
-    t = self.trainer
-    t.run.release() # what was recorded knows where the old states were
-    t.run.model.load_state_dict(self.weights)
-    for k, o in t.run.stateful: o.load_state_dict(deepcopy(self.states[k]))
-    t.make_step()
-    t.done, t.data.batches.i = 0, turn*self.steps
+    def reset(self, turn=0): # which batches: 0 the first ones, 1 those after them, ...
+        "Go back to the beginning"
+        t = self.trainer
+        t.run.release() # what was recorded knows where the old states were
+        t.run.model.load_state_dict(self.weights)
+        for k, o in t.run.stateful: o.load_state_dict(deepcopy(self.states[k]))
+        t.make_step()
+        t.done, t.data.batches.i = 0, turn*self.steps
 
-# %% ../../nbs/64_comparison.ipynb #44bd09a6
-def diverged(losses, # of the steps so far
-             last=10): # steps to look at
-    "Return whether losses are non-finite, or on average half a nat above the first one"
-    new = losses[-last:]
-    return not all(map(math.isfinite, new)) or len(losses) > last and statistics.mean(new) > losses[0] + .5
+    def descend(self, rate, turn=0): # peak learning rate; as for `reset`
+        "Return the losses of a short run, a list that ends early where the run diverges"
+        self.reset(turn)
+        t, losses = self.trainer, []
+        with (memory_limit(t.limits.gib), deterministic(t.cfg.deterministic),
+              closing(prefetch(t.data.batches, t.device)) as batches):
+            while len(losses) < self.steps and not (len(losses) % 10 == 0 and losses and diverged(losses)):
+                losses.append(self.one_step(rate, *next(batches)))
+                if len(losses) % 10 == 0: losses = [float(v) for v in losses]
+        return [float(v) for v in losses]
 
-@patch
-def descend(self:Search, set_rates, # (step, groups of parameters): sets the rate of each
-            turn=0): # as for `reset`
-    "Return the losses of a short run, a list that ends early where the run diverges"
-    self.reset(turn)
-    t, losses = self.trainer, []
-    with (memory_limit(t.limits.gib), deterministic(t.cfg.deterministic),
-          closing(prefetch(t.data.batches, t.device)) as batches):
-        while len(losses) < self.steps and not (len(losses) % 10 == 0 and losses and diverged(losses)):
-            losses.append(self.one_step(set_rates, *next(batches)))
-            if len(losses) % 10 == 0: losses = [float(v) for v in losses]
-    return [float(v) for v in losses]
+    def one_step(self, rate, x, y): # as for `descend`; the sequences of a step
+        "Take a step at the rates of its schedule, scaled to the peak `rate`. Returns the loss, on the device"
+        t = self.trainer
+        t.train_step.set_rates(t.done)
+        for g in t.step.opt.param_groups: g["lr"] = g["lr"]*(rate/self.usual)
+        try: loss = t.train_step.take_updates(t.done, x, y)
+        except torch.OutOfMemoryError: raise RunError("out of GPU memory in a step: choose a smaller "
+                                                      "--micro_batch_size") from None
+        t.done += 1
+        return loss
 
-# %% ../../nbs/64_comparison.ipynb #f03aa9c0
-@patch
-def one_step(self:Search, set_rates, x, y): # as for `descend`; the sequences of a step
-    "Take a step at the rates of its schedule, changed by `set_rates`. Returns the loss, on the device"
-    t = self.trainer
-    t.train_step.set_rates(t.done)
-    set_rates(t.done, t.step.opt.param_groups)
-    try: loss = t.train_step.take_updates(t.done, x, y)
-    except torch.OutOfMemoryError: raise RunError("out of GPU memory in a step: choose a smaller "
-                                                  "--micro_batch_size") from None
-    t.done += 1
-    return loss
+    def try_rate(self, rate, turn=0): # peak learning rate; as for `reset`
+        "Train a short run at `rate`. Returns a dict with training and validation loss (None if it diverged)"
+        losses = self.descend(rate, turn)
+        early = len(losses) < self.steps or diverged(losses)
+        val = math.nan if early else self.trainer.evaluate()
+        val = val if math.isfinite(val) else None
+        return dict(lr=rate, turn=turn, val_loss=val, steps=len(losses), losses=losses)
 
-# %% ../../nbs/64_comparison.ipynb #177c4d45
-@patch
-def try_rate(self:Search, rate, turn=0): # peak learning rate; as for `reset`
-    "Train a short run at `rate`. Returns a dict with training and validation loss (None if it diverged)"
-    def scale(step, groups):
-        for g in groups: g["lr"] = g["lr"]*(rate/self.usual)
-    losses = self.descend(scale, turn)
-    early = len(losses) < self.steps or diverged(losses)
-    val = math.nan if early else self.trainer.evaluate()
-    val = val if math.isfinite(val) else None
-    return dict(lr=rate, turn=turn, val_loss=val, steps=len(losses), losses=losses)
+    def try_all(self, more=0): # runs that will come after these
+        "Train a short run at each rate and print each result. Returns a list of `try_rate`'s results"
+        log_info, tried, left = self.trainer.log_info, [], len(self.rates) + more
+        for rate in self.rates:
+            t0 = time.perf_counter()
+            tried.append(o := self.try_rate(rate))
+            if len(tried) == 2: # the first one may have compiled
+                each = format_duration(time.perf_counter() - t0)
+                log_info(f"{left - 2} more runs of {self.steps} steps, about {each} each")
+            end = f"diverged after {o['steps']} steps" if o["val_loss"] is None else f"{o['val_loss']:.4f}"
+            log_info(f"learning rate {rate:.3g}: {end}")
+        return tried
 
-# %% ../../nbs/64_comparison.ipynb #f7776f68
-@patch
-def sweep(self:Search):
-    "Train one run with a rate that rises from the lowest to the highest. Returns rates and losses, two lists"
-    t, rates = self.trainer, spaced(self.rates[0], self.rates[-1], self.steps)
-    def rise(step, groups): set_groups(t.run, t.step.opt, step, t.cfg.steps, rates[step])
-    losses = self.descend(rise)
-    return rates[:len(losses)], losses
-
-# %% ../../nbs/64_comparison.ipynb #3231ebb8
-class Found(msgspec.Struct):
-    "What a search has measured"
-    recipe: str # with its options
-    steps: int # of each short run
-    step_tokens: int
-    usual: float # the rate that training would have taken
-    tried: list[dict] # of `try_rate`, from the lowest rate to the highest
-    repeats: list[dict] # the best one again
-    sweep: tuple[list[float], list[float]] # rates and losses
-
-def ended(runs): # of `try_rate`
-    "Return the runs that didn't diverge"
-    return [o for o in runs if o["val_loss"] is not None]
-
-# %% ../../nbs/64_comparison.ipynb #facb8273
-@patch(as_prop=True)
-def best(self:Found):
-    "Return the run with the lowest validation loss"
-    return min(ended(self.tried), key=lambda o: o["val_loss"])
-
-@patch(as_prop=True)
-def noise(self:Found):
-    "Return how far apart the runs at the best rate end, in nats; None for a single run"
-    ends = [o["val_loss"] for o in ended([self.best, *self.repeats])]
-    return max(ends) - min(ends) if len(ends) > 1 else None
-
-@patch(as_prop=True)
-def edge(self:Found):
-    "Return at which end of the rates the best one lies, None if at neither"
-    return {self.tried[0]["lr"]: "lowest", self.tried[-1]["lr"]: "highest"}.get(self.best["lr"])
-
-# %% ../../nbs/64_comparison.ipynb #1bdd1f43
-@patch
-def try_all(self:Search, more=0): # runs that will come after these
-    "Train a short run at each rate and print each result. Returns a list of `try_rate`'s results"
-    log_info, tried, left = self.trainer.log_info, [], len(self.rates) + more
-    for rate in self.rates:
-        t0 = time.perf_counter()
-        tried.append(o := self.try_rate(rate))
-        if len(tried) == 2: # the first one may have compiled
-            each = format_duration(time.perf_counter() - t0)
-            log_info(f"{left - 2} more runs of {self.steps} steps, about {each} each")
-        end = f"diverged after {o['steps']} steps" if o["val_loss"] is None else f"{o['val_loss']:.4f}"
-        log_info(f"learning rate {rate:.3g}: {end}")
-    return tried
-
-# %% ../../nbs/64_comparison.ipynb #64e9356d
-@patch
-def search(self:Search, repeats=2): # how often the best rate runs again, on other batches
-    "Try all rates. Returns a `Found`, or raises `RunError` where all diverge"
-    c, tried = self.trainer.cfg, self.try_all(repeats + 1)
-    if not ended(tried): raise RunError("every learning rate diverged: choose a lower --lowest and --highest")
-    found = Found(c.recipe, self.steps, c.step_tokens, self.usual, tried, [], ([], []))
-    found.repeats = [self.try_rate(found.best["lr"], turn) for turn in range(1, repeats + 1)]
-    found.sweep = self.sweep()
-    return found
-
-# %% ../../nbs/64_comparison.ipynb #791fb63c
-@patch
-def marked(self:Found, o): # of `tried`
-    "Return the remark on a rate, a text"
-    if o["val_loss"] is None: return f"diverged after {o['steps']} steps"
-    if o is self.best: return "best"
-    return "as good" if self.noise is not None and o["val_loss"] <= self.best["val_loss"] + self.noise else ""
-
-@patch
-def rows(self:Found):
-    "Return head and rows of a table, a row for each rate"
-    ends = [o["losses"][-max(1, self.steps//10):] for o in self.tried]
-    return (["learning rate", "times the usual", "validation loss", "training loss, last tenth", ""],
-            [[f"{o['lr']:.3g}", f"{o['lr']/self.usual:.3g}", fmt(o["val_loss"], ".4f"),
-              f"{statistics.mean(e):.4f}", self.marked(o)] for o, e in zip(self.tried, ends)])
-
-# %% ../../nbs/64_comparison.ipynb #72fb4813
-@patch
-def verdict(self:Found):
-    "Return what was found and how certain it is, as texts"
-    lr, n, far = self.best["lr"], len(self.repeats) + 1, dict(lowest=1/16, highest=16)
-    yield (f"best learning rate: {lr:.3g}, with a validation loss of {self.best['val_loss']:.4f} after "
-           f"{self.steps} steps of {self.step_tokens:,} tokens")
-    if self.noise is None: yield "it ran once, and how much of that is luck nobody knows: --repeats tells"
-    else: yield (f"its {n} runs, each on other batches, end within {self.noise:.4f} of each other, and rates "
-                 "that are as close to it are marked as good")
-    if self.edge: yield (f"it is the {self.edge} rate that was tried, and a better one may lie beyond: "
-                         f"search on with --{self.edge} {lr*far[self.edge]:.2g}")
-    yield "a longer run often wants a lower rate than a short one: more --steps make surer"
-    yield f"to train with it, give --recipe {self.recipe} --lr {lr:.3g}"
-
-# %% ../../nbs/64_comparison.ipynb #ef72983d
-@patch
-def chart(self:Found):
-    "Draw the short runs' validation loss over the rate, and the range test's loss below: a Figure"
-    from matplotlib.figure import Figure
-    with styled():
-        fig = Figure(figsize=(7.4, 4.6), layout="constrained")
-        top, low = fig.subplots(2, 1, sharex=True)
-        self.draw_tried(top)
-        low.plot(*self.sweep, color=GREY, lw=.8, alpha=.6)
-        low.plot(self.sweep[0], running_mean(np.array(self.sweep[1]), .1), color=GREEN, lw=1.6)
-        low.set(xscale="log", xlabel="learning rate", ylabel="training loss")
-        low.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        low.set_title("One run, its rate rising in each step")
-        if self.sweep[1]: low.set_ylim(top=max(self.sweep[1][0], min(self.sweep[1])) + .5)
-    return fig
-
-# %% ../../nbs/64_comparison.ipynb #e3436ef8
-@patch
-def draw_tried(self:Found, ax): # axes
-    "Draw a dot for each short run, a ring around the best one, and a band as wide as the noise"
-    fine, least = ended(self.tried), self.best["val_loss"]
-    ax.plot([o["lr"] for o in fine], [o["val_loss"] for o in fine], "o-", color=BLUE, ms=4, lw=1.4)
-    for o in self.tried:
-        if o["val_loss"] is None: ax.axvline(o["lr"], color=ORANGE, lw=1.2, ls=":")
-    again = [o["val_loss"] for o in ended(self.repeats)]
-    ax.plot([self.best["lr"]]*len(again), again, "_", color=BLUE, ms=9)
-    ax.plot(self.best["lr"], least, "o", mfc="none", mec=GREEN, ms=11, mew=2)
-    ax.axhspan(least, least + (self.noise or 0), color=GREEN, alpha=.12)
-    ax.axvline(self.usual, color=GREY, lw=1, ls="--")
-    ax.set(xscale="log", ylabel="validation loss"); ax.tick_params(labelbottom=True)
-    ax.set_title(f"{len(self.tried)} runs of {self.steps} steps (dashed: the usual rate; dotted: diverged)")
-
-# %% ../../nbs/64_comparison.ipynb #05ece73f
-@patch
-def text(self:Found):
-    "Return the result as text for a terminal"
-    return "\n\n".join([str(table(*self.rows())), ".\n".join(self.verdict()) + "."])
+    def search(self, repeats=2): # how often the best rate runs again, on other batches
+        "Try all rates. Returns a `Found`, or raises `RunError` where all diverge"
+        c, tried = self.trainer.cfg, self.try_all(repeats + 1)
+        if not finished(tried):
+            raise RunError("every learning rate diverged: choose a lower --lowest and --highest")
+        found = Found(c.recipe, self.steps, c.step_tokens, self.usual, tried, [])
+        found.repeats = [self.try_rate(found.best["lr"], turn) for turn in range(1, repeats + 1)]
+        return found
 
 # %% ../../nbs/64_comparison.ipynb #db1a08e2
 def save_found(found, folder): # a `Found`, to write into
-    "Write `lr.json`, `lr.md` and `lr.png`"
+    "Write `lr.json` and `lr.md`"
     folder = Path(folder)
     replace_file(folder/"lr.json", msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
     replace_file(folder/"lr.md", found.text() + "\n")
-    found.chart().savefig(folder/"lr.png", dpi=110)
 
 def run_lr_search(c, # a `LrOptions`
                   given): # names of the options that were given
@@ -609,4 +460,4 @@ def run_lr_search(c, # a `LrOptions`
     found = s.search(c.repeats)
     save_found(found, s.trainer.folder)
     s.trainer.run_dir.release() # the folder stays, as there is something in it
-    console_print(f"\n{found.text()}\n\nin {s.trainer.folder}/: lr.png, lr.md, lr.json")
+    console_print(f"\n{found.text()}\n\nin {s.trainer.folder}/: lr.md, lr.json")

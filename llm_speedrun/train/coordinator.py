@@ -16,7 +16,7 @@ from ..plugins import plugin_errors
 from ..runs import parsed, rung_name, rung_options
 from ..distributed.world import (check_alike, device_of_process, join_world, leave_world,
                                             peer_lost_error)
-from ..distributed.watchdog import FlagExchange, Heartbeat, PeerWatchdog
+from ..distributed.liveness import FlagExchange, Heartbeat, PeerWatchdog
 from .console import TERMINATION_SIGNALS, console_print
 
 # %% ../../nbs/30e_coordinator.ipynb #30coo007

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from ..distributed.world import World, join_world, leave_world
 from ..distributed.spawn import run_distributed
-from ..distributed.parallel import Shard, shards_of
+from ..sharding import Shard, shards_of
 
 # %% ../../nbs/36_doctor.ipynb #614d3f6c
 from ..tokenizer import check_ratio, check_round_trip, summary_lines
@@ -293,13 +293,6 @@ def check_start(trainer): # a `Trainer` that has taken a step
     yield Finding("ok", "start", f"the first step was done after {start_seconds(trainer):.1f} seconds" +
                   (f": {said}" if said else ""))
 
-# %% ../../nbs/36_doctor.ipynb #f0a4ad41
-def rough_duration(seconds): # of a run
-    "Format a time roughly"
-    for unit, n in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2*n: return f"{seconds/n:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
-
 # %% ../../nbs/36_doctor.ipynb #053ff943
 def _passes(trainer):
     c = trainer.cfg
@@ -411,17 +404,13 @@ def examine(cfg, # a `TrainConfig`
             given=None, # names of the options that were given, as for `Trainer`
             timings=None, # `Timings` of the start; by default from here on
             world=World()): # the processes that will train; all of them must ask
-    "Yield all findings about a run"
+    "Yield all findings about a run. Only tokenized text is cached"
     cluster = {"cluster": check_cluster(world, cfg.out)} if world.size > 1 else {}
     timings = timings or Timings()
     with timings(CHECKS):
         machine = dict(software=check_versions(), GPU=check_gpu(), rungs=check_rungs()) | cluster
         for about, found in machine.items(): yield from guarded(found, about)
     yield from guarded(check_run(cfg, given, timings), "run")
-
-def checkup(cfg): # a `TrainConfig`, the options of the run
-    "Return all findings about a run with these options, a list. Only tokenized text is cached"
-    return list(examine(cfg))
 
 # %% ../../nbs/36_doctor.ipynb #afa14af9
 def print_findings(findings, # an iterator of `Finding`

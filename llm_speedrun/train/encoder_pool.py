@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import LifoQueue, SimpleQueue
 import numpy as np
-from fastcore.basics import patch
 import llm_speedrun
 from ..io_utils import RunError
 from ..tokenizer import parse_tokenizer
@@ -55,18 +54,16 @@ class Encoder:
         out = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(o.ids, self.dtype).tobytes() for o in out]
 
-# %% ../../nbs/37_encoder_pool.ipynb #762f78c0
-@patch
-def __call__(self:Encoder, texts): # a list of str
-    "The tokens of each text as bytes"
-    if not self.by_words: return self.encode(texts)
-    if self.size > self.limit: self.seen, self.size = {}, 0
-    words = [split_words(t) for t in texts]
-    new = list(set().union(*words).difference(self.seen))
-    tokens = self.encode(new)
-    self.seen.update(zip(new, tokens))
-    self.size += sum(map(len, new)) + sum(map(len, tokens)) + 150*len(new)     # and Python's own share
-    return [b"".join(map(self.seen.__getitem__, ws)) for ws in words]
+    def __call__(self, texts): # a list of str
+        "The tokens of each text as bytes"
+        if not self.by_words: return self.encode(texts)
+        if self.size > self.limit: self.seen, self.size = {}, 0
+        words = [split_words(t) for t in texts]
+        new = list(set().union(*words).difference(self.seen))
+        tokens = self.encode(new)
+        self.seen.update(zip(new, tokens))
+        self.size += sum(map(len, new)) + sum(map(len, tokens)) + 150*len(new)     # and Python's own share
+        return [b"".join(map(self.seen.__getitem__, ws)) for ws in words]
 
 # %% ../../nbs/37_encoder_pool.ipynb #ab9c42c0
 def serve():
@@ -99,39 +96,29 @@ class Worker:
                                         env=os.environ | dict(TOKENIZERS_PARALLELISM="false"))
         self.hello = tokenizer.to_str(), dtype, tokenizer.encode_special_tokens
 
-# %% ../../nbs/37_encoder_pool.ipynb #197e21f7
-@patch
-def send(self:Worker, x): # anything that can be pickled
-    "Write `x` to the process"
-    pickle.dump(x, self.process.stdin, -1)
-    self.process.stdin.flush()
+    def send(self, x): # anything that can be pickled
+        "Write `x` to the process"
+        pickle.dump(x, self.process.stdin, -1)
+        self.process.stdin.flush()
 
-@patch
-def __call__(self:Worker, texts): # a list of str
-    "The tokens of each text as bytes"
-    try:
-        if self.hello: self.send(self.hello); self.hello = None
-        self.send(texts)
-        return pickle.load(self.process.stdout)
-    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as e:
-        raise RunError(self.exit_reason()) from e
+    def __call__(self, texts): # a list of str
+        "The tokens of each text as bytes"
+        try:
+            if self.hello: self.send(self.hello); self.hello = None
+            self.send(texts)
+            return pickle.load(self.process.stdout)
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError) as e:
+            code = self.process.wait(10)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            hint = ", as happens when memory runs out: let fewer of them run" if code == -9 else ""
+            raise RunError(f"tokenizing process {self.process.pid} {how}{hint}") from e
 
-# %% ../../nbs/37_encoder_pool.ipynb #b76939e8
-@patch
-def exit_reason(self:Worker):
-    "Describe how the process exited"
-    code = self.process.wait(10)
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    hint = ", as happens when memory runs out: let fewer of them run" if code == -9 else ""
-    return f"tokenizing process {self.process.pid} {how}{hint}"
-
-@patch
-def close(self:Worker):
-    "End the process, also while a thread waits for it"
-    self.process.kill(); self.process.wait()        # first, for it ends what a thread is reading or writing
-    for f in (self.process.stdin, self.process.stdout):
-        try: f.close()
-        except OSError: pass                        # what was still to be written
+    def close(self):
+        "End the process, also while a thread waits for it"
+        self.process.kill(); self.process.wait()    # first, for it ends what a thread is reading or writing
+        for f in (self.process.stdin, self.process.stdout):
+            try: f.close()
+            except OSError: pass                        # what was still to be written
 
 # %% ../../nbs/37_encoder_pool.ipynb #317d4dd7
 def _threads(n):

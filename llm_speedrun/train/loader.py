@@ -9,7 +9,6 @@ __all__ = ['loader_wait']
 import math, time
 from collections import deque
 from copy import copy
-from functools import partial
 from itertools import chain, islice
 from typing import Annotated
 import msgspec, numpy as np, torch
@@ -26,7 +25,7 @@ from ..data import Batches, prefetch
 from ..corpus import digest_pieces, is_held_out, parcels, text_digest
 
 # %% ../../nbs/39_loader.ipynb #7cc04bf3
-class RankBatches(Batches):
+class DistributedBatches(Batches):
     "One rank's rows of each global batch: those of all ranks together are `batches[i]`"
     def __init__(self, batches: Batches, # of the whole step
                  rank=0, # 0 to world-1
@@ -77,9 +76,9 @@ class MixedBatches(Batches):
         self.shards, self.bases = concatenated(shards)
         self.parts, self.batch, self.seq, self.i = shares(weights), batch, seq, start
         seeds = np.random.SeedSequence(seed).generate_state(len(shards)).tolist()
-        self.decks = [Batches(s, 1, seq, seed=k) for s, k in zip(shards, seeds)]
-        self.per_epoch = min(math.ceil(d.per_epoch * sum(weights) / w / batch)
-                             for d, w in zip(self.decks, weights))      # until the first source starts again
+        self.shuffled_sources = [Batches(s, 1, seq, seed=k) for s, k in zip(shards, seeds)]
+        self.per_epoch = min(math.ceil(s.per_epoch * sum(weights) / w / batch)      # until the first one
+                             for s, w in zip(self.shuffled_sources, weights))       # starts again
 
 # %% ../../nbs/39_loader.ipynb #da9071a1
 @patch
@@ -90,7 +89,7 @@ def starts(self:MixedBatches, i):
     res = np.empty(self.batch, np.int64)
     for s in set(source):
         mine, j = source == s, number[source == s]
-        res[mine] = self.bases[s] + self.decks[s].windows(int(j[0]), int(j[-1]) + 1)
+        res[mine] = self.bases[s] + self.shuffled_sources[s].windows(int(j[0]), int(j[-1]) + 1)
     return res
 
 # %% ../../nbs/39_loader.ipynb #4f2bb75e
@@ -110,10 +109,7 @@ def one_side(source, # () -> iterator of documents
              val_frac=.05, # share of the documents held out
             ): # () -> iterator of documents
     "Return the source with the documents of one split only, by the rule of `write_shards`"
-    return partial(_one_side, source, held_out, val_frac)
-
-def _one_side(source, held_out, val_frac):
-    return (t for t in source() if is_held_out(t, val_frac) == held_out)
+    return lambda: (t for t in source() if is_held_out(t, val_frac) == held_out)
 
 # %% ../../nbs/39_loader.ipynb #3a3246b4
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -168,7 +164,7 @@ def documents(self:StreamBatches, epoch):
 
 # %% ../../nbs/39_loader.ipynb #7987ba05
 @patch
-def passed(self:StreamBatches, at): # a position
+def skip_consumed(self:StreamBatches, at): # a position
     "Return the documents of its epoch still to come, and a digest of those before. Raises `InputError`"
     docs, digest = self.documents(at["epoch"]), text_digest()
     for text in islice(docs, at["docs"]): digest_pieces(digest, [(text, True, False)])
@@ -179,7 +175,7 @@ def passed(self:StreamBatches, at): # a position
 
 # %% ../../nbs/39_loader.ipynb #e1b46467
 @patch
-def pieces(self:StreamBatches, at, docs, digest): # a position, and what `passed` says of it
+def pieces(self:StreamBatches, at, docs, digest): # a position, and what `skip_consumed` returns for it
     "Yield (text, whether it begins a document, position after it) of piece after piece, for ever"
     epoch, count, done = (at[k] for k in ("epoch", "docs", "pieces"))
     while True:
@@ -227,7 +223,7 @@ def rows(self:StreamBatches, at, docs, digest): # as for `pieces`
 @patch
 def begin(self:StreamBatches):
     "Read up to the position, so that the next batch is the one after it"
-    self.batches = self.rows(self.past[-1], *self.passed(self.past[-1]))
+    self.batches = self.rows(self.past[-1], *self.skip_consumed(self.past[-1]))
 
 @patch
 def close(self:StreamBatches):
@@ -282,7 +278,7 @@ class LaneBatches:
                  place=0, n=1, # which of how many processes that share its rows
                  lanes=1): # into how many it is cut
         self.stream, self.place, self.n, self.lanes = stream, place, n, []
-        self.cut(lanes)
+        self.split(lanes)
 
     @property
     def i(self): return self.lanes[0].i
@@ -301,7 +297,7 @@ def lane(self:StreamBatches, k, n): # which of how many
 
 # %% ../../nbs/39_loader.ipynb #85b8bfb9
 @patch
-def cut(self:LaneBatches, lanes): # how many
+def split(self:LaneBatches, lanes): # how many
     "Start with a number of lanes. Raises `InputError` where the numbers don't divide"
     rows, can = self.stream.batch, [str(k) for k in range(1, lanes + 1) if lanes % k == 0]
     if lanes % self.n: raise InputError(
@@ -332,10 +328,10 @@ def joined_lanes(states): # the `LaneBatches.state_dict` of every process
 # %% ../../nbs/39_loader.ipynb #2f112f34
 @patch
 def load_state_dict(self:LaneBatches, state): # from `joined_lanes`, on every process the same
-    "Go to a position, of as many lanes as it has. Raises `InputError` as `cut` and `StreamBatches` do"
+    "Go to a position, of as many lanes as it has. Raises `InputError` as `split` and `StreamBatches` do"
     ps = state["lanes"] if isinstance(state, dict) and "lanes" in state else [state]
     if not isinstance(ps, list) or not ps: raise InputError("this is no position of a stream: it has no lane")
-    self.cut(len(ps))
+    self.split(len(ps))
     for lane in self.lanes: lane.load_state_dict(ps[lane.rank])
 
 # %% ../../nbs/39_loader.ipynb #3c1d5492
@@ -344,12 +340,12 @@ def lanes_for(rows, # sequences in a step
     "Return a new stream's lanes: one for one process, else two each, or one where two don't divide a step"
     return 2*n if n > 1 and rows % (2*n) == 0 else n
 
-def shares_of(batches, # `Batches`, `MixedBatches` or `StreamBatches` of the whole step
+def shard_batches(batches, # `Batches`, `MixedBatches` or `StreamBatches` of the whole step
               world): # a `World`
     "Return this process's rows of batches, by its rank in `dp`. Ranks along `tp` get the same ones"
     place, n = world.rank_and_size("dp")
     if isinstance(batches, StreamBatches): return LaneBatches(batches, place, n, lanes_for(batches.batch, n))
-    return batches if n == 1 else RankBatches(batches, place, n)
+    return batches if n == 1 else DistributedBatches(batches, place, n)
 
 # %% ../../nbs/39_loader.ipynb #88e57dbd
 def _busy(seconds, gpu):

@@ -18,11 +18,12 @@ import torch
 from packaging.requirements import Requirement
 
 # %% ../../nbs/36a_machine_checks.ipynb #ddb069e9
-from ..io_utils import SpeedrunError, wait_for_path, cache_dir, format_oserror
+from ..io_utils import SpeedrunError, cache_dir, format_oserror
 from ..measure import default_device, driver_version, nvml_gpu, sample_ms, summarize, version_of
 from ..runs import RUNGS
 from .presets import presets
 from ..distributed.collectives import collective_ms, ring
+from ..checkpoint.save_sharded import blind_ranks
 
 # %% ../../nbs/36a_machine_checks.ipynb #2291ddd3
 @dataclass(frozen=True)
@@ -76,18 +77,16 @@ def check_versions():
         yield Finding("note", "software", f"{r.name} is {v or 'not installed'}, and this package asks for "
                       f"{r.name}{r.specifier}: pip install '{r.name}{r.specifier}'")
 
-# %% ../../nbs/36a_machine_checks.ipynb #8de945f2
-def _without_gpu():
-    driver = driver_version()
-    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-    why = f"there is a driver, {driver}, but this PyTorch {built}: see pytorch.org for one that fits"
-    return Finding("note", "GPU", f"{why if driver else 'none that PyTorch can use'}. Training runs on "
-                   "the CPU, which is enough to try things out")
-
 # %% ../../nbs/36a_machine_checks.ipynb #b36abd42
 def check_gpu():
     "Check the GPU, its driver and its memory"
-    if not torch.cuda.is_available(): yield _without_gpu(); return
+    if not torch.cuda.is_available():
+        driver = driver_version()
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        why = f"there is a driver, {driver}, but this PyTorch {built}: see pytorch.org for one that fits"
+        yield note("GPU", f"{why if driver else 'none that PyTorch can use'}. Training runs on the CPU, "
+                   "which is enough to try things out")
+        return
     (free, total), n = (m / 2**30 for m in torch.cuda.mem_get_info()), torch.cuda.device_count()
     capability = "{}.{}".format(*torch.cuda.get_device_capability())
     yield Finding("ok", "GPU", f"{torch.cuda.get_device_name()}, {total:.0f} GiB, compute capability "
@@ -280,22 +279,18 @@ def check_pace(paces, # of each process, from `under_load`
     for r, p in enumerate(paces):
         if p.get("held"): yield note("clocks", f"the GPU of process {r} is {' and '.join(p['held'])}")
 
-# %% ../../nbs/36a_machine_checks.ipynb #1a38163a
-def mark_in(folder):
-    "Make a new empty folder in `folder`; None where nothing can be written"
-    with suppress(OSError): return Path(tempfile.mkdtemp(prefix=".seen-", dir=folder))
-
 # %% ../../nbs/36a_machine_checks.ipynb #4dc47387
 def check_shared(world, folder, what, # where the first process writes, and what it is for
                  level, advice): # if the others don't see it
     "Check whether all processes see the same folder. No finding where it can't be written into"
     there = Path(world.broadcast_object(str(next(p for p in (folder, *folder.parents) if p.exists()))))
-    mine = mark_in(there) if world.first else None
+    mine = None # a new empty folder, if one can be made
+    with suppress(OSError):
+        if world.first: mine = Path(tempfile.mkdtemp(prefix=".seen-", dir=there))
     mark = world.broadcast_object(mine)
-    sight = world.all_gather_object(mark is not None and wait_for_path(mark))
-    if mine: mine.rmdir()
-    blind = [r for r, sees in enumerate(sight) if not sees]
     if mark is None: return # `check_disk` says so
+    blind = blind_ranks(world, mark, 3)
+    if world.first: mark.rmdir()
     if not blind: yield ok("disk", f"all processes see {there}/, {what}")
     else: yield Finding(level, "disk", f"{named(blind)} doesn't see what process 0 writes into {there}/, "
                         f"{what}: {advice}")

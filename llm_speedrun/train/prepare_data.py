@@ -11,8 +11,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
-import msgspec, numpy as np
-from fastcore.basics import patch
+import msgspec
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
@@ -21,24 +20,15 @@ from ..io_utils import (InputError, check_writable, lock_dir, read_json, replace
                                    fsync_path, usable_cores)
 from .encoder_pool import encoders, in_order
 from ..text_files import EOT, PACKED, document_files, file_kind, read_documents
-from ..tokenizer import (Tally, TextSummary, end_token, read_tokenizer, set_end_token,
+from ..tokenizer import (Tally, TextSummary, read_tokenizer, set_end_token,
                                     summary_lines, token_dtype, tokenizer_hash, tried, vocabulary_size,
                                     write_tokenizer)
 from ..token_files import TokenWriter, Tokens, token_files
 from ..corpus import (HUB, OFFLINE_VOCAB, CorpusSpec, check_sizes, check_text_key, describe_tokens,
                                  digest_pieces, first_characters, gpt2_tokenizer, hold_out_tail,
                                  hub_documents, marked_pieces, open_corpus, parcels, split_kind,
-                                 stdlib_documents, stdlib_files, text_digest, train_tokenizer,
-                                 unknown_corpus)
-
-# %% ../../nbs/38_prepare_data.ipynb #869ac81d
-def _assembled(parcel, encoded, eot, dtype):
-    "One array of the parcel's tokens, and one that says which of them are held out"
-    n = np.array([len(b) // dtype.itemsize for b in encoded])
-    first, held = (np.array([p[k] for p in parcel]) for k in (1, 2))
-    starts = np.cumsum(n) - n
-    tokens = np.insert(np.frombuffer(b"".join(encoded), dtype), starts[first], eot)
-    return tokens, np.repeat(held, n + first)
+                                 stdlib_documents, stdlib_files, text_digest, token_arrays,
+                                 train_tokenizer, unknown_corpus)
 
 # %% ../../nbs/38_prepare_data.ipynb #4fb19e8f
 def _reopened(folder, split, dtype, shard_tokens, n):
@@ -74,81 +64,64 @@ class _Unfinished:
         try: self.open(job)
         except BaseException: self.lock.release(); raise
 
-# %% ../../nbs/38_prepare_data.ipynb #4266bf55
-@patch
-def open(self:_Unfinished, job):
-    "Read the journal and open the token files"
-    self.tokens.mkdir(exist_ok=True)
-    self.done = read_json(self.journal, Journal) if self.journal.exists() else Journal(job)
-    if changed := [k for k in job if job[k] != self.done.job.get(k)]:
-        raise InputError(f"{self.folder} was begun with another {' and '.join(changed)}: start with the "
-                         "same to go on, or delete it to begin anew")
-    self.writers = [_reopened(self.tokens, o, self.dtype, job["shard_tokens"], getattr(self.done, o))
-                    for o in ("train", "val")]
+    def open(self, job):
+        "Read the journal and open the token files"
+        self.tokens.mkdir(exist_ok=True)
+        self.done = read_json(self.journal, Journal) if self.journal.exists() else Journal(job)
+        if changed := [k for k in job if job[k] != self.done.job.get(k)]:
+            raise InputError(f"{self.folder} was begun with another {' and '.join(changed)}: start with the "
+                             "same to go on, or delete it to begin anew")
+        self.writers = [_reopened(self.tokens, o, self.dtype, job["shard_tokens"], getattr(self.done, o))
+                        for o in ("train", "val")]
 
-# %% ../../nbs/38_prepare_data.ipynb #0c4ec6bf
-@patch
-def skip(self:_Unfinished, pieces):
-    "Read the pieces that are in already, return their characters. `InputError` if they aren't what they were"
-    self.digest, chars = text_digest(), 0
-    for p in islice(pieces, self.done.pieces): digest_pieces(self.digest, [p]); chars += len(p[0])
-    if self.digest.hexdigest() != self.done.documents:
-        raise InputError("the documents have changed since this began: give the same ones in the same order "
-                         f"to go on, or delete {self.folder} to begin anew")
-    return chars
+    def skip(self, pieces):
+        "Read the pieces that are in already, return their characters. `InputError` if they have changed"
+        self.digest, chars = text_digest(), 0
+        for p in islice(pieces, self.done.pieces): digest_pieces(self.digest, [p]); chars += len(p[0])
+        if self.digest.hexdigest() != self.done.documents:
+            raise InputError("the documents have changed since this began: give the same ones in the same "
+                             f"order to go on, or delete {self.folder} to begin anew")
+        return chars
 
-# %% ../../nbs/38_prepare_data.ipynb #56673a1f
-@patch
-def add(self:_Unfinished, parcel, tokens, held):
-    "Append a parcel's tokens, each to its side"
-    for w, side in zip(self.writers, (~held, held)): w.write(tokens[side])
-    train, val = (w.n for w in self.writers)
-    digest_pieces(self.digest, parcel)
-    self.done = Journal(self.done.job, self.done.pieces + len(parcel), train, val, self.digest.hexdigest())
+    def add(self, parcel, tokens, held):
+        "Append a parcel's tokens, each to its side"
+        for w, side in zip(self.writers, (~held, held)): w.write(tokens[side])
+        train, val = (w.n for w in self.writers)
+        digest_pieces(self.digest, parcel)
+        done, documents = self.done, self.digest.hexdigest()
+        self.done = Journal(done.job, done.pieces + len(parcel), train, val, documents)
 
-# %% ../../nbs/38_prepare_data.ipynb #c13fe278
-@patch
-def sync(self:_Unfinished):
-    "Bring what was added to the disk, then say so in the journal"
-    for w in self.writers: w.sync()
-    fsync_path(self.tokens)
-    replace_file(self.journal, msgspec.json.encode(self.done).decode(), sync=True)
+    def sync(self):
+        "Bring what was added to the disk, then say so in the journal"
+        for w in self.writers: w.sync()
+        fsync_path(self.tokens)
+        replace_file(self.journal, msgspec.json.encode(self.done).decode(), sync=True)
 
-@patch
-def close(self:_Unfinished):
-    "Close the token files and let others in"
-    try:
-        for w in self.writers: w.close()
-    finally: self.lock.release()
+    def close(self):
+        "Close the token files and let others in"
+        try:
+            for w in self.writers: w.close()
+        finally: self.lock.release()
 
 # %% ../../nbs/38_prepare_data.ipynb #38text01
-def _read_past(unfinished, docs, spec, bar): # an `_Unfinished`, documents, a `CorpusSpec`
-    "The pieces that are still to be encoded, and a `Tally` of those that are"
-    tok = spec.tokenizer
-    pieces, tally = iter(marked_pieces(tried(docs, tok), spec.val_frac)), Tally(tok)
-    bar.update(unfinished.skip(tally.counted(pieces)))
-    tally.tokens = unfinished.done.train + unfinished.done.val - tally.documents
-    return pieces, tally
-
-# %% ../../nbs/38_prepare_data.ipynb #147fd948
-def _encode_all(unfinished, docs, spec, workers, bar): # as for `_read_past`; processes
+def _encode_all(unfinished, docs, spec, workers, bar): # documents, a `CorpusSpec`, processes, a `tqdm`
     "Encode `docs` into `unfinished`, from where it stands. Returns a `Tally` of all of it"
-    (pieces, tally), eot = _read_past(unfinished, docs, spec, bar), end_token(spec.tokenizer)
-    left = lambda: (spec.max_tokens or 2**62) - sum(w.n for w in unfinished.writers)
-    saved, rest, texts = time.monotonic(), parcels(pieces) if left() > 0 else [], lambda p: [t[0] for t in p]
-    with encoders(workers, spec.tokenizer, unfinished.dtype) as encode:
+    tok, tally, texts = spec.tokenizer, Tally(spec.tokenizer), lambda p: [t[0] for t in p]
+    pieces = iter(marked_pieces(tried(docs, tok), spec.val_frac))
+    written = unfinished.done.train + unfinished.done.val
+    bar.update(unfinished.skip(tally.counted(pieces)))
+    tally.tokens, saved = written - tally.documents, time.monotonic()   # of what was encoded before
+    with encoders(workers, tok, unfinished.dtype) as encode:
+        encoded = in_order(lambda p: encode(texts(p)), parcels(pieces), workers, 2*workers)
         try:
-            for parcel, encoded in in_order(lambda p: encode(texts(p)), rest, workers, 2*workers):
-                tokens, held = _assembled(parcel, encoded, eot, unfinished.dtype)
-                n = left(); tally.add(parcel, sum(map(len, encoded))//unfinished.dtype.itemsize)
-                unfinished.add(parcel, tokens[:n], held[:n]); bar.update(sum(map(len, texts(parcel))))
+            for parcel, tokens, held in token_arrays(encoded, spec, tally, written):
+                unfinished.add(parcel, tokens, held); bar.update(sum(map(len, texts(parcel))))
                 if time.monotonic() - saved > 1: unfinished.sync(); saved = time.monotonic()
-                if len(tokens) >= n: break
         finally: unfinished.sync()
     return tally
 
 # %% ../../nbs/38_prepare_data.ipynb #8f822aba
-def _finish(unfinished, out, spec, text): # as for `_read_past`, the final folder, a `TextSummary`
+def _finish(unfinished, out, spec, text): # the final folder, a `CorpusSpec`, a `TextSummary`
     "Describe the tokens and move them to `out`. Returns what `meta.json` says"
     writers, folder = unfinished.writers, unfinished.tokens
     for w in writers: w.close()
@@ -163,19 +136,6 @@ def _finish(unfinished, out, spec, text): # as for `_read_past`, the final folde
     shutil.rmtree(unfinished.folder)
     return meta
 
-# %% ../../nbs/38_prepare_data.ipynb #6bdbe428
-def _to_write(folder, workers):
-    if workers is not None and workers < 1: raise InputError(f"workers must be at least 1, not {workers}")
-    out = Path(folder).expanduser().absolute()
-    if out.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another")
-    return out
-
-def _job(spec): # a `CorpusSpec`
-    text, end = spec.tokenizer.to_str(), getattr(spec.tokenizer, "end", EOT)
-    return dict(source=spec.source, tokenizer=hashlib.sha256(text.encode()).hexdigest(),
-                val_frac=spec.val_frac, shard_tokens=spec.shard_tokens, max_tokens=spec.max_tokens,
-                **{} if end == EOT else {"end token": end})
-
 # %% ../../nbs/38_prepare_data.ipynb #830d6ee7
 def tokenize_corpus(docs, # an iterable of documents, the same ones in the same order when it goes on
                     tokenizer: Tokenizer, # must know its end token, and reproduce the text
@@ -184,13 +144,18 @@ def tokenize_corpus(docs, # an iterable of documents, the same ones in the same 
                     bar=None, # a `tqdm` progress bar that counts characters
                     **how, # as for `write_shards`
                    ) -> dict: # what meta.json says
-    """What `data.write_shards` writes, token for token, encoded by `workers` processes in flat memory.
+    """What `corpus.write_shards` writes, token for token, encoded by `workers` processes in flat memory.
     Interrupted or killed, the same call goes on. Raises FileExistsError, ValueError (no text, remains of
     another job, a tokenizer that loses text), RuntimeError (a process died, another writes it), and
     whatever reading `docs` raises."""
-    spec, out = CorpusSpec(tokenizer, **how), _to_write(folder, workers)
+    spec, out = CorpusSpec(tokenizer, **how), Path(folder).expanduser().absolute()
+    if workers is not None and workers < 1: raise InputError(f"workers must be at least 1, not {workers}")
+    if out.exists(): raise FileExistsError(f"{out} exists already and is left as it is; name another")
+    job = dict(source=spec.source, tokenizer=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+               val_frac=spec.val_frac, shard_tokens=spec.shard_tokens, max_tokens=spec.max_tokens)
+    if (end := getattr(tokenizer, "end", EOT)) != EOT: job["end token"] = end
     bar = bar if bar is not None else tqdm(disable=True)
-    unfinished = _Unfinished(out, _job(spec), token_dtype(tokenizer))
+    unfinished = _Unfinished(out, job, token_dtype(tokenizer))
     try:
         write_tokenizer(unfinished.folder, tokenizer, sync=True)
         tally = _encode_all(unfinished, docs, spec, workers or usable_cores(), bar)
@@ -254,12 +219,6 @@ def _refuse(c): # a `DataOptions`
     check_sizes(c.val_frac, 1, None)
     check_writable(Path(c.out).expanduser())
 
-def _origin(c, tok): # a `DataOptions`, the tokenizer
-    "What `meta.json` says of where the text and the tokenizer come from"
-    n = vocabulary_size(tok)
-    trained = c.vocab and (f"{n}" if n == c.vocab else f"{n} ({c.vocab} asked for)")
-    return f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or trained or 'default'}"
-
 # %% ../../nbs/38_prepare_data.ipynb #38d735a6
 def make_corpus(c): # a `DataOptions`
     "Run `speedrun_data`"
@@ -267,7 +226,10 @@ def make_corpus(c): # a `DataOptions`
     path, source = Path(c.out).expanduser().absolute(), document_source(c.data, c.text_key)
     tok = _tokenizer_for(c.tokenizer, c.data, source, c.vocab, path)
     if c.end_token: set_end_token(tok, c.end_token)
-    about = dict(source=_origin(c, tok), val_frac=c.val_frac, max_tokens=c.max_tokens or None,
+    n = vocabulary_size(tok)
+    trained = c.vocab and (f"{n}" if n == c.vocab else f"{n} ({c.vocab} asked for)")
+    origin = f"{c.data} ({c.text_key}), tokenizer {c.tokenizer or trained or 'default'}"
+    about = dict(source=origin, val_frac=c.val_frac, max_tokens=c.max_tokens or None,
                  workers=c.workers or None)
     with tqdm(total=_characters(c.data, c.text_key), unit="char", unit_scale=True, dynamic_ncols=True,
               desc="tokenizing") as bar:

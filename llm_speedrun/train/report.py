@@ -70,8 +70,6 @@ def _loaded(path, read, empty, notes):
     except (InputError, OSError) as e: notes.append(f"{e}. It is left out")
     return empty()
 
-def _text(path): return read_bytes_of(path).decode(errors="replace")
-
 _JSON = dict(config=(Options, dict), result=(Ending, partial(Ending, steps=0)), ladder=(list[Rung], list),
              evals=(list[Score], list))
 _MISSING = dict(config="without config.json the options, the machine and MFU are unknown",
@@ -97,7 +95,8 @@ def read_run(folder): # of a run, finished or not
     run = {k: load(f"{k}.json", partial(read_json, kind=kind), empty) for k, (kind, empty) in _JSON.items()}
     for k, name in (("rows", "metrics"), ("samples", "samples")):
         run[k] = load(f"{name}.jsonl", partial(read_rows, log_info=notes.append), list)
-    for k, name in (("sample", "sample.txt"), ("profile", "profile.md")): run[k] = load(name, _text, str)
+    for k, name in (("sample", "sample.txt"), ("profile", "profile.md")):
+        run[k] = load(name, lambda path: read_bytes_of(path).decode(errors="replace"), str)
     notes += [what for k, what in _MISSING.items() if not run[k]]
     saved, over = map(step_of_name, checkpoints(folder/"checkpoints")), (folder/"result.json").exists()
     return run | dict(name=folder.resolve().name, over=over, saved=[*saved],
@@ -177,6 +176,15 @@ def part(title, # of the part
     blocks = [(kind, data) for kind, data in blocks if data]
     return dict(title=title, note=note, blocks=blocks) if blocks else None
 
+def charts_part(title, *charts): # of the section; each SVG or None
+    "Return a section with the charts that exist, beside each other"
+    return part(title, ("columns", [c for c in charts if c]))
+
+def table_part(title, head, rows, # of the section; the table's
+               kind="table", note=""): # in `TEMPLATES`; as for `part`
+    "Return a section with a table, None without rows"
+    return part(title, (kind, (head, rows) if rows else None), note=note)
+
 # %% ../../nbs/35_report.ipynb #9032dfe7
 TEMPLATES = dict(
     pairs="""<dl>{% for k, v in data.items() if v %}
@@ -206,11 +214,6 @@ def recipe_text(config): # of a run
 
 
 # %% ../../nbs/35_report.ipynb #8ddec4de
-def origin_text(config): # of a run
-    "Describe the checkpoint that a branch began with; an empty text for another run"
-    origin = config.get("branched_from")
-    return f"step {origin.get('step')} of {origin.get('folder')}" if isinstance(origin, dict) else ""
-
 def step_texts(config): # of a run
     "Describe what a step consists of, and which processes share it: two texts, empty if unknown"
     c, tokens = config, step_tokens(config)
@@ -229,8 +232,10 @@ def about_part(run): # from `read_run`
     shape = m and (f"{m.name}: {m.layers} layers of width {m.width}, {m.heads} heads ({m.kv_heads} for keys "
                    f"and values), {m.hidden} in the MLP, {m.vocab:,} tokens in the vocabulary; "
                    f"{short_number(matrix_params(m))} weights in matrices")
+    origin = c.get("branched_from")
+    branch = f"step {origin.get('step')} of {origin.get('folder')}" if isinstance(origin, dict) else ""
     rungs, versions = get("rungs").replace(",", ", "), ", ".join(f"{k} {get(k)}" for k in VERSIONS if get(k))
-    told = {"A branch from": origin_text(c), "Data": get("data"), "Model": shape, "Recipe": recipe_text(c),
+    told = {"A branch from": branch, "Data": get("data"), "Model": shape, "Recipe": recipe_text(c),
             "Rungs": rungs, "A step": step, "Layout": shared, "Machine": get("gpu"), "Versions": versions,
             "Date": get("date"),
             "Saved after": ", ".join(f"{n:,}" for n in run["saved"])}
@@ -245,18 +250,13 @@ def loss_part(run): # from `read_run`
     return part("Loss", ("charts", [svg(loss_chart(run["rows"], yard, height=3.2), "Loss")]),
                 note="" if yard is None else note)
 
-def drawn(charts): # each SVG or None
-    "Return the charts that exist"
-    return [c for c in charts if c]
-
 # %% ../../nbs/35_report.ipynb #b79726ab
 def speed_part(run): # from `read_run`
     "Return the section with speed and MFU over time"
     one, speeds = mfu_at(run["config"], 1.), points(run["rows"], "tok_s") # MFU at one token a second
     rows = [dict(step=i, tok_s=v, mfu=100*one*v if one else None) for i, v in speeds]
-    charts = [curve(rows, dict(tok_s=""), "Tokens per second", zero=True),
-              curve(rows, dict(mfu=""), "MFU (%), attention counted causal", zero=True)]
-    return part("Speed", ("columns", drawn(charts)))
+    return charts_part("Speed", curve(rows, dict(tok_s=""), "Tokens per second", zero=True),
+                       curve(rows, dict(mfu=""), "MFU (%), attention counted causal", zero=True))
 
 # %% ../../nbs/35_report.ipynb #e4ea0fd4
 TEMPLATES["phases"] = """<table class="narrow"><thead><tr><th>phase</th><th>ms</th><th>part</th></tr></thead>
@@ -297,34 +297,16 @@ def ranks_part(run): # from `read_run`
     note = f"Process {slow} takes longest, {more} the middle one: medians of {len(steps)} measured steps."
     return part("The processes", ("charts", [ranks_chart(steps, ms)]), note=note)
 
-# %% ../../nbs/35_report.ipynb #278ca728
-def group_rates(rows): # of `metrics.jsonl`
-    "Return the rates' keys of parameter groups, such as `lr_embed`, and the groups' names: a dict"
-    keys = dict.fromkeys(k for r in rows for k in r if k.startswith("lr_"))
-    return {k: k[3:] for k in keys}
-
-
 # %% ../../nbs/35_report.ipynb #b8d30017
 def training_part(run): # from `read_run`
     "Return the section with learning rates, other scheduled values, and the gradient norm"
     rows, norms = run["rows"], [v for _, v in points(run["rows"], "grad_norm") if v > 0]
-    rates = dict(lr="lr") | group_rates(rows)
+    rates = dict(lr="lr") | {k: k[3:] for r in rows for k in r if k.startswith("lr_")} # of the groups
     log = bool(norms) and max(norms) > 20*min(norms)
-    charts = [curve(rows, rates, "Learning rate", smooth=False, zero=True),
-              *(curve(rows, {k: ""}, title, smooth=False, zero=True) for k, title in SCHEDULED.items()),
-              curve(rows, dict(grad_norm=""), "Norm of the gradients, before clipping", log=log)]
-    return part("Optimization", ("columns", drawn(charts)))
+    return charts_part("Optimization", curve(rows, rates, "Learning rate", smooth=False, zero=True),
+                       *(curve(rows, {k: ""}, s, smooth=False, zero=True) for k, s in SCHEDULED.items()),
+                       curve(rows, dict(grad_norm=""), "Norm of the gradients, before clipping", log=log))
 
-
-# %% ../../nbs/35_report.ipynb #15f1b5aa
-def gpu_part(run): # from `read_run`
-    "Return the section with memory, utilization, power and temperature"
-    rows, memory = run["rows"], dict(gpu_mem_gib="held by PyTorch", gpu_peak_gib="most in tensors")
-    charts = [curve(rows, memory, "Memory (GiB)", smooth=False, zero=True),
-              curve(rows, dict(gpu_util=""), "Utilization (%)", zero=True),
-              curve(rows, dict(gpu_power_w=""), "Power (W)", zero=True),
-              curve(rows, dict(gpu_temp_c=""), "Temperature (°C)")]
-    return part("The GPU", ("columns", drawn(charts)))
 
 # %% ../../nbs/35_report.ipynb #7d91628a
 TEMPLATES["ladder"] = """<table class="ladder"><thead><tr><th>rung</th><th>tokens/s</th><th></th><th>gain</th>
@@ -352,51 +334,7 @@ TEMPLATES["table"] = """<table><thead><tr>{% for h in data[0] %}<th>{{ h }}</th>
 <tr>{% for text in row %}<td>{{ text }}</td>{% endfor %}</tr>{% endfor %}
 </tbody></table>"""
 
-def start_part(run): # from `read_run`
-    "Return the section on what the time before the first step was spent on"
-    start = run["result"].start
-    if not start or not start.phases: return None
-    rows = [("\u2003"*min(p.depth, 9) + p.name, f"{p.seconds:.2f}") for p in start.phases]
-    if start.seconds is not None: rows.append(("from the start to the first step", f"{start.seconds:.2f}"))
-    return part("The start", ("table", (("phase", "seconds"), rows)))
-
-# %% ../../nbs/35_report.ipynb #f8742b20
-def whole_part(run): # from `read_run`
-    "Return the section on what the time from the start of the run to its result was spent on"
-    parts = run["result"].parts
-    if not parts: return None
-    rows = [(name, f"{s:.2f}") for name, s in (parts | {"from start to end": sum(parts.values())}).items()]
-    return part("The whole run", ("table", (("part", "seconds"), rows)),
-                note="Until result.json was written. Only this page was made later.")
-
-def choices_part(run): # from `read_run`
-    "Return the section on what was chosen by measuring, and why"
-    why = run["config"].get("why")
-    rows = [(k, v) for k, v in why.items() if v] if isinstance(why, dict) else []
-    return part("Chosen by measuring", ("words", (("what", "why"), rows) if rows else None))
-
 TEMPLATES["words"] = TEMPLATES["table"].replace("<table>", '<table class="events">')
-
-
-# %% ../../nbs/35_report.ipynb #fc6ba21f
-def eval_part(run): # from `read_run`
-    "Return the section with scores in tasks"
-    error = lambda e: "" if e is None else f"± {e:.4f}"
-    rows = [(s.task, k, f"{v:.4f}", error(s.errors.get(k)), fmt(s.n, ","))
-            for s in run["evals"] for k, v in s.scores.items()]
-    head = "task", "metric", "value", "standard error", "examples"
-    return part("What it can do", ("table", (head, rows) if rows else None))
-
-def profile_part(run): # from `read_run`
-    "Return the section with the profiler's table, if there was one"
-    return part("Profile", ("samples", [("", run["profile"])] if run["profile"] else None))
-
-
-# %% ../../nbs/35_report.ipynb #33f3d467
-TEMPLATES["events"] = """<table class="events">
-<thead><tr><th>step</th><th>event</th><th></th></tr></thead><tbody>
-{% for step, event, rest in data %}<tr><td>{{ step }}</td><td>{{ event }}</td><td>{{ rest }}</td></tr>
-{% endfor %}</tbody></table>"""
 
 # %% ../../nbs/35_report.ipynb #0acc91c3
 CURVES = *"step event loss lr grad_norm tok_s train_s val_loss rank_ms".split(), *SCHEDULED # others tell more
@@ -412,7 +350,7 @@ def events_part(run, # from `read_run`
                                if k not in CURVES and not k.startswith(("ms_", "gpu_", "lr_")))
     rows = [(r["step"], r["event"], rest(r)) for r in found[:most]]
     note = f"The first {most} of {len(found):,}." if len(found) > most else ""
-    return part("Events", ("events", rows), note=note)
+    return table_part("Events", ("step", "event", ""), rows, "words", note)
 
 # %% ../../nbs/35_report.ipynb #23fdc501
 def sample_part(run, # from `read_run`
@@ -424,12 +362,6 @@ def sample_part(run, # from `read_run`
     texts = [(f"after step {r['step']}", str(r["text"])[:500]) for r in found]
     if run["sample"]: texts.append(("at the end" if texts else "", run["sample"]))
     return part("What it writes", ("samples", texts), note=note)
-
-def options_part(run): # from `read_run`
-    "Return the section with all options"
-    show = lambda v: json.dumps(v) if isinstance(v, (dict, list, bool)) or v is None else str(v)
-    options = {k: show(v) or "–" for k, v in run["config"].items() if k not in MACHINE}
-    return part("Options", ("options", options))
 
 # %% ../../nbs/35_report.ipynb #c2c3ce9b
 #| echo: false
@@ -521,9 +453,37 @@ TEMPLATES["sections"] = """{% for part in parts %}<section><h2>{{ part.title }}<
 
 
 # %% ../../nbs/35_report.ipynb #67653447
-PARTS = (about_part, loss_part, eval_part, speed_part, breakdown_part, ranks_part, training_part, gpu_part,
-         start_part, whole_part, ladder_part, choices_part, profile_part, events_part, sample_part,
-         options_part)
+GPU_CHARTS = [ # keys, title, whether it begins at zero and is smoothed
+    (dict(gpu_mem_gib="held by PyTorch", gpu_peak_gib="most in tensors"), "Memory (GiB)", True, False),
+    (dict(gpu_util=""), "Utilization (%)", True, True), (dict(gpu_power_w=""), "Power (W)", True, True),
+    (dict(gpu_temp_c=""), "Temperature (°C)", False, True)]
+
+def sections(run): # from `read_run`
+    "Return the sections of the page, without those that have nothing to show"
+    c, result, start, why = run["config"], run["result"], run["result"].start, run["config"].get("why")
+    gpu = [curve(run["rows"], keys, name, zero=zero, smooth=mean) for keys, name, zero, mean in GPU_CHARTS]
+    scores = [(s.task, k, f"{v:.4f}", "" if (e := s.errors.get(k)) is None else f"± {e:.4f}", fmt(s.n, ","))
+              for s in run["evals"] for k, v in s.scores.items()]
+    phases = [("\u2003"*min(p.depth, 9) + p.name, f"{p.seconds:.2f}") for p in start.phases] if start else []
+    if phases and start.seconds is not None:
+        phases.append(("from the start to the first step", f"{start.seconds:.2f}"))
+    whole = result.parts and result.parts | {"from start to end": sum(result.parts.values())}
+    show = lambda v: json.dumps(v) if isinstance(v, (dict, list, bool)) or v is None else str(v)
+    found = [
+        about_part(run), loss_part(run),
+        table_part("What it can do", ("task", "metric", "value", "standard error", "examples"), scores),
+        speed_part(run), breakdown_part(run), ranks_part(run), training_part(run),
+        charts_part("The GPU", *gpu),
+        table_part("The start", ("phase", "seconds"), phases),
+        table_part("The whole run", ("part", "seconds"), [(name, f"{s:.2f}") for name, s in whole.items()],
+                   note="Until result.json was written. Only this page was made later."),
+        ladder_part(run),
+        table_part("Chosen by measuring", ("what", "why"),
+                   [(k, v) for k, v in why.items() if v] if isinstance(why, dict) else [], "words"),
+        part("Profile", ("samples", [("", run["profile"])] if run["profile"] else None)),
+        events_part(run), sample_part(run),
+        part("Options", ("options", {k: show(v) or "–" for k, v in c.items() if k not in MACHINE}))]
+    return [p for p in found if p]
 
 def _state(run): # from `read_run`
     if not run["over"]: return "not finished: still running, or killed"
@@ -543,7 +503,7 @@ def page_of(run): # from `read_run`
     "Return the page of a run as HTML text"
     what = [run["config"][k] for k in ("model", "data", "gpu", "date") if run["config"].get(k)]
     return rendered("page", run=run, state=_state(run), figures=[*key_figures(run)], what=what,
-                    parts=[p for f in PARTS if (p := f(run)) is not None])
+                    parts=sections(run))
 
 
 # %% ../../nbs/35_report.ipynb #9cdbd591

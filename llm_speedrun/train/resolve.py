@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial; from pathlib import Path
 import msgspec; from fastcore.basics import patch
 from ..io_utils import InputError, RunError, env_number, lookup, read_json
-from ..architectures import model_class
+from ..architectures import model_class, registered_name
 from ..choices import Choices
 from ..model import GPTConfig, workload
 from ..runs import find_rung, rung_name
@@ -20,7 +20,7 @@ from ..distributed.world import World, check_alike
 from ..plugins import check_function, function_rungs, is_own, with_plugin_of
 from ..rungs.documents import mean_length, within_documents
 from ..pretrained import import_folder, recorded_function
-from ..recipes.model_registry import recipe_for
+from ..recipes.model_registry import model_of, recipe_for
 
 # %% ../../nbs/30a_resolve.ipynb #30res005
 from ..recipes.batch import Phases, default_growth, default_sequences, resolve_phases
@@ -267,7 +267,8 @@ def start_from(self:PlanResolver):
         return workload(c.model), None
     config, weights = import_folder(c.init)
     if c.model: raise InputError(f"{c.init} brings a shape of its own: leave out --model")
-    c.model, c.plugin = config.name, with_plugin_of(c.plugin, config.name)
+    name = registered_name(config, model_of(weights, config))
+    c.model, c.plugin = config.name, with_plugin_of(c.plugin, name)
     if said := lost_function(c.init, self.rungs): self.log_info(said)
     return config, weights
 

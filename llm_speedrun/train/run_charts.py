@@ -11,7 +11,6 @@ import io, math, re, sys, time, warnings
 from contextlib import contextmanager
 from itertools import cycle
 import numpy as np
-from fastcore.basics import patch
 
 # %% ../../nbs/34a_run_charts.ipynb #0b9352ba
 def points(rows, # of `metrics.jsonl`
@@ -111,20 +110,18 @@ class LivePlot:
         self.title, self.yard, self.every = title, yard, every
         self.display, self.handle, self.next = display or notebook_display(), None, 0.
 
-# %% ../../nbs/34a_run_charts.ipynb #e1f0734e
-@patch
-def update(self:LivePlot, read, # () -> the rows of `metrics.jsonl`; called when there is something to draw
-           last=False): # draw, however short the last drawing is ago
-    "Draw the curve if it's time to"
-    t = time.perf_counter()
-    if not self.display or t < self.next and not last or not points(rows := read(), "loss"): return
-    from IPython.display import Image
-    png = io.BytesIO()
-    loss_chart(rows, self.yard, self.title).savefig(png, dpi=90, format="png")
-    if self.handle: self.handle.update(Image(png.getvalue()))
-    else: self.handle = self.display(Image(png.getvalue()), display_id=True)
-    now = time.perf_counter()
-    self.next = now + max(self.every, 100*(now - t))
+    def update(self, read, # () -> the rows of `metrics.jsonl`; called when there is something to draw
+               last=False): # draw, however short the last drawing is ago
+        "Draw the curve if it's time to"
+        t = time.perf_counter()
+        if not self.display or t < self.next and not last or not points(rows := read(), "loss"): return
+        from IPython.display import Image
+        png = io.BytesIO()
+        loss_chart(rows, self.yard, self.title).savefig(png, dpi=90, format="png")
+        if self.handle: self.handle.update(Image(png.getvalue()))
+        else: self.handle = self.display(Image(png.getvalue()), display_id=True)
+        now = time.perf_counter()
+        self.next = now + max(self.every, 100*(now - t))
 
 # %% ../../nbs/34a_run_charts.ipynb #65fd5759
 def svg(fig, # a matplotlib Figure
@@ -148,15 +145,6 @@ def short_number(n): # a number
         if n >= size: return f"{n/size:.3g}{unit}"
     return f"{n:,.0f}"
 
-# %% ../../nbs/34a_run_charts.ipynb #f72f68c7
-def _y_axis(ax, top, log):
-    "Plain numbers on the axis: from zero up to `top` where that is given, logarithmic where `log`"
-    if top is not None: ax.set_ylim(0, 1.1*top or 1)
-    if log:
-        ax.set_yscale("log", subs=()) # no small ticks, and plain numbers at the others
-        ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    ax.yaxis.set_major_formatter(lambda v, _: short_number(v) if abs(v) >= 1000 else f"{v:g}")
-
 # %% ../../nbs/34a_run_charts.ipynb #680bcca1
 def curve(rows, # of `metrics.jsonl`
           keys, # key -> name of the curve; one curve needs no name
@@ -174,7 +162,11 @@ def curve(rows, # of `metrics.jsonl`
             if smooth: ax.plot(x, y, color=color, lw=.7, alpha=.3)
             ax.plot(x, running_mean(y) if smooth else y, color=color, lw=1.5, label=name)
         if len(found) > 1: ax.legend()
-        _y_axis(ax, max(v for pts in found.values() for _, v in pts) if zero else None, log)
+        if zero: ax.set_ylim(0, 1.1*max(v for pts in found.values() for _, v in pts) or 1)
+        if log:
+            ax.set_yscale("log", subs=()) # no small ticks, and plain numbers at the others
+            ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        ax.yaxis.set_major_formatter(lambda v, _: short_number(v) if abs(v) >= 1000 else f"{v:g}")
         return svg(ax.figure, title)
 
 # %% ../../nbs/34a_run_charts.ipynb #f2c6c23e

@@ -21,7 +21,7 @@ from ..model import GPTConfig
 from ..tokenizer import write_tokenizer
 
 # %% ../../nbs/33a_run_dir.ipynb #33aplug5
-from ..architectures import MODELS
+from ..architectures import MODELS, registered_name
 from ..plugins import function_rungs, plugin_digests
 from ..checkpoint.format import (checkpoints, convert_to, prune, validation_error,
                                             write_checkpoint)
@@ -247,7 +247,7 @@ def write_config(self:RunDir, plan): # a `TrainPlan`
                   decay_after=plan.decay_after, branched_from=self.branched_from, cwd=os.getcwd()) | machine()
     group = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if world.size > 1: record |= dict(group=group, world=layout(world))
-    if plan.model.name in MODELS: record["architecture"] = plan.model.name
+    if name := registered_name(plan.model, plan.recipe.model): record["architecture"] = name
     options, record["tried_on"] = asdict(plan.options), trial_conditions(plan.options, world)
     record["plugins"] = plugin_digests(options.pop("plugin"))
     record["changes_function"] = function_rungs([r for r in plan.options.rungs.split(",") if r])

@@ -18,7 +18,7 @@ from ..data import Batches, bigram_loss, val_batches
 from ..corpus import Corpus, differences
 from ..rungs.documents import check_documents
 from .prepare_data import document_source, mix_fingerprint, open_mix, stream_tokenizer
-from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shares_of
+from .loader import MixedBatches, StreamBatches, joined_lanes, one_side, shard_batches
 from ..checkpoint.format import convert_to
 
 # %% ../../nbs/30b_train_data.ipynb #30dat035
@@ -76,10 +76,11 @@ def open_tokens(self:TrainData):
     self.corpus, self.fingerprint = self.corpora[0], mix_fingerprint(parts)
     if callable(self.rows): self.rows = self.rows(self.epoch_tokens())
     if len(parts) == 1:
-        self.batches = shares_of(Batches(self.corpus.train, self.rows, c.seq_len, seed=c.seed), self.world)
+        batches = Batches(self.corpus.train, self.rows, c.seq_len, seed=c.seed)
+        self.batches = shard_batches(batches, self.world)
         return validation_sequences(self.corpus.val, c.eval_tokens, c.seq_len)
     sides = [[(getattr(corpus, side), w) for corpus, w in parts] for side in ("train", "val")]
-    self.batches = shares_of(MixedBatches(sides[0], self.rows, c.seq_len, seed=c.seed), self.world)
+    self.batches = shard_batches(MixedBatches(sides[0], self.rows, c.seq_len, seed=c.seed), self.world)
     return MixedBatches(sides[1], max(1, c.eval_tokens//c.seq_len), c.seq_len)[0]
 
 # %% ../../nbs/30b_train_data.ipynb #2fa7bd09
@@ -92,7 +93,7 @@ def open_stream(self:TrainData):
     self.fingerprint = self.corpus.fingerprint()
     if callable(self.rows): self.rows = self.rows(self.epoch_tokens())
     whole = StreamBatches(one_side(source, False), tok, self.rows, c.seq_len, seed=c.seed)
-    self.batches = shares_of(whole, self.world)
+    self.batches = shard_batches(whole, self.world)
     return next(StreamBatches(one_side(source, True), tok, max(1, c.eval_tokens//c.seq_len), c.seq_len))
 
 # %% ../../nbs/30b_train_data.ipynb #tokf0111
@@ -170,7 +171,7 @@ def state(self:TrainData, done): # steps so far
     return stream and joined_lanes(stream)
 
 @patch
-def go_on(self:TrainData, state, done): # as `state` returned it, the steps of its checkpoint
+def seek(self:TrainData, state, done): # as `state` returned it, the steps of its checkpoint
     "Continue the batches after `done` steps"
     if done == self.first_step: return # at its beginning
     if self.cfg.stream: self.batches.load_state_dict(state)

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 import torch
 from ..measure import sample_ms, summarize
 from ..runs import free_memory
-from ..recipes.batch import divided, most_that_divides
+from ..recipes.batch import most_that_divides, split_into_updates
 from ..recipes.recipe import set_groups
 from ..recipes.schedules import GuardedStepper, lr_at
 
@@ -46,7 +46,7 @@ class TrainStep:
                  micro_batch, # sequences of the model's full length in a micro-batch
                  lr, # an `LrSchedule`
                  clip=1., # largest norm of the gradients; 0 doesn't clip
-                 average=None, # an `Average` of the weights to update after each step
+                 average=None, # a `WeightEMA` of the weights to update after each step
                  on_oom=None): # called with the sequences that didn't fit; raises or shrinks `micro_batch`
         self.run, self.micro_batch, self.lr, self.average, self.on_oom = run, micro_batch, lr, average, on_oom
         self.stepper = GuardedStepper(run, clip=clip)
@@ -71,7 +71,7 @@ def set_rates(self:TrainStep, step):
 def updates(self:TrainStep, step, *xy):
     "Divide the sequences of a step (each B T) among its updates, as the recipe says: a list of tuples"
     parts = self.run.batching(step, self.lr.steps) if self.run.batching else (1, 1)
-    return [*zip(*(divided(t, *parts) for t in xy))]
+    return [*zip(*(split_into_updates(t, *parts) for t in xy))]
 
 # %% ../../nbs/30c_train_step.ipynb #30step39
 def passes(rows, # sequences in an update
@@ -155,7 +155,7 @@ def time_update(train_step, # a `TrainStep`
     random tokens: with the first of them alone, and with the first and the last, which have all shapes"""
     c, g = train_step.run.model.config, torch.Generator(train_step.run.device).manual_seed(seed)
     xy = torch.randint(c.vocab, (2, sequences, c.seq_len), device=train_step.run.device, generator=g)
-    pairs = train_step.micro_batches(*(divided(t, 1, phase.pieces)[0] for t in xy))
+    pairs = train_step.micro_batches(*(split_into_updates(t, 1, phase.pieces)[0] for t in xy))
     some = [pairs[:1]] + [[pairs[0], pairs[-1]]]*(len(pairs) > 1)
     with without_learning(train_step):
         train_step.set_rates(phase.step)

@@ -24,7 +24,7 @@ from ..data import prefetch
 from ..runs import build, rung_name
 from ..distributed.world import PeerLostError, notes
 from ..generate import generate
-from ..ladder import climb
+from ..ladder import measure_ladder
 from ..plugins import import_plugins, plugin_errors
 
 # %% ../../nbs/30_trainer.ipynb #089ef4c2
@@ -45,7 +45,7 @@ from .resolve import (MicroBatchReducer, NoMemory, PlanResolver, options_for_res
                                         own_values, plan_lines, resumed)
 
 # %% ../../nbs/30_trainer.ipynb #50b4f2d5
-from ..recipes.schedules import Average
+from ..recipes.schedules import WeightEMA
 
 # %% ../../nbs/30_trainer.ipynb #4af454f9
 from .checkpointer import (Checkpointer, find_checkpoint, load_initial_weights,
@@ -126,8 +126,8 @@ def write_eval(trainer):
 
 # %% ../../nbs/30_trainer.ipynb #30avg001
 def weights_average(run, stepper, decay): # a `Run`, its `Stepper`; 0 is no average
-    "Return an `Average` of the weights, or None. Raises `RunError` if there is no memory for it"
-    try: return Average(own_weights(run, stepper), decay) if decay else None
+    "Return a `WeightEMA` of the weights, or None. Raises `RunError` if there is no memory for it"
+    try: return WeightEMA(own_weights(run, stepper), decay) if decay else None
     except torch.OutOfMemoryError: raise RunError("no GPU memory for an average of the weights: leave out "
                                                   "--ema_decay, or try --rungs smallest") from None
 
@@ -465,7 +465,7 @@ def measured_ladder(r, timings): # a `PlanResolver` that has resolved, `Timings`
     r.log_info("measuring what each rung gains...")
     alone = [name for name in r.cfg.rungs.split(",") if name and rung_name(name) not in PARALLEL]
     with timings("measure the ladder"):
-        return r.coordinator.run_on_rank_zero(lambda: climb(r.config, r.rows_here, alone))
+        return r.coordinator.run_on_rank_zero(lambda: measure_ladder(r.config, r.rows_here, alone))
 
 # %% ../../nbs/30_trainer.ipynb #a4bb1750
 def train(cfg, # a `TrainConfig`

@@ -20,7 +20,7 @@ class Validator:
     def __init__(self, stepper, # of the run: `evaluate` is its forward pass
                  val, # x and y, each B T, on the device
                  world, # a `World`
-                 average=None, # an `Average` of the weights to evaluate in place of them
+                 average=None, # a `WeightEMA` of the weights to evaluate in place of them
                  batch=1, # most sequences in a forward pass
                  during=lambda f: f(), # runs an evaluation so that a signal can end it
                  on_oom=lambda where: None, # called where memory ran out; raises if nothing can be done

@@ -7,10 +7,10 @@ from llm_speedrun.benchmarks import peers as module
 from llm_speedrun.benchmarks.adapters import source_of
 from llm_speedrun.corpus import open_corpus
 from llm_speedrun.io_utils import InputError, RunError
-from llm_speedrun.ladder import climb_one_gpu
+from llm_speedrun.ladder import measure_one_gpu
 from llm_speedrun.measure import version_of
 from llm_speedrun.model import matrix_params
-from llm_speedrun.benchmarks.peers import (compare_with_peers, contender, Contender, contenders, on_text, ours, peer, peers,
+from llm_speedrun.benchmarks.peers import (compare_with_peers, contender, Contender, contenders, on_text, build_ours, peer, peers,
                                            peers_table, text_batch)
 from llm_speedrun.runs import uncompiled
 from llm_speedrun.cli import speedrun_ladder
@@ -195,7 +195,7 @@ def test_the_micro_batches_mean(tmp_path):
 
 def test_plain_compile_is_our_model():
     "The careful user's model has our weights and our loss"
-    mine, theirs = (Contender("", setup, NANO, 2, 2) for setup in (lambda c: ours(["bf16"], c), peer("compile_blocks")))
+    mine, theirs = (Contender("", setup, NANO, 2, 2) for setup in (lambda c: build_ours(["bf16"], c), peer("compile_blocks")))
     assert (mine.peer.parameters, mine.peer.in_products) == (theirs.peer.parameters, theirs.peer.in_products)
     assert abs(mine.first - theirs.first) < .02
 
@@ -204,7 +204,7 @@ def test_transformers_is_our_shape():
     pytest.importorskip("transformers")
     if torch.cuda.is_available(): pytest.importorskip("liger_kernel")
     c = Contender("transformers", peer("transformers"), NANO, 2, 1)
-    assert c.peer.parameters == ours([], NANO).parameters and {p.dtype for p in c.peer.model.parameters()} == {torch.bfloat16}
+    assert c.peer.parameters == build_ours([], NANO).parameters and {p.dtype for p in c.peer.model.parameters()} == {torch.bfloat16}
     for _ in range(10): last = c.step().item()
     assert last < c.first
 
@@ -228,7 +228,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "| compile_blocks " in said and "| nanogpt " in said and "did not learn" not in said
     assert [r["rung"] for r in json.loads((tmp_path/"out/peers.json").read_text())] == ["llm_speedrun", "compile_blocks", "nanogpt"]
     assert "nanogpt" in (tmp_path/"out/peers.md").read_text() and (tmp_path/"out/ladder.json").exists()
-    climb_one_gpu(LadderOptions(model="nano", rungs="naive", batch_size=1, out="idle_too", peer=f"nanogpt={idle}"))
+    measure_one_gpu(LadderOptions(model="nano", rungs="naive", batch_size=1, out="idle_too", peer=f"nanogpt={idle}"))
     assert "nanogpt did not learn" in capsys.readouterr().out
 
 def test_command_refuses_first(tmp_path, monkeypatch, capsys):

@@ -3,7 +3,7 @@ import json, math, os, shutil, signal, threading
 from types import SimpleNamespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 import pytest, torch
 import torch.distributed as dist
@@ -12,18 +12,18 @@ from safetensors.torch import load_file, save_file
 from llm_speedrun.export import export_folder, unfinished
 from llm_speedrun.pretrained import from_pretrained, read_run
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.recipes.schedules import Average
+from llm_speedrun.recipes.schedules import WeightEMA
 from llm_speedrun.runs import Stepper, build
 from llm_speedrun.distributed.world import World
 from llm_speedrun.checkpoint import format, save_sharded as sharded
 from llm_speedrun.checkpoint.format import checkpoints, flatten_state, newest, synced_sums, validation_error, write_manifest
-from llm_speedrun.checkpoint.load import check_size, newest_on_all_ranks, open_checkpoint, rank_state, read_checkpoint
+from llm_speedrun.checkpoint.load import check_size, newest_on_all_ranks, OpenCheckpoint, rank_state, read_checkpoint
 from llm_speedrun.checkpoint.save import Saver
 from llm_speedrun.checkpoint.save_sharded import make_saver, per_rank, ShardedSaver, to_shard
 from llm_speedrun.checkpoint.state import (average_to_save, full_state_dict, load_average, load_optimizer, load_weights,
                                            optimizer_to_save, state_to_save, weights_to_save)
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.parallel import Shard, local
+from llm_speedrun.sharding import Shard, local
 from helpers.tiny_runs import NANO, fails
 from helpers.timeouts import TIMEOUT, calls_of, wait_until
 
@@ -42,7 +42,7 @@ def in_layout(world, name, rungs=(), seed=0):
     if world.size > 1 and (dp, tp) != world.mesh.shape: world = replace(world, mesh=mesh_of(dp, tp))
     run = build(CONFIG, [*FUSED, *rungs, *parallel], device="cpu", seed=seed, world=world)
     step = Stepper(run)
-    return run, step, Average(step.params, .9)
+    return run, step, WeightEMA(step.params, .9)
 
 def take(run, step, average, n):
     "The losses of so many steps, always of the same batch"
@@ -68,7 +68,7 @@ def loaded(parts, checkpoint):
     "The run, stepper and average with what the checkpoint has"
     run, step, average = parts
     for t in (*run.model.parameters(), *average.mean): local(t.detach()).fill_(torch.nan)
-    read = open_checkpoint(checkpoint)
+    read = OpenCheckpoint(checkpoint)
     load_weights(run, read)
     assert load_optimizer(run, step, read) == type(step.opt).__name__
     load_average(run, average, read)
@@ -192,7 +192,7 @@ def test_the_whole_model(world_of_all):
 def test_own_states(world_of_all):
     "Of what each process has its own, each gets its own again, and one of many more some"
     folder, _, _ = world_of_all
-    read = open_checkpoint(folder/"fsdp x tp"/"step-00000002")
+    read = OpenCheckpoint(folder/"fsdp x tp"/"step-00000002")
     assert [rank_state(read, r)["rng"]["cpu"].item() for r in range(6)] == [0, 1, 2, 3, 0, 1]
     assert read.about.facts == dict(about=3) and rank_state(read)["stream"] is None
 
@@ -258,7 +258,7 @@ def test_what_is_there(good):
     "Files, index and tensors; any box can be read"
     assert sorted(p.name for p in good.iterdir()) == ["about.json", "index.json", "manifest.json", *(f"part-{r:05}.safetensors" for r in range(4))]
     assert not validation_error(good) and [p.name for p in good.parent.iterdir()] == [good.name]
-    read = open_checkpoint(good)
+    read = OpenCheckpoint(good)
     for i in range(8):
         for j in range(10): assert torch.equal(read["model.w"].box((i, j), (8 - i, 10 - j)), W[i:, j:])
     assert read["model.w"].box((2, 3), (0, 4)).shape == (0, 4) and read.index.tensors["state.one"].boxes[0].file == "part-00000.safetensors"
@@ -329,8 +329,7 @@ def test_silence(tmp_path):
 
 def test_another_folder(tmp_path, monkeypatch):
     "Processes whose folders have one name and aren't the same: told before anything is trained"
-    sees = ShardedSaver.sees
-    monkeypatch.setattr(ShardedSaver, "sees", lambda self: sees(self, seconds=.2))
+    monkeypatch.setattr(sharded, "blind_ranks", partial(sharded.blind_ranks, seconds=.2))
     errors = together(3, lambda world: ShardedSaver(tmp_path/("a" if world.rank < 2 else "b"), world=world, patience=TIMEOUT))
     assert all(isinstance(e, InputError) and "process 2 on" in str(e) and "disk that all machines share" in str(e) for e in errors), errors
 
@@ -409,7 +408,7 @@ def test_together_takes_the_newest_of_the_run(good, some):
 def test_a_shard_is_gone(some):
     "The other parts can be read; what was in that one is an error with its name"
     (some/"part-00003.safetensors").unlink()
-    read = open_checkpoint(some)
+    read = OpenCheckpoint(some)
     assert torch.equal(read["model.w"].box((0, 0), (4, 10)), W[:4])
     with fails(InputError, r"part-00003.safetensors can't be used"): read["model.w"].whole()
     with fails(InputError, r"part-00003.safetensors"): read_checkpoint(some)
@@ -456,10 +455,10 @@ def test_an_older_checkpoint_of_one(tmp_path):
     c = tmp_path/"step-00000003"
     assert sorted(p.name for p in c.iterdir()) == ["about.json", "manifest.json", "model.safetensors", "state.safetensors"]
     assert json.loads((c/"about.json").read_text())["version"] == 2
-    read = open_checkpoint(c)
+    read = OpenCheckpoint(c)
     assert torch.equal(read["model.w"].box((1, 2), (3, 4)), W[1:4, 2:6]) and torch.equal(rank_state(read, 5)["x"][0], torch.ones(2, dtype=torch.int16))
     (c/"model.safetensors").write_bytes(b"x"*100)
-    with fails(InputError, "model.safetensors"): open_checkpoint(c)
+    with fails(InputError, "model.safetensors"): OpenCheckpoint(c)
 
 def test_what_cannot_be_saved(tmp_path):
     class Part(torch.Tensor):
@@ -485,7 +484,7 @@ def test_export_opens_a_checkpoint_of_many(world_of_all, tmp_path):
     (found/"part-00001.safetensors").unlink()
     with fails(InputError, "part-00001.safetensors is missing"): read_run(found)
 
-def cut_of(start, size, shape=(4, 4)): return dict(w=sharded.Cut([*shape], [*start], [*size]))
+def cut_of(start, size, shape=(4, 4)): return dict(w=sharded.ShardMetadata([*shape], [*start], [*size]))
 
 @pytest.mark.parametrize("parts", [[((0, 0), (2, 4)), ((0, 0), (2, 4))], [((0, 0), (4, 2)), ((0, 1), (4, 2))], [((0, 0), (2, 4)), ((3, 0), (2, 4))],
                                    [((0, 0), (2, 4))]], ids=["twice", "overlap", "beyond", "missing"])

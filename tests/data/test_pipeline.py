@@ -15,7 +15,7 @@ from llm_speedrun.text_files import read_documents
 from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_mask,
                                            mean_length, padded_borders, within_documents)
 from llm_speedrun.train.prepare_data import document_source, tokenize_corpus
-from llm_speedrun.train.loader import MixedBatches, RankBatches, StreamBatches
+from llm_speedrun.train.loader import MixedBatches, DistributedBatches, StreamBatches
 from llm_speedrun.train.encoder_pool import Encoder, Worker, in_order
 from helpers import quick_programs
 from helpers.lessons import defined_in
@@ -288,7 +288,7 @@ def test_world_size_may_change(expected):
                  lambda: MixedBatches([(c.train, Fraction(2)), (c.val, Fraction(1))], 8, 32, seed=3)):
         one, i = make(), 0
         for world in (1, 4, 2):
-            ranks = [RankBatches(make(), r, world) for r in range(world)]
+            ranks = [DistributedBatches(make(), r, world) for r in range(world)]
             for r in ranks: r.i = i
             for _ in range(20):
                 x, y = (torch.cat(parts) for parts in zip(*map(next, ranks)))

@@ -7,7 +7,7 @@ import numpy as np, pytest, torch
 from llm_speedrun.data import PERMUTED, Batches, ComputedOrder
 from llm_speedrun.corpus import open_corpus, train_tokenizer
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.train.loader import LaneBatches, MixedBatches, StreamBatches, joined_lanes, lanes_for, shares_of
+from llm_speedrun.train.loader import LaneBatches, MixedBatches, StreamBatches, joined_lanes, lanes_for, shard_batches
 
 class Length:
     "Tokens of which the number alone is known"
@@ -100,7 +100,7 @@ def test_rows_on_any_number_of_processes(corpus, kind, computed, monkeypatch):
     make = made(corpus)[kind]
     one, i, seen = make(), 0, Counter()
     for n, steps in ((1, 7), (2, 9), (3, 5), (4, max(one.per_epoch - 21, 5))):
-        crew = [shares_of(make(), place(p, n)) for p in range(n)]
+        crew = [shard_batches(make(), place(p, n)) for p in range(n)]
         for b in crew: b.i = i
         for _ in range(steps):
             x, y = (torch.cat(rows) for rows in zip(*map(next, crew)))
@@ -113,18 +113,18 @@ def test_one_process_keeps_its_batches(corpus):
     "The same object: nothing between it and the trainer"
     for make in made(corpus).values():
         whole = make()
-        assert shares_of(whole, place(0, 1)) is whole
+        assert shard_batches(whole, place(0, 1)) is whole
 
 def test_more_processes_than_rows(corpus):
     for make in made(corpus).values():
-        with pytest.raises(InputError, match="a batch of 12 rows can't be shared by 24 ranks"): shares_of(make(), place(0, 24))
-    with pytest.raises(InputError, match="can't be shared by 5"): shares_of(make(), place(0, 5))
+        with pytest.raises(InputError, match="a batch of 12 rows can't be shared by 24 ranks"): shard_batches(make(), place(0, 24))
+    with pytest.raises(InputError, match="can't be shared by 5"): shard_batches(make(), place(0, 5))
 
 def test_mixtures_keep_their_order(corpus):
     "As each row was looked up alone"
     from llm_speedrun.train.loader import mixed_row
     mix = made(corpus)["a mixture"]()
-    decks = [Batches(s, 1, 32, seed=d.seed) for s, d in zip((corpus.train, corpus.val), mix.decks)]
+    decks = [Batches(s, 1, 32, seed=d.seed) for s, d in zip((corpus.train, corpus.val), mix.shuffled_sources)]
     for i in (0, 3, mix.per_epoch - 1, mix.per_epoch, 3*mix.per_epoch + 1):
         rows = (mixed_row(n, mix.parts) for n in range(i*12, (i + 1)*12))
         assert mix.starts(i).tolist() == [mix.bases[s] + int(decks[s].starts(j)[0]) for s, j in rows]
@@ -181,10 +181,10 @@ def test_prefetched_positions(tok):
 
 def test_one_lane_is_the_stream(tok):
     "One process: the bits, the position and the old positions of a stream without lanes"
-    plain, alone = stream(tok), shares_of(stream(tok), place(0, 1))
+    plain, alone = stream(tok), shard_batches(stream(tok), place(0, 1))
     for _ in range(30): assert next(plain)[1].equal(next(alone)[1])
     assert saved([alone]) == json.loads(json.dumps(plain.state_dict())) and alone.i == plain.i == 30
-    new = shares_of(stream(tok), place(0, 1)); new.load_state_dict(plain.state_dict())
+    new = shard_batches(stream(tok), place(0, 1)); new.load_state_dict(plain.state_dict())
     assert next(new)[0].equal(next(plain)[0])
 
 def test_processes_that_share_a_model_share_lanes(tok):
@@ -199,7 +199,7 @@ def test_numbers_that_do_not_divide(tok):
     state = saved(crew_of(tok, 2, lanes=4))
     with pytest.raises(InputError, match="4 lanes can't be shared by 3 processes: go on with 1, 2, 4"): crew_of(tok, 3, state)
     with pytest.raises(InputError, match="1 lane can't be shared by 2 processes: go on with 1"): crew_of(tok, 2, stream(tok).state_dict())
-    with pytest.raises(InputError, match="12 sequences of a step can't be shared by 5 lanes"): shares_of(stream(tok), place(0, 5))
+    with pytest.raises(InputError, match="12 sequences of a step can't be shared by 5 lanes"): shard_batches(stream(tok), place(0, 5))
     with pytest.raises(InputError, match="no document for rank 3 of 4"): [next(s) for s in crew_of(tok, 1, lanes=4, docs=DOCS[:3])]
 
 @pytest.mark.parametrize("change", [lambda s: dict(lanes=[]), lambda s: dict(lanes="ab"), lambda s: dict(lanes=s["lanes"][:3]),

@@ -9,7 +9,7 @@ from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.recipe import find_recipe, set_groups
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import Backward, LocalSync, Stepper, build, enter_all, find_rung
+from llm_speedrun.runs import Backward, StepSync, Stepper, build, enter_all, find_rung
 from llm_speedrun.distributed.world import World
 from llm_speedrun.rungs import ddp as module
 from llm_speedrun.rungs.memory_traffic import DirectBackward
@@ -68,17 +68,17 @@ def built(rungs, world, poison):
     if "autograd" in rungs: return replace(built([r for r in rungs if r != "autograd"], world, poison), backward=Backward)
     replay = "replay" in rungs
     if not (poison or replay): return build(CONFIG, [*rungs, "ddp:mb=.02"], device="cpu", world=world)
-    late = [r for r in rungs if r in ("fused_adamw", "direct_update")] # after ddp, which is to be given its gradient sync here
+    late = [r for r in rungs if r in ("fused_adamw", "direct_update")] # after ddp, which is to be given its gradient reducer here
     run = build(CONFIG, [r for r in rungs if r not in ("replay", "after", *late)], device="cpu", world=world)
     if poison: run = replace(run, loss=poisoned(run.loss))
     if not replay or world.size == 1: return reduce(lambda run, r: find_rung(r)(run), late, find_rung("ddp")(run, mb=.02))
-    sync = (module.SharedLoss if "after" in rungs else module.ReplayedLoss)(Replays(run.loss, plain=1), world.group("dp"), .02)
-    return reduce(lambda run, r: find_rung(r)(run), late, replace(find_rung("ddp")(run), loss=sync, gradient_syncs=(sync,)))
+    sync = (module.AllReduceAfterBackward if "after" in rungs else module.OverlappedGraphAllReduce)(Replays(run.loss, plain=1), world.group("dp"), .02)
+    return reduce(lambda run, r: find_rung(r)(run), late, replace(find_rung("ddp")(run), loss=sync, grad_reducers=(sync,)))
 
 def steps(world, rungs, n, poison, count, broken=False):
     "Losses and norms of some steps in `n` micro-batches, the weights at the end, and the loss of an evaluation"
     run, i = built(rungs, world, poison), world.rank
-    if broken: leave_out(run.gradient_syncs[0])
+    if broken: leave_out(run.grad_reducers[0])
     step = GuardedStepper(run, clip=.5)
     x, y = torch.randint(8, CONFIG.vocab, (2, count, BATCH, CONFIG.seq_len), generator=torch.Generator().manual_seed(1))
     if poison: x[3, -1, 0] = POISON # in the last process's part
@@ -95,13 +95,13 @@ def steps(world, rungs, n, poison, count, broken=False):
 def released(run):
     "As after a step that broke off: what was recorded or wrapped is gone"
     run.release()
-    for e in run.gradient_syncs:
-        if isinstance(e, module.ReplayedLoss): e.loss.forget(); e.sent = True
+    for e in run.grad_reducers:
+        if isinstance(e, module.OverlappedGraphAllReduce): e.loss.forget(); e.sent = True
 
 def leave_out(sync):
     "Let `sync` forget to bring the gradients together"
-    module.take_mean = lambda grads, group: None
-    if isinstance(sync, module.HookedLoss): sync.micro = partial(quiet, sync)
+    module.all_reduce_mean_ = lambda grads, group: None
+    if isinstance(sync, module.DDPLoss): sync.micro = partial(quiet, sync)
 
 def quiet(sync, last):
     sync.last = last
@@ -126,7 +126,7 @@ def noting_gradients():
 def compared(world):
     "Name -> `gaps` to one process, the losses, and whether all have the same weights to the bit; with a True, without the mean"
     no_gpu(); noting_gradients()
-    res, take_mean = {}, module.take_mean
+    res, all_reduce_mean_ = {}, module.all_reduce_mean_
     for name, (rungs, n) in CASES.items():
         poison, count = "nan" in name, STEPS.get(name, 5)
         one = alone(tuple(r for r in rungs if r not in SAME), poison, count)
@@ -134,7 +134,7 @@ def compared(world):
             both = steps(world, rungs, n, poison, count, broken)
             sums = world.all_gather_object([p.double().sum().item() for p in both[1].values()])
             res[name, broken] = gaps(one, both), [l for l, _ in both[0]], sums[0] == sums[-1]
-            module.take_mean = take_mean
+            module.all_reduce_mean_ = all_reduce_mean_
     for name, (rungs, n) in DIRECT.items():
         one = alone((*FUSED, "fused_adamw"), False, 5)
         bare, plain, direct = (steps(world, [*FUSED, "fused_adamw", *rungs, *more], n, False, 5)
@@ -170,9 +170,9 @@ def test_without_the_mean_they_differ(results, name):
     (loss, norm, weights, _), _, same = results[name, True]
     assert not same and loss > 2e-4 and norm > .1 and weights > 2e-3
 
-def test_one_process_alone_has_no_gradient_sync():
+def test_one_process_alone_has_no_gradient_reducer():
     run = build(CONFIG, ["ddp"], device="cpu")
-    assert run.gradient_syncs == () and run.sync is LocalSync and run.loss is build(CONFIG, [], device="cpu").loss
+    assert run.grad_reducers == () and run.sync is StepSync and run.loss is build(CONFIG, [], device="cpu").loss
     assert run.rungs == ("ddp",) and run.releases == ()
 
 def test_what_does_not_go_together():
@@ -220,8 +220,8 @@ def gpu_gaps(world, more):
         for k in range(5):
             x, y = torch.randint(LARGE.vocab, (2, n, 8, LARGE.seq_len), device="cuda", generator=g)
             want = passed(run, [*zip(x, y)])
-            module.take_mean(want, world.group("dp"))
-            have = passed(run, [*zip(x, y)], run.gradient_syncs[0])
+            module.all_reduce_mean_(want, world.group("dp"))
+            have = passed(run, [*zip(x, y)], run.grad_reducers[0])
             res[n, k] = max(((a - b).norm()/b.norm()).item() for a, b in zip(have, want))
     return res
 

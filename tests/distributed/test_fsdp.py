@@ -7,10 +7,10 @@ from helpers.tiny_runs import NANO, fails
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.rungs.documents import within_documents
-from llm_speedrun.runs import LocalSync, Stepper, build
+from llm_speedrun.runs import StepSync, Stepper, build
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.parallel import local, shards_of
+from llm_speedrun.sharding import local, shards_of
 
 CONFIG = replace(NANO, layers=3, vocab=321)    # a row more than two processes can share evenly
 FUSED = ["flash", "fused_ops", "chunked_ce"]
@@ -22,7 +22,7 @@ def whole(run):
 
 def parts_of(run):
     "What this process holds of each: name -> (start, array, whole shape, whether it is the one to write it)"
-    return {n: (s.start, s.tensor.float().cpu().numpy().copy(), s.shape, s.mine) for n, s in shards_of(run).items()}
+    return {n: (s.start, s.tensor.float().cpu().numpy().copy(), s.shape, s.is_writer) for n, s in shards_of(run).items()}
 
 @torch.no_grad()
 def larger(run):
@@ -52,10 +52,10 @@ def copied(world):
 
 # Mistakes, each of which a test must see.
 def unreduced(run):
-    for e in run.gradient_syncs: e.micro = lambda last: torch.enable_grad(run.model.set_requires_gradient_sync(False))
+    for e in run.grad_reducers: e.micro = lambda last: torch.enable_grad(run.model.set_requires_gradient_sync(False))
     return run
 def vectors_apart(run):
-    for e in run.gradient_syncs: e.reduce = lambda params: None
+    for e in run.grad_reducers: e.reduce = lambda params: None
     return run
 def kept_whole(run):
     run.model._forward_hooks.popitem()    # `reshard_after_eval`
@@ -147,7 +147,7 @@ def test_the_parts_make_the_whole(name, both):
 
 def test_alone_it_changes_nothing():
     run = build(CONFIG, [*FUSED, "fsdp"])
-    assert not run.gradient_syncs and run.sync is LocalSync and type(run.model).__name__ == "GPT" and "fsdp" in run.rungs
+    assert not run.grad_reducers and run.sync is StepSync and type(run.model).__name__ == "GPT" and "fsdp" in run.rungs
 
 def test_a_copy_is_refused(both):
     "It would be the same model under another name"

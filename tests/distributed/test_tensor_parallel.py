@@ -4,10 +4,10 @@ import numpy as np, pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.tensor_parallel as tp
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, loss_maths
 from llm_speedrun.rungs.tensor_parallel import TPGroup, part_grads, part_grads_maths, part_stats, part_stats_maths, row_losses
-from llm_speedrun.runs import LocalSync, Stepper, build, enter_all
+from llm_speedrun.runs import StepSync, Stepper, build, enter_all
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.parallel import shards_of
+from llm_speedrun.sharding import shards_of
 from helpers.tiny_runs import NANO, fails
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,7 +66,7 @@ def refusals(world):
     return [said(f) for f in (make(NANO, "tensor_parallel:size=4"), other(kv_heads=1), other(heads=1, kv_heads=1), other(vocab=321),
         other(hidden=49), make(NANO, "bf16", "bf16_stream", "tensor_parallel"),
         make(NANO, "bf16", *FUSED, "fp8:parts=mlp+head", "tensor_parallel"), lambda: run.model(odd, odd),
-        lambda: Stepper(replace(run, gradient_syncs=())))]
+        lambda: Stepper(replace(run, grad_reducers=())))]
 
 def loss_errors(world):
     "The loss and its gradients of both processes' parts: largest relative errors against float64, ours and PyTorch's"
@@ -107,7 +107,7 @@ def shows_nan(world):
 
 def two(world):
     "What two processes do"
-    def no_norms(run): run.gradient_syncs[0].reduce = lambda params: None
+    def no_norms(run): run.grad_reducers[0].reduce = lambda params: None
     res = {k: train(world, *how) for k, how in LISTS.items()}
     cut_model, tp.cut_model = tp.cut_model, lambda model, share, whole: cut_model(model, share, True)
     res["whole stream"] = train(world, *LISTS["checkpoint"])
@@ -159,7 +159,7 @@ def test_refused_anywhere():
                          (["cuda_graphs"], ["exclude each other"])):
         with fails(ValueError, *parts): build(NANO, [*rungs, "tensor_parallel"])
     run = build(NANO, ["tensor_parallel"])
-    assert run.sync is LocalSync and not run.gradient_syncs and run.model.embed_tokens.num_embeddings == NANO.vocab
+    assert run.sync is StepSync and not run.grad_reducers and run.model.embed_tokens.num_embeddings == NANO.vocab
 
 # The kernels, on both halves of some logits
 

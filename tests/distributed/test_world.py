@@ -3,7 +3,7 @@ import itertools, os, pickle, re, socket, subprocess, sys, threading
 from datetime import timedelta
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
-from llm_speedrun.distributed import spawn, watchdog, world
+from llm_speedrun.distributed import liveness, spawn, world
 from llm_speedrun.distributed.world import World
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.train.console import Signals
@@ -42,9 +42,9 @@ def test_one_process_joins_nobody(monkeypatch):
     w = world.join_world(tp=8)
     assert (w.rank, w.size, w.mesh, w.first, w.rank_and_size("dp")) == (0, 1, None, True, (0, 1)) and not dist.is_initialized()
     world.leave_world()
-    watch = watchdog.Heartbeat(w, logs="nowhere")
+    watch = liveness.Heartbeat(w, logs="nowhere")
     watch("step 1"); watch.close()
-    agree = watchdog.FlagExchange(w, "stop", "save", heartbeat=watch)
+    agree = liveness.FlagExchange(w, "stop", "save", heartbeat=watch)
     assert agree(stop=1) == dict(stop=1, save=0) and not Path("nowhere").exists()
     world.check_alike(w, options=dict(lr=1))
 
@@ -103,7 +103,7 @@ def differing(w, logs):
     import faulthandler, os
     from pathlib import Path
     from helpers.timeouts import wait_until
-    from llm_speedrun.distributed import spawn, watchdog, world
+    from llm_speedrun.distributed import liveness, spawn, world
     def said(f):
         try: f()
         except Exception as e: return type(e).__name__, str(e)
@@ -114,12 +114,12 @@ def differing(w, logs):
         digest=said(lambda: world.check_alike(w, data="abcd"[mine])))
     true, world.version_of = world.version_of, lambda p: "0.1.0" if mine and p == "torch" else true(p)
     res["versions"] = said(lambda: world.check_alike(w))
-    agree = watchdog.FlagExchange(w, "stop", lag=1)
+    agree = liveness.FlagExchange(w, "stop", lag=1)
     res["agreed"] = [agree(stop=i*mine)["stop"] for i in range(4)], agree.drain()["stop"]
     dump, after = faulthandler.dump_traceback_later, []
     faulthandler.dump_traceback_later = lambda seconds, **how: (after.append(seconds), dump(seconds, **how))
-    watch = watchdog.Heartbeat(w, logs, timeout=1)
-    agree = watchdog.FlagExchange(w, "stop", lag=1, timeout=1, heartbeat=watch)
+    watch = liveness.Heartbeat(w, logs, timeout=1)
+    agree = liveness.FlagExchange(w, "stop", lag=1, timeout=1, heartbeat=watch)
     given_up, stack = Path(logs)/"given up", Path(logs)/"stack-1.txt"
     def hang():
         watch("step 7")
@@ -170,7 +170,7 @@ def test_a_process_that_hangs_is_named(two):
 DIES = """
 import os, signal, sys
 from llm_speedrun.distributed.world import join_world, leave_world
-from llm_speedrun.distributed.watchdog import FlagExchange, Heartbeat
+from llm_speedrun.distributed.liveness import FlagExchange, Heartbeat
 w = join_world()
 watch = Heartbeat(w)
 agree = FlagExchange(w, "stop", heartbeat=watch)
@@ -202,7 +202,7 @@ def test_a_process_that_dies_is_named():
 def noticed(w):
     "Whether this process's watchdog notices that the last process is gone: it drops the connection that the others listen on"
     if w.rank < w.size - 1:
-        dog = watchdog.PeerWatchdog(w, seconds=2*TIMEOUT)
+        dog = liveness.PeerWatchdog(w, seconds=2*TIMEOUT)
         w.barrier() # all are connected
         return dog.lost.wait(TIMEOUT)
     group = dist.new_group(backend="gloo", timeout=timedelta(days=99))

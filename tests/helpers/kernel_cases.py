@@ -84,7 +84,7 @@ def losses(device):
         tensor_parallel.part_grads(x.clone(), y, y.float(), 2, *options)
         memory_traffic.mean_loss(x.clone(), y, one(device, 4.), *options)
         chunked_ce.softmax_loss(x, y, *options, True)
-    with few_programs(): memory_traffic.times_(rand(device, 3*4096 + 5), one(device, 2.))
+    with few_programs(): memory_traffic.mul_(rand(device, 3*4096 + 5), one(device, 2.))
 
 @case()
 def summed_loss(device):
@@ -171,7 +171,7 @@ def adamw(device):
         for bits in (32, 8):
             tensors = [*moments(device, (1, 5000, 4096), rounding, bits)]
             for found in (no, no + 1): optim.update_triton(tensors, group, rounding, 7, no, found, {})
-    memory_traffic.clipped_triton([*moments(device, (1, 5000, 4096), "none", 32)], group, one(device, .5), no, no, {})
+    optim.update_triton([*moments(device, (1, 5000, 4096), "none", 32)], group, "none", 0, no, no, {}, one(device, .5))
 
 @case()
 def fast_muon(device):

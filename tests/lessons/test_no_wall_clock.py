@@ -13,8 +13,8 @@ SHORT = 60 # seconds: a notebook has no `TIMEOUT`, and its limits are longer tha
 # Where a fixed time is what it is about -> why that fails on no machine
 ALLOWED = {
     ("test_pipeline.py", "time.sleep(.03)"): "the killed program's own pace. Nothing waits for it, and it stops where the kill is to come",
-    ("test_world.py", "watchdog.Heartbeat(w, logs, timeout=1)"): "the other process hangs until this is over",
-    ("test_world.py", 'watchdog.FlagExchange(w, "stop", lag=1, timeout=1, heartbeat=watch)'): "as above; this process begins to wait once the stack is there",
+    ("test_world.py", "liveness.Heartbeat(w, logs, timeout=1)"): "the other process hangs until this is over",
+    ("test_world.py", 'liveness.FlagExchange(w, "stop", lag=1, timeout=1, heartbeat=watch)'): "as above; this process begins to wait once the stack is there",
     ("01_measure", "time.sleep(.01)"): "a phase of a start, so that its table has something to show",
     ("03_data", "woken.wait(30)"): "a source that stalls. Were it waited for, its thread would have ended, and the assertion fails",
     ("34_metrics", "time.sleep(.02)"): "a slow loader, which the reader is to see in a table",

@@ -166,9 +166,9 @@ def test_what_is_wrong_gives_way_where_it_was_not_tried(untried, monkeypatch):
     monkeypatch.setattr(fa4.flash4_attention_backward, "_init_fn", lambda *a: [1.1*t for t in true(*a)])
     with fails(RuntimeError, "rung 'flash4'", "off by 1.0e-01", "Leave the rung out"): build(SMALL, ["bf16", "flash4"])
     fa4.flash4_error.cache_clear()
-    maths = compat.function_of(epilogues.product_times_op)
+    maths = compat.function_of(epilogues.matmul_scale_rows_op)
     seen = []
-    monkeypatch.setattr(epilogues.product_times_op, "_init_fn", lambda *a: (seen.append(0), (1 + len(seen) % 2)*maths(*a))[1])
+    monkeypatch.setattr(epilogues.matmul_scale_rows_op, "_init_fn", lambda *a: (seen.append(0), (1 + len(seen) % 2)*maths(*a))[1])
     with fails(RuntimeError, "rung 'epilogues'", "they are off by"): build(SMALL, ["bf16", "fused_ops", "epilogues"])
     for rung, rest in (("flash4", ["bf16"]), ("epilogues", ["bf16", "fused_ops"])):
         fa4.flash4_error.cache_clear(); epilogues.epilogues_error.cache_clear(); seen.clear()

@@ -12,7 +12,7 @@ from llm_speedrun.io_utils import InputError
 from llm_speedrun.generate import Generator
 from llm_speedrun.model import WORKLOADS
 from llm_speedrun.plugins import import_plugins
-from llm_speedrun.benchmarks.race import own_contestant, own_options
+from llm_speedrun.benchmarks.race import parse_contestant
 from llm_speedrun.distributed.world import World
 from llm_speedrun.records import code_of
 from llm_speedrun.runs import RUNGS, build
@@ -20,6 +20,7 @@ from llm_speedrun.train.config import TrainConfig, to_args
 from llm_speedrun.train.run_dir import read_record
 from llm_speedrun.train.trainer import train
 from doc_commands import ROOT, blocks
+from helpers.examples import path_of
 from helpers.tiny_runs import cache, fails, nano, texts
 
 CODE, = (b.body for b in blocks((ROOT/"nbs/train/own_rung.qmd").read_text(encoding="utf-8")) if b.file == "mine.py")
@@ -181,7 +182,8 @@ def test_a_class_must_be_registered_and_have_roles(there, capsys):
 
 def test_a_recipe_with_switches_is_for_its_own_model(there, capsys):
     words = OPTIONS.replace("by_hand", "beyond:x0=yes").replace("flash,nadam", "naive").replace("--name own", "--name no").split()
-    assert "trains a model with x0" in refused(capsys, speedrun_train, *words)
+    said = refused(capsys, speedrun_train, *words, "--plugin", path_of("modded_architecture"))
+    assert "'beyond:x0=yes' trains a BeyondGPT, and the model of this run is another one, a SquaredGPT: use --recipe adamw" in said
 
 @pytest.mark.parametrize("attend, fits", [("naive_attention(q, k, v)", True), ("v.cumsum(2)/torch.arange(1, v.shape[2] + 1)[:, None]", False)])
 def test_a_cache_must_fit_the_model(tmp_path, attend, fits):
@@ -201,9 +203,9 @@ def test_the_list_of_rungs_has_mine(mine, capsys):
 def test_children_get_the_option(): assert to_args(TrainConfig(plugin="a.py\nb.py"), {"plugin"}) == ["--plugin=a.py\nb.py"]
 
 def test_a_race_imports_for_all(mine, tmp_path):
-    c = own_contestant("a: --recipe by_hand --rungs nadam", plugins.plugin_args("mine.py"))
+    c = parse_contestant("a: --recipe by_hand --rungs nadam", plugins.plugin_args("mine.py"))
     assert c.words[-1] == f"--plugin={tmp_path/'mine.py'}"
-    with fails(InputError, "leave out plugin"): own_options("a", ["--plugin", "mine.py"])
+    with fails(InputError, "leave out plugin"): parse_contestant("a: --plugin mine.py")
 
 def test_new_processes_import_the_same(mine, tmp_path):
     f = plugins.with_plugins(lambda world: "nadam" in RUNGS)

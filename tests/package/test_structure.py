@@ -10,6 +10,7 @@ METHODS, LINES, NAMES = 20, 500, 700 # the most of a class, of a module, and of 
 LARGE = {} # classes
 LONG = {} # modules
 CIRCLES = [] # groups of modules that may import each other
+FOLDER_CIRCLES = [{"benchmarks", "export", "ladder", "pretrained", "train"}] # likewise of folders, and of modules in none
 
 def modules(folder):
     return {".".join(p.relative_to(folder).with_suffix("").parts): p for p in sorted(folder.rglob("*.py")) if not p.stem.startswith("_")}
@@ -42,6 +43,23 @@ def circles(edges): # module -> those that it imports
         return seen
     far = {n: reached(n) for n in edges}
     return {frozenset({n} | {m for m in far[n] if n in far[m]}) for n in edges if n in far[n]}
+
+def folders(edges): # of modules
+    "The edges between their folders; a module in none stands for itself"
+    top, found = lambda name: name.partition(".")[0], defaultdict(set)
+    for name, others in edges.items(): found[top(name)] |= {top(o) for o in others} - {top(name)}
+    return found
+
+def test_no_folder_imports_itself_through_others():
+    "What is in `distributed` knows of no run, and what needs runs is above them: a folder is a layer"
+    found = circles(folders(graph(PACKAGE, "llm_speedrun")))
+    new = [sorted(c) for c in found if not any(c <= known for known in FOLDER_CIRCLES)]
+    assert not new, f"these folders import each other: {new}"
+    assert all(any(c <= known for c in found) for known in FOLDER_CIRCLES), "a circle is gone: remove it from the list"
+
+def test_circles_of_folders_are_found():
+    edges = {"a.x": {"run"}, "a.y": set(), "run": {"a.y"}, "b.x": {"a.x", "b.y"}, "b.y": set()}
+    assert not circles(edges) and circles(folders(edges)) == {frozenset({"a", "run"})}
 
 def methods(folder): # -> class -> how many methods it has
     "In its body and patched; classes of the same name count together, whose patches name no module"

@@ -1,18 +1,33 @@
-"Each switch computes what it says, under every rung, and such a model comes back from its folder and is not exported."
+"""The plug-in `examples/modded_architecture.py`: each switch computes what it says, under every rung, and such a model comes back from its folder and
+is not exported."""
+import json
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from llm_speedrun.export import export_folder, write_folder
 from llm_speedrun.pretrained import from_pretrained
+from llm_speedrun.generate import is_causal
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.architecture import UntiedGPT, init
-from llm_speedrun.recipes.modded_architecture import SWITCHES, beyond
+from llm_speedrun.plugins import LOADED, forget_plugin
+from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.rungs.flash import sdpa
 from llm_speedrun.runs import Run
 from llm_speedrun.train.trainer import train
-from helpers.lessons import defined_in
+from helpers.examples import example, imported, path_of
 from helpers.tiny_runs import NANO, fails, nano, options
 import test_resume as test_resume_module
+from test_recipes import test_recipes_are_recorded as check_recorded
+from test_rung_contract import test_every_recipe_can_be_asked as check_asked
+from test_sample import lively, padding_shows
 from test_architecture import FP8, built, loss_and_grads, run_folder, tokens
+
+NAME = "modded_architecture"
+modded = example(NAME)
+MARKS, SWITCHES, beyond = modded.MARKS, modded.SWITCHES, modded.beyond
+
+@pytest.fixture(autouse=True)
+def plugin():
+    with imported(NAME) as module: yield module
 
 ALL = dict(softcap=2., x0=True, values=True, gate=True, skips=True)
 EACH = [{k: v} for k, v in ALL.items()] + [ALL]
@@ -79,7 +94,7 @@ def test_beginning(nano):
     for n, p in plain.named_parameters(): assert torch.equal(p, model.get_parameter(n)), n
     with torch.no_grad(): model.cross.weight.zero_(); [b.values.scale.weight.zero_() for b in model.layers]
     assert torch.equal(plain(x), model(x))
-    assert beyond()(DEEP).switches == {} and torch.equal(beyond(x0=False, softcap=0)(DEEP, 4)(x), plain(x))
+    assert beyond() is UntiedGPT and torch.equal(beyond(x0=False, softcap=0)(DEEP, 4)(x), plain(x))
     with fails(ValueError, "unknown switch 'gates'", "gate"): beyond(gates=True)
 
 def test_roles(nano):
@@ -116,32 +131,52 @@ def test_folder(tmp_path, switches, nano):
     run = run_folder(tmp_path/"run", model)
     back = from_pretrained(run, "cpu").model
     assert back.switches == model.switches and torch.equal(back(x), model(x))
-    for k in switches:
-        with fails(ValueError, "can't be exported", SWITCHES[k], k, "no Qwen3", "speedrun_sample"): export_folder(run, tmp_path/"hf")
-    with fails(ValueError, "can't be exported"): write_folder(tmp_path/"hf", DEEP, model.state_dict())
+    first = min(MARKS[k] for k in switches)
+    with fails(ValueError, "can't be written", f"no Qwen3 has {first}", "speedrun_sample"): export_folder(run, tmp_path/"hf")
+    with fails(ValueError, "can't be written"): write_folder(tmp_path/"hf", DEEP, model.state_dict())
     assert not (tmp_path/"hf").exists()
-
-def test_rows():
-    "Differences by pairs, with their error"
-    plain, other = ([dict(val_loss=v, ms=m) for v in vs] for vs, m in (((3., 4., 5.), 100), ((2.9, 3.8, 4.7), 110)))
-    switch_rows = defined_in("49_beyond", "switch_rows").switch_rows
-    a, b = switch_rows(dict(plain=plain, other=other), "plain")
-    assert a == ("plain", 4., 0., 0., 1.) and b[0] == "other"
-    assert b[1:] == pytest.approx((3.8, -.2, .1/3**.5, 1.1))
-    assert switch_rows(dict(plain=plain[:1], other=other[:1]), "plain")[1][3] != 0
 
 @pytest.mark.parametrize("recipe, rungs", [("beyond", "bf16,flash,fused_ops,chunked_ce,fp8"), ("beyond:softcap=15:x0=yes:values=yes:gate=yes:skips=yes", "naive")],
                          ids=["untied", "all"])
 def test_resume(tmp_path, monkeypatch, recipe, rungs):
     "Stopped and resumed, with a head of its own and with all switches: the same bits"
-    test_resume_module.test_the_same_bits(tmp_path, monkeypatch, rungs, recipe=recipe)
+    test_resume_module.test_the_same_bits(tmp_path, monkeypatch, rungs, recipe=recipe, plugin=path_of(NAME))
 
 def test_other_recipe(tmp_path, nano):
     "Weights with switches need a recipe that has them; weights with a head of its own bring their model to any"
-    train(options(tmp_path, recipe="beyond:x0=yes"), progress=False)
+    train(options(tmp_path, recipe="beyond:x0=yes", plugin=path_of(NAME)), progress=False)
     how = dict(init=str(tmp_path/"runs/run"), model="", name="on", steps=2)
     with fails(ValueError, "use --recipe beyond:x0=yes"): train(options(tmp_path, **how), progress=False)
+    with fails(ValueError, "'beyond:gate=yes' trains a BeyondGPT", "use --recipe beyond:x0=yes"):
+        train(options(tmp_path, recipe="beyond:gate=yes", **how), progress=False)
     train(options(tmp_path, recipe="beyond:x0=yes", **how), progress=False)
+    c = json.loads((tmp_path/"runs/on/config.json").read_text(encoding="utf-8"))
+    assert (c["architecture"], [*c["plugins"]]) == ("beyond", [path_of(NAME)]), "it needs the file to be opened, too"
     train(options(tmp_path, recipe="beyond", name="plain"), progress=False)
     trainer, _ = train(options(tmp_path, recipe="normuon", **how | dict(init=str(tmp_path/"runs/plain"), name="more")), progress=False)
     assert type(trainer.run.model) is UntiedGPT
+
+def test_a_run_is_opened_with_its_file(tmp_path, nano):
+    "Where the file isn't imported yet, and never by another program"
+    trainer, _ = train(options(tmp_path, recipe="beyond:x0=yes", plugin=path_of(NAME)), progress=False)
+    forget_plugin(path_of(NAME))
+    back = from_pretrained(tmp_path/"runs/run", "cpu").model
+    assert back.switches == dict(x0=True) and path_of(NAME) in LOADED
+    assert torch.equal(back.lm_head.weight, trainer.run.model.lm_head.weight.cpu())
+    with fails(ValueError, "its model 'beyond' is a class of a plug-in"): export_folder(tmp_path/"runs/run")
+
+@pytest.mark.parametrize("name", ["beyond", "beyond:x0=yes:softcap=15"])
+def test_the_recipe_can_be_asked(name): check_asked(name)
+
+def test_padding_is_not_seen():
+    "A plug-in's model isn't padded, since it may see what follows; this one could be"
+    r = parse_recipe("beyond:x0=yes:softcap=15")
+    run = lively(r.shape(replace(NANO, kv_heads=2)), r.model)
+    assert not is_causal(run) and padding_shows(Run(run.model.double())) < 1e-9
+
+@pytest.mark.cuda
+def test_the_recipe_is_recorded(): check_recorded("beyond")
+
+def test_options():
+    assert parse_recipe("beyond:x0=yes:softcap=15").model.recipe() == "beyond:softcap=15:x0=yes"
+    with fails(ValueError, "softcap must be a number from 0"): parse_recipe("beyond:softcap=-1")

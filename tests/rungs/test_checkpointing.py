@@ -2,8 +2,8 @@
 from dataclasses import replace
 from functools import partial
 import pytest, torch
-from llm_speedrun.rungs.checkpointing import (checkpoint, count_memory, largest, MemoryCounter, pass_memory,
-                                              prepared, recompute, selective_checkpoint, spread)
+from llm_speedrun.rungs.checkpointing import (checkpoint, count_memory, largest_that_fits, MemoryCounter, pass_memory,
+                                              prepared, recompute, selective_checkpoint, evenly_spread)
 from llm_speedrun.roofline import OpCounter
 from llm_speedrun.model import naive_layer, workload
 from llm_speedrun.runs import build, enter_all, find_rung, Stepper
@@ -210,7 +210,7 @@ def test_spread():
     "A part of n things is that many, and evenly spread: gaps between neighbours differ by one at most"
     for n in range(1, 14):
         for k in range(1, n + 1):
-            at = spread(n, k/n)
+            at = evenly_spread(n, k/n)
             gaps = {b - a for a, b in zip(at, at[1:])}
             assert len(at) == k and at[0] == 0 and (not gaps or max(gaps) - min(gaps) <= 1), (n, k, at)
 
@@ -268,7 +268,7 @@ def test_saved_bytes():
     assert two - one == three - two > 0
 
 def test_largest():
-    assert largest((2, 30), (4, 40), 100) == 16 and largest((2, 30), (4, 40), 15) == 0
+    assert largest_that_fits((2, 30), (4, 40), 100) == 16 and largest_that_fits((2, 30), (4, 40), 15) == 0
 
 # On a GPU, at the real shapes
 

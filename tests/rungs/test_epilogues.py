@@ -33,18 +33,18 @@ def test_products(N, d, width, dt):
     "With and without an addend, in both layouts, as near to float64 as PyTorch's; the stream's rows may be any number"
     x, w, c = rand(N, d, dt=dt), rand(width, d, dt=dt, std=d**-.5), rand(N, width, dt=dt)
     exact = x.double() @ w.double().T
-    assert relative_error(e.product_plus(x, w.T), exact) <= 1.1*relative_error(x @ w.T, exact) + 1e-7
-    assert relative_error(e.product_plus(x, w.T, c), exact + c.double()) <= 1.1*relative_error((x @ w.T) + c, exact + c.double()) + 1e-7
-    assert relative_error(e.product_plus(c, w), c.double() @ w.double()) <= 1.1*relative_error(c @ w, c.double() @ w.double()) + 1e-7
+    assert relative_error(e.matmul_add(x, w.T), exact) <= 1.1*relative_error(x @ w.T, exact) + 1e-7
+    assert relative_error(e.matmul_add(x, w.T, c), exact + c.double()) <= 1.1*relative_error((x @ w.T) + c, exact + c.double()) + 1e-7
+    assert relative_error(e.matmul_add(c, w), c.double() @ w.double()) <= 1.1*relative_error(c @ w, c.double() @ w.double()) + 1e-7
 
 @TYPES
 @SIZED
 def test_a_product_that_tells_its_norm(N, d, width, dt):
-    "The sum is that of `product_plus`, and 1/rms of its rows as near as rounding it makes that"
+    "The sum is that of `matmul_add`, and 1/rms of its rows as near as rounding it makes that"
     x, w, c = rand(N, d, dt=dt), rand(width, d, dt=dt, std=d**-.5), rand(N, width, dt=dt, std=3.)
-    y, r = e.stream_product(x, w.T, c, 1e-6)
+    y, r = e.residual_matmul(x, w.T, c, 1e-6)
     exact = y.double().pow(2).mean(1).add(1e-6).rsqrt()
-    assert y.equal(e.product_plus(x, w.T, c)) and r.shape == (N,) and r.dtype == torch.float32 and relative_error(r, exact) < (1.2e-2 if dt == torch.bfloat16 else 1.5e-3)/width**.5
+    assert y.equal(e.matmul_add(x, w.T, c)) and r.shape == (N,) and r.dtype == torch.float32 and relative_error(r, exact) < (1.2e-2 if dt == torch.bfloat16 else 1.5e-3)/width**.5
 
 @pytest.mark.parametrize("N", [1, 257, 600])
 @pytest.mark.parametrize("T", [1, 3, 8])
@@ -61,7 +61,7 @@ def test_gated(N, d, width, dt):
     "Gate and up in turn, h, their gradients and h again"
     x, w, dy = rand(N, d, dt=dt), rand(2*width, d, dt=dt, std=d**-.5), rand(N, d, dt=dt)
     v = rand(d, width, dt=dt, std=width**-.5)
-    ab, h = e.gated_product(x, w)
+    ab, h = e.gated_matmul(x, w)
     p = x.double() @ w.double().T
     assert relative_error(ab, p) <= 1.1*relative_error(x @ w.T, p) + 1e-7
     assert relative_error(h, F.silu(p[:, ::2])*p[:, 1::2]) < (6e-3 if dt == torch.bfloat16 else 1e-3)
@@ -81,12 +81,12 @@ def test_products_with_a_number_for_each_row(N, d, width, dt):
     exact_r = h.double().pow(2).mean(1).add(1e-6).rsqrt()
     assert r.dtype == torch.float32 and relative_error(r, exact_r) < 1e-6
     exact = r.double()[:, None]*(h.double() @ w.double().T)
-    y = e.product_times(h, w.T, r)
+    y = e.matmul_scale_rows(h, w.T, r)
     assert relative_error(y, exact) <= 1.1*relative_error((h @ w.T)*r[:, None].to(dt), exact) + 1e-7
     g, s = (dy*r[:, None]).to(dt), torch.rand_like(r)
     exact = g.double() @ w.double() + dh.double() - h.double()*(r*s).double()[:, None]/d
     theirs = (g @ w) + dh - h*(r*s/d)[:, None].to(dt)
-    assert relative_error(e.product_back(g, w, dh, h, r, s), exact) <= 1.1*relative_error(theirs, exact) + 1e-7
+    assert relative_error(e.matmul_backward(g, w, dh, h, r, s), exact) <= 1.1*relative_error(theirs, exact) + 1e-7
 
 @TYPES
 @SIZED
@@ -94,7 +94,7 @@ def test_gated_with_a_number_for_each_row(N, d, width, dt):
     "Gate and up times r; their gradients times r, h again, and each row's sum of gradients times outputs"
     x, w, dy, r = rand(N, d, dt=dt), rand(2*width, d, dt=dt, std=d**-.5), rand(N, d, dt=dt), rand(N, dt=torch.float32).abs() + .2
     v, most = rand(d, width, dt=dt, std=width**-.5), (6e-3 if dt == torch.bfloat16 else 1e-3)
-    ab, h = e.gated_product(x, w, r)
+    ab, h = e.gated_matmul(x, w, r)
     p = r.double()[:, None]*(x.double() @ w.double().T)
     assert relative_error(ab, p) < most and relative_error(h, F.silu(p[:, ::2])*p[:, 1::2]) < most
     g, again, s = e.gated_backward(dy, v, ab, r)
@@ -110,7 +110,7 @@ PARTS = [(65536, 2304, 768, 8), (65536, 768, 768, 8), (65528, 768, 768, 8), (655
 
 @pytest.mark.parametrize("N, o, i, parts", PARTS)
 def test_parts_of_a_gradient(N, o, i, parts):
-    assert e.grad_parts(N, o, i) == parts
+    assert e.grad_splits(N, o, i) == parts
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
@@ -225,10 +225,10 @@ def test_functions_with_a_norm_inside(which, dt):
     assert all(a < 2*b for a, b in zip(ours, theirs)), (ours, theirs)
 
 WRONG = {"r left out": ("row_rstd", lambda f, x, eps: torch.ones_like(f(x, eps))),
-         "the part along h, its sign": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, r, -s)),
-         "no part along h": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, r, 0*s)),
-         "r missing there": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, torch.ones_like(r), s)),
-         "nothing around": ("product_back", lambda f, g, w, dh, h, r, s: f(g, w, 0*dh, h, r, s)),
+         "the part along h, its sign": ("matmul_backward", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, r, -s)),
+         "no part along h": ("matmul_backward", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, r, 0*s)),
+         "r missing there": ("matmul_backward", lambda f, g, w, dh, h, r, s: f(g, w, dh, h, torch.ones_like(r), s)),
+         "nothing around": ("matmul_backward", lambda f, g, w, dh, h, r, s: f(g, w, 0*dh, h, r, s)),
          "w left out": ("placed", lambda f, dt, ws, turns, norm: f(dt, ws, turns, torch.ones_like(norm))),
          "w left out on the way back": ("norm_weight_grads", lambda f, g, ws, norm, turns: f(g, ws, torch.ones_like(norm), turns)),
          "two weights swapped": ("norm_weight_grads", lambda f, g, ws, norm, turns: [(r := f(g, ws, norm, turns))[0], *r[1:-2], r[-1], r[-2]]),
@@ -245,8 +245,8 @@ def test_wrong_norms_are_found(which, what, monkeypatch):
     monkeypatch.setattr(e, name, lambda *a, **k: wrong(right, *a, **k))
     with pytest.raises(AssertionError): test_functions_with_a_norm_inside(which, torch.bfloat16)
 
-@pytest.mark.parametrize("name, wrong", [("weight_grad", lambda f, *a: f(*a).roll(1, 0)), ("product_plus", lambda f, g, w: f(g, w.roll(1, 0))),
-    ("stream_product", lambda f, a, b, c, eps: f(a, b, 0*c, eps))], ids=["weight", "input", "output"])
+@pytest.mark.parametrize("name, wrong", [("weight_grad", lambda f, *a: f(*a).roll(1, 0)), ("matmul_add", lambda f, g, w: f(g, w.roll(1, 0))),
+    ("residual_matmul", lambda f, a, b, c, eps: f(a, b, 0*c, eps))], ids=["weight", "input", "output"])
 def test_a_wrong_projection_is_found(name, wrong, monkeypatch):
     right = getattr(e, name)
     monkeypatch.setattr(e, name, lambda *a: wrong(right, *a))
@@ -280,12 +280,12 @@ def test_nan_stays_in_its_row():
     "A NaN in a token's row is in all that comes of it, and in nothing else"
     x, w, v = rand(300, 64), rand(192, 64, std=.1), rand(64, 96, std=.1)
     x[5, 3] = torch.nan
-    ab, h = e.gated_product(x, w)
+    ab, h = e.gated_matmul(x, w)
     dab, again = e.gated_backward(rand(300, 64), v, ab)
     r = e.row_rstd(x, EPS)
     s = e.gated_backward(rand(300, 64), v, ab, r)[2][:, None]
-    back = e.product_back(rand(300, 192), w, rand(300, 64), x, r, s[:, 0])
-    for t in (ab, h, dab, again, e.product_plus(x, w.T), e.product_plus(rand(300, 192), w, x), *(t.view(300, -1) for t in e.stream_product(rand(300, 192), w, x, EPS)), e.product_times(x, w.T, r), s, back):
+    back = e.matmul_backward(rand(300, 192), w, rand(300, 64), x, r, s[:, 0])
+    for t in (ab, h, dab, again, e.matmul_add(x, w.T), e.matmul_add(rand(300, 192), w, x), *(t.view(300, -1) for t in e.residual_matmul(rand(300, 192), w, x, EPS)), e.matmul_scale_rows(x, w.T, r), s, back):
         assert t[5].isnan().any() and t[:5].isfinite().all() and t[6:].isfinite().all()
 
 @pytest.mark.cuda
@@ -400,7 +400,7 @@ def test_what_is_counted():
     a, b = (count_step(SMALL, r, 2) for r in (HALF, OURS))
     assert abs(sum(o.flops for o in a)/sum(o.flops for o in b) - 1) < 1e-6
     assert sum(o.bytes for o in b) < sum(o.bytes for o in a)
-    assert {"product_plus", "stream_product", "product_times", "product_back", "gated_product", "gated_backward", "weight_grad"} <= {o.name for o in b}
+    assert {"matmul_add", "residual_matmul", "matmul_scale_rows", "matmul_backward", "gated_matmul", "gated_backward", "weight_grad"} <= {o.name for o in b}
 
 def test_no_chunk_has_as_many_rows_as_columns():
     "QuACK couldn't tell a vector of one from one of the other; in whole blocks of 128, and the least of those that fill the GPU as well"
@@ -442,7 +442,7 @@ def test_scales_grow_with_what_they_cut_off():
     step = Stepper(run)
     x = torch.randint(SMALL.vocab, (2, 4, SMALL.seq_len), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
     scales = run.model.layers[0].scales
-    i, j = (f8.NAMES.index(k) for k in ("ab", "h"))
+    i, j = (f8.SLOT_NAMES.index(k) for k in ("ab", "h"))
     for group in step.opt.param_groups: group["lr"] = 0.
     for _ in range(3): step((x[0], x[1]))
     half, whole = scales.scale[i]*scales.forward_max[i, 0]/2, scales.scale[j]*scales.forward_max[j, 0]
@@ -463,11 +463,11 @@ def test_only_where_fp8_is(parts):
 
 def test_products_with_gradients_hand_out_their_sums(monkeypatch):
     "None of them lets the tensor cores keep its sums: those drop small numbers of one sign, and random numbers don't show that"
-    seen, real = [], ep8.product
-    def product(slots, a, b, name_a, name_b, **how):
+    seen, real = [], ep8.matmul
+    def matmul(slots, a, b, name_a, name_b, **how):
         seen.append((name_a, name_b, how.get("fast", False)))
         return real(slots, a, b, name_a, name_b, **how)
-    monkeypatch.setattr(ep8, "product", product)
+    monkeypatch.setattr(ep8, "matmul", matmul)
     x, y = torch.randint(SMALL.vocab, (2, 2, SMALL.seq_len), device=DEVICE)
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues"], DEVICE)
     with enter_all(run.step_contexts):
@@ -516,8 +516,8 @@ def test_products_in_8_bits(N, d, width):
         assert relative_error(t[rows].float(), (e8*s.double()).clamp(-448, 448)) < .04
     c, v = rand(N, d), rand(d, width, std=64*width**-.5).to(f8.E4M3)
     exact = h[rows].double() @ v.double().T/1024
-    assert relative_error(ep8.product8_op._init_fn(h, v, ia, ib, None)[rows], exact) < 4e-3
-    assert relative_error(ep8.product8_op._init_fn(h, v, ia, ib, c)[rows], exact + c[rows].double()) < 4e-3
+    assert relative_error(ep8.matmul8_op._init_fn(h, v, ia, ib, None)[rows], exact) < 4e-3
+    assert relative_error(ep8.matmul8_op._init_fn(h, v, ia, ib, c)[rows], exact + c[rows].double()) < 4e-3
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
@@ -542,7 +542,7 @@ def test_logits_are_not_truncated(d, V, monkeypatch):
     exact, ia, ib = h.double() @ w.double().T/64, *(torch.full((1,), 1/8, device=DEVICE) for _ in range(2))
     def bias(): return (ep8.logits8(h, w, ia, ib)[0].double()/exact - 1).mean().abs().item()
     promoted = bias()
-    monkeypatch.setattr(ep8, "PROMOTED", ep8.INSIDE)
+    monkeypatch.setattr(ep8, "PROMOTED", ep8.FAST_ACCUM)
     assert promoted < bias()/4, (promoted, bias())
 
 @pytest.mark.parametrize("weight", ["mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"])
@@ -559,9 +559,9 @@ def test_a_nan_is_noticed(weight):
 @pytest.mark.parametrize("wrong", ["wab", "dm", "turned"])
 def test_a_wrong_gradient_in_fp8_is_found(monkeypatch, wrong):
     "Such as one of another scale, or of up for gate's"
-    right, back = ep8.product, ep8.gated8_back
+    right, back = ep8.matmul, ep8.gated8_back
     if wrong == "turned": monkeypatch.setattr(ep8, "gated8_back", lambda ab, *rest: back(ab.view(torch.uint8).unflatten(1, (-1, 2)).flip(2).flatten(1).view(ab.dtype), *rest))
-    else: monkeypatch.setattr(ep8, "product", lambda s, a, b, na, nb, **how: right(s, a, b, na, nb, **how)*(1.3 if wrong in (na, nb) else 1))
+    else: monkeypatch.setattr(ep8, "matmul", lambda s, a, b, na, nb, **how: right(s, a, b, na, nb, **how)*(1.3 if wrong in (na, nb) else 1))
     with pytest.raises(AssertionError): near([*EIGHT, "fp8_epilogues"], EIGHT, most=1.25)
 
 @pytest.mark.parametrize("rungs, why", [

@@ -4,11 +4,12 @@ from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.rungs.flash4 import (attention8, attention_forward, flash4_attention_backward, flash4_error, flash4_missing,
-                                       heads_round, feed_saving_fp8, mixed_attention, MixedAttention, norm_backward_recompute, NormProduct,
+                                       heads_round, feed_saving_fp8, mixed_attention, MixedAttention, norm_backward_recompute, NormMatmul,
                                        swiglu_keep, swiglu_kept_backward)
 from llm_speedrun.rungs.fp8 import E4M3, sqnr
 from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
-from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths, runs_kernel
+from llm_speedrun.rungs.kernel_ops import runs_kernel
+from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths
 from llm_speedrun.model import naive_attention, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Stepper, build
@@ -200,11 +201,11 @@ def test_gradients_that_are_not_finite_show(where, value):
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("i", range(3), ids=["x", "norm", "product"])
-def test_norm_product_of_what_is_not_finite(where, i, value):
+def test_norm_matmul_of_what_is_not_finite(where, i, value):
     "Shows in the output, and in each gradient"
     ins = [t.to(where).requires_grad_() for t in (rand(37, 96), rand(96, seed=3), rand(64, 96, seed=4))]
     with torch.no_grad(): ins[i].view(-1)[40] = value
-    h, out = NormProduct.apply(ins[0], None, ins[1], 1e-6, ins[2])
+    h, out = NormMatmul.apply(ins[0], None, ins[1], 1e-6, ins[2])
     grads = torch.autograd.grad(out.square().sum() + h.sum(), ins)
     assert not any(t.isfinite().all() for t in (out, *grads))
 

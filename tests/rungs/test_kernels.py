@@ -180,7 +180,7 @@ def test_a_factor_beyond_2_to_the_31(at_the_end, name):
     "And nearly there, where the place after a program's last block lies beyond"
     x = blank(2**31 + dict(times=3*4096 + 5, nearly=-4096)[name], dt=torch.float16)
     x[:9] = x[-9:] = 1.
-    memory_traffic.times_(x, one(DEVICE, 3.))
+    memory_traffic.mul_(x, one(DEVICE, 3.))
     assert (x[:9] == 3).all() and (x[-9:] == 3).all()
 
 @beyond("adamw")

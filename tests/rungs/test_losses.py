@@ -8,7 +8,7 @@ from llm_speedrun.rungs import chunked_ce, fused_fp8, memory_traffic, tensor_par
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, chunked_cross_entropy, linear_cross_entropy, loss_maths, softmax_loss
 from llm_speedrun.rungs.fp8_epilogues import summed_loss
 from llm_speedrun.rungs.fused_ce import FusedCE, hopper_missing
-from llm_speedrun.rungs.memory_traffic import GroupedCE, mean_loss, times_
+from llm_speedrun.rungs.memory_traffic import GroupedCE, mean_loss, mul_
 from llm_speedrun.rungs.fp8 import E5M2
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling
 from llm_speedrun.rungs.fused_fp8 import HALF_MOST, Fp8CE, logits_quantize, loss_lse
@@ -136,7 +136,7 @@ def test_strided_logits_are_refused(kernels):
         with fails(InputError, "softmax_loss", "logits", "contiguous"): softmax_loss(x, y, -100, 0., 0., True)
         with fails(InputError, "mean_loss", "logits"): mean_loss(x, y, torch.ones(1, device=DEVICE), -100, 0., 0.)
         with fails(InputError, "part_grads", "logits"): part_grads(x, y, y.float(), 0, -100, 0., 0.)
-        with fails(InputError, "times_", "x"): times_(x, torch.ones(1, device=DEVICE))
+        with fails(InputError, "mul_", "x"): mul_(x, torch.ones(1, device=DEVICE))
     with fails(InputError, "y is a strided"): softmax_loss(torch.randn(4, 6, device=DEVICE), torch.arange(8, device=DEVICE)[::2], -100, 0., 0., True)
     with fails(InputError, "swiglu_backward", "dh"): swiglu_backward(torch.randn(3, 8), torch.randn(4, 3).T)
 

@@ -11,19 +11,20 @@ from llm_speedrun.model import workload
 from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents
-from llm_speedrun.rungs.memory_traffic import (clipped_torch, clipped_triton, ClippedAdamW, direct_update, DirectBackward, group_sizes,
-                                               GroupedCE, head_groups, heads_product, logits_into, mean_loss, recompute_on_unpack,
-                                               recompute_rope, times_)
+from llm_speedrun.rungs.memory_traffic import (ClippedAdamW, direct_update, DirectBackward, group_sizes,
+                                               GroupedCE, head_groups, qkv_of_values, logits_into, mean_loss, recompute_on_unpack,
+                                               recompute_rope, mul_)
 from llm_speedrun.rungs.fp8 import E5M2, mm8
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
 from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
-from llm_speedrun.recipes.modded_architecture import beyond
+from llm_speedrun.rungs.optim import update_torch, update_triton
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import (Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all,
                                find_rung)
 from llm_speedrun.course import reference_errors
 from llm_speedrun.checkpoint.format import load_named_state, named_state, flatten_state, unflatten_state
+from helpers.examples import example
 from helpers.tiny_runs import fails, NANO, pass_of, relative_error
 
 GPU = torch.cuda.is_available()
@@ -131,13 +132,13 @@ def test_any_number_of_tokens(n):
 
 def test_one_chunk_of_logits_at_a_time(monkeypatch):
     "In FP8 each chunk's logits are gone before the next ones are made: they are most of the memory beside the groups"
-    seen, plain = [], module.product
-    def product(*args, **how):
+    seen, plain = [], module.matmul
+    def matmul(*args, **how):
         assert all(s.expired() for s in seen)
         out = plain(*args, **how)
         seen.append(StorageWeakRef(out.untyped_storage()))
         return out
-    monkeypatch.setattr(module, "product", product)
+    monkeypatch.setattr(module, "matmul", matmul)
     grads(GroupedCE(**SMALL, scales=scales()), *case())
     assert len(seen) == 3     # two chunks in the first group, and one in the second
 
@@ -154,9 +155,9 @@ def test_nothing_counts_and_nan():
 def test_a_factor_of_one_reads_nothing():
     x = rand(3, 5000)
     for f in (1., 3., float("nan")):
-        y = x.clone(); times_(y, torch.tensor(f, device=DEVICE))
+        y = x.clone(); mul_(y, torch.tensor(f, device=DEVICE))
         assert torch.equal(y.nan_to_num(7.), (x*f).nan_to_num(7.))
-    times_(x.new_empty(0), torch.ones((), device=DEVICE))
+    mul_(x.new_empty(0), torch.ones((), device=DEVICE))
 
 def test_handed_out_once():
     h, w, y = case()
@@ -232,11 +233,11 @@ def test_small_gradients_of_one_sign_are_summed_up(monkeypatch):
 @pytest.mark.parametrize("more", [[], ["head_groups"]])
 def test_logits_are_summed_in_fp32(more, monkeypatch):
     "What tensor cores truncate would be a bias of all logits, and of their gradients. The other matmuls forward may be summed inside"
-    seen, right = {}, fused_fp8.product
-    def product(s, a, b, name_a, name_b, **how):
+    seen, right = {}, fused_fp8.matmul
+    def matmul(s, a, b, name_a, name_b, **how):
         seen.setdefault(name_b, set()).add(how.get("fast", False))
         return right(s, a, b, name_a, name_b, **how)
-    for m in (fused_fp8, module): monkeypatch.setattr(m, "product", product)
+    for m in (fused_fp8, module): monkeypatch.setattr(m, "matmul", matmul)
     model_grads([*FP8, *more])
     assert seen["head"] == {False} and True in seen["wo"]
 
@@ -324,9 +325,9 @@ def test_recompute_rope_refuses():
         with fails(ValueError, "exclude each other"): build(NANO, ["fused_ops", "recompute_rope", other])
     with fails(ValueError, "builds on 'fused_ops'"): build(NANO, ["recompute_rope"])
     with fails(ValueError, "order of their own", "leave it out"):
-        recompute_rope(build(NANO, ["fused_ops"], model=beyond(x0=True)))
-    with fails(ValueError, "leave the rung out"): heads_product(torch.zeros(1, 2, 8, 16), 4)
-    with fails(ValueError, "leave the rung out"): heads_product(torch.zeros(1, 8, 4, 16)[:, :, :2].transpose(1, 2), 4)    # too near the front
+        recompute_rope(build(NANO, ["fused_ops"], model=example("modded_architecture").beyond(x0=True)))
+    with fails(ValueError, "leave the rung out"): qkv_of_values(torch.zeros(1, 2, 8, 16), 4)
+    with fails(ValueError, "leave the rung out"): qkv_of_values(torch.zeros(1, 8, 4, 16)[:, :, :2].transpose(1, 2), 4)    # too near the front
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
@@ -390,8 +391,8 @@ def weights(sizes, dt=torch.float32):
 def test_clipped_update_against_float64(sizes):
     factor, zero = torch.full((1,), .37, device=DEVICE), torch.zeros((), device=DEVICE)
     ours, exact, theirs = weights(sizes), weights(sizes, torch.float64), weights(sizes)
-    clipped_triton(ours, GROUP_OF, factor, zero, zero, {})
-    clipped_torch(theirs, GROUP_OF, factor, zero, zero)
+    update_triton(ours, GROUP_OF, "none", 0, zero, zero, {}, factor)
+    update_torch(theirs, GROUP_OF, "none", 0, zero, zero, factor)
     for (x, g, m, v, *_), a, t in zip(exact, ours, theirs):
         g, (b1, b2), f = g*.37, GROUP_OF["betas"], 1/3
         m, v = b1*m + (1 - b1)*g, b2*v + (1 - b2)*g*g
@@ -404,14 +405,14 @@ def test_steps_that_are_not_taken_and_nan():
     one, zero, bad = torch.ones(1, device=DEVICE), torch.zeros((), device=DEVICE), torch.ones((), device=DEVICE)
     old, new = weights([70, 5]), weights([70, 5])
     new[0][1][3] = torch.nan
-    clipped_triton(new, GROUP_OF, one, zero, bad, {})
+    update_triton(new, GROUP_OF, "none", 0, zero, bad, {}, one)
     for a, b in zip(old, new):
         for i in (0, 2, 3): assert torch.equal(a[i], b[i])
-    clipped_triton(new, GROUP_OF, one, zero, zero, {})
+    update_triton(new, GROUP_OF, "none", 0, zero, zero, {}, one)
     assert new[0][0].isnan().nonzero().flatten().tolist() == [3]
     a, b = weights([70]), weights([70])
-    clipped_triton(a, GROUP_OF | dict(t=5), one, 2*bad, zero, {})     # two of five weren't taken
-    clipped_triton(b, GROUP_OF, one, zero, zero, {})
+    update_triton(a, GROUP_OF | dict(t=5), "none", 0, 2*bad, zero, {}, one)     # two of five weren't taken
+    update_triton(b, GROUP_OF, "none", 0, zero, zero, {}, one)
     assert torch.equal(a[0][0], b[0][0])
 
 def trained(rungs, steps=4, micro=1, recipe=None, resume=None, clip=.05, spoil=None):
@@ -465,8 +466,8 @@ def test_direct_update_composes():
     for other, kind in (("adamw8bit", "AdamW8bit"), ("bf16_weights", "Bf16AdamW")):     # their optimizers stay
         run = build(NANO, ["bf16", other, "direct_update"])
         assert run.backward is DirectBackward and type(run.optimizer(run.model)).__name__ == kind
-    for hooked, kind in ((False, DirectBackward), (True, Backward)):     # gradient syncs of several processes, without hooks and with
-        run = direct_update(replace(build(NANO, []), gradient_syncs=(SimpleNamespace(hooked=hooked),)))
+    for hooked, kind in ((False, DirectBackward), (True, Backward)):     # gradient reducers of several processes, without hooks and with
+        run = direct_update(replace(build(NANO, []), grad_reducers=(SimpleNamespace(hooked=hooked),)))
         assert run.backward is kind and type(run.optimizer(run.model)) is ClippedAdamW
     for rungs in (["fp16", "direct_update"], ["fp16", "chunked_ce", "head_groups"]):
         with fails(ValueError, "exclude each other"): build(NANO, rungs)

@@ -6,11 +6,11 @@ import llm_speedrun.rungs.tied_embedding as module
 from llm_speedrun.rungs.tied_embedding import add_rows, add_rows_maths, take_rows, TiedGPT, TiedRows
 from llm_speedrun.model import GPT, Embedding, workload
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
-from llm_speedrun.recipes.modded_architecture import beyond
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs.fp8 import sqnr
 from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, enter_all, resolve_options
 from llm_speedrun.generate import generate
+from helpers.examples import example
 from helpers.tiny_runs import NANO, fails
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,7 +55,7 @@ def test_nothing_to_add(kernels):
 @pytest.mark.parametrize("chunk, rows", [(2, 1), (4, 4), (8, 2), (32, 8)])
 def test_other_tiles(kernels, monkeypatch, chunk, rows):
     "The sums don't depend on how the work is cut"
-    monkeypatch.setattr(module, "CHUNKS", dict(CHUNK=chunk, ROWS=rows, num_warps=1))
+    monkeypatch.setattr(module, "CHUNK_TILE", dict(CHUNK=chunk, ROWS=rows, num_warps=1))
     x, dh = tokens("text", 301, 40), rand(301, 64, seed=1)
     add_rows(g := rand(40, 64), x, dh)
     torch.testing.assert_close(g, rand(40, 64).index_add(0, x, dh), rtol=1e-5, atol=1e-4)
@@ -158,7 +158,7 @@ def test_same_gradients_by_kernels(kernels):
     theirs(*batches(2))
     for p, q in zip(step.params, theirs.params): torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
-@pytest.mark.parametrize("model", [UntiedGPT, NormedGPT, beyond(x0=True, values=True, skips=True, softcap=15.)], ids=["untied", "normed", "beyond"])
+@pytest.mark.parametrize("model", [UntiedGPT, NormedGPT, example("modded_architecture").beyond(x0=True, values=True, skips=True, softcap=15.)], ids=["untied", "normed", "beyond"])
 @pytest.mark.parametrize("rungs", [[], [*FUSED, "chunked_ce"]], ids=["", "fused"])
 def test_models_with_a_head_of_their_own(model, rungs):
     "Their embedding's gradient is the same"

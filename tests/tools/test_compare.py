@@ -5,8 +5,8 @@ import numpy as np, pytest, torch
 from helpers.tiny_runs import fails, nano, options, texts, write_bins
 from test_report import HOSTILE, Balanced
 from llm_speedrun.io_utils import InputError, RunError
-from llm_speedrun.train.comparison import (Comparison, RunCurve, Found, Search, clock, diverged, gap, mismatch, overlay, reached,
-                                           repeats, spaced, when)
+from llm_speedrun.train.comparison import (Comparison, RunCurve, Found, Search, clock, diverged, mismatch, overlay, reached, repeats,
+                                           spaced, when)
 from llm_speedrun.cli import speedrun_compare, speedrun_lr
 from llm_speedrun.train.config import LrOptions
 from llm_speedrun.train.report import html_report, read_run
@@ -55,11 +55,6 @@ def test_a_run_that_went_on_has_its_steps_once():
     rows = [dict(step=s, loss=1., tok_s=10.) for s in (1, 2, 3)] + [dict(step=s, loss=1., tok_s=10.) for s in (2, 3, 4)]
     assert list(clock(rows, 10)[1]) == [1., 2., 3., 4.]
 
-def test_the_gap_is_of_the_same_place():
-    x, d = gap((np.array([0., 10.]), np.array([4., 2.])), (np.array([5., 20.]), np.array([4., 1.])))
-    assert list(x) == [5., 10.] and list(d) == pytest.approx([1., 1.])  # b - a: 4 - 3, 3 - 2
-    assert gap((np.array([0., 1.]),)*2, (np.array([5., 6.]),)*2)[0].size == 0
-
 def test_tables(tmp_path):
     a = made(tmp_path/"a")
     b = made(tmp_path/"b", losses=(4., 3., 2.), tok_s=50., rungs="flash,fp8", lr=2e-3, date="today", torch="2.13")
@@ -83,7 +78,6 @@ def test_seeds_are_found_and_nothing_else(tmp_path):
     both = Comparison(runs + other)
     (names, mean, reach, deviation, error), = both.seeds()[1]
     assert (names, mean, reach, deviation) == ("a0, a1, a2", "3.1000", "3.0000 to 3.2000", "0.1000") and error == f"{.1/3**.5:.4f}"
-    assert len({c.color for c in both.courses[:3]}) == 1 and len({c.color for c in both.courses}) == 3
     assert repeats(RunCurve(r) for r in runs[:2]) == []                  # two are no range
     again = [made(tmp_path/f"c{s}", seed=1) for s in range(3)]
     assert repeats(RunCurve(r) for r in again) == []                     # the same seed
@@ -162,8 +156,7 @@ def test_one_without_validation_one_without_speed(tmp_path):
     a, b = made(tmp_path/"a"), made(tmp_path/"b", val=False)
     both = Comparison([a, b])
     assert both.summary()[1][1][1:3] == ["-", "-"] and both.races()[1][1] == ["b", "never"] and whole(both.page())
-    low = overlay(both.courses, "steps").axes[1]
-    assert len(low.lines[0].get_xdata()) > 10                          # of the training losses
+    assert all(f">{c.title}</text>" in overlay(both.courses, "steps") for c in both.courses)
     c = made(tmp_path/"c", tok_s=None)
     both = Comparison([a, c])
     assert both.summary()[1][1][5] == "-" and whole(both.page()) and when(both.courses[1], 4.) == "-"
@@ -244,17 +237,14 @@ def test_all_groups_keep_their_proportions(search):
         made()
         t.step.opt.param_groups[1]["ratio"] = 10*t.step.opt.param_groups[0].get("ratio", 1.)
     t.make_step = own_rates # of each short run
-    descend = search.descend
-    def noting(set_rates, turn=0):
-        def both(step, groups): set_rates(step, groups); seen.append([g["lr"] for g in groups])
-        return descend(both, turn)
-    search.descend = noting
+    one_step = search.one_step
+    def noting(*args):
+        loss = one_step(*args)
+        seen.append([g["lr"] for g in t.step.opt.param_groups])
+        return loss
+    search.one_step = noting
     search.try_rate(.04)
     assert all(b == pytest.approx(10*a) for a, b in seen) and max(a for a, _ in seen) == pytest.approx(.04)
-    seen.clear()
-    rates, losses = search.sweep()
-    assert [a for a, _ in seen] == pytest.approx(rates) and all(b == pytest.approx(10*a) for a, b in seen)
-    assert rates == pytest.approx(spaced(search.rates[0], search.rates[-1], 20)) and len(losses) == 20
 
 def test_a_run_that_diverges_ends_early(search, monkeypatch):
     take, n = TrainStep.take_updates, []
@@ -279,7 +269,7 @@ def test_search(search):
 
 def made_up(losses, repeats=()):
     runs = [dict(lr=10.**i, turn=0, val_loss=v, steps=20, losses=[5.]*20) for i, v in enumerate(losses)]
-    return Found("muon:momentum=.9", 20, 64, 10., runs, [dict(runs[0], val_loss=v) for v in repeats], ([1., 10.], [5., 4.]))
+    return Found("muon:momentum=.9", 20, 64, 10., runs, [dict(runs[0], val_loss=v) for v in repeats])
 
 @pytest.mark.parametrize("losses, edge", [((3., 4., 5.), "lowest"), ((5., 4., 3.), "highest"), ((5., 3., 4.), None), ((5., 3., None), None),
                                           ((3.,), "highest")])
@@ -288,7 +278,7 @@ def test_the_edge_is_told(losses, edge):
     assert "--recipe muon:momentum=.9 --lr" in found.text()
     assert found.edge == edge and any("may lie beyond" in s for s in found.verdict()) == bool(edge)
     if edge: assert f"--{edge}" in found.text()
-    assert "it ran once" in found.text() and found.chart()
+    assert "it ran once" in found.text()
 
 def test_noise_decides_what_is_as_good():
     found = made_up((3.5, 3., 3.05, 3.2, None), repeats=(3.1, 3.02))
@@ -314,7 +304,7 @@ def test_lr_command(tmp_path, nano, capsys):
     said = capsys.readouterr().out
     assert "learning rate 0.01: " in said and "| best" in said and "best learning rate: 0.01" in said and "the highest rate" in said
     folder = out/"found"
-    assert {p.name for p in folder.iterdir()} - {".lock"} == {"lr.json", "lr.md", "lr.png"} and (folder/"lr.png").stat().st_size > 5000
+    assert {p.name for p in folder.iterdir()} - {".lock"} == {"lr.json", "lr.md"}
     told = json.loads((folder/"lr.json").read_text())
     assert len(told["tried"]) == 2 and len(told["tried"][0]["losses"]) == 10
     with pytest.raises(SystemExit): speedrun_lr(args)

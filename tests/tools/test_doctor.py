@@ -8,7 +8,7 @@ import numpy as np, pytest, torch
 from llm_speedrun.train import doctor, machine_checks
 from llm_speedrun.data import Batches
 from llm_speedrun.corpus import train_tokenizer, write_shards
-from llm_speedrun.train.doctor import check_resume, check_run, checkpoint_bytes, checkup, first_steps
+from llm_speedrun.train.doctor import check_resume, check_run, checkpoint_bytes, examine, first_steps
 from llm_speedrun.train.machine_checks import check_gpu, check_versions, Finding, wrong_versions
 from llm_speedrun.measure import Timings, version_of
 from llm_speedrun.runs import RUNGS, Stepper
@@ -22,6 +22,7 @@ from helpers.tiny_runs import nano, options, words
 from helpers.timeouts import TIMEOUT
 
 def problems(found): return [f.text for f in found if f.level == "problem"]
+def checkup(cfg): return [*examine(cfg)]
 def notes(found, about): return [f.text for f in found if (f.level, f.about) == ("note", about)]
 def tree(folder): return {p.relative_to(folder): p.is_file() and p.stat().st_mtime_ns for p in folder.rglob("*")} # a trial changes a folder's time
 

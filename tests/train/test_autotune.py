@@ -6,7 +6,7 @@ import pytest, torch
 from torch._subclasses.fake_tensor import FakeTensor
 from llm_speedrun import choices as choices_module, ladder, measure, runs
 from llm_speedrun.choices import Choices
-from llm_speedrun.ladder import climb
+from llm_speedrun.ladder import measure_ladder
 from llm_speedrun.cli import speedrun_ladder
 from llm_speedrun.train.config import LadderOptions
 from llm_speedrun.io_utils import InputError
@@ -212,7 +212,7 @@ def test_a_cpu_is_timed_each_time(tmp_path, builds):
 
 def test_the_ladder_is_measured_when_asked_for(tmp_path, monkeypatch, capsys):
     "And decides nothing: the list is the same, whatever the rungs gain"
-    monkeypatch.setattr(trainer_module, "climb", lambda config, rows, rungs: [dict(rungs=list(rungs), rows=rows)])
+    monkeypatch.setattr(trainer_module, "measure_ladder", lambda config, rows, rungs: [dict(rungs=list(rungs), rows=rows)])
     plain, asked = (Trainer(options(tmp_path, rungs="safe", name=str(on), ladder=on), progress=False) for on in (False, True))
     assert plain.ladder == [] and plain.cfg.rungs == asked.cfg.rungs
     assert asked.ladder == [dict(rungs=asked.cfg.rungs.split(","), rows=asked.plan.rows_here)]
@@ -220,8 +220,8 @@ def test_the_ladder_is_measured_when_asked_for(tmp_path, monkeypatch, capsys):
 def test_climb_refuses_before_it_measures(monkeypatch):
     "What doesn't go together is refused before minutes of measuring"
     monkeypatch.setattr(ladder, "measure_here", lambda *args, **kw: pytest.fail("measured"))
-    with fails(ValueError, "exclude each other"): climb(NANO, 1, ["flash", "checkpoint", "selective_checkpoint"])
-    with fails(ValueError, "applied twice"): climb(NANO, 1, ["flash", "flash"])
+    with fails(ValueError, "exclude each other"): measure_ladder(NANO, 1, ["flash", "checkpoint", "selective_checkpoint"])
+    with fails(ValueError, "applied twice"): measure_ladder(NANO, 1, ["flash", "flash"])
 
 LADDER = LadderOptions(model="nano", rungs="flash", batch_size=1, out="ladder")
 

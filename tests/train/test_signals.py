@@ -7,11 +7,11 @@ import pytest, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from llm_speedrun.checkpoint import save
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.distributed.watchdog import FlagExchange
+from llm_speedrun.distributed.liveness import FlagExchange
 from llm_speedrun.distributed.world import World
 from llm_speedrun.generate import generate
 from llm_speedrun.model import GPTConfig
-from llm_speedrun.recipes.schedules import Average, GuardedStepper
+from llm_speedrun.recipes.schedules import GuardedStepper, WeightEMA
 from llm_speedrun.rungs.fp8_kernels import Scaling
 from llm_speedrun.runs import build
 from llm_speedrun.train.checkpointer import Checkpointer
@@ -43,7 +43,7 @@ def judged_model(rungs):
     stepper = GuardedStepper(run)
     val = torch.randint(64, (2, 4, 16), generator=torch.Generator().manual_seed(0)).to(run.device)
     stepper(tuple(val))
-    average = Average(stepper.params, .9)
+    average = WeightEMA(stepper.params, .9)
     for m in average.mean: m.add_(1)
     def kept():
         scales = [t for _, o in run.stateful for t in o.state_dict().values() if isinstance(t, torch.Tensor)]

@@ -12,7 +12,6 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from fastcore.basics import patch
 from .world import TIMEOUT, peer_errors, notes
 
 # %% ../../nbs/50b_watchdog.ipynb #2e83b67b
@@ -29,31 +28,26 @@ class FlagExchange:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) # its messages only
         self.heartbeat = heartbeat or Heartbeat(world)
 
-# %% ../../nbs/50b_watchdog.ipynb #6fb22911
-@patch
-def __call__(self:FlagExchange, **wants): # name -> whole number; what isn't named is 0
-    "Send `wants`, and return all processes' maxima of `lag` calls ago. Raises `RunError` without an answer"
-    if self.world.size == 1: return dict.fromkeys(self.names, 0) | wants
-    self.heartbeat.count()
-    t = torch.tensor([int(wants.get(k, 0)) for k in self.names])
-    with peer_errors(self.world):
-        self.sent.append((dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group, async_op=True), t))
-    return self.read() if len(self.sent) > self.lag else dict.fromkeys(self.names, 0)
+    def __call__(self, **wants): # name -> whole number; what isn't named is 0
+        "Send `wants`, and return all processes' maxima of `lag` calls ago. Raises `RunError` if none came"
+        if self.world.size == 1: return dict.fromkeys(self.names, 0) | wants
+        self.heartbeat.count()
+        t = torch.tensor([int(wants.get(k, 0)) for k in self.names])
+        with peer_errors(self.world):
+            self.sent.append((dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group, async_op=True), t))
+        return self.read() if len(self.sent) > self.lag else dict.fromkeys(self.names, 0)
 
-# %% ../../nbs/50b_watchdog.ipynb #722847f9
-@patch
-def read(self:FlagExchange):
-    "Return the oldest answer that was not read, a dict"
-    work, t = self.sent.popleft()
-    with peer_errors(self.world): work.wait()
-    return dict(zip(self.names, t.tolist()))
+    def drain(self):
+        "Wait for all answers on the way. Returns the largest of each name, a dict"
+        res = dict.fromkeys(self.names, 0)
+        while self.sent: res = {k: max(v, res[k]) for k, v in self.read().items()}
+        return res
 
-@patch
-def drain(self:FlagExchange):
-    "Wait for all answers on the way. Returns the largest of each name, a dict"
-    res = dict.fromkeys(self.names, 0)
-    while self.sent: res = {k: max(v, res[k]) for k, v in self.read().items()}
-    return res
+    def read(self):
+        "Return the oldest answer that was not read, a dict"
+        work, t = self.sent.popleft()
+        with peer_errors(self.world): work.wait()
+        return dict(zip(self.names, t.tolist()))
 
 # %% ../../nbs/50b_watchdog.ipynb #50watch1
 class Heartbeat:
@@ -74,47 +68,40 @@ class Heartbeat:
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
 
-# %% ../../nbs/50b_watchdog.ipynb #8b456dd7
-@patch
-def __call__(self:Heartbeat, where): # in words, such as "step 12"
-    "Report that this process is at `where` now"
-    self.where = where
-    if self.world.size == 1: return
-    stack = str(Path(self.file.name).absolute()) if self.file else ""
-    self.reported = time.monotonic()
-    # for a thread that hangs with the GIL; `watch` comes before it, and both before others give up
-    if self.file: faulthandler.dump_traceback_later(.95*self.timeout, file=self.file)
-    note = dict(rank=self.world.rank, calls=self.calls, where=where, time=time.time(),
-                machine=socket.gethostname(), stack=stack)
-    with peer_errors(self.world): notes().set(str(self.world.rank), json.dumps(note))
+    def __call__(self, where): # in words, such as "step 12"
+        "Report that this process is at `where` now"
+        self.where = where
+        if self.world.size == 1: return
+        stack = str(Path(self.file.name).absolute()) if self.file else ""
+        self.reported = time.monotonic()
+        # for a thread that hangs with the GIL; `watch` comes before it, and both before others give up
+        if self.file: faulthandler.dump_traceback_later(.95*self.timeout, file=self.file)
+        note = dict(rank=self.world.rank, calls=self.calls, where=where, time=time.time(),
+                    machine=socket.gethostname(), stack=stack)
+        with peer_errors(self.world): notes().set(str(self.world.rank), json.dumps(note))
 
-# %% ../../nbs/50b_watchdog.ipynb #50watch2
-@patch
-def watch(self:Heartbeat):
-    "Write the stacks of all threads, in a thread, once the process has reported nothing for too long"
-    while not self.over.wait(.05*self.timeout):
-        if time.monotonic() - self.reported < .8*self.timeout: continue # well before the others raise
+    def watch(self):
+        "Write the stacks of all threads, in a thread, once the process has reported nothing for too long"
+        while not self.over.wait(.05*self.timeout):
+            if time.monotonic() - self.reported < .8*self.timeout: continue # well before the others raise
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback(self.file)
+            self.reported = math.inf # until the next report
+
+    def close(self):
+        "Stop writing stacks, and remove the file of stacks if it is empty"
+        if not self.file: return
+        self.over.set()
+        self.thread.join()
         faulthandler.cancel_dump_traceback_later()
-        faulthandler.dump_traceback(self.file)
-        self.reported = math.inf # until the next report
+        self.file.close()
+        if not os.path.getsize(self.file.name): os.remove(self.file.name)
+        self.file = None
 
-# %% ../../nbs/50b_watchdog.ipynb #8f90e301
-@patch
-def count(self:Heartbeat):
-    "Count one more exchange with the other processes"
-    self.calls += 1
-    self(self.where)
-
-@patch
-def close(self:Heartbeat):
-    "Stop writing stacks, and remove the file of stacks if it is empty"
-    if not self.file: return
-    self.over.set()
-    self.thread.join()
-    faulthandler.cancel_dump_traceback_later()
-    self.file.close()
-    if not os.path.getsize(self.file.name): os.remove(self.file.name)
-    self.file = None
+    def count(self):
+        "Count one more exchange with the other processes"
+        self.calls += 1
+        self(self.where)
 
 # %% ../../nbs/50b_watchdog.ipynb #30coo010
 class PeerWatchdog:
@@ -135,9 +122,8 @@ class PeerWatchdog:
         time.sleep(self.seconds)
         os._exit(1)
 
-# %% ../../nbs/50b_watchdog.ipynb #30coo011
-@patch
-def close(self:PeerWatchdog):
-    "Send the previous process the end of the run, and wait for that of the next one"
-    if group := self.group: dist.send(torch.zeros(1), (self.world.rank - 1) % self.world.size, group=group)
-    self.thread.join()
+    def close(self):
+        "Send the previous process the end of the run, and wait for that of the next one"
+        before = (self.world.rank - 1) % self.world.size
+        if group := self.group: dist.send(torch.zeros(1), before, group=group)
+        self.thread.join()
