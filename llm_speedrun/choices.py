@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 import msgspec, torch
-from fastcore.basics import patch
 from filelock import Timeout
 from .io_utils import cache_dir
 from .io_utils import InputError, lock_file, read_json, replace_file
@@ -53,6 +52,8 @@ def as_json(x): # what JSON can hold
     "Return `x` as it comes back from a file: tuples are lists, objects are dicts"
     return msgspec.json.decode(msgspec.json.encode(x))
 
+MOST_CHOICES = 200 # the newest are kept
+
 class Choice(msgspec.Struct):
     "A remembered choice"
     what: str # it is about, such as "rungs"
@@ -74,48 +75,43 @@ class Choices:
         except FileNotFoundError: return []
         except (InputError, OSError) as e: self.log_info(f"remembered choices are left aside: {e}"); return []
 
-# %% ../nbs/06a_choices.ipynb #dc66b919
-@patch
-def made_before(self:Choices, what, # is chosen, such as "rungs"
-                where, # all that the choice depends on, a dict
-                kind): # a type that msgspec knows
-    "Return the remembered `Choice` of the same circumstances; None without one of that type"
-    same = [c for c in self.read() if (c.what, c.where) == (what, where)]
-    if not same or self.again: return None
-    try: return msgspec.structs.replace(same[0], value=msgspec.convert(same[0].value, kind))
-    except msgspec.ValidationError as e: self.log_info(f"the remembered {what} can't be used: {e}")
+    def made_before(self, what, # is chosen, such as "rungs"
+                    where, # all that the choice depends on, a dict
+                    kind): # a type that msgspec knows
+        "Return the remembered `Choice` of the same circumstances; None without one of that type"
+        same = [c for c in self.read() if (c.what, c.where) == (what, where)]
+        if not same or self.again: return None
+        try: return msgspec.structs.replace(same[0], value=msgspec.convert(same[0].value, kind))
+        except msgspec.ValidationError as e: self.log_info(f"the remembered {what} can't be used: {e}")
 
-# %% ../nbs/06a_choices.ipynb #538a59f7
-@patch
-def get(self:Choices, what, # is chosen, such as "rungs"
-        about, # what the choice depends on besides machine and versions, a dict: shapes, options
-        measure, # () -> the choice, anything that JSON can hold
-        kind=Any, # a type that msgspec knows: what the choice must be
-        describe=str, # the choice -> what to say of it
-        still=lambda choice: True): # whether a remembered choice can still be used
-    "Return the choice that was made before in the same circumstances, or else `measure()`, remembered"
-    where = as_json(about) | choosing_machine()
-    if (c := self.made_before(what, where, kind)) and still(c.value):
-        self.log_info(f"{what}, as measured here on {c.date}: {describe(c.value)} (--retune measures again)")
-        return c.value
-    with without_dispatch_modes(): value = measure()
-    self.remember(Choice(what, where, as_json(value), date.today().isoformat()))
-    return value
+    def get(self, what, # is chosen, such as "rungs"
+            about, # what the choice depends on besides machine and versions, a dict: shapes, options
+            measure, # () -> the choice, anything that JSON can hold
+            kind=Any, # a type that msgspec knows: what the choice must be
+            describe=str, # the choice -> what to say of it
+            still=lambda choice: True): # whether a remembered choice can still be used
+        "Return the choice that was made before in the same circumstances, or else `measure()`, remembered"
+        where = as_json(about) | choosing_machine()
+        if (c := self.made_before(what, where, kind)) and still(c.value):
+            self.log_info(f"{what}, as measured here on {c.date}: {describe(c.value)} "
+                          "(--retune measures again)")
+            return c.value
+        with without_dispatch_modes(): value = measure()
+        self.remember(Choice(what, where, as_json(value), date.today().isoformat()))
+        return value
 
-# %% ../nbs/06a_choices.ipynb #73ecc163
-MOST_CHOICES = 200 # the newest are kept
-
-@patch
-def remember(self:Choices, choice): # a `Choice`
-    "Write `choice` over one of the same circumstances. A failure is reported, and is no error"
-    try:
-        path = Path(self.path or choices_path())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with lock_file(f"{path}.lock", 10):
-            same = lambda c: (c.what, c.where) == (choice.what, choice.where)
-            kept = [c for c in self.read() if not same(c)][1 - MOST_CHOICES:]
-            replace_file(path, msgspec.json.format(msgspec.json.encode([*kept, choice]), indent=1).decode())
-    except (OSError, Timeout) as e: self.log_info(f"the choice of {choice.what} can't be remembered: {e}")
+    def remember(self, choice): # a `Choice`
+        "Write `choice` over one of the same circumstances. A failure is reported, and is no error"
+        try:
+            path = Path(self.path or choices_path())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with lock_file(f"{path}.lock", 10):
+                same = lambda c: (c.what, c.where) == (choice.what, choice.where)
+                kept = [c for c in self.read() if not same(c)][1 - MOST_CHOICES:]
+                text = msgspec.json.format(msgspec.json.encode([*kept, choice]), indent=1).decode()
+                replace_file(path, text)
+        except (OSError, Timeout) as e:
+            self.log_info(f"the choice of {choice.what} can't be remembered: {e}")
 
 # %% ../nbs/06a_choices.ipynb #06check2
 MEMORY = [] # the `Choices` that remember checks; the last one counts

@@ -26,7 +26,7 @@ from .tokenizer import (Tally, TextSummary, end_of_text, end_token, prepare_toke
 
 # %% ../nbs/03e_corpus.ipynb #tokf0027b
 from .io_utils import (OTHER_CACHE, InputError, RunError, cache_dir, check_writable,
-                                   file_sha256, hold, in_words, read_json, replace_file, synced,
+                                   file_sha256, lock_dir, format_oserror, read_json, replace_file, fsync_path,
                                    utf8_text)
 from .token_files import (GPT2_EOT, GPT2_VOCAB, Meta, Shards, TokenWriter,
                                       character_tokenizer, check_counts, check_gpt2, check_width,
@@ -209,15 +209,15 @@ def _new_folder(folder):
     tmp = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
     for part in [p.parent for p in folder.parent.glob(".*.part/.lock")]:
         with suppress(RunError):        # it is left as it is where its process is alive
-            lock = hold(part, "this corpus")
+            lock = lock_dir(part, "this corpus")
             shutil.rmtree(part, ignore_errors=True); lock.release()
-    lock = hold(tmp, "this corpus")
+    lock = lock_dir(tmp, "this corpus")
     try:
         yield tmp
         lock.release(); (tmp/".lock").unlink(missing_ok=True)
         try: tmp.rename(folder)
         except OSError as e: raise (exists if folder.exists() else e) from None
-        synced(folder.parent)
+        fsync_path(folder.parent)
     finally: lock.release(); shutil.rmtree(tmp, ignore_errors=True)
 
 # %% ../nbs/03e_corpus.ipynb #f673b076
@@ -385,7 +385,7 @@ def _room_in_cache():
     try: yield
     except OSError as e:
         if errno.errorcode.get(e.errno) not in ("ENOSPC", "EDQUOT"): raise
-        raise OSError(f"{in_words(e)}, or {OTHER_CACHE}") from None
+        raise OSError(f"{format_oserror(e)}, or {OTHER_CACHE}") from None
 
 # %% ../nbs/03e_corpus.ipynb #b3eb7f36
 def _prepared(name, docs, train, max_tokens, source, key, given):

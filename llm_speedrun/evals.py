@@ -28,7 +28,7 @@ from .corpus import HUB, check_text_key, open_corpus
 from .model import naive_attention, set_parts
 from .runs import enter_all
 from .measure import default_device, machine, version_of
-from .export import file_of, from_pretrained, run_of, text_tokenizer
+from .pretrained import file_of, from_pretrained, run_of, text_tokenizer
 from .rungs.flash import attend_with
 from .train.prepare_data import located, parse_mix
 

@@ -4,17 +4,15 @@
 
 # %% auto #0
 __all__ = ['SpeedrunError', 'InputError', 'RunError', 'AllFailed', 'lookup', 'replace_file', 'not_utf8', 'utf8_text',
-           'seems_utf16', 'read_text_of', 'sha256_of', 'file_sha256', 'decoded', 'read_json', 'exercise']
+           'seems_utf16', 'read_text_of', 'sha256_of', 'file_sha256', 'decoded', 'read_json']
 
 # %% ../nbs/06_files.ipynb #29a8ccb6
 import atexit, codecs, difflib, errno, hashlib, inspect, math, os, re, socket, stat, sys, time
 from collections import deque
 from contextlib import contextmanager, suppress
-from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock, Thread
-from types import FunctionType
 import msgspec
 from fastcore.xdg import xdg_cache_home
 from filelock import FileLock, SoftFileLock, Timeout
@@ -49,14 +47,14 @@ def reason(e): # an `OSError`
     "Return why an `OSError` happened and what to do, as text without the path"
     return REASONS.get(errno.errorcode.get(e.errno)) or e.strerror or str(e)
 
-def in_words(e): # an `OSError`
+def format_oserror(e): # an `OSError`
     "Return an `OSError` as text: its path and the `reason`; network errors and ours are unchanged"
     path = e.filename2 or e.filename
     if path: return f"{path}: {reason(e)}"
     return reason(e) if e.errno in (errno.ENOSPC, errno.EROFS) else str(e)
 
 # %% ../nbs/06_files.ipynb #1d01d032
-def unread(more=""): # to print, to see whether that is possible
+def flush_stdout(more=""): # to print, to see whether that is possible
     """Write out what was printed. Returns None, or the error after which no more is written: a
     `BrokenPipeError` where nobody reads on, as after `| head -1`"""
     try: print(more, end="", flush=True)
@@ -65,7 +63,7 @@ def unread(more=""): # to print, to see whether that is possible
         return e
 
 # %% ../nbs/06_files.ipynb #fddbaf04
-def short_of_memory(e): # an error of Python, NumPy or PyTorch's CPU allocator
+def oom_message(e): # an error of Python, NumPy or PyTorch's CPU allocator
     "Return a text: how much memory was requested, and what to do"
     asked = re.search(r"allocate ([\d.]+ [KMGTPE]?i?B|\d+ bytes)", str(e))
     return (f"this machine has no {asked[1]} left" if asked else "this machine has no more") + (
@@ -77,18 +75,18 @@ def clean_errors(f, # a function without arguments
                  debug=False): # leave every error its traceback
     "Call `f`. An error that the user can mend ends the program with its message and code 2, Ctrl-C with 130"
     try:
-        res, e = f(), unread()
+        res, e = f(), flush_stdout()
         if e and not isinstance(e, BrokenPipeError): raise e
         return res
     except (SpeedrunError, OSError) as e:
         if debug: raise
-        if isinstance(e, BrokenPipeError) and unread("\n"): sys.exit(141) # as shells have it
-        print(f"error: {in_words(e) if isinstance(e, OSError) else e}", file=sys.stderr); sys.exit(2)
+        if isinstance(e, BrokenPipeError) and flush_stdout("\n"): sys.exit(141) # as shells have it
+        print(f"error: {format_oserror(e) if isinstance(e, OSError) else e}", file=sys.stderr); sys.exit(2)
     except (MemoryError, RuntimeError) as e:
         if debug or not (isinstance(e, MemoryError) or "DefaultCPUAllocator" in str(e)): raise
-        print(f"error: out of main memory: {short_of_memory(e)}", file=sys.stderr); sys.exit(2)
+        print(f"error: out of main memory: {oom_message(e)}", file=sys.stderr); sys.exit(2)
     except KeyboardInterrupt as e: print(f"\n{str(e) or stopped}", file=sys.stderr); sys.exit(130)
-    finally: unread()
+    finally: flush_stdout()
 
 # %% ../nbs/06_files.ipynb #3be9ae08
 def lookup(table, # a dict from names to things
@@ -125,7 +123,7 @@ def sync_descriptor(fd): # of an open file or folder
     except OSError as e:
         if e.errno not in NOT_OFFERED: raise
 
-def synced(path): # a file or a folder
+def fsync_path(path): # a file or a folder
     "Wait until it is on the disk, not in a cache"
     if os.name != "posix" and Path(path).is_dir(): return # Windows can't open folders
     fd = os.open(path, os.O_RDONLY)
@@ -143,9 +141,9 @@ def replace_file(path, # the file to write
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tmp.write_text(text, encoding="utf-8")
-        if sync: synced(tmp)
+        if sync: fsync_path(tmp)
         tmp.replace(path)
-        if sync: synced(path.parent)
+        if sync: fsync_path(path.parent)
     except BaseException as e:
         with suppress(OSError): tmp.unlink(missing_ok=True)
         if isinstance(e, OSError): raise OSError(f"{path} can't be written: {reason(e)}") from e
@@ -255,7 +253,7 @@ def piece_sums(paths, # of files
                sync=False): # wait until the disk has them, too
     "Return the SHA-256 of each piece of each file: a list of lists"
     pieces = [[(piece_sum, p, i) for i in range(0, p.stat().st_size, PIECE)] for p in paths]
-    syncs = [(synced, p) for p in paths if sync]
+    syncs = [(fsync_path, p) for p in paths if sync]
     found = iter(call_in_threads([*syncs, *(call for calls in pieces for call in calls)])[len(syncs):])
     return [[next(found) for _ in calls] for calls in pieces]
 
@@ -292,7 +290,7 @@ def quick_exit():
     function to call when the program has succeeded: without that call it exits as usual"""
     succeeded = []
     def end():
-        if succeeded and not unread(): sys.stderr.flush(); os._exit(0)
+        if succeeded and not flush_stdout(): sys.stderr.flush(); os._exit(0)
     atexit.register(end)
     return lambda: succeeded.append(True)
 
@@ -370,7 +368,7 @@ def lock_file(path, # of the lock
     return lock
 
 # %% ../nbs/06_files.ipynb #06hold00
-def hold(folder, # to write into; made if it isn't there
+def lock_dir(folder, # to write into; made if it isn't there
          what): # it is, for the error: "this run", "this corpus"
     "Lock `folder`; returns the lock, to be released. Raises `RunError` where another process has it"
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -383,7 +381,7 @@ def hold(folder, # to write into; made if it isn't there
                        f"name{crashed}") from None
 
 # %% ../nbs/06_files.ipynb #06appea1
-def appears(path, # what another process has written
+def wait_for_path(path, # what another process has written
             seconds=3): # how long to wait for it
     "Return whether `path` is there, or comes to be within so many seconds, as a network disk may take"
     end = time.monotonic() + seconds
@@ -402,25 +400,3 @@ def cache_dir() -> Path:   # the folder, made if it was not there
     except OSError as e: raise OSError(
         f"the cache {path} can't be made ({e.strerror}): {OTHER_CACHE}") from None
     return path
-
-# %% ../nbs/06_files.ipynb #exer0001
-def _stub(): ...
-
-def is_stub(answer): # a function or a class
-    "Return whether a function or class is still empty. A lambda never is, since it is written in one piece"
-    if isinstance(answer, type) and answer.__module__ != "builtins":
-        own = [o for k, o in vars(answer).items() if isinstance(o, FunctionType) and not k.startswith("_abc")]
-        return any(map(is_stub, own)) or not (own or vars(answer).get("__annotations__"))
-    code = getattr(inspect.unwrap(answer), "__code__", None)
-    return bool(code) and code.co_name != "<lambda>" and code.co_code == _stub.__code__.co_code
-
-# %% ../nbs/06_files.ipynb #exer0003
-def exercise(number): # as the lesson counts it
-    "Decorate the check of an exercise: called with a stub, it prints that the answer is yours to write"
-    def decorate(check):
-        @wraps(check)
-        def checked(*answers):
-            if any(map(is_stub, answers)): print(f"Exercise {number}: yours to write")
-            else: return check(*answers)
-        return checked
-    return decorate

@@ -12,7 +12,7 @@ from datetime import datetime; from pathlib import Path
 import torch
 from .choices import Choices
 from .io_utils import InputError, check_writable, lookup, read_json, replace_file
-from .figures import COLORS
+from .measure import COLORS
 from .measure import (gpu_gib, ladder_chart, ladder_table, load_records, record_key,
                                   records_path, save_records, smoke, speedup)
 from .model import workload

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DTYPES', 'ceilings', 'OVERWRITES', 'MATMULS', 'matmul_precision', 'has_fp8', 'matmul_rate', 'nbytes', 'tensors',
            'reads_writes', 'op_kind', 'OpCounter', 'count', 'op_ms', 'predict_ms', 'by_kind', 'main_format', 'fuse',
-           'fused', 'launches', 'profile_rows', 'profile_kinds', 'profile_table', 'kinds_chart']
+           'fused', 'launches', 'profile_rows', 'profile_kinds', 'profile_table']
 
 # %% ../nbs/02_roofline.ipynb #ecf1133f
 import re
@@ -376,19 +376,3 @@ def profile_table(step, # a function without arguments
     most = sorted(rows.items(), key=lambda r: -sum(r[1]))[:top]
     return table(["kernel", "kind", "calls", "ms"],
                  [[short(n), k, f"{len(ms)/reps:g}", f"{sum(ms)/reps:.3f}"] for (n, k), ms in most])
-
-# %% ../nbs/02_roofline.ipynb #aacb180d
-def kinds_chart(predicted, # milliseconds by kind, from `by_kind`
-                measured, # milliseconds by kind, from `profile_kinds`
-                title=""): # above the chart
-    "Draw predicted and measured milliseconds as horizontal bars for each kind of operation"
-    import matplotlib.pyplot as plt
-    kinds = sorted({*predicted, *measured}, key=lambda k: measured.get(k, 0))
-    fig, ax = plt.subplots(figsize=(7.4, .6 + .45*len(kinds)), layout="constrained")
-    for d, label, dy, color in ((measured, "measured", .2, "C0"), (predicted, "predicted", -.2, "C1")):
-        y = [i + dy for i in range(len(kinds))]
-        bars = ax.barh(y, [d.get(k, 0) for k in kinds], .38, label=label, color=color)
-        ax.bar_label(bars, fmt=lambda ms: f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}", padding=3, fontsize=8)
-    ax.set(yticks=range(len(kinds)), yticklabels=kinds, xlabel="ms a step", title=title)
-    ax.margins(x=.1); ax.grid(axis="x", alpha=.3); fig.legend(loc="outside lower right", ncols=2)
-    return ax

@@ -6,9 +6,9 @@
 __all__ = ['STAGES', 'RUNGS', 'ROOM_GIB', 'param_groups', 'adamw', 'no_scaler', 'model_loss', 'StepSync', 'Backward', 'Run',
            'enter_all', 'Stepper', 'PrecomputedGrads', 'rung', 'check_rung', 'rung_options', 'option_value',
            'option_text', 'RungSpec', 'parse_rung_spec', 'rung_specs', 'rung_name', 'resolve_rung_options', 'find_rung',
-           'UninitializedGPT', 'baseline', 'sort_rungs', 'add_rungs', 'build', 'needs_capability', 'reference_errors',
-           'uncompiled', 'bench', 'train_curve', 'curve_gap', 'curves_chart', 'make_step', 'free_memory', 'peak_gib',
-           'micro_batch', 'has_auto_options', 'resolve_auto_options', 'resolve_options', 'count_step']
+           'UninitializedGPT', 'baseline', 'sort_rungs', 'add_rungs', 'build', 'needs_capability', 'uncompiled',
+           'bench', 'make_step', 'free_memory', 'peak_gib', 'micro_batch', 'has_auto_options', 'resolve_auto_options',
+           'resolve_options', 'count_step']
 
 # %% ../nbs/05_runs.ipynb #c5602131
 import copy, gc, importlib, inspect, math, pkgutil
@@ -20,10 +20,8 @@ from typing import Callable
 import torch, torch.nn as nn
 from fastcore.basics import patch
 from .io_utils import InputError, RunError, check_run, lookup
-from .measure import SPINE, default_device, progress, smoke, warm_up
+from .measure import SPINE, default_device, smoke, warm_up
 from .roofline import count
-from .data import Batches, prefetch
-from .corpus import open_corpus
 from .model import GPT, WORKLOADS, eval_mode, rope_table, token_weights
 from .distributed.world import World
 
@@ -473,22 +471,6 @@ def needs_capability(major, minor, # smallest compute capability
         return f"{what} needs compute capability {major}.{minor}, and {gpu} has {have}"
     return why
 
-# %% ../nbs/05_runs.ipynb #d183ee26
-def reference_errors(config, # a `GPTConfig`
-                     rungs=(), # names
-                     batch=1): # sequences
-    "Return the relative errors of loss and gradients against the naive float64 model, two floats"
-    step = Stepper(build(config, rungs))
-    ref = Stepper(Run(baseline(config).model.double()))
-    g = torch.Generator(step.run.device).manual_seed(0)
-    x, y = torch.randint(config.vocab, (2, batch, config.seq_len), device=step.run.device, generator=g)
-    losses = []
-    for s in (step, ref):
-        with enter_all(s.run.step_contexts): losses.append(s.forward_backward(x, y).double())
-    grad = lambda s: torch.cat([p.grad.double().flatten() for p in s.params]) / s.scaler.get_scale()
-    rel = lambda a, b: ((a - b).norm() / b.norm()).item()
-    return rel(*losses), rel(grad(step), grad(ref))
-
 # %% ../nbs/05_runs.ipynb #db93b805
 def uncompiled():
     "Return a context manager in which compiled functions and modules run as plain Python"
@@ -498,45 +480,6 @@ def uncompiled():
 def bench(): # the configuration, and sequences in a step
     "Return the lessons' model and batch: `124m` with 64 sequences, a very small model on a smoke run"
     return (WORKLOADS["tiny"], 4) if smoke() else (WORKLOADS[SPINE[0]], SPINE[1])
-
-# %% ../nbs/05_runs.ipynb #21c67fca
-def train_curve(rungs, # names
-                data_seed=0, # of the order of the batches
-                lr=2e-4, # learning rate after the warm-up
-                warmup=100, # steps of linear warm-up
-                steps=200): # of the optimizer; always 20 on a smoke run
-    "Train the `bench` model on the offline corpus for some steps. Returns their losses, a list"
-    corpus, (config, _) = open_corpus(), bench()
-    steps, batch = (20, 4) if smoke() else (steps, 8)
-    step, losses = Stepper(build(replace(config, vocab=corpus.vocab), rungs)), []
-    batches = prefetch(Batches(corpus.train, batch, config.seq_len, seed=data_seed), step.run.device)
-    for i, b in progress(zip(range(steps), batches), "training", steps):
-        for g in step.opt.param_groups: g["lr"] = lr * min(1, (i + 1) / warmup)
-        losses.append(step(b)) # stays on the GPU: reading it here would make Python wait for every step
-    return torch.stack(losses).tolist()
-
-# %% ../nbs/05_runs.ipynb #705df046
-def curve_gap(a, b, # two lists of losses
-              last=50): # how many of the last steps
-    "Return the absolute difference of two curves' mean losses over the last steps, in nats"
-    n = min(last, len(a))
-    return abs(sum(a[-n:]) - sum(b[-n:])) / n
-
-# %% ../nbs/05_runs.ipynb #e29e6764
-def curves_chart(curves): # name -> list of losses
-    "Draw loss curves and, next to them, each one's difference from the first, smoothed over 20 steps"
-    import matplotlib.pyplot as plt
-    fig, (l, r) = plt.subplots(1, 2, figsize=(7.4, 3.2), layout="constrained")
-    names, styles = list(curves), ("-", "--", ":", "-.")
-    for i, (k, c) in enumerate(curves.items()):
-        l.plot(c, label=k, lw=3 - .6*i, color=f"C{i}", ls=styles[i % 4]) # those below show through the gaps
-    smooth = lambda d: [sum(d[max(0, i - 19):i + 1]) / min(i + 1, 20) for i in range(len(d))]
-    for i, k in enumerate(names[1:], 1):
-        r.plot(smooth([y - x for x, y in zip(curves[names[0]], curves[k])]), color=f"C{i}", ls=styles[i % 4])
-    l.set(xlabel="step", ylabel="loss (nats per token)")
-    band = r.axhspan(-.01, .01, alpha=.15, color="k")
-    r.set(xlabel="step", ylabel=f"difference from {names[0]}")
-    fig.legend([*l.lines, band], [*names, "± 0.01"], loc="outside lower center", ncols=len(names) + 1)
 
 # %% ../nbs/05_runs.ipynb #9eda74cf
 def make_step(config, # a `GPTConfig`

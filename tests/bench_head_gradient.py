@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from llm_speedrun.corpus import open_corpus
 from llm_speedrun.data import Batches
-from llm_speedrun.export import from_pretrained
+from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.measure import machine
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.fp8 import E4M3, E5M2, LARGEST

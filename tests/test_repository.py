@@ -151,7 +151,7 @@ CHECKPOINT = {"31_saving": "checkpoint.format", "31a_save": "checkpoint.save", "
 BENCHMARKS = {"25_peers": "benchmarks.peers", "48_race": "benchmarks.race", "48a_clock": "benchmarks.clock", "48b_adapters": "benchmarks.adapters", "48c_race_report": "benchmarks.race_report"}    # likewise
 
 # A module is named after what it holds, its notebook after what the lesson is about
-NAMED = {"00_gpu": "figures", "06_files": "io_utils", "23_fastest": "rungs.flash4", "27_fewer_bytes": "rungs.tied_embedding",
+NAMED = {"06_files": "io_utils", "23_fastest": "rungs.flash4", "27_fewer_bytes": "rungs.tied_embedding",
          "28_fewer_passes": "rungs.memory_traffic", "50b_watchdog": "distributed.liveness", "50d_parallel": "sharding"}
 
 def test_a_module_is_in_the_folder_of_its_part():

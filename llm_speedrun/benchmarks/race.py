@@ -23,7 +23,7 @@ from .race_report import (passing_table, race_chart, race_table, share_race,
                                                  tried_table)
 from ..corpus import open_corpus
 from ..data import Batches
-from ..io_utils import (AllFailed, InputError, RunError, check_writable, hold, lookup,
+from ..io_utils import (AllFailed, InputError, RunError, check_writable, lock_dir, lookup,
                                    python_command, read_json, replace_file)
 from ..measure import digest, machine
 from ..runs import baseline, enter_all, uncompiled
@@ -121,7 +121,7 @@ def run_job(folder): # of a job: it has `job.json`
     "Run a contestant's process: race once, and write `result.json` into the folder. Raises its errors"
     folder = Path(folder).absolute()
     job = read_json(folder/"job.json", Job)
-    lock = hold(folder/"work", "this contestant's run") # whoever started it holds the folder
+    lock = lock_dir(folder/"work", "this contestant's run") # whoever started it holds the folder
     (folder/"marks.jsonl").unlink(missing_ok=True)
     try: res = run_contestant(job, folder)
     except (Diverged, AllFailed) as e: res = msgspec.to_builtins(job) | dict(failed=str(e))
@@ -297,7 +297,7 @@ def read(self:Race, name): # of a run: "nanogpt/seed-0"
 def under_way(self:Race, name): # of a run
     "Return whether another process runs it now"
     if not (self.folder/name).exists(): return False
-    try: hold(self.folder/name, "this run").release()
+    try: lock_dir(self.folder/name, "this run").release()
     except RunError: return True
     return False
 
@@ -311,7 +311,7 @@ def start(self:Race, name, job, gpu=None): # a run's; the GPU's name for CUDA_VI
     "Run a job in a fresh process, unless it has been run, or is being run by another process"
     if self.read(name): return
     folder = self.folder/name
-    try: lock = hold(folder, "this run")
+    try: lock = lock_dir(folder, "this run")
     except RunError: print(f"{name} is being run by another process", flush=True); return
     env = dict(os.environ, PYTHONUNBUFFERED="1", **({} if gpu is None else dict(CUDA_VISIBLE_DEVICES=gpu)))
     print(f"{datetime.now():%H:%M:%S} {name}, {job.seconds:g} s of training", flush=True)

@@ -18,7 +18,7 @@ from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from ..io_utils import (InputError, call_in_threads, file_sha256, piece_sums, read_json, reason,
-                                   synced)
+                                   fsync_path)
 
 # %% ../../nbs/31_saving.ipynb #e6e0eb74
 PLAIN_TYPES = type(None), bool, int, float, str
@@ -171,9 +171,9 @@ def replace_tensors(tensors, path): # as for `write_tensors`
     tmp = path.with_name(f"{path.name}.tmp")
     try:
         write_tensors(tensors, tmp)
-        synced(tmp)
+        fsync_path(tmp)
         tmp.replace(path)
-        synced(path.parent)
+        fsync_path(path.parent)
     except BaseException: tmp.unlink(missing_ok=True); raise
 
 # %% ../../nbs/31_saving.ipynb #28d7bef6
@@ -189,7 +189,7 @@ def write_checkpoint(folder, # where it will be; it must not exist
     try:
         write_files(tmp, tensors, about, {} if spent is None else spent)
         tmp.rename(folder)
-        synced(folder.parent)
+        fsync_path(folder.parent)
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
@@ -206,7 +206,7 @@ def write_manifest(folder, files): # from `synced_sums`
     "Write a checkpoint's manifest, and wait until the disk has it and the names of all files"
     text = json.dumps(dict(files=files, sum=manifest_sum(files)))
     (folder/MANIFEST).write_text(text, encoding="utf-8")
-    for p in (folder/MANIFEST, folder): synced(p)
+    for p in (folder/MANIFEST, folder): fsync_path(p)
 
 # %% ../../nbs/31_saving.ipynb #31wrif01
 def write_files(folder, tensors, about, spent): # an empty folder; the rest as for `write_checkpoint`

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec, torch
 from fastcore.basics import patch
 from msgspec import Meta
-from ..io_utils import InputError, appears, read_json, replace_file, synced
+from ..io_utils import InputError, wait_for_path, read_json, replace_file, fsync_path
 from ..distributed.world import World
 from ..sharding import Shard, local
 
@@ -151,7 +151,7 @@ def file_sizes(folder): # whose files are being written
 def blind_ranks(world, mark, # a `World`; a file or folder that its first process has made
                 seconds=5): # to wait for it: network disks take some
     "Return the ranks of the processes that don't see the mark"
-    return [r for r, sees in enumerate(world.all_gather_object(appears(mark, seconds))) if not sees]
+    return [r for r, sees in enumerate(world.all_gather_object(wait_for_path(mark, seconds))) if not sees]
 
 # %% ../../nbs/54_sharded_saving.ipynb #f2170413
 class ShardedSaver(Saver):
@@ -313,7 +313,7 @@ def finish(self:ShardedSaver, tmp, folder, about): # as for `wait_for_parts`; me
         if p != tmp: shutil.rmtree(p, ignore_errors=True)
     if folder.exists(): shutil.rmtree(folder) # a broken one, or of a run that went back
     tmp.rename(folder)
-    synced(folder.parent)
+    fsync_path(folder.parent)
     for n in names: (folder/f"{n}.json").unlink() # the index has it all
 
 # %% ../../nbs/54_sharded_saving.ipynb #2f7dde6d

@@ -14,58 +14,10 @@ import torch
 from fastcore.basics import patch
 from ..compat import flash_attention
 from ..io_utils import InputError
-from ..measure import datasheet_flops, sample_ms, summarize
+from ..measure import datasheet_flops
 from ..model import set_parts, train_flops
-from ..runs import enter_all, make_step
 from ..rungs.documents import by_mask
 from ..rungs.fused_ops import compute_dtype
-
-# %% ../../nbs/42_batch.ipynb #d9977908
-def squared_length(tensors): # of one vector, in parts
-    "Return the sum of the squares of all values, FP64"
-    return sum(t.double().square().sum() for t in tensors)
-
-# %% ../../nbs/42_batch.ipynb #6f97cb82
-def noise_scale(step, # a `Stepper`; no step is taken
-                batches): # micro-batches (x, y) of equal size, at least two
-    """Estimate the gradient noise scale in tokens, and the squared length of the true gradient
-    (McCandlish et al., arXiv:1812.06162, appendix A). Raises `InputError` for fewer, and for other sizes"""
-    if len(batches) < 2: raise InputError("the noise of a gradient shows in two batches, and there is one")
-    if len({x.numel() for x, _ in batches}) > 1: raise InputError("the noise needs batches of equal size")
-    small, n, b, grads = 0., len(batches), batches[0][0].numel(), [torch.zeros_like(p) for p in step.params]
-    for x, y in batches:
-        step.opt.zero_grad(set_to_none=True)
-        with enter_all(step.run.step_contexts): step.forward_backward(x, y)
-        small += squared_length(p.grad for p in step.params).item()/n
-        torch._foreach_add_(grads, [p.grad/n for p in step.params])
-    step.opt.zero_grad(set_to_none=True)
-    large = squared_length(grads).item()
-    true, noise = (n*large - small)/(n - 1), (small - large)*b/(1 - 1/n)
-    return noise/true if true > 0 else float("inf"), true
-
-# %% ../../nbs/42_batch.ipynb #fa35f198
-def step_times(config, # a `GPTConfig`
-               rungs, # names
-               sizes, # sequences in a step
-               recipe): # a `Recipe`
-    "Measure the milliseconds of a step of each size, a list"
-    def ms(n):
-        step = make_step(config, rungs, n, recipe, model=recipe.model)()
-        for _ in range(4): step()
-        return summarize(sample_ms(step, 10)).ms
-    return [ms(n) for n in sizes]
-
-# %% ../../nbs/42_batch.ipynb #943384e5
-def line(xs, ys): # equally many numbers
-    "Fit the line a + b x by least squares. Returns a and b"
-    x, y = (torch.tensor(t, dtype=torch.float64) for t in (xs, ys))
-    b = ((x - x.mean())*(y - y.mean())).sum() / (x - x.mean()).square().sum()
-    return (y.mean() - b*x.mean()).item(), b.item()
-
-def best_batch(noise, # tokens
-               a, b): # ms, and ms a token
-    "Return the tokens in a step with which a run takes the least time"
-    return (noise*max(a, 0.)/b)**.5
 
 # %% ../../nbs/42_batch.ipynb #4fade436
 def in_phase(values, # one for each phase
@@ -147,10 +99,6 @@ def window_mask(T, window, # tokens of a sequence, keys that a query sees
     far = torch.arange(T, device=device)
     far = far[:, None] - far
     return (far >= 0) & (far < window)
-
-def window_share(T, window): # as for `window_mask`
-    "Return the share of causal attention's pairs of query and key that are in the window"
-    return sum(min(i, window) for i in range(1, T + 1)) / (T*(T + 1)/2)
 
 # %% ../../nbs/42_batch.ipynb #41a3ca44
 def in_window(window, # keys that a query sees

@@ -7,21 +7,12 @@ __all__ = ['polar_express', 'new_state', 'normalize_variance', 'decayed', 'rates
 
 # %% ../../nbs/44_fast_muon.ipynb #13f20cf5
 from dataclasses import dataclass
-from functools import partial
 import torch
 from ..compat import FakeTensor
 from ..io_utils import InputError
-from ..measure import compare, default_device
 from ..rungs.optim import fake_update, to_device
 from ..rungs.kernel_ops import blocks, jit, pow2, runs_kernel, tl
 from ..distributed.collectives import all_gather_parts
-
-# %% ../../nbs/44_fast_muon.ipynb #3c914a9a
-def matrix_shapes(config): # a `GPTConfig`
-    "Return rows and columns of all matrices inside of the layers"
-    c, kv = config, config.kv_heads*config.head_dim
-    attention = [(c.heads*c.head_dim, c.width), (kv, c.width), (kv, c.width), (c.width, c.heads*c.head_dim)]
-    return (attention + [(c.hidden, c.width)]*2 + [(c.width, c.hidden)]) * c.layers
 
 # %% ../../nbs/44_fast_muon.ipynb #9f1da6cf
 @dataclass(frozen=True)
@@ -143,34 +134,6 @@ def split_among_ranks(f, # slice -> its part of the result, matrix by matrix
     res = x.new_empty(size*each, *x.shape[1:])
     all_gather_parts(res, mine, group=group)
     return res[:len(x)]
-
-# %% ../../nbs/44_fast_muon.ipynb #5c4d8051
-@torch.no_grad()
-def one_by_one(group, params, grads, states):
-    "Update in a loop over the matrices, each as a stack of its own, in plain PyTorch"
-    for p, g, s in zip(params, grads, states):
-        stack, = stacks_of((tuple(p.shape),))
-        update_torch(stack, [(p, g, s["momentum"], s.get("variance"))], group, None, None)
-
-@torch.no_grad()
-def stacked(group, params, grads, states):
-    "Update by stacks in plain PyTorch"
-    tensors = [(p, g, s["momentum"], s.get("variance")) for p, g, s in zip(params, grads, states)]
-    for stack in stacks_of(tuple(tuple(p.shape) for p in params)):
-        update_torch(stack, [tensors[i] for i in stack.order], group, None, None)
-
-# %% ../../nbs/44_fast_muon.ipynb #b01301ce
-def update_of(update, # (group, params, grads, states)
-              shapes, # of the matrices
-              variance=.95): # NorMuon's; 0 for Muon
-    "Return a builder for `compare` and `count`: random matrices, and their update as a step"
-    def build_step():
-        new = lambda: [torch.randn(s, device=default_device()) for s in shapes]
-        ps, gs = new(), new()
-        states = [new_state(p, variance) for p in ps]
-        group = dict(lr=.02, weight_decay=.1, momentum=.95, variance=variance, cautious=True, steps=5)
-        return lambda: update(group, ps, gs, states)
-    return build_step
 
 # %% ../../nbs/44_fast_muon.ipynb #a80d6809
 @jit
@@ -477,14 +440,3 @@ def count_update(stack, tensors, group): # as for `update_torch`, of fake tensor
         torch.bmm(P, x, out=y)
     if group["variance"]: fake_update([y], vs)
     fake_update([y], ps)
-
-# %% ../../nbs/44_fast_muon.ipynb #29bce67b
-def time_updates(shapes, # of the matrices
-                 variance=.95, # NorMuon's; 0 for Muon
-                 compiled=False): # whether to compile `stacked` too, which takes its time
-    "Time ways to update matrices, interleaved: name -> `Measured`"
-    ways = {"matrix by matrix": one_by_one, "stacked": stacked, "our kernels": fast_muon,
-            "and our products": partial(fast_muon, symmetric=True)}
-    if compiled: ways["stacked, compiled"] = torch.compile(stacked, fullgraph=True, dynamic=False)
-    if default_device().type == "cpu": del ways["and our products"] # nothing to measure in an interpreter
-    return compare({k: update_of(f, shapes, variance) for k, f in ways.items()})

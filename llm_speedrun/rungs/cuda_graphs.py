@@ -12,24 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from fastcore.basics import patch
 from ..io_utils import InputError, RunError
-from ..runs import PrecomputedGrads, needs_capability, param_groups, rung
-
-# %% ../../nbs/19_cuda_graphs.ipynb #335e07d5
-def capturable_adamw(model, # the model to optimize
-                     lr=1e-3): # learning rate, changed by `group["lr"].fill_(lr)`
-    "Make an AdamW that a CUDA graph can capture: learning rate and step count are tensors on the GPU"
-    lr = torch.tensor(lr, device=next(model.parameters()).device)
-    return torch.optim.AdamW(param_groups(model, .1), lr=lr, betas=(.9, .95), capturable=True, fused=True)
-
-# %% ../../nbs/19_cuda_graphs.ipynb #cb6fc29e
-def check_graphed(step): # a `Stepper`
-    "Raise `ValueError` for a step that a CUDA graph can't record, `RuntimeError` without a GPU"
-    if step.scaler.is_enabled():
-        raise InputError("a gradient scaler reads from the GPU in each step, as no CUDA graph can: use bf16")
-    if not all(g.get("capturable") for g in step.opt.param_groups):
-        raise InputError("this optimizer counts its steps in Python, which a CUDA graph would do once: "
-                         "use capturable_adamw")
-    if step.run.device.type != "cuda": raise RunError("CUDA graphs need a GPU: this model is on a CPU")
+from ..runs import PrecomputedGrads, needs_capability, rung
 
 # %% ../../nbs/19_cuda_graphs.ipynb #6d6474f1
 def copy_same(to, # where the graph reads
@@ -49,22 +32,6 @@ def warm_up_aside(f, # () -> anything
     with torch.cuda.stream(side):
         for _ in range(n): f()
     torch.cuda.current_stream().wait_stream(side)
-
-# %% ../../nbs/19_cuda_graphs.ipynb #63ecccb9
-def graphed(step, # a `Stepper`, which takes three steps on the example
-            batch): # an example (x, y), B T each
-    "Capture the whole step as one CUDA graph. Returns a function from a batch of that shape to the loss"
-    check_graphed(step)
-    x, y = static = [t.clone() for t in batch]
-    warm_up_aside(lambda: step((x, y)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"): loss = step((x, y))
-    def replay(batch):
-        for to, new in zip(static, batch): copy_same(to, new)
-        graph.replay()
-        return loss.clone() # the next replay writes over `loss`
-    replay.step = step # a recording knows addresses, and doesn't keep alive the weights that lie there
-    return replay
 
 # %% ../../nbs/19_cuda_graphs.ipynb #6587a01f
 class RecordedPass:

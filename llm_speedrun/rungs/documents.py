@@ -23,15 +23,6 @@ def document_mask(x, eot): # B T tokens, the token that begins a document
     d = document_ids(x, eot)[:, None]
     return (d[..., :, None] == d[..., None, :]).tril()
 
-# %% ../../nbs/24_documents.ipynb #592c92fa
-def document_borders(x, eot): # B T tokens, the token that begins a document
-    "Return cumulative document lengths in the flattened windows (int32, 0 to B*T), and the longest one"
-    begins = x == eot
-    begins[:, 0] = True
-    ends = torch.tensor([x.numel()], device=x.device)
-    cu = torch.cat([begins.flatten().nonzero().flatten(), ends]).int()
-    return cu, int(cu.diff().max())
-
 # %% ../../nbs/24_documents.ipynb #eaef5885
 def check_documents(corpus): # a `data.Corpus`
     "Raise `InputError` before there is a run if it isn't known where documents begin"

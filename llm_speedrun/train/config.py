@@ -206,7 +206,6 @@ class SampleOptions(Options):
     # Text
     prompt: TextList = "" # text to go on from; by default a new document; - reads standard input; repeatable
     prompts: str = "" # a file with a prompt in each line; - reads standard input
-    chat: bool = False # go on in turns from what you type: a base model continues it, and doesn't answer
     n: PositiveInt = 200 # most tokens to add
     num_samples: PositiveInt = 1 # texts for each prompt
     # Sampling

@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 
 # %% ../../nbs/36a_machine_checks.ipynb #ddb069e9
-from ..io_utils import SpeedrunError, cache_dir, in_words
+from ..io_utils import SpeedrunError, cache_dir, format_oserror
 from ..measure import default_device, driver_version, nvml_gpu, sample_ms, summarize, version_of
 from ..runs import RUNGS
 from .presets import presets
@@ -46,7 +46,7 @@ def of_error(e, # an exception
     if isinstance(e, torch.OutOfMemoryError):
         return Finding("problem", about, "out of GPU memory: choose a smaller --micro_batch_size, "
                        "--rungs smallest, or a smaller --model or --seq_len")
-    if isinstance(e, OSError): text = in_words(e)
+    if isinstance(e, OSError): text = format_oserror(e)
     else: text = str(e) if isinstance(e, SpeedrunError) else f"{type(e).__name__}, which nobody foresaw: {e}"
     return Finding("problem", about, text or type(e).__name__)
 

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
 # %% ../../nbs/38_prepare_data.ipynb #4732407b
-from ..io_utils import (InputError, check_writable, hold, read_json, replace_file, split_paths,
-                                   synced, usable_cores)
+from ..io_utils import (InputError, check_writable, lock_dir, read_json, replace_file, split_paths,
+                                   fsync_path, usable_cores)
 from .encoder_pool import encoders, in_order
 from ..text_files import EOT, PACKED, document_files, file_kind, read_documents
 from ..tokenizer import (Tally, TextSummary, read_tokenizer, set_end_token,
@@ -60,7 +60,7 @@ class _Unfinished:
     def __init__(self, out, job, dtype): # the final folder, what must not change (a dict), of a token
         self.folder, self.dtype = out.with_name(f".{out.name}.unfinished"), dtype
         self.tokens, self.journal = self.folder/"tokens", self.folder/"journal.json"
-        self.lock = hold(self.folder, "this corpus")
+        self.lock = lock_dir(self.folder, "this corpus")
         try: self.open(job)
         except BaseException: self.lock.release(); raise
 
@@ -94,7 +94,7 @@ class _Unfinished:
     def sync(self):
         "Bring what was added to the disk, then say so in the journal"
         for w in self.writers: w.sync()
-        synced(self.tokens)
+        fsync_path(self.tokens)
         replace_file(self.journal, msgspec.json.encode(self.done).decode(), sync=True)
 
     def close(self):
@@ -131,7 +131,7 @@ def _finish(unfinished, out, spec, text): # the final folder, a `CorpusSpec`, a 
         for p in unfinished.tokens.iterdir(): shutil.copyfile(p, folder/p.name)
         writers = hold_out_tail(folder, writers, spec)
     meta = describe_tokens(folder, spec, writers, split, unfinished.digest, text)
-    folder.rename(out); synced(out.parent)
+    folder.rename(out); fsync_path(out.parent)
     unfinished.close()
     shutil.rmtree(unfinished.folder)
     return meta

@@ -18,7 +18,7 @@ from ..runs import RungSpec, next_smaller_divisor, rung_name, rung_specs
 from ..distributed.world import World, check_alike
 from ..plugins import check_function, function_rungs, is_own, with_plugin_of
 from ..rungs.documents import mean_length, within_documents
-from ..export import import_folder, recorded_function
+from ..pretrained import import_folder, recorded_function
 from ..recipes.model_registry import model_of, recipe_for
 
 # %% ../../nbs/30a_resolve.ipynb #30res005

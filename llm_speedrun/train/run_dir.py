@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 import msgspec, torch
 from msgspec import UNSET, Meta, UnsetType
-from ..io_utils import (LOCK, InputError, RunError, check_writable, hold, read_json, reason,
+from ..io_utils import (LOCK, InputError, RunError, check_writable, lock_dir, read_json, reason,
                                    replace_file)
 from ..measure import gpu_gib, machine
 from ..model import GPTConfig
@@ -117,13 +117,13 @@ def create_run_dir(folder, # of a run that begins
         try: begun and read_record(folder)
         except (FileNotFoundError, InputError) as e: raise InputError(
             f"{folder} is not overwritten, as it is no run ({e}): choose another --name") from None
-    return hold(folder, "this run")
+    return lock_dir(folder, "this run")
 
 # %% ../../nbs/33a_run_dir.ipynb #e33bc1d1
 def lock_run_dir(folder): # of a run that goes on
     "Lock a resumed run's folder. Returns the lock; raises `NotADirectoryError`, or `RunError` if in use"
     check_writable(folder, "look at its permissions") # it stays where it is
-    return hold(folder, "this run")
+    return lock_dir(folder, "this run")
 
 # %% ../../nbs/33a_run_dir.ipynb #33astor2
 def try_storage(folder): # where a checkpoint, a log and a file are written, read and removed; made for it

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from ..io_utils import InputError
 from ..tokenizer import end_of_text, tokenizer_of, vocabulary_size
-from ..export import run_of
+from ..pretrained import run_of
 from ..data import Batches, bigram_loss, val_batches
 from ..corpus import Corpus, differences
 from ..rungs.documents import check_documents

@@ -56,7 +56,7 @@ def social_image(path):
     import matplotlib; matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from headline import OURS, OURS_16, chart, newest, speedups, thousands
-    from llm_speedrun.measure import course_records
+    from llm_speedrun.course import course_records
     race = newest()
     with plt.rc_context({"font.size": 16}): ax = chart(race, course_records(), (12, 6.3))
     fig = ax.figure

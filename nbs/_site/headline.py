@@ -2,8 +2,8 @@
 compares and the social image take it from here, so that they say the same."""
 import json
 from pathlib import Path
-from llm_speedrun.figures import COLORS
-from llm_speedrun.measure import SPINE, course_records, load_records, records_path
+from llm_speedrun.measure import COLORS, SPINE, load_records, records_path
+from llm_speedrun.course import course_records
 from llm_speedrun.benchmarks.race_report import final, shared_record
 
 MEASUREMENTS = Path(__file__).resolve().parents[1]/"measurements"

@@ -5,7 +5,8 @@ from functools import lru_cache
 from types import CodeType
 from unittest.mock import patch
 from llm_speedrun import measure
-from llm_speedrun.measure import COURSE, course_records, fmt, mfu_text, records_path
+from llm_speedrun.measure import fmt, mfu_text, records_path
+from llm_speedrun.course import COURSE, course_records
 from llm_speedrun.benchmarks.peers import PEERS
 from llm_speedrun.records import code_of
 from headline import newest, packages

@@ -318,7 +318,8 @@ def minutes(cells, words=200, lines=20):    # of text and of code that somebody 
 def rung_rows(lesson):
     """The records in which this notebook measured a rung on top of others, on the course's workload. Variants
     have more words after a comma: of these the first"""
-    from llm_speedrun.measure import COURSE, SPINE, load_records, records_path
+    from llm_speedrun.measure import SPINE, load_records, records_path
+    from llm_speedrun.course import COURSE
     known, rows = rungs().keys() | set(COURSE), {}
     for r in load_records(records_path("NVIDIA H200")):
         name = r["rung"].split(",")[0]
@@ -350,7 +351,7 @@ def gains(lesson):
 
 def marked(lesson):
     "The rung that the notebook marks on the ladder's chart, the last one if it shows all of it; None without"
-    from llm_speedrun.measure import COURSE
+    from llm_speedrun.course import COURSE
     charts = [s for s in texts(lesson, "code") if s.startswith("#| echo: false")]
     calls = [o for s in charts for o in ast.walk(tree(s)) if call_name(o) == "you_are_here"]
     return next((ast.literal_eval(o.args[0]) if o.args else COURSE[-1] for o in calls), None)
@@ -402,7 +403,7 @@ def rung_capability(name):
 
 def runs_on_a_t4(lesson):
     "Whether all that a notebook measures can run on a T4: its rungs and those below, and no bf16 or FP8"
-    from llm_speedrun.measure import rungs_below
+    from llm_speedrun.course import rungs_below
     here = marked(lesson)
     used = [*rungs_below(here), here] if here in rungs() else []
     formats = re.search(r"bfloat16|float8|[\"'](bf16|fp8)", "\n".join(texts(lesson, "code")))

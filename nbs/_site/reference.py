@@ -6,7 +6,7 @@ from typing import get_origin
 from unittest.mock import patch
 import msgspec, torch
 from fastcore.docments import docments
-from llm_speedrun import choices, corpus, export, measure, model, runs
+from llm_speedrun import choices, corpus, measure, model, pretrained, runs
 from llm_speedrun.io_utils import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, RungSpec, build, rung_options
@@ -260,7 +260,7 @@ def formats_page(root):
     doc = " ".join(inspect.getdoc(corpus.write_shards).split())
     types = (corpus.Meta, corpus.TextSummary, prepare_data.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.CheckpointMetadata, checkpointer.State,
              checkpoint.OptimizerState, loader.Position, run_dir.Record, model.GPTConfig, run_dir.Result,
-             choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.RememberedTrial, autotune.Trial, export.Qwen3, export.Index, Fit)
+             choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.RememberedTrial, autotune.Trial, pretrained.Qwen3, pretrained.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
                 records=record_rows(), version=checkpoint.VERSION, manifest=checkpoint.MANIFEST,
                 structs={c.__name__: struct(c) for c in types})

@@ -1,7 +1,8 @@
 """The pages of nbs/_site/train/ that show measured numbers: templates whose `{{ ... }}` are read from the
 H200's records and from the outputs of the finale."""
 import json, re
-from llm_speedrun.measure import course_records, load_records, records_path
+from llm_speedrun.measure import load_records, records_path
+from llm_speedrun.course import course_records
 from llm_speedrun.model import WORKLOADS, matrix_params
 from headline import OURS, best, newest, packages
 from measured import times

@@ -12,12 +12,13 @@ from llm_speedrun.train.config import DataOptions
 from llm_speedrun.data import Batches
 from llm_speedrun.corpus import Corpus, open_corpus, stdlib_files, train_tokenizer, write_shards
 from llm_speedrun.text_files import read_documents
-from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_borders, document_mask,
+from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_mask,
                                            mean_length, padded_borders, within_documents)
 from llm_speedrun.train.prepare_data import document_source, tokenize_corpus
 from llm_speedrun.train.loader import MixedBatches, DistributedBatches, StreamBatches
 from llm_speedrun.train.encoder_pool import Encoder, Worker, in_order
 from helpers import quick_programs
+from helpers.lessons import defined_in
 from helpers.tiny_runs import words
 from helpers.timeouts import TIMEOUT, until_some_moment, wait_until
 
@@ -398,7 +399,7 @@ def test_logits_do_not_depend_on_documents_before(rungs):
 def test_padded_borders_part_what_the_mask_parts(seed, every):
     "As many numbers whatever the documents; of documents for which there is no room, the last ones see each other, and windows never do"
     x = torch.randint(9, (5, 41), generator=torch.Generator().manual_seed(seed))
-    cu, own = padded_borders(x, 0, every), document_borders(x, 0)[0]
+    cu, own = padded_borders(x, 0, every), defined_in("24_documents", "document_borders").document_borders(x, 0)[0]
     assert cu.dtype == torch.int32 and len(cu) == 1 + min(x.numel(), 5 + border_room(x.numel(), every))
     assert (cu.diff() >= 0).all() and cu[0] == 0 and cu[-1] == x.numel() and cu.diff().max() <= 41 and {*range(0, 205, 41)} <= {*cu.tolist()}
     assert {*cu.tolist()} <= {*own.tolist()}

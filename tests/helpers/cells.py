@@ -5,11 +5,11 @@ from make_readme import ROOT, text
 NBS = sorted((ROOT/"nbs").glob("*.ipynb"))
 # Annotated source: literate, tested and exported, and no part of the course
 SOURCE = [p for p in NBS if p.stem in """
-    03_data 03b_text_files 03c_tokenizer 03d_token_files 03e_corpus 05a_records 06_files 06a_choices 06b_architectures 06c_plugins 07_compat
+    03_data 03b_text_files 03c_tokenizer 03d_token_files 03e_corpus 05a_records 06_files 06a_choices 06b_architectures 06c_plugins 06d_course 07_compat
     13a_kernel_ops 16a_fp8_kernels 30a_resolve 30b_train_data 30c_train_step 30d_console 30e_coordinator 30f_checkpointer 30g_validator 30h_callbacks
     31a_save 32_presets 32a_autotune 33_config 33a_run_dir 33b_launch 33c_cli 34a_run_charts 35_report 36a_machine_checks 37_encoder_pool
     38_prepare_data 48a_clock 48b_adapters 48c_race_report 49a_model_registry 50a_spawn 50b_watchdog 50d_parallel 54a_load 54b_state
-    60a_sample 64_comparison""".split()]
+    60a_sample 62a_pretrained 64_comparison""".split()]
 NUMBERED = [p for p in NBS if p.stem[:2].isdigit()]
 LESSONS = [p for p in NUMBERED if p not in SOURCE]
 LADDER = [p for p in LESSONS if 10 <= int(p.stem[:2]) < 30]
@@ -24,7 +24,8 @@ AWAITING = [*OLD, *"""
     31_saving 31a_save 33a_run_dir 34_metrics 35_report 36_doctor 36a_machine_checks 37_encoder_pool 38_prepare_data 39_loader
     40_schedules 42_batch 43_muon 44_fast_muon 45_normuon 46_architecture 47_speedrun 49_beyond 49a_model_registry
     50c_collectives 51_ddp 52_fsdp 53_tensor_parallel 54_sharded_saving 54a_load 54b_state 60_generate 60a_sample
-    62_export 63_finale""".split()]
+    62_export 63_finale 03e_corpus 05a_records 30a_resolve 30b_train_data 33_config 33c_cli 41_recipe 48_race 50_world 55_cluster 61_evals
+    65_plan""".split()]
 def with_outputs(paths): return [p for p in paths if p.stem not in OLD]
 
 def read(path): return json.loads(path.read_text(encoding="utf-8"))

@@ -100,7 +100,7 @@ def test_every_recorded_output_is_there():
     for name, stem, c in calls: assert name.split("/")[0] == stem and c["outputs"] and outputs[stem]["gpu"] != "CPU", name
 
 def test_a_cpu_shows_what_a_gpu_recorded(monkeypatch, capsys):
-    from llm_speedrun.measure import show_recorded
+    from llm_speedrun.course import show_recorded
     monkeypatch.chdir(ROOT/"nbs")
     show_recorded("00_gpu/launches")
     assert re.match(r"Recorded on an NVIDIA \w+, 20\d\d-\d\d-\d\d:\n +1 numbers: +[\d.]+ µs", capsys.readouterr().out)
@@ -111,7 +111,8 @@ def test_a_cpu_shows_what_a_gpu_recorded(monkeypatch, capsys):
 @pytest.mark.parametrize("there", [True, False])
 def test_no_speedup_of_a_cpu_is_shown(there):
     "Tables and lines of a record made on a CPU say what a GPU recorded, or nothing"
-    from llm_speedrun.measure import NO_GPU, course_records, guess_chart, ladder_table, paid_text
+    from llm_speedrun.measure import NO_GPU, ladder_table
+    from llm_speedrun.course import course_records, guess_chart, paid_text
     gpus = course_records()[1]
     mine = gpus | dict(gpu="CPU", ratio=17.17, tok_s=171717., ms=17.17, on_gpu=gpus if there else None)
     said = f"{ladder_table([mine])}{paid_text(mine)}"

@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from helpers.cells import (LADDER, LESSONS, NBS, NUMBERED, SOURCE, directives, exported, first_line, lines, of_kind, output_text, parsed, read, said, shown,
                    source, with_outputs)
-from llm_speedrun.io_utils import exercise as exercise_check
+from llm_speedrun.course import exercise as exercise_check
 from make_readme import ROOT, targets, text
 from helpers.prose import measured_numbers, shows, typed_numbers
 

@@ -6,7 +6,8 @@ from llm_speedrun import plugins
 from llm_speedrun.architectures import MODELS
 from llm_speedrun.choices import code_version
 from llm_speedrun.cli import speedrun_export, speedrun_sample, speedrun_train
-from llm_speedrun.export import export_folder, from_pretrained, import_folder
+from llm_speedrun.export import export_folder
+from llm_speedrun.pretrained import from_pretrained, import_folder
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.generate import Generator
 from llm_speedrun.model import WORKLOADS

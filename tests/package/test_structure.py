@@ -10,7 +10,7 @@ METHODS, LINES, NAMES = 20, 500, 700 # the most of a class, of a module, and of 
 LARGE = {} # classes
 LONG = {} # modules
 CIRCLES = [] # groups of modules that may import each other
-FOLDER_CIRCLES = [{"benchmarks", "export", "ladder", "train"}] # likewise of folders, and of modules in none
+FOLDER_CIRCLES = [{"benchmarks", "export", "ladder", "pretrained", "train"}] # likewise of folders, and of modules in none
 
 def modules(folder):
     return {".".join(p.relative_to(folder).with_suffix("").parts): p for p in sorted(folder.rglob("*.py")) if not p.stem.startswith("_")}
@@ -120,6 +120,12 @@ def test_public_names_are_few():
 def test_what_shrank_leaves_the_lists():
     found, sizes = methods(PACKAGE), {k: lines(p) for k, p in modules(PACKAGE).items()}
     assert all(found[k] > METHODS for k in LARGE) and all(sizes[k] > LINES for k in LONG), (found, sizes)
+
+def test_only_notebooks_import_the_course():
+    "What a lesson draws, shows and checks is no part of the product"
+    assert not [name for name, found in graph(PACKAGE, "llm_speedrun").items() if "course" in found]
+
+def test_io_utils_imports_nothing_of_the_package(): assert not graph(PACKAGE, "llm_speedrun")["io_utils"]
 
 def class_assignments(source):
     "Lines of Python that assign an object's class"

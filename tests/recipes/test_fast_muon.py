@@ -13,8 +13,10 @@ from llm_speedrun.roofline import count
 from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.measure import sample_ms, summarize, version_of
 from llm_speedrun.recipes.fast_muon import POLAR_EXPRESS, Stack, fast_muon, new_state, stacks_of, type_on
+from helpers.lessons import defined_in
 from helpers.tiny_runs import relative_error
 
+lesson = defined_in("44_fast_muon", "matrix_shapes", "update_of")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(5, 7), (7, 5), (16, 16), (24, 70), (70, 24), (1, 9), (1, 1)]
 MANY = [s for s in SHAPES[:5] for _ in range(16 if DEVICE.type == "cuda" else 2)]
@@ -265,8 +267,8 @@ def test_sums_over_more_than_a_block(kernels):
 
 def test_counted():
     "On fake tensors: five times 4 m² n + 2 m³ FLOPs for each matrix, the bytes of a perfect update, and nothing of PyTorch's own"
-    shapes = fm.matrix_shapes(workload("tiny"))
-    ops = count(fm.update_of(fast_muon, shapes))
+    shapes = lesson.matrix_shapes(workload("tiny"))
+    ops = count(lesson.update_of(fast_muon, shapes))
     flops = sum(5*(4*min(s)**2*max(s) + 2*min(s)**3) for s in shapes)
     assert sum(o.flops for o in ops) == flops
     numbers, squares = sum(a*b for a, b in shapes), sum(min(s)**2 for s in shapes)
@@ -301,7 +303,7 @@ def test_shares():
 
 def real(name="124m", layers=None, variance=.95):
     "Matrices of a workload's shapes, on the GPU"
-    shapes = fm.matrix_shapes(workload(name))
+    shapes = lesson.matrix_shapes(workload(name))
     return case(shapes[:7*layers] if layers else shapes, variance=variance)
 
 @pytest.mark.cuda

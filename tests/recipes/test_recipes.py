@@ -307,7 +307,7 @@ def test_fp8_learns_as_bf16_does():
     "Losses at the end of two runs each, from two starts: two in bf16 differ, too, from the order of sums alone"
     from llm_speedrun.data import Batches, prefetch
     from llm_speedrun.corpus import open_corpus
-    from llm_speedrun.runs import curve_gap
+    from llm_speedrun.course import curve_gap
     corpus, curves = open_corpus(), {}
     config = find_recipe("speedrun").shape(replace(workload("124m"), vocab=max(1024, corpus.vocab)))
     for k in ("fastest16", "fastest")*2:

@@ -2,12 +2,16 @@
 from dataclasses import replace
 from functools import partial
 import pytest, torch
-from llm_speedrun.rungs.checkpointing import (checkpoint, count_memory, fits_in, largest_that_fits, measure_memory, MemoryCounter, pass_memory,
-                                              prepared, recompute, saved_bytes, selective_checkpoint, evenly_spread)
+from llm_speedrun.rungs.checkpointing import (checkpoint, count_memory, largest_that_fits, MemoryCounter, pass_memory,
+                                              prepared, recompute, selective_checkpoint, evenly_spread)
 from llm_speedrun.roofline import OpCounter
 from llm_speedrun.model import naive_layer, workload
-from llm_speedrun.runs import build, enter_all, find_rung, reference_errors, Stepper
+from llm_speedrun.runs import build, enter_all, find_rung, Stepper
+from llm_speedrun.course import reference_errors
+from helpers.lessons import defined_in
 from helpers.tiny_runs import NANO, fails, nano
+
+lesson = defined_in("20_checkpointing", "saved_bytes", "measure_memory", "fits_in", "GPUMeter")
 
 FOUR = replace(NANO, layers=4)
 CHANGES = dict(whole=checkpoint, every_2=partial(checkpoint, every=2), every_9=partial(checkpoint, every=9),
@@ -260,7 +264,7 @@ def test_memory_returns():
 
 def test_saved_bytes():
     "By names, as the other counters: more tokens, more bytes, in proportion"
-    one, two, three = (saved_bytes(NANO, ["flash"], b) for b in (1, 2, 3))
+    one, two, three = (lesson.saved_bytes(NANO, ["flash"], b) for b in (1, 2, 3))
     assert two - one == three - two > 0
 
 def test_largest():
@@ -275,7 +279,7 @@ C = workload("124m")
 def test_gpu_memory(rungs):
     "At 124m the goals for activation memory are met, and the count on fake tensors is within 10% of the allocator's peak"
     def memory(change, f): return f(lambda: no_logits(change(build(C, rungs))), 16)
-    none, whole, part = (memory(f, measure_memory) for f in (lambda r: r, checkpoint, selective_checkpoint))
+    none, whole, part = (memory(f, lesson.measure_memory) for f in (lambda r: r, checkpoint, selective_checkpoint))
     assert whole.peak < .4*none.peak and part.peak < .65*none.peak, (none, whole, part)
     for f, real in ((lambda r: r, none), (checkpoint, whole), (selective_checkpoint, part)):
         fake = memory(f, lambda make, batch: count_memory(make, batch)[0])
@@ -303,6 +307,6 @@ def test_gpu_compiled(change):
 def test_gpu_trial_leaves_no_limit():
     "A trial in less memory says no where it doesn't fit, and the limit is gone afterwards"
     make = partial(build, C, FUSED[:2])
-    assert fits_in(make, 1, 8) and not fits_in(make, 64, 8)
+    assert lesson.fits_in(make, 1, 8) and not lesson.fits_in(make, 64, 8)
     x = torch.empty(12 * 2**30, dtype=torch.uint8, device="cuda")
     assert x.numel() == 12 * 2**30

@@ -5,14 +5,18 @@ from functools import partial
 from types import SimpleNamespace
 import pytest, torch
 from llm_speedrun.rungs.compile import compile, whole_pass
-from llm_speedrun.rungs.cuda_graphs import capturable_adamw, graphed, RecordedLoss, RecordedPass
+from llm_speedrun.rungs.cuda_graphs import RecordedLoss, RecordedPass
 from llm_speedrun.roofline import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, ceilings,
                                    profile_kinds, profiled)
 from llm_speedrun.model import WORKLOADS, naive_attention, naive_layer, set_parts
-from llm_speedrun.runs import RUNGS, build, count_step, enter_all, make_step, reference_errors, Stepper
+from llm_speedrun.runs import RUNGS, build, count_step, enter_all, make_step, Stepper
+from llm_speedrun.course import reference_errors
 from llm_speedrun.generate import generate
 from helpers.torch_globals import changed, flags
+from helpers.lessons import defined_in
 from helpers.tiny_runs import NANO, fails, recorded
+
+lesson = defined_in("19_cuda_graphs", "capturable_adamw", "graphed", "check_graphed")
 
 graphs = []
 def spy(graph, inputs):
@@ -133,10 +137,10 @@ def test_a_step_that_no_graph_can_record():
     "A gradient scaler, an optimizer that counts in Python, a CPU: refused before anything is recorded"
     on = dict(device="cpu")
     scaled = replace(build(NANO, [], **on), scaler=partial(torch.amp.GradScaler, "cpu"))
-    with fails(ValueError, "gradient scaler", "use bf16"): graphed(Stepper(scaled), batch())
-    with fails(ValueError, "counts its steps in Python", "capturable_adamw"): graphed(Stepper(build(NANO, [], **on)), batch())
-    run = replace(build(NANO, [], **on), optimizer=capturable_adamw)
-    with fails(RuntimeError, "need a GPU"): graphed(Stepper(run), batch())
+    with fails(ValueError, "gradient scaler", "use bf16"): lesson.graphed(Stepper(scaled), batch())
+    with fails(ValueError, "counts its steps in Python", "capturable_adamw"): lesson.graphed(Stepper(build(NANO, [], **on)), batch())
+    run = replace(build(NANO, [], **on), optimizer=lesson.capturable_adamw)
+    with fails(RuntimeError, "need a GPU"): lesson.graphed(Stepper(run), batch())
 
 def test_replayed_gradients():
     "They are scaled by what comes from above, are new tensors each time, and aren't handed out once overwritten"
@@ -234,12 +238,12 @@ def test_a_recorded_step(compiled):
     "A replayed CUDA graph takes the steps that the eager run takes, on each batch that it gets"
     b, c = batch(2, BIG.seq_len, BIG), tuple(t.flip(0).contiguous() for t in batch(2, BIG.seq_len, BIG))
     def run():
-        r = replace(build(BIG, OURS), optimizer=capturable_adamw)
+        r = replace(build(BIG, OURS), optimizer=lesson.capturable_adamw)
         return compile(r) if compiled else r
     step = Stepper(run())
     for _ in range(3): step(b)
     eager = [step(d).item() for d in (b, c, b, c)]
-    replay = graphed(Stepper(run()), b)
+    replay = lesson.graphed(Stepper(run()), b)
     assert [replay(d).item() for d in (b, c, b, c)] == pytest.approx(eager, abs=5e-3)
     with fails(ValueError, "recorded for .2, 1024. and got .1, 1024."): replay(tuple(t[:1] for t in b))
 

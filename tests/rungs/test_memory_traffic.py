@@ -20,7 +20,9 @@ from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
 from llm_speedrun.rungs.optim import update_torch, update_triton
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all, find_rung, reference_errors
+from llm_speedrun.runs import (Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all,
+                               find_rung)
+from llm_speedrun.course import reference_errors
 from llm_speedrun.checkpoint.format import load_named_state, named_state, flatten_state, unflatten_state
 from helpers.examples import example
 from helpers.tiny_runs import fails, NANO, pass_of, relative_error

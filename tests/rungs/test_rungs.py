@@ -10,7 +10,8 @@ from llm_speedrun.rungs.amp import bf16, fp16, half_rung
 from llm_speedrun.rungs.flash import BACKENDS, attend_with, flash, sdpa, why_not
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import naive_attention, workload
-from llm_speedrun.runs import RUNGS, baseline, build, check_rung, count_step, find_rung, reference_errors, Run, rung, rung_specs, sort_rungs, Stepper
+from llm_speedrun.runs import RUNGS, baseline, build, check_rung, count_step, find_rung, Run, rung, rung_specs, sort_rungs, Stepper
+from llm_speedrun.course import reference_errors
 
 from llm_speedrun.rungs.tf32 import tf32
 from llm_speedrun.train.presets import parse_rungs, presets

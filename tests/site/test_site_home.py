@@ -6,7 +6,8 @@ from helpers.cells import cells, source
 from helpers.files import read_yaml
 from make_readme import ROOT, make_readme, site, targets
 from helpers.prose import measured_numbers
-from llm_speedrun.measure import COURSE, SPINE, course_records, records_path
+from llm_speedrun.measure import SPINE, records_path
+from llm_speedrun.course import COURSE, course_records
 from llm_speedrun.benchmarks.race_report import shared_record, with_spread
 import build_pages
 build_pages.load()

@@ -5,7 +5,8 @@ import pytest, torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from llm_speedrun.data import val_batches
-from llm_speedrun.export import export_folder, from_pretrained, gpt_config, import_folder, qwen3_config, write_folder
+from llm_speedrun.export import export_folder, qwen3_config, write_folder
+from llm_speedrun.pretrained import from_pretrained, gpt_config, import_folder
 from llm_speedrun.recipes.model_registry import shapes
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPT, WORKLOADS
@@ -128,8 +129,8 @@ def test_two_steps_of_their_trainer(exported, tmp_path):
 
 def test_without_transformers_and_killed(trained, tmp_path):
     "Neither export nor import needs transformers; `kill -9` in the middle leaves no folder of that name, and the next export succeeds"
-    script = ("import os, sys; sys.modules['transformers'] = None\nfrom llm_speedrun import export\nrun, a, b = sys.argv[1:]\n"
-              "export.export_folder(run, a); export.from_pretrained(a, 'cpu')\n"
+    script = ("import os, sys; sys.modules['transformers'] = None\nfrom llm_speedrun import export, pretrained\nrun, a, b = sys.argv[1:]\n"
+              "export.export_folder(run, a); pretrained.from_pretrained(a, 'cpu')\n"
               "export.write_tensors = lambda *a, **k: os._exit(9)\nexport.export_folder(run, b)")
     res = quick_programs.run([sys.executable, "-c", script, *map(str, (trained[1], tmp_path/"a", tmp_path/"b"))], timeout=TIMEOUT)
     assert res.returncode == 9 and (tmp_path/"a").exists() and not (tmp_path/"b").exists()

@@ -3,18 +3,19 @@ import io, json, random
 from dataclasses import replace
 import pytest, torch
 from tokenizers import Tokenizer
-from llm_speedrun import sample
 from llm_speedrun.corpus import train_tokenizer
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.export import export_folder, from_pretrained, write_folder
+from llm_speedrun.export import export_folder, write_folder
+from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.recipe import RECIPES, parse_recipe
 from llm_speedrun.runs import RUNGS, Run, baseline, build, enter_all, rung, uncompiled
 from llm_speedrun.generate import Generator, TextStream, draw, generate, is_causal, padded, stream_pieces, top_k_top_p
-from llm_speedrun.sample import continued, in_dtype, open_model
+from llm_speedrun.sample import in_dtype, open_model
 from llm_speedrun.cli import speedrun_sample
 from llm_speedrun.train.trainer import train
+from helpers.lessons import defined_in
 from helpers.tiny_runs import NANO, fails, nano, options, texts
 
 # The cache
@@ -343,7 +344,7 @@ def test_stops_at_the_end_of_a_document(folder, monkeypatch):
     "What the model writes after it would be another text"
     eot = Tokenizer.from_file(str(folder/"tokenizer.json")).token_to_id("<|endoftext|>")
     monkeypatch.setattr(Generator, "write", lambda self, n, g, **how: iter([[66], [67], [eot], [68]]))
-    assert continued(folder, "x") == "x" + Tokenizer.from_file(str(folder/"tokenizer.json")).decode([66, 67])
+    assert defined_in("60a_sample", "continued").continued(folder, "x") == "x" + Tokenizer.from_file(str(folder/"tokenizer.json")).decode([66, 67])
 
 def test_temperature_0_is_greedy(folder, capsys):
     text = said(capsys, folder, "--prompt=7 times", "--n=20", "--temperature=0", "--seed=3")
@@ -389,62 +390,11 @@ def test_streaming(folder, monkeypatch):
     speedrun_sample([str(folder), "--prompt=7 times", "--n=20", "--temperature=0"])
     assert seen[0] == "7 times" and len(set(seen)) > 10 and all(b.startswith(a) for a, b in zip(seen, seen[1:]))
 
-def chat(capsys, monkeypatch, folder, *lines, **options):
-    "What a chat with these lines writes, and what it says beside"
-    feed(monkeypatch, "".join(f"{line}\n" for line in lines).encode())
-    speedrun_sample([str(folder), "--chat", "--n=8", "--temperature=0", *(f"--{k}={v}" for k, v in options.items())])
-    return capsys.readouterr()
-
-def test_chat(folder, capsys, monkeypatch):
-    "Each line is added to all that was said before; an empty one lets the model go on"
-    got, about = chat(capsys, monkeypatch, folder, "7 times", "", " is not")
-    assert "never taught to answer" in about and about.count("\n") == 1
-    run, tok = open_model(folder)
-    ids, want = [tok.token_to_id("<|endoftext|>")], []
-    for line in ("7 times", "", " is not"):
-        ids += tok.encode(line).ids
-        new = generate(run, ids, 8, temperature=0)[len(ids):]
-        assert 0 not in new    # else the text of this test should be another
-        ids += new
-        want.append(tok.decode(new).rstrip("\ufffd"))
-    assert got == "\n".join(want) + "\n"
-    prompted = chat(capsys, monkeypatch, folder, " times", prompt="7").out
-    ids = tok.encode("7").ids + tok.encode(" times").ids
-    assert prompted == tok.decode(generate(run, ids, 8, temperature=0)[len(ids):]) + "\n"
-
-def test_chat_goes_on_for_long(folder, capsys, monkeypatch):
-    "Past the context's end; after a first line that is too long it may begin again"
-    got, err = chat(capsys, monkeypatch, folder, "7 times 8 "*90, "7 times", *["9 times"]*12, "3 times "*90)
-    assert err.count("error: a prompt has") == 1 and got.count("\n") >= 14
-
-def test_chat_after_an_end(folder, capsys, monkeypatch):
-    "What is typed after the model has ended goes on with its document; an empty line begins a new one"
-    heard, tok = [], Tokenizer.from_file(str(folder/"tokenizer.json"))
-    def write(self, n, g, **how):
-        heard.append(self.ahead[0].tolist())
-        self.ahead = torch.tensor([[0]])
-        yield [0]
-    monkeypatch.setattr(Generator, "write", write)
-    chat(capsys, monkeypatch, folder, "7", "8", "", "9")
-    one = lambda t: tok.encode(t).ids
-    assert heard == [[0, *one("7")], one("8"), [0], one("9")]
-
-def test_ctrl_c_ends_a_turn(folder, capsys, monkeypatch):
-    turns, write = [], Generator.write
-    def interrupted(self, n, g, **how):
-        turns.append(1)
-        for i, t in enumerate(write(self, n, g, **how)):
-            if len(turns) == 1 and i == 2: raise KeyboardInterrupt
-            yield t
-    monkeypatch.setattr(Generator, "write", interrupted)
-    assert chat(capsys, monkeypatch, folder, "7 times", "8 times").out.count("\n") >= 2 and len(turns) == 2
-
 @pytest.mark.parametrize("args,message", [
     (["nowhere"], "there is no folder nowhere"), (["RUN", "--n", "0"], "n must be a whole number from 1"), (["RUN", "--temperature", "-1"], "temperature must be a number from 0"),
     (["RUN", "--temperature", "nan"], "temperature must"), (["RUN", "--top_k", "-1"], "top_k must"), (["RUN", "--top_p", "0"], "top_p must be a number above 0 to 1"), (["RUN", "--top_p", "1.5"], "top_p must"),
     (["RUN", "--num_samples", "0"], "num_samples must"), (["RUN", "--dtype", "fp8"], "unknown dtype"), (["RUN", "--device", "tpu"], "unknown device"), (["RUN", "--prompt", "7 times 8 "*90], "the model reads at most 16"),
     (["RUN", "--prompts", "nowhere.txt"], "nowhere.txt"), (["RUN", "--prompts", "EMPTY"], "has no line with a prompt"), (["RUN", "--prompts", "BYTES"], "seems to be UTF-16, or no text: save it as UTF-8"), (["RUN", "--prompt", "\udcff"], "is no text in UTF-8"),
-    (["RUN", "--chat", "--num_samples", "2"], "a chat is one text"), (["RUN", "--chat", "--prompts", "EMPTY"], "a chat is one text"), (["RUN", "--chat", "--prompt", "a", "--prompt", "b"], "a chat is one text"),
     ([], "arguments are required: run"), (["RUN", "more"], "no option takes more")], ids=str)
 def test_refused(folder, tmp_path, capsys, args, message):
     (tmp_path/"empty").write_text("\n\n")
@@ -483,7 +433,7 @@ def test_greedy_text_is_that_of_transformers(tmp_path):
 
 def test_speed_beside_transformers(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("IN_TEST", "1")
-    speed = sample.writing_speed(export_folder(folder, tmp_path/"export"), 2, prompt=3, n=4, device="cpu")
+    speed = defined_in("60a_sample", "our_writing", "their_writing", "writing_speed").writing_speed(export_folder(folder, tmp_path/"export"), 2, prompt=3, n=4, device="cpu")
     assert "ours" in speed and all(v > 0 for v in speed.values())
 
 @pytest.mark.parametrize("what,message", [("none", "has no tokenizer.json"), ("another", "it is another's"), ("no end", "can't begin from nothing: give a --prompt")])
@@ -502,8 +452,8 @@ def test_tokenizers(folder, tmp_path, capsys, what, message):
 
 def test_what_the_tokenizer_has_no_token_for():
     "A tokenizer of characters, as nanoGPT's meta.pkl makes one, raises a bare Exception for any other"
-    from llm_speedrun.sample import encoded
+    from llm_speedrun.sample import tokens_of
     from llm_speedrun.token_files import Characters, character_tokenizer
     tok = character_tokenizer(Characters({0: "a", 1: "b"}, 2))
-    assert encoded("abba", tok) == [0, 1, 1, 0]
-    with fails(InputError, "can't encode 'é~'"): encoded("aé~a", tok)
+    assert tokens_of("abba", tok, 99) == [0, 1, 1, 0]
+    with fails(InputError, "can't encode 'é~'"): tokens_of("aé~a", tok, 99)

@@ -6,7 +6,7 @@ from helpers.tiny_runs import cache, fails, nano, options
 from llm_speedrun.checkpoint.format import checkpoints, newest, validation_error, write_checkpoint
 from llm_speedrun.choices import Choices
 from llm_speedrun.token_files import TokenWriter
-from llm_speedrun.io_utils import RunError, hold, replace_file
+from llm_speedrun.io_utils import RunError, lock_dir, replace_file
 from llm_speedrun.runs import Stepper
 from llm_speedrun.train.trainer import train
 
@@ -65,10 +65,10 @@ def without_flock(request, monkeypatch): refuse(monkeypatch, fcntl, "flock", req
 @pytest.mark.filterwarnings("ignore:flock not supported")
 def test_locks_without_flock(tmp_path, without_flock):
     "A file that only its owner removes holds the folder. The error names it, since a crashed owner may leave it"
-    lock = hold(tmp_path/"run", "this run")
-    with fails(RunError, "another process is writing this run", "remove .*/run/.lock"): hold(tmp_path/"run", "this run")
+    lock = lock_dir(tmp_path/"run", "this run")
+    with fails(RunError, "another process is writing this run", "remove .*/run/.lock"): lock_dir(tmp_path/"run", "this run")
     lock.release()
-    hold(tmp_path/"run", "this run").release()
+    lock_dir(tmp_path/"run", "this run").release()
     said = []
     choices = Choices(tmp_path/"choices.json", log_info=said.append)
     assert choices.get("kernel", {}, lambda: "flash") == choices.get("kernel", {}, lambda: pytest.fail("it forgot")) == "flash"
@@ -82,4 +82,4 @@ def test_run_without_flock(tmp_path, without_flock):
 
 def test_any_other_error_of_a_lock_has_its_path(tmp_path, monkeypatch):
     refuse(monkeypatch, fcntl, "flock", errno.EIO)
-    with fails(OSError, str(tmp_path/"run/.lock"), "can't be locked"): hold(tmp_path/"run", "this run")
+    with fails(OSError, str(tmp_path/"run/.lock"), "can't be locked"): lock_dir(tmp_path/"run", "this run")

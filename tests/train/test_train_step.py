@@ -1,6 +1,7 @@
 """What a step computes doesn't depend on its micro-batches; its phases are those of all updates; and nothing but training is in training mode."""
 import itertools, math
 import pytest, torch, torch.nn.functional as F
+from helpers.lessons import defined_in
 from helpers.tiny_runs import NANO, cache, fails, nano, options
 from llm_speedrun.generate import Generator, generate
 from llm_speedrun.model import GPT
@@ -8,7 +9,7 @@ from llm_speedrun.runs import Run, Stepper, build
 from llm_speedrun.train.metrics import Breakdown
 from llm_speedrun.train.train_step import LrSchedule, TrainStep
 from llm_speedrun.train.trainer import Trainer, train
-from llm_speedrun.recipes.batch import Phases, noise_scale
+from llm_speedrun.recipes.batch import Phases
 from dataclasses import replace
 
 # Micro-batches
@@ -83,7 +84,7 @@ def test_after_memory_ran_out_the_update_is_the_same():
 
 def test_the_noise_needs_equal_sizes():
     x, y = sequences(3)
-    with fails(ValueError, "equal size"): noise_scale(Stepper(build(NANO)), [(x[:2], y[:2]), (x[2:], y[2:])])
+    with fails(ValueError, "equal size"): defined_in("42_batch", "noise_scale", "squared_length").noise_scale(Stepper(build(NANO)), [(x[:2], y[:2]), (x[2:], y[2:])])
 
 # What sets the step
 
