@@ -53,8 +53,8 @@ lesson: $(READY) ## train 124m on real text, FineWeb-Edu unless told otherwise, 
 	    [ -d "$$corpus" ] || $(BIN)/speedrun_data --data fineweb-edu --max_tokens 400000000 --val_frac 0.005 \
 	        --out "$$corpus" || exit 1; \
 	fi; \
-	echo 'Running nbs/63_finale.ipynb, without a word until it is over.'; \
-	LESSON_CORPUS="$$corpus" $(BIN)/python tests/run_notebook.py nbs/63_finale.ipynb runs/lesson.ipynb || exit 1; \
+	echo 'Running nbs/7_using_a_model/73_finale.ipynb, without a word until it is over.'; \
+	LESSON_CORPUS="$$corpus" $(BIN)/python tests/run_notebook.py nbs/7_using_a_model/73_finale.ipynb runs/lesson.ipynb || exit 1; \
 	echo 'The story is in runs/lesson.ipynb: open it with $(BIN)/jupyter lab runs/lesson.ipynb'
 
 # Where `exported` fails it has rewritten files, and the tests would be of what nobody has looked at: it goes first, and ends all. A
@@ -76,7 +76,7 @@ readme: $(READY) ## write README.md from nbs/index.ipynb
 
 docs: quarto ## build the docs site into _docs (needs Quarto)
 	@$(BIN)/nbdev_docs
-	@$(BIN)/python nbs/_site/finish.py _docs
+	@$(BIN)/python nbs/site/_build/finish.py _docs
 
 preview: quarto ## show the docs site in a browser, and again after each change (needs Quarto)
 	@$(BIN)/nbdev_preview $(ARGS)
@@ -87,7 +87,7 @@ quarto:
 	@command -v quarto >/dev/null || { \
 	    echo 'The docs site needs Quarto: get it from https://quarto.org/docs/get-started/ and try again.'; exit 1; }
 	@$(MAKE) --no-print-directory readme
-	@$(BIN)/python nbs/_site/build_pages.py
+	@$(BIN)/python nbs/site/_build/build_pages.py
 	@rm -rf _proc
 
 notebooks: $(READY) ## run every notebook and keep its outputs (best on a GPU, takes some minutes)
@@ -111,7 +111,7 @@ exported: $(READY)
 	    echo 'They have just been rewritten. Look at the difference and commit it; `make export clean` does the same without tests.'; \
 	    exit 1; fi
 
-# settings.ini names processors of the docs site, which are in nbs/_site: a path file lets nbdev_docs, nbdev_preview and
+# settings.ini names processors of the docs site, which are in nbs/site/_build: a path file lets nbdev_docs, nbdev_preview and
 # nbdev_proc_nbs find them.
 $(READY): settings.ini setup.py .venv/torch
 	@test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.version_info < (3, 10) and \
@@ -121,7 +121,7 @@ $(READY): settings.ini setup.py .venv/torch
 	@$(BIN)/python -m pip install -qq --upgrade pip
 	@$(BIN)/python -m pip install -qq '$(TORCH)' -e '.[dev]'
 	@$(BIN)/python -c 'import pathlib, sysconfig as s; \
-	    pathlib.Path(s.get_path("purelib"), "llm_speedrun_site.pth").write_text(str(pathlib.Path("nbs/_site").resolve()))'
+	    pathlib.Path(s.get_path("purelib"), "llm_speedrun_site.pth").write_text(str(pathlib.Path("nbs/site/_build").resolve()))'
 	@rm -f $(HOPPER)
 	@touch $@
 

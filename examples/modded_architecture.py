@@ -2,7 +2,7 @@
 
     speedrun_train --plugin examples/modded_architecture.py --recipe beyond:x0=yes:softcap=15
 
-Lesson 49 (`nbs/49_beyond.ipynb`) explains and measures it."""
+Lesson 59 (`nbs/5_fewer_steps/59_beyond.ipynb`) explains and measures it."""
 from dataclasses import dataclass, replace
 from functools import partial
 import torch, torch.nn as nn, torch.nn.functional as F

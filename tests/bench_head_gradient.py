@@ -11,8 +11,8 @@ from itertools import combinations, islice
 from pathlib import Path
 import torch
 import torch.nn.functional as F
-from llm_speedrun.corpus import open_corpus
-from llm_speedrun.data import Batches
+from llm_speedrun.data.corpus import open_corpus
+from llm_speedrun.data.batches import Batches
 from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.measure import machine
 from llm_speedrun.rungs.chunked_ce import ChunkedCE

@@ -1,6 +1,6 @@
 """Train the same runs with several seeds, and keep what they reach: a list's loss means little beside the spread of its seeds.
     tests/bench_seeds.py OUT seeds "NAME: options" ...    such as 0,1,2 "fp8: --rungs fastest --steps 1500"
-The runs of `nbs/measurements/seeds` are of a corpus of 38 M tokens of books and technical documentation (2 M more for validation).
+The runs of `nbs/site/measurements/seeds` are of a corpus of 38 M tokens of books and technical documentation (2 M more for validation).
 Prints a line for each run. Its numbers and its training loss, the mean of each hundred steps, are in OUT/seeds.json as soon as it ends.
 A run that lies there already is not made again."""
 import json, statistics, sys

@@ -7,7 +7,7 @@
     tests/bench_start.py enter OUT FOLDER,FOLDER "options" "options"    the seconds from Enter to the prompt with the package of each checkout in turn, and their parts; the first
                                                            run of each finds nothing compiled; after each of this checkout what its doctor predicts
     tests/bench_start.py restart OUT [options]             kill -9 of one of two processes after a checkpoint: the seconds until the first step of the next start
-    tests/bench_start.py first                             `make speedrun` as it is, for the home page: nbs/measurements/first_run/nvidia-h100.json
+    tests/bench_start.py first                             `make speedrun` as it is, for the home page: nbs/site/measurements/first_run/nvidia-h100.json
 Prints a line for each run, and writes all of them into OUT/runs.json."""
 import json, os, re, shutil, signal, statistics, subprocess, sys, time
 from pathlib import Path
@@ -50,7 +50,7 @@ def train(path, *words):
 def asked(path, *words):
     "Ask the doctor as `speedrun_doctor` does, and write into `path` the parts that it predicts, and its tokens/s"
     from llm_speedrun.cli import speedrun_doctor
-    from llm_speedrun.train import doctor
+    from llm_speedrun.tools import doctor
     found, sys.argv, parts = {}, ["speedrun_doctor", *words], doctor.parts
     def told(trainer, t, p):
         found.update(parts=parts(trainer, t, p), tok_s=t.tokens/p.step_s)
@@ -177,7 +177,7 @@ def printed_by(target):
     if p.returncode: sys.exit(p.returncode)
     return "".join(lines), round(time.perf_counter() - t0)
 
-def first_run(record=ROOT/"nbs/measurements/first_run/nvidia-h100.json"):
+def first_run(record=ROOT/"nbs/site/measurements/first_run/nvidia-h100.json"):
     "What the README's command prints, the seconds that it takes after the installation, and its machine"
     installed, _ = printed_by("hopper")
     text, seconds = printed_by("speedrun")

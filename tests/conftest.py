@@ -108,7 +108,7 @@ def no_strays(monkeypatch):
     assert os.environ.get("PYTHONSAFEPATH") == safe, "it would tell the programs of later tests where not to look for modules"
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT/"nbs/_site"))    # the site's own code
+sys.path.append(str(ROOT/"nbs/site/_build"))    # the site's own code
 sys.path += [str(p) for p in (ROOT/"tests").iterdir() if p.is_dir()]  # some tests use what those of another folder have
 
 def process(tmp):
@@ -116,11 +116,11 @@ def process(tmp):
     shutil.copy(ROOT/"settings.ini", tmp)
     left_out = shutil.ignore_patterns(".*", "__pycache__")
     for folder in ("nbs", "llm_speedrun"): shutil.copytree(ROOT/folder, tmp/folder, ignore=left_out)
-    env = os.environ | dict(PYTHONPATH=os.pathsep.join(map(str, (tmp/"nbs/_site", ROOT))))
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join(map(str, (tmp/"nbs/site/_build", ROOT))))
     def run(*command):
         p = subprocess.run([sys.executable, *command], cwd=tmp, env=env, capture_output=True, text=True)
         assert p.returncode == 0 and "Warning" not in p.stderr, p.stderr
-    run("nbs/_site/build_pages.py")
+    run("nbs/site/_build/build_pages.py")
     run("-c", "from nbdev.serve import proc_nbs; proc_nbs(n_workers=0)")
 
 @pytest.fixture(scope="session")

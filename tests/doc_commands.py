@@ -47,12 +47,12 @@ def pairs(md):
     for a, b in zip(found, [*found[1:], None]):
         if a.is_shell: yield a, b if b and b.is_output else None
 
-def train_pages(): return sorted([*(ROOT/"nbs/_site/train").glob("*.qmd"), *hand_written()])
+def train_pages(): return sorted([*(ROOT/"nbs/site/_build/train").glob("*.qmd"), *hand_written()])
 
 def hand_written():
-    "Those in nbs/train/ that no template makes"
-    made = {p.name for p in (ROOT/"nbs/_site/train").glob("*.qmd")}
-    return [p for p in (ROOT/"nbs/train").glob("*.qmd") if p.name not in made]
+    "Those in nbs/site/train/ that no template makes"
+    made = {p.name for p in (ROOT/"nbs/site/_build/train").glob("*.qmd")}
+    return [p for p in (ROOT/"nbs/site/train").glob("*.qmd") if p.name not in made]
 
 # --- what two runs have in common ---
 

@@ -2,7 +2,7 @@
 source. JupyterLab shows such a cell's first line, so the line that says what is folded comes first. A figure's alternative text, which
 is written as `#| fig-alt: "..."` and runs off a cell, moves into the cell's metadata, where Quarto finds it too.
     tests/hide_sources.py                    all of nbs/*.ipynb
-    tests/hide_sources.py nbs/04_model.ipynb one of them"""
+    tests/hide_sources.py nbs/1_start/04_model.ipynb one of them"""
 import json, re, sys
 from pathlib import Path
 import yaml

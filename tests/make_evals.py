@@ -4,7 +4,7 @@ Run it where the package lm_eval is installed besides this one: python tests/mak
 import json, sys
 from pathlib import Path
 import numpy as np, torch
-from llm_speedrun.export import write_folder
+from llm_speedrun.tools.export import write_folder
 from llm_speedrun.model import GPT, GPTConfig
 
 EVALS = Path(__file__).parent/"evals"

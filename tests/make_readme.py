@@ -3,7 +3,7 @@
 Markdown cells stand as they are; one that begins with `<!-- not in the README -->` is for the site alone. A code cell shows its
 source, unless it says `#| echo: false`, and what it printed; `#| hide` leaves all of it out. Links to notebooks and other files lead
 to them; links to the site's own pages (.qmd), many of which are made when the site is, lead to the site. Pictures are not embedded:
-save the figure under nbs/images/ and show it from a markdown cell."""
+save the figure under nbs/site/images/ and show it from a markdown cell."""
 import json, posixpath, re
 from configparser import ConfigParser
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Run every notebook's tests, each notebook in a process of its own, and say how each went.
     tests/notebooks.py                       all of nbs/*.ipynb
-    tests/notebooks.py nbs/04_model.ipynb    one of them
+    tests/notebooks.py nbs/1_start/04_model.ipynb    one of them
 On a CPU one more runs at a time than there are cores, up to four: where one waits for its processes, the others use the cores. With a GPU
 they run one at a time, since they time things and fill its memory, and the cells marked `#| cuda` run as well. All run, also after one that fails. What failed is kept in the file that FAILED_NOTEBOOKS names, for pytest to list."""
 import faulthandler, multiprocessing, os, sys, tempfile, time
@@ -12,9 +12,9 @@ from helpers.quick_start import start_quickly
 from helpers.timeouts import NOTEBOOK_TIMEOUT
 
 # They take the longest, so they begin first: at the end no core waits for one of them
-LONG = """30_trainer 18_compile 63_finale 21_optim 20_checkpointing 14_fused_ops 36_doctor 28_fewer_passes 23_fastest 22_ladder 29_epilogues 26_claims
-    05_runs 51_ddp 39_loader 50b_watchdog 52_fsdp 17_fused_fp8 15_chunked_ce 16_fp8 27_fewer_bytes 64_comparison 53_tensor_parallel 49_beyond
-    47_speedrun 19_cuda_graphs 11_amp""".split()
+LONG = """40_trainer 20_compile 73_finale 23_optim 22_checkpointing 16_fused_ops 45_doctor 33_fewer_passes 31_flash4 24_ladder 34_epilogues 75_claims
+    05_rungs 62_ddp 43_loader liveness 63_fsdp 19_fused_fp8 17_chunked_ce 18_fp8 32_fewer_bytes comparison 64_tensor_parallel 59_beyond
+    57_speedrun 21_cuda_graphs 11_amp""".split()
 
 def test(path, flags, log):
     "Test a notebook in this process, which prints into the file `log`. What hangs leaves its stack there"

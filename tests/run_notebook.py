@@ -1,4 +1,4 @@
-"""Run a notebook and keep its outputs: run_notebook.py nbs/04_model.ipynb [where/to.ipynb]
+"""Run a notebook and keep its outputs: run_notebook.py nbs/1_start/04_model.ipynb [where/to.ipynb]
 
 A cell marked `#| eval: false` is not run. An error stops it, and then nothing is written. What the outputs
 come from is noted in `measurements/outputs.json` beside the notebook, or with a second argument in `outputs.json` beside that:

@@ -7,7 +7,7 @@ from helpers.files import read_yaml
 ini = configparser.ConfigParser()
 ini.read(ROOT/"settings.ini", encoding="utf-8")
 SETTINGS = ini["DEFAULT"]
-PAGE = (ROOT/"nbs/reference/cite.qmd").read_text(encoding="utf-8")
+PAGE = (ROOT/"nbs/site/reference/cite.qmd").read_text(encoding="utf-8")
 URL = "https://github.com/{user}/{repo}".format(**SETTINGS)
 
 # Of the Citation File Format 1.2.0 (github.com/citation-file-format): what a file must have, and all that it may

@@ -578,7 +578,7 @@ def shown_lines(nb, files):
             yield from ((name, at + i) for i in range(n))
 
 def test_the_lesson_explains_every_line_once():
-    path, = [p for p in NUMBERED if p.stem == "55_cluster"]
+    path, = [p for p in NUMBERED if p.stem == "66_cluster"]
     found = [*shown_lines(read(path), FILES)]
     there = [(name, i) for name, text in FILES.items() for i, line in enumerate(text.splitlines()) if line.strip()]
     missing, twice = [o for o in there if o not in found], sorted({o for o in found if found.count(o) > 1})

@@ -24,8 +24,8 @@ def readme_of(*cells): return make_readme(dict(cells=cells)).split("-->", 1)[1].
 
 def test_readme_links():
     md = "[a](00_a.ipynb#x) ![b](images/b.png) [c](https://c.org/d) [e](#f) [g](../LICENSE) <img src='images/h.png'>"
-    assert relink(md) == ("[a](nbs/00_a.ipynb#x) ![b](nbs/images/b.png) [c](https://c.org/d) [e](#f) [g](LICENSE) "
-                          "<img src='nbs/images/h.png'>")
+    assert relink(md) == ("[a](nbs/00_a.ipynb#x) ![b](nbs/site/images/b.png) [c](https://c.org/d) [e](#f) [g](LICENSE) "
+                          "<img src='nbs/site/images/h.png'>")
     assert relink("```\n[a](b.md)\n```") == "```\n[a](b.md)\n```"
     assert targets(md) == ["00_a.ipynb", "images/b.png", "../LICENSE", "images/h.png"]
 
@@ -143,16 +143,16 @@ def test_plug_ins_come_with_the_source():
     for f in files: assert f"examples/{f.name}" in pages and f'"{f.stem}"' in tests, f.name
 
 PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 5: "rungs", 6: ""}    # tens -> folder of the modules
-ABOUT_ALL = {"22_ladder", "33c_cli"}    # stand among rungs or recipes and are none
-TRAINER = {"64_comparison"}    # likewise, and belong to the trainer
-DISTRIBUTED = {"50_world", "50a_spawn", "50b_watchdog", "50c_collectives", "50d_parallel"}    # what several processes need below the rungs
-CHECKPOINT = {"31_saving": "checkpoint.format", "31a_save": "checkpoint.save", "54_sharded_saving": "checkpoint.save_sharded",
-              "54a_load": "checkpoint.load", "54b_state": "checkpoint.state"}    # lessons of two parts make one package
-BENCHMARKS = {"25_peers": "benchmarks.peers", "48_race": "benchmarks.race", "48a_clock": "benchmarks.clock", "48b_adapters": "benchmarks.adapters", "48c_race_report": "benchmarks.race_report"}    # likewise
+ABOUT_ALL = {"24_ladder", "cli"}    # stand among rungs or recipes and are none
+TRAINER = {"comparison"}    # likewise, and belong to the trainer
+DISTRIBUTED = {"60_world", "spawn", "liveness", "61_collectives", "sharding"}    # what several processes need below the rungs
+CHECKPOINT = {"41_checkpoints": "checkpoint.format", "save": "checkpoint.save", "65_sharded_checkpoints": "checkpoint.save_sharded",
+              "load": "checkpoint.load", "state": "checkpoint.state"}    # lessons of two parts make one package
+BENCHMARKS = {"38_peers": "benchmarks.peers", "58_race": "benchmarks.race", "clock": "benchmarks.clock", "adapters": "benchmarks.adapters", "race_report": "benchmarks.race_report"}    # likewise
 
 # A module is named after what it holds, its notebook after what the lesson is about
-NAMED = {"06_files": "io_utils", "23_fastest": "rungs.flash4", "27_fewer_bytes": "rungs.tied_embedding",
-         "28_fewer_passes": "rungs.memory_traffic", "50b_watchdog": "distributed.liveness", "50d_parallel": "sharding"}
+NAMED = {"io_utils": "io_utils", "31_flash4": "rungs.flash4", "32_fewer_bytes": "rungs.tied_embedding",
+         "33_fewer_passes": "rungs.memory_traffic", "liveness": "distributed.liveness", "sharding": "sharding"}
 
 def test_a_module_is_in_the_folder_of_its_part():
     for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):

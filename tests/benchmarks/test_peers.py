@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest, torch
 from llm_speedrun.benchmarks import peers as module
 from llm_speedrun.benchmarks.adapters import source_of
-from llm_speedrun.corpus import open_corpus
+from llm_speedrun.data.corpus import open_corpus
 from llm_speedrun.io_utils import InputError, RunError
-from llm_speedrun.ladder import measure_one_gpu
+from llm_speedrun.benchmarks.ladder import measure_one_gpu
 from llm_speedrun.measure import version_of
 from llm_speedrun.model import matrix_params
 from llm_speedrun.benchmarks.peers import (compare_with_peers, contender, Contender, contenders, on_text, build_ours, peer, peers,

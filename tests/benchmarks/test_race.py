@@ -40,7 +40,7 @@ def test_few_evaluations_meet_the_clock(evals, cost, seconds):
     assert budget.marks[-1]["seconds"] == pytest.approx(seconds, rel=.02)
     if cost == "flat": assert all(abs(s - clock.WARM - k*plans[-1]/evals) < clock.GAUGE + clock.WARM for k, s in enumerate(steps, 1))
 
-# What five and more evaluations gave when the races of nbs/measurements/races were recorded: steps at the evaluations, and plans
+# What five and more evaluations gave when the races of nbs/site/measurements/races were recorded: steps at the evaluations, and plans
 RECORDED = {
     ("falls", 5): ([53, 107, 193, 326, 495], [205, 271, 365, 460, 495, 495]),
     ("falls", 6): ([46, 89, 149, 240, 362, 492], [205, 261, 332, 424, 484, 492, 492]),

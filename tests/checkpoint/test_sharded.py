@@ -9,7 +9,7 @@ import pytest, torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from llm_speedrun.export import export_folder, unfinished
+from llm_speedrun.tools.export import export_folder, unfinished
 from llm_speedrun.pretrained import from_pretrained, read_run
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.recipes.schedules import WeightEMA

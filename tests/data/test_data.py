@@ -2,13 +2,13 @@
 import bz2, gzip, itertools, json, lzma, os, re, signal, subprocess, sys, threading, tracemalloc
 import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from tokenizers import Tokenizer
-from llm_speedrun import corpus, data, text_files
-from llm_speedrun.corpus import (HUB, Corpus, differences, gpt2_tokenizer, hub_documents, marked_pieces, open_corpus, stdlib_files,
+from llm_speedrun.data import corpus, batches as data, text_files
+from llm_speedrun.data.corpus import (HUB, Corpus, differences, gpt2_tokenizer, hub_documents, marked_pieces, open_corpus, stdlib_files,
                                  train_tokenizer, write_shards)
-from llm_speedrun.data import Batches, bigram_loss, prefetch, val_batches
+from llm_speedrun.data.batches import Batches, bigram_loss, prefetch, val_batches
 from llm_speedrun.io_utils import InputError, cache_dir
-from llm_speedrun.text_files import EOT, read_documents
-from llm_speedrun.token_files import Shards
+from llm_speedrun.data.text_files import EOT, read_documents
+from llm_speedrun.data.token_files import Shards
 from helpers import quick_programs
 from helpers.tiny_runs import cache, fails
 from helpers.timeouts import TIMEOUT
@@ -173,7 +173,7 @@ NO_NETWORK = """
 import socket, sys
 def no(*args, **kw): print("ASKED", args); raise OSError("no network")
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = no
-from llm_speedrun.corpus import open_corpus
+from llm_speedrun.data.corpus import open_corpus
 print(open_corpus(sys.argv[1]).tokenizer)
 """
 
@@ -438,7 +438,7 @@ def test_nanogpt_bin(tmp_path):
 
 KILLED = """
 import sys
-from llm_speedrun import corpus
+from llm_speedrun.data import corpus
 def docs(path, text_key):
     yield "some text"
     print("begun", flush=True)
@@ -544,7 +544,7 @@ def test_prefetch_ends_its_thread(tmp_path):
 
 STALLED = """
 import os, signal, threading, torch
-from llm_speedrun.data import prefetch
+from llm_speedrun.data.batches import prefetch
 def stalls():
     yield torch.zeros(1),
     print("stalled", flush=True)

@@ -4,19 +4,19 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 import numpy as np, pytest, torch
-from llm_speedrun import corpus
+from llm_speedrun.data import corpus
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.train import prepare_data as pipeline
+from llm_speedrun.data import prepare_data as pipeline
 from llm_speedrun.cli import speedrun_data
 from llm_speedrun.train.config import DataOptions
-from llm_speedrun.data import Batches
-from llm_speedrun.corpus import Corpus, open_corpus, stdlib_files, train_tokenizer, write_shards
-from llm_speedrun.text_files import read_documents
+from llm_speedrun.data.batches import Batches
+from llm_speedrun.data.corpus import Corpus, open_corpus, stdlib_files, train_tokenizer, write_shards
+from llm_speedrun.data.text_files import read_documents
 from llm_speedrun.rungs.documents import (border_room, by_borders, by_mask, check_documents, document_mask,
                                            mean_length, padded_borders, within_documents)
-from llm_speedrun.train.prepare_data import document_source, tokenize_corpus
-from llm_speedrun.train.loader import MixedBatches, DistributedBatches, StreamBatches
-from llm_speedrun.train.encoder_pool import Encoder, Worker, in_order
+from llm_speedrun.data.prepare_data import document_source, tokenize_corpus
+from llm_speedrun.data.loader import MixedBatches, DistributedBatches, StreamBatches
+from llm_speedrun.data.encoder_pool import Encoder, Worker, in_order
 from helpers import quick_programs
 from helpers.lessons import defined_in
 from helpers.tiny_runs import words
@@ -61,7 +61,7 @@ def assert_same(a, b):
 
 SLOW = """
 import sys, time
-from llm_speedrun.train import prepare_data as pipeline
+from llm_speedrun.data import prepare_data as pipeline
 from llm_speedrun.cli import speedrun_data
 parcels = pipeline.parcels
 def slowly(texts):                                      # many small parcels, so that some are done when the kill comes
@@ -245,7 +245,7 @@ def test_added_tokens_and_wide_vocabulary(tmp_path):
 
 def test_less_work_than_encode_batch(tok, tmp_path, monkeypatch):
     """What makes it faster than `tokenizers`' own `encode_batch` on all cores: of the text it encodes each word once, a small part of
-    it, and each core has a process that does so. Notebook 37 measures the speed"""
+    it, and each core has a process that does so. Notebook `data.encoder_pool` measures the speed"""
     docs, encoded, started = stdlib(1_500_000), [], []
     encode, begin = Encoder.encode, Worker.__init__
     monkeypatch.setattr(Encoder, "encode", lambda self, texts: (encoded.extend(texts), encode(self, texts))[1])
@@ -259,8 +259,8 @@ def test_less_work_than_encode_batch(tok, tmp_path, monkeypatch):
 
 MEMORY = """
 import resource, sys
-from llm_speedrun.corpus import train_tokenizer
-from llm_speedrun.train import prepare_data as pipeline
+from llm_speedrun.data.corpus import train_tokenizer
+from llm_speedrun.data import prepare_data as pipeline
 pipeline.parcels.__defaults__ = (100_000,)
 rng, words = __import__("numpy").random.default_rng(0), [f"w{i}" for i in range(5000)]
 pool = [" ".join(rng.choice(words, 4000)) for _ in range(20)]
@@ -399,7 +399,7 @@ def test_logits_do_not_depend_on_documents_before(rungs):
 def test_padded_borders_part_what_the_mask_parts(seed, every):
     "As many numbers whatever the documents; of documents for which there is no room, the last ones see each other, and windows never do"
     x = torch.randint(9, (5, 41), generator=torch.Generator().manual_seed(seed))
-    cu, own = padded_borders(x, 0, every), defined_in("24_documents", "document_borders").document_borders(x, 0)[0]
+    cu, own = padded_borders(x, 0, every), defined_in("37_documents", "document_borders").document_borders(x, 0)[0]
     assert cu.dtype == torch.int32 and len(cu) == 1 + min(x.numel(), 5 + border_room(x.numel(), every))
     assert (cu.diff() >= 0).all() and cu[0] == 0 and cu[-1] == x.numel() and cu.diff().max() <= 41 and {*range(0, 205, 41)} <= {*cu.tolist()}
     assert {*cu.tolist()} <= {*own.tolist()}
@@ -481,8 +481,8 @@ def test_nobody_waits_for_a_stalled_process(tok, tmp_path):
     script = tmp_path/"stalled.py"
     script.write_text(f"""
 import itertools, os, signal
-from llm_speedrun.corpus import train_tokenizer
-from llm_speedrun.train import encoder_pool, prepare_data
+from llm_speedrun.data.corpus import train_tokenizer
+from llm_speedrun.data import encoder_pool, prepare_data
 stalled = []
 class Stalled(encoder_pool.Worker):
     def __call__(self, texts):

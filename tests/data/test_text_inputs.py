@@ -5,18 +5,18 @@ from pathlib import Path
 import numpy as np, pyarrow as pa, pyarrow.feather, pyarrow.parquet as pq, pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from llm_speedrun.benchmarks.adapters import edited
-from llm_speedrun.corpus import check_text_key, open_corpus, train_tokenizer, write_shards
-from llm_speedrun.evals import questions_of
+from llm_speedrun.data.corpus import check_text_key, open_corpus, train_tokenizer, write_shards
+from llm_speedrun.tools.evals import questions_of
 from llm_speedrun.io_utils import InputError, read_json
 from llm_speedrun.plugins import plugin_text
-from llm_speedrun.sample import prompts_of
-from llm_speedrun.token_files import Meta
+from llm_speedrun.tools.sample import prompts_of
+from llm_speedrun.data.token_files import Meta
 from llm_speedrun.train.config import SampleOptions, TrainConfig, from_toml
-from llm_speedrun.text_files import EOT, read_documents
-from llm_speedrun.export import export_folder
-from llm_speedrun.tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
-from llm_speedrun.train.prepare_data import tokenize_corpus
-from llm_speedrun.train.doctor import check_text
+from llm_speedrun.data.text_files import EOT, read_documents
+from llm_speedrun.tools.export import export_folder
+from llm_speedrun.data.tokenizer import end_of_text, read_tokenizer, tokenizer_of, vocabulary_size
+from llm_speedrun.data.prepare_data import tokenize_corpus
+from llm_speedrun.tools.doctor import check_text
 from llm_speedrun.cli import speedrun_data
 from llm_speedrun.train.trainer import train
 from helpers.tiny_runs import VOCAB, nano, options

@@ -3,12 +3,12 @@ moved. `python tests/data/test_token_files.py` prints the table."""
 import os, pickle, struct
 from pathlib import Path
 import numpy as np, pytest
-import llm_speedrun.token_files as module
-from llm_speedrun import corpus as corpus_module
-from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
-from llm_speedrun.data import Batches, prefetch
+import llm_speedrun.data.token_files as module
+from llm_speedrun.data import corpus as corpus_module
+from llm_speedrun.data.corpus import open_corpus, train_tokenizer, write_shards
+from llm_speedrun.data.batches import Batches, prefetch
 from llm_speedrun.io_utils import InputError, RunError
-from llm_speedrun.token_files import Shards, TokenWriter
+from llm_speedrun.data.token_files import Shards, TokenWriter
 from helpers.tiny_runs import cache
 
 TEXT = "the quick brown fox jumps over the lazy dog, again and again.\n" * 100

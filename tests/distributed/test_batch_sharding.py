@@ -4,10 +4,10 @@ from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
 import numpy as np, pytest, torch
-from llm_speedrun.data import PERMUTED, Batches, ComputedOrder
-from llm_speedrun.corpus import open_corpus, train_tokenizer
+from llm_speedrun.data.batches import PERMUTED, Batches, ComputedOrder
+from llm_speedrun.data.corpus import open_corpus, train_tokenizer
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.train.loader import LaneBatches, MixedBatches, StreamBatches, joined_lanes, lanes_for, shard_batches
+from llm_speedrun.data.loader import LaneBatches, MixedBatches, StreamBatches, joined_lanes, lanes_for, shard_batches
 
 class Length:
     "Tokens of which the number alone is known"
@@ -71,7 +71,7 @@ def test_memory_is_constant():
 @pytest.mark.parametrize("tokens", [4*30 + 1, 4*37 + 3])
 def test_a_computed_epoch_has_every_window_once(monkeypatch, tokens):
     "Also where batches don't use up the windows, and over the end of an epoch"
-    monkeypatch.setattr("llm_speedrun.data.PERMUTED", 0)
+    monkeypatch.setattr("llm_speedrun.data.batches.PERMUTED", 0)
     b = Batches(Length(tokens), 5, 4, seed=1)
     for epoch in range(3):
         starts = np.concatenate([b.starts(epoch*b.per_epoch + i) for i in range(b.per_epoch)])
@@ -96,7 +96,7 @@ def made(corpus):
 @pytest.mark.parametrize("kind", ["one corpus", "a mixture"])
 def test_rows_on_any_number_of_processes(corpus, kind, computed, monkeypatch):
     "A run changes its number of processes in the middle of an epoch; its batches are those of one, each row in one place"
-    if computed: monkeypatch.setattr("llm_speedrun.data.PERMUTED", 0)
+    if computed: monkeypatch.setattr("llm_speedrun.data.batches.PERMUTED", 0)
     make = made(corpus)[kind]
     one, i, seen = make(), 0, Counter()
     for n, steps in ((1, 7), (2, 9), (3, 5), (4, max(one.per_epoch - 21, 5))):
@@ -122,7 +122,7 @@ def test_more_processes_than_rows(corpus):
 
 def test_mixtures_keep_their_order(corpus):
     "As each row was looked up alone"
-    from llm_speedrun.train.loader import mixed_row
+    from llm_speedrun.data.loader import mixed_row
     mix = made(corpus)["a mixture"]()
     decks = [Batches(s, 1, 32, seed=d.seed) for s, d in zip((corpus.train, corpus.val), mix.shuffled_sources)]
     for i in (0, 3, mix.per_epoch - 1, mix.per_epoch, 3*mix.per_epoch + 1):

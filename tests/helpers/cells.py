@@ -5,27 +5,27 @@ from make_readme import ROOT, text
 NBS = sorted((ROOT/"nbs").glob("*.ipynb"))
 # Annotated source: literate, tested and exported, and no part of the course
 SOURCE = [p for p in NBS if p.stem in """
-    03_data 03b_text_files 03c_tokenizer 03d_token_files 03e_corpus 05a_records 06_files 06a_choices 06b_architectures 06c_plugins 06d_course 07_compat
-    13a_kernel_ops 16a_fp8_kernels 30a_resolve 30b_train_data 30c_train_step 30d_console 30e_coordinator 30f_checkpointer 30g_validator 30h_callbacks
-    31a_save 32_presets 32a_autotune 33_config 33a_run_dir 33b_launch 33c_cli 34a_run_charts 35_report 36a_machine_checks 37_encoder_pool
-    38_prepare_data 48a_clock 48b_adapters 48c_race_report 49a_model_registry 50a_spawn 50b_watchdog 50d_parallel 54a_load 54b_state
-    60a_sample 62a_pretrained 64_comparison""".split()]
+    batches text_files tokenizer token_files corpus records io_utils choices architectures plugins course compat
+    kernel_ops fp8_kernels resolve train_data train_step console coordinator checkpointer validator callbacks
+    save presets autotune config run_dir launch cli run_charts report machine_checks encoder_pool
+    prepare_data clock adapters race_report model_registry spawn liveness sharding load state
+    sample pretrained comparison""".split()]
 NUMBERED = [p for p in NBS if p.stem[:2].isdigit()]
 LESSONS = [p for p in NUMBERED if p not in SOURCE]
 LADDER = [p for p in LESSONS if 10 <= int(p.stem[:2]) < 30]
 # Notebooks whose outputs are of older code, or still missing
-OLD = ["30c_train_step", "32_presets", "32a_autotune"]
+OLD = ["train_step", "presets", "autotune"]
 # Notebooks whose code has changed since they were run on the GPU: these, and those in which the change shows nowhere. A name leaves
 # this list with the next run.
 AWAITING = [*OLD, *"""
-    00_gpu 01_measure 02_roofline 03_data 03d_token_files 04_model 05_runs 06_files 10_tf32 11_amp 12_flash 13_triton
-    14_fused_ops 15_chunked_ce 16_fp8 16a_fp8_kernels 17_fused_fp8 18_compile 19_cuda_graphs 20_checkpointing 21_optim 22_ladder 23_fastest 24_documents
-    25_peers 26_claims 27_fewer_bytes 28_fewer_passes 29_epilogues 29a_fused_ce 29b_fp8_epilogues 30_trainer
-    31_saving 31a_save 33a_run_dir 34_metrics 35_report 36_doctor 36a_machine_checks 37_encoder_pool 38_prepare_data 39_loader
-    40_schedules 42_batch 43_muon 44_fast_muon 45_normuon 46_architecture 47_speedrun 49_beyond 49a_model_registry
-    50c_collectives 51_ddp 52_fsdp 53_tensor_parallel 54_sharded_saving 54a_load 54b_state 60_generate 60a_sample
-    62_export 63_finale 03e_corpus 05a_records 30a_resolve 30b_train_data 33_config 33c_cli 41_recipe 48_race 50_world 55_cluster 61_evals
-    65_plan""".split()]
+    01_gpu 02_measure 03_roofline batches token_files 04_model 05_rungs io_utils 10_tf32 11_amp 12_flash 13_triton
+    16_fused_ops 17_chunked_ce 18_fp8 fp8_kernels 19_fused_fp8 20_compile 21_cuda_graphs 22_checkpointing 23_optim 24_ladder 31_flash4 37_documents
+    38_peers 75_claims 32_fewer_bytes 33_fewer_passes 34_epilogues 36_loss_epilogue 35_fp8_epilogues 40_trainer
+    41_checkpoints save run_dir 44_metrics report 45_doctor machine_checks encoder_pool prepare_data 43_loader
+    50_schedules 52_batch 53_muon 54_fast_muon 55_normuon 56_architecture 57_speedrun 59_beyond model_registry
+    61_collectives 62_ddp 63_fsdp 64_tensor_parallel 65_sharded_checkpoints load state 70_generate sample
+    72_export 73_finale corpus records resolve train_data config cli 51_recipe 58_race 60_world 66_cluster 71_evals
+    74_plan""".split()]
 def with_outputs(paths): return [p for p in paths if p.stem not in OLD]
 
 def read(path): return json.loads(path.read_text(encoding="utf-8"))

@@ -125,7 +125,7 @@ def fp8(device):
 
 @case()
 def around_products(device):
-    "What lesson 29 runs before and after QuACK's matmuls"
+    "What lesson 34 runs before and after QuACK's matmuls"
     ws, norm = [rand(device, 33, 130, dt=torch.float32) for _ in range(2)], rand(device, 130, dt=torch.float32)
     for turns in (True, False):
         g = epilogues.placed(torch.bfloat16, ws, turns, norm).float()

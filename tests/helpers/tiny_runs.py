@@ -4,7 +4,7 @@ import gc
 import numpy as np, pytest
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from llm_speedrun import corpus
+from llm_speedrun.data import corpus
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
 from llm_speedrun.runs import enter_all

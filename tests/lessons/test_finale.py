@@ -26,7 +26,7 @@ def lesson(tmp_path):
         return p.returncode, p.stdout, noted
     return run
 
-RUN = "python tests/run_notebook.py nbs/63_finale.ipynb runs/lesson.ipynb | "
+RUN = "python tests/run_notebook.py nbs/7_using_a_model/73_finale.ipynb runs/lesson.ipynb | "
 
 @pytest.mark.parametrize("corpus, there", [("mine", "HERE/mine"), ("/a/b", "/a/b"), ("my own", "HERE/my own")])
 def test_a_corpus_that_is_given(lesson, corpus, there):

@@ -49,7 +49,7 @@ def test_reset(course):
 def test_contents_name_every_lesson():
     page = lab.contents(ROOT/"nbs")
     assert re.findall(r"\]\((\d\d[^)]*)\)", page) == [p.name for p in NUMBERED]
-    assert "10_tf32.ipynb): The first rung" in page
+    assert "2_ladder/10_tf32.ipynb): The first rung" in page
 
 def test_records_of_a_copy_are_its_own(course, monkeypatch):
     "A lesson that runs on a GPU publishes into the copies' folder, and git stays clean"
@@ -96,16 +96,16 @@ def test_every_recorded_output_is_there():
     calls = [(name, p.stem, c) for p in NUMBERED for c in of_kind(read(p), "code") if "def show_recorded" not in source(c)
              for name in re.findall(r'show_recorded\("([^"]+)"\)', source(c))]
     assert len(calls) >= 12 and len({name for name, *_ in calls}) == len(calls)
-    outputs = json.loads((ROOT/"nbs/measurements/outputs.json").read_text(encoding="utf-8"))
+    outputs = json.loads((ROOT/"nbs/site/measurements/outputs.json").read_text(encoding="utf-8"))
     for name, stem, c in calls: assert name.split("/")[0] == stem and c["outputs"] and outputs[stem]["gpu"] != "CPU", name
 
 def test_a_cpu_shows_what_a_gpu_recorded(monkeypatch, capsys):
     from llm_speedrun.course import show_recorded
     monkeypatch.chdir(ROOT/"nbs")
-    show_recorded("00_gpu/launches")
+    show_recorded("01_gpu/launches")
     assert re.match(r"Recorded on an NVIDIA \w+, 20\d\d-\d\d-\d\d:\n +1 numbers: +[\d.]+ µs", capsys.readouterr().out)
     monkeypatch.chdir(ROOT.parent)
-    show_recorded("00_gpu/launches")
+    show_recorded("01_gpu/launches")
     assert "nothing to show" in capsys.readouterr().out
 
 @pytest.mark.parametrize("there", [True, False])

@@ -15,12 +15,12 @@ ALLOWED = {
     ("test_pipeline.py", "time.sleep(.03)"): "the killed program's own pace. Nothing waits for it, and it stops where the kill is to come",
     ("test_world.py", "liveness.Heartbeat(w, logs, timeout=1)"): "the other process hangs until this is over",
     ("test_world.py", 'liveness.FlagExchange(w, "stop", lag=1, timeout=1, heartbeat=watch)'): "as above; this process begins to wait once the stack is there",
-    ("01_measure", "time.sleep(.01)"): "a phase of a start, so that its table has something to show",
-    ("03_data", "woken.wait(30)"): "a source that stalls. Were it waited for, its thread would have ended, and the assertion fails",
-    ("34_metrics", "time.sleep(.02)"): "a slow loader, which the reader is to see in a table",
-    ("50b_watchdog", "Heartbeat(world, logs, timeout=3)"): "the process that hangs does so until the other has given up",
-    ("50b_watchdog", 'FlagExchange(world, "stop", timeout=15, heartbeat=watch)'): "as above: the text says how long it waits",
-    ("63_finale", "time.sleep(2)"): "the meter is tried on two seconds in which nothing happens; whatever else the machine does, it shows at least these"}
+    ("02_measure", "time.sleep(.01)"): "a phase of a start, so that its table has something to show",
+    ("batches", "woken.wait(30)"): "a source that stalls. Were it waited for, its thread would have ended, and the assertion fails",
+    ("44_metrics", "time.sleep(.02)"): "a slow loader, which the reader is to see in a table",
+    ("liveness", "Heartbeat(world, logs, timeout=3)"): "the process that hangs does so until the other has given up",
+    ("liveness", 'FlagExchange(world, "stop", timeout=15, heartbeat=watch)'): "as above: the text says how long it waits",
+    ("73_finale", "time.sleep(2)"): "the meter is tried on two seconds in which nothing happens; whatever else the machine does, it shows at least these"}
 
 def name_of(f):
     "`time.sleep` for such an expression, dotted; '' for anything else"

@@ -25,7 +25,7 @@ SHOWN = py("x", printed("4 tokens/work, runs/home\n100%|##| 2/2 {'interrupted': 
 GOOD = [md("# A title\n\n> What it is."), py("#| default_exp x"), here([value(text_plain="")]),
         py("plot()", picture(740), **ALT),
         py("#| export\ndef double(x):\n    'Twice `x`.'\n    return 2*x"), py("x = 2"), py("x = 3"), SHOWN,
-        md("It takes 2.4 ms. See [the licence](../LICENSE), `[this](nowhere.md)` and what a [warp](00_gpu.ipynb#warp) is."),
+        md("It takes 2.4 ms. See [the licence](../LICENSE), `[this](nowhere.md)` and what a [warp](1_start/01_gpu.ipynb#warp) is."),
         *exercise("easy"), SHOWN, *exercise("kernel"), SHOWN, *exercise("open")]
 RULES, BROKEN = {}, []
 
@@ -84,12 +84,12 @@ def links_resolve(nb):
     for t in (t for s in md for t in targets(s)):
         if not (ROOT/"nbs"/t).exists() and not any(m in (f"nbs/{t}", f"nbs/{t.split('/')[0]}/") for m in made): yield f"a link to {t}, which is not there"
 
-@rule(NBS, put(4, md("[warp](00_gpu.ipynb#wrap)")))
+@rule(NBS, put(4, md("[warp](1_start/01_gpu.ipynb#wrap)")))
 def glossary_links_land(nb):
-    heads = [h for c in of_kind(read(ROOT/"nbs/00_gpu.ipynb"), "markdown") for h in re.findall(r"^#+ (.+)$", source(c), re.M)]
+    heads = [h for c in of_kind(read(ROOT/"nbs/1_start/01_gpu.ipynb"), "markdown") for h in re.findall(r"^#+ (.+)$", source(c), re.M)]
     anchors = {re.sub(r"\W+", "-", h.lower()).strip("-") for h in heads}
-    for a in (a for c in of_kind(nb, "markdown") for a in re.findall(r"\]\(00_gpu\.ipynb#([^)]+)\)", source(c))):
-        if a not in anchors: yield f"a link to 00_gpu.ipynb#{a}, and there is no such heading"
+    for a in (a for c in of_kind(nb, "markdown") for a in re.findall(r"\]\(01_gpu\.ipynb#([^)]+)\)", source(c))):
+        if a not in anchors: yield f"a link to 1_start/01_gpu.ipynb#{a}, and there is no such heading"
 
 @rule(NBS, put(4, py("#| export\ndef half(x): return x/2")), put(4, py("#|exports\nclass Half: pass")))
 def exports_have_docstrings(nb):
@@ -156,7 +156,7 @@ OPTION = re.compile(r"    \w+: \w+( \| None)? = .* # |@exercise\(") # a list of 
 DOCMENT = re.compile(r"\s+\*{0,2}\w+(: [^=#]+)?(=[^#]*)?(,|\):)\s+# |\) -> [^#]+:\s+# ")    # a signature's line with what it means
 TASK = re.compile(r"\*\*\d\. [^*]+\*\* \((easy|kernel|open), \d+ (minutes|hours?)\)")
 
-WHOLE = {"30_trainer": "class Trainer:"} # a class that stands in one cell, so that an editor finds its methods: nothing else may be long
+WHOLE = {"40_trainer": "class Trainer:"} # a class that stands in one cell, so that an editor finds its methods: nothing else may be long
 
 @rule(LESSONS, put(4, py("\n".join(["x = 1"]*16))), put(4, py("@jit\n" + "\n".join(["x = 1"]*25))))
 def cells_are_short(nb):

@@ -9,7 +9,7 @@ from run_notebook import code_digest
 @lru_cache
 def digest_of(path): return code_digest(read(path))
 
-OUTPUTS = ROOT/"nbs/measurements/outputs.json"
+OUTPUTS = ROOT/"nbs/site/measurements/outputs.json"
 
 def stale(entries): # a dict of what `run_notebook.py` notes, by notebook
     "The notebooks whose outputs come from other code than they hold, or from nobody knows what"
@@ -17,9 +17,9 @@ def stale(entries): # a dict of what `run_notebook.py` notes, by notebook
 
 # They show names, files, options, records, made-up runs, runs of a very small model on a CPU: nothing that is measured on the GPU
 ANYWHERE = """
-    03b_text_files 03c_tokenizer 03e_corpus 05a_records 06a_choices 06b_architectures 06c_plugins 06d_course 07_compat 13a_kernel_ops 30a_resolve 30b_train_data
-    30d_console 30e_coordinator 30f_checkpointer 30g_validator 30h_callbacks 33_config 33b_launch 33c_cli 34a_run_charts 41_recipe 48_race
-    48a_clock 48b_adapters 48c_race_report 50_world 50a_spawn 50b_watchdog 50d_parallel 55_cluster 61_evals 62a_pretrained 64_comparison 65_plan""".split()
+    text_files tokenizer corpus records choices architectures plugins course compat kernel_ops resolve train_data
+    console coordinator checkpointer validator callbacks config launch cli run_charts 51_recipe 58_race
+    clock adapters race_report 60_world spawn liveness sharding 66_cluster 71_evals pretrained comparison 74_plan""".split()
 
 @pytest.fixture
 def entries():

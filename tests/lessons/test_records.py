@@ -7,7 +7,7 @@ from helpers.cells import NBS
 from make_readme import ROOT
 
 OTHERS = {"outputs.json", "fits.json", "collectives.json"}  # where outputs come from; what fits into which memory; links: no runs
-FILES = sorted(p for p in (ROOT/"nbs/measurements").glob("*.json") if p.name not in OTHERS)
+FILES = sorted(p for p in (ROOT/"nbs/site/measurements").glob("*.json") if p.name not in OTHERS)
 # Records, as `name` calls them, whose code has changed since they were measured. One leaves this list when it's measured again.
 AWAITING = set()
 # Every record waits to be measured again: the step has changed since 2026-11-26 (one `Stepper` for one process and several), and with it the

@@ -48,7 +48,7 @@ def private_uses(source):
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_other_module_uses_a_private_name(path):
     found = list(private_uses(path.read_text(encoding="utf-8")))
-    assert not found, "give these a name and a reason in nbs/07_compat.ipynb:\n  " + "\n  ".join(found)
+    assert not found, "give these a name and a reason in nbs/source/compat.ipynb:\n  " + "\n  ".join(found)
 
 @pytest.mark.parametrize("source", [
     "from torch._subclasses.fake_tensor import FakeTensor", "import torch._dynamo", "x = torch._scaled_mm(a, b)", "op._init_fn(x)",

@@ -88,7 +88,7 @@ import torch
 known, loaded = set(sys.modules), {}
 def note(what): loaded[what] = sorted(HEAVY & (set(sys.modules) - known))
 import llm_speedrun.cli; note("the commands")
-import llm_speedrun.train.trainer, llm_speedrun.train.doctor; note("the trainer and the doctor")
+import llm_speedrun.train.trainer, llm_speedrun.tools.doctor; note("the trainer and the doctor")
 from llm_speedrun.runs import Stepper, build
 from llm_speedrun.train.presets import preset
 preset("fastest"); note("every rung")

@@ -6,7 +6,7 @@ from llm_speedrun import plugins
 from llm_speedrun.architectures import MODELS
 from llm_speedrun.choices import code_version
 from llm_speedrun.cli import speedrun_export, speedrun_sample, speedrun_train
-from llm_speedrun.export import export_folder
+from llm_speedrun.tools.export import export_folder
 from llm_speedrun.pretrained import from_pretrained, import_folder
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.generate import Generator
@@ -23,7 +23,7 @@ from doc_commands import ROOT, blocks
 from helpers.examples import path_of
 from helpers.tiny_runs import cache, fails, nano, texts
 
-CODE, = (b.body for b in blocks((ROOT/"nbs/train/own_rung.qmd").read_text(encoding="utf-8")) if b.file == "mine.py")
+CODE, = (b.body for b in blocks((ROOT/"nbs/site/train/own_rung.qmd").read_text(encoding="utf-8")) if b.file == "mine.py")
 CODE = CODE.replace("width=64", "width=32").replace("hidden=192", "hidden=64").replace("seq_len=64", "seq_len=32").replace("vocab=1024", "vocab=320")
 
 def forget():

@@ -281,7 +281,7 @@ def test_a_run_that_begins_with_its_weights_is_warned(changed, capsys):
 
 def test_evals_keep_the_attention_of_a_plug_in(capsys, tmp_path):
     "Scores of a model whose class attends in its own way are those of the model, not of a GPT with its weights"
-    from llm_speedrun.evals import our_lm
+    from llm_speedrun.tools.evals import our_lm
     (tmp_path/"mine.py").write_text('''from llm_speedrun.architectures import model
 from llm_speedrun.model import GPT, set_parts
 @model("mean", layers=1, width=32, heads=2, kv_heads=2, hidden=64, seq_len=32, vocab=320)

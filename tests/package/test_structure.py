@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 from make_readme import ROOT
 
-PACKAGE, SITE = ROOT/"llm_speedrun", ROOT/"nbs/_site"
+PACKAGE, SITE = ROOT/"llm_speedrun", ROOT/"nbs/site/_build"
 METHODS, LINES, NAMES = 20, 500, 700 # the most of a class, of a module, and of what a user imports
 LARGE = {} # classes
 LONG = {} # modules

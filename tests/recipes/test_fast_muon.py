@@ -16,7 +16,7 @@ from llm_speedrun.recipes.fast_muon import POLAR_EXPRESS, Stack, fast_muon, new_
 from helpers.lessons import defined_in
 from helpers.tiny_runs import relative_error
 
-lesson = defined_in("44_fast_muon", "matrix_shapes", "update_of")
+lesson = defined_in("54_fast_muon", "matrix_shapes", "update_of")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(5, 7), (7, 5), (16, 16), (24, 70), (70, 24), (1, 9), (1, 1)]
 MANY = [s for s in SHAPES[:5] for _ in range(16 if DEVICE.type == "cuda" else 2)]

@@ -3,7 +3,7 @@ is not exported."""
 import json
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
-from llm_speedrun.export import export_folder, write_folder
+from llm_speedrun.tools.export import export_folder, write_folder
 from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.generate import is_causal
 from llm_speedrun.model import GPTConfig

@@ -295,7 +295,7 @@ def whole_step(config, k, sequences, micro):
 
 @pytest.mark.cuda
 def test_a_step_costs_three_percent_at_most():
-    "The recipe's step of 131,072 tokens beside AdamW's, interleaved. Over all phases of a run: notebook 47"
+    "The recipe's step of 131,072 tokens beside AdamW's, interleaved. Over all phases of a run: notebook 57"
     config = find_recipe("speedrun").shape(workload("124m"))
     res = compare({k: partial(whole_step, config, k, 128, 64) for k in ("adamw", "speedrun")}, reps=4)
     more = ratio(res["speedrun"], res["adamw"]) # its time in AdamW's
@@ -305,8 +305,8 @@ def test_a_step_costs_three_percent_at_most():
 @pytest.mark.cuda
 def test_fp8_learns_as_bf16_does():
     "Losses at the end of two runs each, from two starts: two in bf16 differ, too, from the order of sums alone"
-    from llm_speedrun.data import Batches, prefetch
-    from llm_speedrun.corpus import open_corpus
+    from llm_speedrun.data.batches import Batches, prefetch
+    from llm_speedrun.data.corpus import open_corpus
     from llm_speedrun.course import curve_gap
     corpus, curves = open_corpus(), {}
     config = find_recipe("speedrun").shape(replace(workload("124m"), vocab=max(1024, corpus.vocab)))

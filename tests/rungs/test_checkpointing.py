@@ -11,7 +11,7 @@ from llm_speedrun.course import reference_errors
 from helpers.lessons import defined_in
 from helpers.tiny_runs import NANO, fails, nano
 
-lesson = defined_in("20_checkpointing", "saved_bytes", "measure_memory", "fits_in", "GPUMeter")
+lesson = defined_in("22_checkpointing", "saved_bytes", "measure_memory", "fits_in", "GPUMeter")
 
 FOUR = replace(NANO, layers=4)
 CHANGES = dict(whole=checkpoint, every_2=partial(checkpoint, every=2), every_9=partial(checkpoint, every=9),

@@ -16,7 +16,7 @@ from helpers.torch_globals import changed, flags
 from helpers.lessons import defined_in
 from helpers.tiny_runs import NANO, fails, recorded
 
-lesson = defined_in("19_cuda_graphs", "capturable_adamw", "graphed", "check_graphed")
+lesson = defined_in("21_cuda_graphs", "capturable_adamw", "graphed", "check_graphed")
 
 graphs = []
 def spy(graph, inputs):

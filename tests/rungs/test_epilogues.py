@@ -1,4 +1,4 @@
-"Lesson 29: what its products compute at odd sizes, in a whole model, under accumulation and recordings; on a GPU by QuACK's kernels"
+"Lesson 34: what its products compute at odd sizes, in a whole model, under accumulation and recordings; on a GPU by QuACK's kernels"
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -126,7 +126,7 @@ def test_gradients_of_weights(N, o, i, dtype):
     *(pytest.param(*s, marks=cuda) for s in [(8, 1024, 12, 12, 64), (3, 1000, 16, 4, 128), (64, 1024, 12, 12, 64)])])
 @TYPES
 def test_gradients_of_heads_times_r(B, T, H, K, D, dt, monkeypatch):
-    "As notebook 14's kernel, then times r, and the sums over a token, v's among them"
+    "As notebook 16's kernel, then times r, and the sums over a token, v's among them"
     if not GPU: monkeypatch.setenv("TRITON_INTERPRET", "1")
     qkv, dq, dk, dv = (rand(B, T, n, D, dt=dt) for n in (H + 2*K, H, K, K))
     turn = [rand(D, dt=torch.float32), rand(D, dt=torch.float32), *(rand(T, D//2, dt=torch.float32) for _ in range(2))]
@@ -294,7 +294,7 @@ def test_nan_stays_in_its_row():
 @pytest.mark.parametrize("n, d, V", [(4096, 768, 50304), (1000, 2048, 50304), (257, 64, 384), (1, 64, 384), (65536, 768, 50304),
     (600, 32, 384), (768, 768, 1152), (700, 768, 1152), (2048, 2048, 1024)])
 def test_fused_loss(n, d, V, std):
-    """Losses as near to float64 as notebook 28's, gradients within some roundings to bf16: of the exponentials, a row's factor, and this times h.
+    """Losses as near to float64 as notebook 33's, gradients within some roundings to bf16: of the exponentials, a row's factor, and this times h.
     With large logits too, at any number of tokens, as many as the width among them, in several chunks"""
     h, w, y = rand(n, d, std=std), rand(V, d, std=d**-.5), torch.randint(V, (n,), device=DEVICE)
     y[1::7] = -100
@@ -477,7 +477,7 @@ def test_products_with_gradients_hand_out_their_sums(monkeypatch):
 @pytest.mark.parametrize("N, width", [(37, 48), (64, 128), (5, 1040), *(pytest.param(*s, marks=cuda) for s in [(65536, 2048), (3001, 5632)])])
 @pytest.mark.parametrize("dt", [torch.float8_e5m2, torch.float8_e4m3fn])
 def test_the_way_back_from_8_bits(N, width, dt, monkeypatch):
-    "The bytes that lesson 17's kernels make of the same numbers, but for a few that lie between two; the same maxima, and a NaN"
+    "The bytes that lesson 19's kernels make of the same numbers, but for a few that lie between two; the same maxima, and a NaN"
     if not GPU: monkeypatch.setenv("TRITON_INTERPRET", "1")
     ab, dh = rand(N, 2*width, std=16.).to(f8.E4M3), rand(N, width)
     for bad in (False, True)[:1 + GPU]: # the interpreter rounds no NaN to E5M2
@@ -524,7 +524,7 @@ def test_products_in_8_bits(N, d, width):
 @pytest.mark.parametrize("n, d, V", [(6656, 768, 50304), (1000, 2048, 50304), (16, 64, 384), (1, 64, 128), (257, 64, 640)])
 @pytest.mark.parametrize("shift", [0., 1., -1.])
 def test_sums_of_exponentials(n, d, V, shift):
-    "Losses and log-sum-exps as lesson 28's, also of logits whose exponentials FP32 doesn't hold"
+    "Losses and log-sum-exps as lesson 33's, also of logits whose exponentials FP32 doesn't hold"
     h, w, y = rand(n, d, std=8.).to(f8.E4M3), rand(V, d, std=16*d**-.5).to(f8.E4M3), torch.randint(V, (n,), device=DEVICE)
     if shift: h[::2, 0], w[:, 0] = 100., 100*shift     # some rows are far out of range
     y[1::7] = -100

@@ -1,4 +1,4 @@
-"The rungs of notebook 23: attention's other backward pass, attention in FP8, less kept."
+"The rungs of notebook 31: attention's other backward pass, attention in FP8, less kept."
 import os
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F

@@ -212,7 +212,7 @@ def test_rung_composes():
 @pytest.mark.skipif(not GPU, reason="no GPU")
 def test_small_gradients_of_one_sign_are_summed_up(monkeypatch):
     """Thousands of them balance a few large ones. Sums that the tensor cores keep would lose them, and no test with random numbers shows
-    that: so here is a head that knows how frequent each token is. Its gradients are those of notebook 17's, whose roundings are the same"""
+    that: so here is a head that knows how frequent each token is. Its gradients are those of notebook 19's, whose roundings are the same"""
     N, V, d = 8192, 4096, 256
     logp = -torch.arange(1., V + 1, device=DEVICE).log()
     h, w = rand(1, N, d, dt=torch.bfloat16), rand(V, d, seed=1)*.01

@@ -1,4 +1,4 @@
-"The rung of notebook 27: the embedding's gradient summed into the head's."
+"The rung of notebook 32: the embedding's gradient summed into the head's."
 from copy import deepcopy
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F

@@ -1,4 +1,4 @@
-// The site's search without a browser, for test_search.py:  node search.js nbs/theme/search.html INDEX < QUERIES
+// The site's search without a browser, for test_search.py:  node search.js nbs/site/theme/search.html INDEX < QUERIES
 // INDEX: search.json of a built site, or documents like its own. QUERIES: a JSON list. Prints the pages that each finds, in order.
 const fs = require("fs"), vm = require("vm");
 const [script, index] = process.argv.slice(2).map(f => fs.readFileSync(f, "utf-8"));

@@ -10,7 +10,8 @@ import build_pages, train_pages
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.plugins import LOADED, forget_plugin, import_plugins
-from llm_speedrun.train import config, doctor, resolve, train_step
+from llm_speedrun.train import config, resolve, train_step
+from llm_speedrun.tools import doctor
 from llm_speedrun.train.presets import parse_rungs
 from helpers.prose import measured_numbers
 from helpers.tiny_runs import draw_less
@@ -165,7 +166,7 @@ def test_the_exported_folder_opens_as_shown(ready, tmp_path, monkeypatch, capsys
     pytest.importorskip("transformers")
     shutil.copytree(ready, tmp_path/"here", symlinks=True)
     monkeypatch.chdir(tmp_path/"here")
-    code, _ = (b.body for b in blocks(text_of(ROOT/"nbs/train/export.qmd")) if "python" in b.classes) # the second one is test_export's
+    code, _ = (b.body for b in blocks(text_of(ROOT/"nbs/site/train/export.qmd")) if "python" in b.classes) # the second one is test_export's
     printed_by("speedrun_export runs/mine", tmp_path/"here")
     exec(compile(code, "export.qmd", "exec"), {})
     assert "12 times" in capsys.readouterr().out
@@ -216,7 +217,7 @@ def test_a_page_is_renewed():
 def test_pages_with_numbers():
     "Each template has a page, without anything left to fill in"
     pages = dict(train_pages.rendered(ROOT))
-    assert pages.keys() == {p.name for p in (ROOT/"nbs/_site/train").glob("*.qmd")}
+    assert pages.keys() == {p.name for p in (ROOT/"nbs/site/_build/train").glob("*.qmd")}
     for name, md in pages.items():
         assert not re.search(r"\{\{|\{%|\bNone\b|\bnan\b|Undefined", md), name
         assert md.startswith("---\ntitle: ") and train_pages.NOTE.format(name) in md
@@ -225,7 +226,7 @@ def test_pages_are_written(tmp_path):
     build_pages.write_train_pages(tmp_path)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path/"train").iterdir()}
     build_pages.write_train_pages(tmp_path)
-    assert {p.name for p in before} == {p.name for p in (ROOT/"nbs/_site/train").glob("*.qmd")}
+    assert {p.name for p in before} == {p.name for p in (ROOT/"nbs/site/_build/train").glob("*.qmd")}
     assert before == {p: p.stat().st_mtime_ns for p in before}
 
 EXPRESSION = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|^---\n.*?^---\n", re.S | re.M)

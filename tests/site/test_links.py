@@ -161,32 +161,32 @@ def test_parameters_of_classes():
 # --- names in the text ---
 
 @pytest.mark.parametrize("stem, said, linked", [
-    ("05_runs", "a `Run`, `build()`", "a [`Run`](#Run), [`build()`](#build)"),
-    ("05_runs", "`by_kind`", "[`by_kind`](02_roofline.ipynb#by_kind)"),
-    ("05_runs", "`roofline.Op`", "[`roofline.Op`](02_roofline.ipynb#Op)"),
-    ("22_ladder", "the rung `flash`", "the rung [`flash`](12_flash.ipynb#flash)"),
-    ("36_doctor", "`speedrun_train`", "[`speedrun_train`](33c_cli.ipynb#speedrun_train)"),
-    ("36_doctor", "makes a `Trainer`", "makes a [`Trainer`](30_trainer.ipynb#Trainer)"),
-    ("30_trainer", "`fit`", "[`fit`](#Trainer.fit)"),
-    ("30_trainer", "`Trainer.finish`", "[`Trainer.finish`](#Trainer.finish)"),
-    ("38_prepare_data", "`in_order`", "[`in_order`](37_encoder_pool.ipynb#in_order)"),
-    ("14_fused_ops", "`swiglu`", "[`swiglu`](#def-swiglu)"),    # a heading has its name
-    ("10_tf32", "reached in notebook 02, not in 99", "reached in [notebook 02](02_roofline.ipynb), not in 99")])
+    ("05_rungs", "a `Run`, `build()`", "a [`Run`](#Run), [`build()`](#build)"),
+    ("05_rungs", "`by_kind`", "[`by_kind`](1_start/03_roofline.ipynb#by_kind)"),
+    ("05_rungs", "`roofline.Op`", "[`roofline.Op`](1_start/03_roofline.ipynb#Op)"),
+    ("24_ladder", "the rung `flash`", "the rung [`flash`](2_ladder/12_flash.ipynb#flash)"),
+    ("45_doctor", "`speedrun_train`", "[`speedrun_train`](source/cli.ipynb#speedrun_train)"),
+    ("45_doctor", "makes a `Trainer`", "makes a [`Trainer`](4_training_run/40_trainer.ipynb#Trainer)"),
+    ("40_trainer", "`fit`", "[`fit`](#Trainer.fit)"),
+    ("40_trainer", "`Trainer.finish`", "[`Trainer.finish`](#Trainer.finish)"),
+    ("prepare_data", "`in_order`", "[`in_order`](source/data/encoder_pool.ipynb#in_order)"),
+    ("16_fused_ops", "`swiglu`", "[`swiglu`](#def-swiglu)"),    # a heading has its name
+    ("10_tf32", "reached in notebook 03, not in 99", "reached in [notebook 03](1_start/03_roofline.ipynb), not in 99")])
 def test_a_name_is_linked(pages, stem, said, linked):
     assert procs.linked(procs.lessons()[stem], said) == linked
     assert all(pages.lands(f"{stem}.ipynb", t) for t in links(linked))
 
 @pytest.mark.parametrize("stem, said", [
-    ("20_checkpointing", "groups of `size` alone"), ("30_trainer", "with `deterministic` PyTorch is asked"),    # options
-    ("22_ladder", "the columns `ratio` and `predicted`"),    # of the records
-    ("12_flash", "FlashAttention-2 (`flash`)"), ("20_checkpointing", "what `checkpoint` was given"),    # PyTorch's
-    ("15_chunked_ce", "`checkpoint` runs a function"), ("21_optim", "PyTorch's `load_state_dict`"),
-    ("62_export", "`transformers`' `from_pretrained`"),
-    ("01_measure", "Write `spread` of `tensors`"), ("60_generate", "have a `part` of the probability"),    # the reader's
-    ("18_compile", "`ours` has our kernels"),    # a row of a table
-    ("34_metrics", "with `step` and whatever"),
-    ("26_claims", "as in [`fp16`](11_amp.ipynb)"), ("05_runs", "## A `Run`"), ("05_runs", "``a `Run` ``"),
-    ("05_runs", "```python\n`Run`\n```")])
+    ("22_checkpointing", "groups of `size` alone"), ("40_trainer", "with `deterministic` PyTorch is asked"),    # options
+    ("24_ladder", "the columns `ratio` and `predicted`"),    # of the records
+    ("12_flash", "FlashAttention-2 (`flash`)"), ("22_checkpointing", "what `checkpoint` was given"),    # PyTorch's
+    ("17_chunked_ce", "`checkpoint` runs a function"), ("23_optim", "PyTorch's `load_state_dict`"),
+    ("72_export", "`transformers`' `from_pretrained`"),
+    ("02_measure", "Write `spread` of `tensors`"), ("70_generate", "have a `part` of the probability"),    # the reader's
+    ("20_compile", "`ours` has our kernels"),    # a row of a table
+    ("44_metrics", "with `step` and whatever"),
+    ("75_claims", "as in [`fp16`](2_ladder/11_amp.ipynb)"), ("05_rungs", "## A `Run`"), ("05_rungs", "``a `Run` ``"),
+    ("05_rungs", "```python\n`Run`\n```")])
 def test_a_name_is_no_link(stem, said): assert procs.linked(procs.lessons()[stem], said) == said
 
 @pytest.mark.parametrize("heading, slug", [
@@ -216,16 +216,16 @@ def test_facts_of_a_rung():
     lesson = procs.lessons()["10_tf32"]
     record, = procs.rung_rows(lesson)
     assert f"{record['ratio']:.2f}×" not in procs.box(lesson), "the reader guesses first"
-    assert procs.before(lesson) == ["01_measure", "02_roofline", "05_runs"], "as its opening says"
-    assert procs.before(procs.lessons()["05_runs"]) == ["02_roofline", "03_data", "03e_corpus", "04_model"], "as it imports"
-    assert "21_optim" in procs.before(procs.lessons()["22_ladder"]), "the end of the ladder"
+    assert procs.before(lesson) == ["02_measure", "03_roofline", "05_rungs"], "as its opening says"
+    assert procs.before(procs.lessons()["05_rungs"]) == ["03_roofline", "batches", "corpus", "04_model"], "as it imports"
+    assert "23_optim" in procs.before(procs.lessons()["24_ladder"]), "the end of the ladder"
     for o in procs.lessons().values(): assert all(procs.lessons()[s].number < o.number for s in procs.before(o)), o.stem
     over = lambda before, *rungs: procs.added(dict(before=before, rung=rungs[-1], rungs=rungs))
     assert over("fp32", "tf32", "flash:backend=cudnn", "fp8") == "`tf32` to `fp8`"
     assert over("flash", "flash", "fp8") == "`fp8`"
     assert procs.rung_capability("fp8_activations") == (8, 9) and procs.rung_capability("compile") == (7, 0)
     assert not procs.runs_on_a_t4(lesson), "a T4 has no TF32"
-    assert procs.runs_on_a_t4(procs.lessons()["03_data"])
+    assert procs.runs_on_a_t4(procs.lessons()["batches"])
 
 # --- the built site ---
 

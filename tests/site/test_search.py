@@ -24,7 +24,7 @@ QUESTIONS = {
 def asked(index, queries):
     "Query -> the pages that it finds, in order"
     node = shutil.which("node") or pytest.skip("Node isn't installed")
-    p = subprocess.run([node, ROOT/"tests/site/search.js", ROOT/"nbs/theme/search.html", index], input=json.dumps(list(queries)), text=True,
+    p = subprocess.run([node, ROOT/"tests/site/search.js", ROOT/"nbs/site/theme/search.html", index], input=json.dumps(list(queries)), text=True,
                        capture_output=True, encoding="utf-8", timeout=TIMEOUT)
     assert p.returncode == 0, p.stderr
     return json.loads(p.stdout)

@@ -23,7 +23,7 @@ SOURCES = [source for _, source, _ in LISTED]
 def ignored(): return [o for o in (ROOT/".gitignore").read_text(encoding="utf-8").splitlines() if o.startswith("nbs/")]
 
 def generated(source): # of a page, seen from nbs/
-    "Whether git ignores it, because nbs/_site/build_pages.py writes it"
+    "Whether git ignores it, because nbs/site/_build/build_pages.py writes it"
     return any(f"nbs/{source}".startswith(o) if o.endswith("/") else fnmatch(f"nbs/{source}", o) for o in ignored())
 
 def test_every_page_stands_in_the_sidebar_once():
@@ -32,7 +32,7 @@ def test_every_page_stands_in_the_sidebar_once():
     shown = {o for o in found if not any(part.startswith((".", "_")) for part in Path(o).parts)} - {"404.qmd"}
     assert not (extra := shown - set(SOURCES)), f"not in nbs/sidebar.yml: {sorted(extra)}"
     missing = [o for o in SOURCES if o not in shown and not generated(o)]
-    assert not missing, f"in nbs/sidebar.yml, and neither a file nor one that nbs/_site/build_pages.py writes: {missing}"
+    assert not missing, f"in nbs/sidebar.yml, and neither a file nor one that nbs/site/_build/build_pages.py writes: {missing}"
 
 def title(source):
     "A notebook's title"
@@ -112,7 +112,7 @@ def test_pictures_get_smaller_and_look_the_same():
 def test_a_page_made_of_a_template_is_edited_there(tmp_path, monkeypatch):
     monkeypatch.setattr(finish, "NBS", tmp_path/"nbs")
     for o in ("templates/gpus.qmd", "train/cost.qmd"):
-        (tmp_path/"nbs/_site"/o).parent.mkdir(parents=True, exist_ok=True); (tmp_path/"nbs/_site"/o).touch()
+        (tmp_path/"nbs/site/_build"/o).parent.mkdir(parents=True, exist_ok=True); (tmp_path/"nbs/site/_build"/o).touch()
     edit = lambda *sources: "".join(f'<a href="https://github.com/u/r/edit/main/nbs/{o}">' for o in sources)
     (tmp_path/"a.html").write_text(edit("gpus.qmd", "train/cost.qmd", "train/index.qmd"))
     finish.edit_links(tmp_path)
@@ -123,7 +123,7 @@ def test_llms_txt(tmp_path):
     (tmp_path/"tf32.html").write_text('<title>TF32 – site</title><meta name="description" content="A &amp; B.">')
     (tmp_path/"more.html").write_text("<title>More – site</title>")
     (tmp_path/"train/index.html").write_text("<title>Start – site</title>")
-    contents = [{"section": "Course", "contents": [{"text": "10 TF32", "href": "10_tf32.ipynb"},
+    contents = [{"section": "Course", "contents": [{"text": "10 TF32", "href": "2_ladder/10_tf32.ipynb"},
                                                         {"text": "10c More", "href": "10c_more.ipynb"}]},
                 {"section": "Train", "contents": ["train/index.qmd"]}]
     text = finish.llms_txt(tmp_path, {"site-url": "https://a.org/s", "title": "site", "description": "It."}, contents)

@@ -17,11 +17,11 @@ from helpers.timeouts import TIMEOUT
 INDEX = cells(ROOT/"nbs/index.ipynb")
 MARKDOWN = "\n\n".join(source(c) for c in INDEX if c["cell_type"] == "markdown")
 README = (ROOT/"README.md").read_text(encoding="utf-8")
-RECORDS = json.loads((ROOT/"nbs/measurements/nvidia-h200.json").read_text(encoding="utf-8"))
-FIVE = shared_record("five", folder=ROOT/"nbs/measurements")
+RECORDS = json.loads((ROOT/"nbs/site/measurements/nvidia-h200.json").read_text(encoding="utf-8"))
+FIVE = shared_record("five", folder=ROOT/"nbs/site/measurements")
 # --- the headline ---
 
-def contender(name, ratio, **more): # as `race` of 25_peers.ipynb records it
+def contender(name, ratio, **more): # as `race` of 3_past_the_ladder/38_peers.ipynb records it
     ours = dict(before=None) if name == "llm_speedrun" else dict(before="llm_speedrun")
     return dict(rung=name, ratio=ratio, workload=SPINE[0], batch=SPINE[1], seq=1024, tok_s=7e5*ratio, peak_gib=20.,
                 source=f"commit of {name}", rungs=[], micro=64, parameters=124e6, in_products=99e6, gpu="NVIDIA H200", torch="2.11.0", driver="580",
@@ -212,7 +212,7 @@ def test_make_test_prints_what_is_shown(tmp_path):
     (tmp_path/".venv").symlink_to(ROOT/".venv")
     nb = dict(cells=[dict(cell_type="code", source="1+1", metadata={}, outputs=[], execution_count=None, id="a")],
               metadata={}, nbformat=4, nbformat_minor=5)
-    for name in ("00_gpu", "01_measure"): (tmp_path/f"nbs/{name}.ipynb").write_text(json.dumps(nb))
+    for name in ("01_gpu", "02_measure"): (tmp_path/f"nbs/{name}.ipynb").write_text(json.dumps(nb))
     lines = program(tmp_path, sys.executable, "tests/notebooks.py").splitlines()
     lines.sort(key=lambda o: (o[:2] != "ok", o.split()[-1])) # several run at a time, so they end in any order
     (tmp_path/"test_a.py").write_text("import pytest\ndef test_a(): pass\n@pytest.mark.skip\ndef test_b(): pass\n")
@@ -255,8 +255,8 @@ FACTS = read_yaml(site_compare.HERE/"projects.yml")
 def checkout(tmp_path):
     "A function of records: a checkout with these alone"
     def made(records):
-        (tmp_path/"nbs/measurements").mkdir(parents=True)
-        (tmp_path/"nbs/measurements/nvidia-h200.json").write_text(json.dumps(records))
+        (tmp_path/"nbs/site/measurements").mkdir(parents=True)
+        (tmp_path/"nbs/site/measurements/nvidia-h200.json").write_text(json.dumps(records))
         shutil.copy(ROOT/"settings.ini", tmp_path)
         return tmp_path
     return made

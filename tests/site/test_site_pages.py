@@ -36,8 +36,8 @@ def root(tmp_path):
     for name in ("settings.ini", "llm_speedrun"): (tmp_path/name).symlink_to(ROOT/name)
     (tmp_path/"nbs").mkdir()
     for p in (ROOT/"nbs").glob("*.ipynb"): (tmp_path/"nbs"/p.name).symlink_to(p)
-    shutil.copytree(ROOT/"nbs/measurements", tmp_path/"nbs/measurements")
-    (tmp_path/"nbs/measurements/fits.json").unlink(missing_ok=True)
+    shutil.copytree(ROOT/"nbs/site/measurements", tmp_path/"nbs/site/measurements")
+    (tmp_path/"nbs/site/measurements/fits.json").unlink(missing_ok=True)
     return tmp_path
 
 def part(text, heading):
@@ -113,7 +113,7 @@ def test_every_exported_name_leads_to_its_definition(made):
     assert "dict()" not in text and "annotated type" not in text, "Python's own words about types"
 
 def test_every_word_is_explained(made):
-    cells = json.loads((ROOT/"nbs/00_gpu.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((ROOT/"nbs/1_start/01_gpu.ipynb").read_text(encoding="utf-8"))["cells"]
     below = "".join("".join(c["source"]) + "\n" for c in cells).split("## Glossary")[1]
     words = re.findall(r"^### (.+)$", below, re.M)
     assert {"SM", "MFU", "tensor core"} <= {*words}
@@ -142,7 +142,7 @@ def test_a_new_key_of_metrics_must_be_explained(monkeypatch, made):
 
 def change(root, edit, name="nvidia-h200.json"):
     "Edit the records in a file, in place"
-    path = root/"nbs/measurements"/name
+    path = root/"nbs/site/measurements"/name
     rows = json.loads(path.read_text(encoding="utf-8"))
     edit(rows)
     path.write_text(json.dumps(rows), encoding="utf-8")
@@ -165,12 +165,12 @@ def test_a_changed_record_changes_the_page(root):
     assert "7.77×" in build_pages.written("measured/index.qmd", root) and "123,457" in build_pages.written("measured/index.qmd", root)
 
 def test_another_gpu_has_its_own_part(root):
-    rows = json.loads((root/"nbs/measurements/nvidia-h200.json").read_text(encoding="utf-8"))[:1]
-    (root/"nbs/measurements/tesla-t4.json").write_text(json.dumps([r | dict(gpu="Tesla T4", notebook="speedrun_ladder") for r in rows]))
+    rows = json.loads((root/"nbs/site/measurements/nvidia-h200.json").read_text(encoding="utf-8"))[:1]
+    (root/"nbs/site/measurements/tesla-t4.json").write_text(json.dumps([r | dict(gpu="Tesla T4", notebook="speedrun_ladder") for r in rows]))
     assert "### `speedrun_ladder`" in part(build_pages.written("measured/index.qmd", root), "Tesla T4")
     assert "NVIDIA H200 and Tesla T4" in build_pages.written("measured/yours.qmd", root)
     assert "](measured/index.qmd#tesla-t4)" in part(build_pages.written("gpus.qmd", root), "T4")
-    (root/"nbs/measurements/tesla-t4.png").write_bytes(b"")
+    (root/"nbs/site/measurements/tesla-t4.png").write_bytes(b"")
     assert "![](../measurements/tesla-t4.png){fig-alt=" in part(build_pages.written("measured/index.qmd", root), "Tesla T4")
 
 def test_claims_are_judged_from_the_records(root, made):
@@ -201,7 +201,7 @@ def test_other_trainers_are_shown_when_they_are_measured(root):
 def test_claims_of_memory_are_of_the_loss_alone(made):
     "As the guide means them: not of the whole step, whose peak has much else in it. And no letters stand for guides"
     rows = re.findall(r"^\| (?:cross-entropy in chunks|the same|fused linear cross-entropy).*memory of the loss.*$|^\| the same, in.*$", made["measured/claims.qmd"], re.M)
-    assert len(rows) == 3 and all("| too low |" in r and "15_chunked_ce" in r for r in rows)
+    assert len(rows) == 3 and all("| too low |" in r and "17_chunked_ce" in r for r in rows)
     assert not re.search(r"^\|[^|]+\| [CHRFO]( [CHRFO])* \|", made["measured/claims.qmd"], re.M)
 
 # --- GPUs ---
@@ -228,8 +228,8 @@ def test_datasheets_are_those_of_the_package():
     for g in known: assert g.tflops["bf16"]*1e12 == pytest.approx(datasheet_flops(g.said), rel=.01), g.name
 
 def ceilings_of_the_h200():
-    "Those that notebook 02 measured, as it prints them"
-    said = "".join(t for c in json.loads((ROOT/"nbs/02_roofline.ipynb").read_text(encoding="utf-8"))["cells"]
+    "Those that notebook 03 measured, as it prints them"
+    said = "".join(t for c in json.loads((ROOT/"nbs/1_start/03_roofline.ipynb").read_text(encoding="utf-8"))["cells"]
                    for o in c.get("outputs", ()) for t in o.get("text", ()))
     rates = {k: float(v)*1e12 for k, v in re.findall(r"^(\w+): +([\d.]+) TFLOP/s$", said, re.M)}
     return Ceilings(rates, float(re.search(r"^copy: ([\d.]+) TB/s$", said, re.M)[1])*1e12)
@@ -245,7 +245,7 @@ def test_the_count_is_that_of_the_gpu():
 
 def fits_file(root, *rows):
     about = dict(seq=1024, gpu="NVIDIA H200", torch="2.11", date="2026-11-23")
-    (root/"nbs/measurements/fits.json").write_text(json.dumps([about | r for r in rows]), encoding="utf-8")
+    (root/"nbs/site/measurements/fits.json").write_text(json.dumps([about | r for r in rows]), encoding="utf-8")
 
 FASTEST = ("tf32 bf16 flash:backend=cudnn fused_ops tied_embedding chunked_ce fp8:parts=mlp head_groups cuda_graphs "
            "fused_adamw direct_update").split()
@@ -263,11 +263,11 @@ def test_the_largest_micro_batch_that_fits(root):
     assert largest("RTX 3080", ["tf32", "bf16", "flash", "fused_ops", "tied_embedding", "chunked_ce", "fused_adamw"]) == 0
     text = build_pages.written("gpus.qmd", root)
     assert re.search(r"\| `124m` \| 32 \| not measured yet \|", part(text, "RTX 4090")) and "| `350m` | none | not measured yet |  |  |  |  |" in part(text, "RTX 4090")
-    assert "2026-11-23" in text and "there is no `nbs/measurements/fits.json`" not in text
+    assert "2026-11-23" in text and "there is no `nbs/site/measurements/fits.json`" not in text
 
 def test_without_fits_the_page_says_so(root):
     text = build_pages.written("gpus.qmd", root)
-    assert "**Not measured yet**: there is no `nbs/measurements/fits.json`" in text and "| `124m` | not measured yet |" in text
+    assert "**Not measured yet**: there is no `nbs/site/measurements/fits.json`" in text and "| `124m` | not measured yet |" in text
 
 def test_fits_that_are_broken_are_an_error(root):
     fits_file(root, dict(workload="124m", rungs=FASTEST, gib=24, micro="8", peak_gib=5.))
@@ -275,7 +275,7 @@ def test_fits_that_are_broken_are_an_error(root):
 
 # --- examples ---
 
-BLOCKS = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", (ROOT/"nbs/kernels.qmd").read_text(encoding="utf-8"), re.S)
+BLOCKS = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", (ROOT/"nbs/site/kernels.qmd").read_text(encoding="utf-8"), re.S)
 
 def test_python_fits_the_page():
     "As in notebooks: code of 110 columns is seen whole at 1280 pixels"

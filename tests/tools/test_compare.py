@@ -5,7 +5,7 @@ import numpy as np, pytest, torch
 from helpers.tiny_runs import fails, nano, options, texts, write_bins
 from test_report import HOSTILE, Balanced
 from llm_speedrun.io_utils import InputError, RunError
-from llm_speedrun.train.comparison import (Comparison, RunCurve, Found, Search, clock, diverged, mismatch, overlay, reached, repeats,
+from llm_speedrun.tools.comparison import (Comparison, RunCurve, Found, Search, clock, diverged, mismatch, overlay, reached, repeats,
                                            spaced, when)
 from llm_speedrun.cli import speedrun_compare, speedrun_lr
 from llm_speedrun.train.config import LrOptions

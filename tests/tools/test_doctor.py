@@ -5,11 +5,11 @@ from dataclasses import replace
 from itertools import cycle, repeat
 from types import SimpleNamespace
 import numpy as np, pytest, torch
-from llm_speedrun.train import doctor, machine_checks
-from llm_speedrun.data import Batches
-from llm_speedrun.corpus import train_tokenizer, write_shards
-from llm_speedrun.train.doctor import check_resume, check_run, checkpoint_bytes, examine, first_steps
-from llm_speedrun.train.machine_checks import check_gpu, check_versions, Finding, wrong_versions
+from llm_speedrun.tools import doctor, machine_checks
+from llm_speedrun.data.batches import Batches
+from llm_speedrun.data.corpus import train_tokenizer, write_shards
+from llm_speedrun.tools.doctor import check_resume, check_run, checkpoint_bytes, examine, first_steps
+from llm_speedrun.tools.machine_checks import check_gpu, check_versions, Finding, wrong_versions
 from llm_speedrun.measure import Timings, version_of
 from llm_speedrun.runs import RUNGS, Stepper
 from llm_speedrun.cli import speedrun_doctor

@@ -4,10 +4,10 @@ import importlib.util, json, math, pickle, re, shutil
 from pathlib import Path
 from dataclasses import replace
 import numpy as np, pytest
-from llm_speedrun.corpus import open_corpus, train_tokenizer, write_shards
-from llm_speedrun.evals import (ENGINES, asked_tasks, asked_texts, bytes_per_token, documents, evaluate, our_lm, questions_of, requests_of, score,
+from llm_speedrun.data.corpus import open_corpus, train_tokenizer, write_shards
+from llm_speedrun.tools.evals import (ENGINES, asked_tasks, asked_texts, bytes_per_token, documents, evaluate, our_lm, questions_of, requests_of, score,
                                 task_scores, text_requests, text_scores, validation_texts)
-from llm_speedrun.export import write_folder
+from llm_speedrun.tools.export import write_folder
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPT
 from llm_speedrun.recipes.architecture import UntiedGPT
@@ -189,7 +189,7 @@ def test_a_document_without_tokens(folder, tmp_path, capsys):
     "Left out and counted, wherever it stands: of a tokenizer that drops spaces, a text of spaces is one"
     (tmp_path/"t.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in ("the cat sat", "   ", "on a mat", " ")))
     from tokenizers import normalizers
-    from llm_speedrun.tokenizer import read_tokenizer
+    from llm_speedrun.data.tokenizer import read_tokenizer
     shutil.copytree(folder, tmp_path/"m")
     tok = read_tokenizer(folder/"tokenizer.json")
     tok.normalizer = normalizers.Strip(); tok.save(str(tmp_path/"m/tokenizer.json"))

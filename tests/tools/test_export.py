@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest, torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from llm_speedrun.data import val_batches
-from llm_speedrun.export import export_folder, qwen3_config, write_folder
+from llm_speedrun.data.batches import val_batches
+from llm_speedrun.tools.export import export_folder, qwen3_config, write_folder
 from llm_speedrun.pretrained import from_pretrained, gpt_config, import_folder
 from llm_speedrun.recipes.model_registry import shapes
 from llm_speedrun.io_utils import InputError
@@ -106,7 +106,7 @@ def test_the_end_of_a_text_in_their_collator(exported):
     transformers = pytest.importorskip("transformers")
     tok, vocab = transformers.AutoTokenizer.from_pretrained(exported), transformers.AutoConfig.from_pretrained(exported).vocab_size
     masked = lambda: (transformers.DataCollatorForLanguageModeling(tok, mlm=False)([tok(f"Text 7{tok.eos_token}")])["labels"][0, -1] == -100).item()
-    page = (ROOT/"nbs/train/export.qmd").read_text(encoding="utf-8")
+    page = (ROOT/"nbs/site/train/export.qmd").read_text(encoding="utf-8")
     assert masked() and "it hides every end from the loss" in " ".join(page.split())
     there = [p for p in page.split("```python\n")[1:] if p.startswith("tok.add_special_tokens")]
     exec(there[0].split("```")[0], dict(tok=tok, model=transformers.AutoModelForCausalLM.from_pretrained(exported)))

@@ -3,7 +3,7 @@
 import json
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
-from llm_speedrun.export import export_folder
+from llm_speedrun.tools.export import export_folder
 from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.generate import generate
 from helpers.tiny_runs import NANO, nano, trained_on_text

@@ -3,16 +3,16 @@ import io, json, random
 from dataclasses import replace
 import pytest, torch
 from tokenizers import Tokenizer
-from llm_speedrun.corpus import train_tokenizer
+from llm_speedrun.data.corpus import train_tokenizer
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.export import export_folder, write_folder
+from llm_speedrun.tools.export import export_folder, write_folder
 from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.recipe import RECIPES, parse_recipe
 from llm_speedrun.runs import RUNGS, Run, baseline, build, enter_all, rung, uncompiled
 from llm_speedrun.generate import Generator, TextStream, draw, generate, is_causal, padded, stream_pieces, top_k_top_p
-from llm_speedrun.sample import in_dtype, open_model
+from llm_speedrun.tools.sample import in_dtype, open_model
 from llm_speedrun.cli import speedrun_sample
 from llm_speedrun.train.trainer import train
 from helpers.lessons import defined_in
@@ -344,7 +344,7 @@ def test_stops_at_the_end_of_a_document(folder, monkeypatch):
     "What the model writes after it would be another text"
     eot = Tokenizer.from_file(str(folder/"tokenizer.json")).token_to_id("<|endoftext|>")
     monkeypatch.setattr(Generator, "write", lambda self, n, g, **how: iter([[66], [67], [eot], [68]]))
-    assert defined_in("60a_sample", "continued").continued(folder, "x") == "x" + Tokenizer.from_file(str(folder/"tokenizer.json")).decode([66, 67])
+    assert defined_in("sample", "continued").continued(folder, "x") == "x" + Tokenizer.from_file(str(folder/"tokenizer.json")).decode([66, 67])
 
 def test_temperature_0_is_greedy(folder, capsys):
     text = said(capsys, folder, "--prompt=7 times", "--n=20", "--temperature=0", "--seed=3")
@@ -433,7 +433,7 @@ def test_greedy_text_is_that_of_transformers(tmp_path):
 
 def test_speed_beside_transformers(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("IN_TEST", "1")
-    speed = defined_in("60a_sample", "our_writing", "their_writing", "writing_speed").writing_speed(export_folder(folder, tmp_path/"export"), 2, prompt=3, n=4, device="cpu")
+    speed = defined_in("sample", "our_writing", "their_writing", "writing_speed").writing_speed(export_folder(folder, tmp_path/"export"), 2, prompt=3, n=4, device="cpu")
     assert "ours" in speed and all(v > 0 for v in speed.values())
 
 @pytest.mark.parametrize("what,message", [("none", "has no tokenizer.json"), ("another", "it is another's"), ("no end", "can't begin from nothing: give a --prompt")])
@@ -452,8 +452,8 @@ def test_tokenizers(folder, tmp_path, capsys, what, message):
 
 def test_what_the_tokenizer_has_no_token_for():
     "A tokenizer of characters, as nanoGPT's meta.pkl makes one, raises a bare Exception for any other"
-    from llm_speedrun.sample import tokens_of
-    from llm_speedrun.token_files import Characters, character_tokenizer
+    from llm_speedrun.tools.sample import tokens_of
+    from llm_speedrun.data.token_files import Characters, character_tokenizer
     tok = character_tokenizer(Characters({0: "a", 1: "b"}, 2))
     assert tokens_of("abba", tok, 99) == [0, 1, 1, 0]
     with fails(InputError, "can't encode 'é~'"): tokens_of("aé~a", tok, 99)

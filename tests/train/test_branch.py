@@ -5,7 +5,7 @@ from llm_speedrun.checkpoint.format import checkpoints, read_metadata, step_of_n
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.train import checkpointer
 from llm_speedrun.train.config import TrainConfig, branch_point, own_folder, parse_options
-from llm_speedrun.train.doctor import check_run
+from llm_speedrun.tools.doctor import check_run
 from llm_speedrun.train.report import html_report
 from llm_speedrun.train.resolve import options_for_restart, resumed
 from llm_speedrun.train.trainer import Trainer, train

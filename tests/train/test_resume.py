@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from llm_speedrun.checkpoint import format, save
 from llm_speedrun.train import trainer as module, validator
-from llm_speedrun.data import Batches
+from llm_speedrun.data.batches import Batches
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.runs import Stepper
@@ -540,7 +540,7 @@ def test_other_tokens(tmp_path, monkeypatch, stream):
 @posix
 def test_new_text_trains_no_tokenizer(stopped_text, monkeypatch):
     "The text is opened with the run's own tokenizer; another one in its place is told"
-    from llm_speedrun import corpus
+    from llm_speedrun.data import corpus
     run = stopped_text/"runs/run"
     monkeypatch.setattr(corpus, "train_tokenizer", lambda *args, **kw: pytest.fail("a tokenizer was trained"))
     Trainer(TrainConfig(resume=str(run)), progress=False).run_dir.release()

@@ -15,8 +15,8 @@ from llm_speedrun.recipes.schedules import GuardedStepper, WeightEMA
 from llm_speedrun.rungs.fp8_kernels import Scaling
 from llm_speedrun.runs import build
 from llm_speedrun.train.checkpointer import Checkpointer
-from llm_speedrun.train.encoder_pool import Encoder
-from llm_speedrun.train.loader import StreamBatches
+from llm_speedrun.data.encoder_pool import Encoder
+from llm_speedrun.data.loader import StreamBatches
 from llm_speedrun.train.console import Signals
 from llm_speedrun.train.coordinator import Coordinator
 from llm_speedrun.train.run_dir import Finished

@@ -5,7 +5,7 @@ import pytest
 from helpers.tiny_runs import cache, fails, nano, options
 from llm_speedrun.checkpoint.format import checkpoints, newest, validation_error, write_checkpoint
 from llm_speedrun.choices import Choices
-from llm_speedrun.token_files import TokenWriter
+from llm_speedrun.data.token_files import TokenWriter
 from llm_speedrun.io_utils import RunError, lock_dir, replace_file
 from llm_speedrun.runs import Stepper
 from llm_speedrun.train.trainer import train

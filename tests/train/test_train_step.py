@@ -84,7 +84,7 @@ def test_after_memory_ran_out_the_update_is_the_same():
 
 def test_the_noise_needs_equal_sizes():
     x, y = sequences(3)
-    with fails(ValueError, "equal size"): defined_in("42_batch", "noise_scale", "squared_length").noise_scale(Stepper(build(NANO)), [(x[:2], y[:2]), (x[2:], y[2:])])
+    with fails(ValueError, "equal size"): defined_in("52_batch", "noise_scale", "squared_length").noise_scale(Stepper(build(NANO)), [(x[:2], y[:2]), (x[2:], y[2:])])
 
 # What sets the step
 

@@ -3,13 +3,14 @@ import copy, dataclasses, io, itertools, json, os, pickle, re, shlex, signal, su
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
-from llm_speedrun import corpus, ladder
-from llm_speedrun.data import bigram_loss
+from llm_speedrun.data import corpus
+from llm_speedrun.benchmarks import ladder
+from llm_speedrun.data.batches import bigram_loss
 from llm_speedrun.train import autotune, checkpointer, resolve
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, rung_specs, has_auto_options
 from llm_speedrun.train.autotune import drop_failed_rung, NoRoom
 from llm_speedrun.train.presets import PRESETS, without_rung
-from llm_speedrun.corpus import train_tokenizer, write_shards
+from llm_speedrun.data.corpus import train_tokenizer, write_shards
 from llm_speedrun.io_utils import InputError, RunError, clean_errors
 from llm_speedrun.recipes.schedules import lr_at
 from llm_speedrun.train.run_charts import loss_chart

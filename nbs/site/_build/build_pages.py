@@ -1,5 +1,5 @@
 """Writes the pages of the site that are made of code and records: the reference, the measurements, what GPUs
-can do. `python nbs/_site/build_pages.py` writes them into nbs/, where Quarto finds them; they aren't committed."""
+can do. `python nbs/site/_build/build_pages.py` writes them into nbs/, where Quarto finds them; they aren't committed."""
 import argparse, os
 from pathlib import Path
 from templating import PAGES, environment
@@ -24,7 +24,7 @@ def write_pages(out=ROOT/"nbs", root=ROOT):
     for address in PAGES: write(Path(out)/address, written(address, root))
 
 def write_train_pages(out=ROOT/"nbs", root=ROOT):
-    "Write those of nbs/_site/train/ into `out`/train/"
+    "Write those of nbs/site/_build/train/ into `out`/train/"
     from train_pages import rendered
     for name, text in rendered(root): write(Path(out)/"train"/name, text)
 

@@ -28,8 +28,8 @@ RACED = {"speedrun": OURS, "without_muon": "the same with AdamW", "modded": "mod
          "nanochat": "nanochat"}
 
 def to_loss(root): # the repository
-    "What the template says of the race in lesson 48: a dict, {} without a record"
-    race = shared_record("five", folder=root/"nbs/measurements")
+    "What the template says of the race in lesson 58: a dict, {} without a record"
+    race = shared_record("five", folder=root/"nbs/site/measurements")
     if not race: return {}
     found = {k: rs for k, rs in race["results"].items() if k in RACED}
     one, shown = found["speedrun"][0], ("bits/byte", "tokens, M", "tokens/s", "in tables, M")
@@ -66,7 +66,7 @@ def features(facts, root): # projects.yml, the repository
 def filled(root): # the repository
     "What the template is filled with"
     root = Path(root)
-    found = newest(root/"nbs/measurements")
+    found = newest(root/"nbs/site/measurements")
     facts = yaml.safe_load((HERE/"projects.yml").read_text(encoding="utf-8"))
     ran = [r | dict(name=SHOWN.get(k, k)) for k, r in found.items()]
     missing = [name for k, name in RIVALS.items() if k not in found]

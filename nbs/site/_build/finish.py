@@ -1,4 +1,4 @@
-"""The last touches on a built site, after Quarto:  python nbs/_site/finish.py _docs
+"""The last touches on a built site, after Quarto:  python nbs/site/_build/finish.py _docs
 
 Takes out scripts of other hosts, leads "edit" to templates, makes pictures smaller, draws the social image,
 puts code and keywords into fields of their own in the search index, writes llms.txt."""
@@ -26,7 +26,7 @@ def own_scripts_only(site):
     replace_in_pages(site, theirs, "")
 
 def edit_links(site):
-    "A page that is made of a template in nbs/_site is edited there"
+    "A page that is made of a template in nbs/site/_build is edited there"
     def link(found):
         templates = f"_site/templates/{found[2]}", f"_site/{found[2]}"
         return found[1] + next((o for o in templates if (NBS/o).exists()), found[2])
@@ -107,7 +107,7 @@ def with_keywords(docs, keywords): # of the index; page without .html -> phrases
 def read_keywords(): return yaml.safe_load((NBS/"_site/search.yml").read_text(encoding="utf-8"))
 
 def search_index(site):
-    "Give the index what nbs/theme/search.html ranks by: code apart from prose, and keywords"
+    "Give the index what nbs/site/theme/search.html ranks by: code apart from prose, and keywords"
     path, pages = site/"search.json", {}
     docs = json.loads(path.read_text(encoding="utf-8"))
     for doc in docs:

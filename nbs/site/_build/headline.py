@@ -1,4 +1,4 @@
-"""The speed that the site leads with: our list and others in the newest race of lesson 25, on one card. Home, README, the page that
+"""The speed that the site leads with: our list and others in the newest race of lesson 38, on one card. Home, README, the page that
 compares and the social image take it from here, so that they say the same."""
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ from llm_speedrun.benchmarks.race_report import final, shared_record
 
 MEASUREMENTS = Path(__file__).resolve().parents[1]/"measurements"
 CARDS = "NVIDIA H100 80GB HBM3", "NVIDIA H200" # the first that has a race
-OURS, OURS_16 = "llm_speedrun", "llm_speedrun, 16 bits" # names of records, as 25_peers.ipynb gives them
-RACED = dict(speedrun="us", modded="modded-nanogpt's benchmark", nanogpt="nanoGPT") # in the race of lesson 48
+OURS, OURS_16 = "llm_speedrun", "llm_speedrun, 16 bits" # names of records, as 3_past_the_ladder/38_peers.ipynb gives them
+RACED = dict(speedrun="us", modded="modded-nanogpt's benchmark", nanogpt="nanoGPT") # in the race of lesson 58
 RIVALS = {"nanoGPT": ["nanogpt"], "torch.compile": ["compile_blocks", "compile_whole"]} # the name to show -> their records
 EXTRA = {"flash4": "FlashAttention-4", "fp8_epilogues": "QuACK"} # rungs -> the package they need, which pip install leaves out
 STEPS = dict(fp32="FP32", tf32="TF32", bf16="bf16", flash="flash attention", fused_ops="fused kernels", chunked_ce="chunked loss", fp8="FP8",
@@ -44,7 +44,7 @@ def losses(folder=MEASUREMENTS): # of the records
     if len(ran) < 2 or "us" not in ran: return ""
     others = ", ".join(f"{name} {loss:.2f}" for name, loss in ran.items() if name != "us")
     minutes = f"{found['clock']/60:.0f} minutes"
-    return f"**Loss {ran['us']:.2f} after [{minutes}](48_race.ipynb#five-minutes)** of training, {others}"
+    return f"**Loss {ran['us']:.2f} after [{minutes}](5_fewer_steps/58_race.ipynb#five-minutes)** of training, {others}"
 
 def facts(found, loss=None): # of `race`, a fact as `losses` gives it
     "Four facts, as a Markdown list"

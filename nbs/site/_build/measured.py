@@ -112,7 +112,7 @@ def from_notebook(path, wanted, given):
 def claims_page(root):
     wanted = ["claims", "claim_row", "answer", "OUTSIDE"]
     with measurements_of(root):
-        found = from_notebook(root/"nbs/26_claims.ipynb", wanted, vars(measure) | dict(math=math))
+        found = from_notebook(root/"nbs/7_using_a_model/75_claims.ipynb", wanted, vars(measure) | dict(math=math))
         claims, row, answer, outside = found
         rows, said = [row(c) for c in claims], [answer(c) for c in claims]
     further_up = lambda text: text.replace("](", "](../") # this page is in a folder

@@ -242,7 +242,7 @@ class definitions(Processor):
 @lru_cache
 def fields():
     "What a name in backticks also is, an option or a column of the records: such a name alone is no link"
-    classes = [d.node for d in lessons()["33_config"].names.values() if isinstance(d.node, ast.ClassDef)]
+    classes = [d.node for d in lessons()["config"].names.values() if isinstance(d.node, ast.ClassDef)]
     options = {o.target.id for c in classes for o in c.body if isinstance(o, ast.AnnAssign)}
     keys = {k for f in (get_config().nbs_path/"measurements").glob("*.json")
             for r in json.loads(f.read_text(encoding="utf-8")) for k in r}
@@ -278,7 +278,7 @@ def meaning(lesson, name):
         if name in o.names: return o, name
         if rest in o.names and o.module.endswith(f".{module}"): return o, rest
     if name in rungs(): return rungs()[name][0], name
-    if re.fullmatch(r"speedrun_\w+", name): return lessons()["33c_cli"], name
+    if re.fullmatch(r"speedrun_\w+", name): return lessons()["cli"], name
     return None
 
 # Where no name becomes a link: in fences, headings, links, tags, longer code, and where a library's is meant

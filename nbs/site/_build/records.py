@@ -44,7 +44,7 @@ class Fit(msgspec.Struct):
     torch: str
     date: str
 
-def folder(root): return root/"nbs/measurements"
+def folder(root): return root/"nbs/site/measurements"
 
 def by_gpu(root):
     "GPU -> its records, dicts. Raises `InputError` for a file that can't be used, or of several GPUs"

@@ -6,12 +6,14 @@ from typing import get_origin
 from unittest.mock import patch
 import msgspec, torch
 from fastcore.docments import docments
-from llm_speedrun import choices, corpus, measure, model, pretrained, runs
+from llm_speedrun import choices, measure, model, pretrained, runs
+from llm_speedrun.data import corpus
 from llm_speedrun.io_utils import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
 from llm_speedrun.runs import RUNGS, STAGES, Run, RungSpec, build, rung_options
 from llm_speedrun.checkpoint import format as checkpoint
-from llm_speedrun.train import autotune, callbacks, checkpointer, config, loader, metrics, prepare_data, presets, run_dir, trainer
+from llm_speedrun.train import autotune, callbacks, checkpointer, config, metrics, presets, run_dir, trainer
+from llm_speedrun.data import loader, prepare_data
 from gpus import as_if, find_all_rungs
 from measured import sources, times
 from templating import code, escaped, page
@@ -134,7 +136,7 @@ def replaced(name):
     return [PARTS[k] for k in PARTS if a[k] is not b[k] and a[k] != b[k]]
 
 def notebook_of(module):
-    "The notebook that a module is exported from, such as 17_fused_fp8"
+    "The notebook that a module is exported from, such as 19_fused_fp8"
     return re.search(r"File to edit: \S*?(\w+)\.ipynb", inspect.getsource(importlib.import_module(module)))[1]
 
 def rung_records(name, records):
@@ -252,7 +254,7 @@ def record_rows():
 
 def files_of_a_run():
     "What the trainer leaves in a run's folder"
-    return [[f"`{k}`", lookup(FILES, k, "file of a run with an explanation in nbs/_site/reference.py")]
+    return [[f"`{k}`", lookup(FILES, k, "file of a run with an explanation in nbs/site/_build/reference.py")]
             for k in (*run_dir.FILES, *run_dir.FOLDERS)]
 
 @page("reference/formats.qmd")
@@ -299,9 +301,9 @@ def api_page(root): return dict(modules=list(modules(root)))
 @page("reference/glossary.qmd")
 def glossary_page(root):
     "Words and what they mean, from the headings below the glossary's in the first notebook"
-    text = sources(root/"nbs/00_gpu.ipynb", "markdown")
+    text = sources(root/"nbs/1_start/01_gpu.ipynb", "markdown")
     start = next(i for i, t in enumerate(text) if t.startswith("## Glossary"))
     found = [re.fullmatch(r"### (.+?)\n(.*)", t, re.S) for t in text[start + 1:]]
     words = sorted(([m[1], m[2].strip()] for m in found if m), key=lambda w: w[0].lower())
-    links = lambda t: re.sub(r"\]\((\w+\.ipynb)", r"](../\1", re.sub(r"\]\(#", "](../00_gpu.ipynb#", t))
+    links = lambda t: re.sub(r"\]\((\w+\.ipynb)", r"](../\1", re.sub(r"\]\(#", "](../1_start/01_gpu.ipynb#", t))
     return dict(words=[dict(word=w, anchor=slug(w), text=links(t)) for w, t in words])

@@ -1,4 +1,4 @@
-"""The pages of nbs/_site/train/ that show measured numbers: templates whose `{{ ... }}` are read from the
+"""The pages of nbs/site/_build/train/ that show measured numbers: templates whose `{{ ... }}` are read from the
 H200's records and from the outputs of the finale."""
 import json, re
 from llm_speedrun.measure import load_records, records_path
@@ -9,7 +9,7 @@ from measured import times
 from records import fits, folder
 from templating import environment as for_all_pages, table
 
-NOTE = "<!-- Made from nbs/_site/train/{}: edit that, not this. -->"
+NOTE = "<!-- Made from nbs/site/_build/train/{}: edit that, not this. -->"
 TOP = dict(rung="fused_adamw", before="fp32", workload="124m", batch=64)   # the whole list of rungs over none
 
 def record(gpu="NVIDIA H200", **which): # keys of a record and their values
@@ -56,7 +56,7 @@ def needs(root):
 
 def finale_texts(root):
     "The plain texts and tables that the cells of the finale left, in their order"
-    cells = json.loads((root/"nbs/63_finale.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((root/"nbs/7_using_a_model/73_finale.ipynb").read_text(encoding="utf-8"))["cells"]
     for out in (o for c in cells for o in c.get("outputs", [])):
         yield "".join(out.get("text", out.get("data", {}).get("text/markdown", "")))
 
@@ -90,6 +90,6 @@ def environment(root):
 def rendered(root): # of the repository
     "Name of each page and its text"
     env = environment(root)
-    for path in sorted((root/"nbs/_site/train").glob("*.qmd")):
+    for path in sorted((root/"nbs/site/_build/train").glob("*.qmd")):
         head, mark, body = env.from_string(path.read_text(encoding="utf-8")).render().partition("\n---\n")
         yield path.name, f"{head}{mark}{NOTE.format(path.name)}\n{body}\n{measured_on()}\n"
