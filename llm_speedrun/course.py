@@ -107,9 +107,9 @@ def show_recorded(name): # a lesson and a name, such as "01_gpu/sizes"
     from IPython.display import display
     if not (nbs := course_dir()): return print(NO_GPU)
     stem = name.split("/")[0]
-    there = json.loads((nbs/"measurements/outputs.json").read_text(encoding="utf-8"))[stem]
+    there = json.loads((nbs/"site/measurements/outputs.json").read_text(encoding="utf-8"))[stem]
     print("Recorded on an {gpu}, {date}:".format(**there))
-    for c in json.loads((nbs/f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]:
+    for c in json.loads(next(nbs.rglob(f"{stem}.ipynb")).read_text(encoding="utf-8"))["cells"]:
         if f'show_recorded("{name}")' not in "".join(c["source"]): continue
         for o in c["outputs"]:
             if "text" in o: print("".join(o["text"]), end="")

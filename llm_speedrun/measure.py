@@ -422,14 +422,14 @@ def course_dir():
     return next((p for p in folders if p.is_dir()), None)
 
 def measurements_dir():
-    "Return the folder of records: `measurements` here if it exists, else the one in `course_dir`"
-    here = Path.cwd()/"measurements"
-    return here if here.is_dir() or not (nbs := course_dir()) else nbs/"measurements"
+    "Return the folder of records: `measurements` here, else that of the notebooks that we are among"
+    here, nbs = Path.cwd(), course_dir()
+    near = [here/"measurements", *(p/"site/measurements" for p in (here, *here.parents, nbs) if p)]
+    return next(filter(Path.is_dir, near), near[-1] if nbs else near[0])
 
 def records_path(gpu=None): # the GPU's name, this machine's by default
     "Return the path of the file with the records of one GPU"
-    name = re.sub(r"[^a-z0-9]+", "-", (gpu or machine()["gpu"]).lower()).strip("-")
-    return measurements_dir()/f"{name}.json"
+    return measurements_dir()/(re.sub(r"[^a-z0-9]+", "-", (gpu or machine()["gpu"]).lower()).strip("-") + ".json")
 
 def load_records(path): # a JSON file of records
     "Read the records in `path`, a list; empty where the file doesn't exist"

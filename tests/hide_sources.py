@@ -1,7 +1,7 @@
 """Fold away in JupyterLab what the site hides or folds: cells with `echo: false`, `hide` or `code-fold` get the metadata that hides their
 source. JupyterLab shows such a cell's first line, so the line that says what is folded comes first. A figure's alternative text, which
 is written as `#| fig-alt: "..."` and runs off a cell, moves into the cell's metadata, where Quarto finds it too.
-    tests/hide_sources.py                    all of nbs/*.ipynb
+    tests/hide_sources.py                    all below nbs
     tests/hide_sources.py nbs/1_start/04_model.ipynb one of them"""
 import json, re, sys
 from pathlib import Path
@@ -29,5 +29,5 @@ def hide(nb): # a parsed notebook, which is changed
 def written(nb): return json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:] or sorted(NBS.glob("*.ipynb"))):
+    for path in map(Path, sys.argv[1:] or sorted(NBS.rglob("*.ipynb"))):
         path.write_text(written(hide(json.loads(path.read_text(encoding="utf-8")))), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Open the course in JupyterLab, as copies in lab/: what you run and write there changes nothing in nbs/.
     tests/lab.py [options of jupyter lab]   bring lab/ up to date, and open its table of contents
     tests/lab.py --reset 10_tf32            put the course's notebook back in place of your copy, which is kept beside it
-A copy that you have changed stays as it is, also when the course's notebook changes."""
+A copy that you have changed stays as it is, also when the course's notebook changes or goes."""
 import json, os, re, shutil, sys
 from pathlib import Path
 import yaml
@@ -17,7 +17,7 @@ ENVIRONMENT = dict(KINETO_LOG_LEVEL="6", PYTHONWARNINGS="ignore::RuntimeWarning:
 
 def sources(nbs):
     "Relative path -> file: the notebooks, and what they read"
-    found = [*nbs.glob("*.ipynb"), *(p for folder in ("images", "measurements") for p in (nbs/folder).rglob("*") if p.is_file())]
+    found = [*nbs.rglob("*.ipynb"), *(p for folder in ("images", "measurements") for p in (nbs/"site"/folder).rglob("*") if p.is_file())]
     return {p.relative_to(nbs).as_posix(): p for p in sorted(found) if ".ipynb_checkpoints" not in p.parts and p.stem != "index"}
 
 def kept_digests(lab):
@@ -32,8 +32,11 @@ def copy(name, source, lab, copied):
 
 def update(nbs, lab):
     "Copy what is new or has changed in `nbs`, unless the reader has changed the copy. Returns the names of copies that stay behind"
-    copied, behind = kept_digests(lab), []
-    for name, source in sources(nbs).items():
+    copied, behind, found = kept_digests(lab), [], sources(nbs)
+    for name in copied.keys() - found.keys(): # it has moved, or is gone
+        if (lab/name).exists() and file_sha256(lab/name) == copied[name]: (lab/name).unlink()
+        del copied[name]
+    for name, source in found.items():
         if not (lab/name).exists() or file_sha256(lab/name) in (copied.get(name), file_sha256(source)): copy(name, source, lab, copied)
         elif copied.get(name) != file_sha256(source): behind.append(name)
     replace_file(lab/".copied.json", json.dumps(copied, indent=1) + "\n")
@@ -45,38 +48,64 @@ def reset(lesson, nbs, lab):
     name = lookup(names, Path(lesson).stem, "lesson")
     copied, kept = kept_digests(lab), None
     if (lab/name).exists() and file_sha256(lab/name) not in (copied.get(name), file_sha256(nbs/name)):
-        kept = next(p for i in range(1, 10**6) if not (p := lab/f"{Path(name).stem}.mine{i}.ipynb").exists())
+        kept = next(p for i in range(1, 10**6) if not (p := (lab/name).with_name(f"{Path(name).stem}.mine{i}.ipynb")).exists())
         (lab/name).rename(kept)
     copy(name, nbs/name, lab, copied)
     replace_file(lab/".copied.json", json.dumps(copied, indent=1) + "\n")
     return kept
 
+def first_cell(path): return "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+def title(path): return re.match(r"# (.+)", first_cell(path))[1]
 def about(path):
     "The `> ` line below a notebook's title"
-    first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-    return re.search(r"^> (.+)", first, re.M)[1]
+    return re.search(r"^> (.+)", first_cell(path), re.M)[1]
 
-def listed(entries, nbs, level=2):
-    "The lessons of the site's sidebar as lines of Markdown, with a heading for each part"
+def sections(entries):
+    "Pairs of a section's title and its notebooks, from the site's sidebar"
     for e in entries:
-        if isinstance(e, str): continue # a page without a text of its own
-        if "section" in e:
-            inner = [*listed(e["contents"], nbs, level + 1)]
-            if any(line.startswith("- [") for line in inner): yield from ["", f"{'#'*level} {e['section']}", "", *inner]
-        elif re.match(r"\d\d", e.get("href", "")): yield f"- [{e['text']}]({e['href']}): {about(nbs/e['href'])}"
+        if not isinstance(e, dict) or "section" not in e: continue
+        found = [c["href"] for c in e["contents"] if isinstance(c, dict) and c.get("href", "").endswith(".ipynb")]
+        if found: yield e["section"], found
+        yield from sections(e["contents"])
 
-def contents(nbs):
-    "The table of contents, a page of Markdown"
+def solved(path):
+    "How many exercises of a notebook its outputs call right, and how many it has"
+    cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    there = {n for c in cells for n in re.findall(r"^@exercise\((\d+)\)", "".join(c["source"]), re.M)}
+    mine = [c for c in cells if not c["metadata"].get("jupyter", {}).get("source_hidden")] # the solutions are hidden
+    said = "".join("".join(o.get("text", "")) for c in mine for o in c["outputs"])
+    return len({*re.findall(r"^Exercise (\d+): right", said, re.M)} & there), len(there)
+
+def mark(path):
+    "What to say of a reader's copy: that its exercises are solved, or how many"
+    try: right, of = solved(path)
+    except (FileNotFoundError, ValueError, KeyError): return ""
+    return "✓" if of and right == of else f"{right} of {of}" if right else ""
+
+def contents(nbs, lab):
+    "The first page, in Markdown: the lessons by part, each with its minutes, whether it needs a GPU, and what is solved in its copy"
+    from procs import minutes # of the site, which a path file of the environment puts on Python's path
     side = yaml.safe_load((nbs/"sidebar.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
-    return "\n".join(["# The course", "", "These are copies: run and change them as you like. `make lab RESET=10_tf32` puts one back as it was.",
-                      "*Run > Run All Cells* runs a lesson to its end. Code that only draws or sets up is folded: click on its three dots.",
-                      "So are the solutions of the exercises.", *listed(side, nbs)]) + "\n"
+    on_gpu = {k for k, v in json.loads((nbs/"site/measurements/outputs.json").read_text(encoding="utf-8")).items() if v["gpu"] != "CPU"}
+    page = ["# The course", "", "These are copies: run and change them as you like. `make lab RESET=10_tf32` puts one back as it was.",
+            "*Run > Run All Cells* runs a lesson to its end. Code that only draws or sets up is folded: click on its three dots.",
+            "So are the solutions of the exercises. *GPU*: its numbers come from one; without it the lesson shows what was recorded.",
+            "*Exercises*: what your copy has solved, as of the last `make lab`."]
+    for section, found in sections(side):
+        if not found[0][0].isdigit(): continue
+        page += ["", f"## {section}", "", "| lesson | minutes | GPU | exercises |", "|---|---:|---|---|"]
+        for name in found:
+            path, stem = nbs/name, Path(name).stem
+            read = json.loads(path.read_text(encoding="utf-8"))["cells"]
+            page.append(f"| [{stem[:2]} {title(path)}]({name}): {about(path).rstrip('.')} | {minutes(read)} | {'yes' if stem in on_gpu else ''} | {mark(lab/name)} |")
+    return "\n".join([*page, "", "What the lessons don't build is [source](source/README.md)."]) + "\n"
 
 def prepare(nbs, lab):
     "Bring `lab` up to date, and say which copies stay as the reader left them"
     for name in update(nbs, lab):
         print(f"{name} has changed in the course, and so have you changed your copy, which stays. To see the new one: make lab RESET={Path(name).stem}")
-    replace_file(lab/"contents.md", contents(nbs))
+    replace_file(lab/"contents.md", contents(nbs, lab))
+    if (nbs/"source/README.md").exists(): shutil.copyfile(nbs/"source/README.md", lab/"source/README.md")
 
 def settings(prefix):
     "Write the defaults of JupyterLab in this environment, which the reader's own settings override"
@@ -87,7 +116,7 @@ def main(args):
     if args[:1] == ["--reset"]:
         if len(args) != 2: raise InputError("--reset takes one lesson, such as 10_tf32")
         kept = reset(args[1], nbs, lab)
-        print(f"lab/{Path(args[1]).stem}.ipynb is the course's again" + (f"; yours is kept as lab/{kept.name}" if kept else ""))
+        print(f"{Path(args[1]).stem} is the course's again" + (f"; yours is kept as {kept.relative_to(ROOT)}" if kept else ""))
         return
     prepare(nbs, lab)
     if sys.prefix != sys.base_prefix: settings(sys.prefix) # an environment of its own

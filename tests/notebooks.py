@@ -1,5 +1,5 @@
 """Run every notebook's tests, each notebook in a process of its own, and say how each went.
-    tests/notebooks.py                       all of nbs/*.ipynb
+    tests/notebooks.py                       all below nbs
     tests/notebooks.py nbs/1_start/04_model.ipynb    one of them
 On a CPU one more runs at a time than there are cores, up to four: where one waits for its processes, the others use the cores. With a GPU
 they run one at a time, since they time things and fill its memory, and the cells marked `#| cuda` run as well. All run, also after one that fails. What failed is kept in the file that FAILED_NOTEBOOKS names, for pytest to list."""
@@ -65,4 +65,4 @@ def test_all(paths):
 if __name__ == "__main__":
     named = [os.path.relpath(p, Path(__file__).parent.parent) for p in sys.argv[1:]]
     os.chdir(Path(__file__).parent.parent)
-    test_all(named or sorted(map(str, Path("nbs").glob("*.ipynb"))) or sys.exit("There are no notebooks in nbs/."))
+    test_all(named or sorted(str(p) for p in Path("nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts) or sys.exit("There are no notebooks in nbs/."))

@@ -56,6 +56,11 @@ def note(path, name, entry): # a JSON file, a notebook's name, what is known of 
         entries = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(dict(sorted((entries | {name: entry}).items())), indent=1) + "\n")
 
+def outputs_of(path):
+    "The file that notes where the outputs of a notebook come from, for all notebooks of its course"
+    near = [p/"site/measurements" for p in path.parents]
+    return next((p for p in near if p.is_dir()), path.parent/"measurements")/"outputs.json"
+
 def skipped(cell):
     "Whether not to run `cell`; what it showed before goes in any case, since a cell without output would keep it"
     if cell.cell_type == "code": cell.outputs = []
@@ -71,7 +76,7 @@ def run(path, dest=None):
     seconds = round(time.perf_counter() - began, 1)
     from llm_speedrun.measure import machine
     here = {k: v for k, v in machine().items() if k in ("gpu", "torch", "date")}
-    note(dest.parent/"outputs.json" if dest else path.parent/"measurements"/"outputs.json", path.stem,
+    note(dest.parent/"outputs.json" if dest else outputs_of(path), path.stem,
          dict(code=code_digest(nb), **here, seconds=seconds))
 
 if __name__ == "__main__": run(*sys.argv[1:])

@@ -7,6 +7,7 @@ from nbdev.config import get_config
 from packaging.requirements import Requirement
 from make_readme import ROOT, make_readme, relink, targets
 import build_pages, llm_speedrun
+from helpers.cells import LESSONS, NBS, SOURCE, of_kind, read, source
 from helpers.files import read_yaml
 
 def config(): return get_config(path=ROOT)
@@ -24,8 +25,8 @@ def readme_of(*cells): return make_readme(dict(cells=cells)).split("-->", 1)[1].
 
 def test_readme_links():
     md = "[a](00_a.ipynb#x) ![b](images/b.png) [c](https://c.org/d) [e](#f) [g](../LICENSE) <img src='images/h.png'>"
-    assert relink(md) == ("[a](nbs/00_a.ipynb#x) ![b](nbs/site/images/b.png) [c](https://c.org/d) [e](#f) [g](LICENSE) "
-                          "<img src='nbs/site/images/h.png'>")
+    assert relink(md) == ("[a](nbs/00_a.ipynb#x) ![b](nbs/images/b.png) [c](https://c.org/d) [e](#f) [g](LICENSE) "
+                          "<img src='nbs/images/h.png'>")
     assert relink("```\n[a](b.md)\n```") == "```\n[a](b.md)\n```"
     assert targets(md) == ["00_a.ipynb", "images/b.png", "../LICENSE", "images/h.png"]
 
@@ -112,55 +113,42 @@ def sidebar_notebooks():
 
 def test_sidebar_lists_every_notebook():
     pages = sidebar_notebooks()
-    notebooks = [f.name for f in (ROOT/"nbs").glob("*.ipynb")]
+    notebooks = [f.relative_to(ROOT/"nbs").as_posix() for f in NBS]
     assert sorted(pages) == sorted(notebooks), "nbs/sidebar.yml and nbs/ differ"
 
-def numbers(names):
-    "Number and letter of each notebook: a part with more than ten lessons has letters"
-    return [n.partition("_")[0] for n in names if n != "index.ipynb"]
+def test_where_lessons_lie():
+    "Parts and lessons are numbered in reading order, without letters; at most 15 lessons a part"
+    parts, paths = Counter(p.parent.name for p in LESSONS), [p.relative_to(ROOT/"nbs").as_posix() for p in LESSONS]
+    assert len(parts) == 7 and max(parts.values()) <= 15
+    odd = [p for p in paths if not re.fullmatch(r"\d_[a-z_]+/\d\d_\w+\.ipynb", p)]
+    assert paths == sorted(paths) and (numbers := [p.stem[:2] for p in LESSONS]) == sorted(numbers)
+    twice = [n for n, k in Counter(numbers).items() if k > 1]
+    assert not odd and not twice, f"names that aren't a lesson's: {odd}; two lessons with a number: {twice}"
+    assert not (stray := {*NBS} - {*LESSONS, *SOURCE, ROOT/"nbs/index.ipynb"}), f"neither a lesson nor source: {stray}"
 
-def test_one_number_a_notebook():
-    names = [f.name for f in (ROOT/"nbs").glob("*.ipynb")]
-    odd = [n for n in names if not re.fullmatch(r"\d\d[a-z]?_\w+\.ipynb|index\.ipynb", n)]
-    twice = [n for n, k in Counter(numbers(names)).items() if k > 1]
-    assert not odd and not twice, f"without a number: {odd}; two notebooks with a number: {twice}"
+def test_names_of_notebooks_are_different():
+    "Also in different folders, for a record and a link name one by its stem alone"
+    assert not [n for n, k in Counter(p.stem for p in NBS).items() if k > 1]
 
 def test_sidebar_is_in_reading_order():
     pages = sidebar_notebooks()
-    assert pages[0] == "index.ipynb" and numbers(pages) == sorted(numbers(pages)), "nbs/sidebar.yml isn't in numeric order"
+    assert pages[:len(LESSONS) + 1] == ["index.ipynb", *(p.relative_to(ROOT/"nbs").as_posix() for p in LESSONS)]
 
-def test_the_course_lists_every_notebook():
+def test_the_course_lists_every_lesson():
     build_pages.load()
-    listed = re.findall(r"^\| \[\w[^\]]*\]\((\w+\.ipynb)\) \|", build_pages.written("course.qmd"), re.M)
-    assert listed == sidebar_notebooks()[1:], "the tables of the course's page and the sidebar differ"
+    listed = re.findall(r"^\| \[\d\d [^\]]*\]\(\.\./(\w+/\w+\.ipynb)\) \|", build_pages.written("course.qmd"), re.M)
+    assert listed == [p.relative_to(ROOT/"nbs").as_posix() for p in LESSONS], "the tables of the course's page and the lessons differ"
 
-def test_plug_ins_come_with_the_source():
-    "Files in examples/ are in the source distribution, a page names them, and tests import them"
-    assert "graft examples" in (ROOT/"MANIFEST.in").read_text(encoding="utf-8").splitlines()
-    pages = "".join(p.read_text(encoding="utf-8") for p in (ROOT/"nbs").rglob("*.qmd"))
-    tests = "".join(p.read_text(encoding="utf-8") for p in (ROOT/"tests").rglob("test_*.py"))
-    assert (files := [*(ROOT/"examples").glob("*.py")])
-    for f in files: assert f"examples/{f.name}" in pages and f'"{f.stem}"' in tests, f.name
+def exports(path):
+    "The modules that a notebook exports, as paths without .py"
+    return [m.replace(".", "/") for m in re.findall(r"^#\| default_exp ([\w.]+)", "\n".join(map(source, of_kind(read(path), "code"))), re.M)]
 
-PARTS = {0: "", 1: "rungs", 2: "rungs", 3: "train", 4: "recipes", 5: "rungs", 6: ""}    # tens -> folder of the modules
-ABOUT_ALL = {"24_ladder", "cli"}    # stand among rungs or recipes and are none
-TRAINER = {"comparison"}    # likewise, and belong to the trainer
-DISTRIBUTED = {"60_world", "spawn", "liveness", "61_collectives", "sharding"}    # what several processes need below the rungs
-CHECKPOINT = {"41_checkpoints": "checkpoint.format", "save": "checkpoint.save", "65_sharded_checkpoints": "checkpoint.save_sharded",
-              "load": "checkpoint.load", "state": "checkpoint.state"}    # lessons of two parts make one package
-BENCHMARKS = {"38_peers": "benchmarks.peers", "58_race": "benchmarks.race", "clock": "benchmarks.clock", "adapters": "benchmarks.adapters", "race_report": "benchmarks.race_report"}    # likewise
+def test_source_mirrors_the_package():
+    for p in SOURCE: assert exports(p) == [p.relative_to(ROOT/"nbs/source").with_suffix("").as_posix()], p.name
 
-# A module is named after what it holds, its notebook after what the lesson is about
-NAMED = {"io_utils": "io_utils", "31_flash4": "rungs.flash4", "32_fewer_bytes": "rungs.tied_embedding",
-         "33_fewer_passes": "rungs.memory_traffic", "liveness": "distributed.liveness", "sharding": "sharding"}
-
-def test_a_module_is_in_the_folder_of_its_part():
-    for f in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):
-        if not (found := re.search(r"#\| default_exp ([\w.]+)", f.read_text(encoding="utf-8"))): continue    # it exports nothing
-        module = found[1]
-        folder = "" if f.stem in ABOUT_ALL else "train" if f.stem in TRAINER else "distributed" if f.stem in DISTRIBUTED else PARTS[int(f.name[0])]
-        want = ".".join(filter(None, [folder, f.stem.partition("_")[2]]))
-        assert module == (CHECKPOINT | BENCHMARKS | NAMED).get(f.stem, want), f"{f.name} exports {module}"
+def test_a_module_comes_from_one_notebook():
+    assert not [m for m, k in Counter(m for p in NBS for m in exports(p)).items() if k > 1]
+    assert max(len(exports(p)) for p in LESSONS) == 1
 
 def test_site_files_exist():
     for f in read_yaml(ROOT/"nbs/_quarto.yml")["metadata-files"]: assert (ROOT/"nbs"/f).exists(), f

@@ -24,11 +24,11 @@ from .tokenizer import (Tally, TextSummary, read_tokenizer, set_end_token,
                                     summary_lines, token_dtype, tokenizer_hash, tried, vocabulary_size,
                                     write_tokenizer)
 from .token_files import TokenWriter, Tokens, token_files
-from .corpus import (HUB, OFFLINE_VOCAB, CorpusSpec, check_sizes, check_text_key, describe_tokens,
-                                 digest_pieces, first_characters, gpt2_tokenizer, hold_out_tail,
-                                 hub_documents, marked_pieces, open_corpus, parcels, split_kind,
-                                 stdlib_documents, stdlib_files, text_digest, token_arrays,
-                                 train_tokenizer, unknown_corpus)
+from .corpus import (HUB, OFFLINE_VOCAB, CorpusSpec, check_sizes, check_text_key,
+                                      describe_tokens, digest_pieces, first_characters, gpt2_tokenizer,
+                                      hold_out_tail, hub_documents, marked_pieces, open_corpus, parcels,
+                                      split_kind, stdlib_documents, stdlib_files, text_digest,
+                                      token_arrays, train_tokenizer, unknown_corpus)
 
 # %% ../../nbs/source/data/prepare_data.ipynb #4fb19e8f
 def _reopened(folder, split, dtype, shard_tokens, n):

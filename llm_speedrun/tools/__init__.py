@@ -1,0 +1,1 @@
+"""What is done before and after a run: doctor, comparison, evaluations, export, text. Imports the trainer, and not `benchmarks`."""

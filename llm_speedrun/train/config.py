@@ -177,7 +177,7 @@ class LadderOptions(Options):
     peer: CommaList = "" # compile_whole, transformers, nanogpt=FOLDER, ...: beside the top; repeatable
     # Output
     out: str = "" # folder to write into; by default runs/ladder-<time>
-    share: str = "" # folder of records, such as nbs/site/measurements: add this GPU's, draw them beside the others
+    share: str = "" # folder of records, as nbs/site/measurements: add this GPU's, draw them beside others
 
 # %% ../../nbs/source/train/config.ipynb #2eb95f5f
 @dataclass

@@ -2,17 +2,12 @@
 import ast, json, re
 from make_readme import ROOT, text
 
-NBS = sorted((ROOT/"nbs").glob("*.ipynb"))
-# Annotated source: literate, tested and exported, and no part of the course
-SOURCE = [p for p in NBS if p.stem in """
-    batches text_files tokenizer token_files corpus records io_utils choices architectures plugins course compat
-    kernel_ops fp8_kernels resolve train_data train_step console coordinator checkpointer validator callbacks
-    save presets autotune config run_dir launch cli run_charts report machine_checks encoder_pool
-    prepare_data clock adapters race_report model_registry spawn liveness sharding load state
-    sample pretrained comparison""".split()]
-NUMBERED = [p for p in NBS if p.stem[:2].isdigit()]
-LESSONS = [p for p in NUMBERED if p not in SOURCE]
-LADDER = [p for p in LESSONS if 10 <= int(p.stem[:2]) < 30]
+NBS = sorted(p for p in (ROOT/"nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+SOURCE = [p for p in NBS if p.is_relative_to(ROOT/"nbs/source")] # annotated source: literate, tested and exported, and no part of the course
+LESSONS = [p for p in NBS if p.parent.name[:1].isdigit()] # in reading order
+NUMBERED = LESSONS + SOURCE # all but the home page
+LADDER = [p for p in LESSONS if p.parent.name[0] in "23"]
+
 # Notebooks whose outputs are of older code, or still missing
 OLD = ["train_step", "presets", "autotune"]
 # Notebooks whose code has changed since they were run on the GPU: these, and those in which the change shows nowhere. A name leaves

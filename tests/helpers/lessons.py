@@ -1,7 +1,7 @@
 "What a lesson shows and the package leaves out, since no command, rung or recipe takes it: functions of its own cells, to be tested."
 import ast, importlib
 from types import SimpleNamespace
-from helpers.cells import ROOT, cells, directives, exported, parsed, source
+from helpers.cells import NBS, cells, directives, exported, parsed, source
 
 def names(tree): return {o.id for o in ast.walk(tree) if isinstance(o, ast.Name)}
 
@@ -10,7 +10,7 @@ def bound(o): # an import
 
 def defined_in(stem, *wanted): # a notebook; functions or classes of its cells that aren't exported
     "Run the cells that define `wanted`, among the names of the notebook's module and its imports. Returns a namespace"
-    code = [c for c in cells(ROOT/f"nbs/{stem}.ipynb") if c["cell_type"] == "code"]
+    code = [c for c in cells(next(p for p in NBS if p.stem == stem)) if c["cell_type"] == "code"]
     module, = (directives(c)["default_exp"] for c in code if "default_exp" in directives(c))
     found = dict(vars(importlib.import_module(f"llm_speedrun.{module}")))
     trees = [parsed(source(c)) for c in code if not exported(c)]

@@ -2,7 +2,7 @@
 import json, os, re, subprocess, sys
 import pytest
 import hide_sources, lab
-from helpers.cells import NUMBERED, NBS, of_kind, read, source
+from helpers.cells import LESSONS, NBS, NUMBERED, of_kind, read, source
 from make_readme import ROOT
 from helpers.tiny_runs import fails
 from helpers.timeouts import TIMEOUT
@@ -12,17 +12,17 @@ from llm_speedrun.io_utils import InputError
 def course(tmp_path):
     "A small course, and the folder of its copies"
     nbs = tmp_path/"nbs"
-    (nbs/"measurements").mkdir(parents=True)
+    (nbs/"site/measurements").mkdir(parents=True)
     for name in ("00_one", "10_two"): (nbs/f"{name}.ipynb").write_text(f"the course's {name}")
-    (nbs/"measurements/gpu.json").write_text("[]")
+    (nbs/"site/measurements/gpu.json").write_text("[]")
     return nbs, tmp_path/"lab"
 
 def test_copies_follow_the_course(course):
     nbs, copies = course
     assert lab.update(nbs, copies) == [] and (copies/"10_two.ipynb").read_text() == "the course's 10_two"
-    (nbs/"10_two.ipynb").write_text("newer"); (nbs/"measurements/gpu.json").write_text("[1]")
+    (nbs/"10_two.ipynb").write_text("newer"); (nbs/"site/measurements/gpu.json").write_text("[1]")
     assert lab.update(nbs, copies) == [] and (copies/"10_two.ipynb").read_text() == "newer"
-    assert (copies/"measurements/gpu.json").read_text() == "[1]"
+    assert (copies/"site/measurements/gpu.json").read_text() == "[1]"
 
 def test_what_the_reader_wrote_stays(course):
     nbs, copies = course
@@ -46,10 +46,31 @@ def test_reset(course):
     assert lab.update(nbs, copies) == []
     with fails(InputError, "unknown lesson '10_tow'.*10_two"): lab.reset("10_tow", nbs, copies)
 
-def test_contents_name_every_lesson():
-    page = lab.contents(ROOT/"nbs")
-    assert re.findall(r"\]\((\d\d[^)]*)\)", page) == [p.name for p in NUMBERED]
-    assert "2_ladder/10_tf32.ipynb): The first rung" in page
+def test_a_copy_of_what_has_moved_goes_unless_it_was_changed(course):
+    nbs, copies = course
+    lab.update(nbs, copies)
+    (copies/"10_two.ipynb").write_text("mine")
+    (nbs/"1_start").mkdir()
+    for name in ("00_one", "10_two"): (nbs/f"{name}.ipynb").rename(nbs/f"1_start/{name}.ipynb")
+    assert lab.update(nbs, copies) == []
+    assert not (copies/"00_one.ipynb").exists() and (copies/"10_two.ipynb").read_text() == "mine"
+    assert (copies/"1_start/10_two.ipynb").read_text() == "the course's 10_two"
+
+def test_contents_name_every_lesson(tmp_path):
+    page = lab.contents(ROOT/"nbs", tmp_path)
+    assert re.findall(r"^\| \[\d\d [^\]]*\]\(([^)]*)\)", page, re.M) == [p.relative_to(ROOT/"nbs").as_posix() for p in LESSONS]
+    assert re.search(r"10_tf32.ipynb\): The first rung[^|]*\| \d+ \| yes \|  \|", page)
+
+def test_contents_mark_what_is_solved(tmp_path):
+    lesson = next(p for p in LESSONS if p.stem == "10_tf32")
+    def copy(*right):
+        nb = read(lesson)
+        for c in of_kind(nb, "code"): c["outputs"] = []
+        nb["cells"] += [dict(cell_type="code", source=["x"], metadata={}, outputs=[dict(text=[f"Exercise {n}: right\n"])]) for n in right]
+        (tmp_path/"10_tf32.ipynb").write_text(json.dumps(nb))
+        return lab.mark(tmp_path/"10_tf32.ipynb")
+    assert lab.solved(lesson) == (0, 3) # those that the course shows are of hidden solutions
+    assert [copy(), copy(2), copy(1, 2, 3)] == ["", "1 of 3", "✓"] and lab.mark(tmp_path/"none") == ""
 
 def test_records_of_a_copy_are_its_own(course, monkeypatch):
     "A lesson that runs on a GPU publishes into the copies' folder, and git stays clean"
@@ -59,7 +80,7 @@ def test_records_of_a_copy_are_its_own(course, monkeypatch):
     lab.update(nbs, copies)
     for here, where in ((copies, copies), (nbs, nbs), (nbs.parent, nbs)):
         monkeypatch.chdir(here)
-        assert measurements_dir().resolve() == (where/"measurements").resolve()
+        assert measurements_dir().resolve() == (where/"site/measurements").resolve()
 
 @pytest.mark.parametrize("path", NBS, ids=lambda p: p.stem)
 def test_sources_are_folded(path):

@@ -25,7 +25,7 @@ SHOWN = py("x", printed("4 tokens/work, runs/home\n100%|##| 2/2 {'interrupted': 
 GOOD = [md("# A title\n\n> What it is."), py("#| default_exp x"), here([value(text_plain="")]),
         py("plot()", picture(740), **ALT),
         py("#| export\ndef double(x):\n    'Twice `x`.'\n    return 2*x"), py("x = 2"), py("x = 3"), SHOWN,
-        md("It takes 2.4 ms. See [the licence](../LICENSE), `[this](nowhere.md)` and what a [warp](1_start/01_gpu.ipynb#warp) is."),
+        md("It takes 2.4 ms. See [the licence](../../LICENSE), `[this](nowhere.md)` and what a [warp](../1_start/01_gpu.ipynb#warp) is."),
         *exercise("easy"), SHOWN, *exercise("kernel"), SHOWN, *exercise("open")]
 RULES, BROKEN = {}, []
 
@@ -76,20 +76,25 @@ def no_stopped_runs(nb):
     for s in said(nb):
         for m in STOPPED.finditer(s): yield f"an output of a run that failed or was interrupted: {m[0]}"
 
+def place(nb): return nb.get("path", ROOT/"nbs/2_ladder/20_two.ipynb").parent
+
 @rule(NBS, put(4, md("[here](nowhere.ipynb)")), put(4, md("![a chart](images/nowhere.png)")))
 def links_resolve(nb):
     md = [source(c) for c in of_kind(nb, "markdown")]
     md += [text(o["data"]["text/markdown"]) for c in of_kind(nb, "code") for o in c["outputs"] if "text/markdown" in o.get("data", {})]
-    made = (ROOT/".gitignore").read_text(encoding="utf-8").split()  # pages that make docs writes
+    made = [(ROOT/o).resolve() for o in (ROOT/".gitignore").read_text(encoding="utf-8").split() if o.startswith("nbs/")] # pages that make docs writes
     for t in (t for s in md for t in targets(s)):
-        if not (ROOT/"nbs"/t).exists() and not any(m in (f"nbs/{t}", f"nbs/{t.split('/')[0]}/") for m in made): yield f"a link to {t}, which is not there"
+        path = (place(nb)/t).resolve()
+        if not path.exists() and not any(path.is_relative_to(m) for m in made): yield f"a link to {t}, which is not there"
 
-@rule(NBS, put(4, md("[warp](1_start/01_gpu.ipynb#wrap)")))
+GLOSSARY = ROOT/"nbs/1_start/01_gpu.ipynb"
+
+@rule(NBS, put(4, md("[warp](../1_start/01_gpu.ipynb#wrap)")))
 def glossary_links_land(nb):
-    heads = [h for c in of_kind(read(ROOT/"nbs/1_start/01_gpu.ipynb"), "markdown") for h in re.findall(r"^#+ (.+)$", source(c), re.M)]
+    heads = [h for c in of_kind(read(GLOSSARY), "markdown") for h in re.findall(r"^#+ (.+)$", source(c), re.M)]
     anchors = {re.sub(r"\W+", "-", h.lower()).strip("-") for h in heads}
-    for a in (a for c in of_kind(nb, "markdown") for a in re.findall(r"\]\(01_gpu\.ipynb#([^)]+)\)", source(c))):
-        if a not in anchors: yield f"a link to 1_start/01_gpu.ipynb#{a}, and there is no such heading"
+    for a in (a for c in of_kind(nb, "markdown") for a in re.findall(rf"\]\([\w./]*{GLOSSARY.name}#([^)]+)\)", source(c))):
+        if a not in anchors: yield f"a link to {GLOSSARY.name}#{a}, and there is no such heading"
 
 @rule(NBS, put(4, py("#| export\ndef half(x): return x/2")), put(4, py("#|exports\nclass Half: pass")))
 def exports_have_docstrings(nb):
@@ -236,8 +241,8 @@ def exercises_can_be_checked(nb):
 
 @pytest.mark.parametrize("path, name", [(p, n) for n, (_, ps) in RULES.items() for p in ps], ids=lambda o: getattr(o, "stem", o))
 def test_notebook(path, name):
-    wrong = list(RULES[name][0](read(path)))
-    assert not wrong, f"nbs/{path.name} has:\n  " + "\n  ".join(wrong)
+    wrong = list(RULES[name][0](read(path) | dict(path=path)))
+    assert not wrong, f"{path.relative_to(ROOT)} has:\n  " + "\n  ".join(wrong)
 
 @pytest.mark.parametrize("name", RULES)
 def test_rule_passes_a_good_notebook(name): assert list(RULES[name][0](dict(cells=GOOD))) == []

@@ -56,8 +56,8 @@ def there(tmp_path_factory):
 
 def test_every_module_imports(there):
     "Every module imports without Triton, torchao, Liger, pyplot, network and CUDA, and a step with all rungs runs there"
-    assert {"measure", "data", "model", "rungs.tf32", "rungs.amp", "rungs.flash", "rungs.fused_ops", "rungs.chunked_ce", "rungs.fp8", "rungs.fused_fp8",
-            "rungs.compile", "rungs.checkpointing", "rungs.optim", "train.trainer", "ladder"} <= set(MODULES)
+    assert {"measure", "data.batches", "model", "rungs.tf32", "rungs.amp", "rungs.flash", "rungs.fused_ops", "rungs.chunked_ce", "rungs.fp8", "rungs.fused_fp8",
+            "rungs.compile", "rungs.checkpointing", "rungs.optim", "train.trainer", "benchmarks.ladder"} <= set(MODULES)
     assert {f"llm_speedrun.{m}" for m in MODULES} <= set(there["new"]) and 0 < there["loss"] < 20
 
 def test_nothing_is_missed_aloud(there):
@@ -159,7 +159,7 @@ def sources(): return {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="
 
 def test_one_way_to_start_python():
     "`python_command`, and the encoder pool's own, which takes Python's isolated mode"
-    assert {name for name, text in sources().items() if "sys.executable" in text} == {"io_utils.py", "train/encoder_pool.py"}
+    assert {name for name, text in sources().items() if "sys.executable" in text} == {"io_utils.py", "data/encoder_pool.py"}
     spawning = {name for name, text in sources().items() if re.search(r"get_context\(|mp\.Process|multiprocessing\.Process|ProcessPool", text)}
     assert spawning == {"distributed/spawn.py"} and "with safe_children(): p.start()" in sources()["distributed/spawn.py"]
 

@@ -103,18 +103,18 @@ def test_every_link_of_the_frame_lands(pages):
 
 def page_of(url):
     "The notebook that is built as the page of `url`"
-    return next(p.stem for p in NUMBERED if p.stem.partition("_")[2] + ".html" == url)
+    return next(o for p in NUMBERED if finish.address(o := p.relative_to(ROOT/"nbs").as_posix()) == url)
 
 @pytest.mark.parametrize("module", INDEX["syms"])
 def test_each_name_of_the_index_has_its_anchor(pages, module):
     "nbdev's index is what its own links, and the pages made from it, go by"
     for name, (address, _) in INDEX["syms"][module].items():
         url, anchor = address.split("#")
-        assert anchor in pages.marks[f"{page_of(url)}.ipynb"], name
+        assert anchor in pages.marks[page_of(url)], name
 
 @pytest.mark.parametrize("path", NUMBERED, ids=lambda p: p.stem)
 def test_an_anchor_stands_right_before_its_definition(processed, path):
-    site = read(processed/path.name)
+    site = read(processed/path.relative_to(ROOT/"nbs"))
     md = "\n\n".join(map(source, of_kind(site, "markdown")))
     every = Counter([*re.findall(r'id="([^"]+)"', md), *procs.headings(md)])
     assert not [a for a, n in every.items() if n > 1], "two anchors of one name"
@@ -126,7 +126,7 @@ def test_an_anchor_stands_right_before_its_definition(processed, path):
 @pytest.mark.parametrize("path", NUMBERED, ids=lambda p: p.stem)
 def test_each_public_definition_has_its_signature_and_source(processed, path):
     lesson = procs.lessons()[path.stem]
-    site = "".join(map(source, of_kind(read(processed/path.name), "markdown")))
+    site = "".join(map(source, of_kind(read(processed/path.relative_to(ROOT/"nbs")), "markdown")))
     for name in lesson.names:
         if "." in name or name.startswith("_"): continue
         file, line = re.search(rf'<dt><a href="[^"]*/blob/main/([^"#]+)#L(\d+)">source</a> <code>{name}\(', site).groups()

@@ -9,17 +9,17 @@ from helpers.timeouts import TIMEOUT
 
 # What readers type, and the pages of which one must be among the first three
 QUESTIONS = {
-    "install": "train/index", "multi gpu": "train/several_gpus", "gradient accumulation": "train/memory",
-    "how much memory does a 1b model need": "train/memory", "lora fine-tune": "reference/not_here",
-    "out of memory": "train/memory", "fp8 slower": "train/fp8", "resume": "train/resume", "bf16 on V100": "gpus",
-    "how fast should a 4090 be": "gpus", "loss is nan": "train/diverge", "export to llama.cpp": "train/export",
-    "several gpus": "train/several_gpus", "which part is slow": "train/slow", "my own text": "train/own_text",
-    "compile slow": "train/compile", "spot machine": "train/spot", "what does a run cost": "train/cost",
-    "compare with nanogpt": "compare", "what is MFU": "reference/glossary", "gpu waits for data": "train/loader",
-    "write a triton kernel": "triton", "cite": "reference/cite", "all lessons": "course", "rlhf": "reference/not_here",
-    "learning rate": "train/recipe", "flash attention": "flash", "slurm": "cluster", "hugging face": "train/export",
-    "windows": "reference/not_here", "use the kernels in my model": "kernels", "gradient checkpointing": "checkpointing",
-    "tokenize my data": "train/own_text", "evaluate on hellaswag": "evals", "command line flags": "reference/options"}
+    "install": "site/train/index", "multi gpu": "site/train/several_gpus", "gradient accumulation": "site/train/memory",
+    "how much memory does a 1b model need": "site/train/memory", "lora fine-tune": "site/reference/not_here",
+    "out of memory": "site/train/memory", "fp8 slower": "site/train/fp8", "resume": "site/train/resume", "bf16 on V100": "site/gpus",
+    "how fast should a 4090 be": "site/gpus", "loss is nan": "site/train/diverge", "export to llama.cpp": "site/train/export",
+    "several gpus": "site/train/several_gpus", "which part is slow": "site/train/slow", "my own text": "site/train/own_text",
+    "compile slow": "site/train/compile", "spot machine": "site/train/spot", "what does a run cost": "site/train/cost",
+    "compare with nanogpt": "site/compare", "what is MFU": "site/reference/glossary", "gpu waits for data": "site/train/loader",
+    "write a triton kernel": "2_ladder/triton", "cite": "site/reference/cite", "all lessons": "site/course", "rlhf": "site/reference/not_here",
+    "learning rate": "site/train/recipe", "flash attention": "2_ladder/flash", "slurm": "6_many_gpus/cluster", "hugging face": "site/train/export",
+    "windows": "site/reference/not_here", "use the kernels in my model": "site/kernels", "gradient checkpointing": "2_ladder/checkpointing",
+    "tokenize my data": "site/train/own_text", "evaluate on hellaswag": "7_using_a_model/evals", "command line flags": "site/reference/options"}
 
 def asked(index, queries):
     "Query -> the pages that it finds, in order"

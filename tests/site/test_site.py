@@ -38,8 +38,10 @@ def title(source):
     "A notebook's title"
     return json.loads((NBS/source).read_text(encoding="utf-8"))["cells"][0]["source"][0].removeprefix("# ").strip()
 
-@pytest.mark.parametrize("source, name", [(s, n) for _, s, n in LISTED if s[0].isdigit()])
-def test_the_sidebar_gives_a_lesson_its_number_and_its_title(source, name): assert name == f"{source.partition('_')[0]} {title(source)}"
+@pytest.mark.parametrize("source, name", [(s, n) for _, s, n in LISTED if s.endswith(".ipynb") and s != "index.ipynb"])
+def test_the_sidebar_gives_a_lesson_its_number_and_its_title(source, name):
+    number = Path(source).stem.partition("_")[0] + " " if source[0].isdigit() else ""
+    assert name == number + title(source)
 
 def test_navbar_and_footer_name_pages_in_the_order_of_the_sidebar():
     web = QUARTO["website"]
@@ -49,14 +51,14 @@ def test_navbar_and_footer_name_pages_in_the_order_of_the_sidebar():
     assert footer and set(footer) <= {*SOURCES}
 
 def test_no_file_of_the_theme_names_another_host():
-    for f in (NBS/"theme").iterdir():
+    for f in (NBS/"site/theme").iterdir():
         text = f.read_text(encoding="utf-8")
         urls = set(re.findall(r"https?://[\w.-]+|url\(\s*[\"']?//[^)]*", text)) - {"http://www.w3.org"}
         assert not urls, f"{f.name}: {urls}"
     html = QUARTO["format"]["html"]
     assert html["html-math-method"] == "mathml", "MathJax comes from another host"
     for name in ("light", "dark"):
-        text = (NBS/f"theme/{name}.scss").read_text(encoding="utf-8")
+        text = (NBS/f"site/theme/{name}.scss").read_text(encoding="utf-8")
         assert "$web-font-path: false" in text, "cosmo's font comes from another host"
 
 def test_what_the_configuration_names_exists():
@@ -65,7 +67,7 @@ def test_what_the_configuration_names_exists():
     css = html.get("css", [])
     named += [*html["include-after-body"], web["favicon"], *([css] if isinstance(css, str) else css)]
     for f in [*named, "404.qmd"]: assert (NBS/f).exists(), f
-    unused = {f"theme/{f.name}" for f in (NBS/"theme").iterdir()} - set(named)
+    unused = {f"site/theme/{f.name}" for f in (NBS/"site/theme").iterdir()} - set(named)
     assert not unused, f"_quarto.yml names none of {unused}"
     assert html["respect-user-color-scheme"] and web["page-navigation"] and web["back-to-top-navigation"]
     assert {"edit", "issue"} <= set(web["repo-actions"]) and web["repo-subdir"] == "nbs"
@@ -114,9 +116,18 @@ def test_a_page_made_of_a_template_is_edited_there(tmp_path, monkeypatch):
     for o in ("templates/gpus.qmd", "train/cost.qmd"):
         (tmp_path/"nbs/site/_build"/o).parent.mkdir(parents=True, exist_ok=True); (tmp_path/"nbs/site/_build"/o).touch()
     edit = lambda *sources: "".join(f'<a href="https://github.com/u/r/edit/main/nbs/{o}">' for o in sources)
-    (tmp_path/"a.html").write_text(edit("gpus.qmd", "train/cost.qmd", "train/index.qmd"))
+    (tmp_path/"a.html").write_text(edit("site/gpus.qmd", "site/train/cost.qmd", "site/train/index.qmd"))
     finish.edit_links(tmp_path)
-    assert (tmp_path/"a.html").read_text() == edit("_site/templates/gpus.qmd", "_site/train/cost.qmd", "train/index.qmd")
+    assert (tmp_path/"a.html").read_text() == edit("site/_build/templates/gpus.qmd", "site/_build/train/cost.qmd", "site/train/index.qmd")
+
+def test_old_addresses_lead_on(tmp_path):
+    "Each to a page that is there, from the same folder or another, with the anchor; none hides a page"
+    moved, there = finish.read_moved(), {finish.address(o) for o in SOURCES}
+    assert {*moved.values()} <= there and not {*moved} & there and len(moved) > 130
+    assert moved["tf32.html"] == "2_ladder/tf32.html" and moved["train/index.html"] == "site/train/index.html"
+    finish.redirects(tmp_path, moved)
+    assert 'url=2_ladder/tf32.html"' in (tmp_path/"tf32.html").read_text() and "location.hash" in (tmp_path/"tf32.html").read_text()
+    assert 'href="../site/train/index.html"' in (tmp_path/"train/index.html").read_text()
 
 def test_llms_txt(tmp_path):
     (tmp_path/"train").mkdir()

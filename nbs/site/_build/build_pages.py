@@ -4,7 +4,7 @@ import argparse, os
 from pathlib import Path
 from templating import PAGES, environment
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 def load():
     "All pages: the modules beside this one add theirs to `PAGES`"
@@ -19,18 +19,18 @@ def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")
 
-def write_pages(out=ROOT/"nbs", root=ROOT):
+def write_pages(out=ROOT/"nbs/site", root=ROOT):
     "Write all pages below `out`"
     for address in PAGES: write(Path(out)/address, written(address, root))
 
-def write_train_pages(out=ROOT/"nbs", root=ROOT):
+def write_train_pages(out=ROOT/"nbs/site", root=ROOT):
     "Write those of nbs/site/_build/train/ into `out`/train/"
     from train_pages import rendered
     for name, text in rendered(root): write(Path(out)/"train"/name, text)
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("out", nargs="?", default=ROOT/"nbs", help="folder to write into (default: nbs)")
+    p.add_argument("out", nargs="?", default=ROOT/"nbs/site", help="folder to write into (default: nbs/site)")
     os.environ["CUDA_VISIBLE_DEVICES"] = "" # a page says the same wherever it is written
     load()
     write_pages(out := p.parse_args().out)

@@ -1,5 +1,5 @@
 "What compare.qmd is filled with: speed from records of races, facts about other projects from projects.yml."
-import re
+import posixpath, re
 from pathlib import Path
 import yaml
 from llm_speedrun.benchmarks.race_report import lowest_loss, race_table, rose, shared_record
@@ -51,7 +51,8 @@ def linked(fact, project, root): # as for `split`, a value of projects.yml's `pr
     text, file = split(fact)
     if not file: return text
     if "repo" in project: return f"[{text}]({project['repo']}/blob/{project['commit']}/{file})"
-    if not (root/"nbs"/file).exists(): file = f"{get_config(path=root).git_url}/blob/main/{file}"
+    if (root/"nbs"/file).exists(): file = posixpath.relpath(file, "site")
+    else: file = f"{get_config(path=root).git_url}/blob/main/{file}"
     return f"[{text}]({file})"
 
 def features(facts, root): # projects.yml, the repository

@@ -2,7 +2,7 @@
 
 Takes out scripts of other hosts, leads "edit" to templates, makes pictures smaller, draws the social image,
 puts code and keywords into fields of their own in the search index, writes llms.txt."""
-import io, json, re, sys
+import io, json, posixpath, re, sys
 from collections import defaultdict
 from html import escape, unescape
 from html.parser import HTMLParser
@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from PIL import Image, ImageChops
 
-NBS = Path(__file__).resolve().parent.parent
+NBS = Path(__file__).resolve().parents[2]
 
 def replace_in_pages(site, pattern, by):
     "`re.sub` in all pages of the site"
@@ -28,9 +28,9 @@ def own_scripts_only(site):
 def edit_links(site):
     "A page that is made of a template in nbs/site/_build is edited there"
     def link(found):
-        templates = f"_site/templates/{found[2]}", f"_site/{found[2]}"
-        return found[1] + next((o for o in templates if (NBS/o).exists()), found[2])
-    replace_in_pages(site, r'(href="https://github.com/[^"]*/edit/[^"/]+/nbs/)([^"]+)', link)
+        templates = f"site/_build/templates/{found[2]}", f"site/_build/{found[2]}"
+        return found[1] + next((o for o in templates if (NBS/o).exists()), f"site/{found[2]}")
+    replace_in_pages(site, r'(href="https://github.com/[^"]*/edit/[^"/]+/nbs/)site/([^"]+)', link)
 
 VISIBLE = 24    # of 255: a palette that moves a color further is not used
 
@@ -104,7 +104,7 @@ def with_keywords(docs, keywords): # of the index; page without .html -> phrases
     for doc in docs: first.setdefault(doc["href"].split(".html")[0], doc)
     for page, phrases in keywords.items(): first[page]["keywords"] = phrases
 
-def read_keywords(): return yaml.safe_load((NBS/"_site/search.yml").read_text(encoding="utf-8"))
+def read_keywords(): return yaml.safe_load((NBS/"site/_build/search.yml").read_text(encoding="utf-8"))
 
 def search_index(site):
     "Give the index what nbs/site/theme/search.html ranks by: code apart from prose, and keywords"
@@ -128,8 +128,8 @@ def flat(contents, section="Start"):
         else: yield section, o["href"], o.get("text")
 
 def address(source):
-    "The address of a page from its source: nbdev takes number and letter off a notebook's name"
-    return re.sub(r"^\d+[a-z]?_", "", source).rsplit(".", 1)[0] + ".html"
+    "The address of a page from its source: nbdev takes the number off a notebook's name"
+    return re.sub(r"(^|/)\d+[a-z]?_(?=[^/]*$)", r"\1", source).rsplit(".", 1)[0] + ".html"
 
 DESCRIPTION = r'<meta name="description" content="(.*?)">'
 
@@ -149,6 +149,20 @@ def llms_txt(site, config, contents):
         lines.append(f"- [{title}]({url}/{address(source)})" + (f": {about}" if about else ""))
     return "\n".join(lines) + "\n"
 
+LEADS_ON = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Moved</title><meta name="robots" content="noindex"><link rel="canonical" href="{0}">
+<script>location.replace("{0}" + location.search + location.hash)</script><meta http-equiv="refresh" content="1; url={0}"></head>
+<body><p>This page has moved: <a href="{0}">go there</a>.</p></body></html>
+"""
+
+def redirects(site, moved):
+    "Leave a page at each address that has moved, which leads on, with the anchor, and which no search lists"
+    for old, new in moved.items():
+        (site/old).parent.mkdir(parents=True, exist_ok=True)
+        (site/old).write_text(LEADS_ON.format(posixpath.relpath(new, posixpath.dirname(old) or ".")), encoding="utf-8")
+
+def read_moved(): return yaml.safe_load((NBS/"site/_build/moved.yml").read_text(encoding="utf-8"))
+
 def read_yaml(path): return yaml.safe_load(path.read_text(encoding="utf-8"))["website"]
 
 def finish(site):
@@ -157,6 +171,7 @@ def finish(site):
     social_image(site/"social.png")
     small_pictures(site)
     search_index(site)
+    redirects(site, read_moved())
     contents = read_yaml(NBS/"sidebar.yml")["sidebar"]["contents"]
     (site/"llms.txt").write_text(llms_txt(site, read_yaml(NBS/"nbdev.yml"), contents), encoding="utf-8")
 

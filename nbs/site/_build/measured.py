@@ -20,10 +20,11 @@ def sources(path, kind):
 
 def lesson(name, root):
     "A notebook's number and title with a link, or the name alone of what is no notebook, such as a command"
-    path = root/f"nbs/{name}.ipynb"
-    if not path.exists(): return f"`{name}`"
+    path = next((root/"nbs").glob(f"*/{name}.ipynb"), None) or next((root/"nbs/source").rglob(f"{name}.ipynb"), None)
+    if not path: return f"`{name}`"
     first = sources(path, "markdown")[0].split("\n")[0]
-    return f"[{name[:2]} {first.removeprefix('# ')}](../{name}.ipynb)"
+    number = f"{name[:2]} " if name[:2].isdigit() else ""
+    return f"[{number}{first.removeprefix('# ')}](../../{path.relative_to(root/'nbs').as_posix()})"
 
 def times(x): return "" if x is None else f"{x:.2f}×"
 

@@ -4,7 +4,7 @@ definitions, and at each exported cell its anchors and a folded table of paramet
 nbdev calls these processors for each notebook (`procs` in settings.ini; `make docs` puts this folder on the
 path). No code of a lesson is imported or run: names and signatures are read from syntax trees, numbers from
 records."""
-import ast, io, json, re, tokenize
+import ast, io, json, posixpath, re, tokenize
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,7 +34,7 @@ class Definition:
 @dataclass
 class Lesson:
     "A notebook as it is committed, and what its code defines and imports"
-    stem: str
+    path: str    # below nbs, without .ipynb, such as 2_ladder/10_tf32
     cells: list
     module: str = ""    # that it exports, in full
     definitions: dict = field(default_factory=dict)    # id of a cell -> its `Definition`s
@@ -45,7 +45,14 @@ class Lesson:
     def names(self): return {d.name: d for ds in self.definitions.values() for d in ds}
 
     @property
-    def number(self): return int(self.stem[:2]) if self.stem[:2].isdigit() else -1
+    def stem(self): return self.path.rpartition("/")[2]
+
+    @property
+    def number(self): return int(self.stem[:2]) if self.stem[:2].isdigit() else -1    # of what is no lesson
+
+    def link(self, o):
+        "The address of another notebook, seen from this one"
+        return posixpath.relpath(f"{o.path}.ipynb", posixpath.dirname(self.path) or ".")
 
 def text(cell): return "".join(cell["source"])
 def texts(lesson, kind): return [text(c) for c in lesson.cells if c["cell_type"] == kind]
@@ -73,7 +80,8 @@ def absolute(node, package):
 
 def read_lesson(path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    lesson, lib = Lesson(path.stem, cells), get_config().lib_path.name
+    lesson = Lesson(path.relative_to(get_config().nbs_path).with_suffix("").as_posix(), cells)
+    lib = get_config().lib_path.name
     for c in cells:
         if c["cell_type"] != "code": continue
         source = text(c)
@@ -89,8 +97,9 @@ def read_lesson(path):
 
 @lru_cache
 def lessons():
-    "All notebooks of the site, by their stems"
-    return {p.stem: read_lesson(p) for p in sorted(get_config().nbs_path.glob("*.ipynb"))}
+    "All notebooks of the site, by their stems, which are different in all folders"
+    found = [p for p in get_config().nbs_path.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
+    return {p.stem: read_lesson(p) for p in sorted(found)}
 
 @lru_cache
 def by_module(): return {o.module: o for o in lessons().values() if o.module}
@@ -244,7 +253,7 @@ def fields():
     "What a name in backticks also is, an option or a column of the records: such a name alone is no link"
     classes = [d.node for d in lessons()["config"].names.values() if isinstance(d.node, ast.ClassDef)]
     options = {o.target.id for c in classes for o in c.body if isinstance(o, ast.AnnAssign)}
-    keys = {k for f in (get_config().nbs_path/"measurements").glob("*.json")
+    keys = {k for f in (get_config().nbs_path/"site/measurements").glob("*.json")
             for r in json.loads(f.read_text(encoding="utf-8")) for k in r}
     return options | keys
 
@@ -293,11 +302,11 @@ def linked(lesson, md):
     def one(m):
         if m["number"]:
             stem = next((s for s in lessons() if s.startswith(m["number"] + "_")), "")
-            return f"[{m[0]}]({stem}.ipynb)" if stem else m[0]
+            return f"[{m[0]}]({lesson.link(lessons()[stem])})" if stem else m[0]
         if m["skip"] or m["name"] in fields() and not m["call"]: return m[0]
         if not (found := meaning(lesson, m["name"])): return m[0]
         o, name = found
-        page = "" if o is lesson else f"{o.stem}.ipynb"
+        page = "" if o is lesson else lesson.link(o)
         return f"[{m[0]}]({page}#{anchors(o.stem)[name][0]})"
     return NAME.sub(one, md)
 
@@ -362,7 +371,7 @@ def told_before(lesson):
     opening = " ".join(re.split(r"^#+ ", below_title, maxsplit=1, flags=re.M)[0].split())
     asks = [s for s in re.split(r"(?<=[.;:])\s", opening)
             if re.search(r"\b(should|must) have read\b|\b[Rr]ead\b.*\bbefore\b", s)]
-    return {stem for s in asks for stem in re.findall(r"\]\((\d\d[a-z]?_\w+)\.ipynb", s)}
+    return {stem for s in asks for stem in re.findall(r"\]\((?:\.\./)*(?:\d\w+/)?(\d\d_\w+)\.ipynb", s)}
 
 def imported_before(lesson):
     """The notebooks before it that this one imports from, for what it exports if it exports anything; and
@@ -371,7 +380,7 @@ def imported_before(lesson):
              and (m in lesson.uses or not lesson.uses)
              and not all(n.endswith("Error") for n in names)}    # what is raised needs no lesson
     if (here := marked(lesson)) in rungs(): found.add(rungs()[here][0].stem)
-    return {s for s in found if lessons()[s].number < lesson.number}
+    return {s for s in found if 0 <= lessons()[s].number < lesson.number}
 
 @lru_cache
 def all_before(stem):
@@ -409,17 +418,17 @@ def runs_on_a_t4(lesson):
     formats = re.search(r"bfloat16|float8|[\"'](bf16|fp8)", "\n".join(texts(lesson, "code")))
     return all(rung_capability(r) <= T4 for r in used) and not formats
 
-def page_link(stem): return f"[{title(lessons()[stem])}]({stem}.ipynb)"
+def page_link(lesson, stem): return f"[{title(lessons()[stem])}]({lesson.link(lessons()[stem])})"
 
 def title(lesson): return re.search(r"^# (.+)$", text(lesson.cells[0]), re.M)[1]
 
 def box(lesson):
     "The facts of a lesson, as markdown"
     cfg = get_config()
-    path = f"{cfg.user}/{cfg.repo}/blob/{cfg.branch}/{cfg.nbs_path.name}/{lesson.stem}.ipynb"
+    path = f"{cfg.user}/{cfg.repo}/blob/{cfg.branch}/{cfg.nbs_path.name}/{lesson.path}.ipynb"
     where = "a T4 or a CPU" if runs_on_a_t4(lesson) else "a CPU, as a smoke run"
     facts = [f"{minutes(lesson.cells)} minutes to read",
-             *(["read before: " + ", ".join(map(page_link, found))] if (found := before(lesson)) else []),
+             *(["read before: " + ", ".join(page_link(lesson, s) for s in found)] if (found := before(lesson)) else []),
              f"[notebook on GitHub](https://github.com/{path})",
              f"[Open in Colab](https://colab.research.google.com/github/{path}){{.colab-badge}} on {where}, "
              f"after `%pip install git+{cfg.git_url}`"]

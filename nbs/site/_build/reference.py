@@ -136,8 +136,8 @@ def replaced(name):
     return [PARTS[k] for k in PARTS if a[k] is not b[k] and a[k] != b[k]]
 
 def notebook_of(module):
-    "The notebook that a module is exported from, such as 19_fused_fp8"
-    return re.search(r"File to edit: \S*?(\w+)\.ipynb", inspect.getsource(importlib.import_module(module)))[1]
+    "The notebook that a module is exported from, below nbs, such as 2_ladder/19_fused_fp8"
+    return re.search(r"File to edit: \S*?nbs/(\S+)\.ipynb", inspect.getsource(importlib.import_module(module)))[1]
 
 def rung_records(name, records):
     "Rows of a table: where the rung was measured over the list below it"
@@ -163,7 +163,7 @@ def rungs_page(root):
     records = all_records(root)
     facts = [rung_facts(r, records) for r in all_rungs().values()]
     every = [[f"[`{f['name']}`](#{slug(f['name'])})", f["stage"], escaped(f["first"]),
-              f"[{f['notebook']}](../{f['notebook']}.ipynb)"] for f in facts]
+              f"[{f['notebook'].rpartition('/')[2]}](../../{f['notebook']}.ipynb)"] for f in facts]
     named = [[f"`{k}`", ", ".join(map(code, v.split())) or "none"] for k, v in presets.PRESETS.items()]
     return dict(stages=STAGES, every=every, rungs=facts, presets=named, records=records, recorded=presets.RECORDED,
                 narrowest=presets.NARROWEST, break_even=[*map(code, presets.BREAK_EVEN)])
@@ -290,7 +290,7 @@ def modules(root):
         if not syms: continue # a notebook that exports nothing
         m, book = importlib.import_module(module), notebook_of(module)
         at = {k.removeprefix(f"{module}."): v[0].partition("#")[2] for k, v in syms.items()}
-        link = lambda k: f"[`{k}`](../{book}.ipynb{'#' + at[k] if k in at else ''})"
+        link = lambda k: f"[`{k}`](../../{book}.ipynb{'#' + at[k] if k in at else ''})"
         rows = [[link(k), escaped(short_doc(module, k))] for k in sorted(m.__all__, key=str.lower)]
         yield dict(name=module.removeprefix("llm_speedrun."), about=m.__doc__, notebook=book, rows=rows)
 
@@ -305,5 +305,5 @@ def glossary_page(root):
     start = next(i for i, t in enumerate(text) if t.startswith("## Glossary"))
     found = [re.fullmatch(r"### (.+?)\n(.*)", t, re.S) for t in text[start + 1:]]
     words = sorted(([m[1], m[2].strip()] for m in found if m), key=lambda w: w[0].lower())
-    links = lambda t: re.sub(r"\]\((\w+\.ipynb)", r"](../\1", re.sub(r"\]\(#", "](../1_start/01_gpu.ipynb#", t))
+    links = lambda t: re.sub(r"\]\(\.\./(?=\w+/\w+\.ipynb)", "](../../", re.sub(r"\]\((#|\w+\.ipynb)", lambda m: f"](../../1_start/{'01_gpu.ipynb' * m[1].startswith('#')}{m[1]}", t))
     return dict(words=[dict(word=w, anchor=slug(w), text=links(t)) for w, t in words])
