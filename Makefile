@@ -91,7 +91,7 @@ quarto:
 	@rm -rf _proc
 
 notebooks: $(READY) ## run every notebook and keep its outputs (best on a GPU, takes some minutes)
-	@for nb in nbs/[0-9]*.ipynb nbs/index.ipynb; do \
+	@for nb in nbs/[1-7]_*/*.ipynb nbs/source/*.ipynb nbs/source/*/*.ipynb nbs/index.ipynb; do \
 	    start=$$SECONDS; echo "running $$nb"; \
 	    $(BIN)/python tests/run_notebook.py "$$nb" && $(BIN)/nbdev_clean --fname "$$nb" || { \
 	        echo "make notebooks stopped at $$nb: it is as it was before, and the notebooks after it have not been run."; exit 1; }; \

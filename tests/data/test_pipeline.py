@@ -245,7 +245,7 @@ def test_added_tokens_and_wide_vocabulary(tmp_path):
 
 def test_less_work_than_encode_batch(tok, tmp_path, monkeypatch):
     """What makes it faster than `tokenizers`' own `encode_batch` on all cores: of the text it encodes each word once, a small part of
-    it, and each core has a process that does so. Notebook `data.encoder_pool` measures the speed"""
+    it, and each core has a process that does so. The notebook of data.encoder_pool measures the speed"""
     docs, encoded, started = stdlib(1_500_000), [], []
     encode, begin = Encoder.encode, Worker.__init__
     monkeypatch.setattr(Encoder, "encode", lambda self, texts: (encoded.extend(texts), encode(self, texts))[1])

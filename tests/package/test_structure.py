@@ -1,8 +1,9 @@
 """The package's structure: no module imports itself through others, no class and no module outgrows its reader. What is still too large
 is listed with its size, and may only shrink; a name leaves its list with the change that brings it under the limit."""
-import ast, importlib, importlib.util
+import ast, importlib, importlib.util, re
 from collections import defaultdict
 import pytest
+import llm_speedrun
 from make_readme import ROOT
 
 PACKAGE, SITE = ROOT/"llm_speedrun", ROOT/"nbs/site/_build"
@@ -165,3 +166,33 @@ def test_module_docstrings_are_whole_sentences():
     "nbdev takes the first line of what follows `>` alone: a second line would be lost"
     docs = {p: ast.get_docstring(ast.parse(p.read_text(encoding="utf-8"))) for p in (ROOT/"llm_speedrun").rglob("*.py") if p.name != "_modidx.py"}
     assert not [p.name for p, d in docs.items() if d and d.rstrip()[-1] not in ".?"]
+
+# --- the map ---
+
+def map_rows(path):
+    "What a page's table says of where things are"
+    return re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", path.read_text(encoding="utf-8").split("| you look for")[1].split("\n\n")[0], re.M)[1:]
+
+def test_one_map_in_three_places():
+    "The README of the source, the page for contributors, and `help(llm_speedrun)`"
+    rows = map_rows(ROOT/"nbs/source/README.md")
+    assert len(rows) > 8 and rows == map_rows(ROOT/"nbs/site/reference/contributing.qmd")
+    told = " ".join(llm_speedrun.__doc__.split())
+    for what, where in rows: assert f"- {what}: {where.replace('`', '')}" in told, what
+
+def test_the_map_names_what_is_there():
+    "Files, and in some file named beside them each class, function and method"
+    for what, where in map_rows(ROOT/"nbs/source/README.md"):
+        names = re.findall(r"`([^`]+)`", where)
+        files = [PACKAGE/n for n in names if "/" in n or n.endswith(".py")]
+        assert files and all(f.exists() for f in files), f"{what}: {files}"
+        code = "".join(f.read_text(encoding="utf-8") for n in PACKAGE.rglob("*.py") for f in [n] if n.name != "_modidx.py")
+        for n in names:
+            if "/" in n or n.endswith(".py"): continue
+            last = n.rpartition(".")[2]
+            assert re.search(rf"^\s*(def|class) {last}\b|^    {last}: ", code, re.M), f"{what}: there is no {n}"
+
+def test_each_folder_says_what_it_holds_and_imports():
+    for folder in {p.parent for p in PACKAGE.rglob("*.py")} - {PACKAGE}:
+        doc = ast.get_docstring(tree(folder/"__init__.py")) or ""
+        assert "Imports" in doc, f"{folder.name}/__init__.py"

@@ -150,7 +150,7 @@ def test_the_same_bits(tmp_path, monkeypatch, rungs, calls=5, **more):
                                    f"{FULL},recompute_rope,tied_embedding,fp8,head_groups,fp8_epilogues,direct_update",
                                    f"{FULL},epilogues,head_groups,fused_ce,fused_adamw,direct_update"], ids=["bf16", "fp8", "epilogues"])
 def test_the_same_bits_of_fewer_passes(tmp_path, monkeypatch, rungs):
-    "The same with the rungs of notebooks 27 to 29, and the AdamW that one of them brings"
+    "The same with the rungs of notebooks 32 to 34, and the AdamW that one of them brings"
     test_the_same_bits(tmp_path, monkeypatch, rungs, recipe="adamw")
 
 @posix

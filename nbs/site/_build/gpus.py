@@ -20,7 +20,7 @@ from templating import page
 from procs import slug
 from records import by_gpu, fits
 
-SIZES = "124m", "350m", "1b" # whose memory is measured, in notebook `train.autotune`
+SIZES = "124m", "350m", "1b" # whose memory is measured, in nbs/source/train/autotune.ipynb
 ROWS = 32 # sequences in a step: the trainer's default
 
 @contextmanager
