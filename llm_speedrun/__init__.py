@@ -1,4 +1,4 @@
-"""A language-model trainer that is also a course. The notebooks in nbs write its modules.
+"""A language-model trainer that is also a course: the notebooks in nbs write its modules.
 
 Where things are:
 
@@ -18,13 +18,15 @@ Where things are:
   lost
 - how gradients are shared: sharding.py (ParallelStepSync); rungs/ddp.py, rungs/fsdp.py,
   rungs/tensor_parallel.py
-- data: data/: text to tokens (data/corpus.py, data/prepare_data.py), tokens to batches (batches.py,
-  loader.py)
+- data: data/: text to tokens (data/corpus.py, data/prepare_data.py), tokens to batches
+  (data/batches.py, data/loader.py)
 - commands and their options: cli.py, train/config.py
 - trained weights: reading, export, text, scores: pretrained.py; tools/export.py, generate.py and
   tools/sample.py, tools/evals.py
 - measuring, records, predictions: measure.py, records.py, roofline.py; benchmarks/ against other
   projects; course.py has what only the notebooks use
+
+`help("llm_speedrun.train")` and so on say what a folder holds, and what it may import.
 """
 
 __version__ = "0.1.0"

@@ -8,7 +8,7 @@ __all__ = ['speedrun_train', 'speedrun_doctor', 'speedrun_data', 'speedrun_ladde
 
 # %% ../nbs/source/cli.ipynb #5p1tcli2
 import inspect, sys
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from .io_utils import clean_errors, quick_exit, safe_children
 from .train.config import (CompareOptions, DataOptions, EvalOptions, ExportOptions, LadderOptions,
@@ -75,8 +75,10 @@ def speedrun_data(c, given):
 @command(LadderOptions)
 def speedrun_ladder(c, given):
     "Measure each rung against the one before on this machine, print the ladder, save records and chart"
-    from llm_speedrun.benchmarks.ladder import run_ladder
-    run_ladder(c)
+    from llm_speedrun.benchmarks.peers import measure_peers, peer_paths
+    from llm_speedrun.train.ladder import run_ladder
+    paths = peer_paths(c.peer)
+    run_ladder(c, partial(measure_peers, paths=paths) if paths else None)
 
 # %% ../nbs/source/cli.ipynb #f110d1db
 @command(ReportOptions)

@@ -429,7 +429,7 @@ def measurements_dir():
 
 def records_path(gpu=None): # the GPU's name, this machine's by default
     "Return the path of the file with the records of one GPU"
-    return measurements_dir()/(re.sub(r"[^a-z0-9]+", "-", (gpu or machine()["gpu"]).lower()).strip("-") + ".json")
+    return measurements_dir()/("-".join(re.findall("[a-z0-9]+", (gpu or machine()["gpu"]).lower())) + ".json")
 
 def load_records(path): # a JSON file of records
     "Read the records in `path`, a list; empty where the file doesn't exist"

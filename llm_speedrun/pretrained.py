@@ -7,6 +7,8 @@ __all__ = ['from_pretrained']
 
 # %% ../nbs/source/pretrained.ipynb #62p004
 import json
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +26,6 @@ from .recipes.model_registry import HEAD, model_of, shapes
 from .recipes.architecture import UntiedGPT
 from .runs import Run, add_rungs, rung_name
 from .checkpoint.format import checkpoints, validation_error
-from .train.run_dir import check_registered, read_record
 
 # %% ../nbs/source/pretrained.ipynb #277de37b
 def up_to(most): # this many
@@ -115,6 +116,65 @@ def read_config(path): # of a Qwen3 model's `config.json`
     "Read a Qwen3 model's `GPTConfig`, named after the folder. Raises `InputError` for any other file"
     name = "custom" if path.parent.name in MODELS else path.parent.name # that is no plug-in's model
     return gpt_config(read_json(path, dict[str, Any]), path, name=name)
+
+# %% ../nbs/source/pretrained.ipynb #b611ea0a
+MOST_SIZES = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20,
+                  seq_len=2**24, eps=1)
+
+class Record(msgspec.Struct):
+    "A run's `config.json`, without its options"
+    model_config: GPTConfig
+    run_id: str = "" # its checkpoints have it too
+    cwd: str = "" # the folder in which the command was given, from which a relative path of `data` starts
+    steps: Annotated[int, Meta(ge=0, lt=2**53)] = 0
+    warmup_steps: Annotated[int, Meta(ge=0, lt=2**53)] = 0
+    gpu: str | None = None
+    driver: str | None = None
+    torch: str | None = None
+    plugins: dict[str, str] = {} # spec -> digest
+    architecture: str = "" # name of the model, where a plug-in has its class
+    rungs: str = "" # with their options, commas between
+    changes_function: list[str] | None = None # rungs with which its model is opened; not in older runs
+    tried_on: dict[str, Any] = {} # what its micro-batch was tried on: `trial_conditions`
+    branched_from: dict[str, str | int] | None = None # `run_id`, step and folder of a branch's origin
+
+# %% ../nbs/source/pretrained.ipynb #9bb7d6d6
+def of_transformers(path): # of a `config.json`
+    "Return whether `path` is the config of a transformers model, such as `speedrun_export` writes"
+    with suppress(InputError): return "model_config" not in (d := read_json(path, dict)) and "model_type" in d
+    return False
+
+# %% ../nbs/source/pretrained.ipynb #33aplug2
+def check_registered(record, folder): # of a run
+    "Raise `InputError` where the run's model is of a plug-in that isn't imported"
+    name, there = record.architecture, ", ".join(record.plugins) or "no plug-in"
+    if name and name not in MODELS: raise InputError(
+        f"{folder} has the model {name!r}, which {there} doesn't define now: give a plug-in that does, "
+        "--plugin FILE")
+
+# %% ../nbs/source/pretrained.ipynb #33aplug4
+def check_sizes(config, path): # a `GPTConfig`, the file that it was read from
+    "Raise `InputError` for sizes that no model has"
+    for k, most in MOST_SIZES.items():
+        if (n := getattr(config, k)) > most: raise InputError(f"{path}: {k} {n:,} is above {most:,}")
+    for k in ("rope_theta", "eps"):
+        if not getattr(config, k) > 0: raise InputError(f"{path}: {k} must be above 0")
+
+# %% ../nbs/source/pretrained.ipynb #8390fe4e
+def read_record(folder): # of a run
+    "Read a run's `Record`. Raises `FileNotFoundError` where there is no run, `InputError` for a bad file"
+    path = Path(folder)/"config.json"
+    try:
+        if of_transformers(path): raise InputError(
+            f"{folder} is a model in the format of transformers, not a run. To train from its weights: "
+            f"speedrun_train --init {folder}. To go on with a run or to export it, name the run's folder")
+        record = read_json(path, Record)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json") from None
+    check_sizes(record.model_config, path)
+    if not record.architecture and record.model_config.name in MODELS: # a shape that has the same name
+        record.model_config = replace(record.model_config, name="custom")
+    return record
 
 # %% ../nbs/source/pretrained.ipynb #77175463
 class Index(msgspec.Struct):

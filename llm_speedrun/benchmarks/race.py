@@ -28,7 +28,7 @@ from ..io_utils import (AllFailed, InputError, RunError, check_writable, lock_di
 from ..measure import digest, machine
 from ..runs import baseline, enter_all, uncompiled
 from ..records import code_of
-from .ladder import check_share; from llm_speedrun.plugins import plugin_args
+from ..train.ladder import check_share; from llm_speedrun.plugins import plugin_args
 from ..model import eval_mode, workload as find_workload
 from ..recipes.recipe import parse_recipe
 from ..recipes.schedules import SCHEDULES

@@ -27,7 +27,8 @@ from ..checkpoint.save_sharded import PerRank
 from ..checkpoint.state import weights_to_save
 from ..train.checkpointer import BEST_SECONDS
 from ..train.config import branch_point
-from ..train.run_dir import goes_on, read_record
+from ..train.run_dir import goes_on
+from ..pretrained import read_record
 
 # %% ../../nbs/4_training_run/45_doctor.ipynb #36import
 from ..train.autotune import divisors, failed_rungs, prepare_process

@@ -21,7 +21,8 @@ from ..recipes.model_registry import HEAD, shapes
 from ..recipes.architecture import NormedGPT, folded
 from ..runs import add_rungs, enter_all
 from ..checkpoint.format import write_tensors
-from ..train.run_dir import read_record, read_result
+from ..train.run_dir import read_result
+from ..pretrained import read_record
 
 # %% ../../nbs/7_using_a_model/72_export.ipynb #b0a3ee44
 EXPORT_DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)

@@ -8,7 +8,7 @@ __all__ = ['Callback', 'ProgressBar', 'LossCurve', 'Samples', 'Report', 'default
 # %% ../../nbs/source/train/callbacks.ipynb #30cal004
 import json
 from ..io_utils import replace_file
-from ..benchmarks.ladder import measure_ladder
+from .ladder import measure_ladder
 from ..measure import mfu
 from ..model import train_flops
 from .console import Progress

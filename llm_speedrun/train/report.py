@@ -16,7 +16,8 @@ from ..model import GPTConfig, matrix_params, train_flops
 from .metrics import PHASES, SCHEDULED, Number, Value, read_rows
 from .run_charts import (PHASE_COLORS, PURPLE, breakdown_chart, curve, loss_chart, points,
                                            ranks_chart, short_number, svg)
-from .run_dir import Result, of_transformers
+from .run_dir import Result
+from ..pretrained import of_transformers
 from ..checkpoint.format import checkpoints, step_of_name
 
 # %% ../../nbs/source/train/report.ipynb #8f163955

@@ -34,7 +34,8 @@ from .presets import (PARALLEL, candidates, dropped_rungs, join_rungs, parse_run
                                         preset_of, recorded_preset)
 from ..checkpoint.format import checkpoints
 from ..checkpoint.load import shapes_in
-from .run_dir import check_registered, goes_on, read_record, was_tried
+from .run_dir import goes_on, was_tried
+from ..pretrained import check_registered, read_record
 from .train_data import TrainData, check_tokens, with_vocabulary
 from .train_step import LrSchedule
 

@@ -8,7 +8,7 @@ __all__ = ['FILES', 'FOLDERS', 'remove_run_outputs', 'remove_unfinished']
 # %% ../../nbs/source/train/run_dir.ipynb #896aa3b2
 import json, os, shutil, uuid, weakref
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 import msgspec, torch
@@ -16,75 +16,16 @@ from msgspec import UNSET, Meta, UnsetType
 from ..io_utils import (LOCK, InputError, RunError, check_writable, lock_dir, read_json, reason,
                                    replace_file)
 from ..measure import gpu_gib, machine
-from ..model import GPTConfig
 from ..data.tokenizer import write_tokenizer
 
 # %% ../../nbs/source/train/run_dir.ipynb #33aplug5
-from ..architectures import MODELS, registered_name
+from ..pretrained import read_record
+from ..architectures import registered_name
 from ..plugins import function_rungs, plugin_digests
 from ..checkpoint.format import (checkpoints, convert_to, prune, validation_error,
                                             write_checkpoint)
 from .config import unused_run_names
 from .metrics import cut_rows, json_line
-
-# %% ../../nbs/source/train/run_dir.ipynb #b611ea0a
-MOST = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20, seq_len=2**24,
-            eps=1)
-
-class Record(msgspec.Struct):
-    "A run's `config.json`, without its options"
-    model_config: GPTConfig
-    run_id: str = "" # its checkpoints have it too
-    cwd: str = "" # the folder in which the command was given, from which a relative path of `data` starts
-    steps: Annotated[int, Meta(ge=0, lt=2**53)] = 0
-    warmup_steps: Annotated[int, Meta(ge=0, lt=2**53)] = 0
-    gpu: str | None = None
-    driver: str | None = None
-    torch: str | None = None
-    plugins: dict[str, str] = {} # spec -> digest
-    architecture: str = "" # name of the model, where a plug-in has its class
-    rungs: str = "" # with their options, commas between
-    changes_function: list[str] | None = None # rungs with which its model is opened; not in older runs
-    tried_on: dict[str, Any] = {} # what its micro-batch was tried on: `trial_conditions`
-    branched_from: dict[str, str | int] | None = None # `run_id`, step and folder of a branch's origin
-
-# %% ../../nbs/source/train/run_dir.ipynb #9bb7d6d6
-def of_transformers(path): # of a `config.json`
-    "Return whether `path` is the config of a transformers model, such as `speedrun_export` writes"
-    with suppress(InputError): return "model_config" not in (d := read_json(path, dict)) and "model_type" in d
-    return False
-
-# %% ../../nbs/source/train/run_dir.ipynb #33aplug2
-def check_registered(record, folder): # of a run
-    "Raise `InputError` where the run's model is of a plug-in that isn't imported"
-    name, there = record.architecture, ", ".join(record.plugins) or "no plug-in"
-    if name and name not in MODELS: raise InputError(
-        f"{folder} has the model {name!r}, which {there} doesn't define now: give a plug-in that does, "
-        "--plugin FILE")
-
-# %% ../../nbs/source/train/run_dir.ipynb #33aplug4
-def check_sizes(config, path): # a `GPTConfig`, the file that it was read from
-    "Raise `InputError` for sizes that no model has"
-    for k, most in MOST.items():
-        if (n := getattr(config, k)) > most: raise InputError(f"{path}: {k} {n:,} is above {most:,}")
-    for k in ("rope_theta", "eps"):
-        if not getattr(config, k) > 0: raise InputError(f"{path}: {k} must be above 0")
-
-# %% ../../nbs/source/train/run_dir.ipynb #8390fe4e
-def read_record(folder): # of a run
-    "Read a run's `Record`. Raises `FileNotFoundError` where there is no run, `InputError` for a bad file"
-    path = Path(folder)/"config.json"
-    try:
-        if of_transformers(path): raise InputError(
-            f"{folder} is a model in the format of transformers, not a run. To train from its weights: "
-            f"speedrun_train --init {folder}. To go on with a run or to export it, name the run's folder")
-        record = read_json(path, Record)
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json") from None
-    check_sizes(record.model_config, path)
-    if not record.architecture and record.model_config.name in MODELS: # a shape that has the same name
-        record.model_config = replace(record.model_config, name="custom")
-    return record
 
 # %% ../../nbs/source/train/run_dir.ipynb #7a52a743
 class Result(msgspec.Struct):

@@ -27,7 +27,8 @@ from .train_step import TrainStep
 from .presets import device_limits
 from .config import branch_point, validate
 from .metrics import MetricsLogger, open_trackers
-from .run_dir import RunDir, fixed_options, goes_on, read_record
+from .run_dir import RunDir, fixed_options, goes_on
+from ..pretrained import read_record
 from .console import TERMINATION_SIGNALS, Signals, console_print
 from .validator import TextSampler, Validator
 from .coordinator import join_group
@@ -197,7 +198,8 @@ class Trainer:
         finally: self.notify("on_close")
         self.signal = self.coordinator.stop_signal() or None
         self.skip_final_eval = self.signals.forget()
-        self.interrupted |= bool(self.signal)
+        over = self.target_reached or self.done >= self.cfg.steps # a signal in its last step changes nothing
+        self.interrupted = (self.interrupted or bool(self.signal)) and not over
 
     @contextmanager
     def connect_loggers(self):

@@ -7,7 +7,6 @@ from llm_speedrun.benchmarks import peers as module
 from llm_speedrun.benchmarks.adapters import source_of
 from llm_speedrun.data.corpus import open_corpus
 from llm_speedrun.io_utils import InputError, RunError
-from llm_speedrun.benchmarks.ladder import measure_one_gpu
 from llm_speedrun.measure import version_of
 from llm_speedrun.model import matrix_params
 from llm_speedrun.benchmarks.peers import (compare_with_peers, contender, Contender, contenders, on_text, build_ours, peer, peers,
@@ -176,7 +175,7 @@ def test_micro_batch(tmp_path):
     "A batch that doesn't fit is halved until it does; the step's tokens stay the same"
     c = contender("fake", peer("nanogpt", clone(tmp_path/"small", most=2)), NANO, 8)
     assert (c.batch, c.micro) == (8, 2)
-    with fails(RunError, "micro-batch of 3"): contender("fake", peer("nanogpt", clone(tmp_path/"tiny", most=0)), NANO, 6)
+    with fails(RunError, "a micro-batch of one sequence"): contender("fake", peer("nanogpt", clone(tmp_path/"tiny", most=0)), NANO, 6)
 
 def test_one_that_fails_is_left_out(tmp_path):
     "The others go on, and a line says what it said; a wrong name is still an error before anything is built"
@@ -228,7 +227,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "| compile_blocks " in said and "| nanogpt " in said and "did not learn" not in said
     assert [r["rung"] for r in json.loads((tmp_path/"out/peers.json").read_text())] == ["llm_speedrun", "compile_blocks", "nanogpt"]
     assert "nanogpt" in (tmp_path/"out/peers.md").read_text() and (tmp_path/"out/ladder.json").exists()
-    measure_one_gpu(LadderOptions(model="nano", rungs="naive", batch_size=1, out="idle_too", peer=f"nanogpt={idle}"))
+    speedrun_ladder("--model nano --rungs naive --batch_size 1 --out idle_too".split() + ["--peer", f"nanogpt={idle}"])
     assert "nanogpt did not learn" in capsys.readouterr().out
 
 def test_command_refuses_first(tmp_path, monkeypatch, capsys):

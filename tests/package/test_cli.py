@@ -235,11 +235,11 @@ def test_an_option_that_is_gone_is_found():
 ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
     "rungs.documents": ALL, ("choices", "--retune"): ALL, ("train.autotune", "--seq_len"): ALL, **dict.fromkeys("distributed.world distributed.spawn distributed.liveness distributed.collectives sharding".split(), ALL),
-    "export": "export sample eval train doctor", "sample": "sample", "evals": "eval", "ladder": "ladder", "train.report": "report train doctor",
+    "tools.export": "export", "pretrained": "export sample eval train doctor", "tools.sample": "sample", "tools.evals": "eval", "train.ladder": "ladder", "train.report": "report train doctor",
     **dict.fromkeys("train.trainer train.run_dir train.checkpointer train.train_data train.resolve train.coordinator train.validator train.metrics".split(), ALL),
-    "train.doctor": "doctor", "train.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "train.prepare_data": f"data {ALL}", "train.encoder_pool": f"data {ALL}",
-    "data": f"data {ALL}", "corpus": f"data {ALL}", "recipes.schedules": ALL, "io_utils": f"data export ladder {ALL}",
-    ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "train.comparison": "lr", ("train.comparison", "--out"): "compare", **dict.fromkeys("benchmarks.race benchmarks.clock benchmarks.adapters".split(), "race"),
+    "tools.doctor": "doctor", "tools.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "data.prepare_data": f"data {ALL}", "data.encoder_pool": f"data {ALL}",
+    "data.batches": f"data {ALL}", "data.corpus": f"data {ALL}", "recipes.schedules": ALL, "io_utils": f"data export ladder {ALL}",
+    ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", "tools.comparison": "lr", ("tools.comparison", "--out"): "compare", **dict.fromkeys("benchmarks.race benchmarks.clock benchmarks.adapters".split(), "race"),
     **{("benchmarks.race", f"--{k}"): "train" for k in "epochs name out overwrite sample_tokens save_minutes seed".split()}}    # our own runs' command line
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
 ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm", "--long"} # of pip, nvidia-smi, torchrun, docker, zstd
@@ -274,7 +274,7 @@ def test_advice_names_options_that_exist():
 
 def test_wrong_advice_is_found():
     for text in ("take fewer --workers", "{} is too little; set val_frac"): assert [*wrong_advice(text, "train.trainer")]
-    assert [*wrong_advice("speedrun_train --val_frac", "train.prepare_data")]
+    assert [*wrong_advice("speedrun_train --val_frac", "data.prepare_data")]
     assert not [*wrong_advice("tokenize with speedrun_data --tokenizer {}", "train.trainer")]
 
 @pytest.mark.skipif(os.name != "posix", reason="asks POSIX for permissions")

@@ -17,7 +17,7 @@ from llm_speedrun.distributed.world import World
 from llm_speedrun.records import code_of
 from llm_speedrun.runs import RUNGS, build
 from llm_speedrun.train.config import TrainConfig, to_args
-from llm_speedrun.train.run_dir import read_record
+from llm_speedrun.pretrained import read_record
 from llm_speedrun.train.trainer import train
 from doc_commands import ROOT, blocks
 from helpers.examples import path_of

@@ -318,7 +318,7 @@ def test_an_error_in_a_rung_ends_in_one_line(tmp_path, capsys, code, rungs, part
 
 OTHERS = '''from dataclasses import replace
 import torch
-from llm_speedrun.recipes.recipe import mixed, recipe, rule
+from llm_speedrun.recipes.recipe import make_mixed_optimizer, recipe, rule
 from llm_speedrun.recipes.schedules import SCHEDULES
 from llm_speedrun.model import GPT
 from llm_speedrun.architectures import model
@@ -331,7 +331,7 @@ class Mine:
     def new_state(self, p, group): return {}
     def __call__(self, group, params, grads, states, found_inf=None): BODY
 @recipe(schedule="constant", warmup=0., lr=.01)
-def own(run): return replace(run, optimizer=partial(mixed, roles={k: dict(rule="mine") for k in ("embed", "matrix", "vector", "head")}))
+def own(run): return replace(run, optimizer=partial(make_mixed_optimizer, roles={k: dict(rule="mine") for k in ("embed", "matrix", "vector", "head")}))
 '''
 
 @pytest.mark.parametrize("code, more, parts", [

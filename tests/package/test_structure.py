@@ -11,7 +11,7 @@ METHODS, LINES, NAMES = 20, 500, 700 # the most of a class, of a module, and of 
 LARGE = {} # classes
 LONG = {} # modules
 CIRCLES = [] # groups of modules that may import each other
-FOLDER_CIRCLES = [{"benchmarks", "export", "ladder", "pretrained", "train"}] # likewise of folders, and of modules in none
+FOLDER_CIRCLES = [] # likewise of folders, and of modules in none
 
 def modules(folder):
     return {".".join(p.relative_to(folder).with_suffix("").parts): p for p in sorted(folder.rglob("*.py")) if not p.stem.startswith("_")}

@@ -8,11 +8,11 @@ from posixpath import normpath
 from urllib.parse import unquote, urlsplit
 import pytest
 from nbdev.config import get_config
-from helpers.cells import NUMBERED, cells, of_kind, read, source
+from helpers.cells import LESSONS, NUMBERED, cells, of_kind, read, source
 from helpers.files import read_yaml
 from make_readme import ROOT, TARGET, text
 from llm_speedrun._modidx import d as INDEX
-import procs
+import finish, procs
 
 def site_url(): return "{doc_host}{doc_baseurl}/".format(**get_config(path=ROOT).d)
 
@@ -162,19 +162,19 @@ def test_parameters_of_classes():
 
 @pytest.mark.parametrize("stem, said, linked", [
     ("05_rungs", "a `Run`, `build()`", "a [`Run`](#Run), [`build()`](#build)"),
-    ("05_rungs", "`by_kind`", "[`by_kind`](1_start/03_roofline.ipynb#by_kind)"),
-    ("05_rungs", "`roofline.Op`", "[`roofline.Op`](1_start/03_roofline.ipynb#Op)"),
-    ("24_ladder", "the rung `flash`", "the rung [`flash`](2_ladder/12_flash.ipynb#flash)"),
-    ("45_doctor", "`speedrun_train`", "[`speedrun_train`](source/cli.ipynb#speedrun_train)"),
-    ("45_doctor", "makes a `Trainer`", "makes a [`Trainer`](4_training_run/40_trainer.ipynb#Trainer)"),
-    ("40_trainer", "`fit`", "[`fit`](#Trainer.fit)"),
+    ("05_rungs", "`by_kind`", "[`by_kind`](03_roofline.ipynb#by_kind)"),
+    ("05_rungs", "`roofline.Op`", "[`roofline.Op`](03_roofline.ipynb#Op)"),
+    ("24_ladder", "the rung `flash`", "the rung [`flash`](12_flash.ipynb#flash)"),
+    ("45_doctor", "`speedrun_train`", "[`speedrun_train`](../source/cli.ipynb#speedrun_train)"),
+    ("45_doctor", "makes a `Trainer`", "makes a [`Trainer`](40_trainer.ipynb#Trainer)"),
+    ("70_generate", "`evict`", "[`evict`](#Generator.evict)"),
     ("40_trainer", "`Trainer.finish`", "[`Trainer.finish`](#Trainer.finish)"),
-    ("prepare_data", "`in_order`", "[`in_order`](source/data/encoder_pool.ipynb#in_order)"),
+    ("prepare_data", "`in_order`", "[`in_order`](encoder_pool.ipynb#in_order)"),
     ("16_fused_ops", "`swiglu`", "[`swiglu`](#def-swiglu)"),    # a heading has its name
-    ("10_tf32", "reached in notebook 03, not in 99", "reached in [notebook 03](1_start/03_roofline.ipynb), not in 99")])
+    ("10_tf32", "reached in notebook 03, not in 99", "reached in [notebook 03](../1_start/03_roofline.ipynb), not in 99")])
 def test_a_name_is_linked(pages, stem, said, linked):
     assert procs.linked(procs.lessons()[stem], said) == linked
-    assert all(pages.lands(f"{stem}.ipynb", t) for t in links(linked))
+    assert all(pages.lands(f"{procs.lessons()[stem].path}.ipynb", t) for t in links(linked))
 
 @pytest.mark.parametrize("stem, said", [
     ("22_checkpointing", "groups of `size` alone"), ("40_trainer", "with `deterministic` PyTorch is asked"),    # options
@@ -200,24 +200,24 @@ def test_headings():
 
 # --- the box on top of a lesson ---
 
-@pytest.mark.parametrize("path", NUMBERED, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
 def test_a_lesson_begins_with_its_facts(processed, path):
-    front, box = map(source, cells(processed/path.name)[:2])
-    assert front.startswith("---") and box.startswith("::: {.lesson-facts}") and f"/nbs/{path.name})" in box
+    front, box = map(source, cells(processed/path.relative_to(ROOT/"nbs"))[:2])
+    assert front.startswith("---") and box.startswith("::: {.lesson-facts}") and f"/nbs/{path.relative_to(ROOT/'nbs').as_posix()})" in box
     assert links(box) and "None" not in box and "nan" not in box
 
 def test_minutes_are_on_the_page_of_the_course(pages):
     "Counted by one function for both"
-    page = markdown(pages.folder/"course.qmd")
+    page = markdown(pages.folder/"site/course.qmd")
     for o in procs.lessons().values():
-        if o.number >= 0: assert re.search(rf"\]\({o.stem}\.ipynb\) \|.*\| {procs.minutes(o.cells)} \|", page), o.stem
+        if o.number >= 0: assert re.search(rf"\]\(\.\./{o.path}\.ipynb\) \|.*\| {procs.minutes(o.cells)} \|", page), o.stem
 
 def test_facts_of_a_rung():
     lesson = procs.lessons()["10_tf32"]
     record, = procs.rung_rows(lesson)
     assert f"{record['ratio']:.2f}×" not in procs.box(lesson), "the reader guesses first"
     assert procs.before(lesson) == ["02_measure", "03_roofline", "05_rungs"], "as its opening says"
-    assert procs.before(procs.lessons()["05_rungs"]) == ["03_roofline", "batches", "corpus", "04_model"], "as it imports"
+    assert procs.before(procs.lessons()["05_rungs"]) == ["03_roofline", "04_model"], "as it imports"
     assert "23_optim" in procs.before(procs.lessons()["24_ladder"]), "the end of the ladder"
     for o in procs.lessons().values(): assert all(procs.lessons()[s].number < o.number for s in procs.before(o)), o.stem
     over = lambda before, *rungs: procs.added(dict(before=before, rung=rungs[-1], rungs=rungs))

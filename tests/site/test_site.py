@@ -130,16 +130,16 @@ def test_old_addresses_lead_on(tmp_path):
     assert 'href="../site/train/index.html"' in (tmp_path/"train/index.html").read_text()
 
 def test_llms_txt(tmp_path):
-    (tmp_path/"train").mkdir()
-    (tmp_path/"tf32.html").write_text('<title>TF32 – site</title><meta name="description" content="A &amp; B.">')
+    for folder in ("site/train", "2_ladder"): (tmp_path/folder).mkdir(parents=True)
+    (tmp_path/"2_ladder/tf32.html").write_text('<title>TF32 – site</title><meta name="description" content="A &amp; B.">')
     (tmp_path/"more.html").write_text("<title>More – site</title>")
-    (tmp_path/"train/index.html").write_text("<title>Start – site</title>")
+    (tmp_path/"site/train/index.html").write_text("<title>Start – site</title>")
     contents = [{"section": "Course", "contents": [{"text": "10 TF32", "href": "2_ladder/10_tf32.ipynb"},
                                                         {"text": "10c More", "href": "10c_more.ipynb"}]},
-                {"section": "Train", "contents": ["train/index.qmd"]}]
+                {"section": "Train", "contents": ["site/train/index.qmd"]}]
     text = finish.llms_txt(tmp_path, {"site-url": "https://a.org/s", "title": "site", "description": "It."}, contents)
-    assert text == ("# site\n\n> It.\n\n## Course\n\n- [10 TF32](https://a.org/s/tf32.html): A & B.\n- [10c More](https://a.org/s/more.html)\n\n"
-                    "## Train\n\n- [Start](https://a.org/s/train/index.html)\n")
+    assert text == ("# site\n\n> It.\n\n## Course\n\n- [10 TF32](https://a.org/s/2_ladder/tf32.html): A & B.\n- [10c More](https://a.org/s/more.html)\n\n"
+                    "## Train\n\n- [Start](https://a.org/s/site/train/index.html)\n")
 
 def test_social_image(tmp_path):
     finish.social_image(tmp_path/"social.png")

@@ -137,7 +137,7 @@ def test_the_first_lines_say_what_it_is():
     assert len(promise.split()) < 30 and len(whom.split()) < 40
 
 def test_readme_links_to_the_site_for_its_pages():
-    assert ".qmd" not in README and f"{site()}/compare.html" in README and f"{site()}/train/index.html" in README
+    assert ".qmd" not in README and f"{site()}/site/compare.html" in README and f"{site()}/site/train/index.html" in README
     cell = dict(cell_type="markdown", source="[a](train/b.qmd#c) [d](e.ipynb)")
     assert f"[a]({site()}/train/b.html#c) [d](nbs/e.ipynb)" in make_readme(dict(cells=[cell]))
 
@@ -153,7 +153,7 @@ def hrefs(contents):
 def test_links_of_the_home_page_exist():
     "A page is a file, or one that the site's code writes: it stands in the sidebar then"
     links = re.findall(r"^- \*\*\[.+?\]\(.+?\)\*\* ", MARKDOWN, re.M)
-    assert targets("".join(links)) == ["course.qmd", "train/index.qmd", "kernels.qmd"]
+    assert targets("".join(links)) == ["site/course.qmd", "site/train/index.qmd", "site/kernels.qmd"]
     sidebar = read_yaml(ROOT/"nbs/sidebar.yml")["website"]["sidebar"]["contents"]
     known = {*hrefs(sidebar)}
     for t in {*targets(MARKDOWN)}: assert (ROOT/"nbs"/t).exists() or t in known, f"{t} is no page"
@@ -207,12 +207,12 @@ def test_make_test_prints_what_is_shown(tmp_path):
     "Seen on two notebooks and a test of a line each"
     made = (ROOT/"Makefile").read_text(encoding="utf-8")
     assert "$(BIN)/python tests/notebooks.py; notebooks=$$?; \\\n\t$(BIN)/python -m pytest -q" in made
-    for folder in ("tests/helpers", "nbs"): (tmp_path/folder).mkdir(parents=True)
+    for folder in ("tests/helpers", "nbs/1_start"): (tmp_path/folder).mkdir(parents=True)
     for f in ("settings.ini", "tests/notebooks.py", "tests/helpers/quick_figures.py", "tests/helpers/quick_kernels.py", "tests/helpers/quick_start.py", "tests/helpers/timeouts.py"): shutil.copy(ROOT/f, tmp_path/f)
     (tmp_path/".venv").symlink_to(ROOT/".venv")
     nb = dict(cells=[dict(cell_type="code", source="1+1", metadata={}, outputs=[], execution_count=None, id="a")],
               metadata={}, nbformat=4, nbformat_minor=5)
-    for name in ("01_gpu", "02_measure"): (tmp_path/f"nbs/{name}.ipynb").write_text(json.dumps(nb))
+    for name in ("01_gpu", "02_measure"): (tmp_path/f"nbs/1_start/{name}.ipynb").write_text(json.dumps(nb))
     lines = program(tmp_path, sys.executable, "tests/notebooks.py").splitlines()
     lines.sort(key=lambda o: (o[:2] != "ok", o.split()[-1])) # several run at a time, so they end in any order
     (tmp_path/"test_a.py").write_text("import pytest\ndef test_a(): pass\n@pytest.mark.skip\ndef test_b(): pass\n")
@@ -323,5 +323,5 @@ def test_the_table_links_each_fact():
     for feature, facts in FACTS["features"].items():
         row = rows(page)[f"**{feature}**"]
         assert len(row) == len(FACTS["projects"]) and sum("](" in c for c in row) == sum(bool(f) for f in facts.values())
-    made = {"kernels.qmd", "measured/trainers.qmd"} # pages of the site's other makers, which test_links.py looks for
-    for t in {*targets(page)} - made: assert (ROOT/"nbs"/t).exists(), t
+    made = {"measured/trainers.qmd"} # pages of the site's other makers, which test_links.py looks for
+    for t in {*targets(page)} - made: assert (ROOT/"nbs/site"/t).exists(), t

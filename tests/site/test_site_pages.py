@@ -2,6 +2,7 @@
 import contextlib, io, json, re, shutil, subprocess, sys
 from importlib import import_module
 import msgspec, pytest
+from helpers.cells import NBS
 from make_readme import ROOT
 from helpers.tiny_runs import fails
 from llm_speedrun import _modidx
@@ -34,9 +35,9 @@ def made(processed):
 def root(tmp_path):
     "A repository of which nothing but the measurements may be changed"
     for name in ("settings.ini", "llm_speedrun"): (tmp_path/name).symlink_to(ROOT/name)
-    (tmp_path/"nbs").mkdir()
-    for p in (ROOT/"nbs").iterdir():
-        if p.name != "site": (tmp_path/"nbs"/p.name).symlink_to(p)
+    for p in NBS:
+        at = tmp_path/p.relative_to(ROOT)
+        at.parent.mkdir(parents=True, exist_ok=True); at.symlink_to(p)
     shutil.copytree(ROOT/"nbs/site/measurements", tmp_path/"nbs/site/measurements")
     (tmp_path/"nbs/site/measurements/fits.json").unlink(missing_ok=True)
     return tmp_path
@@ -108,7 +109,7 @@ def test_every_exported_name_leads_to_its_definition(made):
     for module, syms in _modidx.d["syms"].items():
         for name in import_module(module).__all__ if syms else ():
             at = syms.get(f"{module}.{name}", ("#",))[0].partition("#")[2]
-            assert f"[`{name}`](../{reference.notebook_of(module)}.ipynb{'#' + at if at else ''})" in text, f"{module}.{name}"
+            assert f"[`{name}`](../../{reference.notebook_of(module)}.ipynb{'#' + at if at else ''})" in text, f"{module}.{name}"
             n += 1
     assert n > 500
     assert "dict()" not in text and "annotated type" not in text, "Python's own words about types"

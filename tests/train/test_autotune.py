@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest, torch
 from torch._subclasses.fake_tensor import FakeTensor
 from llm_speedrun import choices as choices_module, measure, runs
-from llm_speedrun.benchmarks import ladder
+from llm_speedrun.train import ladder
 from llm_speedrun.choices import Choices
-from llm_speedrun.benchmarks.ladder import measure_ladder
+from llm_speedrun.train.ladder import measure_ladder
 from llm_speedrun.cli import speedrun_ladder
 from llm_speedrun.train.config import LadderOptions
 from llm_speedrun.io_utils import InputError

@@ -202,3 +202,25 @@ def stops(w):
 def test_the_more_urgent_signal_wins():
     "On all processes, whichever of them gets it, though SIGHUP is a smaller number than SIGINT"
     assert run_distributed(2, stops) == [[urgent for urgent in PAIRS.values() for _ in range(2)]]*2
+
+# After the last step
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("last", [dict(), dict(target_loss=1e9)], ids=["steps", "target"])
+def test_a_signal_in_the_last_step_leaves_a_run_that_ends(tmp_path, number, last):
+    "Whatever result it leaves, going on from there ends with one that is not called interrupted: nothing is asked for twice"
+    cfg = options(tmp_path, steps=4, num_evals=4, **last)
+    trainer = Trainer(cfg, progress=False)
+    after_step = trainer.after_step
+    def stopped():
+        after_step()
+        if trainer.done == trainer.cfg.steps or trainer.target_reached: signal.raise_signal(number)
+    trainer.after_step = stopped
+    trainer.fit()
+    for _ in range(3):
+        result = json.loads((tmp_path/"runs/run/result.json").read_text())
+        if not result["interrupted"]: break
+        resume(tmp_path)
+    assert not result["interrupted"] and result["val_loss"] > 0
+    with pytest.raises(Finished): resume(tmp_path)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun.data import corpus
-from llm_speedrun.benchmarks import ladder
+from llm_speedrun.train import ladder
 from llm_speedrun.data.batches import bigram_loss
 from llm_speedrun.train import autotune, checkpointer, resolve
 from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, rung_specs, has_auto_options

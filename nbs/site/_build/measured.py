@@ -1,5 +1,5 @@
 "Pages of measurements, from the records and from the code that reads them."
-import ast, dis, json, math
+import ast, dis, json, math, posixpath, re
 from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType
@@ -116,7 +116,8 @@ def claims_page(root):
         found = from_notebook(root/"nbs/7_using_a_model/75_claims.ipynb", wanted, vars(measure) | dict(math=math))
         claims, row, answer, outside = found
         rows, said = [row(c) for c in claims], [answer(c) for c in claims]
-    further_up = lambda text: text.replace("](", "](../") # this page is in a folder
+    here = lambda m: f"]({posixpath.relpath('7_using_a_model/' + m[1], 'site/measured')}" # links of the lesson, seen from this page
+    further_up = lambda text: re.sub(r"\]\((?!\w+:)([^)]+)", here, text)
     for r in rows: r[-1] = further_up(r[-1])
     counts = [[w, str(said.count(w))] for w in sorted(set(said), key=lambda w: (-said.count(w), w))]
     unmeasured = [[further_up(c.strip()) for c in line.split("|")] for line in outside.splitlines()]

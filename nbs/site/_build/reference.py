@@ -261,7 +261,7 @@ def files_of_a_run():
 def formats_page(root):
     doc = " ".join(inspect.getdoc(corpus.write_shards).split())
     types = (corpus.Meta, corpus.TextSummary, prepare_data.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.CheckpointMetadata, checkpointer.State,
-             checkpoint.OptimizerState, loader.Position, run_dir.Record, model.GPTConfig, run_dir.Result,
+             checkpoint.OptimizerState, loader.Position, pretrained.Record, model.GPTConfig, run_dir.Result,
              choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.RememberedTrial, autotune.Trial, pretrained.Qwen3, pretrained.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
                 records=record_rows(), version=checkpoint.VERSION, manifest=checkpoint.MANIFEST,

@@ -16,7 +16,6 @@ from ..measure import COLORS
 from ..measure import (gpu_gib, ladder_chart, ladder_table, load_records, record_key,
                                   records_path, save_records, smoke, speedup)
 from ..model import workload
-from .peers import measure_peers, peer_paths
 from ..roofline import predict_ms
 
 # %% ../../nbs/2_ladder/24_ladder.ipynb #22import
@@ -24,8 +23,8 @@ from ..runs import (bench, check_rung, count_step, free_memory, micro_batch, run
                                rung_specs, resolve_options, make_step, sort_rungs)
 from ..records import measure_here, run_record
 from ..distributed.world import World
-from ..train.autotune import failed_rungs, parallel_rungs, resolve_preset
-from ..train.presets import PARALLEL, excludes_each_other, join_rungs, parse_rungs, preset_of
+from .autotune import failed_rungs, parallel_rungs, resolve_preset
+from .presets import PARALLEL, excludes_each_other, join_rungs, parse_rungs, preset_of
 from ..distributed.spawn import run_distributed
 from ..distributed.collectives import compare_together
 from ..plugins import with_plugins
@@ -138,7 +137,7 @@ def share_ladder(records, # of one ladder
     return path, path.with_suffix(".png")
 
 # %% ../../nbs/2_ladder/24_ladder.ipynb #a32186b3
-def measure_one_gpu(c): # a `LadderOptions`
+def measure_one_gpu(c, measure_peers=None): # a `LadderOptions`; what measures beside it, as `run_ladder` says
     "Measure, print and save the ladder of one GPU, as `speedrun_ladder` does"
     if c.rungs == "auto": raise InputError("a ladder keeps every rung; auto is for speedrun_train")
     check_share(c.share)
@@ -146,10 +145,10 @@ def measure_one_gpu(c): # a `LadderOptions`
     config, size = bench()
     if c.model: config = workload(c.model)
     only = [n.strip() for n in c.only.split(",") if n.strip()]
-    rungs, batch, paths = [*map(str, parse_rungs(c.rungs))], c.batch_size or size, peer_paths(c.peer)
+    rungs, batch = [*map(str, parse_rungs(c.rungs))], c.batch_size or size
     records = new_ladder(config, batch, rungs, folder, only)
     print(ladder_table(records))
-    if paths: measure_peers(config, batch, rungs, paths, folder)
+    if measure_peers: measure_peers(config, batch, rungs, folder=folder)
     print(f"\nsaved in {folder}/", *(share_ladder(records, c.share) if c.share else ()), sep="\n")
 
 # %% ../../nbs/2_ladder/24_ladder.ipynb #03ef9e92
@@ -169,7 +168,7 @@ def measure_together(config, # a `GPTConfig`
                      gpus, # processes, each with a GPU where there are enough
                      batch): # sequences in a step of one GPU alone
     "Measure `rung` on top of `below`, and return its record: tokens of all GPUs, and the MFU of each"
-    from llm_speedrun.benchmarks.ladder import time_interleaved # from there, also in this notebook: others import it
+    from llm_speedrun.train.ladder import time_interleaved # from there, also in this notebook
     rung, *below = rung_specs([rung, *resolve_options(config, below)])
     below = [str(k) for k in below if not excludes_each_other(k, rung)]
     ops = count_step(config, below, batch, micro := micro_batch(config, below, batch))
@@ -229,17 +228,18 @@ def save_parallel_records(records, # of `measure_together`
     print(f"saved in {folder}/")
 
 # %% ../../nbs/2_ladder/24_ladder.ipynb #e480aeca
-def run_ladder(c): # a `LadderOptions`
+def run_ladder(c, # a `LadderOptions`
+               peers=None): # other projects: (config, sequences in a step, rungs, folder=) -> None
     "Run `speedrun_ladder`: the ladder of one GPU, then the rungs for several GPUs"
     c = drop_unbuildable(c)
     rungs, only = parse_rungs(c.rungs), [n.strip() for n in c.only.split(",") if n.strip()]
     parallel = [r for r in rungs if r.name in PARALLEL]
-    if not parallel: return measure_one_gpu(require_single_gpu(c))
+    if not parallel: return measure_one_gpu(require_single_gpu(c), peers)
     alone, n = [r for r in rungs if r not in parallel], gpus_of(c, parallel)
     check_parallel(alone, parallel)
     c = replace(c, out=c.out or f"runs/ladder-{datetime.now():%Y%m%d-%H%M%S}")
     of_one = ",".join(k for k in only if k not in PARALLEL)
-    if of_one or not only: measure_one_gpu(replace(c, rungs=join_rungs(alone) or "naive", only=of_one))
+    if of_one or not only: measure_one_gpu(replace(c, rungs=join_rungs(alone) or "naive", only=of_one), peers)
     config, size = (workload(c.model), bench()[1]) if c.model else bench()
     wanted = [r for r in parallel if not only or r.name in only]
     found = [measure_together(config, alone, r, n, c.batch_size or size) for r in wanted]
