@@ -5,6 +5,7 @@ from functools import lru_cache, partial, reduce
 from types import SimpleNamespace
 import pytest, torch
 from helpers.tiny_runs import NANO, fails
+from llm_speedrun.course import spans_of
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.recipe import find_recipe, set_groups
@@ -190,10 +191,10 @@ def event(name, start, us, device="CUDA", annotation=False, parent=None):
 def test_spans_of_a_profile():
     events = [event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 3000, 500), event("gemm", 1000, 2000), event("nccl:all_reduce", 2900, 700, annotation=True),
               event("cudaGraphLaunch", 0, 10, "CPU")]
-    assert module.spans_of(events) == dict(compute=[(0, 2)], communication=[(2, .5)])
+    assert spans_of(events) == dict(compute=[(0, 2)], communication=[(2, .5)])
     events = [event("aten::mm", 1000, 1000, "CPU"), event("aten::empty", 1100, 10, "CPU", parent=1), event("gloo:all_reduce", 1500, 900, "CPU", True),
               event("c10d::allreduce_", 1400, 10, "CPU"), event("mine", 0, 9000, "CPU", True)]
-    assert module.spans_of(events) == dict(compute=[(0, 1)], communication=[(.5, .9)])
+    assert spans_of(events) == dict(compute=[(0, 1)], communication=[(.5, .9)])
 
 # --- on two GPUs ---
 

@@ -228,17 +228,12 @@ def test_matrices_in_parts_are_refused(recipe):
 
 # --- a run that goes on ---
 
-def test_a_run_from_before_recipes_goes_on_as_it_was(tmp_path):
-    "Its `config.json` says nothing of them: AdamW, with the schedule that runs had then"
-    train(options(tmp_path, recipe="adamw", schedule="wsd"), progress=False)
+def test_a_run_says_its_recipe(tmp_path):
+    "Without it a run can't go on: another would not be told from it"
+    train(options(tmp_path, recipe="adamw"), progress=False)
     path = tmp_path/"runs/run/config.json"
-    told = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in told.items() if k not in ("recipe", "cooldown", "final_lr")}))
-    trainer = Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), steps=20), progress=False)
-    c = trainer.cfg
-    assert (c.recipe, c.cooldown, c.final_lr, type(trainer.step.opt).__name__) == ("adamw", .2, .1, "AdamW")
-    assert trainer.plan.lr_schedule(20)(6) == lr_at(6, 20, c.lr, trainer.plan.warmup, "wsd")
-    trainer.run_dir.release()
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "recipe"}))
+    with fails(InputError, "it says no recipe"): Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), steps=20), progress=False)
 
 def test_another_recipe_is_another_run(tmp_path):
     train(options(tmp_path, recipe="muon"), progress=False)

@@ -129,7 +129,7 @@ def test_two_steps_of_their_trainer(exported, tmp_path):
 
 def test_without_transformers_and_killed(trained, tmp_path):
     "Neither export nor import needs transformers; `kill -9` in the middle leaves no folder of that name, and the next export succeeds"
-    script = ("import os, sys; sys.modules['transformers'] = None\nfrom llm_speedrun import export, pretrained\nrun, a, b = sys.argv[1:]\n"
+    script = ("import os, sys; sys.modules['transformers'] = None\nfrom llm_speedrun import pretrained\nfrom llm_speedrun.tools import export\nrun, a, b = sys.argv[1:]\n"
               "export.export_folder(run, a); pretrained.from_pretrained(a, 'cpu')\n"
               "export.write_tensors = lambda *a, **k: os._exit(9)\nexport.export_folder(run, b)")
     res = quick_programs.run([sys.executable, "-c", script, *map(str, (trained[1], tmp_path/"a", tmp_path/"b"))], timeout=TIMEOUT)
