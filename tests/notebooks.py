@@ -3,8 +3,9 @@
     tests/notebooks.py nbs/1_start/04_model.ipynb    one of them
 On a CPU one more runs at a time than there are cores, up to four: where one waits for its processes, the others use the cores. With a GPU
 they run one at a time, since they time things and fill its memory, and the cells marked `#| cuda` run as well. All run, also after one that fails. What failed is kept in the file that FAILED_NOTEBOOKS names, for pytest to list."""
-import faulthandler, multiprocessing, os, sys, tempfile, time
+import faulthandler, multiprocessing, os, sys, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 from helpers.quick_figures import draw_figures_quickly
 from helpers.quick_kernels import run_kernels_quickly
@@ -25,15 +26,20 @@ def test(path, flags, log):
     from nbdev.test import nbdev_test
     nbdev_test(path, flags)
 
+# Starting a process also asks each other one whether it has ended. Its exit code can be read once: of two threads that read it, one finds
+# nothing, and calls it 255
+ONE_READER = threading.Lock()
+
 def tested(start, path, flags):
     "Whether a notebook passes in a process of its own, and print that. nbdev_test ends well without a test: we want its `Success.`"
     began = time.monotonic()
     with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as log:
         p = start(target=test, args=(path, flags, log.name))
-        p.start(); p.join()
+        with ONE_READER: p.start()
+        wait([p.sentinel])
+        with ONE_READER: p.join()
         said = log.read()
-    # 255 is multiprocessing's word for an exit code that its server of processes lost; `Success.` has come by then
-    good, took = p.exitcode in (0, 255) and "\nSuccess." in "\n" + said, time.monotonic() - began
+    good, took = p.exitcode == 0 and "\nSuccess." in "\n" + said, time.monotonic() - began
     if good: print(f"ok      {took:4.0f} s  {path}", flush=True)
     else: print(f"FAILED  {took:4.0f} s  {path}\n{said}\nIt ended with exit code {p.exitcode}", flush=True)
     return good
