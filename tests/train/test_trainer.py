@@ -773,9 +773,11 @@ SEEN = { # a call in the trainer's module -> what an editor must open there
     "self.validator.evaluate(": "train.validator.Validator.evaluate", "self.run_dir.write_result(": "train.run_dir.RunDir.write_result"}
 
 @pytest.mark.parametrize("call, name", SEEN.items())
-def test_editors_find_methods(call, name):
+def test_editors_find_methods(call, name, monkeypatch, tmp_path_factory):
     "By the library that Jupyter and editors use: parts are set in the constructor, and their classes stand in one piece"
     jedi = pytest.importorskip("jedi")
+    # a cache of this process alone: another one that writes the usual one leaves half a file for a moment, which jedi then reads
+    monkeypatch.setattr(jedi.settings, "cache_directory", str(tmp_path_factory.getbasetemp()/"jedi"))
     from jedi.api.environment import InterpreterEnvironment # in this process
     path = ROOT/"llm_speedrun/train/trainer.py"
     text = path.read_text(encoding="utf-8")
