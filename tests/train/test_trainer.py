@@ -192,8 +192,8 @@ def test_epochs(tmp_path, capsys):
 
 def test_epochs_alone(tmp_path):
     "Without minutes they are the length, whatever the machine's speed"
-    t = Trainer(options(tmp_path, steps=0, epochs=40.), progress=False, given={"epochs"})
-    assert t.cfg.steps == 40*t.data.batches.per_epoch and t.cfg.minutes == 0
+    t = Trainer(options(tmp_path, steps=0, epochs=8.), progress=False, given={"epochs"})
+    assert t.cfg.steps == 8*t.data.batches.per_epoch and t.cfg.minutes == 0
     t.fit()
     assert t.done == t.cfg.steps
 
@@ -772,16 +772,17 @@ SEEN = { # a call in the trainer's module -> what an editor must open there
     "self.coordinator.exchange_flags(": "train.coordinator.Coordinator.exchange_flags", "self.signals.during(": "train.console.Signals.during",
     "self.validator.evaluate(": "train.validator.Validator.evaluate", "self.run_dir.write_result(": "train.run_dir.RunDir.write_result"}
 
-@pytest.mark.parametrize("call, name", SEEN.items())
-def test_editors_find_methods(call, name, monkeypatch, tmp_path_factory):
+def test_editors_find_methods(monkeypatch, tmp_path):
     "By the library that Jupyter and editors use: parts are set in the constructor, and their classes stand in one piece"
     jedi = pytest.importorskip("jedi")
-    # a cache of this process alone: another one that writes the usual one leaves half a file for a moment, which jedi then reads
-    monkeypatch.setattr(jedi.settings, "cache_directory", str(tmp_path_factory.getbasetemp()/"jedi"))
     from jedi.api.environment import InterpreterEnvironment # in this process
+    # a cache of this test alone: another process that writes the usual one leaves half a file for a moment, which jedi then reads
+    monkeypatch.setattr(jedi.settings, "cache_directory", str(tmp_path))
     path = ROOT/"llm_speedrun/train/trainer.py"
     text = path.read_text(encoding="utf-8")
-    line = text[:text.index(call)].count("\n")
-    at = text.splitlines()[line].index(call) + call.index("(") - 1
-    found = jedi.Script(text, path=path, project=jedi.Project(ROOT), environment=InterpreterEnvironment()).goto(line + 1, at, follow_imports=True)
-    assert [o.full_name for o in found] == [f"llm_speedrun.{name}"]
+    def found(call):
+        line = text[:text.index(call)].count("\n")
+        at = text.splitlines()[line].index(call) + call.index("(") - 1
+        script = jedi.Script(text, path=path, project=jedi.Project(ROOT), environment=InterpreterEnvironment())
+        return [o.full_name for o in script.goto(line + 1, at, follow_imports=True)]
+    assert {call: found(call) for call in SEEN} == {call: [f"llm_speedrun.{name}"] for call, name in SEEN.items()}
