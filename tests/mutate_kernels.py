@@ -49,9 +49,9 @@ rungs/memory_traffic.py | mean_loss_kernel | + z_loss*lse*lse |  | LOSSES
 rungs/memory_traffic.py | mean_loss_kernel | tl.debug_barrier() | pass | LOSSES | gpu
 rungs/memory_traffic.py | mul_kernel | tl.load(x_ptr + i, mask=i < N) | tl.load(x_ptr + i) | KERNELS
 rungs/memory_traffic.py | mul_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
-rungs/tensor_parallel.py | part_stats_kernel | .to(tl.int64) |  | KERNELS
-rungs/tensor_parallel.py | part_grads_kernel | .to(tl.int64) |  | KERNELS
-rungs/tensor_parallel.py | part_grads_kernel | tl.debug_barrier() # all others are stored | pass | LOSSES | gpu
+rungs/vocab_parallel.py | part_stats_kernel | .to(tl.int64) |  | KERNELS
+rungs/vocab_parallel.py | part_grads_kernel | .to(tl.int64) |  | KERNELS
+rungs/vocab_parallel.py | part_grads_kernel | tl.debug_barrier() # all others are stored | pass | LOSSES | gpu
 rungs/fp8_epilogues.py | summed_loss_kernel | .to(tl.int64) |  | KERNELS
 rungs/fp8_epilogues.py | summed_loss_kernel | tl.load(sums_ptr + row*T + i, mask=i < T, other=0.) | tl.load(sums_ptr + row*T + i) | KERNELS
 rungs/fp8_epilogues.py | gated8_back_kernel | (4*i + p).to(tl.int64) | (4*i + p) | KERNELS

@@ -6,23 +6,16 @@
 __all__ = ['tensor_parallel']
 
 # %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #cbcb2cd5
-from dataclasses import dataclass, replace
+from dataclasses import replace
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
-from torch.autograd.function import once_differentiable
-from ..compat import c10d_functional
 from ..io_utils import InputError
-from ..model import (GPT, Embedding, cross_entropy, naive_feed, naive_heads, naive_project, rope,
-                                set_parts)
+from ..model import naive_feed, naive_heads, naive_project, rope, set_parts
 from ..runs import rung
 from ..sharding import GradReducer, ParallelStepSync, local
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #53imports
-from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_matmul_, bad_targets,
-                                           chunk_size, logit_grad, loss_results, loss_tile, no_loss,
-                                           read_logits, row_lse, sms, write_grads)
 from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
                                           joined, recast, rotated, swiglu_down)
-from .kernel_ops import jit, kernel_op, launch, LOG2E, runs_kernel, tl
+from .tp_mappings import GatheredLinear, ScatterToSP, TPGroup, reduce_scatter, whole_stream
+from .vocab_parallel import CutEmbedding, CutGPT, cut_loss
 
 # %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #9a6c40e0
 CUT = dict(q_proj=0, k_proj=0, v_proj=0, gate_proj=0, up_proj=0, embed_tokens=0, # by rows: outputs
@@ -41,66 +34,6 @@ def check_cut(config, # a `GPTConfig`
             raise InputError(f"rung 'tensor_parallel': {what} {n} can't be divided among {size} processes: "
                              f"choose a size that divides it, or another {what}")
 
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #356d9a57
-@dataclass(frozen=True)
-class TPGroup:
-    "Which of the processes that share one model this is"
-    rank: int # among them
-    size: int # how many they are
-    group: str # the name of their group, as PyTorch's functional collectives take it
-
-    def part(self, t, # a tensor
-             dim): # to cut
-        "This process's part of `t`: one of `size` equal ones along a dimension, a copy"
-        return t.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #a61cf44c
-def start_all_gather(x, # n ..., of each process as many
-                     share): # a `TPGroup`
-    "Begin an all-gather of the processes' rows, N ...; they are there after `wait_tensor`"
-    return c10d_functional.all_gather_into_tensor(x.contiguous(), share.size, share.group)
-
-def start_reduce_scatter(x, # N ..., this process's summand
-                         share): # a `TPGroup`
-    "Begin a reduce-scatter: the sum of what the processes have, of which each gets its own rows, n ..."
-    return c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", share.size, share.group)
-
-def wait_tensor(x): # from one of the two
-    "Return `x` when later work may read it: the GPU waits, Python doesn't"
-    return c10d_functional.wait_tensor(x)
-
-def all_reduce(x, share): # any tensor, a `TPGroup`
-    "Return the sum of all processes' `x`, on each"
-    return wait_tensor(c10d_functional.all_reduce(x.contiguous(), "sum", share.group))
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #86c47fa3
-class ReduceScatterToSP(torch.autograd.Function):
-    "(N ... of each process, share) -> this process's n rows of their sum; backward, all rows' gradients"
-    @staticmethod
-    def forward(ctx, x, share):
-        ctx.share = share
-        return wait_tensor(start_reduce_scatter(x, share))
-    @staticmethod
-    def backward(ctx, dy): return wait_tensor(start_all_gather(dy, ctx.share)), None
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #406a6246
-class GatheredLinear(torch.autograd.Function):
-    "(x, w, share) -> all processes' rows of `x` @ w.T; x: n d, w: f d of one type. Keeps its own rows alone"
-    @staticmethod
-    def forward(ctx, x, w, share):
-        ctx.save_for_backward(x, w)
-        ctx.share = share
-        return wait_tensor(start_all_gather(x, share)) @ w.T # N f
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy): # N f
-        x, w = ctx.saved_tensors
-        coming = start_all_gather(x, ctx.share)
-        dx = start_reduce_scatter(dy @ w, ctx.share) # while the rows come
-        dw = dy.T @ wait_tensor(coming) # while the gradients go
-        return wait_tensor(dx), dw, None
-
 # %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #e0647cc6
 def gathered_linear(x, # n d, this process's tokens
                     share, # a `TPGroup`
@@ -108,11 +41,6 @@ def gathered_linear(x, # n d, this process's tokens
     "Return the layers' outputs side by side, of all tokens: N f, in the type of matmuls"
     x = x.to(compute_dtype(x))
     return GatheredLinear.apply(x, joined(x.dtype, *linears), share)
-
-def reduce_scatter(x, # ... d, this process's summand for all tokens
-              share): # a `TPGroup`
-    "The sum for this process's tokens, n d"
-    return ReduceScatterToSP.apply(x.flatten(0, -2), share)
 
 # %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #dba2ccb5
 def naive_cut(share): # a `TPGroup`
@@ -146,267 +74,7 @@ def fused_cut(share): # a `TPGroup`
         return h, reduce_scatter(swiglu_down(ab, m.down_proj.weight.to(ab.dtype)), share)
     return dict(heads=heads, project=project, feed=feed)
 
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #a611a1a9
-class ReduceFromTP(torch.autograd.Function):
-    "(a summand, share) -> the sum, on each process; backward, its gradient. All-reduce, then identity"
-    @staticmethod
-    def forward(ctx, x, share): return all_reduce(x, share)
-    @staticmethod
-    def backward(ctx, g): return g, None
-
-class CopyToTP(torch.autograd.Function):
-    "An autograd function that returns the residual stream; backward all-reduces its gradients"
-    @staticmethod
-    def forward(ctx, share, *hs):
-        ctx.share = share
-        return tuple(h.view_as(h) for h in hs)
-    @staticmethod
-    def backward(ctx, g, *same): return None, *[all_reduce(g, ctx.share)]*(1 + len(same)) # both of one sum
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #4d7ffca4
-class GradOnRankZero(torch.autograd.Function):
-    "An autograd function that returns the residual stream; backward keeps the first process's gradient alone"
-    @staticmethod
-    def forward(ctx, h, share):
-        ctx.share = share
-        return h.view_as(h)
-    @staticmethod
-    def backward(ctx, g): return g if ctx.share.rank == 0 else torch.zeros_like(g), None
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #fc5328f8
-class ScatterToSP(torch.autograd.Function):
-    "An autograd function from the residual stream B T d to this process's tokens, n d; backward all-gathers"
-    @staticmethod
-    def forward(ctx, share, *hs):
-        ctx.share, ctx.shape = share, hs[0].shape
-        return tuple(h.flatten(0, -2).chunk(share.size)[share.rank] for h in hs)
-    @staticmethod
-    def backward(ctx, g, *same): # both of one sum
-        return None, *[wait_tensor(start_all_gather(g, ctx.share)).view(ctx.shape)]*(1 + len(same))
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #a876fce0
-def whole_stream(block, share): # a `model.Block` of fused parts, a `TPGroup`
-    "Return the block's parts for a whole residual stream and sharded weights"
-    heads, project, feed = block.heads, block.project, block.feed
-    copy_to_tp = lambda h: CopyToTP.apply(share, *h) if isinstance(h, tuple) else CopyToTP.apply(share, h)[0]
-    def cut_heads(block, h, cos, sin): # B T d, or a pair of such
-        h, *qkv = heads(block, copy_to_tp(h), cos, sin)
-        return GradOnRankZero.apply(h, share), *qkv
-    def cut_project(block, h, o):
-        h, y = project(block, h, o)
-        return h, ReduceFromTP.apply(y, share)
-    def cut_feed(block, h): # a pair
-        h, y = feed(block, copy_to_tp(h))
-        return GradOnRankZero.apply(h, share), ReduceFromTP.apply(y, share)
-    return dict(heads=cut_heads, project=cut_project, feed=cut_feed)
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #82097d71
-class CutEmbedding(Embedding):
-    "A shard of an embedding's rows. Returns this process's rows of the residual stream, or all of it"
-    def __init__(self, weight, # V/size d
-                 share, # a `TPGroup`
-                 narrow, # whether the residual stream has the type of matmuls
-                 whole): # whether each process has all of the residual stream
-        super().__init__(*weight.shape, _weight=weight)
-        self.share, self.narrow, self.whole = share, narrow, whole
-
-    def forward(self, x): # B T tokens
-        "n d, or B T d"
-        at = x - self.share.rank*self.num_embeddings
-        here = (at >= 0) & (at < self.num_embeddings)
-        known = (x >= 0) & (x < self.num_embeddings*self.share.size)
-        h = F.embedding(at.where(here, 0), self.weight).masked_fill(~here[..., None], 0.)
-        h = h.masked_fill(~known[..., None], torch.nan) # no token: no process has a row for it
-        if self.narrow: h = h.to(compute_dtype(h))
-        return ReduceFromTP.apply(h, self.share) if self.whole else reduce_scatter(h, self.share)
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #671801ab
-def apply_softcap(logits, softcap): # N V
-    "Return logits in FP32 at least, soft-capped"
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return softcap*torch.tanh(x/softcap) if softcap else x
-
-def part_stats_maths(logits, y, first, softcap): # N V/size, N, the first token of the part
-    "Return each row's log-sum-exp, and its target's logit: minus infinity on other processes. 2 N"
-    x, at = apply_softcap(logits, softcap), y - first
-    here = (at >= 0) & (at < x.shape[1])
-    target = x.gather(1, at.where(here, 0)[:, None])[:, 0]
-    return torch.stack([x.logsumexp(1), target.masked_fill(~here, -torch.inf)])
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #4ff74a7a
-def row_losses(stats, # size 2 N, of all processes
-               y, # N
-               vocab, # V
-               ignore_index=-100, z_loss=0.): # as `ChunkedCE` has them
-    """Return N losses, zero where ignored, and N log-sum-exps. Both are NaN for a target outside of the
-    vocabulary, and so is each gradient that is made of them"""
-    lse, target = stats[:, 0].logsumexp(0), stats[:, 1].amax(0) # both keep NaN
-    lse = lse * torch.where(bad_targets(y, vocab, ignore_index), torch.nan, 1.) # and so do its gradients
-    return (lse - target + z_loss*lse**2).where(y != ignore_index, 0.), lse
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #0d0004f8
-class GatherFromTP(torch.autograd.Function):
-    "(a part ..., share) -> all-gather of the parts, size ...; backward, its own part's gradient of the loss"
-    @staticmethod
-    def forward(ctx, x, share):
-        ctx.share = share
-        return wait_tensor(start_all_gather(x[None], share))
-    @staticmethod
-    def backward(ctx, g): return g[ctx.share.rank], None
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #6cd58b07
-@dataclass(frozen=True)
-class CutCrossEntropy:
-    "A model's plain loss with a sharded vocabulary"
-    share: TPGroup
-    own_kernels = True # a compiler leaves it as it is
-    def __call__(self, h, w, y): # n d, V/size d, B T
-        y, dtype, share = y.flatten(), compute_dtype(h), self.share
-        logits = GatheredLinear.apply(h.to(dtype), w.to(dtype), share) # N V/size
-        stats = GatherFromTP.apply(part_stats_maths(logits, y, share.rank*len(w), 0.), share)
-        return row_losses(stats, y, len(w)*share.size)[0].sum() / (y != -100).sum()
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #5d7619ba
-def part_grads_maths(logits, y, lse, first, ignore_index, z_loss, softcap): # N V/size, N, N of the whole rows
-    "Overwrite logits with the gradient of the losses' sum"
-    x, at, counts = apply_softcap(logits, softcap), y - first, y != ignore_index
-    here = counts & (at >= 0) & (at < x.shape[1])
-    g = (1 + 2*z_loss*lse)[:, None] * (x - lse[:, None]).exp()
-    g = g.scatter_add(1, at.where(here, 0)[:, None], -here.to(g.dtype)[:, None])
-    if softcap: g = g*(1 - (x/softcap)**2)
-    logits.copy_(g.where(counts[:, None], 0))
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #d16c9cb8
-@jit
-def part_stats_kernel(x_ptr, y_ptr, out_ptr, N, first, V: tl.constexpr, softcap: tl.constexpr,
-                      BLOCK: tl.constexpr):
-    "Write a row's log-sum-exp over this part of the vocabulary, and its target's logit"
-    # grid: rows; x: N V, row-major; out: 2 N
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row*V
-    y = tl.load(y_ptr + row) - first
-    target = read_logits(x_ptr + y, (y >= 0) & (y < V), softcap, False) # minus infinity where it isn't here
-    offs = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-    tl.store(out_ptr + row, row_lse(x_ptr, offs, V, softcap, BLOCK))
-    tl.store(out_ptr + N + row, target)
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #ba533dd1
-@jit
-def part_grads_kernel(x_ptr, y_ptr, lse_ptr, first, V: tl.constexpr, ignore_index: tl.constexpr,
-                      z_loss: tl.constexpr, softcap: tl.constexpr, BLOCK: tl.constexpr):
-    "Write a row's gradient over this part of its logits"
-    # grid: rows; x: N V, row-major, overwritten
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row*V
-    y = tl.load(y_ptr + row)
-    lse = tl.load(lse_ptr + row)
-    counts = y != ignore_index
-    y = y - first
-    here = counts & (y >= 0) & (y < V)
-    target = read_logits(x_ptr + y, here, softcap, False) # before anything is overwritten
-    tl.debug_barrier() # all threads have read it
-    offs = tl.arange(0, BLOCK//8)[:, None]*8 + tl.arange(0, 8)[None, :]
-    shift = tl.where(counts, lse*LOG2E, float("inf"))
-    factor = 1 + 2*z_loss*lse
-    write_grads(x_ptr, offs, shift, factor, V, z_loss, softcap, BLOCK)
-    tl.debug_barrier() # all others are stored
-    tl.store(x_ptr + y, logit_grad(target, True, shift, factor, z_loss, softcap), mask=here)
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #3071ecec
-@kernel_op
-def part_stats(logits: torch.Tensor, y: torch.Tensor, first: int, softcap: float) -> torch.Tensor:
-    """Return, for rows of `logits` (N V/size, contiguous) that begin at token `first`, the log-sum-exp and
-    the logit of the target in `y` (N), minus infinity where that isn't here. 2 N, FP32 at least"""
-    if not runs_kernel(logits) or logits.dtype == torch.float64:
-        return part_stats_maths(logits, y, first, softcap)
-    (N, V), out = logits.shape, logits.new_empty(2, len(logits), dtype=torch.float32)
-    launch(part_stats_kernel, (N,), logits, y, out, N, first, V, softcap, **loss_tile(V))
-    return out
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #998df2f7
-@kernel_op(mutates=("logits",))
-def part_grads(logits: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, first: int, ignore_index: int,
-               z_loss: float, softcap: float) -> None:
-    "Overwrite `logits` with the gradient of the losses' sum; lse: N, of the whole rows"
-    if not runs_kernel(logits) or logits.dtype == torch.float64:
-        return part_grads_maths(logits, y, lse, first, ignore_index, z_loss, softcap)
-    N, V = logits.shape
-    launch(part_grads_kernel, (N,), logits, y, lse, first, V, ignore_index, z_loss, softcap, **loss_tile(V))
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #659fcb12
-def part_loss(h, # N d, all tokens
-              w, # V/size d, this process's rows of the output projection
-              y, # N
-              share, # a `TPGroup`
-              ce, # the `ChunkedCE` whose options to keep
-              want_h, # whether to make the gradient of `h`
-              want_w): # and of `w`
-    "Return losses of all tokens (N), and of their sum's gradients this process's summand and shard"
-    dh, dw = loss_results(h, w, want_h, want_w)
-    chunk = chunk_size(*h.shape, len(w), h.element_size(), ce.budget, sms(h))
-    buffer, losses, first = h.new_empty(chunk, len(w)), [], share.rank*len(w)
-    for i in range(0, len(h), chunk):
-        part = slice(i, i + chunk)
-        logits = torch.mm(h[part], w.T, out=buffer[:len(h[part])])
-        stats = wait_tensor(start_all_gather(part_stats(logits, y[part], first, ce.softcap)[None], share))
-        loss, lse = row_losses(stats, y[part], len(w)*share.size, ce.ignore_index, ce.z_loss)
-        losses.append(loss)
-        if want_h or want_w: part_grads(logits, y[part], lse, first, ce.ignore_index, ce.z_loss, ce.softcap)
-        if want_h: torch.mm(logits, w, out=dh[part]) # they are gradients by now
-        if want_w: add_matmul_(dw, logits.T, h[part])
-    return torch.cat(losses), dh, dw
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #c58795c1
-class PartLoss(torch.autograd.Function):
-    "(h, w, y, share, ce, want_h, want_w) -> mean loss over all tokens; h: n d, w: V/size d, y: N"
-    @staticmethod
-    def forward(ctx, h, w, y, share, ce, want_h, want_w):
-        dtype = compute_dtype(h)
-        whole = wait_tensor(start_all_gather(h.to(dtype), share)) # N d
-        losses, dh, dw = part_loss(whole, w.to(dtype), y, share, ce, want_h, want_w)
-        if want_h: dh = wait_tensor(start_reduce_scatter(dh, share)) # n d
-        n = (y != ce.ignore_index).sum().clamp(min=1)
-        ctx.save_for_backward(dh, dw, n); ctx.dtypes = h.dtype, w.dtype
-        return losses.sum() / n
-
-    backward = staticmethod(LinearCrossEntropy.backward) # hands out what was kept
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #5df93435
-@dataclass(frozen=True)
-class CutChunkedCE:
-    "A model's loss in chunks of tokens with a sharded vocabulary"
-    share: TPGroup
-    ce: ChunkedCE # whose options it keeps
-    own_kernels = True # nothing for a compiler to do
-    def __call__(self, h, w, y): # n d, V/size d, B T
-        if not y.numel(): return no_loss(h, w)
-        on = torch.is_grad_enabled()
-        want = on and h.requires_grad, on and w.requires_grad
-        return PartLoss.apply(h, w, y.flatten().contiguous(), self.share, self.ce, *want)
-
-# %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #afe5afca
-class CutGPT(GPT):
-    "A `GPT` of which this process has a part of each matrix; between the blocks, some of the tokens"
-    def forward(self, x, y=None): # B T tokens, B T tokens that follow; the same on all of a `TPGroup`
-        "The logits, B T V; with `y` their mean loss. Raises `InputError` for tokens that can't be divided"
-        w, share, (B, T) = self.embed_tokens.weight, self.embed_tokens.share, x.shape
-        if y is not None and B*T % share.size:
-            raise InputError(f"{B} × {T} tokens can't be divided among the {share.size} processes of "
-                             f"tensor_parallel: make their number a multiple of {share.size}")
-        if y is not None: return self.loss(self.hidden(x), w, y)
-        more = -B % share.size if B*T % share.size else 0 # sequences, which the others don't see
-        h = self.hidden(F.pad(x, (0, 0, 0, more)))
-        logits = GatheredLinear.apply(*(t.to(compute_dtype(h)) for t in (h, w)), share) # N V/size
-        return GatherFromTP.apply(logits.T, share).flatten(0, 1).T.unflatten(0, (-1, T))[:B]
-
 # %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #5f56108f
-def cut_loss(loss, share): # a model's loss, a `TPGroup`
-    "Return the loss for a sharded vocabulary. Raises `InputError` for an unknown loss"
-    if loss is cross_entropy: return CutCrossEntropy(share)
-    if type(loss) is ChunkedCE: return CutChunkedCE(share, loss)
-    raise InputError(f"rung 'tensor_parallel' doesn't know how to cut the loss {type(loss).__name__}: use "
-                     "chunked_ce or the plain one, and with fp8 leave out the head: fp8:parts=heads+out+mlp")
-
 def cut_parts(block, share, whole): # a `model.Block`, a `TPGroup`, whether each process has all of the stream
     "Return the block's parts for sharded weights. Raises `InputError` for unknown parts"
     if whole: return whole_stream(block, share)

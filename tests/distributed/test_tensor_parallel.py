@@ -2,8 +2,10 @@
 from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.tensor_parallel as tp
+import llm_speedrun.rungs.vocab_parallel as vocab
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, loss_maths
-from llm_speedrun.rungs.tensor_parallel import TPGroup, part_grads, part_grads_maths, part_stats, part_stats_maths, row_losses
+from llm_speedrun.rungs.tp_mappings import TPGroup
+from llm_speedrun.rungs.vocab_parallel import part_grads, part_grads_maths, part_stats, part_stats_maths, row_losses
 from llm_speedrun.runs import StepSync, Stepper, build, enter_all
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed
@@ -90,7 +92,7 @@ def loss_errors(world):
                 l = loss(a, b, y)
                 return [world.all_gather_object(t.detach().float().cpu()) for t in (l, *torch.autograd.grad(2*l, (a, b)))]
             exact, theirs = by_autograd(torch.float64), by_autograd(dtype)
-            losses = [tp.CutChunkedCE(share, ChunkedCE(ignore, z, cap, 1))] + [tp.CutCrossEntropy(share)]*((ignore, z, cap) == (-100, 0., 0.))
+            losses = [vocab.CutChunkedCE(share, ChunkedCE(ignore, z, cap, 1))] + [vocab.CutCrossEntropy(share)]*((ignore, z, cap) == (-100, 0., 0.))
             for loss in losses:
                 (l, other), *grads = ours(loss)
                 assert torch.equal(l, other)
@@ -114,10 +116,10 @@ def two(world):
     tp.cut_model = cut_model
     res["fp8"] = train(world, *FP8)
     res["norms left out"] = train(world, FUSED, 10, 1, change=no_norms)
-    all_rows, tp.row_losses = tp.row_losses, lambda stats, *args: all_rows(
+    all_rows, vocab.row_losses = vocab.row_losses, lambda stats, *args: all_rows(
         torch.stack([stats[world.rank, 0].expand(2, -1) - np.log(2), stats[:, 1]], 1), *args)
     res["own lse alone"] = train(world, FUSED, 10, 1)
-    tp.row_losses = all_rows
+    vocab.row_losses = all_rows
     return res, refusals(world), loss_errors(world), shows_nan(world)
 
 @needs(2)
@@ -202,8 +204,8 @@ def test_kernels_show_bad_logits(kernels):
 
 def test_rows_of_no_token(monkeypatch):
     "No process has one: the stream is NaN there, not zero"
-    monkeypatch.setattr(tp, "reduce_scatter", lambda h, share: h.flatten(0, -2))
-    parts = [tp.CutEmbedding(torch.ones(4, 8), TPGroup(i, 2, ""), False, False)(torch.tensor([[0, 5, 8, -1]])) for i in (0, 1)]
+    monkeypatch.setattr(vocab, "reduce_scatter", lambda h, share: h.flatten(0, -2))
+    parts = [vocab.CutEmbedding(torch.ones(4, 8), TPGroup(i, 2, ""), False, False)(torch.tensor([[0, 5, 8, -1]])) for i in (0, 1)]
     assert sum(parts)[:2].eq(1).all() and sum(parts)[2:].isnan().all()
 
 @cuda

@@ -7,7 +7,7 @@ import torch
 import llm_speedrun
 from llm_speedrun.recipes import fast_muon as muon
 from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_epilogues, fp8_kernels as f8, fused_fp8, fused_ops, memory_traffic, optim,
-                                tensor_parallel, tied_embedding, triton as first)
+                                tied_embedding, triton as first, vocab_parallel)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
 CASES, CAPABILITY = {}, {} # name -> a function of a device; name -> the least compute capability, where it isn't any
@@ -80,8 +80,8 @@ def losses(device):
         x, y, options = logits(device, V, dt)
         chunked_ce.softmax_loss(x, y, *options, False)
         fused_fp8.loss_lse(x, y, *options)
-        tensor_parallel.part_stats(x, y, 2, 5.)
-        tensor_parallel.part_grads(x.clone(), y, y.float(), 2, *options)
+        vocab_parallel.part_stats(x, y, 2, 5.)
+        vocab_parallel.part_grads(x.clone(), y, y.float(), 2, *options)
         memory_traffic.mean_loss(x.clone(), y, one(device, 4.), *options)
         chunked_ce.softmax_loss(x, y, *options, True)
     with few_programs(): memory_traffic.mul_(rand(device, 3*4096 + 5), one(device, 2.))
