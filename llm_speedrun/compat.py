@@ -9,7 +9,7 @@ __all__ = []
 import importlib, inspect, logging, platform, sys, warnings
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-import torch
+import torch, torch.distributed as dist
 
 # %% ../nbs/source/compat.ipynb #07daca81
 MODES = dict(
@@ -274,6 +274,14 @@ def kernel_error(f): # a function without arguments, which makes tensors and cal
 def off_text(errors): # relative ones
     "Return a text if one of `errors` is too large for kernels that compute the right thing, else \"\""
     return "" if all(e < .03 for e in errors) else f"they are off by {', '.join(f'{e:.1e}' for e in errors)}"
+
+# %% ../nbs/source/compat.ipynb #b2194fd8
+def renamed(*names): # of a function of `torch.distributed`, the newest name first
+    "Return the function of `torch.distributed` by the first name that exists; None if none does"
+    return next((getattr(dist, n) for n in names if hasattr(dist, n)), None)
+
+all_gather_parts = renamed("all_gather_single", "all_gather_into_tensor") # (whole, part, group=None)
+reduce_scatter_parts = renamed("reduce_scatter_single", "reduce_scatter_tensor") # (part, whole, group=None)
 
 # %% ../nbs/source/compat.ipynb #07int002
 def fix_interpreter_index(interpreter, version): # the module `triton.runtime.interpreter`, Triton's version

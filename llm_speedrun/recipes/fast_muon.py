@@ -8,11 +8,10 @@ __all__ = ['polar_express', 'new_state', 'normalize_variance', 'decayed', 'rates
 # %% ../../nbs/5_fewer_steps/54_fast_muon.ipynb #13f20cf5
 from dataclasses import dataclass
 import torch
-from ..compat import FakeTensor
+from ..compat import FakeTensor, all_gather_parts
 from ..io_utils import InputError
 from ..rungs.optim import fake_update, to_device
 from ..rungs.kernel_ops import blocks, jit, pow2, runs_kernel, tl
-from ..distributed.collectives import all_gather_parts
 
 # %% ../../nbs/5_fewer_steps/54_fast_muon.ipynb #9f1da6cf
 @dataclass(frozen=True)

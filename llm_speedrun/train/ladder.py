@@ -26,7 +26,7 @@ from ..distributed.world import World
 from .autotune import failed_rungs, parallel_rungs, resolve_preset
 from .presets import PARALLEL, excludes_each_other, join_rungs, parse_rungs, preset_of
 from ..distributed.spawn import run_distributed
-from ..distributed.collectives import compare_together
+from ..distributed.timing import compare_together
 from ..plugins import with_plugins
 
 # %% ../../nbs/2_ladder/24_ladder.ipynb #22check1
