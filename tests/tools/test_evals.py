@@ -5,14 +5,15 @@ from pathlib import Path
 from dataclasses import replace
 import numpy as np, pytest
 from llm_speedrun.data.corpus import open_corpus, train_tokenizer, write_shards
-from llm_speedrun.tools.evals import (ENGINES, asked_tasks, asked_texts, bytes_per_token, documents, evaluate, our_lm, questions_of, requests_of, score,
-                                task_scores, text_requests, text_scores, validation_texts)
+from llm_speedrun.tools.evals import ENGINES, asked_tasks, asked_texts, documents, evaluate, our_lm, questions_of, task_scores, validation_texts
 from llm_speedrun.tools.export import write_folder
+from llm_speedrun.tools.likelihood import requests_of, score, text_requests, text_scores
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPT
 from llm_speedrun.recipes.architecture import UntiedGPT
 from llm_speedrun.cli import speedrun_data, speedrun_eval, speedrun_train
 from make_evals import EVALS, TINY, tiny_model
+from helpers.lessons import defined_in
 
 EXPECTED = json.loads((EVALS/"expected.json").read_text(encoding="utf-8"))
 FILES = dict(hellaswag=("hellaswag", "hellaswag.jsonl"), lambada=("lambada_openai", "lambada.jsonl"), arc_easy=("arc_easy", "arc.jsonl"))
@@ -150,7 +151,7 @@ def test_validation_side(tmp_path, ours):
     corpus = open_corpus(tmp_path/"tokens")
     assert 4 < len(held) < 40 and set(held) < set(docs)
     size = sum(len(t.encode()) for t in held)
-    assert bytes_per_token(corpus.val, corpus.tokenizer) == pytest.approx(size/len(corpus.val))
+    assert defined_in("71_evals", "bytes_per_token").bytes_per_token(corpus.val, corpus.tokenizer) == pytest.approx(size/len(corpus.val))
     with pytest.raises(InputError, match="has no tokenizer"): [*validation_texts(replace(corpus, tokenizer=None))]
 
 def test_text_files(tmp_path):
