@@ -77,7 +77,7 @@ def generate(run, # a `Run`; its forward contexts are entered
     if multiple is None: multiple = 256 if device.type == "cuda" and is_causal(run) else 1
     g, x = torch.Generator(device).manual_seed(seed), torch.tensor([ids], device=device)
     forward = partial(logits_of, run)
-    if x.is_cuda and multiple > 1 and "cuda_graphs" in run.rungs: forward = Replayed(forward)
+    if x.is_cuda and multiple > 1 and "cuda_graphs" in run.rungs: forward = partial(replayed, {}, forward)
     with eval_mode(model):
         for _ in range(n):
             read, last = padded(x, model.config.seq_len, multiple)
@@ -155,8 +155,7 @@ class Generator:
         self.cache = Cache(self.config, rows, w.dtype, w.device)
         self.model = with_cache(run, self.cache).model.eval() # a copy; the run's own keeps its mode
         self.tokens = torch.zeros(rows, self.config.seq_len, dtype=torch.long, device=w.device) # those read
-        self.used, self.ahead, self.graphs = 0, None, {} # slots; tokens to read; recorded passes
-        self.last = torch.zeros(rows, 1, dtype=torch.long, device=w.device) # where a captured pass reads
+        self.used, self.ahead, self.graphs = 0, None, {} # slots; tokens to read; captured passes
         if run.rungs or hasattr(run.model, "fits"): self.check(run) # a plug-in's rung or class
 
 # %% ../nbs/7_using_a_model/70_generate.ipynb #32b9753b
@@ -215,30 +214,23 @@ def capture_graph(f): # () -> a tensor; it may be called any number of times
     with torch.cuda.graph(graph, capture_error_mode="thread_local"): out = f()
     return graph, out
 
+def replayed(graphs, # a dict, empty at first, of what has been captured
+             f, x, *args): # a function, its tokens, and what else it takes: numbers
+    "Return `f(x, *args)` from a CUDA graph for this shape and these `args`. Its next replay writes over it"
+    if (key := (x.shape, *args)) not in graphs:
+        static = x.clone()
+        graphs[key] = static, *capture_graph(partial(f, static, *args))
+    static, graph, out = graphs[key]
+    static.copy_(x)
+    graph.replay()
+    return out
+
+# %% ../nbs/7_using_a_model/70_generate.ipynb #60rep004
 @patch
 def replay(self:Generator, x, end): # B 1 tokens, slots that are filled with them
     "Replay `run_pass`, by a CUDA graph that is captured for 256, 512, 1024, ... slots"
     room = min(self.config.seq_len, max(256, 1 << (end - 1).bit_length()))
-    self.last.copy_(x)
-    if room not in self.graphs: self.graphs[room] = capture_graph(partial(self.run_pass, self.last, room))
-    graph, logits = self.graphs[room]
-    graph.replay()
-    return logits.clone() # the next replay writes over them
-
-# %% ../nbs/7_using_a_model/70_generate.ipynb #60rep002
-class Replayed:
-    "A pass over 1 T tokens that is captured as a CUDA graph for each T, and replayed"
-    def __init__(self, f): self.f, self.graphs = f, {} # a tensor of tokens -> a tensor
-
-    def __call__(self, x): # 1 T tokens
-        "Return `f(x)`, which the next call for that T writes over"
-        if x.shape[1] not in self.graphs:
-            static = x.clone()
-            self.graphs[x.shape[1]] = static, *capture_graph(partial(self.f, static))
-        static, graph, out = self.graphs[x.shape[1]]
-        static.copy_(x)
-        graph.replay()
-        return out
+    return replayed(self.graphs, self.run_pass, x, room).clone()
 
 # %% ../nbs/7_using_a_model/70_generate.ipynb #2886b3af
 @patch
