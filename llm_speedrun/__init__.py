@@ -21,8 +21,8 @@ Where things are:
 - data: data/: text to tokens (data/corpus.py, data/prepare_data.py), tokens to batches
   (data/batches.py, data/loader.py)
 - commands and their options: cli.py, train/config.py
-- trained weights: reading, export, text, scores: pretrained.py; tools/export.py, generate.py and
-  tools/sample.py, tools/evals.py
+- trained weights: reading, export, text, scores: pretrained.py; tools/export.py, generate.py,
+  kv_cache.py and tools/sample.py, tools/evals.py
 - measuring, records, predictions: measure.py, records.py, roofline.py; benchmarks/ against other
   projects; course.py has what only the notebooks use
 

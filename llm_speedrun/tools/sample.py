@@ -13,9 +13,42 @@ from ..io_utils import InputError, RunError, lookup, read_text_of
 from ..data.text_files import EOT
 from ..data.tokenizer import end_of_text
 from ..pretrained import from_pretrained, text_tokenizer
-from ..generate import Generator, stream_pieces
+from ..kv_cache import Generator
 from ..measure import default_device
 from ..train.config import SEPARATORS, TextList
+
+# %% ../../nbs/source/tools/sample.ipynb #c8c83d7e
+class TextStream:
+    "Text that grows by tokens, in whole characters"
+    def __init__(self, tok): self.tok, self.ids = tok, [] # a `Tokenizer`; what isn't given out yet
+
+    def __call__(self, token): # an id
+        "Return the text that is whole now and wasn't before, often empty"
+        self.ids.append(token)
+        text = self.tok.decode(self.ids)
+        if text.endswith("\ufffd"): return "" # perhaps the first bytes of a character
+        self.ids = []
+        return text
+
+    def rest(self):
+        "Return what is left at the end of the text, without half a character"
+        text, self.ids = self.tok.decode(self.ids), []
+        return text.rstrip("\ufffd")
+
+# %% ../../nbs/source/tools/sample.ipynb #765380f2
+def stream_pieces(generator, # a `Generator` that has begun
+           tok, # a `Tokenizer`
+           n, # most tokens to add to each text
+           g, # a `torch.Generator` on the generator's device
+           **how): # as for `top_k_top_p`
+    "Yield the next piece of each text, a list: a text that may be empty, and None after a text's end"
+    eot, rows = end_of_text(tok), len(generator.tokens)
+    streams, alive = [TextStream(tok) for _ in range(rows)], [True]*rows
+    for tokens in generator.write(n, g, **how):
+        alive = [a and t != eot for a, t in zip(alive, tokens)]
+        yield [stream(t) if a else stream.rest() or None for a, stream, t in zip(alive, streams, tokens)]
+        if not any(alive): return
+    yield [stream.rest() or None for stream in streams]
 
 # %% ../../nbs/source/tools/sample.ipynb #b381f70a
 def in_dtype(run, # a `Run` in FP32

@@ -5,7 +5,7 @@ import pytest, torch
 from llm_speedrun import plugins
 from llm_speedrun.cli import speedrun_eval, speedrun_export, speedrun_sample, speedrun_train
 from llm_speedrun.pretrained import from_pretrained, import_folder
-from llm_speedrun.generate import Generator
+from llm_speedrun.kv_cache import Generator
 from llm_speedrun.io_utils import InputError, python_command
 from llm_speedrun.recipes import recipe
 from llm_speedrun.recipes.recipe import RECIPES, find_recipe, parse_recipe, unused_rungs

@@ -11,9 +11,10 @@ from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.recipe import RECIPES, parse_recipe
 from llm_speedrun.runs import RUNGS, Run, baseline, build, enter_all, rung, uncompiled
-from llm_speedrun.generate import Generator, TextStream, draw, generate, is_causal, padded, stream_pieces, top_k_top_p
+from llm_speedrun.generate import draw, generate, is_causal, padded, top_k_top_p
+from llm_speedrun.kv_cache import Generator
 from llm_speedrun.tools import sample
-from llm_speedrun.tools.sample import in_dtype, open_model
+from llm_speedrun.tools.sample import TextStream, in_dtype, open_model, stream_pieces
 from llm_speedrun.cli import speedrun_sample
 from llm_speedrun.train.trainer import train
 from helpers.lessons import defined_in

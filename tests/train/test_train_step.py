@@ -3,7 +3,8 @@ import itertools, math
 import pytest, torch, torch.nn.functional as F
 from helpers.lessons import defined_in
 from helpers.tiny_runs import NANO, cache, fails, nano, options
-from llm_speedrun.generate import Generator, generate
+from llm_speedrun.generate import generate
+from llm_speedrun.kv_cache import Generator
 from llm_speedrun.model import GPT
 from llm_speedrun.runs import Run, Stepper, build
 from llm_speedrun.train.metrics import Breakdown
