@@ -101,6 +101,12 @@ def measure_run(config, rungs=(), before=None, batch=1): # as for `measure_here`
     "Measure a run as `measure_here` does, and on a CPU add what a GPU recorded to each record"
     return noted(measure_here(config, rungs, before, batch))
 
+# %% ../nbs/source/course.ipynb #72d8660f
+def notebook_path(nbs, # the folder of all notebooks
+                  stem): # a notebook's name, such as "01_gpu"
+    "Return the path of the notebook with this name, or None"
+    return next(nbs.rglob(f"{stem}.ipynb"), None)
+
 # %% ../nbs/source/course.ipynb #ongpu004
 def show_recorded(name): # a lesson and a name, such as "01_gpu/sizes"
     "Show the outputs, made on a GPU, of the course's cell that calls `show_recorded` with this name"
@@ -109,7 +115,7 @@ def show_recorded(name): # a lesson and a name, such as "01_gpu/sizes"
     stem = name.split("/")[0]
     there = json.loads((nbs/"site/measurements/outputs.json").read_text(encoding="utf-8"))[stem]
     print("Recorded on an {gpu}, {date}:".format(**there))
-    for c in json.loads(next(nbs.rglob(f"{stem}.ipynb")).read_text(encoding="utf-8"))["cells"]:
+    for c in json.loads(notebook_path(nbs, stem).read_text(encoding="utf-8"))["cells"]:
         if f'show_recorded("{name}")' not in "".join(c["source"]): continue
         for o in c["outputs"]:
             if "text" in o: print("".join(o["text"]), end="")

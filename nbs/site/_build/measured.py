@@ -6,7 +6,7 @@ from types import CodeType
 from unittest.mock import patch
 from llm_speedrun import measure
 from llm_speedrun.measure import fmt, mfu_text, records_path
-from llm_speedrun.course import COURSE, course_records
+from llm_speedrun.course import COURSE, course_records, notebook_path
 from llm_speedrun.benchmarks.peers import PEERS
 from llm_speedrun.records import code_of
 from headline import newest, packages
@@ -20,8 +20,7 @@ def sources(path, kind):
 
 def lesson(name, root):
     "A notebook's number and title with a link, or the name alone of what is no notebook, such as a command"
-    path = next((root/"nbs").glob(f"*/{name}.ipynb"), None) or next((root/"nbs/source").rglob(f"{name}.ipynb"), None)
-    if not path: return f"`{name}`"
+    if not (path := notebook_path(root/"nbs", name)): return f"`{name}`"
     first = sources(path, "markdown")[0].split("\n")[0]
     number = f"{name[:2]} " if name[:2].isdigit() else ""
     return f"[{number}{first.removeprefix('# ')}](../../{path.relative_to(root/'nbs').as_posix()})"
@@ -113,7 +112,8 @@ def from_notebook(path, wanted, given):
 def claims_page(root):
     wanted = ["claims", "claim_row", "answer", "OUTSIDE"]
     with measurements_of(root):
-        found = from_notebook(root/"nbs/7_using_a_model/75_claims.ipynb", wanted, vars(measure) | dict(math=math))
+        given = vars(measure) | dict(math=math, notebook_path=notebook_path)
+        found = from_notebook(root/"nbs/7_using_a_model/75_claims.ipynb", wanted, given)
         claims, row, answer, outside = found
         rows, said = [row(c) for c in claims], [answer(c) for c in claims]
     here = lambda m: f"]({posixpath.relpath('7_using_a_model/' + m[1], 'site/measured')}" # links of the lesson, seen from this page
