@@ -35,13 +35,13 @@ rungs/chunked_ce.py | logit_grad | g *= 1 - t*t | g *= 1 | LOSSES
 rungs/chunked_ce.py | write_grads | softcap), mask=i + rest < V) | softcap)) | KERNELS
 rungs/chunked_ce.py | softmax_loss_kernel | .to(tl.int64) |  | KERNELS
 rungs/chunked_ce.py | softmax_loss_kernel | tl.debug_barrier() | pass | LOSSES | gpu
-rungs/fused_fp8.py | loss_lse_kernel | .to(tl.int64) |  | KERNELS
-rungs/fused_fp8.py | loss_lse_kernel | + z_loss*lse*lse |  | LOSSES
-rungs/fused_fp8.py | random_bits | & most[:, None] | & 0 | FP8
-rungs/fused_fp8.py | logits_quantize_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/fused_fp8.py | logits_quantize_kernel | g *= (1 + 2*z_loss*lse)[:, None] | g *= 1 | LOSSES FP8
-rungs/fused_fp8.py | logits_quantize_kernel | g *= 1 - t*t | g *= 1 | LOSSES FP8
-rungs/fused_fp8.py | logits_quantize_kernel | y = tl.load(y_ptr + offs_m, mask=offs_m < N, other=ignore_index) | y = tl.load(y_ptr + offs_m) | KERNELS
+rungs/fp8_loss.py | loss_lse_kernel | .to(tl.int64) |  | KERNELS
+rungs/fp8_loss.py | loss_lse_kernel | + z_loss*lse*lse |  | LOSSES
+rungs/fp8_loss.py | random_bits | & most[:, None] | & 0 | FP8
+rungs/fp8_loss.py | logits_quantize_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
+rungs/fp8_loss.py | logits_quantize_kernel | g *= (1 + 2*z_loss*lse)[:, None] | g *= 1 | LOSSES FP8
+rungs/fp8_loss.py | logits_quantize_kernel | g *= 1 - t*t | g *= 1 | LOSSES FP8
+rungs/fp8_loss.py | logits_quantize_kernel | y = tl.load(y_ptr + offs_m, mask=offs_m < N, other=ignore_index) | y = tl.load(y_ptr + offs_m) | KERNELS
 rungs/memory_traffic.py | mean_loss_kernel | .to(tl.int64) |  | KERNELS
 rungs/memory_traffic.py | mean_loss_kernel | write_grads(x_ptr, offs, shift, 1 + 2*z_loss*lse, | write_grads(x_ptr, offs, shift, 1., | LOSSES
 rungs/memory_traffic.py | mean_loss_kernel | one *= 1 - | one *= 1 + 0* | LOSSES

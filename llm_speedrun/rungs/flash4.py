@@ -26,7 +26,7 @@ from .kernel_ops import (LOG2E, blocks, direct_call, jit, kernel_op, launch, pow
 from .triton import add_rms_norm, as_rows, norm_backward_maths, rms_norm, run_norm_backward
 from .fp8 import E4M3, LARGEST
 from .fp8_kernels import magnitude
-from .fused_fp8 import needs_fp8
+from .fp8_parts import needs_fp8
 
 # %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #866ac2e1
 def flash4_missing():

@@ -27,7 +27,8 @@ from .fp8_kernels import (Slots, by_kernel, empty_pair, fitting_scale, heads_qua
                                             quantize_weights, raise_amax, round_and_transpose, slot,
                                             wide_load, with_slot)
 from .fused_ce import hopper_missing
-from .fused_fp8 import fp8_feed, fp8_heads, fp8_project, needs_fp8
+from .fp8_parts import needs_fp8
+from .fused_fp8 import fp8_feed, fp8_heads, fp8_project
 from .fused_ops import qk_rope, stream_pair, swiglu_backward_maths, swiglu_maths
 from .kernel_ops import blocks, direct_call, jit, kernel_op, launch, pow2, tl, traced
 from .triton import add_norm_maths, as_rows, rms_norm_backward

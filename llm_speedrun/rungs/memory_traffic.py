@@ -26,7 +26,7 @@ from .chunked_ce import (ChunkedCE, add_matmul_, chunk_size, logit_grad, loss_ma
 from .fp8 import E4M3, E5M2, LARGEST, mm8
 from .fp8_kernels import (SQUARE_TILE, Slots, by_kernel, empty_pair, matmul, quantize,
                                             quantize_weights, sixteens, slot, tile_grid, with_slot)
-from .fused_fp8 import HALF_MOST, Fp8CE, logits_quantize, logits_quantize_kernel, loss_lse
+from .fp8_loss import HALF_MOST, Fp8CE, logits_quantize, logits_quantize_kernel, loss_lse
 from .optim import MultiTensorAdamW
 
 # %% ../../nbs/3_past_the_ladder/33_fewer_passes.ipynb #a5bceb65

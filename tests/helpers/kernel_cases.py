@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 import llm_speedrun
 from llm_speedrun.recipes import fast_muon as muon
-from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_epilogues, fp8_kernels as f8, fused_fp8, fused_ops, memory_traffic, optim,
-                                tied_embedding, triton as first, vocab_parallel)
+from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_epilogues, fp8_kernels as f8, fp8_loss, fused_ops, memory_traffic, optim,
+                                vocab_parallel, tied_embedding, triton as first)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
 CASES, CAPABILITY = {}, {} # name -> a function of a device; name -> the least compute capability, where it isn't any
@@ -79,7 +79,7 @@ def losses(device):
     for V, dt in ((1, torch.bfloat16), (300, torch.float32), (700, torch.bfloat16), (32769, torch.bfloat16)): # one block or none, or several
         x, y, options = logits(device, V, dt)
         chunked_ce.softmax_loss(x, y, *options, False)
-        fused_fp8.loss_lse(x, y, *options)
+        fp8_loss.loss_lse(x, y, *options)
         vocab_parallel.part_stats(x, y, 2, 5.)
         vocab_parallel.part_grads(x.clone(), y, y.float(), 2, *options)
         memory_traffic.mean_loss(x.clone(), y, one(device, 4.), *options)
@@ -100,8 +100,8 @@ def logits_quantize(device):
     "E5M2 alone, which any GPU rounds to"
     for V in (48, 208):
         x, y, options = logits(device, V)
-        _, lse = fused_fp8.loss_lse(x, y, *options)
-        fused_fp8.logits_quantize(x, y, lse, *options)
+        _, lse = fp8_loss.loss_lse(x, y, *options)
+        fp8_loss.logits_quantize(x, y, lse, *options)
         q, t = f8.empty_pair(x, 40, V, E5M2)
         memory_traffic.logits_into(x, y, lse, q[16:], t[:, 16:], *options)
 

@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPTConfig, rope, rope_table, workload
 from llm_speedrun.runs import Stepper, build, count_step, enter_all
-from llm_speedrun.rungs import epilogues as e, fp8_epilogues as ep8, fused_ce as ce_module, fused_fp8, fp8_kernels as f8
+from llm_speedrun.rungs import epilogues as e, fp8_epilogues as ep8, fused_ce as ce_module, fp8_kernels as f8, fp8_loss
 from llm_speedrun.rungs.memory_traffic import GroupedCE
 from helpers.tiny_runs import fails, pass_of, relative_error
 
@@ -530,7 +530,7 @@ def test_sums_of_exponentials(n, d, V, shift):
     y[1::7] = -100
     ia, ib = (torch.full((1,), t, device=DEVICE) for t in (1/8, 1/8))
     logits, sums = ep8.logits8(h, w, ia, ib)
-    for one, two in zip(ep8.summed_loss(sums, logits, y, -100, 1e-4), fused_fp8.loss_lse(logits, y, -100, 1e-4, 0.)):
+    for one, two in zip(ep8.summed_loss(sums, logits, y, -100, 1e-4), fp8_loss.loss_lse(logits, y, -100, 1e-4, 0.)):
         torch.testing.assert_close(one, two, rtol=2e-4, atol=2e-3)
 
 @pytest.mark.cuda

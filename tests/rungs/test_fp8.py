@@ -6,13 +6,15 @@ from dataclasses import replace
 from functools import partial
 import pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.fp8 as plain, llm_speedrun.rungs.fp8_kernels as kernel_module, llm_speedrun.rungs.fused_fp8 as module
+import llm_speedrun.rungs.fp8_loss as loss_module, llm_speedrun.rungs.fp8_parts as parts_module
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy
 from llm_speedrun.rungs.fp8 import E4M3, E5M2, LARGEST, TORCHAO_RECIPES, choose_layers, converted, mm8, sqnr
 from llm_speedrun.rungs.fp8_kernels import (by_kernel, heads_quantize, LayerScales, SLOT_NAMES, norm_quantize, quantize, quantize_weights, Scaling,
                                             sixteens, swiglu_backward_quantize, swiglu_quantize)
-from llm_speedrun.rungs.fused_fp8 import (HALF_MOST, FP8_PARTS, choose_parts, Fp8LinearCE, logits_quantize, loss_lse, misrounded, needs_fp8,
-                                          random_bits, random_bits_maths, round_stochastically, round_stochastically_maths,
-                                          rounding_cases, rounds_wrong)
+from llm_speedrun.rungs.fp8_loss import (HALF_MOST, Fp8LinearCE, logits_quantize, loss_lse, random_bits, random_bits_maths, round_stochastically,
+                                         round_stochastically_maths)
+from llm_speedrun.rungs.fp8_parts import choose_parts, misrounded, needs_fp8, rounding_cases, rounds_wrong
+from llm_speedrun.rungs.fused_fp8 import FP8_PARTS
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.kernel_ops import jit, runs_kernel, tl
 from llm_speedrun.measure import version_of
@@ -416,7 +418,7 @@ def branch_cases():
                 heads=(lambda *t: module.Fp8Heads.apply(*t[:8], *(c[:t[0].shape[1]] for c in turn), 1e-6, *t[8:]), exact_heads,
                        [x, y, norm_weight(d), *weights((H*D, d), (K*D, d), (K*D, d)), norm_weight(D), norm_weight(D)]),
                 out=(module.Fp8Linear.apply, lambda x, w: x @ w.T, [x, *weights((d, d))]),
-                head=(lambda h, w, *s: module.Fp8LinearCE.apply(h.flatten(0, 1), w, targets()[:h[..., 0].numel()], ChunkedCE(), True, *s),
+                head=(lambda h, w, *s: Fp8LinearCE.apply(h.flatten(0, 1), w, targets()[:h[..., 0].numel()], ChunkedCE(), True, *s),
                       lambda h, w: F.cross_entropy((h @ w.T).flatten(0, 1), targets()), [x, *weights((SMALL.vocab, d))]))
 
 def targets(): return torch.randint(SMALL.vocab, (N_D[0]*N_D[1],), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -534,9 +536,9 @@ def test_a_wrong_branch_is_found_in_the_model(name, slots, change):
 
 def test_wrong_gradients_of_the_head_are_found(monkeypatch):
     "Twice its gradients, or 5% more"
-    right = module.mm8
+    right = loss_module.mm8
     for factor in (2, 1.05):
-        monkeypatch.setattr(module, "mm8", lambda *args, **kw: right(*args, **kw) * (factor if args[0].dtype == E5M2 else 1))
+        monkeypatch.setattr(loss_module, "mm8", lambda *args, **kw: right(*args, **kw) * (factor if args[0].dtype == E5M2 else 1))
         with pytest.raises(AssertionError): check_branch("head")
 
 # Accumulation
@@ -632,11 +634,11 @@ def test_the_head_against_bf16():
 @pytest.mark.parametrize("B, T", [(1, 31), (3, 7), pytest.param(1, 1, marks=pytest.mark.skipif(GPU, reason="cuDNN has no attention of one token"))])
 def test_any_number_of_tokens(B, T, monkeypatch):
     "Every product gets multiples of 16, which the tensor cores take, and loss and gradients are those of bf16"
-    product, sizes = module.mm8, []
+    product, sizes = loss_module.mm8, []
     def watched(a, b, *args, **kwargs):
         sizes.append((*a.shape, len(b)))
         return product(a, b, *args, **kwargs)
-    for m in (kernel_module, module): monkeypatch.setattr(m, "mm8", watched)
+    for m in (kernel_module, loss_module): monkeypatch.setattr(m, "mm8", watched)
     x, y = (t[:B, :T] for t in tokens(4, SMALL))
     base, fast = (model_gradients(run, (x, y)) for run in (build(SMALL, BASE), RUNGS["fp8"](build(SMALL, BASE))))
     assert sizes and not [s for s in sizes if any(n % 16 for n in s)]
@@ -671,26 +673,26 @@ class Elsewhere:
 def test_parts_that_break_even_are_chosen(monkeypatch):
     "Those, in their order, with the measurements in words; the head only where there is a chunked loss"
     gains = dict(heads=1.1, out=.9, mlp=1.3, head=.99)
-    monkeypatch.setattr(module, "part_gains", lambda c, device: gains)
-    monkeypatch.setattr(module, "misrounded", lambda c, device: [])
-    assert choose_parts(Elsewhere) == (dict(parts=["heads", "mlp", "head"]), "heads 1.10x, out 0.90x, mlp 1.30x, head 0.99x")
+    monkeypatch.setattr(parts_module, "part_gains", lambda c, device, to_fp8: gains)
+    monkeypatch.setattr(parts_module, "misrounded", lambda c, device: [])
+    assert choose_parts(Elsewhere, module.to_fp8) == (dict(parts=["heads", "mlp", "head"]), "heads 1.10x, out 0.90x, mlp 1.30x, head 0.99x")
     monkeypatch.setattr(Elsewhere, "rungs", ("bf16", "fused_ops"))
-    assert choose_parts(Elsewhere)[0] == dict(parts=["heads", "mlp"])
+    assert choose_parts(Elsewhere, module.to_fp8)[0] == dict(parts=["heads", "mlp"])
 
 def test_nothing_is_measured_to_be_deterministic(monkeypatch):
     "A measurement may end another way each time: all parts and layers are taken that round correctly"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setattr(module, "misrounded", lambda c, device: ["swiglu_quantize"])
-    for m, name in ((module, "part_gains"), (plain, "linear_gain")): monkeypatch.setattr(m, name, lambda *args: pytest.fail("measured"))
-    assert choose_parts(Elsewhere) == (dict(parts=["heads", "out", "head"]), "")
+    monkeypatch.setattr(parts_module, "misrounded", lambda c, device: ["swiglu_quantize"])
+    for m, name in ((parts_module, "part_gains"), (plain, "linear_gain")): monkeypatch.setattr(m, name, lambda *args: pytest.fail("measured"))
+    assert choose_parts(Elsewhere, module.to_fp8) == (dict(parts=["heads", "out", "head"]), "")
     monkeypatch.setattr(plain, "linear_sizes", lambda model: ["32x16", "48x32"])
     assert choose_layers(Elsewhere, recipe="tensorwise") == (dict(layers=["32x16", "48x32"]), "")
 
 def test_parts_that_are_rounded_wrongly_are_left_out(monkeypatch):
     "However much they gain, and the words say so"
-    monkeypatch.setattr(module, "part_gains", lambda c, device: dict.fromkeys(FP8_PARTS, 2.))
-    monkeypatch.setattr(module, "misrounded", lambda c, device: ["swiglu_quantize"])
-    found, why = choose_parts(Elsewhere)
+    monkeypatch.setattr(parts_module, "part_gains", lambda c, device, to_fp8: dict.fromkeys(FP8_PARTS, 2.))
+    monkeypatch.setattr(parts_module, "misrounded", lambda c, device: ["swiglu_quantize"])
+    found, why = choose_parts(Elsewhere, module.to_fp8)
     assert found == dict(parts=["heads", "out", "head"]) and "mlp 2.00x but swiglu_quantize rounds wrongly" in why
 
 @pytest.mark.parametrize("name", ["quantize", "heads_quantize"])

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, epilogues, f8, few_programs, first, flash4, fp8_epilogues,
-                                  fused_fp8, fused_ops, heads, memory_traffic, muon, one, optim, rand, recorded, tied_embedding, vocab_parallel)
+                                  fp8_loss, fused_ops, heads, memory_traffic, muon, one, optim, rand, recorded, vocab_parallel, tied_embedding)
 from helpers.kernel_memory import checked_memory
 from helpers.tiny_runs import relative_error
 
@@ -103,7 +103,7 @@ def far_heads_backward(rows):
 
 def far_loss(rows): return [chunked_ce.softmax_loss(x := rows(65536), rows(dt=torch.long, of=tokens), -100, .01, 5., True), x]
 def far_mean_loss(rows): return [memory_traffic.mean_loss(x := rows(65536), rows(dt=torch.long, of=tokens), one(DEVICE, 2.), -100, .01, 5.), x]
-def far_loss_lse(rows): return fused_fp8.loss_lse(rows(65536), rows(dt=torch.long, of=tokens), -100, .01, 5.)
+def far_loss_lse(rows): return fp8_loss.loss_lse(rows(65536), rows(dt=torch.long, of=tokens), -100, .01, 5.)
 def far_part_stats(rows): return [vocab_parallel.part_stats(rows(65536), rows(dt=torch.long, of=tokens), 3, 5.).T]
 def far_part_grads(rows):
     vocab_parallel.part_grads(x := rows(65536), rows(dt=torch.long, of=tokens), rows(dt=FP32), 3, -100, .01, 5.)
@@ -113,7 +113,7 @@ def far_summed_loss(rows): return fp8_epilogues.summed_loss(rows(3, dt=FP32, of=
 
 def both(q, t): return q, t.T # copies in rows
 def far_logits_quantize(rows):
-    return both(*fused_fp8.logits_quantize(rows(128), rows(dt=torch.long, of=partial(tokens, V=128)), rows(dt=FP32), -100, .01, 5.))
+    return both(*fp8_loss.logits_quantize(rows(128), rows(dt=torch.long, of=partial(tokens, V=128)), rows(dt=FP32), -100, .01, 5.))
 def far_quantize(rows): return both(*f8.quantize(rows(128), *flags(), E5M2))
 def far_norm_quantize(rows):
     h, r, *pair = f8.norm_quantize(rows(128), rows(128), vector(128), 1e-6, *flags())

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest, torch, torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 import llm_speedrun.rungs.memory_traffic as module
-from llm_speedrun.rungs import fused_fp8
+from llm_speedrun.rungs import fp8_loss
 from llm_speedrun.model import workload
 from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
@@ -16,7 +16,7 @@ from llm_speedrun.rungs.memory_traffic import (ClippedAdamW, direct_update, Dire
                                                recompute_rope, mul_)
 from llm_speedrun.rungs.fp8 import E5M2, mm8
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
-from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
+from llm_speedrun.rungs.fp8_loss import Fp8CE, logits_quantize
 from llm_speedrun.rungs.optim import update_torch, update_triton
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
@@ -233,11 +233,11 @@ def test_small_gradients_of_one_sign_are_summed_up(monkeypatch):
 @pytest.mark.parametrize("more", [[], ["head_groups"]])
 def test_logits_are_summed_in_fp32(more, monkeypatch):
     "What tensor cores truncate would be a bias of all logits, and of their gradients. The other matmuls forward may be summed inside"
-    seen, right = {}, fused_fp8.matmul
+    seen, right = {}, fp8_loss.matmul
     def matmul(s, a, b, name_a, name_b, **how):
         seen.setdefault(name_b, set()).add(how.get("fast", False))
         return right(s, a, b, name_a, name_b, **how)
-    for m in (fused_fp8, module): monkeypatch.setattr(m, "matmul", matmul)
+    for m in (fp8_loss, module): monkeypatch.setattr(m, "matmul", matmul)
     model_grads([*FP8, *more])
     assert seen["head"] == {False} and True in seen["wo"]
 

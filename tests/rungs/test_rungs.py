@@ -3,7 +3,7 @@ import importlib, inspect, pickle, pkgutil
 from dataclasses import replace
 import pytest, torch
 import llm_speedrun.rungs, llm_speedrun.rungs.flash as flash_module
-import llm_speedrun.rungs.fused_fp8 as fp8_module
+import llm_speedrun.rungs.fp8_parts as parts_module, llm_speedrun.rungs.fused_fp8 as fp8_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from llm_speedrun.rungs.amp import bf16, fp16, half_rung
@@ -26,7 +26,7 @@ def card(monkeypatch):
     def be(name, *capability):
         for k, v in dict(is_available=True, get_device_name=name, get_device_capability=capability).items():
             monkeypatch.setattr(torch.cuda, k, lambda *args, v=v: v)
-        monkeypatch.setattr(fp8_module, "misrounded", lambda c, device: [])     # there is no card to try kernels on
+        monkeypatch.setattr(parts_module, "misrounded", lambda c, device: [])     # there is no card to try kernels on
     return be
 
 # Operations
@@ -334,7 +334,7 @@ def test_fp8_refuses_a_wrong_compiler(card, run, monkeypatch):
     card("NVIDIA H200", 9, 0)
     assert not find_rung("fp8").needs()
     wrong = dict(heads=["heads_quantize"])
-    monkeypatch.setattr(fp8_module, "wrong_parts", lambda c, device: wrong)
+    monkeypatch.setattr(parts_module, "wrong_parts", lambda c, device: wrong)
     base = build(NANO, ["bf16", "fused_ops"], "cpu")
     assert fp8_module.fp8(base, parts=["mlp"]).options["fp8"]["parts"] == ["mlp"]
     with fails(RuntimeError, "heads_quantize round wrongly", "leave out the part heads"): fp8_module.fp8(base, parts=["mlp", "heads"])

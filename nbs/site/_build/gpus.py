@@ -11,7 +11,7 @@ from llm_speedrun import compat
 from llm_speedrun.measure import datasheet_flops, rung_names
 from llm_speedrun.model import WORKLOADS, train_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
-from llm_speedrun.rungs import compile, flash, fp8_kernels, fused_fp8, fused_ops
+from llm_speedrun.rungs import compile, flash, fp8_kernels, fp8_loss, fused_ops
 from llm_speedrun.runs import RUNGS, RungSpec, count_step
 from llm_speedrun.train.autotune import ROOM, most_sequences
 from llm_speedrun.train.presets import DEVICE_LIMITS, NARROWEST, RECORDED, dropped_rungs, preset
@@ -74,7 +74,7 @@ def as_on_a_gpu(a, b, inverse_a, inverse_b, out=torch.bfloat16, fast=False):
 def counted(workload, fmt):
     "Operations of a step with one layer, and with two"
     with (patch.object(torch.cuda, "is_available", lambda: False),
-          patch.object(fp8_kernels, "mm8", as_on_a_gpu), patch.object(fused_fp8, "mm8", as_on_a_gpu),
+          patch.object(fp8_kernels, "mm8", as_on_a_gpu), patch.object(fp8_loss, "mm8", as_on_a_gpu),
           patch.object(flash, "why_not", lambda *a: "")): # which would try attention on this CPU
         return [count_step(replace(WORKLOADS[workload], layers=n), LISTS[fmt], ROWS) for n in (1, 2)]
 
