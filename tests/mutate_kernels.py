@@ -102,12 +102,12 @@ rungs/tied_embedding.py | cut_groups_kernel | inside = offs*CHUNK < N | inside =
 rungs/tied_embedding.py | take_rows_kernel | other=0).to(tl.int64) | other=0) | KERNELS
 rungs/tied_embedding.py | take_rows_kernel | offs.to(tl.int64) | offs | KERNELS
 rungs/tied_embedding.py | take_rows_kernel | mask=mask & known | mask=mask | KERNELS
-rungs/optim.py | load_weights | tl.load(p_ptr + i, mask=mask, other=0.) | tl.load(p_ptr + i) | KERNELS
-rungs/optim.py | load_moments | mask=block < n_blocks, other=0.) | other=None) | KERNELS
-rungs/optim.py | load_moments | return tl.load(m_ptr + i, mask=mask), | return tl.load(m_ptr + i), | KERNELS
-rungs/optim.py | adamw_kernel | g *= factor | pass | rungs/test_memory_traffic.py
-rungs/optim.py | round_block | bits += r & 0xFFFF | bits += 0 | rungs/test_optim.py
-rungs/optim.py | adamw_kernel | block, n_blocks = start//BLOCK + k | block, n_blocks = start//BLOCK | rungs/test_optim.py
+rungs/multi_tensor_adamw.py | load_weights | tl.load(p_ptr + i, mask=mask, other=0.) | tl.load(p_ptr + i) | KERNELS
+rungs/multi_tensor_adamw.py | load_moments | mask=block < n_blocks, other=0.) | other=None) | KERNELS
+rungs/multi_tensor_adamw.py | load_moments | return tl.load(m_ptr + i, mask=mask), | return tl.load(m_ptr + i), | KERNELS
+rungs/multi_tensor_adamw.py | adamw_kernel | g *= factor | pass | rungs/test_memory_traffic.py
+rungs/multi_tensor_adamw.py | round_block | bits += r & 0xFFFF | bits += 0 | rungs/test_optim.py
+rungs/multi_tensor_adamw.py | adamw_kernel | block, n_blocks = start//BLOCK + k | block, n_blocks = start//BLOCK | rungs/test_optim.py
 recipes/fast_muon.py | gather_kernel | k.to(tl.int64) | k | KERNELS
 recipes/fast_muon.py | gather_kernel | tl.load(g_ptr + offs, mask=mask, other=0.) | tl.load(g_ptr + offs) | KERNELS
 recipes/fast_muon.py | inverse_norm | total += | total = | MUON

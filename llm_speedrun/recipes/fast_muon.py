@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from ..compat import FakeTensor, all_gather_parts
 from ..io_utils import InputError
-from ..rungs.optim import fake_update, to_device
+from ..rungs.multi_tensor_adamw import fake_update, to_device
 from ..rungs.kernel_ops import blocks, jit, pow2, runs_kernel, tl
 
 # %% ../../nbs/5_fewer_steps/54_fast_muon.ipynb #9f1da6cf

@@ -27,7 +27,7 @@ from .fp8 import E4M3, E5M2, LARGEST, mm8
 from .fp8_kernels import (SQUARE_TILE, Slots, by_kernel, empty_pair, matmul, quantize,
                                             quantize_weights, sixteens, slot, tile_grid, with_slot)
 from .fp8_loss import HALF_MOST, Fp8CE, logits_quantize, logits_quantize_kernel, loss_lse
-from .optim import MultiTensorAdamW
+from .multi_tensor_adamw import MultiTensorAdamW
 
 # %% ../../nbs/3_past_the_ladder/33_fewer_passes.ipynb #a5bceb65
 GROUP_BYTES = 2 * 2**30 # bytes of gradients of logits kept for one matmul

@@ -55,7 +55,7 @@ def in_dtype(run, # a `Run` in FP32
              dtype): # "fp32" or "bf16"
     "Return the run with its matrices in that type; its own model stays as it is"
     if not lookup(dict(fp32=False, bf16=True), dtype, "dtype"): return run
-    from llm_speedrun.rungs.optim import bf16_matrices # here, since it loads kernels
+    from llm_speedrun.rungs.multi_tensor_adamw import bf16_matrices # here, since it loads kernels
     return run.with_model(bf16_matrices)
 
 # %% ../../nbs/source/tools/sample.ipynb #176a0e24

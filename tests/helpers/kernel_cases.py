@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import llm_speedrun
 from llm_speedrun.recipes import fast_muon as muon
-from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_epilogues, fp8_kernels as f8, fp8_loss, fused_ops, memory_traffic, optim,
+from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_epilogues, fp8_kernels as f8, fp8_loss, fused_ops, memory_traffic, multi_tensor_adamw, optim,
                                 vocab_parallel, tied_embedding, triton as first)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
@@ -155,7 +155,7 @@ def embedding_rows(device):
         tied_embedding.add_rows(rand(device, V, d, dt=torch.float32), x, rand(device, len(x), d))
 
 def moments(device, sizes, rounding, bits):
-    "For each weight what `optim.update_triton` takes"
+    "For each weight what `multi_tensor_adamw.update_triton` takes"
     for n in sizes:
         dt = torch.float32 if rounding == "none" else torch.bfloat16
         low = torch.zeros(n, dtype=torch.int16, device=device) if rounding == "master" else None
@@ -170,8 +170,8 @@ def adamw(device):
     for rounding in ("none", "nearest", "master", "stochastic"):
         for bits in (32, 8):
             tensors = [*moments(device, (1, 5000, 4096), rounding, bits)]
-            for found in (no, no + 1): optim.update_triton(tensors, group, rounding, 7, no, found, {})
-    optim.update_triton([*moments(device, (1, 5000, 4096), "none", 32)], group, "none", 0, no, no, {}, one(device, .5))
+            for found in (no, no + 1): multi_tensor_adamw.update_triton(tensors, group, rounding, 7, no, found, {})
+    multi_tensor_adamw.update_triton([*moments(device, (1, 5000, 4096), "none", 32)], group, "none", 0, no, no, {}, one(device, .5))
 
 @case()
 def fast_muon(device):

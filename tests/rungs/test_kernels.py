@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, epilogues, f8, few_programs, first, flash4, fp8_epilogues,
-                                  fp8_loss, fused_ops, heads, memory_traffic, muon, one, optim, rand, recorded, vocab_parallel, tied_embedding)
+                                  fp8_loss, fused_ops, heads, memory_traffic, multi_tensor_adamw, muon, one, optim, rand, recorded, vocab_parallel,
+                                  tied_embedding)
 from helpers.kernel_memory import checked_memory
 from helpers.tiny_runs import relative_error
 
@@ -192,7 +193,7 @@ def test_a_weight_beyond_2_to_the_31(at_the_end, name):
         m, v = blank(n, dt=torch.int8), blank(n, dt=torch.uint8)
         scales = blank(2, -(-n//optim.MOMENT_BLOCK), dt=FP32)
         p[-16:], g[-16:], m[-16:], v[-16:], scales[:, -1] = 2., 3., 5, 7, .5
-        optim.update_triton([(p, g, m, v, None, scales)], group, "nearest", 7, no, no, {})
+        multi_tensor_adamw.update_triton([(p, g, m, v, None, scales)], group, "nearest", 7, no, no, {})
         return [t[-16:].clone() for t in (p, m, v)] + [scales[:, -1].clone()]
     for a, b in zip(updated(n), updated(4*1024 + 16)): assert a.equal(b)
 

@@ -7,10 +7,9 @@ from llm_speedrun.measure import compare, ratio, sample_ms, summarize, version_o
 from llm_speedrun.roofline import count, ceilings
 from llm_speedrun.model import workload
 from llm_speedrun.runs import Stepper, adamw, baseline, build, check_rung, find_rung, make_step
-from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, AdamW8bit, Bf16AdamW, bf16_matrices,
-                                bf16_weights, decode_moments, encode_moments, in_blocks, join_fp32, make_8bit,
-                                make_bf16, make_fused, philox, random_bits, split_fp32, stochastic_round,
-                                update_torch, update_triton)
+from llm_speedrun.rungs.multi_tensor_adamw import AdamW8bit, Bf16AdamW, bf16_matrices, bf16_weights, make_8bit, make_bf16, update_triton
+from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, decode_moments, encode_moments, in_blocks, join_fp32, make_fused, philox, random_bits,
+                                      split_fp32, stochastic_round, update_torch)
 from llm_speedrun.checkpoint.format import flatten_state, unflatten_state
 from helpers.torch_globals import changed, flags, random_states
 from helpers.tiny_runs import NANO, fails
@@ -600,7 +599,7 @@ def test_kernel_at_124m(rounding, bits):
 @pytest.mark.parametrize("kind", MAKERS)
 def test_compiled_once(kind):
     "Steps, learning rates, seeds and steps not taken don't make Triton compile the kernel again"
-    from llm_speedrun.rungs.optim import adamw_kernel
+    from llm_speedrun.rungs.multi_tensor_adamw import adamw_kernel
     make, dtype, _ = MAKERS[kind]
     opt = big_update(make, dtype, "tiny")
     opt.step()
