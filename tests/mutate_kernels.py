@@ -20,12 +20,12 @@ rungs/fused_ops.py | swiglu_kernel | a*tl.sigmoid(a)*b, mask=mask) | a*tl.sigmoi
 rungs/fused_ops.py | swiglu_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/fused_ops.py | swiglu_backward_kernel | tl.load(dh_ptr + offs_m*F + offs_n[None, :], mask=mask, other=0.) | tl.load(dh_ptr + offs_m*F + offs_n[None, :]) | KERNELS
 rungs/fused_ops.py | swiglu_backward_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/fused_ops.py | load_halves | tl.load(ptr + offs, mask=mask, other=0.) | tl.load(ptr + offs) | KERNELS
-rungs/fused_ops.py | head_grad | mask=mask & (head >= H) | mask=mask | KERNELS
-rungs/fused_ops.py | qk_rope_kernel | .to(tl.int64) |  | KERNELS
-rungs/fused_ops.py | qk_rope_backward_kernel | dwa, dwb = dwa + ga, dwb + gb | dwa, dwb = ga, gb | KERNELS
-rungs/fused_ops.py | qk_rope_backward_kernel | v = tl.load(dv_ptr + n*K*D + vhead*D + j, mask=vhead < K) | v = tl.load(dv_ptr + n*K*D + vhead*D + j) | KERNELS
-rungs/fused_ops.py | qk_rope_backward_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
+rungs/qk_rope.py | load_halves | tl.load(ptr + offs, mask=mask, other=0.) | tl.load(ptr + offs) | KERNELS
+rungs/qk_rope.py | head_grad | mask=mask & (head >= H) | mask=mask | KERNELS
+rungs/qk_rope.py | qk_rope_kernel | .to(tl.int64) |  | KERNELS
+rungs/qk_rope.py | qk_rope_backward_kernel | dwa, dwb = dwa + ga, dwb + gb | dwa, dwb = ga, gb | KERNELS
+rungs/qk_rope.py | qk_rope_backward_kernel | v = tl.load(dv_ptr + n*K*D + vhead*D + j, mask=vhead < K) | v = tl.load(dv_ptr + n*K*D + vhead*D + j) | KERNELS
+rungs/qk_rope.py | qk_rope_backward_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
 rungs/chunked_ce.py | read_logits | tl.load(ptr, mask=mask, other=float("-inf"), | tl.load(ptr, | KERNELS
 rungs/chunked_ce.py | row_lse | s = s*tl.exp2(m - new) + tl.sum( | s = s + tl.sum( | LOSSES
 rungs/chunked_ce.py | row_lse | s = s*tl.exp2(m - new) + tl.exp2( | s = s + tl.exp2( | LOSSES

@@ -19,9 +19,9 @@ from ..roofline import DTYPES
 from ..runs import rung
 
 # %% ../../nbs/3_past_the_ladder/34_epilogues.ipynb #31f4c8ca
-from .fused_ops import (head_grads, head_norm_grads, head_weights, load_halves, qk_rope,
-                                          qk_rope_backward_maths, store_head_sums, stream_pair,
-                                          swiglu_backward_maths, swiglu_maths)
+from .fused_ops import stream_pair, swiglu_backward_maths, swiglu_maths
+from .qk_rope import (head_grads, head_norm_grads, head_weights, load_halves, qk_rope,
+                                        qk_rope_backward_maths, store_head_sums)
 from .kernel_ops import blocks, direct_call, jit, kernel_op, launch, pow2, runs_kernel, tl
 from .triton import as_rows, norm_tile, programs
 

@@ -29,7 +29,8 @@ from .fp8_kernels import (Slots, by_kernel, empty_pair, fitting_scale, heads_qua
 from .fused_ce import hopper_missing
 from .fp8_parts import needs_fp8
 from .fused_fp8 import fp8_feed, fp8_heads, fp8_project
-from .fused_ops import qk_rope, stream_pair, swiglu_backward_maths, swiglu_maths
+from .qk_rope import qk_rope
+from .fused_ops import stream_pair, swiglu_backward_maths, swiglu_maths
 from .kernel_ops import blocks, direct_call, jit, kernel_op, launch, pow2, tl, traced
 from .triton import add_norm_maths, as_rows, rms_norm_backward
 

@@ -16,9 +16,9 @@ from ..runs import uncompiled
 
 # %% ../../nbs/source/rungs/fp8_kernels.ipynb #16aimp02
 from .fp8 import E4M3, E5M2, LARGEST, mm8
-from .fused_ops import (head_norm_grads, qk_rope_backward_maths, swiglu_backward_maths,
-                                          swiglu_grads, swiglu_maths)
+from .fused_ops import swiglu_backward_maths, swiglu_grads, swiglu_maths
 from .kernel_ops import blocks, jit, kernel_op, launch, runs_kernel, tl
+from .qk_rope import head_norm_grads, qk_rope_backward_maths
 from .triton import add_norm_maths
 
 # %% ../../nbs/source/rungs/fp8_kernels.ipynb #17names1

@@ -21,7 +21,8 @@ from .fp8_kernels import (LayerScales, Scaling, Slots, heads_quantize, in_rows, 
                                             swiglu_backward_quantize, swiglu_quantize, with_slot)
 from .fp8_loss import head_to_fp8
 from .fp8_parts import GRAD_FORMATS, checked_parts, choose_parts, needs_fp8
-from .fused_ops import qk_rope, stream_pair
+from .fused_ops import stream_pair
+from .qk_rope import qk_rope
 from .triton import rms_norm_backward
 
 # %% ../../nbs/2_ladder/19_fused_fp8.ipynb #b5e3a022

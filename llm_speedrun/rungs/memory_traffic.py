@@ -17,7 +17,8 @@ from ..model import naive_layer, set_parts
 from ..runs import RUNGS, Backward, PrecomputedGrads, param_groups, rung
 from .kernel_ops import blocks, jit, kernel_op, launch, LOG2E, runs_kernel, tl, traced
 from .triton import programs
-from .fused_ops import compute_dtype, needs_triton, qk_rope
+from .fused_ops import compute_dtype, needs_triton
+from .qk_rope import qk_rope
 
 # %% ../../nbs/3_past_the_ladder/33_fewer_passes.ipynb #759f73df
 from .chunked_ce import (ChunkedCE, add_matmul_, chunk_size, logit_grad, loss_maths,

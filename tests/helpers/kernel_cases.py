@@ -7,7 +7,7 @@ import torch
 import llm_speedrun
 from llm_speedrun.recipes import fast_muon as muon
 from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_epilogues, fp8_kernels as f8, fp8_loss, fused_ops, memory_traffic, multi_tensor_adamw, optim,
-                                vocab_parallel, tied_embedding, triton as first)
+                                qk_rope, vocab_parallel, tied_embedding, triton as first)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
 CASES, CAPABILITY = {}, {} # name -> a function of a device; name -> the least compute capability, where it isn't any
@@ -28,7 +28,7 @@ def one(device, x=1.): return torch.full((1,), x, device=device)
 @contextmanager
 def few_programs(n=2):
     "Let kernels whose programs share the rows loop over them, at any size"
-    modules, old = (first, fused_ops, epilogues, memory_traffic), first.programs
+    modules, old = (first, qk_rope, epilogues, memory_traffic), first.programs
     for m in modules: m.programs = lambda x, per_sm, most: min(n, most)
     try: yield
     finally:
@@ -65,8 +65,8 @@ def rope(device):
     with few_programs():
         for H, K, D in ((3, 1, 16), (2, 2, 32), (12, 4, 64), (6, 3, 16)): # the last, as tiles of 16 and 4 heads go beyond 12 and 3
             grads, qkv, ws, turn = heads(device, H=H, K=K, D=D)
-            fused_ops.qk_rope(qkv, *ws, *turn, H, 1e-6)
-            fused_ops.qk_rope_backward(*grads, qkv, *ws, *turn, 1e-6)
+            qk_rope.qk_rope(qkv, *ws, *turn, H, 1e-6)
+            qk_rope.qk_rope_backward(*grads, qkv, *ws, *turn, 1e-6)
             epilogues.heads_backward(*grads, qkv, *ws, *turn, rand(device, 10, dt=torch.float32), 1e-6)
 
 def logits(device, V, dt=torch.bfloat16):

@@ -7,7 +7,8 @@ from llm_speedrun.rungs.flash import BACKENDS, attend_with, why_not
 from llm_speedrun.rungs.fp8 import E4M3, E5M2, sqnr
 from llm_speedrun.rungs.fp8_kernels import Scaling
 from llm_speedrun.rungs.fused_fp8 import to_fp8
-from llm_speedrun.rungs.fused_ops import QKRope, SwiGLUDown, fused_ops
+from llm_speedrun.rungs.fused_ops import SwiGLUDown, fused_ops
+from llm_speedrun.rungs.qk_rope import QKRope
 from llm_speedrun.rungs.triton import AddRMSNorm
 from llm_speedrun.measure import version_of, warm_up
 from llm_speedrun.roofline import OpCounter, has_fp8

@@ -15,7 +15,8 @@ from llm_speedrun.rungs.fp8_loss import (HALF_MOST, Fp8LinearCE, logits_quantize
                                          round_stochastically_maths)
 from llm_speedrun.rungs.fp8_parts import choose_parts, misrounded, needs_fp8, rounding_cases, rounds_wrong
 from llm_speedrun.rungs.fused_fp8 import FP8_PARTS
-from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, swiglu_backward_maths, swiglu_maths
+from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
+from llm_speedrun.rungs.qk_rope import qk_rope_backward_maths
 from llm_speedrun.rungs.kernel_ops import jit, runs_kernel, tl
 from llm_speedrun.measure import version_of
 from llm_speedrun.roofline import has_fp8, main_format

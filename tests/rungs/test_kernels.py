@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, epilogues, f8, few_programs, first, flash4, fp8_epilogues,
-                                  fp8_loss, fused_ops, heads, memory_traffic, multi_tensor_adamw, muon, one, optim, rand, recorded, vocab_parallel,
+                                  fp8_loss, fused_ops, heads, memory_traffic, multi_tensor_adamw, muon, one, optim, qk_rope, rand, recorded, vocab_parallel,
                                   tied_embedding)
 from helpers.kernel_memory import checked_memory
 from helpers.tiny_runs import relative_error
@@ -42,7 +42,7 @@ def summed_by_norm():
     return [f(dn, None, h, w, r)[1] for f in (first.rms_norm_backward, in_float64(first.norm_backward_maths))]
 def summed_by_rope():
     grads, qkv, ws, turn = heads(DEVICE, H=3, K=2)
-    return [f(*grads, qkv, *ws, *turn, 1e-6)[1] for f in (fused_ops.qk_rope_backward, in_float64(fused_ops.qk_rope_backward_maths))]
+    return [f(*grads, qkv, *ws, *turn, 1e-6)[1] for f in (qk_rope.qk_rope_backward, in_float64(qk_rope.qk_rope_backward_maths))]
 def summed_by_heads():
     (grads, qkv, ws, turn), r = heads(DEVICE, H=3, K=2), rand(DEVICE, 10, dt=FP32)
     return [f(*grads, qkv, *ws, *turn, r, 1e-6)[1] for f in (epilogues.heads_backward, in_float64(epilogues.heads_backward_maths))]
@@ -95,9 +95,9 @@ def far_swiglu(rows): return [fused_ops.swiglu(rows(2*1024))]
 def far_swiglu_backward(rows): return [fused_ops.swiglu_backward(rows(2*1024), dh := rows(1024)), dh]
 
 def turn(D): return [vector(D) for _ in range(2)] + [vector(D//2)[None]]*2 # weights of norms, and the rotation of the only place
-def far_rope(rows): return [fused_ops.qk_rope(rows(1, 64, 64), *turn(64), 62, 1e-6)]
+def far_rope(rows): return [qk_rope.qk_rope(rows(1, 64, 64), *turn(64), 62, 1e-6)]
 def heads_of(rows, H=62, K=1, D=64): return [rows(1, n, D) for n in (H, K, K, H + 2*K)]
-def far_rope_backward(rows): return fused_ops.qk_rope_backward(*heads_of(rows), *turn(64), 1e-6)[:1]
+def far_rope_backward(rows): return qk_rope.qk_rope_backward(*heads_of(rows), *turn(64), 1e-6)[:1]
 def far_heads_backward(rows):
     out, _, s = epilogues.heads_backward(*heads_of(rows), *turn(64), rows(dt=FP32), 1e-6)
     return out, s
