@@ -145,6 +145,13 @@ def uncompiled_module(module): # perhaps of `torch.compile`
     "Return the module that was compiled, or itself"
     return getattr(module, "_orig_mod", module)
 
+# %% ../nbs/source/compat.ipynb #14recas2
+def recast(module, cls): # a module, which gives up what it holds; a subclass of its class
+    "Return a `cls` that holds the tensors, submodules and attributes of `module`, the same objects"
+    new = cls.__new__(cls)
+    vars(new).update(vars(module))
+    return new
+
 # %% ../nbs/source/compat.ipynb #073b00bb
 FOUND_INF = "_step_supports_amp_scaling" # of a class or an object: whether it skips such a step by itself
 

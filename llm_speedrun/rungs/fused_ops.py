@@ -144,13 +144,6 @@ def add_norm(norm, h): # a `model.RMSNorm`, and the residual stream or a pair
     n = AddRMSNorm.apply(x, y, norm.weight, norm.eps)
     return (x, n) if y is None else n
 
-# %% ../../nbs/2_ladder/16_fused_ops.ipynb #14recas2
-def recast(module, cls): # a module, which gives up what it holds; a subclass of its class
-    "Return a `cls` that holds the tensors, submodules and attributes of `module`, the same objects"
-    new = cls.__new__(cls)
-    vars(new).update(vars(module))
-    return new
-
 # %% ../../nbs/2_ladder/16_fused_ops.ipynb #3cd22cbc
 def joined(dtype, *linears): # layers with the same input
     "Return the layers' weights as one matrix of type `dtype`"

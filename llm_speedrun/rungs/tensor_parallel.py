@@ -8,12 +8,13 @@ __all__ = ['tensor_parallel']
 # %% ../../nbs/6_many_gpus/64_tensor_parallel.ipynb #cbcb2cd5
 from dataclasses import replace
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
+from ..compat import recast
 from ..io_utils import InputError
 from ..model import naive_feed, naive_heads, naive_project, rope, set_parts
 from ..runs import rung
 from ..sharding import GradReducer, ParallelStepSync, local
 from .fused_ops import (add_norm, compute_dtype, fused_feed, fused_heads, fused_project,
-                                          joined, recast, rotated, swiglu_down)
+                                          joined, rotated, swiglu_down)
 from .tp_mappings import GatheredLinear, ScatterToSP, TPGroup, reduce_scatter, whole_stream
 from .vocab_parallel import CutEmbedding, CutGPT, cut_loss
 

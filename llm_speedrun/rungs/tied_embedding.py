@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from ..compat import is_view
+from ..compat import is_view, recast
 from ..model import GPT, Embedding
 from ..runs import rung
-from .fused_ops import compute_dtype, needs_triton, recast
+from .fused_ops import compute_dtype, needs_triton
 from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
 
 # %% ../../nbs/3_past_the_ladder/32_fewer_bytes.ipynb #e988504c
