@@ -26,13 +26,13 @@ rungs/qk_rope.py | qk_rope_kernel | .to(tl.int64) |  | KERNELS
 rungs/qk_rope.py | qk_rope_backward_kernel | dwa, dwb = dwa + ga, dwb + gb | dwa, dwb = ga, gb | KERNELS
 rungs/qk_rope.py | qk_rope_backward_kernel | v = tl.load(dv_ptr + n*K*D + vhead*D + j, mask=vhead < K) | v = tl.load(dv_ptr + n*K*D + vhead*D + j) | KERNELS
 rungs/qk_rope.py | qk_rope_backward_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
-rungs/chunked_ce.py | read_logits | tl.load(ptr, mask=mask, other=float("-inf"), | tl.load(ptr, | KERNELS
-rungs/chunked_ce.py | row_lse | s = s*tl.exp2(m - new) + tl.sum( | s = s + tl.sum( | LOSSES
-rungs/chunked_ce.py | row_lse | s = s*tl.exp2(m - new) + tl.exp2( | s = s + tl.exp2( | LOSSES
-rungs/chunked_ce.py | row_lse | tl.sum(s*tl.exp2(m - top), 0) | tl.sum(s, 0) | LOSSES
-rungs/chunked_ce.py | logit_grad | g *= factor | g *= 1 | LOSSES
-rungs/chunked_ce.py | logit_grad | g *= 1 - t*t | g *= 1 | LOSSES
-rungs/chunked_ce.py | write_grads | softcap), mask=i + rest < V) | softcap)) | KERNELS
+rungs/loss_kernels.py | read_logits | tl.load(ptr, mask=mask, other=float("-inf"), | tl.load(ptr, | KERNELS
+rungs/loss_kernels.py | row_lse | s = s*tl.exp2(m - new) + tl.sum( | s = s + tl.sum( | LOSSES
+rungs/loss_kernels.py | row_lse | s = s*tl.exp2(m - new) + tl.exp2( | s = s + tl.exp2( | LOSSES
+rungs/loss_kernels.py | row_lse | tl.sum(s*tl.exp2(m - top), 0) | tl.sum(s, 0) | LOSSES
+rungs/loss_kernels.py | logit_grad | g *= factor | g *= 1 | LOSSES
+rungs/loss_kernels.py | logit_grad | g *= 1 - t*t | g *= 1 | LOSSES
+rungs/loss_kernels.py | write_grads | softcap), mask=i + rest < V) | softcap)) | KERNELS
 rungs/chunked_ce.py | softmax_loss_kernel | .to(tl.int64) |  | KERNELS
 rungs/chunked_ce.py | softmax_loss_kernel | tl.debug_barrier() | pass | LOSSES | gpu
 rungs/fp8_loss.py | loss_lse_kernel | .to(tl.int64) |  | KERNELS

@@ -18,7 +18,7 @@ from ..model import set_parts
 from ..runs import rung
 
 # %% ../../nbs/3_past_the_ladder/35_fp8_epilogues.ipynb #29bimp02
-from .chunked_ce import row_lse
+from .loss_kernels import row_lse
 from .epilogues import deinterleave, gated_flops
 from .memory_traffic import GroupedCE
 from .fp8 import E4M3, E5M2, LARGEST

@@ -9,13 +9,13 @@ __all__ = ['loss_lse', 'logits_quantize_kernel', 'Fp8LinearCE']
 from dataclasses import dataclass
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from .chunked_ce import (ChunkedCE, bad_targets, chunk_size, loss_tile, no_loss,
-                                           read_logits, row_lse, sms)
+from .chunked_ce import ChunkedCE, chunk_size, sms
 from .fp8 import E4M3, E5M2, LARGEST, mm8
 from .fp8_kernels import (SQUARE_TILE, Slots, by_kernel, empty_pair, matmul, quantize,
                                             quantize_weights, sixteens, slot, store_both, tile_grid,
                                             with_slot)
 from .kernel_ops import jit, kernel_op, launch, LOG2E, runs_kernel, tl
+from .loss_kernels import bad_targets, loss_tile, no_loss, read_logits, row_lse
 
 # %% ../../nbs/source/rungs/fp8_loss.ipynb #9aef424e
 @jit

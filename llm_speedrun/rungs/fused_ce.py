@@ -13,7 +13,8 @@ from ..choices import checked
 from ..compat import HOPPER, kernels_missing, kernel_error
 from ..io_utils import RunError
 from ..runs import rung
-from .chunked_ce import bad_targets, sms
+from .chunked_ce import sms
+from .loss_kernels import bad_targets
 from .memory_traffic import GroupedCE
 from .kernel_ops import blocks, traced
 

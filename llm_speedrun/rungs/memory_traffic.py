@@ -21,9 +21,9 @@ from .fused_ops import compute_dtype, needs_triton
 from .qk_rope import qk_rope
 
 # %% ../../nbs/3_past_the_ladder/33_fewer_passes.ipynb #759f73df
-from .chunked_ce import (ChunkedCE, add_matmul_, chunk_size, logit_grad, loss_maths,
-                                           loss_results, loss_tile, no_loss, read_logits, row_lse, sms,
-                                           write_grads)
+from .chunked_ce import ChunkedCE, chunk_size, loss_maths, sms
+from .loss_kernels import (add_matmul_, logit_grad, loss_results, loss_tile, no_loss,
+                                             read_logits, row_lse, write_grads)
 from .fp8 import E4M3, E5M2, LARGEST, mm8
 from .fp8_kernels import (SQUARE_TILE, Slots, by_kernel, empty_pair, matmul, quantize,
                                             quantize_weights, sixteens, slot, tile_grid, with_slot)

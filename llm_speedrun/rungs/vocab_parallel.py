@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch, torch.nn.functional as F
 from ..io_utils import InputError
 from ..model import GPT, Embedding, cross_entropy
-from .chunked_ce import (ChunkedCE, LinearCrossEntropy, add_matmul_, bad_targets,
-                                           chunk_size, logit_grad, loss_results, loss_tile, no_loss,
-                                           read_logits, row_lse, sms, write_grads)
+from .chunked_ce import ChunkedCE, LinearCrossEntropy, chunk_size, sms
 from .fused_ops import compute_dtype
 from .kernel_ops import jit, kernel_op, launch, LOG2E, runs_kernel, tl
+from .loss_kernels import (add_matmul_, bad_targets, logit_grad, loss_results, loss_tile,
+                                             no_loss, read_logits, row_lse, write_grads)
 from .tp_mappings import (GatheredLinear, GatherFromTP, ReduceFromTP, TPGroup,
                                             reduce_scatter, start_all_gather, start_reduce_scatter,
                                             wait_tensor)
