@@ -9,28 +9,12 @@ __all__ = ['BUDGET', 'loss_maths', 'sms', 'chunk_size', 'linear_cross_entropy', 
 from dataclasses import dataclass
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 from ..io_utils import InputError
 from .fused_ops import compute_dtype
 from .kernel_ops import LOG2E, blocks, jit, kernel_op, launch, runs_kernel, tl
 from .loss_kernels import (add_matmul_, bad_targets, logit_grad, loss_results, loss_tile,
                                              no_loss, read_logits, row_lse, write_grads)
 from ..runs import rung
-
-# %% ../../nbs/2_ladder/17_chunked_ce.ipynb #95250d9c
-def chunked_cross_entropy(h, # hidden states, N d or B T d
-                          w, # weights of the output projection, V d
-                          y, # targets, N or B T
-                          chunk=4096, # tokens at a time
-                          ignore_index=-100): # a target that doesn't count
-    "Return the mean cross-entropy of `h @ w.T` in nats, FP32 at least. Backward recomputes a chunk's logits"
-    def loss(h, y):
-        logits = F.linear(h, w)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, y, ignore_index=ignore_index, reduction="sum")
-    parts = zip(h.flatten(0, -2).split(chunk), y.flatten().split(chunk))
-    total = sum(checkpoint(loss, *p, use_reentrant=False, preserve_rng_state=False) for p in parts)
-    return total / (y != ignore_index).sum().clamp(min=1)
 
 # %% ../../nbs/2_ladder/17_chunked_ce.ipynb #15badtarget
 def loss_maths(logits, y, ignore_index, z_loss, softcap, grad): # N V, N

@@ -252,11 +252,13 @@ class MultiTensorAdamW(FoundInfOptimizer):
         "Update weights of a group whose moments are of one type, in one kernel on a GPU"
         for p in ps:
             if p not in self.state: self.state[p] = self.new_state(p)
-        tensors = [(p, p.grad, *map(self.state[p].get, ("exp_avg", "exp_avg_sq", "low", "scales"))) for p in ps]
+        tensors = [(p, p.grad, *map(self.state[p].get, ("exp_avg", "exp_avg_sq", "low", "scales")))
+                   for p in ps]
         if isinstance(ps[0], FakeTensor):
             changed = [u for p, _, *state in tensors for u in (p, *state) if u is not None]
             return fake_update([p.grad for p in ps], changed)
-        how = tensors, g, self.rounding if ps[0].dtype == torch.bfloat16 else "none", key, self.skipped, found_inf
+        how = (tensors, g, self.rounding if ps[0].dtype == torch.bfloat16 else "none", key, self.skipped,
+               found_inf)
         factor = getattr(self, "factor", None) # of a subclass
         if triton and ps[0].is_cuda: update_triton(*how, self.tables, factor)
         else: update_torch(*how, factor)
