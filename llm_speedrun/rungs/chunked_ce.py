@@ -7,7 +7,7 @@ __all__ = ['BUDGET', 'loss_maths', 'sms', 'chunk_size', 'linear_cross_entropy', 
 
 # %% ../../nbs/2_ladder/17_chunked_ce.ipynb #081a7432
 from dataclasses import dataclass
-import torch, torch.nn.functional as F
+import torch
 from torch.autograd.function import once_differentiable
 from ..io_utils import InputError
 from .fused_ops import compute_dtype
