@@ -14,7 +14,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 import msgspec, torch
-from fastcore.basics import patch
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0003
 from .adapters import RACERS, AdapterContext, peer_defaults, source_of
@@ -294,7 +293,7 @@ class Race:
         return best and (best["lr"], best["wd"])
 
     def racing(self):
-        "Return the runs that count, interleaved as A, B, C, A, B, C; without those whose short runs all failed"
+        "Return the runs that count, interleaved as A, B, C, A, B, C; none of those whose short runs all failed"
         best = {c.name: self.pick_factors(c) for c in self.field}
         return {f"{c.name}/seed-{s}": self.job(c, s, seconds=self.seconds, evals=self.evals,
                                                lr=best[c.name][0], wd=best[c.name][1])
@@ -318,7 +317,7 @@ class Race:
         folder = self.folder/name
         try: lock = lock_dir(folder, "this run")
         except RunError: print(f"{name} is being run by another process", flush=True); return
-        env = dict(os.environ, PYTHONUNBUFFERED="1", **({} if gpu is None else dict(CUDA_VISIBLE_DEVICES=gpu)))
+        env = os.environ | dict(PYTHONUNBUFFERED="1") | ({} if gpu is None else dict(CUDA_VISIBLE_DEVICES=gpu))
         print(f"{datetime.now():%H:%M:%S} {name}, {job.seconds:g} s of training", flush=True)
         try:
             replace_file(folder/"job.json", json.dumps(msgspec.to_builtins(job), indent=1))
@@ -367,11 +366,12 @@ class Race:
     def rules(self, one): # a result
         "Return a text that explains the numbers of the tables"
         said = RULES.format(n=one["evaluated"], gpu=one["gpu"], warm=WARM, **self.common)
-        tuned = f"{self.tune} short runs of {self.tune_seconds:g} s each; the last column has what was picked."
+        tuned = (f"{self.tune} short runs of {self.tune_seconds:g} s each; the last column has what was "
+                 "picked.")
         return f"{said}\n\nTuned alike: {tuned}" if self.tune else f"{said}\n\nAs published, without tuning."
 
     def missed_time(self, name): # of a run
-        "Return how long a run took and should have taken, as text; \"\" if nearly the same, or without a loss"
+        "Return how long a run took and should have taken, as text; \"\" if nearly the same, or with no loss"
         r = self.read(name) or {}
         if "loss" not in r or abs(r["seconds"] - r["clock"]) <= TIME_TOLERANCE*r["clock"]: return ""
         return f"it trained for {r['seconds']:.1f} s in place of {r['clock']:g} s, in {r['step']:,} steps"
@@ -405,14 +405,14 @@ class Race:
                     **self.common, field=field)
 
     def record_options(self):
-        "Note in the folder what race it is. Raises `InputError` where it holds another: they can't be compared"
+        "Note in the folder what race it is. Raises `InputError` if it holds another: they can't be compared"
         path, now = self.folder/"options.json", self.about()
         was = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now
         for k in now:
             if k == "field" or was[k] == now[k]: continue
             (option, there), (_, given) = as_option(k, was[k]), as_option(k, now[k])
-            raise InputError(f"{self.folder} holds another race, with {option} {there}, and {given} was given: "
-                             "choose another --out")
+            raise InputError(f"{self.folder} holds another race, with {option} {there}, and {given} was "
+                             "given: choose another --out")
         for name, how in was["field"].items():
             if now["field"].get(name, how) != how: raise InputError(
                 f"{self.folder} holds a race in which {name!r} is another one: choose another name or --out")

@@ -8,8 +8,9 @@ __all__ = ['normuon']
 # %% ../../nbs/5_fewer_steps/55_normuon.ipynb #f63c6af8
 from dataclasses import replace
 from functools import partial
-from .fast_muon import fast_muon, new_state
+from .fast_muon import fast_muon
 from .muon import MUON, MUON_LR, WHY_NOT, with_adamw
+from .muon_update import new_state
 from .recipe import make_mixed_optimizer, recipe, rule, warmed_up
 
 # %% ../../nbs/5_fewer_steps/55_normuon.ipynb #0a95617c
