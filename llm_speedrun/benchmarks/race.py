@@ -293,7 +293,7 @@ class Race:
         return best and (best["lr"], best["wd"])
 
     def racing(self):
-        "Return the runs that count, interleaved as A, B, C, A, B, C; none of those whose short runs all failed"
+        "Return the runs that count, interleaved as A, B, C, A, B, C; not those whose short runs all failed"
         best = {c.name: self.pick_factors(c) for c in self.field}
         return {f"{c.name}/seed-{s}": self.job(c, s, seconds=self.seconds, evals=self.evals,
                                                lr=best[c.name][0], wd=best[c.name][1])
@@ -317,7 +317,8 @@ class Race:
         folder = self.folder/name
         try: lock = lock_dir(folder, "this run")
         except RunError: print(f"{name} is being run by another process", flush=True); return
-        env = os.environ | dict(PYTHONUNBUFFERED="1") | ({} if gpu is None else dict(CUDA_VISIBLE_DEVICES=gpu))
+        env = dict(os.environ, PYTHONUNBUFFERED="1",
+                   **({} if gpu is None else dict(CUDA_VISIBLE_DEVICES=gpu)))
         print(f"{datetime.now():%H:%M:%S} {name}, {job.seconds:g} s of training", flush=True)
         try:
             replace_file(folder/"job.json", json.dumps(msgspec.to_builtins(job), indent=1))
