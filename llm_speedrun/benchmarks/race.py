@@ -29,7 +29,7 @@ from ..runs import baseline, enter_all, uncompiled
 from ..records import code_of
 from ..train.ladder import check_share; from llm_speedrun.plugins import plugin_args
 from ..model import eval_mode, workload as find_workload
-from ..recipes.recipe import parse_recipe
+from ..recipes.recipe_spec import parse_recipe
 from ..recipes.schedules import SCHEDULES
 
 # %% ../../nbs/source/benchmarks/race.ipynb #48import
