@@ -94,15 +94,13 @@ class HopperLoss(Transformers):
         return loss
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer37
-def by_torchao(recipe): # one of `TORCHAO_RECIPES`
-    "Return our model with torchao's FP8 in all its linear layers, compiled as a whole"
-    return PlainCompile(parts=[f"torchao_fp8:recipe={recipe}:layers=all"], whole="yes")
-
 PIP = dict(compile_blocks=PlainCompile(), compile_whole=PlainCompile(whole="yes"),
            transformers=Transformers(), transformers_hopper=HopperLoss(),
            compile_flash4=PlainCompile("flash4", ["chunked_ce"]))
 autotuned = PlainCompile("flash4", ["chunked_ce"], mode="max-autotune-no-cudagraphs")
-PIP |= dict(compile_autotuned=autotuned) | {f"compile_{k}": by_torchao(k) for k in TORCHAO_RECIPES}
+PIP |= dict(compile_autotuned=autotuned) | { # and torchao's FP8 in all linear layers
+    f"compile_{k}": PlainCompile(parts=[f"torchao_fp8:recipe={k}:layers=all"], whole="yes")
+    for k in TORCHAO_RECIPES}
 PEERS = PIP | CLONED # name -> its `Adapter`
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer41

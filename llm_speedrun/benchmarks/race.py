@@ -133,20 +133,15 @@ def run_contestant(job, folder): # a `Job`, its folder
     if job.kind in ("ours", "nanochat"): prepare_process() # as their own programs do
     corpus = open_corpus(job.data)
     corpus.train.check(); corpus.val.check()
+    def note(row): # of an evaluation: print and save it
+        print(json.dumps(row), flush=True)
+        with open(folder/"marks.jsonl", "a", encoding="utf-8") as f: f.write(json.dumps(row) + "\n")
     context = AdapterContext(job, corpus, Evaluator(corpus, job.seq), folder/"work",
-                             folder.parents[1]/"tokens", note_in(folder))
+                             folder.parents[1]/"tokens", note)
     context.folder.mkdir(exist_ok=True)
     os.chdir(context.folder) # the programs look for their data where they are
     run = race_ours if job.kind == "ours" else RACERS[job.kind].race
     with nullcontext() if context.gpu else uncompiled(): return result(context, *run(context))
-
-# %% ../../nbs/source/benchmarks/race.ipynb #race0049
-def note_in(folder): # of a job
-    "Return a function that prints and saves each evaluation"
-    def note(row):
-        print(json.dumps(row), flush=True)
-        with open(folder/"marks.jsonl", "a", encoding="utf-8") as f: f.write(json.dumps(row) + "\n")
-    return note
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0050
 def result(context, model, budget, about): # as an adapter has it

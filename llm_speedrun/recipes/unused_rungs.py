@@ -23,12 +23,6 @@ def make_optimizer(run, of): # a `Run`; what its optimizer comes from, in words
     if not hasattr(opt, "param_groups"): raise InputError(
         f"{of}: its optimizer is {opt!r:.40}, and must be a torch.optim.Optimizer: return one")
 
-# %% ../../nbs/source/recipes/unused_rungs.ipynb #0a4e3d61
-def trial_run(recipe, config, world): # as for `unused_rungs`
-    "Return a small `Run` of one layer, to try rungs and a recipe on"
-    small = replace(config, layers=1, vocab=min(config.vocab, 64))
-    with torch.device(default_device()): return Run(recipe.model(small), world=world)
-
 # %% ../../nbs/source/recipes/unused_rungs.ipynb #6a619fd5
 class OptimizerUse:
     "Find out whose optimizer is called, of rungs that change nothing else"
@@ -54,7 +48,8 @@ def unused_rungs(recipe, # a `Recipe`
     "Return rung -> why, for the rungs that change a run's optimizer alone and whose optimizer isn't used"
     late = [(s.rung, s.settings) for s in sort_rungs(rungs) if s.rung.stage in ("record", "optimizer")]
     if not any(r.stage == "optimizer" for r, _ in late): return {}
-    use, run = OptimizerUse(), trial_run(recipe, config, world)
+    small = replace(config, layers=1, vocab=min(config.vocab, 64))
+    with torch.device(default_device()): use, run = OptimizerUse(), Run(recipe.model(small), world=world)
     for r, options in late:
         new, name = r.__wrapped__(run, **options), r.__name__
         check_run(new, "rung", r.__wrapped__)
