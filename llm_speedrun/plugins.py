@@ -16,7 +16,7 @@ from .io_utils import InputError, SpeedrunError, defined_at, read_json, read_tex
 
 # %% ../nbs/source/plugins.ipynb #33plug13
 TABLES = dict(rung="runs:RUNGS", recipe="recipes.recipe:RECIPES", model="model:WORKLOADS",
-              rule="recipes.recipe:RULES", schedule="recipes.schedules:SCHEDULES",
+              rule="recipes.mixed_optimizer:RULES", schedule="recipes.schedules:SCHEDULES",
               architecture="architectures:MODELS")
 TAKEN = dict(rung=("auto", "list"), recipe=("auto",)) # words with a meaning on the command line
 

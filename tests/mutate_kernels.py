@@ -110,16 +110,16 @@ rungs/multi_tensor_adamw.py | round_block | bits += r & 0xFFFF | bits += 0 | run
 rungs/multi_tensor_adamw.py | adamw_kernel | block, n_blocks = start//BLOCK + k | block, n_blocks = start//BLOCK | rungs/test_optim.py
 recipes/fast_muon.py | gather_kernel | k.to(tl.int64) | k | KERNELS
 recipes/fast_muon.py | gather_kernel | tl.load(g_ptr + offs, mask=mask, other=0.) | tl.load(g_ptr + offs) | KERNELS
-recipes/fast_muon.py | inverse_norm | total += | total = | MUON
-recipes/fast_muon.py | polynomial_kernel | k.to(tl.int64) | k | KERNELS
-recipes/fast_muon.py | squares_kernel | total += o*o | total = o*o | MUON
-recipes/fast_muon.py | squares_kernel | k.to(tl.int64) | k | KERNELS
-recipes/fast_muon.py | variance_kernel | tl.load(old_ptr + j, mask=mask, other=0.) | tl.load(old_ptr + j) | KERNELS
-recipes/fast_muon.py | apply_kernel | k.to(tl.int64) | k | KERNELS
+recipes/muon_kernels.py | inverse_norm | total += | total = | MUON
+recipes/muon_kernels.py | polynomial_kernel | k.to(tl.int64) | k | KERNELS
+recipes/muon_kernels.py | squares_kernel | total += o*o | total = o*o | MUON
+recipes/muon_kernels.py | squares_kernel | k.to(tl.int64) | k | KERNELS
+recipes/muon_kernels.py | variance_kernel | tl.load(old_ptr + j, mask=mask, other=0.) | tl.load(old_ptr + j) | KERNELS
+recipes/muon_kernels.py | apply_kernel | k.to(tl.int64) | k | KERNELS
 recipes/fast_muon.py | symmetric_kernel | res = tl.dot(x, y, res) | res = tl.dot(x, y) | MUON
 recipes/fast_muon.py | symmetric_kernel | x_ptr += k.to(tl.int64) | x_ptr += k | KERNELS
 recipes/fast_muon.py | symmetric_kernel | o_ptr += k.to(tl.int64) | o_ptr += k | KERNELS
-recipes/fast_muon.py | load_tile | mask=mask, other=0. |  | KERNELS
+recipes/muon_kernels.py | load_tile | mask=mask, other=0. |  | KERNELS
 """.strip().splitlines()]
 
 def mutated(source, function, old, new):

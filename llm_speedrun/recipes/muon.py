@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 import torch
 from fastcore.basics import patch
-from .recipe import make_mixed_optimizer, recipe, rule
+from .mixed_optimizer import rule
+from .recipe import make_mixed_optimizer, recipe
 
 # %% ../../nbs/5_fewer_steps/53_muon.ipynb #7a7b2626
 def orthogonalized(G, # ... m n, matrices

@@ -8,9 +8,11 @@ __all__ = ['normuon']
 # %% ../../nbs/5_fewer_steps/55_normuon.ipynb #f63c6af8
 from dataclasses import replace
 from functools import partial
-from .fast_muon import fast_muon, new_state
+from .fast_muon import fast_muon
+from .mixed_optimizer import rule
 from .muon import MUON, MUON_LR, WHY_NOT, with_adamw
-from .recipe import make_mixed_optimizer, recipe, rule, warmed_up
+from .muon_update import new_state
+from .recipe import make_mixed_optimizer, recipe, warmed_up
 
 # %% ../../nbs/5_fewer_steps/55_normuon.ipynb #0a95617c
 @rule("normuon")

@@ -23,7 +23,9 @@ from ..recipes.model_registry import model_of, recipe_for
 
 # %% ../../nbs/source/train/resolve.ipynb #30res005
 from ..recipes.batch import Phases, default_growth, default_sequences, resolve_phases
-from ..recipes.recipe import Recipe, best_recipe, parse_recipe, unused_rungs, why_not_best
+from ..recipes.recipe import Recipe
+from ..recipes.recipe_spec import best_recipe, parse_recipe, why_not_best
+from ..recipes.unused_rungs import unused_rungs
 from ..recipes.schedules import SCHEDULES, warmup_steps
 from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
                                          resolve_preset, resolve_rungs, trial_of)

@@ -8,7 +8,8 @@ from helpers.tiny_runs import NANO, fails
 from llm_speedrun.course import spans_of
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPTConfig
-from llm_speedrun.recipes.recipe import find_recipe, set_groups
+from llm_speedrun.recipes.recipe import set_groups
+from llm_speedrun.recipes.recipe_spec import find_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Backward, StepSync, Stepper, build, enter_all, find_rung
 from llm_speedrun.distributed.world import World

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 import torch
 import llm_speedrun
-from llm_speedrun.recipes import fast_muon as muon
+from llm_speedrun.recipes import fast_muon as muon, muon_kernels, muon_update
 from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_epilogues, fp8_kernels as f8, fp8_loss, fused_ops, memory_traffic, multi_tensor_adamw, optim,
-                                qk_rope, vocab_parallel, tied_embedding, triton as first)
+                                qk_rope, tied_embedding, triton as first, vocab_parallel)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
 CASES, CAPABILITY = {}, {} # name -> a function of a device; name -> the least compute capability, where it isn't any
@@ -179,12 +179,12 @@ def fast_muon(device):
     for variance in (0., .9):
         for symmetric in (False, True):
             ps = [rand(device, *s, dt=torch.float32) for s in ((70, 150), (150, 70), (70, 70), (33, 3))]
-            states = [muon.new_state(p, variance) for p in ps]
+            states = [muon_update.new_state(p, variance) for p in ps]
             group = dict(lr=.02, weight_decay=.1, momentum=.95, variance=variance, cautious=True, steps=2)
             for found in (None, torch.ones((), device=device)):
                 muon.fast_muon(group, ps, [torch.randn_like(p) for p in ps], states, found, symmetric=symmetric)
     A, sums = rand(device, 2, 2, 50, 50), rand(device, 2, 600, dt=torch.float32).abs() # more tiles than are added at once
-    muon.polynomial_kernel[2, 2](*A, sums, 600, 50, 1., 2., 3., BLOCK=2048)
+    muon_kernels.polynomial_kernel[2, 2](*A, sums, 600, 50, 1., 2., 3., BLOCK=2048)
 
 # Which kernels there are, and which ran
 

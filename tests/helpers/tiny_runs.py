@@ -6,7 +6,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from llm_speedrun.data import corpus
 from llm_speedrun.model import WORKLOADS, GPTConfig
-from llm_speedrun.recipes import recipe
+from llm_speedrun.recipes import recipe_spec
 from llm_speedrun.runs import enter_all
 from llm_speedrun.train.config import TrainConfig
 
@@ -22,12 +22,12 @@ def draw_less(monkeypatch):
 def nano(request):
     """`nano` is a workload in the test modules that import this; a run takes one update a step there, for those who count them. The
     charts of its end are drawn with less, but in `test_report`"""
-    WORKLOADS["nano"], best = NANO, recipe.BEST
-    recipe.BEST = "normuon"
+    WORKLOADS["nano"], best = NANO, recipe_spec.BEST
+    recipe_spec.BEST = "normuon"
     with pytest.MonkeyPatch.context() as m:
         if request.module.__name__ != "test_report": draw_less(m)
         yield NANO
-    recipe.BEST = best
+    recipe_spec.BEST = best
     del WORKLOADS["nano"]
 
 @pytest.fixture(autouse=True)

@@ -93,7 +93,7 @@ from llm_speedrun.runs import Stepper, build
 from llm_speedrun.train.presets import preset
 preset("fastest"); note("every rung")
 from llm_speedrun.model import workload
-from llm_speedrun.recipes.recipe import parse_recipe
+from llm_speedrun.recipes.recipe_spec import parse_recipe
 from llm_speedrun.checkpoint.format import named_state
 from llm_speedrun.generate import generate
 for recipe in ("speedrun", "muon"):

@@ -8,7 +8,9 @@ from llm_speedrun.pretrained import from_pretrained, import_folder
 from llm_speedrun.kv_cache import Generator
 from llm_speedrun.io_utils import InputError, python_command
 from llm_speedrun.recipes import recipe
-from llm_speedrun.recipes.recipe import RECIPES, find_recipe, parse_recipe, unused_rungs
+from llm_speedrun.recipes.recipe import RECIPES
+from llm_speedrun.recipes.recipe_spec import find_recipe, parse_recipe
+from llm_speedrun.recipes.unused_rungs import unused_rungs
 from llm_speedrun.runs import build
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.train.resolve import plan_lines

@@ -5,14 +5,15 @@ import numpy as np, pytest, torch
 from torch import nn
 if not torch.cuda.is_available():       # kernels for the interpreter, as in conftest.py
     was, os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "0"), "1"
-from llm_speedrun.recipes import fast_muon as fm
+from llm_speedrun.recipes import fast_muon as fm, muon_kernels as mk
 if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = was
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.roofline import count
 from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.measure import sample_ms, summarize, version_of
-from llm_speedrun.recipes.fast_muon import POLAR_EXPRESS, Stack, fast_muon, new_state, stacks_of, type_on
+from llm_speedrun.recipes.fast_muon import Stack, fast_muon, stacks_of
+from llm_speedrun.recipes.muon_update import POLAR_EXPRESS, new_state, type_on
 from helpers.lessons import defined_in
 from helpers.tiny_runs import relative_error
 
@@ -244,10 +245,10 @@ def test_new_state():
 def test_lower_tiles(m, tiles, kernels):
     "Every tile of the triangle once, also where a root is rounded"
     if not version_of("triton"): pytest.skip("needs Triton")
-    @fm.jit
+    @mk.jit
     def every(o_ptr):
-        i, j = fm.lower_tile(fm.tl.program_id(0))
-        fm.tl.store(o_ptr + 2*fm.tl.program_id(0), i); fm.tl.store(o_ptr + 2*fm.tl.program_id(0) + 1, j)
+        i, j = mk.lower_tile(mk.tl.program_id(0))
+        mk.tl.store(o_ptr + 2*mk.tl.program_id(0), i); mk.tl.store(o_ptr + 2*mk.tl.program_id(0) + 1, j)
     n = tiles*(tiles + 1)//2
     if DEVICE.type == "cpu": n = min(n, 300)
     out = torch.empty(n, 2, dtype=torch.int32, device=DEVICE)
@@ -259,10 +260,10 @@ def test_sums_over_more_than_a_block(kernels):
     if not version_of("triton"): pytest.skip("needs Triton")
     A, AA, sums, x = (torch.rand(2, *s, device=DEVICE) for s in ((9, 9), (9, 9), (1100,), (150, 70)))
     P, r = AA.clone(), 1/(sums.double().sum(1).sqrt()*1.02 + 1e-6)[:, None, None]
-    fm.polynomial_kernel[1, 2](A, P, sums, 1100, 9, 1., 2., 3., BLOCK=128)
+    mk.polynomial_kernel[1, 2](A, P, sums, 1100, 9, 1., 2., 3., BLOCK=128)
     exact = r*(torch.eye(9, device=DEVICE) + 2*r**2*A.double() + 3*r**4*AA.double())
     mean = torch.empty(2, 70, device=DEVICE)
-    fm.squares_kernel[2, 2](x, mean, 150, 70, ROWS=64, COLS=64)
+    mk.squares_kernel[2, 2](x, mean, 150, 70, ROWS=64, COLS=64)
     assert relative_error(P, exact) < 1e-5 and relative_error(mean, x.double().square().mean(1)) < 1e-5
 
 def test_counted():
@@ -279,7 +280,8 @@ def shared(world, shapes, group):
     "The weights after two updates by all processes together, and by this one alone, and how far they went"
     import torch
     from llm_speedrun.measure import default_device
-    from llm_speedrun.recipes.fast_muon import fast_muon, new_state
+    from llm_speedrun.recipes.fast_muon import fast_muon
+    from llm_speedrun.recipes.muon_update import new_state
     g, device = torch.Generator().manual_seed(0), default_device()
     new = lambda: [torch.randn(s, generator=g).to(device) for s in shapes]
     both, grads = new(), new()
@@ -362,7 +364,7 @@ def test_launches(symmetric):
 def test_compiled_once(symmetric):
     "Rates, momentum and steps not taken don't make Triton compile anything again"
     ps, gs, states = real("tiny")
-    kernels = [v for k, v in vars(fm).items() if k.endswith("_kernel") and hasattr(v, "device_caches")]
+    kernels = [v for k, v in (vars(mk) | vars(fm)).items() if k.endswith("_kernel") and hasattr(v, "device_caches")]
     compiled = lambda: sum(len(k.device_caches[torch.cuda.current_device()][0]) for k in kernels)
     def step(i):
         fast_muon(GROUP | dict(lr=.01*i, momentum=.85 + i/200, variance=.9), ps, [g*(i + 1.) for g in gs], states,

@@ -9,7 +9,7 @@ from llm_speedrun.generate import is_causal
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.architecture import UntiedGPT, init
 from llm_speedrun.plugins import LOADED, forget_plugin
-from llm_speedrun.recipes.recipe import parse_recipe
+from llm_speedrun.recipes.recipe_spec import parse_recipe
 from llm_speedrun.rungs.flash import sdpa
 from llm_speedrun.runs import Run
 from llm_speedrun.train.trainer import train

@@ -7,7 +7,8 @@ from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import compare, ratio
 from llm_speedrun.model import workload
 from llm_speedrun.recipes.batch import in_window, window_mask, with_attention_windows
-from llm_speedrun.recipes.recipe import find_recipe, parse_recipe, set_groups
+from llm_speedrun.recipes.recipe import set_groups
+from llm_speedrun.recipes.recipe_spec import find_recipe, parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper, lr_at
 from llm_speedrun.recipes.speedrun import decay_for, rate_for
 from llm_speedrun.runs import Stepper, build, resolve_options
@@ -19,7 +20,7 @@ from llm_speedrun.distributed.spawn import run_distributed
 from helpers.tiny_runs import NANO, fails, nano, options, recorded, texts
 
 @pytest.fixture(autouse=True)
-def best(monkeypatch): monkeypatch.setattr("llm_speedrun.recipes.recipe.BEST", "speedrun")
+def best(monkeypatch): monkeypatch.setattr("llm_speedrun.recipes.recipe_spec.BEST", "speedrun")
 
 def made(folder, **kw):
     "A `Trainer` that has not begun, and its options"

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, epilogues, f8, few_programs, first, flash4, fp8_epilogues,
-                                  fp8_loss, fused_ops, heads, memory_traffic, multi_tensor_adamw, muon, one, optim, qk_rope, rand, recorded, vocab_parallel,
-                                  tied_embedding)
+                                  fp8_loss, fused_ops, heads, memory_traffic, multi_tensor_adamw, muon, muon_kernels, one, optim, qk_rope, rand, recorded,
+                                  tied_embedding, vocab_parallel)
 from helpers.kernel_memory import checked_memory
 from helpers.tiny_runs import relative_error
 
@@ -226,10 +226,10 @@ def test_stacks_beyond_2_to_the_31(at_the_end, name):
         for tall in (False, True):
             shape = (n, m) if tall else (m, n)
             muon.gather_kernel[grid, k](table, x, sums, no, *shape, .1, TALL=tall, **tile)
-            muon.apply_kernel[grid, k](table, x, None, no, *shape, .1, .1, CAUTIOUS=True, TALL=tall, **tile)
-        muon.squares_kernel[muon.blocks(n, 64), k](x, v, m, n, ROWS=64, COLS=64)
+            muon_kernels.apply_kernel[grid, k](table, x, None, no, *shape, .1, .1, CAUTIOUS=True, TALL=tall, **tile)
+        muon_kernels.squares_kernel[muon.blocks(n, 64), k](x, v, m, n, ROWS=64, COLS=64)
         muon.symmetric_product(x, A)
         muon.symmetric_product(A, P, (1., 2., 3.))
-        muon.polynomial_kernel[muon.blocks(m*m, 2048), k](A, P, None, grid, m, 1., 2., 3., BLOCK=2048)
+        muon_kernels.polynomial_kernel[muon.blocks(m*m, 2048), k](A, P, None, grid, m, 1., 2., 3., BLOCK=2048)
         return [t[-1].clone() for t in (x, A, P, sums, v)] + last
     for a, b in zip(updated(2**31//(m*m) + 2), updated(1)): assert a.isfinite().all() and a.any() and a.equal(b)

@@ -19,7 +19,7 @@ from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
 from llm_speedrun.rungs.fp8_loss import Fp8CE, logits_quantize
 from llm_speedrun.rungs.multi_tensor_adamw import update_triton
 from llm_speedrun.rungs.optim import update_torch
-from llm_speedrun.recipes.recipe import parse_recipe
+from llm_speedrun.recipes.recipe_spec import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import (Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all,
                                find_rung)

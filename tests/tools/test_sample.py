@@ -9,7 +9,8 @@ from llm_speedrun.tools.export import export_folder, write_folder
 from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
-from llm_speedrun.recipes.recipe import RECIPES, parse_recipe
+from llm_speedrun.recipes.recipe import RECIPES
+from llm_speedrun.recipes.recipe_spec import parse_recipe
 from llm_speedrun.runs import RUNGS, Run, baseline, build, enter_all, rung, uncompiled
 from llm_speedrun.generate import draw, generate, is_causal, padded, top_k_top_p
 from llm_speedrun.kv_cache import Generator
