@@ -82,19 +82,19 @@ rungs/epilogues.py | heads_backward_kernel | dwa + da_, dwb + db_ | da_, db_ | K
 rungs/epilogues.py | scale_sum_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/epilogues.py | scale_sum_kernel | tl.load(g_ptr + i*step + offs_n[None, :], mask=mask, other=0.) | tl.load(g_ptr + i*step + offs_n[None, :]) | KERNELS
 rungs/epilogues.py | sums_rstd_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/flash4.py | heads_round_kernel | most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL) | most = x | rungs/test_flash4.py
-rungs/flash4.py | heads_round_kernel | (n // H).to(tl.int64) | (n // H) | KERNELS
-rungs/flash4.py | heads_round_kernel | n.to(tl.int64)*T*D | n*T*D | KERNELS
-rungs/flash4.py | heads_round_kernel | tl.abs(tl.load(x_ptr + offs_m*t_stride + i, mask=offs_m < T, other=0.) | tl.abs(tl.load(x_ptr + offs_m*t_stride + i) | KERNELS
+rungs/fp8_dynamic_scaling.py | heads_round_kernel | most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL) | most = x | rungs/test_flash4.py
+rungs/fp8_dynamic_scaling.py | heads_round_kernel | (n // H).to(tl.int64) | (n // H) | KERNELS
+rungs/fp8_dynamic_scaling.py | heads_round_kernel | n.to(tl.int64)*T*D | n*T*D | KERNELS
+rungs/fp8_dynamic_scaling.py | heads_round_kernel | tl.abs(tl.load(x_ptr + offs_m*t_stride + i, mask=offs_m < T, other=0.) | tl.abs(tl.load(x_ptr + offs_m*t_stride + i) | KERNELS
 rungs/flash4.py | attention8_kernel | l, m = l*fade + | l, m = l + | rungs/test_flash4.py
 rungs/flash4.py | attention8_kernel | o*fade[:, None] | o | rungs/test_flash4.py
 rungs/flash4.py | attention8_kernel | kv.to(tl.int64)*T*D, v_ptr | kv*T*D, v_ptr | KERNELS
 rungs/flash4.py | attention8_kernel | n.to(tl.int64)*T*D + offs_m | n*T*D + offs_m | KERNELS
 rungs/flash4.py | attention8_kernel | (n // H).to(tl.int64) | (n // H) | KERNELS
 rungs/flash4.py | attention8_kernel | d[:, None], mask=mask[None, :], other=0.) | d[:, None]) | KERNELS
-rungs/flash4.py | swiglu_keep_kernel | .to(tl.int64) |  | KERNELS
-rungs/flash4.py | swiglu_keep_kernel | tl.load(ab_ptr + offs, mask=mask, other=0.) | tl.load(ab_ptr + offs) | KERNELS
-rungs/flash4.py | swiglu_kept_backward_kernel | .to(tl.int64) |  | KERNELS
+rungs/fp8_dynamic_scaling.py | swiglu_keep_kernel | .to(tl.int64) |  | KERNELS
+rungs/fp8_dynamic_scaling.py | swiglu_keep_kernel | tl.load(ab_ptr + offs, mask=mask, other=0.) | tl.load(ab_ptr + offs) | KERNELS
+rungs/fp8_dynamic_scaling.py | swiglu_kept_backward_kernel | .to(tl.int64) |  | KERNELS
 rungs/tied_embedding.py | add_row | token.to(tl.int64) | token | KERNELS
 rungs/tied_embedding.py | group_sums_kernel | sums += | sums = | rungs/test_tied_embedding.py
 rungs/tied_embedding.py | cut_groups_kernel | sums += | sums = | rungs/test_tied_embedding.py

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 import llm_speedrun
 from llm_speedrun.recipes import fast_muon as muon
-from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_epilogues, fp8_kernels as f8, fused_fp8, fused_ops, memory_traffic, optim,
-                                tied_embedding, triton as first, vocab_parallel)
+from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_dynamic_scaling as dynamic, fp8_epilogues, fp8_kernels as f8,
+                                fused_fp8, fused_ops, memory_traffic, optim, tied_embedding, triton as first, vocab_parallel)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
 CASES, CAPABILITY = {}, {} # name -> a function of a device; name -> the least compute capability, where it isn't any
@@ -137,14 +137,14 @@ def around_products(device):
 def attention8(device):
     "Several blocks of tokens, of which the last one is partly empty"
     q, k, v = (rand(device, 2, 130, n, 32).transpose(1, 2) for n in (4, 2, 2))
-    (q8, iq), (k8, ik), (v8, iv) = flash4.heads_round(q, False), flash4.heads_round(k, False), flash4.heads_round(v, True)
+    (q8, iq), (k8, ik), (v8, iv) = dynamic.heads_round(q, False), dynamic.heads_round(k, False), dynamic.heads_round(v, True)
     flash4.attention8(q8, k8, v8, iq, ik, iv, True)
 
 @case(8, 9)
 def kept_activations(device):
     for N, F in ((3, 100), (2, 1040), (3, 5)): # the last as in `swiglu`
-        h, *kept = flash4.swiglu_keep(rand(device, N, 2*F))
-        flash4.swiglu_kept_backward(*kept, h)
+        h, *kept = dynamic.swiglu_keep(rand(device, N, 2*F))
+        dynamic.swiglu_kept_backward(*kept, h)
 
 @case()
 def embedding_rows(device):

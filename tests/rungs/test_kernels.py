@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 import pytest, torch
-from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, epilogues, f8, few_programs, first, flash4, fp8_epilogues,
-                                  fused_fp8, fused_ops, heads, memory_traffic, muon, one, optim, rand, recorded, tied_embedding, vocab_parallel)
+from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, dynamic, epilogues, f8, few_programs, first, flash4,
+                                  fp8_epilogues, fused_fp8, fused_ops, heads, memory_traffic, muon, one, optim, rand, recorded, tied_embedding, vocab_parallel)
 from helpers.kernel_memory import checked_memory
 from helpers.tiny_runs import relative_error
 
@@ -131,8 +131,8 @@ def far_norm_weight_grads(rows): return epilogues.norm_weight_grads(rows(64), [r
 def squares(*how, dt): return rand(*how, dt=dt).square()
 def far_sums_rstd(rows): return [epilogues.sums_rstd(rows(16, dt=torch.float16, of=squares), 48, 1e-6)]
 
-def far_kept(rows): return flash4.swiglu_keep(rows(2*128))
-def far_kept_backward(rows): return [flash4.swiglu_kept_backward(rows(2*128, dt=E4M3), rows(1, dt=FP32), dh := rows(128)), dh]
+def far_kept(rows): return dynamic.swiglu_keep(rows(2*128))
+def far_kept_backward(rows): return [dynamic.swiglu_kept_backward(rows(2*128, dt=E4M3), rows(1, dt=FP32), dh := rows(128)), dh]
 
 def far_rows(rows):
     "Tokens of the end of a large vocabulary, in 32 bits, which hold the tokens but not where their rows begin"
@@ -204,7 +204,7 @@ def test_attention_beyond_2_to_the_31(at_the_end, name):
         q = blank(B, 1024, 2, 64, dt=torch.bfloat16) # as many heads as a grid may have on its second axis
         q[-1] = of
         q = q.transpose(1, 2)
-        (q8, i), (v8, iv) = flash4.heads_round(q, False), flash4.heads_round(q, True)
+        (q8, i), (v8, iv) = dynamic.heads_round(q, False), dynamic.heads_round(q, True)
         o, lse = flash4.attention8(q8, q8, v8, i, i, iv, True)
         return [t[-1].clone() for t in (q8, v8, i, iv, o[:, :, :64*ROWS], lse[:, :, :64*ROWS])] # the last programs have the first queries
     last = rand(DEVICE, 1024, 2, 64)
