@@ -42,13 +42,13 @@ rungs/fused_fp8.py | logits_quantize_kernel | offs_m.to(tl.int64) | offs_m | KER
 rungs/fused_fp8.py | logits_quantize_kernel | g *= (1 + 2*z_loss*lse)[:, None] | g *= 1 | LOSSES FP8
 rungs/fused_fp8.py | logits_quantize_kernel | g *= 1 - t*t | g *= 1 | LOSSES FP8
 rungs/fused_fp8.py | logits_quantize_kernel | y = tl.load(y_ptr + offs_m, mask=offs_m < N, other=ignore_index) | y = tl.load(y_ptr + offs_m) | KERNELS
-rungs/memory_traffic.py | mean_loss_kernel | .to(tl.int64) |  | KERNELS
-rungs/memory_traffic.py | mean_loss_kernel | write_grads(x_ptr, offs, shift, 1 + 2*z_loss*lse, | write_grads(x_ptr, offs, shift, 1., | LOSSES
-rungs/memory_traffic.py | mean_loss_kernel | one *= 1 - | one *= 1 + 0* | LOSSES
-rungs/memory_traffic.py | mean_loss_kernel | + z_loss*lse*lse |  | LOSSES
-rungs/memory_traffic.py | mean_loss_kernel | tl.debug_barrier() | pass | LOSSES | gpu
-rungs/memory_traffic.py | mul_kernel | tl.load(x_ptr + i, mask=i < N) | tl.load(x_ptr + i) | KERNELS
-rungs/memory_traffic.py | mul_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
+rungs/grouped_ce.py | mean_loss_kernel | .to(tl.int64) |  | KERNELS
+rungs/grouped_ce.py | mean_loss_kernel | write_grads(x_ptr, offs, shift, 1 + 2*z_loss*lse, | write_grads(x_ptr, offs, shift, 1., | LOSSES
+rungs/grouped_ce.py | mean_loss_kernel | one *= 1 - | one *= 1 + 0* | LOSSES
+rungs/grouped_ce.py | mean_loss_kernel | + z_loss*lse*lse |  | LOSSES
+rungs/grouped_ce.py | mean_loss_kernel | tl.debug_barrier() | pass | LOSSES | gpu
+rungs/grouped_ce.py | mul_kernel | tl.load(x_ptr + i, mask=i < N) | tl.load(x_ptr + i) | KERNELS
+rungs/grouped_ce.py | mul_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
 rungs/vocab_parallel.py | part_stats_kernel | .to(tl.int64) |  | KERNELS
 rungs/vocab_parallel.py | part_grads_kernel | .to(tl.int64) |  | KERNELS
 rungs/vocab_parallel.py | part_grads_kernel | tl.debug_barrier() # all others are stored | pass | LOSSES | gpu

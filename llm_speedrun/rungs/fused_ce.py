@@ -14,7 +14,7 @@ from ..compat import HOPPER, kernels_missing, kernel_error
 from ..io_utils import RunError
 from ..runs import rung
 from .chunked_ce import bad_targets, sms
-from .memory_traffic import GroupedCE
+from .grouped_ce import GroupedCE
 from .kernel_ops import blocks, traced
 
 # %% ../../nbs/3_past_the_ladder/36_loss_epilogue.ipynb #29amiss1

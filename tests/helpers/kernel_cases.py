@@ -7,7 +7,7 @@ import torch
 import llm_speedrun
 from llm_speedrun.recipes import fast_muon as muon
 from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_dynamic_scaling as dynamic, fp8_epilogues, fp8_kernels as f8,
-                                fused_fp8, fused_ops, memory_traffic, optim, tied_embedding, triton as first, vocab_parallel)
+                                fused_fp8, fused_ops, grouped_ce, optim, tied_embedding, triton as first, vocab_parallel)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
 CASES, CAPABILITY = {}, {} # name -> a function of a device; name -> the least compute capability, where it isn't any
@@ -28,7 +28,7 @@ def one(device, x=1.): return torch.full((1,), x, device=device)
 @contextmanager
 def few_programs(n=2):
     "Let kernels whose programs share the rows loop over them, at any size"
-    modules, old = (first, fused_ops, epilogues, memory_traffic), first.programs
+    modules, old = (first, fused_ops, epilogues, grouped_ce), first.programs
     for m in modules: m.programs = lambda x, per_sm, most: min(n, most)
     try: yield
     finally:
@@ -82,9 +82,9 @@ def losses(device):
         fused_fp8.loss_lse(x, y, *options)
         vocab_parallel.part_stats(x, y, 2, 5.)
         vocab_parallel.part_grads(x.clone(), y, y.float(), 2, *options)
-        memory_traffic.mean_loss(x.clone(), y, one(device, 4.), *options)
+        grouped_ce.mean_loss(x.clone(), y, one(device, 4.), *options)
         chunked_ce.softmax_loss(x, y, *options, True)
-    with few_programs(): memory_traffic.mul_(rand(device, 3*4096 + 5), one(device, 2.))
+    with few_programs(): grouped_ce.mul_(rand(device, 3*4096 + 5), one(device, 2.))
 
 @case()
 def summed_loss(device):
@@ -103,7 +103,7 @@ def logits_quantize(device):
         _, lse = fused_fp8.loss_lse(x, y, *options)
         fused_fp8.logits_quantize(x, y, lse, *options)
         q, t = f8.empty_pair(x, 40, V, E5M2)
-        memory_traffic.logits_into(x, y, lse, q[16:], t[:, 16:], *options)
+        grouped_ce.logits_into(x, y, lse, q[16:], t[:, 16:], *options)
 
 @case(8, 9)
 def fp8(device):

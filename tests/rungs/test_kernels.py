@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, dynamic, epilogues, f8, few_programs, first, flash4,
-                                  fp8_epilogues, fused_fp8, fused_ops, heads, memory_traffic, muon, one, optim, rand, recorded, tied_embedding, vocab_parallel)
+                                  fp8_epilogues, fused_fp8, fused_ops, grouped_ce, heads, muon, one, optim, rand, recorded, tied_embedding, vocab_parallel)
 from helpers.kernel_memory import checked_memory
 from helpers.tiny_runs import relative_error
 
@@ -102,7 +102,7 @@ def far_heads_backward(rows):
     return out, s
 
 def far_loss(rows): return [chunked_ce.softmax_loss(x := rows(65536), rows(dt=torch.long, of=tokens), -100, .01, 5., True), x]
-def far_mean_loss(rows): return [memory_traffic.mean_loss(x := rows(65536), rows(dt=torch.long, of=tokens), one(DEVICE, 2.), -100, .01, 5.), x]
+def far_mean_loss(rows): return [grouped_ce.mean_loss(x := rows(65536), rows(dt=torch.long, of=tokens), one(DEVICE, 2.), -100, .01, 5.), x]
 def far_loss_lse(rows): return fused_fp8.loss_lse(rows(65536), rows(dt=torch.long, of=tokens), -100, .01, 5.)
 def far_part_stats(rows): return [vocab_parallel.part_stats(rows(65536), rows(dt=torch.long, of=tokens), 3, 5.).T]
 def far_part_grads(rows):
@@ -180,7 +180,7 @@ def test_a_factor_beyond_2_to_the_31(at_the_end, name):
     "And nearly there, where the place after a program's last block lies beyond"
     x = blank(2**31 + dict(times=3*4096 + 5, nearly=-4096)[name], dt=torch.float16)
     x[:9] = x[-9:] = 1.
-    memory_traffic.mul_(x, one(DEVICE, 3.))
+    grouped_ce.mul_(x, one(DEVICE, 3.))
     assert (x[:9] == 3).all() and (x[-9:] == 3).all()
 
 @beyond("adamw")
