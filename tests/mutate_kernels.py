@@ -99,9 +99,9 @@ rungs/tied_embedding.py | add_row | token.to(tl.int64) | token | KERNELS
 rungs/tied_embedding.py | group_sums_kernel | sums += | sums = | rungs/test_tied_embedding.py
 rungs/tied_embedding.py | cut_groups_kernel | sums += | sums = | rungs/test_tied_embedding.py
 rungs/tied_embedding.py | cut_groups_kernel | inside = offs*CHUNK < N | inside = offs*CHUNK >= 0 | KERNELS
-rungs/tied_embedding.py | take_rows_kernel | other=0).to(tl.int64) | other=0) | KERNELS
-rungs/tied_embedding.py | take_rows_kernel | offs.to(tl.int64) | offs | KERNELS
-rungs/tied_embedding.py | take_rows_kernel | mask=mask & known | mask=mask | KERNELS
+rungs/embedding_rows.py | take_rows_kernel | other=0).to(tl.int64) | other=0) | KERNELS
+rungs/embedding_rows.py | take_rows_kernel | offs.to(tl.int64) | offs | KERNELS
+rungs/embedding_rows.py | take_rows_kernel | mask=mask & known | mask=mask | KERNELS
 rungs/optim.py | load_weights | tl.load(p_ptr + i, mask=mask, other=0.) | tl.load(p_ptr + i) | KERNELS
 rungs/optim.py | load_moments | mask=block < n_blocks, other=0.) | other=None) | KERNELS
 rungs/optim.py | load_moments | return tl.load(m_ptr + i, mask=mask), | return tl.load(m_ptr + i), | KERNELS

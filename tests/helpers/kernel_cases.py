@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import llm_speedrun
 from llm_speedrun.recipes import fast_muon as muon
-from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_dynamic_scaling as dynamic, fp8_epilogues, fp8_kernels as f8,
+from llm_speedrun.rungs import (chunked_ce, embedding_rows as lookup, epilogues, flash4, fp8_dynamic_scaling as dynamic, fp8_epilogues, fp8_kernels as f8,
                                 fused_fp8, fused_ops, grouped_ce, optim, tied_embedding, triton as first, vocab_parallel)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
@@ -151,7 +151,7 @@ def embedding_rows(device):
     "Groups of tokens that begin and end in several chunks, and tokens that there are none of"
     for V, d in ((9, 40), (70000, 96)):
         x = torch.tensor([1]*3 + [5]*600 + [V - 1]*20 + [7, V, -1], device=device)
-        tied_embedding.take_rows(rand(device, V, d, dt=torch.float32), x, torch.bfloat16)
+        lookup.take_rows(rand(device, V, d, dt=torch.float32), x, torch.bfloat16)
         tied_embedding.add_rows(rand(device, V, d, dt=torch.float32), x, rand(device, len(x), d))
 
 def moments(device, sizes, rounding, bits):

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, dynamic, epilogues, f8, few_programs, first, flash4,
-                                  fp8_epilogues, fused_fp8, fused_ops, grouped_ce, heads, muon, one, optim, rand, recorded, tied_embedding, vocab_parallel)
+                                  fp8_epilogues, fused_fp8, fused_ops, grouped_ce, heads, lookup, muon, one, optim, rand, recorded, tied_embedding, vocab_parallel)
 from helpers.kernel_memory import checked_memory
 from helpers.tiny_runs import relative_error
 
@@ -137,8 +137,8 @@ def far_kept_backward(rows): return [dynamic.swiglu_kept_backward(rows(2*128, dt
 def far_rows(rows):
     "Tokens of the end of a large vocabulary, in 32 bits, which hold the tokens but not where their rows begin"
     w, x = rows(64), torch.arange(ROWS, device=DEVICE, dtype=torch.int32)
-    return [tied_embedding.take_rows(w, len(w) - ROWS + x, torch.bfloat16)]
-def far_tokens(rows): return [tied_embedding.take_rows(vector(9*64).view(9, 64), rows(dt=torch.long, of=partial(tokens, V=9)), torch.bfloat16)]
+    return [lookup.take_rows(w, len(w) - ROWS + x, torch.bfloat16)]
+def far_tokens(rows): return [lookup.take_rows(vector(9*64).view(9, 64), rows(dt=torch.long, of=partial(tokens, V=9)), torch.bfloat16)]
 def far_added_rows(rows):
     w, x = rows(64), torch.arange(ROWS, device=DEVICE)
     tied_embedding.add_rows(w, len(w) - ROWS + x, torch.ones(ROWS, 64, device=DEVICE))
