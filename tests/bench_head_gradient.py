@@ -20,7 +20,7 @@ from llm_speedrun.rungs.fp8 import E4M3, E5M2, LARGEST
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, matmul
 from llm_speedrun.rungs.fp8_epilogues import SummedCE
 from llm_speedrun.rungs.fp8_loss import HALF_MOST, Fp8CE, loss_lse, random_bits_maths, round_stochastically_maths
-from llm_speedrun.rungs.memory_traffic import GroupedCE
+from llm_speedrun.rungs.grouped_ce import GroupedCE
 from bench_start import command
 
 ROWS = 2048 # tokens at a time in float64

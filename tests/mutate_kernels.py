@@ -42,13 +42,13 @@ rungs/fp8_loss.py | logits_quantize_kernel | offs_m.to(tl.int64) | offs_m | KERN
 rungs/fp8_loss.py | logits_quantize_kernel | g *= (1 + 2*z_loss*lse)[:, None] | g *= 1 | LOSSES FP8
 rungs/fp8_loss.py | logits_quantize_kernel | g *= 1 - t*t | g *= 1 | LOSSES FP8
 rungs/fp8_loss.py | logits_quantize_kernel | y = tl.load(y_ptr + offs_m, mask=offs_m < N, other=ignore_index) | y = tl.load(y_ptr + offs_m) | KERNELS
-rungs/memory_traffic.py | mean_loss_kernel | .to(tl.int64) |  | KERNELS
-rungs/memory_traffic.py | mean_loss_kernel | write_grads(x_ptr, offs, shift, 1 + 2*z_loss*lse, | write_grads(x_ptr, offs, shift, 1., | LOSSES
-rungs/memory_traffic.py | mean_loss_kernel | one *= 1 - | one *= 1 + 0* | LOSSES
-rungs/memory_traffic.py | mean_loss_kernel | + z_loss*lse*lse |  | LOSSES
-rungs/memory_traffic.py | mean_loss_kernel | tl.debug_barrier() | pass | LOSSES | gpu
-rungs/memory_traffic.py | mul_kernel | tl.load(x_ptr + i, mask=i < N) | tl.load(x_ptr + i) | KERNELS
-rungs/memory_traffic.py | mul_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
+rungs/grouped_ce.py | mean_loss_kernel | .to(tl.int64) |  | KERNELS
+rungs/grouped_ce.py | mean_loss_kernel | write_grads(x_ptr, offs, shift, 1 + 2*z_loss*lse, | write_grads(x_ptr, offs, shift, 1., | LOSSES
+rungs/grouped_ce.py | mean_loss_kernel | one *= 1 - | one *= 1 + 0* | LOSSES
+rungs/grouped_ce.py | mean_loss_kernel | + z_loss*lse*lse |  | LOSSES
+rungs/grouped_ce.py | mean_loss_kernel | tl.debug_barrier() | pass | LOSSES | gpu
+rungs/grouped_ce.py | mul_kernel | tl.load(x_ptr + i, mask=i < N) | tl.load(x_ptr + i) | KERNELS
+rungs/grouped_ce.py | mul_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
 rungs/vocab_parallel.py | part_stats_kernel | .to(tl.int64) |  | KERNELS
 rungs/vocab_parallel.py | part_grads_kernel | .to(tl.int64) |  | KERNELS
 rungs/vocab_parallel.py | part_grads_kernel | tl.debug_barrier() # all others are stored | pass | LOSSES | gpu
@@ -82,26 +82,26 @@ rungs/epilogues.py | heads_backward_kernel | dwa + da_, dwb + db_ | da_, db_ | K
 rungs/epilogues.py | scale_sum_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/epilogues.py | scale_sum_kernel | tl.load(g_ptr + i*step + offs_n[None, :], mask=mask, other=0.) | tl.load(g_ptr + i*step + offs_n[None, :]) | KERNELS
 rungs/epilogues.py | sums_rstd_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/flash4.py | heads_round_kernel | most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL) | most = x | rungs/test_flash4.py
-rungs/flash4.py | heads_round_kernel | (n // H).to(tl.int64) | (n // H) | KERNELS
-rungs/flash4.py | heads_round_kernel | n.to(tl.int64)*T*D | n*T*D | KERNELS
-rungs/flash4.py | heads_round_kernel | tl.abs(tl.load(x_ptr + offs_m*t_stride + i, mask=offs_m < T, other=0.) | tl.abs(tl.load(x_ptr + offs_m*t_stride + i) | KERNELS
+rungs/fp8_dynamic_scaling.py | heads_round_kernel | most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL) | most = x | rungs/test_flash4.py
+rungs/fp8_dynamic_scaling.py | heads_round_kernel | (n // H).to(tl.int64) | (n // H) | KERNELS
+rungs/fp8_dynamic_scaling.py | heads_round_kernel | n.to(tl.int64)*T*D | n*T*D | KERNELS
+rungs/fp8_dynamic_scaling.py | heads_round_kernel | tl.abs(tl.load(x_ptr + offs_m*t_stride + i, mask=offs_m < T, other=0.) | tl.abs(tl.load(x_ptr + offs_m*t_stride + i) | KERNELS
 rungs/flash4.py | attention8_kernel | l, m = l*fade + | l, m = l + | rungs/test_flash4.py
 rungs/flash4.py | attention8_kernel | o*fade[:, None] | o | rungs/test_flash4.py
 rungs/flash4.py | attention8_kernel | kv.to(tl.int64)*T*D, v_ptr | kv*T*D, v_ptr | KERNELS
 rungs/flash4.py | attention8_kernel | n.to(tl.int64)*T*D + offs_m | n*T*D + offs_m | KERNELS
 rungs/flash4.py | attention8_kernel | (n // H).to(tl.int64) | (n // H) | KERNELS
 rungs/flash4.py | attention8_kernel | d[:, None], mask=mask[None, :], other=0.) | d[:, None]) | KERNELS
-rungs/flash4.py | swiglu_keep_kernel | .to(tl.int64) |  | KERNELS
-rungs/flash4.py | swiglu_keep_kernel | tl.load(ab_ptr + offs, mask=mask, other=0.) | tl.load(ab_ptr + offs) | KERNELS
-rungs/flash4.py | swiglu_kept_backward_kernel | .to(tl.int64) |  | KERNELS
+rungs/fp8_dynamic_scaling.py | swiglu_keep_kernel | .to(tl.int64) |  | KERNELS
+rungs/fp8_dynamic_scaling.py | swiglu_keep_kernel | tl.load(ab_ptr + offs, mask=mask, other=0.) | tl.load(ab_ptr + offs) | KERNELS
+rungs/fp8_dynamic_scaling.py | swiglu_kept_backward_kernel | .to(tl.int64) |  | KERNELS
 rungs/tied_embedding.py | add_row | token.to(tl.int64) | token | KERNELS
 rungs/tied_embedding.py | group_sums_kernel | sums += | sums = | rungs/test_tied_embedding.py
 rungs/tied_embedding.py | cut_groups_kernel | sums += | sums = | rungs/test_tied_embedding.py
 rungs/tied_embedding.py | cut_groups_kernel | inside = offs*CHUNK < N | inside = offs*CHUNK >= 0 | KERNELS
-rungs/tied_embedding.py | take_rows_kernel | other=0).to(tl.int64) | other=0) | KERNELS
-rungs/tied_embedding.py | take_rows_kernel | offs.to(tl.int64) | offs | KERNELS
-rungs/tied_embedding.py | take_rows_kernel | mask=mask & known | mask=mask | KERNELS
+rungs/embedding_rows.py | take_rows_kernel | other=0).to(tl.int64) | other=0) | KERNELS
+rungs/embedding_rows.py | take_rows_kernel | offs.to(tl.int64) | offs | KERNELS
+rungs/embedding_rows.py | take_rows_kernel | mask=mask & known | mask=mask | KERNELS
 rungs/multi_tensor_adamw.py | load_weights | tl.load(p_ptr + i, mask=mask, other=0.) | tl.load(p_ptr + i) | KERNELS
 rungs/multi_tensor_adamw.py | load_moments | mask=block < n_blocks, other=0.) | other=None) | KERNELS
 rungs/multi_tensor_adamw.py | load_moments | return tl.load(m_ptr + i, mask=mask), | return tl.load(m_ptr + i), | KERNELS

@@ -6,64 +6,24 @@
 __all__ = ['flash4', 'fp8_attention', 'feed_saving_fp8', 'fp8_activations']
 
 # %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #aebcdaad
-from functools import lru_cache, partial
+from functools import partial
 import torch
 from torch.autograd.function import once_differentiable
 from ..choices import checked
-from ..compat import (TO_BLACKWELL, cpu_attention, cpu_attention_backward, cudnn_attention,
-                                 kernel_error, kernels_missing, off_text, untried)
+from ..compat import untried
 from ..io_utils import InputError, RunError
 from ..roofline import DTYPES
 from ..model import set_parts
 from ..runs import rung
 
 # %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #23impor2
-from .flash import repeat_heads, sdpa
-from .fused_ops import (joined, rotated, stream_pair, swiglu_backward_maths, swiglu_grads,
-                                          swiglu_maths)
-from .kernel_ops import (LOG2E, blocks, direct_call, jit, kernel_op, launch, pow2,
-                                           runs_kernel, tl)
-from .triton import add_rms_norm, as_rows, norm_backward_maths, rms_norm, run_norm_backward
-from .fp8 import E4M3, LARGEST
-from .fp8_kernels import magnitude
+from .flash4_ops import (attention_forward, flash4_attention_backward, flash4_error,
+                                           flash4_missing)
+from .fp8_dynamic_scaling import heads_round, swiglu_keep, swiglu_kept_backward
 from .fp8_parts import needs_fp8
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #866ac2e1
-def flash4_missing():
-    "Return why the rung `flash4` can't run here, \"\" if it can. A CPU passes, for smoke runs"
-    return kernels_missing("flash-attn-4", "FlashAttention-4", TO_BLACKWELL)
-
-def attention_forward(q, k, v): # B H T D; B K T D twice
-    "Compute causal attention by cuDNN. Returns B H T D, and each row's log-sum-exp, B H T in FP32"
-    if q.is_cuda: o, lse = cudnn_attention(q, k, v, None, True, 0., True)[:2]
-    else: o, lse = cpu_attention(q, *repeat_heads(q, k, v), 0., True)
-    return o, lse.view(q.shape[:3])
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #850c5ac0
-def attention_backward_maths(do, q, k, v, o, lse):
-    "Return attention's gradients by PyTorch, where there is no GPU"
-    dq, dk, dv = cpu_attention_backward(do, q, *repeat_heads(q, k, v), o, lse, 0., True)
-    return [dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))]
-
-def like_rows(t): # B H T D
-    "Return an empty tensor with the strides of FlashAttention's gradients, which takes B T H D"
-    return torch.empty_like(t.transpose(1, 2)).transpose(1, 2)
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #23bwd002
-@torch.library.custom_op("llm_speedrun::flash4_attention_backward", mutates_args=())
-def flash4_attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                              o: torch.Tensor, lse: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
-    "Return gradients of q (B H T D), k and v (B K T D) from the output's; the flag is for counters"
-    if not q.is_cuda:
-        grads = attention_backward_maths(do, q, k, v, o, lse)
-        return [like_rows(t).copy_(d) for t, d in zip((q, k, v), grads)]
-    from llm_speedrun.compat import flash_attn_bwd
-    rows, same = (t.transpose(1, 2) for t in (q, k, v, o, do)), torch.are_deterministic_algorithms_enabled()
-    return [d.transpose(1, 2) for d in flash_attn_bwd(*rows, lse, causal=is_causal, deterministic=same)[:3]]
-
-@flash4_attention_backward.register_fake
-def _(do, q, k, v, o, lse, is_causal):
-    return [like_rows(t) for t in (q, k, v)]
+from .fused_ops import joined, rotated, stream_pair
+from .kernel_ops import LOG2E, blocks, direct_call, jit, kernel_op, launch, runs_kernel, tl
+from .triton import add_rms_norm, as_rows, norm_backward_maths, rms_norm, run_norm_backward
 
 # %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #bbdf713b
 class MixedAttention(torch.autograd.Function):
@@ -84,32 +44,6 @@ def mixed_attention(q, k, v): # B H T D; B K T D twice
     "Apply `MixedAttention`, as a function that a compiler can trace"
     return MixedAttention.apply(q, k, v)
 
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #23tried2
-def flash4_off(H, K, D, dtype, device): # query heads, KV heads, head dimension
-    "Return relative errors of the gradients for random heads, against PyTorch's attention in FP32"
-    g = torch.Generator(device).manual_seed(0)
-    q, k, v, do = (torch.randn(1, h, 200, D, device=device, generator=g).to(dtype) for h in (H, K, K, H))
-    def grads(attend, *ts):
-        ts = [t.detach().requires_grad_() for t in ts]
-        return torch.autograd.grad(attend(*ts), ts, do.to(ts[0].dtype))
-    exact = grads(sdpa, *(t.float() for t in (q, k, v)))
-    return [((a.float() - b).norm()/b.norm()).item() for a, b in zip(grads(mixed_attention, q, k, v), exact)]
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #23tried4
-@lru_cache
-def flash4_error(*shape): # query heads, KV heads, head dimension, dtype, device; whether it's deterministic
-    "Return what goes wrong with such heads, \"\" if nothing: kernels are compiled at their first call"
-    H, K, D, dtype, device, *_ = shape
-    errors = []
-    def run():
-        new = partial(torch.zeros, dtype=dtype, device=device, requires_grad=True)
-        q, k, v = (new(1, h, 512, D) for h in (H, K, K)) # of several blocks, as in training: the same kernels
-        o = mixed_attention(q, k, v)
-        o.backward(torch.ones_like(o))
-        if untried(): errors.extend(flash4_off(H, K, D, dtype, device))
-    with torch.enable_grad(): why = kernel_error(run)
-    return why or off_text(errors)
-
 # %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #bf99f1f0
 @rung("parts", needs=flash4_missing, untested_reason=untried, after=["flash"], gpu_only=True)
 def flash4(run): # a `Run` in 16 bits
@@ -124,60 +58,6 @@ def flash4(run): # a `Run` in 16 bits
     if why := checked(flash4_error, c.heads, c.kv_heads, c.head_dim, DTYPES[run.fmt], run.device, same):
         raise RunError(f"rung 'flash4': FlashAttention-4 can't run here: {why}. Leave the rung out")
     return run.with_model(partial(set_parts, attend=mixed_attention))
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #a5a3a6a3
-@jit
-def divisor(bits):
-    "Return the float with the bits of a magnitude, large enough to divide by; NaN stays NaN"
-    most = bits.to(tl.float32, bitcast=True)
-    return tl.maximum(most, 1e-30, propagate_nan=tl.PropagateNan.ALL)
-
-def scaled_e4m3(x, dims): # which dimensions share a scale
-    "Return `x` in E4M3, and the inverse scales, of size 1 in `dims`"
-    most = LARGEST[E4M3]
-    inverse = x.abs().amax(dims, keepdim=True).float().clamp(min=1e-30) / most
-    return (x/inverse).clamp(-most, most).to(E4M3), inverse
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #279437d6
-@jit
-def heads_round_kernel(x_ptr, q_ptr, inverse_ptr, H, T, b_stride, h_stride, t_stride, D: tl.constexpr,
-                       MOST: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr):
-    "Round one head of one sequence by its largest magnitude, and store it, transposed if TURN"
-    # grid: heads of all sequences; x: B H T D, strided; q: B H T D, or B H D T with TURN
-    n = tl.program_id(0)
-    i = tl.arange(0, D)[None, :]
-    x_ptr += (n // H).to(tl.int64)*b_stride + (n % H)*h_stride
-    most = tl.zeros((BLOCK, D), tl.float32)
-    for t in range(0, T, BLOCK):
-        offs_m = t + tl.arange(0, BLOCK)[:, None]
-        x = tl.abs(tl.load(x_ptr + offs_m*t_stride + i, mask=offs_m < T, other=0.).to(tl.float32))
-        most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL)
-    most = divisor(tl.max(tl.max(magnitude(most), 1), 0))
-    tl.store(inverse_ptr + n, most/MOST)
-    q_ptr += n.to(tl.int64)*T*D
-    for t in range(0, T, BLOCK):
-        offs_m = t + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + offs_m[:, None]*t_stride + i, mask=(offs_m < T)[:, None], other=0.).to(tl.float32)
-        x = tl.clamp(x*(MOST/most), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
-        if TURN:
-            offs_out = tl.arange(0, D)[:, None]*T + offs_m[None, :]
-            tl.store(q_ptr + offs_out, tl.trans(x).to(q_ptr.dtype.element_ty), mask=(offs_m < T)[None, :])
-        else: tl.store(q_ptr + offs_m[:, None]*D + i, x.to(q_ptr.dtype.element_ty),
-                       mask=(offs_m < T)[:, None])
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #71491917
-@kernel_op(strided=("x",))
-def heads_round(x: torch.Tensor, turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    "Return `x` (B H T D, strided) in E4M3, as B H T D or B H D T, and its inverse scales, B H 1 1"
-    B, H, T, D = x.shape
-    if not runs_kernel(x):
-        q, inverse = scaled_e4m3(x, (2, 3))
-        return (q.mT if turn else q).contiguous(), inverse
-    q = x.new_empty(*((B, H, D, T) if turn else (B, H, T, D)), dtype=E4M3)
-    inverse = x.new_empty(B, H, 1, 1, dtype=torch.float32)
-    launch(heads_round_kernel, (B*H,), x, q, inverse, H, T, *x.stride()[:3], D, LARGEST[E4M3], turn,
-           BLOCK=64, num_warps=8)
-    return q, inverse
 
 # %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #3667fdfd
 @jit
@@ -238,70 +118,6 @@ class Fp8Attention(torch.autograd.Function):
 def fp8_attention(run): # a `Run`
     "Experimental, it gained nothing: attention's forward matmuls in FP8"
     return run.with_model(partial(set_parts, attend=lambda q, k, v: Fp8Attention.apply(q, k, v)))
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #e0f0e442
-@jit
-def swiglu_keep_kernel(ab_ptr, h_ptr, q_ptr, inverse_ptr, F: tl.constexpr, MOST: tl.constexpr,
-                       BLOCK: tl.constexpr):
-    "Write silu(a) * b of a row; a and b in 8 bits with one scale, and its inverse"
-    # grid: rows; ab, q: N 2F, row-major, a first; h: N F
-    n = tl.program_id(0).to(tl.int64)
-    offs_n = tl.arange(0, BLOCK)
-    offs = n*2*F + offs_n
-    mask = offs_n < F
-    a = tl.load(ab_ptr + offs, mask=mask, other=0.).to(tl.float32)
-    b = tl.load(ab_ptr + offs + F, mask=mask, other=0.).to(tl.float32)
-    tl.store(h_ptr + n*F + offs_n, a*tl.sigmoid(a)*b, mask=mask)
-    larger = tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
-    most = divisor(tl.max(magnitude(larger), 0))
-    dt: tl.constexpr = q_ptr.dtype.element_ty
-    a = tl.clamp(a*(MOST/most), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    b = tl.clamp(b*(MOST/most), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(q_ptr + offs, a.to(dt), mask=mask)
-    tl.store(q_ptr + offs + F, b.to(dt), mask=mask)
-    tl.store(inverse_ptr + n, most/MOST)
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #65983958
-def row_tile(F): # columns
-    "Return the tile of a program that takes a whole row, and its number of warps"
-    block = max(64, pow2(F))
-    return dict(BLOCK=block, num_warps=max(1, min(16, block//512)))
-
-@kernel_op
-def swiglu_keep(ab: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "Return silu(a) * b for rows (a, b), N 2F to N F; `ab` in E4M3, and inverse scales by row, N 1"
-    if not runs_kernel(ab): return swiglu_maths(ab), *scaled_e4m3(ab, 1)
-    N, F = ab.shape[0], ab.shape[1]//2
-    h, q = ab.new_empty(N, F), torch.empty_like(ab, dtype=E4M3)
-    inverse = ab.new_empty(N, 1, dtype=torch.float32)
-    launch(swiglu_keep_kernel, (N,), ab, h, q, inverse, F, LARGEST[E4M3], **row_tile(F))
-    return h, q, inverse
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #23keep05
-@jit
-def swiglu_kept_backward_kernel(q_ptr, inverse_ptr, dh_ptr, dab_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
-    "Write the gradients of a and b from a row's 8-bit values, and h over its own gradient"
-    # grid: rows; q, dab: N 2F, row-major, a first; dh: N F
-    n = tl.program_id(0).to(tl.int64)
-    offs_n = tl.arange(0, BLOCK)
-    offs = n*2*F + offs_n
-    mask = offs_n < F
-    inverse = tl.load(inverse_ptr + n)
-    a = tl.load(q_ptr + offs, mask=mask, other=0.).to(tl.float32)*inverse
-    b = tl.load(q_ptr + offs + F, mask=mask, other=0.).to(tl.float32)*inverse
-    da, db, h = swiglu_grads(a, b, tl.load(dh_ptr + n*F + offs_n, mask=mask, other=0.).to(tl.float32))
-    tl.store(dab_ptr + offs, da, mask=mask)
-    tl.store(dab_ptr + offs + F, db, mask=mask)
-    tl.store(dh_ptr + n*F + offs_n, h, mask=mask)
-
-# %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #23keep06
-@kernel_op(mutates=("dh",))
-def swiglu_kept_backward(q: torch.Tensor, inverse: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
-    "Return the gradient of `ab` (N 2F) from its 8-bit values and that of h (N F), overwritten with h"
-    if not runs_kernel(q): return swiglu_backward_maths(q.to(inverse.dtype)*inverse, dh).to(dh.dtype)
-    (N, F), dab = dh.shape, dh.new_empty(dh.shape[0], 2*dh.shape[1])
-    launch(swiglu_kept_backward_kernel, (N,), q, inverse, dh, dab, F, **row_tile(F))
-    return dab
 
 # %% ../../nbs/3_past_the_ladder/31_flash4.ipynb #36c01ac7
 class Fp8SwiGLUDown(torch.autograd.Function):

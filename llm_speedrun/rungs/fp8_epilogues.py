@@ -20,7 +20,7 @@ from ..runs import rung
 # %% ../../nbs/3_past_the_ladder/35_fp8_epilogues.ipynb #29bimp02
 from .loss_kernels import row_lse
 from .epilogues import deinterleave, gated_flops
-from .memory_traffic import GroupedCE
+from .grouped_ce import GroupedCE
 from .fp8 import E4M3, E5M2, LARGEST
 from .fp8_kernels import (Slots, by_kernel, empty_pair, fitting_scale, heads_quantize,
                                             magnitude, norm_quantize_kernel, note_amax, matmul, quantize,

@@ -15,7 +15,7 @@ from ..io_utils import RunError
 from ..runs import rung
 from .chunked_ce import sms
 from .loss_kernels import bad_targets
-from .memory_traffic import GroupedCE
+from .grouped_ce import GroupedCE
 from .kernel_ops import blocks, traced
 
 # %% ../../nbs/3_past_the_ladder/36_loss_epilogue.ipynb #29amiss1

@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 from ..compat import is_view, recast
 from ..model import GPT, Embedding
 from ..runs import rung
+from .embedding_rows import columns, take_rows
 from .fused_ops import compute_dtype, needs_triton
-from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
+from .kernel_ops import blocks, jit, kernel_op, launch, runs_kernel, tl
 
 # %% ../../nbs/3_past_the_ladder/32_fewer_bytes.ipynb #e988504c
 def add_rows_maths(g, x, dh): # V d, changed in place; N tokens; N d
@@ -102,10 +103,6 @@ def cut_groups_kernel(g_ptr, part_ptr, key_ptr, N, V, d: tl.constexpr, MASK: tl.
 CHUNK_TILE = dict(CHUNK=16, ROWS=4, num_warps=1) # places of a program, and rows that it loads at a time
 CUT_TILE = dict(ROWS=16, num_warps=4) # of the second kernel: partial sums at a time
 
-def columns(d, most=512): # numbers in a row
-    "Return a program's columns, a power of two: one that divides `d` where that is not too small"
-    return min(most, d & -d if d & -d >= 64 else pow2(d))
-
 # %% ../../nbs/3_past_the_ladder/32_fewer_bytes.ipynb #1cdeb6c8
 @kernel_op(mutates=("g",), strided=("x",))
 def add_rows(g: torch.Tensor, x: torch.Tensor, dh: torch.Tensor) -> None:
@@ -118,31 +115,6 @@ def add_rows(g: torch.Tensor, x: torch.Tensor, dh: torch.Tensor) -> None:
     part = dh.new_empty(2*grid[0], d, dtype=torch.float32)
     launch(group_sums_kernel, grid, g, part, keys, order, dh, N, len(g), d, mask, COLS=cols, **CHUNK_TILE)
     launch(cut_groups_kernel, grid, g, part, keys, N, len(g), d, mask, COLS=cols, **CHUNK_TILE | CUT_TILE)
-
-# %% ../../nbs/3_past_the_ladder/32_fewer_bytes.ipynb #164ffe85
-@jit
-def take_rows_kernel(x_ptr, w_ptr, h_ptr, N, V, d: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    "Write the rows of some tokens, in the type of `h`"
-    # grid: blocks of tokens, blocks of columns; w: V d, h: N d, row-major
-    offs = tl.program_id(0)*ROWS + tl.arange(0, ROWS)
-    offs_n = tl.program_id(1)*COLS + tl.arange(0, COLS)
-    x = tl.load(x_ptr + offs, mask=offs < N, other=0).to(tl.int64)
-    mask = (offs < N)[:, None] & (offs_n < d)[None, :]
-    known = ((x >= 0) & (x < V))[:, None]
-    w = tl.load(w_ptr + x[:, None]*d + offs_n[None, :], mask=mask & known, other=0.).to(tl.float32)
-    offs_out = offs.to(tl.int64)[:, None]*d + offs_n[None, :]
-    tl.store(h_ptr + offs_out, tl.where(known, w, float("nan")), mask=mask)
-
-# %% ../../nbs/3_past_the_ladder/32_fewer_bytes.ipynb #de99e973
-@kernel_op(strided=("x",))
-def take_rows(w: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    "Return the rows of `w` (V d, contiguous) for tokens `x`, in `dtype`: the shape of `x`, and d"
-    if not runs_kernel(w) or w.dtype == torch.float64: return F.embedding(x, w).to(dtype)
-    (V, d), N, h = w.shape, x.numel(), w.new_empty(*x.shape, w.shape[1], dtype=dtype)
-    cols, rows = columns(d), 16
-    if N: launch(take_rows_kernel, (blocks(N, rows), blocks(d, cols)), x.contiguous(), w, h, N, V, d,
-                 ROWS=rows, COLS=cols, num_warps=4)
-    return h
 
 # %% ../../nbs/3_past_the_ladder/32_fewer_bytes.ipynb #9f3de576
 class TiedRows(torch.autograd.Function):

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 import llm_speedrun
 from llm_speedrun.recipes import fast_muon as muon, muon_kernels, muon_update
-from llm_speedrun.rungs import (chunked_ce, epilogues, flash4, fp8_epilogues, fp8_kernels as f8, fp8_loss, fused_ops, memory_traffic, multi_tensor_adamw, optim,
-                                qk_rope, tied_embedding, triton as first, vocab_parallel)
+from llm_speedrun.rungs import (chunked_ce, embedding_rows as lookup, epilogues, flash4, fp8_dynamic_scaling as dynamic, fp8_epilogues, fp8_kernels as f8,
+                                fp8_loss, fused_ops, grouped_ce, multi_tensor_adamw, optim, qk_rope, tied_embedding, triton as first, vocab_parallel)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
 CASES, CAPABILITY = {}, {} # name -> a function of a device; name -> the least compute capability, where it isn't any
@@ -28,7 +28,7 @@ def one(device, x=1.): return torch.full((1,), x, device=device)
 @contextmanager
 def few_programs(n=2):
     "Let kernels whose programs share the rows loop over them, at any size"
-    modules, old = (first, qk_rope, epilogues, memory_traffic), first.programs
+    modules, old = (first, qk_rope, epilogues, grouped_ce), first.programs
     for m in modules: m.programs = lambda x, per_sm, most: min(n, most)
     try: yield
     finally:
@@ -82,9 +82,9 @@ def losses(device):
         fp8_loss.loss_lse(x, y, *options)
         vocab_parallel.part_stats(x, y, 2, 5.)
         vocab_parallel.part_grads(x.clone(), y, y.float(), 2, *options)
-        memory_traffic.mean_loss(x.clone(), y, one(device, 4.), *options)
+        grouped_ce.mean_loss(x.clone(), y, one(device, 4.), *options)
         chunked_ce.softmax_loss(x, y, *options, True)
-    with few_programs(): memory_traffic.mul_(rand(device, 3*4096 + 5), one(device, 2.))
+    with few_programs(): grouped_ce.mul_(rand(device, 3*4096 + 5), one(device, 2.))
 
 @case()
 def summed_loss(device):
@@ -103,7 +103,7 @@ def logits_quantize(device):
         _, lse = fp8_loss.loss_lse(x, y, *options)
         fp8_loss.logits_quantize(x, y, lse, *options)
         q, t = f8.empty_pair(x, 40, V, E5M2)
-        memory_traffic.logits_into(x, y, lse, q[16:], t[:, 16:], *options)
+        grouped_ce.logits_into(x, y, lse, q[16:], t[:, 16:], *options)
 
 @case(8, 9)
 def fp8(device):
@@ -137,21 +137,21 @@ def around_products(device):
 def attention8(device):
     "Several blocks of tokens, of which the last one is partly empty"
     q, k, v = (rand(device, 2, 130, n, 32).transpose(1, 2) for n in (4, 2, 2))
-    (q8, iq), (k8, ik), (v8, iv) = flash4.heads_round(q, False), flash4.heads_round(k, False), flash4.heads_round(v, True)
+    (q8, iq), (k8, ik), (v8, iv) = dynamic.heads_round(q, False), dynamic.heads_round(k, False), dynamic.heads_round(v, True)
     flash4.attention8(q8, k8, v8, iq, ik, iv, True)
 
 @case(8, 9)
 def kept_activations(device):
     for N, F in ((3, 100), (2, 1040), (3, 5)): # the last as in `swiglu`
-        h, *kept = flash4.swiglu_keep(rand(device, N, 2*F))
-        flash4.swiglu_kept_backward(*kept, h)
+        h, *kept = dynamic.swiglu_keep(rand(device, N, 2*F))
+        dynamic.swiglu_kept_backward(*kept, h)
 
 @case()
 def embedding_rows(device):
     "Groups of tokens that begin and end in several chunks, and tokens that there are none of"
     for V, d in ((9, 40), (70000, 96)):
         x = torch.tensor([1]*3 + [5]*600 + [V - 1]*20 + [7, V, -1], device=device)
-        tied_embedding.take_rows(rand(device, V, d, dt=torch.float32), x, torch.bfloat16)
+        lookup.take_rows(rand(device, V, d, dt=torch.float32), x, torch.bfloat16)
         tied_embedding.add_rows(rand(device, V, d, dt=torch.float32), x, rand(device, len(x), d))
 
 def moments(device, sizes, rounding, bits):

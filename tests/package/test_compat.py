@@ -7,7 +7,7 @@ import llm_speedrun
 from llm_speedrun import compat
 from llm_speedrun.choices import Choices
 from llm_speedrun.model import workload
-from llm_speedrun.rungs import epilogues, flash4 as fa4, fused_ce
+from llm_speedrun.rungs import epilogues, flash4_ops as fa4, fused_ce
 from llm_speedrun.runs import RUNGS, build
 from llm_speedrun.train.autotune import resolve_preset
 from llm_speedrun.train.presets import preset

@@ -6,7 +6,7 @@ from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPTConfig, rope, rope_table, workload
 from llm_speedrun.runs import Stepper, build, count_step, enter_all
 from llm_speedrun.rungs import epilogues as e, fp8_epilogues as ep8, fused_ce as ce_module, fp8_kernels as f8, fp8_loss
-from llm_speedrun.rungs.memory_traffic import GroupedCE
+from llm_speedrun.rungs.grouped_ce import GroupedCE
 from helpers.tiny_runs import fails, pass_of, relative_error
 
 GPU = torch.cuda.is_available()

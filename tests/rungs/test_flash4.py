@@ -3,10 +3,10 @@ import os
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from llm_speedrun.rungs.flash4 import (attention8, attention_forward, flash4_attention_backward, flash4_error, flash4_missing,
-                                       heads_round, feed_saving_fp8, mixed_attention, MixedAttention, norm_backward_recompute, NormMatmul,
-                                       swiglu_keep, swiglu_kept_backward)
+from llm_speedrun.rungs.flash4 import attention8, feed_saving_fp8, mixed_attention, MixedAttention, norm_backward_recompute, NormMatmul
+from llm_speedrun.rungs.flash4_ops import attention_forward, flash4_attention_backward, flash4_error, flash4_missing
 from llm_speedrun.rungs.fp8 import E4M3, sqnr
+from llm_speedrun.rungs.fp8_dynamic_scaling import heads_round, swiglu_keep, swiglu_kept_backward
 from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.kernel_ops import runs_kernel
 from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths

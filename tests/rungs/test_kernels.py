@@ -6,9 +6,9 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 import pytest, torch
-from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, epilogues, f8, few_programs, first, flash4, fp8_epilogues,
-                                  fp8_loss, fused_ops, heads, memory_traffic, multi_tensor_adamw, muon, muon_kernels, one, optim, qk_rope, rand, recorded,
-                                  tied_embedding, vocab_parallel)
+from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, dynamic, epilogues, f8, few_programs, first, flash4,
+                                  fp8_epilogues, fp8_loss, fused_ops, grouped_ce, heads, lookup, multi_tensor_adamw, muon, muon_kernels, one, optim, qk_rope,
+                                  rand, recorded, tied_embedding, vocab_parallel)
 from helpers.kernel_memory import checked_memory
 from helpers.tiny_runs import relative_error
 
@@ -103,7 +103,7 @@ def far_heads_backward(rows):
     return out, s
 
 def far_loss(rows): return [chunked_ce.softmax_loss(x := rows(65536), rows(dt=torch.long, of=tokens), -100, .01, 5., True), x]
-def far_mean_loss(rows): return [memory_traffic.mean_loss(x := rows(65536), rows(dt=torch.long, of=tokens), one(DEVICE, 2.), -100, .01, 5.), x]
+def far_mean_loss(rows): return [grouped_ce.mean_loss(x := rows(65536), rows(dt=torch.long, of=tokens), one(DEVICE, 2.), -100, .01, 5.), x]
 def far_loss_lse(rows): return fp8_loss.loss_lse(rows(65536), rows(dt=torch.long, of=tokens), -100, .01, 5.)
 def far_part_stats(rows): return [vocab_parallel.part_stats(rows(65536), rows(dt=torch.long, of=tokens), 3, 5.).T]
 def far_part_grads(rows):
@@ -132,14 +132,14 @@ def far_norm_weight_grads(rows): return epilogues.norm_weight_grads(rows(64), [r
 def squares(*how, dt): return rand(*how, dt=dt).square()
 def far_sums_rstd(rows): return [epilogues.sums_rstd(rows(16, dt=torch.float16, of=squares), 48, 1e-6)]
 
-def far_kept(rows): return flash4.swiglu_keep(rows(2*128))
-def far_kept_backward(rows): return [flash4.swiglu_kept_backward(rows(2*128, dt=E4M3), rows(1, dt=FP32), dh := rows(128)), dh]
+def far_kept(rows): return dynamic.swiglu_keep(rows(2*128))
+def far_kept_backward(rows): return [dynamic.swiglu_kept_backward(rows(2*128, dt=E4M3), rows(1, dt=FP32), dh := rows(128)), dh]
 
 def far_rows(rows):
     "Tokens of the end of a large vocabulary, in 32 bits, which hold the tokens but not where their rows begin"
     w, x = rows(64), torch.arange(ROWS, device=DEVICE, dtype=torch.int32)
-    return [tied_embedding.take_rows(w, len(w) - ROWS + x, torch.bfloat16)]
-def far_tokens(rows): return [tied_embedding.take_rows(vector(9*64).view(9, 64), rows(dt=torch.long, of=partial(tokens, V=9)), torch.bfloat16)]
+    return [lookup.take_rows(w, len(w) - ROWS + x, torch.bfloat16)]
+def far_tokens(rows): return [lookup.take_rows(vector(9*64).view(9, 64), rows(dt=torch.long, of=partial(tokens, V=9)), torch.bfloat16)]
 def far_added_rows(rows):
     w, x = rows(64), torch.arange(ROWS, device=DEVICE)
     tied_embedding.add_rows(w, len(w) - ROWS + x, torch.ones(ROWS, 64, device=DEVICE))
@@ -181,7 +181,7 @@ def test_a_factor_beyond_2_to_the_31(at_the_end, name):
     "And nearly there, where the place after a program's last block lies beyond"
     x = blank(2**31 + dict(times=3*4096 + 5, nearly=-4096)[name], dt=torch.float16)
     x[:9] = x[-9:] = 1.
-    memory_traffic.mul_(x, one(DEVICE, 3.))
+    grouped_ce.mul_(x, one(DEVICE, 3.))
     assert (x[:9] == 3).all() and (x[-9:] == 3).all()
 
 @beyond("adamw")
@@ -205,7 +205,7 @@ def test_attention_beyond_2_to_the_31(at_the_end, name):
         q = blank(B, 1024, 2, 64, dt=torch.bfloat16) # as many heads as a grid may have on its second axis
         q[-1] = of
         q = q.transpose(1, 2)
-        (q8, i), (v8, iv) = flash4.heads_round(q, False), flash4.heads_round(q, True)
+        (q8, i), (v8, iv) = dynamic.heads_round(q, False), dynamic.heads_round(q, True)
         o, lse = flash4.attention8(q8, q8, v8, i, i, iv, True)
         return [t[-1].clone() for t in (q8, v8, i, iv, o[:, :, :64*ROWS], lse[:, :, :64*ROWS])] # the last programs have the first queries
     last = rand(DEVICE, 1024, 2, 64)

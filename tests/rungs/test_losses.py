@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest, torch
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.rungs import chunked_ce, fp8_loss, memory_traffic, vocab_parallel
+from llm_speedrun.rungs import chunked_ce, fp8_loss, grouped_ce, vocab_parallel
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy, loss_maths, softmax_loss
 from llm_speedrun.rungs.fp8_epilogues import summed_loss
 from llm_speedrun.rungs.fused_ce import FusedCE, hopper_missing
-from llm_speedrun.rungs.memory_traffic import GroupedCE, mean_loss, mul_
+from llm_speedrun.rungs.grouped_ce import GroupedCE, mean_loss, mul_
 from llm_speedrun.rungs.fp8 import E5M2
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling
 from llm_speedrun.rungs.fp8_loss import HALF_MOST, Fp8CE, logits_quantize, loss_lse
@@ -157,7 +157,7 @@ def loss_is_exact(name, V, pattern, z, cap):
     if name not in ("fp8", "logits"): torch.testing.assert_close(grad.double(), exact, rtol=1e-4, atol=2e-5)
     else: assert ((grad - exact).abs() <= .25*exact.abs() + 2e-5).all()
 
-blocks_of_64 = dict(chunked=chunked_ce, mean=memory_traffic, parts=vocab_parallel, fp8=fp8_loss)
+blocks_of_64 = dict(chunked=chunked_ce, mean=grouped_ce, parts=vocab_parallel, fp8=fp8_loss)
 patterns = pytest.mark.parametrize("pattern", ["rises", "falls", "middle"])
 
 @patterns

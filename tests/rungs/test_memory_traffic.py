@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest, torch, torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 import llm_speedrun.rungs.memory_traffic as module
-from llm_speedrun.rungs import fp8_loss
+from llm_speedrun.rungs import fp8_loss, grouped_ce
 from llm_speedrun.model import workload
 from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents
-from llm_speedrun.rungs.memory_traffic import (ClippedAdamW, direct_update, DirectBackward, group_sizes,
-                                               GroupedCE, head_groups, qkv_of_values, logits_into, mean_loss, recompute_on_unpack,
-                                               recompute_rope, mul_)
+from llm_speedrun.rungs.grouped_ce import group_sizes, GroupedCE, logits_into, mean_loss, mul_
+from llm_speedrun.rungs.memory_traffic import (ClippedAdamW, direct_update, DirectBackward, head_groups, qkv_of_values, recompute_on_unpack,
+                                               recompute_rope)
 from llm_speedrun.rungs.fp8 import E5M2, mm8
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling, empty_pair
 from llm_speedrun.rungs.fp8_loss import Fp8CE, logits_quantize
@@ -133,13 +133,13 @@ def test_any_number_of_tokens(n):
 
 def test_one_chunk_of_logits_at_a_time(monkeypatch):
     "In FP8 each chunk's logits are gone before the next ones are made: they are most of the memory beside the groups"
-    seen, plain = [], module.matmul
+    seen, plain = [], grouped_ce.matmul
     def matmul(*args, **how):
         assert all(s.expired() for s in seen)
         out = plain(*args, **how)
         seen.append(StorageWeakRef(out.untyped_storage()))
         return out
-    monkeypatch.setattr(module, "matmul", matmul)
+    monkeypatch.setattr(grouped_ce, "matmul", matmul)
     grads(GroupedCE(**SMALL, scales=scales()), *case())
     assert len(seen) == 3     # two chunks in the first group, and one in the second
 
@@ -177,14 +177,14 @@ def test_wrong_groups_are_seen(monkeypatch):
     exact = grads(exactly, h.double(), w.double(), y)
     def wrong(name, f):
         with monkeypatch.context() as m:
-            m.setattr(module, name, f)
+            m.setattr(grouped_ce, name, f)
             return max(relative_error(x, e) for e, x in zip(exact, grads(GroupedCE(**SMALL, scales=scales()), h, w, y)))
-    into = module.logits_into
+    into = grouped_ce.logits_into
     assert wrong("logits_into", into) < .2
     assert wrong("logits_into", lambda x, y, l, q, t, *o: (into(x, y, l, q, t, *o), t.zero_())) > .4     # no transpose
-    whole = module.mm8
+    whole = grouped_ce.mm8
     assert wrong("mm8", lambda *args, **kw: 2*whole(*args, **kw)) > .4     # another scale
-    half = module.mm8_into
+    half = grouped_ce.mm8_into
     assert wrong("mm8_into", lambda to, *a: (half(to, *a), to[100:].zero_())) > .4     # rows left out
 
 @pytest.mark.parametrize("rungs", [FP8, FUSED, ["chunked_ce"]], ids=["fp8", "bf16", "fp32"])
@@ -223,12 +223,12 @@ def test_small_gradients_of_one_sign_are_summed_up(monkeypatch):
     ours = lambda: [relative_error(b, a.double()) for a, b in zip(theirs, grads(GroupedCE(scales=scales(32.)), h, w, y))]
     assert max(ours()) < 1e-2, ours()
     for name in ("mm8", "mm8_into"):
-        right = getattr(module, name)
+        right = getattr(grouped_ce, name)
         def inside(*a, **k):
             if name == "mm8": return right(*a, **k | dict(fast=True))
             a[0].copy_(mm8(*a[1:], out=a[0].dtype, fast=True)[:len(a[0])])
         with monkeypatch.context() as m:
-            m.setattr(module, name, inside)
+            m.setattr(grouped_ce, name, inside)
             assert max(ours()) > 2e-2, (name, ours())
 
 @pytest.mark.parametrize("more", [[], ["head_groups"]])
@@ -238,7 +238,7 @@ def test_logits_are_summed_in_fp32(more, monkeypatch):
     def matmul(s, a, b, name_a, name_b, **how):
         seen.setdefault(name_b, set()).add(how.get("fast", False))
         return right(s, a, b, name_a, name_b, **how)
-    for m in (fp8_loss, module): monkeypatch.setattr(m, "matmul", matmul)
+    for m in (fp8_loss, grouped_ce): monkeypatch.setattr(m, "matmul", matmul)
     model_grads([*FP8, *more])
     assert seen["head"] == {False} and True in seen["wo"]
 

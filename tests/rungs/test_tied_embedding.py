@@ -3,7 +3,8 @@ from copy import deepcopy
 from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.tied_embedding as module
-from llm_speedrun.rungs.tied_embedding import add_rows, add_rows_maths, take_rows, TiedGPT, TiedRows
+from llm_speedrun.rungs.embedding_rows import take_rows
+from llm_speedrun.rungs.tied_embedding import add_rows, add_rows_maths, TiedGPT, TiedRows
 from llm_speedrun.model import GPT, Embedding, workload
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.schedules import GuardedStepper
