@@ -7,7 +7,8 @@ from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs import chunked_ce, fused_fp8, memory_traffic, vocab_parallel
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, chunked_cross_entropy, linear_cross_entropy, loss_maths, softmax_loss
 from llm_speedrun.rungs.fp8_epilogues import summed_loss
-from llm_speedrun.rungs.fused_ce import FusedCE, hopper_missing
+from llm_speedrun.rungs.fused_ce import FusedCE
+from llm_speedrun.rungs.matmul_ops import hopper_missing
 from llm_speedrun.rungs.memory_traffic import GroupedCE, mean_loss, mul_
 from llm_speedrun.rungs.fp8 import E5M2
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling
