@@ -54,10 +54,10 @@ rungs/vocab_parallel.py | part_grads_kernel | .to(tl.int64) |  | KERNELS
 rungs/vocab_parallel.py | part_grads_kernel | tl.debug_barrier() # all others are stored | pass | LOSSES | gpu
 rungs/fp8_epilogues.py | summed_loss_kernel | .to(tl.int64) |  | KERNELS
 rungs/fp8_epilogues.py | summed_loss_kernel | tl.load(sums_ptr + row*T + i, mask=i < T, other=0.) | tl.load(sums_ptr + row*T + i) | KERNELS
-rungs/fp8_epilogues.py | gated8_back_kernel | (4*i + p).to(tl.int64) | (4*i + p) | KERNELS
-rungs/fp8_epilogues.py | gated8_back_kernel | (4*i + p < N)[:, None] & | (4*i + p >= 0)[:, None] & | KERNELS
-rungs/fp8_epilogues.py | store_packed4 | offs_n.to(tl.int64) | offs_n | KERNELS
-rungs/fp8_epilogues.py | running_amax | tl.maximum(m_h, tl.abs(h)) | tl.abs(h) | rungs/test_epilogues.py
+rungs/fp8_swiglu_backward.py | gated8_back_kernel | (4*i + p).to(tl.int64) | (4*i + p) | KERNELS
+rungs/fp8_swiglu_backward.py | gated8_back_kernel | (4*i + p < N)[:, None] & | (4*i + p >= 0)[:, None] & | KERNELS
+rungs/fp8_swiglu_backward.py | store_packed4 | offs_n.to(tl.int64) | offs_n | KERNELS
+rungs/fp8_swiglu_backward.py | running_amax | tl.maximum(m_h, tl.abs(h)) | tl.abs(h) | rungs/test_epilogues.py
 rungs/fp8_kernels.py | wide_load | tl.load(ptr, mask=mask, other=0.) | tl.load(ptr) | KERNELS
 rungs/fp8_kernels.py | store_both | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/fp8_kernels.py | store_both | offs_n.to(tl.int64) | offs_n | KERNELS
@@ -73,15 +73,15 @@ rungs/fp8_kernels.py | value_heads | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/fp8_kernels.py | rotated_heads | dwa, dwb = dwa + ga, dwb + gb | dwa, dwb = ga, gb | FP8
 rungs/fp8_kernels.py | rotated_heads | amax = tl.maximum(amax, tl.max(tl.maximum(magnitude(da), magnitude(db)), 1)) | amax = tl.max(tl.maximum(magnitude(da), magnitude(db)), 1) | FP8
 rungs/fp8_kernels.py | rotated_heads | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/epilogues.py | place_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/epilogues.py | place_kernel | tl.load(w_ptr + i*d + offs_n[None, :], mask=mask, other=0.) | tl.load(w_ptr + i*d + offs_n[None, :]) | KERNELS
-rungs/epilogues.py | rstd_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/epilogues.py | rstd_kernel | tl.load(x_ptr + offs, mask=mask, other=0.) | tl.load(x_ptr + offs) | KERNELS
-rungs/epilogues.py | heads_backward_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
-rungs/epilogues.py | heads_backward_kernel | dwa + da_, dwb + db_ | da_, db_ | KERNELS
-rungs/epilogues.py | scale_sum_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
-rungs/epilogues.py | scale_sum_kernel | tl.load(g_ptr + i*step + offs_n[None, :], mask=mask, other=0.) | tl.load(g_ptr + i*step + offs_n[None, :]) | KERNELS
-rungs/epilogues.py | sums_rstd_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
+rungs/folded_norm.py | place_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
+rungs/folded_norm.py | place_kernel | tl.load(w_ptr + i*d + offs_n[None, :], mask=mask, other=0.) | tl.load(w_ptr + i*d + offs_n[None, :]) | KERNELS
+rungs/folded_norm.py | rstd_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
+rungs/folded_norm.py | rstd_kernel | tl.load(x_ptr + offs, mask=mask, other=0.) | tl.load(x_ptr + offs) | KERNELS
+rungs/folded_norm.py | heads_backward_kernel | tl.program_id(0).to(tl.int64) | tl.program_id(0) | KERNELS | gpu
+rungs/folded_norm.py | heads_backward_kernel | dwa + da_, dwb + db_ | da_, db_ | KERNELS
+rungs/folded_norm.py | scale_sum_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
+rungs/folded_norm.py | scale_sum_kernel | tl.load(g_ptr + i*step + offs_n[None, :], mask=mask, other=0.) | tl.load(g_ptr + i*step + offs_n[None, :]) | KERNELS
+rungs/folded_norm.py | sums_rstd_kernel | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/fp8_dynamic_scaling.py | heads_round_kernel | most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL) | most = x | rungs/test_flash4.py
 rungs/fp8_dynamic_scaling.py | heads_round_kernel | (n // H).to(tl.int64) | (n // H) | KERNELS
 rungs/fp8_dynamic_scaling.py | heads_round_kernel | n.to(tl.int64)*T*D | n*T*D | KERNELS

@@ -10,18 +10,14 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 import torch
 from ..choices import checked
-from ..compat import HOPPER, kernels_missing, kernel_error
+from ..compat import kernel_error
 from ..io_utils import RunError
 from ..runs import rung
 from .chunked_ce import sms
 from .loss_kernels import bad_targets
+from .matmul_ops import hopper_missing
 from .grouped_ce import GroupedCE
 from .kernel_ops import blocks, traced
-
-# %% ../../nbs/3_past_the_ladder/36_loss_epilogue.ipynb #29amiss1
-def hopper_missing():
-    "Return why QuACK's kernels for Hopper can't run here; \"\" if they can, or on a CPU"
-    return kernels_missing("quack-kernels", "QuACK", HOPPER)
 
 # %% ../../nbs/3_past_the_ladder/36_loss_epilogue.ipynb #aa901735
 @lru_cache # without a CUDA graph each step calls it

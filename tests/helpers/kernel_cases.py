@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 import llm_speedrun
 from llm_speedrun.recipes import fast_muon as muon, muon_kernels, muon_update
-from llm_speedrun.rungs import (chunked_ce, embedding_rows as lookup, epilogues, flash4, fp8_dynamic_scaling as dynamic, fp8_epilogues, fp8_kernels as f8,
-                                fp8_loss, fused_ops, grouped_ce, multi_tensor_adamw, optim, qk_rope, tied_embedding, triton as first, vocab_parallel)
+from llm_speedrun.rungs import (chunked_ce, embedding_rows as lookup, flash4, folded_norm, fp8_block_parts, fp8_dynamic_scaling as dynamic, fp8_epilogues,
+                                fp8_kernels as f8, fp8_loss, fp8_swiglu_backward, fused_ops, grouped_ce, multi_tensor_adamw, optim, qk_rope, tied_embedding,
+                                triton as first, vocab_parallel)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
 CASES, CAPABILITY = {}, {} # name -> a function of a device; name -> the least compute capability, where it isn't any
@@ -28,7 +29,7 @@ def one(device, x=1.): return torch.full((1,), x, device=device)
 @contextmanager
 def few_programs(n=2):
     "Let kernels whose programs share the rows loop over them, at any size"
-    modules, old = (first, qk_rope, epilogues, grouped_ce), first.programs
+    modules, old = (first, qk_rope, folded_norm, grouped_ce), first.programs
     for m in modules: m.programs = lambda x, per_sm, most: min(n, most)
     try: yield
     finally:
@@ -67,7 +68,7 @@ def rope(device):
             grads, qkv, ws, turn = heads(device, H=H, K=K, D=D)
             qk_rope.qk_rope(qkv, *ws, *turn, H, 1e-6)
             qk_rope.qk_rope_backward(*grads, qkv, *ws, *turn, 1e-6)
-            epilogues.heads_backward(*grads, qkv, *ws, *turn, rand(device, 10, dt=torch.float32), 1e-6)
+            folded_norm.heads_backward(*grads, qkv, *ws, *turn, rand(device, 10, dt=torch.float32), 1e-6)
 
 def logits(device, V, dt=torch.bfloat16):
     "Logits, targets (one of which is ignored, and one no token), and losses' options"
@@ -114,11 +115,11 @@ def fp8(device):
         f8.quantize_weights([rand(device, n, C, dt=torch.float32) for n in (16, 80)], scale, amax)
         f8.norm_quantize(x, None, w, 1e-6, scale, amax)
         f8.norm_quantize(x, y, w, 1e-6, scale, amax)
-        fp8_epilogues.stream_norm(x, w, 1e-6, scale, amax)
+        fp8_block_parts.stream_norm(x, w, 1e-6, scale, amax)
         ab = rand(device, N, 2*C)
         f8.swiglu_quantize(ab, scale, amax)
         for dt in (E4M3, E5M2): f8.swiglu_backward_quantize(ab, x, scale, amax, dt)
-        fp8_epilogues.gated8_back(ab.to(E4M3), x, scale, amax, scale, amax.clone(), scale, amax.clone(), E5M2)
+        fp8_swiglu_backward.gated8_back(ab.to(E4M3), x, scale, amax, scale, amax.clone(), scale, amax.clone(), E5M2)
     for H, K in ((3, 1), (2, 2)):
         grads, qkv, ws, turn = heads(device, B=3, T=23, H=H, K=K)
         f8.heads_quantize(*grads, qkv, *ws, *turn, 1e-6, scale, amax, E5M2)
@@ -128,10 +129,10 @@ def around_products(device):
     "What lesson 34 runs before and after QuACK's matmuls"
     ws, norm = [rand(device, 33, 130, dt=torch.float32) for _ in range(2)], rand(device, 130, dt=torch.float32)
     for turns in (True, False):
-        g = epilogues.placed(torch.bfloat16, ws, turns, norm).float()
-        epilogues.norm_weight_grads(g, ws, norm, turns)
-    for N, d in ((7, 40), (1, 3000)): epilogues.row_rstd(rand(device, N, d), 1e-6)
-    epilogues.sums_rstd(rand(device, 300, 3, dt=torch.float32).abs(), 48, 1e-6)
+        g = folded_norm.placed(torch.bfloat16, ws, turns, norm).float()
+        folded_norm.norm_weight_grads(g, ws, norm, turns)
+    for N, d in ((7, 40), (1, 3000)): folded_norm.row_rstd(rand(device, N, d), 1e-6)
+    folded_norm.sums_rstd(rand(device, 300, 3, dt=torch.float32).abs(), 48, 1e-6)
 
 @case(8, 9)
 def attention8(device):

@@ -7,7 +7,7 @@ import llm_speedrun
 from llm_speedrun import compat
 from llm_speedrun.choices import Choices
 from llm_speedrun.model import workload
-from llm_speedrun.rungs import epilogues, flash4_ops as fa4, fused_ce
+from llm_speedrun.rungs import epilogues, flash4_ops as fa4, fused_ce, matmul_ops
 from llm_speedrun.runs import RUNGS, build
 from llm_speedrun.train.autotune import resolve_preset
 from llm_speedrun.train.presets import preset
@@ -137,12 +137,12 @@ def test_tiles_elsewhere_are_quacks(gpu, monkeypatch):
     monkeypatch.setitem(vars(compat), "GemmConfig", lambda **kw: kw)
     monkeypatch.setitem(vars(compat), "default_config", lambda device: f"QuACK's own on {device}")
     for capability, theirs in (((9, 0), False), ((10, 0), True), ((12, 0), True)):
-        gpu(*capability); epilogues.tile.cache_clear()
-        found = [epilogues.tile_for(768), epilogues.tile_for(1024), epilogues.tile(128, 128, (2, 1))]
+        gpu(*capability); matmul_ops.tile.cache_clear()
+        found = [matmul_ops.tile_for(768), matmul_ops.tile_for(1024), matmul_ops.tile(128, 128, (2, 1))]
         if theirs: assert found == ["QuACK's own on cuda"]*3
         else: assert [(t["tile_m"], t["tile_n"], t["pingpong"], t["device_capacity"]) for t in found] == [
             (128, 192, True, 9), (192, 128, True, 9), (128, 128, True, 9)]
-    epilogues.tile.cache_clear()
+    matmul_ops.tile.cache_clear()
 
 SMALL = replace(workload("tiny"), layers=1)
 
@@ -166,9 +166,9 @@ def test_what_is_wrong_gives_way_where_it_was_not_tried(untried, monkeypatch):
     monkeypatch.setattr(fa4.flash4_attention_backward, "_init_fn", lambda *a: [1.1*t for t in true(*a)])
     with fails(RuntimeError, "rung 'flash4'", "off by 1.0e-01", "Leave the rung out"): build(SMALL, ["bf16", "flash4"])
     fa4.flash4_error.cache_clear()
-    maths = compat.function_of(epilogues.matmul_scale_rows_op)
+    maths = compat.function_of(matmul_ops.matmul_scale_rows_op)
     seen = []
-    monkeypatch.setattr(epilogues.matmul_scale_rows_op, "_init_fn", lambda *a: (seen.append(0), (1 + len(seen) % 2)*maths(*a))[1])
+    monkeypatch.setattr(matmul_ops.matmul_scale_rows_op, "_init_fn", lambda *a: (seen.append(0), (1 + len(seen) % 2)*maths(*a))[1])
     with fails(RuntimeError, "rung 'epilogues'", "they are off by"): build(SMALL, ["bf16", "fused_ops", "epilogues"])
     for rung, rest in (("flash4", ["bf16"]), ("epilogues", ["bf16", "fused_ops"])):
         fa4.flash4_error.cache_clear(); epilogues.epilogues_error.cache_clear(); seen.clear()

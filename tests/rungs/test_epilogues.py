@@ -5,7 +5,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPTConfig, rope, rope_table, workload
 from llm_speedrun.runs import Stepper, build, count_step, enter_all
-from llm_speedrun.rungs import epilogues as e, fp8_epilogues as ep8, fused_ce as ce_module, fp8_kernels as f8, fp8_loss
+from llm_speedrun.rungs import (epilogues as e, folded_norm, fp8_block_parts as parts8, fp8_epilogues as ep8, fp8_kernels as f8, fp8_loss, fp8_matmul_ops,
+                                fused_ce as ce_module, fused_ops, matmul_ops, qk_rope)
 from llm_speedrun.rungs.grouped_ce import GroupedCE
 from helpers.tiny_runs import fails, pass_of, relative_error
 
@@ -53,7 +54,7 @@ def test_a_norm_from_sums(N, T, monkeypatch):
     if not GPU: monkeypatch.setenv("TRITON_INTERPRET", "1")
     q = rand(N, T, dt=torch.float32).abs()*1e-6*torch.arange(1, N + 1, device=DEVICE)[:, None]
     exact = (q.double().sum(1)/48 + 1e-6).rsqrt()
-    assert torch.allclose(exact, e.sums_rstd(q, 48, 1e-6).double(), rtol=1e-5)
+    assert torch.allclose(exact, folded_norm.sums_rstd(q, 48, 1e-6).double(), rtol=1e-5)
 
 @TYPES
 @SIZED
@@ -110,7 +111,7 @@ PARTS = [(65536, 2304, 768, 8), (65536, 768, 768, 8), (65528, 768, 768, 8), (655
 
 @pytest.mark.parametrize("N, o, i, parts", PARTS)
 def test_parts_of_a_gradient(N, o, i, parts):
-    assert e.grad_splits(N, o, i) == parts
+    assert matmul_ops.grad_splits(N, o, i) == parts
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no GPU")
@@ -132,7 +133,7 @@ def test_gradients_of_heads_times_r(B, T, H, K, D, dt, monkeypatch):
     turn = [rand(D, dt=torch.float32), rand(D, dt=torch.float32), *(rand(T, D//2, dt=torch.float32) for _ in range(2))]
     r, eps = rand(B*T, dt=torch.float32).abs() + .2, 1e-6
     g, dw, s = e.heads_backward(dq, dk, dv, qkv, *turn, r, eps)
-    before, dw_before = e.qk_rope_backward_maths(*(t.double() for t in (dq, dk, dv, qkv, *turn)), eps)
+    before, dw_before = qk_rope.qk_rope_backward_maths(*(t.double() for t in (dq, dk, dv, qkv, *turn)), eps)
     exact = before*r.double().view(B, T, 1, 1)
     most = 4e-4 if dt == torch.float16 else 3e-3 if GPU else 5e-3 # Triton's interpreter cuts bf16 off
     assert relative_error(g, exact) < most and g.dtype == dt
@@ -142,7 +143,7 @@ def test_gradients_of_heads_times_r(B, T, H, K, D, dt, monkeypatch):
 def kernel(request, monkeypatch):
     "Once by the kernels, on a CPU in Triton's interpreter, and once by PyTorch"
     if not GPU: monkeypatch.setenv("TRITON_INTERPRET", str(int(request.param)))
-    elif not request.param: monkeypatch.setattr(e, "runs_kernel", lambda t: False)
+    elif not request.param: monkeypatch.setattr(folded_norm, "runs_kernel", lambda t: False)
 
 @pytest.fixture(params=[False, True], ids=["below", "in turn"])
 def turns(request): return request.param
@@ -463,11 +464,11 @@ def test_only_where_fp8_is(parts):
 
 def test_products_with_gradients_hand_out_their_sums(monkeypatch):
     "None of them lets the tensor cores keep its sums: those drop small numbers of one sign, and random numbers don't show that"
-    seen, real = [], ep8.matmul
+    seen, real = [], parts8.matmul
     def matmul(slots, a, b, name_a, name_b, **how):
         seen.append((name_a, name_b, how.get("fast", False)))
         return real(slots, a, b, name_a, name_b, **how)
-    monkeypatch.setattr(ep8, "matmul", matmul)
+    monkeypatch.setattr(parts8, "matmul", matmul)
     x, y = torch.randint(SMALL.vocab, (2, 2, SMALL.seq_len), device=DEVICE)
     run = build(SMALL, [*EIGHT, "head_groups", "fp8_epilogues"], DEVICE)
     with enter_all(run.step_contexts):
@@ -484,7 +485,7 @@ def test_the_way_back_from_8_bits(N, width, dt, monkeypatch):
         if bad: ab[N//2, 6] = torch.nan
         inverse, sh, scale = (torch.full((1,), t, device=DEVICE) for t in (1/16, 8., 4.))
         a, b = torch.zeros(2, 3, 4, device=DEVICE)[..., :1].unbind()     # maxima of gate and up, of h, of the gradient; each in 16 bytes of its own
-        wide = e.deinterleave((ab.float()*inverse).bfloat16()).contiguous()
+        wide = matmul_ops.deinterleave((ab.float()*inverse).bfloat16()).contiguous()
         one = *f8.swiglu_backward_quantize(wide, dh, scale, a[2], dt), f8.swiglu_quantize(wide, sh, a[1])[1]
         two = ep8.gated8_back(ab, dh, inverse, b[0], sh, b[1], scale, b[2], dt)
         for x, y in zip(one, two):
@@ -497,7 +498,7 @@ def test_the_way_back_from_8_bits(N, width, dt, monkeypatch):
 def test_the_norm_of_the_stream(N, d, monkeypatch):
     if not GPU: monkeypatch.setenv("TRITON_INTERPRET", "1")
     x, w, scale, (a, b) = rand(N, d), rand(d, dt=torch.float32), torch.full((1,), 8., device=DEVICE), torch.zeros(2, 1, device=DEVICE).unbind()
-    for one, two in zip(ep8.stream_norm(x, w, 1e-6, scale, a), f8.norm_quantize(x, None, w, 1e-6, scale, b)[1:]):
+    for one, two in zip(parts8.stream_norm(x, w, 1e-6, scale, a), f8.norm_quantize(x, None, w, 1e-6, scale, b)[1:]):
         torch.testing.assert_close(one.float(), two.float(), rtol=1e-6, atol=0)
     assert a.equal(b)
 
@@ -512,7 +513,7 @@ def test_products_in_8_bits(N, d, width):
     rows = slice(-min(N, 512), None)
     exact = x[rows].double() @ w.double().T/1024
     for t, e8, s in zip((ab, h), (exact, F.silu(exact[:, ::2])*exact[:, 1::2]), (sab, sh)):
-        assert (t[rows].float() != ep8.in_e4m3(e8, s).float()).float().mean() < .06
+        assert (t[rows].float() != fp8_matmul_ops.in_e4m3(e8, s).float()).float().mean() < .06
         assert relative_error(t[rows].float(), (e8*s.double()).clamp(-448, 448)) < .04
     c, v = rand(N, d), rand(d, width, std=64*width**-.5).to(f8.E4M3)
     exact = h[rows].double() @ v.double().T/1024
@@ -542,7 +543,7 @@ def test_logits_are_not_truncated(d, V, monkeypatch):
     exact, ia, ib = h.double() @ w.double().T/64, *(torch.full((1,), 1/8, device=DEVICE) for _ in range(2))
     def bias(): return (ep8.logits8(h, w, ia, ib)[0].double()/exact - 1).mean().abs().item()
     promoted = bias()
-    monkeypatch.setattr(ep8, "PROMOTED", ep8.FAST_ACCUM)
+    monkeypatch.setattr(ep8, "PROMOTED", fp8_matmul_ops.FAST_ACCUM)
     assert promoted < bias()/4, (promoted, bias())
 
 @pytest.mark.parametrize("weight", ["mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"])
@@ -559,9 +560,9 @@ def test_a_nan_is_noticed(weight):
 @pytest.mark.parametrize("wrong", ["wab", "dm", "turned"])
 def test_a_wrong_gradient_in_fp8_is_found(monkeypatch, wrong):
     "Such as one of another scale, or of up for gate's"
-    right, back = ep8.matmul, ep8.gated8_back
-    if wrong == "turned": monkeypatch.setattr(ep8, "gated8_back", lambda ab, *rest: back(ab.view(torch.uint8).unflatten(1, (-1, 2)).flip(2).flatten(1).view(ab.dtype), *rest))
-    else: monkeypatch.setattr(ep8, "matmul", lambda s, a, b, na, nb, **how: right(s, a, b, na, nb, **how)*(1.3 if wrong in (na, nb) else 1))
+    right, back = parts8.matmul, parts8.gated8_back
+    if wrong == "turned": monkeypatch.setattr(parts8, "gated8_back", lambda ab, *rest: back(ab.view(torch.uint8).unflatten(1, (-1, 2)).flip(2).flatten(1).view(ab.dtype), *rest))
+    else: monkeypatch.setattr(parts8, "matmul", lambda s, a, b, na, nb, **how: right(s, a, b, na, nb, **how)*(1.3 if wrong in (na, nb) else 1))
     with pytest.raises(AssertionError): near([*EIGHT, "fp8_epilogues"], EIGHT, most=1.25)
 
 @pytest.mark.parametrize("rungs, why", [

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 import pytest, torch
-from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, dynamic, epilogues, f8, few_programs, first, flash4,
-                                  fp8_epilogues, fp8_loss, fused_ops, grouped_ce, heads, lookup, multi_tensor_adamw, muon, muon_kernels, one, optim, qk_rope,
+from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, dynamic, f8, few_programs, first, flash4, folded_norm, fp8_epilogues,
+                                  fp8_loss, fp8_swiglu_backward, fused_ops, grouped_ce, heads, lookup, multi_tensor_adamw, muon, muon_kernels, one, optim, qk_rope,
                                   rand, recorded, tied_embedding, vocab_parallel)
 from helpers.kernel_memory import checked_memory
 from helpers.tiny_runs import relative_error
@@ -45,7 +45,7 @@ def summed_by_rope():
     return [f(*grads, qkv, *ws, *turn, 1e-6)[1] for f in (qk_rope.qk_rope_backward, in_float64(qk_rope.qk_rope_backward_maths))]
 def summed_by_heads():
     (grads, qkv, ws, turn), r = heads(DEVICE, H=3, K=2), rand(DEVICE, 10, dt=FP32)
-    return [f(*grads, qkv, *ws, *turn, r, 1e-6)[1] for f in (epilogues.heads_backward, in_float64(epilogues.heads_backward_maths))]
+    return [f(*grads, qkv, *ws, *turn, r, 1e-6)[1] for f in (folded_norm.heads_backward, in_float64(folded_norm.heads_backward_maths))]
 
 def in_float64(f): return lambda *args: f(*(t.double() if torch.is_tensor(t) else t for t in args))
 
@@ -85,7 +85,7 @@ def tokens(device, n, dt, V=65536): return torch.tensor([5, V - 1, 40], device=d
 
 def far_norm(rows):
     x, y, w = rows(1024), rows(1024), vector(1024)
-    return *first.add_rms_norm(x, y, w, 1e-6), epilogues.row_rstd(x, 1e-6)
+    return *first.add_rms_norm(x, y, w, 1e-6), folded_norm.row_rstd(x, 1e-6)
 
 def far_norm_backward(rows):
     dn, dh, h, r = rows(16), rows(16), rows(16), rows(dt=FP32)
@@ -99,7 +99,7 @@ def far_rope(rows): return [qk_rope.qk_rope(rows(1, 64, 64), *turn(64), 62, 1e-6
 def heads_of(rows, H=62, K=1, D=64): return [rows(1, n, D) for n in (H, K, K, H + 2*K)]
 def far_rope_backward(rows): return qk_rope.qk_rope_backward(*heads_of(rows), *turn(64), 1e-6)[:1]
 def far_heads_backward(rows):
-    out, _, s = epilogues.heads_backward(*heads_of(rows), *turn(64), rows(dt=FP32), 1e-6)
+    out, _, s = folded_norm.heads_backward(*heads_of(rows), *turn(64), rows(dt=FP32), 1e-6)
     return out, s
 
 def far_loss(rows): return [chunked_ce.softmax_loss(x := rows(65536), rows(dt=torch.long, of=tokens), -100, .01, 5., True), x]
@@ -124,13 +124,13 @@ def far_swiglu_backward_quantize(rows): return both(*f8.swiglu_backward_quantize
 def far_heads_quantize(rows): # values alone, too; rows as wide as keep the blocks of them within a grid's second axis
     return both(*f8.heads_quantize(*heads_of(rows, 9, 9, 128), *turn(128), 1e-6, *flags(), E5M2)[1:])
 def far_gated8(rows):
-    q, t, ht = fp8_epilogues.gated8_back(rows(2*128, dt=E4M3), rows(128), *flags(), *flags(), *flags(), E5M2)
+    q, t, ht = fp8_swiglu_backward.gated8_back(rows(2*128, dt=E4M3), rows(128), *flags(), *flags(), *flags(), E5M2)
     return *both(q, t), ht.T
 
-def far_placed(rows): return [epilogues.placed(torch.bfloat16, [rows(64)], False, vector(64))]
-def far_norm_weight_grads(rows): return epilogues.norm_weight_grads(rows(64), [rows(64)], vector(64), False)[1:]
+def far_placed(rows): return [folded_norm.placed(torch.bfloat16, [rows(64)], False, vector(64))]
+def far_norm_weight_grads(rows): return folded_norm.norm_weight_grads(rows(64), [rows(64)], vector(64), False)[1:]
 def squares(*how, dt): return rand(*how, dt=dt).square()
-def far_sums_rstd(rows): return [epilogues.sums_rstd(rows(16, dt=torch.float16, of=squares), 48, 1e-6)]
+def far_sums_rstd(rows): return [folded_norm.sums_rstd(rows(16, dt=torch.float16, of=squares), 48, 1e-6)]
 
 def far_kept(rows): return dynamic.swiglu_keep(rows(2*128))
 def far_kept_backward(rows): return [dynamic.swiglu_kept_backward(rows(2*128, dt=E4M3), rows(1, dt=FP32), dh := rows(128)), dh]

@@ -6,7 +6,8 @@ from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs import chunked_ce, fp8_loss, grouped_ce, vocab_parallel
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, linear_cross_entropy, loss_maths, softmax_loss
 from llm_speedrun.rungs.fp8_epilogues import summed_loss
-from llm_speedrun.rungs.fused_ce import FusedCE, hopper_missing
+from llm_speedrun.rungs.fused_ce import FusedCE
+from llm_speedrun.rungs.matmul_ops import hopper_missing
 from llm_speedrun.rungs.grouped_ce import GroupedCE, mean_loss, mul_
 from llm_speedrun.rungs.fp8 import E5M2
 from llm_speedrun.rungs.fp8_kernels import LayerScales, Scaling
