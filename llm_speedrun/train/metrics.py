@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 import torch
-from fastcore.basics import patch
 from msgspec import Meta
 from ..io_utils import (AllFailed, InputError, RunError, decoded, lookup, read_bytes_of,
                                    replace_file)
@@ -44,17 +43,15 @@ class Breakdown:
     def __call__(self, name): # of the phase that ends here, one of `PHASES`
         if self.on: self.marks.append((name, self.now()))
 
-# %% ../../nbs/source/train/metrics.ipynb #bbf3237d
-@patch
-def read(self:Breakdown):
-    """Return milliseconds by phase as keys of a row, `ms_data` and so on; an empty dict for no step.
-    Waits until the GPU has passed the last mark"""
-    if self.on or not self.marks: return {}
-    marks, self.marks, res = self.marks, [], {}
-    if self.gpu: marks[-1][1].synchronize()
-    for (_, a), (name, b) in zip(marks, marks[1:]):
-        res[f"ms_{name}"] = res.get(f"ms_{name}", 0) + ms_between(a, b)
-    return res
+    def read(self):
+        """Return milliseconds by phase as keys of a row, `ms_data` and so on; an empty dict for no step.
+        Waits until the GPU has passed the last mark"""
+        if self.on or not self.marks: return {}
+        marks, self.marks, res = self.marks, [], {}
+        if self.gpu: marks[-1][1].synchronize()
+        for (_, a), (name, b) in zip(marks, marks[1:]):
+            res[f"ms_{name}"] = res.get(f"ms_{name}", 0) + ms_between(a, b)
+        return res
 
 # %% ../../nbs/source/train/metrics.ipynb #da220f19
 GPU_STATS = dict(gpu_mem_gib=lambda d: torch.cuda.memory_reserved(d) / 2**30, # what the process holds
@@ -188,17 +185,14 @@ class Trackers:
                 del self.opened[name]
                 self.log_info(f"tracker {name!r} failed and gets no more rows: {type(e).__name__}: {e}")
 
-# %% ../../nbs/source/train/metrics.ipynb #fbd2621f
-@patch
-def log(self:Trackers, row): # a dict with `step`
-    "Give the row to each tracker"
-    self.each(lambda t: t.log(spread(row)))
+    def log(self, row): # a dict with `step`
+        "Give the row to each tracker"
+        self.each(lambda t: t.log(spread(row)))
 
-@patch
-def close(self:Trackers):
-    "Close each tracker, which writes what it still holds"
-    self.each(lambda t: t.close())
-    self.opened = {}
+    def close(self):
+        "Close each tracker, which writes what it still holds"
+        self.each(lambda t: t.close())
+        self.opened = {}
 
 # %% ../../nbs/source/train/metrics.ipynb #8dd91da9
 def open_trackers(spec, # names separated by commas, of `TRACKERS`
@@ -251,6 +245,8 @@ def scheduled_settings(stepper): # a `Stepper` that has taken a step
     return {k: g[k] for k in SCHEDULED if k in changed}
 
 # %% ../../nbs/source/train/metrics.ipynb #34log002
+BAD_STEPS = 5 # in a row, before the run stops
+
 class MetricsLogger:
     "Write the rows of a run, from losses that are read some steps late"
     def __init__(self, folder, # of the run
@@ -269,114 +265,92 @@ class MetricsLogger:
         self.clock = self.stepper.mark = Breakdown(device)
         self.last_event = self.clock.now()
 
-# %% ../../nbs/source/train/metrics.ipynb #34log005
-@patch
-def open(self:MetricsLogger, trackers): # `Trackers`
-    "Open `metrics.jsonl` to append rows, and go on from the seconds of training that it has"
-    self.trackers = trackers
-    self.train_s = max((r["train_s"] for r in self.rows() if r.get("train_s")), default=0.)
-    if self.world.first: self.file = (self.folder/"metrics.jsonl").open("a", encoding="utf-8")
+    def open(self, trackers): # `Trackers`
+        "Open `metrics.jsonl` to append rows, and go on from the seconds of training that it has"
+        self.trackers = trackers
+        self.train_s = max((r["train_s"] for r in self.rows() if r.get("train_s")), default=0.)
+        if self.world.first: self.file = (self.folder/"metrics.jsonl").open("a", encoding="utf-8")
 
-# %% ../../nbs/source/train/metrics.ipynb #34log005b
-@patch
-def rows(self:MetricsLogger):
-    "Return the rows that are written so far"
-    return read_rows(self.folder/"metrics.jsonl")
+    def rows(self):
+        "Return the rows that are written so far"
+        return read_rows(self.folder/"metrics.jsonl")
 
-@patch
-def close(self:MetricsLogger):
-    "Close the file and the trackers"
-    if self.file: self.trackers.close(); self.file.close()
+    def close(self):
+        "Close the file and the trackers"
+        if self.file: self.trackers.close(); self.file.close()
 
-# %% ../../nbs/source/train/metrics.ipynb #34log006
-@patch
-def write(self:MetricsLogger, row):
-    "Append a row, and send it to the trackers. Raises an `OSError` that names how to go on"
-    if not self.world.first: return
-    self.trackers.log(row)
-    try: self.file.write(json_line(row)); self.file.flush()
-    except OSError as e:
-        raise OSError(f"{self.folder/'metrics.jsonl'} can't be written: {e}. Make room, and go on with "
-                      f"--resume {self.folder}") from e
+    def write(self, row):
+        "Append a row, and send it to the trackers. Raises an `OSError` that names how to go on"
+        if not self.world.first: return
+        self.trackers.log(row)
+        try: self.file.write(json_line(row)); self.file.flush()
+        except OSError as e:
+            raise OSError(f"{self.folder/'metrics.jsonl'} can't be written: {e}. Make room, and go on with "
+                          f"--resume {self.folder}") from e
 
-# %% ../../nbs/source/train/metrics.ipynb #34log009
-@patch
-def add(self:MetricsLogger, step, rate, loss, x, y): # number, learning rate, loss on the device, its tokens
-    "Note a step that was taken, without reading its loss"
-    self.clock.stop()
-    self.pending.append((step, rate, loss, self.stepper.norm, x, y, scheduled_settings(self.stepper)))
+    def add(self, step, rate, loss, x, y): # number, learning rate, loss on the device, its tokens
+        "Note a step that was taken, without reading its loss"
+        self.clock.stop()
+        self.pending.append((step, rate, loss, self.stepper.norm, x, y, scheduled_settings(self.stepper)))
 
-@patch
-def restart_clock(self:MetricsLogger):
-    "Count no time before now as training"
-    self.last_event = self.clock.now()
+    def restart_clock(self):
+        "Count no time before now as training"
+        self.last_event = self.clock.now()
 
-# %% ../../nbs/source/train/metrics.ipynb #34log009b
-@patch
-def flush(self:MetricsLogger, later=False): # True leaves the newest losses for the next time
-    "Log all steps, or with `later` only those before the newest copy"
-    if self.pending:
-        both = [torch.stack([p[i].float() for p in self.pending]) for i in (2, 3)] # losses and norms
-        values, counts = copy_to_host(torch.stack(both)), {k: copy_to_host(f()) for k, f in self.counts}
-        self.copied.append((self.pending, values, counts, self.clock, self.clock.now()))
-        self.pending, self.clock = [], Breakdown(self.device)
-        self.stepper.mark = self.clock
-    while len(self.copied) > later: self.log_steps(*self.copied.popleft())
+    def flush(self, later=False): # True leaves the newest losses for the next time
+        "Log all steps, or with `later` only those before the newest copy"
+        if self.pending:
+            both = [torch.stack([p[i].float() for p in self.pending]) for i in (2, 3)] # losses and norms
+            values, counts = copy_to_host(torch.stack(both)), {k: copy_to_host(f()) for k, f in self.counts}
+            self.copied.append((self.pending, values, counts, self.clock, self.clock.now()))
+            self.pending, self.clock = [], Breakdown(self.device)
+            self.stepper.mark = self.clock
+        while len(self.copied) > later: self.log_steps(*self.copied.popleft())
 
-# %% ../../nbs/source/train/metrics.ipynb #34log011
-BAD_STEPS = 5 # in a row, before the run stops
+    def write_step(self, row): # with `loss` and `grad_norm`
+        "Write a step's row, with an event if the step was skipped. Returns whether it was taken"
+        loss, norm = row["loss"], row["grad_norm"]
+        finite = math.isfinite(loss) and (self.stepper.scaler.is_enabled() or math.isfinite(norm))
+        what = "gradients aren't" if math.isfinite(loss) else "loss isn't"
+        self.write(row if finite else row | dict(event=f"skipped: the {what} finite"))
+        return finite
 
-@patch
-def write_step(self:MetricsLogger, row): # with `loss` and `grad_norm`
-    "Write a step's row, with an event if the step was skipped. Returns whether it was taken"
-    loss, norm = row["loss"], row["grad_norm"]
-    finite = math.isfinite(loss) and (self.stepper.scaler.is_enabled() or math.isfinite(norm))
-    what = "gradients aren't" if math.isfinite(loss) else "loss isn't"
-    self.write(row if finite else row | dict(event=f"skipped: the {what} finite"))
-    return finite
+    def raise_bad_steps(self, step, x, y): # number of the last bad step, its sequences
+        "Save the batch of the last bad step, and raise `AllFailed`"
+        path, tp = self.folder/"bad_batch.safetensors", self.world.rank_and_size("tp")[1]
+        x, y = (torch.cat(ts[::tp]).contiguous()
+                for ts in zip(*self.world.all_gather_object((x.cpu(), y.cpu()))))
+        if self.world.first: write_tensors(dict(x=x, y=y), path)
+        raise AllFailed(f"{BAD_STEPS} steps in a row, the last of them step {step}, had a loss or gradients "
+                        f"that aren't finite. None of them was taken. The last one's batch is {path}: look "
+                        "at it, or try a smaller --lr")
 
-# %% ../../nbs/source/train/metrics.ipynb #34log011b
-@patch
-def raise_bad_steps(self:MetricsLogger, step, x, y): # number of the last bad step, its sequences
-    "Save the batch of the last bad step, and raise `AllFailed`"
-    path, tp = self.folder/"bad_batch.safetensors", self.world.rank_and_size("tp")[1]
-    x, y = (torch.cat(ts[::tp]).contiguous() for ts in zip(*self.world.all_gather_object((x.cpu(), y.cpu()))))
-    if self.world.first: write_tensors(dict(x=x, y=y), path)
-    raise AllFailed(f"{BAD_STEPS} steps in a row, the last of them step {step}, had a loss or gradients that "
-                   f"aren't finite. None of them was taken. The last one's batch is {path}: look at it, or "
-                   "try a smaller --lr")
+    def log_steps(self, steps, values, counts, clock, end): # what `add` and `flush` put together
+        "Write the rows of some steps. Raises `AllFailed` after too many bad ones"
+        if clock.gpu: end.synchronize() # now the losses are there
+        ms = ms_between(self.last_event, end)
+        tok_s = len(steps)*self.step_tokens / ms * 1e3
+        self.last_event, over, self.train_s = end, None, self.train_s + ms/1e3
+        for (step, lr, _, _, x, y, scheduled), loss, norm in zip(steps, *values.tolist()):
+            row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
+            if step == steps[-1][0]:
+                row |= self.details(step, lr, clock) | scheduled | {k: n.item() for k, n in counts.items()}
+            self.newest, self.bad = row, 0 if self.write_step(row) else self.bad + 1
+            if self.bad == BAD_STEPS: over = step, x, y
+        self.on_step(step, loss, tok_s)
+        if over: self.raise_bad_steps(*over)
 
-# %% ../../nbs/source/train/metrics.ipynb #34log013
-@patch
-def log_steps(self:MetricsLogger, steps, values, counts, clock, end): # what `add` and `flush` put together
-    "Write the rows of some steps. Raises `AllFailed` after too many bad ones"
-    if clock.gpu: end.synchronize() # now the losses are there
-    ms = ms_between(self.last_event, end)
-    tok_s = len(steps)*self.step_tokens / ms * 1e3
-    self.last_event, over, self.train_s = end, None, self.train_s + ms/1e3
-    for (step, lr, _, _, x, y, scheduled), loss, norm in zip(steps, *values.tolist()):
-        row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
-        if step == steps[-1][0]:
-            row |= self.details(step, lr, clock) | scheduled | {k: n.item() for k, n in counts.items()}
-        self.newest, self.bad = row, 0 if self.write_step(row) else self.bad + 1
-        if self.bad == BAD_STEPS: over = step, x, y
-    self.on_step(step, loss, tok_s)
-    if over: self.raise_bad_steps(*over)
+    def details(self, step, lr, clock): # the matrices' learning rate; a `Breakdown`
+        "Return the additional values in the row of the last of some steps"
+        rates = {f"lr_{g['role']}": lr*g["ratio"] for g in self.stepper.opt.param_groups if "ratio" in g}
+        return dict(train_s=self.train_s, **rates, **self.phases(step, clock), **gpu_stats(self.device))
 
-# %% ../../nbs/source/train/metrics.ipynb #34log014
-@patch
-def details(self:MetricsLogger, step, lr, clock): # the matrices' learning rate; a `Breakdown`
-    "Return the additional values in the row of the last of some steps"
-    rates = {f"lr_{g['role']}": lr*g["ratio"] for g in self.stepper.opt.param_groups if "ratio" in g}
-    return dict(train_s=self.train_s, **rates, **self.phases(step, clock), **gpu_stats(self.device))
-
-@patch
-def phases(self:MetricsLogger, step, clock): # a `Breakdown`
-    "Return milliseconds of a step's phases, if one was measured; of several processes each forward pass, too"
-    ms = clock.read()
-    if self.world.size == 1 or not ms: return ms
-    self.log_locally(f"step {step}: " + ", ".join(f"{k[3:]} {v:.2f} ms" for k, v in ms.items()))
-    return ms | dict(rank_ms=self.world.all_gather_object(ms["ms_forward"]))
+    def phases(self, step, clock): # a `Breakdown`
+        "Return ms of a step's phases, if one was measured; of several processes each forward pass, too"
+        ms = clock.read()
+        if self.world.size == 1 or not ms: return ms
+        self.log_locally(f"step {step}: " + ", ".join(f"{k[3:]} {v:.2f} ms" for k, v in ms.items()))
+        return ms | dict(rank_ms=self.world.all_gather_object(ms["ms_forward"]))
 
 # %% ../../nbs/source/train/metrics.ipynb #a66e4b84
 def top_ops(prof, # a `torch.profiler.profile` that has stopped
@@ -414,32 +388,27 @@ class StepProfile:
         self.prof = profile(activities=kinds, schedule=plan, on_trace_ready=self.write, acc_events=True)
         self.prof.start()
 
-# %% ../../nbs/source/train/metrics.ipynb #c5a8061f
-@patch
-def step(self:StepProfile):
-    "Count a step, and stop profiling after the last one"
-    if not self.prof: return
-    self.done += 1
-    self.prof.step()
-    if self.done == self.skip + self.steps: self.close()
+    def step(self):
+        "Count a step, and stop profiling after the last one"
+        if not self.prof: return
+        self.done += 1
+        self.prof.step()
+        if self.done == self.skip + self.steps: self.close()
 
-@patch
-def close(self:StepProfile):
-    "Stop profiling, and write the steps seen so far, or report that there are none"
-    prof, self.prof = self.prof, None
-    if prof: prof.stop()
-    if prof and self.done <= self.skip:
-        self.log_info(f"no profile: the run ended after {self.done} of the {self.skip} steps before it")
+    def close(self):
+        "Stop profiling, and write the steps seen so far, or report that there are none"
+        prof, self.prof = self.prof, None
+        if prof: prof.stop()
+        if prof and self.done <= self.skip:
+            self.log_info(f"no profile: the run ended after {self.done} of the {self.skip} steps before it")
 
-# %% ../../nbs/source/train/metrics.ipynb #6f37fe31
-@patch
-def write(self:StepProfile, prof): # that has stopped
-    "Write the trace and the table, or report a failure: the run goes on without its profile"
-    trace, seen = self.folder/"profile.json.gz", self.done - self.skip
-    if seen < 1: return # nothing to write
-    try:
-        prof.export_chrome_trace(str(trace))
-        text = f"{top_ops(prof, seen)}\n\ncalls and ms a step, means over {seen}\n"
-        replace_file(self.folder/"profile.md", text)
-    except (OSError, RuntimeError) as e: return self.log_info(f"the profile could not be written: {e}")
-    self.log_info(f"profile of {seen} steps: {trace} (open it in https://ui.perfetto.dev), profile.md")
+    def write(self, prof): # that has stopped
+        "Write the trace and the table, or report a failure: the run goes on without its profile"
+        trace, seen = self.folder/"profile.json.gz", self.done - self.skip
+        if seen < 1: return # nothing to write
+        try:
+            prof.export_chrome_trace(str(trace))
+            text = f"{top_ops(prof, seen)}\n\ncalls and ms a step, means over {seen}\n"
+            replace_file(self.folder/"profile.md", text)
+        except (OSError, RuntimeError) as e: return self.log_info(f"the profile could not be written: {e}")
+        self.log_info(f"profile of {seen} steps: {trace} (open it in https://ui.perfetto.dev), profile.md")
