@@ -12,7 +12,6 @@ from copy import copy
 from itertools import chain, islice
 from typing import Annotated
 import msgspec, numpy as np, torch
-from fastcore.basics import patch
 
 # %% ../../nbs/source/data/loader.ipynb #39import
 from ..io_utils import InputError, RunError
@@ -80,17 +79,15 @@ class MixedBatches(Batches):
         self.per_epoch = min(math.ceil(s.per_epoch * sum(weights) / w / batch)      # until the first one
                              for s, w in zip(self.shuffled_sources, weights))       # starts again
 
-# %% ../../nbs/source/data/loader.ipynb #da9071a1
-@patch
-def starts(self:MixedBatches, i):
-    "Return where the windows of batch `i` begin"
-    rows = [mixed_row(n, self.parts) for n in range(i*self.batch, (i+1)*self.batch)]
-    source, number = np.array(rows).T
-    res = np.empty(self.batch, np.int64)
-    for s in set(source):
-        mine, j = source == s, number[source == s]
-        res[mine] = self.bases[s] + self.shuffled_sources[s].windows(int(j[0]), int(j[-1]) + 1)
-    return res
+    def starts(self, i):
+        "Return where the windows of batch `i` begin"
+        rows = [mixed_row(n, self.parts) for n in range(i*self.batch, (i+1)*self.batch)]
+        source, number = np.array(rows).T
+        res = np.empty(self.batch, np.int64)
+        for s in set(source):
+            mine, j = source == s, number[source == s]
+            res[mine] = self.bases[s] + self.shuffled_sources[s].windows(int(j[0]), int(j[-1]) + 1)
+        return res
 
 # %% ../../nbs/source/data/loader.ipynb #4f2bb75e
 def shuffled(docs, n, rng): # an iterable, documents to hold, a numpy generator
@@ -155,127 +152,109 @@ class StreamBatches:
     @property
     def i(self): return self.past[-1]["i"]
 
-# %% ../../nbs/source/data/loader.ipynb #89417f05
-@patch
-def documents(self:StreamBatches, epoch):
-    "Yield this rank's documents of an epoch, shuffled"
-    rng = np.random.default_rng((self.seed, epoch, self.rank))
-    yield from shuffled(islice(self.source(), self.rank, None, self.world), self.buffer, rng)
+    def documents(self, epoch):
+        "Yield this rank's documents of an epoch, shuffled"
+        rng = np.random.default_rng((self.seed, epoch, self.rank))
+        yield from shuffled(islice(self.source(), self.rank, None, self.world), self.buffer, rng)
 
-# %% ../../nbs/source/data/loader.ipynb #7987ba05
-@patch
-def skip_consumed(self:StreamBatches, at): # a position
-    "Return the documents of its epoch still to come, and a digest of those before. Raises `InputError`"
-    docs, digest = self.documents(at["epoch"]), text_digest()
-    for text in islice(docs, at["docs"]): digest_pieces(digest, [(text, True, False)])
-    if digest.hexdigest() != at["documents"]:
-        raise InputError(f"the documents have changed: the first {at['docs']:,} of pass {at['epoch'] + 1} "
-                         "are not those that were trained on. Give the same ones in the same order to go on")
-    return docs, digest
+    def skip_consumed(self, at): # a position
+        "Return the documents of its epoch still to come, and a digest of those before. Raises `InputError`"
+        docs, digest = self.documents(at["epoch"]), text_digest()
+        for text in islice(docs, at["docs"]): digest_pieces(digest, [(text, True, False)])
+        if digest.hexdigest() != at["documents"]:
+            raise InputError(f"the documents have changed: the first {at['docs']:,} of pass {at['epoch'] + 1}"
+                             " are not those that were trained on. Give the same ones in the same order to "
+                             "go on")
+        return docs, digest
 
-# %% ../../nbs/source/data/loader.ipynb #e1b46467
-@patch
-def pieces(self:StreamBatches, at, docs, digest): # a position, and what `skip_consumed` returns for it
-    "Yield (text, whether it begins a document, position after it) of piece after piece, for ever"
-    epoch, count, done = (at[k] for k in ("epoch", "docs", "pieces"))
-    while True:
-        for text in docs:
-            parts = list(text_pieces(text))
-            for k in range(done, len(parts)):
-                if last := k == len(parts) - 1: count += 1; digest_pieces(digest, [(text, True, False)])
-                yield parts[k], k == 0, dict(epoch=epoch, docs=count, pieces=0 if last else k + 1,
-                                             documents=digest.hexdigest())
-            done = 0
-        if not count: raise InputError(f"the source has no document for rank {self.rank} of {self.world}: "
-                                       "take more documents")
-        epoch, count, docs, digest = epoch + 1, 0, self.documents(epoch + 1), text_digest()
+    def pieces(self, at, docs, digest): # a position, and what `skip_consumed` returns for it
+        "Yield (text, whether it begins a document, position after it) of piece after piece, for ever"
+        epoch, count, done = (at[k] for k in ("epoch", "docs", "pieces"))
+        while True:
+            for text in docs:
+                parts = list(text_pieces(text))
+                for k in range(done, len(parts)):
+                    if last := k == len(parts) - 1: count += 1; digest_pieces(digest, [(text, True, False)])
+                    yield parts[k], k == 0, dict(epoch=epoch, docs=count, pieces=0 if last else k + 1,
+                                                 documents=digest.hexdigest())
+                done = 0
+            if not count: raise InputError(f"the source has no document for rank {self.rank} of {self.world}"
+                                           ": take more documents")
+            epoch, count, docs, digest = epoch + 1, 0, self.documents(epoch + 1), text_digest()
 
-# %% ../../nbs/source/data/loader.ipynb #bc6f66af
-@patch
-def encoded(self:StreamBatches, pieces): # from `pieces`
-    "Yield lists of pieces and lists of their tokens"
-    lists = parcels(pieces, 100_000)
-    texts = lambda parcel: [p[0] for p in parcel]
-    if not self.workers:
-        encoder = Encoder(self.tokenizer, self.dtype)
-        for p in lists: yield p, encoder(texts(p))
-        return
-    with encoders(self.workers, self.tokenizer, self.dtype) as encode:
-        yield from in_order(lambda p: encode(texts(p)), lists, self.workers, 2*self.workers)
+    def encoded(self, pieces): # from `pieces`
+        "Yield lists of pieces and lists of their tokens"
+        lists = parcels(pieces, 100_000)
+        texts = lambda parcel: [p[0] for p in parcel]
+        if not self.workers:
+            encoder = Encoder(self.tokenizer, self.dtype)
+            for p in lists: yield p, encoder(texts(p))
+            return
+        with encoders(self.workers, self.tokenizer, self.dtype) as encode:
+            yield from in_order(lambda p: encode(texts(p)), lists, self.workers, 2*self.workers)
 
-# %% ../../nbs/source/data/loader.ipynb #b678e88d
-@patch
-def rows(self:StreamBatches, at, docs, digest): # as for `pieces`
-    "Yield the rows of batch after batch (B T+1, as stored), and the position after each"
-    T, rows, left, i = self.seq, [], np.array(at["left"], self.dtype), at["i"]
-    encoded = self.encoded(self.pieces(at, docs, digest))
-    more = ((*p[1:], b) for parcel, tokens in encoded for p, b in zip(parcel, tokens))
-    for begins, after, b in chain([(False, at, b"")], more):        # first what is left already
-        left = np.concatenate([left, np.array([self.eot]*begins, self.dtype), np.frombuffer(b, self.dtype)])
-        while len(left) > T:
-            rows.append(left[:T+1]); left = left[T:]
-            if len(rows) < self.batch: continue
-            i += 1
-            yield np.stack(rows), after | dict(i=i, left=left.tolist())
-            rows = []
+    def rows(self, at, docs, digest): # as for `pieces`
+        "Yield the rows of batch after batch (B T+1, as stored), and the position after each"
+        T, rows, left, i = self.seq, [], np.array(at["left"], self.dtype), at["i"]
+        encoded = self.encoded(self.pieces(at, docs, digest))
+        more = ((*p[1:], b) for parcel, tokens in encoded for p, b in zip(parcel, tokens))
+        for begins, after, b in chain([(False, at, b"")], more):        # first what is left already
+            left = np.concatenate([left, np.array([self.eot]*begins, self.dtype),
+                                   np.frombuffer(b, self.dtype)])
+            while len(left) > T:
+                rows.append(left[:T+1]); left = left[T:]
+                if len(rows) < self.batch: continue
+                i += 1
+                yield np.stack(rows), after | dict(i=i, left=left.tolist())
+                rows = []
 
-# %% ../../nbs/source/data/loader.ipynb #f89a9924
-@patch
-def begin(self:StreamBatches):
-    "Read up to the position, so that the next batch is the one after it"
-    self.batches = self.rows(self.past[-1], *self.skip_consumed(self.past[-1]))
+    def begin(self):
+        "Read up to the position, so that the next batch is the one after it"
+        self.batches = self.rows(self.past[-1], *self.skip_consumed(self.past[-1]))
 
-@patch
-def close(self:StreamBatches):
-    "End the processes. A thread that is still in the source is left alone: it ends them when it leaves"
-    rows, self.batches = self.batches, None
-    if rows is not None and not rows.gi_running: rows.close()
+    def close(self):
+        "End the processes. A thread that is still in the source is left alone: it ends them when it leaves"
+        rows, self.batches = self.batches, None
+        if rows is not None and not rows.gi_running: rows.close()
 
-# %% ../../nbs/source/data/loader.ipynb #35fdfa93
-@patch
-def __iter__(self:StreamBatches): return self
+    def __iter__(self): return self
 
-@patch
-def __next__(self:StreamBatches):
-    "The next batch"
-    if self.batches is None: self.begin()
-    try: rows, position = next(self.batches)
-    except RunError as e:
-        raise RunError(f"{e}: it made the tokens of the stream; go on from a checkpoint") from e
-    self.past.append(position)
-    rows = torch.from_numpy(rows.astype(np.int64))
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    def __next__(self):
+        "The next batch"
+        if self.batches is None: self.begin()
+        try: rows, position = next(self.batches)
+        except RunError as e:
+            raise RunError(f"{e}: it made the tokens of the stream; go on from a checkpoint") from e
+        self.past.append(position)
+        rows = torch.from_numpy(rows.astype(np.int64))
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-# %% ../../nbs/source/data/loader.ipynb #0e6b8a73
-@patch
-def state_dict(self:StreamBatches, i=None): # batches used; by default all that were taken
-    "Return the position after `i` batches, one of the last few: a small dict of plain values"
-    past = {p["i"]: p for p in self.past.copy()}
-    i = self.i if i is None else i
-    if i not in past: raise InputError(f"the stream remembers batches {min(past)} to {max(past)}, not {i}")
-    return past[i] | {k: getattr(self, k) for k in _FIXED}
+    def state_dict(self, i=None): # batches used; by default all that were taken
+        "Return the position after `i` batches, one of the last few: a small dict of plain values"
+        past = {p["i"]: p for p in self.past.copy()}
+        i = self.i if i is None else i
+        if i not in past:
+            raise InputError(f"the stream remembers batches {min(past)} to {max(past)}, not {i}")
+        return past[i] | {k: getattr(self, k) for k in _FIXED}
 
-# %% ../../nbs/source/data/loader.ipynb #c5acde17
-@patch
-def load_state_dict(self:StreamBatches, state): # from `state_dict`
-    "Go to a position. `InputError` if it is one of other settings, or of other documents"
-    try: p = msgspec.to_builtins(msgspec.convert(state, Position))
-    except msgspec.ValidationError as e: raise InputError(f"this is no position of a stream: {e}") from None
-    if changed := [f"{k} {p[k]}, not {getattr(self, k)}" for k in _FIXED if p[k] != getattr(self, k)]:
-        raise InputError(f"this position is of a stream with {', '.join(changed)}: take the same; what is to "
-                         "go on with other numbers must be tokenized beforehand (speedrun_data)")
-    if max(p["left"], default=0) >= vocabulary_size(self.tokenizer):
-        raise InputError("this position has tokens of another tokenizer")
-    self.close()
-    self.past = deque([{k: v for k, v in p.items() if k not in _FIXED}], maxlen=8)
-    self.begin()
+    def load_state_dict(self, state): # from `state_dict`
+        "Go to a position. `InputError` if it is one of other settings, or of other documents"
+        try: p = msgspec.to_builtins(msgspec.convert(state, Position))
+        except msgspec.ValidationError as e:
+            raise InputError(f"this is no position of a stream: {e}") from None
+        if changed := [f"{k} {p[k]}, not {getattr(self, k)}" for k in _FIXED if p[k] != getattr(self, k)]:
+            raise InputError(f"this position is of a stream with {', '.join(changed)}: take the same; what "
+                             "is to go on with other numbers must be tokenized beforehand (speedrun_data)")
+        if max(p["left"], default=0) >= vocabulary_size(self.tokenizer):
+            raise InputError("this position has tokens of another tokenizer")
+        self.close()
+        self.past = deque([{k: v for k, v in p.items() if k not in _FIXED}], maxlen=8)
+        self.begin()
 
-# %% ../../nbs/source/data/loader.ipynb #971fb630
-@patch
-def lane(self:StreamBatches, k, n): # which of how many
-    "Return a part of this stream from its beginning: a `StreamBatches` of every `n`-th document"
-    return StreamBatches(self.source, self.tokenizer, self.batch//n, self.seq, self.seed, self.buffer, k, n,
-                         self.workers)
+    def lane(self, k, n): # which of how many
+        "Return a part of this stream from its beginning: a `StreamBatches` of every `n`-th document"
+        return StreamBatches(self.source, self.tokenizer, self.batch//n, self.seq, self.seed, self.buffer, k,
+                             n, self.workers)
 
 # %% ../../nbs/source/data/loader.ipynb #6f42a157
 class LaneBatches:
@@ -295,44 +274,40 @@ class LaneBatches:
         "The next batch: the rows of one lane after another"
         return tuple(map(torch.cat, zip(*map(next, self.lanes))))
 
-# %% ../../nbs/source/data/loader.ipynb #85b8bfb9
-@patch
-def split(self:LaneBatches, lanes): # how many
-    "Start with a number of lanes. Raises `InputError` where the numbers don't divide"
-    rows, can = self.stream.batch, [str(k) for k in range(1, lanes + 1) if lanes % k == 0]
-    if lanes % self.n: raise InputError(
-        f"a stream of {lanes} lane{'s'*(lanes > 1)} can't be shared by {self.n} processes: go on with "
-        f"{', '.join(can)}. What is to go on with any number must be tokenized beforehand (speedrun_data)")
-    if rows % lanes: raise InputError(f"the {rows} sequences of a step can't be shared by {lanes} lanes of a "
-                                      f"stream: choose a multiple of {lanes}")
-    self.close()
-    self.lanes = [self.stream.lane(k, lanes) for k in range(self.place, lanes, self.n)]
+    def split(self, lanes): # how many
+        "Start with a number of lanes. Raises `InputError` where the numbers don't divide"
+        rows, can = self.stream.batch, [str(k) for k in range(1, lanes + 1) if lanes % k == 0]
+        if lanes % self.n: raise InputError(
+            f"a stream of {lanes} lane{'s'*(lanes > 1)} can't be shared by {self.n} processes: go on with "
+            f"{', '.join(can)}. What is to go on with any number must be tokenized beforehand "
+            "(speedrun_data)")
+        if rows % lanes: raise InputError(f"the {rows} sequences of a step can't be shared by {lanes} lanes "
+                                          f"of a stream: choose a multiple of {lanes}")
+        self.close()
+        self.lanes = [self.stream.lane(k, lanes) for k in range(self.place, lanes, self.n)]
 
-@patch
-def close(self:LaneBatches):
-    "End the processes"
-    for lane in self.lanes: lane.close()
+    def close(self):
+        "End the processes"
+        for lane in self.lanes: lane.close()
+
+    def state_dict(self, i=None): # batches used; by default all that were taken
+        "Return the positions of this process's lanes, a list: see `joined_lanes`"
+        return [lane.state_dict(i) for lane in self.lanes]
+
+    def load_state_dict(self, state): # from `joined_lanes`, on every process the same
+        "Go to a position, of as many lanes as it has. Raises `InputError` as `split` and `StreamBatches` do"
+        ps = state["lanes"] if isinstance(state, dict) and "lanes" in state else [state]
+        if not isinstance(ps, list) or not ps:
+            raise InputError("this is no position of a stream: it has no lane")
+        self.split(len(ps))
+        for lane in self.lanes: lane.load_state_dict(ps[lane.rank])
 
 # %% ../../nbs/source/data/loader.ipynb #41bcac59
-@patch
-def state_dict(self:LaneBatches, i=None): # batches used; by default all that were taken
-    "Return the positions of this process's lanes, a list: see `joined_lanes`"
-    return [lane.state_dict(i) for lane in self.lanes]
-
 def joined_lanes(states): # the `LaneBatches.state_dict` of every process
     "Return the position of the whole stream, to save: a dict of plain values. Processes may share lanes"
     lanes = {p["rank"]: p for s in states for p in s}
     positions = [lanes[k] for k in sorted(lanes)]
     return positions[0] if len(positions) == 1 else dict(lanes=positions)
-
-# %% ../../nbs/source/data/loader.ipynb #2f112f34
-@patch
-def load_state_dict(self:LaneBatches, state): # from `joined_lanes`, on every process the same
-    "Go to a position, of as many lanes as it has. Raises `InputError` as `split` and `StreamBatches` do"
-    ps = state["lanes"] if isinstance(state, dict) and "lanes" in state else [state]
-    if not isinstance(ps, list) or not ps: raise InputError("this is no position of a stream: it has no lane")
-    self.split(len(ps))
-    for lane in self.lanes: lane.load_state_dict(ps[lane.rank])
 
 # %% ../../nbs/source/data/loader.ipynb #3c1d5492
 def lanes_for(rows, # sequences in a step
