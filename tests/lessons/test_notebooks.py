@@ -161,13 +161,10 @@ OPTION = re.compile(r"    \w+: \w+( \| None)? = .* # |@exercise\(") # a list of 
 DOCMENT = re.compile(r"\s+\*{0,2}\w+(: [^=#]+)?(=[^#]*)?(,|\):)\s+# |\) -> [^#]+:\s+# ")    # a signature's line with what it means
 TASK = re.compile(r"\*\*\d\. [^*]+\*\* \((easy|kernel|open), \d+ (minutes|hours?)\)")
 
-WHOLE = {"40_trainer": "class Trainer:"} # a class that stands in one cell, so that an editor finds its methods: nothing else may be long
-
 @rule(LESSONS, put(4, py("\n".join(["x = 1"]*16))), put(4, py("@jit\n" + "\n".join(["x = 1"]*25))))
 def cells_are_short(nb):
     for c in of_kind(nb, "code"):
         most = 25 if re.search(r"^@(triton\.)?jit", source(c), re.M) else 15
-        if first_line(c) in WHOLE.values(): continue
         n = sum(not OPTION.match(line) and not DOCMENT.match(line) for line in lines(c))
         if n > most and shown(c) and directives(c).get("echo") != "false":
             yield f"a cell of {n} lines, and {most} is the most: {first_line(c)}"
@@ -251,13 +248,6 @@ def test_rule_passes_a_good_notebook(name): assert list(RULES[name][0](dict(cell
 def test_rule_finds_what_is_broken(name, cells): assert list(RULES[name][0](dict(cells=cells)))
 
 def test_every_rule_is_tried(): assert {name for name, _ in BROKEN} == set(RULES)
-
-@pytest.mark.parametrize("stem, line", WHOLE.items())
-def test_whole_classes_are_there(stem, line):
-    "Once in its lesson and in no other; nothing but the class stands in its cell"
-    for p in LESSONS:
-        found = [c for c in of_kind(read(p), "code") if first_line(c) == line]
-        assert len(found) == (p.stem == stem) and all(len(parsed(source(c)).body) == 1 for c in found), p.stem
 
 def test_there_are_notebooks(): assert LESSONS and LADDER and SOURCE
 

@@ -23,7 +23,7 @@ ANYWHERE = """
     console coordinator checkpointer validator callbacks config launch cli run_charts 51_recipe 58_race
     clock adapters race_report 60_world world timing save_sharded spawn liveness sharding 66_cluster 71_evals evals
     export generate pretrained comparison 74_plan race muon_update muon_kernels recipe_spec unused_rungs mixed_optimizer
-    peers""".split()
+    peers trainer doctor metrics loader format""".split()
 
 @pytest.fixture
 def entries():

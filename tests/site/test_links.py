@@ -166,9 +166,9 @@ def test_parameters_of_classes():
     ("05_rungs", "`roofline.Op`", "[`roofline.Op`](03_roofline.ipynb#Op)"),
     ("24_ladder", "the rung `flash`", "the rung [`flash`](12_flash.ipynb#flash)"),
     ("45_doctor", "`speedrun_train`", "[`speedrun_train`](../source/cli.ipynb#speedrun_train)"),
-    ("45_doctor", "makes a `Trainer`", "makes a [`Trainer`](40_trainer.ipynb#Trainer)"),
+    ("45_doctor", "makes a `Trainer`", "makes a [`Trainer`](../source/train/trainer.ipynb#Trainer)"),
     ("70_generate", "`evict`", "[`evict`](#Generator.evict)"),
-    ("40_trainer", "`Trainer.finish`", "[`Trainer.finish`](#Trainer.finish)"),
+    ("trainer", "`Trainer.finish`", "[`Trainer.finish`](#Trainer.finish)"),
     ("prepare_data", "`in_order`", "[`in_order`](encoder_pool.ipynb#in_order)"),
     ("16_fused_ops", "`swiglu`", "[`swiglu`](#def-swiglu)"),    # a heading has its name
     ("10_tf32", "reached in notebook 03, not in 99", "reached in [notebook 03](../1_start/03_roofline.ipynb), not in 99")])
