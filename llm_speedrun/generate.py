@@ -12,7 +12,9 @@ import torch, torch.nn.functional as F
 from .measure import compiler_imported
 from .model import eval_mode
 from .plugins import is_own
-from .runs import RUNGS, uncompiled, enter_all
+from .rung_registry import RUNGS
+from .step_builder import uncompiled
+from .stepper import enter_all
 from .rungs.cuda_graphs import warm_up_aside
 
 # %% ../nbs/source/generate.ipynb #4ba165b0

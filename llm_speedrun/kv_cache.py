@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .generate import draw, replayed
 from .io_utils import InputError
 from .model import eval_mode, set_parts
-from .runs import RUNGS, enter_all
+from .rung_registry import RUNGS
+from .stepper import enter_all
 
 # %% ../nbs/7_using_a_model/70_generate.ipynb #1cf0da9f
 class Cache:

@@ -15,10 +15,10 @@ CASES = [(*case, name) for case in (("124m", 64, 64), ("1b", 16, 8)) for name in
 def worker(workload, batch, micro, name):
     "Build the step; then for each number on stdin take as many steps and print the milliseconds of one"
     import torch
-    from llm_speedrun import runs
-    from llm_speedrun.model import WORKLOADS
-    make = getattr(runs, "make_step", None) or runs.step_of # as it was called before
-    step = make(WORKLOADS[workload], LISTS[name].split(), batch, micro=micro)()
+    from llm_speedrun.architectures import WORKLOADS # imports it, wherever it is defined
+    try: from llm_speedrun.step_builder import make_step
+    except ImportError: from llm_speedrun.runs import step_of as make_step # as it was called before
+    step = make_step(WORKLOADS[workload], LISTS[name].split(), batch, micro=micro)()
     print(json.dumps([step().item() for _ in range(8)]), flush=True)
     for line in sys.stdin:
         n, start, end = int(line), *(torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from llm_speedrun.measure import compare, default_device, machine, speedup, version_of
 from llm_speedrun.model import workload
-from llm_speedrun.runs import build, param_groups
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import param_groups
 
 HOW = dict(lr=1e-4, betas=(.9, .95), weight_decay=.1)
 

@@ -21,7 +21,8 @@ from ..measure import default_device, version_of
 from ..model import GPT, matrix_params
 from ..roofline import matmul_precision
 from ..rungs.fp8 import linear_sizes, to_float8
-from ..runs import find_rung, uncompiled
+from ..rung_registry import find_rung
+from ..step_builder import uncompiled
 from ..distributed.spawn import free_port
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #25peer10

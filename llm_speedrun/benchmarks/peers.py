@@ -20,7 +20,10 @@ from ..measure import (Measured, Table, caption, default_device, fmt, make_recor
                                   table, take_turns, version_of, warm_up)
 from ..records import code_of
 from ..rungs.fp8 import TORCHAO_RECIPES, converted
-from ..runs import ROOM_GIB, Stepper, build, first_that_fits, micro_batch_sizes, rung_specs
+from ..runs import build
+from ..rung_registry import rung_specs
+from ..step_builder import ROOM_GIB, first_that_fits, micro_batch_sizes
+from ..stepper import Stepper
 
 
 # %% ../../nbs/3_past_the_ladder/38_peers.ipynb #25peer19

@@ -19,7 +19,8 @@ from ..io_utils import InputError, check_run, defined_at, lookup
 from ..model import GPT
 from ..measure import default_device
 from ..plugins import is_own
-from ..runs import Run, option_text, option_value, sort_rungs
+from ..runs import Run
+from ..rung_registry import option_text, option_value, sort_rungs
 from ..distributed.world import World
 
 # %% ../../nbs/5_fewer_steps/51_recipe.ipynb #039cf193

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from ..compat import FakeTensorMode, TorchDispatchMode, storage_id
 from ..io_utils import InputError
 from ..roofline import op_kind, tensors
-from ..runs import Stepper, enter_all, rung
+from ..runs import rung
+from ..stepper import Stepper, enter_all
 
 # %% ../../nbs/2_ladder/22_checkpointing.ipynb #3a1ff34d
 class MemoryCounter(TorchDispatchMode):

@@ -18,7 +18,8 @@ from ..choices import checked
 from ..compat import disable_current_modes, tree_map
 from ..io_utils import InputError, RunError, lookup
 from ..model import set_parts
-from ..runs import baseline, needs_capability, rung
+from ..runs import baseline, rung
+from ..rung_registry import needs_capability
 
 # %% ../../nbs/2_ladder/19_fused_fp8.ipynb #17impor2
 from .chunked_ce import (ChunkedCE, bad_targets, chunk_size, linear_cross_entropy,

@@ -14,7 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..compat import node_class, scaled_mm, storage_id
 from ..io_utils import InputError, RunError
 from ..model import naive_layer, set_parts
-from ..runs import RUNGS, Backward, PrecomputedGrads, param_groups, rung
+from ..runs import rung
+from ..rung_registry import RUNGS
+from ..stepper import Backward, PrecomputedGrads, param_groups
 from .kernel_ops import blocks, jit, kernel_op, launch, LOG2E, runs_kernel, tl, traced
 from .triton import programs
 from .fused_ops import compute_dtype, needs_triton, qk_rope

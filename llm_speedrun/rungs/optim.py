@@ -15,7 +15,8 @@ from fastcore.basics import patch
 from ..compat import FakeTensor, FoundInfOptimizer
 from ..io_utils import InputError, lookup
 from .kernel_ops import blocks, jit, tl, triton
-from ..runs import param_groups, rung
+from ..runs import rung
+from ..stepper import param_groups
 
 # %% ../../nbs/2_ladder/23_optim.ipynb #c1d2270c
 def adamw_scalars(lr, betas, eps, weight_decay, # as in `torch.optim.AdamW`

@@ -19,8 +19,8 @@ from ..model import workload
 from ..roofline import predict_ms
 
 # %% ../../nbs/2_ladder/24_ladder.ipynb #22import
-from ..runs import (bench, check_rung, count_step, free_memory, micro_batch, rung_name,
-                               rung_specs, resolve_options, make_step, sort_rungs)
+from ..rung_registry import check_rung, rung_name, rung_specs, sort_rungs
+from ..step_builder import bench, count_step, free_memory, micro_batch, resolve_options, make_step
 from ..records import measure_here, run_record
 from ..distributed.world import World
 from .autotune import failed_rungs, parallel_rungs, resolve_preset

@@ -449,7 +449,8 @@ def test_documents_by_borders_in_a_run(rungs):
     from dataclasses import replace
     from llm_speedrun.model import workload
     from llm_speedrun.rungs import documents
-    from llm_speedrun.runs import Stepper, build
+    from llm_speedrun.runs import build
+    from llm_speedrun.stepper import Stepper
     config, curves = replace(workload("tiny"), seq_len=128), []
     batches = [torch.randint(1, 1000, (2, 4, 128), generator=torch.Generator().manual_seed(i)).cuda() for i in range(6)]
     for i, (x, _) in enumerate(batches): x[:, 7*i + 3] = 0; x[1, 60:60 + i] = 0

@@ -10,7 +10,9 @@ from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.recipe import find_recipe, set_groups
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import Backward, StepSync, Stepper, build, enter_all, find_rung
+from llm_speedrun.runs import build
+from llm_speedrun.rung_registry import find_rung
+from llm_speedrun.stepper import Backward, StepSync, Stepper, enter_all
 from llm_speedrun.distributed.world import World
 from llm_speedrun.rungs import ddp as module
 from llm_speedrun.rungs.memory_traffic import DirectBackward

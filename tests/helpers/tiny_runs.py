@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from llm_speedrun.data import corpus
 from llm_speedrun.model import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
-from llm_speedrun.runs import enter_all
+from llm_speedrun.stepper import enter_all
 from llm_speedrun.train.config import TrainConfig
 
 NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq_len=32, rope_theta=500.)

@@ -8,7 +8,8 @@ from llm_speedrun import compat
 from llm_speedrun.choices import Choices
 from llm_speedrun.model import workload
 from llm_speedrun.rungs import epilogues, flash4 as fa4, fused_ce
-from llm_speedrun.runs import RUNGS, build
+from llm_speedrun.runs import build
+from llm_speedrun.rung_registry import RUNGS
 from llm_speedrun.train.autotune import resolve_preset
 from llm_speedrun.train.presets import preset
 from llm_speedrun.cli import describe_rung

@@ -12,8 +12,9 @@ from llm_speedrun.rungs.triton import AddRMSNorm
 from llm_speedrun.measure import version_of, warm_up
 from llm_speedrun.roofline import OpCounter, has_fp8
 from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
-from llm_speedrun.runs import (Run, Stepper, baseline, build, count_step, first_that_fits, micro_batch, peak_gib,
-                               make_step)
+from llm_speedrun.runs import Run, baseline, build
+from llm_speedrun.step_builder import count_step, first_that_fits, micro_batch, peak_gib, make_step
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.course import reference_errors
 from llm_speedrun.rungs.tf32 import tf32
 from llm_speedrun.train.presets import parse_rungs, presets

@@ -35,7 +35,8 @@ def imported():
 calls = calls_of(imported)
 after, new = settings(), set(sys.modules) - seen
 from llm_speedrun.model import workload
-from llm_speedrun.runs import Stepper, build
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import Stepper
 from dataclasses import replace
 step = Stepper(build(replace(workload("tiny"), layers=1, seq_len=16), RUNGS))
 x = torch.arange(16, device=step.run.device)[None]
@@ -89,7 +90,8 @@ known, loaded = set(sys.modules), {}
 def note(what): loaded[what] = sorted(HEAVY & (set(sys.modules) - known))
 import llm_speedrun.cli; note("the commands")
 import llm_speedrun.train.trainer, llm_speedrun.tools.doctor; note("the trainer and the doctor")
-from llm_speedrun.runs import Stepper, build
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.train.presets import preset
 preset("fastest"); note("every rung")
 from llm_speedrun.model import workload

@@ -8,7 +8,9 @@ from llm_speedrun.rungs.chunked_ce import (BUDGET, chunk_size, chunked_ce, chunk
 from llm_speedrun.measure import warm_up
 from llm_speedrun.roofline import OpCounter, by_kind, count
 from llm_speedrun.model import cross_entropy, matrix_params, workload
-from llm_speedrun.runs import Stepper, baseline, build, count_step
+from llm_speedrun.runs import baseline, build
+from llm_speedrun.step_builder import count_step
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.course import reference_errors
 from helpers.tiny_runs import fails, NANO, relative_error
 

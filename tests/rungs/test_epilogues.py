@@ -4,7 +4,9 @@ import pytest, torch, torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPTConfig, rope, rope_table, workload
-from llm_speedrun.runs import Stepper, build, count_step, enter_all
+from llm_speedrun.runs import build
+from llm_speedrun.step_builder import count_step
+from llm_speedrun.stepper import Stepper, enter_all
 from llm_speedrun.rungs import epilogues as e, fp8_epilogues as ep8, fused_ce as ce_module, fused_fp8, fp8_kernels as f8
 from llm_speedrun.rungs.memory_traffic import GroupedCE
 from helpers.tiny_runs import fails, pass_of, relative_error

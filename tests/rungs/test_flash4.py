@@ -12,7 +12,8 @@ from llm_speedrun.rungs.kernel_ops import runs_kernel
 from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths
 from llm_speedrun.model import naive_attention, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import Stepper, build
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import Stepper
 from helpers.tiny_runs import fails, NANO, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,8 +20,10 @@ from llm_speedrun.rungs.fused_fp8 import Fp8CE, logits_quantize
 from llm_speedrun.rungs.optim import update_torch, update_triton
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import (Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all,
-                               find_rung)
+from llm_speedrun.runs import Run, build
+from llm_speedrun.rung_registry import find_rung
+from llm_speedrun.step_builder import count_step
+from llm_speedrun.stepper import Backward, PrecomputedGrads, Stepper, enter_all
 from llm_speedrun.course import reference_errors
 from llm_speedrun.checkpoint.format import load_named_state, named_state, flatten_state, unflatten_state
 from helpers.examples import example

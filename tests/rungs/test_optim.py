@@ -6,7 +6,10 @@ from torch import nn
 from llm_speedrun.measure import compare, ratio, sample_ms, summarize, version_of
 from llm_speedrun.roofline import count, ceilings
 from llm_speedrun.model import workload
-from llm_speedrun.runs import Stepper, adamw, baseline, build, check_rung, find_rung, make_step
+from llm_speedrun.runs import baseline, build
+from llm_speedrun.rung_registry import check_rung, find_rung
+from llm_speedrun.step_builder import make_step
+from llm_speedrun.stepper import Stepper, adamw
 from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, AdamW8bit, Bf16AdamW, bf16_matrices,
                                 bf16_weights, decode_moments, encode_moments, in_blocks, join_fp32, make_8bit,
                                 make_bf16, make_fused, philox, random_bits, split_fp32, stochastic_round,

@@ -10,7 +10,8 @@ from llm_speedrun import choices, measure, model, pretrained, runs
 from llm_speedrun.data import corpus
 from llm_speedrun.io_utils import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
-from llm_speedrun.runs import RUNGS, STAGES, Run, RungSpec, build, rung_options
+from llm_speedrun.runs import Run, build
+from llm_speedrun.rung_registry import RUNGS, STAGES, RungSpec, rung_options
 from llm_speedrun.checkpoint import format as checkpoint
 from llm_speedrun.train import autotune, callbacks, checkpointer, config, metrics, presets, run_dir, trainer
 from llm_speedrun.data import loader, prepare_data
