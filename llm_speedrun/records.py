@@ -10,7 +10,8 @@ import importlib.util, inspect, re
 from functools import lru_cache
 from pathlib import Path
 from . import model, stepper
-from .measure import compare, digest, make_record, speedup
+from .measure import digest, make_record
+from .timing import compare, speedup
 from .model import train_flops
 from .plugins import plugin_code
 from .roofline import main_format, predict_ms

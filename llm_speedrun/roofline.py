@@ -17,7 +17,8 @@ from fastcore.basics import patch
 from .compat import (FakeTensor, FakeTensorMode, TorchDispatchMode, graph_task, scaled_mm,
                                  schema_of, storage_id, tree_leaves)
 from torch.utils.flop_counter import flop_registry
-from .measure import CachedMeasurement, default_device, table, time_ms
+from .measure import CachedMeasurement, default_device, table
+from .timing import time_ms
 
 # %% ../nbs/1_start/03_roofline.ipynb #31955861
 @contextmanager

@@ -14,7 +14,8 @@ import torch
 from .compat import FakeTensorMode
 from .distributed.world import World
 from .io_utils import RunError
-from .measure import SPINE, default_device, smoke, warm_up
+from .measure import SPINE, default_device, smoke
+from .timing import warm_up
 from .model import GPT, WORKLOADS
 from .roofline import count
 from .rung_registry import rung_specs

@@ -4,7 +4,8 @@ Each list of rungs is built once by each checkout, in a process of its own; then
 time to ours with its 10th to 90th percentile, and the first losses of both, which are equal bit by bit if both compute the same."""
 import json, os, subprocess, sys
 from pathlib import Path
-from llm_speedrun.measure import Measured, machine, speedup
+from llm_speedrun.measure import machine
+from llm_speedrun.timing import Measured, speedup
 
 ROOT = Path(__file__).resolve().parents[1]
 ATTENTION, END = "tf32 bf16 flash:backend=cudnn flash4 fused_ops", "cuda_graphs fused_adamw direct_update"

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 
 # %% ../../nbs/4_training_run/43_loader.ipynb #39import
 from ..io_utils import InputError, RunError
-from ..measure import moment, ms_between, sample_ms, summarize
+from ..timing import moment, ms_between, sample_ms, summarize
 from .encoder_pool import Encoder, encoders, in_order
 from .text_files import text_pieces
 from .tokenizer import end_token, prepare_tokenizer, token_dtype, vocabulary_size

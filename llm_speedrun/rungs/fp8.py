@@ -11,7 +11,8 @@ from functools import partial
 import torch, torch.nn as nn
 from ..compat import scaled_mm
 from ..io_utils import lookup
-from ..measure import time_ms, version_of
+from ..measure import version_of
+from ..timing import time_ms
 from ..runs import rung
 from ..rung_registry import needs_capability
 

@@ -14,7 +14,8 @@ from ..architectures import model_class
 
 # %% ../../nbs/source/train/autotune.ipynb #d7878d4d
 from ..io_utils import InputError, RunError, cache_dir
-from ..measure import gpu_gib, machine, memory_limit, warm_up, written_by
+from ..measure import gpu_gib, machine, memory_limit, written_by
+from ..timing import warm_up
 from ..model import GPT
 from ..runs import Run, add_rungs, build
 from ..rung_registry import RungSpec, rung_specs

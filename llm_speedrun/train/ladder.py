@@ -13,8 +13,9 @@ import torch
 from ..choices import Choices
 from ..io_utils import InputError, check_writable, lookup, read_json, replace_file
 from ..measure import COLORS
-from ..measure import (gpu_gib, ladder_chart, ladder_table, load_records, record_key,
-                                  records_path, save_records, smoke, speedup)
+from ..measure import (gpu_gib, ladder_chart, ladder_table, load_records, record_key, records_path,
+                                  save_records, smoke)
+from ..timing import speedup
 from ..model import workload
 from ..roofline import predict_ms
 

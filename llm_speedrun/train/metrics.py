@@ -16,7 +16,8 @@ from fastcore.basics import patch
 from msgspec import Meta
 from ..io_utils import (AllFailed, InputError, RunError, decoded, lookup, read_bytes_of,
                                    replace_file)
-from ..measure import moment, ms_between, table
+from ..measure import table
+from ..timing import moment, ms_between
 from ..roofline import kernel_kind, op_kind
 from ..checkpoint.format import write_tensors
 from ..checkpoint.save import copy_to_host

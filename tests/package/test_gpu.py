@@ -9,7 +9,8 @@ from llm_speedrun.rungs.fp8_kernels import Scaling
 from llm_speedrun.rungs.fused_fp8 import to_fp8
 from llm_speedrun.rungs.fused_ops import QKRope, SwiGLUDown, fused_ops
 from llm_speedrun.rungs.triton import AddRMSNorm
-from llm_speedrun.measure import version_of, warm_up
+from llm_speedrun.measure import version_of
+from llm_speedrun.timing import warm_up
 from llm_speedrun.roofline import OpCounter, has_fp8
 from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
 from llm_speedrun.runs import Run, baseline, build

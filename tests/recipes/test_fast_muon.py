@@ -11,7 +11,8 @@ from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import workload
 from llm_speedrun.roofline import count
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.measure import sample_ms, summarize, version_of
+from llm_speedrun.measure import version_of
+from llm_speedrun.timing import sample_ms, summarize
 from llm_speedrun.recipes.fast_muon import POLAR_EXPRESS, Stack, fast_muon, new_state, stacks_of, type_on
 from helpers.lessons import defined_in
 from helpers.tiny_runs import relative_error

@@ -5,7 +5,7 @@ import pytest, torch, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from llm_speedrun.rungs.chunked_ce import (BUDGET, chunk_size, chunked_ce, chunked_cross_entropy, ChunkedCE, linear_cross_entropy,
                                            linear_loss, linear_loss_op, loss_maths, softmax_loss)
-from llm_speedrun.measure import warm_up
+from llm_speedrun.timing import warm_up
 from llm_speedrun.roofline import OpCounter, by_kind, count
 from llm_speedrun.model import cross_entropy, matrix_params, workload
 from llm_speedrun.runs import baseline, build

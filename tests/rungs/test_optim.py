@@ -3,7 +3,8 @@ import copy, gc, json, subprocess, sys, weakref
 from dataclasses import replace
 import pytest, torch
 from torch import nn
-from llm_speedrun.measure import compare, ratio, sample_ms, summarize, version_of
+from llm_speedrun.measure import version_of
+from llm_speedrun.timing import compare, ratio, sample_ms, summarize
 from llm_speedrun.roofline import count, ceilings
 from llm_speedrun.model import workload
 from llm_speedrun.runs import baseline, build
