@@ -14,7 +14,8 @@ from .measure import digest, make_record
 from .timing import compare, speedup
 from .model import train_flops
 from .plugins import plugin_code
-from .roofline import main_format, predict_ms
+from .roofline import predict_ms
+from .op_counter import main_format
 from .rung_registry import rung_name
 from .step_builder import count_step, micro_batch, resolve_options, make_step
 

@@ -17,7 +17,7 @@ from .io_utils import RunError
 from .measure import SPINE, default_device, smoke
 from .timing import warm_up
 from .model import GPT, WORKLOADS
-from .roofline import count
+from .op_counter import count
 from .rung_registry import rung_specs
 from .runs import build
 from .stepper import Stepper, no_scaler
@@ -122,7 +122,7 @@ def count_step(config, # a `GPTConfig`
                rungs=(), # as `build` takes them
                batch=1, # sequences in a step
                micro=None): # sequences in a micro-batch, by default all of them
-    "Count the operations of one training step without running it. Returns a list of `roofline.Op`"
+    "Count the operations of one training step without running it. Returns a list of `op_counter.Op`"
     without_scaler, specs = partial(replace, scaler=no_scaler), rung_specs(resolve_options(config, rungs))
     played = [s for s in specs if s.rung.stage != "record"] # the same operations
     with uncompiled(): ops = count(make_step(config, played, batch, without_scaler, micro))

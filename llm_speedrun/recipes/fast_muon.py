@@ -425,7 +425,7 @@ def fast_muon(group, # lr, weight_decay, momentum, variance (0: none), cautious,
 
 # %% ../../nbs/5_fewer_steps/54_fast_muon.ipynb #194b4ca1
 def count_update(stack, tensors, group): # as for `update_torch`, of fake tensors
-    "Imitate `update_triton` on fake tensors, for `roofline.count`"
+    "Imitate `update_triton` on fake tensors, for `op_counter.count`"
     ps, gs, ms, vs = zip(*tensors)
     x = torch.empty(len(ps), stack.m, stack.n, dtype=torch.bfloat16, device=ps[0].device)
     fake_update([], ms)

@@ -13,7 +13,7 @@ import torch, torch.utils.checkpoint as tc
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from ..compat import FakeTensorMode, TorchDispatchMode, storage_id
 from ..io_utils import InputError
-from ..roofline import op_kind, tensors
+from ..op_counter import op_kind, tensors
 from ..runs import rung
 from ..stepper import Stepper, enter_all
 

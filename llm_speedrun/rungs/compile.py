@@ -12,7 +12,7 @@ import torch
 from ..io_utils import lookup
 from ..measure import version_of
 from ..model import naive_heads, set_parts
-from ..roofline import fused
+from ..fusion import fused
 from ..runs import rung
 from ..rung_registry import needs_capability
 from ..stepper import PrecomputedGrads

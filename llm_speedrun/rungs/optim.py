@@ -355,7 +355,7 @@ class MultiTensorAdamW(FoundInfOptimizer):
 # %% ../../nbs/2_ladder/23_optim.ipynb #7bbdca3b
 @torch.library.custom_op("llm_speedrun::fake_update", mutates_args=["changed"])
 def fake_update(read: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
-    "Imitate an update of fake tensors in `roofline.count`: read `read`, read and write `changed`"
+    "Imitate an update of fake tensors in `op_counter.count`: read `read`, read and write `changed`"
 
 # %% ../../nbs/2_ladder/23_optim.ipynb #7640a4e2
 @patch

@@ -18,7 +18,8 @@ from ..io_utils import (AllFailed, InputError, RunError, decoded, lookup, read_b
                                    replace_file)
 from ..measure import table
 from ..timing import moment, ms_between
-from ..roofline import kernel_kind, op_kind
+from ..op_counter import op_kind
+from ..profiling import kernel_kind
 from ..checkpoint.format import write_tensors
 from ..checkpoint.save import copy_to_host
 

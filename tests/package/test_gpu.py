@@ -11,7 +11,8 @@ from llm_speedrun.rungs.fused_ops import QKRope, SwiGLUDown, fused_ops
 from llm_speedrun.rungs.triton import AddRMSNorm
 from llm_speedrun.measure import version_of
 from llm_speedrun.timing import warm_up
-from llm_speedrun.roofline import OpCounter, has_fp8
+from llm_speedrun.roofline import has_fp8
+from llm_speedrun.op_counter import OpCounter
 from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
 from llm_speedrun.runs import Run, baseline, build
 from llm_speedrun.step_builder import count_step, first_that_fits, micro_batch, peak_gib, make_step

@@ -9,7 +9,7 @@ from llm_speedrun.recipes import fast_muon as fm
 if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = was
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import workload
-from llm_speedrun.roofline import count
+from llm_speedrun.op_counter import count
 from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.measure import version_of
 from llm_speedrun.timing import sample_ms, summarize

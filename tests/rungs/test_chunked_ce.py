@@ -6,7 +6,8 @@ from torch.utils.checkpoint import checkpoint
 from llm_speedrun.rungs.chunked_ce import (BUDGET, chunk_size, chunked_ce, chunked_cross_entropy, ChunkedCE, linear_cross_entropy,
                                            linear_loss, linear_loss_op, loss_maths, softmax_loss)
 from llm_speedrun.timing import warm_up
-from llm_speedrun.roofline import OpCounter, by_kind, count
+from llm_speedrun.roofline import by_kind
+from llm_speedrun.op_counter import OpCounter, count
 from llm_speedrun.model import cross_entropy, matrix_params, workload
 from llm_speedrun.runs import baseline, build
 from llm_speedrun.step_builder import count_step

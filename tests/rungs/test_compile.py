@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest, torch
 from llm_speedrun.rungs.compile import compile, whole_pass
 from llm_speedrun.rungs.cuda_graphs import RecordedLoss, RecordedPass
-from llm_speedrun.roofline import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, ceilings,
-                                   profile_kinds, profiled)
+from llm_speedrun.roofline import has_fp8, ceilings
+from llm_speedrun.fusion import fused
+from llm_speedrun.op_counter import OpCounter
+from llm_speedrun.profiling import kernel_kind, launch_kind, launches, profile_kinds, profiled
 from llm_speedrun.model import WORKLOADS, naive_attention, naive_layer, set_parts
 from llm_speedrun.runs import build
 from llm_speedrun.rung_registry import RUNGS

@@ -40,7 +40,7 @@ def test_attention(B, H, K, T, D):
 
 def test_attention_is_counted():
     "The counter sees both directions as attention, with half of the square's FLOPs"
-    from llm_speedrun.roofline import count
+    from llm_speedrun.op_counter import count
     def step():
         ts = [torch.empty(2, 4, 32, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         return lambda: MixedAttention.apply(*ts).sum().backward()

@@ -16,7 +16,8 @@ from llm_speedrun.rungs.fused_fp8 import (HALF_MOST, FP8_PARTS, choose_parts, Fp
 from llm_speedrun.rungs.fused_ops import qk_rope_backward_maths, swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.kernel_ops import jit, runs_kernel, tl
 from llm_speedrun.measure import version_of
-from llm_speedrun.roofline import has_fp8, main_format
+from llm_speedrun.roofline import has_fp8
+from llm_speedrun.op_counter import main_format
 from llm_speedrun.model import rope, rope_table, workload
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Run, baseline, build

@@ -5,7 +5,8 @@ import pytest, torch
 from torch import nn
 from llm_speedrun.measure import version_of
 from llm_speedrun.timing import compare, ratio, sample_ms, summarize
-from llm_speedrun.roofline import count, ceilings
+from llm_speedrun.roofline import ceilings
+from llm_speedrun.op_counter import count
 from llm_speedrun.model import workload
 from llm_speedrun.runs import baseline, build
 from llm_speedrun.rung_registry import check_rung, find_rung
