@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from .io_utils import InputError, read_json
 from .data.tokenizer import tokenizer_of, vocabulary_size
 from .measure import default_device
-from .model import GPT, GPTConfig
+from .model import GPT
+from .model_config import GPTConfig
 from .architectures import MODELS, model_class
 from .plugins import check_function, function_rungs, import_plugins, tables
 from .recipes.model_registry import HEAD, model_of, shapes

@@ -9,10 +9,10 @@ __all__ = ['code_of', 'run_record']
 import importlib.util, inspect, re
 from functools import lru_cache
 from pathlib import Path
-from . import model, stepper
+from . import model, model_config, stepper
 from .measure import digest, make_record
 from .timing import compare, speedup
-from .model import train_flops
+from .model_config import train_flops
 from .plugins import plugin_code
 from .roofline import predict_ms
 from .op_counter import main_format
@@ -39,7 +39,7 @@ def rung_sources(rungs): # names
 # %% ../nbs/source/records.ipynb #02bd9a0a
 @lru_cache
 def _step_sources(): # of what all runs share
-    return [inspect.getsource(m) for m in (model, stepper)]
+    return [inspect.getsource(m) for m in (model, model_config, stepper)]
 
 def code_of(rungs): # names
     "Return the `digest` of the code that a run of `rungs` consists of"

@@ -16,7 +16,8 @@ from .distributed.world import World
 from .io_utils import RunError
 from .measure import SPINE, default_device, smoke
 from .timing import warm_up
-from .model import GPT, WORKLOADS
+from .model import GPT
+from .model_config import WORKLOADS
 from .op_counter import count
 from .rung_registry import rung_specs
 from .runs import build

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from llm_speedrun.measure import default_device, machine, version_of
 from llm_speedrun.timing import compare, speedup
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.runs import build
 from llm_speedrun.stepper import param_groups
 

@@ -28,10 +28,10 @@ from ..io_utils import (AllFailed, InputError, RunError, check_writable, lock_di
 from ..measure import digest, machine
 from ..runs import baseline
 from ..step_builder import uncompiled
-from ..stepper import enter_all
+from ..stepper import enter_all, eval_mode
 from ..records import code_of
 from ..train.ladder import check_share; from llm_speedrun.plugins import plugin_args
-from ..model import eval_mode, workload as find_workload
+from ..model_config import workload as find_workload
 from ..recipes.recipe import parse_recipe
 from ..recipes.schedules import SCHEDULES
 

@@ -16,7 +16,7 @@ from ..measure import COLORS
 from ..measure import (gpu_gib, ladder_chart, ladder_table, load_records, record_key, records_path,
                                   save_records, smoke)
 from ..timing import speedup
-from ..model import workload
+from ..model_config import workload
 from ..roofline import predict_ms
 
 # %% ../../nbs/2_ladder/24_ladder.ipynb #22import

@@ -13,7 +13,7 @@ import msgspec
 from ..io_utils import InputError, RunError, env_number, lookup, read_json
 from ..architectures import model_class, registered_name
 from ..choices import Choices
-from ..model import GPTConfig, workload
+from ..model_config import GPTConfig, workload
 from ..rung_registry import RungSpec, rung_name, rung_specs
 from ..step_builder import next_smaller_divisor
 from ..distributed.world import World, check_alike

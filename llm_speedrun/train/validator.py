@@ -12,8 +12,7 @@ import torch
 from ..generate import generate
 from ..io_utils import RunError
 from ..step_builder import free_memory, next_smaller_divisor
-from ..stepper import enter_all
-from ..model import eval_mode
+from ..stepper import enter_all, eval_mode
 from .autotune import divisors
 
 # %% ../../nbs/source/train/validator.ipynb #30val006

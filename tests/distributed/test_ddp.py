@@ -7,7 +7,7 @@ import pytest, torch
 from helpers.tiny_runs import NANO, fails
 from llm_speedrun.course import spans_of
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import GPTConfig
+from llm_speedrun.model_config import GPTConfig
 from llm_speedrun.recipes.recipe import find_recipe, set_groups
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import build

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import numpy as np, pytest, torch
 from helpers.tiny_runs import NANO, fails
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import WORKLOADS
+from llm_speedrun.model_config import WORKLOADS
 from llm_speedrun.rungs.documents import within_documents
 from llm_speedrun.runs import build
 from llm_speedrun.stepper import StepSync, Stepper

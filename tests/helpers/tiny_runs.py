@@ -5,7 +5,7 @@ import numpy as np, pytest
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from llm_speedrun.data import corpus
-from llm_speedrun.model import WORKLOADS, GPTConfig
+from llm_speedrun.model_config import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe
 from llm_speedrun.stepper import enter_all
 from llm_speedrun.train.config import TrainConfig

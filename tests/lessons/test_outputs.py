@@ -19,7 +19,8 @@ def stale(entries): # a dict of what `run_notebook.py` notes, by notebook
 ANYWHERE = """
     text_files tokenizer corpus records choices architectures plugins course compat kernel_ops tp_mappings vocab_parallel resolve train_data
     console coordinator checkpointer validator callbacks config launch cli run_charts 51_recipe 58_race
-    clock adapters race_report 60_world world timing save_sharded spawn liveness sharding 66_cluster 71_evals evals export generate pretrained comparison 74_plan""".split()
+    clock adapters race_report 60_world world timing save_sharded spawn liveness sharding 66_cluster 71_evals evals export generate pretrained comparison 74_plan
+    stepper rung_registry step_builder model_config measure op_counter fusion profiling""".split()
 
 @pytest.fixture
 def entries():

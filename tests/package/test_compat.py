@@ -6,7 +6,7 @@ import pytest, torch
 import llm_speedrun
 from llm_speedrun import compat
 from llm_speedrun.choices import Choices
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.rungs import epilogues, flash4 as fa4, fused_ce
 from llm_speedrun.runs import build
 from llm_speedrun.rung_registry import RUNGS

@@ -13,7 +13,8 @@ from llm_speedrun.measure import version_of
 from llm_speedrun.timing import warm_up
 from llm_speedrun.roofline import has_fp8
 from llm_speedrun.op_counter import OpCounter
-from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
+from llm_speedrun.model import naive_attention, rope, rope_table
+from llm_speedrun.model_config import matrix_params, train_flops, workload
 from llm_speedrun.runs import Run, baseline, build
 from llm_speedrun.step_builder import count_step, first_that_fits, micro_batch, peak_gib, make_step
 from llm_speedrun.stepper import Stepper

@@ -34,7 +34,7 @@ def imported():
     for name in MODULES: importlib.import_module(f"llm_speedrun.{name}")
 calls = calls_of(imported)
 after, new = settings(), set(sys.modules) - seen
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.runs import build
 from llm_speedrun.stepper import Stepper
 from dataclasses import replace
@@ -94,7 +94,7 @@ from llm_speedrun.runs import build
 from llm_speedrun.stepper import Stepper
 from llm_speedrun.train.presets import preset
 preset("fastest"); note("every rung")
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.recipe import parse_recipe
 from llm_speedrun.checkpoint.format import named_state
 from llm_speedrun.generate import generate

@@ -10,7 +10,7 @@ from llm_speedrun.tools.export import export_folder
 from llm_speedrun.pretrained import from_pretrained, import_folder
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.kv_cache import Generator
-from llm_speedrun.model import WORKLOADS
+from llm_speedrun.model_config import WORKLOADS
 from llm_speedrun.plugins import import_plugins
 from llm_speedrun.benchmarks.race import parse_contestant
 from llm_speedrun.distributed.world import World

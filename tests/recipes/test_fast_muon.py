@@ -8,7 +8,7 @@ if not torch.cuda.is_available():       # kernels for the interpreter, as in con
 from llm_speedrun.recipes import fast_muon as fm
 if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = was
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.op_counter import count
 from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.measure import version_of

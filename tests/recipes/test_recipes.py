@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.timing import compare, ratio
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.batch import in_window, window_mask, with_attention_windows
 from llm_speedrun.recipes.recipe import find_recipe, parse_recipe, set_groups
 from llm_speedrun.recipes.schedules import GuardedStepper, lr_at

@@ -8,7 +8,8 @@ from llm_speedrun.rungs.chunked_ce import (BUDGET, chunk_size, chunked_ce, chunk
 from llm_speedrun.timing import warm_up
 from llm_speedrun.roofline import by_kind
 from llm_speedrun.op_counter import OpCounter, count
-from llm_speedrun.model import cross_entropy, matrix_params, workload
+from llm_speedrun.model import cross_entropy
+from llm_speedrun.model_config import matrix_params, workload
 from llm_speedrun.runs import baseline, build
 from llm_speedrun.step_builder import count_step
 from llm_speedrun.stepper import Stepper

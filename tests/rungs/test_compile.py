@@ -10,7 +10,8 @@ from llm_speedrun.roofline import has_fp8, ceilings
 from llm_speedrun.fusion import fused
 from llm_speedrun.op_counter import OpCounter
 from llm_speedrun.profiling import kernel_kind, launch_kind, launches, profile_kinds, profiled
-from llm_speedrun.model import WORKLOADS, naive_attention, naive_layer, set_parts
+from llm_speedrun.model import naive_attention, naive_layer, set_parts
+from llm_speedrun.model_config import WORKLOADS
 from llm_speedrun.runs import build
 from llm_speedrun.rung_registry import RUNGS
 from llm_speedrun.step_builder import count_step, make_step

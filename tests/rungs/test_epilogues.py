@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import GPTConfig, rope, rope_table, workload
+from llm_speedrun.model import rope, rope_table
+from llm_speedrun.model_config import GPTConfig, workload
 from llm_speedrun.runs import build
 from llm_speedrun.step_builder import count_step
 from llm_speedrun.stepper import Stepper, enter_all

@@ -10,7 +10,8 @@ from llm_speedrun.rungs.fp8 import E4M3, sqnr
 from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.kernel_ops import runs_kernel
 from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths
-from llm_speedrun.model import naive_attention, workload
+from llm_speedrun.model import naive_attention
+from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import build
 from llm_speedrun.stepper import Stepper

@@ -18,7 +18,8 @@ from llm_speedrun.rungs.kernel_ops import jit, runs_kernel, tl
 from llm_speedrun.measure import version_of
 from llm_speedrun.roofline import has_fp8
 from llm_speedrun.op_counter import main_format
-from llm_speedrun.model import rope, rope_table, workload
+from llm_speedrun.model import rope, rope_table
+from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.runs import Run, baseline, build
 from llm_speedrun.rung_registry import RUNGS

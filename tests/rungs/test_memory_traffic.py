@@ -7,7 +7,7 @@ import pytest, torch, torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 import llm_speedrun.rungs.memory_traffic as module
 from llm_speedrun.rungs import fused_fp8
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents

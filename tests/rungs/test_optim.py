@@ -7,7 +7,7 @@ from llm_speedrun.measure import version_of
 from llm_speedrun.timing import compare, ratio, sample_ms, summarize
 from llm_speedrun.roofline import ceilings
 from llm_speedrun.op_counter import count
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.runs import baseline, build
 from llm_speedrun.rung_registry import check_rung, find_rung
 from llm_speedrun.step_builder import make_step
@@ -460,7 +460,7 @@ def test_tables_are_bounded():
 
 def test_import_is_quick():
     "The module, and building its rung, need nothing of torchao"
-    code = ("import sys; from llm_speedrun.model import workload; from llm_speedrun.runs import build; "
+    code = ("import sys; from llm_speedrun.model_config import workload; from llm_speedrun.runs import build; "
             "build(workload('tiny'), ['adamw8bit']); print('torchao' in sys.modules)")
     res = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert res.stdout == "False\n", res.stderr

@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.tied_embedding as module
 from llm_speedrun.rungs.tied_embedding import add_rows, add_rows_maths, take_rows, TiedGPT, TiedRows
-from llm_speedrun.model import GPT, Embedding, workload
+from llm_speedrun.model import GPT, Embedding
+from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs.fp8 import sqnr

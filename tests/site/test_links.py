@@ -163,7 +163,7 @@ def test_parameters_of_classes():
 @pytest.mark.parametrize("stem, said, linked", [
     ("05_rungs", "a `Run`, `build()`", "a [`Run`](#Run), [`build()`](#build)"),
     ("05_rungs", "`by_kind`", "[`by_kind`](03_roofline.ipynb#by_kind)"),
-    ("05_rungs", "`roofline.Op`", "[`roofline.Op`](03_roofline.ipynb#Op)"),
+    ("05_rungs", "`op_counter.Op`", "[`op_counter.Op`](../source/op_counter.ipynb#Op)"),
     ("24_ladder", "the rung `flash`", "the rung [`flash`](12_flash.ipynb#flash)"),
     ("45_doctor", "`speedrun_train`", "[`speedrun_train`](../source/cli.ipynb#speedrun_train)"),
     ("45_doctor", "makes a `Trainer`", "makes a [`Trainer`](40_trainer.ipynb#Trainer)"),

@@ -9,7 +9,8 @@ from llm_speedrun.tools.export import export_folder, qwen3_config, write_folder
 from llm_speedrun.pretrained import from_pretrained, gpt_config, import_folder
 from llm_speedrun.recipes.model_registry import shapes
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import GPT, WORKLOADS
+from llm_speedrun.model import GPT
+from llm_speedrun.model_config import WORKLOADS
 from llm_speedrun.runs import Run, build
 from llm_speedrun.rung_registry import RUNGS, find_rung
 from llm_speedrun.stepper import Stepper

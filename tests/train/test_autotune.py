@@ -12,7 +12,7 @@ from llm_speedrun.cli import speedrun_ladder
 from llm_speedrun.train.config import LadderOptions
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import Timings, process_start
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.rung_registry import find_rung, rung_name, rung_specs
 from llm_speedrun.train import autotune, callbacks, presets as presets_module, resolve
 from llm_speedrun.train.autotune import divisors, find_micro_batch

@@ -9,7 +9,7 @@ import msgspec, torch
 import llm_speedrun.rungs
 from llm_speedrun import compat
 from llm_speedrun.measure import datasheet_flops, rung_names
-from llm_speedrun.model import WORKLOADS, train_flops
+from llm_speedrun.model_config import WORKLOADS, train_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.rungs import compile, flash, fp8_kernels, fused_fp8, fused_ops
 from llm_speedrun.rung_registry import RUNGS, RungSpec
