@@ -15,7 +15,7 @@ import msgspec
 from .io_utils import InputError, SpeedrunError, defined_at, read_json, read_text_of
 
 # %% ../nbs/source/plugins.ipynb #33plug13
-TABLES = dict(rung="runs:RUNGS", recipe="recipes.recipe:RECIPES", model="model:WORKLOADS",
+TABLES = dict(rung="rung_registry:RUNGS", recipe="recipes.recipe:RECIPES", model="model_config:WORKLOADS",
               rule="recipes.recipe:RULES", schedule="recipes.schedules:SCHEDULES",
               architecture="architectures:MODELS")
 TAKEN = dict(rung=("auto", "list"), recipe=("auto",)) # words with a meaning on the command line
