@@ -146,7 +146,8 @@ class Timings:
 
     def record(self):
         "Return what a run's files store of its start: the seconds in all, and the phases as dicts"
-        return dict(seconds=self.total, phases=[dict(zip(("name", "seconds", "depth"), p)) for p in self.phases])
+        return dict(seconds=self.total,
+                    phases=[dict(zip(("name", "seconds", "depth"), p)) for p in self.phases])
 
     def switch(self, name): # of a part, one or two words
         "Count the seconds from now on for this part of the run. Returns the part before"

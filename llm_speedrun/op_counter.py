@@ -130,7 +130,8 @@ class OpCounter(TorchDispatchMode):
         "Return the `Op` of one call"
         reads, writes = reads_writes(func, args, kwargs, out)
         flops = flop_registry.get(func.overloadpacket)
-        if "attention" in name: f = attention_flops(name, tensors((args, kwargs)), causal_arg(func, args, kwargs))
+        if "attention" in name:
+            f = attention_flops(name, tensors((args, kwargs)), causal_arg(func, args, kwargs))
         else: f = flops(*args, **kwargs, out_val=out) if flops else 0
         floats = [t for t in reads if t.is_floating_point()]
         return Op(name, "optimizer" if self.optimizing else op_kind(name),

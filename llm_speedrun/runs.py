@@ -161,12 +161,11 @@ def baseline(config, # a `GPTConfig`
             run.model.register_buffer(k, t.to(default_device()), persistent=False)
     return run
 
-# %% ../nbs/1_start/05_rungs.ipynb #a13a1812
+# %% ../nbs/1_start/05_rungs.ipynb #4d5a2fa0
 def add_rungs(run, rungs): # a `Run`; as for `sort_rungs`
     "Return the run with the rungs applied, each at its stage"
     return reduce(lambda run, spec: spec.apply(run), sort_rungs(rungs), run)
 
-# %% ../nbs/1_start/05_rungs.ipynb #4d5a2fa0
 def build(config, # a `GPTConfig`
           rungs=(), # in any order, as text or `RungSpec`, with options that aren't defaults: "fp8:grad=e4m3"
           device=None, # the GPU if there is one, by default

@@ -108,8 +108,8 @@ class Stepper:
         if not run.model.training: run.model.train() # as `from_pretrained` opens it, dropout is off
 
     def __call__(self, *batches): # micro-batches (x, y), each B T
-        """One step over `batches`. Returns the mean loss of their tokens, on the device. Notes it as `loss`, and
-        the norm of the gradients as `norm`: infinite where a check says that the step must not be taken"""
+        """One step over `batches`. Returns the mean loss of their tokens, on the device. Notes it as `loss`,
+        and the gradients' norm of the gradients as `norm`: infinite where a check says that the step must not be taken"""
         losses = []
         with enter_all(self.run.step_contexts):
             for i, (xy, w) in enumerate(zip(batches, token_weights(batches)), 1):
@@ -134,8 +134,8 @@ class Stepper:
 
     @torch.no_grad()
     def update(self, n=1): # micro-batches whose gradients have been added up
-        """Take the mean of the gradients that `forward_backward` has added up, clip it, step the optimizer, and
-        forget the gradients. Computes no loss: brings together the one that each process has"""
+        """Take the mean of the gradients that `forward_backward` has added up, clip it, step the optimizer,
+        and forget the gradients. Computes no loss: brings together the one that each process has"""
         self.scaler.unscale_(self.opt)
         self.loss = self.sync.reduce(self.params, self.loss)
         self.norm = average_and_clip(self.params, n, self.clip, self.sync, self.opt)

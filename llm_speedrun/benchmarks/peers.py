@@ -16,6 +16,8 @@ from .clock import energy_counter
 from ..io_utils import InputError, RunError, lookup, replace_file
 from ..compat import HOPPER, kernels_missing
 from ..data.batches import Batches
+
+# %% ../../nbs/3_past_the_ladder/38_peers.ipynb #25peerb2
 from ..measure import Table, caption, default_device, fmt, make_record, table, version_of
 from ..timing import Measured, speedup, take_turns, warm_up
 from ..records import code_of
@@ -24,7 +26,6 @@ from ..runs import build
 from ..rung_registry import rung_specs
 from ..step_builder import ROOM_GIB, first_that_fits, micro_batch_sizes
 from ..stepper import Stepper
-
 
 # %% ../../nbs/3_past_the_ladder/38_peers.ipynb #25peer19
 def build_ours(rungs, # names

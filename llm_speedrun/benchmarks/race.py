@@ -25,6 +25,8 @@ from ..data.corpus import open_corpus
 from ..data.batches import Batches
 from ..io_utils import (AllFailed, InputError, RunError, check_writable, lock_dir, lookup,
                                    python_command, read_json, replace_file)
+
+# %% ../../nbs/5_fewer_steps/58_race.ipynb #race00b2
 from ..measure import digest, machine
 from ..runs import baseline
 from ..step_builder import uncompiled

@@ -14,6 +14,8 @@ from typing import Annotated
 import torch
 from fastcore.basics import patch
 from msgspec import Meta
+
+# %% ../../nbs/4_training_run/44_metrics.ipynb #f1ba45b2
 from ..io_utils import (AllFailed, InputError, RunError, decoded, lookup, read_bytes_of,
                                    replace_file)
 from ..measure import table
