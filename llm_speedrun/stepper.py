@@ -109,7 +109,7 @@ class Stepper:
 
     def __call__(self, *batches): # micro-batches (x, y), each B T
         """One step over `batches`. Returns the mean loss of their tokens, on the device. Notes it as `loss`,
-        and the gradients' norm of the gradients as `norm`: infinite where a check says that the step must not be taken"""
+        and the gradients' norm as `norm`: infinite where a check says that the step must not be taken"""
         losses = []
         with enter_all(self.run.step_contexts):
             for i, (xy, w) in enumerate(zip(batches, token_weights(batches)), 1):
