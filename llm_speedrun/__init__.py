@@ -5,8 +5,9 @@ Where things are:
 - the model, its attention, its loss: model.py (GPT, GPT.loss); rungs replace parts of it by
   set_parts, rungs/flash.py the attention
 - how the loss of a step comes about: train/train_step.py (TrainStep, a step of training) calls
-  runs.py (Stepper.forward_backward), that Run.loss, which rungs/chunked_ce.py and others replace
-- a rung, a recipe: rungs/, recipes/; runs.py has the registry and build
+  stepper.py (Stepper.forward_backward), that Run.loss, which rungs/chunked_ce.py and others replace
+- a rung, a recipe: rungs/, recipes/; runs.py (Run, rung, build), rung_registry.py has their names
+  and options
 - the training loop: train/trainer.py (Trainer.loop); train/resolve.py has decided before what the
   options leave open
 - when a checkpoint is valid: checkpoint/format.py (write_checkpoint writes the manifest last and
@@ -23,8 +24,9 @@ Where things are:
 - commands and their options: cli.py, train/config.py
 - trained weights: reading, export, text, scores: pretrained.py; tools/export.py, generate.py,
   kv_cache.py and tools/sample.py, tools/evals.py
-- measuring, records, predictions: measure.py, records.py, roofline.py; benchmarks/ against other
-  projects; course.py has what only the notebooks use
+- measuring, records, predictions: timing.py, measure.py, records.py; roofline.py predicts what
+  op_counter.py has counted; benchmarks/ against other projects; course.py has what only the
+  notebooks use
 
 `help("llm_speedrun.train")` and so on say what a folder holds, and what it may import.
 """

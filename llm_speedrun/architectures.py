@@ -8,7 +8,8 @@ __all__ = ['MODELS', 'model', 'recipe_model']
 # %% ../nbs/source/architectures.ipynb #04own106
 import re
 from .io_utils import InputError
-from .model import GPT, WORKLOADS, GPTConfig
+from .model import GPT
+from .model_config import WORKLOADS, GPTConfig
 
 # %% ../nbs/source/architectures.ipynb #04own107
 MODELS = {} # name -> the class of the models of that name, where it isn't `GPT`

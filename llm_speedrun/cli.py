@@ -143,7 +143,7 @@ def describe_rung(r): # a rung
 # %% ../nbs/source/cli.ipynb #729554ea
 def format_rungs():
     "Return the text of `--rungs list`: all presets, and all rungs with their options, by stage"
-    from llm_speedrun.runs import RUNGS, STAGES
+    from llm_speedrun.rung_registry import RUNGS, STAGES
     from llm_speedrun.train.presets import presets
     lines = [f"{name:<22}{', '.join(rungs) or 'no rungs'}" for name, rungs in presets().items()]
     by_stage = sorted(RUNGS.values(), key=lambda r: (STAGES.index(r.stage), r.__name__))

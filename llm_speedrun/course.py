@@ -18,7 +18,9 @@ from .measure import (COLORS, NO_GPU, SPINE, course_dir, load_records, on_gpu, p
                                   records_path, rung_names, save_records, smoke)
 from .data.batches import Batches, prefetch
 from .data.corpus import open_corpus
-from .runs import Run, Stepper, baseline, bench, build, enter_all
+from .runs import Run, baseline, build
+from .step_builder import bench
+from .stepper import Stepper, enter_all
 from .records import measure_here
 
 # %% ../nbs/source/course.ipynb #5d2caa70

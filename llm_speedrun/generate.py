@@ -10,9 +10,10 @@ from contextlib import nullcontext
 from functools import partial
 import torch, torch.nn.functional as F
 from .measure import compiler_imported
-from .model import eval_mode
+from .stepper import eval_mode, enter_all
 from .plugins import is_own
-from .runs import RUNGS, uncompiled, enter_all
+from .rung_registry import RUNGS
+from .step_builder import uncompiled
 from .rungs.cuda_graphs import warm_up_aside
 
 # %% ../nbs/source/generate.ipynb #4ba165b0

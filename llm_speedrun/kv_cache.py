@@ -12,8 +12,10 @@ from fastcore.basics import patch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from .generate import draw, replayed
 from .io_utils import InputError
-from .model import eval_mode, set_parts
-from .runs import RUNGS, enter_all
+from .model import set_parts
+from .stepper import eval_mode, enter_all
+from .rung_registry import RUNGS
+
 
 # %% ../nbs/7_using_a_model/70_generate.ipynb #1cf0da9f
 class Cache:

@@ -15,7 +15,7 @@ import msgspec
 from .io_utils import InputError, SpeedrunError, defined_at, read_json, read_text_of
 
 # %% ../nbs/source/plugins.ipynb #33plug13
-TABLES = dict(rung="runs:RUNGS", recipe="recipes.recipe:RECIPES", model="model:WORKLOADS",
+TABLES = dict(rung="rung_registry:RUNGS", recipe="recipes.recipe:RECIPES", model="model_config:WORKLOADS",
               rule="recipes.mixed_optimizer:RULES", schedule="recipes.schedules:SCHEDULES",
               architecture="architectures:MODELS")
 TAKEN = dict(rung=("auto", "list"), recipe=("auto",)) # words with a meaning on the command line
@@ -210,7 +210,7 @@ def is_own(f): # a rung, or a class of models
 
 def with_required(name, rungs): # of a rung; as `build` takes them
     "Return those of `rungs` that the rung requires, and what these require, and itself"
-    from llm_speedrun.runs import find_rung, rung_specs
+    from llm_speedrun.rung_registry import find_rung, rung_specs
     wanted = [name]
     for n in wanted: wanted += [k for k in find_rung(n).requires if k not in wanted]
     return [s for s in rung_specs(rungs) if s.name in wanted]
@@ -235,7 +235,8 @@ def check_loss(loss, of): # of a forward pass; what it is of, for errors
 def loss_and_gradients(run, of): # a `Run`; what is tried, for errors
     "Return the loss and all gradients of a pass over one sequence, with random weights"
     import torch
-    from llm_speedrun.runs import enter_all, uncompiled
+    from llm_speedrun.step_builder import uncompiled
+    from llm_speedrun.stepper import enter_all
     c, g = run.model.config, torch.Generator(run.device).manual_seed(0)
     draw_weights(run.model, g)
     x, y = torch.randint(c.vocab, (2, 1, c.seq_len), device=run.device, generator=g)
@@ -268,7 +269,8 @@ def check_function(config, # a `GPTConfig`
                    model): # the class of the model
     "Raise `InputError` where a plug-in's model gives no loss, or a rung breaks its promise"
     from dataclasses import replace
-    from llm_speedrun.runs import build, rung_specs
+    from llm_speedrun.runs import build
+    from llm_speedrun.rung_registry import rung_specs
     small = replace(config, layers=1, vocab=min(config.vocab, 512))
     if is_own(model): loss_and_gradients(build(small, [], model=model), f"model {config.name!r}")
     for s in rung_specs(rungs):
@@ -277,7 +279,7 @@ def check_function(config, # a `GPTConfig`
 # %% ../nbs/source/plugins.ipynb #33plug64
 def function_rungs(rungs): # as `build` takes them
     "Return those of `rungs` without which the trained model computes something else, and what they require"
-    from llm_speedrun.runs import rung_specs
+    from llm_speedrun.rung_registry import rung_specs
     rungs = rung_specs(rungs)
     other = [s.name for s in rungs if not s.rung.same_function]
     return [s for s in rungs if any(s in with_required(n, rungs) for n in other)]

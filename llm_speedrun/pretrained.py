@@ -19,12 +19,14 @@ from safetensors.torch import load_file
 from .io_utils import InputError, read_json
 from .data.tokenizer import tokenizer_of, vocabulary_size
 from .measure import default_device
-from .model import GPT, GPTConfig
+from .model import GPT
+from .model_config import GPTConfig
 from .architectures import MODELS, model_class
 from .plugins import check_function, function_rungs, import_plugins, tables
 from .recipes.model_registry import HEAD, model_of, shapes
 from .recipes.architecture import UntiedGPT
-from .runs import Run, add_rungs, rung_name
+from .runs import Run, add_rungs
+from .rung_registry import rung_name
 from .checkpoint.format import checkpoints, validation_error
 
 # %% ../nbs/source/pretrained.ipynb #277de37b

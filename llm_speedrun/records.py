@@ -6,15 +6,18 @@
 __all__ = ['code_of', 'run_record']
 
 # %% ../nbs/source/records.ipynb #05rec004
-import importlib.util, inspect, re, textwrap
+import importlib.util, inspect, re
 from functools import lru_cache
 from pathlib import Path
-from . import model, runs
-from .measure import compare, digest, make_record, speedup
-from .model import train_flops
+from . import model, model_config, stepper
+from .measure import digest, make_record
+from .timing import compare, speedup
+from .model_config import train_flops
 from .plugins import plugin_code
-from .roofline import main_format, predict_ms
-from .runs import count_step, micro_batch, rung_name, resolve_options, make_step
+from .roofline import predict_ms
+from .op_counter import main_format
+from .rung_registry import rung_name
+from .step_builder import count_step, micro_batch, resolve_options, make_step
 
 # %% ../nbs/source/records.ipynb #a853ebae
 def rung_sources(rungs): # names
@@ -36,9 +39,7 @@ def rung_sources(rungs): # names
 # %% ../nbs/source/records.ipynb #02bd9a0a
 @lru_cache
 def _step_sources(): # of what all runs share
-    step = [runs.adamw, runs.average_and_clip, runs.StepSync, runs.Backward]
-    step += filter(inspect.isfunction, vars(runs.Stepper).values())
-    return [textwrap.dedent(inspect.getsource(p)) for p in (model, *step)]
+    return [inspect.getsource(m) for m in (model, model_config, stepper)]
 
 def code_of(rungs): # names
     "Return the `digest` of the code that a run of `rungs` consists of"

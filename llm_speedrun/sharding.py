@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch, torch.nn as nn, torch.distributed as dist
 from .io_utils import InputError
 from .model import GPT
-from .runs import StepSync, baseline
+from .runs import baseline
+from .stepper import StepSync
 
 # %% ../nbs/source/sharding.ipynb #ff7d67b6
 class GradReducer:

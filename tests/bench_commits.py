@@ -4,7 +4,8 @@ Each list of rungs is built once by each checkout, in a process of its own; then
 time to ours with its 10th to 90th percentile, and the first losses of both, which are equal bit by bit if both compute the same."""
 import json, os, subprocess, sys
 from pathlib import Path
-from llm_speedrun.measure import Measured, machine, speedup
+from llm_speedrun.measure import machine
+from llm_speedrun.timing import Measured, speedup
 
 ROOT = Path(__file__).resolve().parents[1]
 ATTENTION, END = "tf32 bf16 flash:backend=cudnn flash4 fused_ops", "cuda_graphs fused_adamw direct_update"
@@ -15,10 +16,12 @@ CASES = [(*case, name) for case in (("124m", 64, 64), ("1b", 16, 8)) for name in
 def worker(workload, batch, micro, name):
     "Build the step; then for each number on stdin take as many steps and print the milliseconds of one"
     import torch
-    from llm_speedrun import runs
-    from llm_speedrun.model import WORKLOADS
-    make = getattr(runs, "make_step", None) or runs.step_of # as it was called before
-    step = make(WORKLOADS[workload], LISTS[name].split(), batch, micro=micro)()
+    from llm_speedrun.architectures import WORKLOADS # imports it, wherever it is defined
+    try: from llm_speedrun.step_builder import make_step
+    except ImportError: # where it was before, and as it was called before that
+        from llm_speedrun import runs
+        make_step = getattr(runs, "make_step", None) or runs.step_of
+    step = make_step(WORKLOADS[workload], LISTS[name].split(), batch, micro=micro)()
     print(json.dumps([step().item() for _ in range(8)]), flush=True)
     for line in sys.stdin:
         n, start, end = int(line), *(torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -5,9 +5,11 @@ import json, sys
 from importlib.util import find_spec
 from pathlib import Path
 import torch
-from llm_speedrun.measure import compare, default_device, machine, speedup, version_of
-from llm_speedrun.model import workload
-from llm_speedrun.runs import build, param_groups
+from llm_speedrun.measure import default_device, machine, version_of
+from llm_speedrun.timing import compare, speedup
+from llm_speedrun.model_config import workload
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import param_groups
 
 HOW = dict(lr=1e-4, betas=(.9, .95), weight_decay=.1)
 

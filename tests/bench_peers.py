@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from llm_speedrun.benchmarks import peers
 from llm_speedrun.measure import version_of
-from llm_speedrun.model import workload
-from llm_speedrun.runs import free_memory, rung_specs
+from llm_speedrun.model_config import workload
+from llm_speedrun.rung_registry import rung_specs
+from llm_speedrun.step_builder import free_memory
 from llm_speedrun.train.presets import presets, without_rung
 
 QUACK = {"epilogues", "fp8_epilogues", "fused_ce"} # rungs with its kernels

@@ -3,7 +3,7 @@ never stopped. A run is a fork of this process, which has imported PyTorch. For 
 import argparse, json, os, random, signal, sys, tempfile, time
 from pathlib import Path
 from safetensors.torch import load_file
-from llm_speedrun.model import WORKLOADS
+from llm_speedrun.model_config import WORKLOADS
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import newest
 from llm_speedrun.train.run_dir import Finished

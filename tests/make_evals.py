@@ -5,7 +5,8 @@ import json, sys
 from pathlib import Path
 import numpy as np, torch
 from llm_speedrun.tools.export import write_folder
-from llm_speedrun.model import GPT, GPTConfig
+from llm_speedrun.model import GPT
+from llm_speedrun.model_config import GPTConfig
 
 EVALS = Path(__file__).parent/"evals"
 TINY = GPTConfig(name="tiny", vocab=400, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq_len=48)

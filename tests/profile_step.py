@@ -14,8 +14,9 @@ METRICS = dict(ns="gpu__time_duration.sum", memory="dram__throughput.avg.pct_of_
 def step(model, batch, layers, rungs):
     import torch
     from llm_speedrun.benchmarks.peers import random_tokens
-    from llm_speedrun.model import workload
-    from llm_speedrun.runs import Stepper, build
+    from llm_speedrun.model_config import workload
+    from llm_speedrun.runs import build
+    from llm_speedrun.stepper import Stepper
     from llm_speedrun.train.presets import presets
     names = presets()[rungs] if rungs in presets() else rungs.split(",")
     config = replace(workload(model), layers=int(layers))

@@ -18,10 +18,12 @@ from ..compat import uncompiled_module
 from ..data.batches import Batches, prefetch
 from ..io_utils import InputError, read_text_of
 from ..measure import default_device, version_of
-from ..model import GPT, matrix_params
+from ..model import GPT
+from ..model_config import matrix_params
 from ..roofline import matmul_precision
 from ..rungs.fp8 import linear_sizes, to_float8
-from ..runs import find_rung, uncompiled
+from ..rung_registry import find_rung
+from ..step_builder import uncompiled
 from ..distributed.spawn import free_port
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #25peer10

@@ -15,11 +15,14 @@ from .clock import energy_counter
 from ..io_utils import InputError, RunError, lookup, replace_file
 from ..compat import HOPPER, kernels_missing
 from ..data.batches import Batches
-from ..measure import (Measured, Table, caption, default_device, fmt, make_record, speedup,
-                                  table, take_turns, version_of, warm_up)
+from ..measure import Table, caption, default_device, fmt, make_record, table, version_of
+from ..timing import Measured, speedup, take_turns, warm_up
 from ..records import code_of
 from ..rungs.fp8 import TORCHAO_RECIPES, converted
-from ..runs import ROOM_GIB, Stepper, build, first_that_fits, micro_batch_sizes, rung_specs
+from ..runs import build
+from ..rung_registry import rung_specs
+from ..step_builder import ROOM_GIB, first_that_fits, micro_batch_sizes
+from ..stepper import Stepper
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer19
 def build_ours(rungs, # names

@@ -25,10 +25,12 @@ from ..data.batches import Batches
 from ..io_utils import (AllFailed, InputError, RunError, check_writable, lock_dir, lookup,
                                    python_command, read_json, replace_file)
 from ..measure import digest, machine
-from ..runs import baseline, enter_all, uncompiled
+from ..runs import baseline
+from ..step_builder import uncompiled
+from ..stepper import enter_all, eval_mode
 from ..records import code_of
 from ..train.ladder import check_share; from llm_speedrun.plugins import plugin_args
-from ..model import eval_mode, workload as find_workload
+from ..model_config import workload as find_workload
 from ..recipes.recipe_spec import parse_recipe
 from ..recipes.schedules import SCHEDULES
 

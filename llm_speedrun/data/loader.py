@@ -15,7 +15,7 @@ import msgspec, numpy as np, torch
 
 # %% ../../nbs/source/data/loader.ipynb #39import
 from ..io_utils import InputError, RunError
-from ..measure import moment, ms_between, sample_ms, summarize
+from ..timing import moment, ms_between, sample_ms, summarize
 from .encoder_pool import Encoder, encoders, in_order
 from .text_files import text_pieces
 from .tokenizer import end_token, prepare_tokenizer, token_dtype, vocabulary_size

@@ -10,7 +10,8 @@ import json, statistics
 from dataclasses import dataclass
 import torch, torch.distributed as dist
 from ..compat import all_gather_parts, reduce_scatter_parts
-from ..measure import default_device, in_test, measurements_dir, sample_ms
+from ..measure import default_device, in_test, measurements_dir
+from ..timing import sample_ms
 
 # %% ../../nbs/6_many_gpus/61_collectives.ipynb #4ec5f232
 @dataclass(frozen=True)

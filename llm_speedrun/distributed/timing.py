@@ -7,7 +7,8 @@ __all__ = ['compare_together']
 
 # %% ../../nbs/source/distributed/timing.ipynb #61tim003
 import torch
-from ..measure import in_test, sample_ms, warm_up
+from ..measure import in_test
+from ..timing import sample_ms, warm_up
 
 # %% ../../nbs/source/distributed/timing.ipynb #d42889a2
 def compare_together(world, # a `World`

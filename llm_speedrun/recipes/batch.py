@@ -15,7 +15,8 @@ from fastcore.basics import patch
 from ..compat import flash_attention
 from ..io_utils import InputError
 from ..measure import datasheet_flops
-from ..model import set_parts, train_flops
+from ..model import set_parts
+from ..model_config import train_flops
 from ..rungs.documents import by_mask
 from ..rungs.fused_ops import compute_dtype
 

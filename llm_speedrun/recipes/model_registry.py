@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from ..architectures import MODELS, model_class
 from ..compat import FakeTensorMode
 from ..io_utils import InputError
-from ..model import GPT, GPTConfig
+from ..model import GPT
+from ..model_config import GPTConfig
 from ..plugins import is_own
 from .architecture import NORM, NormedGPT, UntiedGPT
 

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..io_utils import InputError, check_run, defined_at, lookup
 from ..model import GPT
 from .mixed_optimizer import MixedOptimizer, rule
-from ..runs import option_text
+from ..rung_registry import option_text
 
 # %% ../../nbs/5_fewer_steps/51_recipe.ipynb #dcc7bc2e
 @rule("adamw")

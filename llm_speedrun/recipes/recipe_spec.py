@@ -10,7 +10,7 @@ import importlib, math, pkgutil
 from dataclasses import replace
 from ..io_utils import InputError, lookup
 from .recipe import RECIPES
-from ..runs import option_value
+from ..rung_registry import option_value
 
 # %% ../../nbs/source/recipes/recipe_spec.ipynb #37f71fe7
 def find_recipe(name): # of a recipe

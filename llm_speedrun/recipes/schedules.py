@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 from ..compat import FOUND_INF
 from ..io_utils import InputError, defined_at
-from ..runs import Stepper
+from ..stepper import Stepper
 from ..sharding import local
 
 # %% ../../nbs/5_fewer_steps/50_schedules.ipynb #80a7f487

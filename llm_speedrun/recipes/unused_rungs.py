@@ -12,7 +12,8 @@ from ..distributed.world import World
 from ..io_utils import InputError, check_run
 from ..measure import default_device
 from ..plugins import is_own
-from ..runs import Run, sort_rungs
+from ..runs import Run
+from ..rung_registry import sort_rungs
 
 # %% ../../nbs/source/recipes/unused_rungs.ipynb #cbfc98d5
 def make_optimizer(run, of): # a `Run`; what its optimizer comes from, in words

@@ -9,7 +9,8 @@ __all__ = ['bf16', 'fp16', 'half_rung']
 from dataclasses import replace
 from functools import partial
 import torch
-from ..runs import RUNGS, needs_capability, rung
+from ..runs import rung
+from ..rung_registry import RUNGS, needs_capability
 
 # %% ../../nbs/2_ladder/11_amp.ipynb #2cf84404
 @rung("precision", needs=needs_capability(8, 0, "bfloat16"), excludes=["fp16"])

@@ -13,8 +13,9 @@ import torch, torch.utils.checkpoint as tc
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from ..compat import FakeTensorMode, TorchDispatchMode, storage_id
 from ..io_utils import InputError
-from ..roofline import op_kind, tensors
-from ..runs import Stepper, enter_all, rung
+from ..op_counter import op_kind, tensors
+from ..runs import rung
+from ..stepper import Stepper, enter_all
 
 # %% ../../nbs/2_ladder/22_checkpointing.ipynb #3a1ff34d
 class MemoryCounter(TorchDispatchMode):

@@ -12,8 +12,10 @@ import torch
 from ..io_utils import lookup
 from ..measure import version_of
 from ..model import naive_heads, set_parts
-from ..roofline import fused
-from ..runs import PrecomputedGrads, needs_capability, rung
+from ..fusion import fused
+from ..runs import rung
+from ..rung_registry import needs_capability
+from ..stepper import PrecomputedGrads
 
 # %% ../../nbs/2_ladder/20_compile.ipynb #1863f340
 def own_code(f): # a function

@@ -12,7 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from fastcore.basics import patch
 from ..io_utils import InputError, RunError
-from ..runs import PrecomputedGrads, needs_capability, rung
+from ..runs import rung
+from ..rung_registry import needs_capability
+from ..stepper import PrecomputedGrads
 
 # %% ../../nbs/2_ladder/21_cuda_graphs.ipynb #6d6474f1
 def copy_same(to, # where the graph reads

@@ -12,7 +12,7 @@ import torch, torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..compat import disable_current_modes
 from ..io_utils import RunError, lookup
-from ..measure import time_ms
+from ..timing import time_ms
 from ..roofline import DTYPES
 from ..model import set_parts
 from ..runs import rung

@@ -11,8 +11,10 @@ from functools import partial
 import torch, torch.nn as nn
 from ..compat import scaled_mm
 from ..io_utils import lookup
-from ..measure import time_ms, version_of
-from ..runs import needs_capability, rung
+from ..measure import version_of
+from ..timing import time_ms
+from ..runs import rung
+from ..rung_registry import needs_capability
 
 # %% ../../nbs/2_ladder/18_fp8.ipynb #c360ada7
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

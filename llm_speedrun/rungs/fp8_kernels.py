@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch, torch.nn as nn, torch.nn.functional as F
 from ..io_utils import InputError
 from ..measure import compiler_imported
-from ..runs import uncompiled
+from ..step_builder import uncompiled
 
 # %% ../../nbs/source/rungs/fp8_kernels.ipynb #16aimp02
 from .fp8 import E4M3, E5M2, LARGEST, mm8

@@ -16,7 +16,8 @@ from ..choices import checked
 from ..compat import disable_current_modes, tree_map
 from ..io_utils import InputError, RunError, lookup
 from ..model import set_parts
-from ..runs import baseline, needs_capability
+from ..runs import baseline
+from ..rung_registry import needs_capability
 
 # %% ../../nbs/source/rungs/fp8_parts.ipynb #19p-imp2
 from .chunked_ce import ChunkedCE, linear_cross_entropy

@@ -13,7 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..compat import node_class, storage_id
 from ..io_utils import InputError
 from ..model import naive_layer, set_parts
-from ..runs import RUNGS, Backward, PrecomputedGrads, param_groups, rung
+from ..runs import rung
+from ..rung_registry import RUNGS
+from ..stepper import Backward, PrecomputedGrads, param_groups
 from .fused_ops import needs_triton
 from .qk_rope import qk_rope
 from .grouped_ce import GROUP_BYTES, GroupedCE

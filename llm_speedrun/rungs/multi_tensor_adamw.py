@@ -14,7 +14,8 @@ from ..compat import FakeTensor, FoundInfOptimizer
 from ..io_utils import InputError, lookup
 from .kernel_ops import blocks, jit, tl, triton
 from .optim import BLOCK, MOMENT_BLOCK, SMALL, update_torch
-from ..runs import param_groups, rung
+from ..runs import rung
+from ..stepper import param_groups
 
 # %% ../../nbs/source/rungs/multi_tensor_adamw.ipynb #82e5e84c
 @jit

@@ -9,7 +9,8 @@ __all__ = ['make_fused', 'fused_adamw', 'encode_moments', 'decode_moments']
 from dataclasses import replace
 import torch, torch.nn.functional as F
 from .kernel_ops import blocks
-from ..runs import param_groups, rung
+from ..runs import rung
+from ..stepper import param_groups
 
 # %% ../../nbs/2_ladder/23_optim.ipynb #c1d2270c
 def adamw_scalars(lr, betas, eps, weight_decay, # as in `torch.optim.AdamW`

@@ -9,7 +9,8 @@ __all__ = ['tf32']
 from dataclasses import replace
 from functools import partial
 from ..roofline import matmul_precision
-from ..runs import needs_capability, rung
+from ..runs import rung
+from ..rung_registry import needs_capability
 
 # %% ../../nbs/2_ladder/10_tf32.ipynb #be1110b2
 @rung("precision", needs=needs_capability(8, 0, "TF32"), gpu_only=True)

@@ -9,7 +9,7 @@ __all__ = ['add_norm_maths', 'rms_norm', 'add_rms_norm', 'norm_backward_maths', 
 # %% ../../nbs/2_ladder/13_triton.ipynb #452b1427
 import torch
 from torch.autograd.function import once_differentiable
-from ..measure import time_ms
+from ..timing import time_ms
 from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
 
 # %% ../../nbs/2_ladder/13_triton.ipynb #c54ff5d1

@@ -19,7 +19,8 @@ from ..sharding import Shard, shards_of
 # %% ../../nbs/source/tools/doctor.ipynb #614d3f6c
 from ..data.tokenizer import check_ratio, check_round_trip, summary_lines
 from ..io_utils import InputError
-from ..measure import Timings, memory_limit, parts_text, process_start, sample_ms, summarize
+from ..measure import Timings, memory_limit, parts_text, process_start
+from ..timing import sample_ms, summarize
 from ..train.launch import num_processes
 from ..checkpoint.format import checkpoints, flatten_state, newest, write_trial
 from ..checkpoint.save import is_kept

@@ -23,7 +23,7 @@ from ..data.tokenizer import encode_texts, end_of_text
 from ..data.token_files import Meta as TokenMeta, all_token_files, named_as_tokens, token_files
 from ..data.corpus import HUB, check_text_key, open_corpus
 from ..model import naive_attention, set_parts
-from ..runs import enter_all
+from ..stepper import enter_all
 from .likelihood import LM, check_requests, mean_and_error, requests_of, score, text_scores
 from ..measure import default_device, machine, version_of
 from ..pretrained import file_of, from_pretrained, run_of, text_tokenizer

@@ -20,7 +20,8 @@ from ..pretrained import (file_of, opened, qwen3_name, read_record, read_run,
 from ..plugins import TOLERANCE
 from ..recipes.model_registry import HEAD, shapes
 from ..recipes.architecture import NormedGPT, folded
-from ..runs import add_rungs, enter_all
+from ..runs import add_rungs
+from ..stepper import enter_all
 from ..checkpoint.format import write_tensors
 from ..train.run_dir import read_result
 

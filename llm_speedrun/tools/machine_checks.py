@@ -19,8 +19,9 @@ from packaging.requirements import Requirement
 
 # %% ../../nbs/source/tools/machine_checks.ipynb #ddb069e9
 from ..io_utils import SpeedrunError, cache_dir, format_oserror
-from ..measure import default_device, driver_version, nvml_gpu, sample_ms, summarize, version_of
-from ..runs import RUNGS
+from ..measure import default_device, driver_version, nvml_gpu, version_of
+from ..timing import sample_ms, summarize
+from ..rung_registry import RUNGS
 from ..train.presets import presets
 from ..distributed.collectives import collective_ms, ring
 from ..checkpoint.save_sharded import blind_ranks

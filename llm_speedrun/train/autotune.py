@@ -14,10 +14,14 @@ from ..architectures import model_class
 
 # %% ../../nbs/source/train/autotune.ipynb #d7878d4d
 from ..io_utils import InputError, RunError, cache_dir
-from ..measure import gpu_gib, machine, memory_limit, warm_up, written_by
+from ..measure import gpu_gib, machine, memory_limit, written_by
+from ..timing import warm_up
 from ..model import GPT
-from ..runs import (Run, RungSpec, add_rungs, adamw, build, first_that_fits, free_memory,
-                               has_auto_options, micro_batch_sizes, resolve_auto_options, rung_specs)
+from ..runs import Run, add_rungs, build
+from ..rung_registry import RungSpec, rung_specs
+from ..step_builder import (first_that_fits, free_memory, has_auto_options, micro_batch_sizes,
+                                       resolve_auto_options)
+from ..stepper import adamw
 from ..records import code_of
 from ..distributed.world import World
 from ..recipes.recipe import RECIPES

@@ -10,7 +10,7 @@ import json
 from ..io_utils import replace_file
 from .ladder import measure_ladder
 from ..measure import mfu
-from ..model import train_flops
+from ..model_config import train_flops
 from .console import Progress
 from .metrics import StepProfile, json_line, read_rows
 from .presets import PARALLEL

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from ..io_utils import InputError, SpeedrunError, env_number
 from ..measure import default_device
 from ..plugins import plugin_errors
-from ..runs import parse_rung_spec, rung_name
+from ..rung_registry import parse_rung_spec, rung_name
 from ..distributed.world import (check_alike, device_of_process, join_world, leave_world,
                                             peer_lost_error)
 from ..distributed.liveness import FlagExchange, Heartbeat, PeerWatchdog

@@ -13,14 +13,15 @@ import torch
 from ..choices import Choices
 from ..io_utils import InputError, check_writable, lookup, read_json, replace_file
 from ..measure import COLORS
-from ..measure import (gpu_gib, ladder_chart, ladder_table, load_records, record_key,
-                                  records_path, save_records, smoke, speedup)
-from ..model import workload
+from ..measure import (gpu_gib, ladder_chart, ladder_table, load_records, record_key, records_path,
+                                  save_records, smoke)
+from ..timing import speedup
+from ..model_config import workload
 from ..roofline import predict_ms
 
 # %% ../../nbs/source/train/ladder.ipynb #22import
-from ..runs import (bench, check_rung, count_step, free_memory, micro_batch, rung_name,
-                               rung_specs, resolve_options, make_step, sort_rungs)
+from ..rung_registry import check_rung, rung_name, rung_specs, sort_rungs
+from ..step_builder import bench, count_step, free_memory, micro_batch, resolve_options, make_step
 from ..records import measure_here, run_record
 from ..distributed.world import World
 from .autotune import failed_rungs, parallel_rungs, resolve_preset

@@ -15,8 +15,10 @@ import torch
 from msgspec import Meta
 from ..io_utils import (AllFailed, InputError, RunError, decoded, lookup, read_bytes_of,
                                    replace_file)
-from ..measure import moment, ms_between, table
-from ..roofline import kernel_kind, op_kind
+from ..measure import table
+from ..timing import moment, ms_between
+from ..op_counter import op_kind
+from ..profiling import kernel_kind
 from ..checkpoint.format import write_tensors
 from ..checkpoint.save import copy_to_host
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from ..io_utils import InputError, lookup
 from ..measure import gpu_gib, machine
-from ..runs import RungSpec, find_rung, parse_rung_spec
+from ..rung_registry import RungSpec, find_rung, parse_rung_spec
 from ..rungs.amp import half_rung
 
 # %% ../../nbs/source/train/presets.ipynb #65ed883e

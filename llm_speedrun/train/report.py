@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec, numpy as np
 from ..io_utils import InputError, read_bytes_of, read_json, replace_file
 from ..measure import fmt, format_duration, mfu
-from ..model import GPTConfig, matrix_params, train_flops
+from ..model_config import GPTConfig, matrix_params, train_flops
 from .metrics import PHASES, SCHEDULED, Number, Value, read_rows
 from .run_charts import (PHASE_COLORS, PURPLE, breakdown_chart, curve, loss_chart, points,
                                            ranks_chart, short_number, svg)

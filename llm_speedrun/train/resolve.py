@@ -13,8 +13,9 @@ import msgspec
 from ..io_utils import InputError, RunError, env_number, lookup, read_json
 from ..architectures import model_class, registered_name
 from ..choices import Choices
-from ..model import GPTConfig, workload
-from ..runs import RungSpec, next_smaller_divisor, rung_name, rung_specs
+from ..model_config import GPTConfig, workload
+from ..rung_registry import RungSpec, rung_name, rung_specs
+from ..step_builder import next_smaller_divisor
 from ..distributed.world import World, check_alike
 from ..plugins import check_function, function_rungs, is_own, with_plugin_of
 from ..rungs.documents import mean_length, within_documents

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 import torch
-from ..measure import sample_ms, summarize
-from ..runs import free_memory
+from ..timing import sample_ms, summarize
+from ..step_builder import free_memory
 from ..recipes.batch import most_that_divides, split_into_updates
 from ..recipes.recipe import set_groups
 from ..recipes.schedules import GuardedStepper, lr_at

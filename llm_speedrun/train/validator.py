@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from ..generate import generate
 from ..io_utils import RunError
-from ..runs import enter_all, free_memory, next_smaller_divisor
-from ..model import eval_mode
+from ..step_builder import free_memory, next_smaller_divisor
+from ..stepper import enter_all, eval_mode
 from .autotune import divisors
 
 # %% ../../nbs/source/train/validator.ipynb #30val006

@@ -8,10 +8,10 @@ from llm_speedrun.benchmarks.adapters import source_of
 from llm_speedrun.data.corpus import open_corpus
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.measure import version_of
-from llm_speedrun.model import matrix_params
+from llm_speedrun.model_config import matrix_params
 from llm_speedrun.benchmarks.peers import (compare_with_peers, contender, Contender, contenders, on_text, build_ours, peer, peers,
                                            peers_table, text_batch)
-from llm_speedrun.runs import uncompiled
+from llm_speedrun.step_builder import uncompiled
 from llm_speedrun.cli import speedrun_ladder
 from llm_speedrun.train.config import LadderOptions
 from helpers.tiny_runs import NANO, fails, nano, write_bins

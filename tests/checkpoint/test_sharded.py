@@ -13,7 +13,8 @@ from llm_speedrun.tools.export import export_folder, unfinished
 from llm_speedrun.pretrained import from_pretrained, read_run
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.recipes.schedules import WeightEMA
-from llm_speedrun.runs import Stepper, build
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.distributed.world import World
 from llm_speedrun.checkpoint import format, save_sharded as sharded
 from llm_speedrun.checkpoint.format import checkpoints, flatten_state, newest, synced_sums, validation_error, write_manifest

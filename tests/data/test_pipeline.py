@@ -381,7 +381,7 @@ def test_stream_gives_every_document_once(tok):
 def test_logits_do_not_depend_on_documents_before(rungs):
     "With `within_documents`, a document's logits are those it has alone in its window"
     from dataclasses import replace
-    from llm_speedrun.model import workload
+    from llm_speedrun.model_config import workload
     from llm_speedrun.runs import build
     eot, run = 0, build(replace(workload("tiny"), seq_len=48), rungs, device="cpu")
     inside = within_documents(run, eot)
@@ -447,9 +447,10 @@ def test_borders_against_float64(B, H, K, T, D, every):
 def test_documents_by_borders_in_a_run(rungs):
     "A step with borders has the loss of one with the mask, for batches with other documents, recorded too"
     from dataclasses import replace
-    from llm_speedrun.model import workload
+    from llm_speedrun.model_config import workload
     from llm_speedrun.rungs import documents
-    from llm_speedrun.runs import Stepper, build
+    from llm_speedrun.runs import build
+    from llm_speedrun.stepper import Stepper
     config, curves = replace(workload("tiny"), seq_len=128), []
     batches = [torch.randint(1, 1000, (2, 4, 128), generator=torch.Generator().manual_seed(i)).cuda() for i in range(6)]
     for i, (x, _) in enumerate(batches): x[:, 7*i + 3] = 0; x[1, 60:60 + i] = 0

@@ -7,11 +7,13 @@ import pytest, torch
 from helpers.tiny_runs import NANO, fails
 from llm_speedrun.course import spans_of
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import GPTConfig
+from llm_speedrun.model_config import GPTConfig
 from llm_speedrun.recipes.recipe import set_groups
 from llm_speedrun.recipes.recipe_spec import find_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import Backward, StepSync, Stepper, build, enter_all, find_rung
+from llm_speedrun.runs import build
+from llm_speedrun.rung_registry import find_rung
+from llm_speedrun.stepper import Backward, StepSync, Stepper, enter_all
 from llm_speedrun.distributed.world import World
 from llm_speedrun.rungs import ddp as module
 from llm_speedrun.rungs.memory_traffic import DirectBackward

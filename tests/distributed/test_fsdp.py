@@ -5,9 +5,10 @@ from importlib.util import find_spec
 import numpy as np, pytest, torch
 from helpers.tiny_runs import NANO, fails
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import WORKLOADS
+from llm_speedrun.model_config import WORKLOADS
 from llm_speedrun.rungs.documents import within_documents
-from llm_speedrun.runs import StepSync, Stepper, build
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import StepSync, Stepper
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.sharding import local, shards_of

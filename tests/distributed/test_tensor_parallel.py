@@ -6,7 +6,8 @@ import llm_speedrun.rungs.vocab_parallel as vocab
 from llm_speedrun.rungs.chunked_ce import ChunkedCE, loss_maths
 from llm_speedrun.rungs.tp_mappings import TPGroup
 from llm_speedrun.rungs.vocab_parallel import part_grads, part_grads_maths, part_stats, part_stats_maths, row_losses
-from llm_speedrun.runs import StepSync, Stepper, build, enter_all
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import StepSync, Stepper, enter_all
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.sharding import shards_of

@@ -5,9 +5,9 @@ import numpy as np, pytest
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from llm_speedrun.data import corpus
-from llm_speedrun.model import WORKLOADS, GPTConfig
+from llm_speedrun.model_config import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe_spec
-from llm_speedrun.runs import enter_all
+from llm_speedrun.stepper import enter_all
 from llm_speedrun.train.config import TrainConfig
 
 NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq_len=32, rope_theta=500.)

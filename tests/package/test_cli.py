@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 import numpy as np, pytest, torch
 from llm_speedrun.io_utils import InputError, clean_errors, decoded
-from llm_speedrun.runs import RUNGS, find_rung, rung_name
+from llm_speedrun.rung_registry import RUNGS, find_rung, rung_name
 from llm_speedrun import cli
 from llm_speedrun.cli import speedrun_doctor, speedrun_ladder, speedrun_train
 from llm_speedrun.train.presets import presets

@@ -6,9 +6,10 @@ import pytest, torch
 import llm_speedrun
 from llm_speedrun import compat
 from llm_speedrun.choices import Choices
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.rungs import epilogues, flash4_ops as fa4, fused_ce, matmul_ops
-from llm_speedrun.runs import RUNGS, build
+from llm_speedrun.runs import build
+from llm_speedrun.rung_registry import RUNGS
 from llm_speedrun.train.autotune import resolve_preset
 from llm_speedrun.train.presets import preset
 from llm_speedrun.cli import describe_rung

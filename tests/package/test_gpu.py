@@ -10,11 +10,15 @@ from llm_speedrun.rungs.fused_fp8 import to_fp8
 from llm_speedrun.rungs.fused_ops import SwiGLUDown, fused_ops
 from llm_speedrun.rungs.qk_rope import QKRope
 from llm_speedrun.rungs.triton import AddRMSNorm
-from llm_speedrun.measure import version_of, warm_up
-from llm_speedrun.roofline import OpCounter, has_fp8
-from llm_speedrun.model import matrix_params, naive_attention, rope, rope_table, train_flops, workload
-from llm_speedrun.runs import (Run, Stepper, baseline, build, count_step, first_that_fits, micro_batch, peak_gib,
-                               make_step)
+from llm_speedrun.measure import version_of
+from llm_speedrun.timing import warm_up
+from llm_speedrun.roofline import has_fp8
+from llm_speedrun.op_counter import OpCounter
+from llm_speedrun.model import naive_attention, rope, rope_table
+from llm_speedrun.model_config import matrix_params, train_flops, workload
+from llm_speedrun.runs import Run, baseline, build
+from llm_speedrun.step_builder import count_step, first_that_fits, micro_batch, peak_gib, make_step
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.course import reference_errors
 from llm_speedrun.rungs.tf32 import tf32
 from llm_speedrun.train.presets import parse_rungs, presets

@@ -34,8 +34,9 @@ def imported():
     for name in MODULES: importlib.import_module(f"llm_speedrun.{name}")
 calls = calls_of(imported)
 after, new = settings(), set(sys.modules) - seen
-from llm_speedrun.model import workload
-from llm_speedrun.runs import Stepper, build
+from llm_speedrun.model_config import workload
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import Stepper
 from dataclasses import replace
 step = Stepper(build(replace(workload("tiny"), layers=1, seq_len=16), RUNGS))
 x = torch.arange(16, device=step.run.device)[None]
@@ -89,10 +90,11 @@ known, loaded = set(sys.modules), {}
 def note(what): loaded[what] = sorted(HEAVY & (set(sys.modules) - known))
 import llm_speedrun.cli; note("the commands")
 import llm_speedrun.train.trainer, llm_speedrun.tools.doctor; note("the trainer and the doctor")
-from llm_speedrun.runs import Stepper, build
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.train.presets import preset
 preset("fastest"); note("every rung")
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.recipe_spec import parse_recipe
 from llm_speedrun.checkpoint.format import named_state
 from llm_speedrun.generate import generate

@@ -10,12 +10,13 @@ from llm_speedrun.tools.export import export_folder
 from llm_speedrun.pretrained import from_pretrained, import_folder
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.kv_cache import Generator
-from llm_speedrun.model import WORKLOADS
+from llm_speedrun.model_config import WORKLOADS
 from llm_speedrun.plugins import import_plugins
 from llm_speedrun.benchmarks.race import parse_contestant
 from llm_speedrun.distributed.world import World
 from llm_speedrun.records import code_of
-from llm_speedrun.runs import RUNGS, build
+from llm_speedrun.runs import build
+from llm_speedrun.rung_registry import RUNGS
 from llm_speedrun.train.config import TrainConfig, to_args
 from llm_speedrun.pretrained import read_record
 from llm_speedrun.train.trainer import train

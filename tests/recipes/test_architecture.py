@@ -5,9 +5,11 @@ import pytest, torch, torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from llm_speedrun.tools.export import export_folder, write_folder
 from llm_speedrun.pretrained import from_pretrained, import_folder, read_run
-from llm_speedrun.model import GPT, WORKLOADS
+from llm_speedrun.model import GPT
+from llm_speedrun.model_config import WORKLOADS
 from llm_speedrun.recipes.architecture import NORM, OUT, folded, heads_of, init, NormedGPT, UntiedGPT
-from llm_speedrun.runs import Run, Stepper, add_rungs, baseline, enter_all
+from llm_speedrun.runs import Run, add_rungs, baseline
+from llm_speedrun.stepper import Stepper, enter_all
 from llm_speedrun.checkpoint.load import check_size
 from llm_speedrun.checkpoint.save import Saver
 from helpers.tiny_runs import NANO, fails, nano

@@ -8,10 +8,11 @@ if not torch.cuda.is_available():       # kernels for the interpreter, as in con
 from llm_speedrun.recipes import fast_muon as fm, muon_kernels as mk
 if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = was
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import workload
-from llm_speedrun.roofline import count
+from llm_speedrun.model_config import workload
+from llm_speedrun.op_counter import count
 from llm_speedrun.distributed.spawn import run_distributed
-from llm_speedrun.measure import sample_ms, summarize, version_of
+from llm_speedrun.measure import version_of
+from llm_speedrun.timing import sample_ms, summarize
 from llm_speedrun.recipes.fast_muon import Stack, fast_muon, stacks_of
 from llm_speedrun.recipes.muon_update import POLAR_EXPRESS, new_state, type_on
 from helpers.lessons import defined_in

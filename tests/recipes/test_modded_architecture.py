@@ -6,7 +6,7 @@ import pytest, torch, torch.nn.functional as F
 from llm_speedrun.tools.export import export_folder, write_folder
 from llm_speedrun.pretrained import from_pretrained
 from llm_speedrun.generate import is_causal
-from llm_speedrun.model import GPTConfig
+from llm_speedrun.model_config import GPTConfig
 from llm_speedrun.recipes.architecture import UntiedGPT, init
 from llm_speedrun.plugins import LOADED, forget_plugin
 from llm_speedrun.recipes.recipe_spec import parse_recipe

@@ -4,14 +4,16 @@ from functools import partial
 from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.measure import compare, ratio
-from llm_speedrun.model import workload
+from llm_speedrun.timing import compare, ratio
+from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.batch import in_window, window_mask, with_attention_windows
 from llm_speedrun.recipes.recipe import set_groups
 from llm_speedrun.recipes.recipe_spec import find_recipe, parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper, lr_at
 from llm_speedrun.recipes.speedrun import decay_for, rate_for
-from llm_speedrun.runs import Stepper, build, resolve_options
+from llm_speedrun.runs import build
+from llm_speedrun.step_builder import resolve_options
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.train.presets import parse_rungs
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import load_named_state, named_state
@@ -255,7 +257,7 @@ def shared(world, steps): # in each of two processes
     "Weights after some steps of a recipe under ddp"
     config = replace(NANO, vocab=320)
     run = find_recipe("speedrun")(build(config, ["ddp"], world=world))
-    from llm_speedrun.runs import Stepper
+    from llm_speedrun.stepper import Stepper
     step = Stepper(replace(run, optimizer=partial(run.optimizer, lr=.02, weight_decay=.1)))
     place, n = world.rank_and_size("dp") if world.size > 1 else (0, 1)
     for i in range(steps):

@@ -4,9 +4,12 @@ from functools import partial
 import pytest, torch
 from llm_speedrun.rungs.checkpointing import (checkpoint, count_memory, largest_that_fits, MemoryCounter, pass_memory,
                                               prepared, recompute, selective_checkpoint, evenly_spread)
-from llm_speedrun.roofline import OpCounter
-from llm_speedrun.model import naive_layer, workload
-from llm_speedrun.runs import build, enter_all, find_rung, Stepper
+from llm_speedrun.op_counter import OpCounter
+from llm_speedrun.model import naive_layer
+from llm_speedrun.model_config import workload
+from llm_speedrun.runs import build
+from llm_speedrun.rung_registry import find_rung
+from llm_speedrun.stepper import enter_all, Stepper
 from llm_speedrun.course import reference_errors
 from helpers.lessons import defined_in
 from helpers.tiny_runs import NANO, fails, nano

@@ -5,10 +5,14 @@ import pytest, torch, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from llm_speedrun.rungs.chunked_ce import (BUDGET, chunk_size, chunked_ce, ChunkedCE, linear_cross_entropy,
                                            linear_loss, linear_loss_op, loss_maths, softmax_loss)
-from llm_speedrun.measure import warm_up
-from llm_speedrun.roofline import OpCounter, by_kind, count
-from llm_speedrun.model import cross_entropy, matrix_params, workload
-from llm_speedrun.runs import Stepper, baseline, build, count_step
+from llm_speedrun.timing import warm_up
+from llm_speedrun.roofline import by_kind
+from llm_speedrun.op_counter import OpCounter, count
+from llm_speedrun.model import cross_entropy
+from llm_speedrun.model_config import matrix_params, workload
+from llm_speedrun.runs import baseline, build
+from llm_speedrun.step_builder import count_step
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.course import reference_errors
 from helpers.tiny_runs import fails, NANO, relative_error
 

@@ -6,10 +6,16 @@ from types import SimpleNamespace
 import pytest, torch
 from llm_speedrun.rungs.compile import compile, whole_pass
 from llm_speedrun.rungs.cuda_graphs import RecordedLoss, RecordedPass
-from llm_speedrun.roofline import (OpCounter, fused, has_fp8, kernel_kind, launch_kind, launches, ceilings,
-                                   profile_kinds, profiled)
-from llm_speedrun.model import WORKLOADS, naive_attention, naive_layer, set_parts
-from llm_speedrun.runs import RUNGS, build, count_step, enter_all, make_step, Stepper
+from llm_speedrun.roofline import has_fp8, ceilings
+from llm_speedrun.fusion import fused
+from llm_speedrun.op_counter import OpCounter
+from llm_speedrun.profiling import kernel_kind, launch_kind, launches, profile_kinds, profiled
+from llm_speedrun.model import naive_attention, naive_layer, set_parts
+from llm_speedrun.model_config import WORKLOADS
+from llm_speedrun.runs import build
+from llm_speedrun.rung_registry import RUNGS
+from llm_speedrun.step_builder import count_step, make_step
+from llm_speedrun.stepper import enter_all, Stepper
 from llm_speedrun.course import reference_errors
 from llm_speedrun.generate import generate
 from helpers.torch_globals import changed, flags

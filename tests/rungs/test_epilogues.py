@@ -3,8 +3,11 @@ from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import GPTConfig, rope, rope_table, workload
-from llm_speedrun.runs import Stepper, build, count_step, enter_all
+from llm_speedrun.model import rope, rope_table
+from llm_speedrun.model_config import GPTConfig, workload
+from llm_speedrun.runs import build
+from llm_speedrun.step_builder import count_step
+from llm_speedrun.stepper import Stepper, enter_all
 from llm_speedrun.rungs import (epilogues as e, folded_norm, fp8_block_parts as parts8, fp8_epilogues as ep8, fp8_kernels as f8, fp8_loss, fp8_matmul_ops,
                                 fused_ce as ce_module, fused_ops, matmul_ops, qk_rope)
 from llm_speedrun.rungs.grouped_ce import GroupedCE

@@ -10,9 +10,11 @@ from llm_speedrun.rungs.fp8_dynamic_scaling import heads_round, swiglu_keep, swi
 from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.kernel_ops import runs_kernel
 from llm_speedrun.rungs.triton import add_norm_maths, norm_backward_maths
-from llm_speedrun.model import naive_attention, workload
+from llm_speedrun.model import naive_attention
+from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import Stepper, build
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import Stepper
 from helpers.tiny_runs import fails, NANO, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,7 +41,7 @@ def test_attention(B, H, K, T, D):
 
 def test_attention_is_counted():
     "The counter sees both directions as attention, with half of the square's FLOPs"
-    from llm_speedrun.roofline import count
+    from llm_speedrun.op_counter import count
     def step():
         ts = [torch.empty(2, 4, 32, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         return lambda: MixedAttention.apply(*ts).sum().backward()

@@ -19,10 +19,15 @@ from llm_speedrun.rungs.fused_ops import swiglu_backward_maths, swiglu_maths
 from llm_speedrun.rungs.qk_rope import qk_rope_backward_maths
 from llm_speedrun.rungs.kernel_ops import jit, runs_kernel, tl
 from llm_speedrun.measure import version_of
-from llm_speedrun.roofline import has_fp8, main_format
-from llm_speedrun.model import rope, rope_table, workload
+from llm_speedrun.roofline import has_fp8
+from llm_speedrun.op_counter import main_format
+from llm_speedrun.model import rope, rope_table
+from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import RUNGS, Run, Stepper, baseline, build, count_step, enter_all
+from llm_speedrun.runs import Run, baseline, build
+from llm_speedrun.rung_registry import RUNGS
+from llm_speedrun.step_builder import count_step
+from llm_speedrun.stepper import Stepper, enter_all
 from helpers.tiny_runs import NANO, relative_error
 
 GPU = torch.cuda.is_available()

@@ -3,7 +3,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 import pytest, torch
 from llm_speedrun.roofline import matmul_precision
-from llm_speedrun.runs import Stepper, build, count_step, find_rung
+from llm_speedrun.runs import build
+from llm_speedrun.rung_registry import find_rung
+from llm_speedrun.step_builder import count_step
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.course import reference_errors
 from llm_speedrun.generate import generate
 from llm_speedrun.rungs import amp, flash, tf32

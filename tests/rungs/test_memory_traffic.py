@@ -7,7 +7,7 @@ import pytest, torch, torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 import llm_speedrun.rungs.memory_traffic as module
 from llm_speedrun.rungs import fp8_loss, grouped_ce
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
 from llm_speedrun.rungs.documents import within_documents
@@ -21,8 +21,10 @@ from llm_speedrun.rungs.multi_tensor_adamw import update_triton
 from llm_speedrun.rungs.optim import update_torch
 from llm_speedrun.recipes.recipe_spec import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
-from llm_speedrun.runs import (Backward, PrecomputedGrads, Run, Stepper, build, count_step, enter_all,
-                               find_rung)
+from llm_speedrun.runs import Run, build
+from llm_speedrun.rung_registry import find_rung
+from llm_speedrun.step_builder import count_step
+from llm_speedrun.stepper import Backward, PrecomputedGrads, Stepper, enter_all
 from llm_speedrun.course import reference_errors
 from llm_speedrun.checkpoint.format import load_named_state, named_state, flatten_state, unflatten_state
 from helpers.examples import example

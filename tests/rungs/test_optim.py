@@ -3,10 +3,15 @@ import copy, gc, json, subprocess, sys, weakref
 from dataclasses import replace
 import pytest, torch
 from torch import nn
-from llm_speedrun.measure import compare, ratio, sample_ms, summarize, version_of
-from llm_speedrun.roofline import count, ceilings
-from llm_speedrun.model import workload
-from llm_speedrun.runs import Stepper, adamw, baseline, build, check_rung, find_rung, make_step
+from llm_speedrun.measure import version_of
+from llm_speedrun.timing import compare, ratio, sample_ms, summarize
+from llm_speedrun.roofline import ceilings
+from llm_speedrun.op_counter import count
+from llm_speedrun.model_config import workload
+from llm_speedrun.runs import baseline, build
+from llm_speedrun.rung_registry import check_rung, find_rung
+from llm_speedrun.step_builder import make_step
+from llm_speedrun.stepper import Stepper, adamw
 from llm_speedrun.rungs.multi_tensor_adamw import AdamW8bit, Bf16AdamW, bf16_matrices, bf16_weights, make_8bit, make_bf16, update_triton
 from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, decode_moments, encode_moments, in_blocks, join_fp32, make_fused, philox, random_bits,
                                       split_fp32, stochastic_round, update_torch)
@@ -454,7 +459,7 @@ def test_tables_are_bounded():
 
 def test_import_is_quick():
     "The module, and building its rung, need nothing of torchao"
-    code = ("import sys; from llm_speedrun.model import workload; from llm_speedrun.runs import build; "
+    code = ("import sys; from llm_speedrun.model_config import workload; from llm_speedrun.runs import build; "
             "build(workload('tiny'), ['adamw8bit']); print('torchao' in sys.modules)")
     res = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert res.stdout == "False\n", res.stderr

@@ -9,8 +9,12 @@ from torch.profiler import ProfilerActivity, profile
 from llm_speedrun.rungs.amp import bf16, fp16, half_rung
 from llm_speedrun.rungs.flash import BACKENDS, attend_with, flash, sdpa, why_not
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import naive_attention, workload
-from llm_speedrun.runs import RUNGS, baseline, build, check_rung, count_step, find_rung, Run, rung, rung_specs, sort_rungs, Stepper
+from llm_speedrun.model import naive_attention
+from llm_speedrun.model_config import workload
+from llm_speedrun.runs import baseline, build, Run, rung
+from llm_speedrun.rung_registry import RUNGS, check_rung, find_rung, rung_specs, sort_rungs
+from llm_speedrun.step_builder import count_step
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.course import reference_errors
 
 from llm_speedrun.rungs.tf32 import tf32

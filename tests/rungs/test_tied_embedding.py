@@ -5,11 +5,14 @@ import pytest, torch, torch.nn.functional as F
 import llm_speedrun.rungs.tied_embedding as module
 from llm_speedrun.rungs.embedding_rows import take_rows
 from llm_speedrun.rungs.tied_embedding import add_rows, add_rows_maths, TiedGPT, TiedRows
-from llm_speedrun.model import GPT, Embedding, workload
+from llm_speedrun.model import GPT, Embedding
+from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.rungs.fp8 import sqnr
-from llm_speedrun.runs import Run, Stepper, baseline, build, count_step, enter_all, resolve_options
+from llm_speedrun.runs import Run, baseline, build
+from llm_speedrun.step_builder import count_step, resolve_options
+from llm_speedrun.stepper import Stepper, enter_all
 from llm_speedrun.generate import generate
 from helpers.examples import example
 from helpers.tiny_runs import NANO, fails

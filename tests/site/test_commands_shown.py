@@ -8,7 +8,7 @@ import pytest, torch
 import torch.distributed.run as torchrun
 import build_pages, train_pages
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import workload
+from llm_speedrun.model_config import workload
 from llm_speedrun.plugins import LOADED, forget_plugin, import_plugins
 from llm_speedrun.train import config, resolve, train_step
 from llm_speedrun.tools import doctor

@@ -163,7 +163,7 @@ def test_parameters_of_classes():
 @pytest.mark.parametrize("stem, said, linked", [
     ("05_rungs", "a `Run`, `build()`", "a [`Run`](#Run), [`build()`](#build)"),
     ("05_rungs", "`by_kind`", "[`by_kind`](03_roofline.ipynb#by_kind)"),
-    ("05_rungs", "`roofline.Op`", "[`roofline.Op`](03_roofline.ipynb#Op)"),
+    ("05_rungs", "`roofline.Ceilings`", "[`roofline.Ceilings`](03_roofline.ipynb#Ceilings)"),
     ("24_ladder", "the rung `flash`", "the rung [`flash`](12_flash.ipynb#flash)"),
     ("45_doctor", "`speedrun_train`", "[`speedrun_train`](../source/cli.ipynb#speedrun_train)"),
     ("45_doctor", "makes a `Trainer`", "makes a [`Trainer`](../source/train/trainer.ipynb#Trainer)"),
@@ -217,7 +217,7 @@ def test_facts_of_a_rung():
     record, = procs.rung_rows(lesson)
     assert f"{record['ratio']:.2f}×" not in procs.box(lesson), "the reader guesses first"
     assert procs.before(lesson) == ["02_measure", "03_roofline", "05_rungs"], "as its opening says"
-    assert procs.before(procs.lessons()["05_rungs"]) == ["03_roofline", "04_model"], "as it imports"
+    assert procs.before(procs.lessons()["05_rungs"]) == ["04_model"], "as it imports"
     assert "23_optim" in procs.before(procs.lessons()["24_ladder"]), "the end of the ladder"
     for o in procs.lessons().values(): assert all(procs.lessons()[s].number < o.number for s in procs.before(o)), o.stem
     over = lambda before, *rungs: procs.added(dict(before=before, rung=rungs[-1], rungs=rungs))

@@ -9,7 +9,7 @@ from llm_speedrun import _modidx
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import DATASHEET_BF16, datasheet_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
-from llm_speedrun.runs import RUNGS
+from llm_speedrun.rung_registry import RUNGS
 from llm_speedrun.train import config
 
 import build_pages

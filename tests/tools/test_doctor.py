@@ -11,7 +11,8 @@ from llm_speedrun.data.corpus import train_tokenizer, write_shards
 from llm_speedrun.tools.doctor import check_resume, check_run, checkpoint_bytes, examine, first_steps
 from llm_speedrun.tools.machine_checks import check_gpu, check_versions, Finding, wrong_versions
 from llm_speedrun.measure import Timings, version_of
-from llm_speedrun.runs import RUNGS, Stepper
+from llm_speedrun.rung_registry import RUNGS
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.cli import speedrun_doctor
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.checkpoint.format import checkpoints

@@ -9,8 +9,11 @@ from llm_speedrun.tools.export import export_folder, qwen3_config, write_folder
 from llm_speedrun.pretrained import from_pretrained, gpt_config, import_folder
 from llm_speedrun.recipes.model_registry import shapes
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import GPT, WORKLOADS
-from llm_speedrun.runs import RUNGS, Run, Stepper, build, find_rung
+from llm_speedrun.model import GPT
+from llm_speedrun.model_config import WORKLOADS
+from llm_speedrun.runs import Run, build
+from llm_speedrun.rung_registry import RUNGS, find_rung
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.generate import generate
 from llm_speedrun.train.presets import presets
 from llm_speedrun.cli import speedrun_data, speedrun_export, speedrun_report, speedrun_train

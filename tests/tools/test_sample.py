@@ -11,7 +11,10 @@ from llm_speedrun.model import GPT, naive_heads
 from llm_speedrun.recipes.architecture import NormedGPT, UntiedGPT
 from llm_speedrun.recipes.recipe import RECIPES
 from llm_speedrun.recipes.recipe_spec import parse_recipe
-from llm_speedrun.runs import RUNGS, Run, baseline, build, enter_all, rung, uncompiled
+from llm_speedrun.runs import Run, baseline, build, rung
+from llm_speedrun.rung_registry import RUNGS
+from llm_speedrun.step_builder import uncompiled
+from llm_speedrun.stepper import enter_all
 from llm_speedrun.generate import draw, generate, is_causal, padded, top_k_top_p
 from llm_speedrun.kv_cache import Generator
 from llm_speedrun.tools import sample

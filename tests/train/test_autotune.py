@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 import pytest, torch
 from torch._subclasses.fake_tensor import FakeTensor
-from llm_speedrun import choices as choices_module, measure, runs
+from llm_speedrun import choices as choices_module, measure, runs, step_builder
 from llm_speedrun.train import ladder
 from llm_speedrun.choices import Choices
 from llm_speedrun.train.ladder import measure_ladder
@@ -12,8 +12,8 @@ from llm_speedrun.cli import speedrun_ladder
 from llm_speedrun.train.config import LadderOptions
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import Timings, process_start
-from llm_speedrun.model import workload
-from llm_speedrun.runs import find_rung, rung_name, rung_specs
+from llm_speedrun.model_config import workload
+from llm_speedrun.rung_registry import find_rung, rung_name, rung_specs
 from llm_speedrun.train import autotune, callbacks, presets as presets_module, resolve
 from llm_speedrun.train.autotune import divisors, find_micro_batch
 from llm_speedrun.train.presets import PRESETS, parse_rungs, preset, preset_of, presets
@@ -92,13 +92,13 @@ def test_micro_batch(monkeypatch):
     "Each half of the step's sequences is tried until one fits; of an odd number the next divisor"
     tried = []
     def peak(config, rungs, batch, micro): tried.append(micro); return 2.*micro
-    monkeypatch.setattr(runs, "peak_gib", peak)
-    assert runs.micro_batch(NANO, [], 64) == 64 and not tried     # on a CPU
-    monkeypatch.setattr(runs, "default_device", lambda: torch.device("cuda"))
-    assert runs.micro_batch(NANO, [], 64) == 32 and tried == [64, 32]
-    assert runs.micro_batch(NANO, [], 48, room=30) == 12
-    assert runs.micro_batch(NANO, [], 12, room=5) == 1 and tried[-4:] == [12, 6, 3, 1]
-    with fails(RuntimeError, "1 × 32 tokens need over 1 GiB"): runs.micro_batch(NANO, [], 12, room=1)
+    monkeypatch.setattr(step_builder, "peak_gib", peak)
+    assert step_builder.micro_batch(NANO, [], 64) == 64 and not tried     # on a CPU
+    monkeypatch.setattr(step_builder, "default_device", lambda: torch.device("cuda"))
+    assert step_builder.micro_batch(NANO, [], 64) == 32 and tried == [64, 32]
+    assert step_builder.micro_batch(NANO, [], 48, room=30) == 12
+    assert step_builder.micro_batch(NANO, [], 12, room=5) == 1 and tried[-4:] == [12, 6, 3, 1]
+    with fails(RuntimeError, "1 × 32 tokens need over 1 GiB"): step_builder.micro_batch(NANO, [], 12, room=1)
 
 @pytest.mark.cuda
 def test_start_of_fastest(monkeypatch):

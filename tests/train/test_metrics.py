@@ -3,7 +3,8 @@ import gzip, json, os, re, subprocess, sys, types
 import pytest, torch
 from helpers.tiny_runs import NANO, fails
 from helpers.timeouts import calls_of
-from llm_speedrun.runs import Stepper, baseline
+from llm_speedrun.runs import baseline
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.train.metrics import (PHASES, Breakdown, StepProfile, gpu_stats, open_trackers,
                                         parse_trackers, read_rows)
 

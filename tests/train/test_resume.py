@@ -11,7 +11,7 @@ from llm_speedrun.train import trainer as module, validator
 from llm_speedrun.data.batches import Batches
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.recipes.schedules import lr_at
-from llm_speedrun.runs import Stepper
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.cli import speedrun_train
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.train.run_dir import PROBE, Finished, RunDir

@@ -10,7 +10,7 @@ from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.distributed.liveness import FlagExchange
 from llm_speedrun.distributed.world import World
 from llm_speedrun.generate import generate
-from llm_speedrun.model import GPTConfig
+from llm_speedrun.model_config import GPTConfig
 from llm_speedrun.recipes.schedules import GuardedStepper, WeightEMA
 from llm_speedrun.rungs.fp8_kernels import Scaling
 from llm_speedrun.runs import build

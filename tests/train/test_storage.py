@@ -7,7 +7,7 @@ from llm_speedrun.checkpoint.format import checkpoints, newest, validation_error
 from llm_speedrun.choices import Choices
 from llm_speedrun.data.token_files import TokenWriter
 from llm_speedrun.io_utils import RunError, lock_dir, replace_file
-from llm_speedrun.runs import Stepper
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.train.trainer import train
 
 def refuse(monkeypatch, holder, name, code, when=lambda *args: True):

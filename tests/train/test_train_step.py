@@ -6,7 +6,8 @@ from helpers.tiny_runs import NANO, cache, fails, nano, options
 from llm_speedrun.generate import generate
 from llm_speedrun.kv_cache import Generator
 from llm_speedrun.model import GPT
-from llm_speedrun.runs import Run, Stepper, build
+from llm_speedrun.runs import Run, build
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.train.metrics import Breakdown
 from llm_speedrun.train.train_step import LrSchedule, TrainStep
 from llm_speedrun.train.trainer import Trainer, train

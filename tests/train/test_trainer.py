@@ -7,7 +7,10 @@ from llm_speedrun.data import corpus
 from llm_speedrun.train import ladder
 from llm_speedrun.data.batches import bigram_loss
 from llm_speedrun.train import autotune, checkpointer, resolve
-from llm_speedrun.runs import RUNGS, Stepper, baseline, build, find_rung, rung, rung_name, rung_specs, has_auto_options
+from llm_speedrun.runs import baseline, build, rung
+from llm_speedrun.rung_registry import RUNGS, find_rung, rung_name, rung_specs
+from llm_speedrun.step_builder import has_auto_options
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.train.autotune import drop_failed_rung, NoRoom
 from llm_speedrun.train.presets import PRESETS, without_rung
 from llm_speedrun.data.corpus import train_tokenizer, write_shards

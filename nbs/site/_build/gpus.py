@@ -9,10 +9,11 @@ import msgspec, torch
 import llm_speedrun.rungs
 from llm_speedrun import compat
 from llm_speedrun.measure import datasheet_flops, rung_names
-from llm_speedrun.model import WORKLOADS, train_flops
+from llm_speedrun.model_config import WORKLOADS, train_flops
 from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.rungs import compile, flash, fp8_kernels, fp8_loss, fused_ops
-from llm_speedrun.runs import RUNGS, RungSpec, count_step
+from llm_speedrun.rung_registry import RUNGS, RungSpec
+from llm_speedrun.step_builder import count_step
 from llm_speedrun.train.autotune import ROOM, most_sequences
 from llm_speedrun.train.presets import DEVICE_LIMITS, NARROWEST, RECORDED, dropped_rungs, preset
 from datasheets import GPUS

@@ -6,11 +6,12 @@ from typing import get_origin
 from unittest.mock import patch
 import msgspec, torch
 from fastcore.docments import docments
-from llm_speedrun import choices, measure, model, pretrained, runs
+from llm_speedrun import choices, model_config, pretrained, rung_registry
 from llm_speedrun.data import corpus
 from llm_speedrun.io_utils import lookup
 from llm_speedrun.measure import KEYS, fmt, make_record, rung_names
-from llm_speedrun.runs import RUNGS, STAGES, Run, RungSpec, build, rung_options
+from llm_speedrun.runs import Run, build
+from llm_speedrun.rung_registry import RUNGS, STAGES, RungSpec, rung_options
 from llm_speedrun.checkpoint import format as checkpoint
 from llm_speedrun.train import autotune, callbacks, checkpointer, config, metrics, presets, run_dir, trainer
 from llm_speedrun.data import loader, prepare_data
@@ -131,7 +132,7 @@ def below(name):
 def replaced(name):
     "What the rung replaces: seen by applying it to a small run, in words"
     with patch.object(torch.cuda, "is_available", lambda: False):
-        before = build(model.workload("tiny"), below(name), "cpu")
+        before = build(model_config.workload("tiny"), below(name), "cpu")
         a, b = parts_of(before), parts_of(RUNGS[name](before))
     return [PARTS[k] for k in PARTS if a[k] is not b[k] and a[k] != b[k]]
 
@@ -155,7 +156,7 @@ def rung_facts(r, records):
                 needs=needs_of(r), gpu_only=r.gpu_only, requires=links(r.requires), after=links(r.after),
                 excludes=links(filter(both, RUNGS)), chooses=bool(r.choose),
                 notebook=notebook_of(r.__module__), records=rung_records(name, records),
-                options=[[f"`{k}`", code(runs.option_text(v)), (said.get(k) or "").strip()]
+                options=[[f"`{k}`", code(rung_registry.option_text(v)), (said.get(k) or "").strip()]
                          for k, v in rung_options(r).items()])
 
 @page("reference/rungs.qmd")
@@ -261,7 +262,7 @@ def files_of_a_run():
 def formats_page(root):
     doc = " ".join(inspect.getdoc(corpus.write_shards).split())
     types = (corpus.Meta, corpus.TextSummary, prepare_data.Journal, checkpoint.Manifest, checkpoint.FileSum, checkpoint.CheckpointMetadata, checkpointer.State,
-             checkpoint.OptimizerState, loader.Position, pretrained.Record, model.GPTConfig, run_dir.Result,
+             checkpoint.OptimizerState, loader.Position, pretrained.Record, model_config.GPTConfig, run_dir.Result,
              choices.Choice, autotune.ChosenList, autotune.ResolvedRungs, autotune.RememberedTrial, autotune.Trial, pretrained.Qwen3, pretrained.Index, Fit)
     return dict(shards=doc.split(" Raises")[0], run=files_of_a_run(), metrics=metric_rows(),
                 records=record_rows(), version=checkpoint.VERSION, manifest=checkpoint.MANIFEST,

@@ -3,7 +3,7 @@ H200's records and from the outputs of the finale."""
 import json, re
 from llm_speedrun.measure import load_records, records_path
 from llm_speedrun.course import course_records
-from llm_speedrun.model import WORKLOADS, matrix_params
+from llm_speedrun.model_config import WORKLOADS, matrix_params
 from headline import OURS, best, newest, packages
 from measured import times
 from records import fits, folder
