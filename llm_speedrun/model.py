@@ -64,8 +64,9 @@ class Attention(nn.Module):
     def __init__(self, c): # a `GPTConfig`
         super().__init__()
         self.head_dim = c.head_dim
-        self.q_proj, self.o_proj = Linear(c.width, c.width), Linear(c.width, c.width)
-        self.k_proj, self.v_proj = (Linear(c.width, c.kv_heads*c.head_dim) for _ in range(2))
+        q_width, kv_width = c.heads*c.head_dim, c.kv_heads*c.head_dim
+        self.q_proj, self.o_proj = Linear(c.width, q_width), Linear(q_width, c.width)
+        self.k_proj, self.v_proj = Linear(c.width, kv_width), Linear(c.width, kv_width)
         self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.eps), RMSNorm(c.head_dim, c.eps)
 
 # %% ../nbs/1_start/04_model.ipynb #13e81481

@@ -15,11 +15,11 @@ def check_shape(c): # a `GPTConfig`
     "Raise `InputError` where its numbers don't fit together"
     for k in ("vocab", "layers", "width", "heads", "kv_heads", "hidden", "seq_len"):
         if getattr(c, k) < 1: raise InputError(f"{k} must be at least 1, not {getattr(c, k)}")
-    if c.width % c.heads:
-        raise InputError(f"width {c.width} can't be divided among {c.heads} heads: "
-                         "choose heads that divide it")
+    if (all_heads := c.attention_width or c.width) % c.heads:
+        raise InputError(f"width {all_heads} can't be divided among {c.heads} heads: "
+                         "choose heads that divide it, or their head_dim")
     if c.head_dim % 2:
-        raise InputError(f"head dimension {c.head_dim} (width {c.width} / {c.heads} heads) "
+        raise InputError(f"head_dim {c.head_dim} (width {all_heads} / {c.heads} heads) "
                          "is odd; RoPE needs pairs")
     if c.heads % c.kv_heads:
         raise InputError(f"{c.heads} query heads can't share {c.kv_heads} KV heads evenly: "
@@ -39,10 +39,13 @@ class GPTConfig:
     rope_theta: float = 10_000. # base of the rotary frequencies
     eps: float = 1e-6 # in RMSNorm's root
     name: str = "custom" # the workload's name, for records
+    attention_width: int = 0 # H D, all query heads; 0 where it is the width
 
-    def __post_init__(self): check_shape(self)
+    def __post_init__(self):
+        if self.attention_width == self.width: object.__setattr__(self, "attention_width", 0) # one form
+        check_shape(self)
     @property
-    def head_dim(self): return self.width // self.heads # D
+    def head_dim(self): return (self.attention_width or self.width) // self.heads # D
 
 # %% ../nbs/source/model_config.ipynb #fbff2a9a
 WORKLOADS = {c.name: c for c in [
@@ -60,11 +63,12 @@ def workload(name): # a key of `WORKLOADS`
 def matrix_params(config): # a `GPTConfig`
     "Return the number of weights in matmuls: the tied head counts once, norms don't count"
     c = config
-    attn = 2*c.width*c.width + 2*c.width*c.kv_heads*c.head_dim
+    attn = 2*c.width*(c.heads + c.kv_heads)*c.head_dim
     return c.layers*(attn + 3*c.width*c.hidden) + c.vocab*c.width
 
 def train_flops(config, # a `GPTConfig`
                 seq=None, # T, the model's by default
                 causal=False): # count only the unmasked half of attention
     "Return the FLOPs per token of a training step of a `GPT`"
-    return flops_per_token(matrix_params(config), config.layers, config.width, seq or config.seq_len, causal)
+    c = config
+    return flops_per_token(matrix_params(c), c.layers, c.heads*c.head_dim, seq or c.seq_len, causal)

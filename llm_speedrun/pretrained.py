@@ -106,12 +106,9 @@ def gpt_config(d, # of a `config.json`
     check_plain(d, where)
     q = qwen3(d, where)
     shape = {k: getattr(q, v) for k, v in SHAPE.items()}
-    try: c = GPTConfig(**shape, rope_theta=rope_base(q, where), eps=q.rms_norm_eps, name=name)
+    shape |= dict(attention_width=q.num_attention_heads*q.head_dim, rope_theta=rope_base(q, where))
+    try: return GPTConfig(**shape, eps=q.rms_norm_eps, name=name)
     except InputError as e: raise InputError(f"{where}: {e}") from None
-    if q.head_dim != c.head_dim:
-        raise InputError(f"{where}: head_dim is {q.head_dim}, and our GPT's is hidden_size / "
-                         f"num_attention_heads, {c.head_dim} here")
-    return c
 
 # %% ../nbs/source/pretrained.ipynb #ea599f9a
 def read_config(path): # of a Qwen3 model's `config.json`
@@ -121,7 +118,7 @@ def read_config(path): # of a Qwen3 model's `config.json`
 
 # %% ../nbs/source/pretrained.ipynb #b611ea0a
 MOST_SIZES = dict(vocab=2**24, layers=2**12, width=2**17, heads=2**12, kv_heads=2**12, hidden=2**20,
-                  seq_len=2**24, eps=1)
+                  seq_len=2**24, attention_width=2**20, eps=1)
 
 class Record(msgspec.Struct):
     "A run's `config.json`, without its options"

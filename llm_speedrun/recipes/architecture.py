@@ -108,6 +108,7 @@ def heads_of(config, # a `GPTConfig`
              dim=128): # of a head
     """Return a config of the same matrices, read as heads of dimension `dim`, with as many query heads to a
     KV head as before; the same config if its heads are as wide already, or `dim` doesn't divide it"""
-    heads, group = config.width // dim, config.heads // config.kv_heads
-    if config.head_dim >= dim or config.width % dim or heads % group: return config
+    width, group = config.heads*config.head_dim, config.heads // config.kv_heads
+    heads = width // dim
+    if config.head_dim >= dim or width % dim or heads % group: return config
     return replace(config, heads=heads, kv_heads=heads // group)

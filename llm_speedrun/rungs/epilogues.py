@@ -128,14 +128,14 @@ def feed_with_epilogues(block, h): # B T d
 @lru_cache
 def epilogues_error(c, dtype, device): # a `GPTConfig`, the type of the matmuls
     "Return the error of kernels at such sizes, \"\" without one: they are compiled at their first call"
-    d, F, kv = c.width, c.hidden, c.kv_heads*c.head_dim
+    d, F, q, kv = c.width, c.hidden, c.heads*c.head_dim, c.kv_heads*c.head_dim
     new = partial(torch.zeros, device=device, requires_grad=True)
     @torch.enable_grad()
     def run():
         turn = new(256, c.head_dim//2).detach()
-        ws = new(d), new(d, d), new(kv, d), new(kv, d), new(c.head_dim), new(c.head_dim)
+        ws = new(d), new(q, d), new(kv, d), new(kv, d), new(c.head_dim), new(c.head_dim)
         h, *qkv = EpilogueHeads.apply(new(1, 256, d, dtype=dtype), *ws, turn, turn, c.eps)
-        h, _ = EpilogueProject.apply(h, h, new(d, d), c.eps)
+        h, _ = EpilogueProject.apply(h, new(1, 256, q, dtype=dtype), new(d, q), c.eps)
         h, _ = EpilogueMLP.apply(h, new(d), new(F, d), new(F, d), new(d, F), c.eps)
         sum(t.sum() for t in (h, *qkv)).backward()
     why = kernel_error(run)
@@ -149,7 +149,7 @@ def epilogues(run): # a `Run` in 16 bits, with fused_ops
     Raises `InputError` for FP32 and widths that are no multiples of 8, `RunError` without its kernels"""
     c = run.model.config
     if run.fmt not in ("bf16", "fp16"): raise InputError("rung 'epilogues' needs 16 bits: add the rung bf16")
-    if c.width % 8 or c.hidden % 8 or c.kv_heads*c.head_dim % 8:
+    if any(n % 8 for n in (c.width, c.hidden, c.heads*c.head_dim, c.kv_heads*c.head_dim)):
         raise InputError(f"rung 'epilogues': widths {c.width} and {c.hidden} aren't all multiples of 8, "
                          "as its kernels need: leave it out")
     if why := checked(epilogues_error, c, DTYPES[run.fmt], run.device):

@@ -10,7 +10,8 @@ import torch
 from ..io_utils import InputError
 from .qk_rope import (head_grads, head_norm_grads, head_weights, load_halves,
                                         qk_rope_backward_maths, store_head_sums)
-from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl
+from .kernel_ops import (blocks, has_rope_kernel, jit, kernel_op, launch, pow2,
+                                           runs_kernel, tl)
 from .triton import norm_tile, programs
 
 # %% ../../nbs/source/rungs/folded_norm.ipynb #29norm05
@@ -160,7 +161,8 @@ def heads_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: to
                    wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                    r: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "Return the gradient of qkv times r (a value for each token); the weights'; sums of gradients times qkv"
-    if not runs_kernel(qkv): return heads_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, r, eps)
+    if not (runs_kernel(qkv) and has_rope_kernel(qkv.shape[-1])):
+        return heads_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, r, eps)
     (B, T, H, D), K, s = dq.shape, dk.shape[2], torch.empty_like(r)
     P, heads = programs(qkv, 16, B*T), pow2(H + K)
     out, dw = torch.empty_like(qkv), qkv.new_empty(P, 2, D, dtype=torch.float32)

@@ -17,7 +17,7 @@ from ..step_builder import uncompiled
 # %% ../../nbs/source/rungs/fp8_kernels.ipynb #16aimp02
 from .fp8 import E4M3, E5M2, LARGEST, mm8
 from .fused_ops import swiglu_backward_maths, swiglu_grads, swiglu_maths
-from .kernel_ops import blocks, jit, kernel_op, launch, runs_kernel, tl
+from .kernel_ops import blocks, has_rope_kernel, jit, kernel_op, launch, runs_kernel, tl
 from .qk_rope import head_norm_grads, qk_rope_backward_maths
 from .triton import add_norm_maths
 
@@ -405,7 +405,7 @@ def heads_quantize(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: to
                    amax: torch.Tensor, dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "Return gradients of the norms' weights (2 D), and of qkv (N C) in `dt`, with its transpose"
     (_, T, H, D), K, N = dq.shape, dk.shape[2], dq.shape[0]*dq.shape[1]
-    if not by_kernel(qkv, D):
+    if not (by_kernel(qkv, D) and has_rope_kernel(D)):
         dqkv, dw = qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
         return dw.clone(), *round_and_transpose(dqkv.flatten(0, 1).flatten(1), scale, amax, dt)
     q, t = empty_pair(qkv, N, (H + 2*K)*D, dt)

@@ -138,13 +138,13 @@ def choose_parts(run, # the `Run` to which the rung will be applied
             ", ".join(f"{p} {gains[p]:.2f}x{but.get(p, '')}" for p in can))
 
 # %% ../../nbs/source/rungs/fp8_parts.ipynb #17odd001
-PART_SIZES = dict(heads=("width", "kv_width"), out=("width",), mlp=("width", "hidden"),
+PART_SIZES = dict(heads=("width", "q_width", "kv_width"), out=("width", "q_width"), mlp=("width", "hidden"),
                   head=("width", "vocab"))
 
 def odd_sizes(c, # a `GPTConfig`
               parts): # keys of `PART_OPS`
     "Return the sizes of these parts' matrices that are no multiples of 16: name -> size"
-    sizes = vars(c) | dict(kv_width=c.kv_heads*c.head_dim)
+    sizes = vars(c) | dict(q_width=c.heads*c.head_dim, kv_width=c.kv_heads*c.head_dim)
     return {k: sizes[k] for p in parts for k in PART_SIZES[p] if sizes[k] % 16}
 
 # %% ../../nbs/source/rungs/fp8_parts.ipynb #17rung02

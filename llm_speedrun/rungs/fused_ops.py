@@ -7,12 +7,13 @@ __all__ = ['swiglu', 'swiglu_backward', 'SwiGLUDown', 'fused_project', 'fused_fe
            'fused_ops']
 
 # %% ../../nbs/2_ladder/16_fused_ops.ipynb #de73e066
+from warnings import warn
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from ..io_utils import InputError
 from ..model import set_parts
 from ..runs import rung
-from .kernel_ops import blocks, jit, kernel_op, launch, pow2, runs_kernel, tl, triton
+from .kernel_ops import (blocks, has_rope_kernel, jit, kernel_op, launch, pow2, runs_kernel,
+                                           tl, triton)
 from .qk_rope import QKRope
 from .triton import AddRMSNorm
 
@@ -178,10 +179,10 @@ def fused_last_norm(model, h): # a pair
 
 # %% ../../nbs/2_ladder/16_fused_ops.ipynb #c216e708
 def fuse(model): # a `GPT`, changed in place
-    "Replace the parts of `model` by fused ones. Raises `InputError` for heads that the kernel can't rotate"
-    if (D := model.config.head_dim) & (D - 1):
-        raise InputError(f"rung 'fused_ops': head dimension {D} is no power of two, which its kernel needs: "
-                         "choose other heads, or leave the rung out")
+    "Replace the parts of `model` by fused ones. Warns of heads that the kernel can't rotate"
+    if not has_rope_kernel(D := model.config.head_dim):
+        warn(f"rung 'fused_ops': head dimension {D} is no power of two, so QK-norm and RoPE "
+             "run without a kernel")
     set_parts(model, heads=fused_heads, project=fused_project, feed=fused_feed)
     model.last_norm = fused_last_norm
 

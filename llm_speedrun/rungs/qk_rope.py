@@ -9,7 +9,7 @@ __all__ = ['QKRope']
 import torch
 from torch.autograd.function import once_differentiable
 from ..model import rope
-from .kernel_ops import jit, kernel_op, launch, pow2, runs_kernel, tl
+from .kernel_ops import has_rope_kernel, jit, kernel_op, launch, pow2, runs_kernel, tl
 from .triton import programs
 
 # %% ../../nbs/source/rungs/qk_rope.ipynb #14093dc0
@@ -55,8 +55,9 @@ def qk_rope_kernel(qkv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, o_ptr, N, T, H: tl
 def qk_rope(qkv: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
             H: int, eps: float) -> torch.Tensor:
     """Norm and rotate the query and key heads. qkv: B T H+2K D, contiguous; wq, wk: D; cos, sin: T D/2.
-    Returns B T H+K D. D/2 must be a power of two for the kernel"""
-    if not runs_kernel(qkv): return qk_rope_maths(qkv, wq, wk, cos, sin, H, eps)
+    Returns B T H+K D"""
+    if not (runs_kernel(qkv) and has_rope_kernel(qkv.shape[-1])):
+        return qk_rope_maths(qkv, wq, wk, cos, sin, H, eps)
     B, T, heads, D = qkv.shape
     K = (heads - H)//2
     out = qkv.new_empty(B, T, H + K, D)
@@ -144,7 +145,8 @@ def qk_rope_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, qkv: 
                      wq: torch.Tensor, wk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                      eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     "Return the gradients of qkv (B T H+2K D) and of the two norms' weights (2 D, FP32); all contiguous"
-    if not runs_kernel(qkv): return qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
+    if not (runs_kernel(qkv) and has_rope_kernel(qkv.shape[-1])):
+        return qk_rope_backward_maths(dq, dk, dv, qkv, wq, wk, cos, sin, eps)
     (B, T, H, D), K = dq.shape, dk.shape[2]
     P, heads = programs(qkv, 16, B*T), pow2(H + K)
     out, dw = torch.empty_like(qkv), qkv.new_empty(P, 2, D, dtype=torch.float32)

@@ -79,7 +79,7 @@ def convert_value(name, value, kind, # of an option; the type may have bounds
 @dataclass
 class Options:
     "Base class of options: raises an `InputError` for a value outside its bounds"
-    hidden = () # those that a command has from a class it builds on, and has no use for
+    unlisted = () # those that a command has from a class it builds on, and has no use for
 
     def __post_init__(self):
         for k, kind in get_type_hints(type(self), include_extras=True).items():
@@ -97,6 +97,12 @@ class TrainConfig(Options):
     vocab: VocabSize = 0 # vocabulary of a tokenizer trained here, or of a bare .bin file
     # Model
     model: str = "" # its size: tiny, 124m, 180m, 350m or 1b; by default 124m on a GPU and tiny on a CPU
+    layers: PositiveInt | None = None # these six change the shape of --model
+    width: PositiveInt | None = None # of the residual stream; heads and hidden follow in proportion
+    heads: PositiveInt | None = None # of queries
+    kv_heads: PositiveInt | None = None # of keys and values, which divide those of queries
+    head_dim: PositiveInt | None = None # of each head
+    hidden: PositiveInt | None = None # width inside the MLP
     seq_len: Count = 0 # tokens in a sequence; by default the model's
     plugin: LineList = "" # a Python file or module with rungs, recipes or models of your own; repeatable
     init: str = "" # a folder to take weights and shape from: of a run, or one that transformers wrote
@@ -254,9 +260,9 @@ class LrOptions(TrainConfig):
     highest: Positive | None = None # the highest of them; by default sixteen times that rate
     repeats: Count = 2 # how often the best rate is tried again, on other batches, to see the noise
 
-    hidden = ("stream minutes total_tokens epochs target_loss ema_decay gpus restarts num_evals "
-              "sample_tokens num_samples loggers profile save_minutes keep_last keep_every "
-              "resume").split()
+    unlisted = ("stream minutes total_tokens epochs target_loss ema_decay gpus restarts num_evals "
+                "sample_tokens num_samples loggers profile save_minutes keep_last keep_every "
+                "resume").split()
 
 # %% ../../nbs/source/train/config.ipynb #bfa8a849
 @dataclass
@@ -309,7 +315,7 @@ def option_specs(config): # a class of `Options`
 
 def visible_specs(config): # a class of `Options`
     "Return the options that the command's help shows: all that the class doesn't hide"
-    return [o for o in option_specs(config) if o.name not in config.hidden]
+    return [o for o in option_specs(config) if o.name not in config.unlisted]
 
 # %% ../../nbs/source/train/config.ipynb #62b4e822
 class Parser(argparse.ArgumentParser):
@@ -347,7 +353,7 @@ def make_parser(config, # a class of `Options`
     for o in option_specs(config):
         if o.default is MISSING: p.usage = f"{name} {o.name.upper()}{' ...'*(o.kind == FolderList)} [options]"
         if o.group not in groups: groups[o.group] = p.add_argument_group(o.group)
-        add_option(groups[o.group], o, o.name in config.hidden)
+        add_option(groups[o.group], o, o.name in config.unlisted)
     add_common_options(p.add_argument_group("This command line"), config)
     return p
 
@@ -387,7 +393,8 @@ explain_names("""
 --rungs chooses number formats, such as --rungs bf16 | dtype precision bf16 fp16 fp8 tf32 amp mixed_precision
 it is a rung, --rungs tf32,bf16,flash,compile | compile torch_compile
 --rungs checkpoint recomputes activations | gradient_checkpointing activation_checkpointing
---model chooses the shape, --init takes that of a folder | layers n_layer num_layers n_head n_embd d_model
+--layers changes --model, --init takes the shape of a folder | n_layer num_layers num_hidden_layers
+--width, --heads and --hidden change --model | n_embd d_model hidden_size n_head intermediate_size
 --seq_len sets the tokens of a sequence | block_size max_seq_len max_seq_length context_length sequence_length
 --step_tokens sets a step's tokens, --micro_batch_size the sequences at once | batch_size global_batch_size
 --micro_batch_size sets the sequences at once | batch per_device_train_batch_size

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial; from pathlib import Path
 import msgspec
 from ..io_utils import InputError, RunError, env_number, lookup, read_json
-from ..architectures import model_class, registered_name
+from ..architectures import SIZES, model_class, registered_name, with_shape
 from ..choices import Choices
 from ..model_config import GPTConfig, workload
 from ..rung_registry import RungSpec, rung_name, rung_specs
@@ -280,14 +280,16 @@ class PlanResolver:
     def start_from(self):
         "Return the model's `GPTConfig`, and weights to begin with: None for a resumed run"
         c = self.cfg
+        sizes = {k: getattr(c, k) for k in SIZES}
         if c.resume:
             check_registered(self.record, c.resume)
             return self.record.model_config, None
         if not c.init:
             c.model = c.model or ("124m" if self.device.type == "cuda" else "tiny")
-            return workload(c.model), None
+            return with_shape(workload(c.model), seq_len=c.seq_len or None, **sizes), None
         config, weights = import_folder(c.init)
-        if c.model: raise InputError(f"{c.init} brings a shape of its own: leave out --model")
+        if own := next((k for k in ("model", *sizes) if getattr(c, k)), ""): raise InputError(
+            f"{c.init} brings a shape of its own: leave out --{own}")
         name = registered_name(config, model_of(weights, config))
         c.model, c.plugin = config.name, with_plugin_of(c.plugin, name)
         lost = sorted({*map(rung_name, recorded_function(c.init))} - {s.name for s in self.rungs})
@@ -372,7 +374,7 @@ class PlanResolver:
         r.check(names)
         if found: return # with its own options and shape
         self.cfg.recipe = r.spec()
-        if not self.weights: self.config = r.shape(self.config)
+        if not (self.weights or self.cfg.heads or self.cfg.head_dim): self.config = r.shape(self.config)
 
     def with_model(self, r, weights): # a `Recipe`; name -> weight or shape, or None
         "Return the recipe for the model of the weights, or for one that a plug-in has registered"

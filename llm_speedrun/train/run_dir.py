@@ -255,7 +255,7 @@ FIXED = ("stream document_mask vocab seq_len recipe step_tokens lr schedule warm
 def fixed_options(cfg, config, # a `TrainConfig`, a `GPTConfig`
                   warmup): # steps
     "Return the options and the shape that may not change during a run, as one flat dict"
-    shape = {f"model.{k}": v for k, v in asdict(config).items()}
+    shape = {f"model.{k}": v for k, v in asdict(config).items() if (k, v) != ("attention_width", 0)} # newer
     return {k: getattr(cfg, k) for k in FIXED} | shape | dict(warmup_steps=warmup)
 
 def check_fixed(found, about, # a checkpoint's folder, its `CheckpointMetadata`

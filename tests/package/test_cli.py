@@ -58,7 +58,7 @@ def test_help(name):
     assert [o.name for o in option_specs(f.config)] == [o.name for o in fields(f.config)] # each line of the dataclass was read
     used = visible_specs(f.config)
     for o in used: assert re.search(rf"(--| ){o.name}\b(, --no-\w+)?( \w+)? {re.escape(o.help)}", said), o.name
-    for o in f.config.hidden: assert f"--{o} " not in said
+    for o in f.config.unlisted: assert f"--{o} " not in said
     for group in {o.group for o in used}: assert f" {group}: " in said
     for preset in presets() if "--rungs TEXT" in said else []: assert re.search(rf"--rungs\b[^-]*\b{preset}\b", said), preset
 
@@ -188,7 +188,7 @@ def test_rungs_list(capsys):
 
 @pytest.mark.parametrize("words, said", [
     (["--learning_rate", "1e-3"], "--lr"), (["--optimizer=adamw"], "--recipe"), (["--dtype", "bf16"], "--rungs bf16"), (["--bf16"], "--rungs bf16"),
-    (["--compile"], "--rungs tf32,bf16,flash,compile"), (["--layers", "6"], "--model"), (["--batch-size", "8"], "--step_tokens .* --micro_batch_size"),
+    (["--compile"], "--rungs tf32,bf16,flash,compile"), (["--n_layer", "6"], "--layers"), (["--d_model", "6"], "--width"), (["--batch-size", "8"], "--step_tokens .* --micro_batch_size"),
     (["--max_steps", "9"], "--steps"), (["--num_train_epochs", "3"], "--epochs"), (["--output_dir", "x"], "--out .* --name"), (["--wandb"], "--loggers wandb"),
     (["--num_workers", "4"], "a thread reads ahead"), (["--warmup_steps", "100"], "--warmup .02"), (["--no-compile"], "--rungs")])
 def test_names_of_other_tools(words, said):
@@ -234,7 +234,7 @@ def test_an_option_that_is_gone_is_found():
 
 ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
-    "rungs.documents": ALL, ("choices", "--retune"): ALL, ("train.autotune", "--seq_len"): ALL, **dict.fromkeys("distributed.world distributed.spawn distributed.liveness distributed.collectives sharding".split(), ALL),
+    "rungs.documents": ALL, ("architectures", "--heads"): ALL, ("architectures", "--kv_heads"): ALL, ("choices", "--retune"): ALL, ("train.autotune", "--seq_len"): ALL, **dict.fromkeys("distributed.world distributed.spawn distributed.liveness distributed.collectives sharding".split(), ALL),
     "tools.export": "export", "pretrained": "export sample eval train doctor", "tools.sample": "sample", "tools.evals": "eval", "tools.likelihood": "eval", "train.ladder": "ladder", "train.report": "report train doctor",
     **dict.fromkeys("train.trainer train.run_dir train.checkpointer train.train_data train.resolve train.coordinator train.validator train.metrics".split(), ALL),
     "tools.doctor": "doctor", "tools.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "data.prepare_data": f"data {ALL}", "data.encoder_pool": f"data {ALL}",
@@ -338,7 +338,7 @@ ERRORS = [
     (dict(rungs="fastets"), "unknown rung or preset 'fastets'. Did you mean 'fastest'"),
     (dict(rungs="tf32,flash,tf32"), "'tf32' is applied twice"),
     (dict(rungs="bf16"), "'bf16' cannot run here: it is an old card"),
-    (dict(seq_len=64), "seq_len 64 is longer"), (dict(micro_batch_size=-4), "micro_batch_size must be a whole number from 1"),
+    (dict(width=33), "a width of 33 is no whole number"), (dict(micro_batch_size=-4), "micro_batch_size must be a whole number from 1"),
     (dict(step_tokens=-1), "step_tokens must be"), (dict(step_tokens=40), "step_tokens 40 are no whole number"),
     (dict(steps=0, total_tokens=63), "total_tokens 63 are fewer than the 64 of one step"),
     (dict(out="a.json"), "a.json"), (dict(name="there"), "there exists already"),

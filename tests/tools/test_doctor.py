@@ -227,7 +227,7 @@ def inject(what, folder, monkeypatch):
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda p: namedtuple("usage", "total used free")(9**9, 9**9, 50_000))
     if what == "loss": cfg.lr = 1e30
     if what == "memory": monkeypatch.setattr(Stepper, "evaluate", out_of_memory)
-    if what == "bad number": cfg.seq_len = 64
+    if what == "bad number": cfg.width = 33
     if what == "no run": cfg = TrainConfig(resume=str(folder/"nowhere"))
     if what == "no checkpoint":
         train(cfg, progress=False)
@@ -248,7 +248,7 @@ FAILURES = {
     "rungs clash": "exclude each other", "folder exists": "run exists already", "out is a file": "choose another --out",
     "read-only": "can't be written into .* choose another --out", "no space": "are free in .* a smaller --keep_last",
     "loss": "two steps .* gradients' norm nan: try a smaller --lr", "memory": "out of GPU memory: choose a smaller --micro_batch_size",
-    "bad number": "seq_len 64 is longer than the 32 tokens", "no run": "nowhere is not the folder of a run",
+    "bad number": "a width of 33 is no whole number of heads", "no run": "nowhere is not the folder of a run",
     "no checkpoint": "has no valid checkpoint", "finished run": "has taken its 6 steps", "other config": r"\w",
     "a bug": "KeyError, which nobody foresaw: 'no such key'"}
 

@@ -153,8 +153,9 @@ def test_every_preset_exports(tmp_path, rungs):
     with torch.no_grad(): assert (ours(x) - theirs(x).logits).abs().max() < 1e-4
 
 RATIOS = [replace(NANO, kv_heads=k, rope_theta=t, eps=e) for k, t, e in ((4, 1e4, 1e-6), (2, 1e6, 1e-5), (1, 500., 1e-6))]
+RATIOS += [replace(NANO, attention_width=4*D) for D in (6, 16, 64)] # heads that together are narrower and wider than the model
 
-@pytest.mark.parametrize("config", RATIOS, ids=lambda c: f"{c.heads}-{c.kv_heads}")
+@pytest.mark.parametrize("config", RATIOS, ids=lambda c: f"{c.heads}-{c.kv_heads}-{c.head_dim}")
 def test_head_ratios(tmp_path, config):
     "Grouped queries of every kind, none and all in one group: the same logits, of weights that make them differ"
     transformers = pytest.importorskip("transformers")
@@ -290,7 +291,7 @@ def test_reading_runs_no_code(exported, tmp_path):
 SETTINGS = [dict(tie_word_embeddings="no"), dict(tie_word_embeddings=[]), dict(attention_bias=True),
             dict(use_sliding_window=True), dict(layer_types=["full_attention", "sliding_attention"]),
             dict(model_type="llama"), dict(model_type=None), dict(architectures=["Qwen3ForSequenceClassification"]),
-            dict(hidden_act="gelu"), dict(attention_dropout=.1), dict(head_dim=16), dict(hidden_size=None),
+            dict(hidden_act="gelu"), dict(attention_dropout=.1), dict(head_dim=7), dict(hidden_size=None),
             dict(vocab_size="many"), dict(num_hidden_layers=2.5), dict(quantization_config=dict(quant_method="fp8")),
             dict(rope_scaling=dict(rope_type="yarn", factor=4.)), dict(rope_theta=1000.),
             dict(rope_parameters=dict(rope_type="linear", factor=2., rope_theta=500.)),

@@ -57,7 +57,9 @@ def finished(tmp_path_factory):
     (dict(num_evals=0), ValueError, "num_evals must be a whole number from 1 .*not 0"),
     (dict(eval_tokens=-1), ValueError, "eval_tokens must be .*not -1"),
     (dict(seq_len=-3), ValueError, "seq_len must be .*not -3"),
-    (dict(seq_len=33), ValueError, "seq_len 33 is longer than the 32 tokens of 'nano': choose a smaller --seq_len"),
+    (dict(width=33), ValueError, "a width of 33 is no whole number of heads of dimension 8: give --heads"),
+    (dict(heads=3), ValueError, "3 query heads are no multiple of 2, those for each KV head of 'nano': give --kv_heads"),
+    (dict(layers=0), ValueError, "layers must be a whole number from 1 .*not 0"),
     (dict(steps=-1), ValueError, "steps must be .*not -1"),
     (dict(minutes=-.1), ValueError, "minutes must be a number from 0"),
     (dict(lr=-1.), ValueError, "lr must be a number above 0, and finite, not -1"),
@@ -199,6 +201,36 @@ def test_epochs_alone(tmp_path):
     assert t.cfg.steps == 8*t.data.batches.per_epoch and t.cfg.minutes == 0
     t.fit()
     assert t.done == t.cfg.steps
+
+# Shapes
+
+SHAPES = { # options -> layers, width, heads, kv_heads, head_dim, hidden, longest sequence
+    "deep": (dict(layers=5), (5, 32, 4, 2, 8, 48, 16)), "wide": (dict(width=64, seq_len=48), (2, 64, 8, 4, 8, 128, 48)),
+    "heads": (dict(heads=3, kv_heads=1, head_dim=24), (2, 32, 3, 1, 24, 48, 16)), "head_dim": (dict(head_dim=16), (2, 32, 2, 1, 16, 48, 16))}
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_shape_of_its_own(kind, tmp_path):
+    "Sizes change the named model; a resumed run has them from its record, and export, sample and evaluation from there"
+    sizes, want = SHAPES[kind]
+    trainer, res = train(options(tmp_path, steps=4, **sizes), progress=False)
+    c = trainer.config
+    assert (c.layers, c.width, c.heads, c.kv_heads, c.head_dim, c.hidden, c.seq_len) == want and c.name == f"{c.layers}x{c.width}"
+    assert res["sample"] and res["val_loss"] < 10
+    again = Trainer(TrainConfig(resume=str(tmp_path/"runs/run"), steps=8), given={"resume", "steps"}, progress=False)
+    assert again.config == c
+    again.run_dir.release()
+
+def test_a_recipe_leaves_heads_that_are_given(tmp_path):
+    "Recipes that read the matrices as heads of 128 do so only where nobody has said otherwise"
+    wide = dict(recipe="speedrun", rungs="naive", width=256, steps=2)
+    assert Trainer(options(tmp_path, name="a", **wide), progress=False).config.head_dim == 128
+    assert Trainer(options(tmp_path, name="b", heads=8, kv_heads=4, **wide), progress=False).config.head_dim == 32
+
+def test_a_shape_is_not_changed_later(tmp_path):
+    trainer, _ = train(options(tmp_path, steps=2), progress=False)
+    trainer.run_dir.release()
+    with fails(InputError, "brings a shape of its own: leave out --width"):
+        Trainer(options(tmp_path, model="", init=str(tmp_path/"runs/run"), width=64, name="b"))
 
 # Rungs
 
