@@ -285,7 +285,7 @@ def check_search(c, given=()): # a `LrOptions`, names of the options that were g
         if getattr(c, k): raise InputError(f"{k} is not for a search of learning rates: {why}")
     if c.gpus > 1 or env_number("WORLD_SIZE", 1, 1) > 1:
         raise InputError("a search of learning rates runs in one process: leave out gpus and torchrun")
-    for k in sorted({*c.hidden} & {*given}):
+    for k in sorted({*c.unlisted} & {*given}):
         raise InputError(f"{k} is not for a search of learning rates: nothing in it goes by that")
 
 # %% ../../nbs/source/tools/comparison.ipynb #eb16c54f
