@@ -1,5 +1,5 @@
 "The files around the notebooks agree with them and with each other."
-import json, re, runpy
+import ast, json, re, runpy
 from collections import Counter
 from importlib import import_module
 import pytest
@@ -7,7 +7,7 @@ from nbdev.config import get_config
 from packaging.requirements import Requirement
 from make_readme import ROOT, make_readme, relink, targets
 import build_pages, llm_speedrun
-from helpers.cells import LESSONS, NBS, SOURCE, of_kind, read, source
+from helpers.cells import LESSONS, NBS, SOURCE, exported, of_kind, parsed, read, source
 from helpers.files import read_yaml
 
 def config(): return get_config(path=ROOT)
@@ -149,6 +149,25 @@ def test_source_mirrors_the_package():
 def test_a_module_comes_from_one_notebook():
     assert not [m for m, k in Counter(m for p in NBS for m in exports(p)).items() if k > 1]
     assert max(len(exports(p)) for p in LESSONS) == 1
+
+def exported_lines(path):
+    "The lines that a notebook exports, without imports: what its text has to explain"
+    def of_cell(c):
+        imports = {n for o in ast.walk(parsed(source(c))) if isinstance(o, (ast.Import, ast.ImportFrom)) for n in range(o.lineno, o.end_lineno + 1)}
+        return [l for n, l in enumerate(source(c).splitlines(), 1) if l.strip() and not l.startswith("#|") and n not in imports]
+    return sum(len(of_cell(c)) for c in of_kind(read(path), "code") if exported(c))
+
+def test_a_lesson_exports_what_it_explains():
+    "Some 120 lines are the aim: what a reader need not see is in `nbs/source`"
+    most = {p.stem: exported_lines(p) for p in LESSONS}
+    assert max(most.values()) <= 145, {k: n for k, n in most.items() if n > 145}
+
+def test_a_lesson_imports_from_those_before_it():
+    "And from source, also in what it doesn't export"
+    order = {"llm_speedrun." + m.replace("/", "."): i for i, p in enumerate(LESSONS) for m in exports(p)}
+    later = [(p.stem, o.module) for i, p in enumerate(LESSONS) for c in of_kind(read(p), "code") for o in ast.walk(parsed(source(c)))
+             if isinstance(o, ast.ImportFrom) and order.get(o.module, -1) > i]
+    assert not later, f"imports of later lessons: {later}"
 
 def test_site_files_exist():
     for f in read_yaml(ROOT/"nbs/_quarto.yml")["metadata-files"]: assert (ROOT/"nbs"/f).exists(), f
