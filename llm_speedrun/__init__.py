@@ -2,18 +2,23 @@
 
 Where things are:
 
-- the model, its attention, its loss: model.py (GPT, GPT.loss); rungs replace parts of it by
-  set_parts, rungs/flash.py the attention
-- how the loss of a step comes about: train/train_step.py (TrainStep, a step of training) calls
-  stepper.py (Stepper.forward_backward), that Run.loss, which rungs/chunked_ce.py and others replace
-- a rung, a recipe: rungs/, recipes/; runs.py (Run, rung, build), rung_registry.py has their names
-  and options
-- the training loop: train/trainer.py (Trainer.loop); train/resolve.py has decided before what the
-  options leave open
+- the model, its attention, its loss: model.py (GPT, naive_attention, cross_entropy); rungs put
+  others in their place: set_parts for parts of the blocks, as rungs/flash.py does for the
+  attention, and a loss for the model's, as rungs/chunked_ce.py does
+- how the loss of a step comes about: train/train_step.py (TrainStep, a step of training) calls a
+  GuardedStepper (recipes/schedules.py), which is a Stepper (stepper.py, Stepper.forward_backward).
+  That calls the run's loss (runs.py, model_loss), which rungs/cuda_graphs.py and rungs/ddp.py
+  replace, and that the model's
+- a rung, a recipe: rungs/, recipes/; runs.py (Run, rung, build). the module of what find_rung
+  returns is the file of a rung (rung_registry.py), and so for a recipe with find_recipe
+  (recipes/recipe_spec.py)
+- the training loop: train/trainer.py (Trainer.loop); what the options leave open is decided before
+  it, in train/resolve.py
 - when a checkpoint is valid: checkpoint/format.py (write_checkpoint writes the manifest last and
   renames; validation_error); several processes: checkpoint/save_sharded.py
-- what SIGTERM does: train/console.py (Signals) notes it, Trainer.run_loop leaves the loop,
-  Trainer.stop_fast saves; train/launch.py (run_train) has the exit codes
+- what SIGTERM does: train/console.py (Signals) notes it, Trainer.loop ends, Trainer.stop_fast
+  saves; train/launch.py (run_train) has the exit code. Before the loop it ends the process, and
+  there is nothing to save
 - how several GPUs agree: train/coordinator.py (Coordinator.exchange_flags) by
   distributed/liveness.py (FlagExchange, which waits for no GPU); PeerWatchdog there notices who is
   lost
@@ -22,8 +27,8 @@ Where things are:
 - data: data/: text to tokens (data/corpus.py, data/prepare_data.py), tokens to batches
   (data/batches.py, data/loader.py)
 - commands and their options: cli.py, train/config.py
-- trained weights: reading, export, text, scores: pretrained.py; tools/export.py, generate.py,
-  kv_cache.py and tools/sample.py, tools/evals.py
+- trained weights: reading, export, text, scores: pretrained.py; tools/export.py; generate.py,
+  kv_cache.py and tools/sample.py; tools/likelihood.py and tools/evals.py
 - measuring, records, predictions: timing.py, measure.py, records.py; roofline.py predicts what
   op_counter.py has counted; benchmarks/ against other projects; course.py has what only the
   notebooks use

@@ -1,1 +1,1 @@
-"""The ladder of this machine, races with programs of other projects, step times beside theirs. Imports the trainer and `tools`."""
+"""Step times of programs of other projects beside ours, and races with them. Imports the trainer and `tools`."""

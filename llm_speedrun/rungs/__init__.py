@@ -1,1 +1,1 @@
-"""The optimizations, each a function from a run to a run, with their kernels. Imports `runs`, `model`, `data` and `distributed`, and other rungs."""
+"""The optimizations, each a function from a run to a run, with their kernels. Imports what makes a run and measures it, and other rungs; no recipe and no trainer."""

@@ -1,1 +1,1 @@
-"""The trainer: options, what is decided before a run, the step, the loop, what a run leaves. Imports all folders above, and none of `benchmarks` and `tools`."""
+"""The trainer: options, what is decided before a run, the step, the loop, what a run leaves; and the ladder. Imports `data`, `distributed`, `rungs`, `recipes` and `checkpoint`, and none of `benchmarks` and `tools`."""

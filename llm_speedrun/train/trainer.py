@@ -198,7 +198,7 @@ class Trainer:
         finally: self.notify("on_close")
         self.signal = self.coordinator.stop_signal() or None
         self.skip_final_eval = self.signals.forget()
-        over = self.target_reached or self.done >= self.cfg.steps # a signal in its last step changes nothing
+        over = self.target_reached or self.done >= self.cfg.steps # then a signal has not shortened it
         self.interrupted = (self.interrupted or bool(self.signal)) and not over
 
     @contextmanager
