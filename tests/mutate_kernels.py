@@ -54,10 +54,10 @@ rungs/vocab_parallel.py | part_grads_kernel | .to(tl.int64) |  | KERNELS
 rungs/vocab_parallel.py | part_grads_kernel | tl.debug_barrier() # all others are stored | pass | LOSSES | gpu
 rungs/fp8_epilogues.py | summed_loss_kernel | .to(tl.int64) |  | KERNELS
 rungs/fp8_epilogues.py | summed_loss_kernel | tl.load(sums_ptr + row*T + i, mask=i < T, other=0.) | tl.load(sums_ptr + row*T + i) | KERNELS
-rungs/fp8_swiglu_backward.py | gated8_back_kernel | (4*i + p).to(tl.int64) | (4*i + p) | KERNELS
-rungs/fp8_swiglu_backward.py | gated8_back_kernel | (4*i + p < N)[:, None] & | (4*i + p >= 0)[:, None] & | KERNELS
-rungs/fp8_swiglu_backward.py | store_packed4 | offs_n.to(tl.int64) | offs_n | KERNELS
-rungs/fp8_swiglu_backward.py | running_amax | tl.maximum(m_h, tl.abs(h)) | tl.abs(h) | rungs/test_epilogues.py
+rungs/fp8_matmul_ops.py | gated8_back_kernel | (4*i + p).to(tl.int64) | (4*i + p) | KERNELS
+rungs/fp8_matmul_ops.py | gated8_back_kernel | (4*i + p < N)[:, None] & | (4*i + p >= 0)[:, None] & | KERNELS
+rungs/fp8_matmul_ops.py | store_packed4 | offs_n.to(tl.int64) | offs_n | KERNELS
+rungs/fp8_matmul_ops.py | running_amax | tl.maximum(m_h, tl.abs(h)) | tl.abs(h) | rungs/test_epilogues.py
 rungs/fp8_kernels.py | wide_load | tl.load(ptr, mask=mask, other=0.) | tl.load(ptr) | KERNELS
 rungs/fp8_kernels.py | store_both | offs_m.to(tl.int64) | offs_m | KERNELS
 rungs/fp8_kernels.py | store_both | offs_n.to(tl.int64) | offs_n | KERNELS

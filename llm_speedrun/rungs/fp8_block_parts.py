@@ -12,8 +12,7 @@ from .fp8 import E4M3, LARGEST
 from .fp8_kernels import (Slots, by_kernel, empty_pair, heads_quantize, matmul,
                                             norm_quantize_kernel, quantize, quantize_weights,
                                             round_and_transpose, slot, with_slot)
-from .fp8_matmul_ops import gated8, matmul8
-from .fp8_swiglu_backward import gated8_back
+from .fp8_matmul_ops import gated8, gated8_back, matmul8
 from .fused_ops import stream_pair
 from .qk_rope import qk_rope
 from .kernel_ops import blocks, kernel_op, launch

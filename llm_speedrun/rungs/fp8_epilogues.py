@@ -20,9 +20,8 @@ from .loss_kernels import row_lse
 from .fp8 import E4M3, E5M2
 from .fp8_block_parts import feed8, heads8, project8
 from .fp8_kernels import slot
-from .fp8_matmul_ops import (can_run_fp8_gemm, gated8_maths, gated8_op, matmul8_maths,
-                                               matmul8_op)
-from .fp8_swiglu_backward import gated8_back, gated8_back_maths
+from .fp8_matmul_ops import (can_run_fp8_gemm, gated8_back, gated8_back_maths, gated8_maths,
+                                               gated8_op, matmul8_maths, matmul8_op)
 from .fused_fp8 import fp8_feed, fp8_heads, fp8_project
 from .fp8_parts import needs_fp8
 from .kernel_ops import jit, launch, pow2, tl, traced

@@ -7,7 +7,7 @@ import torch
 import llm_speedrun
 from llm_speedrun.recipes import fast_muon as muon, muon_kernels, muon_update
 from llm_speedrun.rungs import (chunked_ce, embedding_rows as lookup, flash4, folded_norm, fp8_block_parts, fp8_dynamic_scaling as dynamic, fp8_epilogues,
-                                fp8_kernels as f8, fp8_loss, fp8_swiglu_backward, fused_ops, grouped_ce, multi_tensor_adamw, optim, qk_rope, tied_embedding,
+                                fp8_kernels as f8, fp8_loss, fp8_matmul_ops, fused_ops, grouped_ce, multi_tensor_adamw, optim, qk_rope, tied_embedding,
                                 triton as first, vocab_parallel)
 from llm_speedrun.rungs.fp8 import E4M3, E5M2
 
@@ -119,7 +119,7 @@ def fp8(device):
         ab = rand(device, N, 2*C)
         f8.swiglu_quantize(ab, scale, amax)
         for dt in (E4M3, E5M2): f8.swiglu_backward_quantize(ab, x, scale, amax, dt)
-        fp8_swiglu_backward.gated8_back(ab.to(E4M3), x, scale, amax, scale, amax.clone(), scale, amax.clone(), E5M2)
+        fp8_matmul_ops.gated8_back(ab.to(E4M3), x, scale, amax, scale, amax.clone(), scale, amax.clone(), E5M2)
     for H, K in ((3, 1), (2, 2)):
         grads, qkv, ws, turn = heads(device, B=3, T=23, H=H, K=K)
         f8.heads_quantize(*grads, qkv, *ws, *turn, 1e-6, scale, amax, E5M2)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from helpers.kernel_cases import (CAPABILITY, CASES, E4M3, E5M2, all_kernels, chunked_ce, dynamic, f8, few_programs, first, flash4, folded_norm, fp8_epilogues,
-                                  fp8_loss, fp8_swiglu_backward, fused_ops, grouped_ce, heads, lookup, multi_tensor_adamw, muon, muon_kernels, one, optim, qk_rope,
+                                  fp8_loss, fp8_matmul_ops, fused_ops, grouped_ce, heads, lookup, multi_tensor_adamw, muon, muon_kernels, one, optim, qk_rope,
                                   rand, recorded, tied_embedding, vocab_parallel)
 from helpers.kernel_memory import checked_memory
 from helpers.tiny_runs import relative_error
@@ -124,7 +124,7 @@ def far_swiglu_backward_quantize(rows): return both(*f8.swiglu_backward_quantize
 def far_heads_quantize(rows): # values alone, too; rows as wide as keep the blocks of them within a grid's second axis
     return both(*f8.heads_quantize(*heads_of(rows, 9, 9, 128), *turn(128), 1e-6, *flags(), E5M2)[1:])
 def far_gated8(rows):
-    q, t, ht = fp8_swiglu_backward.gated8_back(rows(2*128, dt=E4M3), rows(128), *flags(), *flags(), *flags(), E5M2)
+    q, t, ht = fp8_matmul_ops.gated8_back(rows(2*128, dt=E4M3), rows(128), *flags(), *flags(), *flags(), E5M2)
     return *both(q, t), ht.T
 
 def far_placed(rows): return [folded_norm.placed(torch.bfloat16, [rows(64)], False, vector(64))]
