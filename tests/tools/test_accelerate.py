@@ -6,6 +6,7 @@ from llm_speedrun.accelerate import accelerate, label_weights
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model import GPTConfig
 from llm_speedrun.recipes.schedules import GuardedStepper
+from doc_commands import ROOT, write_files
 from llm_speedrun.runs import RUNGS, build, enter_all, rung
 
 transformers = pytest.importorskip("transformers")
@@ -309,6 +310,18 @@ def test_another_model_in_their_trainer(tmp_path):
     fast = accelerate(hf, "auto")
     with pytest.raises(InputError, match="another model"): fast.attach(trainer_of(copy.deepcopy(hf), tmp_path))
     with pytest.raises(InputError, match="DataParallel.*one device"): fast.compute_loss(torch.nn.DataParallel(hf), batch())
+
+@pytest.mark.parametrize("name", ["loop.py", "with_trainer.py"])
+def test_the_page_runs_as_shown(name, tmp_path, monkeypatch):
+    if name == "with_trainer.py": pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    made().save_pretrained("my_model")
+    write_files((ROOT/"nbs/site/train/transformers.qmd").read_text(encoding="utf-8"), tmp_path)
+    code, device = (tmp_path/name).read_text(encoding="utf-8"), "cuda" if torch.cuda.is_available() else "cpu"
+    loader = [{k: v.to(device) for k, v in batch(s).items()} for s in range(3)]
+    exec(compile(code.replace("max_steps=100", "max_steps=3"), name, "exec"), dict(loader=loader, texts=texts(99), collator=Pads()))
+    tuned, before = (transformers.AutoModelForCausalLM.from_pretrained(k, dtype=torch.float32) for k in ("tuned", "my_model"))
+    assert not torch.equal(tuned.model.norm.weight, before.model.norm.weight)
 
 # --- what is refused ---
 
