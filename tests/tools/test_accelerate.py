@@ -120,6 +120,9 @@ def test_as_the_package_trains_the_same_model(rungs):
         loss, g = grads(hf, fast(**batch()))
         assert loss == want.item() and all(torch.equal(g[f"model.{k}"], p.grad.double()) for k, p in run.model.named_parameters())
         step.opt.zero_grad()
+    hf.zero_grad()
+    for _ in range(3): assert torch.equal(step(fast.batch(**batch())), fast.step(batch()))
+    assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), fast.run.model.parameters()))
 
 # --- the loss ---
 
@@ -206,6 +209,17 @@ def test_steps(kind, rungs, eps):
     assert max(abs(a - b) for a, b in zip(want, got)) < eps and want[0] - want[-1] > 2
     with torch.no_grad(): a, b = hf(batch()["input_ids"]).logits, theirs(batch()["input_ids"]).logits
     assert (a - b).norm() < min(.3, 50*eps)*b.norm() and not torch.equal(hf.model.norm.weight, start.model.norm.weight)
+
+def test_the_norm_of_a_step():
+    "Before it is clipped, of the mean over all labels"
+    hf, parts = made(), [batch(0), batch(1, rows=5, hide=False)]
+    n = sum((b["labels"][:, 1:] != -100).sum() for b in parts)
+    _, g = grads(hf, sum(hf(**b, num_items_in_batch=n).loss for b in parts))
+    hf.zero_grad()
+    fast = accelerate(hf, "auto")
+    fast.step(*parts)
+    want = torch.stack([t.norm() for t in g.values()]).norm()
+    assert abs(fast.stepper.norm - want) < 1e-4*want
 
 def test_a_step_with_a_non_finite_loss_is_not_taken():
     hf = made()
