@@ -18,7 +18,9 @@ from .recipes.model_registry import without_weights
 from .recipes.schedules import GuardedStepper
 from .rungs.fused_ops import add_norm, joined
 from .rungs.memory_traffic import precomputed_grads
-from .runs import PrecomputedGrads, Run, enter_all, sort_rungs
+from .rung_registry import sort_rungs
+from .runs import Run
+from .stepper import PrecomputedGrads, enter_all
 from .train.autotune import drop_failed_rung, reason
 from .train.presets import PARALLEL, parse_rungs, preset_of
 

@@ -4,10 +4,12 @@ import copy, inspect
 import pytest, torch, torch.nn.functional as F
 from llm_speedrun.accelerate import accelerate, label_weights
 from llm_speedrun.io_utils import InputError
-from llm_speedrun.model import GPTConfig
+from llm_speedrun.model_config import GPTConfig
 from llm_speedrun.recipes.schedules import GuardedStepper
 from doc_commands import ROOT, write_files
-from llm_speedrun.runs import RUNGS, build, enter_all, rung
+from llm_speedrun.rung_registry import RUNGS
+from llm_speedrun.runs import build, rung
+from llm_speedrun.stepper import enter_all
 
 transformers = pytest.importorskip("transformers")
 V, T = 160, 32
