@@ -16,6 +16,7 @@ V, T = 160, 32
 LLAMA3 = dict(rope_type="llama3", rope_theta=500., factor=8., low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", rope_theta=500., factor=4., original_max_position_embeddings=16)
 KINDS = {"qwen3": ("Qwen3", dict(tie_word_embeddings=True)), "qwen3-untied": ("Qwen3", dict(tie_word_embeddings=False)),
+         "qwen3-wide-heads": ("Qwen3", dict(tie_word_embeddings=True, head_dim=32)),
          "llama": ("Llama", dict(tie_word_embeddings=False)), "llama3": ("Llama", dict(tie_word_embeddings=True, rope_parameters=LLAMA3)),
          "yarn": ("Qwen3", dict(tie_word_embeddings=True, rope_parameters=YARN)), "linear": ("Llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=500., factor=2.)))}
 SAME = ["", "flash", "flash,fused_ops", "flash,fused_ops,chunked_ce,tied_embedding", "chunked_ce,head_groups", "flash,fused_ops,chunked_ce,checkpoint", "flash,fused_ops,selective_checkpoint", "auto"]
@@ -103,7 +104,7 @@ def test_errors_in_bf16_are_at_most_twice_theirs(errors, kind):
         assert not {k: (e, theirs[k]) for k, e in mine.items() if e > 2*theirs[k]}, rungs
 
 @pytest.mark.parametrize("rungs", FP8)
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-wide-heads", "llama"])
 def test_fp8_is_emulated_on_a_cpu(errors, kind, rungs):
     "As far from float64 as two formats of 2 and 3 bits are"
     e = errors(kind, ours(rungs))
