@@ -27,6 +27,7 @@ Where things are:
 - data: data/: text to tokens (data/corpus.py, data/prepare_data.py), tokens to batches
   (data/batches.py, data/loader.py)
 - commands and their options: cli.py, train/config.py
+- a model of transformers, trained in place: accelerate.py (accelerate, Accelerated.step)
 - trained weights: reading, export, text, scores: pretrained.py; tools/export.py; generate.py,
   kv_cache.py and tools/sample.py; tools/likelihood.py and tools/evals.py
 - measuring, records, predictions: timing.py, measure.py, records.py; roofline.py predicts what
