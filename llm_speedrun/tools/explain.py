@@ -29,7 +29,7 @@ def errors_of(path): # of a file
     "Find imports in the file's folder inside; turn an error of its code into an `InputError` with the line"
     sys.path.insert(0, folder := str(Path(path).parent))
     try: yield
-    except (SpeedrunError, MemoryError): raise
+    except (SpeedrunError, MemoryError, torch.OutOfMemoryError): raise
     except (Exception, SystemExit) as e:
         raise InputError(f"{as_shown(path)} fails{where(e, path)}. Correct it; --debug shows where in it the "
                          "error came from") from e
@@ -148,6 +148,16 @@ def dropout_inside():
     try: yield
     finally: F.scaled_dot_product_attention = plain
 
+@contextmanager
+def unpacked():
+    "Tell transformers inside that no sequences are packed, for which it looks in the values of positions"
+    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    plain = getattr(masks, name, None)
+    if plain: setattr(masks, name, lambda *args, **kwargs: None)
+    try: yield
+    finally:
+        if plain: setattr(masks, name, plain)
+
 def step_of(made, rungs, device): # of `make`; names out of `ANY_MODEL`; where it runs
     "Return one training step of the model, a function without arguments"
     model, batch, loss = made
@@ -202,7 +212,7 @@ def count_ops(made, rungs=(), device=None, path=None): # as for `step_of`; the m
         seen.append(fakes[0])
         return step_of(fakes, rungs, device)
     try:
-        with uncompiled(), quiet_fakes(): ops = count(build)
+        with uncompiled(), quiet_fakes(), unpacked(): ops = count(build)
     except (SpeedrunError, MemoryError): raise
     except Exception as e: raise uncountable(e, seen[-1], path) from e
     return [o for o in ops if o.name != "_local_scalar_dense"] # AdamW's count of steps, which is the CPU's
@@ -291,7 +301,8 @@ def replaced(ops, softmax, # `Op`s, names of softmaxes
         touch = lambda d: [j for j in matmuls if {s for s, _ in getattr(ops[j], d)} & memory]
         makers, users = touch("writes"), touch("reads")
         seen |= group
-        if makers and users: new |= dict.fromkeys(group) | fuse(ops, group, makers, users, memory)
+        if not (makers and users): continue
+        if changed := fuse(ops, group, makers, users, memory): new |= dict.fromkeys(group) | changed
     return [*filter(None, (new.get(i, o) for i, o in enumerate(ops)))]
 
 def fused_attention(ops, group, makers, users, memory): # as `replaced` calls it
@@ -300,7 +311,8 @@ def fused_attention(ops, group, makers, users, memory): # as `replaced` calls it
         reads, writes = ({k: n for k, n in d.items() if k[0] not in memory} for d in (o.reads, o.writes))
         return replace(o, name="attention", kind="fused attention", flops=o.flops*(1.25 if o.backward else 1),
                        bytes=sum(reads.values()) + sum(writes.values()), reads=reads, writes=writes)
-    return {i: without(ops[i]) for i in {*makers, *users}}
+    read = any(not ops[i].backward for i in users) # as values are weighted; a router's softmax isn't
+    return {i: without(ops[i]) for i in {*makers, *users} if read}
 
 def fused_loss(ops, group, makers, users, memory): # as `replaced` calls it
     "Return one operation that reads the logits, as their matmul wrote them, and writes their gradient there"
