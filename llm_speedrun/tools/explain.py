@@ -14,14 +14,19 @@ from pathlib import Path
 import msgspec, torch, torch.nn as nn, torch.nn.functional as F
 from ..compat import tree_map
 from ..datasheets import find_gpu
+from ..fusion import FUSIBLE, fused
 from ..io_utils import (InputError, SpeedrunError, check_writable, lookup, read_json, read_text_of,
                                    replace_file)
-from ..measure import (COLORS, CachedMeasurement, default_device, fmt, machine, sample_ms,
-                                  summarize, table)
+from ..measure import COLORS, CachedMeasurement, default_device, fmt, machine, table
+from ..op_counter import MATMULS, Op, count, tensors
 from ..plugins import as_shown, execute, lines_in, where
-from ..roofline import (FUSIBLE, MATMULS, Op, by_kind, ceilings, count, fused, op_ms, predict_ms,
-                                   profile_kinds, tensors)
-from ..runs import Run, Stepper, add_rungs, find_rung, free_memory, uncompiled
+from ..profiling import profile_kinds
+from ..roofline import by_kind, ceilings, op_ms, predict_ms
+from ..rung_registry import find_rung
+from ..runs import Run, add_rungs
+from ..step_builder import free_memory, uncompiled
+from ..stepper import Stepper
+from ..timing import sample_ms, summarize
 
 # %% ../../nbs/source/tools/explain.ipynb #59exp00006
 @contextmanager

@@ -3,11 +3,12 @@ import re, sys
 from dataclasses import replace
 from types import SimpleNamespace
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from llm_speedrun import roofline
+from llm_speedrun import op_counter
 from llm_speedrun.cli import speedrun_explain
 from llm_speedrun.datasheets import GPUS, find_gpu
 from llm_speedrun.io_utils import InputError, read_json
-from llm_speedrun.roofline import Ceilings, Op
+from llm_speedrun.op_counter import Op
+from llm_speedrun.roofline import Ceilings
 from llm_speedrun.tools import explain
 from llm_speedrun.tools.explain import ANY_MODEL, Explanation, changes, count_ops, explain_model, kinds_of, own_loss, remedies
 from llm_speedrun.train.config import ExplainOptions
@@ -55,7 +56,7 @@ def test_counts_by_hand():
     check_linear(); check_attention(False); check_attention(True)
 
 MUTANTS = { # what is counted -> a wrong count
-    "op_bytes": lambda name, ins, outs: sum(map(roofline.nbytes, outs)),
+    "op_bytes": lambda name, ins, outs: sum(map(op_counter.nbytes, outs)),
     "read_bytes": lambda name, t: 0,
     "attention_flops": lambda name, ins, causal: 1000.,
     "op_kind": lambda name: "pointwise and reductions",
@@ -63,7 +64,7 @@ MUTANTS = { # what is counted -> a wrong count
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_count_fails(name, monkeypatch):
-    monkeypatch.setattr(sys.modules[roofline.op_kind.__module__], name, MUTANTS[name])
+    monkeypatch.setattr(op_counter, name, MUTANTS[name])
     with pytest.raises(AssertionError): test_counts_by_hand()
 
 def test_encoder():
