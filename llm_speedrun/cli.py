@@ -11,8 +11,8 @@ import inspect, sys
 from functools import partial, wraps
 from pathlib import Path
 from .io_utils import clean_errors, quick_exit, safe_children
-from .train.config import (CompareOptions, DataOptions, EvalOptions, ExplainOptions, ExportOptions,
-                                       LadderOptions, LrOptions, RaceOptions, ReportOptions, SampleOptions,
+from .train.config import (CompareOptions, DataOptions, EvalOptions, ExplainOptions,
+                                       ExportOptions, LadderOptions, LrOptions, RaceOptions, ReportOptions, SampleOptions,
                                        TrainConfig, make_parser, parse_args, resolve_options, to_toml)
 from .plugins import import_plugins, plugin_errors
 from .train.launch import group_exit_code, group_file, num_processes, run_train, start_group
@@ -129,7 +129,7 @@ def speedrun_race(c, given):
 # %% ../nbs/source/cli.ipynb #59cli001
 @command(ExplainOptions)
 def speedrun_explain(c, given):
-    "Predict a training step of any PyTorch model by kind of operation, say what bounds it and what would help"
+    "Predict the training step of any PyTorch model by kind of operation, what bounds it, what would help"
     from llm_speedrun.tools.explain import run_explain
     run_explain(c)
 
