@@ -13,7 +13,8 @@ from pathlib import Path
 from .io_utils import clean_errors, quick_exit, safe_children
 from .train.config import (CompareOptions, DataOptions, EvalOptions, ExplainOptions,
                                        ExportOptions, LadderOptions, LrOptions, RaceOptions, ReportOptions,
-                                       SampleOptions, TrainConfig, make_parser, parse_args, resolve_options, to_toml)
+                                       SampleOptions, TrainConfig, make_parser, parse_args,
+                                       resolve_options, to_toml)
 from .plugins import import_plugins, plugin_errors
 from .train.launch import group_exit_code, group_file, num_processes, run_train, start_group
 
