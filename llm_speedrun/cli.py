@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['speedrun_train', 'speedrun_doctor', 'speedrun_data', 'speedrun_ladder', 'speedrun_report', 'speedrun_export',
-           'speedrun_sample', 'speedrun_eval', 'speedrun_compare', 'speedrun_lr', 'speedrun_race']
+           'speedrun_sample', 'speedrun_eval', 'speedrun_compare', 'speedrun_lr', 'speedrun_race', 'speedrun_explain']
 
 # %% ../nbs/source/cli.ipynb #5p1tcli2
 import inspect, sys
 from functools import partial, wraps
 from pathlib import Path
 from .io_utils import clean_errors, quick_exit, safe_children
-from .train.config import (CompareOptions, DataOptions, EvalOptions, ExportOptions, LadderOptions,
-                                       LrOptions, RaceOptions, ReportOptions, SampleOptions, TrainConfig,
-                                       make_parser, parse_args, resolve_options, to_toml)
+from .train.config import (CompareOptions, DataOptions, EvalOptions, ExplainOptions,
+                                       ExportOptions, LadderOptions, LrOptions, RaceOptions, ReportOptions,
+                                       SampleOptions, TrainConfig, make_parser, parse_args,
+                                       resolve_options, to_toml)
 from .plugins import import_plugins, plugin_errors
 from .train.launch import group_exit_code, group_file, num_processes, run_train, start_group
 
@@ -125,6 +126,13 @@ def speedrun_race(c, given):
     "Race recipes of ours and other projects' programs: one clock, one evaluator, as published or tuned alike"
     from llm_speedrun.benchmarks.race import run_race
     run_race(c)
+
+# %% ../nbs/source/cli.ipynb #59cli001
+@command(ExplainOptions)
+def speedrun_explain(c, given):
+    "Predict the training step of any PyTorch model by kind of operation, what bounds it, what would help"
+    from llm_speedrun.tools.explain import run_explain
+    run_explain(c)
 
 # %% ../nbs/source/cli.ipynb #5a83c941
 def describe_rung(r): # a rung

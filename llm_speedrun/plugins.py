@@ -88,13 +88,14 @@ def plugin_text(spec): # of a plug-in
 # %% ../nbs/source/plugins.ipynb #33plug18
 def execute(spec, # of a plug-in
             text): # its code, where it is a file
-    "Import a module, or run a file as one"
+    "Import a module, or run a file as one. Returns it"
     if not is_path(spec): return importlib.import_module(spec)
     name = f"{Path(spec).stem}_{hashlib.sha256(spec.encode()).hexdigest()[:8]}" # of no other module
     module = sys.modules[name] = types.ModuleType(name)
     module.__file__ = spec
     linecache.checkcache(spec)
     exec(compile(text, spec, "exec"), vars(module))
+    return module
 
 # %% ../nbs/source/plugins.ipynb #02d87b8e
 def lines_in(e, spec): # an error, a plug-in

@@ -1,1 +1,1 @@
-"""What is done before and after a run: doctor, comparison, evaluations, export, text. Imports the trainer, and not `benchmarks`."""
+"""What is done before and after a run: doctor, comparison, evaluations, export, text, and other models explained. Imports the trainer, and not `benchmarks`."""

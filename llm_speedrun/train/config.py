@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TrainConfig', 'DataOptions', 'LadderOptions', 'ReportOptions', 'ExportOptions', 'SampleOptions', 'EvalOptions',
-           'CompareOptions', 'LrOptions', 'RaceOptions', 'option_specs', 'visible_specs', 'from_toml',
+           'CompareOptions', 'LrOptions', 'RaceOptions', 'ExplainOptions', 'option_specs', 'visible_specs', 'from_toml',
            'resolve_options', 'parse_options']
 
 # %% ../../nbs/source/train/config.ipynb #12072fdc
@@ -286,6 +286,22 @@ class RaceOptions(Options):
     # Output
     out: str = "" # folder; by default runs/race-<time>; one of the same race goes on
     share: str = "" # folder of records, such as nbs/site/measurements: put the race's record and chart there
+
+# %% ../../nbs/source/train/config.ipynb #59cfgex1
+@dataclass
+class ExplainOptions(Options):
+    "The options of `speedrun_explain`"
+    # Model
+    file: Text # FILE.py:function that returns a model; or transformers' config.json, or its folder
+    batch_size: BatchSize = 8 # sequences in a step; a function that has this parameter gets it
+    seq_len: Count = 0 # tokens in a sequence, a parameter too; by default the model's, at most 1024
+    using: CommaList = "" # rungs that your step has already: tf32, bf16, fused_adamw; with commas
+    # Machine
+    gpu: str = "" # predict for this one: H100, H200, RTX 4090, ...; by default for the one that is here
+    measure: bool = True # measure the step next to the prediction, if that GPU is here
+    # Output
+    json: str = "" # file to write all of it into, as JSON
+    chart: str = "" # file to draw predicted and measured times into, such as explain.png
 
 # %% ../../nbs/source/train/config.ipynb #85f6bac3
 @dataclass(frozen=True)

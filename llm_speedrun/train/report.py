@@ -502,7 +502,7 @@ def rendered(name, # of a template in `TEMPLATES`
 
 def page_of(run): # from `read_run`
     "Return the page of a run as HTML text"
-    what = [run["config"][k] for k in ("model", "data", "gpu", "date") if run["config"].get(k)]
+    what = [run["config"][k] for k in ("model", "data", *MACHINE[:2]) if run["config"].get(k)]
     return rendered("page", run=run, state=_state(run), figures=[*key_figures(run)], what=what,
                     parts=sections(run))
 

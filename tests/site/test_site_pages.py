@@ -8,13 +8,14 @@ from helpers.tiny_runs import fails
 from llm_speedrun import _modidx
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import DATASHEET_BF16, datasheet_flops
+from llm_speedrun import datasheets
 from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.rung_registry import RUNGS
 from llm_speedrun.train import config
 
 import build_pages
 build_pages.load()
-import datasheets, gpus, measured, records, reference, templating
+import gpus, measured, records, reference, templating
 
 GPU = {g.name: g for g in datasheets.GPUS}
 

@@ -8,15 +8,15 @@ from unittest.mock import patch
 import msgspec, torch
 import llm_speedrun.rungs
 from llm_speedrun import compat
+from llm_speedrun.datasheets import GPUS
 from llm_speedrun.measure import datasheet_flops, rung_names
 from llm_speedrun.model_config import WORKLOADS, train_flops
-from llm_speedrun.roofline import Ceilings, predict_ms
+from llm_speedrun.roofline import predict_ms
 from llm_speedrun.rungs import compile, flash, fp8_kernels, fp8_loss, fused_ops
 from llm_speedrun.rung_registry import RUNGS, RungSpec
 from llm_speedrun.step_builder import count_step
 from llm_speedrun.train.autotune import ROOM, most_sequences
 from llm_speedrun.train.presets import DEVICE_LIMITS, NARROWEST, RECORDED, dropped_rungs, preset
-from datasheets import GPUS
 from templating import page
 from procs import slug
 from records import by_gpu, fits
@@ -79,11 +79,9 @@ def counted(workload, fmt):
           patch.object(flash, "why_not", lambda *a: "")): # which would try attention on this CPU
         return [count_step(replace(WORKLOADS[workload], layers=n), LISTS[fmt], ROWS) for n in (1, 2)]
 
-def ceilings_of(gpu): return Ceilings({k: v*1e12 for k, v in gpu.tflops.items()}, gpu.gbs*1e9)
-
 def roofline_tok_s(gpu, workload, fmt):
     "Tokens a second if each operation ran as fast as the datasheet allows; layers but the first are alike"
-    c, peak = WORKLOADS[workload], ceilings_of(gpu)
+    c, peak = WORKLOADS[workload], gpu.ceilings
     ops = counted(workload, "fp8" if fmt == "fp8" else "bf16")
     if fmt == "fp16": # the same operations
         ops = [[replace(o, fmt="fp16") if o.fmt == "bf16" else o for o in os] for os in ops]
