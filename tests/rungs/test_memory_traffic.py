@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest, torch, torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 import llm_speedrun.rungs.memory_traffic as module
-from llm_speedrun.rungs import fp8_loss, grouped_ce
+from llm_speedrun.rungs import fp8_loss, fused_fp8, grouped_ce
 from llm_speedrun.model_config import workload
 from llm_speedrun.rungs.checkpointing import count_memory
 from llm_speedrun.rungs.chunked_ce import ChunkedCE
@@ -240,7 +240,7 @@ def test_logits_are_summed_in_fp32(more, monkeypatch):
     def matmul(s, a, b, name_a, name_b, **how):
         seen.setdefault(name_b, set()).add(how.get("fast", False))
         return right(s, a, b, name_a, name_b, **how)
-    for m in (fp8_loss, grouped_ce): monkeypatch.setattr(m, "matmul", matmul)
+    for m in (fused_fp8, fp8_loss, grouped_ce): monkeypatch.setattr(m, "matmul", matmul)
     model_grads([*FP8, *more])
     assert seen["head"] == {False} and True in seen["wo"]
 
