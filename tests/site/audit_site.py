@@ -62,8 +62,9 @@ def chromium():
         finally: browser.close()
 
 def pages(folder):
-    "The pages of a built site, as paths inside of it"
-    return sorted(f.relative_to(folder).as_posix() for f in folder.rglob("*.html") if "site_libs" not in f.parts)
+    "The pages of a built site, as paths inside of it, without those that only lead on to a new address"
+    def leads_on(f): return 'http-equiv="refresh"' in f.read_text(encoding="utf-8")[:2000]
+    return sorted(f.relative_to(folder).as_posix() for f in folder.rglob("*.html") if "site_libs" not in f.parts and not leads_on(f))
 
 # --- one page ---
 
