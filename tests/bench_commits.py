@@ -4,8 +4,6 @@ Each list of rungs is built once by each checkout, in a process of its own; then
 time to ours with its 10th to 90th percentile, and the first losses of both, which are equal bit by bit if both compute the same."""
 import json, os, subprocess, sys
 from pathlib import Path
-from llm_speedrun.measure import machine
-from llm_speedrun.timing import Measured, speedup
 
 ROOT = Path(__file__).resolve().parents[1]
 ATTENTION, END = "tf32 bf16 flash:backend=cudnn flash4 fused_ops", "cuda_graphs fused_adamw direct_update"
@@ -31,7 +29,7 @@ def worker(workload, batch, micro, name):
         print(start.elapsed_time(end)/n, flush=True)
 
 def started(root, case):
-    env = os.environ | dict(PYTHONPATH=str(root))
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen([sys.executable, __file__, "worker", *map(str, case)], cwd=root, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 def ask(p, n):
@@ -40,6 +38,8 @@ def ask(p, n):
 
 def compared(other, case, rounds):
     "Both versions of one case"
+    from llm_speedrun.measure import machine # here, since a worker has the other's package
+    from llm_speedrun.timing import Measured, speedup
     both = [started(root, case) for root in (ROOT, other)]
     first = [json.loads(p.stdout.readline()) for p in both]
     for p in both: ask(p, 3) # warm

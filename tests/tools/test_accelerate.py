@@ -434,12 +434,13 @@ def test_on_a_gpu(kind, rungs):
     hf = made(name, **more | dict(vocab_size=1024, hidden_size=256, intermediate_size=512, head_dim=64)).cuda()
     theirs, b = copy.deepcopy(hf), {k: v.cuda() for k, v in batch(rows=8).items()}
     fast, opt = accelerate(hf, rungs, lr=1e-3), torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(.9, .95), weight_decay=0.)
+    most = .2 if "fp8" in fast.run.rungs else .02 # emulated on a CPU these steps differ by at most .12 in FP8 and .004 in bf16
     for _ in range(6):
         with torch.autocast("cuda", torch.bfloat16): loss = theirs(**b).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.)
         opt.step(); opt.zero_grad()
-        assert abs(fast.step(b) - loss) < .1
-    with torch.no_grad(): assert abs(fast(**b) - hf(**b).loss) < .1
+        assert abs(fast.step(b) - loss) < most
+    with torch.no_grad(): assert abs(fast(**b) - hf(**b).loss) < most
     fast(**b).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in hf.parameters())
