@@ -52,6 +52,31 @@ def needs(root):
             for w, c in WORKLOADS.items() if any(f.workload == w for f in fits(root))]
     return table(["model", "weights in matmuls", "tokens a sequence", "`fastest` fits into", "`smallest` fits into"], rows)
 
+# --- models of transformers ---
+
+BY_ITSELF = { # contenders of tests/bench_accelerate.py -> in words
+    "accelerate": "`accelerate(model)`, in FP8", "accelerate_bf16": '`accelerate(model, "fastest16")`, in bf16',
+    "transformers": "transformers, autocast to bf16", "compile": "transformers, `torch.compile`", "liger": "transformers with Liger's kernels",
+    "liger_compile": "Liger's kernels, `torch.compile`", "liger_bf16_weights": "Liger, and weights in bf16",
+    "torchao_fp8_compile": "transformers with torchao's FP8, `torch.compile`"}
+
+def accelerated(root):
+    "A paragraph and two tables for each model: speeds, and losses on the way"
+    records = json.loads((folder(root)/"accelerate/nvidia-h200.json").read_text(encoding="utf-8"))
+    for model in dict.fromkeys(r["workload"] for r in records):
+        rs = [r for r in records if r["workload"] == model]
+        r, points = rs[0], [round(len(rs[0]["curve"])*k/5) for k in range(1, 6)]
+        shown = ", ".join(f"{k} {v}" for k, v in sorted(r["packages"].items()))
+        yield (f"`{model}` ({r['parameters']/1e6:,.0f} M weights), {r['batch']} × {r['seq']:,} tokens a step, on one {r['gpu']}, driver {r['driver']}, "
+               f"PyTorch {r['torch']}, Triton {r['triton']}, {shown}, {r['date']}:")
+        slower = lambda r: "" if r is rs[0] else f"{1/r['ratio']:.2f}× ({1/r['ratio_p90']:.2f} to {1/r['ratio_p10']:.2f})"
+        yield table(["", "tokens/s", "`accelerate(model)` is", "sequences at once", "peak GiB"],
+                    [[BY_ITSELF[r["rung"]], f"{r['tok_s']:,.0f}", slower(r), r["micro"], f"{r['peak_gib']:.1f}"] for r in rs])
+        if not points[0]: continue
+        yield "The losses of each from the same weights on the same text (books and documentation, GPT-2's tokens), a mean of the last ten steps before a step:"
+        mean = lambda curve, n: f"{sum(curve[n - 10:n])/10:.3f}"
+        yield table(["loss at step", *map(str, points)], [[BY_ITSELF[r["rung"]], *(mean(r["curve"], n) for n in points)] for r in rs])
+
 # --- what the finale printed ---
 
 def finale_texts(root):
@@ -82,7 +107,7 @@ def environment(root):
     "That of all pages, with what these templates use"
     env, top, race = for_all_pages(), record(**TOP), newest(folder(root))
     env.globals |= dict(record=record, gain=gain, of_two=of_two, step=step, rounded=rounded, top=top,
-                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), lead=race[OURS],
+                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), accelerated=list(accelerated(root)), lead=race[OURS],
                         lead_needs=packages(race), rival=best(race, "torch.compile"),
                         finale_tokens=finale_tokens(root))
     return env
