@@ -312,9 +312,8 @@ class PlanResolver:
         c.minutes = c.minutes or (0. if "epochs" in self.given else 3. if gpu else 1.2)
         c.eval_tokens = c.eval_tokens or (2**18 if gpu else 2**14)
         self.check_names()
-        if c.seq_len > self.config.seq_len:
-            raise InputError(f"seq_len {c.seq_len} is longer than the {self.config.seq_len} tokens of "
-                             f"{c.model!r}: choose a smaller --seq_len")
+        if c.seq_len > self.config.seq_len: self.log_info( # RoPE has an angle for each
+            f"{c.init} was trained on {self.config.seq_len} tokens at most, and knows no position beyond")
         self.config = replace(self.config, seq_len=c.seq_len)
         dp = self.world.rank_and_size("dp")[1]
         if c.resume: fit_batch(c, self.given, dp)

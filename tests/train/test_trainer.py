@@ -232,6 +232,14 @@ def test_a_shape_is_not_changed_later(tmp_path):
     with fails(InputError, "brings a shape of its own: leave out --width"):
         Trainer(options(tmp_path, model="", init=str(tmp_path/"runs/run"), width=64, name="b"))
 
+def test_longer_sequences_than_before(tmp_path, capsys):
+    "Weights that are taken over go on with sequences of any length, and a line says what they haven't seen"
+    train(options(tmp_path, steps=2), progress=False)
+    trainer, res = train(options(tmp_path, model="", init=str(tmp_path/"runs/run"), seq_len=24, name="b", steps=2))
+    assert trainer.config.seq_len == 24 and trainer.run.model.cos.shape[0] == 24 and res["val_loss"] < 10
+    assert "was trained on 16 tokens at most" in capsys.readouterr().out
+    assert Trainer(options(tmp_path, model="", init=str(tmp_path/"runs/b"), name="c", seq_len=0), progress=False).config.seq_len == 24
+
 # Rungs
 
 @pytest.mark.parametrize("rungs,kind", [
