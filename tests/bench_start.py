@@ -11,6 +11,7 @@
 Prints a line for each run, and writes all of them into OUT/runs.json."""
 import json, os, re, shutil, signal, statistics, subprocess, sys, time
 from pathlib import Path
+from helpers.processes import workers
 
 def output_of(*words):
     "What Python prints with these arguments, in a process of its own. Its error ends this program"
@@ -144,26 +145,21 @@ def entered(out, folders, *options):
             print(f"    the doctor: {sum(told['parts'].values()):.1f} s:", ", ".join(f"{k} {s:.1f}" for k, s in told["parts"].items()), flush=True)
     return found
 
-def worker(rank):
-    "The number of the process of a group that has this rank, and when it began, or None"
-    for p in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"RANK={rank}".encode() in (p/"environ").read_bytes().split(b"\0"): return int(p.name), p.stat().st_ctime
-        except OSError: pass # it has ended, or is another user's
-
 def restarted(out, *words):
     "Kill the second of two processes once a checkpoint is there, and return the seconds until the next start has taken a step, and its phases"
     out = Path(out).resolve()
     p = as_user(out, ROOT, out/"caches", ["--gpus", 2, "--num_evals", 1, "--sample_tokens", 0, "--save_minutes", .05, *words, "--name", "killed", "--out", out])
     there = out/"killed/checkpoints"
     while len([*there.glob("step-*[0-9]")]) < 2 and p.poll() is None: time.sleep(.2) # and some steps after the first of them
-    killed, (pid, _) = time.time(), worker(1)
-    os.kill(pid, signal.SIGKILL)
-    while not ((new := worker(0)) and new[1] > killed) and p.poll() is None: time.sleep(.05)
+    first, killed = workers(p.pid), time.time()
+    if 1 not in first: sys.exit(f"the run was over before its second checkpoint: give more --minutes\n{p.communicate()[0][-2000:]}")
+    os.kill(first[1], signal.SIGKILL)
+    while workers(p.pid).get(0, first[0]) == first[0] and p.poll() is None: time.sleep(.05)
+    again = time.time() - killed
     said, _ = p.communicate()
     if p.returncode: sys.exit(f"exit code {p.returncode}\n{said[-2000:]}")
     start = json.loads((out/"killed/result.json").read_text())["start"]
-    r = dict(new_process_s=new[1] - killed, start_s=start["seconds"], phases={q["name"]: q["seconds"] for q in start["phases"]})
+    r = dict(new_process_s=again, start_s=start["seconds"], phases={q["name"]: q["seconds"] for q in start["phases"]})
     print(f"{r['new_process_s'] + r['start_s']:.1f} s from the kill to a step: a new process after {r['new_process_s']:.1f}, its first step after {r['start_s']:.1f}:",
           ", ".join(f"{k} {s:.1f}" for k, s in r["phases"].items()), flush=True)
     print(*(line for line in said.splitlines() if "restarting" in line or "going on from" in line), sep="\n")

@@ -27,7 +27,7 @@ from ..distributed.world import World
 from .autotune import failed_rungs, parallel_rungs, resolve_preset
 from .presets import PARALLEL, excludes_each_other, join_rungs, parse_rungs, preset_of
 from ..distributed.spawn import run_distributed
-from ..distributed.timing import compare_together
+from ..distributed.interleaved import compare_together
 from ..plugins import with_plugins
 
 # %% ../../nbs/source/train/ladder.ipynb #22check1
@@ -168,7 +168,8 @@ def measure_together(config, # a `GPTConfig`
                      rung, # one of `PARALLEL`, with or without options
                      gpus, # processes, each with a GPU where there are enough
                      batch): # sequences in a step of one GPU alone
-    "Measure `rung` on top of `below`, and return its record: tokens of all GPUs, and the MFU of each"
+    """Measure `rung` on top of `below`, and return its record: tokens of all GPUs, the MFU of each, and one
+    GPU's ms and memory without `rung`"""
     from llm_speedrun.train.ladder import time_interleaved # from there, also in this notebook
     rung, *below = rung_specs([rung, *resolve_options(config, below)])
     below = [str(k) for k in below if not excludes_each_other(k, rung)]
@@ -181,7 +182,8 @@ def measure_together(config, # a `GPTConfig`
     res = run_record(config, dp*batch, rungs, ops, None, res, micro=micro, before=before, rungs_before=below,
                      **{k: dp*r for k, r in gain.items()})
     each = {k: res[k] and res[k]/gpus for k in ("mfu_full", "mfu_causal")}
-    return res | each | dict(rung=rung.name, gpus=gpus)
+    one = dict(alone_ms=alone.times.ms, alone_peak_gib=alone.peak_gib)
+    return res | each | one | dict(rung=rung.name, gpus=gpus)
 
 # %% ../../nbs/source/train/ladder.ipynb #32bd3e5a
 def gpus_of(c, # a `LadderOptions`

@@ -4,6 +4,7 @@ import json, os, re, signal, subprocess, sys
 from pathlib import Path
 import pytest, torch
 from helpers import quick_programs
+from helpers.processes import workers
 from helpers.tiny_runs import write_bins
 from helpers.timeouts import TIMEOUT, until_some_moment, wait_until
 from llm_speedrun.train.config import TrainConfig, to_args
@@ -35,19 +36,6 @@ def ended(p):
     finally:
         for pid in [*workers(p.pid).values(), p.pid] if p.poll() is None else []: os.kill(pid, signal.SIGKILL)
     return p.returncode, out, err
-
-def environment(pid):
-    return dict(o.split("=", 1) for o in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in o)
-
-def workers(pid):
-    "Rank -> process, of those that the command has started"
-    try: found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError: return {}
-    res = {}
-    for c in found:
-        try: res |= {int(r): int(c)} if (r := environment(c).get("RANK")) else workers(c)
-        except (FileNotFoundError, ProcessLookupError, PermissionError): pass # it has just ended
-    return res
 
 def rows(run):
     try: return [json.loads(o) for o in (run/"metrics.jsonl").read_text().splitlines(keepends=True) if o.endswith("\n")]
