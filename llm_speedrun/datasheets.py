@@ -6,9 +6,9 @@
 __all__ = []
 
 # %% ../nbs/source/datasheets.ipynb #59dat00003
+import re
 from dataclasses import dataclass
 from .io_utils import lookup
-from .roofline import Ceilings
 
 # %% ../nbs/source/datasheets.ipynb #59dat00006
 @dataclass(frozen=True)
@@ -22,11 +22,6 @@ class GPU:
     tflops: dict
     source: str
     note: str = ""
-
-    @property
-    def ceilings(self): # that no kernel reaches
-        "Return the datasheet's rates as `Ceilings`"
-        return Ceilings({k: v*1e12 for k, v in self.tflops.items()}, self.gbs*1e9)
 
 # %% ../nbs/source/datasheets.ipynb #59dat00008
 DATA_CENTER = "https://www.nvidia.com/en-us/data-center/"
@@ -65,6 +60,20 @@ GPUS = [
         "There is one of 16 GB too. PyTorch's builds for CUDA 12.8 and newer have no code for Volta: take "
         "that for [CUDA 12.6](https://github.com/pytorch/pytorch/issues/172352), as long as there is one."),
 ]
+
+# %% ../nbs/source/datasheets.ipynb #59dat00015
+MORE_BF16 = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "GH200": HOPPER["bf16"]*1e12, "H20": 148e12, "B200": 2250e12,
+             "A800": AMPERE["bf16"]*1e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "A6000": 155e12,
+             "L4": 121e12} # dense FLOP/s
+DATASHEET_BF16 = MORE_BF16 | {re.sub(r" \d+ GB$", "", g.name): g.tflops["bf16"]*1e12
+                              for g in GPUS if "bf16" in g.tflops}
+LAUNCH_MS = .0073 # of a kernel on one number, one after another, where it can't be measured: lesson 01's, of an H200
+
+def bf16_flops(gpu): # as PyTorch calls it
+    "Return the dense BF16 FLOP/s of `gpu` by its datasheet, or None for a GPU that isn't listed"
+    same = lambda k: re.search(rf"\b{re.escape(k)}\b(?! (Ti|SUPER|Laptop|D)\b)", gpu)
+    known = [*filter(same, DATASHEET_BF16)]
+    return DATASHEET_BF16[max(known, key=len)] if known else None
 
 # %% ../nbs/source/datasheets.ipynb #59dat00011
 def find_gpu(name): # such as "H100", in any case

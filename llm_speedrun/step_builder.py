@@ -122,9 +122,11 @@ def resolve_options(config, rungs): # as for `resolve_auto_options`
 def count_step(config, # a `GPTConfig`
                rungs=(), # as `build` takes them
                batch=1, # sequences in a step
-               micro=None): # sequences in a micro-batch, by default all of them
+               micro=None, # sequences in a micro-batch, by default all of them
+               change=lambda run: run, model=GPT): # as for `make_step`
     "Count the operations of one training step without running it. Returns a list of `op_counter.Op`"
-    without_scaler, specs = partial(replace, scaler=no_scaler), rung_specs(resolve_options(config, rungs))
+    without_scaler = lambda run: replace(change(run), scaler=no_scaler)
+    specs = rung_specs(resolve_options(config, rungs))
     played = [s for s in specs if s.rung.stage != "record"] # the same operations
-    with uncompiled(): ops = count(make_step(config, played, batch, without_scaler, micro))
+    with uncompiled(): ops = count(make_step(config, played, batch, without_scaler, micro, model=model))
     return reduce(lambda ops, s: s.rung.counts(ops), specs, ops)

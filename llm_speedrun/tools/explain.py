@@ -13,18 +13,18 @@ from functools import partial
 from pathlib import Path
 import msgspec, torch, torch.nn as nn, torch.nn.functional as F
 from ..compat import tree_map
-from ..datasheets import find_gpu
 from ..fusion import FUSIBLE, fused
 from ..io_utils import (InputError, SpeedrunError, check_writable, lookup, read_json, read_text_of,
                                    replace_file)
-from ..measure import COLORS, CachedMeasurement, default_device, fmt, machine, table
+from ..measure import COLORS, default_device, table
 from ..op_counter import MATMULS, Op, count, tensors
-from ..plugins import as_shown, execute, lines_in, where
+from ..plugins import as_shown, execute, where
 from ..profiling import profile_kinds
-from ..roofline import by_kind, ceilings, op_ms, predict_ms
 from ..rung_registry import find_rung
 from ..runs import Run, add_rungs
 from ..step_builder import free_memory, uncompiled
+from ..step_prediction import (KIND_HEAD, Kind, bound_of, kind_rows, kinds_of, rates, step_ms,
+                                          uncountable, uncounted, with_measured)
 from ..stepper import Stepper
 from ..timing import sample_ms, summarize
 
@@ -174,32 +174,6 @@ def step_of(made, rungs, device): # of `make`; names out of `ANY_MODEL`; where i
     return partial(step, (tensors(batch)[0], batch))
 
 # %% ../../nbs/source/tools/explain.ipynb #59exp00018
-CAUSES = { # in an error's type and text -> what to do
-    "DataDependent|DynamicOutput|data.dependent":
-        "Its result depends on values of tensors (as .item() or a mask as an index does), which a count "
-        "without values hasn't got. In a copy for this command put a fixed number or shape there",
-    "(?i)fake|meta|data.?ptr|data pointer|UnsupportedOperator|numpy":
-        "It works on memory, and a count has only shapes. Make it an operation with a fake implementation: "
-        "torch.library.custom_op with register_fake, of a Triton kernel triton_op"}
-
-def module_at(e, model): # an error of a forward pass
-    "Return the name and class of the innermost module that an error came through, as text"
-    names, found, tb = {id(m): n for n, m in model.named_modules()}, None, e.__traceback__
-    while tb:
-        m, tb = tb.tb_frame.f_locals.get("self"), tb.tb_next
-        if id(m) in names: found = m
-    if found is None: return "the loss or the backward pass"
-    return f"module {names[id(found)] or 'itself'} ({type(found).__name__})"
-
-def uncountable(e, model, path): # an error, the model it is of, its file or None
-    "Return the `InputError` for a step that can't be counted: the module, the error, and what to do"
-    said = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-    what = next((text for k, text in CAUSES.items() if re.search(k, said)), "Correct it, or the batch")
-    at = where(e, path) if path and lines_in(e, path) else f": {said}"
-    at = at.rstrip(".")
-    return InputError(f"{module_at(e, model)} can't be counted{at}. {what}. --debug shows where the "
-                      "error came from")
-
 @contextmanager
 def quiet_fakes():
     "Hide what fake tensors log inside of an error that is raised all the same"
@@ -221,64 +195,6 @@ def count_ops(made, rungs=(), device=None, path=None): # as for `step_of`; the m
     except (SpeedrunError, MemoryError): raise
     except Exception as e: raise uncountable(e, seen[-1], path) from e
     return [o for o in ops if o.name != "_local_scalar_dense"] # AdamW's count of steps, which is the CPU's
-
-# %% ../../nbs/source/tools/explain.ipynb #59exp00020
-UNKNOWN_FLOPS = r"rnn|lstm|gru|grouped_mm|linalg(?!_vector_norm)|fft|cdist|triangular|cholesky|svd"
-
-def uncounted(ops): # as `count_ops` returns them
-    "Return sentences about operations whose FLOPs aren't known"
-    names = {}
-    for o in ops:
-        unknown = not o.aten or re.search(UNKNOWN_FLOPS, o.name)
-        if unknown and not o.flops: names[o.name] = names.get(o.name, 0) + 1
-    return [f"the FLOPs of {k} ({n} calls) are not known, only its bytes count: it may take longer. Give it "
-            "a formula: torch.utils.flop_counter.register_flop_formula" for k, n in names.items()]
-
-# %% ../../nbs/source/tools/explain.ipynb #59exp00023
-LAUNCH_MS = .0073 # of a kernel on one number, as lesson 01 prints it for an H200; where it can't be measured
-
-def measure_launch():
-    "Measure the milliseconds of a kernel that does nothing to speak of, one after another"
-    x = torch.zeros(1, device=default_device())
-    def launches():
-        for _ in range(100): x.add_(1)
-    return summarize(sample_ms(launches, 20)).ms/100
-
-launch_time = CachedMeasurement(measure_launch) # this machine's
-
-class Kind(msgspec.Struct):
-    "One kind of operation in a step: how often, how much, how long, and what bounds it"
-    kind: str
-    calls: int
-    flops: float
-    bytes: float
-    predicted_ms: float
-    bound: str # arithmetic, memory or launches
-    measured_ms: float | None = None
-
-def bound_of(ops, peak, launch_ms): # `Op`s, `Ceilings`, ms of a launch
-    "Return what most of the operations' time is: arithmetic, memory, or launches"
-    limited = dict(arithmetic=0., memory=0.)
-    for o in ops:
-        arithmetic = op_ms(replace(o, bytes=0.), peak) >= op_ms(replace(o, flops=0.), peak)
-        limited["arithmetic" if arithmetic else "memory"] += op_ms(o, peak)
-    if len(ops)*launch_ms > sum(limited.values()): return "launches"
-    return max(limited, key=limited.get)
-
-def kinds_of(ops, peak, launch_ms, measured={}): # the last: kind -> ms, where it was measured
-    "Return a `Kind` for each kind of operation, the longest first"
-    times, res = by_kind(ops, peak), []
-    most = lambda kind: max(times.get(kind, 0.), measured.get(kind, 0.))
-    for kind in sorted(times | measured, key=most, reverse=True):
-        its = [o for o in ops if o.kind == kind]
-        flops, moved = (sum(getattr(o, k) for o in its) for k in ("flops", "bytes"))
-        res.append(Kind(kind, len(its), flops, moved, times.get(kind, 0.), bound_of(its, peak, launch_ms),
-                        measured.get(kind)))
-    return res
-
-def step_ms(ops, peak, launch_ms): # as for `bound_of`
-    "Return the predicted milliseconds of a step: of its kernels, or of their launches if that is longer"
-    return max(predict_ms(ops, peak), len(ops)*launch_ms)
 
 # %% ../../nbs/source/tools/explain.ipynb #59exp00026
 def around(ops, start): # the index of a softmax
@@ -386,17 +302,6 @@ def remedies(ops, with_rungs, peak, launch_ms): # `Op`s; as for `changes`; as fo
     return res
 
 # %% ../../nbs/source/tools/explain.ipynb #59exp00033
-COURSE = "H100" # the course's card
-
-def rates(name): # of a GPU; "" for this machine's
-    "Return the GPU's name, its `Ceilings`, ms of a launch, whether it is here, and a sentence on these"
-    here, gpu = machine()["gpu"], find_gpu(name or COURSE)
-    if here != "CPU" and (not name or gpu.said == here):
-        return here, ceilings(), launch_time(), True, "its rates were measured just now"
-    said = "the rates of its datasheet, which no kernel reaches: a step takes longer"
-    if not name: said += f". There is no GPU here, so this is for the course's card; --gpu names another"
-    return gpu.said, gpu.ceilings, LAUNCH_MS, False, said
-
 def measure(build, options, rungs): # as for `make`; names out of `ANY_MODEL`
     "Measure a step on this machine: its milliseconds, and those of its kernels by kind, a dict"
     device = default_device()
@@ -445,20 +350,17 @@ def explain_model(options): # `ExplainOptions`
     n, shapes = sum(p.numel() for p in model.parameters()), [list(t.shape) for t in tensors(batch)]
     return Explanation(type(model).__name__, n, sorted(formats), shapes, rungs, gpu, said,
                        step_ms(ops, peak, launch_ms), bound_of(ops, peak, launch_ms), ms,
-                       kinds_of(ops, peak, launch_ms, by), remedies(ops, with_rungs, peak, launch_ms), notes)
+                       with_measured(kinds_of(ops, peak, launch_ms), by),
+                       remedies(ops, with_rungs, peak, launch_ms), notes)
 
 # %% ../../nbs/source/tools/explain.ipynb #59exp00037
 def as_text(e): # an `Explanation`
     "Return the explanation as text"
-    total = lambda k: sum(getattr(o, k) for o in e.kinds)
-    step = Kind("the step", *map(total, ("calls", "flops", "bytes")), e.predicted_ms, e.bound, e.measured_ms)
-    rows = [[k.kind, f"{k.calls:,}", f"{k.flops/1e12:,.3f}", f"{k.bytes/1e9:,.3f}", f"{k.predicted_ms:,.3f}",
-             fmt(k.measured_ms, ",.3f"), k.bound] for k in (*e.kinds, step)]
-    head = ["kind", "calls", "TFLOP", "GB", "predicted ms", "measured ms", "bound by"]
+    rows = kind_rows(e.kinds, e.predicted_ms, e.bound, e.measured_ms)
     shapes = " and ".join(" x ".join(map(str, s)) for s in e.batch)
     lines = [f"{e.model}: {e.weights/1e6:,.1f} million weights in {', '.join(e.formats)}",
              f"a step on a batch of {shapes}, with {', '.join(e.rungs) or 'no rungs'}",
-             f"{e.gpu}: {e.rates}", "", table(head, rows), ""]
+             f"{e.gpu}: {e.rates}", "", table(KIND_HEAD, rows), ""]
     if e.remedies: lines += ["What would help, each on top of those above it:", ""]
     else: lines += [f"No rung of the course that takes any model would save {LEAST:.0%} of this step"]
     for r in e.remedies:
@@ -473,7 +375,9 @@ def chart(e): # an `Explanation`
     colors = dict(arithmetic=COLORS["blue"], memory=COLORS["orange"], launches=COLORS["purple"])
     h, up = .38, .19 if e.measured_ms else 0
     for i, k in enumerate(e.kinds):
-        ax.barh(i - up, k.predicted_ms, h, color=colors[k.bound], label=f"predicted, bound by {k.bound}")
+        if k.bound:
+            label = f"predicted, bound by {k.bound}"
+            ax.barh(i - up, k.predicted_ms, h, color=colors[k.bound], label=label)
         if k.measured_ms is None: continue
         ax.barh(i + up, k.measured_ms, h, color=COLORS["grey"], label="measured")
     ax.set_yticks(range(len(e.kinds)), [k.kind for k in e.kinds])

@@ -18,7 +18,7 @@ from ..io_utils import (AllFailed, InputError, RunError, decoded, lookup, read_b
 from ..measure import table
 from ..timing import moment, ms_between
 from ..op_counter import op_kind
-from ..profiling import kernel_kind
+from ..profiling import kernel_kind, kinds_in
 from ..checkpoint.format import write_tensors
 from ..checkpoint.save import copy_to_host
 
@@ -412,5 +412,6 @@ class StepProfile:
             prof.export_chrome_trace(str(trace))
             text = f"{top_ops(prof, seen)}\n\ncalls and ms a step, means over {seen}\n"
             replace_file(self.folder/"profile.md", text)
+            replace_file(self.folder/"profile_kinds.json", json_line(kinds_in(prof, seen)))
         except (OSError, RuntimeError) as e: return self.log_info(f"the profile could not be written: {e}")
         self.log_info(f"profile of {seen} steps: {trace} (open it in https://ui.perfetto.dev), profile.md")

@@ -18,6 +18,7 @@ from .run_charts import (PHASE_COLORS, PURPLE, breakdown_chart, curve, loss_char
                                            ranks_chart, short_number, svg)
 from .run_dir import Result
 from ..pretrained import of_transformers
+from ..step_prediction import KIND_HEAD, ON_CPU, StepPrediction, kind_rows, with_measured
 from ..checkpoint.format import checkpoints, step_of_name
 
 # %% ../../nbs/source/train/report.ipynb #8f163955
@@ -72,7 +73,8 @@ def _loaded(path, read, empty, notes):
     return empty()
 
 _JSON = dict(config=(Options, dict), result=(Ending, partial(Ending, steps=0)), ladder=(list[Rung], list),
-             evals=(list[Score], list))
+             evals=(list[Score], list), prediction=(StepPrediction, StepPrediction),
+             profile_kinds=(dict[str, Number], dict))
 _MISSING = dict(config="without config.json the options, the machine and MFU are unknown",
                 rows="metrics.jsonl has no rows: no step was noted")
 
@@ -337,6 +339,23 @@ TEMPLATES["table"] = """<table><thead><tr>{% for h in data[0] %}<th>{{ h }}</th>
 
 TEMPLATES["words"] = TEMPLATES["table"].replace("<table>", '<table class="events">')
 
+# %% ../../nbs/source/train/report.ipynb #59rep002
+def step_time(run): # from `read_run`
+    "Return the median milliseconds of a step, None if its rows don't say"
+    tokens, speeds = step_tokens(run["config"]), [v for _, v in points(run["rows"], "tok_s") if v > 0]
+    return tokens/statistics.median(speeds)*1e3 if tokens and speeds else None
+
+def prediction_part(run): # from `read_run`
+    "Return the section with the prediction of a step next to its measurement, or with why there is none"
+    p, title = run["prediction"], "A step, predicted and measured"
+    why = ON_CPU if run["config"].get("gpu") == "CPU" else p.why
+    if why or p.predicted_ms is None: return why and dict(title=title, note=why, blocks=[])
+    n = layout(run["config"], "processes")
+    notes = [f"{p.gpu}: {p.rates}", *p.notes, "what the processes send each other is not predicted"*(n > 1),
+             "kinds were measured in the profiled steps"*bool(run["profile_kinds"])]
+    rows = kind_rows(with_measured(p.kinds, run["profile_kinds"]), p.predicted_ms, p.bound, step_time(run))
+    return table_part(title, KIND_HEAD, rows, "words", note=". ".join(filter(None, notes)) + ".")
+
 # %% ../../nbs/source/train/report.ipynb #0acc91c3
 CURVES = *"step event loss lr grad_norm tok_s train_s val_loss rank_ms".split(), *SCHEDULED # others tell more
 
@@ -473,7 +492,7 @@ def sections(run): # from `read_run`
     found = [
         about_part(run), loss_part(run),
         table_part("What it can do", ("task", "metric", "value", "standard error", "examples"), scores),
-        speed_part(run), breakdown_part(run), ranks_part(run), training_part(run),
+        speed_part(run), prediction_part(run), breakdown_part(run), ranks_part(run), training_part(run),
         charts_part("The GPU", *gpu),
         table_part("The start", ("phase", "seconds"), phases),
         table_part("The whole run", ("part", "seconds"), [(name, f"{s:.2f}") for name, s in whole.items()],

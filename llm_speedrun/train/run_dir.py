@@ -111,7 +111,7 @@ def release_run_dir(lock, # on a run's folder
 # %% ../../nbs/source/train/run_dir.ipynb #8b8df15f
 FILES = ("config.json metrics.jsonl model.safetensors tokenizer.json tokenizer_config.json ladder.json "
          "sample.txt samples.jsonl result.json evals.json loss.png report.html profile.json.gz profile.md "
-         "bad_batch.safetensors").split()
+         "profile_kinds.json prediction.json bad_batch.safetensors").split()
 FOLDERS = "checkpoints", "tensorboard", "wandb", "logs"
 
 def remove_run_outputs(folder): # of a run that another one takes the place of

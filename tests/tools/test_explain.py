@@ -9,8 +9,10 @@ from llm_speedrun.datasheets import GPUS, find_gpu
 from llm_speedrun.io_utils import InputError, read_json
 from llm_speedrun.op_counter import Op
 from llm_speedrun.roofline import Ceilings
+from llm_speedrun import step_prediction
+from llm_speedrun.step_prediction import datasheet_ceilings, kinds_of, rates, with_measured
 from llm_speedrun.tools import explain
-from llm_speedrun.tools.explain import ANY_MODEL, Explanation, changes, count_ops, explain_model, kinds_of, own_loss, remedies
+from llm_speedrun.tools.explain import ANY_MODEL, Explanation, changes, count_ops, explain_model, own_loss, remedies
 from llm_speedrun.train.config import ExplainOptions
 from helpers.tiny_runs import fails
 
@@ -135,16 +137,16 @@ def test_kinds_are_those_of_the_roofline():
 def test_what_bounds_a_kind(op, launch, bound): assert [k.bound for k in kinds_of([op], TOY, launch)] == [bound]
 
 def test_a_kind_that_was_measured_alone(): # the profile has what the count hasn't
-    assert [(k.kind, k.calls, k.measured_ms) for k in kinds_of([], TOY, 0., {"copies and casts": 2.})] == [("copies and casts", 0, 2.)]
+    assert [(k.kind, k.calls, k.measured_ms) for k in with_measured([], {"copies and casts": 2.})] == [("copies and casts", 0, 2.)]
 
 def test_rates_come_from_the_named_card(monkeypatch):
-    assert explain.rates("h200")[:2] == ("NVIDIA H200", find_gpu("H200").ceilings) and "There is no GPU" not in explain.rates("h200")[4]
-    gpu, _, _, here, said = explain.rates("")
+    assert rates("h200")[:2] == ("NVIDIA H200", datasheet_ceilings(find_gpu("H200"))) and "There is no GPU" not in rates("h200")[4]
+    gpu, _, _, here, said = rates("")
     assert gpu == find_gpu("H100").said and not here and "There is no GPU here" in said and "--gpu" in said
-    monkeypatch.setattr(explain, "machine", lambda: dict(gpu="NVIDIA H200"))
-    for name in ("ceilings", "launch_time"): monkeypatch.setattr(explain, name, lambda name=name: name)
-    for asked in ("", "H200"): assert explain.rates(asked)[:4] == ("NVIDIA H200", "ceilings", "launch_time", True)
-    assert explain.rates("T4")[:2] == ("Tesla T4", find_gpu("T4").ceilings)
+    monkeypatch.setattr(step_prediction, "machine", lambda: dict(gpu="NVIDIA H200"))
+    for name in ("ceilings", "launch_time"): monkeypatch.setattr(step_prediction, name, lambda name=name: name)
+    for asked in ("", "H200"): assert rates(asked)[:4] == ("NVIDIA H200", "ceilings", "launch_time", True)
+    assert rates("T4")[:2] == ("Tesla T4", datasheet_ceilings(find_gpu("T4")))
     assert len({g.name for g in GPUS}) == len(GPUS) and all(find_gpu(g.name.lower()) == g for g in GPUS)
 
 # --- remedies ---

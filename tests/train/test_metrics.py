@@ -208,6 +208,8 @@ def test_profile_closed_early_has_what_there_is(tmp_path):
     trace = json.loads(gzip.decompress((tmp_path/"profile.json.gz").read_bytes()))
     assert any(e.get("name") == "aten::mm" for e in trace["traceEvents"])
     assert re.search(r"aten::mm .* matrix products \| +1 ", (tmp_path/"profile.md").read_text())
+    kinds = json.loads((tmp_path/"profile_kinds.json").read_text())
+    assert kinds["matrix products"] > 0 and sum(kinds.values()) > kinds["matrix products"]
 
 def test_profile_that_cannot_be_written_is_told(tmp_path):
     said = []
