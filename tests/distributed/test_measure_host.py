@@ -1,9 +1,9 @@
 "The script that measures several GPUs, with two processes of a CPU: what it writes as it goes, what it skips, where it goes on."
-import subprocess, sys
+import os, subprocess, sys
 from pathlib import Path
 import pytest
 import measure_host
-from helpers.timeouts import TIMEOUT
+from helpers.timeouts import TIMEOUT, wait_until
 from llm_speedrun.io_utils import RunError
 from llm_speedrun.rung_registry import rung_name
 from make_readme import ROOT
@@ -45,13 +45,21 @@ def test_what_takes_too_long_is_ended_with_all_its_processes(tmp_path, monkeypat
     part = dict(section="restart", gpus=2, tiny=True, rungs="flash")
     measure_host.start_part(tmp_path, part, 3)
     assert measure_host.recorded(tmp_path) == [dict(section="skipped", part=part, why="it was not over after 3 s")]
-    alive = [p for p in Path("/proc").glob("[0-9]*/environ") if b"MEASURE_HOST=ended" in read(p)]
-    assert not alive
-    assert "skipped: restart 2: it was not over" in measure_host.tables(tmp_path)
+    assert not marked("ended") and "skipped: restart 2: it was not over" in measure_host.tables(tmp_path)
+
+def marked(mark):
+    return [p for p in Path("/proc").glob("[0-9]*/environ") if f"MEASURE_HOST={mark}".encode() in read(p)]
 
 def read(path):
     try: return path.read_bytes()
     except OSError: return b""
+
+def test_orphans_in_a_session_of_their_own_are_ended(): # as torchrun's workers may be
+    mark = f"orphan-{os.getpid()}"
+    subprocess.run(["sh", "-c", "setsid sleep 300 > /dev/null &"], env=os.environ | dict(MEASURE_HOST=mark))
+    wait_until(lambda: marked(mark))
+    measure_host.end_marked(mark)
+    wait_until(lambda: not marked(mark))
 
 def test_an_error_is_a_record(tmp_path):
     measure_host.run_part(tmp_path, part := dict(section="steps", gpus=2, model="tiny", layout="ddp", rungs="flsh", tiny=True))
@@ -87,9 +95,11 @@ def test_rungs_of_a_layout_and_fewer_sequences_where_memory_ends(tmp_path, monke
     assert measure_host.recorded(tmp_path)[0]["alone_tok_s"] == 16*1024/.032
 
 def test_other_errors_of_a_step_are_not_tried_again(tmp_path, monkeypatch):
-    def together(*how): raise RunError("process 1 of 2: it died")
+    asked = []
+    def together(*how): asked.append(how); raise RunError("process 1 of 2: it died")
     monkeypatch.setattr("llm_speedrun.train.ladder.measure_together", together)
     with pytest.raises(RunError, match="died"): measure_host.step(tmp_path, 2, "124m", "ddp", "bf16")
+    assert len(asked) == 1
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     (tmp_path/"measurements.jsonl").write_text('{"section": "done"}\n{"section": "do')

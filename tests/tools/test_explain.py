@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from llm_speedrun import op_counter
 from llm_speedrun.cli import speedrun_explain
-from llm_speedrun.datasheets import GPUS, find_gpu
+from llm_speedrun.datasheets import GPUS, LAUNCH_MS, find_gpu
 from llm_speedrun.io_utils import InputError, read_json
 from llm_speedrun.op_counter import Op
 from llm_speedrun.roofline import Ceilings
@@ -14,7 +14,9 @@ from llm_speedrun.step_prediction import datasheet_ceilings, kinds_of, rates, wi
 from llm_speedrun.tools import explain
 from llm_speedrun.tools.explain import ANY_MODEL, Explanation, changes, count_ops, explain_model, own_loss, remedies
 from llm_speedrun.train.config import ExplainOptions
+from helpers.cells import read
 from helpers.tiny_runs import fails
+from make_readme import ROOT
 
 TOY = Ceilings(dict(fp32=1e12, tf32=4e12, bf16=8e12, fp8=16e12), 1e11)
 
@@ -148,6 +150,12 @@ def test_rates_come_from_the_named_card(monkeypatch):
     for asked in ("", "H200"): assert rates(asked)[:4] == ("NVIDIA H200", "ceilings", "launch_time", True)
     assert rates("T4")[:2] == ("Tesla T4", datasheet_ceilings(find_gpu("T4")))
     assert len({g.name for g in GPUS}) == len(GPUS) and all(find_gpu(g.name.lower()) == g for g in GPUS)
+
+def test_the_launch_is_lesson_01s():
+    "What is taken where no launch can be measured is what the lesson prints"
+    cells = read(ROOT/"nbs/1_start/01_gpu.ipynb")["cells"]
+    said = "".join(t for c in cells for o in c.get("outputs", ()) for t in o.get("text", ()))
+    assert [float(us)/1e3 for us in re.findall(r"^ +1 numbers: +([\d.]+) µs", said, re.M)] == [LAUNCH_MS]
 
 # --- remedies ---
 

@@ -237,7 +237,8 @@ FILES = { # of a run
     "ladder.json": "what each rung gains, with `--ladder`", "samples.jsonl": "texts during the run",
     "result.json": "how the run ended", "loss.png": "the loss curve",
     "evals.json": "scores of `speedrun_eval`", "report.html": "the page of `speedrun_report`", "profile.json.gz": "a trace of some steps",
-    "profile.md": "that trace as a table", "checkpoints": "a folder for each checkpoint",
+    "profile.md": "that trace as a table", "profile_kinds.json": "its milliseconds of a step by kind of operation",
+    "prediction.json": "what a step was predicted to take on its GPU, by kind of operation", "checkpoints": "a folder for each checkpoint",
     "logs": "of several processes: a log of each, and where one stood that hung",
     "bad_batch.safetensors": "tokens of the batch at which a run gave up",
     "tensorboard": "with `--loggers tensorboard`", "wandb": "with `--loggers wandb`"}
