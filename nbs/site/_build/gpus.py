@@ -15,6 +15,7 @@ from llm_speedrun.roofline import predict_ms
 from llm_speedrun.rungs import compile, flash, fp8_kernels, fp8_loss, fused_ops
 from llm_speedrun.rung_registry import RUNGS, RungSpec
 from llm_speedrun.step_builder import count_step
+from llm_speedrun.step_prediction import datasheet_ceilings
 from llm_speedrun.train.autotune import ROOM, most_sequences
 from llm_speedrun.train.presets import DEVICE_LIMITS, NARROWEST, RECORDED, dropped_rungs, preset
 from templating import page
@@ -81,7 +82,7 @@ def counted(workload, fmt):
 
 def roofline_tok_s(gpu, workload, fmt):
     "Tokens a second if each operation ran as fast as the datasheet allows; layers but the first are alike"
-    c, peak = WORKLOADS[workload], gpu.ceilings
+    c, peak = WORKLOADS[workload], datasheet_ceilings(gpu)
     ops = counted(workload, "fp8" if fmt == "fp8" else "bf16")
     if fmt == "fp16": # the same operations
         ops = [[replace(o, fmt="fp16") if o.fmt == "bf16" else o for o in os] for os in ops]
