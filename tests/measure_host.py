@@ -41,7 +41,7 @@ def operation(world, name, nbytes):
     from llm_speedrun.distributed.collectives import collective
     from llm_speedrun.measure import default_device
     if name != "all_to_all": return collective(world, name, nbytes)
-    sent = torch.zeros(max(1, nbytes//4//world.size)*world.size, device=default_device())
+    sent = torch.rand(max(1, nbytes//4//world.size)*world.size, device=default_device())
     received = torch.empty_like(sent)
     return lambda: dist.all_to_all_single(received, sent)
 
