@@ -3,7 +3,7 @@
     tests/notebooks.py nbs/1_start/04_model.ipynb    one of them
 On a CPU one more runs at a time than there are cores, up to four: where one waits for its processes, the others use the cores. With a GPU
 they run one at a time, since they time things and fill its memory, and the cells marked `#| cuda` run as well. All run, also after one that fails. What failed is kept in the file that FAILED_NOTEBOOKS names, for pytest to list."""
-import faulthandler, multiprocessing, os, sys, tempfile, threading, time
+import faulthandler, gc, multiprocessing, os, sys, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,6 +22,7 @@ def test(path, flags, log):
     os.environ.pop("TRITON_INTERPRET", None)    # was for what is preloaded
     for fd in (1, 2): os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), fd)
     if "cuda" not in flags: start_quickly(now=True); run_kernels_quickly(); draw_figures_quickly()
+    gc.collect(); gc.freeze()   # what all begin with: collections of garbage need not look through it each time
     faulthandler.dump_traceback_later(NOTEBOOK_TIMEOUT, exit=True, file=2)
     from nbdev.test import nbdev_test
     nbdev_test(path, flags)

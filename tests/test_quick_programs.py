@@ -65,3 +65,17 @@ def test_random_numbers_differ():
 def test_the_real_program_starts_where_a_copy_would_differ(words, env):
     p = quick_programs.run([sys.executable, *words], env=os.environ | env, capture_output=True)
     assert p.returncode == (0 if "this" in words else 1)
+
+@linux
+def test_what_torchrun_starts():
+    "With `--gpus` it is a copy, too: a child of the program that starts it, with the environment and session it is given, and the name of its rank"
+    child = "import os, sys; print('torch' in sys.modules, os.getppid(), os.environ['RANK'], os.getsid(0) == os.getpid(), open('/proc/self/comm').read()); sys.exit(7)"
+    code = f"""import os, sys
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+children = [SubprocessHandler(sys.executable, ("-c", {child!r}), dict(RANK=str(i), TORCHELASTIC_RUN_ID="x"), None, None, i, None) for i in range(2)]
+print([c.proc.wait() for c in children], os.getpid())"""
+    p = quick_programs.run([sys.executable, "-c", code, "--gpus", "2"], capture_output=True, text=True, timeout=TIMEOUT)
+    assert p.returncode == 0, p.stderr
+    lines = sorted(filter(None, p.stdout.splitlines()))
+    pid = lines[-1].split()[-1]
+    assert lines == [f"True {pid} {i} True rank {i}" for i in range(2)] + [f"[7, 7] {pid}"], p.stderr

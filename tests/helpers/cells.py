@@ -1,5 +1,6 @@
 "Notebooks as the tests read them."
 import ast, json, re
+from functools import lru_cache
 from make_readme import ROOT, text
 
 NBS = sorted(p for p in (ROOT/"nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
@@ -24,6 +25,8 @@ AWAITING = [*OLD, *"""
 def with_outputs(paths): return [p for p in paths if p.stem not in OLD]
 
 def read(path): return json.loads(path.read_text(encoding="utf-8"))
+@lru_cache(8)
+def read_once(path): return read(path) # for a notebook that many tests look at, one after another, and none changes
 def cells(path): return read(path)["cells"]
 def source(c): return text(c["source"])
 def of_kind(nb, kind): return [c for c in nb["cells"] if c["cell_type"] == kind]
@@ -48,6 +51,7 @@ def output_text(o):
 
 def said(nb): return [s for c in of_kind(nb, "code") for o in c["outputs"] for s in output_text(o)]
 
+@lru_cache(1000) # the cells of some notebooks: several rules look at each
 def parsed(code):
     "The syntax tree of a cell's Python, without the lines of `%magic` and `!command`"
     return ast.parse(re.sub(r"^\s*[%!].*$", "", code, flags=re.M))

@@ -2,6 +2,7 @@
 that most tests would learn from. `Popen` and `run` stand for those of `subprocess`. What they start is a process like any other: a child of
 this one, with the environment, folder, streams, session and arguments that it is given; it ends with Python's own exit codes, and takes
 signals. But it begins with modules loaded: a test of what is imported, of memory, or of Python's options starts the real program.
+What `--gpus` starts by torchrun are copies, too, called `rank 0`, `rank 1`, ... by the system.
 
 Where that can't be (no Linux, other options of Python, other settings of libraries that are loaded) the real program starts. Run as a program,
 this file is the process that is copied."""
@@ -10,8 +11,8 @@ from contextlib import contextmanager, suppress
 
 PRELOAD = """numpy torch torch._dynamo torch.distributed safetensors.torch tokenizers tqdm jinja2 msgspec packaging.version
     matplotlib.figure matplotlib.backends.backend_agg""".split()
-GIVEN = set("""PYTHONPATH PYTHONIOENCODING PYTHONUNBUFFERED OMP_NUM_THREADS TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR""".split()) # a copy can be told these
-READ_LATER = "TORCH_NCCL", "TORCH_FR", "TORCH_ELASTIC" # and those that begin so
+GIVEN = set("""PYTHONPATH PYTHONSAFEPATH PYTHONIOENCODING PYTHONUNBUFFERED OMP_NUM_THREADS TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR""".split()) # a copy can be told these
+READ_LATER = "TORCH_NCCL", "TORCH_FR", "TORCH_ELASTIC", "TORCHELASTIC" # and those that begin so
 READ_AT_IMPORT = "PYTHON TORCH TRITON OMP KMP MKL LD_ MPL ATEN C10 PT_ NUMPY OPENBLAS LANG LC_".split() # those that begin so it can't
 SUBREAPER = 36 # PR_SET_CHILD_SUBREAPER of Linux' prctl.h
 
@@ -22,8 +23,9 @@ def settings(env): return {k: v for k, v in env.items() if k.startswith(tuple(RE
 PLAIN, ENV, LOCK, SERVER = subprocess.Popen, {**os.environ}, threading.Lock(), {} # as they are before the first test
 
 class Server:
-    "The process that is copied, which begins with the first program"
-    def __init__(self):
+    "The process that is copied, which begins with the first program, or has begun already"
+    def __init__(self, line=None):
+        if line: self.line = line; return
         self.line, theirs = socket.socketpair()
         with theirs: self.process = PLAIN([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                                           env=ENV)
@@ -58,7 +60,7 @@ def program(words):
     if words[:1] == ["-c"] and len(words) > 1: return unbuffered, words[1], ["-c", *words[2:]]
     return (unbuffered, None, words) if words and not words[0].startswith("-") else None
 
-def Popen(words, **kw):
+def Popen(args, **kw):
     "`subprocess.Popen`, which is asked anew at each call: a fixture puts another in its place"
     class Quick(subprocess.Popen):
         def _execute_child(self, *args):
@@ -70,7 +72,7 @@ def Popen(words, **kw):
             with LOCK: self.pid = server().fork(streams, env=env, what=what, cwd=os.fspath(a["cwd"] or os.getcwd()), session=a["start_new_session"])
             self._child_created = True
             self._close_pipe_fds(*(a[o] for o in "p2cread p2cwrite c2pread c2pwrite errread errwrite".split()))
-    return (Quick if sys.platform == "linux" else subprocess.Popen)(words, **kw)
+    return (Quick if sys.platform == "linux" else subprocess.Popen)(args, **kw)
 
 def run(words, capture_output=False, input=None, timeout=None, **kw):
     "`subprocess.run`"
@@ -118,14 +120,26 @@ def serve(line):
         send(line, struct.unpack("i", os.read(r, 4))[0])
         os.close(r)
 
-def become(fds, env, what, cwd, session, base):
-    "Take on all that makes a program, and return its source, where that is from, and its module"
+def starts_others(env, what, **how):
+    "Whether it is a command that starts a group of processes, and none of these"
+    return "RANK" not in env and any(w.startswith("--gpus") for w in what[2])
+
+def leave_server():
+    "Fork. Returns a line to the copy, and in that none: it is as it was before it became a program, and can be copied in its turn"
+    ours, theirs = socket.socketpair()
+    if os.fork(): theirs.close(); return ours, None
+    ours.close()
+    return None, theirs
+
+def become(fds, env, what, cwd, session, base, others=None):
+    "Take on all that makes a program, and return its source, where that is from, and its module. `others` is a line to what it can copy"
     unbuffered, code, argv = what
     if session: os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.flush(); sys.stderr.flush()
     for i, fd in enumerate(fds): os.dup2(fd, i)
-    os.closerange(3, 1 << 16)
+    if others: os.dup2(others.detach(), 3, inheritable=False)
+    os.closerange(3 + bool(others), 1 << 16)
     os.chdir(cwd)
     os.environ.clear(); os.environ.update(env)
     encoding, _, errors = env.get("PYTHONIOENCODING", "").partition(":")
@@ -138,11 +152,17 @@ def become(fds, env, what, cwd, session, base):
         new.mode = mode[0]
         setattr(sys, name, new); setattr(sys, f"__{name}__", new)
     first = "" if code is not None else os.path.dirname(os.path.realpath(argv[0]))
-    sys.path[:] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *base]
+    safe = sys.version_info >= (3, 11) and env.get("PYTHONSAFEPATH")
+    sys.path[:] = [*[first]*(not safe), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *base]
     sys.argv[:], sys.orig_argv[:] = argv, [sys.executable, *(["-c", code, *argv[1:]] if code is not None else argv)]
     import numpy, torch
     numpy.random.seed() # Python's own random numbers begin anew in a fork, NumPy's don't
     if n := env.get("OMP_NUM_THREADS"): torch.set_num_threads(int(n)) # was read when PyTorch was loaded
+    if others:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+        SERVER[os.getpid()], subprocess_handler.Popen = Server(socket.socket(fileno=3)), Popen
+    if rank := env.get("RANK"):
+        with open("/proc/self/comm", "w") as f: f.write(f"rank {rank}")
     main = sys.modules["__main__"] = type(sys)("__main__")
     if code is None:
         main.__file__ = os.path.abspath(argv[0])
@@ -181,4 +201,10 @@ if __name__ == "__main__":
         except ImportError: pass
     gc.freeze() # what all share is looked through by none
     streams, wanted = serve(line)
-    end(run_as_main(*become(streams, base=path, **wanted)))
+    others = None
+    while starts_others(**wanted) and not others:
+        others, line = leave_server()
+        if line:
+            for fd in streams: os.close(fd)
+            streams, wanted = serve(line)
+    end(run_as_main(*become(streams, base=path, others=others, **wanted)))

@@ -1,13 +1,14 @@
 """On a CPU, processes that `llm_speedrun.distributed.spawn` starts begin as copies of one that has imported torch: importing takes each three
 seconds of CPU, and is nothing that a test would learn from. What they are told by the environment they get as ever. They wait for one
 another for as long as anything in the tests is waited for: on a busy machine one of them may come minutes after the others."""
-import multiprocessing, multiprocessing.forkserver, multiprocessing.util, os
+import gc, multiprocessing, multiprocessing.forkserver, multiprocessing.util, os
 from unittest.mock import patch
 import torch.multiprocessing
 from helpers.timeouts import TIMEOUT
 
 def in_environment(env, target, args):
     os.environ.clear(); os.environ.update(env)
+    gc.freeze() # what all begin with
     from llm_speedrun.distributed import spawn, world
     join = world.join_world
     world.join_world = spawn.join_world = lambda *args, **limits: join(*args, **limits | dict(timeout=TIMEOUT, patience=TIMEOUT))

@@ -2,6 +2,7 @@
 fails, or hides a failure. Clocks are faked (`clock`), work is counted (`calls_of`), conditions are polled (`wait_until`), and the one
 limit is `timeouts.TIMEOUT`."""
 import ast, re
+from functools import cache
 from pathlib import Path
 import pytest
 from helpers.cells import NBS, exported, of_kind, parsed, read, source
@@ -110,6 +111,7 @@ def same(a, b): return ast.dump(ast.parse(a)) == ast.dump(ast.parse(b))
 
 PLACES = {p.name: p for p in sorted(HERE.rglob("*.py")) if p.name != "timeouts.py"} | {p.stem: p for p in NBS}
 
+@cache # for what is allowed there, too
 def found_in(name):
     path = PLACES[name]
     if path.suffix == ".py": return [*wrong(path.read_text(encoding="utf-8"), float("inf"))] if path != Path(__file__) else []

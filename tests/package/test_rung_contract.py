@@ -1,6 +1,6 @@
 """The contract of a rung: it has an effect or is left out, it computes the same function or says that it doesn't, and it returns a run. Each case is
 shown as a user sees it: by the command, with one process; two processes train in `test_two_processes_say_it_once`."""
-import json, os, shutil, subprocess, sys
+import json, os, shutil
 import pytest, torch
 from llm_speedrun import plugins
 from llm_speedrun.cli import speedrun_eval, speedrun_export, speedrun_sample, speedrun_train
@@ -15,6 +15,7 @@ from llm_speedrun.runs import build
 from llm_speedrun.train.config import TrainConfig
 from llm_speedrun.train.resolve import plan_lines
 from llm_speedrun.train.trainer import Trainer, train
+from helpers import quick_programs
 from helpers.timeouts import TIMEOUT
 from helpers.tiny_runs import NANO, cache, fails, nano, options, texts
 from test_plugins import forget
@@ -378,5 +379,5 @@ def test_two_processes_say_it_once(tmp_path, code, more, part):
     (tmp_path/"mine.py").write_text(code, encoding="utf-8")
     words = [*WORDS.replace("--model nano", "--model tiny").replace("--step_tokens 256", "--step_tokens 512").split(), "--name", "two", "--gpus", "2", "--num_evals", "1", *more.split()]
     command = python_command("from llm_speedrun.cli import speedrun_train; speedrun_train()", *words)
-    p = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path, env=os.environ | dict(CUDA_VISIBLE_DEVICES="-1"))
+    p = quick_programs.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path, env=os.environ | dict(CUDA_VISIBLE_DEVICES="-1"))
     assert p.returncode == 2 and p.stderr.count("error: ") == 1 and part in p.stderr and "Traceback" not in p.stderr, p.stderr
