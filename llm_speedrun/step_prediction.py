@@ -9,11 +9,12 @@ __all__ = []
 import re
 from collections import Counter
 from dataclasses import replace
-import msgspec, torch
+import msgspec, torch, torch.nn as nn
 from .datasheets import LAUNCH_MS, find_gpu
 from .io_utils import InputError
 from .measure import CachedMeasurement, default_device, fmt, machine
 from .model import GPT
+from .op_counter import count
 from .plugins import lines_in, where
 from .roofline import Ceilings, by_kind, ceilings, op_ms, predict_ms
 from .rung_registry import rung_name
@@ -65,11 +66,15 @@ def uncounted(ops): # as `count_ops` returns them
 
 # %% ../nbs/source/step_prediction.ipynb #59prd010
 def measure_launch():
-    "Measure the milliseconds of a kernel that does nothing to speak of, one after another"
-    x = torch.zeros(1, device=default_device())
-    def launches():
-        for _ in range(100): x.add_(1)
-    return summarize(sample_ms(launches, 20)).ms/100
+    "Measure the milliseconds of an operation in passes so small that Python, autograd and launches are all"
+    device = default_device()
+    def build():
+        parts = [m for _ in range(8) for m in (nn.Linear(8, 8, device=device), nn.GELU())]
+        net, x = nn.Sequential(*parts), torch.randn(8, 8, device=device)
+        return lambda: net(x).sum().backward()
+    calls, step = len(count(build)), build()
+    for _ in range(3): step()
+    return summarize(sample_ms(step, 20)).ms/calls
 
 launch_time = CachedMeasurement(measure_launch) # this machine's
 
