@@ -77,6 +77,23 @@ def accelerated(root):
         mean = lambda curve, n: f"{sum(curve[n - 10:n])/10:.3f}"
         yield table(["loss at step", *map(str, points)], [[BY_ITSELF[r["rung"]], *(mean(r["curve"], n) for n in points)] for r in rs])
 
+# --- explained models ---
+
+OFF = 1.2 # times its prediction, from which on a kind of operation stands in the table
+
+def explained(root):
+    "A line on the machine, a table of steps, and one of the kinds of operations that took longest over what was predicted"
+    records = json.loads((folder(root)/"explain/nvidia-h200.json").read_text(encoding="utf-8"))
+    ratio = lambda r: r["measured_ms"]/r["predicted_ms"]
+    kinds = [(r, k) for r in records for k in r["kinds"] if k["measured_ms"] and k["measured_ms"] > .05*r["measured_ms"] and ratio(k) > OFF]
+    shape = lambda r: " and ".join(" × ".join(f"{n:,}" for n in s) for s in r["batch"][:1])
+    yield "Measured on one {gpu}, driver {driver}, PyTorch {torch}, Triton {triton}, {date}:".format(**records[0])
+    yield table(["model", "batch", "with", "predicted ms", "measured ms", "measured / predicted", "bound by"],
+                [[r["name"], shape(r), ", ".join(r["rungs"]) or "nothing", f"{r['predicted_ms']:.1f}", f"{r['measured_ms']:.1f}", f"{ratio(r):.2f}×", r["bound"]] for r in records])
+    yield "Kinds with over 5% of a step's time that took over {:.0%} of their prediction:".format(OFF)
+    yield table(["model", "kind", "predicted ms", "measured ms", "measured / predicted"],
+                [[r["name"], k["kind"], f"{k['predicted_ms']:.1f}", f"{k['measured_ms']:.1f}", f"{ratio(k):.2f}×"] for r, k in kinds])
+
 # --- what the finale printed ---
 
 def finale_texts(root):
@@ -107,7 +124,7 @@ def environment(root):
     "That of all pages, with what these templates use"
     env, top, race = for_all_pages(), record(**TOP), newest(folder(root))
     env.globals |= dict(record=record, gain=gain, of_two=of_two, step=step, rounded=rounded, top=top,
-                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), accelerated=list(accelerated(root)), lead=race[OURS],
+                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), accelerated=list(accelerated(root)), explained=list(explained(root)), lead=race[OURS],
                         lead_needs=packages(race), rival=best(race, "torch.compile"),
                         finale_tokens=finale_tokens(root))
     return env
