@@ -2,11 +2,13 @@
 import copy, math
 from dataclasses import replace
 from importlib.util import find_spec
-import numpy as np, pytest, torch
+from types import SimpleNamespace
+import numpy as np, pytest, torch, torch.distributed as dist
 from helpers.tiny_runs import NANO, fails
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model_config import WORKLOADS
 from llm_speedrun.rungs.documents import within_documents
+from llm_speedrun.rungs.fsdp import mesh_of
 from llm_speedrun.runs import build
 from llm_speedrun.stepper import StepSync, Stepper
 from llm_speedrun.distributed.world import World
@@ -192,6 +194,7 @@ HYBRID_MISTAKES = dict(copies_apart=copies_apart, mean_of_a_copy=mean_of_a_copy,
 
 @pytest.fixture(scope="module")
 def four(once):
+    if 0 < torch.cuda.device_count() < 4: pytest.skip("four processes want as many GPUs, or none")
     cases = HYBRID | {k: (FUSED, "", dict(change=f, **EIGHT), "eight") for k, f in HYBRID_MISTAKES.items()}
     cases = {k: (rungs, f":replicas=2{options}", *more) for k, (rungs, options, *more) in cases.items()}
     return once("hsdp", lambda: run_distributed(4, every, cases))
@@ -213,16 +216,30 @@ def test_copies_stay_equal(name, four):
 def test_a_mistake_with_copies_is_seen(name, four, alone):
     assert differs(four[0][name], alone["eight"], dict(rel=1e-4, abs=1e-4))
 
+FOUR = SimpleNamespace(device_type="cpu", mesh_dim_names=("dp", "tp"), size=lambda i: (4, 1)[i], get_local_rank=lambda dim: 0)
+
+@pytest.mark.parametrize("replicas", [-2, 0, 3, 4, 8])
+def test_copies_that_cannot_be(replicas):
+    with fails(InputError, "the 4 processes", f"{replicas} replicas", "or ddp"): mesh_of(World(0, 4, FOUR), replicas)
+
+def test_groups_of_copies_are_made_once(monkeypatch):
+    "For the next run of this world, too: NCCL keeps memory for each"
+    made, world = [], World(0, 4, FOUR)
+    monkeypatch.setattr(dist, "init_device_mesh", lambda *args, **kw: (made.append(args), {("dp_replicate", "dp_shard"): "mesh"})[1])
+    assert mesh_of(world, 2) == mesh_of(world, 2) == "mesh" and made == [("cpu", (2, 2, 1))]
+    assert replace(world, rank=1).hybrid == {}    # which may have another mesh
+
 GPU_CASES = {"fp8": (["tf32", *FP8, "fused_adamw"], "", dict(config=WORKLOADS["tiny"]), ""),
              "fp8, bf16": (["tf32", *FP8, "fused_adamw"], ":reduce=bf16", dict(config=WORKLOADS["tiny"], micro=2), ""),
              "selective": (["bf16", *FUSED, "selective_checkpoint", "adamw8bit"], "", dict(config=WORKLOADS["tiny"]), ""),
              "compile": (["bf16", "flash", "chunked_ce", "compile", "fused_adamw"], "", dict(config=WORKLOADS["tiny"]), "")}
 
 @pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_are_one():
+@pytest.mark.parametrize("gpus, more", [(2, ""), (4, ":replicas=2")])
+def test_several_gpus_are_one(gpus, more):
     "The kernels of a GPU, and NCCL"
-    both = run_distributed(2, every, GPU_CASES)
+    if torch.cuda.device_count() < gpus: pytest.skip(f"needs {gpus} GPUs")
+    both = run_distributed(gpus, every, {k: (rungs, options + more, *how) for k, (rungs, options, *how) in GPU_CASES.items()})
     for k, (rungs, _, how, _) in GPU_CASES.items():
         alone = trained(World(), rungs, **how)
         for got in both: assert not differs(got[k], alone, dict(rel=3e-2)), k
