@@ -2,8 +2,9 @@
     tests/bench_tensor_parallel.py OUT [--gpus 2] [--models 124m,1b] [--rounds 5] [--reps 4] [--async_tp] [--tiny]
 PyTorch's side is what its documentation and torchtitan do: `parallelize_module` with sequence parallel between the blocks, one all-gather for
 each of attention and MLP, `loss_parallel`, SDPA, autocast to bf16 with a bf16 residual stream, fused AdamW, each block compiled. Both sides
-have the same weights, tokens and clipping. --async_tp adds a sitting with PyTorch's overlapped matmuls (symmetric memory), on its own since it
-may not run everywhere. Writes OUT/tensor_parallel.json after each sitting. Without GPUs: --tiny, two processes of a CPU, to see that it runs."""
+have the same weights, tokens and clipping. A second sitting has PyTorch's with weights and moments in bf16, which trains worse and is
+the least that it can take. --async_tp adds a third with its overlapped matmuls (symmetric memory), which may not run everywhere. Each sitting has
+our step, too. Writes OUT/tensor_parallel.json after each. Without GPUs: --tiny, two processes of a CPU, to see that it runs."""
 import argparse, json, os
 from contextlib import nullcontext
 from functools import partial
@@ -134,20 +135,19 @@ def pytorch_step(config, batch, world, compiled=False, narrow=False, async_tp=Fa
         return step
     return build_step
 
-def versions(config, batch, world, rungs, async_tp=False):
-    "Name -> builder of its step"
+def versions(config, batch, world, rungs, kind):
+    "Name -> builder of its step. A sitting has one compiled version of PyTorch's: a second one would get the first one's code, or fail (2.13)"
     cut = [*rungs, f"tensor_parallel:size={world.size}"]
-    ours = {"ours": make_step(config, cut, batch, world=world)}
-    theirs = partial(pytorch_step, config, batch, world)
-    if async_tp: return ours | {"PyTorch, compiled": theirs(compiled=True), "PyTorch, async TP": theirs(compiled=True, async_tp=True)}
+    ours, theirs = {"ours": make_step(config, cut, batch, world=world)}, partial(pytorch_step, config, batch, world)
+    if kind == "bf16": return ours | {"PyTorch, compiled, weights in bf16": theirs(compiled=True, narrow=True)}
+    if kind == "async": return ours | {"PyTorch, compiled, async TP": theirs(compiled=True, async_tp=True)}
     return {"one GPU, ours": make_step(config, rungs, batch)} | ours | {
-        "ours, compiled": make_step(config, [*cut, "compile"], batch, world=world), "PyTorch": theirs(),
-        "PyTorch, compiled": theirs(compiled=True), "PyTorch, compiled, weights in bf16": theirs(compiled=True, narrow=True)}
+        "ours, compiled": make_step(config, [*cut, "compile"], batch, world=world), "PyTorch": theirs(), "PyTorch, compiled": theirs(compiled=True)}
 
-def sitting(world, config, batch, rungs, async_tp, rounds, reps):
+def sitting(world, config, batch, rungs, kind, rounds, reps):
     "In each process: all versions interleaved. Name -> `Measured`, the first step's loss of each, and what failed"
     steps, res, losses, failed = {}, {}, {}, {}
-    for name, build in versions(config, batch, world, rungs, async_tp).items():
+    for name, build in versions(config, batch, world, rungs, kind).items():
         def noted():
             step = build()
             losses[name] = step().item()
@@ -160,23 +160,23 @@ def sitting(world, config, batch, rungs, async_tp, rounds, reps):
     for k, m in turns.items(): res[k].rounds = m.rounds
     return res, losses, failed
 
-def record(config, batch, gpus, name, m, first, base, peak):
+def record(config, batch, gpus, kind, name, m, first, base, peak):
     "What is saved of a version"
     tokens = batch*config.seq_len
-    return dict(version=name, workload=config.name, gpus=1 if name == "one GPU, ours" else gpus, tokens=tokens, ms=m.times.ms, p20=m.times.p20, p80=m.times.p80,
-                tok_s=tokens/m.times.ms*1e3, peak_gib=peak, first_loss=first, warmup_s=m.warmup_s, rounds=m.rounds, **(speedup(base, m) if base else {}), **machine())
+    return dict(version=name, sitting=kind, workload=config.name, gpus=1 if name == "one GPU, ours" else gpus, tokens=tokens, ms=m.times.ms, p20=m.times.p20, p80=m.times.p80,
+                tok_s=tokens/m.times.ms*1e3, peak_gib=peak, first_loss=first, warmup_s=m.warmup_s, rounds=m.rounds, **speedup(base, m), **machine())
 
-def measure(out, config, batch, gpus, rungs=RUNGS, async_tp=False, rounds=5, reps=4):
-    "Measure a sitting in processes of its own, add it to OUT/tensor_parallel.json, print it. Ratios are to PyTorch, compiled"
+def measure(out, config, batch, gpus, rungs=RUNGS, kind="plain", rounds=5, reps=4):
+    "Measure a sitting in processes of its own, add it to OUT/tensor_parallel.json, print it. A ratio is of the speed of ours in that sitting"
     from bench_tensor_parallel import sitting # by this name the other processes find it, also from a script
-    every = run_distributed(gpus, sitting, config, batch, rungs, async_tp, rounds, reps, tp=gpus)
-    (res, first, failed), base = every[0], "PyTorch, compiled"
+    every = run_distributed(gpus, sitting, config, batch, rungs, kind, rounds, reps, tp=gpus)
+    res, first, failed = every[0]
     peak = lambda k: max(r[k].peak_gib for r, *_ in every) if res[k].peak_gib else None
-    found = [record(config, batch, gpus, k, m, first[k], res.get(base), peak(k)) for k, m in res.items()]
+    found = [record(config, batch, gpus, kind, k, m, first[k], res["ours"], peak(k)) for k, m in res.items()]
     path = Path(out)/"tensor_parallel.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else []) + found, indent=1))
-    print(f"\n{config.name}, {batch} x {config.seq_len} tokens, {gpus} processes\n{'':36}{'ms':>9}{'tokens/s':>12}  of PyTorch, compiled{'GiB':>7}{'loss':>9}")
+    print(f"\n{config.name}, {batch} x {config.seq_len} tokens, {gpus} processes\n{'':36}{'ms':>9}{'tokens/s':>12}  of the speed of ours{'GiB':>7}{'loss':>9}")
     for r in found:
         print(f"{r['version']:36}{r['ms']:9.2f}{r['tok_s']:12,.0f}  {r['ratio']:.3f} ({r['ratio_p10']:.3f} to {r['ratio_p90']:.3f}){r['peak_gib'] or 0:7.1f}"
               f"{r['first_loss']:9.4f}", flush=True)
@@ -192,9 +192,9 @@ def main():
     c = p.parse_args()
     if not (c.tiny or on_gpus(c.gpus)): p.error(f"there are no {c.gpus} GPUs here: --tiny runs on a CPU")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1") # async TP copies from GPU to GPU, and needs none
-    for async_tp in (False, True) if c.async_tp else (False,):
+    for kind in ("plain", "bf16", *["async"]*c.async_tp):
         for name in ("tiny",) if c.tiny else c.models.split(","):
-            try: measure(c.out, workload(name), BATCH.get(name, 4), c.gpus, c.rungs.split(","), async_tp, c.rounds, c.reps)
-            except RunError as e: print(f"{name}{', async TP'*async_tp}: {e}", flush=True) # the other sittings can still be taken
+            try: measure(c.out, workload(name), BATCH.get(name, 4), c.gpus, c.rungs.split(","), kind, c.rounds, c.reps)
+            except RunError as e: print(f"{name}, {kind}: {e}", flush=True) # the other sittings can still be taken
 
 if __name__ == "__main__": main()
