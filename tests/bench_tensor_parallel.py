@@ -120,6 +120,8 @@ def pytorch_step(config, batch, world, compiled=False, narrow=False, async_tp=Fa
         torch.set_float32_matmul_precision("high")
         if async_tp:
             from torch._inductor import config as inductor
+            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+            enable_symm_mem_for_group(world.group("tp").group_name)
             scope = lambda: inductor.patch(_micro_pipeline_tp=True)
         if compiled:
             for layer in model.layers: layer.compile(fullgraph=True)
