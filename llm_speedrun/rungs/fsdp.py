@@ -116,8 +116,8 @@ def mesh_of(world, replicas): # a `World` of several; copies of the model
     n = world.rank_and_size("dp")[1]
     if replicas == 1: return world.mesh["dp"]
     if replicas > 0 and n % replicas == 0 and n > replicas: return world.hybrid_mesh(replicas)
-    raise InputError(f"rung 'fsdp': the {n} processes that share a step can't form {replicas} replicas of two "
-                     "or more: choose a divisor of their number for replicas, or ddp for a copy in each")
+    raise InputError(f"rung 'fsdp': the {n} processes that share a step can't form {replicas} replicas of "
+                     "two or more: choose a divisor of their number for replicas, or ddp for a copy in each")
 
 # %% ../../nbs/6_many_gpus/63_fsdp.ipynb #dc19852e
 REDUCE = dict(fp32=torch.float32, bf16=torch.bfloat16)
