@@ -127,7 +127,7 @@ def shard_of(run, name, p): # a `Run`, a parameter's name, and it
     own = local(p.detach())
     if own.shape != p.shape: start[0] = chunk_start(shape[0], *held["dp"])
     for e in reversed(run.grad_reducers): shape, start = e.global_offset(name, shape, start)
-    first = [world.rank_and_size(d)[0] == held.get(d, (1, 0))[1] for d in ("dp", "tp")] # of those that have it
+    first = [world.rank_and_size(d)[0] == held.get(d, (1, 0))[1] for d in ("dp", "tp")] # that has it
     return Shard(own, tuple(shape), tuple(start), all(first))
 
 def shards_of(run): # a `Run`

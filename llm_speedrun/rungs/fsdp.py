@@ -65,10 +65,9 @@ class FSDP(GradReducer):
     def __init__(self, run, # a `Run` whose model is cut
                  each, # reduce after each micro-batch
                  mesh): # as for `shard`
-        from torch.distributed.tensor import DTensor
         self.model, self.each, self.n = run.model, each, run.world.rank_and_size("dp")[1]
         self.group, self.sharing = run.world.group("dp"), mesh.get_group(mesh.ndim - 1)
-        self.cut = {n for n, p in run.model.named_parameters() if isinstance(p, DTensor)}
+        self.cut = {n for n, p in run.model.named_parameters() if hasattr(p, "to_local")}
 
     def micro(self, last): # whether the micro-batch is the step's last one
         "Return an empty context; it sets how the hooks behave"
