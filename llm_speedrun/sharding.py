@@ -122,12 +122,13 @@ def chunk_start(n, parts, i): # rows, number of parts, which of them
 def shard_of(run, name, p): # a `Run`, a parameter's name, and it
     "Return the `Shard` of a parameter that this process holds"
     shape, start, world = tuple(p.shape), [0]*p.ndim, run.world
-    own, (i, n) = local(p.detach()), world.rank_and_size("dp")
-    if own.shape != p.shape: start[0] = chunk_start(shape[0], n, i)
+    spread = [(e.dim, g) for e in run.grad_reducers for g in e.groups(name)]
+    held = {dim: (dist.get_world_size(g), dist.get_rank(g)) for dim, g in spread}
+    own = local(p.detach())
+    if own.shape != p.shape: start[0] = chunk_start(shape[0], *held["dp"])
     for e in reversed(run.grad_reducers): shape, start = e.global_offset(name, shape, start)
-    spread = [g for e in run.grad_reducers for g in e.groups(name)]
-    alone = lambda d: world.group(d) in spread or world.rank_and_size(d)[0] == 0
-    return Shard(own, tuple(shape), tuple(start), world.size == 1 or alone("dp") and alone("tp"))
+    first = [world.rank_and_size(d)[0] == held.get(d, (1, 0))[1] for d in ("dp", "tp")] # that has it
+    return Shard(own, tuple(shape), tuple(start), all(first))
 
 def shards_of(run): # a `Run`
     "Return name -> `Shard` of each parameter"

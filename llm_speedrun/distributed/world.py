@@ -8,7 +8,7 @@ __all__ = ['World']
 # %% ../../nbs/source/distributed/world.ipynb #c115082f
 import itertools, json, os, pickle, re, threading, time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -158,6 +158,7 @@ class World:
     rank: int = 0 # of this process
     size: int = 1 # how many there are
     mesh: object = None # PyTorch's `DeviceMesh` over them, dimensions "dp" and "tp"; None for one alone
+    hybrid: dict = field(default_factory=dict, init=False, repr=False, compare=False) # for `hybrid_mesh`
 
     @property
     def first(self): return self.rank == 0 # whether this process speaks and writes for all
@@ -170,6 +171,16 @@ class World:
         "Return the rank of this process along a dimension of the mesh, and how many there are"
         if self.size == 1: return 0, 1
         return self.mesh.get_local_rank(dim), self.mesh.size(self.mesh.mesh_dim_names.index(dim))
+
+    def hybrid_mesh(self, replicas): # that the processes along "dp" form; must divide them
+        """Return a mesh for "dp", dimensions "dp_replicate" and "dp_shard": neighbours share a replica.
+        Made once, for its groups take memory. All processes must call it"""
+        if replicas not in self.hybrid:
+            names = "dp_replicate", "dp_shard", "tp"
+            shape = replicas, self.rank_and_size("dp")[1]//replicas, self.rank_and_size("tp")[1]
+            made = dist.init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=names)
+            self.hybrid[replicas] = made[names[:2]]
+        return self.hybrid[replicas]
 
     def mean(self, x): # a number that each process has its own of
         "Return the mean of a number over all processes, a float. Waits for them"

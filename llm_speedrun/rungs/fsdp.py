@@ -29,7 +29,7 @@ def reshard_after_eval(model, args, out): # as a forward hook is called
 
 # %% ../../nbs/6_many_gpus/63_fsdp.ipynb #054edfbe
 def shard(model, # a `GPT`, changed in place: its matrices become rows of `DTensor`s
-          mesh, # the processes to share it, of one dimension
+          mesh, # the processes to share it; of two dimensions, each row of them has a copy
           gather, # type in which a block's matrices are sent
           reduce, # type in which gradients are sent and added up
           reshard): # give a block's matrices back after its forward pass
@@ -63,20 +63,21 @@ class FSDP(GradReducer):
     "FSDP2's gradient reducer: its hooks gather and reduce what is sharded. The rest is reduced afterwards"
     hooked = True
     def __init__(self, run, # a `Run` whose model is cut
-                 each): # reduce after each micro-batch
-        from torch.distributed.tensor import DTensor
+                 each, # reduce after each micro-batch
+                 mesh): # as for `shard`
         self.model, self.each, self.n = run.model, each, run.world.rank_and_size("dp")[1]
-        self.group = run.world.group("dp")
-        self.cut = {n for n, p in run.model.named_parameters() if isinstance(p, DTensor)}
+        self.group, self.sharing = run.world.group("dp"), mesh.get_group(mesh.ndim - 1)
+        self.cut = {n for n, p in run.model.named_parameters() if hasattr(p, "to_local")}
 
     def micro(self, last): # whether the micro-batch is the step's last one
         "Return an empty context; it sets how the hooks behave"
         self.model.set_requires_gradient_sync(last or self.each)
+        self.model.set_requires_all_reduce(last) # among copies, whose link may be slow
         return nullcontext()
 
     def groups(self, name): # of a parameter
-        "Return the processes that share the batch, for a sharded parameter"
-        return (self.group,) if name in self.cut else ()
+        "Return the processes that have its shards, for a sharded parameter"
+        return (self.sharing,) if name in self.cut else ()
 
 # %% ../../nbs/6_many_gpus/63_fsdp.ipynb #da06e45c
 @patch
@@ -108,6 +109,15 @@ def backward_uses_saved_copies(run): # a `Run`
     again = {"checkpoint", "selective_checkpoint", "compile"} # which may ask for the weights themselves
     return {"heads", "out", "mlp"} <= {*parts} and not again & {*run.rungs}
 
+# %% ../../nbs/6_many_gpus/63_fsdp.ipynb #7d9f0992
+def mesh_of(world, replicas): # a `World` of several; copies of the model
+    "Return the mesh for `shard`. Raises `InputError` where the processes can't form so many copies"
+    n = world.rank_and_size("dp")[1]
+    if replicas == 1: return world.mesh["dp"]
+    if replicas > 0 and n % replicas == 0 and n > replicas: return world.hybrid_mesh(replicas)
+    raise InputError(f"rung 'fsdp': the {n} processes that share a step can't form {replicas} replicas of "
+                     "two or more: choose a divisor of their number for replicas, or ddp for a copy in each")
+
 # %% ../../nbs/6_many_gpus/63_fsdp.ipynb #dc19852e
 REDUCE = dict(fp32=torch.float32, bf16=torch.bfloat16)
 
@@ -115,15 +125,17 @@ REDUCE = dict(fp32=torch.float32, bf16=torch.bfloat16)
 def fsdp(run, # a `Run`
          reduce="fp32", # type in which gradients are sent and added up: fp32 or bf16
          reshard=True, # gather a block's weights again for its backward pass
-         each=False): # reduce gradients after each micro-batch: less memory, and more to send
+         each=False, # reduce gradients after each micro-batch: less memory, and more to send
+         replicas=1): # copies of the sharded model (HSDP), such as one for each machine
     """Shard weights, gradients and optimizer state over the processes (FSDP2, `fully_shard`).
     Alone it changes nothing. Raises `InputError` for rungs that it isn't compatible with"""
     check_goes(run)
     how = dict(reduce=lookup(REDUCE, reduce, "type of the reduction"), gather=DTYPES[run.fmt])
     if run.world.size == 1: return run
-    run = run.with_model(partial(shard, mesh=run.world.mesh["dp"], reshard=reshard, **how))
+    mesh = mesh_of(run.world, replicas)
+    run = run.with_model(partial(shard, mesh=mesh, reshard=reshard, **how))
     if backward_uses_saved_copies(run):
         for b in run.model.layers: b.set_unshard_in_backward(False)
-    run = replace(run, grad_reducers=run.grad_reducers + (FSDP(run, each),), sync=ParallelStepSync)
+    run = replace(run, grad_reducers=run.grad_reducers + (FSDP(run, each, mesh),), sync=ParallelStepSync)
     if any(p.is_meta for p in run.model.parameters()): init_sharded_params(run)
     return run

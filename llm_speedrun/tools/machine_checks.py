@@ -194,11 +194,12 @@ def check_links(have): # as for `check_same`
 # %% ../../nbs/source/tools/machine_checks.ipynb #9119e029
 def check_network(have): # as for `check_same`
     "Check what leads from one machine to another, where there are several"
-    if len({h["machine"] for h in have}) < 2: return
+    if (machines := len({h["machine"] for h in have})) < 2: return
     dead = [r for r, h in enumerate(have) if not any("ACTIVE" in s for s in h["fabric"].values())]
     if not dead: yield ok("network", "; ".join(f"{k} {v}" for k, v in have[0]["fabric"].items()))
     else: yield note("network", f"{named(dead)} has no InfiniBand or RoCE device that is up: messages "
-                     "between machines go by TCP, which is slow for fsdp. Look at ibstat, or take ddp")
+                     "between machines go by TCP, which is slow for fsdp. Look at ibstat, or take "
+                     f"fsdp:replicas={machines}, whose weights stay inside of a machine, or ddp")
 
 # %% ../../nbs/source/tools/machine_checks.ipynb #96f4b4fa
 def check_settings(have): # as for `check_same`

@@ -2,11 +2,13 @@
 import copy, math
 from dataclasses import replace
 from importlib.util import find_spec
-import numpy as np, pytest, torch
+from types import SimpleNamespace
+import numpy as np, pytest, torch, torch.distributed as dist
 from helpers.tiny_runs import NANO, fails
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.model_config import WORKLOADS
 from llm_speedrun.rungs.documents import within_documents
+from llm_speedrun.rungs.fsdp import mesh_of
 from llm_speedrun.runs import build
 from llm_speedrun.stepper import StepSync, Stepper
 from llm_speedrun.distributed.world import World
@@ -30,12 +32,12 @@ def larger(run):
     "All weights a little larger, as somebody may change them between an evaluation and what comes next"
     for p in run.model.parameters(): local(p).mul_(1.1)
 
-def trained(world, rungs, micro=1, steps=4, config=CONFIG, change=None):
+def trained(world, rungs, micro=1, steps=4, config=CONFIG, change=None, batch=4):
     "Losses, norms, evaluations between them, and the weights before and after"
     run = build(config, rungs, seed=3, world=world)
     run = change(run) if change else run
     before, step = whole(run), Stepper(run, clip=.5)
-    x, y = torch.randint(config.vocab, (2, 4, config.seq_len), generator=torch.Generator().manual_seed(0)).to(run.device)
+    x, y = torch.randint(config.vocab, (2, batch, config.seq_len), generator=torch.Generator().manual_seed(0)).to(run.device)
     i, n = world.rank_and_size("dp")
     x, y = (t.chunk(n)[i] for t in (x, y))
     said = []
@@ -113,12 +115,12 @@ def differs(got, want, bar):
     return res + ([n for n in want[2] if abs(got[2][n] - want[2][n]).max() > 1e-4] if bar.get("abs") else [])
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_are_one(name, both, alone):
+def test_two_processes_are_one(name, both, alone, cases=CASES):
     "Losses and norms of each step, evaluations, and in FP32 the weights at the end"
-    want = alone[CASES[name][3]]
+    want = alone[cases[name][3]]
     assert want[0][0] - want[0][-2] > .02    # it learns something
     for got in both:
-        bar = BARS.get(CASES[name][3], dict(rel=1e-4, abs=1e-4))
+        bar = BARS.get(cases[name][3], dict(rel=1e-4, abs=1e-4))
         if name == "adamw8bit": bar = dict(rel=1e-4)    # where blocks of 256 begin depends on the part
         if name == "fifty steps":    # norms of a batch that is known by heart are small, and so is what they have in common
             bar = dict(rel=1e-2)
@@ -166,16 +168,78 @@ def test_refused(rungs, words):
 def test_an_option_that_there_is_not():
     with fails(InputError, "fp32", "reduction"): build(CONFIG, ["fsdp:reduce=fp31"])
 
+# Copies of the sharded model (HSDP)
+
+EIGHT = dict(batch=8, micro=2)    # so that each of four processes has two micro-batches
+HYBRID = {
+    "naive": ([], "", {}, "fp32"),
+    "accumulated": (FUSED, "", EIGHT, "eight"),
+    "accumulated, each": (FUSED, ":each=yes", EIGHT, "eight"),
+    "not resharded": ([*FUSED, "fused_adamw"], ":reshard=no", {}, "fp32"),
+    "compile": (["chunked_ce", "compile:backend=aot_eager"], "", {}, "fp32"),
+    "direct_update": ([*FUSED, "head_groups", "fused_adamw", "direct_update"], "", {}, "fp32"),
+    "narrow": CASES["narrow"], "adamw8bit": CASES["adamw8bit"], "bf16_weights": CASES["bf16_weights"],
+    "reduced in bf16": CASES["reduced in bf16"], "fp8": CASES["fp8"]}
+ALONE["eight"] = FUSED, EIGHT
+
+def copies_apart(run):
+    "The copies' gradients stay their own"
+    for e in run.grad_reducers: e.micro = lambda last: torch.enable_grad(run.model.set_requires_all_reduce(False))
+    return run
+def mean_of_a_copy(run):
+    "Divided by the processes of a copy, not by all"
+    for m in [run.model, *run.model.layers]: m.set_gradient_divide_factor(2)
+    return run
+HYBRID_MISTAKES = dict(copies_apart=copies_apart, mean_of_a_copy=mean_of_a_copy, vectors_apart=vectors_apart, kept_whole=kept_whole)
+
+@pytest.fixture(scope="module")
+def four(once):
+    if 0 < torch.cuda.device_count() < 4: pytest.skip("four processes want as many GPUs, or none")
+    cases = HYBRID | {k: (FUSED, "", dict(change=f, **EIGHT), "eight") for k, f in HYBRID_MISTAKES.items()}
+    cases = {k: (rungs, f":replicas=2{options}", *more) for k, (rungs, options, *more) in cases.items()}
+    return once("hsdp", lambda: run_distributed(4, every, cases))
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_two_copies_of_two_shards_are_one(name, four, alone): test_two_processes_are_one(name, four, alone, HYBRID)
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_copies_stay_equal(name, four):
+    "To the bit, on all four; neighbours have different parts, and one of each is written"
+    parts = [got[name][3] for got in four]
+    for n, (_, part, shape, _) in parts[0].items():
+        cut = part.shape != shape or parts[1][n][1].shape != shape    # of a single row the first process has all
+        assert [p[n][3] for p in parts] == [True, cut, False, False], n
+        for i in (0, 1): assert parts[i][n][0] == parts[i + 2][n][0] and (parts[i][n][1] == parts[i + 2][n][1]).all(), n
+        assert (four[0][name][2][n] == four[1][name][2][n]).all()
+
+@pytest.mark.parametrize("name", HYBRID_MISTAKES)
+def test_a_mistake_with_copies_is_seen(name, four, alone):
+    assert differs(four[0][name], alone["eight"], dict(rel=1e-4, abs=1e-4))
+
+FOUR = SimpleNamespace(device_type="cpu", mesh_dim_names=("dp", "tp"), size=lambda i: (4, 1)[i], get_local_rank=lambda dim: 0)
+
+@pytest.mark.parametrize("replicas", [-2, 0, 3, 4, 8])
+def test_copies_that_cannot_be(replicas):
+    with fails(InputError, "the 4 processes", f"{replicas} replicas", "or ddp"): mesh_of(World(0, 4, FOUR), replicas)
+
+def test_groups_of_copies_are_made_once(monkeypatch):
+    "For the next run of this world, too: NCCL keeps memory for each"
+    made, world = [], World(0, 4, FOUR)
+    monkeypatch.setattr(dist, "init_device_mesh", lambda *args, **kw: (made.append(args), {("dp_replicate", "dp_shard"): "mesh"})[1])
+    assert mesh_of(world, 2) == mesh_of(world, 2) == "mesh" and made == [("cpu", (2, 2, 1))]
+    assert replace(world, rank=1).hybrid == {}    # which may have another mesh
+
 GPU_CASES = {"fp8": (["tf32", *FP8, "fused_adamw"], "", dict(config=WORKLOADS["tiny"]), ""),
              "fp8, bf16": (["tf32", *FP8, "fused_adamw"], ":reduce=bf16", dict(config=WORKLOADS["tiny"], micro=2), ""),
              "selective": (["bf16", *FUSED, "selective_checkpoint", "adamw8bit"], "", dict(config=WORKLOADS["tiny"]), ""),
              "compile": (["bf16", "flash", "chunked_ce", "compile", "fused_adamw"], "", dict(config=WORKLOADS["tiny"]), "")}
 
 @pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_are_one():
+@pytest.mark.parametrize("gpus, more", [(2, ""), (4, ":replicas=2")])
+def test_several_gpus_are_one(gpus, more):
     "The kernels of a GPU, and NCCL"
-    both = run_distributed(2, every, GPU_CASES)
+    if torch.cuda.device_count() < gpus: pytest.skip(f"needs {gpus} GPUs")
+    both = run_distributed(gpus, every, {k: (rungs, options + more, *how) for k, (rungs, options, *how) in GPU_CASES.items()})
     for k, (rungs, _, how, _) in GPU_CASES.items():
         alone = trained(World(), rungs, **how)
         for got in both: assert not differs(got[k], alone, dict(rel=3e-2)), k

@@ -11,6 +11,7 @@ from llm_speedrun.stepper import StepSync, Stepper, enter_all
 from llm_speedrun.distributed.world import World
 from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.sharding import shards_of
+from bench_tensor_parallel import parallel_loss, pytorch_model
 from helpers.tiny_runs import NANO, fails
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,13 +27,16 @@ def needs(n): return pytest.mark.skipif(0 < torch.cuda.device_count() < n, reaso
 
 def data(n=4): return torch.randint(NANO.vocab, (2, n, NANO.seq_len), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
+def joined(parts):
+    "Name -> whole array, of the processes' (shape, start, tensor)"
+    res = {}
+    for n, (shape, start, t) in (o for mine in parts for o in mine.items()):
+        res.setdefault(n, np.full(shape, np.nan))[tuple(slice(i, i + k) for i, k in zip(start, t.shape))] = t.cpu().numpy()
+    return res
+
 def whole(run):
     "Name -> each weight put together from all processes' shards"
-    res = {}
-    for mine in run.world.all_gather_object({n: (p.shape, p.start, p.tensor.float().cpu().numpy()) for n, p in shards_of(run).items()}):
-        for n, (shape, start, t) in mine.items():
-            res.setdefault(n, np.full(shape, np.nan))[tuple(slice(i, i + k) for i, k in zip(start, t.shape))] = t
-    return res
+    return joined(run.world.all_gather_object({n: (p.shape, p.start, p.tensor.float().cpu()) for n, p in shards_of(run).items()}))
 
 def train(world, rungs, steps, micro, parallel=("tensor_parallel",), change=lambda run: None):
     "Losses and norms of some steps, whole weights, evaluation, and logits of an odd number of tokens"
@@ -143,18 +147,19 @@ def test_two_processes_are_one():
     assert np.isnan(nan) and np.isnan(nan2)
 
 FOUR = {"fsdp": (FUSED, 50, 1), "ddp": (FUSED, 5, 2)}
+EIGHT = {"fsdp:replicas=2": (FUSED, 5, 1)}
 
-def four(world):
-    "What two times two processes do"
-    return {k: train(world, *how, ("tensor_parallel", k)) for k, how in FOUR.items()}
+def several(world, lists):
+    "What two or four times two processes do"
+    return {k: train(world, *how, ("tensor_parallel", k)) for k, how in lists.items()}
 
-@needs(4)
-def test_four_processes_are_one():
-    "A model cut in two, each half in shards of two or twice there: two halves of the batch"
-    every = run_distributed(4, four, tp=2)
-    for name, how in FOUR.items():
+@pytest.mark.parametrize("n, lists", [pytest.param(4, FOUR, marks=needs(4)), pytest.param(8, EIGHT, marks=[needs(8), pytest.mark.slow])], ids=["four", "eight"])
+def test_more_processes_are_one(n, lists):
+    "A model cut in two, each half in shards of two or twice there: two halves of the batch. Of eight, two copies of the four's shards"
+    every = run_distributed(n, several, lists, tp=2)
+    for name, how in lists.items():
         want = train(World(), *how)
-        for got in every: check((*got[name][:2], want[2], got[name][3]), want)    # each evaluated its own half
+        for got in every: check((*got[name][:2], want[2], got[name][3]), want)    # each evaluated its own part
 
 def test_refused_anywhere():
     "Also where nothing would be cut"
@@ -163,6 +168,42 @@ def test_refused_anywhere():
         with fails(ValueError, *parts): build(NANO, [*rungs, "tensor_parallel"])
     run = build(NANO, ["tensor_parallel"])
     assert run.sync is StepSync and not run.grad_reducers and run.model.embed_tokens.num_embeddings == NANO.vocab
+
+# Next to PyTorch's `parallelize_module` and `loss_parallel`, in float64
+
+def exact_gradients(run):
+    "Loss in float64 on this process's model, and each whole parameter's gradient on the first process"
+    run.model.double()
+    (loss := run.loss(run.model, *data())).backward()
+    for e in run.grad_reducers: e.reduce([*run.model.parameters()])
+    parts = {n: replace(s, tensor=run.model.get_parameter(n).grad) for n, s in shards_of(run).items()}
+    return loss.item(), joined(run.world.all_gather_object({n: (p.shape, p.start, p.tensor) for n, p in parts.items()}))
+
+def by_pytorch(world, change=lambda model: None):
+    "The same of PyTorch's cut model"
+    from torch.distributed.tensor.parallel import loss_parallel # slow to import
+    model = pytorch_model(NANO, world, torch.float64)
+    change(model)
+    with loss_parallel(): (loss := parallel_loss(model, *data())).backward()
+    return getattr(loss, "full_tensor", lambda: loss)().item(), {n: p.grad.full_tensor().cpu().numpy() for n, p in model.named_parameters()}
+
+def both_ways(world):
+    "Ours and PyTorch's, and each with a mistake: norms' gradients of its own tokens or heads alone"
+    def apart(run): run.grad_reducers[0].reduce = lambda params: None; return run
+    def scaled(model): model.layers[1].self_attn.o_proj.register_full_backward_hook(lambda m, gx, gy: tuple(2*g for g in gx))
+    ours = lambda rungs=(): build(NANO, [*rungs, "tensor_parallel"], world=world)
+    return dict(naive=exact_gradients(ours()), fused=exact_gradients(ours(FUSED)), theirs=by_pytorch(world),
+                apart=exact_gradients(apart(ours())), scaled=by_pytorch(world, scaled))
+
+@needs(2)
+def test_pytorch_computes_the_same():
+    "Loss and gradients of every parameter, of our rung and of `parallelize_module` with `loss_parallel`, are those of one process"
+    loss, want = exact_gradients(build(NANO))
+    off = lambda got: max(abs(got[n] - w).max()/abs(w).max() for n, w in want.items())
+    for got in run_distributed(2, both_ways, tp=2):
+        for name in ("naive", "fused", "theirs"):
+            assert got[name][0] == pytest.approx(loss, rel=1e-12) and got[name][1].keys() == want.keys() and off(got[name][1]) < 1e-12, name
+        assert off(got["apart"][1]) > .01 and off(got["scaled"][1]) > .01
 
 # The kernels, on both halves of some logits
 
