@@ -148,7 +148,8 @@ def shard_map(run, names): # a `Run`; of parameters
     "Return the `ShardMap` of parameters. All processes call it"
     parts = shards_of(run)
     own = tuple((tuple(parts[n].start), tuple(parts[n].tensor.shape)) for n in names)
-    return ShardMap(run.world.rank, tuple(parts[n].shape for n in names), tuple(run.world.all_gather_object(own)))
+    shapes = tuple(parts[n].shape for n in names)
+    return ShardMap(run.world.rank, shapes, tuple(run.world.all_gather_object(own)))
 
 def divide_work(run, opt, # a `Run`; its optimizer, changed if it `divides` a group's work
                 parts): # from `own_parts`

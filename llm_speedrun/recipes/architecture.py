@@ -60,8 +60,8 @@ def init(run, # a `Run`, whose weights change in place
          head=0., # of a head of its own; 0 makes all tokens equally likely
          matrix=.7, # of the matrices that read the residual stream, times the root of their columns
          out=0.): # the same of those that write into it, `o_proj` and `down_proj`; of 0, a block adds nothing
-    """Redraw the embedding, the head and the matrices from `run.seed`, the same ones on any number of processes.
-    Vectors stay. Raises `InputError` for weights that are still to be made"""
+    """Redraw the embedding, the head and the matrices from `run.seed`, the same ones on any number of
+    processes. Vectors stay. Raises `InputError` for weights that are still to be made"""
     if any(p.is_meta for p in run.model.parameters()):
         raise InputError("initial weights can't be drawn for a model on the meta device: build it on another")
     roles, std = run.model.roles(), dict(embed=embed, head=head, matrix=matrix, out=out)

@@ -125,7 +125,8 @@ def mean_squares(o): # k m n, k not 0
     squares_kernel[(blocks(n, 64), k)](o, mean, m, n, ROWS=64, COLS=64)
     return mean
 
-def scale_of(mean, table, beta2, found_inf): # k n, overwritten; of `table_of`; NorMuon's decay; a tensor or None
+def scale_of(mean, # k n, overwritten
+             table, beta2, found_inf): # of `table_of`; NorMuon's decay; a tensor or None
     "Return NorMuon's factors of the columns, k n, and update the variances"
     k, n = mean.shape
     variance_kernel[(k,)](table, mean, found_inf, n, 1 - beta2, BLOCK=pow2(n), num_warps=8)

@@ -11,10 +11,10 @@ from itertools import groupby
 from math import prod
 import torch, torch.distributed as dist
 from ..io_utils import InputError
-from .fast_muon import orthogonalize, gather_kernel, stacks_of
+from .fast_muon import gather_kernel, orthogonalize, stacks_of
 from .muon_kernels import TILE, apply_kernel, mean_squares, scale_of, table_of
-from .muon_update import (check_update, column_scale, copy_unless, decayed, polar_express, rates,
-                                              split_among_ranks, transposed, type_on)
+from .muon_update import (check_update, column_scale, copy_unless, decayed, polar_express,
+                                              rates, split_among_ranks, transposed, type_on)
 from ..rungs.kernel_ops import blocks, runs_kernel
 from ..sharding import ShardMap
 
@@ -23,15 +23,18 @@ class ShardedStack:
     "A stack of which each process has a shard of each matrix, and owns some whole matrices"
     def __init__(self, stack, # a `Stack`
                  share): # a `ShardMap` of all matrices, not of this stack's alone
+        ranks, k, self.stack, self.rank = range(len(share.boxes)), len(stack.order), stack, share.rank
         lying = lambda j, box: tuple(v[::-1] if j < len(stack.tall) else v for v in box)
-        self.stack, self.rank, self.ranks, k = stack, share.rank, range(len(share.boxes)), len(stack.order)
-        self.at = [tuple(lying(j, b[i]) for j, i in enumerate(stack.order)) for b in share.boxes] # as they lie
-        self.shapes, each = [share.shapes[i] for i in stack.order], blocks(k, len(self.ranks))
-        self.owned = [range(min(k, r*each), min(k, (r + 1)*each)) for r in self.ranks] # places in the stack
-        self.own = self.owned[self.rank]
+        self.at = [tuple(lying(j, b[i]) for j, i in enumerate(stack.order)) for b in share.boxes] # in the stack
+        self.ranks, self.shapes, each = ranks, [share.shapes[i] for i in stack.order], blocks(k, len(ranks))
+        self.owned = [range(min(k, r*each), min(k, (r + 1)*each)) for r in ranks] # places in the stack
+        self.own, self.mine = self.owned[self.rank], self.runs(self.rank, range(k))
         size = lambda r, owner: sum(prod(self.at[r][j][1]) for j in self.owned[owner])
-        self.of_all = [size(r, self.rank) for r in self.ranks] # numbers of the own matrices on each process
-        self.of_mine = [size(self.rank, r) for r in self.ranks] # of this process's shards by owner
+        self.of_own = [size(r, self.rank) for r in ranks] # values of the own matrices on each process
+        self.of_mine = [size(self.rank, r) for r in ranks] # of this process's shards, by owner
+        self.sent = [n*self.sends(self.rank, r) for r, n in zip(ranks, self.of_mine)]
+        self.received = [n*self.sends(r, self.rank) for r, n in zip(ranks, self.of_own)]
+        self.cuts = [self.boxes(r) for r in ranks]
 
     def sends(self, r, owner): # two ranks
         "Return whether the process sends its shards to the owner: of those with the same ones the nearest"
@@ -40,46 +43,40 @@ class ShardedStack:
     def runs(self, r, places): # a rank; a range of places in the stack
         "Return its shards of these matrices, alike ones as one: whether transposed, places, start, shape"
         key = lambda j: (j < len(self.stack.tall), *self.at[r][j])
-        found = [(tall, [*js], start, size) for (tall, start, size), js in groupby(places, key)]
-        return [(tall, slice(js[0], js[-1] + 1), start, size) for tall, js, start, size in found if 0 not in size]
+        found = [(*alike, [*js]) for alike, js in groupby(places, key)]
+        return [(tall, slice(js[0], js[-1] + 1), *box) for tall, *box, js in found if 0 not in box[1]]
 
     def boxes(self, r): # a rank
         "Return the indices of its shards in this process's whole matrices, k m n"
-        cut = lambda i, n: slice(i, i + n)
-        return [(slice(js.start - self.own.start, js.stop - self.own.start), *map(cut, start, size))
+        first, cut = self.own.start, lambda i, n: slice(i, i + n)
+        return [(slice(js.start - first, js.stop - first), *map(cut, start, size))
                 for _, js, start, size in self.runs(r, self.own)]
 
-    def exchange(self, x, there, here): # numbers, for each rank as many as in `there`; as many come as in `here`
-        "Send each process its part of `x`. Returns what comes, by rank"
-        res = x.new_empty(sum(here))
-        dist.all_to_all_single(res, x, here, there)
-        return res
+    def pairs(self, x, flat, ranks): # whole matrices; shards of them by rank, one after the other
+        "Return the shards as views of `x`, and of `flat`: a list of pairs"
+        views = [x[box] for r in ranks for box in self.cuts[r]]
+        return [(v, f.view(v.shape)) for v, f in zip(views, flat.split([v.numel() for v in views]))]
 
-    def pairs(self, x, flat, ranks): # whole matrices, shards of them by rank, one after the other
-        "Return the shards as views of `x`, and of `flat`: two lists"
-        views = [x[box] for r in ranks for box in self.boxes(r)]
-        return views, [f.view(v.shape) for f, v in zip(flat.split([v.numel() for v in views]), views)]
-
-    def gather(self, flat): # this process's shards, as they lie in the stack
+    def gather(self, flat): # this process's shards, as they lie in the stack, one after the other
         "Send shards to their matrices' owners. Returns this process's whole matrices, k m n"
-        there = [n*self.sends(self.rank, r) for r, n in zip(self.ranks, self.of_mine)]
-        here = [n*self.sends(r, self.rank) for r, n in zip(self.ranks, self.of_all)]
-        if there != self.of_mine: flat = torch.cat([f[:n] for f, n in zip(flat.split(self.of_mine), there)])
-        got = self.exchange(flat, there, here)
+        if self.sent != self.of_mine:
+            flat = torch.cat([f[:n] for f, n in zip(flat.split(self.of_mine), self.sent)])
+        got = flat.new_empty(sum(self.received))
+        dist.all_to_all_single(got, flat, self.received, self.sent)
         x = flat.new_empty(len(self.own), self.stack.m, self.stack.n)
-        wholes, shards = self.pairs(x, got, [r for r in self.ranks if here[r]])
-        for a, b in zip(wholes, shards): a.copy_(b)
+        for a, b in self.pairs(x, got, [r for r in self.ranks if self.received[r]]): a.copy_(b)
         return x
 
-    def scatter(self, x): # of this process's whole matrices, k m n
-        "Send all processes their shards. Returns this process's, of all matrices, as `gather` takes them"
-        sent = x.new_empty(sum(self.of_all))
-        for a, b in zip(*self.pairs(x, sent, self.ranks)): b.copy_(a)
-        return self.exchange(sent, self.of_all, self.of_mine)
+    def scatter(self, x): # this process's whole matrices, k m n
+        "Send each process its shards. Returns this process's of all matrices, as `gather` takes them"
+        sent, flat = x.new_empty(sum(self.of_own)), x.new_empty(sum(self.of_mine))
+        for a, b in self.pairs(x, sent, self.ranks): b.copy_(a)
+        dist.all_to_all_single(flat, sent, self.of_mine, self.of_own)
+        return flat
 
     def all_gather(self, x): # a row for each of this process's whole matrices
         "Return the rows of all matrices of the stack, on each process"
-        whole = x.new_empty(len(self.stack.order), *x.shape[1:])
+        whole = x.new_empty(len(self.shapes), *x.shape[1:])
         return split_among_ranks(lambda own: x, whole, (self.rank, len(self.ranks), None))
 
 @lru_cache(16) # some groups of some optimizers
@@ -88,7 +85,9 @@ def sharded_stacks(share): # a `ShardMap`
     return [ShardedStack(s, share) for s in stacks_of(share.shapes)]
 
 # %% ../../nbs/source/recipes/sharded_muon.ipynb #54shrd11
-def average_torch(stack, tensors, group, found): # a `ShardedStack`; of each matrix weight, gradient, momentum, variance
+def average_torch(stack, # a `ShardedStack`
+                  tensors, # of each of its matrices the shard of weight, gradient, momentum; variance or None
+                  group, found): # of the optimizer; whether to leave all as it is, a tensor or None
     "Update the momentum of shards. Returns Nesterov's average of all, as `ShardedStack.gather` takes it"
     mu = group["momentum"]
     news = [m.lerp(g, 1 - mu) for _, g, m, _ in tensors]
@@ -96,49 +95,48 @@ def average_torch(stack, tensors, group, found): # a `ShardedStack`; of each mat
     for (_, _, m, _), new in zip(tensors, news): copy_unless(m, new, found)
     return torch.cat([u.flatten() for u in us]).to(type_on(us[0].device))
 
-def apply_torch(stack, tensors, group, found, flat, mean): # as `average_torch`; results, mean squares k n or None
-    "Update the weights of shards, and NorMuon's variance"
+def apply_torch(stack, tensors, group, found, # as for `average_torch`
+                flat, # shards of orthogonal matrices, as `ShardedStack.scatter` returns them
+                mean): # k n: mean squares of whole matrices' columns; None without NorMuon's variance
+    "Update the weights of shards, and the variance"
+    at = stack.at[stack.rank]
+    os = [o.view(size).float() for o, (_, size) in zip(flat.split([prod(size) for _, size in at]), at)]
     if mean is not None:
-        s, news = column_scale(mean, torch.stack([v for *_, v in tensors]), group["variance"])
+        scale, news = column_scale(mean, torch.stack([v for *_, v in tensors]), group["variance"])
         for (*_, v), new in zip(tensors, news): copy_unless(v, new, found)
-    shapes = [size for _, size in stack.at[stack.rank]]
-    os = [o.view(shape).float() for o, shape in zip(flat.split([*map(prod, shapes)]), shapes)]
-    if mean is not None: os = [o*one[i:i + n] for o, one, ((_, i), (_, n)) in zip(os, s, stack.at[stack.rank])]
-    for (p, *_), o, (rows, cols) in zip(tensors, transposed(stack.stack, os), stack.shapes):
-        copy_unless(p, decayed(p, o, *rates(group, rows, cols), group["cautious"]), found)
+        os = [o*s[i:i + n] for o, s, ((_, i), (_, n)) in zip(os, scale, at)]
+    for (p, *_), o, shape in zip(tensors, transposed(stack.stack, os), stack.shapes):
+        copy_unless(p, decayed(p, o, *rates(group, *shape), group["cautious"]), found)
 
 # %% ../../nbs/source/recipes/sharded_muon.ipynb #54shrd12
-def shard_runs(stack, flat): # a `ShardedStack`, this process's shards in it
-    "Return the runs of this process's shards for kernels: whether transposed, places, rows and columns, values, columns"
-    runs = stack.runs(stack.rank, range(len(stack.stack.order)))
-    parts = flat.split([(js.stop - js.start)*prod(size) for _, js, _, size in runs])
-    return [(tall, js, *(size[::-1] if tall else size), x.view(-1, *size), slice(start[1], start[1] + size[1]))
-            for (tall, js, start, size), x in zip(runs, parts)]
-
-def how_to_launch(js, rows, cols, aligned): # places, the shape of a shard, of `table_of`
-    "Return the grid of a run's kernels, and their constants"
-    return (blocks(rows, TILE)*blocks(cols, TILE), js.stop - js.start), dict(ALIGNED=aligned, BLOCK=TILE, num_warps=8)
+def launches(stack, # a `ShardedStack`
+             flat, # this process's shards in it
+             aligned): # of `table_of`
+    """Yield for each run of shards the kernels' grid; places, values k m n and columns in the stack; rows,
+    columns; the kernels' constants"""
+    parts = flat.split([(js.stop - js.start)*prod(size) for _, js, _, size in stack.mine])
+    for (tall, js, start, (m, n)), x in zip(stack.mine, parts):
+        grid, at = (blocks(m, TILE)*blocks(n, TILE), js.stop - js.start), slice(start[1], start[1] + n)
+        how = dict(TALL=tall, ALIGNED=aligned, BLOCK=TILE, num_warps=8)
+        yield grid, js, x.view(-1, m, n), at, (n, m) if tall else (m, n), how
 
 def average_triton(stack, tensors, group, found): # as for `average_torch`
     "Do what `average_torch` does by a kernel for each run of shards"
-    device, at = tensors[0][0].device, stack.at[stack.rank]
-    table, aligned = table_of(tensors, device)
-    flat = torch.empty(sum(prod(size) for _, size in at), dtype=type_on(device), device=device)
-    for tall, js, rows, cols, x, _ in shard_runs(stack, flat):
-        grid, how = how_to_launch(js, rows, cols, aligned)
+    device, n = tensors[0][0].device, sum(stack.of_mine)
+    (table, aligned), flat = table_of(tensors, device), torch.empty(n, dtype=type_on(device), device=device)
+    for grid, js, x, _, shape, how in launches(stack, flat, aligned):
         unused = torch.empty(grid, device=device) # sums of squares of shards
-        gather_kernel[grid](table[js], x, unused, found, rows, cols, 1 - group["momentum"], TALL=tall, **how)
+        gather_kernel[grid](table[js], x, unused, found, *shape, 1 - group["momentum"], **how)
     return flat
 
 def apply_triton(stack, tensors, group, found, flat, mean): # as for `apply_torch`
     "Do what `apply_torch` does by a kernel for each run of shards"
     table, aligned = table_of(tensors, tensors[0][0].device)
     s = None if mean is None else scale_of(mean, table, group["variance"], found)
-    for tall, js, rows, cols, x, at in shard_runs(stack, flat):
-        grid, how = how_to_launch(js, rows, cols, aligned)
+    for grid, js, x, at, shape, how in launches(stack, flat, aligned):
         scale = None if s is None else s[js, at].contiguous()
-        apply_kernel[grid](table[js], x, scale, found, rows, cols, *rates(group, *stack.shapes[js.start]),
-                           CAUTIOUS=group["cautious"], TALL=tall, **how)
+        factors = rates(group, *stack.shapes[js.start])
+        apply_kernel[grid](table[js], x, scale, found, *shape, *factors, CAUTIOUS=group["cautious"], **how)
 
 # %% ../../nbs/source/recipes/sharded_muon.ipynb #54shrd14
 def orthogonal(x, steps, symmetric): # k m n; as for `orthogonalize`
@@ -147,24 +145,27 @@ def orthogonal(x, steps, symmetric): # k m n; as for `orthogonalize`
     sums = torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float32).square()[:, None]
     return orthogonalize(x, sums, steps, symmetric)
 
-def update_sharded(stack, tensors, group, found_inf, symmetric): # a `ShardedStack`; the rest as for `update_triton`
+def update_sharded(stack, # a `ShardedStack`
+                   tensors, # as for `average_torch`
+                   group, found_inf, symmetric): # as for `sharded_muon`
     "Update this process's shards of a stack's matrices"
-    kernels = runs_kernel(tensors[0][0])
+    kernels, mean = runs_kernel(tensors[0][0]), None
     found = found_inf if kernels or found_inf is None else found_inf.bool()
     average, apply = (average_triton, apply_triton) if kernels else (average_torch, apply_torch)
-    o, mean = orthogonal(stack.gather(average(stack, tensors, group, found)), group["steps"], symmetric), None
+    x = stack.gather(average(stack, tensors, group, found))
+    o = orthogonal(x, group["steps"], symmetric)
     if group["variance"]:
-        own = mean_squares(o) if kernels and len(o) else o.float().square().mean(1)
-        mean = stack.all_gather(own)
+        squares = mean_squares if kernels and len(o) else lambda o: o.float().square().mean(1)
+        mean = stack.all_gather(squares(o))
     apply(stack, tensors, group, found, stack.scatter(o), mean)
 
 # %% ../../nbs/source/recipes/sharded_muon.ipynb #54shrd16
 @torch.no_grad()
-def sharded_muon(group, params, grads, states, found_inf, # as for `fast_muon`; shards
+def sharded_muon(group, params, grads, states, found_inf, # as for `fast_muon`, of shards
                  share, # a `ShardMap`
                  symmetric=False): # as for `orthogonalize`
-    """Take a step of Muon or NorMuon, in place, for sharded matrices. All processes call it. Raises `InputError`
-    where a matrix has no gradient"""
+    """Take a step of Muon or NorMuon, in place, for sharded matrices. All processes call it.
+    Raises `InputError` where a matrix has no gradient"""
     check_update(group, params)
     check_all(params, share)
     tensors = [(p, g.float().contiguous(), s["momentum"], s.get("variance"))
@@ -175,8 +176,8 @@ def sharded_muon(group, params, grads, states, found_inf, # as for `fast_muon`; 
 def check_all(params, share): # with gradients; a `ShardMap`
     "Raise `InputError` unless all matrices have gradients"
     if (n := len(share.shapes)) > len(params): raise InputError(
-        f"{n - len(params)} of {n} matrices have no gradient, and Muon needs all where they are sharded: freeze none, "
-        "or train with ddp")
+        f"{n - len(params)} of {n} matrices have no gradient, and Muon needs all where they are sharded: "
+        "freeze none, or train with ddp")
 
 # %% ../../nbs/source/recipes/sharded_muon.ipynb #54shrd18
 def map_whole(f, # matrices, ... m n -> as many
