@@ -25,7 +25,7 @@ class ShardedStack:
                  share): # a `ShardMap` of all matrices, not of this stack's alone
         ranks, k, self.stack, self.rank = range(len(share.boxes)), len(stack.order), stack, share.rank
         lying = lambda j, box: tuple(v[::-1] if j < len(stack.tall) else v for v in box)
-        self.at = [tuple(lying(j, b[i]) for j, i in enumerate(stack.order)) for b in share.boxes] # in the stack
+        self.at = [tuple(lying(j, b[i]) for j, i in enumerate(stack.order)) for b in share.boxes] # by rank
         self.ranks, self.shapes, each = ranks, [share.shapes[i] for i in stack.order], blocks(k, len(ranks))
         self.owned = [range(min(k, r*each), min(k, (r + 1)*each)) for r in ranks] # places in the stack
         self.own, self.mine = self.owned[self.rank], self.runs(self.rank, range(k))
@@ -37,8 +37,10 @@ class ShardedStack:
         self.cuts = [self.boxes(r) for r in ranks]
 
     def sends(self, r, owner): # two ranks
-        "Return whether the process sends its shards to the owner: of those with the same ones the nearest"
-        return r == min((q for q in self.ranks if self.at[q] == self.at[r]), key=lambda q: abs(q - owner))
+        "Return whether the process sends its shards to the owner, of those with the same ones"
+        same = [q for q in self.ranks if self.at[q] == self.at[r]]
+        copy = len(self.ranks)//len(same) # processes that have a copy of the model; they are neighbours
+        return r == min(same, key=lambda q: abs(q//copy - owner//copy))
 
     def runs(self, r, places): # a rank; a range of places in the stack
         "Return its shards of these matrices, alike ones as one: whether transposed, places, start, shape"
