@@ -51,25 +51,25 @@ CASES = {
 def whole(world, named):
     "Name -> whole tensor of all processes' `Shard`s, float64"
     res = {}
-    for mine in world.all_gather_object({n: (s.shape, s.start, s.tensor.double().numpy()) for n, s in named.items()}):
+    for mine in world.all_gather_object({n: (s.shape, s.start, s.tensor.double().cpu().numpy()) for n, s in named.items()}):
         for n, (shape, start, t) in mine.items():
             res.setdefault(n, np.full(shape, np.nan))[tuple(slice(i, i + k) for i, k in zip(start, t.shape))] = t
     return res
 
-def made(world, rungs, recipe, config):
-    run = build(config, [*FUSED, *(rungs if world.size > 1 else [])], device="cpu", seed=3, world=world)
+def made(world, rungs, recipe, config, device="cpu"):
+    run = build(config, [*FUSED, *(rungs if world.size > 1 else [])], device=device, seed=3, world=world)
     run = parse_recipe(recipe)(run)
     return run, GuardedStepper(replace(run, optimizer=partial(run.optimizer, weight_decay=.1)), clip=.5)
 
-def batches(world, config, k, micro=1, poison=False):
-    x, y = torch.randint(config.vocab, (2, 8, config.seq_len), generator=torch.Generator().manual_seed(k))
+def batches(world, config, k, micro=1, device="cpu"):
+    x, y = torch.randint(config.vocab, (2, 8, config.seq_len), generator=torch.Generator().manual_seed(k)).to(device)
     i, n = world.rank_and_size("dp")
     x, y = (t.unflatten(0, (micro, n, -1))[:, i] for t in (x, y))
     return [*zip(x, y)]
 
-def trained(world, rungs, recipe, config=CONFIG, micro=1, poison=False, tp=1, steps=6):
+def trained(world, rungs, recipe, config=CONFIG, micro=1, poison=False, tp=1, steps=6, device="cpu"):
     "Losses, norms, initial and final weights, momentum, and its bytes on this process"
-    run, step = made(world, rungs, recipe, config)
+    run, step = made(world, rungs, recipe, config, device)
     before, said = whole(world, shards_of(run)), []
     reduce_ = step.sync.reduce
     if poison:
@@ -80,7 +80,7 @@ def trained(world, rungs, recipe, config=CONFIG, micro=1, poison=False, tp=1, st
         step.sync.reduce = poisoned
     for k in range(steps):
         set_groups(run, step.opt, k, steps, .02)
-        said.append((step(*batches(world, config, k % 2, micro)).item(), step.norm.item()))
+        said.append((step(*batches(world, config, k % 2, micro, device)).item(), step.norm.item()))
     named = {n: step.opt.state.get(step.sync.parts.get(p, p), {}) for n, p in run.model.named_parameters()}
     shards = {n: replace(s, tensor=named[n]["momentum"]) for n, s in shards_of(run).items() if "momentum" in named[n]}
     return dict(said=said, before=before, after=whole(world, shards_of(run)), momentum=whole(world, shards),
@@ -305,9 +305,15 @@ def test_checkpoints(tmp_path, monkeypatch, recipe="normuon"):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_two_gpus():
     "NCCL, and the kernels in BF16: the update, and runs with `fsdp` next to those of one GPU"
-    for found in run_distributed(2, on_gpus):
-        for gap, moved in found: assert gap < .1*moved
+    for updates, runs in run_distributed(2, on_gpus):
+        for gap, moved in updates: assert gap < .1*moved
+        for two, one in runs:
+            for k, w in one["before"].items(): assert (two["before"][k] == w).all(), k
+            assert [l for l, _ in two["said"]] == pytest.approx([l for l, _ in one["said"]], abs=2e-2)
+            assert two["momentum_bytes"] < .6*one["momentum_bytes"]
 
 def on_gpus(world):
     shapes = (768, 512), (512, 768), (512, 512), (512, 768), (513, 70)
-    return [gaps(world, layout, shapes=shapes, device="cuda") for layout in layouts_of(world)]
+    runs = [[trained(w, ["fsdp"], recipe, replace(EVEN, width=128, hidden=384), device="cuda") for w in (world, World())]
+            for recipe in ("speedrun", "muon")]
+    return [gaps(world, layout, shapes=shapes, device="cuda") for layout in layouts_of(world)], runs
