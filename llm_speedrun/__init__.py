@@ -24,6 +24,8 @@ Where things are:
   lost
 - how gradients are shared: sharding.py (ParallelStepSync); rungs/ddp.py, rungs/fsdp.py,
   rungs/tensor_parallel.py
+- how Muon's work is shared: sharding.py (divide_work); the same gradients on all:
+  recipes/muon_update.py (split_among_ranks); parts of matrices: recipes/sharded_muon.py
 - data: data/: text to tokens (data/corpus.py, data/prepare_data.py), tokens to batches
   (data/batches.py, data/loader.py)
 - commands and their options: cli.py, train/config.py

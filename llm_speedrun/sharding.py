@@ -39,12 +39,14 @@ def local(t): # a tensor, perhaps a `DTensor`
     return getattr(t, "to_local", lambda: t)()
 
 def own_parts(opt): # an optimizer of parameters that may be `DTensor`s; changed in place
-    "Let an optimizer update this process's shards as plain tensors. Returns a dict, parameter -> shard"
-    parts = {}
+    """Let an optimizer update this process's shards as plain tensors. Returns a dict, parameter -> shard.
+    Shards of no rows are left out, but where the optimizer `divides` a group's work"""
+    parts, divides = {}, getattr(opt, "divides", lambda group: False)
     def part(p):
         if not hasattr(p, "to_local"): return p
         return parts.setdefault(p, nn.Parameter(local(p.data), p.requires_grad))
-    for g in opt.param_groups: g["params"] = [o for p in g["params"] if (o := part(p)).numel()]
+    for g in opt.param_groups:
+        g["params"] = [o for p in g["params"] if (o := part(p)).numel() or divides(g)]
     return parts
 
 # %% ../nbs/source/sharding.ipynb #2de428c0
@@ -63,6 +65,7 @@ class ParallelStepSync(StepSync):
                  opt): # its optimizer, which gets this process's parts of the parameters
         check_grad_reducers(run)
         self.run, self.parts = run, own_parts(opt)
+        divide_work(run, opt, self.parts)
         groups = lambda n: tuple(g for e in run.grad_reducers for g in e.groups(n))
         self.spread = {p: groups(n) for n, p in run.model.named_parameters()}
 
@@ -133,6 +136,35 @@ def shard_of(run, name, p): # a `Run`, a parameter's name, and it
 def shards_of(run): # a `Run`
     "Return name -> `Shard` of each parameter"
     return {n: shard_of(run, n, p) for n, p in run.model.named_parameters()}
+
+# %% ../nbs/source/sharding.ipynb #ab153d46
+@dataclass(frozen=True, eq=False) # a cache's key, by identity
+class ShardMap:
+    "Which shards of some parameters each process has"
+    rank: int # of this process, of all
+    shapes: tuple # of the whole parameters
+    boxes: tuple # of each process: of each parameter first index and shape of the shard there
+
+def shard_map(run, names): # a `Run`; of parameters
+    "Return the `ShardMap` of parameters. All processes call it"
+    parts = shards_of(run)
+    own = tuple((tuple(parts[n].start), tuple(parts[n].tensor.shape)) for n in names)
+    shapes = tuple(parts[n].shape for n in names)
+    return ShardMap(run.world.rank, shapes, tuple(run.world.all_gather_object(own)))
+
+def divide_work(run, opt, # a `Run`; its optimizer, changed if it `divides` a group's work
+                parts): # from `own_parts`
+    """Give the optimizer what it needs to divide a group's work, as `shares`: rank, number and group of
+    processes with the same gradients, or a `ShardMap`; and each shard its parameter's `whole_shape`"""
+    if not hasattr(opt, "divides"): return
+    names = {parts.get(p, p): n for n, p in run.model.named_parameters()}
+    for i, g in enumerate(opt.param_groups):
+        if not opt.divides(g): continue
+        own = [names[p] for p in g["params"]]
+        if any(e.groups(n) for e in run.grad_reducers for n in own):
+            opt.shares[i] = at = shard_map(run, own)
+            for p, shape in zip(g["params"], at.shapes): p.whole_shape = shape
+        else: opt.shares[i] = *run.world.rank_and_size("dp"), run.world.group("dp")
 
 # %% ../nbs/source/sharding.ipynb #272ac206
 class StreamingInit:

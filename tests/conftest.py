@@ -185,7 +185,7 @@ def pytest_collection_finish():
 
 def pytest_unconfigure(): gc.unfreeze() # else libraries say that it is left
 
-FIRST = "elastic ddp fsdp tensor_parallel world" # they wait for processes: at the end of all nobody else would use the cores meanwhile
+FIRST = "elastic ddp fsdp tensor_parallel sharded_muon world" # they wait for processes: at the end of all nobody else would use the cores meanwhile
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FIRST.split())

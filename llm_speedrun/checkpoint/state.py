@@ -39,13 +39,14 @@ def trained_pieces(run): # a `Run`
     return [(n, parts[n]) for n, p in run.model.named_parameters() if p.requires_grad]
 
 # %% ../../nbs/source/checkpoint/state.ipynb #afc6aa2c
-def state_to_save(name, p, kept): # a parameter's name, its `Shard`, what the optimizer keeps for it
+def state_to_save(name, p, kept, # a parameter's name, its `Shard`, what the optimizer keeps for it
+                  replicated=()): # names of what is of the whole parameter, and alike on all processes
     "Return what is kept, tensors of the parameter's shape as `Shard`s. Raises `InputError` for others"
     cut, kept = p.tensor.shape != p.shape, dict(kept)
     scales = zip(MOMENTS, kept.pop("scales")) if cut and "scales" in kept else () # of blocks of this shard
     for k, scale in scales: kept[k] = QuantizedShard(kept[k], p.shape, p.start, p.is_writer, scale)
     for k, t in kept.items():
-        if not isinstance(t, torch.Tensor): continue
+        if not isinstance(t, torch.Tensor) or k in replicated: continue
         if t.shape == p.tensor.shape: kept[k] = replace(p, tensor=t)
         elif cut and t.numel() > 1: raise InputError(f"{k} of {name} can't be cut as the weight is: several "
                                                      "processes can't save this optimizer's state")
@@ -55,9 +56,10 @@ def state_to_save(name, p, kept): # a parameter's name, its `Shard`, what the op
 def optimizer_to_save(run, stepper): # a `Run`, and its `Stepper`
     "Return the optimizer's state to save: for one process that of `named_state`, else with `Shard`s"
     if run.world.size == 1: return named_state(run.model, stepper.opt)
-    res, parts = named_state(OwnParameters(run, stepper), stepper.opt), shards_of(run)
-    res["state"] = {n: state_to_save(n, parts[n], kept) for n, kept in res["state"].items()}
-    return res | dict(moments=getattr(stepper.opt, "moments", ""))
+    res, parts, opt = named_state(OwnParameters(run, stepper), stepper.opt), shards_of(run), stepper.opt
+    alike = getattr(opt, "replicated", ())
+    res["state"] = {n: state_to_save(n, parts[n], kept, alike) for n, kept in res["state"].items()}
+    return res | dict(moments=getattr(opt, "moments", ""))
 
 def average_to_save(run, average): # a `Run`, and the `WeightEMA` of its parameters
     "Return the average's state to save"

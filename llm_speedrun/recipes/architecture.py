@@ -53,14 +53,6 @@ def start_std(name, # of a parameter
     if role == "matrix": return (out if name.endswith(OUT) else matrix) * fan_in**-.5
     return dict(embed=embed, head=head)[role]
 
-# %% ../../nbs/5_fewer_steps/56_architecture.ipynb #0654000c
-def check_whole(run): # a `Run`
-    "Raise `InputError` where this process has only parts of the weights"
-    made = not any(p.is_meta for p in run.model.parameters())
-    if made and all(tuple(p.tensor.shape) == p.shape for p in shards_of(run).values()): return
-    raise InputError("initial weights can't be drawn where each process has only a part of them: leave out "
-                     "fsdp and tensor_parallel, and share the step by ddp")
-
 # %% ../../nbs/5_fewer_steps/56_architecture.ipynb #44a701a2
 @torch.no_grad()
 def init(run, # a `Run`, whose weights change in place
@@ -68,14 +60,17 @@ def init(run, # a `Run`, whose weights change in place
          head=0., # of a head of its own; 0 makes all tokens equally likely
          matrix=.7, # of the matrices that read the residual stream, times the root of their columns
          out=0.): # the same of those that write into it, `o_proj` and `down_proj`; of 0, a block adds nothing
-    """Redraw the embedding, the head and the matrices from `run.seed`, the same ones on each process.
-    Vectors stay. Raises `InputError` where the weights are sharded"""
-    check_whole(run)
+    """Redraw the embedding, the head and the matrices from `run.seed`, the same ones on any number of
+    processes. Vectors stay. Raises `InputError` for weights that are still to be made"""
+    if any(p.is_meta for p in run.model.parameters()):
+        raise InputError("initial weights can't be drawn for a model on the meta device: build it on another")
     roles, std = run.model.roles(), dict(embed=embed, head=head, matrix=matrix, out=out)
     g = torch.Generator(run.device).manual_seed(run.seed)
-    for name, p in run.model.named_parameters():
+    for name, p in shards_of(run).items():
         if (role := roles[name]) == "vector": continue
-        p.normal_(std=start_std(name, role, p.shape[1], **std), generator=g)
+        whole = torch.empty(p.shape, dtype=p.tensor.dtype, device=p.tensor.device)
+        whole.normal_(std=start_std(name, role, p.shape[1], **std), generator=g)
+        p.tensor.copy_(whole[tuple(slice(i, i + n) for i, n in zip(p.start, p.tensor.shape))])
 
 # %% ../../nbs/5_fewer_steps/56_architecture.ipynb #742312b4
 class NormedEmbedding(Embedding):

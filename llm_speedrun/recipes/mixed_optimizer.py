@@ -31,11 +31,19 @@ def check_rule(name, # as groups name it
 # %% ../../nbs/source/recipes/mixed_optimizer.ipynb #e4af7915
 class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themselves
     "An optimizer whose groups are updated by rules of their own: each has a `rule`, a key of `RULES`"
-    share = None # rank, number and group of processes with the same gradients, for rules with `divides`
-
     def __init__(self, groups): # dicts with `params`, `rule`, `lr`, and what else the rule takes
         for g in groups: check_rule(g["rule"])
+        self.shares = {} # index of a group -> how processes share its work, from `sharding.divide_work`
         super().__init__([RULES[g["rule"]].settings | g for g in groups], {})
+
+    def divides(self, group): # of `param_groups`
+        "Return whether its rule divides its work among processes"
+        return getattr(RULES[group["rule"]], "divides", False)
+
+    @property
+    def replicated(self):
+        "Names of state that is of whole weights, alike on all processes, where weights are sharded"
+        return {k for g in self.param_groups for k in getattr(RULES[g["rule"]], "replicated", ())}
 
     def new_state(self, p): # a weight
         "What its rule remembers of it, at the start"
@@ -45,13 +53,13 @@ class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themsel
     @torch.no_grad()
     def step(self):
         "Update all weights that have gradients"
-        for g in self.param_groups:
+        for i, g in enumerate(self.param_groups):
             params = [p for p in g["params"] if p.grad is not None]
             for p in params:
                 if not self.state[p]: self.state[p] = self.new_state(p)
             states, found_inf = [self.state[p] for p in params], getattr(self, "found_inf", None)
             rule = RULES[g["rule"]]
-            more = dict(share=self.share) if getattr(rule, "divides", False) else {}
+            more = dict(share=self.shares.get(i)) if self.divides(g) else {}
             if params: rule(g, params, [p.grad for p in params], states, found_inf, **more)
 
     def load_state_dict(self, state_dict): # from `state_dict`

@@ -11,7 +11,9 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 from .mixed_optimizer import rule
+from .muon_update import whole_shape
 from .recipe import make_mixed_optimizer, recipe
+from .sharded_muon import map_whole
 
 # %% ../../nbs/5_fewer_steps/53_muon.ipynb #7a7b2626
 def orthogonalized(G, # ... m n, matrices
@@ -31,6 +33,7 @@ def orthogonalized(G, # ... m n, matrices
 class MuonRule:
     "Muon, a matrix after the other"
     settings = dict(momentum=.95, weight_decay=0.)
+    divides = True # it takes a `share`, for matrices of which each process has a part
 
     def new_state(self, p, group): # a matrix, its group
         "The average of its gradients, FP32"
@@ -38,21 +41,21 @@ class MuonRule:
 
 # %% ../../nbs/5_fewer_steps/53_muon.ipynb #d5db1c02
 @patch
-def __call__(self:MuonRule, group, params, grads, states, found_inf=None): # as for `AdamWRule`
+def __call__(self:MuonRule, group, params, grads, states, found_inf=None, # as for `AdamWRule`
+             share=None): # as for `map_whole`
     "Take one step, in place. With `found_inf` it waits for the GPU"
     if found_inf is not None and found_inf: return
-    for p, g, s in zip(params, grads, states):
-        m, mu = s["momentum"], group["momentum"]
-        m.lerp_(g, 1 - mu)
-        o = orthogonalized(g.lerp(m, mu)) # Nesterov's look ahead
+    mu, ms = group["momentum"], [s["momentum"] for s in states]
+    for m, g in zip(ms, grads): m.lerp_(g, 1 - mu)
+    ahead = (g.lerp(m, mu) for g, m in zip(grads, ms)) # Nesterov's look ahead
+    for p, o in zip(params, map_whole(orthogonalized, ahead, share)):
+        rows, cols = whole_shape(p)
         p.mul_(1 - group["lr"]*group["weight_decay"])
-        p.add_(o, alpha=-group["lr"]*max(1, p.shape[0]/p.shape[1])**.5)
+        p.add_(o, alpha=-group["lr"]*max(1, rows/cols)**.5)
 
 # %% ../../nbs/5_fewer_steps/53_muon.ipynb #014d69a4
 WHY_NOT = [("adamw8bit", "it keeps AdamW's moments in 8 bits, and matrices have none here"),
-           ("bf16_weights", "it rounds the weights in AdamW's own kernel"),
-           ("fsdp", "each process has a part of a matrix, and Muon needs it whole"),
-           ("tensor_parallel", "each process has a part of a matrix, and Muon needs it whole")]
+           ("bf16_weights", "it rounds the weights in AdamW's own kernel")]
 
 def with_adamw(run, # a `Run`
                matrix, # settings of the matrices' group

@@ -118,13 +118,23 @@ def variance_kernel(table_ptr, v_ptr, found_ptr, n, fresh, BLOCK: tl.constexpr):
 # %% ../../nbs/source/recipes/muon_kernels.ipynb #5227763b
 TILE = 64 # rows and columns of a program's tile
 
-def columns_scale(o, table, beta2, found_inf): # k m n; of `table_of`; NorMuon's decay; a tensor or None
-    "Return NorMuon's factors of the columns, k n, and update the variances"
+def mean_squares(o): # k m n, k not 0
+    "Return the mean squares of the columns, k n"
     k, m, n = o.shape
-    v = torch.empty(k, n, device=o.device)
-    squares_kernel[(blocks(n, 64), k)](o, v, m, n, ROWS=64, COLS=64)
-    variance_kernel[(k,)](table, v, found_inf, n, 1 - beta2, BLOCK=pow2(n), num_warps=8)
-    return v
+    mean = torch.empty(k, n, device=o.device)
+    squares_kernel[(blocks(n, 64), k)](o, mean, m, n, ROWS=64, COLS=64)
+    return mean
+
+def scale_of(mean, # k n, overwritten
+             table, beta2, found_inf): # of `table_of`; NorMuon's decay; a tensor or None
+    "Return NorMuon's factors of the columns, k n, and update the variances"
+    k, n = mean.shape
+    variance_kernel[(k,)](table, mean, found_inf, n, 1 - beta2, BLOCK=pow2(n), num_warps=8)
+    return mean
+
+def columns_scale(o, table, beta2, found_inf): # k m n; the rest as for `scale_of`
+    "Return NorMuon's factors of the columns, k n, and update the variances"
+    return scale_of(mean_squares(o), table, beta2, found_inf)
 
 # %% ../../nbs/source/recipes/muon_kernels.ipynb #c525b8c0
 @jit

@@ -12,29 +12,26 @@ from .fast_muon import fast_muon
 from .mixed_optimizer import rule
 from .muon import MUON, MUON_LR, WHY_NOT, with_adamw
 from .muon_update import new_state
+from .sharded_muon import sharded_muon
 from .recipe import make_mixed_optimizer, recipe, warmed_up
+from ..sharding import ShardMap
 
 # %% ../../nbs/5_fewer_steps/55_normuon.ipynb #0a95617c
 @rule("normuon")
 class NorMuonRule:
     "Muon of all matrices at once, with NorMuon's rows and cautious decay (see `fast_muon`)"
     settings = dict(momentum=.95, weight_decay=0., variance=.95, cautious=True, steps=5)
-    divides = True # its work among processes
+    divides, replicated = True, ("variance",) # its work among processes; that is of whole matrices
 
     def new_state(self, p, group): # a matrix, its group
         "The average of its gradients, and of the sizes along its longer side"
         return new_state(p, group["variance"])
 
     def __call__(self, group, params, grads, states, found_inf=None, # as for `AdamWRule`
-                 share=None): # as for `fast_muon`
+                 share=None): # as for `fast_muon`, or a `ShardMap`
         "Take one step, in place. Never waits for the GPU"
-        fast_muon(group, params, grads, states, found_inf, share, symmetric=True)
-
-# %% ../../nbs/5_fewer_steps/55_normuon.ipynb #0ce61105
-def same_gradients(run): # a `Run` with all its rungs
-    "Rank, number and group of the processes with the same gradients and whole matrices; None for one alone"
-    if "ddp" not in run.rungs or run.world.size == 1: return None
-    return *run.world.rank_and_size("dp"), run.world.group("dp")
+        update = sharded_muon if isinstance(share, ShardMap) else fast_muon
+        update(group, params, grads, states, found_inf, share, symmetric=True)
 
 # %% ../../nbs/5_fewer_steps/55_normuon.ipynb #1c7232fa
 @recipe(excludes=WHY_NOT, lr=MUON_LR, **MUON)
@@ -50,5 +47,5 @@ def normuon(run, # a `Run`
     matrix = dict(rule="normuon", variance=variance, cautious=cautious, momentum=momentum)
     roles = with_adamw(run, matrix, MUON_LR, embed, head, vector, (.8, beta2), table)
     warm = (warmed_up("momentum", .85, momentum, rise),) if rise else ()
-    optimizer = partial(make_mixed_optimizer, roles=roles, share=same_gradients(run))
+    optimizer = partial(make_mixed_optimizer, roles=roles)
     return replace(run, optimizer=optimizer, schedules=run.schedules + warm)

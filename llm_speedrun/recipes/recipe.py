@@ -57,15 +57,12 @@ def param_groups_by_role(model, # a `GPT`
 def make_mixed_optimizer(model, # the model to optimize
                          lr=1e-3, # learning rate of the matrices
                          weight_decay=0., # of the groups that don't say their own
-                         roles=None, # for `param_groups_by_role`; `decay`: of a role, times `weight_decay`
-                         share=None): # as in `MixedOptimizer`
+                         roles=None): # for `param_groups_by_role`; `decay`: of a role, times `weight_decay`
     """Make a `MixedOptimizer` of the model's weights, each role with its settings.
     A group's `whole_decay` is its decay before any schedule"""
     groups = param_groups_by_role(model, roles)
     groups = [dict(weight_decay=weight_decay*g.get("decay", 1.)) | g for g in groups]
-    opt = MixedOptimizer([g | dict(lr=lr*g["ratio"], whole_decay=g["weight_decay"]) for g in groups])
-    opt.share = share
-    return opt
+    return MixedOptimizer([g | dict(lr=lr*g["ratio"], whole_decay=g["weight_decay"]) for g in groups])
 
 # %% ../../nbs/5_fewer_steps/51_recipe.ipynb #b2fb7f27
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def test_init(kind, nano):
 
 def test_init_of_parts(nano):
     "Weights that aren't there, or only in part, are refused"
-    with fails(ValueError, "leave out fsdp"): init(baseline(NANO, "meta"))
+    with fails(ValueError, "meta device"): init(baseline(NANO, "meta"))
 
 def test_heads_of():
     "Heads of 128 where they divide the width, the same matrices, the same sharing; else nothing"

@@ -8,7 +8,8 @@ from llm_speedrun.timing import compare, ratio
 from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.batch import in_window, window_mask, with_attention_windows
 from llm_speedrun.recipes.recipe import set_groups
-from llm_speedrun.recipes.recipe_spec import find_recipe, parse_recipe
+from llm_speedrun.recipes import recipe_spec
+from llm_speedrun.recipes.recipe_spec import best_recipe, find_recipe, parse_recipe, why_not_best
 from llm_speedrun.recipes.schedules import GuardedStepper, lr_at
 from llm_speedrun.recipes.speedrun import decay_for, rate_for
 from llm_speedrun.runs import build
@@ -224,10 +225,11 @@ def test_what_is_refused(tmp_path, how, said):
     with fails(InputError, said): Trainer(options(tmp_path, **how), progress=False)
     assert not (tmp_path/"runs/run").exists()
 
-@pytest.mark.parametrize("recipe", ["muon", "normuon", "speedrun"])
-def test_matrices_in_parts_are_refused(recipe):
+def test_matrices_in_parts_keep_their_recipe():
+    "Each rung that cuts them: `distributed/test_sharded_muon.py` trains with it"
     for rung in ("fsdp", "tensor_parallel"):
-        with fails(InputError, f"'{rung}'.*needs it whole"): parse_recipe(recipe).check([rung])
+        for recipe in ("muon", "normuon", "speedrun"): parse_recipe(recipe).check([rung])
+        assert best_recipe([rung]) == recipe_spec.BEST and not why_not_best([rung])
 
 # --- a run that goes on ---
 
