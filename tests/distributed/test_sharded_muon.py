@@ -44,6 +44,9 @@ CASES = {
     "four, fewer matrices": (["fsdp"], 4, 1, "normuon", dict(config=replace(CONFIG, layers=1, kv_heads=4))),
     "four, narrow": (["fsdp"], 4, 1, "normuon", dict(config=replace(CONFIG, hidden=3))),
     "four, muon": (["fsdp"], 4, 1, "muon", dict(config=replace(CONFIG, hidden=3))),
+    "copies": (["fsdp:replicas=2"], 4, 1, "speedrun", {}),
+    "copies, normuon": (["fsdp:replicas=2:each=yes"], 4, 1, "normuon", dict(micro=2, config=replace(CONFIG, hidden=3))),
+    "copies, muon": (["fsdp:replicas=2"], 4, 1, "muon", {}),
     "fsdp and tp": (["fsdp", "tensor_parallel"], 4, 2, "speedrun", dict(config=EVEN, tp=2)),
     "ddp and tp": (["ddp", "tensor_parallel"], 4, 2, "normuon", dict(config=EVEN)),
     "ddp and tp, muon": (["ddp", "tensor_parallel"], 4, 2, "muon", dict(config=EVEN))}
@@ -121,7 +124,7 @@ def test_several_processes_are_one(results, alone, name):
 @pytest.mark.parametrize("name", [k for k, c in CASES.items() if "without_muon" not in k])
 def test_momentum_is_sharded(results, alone, name):
     "It takes a process's part of the bytes of one process alone, but for rows that can't be shared evenly"
-    parts = CASES[name][1] // (2 if name.startswith("ddp") else 1)    # where two have the same shards
+    parts = CASES[name][1] // (2 if name.startswith(("ddp", "copies")) else 1)    # where two have the same shards
     held, want = [got["momentum_bytes"] for got in results[name]], alone(name)["momentum_bytes"]
     assert sum(held) == want*CASES[name][1]//parts
     if "hidden" not in str(CASES[name][4]) or CASES[name][4]["config"] == EVEN: assert max(held) < 1.1*want/parts
