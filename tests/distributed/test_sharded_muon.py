@@ -152,9 +152,10 @@ def kept(shapes, variance, dtype, device):
     return ps, [new_state(p, variance) for p in ps]
 
 def gaps(world, layout, shapes=SHAPES, device="cpu", ways=WAYS):
-    "Largest differences of weights, momentum and variance on this process from those of whole matrices; and how far weights have moved"
+    """Largest differences of weights, momentum and variance on this process from those of whole matrices; how far weights have moved; and the
+    largest difference of a matrix's update in the norm, relative to it: in BF16 a direction near zero may change its sign, and its weight's decay"""
     boxes = [[LAYOUTS[layout](i, r, world.size, s) for i, s in enumerate(shapes)] for r in range(world.size)]
-    share, res, g, moved = ShardMap(world.rank, shapes, tuple(map(tuple, boxes))), [], torch.Generator().manual_seed(1), []
+    share, res, g, moved, off = ShardMap(world.rank, shapes, tuple(map(tuple, boxes))), [], torch.Generator().manual_seed(1), [], []
     for variance, found in ways:
         group = dict(lr=.02, weight_decay=.1, momentum=.95, variance=variance, cautious=True, steps=5)
         wholes, states = kept(shapes, variance, torch.float32, device)
@@ -171,7 +172,8 @@ def gaps(world, layout, shapes=SHAPES, device="cpu", ways=WAYS):
         if variance: pairs += [(a["variance"], b["variance"]) for a, b in zip(own, states)]
         res.append(max((a - b).abs().max().item() for a, b in pairs if a.numel()))
         moved.append(max((a - b).abs().max().item() for a, b in zip(wholes, old)))
-    return max(res), min(moved)
+        off += [((p - w).norm()/(w - o).norm()).item() for p, w, o in zip(ps, cut(wholes), cut(old)) if p.numel()]
+    return max(res), min(moved), max(off)
 
 def layouts_of(world): return [k for k in LAYOUTS if k != "twice" or world.size == 4]
 
@@ -228,7 +230,7 @@ def test_an_update_is_exact(n, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     every = run_distributed(n, exactly)
     for found, in_float64, _ in every:
-        for gap, moved in found: assert gap < 1e-6 and moved > .01
+        for gap, moved, _ in found: assert gap < 1e-6 and moved > .01
         assert max(in_float64) < 1e-13
     for name in MISTAKES: assert max(mistakes[name] for *_, mistakes in every) > 1e-3, name
 
@@ -242,7 +244,7 @@ if __name__ == "__main__":
     import test_sharded_muon as t
     for on, found in t.run_distributed(2, t.by_kernels):
         assert on
-        for gap, moved in found: assert gap < 1e-5 and moved > .01, found
+        for gap, moved, _ in found: assert gap < 1e-5 and moved > .01, found
     print("exact")
 """
 
@@ -309,7 +311,7 @@ def test_checkpoints(tmp_path, monkeypatch, recipe="normuon"):
 def test_on_two_gpus():
     "NCCL, and the kernels in BF16: the update, and runs with `fsdp` next to those of one GPU"
     for updates, runs in run_distributed(2, on_gpus):
-        for gap, moved in updates: assert gap < .1*moved
+        for _, _, off in updates: assert off < .15 # BF16 against FP32 on a CPU: .083
         for two, one in runs:
             for k, w in one["before"].items(): assert (two["before"][k] == w).all(), k
             assert [l for l, _ in two["said"]] == pytest.approx([l for l, _ in one["said"]], abs=2e-2)
