@@ -42,14 +42,19 @@ class Telemetry:
         each = iter(torch._foreach_norm(values, 2, wide))
         return {k: self.sync.norm(ps, [next(each).to(self.device) for _ in ps]) for k, ps in groups.items()}
 
+    def copy_weights(self, weights): # tensors
+        "Copy them, into main memory if the GPU has no room for two copies: the optimizer needs some of it"
+        return copies(weights + weights)[:len(weights)]
+
     @contextmanager
     def watch(self, n): # micro-batches whose gradients have been added up
         "Measure the update inside the `with`, if it is to be measured. Changes no gradient and no weight"
-        if not self.on: yield; return
-        groups = {k: ps for k, all_ps in self.groups.items() if (ps := [p for p in all_ps if p.grad is not None])}
+        have = lambda ps: [p for p in ps if p.grad is not None]
+        groups = {k: ps for k, all_ps in self.groups.items() if (ps := have(all_ps))} if self.on else {}
+        if not groups: yield; return
         weights = [(p, local(p.detach())) for ps in groups.values() for p in ps]
         grads = self.norms(groups, [local(p.grad) for p, _ in weights])
-        change = copies([w for _, w in weights])
+        change = self.copy_weights([w for _, w in weights])
         yield
         torch._foreach_sub_(change, [w.to(old.device) for (_, w), old in zip(weights, change)])
         update = self.norms(groups, change)
