@@ -128,7 +128,8 @@ class Scaling:
         if state["past"].shape[1:] != self.past.shape[1:]:
             raise InputError("the FP8 scales of this checkpoint don't fit: they come from another version of "
                              "llm_speedrun, or from another model. Start a new run")
-        for k in SAVED_BUFFERS: getattr(self, k).copy_(state.get(k, torch.zeros(()))) # older states lack `clipped_slots`
+        state = dict(clipped_slots=torch.zeros(())) | state # which older ones lack
+        for k in SAVED_BUFFERS: getattr(self, k).copy_(state[k])
         for k in ("forward_max", "backward_max"):
             for mine, saved in zip(getattr(self, k), state[k]): mine[:, 0].copy_(saved)
         self.seen = state["seen"]

@@ -365,7 +365,8 @@ def prediction_part(run): # from `read_run`
     return table_part(title, KIND_HEAD, rows, "words", note=". ".join(filter(None, notes)) + ".")
 
 # %% ../../nbs/source/train/report.ipynb #0acc91c3
-CURVES = *"step event loss lr grad_norm tok_s tokens mfu loss_scale train_s val_loss rank_ms".split(), *SCHEDULED
+CURVES = "step event loss lr grad_norm tok_s tokens mfu loss_scale train_s val_loss rank_ms".split()
+CURVES += SCHEDULED
 SERIES = "ms_", "gpu_", "lr_", *BY_ROLE # how other keys begin that have curves or tables; the rest tells more
 
 def events_part(run, # from `read_run`

@@ -17,7 +17,7 @@ from ..sharding import local
 PARTS = dict(self_attn="attention", mlp="mlp") # a module of a block -> the name for its matrices
 
 def norm_groups(model): # a `GPT`, perhaps in a wrapper
-    "Return the trained parameters by role, and those of role `matrix` by the part of the block that they belong to"
+    "Return the trained parameters by role, and those of role `matrix` by the part of the block they are in"
     model = getattr(model, "module", model)
     roles, found = model.roles(), {}
     for name, p in model.named_parameters():
@@ -28,7 +28,7 @@ def norm_groups(model): # a `GPT`, perhaps in a wrapper
 
 # %% ../../nbs/source/train/telemetry.ipynb #59tel010
 class Telemetry:
-    "The values of a step by key of a row, as tensors on the device. Norms only of steps taken while it is `on`"
+    "The values of a step by key of a row, as tensors on the device; norms of steps taken while it is `on`"
     def __init__(self, stepper): # a `Stepper`, whose method `watch` is replaced
         run, self.sync, self.scaler = stepper.run, stepper.sync, stepper.scaler
         self.groups, self.counts, self.device = norm_groups(run.model), run.counts, run.device
@@ -36,7 +36,8 @@ class Telemetry:
         self.on, self.updates = False, [] # whether to measure; norms of each update
         stepper.watch = self.watch
 
-    def norms(self, groups, values): # role -> parameters; for each of these in turn a tensor, or this process's shard
+    def norms(self, groups, # role -> parameters
+              values): # for each of these in turn a tensor, or this process's shard of it
         "Return the norm of each role's values, of all processes: role -> FP32 scalar on the device"
         wide = torch.promote_types(values[0].dtype, torch.float32)
         each = iter(torch._foreach_norm(values, 2, wide))
@@ -70,7 +71,7 @@ class Telemetry:
         return {k: f() for k, f in self.counts} | scale | norms
 
     def mfu(self, tok_s): # tokens per second of one GPU
-        """Return the MFU as a key of a row, {} for a CPU or an unknown GPU. Attention is counted causal; the peak is
-        the GPU's dense BF16 rate by its datasheet, also where matmuls run in FP8"""
+        """Return the MFU as a key of a row, {} for a CPU or an unknown GPU. Attention is counted causal; the
+        peak is the GPU's dense BF16 rate by its datasheet, also where matmuls run in FP8"""
         used = mfu(self.flops, tok_s)
         return {} if used is None else dict(mfu=used)
