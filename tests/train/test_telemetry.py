@@ -8,7 +8,6 @@ from helpers.tiny_runs import NANO, cache, nano, options # noqa: F401: fixtures
 from llm_speedrun import measure
 from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.distributed.world import World
-from llm_speedrun.measure import DATASHEET_BF16
 from llm_speedrun.model import GPT
 from llm_speedrun.model_config import matrix_params
 from llm_speedrun.recipes.architecture import UntiedGPT
@@ -240,7 +239,7 @@ def test_tokens_and_mfu(tmp_path, monkeypatch):
     assert [r["tokens"] for r in rows] == [r["step"]*trainer.cfg.step_tokens for r in rows]
     logged, c = [r for r in rows if "train_s" in r], trainer.run.model.config
     per_token = 6*matrix_params(c) + 6*c.layers*c.heads*c.head_dim*c.seq_len
-    for r in logged: assert r["mfu"] == pytest.approx(per_token*r["tok_s"]/DATASHEET_BF16["H100"])
+    for r in logged: assert r["mfu"] == pytest.approx(per_token*r["tok_s"]/989e12) # the dense BF16 rate of an H100 SXM by its datasheet
     assert len(logged) >= 2
 
 def test_a_cpu_has_no_mfu(tmp_path):
