@@ -177,9 +177,9 @@ def test_a_gpu_is_never_waited_for(rungs):
 
 # --- several processes ---
 
-def measured(world, rungs, mistake=None, micro=2, steps=2):
+def measured(world, rungs, mistake=None, recipe="adamw", micro=2, steps=2):
     "What some steps measure, a list of dicts"
-    run = build(CONFIG, rungs, seed=3, world=world)
+    run = parse_recipe(recipe)(build(CONFIG, rungs, seed=3, world=world))
     stepper, (i, n) = GuardedStepper(run, clip=.05), world.rank_and_size("dp")
     t, res = Telemetry(stepper), []
     t.on = True
@@ -201,12 +201,14 @@ def everywhere(sync): # as if each were, also a replicated one
     res.spread = dict.fromkeys(sync.spread, groups)
     return res
 
-LAYOUTS = dict(ddp=[*FUSED, "ddp"], fsdp=[*FUSED, "fused_adamw", "direct_update", "fsdp"])
+LAYOUTS = dict(muon=[*FUSED, "fsdp"], ddp=[*FUSED, "ddp"], fsdp=[*FUSED, "fused_adamw", "direct_update", "fsdp"])
 TP = dict(both=[*FUSED, "fsdp", "tensor_parallel"])
 WRONG = "own shards", "each counted"
 
+def recipe_of(layout): return "muon" if layout == "muon" else "adamw"
+
 def every(world, layouts):
-    res = {k: measured(world, rungs) for k, rungs in layouts.items()}
+    res = {k: measured(world, rungs, recipe=recipe_of(k)) for k, rungs in layouts.items()}
     last = [*layouts.values()][-1]
     return res | {k: measured(world, last, mistake=k, steps=1) for k in WRONG}
 
@@ -214,11 +216,11 @@ def check(found, want):
     "All processes have the norms of one; a process that looks at its own shards alone is found, and one that counts what it has twice"
     for res in found:
         for k, steps in res.items():
-            right = all(got == pytest.approx(w, rel=1e-3) for got, w in zip(steps, want))
+            right = all(got == pytest.approx(w, rel=2e-3) for got, w in zip(steps, want[recipe_of(k)]))
             assert right == (k not in WRONG), k
 
 @pytest.fixture(scope="module")
-def one(): return measured(World(), FUSED)
+def one(): return {recipe: measured(World(), FUSED, recipe=recipe) for recipe in ("adamw", "muon")}
 
 def test_two_processes_measure_what_one_does(one): check(run_distributed(2, every, LAYOUTS), one)
 
