@@ -16,6 +16,9 @@ Where things are:
   it, in train/resolve.py
 - when a checkpoint is valid: checkpoint/format.py (write_checkpoint writes the manifest last and
   renames; validation_error); several processes: checkpoint/save_sharded.py
+- what a logged step has besides its loss: train/telemetry.py (Telemetry.watch, a context that
+  Stepper.update enters) measures norms and reads counts; train/metrics.py (MetricsLogger) writes
+  rows and passes them to TensorBoard and W&B
 - what SIGTERM does: train/console.py (Signals) notes it, Trainer.loop ends, Trainer.stop_fast
   saves; train/launch.py (run_train) has the exit code. Before the loop it ends the process, and
   there is nothing to save

@@ -78,13 +78,13 @@ class ParallelStepSync(StepSync):
     def gradients(self, params): return [local(p.grad) for p in params if p.grad is not None]
 
     @torch.no_grad()
-    def norm(self, params):
+    def norm(self, params, values=None): # as for `StepSync.norm`
         "Return the norm of all gradients: squares are added up over the processes that shard a parameter"
-        grads = {}
-        for p in params:
-            if p.grad is not None: grads.setdefault(self.spread[p], []).append(local(p.grad))
+        shards = {}
+        for p, t in zip(params, [p.grad for p in params] if values is None else values):
+            if t is not None: shards.setdefault(self.spread[p], []).append(local(t))
         square = lambda ts: torch.stack(torch._foreach_norm(ts)).float().square().sum()
-        squares = [(groups, square(ts)) for groups, ts in grads.items()]
+        squares = [(groups, square(ts)) for groups, ts in shards.items()]
         for groups, s in squares:
             for g in groups: dist.all_reduce(s, group=g)
         return sum(s for _, s in squares).sqrt()

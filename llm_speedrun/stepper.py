@@ -44,8 +44,9 @@ class StepSync:
     def micro(self, last): return nullcontext() # around the passes of a micro-batch, perhaps the last one
     def reduce(self, params, loss): return loss # bring gradients and losses together; the mean of all losses
     def gradients(self, params): return [p.grad for p in params if p.grad is not None] # of this process
-    def norm(self, params): # of all gradients
-        norm = nn.utils.get_total_norm(self.gradients(params))
+    def norm(self, params, # of all gradients, or of other values
+             values=None): # a tensor for each of `params`: of its shape, or this process's share of the norm
+        norm = nn.utils.get_total_norm(self.gradients(params) if values is None else values)
         return getattr(norm, "full_tensor", lambda: norm)()
 
 # %% ../nbs/source/stepper.ipynb #05backward
@@ -138,12 +139,17 @@ class Stepper:
         and forget the gradients. Computes no loss: brings together the one that each process has"""
         self.scaler.unscale_(self.opt)
         self.loss = self.sync.reduce(self.params, self.loss)
-        self.norm = average_and_clip(self.params, n, self.clip, self.sync, self.opt)
-        for bad in self.run.checks: self.norm = self.norm.masked_fill(bad(), torch.inf)
-        self.apply()
+        with self.watch(n):
+            self.norm = average_and_clip(self.params, n, self.clip, self.sync, self.opt)
+            for bad in self.run.checks: self.norm = self.norm.masked_fill(bad(), torch.inf)
+            self.apply()
         if hasattr(self.opt, "factor"): self.opt.factor = None
         self.opt.zero_grad(set_to_none=True)
         for p in self.sync.parts: p.grad = None
+
+    def watch(self, n):
+        "Return a context around clipping and update; what measures both replaces this method"
+        return nullcontext()
 
     def apply(self):
         "Let the optimizer take its step"

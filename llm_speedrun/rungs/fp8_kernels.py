@@ -8,6 +8,7 @@ __all__ = ['SLOT_NAMES', 'SMALL_TILE', 'LARGE_TILE', 'SQUARE_TILE', 'Scaling', '
 
 # %% ../../nbs/source/rungs/fp8_kernels.ipynb #16aimp01
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 import torch, torch.nn as nn, torch.nn.functional as F
 from ..io_utils import InputError
@@ -34,12 +35,18 @@ def slot_limits(grad): # format of the gradients
     clips_at = [1.99*LARGEST[E4M3] if k == "ab" else CLIPS_AT[f] for k, f in zip(SLOT_NAMES, formats)]
     return [LARGEST[f] for f in formats], clips_at
 
+KINDS = "inputs", "weights", "grads"
+
+def slot_kind(name): # of a slot
+    "Return what its tensors are to matmuls: inputs, weights, or grads"
+    return "grads" if name[0] == "d" else "weights" if name[0] == "w" or name == "head" else "inputs"
+
 # %% ../../nbs/source/rungs/fp8_kernels.ipynb #7474eb90
 def fitting_scale(amax, largest): # tensors: the largest magnitude, and what to make it
     "Return the scale that maps `amax` to the format's largest value; 1 where it is zero or non-finite"
     return torch.where((amax > 0) & amax.isfinite(), (largest/amax).clamp(max=2.**100), 1.)
 
-SAVED_BUFFERS = "past scale inverse clipped".split()
+SAVED_BUFFERS = "past scale inverse clipped clipped_slots".split()
 
 # %% ../../nbs/source/rungs/fp8_kernels.ipynb #42ce8033
 class Scaling:
@@ -52,8 +59,10 @@ class Scaling:
                  history=16, # how many steps to look back
                  delayed=True): # False computes every scale just in time
         n, self.delayed = len(SLOT_NAMES), delayed
+        self.kinds = torch.tensor([KINDS.index(slot_kind(k)) for k in SLOT_NAMES], device=device)
         self.largest, self.clips_at = (torch.tensor(x, device=device) for x in slot_limits(grad))
-        self.clipped = torch.zeros((), dtype=torch.int64, device=device) # maxima out of range so far
+        count = partial(torch.zeros, dtype=torch.int64, device=device)
+        self.clipped, self.clipped_slots = count(()), count(n) # maxima out of range so far: all, by slot
         self.past = torch.zeros(history, layers, n, device=device)
         self.scale, self.inverse = (torch.ones(layers, n, 4, device=device)[..., 0] for _ in range(2))
         zeros = lambda: [torch.zeros(n, 4, device=device) for _ in range(layers)]
@@ -67,13 +76,25 @@ class Scaling:
         "Return whether one of the step's largest magnitudes is non-finite: a bool tensor on the device"
         return ~self.maxima().isfinite().all()
 
+    def counts(self):
+        """Return pairs for `Run.counts`: how many maxima were clipped before this step, in all and by kind of
+        slot; and the largest of this step as a part of its range, by kind. More than 1 is clipped"""
+        def by_kind(values, most, kind): # by slot; what combines them
+            return most(values.where(self.kinds == KINDS.index(kind), 0))
+        used = lambda: (self.maxima()*self.scale/self.clips_at).amax(0)*(not self.jit)
+        return (("fp8_clipped", lambda: self.clipped),
+                *((f"fp8_clipped_{k}", lambda k=k: by_kind(self.clipped_slots, torch.sum, k)) for k in KINDS),
+                *((f"fp8_range_{k}", lambda k=k: by_kind(used(), torch.amax, k)) for k in KINDS*self.delayed))
+
     def __deepcopy__(self, memo): return self # a rung's copy of the model shares it, like the weights
 
     def update(self):
         "Move the step's maxima into the history, and recompute the scales. A bad step changes neither"
         amax = self.maxima()
         good = amax.isfinite().all()
-        if self.delayed: self.clipped += ((amax*self.scale > self.clips_at) & good).sum()
+        over = ((amax*self.scale > self.clips_at) & good).sum(0)*self.delayed
+        self.clipped += over.sum()
+        self.clipped_slots += over
         torch._foreach_zero_(self.forward_max + self.backward_max)
         past = torch.cat([amax[None], self.past[:-1]])
         for old, new in ((self.past, past), (self.scale, fitting_scale(past.amax(0), self.largest))):
@@ -107,6 +128,7 @@ class Scaling:
         if state["past"].shape[1:] != self.past.shape[1:]:
             raise InputError("the FP8 scales of this checkpoint don't fit: they come from another version of "
                              "llm_speedrun, or from another model. Start a new run")
+        state = dict(clipped_slots=torch.zeros(())) | state # which older ones lack
         for k in SAVED_BUFFERS: getattr(self, k).copy_(state[k])
         for k in ("forward_max", "backward_max"):
             for mine, saved in zip(getattr(self, k), state[k]): mine[:, 0].copy_(saved)

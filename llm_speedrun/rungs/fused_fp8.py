@@ -151,4 +151,4 @@ def fp8(run, # a `Run`
     run = run.with_model(change).in_step(scaling.in_step).in_forward(scaling.in_pass)
     return replace(run, checks=run.checks + (scaling.bad,), stateful=run.stateful + (("fp8", scaling),),
                    amaxes=run.amaxes + (scaling.forward_max + scaling.backward_max,),
-                   counts=run.counts + (("fp8_clipped", lambda: scaling.clipped),))
+                   counts=run.counts + scaling.counts())

@@ -11,8 +11,6 @@ import msgspec
 from ..io_utils import replace_file
 from ..step_prediction import StepPrediction, predict_run
 from .ladder import measure_ladder
-from ..measure import mfu
-from ..model_config import train_flops
 from .console import Progress
 from .metrics import StepProfile, json_line, read_rows
 from .presets import PARALLEL
@@ -39,9 +37,9 @@ class ProgressBar(Callback):
         self.bar, self.said = Progress(trainer.cfg.steps, trainer.done, on=trainer.progress), ""
 
     def on_log(self, trainer, step, loss, tok_s):
-        used = mfu(train_flops(trainer.config, causal=True), tok_s/trainer.world.size)
         row = trainer.logger.newest
-        self.said = f", loss {loss:.3f}, {tok_s:,.0f} tok/s" + (f", MFU {used:.1%}" if used else "")
+        self.said = f", loss {loss:.3f}, {tok_s:,.0f} tok/s"
+        if "mfu" in row: self.said += f", MFU {row['mfu']:.1%}"
         self.said += f", gradient norm {row['grad_norm']:#.3g}"
         if gib := row.get("gpu_peak_gib"): self.said += f", peak {gib:.1f} GiB"
         self.bar.update(step, self.said[2:])

@@ -10,6 +10,7 @@ import importlib, json, math, os, re, uuid
 from collections import deque
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 import torch
 from msgspec import Meta
@@ -257,10 +258,10 @@ class MetricsLogger:
                  step_tokens, # tokens in a step, of all processes
                  on_step=lambda step, loss, tok_s: None, # called with the newest step that is logged
                  log_locally=lambda text: None, # called with times of this process among several
-                 counts=()): # of the `Run`
+                 telemetry=None): # a `Telemetry` of the stepper
         self.folder, self.stepper, self.world, self.device = folder, stepper, world, device
-        self.step_tokens, self.on_step, self.counts = step_tokens, on_step, counts
-        self.log_locally = log_locally
+        self.step_tokens, self.on_step, self.log_locally = step_tokens, on_step, log_locally
+        self.telemetry = telemetry or SimpleNamespace(on=False, read=dict, mfu=lambda tok_s: {})
         self.pending, self.copied, self.bad, self.train_s = [], deque(), 0, 0.
         self.newest = {} # row of a step
         self.file, self.trackers = None, None # of the first process, from `open` on
@@ -290,9 +291,15 @@ class MetricsLogger:
             raise OSError(f"{self.folder/'metrics.jsonl'} can't be written: {e}. Make room, and go on with "
                           f"--resume {self.folder}") from e
 
+    def measure_step(self):
+        "Measure the phases of the step that begins here, and its norms"
+        self.clock.start()
+        self.telemetry.on = True
+
     def add(self, step, rate, loss, x, y): # number, learning rate, loss on the device, its tokens
         "Note a step that was taken, without reading its loss"
         self.clock.stop()
+        self.telemetry.on = False
         self.pending.append((step, rate, loss, self.stepper.norm, x, y, scheduled_settings(self.stepper)))
 
     def restart_clock(self):
@@ -303,8 +310,9 @@ class MetricsLogger:
         "Log all steps, or with `later` only those before the newest copy"
         if self.pending:
             both = [torch.stack([p[i].float() for p in self.pending]) for i in (2, 3)] # losses and norms
-            values, counts = copy_to_host(torch.stack(both)), {k: copy_to_host(f()) for k, f in self.counts}
-            self.copied.append((self.pending, values, counts, self.clock, self.clock.now()))
+            both, more = copy_to_host(torch.stack(both)), self.telemetry.read()
+            more = {k: copy_to_host(v) for k, v in more.items()}
+            self.copied.append((self.pending, both, more, self.clock, self.clock.now()))
             self.pending, self.clock = [], Breakdown(self.device)
             self.stepper.mark = self.clock
         while len(self.copied) > later: self.log_steps(*self.copied.popleft())
@@ -327,16 +335,18 @@ class MetricsLogger:
                         f"that aren't finite. None of them was taken. The last one's batch is {path}: look "
                         "at it, or try a smaller --lr")
 
-    def log_steps(self, steps, values, counts, clock, end): # what `add` and `flush` put together
+    def log_steps(self, steps, values, more, clock, end): # what `add` and `flush` put together
         "Write the rows of some steps. Raises `AllFailed` after too many bad ones"
         if clock.gpu: end.synchronize() # now the losses are there
         ms = ms_between(self.last_event, end)
         tok_s = len(steps)*self.step_tokens / ms * 1e3
         self.last_event, over, self.train_s = end, None, self.train_s + ms/1e3
         for (step, lr, _, _, x, y, scheduled), loss, norm in zip(steps, *values.tolist()):
-            row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s)
+            row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s,
+                       tokens=step*self.step_tokens)
             if step == steps[-1][0]:
-                row |= self.details(step, lr, clock) | scheduled | {k: n.item() for k, n in counts.items()}
+                row |= self.telemetry.mfu(tok_s/self.world.size) | self.details(step, lr, clock) | scheduled
+                row |= {k: v.item() for k, v in more.items()}
             self.newest, self.bad = row, 0 if self.write_step(row) else self.bad + 1
             if self.bad == BAD_STEPS: over = step, x, y
         self.on_step(step, loss, tok_s)

@@ -301,14 +301,22 @@ def ranks_part(run): # from `read_run`
     return part("The processes", ("charts", [ranks_chart(steps, ms)]), note=note)
 
 # %% ../../nbs/source/train/report.ipynb #b8d30017
+BY_ROLE = dict(grad_norm_="Norm of the gradients by role", update_norm_="Norm of the updates by role",
+               fp8_range_="Largest 8-bit value, as a part of its range",
+               fp8_clipped_="8-bit tensors clipped so far") # how keys of a row begin
+
 def training_part(run): # from `read_run`
-    "Return the section with learning rates, other scheduled values, and the gradient norm"
-    rows, norms = run["rows"], [v for _, v in points(run["rows"], "grad_norm") if v > 0]
-    rates = dict(lr="lr") | {k: k[3:] for r in rows for k in r if k.startswith("lr_")} # of the groups
-    log = bool(norms) and max(norms) > 20*min(norms)
+    "Return the section with learning rates, other scheduled values, norms, and what 8 bits clip"
+    rows = run["rows"]
+    def by_role(start): return {k: k.removeprefix(start) for r in rows for k in r if k.startswith(start)}
+    def norms(keys, title, **how): # on a logarithmic axis where they differ much
+        found = [v for k in keys for _, v in points(rows, k) if v > 0]
+        return curve(rows, keys, title, log=bool(found) and max(found) > 20*min(found), **how)
+    rates = dict(lr="lr") | by_role("lr_")
     return charts_part("Optimization", curve(rows, rates, "Learning rate", smooth=False, zero=True),
                        *(curve(rows, {k: ""}, s, smooth=False, zero=True) for k, s in SCHEDULED.items()),
-                       curve(rows, dict(grad_norm=""), "Norm of the gradients, before clipping", log=log))
+                       norms(dict(grad_norm=""), "Norm of the gradients, before clipping"),
+                       *(norms(by_role(start), s, smooth=False) for start, s in BY_ROLE.items()))
 
 
 # %% ../../nbs/source/train/report.ipynb #7d91628a
@@ -357,7 +365,9 @@ def prediction_part(run): # from `read_run`
     return table_part(title, KIND_HEAD, rows, "words", note=". ".join(filter(None, notes)) + ".")
 
 # %% ../../nbs/source/train/report.ipynb #0acc91c3
-CURVES = *"step event loss lr grad_norm tok_s train_s val_loss rank_ms".split(), *SCHEDULED # others tell more
+CURVES = "step event loss lr grad_norm tok_s tokens mfu loss_scale train_s val_loss rank_ms".split()
+CURVES += SCHEDULED
+SERIES = "ms_", "gpu_", "lr_", *BY_ROLE # how other keys begin that have curves or tables; the rest tells more
 
 def events_part(run, # from `read_run`
                 most=100): # to show
@@ -367,7 +377,7 @@ def events_part(run, # from `read_run`
               if "loss" in r and number(r["loss"]) is None and "event" not in r]
     found.sort(key=lambda r: r["step"])
     rest = lambda r: ", ".join(f"{k} {v}" for k, v in r.items()
-                               if k not in CURVES and not k.startswith(("ms_", "gpu_", "lr_")))
+                               if k not in CURVES and not k.startswith(SERIES))
     rows = [(r["step"], r["event"], rest(r)) for r in found[:most]]
     note = f"The first {most} of {len(found):,}." if len(found) > most else ""
     return table_part("Events", ("step", "event", ""), rows, "words", note)

@@ -27,6 +27,7 @@ from .train_step import TrainStep
 from .presets import device_limits
 from .config import branch_point, validate
 from .metrics import MetricsLogger, open_trackers
+from .telemetry import Telemetry
 from .run_dir import RunDir, fixed_options, goes_on
 from ..pretrained import read_record
 from .console import TERMINATION_SIGNALS, Signals, console_print
@@ -131,7 +132,7 @@ class Trainer:
                                                  self.world, self.log_info)
                 self.logger = MetricsLogger(self.folder, self.step, self.world, self.device, c.step_tokens,
                                             log_locally=self.coordinator.log_to_rank_file,
-                                            counts=self.run.counts)
+                                            telemetry=Telemetry(self.step))
                 self.rows = self.logger.rows # of `metrics.jsonl`: after a week too many to keep in memory
             dp = self.world.rank_and_size("dp")[1]
             for line in plan_lines(self.plan, dp, self.run.batching): self.log_info(line)
@@ -227,7 +228,7 @@ class Trainer:
     def train_iteration(self, batches): # as for `loop`
         "Take a step, and note what the logger will read"
         self.coordinator.set_next_status(f"step {self.done + 1}")
-        if self.done % 10 == 9: self.logger.clock.start() # that step's parts are measured
+        if self.done % 10 == 9: self.logger.measure_step()
         x, y = self.signals.during(partial(next, batches))
         self.logger.clock("data")
         take = partial(self.train_step, self.done) if self.timings.total else self.first_step

@@ -4,7 +4,7 @@ from importlib import import_module
 import msgspec, pytest
 from helpers.cells import NBS
 from make_readme import ROOT
-from helpers.tiny_runs import fails
+from helpers.tiny_runs import cache, fails, nano, options # noqa: F401: fixtures
 from llm_speedrun import _modidx
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import datasheet_flops
@@ -140,6 +140,15 @@ def test_a_new_key_of_metrics_must_be_explained(monkeypatch, made):
     for k in ("loss", "val_loss", "grad_norm", "ms_forward", "gpu_power_w"): assert f"| `{k}` |" in part(made["reference/formats.qmd"], "Metrics")
     monkeypatch.delitem(reference.ROW, "grad_norm")
     with fails(InputError, "grad_norm"): reference.metric_rows()
+
+def test_every_key_of_a_run_is_explained(tmp_path, nano, cache):
+    "Also of what is measured in some steps"
+    from llm_speedrun.train.trainer import train
+    known = [re.sub("ROLE|KIND", r"\\w+", row[0].strip("`")) for row in reference.metric_rows()]
+    for how in (dict(rungs="bf16,flash,fused_ops,chunked_ce,fp8"), dict(rungs="fp16"), dict(recipe="normuon")):
+        rows = train(options(tmp_path, steps=10, name=[*how.values()][0], **how), progress=False)[0].rows()
+        wrong = {k for r in rows for k in r if not any(re.fullmatch(p, k) for p in known)}
+        assert not wrong and any("update_norm_mlp" in r for r in rows), wrong
 
 # --- measurements ---
 

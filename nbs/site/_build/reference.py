@@ -210,9 +210,19 @@ def struct(cls):
 # What has no comment in the code is explained here; a key or a file that isn't is an error.
 ROW = dict( # of `metrics.jsonl` and `samples.jsonl`
     step="the optimizer step", loss="training loss of the step, nats a token", lr="learning rate",
-    tok_s="tokens a second", grad_norm="norm of the gradients before clipping", val_loss="validation loss",
+    tok_s="tokens a second", tokens="tokens of all steps so far", grad_norm="norm of the gradients before clipping", val_loss="validation loss",
     stopped="only a stop is the reason for this row, and resuming removes it",
     text="what the model wrote", event="what went wrong, such as a step that was skipped")
+
+LAST = dict( # in the last row of ten; names in capitals stand for several
+    train_s="seconds of training so far", lr_ROLE="learning rate of the weights of a role",
+    mfu="model FLOPs utilization: attention counted causal, against the GPU's dense BF16 rate, also with FP8",
+    grad_norm_ROLE="norm of the gradients of a role's weights, before clipping: `embed`, `head`, `attention`, `mlp`, `vector` (norms)",
+    update_norm_ROLE="norm of what the update changed of a role's weights", loss_scale="factor of the loss, with `fp16`",
+    fp8_clipped="with `fp8`: tensors of all steps before whose largest value was out of range",
+    fp8_clipped_KIND="the same of inputs of matmuls, `weights` and `grads`",
+    fp8_range_KIND="the largest value as a part of the range that its scale gives; above 1 it was clipped",
+    rank_ms="milliseconds of the forward pass, of each process", momentum="as the recipe sets it", weight_decay="likewise")
 
 def row_keys():
     "The keys of the rows that a run writes, from the source of what writes them"
@@ -227,7 +237,7 @@ def metric_rows():
     comment = lambda k: re.search(rf"\b{k}=.*?# (.*)", source)
     said = {k: m[1] if (m := comment(k)) else "as the driver says" for k in metrics.GPU_STATS}
     phases = {f"ms_{k}": f"milliseconds of the phase `{k}`, in some steps" for k in metrics.PHASES}
-    return [[f"`{k}`", v] for k, v in (known | phases | said).items()]
+    return [[f"`{k}`", v] for k, v in (known | LAST | phases | said).items()]
 
 FILES = { # of a run
     "config.json": "the options in force, the model's shape, versions",

@@ -1,5 +1,5 @@
 """The pages of nbs/site/_build/train/ that show measured numbers: templates whose `{{ ... }}` are read from the
-H200's records and from the outputs of the finale."""
+H200's records, from the outputs of the finale, and on telemetry from runs on a CPU."""
 import json, re
 from llm_speedrun.measure import load_records, records_path
 from llm_speedrun.course import course_records
@@ -8,6 +8,7 @@ from headline import OURS, best, newest, packages
 from measured import times
 from records import fits, folder
 from templating import environment as for_all_pages, table
+from trouble import Trouble
 
 NOTE = "<!-- Made from nbs/site/_build/train/{}: edit that, not this. -->"
 TOP = dict(rung="fused_adamw", before="fp32", workload="124m", batch=64)   # the whole list of rungs over none
@@ -126,7 +127,7 @@ def environment(root):
     env.globals |= dict(record=record, gain=gain, of_two=of_two, step=step, rounded=rounded, top=top,
                         gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), accelerated=list(accelerated(root)), explained=list(explained(root)), lead=race[OURS],
                         lead_needs=packages(race), rival=best(race, "torch.compile"),
-                        finale_tokens=finale_tokens(root))
+                        finale_tokens=finale_tokens(root), trouble=Trouble(root))
     return env
 
 def rendered(root): # of the repository
@@ -134,4 +135,5 @@ def rendered(root): # of the repository
     env = environment(root)
     for path in sorted((root/"nbs/site/_build/train").glob("*.qmd")):
         head, mark, body = env.from_string(path.read_text(encoding="utf-8")).render().partition("\n---\n")
-        yield path.name, f"{head}{mark}{NOTE.format(path.name)}\n{body}\n{measured_on()}\n"
+        foot = env.globals["trouble"].measured_on() if path.stem == "telemetry" else measured_on()
+        yield path.name, f"{head}{mark}{NOTE.format(path.name)}\n{body}\n{foot}\n"
