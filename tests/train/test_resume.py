@@ -768,6 +768,7 @@ CONFIGS = {
     "layers without end": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(layers=10**9)),
     "more layers": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(layers=4000)),
     "a negative width": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(width=-32)),
+    "heads of a negative width": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(attention_width=-32)),
     "another width": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(width=64)),
     "a digit too many": lambda p: p.write_text(p.read_text().replace('"steps": 12', '"steps": 1' + "0"*400)),
     "nested": lambda p: p.write_text(nested(100_000)), "a pipe": pipe}
@@ -781,6 +782,7 @@ def test_a_config_that_is_wrong(stopped, monkeypatch, kind):
     monkeypatch.setattr(module, "build", lambda *args, **kw: pytest.fail("a model is built"))
     with fails((InputError, FileNotFoundError), "config.json|checkpoints") as e: resume(stopped)
     assert len(str(e.value).splitlines()) == 1
+    assert kind != "heads of a negative width" or "attention_width must be at least 0" in str(e.value)
 
 def rewrite(c, change=lambda about: about, tensors=lambda ts: ts):
     "A checkpoint with something else in it, whose sums are right"
