@@ -508,6 +508,7 @@ def sections(run): # from `read_run`
 def _state(run): # from `read_run`
     if not run["over"]: return "not finished: still running, or killed"
     if run["result"].reached: return "finished: it reached its target"
+    if n := run["result"].stalled: return f"finished early: {n} evaluations without a lower loss"
     return "interrupted" if run["result"].interrupted else "finished"
 
 # %% ../../nbs/source/train/report.ipynb #5d1bb222
