@@ -84,7 +84,8 @@ def with_spike_guard(run, # a `Run`
     "Return the run with a `SpikeGuard` of its updates"
     if not sigmas: return run
     guard = SpikeGuard(sigmas, run.device, run.world)
-    return replace(run, stateful=run.stateful + ((SPIKES, guard),))
+    return replace(run, stateful=run.stateful + ((SPIKES, guard),),
+                   counts=run.counts + (("spikes", lambda: guard.skipped),))
 
 def make_stepper(run, # a `Run`
                  clip=1.): # largest norm of the gradients; 0 doesn't clip

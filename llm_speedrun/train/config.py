@@ -146,6 +146,7 @@ class TrainConfig(Options):
     final_lr: Fraction | None = None # the last learning rate, as a fraction of the peak
     weight_decay: NonNegative | None = None # weight decay of matrices; 0 is none
     grad_clip: NonNegative | None = None # largest norm of the gradients; 0 doesn't clip
+    skip_spikes: NonNegative | None = None # skip updates so many deviations above the last 128, such as 6
     ema_decay: Fraction | None = None # of an average of the weights to evaluate and keep, as .999; 0 is none
     seed: Count = 0 # random seed for the initial weights and the data order
     # Evaluation
@@ -275,9 +276,9 @@ class LrOptions(TrainConfig):
     highest: Positive | None = None # the highest of them; by default sixteen times that rate
     repeats: Count = 2 # how often the best rate is tried again, on other batches, to see the noise
 
-    unlisted = ("stream minutes total_tokens epochs target_loss patience ema_decay gpus restarts num_evals "
-                "eval_every sample_tokens num_samples loggers profile save_minutes save_every keep_last keep_every "
-                "resume").split()
+    unlisted = ("stream minutes total_tokens epochs target_loss patience skip_spikes ema_decay gpus restarts "
+                "num_evals eval_every sample_tokens num_samples loggers profile save_minutes save_every "
+                "keep_last keep_every resume").split()
 
 # %% ../../nbs/source/train/config.ipynb #bfa8a849
 @dataclass

@@ -210,6 +210,7 @@ def recipe_text(config): # of a run
     said = dict(lr="peak rate {:.3g}", warmup_steps="{:,} steps of warm-up",
                 decay_after="decay after step {:,}", weight_decay="weight decay {:g}",
                 grad_clip="gradients of norm {:g} at most",
+            skip_spikes="no updates {:g} deviations above those before",
                 ema_decay="an average of the weights with decay {:g}")
     texts = [text.format(get(k)) for k, text in said.items() if get(k)]
     if config.get("schedule"): texts.insert(1, str(config["schedule"]))
@@ -370,6 +371,7 @@ def events_part(run, # from `read_run`
                                if k not in CURVES and not k.startswith(("ms_", "gpu_", "lr_")))
     rows = [(r["step"], r["event"], rest(r)) for r in found[:most]]
     note = f"The first {most} of {len(found):,}." if len(found) > most else ""
+    if n := run["result"].spikes: note = f"{note} Updates that were skipped as spikes: {n:,}.".strip()
     return table_part("Events", ("step", "event", ""), rows, "words", note)
 
 # %% ../../nbs/source/train/report.ipynb #23fdc501

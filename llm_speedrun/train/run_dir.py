@@ -36,6 +36,7 @@ class Result(msgspec.Struct):
     interrupted: bool = False
     reached: bool = False # its target
     stalled: Annotated[int, Meta(ge=0, lt=2**53)] = 0 # evaluations without a lower loss, which have ended it
+    spikes: Annotated[int, Meta(ge=0, lt=2**53)] = 0 # updates that were skipped
 
 def read_result(folder): # of a run
     "Read a run's `Result`, or None while there is none. Raises `InputError` for a bad file"
@@ -253,7 +254,7 @@ def check_unfinished(folder, # of a run
 
 # %% ../../nbs/source/train/run_dir.ipynb #000980ad
 FIXED = ("stream document_mask vocab seq_len recipe step_tokens lr schedule warmup cooldown final_lr "
-         "weight_decay grad_clip ema_decay seed num_evals eval_every eval_tokens sample_tokens "
+         "weight_decay grad_clip skip_spikes ema_decay seed num_evals eval_every eval_tokens sample_tokens "
          "num_samples").split() # not `data`: it may be moved
 
 def fixed_options(cfg, config, # a `TrainConfig`, a `GPTConfig`

@@ -20,6 +20,7 @@ from ..measure import Timings, memory_limit
 from ..data.batches import prefetch
 from ..runs import build
 from ..plugins import import_plugins
+from ..recipes.spikes import with_spike_guard
 
 # %% ../../nbs/source/train/trainer.ipynb #089ef4c2
 from ..checkpoint.format import checkpoints, step_of_name
@@ -66,6 +67,7 @@ def build_run(plan, world): # a `TrainPlan`, a `World`
     "Build the plan's model with its rungs, recipe and initial weights. Returns a `Run`"
     c, recipe = plan.options, plan.recipe
     run = recipe(build(plan.model, plan.rungs, seed=c.seed, world=world, model=recipe.model))
+    run = with_spike_guard(run, c.skip_spikes)
     if plan.weights: load_initial_weights(run, plan.weights)
     optimizer = partial(run.optimizer, lr=c.lr, weight_decay=c.weight_decay) # whichever a rung chose
     return replace(run, optimizer=optimizer)
@@ -131,7 +133,7 @@ class Trainer:
                 self.checkpointer = Checkpointer(self.run, self.train_step, self.data, self.average,
                                                  self.world, self.log_info)
                 self.logger = MetricsLogger(self.folder, self.step, self.world, self.device, c.step_tokens,
-                                            log_locally=self.coordinator.log_to_rank_file,
+                                            log_locally=self.coordinator.log_to_rank_file, log_info=self.log_info,
                                             counts=self.run.counts)
                 self.rows = self.logger.rows # of `metrics.jsonl`: after a week too many to keep in memory
             dp = self.world.rank_and_size("dp")[1]
@@ -316,6 +318,7 @@ class Trainer:
             loss, text = self.log_eval(), self.sample()
         res = dict(steps=self.done, val_loss=loss, interrupted=self.interrupted, reached=self.target_reached,
                    stalled=self.stalled, folder=str(self.folder), start=self.timings.record())
+        if self.cfg.skip_spikes: res["spikes"] = int(self.step.spikes)
         if self.first_step_at: res["seconds"] = time.perf_counter() - self.first_step_at
         if bigram: res["bigram_loss"] = bigram.result()
         with part(draw): self.notify("after_fit", fit := res | dict(sample=text))

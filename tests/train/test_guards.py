@@ -1,14 +1,23 @@
 "How often to evaluate and to save, in steps; runs that end early; spikes that are skipped; scores during training."
 import json
-import pytest, torch
+from dataclasses import replace
+import numpy as np, pytest, torch
 from safetensors.torch import load_file
 from llm_speedrun.checkpoint.format import checkpoints, step_of_name
-from llm_speedrun.io_utils import InputError
+from llm_speedrun.distributed.spawn import run_distributed
+from llm_speedrun.distributed.world import World
+from llm_speedrun.io_utils import AllFailed, InputError
+from llm_speedrun.model_config import workload
+from llm_speedrun.recipes.spikes import SpikeGuard, make_stepper, with_spike_guard
+from llm_speedrun.runs import build
+from llm_speedrun.stepper import Stepper
 from llm_speedrun.train.config import TrainConfig, parse_options
 from llm_speedrun.train.run_dir import Finished
+from llm_speedrun.train.train_step import TrainStep
 from llm_speedrun.train.trainer import Trainer, train
-from helpers.tiny_runs import fails, nano, options
-from test_trainer import curve, rows
+from helpers.tiny_runs import NANO, fails, nano, options
+from test_resume import state, stop_at
+from test_trainer import curve, posix, rows
 
 def go(folder, **kw): return train(options(folder, **kw), progress=False)
 def resume(folder, step="", **kw): return train(TrainConfig(resume=f"{folder/'runs/run'}{step}", **kw), progress=False, given={*kw, "resume"})
@@ -106,3 +115,143 @@ def test_patience_at_the_end(tmp_path, judged):
     assert (res["steps"], res["stalled"]) == (10, 0)
     _, res = go(tmp_path, name="falls", steps=4, eval_every=2, patience=1)
     assert (res["steps"], res["stalled"]) == (4, 0)
+
+# Spikes
+
+SPIKE = 29 # the step that is one, from 0
+
+def small_window(m, size=16): m.setattr(SpikeGuard.__init__, "__defaults__", (World(), size))
+
+@pytest.fixture
+def spiky(monkeypatch):
+    "Steps whose losses are a thousand times what they are; the guard has a small window"
+    steps, now, take, backward = {SPIKE}, [0], TrainStep.__call__, Stepper.forward_backward
+    monkeypatch.setattr(TrainStep, "__call__", lambda self, step, x, y: (now.append(step), take(self, step, x, y))[1])
+    monkeypatch.setattr(Stepper, "forward_backward", lambda self, x, y, weight=1.: backward(self, x, y, weight*(1e3 if now[-1] in steps else 1.)))
+    small_window(monkeypatch)
+    return steps
+
+HOW = dict(steps=40, recipe="adamw", lr=1e-3, schedule="constant", num_evals=2)
+
+@pytest.mark.parametrize("micro", [4, 2])
+def test_a_spike(tmp_path, spiky, capsys, micro):
+    "It is skipped, and said in the console, the log, the result and the report; without a guard it is taken; steps before it are the same"
+    guarded, res = train(options(tmp_path, skip_spikes=6., micro_batch_size=micro, step_tokens=64, **HOW))
+    line = f"step {SPIKE + 1} skipped: a spike of the loss or of the gradients (--skip_spikes): loss "
+    assert line in capsys.readouterr().out and res["spikes"] == 1
+    run = tmp_path/"runs/run"
+    assert [(r["step"], r["event"]) for r in rows(run) if "event" in r] == [(SPIKE + 1, line.partition(" ")[2].partition(" ")[2].removesuffix(": loss "))]
+    row = next(r for r in rows(run) if "event" in r)
+    assert row["loss"] > 1e3 and row["grad_norm"] > 100 # what it was
+    assert json.loads((run/"result.json").read_text())["spikes"] == 1 and [r["spikes"] for r in rows(run) if "spikes" in r][-1] == 1
+    page = (run/"report.html").read_text(encoding="utf-8")
+    assert "Updates that were skipped as spikes: 1." in page and "no updates 6 deviations above those before" in page
+    plain, _ = go(tmp_path, name="plain", micro_batch_size=micro, step_tokens=64, **HOW)
+    assert curve(guarded)[:SPIKE + 1] == curve(plain)[:SPIKE + 1] and curve(guarded)[SPIKE + 1:] != curve(plain)[SPIKE + 1:]
+    assert "spikes" not in json.loads((plain.folder/"result.json").read_text())
+
+def test_a_guard_that_finds_nothing_changes_nothing(tmp_path, spiky):
+    spiky.clear()
+    runs = [go(tmp_path, name=str(s), skip_spikes=s, **HOW) for s in (6., None, 0.)]
+    assert same(runs[0][0].folder, runs[1][0].folder) and same(runs[1][0].folder, runs[2][0].folder) and curve(runs[0][0]) == curve(runs[1][0])
+    assert runs[0][1]["spikes"] == 0 and "spikes" not in runs[1][1]
+
+@posix
+@pytest.mark.parametrize("more", [dict(), dict(recipe="normuon"), dict(rungs="fused_adamw", ema_decay=.9)], ids=str)
+def test_the_same_bits_with_a_guard(tmp_path, monkeypatch, spiky, more):
+    "Stopped in the middle of a window, before a spike that is one only by what was before the stop"
+    how = HOW | dict(steps=20, skip_spikes=6.) | more
+    spiky.clear(); spiky.add(14)
+    whole, res = go(tmp_path/"whole", **how)
+    assert res["spikes"] == 1
+    with monkeypatch.context() as m:
+        stop_at(m, 12)
+        _, half = go(tmp_path, **how)
+    assert half["interrupted"] and half["steps"] == 12 and half["spikes"] == 0
+    rest, end = resume(tmp_path)
+    assert end["spikes"] == 1 and end["val_loss"] == res["val_loss"] and curve(rest) == curve(whole)
+    want, got = state(whole), state(rest)
+    assert set(want) == set(got) and any("skip_spikes" in k for k in want)
+    for k in want: assert torch.equal(want[k], got[k]), k
+
+@posix
+def test_a_spike_before_the_stop(tmp_path, monkeypatch, spiky):
+    "It stays counted, and its row is the only one with an event"
+    spiky.clear(); spiky.add(9)
+    with monkeypatch.context() as m:
+        stop_at(m, 12)
+        go(tmp_path, skip_spikes=6., **HOW | dict(steps=20))
+    _, end = resume(tmp_path)
+    assert end["spikes"] == 1 and [r["step"] for r in rows(tmp_path/"runs/run") if "event" in r] == [10]
+
+def test_a_branch_with_a_guard(tmp_path, spiky, capsys):
+    "A run that was spoilt goes on from before, with a guard; a run that goes on keeps what it has"
+    go(tmp_path, keep_every=20, **HOW)
+    with fails(InputError, "leave out skip_spikes"): resume(tmp_path, steps=50, skip_spikes=6.)
+    branch, res = resume(tmp_path, "@20", skip_spikes=6.)
+    assert res["spikes"] == 1 and branch.cfg.skip_spikes == 6
+
+def test_no_spike_where_losses_are_not_finite(tmp_path, spiky, monkeypatch):
+    "Five of these in a row still end a run, with a guard as without"
+    backward = Stepper.forward_backward
+    monkeypatch.setattr(Stepper, "forward_backward", lambda self, x, y, weight=1.: backward(self, x, y, weight*(torch.nan if len(curves) else 1.)))
+    curves, taken = [], TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", lambda self, step, x, y: (curves.append(1) if step == 20 else None, taken(self, step, x, y))[1])
+    with fails(AllFailed, "5 steps in a row, the last of them step 25"): go(tmp_path, skip_spikes=6., **HOW)
+
+def test_several_updates_in_a_step(tmp_path, monkeypatch):
+    "A recipe's updates are judged one by one: of four in a step one is skipped, and the step has an event"
+    small_window(monkeypatch)
+    calls, backward = [], Stepper.forward_backward
+    monkeypatch.setattr(Stepper, "forward_backward", lambda self, x, y, weight=1.: (calls.append(1), backward(self, x, y, weight*(1e3 if len(calls) == 42 else 1.)))[1])
+    monkeypatch.setattr(Trainer, "run_loop", lambda self, loop=Trainer.run_loop: (calls.clear(), loop(self))[1])
+    trainer, res = go(tmp_path, recipe="speedrun:pieces=1:updates=4:windows=8+0", steps=20, micro_batch_size=1, step_tokens=64, skip_spikes=6., num_evals=1)
+    assert res["spikes"] == 1 and [r["step"] for r in trainer.rows() if "event" in r] == [11]
+
+def stepped(world, rungs, batches, spike, sigmas):
+    "Weights, losses and spikes of a run of some updates, of which this process has its part; `spike` is an update and a process whose loss is huge"
+    from llm_speedrun.recipes import spikes
+    spikes.SpikeGuard.__init__.__defaults__ = world, 16
+    run = spikes.with_spike_guard(build(NANO, rungs, device="cpu", world=world, seed=1), sigmas[world.rank])
+    step, loss, now = spikes.make_stepper(run), run.loss, [0]
+    step.run = replace(run, loss=lambda *args: loss(*args)*(1e3 if spike == (now[0], world.rank) else 1.))
+    losses = []
+    for now[0], x in enumerate(batches):
+        own = x.unflatten(0, (world.size, -1))[world.rank]
+        losses.append(step((own, own)).item())
+    weights = {n: getattr(p.detach(), "full_tensor", p.detach)().clone().numpy() for n, p in run.model.named_parameters()}
+    return weights, losses, step.spikes.item()
+
+@pytest.mark.parametrize("rungs", [["ddp"], ["fsdp"]], ids=str)
+@pytest.mark.parametrize("sigmas", [(6., 6.), (1e9, 6.)], ids=["alike", "one sees it"])
+def test_two_processes(rungs, sigmas):
+    "One has a spike, or one alone notices: both skip it, and end as one process does that never saw it"
+    g = torch.Generator().manual_seed(0)
+    batches = [*torch.randint(40, (24, 4, 16), generator=g).unbind()]
+    many = run_distributed(2, stepped, rungs, batches, (20, 1), sigmas)
+    alone = stepped(World(), [], batches[:20] + batches[21:], None, [6.])
+    assert [m[2] for m in many] == [1, 1] and alone[2] == 0 and many[0][1] == many[1][1]
+    losses = many[0][1]
+    assert losses[20] > 1e3 and losses[:20] + losses[21:] == pytest.approx(alone[1], abs=1e-5)
+    for k, w in alone[0].items():
+        assert np.array_equal(many[0][0][k], many[1][0][k]) and np.allclose(many[0][0][k], w, atol=1e-5), k
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rungs", ["safe", "fastest16", "fastest"])
+def test_a_guard_does_not_wait(rungs):
+    "On a GPU the decision is made there: no step with a guard waits for it, and a spike is skipped by each list's optimizer"
+    run = with_spike_guard(build(workload("tiny"), rungs, device="cuda"), 6.)
+    step = make_stepper(run)
+    step.guard.window = step.guard.window[:, :16].clone()
+    x = torch.randint(8, (4, 64), device="cuda")
+    for _ in range(60): step((x, x)) # captures graphs, compiles; its loss falls to a level
+    torch.cuda.synchronize(); torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8): step((x, x))
+    finally: torch.cuda.set_sync_debug_mode("default")
+    was = [p.detach().clone() for p in step.params]
+    y = torch.randint(8, 1000, (4, 64), device="cuda")
+    step((y, y))
+    assert step.spikes.item() == 1 and all(map(torch.equal, was, step.params))
+    step((x, x))
+    assert step.spikes.item() == 1 and not all(map(torch.equal, was, step.params))
