@@ -37,6 +37,7 @@ from ..train.autotune import divisors, failed_rungs, prepare_process
 from ..train.callbacks import LossCurve, Report, Samples
 from .machine_checks import (Finding, check_cluster, check_gpu, check_rungs, check_versions,
                                                guarded, ok)
+from .scores import train_callbacks
 from ..train.train_step import WARM_UP, phases_of
 from ..train.trainer import Trainer
 
@@ -387,7 +388,7 @@ def check_run(cfg, # a `TrainConfig`
               timings=None): # `Timings` of the start
     "Yield findings about a run with these options. Raises what making its `Trainer` raises"
     if cfg.resume: yield from check_resume(cfg)
-    trainer = Trainer(cfg, progress=False, given=given, timings=timings)
+    trainer = Trainer(cfg, progress=False, given=given, timings=timings, callbacks=train_callbacks())
     try:
         yield from check_trainer(trainer)
         trainer.world.barrier() # all have seen the folder

@@ -153,6 +153,8 @@ class TrainConfig(Options):
     num_evals: PositiveInt = 10 # evaluations during the run
     eval_every: Span | None = None # or the steps from one to the next, or a part of all: 200, .05, 5%
     eval_tokens: Count = 0 # tokens in an evaluation, each time the same; by default 2**18, on a CPU 2**14
+    score: CommaList = "" # scores at evaluations: hellaswag=FILE, arc_easy=FILE, ...; a text's bits per byte
+    score_every: PositiveInt = 1 # evaluations from one such score to the next
     sample_tokens: Count = 200 # length in tokens of each generated text; one is printed at the end
     num_samples: Count = 0 # texts to generate during the run as well, into samples.jsonl
     # Output
@@ -277,8 +279,8 @@ class LrOptions(TrainConfig):
     repeats: Count = 2 # how often the best rate is tried again, on other batches, to see the noise
 
     unlisted = ("stream minutes total_tokens epochs target_loss patience skip_spikes ema_decay gpus restarts "
-                "num_evals eval_every sample_tokens num_samples loggers profile save_minutes save_every "
-                "keep_last keep_every resume").split()
+                "num_evals eval_every score score_every sample_tokens num_samples loggers profile "
+                "save_minutes save_every keep_last keep_every resume").split()
 
 # %% ../../nbs/source/train/config.ipynb #bfa8a849
 @dataclass

@@ -374,6 +374,13 @@ def events_part(run, # from `read_run`
     if n := run["result"].spikes: note = f"{note} Updates that were skipped as spikes: {n:,}.".strip()
     return table_part("Events", ("step", "event", ""), rows, "words", note)
 
+# %% ../../nbs/source/train/report.ipynb #59scr002
+def scores_part(run): # from `read_run`
+    "Return the section with what the run scored at its evaluations, a chart for each score"
+    keys = dict.fromkeys(k for r in run["rows"] for k in r if k.startswith("score_"))
+    return charts_part("Scores during training", *(
+        curve(run["rows"], {k: ""}, k.removeprefix("score_").replace("_", " "), smooth=False) for k in keys))
+
 # %% ../../nbs/source/train/report.ipynb #23fdc501
 def sample_part(run, # from `read_run`
                 most=5): # samples of the time before the end
@@ -493,6 +500,7 @@ def sections(run): # from `read_run`
     show = lambda v: json.dumps(v) if isinstance(v, (dict, list, bool)) or v is None else str(v)
     found = [
         about_part(run), loss_part(run),
+        scores_part(run),
         table_part("What it can do", ("task", "metric", "value", "standard error", "examples"), scores),
         speed_part(run), prediction_part(run), breakdown_part(run), ranks_part(run), training_part(run),
         charts_part("The GPU", *gpu),

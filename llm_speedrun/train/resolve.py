@@ -50,7 +50,7 @@ def own_values(cfg): # a `TrainConfig`
 
 # %% ../../nbs/source/train/resolve.ipynb #f585fcf2
 CHANGEABLE = ("data plugin memory_limit rungs micro_batch_size gpus restarts steps target_loss "
-              "patience save_minutes save_every keep_last keep_every").split() # together with `resume`
+              "patience score score_every save_minutes save_every keep_last keep_every").split() # together with `resume`
 BRANCH = ("stream text_key document_mask total_tokens lr schedule cooldown final_lr grad_clip skip_spikes "
           "num_evals eval_every eval_tokens sample_tokens num_samples deterministic retune name out overwrite "
           "loggers profile").split() # these, too, in a branch

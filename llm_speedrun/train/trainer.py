@@ -86,6 +86,8 @@ class Trainer:
         cfg, given = options_for_restart(cfg, given)
         given, branch_step = own_values(cfg) if given is None else {*given}, branch_point(cfg.resume)[1]
         self.cfg = c = with_plugins(resumed(cfg, given) if cfg.resume else cfg)
+        if c.score and not any(cb.scores for cb in self.callbacks): raise InputError(
+            "score needs a callback that scores: callbacks=train_callbacks(), of llm_speedrun.tools.scores")
         self.coordinator = join_group(c, given, self.signals)
         self.world, self.device = self.coordinator.world, self.coordinator.device
         self.progress = progress and self.world.first
@@ -357,9 +359,10 @@ class Trainer:
 def train(cfg, # a `TrainConfig`
           progress=True, # show a progress bar and what is being done
           given=None, # names of the options that were given, as for `Trainer`
-          timings=None): # `Timings` of the start
+          timings=None, # `Timings` of the start
+          callbacks=None): # as for `Trainer`
     "Train. Returns the `Trainer` and its results; raises `InputError` for one process in place of `cfg.gpus`"
     if cfg.gpus > 1 and not cfg.resume and "WORLD_SIZE" not in os.environ: raise InputError(
         f"gpus is {cfg.gpus}, and this is one process: speedrun_train starts {cfg.gpus}, or torchrun")
-    trainer = Trainer(cfg, progress, given, timings)
+    trainer = Trainer(cfg, progress, given, timings, callbacks)
     return trainer, trainer.fit()

@@ -1,8 +1,9 @@
 "How often to evaluate and to save, in steps; runs that end early; spikes that are skipped; scores during training."
-import json
+import json, os, signal
 from dataclasses import replace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
+from llm_speedrun.cli import speedrun_train
 from llm_speedrun.checkpoint.format import checkpoints, step_of_name
 from llm_speedrun.distributed.spawn import run_distributed
 from llm_speedrun.distributed.world import World
@@ -11,13 +12,18 @@ from llm_speedrun.model_config import workload
 from llm_speedrun.recipes.spikes import SpikeGuard, make_stepper, with_spike_guard
 from llm_speedrun.runs import build
 from llm_speedrun.stepper import Stepper
+from llm_speedrun.tools.doctor import check_run
+from llm_speedrun.tools.evals import evaluate, our_lm
+from llm_speedrun.tools.scores import Scores, asked_scores, train_callbacks
 from llm_speedrun.train.config import TrainConfig, parse_options
 from llm_speedrun.train.run_dir import Finished
 from llm_speedrun.train.train_step import TrainStep
 from llm_speedrun.train.trainer import Trainer, train
-from helpers.tiny_runs import NANO, fails, nano, options
+from helpers import quick_programs
+from helpers.timeouts import TIMEOUT
+from helpers.tiny_runs import NANO, fails, nano, options, texts, words, write_bins
 from test_resume import state, stop_at
-from test_trainer import curve, posix, rows
+from test_trainer import COMMAND, curve, posix, rows
 
 def go(folder, **kw): return train(options(folder, **kw), progress=False)
 def resume(folder, step="", **kw): return train(TrainConfig(resume=f"{folder/'runs/run'}{step}", **kw), progress=False, given={*kw, "resume"})
@@ -255,3 +261,84 @@ def test_a_guard_does_not_wait(rungs):
     assert step.spikes.item() == 1 and all(map(torch.equal, was, step.params))
     step((x, x))
     assert step.spikes.item() == 1 and not all(map(torch.equal, was, step.params))
+
+# Scores
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    "A test, a text, and what `--score` is then"
+    folder = tmp_path_factory.mktemp("asked")
+    answers = lambda i: dict(text=[f"{2*i}", f"{2*i + 1}", "many"], label=["A", "B", "C"])
+    (folder/"arc.jsonl").write_text("".join(json.dumps(dict(question=f"{i} times 2", choices=answers(i), answerKey="A")) + "\n" for i in range(5)))
+    (folder/"sums.txt").write_text("".join(f"{i} times 2 is not {3*i}.\n" for i in range(20)))
+    return f"arc_easy={folder/'arc.jsonl'},{folder/'sums.txt'}"
+
+KEYS = ["score_arc_easy_acc", "score_arc_easy_acc_norm", "score_sums_bits_per_byte"]
+def scored(run): return {r["step"]: [r[k] for k in KEYS] for r in rows(run) if KEYS[0] in r}
+def on_text(folder, **kw): return options(folder, **dict(data=str(texts(folder/"texts")), steps=8, num_evals=10, eval_every=2, seq_len=32, recipe="adamw", lr=1e-3) | kw)
+def with_scores(folder, **kw): return train(on_text(folder, **kw), progress=False, callbacks=train_callbacks())
+
+@pytest.mark.parametrize("more", [dict(), dict(ema_decay=.9), dict(rungs="bf16,flash,fused_ops,chunked_ce,fp8")], ids=str)
+def test_scores_change_no_bit(tmp_path, asked, more):
+    "Weights, losses, evaluations, samples are those of a run without scores; these are those of the weights that are saved"
+    plain, p = with_scores(tmp_path, name="plain", num_samples=2, **more)
+    trainer, res = with_scores(tmp_path, score=asked, num_samples=2, **more)
+    assert same(trainer.folder, plain.folder) and curve(trainer) == curve(plain) and res["val_loss"] == p["val_loss"] and res["sample"] == p["sample"]
+    assert [*scored(trainer.folder)] == [2, 4, 6, 8] and not scored(plain.folder) and "scores" in json.loads((trainer.folder/"result.json").read_text())["parts"]
+    if "rungs" in more: return # which compute in other formats
+    tasks, docs = asked_scores(asked)
+    (arc, text) = evaluate(our_lm(trainer.folder), tasks.values(), docs.values())
+    assert scored(trainer.folder)[8] == pytest.approx([*arc["scores"].values(), text["scores"]["bits_per_byte"]], rel=1e-5)
+
+def test_scores_in_the_report_and_the_console(tmp_path, asked, capsys):
+    speedrun_train(words(on_text(tmp_path, score=asked, score_every=3)))
+    run = tmp_path/"runs/run"
+    assert [*scored(run)] == [6, 8] and capsys.readouterr().out.count("sums_bits_per_byte") == 2
+    page = (run/"report.html").read_text(encoding="utf-8")
+    assert "Scores during training" in page and "sums bits per byte" in page and "arc easy acc norm" in page
+
+@posix
+@pytest.mark.parametrize("calls", [3, 4])
+def test_scores_of_a_resumed_run(tmp_path, asked, monkeypatch, calls):
+    "Stopped in a step, or in the scoring itself: the log has each score once, as without a stop"
+    whole, _ = with_scores(tmp_path/"whole", score=asked)
+    with monkeypatch.context() as m:
+        if calls == 3: stop_at(m, 3)
+        else:
+            m.setattr(Scores, "evaluate", lambda self, lm, evaluate=Scores.evaluate, n=[]: (n.append(1), len(n) == 2 and os.kill(os.getpid(), signal.SIGINT), evaluate(self, lm))[2])
+        _, half = with_scores(tmp_path, score=asked)
+    assert half["interrupted"]
+    rest, _ = train(TrainConfig(resume=str(tmp_path/"runs/run")), progress=False, callbacks=train_callbacks())
+    assert scored(rest.folder) == scored(whole.folder) and curve(rest) == curve(whole)
+    assert [r["step"] for r in rows(rest.folder) if KEYS[0] in r] == [2, 4, 6, 8]
+
+def test_what_cannot_be_scored(tmp_path, asked):
+    "Before the run has a folder"
+    for kw, said in ((dict(score="hellaswag"), "hellaswag=FILE"), (dict(score=str(tmp_path/"nowhere")), "nowhere"), (dict(score=asked, data=str(write_bins(tmp_path/"bins"))), "no tokenizer")):
+        with fails((InputError, OSError), said): with_scores(tmp_path, **kw)
+        assert not (tmp_path/"runs/run").exists()
+    with fails(InputError, "score needs a callback that scores"): train(on_text(tmp_path, score=asked), progress=False)
+    long = tmp_path/"long.jsonl"
+    long.write_text(json.dumps(dict(question="a", choices=dict(text=["b "*200, "c"], label=["A", "B"]), answerKey="A")))
+    with fails(InputError, "long.jsonl line 1: an ending has .* tokens, and this model reads 32"): with_scores(tmp_path, score=f"arc_easy={long}")
+    assert not (tmp_path/"runs/run").exists()
+    found = [f for f in check_run(on_text(tmp_path, score=asked)) if f.level == "problem"]
+    assert not found
+
+def test_memory_that_does_not_suffice_for_scores(tmp_path, asked, monkeypatch, capsys):
+    "The run goes on without"
+    def crowded(self, lm): raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(Scores, "evaluate", crowded)
+    trainer, res = train(on_text(tmp_path, score=asked), callbacks=train_callbacks())
+    assert res["steps"] == 8 and not scored(trainer.folder) and "no scores: the GPU's memory" in capsys.readouterr().out
+
+@posix
+@pytest.mark.parametrize("rungs", ["ddp", "fsdp"])
+def test_scores_of_two_processes(tmp_path, asked, rungs):
+    "As those of one, and the losses too"
+    c = on_text(tmp_path, score=asked, vocab=300, rungs=rungs, gpus=2, micro_batch_size=2, model="tiny", lr=1e-3)
+    one, _ = with_scores(tmp_path, name="one", score=asked, vocab=300, model="tiny", micro_batch_size=4)
+    done = quick_programs.run([*COMMAND, *words(c)], capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    assert done.returncode == 0, done.stderr
+    got, want = scored(tmp_path/"runs/run"), scored(one.folder)
+    assert got.keys() == want.keys() and all(got[k] == pytest.approx(want[k], rel=1e-3) for k in got)

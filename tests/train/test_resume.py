@@ -516,7 +516,7 @@ def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
         "data text_key stream document_mask vocab model layers width heads kv_heads head_dim hidden seq_len plugin init rungs micro_batch_size grad_accum_steps memory_limit deterministic retune ladder gpus restarts "
-        "steps total_tokens minutes epochs target_loss patience recipe step_tokens lr schedule warmup cooldown final_lr weight_decay grad_clip skip_spikes ema_decay seed num_evals eval_every eval_tokens sample_tokens num_samples "
+        "steps total_tokens minutes epochs target_loss patience recipe step_tokens lr schedule warmup cooldown final_lr weight_decay grad_clip skip_spikes ema_decay seed num_evals eval_every eval_tokens score score_every sample_tokens num_samples "
         "name out overwrite loggers profile save_minutes save_every keep_last keep_every resume").split()
 
 # Other tokens
