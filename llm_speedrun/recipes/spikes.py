@@ -45,7 +45,7 @@ class SpikeGuard:
         anew = row == IN_A_ROW # no spike, but another level
         window = torch.where(take & (place == taken % size), values, self.window)
         self.window = torch.where(anew, 0., window)
-        self.counts = torch.stack([(taken + take)*~anew, row*~anew, skipped + spike])
+        self.counts = torch.stack([(taken + take)*~anew, row, skipped + spike])
         return spike
 
     def state_dict(self):
@@ -57,7 +57,7 @@ class SpikeGuard:
         for k, mine in self.state_dict().items():
             if state[k].shape != mine.shape: raise InputError(f"a guard's {k} is {list(state[k].shape)}, and "
                                                               f"here {list(mine.shape)}")
-            setattr(self, k, state[k].to(mine.device, mine.dtype, copy=True))
+            setattr(self, k, state[k].to(mine.device, mine.dtype))
 
 # %% ../../nbs/source/recipes/spikes.ipynb #59spk013
 class SpikeStepper(GuardedStepper):
