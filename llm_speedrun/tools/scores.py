@@ -53,8 +53,8 @@ class Scores(Callback):
         if tok is None: raise InputError("--score needs the text of tokens, and this data has no tokenizer: "
                                          "put its tokenizer.json next to it")
         (start, why), config = start_token(tok, "this run"), trainer.config
-        if why and self.tasks: raise InputError("--score: this run's tokens are characters, which can't spell "
-                                                "every question of a test. It can score a text")
+        if why and self.tasks: raise InputError("--score: this run's tokens are characters, which can't "
+                                                "spell every question of a test. It can score a text")
         of = start, config.seq_len, config.vocab, trainer.device
         self.lm = LM(None, partial(encode_texts, tok), *of, about={}) # its logits come with the model
         for questions, wheres, _ in self.tasks.values(): task_requests(self.lm, questions, wheres) # or raises

@@ -435,7 +435,7 @@ it is a rung, --rungs tf32,bf16,flash,compile | compile torch_compile
 --grad_accum_steps sets the micro-batches of a step | gradient_accumulation_steps grad_accum
 --steps sets the length | max_steps max_iters iterations num_iterations train_steps num_steps
 --epochs sets the passes over the text | num_train_epochs num_epochs max_epochs
---warmup takes steps, or a part of the run such as .02 | warmup_steps warmup_iters lr_warmup_steps warmup_ratio
+--warmup takes steps, or a part of all such as .02 | warmup_steps warmup_iters lr_warmup_steps warmup_ratio
 --schedule chooses cosine, wsd or constant | lr_scheduler_type lr_scheduler lr_schedule scheduler decay_lr""")
 
 # %% ../../nbs/source/train/config.ipynb #33other3

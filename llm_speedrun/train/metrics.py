@@ -262,7 +262,7 @@ class MetricsLogger:
         self.folder, self.stepper, self.world, self.device = folder, stepper, world, device
         self.step_tokens, self.on_step, self.counts = step_tokens, on_step, counts
         self.log_locally, self.log_info = log_locally, log_info
-        self.spikes, self.no_spikes = 0, torch.zeros((), device=device) # so far; a stepper without a guard has none
+        self.spikes, self.no_spikes = 0, torch.zeros((), device=device) # so far; of a stepper without a guard
         self.pending, self.copied, self.bad, self.train_s = [], deque(), 0, 0.
         self.newest = {} # row of a step
         self.file, self.trackers = None, None # of the first process, from `open` on
@@ -306,7 +306,7 @@ class MetricsLogger:
     def flush(self, later=False): # True leaves the newest losses for the next time
         "Log all steps, or with `later` only those before the newest copy"
         if self.pending:
-            both = [torch.stack([p[i].float() for p in self.pending]) for i in (2, 3, 7)] # losses, norms, spikes
+            both = [torch.stack([p[i].float() for p in self.pending]) for i in (2, 3, 7)] # loss, norm, spikes
             values, counts = copy_to_host(torch.stack(both)), {k: copy_to_host(f()) for k, f in self.counts}
             self.copied.append((self.pending, values, counts, self.clock, self.clock.now()))
             self.pending, self.clock = [], Breakdown(self.device)

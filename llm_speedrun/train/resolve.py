@@ -50,10 +50,11 @@ def own_values(cfg): # a `TrainConfig`
 
 # %% ../../nbs/source/train/resolve.ipynb #f585fcf2
 CHANGEABLE = ("data plugin memory_limit rungs micro_batch_size gpus restarts steps target_loss "
-              "patience score score_every save_minutes save_every keep_last keep_every").split() # together with `resume`
+              "patience score score_every save_minutes save_every keep_last "
+              "keep_every").split() # together with `resume`
 BRANCH = ("stream text_key document_mask total_tokens lr schedule cooldown final_lr grad_clip skip_spikes "
-          "num_evals eval_every eval_tokens sample_tokens num_samples deterministic retune name out overwrite "
-          "loggers profile").split() # these, too, in a branch
+          "num_evals eval_every eval_tokens sample_tokens num_samples deterministic retune name out "
+          "overwrite loggers profile").split() # these, too, in a branch
 
 def check_changes(given, branch): # names of options; whether they are a branch's
     "Raise `InputError` for options that a run which goes on can't change, or a branch can't"

@@ -135,7 +135,8 @@ class Trainer:
                 self.checkpointer = Checkpointer(self.run, self.train_step, self.data, self.average,
                                                  self.world, self.log_info)
                 self.logger = MetricsLogger(self.folder, self.step, self.world, self.device, c.step_tokens,
-                                            log_locally=self.coordinator.log_to_rank_file, log_info=self.log_info,
+                                            log_locally=self.coordinator.log_to_rank_file,
+                                            log_info=self.log_info,
                                             counts=self.run.counts)
                 self.rows = self.logger.rows # of `metrics.jsonl`: after a week too many to keep in memory
             dp = self.world.rank_and_size("dp")[1]
