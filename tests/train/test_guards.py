@@ -122,6 +122,15 @@ def test_patience_at_the_end(tmp_path, judged):
     _, res = go(tmp_path, name="falls", steps=4, eval_every=2, patience=1)
     assert (res["steps"], res["stalled"]) == (4, 0)
 
+@posix
+def test_an_interrupted_run_has_not_run_out_of_patience(tmp_path, judged, monkeypatch):
+    "Its last evaluation is none of those that count, and is no better: the run is interrupted, and goes on"
+    with monkeypatch.context() as m:
+        stop_at(m, 3)
+        _, res = go(tmp_path, steps=20, eval_every=2, patience=1)
+    assert (res["steps"], res["stalled"], res["interrupted"]) == (3, 0, True)
+    assert resume(tmp_path)[1]["steps"] == 6
+
 # Spikes
 
 SPIKE = 29 # the step that is one, from 0
