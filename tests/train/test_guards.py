@@ -306,6 +306,13 @@ def test_scores_in_the_report_and_the_console(tmp_path, asked, capsys):
     page = (run/"report.html").read_text(encoding="utf-8")
     assert "Scores during training" in page and "sums bits per byte" in page and "arc easy acc norm" in page
 
+def test_a_step_is_scored_once(tmp_path, asked):
+    "Also where a run goes on from the step of its last score"
+    with_scores(tmp_path, score=asked, steps=4)
+    run = tmp_path/"runs/run"
+    train(TrainConfig(resume=str(run), steps=8), progress=False, callbacks=train_callbacks())
+    assert [r["step"] for r in rows(run) if KEYS[0] in r] == [2, 4, 6, 8]
+
 @posix
 @pytest.mark.parametrize("calls", [3, 4])
 def test_scores_of_a_resumed_run(tmp_path, asked, monkeypatch, calls):
