@@ -33,6 +33,8 @@ Where things are:
   (data/batches.py, data/loader.py)
 - commands and their options: cli.py, train/config.py
 - a model of transformers, trained in place: accelerate.py (accelerate, Accelerated.step)
+- what skips an update, ends a run early, scores it on the way: recipes/spikes.py (SpikeGuard);
+  train/trainer.py (Trainer.log_eval); tools/scores.py (Scores)
 - trained weights: reading, export, text, scores: pretrained.py; tools/export.py; generate.py,
   kv_cache.py and tools/sample.py; tools/likelihood.py and tools/evals.py
 - measuring, records, predictions: timing.py, measure.py, records.py; roofline.py predicts what

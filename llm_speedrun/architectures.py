@@ -8,6 +8,7 @@ __all__ = ['MODELS', 'SIZES', 'model', 'recipe_model', 'with_shape']
 # %% ../nbs/source/architectures.ipynb #04own106
 import re
 from dataclasses import replace
+from inspect import signature
 from .io_utils import InputError
 from .model import GPT
 from .model_config import WORKLOADS, GPTConfig
@@ -61,8 +62,6 @@ def check_fits(r, # a rung
     raise e
 
 # %% ../nbs/source/architectures.ipynb #04shape2
-SIZES = "layers width heads kv_heads head_dim hidden".split()
-
 def with_shape(config, # a `GPTConfig`
                layers=None, width=None, heads=None, kv_heads=None, # None: those of `config`, or what
                head_dim=None, hidden=None, seq_len=None): # follows from those that are given
@@ -83,3 +82,5 @@ def with_shape(config, # a `GPTConfig`
                attention_width=H*head_dim if head_dim else 0 if heads else c.attention_width)
     name = c.name if c.name in MODELS else f"{own['layers']}x{d}" # a name that has a class keeps it
     return replace(c, **own, seq_len=seq_len or c.seq_len, name=name)
+
+SIZES = [k for k in signature(with_shape).parameters if k not in ("config", "seq_len")]

@@ -57,7 +57,10 @@ def speedrun_train(c, given):
     "Train a GPT and leave config, metrics, loss curve, sample and weights in runs/<name>/"
     if group_exit_code() is not None: return # the group was started once more, and needn't have been
     if (n := num_processes(c, given)) > 1: return start_group(n, c, given, _TRAIN)
-    run_train(c, given)
+    def callbacks():
+        from llm_speedrun.tools.scores import train_callbacks
+        return train_callbacks()
+    run_train(c, given, callbacks)
 
 @command(TrainConfig)
 def speedrun_doctor(c, given):

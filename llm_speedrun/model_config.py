@@ -15,6 +15,8 @@ def check_shape(c): # a `GPTConfig`
     "Raise `InputError` where its numbers don't fit together"
     for k in ("vocab", "layers", "width", "heads", "kv_heads", "hidden", "seq_len"):
         if getattr(c, k) < 1: raise InputError(f"{k} must be at least 1, not {getattr(c, k)}")
+    if c.attention_width < 0:
+        raise InputError(f"attention_width must be at least 0, the width, not {c.attention_width}")
     if (all_heads := c.attention_width or c.width) % c.heads:
         raise InputError(f"width {all_heads} can't be divided among {c.heads} heads: "
                          "choose heads that divide it, or their head_dim")

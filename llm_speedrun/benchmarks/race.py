@@ -74,7 +74,8 @@ def plan_for(trainer, total): # steps
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0042
 ALIKE = dict(epochs=1e9, num_evals=1, sample_tokens=0, save_minutes=1e6, name="run", overwrite=True)
-RESERVED = {*LENGTHS, *ALIKE, *"data seed seq_len out plugin resume target_loss gpus stream".split()}
+RESERVED = {*LENGTHS, *ALIKE, *("data seed seq_len out plugin resume target_loss gpus stream eval_every "
+                                "save_every patience score").split()}
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0043
 def own_words(c): # an `AdapterContext`

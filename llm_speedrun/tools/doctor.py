@@ -32,10 +32,12 @@ from ..train.run_dir import goes_on
 from ..pretrained import read_record
 
 # %% ../../nbs/source/tools/doctor.ipynb #36import
+from ..recipes.schedules import span_steps
 from ..train.autotune import divisors, failed_rungs, prepare_process
 from ..train.callbacks import LossCurve, Report, Samples
 from .machine_checks import (Finding, check_cluster, check_gpu, check_rungs, check_versions,
                                                guarded, ok)
+from .scores import train_callbacks
 from ..train.train_step import WARM_UP, phases_of
 from ..train.trainer import Trainer
 
@@ -302,7 +304,7 @@ class Pace:
     step_s: float # seconds of a step
     last_s: float # to write the last checkpoint and the weights
     evals: int # evaluations to come
-    saves: int # checkpoints of new best losses, if each evaluation finds one
+    saves: int # checkpoints of new best losses, if each evaluation finds one, or each so many steps
     between_s: float # seconds from one to the next, with evaluations
     write_s: float # to write a checkpoint
 
@@ -318,8 +320,10 @@ def pace(trainer, # a `Trainer`
     evals = sum(map(plan.eval_due, range(trainer.done + 1, trainer.cfg.steps + 1)))
     between_s = plan.eval_every*step_s + t.eval_s[0]
     each = max(1, math.ceil(min(BEST_SECONDS, 60*trainer.cfg.save_minutes)/between_s)) # evaluations
-    return Pace(step_s, (whole + weights)/t.bytes_s, evals, max(0, evals - 1)//each, each*between_s,
-                whole/t.bytes_s)
+    saves, apart_s, c = max(0, evals - 1)//each, each*between_s, trainer.cfg
+    if c.save_every and (n := span_steps(c.save_every, c.steps))*step_s < apart_s:
+        saves, apart_s = c.steps//n - trainer.done//n, n*step_s
+    return Pace(step_s, (whole + weights)/t.bytes_s, evals, saves, apart_s, whole/t.bytes_s)
 
 # %% ../../nbs/source/tools/doctor.ipynb #36parts2
 def parts(trainer, t, # as for `pace`
@@ -352,7 +356,8 @@ def check_saving(trainer, p): # as for `check_time`
     text = f"a checkpoint takes {p.write_s:.1f} s to write, and one is due every {p.between_s:.1f} s"
     waits = ("training will wait for the disk" if p.wait_s else
              "if the disk slows down, training will wait, which this time doesn't count")
-    advice = "" if goes_on(trainer.cfg) else ". A smaller --num_evals or a faster disk for --out helps"
+    less = "larger --save_every" if trainer.cfg.save_every else "smaller --num_evals"
+    advice = "" if goes_on(trainer.cfg) else f". A {less} or a faster disk for --out helps"
     yield Finding("note", "time", f"{text}: {waits}{advice}")
 
 
@@ -383,7 +388,7 @@ def check_run(cfg, # a `TrainConfig`
               timings=None): # `Timings` of the start
     "Yield findings about a run with these options. Raises what making its `Trainer` raises"
     if cfg.resume: yield from check_resume(cfg)
-    trainer = Trainer(cfg, progress=False, given=given, timings=timings)
+    trainer = Trainer(cfg, progress=False, given=given, timings=timings, callbacks=train_callbacks())
     try:
         yield from check_trainer(trainer)
         trainer.world.barrier() # all have seen the folder

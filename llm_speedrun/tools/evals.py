@@ -40,15 +40,19 @@ def weights_digest(model): # ours, or one of `transformers`
     return res.hexdigest()
 
 # %% ../../nbs/source/tools/evals.ipynb #07e0d85b
-def our_tokenizer(folder, vocab): # of a model, the tokens that it knows
-    "Return a model folder's tokenizer, the token before a text, and why `TASKS` can't be run on it"
-    tok = text_tokenizer(folder, vocab)
-    if (eot := end_of_text(tok)) is not None: return tok, eot, ""
+def start_token(tok, folder): # a tokenizer; of its model, for messages
+    "Return the token before a text, and why `TASKS` can't be run with the tokenizer, \"\" if they can"
+    if (eot := end_of_text(tok)) is not None: return eot, ""
     if {*map(len, tok.get_vocab())} != {1}:
         raise InputError(f"{folder}/tokenizer.json has no {EOT}, which stands before a text's first token")
     why = (f"{folder} is a character model: its {tok.get_vocab_size()} characters can't spell every question "
            "of --tasks. It can score a --text")
-    return tok, tok.token_to_id("\n") or 0, why
+    return tok.token_to_id("\n") or 0, why
+
+def our_tokenizer(folder, vocab): # of a model, the tokens that it knows
+    "Return a model folder's tokenizer, and what `start_token` returns"
+    tok = text_tokenizer(folder, vocab)
+    return tok, *start_token(tok, folder)
 
 # %% ../../nbs/source/tools/evals.ipynb #9ee9db7c
 def our_lm(folder, # a run's, an export's, or another that `from_pretrained` opens
@@ -313,12 +317,15 @@ def choice_scores(questions, nats): # `Question`s; the log-likelihoods of all th
     return dict(acc=acc, acc_norm=norm)
 
 # %% ../../nbs/source/tools/evals.ipynb #9735793f
-def task_scores(lm, name, questions, wheres, **how): # an `LM`; from `questions_of`; for `score`
-    "Return the test's scores and their standard errors: a dict"
-    pairs = [(q.context, f" {e}") for q in questions for e in q.endings]
-    requests = requests_of(lm, pairs)
+def task_requests(lm, questions, wheres): # an `LM`; from `questions_of`
+    "Return a request for each ending of the test. Raises `InputError` for one that the model can't read"
+    requests = requests_of(lm, [(q.context, f" {e}") for q in questions for e in q.endings])
     check_requests(requests, lm.seq, [w for q, w in zip(questions, wheres) for _ in q.endings])
-    nats, greedy = score(lm, requests, name, **how)
+    return requests
+
+def task_scores(lm, name, questions, wheres, bar=True, **how): # a progress bar or none; the rest for `score`
+    "Return the test's scores and their standard errors: a dict"
+    nats, greedy = score(lm, task_requests(lm, questions, wheres), name*bar, **how)
     each = dict(acc=greedy) if name == "lambada" else choice_scores(questions, nats)
     both = {k: mean_and_error(v) for k, v in each.items()}
     if name == "lambada":

@@ -53,7 +53,7 @@ def unfinished(folder): # of a run, or of a checkpoint in it
     if run != Path(folder): return f"the weights are of {Path(folder).name}, in a run of {steps:,} steps"
     if not res:
         return "the run has no result.json, so it failed or is going on; these weights are the last it saved"
-    if res.steps >= steps or res.reached: return ""
+    if res.steps >= steps or res.reached or res.stalled: return ""
     return f"the run was interrupted: it has taken {res.steps:,} of its {steps:,} steps"
 
 # %% ../../nbs/source/tools/export.ipynb #a9406334

@@ -20,6 +20,7 @@ from .run_charts import LivePlot, loss_chart, styled
 # %% ../../nbs/source/train/callbacks.ipynb #30cal006
 class Callback:
     "A base class for what follows a run: the trainer calls each method at its moment; they do nothing here"
+    scores = False # whether it does what `--score` asks for
     def after_plan(self, trainer): "Act when the options are decided and the run isn't built yet"
     def before_fit(self, trainer): "Act when the run's files are open"
     def before_loop(self, trainer): "Act when training begins or resumes, on what is due at this step"

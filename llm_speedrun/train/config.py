@@ -37,6 +37,8 @@ OpenFraction = Annotated[float, Meta(gt=0, lt=1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 Text = Annotated[str, Meta(min_length=1)]
+Span = Annotated[float, Meta(gt=0, le=10**15, title="span")] # whole steps; below 1 a fraction of the run's
+SpanOrNone = Annotated[float, Meta(ge=0, le=10**15, title="span")] # 0 is none
 
 # %% ../../nbs/source/train/config.ipynb #80c2c0a1
 CommaList = Annotated[str, Meta(title="several")] # given again, the texts are joined with commas
@@ -54,9 +56,14 @@ def strip_none(kind): # the type of an option; `| None` says that it may be unse
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 # %% ../../nbs/source/train/config.ipynb #51a77e52
+def is_span(kind): # a type
+    "Return whether its values are steps, or a fraction of a run's"
+    return any(getattr(m, "title", "") == "span" for m in get_args(strip_none(kind))[1:])
+
 def describe_type(kind): # a type, with bounds or without
     "Describe the values that `kind` takes, in words"
     base, *meta = get_args(strip_none(kind)) or (kind,)
+    if is_span(kind): return "a whole number of steps, such as 200, or a part of all, such as .05 or 5%"
     res = TYPE_NAMES[base]
     for m in meta:
         if m.ge is not None: res += f" from {m.ge:,g}"
@@ -70,10 +77,15 @@ def describe_type(kind): # a type, with bounds or without
 def convert_value(name, value, kind, # of an option; the type may have bounds
                   strict=True): # False takes numbers that are written out, as a command line has them
     "Return `value` as a `kind`. Raises `InputError` with the option's name and what it takes"
+    said, span = value, is_span(kind)
     if isinstance(value, str) and not strict: value = re.sub(r"^([+-]?)\.(?=\d)", r"\g<1>0.", value) # .5
-    try: return msgspec.convert(value, kind if strict else strip_none(kind), strict=strict)
-    except msgspec.ValidationError:
-        raise InputError(f"{name} must be {describe_type(kind)}, not {value!r:.60}") from None
+    if span and isinstance(said, str) and (m := re.fullmatch(r"(\d{1,2}|\d?\d?\.\d+)%", said)):
+        value = float(m[1])/100
+    try: res = msgspec.convert(value, kind if strict else strip_none(kind), strict=strict)
+    except msgspec.ValidationError: pass
+    else:
+        if not span or (res or 0) < 1 or res % 1 == 0: return res # all but steps with a fraction
+    raise InputError(f"{name} must be {describe_type(kind)}, not {said!r:.60}")
 
 # %% ../../nbs/source/train/config.ipynb #c544ed89
 @dataclass
@@ -123,21 +135,26 @@ class TrainConfig(Options):
     minutes: NonNegative = 0. # time to train; by default 3 on a GPU and 1.2 on a CPU
     epochs: Positive = 6. # passes over the text; together with --minutes the most
     target_loss: NonNegative = 0. # stop at this validation loss
+    patience: Count = 0 # stop after so many evaluations without a lower validation loss; 0 is never
     # Recipe
     recipe: str = "auto" # speedrun, with --lr or --init adamw; muon, ...; it chooses what isn't given
     step_tokens: Count = 0 # in a step; of given micro-batches, else 64 sequences, up to 64 a GPU in long runs
     lr: Positive | None = None # peak learning rate of matrices; a recipe's other rates keep their ratio to it
     schedule: str = "" # learning-rate schedule: cosine, wsd (warmup, stable, decay) or constant
-    warmup: Fraction | None = None # fraction of the steps in which the learning rate rises
+    warmup: SpanOrNone | None = None # steps in which the learning rate rises, or a part of all: 200, .05, 5%
     cooldown: Fraction | None = None # fraction of the steps in which the learning rate of wsd falls
     final_lr: Fraction | None = None # the last learning rate, as a fraction of the peak
     weight_decay: NonNegative | None = None # weight decay of matrices; 0 is none
     grad_clip: NonNegative | None = None # largest norm of the gradients; 0 doesn't clip
+    skip_spikes: NonNegative | None = None # skip updates so many deviations above the last 128, such as 6
     ema_decay: Fraction | None = None # of an average of the weights to evaluate and keep, as .999; 0 is none
     seed: Count = 0 # random seed for the initial weights and the data order
     # Evaluation
     num_evals: PositiveInt = 10 # evaluations during the run
+    eval_every: Span | None = None # or the steps from one to the next, or a part of all: 200, .05, 5%
     eval_tokens: Count = 0 # tokens in an evaluation, each time the same; by default 2**18, on a CPU 2**14
+    score: CommaList = "" # scores at evaluations: hellaswag=FILE, arc_easy=FILE, ...; a text's bits per byte
+    score_every: PositiveInt = 1 # evaluations from one such score to the next
     sample_tokens: Count = 200 # length in tokens of each generated text; one is printed at the end
     num_samples: Count = 0 # texts to generate during the run as well, into samples.jsonl
     # Output
@@ -148,6 +165,7 @@ class TrainConfig(Options):
     profile: Count = 0 # training steps to trace with PyTorch's profiler
     # Resuming
     save_minutes: NonNegative = 10. # time between checkpoints; 0 saves after every step
+    save_every: Span | None = None # or the steps between them, or a part of all: 200, .05, 5%
     keep_last: PositiveInt = 2 # newest checkpoints to keep, besides the one with the lowest validation loss
     keep_every: Count = 0 # also save and keep for good each checkpoint whose step is a multiple; 0 is none
     resume: str = "" # RUN, a run's folder, to go on with; RUN@STEP: a new run from its checkpoint of a step
@@ -260,9 +278,9 @@ class LrOptions(TrainConfig):
     highest: Positive | None = None # the highest of them; by default sixteen times that rate
     repeats: Count = 2 # how often the best rate is tried again, on other batches, to see the noise
 
-    unlisted = ("stream minutes total_tokens epochs target_loss ema_decay gpus restarts num_evals "
-                "sample_tokens num_samples loggers profile save_minutes keep_last keep_every "
-                "resume").split()
+    unlisted = ("stream minutes total_tokens epochs target_loss patience skip_spikes ema_decay gpus restarts "
+                "num_evals eval_every score score_every sample_tokens num_samples loggers profile "
+                "save_minutes save_every keep_last keep_every resume").split()
 
 # %% ../../nbs/source/train/config.ipynb #bfa8a849
 @dataclass
@@ -417,7 +435,7 @@ it is a rung, --rungs tf32,bf16,flash,compile | compile torch_compile
 --grad_accum_steps sets the micro-batches of a step | gradient_accumulation_steps grad_accum
 --steps sets the length | max_steps max_iters iterations num_iterations train_steps num_steps
 --epochs sets the passes over the text | num_train_epochs num_epochs max_epochs
---warmup is a part of the run, such as --warmup .02 | warmup_steps warmup_iters lr_warmup_steps warmup_ratio
+--warmup takes steps, or a part of all such as .02 | warmup_steps warmup_iters lr_warmup_steps warmup_ratio
 --schedule chooses cosine, wsd or constant | lr_scheduler_type lr_scheduler lr_schedule scheduler decay_lr""")
 
 # %% ../../nbs/source/train/config.ipynb #33other3
@@ -426,9 +444,10 @@ explain_names("""
 --grad_clip sets the largest norm of the gradients | max_grad_norm gradient_clip_val clip_grad_norm max_norm
 --out is the folder of the runs' folders, --name the name of this one | output_dir out_dir save_dir run_name
 --loggers wandb or --loggers tensorboard | wandb wandb_log use_wandb tensorboard report_to logger
---save_minutes sets the time between checkpoints | save_steps save_interval save_every checkpoint_interval
+--save_every sets the steps between checkpoints, --save_minutes the time | save_steps save_interval
+--save_every sets the steps between checkpoints, --save_minutes the time | checkpoint_interval
 --keep_last sets how many checkpoints stay | save_total_limit
---num_evals sets how often a run is evaluated | eval_interval eval_steps eval_every val_interval
+--eval_every sets the steps between evaluations, --num_evals how many | eval_interval eval_steps val_interval
 --eval_tokens sets the length of an evaluation | eval_iters val_steps eval_batches
 --resume goes on with a run, and takes its folder | resume_from_checkpoint resume_from resume_path
 --gpus sets how many take part | devices num_gpus ngpus nproc nproc_per_node world_size
@@ -484,11 +503,14 @@ def to_toml(options): # an `Options`
 
 # %% ../../nbs/source/train/config.ipynb #3d53ebeb
 LENGTHS = "steps", "total_tokens", "minutes"
+OFTEN = ("num_evals", "eval_every"), ("save_minutes", "save_every") # of a pair the second one counts
 
 def validate(c, given): # a `TrainConfig`, names of options that were given
     "Raise `InputError` for options that contradict each other"
     if len(both := [k for k in LENGTHS if getattr(c, k)]) > 1:
         raise InputError(f"{' and '.join(both)} each say how long to train: give one of them")
+    for pair in OFTEN:
+        if {*pair} <= {*given}: raise InputError(f"{' and '.join(pair)} each say how often: give one of them")
     if "epochs" in given and (c.steps or c.total_tokens):
         raise InputError(f"epochs and {both[0]} each say how long to train: give one of them")
     if "epochs" in given and c.stream and not c.minutes:
@@ -505,7 +527,8 @@ def resolve_options(config, # a class of `Options`
     specs = {o.name: o for o in option_specs(config)}
     said = {k: convert_value(k, v, specs[k].kind, strict=False) for k, v in got.items() if k in specs}
     file = from_toml(got["config"], config) if "config" in got else {}
-    if said.keys() & {*LENGTHS}: file = {k: v for k, v in file.items() if k not in LENGTHS}
+    for alike in (LENGTHS, *OFTEN):
+        if said.keys() & {*alike}: file = {k: v for k, v in file.items() if k not in alike}
     c = config(**file | said)
     given = frozenset(said) | {k for k, v in file.items() if v != specs[k].default}
     if issubclass(config, TrainConfig): validate(c, given)

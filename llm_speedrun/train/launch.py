@@ -211,7 +211,8 @@ def report(trainer, # a `Trainer` after `fit`
 
 # %% ../../nbs/source/train/launch.ipynb #2e0d6840
 def run_train(cfg, # a `TrainConfig`
-              given): # names of the options that were given
+              given, # names of the options that were given
+              callbacks=lambda: None): # () -> as for `Trainer`
     "Train, print the results and exit, as `speedrun_train` does"
     from llm_speedrun.measure import Timings, process_start
     from llm_speedrun.plugins import plugin_errors
@@ -222,7 +223,8 @@ def run_train(cfg, # a `TrainConfig`
     prepare_process()
     try:
         with distributed_main(), plugin_errors():
-            trainer, res = train(cfg, given=given, timings=Timings(process_start()))
+            trainer, res = train(cfg, given=given, timings=Timings(process_start()),
+                                 callbacks=callbacks())
             report(trainer, res)
             trainer.coordinator.close()
             code = 128 + (trainer.signal or signal.SIGINT) # 130 and 143, as shells have it

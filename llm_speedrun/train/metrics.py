@@ -258,10 +258,13 @@ class MetricsLogger:
                  step_tokens, # tokens in a step, of all processes
                  on_step=lambda step, loss, tok_s: None, # called with the newest step that is logged
                  log_locally=lambda text: None, # called with times of this process among several
+                 log_info=lambda text: None, # called about steps that were skipped as spikes
                  telemetry=None): # a `Telemetry` of the stepper
         self.folder, self.stepper, self.world, self.device = folder, stepper, world, device
-        self.step_tokens, self.on_step, self.log_locally = step_tokens, on_step, log_locally
+        self.step_tokens, self.on_step = step_tokens, on_step
+        self.log_locally, self.log_info = log_locally, log_info
         self.telemetry = telemetry or SimpleNamespace(on=False, read=dict, mfu=lambda tok_s: {})
+        self.spikes, self.no_spikes = 0, torch.zeros((), device=device) # so far; of a stepper without a guard
         self.pending, self.copied, self.bad, self.train_s = [], deque(), 0, 0.
         self.newest = {} # row of a step
         self.file, self.trackers = None, None # of the first process, from `open` on
@@ -271,6 +274,7 @@ class MetricsLogger:
     def open(self, trackers): # `Trackers`
         "Open `metrics.jsonl` to append rows, and go on from the seconds of training that it has"
         self.trackers = trackers
+        self.spikes = int(getattr(self.stepper, "spikes", 0))
         self.train_s = max((r["train_s"] for r in self.rows() if r.get("train_s")), default=0.)
         if self.world.first: self.file = (self.folder/"metrics.jsonl").open("a", encoding="utf-8")
 
@@ -300,7 +304,8 @@ class MetricsLogger:
         "Note a step that was taken, without reading its loss"
         self.clock.stop()
         self.telemetry.on = False
-        self.pending.append((step, rate, loss, self.stepper.norm, x, y, scheduled_settings(self.stepper)))
+        self.pending.append((step, rate, loss, self.stepper.norm, x, y, scheduled_settings(self.stepper),
+                             getattr(self.stepper, "spikes", self.no_spikes)))
 
     def restart_clock(self):
         "Count no time before now as training"
@@ -309,20 +314,25 @@ class MetricsLogger:
     def flush(self, later=False): # True leaves the newest losses for the next time
         "Log all steps, or with `later` only those before the newest copy"
         if self.pending:
-            both = [torch.stack([p[i].float() for p in self.pending]) for i in (2, 3)] # losses and norms
-            both, more = copy_to_host(torch.stack(both)), self.telemetry.read()
+            both = [torch.stack([p[i].float() for p in self.pending]) for i in (2, 3, 7)] # loss, norm, spikes
+            values, more = copy_to_host(torch.stack(both)), self.telemetry.read()
             more = {k: copy_to_host(v) for k, v in more.items()}
-            self.copied.append((self.pending, both, more, self.clock, self.clock.now()))
+            self.copied.append((self.pending, values, more, self.clock, self.clock.now()))
             self.pending, self.clock = [], Breakdown(self.device)
             self.stepper.mark = self.clock
         while len(self.copied) > later: self.log_steps(*self.copied.popleft())
 
-    def write_step(self, row): # with `loss` and `grad_norm`
-        "Write a step's row, with an event if the step was skipped. Returns whether it was taken"
+    def write_step(self, row, spikes): # with `loss` and `grad_norm`; updates skipped as spikes so far
+        "Write a step's row, with an event if the step was skipped. Returns whether all of it was finite"
         loss, norm = row["loss"], row["grad_norm"]
         finite = math.isfinite(loss) and (self.stepper.scaler.is_enabled() or math.isfinite(norm))
         what = "gradients aren't" if math.isfinite(loss) else "loss isn't"
-        self.write(row if finite else row | dict(event=f"skipped: the {what} finite"))
+        event = "" if finite else f"skipped: the {what} finite"
+        if spikes > self.spikes:
+            event = event or "skipped: a spike of the loss or of the gradients (--skip_spikes)"
+            self.log_info(f"step {row['step']} {event}: loss {loss:.3f}, gradient norm {norm:#.3g}")
+        self.spikes = spikes
+        self.write(row | dict(event=event) if event else row)
         return finite
 
     def raise_bad_steps(self, step, x, y): # number of the last bad step, its sequences
@@ -341,13 +351,13 @@ class MetricsLogger:
         ms = ms_between(self.last_event, end)
         tok_s = len(steps)*self.step_tokens / ms * 1e3
         self.last_event, over, self.train_s = end, None, self.train_s + ms/1e3
-        for (step, lr, _, _, x, y, scheduled), loss, norm in zip(steps, *values.tolist()):
+        for (step, lr, _, _, x, y, scheduled, _), loss, norm, spikes in zip(steps, *values.tolist()):
             row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s,
                        tokens=step*self.step_tokens)
             if step == steps[-1][0]:
                 row |= self.telemetry.mfu(tok_s/self.world.size) | self.details(step, lr, clock) | scheduled
                 row |= {k: v.item() for k, v in more.items()}
-            self.newest, self.bad = row, 0 if self.write_step(row) else self.bad + 1
+            self.newest, self.bad = row, 0 if self.write_step(row, int(spikes)) else self.bad + 1
             if self.bad == BAD_STEPS: over = step, x, y
         self.on_step(step, loss, tok_s)
         if over: self.raise_bad_steps(*over)

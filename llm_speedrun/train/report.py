@@ -210,6 +210,7 @@ def recipe_text(config): # of a run
     said = dict(lr="peak rate {:.3g}", warmup_steps="{:,} steps of warm-up",
                 decay_after="decay after step {:,}", weight_decay="weight decay {:g}",
                 grad_clip="gradients of norm {:g} at most",
+            skip_spikes="no updates {:g} deviations above those before",
                 ema_decay="an average of the weights with decay {:g}")
     texts = [text.format(get(k)) for k, text in said.items() if get(k)]
     if config.get("schedule"): texts.insert(1, str(config["schedule"]))
@@ -380,7 +381,15 @@ def events_part(run, # from `read_run`
                                if k not in CURVES and not k.startswith(SERIES))
     rows = [(r["step"], r["event"], rest(r)) for r in found[:most]]
     note = f"The first {most} of {len(found):,}." if len(found) > most else ""
+    if n := run["result"].spikes: note = f"{note} Updates that were skipped as spikes: {n:,}.".strip()
     return table_part("Events", ("step", "event", ""), rows, "words", note)
+
+# %% ../../nbs/source/train/report.ipynb #59scr002
+def scores_part(run): # from `read_run`
+    "Return the section with what the run scored at its evaluations, a chart for each score"
+    keys = dict.fromkeys(k for r in run["rows"] for k in r if k.startswith("score_"))
+    return charts_part("Scores during training", *(
+        curve(run["rows"], {k: ""}, k.removeprefix("score_").replace("_", " "), smooth=False) for k in keys))
 
 # %% ../../nbs/source/train/report.ipynb #23fdc501
 def sample_part(run, # from `read_run`
@@ -501,6 +510,7 @@ def sections(run): # from `read_run`
     show = lambda v: json.dumps(v) if isinstance(v, (dict, list, bool)) or v is None else str(v)
     found = [
         about_part(run), loss_part(run),
+        scores_part(run),
         table_part("What it can do", ("task", "metric", "value", "standard error", "examples"), scores),
         speed_part(run), prediction_part(run), breakdown_part(run), ranks_part(run), training_part(run),
         charts_part("The GPU", *gpu),
@@ -518,6 +528,7 @@ def sections(run): # from `read_run`
 def _state(run): # from `read_run`
     if not run["over"]: return "not finished: still running, or killed"
     if run["result"].reached: return "finished: it reached its target"
+    if n := run["result"].stalled: return f"finished early: {n} evaluations without a lower loss"
     return "interrupted" if run["result"].interrupted else "finished"
 
 # %% ../../nbs/source/train/report.ipynb #5d1bb222

@@ -27,12 +27,12 @@ from ..recipes.batch import Phases, default_growth, default_sequences, resolve_p
 from ..recipes.recipe import Recipe
 from ..recipes.recipe_spec import best_recipe, parse_recipe, why_not_best
 from ..recipes.unused_rungs import unused_rungs
-from ..recipes.schedules import SCHEDULES, warmup_steps
+from ..recipes.schedules import SCHEDULES, span_steps
 from .autotune import (choose_rungs, divisors, parallel_rungs, remembered_trial,
                                          resolve_preset, resolve_rungs, trial_of)
 from ..data.prepare_data import located
 from .metrics import parse_trackers
-from .config import TrainConfig, branch_point, own_folder, run_folder
+from .config import OFTEN, TrainConfig, branch_point, own_folder, run_folder
 from .presets import (PARALLEL, candidates, dropped_rungs, join_rungs, parse_rungs, preset,
                                         preset_of, recorded_preset)
 from ..checkpoint.format import checkpoints
@@ -50,10 +50,11 @@ def own_values(cfg): # a `TrainConfig`
 
 # %% ../../nbs/source/train/resolve.ipynb #f585fcf2
 CHANGEABLE = ("data plugin memory_limit rungs micro_batch_size gpus restarts steps target_loss "
-              "save_minutes keep_last keep_every").split() # together with `resume`
-BRANCH = ("stream text_key document_mask total_tokens lr schedule cooldown final_lr grad_clip num_evals "
-          "eval_tokens sample_tokens num_samples deterministic retune name out overwrite loggers "
-          "profile").split() # these, too, in a branch
+              "patience score score_every save_minutes save_every keep_last "
+              "keep_every").split() # together with `resume`
+BRANCH = ("stream text_key document_mask total_tokens lr schedule cooldown final_lr grad_clip skip_spikes "
+          "num_evals eval_every eval_tokens sample_tokens num_samples deterministic retune name out "
+          "overwrite loggers profile").split() # these, too, in a branch
 
 def check_changes(given, branch): # names of options; whether they are a branch's
     "Raise `InputError` for options that a run which goes on can't change, or a branch can't"
@@ -82,7 +83,8 @@ def resumed(cfg, # a `TrainConfig` with `resume`
     if branch and own.resolve() in (folder.resolve(), Path(cfg.resume).resolve()): raise InputError(
         f"a branch of {folder} has a folder of its own: choose another --name than {own.name}")
     old = read_options(folder)
-    now = dict(data=located(old.data, record.cwd)) | {k: getattr(cfg, k) for k in given}
+    now = {instead: None for k, instead in OFTEN if k in given} # else it would count, and not what was given
+    now |= dict(data=located(old.data, record.cwd)) | {k: getattr(cfg, k) for k in given}
     if "total_tokens" in given: now["steps"] = max(1, cfg.total_tokens//old.step_tokens)
     now |= dict(resume=str(folder), name=cfg.name or own.name, out=str(own.parent))
     return with_micro_batches(replace(old, **now | dict(overwrite=branch and cfg.overwrite)))
@@ -186,7 +188,7 @@ class TrainPlan:
 
     def set_length(self, steps): # of the whole run
         "Let the run and its schedules end after so many steps"
-        self.options.steps, self.warmup = steps, warmup_steps(self.options.warmup, steps)
+        self.options.steps, self.warmup = steps, span_steps(self.options.warmup, steps)
 
     def scale_rates(self, lr, weight_decay): # factors
         "Multiply the learning rate and the weight decay"
@@ -195,7 +197,8 @@ class TrainPlan:
     @property
     def eval_every(self):
         "Return the steps from one evaluation to the next"
-        return max(1, self.options.steps//self.options.num_evals)
+        c = self.options
+        return span_steps(c.eval_every, c.steps) if c.eval_every else max(1, c.steps//c.num_evals)
 
     def eval_due(self, done): # steps so far
         "Return whether an evaluation belongs to this step, however the run is stopped and resumed"
@@ -215,6 +218,11 @@ class TrainPlan:
         "Return whether the checkpoint of this step is saved, and never pruned"
         every = self.options.keep_every
         return done == self.decay_after or every > 0 and done > 0 == done % every
+
+    def save_due(self, done): # steps so far
+        "Return whether a checkpoint belongs to this step, whatever the time"
+        c = self.options
+        return self.is_kept(done) or bool(c.save_every) and done % span_steps(c.save_every, c.steps) == 0
 
     def kept_to_come(self, done): # steps so far
         "Return how many checkpoints the run will save that are never pruned"
@@ -477,7 +485,10 @@ class PlanResolver:
         if "retune" in self.given or not self.coordinator.run_on_rank_zero(known): self.try_rungs()
         check_kept(self.record, self.rungs)
         self.fill_in() # the warm-up is the first run's, also where it goes on for longer
-        warmup = self.record.warmup_steps if self.record else warmup_steps(c.warmup, c.steps)
+        warmup = self.record.warmup_steps if self.record else span_steps(c.warmup, c.steps)
+        if not self.record and c.warmup > c.steps: raise InputError(
+            f"a warmup of {c.warmup:g} steps is longer than the run, which has {c.steps}: choose fewer, or a "
+            "part of the run such as .05")
         of = c, self.config, self.recipe, self.sequences, self.rows_here, warmup, self.preset
         return TrainPlan(*of, self.why, tuple(self.rungs), self.weights)
 

@@ -24,7 +24,7 @@ from ..architectures import registered_name
 from ..plugins import function_rungs, plugin_digests
 from ..checkpoint.format import (checkpoints, convert_to, prune, validation_error,
                                             write_checkpoint)
-from .config import unused_run_names
+from .config import OFTEN, unused_run_names
 from .metrics import cut_rows, json_line
 
 # %% ../../nbs/source/train/run_dir.ipynb #7a52a743
@@ -35,6 +35,8 @@ class Result(msgspec.Struct):
     bigram_loss: float | None = None
     interrupted: bool = False
     reached: bool = False # its target
+    stalled: Annotated[int, Meta(ge=0, lt=2**53)] = 0 # evaluations without a lower loss, which have ended it
+    spikes: Annotated[int, Meta(ge=0, lt=2**53)] = 0 # updates that were skipped
 
 def read_result(folder): # of a run
     "Read a run's `Result`, or None while there is none. Raises `InputError` for a bad file"
@@ -238,18 +240,21 @@ class Finished(InputError):
 def check_unfinished(folder, # of a run
                      step, # of its newest checkpoint
                      cfg): # a `TrainConfig`: the run's options, with the new ones
-    "Raise `Finished` for a run that has taken its steps or reached its target, and has its final loss"
+    "Raise `Finished` for a run that took its steps, or whose loss ended it, and that has its final loss"
     over = read_result(folder)
     if not over or over.val_loss is UNSET: return
     if step >= cfg.steps: raise Finished(f"{folder} has taken its {step} steps: choose more --steps to go on")
-    done = over.reached and not over.interrupted and over.steps == step
-    if done and over.val_loss <= cfg.target_loss: raise Finished(
+    if over.interrupted or over.steps != step: return
+    if over.reached and over.val_loss <= cfg.target_loss: raise Finished(
         f"{folder} has reached its target of {cfg.target_loss:g} in step {step}: choose a lower "
         "--target_loss to go on")
+    if 0 < cfg.patience <= over.stalled: raise Finished(
+        f"{folder} has ended at step {step}, after {over.stalled} evaluations without a lower loss: choose a "
+        "larger --patience to go on, or --patience 0")
 
 # %% ../../nbs/source/train/run_dir.ipynb #000980ad
 FIXED = ("stream document_mask vocab seq_len recipe step_tokens lr schedule warmup cooldown final_lr "
-         "weight_decay grad_clip ema_decay seed num_evals eval_tokens sample_tokens "
+         "weight_decay grad_clip skip_spikes ema_decay seed num_evals eval_every eval_tokens sample_tokens "
          "num_samples").split() # not `data`: it may be moved
 
 def fixed_options(cfg, config, # a `TrainConfig`, a `GPTConfig`
@@ -263,7 +268,8 @@ def check_fixed(found, about, # a checkpoint's folder, its `CheckpointMetadata`
                 given=()): # names of options that a branch has instead
     "Raise an `InputError` that names what differs from the options with which the checkpoint was trained"
     was = convert_to(about.facts.get("fixed", now), dict[str, Any], f"{found}: options") # not in older ones
+    replaced = {*given} | {instead for k, instead in OFTEN if k in given}
     diff = [f"{k} is {now.get(k)!r} and was {was.get(k)!r}" for k in now | was
-            if k not in given and now.get(k) != was.get(k)]
+            if k not in replaced and now.get(k) != was.get(k)]
     if diff: raise InputError(f"config.json doesn't fit {found}, which it was changed after: "
                               f"{', '.join(diff)}. Change it back, or begin a run with its weights (--init)")

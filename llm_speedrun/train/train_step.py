@@ -16,7 +16,8 @@ from ..timing import sample_ms, summarize
 from ..step_builder import free_memory
 from ..recipes.batch import most_that_divides, split_into_updates
 from ..recipes.recipe import set_groups
-from ..recipes.schedules import GuardedStepper, lr_at
+from ..recipes.schedules import lr_at
+from ..recipes.spikes import make_stepper
 
 # %% ../../nbs/source/train/train_step.ipynb #30step06
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class TrainStep:
                  average=None, # a `WeightEMA` of the weights to update after each step
                  on_oom=None): # called with the sequences that didn't fit; raises or shrinks `micro_batch`
         self.run, self.micro_batch, self.lr, self.average, self.on_oom = run, micro_batch, lr, average, on_oom
-        self.stepper = GuardedStepper(run, clip=clip)
+        self.stepper = make_stepper(run, clip)
         self.rate = None # of the matrices in the newest step
 
     def __call__(self, step, x, y): # number of the step, 0 is the first; B T tokens, B T that follow

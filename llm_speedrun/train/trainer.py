@@ -20,18 +20,19 @@ from ..measure import Timings, memory_limit
 from ..data.batches import prefetch
 from ..runs import build
 from ..plugins import import_plugins
+from ..recipes.spikes import with_spike_guard
 
 # %% ../../nbs/source/train/trainer.ipynb #089ef4c2
 from ..checkpoint.format import checkpoints, step_of_name
 from .train_step import TrainStep
 from .presets import device_limits
 from .config import branch_point, validate
-from .metrics import MetricsLogger, open_trackers
+from .metrics import STOPPED, MetricsLogger, open_trackers
 from .telemetry import Telemetry
 from .run_dir import RunDir, fixed_options, goes_on
 from ..pretrained import read_record
 from .console import TERMINATION_SIGNALS, Signals, console_print
-from .validator import TextSampler, Validator
+from .validator import TextSampler, Validator, evals_since_best
 from .coordinator import join_group
 from .callbacks import default_callbacks
 from .checkpointer import (Checkpointer, checkpoint_to_resume, load_initial_weights,
@@ -67,6 +68,7 @@ def build_run(plan, world): # a `TrainPlan`, a `World`
     "Build the plan's model with its rungs, recipe and initial weights. Returns a `Run`"
     c, recipe = plan.options, plan.recipe
     run = recipe(build(plan.model, plan.rungs, seed=c.seed, world=world, model=recipe.model))
+    run = with_spike_guard(run, c.skip_spikes)
     if plan.weights: load_initial_weights(run, plan.weights)
     optimizer = partial(run.optimizer, lr=c.lr, weight_decay=c.weight_decay) # whichever a rung chose
     return replace(run, optimizer=optimizer)
@@ -85,6 +87,8 @@ class Trainer:
         cfg, given = options_for_restart(cfg, given)
         given, branch_step = own_values(cfg) if given is None else {*given}, branch_point(cfg.resume)[1]
         self.cfg = c = with_plugins(resumed(cfg, given) if cfg.resume else cfg)
+        if c.score and not any(cb.scores for cb in self.callbacks): raise InputError(
+            "score needs a callback that scores: callbacks=train_callbacks(), of llm_speedrun.tools.scores")
         self.coordinator = join_group(c, given, self.signals)
         self.world, self.device = self.coordinator.world, self.coordinator.device
         self.progress = progress and self.world.first
@@ -93,6 +97,7 @@ class Trainer:
         self.record = read_record(c.resume) if c.resume else None # of the run to go on with
         self.done, self.in_step = 0, False # steps so far; whether one has begun and not ended
         self.interrupted = self.target_reached = False # whether the loop has ended before its last step
+        self.stalled = 0 # evaluations without a lower loss, where these have ended it
         self.signal, self.skip_final_eval = None, False # that ended the loop; after a second Ctrl-C
         self.first_step_at = None # `time.perf_counter()` after the first step
         self.ladder = [] # records of `LadderRecords`
@@ -132,6 +137,7 @@ class Trainer:
                                                  self.world, self.log_info)
                 self.logger = MetricsLogger(self.folder, self.step, self.world, self.device, c.step_tokens,
                                             log_locally=self.coordinator.log_to_rank_file,
+                                            log_info=self.log_info,
                                             telemetry=Telemetry(self.step))
                 self.rows = self.logger.rows # of `metrics.jsonl`: after a week too many to keep in memory
             dp = self.world.rank_and_size("dp")[1]
@@ -199,7 +205,7 @@ class Trainer:
         finally: self.notify("on_close")
         self.signal = self.coordinator.stop_signal() or None
         self.skip_final_eval = self.signals.forget()
-        over = self.target_reached or self.done >= self.cfg.steps # then a signal has not shortened it
+        over = self.target_reached or self.stalled or self.done >= self.cfg.steps # no signal has shortened it
         self.interrupted = (self.interrupted or bool(self.signal)) and not over
 
     @contextmanager
@@ -215,15 +221,20 @@ class Trainer:
 
     def loop(self, batches): # an iterator of batches on the device
         "Take the steps, log their losses, evaluate and save from time to time"
-        self.checkpointer.saved_at, self.target_reached = time.perf_counter(), False
+        self.checkpointer.saved_at, self.target_reached, self.stalled = time.perf_counter(), False, 0
         self.logger.restart_clock()
         if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval() # left out by a stop
         self.notify("before_loop")
-        while self.done < self.cfg.steps and not self.coordinator.stop_signal() and not self.target_reached:
+        while self.done < self.cfg.steps and not self.coordinator.stop_signal():
+            if self.target_reached or self.stalled: break
             self.train_iteration(batches)
             self.after_step()
         self.coordinator.drain()
         self.logger.flush()
+        if not self.stalled: return
+        text = f"ended early: {self.stalled} evaluations without a lower validation loss (--patience)"
+        self.log_info(f"{text}, after step {self.done}")
+        self.logger.write({"step": self.done, "event": text, STOPPED: True}) # not of a run that goes on
 
     def train_iteration(self, batches): # as for `loop`
         "Take a step, and note what the logger will read"
@@ -252,16 +263,16 @@ class Trainer:
         if self.done % 10 == 0: self.logger.flush(later=self.device.type == "cuda")
         if self.plan.eval_due(self.done) and self.done < self.cfg.steps: self.log_eval()
         self.notify("after_step")
-        due = self.checkpointer.due(self.cfg.save_minutes)
-        agreed = self.coordinator.exchange_flags(save=due) # for a kept step the processes needn't agree
-        if agreed or self.plan.is_kept(self.done): self.save_if_needed()
+        due = not self.cfg.save_every and self.checkpointer.due(self.cfg.save_minutes)
+        agreed = self.coordinator.exchange_flags(save=due) # for a step by its number they needn't agree
+        if agreed or self.plan.save_due(self.done): self.save_if_needed()
 
     def evaluate(self):
         "Return the validation loss of the weights, or of their average"
         return self.validator.evaluate()
 
     def log_eval(self):
-        "Return this step's validation loss, evaluated if the log has none; set `target_reached`"
+        "Return this step's validation loss, evaluated if the log has none; set what ends the loop"
         self.logger.flush()
         losses = self.checkpointer.saver.losses
         if new := self.done not in losses:
@@ -274,6 +285,8 @@ class Trainer:
             self.notify("after_eval", row["val_loss"])
         loss, best = losses[self.done], min(filter(math.isfinite, losses.values()), default=-math.inf)
         if self.cfg.target_loss and loss <= self.cfg.target_loss: self.target_reached = True
+        more = self.done < self.cfg.steps and not self.interrupted # then patience matters
+        if more and 0 < self.cfg.patience <= (n := evals_since_best(losses)): self.stalled = n
         if new and loss <= best and self.checkpointer.best_due(self.cfg.save_minutes): self.save_if_needed()
         self.logger.restart_clock() # neither counts as training time
         return loss
@@ -308,7 +321,8 @@ class Trainer:
             bigram = self.world.first and pool.submit(data.bigram_loss)
             loss, text = self.log_eval(), self.sample()
         res = dict(steps=self.done, val_loss=loss, interrupted=self.interrupted, reached=self.target_reached,
-                   folder=str(self.folder), start=self.timings.record())
+                   stalled=self.stalled, folder=str(self.folder), start=self.timings.record())
+        if self.cfg.skip_spikes: res["spikes"] = int(self.step.spikes)
         if self.first_step_at: res["seconds"] = time.perf_counter() - self.first_step_at
         if bigram: res["bigram_loss"] = bigram.result()
         with part(draw): self.notify("after_fit", fit := res | dict(sample=text))
@@ -347,9 +361,10 @@ class Trainer:
 def train(cfg, # a `TrainConfig`
           progress=True, # show a progress bar and what is being done
           given=None, # names of the options that were given, as for `Trainer`
-          timings=None): # `Timings` of the start
+          timings=None, # `Timings` of the start
+          callbacks=None): # as for `Trainer`
     "Train. Returns the `Trainer` and its results; raises `InputError` for one process in place of `cfg.gpus`"
     if cfg.gpus > 1 and not cfg.resume and "WORLD_SIZE" not in os.environ: raise InputError(
         f"gpus is {cfg.gpus}, and this is one process: speedrun_train starts {cfg.gpus}, or torchrun")
-    trainer = Trainer(cfg, progress, given, timings)
+    trainer = Trainer(cfg, progress, given, timings, callbacks)
     return trainer, trainer.fit()

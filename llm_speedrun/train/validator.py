@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/source/train/validator.ipynb #30val004
+import math
 from contextlib import nullcontext
 from functools import partial
 import torch
@@ -70,6 +71,13 @@ class Validator:
                                                 f"Go on where there is more room: --resume {self.folder}")
             self.log_info(f"out of GPU memory in an evaluation: going on with batches of {self.reduced}")
             free_memory()
+
+# %% ../../nbs/source/train/validator.ipynb #59stop02
+def evals_since_best(losses): # step -> validation loss
+    "Return how many evaluations came after the first one with the lowest finite loss; all if none is finite"
+    finite = [s for s in sorted(losses) if math.isfinite(losses[s])]
+    best = min(finite, key=losses.get, default=-1)
+    return sum(s > best for s in losses)
 
 # %% ../../nbs/source/train/validator.ipynb #ad8e6103
 class TextSampler:

@@ -119,7 +119,9 @@ def test_pipe_in_place_of_a_file(tmp_path):
 @pytest.mark.parametrize("args,message", [
     ("--lr nan", "lr must be a number above 0, and finite, not 'nan'"), ("--minutes inf", "minutes must"), ("--epochs nan", "epochs must"),
     ("--target_loss -inf", "target_loss must"), ("--save_minutes nan", "save_minutes must"), ("--grad_clip nan", "grad_clip must"), ("--weight_decay nan", "weight_decay must"),
-    ("--lr -1e-4", "lr must"), ("--ema_decay 1", "ema_decay must be a number from 0 to below 1"), ("--warmup 1", "warmup must"), ("--steps 1.5", "steps must be a whole"),
+    ("--lr -1e-4", "lr must"), ("--ema_decay 1", "ema_decay must be a number from 0 to below 1"), ("--warmup 1.5", "warmup must be a whole number of steps, such as 200, or a part of all, such as .05 or 5%, not '1.5'"), ("--warmup 100%", "warmup must"),
+    ("--warmup=-5%", "warmup must"), ("--eval_every 0", "eval_every must be a whole number of steps"), ("--save_every 10min", "save_every must .*not '10min'"), ("--eval_every nan", "eval_every must"), ("--save_every 1e16", "save_every must"),
+    ("--eval_every 5 --num_evals 3", "num_evals and eval_every each say how often: give one"), ("--save_every 5 --save_minutes 3", "save_minutes and save_every each"), ("--steps 1.5", "steps must be a whole"),
     ("--steps x", "steps must"), ("--steps=", "steps must"), ("--steps 1e30", "steps must"), ("--keep_last 0", "keep_last must"), ("--data=", "data must be a text that isn't empty"),
     ("--out=", "out must"), ("--resume=", "resume must be the folder of a run"), ("--steps 3 --minutes 1", "steps and minutes each say how long"),
     ("--steps 3 --total_tokens 9", "steps and total_tokens each"), ("--minutes 3 --total_tokens 9", "total_tokens and minutes each"),
@@ -166,7 +168,7 @@ def test_val_frac(value):
 
 def test_a_config_that_is_read_back_is_checked():
     "By the bounds of the command line; and so is one that is made in Python"
-    for bad in ('{"lr": -1}', '{"steps": "3"}', '{"warmup": 2}', '{"data": ""}', '[]', 'null', '{"lr": 1e999}'):
+    for bad in ('{"lr": -1}', '{"steps": "3"}', '{"warmup": 2.5}', '{"data": ""}', '[]', 'null', '{"lr": 1e999}'):
         with fails(InputError, "config.json"): decoded(bad.encode(), TrainConfig, "config.json")
     for bad in (dict(lr=math.nan), dict(steps=1.5), dict(data=None), dict(warmup=math.inf)):
         with fails(InputError, [*bad][0]): TrainConfig(**bad)
@@ -190,7 +192,7 @@ def test_rungs_list(capsys):
     (["--learning_rate", "1e-3"], "--lr"), (["--optimizer=adamw"], "--recipe"), (["--dtype", "bf16"], "--rungs bf16"), (["--bf16"], "--rungs bf16"),
     (["--compile"], "--rungs tf32,bf16,flash,compile"), (["--n_layer", "6"], "--layers"), (["--d_model", "6"], "--width"), (["--batch-size", "8"], "--step_tokens .* --micro_batch_size"),
     (["--max_steps", "9"], "--steps"), (["--num_train_epochs", "3"], "--epochs"), (["--output_dir", "x"], "--out .* --name"), (["--wandb"], "--loggers wandb"),
-    (["--num_workers", "4"], "a thread reads ahead"), (["--warmup_steps", "100"], "--warmup .02"), (["--no-compile"], "--rungs")])
+    (["--num_workers", "4"], "a thread reads ahead"), (["--warmup_steps", "100"], "--warmup takes steps"), (["--eval_steps", "100"], "--eval_every .* --num_evals"), (["--save_steps", "100"], "--save_every .* --save_minutes"), (["--no-compile"], "--rungs")])
 def test_names_of_other_tools(words, said):
     "Each in one sentence; a name that is an option of ours with a dash is that option"
     with fails(InputError, f"there is no option {normalize_args(words)[0].partition('=')[0]}: .*{said}"): told(*words)
@@ -235,7 +237,7 @@ def test_an_option_that_is_gone_is_found():
 ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
     "rungs.documents": ALL, ("architectures", "--heads"): ALL, ("architectures", "--kv_heads"): ALL, ("choices", "--retune"): ALL, ("train.autotune", "--seq_len"): ALL, **dict.fromkeys("distributed.world distributed.spawn distributed.liveness distributed.collectives sharding".split(), ALL),
-    "tools.export": "export", "pretrained": "export sample eval train doctor", "tools.sample": "sample", "tools.evals": "eval", "tools.explain": "explain", "tools.likelihood": "eval", "train.ladder": "ladder", "train.report": "report train doctor",
+    "tools.export": "export", "pretrained": "export sample eval train doctor", "tools.sample": "sample", "tools.evals": "eval", "tools.explain": "explain", "tools.scores": ALL, "tools.likelihood": "eval", "train.ladder": "ladder", "train.report": "report train doctor",
     **dict.fromkeys("train.trainer train.run_dir train.checkpointer train.train_data train.resolve train.coordinator train.validator train.metrics".split(), ALL),
     "tools.doctor": "doctor", "tools.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "data.prepare_data": f"data {ALL}", "data.encoder_pool": f"data {ALL}",
     "data.batches": f"data {ALL}", "data.corpus": f"data {ALL}", "recipes.schedules": ALL, "io_utils": f"data export ladder {ALL}",

@@ -144,7 +144,7 @@ def test_what_comes_once_is_counted_once(tmp_path, clock, monkeypatch):
 @pytest.mark.parametrize("done, evals", [(0, 10), (30, 9), (250, 2), (290, 1)])
 def test_what_is_left_of_a_resumed_run(monkeypatch, done, evals):
     "It evaluates at the steps at which it would have, so as many are left as come after `done`, at the distance that they always have"
-    plan = TrainPlan(options=SimpleNamespace(steps=300, num_evals=10, save_minutes=0), **dict.fromkeys("model recipe sequences rows_here warmup preset why".split()))
+    plan = TrainPlan(options=SimpleNamespace(steps=300, num_evals=10, eval_every=None, save_minutes=0, save_every=None), **dict.fromkeys("model recipe sequences rows_here warmup preset why".split()))
     trainer = SimpleNamespace(cfg=plan.options, plan=plan, done=done)
     monkeypatch.setattr(doctor, "checkpoint_bytes", lambda trainer: (10, 40))
     p = doctor.pace(trainer, t := SimpleNamespace(ms=100., loader_ms=0., eval_s=(1., 0.), bytes_s=4.))
@@ -155,6 +155,13 @@ def test_what_is_left_of_a_resumed_run(monkeypatch, done, evals):
     plan.options.save_minutes = 10
     assert doctor.pace(trainer, t).between_s == doctor.BEST_SECONDS == 60
     assert p.evals == sum(map(plan.eval_due, range(done + 1, 301)))
+    plan.options.save_every = 20 # steps of a tenth of a second: sooner than a new best one may be saved
+    p = doctor.pace(trainer, t)
+    assert (p.saves, p.between_s, p.wait_s) == (15 - done//20, 2., 8.)
+    plan.options.save_every = .5
+    assert doctor.pace(trainer, t).between_s == 15
+    plan.options.eval_every = .1
+    assert doctor.pace(trainer, t).evals == evals
 
 def test_a_gpu_is_warm_before_a_step_is_timed(monkeypatch):
     "Its clock falls as it gets warm: before the first timed step it takes steps for `SETTLE` seconds, on several batches"

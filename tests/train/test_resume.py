@@ -516,8 +516,8 @@ def test_the_options():
     "All options of a run: one more or less is a decision, and this is where it's made"
     assert [f.name for f in fields(TrainConfig)] == (
         "data text_key stream document_mask vocab model layers width heads kv_heads head_dim hidden seq_len plugin init rungs micro_batch_size grad_accum_steps memory_limit deterministic retune ladder gpus restarts "
-        "steps total_tokens minutes epochs target_loss recipe step_tokens lr schedule warmup cooldown final_lr weight_decay grad_clip ema_decay seed num_evals eval_tokens sample_tokens num_samples "
-        "name out overwrite loggers profile save_minutes keep_last keep_every resume").split()
+        "steps total_tokens minutes epochs target_loss patience recipe step_tokens lr schedule warmup cooldown final_lr weight_decay grad_clip skip_spikes ema_decay seed num_evals eval_every eval_tokens score score_every sample_tokens num_samples "
+        "name out overwrite loggers profile save_minutes save_every keep_last keep_every resume").split()
 
 # Other tokens
 
@@ -768,6 +768,7 @@ CONFIGS = {
     "layers without end": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(layers=10**9)),
     "more layers": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(layers=4000)),
     "a negative width": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(width=-32)),
+    "heads of a negative width": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(attention_width=-32)),
     "another width": lambda p: patched(p, model_config=json.loads(p.read_text())["model_config"] | dict(width=64)),
     "a digit too many": lambda p: p.write_text(p.read_text().replace('"steps": 12', '"steps": 1' + "0"*400)),
     "nested": lambda p: p.write_text(nested(100_000)), "a pipe": pipe}
@@ -781,6 +782,7 @@ def test_a_config_that_is_wrong(stopped, monkeypatch, kind):
     monkeypatch.setattr(module, "build", lambda *args, **kw: pytest.fail("a model is built"))
     with fails((InputError, FileNotFoundError), "config.json|checkpoints") as e: resume(stopped)
     assert len(str(e.value).splitlines()) == 1
+    assert kind != "heads of a negative width" or "attention_width must be at least 0" in str(e.value)
 
 def rewrite(c, change=lambda about: about, tensors=lambda ts: ts):
     "A checkpoint with something else in it, whose sums are right"

@@ -66,7 +66,8 @@ def finished(tmp_path_factory):
     (dict(weight_decay=-1.), ValueError, "weight_decay.* -1"),
     (dict(grad_clip=-1.), ValueError, "grad_clip"),
     (dict(epochs=0.), ValueError, "epochs must be a number above 0"),
-    (dict(warmup=100.), ValueError, "warmup"),      # as if it were steps
+    (dict(warmup=7), ValueError, "a warmup of 7 steps is longer than the run, which has 6: choose fewer"),
+    (dict(warmup=1.5), ValueError, "warmup must be a whole number of steps"),
     (dict(seed=-1), ValueError, "seed"),
     (dict(vocab=-1), ValueError, "vocab"),
     (dict(model="nanno"), ValueError, "unknown model 'nanno'.*'nano'"),
