@@ -62,12 +62,13 @@ GPUS = [
 ]
 
 # %% ../nbs/source/datasheets.ipynb #59dat00015
-MORE_BF16 = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "GH200": HOPPER["bf16"]*1e12, "H20": 148e12, "B200": 2250e12,
+MORE_BF16 = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "GH200": HOPPER["bf16"]*1e12, "H20": 148e12,
+             "B200": 2250e12,
              "A800": AMPERE["bf16"]*1e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "A6000": 155e12,
              "L4": 121e12} # dense FLOP/s
 DATASHEET_BF16 = MORE_BF16 | {re.sub(r" \d+ GB$", "", g.name): g.tflops["bf16"]*1e12
                               for g in GPUS if "bf16" in g.tflops}
-LAUNCH_MS = .0073 # of a kernel on one number, one after another, where it can't be measured: lesson 01's, of an H200
+LAUNCH_MS = .0073 # of a launch, where it can't be measured: of lesson 01's kernel on one number, on an H200
 
 def bf16_flops(gpu): # as PyTorch calls it
     "Return the dense BF16 FLOP/s of `gpu` by its datasheet, or None for a GPU that isn't listed"

@@ -143,7 +143,8 @@ def rates(name): # of a GPU; "" for this machine's
     return gpu.said, datasheet_ceilings(gpu), LAUNCH_MS, False, said
 
 # %% ../nbs/source/step_prediction.ipynb #59prd018
-ON_CPU = "Not predicted: a CPU has no rates that are known, since its cores share them with all that runs there."
+ON_CPU = ("Not predicted: a CPU has no rates that are known, since its cores share them with all that runs "
+          "there.")
 
 class StepPrediction(msgspec.Struct):
     "What is predicted of a run's step, as `prediction.json` has it"
@@ -167,7 +168,8 @@ def predict_run(config, rungs, # as for `count_step`
     runs = []
     def seen(run): runs.append(run := change(run)); return run
     try:
-        one, two = ([*count_step(config, rungs, k*micro, micro, seen, model)] if k <= n else [] for k in (1, 2))
+        ops_of = lambda k: [*count_step(config, rungs, k*micro, micro, seen, model)]
+        one, two = (ops_of(k) if k <= n else [] for k in (1, 2))
         ops = repeated(one, two, n)
     except Exception as e: # whatever a user's module does
         at = module_at(e, runs[-1].model) if runs else "the model"

@@ -135,12 +135,13 @@ class Prediction(Callback):
         "Return the `StepPrediction` of the trainer's step"
         c, plan, trained = trainer.cfg, trainer.plan, trainer.timings.parts().get("training", 0.)
         if trainer.world.rank_and_size("tp")[1] > 1: return StepPrediction(
-            why="Not predicted: tensor_parallel cuts the model, and the operations of a whole one are counted.")
+            why="Not predicted: tensor_parallel cuts the model, and operations of a whole one are counted.")
         if trained < self.seconds and not c.profile: return StepPrediction(
             why=f"Not predicted: that takes seconds, and the run trained for less than {self.seconds:.0f} "
                 "of them. --profile predicts any run.")
         recipe = plan.recipe
-        return predict_run(plan.model, plan.rungs, c.micro_batch_size, c.grad_accum_steps, recipe, recipe.model)
+        size = c.micro_batch_size, c.grad_accum_steps
+        return predict_run(plan.model, plan.rungs, *size, recipe, recipe.model)
 
 # %% ../../nbs/source/train/callbacks.ipynb #30cal014b
 class Report(Callback):

@@ -19,9 +19,8 @@ AWAITING = [*OLD, *"""
     38_peers 75_claims 32_fewer_bytes 33_fewer_passes 34_epilogues 36_loss_epilogue 35_fp8_epilogues 40_trainer
     41_checkpoints save run_dir 44_metrics report 45_doctor machine_checks encoder_pool prepare_data 43_loader
     50_schedules 52_batch 53_muon 54_fast_muon 55_normuon 56_architecture 57_speedrun 59_beyond model_registry
-    61_collectives 62_ddp 63_fsdp 64_tensor_parallel 65_sharded_checkpoints load state 70_generate sample
-    72_export 73_finale corpus train_data 51_recipe 58_race 66_cluster
-    74_plan""".split()]
+    61_collectives 62_ddp 63_fsdp 64_tensor_parallel 65_sharded_checkpoints load 70_generate sample
+    72_export 73_finale corpus train_data 51_recipe 58_race 66_cluster""".split()]
 def with_outputs(paths): return [p for p in paths if p.stem not in OLD]
 
 def read(path): return json.loads(path.read_text(encoding="utf-8"))
