@@ -1,6 +1,7 @@
 """The pages of nbs/site/_build/train/ that show measured numbers: templates whose `{{ ... }}` are read from the
 H200's records, from the outputs of the finale, and on telemetry from runs on a CPU."""
 import json, re
+from statistics import median
 from llm_speedrun.measure import load_records, records_path
 from llm_speedrun.course import course_records
 from llm_speedrun.model_config import WORKLOADS, matrix_params
@@ -78,6 +79,33 @@ def accelerated(root):
         mean = lambda curve, n: f"{sum(curve[n - 10:n])/10:.3f}"
         yield table(["loss at step", *map(str, points)], [[BY_ITSELF[r["rung"]], *(mean(r["curve"], n) for n in points)] for r in rs])
 
+# --- several GPUs ---
+
+def sharded(root):
+    "A line on the machine and a table: steps of Muon's recipe and of AdamW's, on one GPU and on several"
+    found = json.loads((folder(root)/"sharded/2-nvidia-h200.json").read_text(encoding="utf-8"))
+    runs = {(r["recipe"], r["processes"]): r for r in found["runs"]}
+    def row(r):
+        ratios = [a/b for a, b in zip(runs[r["recipe"], 1]["ms"], r["ms"])]
+        same = next(i for i, (a, b) in enumerate(zip(r["losses"], runs[r["recipe"], 1]["losses"])) if abs(a - b) > 1e-2) if r["processes"] > 1 else ""
+        return [f"`{r['recipe']}`", r["processes"], f"{median(r['ms']):.0f} ({min(r['ms']):.0f} to {max(r['ms']):.0f})",
+                f"{median(ratios):.2f}×" if r["processes"] > 1 else "", f"{r['peak_gib']:.1f}", f"{r['state_gib']:.2f}", same]
+    yield ("`{model}`, {sequences} × 1,024 tokens a step, with `{rungs}` and `fsdp`, on {gpu}s, driver {driver}, PyTorch {torch}, Triton {triton}, {date}; {n} rounds "
+           "in turns, median and range:").format(**found, rungs=",".join(found["runs"][0]["rungs"]), n=len(found["runs"][0]["ms"]))
+    yield table(["recipe", "GPUs", "ms a step", "one GPU's speed", "peak GiB of a GPU", "of it optimizer state", "first steps with losses within 0.01"], [row(r) for r in found["runs"]])
+
+def host(root):
+    "A line on the machine, and a table of what two of its GPUs send each other"
+    lines = (folder(root)/"host/2-nvidia-h200.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [r for r in map(json.loads, lines) if r["section"] == "collectives"]
+    names = list(dict.fromkeys(r["name"] for r in found))
+    by = {(r["name"], r["bytes"]): r for r in found}
+    size = lambda n: f"{n//2**20} MiB" if n >= 2**20 else f"{n//2**10} KiB"
+    cell = lambda r: f"{r['ms']:.3f} ms, {r['bus_gbs']:.0f}"
+    yield ("{gpus} {gpu}s of one machine, driver {driver}, PyTorch {torch}, {date}: time of the slower GPU, median, and GB/s on the bus as NCCL's tests count "
+           "them. `tests/measure_host.py` measures yours.").format(**found[0])
+    yield table(["bytes of the tensor", *(f"`{n}`" for n in names)], [[size(n), *(cell(by[k, n]) for k in names)] for n in dict.fromkeys(r["bytes"] for r in found)])
+
 # --- explained models ---
 
 OFF = 1.2 # times its prediction, from which on a kind of operation stands in the table
@@ -125,7 +153,7 @@ def environment(root):
     "That of all pages, with what these templates use"
     env, top, race = for_all_pages(), record(**TOP), newest(folder(root))
     env.globals |= dict(record=record, gain=gain, of_two=of_two, step=step, rounded=rounded, top=top,
-                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), accelerated=list(accelerated(root)), explained=list(explained(root)), lead=race[OURS],
+                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), accelerated=list(accelerated(root)), explained=list(explained(root)), sharded=list(sharded(root)), host=list(host(root)), lead=race[OURS],
                         lead_needs=packages(race), rival=best(race, "torch.compile"),
                         finale_tokens=finale_tokens(root), trouble=Trouble(root))
     return env
