@@ -72,10 +72,10 @@ def accelerated(root):
         yield (f"`{model}` ({r['parameters']/1e6:,.0f} M weights), {r['batch']} × {r['seq']:,} tokens a step, on one {r['gpu']}, driver {r['driver']}, "
                f"PyTorch {r['torch']}, Triton {r['triton']}, {shown}, {r['date']}:")
         slower = lambda r: "" if r is rs[0] else f"{1/r['ratio']:.2f}× ({1/r['ratio_p90']:.2f} to {1/r['ratio_p10']:.2f})"
-        yield table(["", "tokens/s", "`accelerate(model)` is", "sequences at once", "peak GiB"],
+        yield table(["", "tokens/s", "speedup of `accelerate(model)`", "sequences at once", "peak GiB"],
                     [[BY_ITSELF[r["rung"]], f"{r['tok_s']:,.0f}", slower(r), r["micro"], f"{r['peak_gib']:.1f}"] for r in rs])
         if not points[0]: continue
-        yield "The losses of each from the same weights on the same text (books and documentation, GPT-2's tokens), a mean of the last ten steps before a step:"
+        yield "The losses from the same weights on the same text (books and documentation, GPT-2's tokens), each the mean of the last ten steps:"
         mean = lambda curve, n: f"{sum(curve[n - 10:n])/10:.3f}"
         yield table(["loss at step", *map(str, points)], [[BY_ITSELF[r["rung"]], *(mean(r["curve"], n) for n in points)] for r in rs])
 
@@ -90,9 +90,9 @@ def sharded(root):
         same = next(i for i, (a, b) in enumerate(zip(r["losses"], runs[r["recipe"], 1]["losses"])) if abs(a - b) > 1e-2) if r["processes"] > 1 else ""
         return [f"`{r['recipe']}`", r["processes"], f"{median(r['ms']):.0f} ({min(r['ms']):.0f} to {max(r['ms']):.0f})",
                 f"{median(ratios):.2f}×" if r["processes"] > 1 else "", f"{r['peak_gib']:.1f}", f"{r['state_gib']:.2f}", same]
-    yield ("`{model}`, {sequences} × 1,024 tokens a step, with `{rungs}` and `fsdp`, on {gpu}s, driver {driver}, PyTorch {torch}, Triton {triton}, {date}; {n} rounds "
-           "in turns, median and range:").format(**found, rungs=",".join(found["runs"][0]["rungs"]), n=len(found["runs"][0]["ms"]))
-    yield table(["recipe", "GPUs", "ms a step", "one GPU's speed", "peak GiB of a GPU", "of it optimizer state", "first steps with losses within 0.01"], [row(r) for r in found["runs"]])
+    yield ("`{model}`, {sequences} × 1,024 tokens a step, with `{rungs}` and `fsdp`, on {gpu}s, driver {driver}, PyTorch {torch}, Triton {triton}, {date}; {n} interleaved "
+           "rounds, median and range:").format(**found, rungs=",".join(found["runs"][0]["rungs"]), n=len(found["runs"][0]["ms"]))
+    yield table(["recipe", "GPUs", "ms a step", "speedup over one GPU", "peak GiB of a GPU", "of which optimizer state", "first steps with losses within 0.01"], [row(r) for r in found["runs"]])
 
 def host(root):
     "A line on the machine, and a table of what two of its GPUs send each other"
@@ -102,8 +102,8 @@ def host(root):
     by = {(r["name"], r["bytes"]): r for r in found}
     size = lambda n: f"{n//2**20} MiB" if n >= 2**20 else f"{n//2**10} KiB"
     cell = lambda r: f"{r['ms']:.3f} ms, {r['bus_gbs']:.0f}"
-    yield ("{gpus} {gpu}s of one machine, driver {driver}, PyTorch {torch}, {date}: time of the slower GPU, median, and GB/s on the bus as NCCL's tests count "
-           "them. `tests/measure_host.py` measures yours.").format(**found[0])
+    yield ("{gpus} {gpu}s of one machine, driver {driver}, PyTorch {torch}, {date}: median time of the slower GPU, and bus bandwidth in GB/s as nccl-tests "
+           "defines it. `tests/measure_host.py` measures yours.").format(**found[0])
     yield table(["bytes of the tensor", *(f"`{n}`" for n in names)], [[size(n), *(cell(by[k, n]) for k in names)] for n in dict.fromkeys(r["bytes"] for r in found)])
 
 # --- explained models ---

@@ -1,4 +1,4 @@
-"What the page on telemetry shows: four runs of a tiny model on a CPU, one left alone and three in trouble, as tests/bench_trouble.py kept them."
+"What the page on telemetry shows: four runs of a tiny model on a CPU, a baseline and three in trouble, as tests/bench_trouble.py kept them."
 import json
 from llm_speedrun.train.run_charts import curve
 from records import folder
@@ -10,14 +10,14 @@ class Trouble:
         self.runs, self.about = about.pop("runs"), about
 
     def rows(self, run):
-        "Its rows, each with those of the quiet run beside its own, as `quiet_loss` and so on"
+        "Its rows, each with those of the baseline next to its own, as `quiet_loss` and so on"
         pairs = zip(self.runs[run]["rows"], self.runs["quiet"]["rows"])
         return [{f"quiet_{k}": v for k, v in quiet.items()} | row for row, quiet in pairs]
 
     def charts(self, run, *charts): # each a dict: a title, and what `curve` takes
-        "Two charts beside each other, as HTML"
+        "Two charts side by side, as HTML"
         def one(c):
-            keys = c["keys"] if isinstance(c["keys"], dict) else {c["keys"]: "this run", f"quiet_{c['keys']}": "left alone"}
+            keys = c["keys"] if isinstance(c["keys"], dict) else {c["keys"]: "this run", f"quiet_{c['keys']}": "baseline"}
             return f"<figure>{curve(self.rows(run), keys, c['title'], smooth=False, log=c.get('log', False))}</figure>"
         return f'<div style="display: grid; grid-template-columns: 1fr 1fr; gap: 1rem">{"".join(map(one, charts))}</div>'
 
@@ -28,7 +28,7 @@ class Trouble:
         return found[0]
 
     def ratio(self, run, key, step):
-        "How many times that of the run that was left alone, as text"
+        "Its ratio to the baseline's, as text"
         return f"{self.value(run, key, step)/self.value('quiet', key, step):.3g}"
 
     def mean(self, run, key, first, last): # steps
@@ -39,4 +39,4 @@ class Trouble:
     def measured_on(self):
         "A line for the foot of the page: the machine of its numbers, and when"
         a = self.about
-        return f"*A tiny model on a {a['gpu']} with FP8 emulated, PyTorch {a['torch']}, {a['date']}: `tests/bench_trouble.py` runs it again.*"
+        return f"*A tiny model on a {a['gpu']} with FP8 emulated, PyTorch {a['torch']}, {a['date']}: `tests/bench_trouble.py` reproduces it.*"
