@@ -1,8 +1,8 @@
-"""Train a Qwen3 of transformers by itself, with torch.compile, Liger or torchao's FP8, and by `accelerate`: whose step is how fast.
+"""Time training steps of a Qwen3 of transformers: as it is, with torch.compile, Liger or torchao's FP8, and with `accelerate`.
     tests/bench_accelerate.py OUT MODEL BATCH SEQ_LEN [TEXT.bin STEPS]     MODEL: a key of `WORKLOADS`, or qwen3-0.6b
-Each takes turns with `accelerate(model)` alone: all of them would not fit in memory. All have SDPA or faster attention, a fused AdamW and a
-clipped gradient; weights are in FP32 and the arithmetic in bf16 or less, but for `liger_bf16_weights`. Prints a line for each and writes
-OUT/MODEL.json at once: a contender that lies there already is not measured again. With TEXT.bin, uint16 tokens, each trains STEPS steps from the
+Each contender is interleaved only with `accelerate(model)`: all together wouldn't fit in memory. All have SDPA or faster attention, fused AdamW and
+gradient clipping; weights are in FP32 and matmuls in bf16 or FP8, except in `liger_bf16_weights`. Prints a line for each and writes
+OUT/MODEL.json at once: a contender that is already there is skipped. With TEXT.bin, uint16 tokens, each trains STEPS steps from the
 same weights on the same text, and its losses are recorded."""
 import contextlib, json, logging, sys
 from dataclasses import replace
@@ -21,13 +21,13 @@ from llm_speedrun.tools.export import qwen3_config
 LR = 3e-4
 
 def shape(name, seq_len):
-    "The `GPTConfig` of MODEL"
+    "Return the `GPTConfig` of MODEL"
     if name != "qwen3-0.6b": return replace(workload(name), seq_len=seq_len)
     c = with_shape(workload("124m"), layers=28, width=1024, heads=16, kv_heads=8, head_dim=128, hidden=3072, seq_len=seq_len)
     return replace(c, name=name, vocab=151936)
 
 def made(config, dtype=torch.float32):
-    "The model of transformers, the same weights each time"
+    "Return the model of transformers, with the same weights each time"
     logging.getLogger("transformers").setLevel(logging.ERROR)
     from transformers import Qwen3Config, Qwen3ForCausalLM
     torch.manual_seed(0)
@@ -67,13 +67,13 @@ THEIRS = dict(transformers=theirs, compile=partial(theirs, compiled=True), liger
               torchao_fp8_compile=partial(theirs, changes=[in_fp8], compiled=True))
 
 def text(path, config, batch, steps):
-    "The micro-batches' tokens of each step, in the file's order"
+    "Return the tokens of each step, in the file's order"
     n = batch*config.seq_len
     tokens = torch.from_numpy(np.fromfile(path, np.uint16, n*steps).astype(np.int64))
     return tokens.view(steps, batch, config.seq_len).to(default_device())
 
 def curve(setup, config, micro, batches):
-    "The losses of training from the start"
+    "Train from the start and return the losses"
     if not len(batches): return []
     peer = setup(config)
     losses = [peer.step(*[(x, x) for x in b.split(micro)]) for b in batches]

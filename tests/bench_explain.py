@@ -1,6 +1,6 @@
-"""Run `speedrun_explain` on models of several kinds, and keep prediction next to measurement.
+"""Run `speedrun_explain` on models of several kinds, and record predictions next to measurements.
     tests/bench_explain.py OUT.json [NAME ...]      all of `MODELS` by default
-Writes OUT.json after each; a model that lies there already is left out. Configs need transformers."""
+Writes OUT.json after each; a model that is already there is skipped. Configs need transformers."""
 import json, sys, tempfile
 from pathlib import Path
 import msgspec
@@ -34,7 +34,7 @@ MODELS = {"GPT-2": (GPT2, FAST), "GPT-2, 50304 tokens": (GPT2 | dict(vocab_size=
           "images, tf32 and bf16": (IMAGES, FAST)}
 
 def explained(what, options):
-    "The `Explanation` of a config or of a file's text, as a dict"
+    "Return the `Explanation` of a config or of a file's text, as a dict"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)/("model.py" if isinstance(what, str) else "config.json")
         path.write_text(what if isinstance(what, str) else json.dumps(what), encoding="utf-8")

@@ -1,10 +1,10 @@
 """Time optimizers: one update of all weights, or the steps of several processes.
     tests/bench_optimizers.py OUT MODEL
-One update by our 8-bit AdamW and by those of others, in turns. Random gradients, FP32 weights. Writes OUT/optimizers.json: milliseconds, and how
-many times as fast each is as PyTorch's fused AdamW.
+One update by our 8-bit AdamW and by those of other packages, interleaved. Random gradients, FP32 weights. Writes OUT/optimizers.json: milliseconds, and
+each one's speedup over PyTorch's fused AdamW.
     tests/bench_optimizers.py OUT MODEL fsdp|tensor_parallel [STEPS [PROCESSES]]
-Training with the recipes speedrun (Muon) and adamw, by as many GPUs (2; without GPUs by processes of the CPU) and by each of them alone, with the same
-batches: losses of all steps, memory, then times in turns. Writes OUT/sharded-LAYOUT.json after each part, and prints a table."""
+Training with the recipes speedrun (Muon) and adamw, by PROCESSES (2) GPUs together and by each of them alone, with the same batches; without GPUs by
+CPU processes. Losses of all steps, memory, then interleaved times. Writes OUT/sharded-LAYOUT.json after each part, and prints a table."""
 import json, statistics, sys, time
 from dataclasses import replace
 from functools import partial

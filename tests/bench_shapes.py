@@ -1,7 +1,7 @@
-"""Train models of four shapes that no name stands for with `fastest`, export them, and compare: logits with transformers', speed with the roofline.
+"""Train models of four shapes without a `--model` name with `fastest`, export them, and compare logits with transformers' and speed with the roofline.
     tests/bench_shapes.py OUT [STEPS] [options of speedrun_train ...]
-Prints a line for each shape and writes OUT/shapes.json at once: a shape that lies there already is left out. `predicted_ms` is the roofline time
-of a step with AdamW as many sequences at once as the run has; the run's own recipe takes longer in the optimizer. `step_ms` is the median
+Prints a line for each shape and writes OUT/shapes.json at once: a shape that is already there is skipped. `predicted_ms` is the roofline time
+of a step with AdamW, with as many sequences at once as in the run; the run's own recipe spends more time in the optimizer. `step_ms` is the median
 of the run's second half, without evaluations."""
 import json, os, subprocess, sys, time
 from pathlib import Path
@@ -20,14 +20,14 @@ SHAPES = {"60m-d128": "--layers 10 --width 512 --heads 4 --head_dim 128 --hidden
 TRAIN, EXPORT = ("import sys; from llm_speedrun.cli import {0}; sys.exit({0}())".format(c) for c in ("speedrun_train", "speedrun_export"))
 
 def command(code, *args):
-    "Run a command; its seconds. Raises with the end of its output"
+    "Run a command and return its seconds. Raises `RuntimeError` with the end of its output"
     start, env = time.time(), os.environ | dict(PYTHONPATH=os.pathsep.join([str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]))
     p = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, env=env)
     if p.returncode: raise RuntimeError((p.stdout + p.stderr)[-1500:])
     return time.time() - start
 
 def logits_gap(run):
-    "The largest difference of transformers' logits of the exported run from ours, in FP32 without TF32, and their standard deviation"
+    "Return the largest difference between our logits and transformers' on the exported run, in FP32 without TF32, and the logits' standard deviation"
     import transformers
     x = torch.randint(256, (2, 256), generator=torch.Generator().manual_seed(0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(run/"export", dtype=torch.float32).eval()
@@ -36,7 +36,7 @@ def logits_gap(run):
     return dict(logits_gap=(a - b).abs().max().item(), logits_std=a.std().item())
 
 def measured(name, folder, steps, options):
-    "Train, export, and compare. Returns a record"
+    "Train, export and compare one shape. Returns a record"
     seconds = command(TRAIN, *SHAPES[name].split(), "--rungs", "fastest", "--steps", steps, "--out", folder, "--name", name, *options)
     run = folder/name
     command(EXPORT, run)

@@ -1,10 +1,10 @@
-"""Time a training step of one model cut among several GPUs: our tensor_parallel next to PyTorch's own, interleaved.
+"""Time a training step of one model sharded over several GPUs: our tensor_parallel and PyTorch's own, interleaved.
     tests/bench_tensor_parallel.py OUT [--gpus 2] [--models 124m,1b] [--rounds 5] [--reps 4] [--async_tp] [--tiny]
-PyTorch's side is what its documentation and torchtitan do: `parallelize_module` with sequence parallel between the blocks, one all-gather for
-each of attention and MLP, `loss_parallel`, SDPA, autocast to bf16 with a bf16 residual stream, fused AdamW, each block compiled. Both sides
-have the same weights, tokens and clipping. A second sitting has PyTorch's with weights and moments in bf16, which trains worse and is
-the least that it can take. --async_tp adds a third with its overlapped matmuls (symmetric memory), which may not run everywhere. Each sitting has
-our step, too. Writes OUT/tensor_parallel.json after each. Without GPUs: --tiny, two processes of a CPU, to see that it runs."""
+PyTorch's version follows its documentation and torchtitan: `parallelize_module` with sequence parallel between the blocks, one all-gather for
+each of attention and MLP, `loss_parallel`, SDPA, autocast to bf16 with a bf16 residual stream, fused AdamW, each block compiled. Both versions
+have the same weights, tokens and clipping. A second run has PyTorch's weights and moments in bf16, which trains worse and is a lower bound
+on its time. --async_tp adds a third run with its overlapped matmuls (symmetric memory), which may not work everywhere. Each run includes
+our step, too. Writes OUT/tensor_parallel.json after each. Without GPUs, --tiny tests it on two CPU processes."""
 import argparse, json, os
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,7 @@
-"""Train a tiny model on a CPU, once quietly and three times with a trouble of our own, and keep what a run logs of it.
+"""Train a tiny model on a CPU, once as a baseline and three times with a deliberate disturbance, and keep the logged rows.
     tests/bench_trouble.py OUT
-FP8 is emulated there: the numbers are rounded as a GPU's kernels round them, slowly. Writes OUT/cpu.json for the page "What trouble looks
-like": for each run what was done to it, at which steps, and its rows. Takes some minutes."""
+FP8 is emulated, slowly: values are rounded as a GPU's kernels round them. Writes OUT/cpu.json for the page "What trouble looks
+like": each run's rows, and the size and step of the disturbances. Takes some minutes."""
 import json, sys, tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,14 +38,14 @@ def rescale(model, factor): # a power of two
         for m in (b.mlp.gate_proj, b.mlp.up_proj): m.weight.div_(factor)
 
 class Rescaled(Callback):
-    "For one step"
+    "Rescale the model for one step"
     def after_step(self, trainer):
         if trainer.done in (AT - 1, AT): rescale(trainer.run.model, FACTOR if trainer.done < AT else 1/FACTOR)
 
 RUNS = dict(quiet={}, spike=dict(bad=SPIKE), overflow=dict(callbacks=[Rescaled()]), rate=dict(rate=RATE))
 
 def trained(folder, name, lr=None, bad=0, callbacks=(), rate=1):
-    "The rows of a run, with the keys that the page shows, and its peak rate"
+    "Return the rows of a run, with the keys that the page shows, and its peak learning rate"
     cfg = TrainConfig(model="tiny", rungs=RUNGS, recipe="adamw", steps=STEPS, step_tokens=512, micro_batch_size=8, num_evals=1, sample_tokens=1,
                       name=name, out=str(folder), **dict(lr=lr*rate) if lr else {})
     trainer = Troubled(cfg, progress=False, callbacks=[*callbacks])
@@ -56,7 +56,7 @@ def trained(folder, name, lr=None, bad=0, callbacks=(), rate=1):
     return [{k: short(v) for k, v in r.items()} for r in rows], trainer.plan.options.lr
 
 def main(out):
-    "All runs, on the same data from the same weights"
+    "Train all runs, on the same data from the same weights"
     found, lr = {}, None
     with tempfile.TemporaryDirectory() as folder:
         for name, how in RUNS.items():

@@ -1,10 +1,10 @@
-"""Measure the GPUs of one machine together: what they send each other, a training step of each layout next to one GPU, and the way back after a kill.
+"""Measure the GPUs of one machine together: collectives, a training step of each layout against one GPU, and the restart after a kill.
     tests/measure_host.py OUT [--minutes 5] [--gpus N] [--sections collectives,steps,restart] [--layouts ddp,fsdp,…] [--models 124m,1b]
                           [--rungs R,R] [--limit 150] [--tiny]
-    tests/measure_host.py OUT --show                  the tables of what is there
-Each measurement is a line of OUT/measurements.jsonl, and of what is printed, as soon as it is known: a machine that is taken away takes
-nothing with it. The same command goes on where the last one ended. What is worth most comes first. Each part has a process of its own and
---limit seconds, after which it is ended; --minutes are for all. Without GPUs two processes of a CPU measure with --tiny that all of it runs."""
+    tests/measure_host.py OUT --show                  tables of the results so far
+Each measurement is printed and appended to OUT/measurements.jsonl at once, so nothing is lost if the machine is preempted.
+The same command resumes where the last one ended. The most important parts come first. Each part runs in its own process and
+is killed after --limit seconds; --minutes is the limit for all. Without GPUs, --tiny runs all of it with two CPU processes, as a test."""
 import argparse, json, os, signal, subprocess, sys, time, uuid
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def append(out, **record):
     print(line if len(line) < 300 else f"{line[:297]}...", end="" if len(line) < 300 else "\n", flush=True)
 
 def recorded(out):
-    "The records of the file, without a line that was cut off"
+    "Return the file's records, without an incomplete last line"
     try: lines = (Path(out)/"measurements.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError: return []
     return [json.loads(o) for o in lines if o.endswith("\n")]
@@ -36,7 +36,7 @@ def recorded(out):
 # --- what is measured ---
 
 def operation(world, name, nbytes):
-    "A function without arguments that runs the collective once; `nbytes` is the whole tensor, of all_to_all what each process sends"
+    "Return a function without arguments that runs the collective once; `nbytes` is the whole tensor, for all_to_all what each process sends"
     import torch, torch.distributed as dist
     from llm_speedrun.distributed.collectives import collective
     from llm_speedrun.measure import default_device
@@ -46,7 +46,7 @@ def operation(world, name, nbytes):
     return lambda: dist.all_to_all_single(received, sent)
 
 def bus_share(name, k):
-    "Bytes that a process sends of each byte of the tensor, as NCCL's tests count them"
+    "Return the bytes that a process sends for each byte of the tensor, as nccl-tests counts them"
     return (2 if name == "all_reduce" else 1)*(k - 1)/k
 
 def time_collectives(world, out, sizes, reps):
@@ -73,7 +73,7 @@ def collectives(out, gpus, tiny, **_):
     run_distributed(gpus, time_collectives, out, [2**12, 2**16] if tiny else [2**k for k in range(16, 31, 2)], 3 if tiny else 20)
 
 def step(out, gpus, model, layout, rungs, **_):
-    "A step of this layout and one of one GPU, interleaved, with fewer sequences where both don't fit"
+    "Time a step of this layout interleaved with one GPU's, with fewer sequences if both don't fit"
     from llm_speedrun.io_utils import RunError
     from llm_speedrun.model_config import workload
     from llm_speedrun.rung_registry import find_rung, rung_name
@@ -100,21 +100,21 @@ NAMES = dict(sections=PARTS, layouts=LAYOUTS) # options that choose some of thes
 # --- parts in processes of their own ---
 
 def run_part(out, part):
-    "Measure a part in this process. An error is a record, too"
+    "Measure a part in this process. An error is recorded, too"
     try: PARTS[part["section"]](out, **part)
     except (Exception, SystemExit) as e:
         said = str(e).strip().splitlines() or [""]
         append(out, section="skipped", part=part, why=f"{type(e).__name__}: {said[0]}"[:500])
 
 def end_marked(mark):
-    "End all processes of a part, also those whose parent is gone"
+    "Kill all processes of a part, even those whose parent has exited"
     for p in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={mark}".encode() in (p/"environ").read_bytes().split(b"\0"): os.kill(int(p.name), signal.SIGKILL)
         except OSError: pass # it has ended, or is another user's
 
 def start_part(out, part, seconds):
-    "Run a part in a process, and end it after so many seconds. Returns whether it is done"
+    "Run a part in its own process, and kill it after so many seconds. Record whether it is done"
     known, mark, t0 = len(recorded(out)), uuid.uuid4().hex, time.perf_counter()
     p = subprocess.Popen([sys.executable, __file__, "part", str(out), json.dumps(part)], env=os.environ | {MARK: mark})
     try: code = p.wait(seconds)
@@ -126,7 +126,7 @@ def start_part(out, part, seconds):
     if code == 0 and not skipped: append(out, section="done", part=part, seconds=time.perf_counter() - t0)
 
 def parts(a, there):
-    "The parts to measure, those first that are worth most"
+    "Return the parts to measure, the most important first"
     models, n = a.models.split(","), a.gpus
     first = [(models[0] if k == "ddp" else models[-1], k) for k in a.layouts.split(",")]
     steps = [*first, *((m, k) for _, k in first for m in models if (m, k) not in first)]
@@ -136,7 +136,7 @@ def parts(a, there):
     return [p for p in (q | dict(tiny=a.tiny) for q in found) if p["section"] in a.sections.split(",") and p not in done]
 
 def measure(a):
-    "Measure all parts that there is time for"
+    "Measure as many parts as there is time for"
     end = time.monotonic() + 60*a.minutes
     for part in parts(a, recorded(a.out)):
         needs, left = LAYOUTS[part["layout"]][1] if "layout" in part else 2, end - time.monotonic()
@@ -147,7 +147,7 @@ def measure(a):
 # --- tables ---
 
 def tables(out):
-    "What is recorded, as text: the last of each where one was measured again"
+    "Return the records as tables in text; of repeated measurements the last"
     from llm_speedrun.measure import fmt, table
     rows, last = recorded(out), {}
     for r in rows: last[tuple(r.get(k) for k in ("section", "gpus", "name", "bytes", "model", "layout"))] = r
