@@ -163,7 +163,7 @@ def repeated(one, two, n): # `Op`s of a step with one micro-batch and with two; 
 def predict_run(config, rungs, # as for `count_step`
                 micro, n=1, # sequences in a micro-batch; micro-batches
                 change=lambda run: run, model=GPT): # as for `count_step`
-    "Return the `StepPrediction` of a run's step on this GPU. What can't be predicted is said in it"
+    "Return the `StepPrediction` of a run's step on this GPU, or one that says why there is none"
     if default_device().type == "cpu": return StepPrediction(why=ON_CPU)
     runs = []
     def seen(run): runs.append(run := change(run)); return run

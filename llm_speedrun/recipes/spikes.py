@@ -31,7 +31,7 @@ class SpikeGuard:
 
     @torch.no_grad()
     def __call__(self, loss, norm): # of an update, FP32 scalars on the device
-        "Return whether the update is a spike, a bool tensor on the device, and note what it has to do with"
+        "Return whether the update is a spike, a bool tensor on the device, and add it to the window if not"
         values, size = torch.stack([loss, norm]).float()[:, None], self.window.shape[1]
         (taken, row, skipped), place = self.counts, torch.arange(size, device=self.window.device)
         there, n = place < taken, taken.clamp(1, size)

@@ -135,7 +135,7 @@ class TrainConfig(Options):
     minutes: NonNegative = 0. # time to train; by default 3 on a GPU and 1.2 on a CPU
     epochs: Positive = 6. # passes over the text; together with --minutes the most
     target_loss: NonNegative = 0. # stop at this validation loss
-    patience: Count = 0 # stop after so many evaluations without a lower validation loss; 0 is never
+    patience: Count = 0 # stop after so many evaluations without a lower validation loss; 0 never stops
     # Recipe
     recipe: str = "auto" # speedrun, with --lr or --init adamw; muon, ...; it chooses what isn't given
     step_tokens: Count = 0 # in a step; of given micro-batches, else 64 sequences, up to 64 a GPU in long runs
@@ -146,15 +146,15 @@ class TrainConfig(Options):
     final_lr: Fraction | None = None # the last learning rate, as a fraction of the peak
     weight_decay: NonNegative | None = None # weight decay of matrices; 0 is none
     grad_clip: NonNegative | None = None # largest norm of the gradients; 0 doesn't clip
-    skip_spikes: NonNegative | None = None # skip updates so many deviations above the last 128, such as 6
+    skip_spikes: NonNegative | None = None # standard deviations, as 6: skip updates whose loss or norm is so far above others
     ema_decay: Fraction | None = None # of an average of the weights to evaluate and keep, as .999; 0 is none
     seed: Count = 0 # random seed for the initial weights and the data order
     # Evaluation
     num_evals: PositiveInt = 10 # evaluations during the run
-    eval_every: Span | None = None # or the steps from one to the next, or a part of all: 200, .05, 5%
+    eval_every: Span | None = None # steps between evaluations, or a part of the run: 200, .05, 5%
     eval_tokens: Count = 0 # tokens in an evaluation, each time the same; by default 2**18, on a CPU 2**14
-    score: CommaList = "" # scores at evaluations: hellaswag=FILE, arc_easy=FILE, ...; a text's bits per byte
-    score_every: PositiveInt = 1 # evaluations from one such score to the next
+    score: CommaList = "" # at evaluations: hellaswag=FILE, arc_easy=FILE, ...; or a text's path, for bits per byte
+    score_every: PositiveInt = 1 # score at every so many evaluations
     sample_tokens: Count = 200 # length in tokens of each generated text; one is printed at the end
     num_samples: Count = 0 # texts to generate during the run as well, into samples.jsonl
     # Output
@@ -165,7 +165,7 @@ class TrainConfig(Options):
     profile: Count = 0 # training steps to trace with PyTorch's profiler
     # Resuming
     save_minutes: NonNegative = 10. # time between checkpoints; 0 saves after every step
-    save_every: Span | None = None # or the steps between them, or a part of all: 200, .05, 5%
+    save_every: Span | None = None # steps between checkpoints, or a part of the run: 200, .05, 5%
     keep_last: PositiveInt = 2 # newest checkpoints to keep, besides the one with the lowest validation loss
     keep_every: Count = 0 # also save and keep for good each checkpoint whose step is a multiple; 0 is none
     resume: str = "" # RUN, a run's folder, to go on with; RUN@STEP: a new run from its checkpoint of a step

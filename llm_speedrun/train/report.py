@@ -210,7 +210,7 @@ def recipe_text(config): # of a run
     said = dict(lr="peak rate {:.3g}", warmup_steps="{:,} steps of warm-up",
                 decay_after="decay after step {:,}", weight_decay="weight decay {:g}",
                 grad_clip="gradients of norm {:g} at most",
-            skip_spikes="no updates {:g} deviations above those before",
+                 skip_spikes="updates over {:g} standard deviations above the last ones skipped",
                 ema_decay="an average of the weights with decay {:g}")
     texts = [text.format(get(k)) for k, text in said.items() if get(k)]
     if config.get("schedule"): texts.insert(1, str(config["schedule"]))

@@ -37,14 +37,14 @@ class Telemetry:
         stepper.watch = self.watch
 
     def norms(self, groups, # role -> parameters
-              values): # for each of these in turn a tensor, or this process's shard of it
+              values): # of all roles' parameters in order: a tensor, or this process's shard
         "Return the norm of each role's values, of all processes: role -> FP32 scalar on the device"
         wide = torch.promote_types(values[0].dtype, torch.float32)
         each = iter(torch._foreach_norm(values, 2, wide))
         return {k: self.sync.norm(ps, [next(each).to(self.device) for _ in ps]) for k, ps in groups.items()}
 
     def copy_weights(self, weights): # tensors
-        "Copy them, into main memory if the GPU has no room for two copies: the optimizer needs some of it"
+        "Return copies, in main memory if the GPU has no room for two of them: the optimizer needs some"
         return copies(weights + weights)[:len(weights)]
 
     @contextmanager
