@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 import torch, torch.nn as nn, torch.nn.functional as F
 from llm_speedrun.distributed.spawn import on_gpus, run_distributed
-from llm_speedrun.distributed.timing import compare_together
+from llm_speedrun.distributed.interleaved import compare_together
 from llm_speedrun.io_utils import RunError
 from llm_speedrun.measure import default_device, machine
 from llm_speedrun.model import rope, rope_table

@@ -333,7 +333,7 @@ def test_the_page_runs_as_shown(name, tmp_path, monkeypatch):
     if name == "with_trainer.py": pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     made().save_pretrained("my_model")
-    write_files((ROOT/"nbs/site/train/transformers.qmd").read_text(encoding="utf-8"), tmp_path)
+    write_files((ROOT/"nbs/site/_build/train/transformers.qmd").read_text(encoding="utf-8"), tmp_path)
     code, device = (tmp_path/name).read_text(encoding="utf-8"), "cuda" if torch.cuda.is_available() else "cpu"
     loader = [{k: v.to(device) for k, v in batch(s).items()} for s in range(3)]
     exec(compile(code.replace("max_steps=100", "max_steps=3"), name, "exec"), dict(loader=loader, texts=texts(99), collator=Pads()))
