@@ -158,10 +158,12 @@ def environment(root):
                         finale_tokens=finale_tokens(root), trouble=Trouble(root))
     return env
 
+OWN = "transformers", "explain", "several_gpus" # pages whose tables say where and when each was measured
+
 def rendered(root): # of the repository
     "Name of each page and its text"
     env = environment(root)
     for path in sorted((root/"nbs/site/_build/train").glob("*.qmd")):
         head, mark, body = env.from_string(path.read_text(encoding="utf-8")).render().partition("\n---\n")
-        foot = env.globals["trouble"].measured_on() if path.stem == "telemetry" else measured_on()
+        foot = "" if path.stem in OWN else env.globals["trouble"].measured_on() if path.stem == "telemetry" else measured_on()
         yield path.name, f"{head}{mark}{NOTE.format(path.name)}\n{body}\n{foot}\n"
