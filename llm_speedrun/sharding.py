@@ -20,6 +20,7 @@ from .stepper import StepSync
 class GradReducer:
     "A rung's way to combine several processes' gradients into one step; this base class does nothing"
     dim = "dp" # of the mesh, along which it brings gradients together
+    copies = () # groups of processes with the same shards, which compute the norm apart
     hooked = False # whether autograd's hooks send gradients, so that the backward pass must be autograd's
     def micro(self, last): # whether the micro-batch is the step's last one
         "Return a context around the two passes of a micro-batch"
@@ -61,11 +62,13 @@ def check_grad_reducers(run): # a `Run`
 # %% ../nbs/source/sharding.ipynb #ea492a57
 class ParallelStepSync(StepSync):
     "The step sync of several processes, made of the gradient reducers of the run's rungs"
+    copies = () # groups of which all take the first process's norm
     def __init__(self, run, # a `Run` with gradient reducers
                  opt): # its optimizer, which gets this process's parts of the parameters
         check_grad_reducers(run)
         self.run, self.parts = run, own_parts(opt)
         divide_work(run, opt, self.parts)
+        self.copies = [g for e in run.grad_reducers for g in e.copies]
         groups = lambda n: tuple(g for e in run.grad_reducers for g in e.groups(n))
         self.spread = {p: groups(n) for n, p in run.model.named_parameters()}
 
@@ -87,7 +90,9 @@ class ParallelStepSync(StepSync):
         squares = [(groups, square(ts)) for groups, ts in shards.items()]
         for groups, s in squares:
             for g in groups: dist.all_reduce(s, group=g)
-        return sum(s for _, s in squares).sqrt()
+        norm = sum(s for _, s in squares).sqrt()
+        for g in self.copies: dist.broadcast(norm, group=g, group_src=0) # orders of sums differ
+        return norm
 
     @torch.no_grad()
     def reduce(self, params, loss): # with this process's gradients; the mean of its losses

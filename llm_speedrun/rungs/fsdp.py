@@ -64,15 +64,16 @@ class FSDP(GradReducer):
     hooked = True
     def __init__(self, run, # a `Run` whose model is cut
                  each, # reduce after each micro-batch
-                 mesh): # as for `shard`
-        self.model, self.each, self.n = run.model, each, run.world.rank_and_size("dp")[1]
-        self.group, self.sharing = run.world.group("dp"), mesh.get_group(mesh.ndim - 1)
+                 mesh, # as for `shard`
+                 dtype): # in which gradients are reduced
+        self.model, self.each, self.narrow = run.model, each, dtype.itemsize < 4
+        self.group, (*self.copies, self.sharing) = run.world.group("dp"), mesh.get_all_groups()
         self.cut = {n for n, p in run.model.named_parameters() if hasattr(p, "to_local")}
 
     def micro(self, last): # whether the micro-batch is the step's last one
         "Return an empty context; it sets how the hooks behave"
         self.model.set_requires_gradient_sync(last or self.each)
-        self.model.set_requires_all_reduce(last) # among copies, whose link may be slow
+        self.model.set_requires_all_reduce(last or self.narrow) # among copies: what waits is added in BF16
         return nullcontext()
 
     def groups(self, name): # of a parameter
@@ -88,7 +89,7 @@ def reduce(self:FSDP, params): # with the gradients of this process's passes add
     grads = [p.grad for p in params if p.grad is not None and not isinstance(p, DTensor)]
     flat = torch.cat([g.flatten() for g in grads])
     dist.all_reduce(flat, group=self.group)
-    means = (flat/self.n).split([g.numel() for g in grads])
+    means = (flat/self.group.size()).split([g.numel() for g in grads])
     torch._foreach_copy_(grads, [m.view_as(g) for m, g in zip(means, grads)])
 
 # %% ../../nbs/6_many_gpus/63_fsdp.ipynb #6703bf1c
@@ -130,12 +131,12 @@ def fsdp(run, # a `Run`
     """Shard weights, gradients and optimizer state over the processes (FSDP2, `fully_shard`).
     Alone it changes nothing. Raises `InputError` for rungs that it isn't compatible with"""
     check_goes(run)
-    how = dict(reduce=lookup(REDUCE, reduce, "type of the reduction"), gather=DTYPES[run.fmt])
+    to = lookup(REDUCE, reduce, "type of the reduction")
     if run.world.size == 1: return run
     mesh = mesh_of(run.world, replicas)
-    run = run.with_model(partial(shard, mesh=mesh, reshard=reshard, **how))
+    run = run.with_model(partial(shard, mesh=mesh, gather=DTYPES[run.fmt], reduce=to, reshard=reshard))
     if backward_uses_saved_copies(run):
         for b in run.model.layers: b.set_unshard_in_backward(False)
-    run = replace(run, grad_reducers=run.grad_reducers + (FSDP(run, each, mesh),), sync=ParallelStepSync)
+    run = replace(run, grad_reducers=run.grad_reducers + (FSDP(run, each, mesh, to),), sync=ParallelStepSync)
     if any(p.is_meta for p in run.model.parameters()): init_sharded_params(run)
     return run

@@ -192,12 +192,35 @@ def mean_of_a_copy(run):
     return run
 HYBRID_MISTAKES = dict(copies_apart=copies_apart, mean_of_a_copy=mean_of_a_copy, vectors_apart=vectors_apart, kept_whole=kept_whole)
 
+def summed(world, micro):
+    "The sharded gradients of a batch, reduced in BF16 again and again, over their number"
+    run = build(CONFIG, ["bf16", *FUSED, "fsdp:reduce=bf16:each=yes:replicas=2"], seed=3, world=world)
+    step, xy = Stepper(run), torch.randint(CONFIG.vocab, (2, 2, CONFIG.seq_len), generator=torch.Generator().manual_seed(world.rank)).to(run.device)
+    for k in range(micro):
+        with step.sync.micro(last=k == micro - 1): step.forward_backward(*xy)
+    return {n: local(p.grad).cpu().numpy()/micro for n, p in run.model.named_parameters() if hasattr(p, "to_local")}
+
+def rounded_otherwise(world):
+    "Norms and parts where the second copy adds up squares in another order, as it were"
+    real = dist.all_reduce
+    def all_reduce(t, *args, group=None, **kw):
+        work = real(t, *args, group=group, **kw)
+        if world.rank > 1 and not t.ndim and group not in (None, world.group("dp")): t.mul_(1 + 2**-21)    # not the losses
+        return work
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(dist, "all_reduce", all_reduce)
+        said, _, _, parts = trained(world, [*FUSED, "fsdp:replicas=2"])
+    return said, parts
+
+def every_copy(world, cases):
+    return every(world, cases) | dict(summed=[summed(world, n) for n in (1, 32)], rounded_otherwise=rounded_otherwise(world))
+
 @pytest.fixture(scope="module")
 def four(once):
     if 0 < torch.cuda.device_count() < 4: pytest.skip("four processes want as many GPUs, or none")
     cases = HYBRID | {k: (FUSED, "", dict(change=f, **EIGHT), "eight") for k, f in HYBRID_MISTAKES.items()}
     cases = {k: (rungs, f":replicas=2{options}", *more) for k, (rungs, options, *more) in cases.items()}
-    return once("hsdp", lambda: run_distributed(4, every, cases))
+    return once("hsdp", lambda: run_distributed(4, every_copy, cases))
 
 @pytest.mark.parametrize("name", HYBRID)
 def test_two_copies_of_two_shards_are_one(name, four, alone): test_two_processes_are_one(name, four, alone, HYBRID)
@@ -211,6 +234,20 @@ def test_copies_stay_equal(name, four):
         assert [p[n][3] for p in parts] == [True, cut, False, False], n
         for i in (0, 1): assert parts[i][n][0] == parts[i + 2][n][0] and (parts[i][n][1] == parts[i + 2][n][1]).all(), n
         assert (four[0][name][2][n] == four[1][name][2][n]).all()
+
+def test_copies_stay_equal_where_one_rounds_its_norm_otherwise(four):
+    "They clip by the same factor"
+    one, other = ([four[i]["rounded_otherwise"] for i in at] for at in ((0, 1), (2, 3)))
+    for (said, parts), (same, theirs) in zip(one, other):
+        assert said == same and min(said[1], said[3]) > .5    # losses and norms; gradients are clipped
+        for n in parts: assert (parts[n][1] == theirs[n][1]).all(), n
+
+def test_what_is_reduced_in_bf16_is_added_up_in_fp32(four):
+    "With `each`: the same gradients again and again are a multiple of them, to the bit"
+    for got in four:
+        once, often = got["summed"]
+        assert len(once) > 10 and any(g.any() for g in once.values())
+        for n, g in once.items(): assert (often[n] == g).all(), n
 
 @pytest.mark.parametrize("name", HYBRID_MISTAKES)
 def test_a_mistake_with_copies_is_seen(name, four, alone):
