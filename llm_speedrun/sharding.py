@@ -66,6 +66,7 @@ class ParallelStepSync(StepSync):
     def __init__(self, run, # a `Run` with gradient reducers
                  opt): # its optimizer, which gets this process's parts of the parameters
         check_grad_reducers(run)
+        check_rules(run, opt)
         self.run, self.parts = run, own_parts(opt)
         divide_work(run, opt, self.parts)
         self.copies = [g for e in run.grad_reducers for g in e.copies]
@@ -157,6 +158,17 @@ def shard_map(run, names): # a `Run`; of parameters
     shapes = tuple(parts[n].shape for n in names)
     return ShardMap(run.world.rank, shapes, tuple(run.world.all_gather_object(own)))
 
+def is_sharded(run, name): # a `Run`, a parameter's name
+    "Return whether processes have different shards of the parameter"
+    return any(e.groups(name) for e in run.grad_reducers)
+
+def check_rules(run, opt): # a `Run` and its optimizer, before it gets shards
+    "Raise `InputError` for an update rule that may need whole weights, where a process has shards"
+    if not hasattr(opt, "check_sharded"): return
+    names = {p: n for n, p in run.model.named_parameters()}
+    for g in opt.param_groups:
+        if any(is_sharded(run, names[p]) for p in g["params"]): opt.check_sharded(g)
+
 def divide_work(run, opt, # a `Run`; its optimizer, changed if it `divides` a group's work
                 parts): # from `own_parts`
     """Give the optimizer what it needs to divide a group's work, as `shares`: rank, number and group of
@@ -166,7 +178,7 @@ def divide_work(run, opt, # a `Run`; its optimizer, changed if it `divides` a gr
     for i, g in enumerate(opt.param_groups):
         if not opt.divides(g): continue
         own = [names[p] for p in g["params"]]
-        if any(e.groups(n) for e in run.grad_reducers for n in own):
+        if any(is_sharded(run, n) for n in own):
             opt.shares[i] = at = shard_map(run, own)
             for p, shape in zip(g["params"], at.shapes): p.whole_shape = shape
         else: opt.shares[i] = *run.world.rank_and_size("dp"), run.world.group("dp")

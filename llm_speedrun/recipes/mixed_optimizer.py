@@ -40,6 +40,15 @@ class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themsel
         "Return whether its rule divides its work among processes"
         return getattr(RULES[group["rule"]], "divides", False)
 
+    def check_sharded(self, group): # of `param_groups`, of whose weights each process has a shard
+        "Raise `InputError` for a rule that may need whole weights"
+        r = RULES[group["rule"]]
+        if self.divides(group) or getattr(r, "elementwise", False): return
+        raise InputError(f"rule {group['rule']!r} ({defined_at(type(r))}) would take shards of weights for whole "
+                         "ones. Train without fsdp and tensor_parallel, or say in its class what it does: "
+                         "`elementwise = True` if it updates each number by itself; `divides = True` if it takes a "
+                         "`share` and brings matrices together, as MuonRule does")
+
     @property
     def replicated(self):
         "Names of state that is of whole weights, alike on all processes, where weights are sharded"

@@ -24,6 +24,7 @@ from ..rung_registry import option_text
 class AdamWRule:
     "AdamW (Loshchilov and Hutter, arXiv:1711.05101) by PyTorch's fused kernel"
     settings = dict(betas=(.9, .95), eps=1e-8, weight_decay=0.) # of a group that says nothing else
+    elementwise = True # each number by itself, so that it may get shards
 
     def new_state(self, p, group): # a weight, its group
         "What is remembered of `p`: the two moments, FP32 of its shape, and the number of steps"

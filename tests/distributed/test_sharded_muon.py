@@ -15,13 +15,15 @@ from llm_speedrun.distributed.world import World
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.recipes import muon_update, sharded_muon
 from llm_speedrun.recipes.fast_muon import fast_muon
+from llm_speedrun.recipes.mixed_optimizer import rule
 from llm_speedrun.recipes.muon_update import new_state, polar_express
-from llm_speedrun.recipes.recipe import set_groups
+from llm_speedrun.recipes.recipe import make_mixed_optimizer, set_groups
 from llm_speedrun.recipes.recipe_spec import parse_recipe
 from llm_speedrun.recipes.schedules import GuardedStepper
 from llm_speedrun.recipes.sharded_muon import map_whole, sharded_muon as update, sharded_stacks
 from llm_speedrun.runs import build
 from llm_speedrun.sharding import ShardMap, shards_of
+from llm_speedrun.stepper import Stepper
 
 CONFIG = replace(NANO, layers=3, heads=4, kv_heads=2, hidden=45, vocab=321)    # GQA; no number of rows of the MLP that two or four divide
 FUSED = ["flash", "fused_ops", "chunked_ce"]
@@ -210,6 +212,20 @@ def lacks(world):
     for f in (lambda: update(dict(steps=5), [], [], [], None, share), lambda: map_whole(None, [torch.ones(2, 2)], share)):
         with fails(InputError, "have no gradient", "freeze none"): f()
 
+def own_rule(world):
+    "A rule of a plug-in goes with `ddp`; it gets shards where it says that it is elementwise, and is refused elsewhere"
+    class Plain:
+        settings = {}
+        def new_state(self, p, group): return {}
+        def __call__(self, group, params, grads, states, found_inf=None): pass
+    rule("plain")(Plain)
+    roles = {k: dict(rule="plain" if k == "matrix" else "adamw") for k in ("embed", "head", "matrix", "vector")}
+    def stepper(rung): return Stepper(replace(build(CONFIG, [rung], world=world), optimizer=partial(make_mixed_optimizer, roles=roles)))
+    stepper("ddp")
+    with fails(InputError, "rule 'plain'", "Train without fsdp", "elementwise", "divides"): stepper("fsdp")
+    Plain.elementwise = True
+    stepper("fsdp")
+
 def whole_gap(world, layout):
     "The largest difference of whole matrices' orthogonalized shards in float64"
     boxes = tuple(tuple(LAYOUTS[layout](i, r, world.size, s) for i, s in enumerate(SHAPES)) for r in range(world.size))
@@ -220,7 +236,7 @@ def whole_gap(world, layout):
     return max((a - b).abs().max().item() for a, b in zip(got, want) if a.numel())
 
 def exactly(world):
-    lacks(world)
+    lacks(world); own_rule(world)
     all_of = layouts_of(world)
     return [gaps(world, k) for k in all_of], [whole_gap(world, k) for k in all_of], {name: mistaken(world, name) for name in MISTAKES}
 
