@@ -44,10 +44,11 @@ class MixedOptimizer(FoundInfOptimizer): # its rules look at `found_inf` themsel
         "Raise `InputError` for a rule that may need whole weights"
         r = RULES[group["rule"]]
         if self.divides(group) or getattr(r, "elementwise", False): return
-        raise InputError(f"rule {group['rule']!r} ({defined_at(type(r))}) would take shards of weights for whole "
-                         "ones. Train without fsdp and tensor_parallel, or say in its class what it does: "
-                         "`elementwise = True` if it updates each number by itself; `divides = True` if it takes a "
-                         "`share` and brings matrices together, as MuonRule does")
+        of = f"rule {group['rule']!r} ({defined_at(type(r))})"
+        raise InputError(f"{of} would take shards of weights for whole ones. Train without fsdp and "
+                         "tensor_parallel, or say in its class what it does: `elementwise = True` if it "
+                         "updates each number by itself; `divides = True` if it takes a `share` "
+                         "and brings matrices together, as MuonRule does")
 
     @property
     def replicated(self):
