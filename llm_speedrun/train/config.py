@@ -146,14 +146,14 @@ class TrainConfig(Options):
     final_lr: Fraction | None = None # the last learning rate, as a fraction of the peak
     weight_decay: NonNegative | None = None # weight decay of matrices; 0 is none
     grad_clip: NonNegative | None = None # largest norm of the gradients; 0 doesn't clip
-    skip_spikes: NonNegative | None = None # standard deviations, as 6: skip updates whose loss or norm is so far above others
+    skip_spikes: NonNegative | None = None # skip updates so many standard deviations above others, as 6
     ema_decay: Fraction | None = None # of an average of the weights to evaluate and keep, as .999; 0 is none
     seed: Count = 0 # random seed for the initial weights and the data order
     # Evaluation
     num_evals: PositiveInt = 10 # evaluations during the run
     eval_every: Span | None = None # steps between evaluations, or a part of the run: 200, .05, 5%
     eval_tokens: Count = 0 # tokens in an evaluation, each time the same; by default 2**18, on a CPU 2**14
-    score: CommaList = "" # at evaluations: hellaswag=FILE, arc_easy=FILE, ...; or a text's path, for bits per byte
+    score: CommaList = "" # at evaluations: hellaswag=FILE, arc_easy=FILE; a text's path: bits per byte
     score_every: PositiveInt = 1 # score at every so many evaluations
     sample_tokens: Count = 200 # length in tokens of each generated text; one is printed at the end
     num_samples: Count = 0 # texts to generate during the run as well, into samples.jsonl
