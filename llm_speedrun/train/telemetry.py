@@ -51,7 +51,7 @@ class Telemetry:
         room = lambda: [torch.empty_like(w) for w in weights]
         try: return ([w.clone() for w in weights] + room())[:len(weights)]
         except torch.OutOfMemoryError: self.copying = False
-        self.log_info("no room in GPU memory for a copy of the weights: update_norm_* are not logged any more")
+        self.log_info("no room in GPU memory to copy the weights: update_norm_* are not logged any more")
 
     @contextmanager
     def watch(self, n): # micro-batches whose gradients have been added up
