@@ -12,7 +12,7 @@ from helpers.tiny_runs import NANO, options
 from helpers.timeouts import until_some_moment
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
-TIMED = "train_s tok_s ms_data ms_forward ms_backward ms_optimizer".split() # keys of rows that differ from run to run
+TIMED = "train_s tok_s ms_data ms_forward ms_backward ms_optimizer ms_telemetry".split() # keys of rows that differ from run to run
 KINDS = { # a run that takes all of its steps, and one that stops at a target before
     "steps": dict(steps=12, num_evals=4, num_samples=3, save_minutes=0., recipe="speedrun", grad_accum_steps=1),
     "few checkpoints": dict(steps=12, num_evals=4, num_samples=3, save_minutes=1e6, recipe="adamw"),

@@ -9,7 +9,8 @@ __all__ = ['Callback', 'ProgressBar', 'LossCurve', 'Samples', 'Prediction', 'Rep
 import json
 import msgspec
 from ..io_utils import replace_file
-from ..step_prediction import StepPrediction, predict_run
+from ..rung_registry import rung_name
+from ..step_prediction import StepPrediction, error_line, predict_run
 from .ladder import measure_ladder
 from .console import Progress
 from .metrics import StepProfile, json_line, read_rows
@@ -129,19 +130,28 @@ class Prediction(Callback):
     seconds = 60. # of training, from which on it is worth the time
     def after_close(self, trainer):
         if not trainer.world.first or trainer.device.type == "cpu": return
-        replace_file(trainer.folder/"prediction.json", msgspec.json.encode(self.predict(trainer)).decode())
+        try: found = self.predict(trainer)
+        except Exception as e: found = StepPrediction(why=f"Not predicted: {error_line(e)}")
+        try: replace_file(trainer.folder/"prediction.json", msgspec.json.encode(found).decode())
+        except OSError as e: trainer.log_info(f"no prediction of the step: {e}")
 
     def predict(self, trainer):
         "Return the `StepPrediction` of the trainer's step"
         c, plan, trained = trainer.cfg, trainer.plan, trainer.timings.parts().get("training", 0.)
-        if trainer.world.rank_and_size("tp")[1] > 1: return StepPrediction(
-            why="Not predicted: tensor_parallel cuts the model, and operations of a whole one are counted.")
+        rungs = [*map(rung_name, plan.rungs)]
+        cuts = [k for k in ("tensor_parallel", "fsdp") if k in rungs and trainer.world.size > 1]
+        if cuts: return StepPrediction(
+            why=f"Not predicted: {cuts[0]} cuts the model, and operations of a whole one are counted.")
         if trained < self.seconds and not c.profile: return StepPrediction(
             why=f"Not predicted: that takes seconds, and the run trained for less than {self.seconds:.0f} "
                 "of them. --profile predicts any run.")
         recipe = plan.recipe
         size = c.micro_batch_size, c.grad_accum_steps
-        return predict_run(plan.model, plan.rungs, *size, recipe, recipe.model)
+        found = predict_run(plan.model, plan.rungs, *size, recipe, recipe.model)
+        if getattr(trainer.step.opt, "shares", None) and not found.why:
+            found.notes = [*found.notes, "the optimizer is that of one process, and its work was divided "
+                           f"among {trainer.world.size}: it takes less"]
+        return found
 
 # %% ../../nbs/source/train/callbacks.ipynb #30cal014b
 class Report(Callback):

@@ -43,7 +43,7 @@ class Breakdown:
 
     def now(self): return moment(self.gpu)
 
-    def __call__(self, name): # of the phase that ends here, one of `PHASES`
+    def __call__(self, name): # of the phase that ends here: one of `PHASES`, or "telemetry"
         if self.on: self.marks.append((name, self.now()))
 
     def read(self):
@@ -298,7 +298,7 @@ class MetricsLogger:
     def measure_step(self):
         "Measure the phases of the step that begins here, and its norms"
         self.clock.start()
-        self.telemetry.on = True
+        self.telemetry.on, self.telemetry.mark = True, self.clock
 
     def add(self, step, rate, loss, x, y): # number, learning rate, loss on the device, its tokens
         "Note a step that was taken, without reading its loss"

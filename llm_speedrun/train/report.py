@@ -273,11 +273,13 @@ TEMPLATES["phases"] = """<table class="narrow"><thead><tr><th>phase</th><th>ms</
 def breakdown_part(run): # from `read_run`
     "Return the section on where a step's time goes"
     ms = phase_ms(run["rows"])
+    norms = ms.pop("telemetry", 0.) # of the measured steps alone
     if not ms: return None
     total, n = sum(ms.values()), max(len(points(run["rows"], f"ms_{k}")) for k in ms)
     rows = [(k, PHASE_COLORS.get(k, PURPLE), f"{v:.2f}", f"{v/(total or 1):.1%}") for k, v in ms.items()]
     rows += [("all", "", f"{total:.2f}", "")]
     note = f"Medians of {n} measured steps."
+    if norms: note += f" The norms that are logged take {norms:.2f} ms more, and other steps don't have them."
     if "cuda_graphs" in str(run["config"].get("rungs")):
         note += " Forward and backward pass are one recording (cuda_graphs), and forward is the time of both."
     return part("Where a step's time goes", ("charts", [breakdown_chart(ms)]), ("phases", rows), note=note)

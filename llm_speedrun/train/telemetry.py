@@ -6,11 +6,11 @@
 __all__ = ['Telemetry']
 
 # %% ../../nbs/source/train/telemetry.ipynb #59tel004
+import math
 from contextlib import contextmanager
 import torch
 from ..measure import mfu
 from ..model_config import train_flops
-from ..recipes.schedules import copies
 from ..sharding import local
 
 # %% ../../nbs/source/train/telemetry.ipynb #59tel007
@@ -29,8 +29,11 @@ def norm_groups(model): # a `GPT`, perhaps in a wrapper
 # %% ../../nbs/source/train/telemetry.ipynb #59tel010
 class Telemetry:
     "The values of a step by key of a row, as tensors on the device; norms of steps taken while it is `on`"
-    def __init__(self, stepper): # a `Stepper`, whose method `watch` is replaced
-        run, self.sync, self.scaler = stepper.run, stepper.sync, stepper.scaler
+    mark = staticmethod(lambda phase: None) # a `Breakdown` of the step, which the logger puts here
+    def __init__(self, stepper, # a `Stepper`, whose method `watch` is replaced
+                 log_info=print): # called once where updates can't be measured any more
+        run, self.sync, self.scaler, self.log_info = stepper.run, stepper.sync, stepper.scaler, log_info
+        self.copying = getattr(stepper.opt, "rounding", "") != "master" # whether updates can be measured
         self.groups, self.counts, self.device = norm_groups(run.model), run.counts, run.device
         self.flops = train_flops(run.model.config, causal=True) # per token
         self.on, self.updates = False, [] # whether to measure; norms of each update
@@ -44,8 +47,11 @@ class Telemetry:
         return {k: self.sync.norm(ps, [next(each).to(self.device) for _ in ps]) for k, ps in groups.items()}
 
     def copy_weights(self, weights): # tensors
-        "Return copies, in main memory if the GPU has no room for two of them: the optimizer needs some"
-        return copies(weights + weights)[:len(weights)]
+        "Return copies, None from then on that the GPU has no room for two of them: the optimizer needs some"
+        room = lambda: [torch.empty_like(w) for w in weights]
+        try: return ([w.clone() for w in weights] + room())[:len(weights)]
+        except torch.OutOfMemoryError: self.copying = False
+        self.log_info("no room in GPU memory to copy the weights: update_norm_* are not logged any more")
 
     @contextmanager
     def watch(self, n): # micro-batches whose gradients have been added up
@@ -53,25 +59,31 @@ class Telemetry:
         have = lambda ps: [p for p in ps if p.grad is not None]
         groups = {k: ps for k, all_ps in self.groups.items() if (ps := have(all_ps))} if self.on else {}
         if not groups: yield; return
+        self.mark("optimizer") # which has brought the gradients together
         weights = [(p, local(p.detach())) for ps in groups.values() for p in ps]
         grads = self.norms(groups, [local(p.grad) for p, _ in weights])
-        change = self.copy_weights([w for _, w in weights])
+        change = self.copy_weights([w for _, w in weights]) if self.copying else None
+        self.mark("telemetry")
         yield
-        torch._foreach_sub_(change, [w.to(old.device) for (_, w), old in zip(weights, change)])
-        update = self.norms(groups, change)
+        self.mark("optimizer")
+        if change: torch._foreach_sub_(change, [w for _, w in weights])
+        unknown = torch.full((), math.nan, device=self.device) # other processes wait for this one's norms
+        update = self.norms(groups, change or [unknown]*len(weights))
         self.updates.append({f"grad_norm_{k}": v/n for k, v in grads.items()}
-                            | {f"update_norm_{k}": v for k, v in update.items()})
+                            | {f"update_norm_{k}": v for k, v in update.items() if change})
+        self.mark("telemetry")
 
     def read(self):
         "Return what there is to log now, name -> scalar on the device: norms if a step was measured, once"
         updates, self.updates = self.updates, []
-        norms = {k: torch.stack([u[k] for u in updates]).mean() for k in (updates[0] if updates else ())}
+        norms = {k: torch.stack([u[k] for u in updates]).mean() for k in (updates[-1] if updates else ())}
         one = torch.ones((), device=self.device)
         scale = dict(loss_scale=self.scaler.scale(one)) if self.scaler.is_enabled() else {}
         return {k: f() for k, f in self.counts} | scale | norms
 
     def mfu(self, tok_s): # tokens per second of one GPU
-        """Return the MFU as a key of a row, {} for a CPU or an unknown GPU. Attention is counted causal; the
-        peak is the GPU's dense BF16 rate by its datasheet, also where matmuls run in FP8"""
+        """Return the MFU as a key of a row, {} for a CPU or an unknown GPU. Attention is counted causal, of
+        whole sequences also where a recipe cuts them; the peak is the GPU's dense BF16 rate by its datasheet,
+        also where matmuls run in FP8"""
         used = mfu(self.flops, tok_s)
         return {} if used is None else dict(mfu=used)

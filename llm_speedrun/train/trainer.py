@@ -138,7 +138,7 @@ class Trainer:
                 self.logger = MetricsLogger(self.folder, self.step, self.world, self.device, c.step_tokens,
                                             log_locally=self.coordinator.log_to_rank_file,
                                             log_info=self.log_info,
-                                            telemetry=Telemetry(self.step))
+                                            telemetry=Telemetry(self.step, self.log_info))
                 self.rows = self.logger.rows # of `metrics.jsonl`: after a week too many to keep in memory
             dp = self.world.rank_and_size("dp")[1]
             for line in plan_lines(self.plan, dp, self.run.batching): self.log_info(line)

@@ -82,17 +82,41 @@ def test_a_cpu_has_no_rates(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert predict_run(NANO, rung_specs(RUNGS), 2) == StepPrediction(why=ON_CPU)
 
-def trainer(seconds, tp=1, profile=0):
-    world = SimpleNamespace(rank_and_size=lambda dim: (0, tp if dim == "tp" else 1), first=True)
-    plan = SimpleNamespace(model=NANO, rungs=rung_specs(RUNGS), recipe=parse_recipe("adamw"))
+def trainer(seconds, processes=1, profile=0, more=(), shares=()):
+    world = SimpleNamespace(size=processes, first=True)
+    plan = SimpleNamespace(model=NANO, rungs=rung_specs([*RUNGS, *more]), recipe=parse_recipe("adamw"))
+    step = SimpleNamespace(opt=SimpleNamespace(shares=dict(shares)))
     cfg = SimpleNamespace(micro_batch_size=2, grad_accum_steps=2, profile=profile)
-    return SimpleNamespace(world=world, plan=plan, cfg=cfg, timings=SimpleNamespace(parts=lambda: dict(training=seconds)), device=torch.device("cuda"))
+    return SimpleNamespace(world=world, plan=plan, cfg=cfg, step=step, timings=SimpleNamespace(parts=lambda: dict(training=seconds)), device=torch.device("cuda"))
 
 @pytest.mark.parametrize("of, why", [(dict(seconds=59), "less than 60"), (dict(seconds=61), ""), (dict(seconds=1, profile=3), ""),
-                                     (dict(seconds=61, tp=2), "tensor_parallel")])
+                                     (dict(seconds=61, processes=2, more=["tensor_parallel"]), "tensor_parallel cuts"),
+                                     (dict(seconds=61, processes=2, more=["fsdp"]), "fsdp cuts"), (dict(seconds=61, more=["fsdp"]), ""),
+                                     (dict(seconds=61, processes=2, more=["ddp"]), "")])
 def test_which_runs_are_predicted(gpu, of, why):
     p = Prediction().predict(trainer(**of))
     assert why in p.why and bool(p.why) == bool(why) and bool(p.kinds) == (not why)
+
+def test_an_update_that_is_divided_is_noted(gpu):
+    "The count has all of it, and each of several processes does a part"
+    notes = lambda **how: " ".join(Prediction().predict(trainer(61, **how)).notes)
+    assert "divided among 2" in notes(processes=2, more=["ddp"], shares={0: (0, 2, None)})
+    assert "divided" not in notes(processes=2, more=["ddp"]) + notes()
+
+def no_peak(name): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+@pytest.mark.parametrize("where", ["rates", "predict", "file"])
+def test_no_error_of_a_prediction_ends_a_finished_run(gpu, monkeypatch, tmp_path, where):
+    t, said = trainer(61), []
+    t.folder, t.log_info = tmp_path, said.append
+    if where == "rates": monkeypatch.setattr(step_prediction, "rates", no_peak)
+    if where == "predict": t.plan = None
+    if where == "file": (tmp_path/"prediction.json").mkdir()
+    Prediction().after_close(t)
+    if where == "file": assert len(said) == 1 and "prediction.json can't be written" in said[0]
+    else:
+        why = json.loads((tmp_path/"prediction.json").read_text())["why"]
+        assert why.startswith("Not predicted: ") and ("illegal memory access" if where == "rates" else "NoneType") in why and not said
 
 # --- the page ---
 

@@ -198,13 +198,13 @@ def test_a_run_of_any_name_has_a_loss_chart(name):
     assert fig.axes[0].bbox.width > 500     # the chart isn't squeezed by its title
 
 def test_events_breakdown_and_gpu_are_shown(copy):
-    rows = [dict(step=s, ms_data=1., ms_forward=2., ms_backward=4., ms_optimizer=1., gpu_mem_gib=3., gpu_peak_gib=2.5,
+    rows = [dict(step=s, ms_data=1., ms_forward=2., ms_backward=4., ms_optimizer=1., ms_telemetry=2., gpu_mem_gib=3., gpu_peak_gib=2.5,
                  gpu_util=90, gpu_power_w=500., gpu_temp_c=60, loss=None if s == 5 else 1., grad_norm=10.**s)
             for s in range(1, 7)] + [dict(step=4, event="out of memory", batch=2)]
     rows += [dict(step=7, loss=None, lr=.1, grad_norm=None, tok_s=9., event="skipped")]
     (copy/"metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     text = re.sub(r"\s+", " ", checked(copy))
-    for said in ("Where a step's time goes", "backward 50%", "Medians of 6 measured steps", "Temperature (°C)",
+    for said in ("Where a step's time goes", "backward 50%", "Medians of 6 measured steps. The norms that are logged take 2.00 ms more", "Temperature (°C)",
                  "held by PyTorch", "2.5 GiB", "out of memory", "batch 2", "no finite loss"): assert said in text, said
     assert text.count("no finite loss") == 1 and "lr 0.1" not in text   # a row with an event is one event
 

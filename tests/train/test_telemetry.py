@@ -3,6 +3,7 @@ processes; training that doesn't notice; the other columns of a row."""
 import math, re
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 import pytest, torch
 from helpers.tiny_runs import NANO, cache, nano, options # noqa: F401: fixtures
 from llm_speedrun import measure
@@ -18,6 +19,7 @@ from llm_speedrun.rungs.fp8_kernels import SLOT_NAMES, Scaling
 from llm_speedrun.runs import build
 from llm_speedrun.sharding import ParallelStepSync
 from llm_speedrun.train import telemetry
+from llm_speedrun.train.metrics import Breakdown, MetricsLogger
 from llm_speedrun.train.telemetry import Telemetry, norm_groups
 from llm_speedrun.train.trainer import train
 
@@ -106,18 +108,54 @@ def test_a_frozen_weight_and_one_without_a_gradient_count_nowhere():
     moved = math.sqrt(sum((a.double() - b).square().sum().item() for a, b in zip(after, before)))
     assert values(t)["update_norm_mlp"] == pytest.approx(moved, rel=1e-5)
 
-def test_without_room_for_a_copy_it_is_in_main_memory(monkeypatch):
-    run = build(CONFIG, FUSED)
-    t, full = Telemetry(GuardedStepper(run)), []
-    def clone(self, *args, **kw): full.append(len(self)); raise torch.OutOfMemoryError("no room")
-    before, t.on = {n: p.detach().cpu().clone() for n, p in run.model.named_parameters()}, True
-    run.loss(run.model, *tokens(run)).backward()
-    with torch.no_grad(), monkeypatch.context() as m:
-        m.setattr(torch.Tensor, "clone", clone)
-        with t.watch(1):
-            for i, p in enumerate(run.model.parameters()): p.mul_(1 + i/100).add_(.01)
-    moved = root_of_squares((n, p.cpu().double() - before[n].double()) for n, p in run.model.named_parameters())
-    assert full and of(values(t), "update_norm_") == pytest.approx(moved, rel=1e-5)
+def no_room(*args, **kw): raise torch.OutOfMemoryError("no room")
+
+@pytest.mark.parametrize("first", [0, 1]) # update that has no room
+def test_without_room_for_a_copy_updates_are_not_measured_any_more(monkeypatch, first):
+    "Nothing is copied elsewhere, it is said once, and the norms of gradients stay"
+    run, said, room = build(CONFIG, FUSED), [], torch.empty_like
+    stepper = GuardedStepper(run)
+    t = Telemetry(stepper, said.append)
+    t.on = True
+    for i in range(3):
+        with monkeypatch.context() as m:
+            if i == first: m.setattr(telemetry.torch, "empty_like", lambda w: no_room() if w.ndim == 2 else room(w))
+            elif i > first: m.setattr(Telemetry, "copy_weights", lambda *args: pytest.fail("weights are copied"))
+            stepper(tokens(run, i))
+    found = values(t) # means over three updates
+    assert {*of(found, "grad_norm_")} == {*ROLES.values()} - {"head"} and not of(found, "update_norm_")
+    assert len(said) == 1 and "update_norm_" in said[0] and all(math.isfinite(v) for v in found.values())
+
+def test_halves_of_weights_are_not_taken_for_weights():
+    "With master weights the lower halves are in the optimizer's state: what the upper ones move by isn't the update"
+    for rounding in ("master", "stochastic"):
+        run = build(CONFIG, ["bf16", *FUSED, f"bf16_weights:rounding={rounding}"])
+        stepper = GuardedStepper(run)
+        t = Telemetry(stepper)
+        t.on = True
+        stepper(tokens(run))
+        found = values(t)
+        assert of(found, "grad_norm_") and bool(of(found, "update_norm_")) == (rounding != "master")
+
+def test_the_optimizers_phase_has_no_time_of_telemetry(monkeypatch):
+    "By a clock that only the optimizer (1 s) and a norm (100 s) and a copy (1,000 s) move on"
+    run, now = build(CONFIG, FUSED), [0.]
+    stepper = GuardedStepper(run)
+    t, clock = Telemetry(stepper), Breakdown("cpu")
+    logger = MetricsLogger(None, stepper, World(), run.device, 1, telemetry=t)
+    logger.clock = stepper.mark = clock
+    clock.now = lambda: now[0]
+    def slow(cls, name, seconds):
+        f = getattr(cls, name)
+        def slowed(*args): now[0] += seconds; return f(*args)
+        monkeypatch.setattr(cls, name, slowed)
+    slow(GuardedStepper, "apply", 1); slow(Telemetry, "norms", 100); slow(Telemetry, "copy_weights", 1000)
+    logger.measure_step(); clock("data")
+    stepper(tokens(run)); clock.stop()
+    assert clock.read() == dict(ms_data=0, ms_forward=0, ms_backward=0, ms_optimizer=1e3, ms_telemetry=1.2e6)
+    logger.clock = stepper.mark = clock # a step that isn't measured
+    t.on = False; clock.start(); clock("data"); stepper(tokens(run)); clock.stop()
+    assert clock.read() == dict(ms_data=0, ms_forward=0, ms_backward=0, ms_optimizer=1e3)
 
 def test_without_any_gradient_there_is_nothing_to_measure():
     t = Telemetry(GuardedStepper(build(NANO, [])))
@@ -130,7 +168,7 @@ def test_without_any_gradient_there_is_nothing_to_measure():
 @contextmanager
 def unwatched(monkeypatch):
     with monkeypatch.context() as m:
-        m.setattr(Telemetry, "__init__", lambda self, stepper: self.__dict__.update(read=dict, mfu=lambda tok_s: {}))
+        m.setattr(Telemetry, "__init__", lambda self, *args: self.__dict__.update(read=dict, mfu=lambda tok_s: {}))
         yield
 
 @pytest.mark.parametrize("rungs, recipe", [("naive", "adamw"), ("bf16,flash,fused_ops,chunked_ce,fp8", "adamw"), ("flash", "normuon"),
@@ -154,7 +192,8 @@ def test_a_step_that_is_not_logged_costs_nothing(monkeypatch):
     "No norm is computed, and no weight copied"
     stepper = GuardedStepper(build(NANO, []))
     t = Telemetry(stepper)
-    for k in ("copies", "local"): monkeypatch.setattr(telemetry, k, lambda *args: pytest.fail(f"{k} was called"))
+    monkeypatch.setattr(Telemetry, "copy_weights", lambda *args: pytest.fail("weights were copied"))
+    monkeypatch.setattr(telemetry, "local", lambda *args: pytest.fail("local was called"))
     stepper(torch.randint(300, (2, 2, 32), device=stepper.run.device))
     assert t.read() == {}
 
@@ -229,6 +268,20 @@ def test_four_processes_measure_what_one_does(one): check(run_distributed(4, eve
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_measure_what_one_does(one): check(run_distributed(2, every, LAYOUTS), one)
+
+def measured_without_room(world, rungs): # on the last process
+    copy, crowded = Telemetry.copy_weights, SimpleNamespace(clone=no_room)
+    if world.rank: Telemetry.copy_weights = lambda t, weights: copy(t, [crowded]) # in a process of its own
+    return measured(world, rungs)
+
+def test_one_process_without_room_does_not_leave_the_others_waiting(one):
+    first, last = run_distributed(2, measured_without_room, LAYOUTS["fsdp"])
+    for mine, without, want in zip(first, last, one["adamw"]):
+        moved = of(mine, "update_norm_")
+        unknown = {k for k, v in moved.items() if math.isnan(v)}
+        assert not of(without, "update_norm_") and {"embed", "attention", "mlp"} <= unknown
+        assert all(moved[k] == pytest.approx(want[f"update_norm_{k}"], rel=2e-3) for k in moved.keys() - unknown) # not sharded
+        for found in (mine, without): assert of(found, "grad_norm_") == pytest.approx(of(want, "grad_norm_"), rel=2e-3)
 
 # --- other columns ---
 

@@ -216,9 +216,10 @@ ROW = dict( # of `metrics.jsonl` and `samples.jsonl`
 
 LAST = dict( # in the last row of ten; names in capitals stand for several
     train_s="seconds of training so far", lr_ROLE="learning rate of the weights of a role",
-    mfu="model FLOPs utilization: attention counted causal, against the GPU's dense BF16 rate, also with FP8",
+    mfu="model FLOPs utilization: attention counted causal and of whole sequences, also while a recipe cuts them, against the GPU's dense BF16 rate, also with FP8",
     grad_norm_ROLE="norm of the gradients of a role's weights, before clipping: `embed`, `head`, `attention`, `mlp`, `vector` (RMSNorm weights)",
-    update_norm_ROLE="norm of the change that the update made to a role's weights", loss_scale="with `fp16`: the factor by which the loss is scaled",
+    update_norm_ROLE="norm of the change that the update made to a role's weights, if the GPU has room to copy them; not with `bf16_weights:rounding=master`",
+    ms_telemetry="milliseconds of computing these norms, in the same steps as the phases", loss_scale="with `fp16`: the factor by which the loss is scaled",
     fp8_clipped="with `fp8`: number of tensors in all earlier steps whose largest value was out of range",
     fp8_clipped_KIND="the same for matmul `inputs`, `weights` and `grads`",
     fp8_range_KIND="the largest value as a fraction of the range that its scale allows; above 1 it was clipped",
