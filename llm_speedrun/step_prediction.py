@@ -139,7 +139,8 @@ def rates(name): # of a GPU; "" for this machine's
     if here != "CPU" and (not name or gpu.said == here):
         return here, ceilings(), launch_time(), True, "its rates were measured here"
     said = "the rates of its datasheet, which no kernel reaches: a step takes longer"
-    if not name: said += f". There is no GPU here, so this is for the course's card; --gpu names another"
+    if not name: said += (". There is no GPU here, so this is for the course's card; "
+                          "speedrun_explain --gpu names another")
     return gpu.said, datasheet_ceilings(gpu), LAUNCH_MS, False, said
 
 # %% ../nbs/source/step_prediction.ipynb #59prd018

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['IMPLEMENTATION_KEYS', 'VERSION', 'OptimizerState', 'parameter_names', 'named_state', 'load_named_state',
            'write_tensors', 'replace_tensors', 'write_checkpoint', 'CheckpointMetadata', 'read_metadata',
-           'validation_error', 'checkpoints', 'step_of_name', 'prune', 'newest']
+           'validation_error', 'checkpoints', 'step_of_name', 'best_of', 'prune', 'newest']
 
 # %% ../../nbs/source/checkpoint/format.ipynb #731e1a2a
 import hashlib, json, math, os, re, shutil, time
@@ -284,14 +284,18 @@ def step_of_name(checkpoint): # a checkpoint's folder
     "Return the step in a checkpoint's name"
     return int(checkpoint.name[5:])
 
+def best_of(found, losses): # checkpoints; step -> validation loss
+    "Return the checkpoint with the lowest finite loss, or None"
+    known = {c: l for c in found if (l := losses.get(step_of_name(c))) is not None and math.isfinite(l)}
+    return min(known, key=known.get, default=None)
+
 def prune(folder, # that holds checkpoints
           keep, # how many of the newest
           losses={}, # step -> validation loss
           kept=()): # steps whose checkpoints stay for good
     "Remove the checkpoints before the newest `keep`, but not the one with the lowest loss, nor `kept` ones"
     found = checkpoints(folder)
-    known = {c: l for c in found if (l := losses.get(step_of_name(c))) is not None and math.isfinite(l)}
-    best = min(known, key=known.get, default=None)
+    best = best_of(found, losses)
     for c in found[:-keep]:
         if c != best and step_of_name(c) not in kept:
             shutil.rmtree(c.rename(c.with_name(f"{c.name}.tmp"))) # never half of a checkpoint

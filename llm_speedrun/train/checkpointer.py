@@ -19,7 +19,8 @@ from .metrics import read_rows
 from .run_dir import check_fixed, check_unfinished, fixed_options
 
 # %% ../../nbs/source/train/checkpointer.ipynb #30ckp004b
-from ..checkpoint.format import checkpoints, convert_to, load_named_state, newest, step_of_name
+from ..checkpoint.format import (best_of, checkpoints, convert_to, load_named_state, newest,
+                                            step_of_name)
 from ..checkpoint.load import (box_slices, check_size, newest_on_all_ranks, OpenCheckpoint,
                                           rank_state, read_checkpoint)
 from ..checkpoint.save_sharded import make_saver, per_rank, to_shard
@@ -121,8 +122,9 @@ class Checkpointer:
         "Start the thread that writes, and reserve memory for its copies"
         self.saver = make_saver(self.world, folder/"checkpoints", keep_last, run_id)
         loss_of = lambda r: math.nan if r["val_loss"] is None else r["val_loss"] # null if it wasn't finite
-        logged = read_rows(folder/"metrics.jsonl")
-        self.saver.losses = {r["step"]: loss_of(r) for r in logged if "val_loss" in r}
+        logged = read_rows(folder/"metrics.jsonl") if self.world.first else ()
+        losses = {r["step"]: loss_of(r) for r in logged if "val_loss" in r}
+        self.saver.losses = self.world.broadcast_object(losses) # they may end the run: of all or of none
         self.saver.kept = {s for c in checkpoints(self.saver.folder) if is_kept(s := step_of_name(c))}
         if done: self.saver.go_on(done)
         parts = self.stepper.params if self.world.size == 1 else [p for _, p in trained_pieces(self.run)]
@@ -147,6 +149,11 @@ class Checkpointer:
         "Return whether to save a new best: the last checkpoint is old enough, by the first process's clock"
         late = time.perf_counter() - self.saved_at >= min(BEST_SECONDS, 60*minutes)
         return self.world.broadcast_object(late)
+
+    def best(self):
+        "Return the checkpoint with the lowest validation loss, or None, when all are written"
+        self.saver.wait_until_idle()
+        return best_of(checkpoints(self.saver.folder), self.saver.losses)
 
     def save_weights(self, path): # of a `.safetensors`
         "Copy the weights, or their average, and write them in the background, under Qwen3's names"

@@ -300,12 +300,13 @@ class MetricsLogger:
         self.clock.start()
         self.telemetry.on, self.telemetry.mark = True, self.clock
 
-    def add(self, step, rate, loss, x, y): # number, learning rate, loss on the device, its tokens
+    def add(self, step, rate, loss, x, y, # number, learning rate, loss on the device, its tokens
+            updates=1): # that it took, or skipped
         "Note a step that was taken, without reading its loss"
         self.clock.stop()
         self.telemetry.on = False
         self.pending.append((step, rate, loss, self.stepper.norm, x, y, scheduled_settings(self.stepper),
-                             getattr(self.stepper, "spikes", self.no_spikes)))
+                             getattr(self.stepper, "spikes", self.no_spikes), updates))
 
     def restart_clock(self):
         "Count no time before now as training"
@@ -322,15 +323,22 @@ class MetricsLogger:
             self.stepper.mark = self.clock
         while len(self.copied) > later: self.log_steps(*self.copied.popleft())
 
-    def write_step(self, row, spikes): # with `loss` and `grad_norm`; updates skipped as spikes so far
+    def write_step(self, row, spikes, # with `loss` and `grad_norm`; updates skipped as spikes so far
+                   updates=1): # of the step, whose loss and norm are their means
         "Write a step's row, with an event if the step was skipped. Returns whether all of it was finite"
         loss, norm = row["loss"], row["grad_norm"]
         finite = math.isfinite(loss) and (self.stepper.scaler.is_enabled() or math.isfinite(norm))
         what = "gradients aren't" if math.isfinite(loss) else "loss isn't"
         event = "" if finite else f"skipped: the {what} finite"
         if spikes > self.spikes:
-            event = event or "skipped: a spike of the loss or of the gradients (--skip_spikes)"
-            self.log_info(f"step {row['step']} {event}: loss {loss:.3f}, gradient norm {norm:#.3g}")
+            said = "skipped: a spike of the loss or of the gradients (--skip_spikes)"
+            if updates > 1: # the others were taken
+                some = f"{spikes - self.spikes} of {updates} updates"
+                event = event or f"{some} {said}"
+                self.log_info(f"{some} of step {row['step']} {said}")
+            else:
+                event = event or said
+                self.log_info(f"step {row['step']} {event}: loss {loss:.3f}, gradient norm {norm:#.3g}")
         self.spikes = spikes
         self.write(row | dict(event=event) if event else row)
         return finite
@@ -351,13 +359,13 @@ class MetricsLogger:
         ms = ms_between(self.last_event, end)
         tok_s = len(steps)*self.step_tokens / ms * 1e3
         self.last_event, over, self.train_s = end, None, self.train_s + ms/1e3
-        for (step, lr, _, _, x, y, scheduled, _), loss, norm, spikes in zip(steps, *values.tolist()):
+        for (step, lr, _, _, x, y, scheduled, _, n), loss, norm, spikes in zip(steps, *values.tolist()):
             row = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s,
                        tokens=step*self.step_tokens)
             if step == steps[-1][0]:
                 row |= self.telemetry.mfu(tok_s/self.world.size) | self.details(step, lr, clock) | scheduled
                 row |= {k: v.item() for k, v in more.items()}
-            self.newest, self.bad = row, 0 if self.write_step(row, int(spikes)) else self.bad + 1
+            self.newest, self.bad = row, 0 if self.write_step(row, int(spikes), n) else self.bad + 1
             if self.bad == BAD_STEPS: over = step, x, y
         self.on_step(step, loss, tok_s)
         if over: self.raise_bad_steps(*over)

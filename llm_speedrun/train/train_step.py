@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 import torch
+from ..io_utils import InputError
 from ..timing import sample_ms, summarize
 from ..step_builder import free_memory
 from ..recipes.batch import most_that_divides, split_into_updates
 from ..recipes.recipe import set_groups
-from ..recipes.schedules import lr_at
+from ..recipes.schedules import lr_at, span_steps
 from ..recipes.spikes import make_stepper
 
 # %% ../../nbs/source/train/train_step.ipynb #30step06
@@ -39,6 +40,14 @@ class LrSchedule:
         decays = lambda step: self(step) < self(self.warmup)
         return bisect_left(range(self.steps), True, lo=min(self.warmup, self.steps), key=decays)
 
+# %% ../../nbs/source/train/train_step.ipynb #30warm01
+def warmup_steps(warmup, steps): # as given; of the whole run
+    "Return the number of steps of a warm-up. Raises `InputError` where the run is shorter"
+    if warmup > steps: raise InputError(
+        f"a warmup of {warmup:g} steps is longer than the run, which has {steps}: choose fewer, or a "
+        "part of the run such as .05")
+    return span_steps(warmup, steps)
+
 # %% ../../nbs/source/train/train_step.ipynb #30step39
 def passes(rows, # sequences in an update
            most): # in a micro-batch
@@ -57,7 +66,7 @@ class TrainStep:
                  on_oom=None): # called with the sequences that didn't fit; raises or shrinks `micro_batch`
         self.run, self.micro_batch, self.lr, self.average, self.on_oom = run, micro_batch, lr, average, on_oom
         self.stepper = make_stepper(run, clip)
-        self.rate = None # of the matrices in the newest step
+        self.rate, self.num_updates = None, 1 # of the matrices in the newest step; how many it took
 
     def __call__(self, step, x, y): # number of the step, 0 is the first; B T tokens, B T that follow
         "Take a step. Returns its mean loss, on the device"
@@ -85,6 +94,7 @@ class TrainStep:
     def take_updates(self, step, x, y): # as for a call
         "Take the updates of a step at the rates that are set. Returns their mean loss, on the device"
         taken = [(self.update(*part), self.stepper.norm) for part in self.updates(step, x, y)]
+        self.num_updates = len(taken)
         if len(taken) == 1: return taken[0][0]
         loss, self.stepper.norm = (torch.stack(each).mean() for each in zip(*taken)) # NaN where one is
         return loss

@@ -83,7 +83,7 @@ class Trainer:
                  callbacks=None): # a list; by default `default_callbacks()`
         self.timings, self.signals = timings or Timings(), Signals()
         self.callbacks = default_callbacks() if callbacks is None else callbacks
-        validate(cfg, given or ())
+        validate(cfg, own_values(cfg) if given is None else given)
         cfg, given = options_for_restart(cfg, given)
         given, branch_step = own_values(cfg) if given is None else {*given}, branch_point(cfg.resume)[1]
         self.cfg = c = with_plugins(resumed(cfg, given) if cfg.resume else cfg)
@@ -246,7 +246,7 @@ class Trainer:
         self.in_step = True
         loss = self.signals.during(partial(take, x, y), presses=3)
         self.done, self.in_step = self.done + 1, False
-        self.logger.add(self.done, self.train_step.rate, loss, x, y)
+        self.logger.add(self.done, self.train_step.rate, loss, x, y, self.train_step.num_updates)
 
     def first_step(self, x, y): # the sequences of a step
         "Take the first step, wait for it, and note how long it took to get there. Returns its loss"
@@ -287,7 +287,8 @@ class Trainer:
         if self.cfg.target_loss and loss <= self.cfg.target_loss: self.target_reached = True
         more = self.done < self.cfg.steps and not self.interrupted # then patience matters
         if more and 0 < self.cfg.patience <= (n := evals_since_best(losses)): self.stalled = n
-        if new and loss <= best and self.checkpointer.best_due(self.cfg.save_minutes): self.save_if_needed()
+        if new and loss <= best and (self.cfg.patience or self.checkpointer.best_due(self.cfg.save_minutes)):
+            self.save_if_needed()
         self.logger.restart_clock() # neither counts as training time
         return loss
 
@@ -329,6 +330,8 @@ class Trainer:
         try:
             with part(last): self.checkpointer.saver.wait() # a run with a result is not resumed: it has all
             self.run_dir.write_result(res | dict(parts=self.timings.parts()), text)
+            if self.cfg.patience and (best := self.checkpointer.best()):
+                self.log_info(f"the best checkpoint, with the lowest validation loss: {best}")
         finally:
             try: self.close()
             finally: # also if something couldn't be written

@@ -89,7 +89,8 @@ def options(folder, **kw):
     "A `TrainConfig` of a few quick steps in `folder`, by default of one micro-batch"
     if "data" not in kw: kw["data"] = str(write_bins(folder/"bins"))
     if "step_tokens" not in kw and kw.get("micro_batch_size", 4): kw.setdefault("grad_accum_steps", 1)
-    return TrainConfig(**dict(model="nano", rungs="naive", steps=6, micro_batch_size=4, seq_len=16, vocab=VOCAB, num_evals=2,
+    if "eval_every" not in kw: kw.setdefault("num_evals", 2) # of the two only one can be given
+    return TrainConfig(**dict(model="nano", rungs="naive", steps=6, micro_batch_size=4, seq_len=16, vocab=VOCAB,
                               eval_tokens=128, sample_tokens=4, name="run", out=str(folder/"runs")) | kw)
 
 def words(cfg, **kw):

@@ -238,7 +238,7 @@ ALL = "train doctor"
 CAN_PRINT = { # module, or one of its options -> the commands that can print its messages; others: `ALL` and the ladder
     "rungs.documents": ALL, ("architectures", "--heads"): ALL, ("architectures", "--kv_heads"): ALL, ("choices", "--retune"): ALL, ("train.autotune", "--seq_len"): ALL, **dict.fromkeys("distributed.world distributed.spawn distributed.liveness distributed.collectives sharding".split(), ALL),
     "tools.export": "export", "pretrained": "export sample eval train doctor", "tools.sample": "sample", "tools.evals": "eval", "tools.explain": "explain", "tools.scores": ALL, "tools.likelihood": "eval", "train.ladder": "ladder", "train.report": "report train doctor",
-    **dict.fromkeys("train.trainer train.run_dir train.checkpointer train.train_data train.resolve train.coordinator train.validator train.metrics".split(), ALL),
+    **dict.fromkeys("train.trainer train.callbacks train.run_dir train.checkpointer train.train_data train.resolve train.coordinator train.validator train.metrics".split(), ALL),
     "tools.doctor": "doctor", "tools.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "data.prepare_data": f"data {ALL}", "data.encoder_pool": f"data {ALL}",
     "data.batches": f"data {ALL}", "data.corpus": f"data {ALL}", "recipes.schedules": ALL, "io_utils": f"data export ladder {ALL}",
     ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", ("recipes.recipe_spec", "--recipe"): "train doctor lr", "tools.comparison": "lr", ("tools.comparison", "--out"): "compare", **dict.fromkeys("benchmarks.race benchmarks.clock benchmarks.adapters".split(), "race"),

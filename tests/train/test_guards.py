@@ -1,5 +1,5 @@
 "How often to evaluate and to save, in steps; runs that end early; spikes that are skipped; scores during training."
-import json, os, signal
+import json, os, re, signal
 from dataclasses import replace
 import numpy as np, pytest, torch
 from safetensors.torch import load_file
@@ -81,6 +81,21 @@ def test_a_run_of_before_these_options_goes_on(tmp_path, monkeypatch):
     config.write_text(json.dumps(old))
     assert resume(tmp_path, steps=6)[1]["steps"] == 6
 
+@pytest.mark.parametrize("kw, said", [
+    (dict(eval_every=21), "eval_every 21 is longer than the run, which has 20 steps"), (dict(save_every=5000), "save_every 5000 is longer"), (dict(warmup=21), "warmup of 21 steps is longer"),
+    (dict(score_every=2), "score_every has no effect without score"), (dict(patience=10, num_evals=10), "which has 9 evaluations before its last step")], ids=str)
+def test_what_could_never_happen(tmp_path, kw, said):
+    "An interval that is longer than the run, and what has no effect, are errors; a resumed run may be shorter than its intervals were"
+    with fails(InputError, said): Trainer(options(tmp_path, steps=20, **kw), progress=False)
+
+def test_a_shorter_run_goes_on(tmp_path):
+    "With the intervals that it had, which it can't change: only what is given now is checked"
+    go(tmp_path, steps=4, eval_every=4, patience=0)
+    config = tmp_path/"runs/run/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | dict(save_every=900)))
+    assert resume(tmp_path, steps=6)[1]["steps"] == 6
+    with fails(InputError, "save_every 900 is longer"): resume(tmp_path, steps=8, save_every=900.)
+
 # Early stopping
 
 LOSSES = [5., 4., 4.5, 4.2, 4.1, 3.9, 3.95, 3.92, 3.99, 3.]
@@ -104,6 +119,12 @@ def test_patience(tmp_path, judged, capsys):
     _, res = resume(tmp_path, patience=4, steps=18) # the lower loss at 12 begins a new count, which is 3 at 18
     assert (res["steps"], res["stalled"]) == (18, 0) and not any("event" in r for r in rows(run))
     assert evaluated(run) == [*range(2, 19, 2)]
+
+def test_the_best_weights_are_kept(tmp_path, judged, capsys):
+    "With patience each new best is saved, however recent the last checkpoint is, and the end names it"
+    train(options(tmp_path, steps=10, eval_every=2, patience=4))
+    run = tmp_path/"runs/run"
+    assert kept(run) == [4, 10] and f"the best checkpoint, with the lowest validation loss: {run/'checkpoints/step-00000004'}" in re.sub(r"\n(?=\S)", "", capsys.readouterr().out)
 
 def test_patience_counts_on(tmp_path, judged):
     "The evaluations before a stop count; without patience the run goes to its end, with the same bits"
@@ -160,7 +181,7 @@ def test_a_spike(tmp_path, spiky, capsys, micro):
     assert row["loss"] > 1e3 and row["grad_norm"] > 100 # what it was
     assert json.loads((run/"result.json").read_text())["spikes"] == 1 and [r["spikes"] for r in rows(run) if "spikes" in r][-1] == 1
     page = (run/"report.html").read_text(encoding="utf-8")
-    assert "Updates that were skipped as spikes: 1." in page and "no updates 6 deviations above those before" in page
+    assert "Updates that were skipped as spikes: 1." in page and "updates over 6 standard deviations above the last ones skipped" in page
     plain, _ = go(tmp_path, name="plain", micro_batch_size=micro, step_tokens=64, **HOW)
     assert curve(guarded)[:SPIKE + 1] == curve(plain)[:SPIKE + 1] and curve(guarded)[SPIKE + 1:] != curve(plain)[SPIKE + 1:]
     assert "spikes" not in json.loads((plain.folder/"result.json").read_text())
@@ -214,14 +235,16 @@ def test_no_spike_where_losses_are_not_finite(tmp_path, spiky, monkeypatch):
     monkeypatch.setattr(TrainStep, "__call__", lambda self, step, x, y: (curves.append(1) if step == 20 else None, taken(self, step, x, y))[1])
     with fails(AllFailed, "5 steps in a row, the last of them step 25"): go(tmp_path, skip_spikes=6., **HOW)
 
-def test_several_updates_in_a_step(tmp_path, monkeypatch):
+def test_several_updates_in_a_step(tmp_path, monkeypatch, capsys):
     "A recipe's updates are judged one by one: of four in a step one is skipped, and the step has an event"
     small_window(monkeypatch)
     calls, backward = [], Stepper.forward_backward
     monkeypatch.setattr(Stepper, "forward_backward", lambda self, x, y, weight=1.: (calls.append(1), backward(self, x, y, weight*(1e3 if len(calls) == 42 else 1.)))[1])
     monkeypatch.setattr(Trainer, "run_loop", lambda self, loop=Trainer.run_loop: (calls.clear(), loop(self))[1])
-    trainer, res = go(tmp_path, recipe="speedrun:pieces=1:updates=4:windows=8+0", steps=20, micro_batch_size=1, step_tokens=64, skip_spikes=6., num_evals=1)
-    assert res["spikes"] == 1 and [r["step"] for r in trainer.rows() if "event" in r] == [11]
+    trainer, res = train(options(tmp_path, recipe="speedrun:pieces=1:updates=4:windows=8+0", steps=20, micro_batch_size=1, step_tokens=64, skip_spikes=6., num_evals=1))
+    said = "skipped: a spike of the loss or of the gradients (--skip_spikes)"
+    assert res["spikes"] == 1 and [(r["step"], r["event"]) for r in trainer.rows() if "event" in r] == [(11, f"1 of 4 updates {said}")]
+    assert re.search(re.escape(f"1 of 4 updates of step 11 {said}") + r"\s*$", capsys.readouterr().out, re.M) # 3 were taken: the mean is no spike's loss
 
 def stepped(world, rungs, batches, spike, sigmas):
     "Weights, losses and spikes of a run of some updates, of which this process has its part; `spike` is an update and a process whose loss is huge"
