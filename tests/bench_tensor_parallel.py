@@ -138,7 +138,7 @@ def pytorch_step(config, batch, world, compiled=False, narrow=False, async_tp=Fa
     return build_step
 
 def versions(config, batch, world, rungs, kind):
-    "Name -> builder of its step. A sitting has one compiled version of PyTorch's: a second one would get the first one's code, or fail (2.13)"
+    "Name -> builder of its step. A group of versions has one compiled version of PyTorch's: a second one would get the first one's code, or fail (2.13)"
     cut = [*rungs, f"tensor_parallel:size={world.size}"]
     ours, theirs = {"ours": make_step(config, cut, batch, world=world)}, partial(pytorch_step, config, batch, world)
     if kind == "bf16": return ours | {"PyTorch, compiled, weights in bf16": theirs(compiled=True, narrow=True)}
@@ -146,7 +146,7 @@ def versions(config, batch, world, rungs, kind):
     return {"one GPU, ours": make_step(config, rungs, batch)} | ours | {
         "ours, compiled": make_step(config, [*cut, "compile"], batch, world=world), "PyTorch": theirs(), "PyTorch, compiled": theirs(compiled=True)}
 
-def sitting(world, config, batch, rungs, kind, rounds, reps):
+def compare_group(world, config, batch, rungs, kind, rounds, reps):
     "In each process: all versions interleaved. Name -> `Measured`, the first step's loss of each, and what failed"
     steps, res, losses, failed = {}, {}, {}, {}
     for name, build in versions(config, batch, world, rungs, kind).items():
@@ -165,13 +165,13 @@ def sitting(world, config, batch, rungs, kind, rounds, reps):
 def record(config, batch, gpus, kind, name, m, first, base, peak):
     "What is saved of a version"
     tokens = batch*config.seq_len
-    return dict(version=name, sitting=kind, workload=config.name, gpus=1 if name == "one GPU, ours" else gpus, tokens=tokens, ms=m.times.ms, p20=m.times.p20, p80=m.times.p80,
+    return dict(version=name, group=kind, workload=config.name, gpus=1 if name == "one GPU, ours" else gpus, tokens=tokens, ms=m.times.ms, p20=m.times.p20, p80=m.times.p80,
                 tok_s=tokens/m.times.ms*1e3, peak_gib=peak, first_loss=first, warmup_s=m.warmup_s, rounds=m.rounds, **speedup(base, m), **machine())
 
 def measure(out, config, batch, gpus, rungs=RUNGS, kind="plain", rounds=5, reps=4):
-    "Measure a sitting in processes of its own, add it to OUT/tensor_parallel.json, print it. A ratio is of the speed of ours in that sitting"
-    from bench_tensor_parallel import sitting # by this name the other processes find it, also from a script
-    every = run_distributed(gpus, sitting, config, batch, rungs, kind, rounds, reps, tp=gpus)
+    "Measure a group of versions in processes of its own, add it to OUT/tensor_parallel.json, print it. A ratio is of the speed of ours in that group"
+    from bench_tensor_parallel import compare_group # by this name the other processes find it, also from a script
+    every = run_distributed(gpus, compare_group, config, batch, rungs, kind, rounds, reps, tp=gpus)
     res, first, failed = every[0]
     peak = lambda k: max(r[k].peak_gib for r, *_ in every) if res[k].peak_gib else None
     found = [record(config, batch, gpus, kind, k, m, first[k], res["ours"], peak(k)) for k, m in res.items()]
@@ -197,6 +197,6 @@ def main():
     for kind in ("plain", "bf16", *["async"]*c.async_tp):
         for name in ("tiny",) if c.tiny else c.models.split(","):
             try: measure(c.out, workload(name), BATCH.get(name, 4), c.gpus, c.rungs.split(","), kind, c.rounds, c.reps)
-            except RunError as e: print(f"{name}, {kind}: {e}", flush=True) # the other sittings can still be taken
+            except RunError as e: print(f"{name}, {kind}: {e}", flush=True) # the other groups can still be measured
 
 if __name__ == "__main__": main()

@@ -42,7 +42,7 @@ class SpikeGuard:
         if self.world.size > 1: dist.all_reduce(spike := spike.int(), dist.ReduceOp.MAX)
         spike = spike.bool()
         take, row = finite & ~spike, (row + 1)*spike
-        anew = row == IN_A_ROW # no spike, but another level
+        anew = row == IN_A_ROW # not a spike but another level
         window = torch.where(take & (place == taken % size), values, self.window)
         self.window = torch.where(anew, 0., window)
         self.counts = torch.stack([(taken + take)*~anew, row, skipped + spike])

@@ -244,7 +244,7 @@ def test_several_updates_in_a_step(tmp_path, monkeypatch, capsys):
     trainer, res = train(options(tmp_path, recipe="speedrun:pieces=1:updates=4:windows=8+0", steps=20, micro_batch_size=1, step_tokens=64, skip_spikes=6., num_evals=1))
     said = "skipped: a spike of the loss or of the gradients (--skip_spikes)"
     assert res["spikes"] == 1 and [(r["step"], r["event"]) for r in trainer.rows() if "event" in r] == [(11, f"1 of 4 updates {said}")]
-    assert re.search(re.escape(f"1 of 4 updates of step 11 {said}") + r"\s*$", capsys.readouterr().out, re.M) # 3 were taken: the mean is no spike's loss
+    assert re.search(re.escape(f"1 of 4 updates of step 11 {said}") + r"\s*$", capsys.readouterr().out, re.M) # 3 were taken: the mean isn't the loss of a spike
 
 def stepped(world, rungs, batches, spike, sigmas):
     "Weights, losses and spikes of a run of some updates, of which this process has its part; `spike` is an update and a process whose loss is huge"

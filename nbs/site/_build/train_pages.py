@@ -2,6 +2,7 @@
 H200's records, from the outputs of the finale, and on telemetry from runs on a CPU."""
 import json, re
 from statistics import median
+from llm_speedrun.io_utils import read_json
 from llm_speedrun.measure import load_records, records_path
 from llm_speedrun.course import course_records
 from llm_speedrun.model_config import WORKLOADS, matrix_params
@@ -37,11 +38,14 @@ def rounded(x, digits=3): # a number
     "The number with so many digits that count, as text with commas"
     return f"{float(f'{x:.{digits}g}'):,.15g}"
 
+def versions(r):
+    "Driver and versions of a record, in words"
+    return "driver {driver}, PyTorch {torch}, Triton {triton}".format(**r)
+
 def measured_on():
     "A line for the foot of a page: the machine of its numbers, and when"
     r = record(**TOP)
-    versions = f"driver {r['driver']}, PyTorch {r['torch']}, Triton {r['triton']}"
-    return (f"*Measured on one {r['gpu']}, {versions}, {r['date']}; all [records](../measured/index.qmd), "
+    return (f"*Measured on one {r['gpu']}, {versions(r)}, {r['date']}; all [records](../measured/index.qmd), "
             "and how to [add those of your GPU](../measured/yours.qmd).*")
 
 def needs(root):
@@ -64,13 +68,13 @@ BY_ITSELF = { # contenders of tests/bench_accelerate.py -> in words
 
 def accelerated(root):
     "A paragraph and two tables for each model: speeds, and losses on the way"
-    records = json.loads((folder(root)/"accelerate/nvidia-h200.json").read_text(encoding="utf-8"))
+    records = read_json(folder(root)/"accelerate/nvidia-h200.json", list)
     for model in dict.fromkeys(r["workload"] for r in records):
         rs = [r for r in records if r["workload"] == model]
         r, points = rs[0], [round(len(rs[0]["curve"])*k/5) for k in range(1, 6)]
         shown = ", ".join(f"{k} {v}" for k, v in sorted(r["packages"].items()))
-        yield (f"`{model}` ({r['parameters']/1e6:,.0f} M weights), {r['batch']} × {r['seq']:,} tokens a step, on one {r['gpu']}, driver {r['driver']}, "
-               f"PyTorch {r['torch']}, Triton {r['triton']}, {shown}, {r['date']}:")
+        yield (f"`{model}` ({r['parameters']/1e6:,.0f} M weights), {r['batch']} × {r['seq']:,} tokens a step, on one {r['gpu']}, "
+               f"{versions(r)}, {shown}, {r['date']}:")
         slower = lambda r: "" if r is rs[0] else f"{1/r['ratio']:.2f}× ({1/r['ratio_p90']:.2f} to {1/r['ratio_p10']:.2f})"
         yield table(["", "tokens/s", "speedup of `accelerate(model)`", "sequences at once", "peak GiB"],
                     [[BY_ITSELF[r["rung"]], f"{r['tok_s']:,.0f}", slower(r), r["micro"], f"{r['peak_gib']:.1f}"] for r in rs])
@@ -83,15 +87,15 @@ def accelerated(root):
 
 def sharded(root):
     "A line on the machine and a table: steps of Muon's recipe and of AdamW's, on one GPU and on several"
-    found = json.loads((folder(root)/"sharded/2-nvidia-h200.json").read_text(encoding="utf-8"))
+    found = read_json(folder(root)/"sharded/2-nvidia-h200.json", dict)
     runs = {(r["recipe"], r["processes"]): r for r in found["runs"]}
     def row(r):
         ratios = [a/b for a, b in zip(runs[r["recipe"], 1]["ms"], r["ms"])]
         same = next(i for i, (a, b) in enumerate(zip(r["losses"], runs[r["recipe"], 1]["losses"])) if abs(a - b) > 1e-2) if r["processes"] > 1 else ""
         return [f"`{r['recipe']}`", r["processes"], f"{median(r['ms']):.0f} ({min(r['ms']):.0f} to {max(r['ms']):.0f})",
                 f"{median(ratios):.2f}×" if r["processes"] > 1 else "", f"{r['peak_gib']:.1f}", f"{r['state_gib']:.2f}", same]
-    yield ("`{model}`, {sequences} × 1,024 tokens a step, with `{rungs}` and `fsdp`, on {gpu}s, driver {driver}, PyTorch {torch}, Triton {triton}, {date}; {n} interleaved "
-           "rounds, median and range:").format(**found, rungs=",".join(found["runs"][0]["rungs"]), n=len(found["runs"][0]["ms"]))
+    yield ("`{model}`, {sequences} × 1,024 tokens a step, with `{rungs}` and `fsdp`, on {gpu}s, {stack}, {date}; {n} interleaved "
+           "rounds, median and range:").format(**found, stack=versions(found), rungs=",".join(found["runs"][0]["rungs"]), n=len(found["runs"][0]["ms"]))
     yield table(["recipe", "GPUs", "ms a step", "speedup over one GPU", "peak GiB of a GPU", "of which optimizer state", "first steps with losses within 0.01"], [row(r) for r in found["runs"]])
 
 def host(root):
@@ -112,11 +116,11 @@ OFF = 1.2 # times its prediction, from which on a kind of operation stands in th
 
 def explained(root):
     "A line on the machine, a table of steps, and one of the kinds of operations that took longest over what was predicted"
-    records = json.loads((folder(root)/"explain/nvidia-h200.json").read_text(encoding="utf-8"))
+    records = read_json(folder(root)/"explain/nvidia-h200.json", list)
     ratio = lambda r: r["measured_ms"]/r["predicted_ms"]
     kinds = [(r, k) for r in records for k in r["kinds"] if k["measured_ms"] and k["measured_ms"] > .05*r["measured_ms"] and ratio(k) > OFF]
     shape = lambda r: " and ".join(" × ".join(f"{n:,}" for n in s) for s in r["batch"][:1])
-    yield "Measured on one {gpu}, driver {driver}, PyTorch {torch}, Triton {triton}, {date}:".format(**records[0])
+    yield "Measured on one {gpu}, {stack}, {date}:".format(**records[0], stack=versions(records[0]))
     yield table(["model", "batch", "with", "predicted ms", "measured ms", "measured / predicted", "bound by"],
                 [[r["name"], shape(r), ", ".join(r["rungs"]) or "nothing", f"{r['predicted_ms']:.1f}", f"{r['measured_ms']:.1f}", f"{ratio(r):.2f}×", r["bound"]] for r in records])
     yield "Kinds with over 5% of a step's time that took over {:.0%} of their prediction:".format(OFF)
