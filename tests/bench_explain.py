@@ -2,15 +2,18 @@
     tests/bench_explain.py OUT.json [NAME ...]      all of `MODELS` by default
 Writes OUT.json after each; a model that is already there is skipped. Configs need transformers."""
 import json, sys, tempfile
+from collections import Counter
 from pathlib import Path
 import msgspec
 from llm_speedrun.cli import ExplainOptions
 from llm_speedrun.measure import machine
-from llm_speedrun.tools.explain import explain_model
+from llm_speedrun.profiling import profile_rows
+from llm_speedrun.tools import explain
 
 GPT2 = dict(model_type="gpt2", n_layer=12, n_embd=768, n_head=12, vocab_size=50257, n_positions=1024)
 LLAMA = dict(model_type="llama", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192, vocab_size=128256,
              tie_word_embeddings=True, bos_token_id=0, eos_token_id=1)
+ALIGNED = dict(vocab_size=50304) # whose rows in bf16 begin at multiples of 16 bytes
 ENCODER = """import torch, torch.nn as nn
 def build(batch_size=32, seq_len=512):
     layer = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
@@ -29,16 +32,25 @@ class Net(nn.Module): # convolutions, and attention over what they make of an im
 def build(): return Net(), torch.randn(64, 3, 64, 64)
 """
 FAST = dict(using="tf32,bf16")
-MODELS = {"GPT-2": (GPT2, FAST), "GPT-2, 50304 tokens": (GPT2 | dict(vocab_size=50304), FAST), # whose rows are aligned to 16 bytes
+MODELS = {"GPT-2": (GPT2, FAST), "GPT-2, 50304 tokens": (GPT2 | ALIGNED, FAST),
+          "GPT-2, 50304 tokens, no dropout": (GPT2 | ALIGNED | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.), FAST),
           "Llama 1.2B": (LLAMA, FAST | dict(batch_size=4)), "nn.TransformerEncoder": (ENCODER, FAST), "images": (IMAGES, {}),
           "images, tf32 and bf16": (IMAGES, FAST)}
 
-def explained(what, options):
-    "Return the `Explanation` of a config or of a file's text, as a dict"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)/("model.py" if isinstance(what, str) else "config.json")
-        path.write_text(what if isinstance(what, str) else json.dumps(what), encoding="utf-8")
-        return msgspec.to_builtins(explain_model(ExplainOptions(str(path), **options)))
+def explained(what, options, steps=3):
+    "Return the `Explanation` of a config or of a file's text as a dict, with the kernels of its profile: kind, name, calls, ms of a step"
+    ms, calls = Counter(), Counter()
+    def profile_kinds(step):
+        for name, kind, t in profile_rows(step, steps): ms[kind, name] += t/steps; calls[kind, name] += 1/steps
+        return {kind: sum(t for (k, _), t in ms.items() if k == kind) for kind, _ in ms}
+    plain, explain.profile_kinds = explain.profile_kinds, profile_kinds
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)/("model.py" if isinstance(what, str) else "config.json")
+            path.write_text(what if isinstance(what, str) else json.dumps(what), encoding="utf-8")
+            e = msgspec.to_builtins(explain.explain_model(ExplainOptions(str(path), **options)))
+    finally: explain.profile_kinds = plain
+    return e | dict(kernels=[dict(kind=k, name=n[:200], calls=calls[k, n], ms=t) for (k, n), t in ms.most_common(60)])
 
 def main(out, *names):
     out = Path(out)

@@ -2,8 +2,8 @@
     tests/bench_optimizers.py OUT MODEL
 One update by our 8-bit AdamW and by those of other packages, interleaved. Random gradients, FP32 weights. Writes OUT/optimizers.json: milliseconds, and
 each one's speedup over PyTorch's fused AdamW.
-    tests/bench_optimizers.py OUT MODEL fsdp|tensor_parallel [STEPS [PROCESSES]]
-Training with the recipes speedrun (Muon) and adamw, by PROCESSES (2) GPUs together and by each of them alone, with the same batches; without GPUs by
+    tests/bench_optimizers.py OUT MODEL fsdp|tensor_parallel [STEPS [PROCESSES [RATE]]]
+Training with the recipes speedrun (Muon) and adamw, at RATE (1) times their learning rates, by PROCESSES (2) GPUs together and by each of them alone, with the same batches; without GPUs by
 CPU processes. Losses of all steps, memory, then interleaved times. Writes OUT/sharded-LAYOUT.json after each part, and prints a table."""
 import json, statistics, sys, time
 from dataclasses import replace
@@ -69,18 +69,18 @@ def tokens(config, k, n, device):
 
 class Training:
     "A run of a recipe in a layout, or of one process: its steps, losses, memory"
-    def __init__(self, config, world, layout, recipe, sequences, steps):
+    def __init__(self, config, world, layout, recipe, sequences, steps, rate=1.):
         if torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
         before = self.gib("memory_allocated")
         self.world, self.config, self.n, self.steps, self.k = world, config, sequences, steps, 0
         r, names = parse_recipe(recipe), [*RUNGS[default_device().type].split(), *([layout] if world.size > 1 else [])]
         run = r(build(config, names, world=world))
-        self.lr = r.defaults["lr"](config, steps=steps, passes=1, growth=1)
+        self.lr = rate*r.defaults["lr"](config, steps=steps, passes=1, growth=1)
         self.step = GuardedStepper(replace(run, optimizer=partial(run.optimizer, weight_decay=.1)), clip=r.defaults["grad_clip"])
         self.micro = self.batches(0)
         self.losses = [self().item() for _ in range(steps)]
         kept = [t for s in self.step.opt.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-        self.found = dict(layout=layout if world.size > 1 else "one", recipe=recipe, processes=world.size, losses=self.losses, lr=self.lr,
+        self.found = dict(layout=layout if world.size > 1 else "one", recipe=recipe, processes=world.size, losses=self.losses, lr=self.lr, rate=rate,
                           peak_gib=self.gib("max_memory_allocated") - before, state_gib=sum(t.nbytes for t in kept)/2**30, rungs=names)
 
     def gib(self, what): return getattr(torch.cuda, what)()/2**30 if torch.cuda.is_available() else 0.
@@ -107,14 +107,14 @@ class Training:
         synchronize()
         return (time.perf_counter() - start)/n*1e3
 
-def measured(world, out, model, layout, sequences, steps):
+def measured(world, out, model, layout, sequences, steps, rate):
     "What a process finds; the first one writes it"
     config, all_of, res = workload(model), {}, dict(model=model, sequences=sequences, steps=steps, **machine(), runs=[])
     def save():
         if world.first: Path(out).write_text(json.dumps(res, indent=1))
     for recipe in RECIPES:
         for w in (World(), world): # each process alone does the same at the same time
-            t = all_of[recipe, w.size] = Training(config, w, layout, recipe, sequences, steps)
+            t = all_of[recipe, w.size] = Training(config, w, layout, recipe, sequences, steps, rate)
             t.found["peak_gib"] = max(world.all_gather_object(t.found["peak_gib"]))
             t.found["ms"] = []
             res["runs"].append(t.found)
@@ -141,11 +141,11 @@ def print_table(res):
     ratios = [a/b for a, b in zip(of("speedrun"), of("adamw"))]
     print(f"a step of speedrun takes {statistics.median(ratios):.3f} of one of adamw, by {len(ratios)} rounds from {min(ratios):.3f} to {max(ratios):.3f}")
 
-def sharded(out, model, layout, steps="50", processes="2"):
+def sharded(out, model, layout, steps="50", processes="2", rate="1"):
     Path(out).mkdir(parents=True, exist_ok=True)
     path, n = Path(out)/f"sharded-{layout}.json", int(processes)
     sequences = SEQUENCES if torch.cuda.is_available() else 4
     from bench_optimizers import measured # by its module's name, since other processes have another __main__
-    print_table(run_distributed(n, measured, str(path), model, layout, sequences, int(steps), tp=n if layout == "tensor_parallel" else 1)[0])
+    print_table(run_distributed(n, measured, str(path), model, layout, sequences, int(steps), float(rate), tp=n if layout == "tensor_parallel" else 1)[0])
 
 if __name__ == "__main__": (sharded if len(sys.argv) > 3 else main)(*sys.argv[1:])
