@@ -1,17 +1,14 @@
 """Train models of four shapes without a `--model` name with `fastest`, export them, and compare logits with transformers' and speed with the roofline.
     tests/bench_shapes.py OUT [STEPS] [options of speedrun_train ...]
-Prints a line for each shape and writes OUT/shapes.json at once: a shape that is already there is skipped. `predicted_ms` is the roofline time
-of a step with AdamW, with as many sequences at once as in the run; the run's own recipe spends more time in the optimizer. `step_ms` is the median
-of the run's second half, without evaluations."""
+Prints a line for each shape and writes OUT/shapes.json at once: a shape that is already there is skipped. `predicted_ms` is the run's own prediction
+of its step, `kinds` that of each kind of operation next to its measured time in three profiled steps. `step_ms` is the median of the run's second
+half, without evaluations."""
 import json, os, subprocess, sys, time
 from pathlib import Path
 from statistics import median
 import torch
 from llm_speedrun.measure import machine
-from llm_speedrun.model_config import GPTConfig
 from llm_speedrun.pretrained import import_folder, opened
-from llm_speedrun.roofline import by_kind
-from llm_speedrun.step_builder import count_step
 
 SHAPES = {"60m-d128": "--layers 10 --width 512 --heads 4 --head_dim 128 --hidden 1536",
           "qwen3-0.6b": "--layers 28 --width 1024 --heads 16 --kv_heads 8 --head_dim 128 --hidden 3072",
@@ -37,20 +34,17 @@ def logits_gap(run):
 
 def measured(name, folder, steps, options):
     "Train, export and compare one shape. Returns a record"
-    seconds = command(TRAIN, *SHAPES[name].split(), "--rungs", "fastest", "--steps", steps, "--out", folder, "--name", name, *options)
+    seconds = command(TRAIN, *SHAPES[name].split(), "--rungs", "fastest", "--profile", 3, "--steps", steps, "--out", folder, "--name", name, *options)
     run = folder/name
     command(EXPORT, run)
     about, result = (json.loads((run/f"{k}.json").read_text()) for k in ("config", "result"))
     rows = [json.loads(l) for l in (run/"metrics.jsonl").read_text().splitlines()]
     tok_s = median(r["tok_s"] for r in rows if "tok_s" in r and r["step"] > about["steps"]//2)
-    config, batch = GPTConfig(**about["model_config"]), about["micro_batch_size"]*about["grad_accum_steps"]
-    rungs = [r.strip() for r in about["rungs"].split(",")]
-    kinds = by_kind(count_step(config, [*rungs, *{"fused_adamw"} - {*rungs}], batch, about["micro_batch_size"]))
-    step_ms, predicted = 1e3*about["step_tokens"]/tok_s, sum(kinds.values())
+    predicted, kinds = (json.loads(f.read_text()) if (f := run/f"{k}.json").exists() else {} for k in ("prediction", "profile_kinds")) # none on a CPU
     losses = [r["loss"] for r in rows if "loss" in r]
     return dict(shape=name, config=about["model_config"], parameters=sum(p.numel() for p in opened(*import_folder(run), torch.device("cpu")).model.parameters()), rungs=about["rungs"],
-                why=about["why"], micro=about["micro_batch_size"], step_tokens=about["step_tokens"], steps=about["steps"], tok_s=tok_s, step_ms=step_ms,
-                predicted_ms=predicted, kinds=kinds, losses=losses, val_loss=result["val_loss"], seconds=seconds, parts=result["parts"], **logits_gap(run), **machine())
+                why=about["why"], micro=about["micro_batch_size"], step_tokens=about["step_tokens"], steps=about["steps"], tok_s=tok_s, step_ms=1e3*about["step_tokens"]/tok_s,
+                predicted_ms=predicted.get("predicted_ms") or 0., prediction=predicted, profile_kinds=kinds, losses=losses, val_loss=result["val_loss"], seconds=seconds, parts=result["parts"], **logits_gap(run), **machine())
 
 def line(r):
     return ("{shape}: {tok_s:,.0f} tokens/s, {step_ms:.1f} ms a step of {step_tokens:,} tokens ({micro} sequences at once), predicted {predicted_ms:.1f}; "
