@@ -59,6 +59,7 @@ def profiled(step, # a function without arguments
     from torch.profiler import ProfilerActivity, profile
     gpu = torch.cuda.is_available()
     step()
+    if gpu: torch.cuda.synchronize() # or its kernels may be counted, too
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA]*gpu, acc_events=True) as prof:
         for _ in range(reps): step()
         if gpu: torch.cuda.synchronize()

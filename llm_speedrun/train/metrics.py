@@ -422,6 +422,8 @@ class StepProfile:
         "Count a step, and stop profiling after the last one"
         if not self.prof: return
         self.done += 1
+        if self.done == self.skip and torch.cuda.is_available():
+            torch.cuda.synchronize() # kernels of earlier steps that still wait would be counted, too
         self.prof.step()
         if self.done == self.skip + self.steps: self.close()
 

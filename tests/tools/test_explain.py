@@ -327,3 +327,4 @@ def test_on_a_gpu(tmp_path):
     for k in e.kinds:
         if (k.measured_ms or 0) > .1*e.measured_ms: assert k.calls, k
     assert {k.kind for k in e.kinds} >= {"matrix products", "fused attention", "optimizer"}
+    assert kind(e, "optimizer").calls < 100 # for all weights at once, as AdamW does on a GPU

@@ -211,6 +211,25 @@ def test_profile_closed_early_has_what_there_is(tmp_path):
     kinds = json.loads((tmp_path/"profile_kinds.json").read_text())
     assert kinds["matrix products"] > 0 and sum(kinds.values()) > kinds["matrix products"]
 
+def test_profile_waits_for_kernels_of_earlier_steps(tmp_path, monkeypatch):
+    "Once, before the first step that counts"
+    p, waited = StepProfile(tmp_path, steps=2, skip=3), []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "synchronize", lambda: waited.append(p.done))
+        for _ in range(4): work(); p.step()
+    p.close()
+    assert waited == [3]
+
+@pytest.mark.cuda
+def test_profile_has_kernels_of_its_own_steps_alone(tmp_path):
+    p, x = StepProfile(tmp_path, steps=2, skip=3), torch.randn(4096, 4096, device="cuda")
+    for _ in range(5):
+        for _ in range(20): x @ x # some are still to be run when the step ends
+        p.step()
+    trace = json.loads(gzip.decompress((tmp_path/"profile.json.gz").read_bytes()))
+    assert sum(e.get("cat") == "kernel" for e in trace["traceEvents"]) == 2*20
+
 def test_profile_that_cannot_be_written_is_told(tmp_path):
     said = []
     p = StepProfile(tmp_path/"missing", steps=1, skip=1, log_info=said.append)

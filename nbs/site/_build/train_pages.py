@@ -1,6 +1,7 @@
 """The pages of nbs/site/_build/train/ that show measured numbers: templates whose `{{ ... }}` are read from the
 H200's records, from the outputs of the finale, and on telemetry from runs on a CPU."""
 import json, re
+from functools import partial
 from statistics import median
 from llm_speedrun.io_utils import read_json
 from llm_speedrun.measure import load_records, records_path
@@ -79,8 +80,8 @@ def accelerated(root):
         yield table(["", "tokens/s", "speedup of `accelerate(model)`", "sequences at once", "peak GiB"],
                     [[BY_ITSELF[r["rung"]], f"{r['tok_s']:,.0f}", slower(r), r["micro"], f"{r['peak_gib']:.1f}"] for r in rs])
         if not points[0]: continue
-        yield "The losses from the same weights on the same text (books and documentation, GPT-2's tokens), each the mean of the last ten steps:"
-        mean = lambda curve, n: f"{sum(curve[n - 10:n])/10:.3f}"
+        yield "The losses from the same weights on the same text (books and documentation, GPT-2's tokens), each the mean of up to ten steps before it:"
+        mean = lambda curve, n: f"{sum(near := curve[max(0, n - 10):n])/len(near):.3f}"
         yield table(["loss at step", *map(str, points)], [[BY_ITSELF[r["rung"]], *(mean(r["curve"], n) for n in points)] for r in rs])
 
 # --- several GPUs ---
@@ -91,17 +92,40 @@ def sharded(root):
     runs = {(r["recipe"], r["processes"]): r for r in found["runs"]}
     def row(r):
         ratios = [a/b for a, b in zip(runs[r["recipe"], 1]["ms"], r["ms"])]
-        same = next(i for i, (a, b) in enumerate(zip(r["losses"], runs[r["recipe"], 1]["losses"])) if abs(a - b) > 1e-2) if r["processes"] > 1 else ""
+        off = max(abs(a - b) for a, b in zip(r["losses"], runs[r["recipe"], 1]["losses"]))
         return [f"`{r['recipe']}`", r["processes"], f"{median(r['ms']):.0f} ({min(r['ms']):.0f} to {max(r['ms']):.0f})",
-                f"{median(ratios):.2f}×" if r["processes"] > 1 else "", f"{r['peak_gib']:.1f}", f"{r['state_gib']:.2f}", same]
-    yield ("`{model}`, {sequences} × 1,024 tokens a step, with `{rungs}` and `fsdp`, on {gpu}s, {stack}, {date}; {n} interleaved "
-           "rounds, median and range:").format(**found, stack=versions(found), rungs=",".join(found["runs"][0]["rungs"]), n=len(found["runs"][0]["ms"]))
-    yield table(["recipe", "GPUs", "ms a step", "speedup over one GPU", "peak GiB of a GPU", "of which optimizer state", "first steps with losses within 0.01"], [row(r) for r in found["runs"]])
+                f"{median(ratios):.2f}×" if r["processes"] > 1 else "", f"{r['peak_gib']:.1f}", f"{r['state_gib']:.2f}", f"{off:.4f}" if r["processes"] > 1 else ""]
+    yield ("`{model}`, {sequences} × 1,024 tokens a step, with `{rungs}` and `fsdp`, on {gpu}s, {stack}, {date}, at {rate:g} times the recipes' learning "
+           "rates; {n} interleaved rounds, median and range:").format(**found, stack=versions(found), rungs=",".join(found["runs"][0]["rungs"]), rate=found["runs"][0]["rate"], n=len(found["runs"][0]["ms"]))
+    yield table(["recipe", "GPUs", "ms a step", "speedup over one GPU", "peak GiB of a GPU", "of which optimizer state", f"losses of {found['steps']} steps differ from one GPU's by up to"], [row(r) for r in found["runs"]])
+
+def host_records(root):
+    "What `tests/measure_host.py` wrote"
+    return [json.loads(line) for line in (folder(root)/"host/2-nvidia-h200.jsonl").read_text(encoding="utf-8").splitlines()]
+
+def of_one(r): # a record with an interval
+    "How many times the speed, with its interval, as text"
+    return f"{r['ratio']:.2f}× ({r['ratio_p10']:.2f} to {r['ratio_p90']:.2f})"
+
+def layouts(root):
+    "A line on the machine, and a table of steps of each layout on two GPUs next to one of them"
+    found = [r for r in host_records(root) if r["section"] == "steps"]
+    yield ("The same steps on two GPUs and on one of them, interleaved, with AdamW and `{rungs}` (those that a layout can't use are left out), on {gpu}s, {stack}, {date}:"
+           ).format(**found[0] | dict(rungs="tf32,bf16,flash:backend=cudnn,fused_ops,chunked_ce,cuda_graphs"), stack=versions(found[0]))
+    yield table(["layout", "model", "sequences of both", "tokens/s", "speedup over one GPU", "peak GiB of a GPU", "one GPU's"],
+                [[f"`{r['layout']}`", f"`{r['model']}`", r["batch"], f"{r['tok_s']:,.0f}", of_one(r), f"{r['peak_gib']:.1f}", f"{r['alone_peak_gib']:.1f}"] for r in found])
+
+def tensor_parallel(root):
+    "A line on the machine, and a table of our tensor parallelism and PyTorch's"
+    found = read_json(folder(root)/"sharded/2-nvidia-h200-tensor-parallel.json", list)
+    yield ("`{workload}`, {tokens:,} tokens a step, on {gpu}s, {stack}, {date}; PyTorch's is `parallelize_module` with sequence parallel and `loss_parallel`, "
+           "as its documentation has it:").format(**found[0], stack=versions(found[0]))
+    yield table(["", "GPUs", "ms a step", "speed, of ours", "peak GiB of a GPU", "first loss"],
+                [[r["version"], r["gpus"], f"{r['ms']:.1f}", "" if r["version"] == "ours" else of_one(r), f"{r['peak_gib']:.1f}", f"{r['first_loss']:.4f}"] for r in found])
 
 def host(root):
     "A line on the machine, and a table of what two of its GPUs send each other"
-    lines = (folder(root)/"host/2-nvidia-h200.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [r for r in map(json.loads, lines) if r["section"] == "collectives"]
+    found = [r for r in host_records(root) if r["section"] == "collectives"]
     names = list(dict.fromkeys(r["name"] for r in found))
     by = {(r["name"], r["bytes"]): r for r in found}
     size = lambda n: f"{n//2**20} MiB" if n >= 2**20 else f"{n//2**10} KiB"
@@ -114,18 +138,53 @@ def host(root):
 
 OFF = 1.2 # times its prediction, from which on a kind of operation stands in the table
 
+def explained_records(root): return read_json(folder(root)/"explain/nvidia-h200.json", list)
+
+def reached(k): # a kind of operation
+    "The rate at which the measured kernels did what was counted, as text"
+    if k["bound"] == "arithmetic" or k["kind"] in ("matrix products", "fused attention"): return f"{k['flops']/k['measured_ms']/1e9:,.0f} TFLOP/s"
+    return f"{k['bytes']/k['measured_ms']/1e9:.2f} TB/s"
+
 def explained(root):
     "A line on the machine, a table of steps, and one of the kinds of operations that took longest over what was predicted"
-    records = read_json(folder(root)/"explain/nvidia-h200.json", list)
+    records = explained_records(root)
     ratio = lambda r: r["measured_ms"]/r["predicted_ms"]
     kinds = [(r, k) for r in records for k in r["kinds"] if k["measured_ms"] and k["measured_ms"] > .05*r["measured_ms"] and ratio(k) > OFF]
     shape = lambda r: " and ".join(" × ".join(f"{n:,}" for n in s) for s in r["batch"][:1])
     yield "Measured on one {gpu}, {stack}, {date}:".format(**records[0], stack=versions(records[0]))
-    yield table(["model", "batch", "with", "predicted ms", "measured ms", "measured / predicted", "bound by"],
-                [[r["name"], shape(r), ", ".join(r["rungs"]) or "nothing", f"{r['predicted_ms']:.1f}", f"{r['measured_ms']:.1f}", f"{ratio(r):.2f}×", r["bound"]] for r in records])
+    kernels = lambda r: sum(k["measured_ms"] or 0 for k in r["kinds"])
+    yield table(["model", "batch", "with", "predicted ms", "measured ms", "some minutes before", "its kernels, ms", "bound by"],
+                [[r["name"], shape(r), ", ".join(r["rungs"]) or "nothing", f"{r['predicted_ms']:.1f}", f"{r['measured_ms']:.1f}", f"{r['measured_before_ms']:.1f}",
+                  f"{kernels(r):.1f}", r["bound"]] for r in records])
     yield "Kinds with over 5% of a step's time that took over {:.0%} of their prediction:".format(OFF)
-    yield table(["model", "kind", "predicted ms", "measured ms", "measured / predicted"],
-                [[r["name"], k["kind"], f"{k['predicted_ms']:.1f}", f"{k['measured_ms']:.1f}", f"{ratio(k):.2f}×"] for r, k in kinds])
+    yield table(["model", "kind", "predicted ms", "measured ms", "measured / predicted", "reached"],
+                [[r["name"], k["kind"], f"{k['predicted_ms']:.1f}", f"{k['measured_ms']:.1f}", f"{ratio(k):.2f}×", reached(k)] for r, k in kinds])
+
+def of_explained(root, model, kind): # names
+    "The measured milliseconds of a kind of a model's step"
+    record = next(r for r in explained_records(root) if r["name"] == model)
+    return next(k["measured_ms"] for k in record["kinds"] if k["kind"] == kind)
+
+def kernel_ms(root, model, part): # a name; of the kernel's
+    "The milliseconds of a step in kernels with this in their names"
+    record = next(r for r in explained_records(root) if r["name"] == model)
+    return sum(k["ms"] for k in record["kernels"] if part in k["name"])
+
+def without_dropout(root, model, kind):
+    "The measured milliseconds of a kind without dropout"
+    return next(r["without_dropout"][kind] for r in explained_records(root) if r["name"] == model)
+
+# --- models of other shapes ---
+
+def shapes(root):
+    "A line on the machine, and a table of runs of models without a name"
+    records = read_json(folder(root)/"shapes/nvidia-h200.json", list)
+    r = records[0]
+    of = lambda c: f"{c['layers']} × {c['width']:,}, {c['heads']} heads of {(c.get('attention_width') or c['width'])//c['heads']}, {c['kv_heads']} KV heads, {c['seq_len']:,} tokens"
+    yield ("Runs of {steps} steps of {step_tokens:,} tokens with `--rungs fastest` and the default recipe, on one {gpu}, {stack}, {date}:").format(**r, stack=versions(r))
+    yield table(["shape", "weights", "tokens/s", "ms a step", "predicted ms", "loss", "logits in transformers differ by up to", "their standard deviation"],
+                [[of(r["config"]), f"{r['parameters']/1e6:,.0f} M", f"{r['tok_s']:,.0f}", f"{r['step_ms']:.1f}", f"{r['predicted_ms']:.1f}", f"{r['val_loss']:.3f}",
+                  f"{r['logits_gap']:.1e}", f"{r['logits_std']:.1f}"] for r in records])
 
 # --- what the finale printed ---
 
@@ -157,7 +216,9 @@ def environment(root):
     "That of all pages, with what these templates use"
     env, top, race = for_all_pages(), record(**TOP), newest(folder(root))
     env.globals |= dict(record=record, gain=gain, of_two=of_two, step=step, rounded=rounded, top=top,
-                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), accelerated=list(accelerated(root)), explained=list(explained(root)), sharded=list(sharded(root)), host=list(host(root)), lead=race[OURS],
+                        gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), accelerated=list(accelerated(root)), explained=list(explained(root)), shapes=list(shapes(root)), of_explained=partial(of_explained, root),
+                        kernel_ms=partial(kernel_ms, root), without_dropout=partial(without_dropout, root),
+                        layouts=list(layouts(root)), tensor_parallel=list(tensor_parallel(root)), sharded=list(sharded(root)), host=list(host(root)), lead=race[OURS],
                         lead_needs=packages(race), rival=best(race, "torch.compile"),
                         finale_tokens=finale_tokens(root), trouble=Trouble(root))
     return env
