@@ -15,6 +15,12 @@ from helpers.timeouts import FakeClock
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:   # as a shell starts its jobs in the background: programs of tests would be deaf to Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+ROOT = Path(__file__).resolve().parent.parent
+# What processes of the tests import besides torch: they begin as copies of one that has done so
+NEEDED = ["pytest", "matplotlib.figure", "matplotlib.pyplot", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+          "torch._inductor.pattern_matcher", "llm_speedrun.train.trainer",
+          *(f"llm_speedrun.{p.parent.name}.{p.stem}" for folder in ("rungs", "recipes", "tools") for p in sorted((ROOT/"llm_speedrun"/folder).glob("[a-z]*.py")))]
+
 if not torch.cuda.is_available():
     os.environ["IN_TEST"] = "1"     # few repetitions, where nothing is worth measuring
     # Kernels must be made for Triton's interpreter, before any test imports them. Whether they are used is asked at each
@@ -23,13 +29,13 @@ if not torch.cuda.is_available():
     import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.flash4, llm_speedrun.rungs.tensor_parallel
     import llm_speedrun.rungs.tied_embedding, llm_speedrun.rungs.memory_traffic, llm_speedrun.rungs.fp8_epilogues
     import llm_speedrun.recipes.fast_muon
+    if os.name == "posix":
+        from helpers.quick_start import start_quickly
+        start_quickly(also=NEEDED)
     os.environ["TRITON_INTERPRET"] = "0"
     from helpers.quick_kernels import run_kernels_quickly
     run_kernels_quickly()
-    if os.name == "posix":
-        import helpers.quick_programs   # whose copies have these settings
-        from helpers.quick_start import start_quickly
-        start_quickly()
+    if os.name == "posix": import helpers.quick_programs   # whose copies have these settings
 
 @pytest.fixture
 def kernels(monkeypatch):
@@ -108,7 +114,6 @@ def no_strays(monkeypatch):
         if p.poll() is None: p.kill(); p.wait()
     assert os.environ.get("PYTHONSAFEPATH") == safe, "it would tell the programs of later tests where not to look for modules"
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT/"nbs/site/_build"))    # the site's own code
 sys.path += [str(p) for p in (ROOT/"tests").iterdir() if p.is_dir()]  # some tests use what those of another folder have
 

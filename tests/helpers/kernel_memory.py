@@ -17,10 +17,12 @@ def merged(spans):
         else: res.append([a, b])
     return np.array(res, dtype=np.uint64).reshape(-1, 2).T
 
+PLAIN, PARAMETER = torch.Tensor, torch.nn.Parameter
+
 def tensors_of(args, names):
     "Return the tensors that a launch may touch: its own, and with a table of addresses all that there are"
     ts = [t for t in args if isinstance(t, torch.Tensor)]
-    if "table_ptr" in names: ts += [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and type(t) in (torch.Tensor, torch.nn.Parameter)]
+    if "table_ptr" in names: ts += [t for t in gc.get_objects() if (kind := type(t)) is PLAIN or kind is PARAMETER] # a million objects a launch
     return [t for t in ts if t.device.type == "cpu" and t.layout == torch.strided and t.numel()]
 
 class Checked:
