@@ -318,7 +318,7 @@ def test_trains_on_a_folder_of_text(tmp_path):
 def test_trains_on_a_nanogpt_bin(tmp_path):
     "`--data` takes nanoGPT's train.bin, with the val.bin beside it; the run's folder has a name by default"
     write_bins(tmp_path/"bins")
-    res = run(tmp_path, "speedrun_train", "--data", "bins/train.bin", *QUICK, "--vocab", VOCAB)
+    res = run(tmp_path, "speedrun_train", "--data", "bins/train.bin", *QUICK, "--vocab", VOCAB, "--recipe", "adamw")
     assert res.returncode == 0, res.stderr
     folder, = (tmp_path/"runs").iterdir()
     assert folder.name.startswith("tiny-") and f"everything is in runs/{folder.name}/" in res.stdout

@@ -1,5 +1,5 @@
 "The package imports where Triton, torchao, Liger, pyplot, the network and CUDA are missing, quickly, and changes nothing by it."
-import json, multiprocessing, os, re, subprocess, sys
+import json, multiprocessing, os, re, shutil, subprocess, sys
 from pathlib import Path
 import pytest
 import llm_speedrun
@@ -127,35 +127,41 @@ from llm_speedrun.train import trainer
 from llm_speedrun.train.config import TrainConfig
 take, heavy = trainer.Trainer.first_step, lambda: sorted(HEAVY & (set(sys.modules) - known))
 def first_step(t, x, y):
-    before, loss = heavy(), take(t, x, y)
+    before = heavy()
     found[f"before the first step of a {'resumed' if t.record else 'new'} run"] = before
+    if ENDS: print(json.dumps(found), flush=True); os._exit(0)
+    loss = take(t, x, y)
     found[f"after the first step of a {'resumed' if t.record else 'new'} run"] = heavy()
     return loss
 trainer.Trainer.first_step, trainer.Trainer.finish, found = first_step, trainer.Trainer.stop_fast, {}
 options = dict(data="bins", model="tiny", seq_len=16, step_tokens=64, vocab=300, eval_tokens=64, name="run", num_evals=1, lr=1e-3)
-runs = dict(options, recipe=RECIPE, rungs=RUNGS, steps=2), dict(resume="runs/run", steps=3)
+runs = dict(options, recipe=RECIPE, rungs=RUNGS, steps=2), dict(resume="runs/run", steps=3), dict(resume="runs/run", steps=4)
 for how in (runs[i] for i in WHICH):
     trainer.train(TrainConfig(**how), progress=False)[0].coordinator.stop_watching()
 print(json.dumps(found))
 """
 
-@pytest.mark.parametrize("recipe, rungs, n", [("speedrun", "flash:backend=flash", 1), ("adamw", "flash:backend=flash,adamw8bit", 1), ("speedrun", "flash:backend=flash", 2)])
-def test_heavy_modules_wait_for_the_first_step(tmp_path, recipe, rungs, n):
+@pytest.mark.parametrize("recipe, rungs", [("speedrun", "flash:backend=flash"), ("adamw", "flash:backend=flash,adamw8bit")])
+def test_heavy_modules_wait_for_the_first_step(tmp_path, recipe, rungs):
     """A run and one that goes on, of one process or two, take their first step without PyTorch's compiler, and without sympy, which autograd imports
-    where it is given a gradient. PyTorch's DDP, which a CPU takes, imports them in the first step"""
+    where it is given a gradient. PyTorch's DDP, which a CPU takes, imports them in the first step: the two end before it"""
     write_bins(tmp_path/"bins")
     env = os.environ | dict(CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(map(str, (HERE.parent, HERE))), OMP_NUM_THREADS="1",
                             LLM_SPEEDRUN_CACHE=str(tmp_path/"cache"))
-    if n > 1: env |= dict(WORLD_SIZE=str(n), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
-    def found_by(*which): # runs that one process begins, 1 is the one that goes on
-        code = f"HEAVY, RECIPE, RUNGS, WHICH = {HEAVY}, {recipe!r}, {rungs!r}, {which}\n{FIRST_STEP}"
+    def found_by(n, *which): # processes; runs that each begins, of which 1 and 2 go on
+        code = f"HEAVY, RECIPE, RUNGS, WHICH, ENDS = {HEAVY}, {recipe!r}, {rungs!r}, {which}, {n > 1}\n{FIRST_STEP}"
+        group = dict(WORLD_SIZE=str(n), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
         ps = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-                               env=env | (dict(RANK=str(i), LOCAL_RANK=str(i)) if n > 1 else {})) for i in range(n)]
+                               env=env | (group | dict(RANK=str(i), LOCAL_RANK=str(i)) if n > 1 else {})) for i in range(n)]
         outs = [p.communicate(timeout=TIMEOUT) for p in ps]
         assert not any(p.returncode for p in ps), outs
         return [json.loads(out.splitlines()[-1]) for out, _ in outs]
-    for found in found_by(0, 1) if n == 1 else found_by(0) + found_by(1):
-        assert found and not any(found[k] for k in found if n == 1 or k.startswith("before")), found
+    [alone] = found_by(1, 0, 1)
+    assert len(alone) == 4 and not any(alone.values()), alone
+    if recipe != "speedrun": return
+    two = found_by(2, 2) # from the checkpoint of one process
+    shutil.rmtree(tmp_path/"runs/run")
+    for found in two + found_by(2, 0): assert len(found) == 1 and not any(found.values()), found
 
 def sources(): return {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py") if p.name != "_modidx.py"}
 

@@ -715,7 +715,7 @@ def test_out_of_memory_for_an_average(tmp_path, monkeypatch):
 SCRIPT = "import sys; from llm_speedrun.cli import speedrun_train; speedrun_train()"
 
 def command(folder, *more):
-    args = dict(data=write_bins(folder/"bins"), model="tiny", rungs="naive", steps=12, micro_batch_size=4, seq_len=32, vocab=VOCAB, eval_tokens=128,
+    args = dict(data=write_bins(folder/"bins"), model="tiny", recipe="adamw", rungs="naive", steps=12, micro_batch_size=4, seq_len=32, vocab=VOCAB, eval_tokens=128,
                 sample_tokens=4, name="run", out=folder/"runs")
     return [sys.executable, "-c", SCRIPT, *(str(o) for k, v in args.items() for o in (f"--{k}", v)), *more]
 
