@@ -110,7 +110,7 @@ def commands(body):
 
 def environment(folder):
     "Of a process that runs in `folder`"
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(folder/"bin"), str(Path(sys.executable).parent), os.environ["PATH"]]) # a test puts programs of its own into bin
     return os.environ | dict(COLUMNS="100", PATH=path, PYTHONPATH=str(ROOT), PYTHONIOENCODING="utf-8", OMP_NUM_THREADS="1",
                              LLM_SPEEDRUN_CACHE=str(folder/"cache"), CUDA_VISIBLE_DEVICES="", MPLBACKEND="Agg")
 

@@ -1,6 +1,6 @@
 """Commands that readers are shown: every option is understood, every target and file exists, and those of the Train section print what
 stands below them."""
-import ast, json, os, re, shlex, shutil
+import ast, json, os, re, shlex, shutil, sys
 from contextlib import nullcontext
 from functools import cache
 from unittest.mock import patch
@@ -148,6 +148,19 @@ def small_steps(body):
     if "speedrun_doctor" in body: return nullcontext()
     return patch.object(resolve, "resolve_batch_sizes", lambda c, default, dp=1, divide=resolve.resolve_batch_sizes: divide(c, default//16, dp))
 
+SMALL_STEPS = """from llm_speedrun import cli
+from llm_speedrun.train import resolve
+divide = resolve.resolve_batch_sizes
+resolve.resolve_batch_sizes = lambda c, default, dp=1: divide(c, default//16, dp)
+cli.speedrun_train()"""
+
+def write_program(folder):
+    "A `speedrun_train` for a shell, a real process whose steps are as small"
+    (folder/"bin").mkdir()
+    program = folder/"bin/speedrun_train"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-c", SMALL_STEPS])} "$@"\n')
+    program.chmod(0o755)
+
 @pytest.fixture(autouse=True)
 def once_each(monkeypatch):
     "What is timed is timed once, after one step: nobody compares how long it took. Nor does anybody look at charts"
@@ -157,9 +170,12 @@ def once_each(monkeypatch):
         monkeypatch.setattr(m, "sample_ms", lambda f, reps, sample_ms=m.sample_ms: sample_ms(f, min(1, reps)))
 
 @pytest.fixture(scope="module")
-def ready(tmp_path_factory):
+def ready(once, shared_folder):
     if torch.cuda.is_available(): pytest.skip("what the pages show was printed by a CPU")
-    with small_steps(""): return made_ready(tmp_path_factory.mktemp("shown"))
+    def made():
+        (shared_folder/"shown").mkdir()
+        with small_steps(""): return made_ready(shared_folder/"shown")
+    return once("shown", made)
 
 def test_the_exported_folder_opens_as_shown(ready, tmp_path, monkeypatch, capsys):
     "The Python of the page about exporting"
@@ -177,6 +193,7 @@ def test_commands_print_what_is_shown(path, ready, tmp_path):
     folder = tmp_path/"here"
     shutil.copytree(ready, folder, symlinks=True)
     write_files(text_of(path), folder)
+    write_program(folder)
     for shell, output in pairs(text_of(path)):
         assert not output or shell.runs, f"an output that nobody compares:\n{shell.body}"
         if not shell.runs: continue
