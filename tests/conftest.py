@@ -5,7 +5,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")     # charts are written to files her
 share = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", os.cpu_count() or 1))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1") # more begin with processes that import torch, for code of a few lines
-import gc, pickle, shutil, signal, subprocess, sys, time, traceback, uuid
+import gc, importlib, pickle, shutil, signal, subprocess, sys, time, traceback, uuid
 from contextlib import suppress
 from pathlib import Path
 import numpy as np, pytest, torch
@@ -16,9 +16,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:   # as a shell starts its 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
-# What processes of the tests import besides torch: they begin as copies of one that has done so
-NEEDED = ["pytest", "matplotlib.figure", "matplotlib.pyplot", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-          "torch._inductor.pattern_matcher", "llm_speedrun.train.trainer",
+# What processes of the tests import besides torch: they begin as copies of this one, which has done so
+NEEDED = ["torch._dynamo", "torch._inductor.pattern_matcher", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "llm_speedrun.train.trainer",
+          "matplotlib.pyplot",
           *(f"llm_speedrun.{p.parent.name}.{p.stem}" for folder in ("rungs", "recipes", "tools") for p in sorted((ROOT/"llm_speedrun"/folder).glob("[a-z]*.py")))]
 
 if not torch.cuda.is_available():
@@ -26,12 +26,11 @@ if not torch.cuda.is_available():
     # Kernels must be made for Triton's interpreter, before any test imports them. Whether they are used is asked at each
     # call: tests of kernels set this to 1, whole models would take the interpreter minutes.
     os.environ["TRITON_INTERPRET"] = "1"
-    import llm_speedrun.rungs.fused_fp8, llm_speedrun.rungs.optim, llm_speedrun.rungs.flash4, llm_speedrun.rungs.tensor_parallel
-    import llm_speedrun.rungs.tied_embedding, llm_speedrun.rungs.memory_traffic, llm_speedrun.rungs.fp8_epilogues
-    import llm_speedrun.recipes.fast_muon
+    for name in NEEDED:
+        with suppress(ImportError): importlib.import_module(name)
     if os.name == "posix":
         from helpers.quick_start import start_quickly
-        start_quickly(also=NEEDED)
+        start_quickly(now=True)
     os.environ["TRITON_INTERPRET"] = "0"
     from helpers.quick_kernels import run_kernels_quickly
     run_kernels_quickly()

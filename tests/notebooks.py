@@ -7,6 +7,7 @@ import faulthandler, gc, multiprocessing, os, sys, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
+from helpers.quick_counts import count_quickly
 from helpers.quick_figures import draw_figures_quickly
 from helpers.quick_kernels import run_kernels_quickly
 from helpers.quick_start import start_quickly
@@ -17,11 +18,15 @@ LONG = """40_trainer 20_compile 73_finale 23_optim 22_checkpointing 16_fused_ops
     05_rungs 62_ddp 43_loader loader liveness 63_fsdp 19_fused_fp8 17_chunked_ce 18_fp8 32_fewer_bytes comparison 64_tensor_parallel 59_beyond
     57_speedrun 21_cuda_graphs 11_amp""".split()
 
+COUNTING = "op_counter", "step_builder", "kernel_ops" # which are about this
+
 def test(path, flags, log):
     "Test a notebook in this process, which prints into the file `log`. What hangs leaves its stack there"
     os.environ.pop("TRITON_INTERPRET", None)    # was for what is preloaded
     for fd in (1, 2): os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), fd)
-    if "cuda" not in flags: start_quickly(now=True); run_kernels_quickly(); draw_figures_quickly()
+    if "cuda" not in flags:
+        start_quickly(now=True); run_kernels_quickly(); draw_figures_quickly()
+        if Path(path).stem not in COUNTING: count_quickly()
     gc.collect(); gc.freeze()   # what all begin with: collections of garbage need not look through it each time
     faulthandler.dump_traceback_later(NOTEBOOK_TIMEOUT, exit=True, file=2)
     from nbdev.test import nbdev_test
@@ -58,6 +63,8 @@ def test_all(paths):
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1") # more begin with processes that import torch
         os.environ["TRITON_INTERPRET"] = "1"    # torch._dynamo imports triton, and notebooks run kernels in its interpreter
         preload.append("torch._dynamo")         # which each optimizer imports
+        preload += ["llm_speedrun.train.trainer", "torch._inductor.pattern_matcher",
+                    *(f"llm_speedrun.{p.parent.name}.{p.stem}" for folder in ("rungs", "recipes") for p in sorted(Path("llm_speedrun", folder).glob("[a-z]*.py")))]
         paths = longest_first(paths)
     # A process begins as a copy of one that has imported these
     processes = multiprocessing.get_context("forkserver")

@@ -3,6 +3,7 @@ import os, subprocess, sys
 from pathlib import Path
 import pytest
 import measure_host
+from helpers import quick_programs
 from helpers.timeouts import TIMEOUT, wait_until
 from llm_speedrun.io_utils import RunError
 from llm_speedrun.rung_registry import rung_name
@@ -11,7 +12,7 @@ from make_readme import ROOT
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
 
 def run(out, *words):
-    p = subprocess.run([sys.executable, ROOT/"tests/measure_host.py", out, "--tiny", "--gpus", "2", *map(str, words)], capture_output=True, text=True, timeout=TIMEOUT)
+    p = quick_programs.run([sys.executable, ROOT/"tests/measure_host.py", out, "--tiny", "--gpus", "2", *map(str, words)], capture_output=True, text=True, timeout=TIMEOUT)
     return p.stdout
 
 def options(out, *words): return measure_host.options([str(out), "--tiny", *words])

@@ -27,11 +27,10 @@ def forked(path, words, kept):
         exec(words[-1], {})
     finally: os._exit(0)
 
-def start_quickly(now=False, also=()): # whether this process is a new one with all that they need: then they are copies of it; else what they need
+def start_quickly(now=False): # whether this process is a new one with all that they need: then they are copies of it
     "From here on"
     quick, context_of = QuickContext(), torch.multiprocessing.get_context
-    quick.set_forkserver_preload(["torch._dynamo", *also])
+    quick.set_forkserver_preload(["torch._dynamo"])
     if now:
         with patch.object(multiprocessing.util, "spawnv_passfds", forked): multiprocessing.forkserver.ensure_running()
-    elif also: multiprocessing.forkserver.ensure_running() # as this process is now, whichever test comes first
     torch.multiprocessing.get_context = lambda method=None: quick if method == "spawn" else context_of(method)

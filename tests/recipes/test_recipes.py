@@ -251,7 +251,7 @@ def test_another_recipe_is_another_run(tmp_path):
 @pytest.mark.parametrize("recipe", ["adamw", "tuned_adamw", "muon", "normuon", "speedrun", "without_muon"])
 def test_it_learns(tmp_path, recipe, rungs):
     if recipe != "adamw": rungs = rungs.removesuffix(",fused_adamw") # whose optimizer the others replace
-    trainer, res = train(options(tmp_path, recipe=recipe, rungs=rungs, steps=60), progress=False)
+    trainer, res = train(options(tmp_path, recipe=recipe, rungs=rungs, steps=36), progress=False)
     first = next(r["loss"] for r in trainer.rows() if "loss" in r)
     assert res["val_loss"] < first - (.3 if recipe in ("adamw", "tuned_adamw") else 1.)
 
