@@ -13,19 +13,20 @@ from llm_speedrun.train.config import TrainConfig
 NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq_len=32, rope_theta=500.)
 VOCAB = 300     # of the data: the model has some rows to spare
 
-def draw_less(monkeypatch):
-    "Charts are drawn without ticks and without making room for labels, which is half of what a tiny run costs"
+def draw_less(monkeypatch, curves=False): # whether these are drawn nevertheless, without ticks
+    "Charts are made, and nothing is drawn into their images, which is half of what a tiny run costs"
     monkeypatch.setattr(Figure, "set_layout_engine", lambda self, *args, **kw: None)
+    if not curves: monkeypatch.setattr(Figure, "draw", lambda self, renderer: None)
     for name in ("draw", "get_tightbbox"): monkeypatch.setattr(Axis, name, lambda self, *args, **kw: None)
 
 @pytest.fixture(scope="module", autouse=True)
 def nano(request):
     """`nano` is a workload in the test modules that import this; a run takes one update a step there, for those who count them. The
-    charts of its end are drawn with less, but in `test_report`"""
+    charts of its end are drawn in `test_report` alone, curves in `test_compare`"""
     WORKLOADS["nano"], best = NANO, recipe_spec.BEST
     recipe_spec.BEST = "normuon"
     with pytest.MonkeyPatch.context() as m:
-        if request.module.__name__ != "test_report": draw_less(m)
+        if request.module.__name__ != "test_report": draw_less(m, curves=request.module.__name__ == "test_compare") # which reads the charts' words
         yield NANO
     recipe_spec.BEST = best
     del WORKLOADS["nano"]
