@@ -38,15 +38,21 @@ def once_for_each_shape(f):
         return res
     return fake
 
+def compute_shapes_quickly():
+    "Of operations that are there, and of those that a lesson makes, where PyTorch is one that works so"
+    try:
+        from torch._library.custom_ops import CustomOpDef, OPDEFS
+        register, ours = CustomOpDef.register_fake, [op for name, op in OPDEFS.items() if name.startswith("llm_speedrun::") and op._abstract_fn]
+    except (ImportError, AttributeError): return
+    for op in ours: op._abstract_fn = once_for_each_shape(op._abstract_fn)
+    CustomOpDef.register_fake = lambda self, f: register(self, once_for_each_shape(f) if self._qualname.startswith("llm_speedrun::") else f)
+
 def count_quickly():
     "From here on"
     import torch
-    from torch._library.custom_ops import CustomOpDef, OPDEFS
     from llm_speedrun import rung_registry, step_builder
-    plain, register, known = step_builder.count_step, CustomOpDef.register_fake, {}
-    for name, op in [*OPDEFS.items()]:
-        if name.startswith("llm_speedrun::") and op._abstract_fn: op._abstract_fn = once_for_each_shape(op._abstract_fn)
-    CustomOpDef.register_fake = lambda self, f: register(self, once_for_each_shape(f) if self._qualname.startswith("llm_speedrun::") else f)
+    compute_shapes_quickly()
+    plain, known = step_builder.count_step, {}
 
     @wraps(plain)
     def count_step(config, rungs=(), batch=1, micro=None, **how):
