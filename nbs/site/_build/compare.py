@@ -86,6 +86,6 @@ def filled(root): # the repository
     run, larger = newest(measured), newest(measured, LARGER)
     facts = yaml.safe_load((HERE/"projects.yml").read_text(encoding="utf-8"))
     missing = [v for v in PROJECTS.values() if not best(run, v)]
-    return dict(run=run, ours=run.get(OURS), when=when(run) if run else "", cautions=cautions(run, measured) if run else "", speeds=speeds(run), name=name,
+    return dict(run=run, ours=run.get(OURS), when=when(run) if run else "", cautions=cautions(run) if run else "", speeds=speeds(run), name=name,
                 larger=speeds(larger), large=larger.get(OURS), large_when=when(larger) if larger else "", missing=missing, left_out=left_out(measured),
                 published=published(root), race=to_loss(root), ran=[r for r in run.values() if r.get("source")], facts=facts, features=features(facts, root))

@@ -1,6 +1,6 @@
 """The speed that the site leads with: lists of ours and other projects in one interleaved run, on one card, of one commit and one stack.
 Home, README, the page that compares, the page on compilers and the social image take it from here, so that they say the same."""
-import json
+import json, textwrap
 from pathlib import Path
 from statistics import median
 from llm_speedrun.io_utils import read_json
@@ -17,7 +17,7 @@ PROJECTS = {"compile": "torch.compile", "nanogpt": "nanoGPT", "nanochat": "nanoc
             "torchtitan": "torchtitan", "llmq": "LLMQ", "modded": "modded-nanogpt"} # how a record's name begins -> whose step it is
 NAMES = { # of a record -> what to show; as `PROJECTS` where nothing stands here
     "fastest": "**llm_speedrun**, FP8", "fastest16": "**llm_speedrun**, bf16 only",
-    "fastest-installed": "**llm_speedrun**, FP8, without FlashAttention-4 and QuACK", "fastest16-installed": "**llm_speedrun**, bf16, without the two",
+    "fastest-installed": "**llm_speedrun**, FP8, as installed", "fastest16-installed": "**llm_speedrun**, bf16, as installed",
     "compile_blocks": "torch.compile by blocks", "compile_whole": "torch.compile as a whole", "compile_flash4": "torch.compile, FlashAttention-4, chunked loss",
     "compile_autotuned": "the same with max-autotune", "compile_tensorwise": "torch.compile, torchao's FP8", "nanogpt_tensorwise": "nanoGPT, torchao's FP8",
     "nanogpt_rowwise": "nanoGPT, torchao's rowwise FP8", "nanochat_fp8": "nanochat, its FP8", "transformers_hopper": "transformers with Liger's loss for Hopper"}
@@ -34,19 +34,20 @@ def name(r): return NAMES.get(r["rung"]) or project(r) or f"`{r['rung']}`"
 # --- runs ---
 
 def raced(folder=MEASUREMENTS): # of the records
-    "The records of all races of a step, in whichever file: they alone count weights in matmuls"
+    "The records of all races of a step, in whichever file: they alone count weights in matmuls. Not those of models of transformers, with other batches"
     for path in sorted(folder.rglob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         for r in found if isinstance(found, list) else []:
-            if isinstance(r, dict) and "in_products" in r and r.get("measured", "step") == "step": yield r
+            if isinstance(r, dict) and "in_products" in r and r.get("measured", "step") == "step" and r["notebook"] != "bench_accelerate": yield r
 
 def run_of(r): # a record
     "What the records of one process share: the name of its run, or, before runs had names, the joules of our step, which a process measured once"
     return r.get("run") or r.get("joules_of_fastest"), r["gpu"], r["workload"]
 
 def with_ours(run): # name -> record
-    """The run with a record of `fastest`. Older ones have none: there it is what it took beside each of the others, the median"""
-    if OURS in run or not run: return run
+    """The run with a record of `fastest`. Older ones have none: there it is what it took beside each of the others, the median. {} without either"""
+    if OURS in run: return run
+    if not all("ms_of_fastest" in r for r in run.values()): return {}
     first, ms = next(iter(run.values())), median(r["ms_of_fastest"] for r in run.values())
     ours = {k: first.get(k) for k in SAME} | dict(rung=OURS, before=None, ratio=1., ms=ms, tok_s=first["batch"]*first["seq"]/ms*1e3, dtype="fp8",
                                                   rungs=None, code=None, peak_gib=None)
@@ -57,12 +58,13 @@ def runs(workload=SPINE[0], folder=MEASUREMENTS):
     found = {}
     for r in raced(folder):
         if r["workload"] == workload and ("run" in r or "joules_of_fastest" in r): found.setdefault(run_of(r), {})[r["rung"]] = r
-    return [with_ours(run) for run in found.values() if any(map(project, run.values()))]
+    return [run for run in map(with_ours, found.values()) if any(map(project, run.values()))]
 
 def stronger(r, run, folder=MEASUREMENTS): # a record of a run
-    "Records of the same project in the same precision, workload and card that are faster, in a form that wasn't in the run"
-    alike = lambda o: (project(o), *(o[k] for k in ("dtype", "gpu", "workload", "batch", "seq")))
-    return [o for o in raced(folder) if project(o) and alike(o) == alike(r) and o["rung"] not in run and o["tok_s"] > r["tok_s"]]
+    "Records of the same project, precision, workload and card that are faster than all of the run, in a form that wasn't in it"
+    alike = lambda o: project(o) == project(r) and all(o[k] == r[k] for k in ("dtype", "gpu", "workload", "batch", "seq"))
+    most = max(o["tok_s"] for o in run.values() if alike(o))
+    return [o for o in raced(folder) if alike(o) and o["rung"] not in run and o["tok_s"] > most]
 
 def leading(folder=MEASUREMENTS, workload=SPINE[0]):
     "The newest run on the first card that has one, of the same day that with most rivals; without one {}"
@@ -110,7 +112,7 @@ def times_of(run, r, ours=OURS): # a record
     low, high = (a.get(k, a["ratio"]) for k in ("ratio_p10", "ratio_p90"))
     return a["ratio"]/r["ratio"], low/r.get("ratio_p90", r["ratio"]), high/r.get("ratio_p10", r["ratio"])
 
-def times_text(run, r, ours=OURS): return "{:.2f}× ({:.2f} to {:.2f})".format(*times_of(run, r, ours))
+def times_text(run, r, ours=OURS): return "{:.2f}× ({:.2f}–{:.2f})".format(*times_of(run, r, ours))
 
 # Who stands in the facts. nanochat takes its steps otherwise than its owner does (whole windows, PyTorch's attention, an optimizer that runs after an
 # eighth of the tokens or fewer), so it has a row in the tables, and the page that compares says how
@@ -199,26 +201,26 @@ def larger(folder=MEASUREMENTS):
     "A sentence on the run of the larger model; nothing without one"
     if not (run := newest(folder, LARGER)): return ""
     bf16 = speedups(run, OURS_16, "bf16")
-    return (f"In a model of a billion weights (`{LARGER}`, one {run[OURS]['gpu']}, {when(run)}) ours takes {thousands(run[OURS])} in FP8: "
-            f"{speedups(run)}{f'; with bf16 on both sides {bf16}' if bf16 else ''}. ")
+    return (f"A model of a billion weights (`{LARGER}`, {run[OURS]['gpu']}, {when(run)}): {thousands(run[OURS])} in FP8, "
+            f"{speedups(run)}{f'; with bf16 on both sides {bf16}' if bf16 else ''}.")
 
-def cautions(run, folder=MEASUREMENTS):
+def cautions(run):
     "What to know of the speedups"
-    need = f"Our lists need {packages(run)}. " if packages(run) else ""
-    return (f"How far to trust this: one {run[OURS]['gpu']}, {when(run)}. Our FP8 list took turns with one of the others at a time, in one process. "
-            f"The ratio in bf16 divides two such ratios, and its range is the widest that they allow. All take steps with an optimizer on one batch of random tokens. {need}"
-            f"{larger(folder)}We measured it ourselves: no third party has confirmed it.")
+    need = f"Our lists need {packages(run)}; *as installed* is without. " if packages(run) else ""
+    return (f"How far to trust this: our FP8 list took turns with one of the others at a time, in one process. "
+            f"A ratio in bf16 divides two such ratios, with the widest range that they allow. All step on one batch of random tokens. {need}"
+            f"No third party has confirmed it.")
 
 def chart(run, size=(7.4, 4.2)): # in inches
     "Bars of thousand tokens per second of all in the run, ours in color, FP8 hatched"
     import matplotlib.pyplot as plt
     shown = sorted(run.values(), key=lambda r: -r["ratio"])
-    names = [name(r).replace("**", "") + ("" if project(r) is None or "FP8" in name(r) else ", bf16") for r in shown]
+    names = [textwrap.fill(name(r).replace("**", "") + ("" if project(r) is None or "FP8" in name(r) else ", bf16"), 30) for r in shown]
     fig, ax = plt.subplots(figsize=size, layout="constrained")
     bars = ax.barh(names, [r["tok_s"]/1e3 for r in shown], .7, color=[COLORS["grey" if project(r) else "sky" if r["dtype"] == "bf16" else "blue"] for r in shown])
     ax.bar_label(bars, [f"{r['tok_s']/1e3:,.0f} K" for r in shown], padding=4)
     ax.invert_yaxis(); ax.margins(x=.12); ax.spines[["top", "right"]].set_visible(False)
-    ax.set_xlabel("thousand tokens per second: {workload}, {batch} × {seq} tokens a step\n{gpu}, ".format(**run[OURS]) + when(run))
+    fig.supxlabel("thousand tokens per second: {workload}, {batch} × {seq} tokens a step\n{gpu}, ".format(**run[OURS]) + when(run), size="medium")
     return ax
 
 def save_chart(path):

@@ -137,8 +137,8 @@ def peer_row(r):
 def trainers_page(root):
     found, races = [r for r in raced(folder(root)) if "-without-" not in r["rung"]], {} # lesson 38 has the lists without a rung
     for r in sorted(found, key=lambda r: (CARDS.index(r["gpu"]) if r["gpu"] in CARDS else len(CARDS), r["workload"], r["date"])): races.setdefault((r["gpu"], r["workload"], r["batch"], r["seq"], r["date"]), []).append(r)
-    tables = [dict(title=f"{workload} on {gpu}, {batch} × {seq} tokens a step", versions=versions(rs),
-                   rows=list(map(peer_row, rs))) for (gpu, workload, batch, seq, _), rs in races.items()]
+    tables = [dict(title=f"{workload} on {gpu}, {batch} × {seq} tokens a step, {day}", versions=versions(rs),
+                   rows=list(map(peer_row, sorted(rs, key=lambda r: -r["ratio"])))) for (gpu, workload, batch, seq, day), rs in races.items()]
     option = lambda k, a: f"`--peer {k}{'=FOLDER' * bool(a.clone)}`" if a.step else "runs alone"
     adapters = [[f"`{k}`", f"<{a.clone}>" if a.clone else "pip", option(k, a)] for k, a in PEERS.items()]
     return dict(head=PEER_HEAD, tables=tables, adapters=adapters, records=found)
@@ -161,7 +161,7 @@ def gains_of_fp8(measured):
             both = [best(run, whose, k) for k in ("bf16", "fp8")] if whose else [run.get(OURS_16), run[OURS]]
             if not all(both): continue
             gain, *between = times_of(run, both[0], both[1]["rung"])
-            rows.append([f"`{run[OURS]['workload']}`", run[OURS]["gpu"], whose or "**llm_speedrun**", "{:.2f}× ({:.2f} to {:.2f})".format(gain, *between), run[OURS]["date"]])
+            rows.append([f"`{run[OURS]['workload']}`", run[OURS]["gpu"], whose or "**llm_speedrun**", "{:.2f}× ({:.2f}–{:.2f})".format(gain, *between), run[OURS]["date"]])
     return rows
 
 @page("measured/compiler.qmd")
