@@ -171,7 +171,8 @@ def compiler_page(root):
     cut = "fastest-without-chunked_ce", CARDS[0], SPINE[0]
     without = next((r["ratio"] for r in raced(measured) if (r["rung"], r["gpu"], r["workload"]) == cut), None)
     studies = yaml.safe_load((Path(__file__).parent/"studies.yml").read_text(encoding="utf-8"))["studies"]
-    made = re.search(r"^confirm:", (Path(__file__).parents[3]/"Makefile").read_text(encoding="utf-8"), re.M)
+    makefile = root/"Makefile"
+    made = makefile.exists() and re.search(r"^confirm:", makefile.read_text(encoding="utf-8"), re.M)
     return dict(studies=studies, run=run, ours=run.get(OURS), when=when(run) if run else "", speeds=speeds(run), large=larger.get(OURS),
                 large_when=when(larger) if larger else "", larger=speeds(larger), compiled=compiled(measured), gains=gains_of_fp8(measured),
                 without_chunks=times(1/without) if without else "",
