@@ -50,7 +50,7 @@ def code_of(rungs): # names
 
 # %% ../nbs/source/records.ipynb #05also02
 def codes_of(r): # a record with `code`
-    "Return the digests that a record stands for: of the code that was measured, and later ones that compute the same"
+    "Return the digests that a record stands for: of the measured code, and later ones that compute the same"
     return {r["code"], *(o["code"] for o in r.get("also", ()))}
 
 @lru_cache
@@ -64,10 +64,12 @@ def note_same_code(path, # of a file of records
                    why, # what changed, and why it can't change the numbers
                    commit, # in which it changed
                    chosen=lambda r: True): # of a record: whether this is so for it
-    "Append today's digest to `also` of the chosen records that aren't current; `code` stays. Returns how many"
+    "Append today's digest to `also` of chosen records that aren't current; `code` stays. Returns how many"
     records = load_records(path)
     later = [r for r in records if r.get("code") and chosen(r) and not is_current(r)]
-    for r in later: r.setdefault("also", []).append(dict(code=_code_now(tuple(r["rungs"])), commit=commit, why=why))
+    for r in later:
+        now = dict(code=_code_now(tuple(r["rungs"])), commit=commit, why=why)
+        r.setdefault("also", []).append(now)
     replace_file(path, json.dumps(records, indent=1) + "\n")
     return len(later)
 

@@ -63,10 +63,10 @@ def test_headline_numbers_come_from_one_run(workload):
         assert not [o["rung"] for o in others if o["rung"] not in run and o["tok_s"] > best["tok_s"]], f"a stronger {whose} is on record"
     for path in (MEASUREMENTS/"headline").glob("*.json"):
         for r in json.loads(path.read_text(encoding="utf-8")):
-            assert re.fullmatch("[0-9a-f]{7,40}", r["commit"]) and {"run", "packages", "measured", *headline.SAME} <= r.keys(), (path.name, r["rung"])
+            assert re.fullmatch("[0-9a-f]{7,40}", str(r["commit"])) and {"run", "packages", "measured", *headline.SAME} <= r.keys(), (path.name, r["rung"])
     if "run" in run[headline.OURS]: assert headline.left_out(workload=workload) == [], "race the stronger form of it in the same run"
 
-@pytest.mark.parametrize("change", [dict(commit="4567abcd"), dict(gpu=H200), dict(torch="2.13.0"), dict(driver="590"), dict(packages=dict(torchao="0.18")), dict(date="2026-11-28")])
+@pytest.mark.parametrize("change", [dict(commit="4567abcd"), dict(gpu=H200), dict(torch="2.13.0"), dict(driver="590"), dict(packages=dict(torchao="0.18")), dict(workload="1b")])
 def test_programs_that_never_coexisted_are_found(change):
     run = {r["rung"]: r for r in RACE}
     assert headline.differences(run) == []
@@ -117,6 +117,9 @@ def test_facts_of_a_run(tmp_path):
 @pytest.mark.parametrize("more", [dict(commit="0123abcd-dirty"), dict(commit=None), dict(code="0123456789abcdef", rungs=["flash"])])
 def test_older_code_is_said(tmp_path, more):
     assert "measured with older code" in headline.facts(run_of(tmp_path, **more), "", tmp_path)
+
+def test_lists_without_a_rung_are_no_headline(tmp_path):
+    assert "fastest-without-flash4" not in run_of(tmp_path, [*RACE, contender("fastest-without-flash4", 1.1)])
 
 def test_cautions(tmp_path):
     run = run_of(tmp_path)
@@ -334,7 +337,7 @@ def test_compare_with_a_race(checkout):
     found = rows(page)
     assert found["nanoGPT"] == ["350,000", "20.0", "2.00× (1.92–2.08)", "1.60× (1.54–1.67)"] and found["**llm_speedrun**, FP8"][2:] == ["", ""]
     assert found["nanoGPT, torchao's FP8"][-1] == "", "our bf16 is compared with bf16"
-    assert "Not measured yet in this run: transformers with Liger, litgpt, torchtitan, LLMQ, modded-nanogpt. " in page
+    assert "Not measured yet in this run: transformers, litgpt, torchtitan, LLMQ, modded-nanogpt. " in page
     assert "commit of nanochat;\n  124.0 M weights, 99.0 M of them" in page and "2026-11-27" in page
     assert [k for k in found if found[k][0][:1].isdigit()] == ["**llm_speedrun**, FP8", "**llm_speedrun**, bf16 only",
         "torch.compile, FlashAttention-4, chunked loss", "torch.compile as a whole", "nanoGPT, torchao's FP8", "nanoGPT", "nanochat"]

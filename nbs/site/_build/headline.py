@@ -13,23 +13,28 @@ MEASUREMENTS = Path(__file__).resolve().parents[1]/"measurements"
 CARDS = "NVIDIA H100 80GB HBM3", "NVIDIA H200" # the first that has a run with rivals
 OURS, OURS_16 = "fastest", "fastest16"
 LARGER = "1b" # the second workload
-PROJECTS = {"compile": "torch.compile", "nanogpt": "nanoGPT", "nanochat": "nanochat", "transformers": "transformers with Liger", "litgpt": "litgpt",
+PROJECTS = {"compile": "torch.compile", "nanogpt": "nanoGPT", "nanochat": "nanochat", "transformers": "transformers", "litgpt": "litgpt",
             "torchtitan": "torchtitan", "llmq": "LLMQ", "modded": "modded-nanogpt"} # how a record's name begins -> whose step it is
 NAMES = { # of a record -> what to show; as `PROJECTS` where nothing stands here
     "fastest": "**llm_speedrun**, FP8", "fastest16": "**llm_speedrun**, bf16 only",
     "fastest-installed": "**llm_speedrun**, FP8, as installed", "fastest16-installed": "**llm_speedrun**, bf16, as installed",
     "compile_blocks": "torch.compile by blocks", "compile_whole": "torch.compile as a whole", "compile_flash4": "torch.compile, FlashAttention-4, chunked loss",
     "compile_autotuned": "the same with max-autotune", "compile_tensorwise": "torch.compile, torchao's FP8", "nanogpt_tensorwise": "nanoGPT, torchao's FP8",
-    "nanogpt_rowwise": "nanoGPT, torchao's rowwise FP8", "nanochat_fp8": "nanochat, its FP8", "transformers_hopper": "transformers with Liger's loss for Hopper"}
+    "compile_chunker": "torch.compile, its auto-chunker", "nanogpt_rowwise": "nanoGPT, torchao's rowwise FP8", "nanochat_fp8": "nanochat, its FP8",
+    "nanochat_flash4": "nanochat, FlashAttention-4", "nanochat_own_step": "nanochat, steps as its owner's", "transformers": "transformers with Liger",
+    "transformers_hopper": "transformers with Liger's loss for Hopper", "transformers_liger_compile": "transformers with Liger, compiled",
+    "transformers_compile": "transformers, compiled", "transformers_fp8": "transformers, torchao's FP8"}
 EXTRA = {"flash4": "FlashAttention-4", "epilogues": "QuACK", "fp8_epilogues": "QuACK"} # rungs -> the package they need, which pip install leaves out
-SAME = "gpu", "driver", "torch", "triton", "packages", "commit", "date", "workload", "batch", "seq" # in all records of a run
+SAME = "gpu", "driver", "torch", "triton", "packages", "commit", "workload" # in all records of a run
 MEASURED_OLDER = "measured with older code"
 
 def project(r): # a record
     "Whose step a record is of, None for ours"
     return next((v for k, v in PROJECTS.items() if r["rung"].startswith(k)), None)
 
-def name(r): return NAMES.get(r["rung"]) or project(r) or f"`{r['rung']}`"
+def name(r):
+    "What to show for a record's name"
+    return NAMES.get(r["rung"]) or project(r) or f"`{r['rung']}`"
 
 # --- runs ---
 
@@ -49,7 +54,7 @@ def with_ours(run): # name -> record
     if OURS in run: return run
     if not all("ms_of_fastest" in r for r in run.values()): return {}
     first, ms = next(iter(run.values())), median(r["ms_of_fastest"] for r in run.values())
-    ours = {k: first.get(k) for k in SAME} | dict(rung=OURS, before=None, ratio=1., ms=ms, tok_s=first["batch"]*first["seq"]/ms*1e3, dtype="fp8",
+    ours = {k: first.get(k) for k in (*SAME, "date", "batch", "seq")} | dict(rung=OURS, before=None, ratio=1., ms=ms, tok_s=first["batch"]*first["seq"]/ms*1e3, dtype="fp8",
                                                   rungs=None, code=None, peak_gib=None)
     return {OURS: ours} | run
 
@@ -75,14 +80,14 @@ def leading(folder=MEASUREMENTS, workload=SPINE[0]):
     return {}
 
 def newest(folder=MEASUREMENTS, workload=SPINE[0]):
-    "What the site shows of the run that leads: all but rivals with a stronger record elsewhere"
+    "What the site shows of the run that leads: our lists, and rivals but those with a stronger record elsewhere"
     run = leading(folder, workload)
-    return {k: r for k, r in run.items() if not (project(r) and stronger(r, run, folder))}
+    return {k: r for k, r in run.items() if (k in NAMES if not project(r) else not stronger(r, run, folder))}
 
 def left_out(folder=MEASUREMENTS, workload=SPINE[0]):
     "Names of those rivals"
     shown = newest(folder, workload)
-    return [name(r) for k, r in leading(folder, workload).items() if k not in shown]
+    return [name(r) for k, r in leading(folder, workload).items() if project(r) and k not in shown]
 
 def differences(run):
     "What the records of a run must share, and don't"

@@ -74,7 +74,7 @@ def by_gpu_page(root):
             for gpu, rs in found.items()}
     return dict(gpus=gpus, records=all_records(root),
                 head=HEAD, all_head=[*HEAD[:2], "workload, a step", *HEAD[2:], "code"],
-                course=climbed, course_rows=list(map(record_row, climbed)), whole=len(climbed) == len(COURSE),
+                course=climbed, course_rows=list(map(record_row, climbed)), course_older=not all(map(is_current, climbed)), whole=len(climbed) == len(COURSE),
                 packages=packages(race) if race else "other packages")
 
 # --- claims: the code of the notebook that judges them ---

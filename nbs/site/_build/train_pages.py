@@ -7,7 +7,8 @@ from llm_speedrun.io_utils import read_json
 from llm_speedrun.measure import load_records, records_path
 from llm_speedrun.course import course_records
 from llm_speedrun.model_config import WORKLOADS, matrix_params
-from headline import OURS, best, newest, packages, trained_before, training
+from llm_speedrun.records import is_current
+from headline import MEASURED_OLDER, OURS, best, newest, packages, trained_before, training
 from measured import times
 from records import fits, folder
 from templating import environment as for_all_pages, table
@@ -46,7 +47,8 @@ def versions(r):
 def measured_on():
     "A line for the foot of a page: the machine of its numbers, and when"
     r = record(**TOP)
-    return (f"*Measured on one {r['gpu']}, {versions(r)}, {r['date']}; all [records](../measured/index.qmd), "
+    older = "" if is_current(r) else f", {MEASURED_OLDER}"
+    return (f"*Measured on one {r['gpu']}, {versions(r)}, {r['date']}{older}; all [records](../measured/index.qmd), "
             "and how to [add those of your GPU](../measured/yours.qmd).*")
 
 def needs(root):
