@@ -7,7 +7,7 @@ from llm_speedrun.benchmarks.race_report import by_loss, lowest_loss, rose, shar
 from llm_speedrun.io_utils import read_json
 from llm_speedrun.measure import fmt
 from nbdev.config import get_config
-from headline import OURS, OURS_16, LARGER, PROJECTS, best, cautions, left_out, name, newest, project, times_text, updates, when
+from headline import OURS, OURS_16, LARGER, PROJECTS, cautions, leading, left_out, name, newest, project, times_text, updates, when
 from templating import page, table
 
 HERE = Path(__file__).resolve().parent
@@ -85,7 +85,8 @@ def filled(root): # the repository
     measured = root/"nbs/site/measurements"
     run, larger = newest(measured), newest(measured, LARGER)
     facts = yaml.safe_load((HERE/"projects.yml").read_text(encoding="utf-8"))
-    missing = [v for v in PROJECTS.values() if not best(run, v)]
+    took_part = {project(r) for r in leading(measured).values()}
+    missing = [v for v in PROJECTS.values() if v not in took_part]
     return dict(run=run, ours=run.get(OURS), when=when(run) if run else "", cautions=cautions(run) if run else "", speeds=speeds(run), name=name,
                 larger=speeds(larger), large=larger.get(OURS), large_when=when(larger) if larger else "", missing=missing, left_out=left_out(measured),
                 published=published(root), race=to_loss(root), ran=[r for r in run.values() if r.get("source")], facts=facts, features=features(facts, root))
