@@ -41,7 +41,7 @@ class ProgressBar(Callback):
     def on_log(self, trainer, step, loss, tok_s):
         row = trainer.logger.newest
         self.said = f", loss {loss:.3f}, {tok_s:,.0f} tok/s"
-        if "mfu" in row: self.said += f", MFU {row['mfu']:.1%}"
+        if "mfu" in row: self.said += f", MFU {row['mfu']:.1%} of the bf16 peak"
         self.said += f", gradient norm {row['grad_norm']:#.3g}"
         if gib := row.get("gpu_peak_gib"): self.said += f", peak {gib:.1f} GiB"
         self.bar.update(step, self.said[2:])

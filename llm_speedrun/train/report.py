@@ -152,7 +152,8 @@ def _speeds(run): # of its steps
     each, median = step_tokens(c), statistics.median(speeds or [0])
     seconds, used = number(each*sum(1/v for v in speeds)) if each else None, mfu_at(c, median)
     if seconds: yield format_duration(seconds), "in training steps", ""
-    if speeds: yield short_number(median), "tokens/s", f"median; MFU {used:.1%}" if used else "median"
+    share = f"; MFU {used:.1%} of the bf16 peak" if used else ""
+    if speeds: yield short_number(median), "tokens/s", f"median{share}"
 
 # %% ../../nbs/source/train/report.ipynb #ad9ee5e1
 def key_figures(run): # from `read_run`
@@ -260,7 +261,7 @@ def speed_part(run): # from `read_run`
     one, speeds = mfu_at(run["config"], 1.), points(run["rows"], "tok_s") # MFU at one token a second
     rows = [dict(step=i, tok_s=v, mfu=100*one*v if one else None) for i, v in speeds]
     return charts_part("Speed", curve(rows, dict(tok_s=""), "Tokens per second", zero=True),
-                       curve(rows, dict(mfu=""), "MFU (%), attention counted causal", zero=True))
+                       curve(rows, dict(mfu=""), "MFU (% of bf16's peak), attention causal", zero=True))
 
 # %% ../../nbs/source/train/report.ipynb #e4ea0fd4
 TEMPLATES["phases"] = """<table class="narrow"><thead><tr><th>phase</th><th>ms</th><th>part</th></tr></thead>

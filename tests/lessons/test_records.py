@@ -6,7 +6,7 @@ from llm_speedrun import measure, records as record_module
 from helpers.cells import NBS
 from make_readme import ROOT
 
-OTHERS = {"outputs.json", "fits.json", "collectives.json"}  # where outputs come from; what fits into which memory; links: no runs
+OTHERS = {"outputs.json", "fits.json", "collectives.json", "published.json"}  # where outputs come from; what fits into which memory; links; what others publish: no runs
 FILES = sorted(p for p in (ROOT/"nbs/site/measurements").glob("*.json") if p.name not in OTHERS)
 # Records, as `name` calls them, whose code has changed since they were measured. One leaves this list when it's measured again.
 AWAITING = set()
@@ -54,6 +54,18 @@ def come_from_one_machine(records):
     for r in records:
         if (m := tuple(r.get(k) for k in VERSIONS)) != usual: yield f"{name(r)}: {m}, and others {usual}"
 
+@rule(dict(also=[dict(code="0123456789abcdef")]), dict(code="0123456789abcdef", also=[dict(code="0123456789abcdef", commit="01234567", why="a name")]),
+      dict(also=[dict(code="0123456789abcdef", commit="01234567", why="")]), dict(code=None, also=[dict(code="0123456789abcdef", commit="01234567", why="a name")]))
+def list_later_code_with_a_reason(records):
+    "`records.note_same_code` appends it; the digest of what was measured stays"
+    for r in records:
+        also = r.get("also", [])
+        if also and not r.get("code"): yield f"{name(r)}: later code, and none that was measured"
+        codes = [r.get("code"), *(o.get("code") for o in also)]
+        if len(set(codes)) < len(codes): yield f"{name(r)}: the same digest twice"
+        for o in also:
+            if not all(o.get(k) for k in ("code", "commit", "why")): yield f"{name(r)}: a later digest without commit or reason"
+
 @rule({})
 def tell_themselves_apart(records):
     for key, n in Counter(map(measure.record_key, records)).items():
@@ -63,9 +75,8 @@ def ours(records): # what isn't ours has no `code`
     return [r for r in records if r.get("code") and r["notebook"] != SHARED]
 
 def changed(records):
-    "The records of our notebooks whose rungs consist of other code now"
-    now = {rungs: record_module.code_of(rungs) for rungs in {tuple(r["rungs"]) for r in ours(records)}}
-    return {name(r) for r in ours(records) if r["code"] != now[tuple(r["rungs"])]}
+    "The records of our notebooks whose rungs consist of other code now, and of none that is noted as computing the same"
+    return {name(r) for r in ours(records) if not record_module.is_current(r)}
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
@@ -107,3 +118,4 @@ def test_changed_code_is_found():
     other = record("other", rungs=["tf32"], code=record_module.code_of(["flash"]))
     assert not changed(GOOD) and changed(GOOD + [other, record("peer", code=None, rungs=[])]) == {name(other)}
     assert not changed([other | dict(notebook=SHARED)])
+    assert not changed([other | dict(also=[dict(code=record_module.code_of(["tf32"]), commit="01234567", why="an import has another name")])])

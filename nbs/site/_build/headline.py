@@ -1,60 +1,187 @@
-"""The speed that the site leads with: our list and others in the newest race of lesson 38, on one card. Home, README, the page that
-compares and the social image take it from here, so that they say the same."""
-import json
+"""The speed that the site leads with: lists of ours and other projects in one interleaved run, on one card, of one commit and one stack.
+Home, README, the page that compares, the page on compilers and the social image take it from here, so that they say the same."""
+import json, textwrap
 from pathlib import Path
-from llm_speedrun.measure import COLORS, SPINE, load_records, records_path
-from llm_speedrun.course import course_records
+from statistics import median
+from llm_speedrun.io_utils import read_json
+from llm_speedrun.measure import COLORS, SPINE
 from llm_speedrun.benchmarks.race_report import final, shared_record
+from llm_speedrun.recipes.batch import Phases
+from llm_speedrun.records import is_current
 
 MEASUREMENTS = Path(__file__).resolve().parents[1]/"measurements"
-CARDS = "NVIDIA H100 80GB HBM3", "NVIDIA H200" # the first that has a race
-OURS, OURS_16 = "llm_speedrun", "llm_speedrun, 16 bits" # names of records, as 3_past_the_ladder/38_peers.ipynb gives them
-RACED = dict(speedrun="us", modded="modded-nanogpt's benchmark", nanogpt="nanoGPT") # in the race of lesson 58
-RIVALS = {"nanoGPT": ["nanogpt"], "torch.compile": ["compile_blocks", "compile_whole"]} # the name to show -> their records
-EXTRA = {"flash4": "FlashAttention-4", "fp8_epilogues": "QuACK"} # rungs -> the package they need, which pip install leaves out
-STEPS = dict(fp32="FP32", tf32="TF32", bf16="bf16", flash="flash attention", fused_ops="fused kernels", chunked_ce="chunked loss", fp8="FP8",
-             cuda_graphs="CUDA graphs", fused_adamw="fused AdamW")
+CARDS = "NVIDIA H100 80GB HBM3", "NVIDIA H200" # the first that has a run with rivals
+OURS, OURS_16 = "fastest", "fastest16"
+LARGER = "1b" # the second workload
+PROJECTS = {"compile": "torch.compile", "nanogpt": "nanoGPT", "nanochat": "nanochat", "transformers": "transformers", "litgpt": "litgpt",
+            "torchtitan": "torchtitan", "llmq": "LLMQ", "modded": "modded-nanogpt"} # how a record's name begins -> whose step it is
+NAMES = { # of a record -> what to show; as `PROJECTS` where nothing stands here
+    "fastest": "**llm_speedrun**, FP8", "fastest16": "**llm_speedrun**, bf16 only",
+    "fastest-installed": "**llm_speedrun**, FP8, as installed", "fastest16-installed": "**llm_speedrun**, bf16, as installed",
+    "compile_blocks": "torch.compile by blocks", "compile_whole": "torch.compile as a whole", "compile_flash4": "torch.compile, FlashAttention-4, chunked loss",
+    "compile_autotuned": "the same with max-autotune", "compile_tensorwise": "torch.compile, torchao's FP8", "nanogpt_tensorwise": "nanoGPT, torchao's FP8",
+    "compile_chunker": "torch.compile, its auto-chunker", "nanogpt_rowwise": "nanoGPT, torchao's rowwise FP8", "nanochat_fp8": "nanochat, its FP8",
+    "nanochat_flash4": "nanochat, FlashAttention-4", "nanochat_own_step": "nanochat, steps as its owner's", "transformers": "transformers with Liger",
+    "transformers_hopper": "transformers with Liger's loss for Hopper", "transformers_liger_compile": "transformers with Liger, compiled",
+    "transformers_compile": "transformers, compiled", "transformers_fp8": "transformers, torchao's FP8"}
+EXTRA = {"flash4": "FlashAttention-4", "epilogues": "QuACK", "fp8_epilogues": "QuACK"} # rungs -> the package they need, which pip install leaves out
+SAME = "gpu", "driver", "torch", "triton", "packages", "commit", "workload" # in all records of a run
+MEASURED_OLDER = "measured with older code"
 
-def race(records): # of one GPU
-    "The records of the newest race of the course's workload, by name; without one {}"
-    runs = [r for r in records if (r["workload"], r["batch"]) == SPINE and OURS in (r["rung"], r["before"])]
-    dates = [r["date"] for r in runs if r["rung"] == OURS]
-    return {r["rung"]: r for r in runs if r["date"] == max(dates)} if dates else {}
+def project(r): # a record
+    "Whose step a record is of, None for ours"
+    return next((v for k, v in PROJECTS.items() if r["rung"].startswith(k)), None)
 
-def newest(folder=MEASUREMENTS): # of the records
-    "The race that the site leads with: the newest on the first card that has one where rivals ran; without one {}"
-    found = (race(load_records(folder/records_path(card).name)) for card in CARDS)
-    return next((o for o in found if len(o) > 1), {})
+def name(r):
+    "What to show for a record's name"
+    return NAMES.get(r["rung"]) or project(r) or f"`{r['rung']}`"
 
-def best(found, rival): # of `race`, a name of `RIVALS`
-    "The rival's fastest record, None without one"
-    return max((found[k] for k in RIVALS[rival] if k in found), key=lambda r: r["ratio"], default=None)
+# --- runs ---
 
-def speedups(found, ours=OURS): # of `race`
-    "How many times as fast as each rival, in words"
-    ran = {name: best(found, name) for name in RIVALS}
-    return ", ".join(f"{found[ours]['ratio']/r['ratio']:.2f}× {name}" for name, r in ran.items() if r and ours in found)
+def raced(folder=MEASUREMENTS): # of the records
+    "The records of all races of a step, in whichever file: they alone count weights in matmuls. Not those of models of transformers, with other batches"
+    for path in sorted(folder.rglob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for r in found if isinstance(found, list) else []:
+            if isinstance(r, dict) and "in_products" in r and r.get("measured", "step") == "step" and r["notebook"] != "bench_accelerate": yield r
+
+def run_of(r): # a record
+    "What the records of one process share: the name of its run, or, before runs had names, the joules of our step, which a process measured once"
+    return r.get("run") or r.get("joules_of_fastest"), r["gpu"], r["workload"]
+
+def with_ours(run): # name -> record
+    """The run with a record of `fastest`. Older ones have none: there it is what it took beside each of the others, the median. {} without either"""
+    if OURS in run: return run
+    if not all("ms_of_fastest" in r for r in run.values()): return {}
+    first, ms = next(iter(run.values())), median(r["ms_of_fastest"] for r in run.values())
+    ours = {k: first.get(k) for k in (*SAME, "date", "batch", "seq")} | dict(rung=OURS, before=None, ratio=1., ms=ms, tok_s=first["batch"]*first["seq"]/ms*1e3, dtype="fp8",
+                                                  rungs=None, code=None, peak_gib=None)
+    return {OURS: ours} | run
+
+def runs(workload=SPINE[0], folder=MEASUREMENTS):
+    "The interleaved runs of a workload in which others raced: dicts from name to record, ours first"
+    found = {}
+    for r in raced(folder):
+        if r["workload"] == workload and ("run" in r or "joules_of_fastest" in r): found.setdefault(run_of(r), {})[r["rung"]] = r
+    return [run for run in map(with_ours, found.values()) if any(map(project, run.values()))]
+
+def stronger(r, run, folder=MEASUREMENTS): # a record of a run
+    "Records of the same project, precision, workload and card that are faster than all of the run, in a form that wasn't in it"
+    alike = lambda o: project(o) == project(r) and all(o[k] == r[k] for k in ("dtype", "gpu", "workload", "batch", "seq"))
+    most = max(o["tok_s"] for o in run.values() if alike(o))
+    return [o for o in raced(folder) if alike(o) and o["rung"] not in run and o["tok_s"] > most]
+
+def leading(folder=MEASUREMENTS, workload=SPINE[0]):
+    "The newest run on the first card that has one, of the same day that with most rivals; without one {}"
+    found = runs(workload, folder)
+    for card in CARDS:
+        here = [run for run in found if run[OURS]["gpu"] == card]
+        if here: return max(here, key=lambda run: (run[OURS]["date"], len(rivals(run))))
+    return {}
+
+def newest(folder=MEASUREMENTS, workload=SPINE[0]):
+    "What the site shows of the run that leads: our lists, and rivals but those with a stronger record elsewhere"
+    run = leading(folder, workload)
+    return {k: r for k, r in run.items() if (k in NAMES if not project(r) else not stronger(r, run, folder))}
+
+def left_out(folder=MEASUREMENTS, workload=SPINE[0]):
+    "Names of those rivals"
+    shown = newest(folder, workload)
+    return [name(r) for k, r in leading(folder, workload).items() if project(r) and k not in shown]
+
+def differences(run):
+    "What the records of a run must share, and don't"
+    return [k for k in SAME if len({json.dumps(r.get(k), sort_keys=True) for r in run.values()}) > 1]
+
+def is_older(run):
+    "Whether our code has changed since, or isn't known"
+    ours = [r for r in run.values() if r.get("code") and r.get("rungs")]
+    return not all(map(is_current, ours)) or any(not r.get("commit") or r["commit"].endswith("-dirty") for r in run.values())
+
+def when(run):
+    "The date of a run, and its commit, or that its code is older"
+    one = run[OURS]
+    return f"{one['date']}, {MEASURED_OLDER if is_older(run) else 'commit ' + one['commit']}"
+
+# --- ratios ---
+
+def rivals(run): return {k: r for k, r in run.items() if project(r)}
+
+def best(run, whose, dtype=None): # a name of `PROJECTS`, "fp8" or "bf16"
+    "The project's fastest record, in one precision or in any; None without one"
+    return max((r for r in run.values() if project(r) == whose and dtype in (None, r["dtype"])), key=lambda r: r["ratio"], default=None)
+
+def times_of(run, r, ours=OURS): # a record
+    "How many times as fast as a record ours is: median, and its range over the rounds, which is the widest where both were measured against a third"
+    a = run[ours]
+    low, high = (a.get(k, a["ratio"]) for k in ("ratio_p10", "ratio_p90"))
+    return a["ratio"]/r["ratio"], low/r.get("ratio_p90", r["ratio"]), high/r.get("ratio_p10", r["ratio"])
+
+def times_text(run, r, ours=OURS): return "{:.2f}× ({:.2f}–{:.2f})".format(*times_of(run, r, ours))
+
+# Who stands in the facts. nanochat takes its steps otherwise than its owner does (whole windows, PyTorch's attention, an optimizer that runs after an
+# eighth of the tokens or fewer), so it has a row in the tables, and the page that compares says how
+LED = "torch.compile", "nanoGPT"
+
+def speedups(run, ours=OURS, dtype=None): # which of ours; in which precision theirs are, None for the faster
+    "How many times as fast as each of `LED`, in words, the strongest rival first"
+    if ours not in run: return ""
+    found = [r for whose in LED if (r := best(run, whose, dtype))]
+    return ", ".join(f"{times_of(run, r, ours)[0]:.2f}× {project(r)}" for r in sorted(found, key=lambda r: -r["ratio"]))
 
 def thousands(r): return f"{r['tok_s']/1e3:,.0f} K tokens/s"
 
-def losses(folder=MEASUREMENTS): # of the records
-    "The fact about the race to a loss; nothing without a record of ours and of others"
-    found = shared_record("five", folder=folder)
-    ran = {name: final(found["results"][k]) for k, name in RACED.items() if k in found.get("results", {})}
-    if len(ran) < 2 or "us" not in ran: return ""
-    others = ", ".join(f"{name} {loss:.2f}" for name, loss in ran.items() if name != "us")
-    minutes = f"{found['clock']/60:.0f} minutes"
-    return f"**Loss {ran['us']:.2f} after [{minutes}](5_fewer_steps/58_race.ipynb#five-minutes)** of training, {others}"
+# --- training with the default recipe ---
 
-def facts(found, loss=None): # of `race`, a fact as `losses` gives it
-    "Four facts, as a Markdown list"
-    one, loss = found[OURS], losses() if loss is None else loss
-    said = [f"**{thousands(one)}** on one {one['gpu']}, with a model of GPT-2's size ({one['date']})",
-            f"**{speedups(found)}** with ours in FP8, theirs in bf16",
-            f"**{speedups(found, OURS_16)}** with ours in bf16 as well", loss]
+def training(run, folder=MEASUREMENTS):
+    "The record of training with the default recipe on real text in this run, None without one"
+    found = (r for path in sorted((folder/"headline").glob("*.json")) for r in read_json(path, list))
+    return next((r for r in found if r.get("measured") == "training" and r["rung"] == OURS and run_of(r) == run_of(run[OURS])), None)
+
+def trained_before(folder=MEASUREMENTS):
+    "An older record of such a run, of a card and a commit of its own; None without one"
+    path = folder/"seeds/steps-h200.json" # as lesson 52 shows it; steps of the default size
+    return next((r for r in read_json(path, list) if r["step_tokens"] == SPINE[1]*1024), None) if path.exists() else None
+
+def trained(run, folder=MEASUREMENTS):
+    "A fact: how fast training with the default recipe is"
+    if r := training(run, folder): return f"**{thousands(r)} in training** with the default recipe on real text, in the same run"
+    before = trained_before(folder)
+    other = f"; **{thousands(before)}** on one {before['gpu']} ({before['date']}, commit {before['commit']})" if before else ""
+    return f"Training with the default recipe on real text: not measured in that run{other}"
+
+# --- the race to a loss ---
+
+RACED = dict(speedrun="us", modded="modded-nanogpt's benchmark", nanogpt="nanoGPT") # in the race of lesson 58
+
+def updates(r): # a result of a race to a loss
+    "How many updates of the weights it made: as it says, else as the phases of our recipe have them, else one a step"
+    if "updates" in r: return r["updates"]
+    return Phases((4, 2, 1), (2, 1)).num_updates(r["step"]) if r["kind"] == "ours" else r["step"]
+
+def losses(folder=MEASUREMENTS): # of the records
+    "The fact about the race to a loss. Nothing without a record of ours and of others, or of one that doesn't name its corpus and precisions"
+    found = shared_record("five", folder=folder)
+    ran = {k: rs for k, rs in found.get("results", {}).items() if k in RACED}
+    if len(ran) < 2 or "speedrun" not in ran or "corpus" not in found: return ""
+    if not all(k in r for rs in ran.values() for r in rs for k in ("precision", "updates")): return ""
+    said = lambda rs: f"{final(rs):.2f} ({rs[0]['precision']}, {updates(rs[0]):,} updates, {len(rs)} seed{'s'*(len(rs) > 1)})"
+    others = ", ".join(f"{name} {said(ran[k])}" for k, name in RACED.items() if k in ran and k != "speedrun")
+    one, minutes = ran["speedrun"][0], f"{found['clock']/60:.0f} minutes"
+    return (f"**Loss {said(ran['speedrun'])} after [{minutes}](5_fewer_steps/58_race.ipynb#five-minutes)** of training on {found['corpus']}, "
+            f"{others}: one {one['gpu']}, {one['date']}")
+
+# --- what the pages say ---
+
+def facts(run, loss=None, folder=MEASUREMENTS): # a fact as `losses` gives it
+    "The facts, as a Markdown list"
+    one, in_16 = run[OURS], f", {thousands(run[OURS_16])} in bf16" if OURS_16 in run else ""
+    said = [f"**{thousands(one)} in FP8{in_16}**: a step with AdamW of a model of GPT-2's size, on one {one['gpu']} ({when(run)})",
+            f"**{speedups(run)}**: ours in FP8, theirs in FP8 or bf16, whichever is faster", trained(run, folder), losses(folder) if loss is None else loss]
+    if bf16 := speedups(run, OURS_16, "bf16"): said.insert(2, f"**{bf16}** with bf16 on both sides")
     return "\n".join(['<div class="facts">', "", *(f"- {o}." for o in said if o), "", "</div>"])
 
-FIRST = "A Hopper GPU", "Tokenizing", "1 x", "  fp8:", "validation loss", "everything is" # how the shown lines begin, alike since the record
+FIRST = "A Hopper GPU", "Tokenizing", "1 x", "validation loss", "everything is" # how the shown lines begin, alike since the record
 
 def shown_lines(text, starts=FIRST): # what a command printed
     "The lines that begin in one of those ways, with ⋮ for what is left out between two of them"
@@ -70,45 +197,37 @@ def first_run(path=MEASUREMENTS/"first_run/nvidia-h100.json"): # as tests/bench_
     return (f"One {r['gpu']} with torch {r['torch'].split('+')[0]} and triton {r['triton']} printed this on {r['date']}, "
             f"in {r['seconds']} seconds after the installation (⋮ are lines left out):\n\n```text\n{shown_lines(r['text'])}\n```")
 
-def packages(found): # of `race`
-    "The packages that our list needs and that pip doesn't install with ours, in words"
-    return " and ".join(v for k, v in EXTRA.items() if k in found[OURS]["rungs"])
+def packages(run):
+    "The packages that our lists need and that pip doesn't install with ours, in words"
+    used = {rung for k in (OURS, OURS_16) for rung in run.get(k, {}).get("rungs") or ()}
+    return " and ".join(dict.fromkeys(v for k, v in EXTRA.items() if k in used))
 
-FP8_RIVALS = dict(nanogpt_tensorwise="nanoGPT with torchao", nanochat_fp8="nanochat", compile_tensorwise="torch.compile with torchao")
+def larger(folder=MEASUREMENTS):
+    "A sentence on the run of the larger model; nothing without one"
+    if not (run := newest(folder, LARGER)): return ""
+    bf16 = speedups(run, OURS_16, "bf16")
+    return (f"A model of a billion weights (`{LARGER}`, {run[OURS]['gpu']}, {when(run)}): {thousands(run[OURS])} in FP8, "
+            f"{speedups(run)}{f'; with bf16 on both sides {bf16}' if bf16 else ''}.")
 
-def in_8_bits(path=MEASUREMENTS/"peers/nvidia-h100.json"): # as tests/bench_peers.py writes it
-    "How many times as fast ours is as others that train in FP8 too, as a sentence; nothing without records"
-    if not path.exists(): return ""
-    records = [r for r in json.loads(path.read_text(encoding="utf-8")) if r["workload"] == SPINE[0] and r["rung"] in FP8_RIVALS]
-    if not records: return ""
-    said = [f"{1/r['ratio']:.2f}× {FP8_RIVALS[r['rung']]}" for r in records]
-    return f"FP8 on both sides ({records[0]['gpu']}, {' and '.join(sorted({r['date'] for r in records}))}): {', '.join(said)}. "
-
-def cautions(found): # of `race`
+def cautions(run):
     "What to know of the speedups"
-    need = f"Our list needs {packages(found)}. " if packages(found) else ""
-    return (f"How far to trust this: all took turns in one process, on one {found[OURS]['gpu']}, {found[OURS]['date']}. Others run "
-            f"in bf16. {in_8_bits()}{need}We measured it ourselves: no third party has confirmed it.")
+    need = f"Our lists need {packages(run)}; *as installed* is without. " if packages(run) else ""
+    return (f"How far to trust this: our FP8 list took turns with one of the others at a time, in one process. "
+            f"A ratio in bf16 divides two such ratios, with the widest range that they allow. All step on one batch of random tokens. {need}"
+            f"No third party has confirmed it.")
 
-def chart(found, records, size=(7.4, 4.2)): # of `race`, of the ladder, in inches
-    "Bars of thousand tokens per second from FP32 to our fastest list, with a line for each rival"
+def chart(run, size=(7.4, 4.2)): # in inches
+    "Bars of thousand tokens per second of all in the run, ours in color, FP8 hatched"
     import matplotlib.pyplot as plt
-    last = " + ".join(v for k, v in EXTRA.items() if k in found[OURS]["rungs"]) or "the fastest list"
-    names = [("" if i == 0 else "+ ") + STEPS[r["rung"]] for i, r in enumerate(records)] + [f"+ {last}", "the same in bf16"]
-    speeds = [r["tok_s"]/1e3 for r in records] + [found[k]["tok_s"]/1e3 for k in (OURS, OURS_16)]
-    colors = [COLORS["sky"]]*len(records) + [COLORS["blue"], COLORS["grey"]]
+    shown = sorted(run.values(), key=lambda r: -r["ratio"])
+    names = [textwrap.fill(name(r).replace("**", "") + ("" if project(r) is None or "FP8" in name(r) else ", bf16"), 30) for r in shown]
     fig, ax = plt.subplots(figsize=size, layout="constrained")
-    bars, rivals = ax.barh(names, speeds, .7, color=colors), {k: r["tok_s"]/1e3 for k in RIVALS if (r := best(found, k))}
-    for text in ax.bar_label(bars, [f"{s:,.0f} K" for s in speeds], padding=4):
-        text.set(zorder=4, bbox=dict(fc="white", ec="none", pad=1)) # a rival's line passes below it
-    ax.invert_yaxis(); ax.margins(x=.1); ax.spines[["top", "right"]].set_visible(False)
-    for i, (name, x) in enumerate(rivals.items()):
-        ax.axvline(x, color=COLORS["red"], lw=1.4, ls=("--", ":")[i % 2])
-        ax.annotate(f"{name}, {x:,.0f} K, bf16", (max(rivals.values()), -.2 + .8*i), (8, 0), textcoords="offset points", color=COLORS["red"],
-                    va="center")
-    ax.set_xlabel("thousand tokens per second: {workload}, {batch} × {seq} tokens a step, {gpu}".format(**found[OURS]))
+    bars = ax.barh(names, [r["tok_s"]/1e3 for r in shown], .7, color=[COLORS["grey" if project(r) else "sky" if r["dtype"] == "bf16" else "blue"] for r in shown])
+    ax.bar_label(bars, [f"{r['tok_s']/1e3:,.0f} K" for r in shown], padding=4)
+    ax.invert_yaxis(); ax.margins(x=.12); ax.spines[["top", "right"]].set_visible(False)
+    fig.supxlabel("thousand tokens per second: {workload}, {batch} × {seq} tokens a step\n{gpu}, ".format(**run[OURS]) + when(run), size="medium")
     return ax
 
 def save_chart(path):
     "The chart of the home page and the README"
-    chart(newest(), course_records()).figure.savefig(path, dpi=130)
+    chart(newest()).figure.savefig(path, dpi=130)

@@ -1,15 +1,17 @@
 "Pages of measurements, from the records and from the code that reads them."
 import ast, dis, json, math, posixpath, re
 from contextlib import contextmanager
-from functools import lru_cache
+from pathlib import Path
 from types import CodeType
 from unittest.mock import patch
+import yaml
 from llm_speedrun import measure
-from llm_speedrun.measure import fmt, mfu_text, records_path
+from llm_speedrun.measure import SPINE, fmt, mfu_text, records_path
 from llm_speedrun.course import COURSE, course_records, notebook_path
 from llm_speedrun.benchmarks.peers import PEERS
-from llm_speedrun.records import code_of
-from headline import newest, packages
+from llm_speedrun.records import is_current
+from compare import speeds
+from headline import CARDS, LARGER, OURS, OURS_16, best, newest, packages, project, raced, runs, times_of, times_text, when
 from templating import code, page
 from records import all_records, by_gpu, folder
 
@@ -49,17 +51,14 @@ def by_lesson(records, root):
     "A table of records for each notebook, in the notebooks' order"
     groups, step = {}, lambda r: f"{r['workload']}, {r['batch']} × {r['seq']}"
     for r in sorted(records, key=lambda r: r["notebook"]): groups.setdefault(r["notebook"], []).append(r)
-    row = lambda r: [*record_row(r)[:2], step(r), *record_row(r)[2:]]
+    row = lambda r: [*record_row(r)[:2], step(r), *record_row(r)[2:], code((r.get("code") or "")[:8])]
     return [dict(title=lesson(name, root), rows=list(map(row, rs)), versions=versions(rs))
             for name, rs in groups.items()]
-
-@lru_cache
-def code_now(rungs): return code_of(rungs) # names, a tuple
 
 def waiting(records):
     "How many records are of other code than today's, and so wait to be measured again"
     ours = (r for r in records if r.get("code") and r["notebook"] != "speedrun_ladder") # which is run on any GPU
-    return sum(r["code"] != code_now(tuple(r["rungs"])) for r in ours)
+    return sum(not is_current(r) for r in ours)
 
 def chart(gpu, root):
     "The address of a GPU's chart, if somebody has shared one"
@@ -74,8 +73,8 @@ def by_gpu_page(root):
     gpus = {gpu: dict(groups=by_lesson(rs, root), n=len(rs), waiting=waiting(rs), versions=versions(rs), chart=chart(gpu, root))
             for gpu, rs in found.items()}
     return dict(gpus=gpus, records=all_records(root),
-                head=HEAD, all_head=[*HEAD[:2], "workload, a step", *HEAD[2:]],
-                course=climbed, course_rows=list(map(record_row, climbed)), whole=len(climbed) == len(COURSE),
+                head=HEAD, all_head=[*HEAD[:2], "workload, a step", *HEAD[2:], "code"],
+                course=climbed, course_rows=list(map(record_row, climbed)), course_older=not all(map(is_current, climbed)), whole=len(climbed) == len(COURSE),
                 packages=packages(race) if race else "other packages")
 
 # --- claims: the code of the notebook that judges them ---
@@ -136,13 +135,48 @@ def peer_row(r):
 
 @page("measured/trainers.qmd")
 def trainers_page(root):
-    found, races = [r for r in all_records(root) if "in_products" in r], {} # which only a race notes
-    for r in found: races.setdefault((r["gpu"], r["workload"], r["batch"], r["seq"], r["date"]), []).append(r)
-    tables = [dict(title=f"{workload} on {gpu}, {batch} × {seq} tokens a step", versions=versions(rs),
-                   rows=list(map(peer_row, rs))) for (gpu, workload, batch, seq, _), rs in races.items()]
+    found, races = [r for r in raced(folder(root)) if "-without-" not in r["rung"]], {} # lesson 38 has the lists without a rung
+    for r in sorted(found, key=lambda r: (CARDS.index(r["gpu"]) if r["gpu"] in CARDS else len(CARDS), r["workload"], r["date"])): races.setdefault((r["gpu"], r["workload"], r["batch"], r["seq"], r["date"]), []).append(r)
+    tables = [dict(title=f"{workload} on {gpu}, {batch} × {seq} tokens a step, {day}", versions=versions(rs),
+                   rows=list(map(peer_row, sorted(rs, key=lambda r: -r["ratio"])))) for (gpu, workload, batch, seq, day), rs in races.items()]
     option = lambda k, a: f"`--peer {k}{'=FOLDER' * bool(a.clone)}`" if a.step else "runs alone"
     adapters = [[f"`{k}`", f"<{a.clone}>" if a.clone else "pip", option(k, a)] for k, a in PEERS.items()]
     return dict(head=PEER_HEAD, tables=tables, adapters=adapters, records=found)
+
+# --- against the compiler ---
+
+def compiled(measured): # the folder of measurements
+    "Rows of a table: every form of torch.compile that raced with our FP8 list"
+    forms = [(run, r) for w in (SPINE[0], LARGER) for run in runs(w, measured) for r in run.values() if project(r) == "torch.compile"]
+    order = lambda o: (o[1]["workload"] == LARGER, CARDS.index(o[1]["gpu"]), -o[1]["ratio"])
+    form = lambda r: r["source"].split(", ")[-1]
+    return [[f"`{r['workload']}`", r["gpu"], f"`{form(r)}`", "FP8" if r["dtype"] == "fp8" else r["dtype"], times_text(run, r), r["date"]]
+            for run, r in sorted(forms, key=order)]
+
+def gains_of_fp8(measured):
+    "Rows of a table: who ran in both precisions within one run, and how much faster in FP8"
+    rows = []
+    for run in (run for w in (SPINE[0], LARGER) for run in runs(w, measured)):
+        for whose in dict.fromkeys(map(project, run.values())):
+            both = [best(run, whose, k) for k in ("bf16", "fp8")] if whose else [run.get(OURS_16), run[OURS]]
+            if not all(both): continue
+            gain, *between = times_of(run, both[0], both[1]["rung"])
+            rows.append([f"`{run[OURS]['workload']}`", run[OURS]["gpu"], whose or "**llm_speedrun**", "{:.2f}× ({:.2f}–{:.2f})".format(gain, *between), run[OURS]["date"]])
+    return rows
+
+@page("measured/compiler.qmd")
+def compiler_page(root):
+    measured = folder(root)
+    run, larger = newest(measured), newest(measured, LARGER)
+    cut = "fastest-without-chunked_ce", CARDS[0], SPINE[0]
+    without = next((r["ratio"] for r in raced(measured) if (r["rung"], r["gpu"], r["workload"]) == cut), None)
+    studies = yaml.safe_load((Path(__file__).parent/"studies.yml").read_text(encoding="utf-8"))["studies"]
+    makefile = root/"Makefile"
+    made = makefile.exists() and re.search(r"^confirm:", makefile.read_text(encoding="utf-8"), re.M)
+    return dict(studies=studies, run=run, ours=run.get(OURS), when=when(run) if run else "", speeds=speeds(run), large=larger.get(OURS),
+                large_when=when(larger) if larger else "", larger=speeds(larger), compiled=compiled(measured), gains=gains_of_fp8(measured),
+                without_chunks=times(1/without) if without else "",
+                behind=without and (rival := best(run, "torch.compile")) and without < rival["ratio"], confirm="confirm" if made else "")
 
 @page("measured/yours.qmd")
 def yours_page(root):

@@ -253,7 +253,7 @@ def fields():
     "What a name in backticks also is, an option or a column of the records: such a name alone is no link"
     classes = [d.node for d in lessons()["config"].names.values() if isinstance(d.node, ast.ClassDef)]
     options = {o.target.id for c in classes for o in c.body if isinstance(o, ast.AnnAssign)}
-    keys = {k for f in (get_config().nbs_path/"site/measurements").glob("*.json")
+    keys = {k for f in (get_config().nbs_path/"site/measurements").glob("*.json") if f.name != "published.json"
             for r in json.loads(f.read_text(encoding="utf-8")) for k in r}
     return options | keys
 

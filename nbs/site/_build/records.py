@@ -3,7 +3,7 @@ import msgspec
 from llm_speedrun.io_utils import InputError, read_json
 from llm_speedrun.measure import load_records
 
-OTHERS = "outputs.json", "fits.json", "collectives.json" # files in the same folder that hold something else
+OTHERS = "outputs.json", "fits.json", "collectives.json", "published.json" # files in the same folder that hold something else
 
 class Shown(msgspec.Struct):
     "What the pages show of every record"

@@ -58,6 +58,6 @@ def environment():
     env = Environment(loader=FileSystemLoader(Path(__file__).parent/"templates"), undefined=StrictUndefined,
                       comment_start_string="{##", # for `{#` begins an anchor in Markdown
                       trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    env.filters |= dict(code=code, escaped=escaped, sentence=lambda text: text.rstrip(".") + ".")
+    env.filters |= dict(code=code, escaped=escaped, sentence=lambda text: text.rstrip(".") + ".", capitalize_first=lambda text: text[:1].upper() + text[1:])
     env.globals.update(table=table, dates=dates)
     return env

@@ -7,7 +7,8 @@ from llm_speedrun.io_utils import read_json
 from llm_speedrun.measure import load_records, records_path
 from llm_speedrun.course import course_records
 from llm_speedrun.model_config import WORKLOADS, matrix_params
-from headline import OURS, best, newest, packages
+from llm_speedrun.records import is_current
+from headline import MEASURED_OLDER, OURS, best, newest, packages, trained_before, training
 from measured import times
 from records import fits, folder
 from templating import environment as for_all_pages, table
@@ -46,7 +47,8 @@ def versions(r):
 def measured_on():
     "A line for the foot of a page: the machine of its numbers, and when"
     r = record(**TOP)
-    return (f"*Measured on one {r['gpu']}, {versions(r)}, {r['date']}; all [records](../measured/index.qmd), "
+    older = "" if is_current(r) else f", {MEASURED_OLDER}"
+    return (f"*Measured on one {r['gpu']}, {versions(r)}, {r['date']}{older}; all [records](../measured/index.qmd), "
             "and how to [add those of your GPU](../measured/yours.qmd).*")
 
 def needs(root):
@@ -218,8 +220,8 @@ def environment(root):
     env.globals |= dict(record=record, gain=gain, of_two=of_two, step=step, rounded=rounded, top=top,
                         gpu=f"one {top['gpu']}", course=course_records(), bill=bill(root), spent=spent(root), needs=needs(root), accelerated=list(accelerated(root)), explained=list(explained(root)), shapes=list(shapes(root)), of_explained=partial(of_explained, root),
                         kernel_ms=partial(kernel_ms, root), without_dropout=partial(without_dropout, root),
-                        layouts=list(layouts(root)), tensor_parallel=list(tensor_parallel(root)), sharded=list(sharded(root)), host=list(host(root)), lead=race[OURS],
-                        lead_needs=packages(race), rival=best(race, "torch.compile"),
+                        layouts=list(layouts(root)), tensor_parallel=list(tensor_parallel(root)), sharded=list(sharded(root)), host=list(host(root)), trained=training(race, folder(root)) or trained_before(folder(root)),
+                        lead=race[OURS], lead_needs=packages(race), rival=best(race, "torch.compile"),
                         finale_tokens=finale_tokens(root), trouble=Trouble(root))
     return env
 
