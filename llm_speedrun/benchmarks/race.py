@@ -156,7 +156,8 @@ def result(context, model, budget, about): # as an adapter has it
         batch=budget.tokens, epochs=last["tokens"]/len(context.corpus.train),
         tok_s=last["tokens"]/last["seconds"], joules=budget.clock.joules*credit or None,
         peak_gib=budget.clock.peak or None, clock=job.seconds, marks=budget.marks,
-        evaluated=context.evaluator.y.numel(), **weights_of(model, context.corpus.vocab), **machine()) | about
+        evaluated=context.evaluator.y.numel(), text=context.evaluator.sha256,
+        text_bytes=context.evaluator.bytes, **weights_of(model, context.corpus.vocab), **machine()) | about
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0051
 @dataclass(frozen=True)
