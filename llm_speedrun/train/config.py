@@ -288,7 +288,7 @@ class RaceOptions(Options):
     "The options of `speedrun_race`"
     # Contestants
     run: LineList = "" # one of ours, NAME: OPTIONS, such as "muon: --recipe muon --rungs fastest"; repeatable
-    peer: LineList = "" # a clone: nanogpt=FOLDER, modded=FOLDER, nanochat=FOLDER:batch=131072; repeatable
+    peer: LineList = "" # a clone: nanogpt=, modded=, autoresearch= or nanochat=FOLDER:batch=131072; repeatable
     plugin: LineList = "" # a Python file or module with rungs, recipes or models of your own; repeatable
     # Contest
     data: Text = "stdlib" # as for speedrun_train
