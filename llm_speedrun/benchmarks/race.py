@@ -20,6 +20,7 @@ from .adapters import RACERS, AdapterContext, peer_defaults, source_of
 from .clock import GAUGE, GRID, NEVER, WARM, Diverged, Evaluator, Job, TimeBudget
 from .race_report import (passing_table, race_chart, race_table, share_race,
                                                  tried_table)
+from .track import enter_race
 from ..data.corpus import open_corpus
 from ..data.batches import Batches
 from ..io_utils import (AllFailed, InputError, RunError, check_writable, lock_dir, lookup,
@@ -450,6 +451,7 @@ def race_of(c): # a `RaceOptions`
     corpus = open_corpus(common["data"])
     for side in (corpus.train, corpus.val): Batches(side, 1, common["seq"]) # a context is there
     short = 60*c.tune_minutes or 12*c.minutes
+    if c.enter: lookup({k.name: k for k in field}, c.enter, "contestant to --enter")
     return Race(folder, field, common, 60*c.minutes, c.seeds, c.tune, short, c.num_evals)
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0080
@@ -465,6 +467,7 @@ def run_race(c): # a `RaceOptions`
         race.start_all({k: j for k, j in jobs().items() if k in names}, c.gpus)
     print(f"\n{race.save()}\nsaved in {race.folder}/")
     if c.share and race.results(): print(*share_race(race, c.share), sep="\n")
+    if c.enter in race.results(): print(enter_race(race, c.enter))
     if not all(map(race.read, names)):
         raise RunError("not all runs have ended: the same command takes those that are left, once what made "
                        "them fail is mended")

@@ -302,7 +302,7 @@ def check_entry(path, # of its JSON file, with the log next to it
         evaluator = Evaluator(corpus, e.seq)
         wrong += [*text_errors(e, corpus, evaluator), *weight_errors(e, evaluator, weights)]
     if wrong: raise InputError("\n  ".join([f"{path} can't stand:", *dict.fromkeys(wrong)]))
-    left = [f"its text: give --data"]*(not data) + ["its losses: give the --weights of each run"]*(not weights)
+    left = ["its text: give --data"]*(not data) + ["its losses: give the --weights of each run"]*(not weights)
     return e, left if e.text else ["its losses: its own program scored it, on a text of its own"]
 
 def check_entries(c, data): # a `RaceOptions`; the corpus, "" if none was given
@@ -333,9 +333,14 @@ def race_entry(record, name, corpus): # what `race.json` holds; a contestant; th
         about=f"{one['kind']}: {' '.join(one['words'])} {one['source']}".strip(),
         runs=[dict(seed=r["seed"]) | {k: r[k] for k in keys} for r in runs]), rows
 
+def enter_race(race, name): # a `Race`; a contestant with results
+    "Write the entry of a contestant into the folder of its race. Returns a text that says what to do next"
+    record, corpus = read_json(race.folder/"race.json", dict), open_corpus(race.common["data"])
+    return enter(race.folder, name, *race_entry(record, name, corpus))
+
 def enter(folder, name, entry, rows): # where to write; a contestant; as `race_entry` returns them
     "Write an entry. Returns a text that says what to do next"
     path, log = write_entry(Path(folder)/f"{name}.json", entry, rows)
-    empty = [k for k in entry if entry[k] == ""]
-    return (f"{path}\n{log}\nFill in {', '.join(empty)} in the first, then check both: "
-            f"speedrun_race --check {path}")
+    empty = ", ".join(k for k in entry if entry[k] == "")
+    fill = f"Fill in {empty} in the first, then check" if empty else "Check"
+    return f"{path}\n{log}\n{fill} both: speedrun_race --check {path}"

@@ -304,6 +304,10 @@ class RaceOptions(Options):
     # Output
     out: str = "" # folder; by default runs/race-<time>; one of the same race goes on
     share: str = "" # folder of records, such as nbs/site/measurements: put the race's record and chart there
+    # One-GPU track
+    enter: str = "" # contestant whose runs to write as an entry; or modded=LOG,LOG or autoresearch=LOG,LOG
+    check: CommaList = "" # entry, a JSON file: check it and race nothing; its text is --data
+    weights: LineList = "" # with --check: a run's folder, or FILE.py:function, to evaluate again; repeatable
 
 # %% ../../nbs/source/train/config.ipynb #59cfgex1
 @dataclass
