@@ -127,12 +127,12 @@ def speedrun_lr(c, given):
 @command(RaceOptions, "interrupted: the same command with the same --out goes on from here")
 def speedrun_race(c, given):
     "Race recipes of ours and other projects' programs: one clock, one evaluator, as published or tuned alike"
-    from llm_speedrun.benchmarks.track import check_entries
-    from llm_speedrun.benchmarks.track_logs import enter_logs
-    if c.check: return check_entries(c, c.data if "data" in given else "")
-    if "=" in c.enter: return enter_logs(c)
     from llm_speedrun.benchmarks.race import run_race
-    run_race(c)
+    from llm_speedrun.benchmarks.track import check_entries, race_and_enter
+    from llm_speedrun.benchmarks.track_logs import enter_logs
+    if c.check: check_entries(c, c.data if "data" in given else "")
+    elif c.enter: (enter_logs if "=" in c.enter else race_and_enter)(c)
+    else: run_race(c)
 
 # %% ../nbs/source/cli.ipynb #59cli001
 @command(ExplainOptions)

@@ -20,7 +20,6 @@ from .adapters import RACERS, AdapterContext, peer_defaults, source_of
 from .clock import GAUGE, GRID, NEVER, WARM, Diverged, Evaluator, Job, TimeBudget
 from .race_report import (passing_table, race_chart, race_table, share_race,
                                                  tried_table)
-from .track import enter_race
 from ..data.corpus import open_corpus
 from ..data.batches import Batches
 from ..io_utils import (AllFailed, InputError, RunError, check_writable, lock_dir, lookup,
@@ -157,8 +156,7 @@ def result(context, model, budget, about): # as an adapter has it
         batch=budget.tokens, epochs=last["tokens"]/len(context.corpus.train),
         tok_s=last["tokens"]/last["seconds"], joules=budget.clock.joules*credit or None,
         peak_gib=budget.clock.peak or None, clock=job.seconds, marks=budget.marks,
-        evaluated=context.evaluator.y.numel(), text=context.evaluator.sha256,
-        text_bytes=context.evaluator.bytes, **weights_of(model, context.corpus.vocab), **machine()) | about
+        evaluated=context.evaluator.y.numel(), **weights_of(model, context.corpus.vocab), **machine()) | about
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0051
 @dataclass(frozen=True)
@@ -451,12 +449,11 @@ def race_of(c): # a `RaceOptions`
     corpus = open_corpus(common["data"])
     for side in (corpus.train, corpus.val): Batches(side, 1, common["seq"]) # a context is there
     short = 60*c.tune_minutes or 12*c.minutes
-    if c.enter: lookup({k.name: k for k in field}, c.enter, "contestant to --enter")
     return Race(folder, field, common, 60*c.minutes, c.seeds, c.tune, short, c.num_evals)
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0080
 def run_race(c): # a `RaceOptions`
-    "Run `speedrun_race`"
+    "Run `speedrun_race`. Returns the `Race`; raises `RunError` where not all of its runs have ended"
     check_share(c.share)
     check_gpus(c.gpus)
     race = race_of(c)
@@ -467,7 +464,7 @@ def run_race(c): # a `RaceOptions`
         race.start_all({k: j for k, j in jobs().items() if k in names}, c.gpus)
     print(f"\n{race.save()}\nsaved in {race.folder}/")
     if c.share and race.results(): print(*share_race(race, c.share), sep="\n")
-    if c.enter in race.results(): print(enter_race(race, c.enter))
     if not all(map(race.read, names)):
         raise RunError("not all runs have ended: the same command takes those that are left, once what made "
                        "them fail is mended")
+    return race

@@ -7,6 +7,7 @@ __all__ = ['check_entry', 'check_entries']
 
 # %% ../../nbs/source/benchmarks/track.ipynb #trk00004
 import hashlib, math, re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -15,9 +16,11 @@ import msgspec, numpy as np
 from msgspec import Meta
 
 # %% ../../nbs/source/benchmarks/track.ipynb #trk00005
-from .clock import WARM, Evaluator
+from .clock import WARM, Evaluator, text_sha256, utf8_bytes
 from .race_report import without_paths
+from .race import contestants, run_race
 from ..data.corpus import open_corpus
+from ..data.token_files import Shards, token_files
 from ..datasheets import find_gpu
 from ..io_utils import (InputError, decoded, file_sha256, lookup, read_json, read_text_of,
                                    replace_file)
@@ -39,8 +42,9 @@ RULES = dict(
          "code is compiled, count as much as the average of the others. All else is in it: data, optimizer, "
          "logs, averaging. Before the first step weights are random, and nothing has seen the text.",
     text="Public text that anyone can build again, with digests of its tokens. A run reads each training "
-         "token at most once. The test text is another one than the text that rates and sizes were tuned "
-         f"on, and at most {SHARED:.0%} of its spans of {SPAN} tokens occur in the training tokens.",
+         "token at most once. Rates, sizes and all else are tuned on the validation text. The test text is "
+         "another one, and is scored once, after the last step. At most "
+         f"{SHARED:.0%} of its spans of {SPAN} tokens occur in the training or validation tokens.",
     score="Bits per byte of the test text: each token once, in rows of one context, by the evaluator of "
           "`speedrun_race` and the entry's own forward pass, with the weights of the last step or an average "
           "that the clock paid for. Any tokenizer will do, because bytes are counted, not tokens. A log has "
@@ -59,15 +63,18 @@ Amount = Annotated[float, Meta(gt=0, le=1e12)]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Said = Annotated[str, Meta(min_length=1, max_length=1000)]
 
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    "One part of a text"
+    tokens: Number # all that there are, or that are scored
+    sha256: Sha256 # of training tokens as 32-bit integers; of the text of the others, `text_sha256`
+    bytes: Number = 0 # of text in the tokens that are scored
+
 class Text(msgspec.Struct, forbid_unknown_fields=True):
     "The text of an entry"
     name: Said # what it is, and who publishes it
-    train_tokens: Number # all that there are
-    train_sha256: Sha256 # of the training tokens, as 32-bit integers
-    test_tokens: Number # that are scored
-    test_bytes: Number # of text in these
-    test_sha256: Sha256 # of the text: `text_sha256`
-    tuned_sha256: list[Sha256] = [] # of the texts on which short runs were scored
+    train: Part
+    val: Part # that anything may be tuned on
+    test: Part
 
 class Score(msgspec.Struct, forbid_unknown_fields=True):
     "One run of an entry: the last row of its log"
@@ -75,8 +82,10 @@ class Score(msgspec.Struct, forbid_unknown_fields=True):
     step: Number # steps in all
     seconds: Amount # of training
     tokens: Number | None = None # that it has read
-    loss: Amount | None = None # nats per token
-    bpb: Amount | None = None # bits per byte
+    loss: Amount | None = None # nats per token of the validation text
+    bpb: Amount | None = None # bits per byte of it
+    test_loss: Amount | None = None # the same of the test text
+    test_bpb: Amount | None = None
     by: str = "" # who ran it, where that isn't the entry's author
 
 class Row(Score):
@@ -108,7 +117,7 @@ def read_entry(path): # of a JSON file
     try: return read_json(path, Entry)
     except InputError as e:
         unknown = re.search("unknown field `(.*?)`", str(e))
-        if unknown: lookup({f: 0 for s in (Entry, Text, Score) for f in s.__struct_fields__}, unknown[1],
+        if unknown: lookup({f: 0 for s in (Entry, Text, Part, Score) for f in s.__struct_fields__}, unknown[1],
                            f"field in {path}:")
         raise InputError(f"{e}. The page of the track says what each field holds") from None
 
@@ -148,19 +157,20 @@ def broken_rules(e): # an `Entry`
     for r in e.runs:
         if r.seconds > 60*e.minutes*(1 + LATE):
             yield f"{named(r)} took {r.seconds:.1f} s, more than {e.minutes} minutes"
-        if e.text: yield from broken_text_rules(e.text, r)
+        if e.text and r.tokens and r.tokens > e.text.train.tokens: yield (
+            f"{named(r)} read {r.tokens:,} tokens, and the text has {e.text.train.tokens:,}: each may be read once")
+        if e.text and not (r.tokens and r.loss and r.bpb and r.test_loss and r.test_bpb):
+            yield f"{named(r)} lacks tokens, loss, bpb, test_loss or test_bpb"
+    if e.text and e.text.test.sha256 == e.text.val.sha256:
+        yield "its test text is its validation text, on which anything may be tuned: score another one"
 
-def broken_text_rules(t, r): # a `Text`, a `Score`
-    "Yield which rules of the text a run breaks"
-    if t.test_sha256 in t.tuned_sha256:
-        yield "short runs were scored on the test text: tune on another text (its digest is in tuned_sha256)"
-    if not r.tokens or not r.loss or not r.bpb: yield f"{named(r)} lacks tokens, loss or bpb"; return
-    if r.tokens > t.train_tokens: yield (
-        f"{named(r)} read {r.tokens:,} tokens, and the text has {t.train_tokens:,}: each may be read once")
-    if t.test_bytes: bpb = r.loss*t.test_tokens/math.log(2)/t.test_bytes
-    if not t.test_bytes or abs(bpb/r.bpb - 1) > 1e-4: yield (
-        f"{named(r)} has bpb {r.bpb:.4f}: its loss of {r.loss:.4f} over {t.test_tokens:,} tokens of "
-        f"{t.test_bytes:,} bytes is another")
+def wrong_bytes(e, r): # an `Entry` with a text, a `Score`
+    "Yield which of its bits per byte don't follow from the nats per token"
+    for key, p in (("", e.text.val), ("test_", e.text.test)):
+        loss, bpb = getattr(r, f"{key}loss"), getattr(r, f"{key}bpb")
+        if loss and bpb and abs(loss*p.tokens/math.log(2)/max(1, p.bytes)/bpb - 1) > 1e-4: yield (
+            f"step {r.step:,} has {key}bpb {bpb:.4f}: a {key}loss of {loss:.4f} over {p.tokens:,} tokens of "
+            f"{p.bytes:,} bytes is another")
 
 # %% ../../nbs/source/benchmarks/track.ipynb #trk00017
 def log_errors(e, rows): # an `Entry`, its rows
@@ -172,7 +182,7 @@ def log_errors(e, rows): # an `Entry`, its rows
     for k, r in runs.items():
         own = [row for row in rows if key(row) == k]
         if not own: yield f"the log has no row of {named(r)}"; continue
-        for f in ("step", "seconds", "tokens", "loss", "bpb"):
+        for f in Score.__struct_fields__:
             a, b = getattr(r, f), getattr(own[-1], f)
             if a != b: yield f"{named(r)} has {f} {a}, and the last row of its log {b}"
         yield from (f"{named(r)}: {why}" for why in row_errors(e, own))
@@ -194,7 +204,8 @@ def row_errors(e, rows): # an `Entry`, the rows of one of its runs
         if e.batch and r.tokens and r.tokens != r.step*e.batch: yield (
             f"step {r.step:,} has {r.tokens:,} tokens: steps of {e.batch:,} make {r.step*e.batch:,}")
     if e.text:
-        for r in scored[:-1]: yield from broken_text_rules(e.text, r)
+        for r in scored: yield from wrong_bytes(e, r)
+        if any(r.test_loss or r.test_bpb for r in rows[:-1]): yield "its test text was scored before the last step"
         if None not in [r.at for r in rows]: yield from clock_errors(rows)
     yield from speed_errors(e, rows)
 
@@ -246,15 +257,30 @@ def shared_spans(train, test, part=2**22): # `Shards`; tokens to look at togethe
         found |= np.isin(wanted, h[likely[top(h)]])
     return found.mean() if len(found) else 0.
 
-def text_errors(e, corpus, evaluator): # an `Entry`, a `Corpus`, its `Evaluator`
-    "Yield how the text of an entry differs from the one that is here"
-    here = Text(e.text.name, len(corpus.train), tokens_sha256(corpus.train), evaluator.y.numel(),
-                evaluator.bytes or 0, evaluator.sha256)
-    for f in here.__struct_fields__[1:-1]:
-        a, b = getattr(e.text, f), getattr(here, f)
-        if a != b: yield f"text.{f} is {a}, and that of {corpus.name} is {b}"
-    share = shared_spans(corpus.train, corpus.val)
-    if share > SHARED: yield f"{share:.1%} of the spans of its test text are in its training tokens"
+def tokens_to_test(corpus): # a `Corpus`
+    "Return a `Corpus` with the test tokens, next to the training tokens, in place of the validation tokens"
+    files = token_files(Path(corpus.train.paths[0]).parent, "test")
+    if not files: raise InputError(f"{corpus.name} has no test part: put test.bin next to its training tokens")
+    return replace(corpus, val=Shards(files, corpus.train.dtype, corpus.vocab))
+
+def text_of(corpus, seq): # a `Corpus` with a test part; tokens of context
+    "Return the `Text` that an entry has where it trained on the corpus"
+    def part(c): # a `Corpus` whose validation tokens are scored
+        n = (len(c.val) - 1)//seq*seq
+        return Part(n, text_sha256(c), utf8_bytes(c, n) or 0)
+    train = Part(len(corpus.train), tokens_sha256(corpus.train))
+    return Text(corpus.name, train, part(corpus), part(tokens_to_test(corpus)))
+
+def text_errors(e, corpus): # an `Entry`, a `Corpus`
+    "Yield how the text of an entry differs from the one that is here, and what of its test isn't new"
+    here, test = text_of(corpus, e.seq), tokens_to_test(corpus).val
+    for k in ("train", "val", "test"):
+        for f in Part.__struct_fields__:
+            a, b = (getattr(getattr(t, k), f) for t in (e.text, here))
+            if a != b: yield f"text.{k}.{f} is {a}, and that of {corpus.name} is {b}"
+    for k in ("train", "val"):
+        share = shared_spans(getattr(corpus, k), test)
+        if share > SHARED: yield f"{share:.1%} of the spans of its test text are in its {k} tokens"
 
 # %% ../../nbs/source/benchmarks/track.ipynb #trk00020
 def scorer(spec): # a folder of weights, or FILE.py:function
@@ -270,8 +296,8 @@ def weight_errors(e, evaluator, specs): # an `Entry`, an `Evaluator`, as for `sc
     if len(specs) > len(e.runs): yield f"{len(specs)} weights are given, and it has {len(e.runs)} runs"
     for r, spec in zip(e.runs, specs):
         loss = evaluator(scorer(spec))["loss"]
-        if abs(loss - r.loss) > AGREE:
-            yield f"{named(r)} claims a loss of {r.loss:.4f}, and {spec} has {loss:.4f}"
+        if abs(loss - r.test_loss) > AGREE:
+            yield f"{named(r)} claims a test_loss of {r.test_loss:.4f}, and {spec} has {loss:.4f}"
 
 # %% ../../nbs/source/benchmarks/track.ipynb #trk00022
 # 0.975 quantile of Student's t by degrees of freedom; the last one for more
@@ -279,7 +305,7 @@ T95 = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 
 def score(e): # an `Entry`
     "Return the mean of an entry's runs and half its 95% interval: bits per byte, or nats where it has none"
-    values = [r.bpb or r.loss for r in e.runs]
+    values = [r.test_bpb or r.bpb or r.loss for r in e.runs]
     if len(values) < 2: return mean(values), math.inf
     return mean(values), T95[min(len(values) - 1, len(T95)) - 1]*stdev(values)/len(values)**.5
 
@@ -299,8 +325,8 @@ def check_entry(path, # of its JSON file, with the log next to it
     if file_sha256(log) != e.log_sha256: wrong.append(f"{log.name} isn't the log whose digest is log_sha256")
     if data and e.text and not wrong:
         corpus = open_corpus(data)
-        evaluator = Evaluator(corpus, e.seq)
-        wrong += [*text_errors(e, corpus, evaluator), *weight_errors(e, evaluator, weights)]
+        evaluator = Evaluator(tokens_to_test(corpus), e.seq)
+        wrong += [*text_errors(e, corpus), *weight_errors(e, evaluator, weights)]
     if wrong: raise InputError("\n  ".join([f"{path} can't stand:", *dict.fromkeys(wrong)]))
     left = ["its text: give --data"]*(not data) + ["its losses: give the --weights of each run"]*(not weights)
     return e, left if e.text else ["its losses: its own program scored it, on a text of its own"]
@@ -320,23 +346,22 @@ FILL_IN = "by", "about", "code", "command" # what nobody but the author knows
 
 def race_entry(record, name, corpus): # what `race.json` holds; a contestant; the `Corpus` of the race
     "Return an entry as a dict, with empty fields where its author has to fill them in, and the rows of its log"
-    record = without_paths(record)
-    runs, tuned = record["results"][name], record["tuning"].get(name, [])
-    one, keys = runs[0], ("step", "seconds", "tokens", "loss", "bpb")
-    if not one.get("text"): raise InputError("the race was run by an older version: run it again in a new --out")
-    text = Text(corpus.name, len(corpus.train), tokens_sha256(corpus.train), one["evaluated"],
-                one["text_bytes"] or 0, one["text"], sorted({r["text"] for r in tuned if r.get("text")}))
-    rows = [dict(seed=r["seed"]) | {k: m.get(k) for k in (*keys, "at")} for r in runs for m in r["marks"]]
+    runs = without_paths(record)["results"][name]
+    one, keys = runs[0], (*(f for f in Row.__struct_fields__ if f not in ("seed", "by", "train")),)
+    rows = [dict(seed=r["seed"]) | {k: m[k] for k in keys if k in m} for r in runs for m in r["marks"]]
     same = {k: one[k] for k in ("gpu", "torch", "date", "seq", "batch", "matrices")}
     return dict.fromkeys(FILL_IN, "") | same | dict(
-        name=name, minutes=round(record["clock"]/60), text=msgspec.to_builtins(text),
+        name=name, minutes=round(record["clock"]/60), text=msgspec.to_builtins(text_of(corpus, one["seq"])),
         about=f"{one['kind']}: {' '.join(one['words'])} {one['source']}".strip(),
-        runs=[dict(seed=r["seed"]) | {k: r[k] for k in keys} for r in runs]), rows
+        runs=[dict(seed=r["seed"]) | {k: r["marks"][-1][k] for k in keys if k in r["marks"][-1] and k != "at"}
+              for r in runs]), rows
 
-def enter_race(race, name): # a `Race`; a contestant with results
-    "Write the entry of a contestant into the folder of its race. Returns a text that says what to do next"
+def race_and_enter(c): # a `RaceOptions`
+    "Run `speedrun_race --enter`: a race, then the entry of one contestant, in the folder of the race"
+    lookup({k.name: k for k in contestants(c.run, c.peer)}, c.enter, "contestant to --enter")
+    race = run_race(c)
     record, corpus = read_json(race.folder/"race.json", dict), open_corpus(race.common["data"])
-    return enter(race.folder, name, *race_entry(record, name, corpus))
+    print(enter(race.folder, c.enter, *race_entry(record, c.enter, corpus)))
 
 def enter(folder, name, entry, rows): # where to write; a contestant; as `race_entry` returns them
     "Write an entry. Returns a text that says what to do next"
