@@ -74,18 +74,18 @@ class Text(msgspec.Struct, forbid_unknown_fields=True):
     name: Said # what it is, and who publishes it
     train: Part
     val: Part # that anything may be tuned on
-    test: Part
+    test: Part # that is scored once
 
 class Score(msgspec.Struct, forbid_unknown_fields=True):
     "One run of an entry: the last row of its log"
-    seed: Number
+    seed: Number # 0, 1, 2 and so on
     step: Number # steps in all
     seconds: Amount # of training
     tokens: Number | None = None # that it has read
     loss: Amount | None = None # nats per token of the validation text
     bpb: Amount | None = None # bits per byte of it
-    test_loss: Amount | None = None # the same of the test text
-    test_bpb: Amount | None = None
+    test_loss: Amount | None = None # nats per token of the test text, in the last row of a run only
+    test_bpb: Amount | None = None # bits per byte of it
     by: str = "" # who ran it, where that isn't the entry's author
 
 class Row(Score):
@@ -95,17 +95,17 @@ class Row(Score):
 
 class Entry(msgspec.Struct, forbid_unknown_fields=True):
     "An entry of the track"
-    name: Said
+    name: Said # of the entry
     by: Said # its author
     about: Said # what it does, in a sentence
     code: Said # where the code is, with its commit
     command: Said # what runs it again
     minutes: Number # of training
     gpu: Said # as PyTorch calls it
-    torch: Said
-    date: Said
+    torch: Said # version
+    date: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\d$")] # day of the runs
     log_sha256: Sha256 # of the log, the file of the same name that ends in .jsonl
-    runs: list[Score]
+    runs: list[Score] # each with the last row of its log
     seq: Number = 0 # tokens of context in the evaluation
     batch: Number = 0 # tokens in a step; 0 where that changes
     matrices: Number = 0 # weights in matmuls that each token passes; 0 if unknown
@@ -313,6 +313,12 @@ def beats(new, old): # `Entry`s of the same minutes and test text
     "Return whether an entry is better than another by more than both their intervals explain"
     (a, da), (b, db) = score(new), score(old)
     return b - a > math.hypot(da, db)
+
+def record(entries): # `Entry`s of the same minutes and test text
+    "Return the entry that holds the record: in the order of their dates, each has to beat the one before"
+    first, *others = sorted(entries, key=lambda e: (e.date, e.name))
+    for e in others: first = e if beats(e, first) else first
+    return first
 
 # %% ../../nbs/source/benchmarks/track.ipynb #trk00025
 def check_entry(path, # of its JSON file, with the log next to it
