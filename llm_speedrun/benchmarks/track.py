@@ -33,6 +33,7 @@ LATE = .01 # of the clock: what the last step may end late
 EVALS = 5 # evaluations in a log, at least
 STILL = .25 # of the time between the first and the last one: for how long the clock may stand still
 SLACK = 2. # s: what the clock may differ from the time of day, and one evaluation from the others
+CONTEXT, LEAST = 1024, 10**6 # tokens in a row of the evaluation; bytes of the test text, at least
 SPAN, SHARED = 32, .02 # tokens in a row; the most of such spans of the test that training tokens may have
 AGREE = .005 # nats per token: how near weights that are evaluated again must come
 
@@ -43,9 +44,9 @@ RULES = dict(
          "logs, averaging. Before the first step weights are random, and nothing has seen the text.",
     text="Public text that anyone can build again, with digests of its tokens. A run reads each training "
          "token at most once. Rates, sizes and all else are tuned on the validation text. The test text is "
-         "another one, and is scored once, after the last step. At most "
+         f"another one, of {LEAST:,} bytes or more, and is scored once, after the last step. At most "
          f"{SHARED:.0%} of its spans of {SPAN} tokens occur in the training or validation tokens.",
-    score="Bits per byte of the test text: each token once, in rows of one context, by the evaluator of "
+    score=f"Bits per byte of the test text: each token once, in rows of {CONTEXT:,}, by the evaluator of "
           "`speedrun_race` and the entry's own forward pass, with the weights of the last step or an average "
           "that the clock paid for. Any tokenizer will do, because bytes are counted, not tokens. A log has "
           f"{EVALS} evaluations or more, and the clock stands still for at most {STILL:.0%} of the time.",
@@ -146,8 +147,7 @@ def named(r): # a `Score`
 def broken_rules(e): # an `Entry`
     "Yield which rules the results of an entry break"
     if e.minutes not in MINUTES: yield f"minutes must be one of {', '.join(map(str, MINUTES))}: {e.minutes}"
-    if not re.search(rf"\b{CARD}\b(?! (PCIe|NVL))", e.gpu):
-        yield f"gpu is {e.gpu!r}: the track is for an {CARD} 80 GB (SXM)"
+    if e.gpu != (said := find_gpu(CARD).said): yield f"gpu is {e.gpu!r}: the track is for {said!r}"
     if len(own := [r for r in e.runs if r.by in ("", e.by)]) < SEEDS:
         yield f"it has {len(own)} runs of its author, and needs {SEEDS}: run more seeds"
     for by in {r.by for r in e.runs}:
@@ -163,6 +163,9 @@ def broken_rules(e): # an `Entry`
             yield f"{named(r)} lacks tokens, loss, bpb, test_loss or test_bpb"
     if e.text and e.text.test.sha256 == e.text.val.sha256:
         yield "its test text is its validation text, on which anything may be tuned: score another one"
+    if e.text and e.seq != CONTEXT: yield f"it was scored in rows of {e.seq:,} tokens: race with --seq_len {CONTEXT}"
+    if e.text and e.text.test.bytes < LEAST:
+        yield f"its test text has {e.text.test.bytes:,} bytes, and needs {LEAST:,}"
 
 def wrong_bytes(e, r): # an `Entry` with a text, a `Score`
     "Yield which of its bits per byte don't follow from the nats per token"
