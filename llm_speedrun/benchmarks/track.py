@@ -118,8 +118,8 @@ def read_entry(path): # of a JSON file
     try: return read_json(path, Entry)
     except InputError as e:
         unknown = re.search("unknown field `(.*?)`", str(e))
-        if unknown: lookup({f: 0 for s in (Entry, Text, Part, Score) for f in s.__struct_fields__}, unknown[1],
-                           f"field in {path}:")
+        fields = {f: 0 for s in (Entry, Text, Part, Score) for f in s.__struct_fields__}
+        if unknown: lookup(fields, unknown[1], f"field in {path}:")
         raise InputError(f"{e}. The page of the track says what each field holds") from None
 
 def log_of(path): # of an entry
@@ -153,17 +153,18 @@ def broken_rules(e): # an `Entry`
     for by in {r.by for r in e.runs}:
         seeds = sorted(r.seed for r in e.runs if r.by == by)
         if seeds != [*range(len(seeds))]: yield (
-            f"seeds are {', '.join(map(str, seeds))}: they must be 0, 1, 2 and so on, each once, none left out")
+            f"seeds are {', '.join(map(str, seeds))}: they must be 0, 1, 2 and so on, each once")
     for r in e.runs:
         if r.seconds > 60*e.minutes*(1 + LATE):
             yield f"{named(r)} took {r.seconds:.1f} s, more than {e.minutes} minutes"
         if e.text and r.tokens and r.tokens > e.text.train.tokens: yield (
-            f"{named(r)} read {r.tokens:,} tokens, and the text has {e.text.train.tokens:,}: each may be read once")
+            f"{named(r)} read {r.tokens:,} tokens, and the text has {e.text.train.tokens:,}: read each once")
         if e.text and not (r.tokens and r.loss and r.bpb and r.test_loss and r.test_bpb):
             yield f"{named(r)} lacks tokens, loss, bpb, test_loss or test_bpb"
     if e.text and e.text.test.sha256 == e.text.val.sha256:
         yield "its test text is its validation text, on which anything may be tuned: score another one"
-    if e.text and e.seq != CONTEXT: yield f"it was scored in rows of {e.seq:,} tokens: race with --seq_len {CONTEXT}"
+    if e.text and e.seq != CONTEXT:
+        yield f"it was scored in rows of {e.seq:,} tokens: race with --seq_len {CONTEXT}"
     if e.text and e.text.test.bytes < LEAST:
         yield f"its test text has {e.text.test.bytes:,} bytes, and needs {LEAST:,}"
 
@@ -208,7 +209,8 @@ def row_errors(e, rows): # an `Entry`, the rows of one of its runs
             f"step {r.step:,} has {r.tokens:,} tokens: steps of {e.batch:,} make {r.step*e.batch:,}")
     if e.text:
         for r in scored: yield from wrong_bytes(e, r)
-        if any(r.test_loss or r.test_bpb for r in rows[:-1]): yield "its test text was scored before the last step"
+        if any(r.test_loss or r.test_bpb for r in rows[:-1]):
+            yield "its test text was scored before the last step"
         if None not in [r.at for r in rows]: yield from clock_errors(rows)
     yield from speed_errors(e, rows)
 
@@ -223,7 +225,8 @@ def clock_errors(rows): # of one run, each with its time of day
         f"its clock stood still for {still[i]:.1f} s before step {pairs[i][1].step:,}, and for "
         f"{median(still):.1f} s at other evaluations")
     if sum(still) > STILL*(rows[-1].at - rows[0].at): yield (
-        f"its clock stood still for {sum(still):.0f} s of {rows[-1].at - rows[0].at:.0f} s: evaluate less often")
+        f"its clock stood still for {sum(still):.0f} s of {rows[-1].at - rows[0].at:.0f} s: evaluate less "
+        "often")
 
 def speed_errors(e, rows): # an `Entry`, the rows of a run
     "Yield where a run was faster than the card can multiply"
@@ -263,7 +266,8 @@ def shared_spans(train, test, part=2**22): # `Shards`; tokens to look at togethe
 def tokens_to_test(corpus): # a `Corpus`
     "Return a `Corpus` with the test tokens, next to the training tokens, in place of the validation tokens"
     files = token_files(Path(corpus.train.paths[0]).parent, "test")
-    if not files: raise InputError(f"{corpus.name} has no test part: put test.bin next to its training tokens")
+    if not files: raise InputError(
+        f"{corpus.name} has no test part: put test.bin next to its training tokens")
     return replace(corpus, val=Shards(files, corpus.train.dtype, corpus.vocab))
 
 def text_of(corpus, seq): # a `Corpus` with a test part; tokens of context
@@ -327,7 +331,7 @@ def record(entries): # `Entry`s of the same minutes and test text
 def check_entry(path, # of its JSON file, with the log next to it
                 data="", # its text, as `open_corpus` takes it
                 weights=()): # of its runs, in their order, as for `scorer`
-    "Check an entry of the track. Returns it, and what wasn't checked. Raises `InputError` with all that is wrong"
+    "Check an entry. Returns it, and what wasn't checked. Raises `InputError` with all that is wrong"
     e, log = read_entry(path), log_of(path)
     rows = read_log(log)
     wrong = [*broken_rules(e), *log_errors(e, rows)]
@@ -337,14 +341,14 @@ def check_entry(path, # of its JSON file, with the log next to it
         evaluator = Evaluator(tokens_to_test(corpus), e.seq)
         wrong += [*text_errors(e, corpus), *weight_errors(e, evaluator, weights)]
     if wrong: raise InputError("\n  ".join([f"{path} can't stand:", *dict.fromkeys(wrong)]))
-    left = ["its text: give --data"]*(not data) + ["its losses: give the --weights of each run"]*(not weights)
+    left = ["its text: give --data"]*(not data) + ["its losses: give --rescore for each run"]*(not weights)
     return e, left if e.text else ["its losses: its own program scored it, on a text of its own"]
 
 def check_entries(c, data): # a `RaceOptions`; the corpus, "" if none was given
     "Run `speedrun_race --check`"
-    if c.weights and not data: raise InputError("give the text of these weights: --data")
+    if c.rescore and not data: raise InputError("give the text to score again: --data")
     for path in c.check.split(","):
-        e, left = check_entry(path, data, c.weights.splitlines())
+        e, left = check_entry(path, data, c.rescore.splitlines())
         middle, half = score(e)
         print(f"{path}: {e.name}, {e.minutes} minutes, {len(e.runs)} runs, {middle:.4f} ± {half:.4f} "
               f"{'bits per byte' if e.runs[0].bpb else 'nats per token'}: no rule is broken")
@@ -354,7 +358,7 @@ def check_entries(c, data): # a `RaceOptions`; the corpus, "" if none was given
 FILL_IN = "by", "about", "code", "command" # what nobody but the author knows
 
 def race_entry(record, name, corpus): # what `race.json` holds; a contestant; the `Corpus` of the race
-    "Return an entry as a dict, with empty fields where its author has to fill them in, and the rows of its log"
+    "Return an entry as a dict, with fields left empty for its author to fill in, and the rows of its log"
     runs = without_paths(record)["results"][name]
     one, keys = runs[0], (*(f for f in Row.__struct_fields__ if f not in ("seed", "by", "train")),)
     rows = [dict(seed=r["seed"]) | {k: m[k] for k in keys if k in m} for r in runs for m in r["marks"]]

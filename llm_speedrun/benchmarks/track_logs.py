@@ -21,7 +21,7 @@ def lines_of(pattern, text, path): # a regular expression with groups; a log
     if not found: raise InputError(f"{path} has no line like {pattern}: it is no such log, or was cut off")
     return found
 
-PLAIN = ast.Constant | ast.BinOp | ast.UnaryOp | ast.USub | ast.Add | ast.Sub | ast.Mult | ast.Div | ast.FloorDiv
+PLAIN = ast.Constant | ast.BinOp | ast.Add | ast.Sub | ast.Mult | ast.Div | ast.FloorDiv
 
 def constant(node): # of a syntax tree
     "Return the value of an expression of numbers, None for any other. Calls nothing"
@@ -51,7 +51,8 @@ def read_modded(path): # of a log
     text = read_text_of(path, most=2**26)
     program, _, ran = text.partition("\n" + "="*100)
     gpus = lines_of(r"^\|\s+\d+\s+(NVIDIA [^|]+?)\s+(?:On|Off)\s+\|", ran, path)
-    if len(gpus) > 1: raise InputError(f"{path} is of {len(gpus)} GPUs: the track is for one (nproc_per_node=1)")
+    if len(gpus) > 1: raise InputError(
+        f"{path} is of {len(gpus)} GPUs: the track is for one (nproc_per_node=1)")
     tokens, rows = modded_tokens(program) or (lambda step: None), []
     for step, of, loss, ms, mean in lines_of(
             r"^step:(\d+)/(\d+) val_loss:([\d.]+) train_time:(\d+)ms step_avg:([\d.]+)ms$", ran, path):
@@ -59,7 +60,8 @@ def read_modded(path): # of a log
         if abs(ms - float(mean)*max(1, step)) > 1 + .006*step: raise InputError(
             f"{path}, step {step:,}: train_time is {ms:,} ms, and step_avg makes {float(mean)*step:,.0f} ms")
         if step: rows.append(dict(step=step, seconds=ms/1e3, tokens=tokens(step), loss=float(loss)))
-    if not rows or step != int(of): raise InputError(f"{path} ends after {step:,} of {of} steps: give a whole log")
+    if not rows or step != int(of): raise InputError(
+        f"{path} ends after {step:,} of {of} steps: give a whole log")
     check_steps(path, lines_of(r"^step:(\d+)/\d+ train_time:(\d+)ms", ran, path), rows)
     version = lines_of(r"^Running PyTorch (\S+)", ran, path)[0]
     digest = hashlib.sha256(program.encode()).hexdigest()[:12]
@@ -73,8 +75,8 @@ def check_steps(path, steps, rows): # of a log; pairs of a step and its millisec
     if any(b < a for a, b in pairwise(at.values())): raise InputError(f"{path}: its clock runs backwards")
     for r in rows: # evaluations come after a step, and before the next
         if not at.get(r["step"], 0) <= r["seconds"] <= at.get(r["step"] + 1, r["seconds"] + 1):
-            raise InputError(f"{path}, step {r['step']:,}: its evaluation has train_time {r['seconds']:.3f} s, and its "
-                             "steps another")
+            raise InputError(f"{path}, step {r['step']:,}: its evaluation has train_time {r['seconds']:.3f} "
+                             "s, and its steps another")
 
 # %% ../../nbs/source/benchmarks/track_logs.ipynb #trl00013
 FREE = 11 # steps that its clock leaves out
@@ -92,7 +94,7 @@ def read_autoresearch(path): # of a log
         f"{path} has lines of {n:,} steps, and its summary {said['num_steps']:,.0f}: is it one whole run?")
     if abs(counted - said["training_seconds"]) > .05 + 5e-4*n: raise InputError(
         f"{path}: its steps take {counted:.1f} s, and its summary says {said['training_seconds']:.1f} s")
-    batch, rows, seconds = round(said["total_tokens_M"]*1e6/n/2048)*2048, [], 0. # it takes rows of 2,048 tokens
+    batch, rows, seconds = round(said["total_tokens_M"]*1e6/n/2048)*2048, [], 0. # its rows have 2,048 tokens
     if abs(batch*n/1e6 - said["total_tokens_M"]) > .06: raise InputError(
         f"{path}: {said['total_tokens_M']} M tokens in {n:,} steps aren't steps of a multiple of 2,048")
     for i, (_, loss, ms) in enumerate(steps[FREE:], FREE + 1):

@@ -288,7 +288,7 @@ class RaceOptions(Options):
     "The options of `speedrun_race`"
     # Contestants
     run: LineList = "" # one of ours, NAME: OPTIONS, such as "muon: --recipe muon --rungs fastest"; repeatable
-    peer: LineList = "" # a clone: nanogpt=, modded=, autoresearch= or nanochat=FOLDER:batch=131072; repeatable
+    peer: LineList = "" # a clone: nanogpt=, modded=, autoresearch=, nanochat=FOLDER:batch=131072; repeatable
     plugin: LineList = "" # a Python file or module with rungs, recipes or models of your own; repeatable
     # Contest
     data: Text = "stdlib" # as for speedrun_train
@@ -307,7 +307,7 @@ class RaceOptions(Options):
     # One-GPU track
     enter: str = "" # contestant whose runs to write as an entry; or modded=LOG,LOG or autoresearch=LOG,LOG
     check: CommaList = "" # entry, a JSON file: check it and race nothing; its text is --data
-    weights: LineList = "" # with --check: a run's folder, or FILE.py:function, to evaluate again; repeatable
+    rescore: LineList = "" # with --check: a run's folder, or FILE.py:function, to score again; repeatable
 
 # %% ../../nbs/source/train/config.ipynb #59cfgex1
 @dataclass

@@ -65,7 +65,7 @@ def made(tmp_path, text, honest, monkeypatch):
     return Made(tmp_path, text, honest)
 
 def test_an_honest_entry_passes(made):
-    assert made.check()[1] == ["its text: give --data", "its losses: give the --weights of each run"]
+    assert made.check()[1] == ["its text: give --data", "its losses: give --rescore for each run"]
     assert made.check(data=True, losses=[4., 4.01, 4.02])[1] == []
 
 # --- cheats: what is changed, and what is said ---
@@ -230,7 +230,7 @@ def test_the_command(made, capsys, text):
     made.check()
     speedrun_race(["--check", str(made.path), "--data", str(text)])
     said = capsys.readouterr().out
-    assert "honest, 5 minutes, 3 runs, " in said and said.endswith("no rule is broken\n  not checked: its losses: give the --weights of each run\n")
+    assert "honest, 5 minutes, 3 runs, " in said and said.endswith("no rule is broken\n  not checked: its losses: give --rescore for each run\n")
 
 def ends(capsys, *args):
     with pytest.raises(SystemExit): speedrun_race(list(args))
@@ -239,7 +239,7 @@ def ends(capsys, *args):
 def test_what_the_command_refuses(made, capsys, tmp_path):
     other_card(made); track.write_entry(made.path, made.e, made.rows)
     assert "error: " in (said := ends(capsys, "--check", str(made.path))) and said.count("\n") == 2 and "NVIDIA H200" in said
-    assert "give the text of these weights: --data" in ends(capsys, "--check", str(made.path), "--weights", "a")
+    assert "give the text to score again: --data" in ends(capsys, "--check", str(made.path), "--rescore", "a")
     assert "unknown contestant to --enter 'main'. Did you mean 'mine'?" in ends(capsys, "--run", "mine: --recipe muon", "--enter", "main")
     assert "unknown kind of log 'moded'. Did you mean 'modded'?" in ends(capsys, "--enter", "moded=a.txt")
     assert "nowhere.txt: no such file or folder" in ends(capsys, "--enter", "modded=nowhere.txt")
