@@ -473,7 +473,7 @@ class Autoresearch(Adapter):
         def nats(x, y):
             model = uncompiled_module(g["model"])
             with g["autocast_ctx"]: return model(x, y, reduction="sum")
-        budget = c.budget(nats)
+        budget = c.budget(nats, plan=lambda total: None) # the script reads its `total`
         script(race=budget, fa3=fa3 or FullWindows, MAX_SEQ_LEN=c.seq, TIME_BUDGET=c.job.seconds,
                Tokenizer=tokenizer, make_dataloader=batches, Diverged=Diverged,
                evaluate_bpb=lambda *_: math.nan) # the race has evaluated it
