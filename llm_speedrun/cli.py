@@ -128,7 +128,11 @@ def speedrun_lr(c, given):
 def speedrun_race(c, given):
     "Race recipes of ours and other projects' programs: one clock, one evaluator, as published or tuned alike"
     from llm_speedrun.benchmarks.race import run_race
-    run_race(c)
+    from llm_speedrun.benchmarks.track import check_entries, race_and_enter
+    from llm_speedrun.benchmarks.track_logs import enter_logs
+    if c.check: check_entries(c, c.data if "data" in given else "")
+    elif c.enter: (enter_logs if "=" in c.enter else race_and_enter)(c)
+    else: run_race(c)
 
 # %% ../nbs/source/cli.ipynb #59cli001
 @command(ExplainOptions)

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/source/benchmarks/clock.ipynb #48a00004
-import math, time
+import hashlib, math, time
 from itertools import count
 import msgspec, numpy as np, torch
 from ..io_utils import InputError, RunError
@@ -95,11 +95,18 @@ class Evaluator:
 # %% ../../nbs/source/benchmarks/clock.ipynb #race0010
 def utf8_bytes(corpus, n): # a `Corpus`, how many tokens
     "Return the bytes of text in validation tokens 1 to `n`, without document separators"
-    if not corpus.tokenizer: return None
-    ids = corpus.val[1:n + 1]
+    return sum(map(len, utf8_parts(corpus, 1, n + 1))) if corpus.tokenizer else None
+
+def utf8_parts(corpus, lo, hi): # a `Corpus` with a tokenizer, of which tokens
+    "Return the text of validation tokens `lo` to `hi`, a list of bytes, divided at document separators"
+    ids = corpus.val[lo:hi]
     parts = np.split(ids, np.flatnonzero(ids == corpus.eot)) if corpus.eot is not None else [ids]
-    texts = corpus.tokenizer.decode_batch([p.tolist() for p in parts])
-    return sum(len(t.encode()) for t in texts)
+    return [t.encode() for t in corpus.tokenizer.decode_batch([p.tolist() for p in parts])]
+
+def text_sha256(corpus): # a `Corpus`
+    "Return the SHA-256 of the validation text, whatever its tokenizer; without one, of its tokens"
+    parts = utf8_parts(corpus, 0, None) if corpus.tokenizer else [corpus.val[:].astype("<u4").tobytes()]
+    return hashlib.sha256(b"\0".join(filter(None, parts))).hexdigest()
 
 # %% ../../nbs/source/benchmarks/clock.ipynb #race0012
 WARM, GAUGE = 5, 10 # steps that compile and capture; steps after them that measure the speed
@@ -126,6 +133,7 @@ class TimeBudget:
     def mark(self, done): # steps
         "Evaluate the model after `done` steps"
         row = dict(step=done, tokens=done*self.tokens, seconds=self.seconds(done)) | self.judge()
+        row["at"] = time.time() # so that a reader sees for how long the clock stood still
         self.marks.append(row)
         self.note(row)
 

@@ -453,7 +453,7 @@ def race_of(c): # a `RaceOptions`
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0080
 def run_race(c): # a `RaceOptions`
-    "Run `speedrun_race`"
+    "Run `speedrun_race`. Returns the `Race`; raises `RunError` where not all of its runs have ended"
     check_share(c.share)
     check_gpus(c.gpus)
     race = race_of(c)
@@ -467,3 +467,4 @@ def run_race(c): # a `RaceOptions`
     if not all(map(race.read, names)):
         raise RunError("not all runs have ended: the same command takes those that are left, once what made "
                        "them fail is mended")
+    return race

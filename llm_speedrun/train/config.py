@@ -288,7 +288,7 @@ class RaceOptions(Options):
     "The options of `speedrun_race`"
     # Contestants
     run: LineList = "" # one of ours, NAME: OPTIONS, such as "muon: --recipe muon --rungs fastest"; repeatable
-    peer: LineList = "" # a clone: nanogpt=FOLDER, modded=FOLDER, nanochat=FOLDER:batch=131072; repeatable
+    peer: LineList = "" # a clone: nanogpt=, modded=, autoresearch=, nanochat=FOLDER:batch=131072; repeatable
     plugin: LineList = "" # a Python file or module with rungs, recipes or models of your own; repeatable
     # Contest
     data: Text = "stdlib" # as for speedrun_train
@@ -304,6 +304,10 @@ class RaceOptions(Options):
     # Output
     out: str = "" # folder; by default runs/race-<time>; one of the same race goes on
     share: str = "" # folder of records, such as nbs/site/measurements: put the race's record and chart there
+    # One-GPU track
+    enter: str = "" # contestant whose runs to write as an entry; or modded=LOG,LOG or autoresearch=LOG,LOG
+    check: CommaList = "" # entry, a JSON file: check it and race nothing; its text is --data
+    rescore: LineList = "" # with --check: a run's folder, or FILE.py:function, to score again; repeatable
 
 # %% ../../nbs/source/train/config.ipynb #59cfgex1
 @dataclass

@@ -24,7 +24,7 @@ ANYWHERE = """
     clock adapters race_report 60_world world interleaved save_sharded spawn liveness sharding 66_cluster 71_evals evals
     export generate pretrained comparison 74_plan race muon_update muon_kernels sharded_muon state recipe_spec unused_rungs mixed_optimizer
     peers trainer doctor metrics telemetry loader format spikes scores
-    stepper rung_registry step_builder model_config measure op_counter fusion profiling""".split()
+    track track_logs stepper rung_registry step_builder model_config measure op_counter fusion profiling""".split()
 
 @pytest.fixture
 def entries():

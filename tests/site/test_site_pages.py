@@ -53,7 +53,7 @@ def part(text, heading):
 
 def test_every_page_is_written(made):
     assert set(made) == {*templating.PAGES} == {
-        "compare.qmd", "course.qmd", "gpus.qmd", *(f"measured/{k}.qmd" for k in ("index", "claims", "compiler", "trainers", "yours")),
+        "compare.qmd", "course.qmd", "gpus.qmd", *(f"measured/{k}.qmd" for k in ("index", "claims", "compiler", "trainers", "track", "yours")),
         *(f"reference/{k}.qmd" for k in ("commands", "options", "rungs", "formats", "api", "glossary"))}
     for address, text in made.items():
         assert text.startswith('---\ntitle: "'), address

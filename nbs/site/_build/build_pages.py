@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[3]
 
 def load():
     "All pages: the modules beside this one add theirs to `PAGES`"
-    import compare, course, gpus, measured, reference # noqa: F401
+    import compare, course, gpus, measured, reference, track_page # noqa: F401
 
 def written(address, root=ROOT):
     "The page's text"
