@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLUMNS', 'curve', 'final', 'lowest_loss', 'rose', 'by_loss', 'spread', 'with_spread', 'race_table', 'passing_table',
-           'tried_table', 'race_chart', 'shared_record']
+           'position_table', 'tried_table', 'race_chart', 'shared_record']
 
 # %% ../../nbs/source/benchmarks/race_report.ipynb #48c00004
 import json
@@ -48,6 +48,7 @@ def with_spread(values): # numbers
     return f"{mean(values):.4f}" + f" ± {spread(values):.4f}"*(len(values) > 1)
 
 COLUMNS = [("bits/byte", "bpb", 1, ".4f"), ("seconds", "seconds", 1, ".1f"),
+           ("test", "test_loss", 1, ".4f"), ("updates", "updates", 1, ",.0f"), # not in older records
            ("tokens, M", "tokens", 1e6, ",.1f"), ("epochs", "epochs", 1, ".2f"),
            ("tokens/s", "tok_s", 1, ",.0f"),
            ("in matrices, M", "matrices", 1e6, ",.1f"), ("in tables, M", "tables", 1e6, ",.1f"),
@@ -57,8 +58,10 @@ COLUMNS = [("bits/byte", "bpb", 1, ".4f"), ("seconds", "seconds", 1, ".1f"),
 def race_table(results, # of `Race.results`
                titles=None): # of `COLUMNS`; None: all of them, and the factors on rate and decay
     "Return the results as a `Table`, a row for each contestant, the lowest loss first"
-    def value(rs, key, unit, spec): return fmt(mean(r[key]/unit for r in rs) if rs[0][key] else None, spec)
-    columns, tuned = [c for c in COLUMNS if not titles or c[0] in titles], not titles
+    def value(rs, key, unit, spec):
+        return fmt(mean(r[key]/unit for r in rs) if rs[0].get(key) else None, spec)
+    def known(key): return any(key in rs[0] for rs in results.values())
+    columns, tuned = [c for c in COLUMNS if known(c[1]) and (not titles or c[0] in titles)], not titles
     rows = [[name, with_spread([r["loss"] for r in rs]), len(rs), *(value(rs, *how) for _, *how in columns)]
             + [f"{rs[0]['lr']:g}, {rs[0]['wd']:g}"]*tuned
             for name, rs in by_loss(results).items()]
@@ -72,6 +75,18 @@ def passing_table(results): # of `Race.results`
     time = lambda k, o: "" if k == o else fmt(reached(points[k], final(results[o])), ".1f")
     rows = [[k, *(time(k, o) for o in names)] for k in names]
     return table(["seconds until the final loss of", *names], rows)
+
+# %% ../../nbs/source/benchmarks/race_report.ipynb #24870331
+def position_table(results): # of `Race.results`
+    "Return a `Table` of the loss by position at each evaluation, means over the seeds; \"\" without any"
+    marks = [(name, ms) for name, rs in results.items() for ms in zip(*(r["marks"] for r in rs))
+             if "positions" in ms[0]]
+    if not marks: return ""
+    average = lambda ms, key, spec: [fmt(mean(xs), spec) for xs in zip(*(m[key] for m in ms))]
+    rows = [[name, fmt(mean(m["seconds"] for m in ms), ".1f"), *average(ms, "positions", ".4f")]
+            for name, ms in marks]
+    n = len(rows[0]) - 2
+    return table(["loss by position", "seconds", *(f"{k/n:.0%} to {(k + 1)/n:.0%}" for k in range(n))], rows)
 
 # %% ../../nbs/source/benchmarks/race_report.ipynb #281c221e
 def tried_table(tried): # of `Race.tuning_results`
