@@ -18,8 +18,8 @@ import msgspec, torch
 # %% ../../nbs/source/benchmarks/race.ipynb #race0003
 from .adapters import RACERS, AdapterContext, peer_defaults, source_of
 from .clock import GAUGE, GRID, NEVER, WARM, Diverged, Evaluator, Job, TimeBudget
-from .race_report import (passing_table, position_table, race_chart, race_table,
-                                                 share_race, tried_table)
+from .race_report import (paired_table, passing_table, position_table, race_chart,
+                                                 race_table, share_race, tried_table)
 from ..data.corpus import open_corpus
 from ..data.batches import Batches; from llm_speedrun.data.token_files import Shards, token_files
 from ..io_utils import (AllFailed, InputError, RunError, check_writable, file_sha256, lock_dir,
@@ -406,12 +406,13 @@ class Race:
     def text(self):
         "Return the race as Markdown: tables, what their numbers mean, which runs missed the time or failed"
         found = self.results()
-        said = [race_table(found), passing_table(found), position_table(found),
+        said = [race_table(found), passing_table(found), paired_table(found), position_table(found),
                 self.rules([*found.values()][0][0])] if found else []
         if tried := self.tuning_results(): said.append(tried_table(tried))
         late = [f"{k} missed its clock: {how}" for k in self.names() if (how := self.missed_time(k))]
         failed = [f"{k} failed: {why}" for k in self.names() if (why := self.failure(k))]
-        return "\n\n".join(map(str, [*said, *late, *failed] or ["No run has ended."])) + "\n"
+        said = [*filter(None, map(str, said)), *late, *failed] or ["No run has ended."]
+        return "\n\n".join(said) + "\n"
 
     def save(self):
         "Write `race.json`, `race.md` and, if there is a result, `race.png` into the folder. Returns the text"
