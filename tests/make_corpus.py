@@ -1,5 +1,6 @@
 """Make a corpus that anybody can make again: text of public repositories at pinned commits, without duplicates, in training, validation and test tokens.
     tests/make_corpus.py OUT [--clones FOLDER] [--tokenizer gpt2] [--sources FILE] [--only NAME,NAME] [--share .01]
+    tests/make_corpus.py OUT --tokens FOLDER    of tokens that are there: validation texts without near copies, half of them for the test
 OUT: a folder for `--data`; its test_000.bin is only read by `speedrun_race`, after a run. FOLDER: clones, OWNER+NAME each (what is missing is fetched into it, the pinned commit alone).
 FILE: tests/corpus_sources.json, which has the repositories and what they gave; another result ends with an error. `--only` takes some of the repositories, without that check.
 
@@ -9,7 +10,7 @@ boilerplate, or a near copy. OUT/corpus.json says what was taken and what was dr
 import argparse, hashlib, json, re, shutil, subprocess, sys, tempfile
 from pathlib import Path
 import numpy as np
-from llm_speedrun.data.corpus import CorpusSpec, describe_tokens, gpt2_tokenizer, is_held_out, text_digest
+from llm_speedrun.data.corpus import CorpusSpec, describe_tokens, gpt2_tokenizer, is_held_out, open_corpus, text_digest
 from llm_speedrun.data.text_files import EOT
 from llm_speedrun.data.token_files import GPT2_VOCAB, TokenWriter
 from llm_speedrun.data.tokenizer import end_token, prepare_tokenizer, read_tokenizer, token_dtype
@@ -144,43 +145,61 @@ def side_of(text, share):
     "train, val or test"
     return "train" if not is_held_out(text, 2*share) else "test" if is_held_out(text, share) else "val"
 
-def make(out, sources, clones, tok, share=.01, pinned=None): # a folder, entries of the sources, a folder, a tokenizer; what result is expected
-    "Write the corpus. Returns what corpus.json says"
+def write(out, train, held, spec, about, digest=None): # a folder; tokens of each training text; name -> of each held-out text; a `CorpusSpec`; what corpus.json says besides
+    "Write the corpus without those held-out texts that the training text covers. Returns what corpus.json says"
     out = Path(out)
-    if out.exists(): raise InputError(f"{out} exists already and is left as it is; name another")
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True); part.mkdir(parents=True)
-    spec = CorpusSpec(tok, val_frac=share, source=f"{len(sources)} public repositories (corpus.json)")
-    texts, about, dropped = gather(sources, clones)
-    sides, digest = [side_of(t, share) for t in texts], text_digest()
-    held = {s: [*encoded([t for t, side in zip(texts, sides) if side == s], tok)] for s in ("val", "test")}
-    known = Known([*held["val"], *held["test"]])
-    writers = {s: TokenWriter(part, s, token_dtype(tok), 10**12) for s in ("train", "val", "test")}
-    train = [t for t, side in zip(texts, sides) if side == "train"]
-    for t in texts: digest.update((EOT + t).encode())
-    n = {"train": len(train)}
-    for ids in encoded(train, tok): known.add(ids); writers["train"].write(ids)
+    known, n = Known([ids for of in held.values() for ids in of]), dict(train=0)
+    writers = {s: TokenWriter(part, s, token_dtype(spec.tokenizer), 10**12) for s in ("train", *held)}
+    for ids in train: known.add(ids); writers["train"].write(ids); n["train"] += 1
     for s, of in held.items():
         kept = [ids for ids in of if known.covered(ids) <= COVERED]
-        n[s], dropped[f"{s} texts, more than half in training {GRAM}-grams"] = len(kept), len(of) - len(kept)
+        n[s], about["dropped"][f"{s} texts, more than half in training {GRAM}-grams"] = len(kept), len(of) - len(kept)
+        if not kept: raise InputError(f"no {s} text is left of {len(of)}: it takes more text, or a larger --share")
         for ids in kept: writers[s].write(ids)
     for w in writers.values(): w.close()
-    describe_tokens(part, spec, (writers["train"], writers["val"]), "document", digest)
-    result = {p.name: dict(sha256=file_sha256(p)) for p in sorted(part.glob("*.bin"))}
-    for s in writers: result[f"{s}_000.bin"] |= dict(tokens=writers[s].n, texts=n[s])
-    record = dict(repositories=about, share=share, dropped=dropped, documents=digest.hexdigest(), result=result)
+    describe_tokens(part, spec, (writers["train"], writers["val"]), "document", digest or text_digest())
+    record = about | dict(result={f"{s}_000.bin": dict(sha256=file_sha256(part/f"{s}_000.bin"), tokens=w.n, texts=n[s]) for s, w in writers.items()})
     replace_file(part/"corpus.json", json.dumps(record, indent=1))
     part.rename(out)
-    print(*(f"{k}: {r['tokens']:,} tokens of {r['texts']:,} texts, sha256 {r['sha256']}" for k, r in result.items()), *(f"dropped: {k}: {v:,}" for k, v in dropped.items()), sep="\n")
-    if pinned and pinned != result: raise InputError(f"{out} isn't the corpus of the records: {SOURCES.name} has {json.dumps(pinned)}")
+    print(*(f"{k}: {r['tokens']:,} tokens of {r['texts']:,} texts, sha256 {r['sha256']}" for k, r in record["result"].items()), *(f"dropped: {k}: {v:,}" for k, v in about["dropped"].items()), sep="\n")
     return record
+
+def check_new(out):
+    if Path(out).exists(): raise InputError(f"{out} exists already and is left as it is; name another")
+
+def make(out, sources, clones, tok, share=.01, pinned=None): # a folder, entries of the sources, a folder, a tokenizer; what result is expected
+    "Make the corpus of repositories. Returns what corpus.json says"
+    check_new(out)
+    spec = CorpusSpec(tok, val_frac=share, source=f"{len(sources)} public repositories (corpus.json)")
+    texts, about, dropped = gather(sources, clones)
+    digest, sides = text_digest(), [side_of(t, share) for t in texts]
+    for t in texts: digest.update((EOT + t).encode())
+    of = lambda side: encoded([t for t, s in zip(texts, sides) if s == side], tok)
+    record = write(out, of("train"), {s: [*of(s)] for s in ("val", "test")}, spec, dict(repositories=about, share=share, dropped=dropped, documents=digest.hexdigest()), digest)
+    if pinned and pinned != record["result"]: raise InputError(f"{out} isn't the corpus of the records: {SOURCES.name} has {json.dumps(pinned)}")
+    return record
+
+def clean(out, data): # a folder, tokens as `speedrun_train` takes them
+    "Make a corpus of tokens that are there: the same training tokens; of the validation texts every second one becomes test text"
+    check_new(out)
+    corpus = open_corpus(str(data))
+    if not corpus.tokenizer or corpus.eot is None: raise InputError(f"{data} doesn't say which token begins a document, and has no tokenizer: it needs both")
+    def texts(shards):
+        ids = np.asarray(shards[:])
+        return [t for t in np.split(ids, np.flatnonzero(ids == corpus.eot)) if len(t)]
+    val = texts(corpus.val)
+    return write(out, texts(corpus.train), dict(val=val[::2], test=val[1::2]), CorpusSpec(corpus.tokenizer, source=f"{corpus.name}, its validation texts divided"), dict(tokens=corpus.name, dropped={}))
 
 def main(words):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("out")
     for k, v in dict(clones="clones", tokenizer="gpt2", sources=SOURCES, only="").items(): p.add_argument(f"--{k}", default=v)
     p.add_argument("--share", type=float, default=.01)
+    p.add_argument("--tokens", default="")
     c = p.parse_args(words)
+    if c.tokens: return clean(c.out, c.tokens)
     d = json.loads(Path(c.sources).read_text())
     sources, only = d["repositories"], {*filter(None, c.only.split(","))}
     if unknown := only - {s["repository"] for s in sources}: raise InputError(f"--only {', '.join(unknown)}: {c.sources} has no such repository")
