@@ -1,5 +1,5 @@
 """Test what the gradient noise scale predicts (lesson 52): train with batches of several sizes, and count the tokens until each of some training losses.
-    tests/bench_noise.py OUT DATA [MODEL [TOKENS [SIZES [SEEDS]]]]    such as 124m 20e6 8,16,32,64,128 0,1
+    tests/bench_noise.py OUT DATA [MODEL [TOKENS [SIZES [SEEDS]]]]    such as 124m 10e6 8,16,32,64,128 0,1
 By the model a loss takes E (1 + B/N) tokens with a batch of B tokens, if N is the noise scale: a straight line in B. For each loss OUT/noise.json has the tokens of each size, N by that line,
 N as `noise_scale` measures it in the run of the middle size when it gets there, and the tokens that this predicts, from the middle size, for the others.
 All runs have the recipe normuon at a constant rate that goes with the root of the batch, after a short warm-up. Saves after each run, and goes on with those that are left."""
@@ -35,7 +35,7 @@ def train(corpus, config, size, tokens, seed, watch=None): # sequences in a step
     for i, (x, y) in zip(range(steps), batches):
         set_groups(run, step.opt, i, steps, rate*min(1., (i + 1)*per/min(WARMUP, tokens/20)))
         losses.append(step((x, y)))
-        if len(losses) < max(1, 2**15//per): continue # read in parcels: each reading waits for the GPU
+        if len(losses) < max(1, int(min(2**15, tokens/100))//per): continue # read in parcels: each reading waits for the GPU
         for loss in torch.stack(losses).tolist(): mean = loss if mean is None else keep*mean + (1 - keep)*loss
         found.append(((i + 1)*per, mean)); losses = []
         if watch: watch(step, mean)
@@ -72,7 +72,7 @@ def judge(record):
         rows.append(row)
     return rows
 
-def main(out, data, model="124m", tokens="20e6", sizes="8,16,32,64,128", seeds="0,1"):
+def main(out, data, model="124m", tokens="10e6", sizes="8,16,32,64,128", seeds="0,1"):
     corpus, path = open_corpus(data), Path(out)/"noise.json"
     sizes, tokens, config = [*map(int, sizes.split(","))], float(tokens), workload(model)
     config = replace(config, vocab=-(-corpus.vocab//64)*64)

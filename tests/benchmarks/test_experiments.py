@@ -105,3 +105,68 @@ def test_tokens_get_a_test_part(made, tmp_path):
     assert np.array_equal(cleaned.train[:], corpus.train[:]) and sum(n for k, n in record["dropped"].items() if "13" in k) >= 2
     parts = [set(texts_of(cleaned, t)) for t in (cleaned.val, make_corpus_test(cleaned))]
     assert parts[0] | parts[1] <= set(texts_of(corpus, corpus.val)) and parts[0] and parts[1]
+
+# --- races, ablations, seeds, noise: very small models ---
+
+SMALL = "--layers 1 --width 32 --heads 2 --micro_batch_size 4 --step_tokens 64 --rungs naive"
+
+def run_script(name, *words):
+    p = subprocess.run([sys.executable, str(Path(make_corpus.__file__).with_name(name)), *map(str, words)], capture_output=True, text=True)
+    assert not p.returncode, p.stdout + p.stderr
+    return p.stdout
+
+def test_an_ablation(made, tmp_path, monkeypatch, capsys):
+    "Its contestants are the whole recipe and one without each part; what is there already stays; it is ordered by value"
+    import bench_ablation
+    from llm_speedrun.train.config import RaceOptions, parse_options
+    asked = []
+    monkeypatch.setattr(bench_ablation, "speedrun_race", lambda words: asked.append(parse_options(RaceOptions, "speedrun_race", words)[0]))
+    from llm_speedrun.benchmarks.race import contestants
+    for which in ("parts", "numbers", "all"): bench_ablation.ablate(tmp_path, "stdlib", which, "--rungs", "naive", "--only=default@0")
+    for c in asked: assert len(contestants(c.run, "")) == c.run.count("\n") + 1 # all of them are possible
+    assert asked[0].minutes == 1 and asked[0].seeds == 3 and asked[0].once and asked[0].only == "default@0"
+    assert len(contestants(asked[2].run, "")) == len(contestants(asked[0].run, "")) + len(contestants(asked[1].run, "")) - 1
+    found = dict(default=[3., 3.1, 3.2], average=[3.001, 3.102, 3.2], clip=[3.1, 3.2, 3.3], late=[9.])
+    record = dict(clock=60., corpus={}, field={k: ["ours", "", ["--recipe"], []] for k in found},
+                  results={k: [dict(seed=s, loss=l) for s, l in enumerate(ls)] for k, ls in found.items()})
+    (tmp_path/"race.json").write_text(json.dumps(record))
+    bench_ablation.report(tmp_path)
+    rows = json.loads((tmp_path/"ablation.json").read_text())["rows"]
+    assert [(r["without"], r["n"], r["verdict"]) for r in rows] == [("late", 1, "undecided"), ("clip", 3, "different by more than 0.01"), ("average", 3, "equal within 0.01")]
+
+def test_a_race_reads_once_and_tests_last(made, tmp_path):
+    "With a test part, no token twice, updates and precision: a run of ours that ends with its text"
+    from llm_speedrun.cli import speedrun_race
+    out = tmp_path/"race"
+    with pytest.raises(SystemExit) as e:
+        speedrun_race(["--data", str(made[0]), "--minutes", "5", "--seq_len", "16", "--num_evals", "2", "--once", "--out", str(out), "--run", f"a: --recipe speedrun {SMALL.replace('64', '8192')}"])
+    assert e.value.code # too few steps for that batch
+    speedrun_race(["--data", str(made[0]), "--minutes", "5", "--seq_len", "16", "--num_evals", "2", "--once", "--out", str(tmp_path/"again"), "--run", f"a: --recipe speedrun {SMALL}"])
+    race = json.loads((tmp_path/"again/race.json").read_text())
+    r = race["results"]["a"][0]
+    assert r["epochs"] <= 1 and r["step"] == (made[1]["result"]["train_000.bin"]["tokens"] - 1)//16//4 and r["seconds"] < 290
+    assert r["test_loss"] > 0 and len(r["positions"]) == len(r["test_positions"]) == 4 and "test_loss" not in r["marks"][0] and r["marks"][-1]["test_loss"] == r["test_loss"]
+    assert r["updates"] > 2*r["step"] and r["precision"] == "fp32" and r["commit"]
+    assert race["corpus"]["sha256"] == {k: v["sha256"] for k, v in made[1]["result"].items()}
+    said = (tmp_path/"again/race.md").read_text()
+    assert "missed its clock" in said and "| test |" in said.replace("  ", " ").replace("  ", " ") and "loss by position" in said
+
+def test_pairs_of_seeds_have_a_verdict(made, tmp_path):
+    same = f"--data {made[0]} --steps 6 --recipe adamw --seq_len 16 --num_evals 2 --sample_tokens 0 {SMALL}"
+    said = run_script("bench_seeds.py", tmp_path, "0,1", f"one: {same}", f"same: {same}")
+    verdicts = json.loads((tmp_path/"verdicts.json").read_text())
+    assert verdicts["same against one"]["verdict"] == "equal within 0.01" and verdicts["same against one"]["n"] == 2 and "equal within 0.01" in said and "undecided" in said
+    rows = json.loads((tmp_path/"seeds.json").read_text())
+    assert [(r["name"], r["seed"]) for r in rows] == [("one", 0), ("same", 0), ("one", 1), ("same", 1)] and all(len(r["val_losses"]) == 2 and r["corpus"]["tokens"] for r in rows)
+
+def test_the_noise_scale_is_tested(made, tmp_path):
+    import bench_noise
+    E, N = 5e6, 3e5 # a known line
+    curves = {s: [(t*1e4, 5 - .001*t/(1 + s*1024/N)) for t in range(1, 4000)] for s in (8, 32, 128)}
+    record = dict(seq=1024, losses=[4.5, 4.], runs=[dict(size=s, seed=0, curve=c, noise=[(4.5, N), (4., 2*N)]) for s, c in curves.items()])
+    first, second = bench_noise.judge(record)
+    assert first["by_line"] == pytest.approx(N, rel=.01) and first["worst"] < .01 and second["worst"] > .05
+    assert first["tokens"][8] == pytest.approx(E*(1 + 8*1024/N), rel=.01)
+    said = run_script("bench_noise.py", tmp_path, made[0], "tiny", "3e4", "2,4,8", "0")
+    record = json.loads((tmp_path/"noise.json").read_text())
+    assert len(record["runs"]) == 3 and record["losses"] == sorted(record["losses"], reverse=True) and len(record["rows"]) == 5 and said
