@@ -15,7 +15,7 @@ HAS_HOPPER = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/nu
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help speedrun hopper lab lesson test export clean readme docs preview quarto notebooks exported FORCE
+.PHONY: help speedrun hopper lab lesson corpus test export clean readme docs preview quarto notebooks exported FORCE
 .NOTPARALLEL:
 
 help: ## list these targets
@@ -56,6 +56,9 @@ lesson: $(READY) ## train 124m on real text, FineWeb-Edu unless told otherwise, 
 	echo 'Running nbs/7_using_a_model/73_finale.ipynb, without a word until it is over.'; \
 	LESSON_CORPUS="$$corpus" $(BIN)/python tests/run_notebook.py nbs/7_using_a_model/73_finale.ipynb runs/lesson.ipynb || exit 1; \
 	echo 'The story is in runs/lesson.ipynb: open it with $(BIN)/jupyter lab runs/lesson.ipynb'
+
+corpus: $(READY) ## make the public corpus of the races from repositories at pinned commits, in runs/corpus (needs the network)
+	@mkdir -p runs; $(BIN)/python tests/make_corpus.py runs/corpus --clones runs/clones $(ARGS)
 
 # Where `exported` fails it has rewritten files, and the tests would be of what nobody has looked at: it goes first, and ends all. A
 # notebook that fails ends nothing: pytest runs too, and lists it once more. The last line is pytest's.

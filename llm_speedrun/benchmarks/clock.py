@@ -64,6 +64,7 @@ class Job(msgspec.Struct):
     evals: int = 10 # evaluations, the last one at the end
     lr: float = 1. # factor on its learning rates
     wd: float = 1. # factor on the weight decay
+    once: bool = False # read no token twice: the run ends with its text at the latest
 
 # %% ../../nbs/source/benchmarks/clock.ipynb #race0057
 # factors on rate and decay
@@ -71,6 +72,8 @@ GRID = [(1., 1.), (.5, 1.), (2., 1.), (1., .5), (1., 2.), (.5, .5), (.5, 2.), (2
 
 # %% ../../nbs/source/benchmarks/clock.ipynb #race0008
 class Diverged(RunError): "The error of a contestant with a non-finite loss"
+
+BLOCKS, BLOCK_ROWS = 4, 512 # blocks of positions whose losses are told apart; rows that they are taken from
 
 class Evaluator:
     "The evaluator of all contestants: every validation token once, in rows of the same context"
@@ -85,12 +88,26 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, nats): # (x, y) -> the sum of y's losses, by a contestant's own forward pass
-        "Return nats per token, and bits per byte of the text (None without a tokenizer), a dict"
-        pairs = zip(self.x.split(self.rows), self.y.split(self.rows))
-        total = sum(nats(x, y).double() for x, y in pairs).item()
+        """Return a dict: nats per token, bits per byte of the text (None without a tokenizer), and nats per
+        token by position. Raises `Diverged` where they aren't finite"""
+        total = self.total(nats, self.x, self.y)
         if not math.isfinite(total):
             raise Diverged("its loss on the validation tokens isn't finite: it diverged")
-        return dict(loss=total/self.y.numel(), bpb=total/math.log(2)/self.bytes if self.bytes else None)
+        return dict(loss=total/self.y.numel(), bpb=total/math.log(2)/self.bytes if self.bytes else None,
+                    positions=self.by_position(nats))
+
+    def total(self, nats, x, y): # tokens and targets, n T
+        "Return the sum of the targets' losses, read once"
+        pairs = zip(x.split(self.rows), y.split(self.rows))
+        return sum(nats(*(t.contiguous() for t in pair)).double() for pair in pairs).item()
+
+    def by_position(self, nats): # as above
+        """Return nats per token in each of `BLOCKS` blocks of positions, of at most `BLOCK_ROWS` rows. A
+        block's sum is the difference of two beginnings of the rows, so any causal forward pass will do"""
+        x, y = (t[::-(-len(t)//BLOCK_ROWS)] for t in (self.x, self.y))
+        ends = [x.shape[1]*k//BLOCKS for k in range(BLOCKS + 1)]
+        sums = [0., *(self.total(nats, x[:, :n], y[:, :n]) for n in ends[1:])]
+        return [(b - a)/(len(x)*(n - m)) for a, b, m, n in zip(sums, sums[1:], ends, ends[1:])]
 
 # %% ../../nbs/source/benchmarks/clock.ipynb #race0010
 def utf8_bytes(corpus, n): # a `Corpus`, how many tokens
@@ -120,8 +137,11 @@ class TimeBudget:
                  tokens, # in a step
                  judge, # () -> a dict with `loss`, by an `Evaluator`
                  plan=lambda total: None, # called with the number of steps
-                 note=lambda row: None): # called with each result of `judge`
+                 note=lambda row: None, # called with each result of `judge`
+                 final=dict, # () -> what to add to the last result
+                 most=NEVER): # steps, at most
         self.job, self.tokens, self.judge, self.plan, self.note = job, tokens, judge, plan, note
+        self.final, self.most = final, most
         self.clock, self.total, self.next, self.last, self.marks = Clock(), NEVER, WARM, (0., WARM), []
         self.each = 1 if job.evals >= ENOUGH else math.ceil(LOOKS/job.evals) # stretches to an evaluation
         self.left = job.evals*self.each # stretches; at the end of each the number of steps is recomputed
@@ -161,11 +181,13 @@ class TimeBudget:
             if self.total < NEVER and self.left % self.each == 0: self.mark(done)
             self.set_end(done)
         if done < self.total: self.clock.go()
+        else: self.marks[-1].update(self.final())
 
     def set_end(self, done): # steps
         "Set the number of steps from the speed of the last ones, and when to look again"
         (before, then), seconds, marks = self.last, self.clock.seconds, self.job.evals - len(self.marks)
         more = round((self.job.seconds - self.seconds(done))*(done - then)/(seconds - before))
+        more = min(more, self.most - done)
         if self.total == NEVER and more < 2*marks: self.too_few(done + max(0, more))
         self.total, self.last = done + max(more, marks) if marks else done, (seconds, done)
         if marks:
@@ -182,3 +204,15 @@ class TimeBudget:
             self.in_time(step + 1)
             self.after_step(step + 1)
             if step + 1 >= self.total: return
+
+# %% ../../nbs/source/benchmarks/clock.ipynb #a9786d0c
+def steps_of_text(job, # a `Job`
+                  corpus, # a `Corpus`
+                  tokens): # in a step
+    "Return the most steps of a run: those of one pass where the job asks for it. Raises `InputError` if few"
+    if not job.once: return NEVER
+    n = (len(corpus.train) - 1)//job.seq//(tokens//job.seq) # as `Batches` cuts them
+    if n < WARM + GAUGE + 2*job.evals: raise InputError(
+        f"{corpus.name} has {n} steps of {tokens:,} tokens, too few to race without reading it twice: give "
+        "more text, or a smaller batch, or leave out --once")
+    return n

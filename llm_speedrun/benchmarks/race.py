@@ -9,7 +9,7 @@ __all__ = ['contestants']
 import importlib.util, json, os, queue, re, shlex, shutil, subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -18,17 +18,18 @@ import msgspec, torch
 # %% ../../nbs/source/benchmarks/race.ipynb #race0003
 from .adapters import RACERS, AdapterContext, peer_defaults, source_of
 from .clock import GAUGE, GRID, NEVER, WARM, Diverged, Evaluator, Job, TimeBudget
-from .race_report import (passing_table, race_chart, race_table, share_race,
-                                                 tried_table)
+from .race_report import (paired_table, passing_table, position_table, race_chart,
+                                                 race_table, share_race, tried_table)
 from ..data.corpus import open_corpus
-from ..data.batches import Batches
-from ..io_utils import (AllFailed, InputError, RunError, check_writable, lock_dir, lookup,
-                                   python_command, read_json, replace_file)
+from ..data.batches import Batches; from llm_speedrun.data.token_files import Shards, token_files
+from ..io_utils import (AllFailed, InputError, RunError, check_writable, file_sha256, lock_dir,
+                                   lookup, python_command, read_json, replace_file)
 from ..measure import digest, machine
 from ..runs import baseline
 from ..step_builder import uncompiled
 from ..stepper import enter_all, eval_mode
 from ..records import code_of
+from ..rung_registry import rung_name
 from ..train.ladder import check_share; from llm_speedrun.plugins import plugin_args
 from ..model_config import workload as find_workload
 from ..recipes.recipe_spec import parse_recipe
@@ -90,6 +91,15 @@ def recipe_code():
     folder = Path(importlib.util.find_spec("llm_speedrun.recipes").submodule_search_locations[0])
     return digest(*(p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.py"))))
 
+# %% ../../nbs/source/benchmarks/race.ipynb #954f6562
+def tree_commit():
+    "Return the git commit that the package is imported from, `-dirty` if files differ; None outside of git"
+    folder = Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0])
+    words = "git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
+    try: p = subprocess.run(words, capture_output=True, text=True)
+    except OSError: return None
+    return p.stdout.strip() or None
+
 # %% ../../nbs/source/benchmarks/race.ipynb #race0044
 def race_ours(c): # an `AdapterContext`
     "Run `speedrun_train` with the contestant's options"
@@ -97,12 +107,14 @@ def race_ours(c): # an `AdapterContext`
     clock = RaceClock(c.job)
     run = Trainer(cfg, False, given, callbacks=[*default_callbacks(), clock])
     run.cfg.steps = max(run.cfg.steps, 4*(WARM + GAUGE)) # until `plan_for` knows better
-    judge, plan = partial(evaluate_run, run, c.evaluator), partial(plan_for, run)
-    clock.budget = TimeBudget(c.job, run.cfg.step_tokens, judge, plan, c.note)
+    clock.budget = c.time_budget(run.cfg.step_tokens, partial(evaluate_run, run), partial(plan_for, run))
     if run.fit()["interrupted"]: raise KeyboardInterrupt
     shutil.rmtree(run.folder/"checkpoints", ignore_errors=True) # the weights stay
     code = code_of(run.plan.rungs)
-    about = dict(source=f"code {code}", recipes=recipe_code(), ran=asdict(run.cfg))
+    steps, phases = clock.budget.total, run.run.batching
+    formats = {rung_name(r) for r in run.plan.rungs} & {"fp8", "bf16"}
+    about = dict(source=f"code {code}", commit=tree_commit(), recipes=recipe_code(), ran=asdict(run.cfg),
+                 updates=phases.num_updates(steps) if phases else steps, precision=min(formats, default="fp32"))
     return run.run.model, clock.budget, about
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0045
@@ -130,6 +142,19 @@ def run_job(folder): # of a job: it has `job.json`
     replace_file(folder/"result.json", json.dumps(res, indent=1))
     lock.release()
 
+# %% ../../nbs/source/benchmarks/race.ipynb #b446f955
+def tokens_to_test(corpus): # a `Corpus`
+    "Return the test tokens next to a corpus's training tokens as `Shards`, or None"
+    paths = token_files(Path(corpus.train.paths[0]).parent, "test")
+    return Shards(paths, corpus.train.dtype, corpus.vocab) if paths else None
+
+def corpus_facts(corpus): # a `Corpus`
+    "Return what identifies a race's text, JSON values: tokens of each part, and the SHA-256 of each file"
+    parts = dict(train=corpus.train, val=corpus.val, test=tokens_to_test(corpus))
+    files = {p for t in parts.values() if t for p in map(Path, t.paths)}
+    return dict(name=corpus.name, tokens={k: len(t) for k, t in parts.items() if t},
+                sha256={p.name: file_sha256(p) for p in sorted(files)})
+
 # %% ../../nbs/source/benchmarks/race.ipynb #race0048
 def run_contestant(job, folder): # a `Job`, its folder
     "Run the job in this process. Returns its results, a dict"
@@ -139,8 +164,9 @@ def run_contestant(job, folder): # a `Job`, its folder
     def note(row): # of an evaluation: print and save it
         print(json.dumps(row), flush=True)
         with open(folder/"marks.jsonl", "a", encoding="utf-8") as f: f.write(json.dumps(row) + "\n")
-    context = AdapterContext(job, corpus, Evaluator(corpus, job.seq), folder/"work",
-                             folder.parents[1]/"tokens", note)
+    held = tokens_to_test(corpus)
+    test = Evaluator(replace(corpus, val=held), job.seq) if held else None
+    context = AdapterContext(job, corpus, Evaluator(corpus, job.seq), folder/"work", note, test)
     context.folder.mkdir(exist_ok=True)
     os.chdir(context.folder) # the programs look for their data where they are
     run = race_ours if job.kind == "ours" else RACERS[job.kind].race
@@ -153,7 +179,7 @@ def result(context, model, budget, about): # as an adapter has it
     if job.kind != "ours": about["source"] = source_of(context.clone, RACERS[job.kind].race_files[0])
     credit = last["step"]/(last["step"] - WARM) # the first steps count as much as the others
     return msgspec.to_builtins(job) | last | dict(
-        batch=budget.tokens, epochs=last["tokens"]/len(context.corpus.train),
+        updates=last["step"], precision="bf16" if context.gpu else "fp32", batch=budget.tokens, epochs=last["tokens"]/len(context.corpus.train),
         tok_s=last["tokens"]/last["seconds"], joules=budget.clock.joules*credit or None,
         peak_gib=budget.clock.peak or None, clock=job.seconds, marks=budget.marks,
         evaluated=context.evaluator.y.numel(), **weights_of(model, context.corpus.vocab), **machine()) | about
@@ -242,7 +268,8 @@ START = ("from llm_speedrun.io_utils import clean_errors; from llm_speedrun.benc
 # %% ../../nbs/source/benchmarks/race.ipynb #race0072
 RULES = (
     "Loss in nats per token over {n:,} validation tokens of {data}, each once, at a context of {seq}, by "
-    "each contestant's own forward pass; one evaluator for all. Seconds of training on {gpu}: the "
+    "each contestant's own forward pass; one evaluator for all. All train on the same rows of tokens in the "
+    "same order, each once in a pass. Seconds of training on {gpu}: the "
     "clock stands still while a model is evaluated; the first {warm} steps, in which code is compiled and "
     "graphs are recorded, count as much as later ones; all else is in it. ± is the standard deviation over "
     "seeds.")
@@ -254,7 +281,7 @@ TIME_TOLERANCE = .05 # of its clock: what a run may end too early or too late un
 def as_option(key, value): # of `Race.about`
     "Return the command's option for a key, and its value there"
     minutes = dict(clock="minutes", tune_seconds="tune_minutes").get(key)
-    return (minutes, f"{value/60:g}") if minutes else (key, value)
+    return (minutes, f"{value/60:g}") if minutes and value is not None else (key, value)
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0058
 @dataclass
@@ -268,6 +295,7 @@ class Race:
     tune: int # short runs of each before, on the first points of `GRID`
     tune_seconds: float # of a short run
     evals: int # evaluations of a run
+    corpus: dict = field(default_factory=dict) # as `corpus_facts` has it
 
     def job(self, c, seed, **kw): # a `Contestant`; more of the `Job`
         return Job(c.name, c.kind, seed=seed, words=list(c.words), clone=c.clone, options=dict(c.options),
@@ -378,11 +406,13 @@ class Race:
     def text(self):
         "Return the race as Markdown: tables, what their numbers mean, which runs missed the time or failed"
         found = self.results()
-        said = [race_table(found), passing_table(found), self.rules([*found.values()][0][0])] if found else []
+        said = [race_table(found), passing_table(found), paired_table(found), position_table(found),
+                self.rules([*found.values()][0][0])] if found else []
         if tried := self.tuning_results(): said.append(tried_table(tried))
         late = [f"{k} missed its clock: {how}" for k in self.names() if (how := self.missed_time(k))]
         failed = [f"{k} failed: {why}" for k in self.names() if (why := self.failure(k))]
-        return "\n\n".join(map(str, [*said, *late, *failed] or ["No run has ended."])) + "\n"
+        said = [*filter(None, map(str, said)), *late, *failed] or ["No run has ended."]
+        return "\n\n".join(said) + "\n"
 
     def save(self):
         "Write `race.json`, `race.md` and, if there is a result, `race.png` into the folder. Returns the text"
@@ -401,15 +431,15 @@ class Race:
         "Return what the results depend on, as JSON values"
         field = {c.name: [c.kind, c.clone, [*c.words], [*map(list, c.options)]] for c in self.field}
         return dict(clock=self.seconds, tune=self.tune, tune_seconds=self.tune_seconds, evals=self.evals,
-                    **self.common, field=field)
+                    **self.common, corpus=self.corpus, field=field)
 
     def record_options(self):
         "Note in the folder what race it is. Raises `InputError` if it holds another: they can't be compared"
         path, now = self.folder/"options.json", self.about()
         was = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now
         for k in now:
-            if k == "field" or was[k] == now[k]: continue
-            (option, there), (_, given) = as_option(k, was[k]), as_option(k, now[k])
+            if k == "field" or was.get(k) == now[k]: continue
+            (option, there), (_, given) = as_option(k, was.get(k)), as_option(k, now[k])
             raise InputError(f"{self.folder} holds another race, with {option} {there}, and {given} was "
                              "given: choose another --out")
         for name, how in was["field"].items():
@@ -440,16 +470,16 @@ def select_runs(names, only): # of runs; such as "nanogpt,modded@1", "" for all
 # %% ../../nbs/source/benchmarks/race.ipynb #race0079
 def race_of(c): # a `RaceOptions`
     "Return the `Race` that the options describe. Raises `InputError` before anything runs"
-    field, there = contestants(c.run, c.peer, plugin_args(c.plugin)), Path(c.data).expanduser()
+    entries, there = contestants(c.run, c.peer, plugin_args(c.plugin)), Path(c.data).expanduser()
     if c.tune > len(GRID): raise InputError(f"tune must be at most {len(GRID)}, not {c.tune}")
     folder = Path(c.out or f"runs/race-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     check_writable(folder)
     common = dict(data=str(there.absolute()) if there.exists() else c.data,
-                  seq=c.seq_len or find_workload(default_workload()).seq_len)
+                  seq=c.seq_len or find_workload(default_workload()).seq_len, once=c.once)
     corpus = open_corpus(common["data"])
     for side in (corpus.train, corpus.val): Batches(side, 1, common["seq"]) # a context is there
     short = 60*c.tune_minutes or 12*c.minutes
-    return Race(folder, field, common, 60*c.minutes, c.seeds, c.tune, short, c.num_evals)
+    return Race(folder, entries, common, 60*c.minutes, c.seeds, c.tune, short, c.num_evals, corpus_facts(corpus))
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0080
 def run_race(c): # a `RaceOptions`

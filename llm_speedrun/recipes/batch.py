@@ -19,6 +19,30 @@ from ..model import set_parts
 from ..model_config import train_flops
 from ..rungs.documents import by_mask
 from ..rungs.fused_ops import compute_dtype
+from ..stepper import enter_all
+
+# %% ../../nbs/5_fewer_steps/52_batch.ipynb #d9977908
+def squared_length(tensors): # of one vector, in parts
+    "Return the sum of the squares of all values, FP64"
+    return sum(t.double().square().sum() for t in tensors)
+
+# %% ../../nbs/5_fewer_steps/52_batch.ipynb #6f97cb82
+def noise_scale(step, # a `Stepper`; no step is taken
+                batches): # micro-batches (x, y) of equal size, at least two
+    """Estimate the gradient noise scale in tokens, and the squared length of the true gradient
+    (McCandlish et al., arXiv:1812.06162, appendix A). Raises `InputError` for fewer, and for other sizes"""
+    if len(batches) < 2: raise InputError("the noise of a gradient shows in two batches, and there is one")
+    if len({x.numel() for x, _ in batches}) > 1: raise InputError("the noise needs batches of equal size")
+    small, n, b, grads = 0., len(batches), batches[0][0].numel(), [torch.zeros_like(p) for p in step.params]
+    for x, y in batches:
+        step.opt.zero_grad(set_to_none=True)
+        with enter_all(step.run.step_contexts): step.forward_backward(x, y)
+        small += squared_length(p.grad for p in step.params).item()/n
+        torch._foreach_add_(grads, [p.grad/n for p in step.params])
+    step.opt.zero_grad(set_to_none=True)
+    large = squared_length(grads).item()
+    true, noise = (n*large - small)/(n - 1), (small - large)*b/(1 - 1/n)
+    return noise/true if true > 0 else float("inf"), true
 
 # %% ../../nbs/5_fewer_steps/52_batch.ipynb #4fade436
 def in_phase(values, # one for each phase

@@ -58,9 +58,10 @@ def speedrun(run, # a `Run`
              variance=.95, cautious=True, # as for `normuon`, which the rest is of, too
              momentum=.9, rise=300, embed=.004, head=.004, vector=.015, beta2=.99, table=.5,
              updates=(4, 2, 1), pieces=(2, 1), # as for `Phases`
-             windows=(0,)): # as for `with_attention_windows`
+             windows=(0,), # as for `with_attention_windows`
+             out=0.): # as for `init`
     "Use NorMuon with blocks that start at zero, heads of 128, growing batches, and decay in e-folds"
-    init(run, embed=.02, matrix=.577)
+    init(run, embed=.02, matrix=.577, out=out)
     run = normuon.apply(run, variance, cautious, momentum, rise, embed, head, vector, beta2, table)
     return with_attention_windows(with_phases(run, updates, pieces), windows)
 

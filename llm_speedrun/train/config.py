@@ -295,6 +295,7 @@ class RaceOptions(Options):
     minutes: Minutes = 5. # of training in each run: the clock
     seq_len: Count = 0 # tokens of context, in training and evaluation; by default 1024, on a CPU 64
     seeds: RunCount = 1 # runs of each contestant
+    once: bool = False # read no token twice: a run ends with its text, if the clock doesn't end it before
     tune: Count = 0 # short runs of each before: its main rate and weight decay, times 1, 1/2, 2, at most 9
     tune_minutes: NonNegative = 0. # of training in a short run; by default a fifth of the minutes
     num_evals: PositiveInt = 10 # evaluations during a run; the clock stands still in them

@@ -20,6 +20,7 @@ from ..measure import Timings, memory_limit
 from ..data.batches import prefetch
 from ..runs import build
 from ..plugins import import_plugins
+from ..recipes.batch import most_that_divides
 from ..recipes.spikes import with_spike_guard
 
 # %% ../../nbs/source/train/trainer.ipynb #089ef4c2
@@ -72,6 +73,15 @@ def build_run(plan, world): # a `TrainPlan`, a `World`
     if plan.weights: load_initial_weights(run, plan.weights)
     optimizer = partial(run.optimizer, lr=c.lr, weight_decay=c.weight_decay) # whichever a rung chose
     return replace(run, optimizer=optimizer)
+
+# %% ../../nbs/source/train/trainer.ipynb #c9a6292b
+def short_loss(trainer): # a `Trainer`
+    "Return the loss, and the length, of sequences as the last step trained on, as keys of a row; {} of whole ones"
+    if not trainer.run.batching: return {}
+    asked = trainer.run.batching(max(0, trainer.done - 1), trainer.train_step.lr.steps)[1]
+    seq = trainer.validator.val[0].shape[1]
+    n = most_that_divides(seq, asked)
+    return dict(val_loss_short=trainer.validator.evaluate(n), val_seq_short=seq//n) if n > 1 else {}
 
 # %% ../../nbs/source/train/trainer.ipynb #1bc039b8
 class Trainer:
@@ -279,7 +289,7 @@ class Trainer:
             self.coordinator.set_status(f"the evaluation after step {self.done}")
             only_stopped = self.interrupted and not self.plan.eval_due(self.done) # a resumed run removes it
             with self.timings.part("evaluations"):
-                row = dict(step=self.done, val_loss=self.evaluate(), stopped=only_stopped)
+                row = dict(step=self.done, val_loss=self.evaluate(), stopped=only_stopped, **short_loss(self))
             self.logger.write({k: v for k, v in row.items() if v is not False})
             losses[self.done] = row["val_loss"]
             self.notify("after_eval", row["val_loss"])

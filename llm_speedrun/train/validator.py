@@ -51,22 +51,22 @@ class Validator:
         if len(mine) < -(-len(batches)//n): evaluate(batches[:1]) # all take as many passes
         return self.world.broadcast_object(self.world.mean(total)*n/len(batches))
 
-    def batches(self):
+    def batches(self, pieces=1): # that each sequence is cut into
         "Return the validation sequences in batches of equal size, as large as a forward pass may be"
         rows = len(self.val[0])
         size = self.reduced or next(d for d in divisors(rows) if d <= self.batch)
-        return [*zip(*(t.split(size) for t in self.val))]
+        return [*zip(*(t.reshape(rows*pieces, -1).split(size*pieces) for t in self.val))]
 
-    def evaluate(self):
+    def evaluate(self, pieces=1): # that each sequence is cut into
         "Return the validation loss. Raises `RunError` if there is no memory for a single sequence"
         run = self.stepper.run
         contexts = run.step_contexts + run.forward_contexts
         while True:
-            batches = self.batches()
+            batches = self.batches(pieces)
             try: return self.interruptible(lambda: self.mean_loss(batches), contexts)
             except torch.OutOfMemoryError: pass # as long as it is handled, its traceback holds every tensor
             self.on_oom("an evaluation")
-            self.reduced = next_smaller_divisor(len(self.val[0]), len(batches[0][0]))
+            self.reduced = next_smaller_divisor(len(self.val[0]), len(batches[0][0])//pieces)
             if not self.reduced: raise RunError("out of GPU memory in an evaluation of one sequence. "
                                                 f"Go on where there is more room: --resume {self.folder}")
             self.log_info(f"out of GPU memory in an evaluation: going on with batches of {self.reduced}")

@@ -1,9 +1,12 @@
 "The clock of a race with made-up seconds, its options and its folder, before anything runs."
-import json
+import json, textwrap
+from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 import pytest, torch
 from helpers.tiny_runs import fails
 from llm_speedrun.benchmarks import clock
+from llm_speedrun.benchmarks.adapters import BATCHED, RACERS, modded_changes, nanogpt_changes
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.benchmarks.race import Contestant, Race, check_gpus
 from llm_speedrun.benchmarks.clock import Job, TimeBudget
@@ -131,3 +134,37 @@ def test_too_few_gpus(monkeypatch, tmp_path, capsys, have, asked, advice):
     with pytest.raises(SystemExit) as e: speedrun_race(["--run", "a: --recipe muon", f"--gpus={asked}", "--minutes=.1"])
     assert (e.value.code, capsys.readouterr().err) == (2, f"error: gpus is {asked}, and this machine has {have}: {advice}\n")
     assert not [*tmp_path.iterdir()]
+
+# --- programs of others ---
+
+def loop_of(text, muon_update): # the lines of track 3's optimizer, in a function of parameters and group
+    code = "def step(self, params, group, world_size=1, rank=0):\n" + textwrap.indent(textwrap.dedent(text), "    ")
+    names = dict(torch=torch, muon_update=muon_update, dist=SimpleNamespace(all_gather=lambda *a: None))
+    exec(code, names)
+    return names["step"]
+
+def test_modded_in_stacks_is_the_loop():
+    "The changed lines of its optimizer give the same weights as its own, for matrices of three shapes, over several steps"
+    def muon_update(grad, momentum, mu): # its formula up to the iterations, which take stacks and single matrices alike
+        momentum.lerp_(grad, 1 - mu)
+        update = grad.lerp_(momentum, mu)
+        update = (update.double()/update.double().norm(dim=(-2, -1), keepdim=True)).float()
+        return update*max(1, grad.size(-2)/grad.size(-1))**.5
+    own, = (k for k in BATCHED if "params_pad" in k)
+    weights = []
+    for text in (own, BATCHED[own]):
+        torch.manual_seed(0)
+        params = [torch.randn(s) for s in ((8, 8), (32, 8), (8, 32), (8, 8), (32, 8))]
+        state = SimpleNamespace(state=defaultdict(dict))
+        for _ in range(3):
+            for p in params: p.grad = torch.randn_like(p)
+            loop_of(text, muon_update)(state, params, dict(lr=.1, weight_decay=.2, mu=.9))
+        weights.append(params)
+    for a, b in zip(*weights): torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+def test_batches_of_all_are_ours():
+    "Each program's loader is among its changes, and each kind of modded-nanogpt and nanochat can be asked for"
+    like = SimpleNamespace(corpus=SimpleNamespace(vocab=500), layers=1, width=128, batch=1024, lr=1., wd=1., seq=64)
+    for changes in (nanogpt_changes(0), modded_changes(like, 4)): assert sum("race_batches" in new for new in changes.values()) == 1
+    assert {"modded_batched", "nanochat_scaled"} <= {*RACERS} and RACERS["modded_batched"].batched and not RACERS["modded"].batched
+    assert RACERS["nanochat_scaled"].scaled and not RACERS["nanochat"].scaled
