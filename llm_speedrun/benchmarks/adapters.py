@@ -10,10 +10,10 @@ import contextlib, gc, hashlib, importlib, importlib.util, logging, math, os, pi
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-import numpy as np, torch, torch.nn as nn
+import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #48b00005
-from .clock import NEVER, TimeBudget, steps_of_text
+from .clock import NEVER, Diverged, TimeBudget, steps_of_text
 from ..compat import uncompiled_module
 from ..data.batches import Batches, prefetch
 from ..io_utils import InputError, read_text_of
@@ -436,9 +436,73 @@ class Nanochat(Adapter):
             if not i: gc.collect(); gc.freeze(); gc.disable() # as base_train.py does
         return model, budget, {}
 
+# %% ../../nbs/source/benchmarks/adapters.ipynb #trkadp02
+def flash_attention_3():
+    "Return FlashAttention-3's functions, as the package `kernels` loads them; None where that fails"
+    try:
+        from kernels import get_kernel
+        return get_kernel("varunneal/flash-attention-3").flash_attn_interface
+    except Exception: return None # no package, no network, or another GPU
+
+class FullWindows:
+    "PyTorch's attention by FlashAttention-3's name, for windows as long as the context"
+    @staticmethod
+    def flash_attn_func(q, k, v, causal, window_size): # B T H D each
+        "Return what `q` reads of `v`, B T H D"
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+# %% ../../nbs/source/benchmarks/adapters.ipynb #trkadp03
+def autoresearch_changes(c, micro, windows): # an `AdapterContext`, sequences in a micro-batch, "SSSL" or "L"
+    "Return the changes in its train.py: batch, shape, windows, loop, schedule, the two factors, and imports"
+    on_cpu = {'torch.device("cuda")': 'torch.device("cpu")',
+              'device_type="cuda"': 'device_type="cpu"',
+              "torch.cuda.synchronize()\n    t0": "t0", "torch.cuda.synchronize()\n    t1": "t1"}
+    names = "MAX_SEQ_LEN, TIME_BUDGET, Tokenizer, make_dataloader, evaluate_bpb"
+    return ({} if c.gpu else on_cpu) | {
+        f"from prepare import {names}": "", "from kernels import get_kernel": "", # what `race` gives it
+        "torch.cuda.get_device_capability()": "(9, 0)", "get_kernel(repo).flash_attn_interface": "fa3",
+        "TOTAL_BATCH_SIZE = 2**19": f"TOTAL_BATCH_SIZE = {c.batch}",
+        "DEVICE_BATCH_SIZE = 128": f"DEVICE_BATCH_SIZE = {micro}", "DEPTH = 8": f"DEPTH = {c.layers}",
+        "base_dim = depth * ASPECT_RATIO": f"base_dim = {c.width}",
+        'WINDOW_PATTERN = "SSSL"': f'WINDOW_PATTERN = "{windows}"',
+        "torch.manual_seed(42)": f"torch.manual_seed({42 + c.job.seed})",
+        "while True:": "for _ in race.steps():",
+        "progress = min(total_training_time / TIME_BUDGET, 1.0)": "progress = min(step / race.total, 1.0)",
+        'group["lr"] = group["initial_lr"] * lrm': f'group["lr"] = group["initial_lr"] * lrm * {c.lr}',
+        "WEIGHT_DECAY = 0.2": f"WEIGHT_DECAY = {.2*c.wd}",
+        "if step > 10 and total_training_time >= TIME_BUDGET:": "if False:",
+        "exit(1)": 'raise Diverged("its loss in training is above 100, or no number")'}
+
+# %% ../../nbs/source/benchmarks/adapters.ipynb #trkadp05
+class Autoresearch(Adapter):
+    "The adapter of autoresearch: its train.py, with the same layers and width"
+    clone = "https://github.com/karpathy/autoresearch"
+    race_files = ("train.py",)
+
+    def race(self, c): # an `AdapterContext`
+        "Run autoresearch's train.py on our tokens"
+        _, micro = c.rows(128)
+        fa3 = flash_attention_3() if c.gpu else None
+        def batches(tokenizer, rows, seq, split):
+            pairs = Batches(c.corpus.train, rows, seq, seed=c.job.seed)
+            for x, y in prefetch(pairs, default_device()): yield x, y, 1
+        vocab = types.SimpleNamespace(get_vocab_size=lambda: padded(c.corpus.vocab))
+        tokenizer = types.SimpleNamespace(from_directory=lambda: vocab)
+        script = Script(c.clone/"train.py", autoresearch_changes(c, micro, "SSSL" if fa3 else "L"))
+        g = script.globals
+        def nats(x, y):
+            model = uncompiled_module(g["model"])
+            with g["autocast_ctx"]: return model(x, y, reduction="sum")
+        budget = c.budget(nats, plan=lambda total: None) # the script reads its `total`
+        script(race=budget, fa3=fa3 or FullWindows, MAX_SEQ_LEN=c.seq, TIME_BUDGET=c.job.seconds,
+               Tokenizer=tokenizer, make_dataloader=batches, Diverged=Diverged,
+               evaluate_bpb=lambda *_: math.nan) # the race has evaluated it
+        return g["model"], budget, dict(changes=script.changes)
+
 # %% ../../nbs/source/benchmarks/adapters.ipynb #48b00011
 CLONED = {"nanogpt": NanoGPT(), "nanochat": Nanochat(), "modded-nanogpt": ModdedNanoGPT()}
 CLONED |= {f"nanogpt_{k}": NanoGPT(k) for k in ("tensorwise", "rowwise")}
 CLONED["nanochat_fp8"] = Nanochat(fp8=True)
 RACERS = {k.removesuffix("-nanogpt"): CLONED[k] for k in ("nanogpt", "modded-nanogpt", "nanochat")}
-RACERS |= dict(modded_batched=ModdedNanoGPT(batched=True), nanochat_scaled=Nanochat(scaled=True))
+RACERS |= dict(modded_batched=ModdedNanoGPT(batched=True), nanochat_scaled=Nanochat(scaled=True), autoresearch=Autoresearch())
