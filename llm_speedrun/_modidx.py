@@ -5041,4 +5041,12 @@ d = { 'settings': { 'branch': 'main',
                                               'llm_speedrun.train.validator.Validator.mean_loss': ( 'source/train/validator.html#validator.mean_loss',
                                                                                                     'llm_speedrun/train/validator.py'),
                                               'llm_speedrun.train.validator.evals_since_best': ( 'source/train/validator.html#evals_since_best',
-                                                                                                 'llm_speedrun/train/validator.py')}}}
+                                                                                                 'llm_speedrun/train/validator.py')},
+            'llm_speedrun.verdicts': { 'llm_speedrun.verdicts.gain_interval': ( 'source/verdicts.html#gain_interval',
+                                                                                'llm_speedrun/verdicts.py'),
+                                       'llm_speedrun.verdicts.in_unit': ('source/verdicts.html#in_unit', 'llm_speedrun/verdicts.py'),
+                                       'llm_speedrun.verdicts.saved_memory': ( 'source/verdicts.html#saved_memory',
+                                                                               'llm_speedrun/verdicts.py'),
+                                       'llm_speedrun.verdicts.stays': ('source/verdicts.html#stays', 'llm_speedrun/verdicts.py'),
+                                       'llm_speedrun.verdicts.unit_text': ('source/verdicts.html#unit_text', 'llm_speedrun/verdicts.py'),
+                                       'llm_speedrun.verdicts.verdict': ('source/verdicts.html#verdict', 'llm_speedrun/verdicts.py')}}}

@@ -10,7 +10,7 @@ import importlib.util, inspect, re
 from functools import lru_cache
 from pathlib import Path
 from . import model, model_config, stepper
-from .measure import digest, make_record
+from .measure import digest, make_record, smoke
 from .timing import compare, speedup
 from .model_config import train_flops
 from .plugins import plugin_code
@@ -18,6 +18,7 @@ from .roofline import predict_ms
 from .op_counter import main_format
 from .rung_registry import rung_name
 from .step_builder import count_step, micro_batch, resolve_options, make_step
+from .verdicts import ROUNDS
 
 # %% ../nbs/source/records.ipynb #a853ebae
 def rung_sources(rungs): # names
@@ -70,8 +71,10 @@ def measure_here(config, # a `GPTConfig`
     micro = {k: micro_batch(config, r, batch) for k, r in variants.items()}
     ops = {k: count_step(config, r, batch, micro[k]) for k, r in variants.items()}
     ms = {k: predict_ms(o) for k, o in ops.items()}
-    reps = max(1, min(4, int(600/max(ms.values())))) # of slow steps fewer
-    res = compare({k: make_step(config, r, batch, micro=micro[k]) for k, r in variants.items()}, reps=reps)
+    rounds = 5 if smoke() else ROUNDS # so that `verdicts` may judge
+    reps = max(1, min(4, int(3000/rounds/max(ms.values())))) # of slow steps fewer
+    made = {k: make_step(config, r, batch, micro=micro[k]) for k, r in variants.items()}
+    res = compare(made, rounds, reps)
     def record(k, **more):
         return run_record(config, batch, variants[k], ops[k], ms[k], res[k], micro=micro[k], **more)
     if before is None: return [record("after")]
