@@ -39,6 +39,19 @@ def stays(records): # of a list with a rung over the list without it, one for ea
     if (most := max(map(saved_memory, records))) >= SAVES: return True, f"undecided, but saves {most:.0%} of memory"
     return False, "undecided: its gain can't be told from none"
 
+# %% ../nbs/source/verdicts.ipynb #60vd0031
+def decisions(records, # of whole lists over those without a rung
+              rungs, # pairs of a list's name and a rung
+              steps=STEPS): # all of which the rule asks for
+    "Return rows of a list, a rung, its interval at each step, whether the rung stays, and why"
+    found, rows = {(r["list"], r["rung"], r["workload"], r["batch"]): r for r in records}, []
+    for pair in rungs:
+        of = [found.get((*pair, *s), {}) for s in steps]
+        keep, why = (True, "the list can't do without it") if any("why" in r for r in of) else stays(of)
+        spans = ("-" if r.get("ratio_p10") is None else "{ratio_p10:.3f} to {ratio_p90:.3f}".format(**r) for r in of)
+        rows.append([*pair, *spans, {True: "stays", False: "leaves"}.get(keep, "stays so far"), why])
+    return rows
+
 # %% ../nbs/source/verdicts.ipynb #60vd0016
 SPEEDS = dict(ratio=lambda q: q, gain=lambda q: q - 1, time=lambda q: 1/q - 1, slower=lambda q: 1/q) # of a speedup
 COUNTED = dict(memory=lambda r: 1 - r["peak_gib"]/r["gib_before"], less=lambda r: r["gib_before"]/r["peak_gib"],
@@ -92,6 +105,6 @@ def verdict(x, # measured
     if unit in NO_GAIN and low > NO_GAIN[unit] and hi <= rounded(NO_GAIN[unit]): said = "no"
     elif lo > last: said = "too low"
     elif hi < first: said = "too high"
-    elif first <= lo and hi <= last and (lo == hi or first < last): said = "agree"
+    elif first <= lo and hi <= last: said = "agree"
     else: said = "undecided"
     return said if interval else f"{said}, no interval"

@@ -16,7 +16,7 @@ from llm_speedrun.rung_registry import rung_specs
 from llm_speedrun.step_builder import free_memory, resolve_options
 from llm_speedrun.timing import sample_ms, speedup, take_turns
 from llm_speedrun.train.presets import leave_one_out, preset
-from llm_speedrun.verdicts import ROUNDS, STEPS, stays
+from llm_speedrun.verdicts import ROUNDS, STEPS, decisions
 
 TURN_MS = 200. # of a turn, at least one step
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,15 +67,6 @@ def wanted_pairs(steps, lists, only, done):
                 with_it, without = ([*map(str, side)] for side in sides)
                 if (not only or rung in only) and not done((name, rung, name_of_model, batch), code_of(with_it)): yield config, batch, name, rung, with_it, without
 
-def decisions(records, steps=STEPS):
-    "Rows: list, rung, each step's interval, and what the rule decides from all of them"
-    found = {key(r): r for r in records}
-    for name, rung in dict.fromkeys((r["list"], r["rung"]) for r in records):
-        of = [found.get((name, rung, *s), {}) for s in steps]
-        keep, why = stays(of)
-        if any("why" in r for r in of): keep, why = True, "the list can't be built without it"
-        yield [name, rung, *(f"{r['ratio_p10']:.3f} to {r['ratio_p90']:.3f}" if "ratio_p10" in r else "-" for r in of), {True: "stays", False: "leaves"}.get(keep, "as it is"), why]
-
 def main(out, minutes=1e9, steps=STEPS, lists=("fastest", "fastest16"), only=(), rounds=ROUNDS):
     "Measure what is missing, and print the decisions. Returns all records"
     path, end, about, pairs = Path(out)/records_path().name, time.monotonic() + 60*minutes, about_run(), None
@@ -94,7 +85,7 @@ def main(out, minutes=1e9, steps=STEPS, lists=("fastest", "fastest16"), only=(),
         print(line(r), flush=True)
         torch._dynamo.reset(); free_memory()
     steps = STEPS if {*steps} <= {*STEPS} else steps # a part of them decides nothing
-    print(table(["list", "rung", *(f"{m} × {b}" for m, b in steps), "the rung", "why"], [*decisions(records, steps)]))
+    print(table(["list", "rung", *(f"{m} × {b}" for m, b in steps), "the rung", "why"], decisions(records, dict.fromkeys((r["list"], r["rung"]) for r in records), steps)))
     return records
 
 if __name__ == "__main__":
