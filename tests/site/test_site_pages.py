@@ -189,28 +189,30 @@ def test_another_gpu_has_its_own_part(root):
 def test_claims_are_judged_from_the_records(root, made):
     "By a record's interval, in each guide's unit; a record without one, or of older code, is called so"
     rows = re.findall(r"^\| TF32, the step \| .*$", made["measured/claims.qmd"], re.M)
-    assert len(rows) == 2 and all("| too low, no interval |" in r and "(older code)" in r for r in rows)
+    assert len(rows) == 3 and all("| too low, no interval |" in r and "(older code)" in r for r in rows)
     def judged(**changes):
         change(root, lambda rs: [r.update(changes) for r in rs if r["rung"] == "tf32"])
-        return re.findall(r"^\| TF32, the step \| (.*?) \| \[", build_pages.written("measured/claims.qmd", root), re.M)
-    found, percent, times = judged(ratio=1.2), "Complete optimization guide, Frontier optimizations | +10% to +30%", "RTX 4080 guide | 1.50×"
-    assert [r.rpartition(" | ")[0] for r in found] == [f"{percent} | +20% | agree, no interval", f"{times} | 1.20× | too high, no interval"]
+        found = re.findall(r"^\| TF32, the step \| (.*?) \| \[", build_pages.written("measured/claims.qmd", root), re.M)
+        return {title: rest for title, rest in (r.split(" | ", 1) for r in found)}
+    F, R = "Frontier Optimizations for HYDRA Training", "Performance Optimizations Guide"
+    found = judged(ratio=1.2)
+    assert found[F].startswith("+10% to +30% | +20% | agree, no interval | ") and found[R].startswith("1.50× | 1.20× | too high, no interval | ")
     found = judged(ratio_p10=1.15, ratio_p90=1.25, ratio_rounds=20, code=code_of(["tf32"]), rungs=["tf32"])
-    assert found == [f"{percent} | +20% (+15% to +25%) | agree | tf32 over fp32, 124m, batch 64", f"{times} | 1.20× (1.15 to 1.25×) | too high | tf32 over fp32, 124m, batch 64"]
-    assert [r.split(" | ")[3] for r in judged(ratio_p90=1.6)] == ["undecided", "undecided"]
-    assert [r.split(" | ")[3] for r in judged(ratio_rounds=19)] == ["agree, no interval", "too high, no interval"]
+    assert found[F] == "+10% to +30% | +20% (+15% to +25%) | agree | tf32 over fp32, 124m, batch 64"
+    assert found[R] == "1.50× | 1.20× (1.15 to 1.25×) | too high | tf32 over fp32, 124m, batch 64"
+    assert {k: v.split(" | ")[2] for k, v in judged(ratio_p90=1.6).items()} == {"Complete Optimization Guide": "too low", F: "undecided", R: "undecided"}
+    assert [v.split(" | ")[2] for v in judged(ratio_rounds=19).values()] == ["too low, no interval", "agree, no interval", "too high, no interval"]
     change(root, lambda rs: rs.clear() or rs.append(dict.fromkeys(records.Shown.__struct_fields__, 1.) | dict(
         rung="x", before=None, workload="w", batch=1, seq=1, dtype="bf16", notebook="01", gpu="NVIDIA H200", driver="", torch="",
         triton="", date="2026-01-01", rungs=[], rungs_before=[], micro=1)))
     assert templating.PAGES["measured/claims.qmd"](root)["counts"][0][0] == "not measured yet"
 
-def test_guides_are_named_by_title(made):
-    "With a link where one is known; the page says that none is"
-    assert all(title in made["measured/claims.qmd"] for title in ("Complete optimization guide", "H100 summary", "RTX 4080 guide", "Frontier optimizations", "Operations guide"))
-    assert "without a public address, so none is linked" in made["measured/claims.qmd"]
-    path = ROOT/"nbs/7_using_a_model/75_claims.ipynb"
-    titles, = measured.from_notebook(path, ["titles"], dict(GUIDES=dict(A=("A guide", "https://example.org"), B=("Another", ""))))
-    assert titles("A B") == "[A guide](https://example.org), Another"
+def test_guides_are_named_by_title_and_linked(made):
+    "At a commit, so that the text stays the one that was read; and no row names another guide"
+    text = made["measured/claims.qmd"]
+    linked = re.findall(r"^\| \[([^]]+)\]\(https://github\.com/[\w-]+/[\w-]+/blob/[0-9a-f]{40}/[\w/]+\.md\) \|", text, re.M)
+    rows = re.findall(r"^\| [^|\[]+ \| ([^|]+) \| [^|]+ \| [^|]+ \| (?:agree|too|no|undecided|depends)", text, re.M)
+    assert len(linked) == 5 and len(rows) > 60 and {title for r in rows for title in r.split(", ")} == {*linked}
 
 def test_only_what_is_needed_of_a_notebook_runs(tmp_path):
     source = ["import os\na = 2\nb = a + 1", "def f(x):\n    return x*b", "b += 1\nprint('no')", "c = 1/0"]

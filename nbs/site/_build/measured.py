@@ -110,12 +110,12 @@ def from_notebook(path, wanted, given):
 
 @page("measured/claims.qmd")
 def claims_page(root):
-    wanted = ["claims", "claim_row", "answer", "OUTSIDE", "GUIDES", "titles"]
+    wanted = ["claims", "claim_row", "answer", "OUTSIDE", "guides"]
     with measurements_of(root):
         of_package = dict(math=math, notebook_path=notebook_path, code_of=package_records.code_of)
         given = vars(measure) | of_package | {k: getattr(verdicts, k) for k in ("in_unit", "unit_text", "verdict")}
         found = from_notebook(root/"nbs/7_using_a_model/75_claims.ipynb", wanted, given)
-        claims, row, answer, outside, guides, titles = found
+        claims, row, answer, outside, guides = found
         rows, said = [row(c) for c in claims], [answer(c) for c in claims]
     here = lambda m: f"]({posixpath.relpath('7_using_a_model/' + m[1], 'site/measured')}" # links of the lesson, seen from this page
     further_up = lambda text: re.sub(r"\]\((?!\w+:)([^)]+)", here, text)
@@ -124,7 +124,7 @@ def claims_page(root):
     unmeasured = [[further_up(c.strip()) for c in line.split("|")] for line in outside.splitlines()]
     head = ["claim", "guide", "guides say", "measured", "the claim is", "setting", "code"]
     return dict(head=head, rows=rows, counts=counts, unmeasured=unmeasured, records=all_records(root), rounds=verdicts.ROUNDS,
-                guides=[*map(titles, guides)], nowhere=not any(url for _, url in guides.values()))
+                guides=guides)
 
 # --- other trainers ---
 
