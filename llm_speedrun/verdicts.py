@@ -36,7 +36,8 @@ def stays(records): # of a list with a rung over the list without it, one for ea
     gains = [r for r, (lo, _) in zip(records, spans) if lo > 1]
     if costs: return False, f"costs at {at(costs)}"
     if gains: return True, f"gains at {at(gains)}"
-    if (most := max(map(saved_memory, records))) >= SAVES: return True, f"undecided, but saves {most:.0%} of memory"
+    most = max(map(saved_memory, records))
+    if most >= SAVES: return True, f"undecided, but saves {most:.0%} of memory"
     return False, "undecided: its gain can't be told from none"
 
 # %% ../nbs/source/verdicts.ipynb #60vd0031
@@ -44,27 +45,29 @@ def decisions(records, # of whole lists over those without a rung
               rungs, # pairs of a list's name and a rung
               steps=STEPS): # all of which the rule asks for
     "Return rows of a list, a rung, its interval at each step, whether the rung stays, and why"
+    text = lambda r: "-" if r.get("ratio_p10") is None else f"{r['ratio_p10']:.3f} to {r['ratio_p90']:.3f}"
     found, rows = {(r["list"], r["rung"], r["workload"], r["batch"]): r for r in records}, []
     for pair in rungs:
         of = [found.get((*pair, *s), {}) for s in steps]
         keep, why = (True, "the list can't do without it") if any("why" in r for r in of) else stays(of)
-        spans = ("-" if r.get("ratio_p10") is None else "{ratio_p10:.3f} to {ratio_p90:.3f}".format(**r) for r in of)
-        rows.append([*pair, *spans, {True: "stays", False: "leaves"}.get(keep, "stays so far"), why])
+        rows.append([*pair, *map(text, of), {True: "stays", False: "leaves"}.get(keep, "stays so far"), why])
     return rows
 
 # %% ../nbs/source/verdicts.ipynb #60vd0016
-SPEEDS = dict(ratio=lambda q: q, gain=lambda q: q - 1, time=lambda q: 1/q - 1, slower=lambda q: 1/q) # of a speedup
-COUNTED = dict(memory=lambda r: 1 - r["peak_gib"]/r["gib_before"], less=lambda r: r["gib_before"]/r["peak_gib"],
-               gb=lambda r: r["peak_gib"]*2**30/1e9, used=lambda r: r["peak_gib"]*2**30/80e9,
+SPEEDS = dict(ratio=lambda q: q, gain=lambda q: q - 1, # of a speedup
+              time=lambda q: 1/q - 1, slower=lambda q: 1/q)
+COUNTED = dict(memory=lambda r: 1 - r["peak_gib"]/r["gib_before"],
+               less=lambda r: r["gib_before"]/r["peak_gib"], gb=lambda r: r["peak_gib"]*2**30/1e9,
+               used=lambda r: r["peak_gib"]*2**30/80e9,
                saved=lambda r: r["value"]) # bytes that the allocator counted, the same in each run
 RATES = dict(tok_s=lambda r: r["tok_s"]/1e3, mfu=lambda r: r["mfu_full"]) # in proportion to the speed
 VALUES = dict(share="value", times="value", seconds="warmup_s", restart="restart_s") # unit -> key of a record
 
 def in_unit(record, # with `gib_before` for units of memory
             unit): # a key of `SPEEDS`, `COUNTED`, `RATES` or `VALUES`
-    """Return a record's number in a unit, and its interval, a pair or None: of a speedup that of `gain_interval`, of
-    a rate the 20th to 80th percentile of its steps, of counted bytes the number itself. (None, None) where
-    the record doesn't say"""
+    """Return a record's number in a unit, and its interval, a pair or None: of a speedup that of
+    `gain_interval`, of a rate the 20th to 80th percentile of its steps, of counted bytes the number itself.
+    (None, None) where the record doesn't say"""
     try:
         if unit in COUNTED: return (x := COUNTED[unit](record)), (x, x)
         if unit in VALUES: return record[VALUES[unit]], record.get("interval")
@@ -80,10 +83,11 @@ def in_unit(record, # with `gib_before` for units of memory
 # %% ../nbs/source/verdicts.ipynb #60vd0019
 percent = lambda sign: (lambda x: f"{round(100*x, 1):{sign}g}%")
 number = lambda spec: (lambda x: format(x, spec))
-SHOWN = dict(ratio=number(".2f"), slower=number(".2f"), less=number(".1f"), times=number(".1f"), gain=percent("+"), time=percent("+"),
-             tok_s=number(",.0f"), seconds=number(".0f"), restart=number(".1f"), gb=number(".0f")) # else a share
-AFTER = dict(ratio="×", slower="× slower", less="× less", times="×", time=" time", memory=" less", saved=" less",
-             tok_s=" K tokens/s", seconds=" s", restart=" s", gb=" GB")
+SHOWN = dict(ratio=number(".2f"), slower=number(".2f"), less=number(".1f"), times=number(".1f"),
+             gain=percent("+"), time=percent("+"), tok_s=number(",.0f"), seconds=number(".0f"),
+             restart=number(".1f"), gb=number(".0f")) # else a share
+AFTER = dict(ratio="×", slower="× slower", less="× less", times="×", time=" time",
+             memory=" less", saved=" less", tok_s=" K tokens/s", seconds=" s", restart=" s", gb=" GB")
 
 def unit_text(xs, # one number, or the ends of a range
               unit): # as for `in_unit`

@@ -118,7 +118,7 @@ def leave_one_out(rungs): # `RungSpec`s of a preset
 # %% ../../nbs/source/train/presets.ipynb #32list05
 RECORDED = {"NVIDIA H100 80GB HBM3": "fastest", "NVIDIA H200": "fastest"} # GPU -> its fastest preset
 NARROWEST = 768 # width of the narrowest model that these were measured with
-BREAK_EVEN = "tied_embedding", "head_groups", "direct_update" # undecided everywhere: each card may try without
+BREAK_EVEN = "tied_embedding", "head_groups", "direct_update" # undecided: each card may try without
 
 def recorded_preset(config, # a `GPTConfig`
                     gpu=None): # the GPU's name, by default this machine's; "CPU"
