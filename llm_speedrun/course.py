@@ -22,6 +22,7 @@ from .runs import Run, baseline, build
 from .step_builder import bench
 from .stepper import Stepper, enter_all
 from .records import measure_here
+from .verdicts import gain_interval, stays
 
 # %% ../nbs/source/course.ipynb #5d2caa70
 def canvas(width=7.4, height=2.6): # in inches
@@ -171,12 +172,14 @@ def guess_chart(my_guess, # times the speed of the version before; None for no g
 
 # %% ../nbs/source/course.ipynb #ad4307ee
 def paid_text(record): # of a rung, with what it was measured against
-    "Return one line that says whether the rung is faster than what it was measured against"
+    "Return one line that says how fast the rung is, and by `verdicts.stays` whether it stays in the list"
     if not (found := on_gpu([record])): return NO_GPU
-    paid = "it stays in the list" if found[0]["ratio"] > 1 else "it stays out of the list"
-    if found[0]["gpu"] == record["gpu"] and smoke(): paid = "a smoke run, which decides nothing"
-    where = "" if found[0]["gpu"] == record["gpu"] else " ({gpu}, {date})".format(**found[0])
-    return "{rung}: {ratio:.2f} times the speed of {before}; ".format(**found[0]) + paid + where
+    r, (keep, why) = found[0], stays(found)
+    paid = why if keep is None else f"it {'stays in' if keep else 'leaves'} the list: {why}"
+    if r["gpu"] == record["gpu"] and smoke(): paid = "a smoke run, which decides nothing"
+    span = " ({:.3f} to {:.3f})".format(*ends) if (ends := gain_interval(r)) else ""
+    where = "" if r["gpu"] == record["gpu"] else " ({gpu}, {date})".format(**r)
+    return "{rung}: {ratio:.2f}{span} times the speed of {before}; ".format(span=span, **r) + paid + where
 
 # %% ../nbs/source/course.ipynb #aacb180d
 def kinds_chart(predicted, # milliseconds by kind, from `by_kind`

@@ -79,10 +79,10 @@ def ratio(a, # the `Measured` before
 
 # %% ../nbs/1_start/02_measure.ipynb #01speed2
 def speedup(a, b): # as for `ratio`
-    "Return the ratio with its 10th and 90th percentile over rounds, as a record has them"
+    "Return the ratio, its 10th and 90th percentile over rounds and how many rounds, as a record has them"
     found = sorted(statistics.median(x)/statistics.median(y) for x, y in zip(a.rounds, b.rounds))
     at = lambda q: found[round(q*(len(found) - 1))]
-    return dict(ratio=statistics.median(found), ratio_p10=at(.1), ratio_p90=at(.9))
+    return dict(ratio=statistics.median(found), ratio_p10=at(.1), ratio_p90=at(.9), ratio_rounds=len(found))
 
 # %% ../nbs/1_start/02_measure.ipynb #918530e3
 def warm_up(build, # builds a version: returns its step, a function without arguments

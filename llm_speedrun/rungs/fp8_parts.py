@@ -121,7 +121,7 @@ def part_gains(c, device, to_fp8): # a `GPTConfig`; as for `layer_step`
 
 # %% ../../nbs/source/rungs/fp8_parts.ipynb #08a10688
 GRAD_FORMATS = dict(e5m2=E5M2, e4m3=E4M3)
-BREAK_EVEN = .97 # a part that is as fast in FP8 alone makes the whole step faster: see lesson 31
+BREAK_EVEN = .97 # of a part alone, which runs at another clock than within a step: see lesson 31
 
 def choose_parts(run, # the `Run` to which the rung will be applied
                  to_fp8, # as for `layer_step`

@@ -180,7 +180,7 @@ def measure_together(config, # a `GPTConfig`
     alone, res, rungs, dp = run_distributed(gpus, with_plugins(time_interleaved), *of, tp=tp)[0]
     before, gain = rung_name(below[-1]) if below else "fp32", speedup(alone, res)
     res = run_record(config, dp*batch, rungs, ops, None, res, micro=micro, before=before, rungs_before=below,
-                     **{k: dp*r for k, r in gain.items()})
+                     **gain | {k: dp*gain[k] for k in ("ratio", "ratio_p10", "ratio_p90")})
     each = {k: res[k] and res[k]/gpus for k in ("mfu_full", "mfu_causal")}
     one = dict(alone_ms=alone.times.ms, alone_peak_gib=alone.peak_gib)
     return res | each | one | dict(rung=rung.name, gpus=gpus)

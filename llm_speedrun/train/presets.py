@@ -107,10 +107,18 @@ def without_rung(rungs, name): # `RungSpec`s of a preset; of one of them
     "Return `rungs` without `name` and those that build on it"
     return runnable([s for s in rungs if s.name != name])
 
+# %% ../../nbs/source/train/presets.ipynb #60keep02
+REPLACED_BY = dict(flash="flash4", fused_adamw="direct_update") # rung -> what does its work, where that runs
+
+def leave_one_out(rungs): # `RungSpec`s of a preset
+    "Return rung -> the list with it and the list without it, two lists of `RungSpec`s"
+    whole = {s.name: without_rung(rungs, REPLACED_BY.get(s.name)) for s in rungs}
+    return {k: (with_it, without_rung(with_it, k)) for k, with_it in whole.items()}
+
 # %% ../../nbs/source/train/presets.ipynb #32list05
 RECORDED = {"NVIDIA H100 80GB HBM3": "fastest", "NVIDIA H200": "fastest"} # GPU -> its fastest preset
 NARROWEST = 768 # width of the narrowest model that these were measured with
-BREAK_EVEN = "tied_embedding", "head_groups", "direct_update" # rungs that gained at most 3% where measured
+BREAK_EVEN = "tied_embedding", "head_groups", "direct_update" # undecided: each card may try without
 
 def recorded_preset(config, # a `GPTConfig`
                     gpu=None): # the GPU's name, by default this machine's; "CPU"

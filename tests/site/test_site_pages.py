@@ -8,6 +8,7 @@ from helpers.tiny_runs import cache, fails, nano, options # noqa: F401: fixtures
 from llm_speedrun import _modidx
 from llm_speedrun.io_utils import InputError
 from llm_speedrun.measure import datasheet_flops
+from llm_speedrun.records import code_of
 from llm_speedrun import datasheets
 from llm_speedrun.roofline import Ceilings, predict_ms
 from llm_speedrun.rung_registry import RUNGS
@@ -186,14 +187,32 @@ def test_another_gpu_has_its_own_part(root):
     assert "![](../measurements/tesla-t4.png){fig-alt=" in part(build_pages.written("measured/index.qmd", root), "Tesla T4")
 
 def test_claims_are_judged_from_the_records(root, made):
+    "By a record's interval, in each guide's unit; a record without one, or of older code, is called so"
     rows = re.findall(r"^\| TF32, the step \| .*$", made["measured/claims.qmd"], re.M)
-    assert len(rows) == 1 and "| too low |" in rows[0]
-    change(root, lambda rs: [r.update(ratio=1.2) for r in rs if r["rung"] == "tf32"])
-    assert "| complete guide, frontier guide, RTX 4080 guide | 1.10 to 1.50× | 1.20× | agree |" in build_pages.written("measured/claims.qmd", root)
+    assert len(rows) == 3 and all("| too low, no interval |" in r and "(older code)" in r for r in rows)
+    def judged(**changes):
+        change(root, lambda rs: [r.update(changes) for r in rs if r["rung"] == "tf32"])
+        found = re.findall(r"^\| TF32, the step \| (.*?) \| \[", build_pages.written("measured/claims.qmd", root), re.M)
+        return {title: rest for title, rest in (r.split(" | ", 1) for r in found)}
+    F, R = "Frontier Optimizations for HYDRA Training", "Performance Optimizations Guide"
+    found = judged(ratio=1.2)
+    assert found[F].startswith("+10% to +30% | +20% | agree, no interval | ") and found[R].startswith("1.50× | 1.20× | too high, no interval | ")
+    found = judged(ratio_p10=1.15, ratio_p90=1.25, ratio_rounds=20, code=code_of(["tf32"]), rungs=["tf32"])
+    assert found[F] == "+10% to +30% | +20% (+15% to +25%) | agree | tf32 over fp32, 124m, batch 64"
+    assert found[R] == "1.50× | 1.20× (1.15 to 1.25×) | too high | tf32 over fp32, 124m, batch 64"
+    assert {k: v.split(" | ")[2] for k, v in judged(ratio_p90=1.6).items()} == {"Complete Optimization Guide": "too low", F: "undecided", R: "undecided"}
+    assert [v.split(" | ")[2] for v in judged(ratio_rounds=19).values()] == ["too low, no interval", "agree, no interval", "too high, no interval"]
     change(root, lambda rs: rs.clear() or rs.append(dict.fromkeys(records.Shown.__struct_fields__, 1.) | dict(
         rung="x", before=None, workload="w", batch=1, seq=1, dtype="bf16", notebook="01", gpu="NVIDIA H200", driver="", torch="",
         triton="", date="2026-01-01", rungs=[], rungs_before=[], micro=1)))
     assert templating.PAGES["measured/claims.qmd"](root)["counts"][0][0] == "not measured yet"
+
+def test_guides_are_named_by_title_and_linked(made):
+    "At a commit, so that the text stays the one that was read; and no row names another guide"
+    text = made["measured/claims.qmd"]
+    linked = re.findall(r"^\| \[([^]]+)\]\(https://github\.com/[\w-]+/[\w-]+/blob/[0-9a-f]{40}/[\w/]+\.md\) \|", text, re.M)
+    rows = re.findall(r"^\| [^|\[]+ \| ([^|]+) \| [^|]+ \| [^|]+ \| (?:agree|too|no|undecided|depends)", text, re.M)
+    assert len(linked) == 5 and len(rows) > 60 and {title for r in rows for title in r.split(", ")} == {*linked}
 
 def test_only_what_is_needed_of_a_notebook_runs(tmp_path):
     source = ["import os\na = 2\nb = a + 1", "def f(x):\n    return x*b", "b += 1\nprint('no')", "c = 1/0"]

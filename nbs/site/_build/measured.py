@@ -5,7 +5,7 @@ from pathlib import Path
 from types import CodeType
 from unittest.mock import patch
 import yaml
-from llm_speedrun import measure
+from llm_speedrun import measure, records as package_records, verdicts
 from llm_speedrun.measure import SPINE, fmt, mfu_text, records_path
 from llm_speedrun.course import COURSE, course_records, notebook_path
 from llm_speedrun.benchmarks.peers import PEERS
@@ -109,11 +109,12 @@ def from_notebook(path, wanted, given):
 
 @page("measured/claims.qmd")
 def claims_page(root):
-    wanted = ["claims", "claim_row", "answer", "OUTSIDE"]
+    wanted = ["claims", "claim_row", "answer", "OUTSIDE", "guides"]
     with measurements_of(root):
-        given = vars(measure) | dict(math=math, notebook_path=notebook_path)
+        of_package = dict(math=math, notebook_path=notebook_path, code_of=package_records.code_of)
+        given = vars(measure) | of_package | {k: getattr(verdicts, k) for k in ("in_unit", "unit_text", "verdict")}
         found = from_notebook(root/"nbs/7_using_a_model/75_claims.ipynb", wanted, given)
-        claims, row, answer, outside = found
+        claims, row, answer, outside, guides = found
         rows, said = [row(c) for c in claims], [answer(c) for c in claims]
     here = lambda m: f"]({posixpath.relpath('7_using_a_model/' + m[1], 'site/measured')}" # links of the lesson, seen from this page
     further_up = lambda text: re.sub(r"\]\((?!\w+:)([^)]+)", here, text)
@@ -121,7 +122,8 @@ def claims_page(root):
     counts = [[w, str(said.count(w))] for w in sorted(set(said), key=lambda w: (-said.count(w), w))]
     unmeasured = [[further_up(c.strip()) for c in line.split("|")] for line in outside.splitlines()]
     head = ["claim", "guide", "guides say", "measured", "the claim is", "setting", "code"]
-    return dict(head=head, rows=rows, counts=counts, unmeasured=unmeasured, records=all_records(root))
+    return dict(head=head, rows=rows, counts=counts, unmeasured=unmeasured, records=all_records(root), rounds=verdicts.ROUNDS,
+                guides=guides)
 
 # --- other trainers ---
 
