@@ -6,11 +6,12 @@
 __all__ = ['code_of', 'run_record']
 
 # %% ../nbs/source/records.ipynb #05rec004
-import importlib.util, inspect, re
+import importlib.util, inspect, json, re
 from functools import lru_cache
 from pathlib import Path
 from . import model, model_config, stepper
-from .measure import digest, make_record, smoke
+from .io_utils import replace_file
+from .measure import digest, load_records, make_record, smoke
 from .timing import compare, speedup
 from .model_config import train_flops
 from .plugins import plugin_code
@@ -47,6 +48,31 @@ def code_of(rungs): # names
     sources = rung_sources(rungs)
     own = plugin_code(map(rung_name, rungs))
     return digest(*_step_sources(), *(sources[m] for m in sorted(sources)), *own)
+
+# %% ../nbs/source/records.ipynb #05also02
+def codes_of(r): # a record with `code`
+    "Return the digests that a record stands for: of the measured code, and later ones that compute the same"
+    return {r["code"], *(o["code"] for o in r.get("also", ()))}
+
+@lru_cache
+def _code_now(rungs): return code_of(rungs) # names, a tuple
+
+def is_current(r): # a record with `code`
+    "Return whether today's code of a record's rungs is what was measured, or is noted as computing the same"
+    return _code_now(tuple(r["rungs"])) in codes_of(r)
+
+def note_same_code(path, # of a file of records
+                   why, # what changed, and why it can't change the numbers
+                   commit, # in which it changed
+                   chosen=lambda r: True): # of a record: whether this is so for it
+    "Append today's digest to `also` of chosen records that aren't current; `code` stays. Returns how many"
+    records = load_records(path)
+    later = [r for r in records if r.get("code") and chosen(r) and not is_current(r)]
+    for r in later:
+        now = dict(code=_code_now(tuple(r["rungs"])), commit=commit, why=why)
+        r.setdefault("also", []).append(now)
+    replace_file(path, json.dumps(records, indent=1) + "\n")
+    return len(later)
 
 # %% ../nbs/source/records.ipynb #58b68217
 def run_record(config, batch, # as for `measure_here`
