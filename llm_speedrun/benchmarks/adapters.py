@@ -21,6 +21,8 @@ from ..measure import default_device, version_of
 from ..model import GPT
 from ..model_config import matrix_params
 from ..roofline import matmul_precision
+from ..rungs.flash4 import mixed_attention
+from ..rungs.flash4_ops import flash4_missing
 from ..rungs.fp8 import linear_sizes, to_float8
 from ..rung_registry import find_rung
 from ..step_builder import uncompiled
@@ -71,7 +73,8 @@ class Peer:
 # %% ../../nbs/source/benchmarks/adapters.ipynb #48b00008
 class Adapter:
     "A project's way to take a step and to race, and what each needs; `step` or `race` may be None"
-    clone = "" # the address to clone, "" for what pip installs
+    clone = commit = "" # the address to clone, and the commit that we know; "" for what pip installs
+    tokens = 0 # in a step, where that is part of what is measured; 0 for as many as ours
     step_files = race_files = () # in the clone, that we read
     step = None # (config, folder of the clone) -> `Peer`
     race = None # an `AdapterContext` -> its model, its `TimeBudget` and the changes in its code
@@ -249,6 +252,7 @@ def padded(vocab): # tokens of the corpus
 class NanoGPT(Adapter):
     "The adapter of nanoGPT: its model with the same layers, width and heads, and its training"
     clone = "https://github.com/karpathy/nanoGPT"
+    commit = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
     step_files, race_files = ("model.py",), ("train.py", "model.py", "configurator.py")
     def __init__(self, fp8=""): self.fp8 = fp8 # a recipe of torchao for its linear layers, "" for bf16
     def step_missing(self): return find_rung("torchao_fp8").needs() if self.fp8 else ""
@@ -304,6 +308,7 @@ TRACK_3 = "records/track_3_optimization/train_gpt_simple.py"
 class ModdedNanoGPT(Adapter):
     "The adapter of modded-nanogpt's track 3: Muon for matrices, AdamW with its own rates for the rest"
     clone = "https://github.com/KellerJordan/modded-nanogpt"
+    commit = "f411b3d346aa52d3504324ca93c230fd84c6c07f"
     step_files, race_files = ("train_gpt.py",), (TRACK_3,)
 
     def step_missing(self):
@@ -366,19 +371,35 @@ class NanochatSchedule:
 class Nanochat(Adapter):
     "The adapter of nanochat: its model with the same layers and width, and its training"
     clone = "https://github.com/karpathy/nanochat"
+    commit = "92d63d4e8bb4df75c3b71618f31ddde2378b2bcd"
     step_files, race_files = ("nanochat/gpt.py",), ("nanochat/gpt.py", "nanochat/optim.py")
-    def __init__(self, fp8=False): self.fp8 = fp8 # whether to train as its option --fp8 does
+    def __init__(self, fp8=False, # whether to train as its option --fp8 does
+                 flash4=False, # whether to give it the attention of our rung `flash4`
+                 tokens=0): # in a step; 0 for as many as ours
+        self.fp8, self.flash4, self.tokens = fp8, flash4, tokens
+
+    def step_missing(self): return flash4_missing() if self.flash4 else ""
+
+    def set_attention(self, attention): # its module flash_attention
+        "Choose what computes attention, for the whole process. Returns a text on it"
+        if self.flash4:
+            def attend(q, k, v, causal, window_size): # B T H D; windows are full
+                return mixed_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+            attention.flash_attn.flash_attn_func = attend
+            return "full windows, FlashAttention-4"
+        if space := getattr(attention, "flash_attn", None): space.flash_attn_func = attention.flash_attn_func
+        return "FlashAttention-3" if attention.USE_FA3 else "full windows, PyTorch's attention"
 
     def model(self, path, layers, width, vocab, seq): # folder of the clone; the last ones are numbers
-        "Build the model. Returns it, and a text that says whether its windows slide"
+        "Build the model. Returns it, and a text on its attention"
         code, attention = (load_package(path, f"nanochat.{m}") for m in ("gpt", "flash_attention"))
-        heads, fa3 = max(1, width//128), attention.USE_FA3
+        heads, said = max(1, width//128), self.set_attention(attention)
         shape = dict(n_layer=layers, n_head=heads, n_kv_head=heads, n_embd=width, vocab_size=vocab)
-        made = code.GPTConfig(**shape, sequence_len=seq, window_pattern="SSSL" if fa3 else "L")
+        made = code.GPTConfig(**shape, sequence_len=seq, window_pattern="L" if "full" in said else "SSSL")
         with torch.device("meta"): model = code.GPT(made)
         model.to_empty(device=default_device())
         model.init_weights()
-        return model, "FlashAttention-3" if fa3 else "full windows, PyTorch's attention"
+        return model, said
 
     def step(self, config, path): # a `GPTConfig`, the folder of a clone
         "Build what takes a step, as a `Peer`"
@@ -418,5 +439,6 @@ class Nanochat(Adapter):
 # %% ../../nbs/source/benchmarks/adapters.ipynb #48b00011
 CLONED = {"nanogpt": NanoGPT(), "nanochat": Nanochat(), "modded-nanogpt": ModdedNanoGPT()}
 CLONED |= {f"nanogpt_{k}": NanoGPT(k) for k in ("tensorwise", "rowwise")}
-CLONED["nanochat_fp8"] = Nanochat(fp8=True)
+CLONED |= dict(nanochat_fp8=Nanochat(fp8=True), nanochat_flash4=Nanochat(flash4=True),
+               nanochat_own_step=Nanochat(tokens=2**19)) # of its runs of 12 layers
 RACERS = {k.removesuffix("-nanogpt"): CLONED[k] for k in ("nanogpt", "modded-nanogpt", "nanochat")}
